@@ -1,8 +1,8 @@
-"""Builds a JupyterLite site of the first three notebooks, which the reader's browser runs: `python scripts/make_lite.py OUTPUT`.
+"""Builds a JupyterLite site of the first three notebooks, run by the reader's browser: `python scripts/make_lite.py OUTPUT`.
 
-Needs the packages build, ipywidgets, jupyterlite-core and jupyterlite-pyodide-kernel. The site holds the package as a wheel
-without kernels. The browser loads Pyodide and its packages (NumPy, matplotlib, sentencepiece, ml_dtypes) from Pyodide's own
-server, and the rest of what the package needs from PyPI.
+Needs build, ipywidgets, jupyterlite-core and jupyterlite-pyodide-kernel. The site holds the package as a wheel without
+kernels. The browser loads Pyodide with NumPy, matplotlib, sentencepiece and ml_dtypes from Pyodide's server, and the other
+requirements from there or from PyPI.
 """
 
 import json
@@ -28,7 +28,14 @@ def main(output: Path) -> None:
     """Builds the wheel, puts the installing cell in front of each notebook, and runs JupyterLite's build."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        wheel = ("build", "--wheel", "--outdir", str(folder / "pypi"), str(ROOT))  # pypi: where JupyterLite looks for wheels
+        # JupyterLite looks for wheels in pypi/.
+        wheel = (
+            "build",
+            "--wheel",
+            "--outdir",
+            str(folder / "pypi"),
+            str(ROOT),
+        )
         subprocess.run([sys.executable, "-m", *wheel], check=True, env={**os.environ, "BITNET_REF_EXTENSION": "off"})
         (folder / "files").mkdir()
         for name in NOTEBOOKS:

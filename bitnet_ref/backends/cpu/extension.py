@@ -66,10 +66,12 @@ def why_unavailable() -> str | None:
     if _cpu is not None:
         return None
     if sys.platform in ("win32", "emscripten"):
-        return f"the compiled extension {_import_error}: there are no kernels for {sys.platform} yet; use the numpy backend"
+        return (
+            f"the compiled extension {_import_error}: there are no kernels for {sys.platform}; take the numpy backend"
+        )
     return (
         f"the compiled extension {_import_error}; install a C compiler (Debian/Ubuntu: apt install gcc; "
-        "macOS: xcode-select --install) and install bitnet-ref again (from PyPI: pip install --no-binary bitnet-ref ...)"
+        "macOS: xcode-select --install) and install bitnet-ref again, from source (pip's --no-binary bitnet-ref)"
     )
 
 
