@@ -65,7 +65,7 @@ class Chromium:
         self.number += 1
         message = {"id": self.number, "method": method, "params": params, **({"sessionId": session} if session else {})}
         os.write(self.writer, json.dumps(message).encode() + b"\0")
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while True:
             while b"\0" in self.rest:
                 data, _, self.rest = self.rest.partition(b"\0")
@@ -73,7 +73,8 @@ class Chromium:
                 if answer.get("id") == self.number:
                     assert "error" not in answer, (method, answer["error"])
                     return answer["result"]
-                if (page := self.pages.get(answer.get("sessionId"))) is not None:
+                page = self.pages.get(answer.get("sessionId"))
+                if page is not None and "method" in answer:  # else the late answer to a command that was given up
                     page.note(answer["method"], answer["params"])
             assert select.select([self.reader], [], [], max(0.0, end - time.monotonic()))[0], f"{method}: no answer"
             data = os.read(self.reader, 1 << 20)

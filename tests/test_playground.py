@@ -179,6 +179,28 @@ def test_each_button_makes_the_mistake_that_crossval_names(name, graphs):
     assert np.abs(wrong - m.logits(ids)).max() > 0.1
 
 
+def test_the_divergences_that_the_guide_tells(graphs):
+    rows = re.findall(
+        r"^\| (.+?) \| ([\d.]+) \| (\d+|the same) \|$", (DOCS / "playground.md").read_text(), re.MULTILINE
+    )
+    told = {title: float(nats) for title, nats, _ in rows}
+    ids = model("storyteller").tokenizer.encode(PROMPT)
+    ids += model("storyteller").generate(PROMPT, max_tokens=32).token_ids
+    right = log_softmax(run_graph(graphs, "right", ids))
+    computed = {}
+    for name, bug in BUGS.items():
+        wrong = log_softmax(run_graph(graphs, name, ids))
+        computed[bug.__doc__.partition("\n")[0]] = (np.exp(right) * (right - wrong)).sum(-1).mean()
+    assert set(told) == set(computed)
+    for title, nats in told.items():
+        assert computed[title] == pytest.approx(nats, rel=0.2), title
+
+
+def log_softmax(logits):
+    wide = logits - logits.max(-1, keepdims=True).astype(np.float64)
+    return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+
+
 # -- in a browser ------------------------------------------------------------------------------------------------------
 
 
@@ -290,12 +312,8 @@ def test_a_broken_model_beside_the_right_one(page, graphs):
     assert ids[-12:] == list(m.generate(PROMPT, max_tokens=12).token_ids)
     page.click("#bugs button", list(BUGS).index("rope_missing"))
     page.until("playground.broken !== null && !playground.busy", 60)
-    right, wrong = (run_graph(graphs, name, ids).astype(np.float64) for name in ("right", "rope_missing"))
-    p, q = (
-        np.exp(x - x.max(-1, keepdims=True)) / np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)
-        for x in (right, wrong)
-    )
-    nats = (p * np.log(p / q)).sum(-1)
+    right, wrong = (log_softmax(run_graph(graphs, name, ids)) for name in ("right", "rope_missing"))
+    nats = (np.exp(right) * (right - wrong)).sum(-1)
     np.testing.assert_allclose(page.run("playground.broken.nats"), nats, rtol=1e-3, atol=1e-6)
     assert f"{nats.mean():.3f}" in page.text("#kl-facts")
     assert page.text("#right-text") != page.text("#broken-text")
@@ -343,6 +361,16 @@ def test_keys_and_names_on_a_phone_and_a_desk(page):
         page.look(**look)
         page.run("new Promise((resolve) => setTimeout(resolve, 100))")
         check_readable(page, str(look))
+    # text that was typed a moment ago is read before anything else; tokens that are not read yet cannot be chosen
+    page.run("$('prompt').value = 'The rabbit ran <b>'.repeat(6); $('prompt').oninput()")
+    page.run("document.querySelector('.token').focus()")
+    page.press("End")
+    page.run("$('one').click()")
+    until_idle(page)
+    tokenizer = model("storyteller").tokenizer
+    ids = tokenizer.encode("The rabbit ran <b>" * 6)
+    assert page.run("playground.reading.ids.slice(0, -1)") == ids
+    assert page.run("[playground.given, document.querySelector('#tokens b')]") == [len(ids), None]
     page.run("$('prompt').value = 'word '.repeat(300)")
     page.click("#write")
     page.until("!playground.busy && $('banner').className === 'problem'")

@@ -57,9 +57,18 @@ def download_runtime():
         raise OSError("npm is not installed")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as part:
-        command = [npm, "pack", RUNTIME, "--ignore-scripts", "--silent", "--pack-destination", part]
+        command = [
+            npm,
+            "pack",
+            RUNTIME,
+            "--ignore-scripts",
+            "--silent",
+            "--fetch-retries=1",
+            "--pack-destination",
+            part,
+        ]
         try:
-            subprocess.run(command, check=True, capture_output=True, timeout=120, cwd=part)
+            subprocess.run(command, check=True, capture_output=True, timeout=60, cwd=part)
         except (subprocess.SubprocessError, OSError) as problem:
             raise OSError(f"npm pack {RUNTIME} failed: {problem}") from problem
         archive = next(Path(part).glob("*.tgz"))

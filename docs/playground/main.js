@@ -81,6 +81,12 @@ async function* writeOn(reading, count, draws) {
   }
 }
 
+// Text that was typed a moment ago is read first.
+async function readTyped() {
+  clearTimeout(waiting);
+  if (state.given === Infinity) await readGiven(promptIds());
+}
+
 async function write(count) {
   mend();
   $("stop").hidden = false;
@@ -109,6 +115,7 @@ const describeLength = (tokens) => `${count(tokens, "new token")}, ${count(state
 // Go on from the token that is looked at, with another one after it.
 const goOn = (id) =>
   work(async () => {
+    if (state.given === Infinity) return readTyped(); // the bars are of the text before
     await readGiven([...state.reading.ids.slice(0, state.at + 1), id]);
     await write(settings().max_tokens);
   });
@@ -146,6 +153,7 @@ function mark() {
 // Show a token in the panels.
 function select(i) {
   state.at = i;
+  Object.assign(cell, { row: null, column: null });
   mark();
   showNext();
   drawAttention();
@@ -154,7 +162,7 @@ function select(i) {
 }
 
 $("tokens").onkeydown = (event) => {
-  const last = $("tokens").children.length - 1;
+  const last = Math.min($("tokens").children.length, state.reading?.ids.length ?? 0) - 1; // of those that are read
   const next = { ArrowRight: state.at + 1, ArrowLeft: state.at - 1, Home: 0, End: last }[event.key];
   if (next === undefined || !state.reading) return;
   event.preventDefault();
@@ -200,6 +208,7 @@ function showSettings() {
 // -- break it ---------------------------------------------------------------------------------------------------------
 
 async function breakIt(bug) {
+  await readTyped();
   if (state.reading.ids.length === state.given) await write(settings().max_tokens);
   mend();
   say(`Loading the graph: ${bug.title}`);
@@ -518,7 +527,11 @@ $("write-form").onsubmit = (event) => {
 $("prompt").onkeydown = (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("write-form").requestSubmit();
 };
-$("one").onclick = () => work(() => write(1));
+$("one").onclick = () =>
+  work(async () => {
+    await readTyped();
+    await write(1);
+  });
 $("stop").onclick = () => (state.isStopped = true);
 $("mend").onclick = () => {
   mend();

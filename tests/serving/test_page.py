@@ -25,6 +25,7 @@ STORY, PROMPT, SECRET = (
     "The old man said that he had seen the king of the sea",
 )
 GRAFANA = Path(__file__).parents[2] / "docs" / "grafana.json"
+GONE = ("ERR_CONNECTION_REFUSED", "ERR_EMPTY_RESPONSE", "ERR_CONNECTION_RESET")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
 
@@ -144,10 +145,10 @@ def test_every_metric_of_the_dashboard_exists(server):
     dashboard = json.loads(GRAFANA.read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
     named = {name for query in queries for name in re.findall(r"[a-z_]+:?[a-z_0-9]*_[a-z_0-9]+", query)}
-    named -= {"histogram_quantile", "model_name", "finished_reason", "__rate_interval"}
+    named -= {"bitnet_ref:device_utilization", "histogram_quantile", "model_name", "finished_reason", "__rate_interval"}
     assert {name for name in named if name.startswith(("bitnet_ref:", "process_"))} == named
     assert named <= exported
-    shown = {name.removeprefix("bitnet_ref:") for name in named}
+    shown = {name.removeprefix("bitnet_ref:") for name in named} | {"device_utilization"}  # only with a card
     missing = {name for name in (*COUNTERS, *GAUGES, *HISTOGRAMS) if not any(each.startswith(name) for each in shown)}
     assert missing == set(), "metrics that no panel shows"
     assert "bitnet_ref:request_success_total" in named
@@ -264,6 +265,8 @@ def test_the_engine_live(server, open_page):
     page = open_page()
     page.until("model !== null")
     page.click("#tab-engine")
+    page.until("!$('engine-live').hidden")
+    assert page.run("$('replicas').hidden")  # there is one engine
     engine = server.engines["storyteller"]
     handles = [engine.submit(SECRET, strategy=slowly, max_tokens=100, ignore_eos=True) for _ in range(3)]
     ids = [handle.request_id for handle in handles]
@@ -302,8 +305,39 @@ def test_the_engine_live(server, open_page):
 
 
 @needs_chromium
+def test_each_of_several_engines(open_page, tmp_path):
+    with RunningServer({"storyteller": STORY}, settings={"replicas": 3, "cache_tokens": 2048}) as server:
+        first, second, third = server.engines["storyteller"].engines
+        page = open_page(server.url, GONE, width=360, height=740)
+        page.until("model !== null")
+        page.click("#tab-engine")
+        handles = [second.submit(SECRET, strategy=slowly, max_tokens=200, ignore_eos=True) for _ in range(2)]
+        page.until("$('replica').options[1]?.textContent === '2 of 3: 2 requests'")
+        assert page.run("requests.length") == 0  # of the first
+        page.run("$('replica').value = 1; $('replica').onchange()")
+        page.until("requests.length === 2 && steps.length > 2")
+        assert page.run("requests.map((each) => each.request_id)") == [handle.request_id for handle in handles]
+        assert page.run("$('replica').value") == "1"
+        check_readable(page, "replicas")
+        page.screenshot(tmp_path / "replicas.png")
+        state = server.get("/engine?replica=1")[2]
+        assert (state["replica"], state["replicas"], len(state["requests"])) == (1, [0, 2, 0], 2)
+        assert server.get("/engine?replica=0")[2]["requests"] == []
+        for text, message in (("3", "replica: expected at most 2, got 3"), ("-1", "replica: expected a whole number")):
+            status, _, answer = server.get(f"/engine?replica={text}")
+            assert (status, message in answer["error"]["message"]) == (400, True)
+        for handle in handles:
+            handle.close()
+        until(lambda: not server.engines["storyteller"].requests)
+        page.run("$('replica').value = 2; $('replica').onchange()")
+        page.until("requests.length === 0")
+    for engine in (first, second, third):
+        check(engine)
+
+
+@needs_chromium
 def test_a_key_and_a_server_that_is_busy_loads_or_is_gone(open_page):
-    problems = ("401", "429", "503", "ERR_CONNECTION_REFUSED", "ERR_EMPTY_RESPONSE", "ERR_CONNECTION_RESET")
+    problems = ("401", "429", "503", *GONE)
     with RunningServer({"storyteller": STORY}, ServerLimits(max_streams=1), api_keys=("one",)) as server:
         server.shelf.is_ready = False
         page = open_page(server.url, problems, width=360, height=740)

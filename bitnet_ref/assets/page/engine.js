@@ -9,6 +9,7 @@ let speeds = []; // [time, tokens until then]
 let marked = null; // the request that is opened below, and marked in both plots
 let stepAt = null, pageAt = null; // the number of the step and the index of the page that are read out
 let halted = false;
+let replica = 0; // which of the model's engines is shown
 let beginnings = new Map(); // first page of a shared beginning -> its colour
 
 function forgetEngine() {
@@ -16,15 +17,16 @@ function forgetEngine() {
   speeds = [];
   marked = stepAt = pageAt = null;
   halted = false;
+  replica = 0;
 }
 
 async function watchEngine() {
   for (; ; await sleep(POLL_MS)) {
     if (view !== "engine" || document.hidden || halted || looking || !model || $("pause").getAttribute("aria-pressed") === "true") continue;
-    const id = model.id;
+    const id = model.id, chosen = replica;
     try {
-      const facts = await getJson(`/engine?model=${encodeURIComponent(id)}&after=${steps.at(-1)?.number ?? 0}`);
-      if (id === model.id) showEngine(facts);
+      const facts = await getJson(`/engine?model=${encodeURIComponent(id)}&replica=${chosen}&after=${steps.at(-1)?.number ?? 0}`);
+      if (id === model.id && chosen === replica) showEngine(facts);
     } catch (error) {
       halted = error.status === 401;
       if (error.status) say(explain(error));
@@ -42,10 +44,28 @@ function showEngine(facts) {
   steps = [...steps, ...facts.steps].slice(-400);
   speeds = [...speeds, [now, facts.metrics.generation_tokens]].slice(-121);
   if (!requests.some((each) => each.request_id === marked)) marked = null;
+  showReplicas(facts.replicas);
   showTiles(facts);
   drawAll();
   showRequests();
 }
+
+function showReplicas(unfinished) {
+  const list = $("replica");
+  $("replicas").hidden = unfinished.length < 2;
+  while (list.options.length > unfinished.length) list.lastChild.remove();
+  unfinished.forEach((number, index) => {
+    if (!list.options[index]) list.append(make("option", { value: index }));
+    const text = `${index + 1} of ${unfinished.length}: ${count(number, "request")}`;
+    if (list.options[index].textContent !== text) list.options[index].textContent = text;
+  });
+  list.value = replica;
+}
+
+$("replica").onchange = () => {
+  forgetEngine();
+  replica = Number($("replica").value);
+};
 
 const ofRequest = (id) => `--s${id % COLOURS}`;
 
