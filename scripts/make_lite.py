@@ -1,8 +1,8 @@
-"""Builds a JupyterLite site of the first three notebooks, run by the reader's browser: `python scripts/make_lite.py OUTPUT`.
+"""Builds a JupyterLite site of the first three notebooks: `python scripts/make_lite.py OUTPUT`.
 
 Needs build, ipywidgets, jupyterlite-core and jupyterlite-pyodide-kernel. The site holds the package as a wheel without
-kernels. The browser loads Pyodide with NumPy, matplotlib, sentencepiece and ml_dtypes from Pyodide's server, and the other
-requirements from there or from PyPI.
+kernels. The browser loads Pyodide with NumPy, matplotlib, sentencepiece and ml_dtypes from Pyodide's server, and what
+else the package needs from there or from PyPI.
 """
 
 import json
