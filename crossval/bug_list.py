@@ -93,7 +93,9 @@ BLOCK_BUGS = (
     # -- RoPE
     bug("rope_interleaved", "bitnet",
         ROTATED, (LAYERS, "first, second = x[..., :half], x[..., half:]", "first, second = x[..., 0::2], x[..., 1::2]"),
-        (LAYERS, "    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)\n", NEIGHBOURS),
+        (LAYERS,
+            "    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)\n",
+            NEIGHBOURS),
         twin="qk_unpermuted_twice"),
     bug("rope_theta_10000", "bitnet", ROTATED, (LAYERS, "inv_freq = rope.theta**", "inv_freq = 10000.0**")),
     bug("positions_from_one", "bitnet",
@@ -129,6 +131,7 @@ BLOCK_BUGS = (
         level="generation"),
     bug("decode_overwrites_the_last_entry", "storyteller",
         "generated_ids",
-        ("generation/sequence.py", "return self.slot, self.computed, ", "return self.slot, self.computed - bool(self.chunks), "),
+        ("generation/sequence.py",
+            "return self.slot, self.computed, ", "return self.slot, self.computed - bool(self.chunks), "),
         level="generation"),
 )
