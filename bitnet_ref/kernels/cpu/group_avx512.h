@@ -17,11 +17,11 @@
  *   cycle, 30 GB/s. Measured on registers alone (cycles): vpermi2d 1.0, vpmulhuw 1.0, vpaddd 0.5, the three together
  *   1.67, so 24.5 GB/s, which is what L2 gives without scales and steps; these take 13%. So two cores cannot pass 42 to
  *   46 GB/s. Where memory gives 35 to 40 GB/s, long streams reach 0.94 to 0.96 of it; where it gives 50 or more, less.
- *   Decoding Bonsai-4B's shape at 35 GB/s: 0.80 to 0.84, the rest is attention (30 us of 900 per layer, 80 tokens),
+ *   Decoding Bonsai-4B's shape at 35 GB/s: 0.75 to 0.84, the rest is attention (30 us of 900 per layer, 80 tokens),
  *   norms, RoPE and sums (22 us, one thread), and the beginning of each of four calls per layer.
  * Prefetch: 4 KB ahead into L1, and 32 KB ahead into L2, which bridges the times when memory answers late. The second
  *   gives, two threads from memory at 40 GB/s: 38.1 GB/s instead of 36.1; one thread 20.8 instead of 19.3; a whole step
- *   of 36 layers 4 to 6%. 16, 64 and 128 KB: the same. Into L2 alone: half. The scales too: the same.
+ *   of 36 layers 4%. 16, 64 and 128 KB: the same. Into L2 alone: half. The scales too: the same.
  * What else was considered, weights per cycle of Zen 4 for one token (the look-up by triples: 25, at most 34):
  *   - int8 digits and vpdpbusd, as the layout of planes: 14, and four digits are needed (see group.h)
  *   - masked additions of float32, one for +1 and one for -1: 8; a product with codes widened to floats: fewer
