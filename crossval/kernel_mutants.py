@@ -165,8 +165,8 @@ PLACES = {
         w, K, x + ⟦m * K → 0⟧, y + m * y_stride, y_stride)
         STEP(dense_tile)(kind, 1, 1, 2, w + n * row_bytes, K, x + ⟦m → 0⟧ * K""",
     "head_screen.h": r"""
-        q[k] = (int8_t)(int32_t)⟦n → 0⟧;
-        r_squares[k % 8] += ⟦r * r → 0⟧;
+        q[k + i] = (int8_t)(int32_t)⟦n[i] → 0⟧;
+        r_squares[j] += ⟦r * r → 0⟧;
         facts[0] = ⟦s → 2 * s⟧;
         facts[2] = (float)((⟦w_norm → 0⟧ + r_norm)
         X[k] = (int16_t)(⟦n > 32639 → n > 3263⟧

@@ -65,7 +65,7 @@ class Chromium:
         self.number += 1
         message = {"id": self.number, "method": method, "params": params, **({"sessionId": session} if session else {})}
         os.write(self.writer, json.dumps(message).encode() + b"\0")
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while True:
             while b"\0" in self.rest:
                 data, _, self.rest = self.rest.partition(b"\0")
@@ -73,7 +73,8 @@ class Chromium:
                 if answer.get("id") == self.number:
                     assert "error" not in answer, (method, answer["error"])
                     return answer["result"]
-                if (page := self.pages.get(answer.get("sessionId"))) is not None:
+                page = self.pages.get(answer.get("sessionId"))
+                if page is not None and "method" in answer:  # else the late answer to a command that was given up
                     page.note(answer["method"], answer["params"])
             assert select.select([self.reader], [], [], max(0.0, end - time.monotonic()))[0], f"{method}: no answer"
             data = os.read(self.reader, 1 << 20)
@@ -174,3 +175,46 @@ class Page:
     def screenshot(self, path, whole=False):
         data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
         path.write_bytes(base64.b64decode(data))
+
+
+# Text with too little contrast to its background: the WCAG asks for 4.5, and for 3 where it is large.
+CONTRAST = """(() => {
+    const canvas = Object.assign(document.createElement("canvas"), {width: 1, height: 1});
+    const pen = canvas.getContext("2d", {willReadFrequently: true});
+    const fill = (colour) => {
+        pen.fillStyle = colour;
+        pen.fillRect(0, 0, 1, 1);
+        return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const linear = (v) => v <= 10 ? v / 255 / 12.92 : ((v / 255 + .055) / 1.055) ** 2.4;
+    const light = (rgb) => rgb.reduce((sum, v, i) => sum + linear(v) * [.2126, .7152, .0722][i], 0);
+    const poor = [];
+    for (const element of document.querySelectorAll("body *")) {
+        const words = [...element.childNodes].filter((node) => node.nodeType === 3 && node.data.trim());
+        if (!words.length || !element.checkVisibility() || element.closest("select, .sr, script, canvas")) continue;
+        const line = [];
+        for (let at = element; at; at = at.parentElement) line.unshift(at);
+        let back;
+        for (const at of line) back = fill(getComputedStyle(at).backgroundColor);
+        const style = getComputedStyle(element);
+        const [a, b] = [light(back), light(fill(style.color))].sort((x, y) => y - x);
+        const ratio = (a + .05) / (b + .05);
+        if (ratio < (parseFloat(style.fontSize) >= 24 ? 3 : 4.5)) poor.push([element.textContent.slice(0, 30), ratio]);
+    }
+    return poor;
+})()"""
+WIDE = """[...document.querySelectorAll("*")]
+    .filter((each) => each.checkVisibility() && each.getBoundingClientRect().right > innerWidth + 1)
+    .map((each) => each.outerHTML.slice(0, 80))"""
+NAMED = ("button", "textbox", "spinbutton", "checkbox", "combobox", "tab", "image", "dialog", "tabpanel")
+
+
+def check_readable(page, note=""):
+    """Nothing is wider than the screen, all text has contrast, and all controls have names."""
+    assert page.run(WIDE) == [], note
+    assert page.run("document.documentElement.scrollWidth <= innerWidth")
+    assert page.run(CONTRAST) == [], note
+    nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+    controls = [node for node in nodes if not node["ignored"] and node["role"]["value"] in NAMED]
+    assert len(controls) > 5
+    assert [node for node in controls if not node.get("name", {}).get("value")] == [], note

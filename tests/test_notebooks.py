@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import json
 import os
 import re
+import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
+sys.path.append(str(FOLDER.parent / "scripts"))
+prepare_notebooks = importlib.import_module("prepare_notebooks")
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 MACHINE_PATH = re.compile(r"(?<![\w.])(/(home|root|Users|work|tmp|opt|usr|var|mnt|workspace)/|C:\\)")
 MAX_LINE = 110
@@ -32,6 +37,26 @@ def test_they_are_numbered_in_reading_order():
 def test_the_readme_lists_each_of_them():
     listed = re.findall(r"\(([^)]+\.ipynb)\)", (FOLDER / "README.md").read_text(encoding="utf-8"))
     assert listed == [path.name for path in NOTEBOOKS]
+
+
+@each_notebook
+def test_badges_and_slides_are_those_of_this_notebook(path):
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    expected = copy.deepcopy(notebook)
+    prepare_notebooks.prepare(expected, path.name)
+    assert notebook == expected, "run: python scripts/prepare_notebooks.py"
+    assert f"/notebooks/{path.name})" in "".join(notebook["cells"][0]["source"])
+
+
+@each_notebook
+def test_figures_are_described_and_not_drawn(path):
+    code = "".join("".join(cell["source"]) for cell in cells(path, "code"))
+    assert "plt." not in code, "use bitnet_ref.notebook.panels: a figure is its data"
+
+
+@each_notebook
+def test_it_ends_with_what_to_read_next(path):
+    assert "**Next:**" in "".join(cells(path, "markdown")[-1]["source"])
 
 
 @each_notebook

@@ -176,6 +176,10 @@ class Backend(PlainBackend):
         """Bytes in use and bytes free where the arrays lie; here the process and the host. None where unknown."""
         return memory_bytes(), available_bytes()
 
+    def utilization(self) -> float | None:
+        """The share of the last second or so in which the card computed, for anyone. None where unknown."""
+        return None
+
     def prompt_tokens(self, config: ModelConfig) -> int:
         """How many tokens of a prompt one pass takes by default: it bounds the memory of a long prompt."""
         return PROMPT_TOKENS

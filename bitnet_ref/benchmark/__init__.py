@@ -9,7 +9,7 @@ of memory, and reported as the best, the median, and a ratio to what the read re
     synthetic.py   random models of known shapes                    models.py     a whole model: prompt and decoding
     serve.py       the engine under load                            peers.py      the same shape on other engines
     tokenizer.py   encoding, decoding, streaming                    cuda_kernels.py  the ternary kernels of a GPU
-    gpu.py         all that is asked of a GPU, in one run
+    gpu.py         all that is asked of a GPU, in one run   report.py     all that docs/speed.md says, in one run
 """
 
 from ..crossval.precision import measure_cache
@@ -19,6 +19,7 @@ from .gpu import GpuPlan, measure_gpu
 from .kernels import candidates, measure_kernels
 from .models import bytes_of_step, measure_model
 from .peers import PEERS, measure_peer
+from .report import measure_report
 from .serve import Load, measure_serve
 from .synthetic import SHAPES, random_ternary_weight, synthetic_model
 from .tokenizer import measure_tokenizer
@@ -41,6 +42,7 @@ __all__ = [
     "measure_kernels",
     "measure_model",
     "measure_peer",
+    "measure_report",
     "measure_serve",
     "measure_tokenizer",
     "random_ternary_weight",

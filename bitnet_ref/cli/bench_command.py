@@ -1,4 +1,4 @@
-"""`bitnet-ref bench`: the group of what measures, and its commands ceiling, serve, tokenizer and cache."""
+"""`bitnet-ref bench`: the group of what measures, and its commands ceiling, serve, tokenizer, cache and report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 
 from ..backends import NAMES
 from .bench_kernels import cuda, gpu, kernels
-from .bench_model import model
+from .bench_model import model, versus_options
 from .bench_shared import Subject, WholeNumbers, draw_table, in_threads, plot_option, report_bench, subject_options
 from .generation_options import content_of
 from .shell import LoadingBar, common_options
@@ -190,5 +190,42 @@ def cache(model: str, text: str | None, backend: str, threads: int | None) -> No
     report_bench(result, draw, model=model)
 
 
-for command in (kernels, cuda, gpu, ceiling, model, serve, tokenizer, cache):
+@click.command(short_help="All that docs/speed.md says, in one run, with a page of bars.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The folder to write.")
+@click.option("--only", metavar="WORDS", multiple=True, help="Models whose title has these words. May be repeated.")
+@click.option("--layers", type=click.IntRange(min=1), help="Only so many layers of the synthetic models.")
+@versus_options
+@common_options
+def report(
+    out: Path, only: tuple[str, ...], layers: int | None, versus: tuple[str, ...], versus_python: str | None
+) -> None:
+    """Measure the shipped model and synthetic ones, each in a process of its own, in some ten minutes.
+
+    OUT/report.html has the speeds as bars beside their bounds, OUT/report.json all figures. Both are written anew after
+    each model. --versus measures other engines on 2B-4T's shape.
+    """
+    from ..benchmark.report import SUBJECTS, describe_run, measure_report, write_page
+    from ..system.atomic import atomic_path, explain_os_errors
+    from ..system.json_file import write_json
+
+    titles = [title for title in SUBJECTS if not only or any(words.lower() in title.lower() for words in only)]
+    if not titles:
+        raise click.UsageError(f"--only {', '.join(only)}: expected words of {'; '.join(SUBJECTS)}")
+    with explain_os_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+    page, figures = out / "report.html", out / "report.json"
+    with LoadingBar("measuring") as bar:
+        for result in measure_report(titles, layers=layers, versus=versus, python=versus_python, progress=bar):
+            write_json(figures, result.to_dict())
+            with atomic_path(page) as path:
+                path.write_text(write_page(result), encoding="utf-8")
+
+    def draw(console: Console) -> None:
+        draw_table(console, ("", ""), [(run.title, describe_run(run)) for run in result.runs], left=2, header=False)
+        console.print(f"{page}, {figures}")
+
+    report_bench(result, draw)
+
+
+for command in (kernels, cuda, gpu, ceiling, model, serve, tokenizer, cache, report):
     bench.add_command(command)

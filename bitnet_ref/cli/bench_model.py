@@ -10,7 +10,7 @@ import click
 
 from ..errors import BackendError
 from .bench_shared import Subject, draw_table, in_threads, in_time, report_bench, subject_options
-from .shell import LoadingBar, common_options, size_in_words
+from .shell import AnyFunction, LoadingBar, common_options, size_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,12 +23,20 @@ if TYPE_CHECKING:
 PEER_NAMES = ("transformers", "llama-cpp-python")  # the keys of `benchmark.PEERS`
 
 
+def versus_options(function: AnyFunction) -> AnyFunction:
+    """--versus and --versus-python"""
+    help = "The same shape there. May be repeated."
+    versus = click.option("--versus", type=click.Choice(PEER_NAMES), multiple=True, help=help)
+    return versus(
+        click.option("--versus-python", metavar="PATH", help="The Python that has it.  [default: this one]")(function)
+    )
+
+
 @click.command(short_help="Prompt and decode speed, and memory, of a model.")
 @subject_options
 @click.option("--prompt", type=click.IntRange(min=1), default=64, show_default=True, help="Prompt tokens.")
 @click.option("--new", type=click.IntRange(min=1), default=32, show_default=True, help="Decoded tokens.")
-@click.option("--versus", type=click.Choice(PEER_NAMES), multiple=True, help="The same shape there. May be repeated.")
-@click.option("--versus-python", metavar="PATH", help="The Python that has it.  [default: this one]")
+@versus_options
 @click.option("--profile", is_flag=True, help="Run once more, op by op, and show the time of each operation.")
 @common_options
 def model(

@@ -112,10 +112,12 @@ def _checks(
         lambda: _text_batch(model, _prompts(tokens), lambda prompts, greedy: model.generate(prompts, **greedy)),
     )
     yield "text, drafts", lambda: _drafted(model, tokens)
+    yield "scores", lambda: _scored(model, tokens)
     if not quick:
         yield "text, engine", lambda: _text_batch(model, _prompts(tokens), partial(_engine, model))
         shared = 2 * PAGE_SIZE + 2  # tokens, of which two pages; the third page differs
         beginnings = [tokens[:26], tokens[:shared] + tokens[shared:26][::-1], tokens[:26]]
+        yield "text, engine, prompt scored", lambda: _prompt_scored(model, tokens)
         yield "text, engine, drafts", lambda: _engine_drafted(model, tokens)
         yield "text, engine, shared pages", lambda: _text_batch(model, beginnings, partial(_engine, model))
         if be.screens_head:
@@ -347,8 +349,7 @@ def _judge_text(model: Model, prompt: list[int], out: Any, top: int = 0) -> str 
     for at, (token, expected) in enumerate(zip(out.token_ids, logits.argmax(axis=1).tolist(), strict=True)):
         if token != expected:
             return f"new token {at} is {token}, and the largest logit is that of {expected}"
-    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    logprobs = _log_softmax(logits)
     if np.abs(np.array(out.logprobs) - logprobs.max(axis=1)).max() > LOGITS_FLOOR:
         return "the log probabilities of the new tokens are not those of the logits"
     likeliest = np.argsort(-logprobs, axis=1, kind="stable")[:, :top]
@@ -357,6 +358,55 @@ def _judge_text(model: Model, prompt: list[int], out: Any, top: int = 0) -> str 
         if given.keys() != expected.keys() or any(abs(given[each] - expected[each]) > LOGITS_FLOOR for each in ids):
             return f"the {top} most likely tokens at new token {at} are {expected}, got {given}"
     return None if top or out.top_logprobs is None else "top_logprobs were not asked for"
+
+
+def _log_softmax(logits: NDArray) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+def _judge_scores(model: Model, tokens: list[int], first: int, given: Any, is_greedy: bool | None = None) -> str | None:
+    """The problem with the ln p of tokens[first:], or None: they are those of a pass by ops over all tokens."""
+    rows = _log_softmax(_whole(model, tokens, "ops"))[first - 1 : -1]
+    targets = np.array(tokens[first:], dtype=np.int64)
+    expected = rows[np.arange(len(rows)), targets]
+    if is_greedy not in (None, bool((rows.argmax(axis=1) == targets).all())):
+        return f"is_greedy is {is_greedy}"
+    if len(given) != len(expected):
+        return f"expected {len(expected)} log probabilities, got {len(given)}"
+    distances = np.abs(np.array(given) - expected)
+    if not (distances <= LOGITS_FLOOR).all():
+        worst = int(distances.argmax())
+        return f"ln p of token {first + worst} is {given[worst]:.6f}, and by the logits {expected[worst]:.6f}"
+    return None
+
+
+def _scored(model: Model, tokens: list[int]) -> Outcome:
+    """`Model.score`: two prompts, one of them with several continuations, which are computed together."""
+    middle, count = max(1, len(tokens) // 2), 0
+    rest = tokens[middle:] or tokens
+    ends = [rest, rest[::-1], tokens[:3]]
+    for prompt, continuations in ((tokens[:middle], ends), (tokens[:1], [tokens[1:] or rest])):
+        for number, (end, score) in enumerate(zip(continuations, model.score(prompt, continuations), strict=True)):
+            problem = _judge_scores(model, [*prompt, *end], len(prompt), score.logprobs, score.is_greedy)
+            if problem is not None:
+                return count, f"continuation {number}: {problem}", ""
+            count += len(end)
+    return count, None, "ln p of each token is that of the logits"
+
+
+def _prompt_scored(model: Model, tokens: list[int]) -> Outcome:
+    """`prompt_logprobs` beside another prompt, in chunks, with pages that the cache would have."""
+    options: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+    prompts = [tokens[:26], tokens[:26][::-1], tokens[:26]]
+    with model.engine(max_batch=2, max_batch_tokens=8, page_size=PAGE_SIZE) as engine:
+        outs: Any = [each.result() for each in [engine.submit(each, prompt_logprobs=2, **options) for each in prompts]]
+    for number, (prompt, out) in enumerate(zip(prompts, outs, strict=True)):
+        first, *rest = out.prompt_logprobs
+        given = [entry[token] for entry, token in zip(rest, prompt[1:], strict=True)]
+        if first is not None or (problem := _judge_scores(model, prompt, 1, given)) is not None:
+            return number, f"prompt {number}: {problem if first is None else 'its first token has a score'}", ""
+    return sum(map(len, prompts)), None, "ln p of each token is that of the logits"
 
 
 def _text(model: Model, tokens: list[int]) -> Outcome:

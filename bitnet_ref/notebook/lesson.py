@@ -40,7 +40,8 @@ def show_source(*objects: Any) -> None:
         else:
             path, code = Path(inspect.getfile(each)), inspect.getsource(each)
         fence = f"`bitnet_ref/{path.relative_to(PACKAGE).as_posix()}`\n```{LANGUAGES[path.suffix]}\n{code}```"
-        display(Markdown(f'<div style="max-height: 26em; overflow-y: auto">\n\n{fence}\n\n</div>'))
+        style = "max-height: 26em; overflow-y: auto; font-family: monospace"  # nbconvert's pages give a <pre> no font
+        display(Markdown(f'<div style="{style}">\n\n{fence}\n\n</div>'))
 
 
 def read_function(path: Path, name: str) -> str:

@@ -120,7 +120,7 @@ def figures_html(frame: Frame) -> str:
 
 
 def requests_html(frame: Frame) -> str:
-    head = "".join(f"<th>{name}</th>" for name in HEAD)
+    head = "".join(f"<th>{name}</th>" for name in HEAD if frame.requests)
     rows = "".join(
         "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>"
         for row in frame.rows()

@@ -24,11 +24,13 @@ def panels(
     size: tuple[float, float] = (11, 3),
     rows: int = 1,
     widths: Sequence[float] | None = None,
+    heights: Sequence[float] | None = None,
     **options: Any,
 ) -> Figure:
-    """A figure with a panel for each Draw, in so many rows. size: inches. widths: relative, of the columns.
-    options: sharex, sharey."""
-    figure, axes = new_figure(rows, -(-len(draws) // rows), size=size, width_ratios=widths, **options)
+    """A figure with a panel for each Draw, in so many rows. size: inches. widths, heights: relative, of the columns
+    and rows. options: sharex, sharey."""
+    shape = {"size": size, "width_ratios": widths, "height_ratios": heights}
+    figure, axes = new_figure(rows, -(-len(draws) // rows), **shape, **options)
     for ax in axes.flat[len(draws) :]:
         ax.remove()
     for ax, draw in zip(axes.flat, draws, strict=False):
@@ -54,6 +56,14 @@ def finish(ax: Any, axes: Mapping[str, Any], legend: str | bool) -> None:
         ax.legend(frameon=False, fontsize=8, loc="best" if legend is True else legend)
 
 
+def draw_marks(ax: Any, marks: Mapping[str, ArrayLike] | None, colours: Colours) -> None:
+    """Dotted vertical lines at the places of each label, red unless `colours` names the label."""
+    for label, places in (marks or {}).items():
+        colour = colour_of(colours, label, 0) if isinstance(colours, Mapping) and label in colours else WRONG
+        for number, place in enumerate(np.atleast_1d(places)):
+            ax.axvline(place, color=colour, lw=1.2, ls=":", label=None if number else label)
+
+
 def bars(
     names: Sequence[str],
     series: Mapping[str, ArrayLike],
@@ -61,13 +71,14 @@ def bars(
     colours: Colours = SERIES,
     stacked: bool = False,
     upright: bool = False,
-    text: str = "",
+    text: str | Sequence[str] = "",
     levels: Mapping[str, float] | None = None,
     legend: str | bool | None = None,
     **axes: Any,
 ) -> Draw:
     """Bars of each series (n,) for n names, horizontal unless `upright`. With one series, a list of n colours gives
-    each bar its own. text: the format of the value at a bar's end, as "{:.1f}". levels: dashed lines at values."""
+    each bar its own. text: what stands at a bar's end: the format of its value, as "{:.1f}", or n texts. levels: dashed
+    lines at values."""
 
     def draw(ax: Any) -> None:
         places = np.arange(len(names))
@@ -88,7 +99,8 @@ def bars(
             if stacked:
                 start = start + np.asarray(values)
             if text:
-                ax.bar_label(drawn, labels=[text.format(value) for value in np.asarray(values)], padding=3, fontsize=8)
+                ends = [text.format(value) for value in np.asarray(values)] if isinstance(text, str) else list(text)
+                ax.bar_label(drawn, labels=ends, padding=3, fontsize=8)
         for number, (label, level) in enumerate((levels or {}).items()):
             line = ax.axhline if upright else ax.axvline
             line(level, color="black", lw=1, ls=("--", ":", "-.")[number % 3], label=label)
@@ -107,6 +119,7 @@ def lines(
     *,
     colours: Colours = SERIES,
     style: str | Mapping[str, str] = "-",
+    bands: Mapping[str, tuple[ArrayLike, ArrayLike]] | None = None,
     marks: Mapping[str, ArrayLike] | None = None,
     levels: Mapping[str, float] | None = None,
     notes: Mapping[str, tuple[float, float]] | None = None,
@@ -114,20 +127,43 @@ def lines(
     **axes: Any,
 ) -> Draw:
     """A line (or points, by matplotlib's style, as "o-", for all or each) through (x, y) of each series.
-    marks: dotted vertical lines at x. levels: dashed horizontal lines at y. notes: texts at (x, y)."""
+    bands: (low, high) of a series, shaded. marks: dotted vertical lines at x. levels: dashed horizontal lines at y.
+    notes: texts at (x, y)."""
 
     def draw(ax: Any) -> None:
         for number, (label, (x, y)) in enumerate(series.items()):
             own = style if isinstance(style, str) else style.get(label, "-")
-            ax.plot(x, y, own, color=colour_of(colours, label, number), label=label, ms=4, lw=1.5)
-        for label, places in (marks or {}).items():
-            for number, place in enumerate(np.atleast_1d(places)):
-                ax.axvline(place, color=WRONG, lw=1, ls=":", label=None if number else label)
+            colour = colour_of(colours, label, number)
+            ax.plot(x, y, own, color=colour, label=label, ms=4, lw=1.5)
+            if label in (bands or {}):
+                ax.fill_between(x, *(bands or {})[label], color=colour, alpha=0.2, lw=0)
+        draw_marks(ax, marks, colours)
         for number, (label, level) in enumerate((levels or {}).items()):
             ax.axhline(level, color="black", lw=1, ls=("--", ":", "-.")[number % 3], label=label)
         for label, place in (notes or {}).items():
             ax.annotate(label, place, (4, 4), textcoords="offset points", fontsize=8)
         finish(ax, axes, legend and len(series) + len(marks or ()) + len(levels or ()) > 1 and legend)
+
+    return draw
+
+
+def histogram(
+    series: Mapping[str, ArrayLike],
+    bins: ArrayLike,
+    *,
+    colours: Colours = SERIES,
+    marks: Mapping[str, ArrayLike] | None = None,
+    legend: str | bool = True,
+    **axes: Any,
+) -> Draw:
+    """How often the values of each series (of any shape) fall between two of the edges `bins`, one drawn over the
+    other. marks: dotted vertical lines at x."""
+
+    def draw(ax: Any) -> None:
+        for number, (label, values) in enumerate(series.items()):
+            ax.hist(np.ravel(values), np.asarray(bins), color=colour_of(colours, label, number), label=label)
+        draw_marks(ax, marks, colours)
+        finish(ax, {"ylabel": "count", **axes}, legend and len(series) + len(marks or ()) > 1 and legend)
 
     return draw
 

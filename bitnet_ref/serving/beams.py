@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -37,25 +37,28 @@ class BeamHandle:
 
     def __init__(self, request: Request, submit: Submit, priority: int, timeout_s: float | None) -> None:
         """submit: of the engine. timeout_s: of the whole search."""
-        self.done, self._best, self._search = False, list[Generation](), BeamSearch(request)
+        self.done, self.best, self.search = False, list[Generation](), BeamSearch(request)
         self._steps = self._run(submit, priority, timeout_s)
 
     def result(self) -> Any:
         for handle in self._steps:
             handle.result()
-        return self._best if self._search.params.n > 1 else self._best[0]
+        return self.best if self.search.params.n > 1 else self.best[0]
 
     async def aresult(self) -> Any:
         for handle in self._steps:
             await handle.aresult()
-        return self._best if self._search.params.n > 1 else self._best[0]
+        return self.best if self.search.params.n > 1 else self.best[0]
 
     def close(self) -> None:
         self._steps.close()
 
+    def texts(self) -> list[BeamText]:
+        return [BeamText(self, index) for index in range(self.search.params.n)]
+
     def _run(self, submit: Submit, priority: int, timeout_s: float | None) -> Generator[RequestHandle, None, None]:
         """Yields each request, for the caller to wait for."""
-        search, started = self._search, time.perf_counter()
+        search, started = self.search, time.perf_counter()
         stats = GenerationStats(search.request.model.backend.name)
         handles: list[RequestHandle] = []
         try:
@@ -76,6 +79,32 @@ class BeamHandle:
                 handle.close()
         stats.prompt_tokens, best = len(search.request.prompt), search.ended[: search.params.n]
         stats.dropped_tokens = len(search.request.given) - stats.prompt_tokens
-        self._best = [search.result(beam, stats) for beam in best]
-        stats.generated_tokens = sum(len(out.token_ids) for out in self._best)
+        self.best = [search.result(beam, stats) for beam in best]
+        stats.generated_tokens = sum(len(out.token_ids) for out in self.best)
         stats.decode_s, stats.decode_tokens = time.perf_counter() - started, stats.generated_tokens
+
+
+class BeamText:
+    """One of the `n` texts of a search, with what the server reads of a `RequestHandle`. Only one may be waited for at
+    a time: the first wait computes all of them."""
+
+    prompt_logprobs = None
+
+    def __init__(self, beams: BeamHandle, index: int) -> None:
+        request = beams.search.request
+        self._beams, self._index, self.close = beams, index, beams.close
+        self.prompt_token_ids, self.echo = request.given.tolist(), request.echo(request.text_stream())
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Of the whole search, but with this text's tokens; at its end."""
+        best = self._beams.best[self._index]
+        return replace(best.stats, generated_tokens=len(best.token_ids))
+
+    def result(self) -> Generation:
+        self._beams.result()
+        return self._beams.best[self._index]
+
+    async def aresult(self) -> Generation:
+        await self._beams.aresult()
+        return self._beams.best[self._index]

@@ -27,7 +27,7 @@ from ..generation.params import LARGEST, LONGEST_S, Number, SamplingOptions, Sam
 from ..generation.sequence import Request
 from ..notebook.figures import StepRecord
 from ..notebook.live import LiveView, RequestProgress
-from .beams import BeamHandle
+from .beams import BeamHandle, BeamText
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
 from .tickets import RequestHandle, RequestStory, Ticket, check_process
@@ -157,6 +157,17 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         return handles
 
     @expand_params
+    def beams(
+        self, prompt: Prompt, *, priority: int = 0, timeout_s: float | None = None, **params: Unpack[SamplingOptions]
+    ) -> list[BeamText]:
+        """The n best texts of a search with `num_beams`, each to wait for; they equal those of `generate`."""
+        return self._search(prompt, priority, timeout_s, self.config.params(params)).texts()
+
+    def _search(self, prompt: Prompt, priority: int, timeout_s: float | None, sampling: SamplingParams) -> BeamHandle:
+        longest_s = self.config.request_timeout_s if timeout_s is None else timeout_s
+        return BeamHandle(Request(self.model, prompt, sampling), self.pick()._submit, priority, longest_s)
+
+    @expand_params
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -212,9 +223,7 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
                     try:
                         prompt = prompts[len(handles)]
                         if sampling.num_beams > 1:
-                            request, longest_s = Request(self.model, prompt, sampling), self.config.request_timeout_s
-                            submit = self.pick()._submit
-                            handles.append(BeamHandle(request, submit, priority, timeout_s or longest_s))
+                            handles.append(self._search(prompt, priority, timeout_s, sampling))
                         else:
                             handles.append(self._submit(prompt, priority, timeout_s, sampling))
                     except QueueFull:
@@ -226,6 +235,11 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         finally:
             for handle in handles:
                 handle.close()
+
+    @property
+    def unfinished(self) -> int:
+        """How many requests wait, run or are paused."""
+        return self._worker.unfinished
 
     @property
     def requests(self) -> list[RequestProgress]:

@@ -6,6 +6,7 @@ same to Prometheus.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -59,6 +60,7 @@ GAUGES = {
     "kv_cache_usage_perc": "Share of the cache's pages in use, 0 to 1.",
     "memory_used_bytes": "Memory that the model's device holds: the process's, or the card's.",
     "memory_free_bytes": "Memory that the device has left.",
+    "device_utilization": "Share of time in which the card computes, 0 to 1; by NVML (nvidia-ml-py).",
 }
 
 
@@ -148,9 +150,10 @@ class EngineMetrics:
         numbers = {**self._gauges(), **self.counters}
         for kind, explanations in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, explanation in explanations.items():
-                metric = kind(PREFIX + name, explanation, labels=labels)
-                metric.add_metric(values, numbers[name])
-                yield metric
+                if not math.isnan(numbers[name]):
+                    metric = kind(PREFIX + name, explanation, labels=labels)
+                    metric.add_metric(values, numbers[name])
+                    yield metric
         ends = CounterMetricFamily(
             f"{PREFIX}request_success", "Requests that ended, by reason.", labels=[*labels, "finished_reason"]
         )

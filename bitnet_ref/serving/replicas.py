@@ -35,7 +35,7 @@ class Replicas(Engine):
 
     def pick(self) -> Engine:
         usable = [engine for engine in self._engines if not engine.closed] or self._engines
-        return min(usable, key=lambda engine: engine._worker.unfinished)
+        return min(usable, key=lambda engine: engine.unfinished)
 
     def _submit(self, *args: Any, **options: Any) -> RequestHandle:
         return self.pick()._submit(*args, **options)
@@ -45,6 +45,11 @@ class Replicas(Engine):
     ) -> list[RequestHandle]:
         """As of one engine: the continuations of a prompt share its pages."""
         return self.pick().streams(prompt, priority=priority, timeout_s=timeout_s, **params)
+
+    @property
+    def unfinished(self) -> int:
+        """How many requests of all engines wait, run or are paused."""
+        return sum(engine.unfinished for engine in self._engines)
 
     @property
     def requests(self) -> list[RequestProgress]:

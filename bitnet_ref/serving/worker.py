@@ -150,7 +150,9 @@ class Worker:
         return [*self._ended, *(ticket.story() for ticket in alive if not ticket.ended)]
 
     def _gauges(self) -> dict[str, float]:
-        used, free = (None, None) if self.model.is_closed else self.model.backend.memory()
+        is_closed, backend = self.model.is_closed, self.model.backend
+        used, free = (None, None) if is_closed else backend.memory()
+        busy = None if is_closed else backend.utilization()
         return {
             "num_requests_running": len(self._alive) - self._in_queue - len(self._scheduler.held),
             "num_requests_waiting": self._in_queue,
@@ -158,6 +160,7 @@ class Worker:
             "kv_cache_usage_perc": self.pool.in_use / self.pool.pages,
             "memory_used_bytes": used or math.nan,
             "memory_free_bytes": math.nan if free is None else free,
+            "device_utilization": math.nan if busy is None else busy,
         }
 
     def _run(self) -> None:

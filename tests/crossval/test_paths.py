@@ -12,7 +12,7 @@ from bitnet_ref.backends.cpu import backend as cpu_backend
 from bitnet_ref.backends.cpu import kernels, replay
 from bitnet_ref.crossval import paths, self_check
 from bitnet_ref.crossval.paths import check_paths
-from bitnet_ref.generation import sampling
+from bitnet_ref.generation import sampling, score, sequence
 from bitnet_ref.reference import layers
 
 cython_only = pytest.mark.skipif(cpu_backend._cpu is None, reason="the extension is not built")
@@ -53,6 +53,23 @@ def test_another_gate_in_the_fused_block(monkeypatch):
     """What doctor and crossval did not see when generate had a path of its own."""
     monkeypatch.setattr(kernels, "GATES", {"relu2": 2, "silu": 1})
     assert "blocks" in failed()
+
+
+@cython_only
+def test_a_score_of_the_wrong_token(monkeypatch):
+    right = score._log_probabilities
+    monkeypatch.setattr(score, "_log_probabilities", lambda rows, targets: right(rows, np.roll(targets, 1)))
+    assert failed() == ["scores"]
+
+
+@cython_only
+def test_a_prompt_whose_scores_belong_to_the_token_before(monkeypatch):
+    def shift(self, logits):
+        self.scored += 1
+        self._prompt_logprobs.add(int(self._ids[self.scored - 1]), logits, None)
+
+    monkeypatch.setattr(sequence.Continuation, "score", shift)
+    assert failed() == ["text, engine, prompt scored"]
 
 
 @cython_only

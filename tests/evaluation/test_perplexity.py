@@ -8,10 +8,11 @@ import sys
 import numpy as np
 import pytest
 from cli_runs import BACKEND, FAST, invoke, invoke_json
-from helpers import GOLDEN, model
+from helpers import GOLDEN, golden, model
 
 from bitnet_ref.errors import ConfigError, FormatError, GenerationError, TokenizerError
 from bitnet_ref.evaluation import PROTOCOLS, perplexity
+from bitnet_ref.evaluation.perplexity import sum_windows
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.generation.sampling import log_probability
 from bitnet_ref.system.workers import Here
@@ -80,6 +81,16 @@ def rolling(tokenizer):
 
 
 SOURCES = {"llama.cpp": llama_cpp, "gptq": gptq, "1bitllm": sentences, "lm-eval": rolling}
+
+
+@pytest.mark.parametrize("name", ["bitnet-bf16-online", "llama-packed-bitlinear", "onebitllm-silu", "llama-dense"])
+def test_a_models_score_is_that_of_transformers(name):
+    """Where no activation lies near a rounding boundary; docs/evaluation.md says what one int8 does."""
+    answers = golden(name)
+    ids, logits = answers["tokens"].tolist(), answers["logits"]
+    theirs = sum(log_probability(logits[at], token) for at, token in enumerate(ids[1:]))
+    ((nll, _, count),) = sum_windows(model(GOLDEN / name, BACKEND), [(ids, 1)])
+    assert (count, nll) == (len(ids) - 1, pytest.approx(-theirs, rel=1e-5))
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

@@ -11,7 +11,7 @@ from helpers import model
 from bitnet_ref.errors import BackendUnavailable
 from bitnet_ref.notebook.figures import StepPart, StepRecord, memory_lines, plain, timeline
 from bitnet_ref.notebook.lesson import PACKAGE, read_function, run_server
-from bitnet_ref.notebook.panels import COLOURS, bars, cells, diagram, lines, panels, spans
+from bitnet_ref.notebook.panels import COLOURS, bars, cells, diagram, histogram, lines, panels, spans
 from bitnet_ref.serving import cache_memory
 from bitnet_ref.serving.cache_memory import tokens_held
 
@@ -114,6 +114,23 @@ def test_panels_draw_their_data():
     assert boxes.patches[0].get_width() == 1
     assert {text.get_text() for text in flow.texts} >= {"in", "out", "y"}
     assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_panels_draw_counts_spreads_and_texts():
+    draws = [
+        histogram({"all": [0, 0, 1], "some": [[1]]}, [-0.5, 0.5, 1.5], marks={"edge": 0.5}, title="t"),
+        lines({"y": ([0, 1], [2, 3])}, bands={"y": ([1, 2], [3, 4])}, marks={"m": 0.5}, colours={"m": "good"}),
+        bars(["a", "b"], {"one": [0, 2]}, text=["equal", "2.0"]),
+    ]
+    figure = panels(*draws, rows=3, heights=[2, 1, 1])
+    counts, spread, named = figure.axes
+    assert [bar.get_height() for bar in counts.patches] == [2, 1, 0, 1]
+    assert (counts.get_ylabel(), counts.get_title(), len(counts.lines)) == ("count", "t", 1)
+    band = spread.collections[0].get_paths()[0].vertices
+    assert {tuple(point) for point in band.tolist()} == {(0, 1), (1, 2), (1, 4), (0, 3)}
+    assert spread.lines[1].get_color() == COLOURS["good"]
+    assert [text.get_text() for text in named.texts] == ["equal", "2.0"]
+    assert counts.get_subplotspec().get_gridspec().get_height_ratios() == [2, 1, 1]
 
 
 def test_a_function_of_a_kernel_file():

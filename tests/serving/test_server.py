@@ -112,6 +112,41 @@ def test_several_prompts_and_the_best_of_several(client, whole):
     assert best.usage.completion_tokens == 30
 
 
+def test_beams(client, running):
+    """vLLM's `use_beam_search`, for completions and chats, alone and beside other requests."""
+    story = model(STORY, BACKEND, threads=1)
+    for params in ({"n": 3}, {"n": 2, "length_penalty": 0.5, "logprobs": 2}, {"n": 1}):
+        beams = {"use_beam_search": True, "length_penalty": params.get("length_penalty", 1.0)}
+        asked = {name: value for name, value in params.items() if name != "length_penalty"}
+        answer = client.completions.create(
+            model="storyteller", prompt=[PROMPT, "Alice"], max_tokens=9, extra_body=beams, **asked
+        )
+        outs = story.generate([PROMPT, "Alice"], max_tokens=9, num_beams=params["n"], **params)
+        outs = [out for each in outs for out in (each if isinstance(each, list) else [each])]
+        assert [choice.text.strip() for choice in answer.choices] == [out.text.strip() for out in outs]
+        assert [choice.index for choice in answer.choices] == list(range(len(outs)))
+        assert answer.usage.completion_tokens == sum(len(out.token_ids) for out in outs)
+        if "logprobs" in params:
+            assert [each.logprobs.token_logprobs for each in answer.choices] == [out.logprobs for out in outs]
+    chat = client.chat.completions.create(
+        model="talker", messages=HELLO, max_tokens=5, n=2, extra_body={"use_beam_search": True}
+    )
+    assert len({choice.message.content for choice in chat.choices}) == 2
+    for wrong, message in (
+        ({"temperature": 0.7, "n": 2}, "temperature: beam search compares"),
+        ({"stop": ["x"], "n": 2}, "stop: beam search compares"),
+        ({"stream": True, "n": 2}, "stream: a search by beams"),
+        ({"n": 2, "best_of": 3}, "best_of: expected at least n, 2, and no more"),
+        ({"n": 100}, "n: expected at most 8"),
+        ({"n": 2, "max_tokens": 400}, "maximum context length"),
+        ({"n": 2, "speculate": "lookup"}, "speculate: beam search compares"),
+    ):
+        body = {"model": "storyteller", "prompt": PROMPT, "use_beam_search": True, **wrong}
+        status, _, failure = running.post("/v1/completions", body)
+        assert (status, message in failure["error"]["message"]) == (400, True), failure
+    until(lambda: not running.engines["storyteller"].requests)
+
+
 def test_the_prompts_own_log_probabilities(client):
     """As an evaluation asks for them: echo, logprobs, and no new token."""
     story, text = model(STORY, BACKEND, threads=1), "The rabbit ran away."
@@ -384,6 +419,9 @@ def test_bad_http(running):
     ]:
         got, _, answer = running.request("POST", "/v1/completions", body, headers)
         assert (got, message in answer["error"]["message"]) == (status, True), answer
+    for host in ("x/health?", "x#", "x:y", "[", "ü"):  # no part of what a request is for
+        status, _, answer = running.post("/v1/completions", {}, host=host.encode())
+        assert (status, answer["error"]["param"]) == (400, "prompt"), answer
     assert running.get("/v1/completions")[0] == 405
     assert running.get("/nothing")[2]["error"]["type"] == "not_found_error"
 
@@ -399,7 +437,17 @@ def test_keys_hosts_and_origins():
         status, headers, answer = server.get("/metrics")
         assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
         assert server.get("/health")[0] == 200
-        assert server.get("/health", host="evil.example")[0] == 400
+        for host in ("evil.example", "127.0.0.1.evil.example", "evil.example/127.0.0.1", "", "[::1]:80"):
+            status, headers, answer = server.get("/health", host=host)
+            assert (status, headers["content-type"]) == (400, "application/json"), host
+            assert "is not called" in answer["error"]["message"]
+        preflight = {"origin": "https://b.example", "access-control-request-method": "POST"}
+        status, headers, answer = server.request("OPTIONS", "/v1/completions", None, preflight)
+        assert (status, headers["content-type"]) == (400, "application/json")
+        assert "CORS origin" in answer["error"]["message"]
+        assert headers["access-control-allow-origin"] is None
+        good = server.request("OPTIONS", "/v1/completions", None, {**preflight, "origin": "https://a.example"})
+        assert (good[0], good[1]["access-control-allow-origin"]) == (200, "https://a.example")
         _, headers, _ = server.get("/health", origin="https://a.example")
         assert headers["access-control-allow-origin"] == "https://a.example"
         assert server.get("/health", origin="https://b.example")[1]["access-control-allow-origin"] is None

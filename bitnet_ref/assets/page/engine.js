@@ -9,6 +9,7 @@ let speeds = []; // [time, tokens until then]
 let marked = null; // the request that is opened below, and marked in both plots
 let stepAt = null, pageAt = null; // the number of the step and the index of the page that are read out
 let halted = false;
+let replica = 0; // which of the model's engines is shown
 let beginnings = new Map(); // first page of a shared beginning -> its colour
 
 function forgetEngine() {
@@ -16,15 +17,16 @@ function forgetEngine() {
   speeds = [];
   marked = stepAt = pageAt = null;
   halted = false;
+  replica = 0;
 }
 
 async function watchEngine() {
   for (; ; await sleep(POLL_MS)) {
     if (view !== "engine" || document.hidden || halted || looking || !model || $("pause").getAttribute("aria-pressed") === "true") continue;
-    const id = model.id;
+    const id = model.id, chosen = replica;
     try {
-      const facts = await getJson(`/engine?model=${encodeURIComponent(id)}&after=${steps.at(-1)?.number ?? 0}`);
-      if (id === model.id) showEngine(facts);
+      const facts = await getJson(`/engine?model=${encodeURIComponent(id)}&replica=${chosen}&after=${steps.at(-1)?.number ?? 0}`);
+      if (id === model.id && chosen === replica) showEngine(facts);
     } catch (error) {
       halted = error.status === 401;
       if (error.status) say(explain(error));
@@ -42,12 +44,29 @@ function showEngine(facts) {
   steps = [...steps, ...facts.steps].slice(-400);
   speeds = [...speeds, [now, facts.metrics.generation_tokens]].slice(-121);
   if (!requests.some((each) => each.request_id === marked)) marked = null;
+  showReplicas(facts.replicas);
   showTiles(facts);
   drawAll();
   showRequests();
 }
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+function showReplicas(unfinished) {
+  const list = $("replica");
+  $("replicas").hidden = unfinished.length < 2;
+  while (list.options.length > unfinished.length) list.lastChild.remove();
+  unfinished.forEach((number, index) => {
+    if (!list.options[index]) list.append(make("option", { value: index }));
+    const text = `${index + 1} of ${unfinished.length}: ${count(number, "request")}`;
+    if (list.options[index].textContent !== text) list.options[index].textContent = text;
+  });
+  list.value = replica;
+}
+
+$("replica").onchange = () => {
+  forgetEngine();
+  replica = Number($("replica").value);
+};
+
 const ofRequest = (id) => `--s${id % COLOURS}`;
 
 // -- numbers ----------------------------------------------------------------------------------------------------------
@@ -103,19 +122,6 @@ function drawSpeeds(tile) {
 }
 
 // -- plots ------------------------------------------------------------------------------------------------------------
-
-// The canvas's context, with CSS pixels as units, cleared; and its width.
-function prepare(canvas, height) {
-  const width = canvas.clientWidth, scale = devicePixelRatio || 1;
-  canvas.style.height = `${height}px`;
-  canvas.width = Math.round(width * scale);
-  canvas.height = Math.round(height * scale);
-  const context = canvas.getContext("2d");
-  context.scale(scale, scale);
-  context.font = "11px system-ui, sans-serif";
-  context.textBaseline = "middle";
-  return [context, width];
-}
 
 function stripes(context, name) {
   const tile = make("canvas", { width: 6, height: 6 });
@@ -281,25 +287,6 @@ function drawAll() {
   drawPages();
 }
 
-// Lets a plot be read with the pointer and the arrow keys. at(x, y): what is there; move(key): what is next to it.
-function readable(canvas, at, move) {
-  const point = (event) => {
-    const box = canvas.getBoundingClientRect();
-    at(event.clientX - box.left, event.clientY - box.top);
-    drawAll();
-  };
-  canvas.onpointermove = point;
-  canvas.onpointerdown = point;
-  canvas.onkeydown = (event) => {
-    if (!/^(Arrow|Home|End|Escape)/.test(event.key)) return;
-    event.preventDefault();
-    move(event.key);
-    drawAll();
-  };
-}
-
-const clamp = (value, high) => Math.max(0, Math.min(high, value));
-
 readable(
   $("steps"),
   (x) => (stepAt = shownSteps[Math.floor((x - LEFT) / COLUMN)]?.number ?? null),
@@ -308,6 +295,7 @@ readable(
     const next = { ArrowLeft: (place < 0 ? last + 1 : place) - 1, ArrowRight: place < 0 ? last : place + 1, Home: 0, End: last }[key];
     stepAt = next === undefined ? null : (shownSteps[clamp(next, last)]?.number ?? null);
   },
+  drawAll,
 );
 readable(
   $("pages"),
@@ -320,6 +308,7 @@ readable(
     const next = { ArrowLeft: place - 1, ArrowRight: place + 1, ArrowUp: place - cell.columns, ArrowDown: place + cell.columns, Home: 0, End: last }[key];
     pageAt = next === undefined ? null : clamp(next, last);
   },
+  drawAll,
 );
 
 // -- requests ---------------------------------------------------------------------------------------------------------

@@ -3,20 +3,9 @@
 
 const VIEWS = ["chat", "completion", "engine"];
 const KEY = "bitnet_ref key";
-const $ = (id) => document.getElementById(id);
 const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 let view = "completion";
 let model = null; // {id, loaded, max_model_len, chats}
-
-function make(tag, properties = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(properties)) {
-    if (name in element) element[name] = value;
-    else element.setAttribute(name, value);
-  }
-  element.append(...children);
-  return element;
-}
 
 // -- requests ---------------------------------------------------------------------------------------------------------
 
@@ -236,24 +225,6 @@ $("sampling").onsubmit = (event) => event.preventDefault();
 const wide = matchMedia("(min-width: 900px)");
 wide.onchange = () => ($("settings").open = wide.matches);
 wide.onchange();
-
-// -- numbers ----------------------------------------------------------------------------------------------------------
-
-function seconds(value) {
-  if (value == null) return "–";
-  if (value === 0) return "0 ms";
-  if (value < 0.001) return `${(value * 1e3).toFixed(2)} ms`;
-  if (value < 0.01) return `${(value * 1e3).toFixed(1)} ms`;
-  if (value < 1) return `${Math.round(value * 1e3)} ms`;
-  return value < 100 ? `${value.toFixed(1)} s` : `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
-}
-
-function percent(share) {
-  const value = share * 100;
-  return value >= 99.95 || value === 0 ? `${Math.round(value)}%` : value >= 10 ? `${value.toFixed(0)}%` : value >= 0.1 ? `${value.toFixed(1)}%` : "<0.1%";
-}
-
-const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 
 addEventListener("DOMContentLoaded", () => {
   show(isChosen ? location.hash.slice(1) : "completion");

@@ -159,11 +159,6 @@ let result = { head: "", text: "" }; // the prompt, if it is not part of the res
 let chosen = null;
 let completing = false;
 
-// A token's text as one can see it.
-function visible(text) {
-  return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ | $/g, "␣") || "(nothing)";
-}
-
 function addToken(text, offset, logprob, top) {
   const p = logprob == null ? null : Math.exp(logprob);
   const level = p == null || p >= 0.5 ? 0 : p >= 0.1 ? 1 : p >= 0.01 ? 2 : 3;
@@ -239,23 +234,13 @@ function choose(token) {
 }
 
 function bar(text, p, largest, isChosen, token) {
-  const fill = make("span", { className: "fill" });
-  fill.style.width = `${Math.min(100, (100 * p) / largest)}%`;
   const canGo = text !== null && !isChosen && !text.startsWith("bytes:");
-  const name = text === null ? "the rest" : visible(text);
-  const row = make(canGo ? "button" : "div", { className: `choice${isChosen ? " chosen" : ""}` });
-  row.append(make("b", { textContent: name, title: name }), make("span", { className: "track" }, fill), make("span", { textContent: percent(p) }));
-  if (canGo) {
-    row.type = "button";
-    row.setAttribute("aria-label", `${name}, ${percent(p)}: go on from here with it`);
-    row.onclick = () => {
-      const prompt = result.head + Array.from(result.text).slice(0, token.offset).join("") + text;
-      $("prompt").value = prompt;
-      complete(prompt);
-      $("result").scrollIntoView({ block: "nearest" });
-    };
-  }
-  return make("li", {}, row);
+  return choiceRow(text === null ? "the rest" : visible(text), p, largest, isChosen, canGo && (() => {
+    const prompt = result.head + Array.from(result.text).slice(0, token.offset).join("") + text;
+    $("prompt").value = prompt;
+    complete(prompt);
+    $("result").scrollIntoView({ block: "nearest" });
+  }));
 }
 
 $("tokens").onclick = ({ target }) => {

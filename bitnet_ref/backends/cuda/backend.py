@@ -205,6 +205,9 @@ class CupyBackend(Backend):
         info = self.ws.device.memory()
         return info.held, info.free if info.limit is None else min(info.free, info.limit - info.used)
 
+    def utilization(self) -> float | None:
+        return self.ws.device.utilization()
+
     def prompt_tokens(self, config: ModelConfig) -> int:
         """As many as keep all multiprocessors busy, where their pass needs little of the free memory."""
         free = self.memory()[1] or 0

@@ -310,6 +310,16 @@ class CupyDevice(Device):
         self._peak = max(self._peak, used)
         return MemoryInfo(total, free, used, held, self._peak, self._limit)
 
+    def utilization(self) -> float | None:
+        try:
+            import pynvml  # the package nvidia-ml-py
+
+            pynvml.nvmlInit()
+            card = pynvml.nvmlDeviceGetHandleByPciBusId(self.gpu.pci_bus_id)  # NVML numbers cards in its own order
+            return float(pynvml.nvmlDeviceGetUtilizationRates(card).gpu) / 100
+        except Exception:  # it is not installed, or finds no driver, or the card counts nothing (MIG)
+            return None
+
     def trim(self) -> None:
         self._not_in_a_capture("trim was called")
         with device_errors(), self.gpu:

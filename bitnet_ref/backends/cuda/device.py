@@ -154,6 +154,10 @@ class Device(ABC):
     def memory(self) -> MemoryInfo:
         """The memory now."""
 
+    def utilization(self) -> float | None:
+        """As of `Backend`."""
+        return None
+
     @abstractmethod
     def trim(self) -> None:
         """Free the memory of dropped arrays that the pool keeps."""

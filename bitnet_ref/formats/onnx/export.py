@@ -55,6 +55,7 @@ def export_onnx(
     *,
     external_bytes: int = EXTERNAL_BYTES,
     progress: Progress | None = None,
+    graph_type: type[DecoderGraph] = DecoderGraph,
 ) -> list[Path]:
     """Write an open checkpoint as ONNX, one matrix at a time. Returns the files: `path`, and `<path>.data`.
 
@@ -64,6 +65,7 @@ def export_onnx(
 
     progress: called with (parts done, parts in total).
     external_bytes: tensors of at least this size go to the file beside.
+    graph_type: a class that builds another graph of the same weights, such as one with more outputs.
 
     Both files are complete before either gets its name; an old model is removed first, so that it never reads new data.
     Equal models give equal bytes. Unlike our backends, the graph does not report NaN in an activation.
@@ -74,7 +76,7 @@ def export_onnx(
     data_path = path.with_name(path.name + ".data")
     # the model's file is renamed last
     with atomic_path(path) as model_file, atomic_path(data_path) as data_file, open(data_file, "wb") as data:
-        graph = DecoderGraph(checkpoint, _TensorProtos(data, data_path.name, external_bytes), progress).build()
+        graph = graph_type(checkpoint, _TensorProtos(data, data_path.name, external_bytes), progress).build()
         opsets = [helper.make_opsetid("", OPSET)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="bitnet_ref")
         settings = {FORMAT_KEY: FORMAT_VERSION, CONFIG_KEY: json.dumps(checkpoint.config.to_dict(), sort_keys=True)}

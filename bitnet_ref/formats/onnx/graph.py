@@ -306,7 +306,10 @@ class DecoderGraph:
         x_u8, x_quant_scale = self.quantize_activations(x)
         acc = g("MatMulInteger", x_u8, self.ternary(name, w), g.constant(128, np.uint8))  # int32, exact
         w_dequant_scale = g.weight(name + SCALE_SUFFIX, np.asarray(w.w_dequant_scale, dtype=np.float32))
-        return g("Mul", g.cast(acc, _FLOAT), g("Div", w_dequant_scale, x_quant_scale))
+        return self.dequantize(g.cast(acc, _FLOAT), w_dequant_scale, x_quant_scale)
+
+    def dequantize(self, acc: str, w_dequant_scale: str, x_quant_scale: str) -> str:
+        return self.g("Mul", acc, self.g("Div", w_dequant_scale, x_quant_scale))
 
     def quantize_activations(self, x: str) -> tuple[str, str]:
         """`quantization.quantize_activations`, token by token -> (B, S, K) uint8 = x_q + 128, x_quant_scale (B, S, 1).
@@ -316,13 +319,21 @@ class DecoderGraph:
         """
         if x not in self._quantized:
             g = self.g
-            largest = g("ReduceMax", g("Abs", x), g.ints(-1), keepdims=1)
-            floored = g("Max", largest, g.constant(quantization.SCALE_FLOOR, _FLOAT))
-            x_quant_scale = g("Div", g.constant(127.0, _FLOAT), floored)
-            x_q = g("Round", g("Mul", x, x_quant_scale))  # half to even
+            x_quant_scale = self.activation_scale(x)
+            x_q = self.round(g("Mul", x, x_quant_scale))
             x_q = g("Clip", x_q, g.constant(-128.0, _FLOAT), g.constant(127.0, _FLOAT))
             self._quantized[x] = g.cast(g("Add", x_q, g.constant(128.0, _FLOAT)), np.uint8), x_quant_scale
         return self._quantized[x]
+
+    def activation_scale(self, x: str) -> str:
+        """(B, S, K) -> (B, S, 1): 127 / max|x| of each token"""
+        g = self.g
+        largest = g("ReduceMax", g("Abs", x), g.ints(-1), keepdims=1)
+        return g("Div", g.constant(127.0, _FLOAT), g("Max", largest, g.constant(quantization.SCALE_FLOOR, _FLOAT)))
+
+    def round(self, x: str) -> str:
+        """Half to even"""
+        return self.g("Round", x)
 
     def ternary(self, name: str, w: TernaryLinear) -> str:
         """The matrix (K, out) int8, unpacked from the 2-bit initialiser (out, ceil(K/4)) uint8 of `quantization`.

@@ -15,14 +15,15 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -35,6 +36,7 @@ from ...errors import (
 from ...generation.embed import embed
 from ..engine import Engine
 from ..metrics import render_metrics
+from ..tickets import RequestHandle
 from . import schemas
 from .failures import blame, describe_failure
 from .page import describe_engine, render_page
@@ -183,12 +185,15 @@ class Server:
 
     async def engine(self, request: Request) -> Response:
         """What the page's live view shows. It does not load the model."""
-        place, after = self.shelf.place(request.query_params.get("model")), request.query_params.get("after", "0")
-        if re.fullmatch("[0-9]{1,18}", after) is None:
-            raise RequestError(f"after: expected the number of a step, got {after[:50]!r}", "after")
+        place, numbers = self.shelf.place(request.query_params.get("model")), dict[str, int]()
+        for name in ("replica", "after"):
+            text = request.query_params.get(name, "0")
+            if re.fullmatch("[0-9]{1,18}", text) is None:
+                raise RequestError(f"{name}: expected a whole number, got {text[:50]!r}", name)
+            numbers[name] = int(text)
         facts = {"model": place.name, "loaded": place.engine is not None}
         if place.engine is not None:
-            facts |= await asyncio.to_thread(describe_engine, place.engine, int(after))
+            facts |= await asyncio.to_thread(describe_engine, place.engine, **numbers)
         return JSONResponse(facts)
 
     async def openapi(self, request: Request) -> Response:
@@ -218,7 +223,7 @@ class Server:
 
         def parse() -> dict[str, Any]:
             body = schemas.parse_json(bytes(data))
-            schemas.check(body, request.url.path)
+            schemas.check(body, request.scope["path"])  # `request.url` is made of the Host header too
             return body
 
         return await asyncio.to_thread(parse)
@@ -265,9 +270,10 @@ class StreamEvents:
         self._running = len(choices)
 
     async def _follow(self, choice: Choice) -> None:
-        asked = self._asked
+        asked, handle = self._asked, choice.handle
+        assert isinstance(handle, RequestHandle)  # beams are no streams
         try:
-            async for chunk in choice.handle:
+            async for chunk in handle:
                 if asked.top is None:
                     part = choice.part(chunk)
                 else:  # reading a log probability may compute the whole head
@@ -361,23 +367,51 @@ async def answer_failure(request: Request, error: Exception) -> Response:
     return JSONResponse(facts, status, headers=headers)
 
 
-class KeyCheck:
-    """Middleware: refuse requests without one of the keys."""
+class Gate:
+    """Middleware: what `check` raises for a request is the answer."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
-        self.app, self._keys = app, [key.encode() for key in keys]
+    def __init__(self, app: ASGIApp, check: Callable[[Request], None]) -> None:
+        self.app, self._check = app, check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            scheme, _, token = given.partition(b" ")
-            matches = [hmac.compare_digest(token.strip(), key) for key in self._keys]  # all, in any case
-            if scheme.lower() != b"bearer" or not any(matches):
-                text = "a key is needed: Authorization: Bearer KEY" if not given else "this key is not valid"
-                error = RequestError(text, status=401, code="invalid_api_key")
-                await (await answer_failure(Request(scope), error))(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
+        app = self.app
+        if scope["type"] == "http":
+            try:
+                self._check(Request(scope))
+            except RequestError as error:
+                app = await answer_failure(Request(scope), error)
+        await app(scope, receive, send)
+
+
+def check_host(allowed: tuple[str, ...], request: Request) -> None:
+    """Refuse other host names than these; "*" is any name, "*.example.com" any that ends so. Raises RequestError."""
+    host = re.sub(r":\d*$", "", request.headers.get("host", "")).strip("[]").lower()
+    for name in map(str.lower, allowed):
+        if host == name or (name.startswith("*") and host.endswith(name[1:])):
+            return
+    raise RequestError(f"this server is not called {host[:100]!r}; its option --allow-host gives it more names")
+
+
+def check_key(keys: tuple[str, ...], request: Request) -> None:
+    """Refuse requests without one of the keys, unless their path needs none. Raises RequestError."""
+    given = request.headers.get("authorization", "")
+    scheme, _, token = given.partition(" ")
+    matches = [hmac.compare_digest(token.strip().encode("latin-1"), key.encode()) for key in keys]  # all, in any case
+    if request.scope["path"] not in OPEN_PATHS and (scheme.lower() != "bearer" or not any(matches)):
+        text = "a key is needed: Authorization: Bearer KEY" if not given else "this key is not valid"
+        raise RequestError(text, status=401, code="invalid_api_key")
+
+
+class OriginCheck(CORSMiddleware):
+    """CORS; what it refuses gets OpenAI's JSON."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        text = f"{bytes(response.body).decode()}; the server's option --allow-origin names the pages that may use it"
+        del response.headers["content-length"], response.headers["content-type"]
+        return JSONResponse(describe_failure(RequestError(text))[1], response.status_code, dict(response.headers))
 
 
 def create_app(
@@ -412,12 +446,12 @@ def create_app(
     handlers |= {ClientDisconnect: answer_failure, Exception: answer_failure}
     middleware = []
     if hosts:
-        middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False))
+        middleware.append(Middleware(Gate, check=partial(check_host, hosts)))
     if origins:
         allowed: dict[str, Any] = {"allow_origins": list(origins), "allow_methods": ["*"], "allow_headers": ["*"]}
-        middleware.append(Middleware(CORSMiddleware, **allowed))
+        middleware.append(Middleware(OriginCheck, **allowed))
     if api_keys:
-        middleware.append(Middleware(KeyCheck, keys=api_keys))
+        middleware.append(Middleware(Gate, check=partial(check_key, api_keys)))
     posts = {
         "/v1/completions": server.completions,
         "/v1/chat/completions": server.chat,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine import Engine
+from .schemas import RequestError
 
 FILES = Path(__file__).parents[2] / "assets" / "page"
 MAX_STEPS = 120  # of an answer: more are not shown at a time
@@ -45,11 +46,15 @@ def _hashes(html: str, tag: str) -> str:
     )
 
 
-def describe_engine(engine: Engine, after: int) -> dict[str, Any]:
-    """What the engine has done since step `after` and holds now, without any text of its requests, for JSON.
+def describe_engine(engine: Engine, replica: int = 0, after: int = 0) -> dict[str, Any]:
+    """What one of the engines has done since step `after` and holds now, without any text of its requests, for JSON.
 
-    It copies what the engine's thread has noted already, and lets that thread wait for nothing.
+    It copies what the engine's thread has noted already, and lets that thread wait for nothing. "replicas" counts the
+    unfinished requests of each engine. Raises RequestError for a replica that is not there.
     """
+    if replica >= len(engines := engine.engines):
+        raise RequestError(f"replica: expected at most {len(engines) - 1}, got {replica}", "replica")
+    unfinished, engine = [each.unfinished for each in engines], engines[replica]
     steps = [vars(step) for step in engine.timeline.copy() if step.number > after][-MAX_STEPS:]
     stories = engine.stories
     ended = [story for story in stories if story.end_s is not None]
@@ -60,6 +65,8 @@ def describe_engine(engine: Engine, after: int) -> dict[str, Any]:
     metrics = {name: None if value != value else value for name, value in engine.metrics.snapshot().items()}  # no NaN
     return {
         "now_s": time.perf_counter(),
+        "replica": replica,
+        "replicas": unfinished,
         "closed": engine.closed,
         "limits": {"max_batch": config.max_batch, "max_batch_tokens": config.max_batch_tokens},
         "metrics": metrics,

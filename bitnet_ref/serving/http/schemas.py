@@ -87,6 +87,8 @@ SAMPLING = {
     "guided_regex": {"type": ["string", "null"], "minLength": 1},
     "guided_choice": STRINGS_OR_NONE,
     "guided_grammar": {"type": ["string", "null"], "minLength": 1},
+    "use_beam_search": FLAG,
+    "length_penalty": _number(-30, 30),
     "speculate": {"enum": ["lookup", None]},
     "priority": _number(-1000, 1000, "integer"),
     **IGNORED,
@@ -260,7 +262,10 @@ PARAMETERS = {
     "/tokenizer_info": [{"name": "model", "in": "query", "required": False, "schema": TEXT}],
     "/engine": [
         {"name": "model", "in": "query", "required": False, "schema": TEXT},
-        {"name": "after", "in": "query", "required": False, "schema": {"type": "integer", "minimum": 0}},
+        *(
+            {"name": name, "in": "query", "required": False, "schema": {"type": "integer", "minimum": 0}}
+            for name in ("replica", "after")
+        ),
     ],
 }
 

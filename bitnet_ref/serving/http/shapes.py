@@ -6,7 +6,7 @@ import base64
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from ...generation.embed import token_rows
 from ...generation.generate import split_prompts
 from ...generation.params import SamplingParams
 from ...generation.results import Generation, StreamChunk
+from ..beams import BeamText
 from ..engine import Engine
 from ..tickets import RequestHandle
 from .schemas import RequestError
@@ -26,7 +27,7 @@ from .tools import ToolReader, choose_tools
 PASSED = (
     *("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "stop", "n"),
     *("presence_penalty", "logit_bias", "min_tokens", "stop_token_ids", "ignore_eos", "bad_words", "max_tokens"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "seed", "speculate"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "seed", "speculate", "length_penalty"),
 )
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 COMPACT = {"whitespace_flexible": False}  # for llguidance: a small model may else write line ends until max_tokens
@@ -63,9 +64,11 @@ class Asked:
         if texts > engine.config.max_queue:
             raise RequestError(f"prompt: {texts} texts are more than this server's queue holds", "prompt")
         choices: list[Choice] = []
+        submit: Callable[..., Sequence[RequestHandle | BeamText]]
+        submit = engine.beams if self.params.get("num_beams", 1) > 1 else engine.streams
         try:
             for prompt in self.prompts:
-                for handle in engine.streams(prompt, priority=self.priority, timeout_s=timeout_s, **self.params):
+                for handle in submit(prompt, priority=self.priority, timeout_s=timeout_s, **self.params):
                     choices.append(Choice(self, len(choices), handle, engine.model))
         except BaseException:
             for choice in choices:
@@ -126,8 +129,9 @@ def read_completion(body: Mapping[str, Any], model_name: str, engine: Engine) ->
     if echo and top is not None:
         params["prompt_logprobs"] = top
     n, best_of = params.get("n", 1), body.get("best_of") or params.get("n", 1)
-    if best_of < n or (best_of > n and common["stream"]):
-        raise RequestError(f"best_of: expected at least n, {n}, and no more in a stream; got {best_of}", "best_of")
+    if best_of < n or (best_of > n and (common["stream"] or "num_beams" in params)):
+        message = f"best_of: expected at least n, {n}, and no more in a stream or with beams; got {best_of}"
+        raise RequestError(message, "best_of")
     params |= {"n": best_of, "echo": True}  # the prompt's text is cut off again; so a space after it is not lost
     return Asked(
         *(model_name, prompt if many else [prompt], params, False, n),
@@ -217,6 +221,10 @@ def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
         params["top_k"] = 0
     if "seed" in params:
         params["seed"] %= 2**64
+    if body.get("use_beam_search"):  # vLLM's: n is the number of beams
+        if body.get("stream"):
+            raise RequestError("stream: a search by beams has no text before its end", "stream")
+        params |= {"num_beams": params.get("n", 1), "temperature": params.get("temperature", 0.0)}
     if "temperature" not in engine.config.sampling:
         params.setdefault("temperature", 1.0)  # OpenAI's
     top = body.get("top_logprobs") or 0 if isinstance(body.get("logprobs"), bool) else body.get("logprobs")
@@ -259,7 +267,7 @@ def embedding_response(body: Mapping[str, Any], model_name: str, vectors: NDArra
 class Choice:
     """One text of a response: its chunks or its result, as OpenAI writes them."""
 
-    def __init__(self, asked: Asked, index: int, handle: RequestHandle, model: LoadedModel) -> None:
+    def __init__(self, asked: Asked, index: int, handle: RequestHandle | BeamText, model: LoadedModel) -> None:
         self.asked, self.index, self.handle, self._tokenizer = asked, index, handle, model.tokenizer
         self._prompt_ids: list[int] = handle.prompt_token_ids
         self._tokens = model.vocabulary.tokens if asked.top is not None else []

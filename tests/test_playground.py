@@ -1,0 +1,378 @@
+"""The page of the site that runs storyteller in the browser: its files, its tokenizer, its numbers, its mistakes."""
+
+import contextlib
+import functools
+import gzip
+import http.server
+import importlib
+import json
+import random
+import re
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+from chromium import CHROMIUM, Chromium, check_readable
+from helpers import DATA, model
+from test_site import DOCS
+
+from bitnet_ref import SamplingParams
+from bitnet_ref.crossval.explain.hypotheses import HYPOTHESES
+from bitnet_ref.crossval.explain.variants import Setting
+from bitnet_ref.generation.sampling import distribution
+
+sys.path.append(str(DOCS / "extension"))
+site_playground = importlib.import_module("site_playground")
+BUGS = importlib.import_module("playground_bugs").BUGS
+EXPECTED = json.loads((DATA / "storyteller" / "expected.json").read_text())["cases"]
+PROMPT, TOKENS = "Once upon a time", 33
+MAX_BYTES = 20_000_000
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the page and why it has no runtime, or an empty string."""
+    folder = tmp_path_factory.mktemp("site") / "playground"
+    return folder, site_playground.write_playground(folder)
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    handler = functools.partial(Handler, directory=str(site[0].parent))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}/playground/"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Chromium() as browser:
+        yield browser
+
+
+@contextlib.contextmanager
+def opened(browser, address, **look):
+    """A page, which asks nobody else and has no errors."""
+    page = browser.page(f"{address}index.html", **look)
+    yield page
+    page.run("1")  # takes in the last events
+    assert all(url.startswith((address, "data:image/svg", "blob:")) for url in page.requested), page.requested
+    assert page.problems == []
+
+
+@pytest.fixture(scope="module")
+def page(browser, address, site):
+    """The page with the model loaded."""
+    if site[1]:
+        pytest.skip(f"no onnxruntime-web: {site[1]}")
+    with opened(browser, address) as page:
+        until_idle(page)
+        yield page
+
+
+def until_idle(page):
+    page.until("playground.model !== null && !playground.busy && playground.reading !== null", 60)
+    assert page.text("#banner") == ""
+
+
+def write(page, prompt=PROMPT, **sliders):
+    for name, value in {
+        "prompt": prompt,
+        "temperature": 0,
+        "top_k": 0,
+        "top_p": 1,
+        "max_tokens": TOKENS,
+        **sliders,
+    }.items():
+        page.run(f"$({json.dumps(name)}).value = {json.dumps(str(value))}")
+    page.run("$('sampling').oninput()")
+    page.click("#write")
+    until_idle(page)
+
+
+# -- the files ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_page_consists_of(site):
+    folder, missing = site
+    files = {path.name: path for path in folder.iterdir()}
+    total = sum(path.stat().st_size for path in files.values())
+    unpacked = sum(len(gzip.decompress(path.read_bytes())) for name, path in files.items() if name.endswith(".gz"))
+    print(f"playground: {total} bytes, {unpacked} unpacked, {missing or 'with the runtime'}")
+    assert total < MAX_BYTES
+    assert {f"{name}.onnx.gz" for name in ("right", *BUGS)} < set(files)
+    for path in (DOCS / "playground").iterdir():  # our own text: it can be read, and loads nothing from elsewhere
+        text = path.read_text()
+        assert max(map(len, text.splitlines())) < 420, path.name
+        assert set(re.findall(r"https?://[\w.]+", text)) <= {"http://www.w3.org"}, path.name
+        assert "innerHTML" not in text
+    facts = json.loads(files["facts.json"].read_text())
+    assert (facts["missing"], facts["runtime"]) == ((missing, None) if missing else ("", site_playground.RUNTIME))
+    assert all(bug["title"] and bug["text"].endswith(".") for bug in facts["bugs"])
+
+
+def test_without_npm_the_site_has_the_page_and_it_says_so(tmp_path, monkeypatch, request):
+    monkeypatch.setattr(site_playground, "RUNTIME", "onnxruntime-web@0.0.0")
+    monkeypatch.setattr(site_playground.shutil, "which", lambda name: None)
+    monkeypatch.setattr(site_playground, "BUGS", {})
+    assert site_playground.write_playground(tmp_path / "playground") == "npm is not installed"
+    if CHROMIUM is not None:
+        browser = request.getfixturevalue("browser")
+        handler = functools.partial(Handler, directory=str(tmp_path))
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            threading.Thread(target=server.serve_forever).start()
+            with opened(browser, f"http://127.0.0.1:{server.server_port}/playground/") as page:
+                page.until("$('banner').className === 'problem'")
+                assert "without onnxruntime-web (npm is not installed)" in page.text("#banner")
+                assert "are −1" in page.text("#weights-facts")
+                assert page.text("#tokens").split() == ["<s>", *PROMPT.split()]
+            server.shutdown()
+    monkeypatch.setenv("BITNET_REF_PLAYGROUND", "required")
+    with pytest.raises(OSError, match="npm is not installed"):
+        site_playground.write_playground(tmp_path / "playground")
+
+
+@functools.cache
+def open_graph(folder, name):
+    for file in (folder / f"{name}.onnx", folder / "storyteller.onnx.data"):
+        file.write_bytes(gzip.decompress(Path(f"{file}.gz").read_bytes()))
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    return onnxruntime.InferenceSession(str(folder / f"{name}.onnx"), options, providers=["CPUExecutionProvider"])
+
+
+def run_graph(folder, name, ids):
+    """ids (N,) -> logits (N, V)"""
+    session = open_graph(folder, name)
+    feeds = {"input_ids": np.array([ids]), "attention_mask": np.ones((1, len(ids)), np.int64)}
+    feeds["position_ids"] = np.arange(len(ids))[None]
+    empty = [each.name for each in session.get_inputs() if each.name.startswith("past")]
+    feeds |= {each: np.empty((1, 2, 0, 64), np.float32) for each in empty}
+    return session.run(["logits"], feeds)[0][0]
+
+
+@pytest.fixture(scope="module")
+def graphs(site, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("graphs")
+    for path in site[0].glob("*.gz"):
+        (folder / path.name).hardlink_to(path)
+    return folder
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_each_button_makes_the_mistake_that_crossval_names(name, graphs):
+    m, ids = model("storyteller"), EXPECTED[0]["prompt_ids"][:3] + EXPECTED[0]["token_ids"][:3]
+    hypothesis = next(each for each in HYPOTHESES if each.name == name)
+    wrong = hypothesis.change(Setting.of(m, ids)).run()["lm_head.hook_out"]
+    errors = np.abs(run_graph(graphs, name, ids) - wrong).max(axis=1)  # of each token
+    assert np.median(errors) < 1e-4, "but for tokens of which an int8 rounds the other way"
+    assert np.abs(wrong - m.logits(ids)).max() > 0.1
+
+
+def test_the_divergences_that_the_guide_tells(graphs):
+    rows = re.findall(
+        r"^\| (.+?) \| ([\d.]+) \| (\d+|the same) \|$", (DOCS / "playground.md").read_text(), re.MULTILINE
+    )
+    told = {title: float(nats) for title, nats, _ in rows}
+    ids = model("storyteller").tokenizer.encode(PROMPT)
+    ids += model("storyteller").generate(PROMPT, max_tokens=32).token_ids
+    right = log_softmax(run_graph(graphs, "right", ids))
+    computed = {}
+    for name, bug in BUGS.items():
+        wrong = log_softmax(run_graph(graphs, name, ids))
+        computed[bug.__doc__.partition("\n")[0]] = (np.exp(right) * (right - wrong)).sum(-1).mean()
+    assert set(told) == set(computed)
+    for title, nats in told.items():
+        assert computed[title] == pytest.approx(nats, rel=0.2), title
+
+
+def log_softmax(logits):
+    wide = logits - logits.max(-1, keepdims=True).astype(np.float64)
+    return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+
+
+# -- in a browser ------------------------------------------------------------------------------------------------------
+
+
+def texts():
+    """Texts of many kinds: English, all of Unicode's planes, spaces, line ends, special tokens, halves of words."""
+    chosen = random.Random(1)
+    words = " ".join(case["text"] for case in EXPECTED).split(" ")
+    alphabet = [
+        chr(n) for n in (*range(0x20, 0x250), *range(0x370, 0x400), 0x4E2D, 0x3042, 0x1F407, 0x10FFFF, 0xFEFF, 0x2581)
+    ]
+    fixed = [
+        "",
+        " ",
+        "  ",
+        "\n",
+        " \n\n ",
+        "<s>",
+        "a</s>b",
+        "</s> b<unk>",
+        "x<unk>y</s></s>",
+        "\0",
+        "\r\n\t",
+        "e\u0301 é ﬁ ①",
+    ]
+    yield from fixed
+    for _ in range(1500):
+        yield "".join(chosen.choices(alphabet, k=chosen.randrange(1, 24)))
+        yield " ".join(chosen.choices(words, k=chosen.randrange(1, 12)))[chosen.randrange(3) :]
+        yield "".join(
+            chosen.choices(["\n", " ", "  ", "the", "</s>", "<s>", "<un", "é", "中", "\u2581", "\U0001f407"], k=8)
+        )
+
+
+@needs_chromium
+def test_the_tokenizer_is_the_packages(browser, address):
+    tokenizer = model("storyteller").tokenizer
+    cases = list(texts())
+    script = """(async () => {
+        const { Tokenizer } = await import("./tokenizer.js");
+        const { vocabulary, bos } = await (await fetch("facts.json")).json();
+        const tokenizer = new Tokenizer(vocabulary, bos);
+        return %s.map((text) => { const ids = tokenizer.encode(text); return [ids, tokenizer.decode(ids)]; });
+    })()"""
+    page = browser.page(f"{address}facts.json")
+    for start in range(0, len(cases), 500):
+        part = cases[start : start + 500]
+        for text, (ids, decoded) in zip(part, page.run(script % json.dumps(part)), strict=True):
+            assert ids == tokenizer.encode(text), repr(text)
+            assert decoded == tokenizer.decode(ids), repr(text)
+    assert len(cases) > 4500
+
+
+@needs_chromium
+def test_the_browsers_tokens_and_integers_equal_numpys(page):
+    m = model("storyteller")
+    write(page)
+    ids = [*m.tokenizer.encode(PROMPT), *m.generate(PROMPT, max_tokens=TOKENS).token_ids]
+    assert page.run("playground.reading.ids") == ids
+    logits, seen = m.run_with_cache(ids, names_filter=["*hook_x_int8", "*hook_x_scale", "*hook_pattern"])
+    last = page.run("Array.from(playground.reading.logits.at(-1))")
+    np.testing.assert_allclose(last, logits[-1], rtol=0, atol=5e-5)
+    inner = page.run("Object.keys(playground.reading.inner)")
+    assert len(inner) == 6 * 9
+    for name in inner:
+        script = "playground.reading.inner[%s].map((row) => Array.from(row, (each) => each.length ? [...each] : each))"
+        rows = page.run(script % json.dumps(name))
+        if name.endswith("hook_x_int8"):
+            np.testing.assert_array_equal(np.array(rows) - 128, seen[name])
+        elif name.endswith("hook_x_scale"):
+            np.testing.assert_allclose(rows, seen[name], rtol=1e-5)
+        for i, row in enumerate(rows if name.endswith("hook_pattern") else ()):
+            np.testing.assert_allclose(row, seen[name][:, i, : len(row[0])], rtol=0, atol=1e-5)
+    print(page.text("#facts"))
+
+
+@needs_chromium
+def test_the_sliders_give_the_packages_distributions(page):
+    row = np.asarray(model("storyteller").logits(model("storyteller").tokenizer.encode(PROMPT))[-1])
+    for settings in (
+        {"temperature": 0.8, "top_k": 40},
+        {"temperature": 1.3, "top_p": 0.9},
+        {"temperature": 0.5, "top_k": 7, "top_p": 0.6},
+        {"temperature": 2.0},
+    ):
+        ids, probabilities = distribution(row, SamplingParams(**settings))
+        given = json.dumps({"top_k": 0, "top_p": 1, **settings})
+        script = f"import('./model.js').then(({{ distribution }}) => distribution({json.dumps(row.tolist())}, {given}))"
+        ours = page.run(script)
+        order = np.argsort(-probabilities, kind="stable")
+        assert [each["id"] for each in ours] == ids[order].tolist()
+        np.testing.assert_allclose([each["p"] for each in ours], probabilities[order], rtol=1e-9)
+    write(page, temperature=0.8, top_k=5, max_tokens=4)
+    assert "drawn from 5 tokens" in page.text("#next-facts")
+    first = page.run("playground.reading.ids")
+    write(page, temperature=0.8, top_k=5, max_tokens=4)
+    assert page.run("playground.reading.ids") == first  # the same seed
+    page.click("#next button", 1)
+    until_idle(page)
+    assert page.run("playground.reading.ids")[: len(first)] == first
+    assert page.run("playground.given") == len(first) + 1
+
+
+@needs_chromium
+def test_a_broken_model_beside_the_right_one(page, graphs):
+    m = model("storyteller")
+    page.call("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1)
+    write(page, max_tokens=12)
+    ids = page.run("playground.reading.ids")
+    assert ids[-12:] == list(m.generate(PROMPT, max_tokens=12).token_ids)
+    page.click("#bugs button", list(BUGS).index("rope_missing"))
+    page.until("playground.broken !== null && !playground.busy", 60)
+    right, wrong = (log_softmax(run_graph(graphs, name, ids)) for name in ("right", "rope_missing"))
+    nats = (np.exp(right) * (right - wrong)).sum(-1)
+    np.testing.assert_allclose(page.run("playground.broken.nats"), nats, rtol=1e-3, atol=1e-6)
+    assert f"{nats.mean():.3f}" in page.text("#kl-facts")
+    assert page.text("#right-text") != page.text("#broken-text")
+    text = list(ids[:-12])
+    for _ in range(12):
+        text.append(int(run_graph(graphs, "rope_missing", text)[-1].argmax()))
+    assert page.run("playground.broken.ids") == text[-12:]
+    before = page.text("#next-facts"), page.text("#int8-facts")
+    page.click("#look-broken")
+    assert "by the broken model" in page.text("#next-facts")
+    page.click("#mend")
+    assert (page.text("#next-facts"), page.text("#int8-facts")) == before
+    assert page.run("$('broken').hidden")
+    page.call("Network.emulateNetworkConditions", offline=False, latency=0, downloadThroughput=-1, uploadThroughput=-1)
+
+
+@needs_chromium
+def test_keys_and_names_on_a_phone_and_a_desk(page):
+    write(page, max_tokens=8)
+    page.click("#bugs button")
+    page.until("playground.broken !== null && !playground.busy", 60)
+    page.run("document.querySelector('.token[tabindex=\"0\"]').focus()")
+    page.press("Home")
+    page.press("ArrowRight")
+    assert page.run("[playground.at, document.activeElement.textContent]") == [1, " Once"]
+    for plot, key, detail, text in (
+        ("weights", "ArrowRight", "weights-detail", "Output 0, input 1"),
+        ("int8", "ArrowRight", "int8-detail", "Number 1 is"),
+        ("attention", "Home", "attention-detail", "(token 1) reads"),
+        ("kl", "ArrowRight", "kl-detail", "After ␣upon"),
+    ):
+        page.run(f"$('{plot}').focus()")
+        page.press(key)
+        assert text in page.text(f"#{detail}"), plot
+        drawn = (
+            f"new Set($('{plot}').getContext('2d').getImageData(0, 0, $('{plot}').width, $('{plot}').height).data).size"
+        )
+        assert page.run(drawn) > 5, plot
+    for look in (
+        {"width": 1200},
+        {"width": 1200, "dark": True},
+        {"width": 360, "height": 740},
+        {"width": 360, "height": 740, "dark": True},
+    ):
+        page.look(**look)
+        page.run("new Promise((resolve) => setTimeout(resolve, 100))")
+        check_readable(page, str(look))
+    # text that was typed a moment ago is read before anything else; tokens that are not read yet cannot be chosen
+    page.run("$('prompt').value = 'The rabbit ran <b>'.repeat(6); $('prompt').oninput()")
+    page.run("document.querySelector('.token').focus()")
+    page.press("End")
+    page.run("$('one').click()")
+    until_idle(page)
+    tokenizer = model("storyteller").tokenizer
+    ids = tokenizer.encode("The rabbit ran <b>" * 6)
+    assert page.run("playground.reading.ids.slice(0, -1)") == ids
+    assert page.run("[playground.given, document.querySelector('#tokens b')]") == [len(ids), None]
+    page.run("$('prompt').value = 'word '.repeat(300)")
+    page.click("#write")
+    page.until("!playground.busy && $('banner').className === 'problem'")
+    assert "the model reads 256" in page.text("#banner")
+    page.look(1200)
