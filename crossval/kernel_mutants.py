@@ -66,6 +66,8 @@ PLACES = {
     "attention_steps.h": r"""
         x[i] = (float)((const int8_t *)row)[⟦j + i → j⟧] * scale;
         STEP(widen)((STEP(f32h))_mm256_cvtepi32_ps(q) * ⟦scale → 1.0f⟧);
+        _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(row + ⟦2 * j → j⟧))));
+        _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)(row + ⟦2 * j → j⟧))));
         (float)((const int8_t *)row)[⟦j → 0⟧] * scale;
         STEP(load64)(q + ⟦r * d → 0⟧ + j);
         totals[n] += q[⟦n / K * d → 0⟧ + j] * STEP(stored_number)(kind, keys[n % K]
@@ -103,12 +105,10 @@ PLACES = {
         offset = ⟦kv->first + keys.from - page * kv->page_size → 0⟧;
         row = (size_t)kv->pages[⟦page → 0⟧]
         pool->scales[⟦row * kv->scale_stride → 0⟧]
-        a.from > b.from ? ⟦a.from → b.from⟧, a.to
+        return (kv_range){⟦a.from > b.from ? a.from : b.from → b.from⟧, a.to
         start > kv->first ? ⟦start - kv->first → 0⟧ : 0
         magnitude = (h & 0x7FFFu) << ⟦13 → 12⟧;
         bits |= (h & ⟦0x8000u → 0u⟧) << 16
-        _mm256_storeu_ps(y + ⟦i → 0⟧,
-        _mm512_storeu_ps(y + ⟦i → 0⟧,
         tiny += ⟦0.5f → 0.25f⟧;
         (size - 0x38000000u + ⟦0xFFFu → 0u⟧
         (size >> 13 & ⟦1 → 0⟧)
