@@ -52,7 +52,7 @@ def test_the_number_of_threads_changes_nothing(simd, kv_heads, group, n_keys):
 def test_a_prompt_gives_what_its_tokens_give_one_by_one(
     simd, parts, kv_heads, group, head_dim, window, dtype, page_size, seed
 ):
-    """`parts`: of each sequence, the first position and how many tokens of it are in the batch. Blocks have 128 keys."""
+    """`parts`: of each sequence, the first position and how many tokens of it are in the batch."""
     heads = kv_heads * group
     config = of_one_layer(kv_heads, group, head_dim)
     be = CythonBackend(threads=2, simd=simd)
