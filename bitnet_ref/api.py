@@ -70,6 +70,9 @@ class LoadOptions:
     tl_tiles: the kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 matrices.
     rotation: "stored" runs matrices in a Hadamard basis (Bonsai 2) as they are, on rotated inputs; "folded" makes dense
         float32 matrices in the plain basis of them.
+    dense: "int8" makes int8 of the linears and the head of a model without ternary matrices, with a scale for each 32
+        weights of a row: half the bytes of bfloat16. It changes the logits; `bitnet-ref crossval precision` measures by
+        how much. Matrices in a GGUF's blocks stay as they are.
     share: return the model that an earlier call with `share` loaded from the same files for the same backend, while it
         is still in use. It is dropped when its last user drops it.
     progress: called with (parts done, all parts) while the weights are read.
@@ -81,6 +84,7 @@ class LoadOptions:
     i2_s_layout: str | None = None
     tl_tiles: str | os.PathLike[str] | None = None
     rotation: str = "stored"
+    dense: str = "stored"
     share: bool = False
     progress: Progress | None = None
 
@@ -123,8 +127,12 @@ def load(
     placement = Placement.of(device.devices, device.gpu_layers, device.cache_tokens)
     chosen, *cards = open_backends(backend, placement, device.memory_limit, dtype=dtype, threads=threads, head=head)
     chosen.choose_cache_dtype(cache_dtype)  # raises before anything is read
+    if options.dense == "int8" and "cupy" in {be.name for be in (chosen, *cards)}:
+        raise ConfigError("'int8' is for the CPU's backends: a card would widen it to float32", field="dense")
     tiles = None if options.tl_tiles is None else Path(options.tl_tiles)
-    reading = ReadOptions(options.allow_unquantized, options.i2_s_layout, tiles, options.verify, options.rotation)
+    reading = ReadOptions(
+        options.allow_unquantized, options.i2_s_layout, tiles, options.verify, options.rotation, options.dense
+    )
     alone = replace(options, share=False, progress=None)
 
     def again(name: str | None) -> Model:

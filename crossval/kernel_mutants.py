@@ -160,10 +160,23 @@ PLACES = {
         return (v[0] + v[2]) + (v[1] + ⟦v[3] → v[2]⟧);
         if (⟦has_all → 0⟧) *half += half[n_vectors];
         STEP(floats)(x + i / V % T * K + ⟦k → pass⟧ +
+        b + r * row_bytes, n, kind, ⟦factors[r] → factors[0]⟧
+        of_token = x + k + ⟦at → 0⟧ +
+        STEP(floats)(of_token + ⟦t → 0⟧ * K)
+        y[i % T * y_stride + i / T] = (four[0] + ⟦four[2] → four[0]⟧)
+        STEP(widen_blocks)(kind, row, K, wide + ⟦n → 0⟧ * K)
         (four[i][1] + ⟦four[i][3] → four[i][1]⟧);
         y[i % T * y_stride + i / T] = ⟦total → (total + 1)⟧;
-        w, K, x + ⟦m * K → 0⟧, y + m * y_stride, y_stride)
+        (kind, 2, T, 2, w + n * row_bytes, K, x + ⟦m * K → 0⟧, y
         STEP(dense_tile)(kind, 1, 1, 2, w + n * row_bytes, K, x + ⟦m → 0⟧ * K""",
+    "dense_blocks.h": r"""
+        STEP(signed_bytes)(b + 2 + i)) * ⟦f[0] → f[1]⟧
+        b + 4 + ⟦i % 16 → 0⟧, i / 16
+        b + 16 + ⟦at / 2 → 0⟧ + i % 32
+        f[i / 32], f[8 + ⟦i / 32 → 0⟧]
+        factors[at / 16 + ⟦i / 16 → 0⟧]
+        (first >> ⟦6 → 4⟧ & 0x03030303) << 4
+        if (⟦is_high → 0⟧) q >>= 4""",
     "head_screen.h": r"""
         q[k + i] = (int8_t)(int32_t)⟦n[i] → 0⟧;
         r_squares[j] += ⟦r * r → 0⟧;
@@ -222,7 +235,7 @@ PLACES = {
         call.kv.n_keys = position + ⟦call.T → 1⟧ - call.kv.first
         call.window, call.scale, call.kv = ⟦c.window → 0⟧,""",
     "_cpu_dense.pxi": r"""
-        c.y + ⟦block → 0⟧ * 16, N)
+        c.y + ⟦block → 0⟧ * 16, N, tokens
         tokens + ⟦m → 0⟧ * wide, token_facts
         &facts[⟦block * 64 → 0⟧, 0]
         first + ⟦rows[i] → i⟧ * size""",

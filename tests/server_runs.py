@@ -12,7 +12,7 @@ import pytest
 from cli_runs import BACKEND
 from helpers import model
 
-from bitnet_ref.cli.serve_command import listen
+from bitnet_ref.cli.serve_command import listen, uvicorn_config
 from bitnet_ref.serving import EngineConfig, start_engines
 
 pytest.importorskip("starlette", reason="starlette is not installed")
@@ -35,10 +35,7 @@ class RunningServer:
         self.socket = listen("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(
-            self.app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=drain_s
-        )
-        self.uvicorn = uvicorn.Server(config)
+        self.uvicorn = uvicorn.Server(uvicorn_config(self.app, drain_s))
         self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.socket]}, daemon=True)
 
     def open_engine(self, path):

@@ -191,16 +191,19 @@ def synthetic_model(
     progress: Progress | None = None,
     layers: int | None = None,
     gate_zeros: float | None = None,
+    dense: str = "stored",
 ) -> Model:
     """A model of that shape with random weights, in the backend's layout. `layers` makes it shorter.
 
-    gate_zeros: see `RandomCheckpoint`.
+    gate_zeros: see `RandomCheckpoint`. dense: see `ReadOptions`.
     """
     if layers is not None:
         if not 1 <= layers <= config.num_hidden_layers:
             raise ConfigError(f"expected 1 to {config.num_hidden_layers}, got {layers}", field="layers")
         config = replace(config, num_hidden_layers=layers)
-    weights = read_weights(RandomCheckpoint(config, seed, gate_zeros=gate_zeros), progress, backend.prepare_for)
+    checkpoint = RandomCheckpoint(config, seed, gate_zeros=gate_zeros)
+    checkpoint.dense = dense
+    weights = read_weights(checkpoint, progress, backend.prepare_for)
     return Model(config, backend.prepare_model(weights, config), backend)
 
 

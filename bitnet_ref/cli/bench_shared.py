@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..backends import HEADS, NAMES
-from .generation_options import apply_options
+from .generation_options import apply_options, dense_option
 from .shell import DIFFERS, AnyFunction, LoadingBar, OutputFile, make_table, report
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class Subject:
     gate_zeros: float | None
     backend: str
     head: str
+    dense: str
     threads: int | None
     simd: str | None
 
@@ -117,9 +118,10 @@ class Subject:
             from ..benchmark import SHAPES, synthetic_model
 
             with LoadingBar(f"making {self.synthetic}") as bar:
-                return synthetic_model(SHAPES[self.synthetic], chosen, 0, bar, self.layers, self.gate_zeros)
+                return synthetic_model(SHAPES[self.synthetic], chosen, 0, bar, self.layers, self.gate_zeros, self.dense)
         with LoadingBar(f"loading {self.name}") as bar:
-            loaded = load(self.name, backend=chosen.name, threads=self.threads, head=self.head, progress=bar)
+            same: dict[str, Any] = {"threads": self.threads, "head": self.head, "dense": self.dense}
+            loaded = load(self.name, backend=chosen.name, progress=bar, **same)
         return Model(loaded.config, loaded.weights, chosen, loaded.path)  # all kernel sets read one layout
 
 
@@ -150,6 +152,7 @@ def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
             ),
             click.option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True),
             click.option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help="As in generate."),
+            dense_option(),
             machine_options,
         ],
     )

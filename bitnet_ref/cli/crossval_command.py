@@ -256,10 +256,13 @@ def bitnet_cpp(
     finish("bitnet_cpp", model, loaded, ids, [crossing], **outputs)
 
 
-@crossval.command(short_help="What float16 or bfloat16 on a backend costs.")
+PRECISION_HELP = "May be repeated; int8: --dense int8.  [default: float32, float16 and bfloat16]"
+
+
+@crossval.command(short_help="What float16, bfloat16 or int8 weights on a backend cost.")
 @_MODEL
 @click.option("--backend", default="cupy", show_default=True, help="Which backend is measured.")
-@click.option("--dtype", "dtypes", multiple=True, help="May be repeated.  [default: float32, float16 and bfloat16]")
+@click.option("--dtype", "dtypes", multiple=True, help=PRECISION_HELP)
 @text_options("The text, or @FILE.  [default: a short story]")
 @common_options
 def precision(model: str, backend: str, dtypes: tuple[str, ...], text: str | list[int] | None) -> None:

@@ -30,15 +30,19 @@ OVERFLOW_HELP = "Beyond the context: refuse, cut the prompt, or drop the oldest 
 GPU_LAYERS_HELP = "Layers on GPUs, or all; the CPU has the rest.  [default: as many as fit]"
 LOAD_OPTIONS = (
     *("model", "backend", "threads", "dtype", "cache_dtype", "head", "prepared", "allow_unquantized"),
-    *("devices", "gpu_layers", "memory_limit", "rotation"),
+    *("devices", "gpu_layers", "memory_limit", "rotation", "dense"),
 )
 MAX_TEXT_BYTES = 64 << 20  # of @FILE
 INPUT_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 EARLY: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 ROTATION_HELP = "Matrices in a Hadamard basis: run them as stored, or fold it into dense ones."
+DENSE_HELP = "Dense weights: as stored, or in int8, which changes the logits (crossval precision)."
 rotations = click.Choice(("stored", "folded"))  # formats.checkpoint.ROTATIONS, which --help need not import
 rotation_option = partial(
     click.option, "--rotation", type=rotations, default="stored", show_default=True, help=ROTATION_HELP
+)
+dense_option = partial(
+    click.option, "--dense", type=click.Choice(("stored", "int8")), default="stored", show_default=True, help=DENSE_HELP
 )
 dtype_option = partial(click.option, "--dtype", type=click.Choice(DTYPES), default="float32", help=DTYPE_HELP)
 
@@ -76,6 +80,7 @@ def loading_options(function: AnyFunction) -> AnyFunction:
         option("--gpu-layers", metavar="N", callback=_read_layers, help=GPU_LAYERS_HELP),
         option("--memory-limit", metavar="BYTES", help="Of each GPU's memory, like 8GiB.  [default: what is free]"),
         rotation_option(cls=SectionOption, section="Model"),
+        dense_option(cls=SectionOption, section="Model"),
         option("--allow-unquantized", is_flag=True, help="Accept a bitnet model without quantization_config."),
     ]
     return apply_options(function, options)

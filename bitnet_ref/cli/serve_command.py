@@ -25,6 +25,7 @@ NEEDED = ("starlette", "uvicorn", "fastjsonschema")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SEND_BUFFER_BYTES = 1 << 16  # of a connection: a client that does not read is noticed soon
 CONNECTIONS = 2048
+KEEP_ALIVE_S = 75  # more than clients keep idle connections (httpx 5 s, proxies 60 s): the first to close must be them
 
 
 def _read_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -101,18 +102,7 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
         say(f"anyone who reaches {host} can use this server: set --api-key, or listen on 127.0.0.1")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     bound = listen(host, port)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,  # the engines log each request for text
-            lifespan="on",
-            proxy_headers=False,
-            server_header=False,
-            limit_concurrency=CONNECTIONS,
-            timeout_graceful_shutdown=options["drain_s"],
-        )
-    )
+    server = uvicorn.Server(uvicorn_config(app, options["drain_s"]))
     failures: list[BaseException] = []
 
     def on_loaded(error: BaseException | None) -> None:
@@ -128,6 +118,22 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     server.run(sockets=[bound])
     if failures:
         raise failures[0]
+
+
+def uvicorn_config(app: Any, drain_s: int) -> Any:
+    import uvicorn
+
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,  # the engines log each request for text
+        lifespan="on",
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=CONNECTIONS,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=drain_s,
+    )
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -127,7 +127,8 @@ def _describe_cpu_kernels() -> str:
         least = f"of {MIN_STRIPS_BYTES >> 20} MiB on " if chosen_strips == "auto" else ""
         head += f"; after ReLU², up_proj and down_proj {least}take twice their bytes, to skip what meets zeros "
         head += "(BITNET_REF_STRIPS=never: not)"
-    return f"{chosen} kernels{head}" + (f" (not here: {', '.join(others)})" if others else "")
+    by_numpy = ", NumPy for dense linears among ternary ones"  # `CythonBackend.dense_matmul`
+    return f"{chosen} kernels{head}{by_numpy}" + (f" (not here: {', '.join(others)})" if others else "")
 
 
 def _describe_cards() -> str:

@@ -5,6 +5,7 @@ taken with whole prompts, prompts in chunks, decoding, several sequences at once
 divided layers, and as text. What is compared, and how strictly:
 
     ops      the plainest path: its logits against the reference's, by the contract's rule for float32
+    int8     dense weights in int8: as "ops", of those; blocks: matrices of each type, equal to float32
     folded   a model in a Hadamard basis, folded into dense matrices: as "ops"
     others   the logits of every other path against those of "ops": equal, bit for bit
     caches   attention over a narrow cache against the reference's attention over the same stored numbers
@@ -27,8 +28,9 @@ from ..backends import Backend
 from ..backends.paged_cache import PagedKVCache
 from ..backends.split import LayerRun, SplitBackend
 from ..reference import layers
+from ..reference.blocks import BLOCK_TYPES
 from ..reference.cache import TokenBatch
-from ..reference.weights import fold_rotations, has_rotations
+from ..reference.weights import DenseWeight, fold_rotations, has_rotations, int8_weights
 from .tolerances import EPSILON, LOGITS_FLOOR, TABLE
 
 PAGE_SIZE = 8
@@ -100,6 +102,9 @@ def _checks(
             "folded rotation",
             lambda: _judge_logits(_whole(_folded(reference).on(make()), tokens, None), reference, tokens),
         )
+    own = Model(reference.config, int8_weights(reference.weights), reference.backend)
+    yield "int8 weights", lambda: _judge_logits(_whole(own.on(make()), tokens, None), own, tokens)
+    yield "dense blocks", lambda: _dense_blocks(be)
     yield "recorded", lambda: _equal(model.run_with_cache(tokens, "hook_embed")[0], plain)
     yield "divided layers", lambda: _equal(_whole(_divide(make, reference), tokens, None), plain)
     if be.screens_head:
@@ -257,6 +262,22 @@ def _other_layout(model: Model, tokens: list[int], plain: NDArray) -> Outcome:
     """A whole prompt, and one token at a time: kernels for many tokens and for few."""
     both = [_whole(model, tokens, None), _decoding(model, tokens, None)]
     return _equal(np.concatenate(both), np.concatenate([plain, plain]))
+
+
+def _dense_blocks(be: Backend) -> Outcome:
+    """Matrices in blocks: the bits of the same matrices in float32, for one token, for a few and for many."""
+    rng, compared = np.random.default_rng(0), 0
+    x = rng.standard_normal((20, 512), dtype=np.float32)
+    for name, block in BLOCK_TYPES.items():
+        raw = rng.integers(0, 256, (35, 512 // block.values, block.nbytes), dtype=np.uint8)
+        raw[:, :, [at + 1 for at in block.halves]] &= 0xBB  # finite float16 numbers, below 1
+        w = DenseWeight(raw.reshape(35, -1), block_type=name)
+        for tokens in (x[:1], x[:3], x):
+            y, expected = (be.to_host(be.linear(be.from_host(tokens), each)) for each in (w, DenseWeight(w.array)))
+            compared += y.size
+            if not np.array_equal(y, expected):
+                return compared, f"{name} differs from float32 by {np.abs(y - expected).max():.1e}", ""
+    return compared, None, f"{', '.join(BLOCK_TYPES)} equal to the same in float32"
 
 
 def _narrow_cache(model: Model, tokens: list[int], dtype: str) -> Outcome:

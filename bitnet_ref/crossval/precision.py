@@ -1,4 +1,4 @@
-"""The error of narrow numbers: the logits of a text in float16 or bfloat16, or with a narrow KV cache.
+"""The error of narrow numbers: the logits of a text in float16 or bfloat16, of weights in int8, or with a narrow cache.
 
 Each token follows the true text (teacher forcing), so errors do not accumulate as they do when each run continues with
 its own choices; only the greedy continuation of `measure_precision` does that.
@@ -39,6 +39,7 @@ from ..backends.paged_cache import CACHE_DTYPES
 from ..errors import GenerationError
 from ..generation import Generation
 from ..reference.cache import TokenBatch
+from ..reference.weights import int8_weights
 from .metrics import measure_logits
 from .token_ids import common_prefix
 
@@ -106,7 +107,9 @@ def measure_precision(
     right = _continuation(reference, start)
     errors, same, device = [], {}, None
     for dtype in dtypes:
-        subject = model.on(choose_backend(backend, dtype=dtype, threads=model.backend.threads))
+        computed_in = "float32" if dtype == "int8" else dtype  # int8: `load(..., dense="int8")`
+        own = Model(model.config, int8_weights(model.weights), model.backend) if dtype == "int8" else model
+        subject = own.on(choose_backend(backend, dtype=computed_in, threads=model.backend.threads))
         device = getattr(getattr(subject.backend, "ws", None), "device", None) or device
         for way in WAYS:
             logits = _logits(subject, tokens, way)

@@ -32,6 +32,7 @@ from ..reference.weights import (
     ModelWeights,
     Rotation,
     TernaryWeight,
+    in_int8,
     linear_name,
 )
 from ..system.json_file import is_present, read_bounded
@@ -42,6 +43,7 @@ from .packing import first_invalid_code
 Progress = Callable[[int, int], None]  # (parts done, parts in total)
 Prepare = Callable[[LinearWeight], LinearWeight]
 ROTATIONS = ("stored", "folded")
+DENSE_FORMS = ("stored", "int8")
 
 MAX_TOKENIZER_BYTES = 64 << 20
 # The files of a tokenizer in a hub repository; config.json is not among them.
@@ -59,6 +61,7 @@ class ReadOptions:
     i2_s_layout: "x86", "arm" or "interleaved": the layout of a GGUF's I2_S tensors, which no field of the file names.
     tl_tiles: the kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 tensors.
     verify: check a native file's content hash, which reads the file twice.
+    dense: "stored", or "int8": dense linears become int8, with a scale for each 32 weights of a row.
     rotation: what becomes of matrices in a rotated basis (Bonsai 2). "stored": they are run as they are, on rotated
         inputs. "folded": they become dense matrices in the plain basis.
     """
@@ -68,8 +71,11 @@ class ReadOptions:
     tl_tiles: Path | None = None
     verify: bool = False
     rotation: str = "stored"
+    dense: str = "stored"
 
     def __post_init__(self) -> None:
+        if self.dense not in DENSE_FORMS:
+            raise ConfigError(f"expected {' or '.join(DENSE_FORMS)}, got {self.dense!r}", field="dense")
         if self.rotation not in ROTATIONS:
             raise ConfigError(f"expected {' or '.join(ROTATIONS)}, got {self.rotation!r}", field="rotation")
 
@@ -91,6 +97,7 @@ class Checkpoint(Closeable, ABC):
     taken: set[str]
     rotations: Mapping[str, Rotation] = MappingProxyType({})
     is_folded: bool = False
+    dense: str = "stored"  # of DENSE_FORMS: how `read_weights` gives dense linears
 
     def rotation(self, name: str) -> Rotation | None:
         """The basis of the matrix that is given for a linear or "embedding"; None: the plain one."""
@@ -134,7 +141,7 @@ class Checkpoint(Closeable, ABC):
         """The stored dtype of a matrix that is not ternary (or of "embedding")."""
         weight = self.embedding() if name == "embedding" else self.linear(name)
         assert isinstance(weight, DenseWeight | GroupTernaryWeight)
-        return weight.array.dtype
+        return weight.dtype
 
     def rounded(self, name: str, values: NDArray) -> NDArray:
         """`values` as this file's type for that matrix stores them, if the type has blocks of integers."""
@@ -312,6 +319,9 @@ def read_weights(
     """All weights. Each linear goes through `prepare_for(its layer)` (None: the head) as soon as it is read, so it is
     never held twice. See `Backend.prepare_for`."""
     config = checkpoint.config
+    if checkpoint.dense != "stored" and config.quantization is not None:
+        message = f"{checkpoint.dense!r} is for models without int8 activations, and this one's linears are ternary"
+        raise ConfigError(f"{message}; load it without", path=checkpoint.path, field="dense")
     done = ticker(progress, part_count(config))
     embedding = read_embedding(checkpoint)
     if config.tie_word_embeddings and isinstance(embedding, GroupTernaryWeight) and (prepare := prepare_for(None)):
@@ -369,7 +379,7 @@ def in_groups(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeigh
     """The weight as the model computes with it: a dense matrix that is ternary by groups is packed, and so is a ternary
     one whose input stays in float. Other weights are returned as they are."""
     config, rotation, w = checkpoint.config, checkpoint.rotation(name), fold(checkpoint, name, w)
-    if isinstance(w, DenseWeight) and (packed := split_groups(w.array)) is not None:
+    if isinstance(w, DenseWeight) and (packed := _split_dense(w)) is not None:
         planes, scales, group = packed
         return GroupTernaryWeight(planes, w.shape[1], scales, group, w.bias, rotation)
     if isinstance(w, GroupTernaryWeight):
@@ -379,7 +389,13 @@ def in_groups(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeigh
     if isinstance(w, TernaryWeight) and config.quantization is not None and not config.quantization.int8_activations:
         scales = np.full((w.shape[0], 1), w.w_dequant_scale, dtype=np.float32)
         return GroupTernaryWeight(w.packed, w.in_features, scales, w.in_features, w.bias)
-    return w
+    return in_int8(w) if checkpoint.dense == "int8" and (name != "embedding" or config.tie_word_embeddings) else w
+
+
+def _split_dense(w: DenseWeight) -> tuple[NDArray[np.uint8], NDArray, int] | None:
+    """`split_groups`; a few rows decide for a matrix in blocks, so that most are not widened as a whole."""
+    few = None if w.block_type is None else replace(w, stored=w.stored[:8])
+    return None if few is not None and split_groups(few.array) is None else split_groups(w.array)
 
 
 def fold(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeight:

@@ -85,6 +85,12 @@ def choose_format(path: Path) -> tuple[str, Path]:
 
 def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoint:
     """Open a folder or a file with the reader of its format. Raises FormatError or ConfigError."""
+    checkpoint = _open(path, options)
+    checkpoint.dense = "stored" if options is None else options.dense
+    return checkpoint
+
+
+def _open(path: Path, options: ReadOptions | None) -> Checkpoint:
     name, path = choose_format(path)
     if name == "native":
         from .native.model import NativeCheckpoint

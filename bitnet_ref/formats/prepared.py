@@ -56,7 +56,7 @@ from .safetensors import SafetensorsFile, SafetensorsWriter, content_hash, dtype
 log = logging.getLogger(__name__)
 
 FOLDER = ".bitnet_ref"  # a folder beside the model, so that nobody mistakes the cache for a file of the model
-VERSION = 3
+VERSION = 4
 _ALIGNMENT = 64  # of the data: a cache line
 _PAGE = 4096
 _HEAD_BYTES = 1 << 16  # of each of the model's files, by which it is identified
@@ -254,7 +254,7 @@ def _check(w: Any, config: ModelConfig) -> None:
         expect(delta_name(index), sizes, {part: array.shape for part, array in arrays.items()})
     for weight in (w.embedding, *(weight for _, weight in w.linears())):
         if isinstance(weight, DenseWeight):
-            expect("dense matrix", True, dtype_name(weight.array.dtype) in ("BF16", "F16", "F32"))
+            expect("dense matrix", True, dtype_name(weight.dtype) in ("BF16", "F16", "F32"))
     for name, size in norm_sizes(config).items():
         owner = w if name == "final_norm" else w.layers[int(name.split(".")[1])]
         expect_floats(name, size, getattr(owner, name.rpartition(".")[2]))

@@ -24,15 +24,18 @@ from ..reference.cache import TokenBatch
 
 LONGEST = 12  # tokens of a draft
 LEAST_MATCH = 2  # tokens that a text must repeat before the next ones are guessed
-MOST_MATCH = 16  # tokens that are compared: more take time, and tell little
-COST = 0.15  # of verifying one more token, in decoding steps, for models that the memory limits
-DECAY = 0.98  # of what a pass says about the pace, with each further one
-INCOME = 0.02  # that a plain step may lose to later drafts: the share that a text without repetition gets slower
-START, MOST = 1.0, 4.0  # of the balance: what drafts may lose in advance, and at most
+MOST_MATCH = 16  # tokens that are compared; longer matches take time and improve little
+COST = 0.15  # of verifying one more token, in decoding steps, where memory bandwidth is the limit
+DECAY = 0.98  # each pass multiplies the weight of earlier ones in `Pace` by this
+INCOME = 0.02  # added to the balance per step: the share by which a text without repetition gets slower
+START, MOST = 1.0, 4.0  # the balance at the start, and its largest value, in tokens
 
 
 class Pace:
-    """How long a pass takes, by its tokens. cost: of one more, in passes over one; at least COST, and 1 at most."""
+    """The time of a pass by its number of tokens, as a line fitted to the last passes.
+
+    cost: time of each further token, in passes over one token; between COST and 1.
+    """
 
     def __init__(self) -> None:
         self.cost = COST
@@ -50,16 +53,17 @@ class Pace:
             self.cost = min(1.0, max(COST, slope / first))
 
     def time(self, tokens: int) -> float:
-        """Of a pass, in passes over one token."""
+        """The time of a pass over `tokens`, in passes over one token."""
         return 1 + self.cost * (tokens - 1)
 
     def token_cost(self, rows: int, tokens: int) -> float:
-        """How many tokens all rows of a step over `tokens` lose because it verifies one more. `cost` for one row."""
+        """How many tokens the rows of a step lose together, when the step over `tokens` verifies one more token."""
         return self.cost * rows / self.time(tokens)
 
 
 class Drafts:
-    """Guesses for one continuation, as long as they pay: a balance grows by what they save, and pays what they cost."""
+    """Guesses for one continuation. A balance of saved tokens grows with each accepted guess and pays for each that is
+    verified; when it is used up, no guesses are made for a while."""
 
     def __init__(self) -> None:
         self._balance, self._length, self._cost = START, 4, COST
@@ -76,19 +80,22 @@ class Drafts:
         raise NotImplementedError
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """How many of the proposed tokens were verified, and right."""
+        """drafted: how many of the proposed tokens were verified. accepted: how many of these were right."""
         self._balance = min(MOST, self._balance + accepted - self._cost * drafted + INCOME)
         if drafted:
             self._length = min(LONGEST, 2 * self._length) if accepted == drafted else max(2, accepted + 1)
 
 
 class LookupDrafts(Drafts):
-    """What followed the longest earlier copy of the text's end, the latest of those that are as long; and what follows
-    that, as long as the text goes on like it."""
+    """Finds an earlier copy of the last tokens of the text, and proposes the tokens that followed the copy.
+
+    The longest copy counts, of LEAST_MATCH to MOST_MATCH tokens, and of equally long ones the latest. While the text
+    goes on as it did after the copy, later proposals continue from there without a new search.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen = self._source = 0  # tokens of the last text, and the place in it that should follow; 0: none
+        self._seen = self._source = 0  # length of the last text, and the index of the next token to propose; 0: none
 
     def guess(self, ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:
         new = len(ids) - self._seen
@@ -100,7 +107,7 @@ class LookupDrafts(Drafts):
         return ids[self._source :][:count] if self._source else ids[:0]
 
     def _search(self, ids: NDArray[np.int64]) -> int:
-        """The place after that copy, or 0."""
+        """The index after the copy, or 0 without one."""
         ends, length = np.flatnonzero(ids[:-1] == ids[-1]), 1  # of the copies that match in `length` tokens
         while length < MOST_MATCH and len(longer := ends[ends >= length]):
             longer = longer[ids[longer - length] == ids[-1 - length]]

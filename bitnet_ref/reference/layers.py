@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, NumericsError, ShapeError
+from .blocks import widen_blocks
 from .config import RopeConfig
 
 _BLOCK_VALUES = 1 << 20  # dense weights widened at a time
@@ -188,21 +189,22 @@ def attention_values(pattern: NDArray, values: NDArray) -> NDArray:
 # -- dense products ----------------------------------------------------------------------------------------------------
 
 
-def row_blocks(w: NDArray, dtype: type) -> Iterator[tuple[slice, NDArray]]:
-    """The rows of w (N, K) a block at a time, widened to dtype: a bf16 matrix is never held in float32 as a whole."""
+def row_blocks(w: NDArray, dtype: type, block_type: str | None = None) -> Iterator[tuple[slice, NDArray]]:
+    """Some rows of w (N, K) at a time, widened to dtype: a narrow matrix is never held in float32 as a whole."""
     rows = max(1, _BLOCK_VALUES // w.shape[1])
     for start in range(0, len(w), rows):
-        yield slice(start, start + rows), w[start : start + rows].astype(dtype)
+        part = w[start : start + rows]
+        yield slice(start, start + rows), (part if block_type is None else widen_blocks(part, block_type)).astype(dtype)
 
 
-def dense_matmul(x: NDArray, w: NDArray, wide: bool = False) -> NDArray:
+def dense_matmul(x: NDArray, w: NDArray, wide: bool = False, block_type: str | None = None) -> NDArray:
     """y = x w^T, one token at a time.   x (N, K), w (out, K) of any float dtype -> (N, out)
 
-    wide: sums in float64, rounded once.
+    wide: sums in float64, rounded once. block_type: w holds rows of such blocks.
     """
     y = np.empty((len(x), len(w)), dtype=x.dtype)
     tokens = x.astype(np.float64) if wide else x
-    for rows, block in row_blocks(w, tokens.dtype.type) if len(x) else ():
+    for rows, block in row_blocks(w, tokens.dtype.type, block_type) if len(x) else ():
         for i in range(len(x)):
             y[i, rows] = block @ tokens[i]
     return y

@@ -64,12 +64,7 @@ class Ops:
         rows, ids = w.shape[0], tokens.size
         ok = tokens.ndim == 1 and tokens.dtype.kind in "iu" and (ids == 0 or 0 <= tokens.min() <= tokens.max() < rows)
         require("embed", ok, f"tokens (N,) of ids 0 to {rows - 1}", tokens=tokens)
-        if not isinstance(w, DenseWeight):
-            return w.rows(tokens, self.dtype)
-        x = w.array.take(tokens, axis=0)
-        if x.dtype.name == "bfloat16":  # the upper half of a float32; the cast of ml_dtypes crashes for want of memory
-            x = (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        return x.astype(self.dtype, copy=False)
+        return w.rows(tokens, self.dtype)
 
     def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
         """x (N, D), weight (D,) -> (N, D)"""
@@ -110,9 +105,8 @@ class Ops:
 
     def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
         """x (N, K) -> (N, out)"""
-        ok = x.ndim == 2 and x.shape[1:] == w.array.shape[1:]
-        require("dense_matmul", ok, "x (N, K) and w (out, K)", x=x, w=w.array)
-        return layers.dense_matmul(x, w.array, w.wide)
+        require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], f"x (N, {w.shape[1]})", x=x)
+        return layers.dense_matmul(x, w.stored, w.wide, w.block_type)
 
     def group_matmul(self, x: NDArray, w: GroupTernaryLinear) -> NDArray:
         """x (N, K) -> (N, out)"""

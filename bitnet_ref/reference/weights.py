@@ -1,4 +1,5 @@
-"""A model's weights, at rest: ternary matrices packed to 2 bits, dense ones in the dtype of their file.
+"""A model's weights, at rest: ternary matrices packed to 2 bits, dense ones in the dtype or the blocks of
+their file.
 
 A backend may turn each matrix into a layout of its own as it is read (`Backend.prepare`); `TernaryWeight` and
 `DenseWeight` are what all of them start from.
@@ -16,6 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..errors import ShapeError
 from . import quantization
+from .blocks import BLOCK_TYPES, are_finite, to_q8_0, widen_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,18 +105,63 @@ class TernaryWeight(TernaryLinear):
 class DenseWeight(LinearWeight):
     """A matrix that is not quantised: the embedding, the head, every linear of a dense model."""
 
-    array: NDArray  # (N, K) bfloat16, float16 or float32
+    stored: NDArray  # (N, K) bfloat16, float16 or float32; or rows of blocks (N, bytes) uint8
     bias: NDArray[np.float32] | None = None  # (N,)
     wide: bool = False  # summed in float64 and rounded once, because an int8 rounding comes after it
+    block_type: str | None = None  # of `blocks.BLOCK_TYPES`
+
+    def __post_init__(self) -> None:
+        if self.block_type is None:
+            return
+        nbytes = BLOCK_TYPES[self.block_type].nbytes
+        if self.stored.dtype != np.uint8 or self.stored.ndim != 2 or self.stored.shape[1] % nbytes:
+            expected = f"uint8 (N, a multiple of {nbytes}) for {self.block_type}"
+            raise ShapeError("DenseWeight", expected=expected, got=f"{self.stored.dtype} {self.stored.shape}")
 
     @property
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features)"""
-        return self.array.shape[0], self.array.shape[1]
+        rows, columns = self.stored.shape
+        if self.block_type is not None:
+            block = BLOCK_TYPES[self.block_type]
+            columns = columns // block.nbytes * block.values
+        return rows, columns
 
     @property
     def nbytes(self) -> int:
-        return self.array.nbytes + sum(a.nbytes for a in (self.bias,) if a is not None)
+        return self.stored.nbytes + sum(a.nbytes for a in (self.bias,) if a is not None)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of `array`."""
+        return self.stored.dtype if self.block_type is None else np.dtype(np.float32)
+
+    @property
+    def array(self) -> NDArray:
+        """The matrix as floats, (N, K); made at each use where it is stored in blocks."""
+        return self.stored if self.block_type is None else widen_blocks(self.stored, self.block_type)
+
+    def rows(self, ids: NDArray[np.int64], dtype: DTypeLike) -> NDArray:
+        """Some rows of the matrix as floats.   ids (n,) -> (n, K)"""
+        x = self.stored.take(ids, axis=0)
+        if self.block_type is not None:
+            x = widen_blocks(x, self.block_type)
+        if x.dtype.name == "bfloat16":  # the upper half of a float32; the cast of ml_dtypes crashes for want of memory
+            x = (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return x.astype(dtype, copy=False)
+
+
+def in_int8(w: LinearWeight) -> LinearWeight:
+    """A dense matrix in Q8_0 blocks: int8 with a float16 scale for each 32 weights of a row, an error of at most 1/254
+    of the largest of them. Other weights are returned as they are, and so are matrices that are in blocks already or
+    that Q8_0 cannot hold (rows that are no multiple of 32, values above 8.3e6)."""
+    if not isinstance(w, DenseWeight) or w.block_type is not None or w.shape[1] % 32:
+        return w
+    stored = np.empty((w.shape[0], w.shape[1] // 32 * 34), dtype=np.uint8)
+    step = max(1, (1 << 20) // w.shape[1])
+    for start in range(0, len(stored), step):
+        stored[start : start + step] = to_q8_0(w.stored[start : start + step].astype(np.float32))
+    return DenseWeight(stored, w.bias, w.wide, "Q8_0") if are_finite(stored, "Q8_0") else w
 
 
 @dataclass(frozen=True, eq=False)
@@ -376,3 +423,13 @@ def fold_rotations(w: ModelWeights) -> ModelWeights:
     layers = [replace(layer, **{name: fold(weight) for name, weight in layer.linears()}) for layer in w.layers]
     embedding = fold(w.embedding)
     return ModelWeights(embedding, tuple(layers), w.final_norm, embedding if w.tied else fold(w.lm_head))
+
+
+def int8_weights(w: ModelWeights) -> ModelWeights:
+    """The same model with its dense linears `in_int8`, and its head; the embedding only if it is the head."""
+    changed: list[dict[str, Any]] = [{name: in_int8(weight) for name, weight in layer.linears()} for layer in w.layers]
+    layers = tuple(replace(layer, **each) for layer, each in zip(w.layers, changed, strict=True))
+    head = in_int8(w.lm_head)
+    embedding = head if w.tied else w.embedding
+    assert isinstance(embedding, EmbeddingWeight)
+    return replace(w, layers=layers, embedding=embedding, lm_head=head)

@@ -33,7 +33,8 @@ class KeepLogits:
 
 
 class BeamHandle:
-    """The `n` best continuations of one prompt, equal to those of `beam_search`, when somebody waits for them."""
+    """The `n` best continuations of one prompt, equal to those of `beam_search`. They are computed while a caller waits
+    for them."""
 
     def __init__(self, request: Request, submit: Submit, priority: int, timeout_s: float | None) -> None:
         """submit: of the engine. timeout_s: of the whole search."""

@@ -12,10 +12,10 @@ first in the order is never stopped, so all finish.
 
 A sequence on hold, whose reader is behind, has no slot. It keeps its pages until any other sequence needs them.
 
-With `speculate` a decoding sequence also verifies guessed tokens, as far as nobody else needs the room: none while a
-sequence waits; only tokens that the step has left after prompts; only pages that no running sequence needs for what it
-has. They make the step longer for all, so those without a guess of their own in it lend the time: at most LENT of it,
-and at most MOST_LENT tokens in one step.
+With `speculate` a decoding sequence also verifies draft tokens in its step. Drafts get only what is left over: none
+while a sequence waits, the tokens of `max_batch_tokens` that prompts do not use, and pages beyond those that the
+running sequences need for their present tokens. Drafts also make the step longer for the sequences that have none. On
+average these lose at most the share LENT of their time, and in one step at most the time of MOST_LENT tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .pages import Lease, PagePool
 
 NO_SLOT = -1
 NO_DRAFT = np.empty(0, dtype=np.int64)
-LENT, MOST_LENT = 0.05, 4.0  # of the time of others, for drafts: a share of it on average, and tokens in one step
+LENT, MOST_LENT = 0.05, 4.0  # what drafts may cost sequences without one: share of their time; tokens in one step
 
 
 class Job:
@@ -99,7 +99,7 @@ class Scheduler:
         self.stops = 0
         self.cached_tokens = self.asked_tokens = 0  # of admitted sequences: found in the cache, and all
         self._slots = list(range(max_batch))  # a heap: the lowest free slot is taken first
-        self.pace, self._lent = Pace(), MOST_LENT  # draft tokens that others would wait for now
+        self.pace, self._lent = Pace(), MOST_LENT  # _lent: draft tokens that the next step may verify
 
     def add(self, job: Job) -> None:
         job.rank = (job.arrival_s - job.priority * self.priority_wait_s, job.rank[1])
@@ -235,7 +235,7 @@ class Scheduler:
         plan.pieces.append(PlannedPiece(job, row.slot, start, count, ends=start + count == row.context_tokens))
 
     def _add_drafts(self, plan: StepPlan) -> None:
-        """Let decoding jobs verify guessed tokens, in the room that is left."""
+        """Add draft tokens of decoding jobs to the plan, within the tokens and pages that are left."""
         tokens = sum(piece.tokens for piece in plan.pieces)
         if tokens == 0:
             return
@@ -245,7 +245,7 @@ class Scheduler:
             draft = piece.job.row.guess(min(room, piece.job.ticket.room - 1), cost)
             if len(draft):
                 drafts[index], room = draft, room - len(draft)
-            elif self._lent < 1:  # it has no time to lend
+            elif self._lent < 1:  # a job without a draft has lost all the time that drafts may cost it
                 return
         lends = len(drafts) < len(plan.pieces)
         spare = self.pool.available - sum(map(_pages_needed, self.running)) if drafts else 0

@@ -362,7 +362,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
         self._ticket.wanted = self._ticket.wanted or "chunks"
 
     def _want_all(self) -> None:
-        """From now on the request does not pause: somebody waits for its end."""
+        """A caller waits for the result: from now on the request does not pause for its reader."""
         check_process(self._process, SUBJECT)
         if not self.done:
             self._driver.check_may_wait()

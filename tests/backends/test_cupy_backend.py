@@ -388,14 +388,14 @@ def test_nan_names_its_tensor(tmp_path, graphs):
     cache = m.new_cache(1, 8)
     for position in range(3):
         m.run(TokenBatch.of([(0, position, [4])], [0]), cache, top(1))
-    good = m.backend.ws.device.to_host(m.weights.embedding.rows)
+    good = m.backend.ws.device.to_host(m.weights.embedding.device_rows)
     bad = good.copy()
     bad[9, 3] = np.array(np.nan, dtype=ml_dtypes.bfloat16).view(np.uint16)
-    m.backend.ws.device.copy(m.weights.embedding.rows, bad)
+    m.backend.ws.device.copy(m.weights.embedding.device_rows, bad)
     with pytest.raises(NumericsError, match="hook_embed") as caught:
         m.run(TokenBatch.of([(0, 3, [9])], [0]), cache, top(1))
     assert caught.value.tensor == "hook_embed"
-    m.backend.ws.device.copy(m.weights.embedding.rows, good)
+    m.backend.ws.device.copy(m.weights.embedding.device_rows, good)
     m.run(TokenBatch.of([(0, 3, [4])], [0]), cache, top(1))  # and all is well again
 
 
@@ -406,7 +406,7 @@ def test_a_logit_that_is_not_finite_is_found_in_a_record(tmp_path):
     cache = m.new_cache(1, 8)
     for position in range(2):
         m.run(TokenBatch.of([(0, position, [4])], [0]), cache, top(1))
-    rows = m.weights.lm_head.rows
+    rows = m.weights.lm_head.device_rows
     bad = m.backend.ws.device.to_host(rows)
     bad[9, 3] = np.array(np.nan, dtype=ml_dtypes.bfloat16).view(np.uint16)
     m.backend.ws.device.copy(rows, bad)
@@ -431,7 +431,7 @@ def test_everything_is_given_back():
     m = bitnet_ref.load(CASE, backend="cupy")
     device = m.backend.ws.device
     used = device.memory().used
-    assert used > m.weights.embedding.rows.nbytes
+    assert used > m.weights.embedding.device_rows.nbytes
     m.logits([1, 2, 3])
     m.generate([1, 2, 3], max_tokens=3, ignore_eos=True)
     del m

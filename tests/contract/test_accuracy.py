@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from helpers import GOLDEN, call, golden, model, prepared, random_ternary, rng
+from helpers import GOLDEN, call, golden, model, prepared, random_blocks, random_ternary, rng
 
 from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.crossval.tolerances import EPSILON, FLOOR_IN_EPSILONS
+from bitnet_ref.reference.blocks import BLOCK_TYPES
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import RopeConfig
 from bitnet_ref.reference.quantization import pack_ternary
@@ -104,6 +105,21 @@ def test_dense_weights_of_every_dtype(be, dtype):
     rows = call(be, "embed", DenseWeight(w), np.array([20, 0, 0]))
     assert rows.dtype == np.float32
     np.testing.assert_array_equal(rows, w.astype(np.float32)[[20, 0, 0]])
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_dense_weights_in_blocks(be, reference, in_double, kind):
+    """Widened exactly: the bits of the same matrix in float32, for every number of rows and tokens."""
+    generator = rng(6, len(kind))
+    for out, k in ((21, 2 * BLOCK_TYPES[kind].values), (4, 768), (35, 512)):
+        w = random_blocks(kind, generator, out, k)
+        wide = DenseWeight(w.array)
+        for n in (1, 2, 5, 6, 7, 20):
+            x = generator.standard_normal((n, k)).astype(np.float32)
+            np.testing.assert_array_equal(call(be, "linear", x, w), call(be, "linear", x, wide))
+        both(be, reference, in_double, lambda b, x, w=w: call(b, "linear", x, w), x)
+        rows = call(be, "embed", w, np.array([3, 0, 0]))
+        np.testing.assert_array_equal(rows, wide.array[[3, 0, 0]])
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])

@@ -9,10 +9,9 @@ from helpers import model
 
 from bitnet_ref.evaluation import perplexity
 from bitnet_ref.formats.open import ASSETS
-from bitnet_ref.generation.sampling import log_probability
 
 TEXT = "Once upon a time there was a little girl who lived in a wood. " * 20
-ENDINGS = [" there was a king", " rabbit the of", " a"]
+ENDINGS = [" there was a king", " said to her", " rabbit the of"]
 CHOICE = """task: tiny_choice
 dataset_path: json
 dataset_kwargs: {data_files: {test: DATA}}
@@ -75,18 +74,12 @@ def test_multiple_choice_texts_and_rolling(tasks):
     folder, documents = tasks
     facts = invoke_json("eval", "storyteller", "--tasks", "tiny_*", "--include", folder, *FAST)
     results = facts["results"]
-    right = 0
-    for document in documents[:3]:
-        ids = story().tokenizer.encode(document["q"])
-        totals = []
-        for ending in ENDINGS:
-            whole = story().tokenizer.encode(document["q"] + ending)
-            logits = story().logits(whole)
-            totals.append(sum(log_probability(logits[at - 1], whole[at]) for at in range(len(ids), len(whole))))
-        right += max(totals) == totals[0]
-    alone = [sum(score.logprobs) for score in story().score([1], [story().tokenizer.encode(e, False) for e in ENDINGS])]
-    right += max(alone) == alone[0]  # without a context, after BOS
-    assert results["tiny_choice"]["acc,none"] == right / 4
+    scores = [story().score(document["q"], ENDINGS) for document in documents[:3]]
+    ids = [story().tokenizer.encode(each, False) for each in ENDINGS]
+    scores.append(story().score([1], ids))  # without a context: after BOS
+    right = [max(each, key=lambda score: score.total) is each[0] for each in scores]
+    assert 0 < sum(right) < 4
+    assert results["tiny_choice"]["acc,none"] == sum(right) / 4
     assert results["tiny_until"]["exact_match,none"] == 0.75
     ours = perplexity(story(), [document["text"] for document in documents], "lm-eval", story().context_length)
     assert ours.windows > len(documents)

@@ -24,7 +24,8 @@ from bitnet_ref.formats.gguf.blocks import (
 )
 from bitnet_ref.reference import quantization
 
-SCALE_AT = {"Q8_0": 0, "Q4_0": 0, "Q4_K": 0, "Q6_K": 208, "TQ1_0": 52, "TQ2_0": 64}  # the byte of a block's float16
+# the byte of a block's float16
+SCALE_AT = {"Q8_0": 0, "Q4_0": 0, "Q4_1": 0, "Q4_K": 0, "Q6_K": 208, "TQ1_0": 52, "TQ2_0": 64}
 
 
 def random_blocks(kind, n, seed):
@@ -36,7 +37,7 @@ def random_blocks(kind, n, seed):
         halves = generator.integers(0, 2**16, n, dtype=np.uint16)
         halves[(halves & 0x7C00) == 0x7C00] = 0x3C01
         raw[:, SCALE_AT[kind] : SCALE_AT[kind] + 2] = halves[:, None].view(np.uint8)
-    if kind == "Q4_K":
+    if kind in ("Q4_K", "Q4_1"):
         raw[:, 3] &= 0xBF  # its second float16
     elif kind == "F32":
         raw[:, 3] &= 0xBF

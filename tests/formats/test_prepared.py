@@ -174,7 +174,7 @@ def test_a_damaged_file_is_made_again(how, tmp_path):
 def swap_words(file):
     """Exchange two different words of a page of data: the sums stay the same."""
     with SafetensorsFile(file) as opened:
-        at = opened.tensors["weights.embedding.array"].offset
+        at = opened.tensors["weights.embedding.stored"].offset
     data = bytearray(file.read_bytes())
     assert data[at : at + 8] != data[at + 8 : at + 16]
     data[at : at + 16] = data[at + 8 : at + 16] + data[at : at + 8]

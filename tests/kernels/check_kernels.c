@@ -266,7 +266,7 @@ static void check_narrow_attend(const kernel_set *set, int kind, size_t R, size_
         }                                                                                                              \
     }
 WIDEN_HALVES(avx2, "avx2,fma,f16c")
-WIDEN_HALVES(avx512, "avx512f,avx512bw,avx512vl,avx512dq,f16c")
+WIDEN_HALVES(avx512, "avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")
 #endif
 
 static void check_halves(void) {
@@ -302,13 +302,20 @@ static void random_weight(int kind, char *w) {
 
 static void check_dense(const kernel_set *set, int kind, size_t rows, size_t K, size_t M) {
     const kernel_set *plain = &KERNEL_SETS[0];
-    const size_t size = kind == 0 ? 4 : 2;
-    char *w = allocate(rows * K * size);
-    for (size_t i = 0; i < rows * K; i++) random_weight(kind, w + i * size);
+    const size_t size = DENSE_KINDS[kind].bytes, n = K / DENSE_KINDS[kind].values;
+    if (n * DENSE_KINDS[kind].values != K) return;
+    char *w = allocate(rows * n * size);
+    for (size_t i = 0; i < rows * n * size; i++) w[i] = (char)random_u32();
+    for (size_t i = 0; i < rows * n; i++) {
+        char *block = w + i * size;
+        if (kind < Q8_0) random_weight(kind, block);
+        else block[kind == Q6_K ? 209 : 1] &= (char)0xBB, block[kind == Q4_1 || kind == Q4_K ? 3 : 1] &= (char)0xBB; /* finite */
+    }
     float *x = random_floats(M * K), *a = allocate(M * rows * sizeof *a), *b = allocate(M * rows * sizeof *b);
-    set->dense_rows(kind, w, rows, K, x, M, a, rows), plain->dense_rows(kind, w, rows, K, x, M, b, rows);
+    float *wide = K % 32 == 0 && M > 1 ? allocate(rows * K * sizeof *wide) : NULL;
+    set->dense_rows(kind, w, rows, K, x, M, a, rows, wide), plain->dense_rows(kind, w, rows, K, x, M, b, rows, wide);
     must_equal(set, "dense_rows", a, b, M * rows * sizeof *a, rows, K, M);
-    free(w), free(x), free(a), free(b);
+    free(w), free(x), free(a), free(b), free(wide);
 }
 
 /* Packing a head's rows and bounding its logits: every set gives the bits of the portable one, and the bounds hold */
@@ -340,7 +347,7 @@ static void check_screen(const kernel_set *set, int kind, size_t rows, size_t K,
     plain->screen_rows(p, rows, K, wide, other, Y, M, x_facts, ends[2], ends[3], rows);
     must_equal(set, "screen_rows, lower", ends[0], ends[2], M * rows * sizeof(float), rows, K, M);
     must_equal(set, "screen_rows, upper", ends[1], ends[3], M * rows * sizeof(float), rows, K, M);
-    set->dense_rows(kind, w, rows, K, x, M, y, rows);
+    set->dense_rows(kind, w, rows, K, x, M, y, rows, NULL);
     for (size_t i = 0; i < M * rows; i++)
         if (!(ends[0][i] <= y[i] && y[i] <= ends[1][i])) fail(set, "the bound", rows, K, M);
     x[K / 2] = INFINITY;
@@ -444,7 +451,9 @@ int main(int argc, char **argv) {
             const size_t R = between(1, 9);
             check_attend_many(set, between(2, ATTEND_ROWS / R), R, between(1, 70) * 2, between(1, 300), between(0, 1) * between(1, 200));
             check_narrow_attend(set, round % 2 ? KV_FLOAT16 : KV_INT8, between(1, 9), between(1, 70), between(1, 200));
-            check_dense(set, round % 3, between(1, 20), between(1, 300), between(1, 4));
+            check_dense(set, round % 3, between(1, 20), between(1, 300), between(1, 8));
+            check_dense(set, Q8_0 + round % 5, between(1, 20), 32 * between(1, 20), between(1, 8));
+            check_dense(set, Q4_K + round % 2, between(1, 20), 256 * between(1, 3), between(1, 8));
             check_screen(set, round % 3, between(1, 70), between(1, 300), between(1, 20));
             const size_t K = between(1, 600), sizes[] = {64, 128, 256, K, between(1, K)};
             const size_t most = set->group_layout == GROUP_BY_TABLES ? GROUP_TABLE_TOKENS : GROUP_PLANE_TOKENS;

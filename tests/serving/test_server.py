@@ -1,6 +1,7 @@
 """The HTTP server on a real socket, with the storyteller: OpenAI's own client, and raw requests."""
 
 import asyncio
+import http.client
 import json
 import socket
 import time
@@ -424,6 +425,18 @@ def test_bad_http(running):
         assert (status, answer["error"]["param"]) == (400, "prompt"), answer
     assert running.get("/v1/completions")[0] == 405
     assert running.get("/nothing")[2]["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.slow
+def test_an_idle_connection_stays_open(running):
+    """Longer than the 5 s for which httpx keeps one: else the server closes it while the next request is on its way."""
+    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=30)
+    for pause_s in (7, 0):
+        connection.request("GET", "/health")
+        assert connection.getresponse().read() == b'{"status":"ok"}'
+        assert connection.sock is not None
+        time.sleep(pause_s)
+    connection.close()
 
 
 # -- keys, limits, models ----------------------------------------------------------------------------------------------

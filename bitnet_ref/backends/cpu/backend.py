@@ -7,6 +7,7 @@ and layout gives the same int32 accumulators, and NumPy's float32 in the steps b
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -65,6 +66,8 @@ from .weights import (
     view_bits,
 )
 
+log = logging.getLogger(__name__)
+
 
 class CythonBackend(KernelBackend):
     """Ops and blocks in C, over weights packed for the processor at hand. float32 only."""
@@ -114,19 +117,26 @@ class CythonBackend(KernelBackend):
         """Gives the head a screen, half as large as its 16-bit rows, unless it is exact or small; and up_proj and
         down_proj strips, as large as their panels, where ReLU^2 makes zeros.
 
-        A head that is ternary or has a bias gets no screen, nor small matrices strips.
+        A head that is ternary, in blocks (a screen would be as large) or has a bias gets no screen, nor small
+        matrices strips.
         """
         if w.tied and isinstance(w.embedding, GroupTernaryLinear):
             panels = self._group_panels(w.embedding)
             w = replace(w, lm_head=panels, embedding=panels)
+        by_numpy = [
+            n for n, each in w.linears() if isinstance(each, DenseWeight) and (each.wide or not kernels_take(each))
+        ]
+        if by_numpy:
+            why = "their sums are in float64, or their rows not contiguous"
+            log.warning("NumPy computes %d dense linears (%s, ...): %s", len(by_numpy), by_numpy[0], why)
         if cfg.activation == "relu2" and self._takes_strips:
             w = replace(w, layers=tuple(map(self._add_strips, w.layers)))
         head = w.lm_head
-        fits = type(head) is DenseWeight and head.bias is None and kernels_take(head.array) and head.array.size > 0
+        fits = type(head) is DenseWeight and head.bias is None and kernels_take(head) and head.stored.size > 0
         if self.head == "exact" or not fits:
             return w
         assert isinstance(head, DenseWeight)
-        if self.head == "auto" and head.array.nbytes < MIN_SCREENED_BYTES:
+        if head.block_type is not None or (self.head == "auto" and head.nbytes < MIN_SCREENED_BYTES):
             return w
         screened = self._add_screen(head)
         return replace(w, lm_head=screened, embedding=screened if w.tied else w.embedding)
@@ -135,8 +145,8 @@ class CythonBackend(KernelBackend):
         n_out, n_in = w.shape
         rows_q = self._memory.empty((n_out, -(-n_in // 64) * 64)).view(np.int8)
         facts = np.empty((n_out, 3), dtype=np.float32)
-        _cpu.screen_pack(view_bits(w.array), rows_q, facts, self.threads, self.kernels.kernel_set)
-        return ScreenedHead(w.array, rows_q=rows_q, facts=facts)
+        _cpu.screen_pack(view_bits(w.stored), rows_q, facts, self.threads, self.kernels.kernel_set)
+        return ScreenedHead(w.stored, rows_q=rows_q, facts=facts)
 
     def _add_strips(self, w: LayerWeights) -> LayerWeights:
         """Strips of up_proj's rows and of down_proj's columns, for tokens that need few of them."""
@@ -284,10 +294,10 @@ class CythonBackend(KernelBackend):
         return y
 
     def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
-        if w.wide or not kernels_take(w.array):
+        if w.wide or not kernels_take(w):
             return super().dense_matmul(x, w)  # sums in float64, or rows that are not contiguous
-        require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], "x (N, K) and w (out, K)", x=x, w=w.array)
-        return self.kernels.dense_matmul(x, w.array)
+        require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], f"x (N, {w.shape[1]})", x=x)
+        return self.kernels.dense_matmul(x, w)
 
     def group_matmul(self, x: NDArray, w: GroupTernaryLinear) -> NDArray:
         return self._group_linears(x, [replace(self._group_panels(w), bias=None)])[0]
@@ -336,8 +346,10 @@ class CythonBackend(KernelBackend):
     def head_rows(self, x: NDArray, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadRows]:
         if not isinstance(w, ScreenedHead):
             return super().head_rows(x, w, needs)
-        require("head_rows", x.ndim == 2 and x.shape == (len(needs), w.shape[1]), "x (needs, D)", x=x, w=w.array)
-        max_rows = MAX_CANDIDATES * len(w.array)
+        require(
+            "head_rows", x.ndim == 2 and x.shape == (len(needs), w.shape[1]), f"x ({len(needs)}, {w.shape[1]})", x=x
+        )
+        max_rows = MAX_CANDIDATES * w.shape[0]
         screened = [(i, need.k, need.also) for i, need in enumerate(needs) if need.k is not None and need.k <= max_rows]
         lower, upper = self._head_bounds(x, w, [i for i, _, _ in screened])
         rows: dict[int, HeadRows] = {}
@@ -345,7 +357,7 @@ class CythonBackend(KernelBackend):
             ids = surviving_rows(low, high, k, also)
             if len(ids) <= max_rows:
                 values = np.empty(len(ids), dtype=np.float32)
-                args = as_floats(x[i]), view_bits(w.array), ids, values
+                args = as_floats(x[i]), view_bits(w.stored), ids, values
                 _cpu.dense_rows(*args, self.threads, self.kernels.kernel_set)
                 rows[i] = HeadRows(ids, values, (low, high))
         if others := [i for i in range(len(x)) if i not in rows]:
@@ -357,7 +369,7 @@ class CythonBackend(KernelBackend):
         self, x: NDArray, w: ScreenedHead, tokens: Sequence[int]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """x (N, D), n of its rows -> lower and upper (n, V): bounds of each logit of `lm_head`"""
-        lower, upper = (self.kernels.results.empty((len(tokens), len(w.array))) for _ in range(2))
+        lower, upper = (self.kernels.results.empty((len(tokens), w.shape[0])) for _ in range(2))
         args = as_floats(x[list(tokens)]), w.rows_q, w.facts, lower, upper
         if (row := _cpu.screen_rows(*args, self.threads, self.kernels.kernel_set)) >= 0:
             raise NumericsError(f"lm_head: token {tokens[row]} holds NaN or Inf")

@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import NumericsError
+from ...reference.blocks import BLOCK_TYPES
 from ...reference.cache import TokenBatch
+from ...reference.weights import DenseWeight
 from .extension import _cpu
 from .weights import GroupPanelWeight, PanelWeight, view_bits
 
@@ -144,10 +146,11 @@ class CpuKernels:
         _cpu.add(as_floats(x), as_floats(y[None] if is_bias else y), z, self.threads, is_bias, self.tape)
         return z
 
-    def dense_matmul(self, x: NDArray, w: NDArray) -> Floats:
-        """x (N, K), w (out, K) float32, bfloat16 or float16 -> (N, out)"""
-        y = self.results.empty((len(x), len(w)))
-        _cpu.dense_matmul(as_floats(x), view_bits(w), y, self.threads, self.kernel_set, self.tape)
+    def dense_matmul(self, x: NDArray, w: DenseWeight) -> Floats:
+        """x (N, K) -> (N, out)"""
+        y = self.results.empty((len(x), w.shape[0]))
+        blocks = 0 if w.block_type is None else BLOCK_TYPES[w.block_type].number
+        _cpu.dense_matmul(as_floats(x), view_bits(w.stored), y, self.threads, self.kernel_set, self.tape, blocks=blocks)
         return y
 
 

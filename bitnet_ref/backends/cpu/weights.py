@@ -221,11 +221,11 @@ def surviving_rows(lower: NDArray[np.float32], upper: NDArray[np.float32], k: in
 KERNEL_DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
 
 
-def kernels_take(w: NDArray) -> bool:
-    """Whether the dense kernels compute from this matrix as it is: contiguous float32, bfloat16 or float16."""
-    return w.dtype in KERNEL_DTYPES and w.flags.c_contiguous
+def kernels_take(w: DenseWeight) -> bool:
+    """Whether the dense kernels compute from this matrix as it is: contiguous blocks, float32, bfloat16 or float16."""
+    return (w.block_type is not None or w.dtype in KERNEL_DTYPES) and w.stored.flags.c_contiguous
 
 
 def view_bits(w: NDArray) -> NDArray:
-    """float32 as it is; bfloat16 as the uint16, and float16 as the int16, that Cython takes."""
-    return w if w.dtype == np.float32 else w.view(np.int16 if w.dtype == np.float16 else np.uint16)
+    """float32 and bytes as they are; bfloat16 as the uint16, and float16 as the int16, that Cython takes."""
+    return w if w.dtype in (np.float32, np.uint8) else w.view(np.int16 if w.dtype == np.float16 else np.uint16)

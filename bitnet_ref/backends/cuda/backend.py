@@ -311,7 +311,7 @@ class CupyBackend(Backend):
         table = self._table(w)
         if isinstance(table, DeviceGroups):
             return take_group_rows(self.ws, table, tokens)
-        return row_kernels.take_rows(self.ws, table.rows, table.kind, tokens)
+        return row_kernels.take_rows(self.ws, table.device_rows, table.kind, tokens)
 
     def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
         require("rms_norm", x.ndim == 2 and weight.shape == x.shape[1:], "x (N, D), weight (D,)", x=x, weight=weight)
@@ -349,7 +349,7 @@ class CupyBackend(Backend):
         return y
 
     def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
-        require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], "x (N, K) and w (out, K)", x=x, w=w.array)
+        require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], f"x (N, {w.shape[1]})", x=x)
         (y,) = self._denses.matmul(x, self._dense(w).on_device)
         return y
 
@@ -438,6 +438,8 @@ class CupyBackend(Backend):
         return self._dense(w)
 
     def _dense(self, w: DenseWeight) -> DeviceDense:
-        prepared = w if isinstance(w, DeviceDense) else self.prepare(DenseWeight(w.array, w.bias))
+        prepared = (
+            w if isinstance(w, DeviceDense) else self.prepare(DenseWeight(w.stored, w.bias, block_type=w.block_type))
+        )
         assert isinstance(prepared, DeviceDense)
         return prepared

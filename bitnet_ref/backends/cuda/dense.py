@@ -78,12 +78,12 @@ class DenseRows:
 
 @dataclass(frozen=True, eq=False)
 class DeviceDense(DenseWeight):
-    """A dense matrix: `array` in the host's memory as the file has it, and the same on the device."""
+    """A dense matrix: in the host's memory as the file has it, and on the device; there, blocks are float32."""
 
     on_device: DenseRows = field(kw_only=True)
 
     @property
-    def rows(self) -> Any:
+    def device_rows(self) -> Any:
         """(out, width) on the device"""
         return self.on_device.rows
 
@@ -105,10 +105,10 @@ class DenseKernels:
 
     def prepare(self, w: DenseWeight) -> DeviceDense:
         """The weight on the device."""
-        kind = w.array.dtype.name if self._precision == "float32" else self._precision
+        kind = w.dtype.name if self._precision == "float32" else self._precision
         kind = kind if kind in KINDS else "float32"
         rows = self._ws.upload(w.array.astype(KINDS[kind], copy=False))
-        return DeviceDense(w.array, w.bias, on_device=DenseRows(rows, kind))
+        return DeviceDense(w.stored, w.bias, block_type=w.block_type, on_device=DenseRows(rows, kind))
 
     def can_stack(self, weights: Sequence[Any]) -> bool:
         """Whether `stack` takes them: 2 or 3 dense weights of one input and one dtype, in no stack yet."""
@@ -125,11 +125,11 @@ class DenseKernels:
             got = ", ".join(f"{w.shape}" for w in weights)
             raise ShapeError("stack", expected="two or three weights of one input and one dtype", got=got)
         parts, width = tuple(w.shape[0] for w in weights), weights[0].shape[1]
-        rows = self._ws.make((sum(parts), width), weights[0].rows.dtype)
+        rows = self._ws.make((sum(parts), width), weights[0].device_rows.dtype)
         stack = Stack(DenseRows(rows, weights[0].kind, parts), parts)
         for number, (w, start) in enumerate(zip(weights, starts_of(parts), strict=True)):
             here = rows[start : start + w.shape[0]]
-            self._ws.device.copy(here, w.rows)
+            self._ws.device.copy(here, w.device_rows)
             w.on_device.rows, w.on_device.member = here, Member(stack, number)
         return stack
 

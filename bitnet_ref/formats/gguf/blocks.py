@@ -1,4 +1,4 @@
-"""The tensor types of GGUF files, and the blocks of these, to and from NumPy: F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q6_K,
+"""The tensor types of GGUF files, and the blocks of these, to and from NumPy: F32, F16, BF16, Q2_0, PTQ1_0,
 TQ1_0, TQ2_0. `i2_s` and `tl` decode bitnet.cpp's own types.
 
 Two dialects use the same ids. bitnet.cpp has I2_S 36, I8_S 37, TL1 38 and TL2 39; llama.cpp has dropped 36 to 38 (they
@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import FormatError, NumericsError, ShapeError
+from ...reference.blocks import BLOCK_TYPES, MASK_2, SHIFTS_2, half_scales, to_q8_0
 from ...reference.quantization import CODES_PER_BYTE, SCALE_FLOOR
 
 
@@ -73,9 +74,6 @@ GROUP_TYPES = ("Q2_0", "Q2_0 of 128", "PQ2_0", "PTQ1_0")  # a float16 scale for 
 TERNARY_TYPES = ("I2_S", *TERNARY_BLOCKS, "TL1", "TL2/MXFP4")
 
 _CHUNK_BLOCKS = 1 << 12  # dequantised at a time
-_SHIFTS_2 = np.array([0, 2, 4, 6], dtype=np.uint8)
-_SHIFTS_4 = np.array([0, 4], dtype=np.uint8)
-_MASK_2, _MASK_4 = np.uint8(3), np.uint8(15)
 _POWERS = np.array([1, 3, 9, 27, 81], dtype=np.uint8)
 _PTQ1_0_TRITS = ((0, 16, 5), (16, 24, 5), (24, 26, 4))
 _FOUR_ZEROS = np.uint8(0x55)  # a byte of four codes 1
@@ -84,52 +82,9 @@ _FOUR_ZEROS = np.uint8(0x55)  # a byte of four codes 1
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _half(d: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """(n, 2) bytes -> (n, 1)"""
-    return np.ascontiguousarray(d).view(np.float16).astype(np.float32)
-
-
-def _q8_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """d | 32 int8"""
-    return blocks[:, 2:].view(np.int8).astype(np.float32) * _half(blocks[:, :2])
-
-
-def _q4_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """d | 16 bytes: value j in the low nibble of byte j, value j + 16 in the high one; 8 stands for zero"""
-    q = blocks[:, None, 2:] >> _SHIFTS_4[:, None] & _MASK_4  # (n, 2, 16)
-    return _half(blocks[:, :2]) * (q.reshape(-1, 32).astype(np.int8) - np.int8(8)).astype(np.float32)
-
-
-def _q6_k(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """128 bytes of low nibbles | 64 bytes of high pairs of bits | 16 int8 scales, one for 16 values | d"""
-    n = len(blocks)
-    low = blocks[:, :128].reshape(n, 2, 1, 64) >> _SHIFTS_4[:, None] & _MASK_4  # (n, halves, 2, 64)
-    high = blocks[:, 128:192].reshape(n, 2, 1, 32) >> _SHIFTS_2[:, None] & _MASK_2  # (n, halves, 4, 32)
-    q = (low.reshape(n, 16, 16) | high.reshape(n, 16, 16) << 4).astype(np.int8) - np.int8(32)
-    scales = blocks[:, 192:208].view(np.int8).astype(np.float32) * _half(blocks[:, 208:])
-    return (scales[:, :, None] * q.astype(np.float32)).reshape(n, 256)
-
-
-def _q4_k(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """d | dmin | 12 bytes: 8 scales and 8 minima of 6 bits | 128 bytes of nibbles, low ones first; d s q - dmin m
-
-    Each scale and minimum covers 32 values. The first four are the low 6 bits of bytes 0-3 and 4-7; the last four have
-    their low nibbles in bytes 8-11 and their high 2 bits on top of bytes 0-7.
-    """
-    n = len(blocks)
-    first, second, third = (blocks[:, start : start + 4] for start in (4, 8, 12))
-    low6, high2 = np.uint8(63), np.uint8(6)
-    scales = np.concatenate([first & low6, third & _MASK_4 | first >> high2 << np.uint8(4)], axis=1)
-    minima = np.concatenate([second & low6, third >> np.uint8(4) | second >> high2 << np.uint8(4)], axis=1)
-    d = (_half(blocks[:, :2]) * scales.astype(np.float32)).reshape(n, 8, 1)
-    offset = (_half(blocks[:, 2:4]) * minima.astype(np.float32)).reshape(n, 8, 1)
-    q = (blocks[:, 16:].reshape(n, 4, 1, 32) >> _SHIFTS_4[:, None] & _MASK_4).reshape(n, 8, 32)
-    return (d * q.astype(np.float32) - offset).reshape(n, 256)
-
-
 def _tq2_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """64 bytes | d: two halves of 32 bytes; bits 0-1 are the first 32 values of the half's 128, bits 2-3 the next"""
-    return (blocks[:, :64].reshape(-1, 2, 1, 32) >> _SHIFTS_2[:, None] & _MASK_2).reshape(-1, 256)
+    return (blocks[:, :64].reshape(-1, 2, 1, 32) >> SHIFTS_2[:, None] & MASK_2).reshape(-1, 256)
 
 
 def _tq1_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -158,29 +113,26 @@ _TERNARY_CODES: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
 
 def _ternary_values(kind: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
     q = _TERNARY_CODES[kind](blocks).astype(np.int8) - np.int8(1)
-    return _half(blocks[:, -2:]) * q.astype(np.float32)
+    return half_scales(blocks[:, -2:]) * q.astype(np.float32)
 
 
 def _q2_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
     """d, then 2 bits per weight, the first in the lowest bits: code - 1. Code 3 means +2; no ternary file has it."""
-    q = (blocks[:, 2:, None] >> _SHIFTS_2 & _MASK_2).reshape(len(blocks), -1).astype(np.int8) - np.int8(1)
-    return _half(blocks[:, :2]) * q.astype(np.float32)
+    q = (blocks[:, 2:, None] >> SHIFTS_2 & MASK_2).reshape(len(blocks), -1).astype(np.int8) - np.int8(1)
+    return half_scales(blocks[:, :2]) * q.astype(np.float32)
 
 
 def _ptq1_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
     """16 bytes of 5 trits (80 values) | 8 bytes of 5 (40) | 2 bytes of 4 (8) | d"""
     q = _trits(blocks, _PTQ1_0_TRITS).astype(np.int8) - np.int8(1)
-    return _half(blocks[:, -2:]) * q.astype(np.float32)
+    return half_scales(blocks[:, -2:]) * q.astype(np.float32)
 
 
 _DEQUANTIZE: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.float32]]] = {
     "F32": lambda blocks: blocks.view(np.float32),
     "F16": lambda blocks: blocks.view(np.float16).astype(np.float32),
     "BF16": lambda blocks: blocks.view(ml_dtypes.bfloat16).astype(np.float32),
-    "Q8_0": _q8_0,
-    "Q4_0": _q4_0,
-    "Q4_K": _q4_k,
-    "Q6_K": _q6_k,
+    **{kind: block.widen for kind, block in BLOCK_TYPES.items()},
     **dict.fromkeys(("Q2_0", "Q2_0 of 128", "PQ2_0"), _q2_0),
     "PTQ1_0": _ptq1_0,
     **{kind: partial(_ternary_values, kind) for kind in _TERNARY_CODES},
@@ -188,7 +140,7 @@ _DEQUANTIZE: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.float32]]] = {
 DEQUANTIZABLE = tuple(_DEQUANTIZE)
 # Dense types that the package `gguf` decodes
 BY_PACKAGE = (
-    *("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"),
+    *("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"),
     *("IQ3_S", "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4"),
 )
 
@@ -281,7 +233,7 @@ def _split_codes(kind: str, blocks: NDArray[np.uint8]) -> tuple[NDArray[np.uint8
     if kind != "PTQ1_0":
         return blocks[:, 2:], d
     codes = _trits(blocks, _PTQ1_0_TRITS).reshape(len(blocks), -1, 4)
-    return np.bitwise_or.reduce(codes << _SHIFTS_2, axis=2), d
+    return np.bitwise_or.reduce(codes << SHIFTS_2, axis=2), d
 
 
 def _as_blocks(op: str, raw: NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> NDArray[np.uint8]:
@@ -313,8 +265,8 @@ def quantize(values: NDArray, kind: str) -> NDArray[np.uint8]:
     _require_whole_blocks("quantize", BY_NAME[kind], values.shape)
     with np.errstate(over="ignore"):
         if kind == "Q8_0":
-            out, scales = _to_q8_0(values.astype(np.float32).reshape(-1, 32))
-            finite = np.isfinite(scales).all()
+            out = to_q8_0(values.astype(np.float32).reshape(-1, 32))
+            finite = np.isfinite(half_scales(out[:, :2])).all()
         else:
             dtype = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}[kind]
             out = np.ascontiguousarray(values, dtype=dtype)
@@ -322,16 +274,6 @@ def quantize(values: NDArray, kind: str) -> NDArray[np.uint8]:
     if not finite:
         raise NumericsError(f"quantize: a value is NaN or Inf, or beyond what {kind} can hold; write it as F32")
     return out.reshape(-1).view(np.uint8)
-
-
-def _to_q8_0(blocks: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
-    d = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        scaled = blocks * np.where(d == 0, np.float32(0), np.float32(1) / d)
-        whole = np.floor(np.abs(scaled))
-        q = np.sign(scaled) * (whole + np.floor(2 * (np.abs(scaled) - whole)))  # half away from zero, as roundf
-        half = d.astype(np.float16)
-        return np.concatenate([half.view(np.uint8), q.astype(np.int8).view(np.uint8)], axis=1), half
 
 
 def blocks_from_ternary(w_t: NDArray[np.int8], w_dequant_scale: float, kind: str) -> NDArray[np.uint8]:
@@ -350,7 +292,7 @@ def blocks_from_ternary(w_t: NDArray[np.int8], w_dequant_scale: float, kind: str
         raise ShapeError("blocks_from_ternary", expected="a non-empty matrix of -1, 0, +1", got="other values")
     n = len(codes)
     if kind == "TQ2_0":
-        planes = codes.reshape(n, 2, 4, 32) << _SHIFTS_2[:, None]
+        planes = codes.reshape(n, 2, 4, 32) << SHIFTS_2[:, None]
         data = np.bitwise_or.reduce(planes, axis=2).reshape(n, 64)
     else:
         data = _pack_trits(codes, ((0, 160, 32), (160, 240, 16), (240, 256, 4)))
@@ -396,7 +338,7 @@ def blocks_from_groups(w_t: NDArray[np.int8], scales: NDArray[np.float16], kind:
     d = scales.reshape(-1, 1).view(np.uint8)
     if kind == "PTQ1_0":
         return np.concatenate([_pack_trits(codes, ((0, 80, 16), (80, 120, 8), (120, 128, 2))), d], axis=1).reshape(-1)
-    planes = codes.reshape(len(codes), -1, 4) << _SHIFTS_2
+    planes = codes.reshape(len(codes), -1, 4) << SHIFTS_2
     return np.concatenate([d, np.bitwise_or.reduce(planes, axis=2)], axis=1).reshape(-1)
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ...errors import FormatError
 from ...reference import quantization
+from ...reference.blocks import BLOCK_TYPES, are_finite
 from ...reference.weights import (
     DeltaWeights,
     DenseWeight,
@@ -128,6 +129,10 @@ class GgufCheckpoint(Checkpoint):
                 packed, scales = (self._in_our_order(each, name) for each in own)
                 scales, group = quantization.merge_groups(scales, width // scales.shape[1], width)
                 return GroupTernaryWeight(packed, width, scales, group, bias)
+        if kind in BLOCK_TYPES and place.columns is None:  # kept as it is, if all is finite
+            stored = self.file.read_raw(tensor.name).reshape(height, -1)
+            if are_finite(stored, kind):
+                return DenseWeight(self._in_our_order(place.take(stored), name), bias, block_type=kind)
         return DenseWeight(self._in_our_order(place.take(self._floats(tensor)), name), bias)
 
     def _read_rotations(self) -> dict[str, Rotation]:

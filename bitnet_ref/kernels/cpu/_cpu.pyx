@@ -55,6 +55,11 @@ cdef extern from "kernels.h" nogil:
     long l2_bytes()
     const ternary_method METHODS[]
     const int N_METHODS
+    ctypedef struct dense_kind:
+        size_t values, bytes
+    const dense_kind DENSE_KINDS[]
+    const int Q8_0, N_DENSE_KINDS
+    size_t dense_row_bytes(int kind, size_t K)
     ctypedef struct group_shape:
         size_t K, group, per_group, n_chunks, rows, subpanel_bytes, code_bytes, token_bytes
         int layout
@@ -77,7 +82,8 @@ cdef extern from "kernels.h" nogil:
         void (*gated)(const float *, const float *, size_t, int, float *) noexcept nogil
         void (*rope)(const float *, size_t, size_t, const float *, const float *, float *) noexcept nogil
         attend_fn attend
-        void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t) noexcept nogil
+        void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t,
+                           float *) noexcept nogil
         void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *) noexcept nogil
         int (*screen_token)(const float *, size_t, size_t, int16_t *, double *) noexcept nogil
         int group_layout

@@ -1,8 +1,16 @@
 # Part of _cpu.pyx: dense matrices (dense_rows.h), and the screened head (head_screen.h).
 
 
-cdef const void *_matrix(w, Py_ssize_t *N, Py_ssize_t *K, int *kind) except NULL:
-    """The rows of a float32 matrix, a bfloat16 one given as uint16, or a float16 one given as int16. kind: 0, 1 or 2."""
+cdef const void *_matrix(w, int blocks, Py_ssize_t *N, Py_ssize_t *K, int *kind) except NULL:
+    """The rows of a float32 matrix, a bfloat16 one given as uint16, a float16 one given as int16, or one of blocks given
+    as uint8, whose kind is `blocks`. kind: see dense_blocks.h."""
+    cdef const uint8_t[:, ::1] packed
+    if w.dtype.itemsize == 1:
+        packed = w
+        if not Q8_0 <= blocks < N_DENSE_KINDS or packed.shape[1] % DENSE_KINDS[blocks].bytes:
+            raise ValueError(f"rows of {packed.shape[1]} bytes are no blocks of kind {blocks}")
+        N[0], K[0], kind[0] = packed.shape[0], packed.shape[1] // DENSE_KINDS[blocks].bytes * DENSE_KINDS[blocks].values, blocks
+        return &packed[0, 0]
     cdef const float[:, ::1] wide
     cdef const uint16_t[:, ::1] half
     cdef const int16_t[:, ::1] ieee
@@ -34,24 +42,26 @@ cdef struct dense_call:
 
 cdef Py_ssize_t run_dense(const void *call) noexcept nogil:
     cdef const dense_call *c = <const dense_call *> call
-    cdef Py_ssize_t block, K = c.K, N = c.N, size = 4 if c.kind == 0 else 2
-    cdef int team = threads_for(N * K * size * c.M, DENSE_BYTES_PER_THREAD, c.threads)
-    cdef float *tokens = <float *> allocate(c.M * K, sizeof(float))  # a load across two cache lines costs twice
+    cdef Py_ssize_t block, K = c.K, N = c.N, row_bytes = dense_row_bytes(c.kind, K)
+    cdef int team = threads_for(N * row_bytes * c.M, DENSE_BYTES_PER_THREAD, c.threads)
+    cdef Py_ssize_t wide = 16 * K if c.kind > 0 and c.M > 1 and K % 32 == 0 else 0  # of each thread
+    cdef float *tokens = <float *> allocate(c.M * K + team * wide, sizeof(float))  # loads cross no cache lines
     if tokens == NULL:
         return NO_MEMORY
     memcpy(tokens, c.x, c.M * K * sizeof(float))
     for block in prange((N + 15) // 16, num_threads=team, schedule="static"):
-        c.chosen.dense_rows(c.kind, c.w + block * 16 * K * size, min(<Py_ssize_t> 16, N - block * 16), K, tokens, c.M,
-                            c.y + block * 16, N)
+        c.chosen.dense_rows(c.kind, c.w + block * 16 * row_bytes, min(<Py_ssize_t> 16, N - block * 16), K, tokens, c.M,
+                            c.y + block * 16, N, tokens + c.M * K + threadid() * wide if wide else NULL)
     free(tokens)
     return OK
 
 
-def dense_matmul(const float[:, ::1] x, w, float[:, ::1] y, int threads, Py_ssize_t kernels, Tape tape=None):
-    """y (M, N) = x (M, K) w^T, w (N, K) float32, bfloat16 as uint16, or float16 as int16"""
+def dense_matmul(const float[:, ::1] x, w, float[:, ::1] y, int threads, Py_ssize_t kernels, Tape tape=None,
+                 int blocks=0):
+    """y (M, N) = x (M, K) w^T; w (N, K): see `_matrix`"""
     cdef dense_call c
     cdef Py_ssize_t bad
-    c.w = <const char *> _matrix(w, &c.N, &c.K, &c.kind)
+    c.w = <const char *> _matrix(w, blocks, &c.N, &c.K, &c.kind)
     c.M, c.chosen, c.threads = x.shape[0], check_set(kernels, threads), threads
     if x.shape[1] != c.K or y.shape[0] != c.M or y.shape[1] != c.N:
         raise ValueError(f"dense_matmul: x {c.M, x.shape[1]}, w {c.N, c.K}, y {y.shape[0], y.shape[1]}")
@@ -74,7 +84,7 @@ def screen_pack(w, int8_t[:, ::1] q, float[:, ::1] facts, int threads, Py_ssize_
     """w (N, K) float32, bfloat16 as uint16, or float16 as int16 -> q (N, wide) int8 and facts (N, 3)"""
     cdef Py_ssize_t N, K, n, wide = q.shape[1]
     cdef int kind
-    cdef const char *rows = <const char *> _matrix(w, &N, &K, &kind)
+    cdef const char *rows = <const char *> _matrix(w, 0, &N, &K, &kind)
     cdef const kernel_set *chosen = check_set(kernels, threads)
     if q.shape[0] != N or facts.shape[0] != N or facts.shape[1] != 3 or wide < K or wide % 64 or K >= 1 << 22:
         raise ValueError(f"screen_pack: w {N, K}, q {q.shape[0], wide}, facts {facts.shape[0], facts.shape[1]}")
@@ -131,7 +141,7 @@ def dense_rows(const float[::1] x, w, const int64_t[::1] rows, float[::1] y, int
     """y[i] = w[rows[i]] . x, the bits that dense_matmul gives; w (N, K) float32, bfloat16 as uint16, or float16 as int16"""
     cdef Py_ssize_t N, K, i, n = rows.shape[0]
     cdef int kind
-    cdef const char *first = <const char *> _matrix(w, &N, &K, &kind)
+    cdef const char *first = <const char *> _matrix(w, 0, &N, &K, &kind)
     cdef const kernel_set *chosen = check_set(kernels, threads)
     check_aligned(<size_t> &x[0] | <size_t> &y[0])
     check_aligned(<size_t> &rows[0], sizeof(int64_t))
@@ -145,4 +155,4 @@ def dense_rows(const float[::1] x, w, const int64_t[::1] rows, float[::1] y, int
     cdef Py_ssize_t size = K * (4 if kind == 0 else 2)
     cdef int team = threads_for(n * size, DENSE_BYTES_PER_THREAD, threads)
     for i in prange(n, nogil=True, num_threads=team, schedule="static"):
-        chosen.dense_rows(kind, first + rows[i] * size, 1, K, &x[0], 1, &y[i], 1)
+        chosen.dense_rows(kind, first + rows[i] * size, 1, K, &x[0], 1, &y[i], 1, NULL)

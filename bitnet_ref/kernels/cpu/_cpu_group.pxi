@@ -56,7 +56,7 @@ cdef class GroupPanels:
         count, size, chunks, _, panel_rows = group_sizes(n_out, n_in, group, layout)
         self.panels, self.scales, self.n_out, self.block = panels, scales, n_out, block
         self.shape = make_group_shape(n_out, n_in, group, layout)
-        self.scale_values = _matrix(scales, &rows, &columns, &self.kind)
+        self.scale_values = _matrix(scales, 0, &rows, &columns, &self.kind)
         if panels.shape[0] != count or panels.shape[1] != size or rows != count * chunks or columns != panel_rows:
             raise ValueError(f"GroupPanels: {panels.shape[0], panels.shape[1]}, scales {rows, columns} for {n_out, n_in}")
         self.bias, self.signs, self.order = bias, signs, order

@@ -27,7 +27,7 @@ STEP_INLINE STEP(f32v) STEP(floats)(const float *x) {
     return v;
 }
 
-/* a vector of a row's weights as float32, exactly. kind: 0 float32, 1 bfloat16, 2 float16 */
+/* a vector of a row's weights as float32, exactly. kind: as in dense_blocks.h */
 STEP_INLINE STEP(f32v) STEP(weights)(const void *row, size_t k, const int kind) {
     if (kind == 0) {
         STEP(f32v) v;
@@ -77,7 +77,7 @@ STEP_INLINE STEP(four) STEP(fold)(const float *lanes) {
  * rows. */
 STEP_INLINE void STEP(dense_tile)(const int kind, const int R, const int T, const int V, const char *w, size_t K,
                                   const float *x, float *y, size_t y_stride) {
-    const size_t size = kind == 0 ? 4 : 2, K32 = K - K % 32;
+    const size_t row_bytes = dense_row_bytes(kind, K), K32 = K - K % 32;
     float lanes[2 * STEP(DENSE_TOKENS)][16] __attribute__((aligned(64))); /* of each row and token, folded once */
     if (STEP(FLOATS) < 16) memset(lanes, 0, sizeof lanes); /* they are set before they are read, but GCC warns */
     for (size_t pass = 0; pass < 32; pass += V * STEP(FLOATS)) {
@@ -85,8 +85,8 @@ STEP_INLINE void STEP(dense_tile)(const int kind, const int R, const int T, cons
         for (size_t k = pass; k < K32; k += 32) {
             STEP_UNROLL
             for (int i = 0; i < V * R; i++) {
-                const char *row = w + i / V * K * size;
-                if (i % V == 0 && pass == 0) __builtin_prefetch(row + (R * K + k) * size);
+                const char *row = w + i / V * row_bytes;
+                if (i % V == 0 && pass == 0) __builtin_prefetch(row + R * row_bytes + k * DENSE_KINDS[kind].bytes / DENSE_KINDS[kind].values);
                 weights[i] = STEP(weights)(row, k + i % V * STEP(FLOATS), kind);
             }
             STEP_UNROLL
@@ -111,50 +111,141 @@ STEP_INLINE void STEP(dense_tile)(const int kind, const int R, const int T, cons
     STEP_UNROLL
     for (int i = 0; i < R * T; i++) {
         float total = (four[i][0] + four[i][2]) + (four[i][1] + four[i][3]);
-        for (size_t k = K32; k < K; k++) total += STEP(weight)(w + i / T * K * size, k, kind) * x[i % T * K + k];
+        for (size_t k = K32; k < K; k++) total += STEP(weight)(w + i / T * row_bytes, k, kind) * x[i % T * K + k];
         y[i % T * y_stride + i / T] = total;
     }
 }
 
-/* R rows times all tokens, in parts of equal size or nearly */
-STEP_INLINE void STEP(dense_tokens)(const int kind, const int R, const char *w, size_t K, const float *x, size_t M,
-                                    float *y, size_t y_stride) {
-    const size_t parts = (M + STEP(DENSE_TOKENS) - 1) / STEP(DENSE_TOKENS);
-    for (size_t part = 0; part < parts; part++) {
-        const size_t m = part * M / parts;
-#define TILE(T) STEP(dense_tile)(kind, R, T, 2, w, K, x + m * K, y + m * y_stride, y_stride)
-        switch ((part + 1) * M / parts - m) {
-        case 1: TILE(1); break;
-        case 2: TILE(2); break;
-        case 3: TILE(3); break;
-#if STEP_BYTES == 64
-        case 4: TILE(4); break;
-        case 5: TILE(5); break;
-        case 6: TILE(6); break;
-#endif
+/* The same of blocks, K a multiple of 32, all 32 lanes in one pass. */
+STEP_INLINE void STEP(block_tile)(const int kind, const int R, const int T, const char *w, size_t K, const float *x, float *y,
+                                  size_t y_stride) {
+    enum { V = 32 / STEP(FLOATS) };
+    const size_t row_bytes = dense_row_bytes(kind, K);
+    STEP(f32v) sum[2 * STEP(DENSE_TOKENS) * V] = {{0}};
+    float factors[4][16];
+    int8_t quants[4][256];
+    const int step = BLOCK_STEP(kind), parts = R * step / 32;
+#define MULTIPLY(n)                                                                                                    \
+    {                                                                                                                  \
+        const uint8_t *b = (const uint8_t *)w + dense_row_bytes(kind, k);                                              \
+        STEP_UNROLL                                                                                                    \
+        for (int r = 0; r < R; r++) STEP(block_factors)(b + r * row_bytes, n, kind, factors[r], quants[r]);            \
+        for (size_t at = 0; at < 32 * n; at += step) {                                                                 \
+            STEP_UNROLL                                                                                                \
+            for (int i = 0; i < parts; i++) { /* of each row 32 columns, then the next 32 */                           \
+                const int r = i % R, c = i / R * 32;                                                                   \
+                const uint8_t *row = b + r * row_bytes;                                                                \
+                __builtin_prefetch(row + R * row_bytes + (at + c) * DENSE_KINDS[kind].bytes / DENSE_KINDS[kind].values); \
+                STEP_UNROLL                                                                                            \
+                for (int v = 0; v < V; v++) {                                                                          \
+                    const STEP(f32v) weights =                                                                         \
+                        STEP(block_weights)(row, at, c + v * STEP(FLOATS), kind, factors[r], quants[r]);               \
+                    const float *of_token = x + k + at + c + v * STEP(FLOATS);                                         \
+                    STEP_UNROLL                                                                                        \
+                    for (int t = 0; t < T; t++) sum[(r * T + t) * V + v] += weights * STEP(floats)(of_token + t * K);  \
+                }                                                                                                      \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+    EACH_BLOCKS(MULTIPLY)
+#undef MULTIPLY
+    STEP_UNROLL
+    for (int i = 0; i < R * T; i++) {
+        float lanes[16] __attribute__((aligned(64)));
+        STEP_UNROLL
+        for (int v = 0; v < V / 2; v++) {
+            const STEP(f32v) half = sum[i * V + v] + sum[i * V + v + V / 2];
+            memcpy(lanes + v * STEP(FLOATS), &half, sizeof half);
         }
-#undef TILE
+        const STEP(four) four = STEP(fold)(lanes);
+        y[i % T * y_stride + i / T] = (four[0] + four[2]) + (four[1] + four[3]);
     }
 }
 
 STEP_INLINE void STEP(dense_rows_of)(const int kind, const char *w, size_t rows, size_t K, const float *x, size_t M,
                                      float *y, size_t y_stride) {
-    const size_t row_bytes = K * (kind == 0 ? 4 : 2);
-    size_t n = 0;
+    const size_t row_bytes = dense_row_bytes(kind, K);
+    size_t first = 0; /* of the rows that are left */
     if (M == 1 && STEP_BYTES == 32)
-        for (; n + 2 <= rows; n += 2) STEP(dense_tile)(kind, 2, 1, 4, w + n * row_bytes, K, x, y + n, y_stride);
+        for (; first + 2 <= rows; first += 2)
+            STEP(dense_tile)(kind, 2, 1, 4, w + first * row_bytes, K, x, y + first, y_stride);
     if (M == 1) /* four rows, so that enough sums are in flight */
-        for (; n + 4 <= rows; n += 4) STEP(dense_tile)(kind, 4, 1, 2, w + n * row_bytes, K, x, y + n, y_stride);
-    for (; n + 2 <= rows; n += 2) STEP(dense_tokens)(kind, 2, w + n * row_bytes, K, x, M, y + n, y_stride);
-    for (; n < rows; n++)
+        for (; first + 4 <= rows; first += 4)
+            STEP(dense_tile)(kind, 4, 1, 2, w + first * row_bytes, K, x, y + first, y_stride);
+    const size_t parts = (M + STEP(DENSE_TOKENS) - 1) / STEP(DENSE_TOKENS);
+    for (size_t part = 0; part < parts; part++) { /* of equal size or nearly; its tokens stay in L1 for all rows */
+        const size_t m = part * M / parts;
+        for (size_t n = first; n + 2 <= rows; n += 2) {
+#define TILE(T) STEP(dense_tile)(kind, 2, T, 2, w + n * row_bytes, K, x + m * K, y + m * y_stride + n, y_stride)
+            switch ((part + 1) * M / parts - m) {
+            case 1: TILE(1); break;
+            case 2: TILE(2); break;
+            case 3: TILE(3); break;
+#if STEP_BYTES == 64
+            case 4: TILE(4); break;
+            case 5: TILE(5); break;
+            case 6: TILE(6); break;
+#endif
+            }
+#undef TILE
+        }
+    }
+    first += (rows - first) / 2 * 2;
+    for (size_t n = first; n < rows; n++)
         for (size_t m = 0; m < M; m++)
             STEP(dense_tile)(kind, 1, 1, 2, w + n * row_bytes, K, x + m * K, y + m * y_stride + n, y_stride);
 }
 
-/* y[m * y_stride + n] = w[n] . x[m], for `rows` rows of w (rows, K) and x (M, K) */
-STEP_TARGET static void STEP(dense_rows)(int kind, const void *w, size_t rows, size_t K, const float *x, size_t M,
-                                         float *y, size_t y_stride) {
-    if (kind == 0) STEP(dense_rows_of)(0, w, rows, K, x, M, y, y_stride);
-    else if (kind == 1) STEP(dense_rows_of)(1, w, rows, K, x, M, y, y_stride);
-    else STEP(dense_rows_of)(2, w, rows, K, x, M, y, y_stride);
+/* blocks, for one token, or with AVX-512 for as many as a tile takes */
+STEP_INLINE void STEP(block_rows_of)(const int kind, const char *w, size_t rows, size_t K, const float *x, size_t M, float *y,
+                                     size_t y_stride) {
+    enum { R = STEP_BYTES / 16 };
+    const size_t row_bytes = dense_row_bytes(kind, K);
+    size_t n = 0;
+    if (M == 1)
+        for (; n + R <= rows; n += R) STEP(block_tile)(kind, R, 1, w + n * row_bytes, K, x, y + n, y_stride);
+#if STEP_BYTES == 64
+    for (; M > 1 && n + 2 <= rows; n += 2) {
+#define TILE(T) case T: STEP(block_tile)(kind, 2, T, w + n * row_bytes, K, x, y + n, y_stride); break;
+        switch (M) { TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
+#undef TILE
+    }
+#endif
+    for (; n < rows; n++)
+        for (size_t m = 0; m < M; m++)
+            STEP(block_tile)(kind, 1, 1, w + n * row_bytes, K, x + m * K, y + m * y_stride + n, y_stride);
 }
+
+/* K weights of a row, a multiple of 32, as float32 */
+STEP_INLINE void STEP(widen_floats)(const int kind, const char *row, size_t K, float *out) {
+    for (size_t k = 0; k < K; k += STEP(FLOATS)) {
+        const STEP(f32v) v = STEP(weights)(row, k, kind);
+        memcpy(out + k, &v, sizeof v);
+    }
+}
+
+/* y[m * y_stride + n] = w[n] . x[m], for `rows` rows of w (rows, K) and x (M, K). wide: room for the rows in float32, to
+ * which they are widened first if there are more tokens than a tile takes; NULL for one token. */
+STEP_TARGET static void STEP(dense_rows)(int kind, const void *w, size_t rows, size_t K, const float *x, size_t M,
+                                         float *y, size_t y_stride, float *wide) {
+    if (M <= (kind < Q8_0 || STEP_BYTES == 64 ? STEP(DENSE_TOKENS) : 1)) wide = NULL;
+    for (size_t n = 0; wide && n < rows; n++) {
+        const void *row = (const char *)w + n * dense_row_bytes(kind, K);
+        switch (kind) {
+#define FLOATS(kind) case kind: STEP(widen_floats)(kind, row, K, wide + n * K); break;
+#define BLOCKS(kind) case kind: STEP(widen_blocks)(kind, row, K, wide + n * K); break;
+            FLOATS(1) FLOATS(2) BLOCKS(Q8_0) BLOCKS(Q4_0) BLOCKS(Q4_1) BLOCKS(Q4_K) BLOCKS(Q6_K)
+        }
+    }
+    if (wide) kind = 0, w = wide;
+    switch (kind) {
+#undef FLOATS
+#undef BLOCKS
+#define FLOATS(kind) case kind: STEP(dense_rows_of)(kind, w, rows, K, x, M, y, y_stride); break;
+#define BLOCKS(kind) case kind: STEP(block_rows_of)(kind, w, rows, K, x, M, y, y_stride); break;
+        FLOATS(0) FLOATS(1) FLOATS(2) BLOCKS(Q8_0) BLOCKS(Q4_0) BLOCKS(Q4_1) BLOCKS(Q4_K) BLOCKS(Q6_K)
+#undef FLOATS
+#undef BLOCKS
+    }
+}
+#undef EACH_BLOCKS

@@ -219,6 +219,7 @@ STEP_TARGET static void STEP(rope)(const float *x, size_t heads, size_t half, co
 }
 
 #include "attention_steps.h"
+#include "dense_blocks.h"
 #include "dense_rows.h"
 #include "head_screen.h"
 #include "group_steps.h"

@@ -34,7 +34,7 @@
 #define STEP(name) name##_avx512
 #define STEP_BYTES 64
 #define STEP_MULADD(a, b, c) ((STEP(f64v))_mm512_fmadd_pd((__m512d)(a), (__m512d)(b), (__m512d)(c)))
-#define STEP_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,f16c")))
+#define STEP_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")))
 #include "float_steps.h"
 #include "screen_amx.h"
 #endif
@@ -73,7 +73,7 @@ typedef struct {
     void (*gated)(const float *, const float *, size_t, int, float *);
     void (*rope)(const float *, size_t, size_t, const float *, const float *, float *);
     attend_fn attend;
-    void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t);
+    void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t, float *);
     void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *);
     int (*screen_token)(const float *, size_t, size_t, int16_t *, double *);
     /* ternary by groups: group.h */
@@ -143,7 +143,7 @@ static const char *kernel_set_lacks(size_t index) {
 #endif
     if ((!strcmp(name, "avx512") || !strcmp(name, "amx")) &&
         !(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")))
+          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && has_f16c()))
         return "the processor has no AVX-512 with VNNI";
 #if defined(BITNET_REF_HAS_AMX)
     if (!strcmp(name, "amx")) return amx_lacks();

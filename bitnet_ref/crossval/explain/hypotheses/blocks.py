@@ -87,7 +87,9 @@ def _layer_norm(op: Op, x: NDArray, weight: NDArray, eps: float) -> NDArray:
 
 
 def _dense(weight: Any, change: Change) -> Any:
-    return replace(weight, array=change(weight.array.astype(np.float32))) if isinstance(weight, DenseWeight) else weight
+    if not isinstance(weight, DenseWeight):
+        return weight
+    return DenseWeight(change(weight.array.astype(np.float32)), weight.bias, weight.wide)
 
 
 def _head(s: Setting, change: Change) -> Setting | None:

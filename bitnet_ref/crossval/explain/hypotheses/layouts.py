@@ -56,7 +56,7 @@ def _take_rows(w: LinearWeight, order: NDArray) -> LinearWeight:
     if isinstance(w, GroupTernaryWeight):
         return replace(w, packed=w.packed[order], scales=w.scales[order], bias=bias)
     assert isinstance(w, DenseWeight)
-    return replace(w, array=w.array[order], bias=bias)
+    return replace(w, stored=w.stored[order], bias=bias)
 
 
 def permute_qk(s: Setting, *, back: bool = False) -> Setting:

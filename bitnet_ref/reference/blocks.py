@@ -1,0 +1,125 @@
+"""Dense matrices in blocks, as GGUF files store them: a row is cut into blocks of small integers q with a scale d.
+
+    Q8_0    d q                 32 values in 34 bytes           Q4_K    d s q - e m         256 in 144
+    Q4_0    d (q - 8)           32 in 18                        Q6_K    d s (q - 32)        256 in 210
+    Q4_1    d q + m             32 in 20
+
+d, e and m are float16, s and m of Q4_K integers of 6 bits, s of Q6_K int8. Every product has at most 24 bits, so it is
+exact in float32; a value is rounded once, where two terms are added. `kernels/cpu/dense_blocks.h` widens them alike.
+
+Source: ggml, ggml-quants.c; bit for bit what the `gguf` package computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+SHIFTS_2 = np.array([0, 2, 4, 6], dtype=np.uint8)
+SHIFTS_4 = np.array([0, 4], dtype=np.uint8)
+MASK_2, MASK_4 = np.uint8(3), np.uint8(15)
+_CHUNK_VALUES = 1 << 20  # widened at a time
+
+
+def half_scales(d: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """(n, 2) bytes -> (n, 1)"""
+    return np.ascontiguousarray(d).view(np.float16).astype(np.float32)
+
+
+def _q8_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """d | 32 int8"""
+    return blocks[:, 2:].view(np.int8).astype(np.float32) * half_scales(blocks[:, :2])
+
+
+def _q4_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """d | 16 bytes: value j in the low nibble of byte j, value j + 16 in the high one; 8 stands for zero"""
+    q = blocks[:, None, 2:] >> SHIFTS_4[:, None] & MASK_4  # (n, 2, 16)
+    return half_scales(blocks[:, :2]) * (q.reshape(-1, 32).astype(np.int8) - np.int8(8)).astype(np.float32)
+
+
+def _q4_1(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """d | m | 16 bytes of nibbles, as in Q4_0"""
+    q = (blocks[:, None, 4:] >> SHIFTS_4[:, None] & MASK_4).reshape(-1, 32)
+    return half_scales(blocks[:, :2]) * q.astype(np.float32) + half_scales(blocks[:, 2:4])
+
+
+def _q6_k(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """128 bytes of low nibbles | 64 bytes of high pairs of bits | 16 int8 scales, one for 16 values | d"""
+    n = len(blocks)
+    low = blocks[:, :128].reshape(n, 2, 1, 64) >> SHIFTS_4[:, None] & MASK_4  # (n, halves, 2, 64)
+    high = blocks[:, 128:192].reshape(n, 2, 1, 32) >> SHIFTS_2[:, None] & MASK_2  # (n, halves, 4, 32)
+    q = (low.reshape(n, 16, 16) | high.reshape(n, 16, 16) << 4).astype(np.int8) - np.int8(32)
+    scales = blocks[:, 192:208].view(np.int8).astype(np.float32) * half_scales(blocks[:, 208:])
+    return (scales[:, :, None] * q.astype(np.float32)).reshape(n, 256)
+
+
+def _q4_k(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """d | dmin | 12 bytes: 8 scales and 8 minima of 6 bits | 128 bytes of nibbles, low ones first; d s q - dmin m
+
+    Each scale and minimum covers 32 values. The first four are the low 6 bits of bytes 0-3 and 4-7; the last four have
+    their low nibbles in bytes 8-11 and their high 2 bits on top of bytes 0-7.
+    """
+    n = len(blocks)
+    first, second, third = (blocks[:, start : start + 4] for start in (4, 8, 12))
+    low6, high2 = np.uint8(63), np.uint8(6)
+    scales = np.concatenate([first & low6, third & MASK_4 | first >> high2 << np.uint8(4)], axis=1)
+    minima = np.concatenate([second & low6, third >> np.uint8(4) | second >> high2 << np.uint8(4)], axis=1)
+    d = (half_scales(blocks[:, :2]) * scales.astype(np.float32)).reshape(n, 8, 1)
+    offset = (half_scales(blocks[:, 2:4]) * minima.astype(np.float32)).reshape(n, 8, 1)
+    q = (blocks[:, 16:].reshape(n, 4, 1, 32) >> SHIFTS_4[:, None] & MASK_4).reshape(n, 8, 32)
+    return (d * q.astype(np.float32) - offset).reshape(n, 256)
+
+
+class BlockType(NamedTuple):
+    """How a block of `values` numbers lies in `nbytes` bytes. widen: blocks (n, nbytes) uint8 -> (n, values)"""
+
+    number: int  # in kernels/cpu/dense_blocks.h
+    values: int
+    nbytes: int
+    halves: tuple[int, ...]  # the places of its float16 numbers
+    widen: Callable[[NDArray[np.uint8]], NDArray[np.float32]]
+
+
+BLOCK_TYPES = {
+    "Q8_0": BlockType(3, 32, 34, (0,), _q8_0),
+    "Q4_0": BlockType(4, 32, 18, (0,), _q4_0),
+    "Q4_1": BlockType(5, 32, 20, (0, 2), _q4_1),
+    "Q4_K": BlockType(6, 256, 144, (0, 2), _q4_k),
+    "Q6_K": BlockType(7, 256, 210, (208,), _q6_k),
+}
+
+
+def widen_blocks(stored: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
+    """Rows of blocks (n, bytes of a row) -> their values, exactly as the file means them, (n, K)."""
+    block = BLOCK_TYPES[kind]
+    blocks = stored.reshape(-1, block.nbytes)
+    out, step = np.empty((len(blocks), block.values), dtype=np.float32), _CHUNK_VALUES // block.values
+    with np.errstate(invalid="ignore", over="ignore"):  # a NaN or Inf scale gives NaN, which the reader reports
+        for start in range(0, len(blocks), step):
+            out[start : start + step] = block.widen(blocks[start : start + step])
+    return out.reshape(len(stored), stored.shape[1] // block.nbytes * block.values)
+
+
+def are_finite(stored: NDArray[np.uint8], kind: str) -> bool:
+    """Whether no value of the blocks is NaN or Inf: none is beyond float32 unless a float16 number is."""
+    blocks = stored.reshape(-1, BLOCK_TYPES[kind].nbytes)
+    return all(np.isfinite(half_scales(blocks[:, at : at + 2])).all() for at in BLOCK_TYPES[kind].halves)
+
+
+def to_q8_0(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Finite values (n, K), K a multiple of 32 -> rows of Q8_0 blocks (n, bytes of a row).
+
+    d = max|v| / 127 of each block; q = v / d, rounded half away from zero. d is then rounded to float16, which is Inf
+    for values above 8.3e6.
+    """
+    blocks = values.reshape(-1, 32)
+    d = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        scaled = blocks * np.where(d == 0, np.float32(0), np.float32(1) / d)
+        whole = np.floor(np.abs(scaled))
+        q = np.sign(scaled) * (whole + np.floor(2 * (np.abs(scaled) - whole)))  # as roundf
+        parts = d.astype(np.float16).view(np.uint8), q.astype(np.int8).view(np.uint8)
+    return np.concatenate(parts, axis=1).reshape(len(values), -1)
