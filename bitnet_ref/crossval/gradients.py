@@ -285,38 +285,25 @@ def _tied_head_once(part: str) -> Callable[[Trainer, Masters, NDArray], Masters]
     return apply
 
 
+# fmt: off
 MISTAKES: tuple[Mistake, ...] = (
-    Mistake(
-        "RMSNorm's gradient lacks the mean: r depends on every value of the row",
-        {"rms_norm_backward": _norm_without_mean},
-    ),
+    Mistake("RMSNorm's gradient lacks the mean: r depends on every value of the row",
+        {"rms_norm_backward": _norm_without_mean}),
     Mistake("dW is made of the activations before their quantisation; dW = dY^T X_q", {"linear": _linear_keeping_x}),
     Mistake("the ReLU^2 gate's derivative lacks its factor 2", {"gated_backward": _gate_without_two}),
-    Mistake(
-        "queries' and keys' gradients are not turned back by RoPE's angle", {"rope_backward": lambda dy, cos, sin: dy}
-    ),
+    Mistake("queries' and keys' gradients are not turned back by RoPE's angle",
+        {"rope_backward": lambda dy, cos, sin: dy}),
     Mistake("the gradient also goes through the weight's scale", {}, _of_ternary(_through_the_scale)),
-    Mistake(
-        "weights beyond the scale get no gradient: the clip is not passed straight through",
-        {},
-        _of_ternary(_through_the_clip),
-    ),
-    Mistake(
-        "the tied matrix has the gradient of the embedding alone; the head's is missing",
-        {},
-        _tied_head_once("embedding"),
-    ),
-    Mistake(
-        "the tied matrix has the gradient of the head alone; the embedding's is missing", {}, _tied_head_once("head")
-    ),
+    Mistake("weights beyond the scale get no gradient: the clip is not passed straight through",
+        {}, _of_ternary(_through_the_clip)),
+    Mistake("the tied matrix has the gradient of the embedding alone; the head's is missing",
+        {}, _tied_head_once("embedding")),
+    Mistake("the tied matrix has the gradient of the head alone; the embedding's is missing",
+        {}, _tied_head_once("head")),
     Mistake("norms and biases decay too", {}, None, lambda m, g, s: plain_update(m, g, s, decays=lambda w: True)),
     Mistake("nothing decays", {}, None, lambda m, g, s: plain_update(m, g, s | {"weight_decay": 0.0})),
     Mistake("Adam's bias correction is missing", {}, None, _update_without_correction),
     Mistake("the decay is added to the gradient (L2) instead of to the weight", {}, None, _update_with_l2),
-    Mistake(
-        "gradients are clipped after the decay was added to them",
-        {},
-        None,
-        lambda m, g, s: _update_with_l2(m, g, s, clip_first=False),
-    ),
+    Mistake("gradients are clipped after the decay was added to them",
+        {}, None, lambda m, g, s: _update_with_l2(m, g, s, clip_first=False)),
 )

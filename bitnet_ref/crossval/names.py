@@ -26,14 +26,9 @@ _LAYER = re.compile(r"(?:(?:model\.)?layers|blocks|blk)\.([0-9]{1,9})\.")  # in 
 
 # Of norms and linears, whose inputs depend on the model.   last part of the name: kind of op
 _MODULE_HOOKS = {
-    NORM_SCALE: "norm scale",
-    NORMALIZED: "norm",
-    ROTATED: "rotation",
-    INT8: "activation int8",
-    SCALE: "activation scale",
-    ACC: "accumulator",
-    OUT: "linear",
-}
+    NORM_SCALE: "norm scale", NORMALIZED: "norm", ROTATED: "rotation",
+    INT8: "activation int8", SCALE: "activation scale", ACC: "accumulator", OUT: "linear",
+}  # fmt: skip
 # Outside of the blocks: kind of op, what it is computed from.
 _MODEL_HOOKS = {
     "hook_embed": ("embedding", ()),
@@ -282,15 +277,9 @@ def op_shape(name: str, config: ModelConfig, tokens: int) -> tuple[int, ...]:
             return (tokens, linears[module.rpartition(".")[2]][1])
         inner = config.query_size if module.endswith("attn") else config.intermediate_size
         return (tokens, inner if norm == "sub_norm" else config.hidden_size)
-    sizes = {
-        "N": tokens,
-        "D": config.hidden_size,
-        "F": config.intermediate_size,
-        "H": config.num_attention_heads,
-        "G": config.num_key_value_heads,
-        "d": config.head_dim,
-        "Q": config.query_size,
-    }
+    heads_q, heads_kv, ffn = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
+    sizes = {"N": tokens, "D": config.hidden_size, "F": ffn, "H": heads_q, "G": heads_kv, "d": config.head_dim}
+    sizes["Q"] = config.query_size
     if (delta := config.delta) is not None:
         sizes |= {"C": sum(delta.sizes), "Hv": delta.value_heads, "dk": delta.key_dim, "dv": delta.value_dim}
         sizes["Q"] = delta.sizes[2] if config.is_delta(layer_of(name) or 0) else config.query_size

@@ -29,8 +29,8 @@ def panels(
 ) -> Figure:
     """A figure with a panel for each Draw, in so many rows. size: inches. widths, heights: relative, of the columns
     and rows. options: sharex, sharey."""
-    shape = {"size": size, "width_ratios": widths, "height_ratios": heights}
-    figure, axes = new_figure(rows, -(-len(draws) // rows), **shape, **options)
+    options |= {"width_ratios": widths, "height_ratios": heights}
+    figure, axes = new_figure(rows, -(-len(draws) // rows), size=size, **options)
     for ax in axes.flat[len(draws) :]:
         ax.remove()
     for ax, draw in zip(axes.flat, draws, strict=False):

@@ -12,34 +12,19 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import combinations, islice
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import BitNetRefError
 from ...reference.weights import DenseWeight, LinearWeight
 from ..compare import View, fits
 from ..names import op_kind
 from ..tolerances import EPSILON, tolerance_of
-from .edits import (
-    Description,
-    Family,
-    after,
-    before,
-    constants,
-    descriptions,
-    families,
-    hole,
-    instead,
-    keep_columns,
-    like,
-    matrix,
-    moved,
-    names_of,
-    next_id,
-)
-from .variants import Edit, Setting, Step, edit_copies
+from . import edits as step_edits
+from .edits import Description, Family, after, before, constants, instead, like, matrix, moved, names_of, scale_inputs
+from .variants import IMPOSSIBLE, Edit, Setting, Step, edit_copies, is_by_head
 from .wording import axis_words, example, layer_of, noun, place_in_words, remedy, role, scope_in_words
 
 
@@ -51,24 +36,15 @@ class Report(Protocol):
     def add(self, count: int) -> None: ...
 
 
-# What an edit raises that does not fit a step's shapes.
-IMPOSSIBLE = (BitNetRefError, ArithmeticError, LookupError, TypeError, ValueError)
 NARROW = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-BETWEEN_TOKENS = (
-    "hook_rot_q",
-    "hook_rot_k",
-    "hook_attn_scores",
-    "hook_pattern",
-    "hook_z",
-    "hook_q",
-    "hook_k",
-    "hook_v",
-)
 RELATED = (
     {"hook_rot_q", "hook_rot_k"},
     {"hook_attn_scores", "hook_z"},
     {"hook_q", "hook_k", "hook_v"},
-)  # one mistake in both
+)  # one mistake in all
+BETWEEN_TOKENS = ("hook_pattern", *(name for names in RELATED for name in sorted(names)))
+# What one mistake may be in, among the steps of one kind.
+GROUPS = ("", r"\.attn\.", r"\.mlp\.", r"\.[qkv]_proj\.", r"\.ln", "sub_norm", "gate_proj|up_proj")
 FLIPPED_ROWS, FLIP_ERROR = 0.4, 0.03  # of a site with int8 inside: the share of tokens, and their error, of flips
 ENOUGH = 0.35  # descriptions that cost so much more than the simplest that explains a site are not tried
 
@@ -91,7 +67,7 @@ class Target:
 
     def __init__(self, name: str, right: NDArray, theirs: NDArray, alone: bool, dtype: str, ternary: bool) -> None:
         self.name, self.theirs, self.alone = name, theirs.astype(np.float64), alone
-        self.by_head = name.endswith(("hook_attn_scores", "hook_pattern"))
+        self.by_head = is_by_head(name)
         self.exact = right.dtype.kind == "i"
         self.flips = ternary and not alone
         kind = op_kind(name, lambda _: ternary)
@@ -103,9 +79,8 @@ class Target:
         self.right = right.astype(np.float64)
         with np.errstate(all="ignore"):
             size = np.where(np.isfinite(self.theirs), np.abs(self.theirs), 0).max(axis=self.row_axes, keepdims=True)
-        self.allowed = self.relative * np.maximum(size, 1.0 if self.by_head else 0.0) + (dtype in NARROW) * (
-            kind == "activation int8"
-        )
+        self.allowed = self.relative * np.maximum(size, float(self.by_head))
+        self.allowed += float(dtype in NARROW and kind == "activation int8")
         self.right_close = self.close(self.right)
         self.error = self.distance(self.right)
 
@@ -183,9 +158,7 @@ class Evidence:
         self.dtype = str(getattr(view, "engine_dtype", None) or "float32")
         self.steps: dict[str, Step] = {}
         self.targets: dict[str, Target] = {}
-        self.sources: dict[
-            str, list[str]
-        ] = {}  # of each step: the steps that computed its inputs and were not recorded
+        self.sources: dict[str, list[str]] = {}  # of each step: those that computed its inputs and were not recorded
         self.recorded: set[str] = set()
         self.settled: dict[str, NDArray] = {}  # the tensors that the run goes on with
         setting.run(names_filter=(), settle=self._settle)
@@ -224,24 +197,22 @@ class Evidence:
 
     def _recorded_as(self, step: Step) -> NDArray | None:
         """The engine's tensor for a step, in the step's shape; logits may be the last token's."""
-        block, name = step.name.rpartition(".")[0], step.name
+        name, shape = step.name, step.result.shape
         names = [name]
         if name.endswith("hook_resid_post"):
-            layer = int(block.split(".")[1])
-            names.append(f"blocks.{layer + 1}.hook_resid_pre")
-        for recorded in names:
-            if recorded in self.view:
-                theirs = np.asarray(self.view[recorded])
-                shape = step.result.shape
-                if fits(shape, theirs.shape) or theirs.size == step.result.size:
-                    return (
-                        np.where(theirs <= -1e9, -np.inf, theirs).reshape(shape)
-                        if name.endswith("scores")
-                        else theirs.reshape(shape)
-                    )
-                if name == "lm_head.hook_out" and theirs.size == shape[-1]:
-                    return theirs.reshape(1, -1)
+            names.append(f"blocks.{int(name.split('.')[1]) + 1}.hook_resid_pre")
+        for theirs in (np.asarray(self.view[each]) for each in names if each in self.view):
+            if fits(shape, theirs.shape) or theirs.size == step.result.size:
+                theirs = np.where(theirs <= -1e9, -np.inf, theirs) if name.endswith("scores") else theirs
+                return theirs.reshape(shape)
+            if name == "lm_head.hook_out" and theirs.size == shape[-1]:
+                return theirs.reshape(1, -1)
         return None
+
+    def example(self, name: str) -> str:
+        """One value of a wrong tensor, worked through; "" of one whose shape is another."""
+        step, target = self.steps[name], self.targets[name]
+        return example(step, target.theirs, target.right) if target.theirs.shape == step.result.shape else ""
 
     def stretch(self, name: str) -> list[str]:
         """The steps from recorded tensors to this one, itself first, then backwards."""
@@ -266,11 +237,9 @@ class Evidence:
         tape: dict[str, Step] = {}
 
         def settle(step: Step) -> NDArray:
-            by_head = step.name.endswith(("hook_attn_scores", "hook_pattern"))
-            step.result = np.tile(
-                self.settled[step.name],
-                (1, self.copies, 1) if by_head else (self.copies,) + (1,) * (step.result.ndim - 1),
-            )
+            one_each = (1,) * (step.result.ndim - 1)
+            times = (1, self.copies, 1) if is_by_head(step.name) else (self.copies, *one_each)
+            step.result = np.tile(self.settled[step.name], times)
             tape[step.name] = step
             return step.result
 
@@ -291,8 +260,7 @@ class Evidence:
         except IMPOSSIBLE:
             half = len(trials) // 2
             return self.compute_all(target, trials[:half]) + self.compute_all(target, trials[half:])
-        by_head = target.endswith(("hook_attn_scores", "hook_pattern"))
-        parts = np.split(whole, self.copies, axis=int(by_head))
+        parts = np.split(whole, self.copies, axis=int(is_by_head(target)))
         return [None if i in failed else self._as_recorded(target, parts[i]) for i in range(len(trials))]
 
     def compute(self, target: str, edits: Mapping[str, Edit]) -> NDArray | None:
@@ -347,9 +315,8 @@ class Site:
             distance = 0.02 * min(10, self.stretch.index(unit[0])) if len(self.stretch) > 1 else 0.0
             if len(self.stretch) > 1 and first_right != any(name.endswith(BETWEEN_TOKENS) for name in unit):
                 distance += 1  # the first token sees only itself: it tells attention from all else
-            own: list[Description | Family] = [*descriptions(step), *families(step)]
-            if unit == (self.name,):
-                own += list(solved(step, self.target))
+            own: list[Description | Family] = [*step_edits.descriptions(step), *step_edits.families(step)]
+            own += solved(step, self.target) if unit == (self.name,) else ()
             for d in own:
                 changes_input = "{in" in d.text and "is taken for" not in d.text
                 if changes_input and len(self.stretch) > 1 and self._made_in_stretch(step, d.text):
@@ -365,9 +332,8 @@ class Site:
                 self.report.add(start - len(trials))
                 break
             chunk = trials[start : start + size]
-            changed = [
-                dict.fromkeys(unit, d.edit if isinstance(d, Description) else d.nudged) for _, _, unit, d in chunk
-            ]
+            edits = [d.edit if isinstance(d, Description) else d.nudged for *_, d in chunk]
+            changed = [dict.fromkeys(unit, edit) for (_, _, unit, _), edit in zip(chunk, edits, strict=True)]
             for (cost, _, unit, d), mine in zip(chunk, self.evidence.compute_all(self.name, changed), strict=True):
                 self.report(say(d.text, self.evidence.steps[unit[0]]))
                 if mine is None:
@@ -386,10 +352,9 @@ class Site:
         """Whether the constant moves the tensor towards the engine's, judged by a small change of it."""
         if self.target.alone:
             return True
-        with np.errstate(all="ignore"):
-            slope = (nudged.reshape(self.target.theirs.shape) - self.target.right)[self.mask]
-            wanted = (self.target.theirs - self.target.right)[self.mask]
-            norms = float(np.linalg.norm(slope) * np.linalg.norm(wanted))
+        slope = (nudged.reshape(self.target.theirs.shape) - self.target.right)[self.mask]
+        wanted = (self.target.theirs - self.target.right)[self.mask]
+        norms = float(np.linalg.norm(slope) * np.linalg.norm(wanted))
         return norms > 0 and abs(float(slope @ wanted)) > 0.3 * norms
 
     def _made_in_stretch(self, step: Step, text: str) -> bool:
@@ -407,16 +372,8 @@ class Site:
         for name in self.stretch:
             by_kind.setdefault(name.rpartition(".")[2], []).append(name)
         for names in by_kind.values():
-            groups = [names, [n for n in names if ".attn." in n], [n for n in names if ".mlp." in n]]
-            groups += [
-                [n for n in names if any(f".{p}_proj." in n for p in "qkv")],
-                [n for n in names if ".ln" in n],
-                [n for n in names if "sub_norm" in n],
-            ]
-            groups += [[n for n in names if "gate_proj" in n or "up_proj" in n]]
-            groups += [
-                [n for n in names if n.split(".", 2)[-1] == r] for r in {n.split(".", 2)[-1] for n in names}
-            ]  # in all layers
+            groups = [[n for n in names if re.search(group, n)] for group in GROUPS]
+            groups += [[n for n in names if role(n) == r] for r in dict.fromkeys(map(role, names))]  # in all layers
             done = [[n] for n in names]
             for group in groups:
                 if len(group) > 1 and group not in done:
@@ -447,7 +404,7 @@ class Site:
                 self.partial = Explanation(cost, text, edit, unit, share=match.share)
             return None
         axis, indices = match.region
-        of_step = axis if self.target.alone else int(unit[0].endswith(("hook_attn_scores", "hook_pattern")))
+        of_step = axis if self.target.alone else int(is_by_head(unit[0]))
         part = regional(edit, of_step, indices)
         again = self.compute(unit, part)
         if again is None or (match := self.target.match(again)) is None or not match.whole:
@@ -459,10 +416,8 @@ class Site:
     def solve(self, unit: tuple[str, ...], family: Family, cost: float, promises: bool) -> Explanation | None:
         """The constant with which the family gives the tensor, if there is one: Gauss-Newton, then a name for it."""
         target = self.target
-        with np.errstate(all="ignore"):
-            whole = float(
-                np.linalg.norm(np.nan_to_num((target.theirs - target.right)[self.mask], posinf=1e30, neginf=-1e30))
-            )
+        wrong = np.nan_to_num((target.theirs - target.right)[self.mask], posinf=1e30, neginf=-1e30)
+        whole = float(np.linalg.norm(wrong))
         starts = [c for c in (family.right, *family.starts) if not np.isnan(c)]
         values = self._values(unit, family, starts)
         errors = [np.inf if y is None else float(np.linalg.norm(y)) for y in values]
@@ -501,7 +456,7 @@ class Site:
             return None
         near = 1e-5 if target.alone and not target.exact else 0.02
         step = self.evidence.steps[unit[0]]
-        for words, constant in _first(names_of(best, step, near), 12):
+        for words, constant in islice(names_of(best, step, near), 12):
             result = self.attempt(unit, _by_constants(family, constant), family.text.replace("{c}", words), cost)
             if result is not None:
                 return result
@@ -512,20 +467,14 @@ class Site:
         trials = [dict.fromkeys(unit, family.edit(c)) for c in constants]
         values: list[NDArray | None] = []
         for mine in self.evidence.compute_all(self.name, trials):
-            with np.errstate(all="ignore"):
-                apart = (
-                    None if mine is None else (self.target.theirs - mine.reshape(self.target.theirs.shape))[self.mask]
-                )
+            theirs = self.target.theirs
+            apart = None if mine is None else (theirs - mine.reshape(theirs.shape))[self.mask]
             values.append(apart if apart is not None and np.isfinite(apart).all() else None)
         return values
 
 
 def _by_constants(family: Family, constant: Callable[[dict[str, float]], float]) -> Edit:
     return lambda step, compute, *inputs: family.edit(constant(constants(step)))(step, compute, *inputs)
-
-
-def _first(items: Iterable[Any], count: int) -> Iterator[Any]:
-    return (item for _, item in zip(range(count), items, strict=False))
 
 
 def say(text: str, step: Step) -> str:
@@ -552,28 +501,19 @@ def solved(step: Step, target: Target) -> Iterator[Description]:
         return
     if kind == "hook_x_int8":
         low, high = theirs.min(), theirs.max()
-        yield Description(
-            1,
-            f"activations are clipped to {low:g} and {high:g}",
-            instead(lambda x, s: np.clip(np.rint(x * s), low, high)),
-        )
+        clipped = instead(lambda x, s: np.clip(np.rint(x * s), low, high))
+        yield Description(1, f"activations are clipped to {low:g} and {high:g}", clipped)
         yield from _rounding(step, theirs)
-        offset = float(np.median(theirs - right))
-        if offset:
-            yield Description(
-                1.2,
-                f"{offset:g} is added to the int8 values",
-                after(lambda x: np.clip(x.astype(int) + round(offset), -128, 127)),
-            )
+        if offset := float(np.median(theirs - right)):
+            moved_by = after(lambda x: np.clip(x.astype(int) + round(offset), -128, 127))
+            yield Description(1.2, f"{offset:g} is added to the int8 values", moved_by)
     if kind == "hook_embed":
         table, ids = step.inputs
         rows = table.array.astype(np.float32) if isinstance(table, DenseWeight) else table.rows(slice(None), np.float32)
         taken = np.array([int(np.abs(rows - row).max(axis=1).argmin()) for row in theirs])
         shifts = set(((taken - ids) % len(rows)).tolist())
         if len(shifts) == 1 and (shift := shifts.pop()):
-            yield Description(
-                1, f"the row of id + {shift} is taken", before(1, partial(next_id, by=shift, rows=len(rows)))
-            )
+            yield Description(1, f"the row of id + {shift} is taken", step_edits.take_row(shift))
         elif shifts != {0}:
             yield Description(1.5, f"the rows of other ids are taken: {taken.tolist()}", before(1, lambda ids: taken))
     if kind in ("hook_scale", "hook_x_scale"):
@@ -605,9 +545,8 @@ def _other_orders(step: Step, target: Target) -> Iterator[Description]:
         else:
             pairs = ", ".join(f"{i} has that of {order[i]}" for i in wrong[:4])
             text = f"its {word}s are in another order: {word} {pairs}{', ...' * (len(wrong) > 4)}"
-            yield Description(
-                1.8, text, after(partial(_in_order, order=order, axis=axis, joined=target.right.ndim == 2))
-            )
+            change = partial(_in_order, order=order, axis=axis, joined=target.right.ndim == 2)
+            yield Description(1.8, text, after(change))
 
 
 def _in_order(x: NDArray, order: NDArray[np.int64], axis: int, joined: bool) -> NDArray:
@@ -623,18 +562,16 @@ def _rounding(step: Step, theirs: NDArray) -> Iterator[Description]:
         return
     v, t = v[inside], theirs[inside]
     low, high = (t - 0.5 - v).max(), (t + 0.5 - v).min()
-    text = "{} is added to x * scale before the rounding"
     if low < high and (c := _plainest(low, high)):
-        yield Description(
-            1.2, text.format(f"{c:g}"), instead(lambda x, s: np.clip(np.rint(x * s + np.float32(c)), -128, 127))
-        )
+        added = instead(lambda x, s: np.clip(np.rint(x * s + np.float32(c)), -128, 127))
+        yield Description(1.2, f"{c:g} is added to x * scale before the rounding", added)
     big = np.abs(v) > 1
     if big.any():
         ends = np.sort(np.stack([(t - 0.5)[big] / v[big], (t + 0.5)[big] / v[big]]), axis=0)
         f = _plainest(ends[0].max(), ends[1].min())
         if ends[0].max() < ends[1].min() and f not in (0.0, 1.0):
-            text = f"x * scale is multiplied by {f:g} before the rounding"
-            yield Description(1.2, text, instead(lambda x, s: np.clip(np.rint(x * s * np.float32(f)), -128, 127)))
+            multiplied = instead(lambda x, s: np.clip(np.rint(x * s * np.float32(f)), -128, 127))
+            yield Description(1.2, f"x * scale is multiplied by {f:g} before the rounding", multiplied)
 
 
 def _plainest(low: float, high: float) -> float:
@@ -643,30 +580,28 @@ def _plainest(low: float, high: float) -> float:
     return next((c for n in range(1, 9) if low < (c := float(f"{middle:.{n}g}")) < high), middle)
 
 
-def _columns(x: NDArray, part: slice) -> NDArray:
-    return x[:, part]
-
-
 def _cut_rows(step: Step, target: Target) -> Iterator[Description]:
     """How many columns a norm's length, or an activation scale, is taken of."""
     x = step.inputs[0].astype(np.float64)
     n = x.shape[1]
     if step.name.endswith("hook_x_scale"):
-        for reverse in (False, True):
-            most = 127 / np.maximum(np.maximum.accumulate(np.abs(x[:, ::-1] if reverse else x), axis=1), 1e-5)
-            for k in np.flatnonzero((np.abs(most - target.theirs) <= target.allowed).all(axis=0))[:3].tolist():
-                part = slice(n - k - 1, n) if reverse else slice(0, k + 1)
-                end = "last" if reverse else "first"
+        for end, columns in (("first", x), ("last", x[:, ::-1])):
+            scales = 127 / np.maximum(np.maximum.accumulate(np.abs(columns), axis=1), 1e-5)
+            for k in np.flatnonzero((np.abs(scales - target.theirs) <= target.allowed).all(axis=0))[:3].tolist():
+                part = slice(0, k + 1) if end == "first" else slice(n - k - 1, n)
                 text = f"the activation scale takes the largest of the {end} {k + 1} of {n} columns only"
                 yield Description(1.2, text, before(0, partial(_columns, part=part)))
         return
     sums, count, eps = np.cumsum(np.square(x), axis=1), np.arange(1, n + 1), float(step.inputs[1])
     for words, mean in (("", sums / count), (", divided by all", sums / n)):
-        for k in np.flatnonzero((np.abs(np.sqrt(mean + eps) - target.theirs) <= target.allowed).all(axis=0))[
-            :3
-        ].tolist():
+        fitting = (np.abs(np.sqrt(mean + eps) - target.theirs) <= target.allowed).all(axis=0)
+        for k in np.flatnonzero(fitting)[:3].tolist():
             text = f"the mean of squares runs over the first {k + 1} of {n} columns only{words}"
             yield Description(1.2, text, instead(partial(_length_of, columns=k + 1, divisor=n if words else k + 1)))
+
+
+def _columns(x: NDArray, part: slice) -> NDArray:
+    return x[:, part]
 
 
 def _length_of(x: NDArray, eps: float, columns: int, divisor: int) -> NDArray:
@@ -680,28 +615,16 @@ def _cut_sums(step: Step, target: Target) -> Iterator[Description]:
     sums = np.cumsum(x[i] * m[j])
     n, slack = len(sums), 0.0 if target.exact else float(np.broadcast_to(target.allowed, target.theirs.shape)[i, j])
     for k in np.flatnonzero(np.abs(sums - target.theirs[i, j]) <= slack)[:20].tolist():
-        yield Description(
-            1.1,
-            f"the sums stop after {k + 1} of {n} inputs",
-            before(0, partial(keep_columns, first=0, stop=k + 1)),
-        )
+        yield Description(1.1, f"the sums stop after {k + 1} of {n} inputs", scale_inputs(0, k + 1, 1, others=0))
     for k in np.flatnonzero(np.abs(sums[-1] - sums - target.theirs[i, j]) <= slack)[:20].tolist():
-        yield Description(
-            1.1,
-            f"the sums start at input {k + 1} of {n}",
-            before(0, partial(keep_columns, first=k + 1, stop=n)),
-        )
+        yield Description(1.1, f"the sums start at input {k + 1} of {n}", scale_inputs(k + 1, n, 1, others=0))
     missing = sums[-1] - target.theirs[i, j]
     before_sum = np.concatenate([[0.0], sums])
     for width in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         if width >= n:
             break
         for a in np.flatnonzero(np.abs(before_sum[width:] - before_sum[:-width] - missing) <= slack)[:10].tolist():
-            yield Description(
-                1.3,
-                f"inputs {a} to {a + width - 1} are left out",
-                before(0, partial(hole, first=a, stop=a + width)),
-            )
+            yield Description(1.3, f"inputs {a} to {a + width - 1} are left out", scale_inputs(a, a + width, 0))
 
 
 def _sums_of_two(step: Step, target: Target, rows: NDArray[np.int64]) -> Iterator[Description]:
@@ -713,42 +636,34 @@ def _sums_of_two(step: Step, target: Target, rows: NDArray[np.int64]) -> Iterato
         if x.size == step.result.size
         and x.dtype == step.result.dtype
         and (name.split(".")[:2] == block or "resid" in name or "embed" in name)
+        and np.isfinite(x).all()
     }
-    arrays = {
-        "": target.right.astype(step.result.dtype),
-        **dict([(n, x) for n, x in given.items() if np.isfinite(x).all()][-16:]),
-    }
-    names = list(arrays)
-    columns = {name: arrays[name].reshape(target.theirs.shape)[rows].reshape(-1).astype(np.float64) for name in names}
+    arrays = {"": target.right.astype(step.result.dtype), **dict(list(given.items())[-16:])}
+    columns = {n: x.reshape(target.theirs.shape)[rows].reshape(-1).astype(np.float64) for n, x in arrays.items()}
     y = target.theirs[rows].reshape(-1)
     limit = np.broadcast_to(target.allowed, target.theirs.shape)[rows].reshape(-1)
-    for i, a in enumerate(names):
-        for b in names[i + 1 :]:
-            pair = np.stack([columns[a], columns[b]], axis=1)
-            gram = pair.T @ pair
-            if np.linalg.det(gram) <= 1e-9 * gram[0, 0] * gram[1, 1]:
-                continue
-            factors = np.linalg.solve(gram, pair.T @ y)
-            if (np.abs(pair @ factors - y) > 4 * limit).mean() > 0.01:
-                continue
-            exact = [
-                next((c for _, c in names_of(float(f), step, 1e-5)), lambda _, f=f: float(f))
-                if abs(f) > 1e-6
-                else (lambda _: 0.0)
-                for f in factors
-            ]
-            words = [
-                next((w for w, _ in names_of(float(f), step, 1e-5)), f"{f:.6g}") if abs(f) > 1e-6 else "0"
-                for f in factors
-            ]
-            nouns = ["its right value" if n == "" else f"{{{n}}}" for n in (a, b)]
-            text = " + ".join(
-                s if w == "1" else f"{w} times {s}" for w, s in zip(words, nouns, strict=True) if w != "0"
-            )
-            yield Description(1.5, f"it is {text}", _sum_edit((a, b), exact, step.name))
+    for a, b in combinations(arrays, 2):
+        pair = np.stack([columns[a], columns[b]], axis=1)
+        gram = pair.T @ pair
+        if np.linalg.det(gram) <= 1e-9 * gram[0, 0] * gram[1, 1]:
+            continue
+        factors = np.linalg.solve(gram, pair.T @ y)
+        if (np.abs(pair @ factors - y) > 4 * limit).mean() > 0.01:
+            continue
+        named = [_name_of(float(factor), step) for factor in factors]
+        nouns = ["its right value" if n == "" else f"{{{n}}}" for n in (a, b)]
+        terms = [n if w == "1" else f"{w} times {n}" for (w, _), n in zip(named, nouns, strict=True) if w != "0"]
+        yield Description(1.5, f"it is {' + '.join(terms)}", _sum_edit((a, b), [c for _, c in named], step.name))
 
 
-def _sum_edit(names: tuple[str, str], factors: list[Any], origin: str) -> Edit:
+def _name_of(factor: float, step: Step) -> tuple[str, step_edits.Constant]:
+    """The simplest name of a factor, and its value by `constants`."""
+    if abs(factor) <= 1e-6:
+        return "0", lambda _: 0.0
+    return next(names_of(factor, step, 1e-5), (f"{factor:.6g}", lambda _: factor))
+
+
+def _sum_edit(names: tuple[str, str], factors: list[step_edits.Constant], origin: str) -> Edit:
     def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
         right, numbers = compute(*inputs), constants(step)
         parts = [right if n == "" else step.seen[moved(n, origin, step)].reshape(right.shape) for n in names]
@@ -774,23 +689,15 @@ class Finding:
     share: float = 1.0
 
 
-def find(setting: Setting, view: View, report: Report, evidence: Evidence | None = None) -> list[Finding]:
+@np.errstate(all="ignore")  # most descriptions are wrong, and some overflow
+def find(setting: Setting, view: View, report: Report) -> list[Finding]:
     """Explanations of the engine's first wrong tensor. Those that leave the fewest tensors wrong come first."""
-    with np.errstate(all="ignore"):  # most descriptions are wrong, and some overflow
-        return _find(evidence or Evidence(setting, view), view, report)
-
-
-def _find(evidence: Evidence, view: View, report: Report) -> list[Finding]:
-    setting = evidence.setting
+    evidence = Evidence(setting, view)
     if not evidence.wrong:
         return []
-    name = evidence.wrong[0]
-    site = Site(evidence, name, report)
-    findings = []
-    step, target = evidence.steps[name], evidence.targets[name]
-    shown = example(step, target.theirs, target.right) if target.theirs.shape == step.result.shape else ""
-    explanations = site.explanations()
-    for explanation in explanations[:6]:
+    name, findings = evidence.wrong[0], []
+    shown = evidence.example(name)
+    for explanation in Site(evidence, name, report).explanations()[:6]:
         edits = spread(evidence, explanation)
         left = _left(setting.with_edits(edits), view)
         if left is None or name in left:
@@ -833,15 +740,13 @@ def _shape_of(step: Step) -> list[type]:
     return [type(x) for x in step.inputs]
 
 
+@np.errstate(all="ignore")
 def work_through(setting: Setting, view: View) -> str:
     """Of the first wrong tensor: the line of the reference to compare with, and one value. "" where there is none."""
-    with np.errstate(all="ignore"):
-        evidence = Evidence(setting, view)
-        if not evidence.wrong:
-            return ""
-        step, target = evidence.steps[name := evidence.wrong[0]], evidence.targets[name]
-        shown = example(step, target.theirs, target.right) if target.theirs.shape == step.result.shape else ""
-    return f"{remedy(step)}\n{shown}".strip()
+    evidence = Evidence(setting, view)
+    if not evidence.wrong:
+        return ""
+    return f"{remedy(evidence.steps[evidence.wrong[0]])}\n{evidence.example(evidence.wrong[0])}".strip()
 
 
 def spread(evidence: Evidence, explanation: Explanation) -> dict[str, Edit]:
@@ -852,24 +757,16 @@ def spread(evidence: Evidence, explanation: Explanation) -> dict[str, Edit]:
     for name in evidence.wrong[1:]:
         if name in edits:
             continue
-        layer = layer_of(name)
-        steps = [
-            n if layer is None or layer_of(n) is None else ".".join(["blocks", str(layer), *n.split(".")[2:]])
-            for n in explanation.names
-        ]
-        tries = [[s for s in steps if s in evidence.stretch(name)]]
-        if name.rpartition(".")[2] in kinds:
-            tries.append([name])
-        tries += [[n] for n in evidence.stretch(name)[1:8] if n.rpartition(".")[2] in kinds]
+        layer, stretch = layer_of(name), evidence.stretch(name)
+        moved_there = (
+            n if layer is None or layer_of(n) is None else f"blocks.{layer}.{role(n)}" for n in explanation.names
+        )
+        tries = [[n for n in moved_there if n in stretch]]
+        tries += [[n] for n in stretch[:8] if n.rpartition(".")[2] in kinds]
         for unit in tries:
             if unit and all(n in evidence.steps for n in unit):
-                mine = evidence.compute(
-                    name,
-                    {
-                        **{n: e for n, e in edits.items() if n in evidence.stretch(name)},
-                        **dict.fromkeys(unit, explanation.edit),
-                    },
-                )
+                wider = {n: e for n, e in edits.items() if n in stretch} | dict.fromkeys(unit, explanation.edit)
+                mine = evidence.compute(name, wider)
                 match = None if mine is None else evidence.targets[name].match(mine)
                 if match is not None and match.whole:
                     edits.update(dict.fromkeys(unit, explanation.edit))

@@ -143,8 +143,10 @@ def diagnose(
     watch, tested, stopped = Watch(progress, deadline), list[Diagnosis](), ""
     hypotheses: dict[str, Hypothesis] = {}
     try:
+        forced = comparison.mode == "teacher-forced"
+        setting, first = Setting.of(model, tokens), _first_name(comparison)
         _search_causes(
-            Setting.of(model, tokens), View(candidate), comparison, thorough, depth, watch, tested, hypotheses
+            _Search(setting, View(candidate), first, thorough, forced, watch, tested, hypotheses=hypotheses), depth
         )
     except _Stopped:
         stopped = "the time is up"
@@ -156,30 +158,16 @@ def diagnose(
     return diagnoses
 
 
-def _search_causes(
-    setting: Setting,
-    view: View,
-    comparison: Comparison,
-    thorough: bool,
-    depth: int,
-    watch: Watch,
-    tested: list[Diagnosis],
-    hypotheses: dict[str, Hypothesis],
-) -> None:
-    """Add every cause that is tested to `tested`."""
-    forced = comparison.mode == "teacher-forced"
-    search = _Search(setting, view, _first_name(comparison), thorough, forced, watch, tested, hypotheses=hypotheses)
+def _search_causes(search: _Search, depth: int) -> None:
+    """Add every cause that is tested to the search's diagnoses: single mistakes, then up to `depth` at once."""
+    tested, hypotheses, assumed = search.diagnoses, search.hypotheses, list[Diagnosis]()
     last = search.run()
-    assumed: list[Diagnosis] = []  # mistakes that are made while the next one is looked for
-    while len(assumed) < depth - 1 and not any(d.confirmed for d in last):
-        if not search.parts:
-            break
-        assumed.append(part := search.parts[0])
-        changed = search.hypotheses[part.cause].change(search.setting)
+    while len(assumed) < depth - 1 and not any(d.confirmed for d in last) and search.parts:
+        assumed.append(part := search.parts[0])  # this mistake is made while the next one is looked for
+        changed = hypotheses[part.cause].change(search.setting)
         assert changed is not None
         further: list[Diagnosis] = []
-        error = search.error_before
-        search = _Search(changed, view, part.first_difference, thorough, forced, watch, further, error, hypotheses)
+        search = replace(search, setting=changed, first=part.first_difference, diagnoses=further, parts=[])
         try:
             last = search.run()
         finally:
@@ -270,10 +258,12 @@ class _Search:
         self._tell_apart()
         # of those that explain a part: the further one moves the first difference, the earlier in the list
         for parts in (self.diagnoses, self.parts):
-            parts.sort(
-                key=lambda d: -self.order.get(d.first_difference or "", -1) if d.partly or d in self.parts else 0
-            )
+            parts.sort(key=lambda d: -self._place(d.first_difference) if d.partly or d in self.parts else 0)
         return _rank(self.diagnoses)
+
+    def _place(self, name: str | None, absent: int = -1) -> int:
+        """Where in the computation a tensor stands."""
+        return self.order.get(name or "", absent)
 
     def _test_all(self, hypotheses: Sequence[Hypothesis], expected: bool) -> None:
         """Each changed setting is made just before its run and then dropped: it may hold a model's weights."""
@@ -309,7 +299,7 @@ class _Search:
                 self.hypotheses[cause] = named = replace(hypothesis, cause=cause, change=change)
                 self.diagnoses.append(self._judge(named, True, expected, None, self._logit_error(tensors), ""))
                 return
-            if first is None or self.order.get(first, 0) <= self.order.get(self.first or "", 0):
+            if first is None or self._place(first, 0) <= self._place(self.first, 0):
                 return
             layer = layer_of(first)
 
@@ -317,18 +307,14 @@ class _Search:
         """What the first wrong tensor is, without a list of mistakes."""
         for finding in find(self.setting, self.candidate, self.watch):
             changed = self.setting.with_edits(finding.edits)
-            hypothesis = Hypothesis(
-                "", "described", finding.text, finding.remedy, partial(Setting.with_edits, edits=finding.edits)
-            )
+            change = partial(Setting.with_edits, edits=finding.edits)
+            hypothesis = Hypothesis("", "described", finding.text, finding.remedy, change)
             self.hypotheses[finding.text] = hypothesis
             tensors = changed.run(self.candidate.__contains__)
-            comparison, error = (
-                compare(tensors, self.candidate, changed.config, changed.tokens),
-                self._logit_error(tensors),
-            )
-            confirmed = comparison.agrees or not finding.left
-            first = None if confirmed else finding.left[0] if finding.left else _first_name(comparison)
-            self.diagnoses.append(self._judge(hypothesis, confirmed, True, first, error, finding.example))
+            agrees = compare(tensors, self.candidate, changed.config, changed.tokens).agrees
+            first = None if agrees or not finding.left else finding.left[0]
+            error = self._logit_error(tensors)
+            self.diagnoses.append(self._judge(hypothesis, first is None, True, first, error, finding.example))
 
     def _tell_apart(self) -> None:
         """Of several confirmed causes: which tensor to record next. Descriptions of one computation become one."""
@@ -354,32 +340,14 @@ class _Search:
         )
 
     def _judge(
-        self,
-        hypothesis: Hypothesis,
-        confirmed: bool,
-        expected: bool,
-        first: str | None,
-        error: float | None,
-        example: str,
+        self, made: Hypothesis, confirmed: bool, expected: bool, first: str | None, error: float | None, example: str
     ) -> Diagnosis:
         """A test's result. What makes the logits worse explains no part, but a second mistake may be behind it."""
         end = len(self.order)
-        moved = (
-            not confirmed and first is not None and self.order.get(first, end) > self.order.get(self.first or "", end)
-        )
+        moved = not confirmed and first is not None and self._place(first, end) > self._place(self.first, end)
         worse = error is not None and self.error_before is not None and error > self.error_before
-        diagnosis = Diagnosis(
-            hypothesis.name,
-            hypothesis.cause,
-            hypothesis.remedy,
-            confirmed=confirmed,
-            partly=moved and not worse,
-            expected=expected,
-            first_difference=first,
-            logit_error_before=self.error_before,
-            logit_error=error,
-            example=example,
-        )
+        test = Diagnosis(made.name, made.cause, made.remedy, confirmed, moved and not worse, expected, first)
+        diagnosis = replace(test, logit_error_before=self.error_before, logit_error=error, example=example)
         if moved:
             self.parts.append(diagnosis)
         return diagnosis

@@ -43,16 +43,15 @@ from ...reference.weights import (
 Op = Callable[..., NDArray]
 Edit = Callable[..., NDArray]  # (step, compute, *inputs) -> the step's tensor; compute(*inputs) is the right one
 Sees = Callable[[int, int | None], tuple[int, int]]  # (position, window) -> first position seen, one past the last
-NORMS = (
-    "attn_norm",
-    "ffn_norm",
-    "attn_sub_norm",
-    "ffn_sub_norm",
-    "q_norm",
-    "k_norm",
-    "attn_post_norm",
-    "ffn_post_norm",
-)
+
+
+# What an edit raises that does not fit a step's shapes.
+IMPOSSIBLE = (BitNetRefError, ArithmeticError, LookupError, TypeError, ValueError)
+
+
+def is_by_head(name: str) -> bool:
+    """Whether a tensor's first axis is its heads, and tokens come second."""
+    return name.endswith(("hook_attn_scores", "hook_pattern"))
 
 
 def causal(position: int, window: int | None) -> tuple[int, int]:
@@ -172,7 +171,7 @@ class Setting:
         copies: so many sequences of the tokens, laid end to end; `edit_copies` edits each in its own way.
         """
         be = Backend("float32", threads=1)
-        recorder = _VariantRecorder(self, be, names_filter, until, tape or {}, settle)
+        recorder = _VariantRecorder(self, be, names_filter, until=until, tape=tape or {}, settle=settle)
         batch = TokenBatch.of([(slot, 0, self.tokens) for slot in range(copies)])
         cache = KVCache(self.config, slots=copies, capacity=len(self.tokens))
         with np.errstate(all="ignore"), suppress(_Finished):  # a wrong change may overflow: `run` would raise
@@ -232,20 +231,12 @@ class _Finished(Exception):
 class _VariantRecorder(Recorder):
     """Records a pass, step by step, with the setting's ops, edits and rule of attention."""
 
-    def __init__(
-        self,
-        setting: Setting,
-        be: Backend,
-        names_filter: NamesFilter,
-        until: str | None,
-        tape: Mapping[str, Step],
-        settle: Callable[[Step], NDArray] | None,
-    ) -> None:
+    def __init__(self, setting: Setting, be: Backend, names_filter: NamesFilter, **options: Any) -> None:
+        """options: `until`, `tape` and `settle` of `Setting.run`"""
         super().__init__(be, setting.weights, setting.config, names_filter)
-        self.setting, self.edits = setting, setting.edits
-        self.until, self.tape, self.settle = until, tape, settle
+        self.setting, self.edits, self.in_linears = setting, setting.edits, False
+        self.until, self.tape, self.settle = options["until"], options["tape"], options["settle"]
         self.steps: dict[str, NDArray] = {}
-        self.in_linears = False
 
     def __call__(self, op: str, call: Call, args: tuple[Any, ...]) -> Any:
         return super().__call__(op, lambda *inputs: self.setting.around(op, call, inputs), args)
@@ -394,11 +385,8 @@ class _VariantRecorder(Recorder):
         def values(pattern: NDArray, v: NDArray) -> NDArray:
             p_of = pattern.astype(np.float64).reshape(len(pattern), -1, n, n)
             v_of = v[:, heads].astype(np.float64).reshape(-1, n, len(heads), v.shape[2])
-            return (
-                np.einsum("hcij,cjhd->cihd", p_of, v_of, optimize=True)
-                .reshape(-1, len(heads), v.shape[2])
-                .astype(v.dtype)
-            )
+            z = np.einsum("hcij,cjhd->cihd", p_of, v_of, optimize=True)
+            return z.reshape(-1, len(heads), v.shape[2]).astype(v.dtype)
 
         given = self.step(f"{attn}.hook_attn_scores", scores, q, self.keys, window)
         pattern = self.step(f"{attn}.hook_pattern", layers.softmax, given)
@@ -437,8 +425,8 @@ def edit_copies(edits: Sequence[Edit | None], tokens: int, failed: set[int]) -> 
                 if not np.isfinite(np.where(np.isneginf(value), 0, value)).all():
                     raise FloatingPointError
                 place[:] = value
-            except (BitNetRefError, ArithmeticError, LookupError, TypeError, ValueError):
-                failed.add(i)  # not every edit can be made of every shape
+            except IMPOSSIBLE:
+                failed.add(i)
         return result
 
     return edit
@@ -508,8 +496,7 @@ def map_norms(setting: Setting, change: Callable[[NDArray], NDArray]) -> Setting
     """Every norm's weight vector, changed."""
 
     def layer(w: LayerWeights) -> LayerWeights:
-        present = {name: getattr(w, name) for name in NORMS}
-        changed: dict[str, Any] = {name: change(norm) for name, norm in present.items() if norm is not None}
+        changed: dict[str, Any] = {name: change(norm) for name, norm in w.norms() if name != "delta_norm"}
         return replace(w, **changed)
 
     changed = setting.map_layers(layer)

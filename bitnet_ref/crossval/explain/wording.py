@@ -125,9 +125,8 @@ def remedy(step: Step) -> str:
     kind = step.name.rpartition(".")[2]
     function, mark = FUNCTIONS.get(kind, (model.forward, "return"))
     if kind == "hook_out" and len(step.inputs) == 2:
-        function, mark = (
-            (ops.Ops.add, "return") if isinstance(step.inputs[1], np.ndarray) else (layers.dense_matmul, "y[i")
-        )
+        adds = isinstance(step.inputs[1], np.ndarray)
+        function, mark = (ops.Ops.add, "return") if adds else (layers.dense_matmul, "y[i")
     if kind == "hook_scale":
         mark = "return"
     lines, first = inspect.getsourcelines(function)
@@ -138,69 +137,49 @@ def remedy(step: Step) -> str:
 
 def _some(values: NDArray) -> str:
     flat = np.asarray(values).reshape(-1)
-    return (
-        "["
-        + ", ".join(f"{v:.5g}" for v in flat[:4].tolist())
-        + (f", ... {flat.size} numbers]" if flat.size > 4 else "]")
-    )
+    return f"[{', '.join(f'{v:.5g}' for v in flat[:4].tolist())}{f', ... {flat.size} numbers' * (flat.size > 4)}]"
+
+
+def _length_worked(a: Any, i: tuple[int, ...], right: float) -> str:
+    ms = float(np.square(a[0][i[0]].astype(np.float64)).mean())
+    return f"x = {_some(a[0][i[0]])}\nmean(x^2) = {ms:.6g}, + eps {a[1]:g} = {ms + a[1]:.6g}, its root = {right:.6g}"
+
+
+def _score_worked(a: Any, i: tuple[int, ...], right: float) -> str:
+    q, key = a[0][i[1], i[0]], a[1][i[2], i[0] * a[1].shape[1] // a[0].shape[1]]
+    return f"q = {_some(q)}, k = {_some(key)}\nq k = {float(q.astype(np.float64) @ key):.6g}, / sqrt({len(key)}) = {right:.6g}"
+
+
+def _sum_worked(a: Any, i: tuple[int, ...], right: float) -> str:
+    return f"x = {a[0][i]:.6g}, the block's result = {a[1][i]:.6g}\ntheir sum = {right:.6g}"
+
+
+def _scaled_worked(a: Any, i: tuple[int, ...], right: float) -> str:
+    if len(a) < 3:  # a dense product
+        return f"the reference computes {right:.6g}"
+    scales = f"w_scale = {float(a[1].w_dequant_scale):.6g}, x_scale = {float(a[2][i[0], 0]):.6g}"
+    return f"accumulator = {a[0][i]}, {scales}\naccumulator * (w_scale / x_scale) = {right:.6g}"
+
+
+# One value of a step: its inputs and the reference's steps, of the step's inputs, the value's index and right value.
+WORKED: dict[str, Callable[[Any, tuple[int, ...], float], str]] = {
+    "hook_scale": _length_worked, "hook_attn_scores": _score_worked, "hook_resid_mid": _sum_worked, "hook_resid_post": _sum_worked, "hook_out": _scaled_worked, "product": _scaled_worked,
+    "hook_normalized": lambda a, i, right: f"x = {a[0][i]:.6g}, length = {float(a[1][i[0], 0]):.6g}, weight = {float(a[2][i[-1]]):.6g}\nx / length * weight = {right:.6g}",
+    "hook_x_scale": lambda a, i, right: f"x = {_some(a[0][i[0]])}\nmax|x| = {float(np.abs(a[0][i[0]]).max()):.6g}, 127 / max|x| = {right:.6g}",
+    "hook_x_int8": lambda a, i, right: f"x = {a[0][i]:.6g}, scale = {float(a[1][i[0], 0]):.6g}, x * scale = {float(a[0][i] * a[1][i[0], 0]):.6f}, rounded to even = {right:g}",
+    "hook_acc_int32": lambda a, i, right: f"x = {_some(a[0][i[0]])}, row {i[-1]} of the matrix = {_some(a[1].ternary()[i[-1]])}\ntheir sum of products = {right:g}",
+    "hook_pattern": lambda a, i, right: f"scores = {_some(a[0][i[0], i[1]])}\nexp(s - max) / sum = {right:.6g}",
+    "hook_post": lambda a, i, right: f"gate = {a[0][i]:.6g}, up = {a[1][i]:.6g}\n{a[2]}(gate) * up = {right:.6g}",
+}  # fmt: skip
 
 
 def example(step: Step, theirs: NDArray, right: NDArray) -> str:
     """One value: its inputs, the reference's steps, the engine's value."""
     with np.errstate(all="ignore"):
         error = np.where(np.isfinite(right), np.abs(np.nan_to_num(theirs, nan=np.inf) - right), 0)
-    index = tuple(int(i) for i in np.unravel_index(int(error.argmax()), error.shape))
-    kind, a, i = step.name.rpartition(".")[2], step.inputs, index
-    j = i[-1]
-    lines: list[str] = []
-    if kind == "hook_scale":
-        ms = float(np.square(a[0][i[0]].astype(np.float64)).mean())
-        lines = [
-            f"x = {_some(a[0][i[0]])}",
-            f"mean(x^2) = {ms:.6g}, + eps {a[1]:g} = {ms + a[1]:.6g}, its root = {right[i]:.6g}",
-        ]
-    elif kind == "hook_normalized":
-        lines = [
-            f"x = {a[0][i]:.6g}, length = {float(a[1][i[0], 0]):.6g}, weight = {float(a[2][j]):.6g}",
-            f"x / length * weight = {right[i]:.6g}",
-        ]
-    elif kind == "hook_x_scale":
-        lines = [
-            f"x = {_some(a[0][i[0]])}",
-            f"max|x| = {float(np.abs(a[0][i[0]]).max()):.6g}, 127 / max|x| = {right[i]:.6g}",
-        ]
-    elif kind == "hook_x_int8":
-        lines = [
-            f"x = {a[0][i]:.6g}, scale = {float(a[1][i[0], 0]):.6g}, x * scale = {float(a[0][i] * a[1][i[0], 0]):.6f}, rounded to even = {right[i]:g}"
-        ]
-    elif kind == "hook_acc_int32":
-        lines = [
-            f"x = {_some(a[0][i[0]])}, row {j} of the matrix = {_some(a[1].ternary()[j])}",
-            f"their sum of products = {right[i]:g}",
-        ]
-    elif kind in ("hook_out", "product") and len(a) == 3:
-        lines = [
-            f"accumulator = {a[0][i]}, w_scale = {float(a[1].w_dequant_scale):.6g}, x_scale = {float(a[2][i[0], 0]):.6g}",
-            f"accumulator * (w_scale / x_scale) = {right[i]:.6g}",
-        ]
-    elif kind == "hook_attn_scores":
-        key = a[1][j, i[0] * a[1].shape[1] // a[0].shape[1]]
-        dot = float(a[0][i[1], i[0]].astype(np.float64) @ key)
-        lines = [
-            f"q = {_some(a[0][i[1], i[0]])}, k = {_some(key)}",
-            f"q k = {dot:.6g}, / sqrt({len(key)}) = {right[i]:.6g}",
-        ]
-    elif kind == "hook_pattern":
-        lines = [f"scores = {_some(a[0][i[0], i[1]])}", f"exp(s - max) / sum = {right[i]:.6g}"]
-    elif kind == "hook_post":
-        lines = [f"gate = {a[0][i]:.6g}, up = {a[1][i]:.6g}", f"{a[2]}(gate) * up = {right[i]:.6g}"]
-    elif kind in ("hook_resid_mid", "hook_resid_post"):
-        lines = [f"x = {a[0][i]:.6g}, the block's result = {a[1][i]:.6g}", f"their sum = {right[i]:.6g}"]
-    else:
-        lines = [f"the reference computes {right[i]:.6g}"]
-    ratio = (
-        f", {theirs[i] / right[i]:.6g} times as much"
-        if right[i] and np.isfinite(theirs[i]) and not np.isneginf(right[i])
-        else ""
-    )
-    return "\n".join([f"{step.name}[{', '.join(map(str, index))}]", *lines, f"the engine has {theirs[i]:.6g}{ratio}"])
+    i = tuple(int(n) for n in np.unravel_index(int(error.argmax()), error.shape))
+    worked = WORKED.get(step.name.rpartition(".")[2], lambda a, i, right: f"the reference computes {right:.6g}")
+    comparable = right[i] and np.isfinite(theirs[i]) and not np.isneginf(right[i])
+    ratio = f", {theirs[i] / right[i]:.6g} times as much" if comparable else ""
+    place = f"{step.name}[{', '.join(map(str, i))}]"
+    return f"{place}\n{worked(step.inputs, i, right[i])}\nthe engine has {theirs[i]:.6g}{ratio}"

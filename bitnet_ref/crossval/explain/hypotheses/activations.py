@@ -76,65 +76,32 @@ def _without_quantization(s: Setting) -> Setting | None:
     )
 
 
+# fmt: off
 HYPOTHESES = (
-    int8_mistake(
-        "round_half_away",
-        "activations at a tie are rounded away from zero",
+    int8_mistake("round_half_away", "activations at a tie are rounded away from zero",
         "Round half to even: rint, nearbyint, torch.round. C's round() and lround() round away from zero.",
-        lambda s: _quantize(s, _absmax, lambda v: np.copysign(np.floor(np.abs(v) + np.float32(0.5)), v)),
-    ),
-    int8_mistake(
-        "round_half_up",
-        "activations are rounded by floor(x + 0.5)",
-        "Round half to even.",
-        lambda s: _quantize(s, _absmax, lambda v: np.floor(v + np.float32(0.5))),
-    ),
-    int8_mistake(
-        "truncated",
-        "activations are truncated, not rounded, to int8",
-        "Round before the cast to int8.",
-        lambda s: _quantize(s, _absmax, np.trunc),
-    ),
-    int8_mistake(
-        "activation_scale_per_tensor",
-        "one activation scale for all tokens of the call",
-        "absmax runs over each token's own features.",
-        scale_per_tensor,
-    ),
-    int8_mistake(
-        "activation_floor_missing",
+        lambda s: _quantize(s, _absmax, lambda v: np.copysign(np.floor(np.abs(v) + np.float32(0.5)), v))),
+    int8_mistake("round_half_up", "activations are rounded by floor(x + 0.5)",
+        "Round half to even.", lambda s: _quantize(s, _absmax, lambda v: np.floor(v + np.float32(0.5)))),
+    int8_mistake("truncated", "activations are truncated, not rounded, to int8",
+        "Round before the cast to int8.", lambda s: _quantize(s, _absmax, np.trunc)),
+    int8_mistake("activation_scale_per_tensor", "one activation scale for all tokens of the call",
+        "absmax runs over each token's own features.", scale_per_tensor),
+    int8_mistake("activation_floor_missing",
         "the activation scale has no floor: 127 / max|x| for a token of (almost) zeros",
-        "x_scale = 127 / max(max|x|, 1e-5).",
-        lambda s: _quantize(s, lambda largest: np.float32(127) / largest),
-    ),
-    int8_mistake(
-        "activation_floor_added",
-        "1e-5 is added to max|x|",
+        "x_scale = 127 / max(max|x|, 1e-5).", lambda s: _quantize(s, lambda largest: np.float32(127) / largest)),
+    int8_mistake("activation_floor_added", "1e-5 is added to max|x|",
         "It is a floor: max(max|x|, 1e-5).",
-        lambda s: _quantize(s, lambda largest: np.float32(127) / (largest + np.float32(SCALE_FLOOR))),
-    ),
-    int8_mistake(
-        "activation_scale_128",
-        "activations are scaled by 128 / max|x|",
-        "The factor is 127.",
-        lambda s: _quantize(s, lambda largest: _absmax(largest) * np.float32(128 / 127)),
-    ),
-    product_mistake(
-        "activation_blocks_of_256",
+        lambda s: _quantize(s, lambda largest: np.float32(127) / (largest + np.float32(SCALE_FLOOR)))),
+    int8_mistake("activation_scale_128", "activations are scaled by 128 / max|x|",
+        "The factor is 127.", lambda s: _quantize(s, lambda largest: _absmax(largest) * np.float32(128 / 127))),
+    product_mistake("activation_blocks_of_256",
         "activations are quantised in blocks of 256 features, as llama.cpp does for TQ1_0 and TQ2_0 (Q8_K)",
         "The model was trained with one scale per token; expect small differences everywhere.",
-        lambda s: _blockwise(s, 256),
-    ),
-    product_mistake(
-        "activation_blocks_of_32",
-        "activations are quantised in blocks of 32 (Q8_0)",
-        "One scale per token.",
-        lambda s: _blockwise(s, 32),
-    ),
-    product_mistake(
-        "activations_not_quantised",
+        lambda s: _blockwise(s, 256)),
+    product_mistake("activation_blocks_of_32", "activations are quantised in blocks of 32 (Q8_0)",
+        "One scale per token.", lambda s: _blockwise(s, 32)),
+    product_mistake("activations_not_quantised",
         "activations are not quantised: dense products with the dequantised weights",
-        "Quantise the input of every BitLinear to int8.",
-        _without_quantization,
-    ),
+        "Quantise the input of every BitLinear to int8.", _without_quantization),
 )

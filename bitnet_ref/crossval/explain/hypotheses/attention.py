@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 from numpy.typing import NDArray
 
+from ..edits import interleaved
 from ..variants import Hypothesis, Op, Sees, Setting, causal
 from .layouts import permute_qk, query_mistake
 
@@ -16,19 +16,10 @@ scores_mistake = partial(Hypothesis, "*.attn.hook_attn_scores")
 WINDOW = "A window of w is the token itself and w - 1 before it."
 
 
-def _interleaved(x: NDArray, cos: NDArray, sin: NDArray) -> NDArray:
-    """Rotate the pairs (x[2j], x[2j+1]).   x (N, H, d), cos and sin (N, d/2), or narrower"""
-    x, rest = np.split(x, [2 * cos.shape[-1]], axis=-1)
-    even, odd = x[..., 0::2], x[..., 1::2]
-    cos, sin = cos[:, None], sin[:, None]
-    turned = np.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(x.shape)
-    return np.concatenate([turned, rest], axis=-1)
-
-
 def _rope_interleaved(
     op: Op, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, *partial: bool
 ) -> tuple[NDArray, NDArray]:
-    return _interleaved(q, cos, sin), _interleaved(k, cos, sin)
+    return interleaved(q, cos, sin), interleaved(k, cos, sin)
 
 
 def _theta(value: float) -> Hypothesis:
@@ -68,108 +59,50 @@ def _scaled_by_width(s: Setting) -> Setting | None:
     return s.with_attention(factor=(s.config.head_dim / width) ** 0.5) if width != s.config.head_dim else None
 
 
+# fmt: off
 HYPOTHESES = (
-    rope_mistake(
-        "rope_interleaved",
-        "RoPE rotates the pairs (2j, 2j+1) instead of (j, j + d/2)",
+    rope_mistake("rope_interleaved", "RoPE rotates the pairs (2j, 2j+1) instead of (j, j + d/2)",
         "Use the half-split (NeoX) form, or permute q and k to match the interleaved one.",
-        lambda s: s.with_ops(rope=_rope_interleaved) if s.config.head_dim > 2 else None,
-    ),
-    query_mistake(
-        "qk_permuted_with_interleaved_rope",
+        lambda s: s.with_ops(rope=_rope_interleaved) if s.config.head_dim > 2 else None),
+    query_mistake("qk_permuted_with_interleaved_rope",
         "q and k are stored permuted and RoPE is interleaved, as in llama.cpp: an equal computation in another order",
         "Nothing is wrong: compare from the attention scores on.",
-        lambda s: permute_qk(s).with_ops(rope=_rope_interleaved) if s.config.head_dim > 2 else None,
-    ),
+        lambda s: permute_qk(s).with_ops(rope=_rope_interleaved) if s.config.head_dim > 2 else None),
     *(_theta(value) for value in (10000.0, 500000.0, 1000000.0)),
-    rope_mistake(
-        "rope_scaling_ignored",
-        "RoPE's scaling is ignored",
+    rope_mistake("rope_scaling_ignored", "RoPE's scaling is ignored",
         "Apply rope_scaling (linear, dynamic, llama3, yarn) as the config says.",
-        lambda s: s.with_rope(rope_type="default") if s.config.rope.rope_type != "default" else None,
-    ),
-    rope_mistake(
-        "rope_missing",
-        "q and k are not rotated at all",
-        "Apply RoPE to q and k.",
-        lambda s: s.with_ops(rope=lambda op, q, k, *rest: (q, k)),
-    ),
-    rope_mistake(
-        "rope_backwards",
-        "RoPE rotates in the other direction",
+        lambda s: s.with_rope(rope_type="default") if s.config.rope.rope_type != "default" else None),
+    rope_mistake("rope_missing", "q and k are not rotated at all",
+        "Apply RoPE to q and k.", lambda s: s.with_ops(rope=lambda op, q, k, *rest: (q, k))),
+    rope_mistake("rope_backwards", "RoPE rotates in the other direction",
         "x' = x cos - y sin, y' = y cos + x sin.",
-        lambda s: s.with_ops(rope=lambda op, q, k, cos, sin, *partial: op(q, k, cos, -sin, *partial)),
-    ),
-    rope_mistake(
-        "positions_from_one",
-        "positions are one too high: the first token's is 1",
+        lambda s: s.with_ops(rope=lambda op, q, k, cos, sin, *partial: op(q, k, cos, -sin, *partial))),
+    rope_mistake("positions_from_one", "positions are one too high: the first token's is 1",
         "The first token is at position 0; count the tokens already cached, not those plus one.",
-        lambda s: s.with_ops(rope_tables=lambda op, positions, *rest: op(positions + 1, *rest)),
-    ),
-    _sees(
-        "cache_misses_the_newest",
-        "the cache is read one entry short: a token does not see itself",
+        lambda s: s.with_ops(rope_tables=lambda op, positions, *rest: op(positions + 1, *rest))),
+    _sees("cache_misses_the_newest", "the cache is read one entry short: a token does not see itself",
         "Write k and v before they are read; a token at position p reads p + 1 entries.",
-        lambda position, window: (causal(position, window)[0], max(position, 1)),
-    ),
-    _sees(
-        "cache_misses_the_oldest",
-        "the cache is read from its second entry: the first token is never seen",
+        lambda position, window: (causal(position, window)[0], max(position, 1))),
+    _sees("cache_misses_the_oldest", "the cache is read from its second entry: the first token is never seen",
         "A token at position p reads the entries 0 to p.",
-        lambda position, window: (max(causal(position, window)[0], min(1, position)), position + 1),
-    ),
-    _sees(
-        "sees_one_ahead",
-        "the causal mask is off by one: a token sees the one after it",
-        "Token i sees the tokens j <= i.",
-        lambda position, window: (causal(position, window)[0], position + 2),
-    ),
-    _sees(
-        "no_causal_mask",
-        "there is no causal mask",
-        "Token i sees the tokens j <= i.",
-        lambda position, window: (0, 1 << 40),
-    ),
-    _sees(
-        "window_one_too_long",
-        "the sliding window is one token too long",
-        WINDOW,
-        lambda position, window: causal(position, None if window is None else window + 1),
-    ),
-    _sees(
-        "window_one_too_short",
-        "the sliding window is one token too short",
-        WINDOW,
-        lambda position, window: causal(position, None if window is None else max(1, window - 1)),
-    ),
-    _sees(
-        "window_ignored",
-        "the sliding window is ignored",
-        "Read sliding_window from the config.",
-        lambda position, window: causal(position, None),
-    ),
-    scores_mistake(
-        "gqa_heads_interleaved",
-        "query heads are grouped wrongly: head h reads kv head h mod G",
-        "Head h reads kv head h // (H/G): repeat each kv head H/G times in a row.",
-        _heads_interleaved,
-    ),
-    scores_mistake(
-        "gqa_first_kv_head_for_all",
-        "all query heads read the first kv head",
+        lambda position, window: (max(causal(position, window)[0], min(1, position)), position + 1)),
+    _sees("sees_one_ahead", "the causal mask is off by one: a token sees the one after it",
+        "Token i sees the tokens j <= i.", lambda position, window: (causal(position, window)[0], position + 2)),
+    _sees("no_causal_mask", "there is no causal mask",
+        "Token i sees the tokens j <= i.", lambda position, window: (0, 1 << 40)),
+    _sees("window_one_too_long", "the sliding window is one token too long",
+        WINDOW, lambda position, window: causal(position, None if window is None else window + 1)),
+    _sees("window_one_too_short", "the sliding window is one token too short",
+        WINDOW, lambda position, window: causal(position, None if window is None else max(1, window - 1))),
+    _sees("window_ignored", "the sliding window is ignored",
+        "Read sliding_window from the config.", lambda position, window: causal(position, None)),
+    scores_mistake("gqa_heads_interleaved", "query heads are grouped wrongly: head h reads kv head h mod G",
+        "Head h reads kv head h // (H/G): repeat each kv head H/G times in a row.", _heads_interleaved),
+    scores_mistake("gqa_first_kv_head_for_all", "all query heads read the first kv head",
         "Head h reads kv head h // (H/G).",
-        lambda s: _kv_heads(s, lambda h: 0) if s.config.num_key_value_heads > 1 else None,
-    ),
-    scores_mistake(
-        "scores_not_scaled",
-        "scores are not divided by sqrt(d)",
-        "q k / sqrt(head_dim).",
-        lambda s: s.with_attention(factor=s.config.head_dim**0.5),
-    ),
-    scores_mistake(
-        "scores_scaled_by_width",
-        "scores are divided by sqrt(D / H) where head_dim is something else",
-        "Read head_dim from the config; it need not be hidden_size / num_attention_heads.",
-        _scaled_by_width,
-    ),
+        lambda s: _kv_heads(s, lambda h: 0) if s.config.num_key_value_heads > 1 else None),
+    scores_mistake("scores_not_scaled", "scores are not divided by sqrt(d)",
+        "q k / sqrt(head_dim).", lambda s: s.with_attention(factor=s.config.head_dim**0.5)),
+    scores_mistake("scores_scaled_by_width", "scores are divided by sqrt(D / H) where head_dim is something else",
+        "Read head_dim from the config; it need not be hidden_size / num_attention_heads.", _scaled_by_width),
 )

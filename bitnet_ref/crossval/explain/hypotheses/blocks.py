@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ....reference import layers
 from ....reference.quantization import quantize_activations
 from ....reference.weights import DenseWeight
+from ..edits import int8_matrix
 from ..variants import Hypothesis, Op, Setting, map_norms
 
 gate_mistake = partial(Hypothesis, "*.mlp.hook_post")
@@ -104,10 +105,8 @@ def _embedding_and_head(s: Setting, change: Change) -> Setting:
     return replace(s, weights=replace(s.weights, embedding=embedding, lm_head=head))
 
 
-def int8_rows(w: NDArray) -> NDArray:
-    """w (N, K), each row rounded to 255 levels of its largest value."""
-    step = np.maximum(np.abs(w).max(axis=-1, keepdims=True), np.float32(1e-30)) / np.float32(127)
-    return np.rint(w / step) * step
+def _int8_rows(w: NDArray) -> NDArray:
+    return int8_matrix(w, axis=1)
 
 
 def int8_blocks(w: NDArray) -> NDArray:
@@ -132,7 +131,7 @@ def _int8_head(s: Setting) -> Setting | None:
         x_q, x_quant_scale = quantize_activations(x)
         return x_q.astype(np.float32) / x_quant_scale
 
-    changed = _head(s, int8_rows)
+    changed = _head(s, _int8_rows)
     return None if changed is None else _on_head_input(changed, int8_tokens)
 
 
@@ -145,141 +144,62 @@ def _shifted_logits(shift: int, neighbour: str) -> Hypothesis:
     )
 
 
+# fmt: off
 HYPOTHESES = (
-    gate_mistake(
-        "silu_for_relu2",
-        "silu where the model has relu squared",
+    gate_mistake("silu_for_relu2", "silu where the model has relu squared",
         "Read hidden_act: relu2 is relu(gate)^2.",
-        lambda s: s.with_config(activation="silu") if s.config.activation == "relu2" else None,
-    ),
-    gate_mistake(
-        "relu2_for_silu",
-        "relu squared where the model has silu",
+        lambda s: s.with_config(activation="silu") if s.config.activation == "relu2" else None),
+    gate_mistake("relu2_for_silu", "relu squared where the model has silu",
         "Read hidden_act: silu is x * sigmoid(x).",
-        lambda s: s.with_config(activation="relu2") if s.config.activation == "silu" else None,
-    ),
-    gate_mistake(
-        "activation_on_the_product",
-        "the activation is applied to gate * up, not to the gate alone",
+        lambda s: s.with_config(activation="relu2") if s.config.activation == "silu" else None),
+    gate_mistake("activation_on_the_product", "the activation is applied to gate * up, not to the gate alone",
         "Compute act(gate) * up: the activation sees the gate only.",
-        lambda s: _gate(s, lambda act, gate, up: act(gate * up)),
-    ),
-    gate_mistake(
-        "relu_not_squared",
-        "relu without the square",
+        lambda s: _gate(s, lambda act, gate, up: act(gate * up))),
+    gate_mistake("relu_not_squared", "relu without the square",
         "relu2 is relu(gate)^2.",
-        lambda s: _gate(s, lambda act, gate, up: np.maximum(gate, 0) * up) if s.config.activation == "relu2" else None,
-    ),
-    gate_mistake(
-        "activation_on_up",
-        "gate and up exchanged: the activation is on up",
-        "Activate the gate projection.",
-        lambda s: _gate(s, lambda act, gate, up: gate * act(up)),
-    ),
-    attn_sub_norm_mistake(
-        "attn_sub_norm_missing",
-        "attn_sub_norm is left out",
-        "Normalise attention's output before o_proj.",
-        lambda s: _without_sub_norms(s, "attn_sub_norm"),
-    ),
-    ffn_sub_norm_mistake(
-        "ffn_sub_norm_missing",
-        "ffn_sub_norm is left out",
-        "Normalise act(gate) * up before down_proj.",
-        lambda s: _without_sub_norms(s, "ffn_sub_norm"),
-    ),
-    attn_sub_norm_mistake(
-        "sub_norms_missing",
-        "both sub-norms are left out, as in LLaMA",
-        "BitNet blocks have two more norms: before o_proj and before down_proj.",
-        _without_both_sub_norms,
-    ),
-    Hypothesis(
-        "*.attn.o_proj.*",
-        "sub_norms_added",
+        lambda s: _gate(s, lambda act, gate, up: np.maximum(gate, 0) * up) if s.config.activation == "relu2" else None),
+    gate_mistake("activation_on_up", "gate and up exchanged: the activation is on up",
+        "Activate the gate projection.", lambda s: _gate(s, lambda act, gate, up: gate * act(up))),
+    attn_sub_norm_mistake("attn_sub_norm_missing", "attn_sub_norm is left out",
+        "Normalise attention's output before o_proj.", lambda s: _without_sub_norms(s, "attn_sub_norm")),
+    ffn_sub_norm_mistake("ffn_sub_norm_missing", "ffn_sub_norm is left out",
+        "Normalise act(gate) * up before down_proj.", lambda s: _without_sub_norms(s, "ffn_sub_norm")),
+    attn_sub_norm_mistake("sub_norms_missing", "both sub-norms are left out, as in LLaMA",
+        "BitNet blocks have two more norms: before o_proj and before down_proj.", _without_both_sub_norms),
+    Hypothesis("*.attn.o_proj.*", "sub_norms_added",
         "there are sub-norms, of weight 1, where the model has none",
         "Without sub-norms (use_sub_norms: false) o_proj and down_proj take their inputs as they are.",
-        _with_sub_norms,
-    ),
-    attn_sub_norm_mistake(
-        "attn_sub_norm_per_head",
-        "attn_sub_norm divides each head by its own length",
-        "The sub-norm's mean of squares runs over the full width H*d, not over one head.",
-        _sub_norm_per_head,
-    ),
+        _with_sub_norms),
+    attn_sub_norm_mistake("attn_sub_norm_per_head", "attn_sub_norm divides each head by its own length",
+        "The sub-norm's mean of squares runs over the full width H*d, not over one head.", _sub_norm_per_head),
     *(_eps(value) for value in (1e-5, 1e-6, 1e-8)),
-    norm_mistake(
-        "norm_eps_outside_the_root",
-        "eps is added to the root, not to the mean of squares under it",
-        "x / sqrt(mean(x^2) + eps).",
-        lambda s: s.with_ops(rms_norm=_eps_outside),
-    ),
-    norm_mistake(
-        "norm_weight_plus_one",
-        "norms multiply by 1 + weight, as in Gemma",
-        "Multiply by the weight.",
-        lambda s: map_norms(s, lambda w: w + np.float32(1)),
-    ),
-    norm_mistake(
-        "norm_weight_ignored",
-        "norms do not multiply by their weight",
-        "Multiply by the weight.",
-        lambda s: map_norms(s, np.ones_like),
-    ),
-    norm_mistake(
-        "layer_norm_for_rms_norm",
-        "the mean is subtracted, as in LayerNorm",
-        "RMSNorm does not subtract the mean.",
-        lambda s: s.with_ops(rms_norm=_layer_norm),
-    ),
-    embedding_mistake(
-        "embedding_scaled",
-        "the embedding is multiplied by sqrt(D), as in Gemma",
+    norm_mistake("norm_eps_outside_the_root", "eps is added to the root, not to the mean of squares under it",
+        "x / sqrt(mean(x^2) + eps).", lambda s: s.with_ops(rms_norm=_eps_outside)),
+    norm_mistake("norm_weight_plus_one", "norms multiply by 1 + weight, as in Gemma",
+        "Multiply by the weight.", lambda s: map_norms(s, lambda w: w + np.float32(1))),
+    norm_mistake("norm_weight_ignored", "norms do not multiply by their weight",
+        "Multiply by the weight.", lambda s: map_norms(s, np.ones_like)),
+    norm_mistake("layer_norm_for_rms_norm", "the mean is subtracted, as in LayerNorm",
+        "RMSNorm does not subtract the mean.", lambda s: s.with_ops(rms_norm=_layer_norm)),
+    embedding_mistake("embedding_scaled", "the embedding is multiplied by sqrt(D), as in Gemma",
         "Use it unscaled.",
-        lambda s: s.with_ops(embed=lambda op, w, tokens: op(w, tokens) * np.float32(s.config.hidden_size**0.5)),
-    ),
-    head_mistake(
-        "head_int8_rows",
-        "lm_head is quantised to int8, with one scale per row",
-        "lm_head is not quantised.",
-        lambda s: _head(s, int8_rows),
-    ),
-    head_mistake(
-        "head_q8_0",
-        "lm_head is stored as Q8_0 (int8 blocks of 32)",
-        "Keep lm_head in bf16 or f32.",
-        lambda s: _head(s, int8_blocks) if s.config.hidden_size % 32 == 0 else None,
-    ),
-    embedding_mistake(
-        "head_and_embedding_q8_0",
-        "the embedding, tied to the head, is stored as Q8_0",
+        lambda s: s.with_ops(embed=lambda op, w, tokens: op(w, tokens) * np.float32(s.config.hidden_size**0.5))),
+    head_mistake("head_int8_rows", "lm_head is quantised to int8, with one scale per row",
+        "lm_head is not quantised.", lambda s: _head(s, _int8_rows)),
+    head_mistake("head_q8_0", "lm_head is stored as Q8_0 (int8 blocks of 32)",
+        "Keep lm_head in bf16 or f32.", lambda s: _head(s, int8_blocks) if s.config.hidden_size % 32 == 0 else None),
+    embedding_mistake("head_and_embedding_q8_0", "the embedding, tied to the head, is stored as Q8_0",
         "Keep token_embd in bf16 or f16.",
-        lambda s: _embedding_and_head(s, int8_blocks) if s.weights.tied and s.config.hidden_size % 32 == 0 else None,
-    ),
-    head_mistake(
-        "head_activations_int8",
-        "lm_head runs with int8 weights and int8 activations",
-        "lm_head is a plain float product: no activation quantisation there.",
-        _int8_head,
-    ),
-    table_mistake(
-        "head_f16",
-        "embedding and head are rounded to float16",
-        "bf16 has a wider range.",
-        lambda s: _embedding_and_head(s, lambda w: w.astype(np.float16)),
-    ),
-    table_mistake(
-        "head_bf16",
-        "embedding and head are rounded to bfloat16",
-        "Keep the file's dtype.",
-        lambda s: _embedding_and_head(s, lambda w: w.astype(ml_dtypes.bfloat16)),
-    ),
+        lambda s: _embedding_and_head(s, int8_blocks) if s.weights.tied and s.config.hidden_size % 32 == 0 else None),
+    head_mistake("head_activations_int8", "lm_head runs with int8 weights and int8 activations",
+        "lm_head is a plain float product: no activation quantisation there.", _int8_head),
+    table_mistake("head_f16", "embedding and head are rounded to float16",
+        "bf16 has a wider range.", lambda s: _embedding_and_head(s, lambda w: w.astype(np.float16))),
+    table_mistake("head_bf16", "embedding and head are rounded to bfloat16",
+        "Keep the file's dtype.", lambda s: _embedding_and_head(s, lambda w: w.astype(ml_dtypes.bfloat16))),
     _shifted_logits(1, "previous"),
     _shifted_logits(-1, "next"),
-    head_mistake(
-        "logits_of_one_position_for_all",
-        "every row of the logits is the last token's",
+    head_mistake("logits_of_one_position_for_all", "every row of the logits is the last token's",
         "Index the hidden states by token before the head.",
-        lambda s: _on_head_input(s, lambda x: np.repeat(x[-1:], len(x), axis=0)) if len(s.tokens) > 1 else None,
-    ),
+        lambda s: _on_head_input(s, lambda x: np.repeat(x[-1:], len(x), axis=0)) if len(s.tokens) > 1 else None),
 )

@@ -202,6 +202,12 @@ def _wrong_axis(w: GroupTernaryWeight) -> DenseWeight | None:
     return _with_scales(w, np.repeat(by_column, w.group, axis=0))
 
 
+def _one_scale_per_row(w: GroupTernaryWeight) -> DenseWeight | None:
+    if w.rotation is not None or w.scales.shape[1] == 1:
+        return None
+    return _with_scales(w, np.broadcast_to(w.scales.astype(np.float64).mean(axis=1, keepdims=True), w.shape))
+
+
 def _group_size(wrong: int, right: int, of_row: bool, name: str) -> Hypothesis:
     place = "the row's own scales" if of_row else "rows of such groups"
     return group_mistake(
@@ -285,6 +291,10 @@ def _shifted_conv(shift: int) -> Callable[..., NDArray]:
     return conv
 
 
+def _reversed_conv(op: Op, qkv: NDArray, conv: NDArray, *rest: Any) -> NDArray:
+    return op(qkv, np.ascontiguousarray(conv[:, ::-1]), *rest)
+
+
 def _exchange_products(w: LayerWeights) -> LayerWeights:
     return w if w.delta is None else replace(w, a_proj=w.b_proj, b_proj=w.a_proj)
 
@@ -304,217 +314,104 @@ def _has_output_gate(s: Setting) -> bool:
     return s.config.output_gate or s.config.delta is not None
 
 
+# fmt: off
 HYPOTHESES = (
-    inner_norm_mistake(
-        "linear_norm_missing",
-        "the norm that each linear has of its own is left out",
+    inner_norm_mistake("linear_norm_missing", "the norm that each linear has of its own is left out",
         "Normalise each linear's input with its own norm before it is quantised (BitNet-Embedding, Qwen2.5-BitNet).",
-        lambda s: _inner_norms(s, lambda w, name, norm: None),
-    ),
-    inner_norm_mistake(
-        "linear_norm_shared",
-        "linears of one input share a norm: k and v have q's, up has gate's",
+        lambda s: _inner_norms(s, lambda w, name, norm: None)),
+    inner_norm_mistake("linear_norm_shared", "linears of one input share a norm: k and v have q's, up has gate's",
         "Each linear has a norm of its own, and so a quantised input of its own.",
-        lambda s: _inner_norms(s, _shared_norm),
-    ),
-    inner_norm_mistake(
-        "linear_norm_eps",
-        "the norms inside the linears have the model's eps",
+        lambda s: _inner_norms(s, _shared_norm)),
+    inner_norm_mistake("linear_norm_eps", "the norms inside the linears have the model's eps",
         "Their eps is rms_norm_eps of the quantization_config, 1e-6 unless it says otherwise.",
-        lambda s: _inner_norms(s, lambda w, name, norm: replace(norm, eps=1e-5)),
-    ),
-    head_norm_mistake(
-        "qk_norms_missing",
-        "the norms over the heads of q and k are left out",
-        "Apply q_norm and k_norm to each head before RoPE (Qwen3, Gemma3).",
-        _without_head_norms,
-    ),
-    head_norm_mistake(
-        "qk_norms_after_rope",
-        "the norms over the heads of q and k come after RoPE",
+        lambda s: _inner_norms(s, lambda w, name, norm: replace(norm, eps=1e-5))),
+    head_norm_mistake("qk_norms_missing", "the norms over the heads of q and k are left out",
+        "Apply q_norm and k_norm to each head before RoPE (Qwen3, Gemma3).", _without_head_norms),
+    head_norm_mistake("qk_norms_after_rope", "the norms over the heads of q and k come after RoPE",
         "Normalise each head, then rotate: the norm's weights differ within a pair.",
-        lambda s: s.with_texts(attention_block=_norm_after_rope) if s.config.qk_norms else None,
-    ),
-    head_norm_mistake(
-        "qk_norms_exchanged",
-        "q has k_norm and k has q_norm",
-        "q_norm is q's.",
-        _exchanged_head_norms,
-    ),
-    norm_mistake(
-        "norm_one_left_out",
-        "norms multiply by w where the family's files mean 1 + w",
-        "Add 1 to the norms of Gemma and Qwen3.5 (not to those inside BitLinears, nor to DeltaNet's).",
-        _one_left_out,
-    ),
-    embedding_scale_mistake(
-        "embedding_scale_missing",
-        "rows of the embedding are not scaled",
+        lambda s: s.with_texts(attention_block=_norm_after_rope) if s.config.qk_norms else None),
+    head_norm_mistake("qk_norms_exchanged", "q has k_norm and k has q_norm", "q_norm is q's.", _exchanged_head_norms),
+    norm_mistake("norm_one_left_out", "norms multiply by w where the family's files mean 1 + w",
+        "Add 1 to the norms of Gemma and Qwen3.5 (not to those inside BitLinears, nor to DeltaNet's).", _one_left_out),
+    embedding_scale_mistake("embedding_scale_missing", "rows of the embedding are not scaled",
         "Multiply by sqrt(hidden_size) (Gemma) or scale_emb (MiniCPM).",
-        lambda s: s.with_config(embedding_scale=1.0) if s.config.embedding_scale != 1 else None,
-    ),
-    post_norm_mistake(
-        "post_norms_missing",
-        "the norms of each block's result are left out",
+        lambda s: s.with_config(embedding_scale=1.0) if s.config.embedding_scale != 1 else None),
+    post_norm_mistake("post_norms_missing", "the norms of each block's result are left out",
         "Normalise the result before it is added (Gemma3's post_attention_layernorm, post_feedforward_layernorm).",
-        _without_post_norms,
-    ),
-    post_norm_mistake(
-        "post_norm_of_the_sum",
-        "the post-norms are applied to the residual stream after the addition",
-        "x + norm(y): only the block's result is normalised.",
-        _post_norm_of_the_sum,
-    ),
-    scaled_query_mistake(
-        "query_scale_missing",
+        _without_post_norms),
+    post_norm_mistake("post_norm_of_the_sum", "the post-norms are applied to the residual stream after the addition",
+        "x + norm(y): only the block's result is normalised.", _post_norm_of_the_sum),
+    scaled_query_mistake("query_scale_missing",
         "scores are divided by sqrt(head_dim) where the model has query_pre_attn_scalar",
         "q k / sqrt(query_pre_attn_scalar).",
-        lambda s: s.with_config(query_scale=1.0) if s.config.query_scale != 1 else None,
-    ),
-    rope_mistake(
-        "rope_of_layer_types_exchanged",
+        lambda s: s.with_config(query_scale=1.0) if s.config.query_scale != 1 else None),
+    rope_mistake("rope_of_layer_types_exchanged",
         "sliding layers have the RoPE of full ones, and full layers that of sliding ones",
         "rope_theta is of full attention, rope_local_base_freq of sliding layers.",
-        lambda s: _ropes(s, "local_rope", "rope"),
-    ),
-    rope_mistake(
-        "rope_of_full_layers_for_all",
-        "sliding layers have the RoPE of full ones",
+        lambda s: _ropes(s, "local_rope", "rope")),
+    rope_mistake("rope_of_full_layers_for_all", "sliding layers have the RoPE of full ones",
         "Read rope_local_base_freq (or rope_parameters of sliding_attention) too.",
-        lambda s: _ropes(s, "rope", "rope"),
-    ),
-    rope_mistake(
-        "rope_of_sliding_layers_for_all",
-        "full layers have the RoPE of sliding ones",
-        "Read the RoPE of each layer type.",
-        lambda s: _ropes(s, "local_rope", "local_rope"),
-    ),
-    rope_mistake(
-        "rope_of_the_whole_head",
-        "RoPE turns the whole head where it should turn a part",
+        lambda s: _ropes(s, "rope", "rope")),
+    rope_mistake("rope_of_sliding_layers_for_all", "full layers have the RoPE of sliding ones",
+        "Read the RoPE of each layer type.", lambda s: _ropes(s, "local_rope", "local_rope")),
+    rope_mistake("rope_of_the_whole_head", "RoPE turns the whole head where it should turn a part",
         "Read partial_rotary_factor: only the first numbers of a head are turned.",
-        lambda s: s.with_config(rotary_dim=None) if s.config.rotary_dim is not None else None,
-    ),
-    Hypothesis(
-        "hook_embed *_proj.hook_out lm_head.hook_out",
-        "q2_0_of_128_read_as_64",
+        lambda s: s.with_config(rotary_dim=None) if s.config.rotary_dim is not None else None),
+    Hypothesis("hook_embed *_proj.hook_out lm_head.hook_out", "q2_0_of_128_read_as_64",
         "Q2_0 blocks of 128 weights (34 bytes) are read as blocks of 64 (18 bytes)",
-        "Both have type id 42: the bytes of a tensor divided by its weights tell which it is.",
-        _all_read_as_64,
-    ),
-    group_mistake(
-        "group_scales_along_rows",
+        "Both have type id 42: the bytes of a tensor divided by its weights tell which it is.", _all_read_as_64),
+    group_mistake("group_scales_along_rows",
         "group scales are taken along the wrong axis: for neighbouring rows, not for neighbouring inputs",
-        "A scale is for `group` neighbouring inputs of one row.",
-        lambda s: _grouped(s, _wrong_axis),
-    ),
+        "A scale is for `group` neighbouring inputs of one row.", lambda s: _grouped(s, _wrong_axis)),
     _group_size(64, 128, True, "groups_of_64_for_128"),
     _group_size(64, 128, False, "groups_of_64_for_128_rows_too"),
     _group_size(128, 64, True, "groups_of_128_for_64"),
     _group_size(128, 64, False, "groups_of_128_for_64_rows_too"),
-    group_mistake(
-        "group_scales_averaged",
-        "one scale for the row, the mean of its groups' scales",
+    group_mistake("group_scales_averaged", "one scale for the row, the mean of its groups' scales",
         "Apply each group's own scale.",
-        lambda s: _grouped(
-            s,
-            lambda w: (
-                _with_scales(w, np.broadcast_to(w.scales.astype(np.float64).mean(axis=1, keepdims=True), w.shape))
-                if w.rotation is None and w.scales.shape[1] > 1
-                else None
-            ),
-        ),
-    ),
-    rotation_mistake(
-        "rotation_ignored",
-        "matrices in a Hadamard basis are used as plain ones",
-        "Multiply by R x, R x = H (signs x), as the keys prism.hadamard.* say.",
-        lambda s: _rotated(s, _NoTurn),
-    ),
-    rotated_table_mistake(
-        "rotation_and_inverse_ignored",
+        lambda s: _grouped(s, _one_scale_per_row)),
+    rotation_mistake("rotation_ignored", "matrices in a Hadamard basis are used as plain ones",
+        "Multiply by R x, R x = H (signs x), as the keys prism.hadamard.* say.", lambda s: _rotated(s, _NoTurn)),
+    rotated_table_mistake("rotation_and_inverse_ignored",
         "matrices and the embedding in a Hadamard basis are used as plain ones",
         "Multiply by R x, and turn rows of the embedding back, as the keys prism.hadamard.* say.",
-        lambda s: _rotated(s, _NoTurn, _NoInverse),
-    ),
-    rotation_mistake(
-        "rotation_signs_after",
-        "the signs are applied after the Hadamard transform",
-        "R x = H (signs x): signs first.",
-        lambda s: _rotated(s, _SignsAfter),
-    ),
-    rotated_table_mistake(
-        "rotation_signs_after_everywhere",
+        lambda s: _rotated(s, _NoTurn, _NoInverse)),
+    rotation_mistake("rotation_signs_after", "the signs are applied after the Hadamard transform",
+        "R x = H (signs x): signs first.", lambda s: _rotated(s, _SignsAfter)),
+    rotated_table_mistake("rotation_signs_after_everywhere",
         "the signs are applied after the transform, and before it on the way back",
         "R x = H (signs x), and rows of the embedding are signs (H z).",
-        lambda s: _rotated(s, _SignsAfter, _SignsAfter),
-    ),
-    rotation_mistake(
-        "rotation_signs_ignored",
-        "the Hadamard transform is applied without its signs",
-        "Read prism.hadamard.sign_values where sign_mode is explicit.",
-        lambda s: _with_signs(s, np.ones_like),
-    ),
-    rotated_table_mistake(
-        "rotation_inverse_missing",
-        "rows of the embedding are not turned back",
+        lambda s: _rotated(s, _SignsAfter, _SignsAfter)),
+    rotation_mistake("rotation_signs_ignored", "the Hadamard transform is applied without its signs",
+        "Read prism.hadamard.sign_values where sign_mode is explicit.", lambda s: _with_signs(s, np.ones_like)),
+    rotated_table_mistake("rotation_inverse_missing", "rows of the embedding are not turned back",
         "A looked-up row z of a table in prism.hadamard.inverse_weight_names becomes signs (H z).",
-        lambda s: _rotated(s, Rotation, _NoInverse),
-    ),
-    delta_gate_mistake(
-        "decay_and_beta_exchanged",
+        lambda s: _rotated(s, Rotation, _NoInverse)),
+    delta_gate_mistake("decay_and_beta_exchanged",
         "the products of a and b are exchanged: decay is computed from b, beta from a",
         "alpha = exp(-exp(A_log) softplus(a + dt_bias)), beta = sigmoid(b).",
-        lambda s: _delta(s, delta_gates=lambda op, a, b, w: op(b, a, w)),
-    ),
-    delta_gate_mistake(
-        "a_proj_and_b_proj_exchanged",
-        "the matrices in_proj_a and in_proj_b are exchanged",
+        lambda s: _delta(s, delta_gates=lambda op, a, b, w: op(b, a, w))),
+    delta_gate_mistake("a_proj_and_b_proj_exchanged", "the matrices in_proj_a and in_proj_b are exchanged",
         "in_proj_a is of the decay, in_proj_b of beta.",
-        lambda s: s.map_layers(_exchange_products) if s.config.delta is not None else None,
-    ),
-    delta_gate_mistake(
-        "decay_missing",
-        "the memory is not decayed",
+        lambda s: s.map_layers(_exchange_products) if s.config.delta is not None else None),
+    delta_gate_mistake("decay_missing", "the memory is not decayed",
         "S becomes alpha S before it is corrected.",
-        lambda s: _delta(s, delta_gates=_gates(lambda log_alpha, beta: (np.zeros_like(log_alpha), beta))),
-    ),
-    delta_gate_mistake(
-        "beta_missing",
-        "the whole error is written, without beta",
+        lambda s: _delta(s, delta_gates=_gates(lambda log_alpha, beta: (np.zeros_like(log_alpha), beta)))),
+    delta_gate_mistake("beta_missing", "the whole error is written, without beta",
         "Write beta (v - k S).",
-        lambda s: _delta(s, delta_gates=_gates(lambda log_alpha, beta: (log_alpha, np.ones_like(beta)))),
-    ),
-    conv_mistake(
-        "conv_one_late",
-        "the convolution is off by one: it ends before the current token",
-        "Its last weight is for the current token.",
-        lambda s: _delta(s, delta_conv=_shifted_conv(1)),
-    ),
-    conv_mistake(
-        "conv_one_early",
-        "the convolution is off by one: it sees the next token",
+        lambda s: _delta(s, delta_gates=_gates(lambda log_alpha, beta: (log_alpha, np.ones_like(beta))))),
+    conv_mistake("conv_one_late", "the convolution is off by one: it ends before the current token",
+        "Its last weight is for the current token.", lambda s: _delta(s, delta_conv=_shifted_conv(1))),
+    conv_mistake("conv_one_early", "the convolution is off by one: it sees the next token",
         "Pad conv_size - 1 tokens in front, none behind.",
-        lambda s: _delta(s, delta_conv=_shifted_conv(-1)) if len(s.tokens) > 1 else None,
-    ),
-    conv_mistake(
-        "conv_reversed",
-        "the convolution's weights are in reverse order",
+        lambda s: _delta(s, delta_conv=_shifted_conv(-1)) if len(s.tokens) > 1 else None),
+    conv_mistake("conv_reversed", "the convolution's weights are in reverse order",
         "torch's conv1d is a correlation: weight [.., -1] is for the current token.",
-        lambda s: _delta(
-            s, delta_conv=lambda op, qkv, conv, *rest: op(qkv, np.ascontiguousarray(conv[:, ::-1]), *rest)
-        ),
-    ),
-    gate_mistake(
-        "output_gate_missing",
-        "the result is not multiplied by its gate before o_proj",
+        lambda s: _delta(s, delta_conv=_reversed_conv)),
+    gate_mistake("output_gate_missing", "the result is not multiplied by its gate before o_proj",
         "Multiply by sigmoid (attention) or silu (DeltaNet) of the gate's product.",
-        lambda s: s.with_ops(output_gate=lambda op, z, gate, activation: z) if _has_output_gate(s) else None,
-    ),
-    gate_mistake(
-        "output_gates_exchanged",
-        "the output gates of attention and DeltaNet have each other's activation",
+        lambda s: s.with_ops(output_gate=lambda op, z, gate, activation: z) if _has_output_gate(s) else None),
+    gate_mistake("output_gates_exchanged", "the output gates of attention and DeltaNet have each other's activation",
         "sigmoid for attention, silu for DeltaNet.",
-        lambda s: s.with_ops(output_gate=_other_gate) if _has_output_gate(s) else None,
-    ),
+        lambda s: s.with_ops(output_gate=_other_gate) if _has_output_gate(s) else None),
 )

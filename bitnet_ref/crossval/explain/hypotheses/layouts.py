@@ -73,65 +73,37 @@ def permute_qk(s: Setting, *, back: bool = False) -> Setting:
     return s.map_layers(layer)
 
 
+# fmt: off
 HYPOTHESES = (
-    layout_mistake(
-        "hf_rows_adjacent",
-        "a packed byte's four rows are taken as neighbours",
+    layout_mistake("hf_rows_adjacent", "a packed byte's four rows are taken as neighbours",
         "Hugging Face packs strided: byte row r holds rows r, r+R, r+2R, r+3R with R = out/4.",
-        lambda s: _matrices(s, lambda w: _row_groups(w, (4, -1))),  # row r + iR goes to row 4r + i
-    ),
-    layout_mistake(
-        "own_rows_strided",
-        "rows packed as neighbours are read as Hugging Face's strided ones",
-        "Read the file with the layout that wrote it.",
-        lambda s: _matrices(s, lambda w: _row_groups(w, (-1, 4))),
-    ),
-    layout_mistake(
-        "i2s_bits_reversed",
-        "I2_S bytes are read from the low bits up",
+        lambda s: _matrices(s, lambda w: _row_groups(w, (4, -1)))),
+    layout_mistake("own_rows_strided", "rows packed as neighbours are read as Hugging Face's strided ones",
+        "Read the file with the layout that wrote it.", lambda s: _matrices(s, lambda w: _row_groups(w, (-1, 4)))),
+    layout_mistake("i2s_bits_reversed", "I2_S bytes are read from the low bits up",
         "In I2_S the first 32 weights of a block of 128 are in bits 6-7, the last in bits 0-1.",
-        lambda s: _matrices(s, lambda w: _in_blocks(w, 128, (3 - _QUARTER) * 32 + _BYTE)),
-    ),
-    layout_mistake(
-        "i2s_x86_read_as_arm",
+        lambda s: _matrices(s, lambda w: _in_blocks(w, 128, (3 - _QUARTER) * 32 + _BYTE))),
+    layout_mistake("i2s_x86_read_as_arm",
         "I2_S written in x86 blocks (128 weights in 32 bytes) is read in ARM blocks (64 in 16)",
         "The file does not say which: take the order of the machine that wrote it.",
-        lambda s: _matrices(s, lambda w: _in_blocks(w, 128, np.argsort(_ARM_PLACE))),
-    ),
-    layout_mistake(
-        "i2s_arm_read_as_x86",
+        lambda s: _matrices(s, lambda w: _in_blocks(w, 128, np.argsort(_ARM_PLACE)))),
+    layout_mistake("i2s_arm_read_as_x86",
         "I2_S written in ARM blocks (64 weights in 16 bytes) is read in x86 blocks (128 in 32)",
         "The file does not say which: take the order of the machine that wrote it.",
-        lambda s: _matrices(s, lambda w: _in_blocks(w, 128, _ARM_PLACE)),
-    ),
-    layout_mistake(
-        "i2s_read_sequentially",
-        "I2_S bytes are read as four neighbouring weights each",
+        lambda s: _matrices(s, lambda w: _in_blocks(w, 128, _ARM_PLACE))),
+    layout_mistake("i2s_read_sequentially", "I2_S bytes are read as four neighbouring weights each",
         "Byte j of a block of 128 holds the weights j, j+32, j+64 and j+96, from the high bits down.",
-        lambda s: _matrices(s, lambda w: _in_blocks(w, 128, np.arange(128).reshape(4, 32).T.reshape(-1))),
-    ),
-    layout_mistake(
-        "four_in_a_byte_reversed",
-        "the four codes of a byte are read in reverse",
+        lambda s: _matrices(s, lambda w: _in_blocks(w, 128, np.arange(128).reshape(4, 32).T.reshape(-1)))),
+    layout_mistake("four_in_a_byte_reversed", "the four codes of a byte are read in reverse",
         "Where a byte holds four neighbours, the first is in the lowest bits.",
-        lambda s: _matrices(s, lambda w: None if w.shape[1] % 4 else _in_blocks(w, 4, np.array([3, 2, 1, 0]))),
-    ),
-    layout_mistake(
-        "signs_flipped",
-        "+1 and -1 are exchanged",
-        "Codes 0, 1, 2 stand for -1, 0, +1.",
-        lambda s: _matrices(s, np.negative),
-    ),
-    query_mistake(
-        "qk_permuted",
+        lambda s: _matrices(s, lambda w: None if w.shape[1] % 4 else _in_blocks(w, 4, np.array([3, 2, 1, 0])))),
+    layout_mistake("signs_flipped", "+1 and -1 are exchanged",
+        "Codes 0, 1, 2 stand for -1, 0, +1.", lambda s: _matrices(s, np.negative)),
+    query_mistake("qk_permuted",
         "the rows of q and k are in llama.cpp's order for interleaved RoPE, but RoPE is half-split",
         "Un-permute q and k of `llama` architecture GGUF files; bitnet architectures are not permuted.",
-        lambda s: permute_qk(s) if s.config.head_dim > 2 else None,
-    ),
-    query_mistake(
-        "qk_unpermuted_twice",
-        "the rows of q and k were un-permuted though they were not permuted",
+        lambda s: permute_qk(s) if s.config.head_dim > 2 else None),
+    query_mistake("qk_unpermuted_twice", "the rows of q and k were un-permuted though they were not permuted",
         "Only `llama` architecture GGUF files are permuted; bitnet ones and Hugging Face's are not.",
-        lambda s: permute_qk(s, back=True) if s.config.head_dim > 4 else None,
-    ),
+        lambda s: permute_qk(s, back=True) if s.config.head_dim > 4 else None),
 )

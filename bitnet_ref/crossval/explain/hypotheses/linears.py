@@ -76,80 +76,43 @@ def _transpose_tiles(acc: NDArray) -> NDArray:
     return changed
 
 
+# fmt: off
 HYPOTHESES = (
-    scale_mistake(
-        "scale_inverted",
-        "the weight scale is inverted: divided by where it multiplies, or the reverse",
+    scale_mistake("scale_inverted", "the weight scale is inverted: divided by where it multiplies, or the reverse",
         "quantization_config.linear_class decides: autobitlinear multiplies by weight_scale, bitlinear divides by it.",
-        lambda s: _scales(s, lambda w: np.float32(1) / w.w_dequant_scale),
-    ),
-    scale_mistake(
-        "scale_missing",
-        "the weight scale is not applied",
-        "y = acc * (w_scale / x_scale).",
-        lambda s: _scales(s, lambda w: 1),
-    ),
-    scale_mistake(
-        "scale_from_ternary_weights",
+        lambda s: _scales(s, lambda w: np.float32(1) / w.w_dequant_scale)),
+    scale_mistake("scale_missing", "the weight scale is not applied",
+        "y = acc * (w_scale / x_scale).", lambda s: _scales(s, lambda w: 1)),
+    scale_mistake("scale_from_ternary_weights",
         "absmean was taken of matrices that were ternary already: the scale is too small by the share of non-zeros",
         "A matrix that holds only -s, 0 and +s has the scale s; absmean is for master weights.",
-        lambda s: _scales(s, lambda w: w.w_dequant_scale * np.float32(np.abs(w.ternary()).mean(dtype=np.float64))),
-    ),
-    scale_mistake(
-        "scale_f16",
-        "the weight scale is rounded to float16",
-        "Keep it in float32.",
-        lambda s: _scales(s, lambda w: np.float16(w.w_dequant_scale)),
-    ),
-    scale_mistake(
-        "scale_bf16",
-        "the weight scale is rounded to bfloat16",
-        "Keep it in float32.",
-        lambda s: _scales(s, lambda w: ml_dtypes.bfloat16(w.w_dequant_scale)),
-    ),
-    scale_mistake(
-        "qkv_scales_by_thirds",
+        lambda s: _scales(s, lambda w: w.w_dequant_scale * np.float32(np.abs(w.ternary()).mean(dtype=np.float64)))),
+    scale_mistake("scale_f16", "the weight scale is rounded to float16",
+        "Keep it in float32.", lambda s: _scales(s, lambda w: np.float16(w.w_dequant_scale))),
+    scale_mistake("scale_bf16", "the weight scale is rounded to bfloat16",
+        "Keep it in float32.", lambda s: _scales(s, lambda w: ml_dtypes.bfloat16(w.w_dequant_scale))),
+    scale_mistake("qkv_scales_by_thirds",
         "the three scales of a fused qkv matrix are given to equal thirds of its rows",
-        "Under GQA q has more rows than k and v: cut at H*d and (H+G)*d.",
-        _scales_by_thirds,
-    ),
-    scale_mistake(
-        "qkv_share_one_scale",
-        "q's weight scale is used for k and v too",
+        "Under GQA q has more rows than k and v: cut at H*d and (H+G)*d.", _scales_by_thirds),
+    scale_mistake("qkv_share_one_scale", "q's weight scale is used for k and v too",
         "q, k and v were quantised separately: keep three scales.",
-        lambda s: _row_scales(s, lambda ws: [np.full(len(w.packed), ws[0].w_dequant_scale) for w in ws]),
-    ),
-    sum_mistake(
-        "int16_accumulators_wrap",
-        "sums are kept in int16 and wrap at 32,768",
-        WIDEN,
-        lambda s: _accumulators(s, lambda acc: (acc + 0x8000) % 0x10000 - 0x8000),
-    ),
-    sum_mistake(
-        "int16_accumulators_saturate",
-        "sums are kept in int16 and stop at 32,767",
-        WIDEN,
-        lambda s: _accumulators(s, lambda acc: np.clip(acc, -0x8000, 0x7FFF)),
-    ),
-    sum_mistake(
-        "tiles_of_4_transposed",
+        lambda s: _row_scales(s, lambda ws: [np.full(len(w.packed), ws[0].w_dequant_scale) for w in ws])),
+    sum_mistake("int16_accumulators_wrap", "sums are kept in int16 and wrap at 32,768",
+        WIDEN, lambda s: _accumulators(s, lambda acc: (acc + 0x8000) % 0x10000 - 0x8000)),
+    sum_mistake("int16_accumulators_saturate", "sums are kept in int16 and stop at 32,767",
+        WIDEN, lambda s: _accumulators(s, lambda acc: np.clip(acc, -0x8000, 0x7FFF))),
+    sum_mistake("tiles_of_4_transposed",
         "with 4 tokens or more, rows and columns of each tile of 4 tokens and 4 outputs are exchanged",
         "Compare with a run of one token, whose products take another way: the strides of the tiled one are wrong.",
-        lambda s: _accumulators(s, _transpose_tiles) if len(s.tokens) > 3 else None,
-    ),
-    sum_mistake(
-        "bf16_accumulators",
-        "the integer sums are rounded to bfloat16, which has 8 bits",
+        lambda s: _accumulators(s, _transpose_tiles) if len(s.tokens) > 3 else None),
+    sum_mistake("bf16_accumulators", "the integer sums are rounded to bfloat16, which has 8 bits",
         "Keep the sums in int32 (or float32, exact below 2^24) until the scale is applied.",
-        lambda s: _accumulators(s, lambda acc: acc.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)),
-    ),
-    sum_mistake(
-        "f16_accumulators",
-        "the integer sums are rounded to float16",
+        lambda s: _accumulators(s, lambda acc: acc.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32))),
+    sum_mistake("f16_accumulators", "the integer sums are rounded to float16",
         "Keep them in int32.",
-        lambda s: _accumulators(s, lambda acc: np.clip(acc, -65504, 65504).astype(np.float16).astype(np.float32)),
-    ),
+        lambda s: _accumulators(s, lambda acc: np.clip(acc, -65504, 65504).astype(np.float16).astype(np.float32))),
 )
+# fmt: on
 
 
 # -- linears that return zeros -----------------------------------------------------------------------------------------

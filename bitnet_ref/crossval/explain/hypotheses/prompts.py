@@ -36,35 +36,23 @@ def prompt_hypotheses(
 ) -> list[TokenHypothesis]:
     """Mistakes in encoding a prompt: `ids` are the reference's, `prompt` the text they were encoded from, if known."""
     right, bos = list(ids), tokenizer.bos_id if tokenizer else None
+    starts_with_bos = bos is None or right[0] == bos
+    ends = tokenizer and len(candidate_ids) and candidate_ids[-1] in tokenizer.eos_ids
+    # fmt: off
     hypotheses = [
-        TokenHypothesis(
-            "bos_twice",
+        TokenHypothesis("bos_twice",
             "the prompt begins with BOS twice: the template writes it and the tokenizer adds it",
             "Encode a rendered template with add_special_tokens off, or strip the second BOS.",
-            lambda: [right[0], *right] if bos is None or right[0] == bos else None,
-        ),
-        TokenHypothesis(
-            "bos_missing",
-            "the prompt does not begin with BOS",
-            "Add BOS: the model has never seen a text without it.",
-            lambda: right[1:] if bos is None or right[0] == bos else None,
-        ),
-        TokenHypothesis(
-            "eos_appended",
-            "the tokenizer put an end token after the prompt",
-            "Set add_eos_token to false for generation.",
-            lambda: (
-                [*right, candidate_ids[-1]]
-                if tokenizer and len(candidate_ids) and candidate_ids[-1] in tokenizer.eos_ids
-                else None
-            ),
-        ),
+            lambda: [right[0], *right] if starts_with_bos else None),
+        TokenHypothesis("bos_missing", "the prompt does not begin with BOS",
+            "Add BOS: the model has never seen a text without it.", lambda: right[1:] if starts_with_bos else None),
+        TokenHypothesis("eos_appended", "the tokenizer put an end token after the prompt",
+            "Set add_eos_token to false for generation.", lambda: [*right, candidate_ids[-1]] if ends else None),
     ]
+    # fmt: on
     if tokenizer is not None and prompt is not None:
-        hypotheses += [
-            TokenHypothesis(name, cause, remedy, partial(_encode_changed, tokenizer, prompt, change))
-            for name, cause, remedy, change in _TEXT_CHANGES
-        ]
+        changes = (partial(_encode_changed, tokenizer, prompt, change) for *_, change in _TEXT_CHANGES)
+        hypotheses += [TokenHypothesis(*h[:3], change) for h, change in zip(_TEXT_CHANGES, changes, strict=True)]
         hypotheses.append(
             TokenHypothesis(
                 "special_tokens_as_text",
@@ -102,32 +90,21 @@ def _older_template(prompt: str) -> str:
     return text.removesuffix(_OPEN) + "BITNETAssistant: " if text.endswith(_OPEN) and text != prompt else prompt
 
 
+# fmt: off
 _TEXT_CHANGES: tuple[tuple[str, str, str, Callable[[str], str]], ...] = (
-    (
-        "template_space_missing",
-        "the space after `Assistant:` is missing at the prompt's end",
+    ("template_space_missing", "the space after `Assistant:` is missing at the prompt's end",
         "The generation prompt is `Assistant: `; do not strip a rendered template.",
-        lambda text: text.removesuffix(" "),
-    ),
-    (
-        "generation_prompt_missing",
-        "the prompt does not end with `Assistant: `",
-        "Render the template with add_generation_prompt=True.",
-        lambda text: text.removesuffix(_OPEN),
-    ),
-    (
-        "older_template",
-        "the prompt was rendered with the older `Human: / BITNETAssistant:` template",
+        lambda text: text.removesuffix(" ")),
+    ("generation_prompt_missing", "the prompt does not end with `Assistant: `",
+        "Render the template with add_generation_prompt=True.", lambda text: text.removesuffix(_OPEN)),
+    ("older_template", "the prompt was rendered with the older `Human: / BITNETAssistant:` template",
         "Take the template of the Hugging Face repository, not the one inside the published GGUF file.",
-        _older_template,
-    ),
-    (
-        "prompt_stripped",
-        "whitespace around the prompt was stripped",
+        _older_template),
+    ("prompt_stripped", "whitespace around the prompt was stripped",
         "Encode the prompt as it is.",
-        lambda text: text if text.endswith(_OPEN) else text.strip(),  # `template_space_missing` covers those
-    ),
+        lambda text: text if text.endswith(_OPEN) else text.strip()),  # `template_space_missing` covers those
 )
+# fmt: on
 
 
 def tokenizer_of(model: LoadedModel) -> Tokenizer | None:
