@@ -253,18 +253,19 @@ STEP_TARGET static void STEP(all_rows)(const attend_call *c, kv_range block, con
  *
  * Measured, an EPYC (Zen 4, beside other programs), one thread, one kv head of 128 with 4 query heads, us per 2,048
  * keys:
- *   from memory, AVX-512: float32 135 to 143, float16 103 to 106, int8 121; before 197 to 207, 160 to 163, 144 to 149
- *   from memory, AVX2: float32 128 to 131, float16 140 to 149, int8 165; before 205 to 219, 188 to 247, 177
+ *   from memory, AVX-512: float32 112 to 129, float16 106 to 122, int8 128 to 137; before 193, 161 to 165, 149 to 168
+ *   from memory, AVX2: float32 137, float16 151, int8 178 (slower than widening eight numbers at once: 166 to 173); before
+ *   224, 189 and 166
  *   8 tokens, in the caches: AVX-512 741 (22.6 G multiply-adds/s), AVX2 841; before 765 and 907
  *   Before: blocks of 16 keys of one page, prefetched into L1 line by line beside the columns of the same number: 42 ns
- *   per key more from memory than in the caches (63). Reading and computing alone, in the order of the addresses:
- *   prefetched into L1 14 to 20 GB/s, into L2 16 to 64 KB ahead 21 to 24 of the 30 that a plain loop reads, two threads
- *   31 to 39 of 40 to 52. Values 16 columns at a time 21 GB/s in the caches, 32 columns 24.
+ *   per key more from memory than in the caches (63). A loop over adjacent rows, 24.5 GB/s in the caches: prefetched into
+ *   L1 14 to 20 GB/s from memory, into L2 16 to 64 KB ahead 21 to 24, the rows of four keys at once, not line by line, 16.
+ *   Two threads 30 to 42, at once 27. Values 16 columns at a time 21 GB/s in the caches, 32 columns 24.
  *   Of the peak, 504 keys, 8 tokens: scores 0.80 to 0.84 (the rest are the sums over lanes of a tile), values 0.92;
  *   softmax takes 1.0 ns per score, a tenth of all.
- * Tried: a block of keys widened once for all rows: no faster. Prefetching, or computing addresses of rows, inside the
- *   loop over keys: values 0.74, because the compiler keeps addresses in vector registers. Four exponentials at a time:
- *   1.0 ns for 1.05, AVX2 1.4 for 1.55. 64 query rows of a prompt at a time, not 32 (Cascade Lake): no faster. */
+ * Tried: a block of keys widened once for all rows: no faster. Prefetching row by row, or computing addresses of rows,
+ *   inside the loop over keys: values 0.74, because the compiler keeps addresses in vector registers. Four exponentials
+ *   at a time: 1.0 ns for 1.05, AVX2 1.4 for 1.55. 64 query rows of a prompt at a time, not 32 (Cascade Lake): no faster. */
 STEP_TARGET static void STEP(attend)(const attend_call *c, int step, size_t from, size_t to) {
     const size_t rows = c->T * c->R, d = c->d, n_keys = c->kv.n_keys, first = c->kv.first;
     const kv_view *kv = &c->kv;
