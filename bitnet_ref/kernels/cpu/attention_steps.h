@@ -38,8 +38,8 @@ STEP_INLINE double STEP(stored_number)(int kind, const char *row, size_t j, floa
     return x;
 }
 
-/* scores of query rows i .. i + R - 1 and the K keys from s on: a key is loaded and widened once for R heads. Prefetches as
- * much at `ahead`, line by line: many lines at once stop the loop. */
+/* scores of query rows i .. i + R - 1 and the K keys from s on: a key is loaded and widened once for R heads.
+ * Prefetches as much at `ahead`, line by line: many lines at once stop the loop. */
 STEP_INLINE void STEP(score_tile)(const attend_call *c, int kind, size_t i, size_t R, size_t K, size_t s,
                                   const char *const *keys, const float *scales, const char *ahead) {
     const STEP(f64v) zero = {0};
@@ -53,7 +53,8 @@ STEP_INLINE void STEP(score_tile)(const attend_call *c, int kind, size_t i, size
     for (size_t n = 0; n < R * K; n++) sums[n] = zero;
     for (; j + STEP(DOUBLES) <= d; j += STEP(DOUBLES)) {
         STEP(f64v) key[4];
-        if (K * kv_bytes(kind, j) % 64 == 0) kv_prefetch(ahead + K * kv_bytes(kind, j), K * kv_bytes(kind, STEP(DOUBLES)));
+        if (K * kv_bytes(kind, j) % 64 == 0)
+            kv_prefetch(ahead + K * kv_bytes(kind, j), K * kv_bytes(kind, STEP(DOUBLES)));
         STEP_UNROLL
         for (size_t k = 0; k < K; k++) key[k] = STEP(stored)(kind, keys[k], j, scales[k]);
         STEP_UNROLL
@@ -248,24 +249,23 @@ STEP_TARGET static void STEP(all_rows)(const attend_call *c, kv_range block, con
  *
  * Scores, exponentials and sums are in double, because the next int8 must not depend on their order (layers.py). The
  * bound on Zen 4 is therefore 8 multiply-adds per cycle, of AVX-512 and of AVX2: for 4 query heads per kv head 29.5
- * GB/s of float32 keys and values per core at 3.7 GHz. Loads that widen cost nothing beside them. Sums of parts that are
- * as exact need more instructions: 10 products of int8 slices, or 6 of float32 ones.
+ * GB/s of float32 keys and values per core at 3.7 GHz. Loads that widen cost nothing beside them. Sums of parts as exact
+ * as these would need more instructions: 10 products of int8 slices, or 6 of float32 ones.
  *
  * Measured, an EPYC (Zen 4, beside other programs), one thread, one kv head of 128 with 4 query heads, us per 2,048
  * keys:
  *   from memory, AVX-512: float32 112 to 129, float16 106 to 122, int8 128 to 137; before 193, 161 to 165, 149 to 168
- *   from memory, AVX2: float32 137, float16 151, int8 178 (slower than widening eight numbers at once: 166 to 173); before
- *   224, 189 and 166
+ *   from memory, AVX2: float32 137, float16 151, int8 178; before 224, 189 and 166
  *   8 tokens, in the caches: AVX-512 741 (22.6 G multiply-adds/s), AVX2 841; before 765 and 907
  *   Before: blocks of 16 keys of one page, prefetched into L1 line by line beside the columns of the same number: 42 ns
- *   per key more from memory than in the caches (63). A loop over adjacent rows, 24.5 GB/s in the caches: prefetched into
- *   L1 14 to 20 GB/s from memory, into L2 16 to 64 KB ahead 21 to 24, the rows of four keys at once, not line by line, 16.
- *   Two threads 30 to 42, at once 27. Values 16 columns at a time 21 GB/s in the caches, 32 columns 24.
+ *   per key more from memory than in the caches (63). A loop over adjacent rows, 24.5 GB/s in the caches: prefetched
+ *   into L1 14 to 20 GB/s from memory, into L2 16 to 64 KB ahead 21 to 24, the rows of four keys at once, not line by
+ *   line, 16. Two threads 30 to 42, at once 27. Values 16 columns at a time 21 GB/s in the caches, 32 columns 24.
  *   Of the peak, 504 keys, 8 tokens: scores 0.80 to 0.84 (the rest are the sums over lanes of a tile), values 0.92;
  *   softmax takes 1.0 ns per score, a tenth of all.
  * Tried: a block of keys widened once for all rows: no faster. Prefetching row by row, or computing addresses of rows,
  *   inside the loop over keys: values 0.74, because the compiler keeps addresses in vector registers. Four exponentials
- *   at a time: 1.0 ns for 1.05, AVX2 1.4 for 1.55. 64 query rows of a prompt at a time, not 32 (Cascade Lake): no faster. */
+ *   at a time: 1.0 ns for 1.05, AVX2 1.4 for 1.55. 64 query rows of a prompt at a time, not 32: no faster. */
 STEP_TARGET static void STEP(attend)(const attend_call *c, int step, size_t from, size_t to) {
     const size_t rows = c->T * c->R, d = c->d, n_keys = c->kv.n_keys, first = c->kv.first;
     const kv_view *kv = &c->kv;
@@ -296,7 +296,7 @@ STEP_TARGET static void STEP(attend)(const attend_call *c, int step, size_t from
             near.count = near.total;
             next = attend_block(kv, b + 1 < to ? b + 1 : 0);
             if (b + 1 < to) kv_add_rows(kv, pool, next, &near);
-            else if (!is_values && to == attend_blocks(kv)) kv_add_rows(kv, &kv->values, next, &near); /* they are next */
+            else if (!is_values && to == attend_blocks(kv)) kv_add_rows(kv, &kv->values, next, &near); /* next step */
             const size_t slot = c->slots > 1 ? b : 0;
             STEP(all_rows)(c, block, &near, is_values ? c->sums + slot * rows * d : NULL, c->parts + slot * 4 * d);
             near.total -= near.count;
