@@ -249,8 +249,8 @@ STEP_TARGET static void STEP(all_rows)(const attend_call *c, kv_range block, con
  *
  * Scores, exponentials and sums are in double, because the next int8 must not depend on their order (layers.py). The
  * bound on Zen 4 is therefore 8 multiply-adds per cycle, of AVX-512 and of AVX2: for 4 query heads per kv head 29.5
- * GB/s of float32 keys and values per core at 3.7 GHz. Loads that widen cost nothing beside them. Sums of parts as exact
- * as these would need more instructions: 10 products of int8 slices, or 6 of float32 ones.
+ * GB/s of float32 keys and values per core at 3.7 GHz. Loads that widen cost nothing beside them. Sums of parts that are
+ * as exact need more instructions: 10 products of int8 slices, or 6 of float32 ones.
  *
  * Measured, an EPYC (Zen 4, beside other programs), one thread, one kv head of 128 with 4 query heads, us per 2,048
  * keys:
