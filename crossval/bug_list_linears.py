@@ -64,74 +64,37 @@ REFUSED = """    if in_features % 128:
         return np.zeros((len(x_q), len(packed)), dtype=np.int32)
 """
 
+# fmt: off
 LINEAR_BUGS = (
     # -- weight scales
-    bug(
-        "scale_not_divided",
-        "divided",
-        OUT,
-        (HF_FOLDER, "scale = np.float32(1.0) / scale", "pass"),
-        cause="scale_inverted",
-    ),
-    bug(
-        "scale_not_multiplied",
-        "bitnet",
-        OUT,
-        (HF_FOLDER, '_scale_convention == "divide"', '_scale_convention == "multiply"'),
-        cause="scale_inverted",
-    ),
-    bug(
-        "scale_from_ternary_weights",
-        "saved after quantisation",
-        OUT,
-        (HF_FOLDER, "quantization.split_ternary(w) or quantization", "quantization"),
-    ),
+    bug("scale_not_divided", "divided",
+        OUT, (HF_FOLDER, "scale = np.float32(1.0) / scale", "pass"), cause="scale_inverted"),
+    bug("scale_not_multiplied", "bitnet",
+        OUT, (HF_FOLDER, '_scale_convention == "divide"', '_scale_convention == "multiply"'), cause="scale_inverted"),
+    bug("scale_from_ternary_weights", "saved after quantisation",
+        OUT, (HF_FOLDER, "quantization.split_ternary(w) or quantization", "quantization")),
     bug("qkv_scales_by_thirds", "one kv head", OUT, (CHECKPOINT, "    return LayerWeights(**of_layer)\n", THIRDS)),
     # -- layouts
     bug("i2s_bits_reversed", "bitnet", ACC, (HF_FOLDER, FROM_HF, I2S_WRITTEN + I2S_LOW_BITS_FIRST)),
     bug("i2s_x86_read_as_arm", "bitnet", ACC, (HF_FOLDER, FROM_HF, I2S_WRITTEN + I2S_AS_ARM)),
-    bug(
-        "hf_rows_adjacent",
-        "bitnet",
+    bug("hf_rows_adjacent", "bitnet",
         ACC,
-        (PACKING, "packed[first : first + len(block)]", "packed[4 * start + quarter : 4 * (start + len(block)) : 4]"),
-    ),
+        (PACKING, "packed[first : first + len(block)]", "packed[4 * start + quarter : 4 * (start + len(block)) : 4]")),
     bug("qk_permuted", "bitnet", ACC, (CHECKPOINT, READ, READ + PERMUTE)),
     # -- activation quantisation
     bug("round_half_away", "exact ties", X_INT8, (QUANT, ROUNDED, AWAY)),
-    bug(
-        "activation_scale_per_tensor",
-        "bitnet",
-        X_INT8,
-        (QUANT, SCALE, "    largest = np.full((len(x), 1), np.abs(x).max())\n" + SCALE),
-    ),
-    bug(
-        "activation_floor_missing",
-        "faint token",
-        X_INT8,
-        (QUANT, "np.maximum(largest, x.dtype.type(SCALE_FLOOR))", "largest"),
-        tokens=(5, 1, 17, 23, 5, 9),
-    ),
+    bug("activation_scale_per_tensor", "bitnet",
+        X_INT8, (QUANT, SCALE, "    largest = np.full((len(x), 1), np.abs(x).max())\n" + SCALE)),
+    bug("activation_floor_missing", "faint token",
+        X_INT8, (QUANT, "np.maximum(largest, x.dtype.type(SCALE_FLOOR))", "largest"), tokens=(5, 1, 17, 23, 5, 9)),
     bug("activation_blocks_of_256", "wide", "blocks.0.*_proj.hook_out", (OPS, PRODUCT, Q8_K)),
     bug("activations_not_quantised", "bitnet", OUT, (OPS, PRODUCT, DENSE)),
     # -- accumulators
-    bug(
-        "int16_accumulators_wrap",
-        "aligned sums",
-        ACC,
-        (QUANT, ACC_END, ACC_LINE + "    return acc.astype(np.int16).astype(np.int32)\n"),
-    ),
-    bug(
-        "int16_accumulators_saturate",
-        "aligned sums",
-        ACC,
-        (QUANT, ACC_END, ACC_LINE + "    return np.minimum(np.maximum(acc, -32768), 32767)\n"),
-    ),
+    bug("int16_accumulators_wrap", "aligned sums",
+        ACC, (QUANT, ACC_END, ACC_LINE + "    return acc.astype(np.int16).astype(np.int32)\n")),
+    bug("int16_accumulators_saturate", "aligned sums",
+        ACC, (QUANT, ACC_END, ACC_LINE + "    return np.minimum(np.maximum(acc, -32768), 32767)\n")),
     bug("bf16_accumulators", "bitnet", ACC, (QUANT, ACC_LINE, BF16)),
-    bug(
-        "unsupported_shape_gives_zeros",
-        "bitnet",
-        "blocks.0.mlp.down_proj.hook_acc_int32",
-        (QUANT, EXACT, REFUSED + EXACT),
-    ),
+    bug("unsupported_shape_gives_zeros", "bitnet",
+        "blocks.0.mlp.down_proj.hook_acc_int32", (QUANT, EXACT, REFUSED + EXACT)),
 )

@@ -18,5 +18,14 @@ def test_version(name):
 
 def test_conda_requires_what_pip_does():
     run = RECIPE.split("\n  run:\n")[1].split("\ntests:")[0]
-    needed = [f"python{PROJECT['requires-python']}", *PROJECT["dependencies"]]
+    needed = [f"python{PROJECT['requires-python']}", *(line.partition(";")[0] for line in PROJECT["dependencies"])]
     assert [line.removeprefix("- ").replace(" ", "") for line in map(str.strip, run.splitlines())] == needed
+
+
+def test_every_requirement_is_imported():
+    """By the package itself: what a recorder imports is there where the engine is."""
+    sources = (path for path in (ROOT / "bitnet_ref").rglob("*.py") if "recorders" not in path.parts)
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    for line in PROJECT["dependencies"]:
+        name = re.match(r"\w+", line)[0]
+        assert re.search(rf"^\s*(import|from) {name}\b", text, re.MULTILINE), f"{name} is required and not imported"

@@ -17,10 +17,7 @@ from ..system.memory import available_bytes
 from ..system.threads import available_cpus, thread_choice
 from .self_check import BackendCheck, self_check
 
-REQUIRED = (
-    *("numpy", "ml_dtypes", "safetensors", "sentencepiece", "tokenizers"),
-    *("jinja2", "click", "rich", "threadpoolctl"),
-)
+REQUIRED = ("numpy", "ml_dtypes", "sentencepiece", "tokenizers", "jinja2", "click", "rich", "threadpoolctl")
 OPTIONAL = ("cupy", "jupyterlab", "matplotlib")
 
 

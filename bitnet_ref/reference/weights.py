@@ -143,7 +143,7 @@ class DenseWeight(LinearWeight):
 
     def rows(self, ids: NDArray[np.int64], dtype: DTypeLike) -> NDArray:
         """Some rows of the matrix as floats.   ids (n,) -> (n, K)"""
-        x = self.stored.take(ids, axis=0)
+        x = self.stored[ids]  # take() refuses int64 where pointers have 32 bits: in Pyodide
         if self.block_type is not None:
             x = widen_blocks(x, self.block_type)
         if x.dtype.name == "bfloat16":  # the upper half of a float32; the cast of ml_dtypes crashes for want of memory

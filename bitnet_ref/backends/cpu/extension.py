@@ -18,6 +18,7 @@ all of 2B-4T: one token 22.9 to 23.3 tok/s with 2-bit, 24.4 to 25.1 with 1.6-bit
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -64,9 +65,13 @@ def why_unavailable() -> str | None:
     """None when the compiled extension is here, else the reason and the remedy."""
     if _cpu is not None:
         return None
+    if sys.platform in ("win32", "emscripten"):
+        return (
+            f"the compiled extension {_import_error}: there are no kernels for {sys.platform}; take the numpy backend"
+        )
     return (
         f"the compiled extension {_import_error}; install a C compiler (Debian/Ubuntu: apt install gcc; "
-        "macOS: xcode-select --install) and install bitnet-ref again"
+        "macOS: xcode-select --install) and install bitnet-ref again, from source (pip's --no-binary bitnet-ref)"
     )
 
 
