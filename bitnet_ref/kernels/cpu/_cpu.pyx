@@ -71,6 +71,7 @@ cdef extern from "kernels.h" nogil:
     group_shape make_group_shape(size_t, size_t, size_t, int)
     void group_pack(const group_shape *, const uint8_t *, size_t, size_t, uint8_t *)
     void group_unpack_row(const group_shape *, const uint8_t *, size_t, uint8_t *)
+    void group_fetch(const uint8_t *codes, size_t bytes)
     void group_turn(const float *, size_t, const float *, const int64_t *, size_t, double *)
     ctypedef struct kernel_set:
         const char *name
