@@ -278,10 +278,9 @@ def test_a_rotated_hybrid_keeps_its_order_of_inputs(tmp_path):
             raw, kind = file.read_raw(tensor.name), tensor.type.name
             if tensor in wide:
                 kind = "PQ2_0"
-                w_t = np.sign(rng(5).standard_normal(tensor.shape)).astype(np.int8)
-                raw = blocks_from_groups(
-                    w_t, np.full((tensor.shape[0], tensor.shape[1] // 128), 0.01, np.float16), kind
-                )
+                packed = quantization.pack_ternary(np.sign(rng(5).standard_normal(tensor.shape)).astype(np.int8))
+                scales = np.full((tensor.shape[0], tensor.shape[1] // 128), 0.01, np.float16)
+                raw = blocks_from_groups(packed, scales, kind)
             tensors.append(TensorToWrite(tensor.name, tensor.shape, kind, lambda raw=raw: raw, raw.size))
         signs = np.sign(rng(6).standard_normal(256 + 384)).astype(np.float32)
         keys = {

@@ -205,7 +205,7 @@ def test_blocks_are_packed_as_their_values_would_be(kind, runs, monkeypatch):
     d = np.repeat(generator.standard_normal((n, 10 // runs)), runs, axis=1).astype(np.float16)
     d[generator.random(d.shape) < 0.1] = 0
     d[5] = np.float16(2**-24)
-    raw = blocks_from_groups(w_t, d, "PQ2_0" if block == 128 and "Q2" in kind else kind)
+    raw = blocks_from_groups(quantization.pack_ternary(w_t), d, "PQ2_0" if block == 128 and "Q2" in kind else kind)
     packed, scales = groups_from_blocks(reader(raw), kind, (n, k))
     merged, group = quantization.merge_groups(scales, block, k)
     values = dequantize(raw, kind, (n, k)).astype(np.float16)

@@ -1,5 +1,6 @@
 """Loading a model takes the memory of its file and little more: nothing is held twice, nothing is widened whole."""
 
+import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from bitnet_ref.backends import cuda
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf.blocks import BY_NAME
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
-from bitnet_ref.formats.gguf.file import Typed
+from bitnet_ref.formats.gguf.file import GgufFile, Typed
 
 LIMIT = 1.5  # times the file's size, above the baseline of the imported package
 WIDE = {
@@ -41,6 +42,16 @@ m = bitnet_ref.load(sys.argv[1], backend=sys.argv[2], threads=1)
 strips = sum(w.strips.nbytes for _, w in m.weights.linears() if getattr(w, "strips", None) is not None)
 print(json.dumps([peak() - before, strips]))
 """
+
+CONVERT = (
+    CODE.partition("choose_backend(sys")[0]
+    + """
+from bitnet_ref.formats.convert import convert
+before = peak()
+convert(sys.argv[1], f"{sys.argv[1]}.{sys.argv[2]}.gguf", sys.argv[2], verify=False)
+print(json.dumps(peak() - before))
+"""
+)
 
 
 def write_large_checkpoint(folder: Path, config: dict) -> int:
@@ -150,3 +161,21 @@ def test_peak_of_a_load_of_groups(tmp_path, kind):
     convert(path, tmp_path / "x.bitnet.safetensors", "native", verify=False)
     growth, _ = run_python(CODE, tmp_path / "x.bitnet.safetensors", "numpy")
     assert 0.8 * size < growth < LIMIT * size + constant, f"{growth / size:.2f} times, native"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+@pytest.mark.filterwarnings("ignore:.*taken as not rotated")
+def test_peaks_of_a_dense_matrix_in_ternary_blocks_and_of_blocks_that_are_written(tmp_path):
+    """A code 3 makes a matrix dense: it is read as float16, with no copy beside it. Blocks are written from blocks."""
+    path, constant = tmp_path / "x.gguf", 10e6
+    size = write_large_gguf(path, "Q2_0")
+    growth = run_python(CONVERT, path, "gguf-q2_0")
+    assert growth < LIMIT * size + constant, f"{growth / size:.2f} times the file's size, written"
+    with GgufFile(path) as file:
+        table = file.tensors["token_embd.weight"]
+    with open(path, "r+b") as opened:
+        opened.seek(table.offset + 2)
+        opened.write(b"\xff")
+    growth, _ = run_python(CODE, path, "numpy")
+    dense = 2 * math.prod(table.shape)
+    assert dense < growth < dense + size + constant, f"{growth / size:.2f} times the file's size"

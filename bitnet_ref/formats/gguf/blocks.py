@@ -15,13 +15,13 @@ Source: ggml, ggml-quants.c; bit for bit what the `gguf` package computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from ...errors import FormatError, NumericsError, ShapeError
 from ...reference.blocks import BLOCK_TYPES, MASK_2, SHIFTS_2, half_scales, to_q8_0
@@ -73,7 +73,7 @@ TERNARY_BLOCKS = ("TQ1_0", "TQ2_0")  # with a float16 scale in each block
 GROUP_TYPES = ("Q2_0", "Q2_0 of 128", "PQ2_0", "PTQ1_0")  # a float16 scale for each block, inputs in float
 TERNARY_TYPES = ("I2_S", *TERNARY_BLOCKS, "TL1", "TL2/MXFP4")
 
-_CHUNK_BLOCKS = 1 << 12  # dequantised at a time
+_CHUNK_BLOCKS = 1 << 12  # of 256 values, decoded at a time
 _POWERS = np.array([1, 3, 9, 27, 81], dtype=np.uint8)
 _PTQ1_0_TRITS = ((0, 16, 5), (16, 24, 5), (24, 26, 4))
 _FOUR_ZEROS = np.uint8(0x55)  # a byte of four codes 1
@@ -148,19 +148,43 @@ BY_PACKAGE = (
 def dequantize(raw: NDArray[np.uint8], kind: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """A tensor's bytes -> its float32 values.   raw (nbytes,) uint8 -> shape
 
-    kind: the type's name, one of `DEQUANTIZABLE`. Raises ShapeError for a wrong number of bytes.
+    Raises what `read_values` raises, and ShapeError for a wrong number of bytes.
+    """
+    if kind in BY_NAME:
+        _as_blocks("dequantize", raw, BY_NAME[kind], shape)
+    return read_values(lambda start, count: raw[start : start + count], kind, shape)
+
+
+def read_values(
+    read: Callable[[int, int], NDArray[np.uint8]], kind: str, shape: tuple[int, ...], dtype: DTypeLike = np.float32
+) -> NDArray:
+    """A tensor's values in that dtype, decoded as float32 a few megabytes at a time.   -> shape
+
+    read: (start, count) -> bytes of the tensor. kind: the type's name, one of `DEQUANTIZABLE` or `BY_PACKAGE`; else
+    FormatError.
     """
     if kind not in (*_DEQUANTIZE, *BY_PACKAGE):
         readable = ", ".join((*DEQUANTIZABLE, *BY_PACKAGE))
         raise FormatError(f"tensors of type {kind} are not read; supported are {readable}")
     decode = _DEQUANTIZE[kind] if kind in _DEQUANTIZE else _by_package(kind)
-    blocks = _as_blocks("dequantize", raw, BY_NAME[kind], shape)
-    out = np.empty((len(blocks), BY_NAME[kind].block_values), dtype=np.float32)
-    step = _CHUNK_BLOCKS * 256 // BY_NAME[kind].block_values
+    out = np.empty(shape, dtype=dtype)
+    by_block = out.reshape(-1, BY_NAME[kind].block_values)
     with np.errstate(invalid="ignore", over="ignore"):  # a NaN or Inf scale gives NaN, which the reader reports
-        for start in range(0, len(blocks), step):
-            out[start : start + step] = decode(blocks[start : start + step])
-    return out.reshape(shape)
+        for part, blocks in _read_blocks("dequantize", read, BY_NAME[kind], shape):
+            by_block[part] = decode(blocks)
+    return out
+
+
+def _read_blocks(
+    op: str, read: Callable[[int, int], NDArray[np.uint8]], kind: GgmlType, shape: tuple[int, ...]
+) -> Iterator[tuple[slice, NDArray[np.uint8]]]:
+    """A million values at a time: (which blocks, their bytes (n, block_bytes)).   read: as in `read_values`"""
+    _require_whole_blocks(op, kind, shape)
+    total, step = math.prod(shape) // kind.block_values, _CHUNK_BLOCKS * 256 // kind.block_values
+    for start in range(0, total, step):
+        part = slice(start, min(total, start + step))
+        raw = read(start * kind.block_bytes, (part.stop - start) * kind.block_bytes)
+        yield part, raw.reshape(-1, kind.block_bytes)
 
 
 def _by_package(kind: str) -> Callable[[NDArray[np.uint8]], NDArray[np.float32]]:
@@ -207,18 +231,15 @@ def groups_from_blocks(
 ) -> tuple[NDArray[np.uint8], NDArray[np.float16]] | None:
     """A matrix of a type in GROUP_TYPES -> packed (N, K/4), the scale of each block (N, K/block), 0 or above.
 
-    read: (start, count) -> bytes of the tensor, of which a few megabytes are in memory at a time. None where the matrix
-    is not ternary (a code 3 means +2), holds zeros alone, or has a scale of NaN or Inf.
+    read: as in `read_values`. None where the matrix is not ternary (a code 3 means +2), holds zeros alone, or has a
+    scale of NaN or Inf.
     """
     block = BY_NAME[kind]
-    _require_whole_blocks("groups_from_blocks", block, shape)
     total = shape[0] * shape[1] // block.block_values
     packed = np.empty((total, block.block_values // CODES_PER_BYTE), dtype=np.uint8)
     scales = np.empty(total, dtype=np.float16)
-    for start in range(0, total, _CHUNK_BLOCKS):
-        part = slice(start, min(total, start + _CHUNK_BLOCKS))
-        raw = read(start * block.block_bytes, (part.stop - start) * block.block_bytes)
-        data, d = _split_codes(kind, raw.reshape(-1, block.block_bytes))
+    for part, blocks in _read_blocks("groups_from_blocks", read, block, shape):
+        data, d = _split_codes(kind, blocks)
         if (data & (data >> 1) & 0x55).any() or not np.isfinite(d).all():
             return None
         data = np.where((d < 0)[:, None], np.uint8(0xAA) - data, data)  # -d (code - 1) = d ((2 - code) - 1)
@@ -332,14 +353,20 @@ def block_scales(scales: NDArray, group: int, in_features: int, kind: str) -> ND
     return d
 
 
-def blocks_from_groups(w_t: NDArray[np.int8], scales: NDArray[np.float16], kind: str) -> NDArray[np.uint8]:
-    """(w_t (N, K) int8 in {-1, 0, +1}, `block_scales`) -> the bytes (nbytes,) of a matrix in Q2_0, PQ2_0 or PTQ1_0."""
-    codes = (w_t.reshape(-1, BY_NAME[kind].block_values) + np.int8(1)).view(np.uint8)
-    d = scales.reshape(-1, 1).view(np.uint8)
-    if kind == "PTQ1_0":
-        return np.concatenate([_pack_trits(codes, ((0, 80, 16), (80, 120, 8), (120, 128, 2))), d], axis=1).reshape(-1)
-    planes = codes.reshape(len(codes), -1, 4) << SHIFTS_2
-    return np.concatenate([d, np.bitwise_or.reduce(planes, axis=2)], axis=1).reshape(-1)
+def blocks_from_groups(packed: NDArray[np.uint8], scales: NDArray[np.float16], kind: str) -> NDArray[np.uint8]:
+    """(packed (N, K/4), `block_scales`) -> the bytes (nbytes,) of a matrix in Q2_0, PQ2_0 or PTQ1_0."""
+    block = BY_NAME[kind]
+    codes = packed.reshape(-1, block.block_values // CODES_PER_BYTE)
+    out, d = np.empty((len(codes), block.block_bytes), dtype=np.uint8), scales.reshape(-1, 1).view(np.uint8)
+    if kind != "PTQ1_0":
+        out[:, :2], out[:, 2:] = d, codes
+        return out.reshape(-1)
+    out[:, -2:] = d
+    for start in range(0, len(codes), _CHUNK_BLOCKS):
+        part = slice(start, start + _CHUNK_BLOCKS)
+        trits = (codes[part, :, None] >> SHIFTS_2 & MASK_2).reshape(-1, block.block_values)
+        out[part, :-2] = _pack_trits(trits, ((0, 80, 16), (80, 120, 8), (120, 128, 2)))
+    return out.reshape(-1)
 
 
 def scale_in_blocks(w_dequant_scale: float) -> np.float32:

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError, ShapeError
 from ...reference.config import DeltaConfig
-from ...reference.quantization import split_groups, unpack_ternary
-from ...reference.weights import DeltaWeights, TernaryLinear, linear_name
+from ...reference.quantization import split_groups
+from ...reference.weights import DeltaWeights, GroupTernaryWeight, LinearWeight, TernaryLinear, linear_name
 from ...system.atomic import atomic_path, check_space
 from ..checkpoint import (
     Checkpoint,
@@ -210,37 +210,60 @@ class _ModelTensors:
         rotations = {tensor: basis for tensor, basis in bases.items() if basis is not None}
         return rotation_metadata(rotations) if rotations else {}
 
-    def _stored(self, name: str) -> NDArray:
+    def _weights(self, name: str) -> dict[str, LinearWeight]:
+        """A linear or "embedding" in the basis of the file, and those that share its tensor, by name."""
+        names = linear_place(self.config, name, "gguf").sharers or (name,)
+        source = self.checkpoint
+        return {
+            each: fold(source, each, source.embedding() if each == "embedding" else source.linear(each))
+            for each in names
+        }
+
+    def _stored(self, name: str, weights: Mapping[str, LinearWeight]) -> NDArray:
         """A linear or "embedding" as floats, in the order of the file, with all linears that share its tensor."""
         place, rotation = linear_place(self.config, name, "gguf"), self.checkpoint.rotation(name)
+
+        def read(each: str) -> NDArray:
+            w = weights[each]
+            array = w.ternary() * w.w_dequant_scale if isinstance(w, TernaryLinear) else getattr(w, "array", None)
+            assert isinstance(array, np.ndarray)
+            return self._permuted(each, array)
+
         if rotation is None:
-            return stored_matrix(self.config, name, "gguf", self._floats)
+            return stored_matrix(self.config, name, "gguf", read)
         orders = rotation.order, None if place.columns is None else np.argsort(place.columns)
         given, wanted = (None if order is None else order.tolist() for order in orders)
         if given != wanted:
             message = "its Hadamard basis takes the inputs in another order than GGUF files; fold it first"
             raise ConfigError(message, field=name)
-        return self._floats(name) if wanted else stored_matrix(self.config, name, "gguf", self._floats)
+        return read(name) if wanted else stored_matrix(self.config, name, "gguf", read)
 
-    def _floats(self, name: str) -> NDArray:
-        w = self.checkpoint.embedding() if name == "embedding" else self.checkpoint.linear(name)
-        w = fold(self.checkpoint, name, w)
-        array = w.ternary() * w.w_dequant_scale if isinstance(w, TernaryLinear) else getattr(w, "array", None)
-        assert isinstance(array, np.ndarray)
-        return self._permuted(name, array)
+    def _split(self, name: str) -> tuple[NDArray[np.uint8], NDArray, int] | None:
+        """`split_groups` of a matrix in the order of the file. What is packed is not made dense for it."""
+        weights, rotation = self._weights(name), self.checkpoint.rotation(name)
+        packed = {each: w for each, w in weights.items() if isinstance(w, GroupTernaryWeight)}
+        is_packed = len(packed) == len(weights) and len({w.group for w in packed.values()}) == 1
+        moves_columns = linear_place(self.config, name, "gguf").columns is not None
+        if not is_packed or moves_columns or (rotation is not None and rotation.order is not None):
+            return split_groups(self._stored(name, weights))
 
-    def _groups(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float16]] | None:
-        """(w_t, the scale of each block) of a matrix that the kind's blocks can hold; else None."""
-        if self.kind not in GROUP_KINDS or (split := split_groups(w := self._stored(name))) is None:
+        stored = partial(stored_matrix, self.config, name, "gguf")
+        planes = stored(lambda each: self._permuted(each, packed[each].packed))
+        scales = stored(lambda each: self._permuted(each, packed[each].scales))
+        return planes, scales, packed[name].group
+
+    def _groups(self, name: str) -> tuple[NDArray[np.uint8], NDArray[np.float16]] | None:
+        """(packed, the scale of each block) of a matrix that the kind's blocks can hold; else None."""
+        if self.kind not in GROUP_KINDS or (split := self._split(name)) is None:
             return None
-        (packed, scales, group), (_, k) = split, w.shape
-        d = block_scales(scales, group, k, self.kind.upper())
-        return None if d is None else (unpack_ternary(packed, k), d)
+        packed, scales, group = split
+        d = block_scales(scales, group, linear_shape(self.config, name)[1], self.kind.upper())
+        return None if d is None else (packed, d)
 
     def _produce(self, name: str, kind: str) -> NDArray[np.uint8]:
         """The bytes of a matrix that is dense or, of a kind in GROUP_KINDS, ternary by groups."""
         if kind not in GROUP_KINDS:
-            return quantize(self._stored(name), kind.upper())
+            return quantize(self._stored(name, self._weights(name)), kind.upper())
         groups = self._groups(name)
         assert groups is not None  # it was asked when the file was planned
         return blocks_from_groups(*groups, kind.upper())

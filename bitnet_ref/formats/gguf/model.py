@@ -38,6 +38,7 @@ from .blocks import (
     dequantize,
     groups_from_blocks,
     quantize,
+    read_values,
     ternary_from_blocks,
 )
 from .config import ROPE_FACTORS, ROPE_FREQS, gguf_part, read_gguf_config, tensor_shape
@@ -97,12 +98,11 @@ class GgufCheckpoint(Checkpoint):
         if kind in _FLOATS:
             array = self.file.read(tensor.name)
         elif kind in (*DEQUANTIZABLE, *BY_PACKAGE):
+            dtype = np.float16 if kind in GROUP_TYPES else np.float32  # exact: -d, 0, +d (or 2d) with d a float16
             with self.file.naming(tensor.name):
-                array = dequantize(self.file.read_raw(tensor.name), kind, tensor.shape)
+                array = read_values(partial(self.file.read_raw, tensor.name), kind, tensor.shape, dtype)
         else:
             raise self.fail(tensor.name, f"expected a dense type ({', '.join(DEQUANTIZABLE)}), got {kind}")
-        if kind in GROUP_TYPES:
-            array = array.astype(np.float16)  # exact: -d, 0, +d with d a float16
         if (bad := first_not_finite(array)) is not None:
             raise self.fail(tensor.name, f"holds {bad[1]} at index {bad[0]}; expected finite numbers")
         return array

@@ -105,6 +105,17 @@ cdef struct group_call:
     Py_ssize_t n_out[MAX_LINEARS]
 
 
+cdef inline const uint8_t *codes_at(const group_call *c, Py_ssize_t at) noexcept nogil:
+    """The codes of subpanel `at` of all matrices, of the first chunk."""
+    cdef Py_ssize_t i = 0, row
+    while at >= c.first[i + 1]:
+        i = i + 1
+    cdef const group_shape *shape = &c.shapes[i]
+    row = (at - c.first[i]) * PANEL_ROWS
+    return (c.panels[i] + row // <Py_ssize_t> shape.rows * shape.n_chunks * shape.code_bytes
+            + row % <Py_ssize_t> shape.rows // PANEL_ROWS * shape.subpanel_bytes)
+
+
 cdef inline void multiply_subpanels(const group_call *c, Py_ssize_t at, Py_ssize_t end, Py_ssize_t start,
                                     Py_ssize_t tokens, const group_chunk *chunks, double *acc,
                                     void *scratch) noexcept nogil:
@@ -121,9 +132,7 @@ cdef inline void multiply_subpanels(const group_call *c, Py_ssize_t at, Py_ssize
         # to the end of the panel, of the matrix, or of this thread's part
         stored = min((panel + 1) * <Py_ssize_t> shape.rows - row, (min(end, c.first[i + 1]) - at) * PANEL_ROWS)
         r = panel * shape.n_chunks * shape.rows + row % <Py_ssize_t> shape.rows  # of the scales
-        c.chosen.group_panel(shape, c.panels[i] + panel * shape.n_chunks * shape.code_bytes
-                             + row % <Py_ssize_t> shape.rows // PANEL_ROWS * shape.subpanel_bytes,
-                             c.scales[i] + r * (4 if c.kinds[i] == 0 else 2), c.kinds[i], stored, chunks, tokens, acc,
+        c.chosen.group_panel(shape, codes_at(c, at), c.scales[i] + r * (4 if c.kinds[i] == 0 else 2), c.kinds[i], stored, chunks, tokens, acc,
                              c.chosen.ternary[0].run, scratch)
         rows = min(stored, c.n_out[i] - row)
         for m in range(tokens):
@@ -147,9 +156,8 @@ cdef Py_ssize_t run_group(const void *call) noexcept nogil:
     # Each thread's scratch: that of the int8 kernels, then sums in double.
     cdef size_t kernel_bytes = thread_bytes(0 if c.shape.layout == GROUP_BY_TABLES else SCRATCH_BYTES)
     cdef size_t own_bytes = kernel_bytes + thread_bytes(max_tokens * panel_rows * sizeof(double))
-    cdef int team = threads_for(max_tokens * K * 8, FLOATS_PER_THREAD, c.threads)
-    cdef int product_team = threads_for(n_subpanels * code_bytes * max_tokens, PANEL_BYTES_PER_THREAD, c.threads)
-    cdef char *threads_scratch = <char *> allocate(product_team, own_bytes)
+    cdef int team = threads_for(n_subpanels * code_bytes * max_tokens, PANEL_BYTES_PER_THREAD, c.threads)
+    cdef char *threads_scratch = <char *> allocate(team, own_bytes)
     cdef uint8_t *payload = <uint8_t *> allocate(max_tokens * n_chunks, c.shape.token_bytes)
     cdef double *steps = <double *> allocate(max_tokens * n_chunks, sizeof(double))
     cdef int32_t *x_sum = <int32_t *> allocate(max_tokens * n_chunks * GROUP_PLANES, sizeof(int32_t))
@@ -162,27 +170,29 @@ cdef Py_ssize_t run_group(const void *call) noexcept nogil:
     for part in range(parts if bad == OK else 0):
         start = part * c.M // parts
         tokens = (part + 1) * c.M // parts - start
-        if turned != NULL:
-            for m in prange(tokens, num_threads=team, schedule="static"):
-                group_turn(c.x + (start + m) * K, K, c.signs, c.order, c.block, turned + m * K)
         for item in range(n_chunks):
             chunks[item].tokens = payload + item * tokens * c.shape.token_bytes
             chunks[item].steps = steps + item * tokens
             chunks[item].x_sum = x_sum + item * tokens * GROUP_PLANES
-        for item in prange(tokens * n_chunks, num_threads=team, schedule="static"):
-            steps[item] = c.chosen.group_token(&c.shape, c.x + (start + item % tokens) * K,
-                                               turned + item % tokens * K if turned != NULL else NULL, item // tokens,
-                                               payload + item * c.shape.token_bytes, x_sum + item * GROUP_PLANES)
+        # One region for all: each `prange` of it ends in a barrier. A bad token is multiplied too, and then reported.
+        with parallel(num_threads=team):
+            scratch = threads_scratch + threadid() * own_bytes
+            group_fetch(codes_at(c, threadid() * n_subpanels // team), n_subpanels // team * code_bytes)
+            for m in prange(tokens if turned != NULL else 0, schedule="static"):
+                group_turn(c.x + (start + m) * K, K, c.signs, c.order, c.block, turned + m * K)
+            for item in prange(tokens * n_chunks, schedule="static"):
+                steps[item] = c.chosen.group_token(&c.shape, c.x + (start + item % tokens) * K,
+                                                   turned + item % tokens * K if turned != NULL else NULL,
+                                                   item // tokens, payload + item * c.shape.token_bytes,
+                                                   x_sum + item * GROUP_PLANES)
+            for item in prange(team, schedule="static"):
+                multiply_subpanels(c, item * n_subpanels // team, (item + 1) * n_subpanels // team, start, tokens,
+                                   chunks, <double *> (scratch + kernel_bytes), scratch)
         for item in range(tokens * n_chunks):
             if steps[item] != steps[item] and (bad == OK or start + item % tokens < bad):
                 bad = start + item % tokens
         if bad != OK:
             break
-        with parallel(num_threads=product_team):
-            scratch = threads_scratch + threadid() * own_bytes
-            for item in prange(product_team, schedule="static"):
-                multiply_subpanels(c, item * n_subpanels // product_team, (item + 1) * n_subpanels // product_team, start,
-                                   tokens, chunks, <double *> (scratch + kernel_bytes), scratch)
     free(threads_scratch)
     free(payload)
     free(steps)

@@ -1,5 +1,9 @@
 # Part of _cpu.pyx: the steps that read each token's row once: norm, gate, sum, RoPE.
 
+cdef enum:
+    GATE_PIECE = 1024  # numbers, a multiple of every set's vector
+    GATE_WORK = 4  # of a gate, with its exponential, in numbers of the other steps
+
 cdef struct rows_call
 ctypedef void (*row_fn)(const rows_call *, Py_ssize_t) noexcept nogil
 
@@ -19,7 +23,8 @@ cdef struct rows_call:
 cdef Py_ssize_t run_rows(const void *call) noexcept nogil:
     cdef const rows_call *c = <const rows_call *> call
     cdef Py_ssize_t m, D = c.D
-    for m in prange(c.M if D else 0, num_threads=threads_for(c.M * D, FLOATS_PER_THREAD, c.threads), schedule="static"):
+    cdef Py_ssize_t work = c.M * D * (GATE_WORK if c.run_row == gated_row else 1)
+    for m in prange(c.M if D else 0, num_threads=threads_for(work, FLOATS_PER_THREAD, c.threads), schedule="static"):
         c.run_row(c, m)
     for m in range(c.M if D and c.run_row == norm_row else 0):
         if c.out[m * D] != c.out[m * D]:
@@ -56,17 +61,21 @@ def rms_norm(const float[:, ::1] x, const float[::1] weight, double eps, float[:
 
 
 cdef void gated_row(const rows_call *c, Py_ssize_t m) noexcept nogil:
-    c.chosen.gated(c.x + m * c.D, c.y + m * c.D, c.D, c.is_silu, c.out + m * c.D)
+    cdef Py_ssize_t first = m % c.heads * c.D, start = m // c.heads * c.y_stride + first
+    c.chosen.gated(c.x + start, c.y + start, min(c.D, c.y_stride - first), c.is_silu, c.out + start)
 
 
 def gated(const float[:, ::1] gate, const float[:, ::1] up, bint is_silu, float[:, ::1] y, int threads,
           Py_ssize_t kernels, Tape tape=None):
     """y = act(gate) * up"""
     cdef rows_call c
-    c.run_row, c.M, c.D, c.is_silu, c.sin = gated_row, gate.shape[0], gate.shape[1], is_silu, NULL
-    c.chosen, c.threads = check_set(kernels, threads), threads
-    if up.shape[0] != c.M or up.shape[1] != c.D or y.shape[0] != c.M or y.shape[1] != c.D:
-        raise ValueError(f"gated: gate {c.M, c.D}, up {up.shape[0], up.shape[1]}")
+    cdef Py_ssize_t M = gate.shape[0], F = gate.shape[1]
+    c.run_row, c.is_silu, c.sin, c.chosen, c.threads = gated_row, is_silu, NULL, check_set(kernels, threads), threads
+    if up.shape[0] != M or up.shape[1] != F or y.shape[0] != M or y.shape[1] != F:
+        raise ValueError(f"gated: gate {M, F}, up {up.shape[0], up.shape[1]}")
+    # "rows" of at most GATE_PIECE numbers, so that threads share even one token: `heads` of them for each token
+    c.y_stride, c.heads, c.D = F, (F + GATE_PIECE - 1) // GATE_PIECE, min(F, <Py_ssize_t> GATE_PIECE)
+    c.M = M * c.heads
     c.x, c.y, c.out = &gate[0, 0], &up[0, 0], &y[0, 0]
     compute_rows(&c, tape, (<size_t> c.y,))
 

@@ -24,6 +24,7 @@
 enum { GROUP_CHUNK = 128, GROUP_PLANE_ROWS = 256, GROUP_TABLE_ROWS = 1280 }; /* of a panel at most, by layout */
 enum { GROUP_PLANES = 4, GROUP_PLANE_TOKENS = 12, GROUP_TABLE_TOKENS = 4, GROUP_MAX_WIDE = GROUP_CHUNK + 16 };
 enum { TRIPLE_ENTRIES = 32, TRIPLES_PER_WORD = 6 };
+enum { GROUP_NEAR = 4096, GROUP_FAR = 32768 }; /* bytes ahead of the codes in use that are prefetched into L1 and into L2 */
 enum { GROUP_BY_PLANES, GROUP_BY_TABLES, N_GROUP_LAYOUTS };
 enum { GROUP_LAYOUT_plain = GROUP_BY_PLANES, GROUP_LAYOUT_avx2 = GROUP_BY_PLANES, GROUP_LAYOUT_avx512 = GROUP_BY_TABLES };
 
@@ -149,6 +150,11 @@ typedef struct {
     const int32_t *x_sum;   /* planes: (T, GROUP_PLANES), the sum of each plane */
     const double *steps;    /* (T) */
 } group_chunk;
+
+/* Asks for the first bytes that a thread will multiply by, so that they arrive while tokens become tables. */
+static inline void group_fetch(const uint8_t *codes, size_t bytes) {
+    for (size_t i = 0; i < bytes && i < GROUP_FAR; i += 64) __builtin_prefetch(codes + i, 0, 2);
+}
 
 /* Turns a row into the basis of the weights, H (signs x[order]) block by block: reference/quantization.py, `hadamard`, operation
  * by operation. */

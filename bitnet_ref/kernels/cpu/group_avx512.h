@@ -10,11 +10,18 @@
  * them. With panels of 256 rows they were read again for every 7.4 KB of codes, behind loads that wait for memory.
  *
  * Measured, one thread of an EPYC (Zen 4, 3.67 GHz) beside other programs, best of many bursts, K = 2560, G weights/s.
- *   1 token: codes in L2 95 (23 GB/s; 110 without scales and steps), from memory 80 (19.5 GB/s; in panels of 256 rows
- *   69), two threads 152 (37 GB/s; 128). A plain read in the same run: 38 GB/s, two threads 65. So one token is bound by
- *   the look-ups: 48 weights cost 2.8 operations, of which a core starts two per cycle: 34 weights per cycle at best
- *   (124 G/s, 30 GB/s); 26 are reached in L2.
+ *   1 token: codes in L2 95 (23 GB/s; 110 without scales and steps), from memory 86 (20.8 GB/s; in panels of 256 rows,
+ *   with the near prefetch alone, 69), two threads 158 (38 GB/s).
  *   2 tokens 97, 4 tokens 104 to 118. A token of 4096 columns becomes tables in 5 us.
+ * What bounds one token. 48 weights cost 2.8 operations, of which a core starts two per cycle at best: 34 weights per
+ *   cycle, 30 GB/s. Measured on registers alone (cycles): vpermi2d 1.0, vpmulhuw 1.0, vpaddd 0.5, the three together
+ *   1.67, so 24.5 GB/s, which is what L2 gives without scales and steps; these take 13%. So two cores cannot pass 42 to
+ *   46 GB/s. Where memory gives 35 to 40 GB/s, long streams reach 0.94 to 0.96 of it; where it gives 50 or more, less.
+ *   Decoding Bonsai-4B's shape at 35 GB/s: 0.80 to 0.84, the rest is attention (30 us of 900 per layer, 80 tokens),
+ *   norms, RoPE and sums (22 us, one thread), and the beginning of each of four calls per layer.
+ * Prefetch: 4 KB ahead into L1, and 32 KB ahead into L2, which bridges the times when memory answers late. The second
+ *   gives, two threads from memory at 40 GB/s: 38.1 GB/s instead of 36.1; one thread 20.8 instead of 19.3; a whole step
+ *   of 36 layers 4 to 6%. 16, 64 and 128 KB: the same. Into L2 alone: half. The scales too: the same.
  * What else was considered, weights per cycle of Zen 4 for one token (the look-up by triples: 25, at most 34):
  *   - int8 digits and vpdpbusd, as the layout of planes: 14, and four digits are needed (see group.h)
  *   - masked additions of float32, one for +1 and one for -1: 8; a product with codes widened to floats: fewer
@@ -23,9 +30,12 @@
  * Tried (1 token, 4 tokens):
  *   - intrinsics, not assembly, for look-up and addition: 95, 63: GCC 12 adds the sums of a word first, and spills
  *   - six shifts, not vpmulhuw: 89, 117
- *   - no prefetch: the same from L3, 43 and 82 from memory instead of 80 and 107. Prefetched 2 to 32 KB ahead: the same as
- *     4 KB; every second line, or into L2: 50 to 63 instead of 71
+ *   - no prefetch: the same from L3, 43 and 82 from memory instead of 80 and 107. Into L1 2 to 32 KB ahead: the same as
+ *     4 KB; every second line, or into L2 alone: 50 to 63 instead of 71
  *   - vpmultishiftqb, not vpmulhuw: 93 for 95 in L2
+ *   - the upper half of a word loaded 2 bytes further on, not shifted; and one fused multiply-add for step, scale and sum
+ *     (equal bits for 16-bit scales): 1 to 2% in L2, nothing from memory
+ *   - two or four chunks of 64 rows before the next rows, so that their sums are loaded once: 2% slower
  *   - a chunk of several panels of 256 rows in turn, the layout unchanged: two 74, four 62 instead of 69: the jumps
  *     between panels stop the hardware prefetcher
  *   - eight registers of rows at a time for one token: 2% faster; from memory 50 instead of 71 */
@@ -44,7 +54,6 @@
 #else
 #define GROUP_UNROLL _Pragma("GCC unroll 16")
 #endif
-enum { GROUP_PREFETCH = 4096 };
 
 /* X -> tables. Entry i = c0 + 3 c1 + 9 c2 is (c0 - 1) X0 + (c1 - 1) X1 + (c2 - 1) X2; the last five are not used. A
  * register holds X0 to X2 in the lanes 0 to 2, their negatives in 4 to 6 and zeros, of which each entry takes three.
@@ -122,7 +131,8 @@ GROUP_INLINE void group_chunk_of(const int T, const group_shape *s, const uint8_
         GROUP_UNROLL
         for (int q = 0; q < 4; q++) {
             word[q] = _mm512_loadu_si512(codes + q * VECTOR_BYTES);
-            _mm_prefetch((const char *)codes + GROUP_PREFETCH + q * VECTOR_BYTES, _MM_HINT_T0);
+            _mm_prefetch((const char *)codes + GROUP_NEAR + q * VECTOR_BYTES, _MM_HINT_T0);
+            _mm_prefetch((const char *)codes + GROUP_FAR + q * VECTOR_BYTES, _MM_HINT_T1);
         }
         GROUP_UNROLL
         for (int f = 0; f < TRIPLES_PER_WORD; f++) {
