@@ -36,7 +36,7 @@ PLACES = {
         return (v[0] + v[2]) + (v[1] + ⟦v[3] → v[2]⟧); }
         return v[0] + ⟦v[1] → v[0]⟧; }
         lowest = zero - ⟦700.0 → 7.0⟧;
-        (x - n * ⟦0.693147180369123816490 → 0.69⟧)
+        (x[i] - p[i] * ⟦0.693147180369123816490 → 0.69⟧)
         TERM(⟦24.0 → 25.0⟧)
         TERM(⟦2.0 → 4.0⟧)
         + ⟦1023 → 1024⟧) << 52
@@ -64,52 +64,51 @@ PLACES = {
         y[half + j] = second * cos[j] + ⟦first → second⟧ * sin[j];
         h < ⟦heads → (heads - 1)⟧; h++, x += 2 * half""",
     "attention_steps.h": r"""
-        STEP(load64)(q + ⟦r * d → 0⟧ + j), k, sum##r);
-        scores[r * n_keys] = (float)(⟦total * scale → total⟧);
-        for (size_t i = j; i < d; i++) total += q[r * d + i] * ⟦key[i] → 0⟧;
-        STEP(load64)(keys + ⟦k * d → 0⟧ + j);
-        q3 = STEP(load64)(q + ⟦3 * d → 2 * d⟧ + j);
-        totals[r * KEYS + k] += q[r * d + i] * ⟦keys[k * d + i] → 0⟧;
-        STEP(load64)(totals + i) * ⟦scale → 1.0⟧);
-        memcpy(scores + r * n_keys, rounded + ⟦r * KEYS → 0⟧, KEYS
-        v0 = STEP(WIDE)(values + ⟦s * stride → 0⟧ + j),
-        sums[r * d + j] += pattern[r * n_keys + s] * values[⟦s * stride → 0⟧ + j];
-        STEP(f64v) p = pattern[r * n_keys + ⟦s → 0⟧] - zero;
-        memcpy(sums + ⟦r * d → 0⟧ + j, &sum##r##0
+        x[i] = (float)((const int8_t *)row)[⟦j + i → j⟧] * scale;
+        STEP(widen)((STEP(f32h))_mm256_cvtepi32_ps(q) * ⟦scale → 1.0f⟧);
+        _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(row + ⟦2 * j → j⟧))));
+        _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)(row + ⟦2 * j → j⟧))));
+        (float)((const int8_t *)row)[⟦j → 0⟧] * scale;
+        STEP(load64)(q + ⟦r * d → 0⟧ + j);
+        totals[n] += q[⟦n / K * d → 0⟧ + j] * STEP(stored_number)(kind, keys[n % K]
+        STEP(stored_number)(kind, keys[⟦n % K → 0⟧], j
+        scores[n / K * n_keys + ⟦n % K → 0⟧] = (float)
+        (float)(totals[n] * ⟦c->scale → 1.0⟧);
         largest = ⟦max_lanes[lane] > largest → max_lanes[lane] < largest⟧ ? (float)max_lanes[lane]
+        for (size_t k = 0; k < 4; k++) sum += ⟦powers[k] → powers[0]⟧;
         sum += ⟦power → zero⟧;
         total += p[i] = ⟦power[lane] → power[0]⟧;
         const double inverse = 1.0 / ⟦total → (total + 1.0)⟧;
         for (; i < n; i++) p[i] = (float)(p[i] * ⟦inverse → 1.0⟧);
-        *stride = kv->kind == KV_FLOAT32 ? ⟦kv->stride → d⟧ : d;
-        (const uint16_t *)pool->rows + (row + ⟦n → 0⟧) * kv->stride, d, y);
-        pool->scales[(row + ⟦n → 0⟧) * kv->scale_stride];
-        y[i] = (float)q[i] * ⟦scale → 1.0f⟧;
-        if (⟦r < R → 0⟧) STEP(scores_1)
-        if (⟦r < R → 0⟧) STEP(values_1)
-        STEP(scores)(wide_q, R, d, key, n_keys, scale, scores + ⟦s → start⟧);
-        STEP(values)(pattern + ⟦start → 0⟧, n_keys, R
-        z[i] = (float)⟦sums[i] → sums[0]⟧;
-        keys.from > from ? ⟦keys.from → from⟧ : from
-        all = STEP(within)(⟦seen[r] → seen[0]⟧, all.from, all.to);
-        block[j] = ⟦x[j] → 0⟧;
-        const size_t to = n_keys - (T - 1 - ⟦i / R → 0⟧);
-        kv->first + to > window ? ⟦to - window → 0⟧ : 0, to};
-        q[i / R * q_stride + ⟦i % R → 0⟧ * d + j];
-        block + (rest.from - ⟦start → rest.from⟧) * d
-        scores + i * n_keys + ⟦rest.from → start⟧);
-        SCORE(⟦AFTER(r) → BEFORE(r)⟧, 1, r)
-        seen[r].to - ⟦seen[r].from → (seen[r].from + 1)⟧, pattern
-        STEP(wide_values_4)(p + ⟦all.from → start⟧, n_keys
-        z[i / R * z_stride + ⟦i % R → 0⟧ * d + j]""",
+        sum[n] = STEP(load64)(part + ⟦n / C * d → 0⟧ + j
+        const char *from = rows->at[⟦first + k → k⟧] + kv_bytes(kind, j);
+        n * STEP(DOUBLES), rows->scale[⟦first + k → 0⟧]);
+        STEP(f64v) p = pattern[r * n_keys + ⟦k → 0⟧] - zero;
+        double *to = (part ? part : sums) + ⟦n / C * d → 0⟧ + j
+        if (!part) sum[n] += ⟦STEP(load64)(to) → zero⟧;
+        STEP(score_tile)(c, kind, i, R, K, ⟦s → keys.from⟧, rows->at + k
+        double sum = ⟦part ? part[r * d + j] : 0 → 0⟧;
+        else sums[r * d + j] += ⟦sum → 0⟧;
+        R = end - i >= 4 ? 4 : ⟦end - i >= 2 ? 2 : 1 → 1⟧;
+        double *of_rows = sums ? sums + ⟦i * d → 0⟧ : NULL;
+        side ? ⟦(kv_range){all.to, block.to} → (kv_range){all.to, all.to}⟧ :
+        rows, ⟦keys.from - block.from → 0⟧, of_rows, part + r * d
+        of_rows[n] += ⟦part[n] → 0⟧;
+        end = n_keys - (c->T - 1 - ⟦t → 0⟧);
+        first + end > c->window ? ⟦end - c->window → 0⟧ : 0, end};
+        c->q + t * c->q_stride + ⟦i % c->R → 0⟧ * d;
+        c->seen[i].to - ⟦c->seen[i].from → c->seen[0].from⟧, c->pattern
+        slot = c->slots > 1 ? ⟦b → 0⟧ : 0;
+        c->sums[(⟦slot → 1⟧ * rows + i) * d + j];
+        z[j] = (float)⟦c->sums[i * d + j] → c->sums[j]⟧;""",
     "kv_cache.h": r"""
-        offset = ⟦position - page * kv->page_size → 0⟧;
-        *row = (size_t)kv->pages[⟦page → 0⟧]
-        return count < max_count ? count : ⟦max_count → 1⟧;
+        offset = ⟦kv->first + keys.from - page * kv->page_size → 0⟧;
+        row = (size_t)kv->pages[⟦page → 0⟧]
+        pool->scales[⟦row * kv->scale_stride → 0⟧]
+        return (kv_range){⟦a.from > b.from ? a.from : b.from → b.from⟧, a.to
+        start > kv->first ? ⟦start - kv->first → 0⟧ : 0
         magnitude = (h & 0x7FFFu) << ⟦13 → 12⟧;
         bits |= (h & ⟦0x8000u → 0u⟧) << 16
-        _mm256_storeu_ps(y + ⟦i → 0⟧,
-        _mm512_storeu_ps(y + ⟦i → 0⟧,
         tiny += ⟦0.5f → 0.25f⟧;
         (size - 0x38000000u + ⟦0xFFFu → 0u⟧
         (size >> 13 & ⟦1 → 0⟧)
@@ -223,18 +222,18 @@ PLACES = {
         store_row(c.to.view.kind, ⟦k + g * d → v + g * d⟧, d, &c.to.view.keys, row + g * c.to.head_rows)
         store_row(c.to.view.kind, v + ⟦g * d → 0⟧, d, &c.to.view.values, row + g * c.to.head_rows)
         &c.to.view.values, row + ⟦g → 0⟧ * c.to.head_rows)
-        cdef double scale = (<double> d) ** ⟦-0.5 → -0.25⟧
         slots[m] != slots[m - 1] or positions[m] != positions[m - 1] + ⟦1 → 2⟧)
-        head = 0 if item < undivided else ⟦(item - undivided) % parts * part_heads → 0⟧
-        heads = R if item < undivided else ⟦min(part_heads, R - head) → 1⟧
-        attend_run(c, m, first[run + 1] - m, g, ⟦g * R + head → head⟧, heads
-        rotate(&c.of_q, q + t * H * d, ⟦m + t → m⟧, heads
-        view.values.rows = <const char *> view.values.rows + ⟦g → 0⟧ * c.of.head_rows * d * size
-        view.keys.scales += ⟦g → 0⟧
-        view.pages = c.of.page_table + ⟦c.of.slots[m] → 0⟧ * c.of.table_columns
-        view.first = position + 1 - visible_keys(position, ⟦c.window → 0⟧)
-        view.n_keys = position + ⟦tokens → 1⟧ - view.first
-        H * d, &view, ⟦c.window → 0⟧, scale, workspace, z)""",
+        set_run(c, runs * G - divided + ⟦item → 0⟧, runs
+        ATTEND_SCORES, ⟦item % pieces → 0⟧, pieces)
+        call.z, call.z_stride = c.z + (m * H + ⟦g * call.R → g⟧) * d
+        call.window, call.scale, call.kv = c.window, (<double> d) ** ⟦-0.5 → -0.25⟧, c.of.view
+        rotate(&c.of_q, call.q + t * H * d, ⟦m + t → m⟧, call.R
+        call.kv.values.rows = <const char *> call.kv.values.rows + ⟦g → 0⟧ * c.of.head_rows * d * size
+        call.kv.keys.scales += ⟦g → 0⟧
+        call.kv.pages = c.of.page_table + ⟦c.of.slots[m] → 0⟧ * c.of.table_columns
+        call.kv.first = position + 1 - visible_keys(position, ⟦c.window → 0⟧)
+        call.kv.n_keys = position + ⟦call.T → 1⟧ - call.kv.first
+        call.window, call.scale, call.kv = ⟦c.window → 0⟧,""",
     "_cpu_dense.pxi": r"""
         c.y + ⟦block → 0⟧ * 16, N, tokens
         tokens + ⟦m → 0⟧ * wide, token_facts

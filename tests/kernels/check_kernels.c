@@ -169,6 +169,24 @@ static float half_value(uint16_t half) {
     return half & 0x8000 ? -size : size;
 }
 
+/* attend, alone: one step after another, or (slots > 1) each block of keys by itself, the last first */
+static void attend(const kernel_set *set, const float *q, size_t T, size_t R, size_t d, size_t q_stride, size_t z_stride,
+                   kv_view kv, size_t window, int by_blocks, float *z) {
+    const size_t blocks = attend_blocks(&kv), slots = by_blocks ? blocks : 1;
+    attend_call c = {q, z, T, R, d, q_stride, z_stride, window, 0.3, kv, slots};
+    double *workspace = allocate(attend_workspace(T * R, d, kv.n_keys, slots) * sizeof *workspace);
+    attend_place(&c, workspace);
+    if (!by_blocks) attend_all(set->attend, &c);
+    else {
+        set->attend(&c, ATTEND_BEGIN, 0, 0);
+        for (size_t b = blocks; b-- > 0;) set->attend(&c, ATTEND_SCORES, b, b + 1);
+        for (size_t i = T * R; i-- > 0;) set->attend(&c, ATTEND_SOFTMAX, i, i + 1);
+        for (size_t b = blocks; b-- > 0;) set->attend(&c, ATTEND_VALUES, b, b + 1);
+        set->attend(&c, ATTEND_END, 0, 0);
+    }
+    free(workspace);
+}
+
 static void check_attend(const kernel_set *set, size_t R, size_t d, size_t n_keys) {
     const kernel_set *plain = &KERNEL_SETS[0];
     const size_t stride = d + between(0, 3) * d, page_size = between(1, 40), first = between(0, 3), pages = 3 + n_keys / page_size + 1;
@@ -178,9 +196,8 @@ static void check_attend(const kernel_set *set, size_t R, size_t d, size_t n_key
     kv_view kv = {{keys, NULL}, {values, NULL}, table, page_size, stride, 0, first, n_keys, KV_FLOAT32};
     float *a = allocate(R * d * sizeof *a), *b = allocate(R * d * sizeof *b);
     float *one = allocate(2 * n_keys * stride * sizeof *one);
-    double *workspace = allocate(set->attend_workspace(R, d, n_keys) * sizeof *workspace);
-    set->attend(q, R, d, &kv, 0.3, workspace, a);
-    plain->attend(q, R, d, &kv, 0.3, workspace, b);
+    attend(set, q, 1, R, d, 0, 0, kv, 0, 0, a);
+    attend(plain, q, 1, R, d, 0, 0, kv, 0, 0, b);
     for (size_t i = 0; i < R * d; i++) /* sums in double, in another order: at most a last bit of float32 apart */
         if (!(fabsf(a[i] - b[i]) <= 1.2e-7f * fmaxf(1, fabsf(b[i])))) fail(set, "attend", R, d, n_keys);
     /* the same rows in one page: the same bits */
@@ -191,9 +208,9 @@ static void check_attend(const kernel_set *set, size_t R, size_t d, size_t n_key
     }
     const int32_t zero = 0;
     kv_view whole = {{one, NULL}, {one + n_keys * stride, NULL}, &zero, n_keys, stride, 0, 0, n_keys, KV_FLOAT32};
-    set->attend(q, R, d, &whole, 0.3, workspace, b);
+    attend(set, q, 1, R, d, 0, 0, whole, 0, 1, b);
     must_equal(set, "attend over pages", a, b, R * d * sizeof *a, R, d, n_keys);
-    free(q), free(keys), free(values), free(a), free(b), free(workspace), free(table), free(one);
+    free(q), free(keys), free(values), free(a), free(b), free(table), free(one);
 }
 
 /* Tokens together give the bits that each gives alone. */
@@ -206,15 +223,14 @@ static void check_attend_many(const kernel_set *set, size_t T, size_t R, size_t 
     int32_t *table = allocate(pages * sizeof *table);
     for (size_t i = 0; i < pages; i++) table[i] = (int32_t)(pages - 1 - i);
     kv_view kv = {{rows, NULL}, {rows + pages * page_size * stride, NULL}, table, page_size, stride, 0, first, last + 1 - first, KV_FLOAT32};
-    double *workspace = allocate(set->attend_workspace(T * R, d, kv.n_keys) * sizeof *workspace);
-    set->attend_many(q, T, R, d, q_stride, z_stride, &kv, window, 0.3, workspace, a);
+    attend(set, q, T, R, d, q_stride, z_stride, kv, window, n_keys % 2, a);
     for (size_t t = 0; t < T; t++) {
         const size_t end = n_keys + t; /* token 0 sees n_keys, each later one a key more, of which a window keeps the last */
         kv.first = window && window < end ? end - window : 0, kv.n_keys = end - kv.first;
-        set->attend(q + t * q_stride, R, d, &kv, 0.3, workspace, b);
+        attend(set, q + t * q_stride, 1, R, d, 0, 0, kv, 0, 0, b);
         must_equal(set, "attend_many", a + t * z_stride, b, R * d * sizeof *a, R, d, n_keys);
     }
-    free(q), free(rows), free(a), free(b), free(table), free(workspace);
+    free(q), free(rows), free(a), free(b), free(table);
 }
 
 /* A narrow cache gives the bits that the float cache gives for the floats it stands for. */
@@ -224,7 +240,6 @@ static void check_narrow_attend(const kernel_set *set, int kind, size_t R, size_
     uint16_t *half = allocate(2 * rows * stride * sizeof *half);
     int8_t *narrow = allocate(2 * rows * stride);
     float *a = allocate(R * d * sizeof *a), *b = allocate(R * d * sizeof *b);
-    double *workspace = allocate(set->attend_workspace(R, d, n_keys) * sizeof *workspace);
     for (size_t i = 0; i < 2 * rows * stride; i++) {
         half[i] = (uint16_t)((random_u32() & 0x83FFu) | (random_u32() % 18) << 10); /* of size below 8 */
         narrow[i] = (int8_t)between(0, 254) - 127;
@@ -236,11 +251,23 @@ static void check_narrow_attend(const kernel_set *set, int kind, size_t R, size_
     kept.kind = kind, kept.scale_stride = 1;
     kept.keys = kind == KV_FLOAT16 ? (kv_pool){half, NULL} : (kv_pool){narrow, scales};
     kept.values = kind == KV_FLOAT16 ? (kv_pool){half + rows * stride, NULL} : (kv_pool){narrow + rows * stride, scales + rows};
-    set->attend(q, R, d, &floats, 0.3, workspace, a);
-    set->attend(q, R, d, &kept, 0.3, workspace, b);
+    attend(set, q, 1, R, d, 0, 0, floats, 0, 0, a);
+    attend(set, q, 1, R, d, 0, 0, kept, 0, 1, b);
     must_equal(set, "attend over a narrow cache", a, b, R * d * sizeof *a, R, d, n_keys);
-    free(q), free(wide), free(scales), free(half), free(narrow), free(a), free(b), free(workspace);
+    free(q), free(wide), free(scales), free(half), free(narrow), free(a), free(b);
 }
+
+#if defined(__x86_64__)
+#define WIDEN_HALVES(set, instructions)                                                                                \
+    __attribute__((target(instructions))) static void widen_halves_##set(const uint16_t *half, float *y) {             \
+        for (size_t i = 0; i < 65536; i += DOUBLES_##set) {                                                            \
+            const f32h_##set v = narrow_##set(stored_##set(KV_FLOAT16, (const char *)half, i, 1));                     \
+            memcpy(y + i, &v, sizeof v);                                                                               \
+        }                                                                                                              \
+    }
+WIDEN_HALVES(avx2, "avx2,fma,f16c")
+WIDEN_HALVES(avx512, "avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")
+#endif
 
 static void check_halves(void) {
     const kernel_set *plain = &KERNEL_SETS[0];
@@ -255,8 +282,8 @@ static void check_halves(void) {
 #if defined(__x86_64__)
     for (int wide = 0; wide < 2; wide++) {
         if (!(wide ? __builtin_cpu_supports("avx512f") : __builtin_cpu_supports("avx2") && has_f16c())) continue;
-        (wide ? half_to_float_avx512 : half_to_float_avx2)(half, 65535, other);
-        for (size_t i = 0; i < 65535; i++)
+        (wide ? widen_halves_avx512 : widen_halves_avx2)(half, other);
+        for (size_t i = 0; i < 65536; i++)
             if (memcmp(y + i, other + i, 4) && !(isnan(y[i]) && isnan(other[i]))) fail(plain, "half, by instruction", i, wide, 0);
     }
 #endif
@@ -420,10 +447,10 @@ int main(int argc, char **argv) {
             }
             check_strips(set, between(1, 700), between(1, 700), between(0, 100), 0);
             check_steps(set, between(1, 600));
-            check_attend(set, between(1, 9), between(1, 70) * 2, between(1, 150));
+            check_attend(set, between(1, 9), between(1, 70) * 2, between(1, 400));
             const size_t R = between(1, 9);
-            check_attend_many(set, between(2, ATTEND_ROWS / R), R, between(1, 70) * 2, between(1, 100), between(0, 1) * between(1, 50));
-            check_narrow_attend(set, round % 2 ? KV_FLOAT16 : KV_INT8, between(1, 9), between(1, 70), between(1, 60));
+            check_attend_many(set, between(2, ATTEND_ROWS / R), R, between(1, 70) * 2, between(1, 300), between(0, 1) * between(1, 200));
+            check_narrow_attend(set, round % 2 ? KV_FLOAT16 : KV_INT8, between(1, 9), between(1, 70), between(1, 200));
             check_dense(set, round % 3, between(1, 20), between(1, 300), between(1, 8));
             check_dense(set, Q8_0 + round % 5, between(1, 20), 32 * between(1, 20), between(1, 8));
             check_dense(set, Q4_K + round % 2, between(1, 20), 256 * between(1, 3), between(1, 8));

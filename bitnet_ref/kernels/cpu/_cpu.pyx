@@ -37,7 +37,19 @@ cdef extern from "kernels.h" nogil:
         const int32_t *pages
         size_t page_size, stride, scale_stride, first, n_keys
         int kind
-    const int KV_FLOAT32, KV_FLOAT16, KV_INT8, ATTEND_ROWS
+    const int KV_FLOAT32, KV_FLOAT16, KV_INT8, ATTEND_ROWS, SUM_KEYS
+    const int ATTEND_BEGIN, ATTEND_SCORES, ATTEND_SOFTMAX, ATTEND_VALUES, ATTEND_END
+    ctypedef struct attend_call:
+        const float *q
+        float *z
+        size_t T, R, d, q_stride, z_stride, window, slots
+        double scale
+        kv_view kv
+    ctypedef void (*attend_fn)(const attend_call *, int, size_t, size_t) noexcept nogil
+    size_t attend_workspace(size_t rows, size_t d, size_t n_keys, size_t slots)
+    void attend_place(attend_call *, double *workspace)
+    size_t attend_blocks(const kv_view *)
+    void attend_all(attend_fn, const attend_call *)
     bint kv_can_store(int kind, const float *x, size_t n)
     void kv_store(int kind, const float *x, size_t d, void *rows, size_t row, float *scale)
     long l2_bytes()
@@ -70,10 +82,7 @@ cdef extern from "kernels.h" nogil:
         void (*dequantize)(const int32_t *, size_t, float, float, const float *, float *) noexcept nogil
         void (*gated)(const float *, const float *, size_t, int, float *) noexcept nogil
         void (*rope)(const float *, size_t, size_t, const float *, const float *, float *) noexcept nogil
-        size_t (*attend_workspace)(size_t, size_t, size_t) noexcept nogil
-        void (*attend)(const float *, size_t, size_t, const kv_view *, double, double *, float *) noexcept nogil
-        void (*attend_many)(const float *, size_t, size_t, size_t, size_t, size_t, const kv_view *, size_t, double,
-                            double *, float *) noexcept nogil
+        attend_fn attend
         void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t,
                            float *) noexcept nogil
         void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *) noexcept nogil
@@ -121,7 +130,7 @@ cdef enum:
     PANEL_BYTES_PER_THREAD = 65536
     DENSE_BYTES_PER_THREAD = 262144
     ATTENTION_FLOATS_PER_THREAD = 65536
-    ATTEND_SCORES = 1 << 20  # of the tokens that go through the keys together: 12 MB per thread
+    MAX_RUN_SCORES = 1 << 20  # of the tokens that go through the keys together: 12 MB per thread
     FLOATS_PER_THREAD = 16384  # for the steps that read each token once
 
 floats_per_thread = FLOATS_PER_THREAD

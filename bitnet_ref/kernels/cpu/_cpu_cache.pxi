@@ -207,13 +207,11 @@ cdef struct attention_call:
 
 cdef Py_ssize_t run_attention(const void *call) noexcept nogil:
     cdef const attention_call *c = <const attention_call *> call
-    cdef const kernel_set *chosen = c.chosen
+    cdef attend_fn attend = c.chosen.attend
     cdef const int64_t *slots = c.of.slots
     cdef const int64_t *positions = c.of.positions
-    cdef kv_view view = c.of.view
     cdef Py_ssize_t M = c.of.M, H = c.H, d = c.of.d, G = c.of.G, R = H // G, window = c.window
-    cdef Py_ssize_t m, item, g, n_keys, max_keys = 1, work = 0, undivided, parts = 1, part_heads, head, heads
-    cdef Py_ssize_t max_run, runs = 0, run
+    cdef Py_ssize_t m, item, n_keys, max_keys = 1, work = 0, divided = 0, pieces, rows, max_run, runs = 0
     for m in range(M):
         if not has_pages(&c.of, m, positions[m]):  # first: the number of keys would overflow
             return m
@@ -224,51 +222,60 @@ cdef Py_ssize_t run_attention(const void *call) noexcept nogil:
         work += n_keys * H * d
     if M == 0:
         return OK
-    cdef double scale = (<double> d) ** -0.5
     cdef int team = threads_for(work, ATTENTION_FLOATS_PER_THREAD, c.threads)
     # runs of at most max_run consecutive tokens of a sequence
-    max_run = max(<Py_ssize_t> 1, min(<Py_ssize_t> ATTEND_ROWS, ATTEND_SCORES // max_keys) // max(<Py_ssize_t> 1, R))
-    cdef Py_ssize_t run_rows = R * min(M, max_run)
-    # Each thread's scratch: the workspace of `attend`, followed by the rotated rows of q.
-    cdef size_t workspace_bytes = thread_bytes(chosen.attend_workspace(run_rows, d, max_keys + max_run) * sizeof(double))
-    cdef size_t part = workspace_bytes + thread_bytes(run_rows * d * sizeof(float) if c.of_q.cos != NULL else 0)
-    cdef char *threads_scratch = <char *> allocate(team, part)
-    cdef char *scratch = NULL
+    max_run = max(<Py_ssize_t> 1, min(<Py_ssize_t> ATTEND_ROWS, MAX_RUN_SCORES // max_keys) // max(<Py_ssize_t> 1, R))
     cdef Py_ssize_t *first = <Py_ssize_t *> allocate(M + 1, sizeof(Py_ssize_t))  # first token of each run
-    if first == NULL or threads_scratch == NULL:
-        free(first)
-        free(threads_scratch)
+    if first == NULL:
         return NO_MEMORY
     for m in range(M):
         if (m == 0 or m - first[runs - 1] == max_run or slots[m] != slots[m - 1] or positions[m] != positions[m - 1] + 1):
             first[runs] = m
             runs += 1
     first[runs] = M
-    undivided = runs * G
-    if undivided < 8 * team:
-        undivided -= undivided % team
-        parts = min(<Py_ssize_t> team, R)
-    part_heads = (R + parts - 1) // parts
-    parts = (R + part_heads - 1) // part_heads
+    max_keys += max_run
+    if runs * G < 8 * team and max_keys > 2 * SUM_KEYS:
+        divided = runs * G % team
+    # Each thread's scratch: the workspace of `attend`, followed by the rotated rows of q.
+    rows = R * min(M, max_run)
+    cdef size_t workspace_bytes = thread_bytes(
+        attend_workspace(rows, d, max_keys, max_keys // SUM_KEYS + 2 if divided else 1) * sizeof(double))
+    cdef size_t part = workspace_bytes + thread_bytes(rows * d * sizeof(float) if c.of_q.cos != NULL else 0)
+    cdef char *scratch = <char *> allocate(team, part)
+    cdef attend_call *calls = <attend_call *> allocate(team, sizeof(attend_call))  # each thread's, then the divided ones
+    if scratch == NULL or calls == NULL:
+        free(scratch)
+        free(calls)
+        free(first)
+        return NO_MEMORY
+    pieces = 2 * team
     with parallel(num_threads=team):
-        scratch = threads_scratch + threadid() * part
         # Dynamic, because a prompt's later tokens have more keys.
-        for item in prange(undivided + (runs * G - undivided) * parts, schedule="dynamic"):
-            g = item if item < undivided else undivided + (item - undivided) // parts
-            head = 0 if item < undivided else (item - undivided) % parts * part_heads
-            heads = R if item < undivided else min(part_heads, R - head)
-            if runs < M:  # head by head: a head's keys stay in L2 for all tokens of a prompt
-                run = g % runs
-                g = g // runs
-            else:
-                run = g // G
-                g = g % G
-            m = first[run]
-            attend_run(c, m, first[run + 1] - m, g, g * R + head, heads, view, scale, <double *> scratch,
-                       <float *> (scratch + workspace_bytes))
-    free(threads_scratch)
+        for item in prange(runs * G - divided, schedule="dynamic"):
+            set_run(c, item, runs, first, False, scratch + threadid() * part, workspace_bytes, calls + threadid())
+            attend_all(attend, calls + threadid())
+        for item in prange(divided, schedule="static"):
+            set_run(c, runs * G - divided + item, runs, first, True, scratch + item * part, workspace_bytes,
+                    calls + item)
+            attend(calls + item, ATTEND_BEGIN, 0, 0)
+        for item in prange(divided * pieces, schedule="dynamic"):
+            attend_piece(attend, calls + item // pieces, ATTEND_SCORES, item % pieces, pieces)
+        for item in prange(divided * rows, schedule="dynamic"):
+            attend_piece(attend, calls + item // rows, ATTEND_SOFTMAX, item % rows, rows)
+        for item in prange(divided * pieces, schedule="dynamic"):
+            attend_piece(attend, calls + item // pieces, ATTEND_VALUES, item % pieces, pieces)
+        for item in prange(divided, schedule="static"):
+            attend(calls + item, ATTEND_END, 0, 0)
+    free(scratch)
+    free(calls)
     free(first)
     return OK
+
+
+cdef inline void attend_piece(attend_fn attend, const attend_call *call, int step, Py_ssize_t piece,
+                              Py_ssize_t pieces) noexcept nogil:
+    cdef size_t of = call.T * call.R if step == ATTEND_SOFTMAX else attend_blocks(&call.kv)
+    attend(call, step, of * piece // pieces, of * (piece + 1) // pieces)
 
 
 def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:, ::1] page_table,
@@ -281,9 +288,8 @@ def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:,
     Returns -1, or the first token that sees a position without a page.
 
     Threads take (run, kv head) pairs. A run is consecutive tokens of a sequence, at most ATTEND_ROWS query heads (fewer
-    with very many keys): a key is widened once for all of them. Each head goes through its keys in one order, alone or
-    not. When pairs are few, so that threads would be idle at the end (5 kv heads on 2 threads: 3 to 2), the last ones
-    are divided by query heads. Dividing by keys would balance better, but change the order of the sums.
+    with very many keys). When pairs are few, so that threads would be idle at the end (5 kv heads on 2 threads: 3 to
+    2), the threads divide the keys of the last ones. Sums are in blocks of keys (kv_cache.h), so no bit depends on it.
     """
     cdef attention_call c
     cdef Py_ssize_t M = q.shape[0], H = q.shape[1], d = q.shape[2], m, bad
@@ -307,28 +313,32 @@ def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:,
     return bad
 
 
-cdef inline void attend_run(const attention_call *c, Py_ssize_t m, Py_ssize_t tokens, Py_ssize_t g, Py_ssize_t head,
-                            Py_ssize_t heads, kv_view view, double scale, double *workspace,
-                            float *scratch) noexcept nogil:
-    """Attention of consecutive tokens from m on, for `heads` query heads of kv head g. `view` is a copy, narrowed here
-    to that head and the visible keys."""
-    cdef Py_ssize_t size = 4 if view.kind == KV_FLOAT32 else 2 if view.kind == KV_FLOAT16 else 1
-    cdef Py_ssize_t H = c.H, d = c.of.d, position = c.of.positions[m], q_stride = H * d, t
-    cdef const float *q = c.q + (m * H + head) * d
-    cdef float *z = c.z + (m * H + head) * d
-    if c.of_q.cos != NULL:
-        for t in range(tokens):
-            rotate(&c.of_q, q + t * H * d, m + t, heads, d, scratch + t * heads * d)
-        q, q_stride = scratch, heads * d
-    view.keys.rows = <const char *> view.keys.rows + g * c.of.head_rows * d * size
-    view.values.rows = <const char *> view.values.rows + g * c.of.head_rows * d * size
-    if view.kind == KV_INT8:
-        view.keys.scales += g * c.of.head_rows
-        view.values.scales += g * c.of.head_rows
-    view.pages = c.of.page_table + c.of.slots[m] * c.of.table_columns
-    view.first = position + 1 - visible_keys(position, c.window)
-    view.n_keys = position + tokens - view.first
-    if tokens == 1:
-        c.chosen.attend(q, heads, d, &view, scale, workspace, z)
+cdef inline void set_run(const attention_call *c, Py_ssize_t item, Py_ssize_t runs, const Py_ssize_t *first,
+                         bint by_blocks, char *scratch, size_t workspace_bytes, attend_call *call) noexcept nogil:
+    """The attention of one run and kv head."""
+    cdef Py_ssize_t G = c.of.G, H = c.H, d = c.of.d, t, g, run
+    cdef float *rotated = <float *> (scratch + workspace_bytes)
+    cdef Py_ssize_t size = 4 if c.of.view.kind == KV_FLOAT32 else 2 if c.of.view.kind == KV_FLOAT16 else 1
+    if runs < c.of.M:  # head by head: a head's keys stay in L2 for all tokens of a prompt
+        run, g = item % runs, item // runs
     else:
-        c.chosen.attend_many(q, tokens, heads, d, q_stride, H * d, &view, c.window, scale, workspace, z)
+        run, g = item // G, item % G
+    cdef Py_ssize_t m = first[run], position = c.of.positions[m]
+    call.T, call.R, call.d = first[run + 1] - m, H // G, d
+    call.q, call.q_stride = c.q + (m * H + g * call.R) * d, H * d
+    call.z, call.z_stride = c.z + (m * H + g * call.R) * d, H * d
+    call.window, call.scale, call.kv = c.window, (<double> d) ** -0.5, c.of.view
+    if c.of_q.cos != NULL:
+        for t in range(<Py_ssize_t> call.T):
+            rotate(&c.of_q, call.q + t * H * d, m + t, call.R, d, rotated + t * call.R * d)
+        call.q, call.q_stride = rotated, call.R * d
+    call.kv.keys.rows = <const char *> call.kv.keys.rows + g * c.of.head_rows * d * size
+    call.kv.values.rows = <const char *> call.kv.values.rows + g * c.of.head_rows * d * size
+    if call.kv.kind == KV_INT8:
+        call.kv.keys.scales += g * c.of.head_rows
+        call.kv.values.scales += g * c.of.head_rows
+    call.kv.pages = c.of.page_table + c.of.slots[m] * c.of.table_columns
+    call.kv.first = position + 1 - visible_keys(position, c.window)
+    call.kv.n_keys = position + call.T - call.kv.first
+    call.slots = attend_blocks(&call.kv) if by_blocks else 1
+    attend_place(call, <double *> scratch)

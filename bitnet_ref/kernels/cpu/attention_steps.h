@@ -7,128 +7,75 @@ STEP_INLINE STEP(f64v) STEP(load64)(const double *x) {
     return v;
 }
 
-/* scores[r * n_keys] = q[r] . key * scale for HEADS heads of q (in double, d apart). A key is widened once for all
- * heads. */
-#define SCORES(HEADS, EACH)                                                                                            \
-    STEP_INLINE void STEP(scores_##HEADS)(const double *q, size_t d, const float *key, size_t n_keys, double scale,    \
-                                          float *scores) {                                                             \
-        const STEP(f64v) zero = {0};                                                                                   \
-        size_t j = 0;                                                                                                  \
-        EACH(SCORES_ZERO)                                                                                              \
-        for (; j + STEP(DOUBLES) <= d; j += STEP(DOUBLES)) {                                                           \
-            const STEP(f64v) k = STEP(wide)(key + j);                                                                  \
-            EACH(SCORES_ADD)                                                                                           \
-        }                                                                                                              \
-        EACH(SCORES_STORE)                                                                                             \
-    }
-#define SCORES_ZERO(r) STEP(f64v) sum##r = zero;
-#define SCORES_ADD(r) sum##r = STEP_MULADD(STEP(load64)(q + r * d + j), k, sum##r);
-#define SCORES_STORE(r)                                                                                                \
-    {                                                                                                                  \
-        double total = STEP(sum_lanes)(sum##r);                                                                        \
-        for (size_t i = j; i < d; i++) total += q[r * d + i] * key[i];                                                 \
-        scores[r * n_keys] = (float)(total * scale);                                                                   \
-    }
-#define ONE_HEAD(DO) DO(0)
-#define TWO_HEADS(DO) DO(0) DO(1)
-#define FOUR_HEADS(DO) TWO_HEADS(DO) DO(2) DO(3)
-SCORES(1, ONE_HEAD)
-SCORES(2, TWO_HEADS)
-SCORES(4, FOUR_HEADS)
-
-/* scores[r * n_keys + k] of four heads and SCORE_KEYS contiguous keys in double: as many sums as fit the registers */
+/* numbers j .. of a stored row */
+STEP_INLINE STEP(f64v) STEP(stored)(int kind, const char *row, size_t j, float scale) {
+    if (kind == KV_FLOAT32) return STEP(wide)((const float *)row + j);
 #if STEP_BYTES == 64
-#define EACH_KEY(DO) DO(0) DO(1) DO(2) DO(3)
+    if (kind == KV_FLOAT16)
+        return STEP(widen)((STEP(f32h))_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(row + 2 * j))));
+    const __m256i q = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(row + j)));
+    return STEP(widen)((STEP(f32h))_mm256_cvtepi32_ps(q) * scale);
+#elif STEP_BYTES == 32
+    if (kind == KV_FLOAT16)
+        return STEP(widen)((STEP(f32h))_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)(row + 2 * j))));
+    int32_t four;
+    memcpy(&four, row + j, sizeof four);
+    const __m128i q = _mm_cvtepi8_epi32(_mm_cvtsi32_si128(four));
+    return STEP(widen)((STEP(f32h))_mm_cvtepi32_ps(q) * scale);
 #else
-#define EACH_KEY(DO) DO(0) DO(1)
+    float x[STEP(DOUBLES)];
+    if (kind == KV_FLOAT16) half_to_float_plain((const uint16_t *)row + j, STEP(DOUBLES), x);
+    else
+        for (size_t i = 0; i < STEP(DOUBLES); i++) x[i] = (float)((const int8_t *)row)[j + i] * scale;
+    return STEP(wide)(x);
 #endif
-#define KEY_ZERO(k) STEP(f64v) sum0##k = zero, sum1##k = zero, sum2##k = zero, sum3##k = zero;
-#define KEY_ADD(k)                                                                                                     \
-    {                                                                                                                  \
-        const STEP(f64v) key = STEP(load64)(keys + k * d + j);                                                         \
-        sum0##k = STEP_MULADD(q0, key, sum0##k), sum1##k = STEP_MULADD(q1, key, sum1##k);                              \
-        sum2##k = STEP_MULADD(q2, key, sum2##k), sum3##k = STEP_MULADD(q3, key, sum3##k);                              \
-    }
-STEP_INLINE void STEP(scores_4_by_keys)(const double *q, size_t d, const double *keys, size_t n_keys, double scale,
-                                        float *scores) {
-    const STEP(f64v) zero = {0};
-    size_t j = 0;
-    EACH_KEY(KEY_ZERO)
-    for (; j + STEP(DOUBLES) <= d; j += STEP(DOUBLES)) {
-        const STEP(f64v) q0 = STEP(load64)(q + j), q1 = STEP(load64)(q + d + j), q2 = STEP(load64)(q + 2 * d + j),
-                         q3 = STEP(load64)(q + 3 * d + j);
-        EACH_KEY(KEY_ADD)
-    }
-    enum { KEYS = STEP(SCORE_KEYS) };
-    double totals[4 * KEYS]; /* by heads, then keys */
-#if STEP_BYTES == 64
-    STEP(sum_lanes_of_8)(sum00, sum02, sum10, sum12, sum01, sum03, sum11, sum13, totals);
-    STEP(sum_lanes_of_8)(sum20, sum22, sum30, sum32, sum21, sum23, sum31, sum33, totals + 8);
-#else
-    STEP(sum_lanes_of_8)(sum00, sum10, sum20, sum30, sum01, sum11, sum21, sum31, totals);
-#endif
-    for (size_t r = 0; r < 4 && j < d; r++)
-        for (size_t k = 0; k < KEYS; k++)
-            for (size_t i = j; i < d; i++) totals[r * KEYS + k] += q[r * d + i] * keys[k * d + i];
-    float rounded[4 * KEYS];
-    STEP_UNROLL
-    for (size_t i = 0; i < 4 * KEYS; i += STEP(DOUBLES)) {
-        const STEP(f32h) part = STEP(narrow)(STEP(load64)(totals + i) * scale);
-        memcpy(rounded + i, &part, sizeof part);
-    }
-    STEP_UNROLL
-    for (size_t r = 0; r < 4; r++) memcpy(scores + r * n_keys, rounded + r * KEYS, KEYS * sizeof(float));
 }
-#undef EACH_KEY
-#undef KEY_ZERO
-#undef KEY_ADD
 
-/* sums[r * d + j ..] += sum over s of pattern[r * n_keys + s] * values[s * stride + j ..] for the `count` keys of a
- * block, two vectors of HEADS heads at a time. Prefetches `next`, the values of the next block. */
-#define VALUES(NAME, HEADS, EACH, NUMBER, WIDE)                                                                        \
-    STEP_INLINE void STEP(NAME)(const double *pattern, size_t n_keys, const NUMBER *values, size_t count,              \
-                                const float *next, size_t d, size_t stride, double *sums) {                            \
-        const STEP(f64v) zero = {0};                                                                                   \
-        size_t j = 0;                                                                                                  \
-        for (; j + 2 * STEP(DOUBLES) <= d; j += 2 * STEP(DOUBLES)) {                                                   \
-            EACH(VALUES_LOAD)                                                                                          \
-            for (size_t s = 0; s < count; s++) {                                                                       \
-                if (next) __builtin_prefetch(next + s * stride + j);                                                   \
-                const STEP(f64v) v0 = STEP(WIDE)(values + s * stride + j),                                             \
-                                 v1 = STEP(WIDE)(values + s * stride + j + STEP(DOUBLES));                             \
-                EACH(VALUES_ADD)                                                                                       \
-            }                                                                                                          \
-            EACH(VALUES_STORE)                                                                                         \
-        }                                                                                                              \
-        for (; j < d; j++)                                                                                             \
-            for (size_t r = 0; r < HEADS; r++)                                                                         \
-                for (size_t s = 0; s < count; s++) sums[r * d + j] += pattern[r * n_keys + s] * values[s * stride + j];\
+STEP_INLINE double STEP(stored_number)(int kind, const char *row, size_t j, float scale) {
+    float x;
+    if (kind == KV_FLOAT16) half_to_float_plain((const uint16_t *)row + j, 1, &x);
+    else x = kind == KV_FLOAT32 ? ((const float *)row)[j] : (float)((const int8_t *)row)[j] * scale;
+    return x;
+}
+
+/* scores of query rows i .. i + R - 1 and the K keys from s on: a key is loaded and widened once for R heads.
+ * Prefetches as much at `ahead`, line by line: many lines at once stop the loop. */
+STEP_INLINE void STEP(score_tile)(const attend_call *c, int kind, size_t i, size_t R, size_t K, size_t s,
+                                  const char *const *keys, const float *scales, const char *ahead) {
+    const STEP(f64v) zero = {0};
+    const size_t d = c->d, n_keys = c->kv.n_keys;
+    const double *q = c->wide_q + i * d;
+    float *scores = c->scores + i * n_keys + s;
+    STEP(f64v) sums[16];
+    double totals[16];
+    size_t j = 0;
+    STEP_UNROLL
+    for (size_t n = 0; n < R * K; n++) sums[n] = zero;
+    for (; j + STEP(DOUBLES) <= d; j += STEP(DOUBLES)) {
+        STEP(f64v) key[4];
+        if (K * kv_bytes(kind, j) % 64 == 0)
+            kv_prefetch(ahead + K * kv_bytes(kind, j), K * kv_bytes(kind, STEP(DOUBLES)));
+        STEP_UNROLL
+        for (size_t k = 0; k < K; k++) key[k] = STEP(stored)(kind, keys[k], j, scales[k]);
+        STEP_UNROLL
+        for (size_t r = 0; r < R; r++) {
+            const STEP(f64v) x = STEP(load64)(q + r * d + j);
+            STEP_UNROLL
+            for (size_t k = 0; k < K; k++) sums[r * K + k] = STEP_MULADD(x, key[k], sums[r * K + k]);
+        }
     }
-#define VALUES_LOAD(r)                                                                                                 \
-    STEP(f64v) sum##r##0 = STEP(load64)(sums + r * d + j), sum##r##1 = STEP(load64)(sums + r * d + j + STEP(DOUBLES));
-#define VALUES_ADD(r)                                                                                                  \
-    {                                                                                                                  \
-        const STEP(f64v) p = pattern[r * n_keys + s] - zero;                                                           \
-        sum##r##0 = STEP_MULADD(p, v0, sum##r##0), sum##r##1 = STEP_MULADD(p, v1, sum##r##1);                          \
-    }
-#define VALUES_STORE(r)                                                                                                \
-    memcpy(sums + r * d + j, &sum##r##0, sizeof sum##r##0);                                                            \
-    memcpy(sums + r * d + j + STEP(DOUBLES), &sum##r##1, sizeof sum##r##1);
-VALUES(values_1, 1, ONE_HEAD, float, wide)
-VALUES(values_2, 2, TWO_HEADS, float, wide)
-VALUES(values_4, 4, FOUR_HEADS, float, wide)
-VALUES(wide_values_4, 4, FOUR_HEADS, double, load64)
-#undef SCORES
-#undef SCORES_ZERO
-#undef SCORES_ADD
-#undef SCORES_STORE
-#undef VALUES
-#undef VALUES_LOAD
-#undef VALUES_ADD
-#undef VALUES_STORE
-#undef ONE_HEAD
-#undef TWO_HEADS
-#undef FOUR_HEADS
+    STEP_UNROLL
+    for (size_t n = 0; n < R * K; n += R * K % 8 ? 1 : 8)
+        if (R * K % 8) totals[n] = STEP(sum_lanes)(sums[n]);
+        else
+            STEP(sum_lanes_of_8)(sums[n], sums[n + 2], sums[n + 4], sums[n + 6], sums[n + 1], sums[n + 3], sums[n + 5],
+                                 sums[n + 7], totals + n);
+    for (; j < d; j++)
+        for (size_t n = 0; n < R * K; n++)
+            totals[n] += q[n / K * d + j] * STEP(stored_number)(kind, keys[n % K], j, scales[n % K]);
+    STEP_UNROLL
+    for (size_t n = 0; n < R * K; n++) scores[n / K * n_keys + n % K] = (float)(totals[n] * c->scale);
+}
 
 /* scores (n) float32 -> p (n) = softmax, rounded to float32, as doubles */
 STEP_TARGET static void STEP(softmax)(const float *scores, size_t n, double *p) {
@@ -142,7 +89,19 @@ STEP_TARGET static void STEP(softmax)(const float *scores, size_t n, double *p) 
         largest = max_lanes[lane] > largest ? (float)max_lanes[lane] : largest;
     for (; i < n; i++) largest = scores[i] > largest ? scores[i] : largest;
     STEP(f64v) sum = zero, power;
-    for (i = 0; i + STEP(DOUBLES) <= n; i += STEP(DOUBLES)) {
+    for (i = 0; i + 4 * STEP(DOUBLES) <= n; i += 4 * STEP(DOUBLES)) { /* the steps of one exponential are a chain */
+        STEP(f64v) powers[4];
+        STEP_UNROLL
+        for (size_t k = 0; k < 4; k++) {
+            memcpy(&v, scores + i + k * STEP(DOUBLES), sizeof v);
+            powers[k] = STEP(widen)(v - largest);
+        }
+        STEP(exp_vectors)(powers, 4);
+        STEP_UNROLL
+        for (size_t k = 0; k < 4; k++) sum += powers[k];
+        memcpy(p + i, powers, sizeof powers);
+    }
+    for (; i + STEP(DOUBLES) <= n; i += STEP(DOUBLES)) {
         memcpy(&v, scores + i, sizeof v);
         power = STEP(exp_lanes)(STEP(widen)(v - largest));
         memcpy(p + i, &power, sizeof power);
@@ -164,221 +123,192 @@ STEP_TARGET static void STEP(softmax)(const float *scores, size_t n, double *p) 
     for (; i < n; i++) p[i] = (float)(p[i] * inverse);
 }
 
-/* the doubles of workspace that `attend` needs, and `attend_many` with R rows of all tokens */
-STEP_TARGET static size_t STEP(attend_workspace)(size_t R, size_t d, size_t n_keys) {
-    return (STEP(BLOCK_KEYS) + 2 * R) * d + R * n_keys + (R * n_keys + STEP(BLOCK_KEYS) * d + 1) / 2;
+/* sums (R, d), C vectors from column j on, += pattern of query rows i .. * values of some keys, a sum that starts from
+ * zero; or, with `part` (R, d), that starts from `part` and ends there. */
+STEP_INLINE void STEP(value_tile)(const attend_call *c, int kind, size_t i, size_t R, size_t C, kv_range keys,
+                                  const kv_rows *rows, size_t first, size_t j, double *sums, double *part,
+                                  int fetch) {
+    const STEP(f64v) zero = {0};
+    const size_t d = c->d, n_keys = c->kv.n_keys, count = keys.to - keys.from;
+    const double *pattern = c->pattern + i * n_keys + keys.from;
+    STEP(f64v) sum[16];
+    STEP_UNROLL
+    for (size_t n = 0; n < R * C; n++) sum[n] = zero;
+    if (part) {
+        STEP_UNROLL
+        for (size_t n = 0; n < R * C; n++) sum[n] = STEP(load64)(part + n / C * d + j + n % C * STEP(DOUBLES));
+    }
+    for (size_t k = 0, stop; k < count; k = stop) {
+        stop = k + 16 < count ? k + 16 : count;
+        const size_t progress = rows->count + (count * j + k * C * STEP(DOUBLES)) / d;
+        const char *ahead = fetch ? kv_row(rows, progress) : rows->at[first + k];
+        for (; k < stop; k++, ahead += kv_bytes(kind, C * STEP(DOUBLES))) {
+            if (kv_bytes(kind, k * C * STEP(DOUBLES)) % 64 == 0) kv_prefetch(ahead, kv_bytes(kind, C * STEP(DOUBLES)));
+            const char *from = rows->at[first + k] + kv_bytes(kind, j);
+            STEP(f64v) value[4];
+            STEP_UNROLL
+            for (size_t n = 0; n < C; n++)
+                value[n] = STEP(stored)(kind, from, n * STEP(DOUBLES), rows->scale[first + k]);
+            STEP_UNROLL
+            for (size_t r = 0; r < R; r++) {
+                const STEP(f64v) p = pattern[r * n_keys + k] - zero;
+                STEP_UNROLL
+                for (size_t n = 0; n < C; n++) sum[r * C + n] = STEP_MULADD(p, value[n], sum[r * C + n]);
+            }
+        }
+    }
+    STEP_UNROLL
+    for (size_t n = 0; n < R * C; n++) {
+        double *to = (part ? part : sums) + n / C * d + j + n % C * STEP(DOUBLES);
+        if (!part) sum[n] += STEP(load64)(to);
+        memcpy(to, &sum[n], sizeof sum[n]);
+    }
 }
 
-/* `count` rows of a pool as floats, *stride apart: in place, or widened into `buffer` */
-STEP_INLINE const float *STEP(as_floats)(const kv_view *kv, const kv_pool *pool, size_t row, size_t count, size_t d,
-                                         float *buffer, size_t *stride) {
-    *stride = kv->kind == KV_FLOAT32 ? kv->stride : d;
-    if (kv->kind == KV_FLOAT32) return (const float *)pool->rows + row * kv->stride;
-    for (size_t n = 0; n < count; n++) {
-        float *y = buffer + n * d;
-        if (kv->kind == KV_FLOAT16) {
-            STEP(half_to_float)((const uint16_t *)pool->rows + (row + n) * kv->stride, d, y);
+STEP_INLINE void STEP(score_rows)(const attend_call *c, int kind, size_t i, size_t R, kv_range keys,
+                                  const kv_rows *rows, size_t k, int fetch) {
+    enum { K = STEP(SCORE_KEYS) };
+    const size_t distance = fetch ? PREFETCH_BYTES / kv_bytes(kind, c->d) : 0;
+    size_t s = keys.from;
+    for (; s + K <= keys.to; s += K, k += K)
+        STEP(score_tile)(c, kind, i, R, K, s, rows->at + k, rows->scale + k, kv_row(rows, k + distance));
+    for (; s < keys.to; s++, k++)
+        STEP(score_tile)(c, kind, i, R, 1, s, rows->at + k, rows->scale + k, kv_row(rows, k + distance));
+}
+
+STEP_INLINE void STEP(value_rows)(const attend_call *c, int kind, size_t i, size_t R, kv_range keys,
+                                  const kv_rows *rows, size_t first, double *sums, double *part, int fetch) {
+    enum { C = STEP(VALUE_VECTORS) };
+    const size_t d = c->d;
+    size_t j = 0;
+    for (; j + C * STEP(DOUBLES) <= d; j += C * STEP(DOUBLES))
+        STEP(value_tile)(c, kind, i, R, C, keys, rows, first, j, sums, part, fetch);
+    for (; j + STEP(DOUBLES) <= d; j += STEP(DOUBLES))
+        STEP(value_tile)(c, kind, i, R, 1, keys, rows, first, j, sums, part, fetch);
+    for (; j < d; j++)
+        for (size_t r = 0; r < R; r++) {
+            double sum = part ? part[r * d + j] : 0;
+            for (size_t s = keys.from, k = first; s < keys.to; s++, k++)
+                sum += c->pattern[(i + r) * c->kv.n_keys + s] *
+                       STEP(stored_number)(kind, rows->at[k], j, rows->scale[k]);
+            if (part) part[r * d + j] = sum;
+            else sums[r * d + j] += sum;
+        }
+}
+
+/* Scores (`sums` NULL) or weighted values of 1, 2 or 4 query rows from i on and some keys, the first of which is
+ * rows->at[k]. A copy of the loops for each number of rows and each dtype. */
+STEP_TARGET static void STEP(some_rows)(const attend_call *c, size_t i, size_t R, kv_range keys, const kv_rows *rows,
+                                        size_t k, double *sums, double *part, int fetch) {
+#define CASE(kind, R)                                                                                                  \
+    case 8 * kind + R:                                                                                                 \
+        if (sums) STEP(value_rows)(c, kind, i, R, keys, rows, k, sums, part, fetch);                                   \
+        else STEP(score_rows)(c, kind, i, R, keys, rows, k, fetch);                                                    \
+        break;
+#define CASES(kind) CASE(kind, 1) CASE(kind, 2) CASE(kind, 4)
+    if (keys.from >= keys.to) return;
+    switch (8 * c->kv.kind + R) { CASES(KV_FLOAT32) CASES(KV_FLOAT16) CASES(KV_INT8) }
+#undef CASES
+#undef CASE
+}
+
+/* The same of all query rows and a block, of which each row sees its own keys: the rows four at a time, and keys that
+ * not all of the four see row by row. */
+STEP_TARGET static void STEP(all_rows)(const attend_call *c, kv_range block, const kv_rows *rows, double *sums,
+                                       double *part) {
+    const size_t end = c->T * c->R, d = c->d;
+    for (size_t i = 0, R; i < end; i += R) {
+        R = end - i >= 4 ? 4 : end - i >= 2 ? 2 : 1;
+        kv_range all = block, any = {block.to, block.from};
+        for (size_t r = i; r < i + R; r++) {
+            const kv_range seen = kv_within(c->seen[r], block);
+            all = kv_within(seen, all);
+            any = (kv_range){seen.from < any.from ? seen.from : any.from, seen.to > any.to ? seen.to : any.to};
+        }
+        double *of_rows = sums ? sums + i * d : NULL;
+        if (all.from == any.from && all.to == any.to) {
+            STEP(some_rows)(c, i, R, all, rows, all.from - block.from, of_rows, NULL, i == 0);
             continue;
         }
-        const int8_t *q = (const int8_t *)pool->rows + (row + n) * kv->stride;
-        const float scale = pool->scales[(row + n) * kv->scale_stride];
-        for (size_t i = 0; i < d; i++) y[i] = (float)q[i] * scale;
-    }
-    return buffer;
-}
-
-STEP_INLINE void STEP(fetch)(const kv_view *kv, const kv_pool *pool, size_t row, size_t d) {
-    const char *bytes = (const char *)pool->rows + kv_bytes(kv->kind, row * kv->stride);
-    for (size_t i = 0; i < kv_bytes(kv->kind, d); i += 64) __builtin_prefetch(bytes + i);
-}
-
-/* scores[r * n_keys] of R heads and one key */
-STEP_INLINE void STEP(scores)(const double *q, size_t R, size_t d, const float *key, size_t n_keys, double scale,
-                              float *scores) {
-    size_t r = 0;
-    for (; r + 4 <= R; r += 4) STEP(scores_4)(q + r * d, d, key, n_keys, scale, scores + r * n_keys);
-    for (; r + 2 <= R; r += 2) STEP(scores_2)(q + r * d, d, key, n_keys, scale, scores + r * n_keys);
-    if (r < R) STEP(scores_1)(q + r * d, d, key, n_keys, scale, scores + r * n_keys);
-}
-
-/* sums (R, d) += the weighted values of `count` keys */
-STEP_INLINE void STEP(values)(const double *pattern, size_t n_keys, size_t R, const float *values, size_t count,
-                              const float *next, size_t d, size_t stride, double *sums) {
-    size_t r = 0;
-    for (; r + 4 <= R; r += 4) STEP(values_4)(pattern + r * n_keys, n_keys, values, count, next, d, stride, sums + r * d);
-    for (; r + 2 <= R; r += 2) STEP(values_2)(pattern + r * n_keys, n_keys, values, count, next, d, stride, sums + r * d);
-    if (r < R) STEP(values_1)(pattern + r * n_keys, n_keys, values, count, next, d, stride, sums + r * d);
-}
-
-/* q (R, d) -> z (R, d): attention_scores, softmax and attention_values of layers.py for one token and one kv head. The
- * result of a head does not depend on the other heads, nor on the pages: every sum runs over the keys in one order.
- *
- * The keys are taken in blocks of contiguous keys. The values of a block stay in L1 for all j, the sums in `sums` (R,
- * d); iterating over all keys for each j would touch a cache line of each row again and again.
- *
- * Measured, 20 heads of 128 on 5 kv heads, one thread of a Cascade Lake Xeon, keys and values from memory unless noted:
- *   500 keys 0.51 ms, 3000 keys 3.3 (without blocks 0.89 and 6.1; the next block prefetched at once 0.66 and 4.5, not
- *   line by line beside the sums). 2000 keys: blocks of 32 keys 2.3 ms, of 16, a usual page, 2.05; pages of 16 tokens
- *   in random order 2.2. In the caches, AVX-512: 40 keys 17 us, 1000 keys 440; when `widen`, `sum_lanes` and the
- *   pattern's broadcast were more than one to three instructions, 38 and 630. Softmax with the pattern by heads, not by
- *   keys, so that all three passes are vectors: 512 keys 0.9 us per head, not 1.95; a tenth of all attention over 512
- *   keys.
- *   An EPYC (Zen 4, beside other programs), one kv head with 4 query heads, 512 keys of 128 from memory, AVX-512 (AVX2):
- *   43 us (43) where a head's rows are adjacent, as in the cython backend's caches; 70 (79) where the rows of five heads
- *   alternate. In the caches 27 (31), 195 (220) cycles per key: 128 of them for the multiply-adds in double, 42 for
- *   widening. A plain loop reads adjacent rows at 35 GB/s, alternating ones at 8 to 9, however far ahead it prefetches,
- *   and pieces of 8 KB, a head's rows of one page, at 12.
- *   A Sapphire Rapids: 1000 keys 300 us in the caches, 547 from memory (10 GB/s of 18: a core waits for 16 cache lines
- *   at a time, and rows are too far apart for the hardware prefetcher).
- * Tried: two keys of four heads at a time, lanes summed together: 193 cycles for 193. Adjacent rows without prefetching
- *   keys: 39 us for 43 (AVX-512), 41 to 46 for 43 (AVX2); without prefetching values: 43 and 60. Two or four keys of a
- *   head at a time, so that no sum waits for itself: 0.95 to 1.1 times as fast with AVX-512, 1.0 to 1.3 with AVX2 (best
- *   with one query head per kv head); it mostly waits for L3. All kv heads of a block before the next block, rows not
- *   adjacent: 1000 keys 505 us, but 100 keys 57, not 51. */
-STEP_TARGET static void STEP(attend)(const float *q, size_t R, size_t d, const kv_view *kv, double scale,
-                                     double *workspace, float *z) {
-    const size_t n_keys = kv->n_keys;
-    double *wide_q = workspace, *sums = wide_q + R * d, *pattern = sums + R * d;
-    float *scores = (float *)(pattern + R * n_keys), *buffer = scores + R * n_keys;
-    size_t stride, row = 0, next = 0, first_value = 0, next_count, count = kv_rows(kv, 0, STEP(BLOCK_KEYS), &row);
-    const size_t first_values = kv_rows(kv, 0, STEP(BLOCK_KEYS), &first_value);
-    for (size_t i = 0; i < R * d; i++) wide_q[i] = q[i];
-    for (size_t start = 0; start < n_keys; start += count, row = next, count = next_count) {
-        const float *key = STEP(as_floats)(kv, &kv->keys, row, count, d, buffer, &stride);
-        next_count = kv_rows(kv, start + count, STEP(BLOCK_KEYS), &next);
-        for (size_t s = start; s < start + count; s++, key += stride) {
-            if (s - start < next_count) /* the keys of one head are too far apart for the hardware prefetcher */
-                STEP(fetch)(kv, &kv->keys, next + s - start, d);
-            if (n_keys - 1 - s < first_values) /* at the end, the first values */
-                STEP(fetch)(kv, &kv->values, first_value + first_values + s - n_keys, d);
-            STEP(scores)(wide_q, R, d, key, n_keys, scale, scores + s);
-        }
-    }
-    for (size_t r = 0; r < R; r++) STEP(softmax)(scores + r * n_keys, n_keys, pattern + r * n_keys);
-    memset(sums, 0, R * d * sizeof(double));
-    row = first_value, count = first_values;
-    for (size_t start = 0; start < n_keys; start += count, row = next, count = next_count) {
-        const float *values = STEP(as_floats)(kv, &kv->values, row, count, d, buffer, &stride), *next_values = values;
-        next_count = kv_rows(kv, start + count, STEP(BLOCK_KEYS), &next);
-        if (next_count && kv->kind == KV_FLOAT32) next_values = (const float *)kv->values.rows + next * stride;
-        else
-            for (size_t n = 0; n < next_count; n++) STEP(fetch)(kv, &kv->values, next + n, d);
-        STEP(values)(pattern + start, n_keys, R, values, count, next_values, d, stride, sums);
-    }
-    for (size_t i = 0; i < R * d; i++) z[i] = (float)sums[i];
-}
-
-/* `attend_many`: `attend` for T consecutive tokens of a sequence and one kv head, equal to the bit, with a block of
- * keys widened once for all. q and z (T, R, d), tokens `q_stride` and `z_stride` floats apart. `kv` has the keys of all
- * tokens: token t sees all but the last T - 1 - t, and of these at most the last `window` (0: all). Rows (t, r) go four
- * at a time; keys that not all of the four see go row by row.
- *
- * Measured, one thread, AVX-512, 8 tokens of 4 heads of 128, keys in the caches: 64 keys 33 us, 512 keys 234 (`attend`
- *   per token: 39 and 289). Of the 234, scores take 82 (26 G multiply-adds/s of some 38), values 72 (29), softmax 28,
- *   widening 9. A prompt of 512 tokens, 5 kv heads: 44.5 ms; 49.4 without storing four scores of a row at once and
- *   without taking the tokens of one kv head in turn (its keys are then in L2). The loops of products are half of that,
- *   at 33 G multiply-adds/s; softmax 5.6 ms, widening 4.
- * Tried: scores of two keys at a time, not four: 104 for 82 us. Prefetching the next block's rows: no faster. 64 rows
- *   at a time, not 32: no faster. */
-typedef struct {
-    size_t from, to; /* keys */
-} STEP(range);
-
-STEP_INLINE STEP(range) STEP(within)(STEP(range) keys, size_t from, size_t to) {
-    return (STEP(range)){keys.from > from ? keys.from : from, keys.to < to ? keys.to : to};
-}
-
-/* the keys from .. to that all R rows see; from .. from when there are none */
-STEP_INLINE STEP(range) STEP(seen_by_all)(const STEP(range) *seen, size_t R, size_t from, size_t to) {
-    STEP(range) all = {from, to};
-    for (size_t r = 0; r < R; r++) all = STEP(within)(seen[r], all.from, all.to);
-    return all.from < all.to ? all : (STEP(range)){from, from};
-}
-
-/* rows of floats -> block (count, d) */
-STEP_INLINE void STEP(widen_rows)(const float *x, size_t count, size_t d, size_t stride, double *block) {
-    for (size_t s = 0; s < count; s++, x += stride, block += d) {
-        size_t j = 0;
-        for (; j + STEP(DOUBLES) <= d; j += STEP(DOUBLES)) {
-            const STEP(f64v) v = STEP(wide)(x + j);
-            memcpy(block + j, &v, sizeof v);
-        }
-        for (; j < d; j++) block[j] = x[j];
-    }
-}
-
-STEP_TARGET static void STEP(attend_many)(const float *q, size_t T, size_t R, size_t d, size_t q_stride,
-                                          size_t z_stride, const kv_view *kv, size_t window, double scale,
-                                          double *workspace, float *z) {
-    const size_t n_keys = kv->n_keys, rows = T * R;
-    double *block = workspace, *wide_q = block + STEP(BLOCK_KEYS) * d, *sums = wide_q + rows * d, *pattern = sums + rows * d;
-    float *scores = (float *)(pattern + rows * n_keys), *buffer = scores + rows * n_keys;
-    STEP(range) seen[ATTEND_ROWS];
-    size_t stride, row = 0, count;
-    for (size_t i = 0; i < rows; i++) {
-        const size_t to = n_keys - (T - 1 - i / R);
-        seen[i] = (STEP(range)){window && kv->first + to > window ? to - window : 0, to};
-        for (size_t j = 0; j < d; j++) wide_q[i * d + j] = q[i / R * q_stride + i % R * d + j];
-    }
-    for (size_t start = 0; start < n_keys; start += count) {
-        count = kv_rows(kv, start, STEP(BLOCK_KEYS), &row);
-        const float *keys = STEP(as_floats)(kv, &kv->keys, row, count, d, buffer, &stride);
-        STEP(widen_rows)(keys, count, d, stride, block);
-        for (size_t i = 0; i < rows; i += 4) {
-            const size_t four = rows - i < 4 ? rows - i : 4;
-            const STEP(range) all = STEP(seen_by_all)(seen + i, four, start, start + count);
-            STEP(range) rest = all;
-            for (; four == 4 && rest.from + STEP(SCORE_KEYS) <= rest.to; rest.from += STEP(SCORE_KEYS))
-                STEP(scores_4_by_keys)(wide_q + i * d, d, block + (rest.from - start) * d, n_keys, scale,
-                                       scores + i * n_keys + rest.from);
-#define BEFORE(r) STEP(within)(seen[i + (r)], start, all.from) /* keys of the block that not all four rows see */
-#define AFTER(r) STEP(within)(seen[i + (r)], all.to, start + count)
-#define SCORE(KEYS, R, r)                                                                                              \
-    {                                                                                                                  \
-        const STEP(range) part = KEYS;                                                                                 \
-        for (size_t s = part.from; s < part.to; s++)                                                                   \
-            STEP(scores)(wide_q + (i + (r)) * d, R, d, keys + (s - start) * stride, n_keys, scale,                     \
-                         scores + (i + (r)) * n_keys + s);                                                             \
-    }
-            SCORE(rest, four, 0)
-            for (size_t r = 0; r < four; r++) {
-                SCORE(BEFORE(r), 1, r)
-                SCORE(AFTER(r), 1, r)
+        if (all.from >= all.to) all = (kv_range){block.to, block.to};
+        if (sums) memset(part, 0, R * d * sizeof(double));
+        for (int side = 0; side < 2; side++) {
+            for (size_t r = 0; r < R; r++) {
+                const kv_range beside = side ? (kv_range){all.to, block.to} : (kv_range){block.from, all.from};
+                const kv_range keys = kv_within(c->seen[i + r], beside);
+                STEP(some_rows)(c, i + r, 1, keys, rows, keys.from - block.from, of_rows, part + r * d, 0);
             }
-#undef SCORE
+            if (!side) STEP(some_rows)(c, i, R, all, rows, all.from - block.from, of_rows, part, 0);
+        }
+        for (size_t n = 0; sums && n < R * d; n++) of_rows[n] += part[n];
+    }
+}
+
+/* attention_scores, softmax and attention_values of layers.py for one kv head, in the steps of kv_cache.h. from, to:
+ * the blocks of keys, or of ATTEND_SOFTMAX the query rows.
+ *
+ * Scores, exponentials and sums are in double, because the next int8 must not depend on their order (layers.py). The
+ * bound on Zen 4 is therefore 8 multiply-adds per cycle, of AVX-512 and of AVX2: for 4 query heads per kv head 29.5
+ * GB/s of float32 keys and values per core at 3.7 GHz. Loads that widen cost nothing beside them. Sums of parts that are
+ * as exact need more instructions: 10 products of int8 slices, or 6 of float32 ones.
+ *
+ * Measured, an EPYC (Zen 4, beside other programs), one thread, one kv head of 128 with 4 query heads, us per 2,048
+ * keys:
+ *   from memory, AVX-512: float32 112 to 129, float16 106 to 122, int8 128 to 137; before 193, 161 to 165, 149 to 168
+ *   from memory, AVX2: float32 137, float16 151, int8 178; before 224, 189 and 166
+ *   8 tokens, in the caches: AVX-512 741 (22.6 G multiply-adds/s), AVX2 841; before 765 and 907
+ *   Before: blocks of 16 keys of one page, prefetched into L1 line by line beside the columns of the same number: 42 ns
+ *   per key more from memory than in the caches (63). A loop over adjacent rows, 24.5 GB/s in the caches: prefetched
+ *   into L1 14 to 20 GB/s from memory, into L2 16 to 64 KB ahead 21 to 24, the rows of four keys at once, not line by
+ *   line, 16. Two threads 30 to 42, at once 27. Values 16 columns at a time 21 GB/s in the caches, 32 columns 24.
+ *   Of the peak, 504 keys, 8 tokens: scores 0.80 to 0.84 (the rest are the sums over lanes of a tile), values 0.92;
+ *   softmax takes 1.0 ns per score, a tenth of all.
+ * Tried: a block of keys widened once for all rows: no faster. Prefetching row by row, or computing addresses of rows,
+ *   inside the loop over keys: values 0.74, because the compiler keeps addresses in vector registers. Four exponentials
+ *   at a time: 1.0 ns for 1.05, AVX2 1.4 for 1.55. 64 query rows of a prompt at a time, not 32: no faster. */
+STEP_TARGET static void STEP(attend)(const attend_call *c, int step, size_t from, size_t to) {
+    const size_t rows = c->T * c->R, d = c->d, n_keys = c->kv.n_keys, first = c->kv.first;
+    const kv_view *kv = &c->kv;
+    if (step == ATTEND_BEGIN) {
+        memset(c->sums, 0, c->slots * rows * d * sizeof(double));
+        for (size_t i = 0; i < rows; i++) {
+            const size_t t = i / c->R, end = n_keys - (c->T - 1 - t);
+            const float *q = c->q + t * c->q_stride + i % c->R * d;
+            c->seen[i] = (kv_range){c->window && first + end > c->window ? end - c->window : 0, end};
+            double *wide_q = c->wide_q + i * d;
+            for (size_t j = 0; j < d; j++) wide_q[j] = q[j];
         }
     }
-    for (size_t r = 0; r < rows; r++)
-        STEP(softmax)(scores + r * n_keys + seen[r].from, seen[r].to - seen[r].from, pattern + r * n_keys + seen[r].from);
-    memset(sums, 0, rows * d * sizeof(double));
-    for (size_t start = 0; start < n_keys; start += count) {
-        count = kv_rows(kv, start, STEP(BLOCK_KEYS), &row);
-        const float *values = STEP(as_floats)(kv, &kv->values, row, count, d, buffer, &stride);
-        STEP(widen_rows)(values, count, d, stride, block);
-        for (size_t i = 0; i < rows; i += 4) {
-            const size_t four = rows - i < 4 ? rows - i : 4;
-            const STEP(range) all = STEP(seen_by_all)(seen + i, four, start, start + count);
-            const double *p = pattern + i * n_keys;
-            double *to = sums + i * d;
-#define ADD(KEYS, R, r)                                                                                                \
-    {                                                                                                                  \
-        const STEP(range) part = KEYS;                                                                                 \
-        if (part.from < part.to)                                                                                       \
-            STEP(values)(p + (r) * n_keys + part.from, n_keys, R, values + (part.from - start) * stride,               \
-                         part.to - part.from, NULL, d, stride, to + (r) * d);                                          \
-    }
-            for (size_t r = 0; r < four; r++) ADD(BEFORE(r), 1, r)
-            if (four == 4)
-                STEP(wide_values_4)(p + all.from, n_keys, block + (all.from - start) * d, all.to - all.from, NULL, d, d,
-                                    to);
-            else
-                ADD(all, four, 0)
-            for (size_t r = 0; r < four; r++) ADD(AFTER(r), 1, r)
-#undef BEFORE
-#undef AFTER
-#undef ADD
+    if (step == ATTEND_SOFTMAX)
+        for (size_t i = from; i < to; i++) {
+            const size_t start = i * n_keys + c->seen[i].from;
+            STEP(softmax)(c->scores + start, c->seen[i].to - c->seen[i].from, c->pattern + start);
+        }
+    if ((step == ATTEND_SCORES || step == ATTEND_VALUES) && from < to) {
+        const int is_values = step == ATTEND_VALUES;
+        const kv_pool *pool = is_values ? &kv->values : &kv->keys;
+        kv_range block = attend_block(kv, from), next = {0, 0};
+        kv_rows near = {0, 0};
+        kv_add_rows(kv, pool, block, &near);
+        for (size_t k = 0; k < near.total && k < PREFETCH_BYTES / kv_bytes(kv->kind, d) && (!is_values || from); k++)
+            kv_prefetch(near.at[k], kv_bytes(kv->kind, d));
+        for (size_t b = from; b < to; b++, block = next) {
+            near.count = near.total;
+            next = attend_block(kv, b + 1 < to ? b + 1 : 0);
+            if (b + 1 < to) kv_add_rows(kv, pool, next, &near);
+            else if (!is_values && to == attend_blocks(kv)) kv_add_rows(kv, &kv->values, next, &near); /* next step */
+            const size_t slot = c->slots > 1 ? b : 0;
+            STEP(all_rows)(c, block, &near, is_values ? c->sums + slot * rows * d : NULL, c->parts + slot * 4 * d);
+            near.total -= near.count;
+            memmove(near.at, near.at + near.count, near.total * sizeof *near.at);
+            memmove(near.scale, near.scale + near.count, near.total * sizeof *near.scale);
         }
     }
-    for (size_t i = 0; i < rows; i++)
-        for (size_t j = 0; j < d; j++) z[i / R * z_stride + i % R * d + j] = (float)sums[i * d + j];
+    if (step == ATTEND_END)
+        for (size_t i = 0; i < rows; i++) {
+            float *z = c->z + i / c->R * c->z_stride + i % c->R * d;
+            for (size_t slot = 1; slot < c->slots; slot++)
+                for (size_t j = 0; j < d; j++) c->sums[i * d + j] += c->sums[(slot * rows + i) * d + j];
+            for (size_t j = 0; j < d; j++) z[j] = (float)c->sums[i * d + j];
+        }
 }

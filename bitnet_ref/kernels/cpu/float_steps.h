@@ -13,8 +13,8 @@
  * Markstein's five operations for the quotient, not a division of 16 cycles, equal to the bit: 68 for 88 us of 64 x
  * 2560, 209 for 225 of 64 x 6912, a prompt 0.3% faster; left out. */
 
-/* most models have keys of 512 bytes: a block and the next one are half of L1 */
-enum { STEP(BLOCK_KEYS) = 16, STEP(SCORE_KEYS) = STEP_BYTES == 64 ? 4 : 2 };
+/* a tile of four query heads has as many sums as fit the registers */
+enum { STEP(SCORE_KEYS) = STEP_BYTES == 64 ? 4 : 2, STEP(VALUE_VECTORS) = STEP(SCORE_KEYS) };
 enum { STEP(DOUBLES) = STEP_BYTES / 8, STEP(FLOATS) = STEP_BYTES / 4 };
 typedef double STEP(f64v) __attribute__((vector_size(STEP_BYTES)));
 typedef int64_t STEP(i64v) __attribute__((vector_size(STEP_BYTES)));
@@ -57,6 +57,13 @@ STEP_INLINE void STEP(sum_lanes_of_8)(STEP(f64v) a0, STEP(f64v) a1, STEP(f64v) a
 #undef TWO
 #undef HALVES
 #undef QUARTERS
+#elif STEP_BYTES == 32
+#define TWO(a, b, upper, lower) _mm256_add_pd(_mm256_permute2f128_pd(a, b, lower), _mm256_permute2f128_pd(a, b, upper))
+#define HALVES(a, b) TWO((__m256d)a, (__m256d)b, 0x31, 0x20)
+    _mm256_storeu_pd(totals, _mm256_hadd_pd(HALVES(a0, a1), HALVES(b0, b1)));
+    _mm256_storeu_pd(totals + 4, _mm256_hadd_pd(HALVES(a2, a3), HALVES(b2, b3)));
+#undef TWO
+#undef HALVES
 #else
     const STEP(f64v) all[8] = {a0, b0, a1, b1, a2, b2, a3, b3};
     STEP_UNROLL
@@ -80,23 +87,30 @@ STEP_INLINE STEP(f64v) STEP(larger)(STEP(f64v) a, STEP(f64v) b) {
 #endif
 }
 
-/* e^x for x <= 0, to within an ulp or so of double; below -700 it stays e^-700, which is 0 in float32. NaN stays NaN.
- */
-STEP_INLINE STEP(f64v) STEP(exp_lanes)(STEP(f64v) x) {
+/* e^x of n vectors, x <= 0, to within an ulp or so of double; below -700 it stays e^-700, which is 0 in float32. NaN
+ * stays NaN. */
+STEP_INLINE void STEP(exp_vectors)(STEP(f64v) *x, size_t n) {
     const STEP(f64v) zero = {0}, lowest = zero - 700.0;
-    x = STEP(larger)(lowest, x);
     const double magic = 6755399441055744.0; /* 1.5 * 2^52: adding it leaves the nearest integer in the low bits */
-    const STEP(f64v) shifted = x * 1.4426950408889634 + magic;
-    const STEP(f64v) n = shifted - magic;
-    const STEP(f64v) r = (x - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10;
+    STEP(f64v) shifted[4], r[4], p[4];
+#define EACH STEP_UNROLL for (size_t i = 0; i < n; i++)
+    EACH x[i] = STEP(larger)(lowest, x[i]);
+    EACH shifted[i] = x[i] * 1.4426950408889634 + magic;
+    EACH p[i] = shifted[i] - magic;
+    EACH r[i] = (x[i] - p[i] * 0.693147180369123816490) - p[i] * 1.90821492927058770002e-10;
     /* the series of e^r, |r| <= ln(2)/2, to r^13 / 13! */
-    STEP(f64v) p = STEP_MULADD(r, zero + (1.0 / 6227020800.0), zero + (1.0 / 479001600.0));
-#define TERM(factorial) p = STEP_MULADD(p, r, zero + 1.0 / (factorial));
+    EACH p[i] = STEP_MULADD(r[i], zero + (1.0 / 6227020800.0), zero + (1.0 / 479001600.0));
+#define TERM(factorial) EACH p[i] = STEP_MULADD(p[i], r[i], zero + 1.0 / (factorial));
     TERM(39916800.0) TERM(3628800.0) TERM(362880.0) TERM(40320.0) TERM(5040.0) TERM(720.0)
     TERM(120.0) TERM(24.0) TERM(6.0) TERM(2.0) TERM(1.0) TERM(1.0)
 #undef TERM
-    const STEP(i64v) power = ((STEP(i64v))shifted + 1023) << 52; /* 2^n */
-    return p * (STEP(f64v))power;
+    EACH x[i] = p[i] * (STEP(f64v))(((STEP(i64v))shifted[i] + 1023) << 52); /* p 2^n */
+#undef EACH
+}
+
+STEP_INLINE STEP(f64v) STEP(exp_lanes)(STEP(f64v) x) {
+    STEP(exp_vectors)(&x, 1);
+    return x;
 }
 
 /* `count` floats, at most a vector; a full vector without a loop */

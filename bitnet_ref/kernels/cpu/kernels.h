@@ -72,10 +72,7 @@ typedef struct {
     void (*dequantize)(const int32_t *, size_t, float, float, const float *, float *);
     void (*gated)(const float *, const float *, size_t, int, float *);
     void (*rope)(const float *, size_t, size_t, const float *, const float *, float *);
-    size_t (*attend_workspace)(size_t, size_t, size_t);
-    void (*attend)(const float *, size_t, size_t, const kv_view *, double, double *, float *);
-    void (*attend_many)(const float *, size_t, size_t, size_t, size_t, size_t, const kv_view *, size_t, double, double *,
-                        float *);
+    attend_fn attend;
     void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t, float *);
     void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *);
     int (*screen_token)(const float *, size_t, size_t, int16_t *, double *);
@@ -94,7 +91,7 @@ typedef struct {
 
 #define FLOAT_STEPS(suffix)                                                                                            \
     rms_norm_##suffix, quantize_##suffix, dequantize_##suffix, gated_##suffix, rope_##suffix,                          \
-        attend_workspace_##suffix, attend_##suffix, attend_many_##suffix, dense_rows_##suffix,                         \
+        attend_##suffix, dense_rows_##suffix,                                                                          \
         screen_pack_##suffix, screen_token_##suffix, GROUP_LAYOUT_##suffix, group_token_##suffix, group_panel_##suffix
 #define SCREEN(suffix) screen_rows_##suffix, NULL
 #define STRIPS(suffix) strip_rows_##suffix, strip_columns_##suffix

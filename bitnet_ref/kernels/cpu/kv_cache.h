@@ -48,14 +48,99 @@ static inline size_t kv_bytes(int kind, size_t numbers) {
     return numbers * (kind == KV_FLOAT32 ? 4 : kind == KV_FLOAT16 ? 2 : 1);
 }
 
-/* The number of contiguous keys from s on, in one page and at most max_count; *row is the row of the first. */
-static inline size_t kv_rows(const kv_view *kv, size_t s, size_t max_count, size_t *row) {
-    if (s >= kv->n_keys) return 0;
-    const size_t position = kv->first + s, page = position / kv->page_size, offset = position - page * kv->page_size;
-    *row = (size_t)kv->pages[page] * kv->page_size + offset;
-    size_t count = kv->page_size - offset;
-    if (count > kv->n_keys - s) count = kv->n_keys - s;
-    return count < max_count ? count : max_count;
+typedef struct {
+    size_t from, to; /* keys */
+} kv_range;
+
+static inline kv_range kv_within(kv_range a, kv_range b) {
+    return (kv_range){a.from > b.from ? a.from : b.from, a.to < b.to ? a.to : b.to};
+}
+
+enum { SUM_KEYS = 128 };         /* see below */
+enum { PREFETCH_BYTES = 16384 }; /* from the key in use to the one that is prefetched */
+
+/* Where some keys, or values, are, and their scales: `count` of a block, and those to prefetch. */
+typedef struct {
+    size_t count, total;
+    const char *at[2 * SUM_KEYS];
+    float scale[2 * SUM_KEYS];
+} kv_rows;
+
+static inline void kv_add_rows(const kv_view *kv, const kv_pool *pool, kv_range keys, kv_rows *rows) {
+    const size_t bytes = kv_bytes(kv->kind, kv->stride);
+    size_t page = (kv->first + keys.from) / kv->page_size, offset = kv->first + keys.from - page * kv->page_size;
+    for (size_t s = keys.from; s < keys.to; s++, offset++) {
+        if (offset == kv->page_size) offset = 0, page++;
+        const size_t row = (size_t)kv->pages[page] * kv->page_size + offset;
+        rows->at[rows->total] = (const char *)pool->rows + row * bytes;
+        rows->scale[rows->total++] = kv->kind == KV_INT8 ? pool->scales[row * kv->scale_stride] : 1.0f;
+    }
+}
+
+/* row k, or the last one */
+static inline const char *kv_row(const kv_rows *rows, size_t k) {
+    return rows->at[k < rows->total ? k : rows->total - 1];
+}
+
+static inline __attribute__((always_inline)) void kv_prefetch(const char *at, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2); /* into L2 */
+}
+
+/* Attention of T consecutive tokens of a sequence and R query heads of one kv head: q and z (T, R, d), tokens q_stride
+ * and z_stride floats apart. `kv` has the keys of all tokens: token t sees all but the last T - 1 - t, and of these at
+ * most the last `window` (0: all). `attend_all` runs the steps one after another; several threads may divide a step.
+ *
+ * Weighted values are summed in blocks of SUM_KEYS positions, counted from the start of the sequence, each from zero;
+ * then the sums of the blocks in their order. So no bit depends on who computes a block, nor on other rows. */
+enum { ATTEND_BEGIN, ATTEND_SCORES, ATTEND_SOFTMAX, ATTEND_VALUES, ATTEND_END };
+
+typedef struct {
+    const float *q;
+    float *z;
+    size_t T, R, d, q_stride, z_stride, window;
+    double scale;
+    kv_view kv;
+    size_t slots;    /* 1, or the number of blocks, whose sums then stay apart until the end */
+    double *wide_q;  /* (T * R, d) */
+    double *sums;    /* (slots, T * R, d) */
+    double *parts;   /* (slots, 4, d) */
+    double *pattern; /* (T * R, n_keys), as `scores` */
+    float *scores;
+    kv_range *seen;  /* (T * R) */
+} attend_call;
+
+typedef void (*attend_fn)(const attend_call *, int step, size_t from, size_t to);
+
+/* in doubles */
+static inline size_t attend_workspace(size_t rows, size_t d, size_t n_keys, size_t slots) {
+    return (rows + slots * (rows + 4)) * d + rows * (n_keys + 2) + (rows * n_keys + 1) / 2;
+}
+
+static inline void attend_place(attend_call *c, double *workspace) {
+    const size_t rows = c->T * c->R;
+    c->wide_q = workspace, c->sums = c->wide_q + rows * c->d, c->parts = c->sums + c->slots * rows * c->d;
+    c->pattern = c->parts + c->slots * 4 * c->d;
+    c->seen = (kv_range *)(c->pattern + rows * c->kv.n_keys);
+    c->scores = (float *)(c->seen + rows);
+}
+
+static inline size_t attend_blocks(const kv_view *kv) {
+    return (kv->first + kv->n_keys - 1) / SUM_KEYS - kv->first / SUM_KEYS + 1;
+}
+
+/* the keys of block b */
+static inline kv_range attend_block(const kv_view *kv, size_t b) {
+    const size_t start = (kv->first / SUM_KEYS + b) * SUM_KEYS, end = start + SUM_KEYS - kv->first;
+    return (kv_range){start > kv->first ? start - kv->first : 0, end < kv->n_keys ? end : kv->n_keys};
+}
+
+static inline void attend_all(attend_fn attend, const attend_call *c) {
+    const size_t n_blocks = attend_blocks(&c->kv);
+    attend(c, ATTEND_BEGIN, 0, 0);
+    attend(c, ATTEND_SCORES, 0, n_blocks);
+    attend(c, ATTEND_SOFTMAX, 0, c->T * c->R);
+    attend(c, ATTEND_VALUES, 0, n_blocks);
+    attend(c, ATTEND_END, 0, 0);
 }
 
 /* n halves -> the same numbers as floats. The exponent moves by a product with 2^112, exact for subnormal halves too;
@@ -70,19 +155,6 @@ static inline void half_to_float_plain(const uint16_t *half, size_t n, float *y)
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx2,f16c"))) static inline void half_to_float_avx2(const uint16_t *half, size_t n, float *y) {
-    size_t i = 0;
-    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(y + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(half + i))));
-    half_to_float_plain(half + i, n - i, y + i);
-}
-
-__attribute__((target("avx512f"))) static inline void half_to_float_avx512(const uint16_t *half, size_t n, float *y) {
-    size_t i = 0;
-    for (; i + 16 <= n; i += 16)
-        _mm512_storeu_ps(y + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(half + i))));
-    half_to_float_plain(half + i, n - i, y + i);
-}
-
 static inline int has_f16c(void) {
     unsigned a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
