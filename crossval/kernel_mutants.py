@@ -241,7 +241,7 @@ PLACES = {
         first + ⟦rows[i] → i⟧ * size""",
     "_cpu_rows.pxi": r"""
         c.chosen.rms_norm(c.x + ⟦m * c.D → 0⟧, c.y
-        c.chosen.gated(c.x + m * c.D, c.y + ⟦m * c.D → 0⟧, c.D
+        c.chosen.gated(c.x + start, c.y + ⟦start → 0⟧, min(
         z[i] = x[i] + ⟦y[i] → 0⟧
         add_arrays(c.x + m * c.D, c.y + m * ⟦c.y_stride → c.D⟧, c.D
         c.y + ⟦m * half → 0⟧, c.sin""",
