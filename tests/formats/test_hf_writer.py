@@ -1,14 +1,17 @@
 """formats.hf_writer: what is written reads back as the same model, to the bit, whatever the source stored."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import GOLDEN, GOLDEN_CASES
+from helpers import DATA, GOLDEN, GOLDEN_CASES
 
 from bitnet_ref.errors import ConfigError
 from bitnet_ref.formats.checkpoint import parts
-from bitnet_ref.formats.hf.writer import write_hf
+from bitnet_ref.formats.hf.config import parse_hf_config
+from bitnet_ref.formats.hf.writer import hf_config_json, write_hf
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
 from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
 
@@ -73,3 +76,12 @@ def test_the_tokenizer_travels(tmp_path):
         files = source.tokenizer_files()
     assert "tokenizer.model" in files
     assert all((tmp_path / name).read_bytes() == data for name, data in files.items())
+
+
+def test_gemma3_has_a_window_even_where_no_layer_uses_it():
+    """transformers computes its window from the number before it looks at the layers."""
+    raw = json.loads((DATA / "families" / "embedding-gemma3" / "config.json").read_text())
+    raw["layer_types"] = ["full_attention"] * raw["num_hidden_layers"]
+    config = parse_hf_config(raw, Path("config.json"), allow_unquantized=True)
+    assert config.sliding_window is None
+    assert hf_config_json(config, config.quantization)["sliding_window"] == config.max_position_embeddings

@@ -240,6 +240,8 @@ def _gemma3(config: ModelConfig) -> dict[str, Any]:
     scalar = config.head_dim / config.query_scale**2
     ropes = {"full_attention": config.rope, "sliding_attention": config.rope_of_sliding}
     return {
+        # transformers wants a number even where no layer has a window
+        "sliding_window": config.sliding_window or config.max_position_embeddings,
         "query_pre_attn_scalar": _near(lambda x: math.sqrt(config.head_dim / x), scalar, config.query_scale),
         "layer_types": _layer_types(config),
         "final_logit_softcapping": config.logit_softcap,
