@@ -39,7 +39,7 @@ def test_public_names():
 
 
 def test_the_shipped_model_is_the_default():
-    assert shipped_models() == ["storyteller"]
+    assert shipped_models() == ["storychat", "storyteller"]
     m = bitnet_ref.load()
     assert m.path.name == "storyteller"
     assert "storyteller" in repr(m)

@@ -28,4 +28,6 @@ def test_every_requirement_is_imported():
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     for line in PROJECT["dependencies"]:
         name = re.match(r"\w+", line)[0]
-        assert name == "safetensors" or re.search(rf"^\s*(import|from) {name}\b", text, re.MULTILINE), f"{name} is required and not imported"
+        assert name == "safetensors" or re.search(rf"^\s*(import|from) {name}\b", text, re.MULTILINE), (
+            f"{name} is required and not imported"
+        )

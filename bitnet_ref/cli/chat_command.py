@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,12 +23,13 @@ RESET, EXIT = "/reset", ("/exit", "/quit")
 
 
 @click.command(cls=SectionedCommand, short_help="Talk with a model that was trained for it.")
-@model_options
+@partial(model_options, default="storychat")
 @click.option("--system", metavar="TEXT", help="Instructions put before the session.")
 @sampling_options
 @common_options
 def chat(system: str | None, **options: Any) -> None:
-    """Talk with a model, by its own chat template.
+    """Talk with a model, by its own chat template. The shipped one answers as people do in old children's books; its
+    --system text is a scene: "The old king sat by the fire."
 
     /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer. With --json each line of
     standard input is a message (plain text, or {"content": "..."} for one with line ends), and each answer one line.

@@ -58,11 +58,9 @@ def apply_options(function: AnyFunction, options: Sequence[Callable[[AnyFunction
     return function
 
 
-def model_options(function: AnyFunction) -> AnyFunction:
+def model_options(function: AnyFunction, default: str = "storyteller") -> AnyFunction:
     """The parameters of `bitnet_ref.load`."""
-    option = section("Model")(
-        "--model", default="storyteller", show_default=True, help="Shipped model, folder, or file."
-    )
+    option = section("Model")("--model", default=default, show_default=True, help="Shipped model, folder, or file.")
     return option(loading_options(function))
 
 

@@ -1,0 +1,44 @@
+"""The shipped chat model: it answers, ends its answers, and knows dialogues better than storyteller does."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from helpers import model
+
+from bitnet_ref.cli import cli
+
+DIALOGUE = [
+    {"role": "system", "content": "The old king sat by the fire with his daughter."},
+    {"role": "user", "content": "Are you afraid of the dragon?"},
+    {"role": "assistant", "content": "No, father, I am not afraid of him."},
+    {"role": "user", "content": "Then you shall go with me in the morning."},
+    {"role": "assistant", "content": "I will go with you."},
+]
+
+
+def test_a_conversation_is_the_same_on_every_backend(backend_name):
+    session = model("storychat", backend_name).chat(DIALOGUE[0]["content"], max_tokens=40)
+    replies = [session.send(message["content"]) for message in DIALOGUE if message["role"] == "user"]
+    assert [reply.finish_reason for reply in replies] == ["stop", "stop"]
+    assert all(reply.text[:1].isupper() and "Assistant" not in reply.text for reply in replies)
+    reference = model("storychat", "numpy")
+    for reply in replies:
+        assert reply.token_ids == reference.generate(reply.prompt_token_ids, max_tokens=40).token_ids
+
+
+def test_it_has_learned_dialogues():
+    chat, story = model("storychat"), model("storyteller")
+    ids = chat.tokenizer.apply_chat_template(DIALOGUE, add_generation_prompt=False, tokenize=True)
+    ours, theirs = (sum(m.score(ids[:1], [ids[1:]])[0].logprobs) / (len(ids) - 1) for m in (chat, story))
+    assert ours > theirs + 0.5
+
+
+@pytest.mark.parametrize("message", ["Good morning!", '{"content": "Where do you live?"}'])
+def test_the_shell_talks_with_it(message):
+    options = ["--json", "--max-tokens", "30", "--backend", "numpy"]
+    result = CliRunner().invoke(cli, ["chat", *options], input=f"{message}\n")
+    assert result.exit_code == 0, result.output
+    reply = json.loads(result.stdout)
+    assert reply["text"]
+    assert reply["finish_reason"] == "stop"
