@@ -16,7 +16,7 @@ def chat_lines(*messages, model, args=(), code=0):
 
 
 def test_chat_needs_a_template():
-    result = invoke("chat", *FAST, stdin="Hello\n")
+    result = invoke("chat", *FAST, "--model", "storyteller", stdin="Hello\n")
     assert result.exit_code == 2
     assert "base model" in result.stderr
     assert "bitnet-ref generate" in result.stderr

@@ -46,7 +46,7 @@ def test_doctor_json():
         assert all(path["passed"] and path["compared"] > 0 for path in check["paths"])
     assert found["versions"]["numpy"] == np.__version__
     assert found["versions"]["click"] == importlib.metadata.version("click")
-    assert found["models"] == ["storyteller"]
+    assert found["models"] == ["storychat", "storyteller"]
     assert found["memory_total"] >= found["memory_available"] > 0
     assert found["threads"] == resolve_threads()
     assert [method["name"] for method in found["methods"] if method["chosen"]] == (

@@ -103,7 +103,7 @@ def test_exit_codes(error, code):
     ("args", "code", "words"),
     [
         (("generate", "x", "--model", "no/such/model"), 3, "no/such/model: no such file or folder"),
-        (("generate", "x", "--model", "storytelling"), 3, "there is: storyteller"),
+        (("generate", "x", "--model", "storytelling"), 3, "there is: storychat, storyteller"),
         (("inspect", "storyteler"), 3, "did you mean storyteller?"),
         (
             ("generate", "x", "--temperature", "-1"),
