@@ -175,17 +175,16 @@ SILU = (LAYERS, "GATES[activation](gate) * up", "silu(gate) * up")
 UP = "np.floor(x * x_quant_scale + np.float32(0.5))"
 EMPTY = (QUANT, ACC_END, "    return np.zeros_like(acc)\n")
 READ_FLOATS = (
-    "        elif kind in (*DEQUANTIZABLE, *BY_PACKAGE):\n            with",
+    "        elif kind in (*DEQUANTIZABLE, *BY_PACKAGE):\n            dtype",
     """        elif kind == "Q2_0 of 128":
             raw = self.file.read_raw(tensor.name)
             raw = np.concatenate([raw, np.zeros(len(raw) // 34 * 2, dtype=np.uint8)])
             array = dequantize(raw, "Q2_0", tensor.shape)
         elif kind in (*DEQUANTIZABLE, *BY_PACKAGE):
-            with""",
+            dtype""",
 )
 READ_AS_64 = (
     ("formats/gguf/model.py", *READ_FLOATS),
-    ("formats/gguf/model.py", "array = array.astype(np.float16)  # exact", "pass  # exact"),
     ("formats/gguf/model.py", "in GROUP_TYPES:\n            with", "in ('Q2_0', 'PQ2_0'):\n            with"),
 )
 FORCE = """    {x} = {x} / np.sqrt(np.square({x}).mean(-1, keepdims=True) + np.float32(cfg.norm_eps))

@@ -59,8 +59,7 @@ def _read_size(ctx: click.Context, param: click.Parameter, value: str | None) ->
 @click.option("--allow-host", "hosts", multiple=True, help="A name of the server, beside localhost.")
 @common_options
 def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None:
-    """Serve models by OpenAI's HTTP API: completions, chats, embeddings. The default models are
-    storyteller and, for chats, storychat.
+    """Serve models by OpenAI's HTTP API: completions, chats, embeddings. The default model is storyteller.
 
     \b
     bitnet-ref serve & curl localhost:8000/v1/completions -H "content-type: application/json" \\
@@ -83,7 +82,7 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
         return load_engine(path, config, threads=threads)
 
     sources: dict[str, Path] = {}
-    for text in models or ("storyteller", "storychat"):
+    for text in models or ("storyteller",):
         name, path = name_model(text)
         if name in sources:
             raise click.UsageError(f"two models have the name {name!r}; write NAME=MODEL for one of them")

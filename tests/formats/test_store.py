@@ -306,7 +306,7 @@ def test_commands(folder):
     assert json.loads(invoke("pull", folder, "--name", "org/b", "--json").output)["name"] == "org/b"
     listed = json.loads(invoke("list", "--json").output)
     assert [entry["name"] for entry in listed["models"]] == ["mine", "org/b"]
-    assert listed["shipped"] == ["storyteller"]
+    assert listed["shipped"] == ["storychat", "storyteller"]
     assert os.path.isdir(listed["models"][0]["path"])
     text = invoke("list").output
     assert "mine" in text

@@ -225,10 +225,10 @@ STEP_INLINE void STEP(widen_floats)(const int kind, const char *row, size_t K, f
 }
 
 /* y[m * y_stride + n] = w[n] . x[m], for `rows` rows of w (rows, K) and x (M, K). wide: room for the rows in float32, to
- * which they are widened first if there are more tokens than a tile takes; NULL for one token. */
+ * which they are widened first if there are more tokens than a tile takes; NULL for one token, or float32. */
 STEP_TARGET static void STEP(dense_rows)(int kind, const void *w, size_t rows, size_t K, const float *x, size_t M,
                                          float *y, size_t y_stride, float *wide) {
-    if (M <= (kind < Q8_0 || STEP_BYTES == 64 ? STEP(DENSE_TOKENS) : 1)) wide = NULL;
+    if (kind == 0 || M <= (kind < Q8_0 || STEP_BYTES == 64 ? STEP(DENSE_TOKENS) : 1)) wide = NULL;
     for (size_t n = 0; wide && n < rows; n++) {
         const void *row = (const char *)w + n * dense_row_bytes(kind, K);
         switch (kind) {
