@@ -234,6 +234,10 @@ class SplitBackend(Backend):
         free = [(part.backend.memory()[1], len(part)) for part in self.parts]
         return None, min((each * self.parts[-1].stop // n for each, n in free if each is not None), default=None)
 
+    def utilization(self) -> float | None:
+        """Of the busiest part."""
+        return max((share for part in self.parts if (share := part.backend.utilization()) is not None), default=None)
+
     def synchronize(self) -> None:
         for part in self.parts:
             part.backend.synchronize()
