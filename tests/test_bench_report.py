@@ -30,7 +30,7 @@ def test_a_report(tmp_path):
     assert "/no/such/model" in wrong["why"]
     page = (tmp_path / "r" / "report.html").read_text()
     HTMLParser().feed(page)
-    assert f"{right['facts']['decode_tokens_per_s']:,.4g} tok/s" in page
+    assert report.in_words(right["facts"]["decode_tokens_per_s"]) in page
     assert "not measured: " in page
     again = report.BenchReport.of(facts)
     assert report.write_page(again) == page

@@ -92,16 +92,16 @@ def measure_report(
             arguments += ("--layers", str(layers))
         if title in PEER_TITLES:
             arguments += tuple(word for name in versus for word in ("--versus", name))
-            arguments += ("--versus-python", python) if python is not None else ()
         if progress is not None:
             progress(number, len(chosen))
-        report.runs.append(run_bench(title, arguments))
+        place = ("--versus-python", python) if python is not None and title in PEER_TITLES else ()
+        report.runs.append(run_bench(title, arguments, place))
         yield report
 
 
-def run_bench(title: str, arguments: tuple[str, ...]) -> BenchRun:
-    """`bitnet-ref bench ARGUMENTS --json` in a process of its own."""
-    command = [sys.executable, "-m", "bitnet_ref.cli", "bench", *arguments, "--json"]
+def run_bench(title: str, arguments: tuple[str, ...], unsaid: tuple[str, ...] = ()) -> BenchRun:
+    """`bitnet-ref bench ARGUMENTS --json` in a process of its own. unsaid: arguments that are this machine's."""
+    command = [sys.executable, "-m", "bitnet_ref.cli", "bench", *arguments, *unsaid, "--json"]
     start = time.perf_counter()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -156,7 +156,7 @@ def draw_bars(report: BenchReport, part: str) -> str:
             body.append(
                 f'<rect x="{left}" y="{y + 3}" width="{length:.1f}" height="{row - 7}" class="b{min(number, 1)}"/>'
             )
-            body.append(f'<text x="{left + length + 6:.1f}" y="{y + 14}">{bar.speed:,.4g} tok/s{share}</text>')
+            body.append(f'<text x="{left + length + 6:.1f}" y="{y + 14}">{in_words(bar.speed)}{share}</text>')
         height += row * len(bars) + 6
     bound = {"decode": "what memory read allows", "prompt": "rate of the product instruction"}[part]
     body.append(f'<line x1="{left + wide}" y1="{top - 6}" x2="{left + wide}" y2="{height}"/>')
@@ -170,7 +170,8 @@ def draw_bars(report: BenchReport, part: str) -> str:
 
 BAR_STYLE = (
     ".speeds{max-width:100%;width:720px}.speeds text{font:12px sans-serif;fill:currentColor}.speeds .n1{opacity:.7}"
-    ".speeds line{stroke:currentColor;stroke-dasharray:4 3}.speeds .b0{fill:#2f81f7}.speeds .b1{fill:#8c959f}"
+    ".speeds line{stroke:currentColor;stroke-dasharray:4 3;opacity:.4}"
+    ".speeds .b0{fill:#2f81f7}.speeds .b1{fill:#8c959f}"
 )
 PAGE_STYLE = (
     ":root{color-scheme:light dark}body{font:15px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
@@ -196,6 +197,11 @@ def write_page(report: BenchReport) -> str:
 TITLES = {"decode": "Decoding, one token at a time", "prompt": "Prompts"}
 
 
+def in_words(tokens_per_s: float) -> str:
+    """15849.4 -> "15,849 tok/s", 28.681 -> "28.7 tok/s" """
+    return f"{tokens_per_s:,.{0 if tokens_per_s >= 100 else 1}f} tok/s"
+
+
 def describe_machine(report: BenchReport) -> str:
     return f"bitnet_ref {report.version}, {report.date}: {report.processor}, {report.threads} threads, {report.system}."
 
@@ -214,8 +220,8 @@ def describe_run(run: BenchRun) -> str:
             f"{together['ratio']:.2f} times as fast as one after another"
         )
     words = [
-        f"decodes {facts['decode_tokens_per_s']:,.4g} tok/s, reads prompts of {facts['prompt_tokens']} tokens at "
-        f"{facts['prompt_tokens_per_s']:,.4g}; {facts['step_bytes']['total'] / 1e6:,.0f} MB per token",
+        f"decodes {in_words(facts['decode_tokens_per_s'])}, reads prompts of {facts['prompt_tokens']} tokens at "
+        f"{in_words(facts['prompt_tokens_per_s'])}; {facts['step_bytes']['total'] / 1e6:,.0f} MB per token",
         f"memory read {facts['read_gb_per_s']:.1f} GB/s",
         f"peak memory {facts['peak_memory_bytes'] / 1e9:.2f} GB",
     ]

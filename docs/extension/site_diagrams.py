@@ -1,4 +1,5 @@
-"""Two pictures made from the code: the rooms of the package with their imports, and a token's way through a layer.
+"""Pictures made from the code: the rooms of the package with their imports, a token's way through a layer, and the bars
+of docs/speed.json, which `bitnet-ref bench report` wrote.
 
 SVG that stands in the page, in the page's own colours, light or dark.
 """
@@ -6,12 +7,14 @@ SVG that stands in the page, in the page's own colours, light or dark.
 import ast
 import importlib
 import inspect
+import json
 import textwrap
 from functools import cache
 from html import escape
 from pathlib import Path
 
 import bitnet_ref
+from bitnet_ref.benchmark.report import BenchReport, draw_bars
 
 PACKAGE = Path(bitnet_ref.__file__).parent
 IMPORT_TESTS = PACKAGE.parent / "tests" / "test_imports.py"
@@ -182,7 +185,11 @@ def draw_layer():
 def draw(app):
     folder = Path(app.srcdir) / "generated"
     folder.mkdir(exist_ok=True)
-    for name, content in (("house", draw_house()), ("layer", draw_layer())):
+    report = BenchReport.of(json.loads((Path(app.srcdir) / "speed.json").read_text()))
+    pictures = {"house": draw_house(), "layer": draw_layer()}
+    for part in ("decode", "prompt"):
+        pictures[f"speed_{part}"] = f'<div class="diagram">{draw_bars(report, part)}</div>\n'
+    for name, content in pictures.items():
         path = folder / f"{name}.svg"
         if not path.is_file() or path.read_text() != content:  # Sphinx reads the page again only after a change
             path.write_text(content)
