@@ -61,8 +61,8 @@ def browser():
 
 
 @contextlib.contextmanager
-def opened(browser, address, **look):
-    """A page, which asks nobody else and has no errors."""
+def open_page(browser, address, **look):
+    """A page. At the end it must have loaded nothing from another server, and have no errors."""
     page = browser.page(f"{address}index.html", **look)
     yield page
     page.run("1")  # takes in the last events
@@ -75,7 +75,7 @@ def page(browser, address, site):
     """The page with the model loaded."""
     if site[1]:
         pytest.skip(f"no onnxruntime-web: {site[1]}")
-    with opened(browser, address) as page:
+    with open_page(browser, address) as page:
         until_idle(page)
         yield page
 
@@ -131,7 +131,7 @@ def test_without_npm_the_site_has_the_page_and_it_says_so(tmp_path, monkeypatch,
         handler = functools.partial(Handler, directory=str(tmp_path))
         with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
             threading.Thread(target=server.serve_forever).start()
-            with opened(browser, f"http://127.0.0.1:{server.server_port}/playground/") as page:
+            with open_page(browser, f"http://127.0.0.1:{server.server_port}/playground/") as page:
                 page.until("$('banner').className === 'problem'")
                 assert "without onnxruntime-web (npm is not installed)" in page.text("#banner")
                 assert "are −1" in page.text("#weights-facts")

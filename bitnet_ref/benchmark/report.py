@@ -88,20 +88,21 @@ def measure_report(
     report = BenchReport(__version__, day, cpu_model(), operating_system(), resolve_threads())
     for number, title in enumerate(chosen):
         arguments = SUBJECTS[title]
+        of_machine: tuple[str, ...] = ()
         if layers is not None and "--synthetic" in arguments:
             arguments += ("--layers", str(layers))
         if title in PEER_TITLES:
             arguments += tuple(word for name in versus for word in ("--versus", name))
+            of_machine = () if python is None else ("--versus-python", python)
         if progress is not None:
             progress(number, len(chosen))
-        place = ("--versus-python", python) if python is not None and title in PEER_TITLES else ()
-        report.runs.append(run_bench(title, arguments, place))
+        report.runs.append(run_bench(title, arguments, of_machine))
         yield report
 
 
-def run_bench(title: str, arguments: tuple[str, ...], unsaid: tuple[str, ...] = ()) -> BenchRun:
-    """`bitnet-ref bench ARGUMENTS --json` in a process of its own. unsaid: arguments that are this machine's."""
-    command = [sys.executable, "-m", "bitnet_ref.cli", "bench", *arguments, *unsaid, "--json"]
+def run_bench(title: str, arguments: tuple[str, ...], of_machine: tuple[str, ...] = ()) -> BenchRun:
+    """`bitnet-ref bench ARGUMENTS --json` in a process of its own. of_machine: arguments that are not kept."""
+    command = [sys.executable, "-m", "bitnet_ref.cli", "bench", *arguments, *of_machine, "--json"]
     start = time.perf_counter()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

@@ -29,9 +29,9 @@ MOST_WORDS, MOST_SCENE_WORDS, MOST_TURNS = 40, 40, 8
 def speech_of(paragraph: str) -> str | None:
     """What is said in a paragraph, without "said he"; None if nothing is, or much else is told."""
     pieces = re.findall(r'"([^"]+)"', paragraph)
-    said = " ".join(piece.strip() for piece in pieces)
+    words = sum(len(piece.split()) for piece in pieces)
     told = len(re.sub(r'"[^"]*"', "", paragraph).split())
-    if not pieces or paragraph.count('"') % 2 or told > 25 or not 1 <= len(said.split()) <= MOST_WORDS:
+    if not pieces or paragraph.count('"') % 2 or told > 25 or not 1 <= words <= MOST_WORDS:
         return None
     joined = pieces[0].strip()
     for piece in map(str.strip, pieces[1:]):  # "Yes," said he. "Come in." -> Yes. Come in.
@@ -47,14 +47,14 @@ def dialogues_of(document: str) -> Iterator[tuple[str | None, list[str]]]:
     scene: str | None = None
     turns: list[str] = []
     for paragraph in [*(" ".join(text.split()) for text in document.split("\n\n")), ""]:
-        said = speech_of(paragraph)
-        if said is not None:
-            turns.append(said)
-        if said is None or len(turns) == MOST_TURNS:
+        speech = speech_of(paragraph)
+        if speech is not None:
+            turns.append(speech)
+        if speech is None or len(turns) == MOST_TURNS:
             if len(turns) > 1:
                 yield scene, turns
             turns, scene = [], None
-        if said is None and '"' not in paragraph and 5 <= len(paragraph.split()) <= MOST_SCENE_WORDS:
+        if speech is None and '"' not in paragraph and 5 <= len(paragraph.split()) <= MOST_SCENE_WORDS:
             scene = paragraph
 
 
