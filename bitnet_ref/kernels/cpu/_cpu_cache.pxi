@@ -248,7 +248,7 @@ cdef Py_ssize_t run_attention(const void *call) noexcept nogil:
         free(calls)
         free(first)
         return NO_MEMORY
-    pieces = 2 * team
+    pieces = team
     with parallel(num_threads=team):
         # Dynamic, because a prompt's later tokens have more keys.
         for item in prange(runs * G - divided, schedule="dynamic"):

@@ -1,11 +1,8 @@
 /* Attention: scores, softmax, and values weighted by it, over the keys and values of a cache (kv_cache.h). A template,
  * included by float_steps.h. */
 
-STEP_INLINE STEP(f64v) STEP(load64)(const double *x) {
-    STEP(f64v) v;
-    memcpy(&v, x, sizeof v);
-    return v;
-}
+/* not by memcpy: GCC 12 would copy the operands of a product to the stack */
+STEP_INLINE STEP(f64v) STEP(load64)(const double *x) { return *(const STEP(f64u) *)x; }
 
 /* numbers j .. of a stored row */
 STEP_INLINE STEP(f64v) STEP(stored)(int kind, const char *row, size_t j, float scale) {
@@ -43,15 +40,15 @@ STEP_INLINE double STEP(stored_number)(int kind, const char *row, size_t j, floa
 STEP_INLINE void STEP(score_tile)(const attend_call *c, int kind, size_t i, size_t R, size_t K, size_t s,
                                   const char *const *keys, const float *scales, const char *ahead) {
     const STEP(f64v) zero = {0};
-    const size_t d = c->d, n_keys = c->kv.n_keys;
-    const double *q = c->wide_q + i * d;
+    const size_t d = c->d, n_keys = c->kv.n_keys, rows = c->T * c->R;
+    const double *q = c->wide_q + i * STEP(DOUBLES), *q_end = c->wide_q + d / STEP(DOUBLES) * STEP(DOUBLES) * rows;
     float *scores = c->scores + i * n_keys + s;
     STEP(f64v) sums[16];
     double totals[16];
     size_t j = 0;
     STEP_UNROLL
     for (size_t n = 0; n < R * K; n++) sums[n] = zero;
-    for (; j + STEP(DOUBLES) <= d; j += STEP(DOUBLES)) {
+    for (; j + STEP(DOUBLES) <= d; j += STEP(DOUBLES), q += rows * STEP(DOUBLES)) {
         STEP(f64v) key[4];
         if (K * kv_bytes(kind, j) % 64 == 0)
             kv_prefetch(ahead + K * kv_bytes(kind, j), K * kv_bytes(kind, STEP(DOUBLES)));
@@ -59,7 +56,7 @@ STEP_INLINE void STEP(score_tile)(const attend_call *c, int kind, size_t i, size
         for (size_t k = 0; k < K; k++) key[k] = STEP(stored)(kind, keys[k], j, scales[k]);
         STEP_UNROLL
         for (size_t r = 0; r < R; r++) {
-            const STEP(f64v) x = STEP(load64)(q + r * d + j);
+            const STEP(f64v) x = STEP(load64)(q + r * STEP(DOUBLES));
             STEP_UNROLL
             for (size_t k = 0; k < K; k++) sums[r * K + k] = STEP_MULADD(x, key[k], sums[r * K + k]);
         }
@@ -68,17 +65,18 @@ STEP_INLINE void STEP(score_tile)(const attend_call *c, int kind, size_t i, size
     for (size_t n = 0; n < R * K; n += R * K % 8 ? 1 : 8)
         if (R * K % 8) totals[n] = STEP(sum_lanes)(sums[n]);
         else
-            STEP(sum_lanes_of_8)(sums[n], sums[n + 2], sums[n + 4], sums[n + 6], sums[n + 1], sums[n + 3], sums[n + 5],
-                                 sums[n + 7], totals + n);
+            STEP(sum_lanes_of_8)(sums + n, totals + n);
     for (; j < d; j++)
         for (size_t n = 0; n < R * K; n++)
-            totals[n] += q[n / K * d + j] * STEP(stored_number)(kind, keys[n % K], j, scales[n % K]);
+            totals[n] += q_end[(i + n / K) * (d % STEP(DOUBLES)) + j % STEP(DOUBLES)] *
+                         STEP(stored_number)(kind, keys[n % K], j, scales[n % K]);
     STEP_UNROLL
     for (size_t n = 0; n < R * K; n++) scores[n / K * n_keys + n % K] = (float)(totals[n] * c->scale);
 }
 
-/* scores (n) float32 -> p (n) = softmax, rounded to float32, as doubles */
-STEP_TARGET static void STEP(softmax)(const float *scores, size_t n, double *p) {
+/* scores (n) float32 -> p (n) = softmax, rounded to float32, as doubles. Prefetches `count` rows meanwhile. */
+STEP_TARGET static void STEP(softmax)(const float *scores, size_t n, double *p, const char *const *ahead, size_t count,
+                                      size_t bytes) {
     const STEP(f64v) zero = {0};
     STEP(f32h) v;
     STEP(f64v) max_lanes = zero + (double)scores[0];
@@ -89,8 +87,10 @@ STEP_TARGET static void STEP(softmax)(const float *scores, size_t n, double *p) 
         largest = max_lanes[lane] > largest ? (float)max_lanes[lane] : largest;
     for (; i < n; i++) largest = scores[i] > largest ? scores[i] : largest;
     STEP(f64v) sum = zero, power;
+    size_t done = 0;
     for (i = 0; i + 4 * STEP(DOUBLES) <= n; i += 4 * STEP(DOUBLES)) { /* the steps of one exponential are a chain */
         STEP(f64v) powers[4];
+        for (; done < count && done * n <= i * count; done++) kv_prefetch(ahead[done], bytes);
         STEP_UNROLL
         for (size_t k = 0; k < 4; k++) {
             memcpy(&v, scores + i + k * STEP(DOUBLES), sizeof v);
@@ -196,14 +196,30 @@ STEP_INLINE void STEP(value_rows)(const attend_call *c, int kind, size_t i, size
         }
 }
 
+/* Copies of the two loops for each dtype and number of rows. Functions of their own, so that registers suffice. */
+#define COPY(kind, R)                                                                                                  \
+    STEP_TARGET static __attribute__((noinline)) void STEP(score_##kind##_##R)(                                        \
+        const attend_call *c, size_t i, kv_range keys, const kv_rows *rows, size_t k, int fetch) {                     \
+        STEP(score_rows)(c, kind, i, R, keys, rows, k, fetch);                                                         \
+    }                                                                                                                  \
+    STEP_TARGET static __attribute__((noinline)) void STEP(value_##kind##_##R)(                                        \
+        const attend_call *c, size_t i, kv_range keys, const kv_rows *rows, size_t k, double *sums, double *part,      \
+        int fetch) {                                                                                                   \
+        STEP(value_rows)(c, kind, i, R, keys, rows, k, sums, part, fetch);                                             \
+    }
+#define COPIES(kind) COPY(kind, 1) COPY(kind, 2) COPY(kind, 4)
+COPIES(KV_FLOAT32) COPIES(KV_FLOAT16) COPIES(KV_INT8)
+#undef COPIES
+#undef COPY
+
 /* Scores (`sums` NULL) or weighted values of 1, 2 or 4 query rows from i on and some keys, the first of which is
- * rows->at[k]. A copy of the loops for each number of rows and each dtype. */
+ * rows->at[k]. */
 STEP_TARGET static void STEP(some_rows)(const attend_call *c, size_t i, size_t R, kv_range keys, const kv_rows *rows,
                                         size_t k, double *sums, double *part, int fetch) {
 #define CASE(kind, R)                                                                                                  \
     case 8 * kind + R:                                                                                                 \
-        if (sums) STEP(value_rows)(c, kind, i, R, keys, rows, k, sums, part, fetch);                                   \
-        else STEP(score_rows)(c, kind, i, R, keys, rows, k, fetch);                                                    \
+        if (sums) STEP(value_##kind##_##R)(c, i, keys, rows, k, sums, part, fetch);                                    \
+        else STEP(score_##kind##_##R)(c, i, keys, rows, k, fetch);                                                     \
         break;
 #define CASES(kind) CASE(kind, 1) CASE(kind, 2) CASE(kind, 4)
     if (keys.from >= keys.to) return;
@@ -263,6 +279,12 @@ STEP_TARGET static void STEP(all_rows)(const attend_call *c, kv_range block, con
  *   line, 16. Two threads 30 to 42, at once 27. Values 16 columns at a time 21 GB/s in the caches, 32 columns 24.
  *   Of the peak, 504 keys, 8 tokens: scores 0.80 to 0.84 (the rest are the sums over lanes of a tile), values 0.92;
  *   softmax takes 1.0 ns per score, a tenth of all.
+ * An EPYC (Zen 5, 63 G multiply-adds/s, AVX2 31), 8 tokens, 2,048 keys in the caches, G multiply-adds/s: scores 44 to
+ *   48 with a blend in place of half the shuffles and functions of their own, values 54; AVX2 scores 15 to 23, because
+ *   operands loaded by memcpy went by the stack. Softmax 0.6 ns per score, AVX2 1.1. Without prefetching, from memory,
+ *   half the speed; into L1 up to 1.1 of L2 in one run, the same in others; 4 KB ahead as 16, 32 less.
+ *   Tried there: eight rows and two keys at a time: scores 0.8 to 0.95. int8 converted two vectors at a time: scores
+ *   1.03, values 0.98.
  * Tried: a block of keys widened once for all rows: no faster. Prefetching row by row, or computing addresses of rows,
  *   inside the loop over keys: values 0.74, because the compiler keeps addresses in vector registers. Four exponentials
  *   at a time: 1.0 ns for 1.05, AVX2 1.4 for 1.55. 64 query rows of a prompt at a time, not 32: no faster. */
@@ -275,28 +297,35 @@ STEP_TARGET static void STEP(attend)(const attend_call *c, int step, size_t from
             const size_t t = i / c->R, end = n_keys - (c->T - 1 - t);
             const float *q = c->q + t * c->q_stride + i % c->R * d;
             c->seen[i] = (kv_range){c->window && first + end > c->window ? end - c->window : 0, end};
-            double *wide_q = c->wide_q + i * d;
-            for (size_t j = 0; j < d; j++) wide_q[j] = q[j];
+            const size_t wide = d - d % STEP(DOUBLES); /* vectors of all rows, then what is left of each */
+            for (size_t j = 0; j < wide; j += STEP(DOUBLES)) {
+                const STEP(f64v) v = STEP(wide)(q + j);
+                memcpy(c->wide_q + j * rows + i * STEP(DOUBLES), &v, sizeof v);
+            }
+            for (size_t j = wide; j < d; j++) c->wide_q[wide * rows + i * (d - wide) + j - wide] = q[j];
         }
     }
-    if (step == ATTEND_SOFTMAX)
+    if (step == ATTEND_SOFTMAX) {
+        kv_rows next = {0, 0}; /* the values that are read first */
+        if (c->slots == 1) kv_add_rows(kv, &kv->values, attend_block(kv, 0), &next);
         for (size_t i = from; i < to; i++) {
-            const size_t start = i * n_keys + c->seen[i].from;
-            STEP(softmax)(c->scores + start, c->seen[i].to - c->seen[i].from, c->pattern + start);
+            const size_t start = i * n_keys + c->seen[i].from, k = next.total * i / rows;
+            STEP(softmax)(c->scores + start, c->seen[i].to - c->seen[i].from, c->pattern + start, next.at + k,
+                          next.total * (i + 1) / rows - k, kv_bytes(kv->kind, d));
         }
+    }
     if ((step == ATTEND_SCORES || step == ATTEND_VALUES) && from < to) {
         const int is_values = step == ATTEND_VALUES;
         const kv_pool *pool = is_values ? &kv->values : &kv->keys;
         kv_range block = attend_block(kv, from), next = {0, 0};
         kv_rows near = {0, 0};
         kv_add_rows(kv, pool, block, &near);
-        for (size_t k = 0; k < near.total && k < PREFETCH_BYTES / kv_bytes(kv->kind, d) && (!is_values || from); k++)
-            kv_prefetch(near.at[k], kv_bytes(kv->kind, d));
+        /* the first values: all of a divided step, none of another, for which the softmax has prefetched them */
+        const size_t first_rows = !is_values ? PREFETCH_BYTES / kv_bytes(kv->kind, d) : c->slots > 1 ? SUM_KEYS : 0;
+        for (size_t k = 0; k < near.total && k < first_rows; k++) kv_prefetch(near.at[k], kv_bytes(kv->kind, d));
         for (size_t b = from; b < to; b++, block = next) {
             near.count = near.total;
-            next = attend_block(kv, b + 1 < to ? b + 1 : 0);
-            if (b + 1 < to) kv_add_rows(kv, pool, next, &near);
-            else if (!is_values && to == attend_blocks(kv)) kv_add_rows(kv, &kv->values, next, &near); /* next step */
+            if (b + 1 < to) next = attend_block(kv, b + 1), kv_add_rows(kv, pool, next, &near);
             const size_t slot = c->slots > 1 ? b : 0;
             STEP(all_rows)(c, block, &near, is_values ? c->sums + slot * rows * d : NULL, c->parts + slot * 4 * d);
             near.total -= near.count;

@@ -101,7 +101,7 @@ typedef struct {
     double scale;
     kv_view kv;
     size_t slots;    /* 1, or the number of blocks, whose sums then stay apart until the end */
-    double *wide_q;  /* (T * R, d) */
+    double *wide_q;  /* (d / lanes, T * R, lanes): whole vectors of all rows, then (T * R, d % lanes) */
     double *sums;    /* (slots, T * R, d) */
     double *parts;   /* (slots, 4, d) */
     double *pattern; /* (T * R, n_keys), as `scores` */
