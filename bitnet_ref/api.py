@@ -155,6 +155,7 @@ def load(
                     raise
                 warnings.warn(f"{lacks}. Computing without the card", stacklevel=3)
                 return again(choose_cpu())
+            checkpoint.pack_plane = be.pack_plane
             weights = be.prepare_model(read_weights(checkpoint, options.progress, be.prepare_for), checkpoint.config)
         if prepared is not None:
             prepared.write(checkpoint.config, weights)

@@ -94,6 +94,10 @@ class Backend(PlainBackend):
         """`prepare` of the backend that computes this layer (None: the head)."""
         return self.prepare
 
+    def pack_plane(self, plane: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+        """What `formats.packing.pack_from_hf` gives, compiled. None: not done here, or the plane holds a code 3."""
+        return None
+
     def prepare_model(self, w: ModelWeights, cfg: ModelConfig) -> ModelWeights:
         """All weights, each linear prepared, plus what the backend adds to the model as a whole."""
         return w

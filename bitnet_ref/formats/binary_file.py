@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -15,6 +16,9 @@ from ..errors import FormatError, OutOfMemory
 from ..system.json_file import open_regular
 
 _BLOCK = 1 << 18  # values checked at a time
+_READ_BYTES = 8 << 20  # at a time, so that the read-ahead moves on within a large tensor
+_AHEAD_BYTES = 256 << 20  # that the system is asked to read before they are used
+_ADVISED_BYTES = 512 << 10  # per request: Linux reads no more than its disk takes at once, and forgets the rest
 _EXPONENTS = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}  # all set: NaN or Inf
 
 
@@ -39,6 +43,23 @@ class BinaryFile(Closeable):
         self.path = Path(path)
         self._file = open_regular(self.path, FormatError, folder)
         self.size = os.fstat(self._file.fileno()).st_size
+        self._ahead: Iterator[int] = iter(())  # each step asks for some bytes more and gives their number
+        self._lead = 0  # bytes that were asked for and not read yet
+
+    def read_ahead(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Let the system read (offset, size) after (offset, size) from the disk while earlier ones are computed with:
+        always so many bytes more than were used. It changes no result, and nothing where the system has no such call.
+        """
+        if hasattr(os, "posix_fadvise"):
+            self._ahead, self._lead = self._advise(list(spans)), 0
+
+    def _advise(self, spans: list[tuple[int, int]]) -> Iterator[int]:
+        for offset, size in spans:
+            for start in range(offset, offset + size, _ADVISED_BYTES):
+                count = min(_ADVISED_BYTES, offset + size - start)
+                with suppress(OSError):  # a file system that takes no advice
+                    os.posix_fadvise(self._file.fileno(), start, count, os.POSIX_FADV_WILLNEED)
+                yield count
 
     def close(self) -> None:
         self._file.close()
@@ -63,10 +84,13 @@ class BinaryFile(Closeable):
         try:
             self._file.seek(offset)
             while done < len(target):
-                count = self._file.readinto(target[done:])
+                while self._lead < _AHEAD_BYTES and (asked := next(self._ahead, 0)):
+                    self._lead += asked
+                count = self._file.readinto(target[done : done + _READ_BYTES])
                 if not count:
                     raise self.error(f"the file ends after {done} of {len(target)} bytes", offset, field)
                 done += count
+                self._lead = max(0, self._lead - count)
         except OSError as problem:
             raise self.error(f"cannot be read: {problem}", offset, field) from problem
 

@@ -97,7 +97,13 @@ class Checkpoint(Closeable, ABC):
     taken: set[str]
     rotations: Mapping[str, Rotation] = MappingProxyType({})
     is_folded: bool = False
+    pack_plane: Callable[[NDArray[np.uint8]], NDArray[np.uint8] | None] | None = (
+        None  # of the backend that is loaded for
+    )
     dense: str = "stored"  # of DENSE_FORMS: how `read_weights` gives dense linears
+
+    def read_ahead(self) -> None:
+        """Call before all parts are read in their order: the disk then works while earlier parts are packed."""
 
     def rotation(self, name: str) -> Rotation | None:
         """The basis of the matrix that is given for a linear or "embedding"; None: the plain one."""
@@ -323,6 +329,7 @@ def read_weights(
         message = f"{checkpoint.dense!r} is for models without int8 activations, and this one's linears are ternary"
         raise ConfigError(f"{message}; load it without", path=checkpoint.path, field="dense")
     done = ticker(progress, part_count(config))
+    checkpoint.read_ahead()
     embedding = read_embedding(checkpoint)
     if config.tie_word_embeddings and isinstance(embedding, GroupTernaryWeight) and (prepare := prepare_for(None)):
         head = prepare(embedding)

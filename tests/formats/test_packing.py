@@ -6,6 +6,8 @@ from helpers import random_ternary, rng
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bitnet_ref.backends import choose_backend
+from bitnet_ref.backends.cpu.extension import why_unavailable
 from bitnet_ref.errors import ShapeError
 from bitnet_ref.formats.packing import hf_from_ternary, pack_from_hf
 from bitnet_ref.reference.quantization import pack_ternary, unpack_ternary
@@ -36,6 +38,21 @@ def test_there_and_back(quarter, k, seed):
 def test_planes_larger_than_one_step():
     w_t = random_ternary(rng(1), 4 * 300, 5000)
     np.testing.assert_array_equal(pack_from_hf(hf_from_ternary(w_t)), pack_ternary(w_t))
+
+
+@pytest.mark.skipif(why_unavailable() is not None, reason="the extension is not built")
+@pytest.mark.parametrize(("quarter", "k"), [(1, 1), (1, 4), (3, 7), (5, 64), (40, 129), (300, 5000)])
+def test_the_compiled_form(quarter, k):
+    w_t = random_ternary(rng(quarter), 4 * quarter, k)
+    plane = hf_from_ternary(w_t)
+    for threads in (1, 2, 5):
+        pack_plane = choose_backend("cython", threads=threads).pack_plane
+        np.testing.assert_array_equal(pack_plane(plane), pack_ternary(w_t))
+    for at in {(0, 0), (quarter - 1, k - 1), (quarter // 2, k // 2)}:
+        for shift in (0, 2, 4, 6):
+            broken = plane.copy()
+            broken[at] |= 3 << shift
+            assert pack_plane(broken) is None
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])

@@ -1,6 +1,7 @@
 """formats.safetensors: equal to the safetensors package on good files, and one clear error for every bad header."""
 
 import os
+from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from bitnet_ref.errors import FormatError, ShapeError
+from bitnet_ref.formats import binary_file
 from bitnet_ref.formats.safetensors import DTYPES, MAX_TENSORS, SafetensorsFile, SafetensorsWriter, dtype_name
 from bitnet_ref.system.json_file import MAX_VALUES
 
@@ -264,6 +266,47 @@ def test_a_file_that_shrinks_while_it_is_open(tmp_path):
             file.read("x")
         assert caught.value.field == "x"
         assert caught.value.offset == file.tensors["x"].offset
+
+
+def test_reading_ahead_asks_for_every_byte_once_and_never_far_ahead(tmp_path, monkeypatch):
+    monkeypatch.setattr(binary_file, "_READ_BYTES", 700)
+    monkeypatch.setattr(binary_file, "_ADVISED_BYTES", 1000)
+    monkeypatch.setattr(binary_file, "_AHEAD_BYTES", 2500)
+    asked: list[tuple[int, int]] = []
+
+    def advise(descriptor, start, count, advice):
+        asked.append((start, count))
+        assert start + count - file._file.tell() <= 2500 + 1000  # the file is read in its order here
+
+    monkeypatch.setattr(os, "posix_fadvise", advise, raising=False)
+    monkeypatch.setattr(os, "POSIX_FADV_WILLNEED", 3, raising=False)
+    arrays = {f"t{i}": np.arange(n, dtype=np.float32) for i, n in enumerate((2000, 1, 0, 5000))}
+    with SafetensorsFile(write(tmp_path / "x.safetensors", safetensors_bytes(arrays))) as file:
+        spans = sorted((info.offset, info.nbytes) for info in file.tensors.values())
+        file.read_ahead(spans)
+        for name in sorted(arrays, key=lambda name: file.tensors[name].offset):
+            np.testing.assert_array_equal(file.read(name), arrays[name])
+        assert sum(count for _, count in asked) == sum(size for _, size in spans)
+        assert all(before[0] + before[1] == after[0] for before, after in pairwise(asked))
+        file.read_ahead(spans)
+        os.truncate(file.path, 1000)
+        with pytest.raises(FormatError, match="the file ends after"):
+            file.read("t3")
+
+
+def test_no_reading_ahead_where_the_system_takes_no_advice(tmp_path, monkeypatch):
+    array = np.arange(5000, dtype=np.float32)
+    path = write(tmp_path / "x.safetensors", safetensors_bytes({"x": array}))
+
+    def refuse(*_):
+        raise OSError("no advice")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse, raising=False)
+    for _ in range(2):
+        with SafetensorsFile(path) as file:
+            file.read_ahead([(0, file.size)])
+            np.testing.assert_array_equal(file.read("x"), array)
+        monkeypatch.delattr(os, "posix_fadvise", raising=False)
 
 
 def test_a_bad_file_is_closed_again(tmp_path):

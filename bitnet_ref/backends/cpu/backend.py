@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BackendUnavailable, NumericsError, ShapeError
+from ...reference import quantization
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
 from ...reference.model import RopeTables, final_hidden
@@ -113,6 +114,11 @@ class CythonBackend(KernelBackend):
         _cpu.pack_panels(w.packed, panels, self.threads, layout_number(self.layout))
         return PanelWeight(panels, n_out, n_in, w.w_dequant_scale, w.bias, w.input_norm, self.layout)
 
+    def pack_plane(self, plane: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+        quarter, k = plane.shape
+        packed = np.empty((4 * quarter, -(-k // quantization.CODES_PER_BYTE)), dtype=np.uint8)
+        return packed if plane.size and _cpu.pack_plane(plane, packed, self.threads) else None
+
     def prepare_model(self, w: ModelWeights, cfg: ModelConfig) -> ModelWeights:
         """Gives the head a screen, half as large as its 16-bit rows, unless it is exact or small; and up_proj and
         down_proj strips, as large as their panels, where ReLU^2 makes zeros.
@@ -157,7 +163,7 @@ class CythonBackend(KernelBackend):
             if type(panels) is PanelWeight and panels.panels.nbytes >= least and max(panels.shape) < MAX_STRIP:
                 count, length = reversed(panels.shape) if by_columns else panels.shape
                 strips = self._memory.empty((count, -(-length // 256) * 64))
-                _cpu.pack_strips(panels.plain().packed, strips, by_columns, self.threads)
+                _cpu.pack_strips(panels.plain(self.threads).packed, strips, by_columns, self.threads)
                 added[name] = replace(panels, strips=strips, by_columns=by_columns)
         return replace(w, **added)
 

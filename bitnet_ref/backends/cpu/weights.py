@@ -111,10 +111,10 @@ class PanelWeight(TernaryLinear):
         skipped = 0.0 if self.use is None else self.use.skipped
         return round(self.panels.nbytes * (1 - skipped)) + (0 if self.bias is None else self.bias.nbytes)
 
-    def plain(self) -> TernaryWeight:
+    def plain(self, threads: int = 1) -> TernaryWeight:
         columns = -(-self.in_features // quantization.CODES_PER_BYTE)
         packed = np.empty((self.out_features, columns), dtype=np.uint8)
-        _cpu.unpack_panels(self.panels, packed, layout_number(self.layout))
+        _cpu.unpack_panels(self.panels, packed, threads, layout_number(self.layout))
         return TernaryWeight(packed, self.in_features, self.w_dequant_scale, self.bias, self.input_norm)
 
 

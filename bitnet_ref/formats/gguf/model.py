@@ -82,6 +82,9 @@ class GgufCheckpoint(Checkpoint):
     def close(self) -> None:
         self.file.close()
 
+    def read_ahead(self) -> None:
+        self.file.read_ahead([(0, self.file.size)])
+
     def fail(self, tensor: str, message: str) -> FormatError:
         return self.file.tensor_error(tensor, message)
 

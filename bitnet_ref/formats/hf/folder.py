@@ -88,6 +88,12 @@ class CheckpointTensors(Closeable):
         """The tensor's bytes in order, at most `size` at a time. Each block overwrites the one before."""
         return self._files[name].blocks(name, size)
 
+    def read_ahead(self) -> None:
+        """See `Checkpoint.read_ahead`. Layers in the order of their numbers: files have them in that of the digits."""
+        for file in dict.fromkeys(self._files.values()):
+            names = sorted(file.tensors, key=lambda name: [each.zfill(9) for each in name.split(".")])
+            file.read_ahead((file.tensors[name].offset, file.tensors[name].nbytes) for name in names)
+
     def fail(self, name: str, message: str) -> FormatError:
         """The error to raise about a tensor. It names the file, and the tensor's place if it has one."""
         if name not in self._files:
@@ -201,6 +207,9 @@ class HfCheckpoint(Checkpoint):
     def close(self) -> None:
         self.tensors.close()
 
+    def read_ahead(self) -> None:
+        self.tensors.read_ahead()
+
     def fail(self, tensor: str, message: str) -> FormatError:
         return self.tensors.fail(tensor, message)
 
@@ -304,8 +313,10 @@ class HfCheckpoint(Checkpoint):
         if out_features % 4:
             raise self.fail(name, f"packed rows come in fours, but config.json says {out_features} outputs")
         plane = self.tensors.take(name, (out_features // 4, in_features), ("U8",))
-        self.check_codes(name, plane)
-        return pack_from_hf(plane)
+        packed = None if self.pack_plane is None else self.pack_plane(plane)
+        if packed is None:
+            self.check_codes(name, plane)
+        return pack_from_hf(plane) if packed is None else packed
 
     def scale(self, name: str) -> np.float32:
         shape = () if name in self.tensors and self.tensors.info(name).shape == () else (1,)
