@@ -1,15 +1,23 @@
 /* Weights of dense matrices in blocks (reference/blocks.py), widened to float32 in registers, exactly as NumPy does.
  *
- * A weight is scale * q + offset. The product has at most 24 bits, so that it makes no difference whether it is fused.
+ * A weight is scale * q + offset. The product has at most 24 bits, so that it makes no difference whether it is fused
+ * (but for the sign of a 0, which no sum shows).
  * 16 (8, 4) weights at a time: bytes are widened to int32, of which nibbles are cut out.
  *
  * A template, included by float_steps.h.
  *
- * Measured, two threads of an EPYC (Zen 4), AVX-512, 2048 columns, one token from memory that reads 28 to 31 GB/s; G
- *   weights/s in brackets: Q8_0 22 to 26 GB/s (25), Q4_0 17 to 20 (35), Q4_1 17 to 19 (30), Q6_K 15 to 17 (21), Q4_K 11
- *   (20); bfloat16 24 to 26 (13). 128 tokens: the 50 to 60 G multiply-adds/s of float32, for a row is widened once.
- * Tried: scales widened with each vector, not 8 blocks at a time: Q4_1 9.7, Q6_K 9.4, Q4_K 6.0 GB/s. All 256 columns
- *   unrolled: half as fast. Q6_K's integers put together from int32, not from bytes: 11. */
+ * With AVX-512 the factors of 256 columns are cut out of their blocks by a permutation and stored; nibbles are looked up
+ * in a table of the 16 values of their block, by one permutation for 16 weights.
+ *
+ * Measured, EPYC (Zen 5), AVX-512, 2048 columns, one token, pairs in turn: before (scalar code took the factors out), now.
+ *   One core from L2, G weights/s: Q8_0 31, 34; Q4_0 33, 36; Q4_1 32, 34; Q4_K 20, 32; Q6_K 15, 27; bfloat16 41. With
+ *   AVX2: 18, 18; 14, 15; 16, 17; 13, 15; 11, 12. Two cores from memory that reads 57 to 68 GB/s, GB/s: Q8_0 50, 55;
+ *   Q4_0 35, 38; Q4_1 38, 40; Q4_K 22, 34; Q6_K 24, 40; bfloat16 50, 50.
+ *   The instructions of 32 weights of Q4_0 (a load that widens, a shift, two permutations, three products, two sums) take
+ *   2.3 cycles in any order, which is 53 G weights/s; the loop takes 3.3. 128 tokens: the 50 to 60 G multiply-adds/s of
+ *   float32, for a row is widened once.
+ * Tried: scales widened with each vector, not 8 blocks at a time: half as fast. All 256 columns unrolled: 0.6 to 0.9, for
+ *   GCC 12 then loads everything first and spills. Q6_K's integers put together from int32, not from bytes: 0.7. */
 #ifndef BITNET_REF_DENSE_BLOCKS_H
 #define BITNET_REF_DENSE_BLOCKS_H
 
@@ -75,18 +83,66 @@ STEP_INLINE STEP(i32v) STEP(signed_bytes)(const uint8_t *p) {
 STEP_INLINE STEP(f32v) STEP(to_floats)(STEP(i32v) q) { return __builtin_convertvector(q, STEP(f32v)); }
 #endif
 
-/* 8 bytes times a number */
-STEP_INLINE void STEP(eight_floats)(uint64_t bytes, float factor, float *out) {
-    typedef float floats __attribute__((vector_size(32)));
-    typedef int32_t ints __attribute__((vector_size(32)));
-    typedef uint8_t small __attribute__((vector_size(8)));
-    const floats v = __builtin_convertvector(__builtin_convertvector((small)bytes, ints), floats) * factor;
-    memcpy(out, &v, sizeof v);
-}
-
 /* What the weights of 256 columns, n of 32, are multiplied by: factors[j] for the j-th 32 (16 in Q6_K). What is added to
  * them follows: in Q4_1 each after its factor, in Q4_K after all.
  * quants: room for 256 integers, to which those of Q6_K are put together. */
+#if STEP_BYTES == 64
+STEP_INLINE void STEP(block_factors)(const uint8_t *b, const int n, const int kind, float *factors, int8_t *quants) {
+    if (kind < Q4_K && n == 1) {
+        const __m128 two = _mm_cvtph_ps(_mm_cvtsi32_si128((int)read_pair(b)));
+        _mm_storel_epi64((__m128i *)factors, (__m128i)two);
+    } else if (kind == Q4_1) { /* pairs of four blocks of 20 bytes, and of the next four */
+        const __m512i places = _mm512_castsi256_si512(_mm256_setr_epi32(0, 5, 10, 15, 16, 21, 26, 31));
+        const __m512i pairs = _mm512_permutex2var_epi32(_mm512_loadu_si512(b), places, _mm512_loadu_si512(b + 80));
+        _mm512_storeu_ps(factors, _mm512_cvtph_ps(_mm512_castsi512_si256(pairs)));
+    } else if (kind == Q4_0) {
+        const __m512i places = _mm512_castsi128_si512(_mm_setr_epi16(0, 9, 18, 27, 36, 45, 54, 63));
+        const __m512i halves = _mm512_permutex2var_epi16(_mm512_loadu_si512(b), places, _mm512_loadu_si512(b + 64));
+        _mm256_storeu_ps(factors, _mm256_cvtph_ps(_mm512_castsi512_si128(halves)));
+    } else if (kind == Q8_0) {
+        const __m512i places = _mm512_castsi128_si512(_mm_setr_epi16(0, 17, 34, 51, 0, 0, 0, 0));
+        for (int j = 0; j < 2; j++, b += 136) {
+            const __m512i four = _mm512_permutex2var_epi16(_mm512_loadu_si512(b), places, _mm512_loadu_si512(b + 64));
+            _mm_storeu_ps(factors + 4 * j, _mm_cvtph_ps(_mm512_castsi512_si128(four)));
+        }
+    } else if (kind == Q6_K) {
+        const __m128 d = _mm_cvtph_ps(_mm_cvtsi32_si128((int)(read_pair(b + 206) >> 16)));
+        const __m512 scales = (__m512)STEP(to_floats)(STEP(signed_bytes)(b + 192));
+        _mm512_storeu_ps(factors, _mm512_mul_ps(_mm512_broadcastss_ps(d), scales));
+        const __m512i low = _mm512_set1_epi8(15), all = _mm512_set1_epi8(63), middle = _mm512_set1_epi8(32);
+        const __m512i up = _mm512_inserti64x4(_mm512_set1_epi16(2), _mm256_set1_epi16(4), 0);
+        const __m512i down = _mm512_inserti64x4(_mm512_set1_epi16(2), _mm256_setzero_si256(), 0);
+        for (int half = 0; half < 2; half++) { /* 64 bytes: two nibbles each, of columns 64 apart */
+            const __m512i nibbles = _mm512_loadu_si512(b + 64 * half);
+            /* 32 bytes: four pairs of bits each, of columns 32 apart */
+            const __m512i pairs = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(b + 128 + 32 * half)));
+#define JOIN(low_bits, high_bits) /* (low_bits & 15 | high_bits & 48) - 32 */                                          \
+    _mm512_sub_epi8(_mm512_and_si512(_mm512_ternarylogic_epi64(low, low_bits, high_bits, 0xCA), all), middle)
+            _mm512_storeu_si512(quants + 128 * half, JOIN(nibbles, _mm512_sllv_epi16(pairs, up)));
+            _mm512_storeu_si512(quants + 128 * half + 64,
+                                JOIN(_mm512_srli_epi16(nibbles, 4), _mm512_srlv_epi16(pairs, down)));
+#undef JOIN
+        }
+        __asm__("" : "+m"(*(int8_t (*)[256])quants));
+    } else { /* Q4_K. 6 bits each: four scales, four minima, the last ones' low nibbles, whose high bits are on top */
+        const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)b));
+#define FOURS(a, b, c, d) (__m512i)(STEP(i32v)){a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d}
+        const STEP(i32v) in_four = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
+        const STEP(i32v) byte = in_four - 256; /* the upper bytes: none */
+        const __m512i minus_second = _mm512_set1_epi32((int)0x80000000u);
+        __m512i low = _mm512_shuffle_epi8(all, (__m512i)(byte + (STEP(i32v))FOURS(4, 12, 8, 12)));
+        __m512i high = _mm512_shuffle_epi8(all, (__m512i)(byte + (STEP(i32v))FOURS(4, 4, 8, 8)));
+        low = _mm512_and_si512(_mm512_srlv_epi32(low, FOURS(0, 0, 0, 4)), FOURS(63, 15, 63, 15));
+        high = _mm512_srli_epi32(high, 2);
+        const __m512i q = _mm512_ternarylogic_epi64(low, high, FOURS(0, 48, 0, 48), 0xF8);
+        const __m128i d_and_minus_e = _mm512_castsi512_si128(_mm512_xor_si512(all, minus_second));
+        const __m512 two = _mm512_castps128_ps512(_mm_cvtph_ps(d_and_minus_e));
+        _mm512_storeu_ps(factors, _mm512_mul_ps(_mm512_permutexvar_ps(FOURS(0, 0, 1, 1), two), _mm512_cvtepi32_ps(q)));
+#undef FOURS
+    }
+    __asm__("" : "+m"(*(float (*)[16])factors)); /* to be broadcast from memory: GCC 12 would shuffle registers */
+}
+#else
 STEP_INLINE void STEP(block_factors)(const uint8_t *b, const int n, const int kind, float *factors, int8_t *quants) {
     const size_t bytes = DENSE_KINDS[kind].bytes;
     if (kind == Q4_1) { /* pairs of float16 */
@@ -110,27 +166,36 @@ STEP_INLINE void STEP(block_factors)(const uint8_t *b, const int n, const int ki
     STEP(halves_of_8)((STEP(u16q))two, d);
     if (kind == Q6_K) {
         for (int j = 0; j < 16; j++) factors[j] = d[1] * (float)(int8_t)b[192 + j];
+        typedef uint8_t some __attribute__((vector_size(STEP_BYTES)));
         STEP_UNROLL
-        for (int part = 0; part < 4; part++) /* 32 bytes: low nibbles, and 64 columns on high ones */
-            for (int j = 0; j < 32; j++) {   /* the pairs of bits above them: four in a byte, 32 columns apart */
-                const uint8_t low = b[part * 32 + j], pairs = b[128 + part / 2 * 32 + j] >> part % 2 * 2;
-                int8_t *q = quants + part / 2 * 128 + part % 2 * 32 + j;
-                q[0] = (int8_t)(((low & 15) | (pairs & 3) << 4) - 32);
-                q[64] = (int8_t)((low >> 4 | (pairs >> 4 & 3) << 4) - 32);
-            }
+        for (int at = 0; at < 128; at += STEP_BYTES) { /* bytes: two nibbles each, of columns 64 apart */
+            some low, pairs; /* four pairs of bits in a byte, of columns 32 apart */
+            memcpy(&low, b + at, sizeof low);
+            memcpy(&pairs, b + 128 + at / 64 * 32 + at % 32, sizeof pairs);
+            const some first = ((low & 15) | ((at & 32 ? pairs << 2 : pairs << 4) & 48)) - 32;
+            const some second = (low >> 4 | ((at & 32 ? pairs >> 2 : pairs) & 48)) - 32;
+            memcpy(quants + at / 64 * 128 + at % 64, &first, sizeof first);
+            memcpy(quants + at / 64 * 128 + at % 64 + 64, &second, sizeof second);
+        }
         return;
     }
     /* 6 bits each: four scales, four minima, the last ones' low nibbles; their high bits are on top of the first ones */
     const uint32_t first = read_pair(b + 4), second = read_pair(b + 8), third = read_pair(b + 12);
     const uint64_t scales = (third & 0x0F0F0F0F) | (first >> 6 & 0x03030303) << 4;
     const uint64_t minima = (third >> 4 & 0x0F0F0F0F) | (second >> 6 & 0x03030303) << 4;
-    STEP(eight_floats)((first & 0x3F3F3F3F) | scales << 32, d[0], factors);
-    STEP(eight_floats)((second & 0x3F3F3F3F) | minima << 32, -d[1], factors + 8);
+    const uint64_t bytes_of[2] = {(first & 0x3F3F3F3F) | scales << 32, (second & 0x3F3F3F3F) | minima << 32};
+    for (int i = 0; i < 16; i += STEP(FLOATS)) {
+        const STEP(f32v) v = STEP(to_floats)(STEP(bytes)((const uint8_t *)bytes_of + i)) * (i < 8 ? d[0] : -d[1]);
+        memcpy(factors + i, &v, sizeof v);
+    }
 }
+#endif
 
 /* scale q + offset of nibbles q: low ones, or of high ones */
-STEP_INLINE STEP(f32v) STEP(nibbles)(const uint8_t *p, const int is_high, const int kind, float one_scale, float one_offset) {
-    const STEP(f32v) scale = one_scale - (STEP(f32v)){0}, offset = one_offset - (STEP(f32v)){0};
+STEP_INLINE STEP(f32v) STEP(nibbles)(const uint8_t *p, const int is_high, const int kind, float one_scale,
+                                     float one_offset) {
+    const STEP(f32v) scale = one_scale - (STEP(f32v)){0};
+    STEP(f32v) offset = one_offset - (STEP(f32v)){0};
     STEP(i32v) q = STEP(bytes)(p);
     if (is_high) q >>= 4;
 #if STEP_BYTES == 64 /* all 16 values, looked up by the low 4 bits of q */
@@ -140,29 +205,31 @@ STEP_INLINE STEP(f32v) STEP(nibbles)(const uint8_t *p, const int is_high, const 
     return (STEP(f32v))_mm512_permutexvar_ps((__m512i)q, table);
 #else
     if (!is_high) q &= 15;
-    if (kind == Q4_0) return STEP(to_floats)(q - 8) * scale;
 #if STEP_BYTES == 32
+    if (kind == Q4_0) offset = scale * -8;
     return (STEP(f32v))_mm256_fmadd_ps((__m256)STEP(to_floats)(q), (__m256)scale, (__m256)offset);
 #else
+    if (kind == Q4_0) return STEP(to_floats)(q - 8) * scale;
     return STEP(to_floats)(q) * scale + offset;
 #endif
 #endif
 }
 
-/* How many columns a loop over the 256 takes at a time: in each such part the weights lie alike. */
+/* How many columns a loop over the 256 takes at a time, in how many bytes (Q6_K's integers are read elsewhere), with
+ * how many factors. In each such part the weights lie alike. */
 #define BLOCK_STEP(kind) (kind == Q4_K ? 64 : 32)
+#define BLOCK_STEP_BYTES(kind) (kind < Q4_K ? DENSE_KINDS[kind].bytes : kind == Q4_K ? 32 : 0)
+#define BLOCK_STEP_FACTORS(kind) (kind < Q4_1 ? 1 : 2)
 
-/* the vector of weights at column `at` + i of the 256 at b; at: a multiple of BLOCK_STEP, i: below it */
-STEP_INLINE STEP(f32v) STEP(block_weights)(const uint8_t *b, size_t at, const int i, const int kind, const float *factors,
+/* the vector of weights at column i of the part at b, f and quants */
+STEP_INLINE STEP(f32v) STEP(block_weights)(const uint8_t *b, const int i, const int kind, const float *f,
                                            const int8_t *quants) {
-    const float *f = factors + at / 32;
-    if (kind < Q4_K) b += at / 32 * DENSE_KINDS[kind].bytes;
     if (kind == Q8_0) return STEP(to_floats)(STEP(signed_bytes)(b + 2 + i)) * f[0];
     if (kind == Q4_0) return STEP(nibbles)(b + 2 + i % 16, i / 16, kind, f[0], 0);
-    if (kind == Q4_1) return STEP(nibbles)(b + 4 + i % 16, i / 16, kind, factors[at / 16], factors[at / 16 + 1]);
+    if (kind == Q4_1) return STEP(nibbles)(b + 4 + i % 16, i / 16, kind, f[0], f[1]);
     if (kind == Q4_K) /* of each 64 values: 32 low nibbles, 32 high ones */
-        return STEP(nibbles)(b + 16 + at / 2 + i % 32, i / 32, kind, f[i / 32], f[8 + i / 32]);
-    return STEP(to_floats)(STEP(signed_bytes)((const uint8_t *)quants + at + i)) * factors[at / 16 + i / 16];
+        return STEP(nibbles)(b + 16 + i % 32, i / 32, kind, f[i / 32], f[8 + i / 32]);
+    return STEP(to_floats)(STEP(signed_bytes)((const uint8_t *)quants + i)) * f[i / 16];
 }
 
 /* A function's text for each 256 columns of K, a multiple of 32, and each 32 of the rest. */
@@ -180,12 +247,14 @@ STEP_INLINE void STEP(widen_blocks)(const int kind, const uint8_t *row, size_t K
     {                                                                                                                  \
         const uint8_t *b = row + dense_row_bytes(kind, k);                                                             \
         STEP(block_factors)(b, n, kind, factors, quants);                                                              \
+        const float *f = factors;                                                                                      \
         for (size_t at = 0; at < 32 * n; at += step) {                                                                 \
             STEP_UNROLL                                                                                                \
             for (int i = 0; i < step; i += STEP(FLOATS)) {                                                             \
-                const STEP(f32v) v = STEP(block_weights)(b, at, i, kind, factors, quants);                             \
+                const STEP(f32v) v = STEP(block_weights)(b, i, kind, f, quants + at);                                  \
                 memcpy(out + k + at + i, &v, sizeof v);                                                                \
             }                                                                                                          \
+            b += BLOCK_STEP_BYTES(kind), f += BLOCK_STEP_FACTORS(kind);                                                \
         }                                                                                                              \
     }
     EACH_BLOCKS(WIDEN)

@@ -127,24 +127,28 @@ STEP_INLINE void STEP(block_tile)(const int kind, const int R, const int T, cons
     const int step = BLOCK_STEP(kind), parts = R * step / 32;
 #define MULTIPLY(n)                                                                                                    \
     {                                                                                                                  \
-        const uint8_t *b = (const uint8_t *)w + dense_row_bytes(kind, k);                                              \
+        const uint8_t *b = (const uint8_t *)w + dense_row_bytes(kind, k), *ahead = b + R * row_bytes;                  \
+        const float *f = factors[0], *of_token = x + k;                                                                \
+        const int8_t *q = quants[0];                                                                                   \
         STEP_UNROLL                                                                                                    \
         for (int r = 0; r < R; r++) STEP(block_factors)(b + r * row_bytes, n, kind, factors[r], quants[r]);            \
-        for (size_t at = 0; at < 32 * n; at += step) {                                                                 \
+        for (int left = 32 * n / step; left > 0; left--) {                                                             \
             STEP_UNROLL                                                                                                \
             for (int i = 0; i < parts; i++) { /* of each row 32 columns, then the next 32 */                           \
                 const int r = i % R, c = i / R * 32;                                                                   \
-                const uint8_t *row = b + r * row_bytes;                                                                \
-                __builtin_prefetch(row + R * row_bytes + (at + c) * DENSE_KINDS[kind].bytes / DENSE_KINDS[kind].values); \
+                if (c == 0) __builtin_prefetch(ahead + r * row_bytes);                                                 \
                 STEP_UNROLL                                                                                            \
                 for (int v = 0; v < V; v++) {                                                                          \
+                    const int column = c + v * STEP(FLOATS);                                                           \
                     const STEP(f32v) weights =                                                                         \
-                        STEP(block_weights)(row, at, c + v * STEP(FLOATS), kind, factors[r], quants[r]);               \
-                    const float *of_token = x + k + at + c + v * STEP(FLOATS);                                         \
+                        STEP(block_weights)(b + r * row_bytes, column, kind, f + r * 16, q + r * 256);                 \
                     STEP_UNROLL                                                                                        \
-                    for (int t = 0; t < T; t++) sum[(r * T + t) * V + v] += weights * STEP(floats)(of_token + t * K);  \
+                    for (int t = 0; t < T; t++)                                                                        \
+                        sum[(r * T + t) * V + v] += weights * STEP(floats)(of_token + t * K + column);                 \
                 }                                                                                                      \
             }                                                                                                          \
+            b += BLOCK_STEP_BYTES(kind), f += BLOCK_STEP_FACTORS(kind), q += step, of_token += step;                   \
+            ahead += step * DENSE_KINDS[kind].bytes / DENSE_KINDS[kind].values;                                        \
         }                                                                                                              \
     }
     EACH_BLOCKS(MULTIPLY)
