@@ -48,35 +48,65 @@ static inline uint32_t transpose_codes(uint32_t word) {
     return word ^ swap ^ (swap << 12);
 }
 
-/* Packed rows, four adjacent columns per byte (rows, row_bytes) -> one panel. */
+enum { TILE = 16 /* rows, and blocks: 64 bytes of a row, and a vector of a block */ };
+
+/* Packed rows, four adjacent columns per byte (rows, row_bytes) -> one panel. In tiles, whose vectors are written whole:
+ * 2560 x 6912 takes one thread of an EPYC (Zen 4) 0.9 ms, word by word 2.4; unpacking it 0.9, and 3.1. */
 static void pack_panel(const uint8_t *packed, size_t rows, size_t row_bytes, uint8_t *panel) {
     const size_t n_blocks = (row_bytes + 3) / 4;
-    memset(panel, 0, n_blocks * BLOCK_BYTES);
-    for (size_t r = 0; r < rows; r++) {
-        const uint8_t *row = packed + r * row_bytes;
-        uint8_t *out = panel + (r / 16) * VECTOR_BYTES + (r % 16) * 4;
-        for (size_t b = 0; b < n_blocks; b++) {
-            uint8_t bytes[4] = {0, 0, 0, 0};
-            memcpy(bytes, row + 4 * b, 4 * b + 4 <= row_bytes ? 4 : row_bytes - 4 * b);
-            uint32_t word = bytes[0] | (uint32_t)bytes[1] << 8 | (uint32_t)bytes[2] << 16 | (uint32_t)bytes[3] << 24;
-            word = transpose_codes(word);
-            for (int i = 0; i < 4; i++) out[b * BLOCK_BYTES + i] = (uint8_t)(word >> 8 * i);
+    for (size_t first = 0; first < PANEL_ROWS; first += TILE)
+        for (size_t b = 0; b < n_blocks; b += TILE) {
+            const size_t bytes = row_bytes - 4 * b < 4 * TILE ? row_bytes - 4 * b : 4 * TILE;
+            uint32_t words[TILE][TILE] = {{0}}, vector[TILE]; /* of row r: words[r] */
+            for (size_t r = 0; r < TILE && first + r < rows; r++)
+                memcpy(words[r], packed + (first + r) * row_bytes + 4 * b, bytes);
+            for (size_t i = 0; i < TILE && b + i < n_blocks; i++) {
+                for (size_t r = 0; r < TILE; r++) vector[r] = transpose_codes(words[r][i]);
+                memcpy(panel + (b + i) * BLOCK_BYTES + first / 16 * VECTOR_BYTES, vector, VECTOR_BYTES);
+            }
         }
-    }
 }
 
 static void unpack_panel(const uint8_t *panel, size_t rows, size_t row_bytes, uint8_t *packed) {
     const size_t n_blocks = (row_bytes + 3) / 4;
-    for (size_t r = 0; r < rows; r++) {
-        const uint8_t *in = panel + (r / 16) * VECTOR_BYTES + (r % 16) * 4;
-        for (size_t b = 0; b < n_blocks; b++) {
-            uint32_t word = 0;
-            for (int i = 0; i < 4; i++) word |= (uint32_t)in[b * BLOCK_BYTES + i] << 8 * i;
-            word = transpose_codes(word);
-            for (size_t i = 0; i < 4 && 4 * b + i < row_bytes; i++)
-                packed[r * row_bytes + 4 * b + i] = (uint8_t)(word >> 8 * i);
+    for (size_t first = 0; first < rows; first += TILE)
+        for (size_t b = 0; b < n_blocks; b += TILE) {
+            const size_t bytes = row_bytes - 4 * b < 4 * TILE ? row_bytes - 4 * b : 4 * TILE;
+            uint32_t words[TILE][TILE], vector[TILE];
+            for (size_t i = 0; i < TILE && b + i < n_blocks; i++) {
+                memcpy(vector, panel + (b + i) * BLOCK_BYTES + first / 16 * VECTOR_BYTES, VECTOR_BYTES);
+                for (size_t r = 0; r < TILE; r++) words[r][i] = transpose_codes(vector[r]);
+            }
+            for (size_t r = 0; r < TILE && first + r < rows; r++)
+                memcpy(packed + (first + r) * row_bytes + 4 * b, words[r], bytes);
         }
+}
+
+/* Four columns (or fewer) of a Hugging Face plane, whose byte holds a code of each quarter of the matrix's rows ->
+ * a packed byte of each quarter. Returns the word's codes 3. */
+static inline uint32_t pack_plane_word(uint32_t word, uint8_t *packed, size_t quarter_bytes) {
+    for (int q = 0; q < 4; q++) {
+        uint32_t c = word >> 2 * q & 0x03030303u; /* codes at bits 0, 8, 16, 24 -> 0, 2, 4, 6 */
+        c |= c >> 6;
+        packed[q * quarter_bytes] = (uint8_t)(c | c >> 12);
     }
+    return word & word >> 1 & 0x55555555u;
+}
+
+/* A row of such a plane (K) -> packed rows, quarter_bytes apart, padded with weights of 0. Returns 0 if there is no
+ * code 3. */
+static uint32_t pack_plane_row(const uint8_t *restrict plane, size_t K, uint8_t *restrict packed, size_t quarter_bytes) {
+    uint32_t bad = 0, word;
+    for (size_t i = 0; i < K / 4; i++) {
+        memcpy(&word, plane + 4 * i, 4);
+        bad |= pack_plane_word(word, packed + i, quarter_bytes);
+    }
+    if (K % 4) {
+        word = 0x55555555u;
+        memcpy(&word, plane + K / 4 * 4, K % 4);
+        bad |= pack_plane_word(word, packed + K / 4, quarter_bytes);
+    }
+    return bad;
 }
 
 /* Runs `many`. A last panel of fewer rows is stored into a temporary array, of which `rows` are copied. */

@@ -40,7 +40,7 @@
 #if defined(__x86_64__) && defined(__linux__)
 #define BITNET_REF_HAS_AMX 1
 
-enum { AMX_ROWS = 16, AMX_PAIR = 2 * AMX_ROWS, AMX_TILE_BYTES = 1024, AMX_STEP_BLOCKS = 4, AMX_AHEAD = 2, AMX_RING = 4 };
+enum { AMX_MIN_TOKENS = 5, AMX_ROWS = 16, AMX_PAIR = 2 * AMX_ROWS, AMX_TILE_BYTES = 1024, AMX_STEP_BLOCKS = 4, AMX_AHEAD = 2, AMX_RING = 4 };
 
 /* What ldtilecfg reads: palette 1 has 8 tiles of at most 16 rows of at most 64 bytes. */
 typedef struct {
@@ -236,7 +236,7 @@ AVX512_TARGET static void amx_many(TERNARY_ARGS, uint8_t *scratch) {
 }
 
 AVX512_TARGET static void ternary_panel_amx(TERNARY_ARGS, size_t rows, void *scratch) {
-    if (M <= AVX512_FEW_TOKENS)
+    if (M < AMX_MIN_TOKENS)
         ternary_panel_avx512(TERNARY_PASS, rows, scratch);
     else
         ternary_64_rows(amx_many, TERNARY_PASS, rows, scratch);

@@ -6,27 +6,29 @@
  *   down: `v & 0x0C` is 4 * code, `v & 0x30` 16 * code, `v & 0xC0` 64 * code; each has its own accumulator, shifted
  *   once at the end (exact: the sum is a multiple). 4 ANDs + 4 dot products for 64 bytes, no shift in the loop. An
  *   accumulator reaches K/4 * 128 * 128, so K < 2^19 (`AVX512_MAX_K`; for larger K the scalar kernel runs).
- * 2 to 4 tokens, `avx512_few`: codes are shifted down in registers and used for each token: 16 accumulators.
- * More, `avx512_many`: 256 columns of the panel are unpacked to bytes once (16 KB, in L1) and used for all tokens, up to
- *   six at a time. The sums in `acc` start at -x_sum; a tile loads and stores them. Each tile prefetches its share of
- *   the next columns: 256 columns are a page of 4 KB, at whose end the hardware prefetcher stops.
+ * More, `avx512_many`: tiles of up to six tokens keep 24 sums in registers over all columns of the panel. The weights
+ *   are not unpacked: each chunk of 1024 columns (16 KB, in L1) is read four times, once per 2-bit field, and the sums
+ *   are scaled between (`AVX512_FIELDS`). A sum reaches 64 * 2 * 128 * K, so K <= 2^17. Each step prefetches its share
+ *   of the next panel, into L2.
  *
- * Measured, one thread of a Cascade Lake Xeon, 64 rows of 2560 columns in L2, as a fraction of the rate of vpdpbusd
- *   alone (307 G multiply-adds/s):
- *   1 token 0.19 to 0.48 (memory or L2 is the limit) - 4: 0.63 - 8: 0.72 - 16: 0.83 - 32: 0.84 - 64: 0.87 - 128: 0.88.
- *   Of the time for 64 tokens the loop of the tiles takes 0.90, loading sums 0.03, unpacking 0.03.
- *   Dequantised and stored to a result of 6912 columns: 0.76, because its cache lines come from a far cache first.
- * Tried (G multiply-adds/s):
+ * Measured, one thread of an EPYC (Zen 5, two 512-bit dot products per cycle), 64 rows of 2560 columns, as a fraction of
+ *   the rate of vpdpbusd alone (500 G multiply-adds/s); in brackets `avx512_tiles` over unpacked weights, as before:
+ *   in L2        2 tokens 0.83 (0.82) - 4: 0.97 (0.98) - 6: 0.97 (0.70) - 8: 0.98 (0.76) - 16: 0.97 (0.84) - 64: 0.98 (0.91)
+ *   from memory  2: 0.39 (0.44) - 4: 0.80 (0.84) - 6: 0.94 (0.66) - 8: 0.90 (0.59) - 16: 0.93 (0.80) - 64: 0.93 (0.88)
+ *   6912 columns from memory  2: 0.60 (0.52) - 4: 0.94 (0.83) - 8: 0.89 (0.60) - 16: 0.94 (0.82) - 64: 0.94 (0.87)
+ *   Unpacking took the store port (4 stores per vector), and sums loaded and stored every 256 columns 3%. Up to four
+ *   tokens had been computed from codes shifted in registers; a second text that was no faster.
+ * Limit elsewhere: 4 ANDs beside 24 dot products share the two ports of an Intel processor (0.86 of its peak), where
+ *   unpacked weights gave 0.63 of it for 4 tokens, 0.72 for 8, 0.83 for 16 and 0.87 for 64 (Cascade Lake).
+ * Tried with the new tiles: chunks of 256, 512, 2048 or all columns: 0 to 2%, 0 to 1%, 0%, 0 to 4% slower.
+ * Tried with unpacked weights, which the 1.6-bit layout still takes (Cascade Lake, G multiply-adds/s of 307):
  *   - accumulators as an array in the tile loop, intrinsics: 65 (all of it stored in every step)
  *   - as variables, intrinsics: 125 (copied before and spilled after each dot product)
  *   - as variables, each dot product in inline assembly: 125 (no copies, but ten accumulators live in memory)
  *   - the whole loop of the tile in assembly: 254; with sums loaded from and stored to `acc`, not a buffer: 267
- *   - tiles, not `avx512_few`, after the last six tokens: 8 tokens 0.64 to 0.72 of the peak, 11: 0.64 to 0.80, 16: 0.73
- *     to 0.83, 64: 0.85 to 0.87
  *   - columns prefetched by all tiles, not by the first alone, whose loads then waited: 60 tokens from memory 0.81 to
  *     0.84, of 6912 columns 0.80 to 0.85
  *   - two or four groups per iteration, activations reordered as they are used: 0 to 1%
- *   - chunks of 128, 512 or all columns, not 256: 2 to 8% slower
  *   - prefetching the next tokens' activations, or sums, before each tile: 3 to 5% slower (they are in L2)
  *   - prefetching the result's cache lines for writing, in the last columns: 1 to 2% faster, not worth its argument */
 #ifndef BITNET_REF_TERNARY_AVX512_H
@@ -39,7 +41,7 @@
 
 #define AVX512_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
 #define AVX512_INLINE AVX512_TARGET static inline __attribute__((always_inline))
-enum { AVX512_TOKENS = 6, AVX512_FEW_TOKENS = 4, AVX512_PREFETCH = 2048, AVX512_MAX_K = 1 << 19 };
+enum { AVX512_TOKENS = 6, AVX512_PREFETCH = 2048, AVX512_CHUNK = 64, AVX512_MAX_K = 1 << 17 };
 
 /* the rows 16 q .. 16 q + 15 that the panel has */
 AVX512_INLINE __mmask16 avx512_mask(size_t q, size_t rows) {
@@ -98,41 +100,6 @@ AVX512_TARGET static void avx512_one(const uint8_t *panel, size_t n_blocks, cons
 #undef ADD
 #undef STORE
 }
-
-/* sum_tq: of token t and vector q */
-#define FEW_TOKENS_2(DO, q) DO(0, q) DO(1, q)
-#define FEW_TOKENS_3(DO, q) FEW_TOKENS_2(DO, q) DO(2, q)
-#define FEW_TOKENS_4(DO, q) FEW_TOKENS_3(DO, q) DO(3, q)
-#define FEW_ZERO(t, q) __m512i sum_##t##q = _mm512_setzero_si512();
-#define FEW_ADD(t, q) sum_##t##q = avx512_dot(sum_##t##q, part, avx512_word(xb + t * x_stride + 4 * s));
-#define FEW_STORE(t, q) avx512_store(acc + t * acc_stride, q, rows, sum_##t##q, x_sum[t]);
-#define FEW_FIELD(TOKENS, q, field_number)                                                                             \
-    {                                                                                                                  \
-        enum { s = field_number };                                                                                     \
-        const __m512i part = _mm512_and_si512(_mm512_srli_epi16(codes, 2 * s), field);                                 \
-        TOKENS(FEW_ADD, q)                                                                                             \
-    }
-#define FEW_VECTOR(TOKENS, q)                                                                                          \
-    {                                                                                                                  \
-        _mm_prefetch((const char *)block + AVX512_PREFETCH + q * VECTOR_BYTES, _MM_HINT_T0);                           \
-        const __m512i codes = _mm512_loadu_si512(block + q * VECTOR_BYTES);                                            \
-        FEW_FIELD(TOKENS, q, 0) FEW_FIELD(TOKENS, q, 1) FEW_FIELD(TOKENS, q, 2) FEW_FIELD(TOKENS, q, 3)                \
-    }
-#define AVX512_FEW(NAME, TOKENS)                                                                                       \
-    AVX512_TARGET static void NAME(const uint8_t *panel, size_t n_blocks, const int8_t *x, size_t x_stride,            \
-                                   const int32_t *x_sum, int32_t *acc, size_t acc_stride, size_t rows) {               \
-        const __m512i field = _mm512_set1_epi8(0x03);                                                                  \
-        TOKENS(FEW_ZERO, 0) TOKENS(FEW_ZERO, 1) TOKENS(FEW_ZERO, 2) TOKENS(FEW_ZERO, 3)                                \
-        for (size_t b = 0; b < n_blocks; b++) {                                                                        \
-            const uint8_t *block = panel + b * BLOCK_BYTES;                                                            \
-            const int8_t *xb = x + b * BLOCK_K;                                                                        \
-            FEW_VECTOR(TOKENS, 0) FEW_VECTOR(TOKENS, 1) FEW_VECTOR(TOKENS, 2) FEW_VECTOR(TOKENS, 3)                    \
-        }                                                                                                              \
-        TOKENS(FEW_STORE, 0) TOKENS(FEW_STORE, 1) TOKENS(FEW_STORE, 2) TOKENS(FEW_STORE, 3)                            \
-    }
-AVX512_FEW(avx512_few_2, FEW_TOKENS_2)
-AVX512_FEW(avx512_few_3, FEW_TOKENS_3)
-AVX512_FEW(avx512_few_4, FEW_TOKENS_4)
 
 /* a vector of a panel, 16 columns of 16 rows -> 4 vectors of bytes, 4 columns each, `stride` bytes apart */
 AVX512_INLINE void avx512_unpack_vector(const uint8_t *vector, uint8_t *out, const size_t stride) {
@@ -234,28 +201,100 @@ AVX512_TARGET static void avx512_tiles(const uint8_t *bytes, size_t n_groups, co
 #undef TILE
 }
 
+/* acc (T, 64) = codes * x of a whole panel, from packed columns. Horner's rule over the four fields of a byte: in each
+ * chunk of AVX512_CHUNK blocks the sums are multiplied by 64; all columns of field 3 are added, as `v & 0xC0` = 64 *
+ * code; the sums are divided by 4, those of field 2 are added, as 16 * code; and so on. So 24 sums take any field, and a
+ * part of the weights costs one AND from memory, which has no shift and no copy. Registers as in `AVX512_TILE`; zmm29
+ * is the field's mask. */
+#define FIELDS_ZERO(x, acc, a, b, c, d)                                                                                \
+    "vpxord %%zmm" a ", %%zmm" a ", %%zmm" a "\n\tvpxord %%zmm" b ", %%zmm" b ", %%zmm" b "\n\t"                       \
+    "vpxord %%zmm" c ", %%zmm" c ", %%zmm" c "\n\tvpxord %%zmm" d ", %%zmm" d ", %%zmm" d "\n\t"
+#define FIELDS_SHIFT(SHIFT, a, b, c, d)                                                                                \
+    SHIFT ", %%zmm" a ", %%zmm" a "\n\t" SHIFT ", %%zmm" b ", %%zmm" b "\n\t"                                          \
+    SHIFT ", %%zmm" c ", %%zmm" c "\n\t" SHIFT ", %%zmm" d ", %%zmm" d "\n\t"
+#define FIELDS_TIMES_64(x, acc, a, b, c, d) FIELDS_SHIFT("vpslld $6", a, b, c, d)
+#define FIELDS_BY_4(x, acc, a, b, c, d) FIELDS_SHIFT("vpsrad $2", a, b, c, d)
+#define FIELDS_DOT_0(x, acc, a, b, c, d) TILE_DOT("0" x, acc, a, b, c, d)
+#define FIELDS_DOT_1(x, acc, a, b, c, d) TILE_DOT("4" x, acc, a, b, c, d)
+#define FIELDS_DOT_2(x, acc, a, b, c, d) TILE_DOT("8" x, acc, a, b, c, d)
+#define FIELDS_DOT_3(x, acc, a, b, c, d) TILE_DOT("12" x, acc, a, b, c, d)
+#define FIELDS_PASS(TOKENS, field)                                                                                     \
+    "mov %[n], %[count]\n\t"                                                                                           \
+    ".p2align 5\n"                                                                                                     \
+    "1:\n\t"                                                                                                           \
+    "prefetcht1 (%[next])\n\t"                                                                                         \
+    "vpandd (%[w]), %%zmm29, %%zmm24\n\tvpandd 64(%[w]), %%zmm29, %%zmm25\n\t"                                         \
+    "vpandd 128(%[w]), %%zmm29, %%zmm26\n\tvpandd 192(%[w]), %%zmm29, %%zmm27\n\t"                                     \
+    TOKENS(FIELDS_DOT_##field)                                                                                         \
+    "add $256, %[w]\n\tadd %[fetched], %[next]\n\tadd $16, %[x]\n\tadd $16, %[x3]\n\t"                                 \
+    "dec %[count]\n\t"                                                                                                 \
+    "jnz 1b\n\t"
+/* back to the chunk's first block; the next field's mask and scale */
+#define FIELDS_BACK(TOKENS)                                                                                            \
+    "shl $4, %[n]\n\tsub %[n], %[x]\n\tsub %[n], %[x3]\n\tshl $4, %[n]\n\tsub %[n], %[w]\n\tshr $8, %[n]\n\t"          \
+    "vpsrld $2, %%zmm29, %%zmm29\n\t" TOKENS(FIELDS_BY_4)
+#define AVX512_FIELDS(T)                                                                                               \
+    AVX512_TARGET static void avx512_fields_##T(const uint8_t *panel, size_t n_blocks, const int8_t *x,                \
+                                                size_t x_stride, const uint8_t *next, size_t fetched, int32_t *acc,    \
+                                                size_t acc_stride) {                                                   \
+        static const uint32_t field3 = 0xC0C0C0C0u;                                                                    \
+        const int8_t *x3 = x + 3 * x_stride;                                                                           \
+        char *acc3 = (char *)acc + 3 * acc_stride;                                                                     \
+        size_t n, count;                                                                                               \
+        __asm__ volatile(                                                                                              \
+            TILE_TOKENS_##T(FIELDS_ZERO)                                                                               \
+            "2:\n\t"                                                                                                   \
+            "mov %[chunk], %[n]\n\tcmp %[n], %[left]\n\tcmovb %[left], %[n]\n\t"                                       \
+            "vpbroadcastd %[field3], %%zmm29\n\t"                                                                      \
+            TILE_TOKENS_##T(FIELDS_TIMES_64)                                                                           \
+            FIELDS_PASS(TILE_TOKENS_##T, 3) FIELDS_BACK(TILE_TOKENS_##T)                                               \
+            FIELDS_PASS(TILE_TOKENS_##T, 2) FIELDS_BACK(TILE_TOKENS_##T)                                               \
+            FIELDS_PASS(TILE_TOKENS_##T, 1) FIELDS_BACK(TILE_TOKENS_##T)                                               \
+            FIELDS_PASS(TILE_TOKENS_##T, 0)                                                                            \
+            "sub %[n], %[left]\n\t"                                                                                    \
+            "jnz 2b\n\t"                                                                                               \
+            TILE_TOKENS_##T(TILE_STORE)                                                                                \
+            : [w] "+r"(panel), [x] "+r"(x), [x3] "+r"(x3), [next] "+r"(next), [left] "+r"(n_blocks), [n] "=&r"(n),     \
+              [count] "=&r"(count)                                                                                     \
+            : [x_stride] "r"(x_stride), [acc] "r"(acc), [acc3] "r"(acc3), [acc_stride] "r"(acc_stride),                \
+              [fetched] "r"(fetched), [field3] "m"(field3), [chunk] "i"(AVX512_CHUNK)                                  \
+            : "memory", "cc", XMM_0_TO_28, "xmm29");                                                                   \
+    }
+AVX512_FIELDS(1)
+AVX512_FIELDS(2)
+AVX512_FIELDS(3)
+AVX512_FIELDS(4)
+AVX512_FIELDS(5)
+AVX512_FIELDS(6)
+
 /* Any M. `acc` has all 64 rows. */
 AVX512_TARGET static void avx512_many(TERNARY_ARGS, uint8_t *scratch) {
-    avx512_begin(x_sum, M, acc, acc_stride);
-    for (size_t start = 0; start < n_blocks; start += SCRATCH_K / BLOCK_K) {
-        const size_t blocks = n_blocks - start < SCRATCH_K / BLOCK_K ? n_blocks - start : SCRATCH_K / BLOCK_K;
-        avx512_unpack(panel + start * BLOCK_BYTES, blocks, scratch);
-        avx512_tiles(scratch, 4 * blocks, x + start * BLOCK_K, x_stride, M, panel + (start + blocks) * BLOCK_BYTES, acc,
-                     acc_stride);
+    (void)scratch;
+    const size_t acc_bytes = acc_stride * sizeof *acc, n_bytes = n_blocks * BLOCK_BYTES;
+    size_t tiles = (M + AVX512_TOKENS - 1) / AVX512_TOKENS;
+    /* One tile fetches the next chunk of its panel, several fetch the next panel. */
+    const uint8_t *next = panel + (tiles > 1 ? n_bytes : AVX512_CHUNK * BLOCK_BYTES);
+    const size_t fetched = (VECTOR_BYTES + tiles - 1) / tiles;
+#define FIELDS(T) case T: avx512_fields_##T(panel, n_blocks, x, x_stride, next, fetched, acc, acc_bytes); break;
+    for (size_t tokens; tiles; tiles--) {
+        tokens = (M + tiles - 1) / tiles; /* 8 as 4 and 4: tiles of one or two would wait for the latency of their sums */
+        switch (tokens) { FIELDS(1) FIELDS(2) FIELDS(3) FIELDS(4) FIELDS(5) FIELDS(6) }
+        for (size_t t = 0; t < tokens; t++)
+            for (size_t q = 0; q < 4; q++) {
+                int32_t *to = acc + t * acc_stride + 16 * q;
+                _mm512_storeu_si512(to, _mm512_sub_epi32(_mm512_loadu_si512(to), _mm512_set1_epi32(x_sum[t])));
+            }
+        next += 4 * n_blocks * fetched;
+        M -= tokens, x += tokens * x_stride, acc += tokens * acc_stride, x_sum += tokens;
     }
+#undef FIELDS
 }
 
 AVX512_TARGET static void ternary_panel_avx512(TERNARY_ARGS, size_t rows, void *scratch) {
-    switch (M) {
-    case 0: break;
-#define FEW(T) avx512_few_##T(panel, n_blocks, x, x_stride, x_sum, acc, acc_stride, rows)
-    case 1: avx512_one(panel, n_blocks, x, x_sum[0], acc, rows); break;
-    case 2: FEW(2); break;
-    case 3: FEW(3); break;
-    case 4: FEW(4); break;
-    default: ternary_64_rows(avx512_many, TERNARY_PASS, rows, scratch);
-#undef FEW
-    }
+    if (M == 1)
+        avx512_one(panel, n_blocks, x, x_sum[0], acc, rows);
+    else
+        ternary_64_rows(avx512_many, TERNARY_PASS, rows, scratch);
 }
 
 #endif
