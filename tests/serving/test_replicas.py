@@ -87,7 +87,7 @@ def test_beams_obey_the_engines_limits(story):
         with pytest.raises(GenerationError, match="use the engine's generate"):
             engine.submit("Alice", num_beams=2)
         with pytest.raises(GenerationError, match="was not finished within"):
-            engine.generate("Alice", num_beams=2, max_tokens=200, timeout_s=0.02)
+            engine.generate("Alice", num_beams=2, max_tokens=200, timeout_s=0.001)
         until(lambda: not engine.requests)
     check(engine)
 
