@@ -27,7 +27,7 @@ PERMUTE = """        if short in ("q_proj", "k_proj"):
             rows = [h * d + j % 2 * (d // 2) + j // 2 for h in range(n // d) for j in range(d)]
             weight = type(weight).from_ternary(weight.ternary()[rows], weight.w_dequant_scale)
 """
-FROM_HF = "        return pack_from_hf(plane)\n"
+FROM_HF = "        return pack_from_hf(plane) if packed is None else packed\n"
 # The matrix is written as I2_S (x86) rightly, and read back wrongly.
 I2S_WRITTEN = """        w = quantization.unpack_ternary(pack_from_hf(plane), in_features)
         codes = (w + 1).astype(np.uint8).reshape(-1, 4, 32)

@@ -69,8 +69,11 @@ PLACES = {
         _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(row + ⟦2 * j → j⟧))));
         _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)(row + ⟦2 * j → j⟧))));
         (float)((const int8_t *)row)[⟦j → 0⟧] * scale;
-        STEP(load64)(q + ⟦r * d → 0⟧ + j);
-        totals[n] += q[⟦n / K * d → 0⟧ + j] * STEP(stored_number)(kind, keys[n % K]
+        STEP(load64)(q + ⟦r → 0⟧ * STEP(DOUBLES));
+        j += STEP(DOUBLES), q += ⟦rows → (c->T + c->R - 1)⟧ * STEP(DOUBLES)) {
+        totals[n] += q_end[(i + ⟦n / K → 0⟧) * (d % STEP(DOUBLES)) + j % STEP(DOUBLES)] *
+        memcpy(c->wide_q + ⟦j * rows → j⟧ + i * STEP(DOUBLES), &v
+        c->wide_q[wide * rows + ⟦i → 0⟧ * (d - wide) + j - wide] = q[j];
         STEP(stored_number)(kind, keys[⟦n % K → 0⟧], j
         scores[n / K * n_keys + ⟦n % K → 0⟧] = (float)
         (float)(totals[n] * ⟦c->scale → 1.0⟧);
@@ -120,10 +123,11 @@ PLACES = {
         else kv_int8(x, d, (int8_t *)rows + ⟦row * d → row⟧, scale);""",
     "panel.h": r"""
         swap = (word ^ (word >> ⟦12 → 11⟧))
-        memcpy(bytes, row + 4 * ⟦b → 0⟧,
-        out = panel + (r / 16) * VECTOR_BYTES + ⟦(r % 16) → (r % 15)⟧ * 4;
-        out[b * BLOCK_BYTES + i] = (uint8_t)(word >> ⟦8 * i → 0⟧);
-        word |= (uint32_t)in[⟦b * BLOCK_BYTES → 0⟧ + i]
+        memcpy(words[r], packed + (first + r) * row_bytes + 4 * ⟦b → 0⟧, bytes);
+        vector[r] = transpose_codes(words[⟦r → 0⟧][i]);
+        memcpy(panel + (b + i) * BLOCK_BYTES + ⟦first / 16 * VECTOR_BYTES → 0⟧, vector,
+        memcpy(vector, panel + ⟦(b + i) → i⟧ * BLOCK_BYTES
+        packed[⟦q * quarter_bytes → 0⟧] = (uint8_t)
         tokens, x_sum + ⟦m → 0⟧, padded
         padded + ⟦t * PANEL_ROWS → 0⟧, rows""",
     "ternary_scalar.h": r"""
@@ -139,7 +143,9 @@ PLACES = {
         const uint8_t *bytes = scratch + ⟦row → 0⟧ * 4;""",
     "ternary_avx512.h": r"""
         x2 = avx512_word(xb + ⟦8 → 4⟧)
-        avx512_word(xb + ⟦t → 0⟧ * x_stride + 4 * s)
+        int32_t *to = acc + ⟦t → 0⟧ * acc_stride + 16 * q;
+        _mm512_set1_epi32(⟦x_sum[t] → 0⟧)
+        acc += tokens * acc_stride, x_sum += ⟦tokens → 0⟧;
         _mm512_set1_epi32(⟦-x_sum[m] → 0⟧)
         tokens = ⟦M - m == AVX512_TOKENS + 1 → 0⟧ ? 4""",
     "dense_avx512.h": r"""
@@ -161,8 +167,8 @@ PLACES = {
         if (⟦has_all → 0⟧) *half += half[n_vectors];
         STEP(floats)(x + i / V % T * K + ⟦k → pass⟧ +
         b + r * row_bytes, n, kind, ⟦factors[r] → factors[0]⟧
-        of_token = x + k + ⟦at → 0⟧ +
-        STEP(floats)(of_token + ⟦t → 0⟧ * K)
+        of_token += ⟦step → 0⟧;
+        STEP(floats)(of_token + ⟦t → 0⟧ * K + column)
         y[i % T * y_stride + i / T] = (four[0] + ⟦four[2] → four[0]⟧)
         STEP(widen_blocks)(kind, row, K, wide + ⟦n → 0⟧ * K)
         (four[i][1] + ⟦four[i][3] → four[i][1]⟧);
@@ -172,9 +178,15 @@ PLACES = {
     "dense_blocks.h": r"""
         STEP(signed_bytes)(b + 2 + i)) * ⟦f[0] → f[1]⟧
         b + 4 + ⟦i % 16 → 0⟧, i / 16
-        b + 16 + ⟦at / 2 → 0⟧ + i % 32
+        kind == Q4_K ? ⟦32 → 0⟧ : 0)
         f[i / 32], f[8 + ⟦i / 32 → 0⟧]
-        factors[at / 16 + ⟦i / 16 → 0⟧]
+        f[⟦i / 16 → 0⟧];
+        _mm256_setr_epi32(0, 5, 10, 15, 16, 21, 26, ⟦31 → 30⟧)
+        _mm_setr_epi16(0, 9, 18, 27, 36, 45, 54, ⟦63 → 62⟧)
+        _mm_setr_epi16(0, 17, 34, ⟦51 → 50⟧, 0, 0, 0, 0)
+        _mm512_srlv_epi16(pairs, ⟦down → up⟧)
+        FOURS(0, ⟦48 → 32⟧, 0, 48)
+        ((at & 32 ? ⟦pairs >> 2 → pairs⟧ : pairs) & 48)
         (first >> ⟦6 → 4⟧ & 0x03030303) << 4
         if (⟦is_high → 0⟧) q >>= 4""",
     "head_screen.h": r"""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..backends import NAMES
 from ..errors import BackendUnavailable
 from .shell import LoadingBar, common_options, console, print_json, say, wants_json
 
@@ -28,6 +29,7 @@ STEPS_BETWEEN_LINES = 20  # on a terminal a bar shows every step
 @click.option("--distil", "teacher", metavar="MODEL", help="Also learn the probabilities of this model.")
 @click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps, instead of the file's.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one a core]")
+@click.option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True)
 @click.option("--tensorboard", is_flag=True, help="Also write events for TensorBoard (needs tensorboardX).")
 @common_options
 def train(
@@ -38,6 +40,7 @@ def train(
     teacher: str | None,
     steps: int | None,
     threads: int | None,
+    backend: str,
     tensorboard: bool,
 ) -> None:
     """Train a model as the TOML file CONFIG says (see docs/training.md), into the folder --out.
@@ -51,7 +54,7 @@ def train(
     teacher, init = teacher or settings.teacher, init or settings.init
     settings = replace(settings, init=init, teacher=teacher, steps=steps or settings.steps)
     with LoadingBar("encoding the texts") as bar:
-        run = TrainingRun(settings, out, model, resume=resume, threads=threads, progress=bar)
+        run = TrainingRun(settings, out, model, resume=resume, threads=threads, backend=backend, progress=bar)
     parameters = sum(master.size for master in run.trainer.masters.values())
     say(f"{parameters:,} parameters, {len(run.train):,} tokens of text, steps {run.step + 1} to {settings.steps}")
     writer = open_writer(out) if tensorboard else None

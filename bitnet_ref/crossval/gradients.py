@@ -99,7 +99,7 @@ class Step:
         """ "loss", "grad.NAME" and, if asked, "master.NAME" of the step."""
         own = self.trainer
         changes = {} if mistake is None else mistake.functions
-        trainer = Trainer(own.config, own.masters, threads=own.threads)
+        trainer = Trainer(own.config, own.masters, threads=own.threads, backend="numpy")
         trainer.functions = SimpleNamespace(**{**vars(ops), **changes})
         loss, gradients = trainer.loss_and_gradients(self.tokens)
         if mistake is not None and mistake.gradients is not None:
@@ -238,7 +238,7 @@ def _norm_without_mean(dy: NDArray, x: NDArray, weight: NDArray, r: NDArray) -> 
     return dy * weight / r, np.einsum("td,td->d", dy, x / r)
 
 
-def _linear_keeping_x(x: NDArray, w: StepLinear) -> tuple[NDArray, LinearInput]:
+def _linear_keeping_x(x: NDArray, w: StepLinear) -> tuple[list[NDArray], LinearInput]:
     return ops.linear(x, w)[0], LinearInput(x)
 
 

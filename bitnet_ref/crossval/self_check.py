@@ -27,6 +27,7 @@ from ..reference.weights import TernaryWeight
 from ..system.threads import thread_choice
 from .paths import Outcome, PathCheck, check_paths, run_checks
 from .tolerances import LOGITS_FLOOR
+from .training_step import TRAINING_BACKENDS, check_training
 
 MODEL = "storyteller"
 
@@ -110,7 +111,10 @@ def count_unequal(model: Model, reference: Model, tokens: list[int]) -> tuple[in
 
 
 def check_answers(model: Model, *, quick: bool = False) -> list[PathCheck]:
-    """The shipped model on any backend against its known answers. quick: fewer, for the emulated GPU."""
+    """The shipped model on any backend against its known answers, and a training step of its shape.
+
+    quick: fewer, for the emulated GPU.
+    """
     return run_checks(_checks(model, read_answers(), quick))
 
 
@@ -118,6 +122,8 @@ def _checks(model: Model, answers: dict[str, Any], quick: bool) -> Iterator[tupl
     yield "answers: logits", lambda: _logits(model, answers)
     greedy = answers["greedy"][: 1 if quick else None]
     yield "answers: greedy texts", lambda: _greedy(model, greedy, 6 if quick else None)
+    if model.backend.name in TRAINING_BACKENDS and not quick:
+        yield "training: a step", lambda: check_training(model.backend.name, model.config)
     if quick:
         return
     yield "answers: tokens and texts", lambda: _texts(model, answers["greedy"])

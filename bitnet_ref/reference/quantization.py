@@ -37,8 +37,8 @@ def absmean_scale(w: NDArray) -> np.float32:
     The mean is accumulated in float64 and rounded once: the order of summation no longer shows, so a matrix streamed
     in pieces, or summed in parallel, has the same scale. (transformers sums in float32: at most its rounding apart.)
     """
-    mean = np.abs(w, dtype=np.float32).mean(dtype=np.float64)
-    if not np.isfinite(mean):
+    mean = float(np.abs(w, dtype=np.float32).mean(dtype=np.float64))
+    if not math.isfinite(mean):
         raise NumericsError("absmean_scale: the weight matrix holds NaN or Inf")
     return np.maximum(np.float32(mean), np.float32(SCALE_FLOOR))
 

@@ -78,7 +78,8 @@ def soft_cross_entropy(logits: NDArray, teacher: NDArray, temperature: float) ->
 
     (T, V), (T, V) -> (T,) float64, and its gradient (q - p) / temperature (T, V)
     """
-    log_p, log_q = (_log_softmax(x / x.dtype.type(temperature)) for x in (teacher.astype(logits.dtype), logits))
+    teacher = np.asarray(teacher.astype(logits.dtype), like=logits)
+    log_p, log_q = (_log_softmax(x / x.dtype.type(temperature)) for x in (teacher, logits))
     p = np.exp(log_p)
     divergence = np.einsum("tv,tv->t", p, log_p - log_q, dtype=np.float64)
     return divergence, (np.exp(log_q) - p) / logits.dtype.type(temperature)
@@ -96,6 +97,7 @@ def relation_loss(states: NDArray, teacher: NDArray) -> tuple[float, NDArray]:
     With S = A A^T / sqrt(d_r) and R = softmax(S): dS = (R - R_teacher) / (heads T), dA = (dS + dS^T) A / sqrt(d_r).
     states (T, H, d), teacher (heads, T, T) -> loss, d states (T, H, d)
     """
+    teacher = np.asarray(teacher, like=states)
     student, a = relation(states, len(teacher))
     heads, tokens, size = a.shape
     tiny = np.finfo(student.dtype).tiny

@@ -6,7 +6,7 @@ float32 array under the name that the hub gives it: "model.layers.0.self_attn.q_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,6 @@ class LinearGroup:
     """Linears that read one input: their names, and their matrices stacked."""
 
     modules: tuple[str, ...]  # "model.layers.0.self_attn.q_proj", ...
-    sizes: tuple[int, ...]  # outputs of each
     weight: StepLinear
     norm: str | None  # the master of the norm inside a single BitLinear, if there is one
     norm_eps: float
@@ -91,20 +90,23 @@ class TrainingNetwork:
     """The network of one optimiser step: every master quantised once, for all sequences of the step."""
 
     def __init__(
-        self, config: ModelConfig, masters: Mapping[str, NDArray], mix: float = 1.0, functions: Any = ops
+        self,
+        config: ModelConfig,
+        masters: Mapping[str, NDArray],
+        mix: float = 1.0,
+        functions: Any = ops,
+        run: Callable[..., Iterable[Any]] = map,
     ) -> None:
-        """mix: how much the linears are quantised, 0 (not at all) to 1. functions: what stands in for `ops`."""
+        """mix: how much the linears are quantised, 0 (not at all) to 1. functions: what stands in for `ops`.
+        run: `map`, or that of a pool of threads."""
         self.config, self.masters, self.ops = config, masters, functions
-        self._groups = {
-            (layer, shorts): list(self._group(layer, shorts, mix))
-            for layer in range(config.num_hidden_layers)
-            for shorts in GROUPS
-        }
+        keys = [(layer, shorts) for layer in range(config.num_hidden_layers) for shorts in GROUPS]
+        self._groups = dict(zip(keys, run(lambda key: list(self._group(key, mix)), keys), strict=True))
         self._head = f"{hf_module('embedding' if config.tie_word_embeddings else 'lm_head')}.weight"
 
-    def _group(self, layer: int, shorts: tuple[str, ...], mix: float) -> Iterator[LinearGroup]:
+    def _group(self, key: tuple[int, tuple[str, ...]], mix: float) -> Iterator[LinearGroup]:
         """The linears of one input in one group, or each in its own where not all are quantised, or norms differ."""
-        config = self.config
+        config, (layer, shorts) = self.config, key
         names = [linear_name(layer, short) for short in shorts]
         quantization = config.quantization
         norms_inside = quantization is not None and quantization.use_rms_norm
@@ -113,10 +115,11 @@ class TrainingNetwork:
             modules = tuple(hf_module(name) for name in part)
             masters = [self.masters[f"{module}.weight"] for module in modules]
             quantized = is_ternary(config, part[0])
-            weight = StepLinear.quantize(masters, mix) if quantized and mix > 0 else StepLinear.dense(masters)
+            kind = self.ops.StepLinear
+            weight = kind.quantize(masters, mix) if quantized and mix > 0 else kind.dense(masters)
             norm = f"{modules[0]}.rms_norm.weight" if quantized and norms_inside else None
             eps = config.norm_eps if quantization is None else quantization.rms_norm_eps
-            yield LinearGroup(modules, tuple(map(len, masters)), weight, norm, eps, has_bias(config, part[0]))
+            yield LinearGroup(modules, weight, norm, eps, has_bias(config, part[0]))
 
     # -- one sequence --------------------------------------------------------------------------------------------------
 
@@ -134,8 +137,8 @@ class TrainingNetwork:
     ) -> tuple[NDArray[np.float64], Masters]:
         """The losses of one sequence, and the gradient of `weight` times their sum.
 
-        tokens (T,) -> losses (T-1,), {hub name: gradient}.   lesson: what a teacher gives for tokens[:-1]; its
-        divergences are part of the losses.
+        tokens (T,), on the host -> losses (T-1,), {hub name: gradient}.
+        lesson: what a teacher gives for tokens[:-1]; its divergences are part of the losses.
         """
         inputs, targets = tokens[:-1], tokens[1:]
         state = SequencePass({}, lesson, weight * len(targets))
@@ -151,16 +154,19 @@ class TrainingNetwork:
             d_logits += d_soft * d_soft.dtype.type(settings.logits_weight * weight)
         dx = backward(d_logits @ head)
         gradients = state.gradients
-        gradients[EMBEDDING] = self.ops.embed_backward(dx, inputs, self.config.vocab_size)
-        d_head = d_logits.T @ hidden
-        gradients[self._head] = gradients[self._head] + d_head if self._head == EMBEDDING else d_head
+        gradients[self._head] = d_logits.T @ hidden
+        if EMBEDDING not in gradients:  # the head is not tied to it
+            gradients[EMBEDDING] = np.zeros_like(self.masters[EMBEDDING])
+        self.ops.embed_backward(dx, inputs, gradients[EMBEDDING])
         return losses + state.relation_loss, gradients
 
     def _hidden(self, tokens: NDArray, state: SequencePass) -> tuple[NDArray, Backward]:
         """The input of the head.   tokens (T,) -> (T, D), its backward pass"""
         config = self.config
-        x = self.masters[EMBEDDING][tokens]
-        rope = layers.rope_tables(np.arange(len(tokens)), config.rope, config.head_dim, x.dtype.type)
+        table = self.masters[EMBEDDING]
+        x = table[np.asarray(tokens, like=table)]
+        tables = layers.rope_tables(np.arange(len(tokens)), config.rope, config.head_dim, x.dtype.type)
+        rope = np.asarray(tables[0], like=x), np.asarray(tables[1], like=x)
         passes: list[Backward] = []
         for layer in range(config.num_hidden_layers):
             x, backward = self._attention_block(x, layer, rope, state)
@@ -193,7 +199,7 @@ class TrainingNetwork:
         if cfg.qk_norms:
             q, head_norms[0] = self._norm(q, f"blocks.{layer}.q_norm", state)
             k, head_norms[1] = self._norm(k, f"blocks.{layer}.k_norm", state)
-        q, k = layers.apply_rope(q, *rope), layers.apply_rope(k, *rope)
+        q, k = self.ops.rope(q, *rope), self.ops.rope(k, *rope)
         z, patterns = self.ops.attention(q, k, v, cfg.window_of(layer))
         z = z.reshape(len(x), -1)
         sub_backward: Backward = pass_through
@@ -227,7 +233,7 @@ class TrainingNetwork:
         cfg = self.config
         h, norm_backward = self._norm(x, f"blocks.{layer}.ffn_norm", state)
         (gate, up), gate_backward = self._linears(h, layer, GATE_UP, state)
-        h = layers.gated(gate, up, cfg.activation)
+        h = self.ops.gated(gate, up, cfg.activation)
         sub_backward: Backward = pass_through
         if cfg.sub_norms:
             h, sub_backward = self._norm(h, f"blocks.{layer}.ffn_sub_norm", state)
@@ -264,8 +270,7 @@ class TrainingNetwork:
             norm_backward: Backward = pass_through
             if group.norm is not None:
                 h, norm_backward = self._norm_of(x, group.norm, group.norm_eps, state)
-            y, saved = self.ops.linear(h, group.weight)
-            parts = np.split(y, np.cumsum(group.sizes)[:-1], axis=1)
+            parts, saved = self.ops.linear(h, group.weight)
             if group.biased:
                 parts = [y + self.masters[f"{m}.bias"] for m, y in zip(group.modules, parts, strict=True)]
             outputs += parts
@@ -275,12 +280,10 @@ class TrainingNetwork:
             remaining, d_inputs = list(dys), []
             for group, saved, norm_backward in passes:
                 taken = [remaining.pop(0) for _ in group.modules]
-                dy = taken[0] if len(taken) == 1 else np.concatenate(taken, axis=1)
-                dh, d_weight = self.ops.linear_backward(dy, saved, group.weight)
+                dh, d_weights = self.ops.linear_backward(taken, saved, group.weight)
                 d_inputs.append(norm_backward(dh))
-                rows = np.split(d_weight, np.cumsum(group.sizes)[:-1])
-                for module, d_rows, d_out in zip(group.modules, rows, taken, strict=True):
-                    state.gradients[f"{module}.weight"] = d_rows
+                for module, d_weight, d_out in zip(group.modules, d_weights, taken, strict=True):
+                    state.gradients[f"{module}.weight"] = d_weight
                     if group.biased:
                         state.gradients[f"{module}.bias"] = d_out.sum(axis=0)
             return sum(d_inputs[1:], start=d_inputs[0])

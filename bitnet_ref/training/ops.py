@@ -7,6 +7,9 @@ A pass computes one sequence of T tokens. So a sequence's loss and gradients do 
 Forward, the arithmetic is that of `reference`: norms, softmax and gates are its functions, and products of integers are
 exact. So a trained model computes the same integers when it is packed and run. Gradients are plain float32.
 
+Arrays are NumPy's or CuPy's: what is made is made `like` an argument, and nothing is converted unasked. Tokens are on
+the host.
+
 A quantised linear y = x_q W_q^T is a staircase, whose true gradient is zero almost everywhere. The straight-through
 estimator takes quantisation for the identity in the backward pass ("Estimating or Propagating Gradients Through
 Stochastic Neurons", arXiv:1308.3432): with the rescaled values X_q and W_q
@@ -16,7 +19,10 @@ Stochastic Neurons", arXiv:1308.3432): with the rescaled values X_q and W_q
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,13 +37,11 @@ QUERY_BLOCK = 64  # queries whose scores are computed together; keys after the l
 # -- embedding ---------------------------------------------------------------------------------------------------------
 
 
-def embed_backward(dy: NDArray, tokens: NDArray, vocab_size: int) -> Gradient:
-    """dE[v] = sum of dy over the places of token v.   dy (T, D) -> (V, D)"""
-    order = np.argsort(tokens, kind="stable")
-    ids, starts = np.unique(tokens[order], return_index=True)
-    d_table = np.zeros((vocab_size, dy.shape[1]), dtype=dy.dtype)
-    d_table[ids] = np.add.reduceat(dy[order], starts, axis=0)
-    return d_table
+def embed_backward(dy: NDArray, tokens: NDArray, d_table: Gradient) -> None:
+    """dE[v] += sum of dy over the places of token v.   dy (T, D), tokens (T,) on the host, d_table (V, D)"""
+    ids, index = np.unique(tokens, return_inverse=True)
+    places = (np.arange(len(ids))[:, None] == index).astype(dy.dtype)  # (ids, T): 1 where the token is that id
+    d_table[np.asarray(ids, like=dy)] += np.asarray(places, like=dy) @ dy
 
 
 # -- RMSNorm -----------------------------------------------------------------------------------------------------------
@@ -71,27 +75,35 @@ class StepLinear:
     """Linears of one input, stacked, as one optimiser step uses them: W_q = values * scales.
 
     values (out, K): ternary (-1, 0, +1) with scales (out,), or a dense matrix with scales None.
+    sizes: outputs of each linear.
     mix: the share of quantisation, "lambda": W + mix (W_q - W), and likewise for x. Below 1, `values` is that sum.
     """
 
     values: NDArray
     scales: NDArray | None
+    sizes: tuple[int, ...]
     mix: float = 1.0
 
     @classmethod
     def quantize(cls, masters: list[NDArray], mix: float = 1.0) -> StepLinear:
         """BitLinears: each matrix by its own absmean."""
         pairs = [quantization.quantize_weights(w) for w in masters]
-        dtype = masters[0].dtype
+        dtype, sizes = masters[0].dtype, tuple(map(len, masters))
         if mix < 1:
             mixed = [w + mix * (w_t * s - w) for w, (w_t, s) in zip(masters, pairs, strict=True)]
-            return cls(np.concatenate(mixed).astype(dtype, copy=False), None, mix)
+            return cls(np.concatenate(mixed).astype(dtype, copy=False), None, sizes, mix)
         scales = np.concatenate([np.full(len(w_t), s, dtype) for w_t, s in pairs])
-        return cls(np.concatenate([w_t for w_t, _ in pairs]).astype(dtype), scales)
+        values = np.concatenate([w_t for w_t, _ in pairs]).astype(dtype)
+        return cls(values, np.asarray(scales, like=values), sizes)
 
     @classmethod
     def dense(cls, masters: list[NDArray]) -> StepLinear:
-        return cls(masters[0] if len(masters) == 1 else np.concatenate(masters), None, 0.0)
+        values = masters[0] if len(masters) == 1 else np.concatenate(masters)
+        return cls(values, None, tuple(map(len, masters)), 0.0)
+
+    def split(self, x: NDArray, axis: int) -> list[NDArray]:
+        """The linears' parts of an array whose `axis` has all outputs."""
+        return np.split(x, list(accumulate(self.sizes))[:-1], axis=axis)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,26 +117,30 @@ class LinearInput:
         return self.x if self.x_quant_scale is None else self.x.astype(dtype) / self.x_quant_scale
 
 
-def linear(x: NDArray, w: StepLinear) -> tuple[NDArray, LinearInput]:
-    """y = x_q W_q^T, by absmax and absmean; of a dense weight y = x W^T.   x (T, K) -> y (T, out)
+def linear(x: NDArray, w: StepLinear) -> tuple[list[NDArray], LinearInput]:
+    """y = x_q W_q^T, by absmax and absmean; of a dense weight y = x W^T.   x (T, K) -> [y (T, out) of each linear]
 
     x_q w_t^T is a sum of integers, which float32 holds exactly; the scales follow, as in `quantization.dequantize`.
     """
     if w.mix == 0:
-        return x @ w.values.T, LinearInput(x)
+        return w.split(x @ w.values.T, 1), LinearInput(x)
     x_q, x_quant_scale = quantization.quantize_activations(x)
     if w.scales is None:
         x = x + x.dtype.type(w.mix) * (x_q / x_quant_scale - x)
-        return x @ w.values.T, LinearInput(x)
+        return w.split(x @ w.values.T, 1), LinearInput(x)
     y = x_q.astype(x.dtype) @ w.values.T
     y *= w.scales / x_quant_scale
-    return y, LinearInput(x_q, x_quant_scale)
+    return w.split(y, 1), LinearInput(x_q, x_quant_scale)
 
 
-def linear_backward(dy: NDArray, saved: LinearInput, w: StepLinear) -> tuple[Gradient, Gradient]:
-    """dX = dY W_q and dW = dY^T X_q, straight through both quantisations.   dy (T, out) -> dx (T, K), dW (out, K)"""
+def linear_backward(dys: Sequence[NDArray], saved: LinearInput, w: StepLinear) -> tuple[Gradient, list[Gradient]]:
+    """dX = dY W_q and dW = dY^T X_q, straight through both quantisations.
+
+    [dy (T, out) of each linear] -> dx (T, K), [dW (out, K) of each]
+    """
+    dy = dys[0] if len(dys) == 1 else np.concatenate(dys, axis=1)
     d_weight = dy.T @ saved.rescaled(dy.dtype)
-    return (dy if w.scales is None else dy * w.scales) @ w.values, d_weight
+    return (dy if w.scales is None else dy * w.scales) @ w.values, w.split(d_weight, 0)
 
 
 # -- attention of one sequence -----------------------------------------------------------------------------------------
@@ -133,61 +149,78 @@ def linear_backward(dy: NDArray, saved: LinearInput, w: StepLinear) -> tuple[Gra
 def attention(q: NDArray, k: NDArray, v: NDArray, window: int | None) -> tuple[NDArray, list[NDArray]]:
     """z = softmax(q k^T / sqrt(d)) v, causal; head h reads kv head h // (H/G).   q (T, H, d), k and v (T, G, d)
 
-    -> z (T, H, d), and the pattern of each block of queries (G, H/G, queries, keys).
+    -> z (T, H, d), and the pattern of each block of queries (G, H/G queries, keys).
     """
     (tokens, kv_heads, head_dim), dtype = k.shape, q.dtype
-    queries = _by_kv_head(q, kv_heads).astype(np.float64)  # (G, H/G, T, d)
-    keys, values = (x.transpose(1, 0, 2)[:, None].astype(np.float64) for x in (k, v))  # (G, 1, T, d)
+    queries = by_kv_head(q, kv_heads).astype(np.float64)  # (G, H/G, T, d)
+    keys, values = (x.transpose(1, 0, 2).astype(np.float64) for x in (k, v))  # (G, T, d)
     z, patterns = np.empty_like(queries, dtype=dtype), []
-    for start, stop, first, mask in _query_blocks(tokens, window):
-        scores = queries[:, :, start:stop] @ keys[:, :, first:stop].transpose(0, 1, 3, 2)
+    for start, stop, first in query_blocks(tokens, window):
+        scores = block_rows(queries, start, stop) @ keys[:, first:stop].transpose(0, 2, 1)
         scores = (scores * head_dim**-0.5).astype(dtype)
-        scores[..., mask] = -np.inf
-        pattern = layers.softmax(scores)
-        z[:, :, start:stop] = pattern.astype(np.float64) @ values[:, :, first:stop]
+        query, key = np.arange(start, stop, like=q)[:, None], np.arange(first, stop, like=q)
+        hidden = (key > query) | (key <= query - (window or tokens + 1))
+        seen = np.where(hidden, -math.inf, scores.reshape(-1, *hidden.shape))
+        pattern = layers.softmax(seen).reshape(scores.shape)
+        z_rows = pattern.astype(np.float64) @ values[:, first:stop]
+        z[:, :, start:stop] = z_rows.reshape(z[:, :, start:stop].shape)
         patterns.append(pattern)
     return _by_token(z), patterns
 
 
+def softmax_backward(d_scores: NDArray, pattern: NDArray, scale: float) -> None:
+    """dS = P (dP - sum(dP P)) scale, in place.   d_scores, pattern (G, H/G queries, keys)"""
+    d_scores -= np.einsum("gqk,gqk->gq", d_scores, pattern)[..., None]
+    d_scores *= pattern
+    d_scores *= scale
+
+
 def attention_backward(
-    dz: NDArray, q: NDArray, k: NDArray, v: NDArray, patterns: list[NDArray], window: int | None
+    dz: NDArray,
+    q: NDArray,
+    k: NDArray,
+    v: NDArray,
+    patterns: list[NDArray],
+    window: int | None,
+    of_softmax: Callable[[NDArray, NDArray, float], None] = softmax_backward,
 ) -> tuple[Gradient, Gradient, Gradient]:
     """With P the pattern: dV = P^T dz, dP = dz V^T, dS = P (dP - sum(dP P)) / sqrt(d), dQ = dS K, dK = dS^T Q.
 
     A kv head's gradients are the sums over the query heads that read it.   -> like q, k, v
     """
     tokens, kv_heads, head_dim = k.shape
-    queries, dz = _by_kv_head(q, kv_heads), _by_kv_head(dz, kv_heads)  # (G, H/G, T, d)
-    keys, values = (x.transpose(1, 0, 2)[:, None] for x in (k, v))  # (G, 1, T, d)
+    queries, dz = by_kv_head(q, kv_heads), by_kv_head(dz, kv_heads)  # (G, H/G, T, d)
+    keys, values = (x.transpose(1, 0, 2) for x in (k, v))  # (G, T, d)
     dq = np.empty_like(queries)
-    dk, dv = (np.zeros((kv_heads, tokens, head_dim), dtype=q.dtype) for _ in range(2))
-    for (start, stop, first, _), pattern in zip(_query_blocks(tokens, window), patterns, strict=True):
-        dz_block, seen = dz[:, :, start:stop], slice(first, stop)
-        d_scores = dz_block @ values[:, :, seen].transpose(0, 1, 3, 2)
-        d_scores -= np.einsum("grqk,grqk->grq", d_scores, pattern)[..., None]
-        d_scores *= pattern
-        d_scores *= head_dim**-0.5
-        dq[:, :, start:stop] = d_scores @ keys[:, :, seen]
-        dk[:, seen] += (d_scores.transpose(0, 1, 3, 2) @ queries[:, :, start:stop]).sum(axis=1)
-        dv[:, seen] += (pattern.transpose(0, 1, 3, 2) @ dz_block).sum(axis=1)
+    dk, dv = (np.zeros((kv_heads, tokens, head_dim), dtype=q.dtype, like=q) for _ in range(2))
+    for (start, stop, first), pattern in zip(query_blocks(tokens, window), patterns, strict=True):
+        rows, dz_rows, seen = block_rows(queries, start, stop), block_rows(dz, start, stop), slice(first, stop)
+        d_scores = dz_rows @ values[:, seen].transpose(0, 2, 1)
+        of_softmax(d_scores, pattern, head_dim**-0.5)
+        dq[:, :, start:stop] = (d_scores @ keys[:, seen]).reshape(dq[:, :, start:stop].shape)
+        dk[:, seen] += d_scores.transpose(0, 2, 1) @ rows
+        dv[:, seen] += pattern.transpose(0, 2, 1) @ dz_rows
     return _by_token(dq), dk.transpose(1, 0, 2), dv.transpose(1, 0, 2)
 
 
-def _query_blocks(tokens: int, window: int | None) -> list[tuple[int, int, int, NDArray[np.bool_]]]:
-    """(first query, last + 1, first key that any of them sees, which (query, key) pairs are hidden)"""
-    blocks = []
-    for start in range(0, tokens, QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, tokens)
-        first = 0 if window is None else max(0, start - window + 1)
-        query, key = np.arange(start, stop)[:, None], np.arange(first, stop)
-        blocks.append((start, stop, first, (key > query) | (key <= query - (window or tokens + 1))))
-    return blocks
+def query_blocks(tokens: int, window: int | None) -> list[tuple[int, int, int]]:
+    """(first query, last + 1, first key that any of them sees)"""
+    return [
+        (start, min(start + QUERY_BLOCK, tokens), 0 if window is None else max(0, start - window + 1))
+        for start in range(0, tokens, QUERY_BLOCK)
+    ]
 
 
-def _by_kv_head(x: NDArray, kv_heads: int) -> NDArray:
+def by_kv_head(x: NDArray, kv_heads: int) -> NDArray:
     """(T, H, d) -> (G, H/G, T, d)"""
     tokens, heads, head_dim = x.shape
     return x.reshape(tokens, kv_heads, heads // kv_heads, head_dim).transpose(1, 2, 0, 3)
+
+
+def block_rows(x: NDArray, start: int, stop: int) -> NDArray:
+    """The rows of some tokens, of all heads that read one kv head.   (G, H/G, T, d) -> (G, H/G (stop - start), d)"""
+    part = x[:, :, start:stop]
+    return part.reshape(len(x), -1, part.shape[3])
 
 
 def _by_token(x: NDArray) -> NDArray:
@@ -196,12 +229,18 @@ def _by_token(x: NDArray) -> NDArray:
     return x.transpose(2, 0, 1, 3).reshape(tokens, kv_heads * group, head_dim)
 
 
+rope = layers.apply_rope
+
+
 def rope_backward(dy: NDArray, cos: NDArray, sin: NDArray) -> Gradient:
     """A rotation's gradient is turned back by the same angle.   dy (T, H, d) -> like dy"""
     return layers.apply_rope(dy, cos, -sin)
 
 
 # -- the gate ----------------------------------------------------------------------------------------------------------
+
+
+gated = layers.gated
 
 
 def gated_backward(dy: NDArray, gate: NDArray, up: NDArray, activation: str) -> tuple[Gradient, Gradient]:
@@ -232,7 +271,7 @@ def gated_backward(dy: NDArray, gate: NDArray, up: NDArray, activation: str) -> 
 
 def cross_entropy(logits: NDArray, targets: NDArray) -> tuple[NDArray[np.float64], NDArray]:
     """-log softmax(logits)[target].   logits (T, V), targets (T,) -> losses (T,) float64, probabilities (T, V)"""
-    rows = np.arange(len(targets))
+    rows, targets = np.arange(len(targets), like=logits), np.asarray(targets, like=logits)
     shifted = logits - logits.max(axis=-1, keepdims=True)
     chosen = shifted[rows, targets].astype(np.float64)
     e = np.exp(shifted, out=shifted)
@@ -243,6 +282,7 @@ def cross_entropy(logits: NDArray, targets: NDArray) -> tuple[NDArray[np.float64
 
 def cross_entropy_backward(probabilities: NDArray, targets: NDArray, weight: float) -> Gradient:
     """d logits = (p - [target]) * weight, in place; weight is 1 / (number of targets in the batch) of a mean."""
-    probabilities[np.arange(len(targets)), targets] -= 1
+    rows, targets = np.arange(len(targets), like=probabilities), np.asarray(targets, like=probabilities)
+    probabilities[rows, targets] -= 1
     probabilities *= weight
     return probabilities

@@ -6,8 +6,9 @@ Source: "Decoupled Weight Decay Regularization" (arXiv:1711.05101), as torch.opt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,19 +35,27 @@ class AdamW:
     v: dict[str, NDArray] = field(default_factory=dict)
 
     def update(
-        self, masters: Mapping[str, NDArray], gradients: Mapping[str, NDArray], lr: float, weight_decay: float
+        self,
+        masters: Mapping[str, NDArray],
+        gradients: Mapping[str, NDArray],
+        lr: float,
+        weight_decay: float,
+        run: Callable[..., Iterable[Any]] = map,
     ) -> None:
-        """One step, in place."""
+        """One step, in place. run: `map`, or that of a pool of threads."""
         self.step += 1
         b1, b2 = self.betas
         step_size, v_scale = lr / (1 - b1**self.step), math.sqrt(1 - b2**self.step)
-        for name, w in masters.items():
+
+        def update_one(name: str) -> None:
+            w = masters[name]
             if name not in self.m:
                 self.m[name], self.v[name] = np.zeros_like(w), np.zeros_like(w)
             keep = 1 - lr * weight_decay if w.ndim > 1 else 1.0
             flat = (w.reshape(-1), gradients[name].reshape(-1), self.m[name].reshape(-1), self.v[name].reshape(-1))
-            for start in range(0, w.size, _BLOCK):
-                w_b, g_b, m_b, v_b = (array[start : start + _BLOCK] for array in flat)
+            block = _BLOCK if isinstance(w, np.ndarray) else w.size  # on a card all at once
+            for start in range(0, w.size, block):
+                w_b, g_b, m_b, v_b = (array[start : start + block] for array in flat)
                 m_b *= b1
                 m_b += (1 - b1) * g_b
                 v_b *= b2
@@ -57,18 +66,19 @@ class AdamW:
                 w_b *= keep
                 w_b -= step_size * m_b / denominator
 
+        list(run(update_one, masters))
 
-def global_norm(gradients: Mapping[str, NDArray]) -> float:
+
+def global_norm(gradients: Mapping[str, NDArray], run: Callable[..., Iterable[Any]] = map) -> float:
     """sqrt of the sum of all squares, in float64."""
-    return math.sqrt(math.fsum(float(np.square(g, dtype=np.float64).sum()) for g in gradients.values()))
+    return math.sqrt(math.fsum(run(lambda g: float(np.square(g, dtype=np.float64).sum()), gradients.values())))
 
 
-def clip_gradients(gradients: Mapping[str, NDArray], max_norm: float) -> float:
+def clip_gradients(gradients: Mapping[str, NDArray], max_norm: float, run: Callable[..., Iterable[Any]] = map) -> float:
     """Scale all gradients, in place, so that their global norm is at most `max_norm`.   -> the norm before"""
-    norm = global_norm(gradients)
+    norm = global_norm(gradients, run)
     if norm > max_norm:
-        for g in gradients.values():
-            g *= max_norm / norm
+        list(run(lambda g: np.multiply(g, max_norm / norm, out=g), gradients.values()))
     return norm
 
 

@@ -35,7 +35,7 @@ from .data import Progress, TokenFile, open_tokens
 from .distil import Distillation
 from .network import Masters, master_shapes
 from .optimizer import Schedule
-from .trainer import Trainer
+from .trainer import Trainer, to_host
 
 CHECKPOINT, METRICS, SAMPLES, MODEL = "checkpoint.safetensors", "metrics.csv", "samples.txt", "model"
 COLUMNS = ("step", "tokens", "loss", "validation_loss", "lr", "weight_decay", "gradient_norm", "tokens_per_s")
@@ -161,7 +161,8 @@ class StepMetrics:
 class TrainingRun:
     """A run in a folder: `TrainingRun(settings, folder, model).run()`; `resume=True` goes on from its checkpoint.
 
-    Killed at any moment and resumed, it gives the same losses, to the bit, as if it had not been interrupted.
+    Killed at any moment and resumed on the same backend, it gives the same losses, to the bit, as if it had not been
+    interrupted.
     """
 
     def __init__(
@@ -172,9 +173,11 @@ class TrainingRun:
         *,
         resume: bool = False,
         threads: int | None = None,
+        backend: str = "auto",
         progress: Progress | None = None,
     ) -> None:
-        """model: the keys of a config.json; None with `settings.init`. progress: of encoding the texts.
+        """model: the keys of a config.json; None with `settings.init`. backend: as of `Trainer`. progress: of encoding
+        the texts.
 
         Raises FormatError, ConfigError, TokenizerError; FormatError too when the folder has a run and `resume` is not
         asked, and when its checkpoint is of another model or other settings.
@@ -196,6 +199,7 @@ class TrainingRun:
             "eps": settings.eps,
         }
         options |= {"schedule": schedule, "max_norm": settings.max_norm or None, "threads": threads}
+        options["backend"] = backend
         if model is None:
             if settings.init is None:
                 raise ConfigError("expected a table [model], or init = a folder to start from", field="model")
@@ -218,7 +222,7 @@ class TrainingRun:
     def _first_masters(self, config: ModelConfig) -> Masters:
         """Of `init` where it has them, else drawn: norms 1, biases 0, matrices N(0, 0.02^2)."""
         init, masters = self.settings.init, Masters()
-        initial = Masters() if init is None else Trainer.from_folder(init).masters
+        initial = Masters() if init is None else Trainer.from_folder(init, backend="numpy").masters
         rng = np.random.default_rng([self.settings.seed, 1])
         for name, shape in master_shapes(config).items():
             if name in initial and initial[name].shape == shape:
@@ -339,7 +343,7 @@ class TrainingRun:
             SafetensorsWriter(target, layout, {"bitnet_ref.training": json.dumps(facts)}) as writer,
         ):
             for name, array in arrays.items():
-                writer.write(name, array)
+                writer.write(name, to_host(array))
         self.trainer.save(self.folder / MODEL)
 
     def _identity(self) -> dict[str, Any]:
@@ -366,7 +370,7 @@ class TrainingRun:
                     tensor = f"{kind}.{name}"
                     if tensor not in file.tensors or file.tensors[tensor].shape != master.shape:
                         raise FormatError("the tensor is missing, or of another shape", path=path, field=tensor)
-                    part[name] = file.read(tensor).copy()
+                    part[name] = trainer.to_device(file.read(tensor).copy())
         optimizer.step = step
         self._recent.extend(recent)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..backends import available_backends, choose_cpu
 from ..backends.backend import blas_threads
-from ..errors import ConfigError, NumericsError, ShapeError
+from ..backends.cuda import open_device
+from ..errors import BackendUnavailable, ConfigError, NumericsError, ShapeError
 from ..formats.hf.config import read_hf_config
 from ..formats.hf.folder import SINGLE_FILE, HfCheckpoint
 from ..formats.hf.writer import hf_config_json
@@ -30,6 +33,7 @@ from .network import EMBEDDING, Lesson, Masters, TrainingNetwork, master_shapes
 from .optimizer import AdamW, Schedule, clip_gradients
 
 Batch = NDArray | Sequence[NDArray]
+BACKENDS = ("numpy", "cython", "cupy")
 
 
 class Trainer:
@@ -56,13 +60,17 @@ class Trainer:
         max_norm: float | None = None,
         distillation: Distillation | None = None,
         threads: int | None = None,
+        backend: str = "auto",
     ) -> None:
         """masters: hub name -> array of float32, or of float64 to measure rounding; they are copied.
 
         schedule: the rates of each step; by default `lr` and `weight_decay` throughout.
         max_norm: of all gradients together, larger ones are scaled down to it.
         distillation: a teacher, whose divergences are added to the loss.
-        Raises ConfigError for a model that cannot be trained, and for masters that are not this model's.
+        backend: "numpy" (the functions of `ops.py`), "cython" (kernels, float32 only), "auto": the faster of these two,
+        or "cupy": the functions of `ops.py` on a card, where masters, gradients and moments then are; no threads.
+        Raises ConfigError for a model that cannot be trained, and for masters that are not this model's;
+        BackendUnavailable.
         """
         self.config = config
         self.masters: Masters = {}
@@ -72,7 +80,7 @@ class Trainer:
             if masters[name].shape != shape:
                 raise ConfigError(f"the master {name} has shape {masters[name].shape}; expected {shape}")
             dtype = np.float64 if masters[name].dtype == np.float64 else np.float32
-            self.masters[name] = masters[name].astype(dtype)
+            self.masters[name] = to_host(masters[name]).astype(dtype)
         self.schedule = schedule or Schedule(lr=lr, weight_decay=weight_decay)
         self.optimizer = AdamW(betas, eps)
         self.max_norm = max_norm
@@ -81,7 +89,13 @@ class Trainer:
         self.distillation = distillation
         self.threads = resolve_threads(threads)
         self.tokenizer_files: dict[str, bytes] = {}  # name -> content, saved beside the masters
-        self.functions: Any = ops  # crossval puts changed ones here
+        wide = any(master.dtype == np.float64 for master in self.masters.values())
+        self.backend = choose_cpu("float64" if wide else "float32") if backend == "auto" else backend
+        self.functions: Any = choose_functions(self.backend, wide)  # crossval puts changed ones here
+        self._arrays: Any = np
+        if self.backend == "cupy":
+            self.threads, self._arrays = 1, card_arrays()
+        self.masters = {name: self.to_device(master) for name, master in self.masters.items()}
         self.mix = 1.0  # how much the linears are quantised: see `ops.StepLinear`
 
     @classmethod
@@ -109,9 +123,9 @@ class Trainer:
 
     def loss(self, tokens: Batch) -> float:
         """The mean loss of a batch, without gradients; see `loss_and_gradients`."""
-        rows, network = self._check(tokens), self._network()
+        rows = self._check(tokens)
         with self._workers() as pool:
-            return _mean(list(pool.map(network.sequence_loss, rows)))
+            return _mean([to_host(loss) for loss in pool.map(self._network(pool).sequence_loss, rows)])
 
     def loss_and_gradients(self, tokens: Batch) -> tuple[float, Masters]:
         """The mean of -log p of every token after the first of its sequence, and its gradients.
@@ -122,27 +136,29 @@ class Trainer:
         Raises ShapeError for other arrays or ids outside the vocabulary, NumericsError naming the first master whose
         gradient holds NaN or Inf.
         """
-        rows, network = self._check(tokens), self._network()
+        rows = self._check(tokens)
         weight = 1 / sum(len(row) - 1 for row in rows)
-
-        def compute(row: NDArray, lesson: Lesson | None) -> tuple[NDArray[np.float64], Masters]:
-            return network.sequence_gradients(row, weight, lesson)
-
         losses: list[NDArray[np.float64]] = []
         gradients: Masters = {}
+        in_work: deque[Future[tuple[NDArray[np.float64], Masters]]] = deque()
         with self._workers() as pool:
-            for start in range(0, len(rows), self.threads):  # no more gradients are held than there are threads
-                part = rows[start : start + self.threads]
-                for loss, of_row in pool.map(compute, part, [self._lesson(row) for row in part]):
-                    losses.append(loss)
+            network = self._network(pool)
+            for row in [*rows, *[None] * (self.threads + 1)]:
+                if row is not None:
+                    in_work.append(pool.submit(network.sequence_gradients, row, weight, self._lesson(row)))
+                if in_work and (row is None or len(in_work) > self.threads):  # at most threads + 1 sequences' gradients
+                    loss, of_row = in_work.popleft().result()
+                    losses.append(to_host(loss))
                     for name, gradient in of_row.items():
                         if name in gradients:
                             gradients[name] += gradient
                         else:
                             gradients[name] = gradient
-        for name in self.masters:
-            if not np.isfinite(gradients[name]).all():
-                raise NumericsError(f"training: the gradient of {name} holds NaN or Inf in step {self.optimizer.step}")
+            finite = pool.map(lambda name: bool(np.isfinite(gradients[name]).all()), self.masters)
+            for name, is_finite in zip(self.masters, finite, strict=True):
+                if not is_finite:
+                    step = self.optimizer.step
+                    raise NumericsError(f"training: the gradient of {name} holds NaN or Inf in step {step}")
         return _mean(losses), gradients
 
     def step(self, tokens: Batch) -> float:
@@ -153,13 +169,16 @@ class Trainer:
 
     def apply(self, gradients: Masters) -> float:
         """One AdamW step with gradients of your own, such as a mean over micro-batches.   -> their global norm"""
-        norm = clip_gradients(gradients, math.inf if self.max_norm is None else self.max_norm)
-        self.optimizer.update(self.masters, gradients, *self.schedule.at(self.optimizer.step))
+        with self._workers() as pool:
+            norm = clip_gradients(gradients, math.inf if self.max_norm is None else self.max_norm, pool.map)
+            self.optimizer.update(self.masters, gradients, *self.schedule.at(self.optimizer.step), pool.map)
         return norm
 
     def logits(self, tokens: NDArray) -> NDArray:
         """The logits of the training forward pass.   tokens (T,) -> (T, V)"""
-        return self._network().logits(self._check(tokens[None], min_tokens=1)[0])
+        (row,) = self._check(tokens[None], min_tokens=1)
+        with self._workers() as pool:
+            return to_host(self._network(pool).logits(row))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the masters as a Hugging Face folder, float32, with the tokenizer that was beside them.
@@ -175,13 +194,17 @@ class Trainer:
         layout = {name: ("F32", array.shape) for name, array in self.masters.items()}
         with atomic_path(path / SINGLE_FILE) as target, SafetensorsWriter(target, layout, {"format": "pt"}) as writer:
             for name, array in self.masters.items():
-                writer.write(name, array.astype(np.float32, copy=False))
+                writer.write(name, to_host(array).astype(np.float32, copy=False))
+
+    def to_device(self, array: NDArray) -> NDArray:
+        """The array where this trainer computes: on the card, or as it is."""
+        return self._arrays.asarray(array)
 
     def _lesson(self, row: NDArray) -> Lesson | None:
         return None if self.distillation is None else (self.distillation, self.distillation.values(row[:-1]))
 
-    def _network(self) -> TrainingNetwork:
-        return TrainingNetwork(self.config, self.masters, self.mix, self.functions)
+    def _network(self, pool: ThreadPoolExecutor | Here) -> TrainingNetwork:
+        return TrainingNetwork(self.config, self.masters, self.mix, self.functions, pool.map)
 
     def _check(self, tokens: Batch, min_tokens: int = 2) -> list[NDArray]:
         rows = [np.asarray(row) for row in tokens]
@@ -196,10 +219,51 @@ class Trainer:
         return rows
 
     @contextmanager
-    def _workers(self) -> Iterator[ThreadPoolExecutor]:
-        """A thread for each sequence in work, in which BLAS uses that thread alone."""
+    def _workers(self) -> Iterator[ThreadPoolExecutor | Here]:
+        """A thread for each sequence in work, in which BLAS uses that thread alone. On a card: this thread."""
+        if self.backend == "cupy":
+            yield Here()
+            return
         with blas_threads(1), ThreadPoolExecutor(self.threads) as pool:
             yield pool
+
+
+class Here:
+    """What a pool of threads does, at once in the thread that asks: a card has one order of work."""
+
+    map = staticmethod(map)
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*args))
+        return future
+
+
+def choose_functions(backend: str, wide: bool) -> Any:
+    """The functions of `ops`, or what stands in for them. wide: for masters of float64."""
+    if backend not in BACKENDS:
+        raise BackendUnavailable(
+            f"no backend trains under the name {backend!r}; there are: auto, {', '.join(BACKENDS)}"
+        )
+    if reason := available_backends()[backend]:
+        raise BackendUnavailable(f"backend {backend!r} cannot run here: {reason}")
+    if backend != "cython":
+        return ops
+    if wide:
+        raise ConfigError("the backend 'cython' trains masters of float32; take numpy for float64", field="dtype")
+    from .compiled import compiled_ops
+
+    return compiled_ops()
+
+
+def card_arrays() -> Any:
+    """The module of the card's arrays: CuPy's, or NumPy's under emulation. Raises BackendUnavailable."""
+    return open_device().xp
+
+
+def to_host(array: Any) -> NDArray:
+    """A NumPy array of the same values."""
+    return array if isinstance(array, np.ndarray) else array.get()
 
 
 def _mean(losses: list[NDArray[np.float64]]) -> float:

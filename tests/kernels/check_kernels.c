@@ -160,6 +160,34 @@ static void check_steps(const kernel_set *set, size_t n) {
     free(x), free(w), free(a), free(b), free(q), free(p), free(acc);
 }
 
+/* Each step of training: the bits of the portable one, but for double sums in another order, rounded to float32 */
+static void check_training(const kernel_set *set, size_t n) {
+    const kernel_set *plain = &KERNEL_SETS[0];
+    float *dy = random_floats(n), *x = random_floats(n), *w = random_floats(n);
+    float *a = allocate(n * sizeof *a), *b = allocate(n * sizeof *b), *a2 = allocate(n * sizeof *a2), *b2 = allocate(n * sizeof *b2);
+    double *s = allocate(n * sizeof *s), *t = allocate(n * sizeof *t);
+    uint8_t *c = allocate(n), *e = allocate(n);
+    for (size_t i = 0; i < n; i++) s[i] = t[i] = x[i];
+    set->norm_backward(dy, x, w, n, 1e-5, a, s), plain->norm_backward(dy, x, w, n, 1e-5, b, t);
+    for (size_t i = 0; i < n; i++)
+        if (fabs(s[i] - t[i]) > 1e-12 * fabs(t[i]) || fabsf(a[i] - b[i]) > 1e-5f) fail(set, "norm_backward", n, i, 0);
+    for (size_t i = 0; i < n; i++) s[i] = t[i] = 30 * x[i];
+    set->softmax_row(s, n, 0.3, a), plain->softmax_row(t, n, 0.3, b);
+    for (size_t i = 0; i < n; i++)
+        if (fabsf(a[i] - b[i]) > 1.2e-7f * b[i] || s[i] != (double)a[i]) fail(set, "softmax_row", n, i, 0);
+    memcpy(a2, dy, n * sizeof *a2), memcpy(b2, dy, n * sizeof *b2);
+    set->softmax_backward(a2, b, n, 0.3f), plain->softmax_backward(b2, b, n, 0.3f);
+    for (size_t i = 0; i < n; i++)
+        if (fabsf(a2[i] - b2[i]) > 1e-5f) fail(set, "softmax_backward", n, i, 0);
+    set->relu2_backward(dy, x, w, n, a, a2), plain->relu2_backward(dy, x, w, n, b, b2);
+    must_equal(set, "relu2_backward", a, b, n * sizeof *a, n, 0, 0);
+    must_equal(set, "relu2_backward", a2, b2, n * sizeof *a2, n, 1, 0);
+    set->ternarize(x, n, 1.7f, 0.6f, c, a), plain->ternarize(x, n, 1.7f, 0.6f, e, b);
+    must_equal(set, "ternarize", a, b, n * sizeof *a, n, 0, 0);
+    must_equal(set, "ternarize", c, e, n, n, 1, 0);
+    free(dy), free(x), free(w), free(a), free(b), free(a2), free(b2), free(s), free(t), free(c), free(e);
+}
+
 /* A half, written out: its definition */
 static float half_value(uint16_t half) {
     const int exponent = half >> 10 & 31, fraction = half & 1023;
@@ -447,6 +475,7 @@ int main(int argc, char **argv) {
             }
             check_strips(set, between(1, 700), between(1, 700), between(0, 100), 0);
             check_steps(set, between(1, 600));
+            check_training(set, between(1, 600));
             check_attend(set, between(1, 9), between(1, 70) * 2, between(1, 400));
             const size_t R = between(1, 9);
             check_attend_many(set, between(2, ATTEND_ROWS / R), R, between(1, 70) * 2, between(1, 300), between(0, 1) * between(1, 200));
@@ -464,7 +493,9 @@ int main(int argc, char **argv) {
                 check_ternary(set, method, 1, 64, 27648, extreme);
                 check_ternary(set, method, 7, 63, 6912, extreme);
                 check_ternary(set, method, 33, 64, 1100, extreme);
+                check_ternary(set, method, 97, 5, 203, extreme); /* one token more than go through a narrow panel together */
             }
+        for (int extreme = -1; extreme <= 1; extreme += 2) check_ternary(set, METHODS + MULTIPLY_ADD, 2, 17, 1 << 17, extreme);
         for (int extreme = -1; extreme <= 1; extreme += 2) check_strips(set, 2, 131071, 100, extreme);
         check_screen(set, 1, 33, (1 << 16) + 70, SCREEN_TILE_TOKENS + 1); /* more columns than a sum of int32 takes at once */
         if (set->peak && set->peak(2) % 32) fail(set, "peak", 0, 0, 0);

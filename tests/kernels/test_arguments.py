@@ -47,7 +47,8 @@ def good_calls():
         "sum_words": {"words": np.arange(99, dtype=np.uint64), "threads": 2},
         "peak_multiply_adds": {"kernels": 0, "rounds": 1, "threads": 2},
         "pack_panels": {"packed": packed, "panels": panels, "threads": 2, "method": 0},
-        "unpack_panels": {"panels": panels, "packed": packed.copy(), "method": 0},
+        "unpack_panels": {"panels": panels, "packed": packed.copy(), "threads": 2, "method": 0},
+        "pack_plane": {"plane": packed.copy(), "packed": np.zeros((4 * N, K // 16), np.uint8), "threads": 2},
         "quantize": {"x": floats(M, K), "x_q": int8, "x_quant_scale": floats(M, 1), "kernels": 0},
         "ternary_matmul": {
             "x_q": int8, "x_sum": int8.sum(1, dtype=np.int32), "panels": panels, "acc": np.zeros((M, N), np.int32),
@@ -90,6 +91,22 @@ def good_calls():
         },
         "dense_rows": {"x": floats(K), "w": floats(N, K), "rows": np.array([5, 69]), "y": floats(2), **run},
         "Tape": {},
+        "norm_backward": {
+            "dy": floats(M, K), "x": floats(M, K), "weight": floats(K), "eps": 1e-5, "dx": floats(M, K),
+            "d_weight": floats(K), "kernels": 0,
+        },
+        "causal_softmax": {
+            "scores": floats(G, M, M + 1).astype(np.float64), "pattern": floats(G, M, M + 1), "start": 5, "window": 2,
+            "scale": 0.5, "kernels": 0,
+        },
+        "softmax_backward": {"d_scores": floats(G, M, K), "pattern": floats(G, M, K), "scale": 0.5, "kernels": 0},
+        "relu2_backward": {
+            "dy": floats(M, K), "gate": floats(M, K), "up": floats(M, K), "d_gate": floats(M, K), "d_up": floats(M, K),
+            "kernels": 0,
+        },
+        "ternarize": {
+            "w": floats(N, K), "w_dequant_scale": 0.5, "packed": packed.copy(), "values": floats(N, K), "kernels": 0
+        },
     }  # fmt: skip
 
 
@@ -110,7 +127,7 @@ def bad_arrays(array):
     """(what is wrong, the array): what no function may take, then what some may"""
     yield "a number", 3
     yield "a list", array.tolist()
-    yield "another dtype", array.astype(np.float64)
+    yield "another dtype", array.astype(np.float32 if array.dtype == np.float64 else np.float64)
     yield "one more axis", array[None]
     yield "one axis less", array[0]
     if array.itemsize > 1:
@@ -167,7 +184,7 @@ FREE_SIZES = {
 }  # fmt: skip
 OUTPUTS = {
     "x_q", "x_quant_scale", "acc", "y", "z", "panels", "packed", "keys", "values", "key_scales", "value_scales", "q",
-    "facts", "lower", "upper",
+    "facts", "lower", "upper", "dx", "d_weight", "scores", "pattern", "d_scores", "d_gate", "d_up",
 }  # fmt: skip
 INPUTS_OF_THAT_NAME = {
     "packed": "pack_panels pack_strips group_pack_panels",
@@ -175,7 +192,7 @@ INPUTS_OF_THAT_NAME = {
     "x_q": "ternary_matmul",
 }
 INPUTS_OF_THAT_NAME |= {"q": "attention screen_rows", "facts": "screen_rows", "y": "add", "x_quant_scale": "dequantize"}
-INPUTS_OF_THAT_NAME |= {"acc": "dequantize", "x_q": "ternary_matmul"}
+INPUTS_OF_THAT_NAME |= {"acc": "dequantize", "x_q": "ternary_matmul", "pattern": "softmax_backward"}
 CODE = """
 import faulthandler, json, sys
 faulthandler.enable()

@@ -10,11 +10,16 @@ from helpers import DATA, rng
 from safetensors.numpy import load_file, save_file
 
 import bitnet_ref
-from bitnet_ref.errors import ConfigError, FormatError, NumericsError, ShapeError
+from bitnet_ref.errors import BackendUnavailable, ConfigError, FormatError, NumericsError, ShapeError
 from bitnet_ref.training import Schedule, Trainer
 from bitnet_ref.training.distil import Distillation
 from bitnet_ref.training.optimizer import clip_gradients, global_norm
 
+BACKENDS = [
+    pytest.param(name, marks=pytest.mark.skipif(bool(reason), reason=str(reason)))
+    for name, reason in bitnet_ref.available_backends().items()
+    if name in ("numpy", "cython")
+]
 CASES = sorted(path.name for path in (DATA / "training").iterdir())
 BITNET = "bitnet-relu2"
 
@@ -36,14 +41,15 @@ def distance(a, b):
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
-@pytest.fixture
-def bitnet(tmp_path):
-    return Trainer.from_folder(folder_of(BITNET, tmp_path / BITNET))
+@pytest.fixture(params=BACKENDS)
+def bitnet(request, tmp_path):
+    return Trainer.from_folder(folder_of(BITNET, tmp_path / BITNET), backend=request.param)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES)
-def test_losses_gradients_and_masters_of_torch(case, tmp_path):
-    golden, trainer = golden_of(case), Trainer.from_folder(folder_of(case, tmp_path / case))
+def test_losses_gradients_and_masters_of_torch(case, backend, tmp_path):
+    golden, trainer = golden_of(case), Trainer.from_folder(folder_of(case, tmp_path / case), backend=backend)
     quantized = trainer.config.quantization is not None
     loss, gradients = trainer.loss_and_gradients(golden["tokens"][0])
     assert abs(loss - golden["losses"][0]) < 1e-4
@@ -85,14 +91,55 @@ def test_a_saved_folder_gives_the_same_trainer(bitnet, tmp_path):
 def test_threads_and_company_change_no_bit(bitnet):
     tokens = golden_of(BITNET)["tokens"][0]
     loss, gradients = bitnet.loss_and_gradients(tokens)
-    one = Trainer(bitnet.config, bitnet.masters, threads=1)
-    three = Trainer(bitnet.config, bitnet.masters, threads=3)
+    one = Trainer(bitnet.config, bitnet.masters, threads=1, backend=bitnet.backend)
+    three = Trainer(bitnet.config, bitnet.masters, threads=3, backend=bitnet.backend)
     for other in (one, three):
         other_loss, other_gradients = other.loss_and_gradients(tokens)
         assert other_loss == loss
         assert all(np.array_equal(gradients[name], other_gradients[name]) for name in gradients)
     assert bitnet.loss(tokens[::-1]) == loss
     assert bitnet.loss(tokens[:1]) == bitnet.loss([tokens[0]])
+
+
+@pytest.mark.skipif(bool(bitnet_ref.available_backends()["cython"]), reason="the extension is not built")
+@pytest.mark.parametrize("family", ["bitnet", "silu", "window", "norms"])
+@pytest.mark.parametrize("simd", ["scalar", None])
+def test_the_kernels_compute_what_numpy_does(family, simd, tmp_path, monkeypatch):
+    """The forward pass to the bit, gradients but for the order of sums; odd sizes, several blocks of queries."""
+    changes: dict = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 6}
+    changes |= {"intermediate_size": 70, "vocab_size": 90, "max_position_embeddings": 200}
+    if family == "silu":
+        changes["hidden_act"] = "silu"
+    case = BITNET if family in ("bitnet", "silu") else "llama-dense"
+    quantization = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
+    if family == "window":
+        changes |= {"model_type": "mistral", "sliding_window": 70}
+    if family in ("window", "norms"):
+        changes["quantization_config"] = quantization | {"use_rms_norm": family == "norms"}
+    folder = folder_of(case, tmp_path / "m", **changes)
+    save_random(folder)
+    if simd is not None:
+        monkeypatch.setenv("BITNET_REF_SIMD", simd)
+    numpy, cython = (Trainer.from_folder(folder, backend=name) for name in ("numpy", "cython"))
+    tokens = rng(7).integers(0, 90, (2, 151))
+    np.testing.assert_array_equal(cython.logits(tokens[0]), numpy.logits(tokens[0]))
+    (loss, gradients), (other_loss, others) = numpy.loss_and_gradients(tokens), cython.loss_and_gradients(tokens)
+    assert other_loss == loss
+    for name, gradient in gradients.items():
+        assert distance(others[name], gradient) < 1e-5, name
+    numpy.mix = cython.mix = 0.5
+    for name, gradient in numpy.loss_and_gradients(tokens)[1].items():
+        assert distance(cython.loss_and_gradients(tokens)[1][name], gradient) < 1e-5, name
+
+
+def test_a_backend_that_cannot_train(bitnet):
+    with pytest.raises(BackendUnavailable, match="auto, numpy, cython, cupy"):
+        Trainer(bitnet.config, bitnet.masters, backend="torch")
+    wide = {name: w.astype(np.float64) for name, w in bitnet.masters.items()}
+    assert Trainer(bitnet.config, wide).backend == "numpy"
+    if bitnet.backend == "cython":
+        with pytest.raises(ConfigError, match="float32"):
+            Trainer(bitnet.config, wide, backend="cython")
 
 
 def test_micro_batches_equal_one_batch(bitnet):

@@ -11,7 +11,7 @@ import os
 
 from cython.parallel cimport parallel, prange, threadid
 from libc.math cimport NAN
-from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint64_t
+from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint32_t, uint8_t, uint16_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, memset
 
@@ -100,10 +100,17 @@ cdef extern from "kernels.h" nogil:
                            int32_t *) noexcept nogil
         void (*strip_columns)(const uint8_t *, size_t, size_t, const int32_t *, const int8_t *, size_t,
                               int32_t *) noexcept nogil
+        void (*norm_backward)(const float *, const float *, const float *, size_t, double, float *,
+                              double *) noexcept nogil
+        void (*softmax_row)(double *, size_t, double, float *) noexcept nogil
+        void (*softmax_backward)(float *, const float *, size_t, float) noexcept nogil
+        void (*relu2_backward)(const float *, const float *, const float *, size_t, float *, float *) noexcept nogil
+        void (*ternarize)(const float *, size_t, float, float, uint8_t *, float *) noexcept nogil
     const kernel_set KERNEL_SETS[]
     const int N_KERNEL_SETS
     const char *kernel_set_lacks(size_t index)
     const int PANEL_ROWS, BLOCK_BYTES, SCRATCH_BYTES, SCREEN_TILE_TOKENS, STRIP_K, STRIP_BYTES
+    uint32_t pack_plane_row(const uint8_t *plane, size_t K, uint8_t *packed, size_t quarter_bytes)
     void pack_row_strips(const uint8_t *packed, size_t rows, size_t row_bytes, size_t n_vectors, uint8_t *strips)
     void pack_column_strips(const uint8_t *packed, size_t rows, size_t row_bytes, size_t b, size_t count, size_t n_vectors,
                             uint8_t *strips)
@@ -341,3 +348,4 @@ include "_cpu_rows.pxi"
 include "_cpu_cache.pxi"
 include "_cpu_dense.pxi"
 include "_cpu_group.pxi"
+include "_cpu_training.pxi"

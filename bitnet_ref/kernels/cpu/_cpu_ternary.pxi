@@ -16,14 +16,29 @@ def pack_panels(const uint8_t[:, ::1] packed, uint8_t[:, ::1] panels, int thread
         form.pack(&packed[p * PANEL_ROWS, 0], count, row_bytes, &panels[p, 0])
 
 
-def unpack_panels(const uint8_t[:, ::1] panels, uint8_t[:, ::1] packed, Py_ssize_t method):
+def pack_plane(const uint8_t[:, ::1] plane, uint8_t[:, ::1] packed, int threads):
+    """Hugging Face's plane (N/4, K) -> packed (N, ceil(K/4)). Returns whether it is free of the invalid code 3."""
+    cdef Py_ssize_t quarter = plane.shape[0], K = plane.shape[1], row_bytes = packed.shape[1], r
+    cdef uint32_t bad = 0
+    check_set(0, threads)
+    if packed.shape[0] % 4 or packed.shape[0] // 4 != quarter or row_bytes != K // 4 + (K % 4 != 0) or packed.size == 0:
+        raise ValueError(f"pack_plane: plane {quarter, K}, packed {packed.shape[0], row_bytes}")
+    cdef int team = threads_for(quarter * K, PANEL_BYTES_PER_THREAD, threads)
+    for r in prange(quarter, nogil=True, num_threads=team, schedule="static"):
+        bad |= pack_plane_row(&plane[r, 0], K, &packed[r, 0], quarter * row_bytes)
+    return bad == 0
+
+
+def unpack_panels(const uint8_t[:, ::1] panels, uint8_t[:, ::1] packed, int threads, Py_ssize_t method):
     """The inverse of pack_panels."""
     cdef Py_ssize_t N = packed.shape[0], row_bytes = packed.shape[1], p
     cdef const ternary_method *form = check_method(method)
     cdef Py_ssize_t n_panels = (N + PANEL_ROWS - 1) // PANEL_ROWS, byte_blocks = form.block_k // 4
     if panels.shape[0] != n_panels or panels.shape[1] != (row_bytes + byte_blocks - 1) // byte_blocks * BLOCK_BYTES:
         raise ValueError(f"unpack_panels: packed {N, row_bytes}, panels {panels.shape[0], panels.shape[1]}")
-    for p in range(n_panels):
+    check_set(0, threads)
+    cdef int team = threads_for(N * row_bytes, PANEL_BYTES_PER_THREAD, threads)
+    for p in prange(n_panels, nogil=True, num_threads=team, schedule="static"):
         form.unpack(&panels[p, 0], min(<Py_ssize_t> PANEL_ROWS, N - p * PANEL_ROWS), row_bytes,
                     &packed[p * PANEL_ROWS, 0])
 
@@ -190,12 +205,21 @@ cdef inline void multiply_panel(const linears_call *c, Py_ssize_t p, Py_ssize_t 
             add_arrays(c.residual + (out - c.ys[i]), out, rows, out)
 
 
+cdef inline Py_ssize_t first_item(const linears_call *c, Py_ssize_t part, Py_ssize_t parts, Py_ssize_t block_tokens,
+                                  Py_ssize_t n_items) noexcept nogil:
+    """Where a part of the products begins, in items of a panel and a block of tokens. Parts are equal in tokens, since
+    the last block may be short: 512 tokens as 288 and 224, item by item, kept one of two threads idle for a tenth."""
+    cdef Py_ssize_t work = (c.M * n_items * part + parts - 1) // parts, block = work // (block_tokens * n_items)
+    cdef Py_ssize_t tokens = min(block_tokens, c.M - block * block_tokens)
+    return block * n_items + ((work - block * block_tokens * n_items + tokens - 1) // tokens if tokens else 0)
+
+
 cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
     cdef const linears_call *c = <const linears_call *> call
     if c.strips != NULL and c.M == 1:
         return run_strips(c)
     cdef const ternary_method *form = &METHODS[c.method]
-    cdef Py_ssize_t M = c.M, K = c.K, m, item, n_items, both, bad = OK
+    cdef Py_ssize_t M = c.M, K = c.K, m, part, item, n_items, both, bad = OK
     cdef Py_ssize_t n_blocks = (K + form.block_k - 1) // <Py_ssize_t> form.block_k, wide = n_blocks * form.block_k
     cdef Py_ssize_t x_stride = n_blocks * form.x_bytes, block_tokens = tokens_in_l2(x_stride)
     cdef int steps = 1 + (c.norm_weight != NULL)
@@ -238,10 +262,12 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
         with parallel(num_threads=product_team):
             scratch = threads_scratch + threadid() * panel_bytes
             # Tried: dynamic, two panels at a time: no faster on two quiet cores (2B-4T's shape, 12 and 30 layers).
-            for item in prange((M + block_tokens - 1) // block_tokens * n_items, schedule="static"):
-                multiply_panel(c, item % n_items, item // n_items * block_tokens, block_tokens, x_sum, x_quant_scale,
-                               x_q if expanded == NULL else expanded, x_stride, <int32_t *> (scratch + kernel_bytes),
-                               scratch)
+            for part in prange(product_team, schedule="static"):
+                for item in range(first_item(c, part, product_team, block_tokens, n_items),
+                                  first_item(c, part + 1, product_team, block_tokens, n_items)):
+                    multiply_panel(c, item % n_items, item // n_items * block_tokens, block_tokens, x_sum, x_quant_scale,
+                                   x_q if expanded == NULL else expanded, x_stride,
+                                   <int32_t *> (scratch + kernel_bytes), scratch)
     free(threads_scratch)
     free(x_q)
     free(expanded)

@@ -17,6 +17,7 @@
 enum { STEP(SCORE_KEYS) = STEP_BYTES == 64 ? 4 : 2, STEP(VALUE_VECTORS) = STEP(SCORE_KEYS) };
 enum { STEP(DOUBLES) = STEP_BYTES / 8, STEP(FLOATS) = STEP_BYTES / 4 };
 typedef double STEP(f64v) __attribute__((vector_size(STEP_BYTES)));
+typedef double STEP(f64u) __attribute__((vector_size(STEP_BYTES), aligned(8), may_alias));
 typedef int64_t STEP(i64v) __attribute__((vector_size(STEP_BYTES)));
 typedef float STEP(f32h) __attribute__((vector_size(STEP_BYTES / 2))); /* as many floats as f64v has doubles */
 typedef float STEP(f32v) __attribute__((vector_size(STEP_BYTES)));
@@ -45,29 +46,33 @@ STEP_INLINE STEP(f32h) STEP(narrow)(STEP(f64v) v) { return __builtin_convertvect
 STEP_INLINE double STEP(sum_lanes)(STEP(f64v) v) { return v[0] + v[1]; }
 #endif
 
-/* `sum_lanes` of eight vectors by the same additions; totals in the order a0, b0, a1, b1, a2, b2, a3, b3 */
-STEP_INLINE void STEP(sum_lanes_of_8)(STEP(f64v) a0, STEP(f64v) a1, STEP(f64v) a2, STEP(f64v) a3, STEP(f64v) b0,
-                                      STEP(f64v) b1, STEP(f64v) b2, STEP(f64v) b3, double *totals) {
+/* `sum_lanes` of v[0] to v[7] by the same additions. A blend and one shuffle bring two vectors' summands together. */
+STEP_INLINE void STEP(sum_lanes_of_8)(const STEP(f64v) *v, double *totals) {
 #if STEP_BYTES == 64
-#define TWO(a, b, upper, lower) _mm512_add_pd(_mm512_shuffle_f64x2(a, b, upper), _mm512_shuffle_f64x2(a, b, lower))
-#define HALVES(a, b) TWO((__m512d)a, (__m512d)b, 0xEE, 0x44)
-#define QUARTERS(a, b) TWO(a, b, 0xDD, 0x88)
-    const __m512d a = QUARTERS(HALVES(a0, a1), HALVES(a2, a3)), b = QUARTERS(HALVES(b0, b1), HALVES(b2, b3));
-    _mm512_storeu_pd(totals, _mm512_add_pd(_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b)));
-#undef TWO
+    const __m512i swap = _mm512_setr_epi64(2, 3, 8, 9, 6, 7, 12, 13);
+#define HALVES(a, b)                                                                                                   \
+    _mm512_add_pd(_mm512_mask_blend_pd(0xF0, (__m512d)v[a], (__m512d)v[b]),                                            \
+                  _mm512_shuffle_f64x2((__m512d)v[a], (__m512d)v[b], 0x4E))
+#define QUARTERS(a, b) _mm512_add_pd(_mm512_mask_blend_pd(0xCC, a, b), _mm512_permutex2var_pd(a, swap, b))
+    const __m512d a02 = HALVES(0, 4), a13 = HALVES(2, 6), b02 = HALVES(1, 5), b13 = HALVES(3, 7);
+    const __m512d a = QUARTERS(a02, a13), b = QUARTERS(b02, b13);
+    _mm512_storeu_pd(totals, _mm512_add_pd(_mm512_mask_blend_pd(0xAA, a, b), _mm512_shuffle_pd(a, b, 0x55)));
 #undef HALVES
 #undef QUARTERS
 #elif STEP_BYTES == 32
-#define TWO(a, b, upper, lower) _mm256_add_pd(_mm256_permute2f128_pd(a, b, lower), _mm256_permute2f128_pd(a, b, upper))
-#define HALVES(a, b) TWO((__m256d)a, (__m256d)b, 0x31, 0x20)
-    _mm256_storeu_pd(totals, _mm256_hadd_pd(HALVES(a0, a1), HALVES(b0, b1)));
-    _mm256_storeu_pd(totals + 4, _mm256_hadd_pd(HALVES(a2, a3), HALVES(b2, b3)));
-#undef TWO
+#define HALVES(a, b)                                                                                                   \
+    _mm256_add_pd(_mm256_blend_pd((__m256d)v[a], (__m256d)v[b], 0xC),                                                  \
+                  _mm256_permute2f128_pd((__m256d)v[a], (__m256d)v[b], 0x21))
+#define FOUR(n, a, b)                                                                                                  \
+    _mm256_storeu_pd(totals + n, _mm256_add_pd(_mm256_blend_pd(a, b, 0xA), _mm256_shuffle_pd(a, b, 0x5)))
+    const __m256d a0 = HALVES(0, 2), b0 = HALVES(1, 3), a4 = HALVES(4, 6), b4 = HALVES(5, 7);
+    FOUR(0, a0, b0);
+    FOUR(4, a4, b4);
 #undef HALVES
+#undef FOUR
 #else
-    const STEP(f64v) all[8] = {a0, b0, a1, b1, a2, b2, a3, b3};
     STEP_UNROLL
-    for (int i = 0; i < 8; i++) totals[i] = STEP(sum_lanes)(all[i]);
+    for (int i = 0; i < 8; i++) totals[i] = STEP(sum_lanes)(v[i]);
 #endif
 }
 
@@ -223,6 +228,7 @@ STEP_TARGET static void STEP(rope)(const float *x, size_t heads, size_t half, co
 #include "dense_rows.h"
 #include "head_screen.h"
 #include "group_steps.h"
+#include "training_steps.h"
 
 #undef STEP_INLINE
 #undef STEP_UNROLL

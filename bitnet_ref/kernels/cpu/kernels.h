@@ -87,6 +87,12 @@ typedef struct {
     void (*screen_arrange)(const int16_t *X, size_t M, size_t wide, int16_t *arranged);
     strip_rows_fn strip_rows; /* NULL, as `strip_columns`: this set reads everything */
     strip_columns_fn strip_columns;
+    /* training: training_steps.h */
+    void (*norm_backward)(const float *, const float *, const float *, size_t, double, float *, double *);
+    void (*softmax_row)(double *, size_t, double, float *);
+    void (*softmax_backward)(float *, const float *, size_t, float);
+    void (*relu2_backward)(const float *, const float *, const float *, size_t, float *, float *);
+    void (*ternarize)(const float *, size_t, float, float, uint8_t *, float *);
 } kernel_set;
 
 #define FLOAT_STEPS(suffix)                                                                                            \
@@ -95,6 +101,8 @@ typedef struct {
         screen_pack_##suffix, screen_token_##suffix, GROUP_LAYOUT_##suffix, group_token_##suffix, group_panel_##suffix
 #define SCREEN(suffix) screen_rows_##suffix, NULL
 #define STRIPS(suffix) strip_rows_##suffix, strip_columns_##suffix
+#define TRAINING(suffix)                                                                                               \
+    norm_backward_##suffix, softmax_row_##suffix, softmax_backward_##suffix, relu2_backward_##suffix, ternarize_##suffix
 
 /* best last */
 static const kernel_set KERNEL_SETS[] = {
@@ -103,26 +111,28 @@ static const kernel_set KERNEL_SETS[] = {
      NULL,
      FLOAT_STEPS(plain),
      SCREEN(plain),
-     STRIPS(plain)},
+     STRIPS(plain),
+     TRAINING(plain)},
 #if defined(__x86_64__)
-    {"avx2", {{ternary_panel_avx2, 0}, {table_panel_avx2, 0}}, peak_avx2, FLOAT_STEPS(avx2), SCREEN(avx2), STRIPS(avx2)},
+    {"avx2", {{ternary_panel_avx2, 0}, {table_panel_avx2, 0}}, peak_avx2, FLOAT_STEPS(avx2), SCREEN(avx2), STRIPS(avx2),
+     TRAINING(avx2)},
 #if defined(BITNET_REF_HAS_AVXVNNI)
     {"avxvnni", {{ternary_panel_avxvnni, 0}, {table_panel_avx2, 0}}, peak_avxvnni, FLOAT_STEPS(avx2), SCREEN(avx2),
-     STRIPS(avx2)},
+     STRIPS(avx2), TRAINING(avx2)},
 #endif
     {"avx512",
      {{ternary_panel_avx512, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}},
      peak_avx512,
-     FLOAT_STEPS(avx512), SCREEN(avx512), STRIPS(avx512)},
+     FLOAT_STEPS(avx512), SCREEN(avx512), STRIPS(avx512), TRAINING(avx512)},
 #if defined(BITNET_REF_HAS_AMX)
     {"amx",
      {{ternary_panel_amx, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}},
      peak_amx,
-     FLOAT_STEPS(avx512), screen_rows_amx, screen_arrange_amx, STRIPS(avx512)},
+     FLOAT_STEPS(avx512), screen_rows_amx, screen_arrange_amx, STRIPS(avx512), TRAINING(avx512)},
 #endif
 #elif defined(__aarch64__)
-    {"neon", {{ternary_panel_neon, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain), STRIPS(neon)},
-    {"dotprod", {{ternary_panel_dotprod, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain), STRIPS(neon)},
+    {"neon", {{ternary_panel_neon, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain), STRIPS(neon), TRAINING(plain)},
+    {"dotprod", {{ternary_panel_dotprod, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain), STRIPS(neon), TRAINING(plain)},
 #endif
 };
 enum { N_KERNEL_SETS = sizeof KERNEL_SETS / sizeof *KERNEL_SETS };

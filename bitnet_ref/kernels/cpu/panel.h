@@ -51,7 +51,7 @@ static inline uint32_t transpose_codes(uint32_t word) {
 enum { TILE = 16 /* rows, and blocks: 64 bytes of a row, and a vector of a block */ };
 
 /* Packed rows, four adjacent columns per byte (rows, row_bytes) -> one panel. In tiles, whose vectors are written whole:
- * 2560 x 6912 takes one thread of an EPYC (Zen 4) 0.9 ms, word by word 2.4; unpacking it 0.9, and 3.1. */
+ * 2560 x 6912 takes one thread of an EPYC (Zen 5) 0.9 ms, word by word 2.4; unpacking it 0.9, and 3.1. */
 static void pack_panel(const uint8_t *packed, size_t rows, size_t row_bytes, uint8_t *panel) {
     const size_t n_blocks = (row_bytes + 3) / 4;
     for (size_t first = 0; first < PANEL_ROWS; first += TILE)
