@@ -226,8 +226,10 @@ def _make_temporary(path: Path, *, is_folder: bool) -> tuple[Path, int]:
                 lock_file(lock)
             if temporary.exists():  # else another writer removed it before it was locked
                 return temporary, lock
-        except OSError:
+        except OSError as problem:
             _discard(temporary, lock)
+            if is_folder and isinstance(problem, FileNotFoundError):  # removed before it was opened
+                continue
             raise
         os.close(lock)
 

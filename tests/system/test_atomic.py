@@ -185,6 +185,24 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path):
         pass
 
 
+@pytest.mark.skipif(not atomic.CAN_LOCK, reason="no locks on this system, so nothing is swept")
+def test_a_folder_that_another_writer_sweeps_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    path, swept, real = tmp_path / "folder", [], os.open
+
+    def sweep_first(name, *rest, **more):
+        if not swept:
+            swept.append(name)
+            atomic.remove_leftovers(path)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(os, "open", sweep_first)
+    with atomic_folder(path) as temporary:
+        (temporary / "file").write_bytes(b"whole")
+    assert swept
+    assert swept[0] != temporary
+    assert os.listdir(tmp_path) == ["folder"]
+
+
 def test_a_temporary_name_is_not_wrapped_again(tmp_path):
     path = tmp_path / "file.bin"
     with atomic_path(path) as temporary, atomic_path(temporary) as same:
