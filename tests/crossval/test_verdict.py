@@ -198,9 +198,9 @@ def test_html_breaks_no_number(seen):
 
 @pytest.fixture(scope="module")
 def unexplained(tmp_path_factory):
-    """A trace whose mistake is on no list, so that the search is a long one."""
+    """A trace whose mistake is on no list, so that the search is longer than a bar waits."""
     m = model("storyteller")
-    ids = m.tokenizer.encode("Once upon a time, the little rabbit " * 8)  # on a fast machine too, longer than a bar waits
+    ids = m.tokenizer.encode("Once upon a time, the little rabbit " * 8)
     tensors = m.run_with_cache(ids)[1]
     for layer in range(6):
         z = tensors[f"blocks.{layer}.attn.hook_z"]
