@@ -252,6 +252,7 @@ def test_a_split_has_every_operation_of_a_backend():
         "choose_cache_dtype",
         "embed_on_host",
         "other_layouts",
+        "pack_plane",
         "place",
         "prepare",
         "prepared_layout",
