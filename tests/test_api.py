@@ -362,10 +362,15 @@ def test_closing_frees_the_weights(head, backend_name):
     held = [weakref.ref(weight) for weight in weights]
     if head == "screened":  # what lies in a mapping of its own, of which the backend keeps the rest
         held.append(weakref.ref(m.weights.lm_head.rows_q.base))
-    del weights
-    m.close()
-    gc.collect()
-    assert [ref() for ref in held] == [None] * len(held)
+    with m.engine(max_batch=1) as engine:
+        engine.generate("Alice", max_tokens=2)
+    del weights, engine
+    gc.disable()  # none by chance
+    try:
+        m.close()
+        assert [ref() for ref in held] == [None] * len(held)
+    finally:
+        gc.enable()
 
 
 def test_a_shared_model_that_was_closed_is_loaded_anew(tmp_path):

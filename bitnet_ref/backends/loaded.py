@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -213,6 +214,7 @@ class LoadedModel:
         """Free the weights and everything the backend holds. Any later use raises BackendError."""
         self._weights = None
         self.backend.close()
+        gc.collect()  # the requests of an engine are cycles that hold the weights
 
 
 def _is_batch(token_ids: Any) -> bool:
