@@ -213,8 +213,8 @@ class LoadedModel:
     def close(self) -> None:
         """Free the weights and everything the backend holds. Any later use raises BackendError."""
         self._weights = None
+        gc.collect()  # the requests of an engine are cycles that hold the weights, and its cache on the backend
         self.backend.close()
-        gc.collect()  # the requests of an engine are cycles that hold the weights
 
 
 def _is_batch(token_ids: Any) -> bool:
