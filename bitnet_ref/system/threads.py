@@ -20,6 +20,7 @@ MAX_THREADS = 4096
 _VARIABLES = ("BITNET_REF_NUM_THREADS", "OMP_NUM_THREADS")
 _ROOT = Path("/")  # where /proc and /sys are
 _team = threading.local()  # .size: of the team that this thread may start
+_bound_cpus: frozenset[int] = frozenset()  # the processors that OpenMP binds its threads to, if it binds them
 
 
 def resolve_threads(threads: int | None = None) -> int:
@@ -67,9 +68,10 @@ def check_team(threads: int) -> None:
 def machine_threads(root: Path = _ROOT) -> tuple[int, str]:
     """(count, the limit that sets it) without any setting. root: the folder of proc and sys, for tests."""
     cpus = usable_cpus()
-    count, source = len(cpus), "CPUs available to this process"
+    whose = "that OpenMP binds its threads to" if _bound_cpus else "available to this process"
+    count, source = len(cpus), f"CPUs {whose}"
     if (cores := physical_cores(cpus, root)) < count:
-        count, source = cores, f"physical cores of the {count} CPUs available to this process"
+        count, source = cores, f"physical cores of the {count} CPUs {whose}"
     quota = cgroup_cpus(root)
     if quota is not None and quota < count:
         count, source = max(1, int(quota)), f"cgroup limit of {quota:g} CPUs"
@@ -81,8 +83,20 @@ def available_cpus() -> int:
     return machine_threads()[0]
 
 
+def set_bound_cpus(cpus: Iterable[int]) -> None:
+    """Take these processors for those that this process may run on; none of them: the ones that the system names.
+
+    If OpenMP binds threads (OMP_PROC_BIND, OMP_PLACES, GOMP_CPU_AFFINITY), it binds the main thread too, as soon as the
+    extension is loaded; the system then names only that thread's processors.
+    """
+    global _bound_cpus
+    _bound_cpus = frozenset(cpus)
+
+
 def usable_cpus() -> set[int]:
     """Numbers of the processors that this process may run on."""
+    if _bound_cpus:
+        return set(_bound_cpus)
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))

@@ -78,6 +78,35 @@ def test_affinity_is_honoured():
     assert 1 <= available_cpus() <= len(cpus)
 
 
+BOUND = """
+import json, os
+allowed = sorted(os.sched_getaffinity(0))
+import bitnet_ref
+from bitnet_ref.system.threads import machine_threads, usable_cpus
+
+model = bitnet_ref.load("storyteller", backend="cython")
+print(json.dumps([allowed, sorted(usable_cpus()), *machine_threads(), model.backend.threads]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libgomp binds threads on Linux only")
+@pytest.mark.skipif(why_unavailable() is not None, reason="the extension is not built")
+@pytest.mark.parametrize("variable", ["OMP_PROC_BIND=true", "OMP_PLACES=threads", "GOMP_CPU_AFFINITY={cpus}", "one"])
+def test_threads_that_openmp_binds_are_counted(variable):
+    """OpenMP binds the main thread to one CPU when the extension is loaded."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if variable == "one":
+        name, value, expected = "OMP_PLACES", f"{{{cpus[-1]}}}", cpus[-1:]
+    else:
+        name, value = variable.format(cpus=" ".join(map(str, cpus))).split("=")
+        expected = cpus
+    allowed, usable, count, source, threads = run_python(BOUND, env={name: value})
+    assert allowed == cpus
+    assert usable == expected
+    assert threads == count == min(physical_cores(expected), count)
+    assert "OpenMP binds" in source or "cgroup" in source
+
+
 # -- the machine: made-up /proc and /sys -------------------------------------------------------------------------------
 
 

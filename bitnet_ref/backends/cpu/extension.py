@@ -28,6 +28,7 @@ import numpy as np
 
 from ...errors import BackendUnavailable
 from ...reference import quantization
+from ...system.threads import set_bound_cpus
 
 # A waiting OpenMP thread spins for a tenth of a millisecond and then sleeps. With libgomp's default of milliseconds it
 # takes the processor from the thread it waits for whenever the machine has other work: 30 times slower, measured.
@@ -49,6 +50,8 @@ except ImportError as error:
 finally:
     if _set_spin_count:
         del os.environ["GOMP_SPINCOUNT"]
+if _cpu is not None:
+    set_bound_cpus(_cpu.bound_cpus())
 
 DEFAULT_LAYOUT = "2-bit"
 STRIPS = ("auto", "always", "never")  # whether large, all or no up_proj and down_proj get them

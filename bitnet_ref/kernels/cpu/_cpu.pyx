@@ -118,14 +118,40 @@ cdef extern from "kernels.h" nogil:
 cdef extern from *:
     """
     #ifdef _OPENMP
+    #include <omp.h>
     #define BITNET_REF_OPENMP 1
     #else
     #define BITNET_REF_OPENMP 0
     #endif
+    #if defined(_OPENMP) && _OPENMP >= 201511 /* 4.5 */
+    static int bound_places(void) { return omp_get_proc_bind() == omp_proc_bind_false ? 0 : omp_get_num_places(); }
+    #else
+    static int bound_places(void) { return 0; }
+    static int omp_get_place_num_procs(int place) { return 0 * place; }
+    static void omp_get_place_proc_ids(int place, int *cpus) { (void)place, (void)cpus; }
+    #endif
     """
     const int BITNET_REF_OPENMP
+    int bound_places()
+    int omp_get_place_num_procs(int place)
+    void omp_get_place_proc_ids(int place, int *cpus)
 
 has_openmp = bool(BITNET_REF_OPENMP)
+
+
+def bound_cpus():
+    """Numbers of the processors that OpenMP binds its threads to (OMP_PLACES, OMP_PROC_BIND, GOMP_CPU_AFFINITY);
+    empty if it binds none."""
+    cdef int place
+    cdef int[::1] cpus
+    bound = set()
+    for place in range(bound_places()):
+        cpus = memoryview(bytearray(sizeof(int) * max(1, omp_get_place_num_procs(place)))).cast("i")
+        omp_get_place_proc_ids(place, &cpus[0])
+        bound.update(cpus[: omp_get_place_num_procs(place)])
+    return bound
+
+
 cdef Py_ssize_t L2_BYTES = l2_bytes()
 panel_rows, block_bytes = PANEL_ROWS, BLOCK_BYTES
 
