@@ -7,7 +7,7 @@ backend's kernels. Products of floats are BLAS's here as there. What has no kern
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,11 +86,18 @@ class Compiled:
         self, dys: Sequence[NDArray], saved: LinearInput, w: ops.StepLinear
     ) -> tuple[Gradient, list[Gradient]]:
         """Part by part: gradients of several linears are never copied into one array."""
-        x, parts = saved.rescaled(dys[0].dtype), w.split(w.values, 0)
+        x, parts = self._rescaled(saved), w.split(w.values, 0)
         dx = dys[0] @ parts[0]
         for dy, part in zip(dys[1:], parts[1:], strict=True):
             dx += dy @ part
         return dx, [dy.T @ x for dy in dys]
+
+    def _rescaled(self, saved: LinearInput) -> NDArray:
+        if saved.x_quant_scale is None:
+            return saved.x
+        x = np.empty(saved.x.shape, dtype=np.float32)
+        _cpu.rescale(saved.x, saved.x_quant_scale, x, self.kernel_set)
+        return x
 
     def attention(self, q: NDArray, k: NDArray, v: NDArray, window: int | None) -> tuple[NDArray, list[NDArray]]:
         (tokens, kv_heads, head_dim), heads = k.shape, q.shape[1]
@@ -139,6 +146,13 @@ class Compiled:
         d_gate, d_up = (np.empty(gate.shape, dtype=np.float32) for _ in range(2))
         _cpu.relu2_backward(as_floats(dy), as_floats(gate), as_floats(up), d_gate, d_up, self.kernel_set)
         return d_gate, d_up
+
+    def sum_of_squares(self, g: NDArray) -> float:
+        return _cpu.sum_of_squares(as_floats(g).reshape(-1), self.kernel_set)
+
+    def adamw(self, w: NDArray, g: NDArray, m: NDArray, v: NDArray, rates: ops.AdamRates) -> None:
+        arrays = w.reshape(-1), as_floats(g).reshape(-1), m.reshape(-1), v.reshape(-1)
+        _cpu.adamw(*arrays, *astuple(rates), self.kernel_set)
 
 
 def compiled_ops() -> SimpleNamespace:

@@ -32,6 +32,7 @@ from ..reference import layers, quantization
 
 Gradient = NDArray
 QUERY_BLOCK = 64  # queries whose scores are computed together; keys after the last of them are left out
+_ADAM_BLOCK = 1 << 15  # values updated at a time: their arrays stay in the processor's cache
 
 
 # -- embedding ---------------------------------------------------------------------------------------------------------
@@ -286,3 +287,41 @@ def cross_entropy_backward(probabilities: NDArray, targets: NDArray, weight: flo
     probabilities[rows, targets] -= 1
     probabilities *= weight
     return probabilities
+
+
+# -- the optimiser, of one array ---------------------------------------------------------------------------------------
+
+
+def sum_of_squares(g: Gradient) -> float:
+    """In float64."""
+    return float(np.square(g, dtype=np.float64).sum())
+
+
+@dataclass(frozen=True)
+class AdamRates:
+    """The numbers of one step; keep: what weight decay leaves of w."""
+
+    b1: float
+    b2: float
+    v_scale: float
+    eps: float
+    keep: float
+    step_size: float
+
+
+def adamw(w: NDArray, g: Gradient, m: NDArray, v: NDArray, rates: AdamRates) -> None:
+    """w = w keep - step_size m / (sqrt(v) / v_scale + eps), in place, with the means m and v of g and g^2: `AdamW`."""
+    b1, b2 = rates.b1, rates.b2
+    flat = w.reshape(-1), g.reshape(-1), m.reshape(-1), v.reshape(-1)
+    block = _ADAM_BLOCK if isinstance(w, np.ndarray) else w.size  # on a card all at once
+    for start in range(0, w.size, block):
+        w_b, g_b, m_b, v_b = (array[start : start + block] for array in flat)
+        m_b *= b1
+        m_b += (1 - b1) * g_b
+        v_b *= b2
+        v_b += (1 - b2) * np.square(g_b)
+        denominator = np.sqrt(v_b)
+        denominator /= rates.v_scale
+        denominator += rates.eps
+        w_b *= rates.keep
+        w_b -= rates.step_size * m_b / denominator

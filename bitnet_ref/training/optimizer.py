@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError
-
-_BLOCK = 1 << 15  # values updated at a time: their arrays stay in the processor's cache
+from . import ops
 
 
 @dataclass
@@ -41,8 +40,9 @@ class AdamW:
         lr: float,
         weight_decay: float,
         run: Callable[..., Iterable[Any]] = map,
+        functions: Any = ops,
     ) -> None:
-        """One step, in place. run: `map`, or that of a pool of threads."""
+        """One step, in place. run: `map`, or that of a pool of threads. functions: what stands in for `ops`."""
         self.step += 1
         b1, b2 = self.betas
         step_size, v_scale = lr / (1 - b1**self.step), math.sqrt(1 - b2**self.step)
@@ -52,31 +52,27 @@ class AdamW:
             if name not in self.m:
                 self.m[name], self.v[name] = np.zeros_like(w), np.zeros_like(w)
             keep = 1 - lr * weight_decay if w.ndim > 1 else 1.0
-            flat = (w.reshape(-1), gradients[name].reshape(-1), self.m[name].reshape(-1), self.v[name].reshape(-1))
-            block = _BLOCK if isinstance(w, np.ndarray) else w.size  # on a card all at once
-            for start in range(0, w.size, block):
-                w_b, g_b, m_b, v_b = (array[start : start + block] for array in flat)
-                m_b *= b1
-                m_b += (1 - b1) * g_b
-                v_b *= b2
-                v_b += (1 - b2) * np.square(g_b)
-                denominator = np.sqrt(v_b)
-                denominator /= v_scale
-                denominator += self.eps
-                w_b *= keep
-                w_b -= step_size * m_b / denominator
+            rates = ops.AdamRates(b1, b2, v_scale, self.eps, keep, step_size)
+            functions.adamw(w, gradients[name], self.m[name], self.v[name], rates)
 
         list(run(update_one, masters))
 
 
-def global_norm(gradients: Mapping[str, NDArray], run: Callable[..., Iterable[Any]] = map) -> float:
+def global_norm(
+    gradients: Mapping[str, NDArray], run: Callable[..., Iterable[Any]] = map, functions: Any = ops
+) -> float:
     """sqrt of the sum of all squares, in float64."""
-    return math.sqrt(math.fsum(run(lambda g: float(np.square(g, dtype=np.float64).sum()), gradients.values())))
+    return math.sqrt(math.fsum(run(functions.sum_of_squares, gradients.values())))
 
 
-def clip_gradients(gradients: Mapping[str, NDArray], max_norm: float, run: Callable[..., Iterable[Any]] = map) -> float:
+def clip_gradients(
+    gradients: Mapping[str, NDArray],
+    max_norm: float,
+    run: Callable[..., Iterable[Any]] = map,
+    functions: Any = ops,
+) -> float:
     """Scale all gradients, in place, so that their global norm is at most `max_norm`.   -> the norm before"""
-    norm = global_norm(gradients, run)
+    norm = global_norm(gradients, run, functions)
     if norm > max_norm:
         list(run(lambda g: np.multiply(g, max_norm / norm, out=g), gradients.values()))
     return norm

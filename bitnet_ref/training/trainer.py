@@ -170,8 +170,9 @@ class Trainer:
     def apply(self, gradients: Masters) -> float:
         """One AdamW step with gradients of your own, such as a mean over micro-batches.   -> their global norm"""
         with self._workers() as pool:
-            norm = clip_gradients(gradients, math.inf if self.max_norm is None else self.max_norm, pool.map)
-            self.optimizer.update(self.masters, gradients, *self.schedule.at(self.optimizer.step), pool.map)
+            tools = pool.map, self.functions
+            norm = clip_gradients(gradients, math.inf if self.max_norm is None else self.max_norm, *tools)
+            self.optimizer.update(self.masters, gradients, *self.schedule.at(self.optimizer.step), *tools)
         return norm
 
     def logits(self, tokens: NDArray) -> NDArray:

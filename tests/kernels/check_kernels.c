@@ -185,6 +185,15 @@ static void check_training(const kernel_set *set, size_t n) {
     set->ternarize(x, n, 1.7f, 0.6f, c, a), plain->ternarize(x, n, 1.7f, 0.6f, e, b);
     must_equal(set, "ternarize", a, b, n * sizeof *a, n, 0, 0);
     must_equal(set, "ternarize", c, e, n, n, 1, 0);
+    set->rescale((int8_t *)c, n, 1.7f, a), plain->rescale((int8_t *)c, n, 1.7f, b);
+    must_equal(set, "rescale", a, b, n * sizeof *a, n, 0, 0);
+    const double squares = plain->sum_of_squares(x, n);
+    if (fabs(set->sum_of_squares(x, n) - squares) > 1e-12 * squares) fail(set, "sum_of_squares", n, 0, 0);
+    const adamw_rates rates = {0.9f, 0.1f, 0.95f, 0.05f, 0.3f, 1e-8f, 0.999f, 0.01f};
+    float *of[] = {a, a2, w, b, b2, x}; /* w, m and v of both */
+    for (size_t i = 0; i < n; i++) a[i] = b[i] = w[i], a2[i] = b2[i] = x[i], w[i] = x[i] = fabsf(w[i]);
+    set->adamw(a, dy, a2, w, n, &rates), plain->adamw(b, dy, b2, x, n, &rates);
+    for (int i = 0; i < 3; i++) must_equal(set, "adamw", of[i], of[i + 3], n * sizeof *a, n, i, 0);
     free(dy), free(x), free(w), free(a), free(b), free(a2), free(b2), free(s), free(t), free(c), free(e);
 }
 

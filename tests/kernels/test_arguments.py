@@ -107,6 +107,12 @@ def good_calls():
         "ternarize": {
             "w": floats(N, K), "w_dequant_scale": 0.5, "packed": packed.copy(), "values": floats(N, K), "kernels": 0
         },
+        "rescale": {"x_q": int8, "x_quant_scale": floats(M, 1), "x": floats(M, K), "kernels": 0},
+        "sum_of_squares": {"x": floats(K), "kernels": 0},
+        "adamw": {
+            "w": floats(K), "g": floats(K), "m": floats(K), "v": floats(K), "b1": 0.9, "b2": 0.95, "v_scale": 0.3,
+            "eps": 1e-8, "keep": 0.999, "step_size": 0.01, "kernels": 0,
+        },
     }  # fmt: skip
 
 
@@ -181,18 +187,21 @@ FREE_SIZES = {
     ("sum_words", "words"), ("pack_panels", "packed"), ("unpack_panels", "packed"), ("ternary_matmul", "acc"),
     ("append", "page_table"), ("attention", "page_table"), ("dense_rows", "w"), ("screen_pack", "w"),
     ("screen_rows", "x"), ("pack_strips", "packed"), ("group_pack_panels", "packed"), ("group_linears", "x"),
+    ("sum_of_squares", "x"),
 }  # fmt: skip
 OUTPUTS = {
     "x_q", "x_quant_scale", "acc", "y", "z", "panels", "packed", "keys", "values", "key_scales", "value_scales", "q",
     "facts", "lower", "upper", "dx", "d_weight", "scores", "pattern", "d_scores", "d_gate", "d_up",
+    "m", "v",
 }  # fmt: skip
 INPUTS_OF_THAT_NAME = {
     "packed": "pack_panels pack_strips group_pack_panels",
     "panels": "unpack_panels ternary_matmul Panels GroupPanels",
-    "x_q": "ternary_matmul",
+    "x_q": "ternary_matmul rescale",
 }
-INPUTS_OF_THAT_NAME |= {"q": "attention screen_rows", "facts": "screen_rows", "y": "add", "x_quant_scale": "dequantize"}
+INPUTS_OF_THAT_NAME |= {"q": "attention screen_rows", "facts": "screen_rows", "y": "add", "x_quant_scale": "dequantize rescale"}
 INPUTS_OF_THAT_NAME |= {"acc": "dequantize", "x_q": "ternary_matmul", "pattern": "softmax_backward"}
+OUTPUTS_OF = {"rescale": "x", "adamw": "w"}  # arguments that are inputs of the other functions
 CODE = """
 import faulthandler, json, sys
 faulthandler.enable()
@@ -216,6 +225,7 @@ def test_no_bad_argument_passes_or_crashes():
     for name, argument, problem in passed:
         if problem == "read-only" and argument in OUTPUTS:
             assert name in INPUTS_OF_THAT_NAME[argument].split(), (name, argument)
+        assert not (problem == "read-only" and argument == OUTPUTS_OF.get(name))
         if argument in ("kernels", "method"):
             assert problem in ("0", "1", "2", "3", "4"), (name, argument, problem)
         if argument == "threads":

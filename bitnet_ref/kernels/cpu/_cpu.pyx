@@ -73,6 +73,8 @@ cdef extern from "kernels.h" nogil:
     void group_unpack_row(const group_shape *, const uint8_t *, size_t, uint8_t *)
     void group_fetch(const uint8_t *codes, size_t bytes)
     void group_turn(const float *, size_t, const float *, const int64_t *, size_t, double *)
+    ctypedef struct adamw_rates:
+        float b1, rest1, b2, rest2, v_scale, eps, keep, step_size
     ctypedef struct kernel_set:
         const char *name
         ternary_kernel ternary[3]  # N_METHODS
@@ -106,6 +108,9 @@ cdef extern from "kernels.h" nogil:
         void (*softmax_backward)(float *, const float *, size_t, float) noexcept nogil
         void (*relu2_backward)(const float *, const float *, const float *, size_t, float *, float *) noexcept nogil
         void (*ternarize)(const float *, size_t, float, float, uint8_t *, float *) noexcept nogil
+        void (*rescale)(const int8_t *, size_t, float, float *) noexcept nogil
+        double (*sum_of_squares)(const float *, size_t) noexcept nogil
+        void (*adamw)(float *, const float *, float *, float *, size_t, const adamw_rates *) noexcept nogil
     const kernel_set KERNEL_SETS[]
     const int N_KERNEL_SETS
     const char *kernel_set_lacks(size_t index)

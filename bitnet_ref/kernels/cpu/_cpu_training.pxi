@@ -96,3 +96,44 @@ def ternarize(const float[:, ::1] w, float w_dequant_scale, uint8_t[:, ::1] pack
             for j in range(row_bytes):
                 packed[n, j] = codes[4 * j] | codes[4 * j + 1] << 2 | codes[4 * j + 2] << 4 | codes[4 * j + 3] << 6
     free(codes)
+
+
+def rescale(const int8_t[:, ::1] x_q, const float[:, ::1] x_quant_scale, float[:, ::1] x, Py_ssize_t kernels):
+    """x_q (M, K), x_quant_scale (M, 1) -> x (M, K) = x_q / x_quant_scale"""
+    cdef Py_ssize_t M = x_q.shape[0], K = x_q.shape[1], m
+    cdef const kernel_set *chosen = check_set(kernels)
+    if (x_quant_scale.shape[0] != M or x_quant_scale.shape[1] != 1 or x.shape[0] != M or x.shape[1] != K or M == 0
+            or K == 0):
+        raise ValueError(f"rescale: x_q {M, K}, scales {x_quant_scale.shape[0], x_quant_scale.shape[1]}, x {x.shape[0], x.shape[1]}")
+    check_aligned(<size_t> &x_quant_scale[0, 0] | <size_t> &x[0, 0])
+    with nogil:
+        for m in range(M):
+            chosen.rescale(&x_q[m, 0], K, x_quant_scale[m, 0], &x[m, 0])
+
+
+def sum_of_squares(const float[::1] x, Py_ssize_t kernels):
+    """x (N) -> the sum of x^2 in double"""
+    cdef Py_ssize_t N = x.shape[0]
+    cdef const kernel_set *chosen = check_set(kernels)
+    cdef double total
+    if N == 0:
+        return 0.0
+    check_aligned(<size_t> &x[0])
+    with nogil:
+        total = chosen.sum_of_squares(&x[0], N)
+    return total
+
+
+def adamw(float[::1] w, const float[::1] g, float[::1] m, float[::1] v, double b1, double b2, double v_scale, double eps,
+          double keep, double step_size, Py_ssize_t kernels):
+    """One AdamW step of an array w (N) by its gradient g (N), in place; its means m and v too."""
+    cdef Py_ssize_t N = w.shape[0]
+    cdef const kernel_set *chosen = check_set(kernels)
+    if g.shape[0] != N or m.shape[0] != N or v.shape[0] != N or N == 0:
+        raise ValueError(f"adamw: w {N}, g {g.shape[0]}, m {m.shape[0]}, v {v.shape[0]}")
+    check_aligned(<size_t> &w[0] | <size_t> &g[0] | <size_t> &m[0] | <size_t> &v[0])
+    cdef adamw_rates rates
+    rates.b1, rates.rest1, rates.b2, rates.rest2 = b1, 1 - b1, b2, 1 - b2
+    rates.v_scale, rates.eps, rates.keep, rates.step_size = v_scale, eps, keep, step_size
+    with nogil:
+        chosen.adamw(&w[0], &g[0], &m[0], &v[0], N, &rates)

@@ -19,6 +19,11 @@
 #include "ternary_neon.h"
 #include "ternary_scalar.h"
 
+/* training/ops.py's AdamRates, with rest1 = 1 - b1 and rest2 = 1 - b2 */
+typedef struct {
+    float b1, rest1, b2, rest2, v_scale, eps, keep, step_size;
+} adamw_rates;
+
 #define STEP(name) name##_plain
 #define STEP_BYTES 16
 #define STEP_MULADD(a, b, c) ((a) * (b) + (c))
@@ -93,6 +98,9 @@ typedef struct {
     void (*softmax_backward)(float *, const float *, size_t, float);
     void (*relu2_backward)(const float *, const float *, const float *, size_t, float *, float *);
     void (*ternarize)(const float *, size_t, float, float, uint8_t *, float *);
+    void (*rescale)(const int8_t *, size_t, float, float *);
+    double (*sum_of_squares)(const float *, size_t);
+    void (*adamw)(float *, const float *, float *, float *, size_t, const adamw_rates *);
 } kernel_set;
 
 #define FLOAT_STEPS(suffix)                                                                                            \
@@ -102,7 +110,8 @@ typedef struct {
 #define SCREEN(suffix) screen_rows_##suffix, NULL
 #define STRIPS(suffix) strip_rows_##suffix, strip_columns_##suffix
 #define TRAINING(suffix)                                                                                               \
-    norm_backward_##suffix, softmax_row_##suffix, softmax_backward_##suffix, relu2_backward_##suffix, ternarize_##suffix
+    norm_backward_##suffix, softmax_row_##suffix, softmax_backward_##suffix, relu2_backward_##suffix,                  \
+        ternarize_##suffix, rescale_##suffix, sum_of_squares_##suffix, adamw_##suffix
 
 /* best last */
 static const kernel_set KERNEL_SETS[] = {

@@ -3,20 +3,26 @@
  *
  * Measured, EPYC, Zen 5, one sequence of 256 tokens of storyteller's shape, one thread: see training/compiled.py. */
 
-/* With r = sqrt(mean(x^2) + eps) and n = x / r:   dx = (dy g - n mean(dy g n)) / r,   d_weight += dy n */
-STEP_TARGET static void STEP(norm_backward)(const float *dy, const float *x, const float *weight, size_t D, double eps,
-                                            float *dx, double *d_weight) {
+STEP_TARGET static double STEP(sum_of_squares)(const float *x, size_t n) {
     STEP(f64v) sum = {0};
     size_t i = 0;
-    for (; i + STEP(DOUBLES) <= D; i += STEP(DOUBLES)) {
+    for (; i + STEP(DOUBLES) <= n; i += STEP(DOUBLES)) {
         const STEP(f64v) v = STEP(wide)(x + i);
         sum += v * v;
     }
     double total = STEP(sum_lanes)(sum);
-    for (; i < D; i++) total += (double)x[i] * x[i];
-    const double inverse = 1.0 / (float)sqrt(total / (double)D + eps);
-    sum = (STEP(f64v)){0}, total = 0;
-    for (i = 0; i + STEP(DOUBLES) <= D; i += STEP(DOUBLES)) {
+    for (; i < n; i++) total += (double)x[i] * x[i];
+    return total;
+}
+
+/* With r = sqrt(mean(x^2) + eps) and n = x / r:   dx = (dy g - n mean(dy g n)) / r,   d_weight += dy n */
+STEP_TARGET static void STEP(norm_backward)(const float *dy, const float *x, const float *weight, size_t D, double eps,
+                                            float *dx, double *d_weight) {
+    const double inverse = 1.0 / (float)sqrt(STEP(sum_of_squares)(x, D) / (double)D + eps);
+    STEP(f64v) sum = {0};
+    double total = 0;
+    size_t i = 0;
+    for (; i + STEP(DOUBLES) <= D; i += STEP(DOUBLES)) {
         const STEP(f64v) d_n = STEP(wide)(dy + i) * (STEP(wide)(x + i) * inverse);
         STEP(f64v) of_weight;
         memcpy(&of_weight, d_weight + i, sizeof of_weight);
@@ -72,5 +78,22 @@ STEP_TARGET static void STEP(ternarize)(const float *w, size_t n, float inverse,
         const float rounded = x + magic;
         codes[i] = (uint8_t)(float_bits(rounded) + 1);
         values[i] = (rounded - magic) * scale;
+    }
+}
+
+/* x (K) = x_q / x_quant_scale: what the activations were rounded to */
+STEP_TARGET static void STEP(rescale)(const int8_t *x_q, size_t K, float x_quant_scale, float *x) {
+    for (size_t i = 0; i < K; i++) x[i] = (float)x_q[i] / x_quant_scale;
+}
+
+/* One array's step of training/ops.py's `adamw`: NumPy's operations in its order, so its bits */
+STEP_TARGET static void STEP(adamw)(float *restrict w, const float *restrict g, float *restrict m, float *restrict v,
+                                    size_t n, const adamw_rates *rates) {
+    const adamw_rates r = *rates;
+    for (size_t i = 0; i < n; i++) {
+        m[i] = m[i] * r.b1 + g[i] * r.rest1;
+        v[i] = v[i] * r.b2 + g[i] * g[i] * r.rest2;
+        const float denominator = sqrtf(v[i]) / r.v_scale + r.eps;
+        w[i] = w[i] * r.keep - m[i] * r.step_size / denominator;
     }
 }
