@@ -104,6 +104,45 @@ PLACES = {
         slot = c->slots > 1 ? ⟦b → 0⟧ : 0;
         c->sums[(⟦slot → 1⟧ * rows + i) * d + j];
         z[j] = (float)⟦c->sums[i * d + j] → c->sums[j]⟧;""",
+    "training_steps.h": r"""
+        sum += ⟦v * v → v⟧;
+        total += (double)x[i] * ⟦x[i] → 2 * x[i]⟧;
+        (double)D + ⟦eps → 0⟧);
+        / ⟦(double)D → (double)(D + 1)⟧ + eps);
+        of_weight += ⟦d_n → 2 * d_n⟧;
+        sum += ⟦d_n * STEP(wide)(weight + i) → d_n * d_n⟧;
+        d_weight[i] += ⟦d_n → 0⟧;
+        total += ⟦d_n * weight[i] → 2 * d_n⟧;
+        (float)((⟦total → 0⟧ + STEP(sum_lanes)(sum)) / (double)D), by_r
+        (dy[i] * ⟦weight[i] → 2⟧ - x[i] * by_r * mean)
+        x[i] * by_r * ⟦mean → 0⟧) * by_r;
+        x[i] * by_r * mean) * ⟦by_r → 1⟧;
+        pattern[i] = (float)(scores[i] * ⟦scale → 1⟧);
+        pattern[i] = (float)⟦scores[i] → scores[0]⟧;
+        STEP(wide)(d_scores + i) * STEP(wide)(⟦pattern → d_scores⟧ + i);
+        total += ⟦(double)d_scores[i] * pattern[i] → 0⟧;
+        (d_scores[i] - ⟦mean → 0⟧) * pattern[i] * scale;
+        (d_scores[i] - mean) * pattern[i] * ⟦scale → 1⟧;
+        g = ⟦gate[i] < 0 → gate[i] < 0.01f⟧ ? 0 : gate[i], d
+        d = dy[i] * ⟦g → 1⟧;
+        d_gate[i] = d * up[i] * ⟦2 → 1⟧;
+        d_up[i] = d * ⟦g → up[i]⟧;
+        float x = w[i] * ⟦inverse → 1⟧;
+        x = x < -1 ? ⟦-1 → 0⟧ : x;
+        x = x > 1 ? ⟦1 → 0⟧ : x;
+        (uint8_t)(float_bits(rounded) + ⟦1 → 2⟧);
+        values[i] = (rounded - magic) * ⟦scale → -scale⟧;
+        (float)⟦x_q[i] → x_q[0]⟧ / x_quant_scale;
+        (float)x_q[i] / ⟦x_quant_scale → 127⟧;
+        m[i] * ⟦r.b1 → r.b2⟧ + g[i]
+        g[i] * ⟦r.rest1 → r.rest2⟧;
+        v[i] * ⟦r.b2 → r.b1⟧ + g[i]
+        g[i] * ⟦g[i] → m[i]⟧ * r.rest2;
+        g[i] * g[i] * ⟦r.rest2 → r.rest1⟧;
+        sqrtf(v[i]) / ⟦r.v_scale → 1⟧ + r.eps;
+        / r.v_scale + ⟦r.eps → 1⟧;
+        w[i] * ⟦r.keep → 1⟧ - m[i]
+        - m[i] * ⟦r.step_size → -r.step_size⟧ / denominator;""",
     "kv_cache.h": r"""
         offset = ⟦kv->first + keys.from - page * kv->page_size → 0⟧;
         row = (size_t)kv->pages[⟦page → 0⟧]
@@ -251,6 +290,25 @@ PLACES = {
         tokens + ⟦m → 0⟧ * wide, token_facts
         &facts[⟦block * 64 → 0⟧, 0]
         first + ⟦rows[i] → i⟧ * size""",
+    "_cpu_training.pxi": r"""
+        chosen.norm_backward(&dy[m, 0], &x[⟦m → 0⟧, 0], &weight[0]
+        &weight[0], D, eps, &dx[⟦m → 0⟧, 0], sums)
+        d_weight[m] = <float> ⟦sums[m] → 0⟧
+        high = start + ⟦q → 0⟧ - first + 1
+        high - ⟦window → (window - 1)⟧) if window
+        high - low, ⟦scale → 1⟧, &pattern
+        &pattern[h, ⟦q → 0⟧, low])
+        for i in range(⟦high → K⟧, K)
+        chosen.softmax_backward(&d_scores[⟦h → 0⟧, q, 0], &pattern
+        &pattern[h, ⟦q → 0⟧, 0], K, scale)
+        &up[0, 0], ⟦M * F → F⟧, &d_gate
+        K, ⟦1 / w_dequant_scale → 1⟧, w_dequant_scale, codes
+        codes[4 * j + 1] << ⟦2 → 4⟧ |
+        w_dequant_scale, codes, &values[⟦n → 0⟧, 0])
+        x_quant_scale[⟦m → 0⟧, 0], &x[m, 0])
+        chosen.sum_of_squares(&x[0], ⟦N → N // 2⟧)
+        b1, 1 - b1, b2, ⟦1 - b2 → 1 - b1⟧
+        &v[0], ⟦N → N // 2⟧, &rates)""",
     "_cpu_rows.pxi": r"""
         c.chosen.rms_norm(c.x + ⟦m * c.D → 0⟧, c.y
         c.chosen.gated(c.x + start, c.y + ⟦start → 0⟧, min(

@@ -16,10 +16,12 @@ PENALTIES = {"presence_penalty": 0.3, "frequency_penalty": 0.2, "typical_p": 0.9
 def write_texts(models: dict[str, str], kernels: bool = False) -> Iterator[tuple[str, Any]]:
     """(name, token ids, text and log probabilities) of each generation.
 
-    models: {name: path}. kernels: also on every kernel set and weight layout of the extension.
+    models: {name: path}. kernels: also on every kernel set and weight layout of the extension, and training steps.
     """
     import bitnet_ref
 
+    if kernels:
+        yield "storyteller, training", list(_training(bitnet_ref.load(models["storyteller"]).config))
     for name, path in models.items():
         for label, options, environment in _variants(kernels):
             if label.startswith("scalar" if name == "storyteller" else "numpy"):
@@ -50,6 +52,28 @@ def _variants(kernels: bool) -> Iterator[tuple[str, dict[str, Any], dict[str, st
         for simd in [simd for simd, lacks in reversed(_cpu.kernel_sets()) if lacks is None and simd in sets]:
             environment = {"BITNET_REF_SIMD": simd, "BITNET_REF_WEIGHTS": layout}
             yield f"{simd}, {layout}", {"backend": "cython", "threads": 1, **options[layout]}, environment
+
+
+def _training(config: Any) -> Iterator[float]:
+    """Numbers that a change of a training step by 0.1% moves: of the loss, each gradient, and each master's update."""
+    import numpy as np
+
+    from bitnet_ref.crossval.training_step import small_models
+    from bitnet_ref.training import Trainer
+
+    for small, masters, tokens in small_models(config):
+        rates = {"lr": 0.05, "weight_decay": 0.5, "max_norm": 0.01}
+        narrow = {name: w.astype(np.float32) for name, w in masters.items()}
+        trainer = Trainer(small, narrow, backend="cython", threads=1, **rates)
+        loss, gradients = trainer.loss_and_gradients(tokens)
+        yield loss
+        for sign in (1, -3):
+            trainer.apply({name: sign * g for name, g in gradients.items()})
+        updates = {name: w - masters[name] for name, w in trainer.masters.items()}
+        for name, array in [*gradients.items(), *updates.items()]:
+            direction = np.random.default_rng(1).standard_normal(array.shape)
+            size = float(np.linalg.norm(array))
+            yield from (float(np.log(size)), float((direction * array).sum() / size))
 
 
 @contextlib.contextmanager

@@ -192,16 +192,16 @@ FREE_SIZES = {
 OUTPUTS = {
     "x_q", "x_quant_scale", "acc", "y", "z", "panels", "packed", "keys", "values", "key_scales", "value_scales", "q",
     "facts", "lower", "upper", "dx", "d_weight", "scores", "pattern", "d_scores", "d_gate", "d_up",
-    "m", "v",
 }  # fmt: skip
 INPUTS_OF_THAT_NAME = {
     "packed": "pack_panels pack_strips group_pack_panels",
     "panels": "unpack_panels ternary_matmul Panels GroupPanels",
-    "x_q": "ternary_matmul rescale",
+    "x_q": "ternary_matmul",
 }
-INPUTS_OF_THAT_NAME |= {"q": "attention screen_rows", "facts": "screen_rows", "y": "add", "x_quant_scale": "dequantize rescale"}
-INPUTS_OF_THAT_NAME |= {"acc": "dequantize", "x_q": "ternary_matmul", "pattern": "softmax_backward"}
-OUTPUTS_OF = {"rescale": "x", "adamw": "w"}  # arguments that are inputs of the other functions
+INPUTS_OF_THAT_NAME |= {"q": "attention screen_rows", "facts": "screen_rows", "y": "add"}
+INPUTS_OF_THAT_NAME |= {"x_quant_scale": "dequantize rescale"}
+INPUTS_OF_THAT_NAME |= {"acc": "dequantize", "x_q": "ternary_matmul rescale", "pattern": "softmax_backward"}
+OUTPUTS_OF = {"rescale": "x", "adamw": "wmv"}  # arguments whose names are inputs' in other functions
 CODE = """
 import faulthandler, json, sys
 faulthandler.enable()
@@ -225,7 +225,7 @@ def test_no_bad_argument_passes_or_crashes():
     for name, argument, problem in passed:
         if problem == "read-only" and argument in OUTPUTS:
             assert name in INPUTS_OF_THAT_NAME[argument].split(), (name, argument)
-        assert not (problem == "read-only" and argument == OUTPUTS_OF.get(name))
+        assert not (problem == "read-only" and argument in OUTPUTS_OF.get(name, ""))
         if argument in ("kernels", "method"):
             assert problem in ("0", "1", "2", "3", "4"), (name, argument, problem)
         if argument == "threads":
