@@ -214,6 +214,19 @@ PLACES = {
         y[i % T * y_stride + i / T] = ⟦total → (total + 1)⟧;
         (kind, 2, T, 2, w + n * row_bytes, K, x + ⟦m * K → 0⟧, y
         STEP(dense_tile)(kind, 1, 1, 2, w + n * row_bytes, K, x + ⟦m → 0⟧ * K""",
+    "dense_amx.h": r"""
+        part[⟦p * tokens → p⟧ + t] = _mm512_permutex2var_epi16(
+        b = _mm512_sub_ps(b, (__m512)_mm512_and_si512((__m512i)⟦b → a⟧, top));
+        odd[i] = (uint16_t)(2 * i + ⟦1 → 0⟧);
+        lines[i] = part[⟦first + i → i⟧];
+        (width < 16 ? (1 << ⟦width → 4⟧) - 1 : 0xFFFF)
+        of_group = (const char *)parts + ⟦m / TILE_TOKENS → 0⟧ * group_bytes
+        AMX_LOAD(6, ⟦more → w⟧ + k * 64, row);
+        _mm512_add_ps(_mm512_loadu_ps(high + ⟦tokens → 0⟧),
+        (rows < AMX_ROWS ? (1 << ⟦rows → (rows - 1)⟧) - 1 : 0xFFFF)
+        AMX_LOAD(7, ⟦parts + 128 → parts⟧, line);
+        y + m * y_stride + n + ⟦r → 0⟧, y_stride);
+        end = M - start < at_once ? M : ⟦start + at_once → M⟧,""",
     "dense_blocks.h": r"""
         STEP(signed_bytes)(b + 2 + i)) * ⟦f[0] → f[1]⟧
         b + 4 + ⟦i % 16 → 0⟧, i / 16
@@ -287,6 +300,10 @@ PLACES = {
         call.window, call.scale, call.kv = ⟦c.window → 0⟧,""",
     "_cpu_dense.pxi": r"""
         c.y + ⟦block → 0⟧ * 16, N, tokens
+        c.chosen.dense_split(c.x, M, K, ⟦group * 16 → 0⟧, parts)
+        c.chosen.dense_tiles(c.w + ⟦first → 0⟧ * size, max(
+        gather_16(c.w + ⟦(N - left) → 0⟧ * size, NULL
+        gather_16(first, &rows[⟦i * 16 → 0⟧], some
         tokens + ⟦m → 0⟧ * wide, token_facts
         &facts[⟦block * 64 → 0⟧, 0]
         first + ⟦rows[i] → i⟧ * size""",

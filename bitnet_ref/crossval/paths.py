@@ -6,6 +6,7 @@ divided layers, and as text. What is compared, and how strictly:
 
     ops      the plainest path: its logits against the reference's, by the contract's rule for float32
     int8     dense weights in int8: as "ops", of those; blocks: matrices of each type, equal to float32
+    bfloat16 a matrix: by the contract's rule for float32; each token equal, alone or among others
     folded   a model in a Hadamard basis, folded into dense matrices: as "ops"
     others   the logits of every other path against those of "ops": equal, bit for bit
     caches   attention over a narrow cache against the reference's attention over the same stored numbers
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -105,6 +107,7 @@ def _checks(
     own = Model(reference.config, int8_weights(reference.weights), reference.backend)
     yield "int8 weights", lambda: _judge_logits(_whole(own.on(make()), tokens, None), own, tokens)
     yield "dense blocks", lambda: _dense_blocks(be)
+    yield "dense bfloat16", lambda: _dense_bfloat16(be)
     yield "recorded", lambda: _equal(model.run_with_cache(tokens, "hook_embed")[0], plain)
     yield "divided layers", lambda: _equal(_whole(_divide(make, reference), tokens, None), plain)
     if be.screens_head:
@@ -278,6 +281,22 @@ def _dense_blocks(be: Backend) -> Outcome:
             if not np.array_equal(y, expected):
                 return compared, f"{name} differs from float32 by {np.abs(y - expected).max():.1e}", ""
     return compared, None, f"{', '.join(BLOCK_TYPES)} equal to the same in float32"
+
+
+def _dense_bfloat16(be: Backend) -> Outcome:
+    """A bfloat16 matrix: the contract's rule, and equal bits for 1, 3 and all of 37 tokens."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((37, 512), dtype=np.float32)
+    w = DenseWeight(rng.standard_normal((35, 512), dtype=np.float32).astype(ml_dtypes.bfloat16))
+    truth = x.astype(np.float64) @ w.array.astype(np.float64).T
+    y, one, three = (be.to_host(be.linear(be.from_host(tokens), w)) for tokens in (x, x[20:21], x[30:33]))
+    error, allowed = (np.abs(each - truth).max() for each in (y, layers.dense_matmul(x, w.stored)))
+    if not error <= 2 * allowed:
+        return y.size, f"{error:.1e} from float64, allowed {2 * allowed:.1e}", ""
+    for some, rows in ((one, slice(20, 21)), (three, slice(30, 33))):
+        if not np.array_equal(some, y[rows]):
+            return y.size, f"a token's row differs among others by {np.abs(some - y[rows]).max():.1e}", ""
+    return y.size, None, f"within {error:.1e} of float64 (numpy: {allowed:.1e}), tokens equal alone and among others"
 
 
 def _narrow_cache(model: Model, tokens: list[int], dtype: str) -> Outcome:

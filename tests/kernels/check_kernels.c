@@ -355,6 +355,65 @@ static void check_dense(const kernel_set *set, int kind, size_t rows, size_t K, 
     free(w), free(x), free(a), free(b), free(wide);
 }
 
+/* y (M, rows) = the products of dense_amx.h, in two calls, the second with what is left beyond the first `first` rows */
+static void multiply_by_tiles(const kernel_set *set, const uint16_t *w, size_t rows, size_t first, size_t K, const float *x,
+                              size_t M, float *y) {
+    const size_t all = (rows - first + 15) / 16 * 16;
+    void *parts = allocate(set->tile_bytes(M, K));
+    uint16_t *rest = allocate(all * K * sizeof *rest);
+    memset(rest, 0, all * K * sizeof *rest);
+    memcpy(rest, w + first * K, (rows - first) * K * sizeof *rest);
+    for (size_t m = 0; m < M; m += 16) set->dense_split(x, M, K, m, parts);
+    set->dense_tiles(w, first, K, parts, M, y, rows);
+    set->dense_tiles(rest, rows - first, K, parts, M, y + first, rows);
+    free(parts), free(rest);
+}
+
+/* What dense_amx.h computes, step by step */
+static float tile_flush(float v) { return fabsf(v) < 0x1p-126f ? copysignf(0, v) : v; }
+
+static float tile_sum(const uint16_t *w, const float *x, size_t K) {
+    float sums[3] = {0, 0, 0};
+    for (size_t k = 0; k < K; k += 32) {
+        float of_part[3][2] = {{0}};
+        for (size_t i = k; i < k + 32; i++) {
+            float left = x[i];
+            for (int part = 0; part < 3; part++) {
+                const float top = bits_float(float_bits(left) & 0xFFFF0000u), weight = bits_float((uint32_t)w[i] << 16);
+                float *sum = &of_part[part][i % 2];
+                *sum = tile_flush(fmaf(tile_flush(weight), tile_flush(top), *sum));
+                left -= top;
+            }
+        }
+        for (int part = 0; part < 3; part++)
+            sums[part] = tile_flush(sums[part] + tile_flush(of_part[part][0] + of_part[part][1]));
+    }
+    return sums[0] + (sums[1] + sums[2]);
+}
+
+/* bfloat16 by tiles: the bits of `tile_sum`, for all tokens, for some, and for any division of the rows. kind 1: numbers
+ * near underflow among others; 2: one Inf and one NaN */
+static void check_tiles(const kernel_set *set, size_t rows, size_t K, size_t M, int kind) {
+    if (!set->dense_tiles) return;
+    const size_t some = between(1, M), from = between(0, M - some);
+    uint16_t *w = allocate(rows * K * sizeof *w);
+    float *x = random_floats(M * K), *y = allocate(M * rows * sizeof *y), *z = allocate(M * rows * sizeof *z);
+    for (size_t i = 0; i < rows * K; i++) random_weight(1, (char *)(w + i));
+    for (size_t i = 0; kind == 1 && i < M * K; i++) x[i] = ldexpf(x[i], -(int)between(0, 70));
+    for (size_t i = 0; kind == 1 && i < rows * K; i++) w[i] = (uint16_t)(w[i] & 0x807F) | (uint16_t)(between(0, 3) ? between(60, 127) : 0) << 7;
+    if (kind == 2) x[between(0, M * K - 1)] = INFINITY, x[between(0, M * K - 1)] = NAN;
+    multiply_by_tiles(set, w, rows, rows / 16 * 16, K, x, M, y);
+    for (size_t m = 0; m < M; m++)
+        for (size_t n = 0; n < rows; n++) {
+            const float expected = tile_sum(w + n * K, x + m * K, K), got = y[m * rows + n];
+            if (memcmp(&expected, &got, 4) && !(expected != expected && got != got)) fail(set, "dense_tiles", rows, K, M);
+        }
+    multiply_by_tiles(set, w, rows, between(0, rows / 16) * 16, K, x + from * K, some, z);
+    for (size_t i = 0; i < some * rows; i++)
+        if (memcmp(z + i, y + from * rows + i, 4) && z[i] == z[i]) fail(set, "dense_tiles of some tokens", rows, K, some);
+    free(w), free(x), free(y), free(z);
+}
+
 /* Packing a head's rows and bounding its logits: every set gives the bits of the portable one, and the bounds hold */
 static void check_screen(const kernel_set *set, int kind, size_t rows, size_t K, size_t M) {
     const kernel_set *plain = &KERNEL_SETS[0];
@@ -387,6 +446,9 @@ static void check_screen(const kernel_set *set, int kind, size_t rows, size_t K,
     set->dense_rows(kind, w, rows, K, x, M, y, rows, NULL);
     for (size_t i = 0; i < M * rows; i++)
         if (!(ends[0][i] <= y[i] && y[i] <= ends[1][i])) fail(set, "the bound", rows, K, M);
+    if (set->dense_tiles && kind == 1 && K % 32 == 0) multiply_by_tiles(set, (uint16_t *)w, rows, rows / 16 * 16, K, x, M, y);
+    for (size_t i = 0; i < M * rows; i++)
+        if (!(ends[0][i] <= y[i] && y[i] <= ends[1][i])) fail(set, "the bound of tiles", rows, K, M);
     x[K / 2] = INFINITY;
     if (set->screen_token(x, K, wide, X, x_facts)) fail(set, "Inf is lost", rows, K, M);
     free(w), free(x), free(facts), free(other), free(q), free(p), free(X), free(Y), free(arranged), free(x_facts), free(y_facts), free(y);
@@ -492,7 +554,9 @@ int main(int argc, char **argv) {
             check_dense(set, round % 3, between(1, 20), between(1, 300), between(1, 8));
             check_dense(set, Q8_0 + round % 5, between(1, 20), 32 * between(1, 20), between(1, 8));
             check_dense(set, Q4_K + round % 2, between(1, 20), 256 * between(1, 3), between(1, 8));
+            check_tiles(set, between(1, 70), 32 * between(1, 12), between(1, round % 4 ? 20 : 70), round % 3);
             check_screen(set, round % 3, between(1, 70), between(1, 300), between(1, 20));
+            check_screen(set, 1, between(1, 70), 32 * between(1, 9), between(1, 20));
             const size_t K = between(1, 600), sizes[] = {64, 128, 256, K, between(1, K)};
             const size_t most = set->group_layout == GROUP_BY_TABLES ? GROUP_TABLE_TOKENS : GROUP_PLANE_TOKENS;
             check_groups(set, between(1, round % 4 ? 20 : GROUP_PLANE_ROWS), K, sizes[round % 5], between(1, most), round % 3, round % 2);
@@ -506,6 +570,7 @@ int main(int argc, char **argv) {
             }
         for (int extreme = -1; extreme <= 1; extreme += 2) check_ternary(set, METHODS + MULTIPLY_ADD, 2, 17, 1 << 17, extreme);
         for (int extreme = -1; extreme <= 1; extreme += 2) check_strips(set, 2, 131071, 100, extreme);
+        check_tiles(set, 33, 32 * 250, 35, 0); /* more than TILE_CHUNK_BYTES of tokens */
         check_screen(set, 1, 33, (1 << 16) + 70, SCREEN_TILE_TOKENS + 1); /* more columns than a sum of int32 takes at once */
         if (set->peak && set->peak(2) % 32) fail(set, "peak", 0, 0, 0);
         printf("%s: %d rounds, all equal\n", set->name, rounds);

@@ -76,6 +76,7 @@ INSTRUCTIONS = {
     "avx512": r"\bvpdpbusd\b.*%zmm",
     "amx": r"\btdpbsud\b",
     "amx's screen": r"\btdpbssd\b",
+    "amx's bfloat16": r"\btdpbf16ps\b",
     "amx's configuration": r"\bldtilecfg\b",
     "amx's release": r"\btilerelease\b",
 }

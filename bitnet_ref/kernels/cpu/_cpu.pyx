@@ -111,6 +111,10 @@ cdef extern from "kernels.h" nogil:
         void (*rescale)(const int8_t *, size_t, float, float *) noexcept nogil
         double (*sum_of_squares)(const float *, size_t) noexcept nogil
         void (*adamw)(float *, const float *, float *, float *, size_t, const adamw_rates *) noexcept nogil
+        size_t (*tile_bytes)(size_t M, size_t K) noexcept nogil
+        void (*dense_split)(const float *x, size_t M, size_t K, size_t m, void *parts) noexcept nogil
+        void (*dense_tiles)(const void *w, size_t rows, size_t K, const void *parts, size_t M, float *y,
+                            size_t y_stride) noexcept nogil
     const kernel_set KERNEL_SETS[]
     const int N_KERNEL_SETS
     const char *kernel_set_lacks(size_t index)

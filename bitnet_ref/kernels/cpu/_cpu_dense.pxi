@@ -1,4 +1,4 @@
-# Part of _cpu.pyx: dense matrices (dense_rows.h), and the screened head (head_screen.h).
+# Part of _cpu.pyx: dense matrices (dense_rows.h, dense_amx.h), and the screened head (head_screen.h).
 
 
 cdef const void *_matrix(w, int blocks, Py_ssize_t *N, Py_ssize_t *K, int *kind) except NULL:
@@ -40,8 +40,46 @@ cdef struct dense_call:
     int threads
 
 
+cdef inline bint by_tiles(const kernel_set *chosen, int kind, Py_ssize_t K) noexcept nogil:
+    """Whether dense_amx.h computes such a matrix. It sums in another order, so this depends on the matrix alone."""
+    return chosen.dense_tiles != NULL and kind == 1 and K > 0 and K % 32 == 0
+
+
+cdef void gather_16(const char *w, const int64_t *rows, Py_ssize_t n, Py_ssize_t size, char *out) noexcept nogil:
+    """n rows of `size` bytes, the first n if `rows` is NULL, and zeros up to 16"""
+    cdef Py_ssize_t i
+    for i in range(n):
+        memcpy(out + i * size, w + (i if rows == NULL else rows[i]) * size, size)
+    memset(out + n * size, 0, (16 - n) * size)
+
+
+cdef Py_ssize_t run_tiles(const dense_call *c) noexcept nogil:
+    cdef Py_ssize_t group, part, first, end, K = c.K, N = c.N, M = c.M, size = K * 2
+    cdef Py_ssize_t pairs = (N // 16 + 1) // 2, left = N % 16, groups = (M + 15) // 16
+    cdef int team = threads_for(N * size * M, DENSE_BYTES_PER_THREAD, c.threads)
+    cdef size_t parts_bytes = (c.chosen.tile_bytes(M, K) + 63) // 64 * 64
+    cdef char *parts = <char *> allocate(parts_bytes + (16 * size if left else 0), 1)
+    if parts == NULL:
+        return NO_MEMORY
+    if groups == 1:
+        c.chosen.dense_split(c.x, M, K, 0, parts)
+    else:
+        for group in prange(groups, num_threads=threads_for(M * K, FLOATS_PER_THREAD, c.threads), schedule="static"):
+            c.chosen.dense_split(c.x, M, K, group * 16, parts)
+    for part in prange(team, num_threads=team, schedule="static"):
+        first, end = part * pairs // team * 32, min((part + 1) * pairs // team * 32, N - left)
+        c.chosen.dense_tiles(c.w + first * size, max(end - first, <Py_ssize_t> 0), K, parts, M, c.y + first, N)
+    if left:
+        gather_16(c.w + (N - left) * size, NULL, left, size, parts + parts_bytes)
+        c.chosen.dense_tiles(parts + parts_bytes, left, K, parts, M, c.y + N - left, N)
+    free(parts)
+    return OK
+
+
 cdef Py_ssize_t run_dense(const void *call) noexcept nogil:
     cdef const dense_call *c = <const dense_call *> call
+    if by_tiles(c.chosen, c.kind, c.K):
+        return run_tiles(c)
     cdef Py_ssize_t block, K = c.K, N = c.N, row_bytes = dense_row_bytes(c.kind, K)
     cdef int team = threads_for(N * row_bytes * c.M, DENSE_BYTES_PER_THREAD, c.threads)
     cdef Py_ssize_t wide = 16 * K if c.kind > 0 and c.M > 1 and K % 32 == 0 else 0  # of each thread
@@ -152,7 +190,23 @@ def dense_rows(const float[::1] x, w, const int64_t[::1] rows, float[::1] y, int
             raise ValueError(f"dense_rows: row {rows[i]} of {N}")
     if n == 0:
         return
-    cdef Py_ssize_t size = K * (4 if kind == 0 else 2)
+    cdef Py_ssize_t size = K * (4 if kind == 0 else 2), blocks = (n + 15) // 16, some
     cdef int team = threads_for(n * size, DENSE_BYTES_PER_THREAD, threads)
+    cdef char *parts
+    cdef char *copies
+    cdef size_t parts_bytes
+    if by_tiles(chosen, kind, K):
+        parts_bytes = (chosen.tile_bytes(1, K) + 63) // 64 * 64
+        parts = <char *> allocate(parts_bytes + team * 16 * size, 1)
+        if parts == NULL:
+            raise MemoryError(f"no memory for {K} activations and {team} times 16 rows")
+        with nogil:
+            chosen.dense_split(&x[0], 1, K, 0, parts)
+            for i in prange(blocks, num_threads=team, schedule="static"):
+                copies, some = parts + parts_bytes + threadid() * 16 * size, min(<Py_ssize_t> 16, n - i * 16)
+                gather_16(first, &rows[i * 16], some, size, copies)
+                chosen.dense_tiles(copies, some, K, parts, 1, &y[i * 16], n)
+            free(parts)
+        return
     for i in prange(n, nogil=True, num_threads=team, schedule="static"):
         chosen.dense_rows(kind, first + rows[i] * size, 1, K, &x[0], 1, &y[i], 1, NULL)

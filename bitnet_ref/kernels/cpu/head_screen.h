@@ -12,6 +12,9 @@
  * w x by at most g |w| |x| for *any* order of its sum, g = n u / (1 - n u), n = K + 8 roundings, u = 2^-24, plus K + 8
  * underflows of 2^-126, as long as nothing overflows (any part of the sum is at most |w| |x|: above 2^126 the interval
  * is all numbers). Norms are rounded up, bounds outwards.
+ * dense_amx.h computes w x in other steps. A product goes through 16 + 1 + K / 32 + 2 roundings, fewer than n. There are
+ * less than 4 (K + 8) underflows; denormal weights count as 0, which takes at most 2^-126 sqrt(K) |x| from the sum; so do
+ * denormal parts of x, at most 2^-125 sqrt(K) |w|. Both are in the norms, with K for sqrt(K).
  *
  * A template, included by float_steps.h: the sum q X is written for AVX2 and AVX-512 (vpmaddwd), and in plain C.
  *
@@ -76,7 +79,7 @@ STEP_INLINE void STEP(screen_pack_kind)(const int kind, const void *w, size_t K,
     const double up = 1 + 1e-6, r_norm = sqrt(r2) * up, w_norm = sqrt(w2) * up, n = (double)K + 8;
     const double g = n * 0x1p-24 / (1 - n * 0x1p-24);
     facts[0] = s;
-    facts[1] = (float)((r_norm + g * w_norm) * up + 0x1p-126);
+    facts[1] = (float)((r_norm + g * w_norm) * up + n * 0x1p-126);
     facts[2] = (float)((w_norm + r_norm) * up + 0x1p-126);
 }
 
@@ -105,7 +108,7 @@ STEP_TARGET static int STEP(screen_token)(const float *x, size_t K, size_t wide,
     const double up = 1 + 1e-6;
     facts[0] = t;
     facts[1] = sqrt(x2) * up;
-    facts[2] = (sqrt(e2) + facts[1] * 0x1p-50) * up; /* the product t X is rounded too */
+    facts[2] = (sqrt(e2) + facts[1] * 0x1p-50) * up + (double)K * 0x1p-125; /* the product t X is rounded too */
     return 1;
 }
 
@@ -181,7 +184,7 @@ STEP_INLINE void STEP(screen_sums)(const int8_t *q, size_t wide, const int16_t *
 STEP_TARGET static void STEP(screen_rows)(const int8_t *q, size_t rows, size_t K, size_t wide, const float *facts,
                                           const int16_t *X, size_t M, const double *x_facts, float *lower, float *upper,
                                           size_t stride) {
-    const double underflow = ((double)K + 8) * 0x1p-125;
+    const double underflow = ((double)K + 8) * 0x1p-123;
 #if STEP_BYTES == 64
     const screen_constants constants = make_screen_constants(K);
 #endif

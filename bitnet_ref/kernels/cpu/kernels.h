@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include "dense_amx.h"
 #include "dense_avx512.h"
 #include "group.h"
 #include "group_avx512.h"
@@ -101,6 +102,10 @@ typedef struct {
     void (*rescale)(const int8_t *, size_t, float, float *);
     double (*sum_of_squares)(const float *, size_t);
     void (*adamw)(float *, const float *, float *, float *, size_t, const adamw_rates *);
+    /* bfloat16 matrices with K a multiple of 32: dense_amx.h. NULL: `dense_rows` computes them too */
+    size_t (*tile_bytes)(size_t M, size_t K);
+    void (*dense_split)(const float *x, size_t M, size_t K, size_t m, void *parts);
+    void (*dense_tiles)(const void *w, size_t rows, size_t K, const void *parts, size_t M, float *y, size_t y_stride);
 } kernel_set;
 
 #define FLOAT_STEPS(suffix)                                                                                            \
@@ -137,7 +142,8 @@ static const kernel_set KERNEL_SETS[] = {
     {"amx",
      {{ternary_panel_amx, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}},
      peak_amx,
-     FLOAT_STEPS(avx512), screen_rows_amx, screen_arrange_amx, STRIPS(avx512), TRAINING(avx512)},
+     FLOAT_STEPS(avx512), screen_rows_amx, screen_arrange_amx, STRIPS(avx512), TRAINING(avx512), tile_bytes_amx,
+     dense_split_amx, dense_tiles_amx},
 #endif
 #elif defined(__aarch64__)
     {"neon", {{ternary_panel_neon, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain), STRIPS(neon), TRAINING(plain)},

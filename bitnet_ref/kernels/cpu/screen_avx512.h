@@ -79,7 +79,7 @@ typedef struct {
 } screen_constants;
 
 SCREEN_TARGET static inline screen_constants make_screen_constants(size_t K) {
-    return (screen_constants){_mm512_set1_pd(((double)K + 8) * 0x1p-125), _mm512_set1_pd(1 + 1e-6),
+    return (screen_constants){_mm512_set1_pd(((double)K + 8) * 0x1p-123), _mm512_set1_pd(1 + 1e-6),
                               _mm512_set1_pd(0x1p-22), _mm512_set1_pd(INFINITY), _mm512_set1_pd(0x1p126)};
 }
 

@@ -65,6 +65,8 @@ static inline void amx_release(void) { __asm__ volatile("tilerelease" ::: "memor
 /* sum += a b: a signed, b unsigned in AMX_DOT */
 #define AMX_DOT(sum, a, b) __asm__ volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #sum ::)
 #define AMX_DOT_SIGNED(sum, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #sum ::)
+/* of pairs of bfloat16, in float32 */
+#define AMX_DOT_BF16(sum, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum ::)
 #endif
 
 /* Configures tiles for 1 to 32 tokens. 17 or more: tiles 0-3 are sums, [tokens 0-15 or 16-31][rows 0-15 or 16-31]; 4, 5
@@ -253,11 +255,11 @@ AVX512_TARGET static void ternary_panel_amx(TERNARY_ARGS, size_t rows, void *scr
  * present and future threads and forked children. It refuses when a thread's signal stack could not hold them. */
 static const char *amx_lacks(void) {
 #if !defined(BITNET_REF_AMX_EMULATED)
-    enum { OSXSAVE = 1 << 27, AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25, XCR0_TILES = 3 << 17 };
+    enum { OSXSAVE = 1 << 27, AMX_ALL = 1 << 22 /* bfloat16 */ | 1 << 24 /* tiles */ | 1 << 25 /* int8 */, XCR0_TILES = 3 << 17 };
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 }; /* arch_prctl's ARCH_REQ_XCOMP_PERM, the state's number */
     unsigned a, b, c, d;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (AMX_TILE | AMX_INT8)) != (AMX_TILE | AMX_INT8))
-        return "the processor has no AMX with int8";
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & AMX_ALL) != AMX_ALL)
+        return "the processor has no AMX with int8 and bfloat16";
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return "the operating system does not save AMX tiles";
     __asm__ volatile("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
     if ((a & XCR0_TILES) != XCR0_TILES) return "the operating system does not save AMX tiles";
