@@ -299,10 +299,14 @@ PLACES = {
         call.kv.n_keys = position + ⟦call.T → 1⟧ - call.kv.first
         call.window, call.scale, call.kv = ⟦c.window → 0⟧,""",
     "_cpu_dense.pxi": r"""
-        c.y + ⟦block → 0⟧ * 16, N, tokens
-        c.chosen.dense_split(c.x, M, K, ⟦group * 16 → 0⟧, parts)
-        c.chosen.dense_tiles(c.w + ⟦first → 0⟧ * size, max(
-        gather_16(c.w + ⟦(N - left) → 0⟧ * size, NULL
+        c.ys[i] + ⟦n → 0⟧, N, wide)
+        c.ws[i] + ⟦n → 0⟧ * row_bytes, min(
+        first, stop = max(at, <Py_ssize_t> 0) * ⟦DENSE_UNIT → 16⟧, min(
+        at, end = at - units_of(⟦N → c.n_out[0]⟧), end
+        c.chosen.dense_split(c.x, M, K, ⟦m → 0⟧, parts)
+        c.chosen.dense_tiles(c.ws[i] + ⟦first → 0⟧ * row_bytes, whole
+        last_rows + ⟦i → 0⟧ * 16 * row_bytes, stop
+        gather_16(c.ws[i] + ⟦(N - N % 16) → 0⟧ * K
         gather_16(first, &rows[⟦i * 16 → 0⟧], some
         tokens + ⟦m → 0⟧ * wide, token_facts
         &facts[⟦block * 64 → 0⟧, 0]

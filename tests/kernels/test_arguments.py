@@ -84,7 +84,7 @@ def good_calls():
         "attention": {
             "q": floats(M, 4, d), "window": 2, "z": floats(M, 4, d), "tape": None, **place, **turns, **run
         },
-        "dense_matmul": {"x": floats(M, K), "w": floats(N, K), "y": floats(M, N), "tape": None, **run},
+        "dense_linears": {"x": floats(M, K), "ws": [floats(N, K)], "ys": [floats(M, N)], "tape": _cpu.Tape(), "blocks": [0], **run},
         "screen_pack": {"w": floats(N, K), "q": screen[0], "facts": screen[1], **run},
         "screen_rows": {
             "x": floats(M, K), "q": screen[0], "facts": screen[1], "lower": floats(M, N), "upper": floats(M, N), **run

@@ -303,7 +303,7 @@ class CythonBackend(KernelBackend):
         if w.wide or not kernels_take(w):
             return super().dense_matmul(x, w)  # sums in float64, or rows that are not contiguous
         require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], f"x (N, {w.shape[1]})", x=x)
-        return self.kernels.dense_matmul(x, w)
+        return self.kernels.dense_linears(x, (w,))[0]
 
     def group_matmul(self, x: NDArray, w: GroupTernaryLinear) -> NDArray:
         return self._group_linears(x, [replace(self._group_panels(w), bias=None)])[0]
@@ -311,14 +311,18 @@ class CythonBackend(KernelBackend):
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
         """Ternary weights without a norm of their own go through one call, which quantises x once.
 
-        So do those that are ternary by groups."""
+        So do those that are ternary by groups, and dense ones."""
         together = [self._panels(w) for w in ws if isinstance(w, TernaryLinear) and w.input_norm is None]
         shared = iter(self._bit_linears(x, together) if together else ())
         by_groups = iter(self._group_linears(x, [w for w in ws if isinstance(w, GroupTernaryLinear)]))
+        dense = [w for w in ws if isinstance(w, DenseWeight) and not w.wide and kernels_take(w)]
+        for w in dense:
+            require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], f"x (N, {w.shape[1]})", x=x)
+        products = iter(self.kernels.dense_linears(x, dense) if dense else ())
         outputs = []
         for w in ws:
             if isinstance(w, DenseWeight):
-                y = self.dense_matmul(x, w)
+                y = self.dense_matmul(x, w) if w.wide or not kernels_take(w) else next(products)
                 outputs.append(y if w.bias is None else self.add(y, w.bias))
             elif isinstance(w, GroupTernaryLinear):
                 outputs.append(next(by_groups))

@@ -146,12 +146,13 @@ class CpuKernels:
         _cpu.add(as_floats(x), as_floats(y[None] if is_bias else y), z, self.threads, is_bias, self.tape)
         return z
 
-    def dense_matmul(self, x: NDArray, w: DenseWeight) -> Floats:
-        """x (N, K) -> (N, out)"""
-        y = self.results.empty((len(x), w.shape[0]))
-        blocks = 0 if w.block_type is None else BLOCK_TYPES[w.block_type].number
-        _cpu.dense_matmul(as_floats(x), view_bits(w.stored), y, self.threads, self.kernel_set, self.tape, blocks=blocks)
-        return y
+    def dense_linears(self, x: NDArray, ws: Sequence[DenseWeight]) -> tuple[Floats, ...]:
+        """Dense linears without their biases, in one call.   x (N, K) -> (N, out) for each weight"""
+        ys = tuple([self.results.empty((len(x), w.shape[0])) for w in ws])
+        blocks = [0 if w.block_type is None else BLOCK_TYPES[w.block_type].number for w in ws]
+        rows = [view_bits(w.stored) for w in ws]
+        _cpu.dense_linears(as_floats(x), rows, ys, self.threads, self.kernel_set, self.tape, blocks=blocks)
+        return ys
 
 
 def as_floats(x: NDArray) -> Floats:

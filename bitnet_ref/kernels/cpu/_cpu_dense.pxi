@@ -30,14 +30,18 @@ cdef const void *_matrix(w, int blocks, Py_ssize_t *N, Py_ssize_t *K, int *kind)
     return &half[0, 0]
 
 
+cdef enum:
+    DENSE_UNIT = 32  # rows: what a thread takes at a time
+
 cdef struct dense_call:
     const float *x
-    const char *w
-    float *y
-    int kind
-    Py_ssize_t M, N, K
     const kernel_set *chosen
     int threads
+    Py_ssize_t M, K, count
+    const char *ws[MAX_LINEARS]
+    float *ys[MAX_LINEARS]
+    int kinds[MAX_LINEARS]
+    Py_ssize_t n_out[MAX_LINEARS]
 
 
 cdef inline bint by_tiles(const kernel_set *chosen, int kind, Py_ssize_t K) noexcept nogil:
@@ -53,66 +57,97 @@ cdef void gather_16(const char *w, const int64_t *rows, Py_ssize_t n, Py_ssize_t
     memset(out + n * size, 0, (16 - n) * size)
 
 
-cdef Py_ssize_t run_tiles(const dense_call *c) noexcept nogil:
-    cdef Py_ssize_t group, part, first, end, K = c.K, N = c.N, M = c.M, size = K * 2
-    cdef Py_ssize_t pairs = (N // 16 + 1) // 2, left = N % 16, groups = (M + 15) // 16
-    cdef int team = threads_for(N * size * M, DENSE_BYTES_PER_THREAD, c.threads)
-    cdef size_t parts_bytes = (c.chosen.tile_bytes(M, K) + 63) // 64 * 64
-    cdef char *parts = <char *> allocate(parts_bytes + (16 * size if left else 0), 1)
-    if parts == NULL:
-        return NO_MEMORY
-    if groups == 1:
-        c.chosen.dense_split(c.x, M, K, 0, parts)
-    else:
-        for group in prange(groups, num_threads=threads_for(M * K, FLOATS_PER_THREAD, c.threads), schedule="static"):
-            c.chosen.dense_split(c.x, M, K, group * 16, parts)
-    for part in prange(team, num_threads=team, schedule="static"):
-        first, end = part * pairs // team * 32, min((part + 1) * pairs // team * 32, N - left)
-        c.chosen.dense_tiles(c.w + first * size, max(end - first, <Py_ssize_t> 0), K, parts, M, c.y + first, N)
-    if left:
-        gather_16(c.w + (N - left) * size, NULL, left, size, parts + parts_bytes)
-        c.chosen.dense_tiles(parts + parts_bytes, left, K, parts, M, c.y + N - left, N)
-    free(parts)
-    return OK
+cdef inline Py_ssize_t units_of(Py_ssize_t n_out) noexcept nogil:
+    return (n_out + DENSE_UNIT - 1) // DENSE_UNIT
+
+
+cdef void multiply_units(const dense_call *c, Py_ssize_t at, Py_ssize_t end, const float *tokens, float *wide,
+                         const char *parts, const char *last_rows) noexcept nogil:
+    """The rows of the units at .. end of all matrices times all tokens"""
+    cdef Py_ssize_t i, n, first, whole, stop, M = c.M, K = c.K, N, row_bytes
+    for i in range(c.count):
+        N, row_bytes = c.n_out[i], dense_row_bytes(c.kinds[i], K)
+        first, stop = max(at, <Py_ssize_t> 0) * DENSE_UNIT, min(end * DENSE_UNIT, N)
+        if first < stop and by_tiles(c.chosen, c.kinds[i], K):
+            whole = stop // 16 * 16
+            c.chosen.dense_tiles(c.ws[i] + first * row_bytes, whole - first, K, parts, M, c.ys[i] + first, N)
+            if whole < stop:
+                c.chosen.dense_tiles(last_rows + i * 16 * row_bytes, stop - whole, K, parts, M, c.ys[i] + whole, N)
+        else:
+            for n in range(first, stop, 16):
+                c.chosen.dense_rows(c.kinds[i], c.ws[i] + n * row_bytes, min(<Py_ssize_t> 16, stop - n), K, tokens, M,
+                                    c.ys[i] + n, N, wide)
+        at, end = at - units_of(N), end - units_of(N)
 
 
 cdef Py_ssize_t run_dense(const void *call) noexcept nogil:
     cdef const dense_call *c = <const dense_call *> call
-    if by_tiles(c.chosen, c.kind, c.K):
-        return run_tiles(c)
-    cdef Py_ssize_t block, K = c.K, N = c.N, row_bytes = dense_row_bytes(c.kind, K)
-    cdef int team = threads_for(N * row_bytes * c.M, DENSE_BYTES_PER_THREAD, c.threads)
-    cdef Py_ssize_t wide = 16 * K if c.kind > 0 and c.M > 1 and K % 32 == 0 else 0  # of each thread
-    cdef float *tokens = <float *> allocate(c.M * K + team * wide, sizeof(float))  # loads cross no cache lines
-    if tokens == NULL:
+    cdef Py_ssize_t i, m, part, N, M = c.M, K = c.K, units = 0, work = 0
+    cdef bint tiles = False, rows = False, widens = False
+    for i in range(c.count):
+        units, work = units + units_of(c.n_out[i]), work + c.n_out[i] * <Py_ssize_t> dense_row_bytes(c.kinds[i], K) * M
+        tiles, rows = tiles or by_tiles(c.chosen, c.kinds[i], K), rows or not by_tiles(c.chosen, c.kinds[i], K)
+        widens = widens or (c.kinds[i] > 0 and M > 1 and K % 32 == 0)
+    cdef int team = threads_for(work, DENSE_BYTES_PER_THREAD, c.threads)
+    cdef size_t parts_bytes = (c.chosen.tile_bytes(M, K) + 63) // 64 * 64 if tiles else 0
+    cdef Py_ssize_t wide = 16 * K if rows and widens else 0  # of each thread
+    cdef char *parts = <char *> allocate(parts_bytes + (c.count * 16 * K * 2 if tiles else 0), 1)
+    cdef char *last_rows = parts + parts_bytes
+    cdef float *tokens = <float *> allocate((M * K if rows else 0) + team * wide, sizeof(float))
+    if parts == NULL or tokens == NULL:
+        free(parts)
+        free(tokens)
         return NO_MEMORY
-    memcpy(tokens, c.x, c.M * K * sizeof(float))
-    for block in prange((N + 15) // 16, num_threads=team, schedule="static"):
-        c.chosen.dense_rows(c.kind, c.w + block * 16 * row_bytes, min(<Py_ssize_t> 16, N - block * 16), K, tokens, c.M,
-                            c.y + block * 16, N, tokens + c.M * K + threadid() * wide if wide else NULL)
+    if rows:
+        memcpy(tokens, c.x, M * K * sizeof(float))  # loads cross no cache lines
+    if tiles:
+        for i in range(c.count):
+            N = c.n_out[i]
+            if N % 16 and by_tiles(c.chosen, c.kinds[i], K):
+                gather_16(c.ws[i] + (N - N % 16) * K * 2, NULL, N % 16, K * 2, last_rows + i * 16 * K * 2)
+    if tiles and M <= 16:
+        c.chosen.dense_split(c.x, M, K, 0, parts)
+    elif tiles:
+        for m in prange(0, M, 16, num_threads=threads_for(M * K, FLOATS_PER_THREAD, c.threads), schedule="static"):
+            c.chosen.dense_split(c.x, M, K, m, parts)
+    for part in prange(team, num_threads=team, schedule="static"):
+        multiply_units(c, part * units // team, (part + 1) * units // team, tokens,
+                       tokens + (M * K + part * wide) if wide else NULL, parts, last_rows)
+    free(parts)
     free(tokens)
     return OK
 
 
-def dense_matmul(const float[:, ::1] x, w, float[:, ::1] y, int threads, Py_ssize_t kernels, Tape tape=None,
-                 int blocks=0):
-    """y (M, N) = x (M, K) w^T; w (N, K): see `_matrix`"""
+def dense_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels, Tape tape=None, *, blocks):
+    """Several dense matrices of one x (M, K): ys[i] (M, N_i) = x ws[i]^T. Threads take equal numbers of rows of all.
+
+    ws: (N_i, K) each, see `_matrix`; blocks: the kind of each that is given as uint8, else 0
+    """
     cdef dense_call c
-    cdef Py_ssize_t bad
-    c.w = <const char *> _matrix(w, blocks, &c.N, &c.K, &c.kind)
-    c.M, c.chosen, c.threads = x.shape[0], check_set(kernels, threads), threads
-    if x.shape[1] != c.K or y.shape[0] != c.M or y.shape[1] != c.N:
-        raise ValueError(f"dense_matmul: x {c.M, x.shape[1]}, w {c.N, c.K}, y {y.shape[0], y.shape[1]}")
-    if c.M == 0:
+    cdef Py_ssize_t bad, i, K
+    cdef float[:, ::1] y
+    c.M, c.K, c.count, c.threads, c.chosen = x.shape[0], x.shape[1], len(ws), threads, check_set(kernels, threads)
+    if c.count > MAX_LINEARS or len(ys) != c.count or len(blocks) != c.count:
+        raise ValueError(f"dense_linears: {c.count} weights, {len(ys)} results, {len(blocks)} kinds of blocks")
+    for i in range(c.count):
+        y = ys[i]
+        c.ws[i] = <const char *> _matrix(ws[i], blocks[i], &c.n_out[i], &K, &c.kinds[i])
+        if y is None or K != c.K or y.shape[0] != c.M or y.shape[1] != c.n_out[i]:
+            raise ValueError(f"dense_linears: x {c.M, c.K}, weight {c.n_out[i], K}, result {y.shape[0], y.shape[1]}")
+        c.ys[i] = &y[0, 0] if c.M else NULL
+        check_aligned(<size_t> c.ys[i])
+    if c.M == 0 or c.count == 0:
         return
-    c.x, c.y = &x[0, 0], &y[0, 0]
-    check_aligned(<size_t> c.x | <size_t> c.y)
+    c.x = &x[0, 0]
+    check_aligned(<size_t> c.x)
     with nogil:
         bad = run_dense(&c)
     if bad == NO_MEMORY:
         raise MemoryError(f"no memory for {c.M} tokens of {c.K} activations")
     if tape is not None:
-        tape.record(run_dense, &c, sizeof(c), (<size_t> c.x, <size_t> c.y), w)
+        for i in range(c.count):
+            tape.addresses.add(<size_t> c.ys[i])
+        tape.record(run_dense, &c, sizeof(c), (<size_t> c.x,), tuple(ws))
 
 
 # -- the screened head: head_screen.h ----------------------------------------------------------------------------------
