@@ -91,6 +91,7 @@ def good_calls():
         },
         "dense_rows": {"x": floats(K), "w": floats(N, K), "rows": np.array([5, 69]), "y": floats(2), **run},
         "Tape": {},
+        "bound_cpus": {},
         "norm_backward": {
             "dy": floats(M, K), "x": floats(M, K), "weight": floats(K), "eps": 1e-5, "dx": floats(M, K),
             "d_weight": floats(K), "kernels": 0,
