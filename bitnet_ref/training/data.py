@@ -106,7 +106,7 @@ def encode_files(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress
     """The ids of every document, with BOS before it and EOS after it where the tokenizer has them."""
     total, done = sum(_stat(file).st_size for file in files), 0
     for file in files:
-        for document in filter(None, (text.strip("\n") for text in read_text(file).split(DOCUMENT_END))):
+        for document in (text.strip("\n") for text in read_text(file).split(DOCUMENT_END) if text.strip()):
             if tokenizer.bos_id is not None:
                 yield [tokenizer.bos_id]
             for block in _paragraph_blocks(document):
@@ -155,9 +155,11 @@ def train_sentencepiece(files: Sequence[Path], folder: Path, vocab_size: int, pr
 
     paragraphs: list[str] = []
     for number, file in enumerate(files):
-        paragraphs += filter(None, read_text(file).split("\n"))
+        paragraphs += filter(str.strip, read_text(file).split("\n"))
         if progress is not None:
             progress(number + 1, len(files))
+    if not paragraphs:
+        raise FormatError("there is no text", path=files[0])
     settings: dict[str, Any] = {
         "model_type": "bpe",
         "byte_fallback": True,

@@ -360,11 +360,8 @@ class TrainingRun:
                 step, recent, identity = int(facts["step"]), [float(x) for x in facts["recent"]], facts["identity"]
             except (KeyError, ValueError, TypeError) as problem:
                 raise FormatError("this is no checkpoint of a training run", path=path) from problem
-            for key, value in json.loads(json.dumps(self._identity())).items():
-                if identity.get(key) != value:
-                    raise FormatError(
-                        f"the checkpoint is of a run with {key} {identity.get(key)}", path=path, field=key
-                    )
+            if different := _differences(identity, json.loads(json.dumps(self._identity()))):
+                raise FormatError(f"the checkpoint is of another run: {', '.join(different)}", path=path)
             for kind, part in (("master", trainer.masters), ("m", optimizer.m), ("v", optimizer.v)):
                 for name, master in trainer.masters.items():
                     tensor = f"{kind}.{name}"
@@ -385,3 +382,15 @@ class TrainingRun:
         rows = [row for row in rows if not row[0].isdecimal() or int(row[0]) <= self.step]
         with atomic_path(path) as target, open(target, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows)
+
+
+def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """["hidden_size 64, here 32", ...]: the values that differ, of nested tables too."""
+    found = []
+    for key, value in ours.items():
+        other = theirs.get(key)
+        if isinstance(value, dict) and isinstance(other, dict):
+            found += _differences(other, value)
+        elif other != value:
+            found.append(f"{key} {other}, here {value}")
+    return found

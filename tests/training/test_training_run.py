@@ -218,8 +218,13 @@ def test_wrong_files(config, tmp_path):
 def test_a_checkpoint_of_another_run(config, tmp_path):
     start(config, tmp_path / "run").run()
     config.write_text(config.read_text().replace("batch = 3", "batch = 2"))
-    with pytest.raises(FormatError, match="batch 3"):
+    with pytest.raises(FormatError, match="of another run: batch 3, here 2$"):
         start(config, tmp_path / "run", resume=True)
+    text = config.read_text()
+    config.write_text(text.replace("intermediate_size = 32", "intermediate_size = 48"))
+    with pytest.raises(FormatError, match="of another run: intermediate_size 32, here 48, batch 3, here 2$"):
+        start(config, tmp_path / "run", resume=True)
+    config.write_text(text)
     (tmp_path / "run" / "checkpoint.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(FormatError):
         start(config, tmp_path / "run", resume=True)
@@ -264,7 +269,7 @@ def test_texts_become_tokens_once(tmp_path):
     before = made.stat().st_mtime_ns
     open_tokens(files, tokenizer, 4096, tmp_path)
     assert made.stat().st_mtime_ns == before
-    for file, data in (("c.txt", b"\xff"), ("d.txt.xz", b"no xz"), ("e.txt", b"")):
+    for file, data in (("c.txt", b"\xff"), ("d.txt.xz", b"no xz"), ("e.txt", b""), ("f.txt", b"\n\n\n \n")):
         (tmp_path / file).write_bytes(data)
         with pytest.raises(FormatError, match=file[0]):
             open_tokens([tmp_path / file], tokenizer, 4096, tmp_path)
@@ -282,6 +287,9 @@ def test_a_tokenizer_of_ones_own(tmp_path):
     assert tokenizer.decode(tokenizer.encode("Zebra \N{SNOWMAN}\n")) == "Zebra \N{SNOWMAN}\n"
     with pytest.raises(TokenizerError, match="cannot make 9000 tokens"):
         train_sentencepiece([tmp_path / "story.txt"], tmp_path / "other", 9000)
+    (tmp_path / "empty.txt").write_text(" \n\n")
+    with pytest.raises(FormatError, match=r"empty\.txt: there is no text"):
+        train_sentencepiece([tmp_path / "empty.txt"], tmp_path / "other", 300)
 
 
 def test_the_shell_trains_and_generates(tmp_path):
