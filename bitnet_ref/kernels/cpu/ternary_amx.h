@@ -40,7 +40,7 @@
 #if defined(__x86_64__) && defined(__linux__)
 #define BITNET_REF_HAS_AMX 1
 
-enum { AMX_MIN_TOKENS = 5, AMX_ROWS = 16, AMX_PAIR = 2 * AMX_ROWS, AMX_TILE_BYTES = 1024, AMX_STEP_BLOCKS = 4, AMX_AHEAD = 2, AMX_RING = 4 };
+enum { AMX_MIN_TOKENS = 5, AMX_ROWS = 16, AMX_PAIR = 2 * AMX_ROWS, AMX_TILE_BYTES = 1024, AMX_STEP_BLOCKS = 4, AMX_AHEAD = 2, AMX_RING = 4, AMX_STORE_STEPS = 8 };
 
 /* What ldtilecfg reads: palette 1 has 8 tiles of at most 16 rows of at most 64 bytes. */
 typedef struct {
@@ -101,6 +101,11 @@ typedef struct {
 /* The ring's place for the step that is multiplied `ahead` steps from now */
 AVX512_INLINE uint8_t *amx_slot(const amx_weights *w, size_t ahead) {
     return w->ring + (w->slot + ahead) % AMX_RING * w->vectors * AMX_TILE_BYTES;
+}
+
+/* Stores a tile of weights over the step that was multiplied last: see "Stores" above */
+AVX512_INLINE void amx_keep_awake(const amx_weights *w, size_t step) {
+    if (step % AMX_STORE_STEPS == AMX_STORE_STEPS - 1) AMX_STORE(6, amx_slot(w, AMX_RING - 1), VECTOR_BYTES);
 }
 
 /* The packed weights of the next step; moves on to the one after it */
@@ -169,6 +174,7 @@ AVX512_TARGET static void amx_pair(amx_weights *weights, const int8_t *x, size_t
         amx_unpack(from, to, 2, 2);
         AMX_DOT(3, 5, 7);
         amx_unpack(from, to, 3, 2);
+        amx_keep_awake(&w, step);
         w.slot++;
     }
     amx_store_sums(acc, acc + 16, acc1, acc1 + 16, acc_stride);
@@ -197,6 +203,7 @@ AVX512_TARGET static void amx_few(amx_weights *weights, const int8_t *x, size_t 
         AMX_LOAD(5, b + 3 * AMX_TILE_BYTES, VECTOR_BYTES);
         AMX_DOT(3, 4, 5);
         amx_unpack(from, to, 3, 4);
+        amx_keep_awake(&w, step);
         w.slot++;
     }
     amx_store_sums(acc, acc + 16, acc + 32, acc + 48, acc_stride);
