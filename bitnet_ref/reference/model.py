@@ -127,6 +127,23 @@ def decoder_layers(
     return x
 
 
+def last_layer(
+    be: PlainBackend,
+    x: NDArray,
+    w: ModelWeights,
+    cfg: ModelConfig,
+    ropes: tuple[RopeTables, RopeTables],
+    batch: TokenBatch,
+    cache: KVCache,
+) -> NDArray:
+    """The last layer's blocks. Of its feed-forward nothing but the wanted tokens is read.   (N, D) -> (wanted, D)"""
+    assert batch.wanted is not None
+    index, layer = len(w.layers) - 1, w.layers[-1]
+    x = be.attention_block(x, layer, cfg, ropes[cfg.is_sliding(index)], batch, cache, index)
+    x = be.take_rows(x, batch.wanted)
+    return be.feed_forward(x, layer, cfg) if len(x) else x  # no token is wanted of most pieces of a long prompt
+
+
 def embeddings(be: Ops, w: ModelWeights, cfg: ModelConfig, tokens: NDArray) -> NDArray:
     """The beginning of the residual stream.   tokens (N,) -> (N, D)"""
     x = be.embed(w.embedding, tokens)
@@ -142,9 +159,12 @@ def head_input(be: Ops, w: ModelWeights, cfg: ModelConfig, x: NDArray) -> NDArra
 def final_hidden(be: PlainBackend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache) -> NDArray:
     """The input of the head, for the wanted tokens of the batch.   -> (wanted, D)"""
     x = embeddings(be, w, cfg, batch.tokens)  # (N, D)
-    x = decoder_layers(be, x, w.layers, cfg, rope_tables_of(be, cfg, batch.positions), batch, cache)
-    if batch.wanted is not None:
-        x = be.take_rows(x, batch.wanted)
+    ropes = rope_tables_of(be, cfg, batch.positions)
+    if batch.wanted is None:
+        x = decoder_layers(be, x, w.layers, cfg, ropes, batch, cache)
+    else:
+        x = decoder_layers(be, x, w.layers[:-1], cfg, ropes, batch, cache)
+        x = last_layer(be, x, w, cfg, ropes, batch, cache)  # (wanted, D)
     return head_input(be, w, cfg, x)
 
 

@@ -53,6 +53,7 @@ static inline void screen_amx_parts(const int8_t *q, size_t wide, size_t rows, c
         AMX_DOT_SIGNED(0, 4, 6);
         AMX_LOAD(7, tiles + AMX_TILE_BYTES, VECTOR_BYTES);
         AMX_DOT(1, 4, 7);
+        if (step % AMX_STORE_STEPS == AMX_STORE_STEPS - 1) AMX_STORE(7, parts, VECTOR_BYTES); /* as amx_keep_awake */
         if (rows <= AMX_ROWS) continue;
         AMX_LOAD(5, q + AMX_ROWS * wide, wide);
         AMX_DOT_SIGNED(2, 5, 6);

@@ -108,6 +108,15 @@ AVX512_INLINE void amx_keep_awake(const amx_weights *w, size_t step) {
     if (step % AMX_STORE_STEPS == AMX_STORE_STEPS - 1) AMX_STORE(6, amx_slot(w, AMX_RING - 1), VECTOR_BYTES);
 }
 
+/* Fetches the lines of two tokens, and of two that are 16 later, for writing */
+AVX512_INLINE void amx_fetch_sums(int32_t *acc, size_t acc_stride) {
+    for (size_t t = 0; t < 4; t++) {
+        int32_t *to = acc + (t / 2 * AMX_ROWS + t % 2) * acc_stride;
+        _mm_prefetch((const char *)to, _MM_HINT_T0);
+        _mm_prefetch((const char *)(to + 16), _MM_HINT_T0);
+    }
+}
+
 /* The packed weights of the next step; moves on to the one after it */
 AVX512_INLINE const uint8_t *amx_take_step(amx_weights *w) {
     const uint8_t *from = w->panel + w->step * AMX_STEP_BLOCKS * BLOCK_BYTES + w->vector * VECTOR_BYTES;
@@ -175,6 +184,7 @@ AVX512_TARGET static void amx_pair(amx_weights *weights, const int8_t *x, size_t
         AMX_DOT(3, 5, 7);
         amx_unpack(from, to, 3, 2);
         amx_keep_awake(&w, step);
+        if (step + 8 >= w.n_steps) amx_fetch_sums(acc + 2 * (w.n_steps - 1 - step) * acc_stride, acc_stride);
         w.slot++;
     }
     amx_store_sums(acc, acc + 16, acc1, acc1 + 16, acc_stride);
