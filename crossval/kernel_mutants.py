@@ -225,8 +225,7 @@ PLACES = {
         _mm512_add_ps(_mm512_loadu_ps(high + ⟦tokens → 0⟧),
         (rows < AMX_ROWS ? (1 << ⟦rows → (rows - 1)⟧) - 1 : 0xFFFF)
         AMX_LOAD(7, ⟦parts + 128 → parts⟧, line);
-        y + m * y_stride + n + ⟦r → 0⟧, y_stride);
-        end = M - start < at_once ? M : ⟦start + at_once → M⟧,""",
+        y + m * y_stride + n + ⟦r → 0⟧, y_stride);""",
     "dense_blocks.h": r"""
         STEP(signed_bytes)(b + 2 + i)) * ⟦f[0] → f[1]⟧
         b + 4 + ⟦i % 16 → 0⟧, i / 16

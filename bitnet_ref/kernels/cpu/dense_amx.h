@@ -18,11 +18,19 @@
  * 16 tokens are three tiles of parts, their high, middle and low ones. Five tokens or fewer are one tile, one token a
  * narrow one, so that its parts stay in L1 while the weights stream by.
  *
- * Measured on a Xeon (Sapphire Rapids, AMX; tdpbf16ps alone 1639 G multiply-adds/s a thread, a third of it for three
- * parts), pairs in turn; before: dense_rows.h.
- * Tried: 2 x 2 tiles of sums, not 2 x 3: 8% faster with 576 columns, 15% slower with 1536; rows copied to tiles of 1 KB:
- *   15% slower. One token, four groups of 16 rows at a time: 0.8 of one; prefetching the next rows, not the next columns,
- *   0.6. */
+ * Measured on a Xeon (Sapphire Rapids, AMX), two threads, weights from memory, in turn with dense_rows.h; medians of 7 to
+ * 15, G multiply-adds/s of whole calls, before and now:
+ *   tokens               1        4        8       16       64      128      512
+ *   1536 x 576      10, 11   34, 43   27, 61  32, 105  59, 238  64, 280  67, 276
+ *   5632 x 2048     12, 12   46, 53   28, 98  38, 186  56, 307  59, 302  57, 309
+ *   2048 x 5632     13, 13   43, 53  29, 103  41, 190  55, 243  56, 269  59, 297
+ * (one token: 23 to 25 GB/s; float32 multiply-adds alone reach 113 a thread, tdpbf16ps 1639, a third of it for three
+ * parts). One thread, weights in L2, 64 tokens: 230 to 260 without the parts (3% of the time) and the finish (8%).
+ * The root mean square of the error is 0.3 to 1.0 of that of dense_rows.h.
+ * Tried, one thread, 64 tokens: 2 x 2 tiles of sums, not 2 x 3: 261 for 241 with 576 columns, 233 for 266 with 1536; 1 x 3:
+ *   0.75 to 0.97; rows copied to tiles of 1 KB with 2 x 2: 0.8 of it. One token: four groups of 16 rows at a time, not
+ *   one: 0.8; two: 0.92 to 0.97; prefetching the rows to come, not the columns: 0.6 to 0.9.
+ * More tokens than L2 holds the parts of: half as fast with 192 tokens of 5632 columns, so they come in chunks. */
 #ifndef BITNET_REF_DENSE_AMX_H
 #define BITNET_REF_DENSE_AMX_H
 
