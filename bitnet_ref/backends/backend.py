@@ -10,6 +10,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -50,6 +51,28 @@ class HeadRows(NamedTuple):
     ids: NDArray[np.int64]  # (n,) ascending
     values: NDArray  # (n,)
     bounds: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None  # (V,) lower and upper bound of every logit
+
+
+@dataclass(frozen=True, eq=False)
+class GreedyRun:
+    """What several greedy steps in a row need to know beforehand, of n sequences that decode.
+
+    An ended sequence repeats its last step until all return: when an eighth of them have ended, when bell[0] is not 0,
+    or after `steps`.
+    """
+
+    steps: int
+    left: NDArray[np.int64]  # (n,): how many tokens each sequence still gets
+    ends: NDArray[np.int64]  # ids that end a sequence
+    bell: NDArray[np.uint8]  # (1,), set by any thread
+
+
+class GreedySteps(NamedTuple):
+    """The steps of a `GreedyRun` that were computed; none of them met NaN or Inf."""
+
+    tokens: NDArray[np.int64]  # (steps, n)
+    values: NDArray[np.float32]  # (steps, n): their logits, the largest
+    states: NDArray[np.float32]  # (steps, n, D): the head's inputs
 
 
 class Backend(PlainBackend):
@@ -123,6 +146,15 @@ class Backend(PlainBackend):
         A path that does not apply to this batch or model falls back to the one before it in `paths`.
         """
         return final_hidden(self, w, cfg, self.place(batch), cache)
+
+    def greedy_steps(
+        self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, run: GreedyRun
+    ) -> GreedySteps | None:
+        """Passes one after another, of which each takes the tokens with the largest logits of the one before.
+
+        batch: the first one's, a token of each sequence. None: this backend takes them one by one, or must now.
+        """
+        return None
 
     def op_by_op(self) -> Self:
         """The same backend, with its blocks composed from its own ops: the path "ops"."""

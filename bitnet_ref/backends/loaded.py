@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,11 +16,11 @@ from ..errors import BackendError, ContextOverflow, GenerationError, TokenizerEr
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.weights import ModelWeights, plain_weights
-from .backend import Backend, Ids
+from .backend import Backend, GreedyRun, Ids
 from .observe import observe
 from .paged_cache import CacheSpec
 from .record import NamesFilter, Recorder
-from .run import Logits, run
+from .run import Logits, TokenLogits, run, run_greedy
 
 if TYPE_CHECKING:
     from ..tokenizers.base import Tokenizer
@@ -119,6 +119,12 @@ class LoadedModel:
     ) -> Logits:
         """One pass; see `backends.run.run`. The only way in which anything of this model is computed."""
         return self.run_pass(self.backend, self.weights, self.config, batch, cache, top, path)
+
+    def run_greedy(self, batch: TokenBatch, cache: KVCache, steps: GreedyRun) -> Iterator[list[TokenLogits]]:
+        """Several passes; see `backends.run.run_greedy`. None while a profile watches, which looks into each pass."""
+        if self.run_pass is not run:
+            return iter(())
+        return run_greedy(self.backend, self.weights, self.config, batch, cache, steps)
 
     @overload
     def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray: ...

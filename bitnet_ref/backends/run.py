@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.layers import softcap
 from ..reference.weights import ModelWeights
-from .backend import Backend, HeadNeed, HeadRows, Ids
+from .backend import Backend, GreedyRun, HeadNeed, HeadRows, Ids
 from .observe import observe
 from .record import FiniteCheck
 
@@ -24,11 +24,18 @@ class TokenLogits:
     """One token's logits: those that were asked for, and on demand all of them."""
 
     def __init__(
-        self, rows: HeadRows, vocab_size: int, head: Callable[[NDArray], NDArray], hidden: NDArray | None = None
+        self,
+        rows: HeadRows,
+        vocab_size: int,
+        head: Callable[[NDArray], NDArray],
+        hidden: NDArray | None = None,
+        computed: int | None = None,
     ) -> None:
-        """head: the whole head, hidden states (n, D) -> logits (n, V).  hidden (D,): needed unless rows are all."""
+        """head: the whole head, hidden states (n, D) -> logits (n, V).  hidden (D,): needed unless rows are all.
+        computed: how many logits the head computed, if more than those of `rows`."""
         self.ids, self.values, self._bounds = rows  # (n,) ascending, (n,)
         self.vocab_size, self.head, self.hidden = vocab_size, head, hidden
+        self.computed = len(self.ids) if computed is None else computed
 
     def __repr__(self) -> str:
         return f"<TokenLogits: {len(self.ids)} of {self.vocab_size}>"
@@ -110,14 +117,41 @@ def run(
         if not sound:
             raise first_non_finite(be, w, cfg, batch, cache)
 
+    vocab_size, states = cfg.vocab_size, [None] * len(rows) if hidden is None else hidden
+    head = whole_head(be, w, cfg)
+    tokens = [TokenLogits(row, vocab_size, head, state) for row, state in zip(rows, states, strict=True)]
+    return Logits(tokens, vocab_size)
+
+
+def whole_head(be: Backend, w: ModelWeights, cfg: ModelConfig) -> Callable[[NDArray], NDArray]:
+    """The head as a function of NumPy arrays, hidden states (n, D) -> logits (n, V)."""
+
     def head(x: NDArray) -> NDArray:
         with be.running():
             logits = be.to_host(be.lm_head(be.from_host(x), w.lm_head))
         return logits if cfg.logit_softcap is None else softcap(logits, cfg.logit_softcap)
 
-    vocab_size, states = cfg.vocab_size, [None] * len(rows) if hidden is None else hidden
-    tokens = [TokenLogits(row, vocab_size, head, state) for row, state in zip(rows, states, strict=True)]
-    return Logits(tokens, vocab_size)
+    return head
+
+
+def run_greedy(
+    be: Backend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, steps: GreedyRun
+) -> Iterator[list[TokenLogits]]:
+    """Several passes in a row; see `Backend.greedy_steps`.   -> the largest logit of each token, pass by pass
+
+    No pass at all where they must be taken one by one, by `run`: the backend has no other way, the last pass was the
+    first of its kind, or memory runs out or the next one meets NaN or Inf, which `run` then raises.
+    """
+    with np.errstate(all="ignore"), be.running():
+        try:
+            computed = be.greedy_steps(w, cfg, batch, cache, steps)
+        except (MemoryError, NumericsError):
+            computed = None
+    if computed is not None:
+        head, size = whole_head(be, w, cfg), cfg.vocab_size
+        for ids, values, states in zip(*computed, strict=True):
+            rows = [HeadRows(ids[i : i + 1], values[i : i + 1]) for i in range(len(ids))]
+            yield [TokenLogits(row, size, head, state, size) for row, state in zip(rows, states, strict=True)]
 
 
 def head_rows(be: Backend, x: NDArray, w: ModelWeights, top: Sequence[tuple[int | None, Ids] | None]) -> list[HeadRows]:

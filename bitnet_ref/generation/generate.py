@@ -20,6 +20,7 @@ from ..backends.run import TokenLogits
 from ..errors import GenerationError
 from ..reference.cache import KVCache, TokenIds
 from .drafts import Pace
+from .greedy import choose_steps, run_steps
 from .params import SamplingOptions, SamplingParams, expand_params
 from .results import Generation, GenerationStats, StreamChunk
 from .search import beam_search
@@ -123,7 +124,25 @@ def generate_chunks(
     step_tokens = model.backend.prompt_tokens(model.config)
     followers = {group[0].slot: group[1:] for group in groups}  # of a prompt's first row, until they have its cache
     active = leaders
+    bell, step_s = np.zeros(1, dtype=np.uint8), 0.0
     while active:
+        if not followers and (steps := choose_steps(active, step_s)) > 1:
+            started, before = time.perf_counter(), stats.generated_tokens
+            for step in run_steps(model, cache, active, steps, bell):
+                if stats.generated_tokens == before:
+                    step_s = (time.perf_counter() - started) / steps
+                chunks = []
+                for row, token_logits in zip(active, step, strict=True):
+                    if not row.finished:
+                        row.computed += 1
+                        chunks.append(row.accept(token_logits, stats))
+                stats.decode_s += time.perf_counter() - started
+                stats.decode_tokens += len(chunks)
+                yield from chunks
+                started = time.perf_counter()
+            if stats.generated_tokens > before:
+                active = [row for row in active if not row.finished]
+                continue
         # One token of each row, or its whole context: the prompt, or what the window keeps of the text.
         inputs, by_slot = [row.next_input for row in active], {row.slot: row for row in active}
         drafts = propose_drafts(active, step_tokens)
@@ -150,7 +169,7 @@ def generate_chunks(
                 if row.drafts is not None and not prefill:
                     draft = drafts.get(row.slot, ())
                     chunks += accept_drafts(row, draft, [next(logits) for _ in draft], stats)
-            elapsed = time.perf_counter() - started
+            elapsed = step_s = time.perf_counter() - started
             if prefill:
                 stats.prefill_s += elapsed
             else:

@@ -130,6 +130,14 @@ class Continuation:
         self.text = request.text_stream()
         self.echo = request.echo(self.text)
         self.drafts = request.drafts() if self.constraint is None else None
+        self._is_greedy = (
+            request.params.temperature == 0
+            and request.params.strategy is None
+            and request.params.logprobs is None  # they need all logits, at once
+            and not self.rules.processors
+            and self.drafts is None
+            and not request.window.moves
+        )
         self.logprobs = Logprobs(request.params.logprobs or 0)
         self._prompt_logprobs = Logprobs(request.params.prompt_logprobs or 0)
         self.scores = choice == 0 and request.params.prompt_logprobs is not None  # the prompt's tokens
@@ -166,6 +174,21 @@ class Continuation:
     @property
     def finished(self) -> bool:
         return bool(self.chunks) and self.chunks[-1].finish_reason is not None
+
+    @property
+    def tokens_left(self) -> int:
+        """How many tokens may still come, by `max_tokens`."""
+        return self.request.max_tokens - len(self.chunks)
+
+    @property
+    def newest(self) -> NDArray[np.int64]:
+        """The last token, (1,)."""
+        return self._ids[self.length - 1 : self.length]
+
+    @property
+    def decodes_greedily(self) -> bool:
+        """Whether its next tokens are the largest logits of passes over the one before."""
+        return self._is_greedy and bool(self.chunks) and self.length - self._missing - self.computed == 1
 
     @property
     def next_input(self) -> Input:
@@ -222,7 +245,7 @@ class Continuation:
         """Choose the next token from its logits and decide whether it is the last."""
         token, whole = self._choose(logits, stats)
         stats.generated_tokens += 1
-        stats.screened_tokens += whole is None
+        stats.screened_tokens += whole is None and logits.computed < logits.vocab_size
         text = self.text.push(token)
         asked = self.request.params.logprobs is not None
         logprob, top = self.logprobs.add(token, logits, whole if asked else None)
@@ -262,7 +285,7 @@ class Continuation:
     def _choose(self, logits: TokenLogits, stats: GenerationStats) -> tuple[int, NDArray | None]:
         """-> the token, and all of the model's own logits if they were computed"""
         params, whole = self.request.params, logits.values if logits.complete else None
-        stats.head_rows += len(logits.ids)
+        stats.head_rows += logits.computed
         values = self.rules.apply_among(self.ids, logits)
         if params.strategy is not None:
             token = params.strategy(self.ids, values, self.rng)

@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..generation.drafts import Pace
+from ..generation.greedy import choose_steps
 from ..generation.sequence import Continuation
 from .pages import Lease, PagePool
 
@@ -79,9 +80,13 @@ class PlannedPiece(NamedTuple):
 
 @dataclass
 class StepPlan:
-    """One step. copies: (source page, target page), to copy first. stopped: jobs that lost their slot and pages."""
+    """One step, or several in a row with the same pieces, each a token further: see `generation/greedy.py`.
+
+    copies: (source page, target page), to copy first. stopped: jobs that lost their slot and pages.
+    """
 
     pieces: list[PlannedPiece] = field(default_factory=list)
+    steps: int = 1
     copies: list[tuple[int, int]] = field(default_factory=list)
     stopped: list[Job] = field(default_factory=list)
 
@@ -100,6 +105,7 @@ class Scheduler:
         self.cached_tokens = self.asked_tokens = 0  # of admitted sequences: found in the cache, and all
         self._slots = list(range(max_batch))  # a heap: the lowest free slot is taken first
         self.pace, self._lent = Pace(), MOST_LENT  # _lent: draft tokens that the next step may verify
+        self.step_s = 0.0  # the time of the last step
 
     def add(self, job: Job) -> None:
         job.rank = (job.arrival_s - job.priority * self.priority_wait_s, job.rank[1])
@@ -146,6 +152,7 @@ class Scheduler:
             if job.running and (count := shares.get(job, 0)):  # unless it was stopped for an earlier one
                 self._add_piece(job, count, plan)
         self._add_drafts(plan)
+        self._add_steps(plan)
         return plan
 
     def _free_slot(self) -> None:
@@ -261,6 +268,24 @@ class Scheduler:
             plan.copies += lease.reserve(start, start + count) or ()
             plan.pieces[index] = piece._replace(draft=draft[:count])
             self._lent -= count if lends else 0
+
+    def _add_steps(self, plan: StepPlan) -> None:
+        """Let more steps follow in a row, if all of its jobs decode greedily, within pages and their readers' room.
+
+        None while a job waits that could start now.
+        """
+        if (self.waiting and self._slots) or not all(piece.ends for piece in plan.pieces):
+            return
+        jobs = [piece.job for piece in plan.pieces]
+        steps = choose_steps([job.row for job in jobs], self.step_s)
+        if steps < 2 or (steps := min(steps, *(job.ticket.room for job in jobs))) < 2:
+            return
+        stops = [piece.start + min(steps, piece.job.row.tokens_left) for piece in plan.pieces]
+        leases = [(job.lease, job.row.computed, stop) for job, stop in zip(jobs, stops, strict=True) if job.lease]
+        if sum(lease.missing(start, stop) for lease, start, stop in leases) <= self.pool.available:
+            for lease, start, stop in leases:
+                plan.copies += lease.reserve(start, stop) or ()
+            plan.steps = steps
 
     def _last_after(self, job: Job) -> Job | None:
         """A job on hold or the last waiting one, if it holds pages, else the last running one after this job."""

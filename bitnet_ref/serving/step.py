@@ -15,12 +15,16 @@ from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..backends import Backend
 from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import NO_PAGE, PagedKVCache
 from ..backends.run import TokenLogits
 from ..errors import DeviceError, GenerationError, NumericsError, describe_error
 from ..generation.generate import accept_drafts, pieces_of_draft
+from ..generation.greedy import run_steps
 from ..generation.sequence import Piece, run_pieces
 from ..notebook.figures import StepPart
 from .metrics import EngineMetrics
@@ -44,12 +48,34 @@ class Stepper:
     end: Callable[[Ticket, GenerationError | None, str], None]
     recover: Callable[[DeviceError], bool]
     deliveries: list[Delivery]
+    bell: NDArray[np.uint8]  # (1,): 1 ends several steps in a row after the present one
     is_sound: bool = True  # whether a step has succeeded on this backend, or none has been tried
 
-    def run(self, plan: StepPlan) -> None:
-        """Compute the pieces, and one more token for each row whose context is then complete."""
+    def run(self, plan: StepPlan) -> list[list[PlannedPiece]]:
+        """Compute the pieces, and one more token for each row whose context is then complete.   -> each step's pieces"""
+        if plan.steps > 1 and (steps := self._run_steps(plan)):
+            return steps
         parts = {piece.job: self._parts(piece) for piece in plan.pieces}
         self._compute([piece for piece in plan.pieces if not piece.job.ticket.ended], parts, plan.copies)
+        return [plan.pieces]
+
+    def _run_steps(self, plan: StepPlan) -> list[list[PlannedPiece]]:
+        """Several steps in a row; none where they must be computed one by one."""
+        self._place(plan.pieces, plan.copies)
+        plan.copies.clear()
+        rows, steps = [piece.job.row for piece in plan.pieces], list[list[PlannedPiece]]()
+        try:
+            computed = list(run_steps(self.model, self.cache, rows, plan.steps, self.bell))
+        except Exception:
+            return []  # a single step raises it again
+        for number, logits in enumerate(computed):
+            steps.append([])
+            for piece, token_logits in zip(plan.pieces, logits, strict=True):
+                if not (piece.job.row.finished or piece.job.ticket.ended):
+                    steps[-1].append(piece)
+                    self._note_computed(piece.job, piece.start + number, 1)
+                    self._accept(piece.job, token_logits)
+        return [pieces for pieces in steps if pieces]
 
     def _compute(
         self,
@@ -79,10 +105,7 @@ class Stepper:
             return True
         self.is_sound = True
         for job, _, start, count, *_ in pieces:
-            job.row.computed = start + count
-            assert job.lease is not None
-            if start // self.pool.page_size != (start + count) // self.pool.page_size:  # a page is full
-                job.lease.commit(job.row.context, job.row.computed)
+            self._note_computed(job, start, count)
         for job in [piece.job for piece in pieces if piece.ends]:
             self._accept(job, next(logits))
             if draft := [int(part.ids[0]) for part in parts[job][1:]]:
@@ -115,6 +138,11 @@ class Stepper:
         parts: Mapping[Job, list[Piece]],
     ) -> list[TokenLogits]:
         """Run the model on the pieces, with logits at the last tokens of those that end a context."""
+        self._place(pieces, copies)
+        return run_pieces(self.model, self.cache, [part for piece in pieces for part in parts[piece.job]])
+
+    def _place(self, pieces: Sequence[PlannedPiece], copies: Sequence[tuple[int, int]]) -> None:
+        """Copy pages, and write those of each piece's sequence into the page table."""
         cache = self.cache
         cache.copy_pages([source for source, _ in copies], [target for _, target in copies])
         for job, slot, *_ in pieces:
@@ -124,7 +152,13 @@ class Stepper:
                 cache.page_table[slot, : len(lease.pages)] = lease.pages
                 cache.page_table[slot, len(lease.pages) :] = NO_PAGE
                 lease.changed = False
-        return run_pieces(self.model, cache, [part for piece in pieces for part in parts[piece.job]])
+
+    def _note_computed(self, job: Job, start: int, count: int) -> None:
+        """Its tokens from `start` on are in the cache."""
+        job.row.computed = start + count
+        assert job.lease is not None
+        if start // self.pool.page_size != (start + count) // self.pool.page_size:  # a page is full
+            job.lease.commit(job.row.context, job.row.computed)
 
     def _accept(self, job: Job, logits: TokenLogits) -> None:
         ticket: Ticket = job.ticket

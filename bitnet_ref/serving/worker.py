@@ -12,9 +12,12 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread, current_thread
+
+import numpy as np
 
 from ..backends.loaded import LoadedModel
 from ..errors import (
@@ -26,12 +29,12 @@ from ..errors import (
     RequestTimeout,
     describe_error,
 )
-from ..notebook.figures import StepRecord
+from ..notebook.figures import StepPart, StepRecord
 from ..notebook.live import RequestProgress
 from .cache_memory import new_cache, new_pool
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
-from .scheduler import Scheduler, StepPlan
+from .scheduler import PlannedPiece, Scheduler, StepPlan
 from .step import Stepper, part_of, wrap
 from .tickets import Delivery, RequestStory, Ticket, check_process, wake_readers
 
@@ -64,13 +67,14 @@ class Worker:
         self._draining = False
         # Used by the thread only, except that others put into the first three.
         self._bell: SimpleQueue[None] = SimpleQueue()  # rings when there is something to do
+        self._has_rung = np.zeros(1, dtype=np.uint8)  # since the last step
         self._to_cancel: deque[Ticket] = deque()
         self._to_resume: deque[Ticket] = deque()
         self._deadlines: list[tuple[float, int]] = []  # (time, number of the request)
         self._deliveries: list[Delivery] = []
         end, recover = self._end, self._recover
         self._stepper = Stepper(
-            *(model, cache, self.pool, self._scheduler, self.metrics, end, recover, self._deliveries)
+            *(model, cache, self.pool, self._scheduler, self.metrics, end, recover, self._deliveries, self._has_rung)
         )
 
     def submit(self, ticket: Ticket) -> None:
@@ -96,16 +100,20 @@ class Worker:
             self._arrived.append(ticket)  # Ctrl-C may interrupt after this call, but not between the next lines
             self._alive[ticket.number] = ticket
             self._in_queue, self._rows_in_queue, ticket.submitted = in_queue, rows_in_queue, True
-        self._bell.put(None)
+        self._ring()
 
     def cancel(self, ticket: Ticket) -> None:
         """End it before the next step. Takes no lock, because a destructor may call it anywhere."""
         self._to_cancel.append(ticket)
-        self._bell.put(None)
+        self._ring()
 
     def resume(self, ticket: Ticket) -> None:
         """Its reader has caught up. Takes no lock."""
         self._to_resume.append(ticket)
+        self._ring()
+
+    def _ring(self) -> None:
+        self._has_rung[0] = 1
         self._bell.put(None)
 
     def check_may_wait(self) -> None:
@@ -123,7 +131,7 @@ class Worker:
         with self._lock:
             self._closing, self._draining = self._closing or "the engine was closed", drain
             thread = self._thread
-        self._bell.put(None)
+        self._ring()
         if thread is not None and thread is not current_thread():
             thread.join()
 
@@ -271,6 +279,7 @@ class Worker:
         self._silence_bell()
 
     def _silence_bell(self) -> None:
+        self._has_rung[0] = 0
         with suppress(Empty):
             while True:
                 self._bell.get_nowait()
@@ -297,8 +306,7 @@ class Worker:
         if plan.pieces:
             start = time.perf_counter()
             self._note_starts(plan, start)
-            self._stepper.run(plan)
-            self._record(plan, start)
+            self._record(self._stepper.run(plan), start)
         elif jobs := len(self._scheduler.running) + len(self._scheduler.waiting):
             raise RuntimeError(f"none of {jobs} sequences can run")
         self._deliver()
@@ -416,20 +424,23 @@ class Worker:
         wake_readers([ticket.outbox for ticket, _ in self._deliveries])
         self._deliveries.clear()
 
-    def _record(self, plan: StepPlan, start: float) -> None:
-        seconds, metrics, scheduler = time.perf_counter() - start, self.metrics, self._scheduler
-        metrics.observe("engine_step_seconds", seconds)
-        metrics.add("engine_steps")
-        if all(piece.ends and piece.tokens == 1 for piece in plan.pieces):
-            scheduler.pace.learn(sum(1 + len(piece.draft) for piece in plan.pieces), seconds)
-        log.debug(
-            "step %d, %.4f s: requests and tokens %s; %d wait",
-            *(metrics.counters["engine_steps"], seconds),
-            *([(piece.job.ticket.number, piece.tokens) for piece in plan.pieces], self._in_queue),
-        )
-        metrics.add("generation_tokens", sum(piece.ends for piece in plan.pieces))
+    def _record(self, steps: Sequence[list[PlannedPiece]], start: float) -> None:
+        """Note the steps, each by its pieces, that have been computed since `start`."""
+        seconds, metrics, scheduler = (time.perf_counter() - start) / len(steps), self.metrics, self._scheduler
+        scheduler.step_s, parts = seconds, tuple[StepPart, ...]()
+        if all(piece.ends and piece.tokens == 1 for piece in steps[0]):
+            scheduler.pace.learn(sum(1 + len(piece.draft) for piece in steps[0]), seconds)
         metrics.counters["prefix_cache_queries"] = scheduler.asked_tokens
         metrics.counters["prefix_cache_hits"] = scheduler.cached_tokens
-        if self.config.timeline_steps:
-            parts = tuple(part_of(piece) for piece in plan.pieces)
-            self.timeline.append(StepRecord(metrics.counters["engine_steps"], start, seconds, parts, self._in_queue))
+        for index, pieces in enumerate(steps):
+            metrics.observe("engine_step_seconds", seconds)
+            metrics.add("engine_steps")
+            metrics.add("generation_tokens", sum(piece.ends for piece in pieces))
+            number = metrics.counters["engine_steps"]
+            if log.isEnabledFor(logging.DEBUG):
+                tokens = [(piece.job.ticket.number, piece.tokens) for piece in pieces]
+                log.debug("step %d, %.4f s: requests and tokens %s; %d wait", number, seconds, tokens, self._in_queue)
+            if self.config.timeline_steps:
+                if len(parts) != len(pieces):  # of steps in a row, each has the pieces of the one before, or fewer
+                    parts = tuple(part_of(piece) for piece in pieces)
+                self.timeline.append(StepRecord(number, start + index * seconds, seconds, parts, self._in_queue))

@@ -38,7 +38,7 @@ from ...reference.weights import (
     TernaryWeight,
 )
 from ...system.threads import check_team
-from ..backend import Backend, HeadNeed, HeadRows
+from ..backend import Backend, GreedyRun, GreedySteps, HeadNeed, HeadRows
 from ..paged_cache import CACHE_DTYPES, CacheSpec
 from .extension import (
     TABLE_TOKENS,
@@ -205,14 +205,25 @@ class CythonBackend(KernelBackend):
     ) -> NDArray:
         if path == "ops":
             return final_hidden(self.op_by_op(), w, cfg, batch, cache)
-        may_replay = (
-            path != "blocks" and self.fuses and cfg.delta is None and 0 < len(batch) <= MAX_TOKENS and batch.all_wanted
-        )
-        if may_replay and isinstance(cache, KernelKVCache):
+        if path != "blocks" and self._may_replay(cfg, batch) and isinstance(cache, KernelKVCache):
             x = cache.steps.hidden(self, self._rope_rows, w, cfg, batch, cache, at_once=path == "replayed")
             if x is not None:
                 return x
         return final_hidden(self, w, cfg, batch, cache)
+
+    def _may_replay(self, cfg: ModelConfig, batch: TokenBatch) -> bool:
+        return self.fuses and cfg.delta is None and 0 < len(batch) <= MAX_TOKENS and batch.all_wanted
+
+    def greedy_steps(
+        self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, run: GreedyRun
+    ) -> GreedySteps | None:
+        if not (self._may_replay(cfg, batch) and isinstance(cache, KernelKVCache)):
+            return None
+        table = w.embedding
+        has_rows = type(table) is DenseWeight and table.block_type is None and kernels_take(table)
+        if not has_rows or isinstance(w.lm_head, ScreenedHead) or cfg.logit_softcap is not None:
+            return None
+        return cache.steps.greedy(self, self._rope_rows, w, cfg, batch, cache, run)
 
     def close(self) -> None:
         """Releases the mappings and buffers; each is freed with the last array in it."""

@@ -23,13 +23,14 @@ from numpy.typing import NDArray
 
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig, RopeConfig
-from ...reference.model import RopeTables, decoder_layers, embeddings, head_input
-from ...reference.weights import ModelWeights
-from ..backend import Backend
+from ...reference.model import decoder_layers, embeddings, head_input
+from ...reference.weights import DenseWeight, ModelWeights
+from ..backend import Backend, GreedyRun, GreedySteps
 from ..paged_cache import CacheSpec, PagedKVCache
 from .extension import _cpu
 from .kernels import CpuKernels, KernelView
 from .memory import Pool
+from .weights import view_bits
 
 MAX_TOKENS = 64  # per recorded step
 MAX_STEPS = 8  # recorded per cache, each for its own number of tokens
@@ -52,15 +53,20 @@ class RopeRows:
     """cos and sin of every position so far, to look up a step's rows. Shared by all steps of a backend."""
 
     def __init__(self) -> None:
-        self._tables: dict[tuple[RopeConfig, int], RopeTables] = {}
+        self._tables: dict[tuple[RopeConfig, int], NDArray] = {}
 
-    def look_up(self, be: Backend, positions: NDArray[np.int64], rope: RopeConfig, head_dim: int) -> RopeTables:
-        """`be.rope_tables` of the positions.   (N,) -> cos, sin (N, d/2)"""
-        cos, sin = self._tables.get((rope, head_dim), (np.empty(0), np.empty(0)))
-        if (last := int(positions.max())) >= len(cos):
-            all_positions = np.arange(max(MIN_ROPE_ROWS, 1 << (last + 1).bit_length()))
-            cos, sin = self._tables[rope, head_dim] = be.rope_tables(all_positions, rope, head_dim)
-        return cos[positions], sin[positions]
+    def up_to(self, be: Backend, last: int, cfg: ModelConfig) -> list[NDArray]:
+        """`be.rope_tables` of positions 0 to at least `last`: of the model's RoPE, and of its sliding layers' if that
+        is another one.   -> (2, T, d/2) each, cos and sin"""
+        ropes, tables = dict.fromkeys((cfg.rope, cfg.rope_of_sliding)), []
+        for rope in ropes:
+            table = self._tables.get((rope, cfg.rotary_size))
+            if table is None or table.shape[1] <= last:
+                positions = np.arange(max(MIN_ROPE_ROWS, 1 << (last + 1).bit_length()))
+                table = np.stack(be.rope_tables(positions, rope, cfg.rotary_size))
+                self._tables[rope, cfg.rotary_size] = table
+            tables.append(table)
+        return tables
 
 
 class RecordedSteps:
@@ -91,17 +97,35 @@ class RecordedSteps:
             self._seen.add(n)
             return None
         step = self._steps.pop(n, None)
-        if step is None or step.weights is not w or step.kernels != be.kernels:
+        if step is None or not step.is_of(be.kernels, w):
             step = KernelStep(be.kernels, w, cfg, n, self._pool)
-        ropes = (cfg.rope, cfg.rope_of_sliding)
-        tables = [rope_rows.look_up(be, batch.positions, rope, cfg.rotary_size) for rope in dict.fromkeys(ropes)]
-        step.fill(batch, embeddings(be, w, cfg, batch.tokens), tables)
+        step.fill(batch, embeddings(be, w, cfg, batch.tokens), rope_rows.up_to(be, batch.extent[1], cfg))
         cache.check_extent(batch)
         x = step.play() if step.is_recorded else step.record(be, cfg, cache)
         self._steps[n] = step  # not if it raised: an unfinished tape is dropped
         if len(self._steps) > MAX_STEPS:
             self._steps.pop(next(iter(self._steps)))
         return x
+
+    def greedy(
+        self,
+        be: KernelBackend,
+        rope_rows: RopeRows,
+        w: ModelWeights,
+        cfg: ModelConfig,
+        batch: TokenBatch,
+        cache: KVCache,
+        run: GreedyRun,
+    ) -> GreedySteps | None:
+        """`Backend.greedy_steps`, of a step that can be replayed; else None."""
+        step = self._steps.get(len(batch))
+        if step is None or not step.is_of(be.kernels, w) or not step.record_head(be):
+            return None
+        last = TokenBatch(batch.tokens, batch.positions + (np.minimum(run.steps, run.left) - 1), batch.slots)
+        cache.check_extent(last)
+        tables = rope_rows.up_to(be, batch.extent[1] + run.steps, cfg)
+        step.fill(batch, embeddings(be, w, cfg, batch.tokens), tables)
+        return step.play_greedy(cfg, tables, run)
 
 
 class KernelStep:
@@ -112,16 +136,25 @@ class KernelStep:
         tokens, positions, slots = np.zeros((3, n), dtype=np.int64)
         self._batch = TokenBatch(tokens, positions, slots)
         self._x = np.empty((n, cfg.hidden_size), dtype=np.float32)
-        self._rope = np.empty((1 if cfg.local_rope is None else 2, 2, n, cfg.rotary_size // 2), dtype=np.float32)
+        ropes = len({cfg.rope, cfg.rope_of_sliding})
+        self._rope = np.empty((ropes, 2, n, cfg.rotary_size // 2), dtype=np.float32)
         self._pool, self._tape = pool, _cpu.Tape()
         self._result: NDArray | None = None  # in the pool; None: not recorded, or it cannot be replayed
+        self._head: Any = None  # _cpu.Tape, from the result to `_logits`; False: it cannot be replayed
+        self._logits: NDArray | None = None
         self.is_recorded = False
 
-    def fill(self, batch: TokenBatch, x: NDArray, tables: list[RopeTables]) -> None:
-        """Set everything that changes from step to step. x (n, D): the embeddings."""
+    def is_of(self, kernels: CpuKernels, w: ModelWeights) -> bool:
+        """Whether it computes with these."""
+        return self.weights is w and self.kernels == kernels
+
+    def fill(self, batch: TokenBatch, x: NDArray, tables: list[NDArray]) -> None:
+        """Set everything that changes from step to step. x (n, D): the embeddings. tables: as of `RopeRows.up_to`."""
         self._batch.tokens[:] = batch.tokens
         self._batch.positions[:], self._batch.slots[:] = batch.positions, batch.slots
-        self._x[:], self._rope[:] = x, tables
+        self._x[:] = x
+        for rows, table in zip(self._rope, tables, strict=True):
+            rows[:] = table[:, batch.positions]
 
     def record(self, be: KernelBackend, cfg: ModelConfig, cache: KVCache) -> NDArray | None:
         """Compute the step and record its kernel calls.   -> (n, D), or None where it cannot be replayed"""
@@ -130,17 +163,43 @@ class KernelStep:
         (cos, sin), (local_cos, local_sin) = self._rope[0], self._rope[-1]
         x = decoder_layers(be, self._x, w.layers, cfg, ((cos, sin), (local_cos, local_sin)), self._batch, cache)
         result = head_input(be, w, cfg, x)
-        memory: list[NDArray] = [*self._pool.buffers, self._x, self._rope, self._batch.slots, self._batch.positions]
-        ranges = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in memory]
-        is_from_kernels = any(result.base is buffer for buffer in self._pool.buffers)
-        if not (is_from_kernels and self._tape.lies_in(ranges)):
+        if not self._can_replay(self._tape, result):
             return None
         self._result = result
         return result.copy()
 
+    def _can_replay(self, tape: Any, result: NDArray) -> bool:
+        """Whether a tape computes this result, from arrays that later steps fill or compute again."""
+        memory: list[NDArray] = [*self._pool.buffers, self._x, self._rope, self._batch.slots, self._batch.positions]
+        ranges = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in memory]
+        return any(result.base is buffer for buffer in self._pool.buffers) and bool(tape.lies_in(ranges))
+
     def play(self) -> NDArray | None:
         """Replay the recorded calls.   -> (n, D), or None where there are none or one met NaN or Inf"""
         return self._result.copy() if self._result is not None and self._tape.play() else None
+
+    def record_head(self, be: KernelBackend) -> bool:
+        """Whether the step and the head after it can be played together. Records the head the first time."""
+        if self._head is None and self._result is not None:
+            tape, self._head = _cpu.Tape(), False
+            be = be._with_kernels(replace(self.kernels, results=self._pool, tape=tape))
+            logits = be.lm_head(self._result, self.weights.lm_head)
+            if self._can_replay(tape, logits):
+                self._head, self._logits = tape, logits
+        return bool(self._head)
+
+    def play_greedy(self, cfg: ModelConfig, tables: list[NDArray], run: GreedyRun) -> GreedySteps:
+        """Play the step and the head again and again."""
+        (n, size), table = self._x.shape, self.weights.embedding
+        assert isinstance(table, DenseWeight)
+        tokens, values = np.empty((run.steps, n), dtype=np.int64), np.empty((run.steps, n), dtype=np.float32)
+        states = np.empty((run.steps, n, size), dtype=np.float32)
+        count = _cpu.greedy_steps(
+            *(self._tape, self._head, view_bits(table.stored), cfg.embedding_scale),
+            *(self._x, self._batch.positions, self._rope, tables[0], tables[-1], self._result, self._logits),
+            *(run.left, run.ends, run.bell, tokens, values, states, self.kernels.threads),
+        )
+        return GreedySteps(tokens[:count], values[:count], states[:count])
 
 
 # -- the cache, which holds the steps that were recorded over it -------------------------------------------------------

@@ -52,6 +52,8 @@ cdef extern from "kernels.h" nogil:
     void attend_all(attend_fn, const attend_call *)
     bint kv_can_store(int kind, const float *x, size_t n)
     void kv_store(int kind, const float *x, size_t d, void *rows, size_t row, float *scale)
+    Py_ssize_t first_largest(const float *x, size_t n)
+    void embed_row(int kind, const void *row, size_t n, float scale, float *x)
     long l2_bytes()
     const ternary_method METHODS[]
     const int N_METHODS
@@ -338,16 +340,19 @@ cdef class Tape:
         """Whether the calls read and write activations in these ranges (start, end) of addresses only."""
         return all(any(start <= address < end for start, end in ranges) for address in self.addresses)
 
+    cdef bint run(self) noexcept nogil:
+        cdef Py_ssize_t i
+        for i in range(self.count):
+            if self.calls[i].run(self.calls[i].call) != OK:
+                return False
+        return True
+
     def play(self):
         """Make the calls again. Returns whether all succeeded; stops at the first that did not."""
-        cdef Py_ssize_t i
+        cdef bint succeeded
         with nogil:
-            for i in range(self.count):
-                if self.calls[i].run(self.calls[i].call) != OK:
-                    break
-            else:
-                i = self.count
-        return i == self.count
+            succeeded = self.run()
+        return succeeded
 
 
 def sum_words(const uint64_t[::1] words, int threads):
@@ -382,5 +387,6 @@ include "_cpu_ternary.pxi"
 include "_cpu_rows.pxi"
 include "_cpu_cache.pxi"
 include "_cpu_dense.pxi"
+include "_cpu_greedy.pxi"
 include "_cpu_group.pxi"
 include "_cpu_training.pxi"

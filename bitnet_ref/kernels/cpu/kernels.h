@@ -6,6 +6,7 @@
 
 #include "dense_amx.h"
 #include "dense_avx512.h"
+#include "greedy.h"
 #include "group.h"
 #include "group_avx512.h"
 #include "kv_cache.h"

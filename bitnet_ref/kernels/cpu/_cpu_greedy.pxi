@@ -1,0 +1,71 @@
+# Part of _cpu.pyx: greedy decoding, several recorded steps in a row without Python between them (greedy.h).
+
+
+def greedy_steps(Tape step, Tape head, table, float scale, float[:, ::1] x, int64_t[::1] positions,
+                 float[:, :, :, ::1] rope, const float[:, :, ::1] full, const float[:, :, ::1] local,
+                 const float[:, ::1] hidden, const float[:, ::1] logits, const int64_t[::1] left,
+                 const int64_t[::1] ends, const uint8_t[::1] bell, int64_t[:, ::1] tokens, float[:, ::1] values,
+                 float[:, :, ::1] states, int threads):
+    """Play both tapes `len(tokens)` times. Between two steps each row's largest logit becomes its next token.
+
+    step: from x (n, D), positions (n,) and rope (R, 2, n, d/2) to hidden (n, D). head: from hidden to logits (n, V).
+    x, positions and rope hold the first step's inputs. table (V, D), scale: the embedding. full, local (2, T, d/2): cos
+    and sin of all positions, for rope[0] and rope[1].
+    left (n,): how many tokens a row still gets; ends: ids that end a row. An ended row repeats its last step, which
+    changes nothing; when an eighth of the rows have ended, the step is the last one. So it is when bell[0] is not 0.
+
+    Fills tokens and values (steps, n), the largest logits; and states (steps, n, D), hidden. Returns how many steps were
+    computed: none of these met NaN or Inf, or a position without a page.
+    """
+    cdef Py_ssize_t n = x.shape[0], D = x.shape[1], V = logits.shape[1], half = rope.shape[3], count = tokens.shape[0]
+    cdef Py_ssize_t s, i, j, rows, columns, ended = 0, bad = 0, tables = rope.shape[0]
+    cdef int kind
+    cdef const char *embedding = <const char *> _matrix(table, 0, &rows, &columns, &kind)
+    if (columns != D or rows < V or positions.shape[0] != n or rope.shape[2] != n or rope.shape[1] != 2 or not 1 <= tables <= 2
+            or full.shape[0] != 2 or full.shape[2] != half or local.shape[0] != 2 or local.shape[2] != half
+            or hidden.shape[0] != n or hidden.shape[1] != D or logits.shape[0] != n or left.shape[0] != n
+            or tokens.shape[1] != n or values.shape[0] != count or values.shape[1] != n or states.shape[0] != count
+            or states.shape[1] != n or states.shape[2] != D or bell.shape[0] != 1 or n == 0 or V == 0):
+        raise ValueError(f"greedy_steps: x {n, D}, table {rows, columns}, logits {logits.shape[0], V}, tokens {count, tokens.shape[1]}")
+    for i in range(n):
+        if positions[i] < 0 or positions[i] > min(full.shape[1], local.shape[1]) - count:
+            raise ValueError(f"greedy_steps: position {positions[i]} and {count} steps, angles of {full.shape[1]}")
+    cdef int team = threads_for(n * V, FLOATS_PER_THREAD, threads)
+    cdef Py_ssize_t row_bytes = D * (4 if kind == 0 else 2)
+    check_set(0, threads)
+    cdef uint8_t *has_ended = <uint8_t *> allocate(n, 1)
+    if has_ended == NULL:
+        raise MemoryError(f"no memory for {n} tokens")
+    with nogil:
+        memset(has_ended, 0, n)
+        s = 0
+        while s < count:
+            if not (step.run() and head.run()):
+                break
+            bad = 0
+            for i in prange(n, num_threads=team, schedule="static"):
+                memcpy(&states[s, i, 0], &hidden[i, 0], D * sizeof(float))
+                tokens[s, i] = first_largest(&logits[i, 0], V)
+                bad += tokens[s, i] < 0 or first_largest(&hidden[i, 0], D) < 0
+            if bad:
+                break
+            s += 1
+            for i in range(n):
+                values[s - 1, i] = logits[i, tokens[s - 1, i]]
+                if not has_ended[i]:
+                    has_ended[i] = s >= left[i]
+                    for j in range(ends.shape[0]):
+                        has_ended[i] |= tokens[s - 1, i] == ends[j]
+                    ended += has_ended[i]
+            if 8 * ended >= n or bell[0]:
+                break
+            for i in range(n):
+                if not has_ended[i]:
+                    embed_row(kind, embedding + tokens[s - 1, i] * row_bytes, D, scale, &x[i, 0])
+                    positions[i] += 1
+                    for j in range(2):
+                        memcpy(&rope[0, j, i, 0], &full[j, positions[i], 0], half * sizeof(float))
+                        if tables == 2:
+                            memcpy(&rope[1, j, i, 0], &local[j, positions[i], 0], half * sizeof(float))
+        free(has_ended)
+    return s
