@@ -117,7 +117,7 @@ class LoadedModel:
         top: Sequence[tuple[int | None, Ids] | None] | None = None,
         path: str | None = None,
     ) -> Logits:
-        """One pass; see `backends.run.run`. The only way in which anything of this model is computed."""
+        """One pass; see `backends.run.run`. This and `run_greedy` are the only ways in which this model computes."""
         return self.run_pass(self.backend, self.weights, self.config, batch, cache, top, path)
 
     def run_greedy(self, batch: TokenBatch, cache: KVCache, steps: GreedyRun) -> Iterator[list[TokenLogits]]:

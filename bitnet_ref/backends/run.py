@@ -1,4 +1,7 @@
-"""`run`: the only door to a pass. Logits, text, profiles, benchmarks, checks and comparisons all come through here."""
+"""`run`: the only door to a pass. Logits, text, profiles, benchmarks, checks and comparisons all come through here.
+
+`run_greedy` is the same for several passes in a row, where a backend can do without Python between them.
+"""
 
 from __future__ import annotations
 

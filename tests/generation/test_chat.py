@@ -26,13 +26,19 @@ def prompt_of(model, history, message):
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 2, "top_k": 30}])
 def test_replies_are_those_of_the_whole_conversation_and_shared_tokens_are_not_computed(talker, params, monkeypatch):
     computed = []
-    run = bitnet_ref.Model.run
+    run, run_greedy = bitnet_ref.Model.run, bitnet_ref.Model.run_greedy
 
     def watched(self, batch, *rest):
         computed.append(len(batch))
         return run(self, batch, *rest)
 
+    def watched_steps(self, batch, *rest):
+        for step in run_greedy(self, batch, *rest):
+            computed.append(len(batch))
+            yield step
+
     monkeypatch.setattr(bitnet_ref.Model, "run", watched)
+    monkeypatch.setattr(bitnet_ref.Model, "run_greedy", watched_steps)
     session, history = (
         talker.chat(system="Be kind.", max_tokens=8, **params),
         [{"role": "system", "content": "Be kind."}],

@@ -23,6 +23,15 @@ class Row:
     slot: int = -1
     computed: int = 0
     generated: int = 0
+    is_greedy: bool = False
+
+    @property
+    def decodes_greedily(self):
+        return self.is_greedy and self.generated > 0 and len(self.tokens) - self.computed == 1
+
+    @property
+    def tokens_left(self):
+        return self.to_come
 
     def guess(self, limit, cost):
         draft, (count, right) = [], self.guesses
@@ -48,7 +57,7 @@ class Cache:
 
     def __init__(self, scheduler, pages):
         self.scheduler, self.pages = scheduler, {page: [None] * SIZE for page in range(pages)}
-        self.accepted = 0
+        self.accepted = self.groups = 0
 
     def step(self):
         plan = self.scheduler.plan()
@@ -58,6 +67,15 @@ class Cache:
         assert len(set(slots)) == len(slots) <= self.scheduler.max_batch
         for source, target in plan.copies:
             self.pages[target] = list(self.pages[source])
+        if plan.steps > 1:
+            self.steps_in_a_row(plan)
+        else:
+            self.one_step(plan)
+        jobs = [*self.scheduler.running, *self.scheduler.waiting]
+        check_pool(self.scheduler.pool, [job.lease for job in jobs if job.lease is not None])
+        return plan
+
+    def one_step(self, plan):
         for job, slot, start, count, ends, draft in plan.pieces:
             row = job.row
             text = [*row.tokens, *draft.tolist()]
@@ -83,9 +101,30 @@ class Cache:
             elif ends:
                 job.lease.commit(row.context, row.computed)
                 job.lease.trim(row.context_tokens)
-        jobs = [*self.scheduler.running, *self.scheduler.waiting]
-        check_pool(self.scheduler.pool, [job.lease for job in jobs if job.lease is not None])
-        return plan
+
+    def steps_in_a_row(self, plan):
+        """All are computed first, and those of ended rows again and again, as `_cpu.greedy_steps` does."""
+        assert not (self.scheduler.waiting and self.scheduler._slots)
+        self.groups += 1
+        steps = 1 + self.groups % plan.steps  # the bell may ring after any of them
+        for job, *_ in plan.pieces:
+            row, text = job.row, list(job.row.tokens)
+            assert job.row.decodes_greedily
+            for at in range(row.computed, row.computed + min(steps, row.to_come)):
+                self.pages[job.lease.pages[at // SIZE]][at % SIZE] = tuple(text)
+                text.append(sum(text) % 2)
+        for _ in range(steps):
+            for job, *_ in plan.pieces:
+                row = job.row
+                if row.to_come:
+                    for at in range(row.computed + 1):
+                        assert self.pages[job.lease.pages[at // SIZE]][at % SIZE] == tuple(row.tokens[: at + 1])
+                    row.computed += 1
+                    job.lease.commit(row.context, row.computed)
+                    row.tokens.append(sum(row.tokens) % 2)
+                    row.generated, row.to_come = row.generated + 1, row.to_come - 1
+                    if row.to_come == 0:
+                        self.scheduler.remove(job)
 
 
 def engine(pages=16, max_batch=4, max_batch_tokens=12, **more):
@@ -97,8 +136,8 @@ class Reader:
     room = 100
 
 
-def job(number, prompt, new=3, priority=0, arrival_s=None, guesses=(0, 0)):
-    row = Row([number % 2] * prompt if isinstance(prompt, int) else list(prompt), new, guesses)
+def job(number, prompt, new=3, priority=0, arrival_s=None, guesses=(0, 0), greedy=False):
+    row = Row([number % 2] * prompt if isinstance(prompt, int) else list(prompt), new, guesses, is_greedy=greedy)
     return Job(row, float(number) if arrival_s is None else arrival_s, (number, 0), priority, Reader())
 
 
@@ -205,6 +244,37 @@ def test_drafts_take_no_page_that_another_needs():
     assert (scheduler.stops, scheduler.pool.in_use) == (1, 0)  # as without drafts
 
 
+def test_greedy_jobs_take_steps_in_a_row_within_pages_and_room():
+    scheduler, cache = engine(pages=6, max_batch=2)
+    scheduler.add(one := job(0, [0, 1, 0], new=20, greedy=True))
+
+    def steps(count):
+        return [cache.step().steps for _ in range(count)]
+
+    assert steps(3) == [1, 4, 4]  # the prompt by itself
+    one.ticket.room = 2  # its reader is behind
+    assert steps(1) == [2]
+    one.ticket.room, scheduler.step_s = 100, 0.007
+    assert steps(1) == [2]  # of 20 ms
+    scheduler.step_s = 0.011
+    assert steps(1) == [1]
+    scheduler.step_s = 0.0
+    scheduler.add(two := job(1, [1, 1], new=20))
+    assert steps(3) == [1] * 3  # the other one is not greedy
+    scheduler.remove(two)
+    scheduler.add(waiting := job(2, [1] * 30, new=2, greedy=True))  # for pages, since it has a slot
+    assert steps(1) == [1]
+    scheduler.remove(waiting)
+    assert steps(1) == [4]
+
+
+def test_jobs_that_wait_for_a_slot_do_not_end_the_steps_in_a_row():
+    scheduler, cache = engine(max_batch=1)
+    scheduler.add(job(0, [0, 1, 0], new=9, greedy=True))
+    scheduler.add(job(1, [0, 1, 0], new=9, greedy=True))
+    assert [cache.step().steps for _ in range(3)] == [1, 4, 4]
+
+
 jobs_and_times = st.lists(
     st.tuples(
         st.integers(0, 12),  # the step of its arrival
@@ -221,13 +291,14 @@ jobs_and_times = st.lists(
 
 
 @settings(max_examples=60)
-@given(jobs_and_times, st.integers(6, 14), st.integers(1, 4), st.integers(5, 20))
-def test_everything_finishes_with_its_own_tokens(arrivals, pages, max_batch, max_batch_tokens):
+@given(jobs_and_times, st.integers(6, 14), st.integers(1, 4), st.integers(5, 20), st.booleans())
+def test_everything_finishes_with_its_own_tokens(arrivals, pages, max_batch, max_batch_tokens, greedy):
     scheduler, cache = engine(pages, max_batch, max_batch_tokens, priority_wait_s=3)
     expected, cancelled, all_jobs = {}, {}, []
 
     def start(number, step, prompt, new, priority, cancel, guesses):
-        each = job(number, prompt, new, priority, arrival_s=float(step), guesses=guesses)
+        guesses = (0, 0) if greedy else guesses
+        each = job(number, prompt, new, priority, arrival_s=float(step), guesses=guesses, greedy=greedy)
         tokens = list(prompt)
         for _ in range(new):
             tokens.append(sum(tokens) % 2)
