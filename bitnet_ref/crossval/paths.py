@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from ..api import Model
 from ..backends import Backend
+from ..backends.backend import GreedyRun
 from ..backends.paged_cache import PagedKVCache
 from ..backends.split import LayerRun, SplitBackend
 from ..reference import layers
@@ -119,6 +120,7 @@ def _checks(
         "text, 3 prompts",
         lambda: _text_batch(model, _prompts(tokens), lambda prompts, greedy: model.generate(prompts, **greedy)),
     )
+    yield "greedy steps", lambda: _greedy_steps(model, tokens)
     yield "text, drafts", lambda: _drafted(model, tokens)
     yield "scores", lambda: _scored(model, tokens)
     if not quick:
@@ -462,6 +464,42 @@ def _streamed(model: Model, tokens: list[int]) -> Outcome:
     if [chunk.token_id for chunk in chunks] != list(whole.token_ids) or "".join(c.text for c in chunks) != whole.text:
         return len(chunks), "the stream differs from the text that generate gives", ""
     return len(chunks), None, "equal to generate"
+
+
+def _greedy_steps(model: Model, tokens: list[int]) -> Outcome:
+    """Three sequences over pages, several steps at a time: the largest logits of passes by ops over the same texts.
+
+    The first sequence ends after fewer tokens than the others. The states of each step give its logits again."""
+    prompts = _prompts(tokens)
+    new = _greedy(model, max(prompts, key=len))["max_tokens"]
+    texts, lefts, taken = [list(prompt) for prompt in prompts], [max(1, new - 3), new, new], 0
+    cache = model.new_cache(3, max(map(len, prompts)) + new, page_size=PAGE_SIZE)
+    parts = [(slot, 0, prompt) for slot, prompt in enumerate(prompts)]
+    logits: list[list[NDArray]] = [[], [], []]
+    while parts:
+        left = np.array([lefts[slot] for slot, _, _ in parts], dtype=np.int64)
+        run = GreedyRun(4, left, np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.uint8))
+        batch = TokenBatch.of(parts, range(len(parts)))
+        is_prompt = len(batch) > len(parts)
+        steps = [] if is_prompt else list(model.run_greedy(batch, cache, run))
+        taken += len(steps)
+        for step in steps or [model.run(batch, cache, [(1, ())] * len(parts)).tokens]:
+            for (slot, _, _), best in zip(parts, step, strict=True):
+                if lefts[slot]:
+                    texts[slot].append(int(best.ids[best.values.argmax()]))
+                    logits[slot].append(best.all())
+                    if not best.complete and best.all()[texts[slot][-1]] != best.values.max():
+                        return 0, f"sequence {slot}: the largest logit is not that of its states", ""
+                    lefts[slot] -= 1
+        parts = [(slot, len(text) - 1, text[-1:]) for slot, text in enumerate(texts) if lefts[slot]]
+    for slot, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        expected = _whole(model, text[:-1], "ops")[len(prompt) - 1 :]
+        if text[len(prompt) :] != expected.argmax(axis=1).tolist():
+            return taken, f"sequence {slot}: a token is not the largest logit", ""
+        if (count := _equal(np.stack(logits[slot]), expected))[1] is not None:
+            return count
+    compared = sum(map(len, texts)) - sum(map(len, prompts))
+    return compared, None, f"equal to the bit; {taken} steps without Python between them" if taken else "one by one"
 
 
 def _drafted(model: Model, tokens: list[int]) -> Outcome:

@@ -56,6 +56,19 @@ def test_another_gate_in_the_fused_block(monkeypatch):
 
 
 @cython_only
+def test_greedy_steps_with_the_angles_of_the_position_before(monkeypatch):
+    play = replay.KernelStep.play_greedy
+
+    def shifted(self, cfg, tables, run):
+        return play(self, cfg, [np.roll(table, 1, axis=1) for table in tables], run)
+
+    monkeypatch.setattr(replay.KernelStep, "play_greedy", shifted)
+    problems = failed()
+    assert "greedy steps" in problems
+    assert not any(path.startswith(("ops", "blocks", "replayed")) for path in problems)
+
+
+@cython_only
 def test_a_score_of_the_wrong_token(monkeypatch):
     right = score._log_probabilities
     monkeypatch.setattr(score, "_log_probabilities", lambda rows, targets: right(rows, np.roll(targets, 1)))
@@ -76,9 +89,9 @@ def test_a_prompt_whose_scores_belong_to_the_token_before(monkeypatch):
 def test_a_replayed_step_that_keeps_its_positions(monkeypatch):
     fill = replay.KernelStep.fill
 
-    def stale(self, batch, x, cos, sin):
+    def stale(self, batch, x, tables):
         positions = self._batch.positions.copy()
-        fill(self, batch, x, cos, sin)
+        fill(self, batch, x, tables)
         if self.is_recorded:
             self._batch.positions[:] = positions
 
