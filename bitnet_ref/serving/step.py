@@ -52,7 +52,10 @@ class Stepper:
     is_sound: bool = True  # whether a step has succeeded on this backend, or none has been tried
 
     def run(self, plan: StepPlan) -> list[list[PlannedPiece]]:
-        """Compute the pieces, and one more token for each row whose context is then complete.   -> each step's pieces"""
+        """Compute the pieces, and one more token for each row whose context is then complete.
+
+        -> the pieces of each step
+        """
         if plan.steps > 1 and (steps := self._run_steps(plan)):
             return steps
         parts = {piece.job: self._parts(piece) for piece in plan.pieces}
