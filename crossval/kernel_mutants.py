@@ -261,8 +261,20 @@ PLACES = {
         0xF0, _mm512_set1_pd(x_facts[3 * ⟦u → t⟧ + i])
         _mm_storeu_ps(lower + ⟦u → t⟧ * stride, _mm256_extractf128_ps(low""",
     "_cpu.pyx": r"""
-        for i in range(⟦self.count → self.count - 1⟧):\n                if self.calls[i].run
+        for i in range(⟦self.count → self.count - 1⟧):\n            if self.calls[i].run
         any(⟦start <= address < end → start <= address⟧ for start""",
+    "greedy.h": r"""
+        largest[lane] = ⟦v > largest[lane] → v < largest[lane]⟧ ? v
+        best = ⟦largest[lane] > best → largest[lane] < best⟧ ? largest
+        for (i = 0; ⟦x[i] != best → 0⟧; i++)
+        ((const uint16_t *)row)[i] << ⟦16 → 15⟧);""",
+    "_cpu_greedy.pxi": r"""
+        if not (step.run() and ⟦head.run() → True⟧)
+        memcpy(&states[s, i, 0], &hidden[⟦i → 0⟧, 0]
+        values[s - 1, i] = logits[⟦i → 0⟧, tokens
+        embedding + ⟦tokens[s - 1, i] → 0⟧ * row_bytes
+        positions[i] += ⟦1 → 0⟧
+        &full[⟦j → 0⟧, positions[i], 0]""",
     "_cpu_ternary.pxi": r"""
         &packed[p * PANEL_ROWS, 0], ⟦count → count - 1⟧, row_bytes, &panels[p, 0]
         c.panels[i + n] + ⟦p → 0⟧ * n_blocks * BLOCK_BYTES

@@ -337,6 +337,36 @@ static void random_weight(int kind, char *w) {
     else memcpy(w, (const char *)&v + (kind == 0 ? 0 : 2), kind == 0 ? 4 : 2);
 }
 
+/* The first largest of numbers with ties and zeros of both signs; and an embedding's row times a scale */
+static void check_greedy(size_t n) {
+    const kernel_set *plain = &KERNEL_SETS[0];
+    const float some[] = {-1, -0.0f, 0, 1, 3e38f, -3e38f, 1e-40f, 0.5f};
+    float *x = allocate(n * sizeof *x);
+    size_t first = 0;
+    for (size_t i = 0; i < n; i++) x[i] = some[random_u32() % (n % 3 ? 8 : 3)];
+    for (size_t i = 1; i < n; i++) first = x[i] > x[first] ? i : first;
+    if (first_largest(x, n) != (ptrdiff_t)first) fail(plain, "first_largest", n, first, 0);
+    const float bad[] = {NAN, INFINITY, -INFINITY};
+    x[random_u32() % n] = bad[random_u32() % 3];
+    if (first_largest(x, n) != -1) fail(plain, "first_largest of NaN or Inf", n, 0, 0);
+    for (int kind = 0; kind < 3; kind++) {
+        char *row = allocate(n * 4);
+        for (size_t i = 0; i < n; i++) random_weight(kind, row + i * (kind == 0 ? 4 : 2));
+        for (int scaled = 0; scaled < 2; scaled++) {
+            embed_row(kind, row, n, scaled ? 7.5f : 1.0f, x);
+            for (size_t i = 0; i < n; i++) {
+                uint16_t half;
+                uint32_t bits;
+                memcpy(&half, row + i * 2, 2), memcpy(&bits, row + (kind == 0 ? i * 4 : 0), 4);
+                const float v = kind == 0 ? bits_float(bits) : kind == 1 ? bits_float((uint32_t)half << 16) : half_value(half);
+                if (x[i] != (scaled ? v * 7.5f : v)) fail(plain, "embed_row", n, kind, i);
+            }
+        }
+        free(row);
+    }
+    free(x);
+}
+
 static void check_dense(const kernel_set *set, int kind, size_t rows, size_t K, size_t M) {
     const kernel_set *plain = &KERNEL_SETS[0];
     const size_t size = DENSE_KINDS[kind].bytes, n = K / DENSE_KINDS[kind].values;
@@ -532,6 +562,7 @@ static void check_groups(const kernel_set *set, size_t rows, size_t K, size_t gr
 int main(int argc, char **argv) {
     const int rounds = argc > 1 ? atoi(argv[1]) : 100;
     check_halves();
+    for (size_t n = 1; n < 100; n++) check_greedy(n);
     for (size_t i = 0; i < N_KERNEL_SETS; i++) {
         const kernel_set *set = &KERNEL_SETS[i];
         if (kernel_set_lacks(i)) {

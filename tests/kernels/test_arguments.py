@@ -92,6 +92,13 @@ def good_calls():
         "dense_rows": {"x": floats(K), "w": floats(N, K), "rows": np.array([5, 69]), "y": floats(2), **run},
         "Tape": {},
         "bound_cpus": {},
+        "greedy_steps": {
+            "step": _cpu.Tape(), "head": _cpu.Tape(), "table": floats(N, K), "scale": 2.0, "x": floats(M, K),
+            "positions": tokens.copy(), "rope": floats(2, 2, M, d), "full": floats(2, 16, d), "local": floats(2, 16, d),
+            "hidden": floats(M, K), "logits": floats(M, N), "left": tokens + 2, "ends": np.array([N - 2, 900]),
+            "bell": np.zeros(1, np.uint8), "tokens": np.zeros((4, M), np.int64), "values": floats(4, M),
+            "states": floats(4, M, K), "threads": 2,
+        },
         "norm_backward": {
             "dy": floats(M, K), "x": floats(M, K), "weight": floats(K), "eps": 1e-5, "dx": floats(M, K),
             "d_weight": floats(K), "kernels": 0,
@@ -187,12 +194,13 @@ def attack():
 FREE_SIZES = {
     ("sum_words", "words"), ("pack_panels", "packed"), ("unpack_panels", "packed"), ("ternary_matmul", "acc"),
     ("append", "page_table"), ("attention", "page_table"), ("dense_rows", "w"), ("screen_pack", "w"),
+    ("greedy_steps", "ends"), ("greedy_steps", "table"), ("greedy_steps", "full"), ("greedy_steps", "local"),
     ("screen_rows", "x"), ("pack_strips", "packed"), ("group_pack_panels", "packed"), ("group_linears", "x"),
     ("sum_of_squares", "x"),
 }  # fmt: skip
 OUTPUTS = {
     "x_q", "x_quant_scale", "acc", "y", "z", "panels", "packed", "keys", "values", "key_scales", "value_scales", "q",
-    "facts", "lower", "upper", "dx", "d_weight", "scores", "pattern", "d_scores", "d_gate", "d_up",
+    "facts", "lower", "upper", "tokens", "values", "states", "dx", "d_weight", "scores", "pattern", "d_scores", "d_gate", "d_up",
 }  # fmt: skip
 INPUTS_OF_THAT_NAME = {
     "packed": "pack_panels pack_strips group_pack_panels",

@@ -121,6 +121,7 @@ class RecordedSteps:
         step = self._steps.get(len(batch))
         if step is None or not step.is_of(be.kernels, w) or not step.record_head(be):
             return None
+        self._steps[len(batch)] = self._steps.pop(len(batch))
         last = TokenBatch(batch.tokens, batch.positions + (np.minimum(run.steps, run.left) - 1), batch.slots)
         cache.check_extent(last)
         tables = rope_rows.up_to(be, batch.extent[1] + run.steps, cfg)
