@@ -111,7 +111,7 @@ def run(
                 hidden = be.to_host(x)
             if cfg.logit_softcap is not None:
                 rows = [cap_rows(each, cfg.logit_softcap) for each in rows]
-            sound = all_finite([row.values for row in rows] + ([] if hidden is None else [hidden]))
+            sound = all_finite([row.values for row in rows]) and (hidden is None or all_finite([hidden]))
         except NumericsError:
             sound = False
         except MemoryError as error:
@@ -196,8 +196,13 @@ def cap_rows(rows: HeadRows, cap: float) -> HeadRows:
 
 
 def all_finite(arrays: Sequence[NDArray]) -> bool:
-    """Whether no array holds NaN or Inf. Many small arrays are checked together."""
-    if len(arrays) > 1 and max(array.size for array in arrays) <= SMALL:
+    """Whether no array holds NaN or Inf. Arrays that are rows of one matrix are checked as that matrix, and other small
+    ones together."""
+    whole = arrays[0].base if arrays else None
+    are_rows = whole is not None and whole.dtype == arrays[0].dtype and whole.size == sum(a.size for a in arrays)
+    if whole is not None and are_rows and all(array.base is whole for array in arrays):
+        arrays = [whole]
+    elif len(arrays) > 1 and max(array.size for array in arrays) <= SMALL:
         arrays = [np.concatenate([array.ravel() for array in arrays])]
     return all(bool(np.isfinite(array).all()) for array in arrays)
 
