@@ -40,20 +40,25 @@ def distribution(logits: NDArray, params: SamplingParams) -> Distribution:
     smaller ids, so that there are k; transformers keeps all equals. Most likely first when a limit applies, else in the
     order of ids.
     """
+    if 0 < params.top_k < logits.size:
+        return _likeliest_k(logits, params)
     scaled = logits.astype(np.float64) / params.temperature
-    limit_k = 0 < params.top_k < scaled.size
-    if not (limit_k or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1):
+    if not (params.top_p < 1 or params.min_p > 0 or params.typical_p < 1):
         return np.arange(scaled.size), _softmax(scaled)
-    if limit_k:
-        ids = likeliest(scaled, params.top_k)
-        return _limit(ids, scaled[ids], _softmax(scaled[ids]), params)
     probabilities = _softmax(scaled)
-    for count in (*FEW, scaled.size):
-        ids = likeliest(scaled, min(count, scaled.size))
+    for count in (*(few for few in FEW if few < scaled.size), scaled.size):
+        ids = likeliest(scaled, count)
         kept = _limit(ids, scaled[ids], probabilities[ids], params)
         if count == scaled.size or (params.typical_p == 1 and len(kept[0]) < len(ids)):
             break  # more tokens would give the same
     return kept
+
+
+def _likeliest_k(logits: NDArray, params: SamplingParams) -> Distribution:
+    """The distribution over the top_k largest logits, of at least as many."""
+    ids = likeliest(logits, params.top_k)
+    scaled = logits[ids].astype(np.float64) / params.temperature
+    return _limit(ids, scaled, _softmax(scaled), params)
 
 
 def _limit(
@@ -67,7 +72,7 @@ def _limit(
     return _typical(ids, probabilities, params.typical_p)
 
 
-def likeliest(scaled: NDArray[np.float64], k: int) -> NDArray[np.int64]:
+def likeliest(scaled: NDArray[np.floating], k: int) -> NDArray[np.int64]:
     """Indices of the k largest, largest first; among equals the smaller index first."""
     ids = np.flatnonzero(scaled >= np.partition(scaled, -k)[-k])
     return ids[np.argsort(-scaled[ids], kind="stable")][:k]
@@ -120,11 +125,10 @@ def choose_among(
         return choose(values, params, uniform)
     if params.temperature == 0:
         return int(ids[values.argmax()])
-    scaled = values.astype(np.float64) / params.temperature
     if 0 < params.top_k < logits.vocab_size:
-        first = likeliest(scaled, params.top_k)
-        indices, probabilities = _limit(first, scaled[first], _softmax(scaled[first]), params)
+        indices, probabilities = _likeliest_k(values, params)
         return int(ids[indices[_invert(np.cumsum(probabilities), uniform)]])
+    scaled = values.astype(np.float64) / params.temperature
     index = _choose_in_nucleus(scaled, logits.rest(), params, uniform)
     return None if index is None else int(ids[index])
 

@@ -47,6 +47,28 @@ def test_distribution_is_the_definition(logits, temperature, top_k, top_p):
     assert sum(got.values()) == pytest.approx(1)
 
 
+@pytest.mark.parametrize(
+    "limits", [{"top_p": 0.9}, {"min_p": 0.02}, {"top_p": 0.99, "min_p": 1e-4}, {"typical_p": 0.5}]
+)
+@pytest.mark.parametrize("spread", [0.01, 1.0, 3.0, 30.0])
+def test_the_limits_of_many_tokens(limits, spread):
+    """Few tokens, hundreds or nearly all stay: the same as of all tokens sorted."""
+    logits = (spread * np.random.default_rng(0).standard_normal(3000)).astype(np.float32)
+    logits[7] = logits[1999] = logits[5]
+    params = SamplingParams(temperature=0.8, **limits)
+    ids, probabilities = distribution(logits, params)
+    order = np.argsort(-logits, kind="stable")
+    p = softmax(logits.astype(np.float64) / 0.8)[order]
+    keep = np.cumsum(p) - p < params.top_p
+    keep &= p >= params.min_p * p[0]
+    if params.typical_p < 1:
+        distance = np.abs(-np.log(p) + (p * np.log(p)).sum())
+        nearest = np.argsort(distance, kind="stable")
+        keep = distance <= distance[nearest[np.count_nonzero(np.cumsum(p[nearest]) < 0.5)]]
+    assert ids.tolist() == order[keep].tolist()
+    np.testing.assert_allclose(probabilities, p[keep] / p[keep].sum(), rtol=1e-12)
+
+
 @given(LOGITS)
 def test_greedy_takes_the_smallest_id_among_the_largest(logits):
     expected = min(i for i in range(len(logits)) if logits[i] == logits.max())
