@@ -126,7 +126,8 @@ def generate_chunks(
     active = leaders
     bell, step_s = np.zeros(1, dtype=np.uint8), 0.0
     while active:
-        if not followers and (steps := choose_steps(active, step_s)) > 1:
+        drafts = propose_drafts(active, step_tokens)
+        if not (followers or drafts) and (steps := choose_steps(active, step_s)) > 1:
             started, before = time.perf_counter(), stats.generated_tokens
             for step in run_steps(model, cache, active, steps, bell):
                 if stats.generated_tokens == before:
@@ -136,6 +137,8 @@ def generate_chunks(
                     if not row.finished:
                         row.computed += 1
                         chunks.append(row.accept(token_logits, stats))
+                        if row.drafts is not None:
+                            row.drafts.learn(0, 0)
                 stats.decode_s += time.perf_counter() - started
                 stats.decode_tokens += len(chunks)
                 yield from chunks
@@ -145,7 +148,6 @@ def generate_chunks(
                 continue
         # One token of each row, or its whole context: the prompt, or what the window keeps of the text.
         inputs, by_slot = [row.next_input for row in active], {row.slot: row for row in active}
-        drafts = propose_drafts(active, step_tokens)
         for parts, complete in split_into_steps(inputs, max(step_tokens, len(active))):
             started, prefill = time.perf_counter(), bool(followers)
             ending, pieces = {part: active[number] for part, number in complete}, []

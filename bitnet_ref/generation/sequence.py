@@ -135,7 +135,6 @@ class Continuation:
             and request.params.strategy is None
             and request.params.logprobs is None  # they need all logits, at once
             and not self.rules.processors
-            and self.drafts is None
             and not request.window.moves
         )
         self.logprobs = Logprobs(request.params.logprobs or 0)

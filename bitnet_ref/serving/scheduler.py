@@ -272,9 +272,9 @@ class Scheduler:
     def _add_steps(self, plan: StepPlan) -> None:
         """Let more steps follow in a row, if all of its jobs decode greedily, within pages and their readers' room.
 
-        None while a job waits that could start now.
+        None with drafts, and none while a job waits that could start now.
         """
-        if (self.waiting and self._slots) or not all(piece.ends for piece in plan.pieces):
+        if (self.waiting and self._slots) or any(len(piece.draft) or not piece.ends for piece in plan.pieces):
             return
         jobs = [piece.job for piece in plan.pieces]
         steps = choose_steps([job.row for job in jobs], self.step_s)

@@ -78,6 +78,8 @@ class Stepper:
                     steps[-1].append(piece)
                     self._note_computed(piece.job, piece.start + number, 1)
                     self._accept(piece.job, token_logits)
+                    if piece.job.row.drafts is not None:
+                        piece.job.row.drafts.learn(0, 0)
         return [pieces for pieces in steps if pieces]
 
     def _compute(

@@ -24,6 +24,7 @@ class Row:
     computed: int = 0
     generated: int = 0
     is_greedy: bool = False
+    drafts: None = None
 
     @property
     def decodes_greedily(self):
