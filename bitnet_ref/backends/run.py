@@ -26,6 +26,8 @@ SMALL = 4096  # numbers
 class TokenLogits:
     """One token's logits: those that were asked for, and on demand all of them."""
 
+    __slots__ = ("_bounds", "computed", "head", "hidden", "ids", "values", "vocab_size")
+
     def __init__(
         self,
         rows: HeadRows,
@@ -150,11 +152,15 @@ def run_greedy(
             computed = be.greedy_steps(w, cfg, batch, cache, steps)
         except (MemoryError, NumericsError):
             computed = None
-    if computed is not None:
-        head, size = whole_head(be, w, cfg), cfg.vocab_size
-        for ids, values, states in zip(*computed, strict=True):
-            rows = [HeadRows(ids[i : i + 1], values[i : i + 1]) for i in range(len(ids))]
-            yield [TokenLogits(row, size, head, state, size) for row, state in zip(rows, states, strict=True)]
+    if computed is None:
+        return iter(())
+    head, size = whole_head(be, w, cfg), cfg.vocab_size
+
+    def largest(ids: NDArray, values: NDArray, states: NDArray) -> list[TokenLogits]:
+        rows = [HeadRows(ids[i : i + 1], values[i : i + 1]) for i in range(len(ids))]
+        return [TokenLogits(row, size, head, state, size) for row, state in zip(rows, states, strict=True)]
+
+    return map(largest, *computed)
 
 
 def head_rows(be: Backend, x: NDArray, w: ModelWeights, top: Sequence[tuple[int | None, Ids] | None]) -> list[HeadRows]:

@@ -207,17 +207,18 @@ class Logprobs:
         self._known: dict[int, Entry] = {}
         self._count = 0
 
-    def add(self, token: int, logits: TokenLogits, whole: NDArray | None) -> tuple[Any, Any]:
+    def add(self, token: int, logits: TokenLogits, whole: NDArray | None, wants_top: bool = True) -> tuple[Any, Any]:
         """Add a chosen token. -> its ln p and `top_logprobs`, or functions that compute them when `whole` is None.
 
-        whole (V,): all its logits, if they are known and the values will surely be read.
+        whole (V,): all its logits, if they are known and the values will surely be read. wants_top: whether
+        `top_logprobs` is used; else it is None.
         """
         if whole is not None or logits.hidden is None:
             return self._entry(logits.all() if whole is None else whole, token)
         with self._lock:
             index, self._count, self._head = self._count, self._count + 1, logits.head
             self._waiting.append((index, logits.hidden.copy(), token))
-        return lambda: self[index][0], lambda: self[index][1]
+        return lambda: self[index][0], (lambda: self[index][1]) if wants_top else None
 
     def __getitem__(self, index: int) -> Entry:
         with self._lock:

@@ -247,7 +247,7 @@ class Continuation:
         stats.screened_tokens += whole is None and logits.computed < logits.vocab_size
         text = self.text.push(token)
         asked = self.request.params.logprobs is not None
-        logprob, top = self.logprobs.add(token, logits, whole if asked else None)
+        logprob, top = self.logprobs.add(token, logits, whole if asked else None, asked)
         kept = None
         if self._dropped_some:
             kept = self.request.kept if len(self.request.prompt) < len(self.request.given) else self._visible_spans()

@@ -280,10 +280,15 @@ class Scheduler:
         steps = choose_steps([job.row for job in jobs], self.step_s)
         if steps < 2 or (steps := min(steps, *(job.ticket.room for job in jobs))) < 2:
             return
-        stops = [piece.start + min(steps, piece.job.row.tokens_left) for piece in plan.pieces]
-        leases = [(job.lease, job.row.computed, stop) for job, stop in zip(jobs, stops, strict=True) if job.lease]
-        if sum(lease.missing(start, stop) for lease, start, stop in leases) <= self.pool.available:
-            for lease, start, stop in leases:
+        missing, short = 0, []  # pages that leases are short of
+        for job in jobs:
+            assert job.lease is not None
+            start, stop = job.row.computed, job.row.computed + min(steps, job.row.tokens_left)
+            if count := job.lease.missing(start, stop):
+                missing += count
+                short.append((job.lease, start, stop))
+        if missing <= self.pool.available:
+            for lease, start, stop in short:
                 plan.copies += lease.reserve(start, stop) or ()
             plan.steps = steps
 

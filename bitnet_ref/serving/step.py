@@ -68,7 +68,7 @@ class Stepper:
         plan.copies.clear()
         rows, steps = [piece.job.row for piece in plan.pieces], list[list[PlannedPiece]]()
         try:
-            computed = list(run_steps(self.model, self.cache, rows, plan.steps, self.bell))
+            computed = run_steps(self.model, self.cache, rows, plan.steps, self.bell)
         except Exception:
             return []  # a single step raises it again
         for number, logits in enumerate(computed):
