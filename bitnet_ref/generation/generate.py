@@ -19,7 +19,7 @@ from ..backends.loaded import LoadedModel
 from ..backends.run import TokenLogits
 from ..errors import GenerationError
 from ..reference.cache import KVCache, TokenIds
-from .drafts import Pace
+from .drafts import StepTimes
 from .greedy import choose_steps, run_steps
 from .params import SamplingOptions, SamplingParams, expand_params
 from .results import Generation, GenerationStats, StreamChunk
@@ -123,22 +123,22 @@ def generate_chunks(
     stats.cached_tokens = sum(row.cached for row in leaders)
     step_tokens = model.backend.prompt_tokens(model.config)
     followers = {group[0].slot: group[1:] for group in groups}  # of a prompt's first row, until they have its cache
-    active = leaders
+    active, times = leaders, StepTimes()
     bell, step_s = np.zeros(1, dtype=np.uint8), 0.0
     while active:
-        drafts = propose_drafts(active, step_tokens)
+        drafting = [row for row in active if row.drafts is not None]
+        drafts = propose_drafts(drafting, step_tokens - len(active), times) if drafting and times.cost else {}
         if not (followers or drafts) and (steps := choose_steps(active, step_s)) > 1:
             started, before = time.perf_counter(), stats.generated_tokens
             for step in run_steps(model, cache, active, steps, bell):
                 if stats.generated_tokens == before:
                     step_s = (time.perf_counter() - started) / steps
+                    times.learn(len(active), 0, step_s)
                 chunks = []
                 for row, token_logits in zip(active, step, strict=True):
                     if not row.finished:
                         row.computed += 1
                         chunks.append(row.accept(token_logits, stats))
-                        if row.drafts is not None:
-                            row.drafts.learn(0, 0)
                 stats.decode_s += time.perf_counter() - started
                 stats.decode_tokens += len(chunks)
                 yield from chunks
@@ -159,7 +159,7 @@ def generate_chunks(
             logits = iter(run_pieces(model, cache, pieces))
             for slot, start, ids in parts:
                 by_slot[slot].computed = start + len(ids)
-            chunks = []
+            chunks, accepted = [], dict[int, int]()
             for row in ending.values():
                 group, computed = followers.pop(row.slot, []), row.computed
                 if group:
@@ -168,10 +168,17 @@ def generate_chunks(
                 for each in (row, *group):
                     each.computed = computed
                     chunks.append(each.accept(token_logits, stats))
-                if row.drafts is not None and not prefill:
-                    draft = drafts.get(row.slot, ())
-                    chunks += accept_drafts(row, draft, [next(logits) for _ in draft], stats)
+                if (draft := drafts.get(row.slot)) is not None:
+                    more = accept_drafts(row, draft, [next(logits) for _ in draft], stats)
+                    accepted[row.slot] = len(more)
+                    chunks += more
             elapsed = step_s = time.perf_counter() - started
+            if drafting and not prefill:
+                drafted = sum(map(len, drafts.values()))
+                lost = times.learn(len(ending), drafted, elapsed)
+                for slot, right in accepted.items():
+                    count = len(drafts[slot])
+                    by_slot[slot].learn(count, right, lost * count / drafted)
             if prefill:
                 stats.prefill_s += elapsed
             else:
@@ -181,11 +188,11 @@ def generate_chunks(
         active = [row for row in rows if not row.finished]
 
 
-def propose_drafts(rows: Sequence[Continuation], step_tokens: int) -> dict[int, NDArray[np.int64]]:
-    """slot -> guessed tokens, of the rows that decode with drafts and have some. All fit in one step."""
-    drafts, room, cost = {}, step_tokens - len(rows), Pace().token_cost(len(rows), len(rows))
+def propose_drafts(rows: Sequence[Continuation], room: int, times: StepTimes) -> dict[int, NDArray[np.int64]]:
+    """slot -> guessed tokens, of the rows that have some, at most `room` together."""
+    drafts = {}
     for row in rows:
-        if len(draft := row.guess(room, cost)):
+        if len(draft := row.guess(room, times.cost)):
             drafts[row.slot] = draft
             room -= len(draft)
     return drafts
@@ -215,7 +222,4 @@ def accept_drafts(
         row.computed += 1
         stats.accepted_tokens += 1
         accept(token_logits)
-    chunks = row.chunks[before:]
-    assert row.drafts is not None
-    row.drafts.learn(len(draft), len(chunks))
-    return chunks
+    return row.chunks[before:]

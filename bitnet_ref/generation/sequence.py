@@ -204,6 +204,11 @@ class Continuation:
         left = self.request.max_tokens - len(self.chunks) - 1  # after the token that this pass gives anyway
         return self.drafts.propose(self.ids, min(left, limit), cost)
 
+    def learn(self, drafted: int, accepted: int, lost: float | None = None) -> None:
+        """See `Drafts.learn`."""
+        if self.drafts is not None:
+            self.drafts.learn(drafted, accepted, lost)
+
     def needs(self, drafted: NDArray[np.int64] | None = None) -> tuple[int | None, Ids]:
         """The logits that the next choice needs: the k largest (None: all), and those of the ids that rules change.
 

@@ -78,8 +78,6 @@ class Stepper:
                     steps[-1].append(piece)
                     self._note_computed(piece.job, piece.start + number, 1)
                     self._accept(piece.job, token_logits)
-                    if piece.job.row.drafts is not None:
-                        piece.job.row.drafts.learn(0, 0)
         return [pieces for pieces in steps if pieces]
 
     def _compute(
@@ -115,8 +113,6 @@ class Stepper:
             self._accept(job, next(logits))
             if draft := [int(part.ids[0]) for part in parts[job][1:]]:
                 self._accept_drafts(job, draft, [next(logits) for _ in draft])
-            elif job.row.drafts is not None:
-                job.row.drafts.learn(0, 0)
         return True
 
     def _parts(self, piece: PlannedPiece) -> list[Piece]:
@@ -202,6 +198,7 @@ class Stepper:
         """Go on after each guess that is right, and return the pages of the others.   logits: after each guess"""
         row = job.row
         chunks = accept_drafts(row, draft, logits, job.ticket.stats, partial(self._accept, job))
+        row.learn(len(draft), len(chunks))
         self.metrics.add("spec_decode_num_draft_tokens", len(draft))
         for name in ("spec_decode_num_accepted_tokens", "generation_tokens"):
             self.metrics.add(name, len(chunks))

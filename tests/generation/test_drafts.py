@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import GenerationError
-from bitnet_ref.generation.drafts import Drafts, LookupDrafts, Pace
+from bitnet_ref.generation.drafts import COST, INCOME, LENGTHS, STREAK, Drafts, LookupDrafts, Pace, StepTimes
 
 STORY = "The cat sat on the mat. The dog sat on the log. The cat sat on the mat. The dog sat"
 OPTIONS = st.fixed_dictionaries(
@@ -83,7 +83,8 @@ def test_what_cannot_go_back_is_decoded_plainly():
         ([1, 2, 9, 7, 1, 2, 8, 7, 1, 2], [8, 7]),  # equally long: the latest
         ([5, 1, 2, 9, 7, 1, 2, 8, 5, 1, 2], [9, 7]),  # the longest
         ([1, 2, 3, 2], []),  # one token is no repetition
-        ([7, 7, 7, 7], [7]),
+        ([7, 7, 7, 7], [7, 7]),  # a copy that reaches the end is repeated
+        ([1, 2, 3, 1, 2, 3], [1, 2]),
         ([1, *range(20, 40), 6, 6, 2, *range(20, 40), 7, 7, 1, *range(20, 40)], [7, 7]),  # equal in 16 tokens
         ([4], []),
     ],
@@ -92,14 +93,46 @@ def test_what_is_looked_up(ids, guess):
     assert LookupDrafts().guess(np.array(ids), 2).tolist() == guess
 
 
-def test_guesses_that_are_wrong_cost_a_bounded_share():
-    drafts, verified = LookupDrafts(), 0
-    ids = np.array([1, 2, 3, 4, 5, 6, 7, 8, 1, 2])
-    for _ in range(1000):  # a text in which every guess is wrong
-        guess = drafts.propose(ids, 100)
-        verified += len(guess)
-        drafts.learn(len(guess), 0)
-    assert 0 < 0.15 * verified <= 0.02 * 1000 + 1
+@pytest.mark.parametrize("cost", [0.15, 0.5, 2.0])
+def test_guesses_that_are_wrong_cost_a_bounded_share(cost):
+    """Also where a guess costs more than was expected."""
+    drafts, lost = LookupDrafts(), 0.0
+    for n in range(1000):  # a text in which every guess is wrong
+        guess = drafts.propose(np.array([1, 2, *range(3, n + 4), 1, 2]), 100)
+        assert len(guess) in (0, *LENGTHS)
+        if len(guess):
+            drafts.learn(len(guess), 0, cost * len(guess))
+            lost += cost * len(guess)
+    assert 0 < lost <= INCOME * 1000 + 2 * cost * LENGTHS[0]
+
+
+def test_a_copy_is_noticed_without_a_balance():
+    """Plain steps show that guesses are right; the more such drafts were wrong, the more of them must be."""
+    drafts, text, drafted = LookupDrafts(), [*range(100, 140)], []
+    drafts.propose(np.array(text), 100)
+    drafts.learn(2, 0, lost=100.0)
+    for token in [*range(100, 100 + STREAK + 2), *range(50, 60), *range(120, 120 + 2 * STREAK + 3)]:
+        text.append(token)
+        drafted.append(len(drafts.propose(np.array(text), 100)))
+        if drafted[-1]:
+            drafts.learn(drafted[-1], 0)
+    first = STREAK + 1  # two tokens are a copy; then so many guesses were right
+    assert np.flatnonzero(drafted).tolist() == [first, STREAK + 2 + 10 + 2 * STREAK + 1]
+
+
+def test_the_cost_of_guesses_is_measured():
+    times = StepTimes()
+    assert times.learn(2, 0, 1.0) == 0
+    assert times.cost == 2 * COST
+    for _ in range(2):  # of each number the first two are recorded: later ones cost less
+        assert times.learn(2, 4, 2.5) == pytest.approx(3.0)
+    assert times.cost == 2 * COST
+    for _ in range(30):
+        assert times.learn(2, 4, 1.5) == pytest.approx(1.0)  # half a step more for two rows
+    assert times.cost == pytest.approx(0.25, abs=1e-4)
+    assert times.learn(2, 4, 99.0) == 4  # the processor was taken away
+    times.learn(1, 0, 3.0)  # other rows
+    assert times.cost == COST
 
 
 def test_the_pace_is_that_of_the_last_passes():
