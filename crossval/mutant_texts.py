@@ -70,7 +70,7 @@ def _training(config: Any) -> Iterator[float]:
         for sign in (1, -3):
             trainer.apply({name: sign * g for name, g in gradients.items()})
         updates = {name: w - masters[name] for name, w in trainer.masters.items()}
-        for name, array in [*gradients.items(), *updates.items()]:
+        for array in [*gradients.values(), *updates.values()]:
             direction = np.random.default_rng(1).standard_normal(array.shape)
             size = float(np.linalg.norm(array))
             yield from (float(np.log(size)), float((direction * array).sum() / size))

@@ -84,7 +84,9 @@ def good_calls():
         "attention": {
             "q": floats(M, 4, d), "window": 2, "z": floats(M, 4, d), "tape": None, **place, **turns, **run
         },
-        "dense_linears": {"x": floats(M, K), "ws": [floats(N, K)], "ys": [floats(M, N)], "tape": _cpu.Tape(), "blocks": [0], **run},
+        "dense_linears": {
+            "x": floats(M, K), "ws": [floats(N, K)], "ys": [floats(M, N)], "tape": _cpu.Tape(), "blocks": [0], **run
+        },
         "screen_pack": {"w": floats(N, K), "q": screen[0], "facts": screen[1], **run},
         "screen_rows": {
             "x": floats(M, K), "q": screen[0], "facts": screen[1], "lower": floats(M, N), "upper": floats(M, N), **run
@@ -200,7 +202,8 @@ FREE_SIZES = {
 }  # fmt: skip
 OUTPUTS = {
     "x_q", "x_quant_scale", "acc", "y", "z", "panels", "packed", "keys", "values", "key_scales", "value_scales", "q",
-    "facts", "lower", "upper", "tokens", "values", "states", "dx", "d_weight", "scores", "pattern", "d_scores", "d_gate", "d_up",
+    "facts", "lower", "upper", "tokens", "states", "dx", "d_weight", "scores", "pattern", "d_scores",
+    "d_gate", "d_up",
 }  # fmt: skip
 INPUTS_OF_THAT_NAME = {
     "packed": "pack_panels pack_strips group_pack_panels",

@@ -218,11 +218,11 @@ def test_wrong_files(config, tmp_path):
 def test_a_checkpoint_of_another_run(config, tmp_path):
     start(config, tmp_path / "run").run()
     config.write_text(config.read_text().replace("batch = 3", "batch = 2"))
-    with pytest.raises(FormatError, match="of another run: batch 3, here 2$"):
+    with pytest.raises(FormatError, match=r"of another run: batch 3, here 2$"):
         start(config, tmp_path / "run", resume=True)
     text = config.read_text()
     config.write_text(text.replace("intermediate_size = 32", "intermediate_size = 48"))
-    with pytest.raises(FormatError, match="of another run: intermediate_size 32, here 48, batch 3, here 2$"):
+    with pytest.raises(FormatError, match=r"of another run: intermediate_size 32, here 48, batch 3, here 2$"):
         start(config, tmp_path / "run", resume=True)
     config.write_text(text)
     (tmp_path / "run" / "checkpoint.safetensors").write_bytes(b"\0" * 100)
