@@ -1,5 +1,7 @@
 """Drafts: with guesses verified together, each text is that of plain decoding, to the bit."""
 
+from importlib import import_module
+
 import numpy as np
 import pytest
 from engine_checks import check
@@ -8,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import GenerationError
+from bitnet_ref.generation import greedy
 from bitnet_ref.generation.drafts import COST, INCOME, LENGTHS, STREAK, Drafts, LookupDrafts, Pace, StepTimes
 
+GENERATE = import_module("bitnet_ref.generation.generate")  # the package has a function of that name
 STORY = "The cat sat on the mat. The dog sat on the log. The cat sat on the mat. The dog sat"
 OPTIONS = st.fixed_dictionaries(
     {"max_tokens": st.integers(1, 40)},
@@ -54,7 +58,17 @@ def test_the_text_is_that_of_plain_decoding(options, backend, by_model, start):
     check(engine)
 
 
-def test_guesses_save_steps():
+class SteadyTimes(StepTimes):
+    """The times of a machine without other work: a guess takes COST of a step."""
+
+    def learn(self, rows, drafted, seconds):
+        self.cost = COST * rows
+        return COST * drafted
+
+
+def test_guesses_save_steps(monkeypatch):
+    monkeypatch.setattr(GENERATE, "StepTimes", SteadyTimes)
+    monkeypatch.setattr(greedy, "MOST_S", 0)  # steps in a row, or one by one, as the machine is busy
     subject = model("storyteller", "cython")
     out = subject.generate(STORY, max_tokens=40, speculate=subject, ignore_eos=True)
     assert out.stats.accepted_tokens == out.stats.drafted_tokens > 30

@@ -36,6 +36,7 @@ def groups(monkeypatch):
         taken.append(len(steps))
         return iter(steps)
 
+    monkeypatch.setattr(greedy, "MOST_S", 1e9)  # a busy machine takes fewer in a row
     monkeypatch.setattr(GENERATE, "run_steps", watched)
     monkeypatch.setattr("bitnet_ref.serving.step.run_steps", watched)
     return taken
@@ -187,7 +188,7 @@ def test_an_error_of_its_own_ends_a_request_within_the_steps(story):
     check(engine)
 
 
-def test_slow_steps_are_taken_one_by_one(story, groups):
+def test_slow_steps_are_taken_one_by_one(story):
     with story.engine() as engine:
         engine._worker._scheduler.step_s = 1.0
         choose = greedy.choose_steps
