@@ -1,7 +1,9 @@
 /* The steps of a training pass between its products (bitnet_ref/training/ops.py), each of one row or matrix. A template,
  * included by float_steps.h. Sums are taken in double, and quotients by 1/r: a gradient equals NumPy's to a few ulps.
  *
- * Measured, EPYC, Zen 5, one sequence of 256 tokens of storyteller's shape, one thread: see training/compiled.py. */
+ * Measured, Xeon (Sapphire Rapids, AMX), 8 sequences of 256 tokens of storyteller's shape, two threads, medians of three
+ * runs in turn: a whole step 504 ms with NumPy's AdamW, norm and rescaling, 470 with these. Of it AdamW was 25 ms with
+ * one thread and with two, which wait for each other between small operations, and is 6; norm and clipping 11, and 6. */
 
 STEP_TARGET static double STEP(sum_of_squares)(const float *x, size_t n) {
     STEP(f64v) sum = {0};
