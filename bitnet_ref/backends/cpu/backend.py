@@ -327,8 +327,8 @@ class CythonBackend(KernelBackend):
         shared = iter(self._bit_linears(x, together) if together else ())
         by_groups = iter(self._group_linears(x, [w for w in ws if isinstance(w, GroupTernaryLinear)]))
         dense = [w for w in ws if isinstance(w, DenseWeight) and not w.wide and kernels_take(w)]
-        for w in dense:
-            require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], f"x (N, {w.shape[1]})", x=x)
+        for each in dense:
+            require("dense_matmul", x.ndim == 2 and x.shape[1] == each.shape[1], f"x (N, {each.shape[1]})", x=x)
         products = iter(self.kernels.dense_linears(x, dense) if dense else ())
         outputs = []
         for w in ws:
