@@ -16,21 +16,31 @@
  *   ring of four steps in L1. For the second 32 rows and the next 32 tokens they are unpacked again, which costs less
  *   than writing them to L2 and reading them back. Each step prefetches its share of the next panel.
  * AVX-512 computes the last columns, fewer than 64, and up to four tokens, for which it reads panels without unpacking.
+ * Stores: after some 2,300 cycles without a tile store the next one takes 700 to 900 cycles more, and the unpacked
+ *   weights wait behind it (128 products and a store: no loss; 144: 770 cycles; one store between: none). A pass over
+ *   2560 columns is longer. So every AMX_STORE_STEPS steps a tile goes to the ring's oldest step, whose lines are in L1.
+ *   In the last steps the result's cache lines are fetched: tokens have evicted them from L1 since the last pass.
  *
- * Measured, one thread of a Sapphire Rapids (3,690 G multiply-adds/s of tdpbsud alone), 64 rows in L2, microseconds:
- *                              2560 columns                        6912 columns
- *   tokens                  5     16     32     64    128        16     32     64    128
- *   this code             1.7    2.1    3.4    6.4   12.8       4.6    7.3   14.0   28.7
- *   part of the peak     0.13   0.34   0.42   0.44   0.44      0.42   0.52   0.55   0.53
- *   1024 columns unpacked
- *   at a time, before     6.6    6.9    8.6   11.7   18.3      18.8   22.0   30.0   47.0
- *   Weights from memory (a thread reads 18.5 GB/s): 5 to 16 tokens 11 to 12 GB/s, 32 tokens 5.5 us, 64 tokens 7.8.
+ * Measured, one thread of a Sapphire Rapids (3,300 G multiply-adds/s of tdpbsud alone), 64 rows, microseconds, medians
+ *   of 5; in brackets without those stores and fetches, in turn:
+ *                              2560 columns                              6912 columns
+ *   tokens            16           32           64          288           16           32           64
+ *   in L2       1.8 (2.1)    2.9 (3.4)    5.6 (6.5)   24.3 (28.7)   4.3 (4.6)    7.5 (7.4)   14.3 (14.5)
+ *   not in L2   3.7 (3.7)    4.7 (5.3)    7.0 (8.1)                 9.1 (9.2)   12.4 (12.8)  18.1 (18.7)
+ *   64 tokens in L2 are 0.57 of the peak, of 6912 columns 0.60.
+ * Limits, in cycles per product (16 at best), 64 tokens of 2560 columns: 18.6 with four loads from L1 per four products,
+ *   unpacking included; 28 with tokens and weights in L2, 22 if the tokens are in L1; 36 with weights not in L2, 28 if the
+ *   tokens are in L1. So tokens read from L2 and prefetches hinder each other, perhaps for the core's 16 line buffers.
+ *   12 layers of 2B-4T read prompts of 64 and 512 tokens 10 to 12% faster than before these stores; of 30 layers, whose
+ *   weights come from memory, one quiet pair of runs gained 1%.
  * Tried:
  *   - unpacking one step ahead, not two: 30% slower (a load waits for its lines in the store buffer); three: 0 to 5%
  *   - a ring of eight steps: 5% slower; with 16 tokens, whose steps are twice as large, 50%
  *   - the tokens' next cache lines prefetched into L1, two to eight steps ahead: 5 to 20% slower
- *   - the result's cache lines prefetched before they are stored: 0 to 5% slower
- *   - tokens copied to tiles of 1 KB by each call: 0 to 5% faster, 17% where rows are 4096 bytes apart; not taken
+ *   - tokens copied to tiles of 1 KB by each call: 0 to 5% faster, 17% where rows are 4096 bytes apart; not taken. If they
+ *     came in that order: 8 to 10% faster with weights in L2, 0 to 5% otherwise; worth an arrangement per BitLinear
+ *   - one prefetch for 2 or 4 cache lines, the hardware's for the others: 5 to 15% slower; far ones besides: 0 to 15%
+ *   - a tile stored every 16 steps: the same, 10% slower for 16 tokens; to memory of its own: 3 to 8% slower
  *   - weights prefetched into L1, or 2 to 16 KB ahead, not a panel: 0 to 20% slower; not prefetched: 20 to 25% */
 #ifndef BITNET_REF_TERNARY_AMX_H
 #define BITNET_REF_TERNARY_AMX_H
@@ -103,12 +113,12 @@ AVX512_INLINE uint8_t *amx_slot(const amx_weights *w, size_t ahead) {
     return w->ring + (w->slot + ahead) % AMX_RING * w->vectors * AMX_TILE_BYTES;
 }
 
-/* Stores a tile of weights over the step that was multiplied last: see "Stores" above */
+/* Stores a tile of weights into the ring's oldest step: see "Stores" above. */
 AVX512_INLINE void amx_keep_awake(const amx_weights *w, size_t step) {
     if (step % AMX_STORE_STEPS == AMX_STORE_STEPS - 1) AMX_STORE(6, amx_slot(w, AMX_RING - 1), VECTOR_BYTES);
 }
 
-/* Fetches the lines of two tokens, and of two that are 16 later, for writing */
+/* Fetches the results' lines of two tokens, and of two that are 16 later. */
 AVX512_INLINE void amx_fetch_sums(int32_t *acc, size_t acc_stride) {
     for (size_t t = 0; t < 4; t++) {
         int32_t *to = acc + (t / 2 * AMX_ROWS + t % 2) * acc_stride;
