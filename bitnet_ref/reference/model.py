@@ -119,29 +119,19 @@ def decoder_layers(
     ropes: tuple[RopeTables, RopeTables],
     batch: TokenBatch,
     cache: KVCache,
+    wanted: NDArray[np.int64] | None = None,
 ) -> NDArray:
-    """All blocks, one after another; the cache gains the keys and values of the batch.   (N, D) -> (N, D)"""
+    """All blocks, one after another; the cache gains the keys and values of the batch.   (N, D) -> (wanted, D)
+
+    wanted: which tokens are read after the last layer, so that its feed-forward computes no others. None: all.
+    """
     for index, layer in enumerate(layers):
         x = be.attention_block(x, layer, cfg, ropes[cfg.is_sliding(index)], batch, cache, index)
-        x = be.feed_forward(x, layer, cfg)
+        if wanted is not None and index == len(layers) - 1:
+            x = be.take_rows(x, wanted)
+        if len(x):  # of most pieces of a long prompt no token is wanted
+            x = be.feed_forward(x, layer, cfg)
     return x
-
-
-def last_layer(
-    be: PlainBackend,
-    x: NDArray,
-    w: ModelWeights,
-    cfg: ModelConfig,
-    ropes: tuple[RopeTables, RopeTables],
-    batch: TokenBatch,
-    cache: KVCache,
-) -> NDArray:
-    """The last layer's blocks. Of its feed-forward nothing but the wanted tokens is read.   (N, D) -> (wanted, D)"""
-    assert batch.wanted is not None
-    index, layer = len(w.layers) - 1, w.layers[-1]
-    x = be.attention_block(x, layer, cfg, ropes[cfg.is_sliding(index)], batch, cache, index)
-    x = be.take_rows(x, batch.wanted)
-    return be.feed_forward(x, layer, cfg) if len(x) else x  # no token is wanted of most pieces of a long prompt
 
 
 def embeddings(be: Ops, w: ModelWeights, cfg: ModelConfig, tokens: NDArray) -> NDArray:
@@ -159,12 +149,7 @@ def head_input(be: Ops, w: ModelWeights, cfg: ModelConfig, x: NDArray) -> NDArra
 def final_hidden(be: PlainBackend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache) -> NDArray:
     """The input of the head, for the wanted tokens of the batch.   -> (wanted, D)"""
     x = embeddings(be, w, cfg, batch.tokens)  # (N, D)
-    ropes = rope_tables_of(be, cfg, batch.positions)
-    if batch.wanted is None:
-        x = decoder_layers(be, x, w.layers, cfg, ropes, batch, cache)
-    else:
-        x = decoder_layers(be, x, w.layers[:-1], cfg, ropes, batch, cache)
-        x = last_layer(be, x, w, cfg, ropes, batch, cache)  # (wanted, D)
+    x = decoder_layers(be, x, w.layers, cfg, rope_tables_of(be, cfg, batch.positions), batch, cache, batch.wanted)
     return head_input(be, w, cfg, x)
 
 

@@ -251,6 +251,7 @@ def test_a_split_has_every_operation_of_a_backend():
         "check_prepared",
         "choose_cache_dtype",
         "embed_on_host",
+        "greedy_steps",
         "other_layouts",
         "pack_plane",
         "place",

@@ -96,7 +96,8 @@ def good_calls():
         "bound_cpus": {},
         "greedy_steps": {
             "step": _cpu.Tape(), "head": _cpu.Tape(), "table": floats(N, K), "scale": 2.0, "x": floats(M, K),
-            "positions": tokens.copy(), "rope": floats(2, 2, M, d), "full": floats(2, 16, d), "local": floats(2, 16, d),
+            "positions": tokens.copy(), "rope": floats(2, 2, M, d), "full": floats(2, 300, d),
+            "local": floats(2, 300, d),
             "hidden": floats(M, K), "logits": floats(M, N), "left": tokens + 2, "ends": np.array([N - 2, 900]),
             "bell": np.zeros(1, np.uint8), "tokens": np.zeros((4, M), np.int64), "values": floats(4, M),
             "states": floats(4, M, K), "threads": 2,
