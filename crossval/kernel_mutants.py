@@ -41,7 +41,8 @@ PLACES = {
         TERM(⟦2.0 → 4.0⟧)
         + ⟦1023 → 1024⟧) << 52
         sum += ⟦v * v → v⟧;
-        const double mean = total / ⟦(double)D → (double)(D + 1)⟧;
+        total += (double)x[i] * ⟦x[i] → 2 * x[i]⟧;
+        const double mean = STEP(sum_of_squares)(x, D) / ⟦(double)D → (double)(D + 1)⟧;
         sqrt(⟦mean + eps → mean⟧);
         y[i] = x[i] / scale * ⟦weight[i] → 1.0f⟧;
         largest_bits = ⟦bits > largest_bits → bits < largest_bits⟧ ? bits
@@ -105,8 +106,6 @@ PLACES = {
         c->sums[(⟦slot → 1⟧ * rows + i) * d + j];
         z[j] = (float)⟦c->sums[i * d + j] → c->sums[j]⟧;""",
     "training_steps.h": r"""
-        sum += ⟦v * v → v⟧;
-        total += (double)x[i] * ⟦x[i] → 2 * x[i]⟧;
         (double)D + ⟦eps → 0⟧);
         / ⟦(double)D → (double)(D + 1)⟧ + eps);
         of_weight += ⟦d_n → 2 * d_n⟧;

@@ -131,20 +131,24 @@ STEP_INLINE STEP(f64v) STEP(wide)(const float *x) {
     return STEP(widen)(v);
 }
 
-/* x (D) -> y = x / sqrt(mean(x^2) + eps) * weight. Returns 0 when the mean square is not finite. */
-STEP_TARGET static int STEP(rms_norm)(const float *x, const float *weight, size_t D, double eps, float *y) {
+STEP_TARGET static double STEP(sum_of_squares)(const float *x, size_t n) {
     STEP(f64v) sum = {0};
     size_t i = 0;
-    for (; i + STEP(DOUBLES) <= D; i += STEP(DOUBLES)) {
+    for (; i + STEP(DOUBLES) <= n; i += STEP(DOUBLES)) {
         const STEP(f64v) v = STEP(wide)(x + i);
         sum += v * v;
     }
     double total = STEP(sum_lanes)(sum);
-    for (; i < D; i++) total += (double)x[i] * x[i];
-    const double mean = total / (double)D;
+    for (; i < n; i++) total += (double)x[i] * x[i];
+    return total;
+}
+
+/* x (D) -> y = x / sqrt(mean(x^2) + eps) * weight. Returns 0 when the mean square is not finite. */
+STEP_TARGET static int STEP(rms_norm)(const float *x, const float *weight, size_t D, double eps, float *y) {
+    const double mean = STEP(sum_of_squares)(x, D) / (double)D;
     if (!(mean <= 1.7e308)) return 0;
     const float scale = (float)sqrt(mean + eps);
-    for (i = 0; i < D; i++) y[i] = x[i] / scale * weight[i];
+    for (size_t i = 0; i < D; i++) y[i] = x[i] / scale * weight[i];
     return 1;
 }
 

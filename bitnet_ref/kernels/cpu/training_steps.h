@@ -5,18 +5,6 @@
  * runs in turn: a whole step 504 ms with NumPy's AdamW, norm and rescaling, 470 with these. Of it AdamW was 25 ms with
  * one thread and with two, which wait for each other between small operations, and is 6; norm and clipping 11, and 6. */
 
-STEP_TARGET static double STEP(sum_of_squares)(const float *x, size_t n) {
-    STEP(f64v) sum = {0};
-    size_t i = 0;
-    for (; i + STEP(DOUBLES) <= n; i += STEP(DOUBLES)) {
-        const STEP(f64v) v = STEP(wide)(x + i);
-        sum += v * v;
-    }
-    double total = STEP(sum_lanes)(sum);
-    for (; i < n; i++) total += (double)x[i] * x[i];
-    return total;
-}
-
 /* With r = sqrt(mean(x^2) + eps) and n = x / r:   dx = (dy g - n mean(dy g n)) / r,   d_weight += dy n */
 STEP_TARGET static void STEP(norm_backward)(const float *dy, const float *x, const float *weight, size_t D, double eps,
                                             float *dx, double *d_weight) {
