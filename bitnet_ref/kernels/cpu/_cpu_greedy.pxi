@@ -27,12 +27,12 @@ def greedy_steps(Tape step, Tape head, table, float scale, float[:, ::1] x, int6
             or tokens.shape[1] != n or values.shape[0] != count or values.shape[1] != n or states.shape[0] != count
             or states.shape[1] != n or states.shape[2] != D or bell.shape[0] != 1 or n == 0 or V == 0):
         raise ValueError(f"greedy_steps: x {n, D}, table {rows, columns}, logits {logits.shape[0], V}, tokens {count, tokens.shape[1]}")
-    for i in range(n):
-        if positions[i] < 0 or positions[i] > min(full.shape[1], local.shape[1]) - count:
-            raise ValueError(f"greedy_steps: position {positions[i]} and {count} steps, angles of {full.shape[1]}")
     check_aligned(<size_t> &x[0, 0] | <size_t> &rope[0, 0, 0, 0] | <size_t> &full[0, 0, 0] | <size_t> &local[0, 0, 0]
                   | <size_t> &hidden[0, 0] | <size_t> &logits[0, 0] | <size_t> &values[0, 0] | <size_t> &states[0, 0, 0])
     check_aligned(<size_t> &positions[0] | <size_t> &left[0] | <size_t> &ends[0] | <size_t> &tokens[0, 0], sizeof(int64_t))
+    for i in range(n):
+        if positions[i] < 0 or positions[i] > min(full.shape[1], local.shape[1]) - count:
+            raise ValueError(f"greedy_steps: position {positions[i]} and {count} steps, angles of {full.shape[1]}")
     cdef int team = threads_for(n * V, FLOATS_PER_THREAD, threads)
     cdef Py_ssize_t row_bytes = D * (4 if kind == 0 else 2)
     check_set(0, threads)
