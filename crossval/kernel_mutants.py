@@ -79,13 +79,17 @@ PLACES = {
         scores[n / K * n_keys + ⟦n % K → 0⟧] = (float)
         (float)(totals[n] * ⟦c->scale → 1.0⟧);
         largest = ⟦max_lanes[lane] > largest → max_lanes[lane] < largest⟧ ? (float)max_lanes[lane]
+        STEP(stored)(kind, row, ⟦j + i → i⟧, rows->scale[first + k]);
+        STEP(widen_rows)(c->kv.kind, rows, ⟦s - block.from → 0⟧, n, 0, d, wide, &near);
+        STEP(score_wide)(c, i, keys, &near, ⟦keys.from - s → 0⟧);
+        STEP(value_wide)(c, i, keys, &near, keys.from - block.from, j, sums + ⟦i * d → 0⟧);
         for (size_t k = 0; k < 4; k++) sum += ⟦powers[k] → powers[0]⟧;
         sum += ⟦power → zero⟧;
         total += p[i] = ⟦power[lane] → power[0]⟧;
         const double inverse = 1.0 / ⟦total → (total + 1.0)⟧;
         for (; i < n; i++) p[i] = (float)(p[i] * ⟦inverse → 1.0⟧);
         sum[n] = STEP(load64)(part + ⟦n / C * d → 0⟧ + j
-        const char *from = rows->at[⟦first + k → k⟧] + kv_bytes(kind, j);
+        const char *from = rows->at[⟦first + k → k⟧] + (kind == KV_WIDE ? 0 : kv_bytes(kind, j));
         n * STEP(DOUBLES), rows->scale[⟦first + k → 0⟧]);
         STEP(f64v) p = pattern[r * n_keys + ⟦k → 0⟧] - zero;
         double *to = (part ? part : sums) + ⟦n / C * d → 0⟧ + j

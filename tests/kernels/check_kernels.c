@@ -581,6 +581,7 @@ int main(int argc, char **argv) {
             check_attend(set, between(1, 9), between(1, 70) * 2, between(1, 400));
             const size_t R = between(1, 9);
             check_attend_many(set, between(2, ATTEND_ROWS / R), R, between(1, 70) * 2, between(1, 300), between(0, 1) * between(1, 200));
+            check_attend_many(set, between(2, 8), 4, between(1, 18) * 32, between(1, 300), between(0, 1) * between(1, 200)); /* all_rows_wide */
             check_narrow_attend(set, round % 2 ? KV_FLOAT16 : KV_INT8, between(1, 9), between(1, 70), between(1, 200));
             check_dense(set, round % 3, between(1, 20), between(1, 300), between(1, 8));
             check_dense(set, Q8_0 + round % 5, between(1, 20), 32 * between(1, 20), between(1, 8));

@@ -6,6 +6,7 @@ STEP_INLINE STEP(f64v) STEP(load64)(const double *x) { return *(const STEP(f64u)
 
 /* numbers j .. of a stored row */
 STEP_INLINE STEP(f64v) STEP(stored)(int kind, const char *row, size_t j, float scale) {
+    if (kind == KV_WIDE) return STEP(load64)((const double *)row + j);
     if (kind == KV_FLOAT32) return STEP(wide)((const float *)row + j);
 #if STEP_BYTES == 64
     if (kind == KV_FLOAT16)
@@ -30,6 +31,7 @@ STEP_INLINE STEP(f64v) STEP(stored)(int kind, const char *row, size_t j, float s
 
 STEP_INLINE double STEP(stored_number)(int kind, const char *row, size_t j, float scale) {
     float x;
+    if (kind == KV_WIDE) return ((const double *)row)[j];
     if (kind == KV_FLOAT16) half_to_float_plain((const uint16_t *)row + j, 1, &x);
     else x = kind == KV_FLOAT32 ? ((const float *)row)[j] : (float)((const int8_t *)row)[j] * scale;
     return x;
@@ -50,7 +52,7 @@ STEP_INLINE void STEP(score_tile)(const attend_call *c, int kind, size_t i, size
     for (size_t n = 0; n < R * K; n++) sums[n] = zero;
     for (; j + STEP(DOUBLES) <= d; j += STEP(DOUBLES), q += rows * STEP(DOUBLES)) {
         STEP(f64v) key[4];
-        if (K * kv_bytes(kind, j) % 64 == 0)
+        if (kind != KV_WIDE && K * kv_bytes(kind, j) % 64 == 0)
             kv_prefetch(ahead + K * kv_bytes(kind, j), K * kv_bytes(kind, STEP(DOUBLES)));
         STEP_UNROLL
         for (size_t k = 0; k < K; k++) key[k] = STEP(stored)(kind, keys[k], j, scales[k]);
@@ -143,8 +145,9 @@ STEP_INLINE void STEP(value_tile)(const attend_call *c, int kind, size_t i, size
         const size_t progress = rows->count + (count * j + k * C * STEP(DOUBLES)) / d;
         const char *ahead = fetch ? kv_row(rows, progress) : rows->at[first + k];
         for (; k < stop; k++, ahead += kv_bytes(kind, C * STEP(DOUBLES))) {
-            if (kv_bytes(kind, k * C * STEP(DOUBLES)) % 64 == 0) kv_prefetch(ahead, kv_bytes(kind, C * STEP(DOUBLES)));
-            const char *from = rows->at[first + k] + kv_bytes(kind, j);
+            if (kind != KV_WIDE && kv_bytes(kind, k * C * STEP(DOUBLES)) % 64 == 0)
+                kv_prefetch(ahead, kv_bytes(kind, C * STEP(DOUBLES)));
+            const char *from = rows->at[first + k] + (kind == KV_WIDE ? 0 : kv_bytes(kind, j));
             STEP(f64v) value[4];
             STEP_UNROLL
             for (size_t n = 0; n < C; n++)
@@ -211,6 +214,14 @@ STEP_INLINE void STEP(value_rows)(const attend_call *c, int kind, size_t i, size
 COPIES(KV_FLOAT32) COPIES(KV_FLOAT16) COPIES(KV_INT8)
 #undef COPIES
 #undef COPY
+STEP_TARGET static __attribute__((noinline)) void STEP(score_wide)(const attend_call *c, size_t i, kv_range keys,
+                                                                   const kv_rows *rows, size_t k) {
+    STEP(score_rows)(c, KV_WIDE, i, 4, keys, rows, k, 0);
+}
+STEP_TARGET static __attribute__((noinline)) void STEP(value_wide)(const attend_call *c, size_t i, kv_range keys,
+                                                                   const kv_rows *rows, size_t k, size_t j, double *sums) {
+    STEP(value_tile)(c, KV_WIDE, i, 4, STEP(VALUE_VECTORS), keys, rows, k, j, sums, NULL, 0);
+}
 
 /* Scores (`sums` NULL) or weighted values of 1, 2 or 4 query rows from i on and some keys, the first of which is
  * rows->at[k]. */
@@ -260,6 +271,48 @@ STEP_TARGET static void STEP(all_rows)(const attend_call *c, kv_range block, con
     }
 }
 
+/* Columns j .. j + n - 1 of `count` rows from `first` on, as doubles. Prefetches the same of the next block. */
+STEP_TARGET static void STEP(widen_rows)(int kind, const kv_rows *rows, size_t first, size_t count, size_t j, size_t n,
+                                         double *wide, kv_rows *widened) {
+    widened->count = widened->total = count;
+    for (size_t k = 0; k < count; k++) {
+        const char *row = rows->at[first + k];
+        kv_prefetch(kv_row(rows, rows->count + first + k) + kv_bytes(kind, j), kv_bytes(kind, n));
+        widened->at[k] = (const char *)(wide + k * n), widened->scale[k] = 1;
+#define WIDEN(kind)                                                                                                    \
+    case kind:                                                                                                         \
+        for (size_t i = 0; i < n; i += STEP(DOUBLES))                                                                  \
+            *(STEP(f64u) *)(wide + k * n + i) = STEP(stored)(kind, row, j + i, rows->scale[first + k]);                \
+        break;
+        switch (kind) { WIDEN(KV_FLOAT32) WIDEN(KV_FLOAT16) WIDEN(KV_INT8) }
+#undef WIDEN
+    }
+}
+
+/* As all_rows, where each four rows are of one token: some keys, or some columns of all keys, are widened once for all
+ * rows and stay in L1. */
+STEP_TARGET static void STEP(all_rows_wide)(const attend_call *c, kv_range block, const kv_rows *rows, double *sums) {
+    enum { COLUMNS = STEP(VALUE_VECTORS) * STEP(DOUBLES) };
+    __attribute__((aligned(64))) double wide[WIDE_NUMBERS];
+    const size_t end = c->T * c->R, d = c->d, most = WIDE_NUMBERS / 2 / d / STEP(SCORE_KEYS) * STEP(SCORE_KEYS);
+    kv_rows near;
+    for (size_t s = block.from, n; !sums && s < block.to; s += n) {
+        n = block.to - s < most ? block.to - s : most;
+        STEP(widen_rows)(c->kv.kind, rows, s - block.from, n, 0, d, wide, &near);
+        for (size_t i = 0; i < end; i += 4) {
+            const kv_range keys = kv_within(c->seen[i], (kv_range){s, s + n});
+            if (keys.from < keys.to) STEP(score_wide)(c, i, keys, &near, keys.from - s);
+        }
+    }
+    for (size_t j = 0; sums && j < d; j += COLUMNS) {
+        STEP(widen_rows)(c->kv.kind, rows, 0, block.to - block.from, j, COLUMNS, wide, &near);
+        for (size_t i = 0; i < end; i += 4) {
+            const kv_range keys = kv_within(c->seen[i], block);
+            if (keys.from < keys.to) STEP(value_wide)(c, i, keys, &near, keys.from - block.from, j, sums + i * d);
+        }
+    }
+}
+
 /* attention_scores, softmax and attention_values of layers.py for one kv head, in the steps of kv_cache.h. from, to:
  * the blocks of keys, or of ATTEND_SOFTMAX the query rows.
  *
@@ -286,11 +339,14 @@ STEP_TARGET static void STEP(all_rows)(const attend_call *c, kv_range block, con
  *   Tried there: eight rows and two keys at a time: scores 0.8 to 0.95. int8 converted two vectors at a time: scores
  *   1.03, values 0.98.
  * A Xeon (Sapphire Rapids; 53.5 G double multiply-adds/s per core, AVX-512; memory read 18 GB/s by one thread, 35 by two):
- *   prompts of 512 and 2,048 tokens 20 and 22 G multiply-adds/s per core, 0.38 and 0.41 of the peak, not explained yet.
+ *   prompts of 512 and 2,048 tokens reached 0.38 and 0.41 of the peak. There widening eight floats takes as long as two
+ *   products, so a prompt's keys and values are widened once for all rows (`all_rows_wide`): whole prompts of 512 tokens
+ *   1.07 to 1.08 times as fast, of 2,048 1.13 to 1.14 (four layers of 2B-4T's shape, pairs in turn beside other programs);
+ *   with AVX2 1.015.
  *   One token over 2,048 and 4,096 keys from memory, one thread and two: float32 10.8 and 18 GB/s, 0.59 and 0.51 of a
  *   plain loop; float16 9.9 and 16; int8 4.5 and 8: 10.8, 20 and 18 G multiply-adds/s by one thread, so the products
- *   do not bound float32. To try: keys widened once for all rows of a prompt, if widening takes the products' ports there.
- * Tried: a block of keys widened once for all rows: no faster. Prefetching row by row, or computing addresses of rows,
+ *   do not bound float32.
+ * Tried: a whole block of keys, 128 KB, widened once for all rows, Zen 4: no faster. Prefetching row by row, or computing addresses of rows,
  *   inside the loop over keys: values 0.74, because the compiler keeps addresses in vector registers. Four exponentials
  *   at a time: 1.0 ns for 1.05, AVX2 1.4 for 1.55. 64 query rows of a prompt at a time, not 32: no faster. */
 STEP_TARGET static void STEP(attend)(const attend_call *c, int step, size_t from, size_t to) {
@@ -332,7 +388,11 @@ STEP_TARGET static void STEP(attend)(const attend_call *c, int step, size_t from
             near.count = near.total;
             if (b + 1 < to) next = attend_block(kv, b + 1), kv_add_rows(kv, pool, next, &near);
             const size_t slot = c->slots > 1 ? b : 0;
-            STEP(all_rows)(c, block, &near, is_values ? c->sums + slot * rows * d : NULL, c->parts + slot * 4 * d);
+            double *sums = is_values ? c->sums + slot * rows * d : NULL;
+            if (c->T > 1 && c->R % 4 == 0 && d % (STEP(VALUE_VECTORS) * STEP(DOUBLES)) == 0 && d <= MAX_WIDE)
+                STEP(all_rows_wide)(c, block, &near, sums);
+            else
+                STEP(all_rows)(c, block, &near, sums, c->parts + slot * 4 * d);
             near.total -= near.count;
             memmove(near.at, near.at + near.count, near.total * sizeof *near.at);
             memmove(near.scale, near.scale + near.count, near.total * sizeof *near.scale);

@@ -28,7 +28,7 @@ static inline float bits_float(uint32_t bits) {
     return x;
 }
 
-enum { KV_FLOAT32, KV_FLOAT16, KV_INT8 };
+enum { KV_FLOAT32, KV_FLOAT16, KV_INT8, KV_WIDE }; /* KV_WIDE: doubles, of no cache: rows widened for many queries */
 enum { ATTEND_ROWS = 32 }; /* max query rows of one kv head that go through the keys together */
 
 typedef struct {
@@ -45,7 +45,7 @@ typedef struct {
 } kv_view;
 
 static inline size_t kv_bytes(int kind, size_t numbers) {
-    return numbers * (kind == KV_FLOAT32 ? 4 : kind == KV_FLOAT16 ? 2 : 1);
+    return numbers * (kind == KV_WIDE ? 8 : kind == KV_FLOAT32 ? 4 : kind == KV_FLOAT16 ? 2 : 1);
 }
 
 typedef struct {
@@ -57,6 +57,7 @@ static inline kv_range kv_within(kv_range a, kv_range b) {
 }
 
 enum { SUM_KEYS = 128 };         /* see below */
+enum { WIDE_NUMBERS = 4096, MAX_WIDE = 512 }; /* doubles that stay in L1, and the longest rows that are widened there */
 enum { PREFETCH_BYTES = 16384 }; /* from the key in use to the one that is prefetched */
 
 /* Where some keys, or values, are, and their scales: `count` of a block, and those to prefetch. */
