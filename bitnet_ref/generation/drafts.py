@@ -73,6 +73,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.cost = 0.0  # until the first step
+        self.last_s = 0.0  # seconds of the last step
         self._plain, self._rows = 0.0, 0  # seconds of a step without drafts, for so many rows
         self._passes = Counter[int]()  # by their guesses: the first two of a number are slow, then they are recorded
 

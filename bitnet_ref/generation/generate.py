@@ -124,25 +124,12 @@ def generate_chunks(
     step_tokens = model.backend.prompt_tokens(model.config)
     followers = {group[0].slot: group[1:] for group in groups}  # of a prompt's first row, until they have its cache
     active, times = leaders, StepTimes()
-    bell, step_s = np.zeros(1, dtype=np.uint8), 0.0
     while active:
         drafting = [row for row in active if row.drafts is not None]
         drafts = propose_drafts(drafting, step_tokens - len(active), times) if drafting and times.cost else {}
-        if not (followers or drafts) and (steps := choose_steps(active, step_s)) > 1:
-            started, before = time.perf_counter(), stats.generated_tokens
-            for step in run_steps(model, cache, active, steps, bell):
-                if stats.generated_tokens == before:
-                    step_s = (time.perf_counter() - started) / steps
-                    times.learn(len(active), 0, step_s)
-                chunks = []
-                for row, token_logits in zip(active, step, strict=True):
-                    if not row.finished:
-                        row.computed += 1
-                        chunks.append(row.accept(token_logits, stats))
-                stats.decode_s += time.perf_counter() - started
-                stats.decode_tokens += len(chunks)
-                yield from chunks
-                started = time.perf_counter()
+        if not (followers or drafts) and (steps := choose_steps(active, times.last_s)) > 1:
+            before = stats.generated_tokens
+            yield from decode_in_a_row(model, cache, active, steps, stats, times)
             if stats.generated_tokens > before:
                 active = [row for row in active if not row.finished]
                 continue
@@ -172,7 +159,7 @@ def generate_chunks(
                     more = accept_drafts(row, draft, [next(logits) for _ in draft], stats)
                     accepted[row.slot] = len(more)
                     chunks += more
-            elapsed = step_s = time.perf_counter() - started
+            elapsed = times.last_s = time.perf_counter() - started
             if drafting and not prefill:
                 drafted = sum(map(len, drafts.values()))
                 lost = times.learn(len(ending), drafted, elapsed)
@@ -186,6 +173,32 @@ def generate_chunks(
                 stats.decode_tokens += len(chunks)
             yield from chunks
         active = [row for row in rows if not row.finished]
+
+
+def decode_in_a_row(
+    model: LoadedModel,
+    cache: KVCache,
+    rows: Sequence[Continuation],
+    steps: int,
+    stats: GenerationStats,
+    times: StepTimes,
+) -> Iterator[StreamChunk]:
+    """The chunks of up to so many greedy steps of these rows; none where they must be taken one by one."""
+    started, computed_s = time.perf_counter(), 0.0
+    for step in run_steps(model, cache, rows, steps, np.zeros(1, dtype=np.uint8)):
+        if not computed_s:  # all steps were computed before the first one came
+            computed_s = time.perf_counter() - started
+            times.last_s = computed_s / steps
+            times.learn(len(rows), 0, times.last_s)
+        chunks = []
+        for row, token_logits in zip(rows, step, strict=True):
+            if not row.finished:
+                row.computed += 1
+                chunks.append(row.accept(token_logits, stats))
+        stats.decode_s += time.perf_counter() - started
+        stats.decode_tokens += len(chunks)
+        yield from chunks
+        started = time.perf_counter()
 
 
 def propose_drafts(rows: Sequence[Continuation], room: int, times: StepTimes) -> dict[int, NDArray[np.int64]]:
