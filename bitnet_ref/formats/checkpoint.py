@@ -97,9 +97,8 @@ class Checkpoint(Closeable, ABC):
     taken: set[str]
     rotations: Mapping[str, Rotation] = MappingProxyType({})
     is_folded: bool = False
-    pack_plane: Callable[[NDArray[np.uint8]], NDArray[np.uint8] | None] | None = (
-        None  # of the backend that is loaded for
-    )
+    # `Backend.pack_plane` of the backend that the weights are read for; None: packed by NumPy
+    pack_plane: Callable[[NDArray[np.uint8]], NDArray[np.uint8] | None] | None = None
     dense: str = "stored"  # of DENSE_FORMS: how `read_weights` gives dense linears
 
     def read_ahead(self) -> None:

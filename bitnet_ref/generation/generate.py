@@ -156,16 +156,16 @@ def generate_chunks(
                     each.computed = computed
                     chunks.append(each.accept(token_logits, stats))
                 if (draft := drafts.get(row.slot)) is not None:
-                    more = accept_drafts(row, draft, [next(logits) for _ in draft], stats)
-                    accepted[row.slot] = len(more)
-                    chunks += more
+                    right = accept_drafts(row, draft, [next(logits) for _ in draft], stats)
+                    accepted[row.slot] = len(right)
+                    chunks += right
             elapsed = times.last_s = time.perf_counter() - started
             if drafting and not prefill:
                 drafted = sum(map(len, drafts.values()))
                 lost = times.learn(len(ending), drafted, elapsed)
-                for slot, right in accepted.items():
-                    count = len(drafts[slot])
-                    by_slot[slot].learn(count, right, lost * count / drafted)
+                for slot, count in accepted.items():
+                    guesses = len(drafts[slot])
+                    by_slot[slot].learn(guesses, count, lost * guesses / drafted)
             if prefill:
                 stats.prefill_s += elapsed
             else:

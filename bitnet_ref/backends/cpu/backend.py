@@ -62,6 +62,7 @@ from .weights import (
     GroupPanelWeight,
     PanelWeight,
     ScreenedHead,
+    has_dense_kernel,
     kernels_take,
     surviving_rows,
     view_bits,
@@ -129,9 +130,7 @@ class CythonBackend(KernelBackend):
         if w.tied and isinstance(w.embedding, GroupTernaryLinear):
             panels = self._group_panels(w.embedding)
             w = replace(w, lm_head=panels, embedding=panels)
-        by_numpy = [
-            n for n, each in w.linears() if isinstance(each, DenseWeight) and (each.wide or not kernels_take(each))
-        ]
+        by_numpy = [n for n, each in w.linears() if isinstance(each, DenseWeight) and not has_dense_kernel(each)]
         if by_numpy:
             why = "their sums are in float64, or their rows not contiguous"
             log.warning("NumPy computes %d dense linears (%s, ...): %s", len(by_numpy), by_numpy[0], why)
@@ -311,10 +310,9 @@ class CythonBackend(KernelBackend):
         return y
 
     def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
-        if w.wide or not kernels_take(w):
-            return super().dense_matmul(x, w)  # sums in float64, or rows that are not contiguous
-        require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], f"x (N, {w.shape[1]})", x=x)
-        return self.kernels.dense_linears(x, (w,))[0]
+        if not has_dense_kernel(w):
+            return super().dense_matmul(x, w)
+        return self._dense_linears(x, (w,))[0]
 
     def group_matmul(self, x: NDArray, w: GroupTernaryLinear) -> NDArray:
         return self._group_linears(x, [replace(self._group_panels(w), bias=None)])[0]
@@ -326,14 +324,12 @@ class CythonBackend(KernelBackend):
         together = [self._panels(w) for w in ws if isinstance(w, TernaryLinear) and w.input_norm is None]
         shared = iter(self._bit_linears(x, together) if together else ())
         by_groups = iter(self._group_linears(x, [w for w in ws if isinstance(w, GroupTernaryLinear)]))
-        dense = [w for w in ws if isinstance(w, DenseWeight) and not w.wide and kernels_take(w)]
-        for each in dense:
-            require("dense_matmul", x.ndim == 2 and x.shape[1] == each.shape[1], f"x (N, {each.shape[1]})", x=x)
-        products = iter(self.kernels.dense_linears(x, dense) if dense else ())
+        dense = [w for w in ws if isinstance(w, DenseWeight) and has_dense_kernel(w)]
+        products = iter(self._dense_linears(x, dense) if dense else ())
         outputs = []
         for w in ws:
             if isinstance(w, DenseWeight):
-                y = self.dense_matmul(x, w) if w.wide or not kernels_take(w) else next(products)
+                y = next(products) if has_dense_kernel(w) else self.dense_matmul(x, w)
                 outputs.append(y if w.bias is None else self.add(y, w.bias))
             elif isinstance(w, GroupTernaryLinear):
                 outputs.append(next(by_groups))
@@ -427,6 +423,12 @@ class CythonBackend(KernelBackend):
                 require("group_matmul", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
             outputs += self.kernels.group_linears(x, panels)
         return outputs
+
+    def _dense_linears(self, x: NDArray, ws: Sequence[DenseWeight]) -> tuple[NDArray, ...]:
+        """Dense linears without their biases, each of which `has_dense_kernel`."""
+        for w in ws:
+            require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], f"x (N, {w.shape[1]})", x=x)
+        return self.kernels.dense_linears(x, ws)
 
     def _append(
         self, cache: KVCache, layer: int, batch: TokenBatch, k: NDArray, v: NDArray, rope: RopeTables | None

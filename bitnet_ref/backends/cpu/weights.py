@@ -226,6 +226,11 @@ def kernels_take(w: DenseWeight) -> bool:
     return (w.block_type is not None or w.dtype in KERNEL_DTYPES) and w.stored.flags.c_contiguous
 
 
+def has_dense_kernel(w: DenseWeight) -> bool:
+    """Whether the kernels multiply by it: they sum in float32, so not among ternary linears, where sums are float64."""
+    return not w.wide and kernels_take(w)
+
+
 def view_bits(w: NDArray) -> NDArray:
     """float32 and bytes as they are; bfloat16 as the uint16, and float16 as the int16, that Cython takes."""
     return w if w.dtype in (np.float32, np.uint8) else w.view(np.int16 if w.dtype == np.float16 else np.uint16)
