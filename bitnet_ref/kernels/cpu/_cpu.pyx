@@ -19,6 +19,7 @@ cdef extern from "stdlib.h" nogil:
     int posix_memalign(void **memory, size_t alignment, size_t size)
 
 cdef extern from "kernels.h" nogil:
+    uint64_t read_words(const uint64_t *, size_t) noexcept nogil
     ctypedef struct ternary_method:
         const char *name
         size_t block_k, x_bytes
@@ -260,14 +261,6 @@ cdef inline int threads_for(Py_ssize_t work, Py_ssize_t work_per_thread, int thr
     return threads if useful >= threads else (1 if useful < 1 else <int> useful)
 
 
-cdef uint64_t sum_chunk(const uint64_t *words, Py_ssize_t n) noexcept nogil:
-    cdef uint64_t total = 0
-    cdef Py_ssize_t i
-    for i in range(n):
-        total += words[i]
-    return total
-
-
 cdef inline void *allocate(size_t count, size_t size) noexcept nogil:
     """Memory for `count` items, aligned to a cache line, or NULL. All scratch memory of the kernels comes from here,
     before a parallel region: no thread can fail in its middle."""
@@ -363,7 +356,7 @@ def sum_words(const uint64_t[::1] words, int threads):
     check_aligned(<size_t> &words[0], sizeof(uint64_t))
     cdef int team = threads_for(threads, 1, threads)
     for chunk in prange((n + chunk_words - 1) // chunk_words, nogil=True, num_threads=team, schedule="static"):
-        part = sum_chunk(&words[chunk * chunk_words], min(chunk_words, n - chunk * chunk_words))
+        part = read_words(&words[chunk * chunk_words], min(chunk_words, n - chunk * chunk_words))
         total += part
     return total
 
