@@ -261,6 +261,7 @@ PLACES = {
         _mm512_sub_pd(estimate, ⟦slack → c->ulps⟧)
         _mm512_add_pd(estimate, ⟦slack → _mm512_sub_pd(c->ulps, slack)⟧)
         _mm256_set_pd(facts[9 + i], ⟦facts[6 + i] → facts[i]⟧
+        _mm512_srai_epi64(_mm512_slli_epi64(ab, ⟦32 → 31⟧), 32)
         0xF0, _mm512_set1_pd(x_facts[3 * ⟦u → t⟧ + i])
         _mm_storeu_ps(lower + ⟦u → t⟧ * stride, _mm256_extractf128_ps(low""",
     "_cpu.pyx": r"""

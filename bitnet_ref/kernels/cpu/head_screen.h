@@ -185,22 +185,21 @@ STEP_TARGET static void STEP(screen_rows)(const int8_t *q, size_t rows, size_t K
                                           const int16_t *X, size_t M, const double *x_facts, float *lower, float *upper,
                                           size_t stride) {
     const double underflow = ((double)K + 8) * 0x1p-123;
+    size_t n = 0;
 #if STEP_BYTES == 64
-    const screen_constants constants = make_screen_constants(K);
-#endif
-    for (size_t n = 0; n < rows; n += 4) {
-        const size_t count = rows - n < 4 ? rows - n : 4;
-#if STEP_BYTES == 64
-        if (count == 4 && M > 1) { /* in parts of two to six tokens */
-            const size_t parts = (M + SCREEN_TILE_TOKENS - 1) / SCREEN_TILE_TOKENS;
-            for (size_t part = 0; part < parts; part++) {
-                const size_t m = part * M / parts, tokens = (part + 1) * M / parts - m;
+    if (M > 1) { /* in parts of two to six tokens, which stay in L1 for all rows */
+        const screen_constants constants = make_screen_constants(K);
+        const size_t parts = (M + SCREEN_TILE_TOKENS - 1) / SCREEN_TILE_TOKENS;
+        for (size_t part = 0; part < parts; part++) {
+            const size_t m = part * M / parts, tokens = (part + 1) * M / parts - m;
+            for (n = 0; n + 4 <= rows; n += 4)
                 screen_few_avx512(q + n * wide, wide, facts + 3 * n, X + m * wide, tokens, x_facts + 3 * m, &constants,
                                   lower + m * stride + n, upper + m * stride + n, stride);
-            }
-            continue;
         }
+    }
 #endif
+    for (; n < rows; n += 4) {
+        const size_t count = rows - n < 4 ? rows - n : 4;
         for (size_t m = 0; m < M; m++) {
             int64_t sums[4];
             if (count == 4) STEP(screen_sums)(q + n * wide, wide, X + m * wide, 4, m == 0, sums);
