@@ -453,6 +453,11 @@ static void check_screen(const kernel_set *set, int kind, size_t rows, size_t K,
     float *x = random_floats(M * K), *facts = allocate(rows * 3 * sizeof *facts), *other = allocate(rows * 3 * sizeof *other);
     int8_t *q = allocate(rows * wide), *p = allocate(rows * wide);
     int16_t *X = allocate(M * wide * sizeof *X), *Y = allocate(M * wide * sizeof *Y);
+    if (K > 1 << 16) { /* more columns than one sum of int32 takes: all products as large as they can be */
+        const uint16_t one = 0x3F80;
+        for (size_t i = 0; i < rows * K; i++) memcpy(w + i * size, &one, size);
+        for (size_t i = 0; i < M * K; i++) x[i] = 1;
+    }
     double *x_facts = allocate(M * 3 * sizeof *x_facts), *y_facts = allocate(M * 3 * sizeof *y_facts);
     float *ends[4], *y = allocate(M * rows * sizeof *y);
     for (int i = 0; i < 4; i++) ends[i] = allocate(M * rows * sizeof(float));
