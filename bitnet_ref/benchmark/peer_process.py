@@ -146,7 +146,10 @@ def time_ik_llama_cpp(asked):
             sys.exit(f"llama-quantize cannot make {kind}")
         asked = {**asked, "file": requantized}
     options = {"use_mmap": False, "repack_tensors": True} if asked.get("repack", True) else {}
-    version = importlib.metadata.version("ik-llama-cpp-python")
+    describe_system = api._lib.llama_print_system_info
+    describe_system.restype = ctypes.c_char_p
+    built_for = [name for name in ("AVX512_VNNI", "AVX2", "NEON") if f"{name} = 1" in describe_system().decode()]
+    version = ", ".join([importlib.metadata.version("ik-llama-cpp-python"), *built_for[:1]])
     measured = time_gguf(asked, api, version, api.llama_kv_cache_clear, **options)
     return {**measured, "weights": measured["weights"] + ", repacked" * bool(options)}
 

@@ -38,11 +38,7 @@ class Peer:
 PEERS = {
     "transformers": Peer("pip install torch transformers", chooses=True),
     "llama-cpp-python": Peer("pip install llama-cpp-python", gguf="tq2_0"),
-    "ik-llama-cpp-python": Peer(
-        "CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary ik-llama-cpp-python ik-llama-cpp-python",
-        gguf="i2_s",
-        quantize="IQ2_BN",
-    ),
+    "ik-llama-cpp-python": Peer("pip install ik-llama-cpp-python", gguf="i2_s", quantize="IQ2_BN"),
 }
 
 
