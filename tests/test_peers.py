@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
+import ml_dtypes
 import numpy as np
 import pytest
 from bench_runs import (
@@ -15,9 +16,9 @@ from click.testing import CliRunner
 import bitnet_ref
 from bitnet_ref import benchmark
 from bitnet_ref.benchmark.peers import Peer
-from bitnet_ref.benchmark.synthetic import write_random_gguf
+from bitnet_ref.benchmark.synthetic import SHAPES, write_random_gguf
 from bitnet_ref.cli import bench_model, cli
-from bitnet_ref.errors import BackendError, BackendUnavailable
+from bitnet_ref.errors import BackendError, BackendUnavailable, ConfigError
 
 
 def use_script(monkeypatch, folder, text):
@@ -70,6 +71,32 @@ def test_a_file_of_random_weights_is_a_model(tmp_path):
     assert np.isfinite(model.logits([1, 2, 3])).all()
 
 
+def test_a_file_for_bitnet_cpp_keeps_relu2_and_a_dense_one_is_bfloat16(tmp_path):
+    small = replace(TINY, hidden_size=128, intermediate_size=256, num_attention_heads=2, head_dim=64)
+    write_random_gguf(small, path := tmp_path / "ternary.gguf", "i2_s")
+    assert bitnet_ref.load(path, backend="numpy").config.activation == "relu2"
+    dense = replace(SHAPES["tinyllama-1.1b"], num_hidden_layers=1, vocab_size=64, intermediate_size=512)
+    write_random_gguf(dense, path := tmp_path / "dense.gguf", "bf16")
+    model = bitnet_ref.load(path, backend="numpy")
+    assert (model.config.quantization, model.weights.layers[0].q_proj.array.dtype) == (None, ml_dtypes.bfloat16)
+    with pytest.raises(ConfigError, match="ternary by groups"):
+        write_random_gguf(SHAPES["bonsai-1.7b"], tmp_path / "groups.gguf", "bf16")
+
+
+def test_a_dense_gguf_is_given_as_it_is(tmp_path, monkeypatch):
+    times = {"version": "1", "prompt_s": [1], "decode_s": [1], "peak_memory_bytes": 7}
+    use_script(
+        monkeypatch, tmp_path, f"import sys, json; print(json.dumps({{**{times}, 'weights': json.loads(sys.argv[2])}}))"
+    )
+    monkeypatch.setattr("bitnet_ref.benchmark.peers.write_random_gguf", pytest.fail)
+    monkeypatch.setitem(benchmark.PEERS, "echo", Peer("pip install it", gguf="i2_s", quantize="IQ2_BN"))
+    dense = replace(SHAPES["tinyllama-1.1b"], num_hidden_layers=1, vocab_size=64, intermediate_size=512)
+    asked = benchmark.measure_peer("echo", dense, file=tmp_path / "dense.gguf").weights
+    assert (asked["file"], asked.get("quantize")) == (str(tmp_path / "dense.gguf"), None)
+    monkeypatch.setattr("bitnet_ref.benchmark.peers.write_random_gguf", lambda config, path, kind: None)
+    assert benchmark.measure_peer("echo", TINY).weights["quantize"] == "IQ2_BN"
+
+
 def test_a_shape_that_a_peer_cannot_hold_costs_one_line(tmp_path, monkeypatch):
     use_script(monkeypatch, tmp_path, "print('{}')")
     monkeypatch.setitem(benchmark.PEERS, "blocks", Peer("pip install it", gguf="tq2_0"))
@@ -90,6 +117,21 @@ def test_llama_cpp_is_measured():
     found = benchmark.measure_peer("llama-cpp-python", config, 5, 3)
     assert found.prompt_tokens_per_s > 0
     assert found.decode.repetitions == 3
+
+
+@pytest.mark.skipif(find_spec("ik_llama_cpp") is None, reason="needs ik-llama-cpp-python")
+@pytest.mark.parametrize("repack", [False, True])
+def test_ik_llama_cpp_computes_the_same_model(tmp_path, repack):
+    """Its logits of IQ2_BN, which it makes of our I2_S. It rounds in blocks, and attends in float16."""
+    config = replace(TINY, hidden_size=512, intermediate_size=1024, num_attention_heads=8, head_dim=64)
+    write_random_gguf(config, path := tmp_path / "model.gguf", "i2_s")
+    asked = {"config": {"vocab_size": config.vocab_size}, "prompt": 5, "new": 3, "threads": 1, "repeats": 1}
+    asked |= {"file": str(path), "quantize": "IQ2_BN", "repack": repack, "logits": True}
+    answer = benchmark.peers.ask_peer("ik-llama-cpp-python", sys.executable, asked, 60)
+    assert "IQ2_BN" in answer["weights"]
+    assert len(answer["decode_s"]) == 3
+    right = bitnet_ref.load(path, backend="numpy").logits(answer["tokens"])[-1]
+    assert np.linalg.norm(answer["logits"] - right) < 0.1 * np.linalg.norm(right)
 
 
 @pytest.mark.skipif(find_spec("transformers") is None or find_spec("torch") is None, reason="needs transformers")
@@ -121,6 +163,7 @@ def test_a_peer_is_told_the_device_only_where_it_has_a_choice(tmp_path, monkeypa
     ("script", "why"),
     [
         ("raise SystemExit('too little memory')", "too little memory"),
+        (r"raise SystemExit('GGML_ASSERT(k >= 512) failed\n1 main()')", "GGML_ASSERT"),
         ("print('no JSON')", "JSONDecodeError"),
         ("", "IndexError"),
     ],

@@ -10,12 +10,17 @@ does not depend on.
 transformers: dense bfloat16, as most users run a BitNet there. "device": "cuda" runs it on the GPU; "quantized": true
 takes its own BitNet linears, which keep four ternary weights per byte and unpack them at each call.
 llama-cpp-python: the GGUF at "file", float16 cache, its default. The peak memory includes the file, which is mapped.
+ik-llama-cpp-python: the same; with "quantize" its llama-quantize first makes that type of the file's ternary matrices.
+It repacks its matrices after loading, unless "repack" is false. "logits" adds the prompt's tokens and last logits.
 """
 
+import ctypes
+import importlib.metadata
 import json
 import os
 import random
 import resource
+import subprocess
 import sys
 import time
 
@@ -116,58 +121,89 @@ def time_llama_cpp(asked):
         from llama_cpp import llama_cpp as api
     except ImportError as error:
         return {"missing": str(error)}
+
+    def clear_cache(context):
+        api.llama_memory_clear(api.llama_get_memory(context), True)
+
     if "file" not in asked:
         return {}  # the question was only whether it is installed
-    quiet = api.llama_log_callback(lambda level, text, _user: sys.stderr.write(text.decode()) if level >= 4 else None)
-    api.llama_log_set(quiet, None)
+    return time_gguf(asked, api, llama_cpp.__version__, clear_cache)
+
+
+def time_ik_llama_cpp(asked):
+    try:
+        from ik_llama_cpp import _ctypes_api as api
+        from ik_llama_cpp.quantize import find_quantize_bin
+    except (ImportError, OSError) as error:
+        return {"missing": str(error)}
+    if "file" not in asked:
+        return {}
+    if kind := asked.get("quantize"):
+        requantized = asked["file"] + "." + kind.lower()
+        types = "--allow-requantize", "--token-embedding-type", "f16", "--output-tensor-type", "f16"
+        command = [str(find_quantize_bin()), *types, asked["file"], requantized, kind, str(asked["threads"])]
+        if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
+            sys.exit(f"llama-quantize cannot make {kind}")
+        asked = {**asked, "file": requantized}
+    options = {"use_mmap": False, "repack_tensors": True} if asked.get("repack", True) else {}
+    describe_system = api._lib.llama_print_system_info
+    describe_system.restype = ctypes.c_char_p
+    built_for = [name for name in ("AVX512_VNNI", "AVX2", "NEON") if f"{name} = 1" in describe_system().decode()]
+    version = ", ".join([importlib.metadata.version("ik-llama-cpp-python"), *built_for[:1]])
+    measured = time_gguf(asked, api, version, api.llama_kv_cache_clear, **options)
+    return {**measured, "weights": measured["weights"] + ", repacked" * bool(options)}
+
+
+def time_gguf(asked, api, version, clear_cache, **options):
+    """The file in llama.cpp or ik_llama.cpp, whose functions have the same names. options: of the model."""
     api.llama_backend_init()
-    options = api.llama_model_default_params()
-    options.n_gpu_layers = 0
-    model = api.llama_model_load_from_file(os.fsencode(asked["file"]), options)
+    model_params = api.llama_model_default_params()
+    for name, value in {"n_gpu_layers": 0, **options}.items():
+        setattr(model_params, name, value)
+    model = api.llama_model_load_from_file(os.fsencode(asked["file"]), model_params)
     if not model:
-        sys.exit("llama.cpp cannot load the file")
-    settings = api.llama_context_default_params()
-    settings.n_ctx = asked["prompt"] + asked["new"]
-    settings.n_batch = settings.n_ubatch = max(64, asked["prompt"])
-    settings.n_threads = settings.n_threads_batch = asked["threads"]
-    context = api.llama_init_from_model(model, settings)
+        sys.exit("cannot load the file")
+    context_params = api.llama_context_default_params()
+    context_params.n_ctx = asked["prompt"] + asked["new"]
+    context_params.n_batch = context_params.n_ubatch = max(64, asked["prompt"])
+    context_params.n_threads = context_params.n_threads_batch = asked["threads"]
+    context = api.llama_init_from_model(model, context_params)
     if not context:
-        sys.exit("llama.cpp cannot make a context")
+        sys.exit("cannot make a context")
     vocabulary = asked["config"]["vocab_size"]
     batch = api.llama_batch_init(max(1, asked["prompt"]), 0, 1)
 
     def step(tokens, start):
-        """-> seconds until the last token's logits are there, and the most likely token"""
+        """-> seconds until the last token's logits are there, and the logits"""
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
             batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, start + i, 1
             batch.seq_id[i][0], batch.logits[i] = 0, i == len(tokens) - 1
         started = time.perf_counter()
         if api.llama_decode(context, batch) != 0:
-            sys.exit("llama.cpp could not decode the tokens")
-        api.llama_synchronize(context)
-        taken = time.perf_counter() - started
-        logits = api.llama_get_logits_ith(context, -1)[:vocabulary]
-        return taken, max(range(vocabulary), key=logits.__getitem__)
+            sys.exit("cannot decode the tokens")
+        logits = api.llama_get_logits_ith(context, -1)  # it waits for them
+        return time.perf_counter() - started, logits[:vocabulary]
 
-    tokens = [random.Random(1).randrange(vocabulary) for _ in range(asked["prompt"])]
+    tokens = random.Random(1).choices(range(vocabulary), k=asked["prompt"])
     prompt_s, decode_s = [], []
     for _ in range(asked["repeats"]):
-        api.llama_memory_clear(api.llama_get_memory(context), True)
-        taken, token = step(tokens, 0)
+        clear_cache(context)
+        taken, logits = step(tokens, 0)
         prompt_s.append(taken)
+    prompt_logits = logits
     for position in range(asked["prompt"], asked["prompt"] + asked["new"]):
-        taken, token = step([token], position)
+        taken, logits = step([max(range(vocabulary), key=logits.__getitem__)], position)
         decode_s.append(taken)
-    api.llama_batch_free(batch)
-    api.llama_free(context)
-    api.llama_model_free(model)
+    description = ctypes.create_string_buffer(256)
+    api.llama_model_desc(model, description, len(description))
     return {
-        "version": llama_cpp.__version__,
-        "weights": "TQ2_0, head float16",
+        "version": version,
+        "weights": description.value.decode(),
         "prompt_s": prompt_s,
         "decode_s": decode_s,
         "peak_memory_bytes": peak_memory_bytes(),
+        **({"tokens": tokens, "logits": prompt_logits} if asked.get("logits") else {}),
     }
 
 
@@ -177,5 +213,9 @@ def peak_memory_bytes():
 
 if __name__ == "__main__":
     del sys.path[0]  # this folder: its modules have names that others import
-    engines = {"transformers": time_transformers, "llama-cpp-python": time_llama_cpp}
+    engines = {
+        "transformers": time_transformers,
+        "llama-cpp-python": time_llama_cpp,
+        "ik-llama-cpp-python": time_ik_llama_cpp,
+    }
     print(json.dumps(engines[sys.argv[1]](json.loads(sys.argv[2]))))

@@ -31,12 +31,14 @@ class Peer:
 
     pip: str  # the command that installs it
     gguf: str | None = None  # if it reads a file: the GGUF type of the ternary matrices
+    quantize: str | None = None  # the type that its own llama-quantize makes of them
     chooses: bool = False  # whether it can be told the device, and whether to keep the weights packed
 
 
 PEERS = {
     "transformers": Peer("pip install torch transformers", chooses=True),
     "llama-cpp-python": Peer("pip install llama-cpp-python", gguf="tq2_0"),
+    "ik-llama-cpp-python": Peer("pip install ik-llama-cpp-python", gguf="i2_s", quantize="IQ2_BN"),
 }
 
 
@@ -79,16 +81,18 @@ def measure_peer(
     python: str = sys.executable,
     device: str = "cpu",
     quantized: bool = False,
+    file: Path | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> PeerBench:
     """Time a random model of that shape on a peer: its prompt, and greedy decoding, one token per step.
 
     device, quantized: for transformers only. "cuda" runs it on the GPU; True takes its own BitNet linears of packed
     weights, False dense bfloat16.
+    file: the dense GGUF that the model was read from. A peer that reads files gets the same one.
 
-    A peer that reads a file gets one in the system's folder for temporary files (TMPDIR), 1.2 GB for a 2B-4T, which is
-    deleted afterwards. Raises BackendUnavailable with the pip command if `python` does not have the peer, BackendError
-    if it fails or takes longer than timeout_s.
+    Otherwise it gets a random one in the system's folder for temporary files (TMPDIR), 1.2 GB for a 2B-4T, which is
+    deleted afterwards; ik-llama-cpp-python makes a second one from it. Raises BackendUnavailable with the pip command
+    if `python` does not have the peer, BackendError if it fails or takes longer than timeout_s.
     """
     peer = PEERS[name]
     if (device, quantized) != ("cpu", False) and not peer.chooses:
@@ -101,15 +105,18 @@ def measure_peer(
     question |= {"repeats": PROMPT_REPEATS, **({"device": device, "quantized": quantized} if peer.chooses else {})}
     if peer.gguf is None:
         answer = ask_peer(name, python, question, timeout_s)
+    elif file is not None:
+        answer = ask_peer(name, python, {**question, "file": str(file)}, timeout_s)
     else:
         ask_peer(name, python, {}, timeout_s)  # whether it is installed, before a gigabyte is written
+        kind, quantize = ("bf16", None) if config.quantization is None else (peer.gguf, peer.quantize)
         with TemporaryDirectory(prefix="bitnet-ref-") as folder:
             file = Path(folder, "model.gguf")
             try:
-                write_random_gguf(config, file, peer.gguf)
+                write_random_gguf(config, file, kind)
             except (FormatError, ConfigError, OSError) as error:
                 raise BackendError(f"{name} could not be measured: no file of this shape: {error}") from error
-            answer = ask_peer(name, python, {**question, "file": str(file)}, timeout_s)
+            answer = ask_peer(name, python, {**question, "file": str(file), "quantize": quantize}, timeout_s)
     times = Timing.of(answer["prompt_s"]), Timing.of(answer["decode_s"])
     sizes = threads, prompt_tokens, new_tokens
     return PeerBench(name, answer["version"], answer["weights"], *sizes, *times, answer["peak_memory_bytes"])
@@ -124,7 +131,8 @@ def ask_peer(name: str, python: str, question: dict[str, Any], timeout_s: float)
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
         raise BackendError(f"{name} could not be measured: {type(error).__name__}: {error}") from error
     if answer is None:
-        why = (done.stderr.strip().splitlines() or ["no message; too little memory?"])[-1]
+        lines = done.stderr.strip().splitlines() or ["no message; too little memory?"]
+        why = next((line for line in lines if "GGML_ASSERT" in line), lines[-1])  # a backtrace may follow
         raise BackendError(f"{name} could not be measured: exit status {done.returncode}: {why}")
     if "missing" in answer:
         raise BackendUnavailable(f"{name} is not installed for {python} ({answer['missing']}): {PEERS[name].pip}")

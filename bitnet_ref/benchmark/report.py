@@ -33,7 +33,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "TinyLlama 1.1B, bfloat16": ("model", "--synthetic", "tinyllama-1.1b"),
     "storyteller, 64 at once": ("serve", "--requests", "64"),
 }
-PEER_TITLES = ("2B-4T",)  # those whose shape other engines are given too
+PEER_TITLES = ("2B-4T", "TinyLlama 1.1B, bfloat16")  # those whose shape other engines are given too
 TIMEOUT_S = 1800.0
 
 

@@ -141,12 +141,12 @@ class RandomCheckpoint(Checkpoint):
         pass
 
     @property
-    def _by_groups(self) -> bool:
+    def by_groups(self) -> bool:
         return self.config.model_type == "qwen3" and self.config.quantization is None
 
     def embedding(self) -> EmbeddingWeight:
         shape = self.config.vocab_size, self.config.hidden_size
-        if self._by_groups:
+        if self.by_groups:
             return random_group_weight(self._rng, *shape)
         table = random_dense_weight(self._rng, *shape)
         if self._gate_zeros is not None:
@@ -170,7 +170,7 @@ class RandomCheckpoint(Checkpoint):
             return self.embedding()
         shape = linear_shape(self.config, name)
         if self.config.quantization is None:
-            return (random_group_weight if self._by_groups else random_dense_weight)(self._rng, *shape)
+            return (random_group_weight if self.by_groups else random_dense_weight)(self._rng, *shape)
         weight = random_ternary_weight(self._rng, *shape)
         if (eps := self.input_norm_eps) is not None:
             weight = replace(weight, input_norm=InputNorm(np.ones(shape[1], dtype=np.float32), eps))
@@ -208,13 +208,16 @@ def synthetic_model(
 
 
 def write_random_gguf(config: ModelConfig, path: str | os.PathLike[str], kind: str = "tq2_0") -> None:
-    """A GGUF that llama.cpp runs: ternary matrices of that kind, embedding and head float16, no tokenizer.
+    """A GGUF without a tokenizer for llama.cpp (tq2_0), bitnet.cpp and ik_llama.cpp (i2_s), or of a dense shape (bf16).
 
-    Its architecture with sub-norms has silu, so a shape with relu2 gets silu; no matrix changes. Raises FormatError or
-    ConfigError for a shape that the kind or GGUF cannot hold, and for a dense one.
+    The embedding and the head of a ternary shape are float16. llama.cpp's architecture with sub-norms has silu, so in
+    tq2_0 a shape with relu2 gets silu; no matrix changes. Raises FormatError or ConfigError for a shape that the kind
+    or GGUF cannot hold.
     """
-    if config.quantization is None:
-        raise ConfigError(f"the shape is dense, and a file of {kind} is of a ternary one", field="quantization")
-    if config.sub_norms:
+    if config.sub_norms and kind == "tq2_0":
         config = replace(config, activation="silu")
-    write_gguf_model(RandomCheckpoint(config, float16=True), path, kind)
+    dense = config.quantization is None
+    checkpoint = RandomCheckpoint(config, float16=not dense)
+    if checkpoint.by_groups:
+        raise ConfigError("the shape is ternary by groups, and no engine is given such a file", field="quantization")
+    write_gguf_model(checkpoint, path, kind, dense_type="BF16" if dense else "F16")

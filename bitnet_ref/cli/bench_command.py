@@ -202,7 +202,7 @@ def report(
     """Measure the shipped model and synthetic ones, each in a process of its own, in some ten minutes.
 
     OUT/report.html has the speeds as bars beside their bounds, OUT/report.json all figures. Both are written anew after
-    each model. --versus measures other engines on 2B-4T's shape.
+    each model. --versus measures other engines on the shapes of 2B-4T and TinyLlama.
     """
     from ..benchmark.report import SUBJECTS, describe_run, measure_report, write_page
     from ..system.atomic import atomic_path, explain_os_errors

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from ..benchmark.peers import PeerBench
     from ..benchmark.validate import Check
 
-PEER_NAMES = ("transformers", "llama-cpp-python")  # the keys of `benchmark.PEERS`
+PEER_NAMES = ("transformers", "llama-cpp-python", "ik-llama-cpp-python")  # the keys of `benchmark.PEERS`
 
 
 def versus_options(function: AnyFunction) -> AnyFunction:
     """--versus and --versus-python"""
-    help = "The same shape there. May be repeated."
+    help = "The same shape there, or the same dense GGUF. May be repeated."
     versus = click.option("--versus", type=click.Choice(PEER_NAMES), multiple=True, help=help)
     return versus(
         click.option("--versus-python", metavar="PATH", help="The Python that has it.  [default: this one]")(function)
@@ -63,13 +63,15 @@ def model(
 
 
 def measure_versus(name: str, model: Model, prompt: int, new: int, python: str | None) -> PeerBench | str:
-    """The peer's speeds on the model's shape, or the line that says why there are none."""
+    """The peer's speeds on the model's shape or its dense GGUF, or the line that says why there are none."""
     from ..benchmark import measure_peer
 
     threads, python = model.backend.threads, python or sys.executable
+    dense_file = model.config.quantization is None and model.path is not None and model.path.suffix == ".gguf"
+    file = model.path if dense_file else None
     with LoadingBar(f"measuring {name}"):
         try:
-            return measure_peer(name, model.config, prompt, new, threads=threads, python=python)
+            return measure_peer(name, model.config, prompt, new, threads=threads, python=python, file=file)
         except BackendError as error:
             return str(error)
 
