@@ -218,11 +218,12 @@ class GenerationLoop:
                 accepted[row] = len(right)
                 chunks += right
         self._note(started, chunks)
-        drafted = sum(map(len, drafts.values()))
-        lost = self.times.learn(len(rows), drafted, self.last_s)
-        for row, count in accepted.items():
-            guesses = len(drafts[row.slot])
-            row.learn(guesses, count, lost * guesses / drafted)
+        if rows[0].drafts is not None:  # all have the same parameters
+            drafted = sum(map(len, drafts.values()))
+            lost = self.times.learn(len(rows), drafted, self.last_s)
+            for row, count in accepted.items():
+                guesses = len(drafts[row.slot])
+                row.learn(guesses, count, lost * guesses / drafted)
         return chunks
 
     def _take_greedy_steps(self, rows: Sequence[Continuation], steps: int) -> Iterator[StreamChunk]:

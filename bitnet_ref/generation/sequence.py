@@ -221,8 +221,11 @@ class Continuation:
 
         drafted: tokens that are taken to follow before that choice.
         """
+        k = self.request.candidates_needed
+        if not self.rules.processors:
+            return k, ()
         ids = self.ids if drafted is None or not len(drafted) else np.concatenate([self.ids, drafted])
-        k, moved = self.request.candidates_needed, self.rules.moved(ids)
+        moved = self.rules.moved(ids)
         if k is None or moved is None:
             return None, ()
         ids = np.asarray(moved, dtype=np.int64) if len(moved) == 0 else np.asarray(moved)
@@ -297,7 +300,7 @@ class Continuation:
         """-> the token, and all of the model's own logits if they were computed"""
         params, whole = self.request.params, logits.values if logits.complete else None
         stats.head_rows += logits.computed
-        values = self.rules.apply_among(self.ids, logits)
+        values = self.rules.apply_among(self.ids, logits) if self.rules.processors else logits.values
         if params.strategy is not None:
             token = params.strategy(self.ids, values, self.rng)
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < len(values):
