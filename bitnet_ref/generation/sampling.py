@@ -42,10 +42,11 @@ def _has_mass_limit(params: SamplingParams) -> bool:
 
 
 def _draw_by_blocks(logits: NDArray, temperature: float, uniform: float) -> int | None:
-    """`choose` without limits, in less than half the time: probabilities are summed by blocks, and one by one in the
-    block of the token only. None where the rounding of these sums could give a neighbour.   logits (V,)"""
+    """`choose` without limits, in half the time: probabilities are summed by blocks, and one by one in the block of the
+    token only. None where the rounding of these sums could give a neighbour.   logits (V,)"""
     e = logits.astype(np.float64)
-    e /= temperature
+    if temperature != 1:
+        e /= temperature
     e -= e.max()
     np.exp(e, out=e)
     ends = np.cumsum(np.add.reduceat(e, np.arange(0, len(e), BLOCK)))
