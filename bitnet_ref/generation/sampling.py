@@ -30,15 +30,11 @@ def choose(logits: NDArray, params: SamplingParams, uniform: float) -> int:
     """The next token, for a number drawn from [0, 1).   logits (V,) float -> id.  Ties go to the smaller id."""
     if params.temperature == 0:
         return int(logits.argmax())
-    is_limited = 0 < params.top_k < logits.size or _has_mass_limit(params)
+    is_limited = params.top_p < 1 or params.min_p > 0 or params.typical_p < 1 or 0 < params.top_k < logits.size
     if not is_limited and (token := _draw_by_blocks(logits, params.temperature, uniform)) is not None:
         return token
     ids, probabilities = distribution(logits, params)
     return int(ids[_invert(np.cumsum(probabilities), uniform)])
-
-
-def _has_mass_limit(params: SamplingParams) -> bool:
-    return params.top_p < 1 or params.min_p > 0 or params.typical_p < 1
 
 
 def _draw_by_blocks(logits: NDArray, temperature: float, uniform: float) -> int | None:
@@ -72,7 +68,7 @@ def distribution(logits: NDArray, params: SamplingParams) -> Distribution:
     if 0 < params.top_k < logits.size:
         return _likeliest_k(logits, params)
     scaled = logits.astype(np.float64) / params.temperature
-    if not _has_mass_limit(params):
+    if not (params.top_p < 1 or params.min_p > 0 or params.typical_p < 1):
         return np.arange(scaled.size), _softmax(scaled)
     probabilities = _softmax(scaled)
     for count in (*(few for few in FEW if few < scaled.size), scaled.size):
