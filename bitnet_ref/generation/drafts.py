@@ -101,7 +101,7 @@ class Drafts:
             return ids[:0]
         affordable = self._balance / times.cost
         self._is_sure = self.matched(ids) >= SURE_MATCH * self._caution * (1 + times.cost)
-        most = min(limit, self._length, LENGTHS[-1] if self._is_sure else affordable)
+        most = min(limit, max(self._length, LENGTHS[1]) if self._is_sure else min(self._length, affordable))
         return self.guess(ids, max(length for length in LENGTHS if length <= most)) if most >= LENGTHS[0] else ids[:0]
 
     def matched(self, ids: NDArray[np.int64]) -> int:

@@ -201,7 +201,7 @@ def test_guesses_that_are_wrong_cost_a_bounded_share(cost, stride):
 
 def test_guesses_that_cannot_pay_are_not_made():
     ids = np.array([*range(100, 140)] * 2)
-    assert len(LookupDrafts().propose(ids, 100, times(WORTH))) == LENGTHS[0]
+    assert len(LookupDrafts().propose(ids, 100, times(WORTH))) == LENGTHS[1]
     assert len(LookupDrafts().propose(ids, 100, times(WORTH + 0.01))) == 0
 
 
@@ -225,12 +225,12 @@ def test_a_copy_is_noticed_without_a_balance(stride):
 
 def test_it_looks_again_at_once_after_a_right_guess():
     drafts, text = LookupDrafts(), [*range(100, 160)] * 2
-    assert len(drafts.propose(np.array(text), 100, times(stride=4))) == LENGTHS[0]
-    drafts.learn(2, 2)
-    assert len(drafts.propose(np.array([*text, 100, 101]), 100, times(stride=4))) == LENGTHS[1]
-    drafts.learn(4, 0)
-    assert len(drafts.propose(np.array([*text, *range(100, 104)]), 100, times(stride=4))) == 0
-    assert drafts.looks_at == 122 + 4
+    assert len(drafts.propose(np.array(text), 100, times(stride=4))) == LENGTHS[1]
+    drafts.learn(4, 4)
+    assert len(drafts.propose(np.array([*text, *range(100, 104)]), 100, times(stride=4))) == LENGTHS[2]
+    drafts.learn(12, 0)
+    assert len(drafts.propose(np.array([*text, *range(100, 106)]), 100, times(stride=4))) == 0
+    assert drafts.looks_at == 124 + 4
 
 
 def test_the_cost_of_guesses_is_measured():
