@@ -204,6 +204,8 @@ def cap_rows(rows: HeadRows, cap: float) -> HeadRows:
 def all_finite(arrays: Sequence[NDArray]) -> bool:
     """Whether no array holds NaN or Inf. Arrays that are rows of one matrix are checked as that matrix, and other small
     ones together."""
+    if len(arrays) == 1:
+        return bool(np.isfinite(arrays[0]).all())
     whole = arrays[0].base if arrays else None
     are_rows = whole is not None and whole.dtype == arrays[0].dtype and whole.size == sum(a.size for a in arrays)
     if whole is not None and are_rows and all(array.base is whole for array in arrays):

@@ -10,7 +10,7 @@ words earlier in the prompt or the text ("Prompt Lookup Decoding", apoorvumang, 
 ("Fast Inference from Transformers via Speculative Decoding", arXiv:2211.17192; here without its rejection sampling,
 which keeps the distribution, but not the tokens).
 
-In a batch every row waits for a longer pass. There a guess costs its share of all rows' tokens (`Pace.token_cost`).
+In a batch every row waits for a longer pass. There a guess costs a share of all rows' tokens (`StepTimes.cost`).
 """
 
 from __future__ import annotations
@@ -28,109 +28,98 @@ from ..reference.cache import TokenBatch
 LENGTHS = (2, 4, 12)  # tokens of a draft: few, because a pass is recorded, and then fast, for its number of tokens
 LEAST_MATCH = 2  # tokens that a text must repeat before the next ones are guessed
 MOST_MATCH = 16  # tokens that are compared; longer matches take time and improve little
+SURE_MATCH = 5  # tokens that a text must repeat for a draft without a balance, if a guess costs nothing
 COST = 0.15  # of verifying one more token, in decoding steps, where memory bandwidth is the limit
-DECAY = 0.98  # each pass multiplies the weight of earlier ones in `Pace` by this
-INCOME = 0.01  # added to the balance per proposal: the share by which a text without repetition gets slower
-MOST = 4.0  # the largest balance, in tokens; at the start it pays for the shortest draft
-STREAK = 3  # guesses right in a row, found by plain steps, after which a draft needs no balance
-
-
-class Pace:
-    """The time of a pass by its number of tokens, as a line fitted to the last passes.
-
-    cost: time of each further token, in passes over one token; between COST and 1.
-    """
-
-    def __init__(self) -> None:
-        self.cost = COST
-        self._sums = [0.0] * 5  # of 1, n, n^2, t and n t over the last passes, over n + 1 tokens in t seconds
-
-    def learn(self, tokens: int, seconds: float) -> None:
-        """Fit a line to the last passes, by least squares."""
-        n, (weight, _, _, total, _) = tokens - 1, self._sums
-        t = min(seconds, 3 * total / weight) if weight else seconds  # the processor may have been taken away
-        self._sums = [DECAY * old + new for old, new in zip(self._sums, (1, n, n * n, t, n * t), strict=True)]
-        mean_n, mean_nn, mean_t, mean_nt = (each / self._sums[0] for each in self._sums[1:])
-        if (spread := mean_nn - mean_n**2) > 0.01:
-            slope = (mean_nt - mean_n * mean_t) / spread
-            first = max(mean_t - slope * mean_n, 1e-9)  # of a pass over one token
-            self.cost = min(1.0, max(COST, slope / first))
-
-    def time(self, tokens: int) -> float:
-        """The time of a pass over `tokens`, in passes over one token."""
-        return 1 + self.cost * (tokens - 1)
-
-    def token_cost(self, rows: int, tokens: int) -> float:
-        """How many tokens the rows of a step lose together, when the step over `tokens` verifies one more token."""
-        return self.cost * rows / self.time(tokens)
+FIRST_S = 0.00025  # that each guess costs beyond that until it is measured
+WORTH = 0.8  # of a token: what a guess may cost, because not all are right
+FORGET = 0.002  # the part of the measured cost that each step without drafts takes off, so that it is measured again
+INCOME = 0.005  # added to the balance per token: the share by which a text without repetition gets slower
+START = LENGTHS[0] * COST  # the balance at the start
+MOST = 4.0  # the largest balance, in tokens
+LOOK_S = 0.002  # decoding time between two looks for a guess, for each row: a look takes some microseconds
+MOST_UNSEEN = 4  # and tokens
 
 
 class StepTimes:
-    """What guesses cost where all steps verify them for the same rows: measured, not assumed.
+    """What a guess costs the rows of a step: measured, not assumed.
 
-    cost: of one guess, in tokens that the rows lose together: at first COST for each row.
+    cost: of one guess, in tokens that the rows lose together. stride: tokens of a row between two looks for a guess.
     """
 
     def __init__(self) -> None:
-        self.cost = 0.0  # until the first step
-        self.last_s = 0.0  # seconds of the last step
-        self._plain, self._rows = 0.0, 0  # seconds of a step without drafts, for so many rows
-        self._passes = Counter[int]()  # by their guesses: the first two of a number are slow, then they are recorded
+        self.rows, self.cost, self.stride = 1, COST, 1
+        self._step_s = self._guess_s = 0.0  # seconds of a step of `rows` without drafts; that a guess adds
+        self._passes = Counter[int]()  # by their tokens: the first two of a number are slow, then they are recorded
+
+    @property
+    def share(self) -> float:
+        """The time that a guess adds to a step, as a share of it."""
+        return self.cost / self.rows
 
     def learn(self, rows: int, drafted: int, seconds: float) -> float:
         """The tokens that a step of `rows` and `drafted` guesses has lost, compared with one without guesses."""
-        if rows != self._rows:
-            self._rows, self.cost, self._plain = rows, COST * rows, seconds / (1 + COST * drafted)
+        self._passes[rows + drafted] += 1
+        is_recorded = self._passes[rows + drafted] > 2
+        if not self._step_s:
+            self._step_s = seconds / (1 + COST * drafted)
+            self._guess_s = self._step_s * COST / (1 + COST * (rows - 1)) + FIRST_S
+        elif rows != self.rows:
+            self._step_s = max(seconds - drafted * self._guess_s, seconds / (1 + drafted))
+        elif not drafted:  # one that takes long: other programs had the processor
+            self._step_s += (min(seconds, 3 * self._step_s) - self._step_s) * (0.1 if is_recorded else 1)
+        added = min(max(0.0, seconds - self._step_s), drafted * self._step_s)
         if not drafted:
-            self._plain += 0.1 * (min(seconds, 3 * self._plain) - self._plain)
-            return 0.0
-        # At most one pass for each guess: what goes beyond that, other programs took.
-        lost = min(max(0.0, rows * (seconds / self._plain - 1)), drafted)
-        self._passes[drafted] += 1
-        if self._passes[drafted] > 2:
-            self.cost = max(COST, self.cost + 0.3 * (lost / drafted - self.cost))
-        return lost
+            self._guess_s *= 1 - FORGET
+        elif is_recorded:
+            self._guess_s += 0.3 * (added / drafted - self._guess_s)
+        least = COST / (1 + COST * (rows - 1))  # of a step
+        self.rows, self.cost = rows, rows * max(least, self._guess_s / self._step_s)
+        self.stride = max(1, min(MOST_UNSEEN, int(rows * LOOK_S / self._step_s)))
+        return rows * added / self._step_s
 
 
 class Drafts:
     """Guesses for one continuation. A balance of saved tokens grows with each accepted guess and pays for the time of
-    each that is verified; when it is used up, no guesses are verified for a while. `is_free` guesses are still made,
-    and where plain steps show that some in a row would have been right, the next ones are verified. Each time that
-    these are wrong, twice as many must be right."""
+    each that is verified; when it is used up, no guesses are verified for a while, except where the text has repeated
+    many tokens (`matched`). Each time that these are wrong, twice as many must be repeated.
 
-    is_free = False  # whether a guess takes no time worth counting
+    It is asked once in a few tokens (`looks_at`), so that small models, whose tokens take little time, lose none.
+    """
 
     def __init__(self) -> None:
-        self._balance, self._length, self._cost = 0.0, LENGTHS[1], 0.0
-        self._unverified: tuple[int, int] | None = None  # a guess that no pass verifies: its place in the text, and it
-        self._streak, self._needed = 0, STREAK
+        self._balance, self._length, self._cost, self._paid = START, LENGTHS[0], 0.0, 0
+        self._is_sure, self._caution = False, 1  # whether the last draft was made without a balance; a factor
+        self.looks_at = 0  # the text's length from which on it makes a proposal
 
-    def propose(self, ids: NDArray[np.int64], limit: int, cost: float = COST) -> NDArray[np.int64]:
-        """At most `limit` tokens that may follow `ids`; none when guesses have not paid. cost: of each, in tokens"""
-        start = 0.0 if self._cost else LENGTHS[0] * cost
-        self._cost, self._balance = cost, min(MOST, self._balance + INCOME + start)
-        if self._unverified is not None:
-            place, token = self._unverified
-            self._streak = self._streak + 1 if place < len(ids) and ids[place] == token else 0
-            self._unverified = None
-        affordable = self._balance / cost if self._streak < self._needed else LENGTHS[-1]
-        if affordable >= LENGTHS[0] <= limit:
-            most = min(limit, self._length, affordable)
-            return self.guess(ids, max(length for length in LENGTHS if length <= most))
-        if self.is_free and len(draft := self.guess(ids, 1)):
-            self._unverified = len(ids), int(draft[0])
-        return ids[:0]
+    def propose(self, ids: NDArray[np.int64], limit: int, times: StepTimes) -> NDArray[np.int64]:
+        """At most `limit` tokens that may follow `ids`; none when guesses have not paid."""
+        if len(ids) < self.looks_at:
+            return ids[:0]
+        self._balance = min(MOST, self._balance + INCOME * (len(ids) - (self._paid or len(ids) - 1)))
+        self._paid, self._cost, self.looks_at = len(ids), times.cost, len(ids) + times.stride
+        if times.cost > WORTH:
+            return ids[:0]
+        affordable = self._balance / times.cost
+        self._is_sure = self.matched(ids) >= SURE_MATCH * self._caution * (1 + times.cost)
+        most = min(limit, max(self._length, LENGTHS[1]) if self._is_sure else min(self._length, affordable))
+        return self.guess(ids, max(length for length in LENGTHS if length <= most)) if most >= LENGTHS[0] else ids[:0]
+
+    def matched(self, ids: NDArray[np.int64]) -> int:
+        """How many of the last tokens have stood before, if that takes little time to tell."""
+        return 0
 
     def guess(self, ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        """So many tokens that may follow, or none. `propose` has called `matched` with these ids."""
         raise NotImplementedError
 
     def learn(self, drafted: int, accepted: int, lost: float | None = None) -> None:
         """drafted: how many of the proposed tokens were verified. accepted: how many of these were right. lost: tokens
         that verifying them took; by default as many as `propose` was told."""
         self._balance = min(MOST, self._balance + accepted - (self._cost * drafted if lost is None else lost))
-        if self._streak >= self._needed:
-            self._needed = STREAK if accepted else 2 * self._needed
-        self._streak = 0
+        if accepted:
+            self._caution, self.looks_at = 1, 0  # the text may be a copy: look again at once
+        elif self._is_sure:
+            self._caution *= 2
         right = accepted + (accepted == drafted)  # so many, or more
         self._length = next((length for length in LENGTHS if length > right), LENGTHS[-1])
 
@@ -143,21 +132,22 @@ class LookupDrafts(Drafts):
     end of the text is repeated.
     """
 
-    is_free = True
-
     def __init__(self) -> None:
         super().__init__()
         self._seen = self._source = 0  # length of the last text, and the index of the next token to propose; 0: none
+        self._matched = 0  # tokens before both that are equal
         self._pairs: set[tuple[int, int]] = set()  # of neighbouring tokens so far: most texts end in a new one
 
-    def guess(self, ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-        new = len(ids) - self._seen
+    def matched(self, ids: NDArray[np.int64]) -> int:
+        new, is_repeated = len(ids) - self._seen, self._add_pairs(ids)
         if self._source and (ids[self._seen :] == ids[self._source : self._source + new]).all():
-            self._source += new
-            self._add_pairs(ids)
+            self._source, self._matched = self._source + new, self._matched + new
         else:
-            self._source = self._search(ids) if self._add_pairs(ids) else 0
+            self._source, self._matched = self._search(ids) if is_repeated else (0, 0)
         self._seen = len(ids)
+        return self._matched
+
+    def guess(self, ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:
         return np.resize(ids[self._source : self._source + count], count) if self._source else ids[:0]
 
     def _add_pairs(self, ids: NDArray[np.int64]) -> bool:
@@ -170,15 +160,15 @@ class LookupDrafts(Drafts):
             return False
         return True
 
-    def _search(self, ids: NDArray[np.int64]) -> int:
-        """The index after the copy, or 0 without one."""
+    def _search(self, ids: NDArray[np.int64]) -> tuple[int, int]:
+        """The index after the copy and the copy's length, or (0, 0) without one."""
         ends, length = np.flatnonzero(ids[:-1] == ids[-1]), 1  # of the copies that match in `length` tokens
         while length < MOST_MATCH and len(longer := ends[ends >= length]):
             longer = longer[ids[longer - length] == ids[-1 - length]]
             if not len(longer):
                 break
             ends, length = longer, length + 1
-        return int(ends[-1]) + 1 if length >= LEAST_MATCH and len(ends) else 0
+        return (int(ends[-1]) + 1, length) if length >= LEAST_MATCH and len(ends) else (0, 0)
 
 
 class ModelDrafts(Drafts):

@@ -114,101 +114,141 @@ def generate_chunks(
     groups: the continuations of each prompt, which is computed once. cache: one that holds the first `cached` tokens of
     each group's first row.
     """
-    leaders, rows = [group[0] for group in groups], [row for group in groups for row in group]
+    rows = [row for group in groups for row in group]
     if cache is None:
         cache = model.new_cache(len(rows), capacity=max(row.request.capacity for row in rows))
-    stats.describe(cache)
-    stats.prompt_tokens = sum(row.context_tokens for row in leaders)
-    stats.dropped_tokens = sum(len(row.request.given) - row.context_tokens for row in leaders)
-    stats.cached_tokens = sum(row.cached for row in leaders)
-    step_tokens = model.backend.prompt_tokens(model.config)
-    followers = {group[0].slot: group[1:] for group in groups}  # of a prompt's first row, until they have its cache
-    active, times = leaders, StepTimes()
-    while active:
-        drafting = [row for row in active if row.drafts is not None]
-        drafts = propose_drafts(drafting, step_tokens - len(active), times) if drafting and times.cost else {}
-        if not (followers or drafts) and (steps := choose_steps(active, times.last_s)) > 1:
-            before = stats.generated_tokens
-            yield from decode_in_a_row(model, cache, active, steps, stats, times)
-            if stats.generated_tokens > before:
-                active = [row for row in active if not row.finished]
-                continue
-        # One token of each row, or its whole context: the prompt, or what the window keeps of the text.
-        inputs, by_slot = [row.next_input for row in active], {row.slot: row for row in active}
-        for parts, complete in split_into_steps(inputs, max(step_tokens, len(active))):
-            started, prefill = time.perf_counter(), bool(followers)
-            ending, pieces = {part: active[number] for part, number in complete}, []
-            for part, (slot, start, ids) in enumerate(parts):
-                need = ending[part].needs() if part in ending else None
-                pieces.append(Piece(by_slot[slot], slot, start, ids, need))
-                if part in ending and slot in drafts:
-                    pieces += pieces_of_draft(by_slot[slot], start + len(ids), drafts[slot])
-            logits = iter(run_pieces(model, cache, pieces))
-            for slot, start, ids in parts:
-                by_slot[slot].computed = start + len(ids)
-            chunks, accepted = [], dict[int, int]()
-            for row in ending.values():
-                group, computed = followers.pop(row.slot, []), row.computed
-                if group:
-                    cache.copy([row.slot] * len(group), [each.slot for each in group], computed)
-                token_logits = next(logits)
-                for each in (row, *group):
-                    each.computed = computed
-                    chunks.append(each.accept(token_logits, stats))
-                if (draft := drafts.get(row.slot)) is not None:
-                    right = accept_drafts(row, draft, [next(logits) for _ in draft], stats)
-                    accepted[row.slot] = len(right)
-                    chunks += right
-            elapsed = times.last_s = time.perf_counter() - started
-            if drafting and not prefill:
-                drafted = sum(map(len, drafts.values()))
-                lost = times.learn(len(ending), drafted, elapsed)
-                for slot, count in accepted.items():
-                    guesses = len(drafts[slot])
-                    by_slot[slot].learn(guesses, count, lost * guesses / drafted)
-            if prefill:
-                stats.prefill_s += elapsed
-            else:
-                stats.decode_s += elapsed
-                stats.decode_tokens += len(chunks)
-            yield from chunks
-        active = [row for row in rows if not row.finished]
+    loop = GenerationLoop(model, cache, stats)
+    yield from loop.first_tokens(groups)
+    while rows := [row for row in rows if not row.finished]:
+        yield from loop.next_tokens(rows)
 
 
-def decode_in_a_row(
-    model: LoadedModel,
-    cache: KVCache,
-    rows: Sequence[Continuation],
-    steps: int,
-    stats: GenerationStats,
-    times: StepTimes,
-) -> Iterator[StreamChunk]:
-    """The chunks of up to so many greedy steps of these rows; none where they must be taken one by one."""
-    started, computed_s = time.perf_counter(), 0.0
-    for step in run_steps(model, cache, rows, steps, np.zeros(1, dtype=np.uint8)):
-        if not computed_s:  # all steps were computed before the first one came
-            computed_s = time.perf_counter() - started
-            times.last_s = computed_s / steps
-            times.learn(len(rows), 0, times.last_s)
-        chunks = []
-        for row, token_logits in zip(rows, step, strict=True):
-            if not row.finished:
-                row.computed += 1
-                chunks.append(row.accept(token_logits, stats))
-        stats.decode_s += time.perf_counter() - started
-        stats.decode_tokens += len(chunks)
-        yield from chunks
+class GenerationLoop:
+    """The passes of one call over its cache."""
+
+    def __init__(self, model: LoadedModel, cache: KVCache, stats: GenerationStats) -> None:
+        self.model, self.cache, self.stats, self.times = model, cache, stats, StepTimes()
+        self.pass_tokens = model.backend.prompt_tokens(model.config)
+        self.last_s = 0.0  # seconds of the last pass
+
+    def first_tokens(self, groups: list[list[Continuation]]) -> Iterator[StreamChunk]:
+        """Compute each prompt once, and choose the first token of each row."""
+        leaders, others = [group[0] for group in groups], {group[0].slot: group[1:] for group in groups}
+        self._describe(leaders)
         started = time.perf_counter()
+        for ends in self._compute_contexts(leaders):
+            chunks = []
+            for leader, logits in ends:
+                computed, followers = leader.computed, others[leader.slot]
+                if followers:
+                    self.cache.copy([leader.slot] * len(followers), [row.slot for row in followers], computed)
+                for row in (leader, *followers):
+                    row.computed = computed
+                    chunks.append(row.accept(logits, self.stats))
+            self.last_s = time.perf_counter() - started
+            self.stats.prefill_s += self.last_s
+            yield from chunks
+            started = time.perf_counter()
 
+    def next_tokens(self, rows: Sequence[Continuation]) -> Iterator[StreamChunk]:
+        """At least one more token of each row: of one pass with draft tokens, or of some greedy steps in a row."""
+        started = time.perf_counter()
+        if any(row.behind > 1 for row in rows):
+            yield from self._recompute(rows)
+            return
+        drafts = self._propose_drafts(rows)
+        if not drafts and (steps := choose_steps(rows, self.last_s)) > 1:
+            before = self.stats.generated_tokens
+            yield from self._take_greedy_steps(rows, steps)
+            if self.stats.generated_tokens > before:
+                return
+            started = time.perf_counter()
+        yield from self._take_step(rows, drafts, started)
 
-def propose_drafts(rows: Sequence[Continuation], room: int, times: StepTimes) -> dict[int, NDArray[np.int64]]:
-    """slot -> guessed tokens, of the rows that have some, at most `room` together."""
-    drafts = {}
-    for row in rows:
-        if len(draft := row.guess(room, times.cost)):
-            drafts[row.slot] = draft
-            room -= len(draft)
-    return drafts
+    def _describe(self, leaders: Sequence[Continuation]) -> None:
+        stats = self.stats
+        stats.describe(self.cache)
+        stats.prompt_tokens = sum(row.context_tokens for row in leaders)
+        stats.dropped_tokens = sum(len(row.request.given) - row.context_tokens for row in leaders)
+        stats.cached_tokens = sum(row.cached for row in leaders)
+
+    def _compute_contexts(self, rows: Sequence[Continuation]) -> Iterator[list[tuple[Continuation, TokenLogits]]]:
+        """Passes over all tokens of the rows that are not in the cache.   -> of each, the rows that it completes"""
+        by_slot = {row.slot: row for row in rows}
+        for parts, complete in split_into_steps([row.next_input for row in rows], max(self.pass_tokens, len(rows))):
+            ending = {part: rows[number] for part, number in complete}
+            needs = [ending[part].needs() if part in ending else None for part in range(len(parts))]
+            pieces = [Piece(by_slot[part[0]], *part, need) for part, need in zip(parts, needs, strict=True)]
+            logits = run_pieces(self.model, self.cache, pieces)
+            for row, _, start, ids, _ in pieces:
+                row.computed = start + len(ids)
+            yield list(zip(ending.values(), logits, strict=True))
+
+    def _recompute(self, rows: Sequence[Continuation]) -> Iterator[StreamChunk]:
+        """The next token of each row, of which some compute their context again: the window has dropped tokens."""
+        started = time.perf_counter()
+        for ends in self._compute_contexts(rows):
+            yield from self._note(started, [row.accept(logits, self.stats) for row, logits in ends])
+            started = time.perf_counter()
+
+    def _propose_drafts(self, rows: Sequence[Continuation]) -> dict[int, NDArray[np.int64]]:
+        """slot -> guessed tokens, of the rows that have some; together with all rows they fit one pass."""
+        drafts, room = {}, self.pass_tokens - len(rows)
+        for row in rows:
+            if row.may_guess and len(draft := row.guess(room, self.times)):
+                drafts[row.slot] = draft
+                room -= len(draft)
+        return drafts
+
+    def _take_step(
+        self, rows: Sequence[Continuation], drafts: dict[int, NDArray[np.int64]], started: float
+    ) -> list[StreamChunk]:
+        """One pass over the newest token of each row and the guesses that follow it."""
+        pieces, chunks, accepted = [], [], dict[Continuation, int]()
+        for row in rows:
+            pieces.append(Piece(row, row.slot, row.computed, row.newest, row.needs()))
+            if row.slot in drafts:
+                pieces += pieces_of_draft(row, row.computed + 1, drafts[row.slot])
+        logits = iter(run_pieces(self.model, self.cache, pieces))
+        for row in rows:
+            row.computed += 1
+            chunks.append(row.accept(next(logits), self.stats))
+            if (draft := drafts.get(row.slot)) is not None:
+                right = accept_drafts(row, draft, [next(logits) for _ in draft], self.stats)
+                accepted[row] = len(right)
+                chunks += right
+        self._note(started, chunks)
+        if rows[0].drafts is not None:  # all have the same parameters
+            drafted = sum(map(len, drafts.values()))
+            lost = self.times.learn(len(rows), drafted, self.last_s)
+            for row, count in accepted.items():
+                guesses = len(drafts[row.slot])
+                row.learn(guesses, count, lost * guesses / drafted)
+        return chunks
+
+    def _take_greedy_steps(self, rows: Sequence[Continuation], steps: int) -> Iterator[StreamChunk]:
+        """Up to so many greedy steps; none where they must be taken one by one."""
+        started, taken_s, taken = time.perf_counter(), 0.0, 0
+        for step in run_steps(self.model, self.cache, rows, steps, np.zeros(1, dtype=np.uint8)):
+            chunks = []
+            for row, logits in zip(rows, step, strict=True):
+                if not row.finished:
+                    row.computed += 1
+                    chunks.append(row.accept(logits, self.stats))
+            self._note(started, chunks)
+            taken_s, taken = taken_s + self.last_s, taken + 1
+            yield from chunks
+            started = time.perf_counter()
+        if taken:
+            self.last_s = taken_s / taken
+            self.times.learn(len(rows), 0, self.last_s)
+
+    def _note(self, started: float, chunks: list[StreamChunk]) -> list[StreamChunk]:
+        """Count these new tokens and their time."""
+        self.last_s = time.perf_counter() - started
+        self.stats.decode_s += self.last_s
+        self.stats.decode_tokens += len(chunks)
+        return chunks
 
 
 def pieces_of_draft(row: Continuation, position: int, draft: NDArray[np.int64]) -> list[Piece]:

@@ -19,18 +19,17 @@ from ..reference.cache import KVCache, TokenBatch
 from .sequence import Continuation
 
 MOST_STEPS = 4  # a row's tokens come in groups of at most so many
-MOST_BESIDE_DRAFTS = 3  # with `speculate`, when no row has a guess: the next token may begin a copy
 MOST_S = 0.02  # and a group takes at most about this long, for readers of streams
 
 
 def choose_steps(rows: Iterable[Continuation], step_s: float) -> int:
     """How many steps of these rows to take in a row; 1: no more than one.   step_s: the time of the last step"""
-    longest, most = 0, MOST_STEPS
+    longest = 0
     for row in rows:
         if not row.decodes_greedily:
             return 1
-        longest, most = max(longest, row.tokens_left), most if row.drafts is None else MOST_BESIDE_DRAFTS
-    return max(1, min(most, longest, int(MOST_S / max(step_s, 1e-6))))
+        longest = max(longest, row.tokens_left)
+    return max(1, min(MOST_STEPS, longest, int(MOST_S / max(step_s, 1e-6))))
 
 
 def run_steps(

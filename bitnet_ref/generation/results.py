@@ -29,7 +29,10 @@ def lazy_fields(*names: str) -> Callable[[type[T]], type[T]]:
                 value = vars(self)[name] = value()
             return value
 
-        return property(read, lambda self, value: vars(self).update({name: value}), doc="See the class.")
+        def write(self: object, value: Any) -> None:
+            self.__dict__[name] = value
+
+        return property(read, write, doc="See the class.")
 
     def decorate(cls: type[T]) -> type[T]:
         for name in names:

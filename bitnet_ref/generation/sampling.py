@@ -17,6 +17,7 @@ MAX_TOP_K = 1024  # a larger limit computes the whole head
 NUCLEUS_CANDIDATES = 1024
 # Among so many of the most likely tokens top_p and min_p usually end; sorting all of them takes 10 times as long.
 FEW = (64, 512)
+BLOCK = 64  # tokens whose probabilities are summed together
 _ROUNDING = 1e-9  # far above the rounding of sums of some hundred thousand float64 probabilities
 
 TOKENS_AT_A_TIME = 32  # whose logits are held together: 16 MB for a vocabulary of 128,256
@@ -29,8 +30,32 @@ def choose(logits: NDArray, params: SamplingParams, uniform: float) -> int:
     """The next token, for a number drawn from [0, 1).   logits (V,) float -> id.  Ties go to the smaller id."""
     if params.temperature == 0:
         return int(logits.argmax())
+    is_limited = params.top_p < 1 or params.min_p > 0 or params.typical_p < 1 or 0 < params.top_k < logits.size
+    if not is_limited and (token := _draw_by_blocks(logits, params.temperature, uniform)) is not None:
+        return token
     ids, probabilities = distribution(logits, params)
     return int(ids[_invert(np.cumsum(probabilities), uniform)])
+
+
+def _draw_by_blocks(logits: NDArray, temperature: float, uniform: float) -> int | None:
+    """`choose` without limits, in half the time: probabilities are summed by blocks, and one by one in the block of the
+    token only. None where the rounding of these sums could give a neighbour.   logits (V,)"""
+    e = logits.astype(np.float64)
+    if temperature != 1:
+        e /= temperature
+    e -= e.max()
+    np.exp(e, out=e)
+    ends = np.cumsum(np.add.reduceat(e, np.arange(0, len(e), BLOCK)))
+    total, target = ends[-1], uniform * ends[-1]
+    block = int(ends[:-1].searchsorted(target, side="right"))
+    inside = np.cumsum(e[block * BLOCK : (block + 1) * BLOCK])
+    if block > 0:
+        inside += ends[block - 1]
+    place = int(inside.searchsorted(target, side="right"))
+    if place == len(inside) or inside[place] - target < _ROUNDING * total:
+        return None
+    below = inside[place - 1] if place > 0 else ends[block - 1] if block > 0 else -total
+    return None if target - below < _ROUNDING * total else block * BLOCK + place
 
 
 def distribution(logits: NDArray, params: SamplingParams) -> Distribution:

@@ -20,7 +20,7 @@ from ..errors import ContextOverflow, GenerationError, TokenizerError, describe
 from ..reference.cache import KVCache, TokenBatch, TokenIds
 from ..tokenizers.base import Tokenizer
 from .constraints import Constraint
-from .drafts import COST, Drafts, LookupDrafts, ModelDrafts
+from .drafts import Drafts, LookupDrafts, ModelDrafts, StepTimes
 from .overflow import ContextWindow, Spans, take
 from .params import DEFAULT_MAX_TOKENS, Processor, SamplingParams
 from .processors import BannedWords, Rules
@@ -171,6 +171,11 @@ class Continuation:
         return self.length - self._missing
 
     @property
+    def behind(self) -> int:
+        """Tokens of the context that are not in the cache: 1 while decoding."""
+        return self.length - self._missing - self.computed
+
+    @property
     def finished(self) -> bool:
         return bool(self.chunks) and self.chunks[-1].finish_reason is not None
 
@@ -187,22 +192,24 @@ class Continuation:
     @property
     def decodes_greedily(self) -> bool:
         """Whether its next tokens are the largest logits of passes over the one before."""
-        return self._is_greedy and bool(self.chunks) and self.length - self._missing - self.computed == 1
+        return self._is_greedy and bool(self.chunks) and self.behind == 1
 
     @property
     def next_input(self) -> Input:
         """The tokens of the context that are not in the cache: the newest one, or those of a whole prompt."""
         return self.slot, self.computed, self.context[self.computed :]
 
-    def guess(self, limit: int, cost: float = COST) -> NDArray[np.int64]:
-        """At most `limit` draft tokens to verify in its next pass; none unless it decodes, with `speculate`.
+    @property
+    def may_guess(self) -> bool:
+        """Whether it is time to ask for a draft."""
+        return self.drafts is not None and self.length >= self.drafts.looks_at
 
-        cost: as of `Drafts.propose`.
-        """
-        if self.drafts is None or not self.chunks or self.context_tokens - self.computed != 1:
+    def guess(self, limit: int, times: StepTimes) -> NDArray[np.int64]:
+        """At most `limit` draft tokens to verify in its next pass; none unless it decodes, with `speculate`."""
+        if self.drafts is None or not self.chunks or self.behind != 1:
             return self.ids[:0]
         left = self.request.max_tokens - len(self.chunks) - 1  # after the token that this pass gives anyway
-        return self.drafts.propose(self.ids, min(left, limit), cost)
+        return self.drafts.propose(self.ids, min(left, limit), times)
 
     def learn(self, drafted: int, accepted: int, lost: float | None = None) -> None:
         """See `Drafts.learn`."""
@@ -214,8 +221,11 @@ class Continuation:
 
         drafted: tokens that are taken to follow before that choice.
         """
+        k = self.request.candidates_needed
+        if not self.rules.processors:
+            return k, ()
         ids = self.ids if drafted is None or not len(drafted) else np.concatenate([self.ids, drafted])
-        k, moved = self.request.candidates_needed, self.rules.moved(ids)
+        moved = self.rules.moved(ids)
         if k is None or moved is None:
             return None, ()
         ids = np.asarray(moved, dtype=np.int64) if len(moved) == 0 else np.asarray(moved)
@@ -290,7 +300,7 @@ class Continuation:
         """-> the token, and all of the model's own logits if they were computed"""
         params, whole = self.request.params, logits.values if logits.complete else None
         stats.head_rows += logits.computed
-        values = self.rules.apply_among(self.ids, logits)
+        values = self.rules.apply_among(self.ids, logits) if self.rules.processors else logits.values
         if params.strategy is not None:
             token = params.strategy(self.ids, values, self.rng)
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < len(values):
@@ -352,9 +362,13 @@ def run_pieces(model: LoadedModel, cache: KVCache, pieces: Sequence[Piece]) -> l
     parts: list[tuple[int, int, TokenIds]] = []
     wanted: list[tuple[int, Continuation | None, tuple[int | None, Ids] | None]] = []  # part, its row to score, need
     for row, slot, start, ids, need in pieces:
-        scored = row.to_score(start, len(ids))
+        if not (scored := row.to_score(start, len(ids))):
+            if need is not None:
+                wanted.append((len(parts), None, need))
+            parts.append((slot, start, ids))
+            continue
         first = max(start, row.scored) - start
-        cuts = [0, *range(first + 1, first + scored + 1), len(ids)] if scored else [0, len(ids)]  # a part ends at each
+        cuts = [0, *range(first + 1, first + scored + 1), len(ids)]  # a part ends at each
         for number, (begin, end) in enumerate(pairwise(cuts)):
             if begin == end:
                 continue

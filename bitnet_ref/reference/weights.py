@@ -143,11 +143,14 @@ class DenseWeight(LinearWeight):
 
     def rows(self, ids: NDArray[np.int64], dtype: DTypeLike) -> NDArray:
         """Some rows of the matrix as floats.   ids (n,) -> (n, K)"""
-        x = self.stored[ids]  # take() refuses int64 where pointers have 32 bits: in Pyodide
+        # Not take(), which refuses int64 where pointers have 32 bits: in Pyodide. A bfloat16 is the upper half of a
+        # float32; ml_dtypes takes rows slowly, and its cast crashes for want of memory.
         if self.block_type is not None:
-            x = widen_blocks(x, self.block_type)
-        if x.dtype.name == "bfloat16":  # the upper half of a float32; the cast of ml_dtypes crashes for want of memory
-            x = (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+            x = widen_blocks(self.stored[ids], self.block_type)
+        elif self.stored.dtype.name == "bfloat16":
+            x = (self.stored.view(np.uint16)[ids].astype(np.uint32) << 16).view(np.float32)
+        else:
+            x = self.stored[ids]
         return x.astype(dtype, copy=False)
 
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..generation.drafts import Pace
+from ..generation.drafts import StepTimes
 from ..generation.greedy import choose_steps
 from ..generation.sequence import Continuation
 from .pages import Lease, PagePool
@@ -104,7 +104,7 @@ class Scheduler:
         self.stops = 0
         self.cached_tokens = self.asked_tokens = 0  # of admitted sequences: found in the cache, and all
         self._slots = list(range(max_batch))  # a heap: the lowest free slot is taken first
-        self.pace, self._lent = Pace(), MOST_LENT  # _lent: draft tokens that the next step may verify
+        self.times, self._lent = StepTimes(), MOST_LENT  # _lent: draft tokens that the next step may verify
         self.step_s = 0.0  # the time of the last step
 
     def add(self, job: Job) -> None:
@@ -243,18 +243,19 @@ class Scheduler:
 
     def _add_drafts(self, plan: StepPlan) -> None:
         """Add draft tokens of decoding jobs to the plan, within the tokens and pages that are left."""
-        tokens = sum(piece.tokens for piece in plan.pieces)
-        if tokens == 0:
+        self._lent = min(MOST_LENT, self._lent + LENT / self.times.share)
+        asking = [index for index, piece in enumerate(plan.pieces) if piece.job.row.may_guess]
+        if self.waiting or not asking:
             return
-        self._lent = min(MOST_LENT, self._lent + LENT * self.pace.time(tokens) / self.pace.cost)
-        room, cost, drafts = self.max_batch_tokens - tokens, self.pace.token_cost(len(plan.pieces), tokens), {}
-        for index, piece in enumerate(() if self.waiting else plan.pieces):
-            draft = piece.job.row.guess(min(room, piece.job.ticket.room - 1), cost)
+        drafts, room = {}, self.max_batch_tokens - sum(piece.tokens for piece in plan.pieces)
+        for index in asking:
+            piece = plan.pieces[index]
+            draft = piece.job.row.guess(min(room, piece.job.ticket.room - 1), self.times)
             if len(draft):
                 drafts[index], room = draft, room - len(draft)
-            elif self._lent < 1:  # a job without a draft has lost all the time that drafts may cost it
-                return
         lends = len(drafts) < len(plan.pieces)
+        if lends and self._lent < 1:  # a job without a draft has lost all the time that drafts may cost it
+            return
         spare = self.pool.available - sum(map(_pages_needed, self.running)) if drafts else 0
         for index, draft in drafts.items():
             piece, lease, count = plan.pieces[index], plan.pieces[index].job.lease, len(draft)

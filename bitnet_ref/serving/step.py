@@ -67,6 +67,7 @@ class Stepper:
         self._place(plan.pieces, plan.copies)
         plan.copies.clear()
         rows, steps = [piece.job.row for piece in plan.pieces], list[list[PlannedPiece]]()
+        started = time.perf_counter()
         try:
             computed = run_steps(self.model, self.cache, rows, plan.steps, self.bell)
         except Exception:
@@ -78,6 +79,8 @@ class Stepper:
                     steps[-1].append(piece)
                     self._note_computed(piece.job, piece.start + number, 1)
                     self._accept(piece.job, token_logits)
+        if steps:
+            self.scheduler.times.learn(len(rows), 0, (time.perf_counter() - started) / len(steps))
         return [pieces for pieces in steps if pieces]
 
     def _compute(
@@ -92,6 +95,7 @@ class Stepper:
         """
         if not pieces:
             return True
+        started = time.perf_counter()
         try:
             logits = iter(self._forward(copies, pieces, parts))
         except BaseException as error:
@@ -106,14 +110,23 @@ class Stepper:
                 return all(self._compute(own, parts, ()) for own in of_ticket.values())
             self._fail(list(of_ticket), error)
             return True
-        self.is_sound = True
+        self.is_sound, accepted = True, dict[Job, int]()
         for job, _, start, count, *_ in pieces:
             self._note_computed(job, start, count)
         for job in [piece.job for piece in pieces if piece.ends]:
             self._accept(job, next(logits))
             if draft := [int(part.ids[0]) for part in parts[job][1:]]:
-                self._accept_drafts(job, draft, [next(logits) for _ in draft])
+                accepted[job] = self._accept_drafts(job, draft, [next(logits) for _ in draft])
+        if all(piece.ends and piece.tokens == 1 for piece in pieces):
+            self._learn_drafts({job: len(parts[job]) - 1 for job in accepted}, accepted, len(pieces), started)
         return True
+
+    def _learn_drafts(self, drafted: Mapping[Job, int], accepted: Mapping[Job, int], rows: int, started: float) -> None:
+        """What a step with so many rows, since `started`, shows of drafts."""
+        total = sum(drafted.values())
+        lost = self.scheduler.times.learn(rows, total, time.perf_counter() - started)
+        for job, guesses in drafted.items():
+            job.row.learn(guesses, accepted[job], lost * guesses / total)
 
     def _parts(self, piece: PlannedPiece) -> list[Piece]:
         """Its tokens and each guessed one, with the logits that the choices after them need.
@@ -194,17 +207,20 @@ class Stepper:
             if all(each.finished for each in ticket.rows):
                 self.end(ticket, None, chunk.finish_reason)
 
-    def _accept_drafts(self, job: Job, draft: Sequence[int], logits: Sequence[TokenLogits]) -> None:
-        """Go on after each guess that is right, and return the pages of the others.   logits: after each guess"""
+    def _accept_drafts(self, job: Job, draft: Sequence[int], logits: Sequence[TokenLogits]) -> int:
+        """Go on after each guess that is right, and return the pages of the others.   -> how many are right
+
+        logits: after each guess.
+        """
         row = job.row
         chunks = accept_drafts(row, draft, logits, job.ticket.stats, partial(self._accept, job))
-        row.learn(len(draft), len(chunks))
         self.metrics.add("spec_decode_num_draft_tokens", len(draft))
         for name in ("spec_decode_num_accepted_tokens", "generation_tokens"):
             self.metrics.add(name, len(chunks))
         if job.lease is not None:  # it goes on
             job.lease.commit(row.context, row.computed)
             job.lease.trim(row.context_tokens)
+        return len(chunks)
 
     def _fork(self, ticket: Ticket) -> None:
         """Start the other n - 1 rows from the pages of the computed prompt. They compute its last token again, for its

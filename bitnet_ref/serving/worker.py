@@ -428,8 +428,6 @@ class Worker:
         """Note the steps, each by its pieces, that have been computed since `start`."""
         seconds, metrics, scheduler = (time.perf_counter() - start) / len(steps), self.metrics, self._scheduler
         scheduler.step_s, parts = seconds, tuple[StepPart, ...]()
-        if all(piece.ends and piece.tokens == 1 for piece in steps[0]):
-            scheduler.pace.learn(sum(1 + len(piece.draft) for piece in steps[0]), seconds)
         metrics.counters["prefix_cache_queries"] = scheduler.asked_tokens
         metrics.counters["prefix_cache_hits"] = scheduler.cached_tokens
         for index, pieces in enumerate(steps):

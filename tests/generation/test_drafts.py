@@ -1,5 +1,6 @@
 """Drafts: with guesses verified together, each text is that of plain decoding, to the bit."""
 
+import math
 from importlib import import_module
 
 import numpy as np
@@ -10,8 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import GenerationError
-from bitnet_ref.generation import greedy
-from bitnet_ref.generation.drafts import COST, INCOME, LENGTHS, STREAK, Drafts, LookupDrafts, Pace, StepTimes
+from bitnet_ref.generation import greedy, sequence
+from bitnet_ref.generation.drafts import (
+    COST,
+    FIRST_S,
+    INCOME,
+    LENGTHS,
+    MOST_UNSEEN,
+    START,
+    SURE_MATCH,
+    WORTH,
+    Drafts,
+    LookupDrafts,
+    StepTimes,
+)
+from bitnet_ref.serving import scheduler
 
 GENERATE = import_module("bitnet_ref.generation.generate")  # the package has a function of that name
 STORY = "The cat sat on the mat. The dog sat on the log. The cat sat on the mat. The dog sat"
@@ -36,9 +50,35 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
+GREEDY = {"stop": st.sampled_from(["mat", ". "]), "filter": st.just(["log"]), "echo": st.booleans()}
+
+
 def facts(result):
     outs = result if isinstance(result, list) else [result]
     return [(o.text, o.token_ids, o.finish_reason, o.stop_reason, o.logprobs, o.top_logprobs) for o in outs]
+
+
+class SteadyTimes(StepTimes):
+    """The times of a machine without other work: a guess takes COST of a step. So there are drafts, also of a model
+    whose steps take less time than Python does."""
+
+    def learn(self, rows, drafted, seconds):
+        self.rows, self.cost = rows, COST * rows
+        return COST * drafted
+
+
+class OftenTimes(SteadyTimes):
+    """Guesses cost next to nothing and are looked for every three tokens, so that there are greedy steps in a row."""
+
+    def learn(self, rows, drafted, seconds):
+        self.rows, self.cost, self.stride = rows, 0.01, 3
+        return 0.0
+
+
+@pytest.fixture
+def steady(monkeypatch):
+    for module in (GENERATE, scheduler):
+        monkeypatch.setattr(module, "StepTimes", SteadyTimes)
 
 
 @settings(max_examples=6, deadline=None)
@@ -58,16 +98,46 @@ def test_the_text_is_that_of_plain_decoding(options, backend, by_model, start):
     check(engine)
 
 
-class SteadyTimes(StepTimes):
-    """The times of a machine without other work: a guess takes COST of a step."""
+@settings(max_examples=8, deadline=None)
+@given(
+    options=st.fixed_dictionaries({"max_tokens": st.integers(1, 60), "ignore_eos": st.booleans()}, optional=GREEDY),
+    starts=st.lists(st.integers(0, 30), min_size=1, max_size=3),
+    wrong=st.integers(0, 4),
+)
+def test_drafts_between_greedy_steps_in_a_row(options, starts, wrong):
+    """The mixed path: groups of steps, looks for drafts between them, and of the guesses those after `wrong` false."""
 
-    def learn(self, rows, drafted, seconds):
-        self.cost = COST * rows
-        return COST * drafted
+    class Spoiled(LookupDrafts):
+        def guess(self, ids, count):
+            right = super().guess(ids, count)
+            return np.where(np.arange(len(right)) < 4 - wrong, right, 5)
+
+    subject = model("storyteller", "cython")
+    prompts = [STORY[start:] for start in starts]
+    plain = [fact for each in prompts for fact in facts(subject.generate(each, **options))]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (GENERATE, scheduler):
+            patch.setattr(module, "StepTimes", OftenTimes)
+        patch.setattr(sequence, "LookupDrafts", Spoiled)
+        assert facts(subject.generate(prompts, speculate="lookup", **options)) == plain
+        with subject.engine(max_batch=2, page_size=4) as engine:
+            outs = engine.generate(prompts, speculate="lookup", **options)
+    assert facts(outs) == plain
 
 
-def test_guesses_save_steps(monkeypatch):
-    monkeypatch.setattr(GENERATE, "StepTimes", SteadyTimes)
+def test_both_kinds_of_steps_are_taken(monkeypatch):
+    """In one text, of which the second half is a copy."""
+    monkeypatch.setattr(GENERATE, "StepTimes", OftenTimes)
+    subject, counts = model("storyteller", "cython"), []
+    monkeypatch.setattr(GENERATE, "run_steps", lambda *args: counts.append(args[3]) or greedy.run_steps(*args))
+    monkeypatch.setattr(greedy, "MOST_S", 1.0)
+    out = subject.generate("Once upon a time", max_tokens=200, speculate="lookup", ignore_eos=True)
+    assert out.stats.accepted_tokens > 20
+    assert len(counts) > 3
+    assert facts(out) == facts(subject.generate("Once upon a time", max_tokens=200, ignore_eos=True))
+
+
+def test_guesses_save_steps(steady, monkeypatch):
     monkeypatch.setattr(greedy, "MOST_S", 0)  # steps in a row, or one by one, as the machine is busy
     subject = model("storyteller", "cython")
     out = subject.generate(STORY, max_tokens=40, speculate=subject, ignore_eos=True)
@@ -104,64 +174,91 @@ def test_what_cannot_go_back_is_decoded_plainly():
     ],
 )
 def test_what_is_looked_up(ids, guess):
-    assert LookupDrafts().guess(np.array(ids), 2).tolist() == guess
+    drafts = LookupDrafts()
+    drafts.matched(np.array(ids))
+    assert drafts.guess(np.array(ids), 2).tolist() == guess
 
 
+def times(cost=COST, stride=1):
+    result = StepTimes()
+    result.cost, result.stride = cost, stride
+    return result
+
+
+@pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.parametrize("cost", [0.15, 0.5, 2.0])
-def test_guesses_that_are_wrong_cost_a_bounded_share(cost):
+def test_guesses_that_are_wrong_cost_a_bounded_share(cost, stride):
     """Also where a guess costs more than was expected."""
     drafts, lost = LookupDrafts(), 0.0
     for n in range(1000):  # a text in which every guess is wrong
-        guess = drafts.propose(np.array([1, 2, *range(3, n + 4), 1, 2]), 100)
+        guess = drafts.propose(np.array([1, 2, *range(3, n + 4), 1, 2]), 100, times(stride=stride))
         assert len(guess) in (0, *LENGTHS)
         if len(guess):
             drafts.learn(len(guess), 0, cost * len(guess))
             lost += cost * len(guess)
-    assert 0 < lost <= INCOME * 1000 + 2 * cost * LENGTHS[0]
+    assert 0 < lost <= START + INCOME * 1000 + 2 * cost * LENGTHS[0]
 
 
-def test_a_copy_is_noticed_without_a_balance():
-    """Plain steps show that guesses are right; the more such drafts were wrong, the more of them must be."""
-    drafts, text, drafted = LookupDrafts(), [*range(100, 140)], []
-    drafts.propose(np.array(text), 100)
+def test_guesses_that_cannot_pay_are_not_made():
+    ids = np.array([*range(100, 140)] * 2)
+    assert len(LookupDrafts().propose(ids, 100, times(WORTH))) == LENGTHS[1]
+    assert len(LookupDrafts().propose(ids, 100, times(WORTH + 0.01))) == 0
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+def test_a_copy_is_noticed_without_a_balance(stride):
+    """By as many tokens as are surely a copy; the more such drafts were wrong, the more of them must be."""
+    drafts, text, drafted = LookupDrafts(), [*range(100, 160)], []
+    drafts.propose(np.array(text), 100, times())
     drafts.learn(2, 0, lost=100.0)
-    for token in [*range(100, 100 + STREAK + 2), *range(50, 60), *range(120, 120 + 2 * STREAK + 3)]:
+    for token in [*range(100, 110), *range(50, 60), *range(130, 130 + 15)]:
         text.append(token)
-        drafted.append(len(drafts.propose(np.array(text), 100)))
+        drafted.append(len(drafts.propose(np.array(text), 100, times(stride=stride))))
         if drafted[-1]:
             drafts.learn(drafted[-1], 0)
-    first = STREAK + 1  # two tokens are a copy; then so many guesses were right
-    assert np.flatnonzero(drafted).tolist() == [first, STREAK + 2 + 10 + 2 * STREAK + 1]
+    sure = [math.ceil(factor * SURE_MATCH * (1 + COST)) for factor in (1, 2)]  # tokens
+    first = np.flatnonzero(drafted).tolist()
+    assert len(first) == 2
+    assert sure[0] <= first[0] + 1 < sure[0] + stride
+    assert sure[1] <= first[1] + 1 - 20 < sure[1] + stride
+
+
+def test_it_looks_again_at_once_after_a_right_guess():
+    drafts, text = LookupDrafts(), [*range(100, 160)] * 2
+    assert len(drafts.propose(np.array(text), 100, times(stride=4))) == LENGTHS[1]
+    drafts.learn(4, 4)
+    assert len(drafts.propose(np.array([*text, *range(100, 104)]), 100, times(stride=4))) == LENGTHS[2]
+    drafts.learn(12, 0)
+    assert len(drafts.propose(np.array([*text, *range(100, 106)]), 100, times(stride=4))) == 0
+    assert drafts.looks_at == 124 + 4
 
 
 def test_the_cost_of_guesses_is_measured():
-    times = StepTimes()
-    assert times.learn(2, 0, 1.0) == 0
-    assert times.cost == 2 * COST
+    measured = StepTimes()
+    for _ in range(3):
+        assert measured.learn(2, 0, 1.0) == 0
+    first = 2 * (COST / (1 + COST) + FIRST_S)
+    assert measured.cost == pytest.approx(first, rel=0.01)
+    assert measured.share == measured.cost / 2
     for _ in range(2):  # of each number the first two are recorded: later ones cost less
-        assert times.learn(2, 4, 2.5) == pytest.approx(3.0)
-    assert times.cost == 2 * COST
+        assert measured.learn(2, 4, 2.5) == pytest.approx(3.0)
+    assert measured.cost == pytest.approx(first, rel=0.01)
     for _ in range(30):
-        assert times.learn(2, 4, 1.5) == pytest.approx(1.0)  # half a step more for two rows
-    assert times.cost == pytest.approx(0.25, abs=1e-4)
-    assert times.learn(2, 4, 99.0) == 4  # the processor was taken away
-    times.learn(1, 0, 3.0)  # other rows
-    assert times.cost == COST
+        assert measured.learn(2, 4, 2.0) == pytest.approx(2.0)  # a step more for two rows
+    assert measured.cost == pytest.approx(0.5, abs=1e-3)
+    assert measured.learn(2, 4, 99.0) == 8  # the processor was taken away
+    measured.learn(1, 0, 0.5)  # of another row alone, a guess takes as long
+    assert measured.cost == pytest.approx(2 * (0.25 + 0.3 * (1 - 0.25)), rel=0.01)
+    for _ in range(3000):  # it is forgotten, so that it is measured again
+        measured.learn(1, 0, 0.5)
+    assert measured.cost == COST
 
 
-def test_the_pace_is_that_of_the_last_passes():
-    pace = Pace()
-    assert (pace.cost, pace.time(1), pace.token_cost(1, 1)) == (0.15, 1, 0.15)
-    for cost in (0.3, 0.8):
-        for number in range(400):
-            tokens = 1 + number % 5
-            pace.learn(tokens, (2.0 if number % 51 else 90.0) * (1 + cost * (tokens - 1)))  # with a hiccup now and then
-        assert pace.cost == pytest.approx(cost, abs=0.2)
-    assert pace.token_cost(8, 8) == pytest.approx(8 * pace.cost / (1 + 7 * pace.cost))
-    for slope, cost in ((0.0, 0.15), (9.0, 1.0)):
-        for number in range(400):
-            pace.learn(1 + number % 5, 1 + slope * (number % 5))
-        assert pace.cost == cost
+def test_small_models_are_asked_every_few_tokens():
+    for seconds, rows, stride in ((0.06, 1, 1), (0.001, 1, 2), (0.0004, 1, MOST_UNSEEN), (0.002, 8, MOST_UNSEEN)):
+        measured = StepTimes()
+        measured.learn(rows, 0, seconds)
+        assert measured.stride == stride
 
 
 def test_wrong_uses_are_refused(tmp_path):
@@ -175,4 +272,4 @@ def test_wrong_uses_are_refused(tmp_path):
     with subject.engine() as engine, pytest.raises(GenerationError, match='takes "lookup" and no draft model'):
         engine.generate("a", speculate=subject)
     with pytest.raises(NotImplementedError):
-        Drafts().propose(np.array([1]), 3)
+        Drafts().propose(np.array([1]), 3, StepTimes())

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from bitnet_ref.generation import SamplingParams
-from bitnet_ref.generation.sampling import choose, distribution, log_probability
+from bitnet_ref.generation.sampling import _draw_by_blocks, choose, distribution, log_probability
 
 LOGITS = hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(-30, 30, width=32))
 
@@ -67,6 +67,26 @@ def test_the_limits_of_many_tokens(limits, spread):
         keep = distance <= distance[nearest[np.count_nonzero(np.cumsum(p[nearest]) < 0.5)]]
     assert ids.tolist() == order[keep].tolist()
     np.testing.assert_allclose(probabilities, p[keep] / p[keep].sum(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 1000, 4096])
+@pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0])
+def test_a_draw_by_blocks_is_the_draw_one_by_one(size, temperature):
+    """For the numbers at which one token ends and the next begins, too."""
+    rng, params, undecided = np.random.default_rng(size), SamplingParams(temperature=temperature), 0
+    for spread in (0.01, 1, 5, 40):
+        logits = (rng.standard_normal(size) * spread).astype(np.float32)
+        logits[1 + np.flatnonzero(rng.random(size - 1) < 0.1)] = -np.inf
+        ids, probabilities = distribution(logits, params)
+        ends = np.cumsum(probabilities)
+        edges = rng.choice(ends, 6)
+        uniforms = [0.0, np.nextafter(1, 0), *rng.random(9), *edges, *np.nextafter(edges, 0), *np.nextafter(edges, 2)]
+        for uniform in (each for each in uniforms if each < 1):
+            last = int(np.searchsorted(ends, ends[-1]))
+            expected = min(int(np.searchsorted(ends, uniform, side="right")), last)
+            assert choose(logits, params, uniform) == ids[expected]
+            undecided += _draw_by_blocks(logits, temperature, uniform) is None
+    assert undecided > 0  # at the edges
 
 
 @given(LOGITS)

@@ -24,7 +24,10 @@ class Row:
     computed: int = 0
     generated: int = 0
     is_greedy: bool = False
-    drafts: None = None
+
+    @property
+    def may_guess(self):
+        return self.guesses[0] > 0
 
     @property
     def decodes_greedily(self):
@@ -34,7 +37,7 @@ class Row:
     def tokens_left(self):
         return self.to_come
 
-    def guess(self, limit, cost):
+    def guess(self, limit, times):
         draft, (count, right) = [], self.guesses
         if self.generated and len(self.tokens) - self.computed == 1:
             for index in range(min(count, limit, self.to_come - 1)):
@@ -212,8 +215,8 @@ def test_removing_frees_at_once():
     scheduler.remove(one)
     scheduler.remove(two)
     assert scheduler.pool.in_use == 0
-    for cost in (scheduler.pace.cost, 1.0):
-        scheduler.pace.cost = cost
+    for cost in (scheduler.times.cost, 1.0):
+        scheduler.times.cost = cost
         assert cache.step().pieces == []
 
 
@@ -230,7 +233,7 @@ def test_drafts_take_only_what_nobody_else_needs():
     scheduler.add(waiting := job(2, [1, 1, 0], new=2))
     assert drafted(3) == [0] * 3  # a sequence waits
     scheduler.remove(waiting)
-    assert drafted(1) == [2]
+    assert drafted(1) == [1]
 
 
 def test_drafts_take_no_page_that_another_needs():

@@ -54,10 +54,14 @@ class RopeRows:
 
     def __init__(self) -> None:
         self._tables: dict[tuple[RopeConfig, int], NDArray] = {}
+        self._last: tuple[ModelConfig | None, int, list[NDArray]] = None, 0, []  # what `up_to` returned, and its length
 
     def up_to(self, be: Backend, last: int, cfg: ModelConfig) -> list[NDArray]:
         """`be.rope_tables` of positions 0 to at least `last`: of the model's RoPE, and of its sliding layers' if that
         is another one.   -> (2, T, d/2) each, cos and sin"""
+        of, length, tables = self._last
+        if of is cfg and last < length:
+            return tables
         ropes, tables = dict.fromkeys((cfg.rope, cfg.rope_of_sliding)), []
         for rope in ropes:
             table = self._tables.get((rope, cfg.rotary_size))
@@ -66,6 +70,7 @@ class RopeRows:
                 table = np.stack(be.rope_tables(positions, rope, cfg.rotary_size))
                 self._tables[rope, cfg.rotary_size] = table
             tables.append(table)
+        self._last = cfg, min(table.shape[1] for table in tables), tables
         return tables
 
 
