@@ -206,17 +206,19 @@ PLACES = {
     "dense_rows.h": r"""
         (uint32_t)((const uint16_t *)row)[⟦k → 0⟧] << 16);
         return (v[0] + v[2]) + (v[1] + ⟦v[3] → v[2]⟧);
-        if (⟦has_all → 0⟧) *half += half[n_vectors];
+        STEP(floats)(lanes + i) + STEP(floats)(lanes + ⟦16 + i → i⟧);
         STEP(floats)(x + i / V % T * K + ⟦k → pass⟧ +
         b + r * row_bytes, n, kind, ⟦factors[r] → factors[0]⟧
         of_token += ⟦step → 0⟧;
         STEP(floats)(of_token + ⟦t → 0⟧ * K + column)
         y[i % T * y_stride + i / T] = (four[0] + ⟦four[2] → four[0]⟧)
         STEP(widen_blocks)(kind, row, K, wide + ⟦n → 0⟧ * K)
-        (four[i][1] + ⟦four[i][3] → four[i][1]⟧);
-        y[i % T * y_stride + i / T] = ⟦total → (total + 1)⟧;
-        (kind, 2, T, 2, w + n * row_bytes, K, x + ⟦m * K → 0⟧, y
-        STEP(dense_tile)(kind, 1, 1, 2, w + n * row_bytes, K, x + ⟦m → 0⟧ * K""",
+        return (four[0] + four[2]) + (four[1] + ⟦four[3] → four[1]⟧);
+        SUM(third, fourth, 0x44, 0xEE), ⟦0x88 → 0xDD⟧, 0xDD)
+        y[t * y_stride + r] = STEP(total)(lanes + ⟦(r * T + t) → 0⟧ * 32);
+        ahead, x + k, n, ⟦k == 0 → 1⟧, lanes
+        w + n * row_bytes, some, K, x + ⟦m * K → 0⟧, y
+        STEP(dense_token)(kind, 1, 2, w + n * row_bytes, K, x + ⟦m → 0⟧ * K""",
     "dense_amx.h": r"""
         part[⟦p * tokens → p⟧ + t] = _mm512_permutex2var_epi16(
         b = _mm512_sub_ps(b, (__m512)_mm512_and_si512((__m512i)⟦b → a⟧, top));

@@ -5,8 +5,9 @@
  * and each sum is rounded. This order is the same on every machine, for any number of rows and tokens.
  *
  * A tile of rows and tokens is computed at once: a weight is widened once for all tokens of the tile, and enough sums
- * are in flight to hide the latency of an addition. A pass takes two vectors of each sum: all 32 lanes with registers
- * of 64 bytes, else it takes two or four passes. One token with AVX2 takes two rows and all lanes at once.
+ * are in flight to hide the latency of an addition. A pass takes one or two vectors of each sum, one token with AVX2
+ * all four. Several tokens are multiplied with some columns of 16 rows at a time, which stay in L1; between them the 32
+ * sums of each row and token are in memory.
  *
  * A template, included by float_steps.h. GCC 12 keeps the tile's array of sums in registers because one flat, unrolled
  * loop iterates over it; with nested loops it stayed in memory.
@@ -15,11 +16,20 @@
  *   2560 (from memory), 16 tokens 21.1, 6 tokens 20.8, 1 token 5.9 (12 GB/s, the memory's rate); 512 x 2560 (in L2), 12
  *   tokens 21.4; 4096 x 256, 64 tokens 16.6. One row and token at a time: 6.2 for any number of tokens. The max with
  *   products and sums rounded apart is 36. Half of the gain came from aligning sums and activations to cache lines, the
- *   rest from vpmovzxwd for the weights.
+ *   rest from vpmovzxwd for the weights. Of that, 2 rows x 6 tokens of two vectors, and all columns at once.
+ * Emerald Rapids, 2048 columns, float32, one core, pairs in turn, share of 45 G products and sums per second: 64 tokens
+ *   0.69 to 0.76 before, 0.82 to 0.84 now; 512 tokens 0.61 to 0.67, 0.66 to 0.79. In spells when this virtual core is
+ *   slower in everything but arithmetic on registers: 0.52, 0.59 and 0.50, 0.55. 2 and 3 tokens: 1.03 to 1.23 times as
+ *   fast; 5632 columns, 64 tokens: 1.22; AVX2, 64 tokens: 1.06 to 1.11.
+ *   Parts of 256 columns 0.96 to 1.08 of the speed before, 512 1.11 to 1.26, 1024 1.04 to 1.16, all columns 0.92 to 1.12.
  * Tried: 4 rows x 3 tokens: 15 (twice the weights to widen per product). AVX2, 1 token, 60000 x 2560: two rows in one
  *   pass 12.4 GB/s (two threads 23.4); four rows in two passes, which with the next four exceed L1, 9.4 (18.3). */
 
-enum { STEP(DENSE_TOKENS) = STEP_BYTES == 64 ? 6 : 3 }; /* per tile of two rows: what fits 32 registers, or 16 */
+enum { STEP(DENSE_TOKENS) = STEP_BYTES == 64 ? 6 : 3 }; /* per tile: what fits 32 registers, or 16 */
+#ifndef BITNET_REF_DENSE_ROWS_H
+#define BITNET_REF_DENSE_ROWS_H
+enum { DENSE_ROWS = 16, DENSE_COLUMNS = 640 }; /* whose sums and tokens are in L1 */
+#endif
 
 STEP_INLINE STEP(f32v) STEP(floats)(const float *x) {
     STEP(f32v) v;
@@ -73,47 +83,105 @@ STEP_INLINE STEP(four) STEP(fold)(const float *lanes) {
     return (v[0] + v[2]) + (v[1] + v[3]);
 }
 
-/* y[t * y_stride + r] = w[r] . x[t] for R rows and T tokens, V vectors of each sum per pass. Prefetches the next R
- * rows. */
+/* 32 lanes -> 1, by halves */
+STEP_INLINE float STEP(total)(const float *lanes) {
+    float half[16] __attribute__((aligned(64)));
+    STEP_UNROLL
+    for (int i = 0; i < 16; i += STEP(FLOATS)) {
+        const STEP(f32v) v = STEP(floats)(lanes + i) + STEP(floats)(lanes + 16 + i);
+        memcpy(half + i, &v, sizeof v);
+    }
+    const STEP(four) four = STEP(fold)(half);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+/* Adds the products of n columns (a multiple of 32) of R rows and T tokens to their 32 sums each in `lanes`, which need
+ * not be set before the first columns; V vectors of each sum per pass. Prefetches R rows at `ahead`. */
 STEP_INLINE void STEP(dense_tile)(const int kind, const int R, const int T, const int V, const char *w, size_t K,
-                                  const float *x, float *y, size_t y_stride) {
-    const size_t row_bytes = dense_row_bytes(kind, K), K32 = K - K % 32;
-    float lanes[2 * STEP(DENSE_TOKENS)][16] __attribute__((aligned(64))); /* of each row and token, folded once */
-    if (STEP(FLOATS) < 16) memset(lanes, 0, sizeof lanes); /* they are set before they are read, but GCC warns */
+                                  const char *ahead, const float *x, size_t n, int is_first, float *lanes) {
+    const size_t row_bytes = dense_row_bytes(kind, K), size = DENSE_KINDS[kind].bytes;
     for (size_t pass = 0; pass < 32; pass += V * STEP(FLOATS)) {
-        STEP(f32v) sum[4 * STEP(DENSE_TOKENS)] = {{0}}, weights[8];
-        for (size_t k = pass; k < K32; k += 32) {
+        STEP(f32v) sum[4 * STEP(DENSE_TOKENS)], weights[8];
+#define LANES(i) (lanes + i / V * 32 + pass + i % V * STEP(FLOATS)) /* row i / VT, token i / V % T, vector i % V */
+        if (is_first) {
+            STEP_UNROLL
+            for (int i = 0; i < V * R * T; i++) sum[i] = (STEP(f32v)){0};
+        } else {
+            STEP_UNROLL
+            for (int i = 0; i < V * R * T; i++) sum[i] = STEP(floats)(LANES(i));
+        }
+        for (size_t k = pass; k < n; k += 32) {
             STEP_UNROLL
             for (int i = 0; i < V * R; i++) {
-                const char *row = w + i / V * row_bytes;
-                if (i % V == 0 && pass == 0) __builtin_prefetch(row + R * row_bytes + k * DENSE_KINDS[kind].bytes / DENSE_KINDS[kind].values);
-                weights[i] = STEP(weights)(row, k + i % V * STEP(FLOATS), kind);
+                if (i % V == 0 && pass == 0) __builtin_prefetch(ahead + i / V * row_bytes + k * size);
+                weights[i] = STEP(weights)(w + i / V * row_bytes, k + i % V * STEP(FLOATS), kind);
             }
             STEP_UNROLL
-            for (int i = 0; i < V * R * T; i++) /* row i / VT, token i / V % T, vector i % V */
+            for (int i = 0; i < V * R * T; i++)
                 sum[i] += weights[i / (V * T) * V + i % V] * STEP(floats)(x + i / V % T * K + k + i % V * STEP(FLOATS));
         }
         STEP_UNROLL
-        for (int i = 0; i < R * T; i++) {
-            const int has_all = V * STEP(FLOATS) == 32, n_vectors = has_all ? V / 2 : V;
-            STEP_UNROLL
-            for (int v = 0; v < n_vectors; v++) {
-                STEP(f32v) *half = &sum[V * i + v];
-                if (has_all) *half += half[n_vectors];
-                if (pass >= 16) *half = STEP(floats)(lanes[i] + pass - 16 + v * STEP(FLOATS)) + *half;
-                memcpy(lanes[i] + pass % 16 + v * STEP(FLOATS), half, sizeof *half);
-            }
+        for (int i = 0; i < V * R * T; i++) memcpy(LANES(i), &sum[i], sizeof sum[i]);
+#undef LANES
+    }
+}
+
+/* four[i] = the total of the i-th 32 lanes, which lie `stride` floats apart */
+STEP_INLINE void STEP(fold_4)(const float *lanes, size_t stride, float *four) {
+#if STEP_BYTES == 64
+#define HALF(i) _mm512_add_ps(_mm512_load_ps(lanes + i * stride), _mm512_load_ps(lanes + i * stride + 16))
+#define SUM(a, b, low, high) _mm512_add_ps(_mm512_shuffle_f32x4(a, b, low), _mm512_shuffle_f32x4(a, b, high))
+    const __m512 first = HALF(0), second = HALF(1), third = HALF(2), fourth = HALF(3);
+    __m512 v = SUM(SUM(first, second, 0x44, 0xEE), SUM(third, fourth, 0x44, 0xEE), 0x88, 0xDD); /* four of each */
+    v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4E));
+    v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xB1));
+    _mm_storeu_ps(four, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, v)));
+#undef HALF
+#undef SUM
+#else
+    STEP_UNROLL
+    for (int i = 0; i < 4; i++) four[i] = STEP(total)(lanes + i * stride);
+#endif
+}
+
+/* y[t * y_stride + r] = the 32 sums of row r and token t, and the products of the columns beyond them */
+STEP_INLINE void STEP(finish_sums)(const int kind, const int R, const int T, const char *w, size_t K, const float *x,
+                                   const float *lanes, float *y, size_t y_stride) {
+    int r = 0;
+    for (; r + 4 <= R; r += 4)
+        for (int t = 0; t < T; t++) STEP(fold_4)(lanes + (r * T + t) * 32, T * 32, y + t * y_stride + r);
+    for (; r < R; r++)
+        for (int t = 0; t < T; t++) y[t * y_stride + r] = STEP(total)(lanes + (r * T + t) * 32);
+    for (int i = 0; K % 32 && i < R * T; i++)
+        for (size_t k = K - K % 32; k < K; k++)
+            y[i % T * y_stride + i / T] += STEP(weight)(w + i / T * dense_row_bytes(kind, K), k, kind) * x[i % T * K + k];
+}
+
+/* R rows and a token, all columns at once */
+STEP_INLINE void STEP(dense_token)(const int kind, const int R, const int V, const char *w, size_t K, const float *x,
+                                   float *y, size_t y_stride) {
+    float lanes[4 * 32] __attribute__((aligned(64)));
+    STEP(dense_tile)(kind, R, 1, V, w, K, w + R * dense_row_bytes(kind, K), x, K - K % 32, 1, lanes);
+    STEP(finish_sums)(kind, R, 1, w, K, x, lanes, y, y_stride);
+}
+
+/* `rows` rows, a multiple of R and at most DENSE_ROWS, and T tokens, DENSE_COLUMNS at a time, which stay in L1 */
+STEP_INLINE void STEP(dense_part)(const int kind, const int T, const char *w, size_t rows, size_t K, const float *x,
+                                  float *y, size_t y_stride) {
+    enum { R = STEP_BYTES == 64 ? 4 : 2 };
+    const int V = STEP_BYTES == 64 && T > 3 ? 1 : 2;
+    float lanes[DENSE_ROWS * STEP(DENSE_TOKENS) * 32] __attribute__((aligned(64)));
+    const size_t row_bytes = dense_row_bytes(kind, K), K32 = K - K % 32, size = DENSE_KINDS[kind].bytes;
+    const size_t count = K32 > 0 ? (K32 + DENSE_COLUMNS - 1) / DENSE_COLUMNS : 1, step = (K32 / 32 + count - 1) / count * 32;
+    for (size_t part = 0; part < count; part++) {
+        const size_t k = part * step < K32 ? part * step : K32, n = K32 - k < step ? K32 - k : step;
+        for (size_t r = 0; r < rows; r += R) {
+            const char *at = w + r * row_bytes + k * size;
+            const char *ahead = r + R < rows ? at + R * row_bytes : w + (k + step) * size;
+            STEP(dense_tile)(kind, R, T, V, at, K, ahead, x + k, n, k == 0, lanes + r * T * 32);
         }
     }
-    STEP(four) four[2 * STEP(DENSE_TOKENS)];
-    STEP_UNROLL
-    for (int i = 0; i < R * T; i++) four[i] = STEP(fold)(lanes[i]);
-    STEP_UNROLL
-    for (int i = 0; i < R * T; i++) {
-        float total = (four[i][0] + four[i][2]) + (four[i][1] + four[i][3]);
-        for (size_t k = K32; k < K; k++) total += STEP(weight)(w + i / T * row_bytes, k, kind) * x[i % T * K + k];
-        y[i % T * y_stride + i / T] = total;
-    }
+    STEP(finish_sums)(kind, (int)rows, T, w, K, x, lanes, y, y_stride);
 }
 
 /* The same of blocks, K a multiple of 32, all 32 lanes in one pass. */
@@ -172,32 +240,31 @@ STEP_INLINE void STEP(dense_rows_of)(const int kind, const char *w, size_t rows,
     size_t first = 0; /* of the rows that are left */
     if (M == 1 && STEP_BYTES == 32)
         for (; first + 2 <= rows; first += 2)
-            STEP(dense_tile)(kind, 2, 1, 4, w + first * row_bytes, K, x, y + first, y_stride);
+            STEP(dense_token)(kind, 2, 4, w + first * row_bytes, K, x, y + first, y_stride);
     if (M == 1) /* four rows, so that enough sums are in flight */
         for (; first + 4 <= rows; first += 4)
-            STEP(dense_tile)(kind, 4, 1, 2, w + first * row_bytes, K, x, y + first, y_stride);
+            STEP(dense_token)(kind, 4, 2, w + first * row_bytes, K, x, y + first, y_stride);
     const size_t parts = (M + STEP(DENSE_TOKENS) - 1) / STEP(DENSE_TOKENS);
-    for (size_t part = 0; part < parts; part++) { /* of equal size or nearly; its tokens stay in L1 for all rows */
+    for (size_t part = 0; M > 1 && part < parts; part++) { /* of equal size or nearly; its tokens stay in L2 for all rows */
         const size_t m = part * M / parts;
-        for (size_t n = first; n + 2 <= rows; n += 2) {
-#define TILE(T) STEP(dense_tile)(kind, 2, T, 2, w + n * row_bytes, K, x + m * K, y + m * y_stride + n, y_stride)
+        for (size_t n = 0, some; (some = rows - n < DENSE_ROWS ? (rows - n) / 4 * 4 : DENSE_ROWS) > 0; n += some) {
+#define PART(T)                                                                                                        \
+    case T:                                                                                                            \
+        STEP(dense_part)(kind, T, w + n * row_bytes, some, K, x + m * K, y + m * y_stride + n, y_stride);              \
+        break;
             switch ((part + 1) * M / parts - m) {
-            case 1: TILE(1); break;
-            case 2: TILE(2); break;
-            case 3: TILE(3); break;
+                PART(1) PART(2) PART(3)
 #if STEP_BYTES == 64
-            case 4: TILE(4); break;
-            case 5: TILE(5); break;
-            case 6: TILE(6); break;
+                PART(4) PART(5) PART(6)
 #endif
             }
-#undef TILE
+#undef PART
         }
     }
-    first += (rows - first) / 2 * 2;
+    if (M > 1) first = rows / 4 * 4;
     for (size_t n = first; n < rows; n++)
         for (size_t m = 0; m < M; m++)
-            STEP(dense_tile)(kind, 1, 1, 2, w + n * row_bytes, K, x + m * K, y + m * y_stride + n, y_stride);
+            STEP(dense_token)(kind, 1, 2, w + n * row_bytes, K, x + m * K, y + m * y_stride + n, y_stride);
 }
 
 /* blocks, for one token, or with AVX-512 for as many as a tile takes */
