@@ -114,11 +114,11 @@ def parse_json_object(
         raise error(f"holds more than {MAX_VALUES} values, and at most that many are accepted", path=path)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out = dict(pairs)
-        if len(out) < len(pairs):
-            seen = set[str]()
-            key = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise error(f"the key {key!r} occurs twice in one object", path=path, field=key)
+        out: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in out:
+                raise error(f"the key {key!r} occurs twice in one object", path=path, field=key)
+            out[key] = value
         return out
 
     def no_constant(name: str) -> NoReturn:
