@@ -165,11 +165,11 @@ PLACES = {
         else kv_int8(x, d, (int8_t *)rows + ⟦row * d → row⟧, scale);""",
     "panel.h": r"""
         swap = (word ^ (word >> ⟦12 → 11⟧))
-        memcpy(words[r], packed + (first + r) * row_bytes + 4 * ⟦b → 0⟧, bytes);
+        copy_mostly(words[r], packed + (first + r) * row_bytes + 4 * ⟦b → 0⟧, bytes, 4 * TILE);
         vector[r] = transpose_codes(words[⟦r → 0⟧][i]);
         memcpy(panel + (b + i) * BLOCK_BYTES + ⟦first / 16 * VECTOR_BYTES → 0⟧, vector,
         memcpy(vector, panel + ⟦(b + i) → i⟧ * BLOCK_BYTES
-        packed[⟦q * quarter_bytes → 0⟧] = (uint8_t)
+        copy_mostly(packed + ⟦q * quarter_bytes → 0⟧ + k / 4, bytes[q]
         tokens, x_sum + ⟦m → 0⟧, padded
         padded + ⟦t * PANEL_ROWS → 0⟧, rows""",
     "ternary_scalar.h": r"""

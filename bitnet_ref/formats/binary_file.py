@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -19,7 +20,13 @@ _BLOCK = 1 << 18  # values checked at a time
 _READ_BYTES = 8 << 20  # at a time, so that the read-ahead moves on within a large tensor
 _AHEAD_BYTES = 256 << 20  # that the system is asked to read before they are used
 _ADVISED_BYTES = 512 << 10  # per request: Linux reads no more than its disk takes at once, and forgets the rest
-_EXPONENTS = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}  # all set: NaN or Inf
+_LARGE_BYTES = 128 << 20  # of a tensor that several threads read: a disk does more at a time than one thread asks for
+_LARGE_PART, _READERS = 16 << 20, 2  # bytes per call, in which no thread holds the interpreter's lock; threads
+_EXPONENTS: dict[str, np.unsignedinteger] = {  # all set: NaN or Inf
+    "bfloat16": np.uint16(0x7F80),
+    "float16": np.uint16(0x7C00),
+    "float32": np.uint32(0x7F800000),
+}
 
 
 class Closeable:
@@ -51,7 +58,7 @@ class BinaryFile(Closeable):
         always so many bytes more than were used. It changes no result, and nothing where the system has no such call.
         """
         if hasattr(os, "posix_fadvise"):
-            self._ahead, self._lead = self._advise(list(spans)), 0
+            self._ahead, self._lead = self._advise([span for span in spans if span[1] < _LARGE_BYTES]), 0
 
     def _advise(self, spans: list[tuple[int, int]]) -> Iterator[int]:
         for offset, size in spans:
@@ -82,10 +89,11 @@ class BinaryFile(Closeable):
         """Fill `target` from `offset` on. FormatError naming `field` if the file has become shorter or unreadable."""
         done = 0
         try:
-            self._file.seek(offset)
+            if len(target) >= _LARGE_BYTES and hasattr(os, "preadv"):
+                done = self._read_large(target, offset)
+            self._file.seek(offset + done)
             while done < len(target):
-                while self._lead < _AHEAD_BYTES and (asked := next(self._ahead, 0)):
-                    self._lead += asked
+                self._keep_ahead()
                 count = self._file.readinto(target[done : done + _READ_BYTES])
                 if not count:
                     raise self.error(f"the file ends after {done} of {len(target)} bytes", offset, field)
@@ -93,6 +101,25 @@ class BinaryFile(Closeable):
                 self._lead = max(0, self._lead - count)
         except OSError as problem:
             raise self.error(f"cannot be read: {problem}", offset, field) from problem
+
+    def _read_large(self, target: memoryview, offset: int) -> int:
+        """Fill `target` from several threads. Returns the bytes that are there from its start on without a gap."""
+        starts = range(0, len(target), _LARGE_PART)
+
+        def read(start: int) -> int:
+            return os.preadv(self._file.fileno(), [target[start : start + _LARGE_PART]], offset + start)
+
+        with ThreadPoolExecutor(_READERS) as readers:
+            counts = readers.map(read, starts)
+            done = 0
+            for start, count in zip(starts, counts, strict=True):
+                done += count if done == start else 0
+        self._keep_ahead()
+        return done
+
+    def _keep_ahead(self) -> None:
+        while self._lead < _AHEAD_BYTES and (asked := next(self._ahead, 0)):
+            self._lead += asked
 
 
 def first_bad(array: NDArray, are_bad: Callable[[NDArray], NDArray[np.bool_]]) -> tuple[int, ...] | None:
@@ -111,12 +138,22 @@ def first_not_finite(array: NDArray) -> tuple[list[int], float] | None:
     >>> first_not_finite(np.array([[1, 2], [np.inf, 4]], dtype=np.float32))
     ([1, 0], inf)
     """
-    at = first_bad(array, _not_finite)
+    at = None if _is_finite(array) else first_bad(array, _not_finite)
     return None if at is None else (list(at), float(array[at]))
 
 
+def _is_finite(array: NDArray) -> bool:
+    """Whether a float array holds no NaN or Inf; False also where that is not known. It makes no temporary arrays."""
+    exponent = _EXPONENTS.get(array.dtype.name)
+    if exponent is None or not array.size or not array.flags.c_contiguous or not array.dtype.isnative:
+        return False
+    bits, sign = array.view(exponent.dtype), exponent.dtype.type(1 << (8 * exponent.itemsize - 1))
+    # NaN and Inf are the largest integers: with a sign the positive ones, without one the negative ones.
+    return bool(bits.view(f"i{exponent.itemsize}").max() < exponent and bits.max() < exponent | sign)
+
+
 def _not_finite(values: NDArray) -> NDArray[np.bool_]:
-    exponent = _EXPONENTS.get(values.dtype.name)
-    if exponent is None:
+    if values.dtype.itemsize > 2:
         return ~np.isfinite(values)
+    exponent = _EXPONENTS[values.dtype.name]
     return values.view(np.uint16) & exponent == exponent  # `isfinite` of 16 bits goes through float32

@@ -8,12 +8,12 @@ name the field; `hf_tokenizer` adds the path. Source of the decoders: huggingfac
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import TokenizerError
-from .files import check_token_id, check_type
+from .files import MAX_TOKEN_ID, check_token_id, check_type
 from .hf_limits import read_steps
 from .streaming import ByteDetokenizer, ByteRunDetokenizer, Detokenizer, PairDetokenizer, WholeDetokenizer
 
@@ -27,12 +27,8 @@ def check_tokenizer_json(table: dict[str, Any]) -> None:
     model = check_type(table.get("model"), dict, "model")
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
-        owner: dict[int, str] = {}
-        for token, value in vocabulary.items():
-            number = check_token_id(value, f"model.vocab[{token[:40]!r}]")
-            if owner.setdefault(number, token) != token:
-                message = f"{owner[number][:40]!r} and {token[:40]!r} are both token {number}"
-                raise TokenizerError(message, field="model.vocab")
+        if not _are_distinct_ids(vocabulary.values()):
+            _refuse_vocabulary(vocabulary)
     elif isinstance(vocabulary, list):  # Unigram: [[token, score], ...]
         for n, entry in enumerate(vocabulary):
             if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)):
@@ -61,6 +57,23 @@ def check_tokenizer_json(table: dict[str, Any]) -> None:
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if table.get(part) is not None:
             check_type(table[part], dict, part)
+
+
+def _are_distinct_ids(values: Collection[Any]) -> bool:
+    """Whether they are token ids, each once. At once for all: a call for each takes longer than parsing the file."""
+    if not values or set(map(type, values)) != {int}:
+        return not values
+    return min(values) >= 0 and max(values) < MAX_TOKEN_ID and len(set(values)) == len(values)
+
+
+def _refuse_vocabulary(vocabulary: dict[str, Any]) -> None:
+    """Raise TokenizerError about the first entry that is no token id, or that of another token."""
+    owner: dict[int, str] = {}
+    for token, value in vocabulary.items():
+        number = check_token_id(value, f"model.vocab[{token[:40]!r}]")
+        if owner.setdefault(number, token) != token:
+            message = f"{owner[number][:40]!r} and {token[:40]!r} are both token {number}"
+            raise TokenizerError(message, field="model.vocab")
 
 
 def post_processor_affixes(processor: Any) -> tuple[list[int], list[int]]:

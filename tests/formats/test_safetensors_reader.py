@@ -294,6 +294,46 @@ def test_reading_ahead_asks_for_every_byte_once_and_never_far_ahead(tmp_path, mo
             file.read("t3")
 
 
+@pytest.mark.parametrize("short", [False, True])
+def test_a_large_tensor_is_read_by_several_threads(short, tmp_path, monkeypatch):
+    """Also where a call gives fewer bytes than it was asked for, and where the file has become shorter."""
+    monkeypatch.setattr(binary_file, "_LARGE_BYTES", 5000)
+    monkeypatch.setattr(binary_file, "_LARGE_PART", 700)
+    plain, calls = os.preadv, []
+
+    def preadv(descriptor, buffers, offset):
+        calls.append(offset)
+        return plain(descriptor, [buffers[0][:400]] if short else buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    array = np.arange(5000, dtype=np.float32)
+    with SafetensorsFile(write(tmp_path / "x.safetensors", safetensors_bytes({"x": array}))) as file:
+        file.read_ahead([(info.offset, info.nbytes) for info in file.tensors.values()])
+        np.testing.assert_array_equal(file.read("x"), array)
+        assert sorted(calls) == [file.tensors["x"].offset + start for start in range(0, array.nbytes, 700)]
+        os.truncate(file.path, 9000)
+        with pytest.raises(FormatError, match="the file ends after"):
+            file.read("x")
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_the_first_value_that_is_not_finite(dtype):
+    """Every pattern of sign, exponent and some mantissas."""
+    width = 8 * np.dtype(dtype).itemsize
+    bits = np.arange(1 << 16, dtype=np.uint64) << np.uint64(width - 16)
+    bits = np.concatenate([bits, bits | np.uint64(1), np.roll(bits, 1) - np.uint64(1)]).astype(f"u{width // 8}")
+    values = bits.view(dtype)
+    with np.errstate(invalid="ignore"):
+        finite = np.isfinite(values.astype(np.float64))
+    assert binary_file.first_not_finite(values[finite]) is None
+    assert binary_file.first_not_finite(values[:0]) is None
+    good = values[finite][:50]
+    for value in values[~finite][:: 97 if width > 16 else 11]:
+        index, found = binary_file.first_not_finite(np.concatenate([good, [value], good[:3]]).astype(dtype))
+        assert index == [50]
+        np.testing.assert_equal(found, float(value))
+
+
 def test_no_reading_ahead_where_the_system_takes_no_advice(tmp_path, monkeypatch):
     array = np.arange(5000, dtype=np.float32)
     path = write(tmp_path / "x.safetensors", safetensors_bytes({"x": array}))

@@ -50,6 +50,12 @@ static inline uint32_t transpose_codes(uint32_t word) {
 
 enum { TILE = 16 /* rows, and blocks: 64 bytes of a row, and a vector of a block */ };
 
+/* memcpy of `count` bytes that are mostly `most`, a constant: without a call then. */
+static inline void copy_mostly(void *to, const void *from, size_t count, size_t most) {
+    if (count == most) memcpy(to, from, most);
+    else memcpy(to, from, count);
+}
+
 /* Packed rows, four adjacent columns per byte (rows, row_bytes) -> one panel. In tiles, whose vectors are written whole:
  * 2560 x 6912 takes one thread of an EPYC (Zen 5) 0.9 ms, word by word 2.4; unpacking it 0.9, and 3.1. */
 static void pack_panel(const uint8_t *packed, size_t rows, size_t row_bytes, uint8_t *panel) {
@@ -59,7 +65,7 @@ static void pack_panel(const uint8_t *packed, size_t rows, size_t row_bytes, uin
             const size_t bytes = row_bytes - 4 * b < 4 * TILE ? row_bytes - 4 * b : 4 * TILE;
             uint32_t words[TILE][TILE] = {{0}}, vector[TILE]; /* of row r: words[r] */
             for (size_t r = 0; r < TILE && first + r < rows; r++)
-                memcpy(words[r], packed + (first + r) * row_bytes + 4 * b, bytes);
+                copy_mostly(words[r], packed + (first + r) * row_bytes + 4 * b, bytes, 4 * TILE);
             for (size_t i = 0; i < TILE && b + i < n_blocks; i++) {
                 for (size_t r = 0; r < TILE; r++) vector[r] = transpose_codes(words[r][i]);
                 memcpy(panel + (b + i) * BLOCK_BYTES + first / 16 * VECTOR_BYTES, vector, VECTOR_BYTES);
@@ -78,33 +84,26 @@ static void unpack_panel(const uint8_t *panel, size_t rows, size_t row_bytes, ui
                 for (size_t r = 0; r < TILE; r++) words[r][i] = transpose_codes(vector[r]);
             }
             for (size_t r = 0; r < TILE && first + r < rows; r++)
-                memcpy(packed + (first + r) * row_bytes + 4 * b, words[r], bytes);
+                copy_mostly(packed + (first + r) * row_bytes + 4 * b, words[r], bytes, 4 * TILE);
         }
 }
 
-/* Four columns (or fewer) of a Hugging Face plane, whose byte holds a code of each quarter of the matrix's rows ->
- * a packed byte of each quarter. Returns the word's codes 3. */
-static inline uint32_t pack_plane_word(uint32_t word, uint8_t *packed, size_t quarter_bytes) {
-    for (int q = 0; q < 4; q++) {
-        uint32_t c = word >> 2 * q & 0x03030303u; /* codes at bits 0, 8, 16, 24 -> 0, 2, 4, 6 */
-        c |= c >> 6;
-        packed[q * quarter_bytes] = (uint8_t)(c | c >> 12);
-    }
-    return word & word >> 1 & 0x55555555u;
-}
-
-/* A row of such a plane (K) -> packed rows, quarter_bytes apart, padded with weights of 0. Returns 0 if there is no
- * code 3. */
+/* A row of a Hugging Face plane (K), whose byte holds a code of each quarter of the matrix's rows -> packed rows,
+ * quarter_bytes apart, padded with weights of 0. Returns 0 if there is no code 3. In loops that become vector
+ * instructions: 640 x 6912 takes one thread 1.1 ms (Emerald Rapids), 1.6 word by word. */
 static uint32_t pack_plane_row(const uint8_t *restrict plane, size_t K, uint8_t *restrict packed, size_t quarter_bytes) {
-    uint32_t bad = 0, word;
-    for (size_t i = 0; i < K / 4; i++) {
-        memcpy(&word, plane + 4 * i, 4);
-        bad |= pack_plane_word(word, packed + i, quarter_bytes);
-    }
-    if (K % 4) {
-        word = 0x55555555u;
-        memcpy(&word, plane + K / 4 * 4, K % 4);
-        bad |= pack_plane_word(word, packed + K / 4, quarter_bytes);
+    uint32_t bad = 0;
+    for (size_t k = 0; k < K; k += 4 * TILE) {
+        const size_t count = K - k < 4 * TILE ? K - k : 4 * TILE;
+        uint32_t words[TILE]; /* four columns each: fields (column, quarter) */
+        uint8_t bytes[4][TILE];
+        memset(words, 0x55, sizeof words);
+        copy_mostly(words, plane + k, count, 4 * TILE);
+        for (int i = 0; i < TILE; i++) bad |= words[i] & words[i] >> 1 & 0x55555555u;
+        for (int i = 0; i < TILE; i++) words[i] = transpose_codes(words[i]);
+        for (int q = 0; q < 4; q++)
+            for (int i = 0; i < TILE; i++) bytes[q][i] = (uint8_t)(words[i] >> 8 * q);
+        for (int q = 0; q < 4; q++) copy_mostly(packed + q * quarter_bytes + k / 4, bytes[q], (count + 3) / 4, TILE);
     }
     return bad;
 }
