@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -20,7 +19,7 @@ from .backends import choose_cpu
 from .backends.loaded import LoadedModel
 from .backends.placement import Placement, assign_layers, open_backends
 from .errors import BackendError, BackendUnavailable, ConfigError, DeviceError, GenerationError, OutOfMemory
-from .formats.checkpoint import Checkpoint, Progress, ReadOptions, element_bytes, read_tokenizer_folder, read_weights
+from .formats.checkpoint import Progress, ReadOptions, element_bytes, read_weights
 from .formats.open import find_model, open_checkpoint, read_tokenizer
 from .formats.prepared import PreparedFile
 from .formats.registry.describe import describe_model, summarize
@@ -36,11 +35,8 @@ from .system.threads import resolve_threads
 if TYPE_CHECKING:
     from .notebook.profiling import Profile
     from .serving import Engine, EngineConfig
-    from .tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
-
-MIN_EMBEDDING_VALUES = 1 << 26  # of a model whose tokenizer is read beside its weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,14 +156,12 @@ def load(
                 warnings.warn(f"{lacks}. Computing without the card", stacklevel=3)
                 return again(choose_cpu())
             checkpoint.pack_plane = be.pack_plane
-            tokenizer = _start_tokenizer(path, checkpoint)
             weights = be.prepare_model(read_weights(checkpoint, options.progress, be.prepare_for), checkpoint.config)
         if prepared is not None:
             prepared.write(checkpoint.config, weights)
             if prepared.is_mapped and (stored := prepared.read()) is not None:
                 return Model(*stored, be, path, cache_dtype=cache_dtype, load_again=again)
-        own: dict[str, Any] = {"cache_dtype": cache_dtype, "load_again": again, "load_tokenizer": tokenizer}
-        return Model(checkpoint.config, weights, be, path, **own)
+        return Model(checkpoint.config, weights, be, path, cache_dtype=cache_dtype, load_again=again)
 
     if not options.share:
         return read()
@@ -175,23 +169,6 @@ def load(
     computing = chosen.name, tuple(sorted((key, str(value)) for key, value in plain)), placement, device.memory_limit
     key = str(path), tuple(map(file_identity, model_files(path))), computing, reading, cache_dtype, options.prepared
     return share_by_key(key, read, is_usable=lambda model: not model.is_closed)
-
-
-def _start_tokenizer(path: Path, checkpoint: Checkpoint) -> Callable[[], Tokenizer] | None:
-    """Start to read the tokenizer of a folder with a large embedding, while whose bytes come the interpreter is free.
-    Returns what waits for it; None: it is read when it is asked for."""
-    config = checkpoint.config
-    if not path.is_dir() or config.vocab_size * config.hidden_size < MIN_EMBEDDING_VALUES:
-        return None
-    read_tokenizer_folder(path)  # into the system's cache, before the disk is busy with the weights
-    thread = ThreadPoolExecutor(1)
-    started = thread.submit(read_tokenizer, path)
-    thread.shutdown(wait=False)
-
-    def wait() -> Tokenizer:
-        return read_tokenizer(path) if started.exception() else started.result()  # again, for an error of its own
-
-    return wait
 
 
 def _gather(

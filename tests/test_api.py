@@ -2,7 +2,6 @@
 
 import gc
 import os
-import shutil
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -281,23 +280,6 @@ def test_dtype_of_the_logits():
     tokens = golden("bitnet-packed-offline")["tokens"]
     assert model(GOLDEN / "bitnet-packed-offline").logits(tokens).dtype == np.float32
     assert model(GOLDEN / "bitnet-packed-offline", dtype="float64").logits(tokens).dtype == np.float64
-
-
-def test_the_tokenizer_of_a_large_model_is_read_beside_its_weights(tmp_path, monkeypatch):
-    folder = shutil.copytree(bitnet_ref.formats.open.ASSETS / "storyteller", tmp_path / "model")
-    plain = bitnet_ref.load(folder, backend="numpy").tokenizer
-    monkeypatch.setattr(bitnet_ref.api, "MIN_EMBEDDING_VALUES", 0)
-    beside = bitnet_ref.load(folder, backend="numpy").tokenizer
-    assert type(beside) is type(plain)
-    assert beside.encode("Once upon a time") == plain.encode("Once upon a time")
-    next(folder.glob("tokenizer.[jm]*")).write_bytes(b"{")
-    broken = bitnet_ref.load(folder, backend="numpy")  # whose logits need no tokenizer
-    errors = []
-    for _ in range(2):
-        with pytest.raises(TokenizerError) as caught:
-            _ = broken.tokenizer
-        errors.append(caught.value)
-    assert errors[0] is not errors[1]
 
 
 def test_a_model_without_a_folder_or_a_tokenizer(tmp_path):
