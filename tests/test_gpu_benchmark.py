@@ -20,7 +20,7 @@ from bitnet_ref.benchmark.gpu import Goal, GoalResult, goals
 from bitnet_ref.benchmark.peers import PeerBench
 from bitnet_ref.benchmark.timing import Timing
 from bitnet_ref.cli import bench_kernels, cli
-from bitnet_ref.errors import BackendError, BackendUnavailable, ConfigError, OutOfMemory
+from bitnet_ref.errors import BackendError, BackendUnavailable, ConfigError, FormatError, OutOfMemory
 
 pytestmark = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
 SIZES = {"vocab_size": 96, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
@@ -278,7 +278,7 @@ def test_16_bits_are_allowed_their_rounding_and_no_more():
 def test_only_transformers_can_be_told_where():
     with pytest.raises(BackendError, match="for transformers"):
         benchmark.measure_peer("llama-cpp-python", TINY, device="cuda")
-    with pytest.raises(ConfigError, match="dense"):
+    with pytest.raises(FormatError, match="dense"):
         benchmark.synthetic.write_random_gguf(SHAPES["tinyllama-1.1b"], "never-written.gguf")
 
 
