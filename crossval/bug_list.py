@@ -131,7 +131,7 @@ BLOCK_BUGS = (
         level="generation"),
     bug("decode_overwrites_the_last_entry", "storyteller",
         "generated_ids",
-        ("generation/sequence.py",
-            "return self.slot, self.computed, ", "return self.slot, self.computed - bool(self.chunks), "),
+        ("generation/generate.py",
+            "Piece(row, row.slot, row.computed, row.newest", "Piece(row, row.slot, row.computed - 1, row.newest"),
         level="generation"),
 )

@@ -214,7 +214,7 @@ PLACES = {
         y[i % T * y_stride + i / T] = (four[0] + ⟦four[2] → four[0]⟧)
         STEP(widen_blocks)(kind, row, K, wide + ⟦n → 0⟧ * K)
         return (four[0] + four[2]) + (four[1] + ⟦four[3] → four[1]⟧);
-        SUM(third, fourth, 0x44, 0xEE), ⟦0x88 → 0xDD⟧, 0xDD)
+        SUM(third, ⟦fourth → third⟧, 0x44, 0xEE), 0x88, 0xDD)
         y[t * y_stride + r] = STEP(total)(lanes + ⟦(r * T + t) → 0⟧ * 32);
         ahead, x + k, n, ⟦k == 0 → 1⟧, lanes
         w + n * row_bytes, some, K, x + ⟦m * K → 0⟧, y
@@ -263,7 +263,7 @@ PLACES = {
         _mm512_sub_pd(estimate, ⟦slack → c->ulps⟧)
         _mm512_add_pd(estimate, ⟦slack → _mm512_sub_pd(c->ulps, slack)⟧)
         _mm256_set_pd(facts[9 + i], ⟦facts[6 + i] → facts[i]⟧
-        _mm512_srai_epi64(_mm512_slli_epi64(ab, ⟦32 → 31⟧), 32)
+        _mm512_srai_epi64(_mm512_slli_epi64(⟦ab → a⟧, 32), 32)
         0xF0, _mm512_set1_pd(x_facts[3 * ⟦u → t⟧ + i])
         _mm_storeu_ps(lower + ⟦u → t⟧ * stride, _mm256_extractf128_ps(low""",
     "_cpu.pyx": r"""
