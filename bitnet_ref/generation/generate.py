@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -204,7 +204,7 @@ class GenerationLoop:
         self, rows: Sequence[Continuation], drafts: dict[int, NDArray[np.int64]], started: float
     ) -> list[StreamChunk]:
         """One pass over the newest token of each row and the guesses that follow it."""
-        pieces, chunks, accepted = [], [], dict[Continuation, int]()
+        pieces, chunks, verified = [], [], list[VerifiedDraft]()
         for row in rows:
             pieces.append(Piece(row, row.slot, row.computed, row.newest, row.needs()))
             if row.slot in drafts:
@@ -215,15 +215,11 @@ class GenerationLoop:
             chunks.append(row.accept(next(logits), self.stats))
             if (draft := drafts.get(row.slot)) is not None:
                 right = accept_drafts(row, draft, [next(logits) for _ in draft], self.stats)
-                accepted[row] = len(right)
+                verified.append(VerifiedDraft(row, len(draft), len(right)))
                 chunks += right
         self._note(started, chunks)
         if rows[0].drafts is not None:  # all have the same parameters
-            drafted = sum(map(len, drafts.values()))
-            lost = self.times.learn(len(rows), drafted, self.last_s)
-            for row, count in accepted.items():
-                guesses = len(drafts[row.slot])
-                row.learn(guesses, count, lost * guesses / drafted)
+            learn_drafts(self.times, len(rows), verified, self.last_s)
         return chunks
 
     def _take_greedy_steps(self, rows: Sequence[Continuation], steps: int) -> Iterator[StreamChunk]:
@@ -249,6 +245,22 @@ class GenerationLoop:
         self.stats.decode_s += self.last_s
         self.stats.decode_tokens += len(chunks)
         return chunks
+
+
+class VerifiedDraft(NamedTuple):
+    """Guesses of a row that a step has verified, and how many of them are right."""
+
+    row: Continuation
+    guesses: int
+    right: int
+
+
+def learn_drafts(times: StepTimes, rows: int, verified: Sequence[VerifiedDraft], seconds: float) -> None:
+    """What a step of so many rows and seconds shows of drafts."""
+    drafted = sum(draft.guesses for draft in verified)
+    lost = times.learn(rows, drafted, seconds)
+    for row, guesses, right in verified:
+        row.learn(guesses, right, lost * guesses / drafted)
 
 
 def pieces_of_draft(row: Continuation, position: int, draft: NDArray[np.int64]) -> list[Piece]:

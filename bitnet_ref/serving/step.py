@@ -23,7 +23,7 @@ from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import NO_PAGE, PagedKVCache
 from ..backends.run import TokenLogits
 from ..errors import DeviceError, GenerationError, NumericsError, describe_error
-from ..generation.generate import accept_drafts, pieces_of_draft
+from ..generation.generate import VerifiedDraft, accept_drafts, learn_drafts, pieces_of_draft
 from ..generation.greedy import run_steps
 from ..generation.sequence import Piece, run_pieces
 from ..notebook.figures import StepPart
@@ -110,23 +110,17 @@ class Stepper:
                 return all(self._compute(own, parts, ()) for own in of_ticket.values())
             self._fail(list(of_ticket), error)
             return True
-        self.is_sound, accepted = True, dict[Job, int]()
+        self.is_sound, verified = True, list[VerifiedDraft]()
         for job, _, start, count, *_ in pieces:
             self._note_computed(job, start, count)
         for job in [piece.job for piece in pieces if piece.ends]:
             self._accept(job, next(logits))
             if draft := [int(part.ids[0]) for part in parts[job][1:]]:
-                accepted[job] = self._accept_drafts(job, draft, [next(logits) for _ in draft])
+                right = self._accept_drafts(job, draft, [next(logits) for _ in draft])
+                verified.append(VerifiedDraft(job.row, len(draft), right))
         if all(piece.ends and piece.tokens == 1 for piece in pieces):
-            self._learn_drafts({job: len(parts[job]) - 1 for job in accepted}, accepted, len(pieces), started)
+            learn_drafts(self.scheduler.times, len(pieces), verified, time.perf_counter() - started)
         return True
-
-    def _learn_drafts(self, drafted: Mapping[Job, int], accepted: Mapping[Job, int], rows: int, started: float) -> None:
-        """What a step with so many rows, since `started`, shows of drafts."""
-        total = sum(drafted.values())
-        lost = self.scheduler.times.learn(rows, total, time.perf_counter() - started)
-        for job, guesses in drafted.items():
-            job.row.learn(guesses, accepted[job], lost * guesses / total)
 
     def _parts(self, piece: PlannedPiece) -> list[Piece]:
         """Its tokens and each guessed one, with the logits that the choices after them need.

@@ -97,7 +97,7 @@ class HfTokenizer(Tokenizer):
 
     def _read_vocabulary(self) -> None:
         self._ids: dict[str, int] = self._guard("list its vocabulary", partial(self._tokenizer.get_vocab, True))
-        self._tokens = dict(zip(self._ids.values(), self._ids, strict=True))
+        self._tokens = {number: token for token, number in self._ids.items()}
         added = self._tokenizer.get_added_tokens_decoder()
         self._tokens.update((number, token.content) for number, token in added.items())
         if not self._tokens:

@@ -329,9 +329,9 @@ def test_the_first_value_that_is_not_finite(dtype):
     assert binary_file.first_not_finite(values[:0]) is None
     good = values[finite][:50]
     for value in values[~finite][:: 97 if width > 16 else 11]:
-        index, found = binary_file.first_not_finite(np.concatenate([good, [value], good[:3]]).astype(dtype))
-        assert index == [50]
-        np.testing.assert_equal(found, float(value))
+        first_bad, bad_value = binary_file.first_not_finite(np.concatenate([good, [value], good[:3]]).astype(dtype))
+        assert first_bad == [50]
+        np.testing.assert_equal(bad_value, float(value))
 
 
 def test_no_reading_ahead_where_the_system_takes_no_advice(tmp_path, monkeypatch):
