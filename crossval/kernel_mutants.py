@@ -35,6 +35,7 @@ PLACES = {
     "float_steps.h": r"""
         return (v[0] + v[2]) + (v[1] + ⟦v[3] → v[2]⟧); }
         return v[0] + ⟦v[1] → v[0]⟧; }
+        (STEP(f32v)){b}, (STEP(f32v)){⟦c → 0⟧})[0];
         lowest = zero - ⟦700.0 → 7.0⟧;
         (x[i] - p[i] * ⟦0.693147180369123816490 → 0.69⟧)
         TERM(⟦24.0 → 25.0⟧)
@@ -207,17 +208,18 @@ PLACES = {
         (uint32_t)((const uint16_t *)row)[⟦k → 0⟧] << 16);
         return (v[0] + v[2]) + (v[1] + ⟦v[3] → v[2]⟧);
         STEP(floats)(lanes + i) + STEP(floats)(lanes + ⟦16 + i → i⟧);
-        STEP(floats)(x + i / V % T * K + ⟦k → pass⟧ +
+        STEP(floats)(x + t * K + ⟦k → pass⟧ + v * STEP(FLOATS)), sum[to]);
         b + r * row_bytes, n, kind, ⟦factors[r] → factors[0]⟧
         of_token += ⟦step → 0⟧;
         STEP(floats)(of_token + ⟦t → 0⟧ * K + column)
         y[i % T * y_stride + i / T] = (four[0] + ⟦four[2] → four[0]⟧)
-        STEP(widen_blocks)(kind, row, K, wide + ⟦n → 0⟧ * K)
+        STEP(weights)(row, ⟦k + i → i⟧, kind);
+        wide + n / R * R * K32 + ⟦n % R → 0⟧ * 32;
         return (four[0] + four[2]) + (four[1] + ⟦four[3] → four[1]⟧);
         SUM(third, ⟦fourth → third⟧, 0x44, 0xEE), 0x88, 0xDD)
         y[t * y_stride + r] = STEP(total)(lanes + ⟦(r * T + t) → 0⟧ * 32);
-        ahead, x + k, n, ⟦k == 0 → 1⟧, lanes
-        w + n * row_bytes, some, K, x + ⟦m * K → 0⟧, y
+        ahead, x + k, K, some, ⟦k == 0 → 1⟧, lanes
+        *tokens = x + ⟦m * K → 0⟧;
         STEP(dense_token)(kind, 1, 2, w + n * row_bytes, K, x + ⟦m → 0⟧ * K""",
     "dense_amx.h": r"""
         part[⟦p * tokens → p⟧ + t] = _mm512_permutex2var_epi16(

@@ -367,22 +367,55 @@ static void check_greedy(size_t n) {
     free(x);
 }
 
+#if defined(__aarch64__)
+enum { SCALAR_FUSES = 1 };
+#else
+enum { SCALAR_FUSES = 0 };
+#endif
+
+/* What dense_rows.h computes, step by step */
+static float dense_sum(const float *w, const float *x, size_t K, int fuses) {
+    float lanes[32] = {0};
+    for (size_t k = 0; k < K; k++) {
+        float *sum = k < K - K % 32 ? &lanes[k % 32] : &lanes[0];
+        if (k == K - K % 32)
+            for (int half = 16; half > 0; half /= 2)
+                for (int i = 0; i < half; i++) lanes[i] += lanes[half + i];
+        *sum = fuses ? fmaf(w[k], x[k], *sum) : *sum + w[k] * x[k];
+    }
+    for (int half = 16; K % 32 == 0 && half > 0; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[half + i];
+    return lanes[0];
+}
+
 static void check_dense(const kernel_set *set, int kind, size_t rows, size_t K, size_t M) {
-    const kernel_set *plain = &KERNEL_SETS[0];
-    const size_t size = DENSE_KINDS[kind].bytes, n = K / DENSE_KINDS[kind].values;
+    const size_t size = DENSE_KINDS[kind].bytes, n = K / DENSE_KINDS[kind].values, row_bytes = n * size;
     if (n * DENSE_KINDS[kind].values != K) return;
-    char *w = allocate(rows * n * size);
-    for (size_t i = 0; i < rows * n * size; i++) w[i] = (char)random_u32();
+    char *w = allocate(rows * row_bytes);
+    for (size_t i = 0; i < rows * row_bytes; i++) w[i] = (char)random_u32();
     for (size_t i = 0; i < rows * n; i++) {
         char *block = w + i * size;
         if (kind < Q8_0) random_weight(kind, block);
         else block[kind == Q6_K ? 209 : 1] &= (char)0xBB, block[kind == Q4_1 || kind == Q4_K ? 3 : 1] &= (char)0xBB; /* finite */
     }
-    float *x = random_floats(M * K), *a = allocate(M * rows * sizeof *a), *b = allocate(M * rows * sizeof *b);
-    float *wide = K % 32 == 0 && M > 1 ? allocate(rows * K * sizeof *wide) : NULL;
-    set->dense_rows(kind, w, rows, K, x, M, a, rows, wide), plain->dense_rows(kind, w, rows, K, x, M, b, rows, wide);
-    must_equal(set, "dense_rows", a, b, M * rows * sizeof *a, rows, K, M);
-    free(w), free(x), free(a), free(b), free(wide);
+    float *x = random_floats(M * K), *y = allocate(M * rows * sizeof *y), *row = allocate(K * sizeof *row);
+    float *wide = M > 1 ? allocate(rows * K * sizeof *wide) : NULL;
+    set->dense_rows(kind, w, rows, K, x, M, y, rows, wide);
+    const int fuses = SCALAR_FUSES || set != &KERNEL_SETS[0];
+    for (size_t r = 0; r < rows; r++) {
+        const uint8_t *of_row = (const uint8_t *)w + r * row_bytes;
+        for (size_t k = 0; kind < Q8_0 && k < K; k++) row[k] = weight_plain(of_row, k, kind);
+        switch (kind) {
+#define BLOCKS(kind) case kind: widen_blocks_plain(kind, of_row, K, row, 32); break;
+            BLOCKS(Q8_0) BLOCKS(Q4_0) BLOCKS(Q4_1) BLOCKS(Q4_K) BLOCKS(Q6_K)
+#undef BLOCKS
+        }
+        for (size_t m = 0; m < M; m++) {
+            const float expected = dense_sum(row, x + m * K, K, fuses);
+            must_equal(set, "dense_rows", &expected, y + m * rows + r, sizeof expected, rows, K, M);
+        }
+    }
+    free(w), free(x), free(y), free(row), free(wide);
 }
 
 /* y (M, rows) = the products of dense_amx.h, in two calls, the second with what is left beyond the first `first` rows */
@@ -589,7 +622,7 @@ int main(int argc, char **argv) {
             if (round % 4 == 0) /* all_rows_wide */
                 check_attend_many(set, between(2, 8), 4, between(1, 18) * 32, between(1, 300), between(0, 1) * between(1, 200));
             check_narrow_attend(set, round % 2 ? KV_FLOAT16 : KV_INT8, between(1, 9), between(1, 70), between(1, 200));
-            check_dense(set, round % 3, between(1, 20), between(1, 300), between(1, 8));
+            check_dense(set, round % 3, between(1, 20), between(1, 300), between(1, 16));
             if (round % 4 == 0) /* sums of several parts of the columns */
                 check_dense(set, round / 4 % 3, between(1, 40), between(DENSE_COLUMNS, 3 * DENSE_COLUMNS), between(2, 14));
             check_dense(set, Q8_0 + round % 5, between(1, 20), 32 * between(1, 20), between(1, 8));

@@ -84,17 +84,17 @@ cdef void multiply_units(const dense_call *c, Py_ssize_t at, Py_ssize_t end, con
 cdef Py_ssize_t run_dense(const void *call) noexcept nogil:
     cdef const dense_call *c = <const dense_call *> call
     cdef Py_ssize_t i, m, part, N, M = c.M, K = c.K, units = 0, work = 0
-    cdef bint tiles = False, rows = False, widens = False
+    cdef bint tiles = False, rows = False
     for i in range(c.count):
         units, work = units + units_of(c.n_out[i]), work + c.n_out[i] * <Py_ssize_t> dense_row_bytes(c.kinds[i], K) * M
         tiles, rows = tiles or by_tiles(c.chosen, c.kinds[i], K), rows or not by_tiles(c.chosen, c.kinds[i], K)
-        widens = widens or (c.kinds[i] > 0 and M > 1 and K % 32 == 0)
     cdef int team = threads_for(work, DENSE_BYTES_PER_THREAD, c.threads)
     cdef size_t parts_bytes = (c.chosen.tile_bytes(M, K) + 63) // 64 * 64 if tiles else 0
-    cdef Py_ssize_t wide = DENSE_UNIT * K if rows and widens else 0  # of each thread
+    cdef Py_ssize_t wide = DENSE_UNIT * K if rows and M > 1 else 0  # of each thread
     cdef char *parts = <char *> allocate(parts_bytes + (c.count * 16 * K * 2 if tiles else 0), 1)
     cdef char *last_rows = parts + parts_bytes
-    cdef float *tokens = <float *> allocate((M * K if rows else 0) + team * wide, sizeof(float))
+    cdef Py_ssize_t of_tokens = (M * K + 15) // 16 * 16 if rows else 0
+    cdef float *tokens = <float *> allocate(of_tokens + team * wide, sizeof(float))
     if parts == NULL or tokens == NULL:
         free(parts)
         free(tokens)
@@ -113,7 +113,7 @@ cdef Py_ssize_t run_dense(const void *call) noexcept nogil:
             c.chosen.dense_split(c.x, M, K, m, parts)
     for part in prange(team, num_threads=team, schedule="static"):
         multiply_units(c, part * units // team, (part + 1) * units // team, tokens,
-                       tokens + (M * K + part * wide) if wide else NULL, parts, last_rows)
+                       tokens + (of_tokens + part * wide) if wide else NULL, parts, last_rows)
     free(parts)
     free(tokens)
     return OK

@@ -1,13 +1,15 @@
 /* Rows of a dense matrix times some tokens, in float32: the head where all logits are wanted, and dense models.
  *
- * Plain version: layers.py, `dense_matmul`. The product of a row and a token is summed in 32 lanes (lane j takes
- * columns j, 32 + j, ...), then by halves (16 + 16, 8 + 8, ...), then come the columns beyond the last 32; each product
- * and each sum is rounded. This order is the same on every machine, for any number of rows and tokens.
+ * Plain version: layers.py, `dense_matmul`; in this order of its sums check_kernels.c, `dense_sum`. The product of a row
+ * and a token is summed in 32 lanes (lane j takes columns j, 32 + j, ...) by fused multiply-adds, then by halves (16 +
+ * 16, 8 + 8, ...), then come the columns beyond the last 32. This order is the same on every machine, for any number of
+ * rows and tokens; an x86 processor without AVX2 rounds each product too, having no fused multiply-add.
  *
  * A tile of rows and tokens is computed at once: a weight is widened once for all tokens of the tile, and enough sums
  * are in flight to hide the latency of an addition. A pass takes one or two vectors of each sum, one token with AVX2
  * all four. Several tokens are multiplied with some columns of 16 rows at a time, which stay in L1; between them the 32
- * sums of each row and token are in memory.
+ * sums of each row and token are in memory. For many tokens the rows are first widened and packed tile by tile, in the
+ * order of their reading.
  *
  * A template, included by float_steps.h. GCC 12 keeps the tile's array of sums in registers because one flat, unrolled
  * loop iterates over it; with nested loops it stayed in memory.
@@ -17,15 +19,24 @@
  *   tokens 21.4; 4096 x 256, 64 tokens 16.6. One row and token at a time: 6.2 for any number of tokens. The max with
  *   products and sums rounded apart is 36. Half of the gain came from aligning sums and activations to cache lines, the
  *   rest from vpmovzxwd for the weights. Of that, 2 rows x 6 tokens of two vectors, and all columns at once.
- * Emerald Rapids, 2048 columns, float32, one core, pairs in turn, share of 45 G products and sums per second: 64 tokens
- *   0.69 to 0.76 before, 0.82 to 0.84 now; 512 tokens 0.61 to 0.67, 0.66 to 0.79. In spells when this virtual core is
- *   slower in everything but arithmetic on registers: 0.52, 0.59 and 0.50, 0.55. 2 and 3 tokens: 1.03 to 1.23 times as
- *   fast; 5632 columns, 64 tokens: 1.22; AVX2, 64 tokens: 1.06 to 1.11.
- *   Parts of 256 columns 0.96 to 1.08 of the speed before, 512 1.11 to 1.26, 1024 1.04 to 1.16, all columns 0.92 to 1.12.
+ * Parts of the columns, Emerald Rapids, 256 of 2048: 0.96 to 1.08 of the speed of no parts; 512 1.11 to 1.26, 1024
+ *   1.04 to 1.16; now (packed) 1024 and 640 are equal.
+ * Emerald Rapids, one core beside busy neighbours, AVX-512, G multiply-adds/s (90 at most): products and sums apart;
+ *   fused; fused and packed.
+ *     tokens                        1            4            16            64            512
+ *     bfloat16 1536 x 576    14, 16, 16   22, 31, 30    23, 28, 34    32, 47, 55    32, 44, 49
+ *     bfloat16 5632 x 2048   13, 13, 13   25, 30, 30    21, 27, 31    28, 35, 41    31, 37, 44
+ *     Q4_0 1536 x 576        14, 17, 17   22, 31, 30    27, 36, 36    32, 46, 51    27, 36, 46
+ *   AVX2: 1.10 to 1.35 times as fast with one token, 1.15 to 1.25 with more.
+ *   Half of the last gain is that a token's vector is loaded once, not once per row. Packing loses for few tokens of
+ *   float32.
  * Tried: 4 rows x 3 tokens: 15 (twice the weights to widen per product). AVX2, 1 token, 60000 x 2560: two rows in one
- *   pass 12.4 GB/s (two threads 23.4); four rows in two passes, which with the next four exceed L1, 9.4 (18.3). */
+ *   pass 12.4 GB/s (two threads 23.4); four rows in two passes, which with the next four exceed L1, 9.4 (18.3).
+ *   Packed: prefetching 8 steps ahead 0.82 to 0.93, the next tile 0.9, the next rows in memory 0.94 to 1.0; 8 rows in
+ *   L1 0.94 to 1.02. Alone in a loop, 2 rows x 12 tokens or 3 x 8: 0.75 of 4 x 6; tokens packed too: 1.05. */
 
-enum { STEP(DENSE_TOKENS) = STEP_BYTES == 64 ? 6 : 3 }; /* per tile: what fits 32 registers, or 16 */
+/* per tile: what fits 32 registers, or 16 */
+enum { STEP(DENSE_TOKENS) = STEP_BYTES == 64 ? 6 : 3, STEP(TILE_ROWS) = STEP_BYTES == 64 ? 4 : 2 };
 #ifndef BITNET_REF_DENSE_ROWS_H
 #define BITNET_REF_DENSE_ROWS_H
 enum { DENSE_ROWS = 16, DENSE_COLUMNS = 640 }; /* whose sums and tokens are in L1 */
@@ -96,10 +107,12 @@ STEP_INLINE float STEP(total)(const float *lanes) {
 }
 
 /* Adds the products of n columns (a multiple of 32) of R rows and T tokens to their 32 sums each in `lanes`, which need
- * not be set before the first columns; V vectors of each sum per pass. Prefetches R rows at `ahead`. */
-STEP_INLINE void STEP(dense_tile)(const int kind, const int R, const int T, const int V, const char *w, size_t K,
-                                  const char *ahead, const float *x, size_t n, int is_first, float *lanes) {
-    const size_t row_bytes = dense_row_bytes(kind, K), size = DENSE_KINDS[kind].bytes;
+ * not be set before the first columns; V vectors of each sum per pass. Rows lie `row` bytes apart, 32 columns of one
+ * `step` bytes; R rows at `ahead`, which lie alike, are prefetched unless it is NULL. */
+STEP_INLINE void STEP(dense_tile)(const int kind, const int R, const int T, const int V, const char *w, size_t row,
+                                  size_t step, const char *ahead, const float *x, size_t K, size_t n, int is_first,
+                                  float *lanes) {
+    const size_t size = DENSE_KINDS[kind].bytes;
     for (size_t pass = 0; pass < 32; pass += V * STEP(FLOATS)) {
         STEP(f32v) sum[4 * STEP(DENSE_TOKENS)], weights[8];
 #define LANES(i) (lanes + i / V * 32 + pass + i % V * STEP(FLOATS)) /* row i / VT, token i / V % T, vector i % V */
@@ -110,15 +123,18 @@ STEP_INLINE void STEP(dense_tile)(const int kind, const int R, const int T, cons
             STEP_UNROLL
             for (int i = 0; i < V * R * T; i++) sum[i] = STEP(floats)(LANES(i));
         }
-        for (size_t k = pass; k < n; k += 32) {
+        const char *at = w + pass * size;
+        for (size_t k = pass; k < n; k += 32, at += step) {
             STEP_UNROLL
             for (int i = 0; i < V * R; i++) {
-                if (i % V == 0 && pass == 0) __builtin_prefetch(ahead + i / V * row_bytes + k * size);
-                weights[i] = STEP(weights)(w + i / V * row_bytes, k + i % V * STEP(FLOATS), kind);
+                if (ahead && i % V == 0 && pass == 0) __builtin_prefetch(ahead + i / V * row + k / 32 * step);
+                weights[i] = STEP(weights)(at + i / V * row, i % V * STEP(FLOATS), kind);
             }
             STEP_UNROLL
-            for (int i = 0; i < V * R * T; i++)
-                sum[i] += weights[i / (V * T) * V + i % V] * STEP(floats)(x + i / V % T * K + k + i % V * STEP(FLOATS));
+            for (int i = 0; i < V * R * T; i++) { /* token by token: each is loaded once */
+                const int t = i / (V * R), at_weight = i % (V * R), v = i % V, to = (at_weight / V * T + t) * V + v;
+                sum[to] = STEP(fused)(weights[at_weight], STEP(floats)(x + t * K + k + v * STEP(FLOATS)), sum[to]);
+            }
         }
         STEP_UNROLL
         for (int i = 0; i < V * R * T; i++) memcpy(LANES(i), &sum[i], sizeof sum[i]);
@@ -153,32 +169,37 @@ STEP_INLINE void STEP(finish_sums)(const int kind, const int R, const int T, con
     for (; r < R; r++)
         for (int t = 0; t < T; t++) y[t * y_stride + r] = STEP(total)(lanes + (r * T + t) * 32);
     for (int i = 0; K % 32 && i < R * T; i++)
-        for (size_t k = K - K % 32; k < K; k++)
-            y[i % T * y_stride + i / T] += STEP(weight)(w + i / T * dense_row_bytes(kind, K), k, kind) * x[i % T * K + k];
+        for (size_t k = K - K % 32; k < K; k++) {
+            float *to = y + i % T * y_stride + i / T;
+            *to = STEP(fused_one)(STEP(weight)(w + i / T * dense_row_bytes(kind, K), k, kind), x[i % T * K + k], *to);
+        }
 }
 
 /* R rows and a token, all columns at once */
 STEP_INLINE void STEP(dense_token)(const int kind, const int R, const int V, const char *w, size_t K, const float *x,
                                    float *y, size_t y_stride) {
     float lanes[4 * 32] __attribute__((aligned(64)));
-    STEP(dense_tile)(kind, R, 1, V, w, K, w + R * dense_row_bytes(kind, K), x, K - K % 32, 1, lanes);
+    const size_t row = dense_row_bytes(kind, K);
+    STEP(dense_tile)(kind, R, 1, V, w, row, dense_row_bytes(kind, 32), w + R * row, x, K, K - K % 32, 1, lanes);
     STEP(finish_sums)(kind, R, 1, w, K, x, lanes, y, y_stride);
 }
 
-/* `rows` rows, a multiple of R and at most DENSE_ROWS, and T tokens, DENSE_COLUMNS at a time, which stay in L1 */
-STEP_INLINE void STEP(dense_part)(const int kind, const int T, const char *w, size_t rows, size_t K, const float *x,
-                                  float *y, size_t y_stride) {
-    enum { R = STEP_BYTES == 64 ? 4 : 2 };
-    const int V = STEP_BYTES == 64 && T > 3 ? 1 : 2;
+/* `rows` rows, a multiple of TILE_ROWS and at most DENSE_ROWS, and T tokens, DENSE_COLUMNS at a time, which stay in L1.
+ * packed: the rows as `dense_rows` packed them */
+STEP_INLINE void STEP(dense_part)(const int kind, const int T, const int is_packed, const char *w, const float *packed,
+                                  size_t rows, size_t K, const float *x, float *y, size_t y_stride) {
+    enum { R = STEP(TILE_ROWS) };
+    const int V = STEP_BYTES == 64 && (T > 3 || is_packed) ? 1 : 2;
     float lanes[DENSE_ROWS * STEP(DENSE_TOKENS) * 32] __attribute__((aligned(64)));
-    const size_t row_bytes = dense_row_bytes(kind, K), K32 = K - K % 32, size = DENSE_KINDS[kind].bytes;
-    const size_t count = K32 > 0 ? (K32 + DENSE_COLUMNS - 1) / DENSE_COLUMNS : 1, step = (K32 / 32 + count - 1) / count * 32;
+    const size_t K32 = K - K % 32, row = is_packed ? 128 : dense_row_bytes(kind, K);
+    const size_t step = is_packed ? R * 128 : dense_row_bytes(kind, 32), of_tile = is_packed ? K32 / 32 * step : R * row;
+    const size_t count = K32 > 0 ? (K32 + DENSE_COLUMNS - 1) / DENSE_COLUMNS : 1, n = (K32 / 32 + count - 1) / count * 32;
     for (size_t part = 0; part < count; part++) {
-        const size_t k = part * step < K32 ? part * step : K32, n = K32 - k < step ? K32 - k : step;
+        const size_t k = part * n < K32 ? part * n : K32, some = K32 - k < n ? K32 - k : n;
         for (size_t r = 0; r < rows; r += R) {
-            const char *at = w + r * row_bytes + k * size;
-            const char *ahead = r + R < rows ? at + R * row_bytes : w + (k + step) * size;
-            STEP(dense_tile)(kind, R, T, V, at, K, ahead, x + k, n, k == 0, lanes + r * T * 32);
+            const char *at = (is_packed ? (const char *)packed : w) + r / R * of_tile + k / 32 * step;
+            const char *ahead = is_packed ? NULL : at + (r + R < rows ? of_tile : n / 32 * step - r / R * of_tile);
+            STEP(dense_tile)(is_packed ? 0 : kind, R, T, V, at, row, step, ahead, x + k, K, some, k == 0, lanes + r * T * 32);
         }
     }
     STEP(finish_sums)(kind, (int)rows, T, w, K, x, lanes, y, y_stride);
@@ -211,8 +232,10 @@ STEP_INLINE void STEP(block_tile)(const int kind, const int R, const int T, cons
                     const STEP(f32v) weights =                                                                         \
                         STEP(block_weights)(b + r * row_bytes, column, kind, f + r * 16, q + r * 256);                 \
                     STEP_UNROLL                                                                                        \
-                    for (int t = 0; t < T; t++)                                                                        \
-                        sum[(r * T + t) * V + v] += weights * STEP(floats)(of_token + t * K + column);                 \
+                    for (int t = 0; t < T; t++) {                                                                      \
+                        STEP(f32v) *to = &sum[(r * T + t) * V + v];                                                    \
+                        *to = STEP(fused)(weights, STEP(floats)(of_token + t * K + column), *to);                      \
+                    }                                                                                                  \
                 }                                                                                                      \
             }                                                                                                          \
             b += BLOCK_STEP_BYTES(kind), f += BLOCK_STEP_FACTORS(kind), q += step, of_token += step;                   \
@@ -234,6 +257,34 @@ STEP_INLINE void STEP(block_tile)(const int kind, const int R, const int T, cons
     }
 }
 
+/* any tokens; `rows` a multiple of TILE_ROWS */
+STEP_INLINE void STEP(dense_parts)(const int kind, const int is_packed, const char *w, const float *packed, size_t rows,
+                                   size_t K, const float *x, size_t M, float *y, size_t y_stride) {
+    const size_t row_bytes = dense_row_bytes(kind, K), parts = (M + STEP(DENSE_TOKENS) - 1) / STEP(DENSE_TOKENS);
+    for (size_t part = 0; part < parts; part++) { /* of equal size or nearly; its tokens stay in L2 for all rows */
+        const size_t m = part * M / parts;
+        const float *tokens = x + m * K;
+        for (size_t n = 0, some; (some = rows - n < DENSE_ROWS ? rows - n : DENSE_ROWS) > 0; n += some) {
+            const char *from = w + n * row_bytes;
+            const float *from_packed = is_packed ? packed + n * (K - K % 32) : NULL;
+            float *to = y + m * y_stride + n;
+#define PART(T) case T: STEP(dense_part)(kind, T, is_packed, from, from_packed, some, K, tokens, to, y_stride); break;
+            switch ((part + 1) * M / parts - m) {
+                PART(1) PART(2) PART(3)
+#if STEP_BYTES == 64
+                PART(4) PART(5) PART(6)
+#endif
+            }
+#undef PART
+        }
+    }
+}
+
+STEP_TARGET static void STEP(dense_packed)(int kind, const char *w, const float *packed, size_t rows, size_t K,
+                                           const float *x, size_t M, float *y, size_t y_stride) {
+    STEP(dense_parts)(kind, 1, w, packed, rows, K, x, M, y, y_stride);
+}
+
 STEP_INLINE void STEP(dense_rows_of)(const int kind, const char *w, size_t rows, size_t K, const float *x, size_t M,
                                      float *y, size_t y_stride) {
     const size_t row_bytes = dense_row_bytes(kind, K);
@@ -244,24 +295,10 @@ STEP_INLINE void STEP(dense_rows_of)(const int kind, const char *w, size_t rows,
     if (M == 1) /* four rows, so that enough sums are in flight */
         for (; first + 4 <= rows; first += 4)
             STEP(dense_token)(kind, 4, 2, w + first * row_bytes, K, x, y + first, y_stride);
-    const size_t parts = (M + STEP(DENSE_TOKENS) - 1) / STEP(DENSE_TOKENS);
-    for (size_t part = 0; M > 1 && part < parts; part++) { /* of equal size or nearly; its tokens stay in L2 for all rows */
-        const size_t m = part * M / parts;
-        for (size_t n = 0, some; (some = rows - n < DENSE_ROWS ? (rows - n) / 4 * 4 : DENSE_ROWS) > 0; n += some) {
-#define PART(T)                                                                                                        \
-    case T:                                                                                                            \
-        STEP(dense_part)(kind, T, w + n * row_bytes, some, K, x + m * K, y + m * y_stride + n, y_stride);              \
-        break;
-            switch ((part + 1) * M / parts - m) {
-                PART(1) PART(2) PART(3)
-#if STEP_BYTES == 64
-                PART(4) PART(5) PART(6)
-#endif
-            }
-#undef PART
-        }
+    if (M > 1) {
+        first = rows / 4 * 4;
+        STEP(dense_parts)(kind, 0, w, NULL, first, K, x, M, y, y_stride);
     }
-    if (M > 1) first = rows / 4 * 4;
     for (size_t n = first; n < rows; n++)
         for (size_t m = 0; m < M; m++)
             STEP(dense_token)(kind, 1, 2, w + n * row_bytes, K, x + m * K, y + m * y_stride + n, y_stride);
@@ -276,7 +313,7 @@ STEP_INLINE void STEP(block_rows_of)(const int kind, const char *w, size_t rows,
     if (M == 1)
         for (; n + R <= rows; n += R) STEP(block_tile)(kind, R, 1, w + n * row_bytes, K, x, y + n, y_stride);
 #if STEP_BYTES == 64
-    for (; M > 1 && n + 2 <= rows; n += 2) {
+    for (; M > 1 && M <= STEP(DENSE_TOKENS) && n + 2 <= rows; n += 2) {
 #define TILE(T) case T: STEP(block_tile)(kind, 2, T, w + n * row_bytes, K, x, y + n, y_stride); break;
         switch (M) { TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
 #undef TILE
@@ -287,28 +324,38 @@ STEP_INLINE void STEP(block_rows_of)(const int kind, const char *w, size_t rows,
             STEP(block_tile)(kind, 1, 1, w + n * row_bytes, K, x + m * K, y + m * y_stride + n, y_stride);
 }
 
-/* K weights of a row, a multiple of 32, as float32 */
-STEP_INLINE void STEP(widen_floats)(const int kind, const char *row, size_t K, float *out) {
-    for (size_t k = 0; k < K; k += STEP(FLOATS)) {
-        const STEP(f32v) v = STEP(weights)(row, k, kind);
-        memcpy(out + k, &v, sizeof v);
-    }
+/* K weights of a row, a multiple of 32, as float32, each 32 of them `stride` floats apart */
+STEP_INLINE void STEP(widen_floats)(const int kind, const char *row, size_t K, float *out, size_t stride) {
+    for (size_t k = 0; k < K; k += 32, out += stride)
+        STEP_UNROLL
+        for (int i = 0; i < 32; i += STEP(FLOATS)) {
+            const STEP(f32v) v = STEP(weights)(row, k + i, kind);
+            memcpy(out + i, &v, sizeof v);
+        }
 }
 
-/* y[m * y_stride + n] = w[n] . x[m], for `rows` rows of w (rows, K) and x (M, K). wide: room for the rows in float32, to
- * which they are widened first if there are more tokens than a tile takes; NULL for one token, or float32. */
+/* y[m * y_stride + n] = w[n] . x[m], for `rows` rows of w (rows, K) and x (M, K). wide: room for the rows in float32, in
+ * which they are packed first if there are more tokens than a tile takes (of float32: than 16; of blocks: than one, but with
+ * AVX-512 a tile's): 32 columns of TILE_ROWS rows, then the next 32. NULL: they never are. */
 STEP_TARGET static void STEP(dense_rows)(int kind, const void *w, size_t rows, size_t K, const float *x, size_t M,
                                          float *y, size_t y_stride, float *wide) {
-    if (kind == 0 || M <= (kind < Q8_0 || STEP_BYTES == 64 ? STEP(DENSE_TOKENS) : 1)) wide = NULL;
-    for (size_t n = 0; wide && n < rows; n++) {
-        const void *row = (const char *)w + n * dense_row_bytes(kind, K);
-        switch (kind) {
-#define FLOATS(kind) case kind: STEP(widen_floats)(kind, row, K, wide + n * K); break;
-#define BLOCKS(kind) case kind: STEP(widen_blocks)(kind, row, K, wide + n * K); break;
-            FLOATS(1) FLOATS(2) BLOCKS(Q8_0) BLOCKS(Q4_0) BLOCKS(Q4_1) BLOCKS(Q4_K) BLOCKS(Q6_K)
+    enum { R = STEP(TILE_ROWS) };
+    const size_t few = kind == 0 ? 16 : kind < Q8_0 || STEP_BYTES == 64 ? STEP(DENSE_TOKENS) : 1;
+    const size_t K32 = K - K % 32;
+    if (wide && M > few && rows >= 4) {
+        const size_t packed = rows / 4 * 4;
+        for (size_t n = 0; n < packed; n++) {
+            const void *row = (const char *)w + n * dense_row_bytes(kind, K);
+            float *to = wide + n / R * R * K32 + n % R * 32;
+            switch (kind) {
+#define FLOATS(kind) case kind: STEP(widen_floats)(kind, row, K32, to, R * 32); break;
+#define BLOCKS(kind) case kind: STEP(widen_blocks)(kind, row, K, to, R * 32); break;
+                FLOATS(0) FLOATS(1) FLOATS(2) BLOCKS(Q8_0) BLOCKS(Q4_0) BLOCKS(Q4_1) BLOCKS(Q4_K) BLOCKS(Q6_K)
+            }
         }
+        STEP(dense_packed)(kind, w, wide, packed, K, x, M, y, y_stride);
+        w = (const char *)w + packed * dense_row_bytes(kind, K), y += packed, rows -= packed;
     }
-    if (wide) kind = 0, w = wide;
     switch (kind) {
 #undef FLOATS
 #undef BLOCKS

@@ -7,8 +7,8 @@
  * Plain version: reference/layers.py and reference/quantization.py, followed operation by operation: products and
  * quotients in float32, each rounded once, never fused; sums and exponentials in double, rounded to float32 at the end.
  * So every copy gives NumPy's float32 bit for bit, except where a double sum lies within 1e-16 of a rounding boundary.
- * Dense rows (dense_rows.h) are summed in float32, in one fixed order on every machine; bfloat16 in another one where AMX's
- * tiles compute it (dense_amx.h).
+ * Dense rows (dense_rows.h) are summed in float32 by fused multiply-adds, in one fixed order on every machine that has
+ * them; bfloat16 in another one where AMX's tiles compute it (dense_amx.h).
  *
  * For a prompt, norm, gate and sums wait for L3 (20 to 25 GB/s per thread, Cascade Lake). Tried: rms_norm with
  * Markstein's five operations for the quotient, not a division of 16 cycles, equal to the bit: 68 for 88 us of 64 x
@@ -46,6 +46,27 @@ STEP_INLINE STEP(f64v) STEP(widen)(STEP(f32h) v) { return __builtin_convertvecto
 STEP_INLINE STEP(f32h) STEP(narrow)(STEP(f64v) v) { return __builtin_convertvector(v, STEP(f32h)); }
 STEP_INLINE double STEP(sum_lanes)(STEP(f64v) v) { return v[0] + v[1]; }
 #endif
+
+/* a * b + c, rounded once; product and sum apart on a processor without it */
+#if STEP_BYTES == 64
+STEP_INLINE STEP(f32v) STEP(fused)(STEP(f32v) a, STEP(f32v) b, STEP(f32v) c) {
+    return (STEP(f32v))_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+#elif STEP_BYTES == 32
+STEP_INLINE STEP(f32v) STEP(fused)(STEP(f32v) a, STEP(f32v) b, STEP(f32v) c) {
+    return (STEP(f32v))_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+#elif defined(__aarch64__)
+STEP_INLINE STEP(f32v) STEP(fused)(STEP(f32v) a, STEP(f32v) b, STEP(f32v) c) {
+    return (STEP(f32v))vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+#else
+STEP_INLINE STEP(f32v) STEP(fused)(STEP(f32v) a, STEP(f32v) b, STEP(f32v) c) { return a * b + c; }
+#endif
+
+STEP_INLINE float STEP(fused_one)(float a, float b, float c) {
+    return STEP(fused)((STEP(f32v)){a}, (STEP(f32v)){b}, (STEP(f32v)){c})[0];
+}
 
 /* `sum_lanes` of v[0] to v[7] by the same additions. A blend and one shuffle bring two vectors' summands together. */
 STEP_INLINE void STEP(sum_lanes_of_8)(const STEP(f64v) *v, double *totals) {
