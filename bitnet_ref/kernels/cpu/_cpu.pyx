@@ -171,6 +171,8 @@ panel_rows, block_bytes = PANEL_ROWS, BLOCK_BYTES
 # machine. FLOATS_PER_THREAD 16384 instead of 65536: 64 tokens of storyteller 23,000 to 27,000 tok/s instead of 17,800,
 # beside two programs that never sleep 8,200 instead of 11,000; 8 sequences of 12 layers of 2B-4T 27.4 to 28.9 ms instead
 # of 29.1. Half or a quarter of the bytes of panels and dense rows: storyteller decodes 5 to 10% slower.
+# Dense rows in blocks count as two bytes a weight, for widening takes their time: SmolLM2-135M in Q4_0 decodes at 133 tok/s,
+# 83 by their bytes, when a thread slept through most matrices.
 cdef enum:
     PANEL_BYTES_PER_THREAD = 65536
     DENSE_BYTES_PER_THREAD = 262144

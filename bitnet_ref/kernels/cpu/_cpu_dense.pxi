@@ -86,7 +86,7 @@ cdef Py_ssize_t run_dense(const void *call) noexcept nogil:
     cdef Py_ssize_t i, m, part, N, M = c.M, K = c.K, units = 0, work = 0
     cdef bint tiles = False, rows = False
     for i in range(c.count):
-        units, work = units + units_of(c.n_out[i]), work + c.n_out[i] * <Py_ssize_t> dense_row_bytes(c.kinds[i], K) * M
+        units, work = units + units_of(c.n_out[i]), work + c.n_out[i] * K * (4 if c.kinds[i] == 0 else 2) * M
         tiles, rows = tiles or by_tiles(c.chosen, c.kinds[i], K), rows or not by_tiles(c.chosen, c.kinds[i], K)
     cdef int team = threads_for(work, DENSE_BYTES_PER_THREAD, c.threads)
     cdef size_t parts_bytes = (c.chosen.tile_bytes(M, K) + 63) // 64 * 64 if tiles else 0
