@@ -269,8 +269,8 @@ STEP_INLINE void STEP(dense_parts)(const int kind, const int is_packed, const ch
             const float *from_packed = is_packed ? packed + n * (K - K % 32) : NULL;
             float *to = y + m * y_stride + n;
 #define PART(T) case T: STEP(dense_part)(kind, T, is_packed, from, from_packed, some, K, tokens, to, y_stride); break;
-            switch ((part + 1) * M / parts - m) {
-                PART(1) PART(2) PART(3)
+            switch ((part + 1) * M / parts - m) { /* M > 1: no part is one token */
+                PART(2) PART(3)
 #if STEP_BYTES == 64
                 PART(4) PART(5) PART(6)
 #endif
