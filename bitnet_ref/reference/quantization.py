@@ -152,9 +152,9 @@ def split_groups(w: NDArray) -> tuple[NDArray[np.uint8], NDArray, int] | None:
     k = w.shape[1]
     step = max(1, _BLOCK_VALUES // max(1, k))
     blocks = [slice(start, start + step) for start in range(0, len(w), step)]  # so that no copy of all of w is made
-    group = next(
-        (size for size in _group_sizes(k) if all(_is_grouped(_magnitude(w[part]), size) for part in blocks)), None
-    )
+    few = _magnitude(w[:4])  # which decide for most matrices
+    sizes = [size for size in _group_sizes(k) if _is_grouped(few, size)]
+    group = next((size for size in sizes if all(_is_grouped(_magnitude(w[part]), size) for part in blocks)), None)
     if group is None:
         return None
     starts = np.arange(0, k, group)
@@ -189,14 +189,11 @@ def _magnitude(w: NDArray) -> NDArray:
 
 
 def _is_grouped(magnitude: NDArray, group: int) -> bool:
-    """Whether each group of each row has one magnitude beside 0. A few rows decide for most matrices."""
+    """Whether each group of each row has one magnitude beside 0."""
     starts = np.arange(0, magnitude.shape[1], group)
     counts = np.diff([*starts, magnitude.shape[1]])
-    for rows in (magnitude[:4], magnitude):
-        largest = np.repeat(np.maximum.reduceat(rows, starts, axis=1), counts, axis=1)
-        if not ((rows == largest) | (rows == 0)).all():
-            return False
-    return True
+    largest = np.repeat(np.maximum.reduceat(magnitude, starts, axis=1), counts, axis=1)
+    return bool(((magnitude == largest) | (magnitude == 0)).all())
 
 
 def expand_groups(

@@ -622,9 +622,9 @@ int main(int argc, char **argv) {
             if (round % 4 == 0) /* all_rows_wide */
                 check_attend_many(set, between(2, 8), 4, between(1, 18) * 32, between(1, 300), between(0, 1) * between(1, 200));
             check_narrow_attend(set, round % 2 ? KV_FLOAT16 : KV_INT8, between(1, 9), between(1, 70), between(1, 200));
-            check_dense(set, round % 3, between(1, 20), between(1, 300), between(1, 16));
+            check_dense(set, round % 3, between(1, 20), between(1, 300), between(1, 20));
             if (round % 4 == 0) /* sums of several parts of the columns */
-                check_dense(set, round / 4 % 3, between(1, 40), between(DENSE_COLUMNS, 3 * DENSE_COLUMNS), between(2, 14));
+                check_dense(set, round / 4 % 3, between(1, 40), between(DENSE_COLUMNS, 3 * DENSE_COLUMNS), between(2, 20));
             check_dense(set, Q8_0 + round % 5, between(1, 20), 32 * between(1, 20), between(1, 8));
             check_dense(set, Q4_K + round % 2, between(1, 20), 256 * between(1, 3), between(1, 8));
             check_tiles(set, between(1, 70), 32 * between(1, 12), between(1, round % 4 ? 20 : 70), round % 3);

@@ -280,6 +280,7 @@ STEP_INLINE void STEP(dense_parts)(const int kind, const int is_packed, const ch
     }
 }
 
+/* one text for all kinds, which are float32 by now; w is for the columns beyond the last 32 */
 STEP_TARGET static void STEP(dense_packed)(int kind, const char *w, const float *packed, size_t rows, size_t K,
                                            const float *x, size_t M, float *y, size_t y_stride) {
     STEP(dense_parts)(kind, 1, w, packed, rows, K, x, M, y, y_stride);
