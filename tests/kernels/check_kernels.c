@@ -376,15 +376,12 @@ enum { SCALAR_FUSES = 0 };
 /* What dense_rows.h computes, step by step */
 static float dense_sum(const float *w, const float *x, size_t K, int fuses) {
     float lanes[32] = {0};
-    for (size_t k = 0; k < K; k++) {
-        float *sum = k < K - K % 32 ? &lanes[k % 32] : &lanes[0];
-        if (k == K - K % 32)
-            for (int half = 16; half > 0; half /= 2)
-                for (int i = 0; i < half; i++) lanes[i] += lanes[half + i];
-        *sum = fuses ? fmaf(w[k], x[k], *sum) : *sum + w[k] * x[k];
-    }
-    for (int half = 16; K % 32 == 0 && half > 0; half /= 2)
+#define ADD(sum, k) sum = fuses ? fmaf(w[k], x[k], sum) : sum + w[k] * x[k]
+    for (size_t k = 0; k < K - K % 32; k++) ADD(lanes[k % 32], k);
+    for (int half = 16; half > 0; half /= 2)
         for (int i = 0; i < half; i++) lanes[i] += lanes[half + i];
+    for (size_t k = K - K % 32; k < K; k++) ADD(lanes[0], k);
+#undef ADD
     return lanes[0];
 }
 

@@ -344,7 +344,7 @@ STEP_TARGET static void STEP(dense_rows)(int kind, const void *w, size_t rows, s
     enum { R = STEP(TILE_ROWS) };
     const size_t few = kind == 0 ? 16 : kind < Q8_0 || STEP_BYTES == 64 ? STEP(DENSE_TOKENS) : 1;
     const size_t K32 = K - K % 32;
-    if (wide && M > few && rows >= 4) {
+    if (wide && M > few) {
         const size_t packed = rows / 4 * 4;
         for (size_t n = 0; n < packed; n++) {
             const void *row = (const char *)w + n * dense_row_bytes(kind, K);
