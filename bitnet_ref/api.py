@@ -6,9 +6,10 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -16,9 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backends import choose_cpu
-from .backends.loaded import LoadedModel
+from .backends.loaded import LoadedModel, SteppedWeights
 from .backends.placement import Placement, assign_layers, open_backends
-from .errors import BackendError, BackendUnavailable, ConfigError, DeviceError, GenerationError, OutOfMemory
+from .errors import (
+    BackendError,
+    BackendUnavailable,
+    BitNetRefError,
+    ConfigError,
+    DeviceError,
+    GenerationError,
+    OutOfMemory,
+)
 from .formats.checkpoint import Progress, ReadOptions, element_bytes, read_weights
 from .formats.open import find_model, open_checkpoint, read_tokenizer
 from .formats.prepared import PreparedFile
@@ -37,6 +46,8 @@ if TYPE_CHECKING:
     from .serving import Engine, EngineConfig
 
 log = logging.getLogger(__name__)
+
+LARGE_TABLE = 64 << 20  # numbers of an embedding that takes as long to read as a tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +153,12 @@ def load(
         same: dict[str, Any] = {"backend": backend, "threads": threads, "dtype": dtype, "cache_dtype": cache_dtype}
         return load(path, **same, head=head, device=device, options=alone)
 
+    tokenizer = cache(partial(read_tokenizer, path))
+
+    def try_tokenizer() -> None:
+        with suppress(BitNetRefError):  # raised again where it is used
+            tokenizer()
+
     def read() -> Model:
         prepared = PreparedFile(path, chosen, reading, options.prepared) if options.prepared else None
         if prepared is not None and (stored := prepared.read()) is not None:
@@ -156,12 +173,15 @@ def load(
                 warnings.warn(f"{lacks}. Computing without the card", stacklevel=3)
                 return again(choose_cpu())
             checkpoint.pack_plane = be.pack_plane
-            weights = be.prepare_model(read_weights(checkpoint, options.progress, be.prepare_for), checkpoint.config)
+            cfg = checkpoint.config
+            early = try_tokenizer if cfg.vocab_size * cfg.hidden_size >= LARGE_TABLE else None
+            stored_weights = read_weights(checkpoint, options.progress, be.prepare_for, early)
+            weights = SteppedWeights(be.prepare_in_steps(stored_weights, cfg))
         if prepared is not None:
-            prepared.write(checkpoint.config, weights)
+            prepared.write(cfg, weights.finished())
             if prepared.is_mapped and (stored := prepared.read()) is not None:
                 return Model(*stored, be, path, cache_dtype=cache_dtype, load_again=again)
-        return Model(checkpoint.config, weights, be, path, cache_dtype=cache_dtype, load_again=again)
+        return Model(cfg, weights, be, path, cache_dtype=cache_dtype, load_tokenizer=tokenizer, load_again=again)
 
     if not options.share:
         return read()

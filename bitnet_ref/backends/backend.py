@@ -125,6 +125,11 @@ class Backend(PlainBackend):
         """All weights, each linear prepared, plus what the backend adds to the model as a whole."""
         return w
 
+    def prepare_in_steps(self, w: ModelWeights, cfg: ModelConfig) -> Iterator[ModelWeights]:
+        """`prepare_model` in steps: weights that can compute, then the same or faster ones, and at last those that
+        `prepare_model` gives. All of them compute the same bits."""
+        yield self.prepare_model(w, cfg)
+
     def prepared_layout(self) -> str | None:
         """Names the layout that `prepare` and `prepare_model` make; None when it is not worth keeping on disk."""
         return None

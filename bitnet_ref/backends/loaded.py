@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -27,7 +30,53 @@ if TYPE_CHECKING:
     from ..tokenizers.vocabulary import Vocabulary
 
 
+log = logging.getLogger(__name__)
+
+MIN_STEPPED_BYTES = 256 << 20
 _CLOSED = "this model was closed and its weights were freed; load it again"
+
+
+class SteppedWeights:
+    """Weights that compute at once, and are made faster step by step while they do: see `Backend.prepare_in_steps`.
+
+    Each pass but the first makes a step before it, so that a text begins sooner and goes on without a pause. Small
+    weights are made at once.
+    """
+
+    def __init__(self, steps: Iterator[ModelWeights], least: int = MIN_STEPPED_BYTES) -> None:
+        """least: bytes of weights that are made in steps."""
+        self.current = next(steps)
+        self._steps: Iterator[ModelWeights] | None = steps
+        self._lock = threading.Lock()
+        self._is_used = False
+        if self.current.nbytes < least:
+            self.finished()
+
+    def of_pass(self) -> ModelWeights:
+        """For the next pass. While one thread makes a step, others take what there is."""
+        if self._steps is not None and self._is_used and self._lock.acquire(blocking=False):
+            try:
+                self._step()
+            finally:
+                self._lock.release()
+        self._is_used = True
+        return self.current
+
+    def finished(self) -> ModelWeights:
+        """After all steps."""
+        with self._lock:
+            while self._steps is not None:
+                self._step()
+        return self.current
+
+    def _step(self) -> None:
+        try:
+            self.current = next(self._steps or iter(()))
+        except StopIteration:
+            self._steps = None
+        except MemoryError:
+            log.warning("no memory for second copies of the weights: the model goes on without, more slowly")
+            self._steps = None
 
 
 class LoadedModel:
@@ -36,7 +85,7 @@ class LoadedModel:
     def __init__(
         self,
         config: ModelConfig,
-        weights: ModelWeights,
+        weights: ModelWeights | SteppedWeights,
         backend: Backend,
         path: Path | None = None,
         *,
@@ -51,16 +100,18 @@ class LoadedModel:
         self.context_length = config.context_length
         self.cache_dtype = cache_dtype
         self.run_pass: Callable[..., Logits] = run  # a profile replaces it while it watches
-        self._weights: ModelWeights | None = weights
+        stepped = weights if isinstance(weights, SteppedWeights) else SteppedWeights(iter([weights]))
+        self._weights: SteppedWeights | None = stepped
         self._load_tokenizer = load_tokenizer
         self._load_again = load_again
 
     def __repr__(self) -> str:
         cfg, name = self.config, self.path.name if self.path is not None else "in memory"
-        state = "closed" if self._weights is None else f"backend {self.backend.summary}"
+        state = "closed" if self.is_closed else f"backend {self.backend.summary}"
+        screened = not self.is_closed and self.head == "screened"
         return (
             f"<bitnet_ref.Model {name}: {cfg.model_type}, {cfg.num_hidden_layers} layers of {cfg.hidden_size}, "
-            f"vocab {cfg.vocab_size}, {state}{', screened head' * (self.head == 'screened')}>"
+            f"vocab {cfg.vocab_size}, {state}{', screened head' * screened}>"
         )
 
     @property
@@ -70,7 +121,12 @@ class LoadedModel:
 
     @property
     def weights(self) -> ModelWeights:
-        """Raises BackendError after `close`."""
+        """As `Backend.prepare_model` gives them: a large model makes the last of it while it writes, or here. Raises
+        BackendError after `close`."""
+        return self._stepped.finished()
+
+    @property
+    def _stepped(self) -> SteppedWeights:
         if self._weights is None:
             raise BackendError(_CLOSED)
         return self._weights
@@ -78,8 +134,7 @@ class LoadedModel:
     @property
     def head(self) -> str:
         """How greedy and top-k tokens are computed: "screened" (proven bounds on most logits) or "exact" (all)."""
-        screened = self._weights is not None and hasattr(self._weights.lm_head, "screen_nbytes")
-        return "screened" if screened else "exact"
+        return "screened" if not self.is_closed and hasattr(self.weights.lm_head, "screen_nbytes") else "exact"
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -118,13 +173,13 @@ class LoadedModel:
         path: str | None = None,
     ) -> Logits:
         """One pass; see `backends.run.run`. This and `run_greedy` are the only ways in which this model computes."""
-        return self.run_pass(self.backend, self.weights, self.config, batch, cache, top, path)
+        return self.run_pass(self.backend, self._stepped.of_pass(), self.config, batch, cache, top, path)
 
     def run_greedy(self, batch: TokenBatch, cache: KVCache, steps: GreedyRun) -> Iterator[list[TokenLogits]]:
         """Several passes; see `backends.run.run_greedy`. None while a profile watches, which looks into each pass."""
         if self.run_pass is not run:
             return iter(())
-        return run_greedy(self.backend, self.weights, self.config, batch, cache, steps)
+        return run_greedy(self.backend, self._stepped.of_pass(), self.config, batch, cache, steps)
 
     @overload
     def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray: ...
@@ -171,8 +226,9 @@ class LoadedModel:
             )
         return logits, recorder.seen
 
-    def on(self, backend: Backend) -> Self:
-        """The same model on another backend, from the weights in memory."""
+    def on(self, backend: Backend, *, in_steps: bool = False) -> Self:
+        """The same model on another backend, from the weights in memory. in_steps: as a large one is, see
+        `SteppedWeights`."""
         w = plain_weights(self.weights)
         layers = []
         for index, layer in enumerate(w.layers):
@@ -180,7 +236,8 @@ class LoadedModel:
             linears: dict[str, Any] = {name: prepare(linear) for name, linear in layer.linears()}
             layers.append(replace(layer, **linears))
         head = w.embedding if w.tied else backend.prepare_for(None)(w.lm_head)
-        prepared = backend.prepare_model(replace(w, layers=tuple(layers), lm_head=head), self.config)
+        steps = backend.prepare_in_steps(replace(w, layers=tuple(layers), lm_head=head), self.config)
+        prepared = SteppedWeights(steps, 0 if in_steps else sys.maxsize)
         settings: dict[str, Any] = {"cache_dtype": self.cache_dtype, "load_tokenizer": self._load_tokenizer}
         return type(self)(self.config, prepared, backend, self.path, **settings)
 

@@ -114,6 +114,7 @@ def _checks(
     yield "divided layers", lambda: _equal(_whole(_divide(make, reference), tokens, None), plain)
     if be.screens_head:
         yield "screened head", lambda: _screened(reference.on(make(head="screened")), tokens)
+        yield "weights in steps", lambda: _in_steps(make, reference, tokens, plain)
         yield "exact head", lambda: _equal(_whole(reference.on(make(head="exact")), tokens, None), plain)
     yield "text", lambda: _text(model, tokens)
     yield "text, streamed", lambda: _streamed(model, tokens)
@@ -268,6 +269,14 @@ def _other_layout(model: Model, tokens: list[int], plain: NDArray) -> Outcome:
     """A whole prompt, and one token at a time: kernels for many tokens and for few."""
     both = [_whole(model, tokens, None), _decoding(model, tokens, None)]
     return _equal(np.concatenate(both), np.concatenate([plain, plain]))
+
+
+def _in_steps(make: MakeBackend, reference: Model, tokens: list[int], plain: NDArray) -> Outcome:
+    """Decoding, and text, while a screen and strips are made, a step with each pass."""
+    stripped = make(head="screened").other_layouts()["stripped"]
+    model, writer = (reference.on(stripped(), in_steps=True) for _ in range(2))
+    count, problem, detail = _equal(_decoding(model, tokens, None), plain)
+    return (count, problem, detail) if problem is not None else _text(writer, tokens)
 
 
 def _dense_blocks(be: Backend) -> Outcome:

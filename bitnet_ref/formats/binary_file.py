@@ -21,7 +21,7 @@ _READ_BYTES = 8 << 20  # at a time, so that the read-ahead moves on within a lar
 _AHEAD_BYTES = 256 << 20  # that the system is asked to read before they are used
 _ADVISED_BYTES = 512 << 10  # per request: Linux reads no more than its disk takes at once, and forgets the rest
 _LARGE_BYTES = 128 << 20  # of a tensor that several threads read: a disk does more at a time than one thread asks for
-_LARGE_PART, _READERS = 16 << 20, 2  # bytes per call, in which no thread holds the interpreter's lock; threads
+_READERS, _MAX_PART = 2, 1 << 30  # threads, each with one call, which does not need the interpreter's lock; bytes of it
 _EXPONENTS: dict[str, np.unsignedinteger] = {  # all set: NaN or Inf
     "bfloat16": np.uint16(0x7F80),
     "float16": np.uint16(0x7C00),
@@ -104,10 +104,11 @@ class BinaryFile(Closeable):
 
     def _read_large(self, target: memoryview, offset: int) -> int:
         """Fill `target` from several threads. Returns the bytes that are there from its start on without a gap."""
-        starts = range(0, len(target), _LARGE_PART)
+        part = min(-(-len(target) // _READERS), _MAX_PART)
+        starts = range(0, len(target), part)
 
         def read(start: int) -> int:
-            return os.preadv(self._file.fileno(), [target[start : start + _LARGE_PART]], offset + start)
+            return os.preadv(self._file.fileno(), [target[start : start + part]], offset + start)
 
         with ThreadPoolExecutor(_READERS) as readers:
             counts = readers.map(read, starts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import count
@@ -320,16 +321,21 @@ def read_weights(
     checkpoint: Checkpoint,
     progress: Progress | None = None,
     prepare_for: Callable[[int | None], Prepare | None] = lambda layer: None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> ModelWeights:
     """All weights. Each linear goes through `prepare_for(its layer)` (None: the head) as soon as it is read, so it is
-    never held twice. See `Backend.prepare_for`."""
+    never held twice. See `Backend.prepare_for`. meanwhile: called while the embedding is read."""
     config = checkpoint.config
     if checkpoint.dense != "stored" and config.quantization is not None:
         message = f"{checkpoint.dense!r} is for models without int8 activations, and this one's linears are ternary"
         raise ConfigError(f"{message}; load it without", path=checkpoint.path, field="dense")
     done = ticker(progress, part_count(config))
     checkpoint.read_ahead()
-    embedding = read_embedding(checkpoint)
+    with ThreadPoolExecutor(1) as reader:
+        reading = reader.submit(read_embedding, checkpoint)
+        if meanwhile is not None:
+            meanwhile()
+        embedding = reading.result()
     if config.tie_word_embeddings and isinstance(embedding, GroupTernaryWeight) and (prepare := prepare_for(None)):
         head = prepare(embedding)
         embedding = head if isinstance(head, GroupTernaryLinear) else embedding

@@ -298,7 +298,7 @@ def test_reading_ahead_asks_for_every_byte_once_and_never_far_ahead(tmp_path, mo
 def test_a_large_tensor_is_read_by_several_threads(short, tmp_path, monkeypatch):
     """Also where a call gives fewer bytes than it was asked for, and where the file has become shorter."""
     monkeypatch.setattr(binary_file, "_LARGE_BYTES", 5000)
-    monkeypatch.setattr(binary_file, "_LARGE_PART", 700)
+    monkeypatch.setattr(binary_file, "_MAX_PART", 700)
     plain, calls = os.preadv, []
 
     def preadv(descriptor, buffers, offset):

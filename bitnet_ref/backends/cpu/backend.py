@@ -8,7 +8,7 @@ and layout gives the same int32 accumulators, and NumPy's float32 in the steps b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache as memoize
@@ -59,6 +59,7 @@ from .weights import (
     MAX_STRIP,
     MIN_SCREENED_BYTES,
     MIN_STRIPS_BYTES,
+    ROWS_PER_STEP,
     GroupPanelWeight,
     PanelWeight,
     ScreenedHead,
@@ -127,6 +128,12 @@ class CythonBackend(KernelBackend):
         A head that is ternary, in blocks (a screen would be as large) or has a bias gets no screen, nor small
         matrices strips.
         """
+        *_, last = self.prepare_in_steps(w, cfg)
+        return last
+
+    def prepare_in_steps(self, w: ModelWeights, cfg: ModelConfig) -> Iterator[ModelWeights]:
+        """Each step takes some hundredths of a second. The weights change when the head's screen is whole, and when all
+        layers have strips: recorded steps of a cache are recorded again for others."""
         if w.tied and isinstance(w.embedding, GroupTernaryLinear):
             panels = self._group_panels(w.embedding)
             w = replace(w, lm_head=panels, embedding=panels)
@@ -134,24 +141,43 @@ class CythonBackend(KernelBackend):
         if by_numpy:
             why = "their sums are in float64, or their rows not contiguous"
             log.warning("NumPy computes %d dense linears (%s, ...): %s", len(by_numpy), by_numpy[0], why)
-        if cfg.activation == "relu2" and self._takes_strips:
-            w = replace(w, layers=tuple(map(self._add_strips, w.layers)))
+        yield w
         head = w.lm_head
+        if isinstance(head, DenseWeight) and self._screens(head):
+            screened = self._empty_screen(head)
+            for at in range(0, len(head.stored), ROWS_PER_STEP):
+                self._fill_screen(screened, slice(at, at + ROWS_PER_STEP))
+                yield w
+            w = replace(w, lm_head=screened, embedding=screened if w.tied else w.embedding)
+            yield w
+        if cfg.activation == "relu2" and self._takes_strips:
+            layers = []
+            for layer in w.layers:
+                layers.append(self._add_strips(layer))
+                yield w
+            yield replace(w, layers=tuple(layers))
+
+    def _screens(self, head: DenseWeight) -> bool:
         fits = type(head) is DenseWeight and head.bias is None and kernels_take(head) and head.stored.size > 0
-        if self.head == "exact" or not fits:
-            return w
-        assert isinstance(head, DenseWeight)
-        if head.block_type is not None or (self.head == "auto" and head.nbytes < MIN_SCREENED_BYTES):
-            return w
-        screened = self._add_screen(head)
-        return replace(w, lm_head=screened, embedding=screened if w.tied else w.embedding)
+        if self.head == "exact" or not fits or head.block_type is not None:
+            return False
+        return self.head == "screened" or head.nbytes >= MIN_SCREENED_BYTES
 
     def _add_screen(self, w: DenseWeight) -> ScreenedHead:
+        screened = self._empty_screen(w)
+        self._fill_screen(screened, slice(None))
+        return screened
+
+    def _empty_screen(self, w: DenseWeight) -> ScreenedHead:
         n_out, n_in = w.shape
         rows_q = self._memory.empty((n_out, -(-n_in // 64) * 64)).view(np.int8)
-        facts = np.empty((n_out, 3), dtype=np.float32)
-        _cpu.screen_pack(view_bits(w.stored), rows_q, facts, self.threads, self.kernels.kernel_set)
-        return ScreenedHead(w.stored, rows_q=rows_q, facts=facts)
+        return ScreenedHead(w.stored, rows_q=rows_q, facts=np.empty((n_out, 3), dtype=np.float32))
+
+    def _fill_screen(self, head: ScreenedHead, rows: slice) -> None:
+        assert head.rows_q is not None
+        assert head.facts is not None
+        places = head.rows_q[rows], head.facts[rows]
+        _cpu.screen_pack(view_bits(head.stored[rows]), *places, self.threads, self.kernels.kernel_set)
 
     def _add_strips(self, w: LayerWeights) -> LayerWeights:
         """Strips of up_proj's rows and of down_proj's columns, for tokens that need few of them."""

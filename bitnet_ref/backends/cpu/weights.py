@@ -29,6 +29,7 @@ from .memory import HugePages
 MIN_SCREENED_BYTES = 16 << 20
 # Smaller matrices stay in the processor's cache, where reading all of them in order costs no more.
 MIN_STRIPS_BYTES = 1 << 20
+ROWS_PER_STEP = 1 << 13  # of a head whose screen is made in steps
 MAX_STRIP = 1 << 17  # rows, and columns: the kernels' sums fit int32
 # Beyond this share of the rows all of them are computed: single rows come from memory more slowly than rows in order.
 MAX_CANDIDATES = 1 / 8
