@@ -109,9 +109,9 @@ STEP_INLINE float STEP(total)(const float *lanes) {
 
 /* Adds the products of n columns (a multiple of 32) of R rows and T tokens to their 32 sums each in `lanes`, which need
  * not be set before the first columns; V vectors of each sum per pass. Rows lie `row` bytes apart, 32 columns of one
- * `step` bytes; R rows at `ahead`, which lie alike, are prefetched unless it is NULL. */
+ * `step` bytes; R rows `far` bytes ahead, which lie alike, are prefetched unless it is 0. */
 STEP_INLINE void STEP(dense_tile)(const int kind, const int R, const int T, const int V, const char *w, size_t row,
-                                  size_t step, const char *ahead, const float *x, size_t K, size_t n, int is_first,
+                                  size_t step, size_t far, const float *x, size_t K, size_t n, int is_first,
                                   float *lanes) {
     const size_t size = DENSE_KINDS[kind].bytes;
     for (size_t pass = 0; pass < 32; pass += V * STEP(FLOATS)) {
@@ -128,7 +128,7 @@ STEP_INLINE void STEP(dense_tile)(const int kind, const int R, const int T, cons
         for (size_t k = pass; k < n; k += 32, at += step) {
             STEP_UNROLL
             for (int i = 0; i < V * R; i++) {
-                if (ahead && i % V == 0 && pass == 0) __builtin_prefetch(ahead + i / V * row + k / 32 * step);
+                if (far && i % V == 0 && pass == 0) prefetch_row(at + i / V * row, at + i / V * row + far);
                 weights[i] = STEP(weights)(at + i / V * row, i % V * STEP(FLOATS), kind);
             }
             STEP_UNROLL
@@ -177,11 +177,11 @@ STEP_INLINE void STEP(finish_sums)(const int kind, const int R, const int T, con
 }
 
 /* R rows and a token, all columns at once */
-STEP_INLINE void STEP(dense_token)(const int kind, const int R, const int V, const char *w, size_t K, const float *x,
-                                   float *y, size_t y_stride) {
+STEP_INLINE void STEP(dense_token)(const int kind, const int R, const int V, const char *w, size_t far, size_t K,
+                                   const float *x, float *y, size_t y_stride) {
     float lanes[4 * 32] __attribute__((aligned(64)));
     const size_t row = dense_row_bytes(kind, K);
-    STEP(dense_tile)(kind, R, 1, V, w, row, dense_row_bytes(kind, 32), w + R * row, x, K, K - K % 32, 1, lanes);
+    STEP(dense_tile)(kind, R, 1, V, w, row, dense_row_bytes(kind, 32), far, x, K, K - K % 32, 1, lanes);
     STEP(finish_sums)(kind, R, 1, w, K, x, lanes, y, y_stride);
 }
 
@@ -199,16 +199,16 @@ STEP_INLINE void STEP(dense_part)(const int kind, const int T, const int is_pack
         const size_t k = part * n < K32 ? part * n : K32, some = K32 - k < n ? K32 - k : n;
         for (size_t r = 0; r < rows; r += R) {
             const char *at = (is_packed ? (const char *)packed : w) + r / R * of_tile + k / 32 * step;
-            const char *ahead = is_packed ? NULL : at + (r + R < rows ? of_tile : n / 32 * step - r / R * of_tile);
-            STEP(dense_tile)(is_packed ? 0 : kind, R, T, V, at, row, step, ahead, x + k, K, some, k == 0, lanes + r * T * 32);
+            const size_t far = is_packed ? 0 : r + R < rows ? of_tile : n / 32 * step - r / R * of_tile;
+            STEP(dense_tile)(is_packed ? 0 : kind, R, T, V, at, row, step, far, x + k, K, some, k == 0, lanes + r * T * 32);
         }
     }
     STEP(finish_sums)(kind, (int)rows, T, w, K, x, lanes, y, y_stride);
 }
 
 /* The same of blocks, K a multiple of 32, all 32 lanes in one pass. */
-STEP_INLINE void STEP(block_tile)(const int kind, const int R, const int T, const char *w, size_t K, const float *x, float *y,
-                                  size_t y_stride) {
+STEP_INLINE void STEP(block_tile)(const int kind, const int R, const int T, const char *w, size_t far, size_t K,
+                                  const float *x, float *y, size_t y_stride) {
     enum { V = 32 / STEP(FLOATS) };
     const size_t row_bytes = dense_row_bytes(kind, K);
     STEP(f32v) sum[2 * STEP(DENSE_TOKENS) * V] = {{0}};
@@ -217,7 +217,7 @@ STEP_INLINE void STEP(block_tile)(const int kind, const int R, const int T, cons
     const int step = BLOCK_STEP(kind), parts = R * step / 32;
 #define MULTIPLY(n)                                                                                                    \
     {                                                                                                                  \
-        const uint8_t *b = (const uint8_t *)w + dense_row_bytes(kind, k), *ahead = b + R * row_bytes;                  \
+        const uint8_t *b = (const uint8_t *)w + dense_row_bytes(kind, k), *ahead = b + far;                            \
         const float *f = factors[0], *of_token = x + k;                                                                \
         const int8_t *q = quants[0];                                                                                   \
         STEP_UNROLL                                                                                                    \
@@ -226,7 +226,8 @@ STEP_INLINE void STEP(block_tile)(const int kind, const int R, const int T, cons
             STEP_UNROLL                                                                                                \
             for (int i = 0; i < parts; i++) { /* of each row 32 columns, then the next 32 */                           \
                 const int r = i % R, c = i / R * 32;                                                                   \
-                if (c == 0) __builtin_prefetch(ahead + r * row_bytes);                                                 \
+                if (c == 0 && T == 1) prefetch_row(b + r * row_bytes, ahead + r * row_bytes);                          \
+                if (c == 0 && T > 1) __builtin_prefetch(ahead + r * row_bytes);                                        \
                 STEP_UNROLL                                                                                            \
                 for (int v = 0; v < V; v++) {                                                                          \
                     const int column = c + v * STEP(FLOATS);                                                           \
@@ -289,41 +290,41 @@ STEP_TARGET static void STEP(dense_packed)(int kind, const char *w, const float 
 
 STEP_INLINE void STEP(dense_rows_of)(const int kind, const char *w, size_t rows, size_t K, const float *x, size_t M,
                                      float *y, size_t y_stride) {
-    const size_t row_bytes = dense_row_bytes(kind, K);
+    const size_t row_bytes = dense_row_bytes(kind, K), far = bytes_ahead(4, row_bytes);
     size_t first = 0; /* of the rows that are left */
     if (M == 1 && STEP_BYTES == 32)
         for (; first + 2 <= rows; first += 2)
-            STEP(dense_token)(kind, 2, 4, w + first * row_bytes, K, x, y + first, y_stride);
+            STEP(dense_token)(kind, 2, 4, w + first * row_bytes, far, K, x, y + first, y_stride);
     if (M == 1) /* four rows, so that enough sums are in flight */
         for (; first + 4 <= rows; first += 4)
-            STEP(dense_token)(kind, 4, 2, w + first * row_bytes, K, x, y + first, y_stride);
+            STEP(dense_token)(kind, 4, 2, w + first * row_bytes, far, K, x, y + first, y_stride);
     if (M > 1) {
         first = rows / 4 * 4;
         STEP(dense_parts)(kind, 0, w, NULL, first, K, x, M, y, y_stride);
     }
     for (size_t n = first; n < rows; n++)
         for (size_t m = 0; m < M; m++)
-            STEP(dense_token)(kind, 1, 2, w + n * row_bytes, K, x + m * K, y + m * y_stride + n, y_stride);
+            STEP(dense_token)(kind, 1, 2, w + n * row_bytes, far, K, x + m * K, y + m * y_stride + n, y_stride);
 }
 
 /* blocks, for one token, or with AVX-512 for as many as a tile takes */
 STEP_INLINE void STEP(block_rows_of)(const int kind, const char *w, size_t rows, size_t K, const float *x, size_t M, float *y,
                                      size_t y_stride) {
     enum { R = STEP_BYTES / 16 };
-    const size_t row_bytes = dense_row_bytes(kind, K);
+    const size_t row_bytes = dense_row_bytes(kind, K), far = bytes_ahead(R, row_bytes);
     size_t n = 0;
     if (M == 1)
-        for (; n + R <= rows; n += R) STEP(block_tile)(kind, R, 1, w + n * row_bytes, K, x, y + n, y_stride);
+        for (; n + R <= rows; n += R) STEP(block_tile)(kind, R, 1, w + n * row_bytes, far, K, x, y + n, y_stride);
 #if STEP_BYTES == 64
     for (; M > 1 && M <= STEP(DENSE_TOKENS) && n + 2 <= rows; n += 2) {
-#define TILE(T) case T: STEP(block_tile)(kind, 2, T, w + n * row_bytes, K, x, y + n, y_stride); break;
+#define TILE(T) case T: STEP(block_tile)(kind, 2, T, w + n * row_bytes, 2 * row_bytes, K, x, y + n, y_stride); break;
         switch (M) { TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
 #undef TILE
     }
 #endif
     for (; n < rows; n++)
         for (size_t m = 0; m < M; m++)
-            STEP(block_tile)(kind, 1, 1, w + n * row_bytes, K, x + m * K, y + m * y_stride + n, y_stride);
+            STEP(block_tile)(kind, 1, 1, w + n * row_bytes, far, K, x + m * K, y + m * y_stride + n, y_stride);
 }
 
 /* K weights of a row, a multiple of 32, as float32, each 32 of them `stride` floats apart */

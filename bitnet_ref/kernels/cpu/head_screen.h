@@ -143,13 +143,14 @@ STEP_INLINE int64_t STEP(screen_total)(STEP(screen_sum) sum) {
 
 STEP_INLINE void STEP(screen_sums)(const int8_t *q, size_t wide, const int16_t *X, const int rows, int fetch,
                                    int64_t *sums) {
+    const size_t far = bytes_ahead(4, wide);
     for (int r = 0; r < rows; r++) sums[r] = 0;
     for (size_t start = 0; start < wide; start += STEP(SCREEN_COLUMNS)) {
         const size_t end = wide - start < STEP(SCREEN_COLUMNS) ? wide : start + STEP(SCREEN_COLUMNS);
         STEP(screen_sum) sum[4] = {{0}};
         for (size_t k = start; k < end; k += 64) { /* a cache line of each row */
             if (fetch)
-                for (int r = 0; r < rows; r++) __builtin_prefetch(q + (size_t)(rows + r) * wide + k);
+                for (int r = 0; r < rows; r++) prefetch_row(q + r * wide + k, q + r * wide + k + far);
             for (size_t i = k; i < k + 64; i += SCREEN_LANES) {
                 const STEP(screen_sum) x = SCREEN_X(X + i);
                 STEP_UNROLL
