@@ -218,9 +218,9 @@ PLACES = {
         return (four[0] + four[2]) + (four[1] + ⟦four[3] → four[1]⟧);
         SUM(third, ⟦fourth → third⟧, 0x44, 0xEE), 0x88, 0xDD)
         y[t * y_stride + r] = STEP(total)(lanes + ⟦(r * T + t) → 0⟧ * 32);
-        ahead, x + k, K, some, ⟦k == 0 → 1⟧, lanes
+        far, x + k, K, some, ⟦k == 0 → 1⟧, lanes
         *tokens = x + ⟦m * K → 0⟧;
-        STEP(dense_token)(kind, 1, 2, w + n * row_bytes, K, x + ⟦m → 0⟧ * K""",
+        STEP(dense_token)(kind, 1, 2, w + n * row_bytes, far, K, x + ⟦m → 0⟧ * K""",
     "dense_amx.h": r"""
         part[⟦p * tokens → p⟧ + t] = _mm512_permutex2var_epi16(
         b = _mm512_sub_ps(b, (__m512)_mm512_and_si512((__m512i)⟦b → a⟧, top));
