@@ -48,7 +48,7 @@ def gist(out):
 class LineFault:
     """Traces a thread and raises MemoryError at the `number`-th line of `serving` that it runs. lines: so far."""
 
-    SPARED = ("_run", "_start_over", "close", "cancel", "done")  # what handles the fault, and destructors
+    SPARED = ("_run", "_start_over", "close", "_ring", "cancel", "done")  # what handles the fault, and destructors
 
     def __init__(self, number):
         self.number, self.lines = number, 0

@@ -545,7 +545,7 @@ def _engine(model: Model, prompts: list[list[int]], greedy: dict[str, Any]) -> A
         return engine.generate(prompts, **greedy)
 
 
-class _FreeGuesses(StepTimes):
+class FreeGuesses(StepTimes):
     """Guesses are made at any speed of the model and the machine."""
 
     def learn(self, rows: int, drafted: int, seconds: float) -> float:
@@ -559,7 +559,7 @@ def _engine_drafted(model: Model, tokens: list[int]) -> Outcome:
     forced = [dict.fromkeys(tokens[:count], 100.0) for count in (1, 2)]
     options = [{**_greedy(model, prompt), "logprobs": 3, "logit_bias": each} for each in forced]
     with model.engine(max_batch=2, max_batch_tokens=32, page_size=PAGE_SIZE) as engine:
-        engine._worker._scheduler.times = _FreeGuesses()
+        engine._worker._scheduler.times = FreeGuesses()
         outs = [each.result() for each in [engine.submit(prompt, speculate="lookup", **each) for each in options]]
     right = sum(out.stats.accepted_tokens for out in outs)
     for number, out in enumerate(outs):

@@ -8,6 +8,7 @@ from cli_runs import BACKEND
 from engine_checks import PROMPTS, check, gist, until
 from helpers import GOLDEN, chat_folder, model
 
+from bitnet_ref.crossval.paths import FreeGuesses
 from bitnet_ref.errors import NumericsError
 from bitnet_ref.generation.drafts import LookupDrafts
 from bitnet_ref.generation.processors import LogitsRule
@@ -202,6 +203,7 @@ COPY = "The cat sat on the mat. The dog sat on the log. The cat sat on the mat. 
 def test_drafts_save_steps_and_are_counted(story):
     params = {"max_tokens": 40, "frequency_penalty": -1.0}
     with story.engine(page_size=4) as engine:
+        engine._worker._scheduler.times = FreeGuesses()
         out = engine.generate(COPY, speculate="lookup", **params)
         stats, now, shown = out.stats, engine.metrics.snapshot(), engine.stories[0]
         assert now["engine_steps"] == 40 - stats.accepted_tokens < 40
