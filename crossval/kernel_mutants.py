@@ -221,6 +221,11 @@ PLACES = {
         far, x + k, K, some, ⟦k == 0 → 1⟧, lanes
         *tokens = x + ⟦m * K → 0⟧;
         STEP(dense_token)(kind, 1, 2, w + n * row_bytes, far, K, x + ⟦m → 0⟧ * K""",
+    "draw_steps.h": r"""
+        (STEP(wide)(logits + (i + k) * STEP(DOUBLES)) - top) ⟦/ → *⟧ temperature;
+        for (; block + 1 < blocks && below + sums[block] <= target; block++) ⟦below += sums[block] → below += 0⟧;
+        const double end = below + ⟦e[i] → e[0]⟧;
+        const double target = ⟦uniform → 0.5⟧ * total""",
     "dense_amx.h": r"""
         part[⟦p * tokens → p⟧ + t] = _mm512_permutex2var_epi16(
         b = _mm512_sub_ps(b, (__m512)_mm512_and_si512((__m512i)⟦b → a⟧, top));

@@ -177,6 +177,11 @@ class Backend(PlainBackend):
         ids = np.arange(logits.shape[1])
         return [HeadRows(ids, row) for row in logits]
 
+    def draw(self, logits: NDArray, temperature: float, uniform: float) -> int | None:
+        """The token for a number in [0, 1) from softmax(logits / temperature), as `generation.sampling` draws it; None
+        where that must draw.   logits (V,)"""
+        return None
+
     def running(self) -> AbstractContextManager[None]:
         """The context of every pass: here it limits NumPy's BLAS to `threads`."""
         return blas_threads(self.threads)

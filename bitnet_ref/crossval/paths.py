@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -30,7 +31,9 @@ from ..backends import Backend
 from ..backends.backend import GreedyRun
 from ..backends.paged_cache import PagedKVCache
 from ..backends.split import LayerRun, SplitBackend
+from ..generation import SamplingParams
 from ..generation.drafts import StepTimes
+from ..generation.sampling import choose, distribution
 from ..reference import layers
 from ..reference.blocks import BLOCK_TYPES
 from ..reference.cache import TokenBatch
@@ -116,6 +119,7 @@ def _checks(
         yield "screened head", lambda: _screened(reference.on(make(head="screened")), tokens)
         yield "weights in steps", lambda: _in_steps(make, reference, tokens, plain)
         yield "exact head", lambda: _equal(_whole(reference.on(make(head="exact")), tokens, None), plain)
+    yield "drawn tokens", lambda: _drawn(be, plain)
     yield "text", lambda: _text(model, tokens)
     yield "text, streamed", lambda: _streamed(model, tokens)
     yield (
@@ -523,6 +527,20 @@ def _drafted(model: Model, tokens: list[int]) -> Outcome:
     if right != drafted or (drafted == 0 and model.config.delta is None):
         return len(out.token_ids), f"of {drafted} tokens guessed by the model itself, {right} were right", ""
     return len(out.token_ids), None, f"every token has the largest logit; {right} were guessed"
+
+
+def _drawn(be: Backend, logits: NDArray) -> Outcome:
+    """The backend's draws from these logits (T, V) against the sum of probabilities, one after another."""
+    compared, numbers = 0, np.random.default_rng(0).random(8).tolist()
+    for row, temperature in product(logits[:8], (0.7, 1.0)):
+        params = SamplingParams(temperature=temperature)
+        ends = np.cumsum(distribution(row, params)[1])
+        for uniform in (0.0, *numbers):
+            expected, drawn = int(np.searchsorted(ends, uniform, side="right")), be.draw(row, temperature, uniform)
+            compared += drawn is not None
+            if choose(row, params, uniform, be.draw) != expected or drawn not in (None, expected):
+                return compared, f"{uniform} at temperature {temperature} draws {drawn}, not {expected}", ""
+    return compared, None, f"{compared} by the backend, equal to the sum of probabilities"
 
 
 def _prompts(tokens: list[int]) -> list[list[int]]:

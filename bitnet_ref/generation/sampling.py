@@ -26,13 +26,20 @@ Entry = tuple[float, dict[int, float]]  # ln p of the chosen token; {id: ln p} o
 Distribution = tuple[NDArray[np.int64], NDArray[np.float64]]  # ids (n,), probabilities (n,), which sum to 1
 
 
-def choose(logits: NDArray, params: SamplingParams, uniform: float) -> int:
-    """The next token, for a number drawn from [0, 1).   logits (V,) float -> id.  Ties go to the smaller id."""
+Draw = Callable[[NDArray, float, float], int | None]  # `Backend.draw`
+
+
+def choose(logits: NDArray, params: SamplingParams, uniform: float, draw: Draw | None = None) -> int:
+    """The next token, for a number drawn from [0, 1).   logits (V,) float -> id.  Ties go to the smaller id.
+
+    draw: a backend's, which gives the same tokens in less time.
+    """
     if params.temperature == 0:
         return int(logits.argmax())
     is_limited = params.top_p < 1 or params.min_p > 0 or params.typical_p < 1 or 0 < params.top_k < logits.size
-    if not is_limited and (token := _draw_by_blocks(logits, params.temperature, uniform)) is not None:
-        return token
+    for each in () if is_limited else (draw, _draw_by_blocks):
+        if each is not None and (token := each(logits, params.temperature, uniform)) is not None:
+            return token
     ids, probabilities = distribution(logits, params)
     return int(ids[_invert(np.cumsum(probabilities), uniform)])
 
@@ -141,13 +148,17 @@ def candidates_needed(params: SamplingParams, vocab_size: int) -> int | None:
 
 
 def choose_among(
-    logits: TokenLogits, params: SamplingParams, uniform: float, values: NDArray | None = None
+    logits: TokenLogits,
+    params: SamplingParams,
+    uniform: float,
+    values: NDArray | None = None,
+    draw: Draw | None = None,
 ) -> int | None:
     """`choose` from the logits for `candidates_needed`. None: they do not determine the token, which only top_p and
     min_p without top_k can cause.   values (n,): `logits.values` as changed by rules"""
     ids, values = logits.ids, logits.values if values is None else values
     if logits.complete:
-        return choose(values, params, uniform)
+        return choose(values, params, uniform, draw)
     if params.temperature == 0:
         return int(ids[values.argmax()])
     if 0 < params.top_k < logits.vocab_size:

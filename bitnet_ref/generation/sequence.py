@@ -307,7 +307,7 @@ class Continuation:
                 raise GenerationError(f"strategy: expected a token id below {len(values)}, got {describe(token)}")
             return int(token), whole
         uniform = self.rng.random() if params.temperature > 0 else 0.0
-        chosen = choose_among(logits, params, uniform, values)
+        chosen = choose_among(logits, params, uniform, values, self.request.model.backend.draw)
         if chosen is None:  # the bounds do not determine it
             whole = logits.all()
             stats.head_rows += len(whole)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from bitnet_ref.backends.cpu.extension import simd_variants, why_unavailable
 from bitnet_ref.generation import SamplingParams
 from bitnet_ref.generation.sampling import _draw_by_blocks, choose, distribution, log_probability
 
@@ -69,9 +70,20 @@ def test_the_limits_of_many_tokens(limits, spread):
     np.testing.assert_allclose(probabilities, p[keep] / p[keep].sum(), rtol=1e-12)
 
 
+SETS = [name for name, lacks in simd_variants().items() if lacks is None] if why_unavailable() is None else []
+
+
+def draws():
+    """`_draw_by_blocks`, and the same in the kernels."""
+    from bitnet_ref.backends.cpu.backend import CythonBackend
+
+    return [_draw_by_blocks, *(CythonBackend(threads=1, simd=name).draw for name in SETS)]
+
+
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 1000, 4096])
 @pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0])
-def test_a_draw_by_blocks_is_the_draw_one_by_one(size, temperature):
+@pytest.mark.parametrize("draw", draws(), ids=["NumPy", *SETS])
+def test_a_draw_by_blocks_is_the_draw_one_by_one(size, temperature, draw):
     """For the numbers at which one token ends and the next begins, too."""
     rng, params, undecided = np.random.default_rng(size), SamplingParams(temperature=temperature), 0
     for spread in (0.01, 1, 5, 40):
@@ -84,8 +96,8 @@ def test_a_draw_by_blocks_is_the_draw_one_by_one(size, temperature):
         for uniform in (each for each in uniforms if each < 1):
             last = int(np.searchsorted(ends, ends[-1]))
             expected = min(int(np.searchsorted(ends, uniform, side="right")), last)
-            assert choose(logits, params, uniform) == ids[expected]
-            undecided += _draw_by_blocks(logits, temperature, uniform) is None
+            assert choose(logits, params, uniform, draw) == ids[expected]
+            undecided += draw(logits, temperature, uniform) is None
     assert undecided > 0  # at the edges
 
 

@@ -160,6 +160,27 @@ static void check_steps(const kernel_set *set, size_t n) {
     free(x), free(w), free(a), free(b), free(q), free(p), free(acc);
 }
 
+/* The token at which the sum of probabilities exceeds `uniform`, one after another; -1 within 1e-9 of where one ends */
+static void check_draw(const kernel_set *set, size_t n) {
+    float *x = random_floats(n);
+    double *sums = allocate((n + 63) / 64 * sizeof *sums);
+    for (int round = 0; round < 40; round++) {
+        const double temperature = round % 2 ? 1.0 : 0.3, uniform = round < 2 ? 0 : round / 40.0;
+        if (round == 20) x[n - 1] = -INFINITY;
+        double total = 0, sum = 0, nearest = INFINITY;
+        ptrdiff_t expected = -1;
+        for (size_t i = 0; i < n; i++) total += exp((double)x[i] / temperature);
+        for (size_t i = 0; i < n; i++) {
+            if (i > 0) nearest = fmin(nearest, fabs(sum / total - uniform));
+            sum += exp((double)x[i] / temperature);
+            if (expected < 0 && sum > uniform * total) expected = (ptrdiff_t)i;
+        }
+        const ptrdiff_t got = set->draw(x, n, temperature, uniform, sums);
+        if (got != expected && (got != -1 || nearest > 1e-8)) fail(set, "draw", n, round, got);
+    }
+    free(x), free(sums);
+}
+
 /* Each step of training: the bits of the portable one, but for double sums in another order, rounded to float32 */
 static void check_training(const kernel_set *set, size_t n) {
     const kernel_set *plain = &KERNEL_SETS[0];
@@ -612,7 +633,7 @@ int main(int argc, char **argv) {
             }
             check_strips(set, between(1, 700), between(1, 700), between(0, 100), 0);
             check_steps(set, between(1, 600));
-            check_training(set, between(1, 600));
+            check_training(set, between(1, 600)), check_draw(set, between(1, 600));
             check_attend(set, between(1, 9), between(1, 70) * 2, between(1, 400));
             const size_t R = between(1, 9);
             check_attend_many(set, between(2, ATTEND_ROWS / R), R, between(1, 70) * 2, between(1, 300), between(0, 1) * between(1, 200));

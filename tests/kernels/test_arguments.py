@@ -94,6 +94,7 @@ def good_calls():
         "dense_rows": {"x": floats(K), "w": floats(N, K), "rows": np.array([5, 69]), "y": floats(2), **run},
         "Tape": {},
         "bound_cpus": {},
+        "draw": {"logits": floats(N), "temperature": 0.7, "uniform": 0.5, "kernels": 0},
         "greedy_steps": {
             "step": _cpu.Tape(), "head": _cpu.Tape(), "table": floats(N, K), "scale": 2.0, "x": floats(M, K),
             "positions": tokens.copy(), "rope": floats(2, 2, M, d), "full": floats(2, 300, d),
@@ -199,7 +200,7 @@ FREE_SIZES = {
     ("append", "page_table"), ("attention", "page_table"), ("dense_rows", "w"), ("screen_pack", "w"),
     ("greedy_steps", "ends"), ("greedy_steps", "table"), ("greedy_steps", "full"), ("greedy_steps", "local"),
     ("screen_rows", "x"), ("pack_strips", "packed"), ("group_pack_panels", "packed"), ("group_linears", "x"),
-    ("sum_of_squares", "x"),
+    ("sum_of_squares", "x"), ("draw", "logits"),
 }  # fmt: skip
 OUTPUTS = {
     "x_q", "x_quant_scale", "acc", "y", "z", "panels", "packed", "keys", "values", "key_scales", "value_scales", "q",

@@ -216,6 +216,12 @@ class CythonBackend(KernelBackend):
             if got != expected:
                 raise ShapeError("check_prepared", expected=f"facts and rows_q of {expected}", got=str(got))
 
+    def draw(self, logits: NDArray, temperature: float, uniform: float) -> int | None:
+        if logits.dtype != np.float32 or not logits.flags.c_contiguous:
+            return None
+        token = _cpu.draw(logits, temperature, uniform, self.kernels.kernel_set)
+        return None if token < 0 else token
+
     # -- a pass --------------------------------------------------------------------------------------------------------
 
     def running(self) -> AbstractContextManager[None]:

@@ -1,4 +1,5 @@
-# Part of _cpu.pyx: greedy decoding, several recorded steps in a row without Python between them (greedy.h).
+# Part of _cpu.pyx: the next token, drawn (draw_steps.h), or the largest logits of several recorded steps in a row
+# without Python between them (greedy.h).
 
 
 def greedy_steps(Tape step, Tape head, table, float scale, float[:, ::1] x, int64_t[::1] positions,
@@ -72,3 +73,19 @@ def greedy_steps(Tape step, Tape head, table, float scale, float[:, ::1] x, int6
                             memcpy(&rope[1, j, i, 0], &local[j, positions[i], 0], half * sizeof(float))
         free(has_ended)
     return s
+
+
+def draw(const float[::1] logits, double temperature, double uniform, Py_ssize_t kernels):
+    """The token for `uniform` in [0, 1) from softmax(logits / temperature); -1 where rounding could decide."""
+    cdef Py_ssize_t n = logits.shape[0], token
+    cdef const kernel_set *chosen = check_set(kernels, 1)
+    if n == 0 or not temperature > 0 or not 0 <= uniform < 1:
+        raise ValueError(f"draw: {n} logits, temperature {temperature}, uniform {uniform}")
+    check_aligned(<size_t> &logits[0])
+    cdef double *sums = <double *> allocate((n + 63) // 64, sizeof(double))
+    if sums == NULL:
+        raise MemoryError(f"no memory for {n} logits")
+    with nogil:
+        token = chosen.draw(&logits[0], n, temperature, uniform, sums)
+    free(sums)
+    return token

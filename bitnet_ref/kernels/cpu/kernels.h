@@ -80,6 +80,7 @@ typedef struct {
     void (*gated)(const float *, const float *, size_t, int, float *);
     void (*rope)(const float *, size_t, size_t, const float *, const float *, float *);
     attend_fn attend;
+    ptrdiff_t (*draw)(const float *, size_t, double, double, double *);
     void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t, float *);
     void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *);
     int (*screen_token)(const float *, size_t, size_t, int16_t *, double *);
@@ -111,7 +112,7 @@ typedef struct {
 
 #define FLOAT_STEPS(suffix)                                                                                            \
     rms_norm_##suffix, quantize_##suffix, dequantize_##suffix, gated_##suffix, rope_##suffix,                          \
-        attend_##suffix, dense_rows_##suffix,                                                                          \
+        attend_##suffix, draw_##suffix, dense_rows_##suffix,                                                                          \
         screen_pack_##suffix, screen_token_##suffix, GROUP_LAYOUT_##suffix, group_token_##suffix, group_panel_##suffix
 #define SCREEN(suffix) screen_rows_##suffix, NULL
 #define STRIPS(suffix) strip_rows_##suffix, strip_columns_##suffix
