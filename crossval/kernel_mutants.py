@@ -222,7 +222,7 @@ PLACES = {
         *tokens = x + ⟦m * K → 0⟧;
         STEP(dense_token)(kind, 1, 2, w + n * row_bytes, far, K, x + ⟦m → 0⟧ * K""",
     "draw_steps.h": r"""
-        (STEP(wide)(logits + (i + k) * STEP(DOUBLES)) - top) ⟦/ → *⟧ temperature;
+        (STEP(wide)(logits + (i + k) * STEP(DOUBLES)) - top) / ⟦temperature → 1.0⟧;
         for (; block + 1 < blocks && below + sums[block] <= target; block++) ⟦below += sums[block] → below += 0⟧;
         const double end = below + ⟦e[i] → e[0]⟧;
         const double target = ⟦uniform → 0.5⟧ * total""",
