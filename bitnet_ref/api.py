@@ -127,7 +127,8 @@ def load(
         a half or a quarter of the bytes. It changes the logits; `bitnet-ref bench cache` measures by how much.
     head: "screened" (cython) computes greedy and top-k tokens from the few rows of the head that an int8 copy, with
         proven bounds, leaves in question: the same tokens, half the bytes read, half as many more held. "exact"
-        computes every logit. "auto" screens a head of 16 MiB or more.
+        computes every logit. "auto" screens a head of 16 MiB or more. A model of 256 MiB or more makes its int8 copy,
+        and strips of rows to skip, with its first passes, so that a text begins sooner; `weights` has all of them.
     device, options: see DeviceOptions and LoadOptions. Their fields may also be given here as keywords, as in
         load(path, memory_limit="8GiB", verify=True).
 

@@ -23,7 +23,7 @@ from .backend import Backend, GreedyRun, Ids
 from .observe import observe
 from .paged_cache import CacheSpec
 from .record import NamesFilter, Recorder
-from .run import Logits, TokenLogits, run, run_greedy
+from .run import Logits, TokenLogits, run, run_greedy, run_hidden
 
 if TYPE_CHECKING:
     from ..tokenizers.base import Tokenizer
@@ -172,7 +172,8 @@ class LoadedModel:
         top: Sequence[tuple[int | None, Ids] | None] | None = None,
         path: str | None = None,
     ) -> Logits:
-        """One pass; see `backends.run.run`. This and `run_greedy` are the only ways in which this model computes."""
+        """One pass; see `backends.run.run`. This, `run_greedy` and `run_hidden` are the only ways in which this model
+        computes."""
         return self.run_pass(self.backend, self._stepped.of_pass(), self.config, batch, cache, top, path)
 
     def run_greedy(self, batch: TokenBatch, cache: KVCache, steps: GreedyRun) -> Iterator[list[TokenLogits]]:
@@ -180,6 +181,10 @@ class LoadedModel:
         if self.run_pass is not run:
             return iter(())
         return run_greedy(self.backend, self._stepped.of_pass(), self.config, batch, cache, steps)
+
+    def run_hidden(self, batch: TokenBatch, cache: KVCache) -> NDArray:
+        """One pass without the head, and without a step towards it; see `backends.run.run_hidden`."""
+        return run_hidden(self.backend, self._stepped.current, self.config, batch, cache)
 
     @overload
     def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray: ...

@@ -530,17 +530,17 @@ def _drafted(model: Model, tokens: list[int]) -> Outcome:
 
 
 def _drawn(be: Backend, logits: NDArray) -> Outcome:
-    """The backend's draws from these logits (T, V) against the sum of probabilities, one after another."""
-    compared, numbers = 0, np.random.default_rng(0).random(8).tolist()
+    """Tokens drawn from these logits (T, V) against the sum of probabilities, one after another."""
+    compared, by_backend, numbers = 0, 0, np.random.default_rng(0).random(8).tolist()
     for row, temperature in product(logits[:8], (0.7, 1.0)):
         params = SamplingParams(temperature=temperature)
         ends = np.cumsum(distribution(row, params)[1])
         for uniform in (0.0, *numbers):
             expected, drawn = int(np.searchsorted(ends, uniform, side="right")), be.draw(row, temperature, uniform)
-            compared += drawn is not None
+            compared, by_backend = compared + 1, by_backend + (drawn is not None)
             if choose(row, params, uniform, be.draw) != expected or drawn not in (None, expected):
                 return compared, f"{uniform} at temperature {temperature} draws {drawn}, not {expected}", ""
-    return compared, None, f"{compared} by the backend, equal to the sum of probabilities"
+    return compared, None, f"equal to the sum of probabilities; {by_backend} by kernels"
 
 
 def _prompts(tokens: list[int]) -> list[list[int]]:

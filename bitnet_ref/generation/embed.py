@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
-from ..backends.run import run_hidden
 from ..errors import ConfigError, GenerationError
 from ..reference.cache import TokenBatch
 from ..system.json_file import read_json_object
@@ -129,7 +128,7 @@ def _pool(model: LoadedModel, rows: list[NDArray[np.int64]]) -> NDArray[np.float
     for start in range(0, max(map(len, rows)), step):
         parts = [(slot, start, row[start : start + step]) for slot, row in enumerate(rows)]
         batch = TokenBatch.of(parts, None if means else range(len(parts)))
-        hidden = run_hidden(model.backend, model.weights, model.config, batch, cache)
+        hidden = model.run_hidden(batch, cache)
         if not means:
             total = hidden.astype(np.float64)
             continue

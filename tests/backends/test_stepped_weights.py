@@ -42,6 +42,14 @@ def test_a_text_begins_before_screen_and_strips_are_made_and_ends_with_them(stor
     assert seen[-1] is subject.weights
 
 
+def test_a_pass_without_the_head_makes_no_screen(story):
+    subject = stepped(story)
+    vectors = [subject.embed(PROMPT) for _ in range(4)]
+    assert type(subject._stepped.current.lm_head) is not ScreenedHead
+    assert all(np.array_equal(each, vectors[0]) for each in vectors)
+    np.testing.assert_allclose(vectors[0], story.embed(PROMPT), atol=1e-5)
+
+
 def test_who_asks_for_the_weights_gets_all_of_them(story):
     subject = stepped(story)
     assert subject.head == "screened"

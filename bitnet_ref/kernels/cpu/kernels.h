@@ -112,7 +112,7 @@ typedef struct {
 
 #define FLOAT_STEPS(suffix)                                                                                            \
     rms_norm_##suffix, quantize_##suffix, dequantize_##suffix, gated_##suffix, rope_##suffix,                          \
-        attend_##suffix, draw_##suffix, dense_rows_##suffix,                                                                          \
+        attend_##suffix, draw_##suffix, dense_rows_##suffix,                                                           \
         screen_pack_##suffix, screen_token_##suffix, GROUP_LAYOUT_##suffix, group_token_##suffix, group_panel_##suffix
 #define SCREEN(suffix) screen_rows_##suffix, NULL
 #define STRIPS(suffix) strip_rows_##suffix, strip_columns_##suffix

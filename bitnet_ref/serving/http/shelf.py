@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,8 +113,7 @@ class ModelShelf:
         engines = place.engine.engines
         for engine in engines:
             engine.metrics.labels["model_name"] = place.name
-        models = {id(engine.model): engine.model for engine in engines}.values()
-        place.nbytes = sum(map(_weight_bytes, models)) + sum(engine.cache.nbytes for engine in engines)
+        place.nbytes = await asyncio.to_thread(_bytes_of, engines)  # not here: a large model is finished for it
         log.info("model %s loaded in %.1f s: %d bytes", place.name, time.monotonic() - started, place.nbytes)
 
     def _held(self) -> int:
@@ -146,6 +145,11 @@ class ModelShelf:
 def _file_bytes(source: Path) -> int:
     """About what a model will hold: the bytes of its files."""
     return sum(file.stat().st_size for file in model_files(source))
+
+
+def _bytes_of(engines: Sequence[Engine]) -> int:
+    models = {id(engine.model): engine.model for engine in engines}.values()
+    return sum(map(_weight_bytes, models)) + sum(engine.cache.nbytes for engine in engines)
 
 
 def _weight_bytes(model: LoadedModel) -> int:
