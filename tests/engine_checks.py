@@ -48,15 +48,21 @@ def gist(out):
 class LineFault:
     """Traces a thread and raises MemoryError at the `number`-th line of `serving` that it runs. lines: so far."""
 
-    SPARED = ("_run", "_start_over", "close", "_ring", "cancel", "done")  # what handles the fault, and destructors
+    SPARED = ("_run", "_start_over")  # what handles the fault
+    DESTRUCTORS = ("close", "cancel", "done")  # with all that they call; the thread runs those of older engines too
 
     def __init__(self, number):
         self.number, self.lines = number, 0
 
     def __call__(self, frame, event, arg):
-        code = frame.f_code
-        is_engine = "/bitnet_ref/serving/" in code.co_filename and code.co_name not in self.SPARED
-        return self.trace if is_engine and self.lines < self.number else None
+        if "/bitnet_ref/serving/" not in frame.f_code.co_filename or frame.f_code.co_name in self.SPARED:
+            return None
+        callers = frame
+        while callers is not None:
+            if callers.f_code.co_name in self.DESTRUCTORS:
+                return None
+            callers = callers.f_back
+        return self.trace if self.lines < self.number else None
 
     def trace(self, frame, event, arg):
         # Not at `with`: Python comes there again when it leaves, and would then not release the lock.
