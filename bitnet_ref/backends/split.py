@@ -199,6 +199,9 @@ class SplitBackend(Backend):
     def lm_head(self, x: NDArray, w: LinearWeight) -> NDArray:
         return self._last.lm_head(x, w)
 
+    def draw(self, logits: NDArray, temperature: float, uniform: float) -> int | None:
+        return self._last.draw(logits, temperature, uniform)
+
     def head_rows(self, x: NDArray, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadRows]:
         return self._last.head_rows(x, w, needs)
 

@@ -256,6 +256,7 @@ def test_a_split_has_every_operation_of_a_backend():
         "pack_plane",
         "place",
         "prepare",
+        "prepare_in_steps",  # `prepare_model` in one step
         "prepared_layout",
         "prompt_tokens",
     }
