@@ -4,8 +4,8 @@
 cdef enum:
     MAX_STRIP = 1 << 17  # columns, and rows: the sums of strips.h fit int32
     # Beyond these shares of active rows and columns the panels are read whole: in order memory is faster.
-    MAX_ACTIVE_ROWS = 40  # percent
-    MAX_ACTIVE_COLUMNS = 48
+    MAX_ACTIVE_ROWS = 45  # percent
+    MAX_ACTIVE_COLUMNS = 60
 
 
 cdef struct strip_counts:

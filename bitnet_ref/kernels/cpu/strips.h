@@ -13,17 +13,31 @@
  * strip_rows: acc[j] = sum over k of code[rows[j]][k] * x[k] - x_sum.   x: 256 * n_vectors int8, zeros beyond K
  * strip_columns: acc[n] = sum over j of code[columns[j]][n] * x[j], for 256 * n_vectors outputs; count < 2^17
  *
- * Measured, one thread of an EPYC with AVX-512 VNNI, 6912 x 2560 from memory, against panels at 29 GB/s: 10, 20, 30% of
- *   the rows take 0.26, 0.49, 0.72 of the time, of the columns 0.19, 0.36, 0.54.
- * Tried:
- *   - prefetching to L1, not L2: rows 0.38, 0.78, 1.13; columns 0.31, 0.63, 0.94 (few misses can wait for memory there)
- *   - 3 rows ahead, not 16: rows 0.61 at 20%; 8: 0.52; 24 and 32: no faster */
+ * STRIPS_TOGETHER rows (or columns) are read side by side: the first 64 bytes of each, then the next 64 bytes of each.
+ * Two reasons. A strip that is read in one go looks like the beginning of a long stream, so the processor prefetches past
+ * its end, from strips that are not wanted; it follows no stream among 48. And the sums of 256 outputs, 16 registers, are
+ * loaded and stored once for 48 columns.
+ *
+ * Measured, two threads of an EPYC (Zen 4), 6912 x 2560 from memory that reads 33 to 35 GB/s. Time as a share of reading
+ *   the whole matrix in AVX-512 panels; in brackets row after row, and 16 (AVX2: 2) columns at a time:
+ *     needed     AVX-512 rows   columns        AVX2 rows      columns
+ *     10%        0.16 (0.22)    0.13 (0.17)    0.21 (0.30)    0.14 (0.29)
+ *     20%        0.26 (0.40)    0.22 (0.32)    0.30 (0.53)    0.24 (0.45)
+ *     30%        0.46 (0.57)    0.36 (0.46)    0.48 (0.73)    0.34 (0.61)
+ *     50%        0.83 (0.84)    0.60 (0.78)    1.07 (1.01)    0.62 (1.02)
+ *   One thread (26 to 28 GB/s), 20%: 0.30 (0.56), 0.35 (0.45), 0.39 (0.67), 0.44 (0.72).
+ * Tried, with 20% of the rows, two threads, other runs:
+ *   - 16, 24, 32, 64 together: 0.40, 0.32, 0.36, 0.35; 48 is best for rows of 6, 8, 10 and 16 vectors
+ *   - row after row, its vectors in another order (0, 2, 4, ..., 1, 3, ...), unrolled: as fast, but only for the length it
+ *     is unrolled for; in a loop 0.36, for the processor learns the stride of one instruction
+ *   - whole rows prefetched before they are needed, 8 to 64 rows ahead: 0.44 to 0.45; into L1: 0.56
+ *   - the first rows prefetched before the loop: no faster */
 #ifndef BITNET_REF_STRIPS_H
 #define BITNET_REF_STRIPS_H
 
 #include "panel.h"
 
-enum { STRIP_K = 256, STRIP_BYTES = 64 /* of so many elements */, STRIPS_AHEAD = 16 /* rows that are prefetched */ };
+enum { STRIP_K = 256, STRIP_BYTES = 64 /* of so many elements */, STRIPS_TOGETHER = 48 };
 
 typedef void (*strip_rows_fn)(const uint8_t *strips, size_t n_vectors, const int8_t *x, int32_t x_sum,
                               const int32_t *rows, size_t count, int32_t *acc);
@@ -108,11 +122,18 @@ static void strip_columns_plain(const uint8_t *strips, size_t strip_vectors, siz
     }
 }
 
+/* The strips of ids[first], ..., ids[first + STRIPS_TOGETHER - 1]; strip 0 for those beyond the last id. */
+static inline void strip_addresses(const uint8_t *strips, size_t bytes, const int32_t *ids, size_t first, size_t count,
+                                   const uint8_t **at) {
+    for (size_t i = 0; i < STRIPS_TOGETHER; i++)
+        at[i] = strips + (first + i < count ? (size_t)ids[first + i] : 0) * bytes;
+}
+
 #if defined(__x86_64__)
 #include "ternary_avx512.h"
 #include "ternary_ymm.h"
 
-enum { YMM_PAIRS = 32 /* sums of two products, each at most 2 * 2 * 128, that fit int16 */ };
+_Static_assert(STRIPS_TOGETHER * 2 * 128 < 1 << 15, "more products than int16 holds");
 
 /* a field of 32 codes times 32 activations -> 16 sums of two, in int16 */
 AVX2_INLINE __m256i avx2_pairs(__m256i codes, int s, __m256i x) { return _mm256_maddubs_epi16(avx2_field(codes, s), x); }
@@ -121,99 +142,116 @@ AVX2_TARGET static void strip_rows_avx2(const uint8_t *strips, size_t n_vectors,
                                         const int32_t *rows, size_t count, int32_t *acc) {
     const __m256i ones = _mm256_set1_epi16(1);
     const size_t bytes = n_vectors * STRIP_BYTES;
-    for (size_t j = 0; j < count; j++) {
-        const uint8_t *strip = strips + (size_t)rows[j] * bytes;
-        const uint8_t *next = strips + (size_t)rows[j + STRIPS_AHEAD < count ? j + STRIPS_AHEAD : j] * bytes;
-        __m256i sum = _mm256_setzero_si256();
-        for (size_t v = 0; v < n_vectors; v++) {
-            _mm_prefetch((const char *)next + v * STRIP_BYTES, _MM_HINT_T1);
-            __m256i pairs = _mm256_setzero_si256(); /* of 8 products of 2: far from the limit */
-            for (int half = 0; half < 2; half++) {
-                const __m256i codes = _mm256_loadu_si256((const __m256i *)(strip + v * STRIP_BYTES + 32 * half));
-                const __m256i *xs = (const __m256i *)(x + v * STRIP_K + 32 * half);
-                for (int s = 0; s < 4; s++)
-                    pairs = _mm256_add_epi16(pairs, avx2_pairs(codes, s, _mm256_loadu_si256(xs + 2 * s)));
+    const uint8_t *at[STRIPS_TOGETHER], *next[STRIPS_TOGETHER];
+    __m256i sums[STRIPS_TOGETHER];
+    strip_addresses(strips, bytes, rows, 0, count, next);
+    for (size_t j = 0; j < count; j += STRIPS_TOGETHER) {
+        const size_t some = count - j < STRIPS_TOGETHER ? count - j : STRIPS_TOGETHER;
+        memcpy(at, next, sizeof at);
+        strip_addresses(strips, bytes, rows, j + STRIPS_TOGETHER, count, next);
+        for (size_t i = 0; i < some; i++) sums[i] = _mm256_setzero_si256();
+        for (size_t v = 0; v < n_vectors; v++)
+            for (size_t i = 0; i < some; i++) {
+                __m256i pairs = _mm256_setzero_si256(); /* of 8 products of 2: far from the limit */
+                _mm_prefetch((const char *)next[i] + v * STRIP_BYTES, _MM_HINT_T1);
+                for (int half = 0; half < 2; half++) {
+                    const __m256i codes = _mm256_loadu_si256((const __m256i *)(at[i] + v * STRIP_BYTES + 32 * half));
+                    const __m256i *xs = (const __m256i *)(x + v * STRIP_K + 32 * half);
+                    for (int s = 0; s < 4; s++)
+                        pairs = _mm256_add_epi16(pairs, avx2_pairs(codes, s, _mm256_loadu_si256(xs + 2 * s)));
+                }
+                sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(pairs, ones));
             }
-            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+        for (size_t i = 0; i < some; i++) {
+            const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sums[i]), _mm256_extracti128_si256(sums[i], 1));
+            const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
+            acc[j + i] = _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1) - x_sum;
         }
-        const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
-        const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
-        acc[j] = _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1) - x_sum;
     }
 }
 
-/* 64 outputs' sums of two columns' products in int16, of up to YMM_PAIRS pairs of columns; then widened. Low and high
- * hold bytes 0-7, 16-23 and 8-15, 24-31 of a half: `unpack` works within 16 bytes. */
+/* adds 8 sums in int16 to int32 */
+AVX2_INLINE void avx2_add_8(int32_t *to, __m128i sums) {
+    __m256i *at = (__m256i *)to;
+    _mm256_storeu_si256(at, _mm256_add_epi32(_mm256_loadu_si256(at), _mm256_cvtepi16_epi32(sums)));
+}
+
+/* adds 8 of `low`, 8 of `high`, 8 of `low`, 8 of `high` */
+AVX2_INLINE void avx2_add_sums(int32_t *to, __m256i low, __m256i high) {
+    avx2_add_8(to, _mm256_castsi256_si128(low));
+    avx2_add_8(to + 8, _mm256_castsi256_si128(high));
+    avx2_add_8(to + 16, _mm256_extracti128_si256(low, 1));
+    avx2_add_8(to + 24, _mm256_extracti128_si256(high, 1));
+}
+
+/* 128 outputs at a time, whose sums of all columns of a group fit int16. `unpack` works within 16 bytes: low has the
+ * sums of bytes 0-7 and 16-23 of a half, high those of bytes 8-15 and 24-31. */
 AVX2_TARGET static void strip_columns_avx2(const uint8_t *strips, size_t strip_vectors, size_t n_vectors,
                                            const int32_t *columns, const int8_t *x, size_t count, int32_t *acc) {
     const size_t bytes = strip_vectors * STRIP_BYTES;
+    const uint8_t *at[STRIPS_TOGETHER], *next[STRIPS_TOGETHER];
+    strip_addresses(strips, bytes, columns, 0, count, next);
     memset(acc, 0, n_vectors * STRIP_K * sizeof *acc);
-    for (size_t first = 0; first < count; first += 2 * YMM_PAIRS) {
-        const size_t last = first + 2 * YMM_PAIRS < count ? first + 2 * YMM_PAIRS : count;
+    for (size_t j = 0; j < count; j += STRIPS_TOGETHER) {
+        const size_t some = count - j < STRIPS_TOGETHER ? count - j : STRIPS_TOGETHER;
+        int8_t values[STRIPS_TOGETHER] = {0};
+        int16_t words[STRIPS_TOGETHER / 2];
+        memcpy(values, x + j, some);
+        memcpy(words, values, sizeof words);
+        memcpy(at, next, sizeof at);
+        strip_addresses(strips, bytes, columns, j + STRIPS_TOGETHER, count, next);
         for (size_t half = 0; half < 2 * n_vectors; half++) {
             const size_t offset = 32 * half;
+            int32_t *to = acc + half / 2 * STRIP_K + 32 * (half % 2);
             __m256i low[4], high[4];
             for (int s = 0; s < 4; s++) low[s] = high[s] = _mm256_setzero_si256();
-            for (size_t j = first; j < last; j += 2) {
-                const int is_pair = j + 1 < last;
-                const uint8_t *one = strips + (size_t)columns[j] * bytes + offset;
-                const uint8_t *two = strips + (size_t)columns[j + is_pair] * bytes + offset;
-                const __m256i a = _mm256_loadu_si256((const __m256i *)one), b = _mm256_loadu_si256((const __m256i *)two);
-                const uint16_t word = (uint16_t)((uint8_t)x[j] | (is_pair ? (uint8_t)x[j + 1] << 8 : 0));
-                const __m256i xs = _mm256_set1_epi16((short)word);
+            for (size_t f = 0; f < some; f += 2) {
+                const __m256i a = _mm256_loadu_si256((const __m256i *)(at[f] + offset)),
+                              b = _mm256_loadu_si256((const __m256i *)(at[f + 1] + offset)),
+                              xs = _mm256_set1_epi16(words[f / 2]);
                 const __m256i ab_low = _mm256_unpacklo_epi8(a, b), ab_high = _mm256_unpackhi_epi8(a, b);
-                if (half % 2 == 0 && last + j - first + 1 < count) {
-                    _mm_prefetch((const char *)strips + (size_t)columns[last + j - first] * bytes + offset, _MM_HINT_T1);
-                    _mm_prefetch((const char *)strips + (size_t)columns[last + j - first + 1] * bytes + offset, _MM_HINT_T1);
-                }
+                _mm_prefetch((const char *)next[f + half % 2] + offset, _MM_HINT_T1); /* each line once: half by half */
 #define STRIP_PAIRS(s)                                                                                                 \
     low[s] = _mm256_add_epi16(low[s], avx2_pairs(ab_low, s, xs));                                                      \
     high[s] = _mm256_add_epi16(high[s], avx2_pairs(ab_high, s, xs));
                 STRIP_PAIRS(0) STRIP_PAIRS(1) STRIP_PAIRS(2) STRIP_PAIRS(3)
+#undef STRIP_PAIRS
             }
-            for (size_t s = 0; s < 4; s++) {
-                int16_t sums[2][16];
-                int32_t *to = acc + half / 2 * STRIP_K + 64 * s + 32 * (half % 2);
-                _mm256_storeu_si256((__m256i *)sums[0], low[s]);
-                _mm256_storeu_si256((__m256i *)sums[1], high[s]);
-                for (size_t i = 0; i < 32; i++) to[i] += sums[i / 8 % 2][i % 8 + i / 16 * 8];
-            }
+            for (size_t s = 0; s < 4; s++) avx2_add_sums(to + 64 * s, low[s], high[s]);
         }
     }
 }
 
-AVX512_INLINE void avx512_fetch(const uint8_t *strip, size_t n_vectors) {
-    for (size_t v = 0; v < n_vectors; v++) _mm_prefetch((const char *)strip + v * STRIP_BYTES, _MM_HINT_T1);
-}
-
-/* Codes are not shifted down, as in `avx512_one`: each field has its own sum, shifted at the end. */
 AVX512_TARGET static void strip_rows_avx512(const uint8_t *strips, size_t n_vectors, const int8_t *x, int32_t x_sum,
                                             const int32_t *rows, size_t count, int32_t *acc) {
-    const __m512i field0 = _mm512_set1_epi8(0x03), field1 = _mm512_set1_epi8(0x0C), field2 = _mm512_set1_epi8(0x30),
-                  field3 = _mm512_set1_epi8((char)0xC0);
+    const __m512i field = _mm512_set1_epi8(3);
     const size_t bytes = n_vectors * STRIP_BYTES;
-    for (size_t j = 0; j < STRIPS_AHEAD && j < count; j++) avx512_fetch(strips + (size_t)rows[j] * bytes, n_vectors);
-    for (size_t j = 0; j < count; j++) {
-        const uint8_t *strip = strips + (size_t)rows[j] * bytes;
-        const uint8_t *next = strips + (size_t)rows[j + STRIPS_AHEAD < count ? j + STRIPS_AHEAD : j] * bytes;
-        __m512i sum0 = _mm512_setzero_si512(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
+    const uint8_t *at[STRIPS_TOGETHER], *next[STRIPS_TOGETHER];
+    __m512i sums[STRIPS_TOGETHER];
+    strip_addresses(strips, bytes, rows, 0, count, next);
+    for (size_t j = 0; j < count; j += STRIPS_TOGETHER) {
+        const size_t some = count - j < STRIPS_TOGETHER ? count - j : STRIPS_TOGETHER;
+        memcpy(at, next, sizeof at);
+        strip_addresses(strips, bytes, rows, j + STRIPS_TOGETHER, count, next);
+        for (size_t i = 0; i < some; i++) sums[i] = _mm512_setzero_si512();
         for (size_t v = 0; v < n_vectors; v++) {
-            const __m512i codes = _mm512_loadu_si512(strip + v * STRIP_BYTES);
             const int8_t *xv = x + v * STRIP_K;
-            _mm_prefetch((const char *)next + v * STRIP_BYTES, _MM_HINT_T1);
-            sum0 = avx512_dot(sum0, _mm512_and_si512(codes, field0), _mm512_loadu_si512(xv));
-            sum1 = avx512_dot(sum1, _mm512_and_si512(codes, field1), _mm512_loadu_si512(xv + 64));
-            sum2 = avx512_dot(sum2, _mm512_and_si512(codes, field2), _mm512_loadu_si512(xv + 128));
-            sum3 = avx512_dot(sum3, _mm512_and_si512(codes, field3), _mm512_loadu_si512(xv + 192));
+            const __m512i x0 = _mm512_loadu_si512(xv), x1 = _mm512_loadu_si512(xv + 64),
+                          x2 = _mm512_loadu_si512(xv + 128), x3 = _mm512_loadu_si512(xv + 192);
+            for (size_t i = 0; i < some; i++) {
+                const __m512i codes = _mm512_loadu_si512(at[i] + v * STRIP_BYTES);
+                _mm_prefetch((const char *)next[i] + v * STRIP_BYTES, _MM_HINT_T1);
+                __m512i sum = avx512_dot(sums[i], _mm512_and_si512(codes, field), x0);
+                sum = avx512_dot(sum, _mm512_and_si512(_mm512_srli_epi16(codes, 2), field), x1);
+                sum = avx512_dot(sum, _mm512_and_si512(_mm512_srli_epi16(codes, 4), field), x2);
+                sums[i] = avx512_dot(sum, _mm512_and_si512(_mm512_srli_epi16(codes, 6), field), x3);
+            }
         }
-        sum0 = _mm512_add_epi32(_mm512_add_epi32(sum0, _mm512_srai_epi32(sum1, 2)),
-                                _mm512_add_epi32(_mm512_srai_epi32(sum2, 4), _mm512_srai_epi32(sum3, 6)));
-        acc[j] = _mm512_reduce_add_epi32(sum0) - x_sum;
+        for (size_t i = 0; i < some; i++) acc[j + i] = _mm512_reduce_add_epi32(sums[i]) - x_sum;
     }
 }
 
-/* 16 columns at a time for each 256 outputs, whose sums stay in registers meanwhile. The bytes of 4 columns are
- * interleaved, so that a lane of 32 bits holds their codes of one output. Interleaving works within 16 bytes: part u of
+/* The sums of 256 outputs stay in registers for STRIPS_TOGETHER columns. The bytes of 4 columns are interleaved, so that a lane of 32 bits holds their codes of one output. Interleaving works within 16 bytes: part u of
  * the result, lane 4 l + t, is byte 16 l + 4 u + t. The sums keep that order, and the scales of their fields, up to the
  * end: sum_su of outputs 64 s + byte. */
 #define STRIP_SUMS(DO) STRIP_SUMS_OF(DO, 0) STRIP_SUMS_OF(DO, 1) STRIP_SUMS_OF(DO, 2) STRIP_SUMS_OF(DO, 3)
@@ -223,33 +261,29 @@ AVX512_TARGET static void strip_rows_avx512(const uint8_t *strips, size_t n_vect
 #define STRIP_DOT(s, u) sum_##s##u = avx512_dot(sum_##s##u, _mm512_and_si512(part##u, field##s), word);
 AVX512_TARGET static void strip_columns_avx512(const uint8_t *strips, size_t strip_vectors, size_t n_vectors,
                                                const int32_t *columns, const int8_t *x, size_t count, int32_t *acc) {
-    enum { COLUMNS = 16 };
     const __m512i field0 = _mm512_set1_epi8(0x03), field1 = _mm512_set1_epi8(0x0C), field2 = _mm512_set1_epi8(0x30),
                   field3 = _mm512_set1_epi8((char)0xC0);
-    const uint8_t *at[2 * COLUMNS]; /* these columns, and the next ones */
-    int32_t words[COLUMNS / 4];
-    for (size_t i = 0; i < COLUMNS; i++) at[COLUMNS + i] = strips + (size_t)columns[i < count ? i : 0] * strip_vectors * STRIP_BYTES;
-    for (size_t v = 0; v < n_vectors; v++) /* sums before these columns, in the order of the registers */
-        for (size_t i = 0; i < STRIP_K; i++) acc[v * STRIP_K + i] = 0;
-    for (size_t j = 0; j < count; j += COLUMNS) {
-        int8_t values[COLUMNS] = {0};
-        memcpy(values, x + j, count - j < COLUMNS ? count - j : COLUMNS);
+    const size_t bytes = strip_vectors * STRIP_BYTES;
+    const uint8_t *at[STRIPS_TOGETHER], *next[STRIPS_TOGETHER];
+    strip_addresses(strips, bytes, columns, 0, count, next);
+    memset(acc, 0, n_vectors * STRIP_K * sizeof *acc); /* the sums of the columns before, in the order of the registers */
+    for (size_t j = 0; j < count; j += STRIPS_TOGETHER) {
+        const size_t some = count - j < STRIPS_TOGETHER ? count - j : STRIPS_TOGETHER;
+        int8_t values[STRIPS_TOGETHER] = {0};
+        int32_t words[STRIPS_TOGETHER / 4];
+        memcpy(values, x + j, some);
         memcpy(words, values, sizeof words);
-        for (size_t i = 0; i < COLUMNS; i++) {
-            const size_t next = j + COLUMNS + i;
-            at[i] = at[COLUMNS + i];
-            at[COLUMNS + i] = strips + (size_t)columns[next < count ? next : j] * strip_vectors * STRIP_BYTES;
-        }
+        memcpy(at, next, sizeof at);
+        strip_addresses(strips, bytes, columns, j + STRIPS_TOGETHER, count, next);
         for (size_t v = 0; v < n_vectors; v++) {
             const size_t offset = v * STRIP_BYTES;
             int32_t *to = acc + v * STRIP_K;
             STRIP_SUMS(STRIP_LOAD)
-            for (size_t f = 0; f < COLUMNS; f += 4) {
+            for (size_t f = 0; f < some; f += 4) {
                 const __m512i word = _mm512_set1_epi32(words[f / 4]);
                 const __m512i a = _mm512_loadu_si512(at[f] + offset), b = _mm512_loadu_si512(at[f + 1] + offset),
                               c = _mm512_loadu_si512(at[f + 2] + offset), d = _mm512_loadu_si512(at[f + 3] + offset);
-                for (size_t i = 0; i < 4; i++)
-                    _mm_prefetch((const char *)at[COLUMNS + f + i] + offset, _MM_HINT_T1);
+                for (size_t i = f; i < f + 4; i++) _mm_prefetch((const char *)next[i] + offset, _MM_HINT_T1);
                 const __m512i ab_low = _mm512_unpacklo_epi8(a, b), ab_high = _mm512_unpackhi_epi8(a, b),
                               cd_low = _mm512_unpacklo_epi8(c, d), cd_high = _mm512_unpackhi_epi8(c, d);
                 const __m512i part0 = _mm512_unpacklo_epi16(ab_low, cd_low),
@@ -276,11 +310,12 @@ AVX512_TARGET static void strip_columns_avx512(const uint8_t *strips, size_t str
 /* Sums of products of int8 in int16: at most 2 * 128 each. */
 static void strip_rows_neon(const uint8_t *strips, size_t n_vectors, const int8_t *x, int32_t x_sum, const int32_t *rows,
                             size_t count, int32_t *acc) {
+    enum { AHEAD = 16 };
     const uint8x16_t field = vdupq_n_u8(3);
     const size_t bytes = n_vectors * STRIP_BYTES;
     for (size_t j = 0; j < count; j++) {
         const uint8_t *strip = strips + (size_t)rows[j] * bytes;
-        const uint8_t *next = strips + (size_t)rows[j + STRIPS_AHEAD < count ? j + STRIPS_AHEAD : j] * bytes;
+        const uint8_t *next = strips + (size_t)rows[j + AHEAD < count ? j + AHEAD : j] * bytes;
         int32x4_t sum = vdupq_n_s32(0);
         for (size_t v = 0; v < n_vectors; v++) {
             int16x8_t pairs = vdupq_n_s16(0); /* of 32 products: at most 8192 */
