@@ -16,7 +16,6 @@ In a batch every row waits for a longer pass. There a guess costs a share of all
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,18 +25,20 @@ from ..errors import GenerationError
 from ..reference.cache import TokenBatch
 
 LENGTHS = (2, 4, 12)  # tokens of a draft: few, because a pass is recorded, and then fast, for its number of tokens
-LEAST_MATCH = 2  # tokens that a text must repeat before the next ones are guessed
+LEAST_MATCH = 3  # tokens that a text must repeat before the next ones are guessed
 MOST_MATCH = 16  # tokens that are compared; longer matches take time and improve little
+MOST_COPIES = 32  # of the last tokens: the latest copies are compared
 SURE_MATCH = 5  # tokens that a text must repeat for a draft without a balance, if a guess costs nothing
 COST = 0.15  # of verifying one more token, in decoding steps, where memory bandwidth is the limit
 FIRST_S = 0.00025  # that each guess costs beyond that until it is measured
 WORTH = 0.8  # of a token: what a guess may cost, because not all are right
-FORGET = 0.002  # the part of the measured cost that each step without drafts takes off, so that it is measured again
+FORGET = 0.008  # the part of the measured cost that a step without drafts takes off when it is measured
 INCOME = 0.005  # added to the balance per token: the share by which a text without repetition gets slower
 START = LENGTHS[0] * COST  # the balance at the start
 MOST = 4.0  # the largest balance, in tokens
 LOOK_S = 0.002  # decoding time between two looks for a guess, for each row: a look takes some microseconds
-MOST_UNSEEN = 4  # and tokens
+MOST_UNSEEN = 8  # and tokens
+MEASURED = 4  # of so many steps without drafts one is measured
 
 
 class StepTimes:
@@ -50,6 +51,7 @@ class StepTimes:
         self.rows, self.cost, self.stride = 1, COST, 1
         self._step_s = self._guess_s = 0.0  # seconds of a step of `rows` without drafts; that a guess adds
         self._passes = Counter[int]()  # by their tokens: the first two of a number are slow, then they are recorded
+        self._unmeasured = 0  # steps without drafts since the last one that was measured
 
     @property
     def share(self) -> float:
@@ -58,6 +60,10 @@ class StepTimes:
 
     def learn(self, rows: int, drafted: int, seconds: float) -> float:
         """The tokens that a step of `rows` and `drafted` guesses has lost, compared with one without guesses."""
+        if not drafted and rows == self.rows and 0 < self._unmeasured < MEASURED:
+            self._unmeasured += 1
+            return 0.0
+        self._unmeasured = 1
         self._passes[rows + drafted] += 1
         is_recorded = self._passes[rows + drafted] > 2
         if not self._step_s:
@@ -134,41 +140,36 @@ class LookupDrafts(Drafts):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen = self._source = 0  # length of the last text, and the index of the next token to propose; 0: none
-        self._matched = 0  # tokens before both that are equal
-        self._pairs: set[tuple[int, int]] = set()  # of neighbouring tokens so far: most texts end in a new one
+        self._tokens: list[int] = []
+        self._ends: dict[tuple[int, ...], list[int]] = {}  # LEAST_MATCH tokens -> the index after each of their places
+        self._source = self._matched = 0  # index of the next token to propose, and how many tokens match before it
 
     def matched(self, ids: NDArray[np.int64]) -> int:
-        new, is_repeated = len(ids) - self._seen, self._add_pairs(ids)
-        if self._source and (ids[self._seen :] == ids[self._source : self._source + new]).all():
+        tokens, known = self._tokens, len(self._tokens)
+        tokens += ids[known:].tolist()
+        for end in range(max(LEAST_MATCH, known + 1), len(tokens) + 1):
+            self._ends.setdefault(tuple(tokens[end - LEAST_MATCH : end]), []).append(end)
+        new = len(tokens) - known
+        if self._source and tokens[known:] == tokens[self._source : self._source + new]:
             self._source, self._matched = self._source + new, self._matched + new
         else:
-            self._source, self._matched = self._search(ids) if is_repeated else (0, 0)
-        self._seen = len(ids)
+            self._source, self._matched = self._search()
         return self._matched
 
     def guess(self, ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:
         return np.resize(ids[self._source : self._source + count], count) if self._source else ids[:0]
 
-    def _add_pairs(self, ids: NDArray[np.int64]) -> bool:
-        """Whether the text's last two tokens have stood before. It must have become longer since the last call."""
-        tail = ids[max(0, self._seen - 1) :].tolist()
-        pairs = list(pairwise(tail))
-        self._pairs.update(pairs[:-1])
-        if not pairs or pairs[-1] not in self._pairs:
-            self._pairs.update(pairs[-1:])
-            return False
-        return True
-
-    def _search(self, ids: NDArray[np.int64]) -> tuple[int, int]:
+    def _search(self) -> tuple[int, int]:
         """The index after the copy and the copy's length, or (0, 0) without one."""
-        ends, length = np.flatnonzero(ids[:-1] == ids[-1]), 1  # of the copies that match in `length` tokens
-        while length < MOST_MATCH and len(longer := ends[ends >= length]):
-            longer = longer[ids[longer - length] == ids[-1 - length]]
-            if not len(longer):
-                break
-            ends, length = longer, length + 1
-        return (int(ends[-1]) + 1, length) if length >= LEAST_MATCH and len(ends) else (0, 0)
+        tokens, best, most = self._tokens, 0, 0
+        ends = self._ends.get(tuple(tokens[-LEAST_MATCH:]), [])  # the last of them is the text's own end
+        for end in reversed(ends[-1 - MOST_COPIES : -1]):
+            length = LEAST_MATCH
+            while length < min(MOST_MATCH, end) and tokens[end - 1 - length] == tokens[-1 - length]:
+                length += 1
+            if length > most:
+                best, most = end, length
+        return best, most
 
 
 class ModelDrafts(Drafts):

@@ -23,7 +23,7 @@ from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import NO_PAGE, PagedKVCache
 from ..backends.run import TokenLogits
 from ..errors import DeviceError, GenerationError, NumericsError, describe_error
-from ..generation.generate import VerifiedDraft, accept_drafts, learn_drafts, pieces_of_draft
+from ..generation.generate import VerifiedDraft, accept_drafts, pieces_of_draft
 from ..generation.greedy import run_steps
 from ..generation.sequence import Piece, run_pieces
 from ..notebook.figures import StepPart
@@ -38,6 +38,7 @@ class Stepper:
     """Computes the steps. end: ends a request. deliveries: chunks for readers, to which a step adds its own.
 
     recover: goes on with another backend after a DeviceError, with all sequences waiting; False if it cannot.
+    verified: the drafts of the last call of `run`, if each row took part in it with one token and drafts; else None.
     """
 
     model: LoadedModel
@@ -50,13 +51,16 @@ class Stepper:
     deliveries: list[Delivery]
     bell: NDArray[np.uint8]  # (1,): 1 ends several steps in a row after the present one
     is_sound: bool = True  # whether a step has succeeded on this backend, or none has been tried
+    verified: list[VerifiedDraft] | None = None
 
     def run(self, plan: StepPlan) -> list[list[PlannedPiece]]:
         """Compute the pieces, and one more token for each row whose context is then complete.
 
         -> the pieces of each step
         """
+        self.verified = None
         if plan.steps > 1 and (steps := self._run_steps(plan)):
+            self.verified = []
             return steps
         parts = {piece.job: self._parts(piece) for piece in plan.pieces}
         self._compute([piece for piece in plan.pieces if not piece.job.ticket.ended], parts, plan.copies)
@@ -67,7 +71,6 @@ class Stepper:
         self._place(plan.pieces, plan.copies)
         plan.copies.clear()
         rows, steps = [piece.job.row for piece in plan.pieces], list[list[PlannedPiece]]()
-        started = time.perf_counter()
         try:
             computed = run_steps(self.model, self.cache, rows, plan.steps, self.bell)
         except Exception:
@@ -79,8 +82,6 @@ class Stepper:
                     steps[-1].append(piece)
                     self._note_computed(piece.job, piece.start + number, 1)
                     self._accept(piece.job, token_logits)
-        if steps:
-            self.scheduler.times.learn(len(rows), 0, (time.perf_counter() - started) / len(steps))
         return [pieces for pieces in steps if pieces]
 
     def _compute(
@@ -95,7 +96,6 @@ class Stepper:
         """
         if not pieces:
             return True
-        started = time.perf_counter()
         try:
             logits = iter(self._forward(copies, pieces, parts))
         except BaseException as error:
@@ -119,7 +119,7 @@ class Stepper:
                 right = self._accept_drafts(job, draft, [next(logits) for _ in draft])
                 verified.append(VerifiedDraft(job.row, len(draft), right))
         if all(piece.ends and piece.tokens == 1 for piece in pieces):
-            learn_drafts(self.scheduler.times, len(pieces), verified, time.perf_counter() - started)
+            self.verified = verified
         return True
 
     def _parts(self, piece: PlannedPiece) -> list[Piece]:

@@ -29,6 +29,7 @@ from ..errors import (
     RequestTimeout,
     describe_error,
 )
+from ..generation.generate import learn_drafts
 from ..notebook.figures import StepPart, StepRecord
 from ..notebook.live import RequestProgress
 from .cache_memory import new_cache, new_pool
@@ -301,15 +302,26 @@ class Worker:
             message = f"request {ticket.number} was cancelled after {ticket.stats.generated_tokens} tokens"
             self._end(ticket, RequestCancelled(message), "abort")
         self._expire()
+        begin, steps = time.perf_counter(), 0
         plan = self._scheduler.plan()
         self.metrics.add("num_preemptions", len(plan.stopped))
         if plan.pieces:
             start = time.perf_counter()
             self._note_starts(plan, start)
-            self._record(self._stepper.run(plan), start)
+            computed = self._stepper.run(plan)
+            steps = len(computed)
+            self._record(computed, start)
         elif jobs := len(self._scheduler.running) + len(self._scheduler.waiting):
             raise RuntimeError(f"none of {jobs} sequences can run")
         self._deliver()
+        if steps:
+            self._learn_drafts(plan, (time.perf_counter() - begin) / steps)
+
+    def _learn_drafts(self, plan: StepPlan, step_s: float) -> None:
+        """Learn what drafts cost, from the time of a whole step: the pass, and Python before and after it."""
+        verified = self._stepper.verified
+        if verified is not None and any(piece.job.row.drafts is not None for piece in plan.pieces):
+            learn_drafts(self._scheduler.times, len(plan.pieces), verified, step_s)
 
     def _drop_stale_deadlines(self) -> None:
         """Of requests that have ended: those on top, and all of them when they are many."""
