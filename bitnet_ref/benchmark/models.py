@@ -77,6 +77,12 @@ def bytes_of_step(
     return StepBytes(ternary, dense, head, cache, norms + row)
 
 
+def ternary_multiply_adds(weights: ModelWeights) -> int:
+    """Multiply-adds of one of several tokens, without those that calls so far have skipped."""
+    linears = [weight for _, weight in weights.linears() if isinstance(weight, TernaryLinear)]
+    return sum(w.multiply_adds_of_token if isinstance(w, PanelWeight) else math.prod(w.shape) for w in linears)
+
+
 @dataclass(frozen=True)
 class PassProfile:
     """Where the time of some forward passes went: `ops`, slowest first, and what is outside all of them."""
@@ -108,7 +114,7 @@ class ModelBench(Record):
     read_how: str
     head: str  # "exact", or "screened": the greedy token is found by bounds on the other logits
     read_bytes: int
-    ternary_multiply_adds: int  # per token
+    ternary_multiply_adds: int  # per token of a prompt, without those that are skipped because they meet zeros
     read: Timing | None = None
     peak_multiply_adds: int = 0  # per call of the product instruction alone; 0: not known for this backend
     peak: Timing | None = None
@@ -117,6 +123,7 @@ class ModelBench(Record):
     decode_s: float | None = None  # all new tokens
     choose: Timing | None = None  # the most likely token and, when all logits are known, its log probability
     skipped: dict[str, float] = field(default_factory=dict)  # linear -> share of its rows or columns that is not read
+    not_multiplied: dict[str, float] = field(default_factory=dict)  # the same of several tokens, as in a prompt
     strip_bytes: int = 0  # of second copies, by which they are skipped: see kernels/cpu/strips.h
     head_rows: float | None = None  # logits computed per token, on average
     peak_memory_bytes: int | None = None  # without the buffer of the plain read
@@ -197,9 +204,7 @@ def measure_model(
         head=model.head,
         read_bytes=reader.nbytes,
         peak_multiply_adds=peak_multiply_adds,
-        ternary_multiply_adds=sum(
-            math.prod(weight.shape) for _, weight in model.weights.linears() if isinstance(weight, TernaryLinear)
-        ),
+        ternary_multiply_adds=ternary_multiply_adds(model.weights),
     )
     if not check.equal:
         return bench
@@ -234,9 +239,9 @@ def measure_model(
     if profile:
         tick()
     step_bytes = bytes_of_step(model.config, model.weights, position, value_bytes, mean(head_rows))
-    uses = strip_uses(model.weights)
+    uses, of_several = strip_uses(model.weights), strip_uses(model.weights, several=True)
     read, prompt_time, decode_time = Timing.of(reads), Timing.of(prompts), Timing.of(decodes)
-    work_per_token = bench.ternary_multiply_adds
+    work_per_token = ternary_multiply_adds(model.weights)
     peak_time = Timing.of(peaks) if peaks and work_per_token else None
     of_memory = step_bytes.total, decode_time, reader.nbytes, read
     of_peak = prompt_tokens * work_per_token, prompt_time, peak_multiply_adds, peak_time
@@ -249,7 +254,9 @@ def measure_model(
         decode=decode_time,
         decode_s=sum(decodes),
         choose=Timing.of(chooses),
+        ternary_multiply_adds=work_per_token,
         skipped={linear: mean_skipped(uses, linear) for linear in ("up_proj", "down_proj") if uses},
+        not_multiplied={linear: mean_skipped(of_several, linear) for linear in ("up_proj", "down_proj") if of_several},
         strip_bytes=strip_bytes(model.weights),
         head_rows=mean(head_rows),
         peak_memory_bytes=memory_bytes,

@@ -105,6 +105,9 @@ def model_rows(bench: ModelBench, subject: Subject) -> Iterator[tuple[str, str]]
     if bench.prompt_bound_tokens_per_s is not None:
         rate = f"{bench.prompt_bound_tokens_per_s:.1f} tok/s: rate of {INSTRUCTIONS[bench.kernel_set or '']}"
         yield "bound", f"{rate} / multiply-adds of a token's ternary linears"
+        if any(bench.not_multiplied.values()):
+            skipped = ", ".join(f"{share:.0%} of {linear}" for linear, share in bench.not_multiplied.items())
+            yield "not multiplied", f"{skipped}: it meets zeros; the bound is without it"
         yield "of the bound", best_and_median(bench.of_prompt_bound, bench.of_prompt_bound_median)
     speeds = f"{bench.decode_tokens_per_s:.2f} tok/s best, {bench.decode_tokens_per_s_median:.2f} median"
     times = f"{in_time(bench.decode.best_s)} and {in_time(bench.decode.median_s)} each"

@@ -18,12 +18,12 @@ pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_un
 SETS = [name for name, lacks in simd_variants().items() if lacks is None]
 
 
-def feed_forward_layer(hidden, ffn, density, seed, sub_norm=True):
+def feed_forward_layer(hidden, ffn, density, seed, sub_norm=True, tokens=1):
     """A layer whose gates are above zero for about that share of rows: its first channel decides.   -> layer, x"""
     layer = model("storyteller", "numpy").weights.layers[0]
     dice = rng(seed)
-    x = dice.standard_normal((1, hidden), dtype=np.float32)
-    x[0, 0] = 9
+    x = dice.standard_normal((tokens, hidden), dtype=np.float32)
+    x[:, 0] = 9
     gate = random_ternary(dice, ffn, hidden)
     gate[:, 1:] *= dice.random((ffn, 1)) < 0.3  # some rows are decided by all channels
     gate[:, 0] = np.where(dice.random(ffn) < density, 1, -1)
@@ -59,20 +59,44 @@ def test_the_bits_do_not_depend_on_what_is_skipped(simd, hidden, ffn):
             np.testing.assert_array_equal(y, be.op_by_op().feed_forward(x, stripped, config))
             np.testing.assert_array_equal(y, Backend("float32", 1).feed_forward(x, layer, config))
             for w in (stripped.up_proj, stripped.down_proj):
-                calls, needed, read, total = w.kernel_view.counts.read()
-                assert calls == (2 if w.by_columns else 1)  # down_proj alone is an op too
-                assert 0 <= needed <= read <= total == calls * len(w.strips)
+                tokens, needed, read, total = w.kernel_view.counts.read()
+                assert tokens == (2 if w.by_columns else 1)  # down_proj alone is an op too
+                assert 0 <= needed <= read <= total == tokens * len(w.strips)
                 read_whole.add(read == total)
     assert read_whole == {True, False}  # both ways were taken
 
 
+@pytest.mark.parametrize("simd", SETS)
+@pytest.mark.parametrize(("hidden", "ffn"), [(70, 333), (513, 300), (300, 1100)])
+def test_several_tokens_do_not_multiply_by_zeros(simd, hidden, ffn):
+    config, ways = model("storyteller", "numpy").config, set()
+    for density, tokens, threads in ((0, 8, 1), (0.02, 15, 3), (0.2, 16, 1), (0.2, 9, 3), (0.4, 70, 2), (1, 40, 3)):
+        layer, x = feed_forward_layer(hidden, ffn, density, seed=tokens + hidden, tokens=tokens, sub_norm=threads > 1)
+        (be, stripped), (plain_be, plain) = both(layer, config, simd, threads)
+        y = be.feed_forward(x, stripped, config)
+        np.testing.assert_array_equal(y, plain_be.feed_forward(x, plain, config))
+        np.testing.assert_array_equal(y, Backend("float32", 1).feed_forward(x, layer, config))
+        np.testing.assert_array_equal(y[-1:], be.feed_forward(x[-1:], stripped, config))
+        for w in (stripped.up_proj, stripped.down_proj):
+            calls, needed, read, total = w.kernel_view.counts.read(True)
+            assert (calls, total) in ((0, 0), (tokens, tokens * len(w.strips)))
+            assert 0 <= needed <= read <= total
+            ways.add((w.by_columns, read < total) if calls else None)
+    if None not in ways:  # the set has kernels for it: both ways were taken, by both matrices
+        assert ways == {(False, True), (False, False), (True, True), (True, False)}
+    else:
+        assert ways == {None}
+        assert simd not in ("scalar", "avx2", "avx512")
+
+
 def test_a_product_that_overflows_beside_a_gate_of_zero_is_still_an_error():
     config = model("storyteller", "numpy").config
-    layer, x = feed_forward_layer(64, 128, 0.1, seed=3)
-    layer = replace(layer, up_proj=replace(layer.up_proj, w_dequant_scale=np.float32(3e38)))
-    for be, w in both(layer, config, SETS[-1], 1):
-        with pytest.raises(NumericsError), np.errstate(all="ignore"):
-            be.feed_forward(x, w, config)
+    for tokens in (1, 16):
+        layer, x = feed_forward_layer(64, 128, 0.1, seed=3, tokens=tokens)
+        layer = replace(layer, up_proj=replace(layer.up_proj, w_dequant_scale=np.float32(3e38)))
+        for be, w in both(layer, config, SETS[-1], 1):
+            with pytest.raises(NumericsError), np.errstate(all="ignore"):
+                be.feed_forward(x, w, config)
 
 
 def test_nan_is_an_error():

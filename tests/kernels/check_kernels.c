@@ -104,7 +104,7 @@ static void check_strips(const kernel_set *set, size_t N, size_t K, size_t activ
     uint8_t *columns = allocate(K * columns_vectors * STRIP_BYTES);
     int8_t *x = allocate(n_vectors * STRIP_K), *values = allocate(K);
     int32_t *ids = allocate((N > K ? N : K) * sizeof *ids), *acc = allocate((N + columns_vectors * STRIP_K) * sizeof *acc);
-    int32_t x_sum = 0;
+    int32_t *near = allocate(columns_vectors * STRIP_K * sizeof *near), x_sum = 0;
     for (size_t i = 0; i < N * row_bytes; i++) {
         packed[i] = 0;
         for (int f = 0; f < 4; f++) packed[i] |= (uint8_t)((extreme ? 2 : random_u32() % 3) << 2 * f);
@@ -122,13 +122,24 @@ static void check_strips(const kernel_set *set, size_t N, size_t K, size_t activ
     set->strip_columns(columns + part * STRIP_BYTES, columns_vectors, columns_vectors - part, ids, values, count, acc);
     for (size_t n = part * STRIP_K; n < N; n++)
         if (acc[n - part * STRIP_K] - x_sum != naive_dot(packed + n * row_bytes, x, K)) fail(set, "strip_columns", N, K, count);
+    if (set->strip_columns_near) { /* some columns, then the others */
+        const size_t some = between(0, count), vectors = columns_vectors - part;
+        memset(near, 0, vectors * STRIP_K * sizeof *near);
+        set->strip_columns_near(columns + part * STRIP_BYTES, columns_vectors, vectors, ids, values, some, near);
+        set->strip_columns_near(columns + part * STRIP_BYTES, columns_vectors, vectors, ids + some, values + some, count - some, near);
+        set->strip_order(near, vectors);
+        if (memcmp(near, acc, vectors * STRIP_K * sizeof *near)) fail(set, "strip_columns_near", N, K, count);
+    }
     count = 0;
     for (size_t n = 0; n < N; n++)
         if (random_u32() % 100 < active) ids[count++] = (int32_t)n;
-    set->strip_rows(rows, n_vectors, x, x_sum, ids, count, acc);
-    for (size_t j = 0; j < count; j++)
-        if (acc[j] != naive_dot(packed + ids[j] * row_bytes, x, K)) fail(set, "strip_rows", N, K, count);
-    free(packed), free(rows), free(columns), free(x), free(values), free(ids), free(acc);
+    for (int near_rows = 0; near_rows < (set->strip_rows_near ? 2 : 1); near_rows++) {
+        memset(acc, 0, N * sizeof *acc);
+        (near_rows ? set->strip_rows_near : set->strip_rows)(rows, n_vectors, x, x_sum, ids, count, acc);
+        for (size_t j = 0; j < count; j++)
+            if (acc[j] != naive_dot(packed + ids[j] * row_bytes, x, K)) fail(set, near_rows ? "strip_rows_near" : "strip_rows", N, K, count);
+    }
+    free(packed), free(rows), free(columns), free(x), free(values), free(ids), free(acc), free(near);
 }
 
 /* Each float step of `set` must give the bits of the portable one */

@@ -36,26 +36,26 @@ MAX_CANDIDATES = 1 / 8
 
 
 class StripUse(NamedTuple):
-    """Rows, or columns, of a matrix with strips, summed over its calls with one token: those that met no zero, those
-    that were read, and all."""
+    """Rows, or columns, of a matrix with strips, summed over tokens: those that met no zero, those that were read (of
+    calls with several tokens: multiplied), and all."""
 
-    calls: int
+    tokens: int
     needed: int
     read: int
     total: int
 
     @property
     def skipped(self) -> float:
-        """The share that was not read."""
+        """The share that was not read, or not multiplied."""
         return 1 - self.read / self.total if self.total else 0.0
 
     def since(self, earlier: StripUse) -> StripUse:
         return StripUse(*(now - before for now, before in zip(self, earlier, strict=True)))
 
 
-def strip_uses(w: ModelWeights) -> dict[str, StripUse]:
+def strip_uses(w: ModelWeights, several: bool = False) -> dict[str, StripUse]:
     """`PanelWeight.use` of every linear that has one, by name."""
-    uses = ((name, weight.use) for name, weight in w.linears() if isinstance(weight, PanelWeight))
+    uses = ((name, weight.use(several)) for name, weight in w.linears() if isinstance(weight, PanelWeight))
     return {name: use for name, use in uses if use is not None}
 
 
@@ -66,7 +66,7 @@ def strip_bytes(w: ModelWeights) -> int:
 
 
 def mean_skipped(uses: Mapping[str, StripUse], linear: str) -> float:
-    """The share of all layers' `linear` ("up_proj") that was not read."""
+    """The share of all layers' `linear` ("up_proj") that was not read, or not multiplied."""
     skipped = [use.skipped for name, use in uses.items() if name.endswith(linear)]
     return sum(skipped) / max(1, len(skipped))
 
@@ -101,16 +101,21 @@ class PanelWeight(TernaryLinear):
     def nbytes(self) -> int:
         return sum(array.nbytes for array in (self.panels, self.bias, self.strips) if array is not None)
 
-    @property
-    def use(self) -> StripUse | None:
-        """What one-token calls have read of it so far; None without strips."""
-        return None if self.strips is None else StripUse(*self.kernel_view.counts.read())
+    def use(self, several: bool = False) -> StripUse | None:
+        """What calls with one token (several: with several tokens) have needed of it; None without strips."""
+        return None if self.strips is None else StripUse(*self.kernel_view.counts.read(several))
 
     @property
     def bytes_of_token(self) -> int:
         """Bytes read for one token, as the calls so far needed them."""
-        skipped = 0.0 if self.use is None else self.use.skipped
+        skipped = 0.0 if (use := self.use()) is None else use.skipped
         return round(self.panels.nbytes * (1 - skipped)) + (0 if self.bias is None else self.bias.nbytes)
+
+    @property
+    def multiply_adds_of_token(self) -> int:
+        """Multiply-adds for one of several tokens, as the calls so far needed them."""
+        skipped = 0.0 if (use := self.use(several=True)) is None else use.skipped
+        return round(self.out_features * self.in_features * (1 - skipped))
 
     def plain(self, threads: int = 1) -> TernaryWeight:
         columns = -(-self.in_features // quantization.CODES_PER_BYTE)

@@ -106,6 +106,12 @@ cdef extern from "kernels.h" nogil:
                            int32_t *) noexcept nogil
         void (*strip_columns)(const uint8_t *, size_t, size_t, const int32_t *, const int8_t *, size_t,
                               int32_t *) noexcept nogil
+        void (*strip_rows_near)(const uint8_t *, size_t, const int8_t *, int32_t, const int32_t *, size_t,
+                                int32_t *) noexcept nogil
+        void (*strip_columns_near)(const uint8_t *, size_t, size_t, const int32_t *, const int8_t *, size_t,
+                                   int32_t *) noexcept nogil
+        void (*strip_order)(int32_t *, size_t) noexcept nogil
+        int max_near_rows
         void (*norm_backward)(const float *, const float *, const float *, size_t, double, float *,
                               double *) noexcept nogil
         void (*softmax_row)(double *, size_t, double, float *) noexcept nogil
@@ -124,6 +130,7 @@ cdef extern from "kernels.h" nogil:
     const char *kernel_set_lacks(size_t index)
     const int PANEL_ROWS, BLOCK_BYTES, SCRATCH_BYTES, SCREEN_TILE_TOKENS, STRIP_K, STRIP_BYTES
     uint32_t pack_plane_row(const uint8_t *plane, size_t K, uint8_t *packed, size_t quarter_bytes)
+    void fetch_strips(const uint8_t *strips, size_t n_vectors, size_t count, size_t stride)
     void pack_row_strips(const uint8_t *packed, size_t rows, size_t row_bytes, size_t n_vectors, uint8_t *strips)
     void pack_column_strips(const uint8_t *packed, size_t rows, size_t row_bytes, size_t b, size_t count, size_t n_vectors,
                             uint8_t *strips)
@@ -289,6 +296,7 @@ ctypedef Py_ssize_t (*call_fn)(const void *) noexcept nogil  # OK, NO_MEMORY, or
 cdef enum:
     OK = -1
     NO_MEMORY = -2
+    NOT_COMPUTED = -3
 
 cdef struct recorded_call:
     call_fn run

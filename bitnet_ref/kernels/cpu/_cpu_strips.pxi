@@ -1,4 +1,5 @@
-# Part of _cpu.pyx: BitLinears of one token that do not read what meets a zero (strips.h).
+# Part of _cpu.pyx: BitLinears that leave out what meets a zero (strips.h): one token does not read it, and several
+# tokens do not multiply by it.
 
 
 cdef enum:
@@ -6,22 +7,33 @@ cdef enum:
     # Beyond these shares of active rows and columns the panels are read whole: in order memory is faster.
     MAX_ACTIVE_ROWS = 45  # percent
     MAX_ACTIVE_COLUMNS = 60
+    # The same for several tokens, whose strips come from a cache, but are all brought there: few tokens wait for that.
+    MIN_NEAR_TOKENS = 8
+    MAX_NEAR_COLUMNS = 40
+    FEW_NEAR_TOKENS = 15
+    MAX_FEW_NEAR_ROWS = 45
+    MAX_FEW_NEAR_COLUMNS = 12
+    NEAR_TOKENS = 64  # whose sums are in L2
+    NEAR_COLUMNS = 256  # whose strips are too
 
 
 cdef struct strip_counts:
-    int64_t calls, needed, read, total  # rows or columns: those that met no zero, those that were read, all
+    int64_t tokens, needed, read, total  # rows or columns: those that met no zero, those that were read, all
 
 
 cdef class StripCounts:
-    """What the calls of one matrix with strips have needed of it. For `profile`."""
-    cdef strip_counts values
+    """What the tokens of one matrix with strips have needed of it: of calls with one token, and with several. For
+    `profile`."""
+    cdef strip_counts one, several
 
     def __cinit__(self):
-        memset(&self.values, 0, sizeof(self.values))
+        memset(&self.one, 0, sizeof(self.one))
+        memset(&self.several, 0, sizeof(self.several))
 
-    def read(self):
-        """(calls, rows or columns that met no zero, those that were read, all)"""
-        return self.values.calls, self.values.needed, self.values.read, self.values.total
+    def read(self, bint several=False):
+        """(tokens, rows or columns that met no zero, those that were read or multiplied, all), summed over tokens"""
+        cdef strip_counts *values = &self.several if several else &self.one
+        return values.tokens, values.needed, values.read, values.total
 
 
 cdef inline Py_ssize_t strip_vectors(Py_ssize_t length) noexcept nogil:
@@ -60,6 +72,7 @@ cdef struct one_token:
     int32_t x_sum
     float x_quant_scale
     Py_ssize_t n_blocks  # of the panels
+    Py_ssize_t number  # in the call
 
 
 cdef Py_ssize_t gated_rows(const linears_call *c, const one_token *t, Py_ssize_t first, Py_ssize_t last,
@@ -109,17 +122,42 @@ cdef inline void multiply_one(const linears_call *c, const one_token *t, int whi
                         c.biases[which] + p * PANEL_ROWS if c.biases[which] != NULL else NULL, y)
 
 
-cdef void summed_columns(const linears_call *c, const one_token *t, const int32_t *ids, const int8_t *values,
-                         Py_ssize_t count, Py_ssize_t first, Py_ssize_t last, int32_t *acc) noexcept nogil:
-    """Outputs of strips' vectors `first` to `last` of the only matrix, from the columns `ids` alone."""
-    cdef Py_ssize_t start = first * STRIP_K, rows = min(last * STRIP_K, c.n_out[0]) - start, i
-    cdef float *out = c.ys[0] + start
-    c.chosen.strip_columns(c.strips + first * STRIP_BYTES, strip_vectors(c.n_out[0]), last - first, ids, values, count, acc)
+cdef inline void finish_columns(const linears_call *c, const one_token *t, Py_ssize_t first, Py_ssize_t last,
+                                int32_t *acc) noexcept nogil:
+    """Outputs of strips' vectors `first` to `last` of the only matrix, from their sums."""
+    cdef Py_ssize_t N = c.n_out[0], start = first * STRIP_K, rows = min(last * STRIP_K, N) - start, i
+    cdef Py_ssize_t at = t.number * N + start
+    cdef float *out = c.ys[0] + at
     for i in range(rows):
         acc[i] -= t.x_sum
     c.chosen.dequantize(acc, rows, c.scales[0], t.x_quant_scale, c.biases[0] + start if c.biases[0] != NULL else NULL, out)
     if c.residual != NULL:
-        add_arrays(c.residual + start, out, rows, out)
+        add_arrays(c.residual + at, out, rows, out)
+
+
+cdef inline Py_ssize_t list_columns(const int8_t *x_q, Py_ssize_t K, int32_t *ids, int8_t *values) noexcept nogil:
+    """The columns that meet no zero, and their int8.   -> how many"""
+    cdef Py_ssize_t count = 0, k
+    for k in range(K):
+        ids[count], values[count] = <int32_t> k, x_q[k]
+        count += x_q[k] != 0
+    return count
+
+
+cdef void one_token_columns(const linears_call *c, const one_token *t, const int32_t *ids, const int8_t *values,
+                            Py_ssize_t count, Py_ssize_t first, Py_ssize_t last, int32_t *acc) noexcept nogil:
+    """Outputs of strips' vectors `first` to `last`, from the columns `ids` alone."""
+    c.chosen.strip_columns(c.strips + first * STRIP_BYTES, strip_vectors(c.n_out[0]), last - first, ids, values, count, acc)
+    finish_columns(c, t, first, last, acc)
+
+
+cdef inline int32_t count_columns(const int8_t *x_q, Py_ssize_t K) noexcept nogil:
+    """How many columns meet no zero."""
+    cdef int32_t count = 0
+    cdef Py_ssize_t k
+    for k in range(K):
+        count += x_q[k] != 0
+    return count
 
 
 cdef Py_ssize_t run_strips(const linears_call *c) noexcept nogil:
@@ -155,17 +193,15 @@ cdef Py_ssize_t run_strips(const linears_call *c) noexcept nogil:
         free(memory)
         return 0
     memset(x_q + K, 0, wide - K)
-    t.x, t.n_blocks = x_q, n_blocks
-    c.counts.calls += 1
+    t.x, t.n_blocks, t.number = x_q, n_blocks, 0
+    c.one.tokens += 1
     if by_columns:
-        for i in range(K):
-            ids[count], values[count] = <int32_t> i, x_q[i]
-            count += x_q[i] != 0
-        c.counts.total += K
-        c.counts.needed += count
-        c.counts.read += count
+        count = list_columns(x_q, K, ids, values)
+        c.one.total += K
+        c.one.needed += count
+        c.one.read += count
         if count * 100 > MAX_ACTIVE_COLUMNS * K:
-            c.counts.read += K - count
+            c.one.read += K - count
             n_panels = c.first[1]
             with parallel(num_threads=team):
                 for part in prange(n_panels, schedule="static"):
@@ -173,8 +209,8 @@ cdef Py_ssize_t run_strips(const linears_call *c) noexcept nogil:
         else:
             with parallel(num_threads=team):
                 for part in prange(parts, schedule="static"):
-                    summed_columns(c, &t, ids, values, count, n_panels * part // parts, n_panels * (part + 1) // parts,
-                                   <int32_t *> (scratch + part * part_bytes))
+                    one_token_columns(c, &t, ids, values, count, n_panels * part // parts, n_panels * (part + 1) // parts,
+                                      <int32_t *> (scratch + part * part_bytes))
     else:
         for part in prange(parts, num_threads=team, schedule="static"):
             mine = scratch + part * part_bytes
@@ -182,9 +218,9 @@ cdef Py_ssize_t run_strips(const linears_call *c) noexcept nogil:
                                 <float *> (mine + SCRATCH_BYTES) + 3 * (part_rows + PANEL_ROWS), mine)
             needed += of_part if of_part > 0 else -of_part
             read += of_part if of_part >= 0 else (n_panels * (part + 1) // parts - n_panels * part // parts) * PANEL_ROWS
-        c.counts.total += c.n_out[0]
-        c.counts.needed += needed
-        c.counts.read += min(read, c.n_out[0])
+        c.one.total += c.n_out[0]
+        c.one.needed += needed
+        c.one.read += min(read, c.n_out[0])
     free(memory)
     return OK
 
@@ -196,3 +232,144 @@ cdef inline void whole_panel(const linears_call *c, const one_token *t, Py_ssize
     multiply_one(c, t, 0, p, rows, <int32_t *> (scratch + SCRATCH_BYTES), out, scratch)
     if c.residual != NULL:
         add_arrays(c.residual + p * PANEL_ROWS, out, rows, out)
+
+
+cdef Py_ssize_t up_by_strips(const linears_call *c, Py_ssize_t p, Py_ssize_t block, Py_ssize_t tokens,
+                             const int32_t *x_sum, const float *x_quant_scale, const int8_t *x, Py_ssize_t x_stride,
+                             const int32_t *gate_acc) noexcept nogil:
+    """relu2(gate) * up of a panel for `tokens` tokens from `block` on, whose sums of gate are there: of up only the rows
+    of each token whose gate is above zero.
+
+    Returns how many these are for all tokens together, or NOT_COMPUTED if they are too many.
+    """
+    cdef Py_ssize_t rows = min(<Py_ssize_t> PANEL_ROWS, c.n_out[0] - p * PANEL_ROWS), first = p * PANEL_ROWS
+    cdef Py_ssize_t n_vectors = strip_vectors(c.K), active = 0, count, m, i
+    cdef Py_ssize_t lines = max(<Py_ssize_t> 0, min(<Py_ssize_t> PANEL_ROWS, c.n_out[0] - first - PANEL_ROWS)) * n_vectors
+    cdef const uint8_t *next_strips = c.strips + (first + PANEL_ROWS) * n_vectors * STRIP_BYTES
+    cdef int32_t ids[65]  # PANEL_ROWS, and one that is written beyond the last
+    cdef int32_t acc[64]
+    cdef float gate[64]
+    cdef float up[64]
+    cdef float *out
+    cdef const int32_t *sums
+    for m in range(tokens):
+        count = 0
+        for i in range(rows):
+            count += gate_acc[m * PANEL_ROWS + i] > 0
+        active += count
+        # A product that overflows would be NaN beside a gate of zero.
+        if not c.scales[1] / x_quant_scale[block + m] * 256.0 * c.K < 1e38:
+            return NOT_COMPUTED
+    if active * 100 > (c.chosen.max_near_rows if tokens > FEW_NEAR_TOKENS else MAX_FEW_NEAR_ROWS) * rows * tokens:
+        return NOT_COMPUTED
+    for m in range(tokens):
+        out, count, sums = c.ys[0] + (block + m) * c.n_out[0] + first, 0, gate_acc + m * PANEL_ROWS
+        for i in range(rows):
+            ids[count] = <int32_t> i
+            count += sums[i] > 0
+        for i in range(count):
+            acc[i], ids[i] = sums[ids[i]], ids[i] + <int32_t> first
+        c.chosen.dequantize(acc, count, c.scales[0], x_quant_scale[block + m], NULL, gate)
+        c.chosen.strip_rows_near(c.strips, n_vectors, x + (block + m) * x_stride, x_sum[block + m], ids, count, acc)
+        c.chosen.dequantize(acc, count, c.scales[1], x_quant_scale[block + m], NULL, up)
+        c.chosen.gated(gate, up, count, 0, up)
+        memset(out, 0, rows * sizeof(float))
+        for i in range(count):
+            out[ids[i] - first] = up[i]
+        # A share of the next panel's strips. There may be fewer than in this one, or none.
+        fetch_strips(next_strips + lines * m // tokens * STRIP_BYTES, 1, lines * (m + 1) // tokens - lines * m // tokens,
+                     STRIP_BYTES)
+    return active
+
+
+cdef struct near_call:
+    const linears_call *c
+    const int32_t *x_sum
+    const float *x_quant_scale
+    Py_ssize_t block, tokens  # the first of the present tokens, and how many
+    int32_t *ids  # (tokens, K) the columns that meet no zero, ascending
+    int8_t *values  # (tokens, K) their int8
+    Py_ssize_t *counts  # (tokens,)
+
+
+cdef Py_ssize_t columns_of_tokens(const linears_call *c, const int8_t *x_q, Py_ssize_t wide, const int32_t *x_sum,
+                                  const float *x_quant_scale, int team) noexcept nogil:
+    """The product of several tokens with the only matrix, each token by the columns that it needs.
+
+    Returns OK, NO_MEMORY, or NOT_COMPUTED if the tokens need too many columns.
+    """
+    cdef Py_ssize_t M = c.M, K = c.K, n_vectors = strip_vectors(c.n_out[0]), needed = 0, m, part, bad = OK
+    cdef Py_ssize_t parts = min(<Py_ssize_t> team, n_vectors), shares = max(<Py_ssize_t> 1, team // n_vectors)
+    for m in prange(M, num_threads=team, schedule="static"):
+        needed += count_columns(x_q + m * wide, K)
+    c.several.needed += needed
+    c.several.tokens += M
+    c.several.total += M * K
+    if needed * 100 > (MAX_NEAR_COLUMNS if M > FEW_NEAR_TOKENS else MAX_FEW_NEAR_COLUMNS) * M * K:
+        c.several.read += M * K
+        return NOT_COMPUTED
+    c.several.read += needed
+    cdef near_call n
+    cdef Py_ssize_t most = min(M, <Py_ssize_t> NEAR_TOKENS)
+    cdef size_t acc_bytes = most * ((n_vectors + parts - 1) // parts) * STRIP_K * sizeof(int32_t)
+    cdef size_t part_bytes = acc_bytes + thread_bytes(most * sizeof(Py_ssize_t))
+    n.c, n.x_sum, n.x_quant_scale = c, x_sum, x_quant_scale
+    n.ids = <int32_t *> allocate(most * K, sizeof(int32_t))
+    n.values = <int8_t *> allocate(most * K, 1)
+    n.counts = <Py_ssize_t *> allocate(most, sizeof(Py_ssize_t))
+    cdef char *scratch = <char *> allocate(parts * shares, part_bytes)
+    if n.ids == NULL or n.values == NULL or n.counts == NULL or scratch == NULL:
+        bad = NO_MEMORY
+    n.block = 0
+    while bad == OK and n.block < M:
+        n.tokens = min(most, M - n.block)
+        with parallel(num_threads=team):
+            for m in prange(n.tokens, schedule="static"):
+                n.counts[m] = list_columns(x_q + (n.block + m) * wide, K, n.ids + m * K, n.values + m * K)
+            for part in prange(parts * shares, schedule="static"):
+                near_columns(&n, n_vectors * (part // shares) // parts, n_vectors * (part // shares + 1) // parts,
+                             n.tokens * (part % shares) // shares, n.tokens * (part % shares + 1) // shares,
+                             <int32_t *> (scratch + part * part_bytes),
+                             <Py_ssize_t *> (scratch + part * part_bytes + acc_bytes))
+        n.block += n.tokens
+    free(n.ids)
+    free(n.values)
+    free(n.counts)
+    free(scratch)
+    return bad
+
+
+cdef void near_columns(const near_call *n, Py_ssize_t first, Py_ssize_t last, Py_ssize_t from_token, Py_ssize_t to_token,
+                       int32_t *acc, Py_ssize_t *done) noexcept nogil:
+    """Outputs of strips' vectors `first` to `last` for some of the present tokens. Some columns at a time, whose strips
+    stay in L2 for all tokens.
+
+    acc, done: room for the tokens' sums, and for how many of their columns have been added.
+    """
+    cdef const linears_call *c = n.c
+    cdef Py_ssize_t K = c.K, n_vectors = strip_vectors(c.n_out[0]), width = (last - first) * STRIP_K
+    cdef Py_ssize_t tokens = to_token - from_token, start = 0, end, m, i, j, count
+    cdef const uint8_t *strips = c.strips + first * STRIP_BYTES
+    cdef const int32_t *ids
+    cdef one_token t
+    memset(acc, 0, tokens * width * sizeof(int32_t))
+    memset(done, 0, tokens * sizeof(Py_ssize_t))
+    while start < K:
+        end = min(K, start + <Py_ssize_t> NEAR_COLUMNS)
+        for m in range(tokens):
+            i, count, ids = done[m], n.counts[from_token + m], n.ids + (from_token + m) * K
+            j = i
+            while j < count and ids[j] < end:
+                j += 1
+            done[m] = j
+            c.chosen.strip_columns_near(strips, n_vectors, last - first, ids + i, n.values + (from_token + m) * K + i, j - i,
+                                        acc + m * width)
+            i = min(K, end + (end - start) * m // tokens)  # a share of the next columns
+            j = min(K, end + (end - start) * (m + 1) // tokens)
+            fetch_strips(strips + i * n_vectors * STRIP_BYTES, last - first, j - i, n_vectors * STRIP_BYTES)
+        start = end
+    for m in range(tokens):
+        t.number = n.block + from_token + m
+        t.x_sum, t.x_quant_scale = n.x_sum[t.number], n.x_quant_scale[t.number]
+        c.chosen.strip_order(acc + m * width, last - first)
+        finish_columns(c, &t, first, last, acc + m * width)

@@ -1,4 +1,5 @@
-/* Products with a vector that is mostly zeros: what would be multiplied by zero is not read.
+/* Products with vectors that are mostly zeros: what would be multiplied by zero is not read by one token, and not
+ * multiplied by several.
  *
  * The gate of ReLU^2 is zero for most of a feed-forward's F values. So of up_proj only the rows with a gate above zero
  * are needed, and of down_proj only the columns that meet an int8 other than zero. Panels hold 64 rows interleaved, of
@@ -6,6 +7,10 @@
  * down_proj, in one piece.
  *
  *     strip of one row (or column), element k = 256 v + 64 s + i:   byte 64 v + i,   bits 2s..2s+1
+ *
+ * For several tokens the sums are the limit, not memory. Then the strips of some rows or columns are brought into L2 for
+ * all tokens, and each token is multiplied with those that it needs: `strip_rows_near`, and `strip_columns_near`, which
+ * adds to acc in an order of its own, that `strip_order` puts right at the end. acc: 64-byte aligned.
  *
  * Codes are w_t + 1, as in panels (panel.h); elements beyond the row's length have code 0. The sums are of integers,
  * exact in any order, so they equal those of the panels.
@@ -43,6 +48,7 @@ typedef void (*strip_rows_fn)(const uint8_t *strips, size_t n_vectors, const int
                               const int32_t *rows, size_t count, int32_t *acc);
 typedef void (*strip_columns_fn)(const uint8_t *strips, size_t strip_vectors, size_t n_vectors, const int32_t *columns,
                                  const int8_t *x, size_t count, int32_t *acc);
+typedef void (*strip_order_fn)(int32_t *acc, size_t n_vectors);
 
 /* Bytes 0, 1, 2, 3 of each word: codes of four columns -> of one column each, in the order of the four arrays. */
 static inline void join_codes(const uint8_t codes[4][TILE], uint32_t words[TILE]) {
@@ -110,9 +116,8 @@ static void strip_rows_plain(const uint8_t *strips, size_t n_vectors, const int8
     }
 }
 
-static void strip_columns_plain(const uint8_t *strips, size_t strip_vectors, size_t n_vectors, const int32_t *columns,
-                                const int8_t *x, size_t count, int32_t *acc) {
-    memset(acc, 0, n_vectors * STRIP_K * sizeof *acc);
+static void strip_columns_near_plain(const uint8_t *strips, size_t strip_vectors, size_t n_vectors,
+                                     const int32_t *columns, const int8_t *x, size_t count, int32_t *acc) {
     for (size_t j = 0; j < count; j++) {
         const uint8_t *strip = strips + (size_t)columns[j] * strip_vectors * STRIP_BYTES;
         for (size_t v = 0; v < n_vectors; v++)
@@ -122,11 +127,25 @@ static void strip_columns_plain(const uint8_t *strips, size_t strip_vectors, siz
     }
 }
 
+static void strip_order_plain(int32_t *acc, size_t n_vectors) { (void)acc, (void)n_vectors; }
+
+static void strip_columns_plain(const uint8_t *strips, size_t strip_vectors, size_t n_vectors, const int32_t *columns,
+                                const int8_t *x, size_t count, int32_t *acc) {
+    memset(acc, 0, n_vectors * STRIP_K * sizeof *acc);
+    strip_columns_near_plain(strips, strip_vectors, n_vectors, columns, x, count, acc);
+}
+
 /* The strips of ids[first], ..., ids[first + STRIPS_TOGETHER - 1]; strip 0 for those beyond the last id. */
 static inline void strip_addresses(const uint8_t *strips, size_t bytes, const int32_t *ids, size_t first, size_t count,
                                    const uint8_t **at) {
     for (size_t i = 0; i < STRIPS_TOGETHER; i++)
         at[i] = strips + (first + i < count ? (size_t)ids[first + i] : 0) * bytes;
+}
+
+/* Prefetches into L2 what the next panel or columns need: so many vectors of `count` strips, `stride` bytes apart. */
+static inline void fetch_strips(const uint8_t *strips, size_t n_vectors, size_t count, size_t stride) {
+    for (size_t i = 0; i < count; i++)
+        for (size_t v = 0; v < n_vectors; v++) __builtin_prefetch(strips + i * stride + v * STRIP_BYTES, 0, 2);
 }
 
 #if defined(__x86_64__)
@@ -186,12 +205,11 @@ AVX2_INLINE void avx2_add_sums(int32_t *to, __m256i low, __m256i high) {
 
 /* 128 outputs at a time, whose sums of all columns of a group fit int16. `unpack` works within 16 bytes: low has the
  * sums of bytes 0-7 and 16-23 of a half, high those of bytes 8-15 and 24-31. */
-AVX2_TARGET static void strip_columns_avx2(const uint8_t *strips, size_t strip_vectors, size_t n_vectors,
-                                           const int32_t *columns, const int8_t *x, size_t count, int32_t *acc) {
+AVX2_TARGET static void strip_columns_near_avx2(const uint8_t *strips, size_t strip_vectors, size_t n_vectors,
+                                                const int32_t *columns, const int8_t *x, size_t count, int32_t *acc) {
     const size_t bytes = strip_vectors * STRIP_BYTES;
     const uint8_t *at[STRIPS_TOGETHER], *next[STRIPS_TOGETHER];
     strip_addresses(strips, bytes, columns, 0, count, next);
-    memset(acc, 0, n_vectors * STRIP_K * sizeof *acc);
     for (size_t j = 0; j < count; j += STRIPS_TOGETHER) {
         const size_t some = count - j < STRIPS_TOGETHER ? count - j : STRIPS_TOGETHER;
         int8_t values[STRIPS_TOGETHER] = {0};
@@ -220,6 +238,12 @@ AVX2_TARGET static void strip_columns_avx2(const uint8_t *strips, size_t strip_v
             for (size_t s = 0; s < 4; s++) avx2_add_sums(to + 64 * s, low[s], high[s]);
         }
     }
+}
+
+AVX2_TARGET static void strip_columns_avx2(const uint8_t *strips, size_t strip_vectors, size_t n_vectors,
+                                           const int32_t *columns, const int8_t *x, size_t count, int32_t *acc) {
+    memset(acc, 0, n_vectors * STRIP_K * sizeof *acc);
+    strip_columns_near_avx2(strips, strip_vectors, n_vectors, columns, x, count, acc);
 }
 
 AVX512_TARGET static void strip_rows_avx512(const uint8_t *strips, size_t n_vectors, const int8_t *x, int32_t x_sum,
@@ -251,18 +275,50 @@ AVX512_TARGET static void strip_rows_avx512(const uint8_t *strips, size_t n_vect
     }
 }
 
-/* The sums of 256 outputs stay in registers for STRIPS_TOGETHER columns. The bytes of 4 columns are interleaved, so that a lane of 32 bits holds their codes of one output. Interleaving works within 16 bytes: part u of
- * the result, lane 4 l + t, is byte 16 l + 4 u + t. The sums keep that order, and the scales of their fields, up to the
- * end: sum_su of outputs 64 s + byte. */
+/* The sums of 256 outputs stay in registers for STRIPS_TOGETHER columns. The bytes of 4 columns are interleaved, so that
+ * a lane of 32 bits holds their codes of one output. Interleaving works within 16 bytes: part u of the result, lane
+ * 4 l + t, is byte 16 l + 4 u + t. The sums keep that order, and the scales of their fields, up to the end: sum_su of
+ * outputs 64 s + byte. */
+#define STRIP_FIELDS                                                                                                   \
+    const __m512i field0 = _mm512_set1_epi8(0x03), field1 = _mm512_set1_epi8(0x0C), field2 = _mm512_set1_epi8(0x30),   \
+                  field3 = _mm512_set1_epi8((char)0xC0);
 #define STRIP_SUMS(DO) STRIP_SUMS_OF(DO, 0) STRIP_SUMS_OF(DO, 1) STRIP_SUMS_OF(DO, 2) STRIP_SUMS_OF(DO, 3)
 #define STRIP_SUMS_OF(DO, s) DO(s, 0) DO(s, 1) DO(s, 2) DO(s, 3)
+#define STRIP_ZERO(s, u) __m512i sum_##s##u = _mm512_setzero_si512();
 #define STRIP_LOAD(s, u) __m512i sum_##s##u = _mm512_load_si512(to + 64 * s + 16 * u);
 #define STRIP_STORE(s, u) _mm512_store_si512(to + 64 * s + 16 * u, sum_##s##u);
 #define STRIP_DOT(s, u) sum_##s##u = avx512_dot(sum_##s##u, _mm512_and_si512(part##u, field##s), word);
+/* the sums += the products of the columns at a, b, c, d, whose four int8 are in each lane of `word` */
+#define STRIP_FOUR(a, b, c, d)                                                                                         \
+    {                                                                                                                  \
+        const __m512i ab_low = _mm512_unpacklo_epi8(a, b), ab_high = _mm512_unpackhi_epi8(a, b),                       \
+                      cd_low = _mm512_unpacklo_epi8(c, d), cd_high = _mm512_unpackhi_epi8(c, d);                       \
+        const __m512i part0 = _mm512_unpacklo_epi16(ab_low, cd_low), part1 = _mm512_unpackhi_epi16(ab_low, cd_low),    \
+                      part2 = _mm512_unpacklo_epi16(ab_high, cd_high), part3 = _mm512_unpackhi_epi16(ab_high, cd_high); \
+        STRIP_SUMS(STRIP_DOT)                                                                                          \
+    }
+
+/* 64 sums of a field, in the order and scale of the registers -> in order: 4 x 4 groups of 4 lanes, transposed. */
+AVX512_INLINE void strip_order(int32_t *sums, const unsigned shift) {
+    const __m512i a = _mm512_load_si512(sums), b = _mm512_load_si512(sums + 16), c = _mm512_load_si512(sums + 32),
+                  d = _mm512_load_si512(sums + 48);
+    const __m512i ab = _mm512_shuffle_i32x4(a, b, 0x44), ab_high = _mm512_shuffle_i32x4(a, b, 0xEE),
+                  cd = _mm512_shuffle_i32x4(c, d, 0x44), cd_high = _mm512_shuffle_i32x4(c, d, 0xEE);
+    const __m128i by = _mm_cvtsi32_si128((int)shift);
+    _mm512_store_si512(sums, _mm512_sra_epi32(_mm512_shuffle_i32x4(ab, cd, 0x88), by));
+    _mm512_store_si512(sums + 16, _mm512_sra_epi32(_mm512_shuffle_i32x4(ab, cd, 0xDD), by));
+    _mm512_store_si512(sums + 32, _mm512_sra_epi32(_mm512_shuffle_i32x4(ab_high, cd_high, 0x88), by));
+    _mm512_store_si512(sums + 48, _mm512_sra_epi32(_mm512_shuffle_i32x4(ab_high, cd_high, 0xDD), by));
+}
+
+/* the sums of `strip_columns_near` in order */
+AVX512_TARGET static void strip_order_avx512(int32_t *acc, size_t n_vectors) {
+    for (size_t i = 0; i < 4 * n_vectors; i++) strip_order(acc + 64 * i, 2 * (i % 4));
+}
+
 AVX512_TARGET static void strip_columns_avx512(const uint8_t *strips, size_t strip_vectors, size_t n_vectors,
                                                const int32_t *columns, const int8_t *x, size_t count, int32_t *acc) {
-    const __m512i field0 = _mm512_set1_epi8(0x03), field1 = _mm512_set1_epi8(0x0C), field2 = _mm512_set1_epi8(0x30),
-                  field3 = _mm512_set1_epi8((char)0xC0);
+    STRIP_FIELDS
     const size_t bytes = strip_vectors * STRIP_BYTES;
     const uint8_t *at[STRIPS_TOGETHER], *next[STRIPS_TOGETHER];
     strip_addresses(strips, bytes, columns, 0, count, next);
@@ -281,29 +337,81 @@ AVX512_TARGET static void strip_columns_avx512(const uint8_t *strips, size_t str
             STRIP_SUMS(STRIP_LOAD)
             for (size_t f = 0; f < some; f += 4) {
                 const __m512i word = _mm512_set1_epi32(words[f / 4]);
-                const __m512i a = _mm512_loadu_si512(at[f] + offset), b = _mm512_loadu_si512(at[f + 1] + offset),
-                              c = _mm512_loadu_si512(at[f + 2] + offset), d = _mm512_loadu_si512(at[f + 3] + offset);
                 for (size_t i = f; i < f + 4; i++) _mm_prefetch((const char *)next[i] + offset, _MM_HINT_T1);
-                const __m512i ab_low = _mm512_unpacklo_epi8(a, b), ab_high = _mm512_unpackhi_epi8(a, b),
-                              cd_low = _mm512_unpacklo_epi8(c, d), cd_high = _mm512_unpackhi_epi8(c, d);
-                const __m512i part0 = _mm512_unpacklo_epi16(ab_low, cd_low),
-                              part1 = _mm512_unpackhi_epi16(ab_low, cd_low),
-                              part2 = _mm512_unpacklo_epi16(ab_high, cd_high),
-                              part3 = _mm512_unpackhi_epi16(ab_high, cd_high);
-                STRIP_SUMS(STRIP_DOT)
+                STRIP_FOUR(_mm512_loadu_si512(at[f] + offset), _mm512_loadu_si512(at[f + 1] + offset),
+                           _mm512_loadu_si512(at[f + 2] + offset), _mm512_loadu_si512(at[f + 3] + offset))
             }
             STRIP_SUMS(STRIP_STORE)
         }
     }
-    for (size_t v = 0; v < n_vectors; v++)
-        for (size_t s = 0; s < 4; s++) { /* 4 x 4 groups of 4 lanes, transposed and shifted down */
-            int32_t *to = acc + v * STRIP_K + 64 * s, sums[64];
-            memcpy(sums, to, sizeof sums);
-            for (size_t u = 0; u < 4; u++)
-                for (size_t l = 0; l < 4; l++)
-                    for (size_t t = 0; t < 4; t++) to[16 * l + 4 * u + t] = sums[16 * u + 4 * l + t] >> 2 * s;
-        }
+    strip_order_avx512(acc, n_vectors);
 }
+
+/* `strip_rows` of strips that are in a cache: four rows at a time, whose sums stay in registers. */
+#define NEAR_ROWS(DO) DO(0) DO(1) DO(2) DO(3)
+#define NEAR_ZERO(r)                                                                                                   \
+    __m512i sum_##r##0 = _mm512_setzero_si512(), sum_##r##1 = sum_##r##0, sum_##r##2 = sum_##r##0,                     \
+            sum_##r##3 = sum_##r##0;                                                                                   \
+    const uint8_t *at_##r = strips + (size_t)rows[j + r < count ? j + r : j] * bytes;
+#define NEAR_DOT(r)                                                                                                    \
+    {                                                                                                                  \
+        const __m512i codes = _mm512_loadu_si512(at_##r + v * STRIP_BYTES);                                            \
+        sum_##r##0 = avx512_dot(sum_##r##0, _mm512_and_si512(codes, field0), x0);                                      \
+        sum_##r##1 = avx512_dot(sum_##r##1, _mm512_and_si512(codes, field1), x1);                                      \
+        sum_##r##2 = avx512_dot(sum_##r##2, _mm512_and_si512(codes, field2), x2);                                      \
+        sum_##r##3 = avx512_dot(sum_##r##3, _mm512_and_si512(codes, field3), x3);                                      \
+    }
+#define NEAR_SUM(r)                                                                                                    \
+    const __m512i total_##r =                                                                                          \
+        _mm512_add_epi32(_mm512_add_epi32(sum_##r##0, _mm512_srai_epi32(sum_##r##1, 2)),                               \
+                         _mm512_add_epi32(_mm512_srai_epi32(sum_##r##2, 4), _mm512_srai_epi32(sum_##r##3, 6)));
+AVX512_TARGET static void strip_rows_near_avx512(const uint8_t *strips, size_t n_vectors, const int8_t *x, int32_t x_sum,
+                                                 const int32_t *rows, size_t count, int32_t *acc) {
+    STRIP_FIELDS
+    const size_t bytes = n_vectors * STRIP_BYTES;
+    for (size_t j = 0; j < count; j += 4) {
+        NEAR_ROWS(NEAR_ZERO)
+        for (size_t v = 0; v < n_vectors; v++) {
+            const int8_t *xv = x + v * STRIP_K;
+            const __m512i x0 = _mm512_loadu_si512(xv), x1 = _mm512_loadu_si512(xv + 64),
+                          x2 = _mm512_loadu_si512(xv + 128), x3 = _mm512_loadu_si512(xv + 192);
+            NEAR_ROWS(NEAR_DOT)
+        }
+        NEAR_ROWS(NEAR_SUM)
+#define PAIR(unpack, a, b) _mm512_add_epi32(_mm512_unpacklo_##unpack(a, b), _mm512_unpackhi_##unpack(a, b))
+        const __m512i sixteen = PAIR(epi64, PAIR(epi32, total_0, total_1), PAIR(epi32, total_2, total_3)); /* four each */
+#undef PAIR
+        const __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(sixteen), _mm512_extracti64x4_epi64(sixteen, 1));
+        const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+        const __mmask8 there = (__mmask8)(count - j < 4 ? (1 << (count - j)) - 1 : 15);
+        _mm_mask_storeu_epi32(acc + j, there, _mm_sub_epi32(four, _mm_set1_epi32(x_sum)));
+    }
+}
+
+/* `strip_columns` of strips that are in a cache, which adds to acc, in the order of the registers. */
+AVX512_TARGET static void strip_columns_near_avx512(const uint8_t *strips, size_t strip_vectors, size_t n_vectors,
+                                                    const int32_t *columns, const int8_t *x, size_t count, int32_t *acc) {
+    STRIP_FIELDS
+    const size_t bytes = strip_vectors * STRIP_BYTES, fours = count / 4 * 4;
+    int32_t last[4] = {0};
+    int8_t last_x[4] = {0};
+    for (size_t j = fours; j < count; j++) last[j - fours] = columns[j], last_x[j - fours] = x[j];
+    for (size_t v = 0; v < n_vectors; v++) {
+        const uint8_t *vectors = strips + v * STRIP_BYTES;
+        int32_t *to = acc + v * STRIP_K;
+        STRIP_SUMS(STRIP_LOAD)
+        for (size_t j = 0; j < count; j += 4) {
+            const int32_t *four = j < fours ? columns + j : last;
+            const __m512i word = avx512_word(j < fours ? x + j : last_x);
+            STRIP_FOUR(_mm512_loadu_si512(vectors + (size_t)four[0] * bytes),
+                       _mm512_loadu_si512(vectors + (size_t)four[1] * bytes),
+                       _mm512_loadu_si512(vectors + (size_t)four[2] * bytes),
+                       _mm512_loadu_si512(vectors + (size_t)four[3] * bytes))
+        }
+        STRIP_SUMS(STRIP_STORE)
+    }
+}
+
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 

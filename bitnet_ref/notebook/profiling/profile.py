@@ -57,7 +57,7 @@ class Profile:
         self.calls = 0  # of operations, in all steps
         self._lock = threading.Lock()
         self._entered, self._started_s, self._wall_s = 0, 0.0, 0.0
-        self._uses = strip_uses(model.weights)
+        self._uses = {several: strip_uses(model.weights, several) for several in (False, True)}
 
     def __enter__(self) -> Profile:
         """Raises GenerationError while a profile of another path is entered on the same model."""
@@ -134,8 +134,16 @@ class Profile:
 
         Since the profile was made, of steps with one token. {} where nothing is skipped.
         """
-        uses = strip_uses(self.model.weights)
-        since = {name: use.since(self._uses[name]) for name, use in uses.items() if name in self._uses}
+        return self._skipped(several=False)
+
+    @property
+    def not_multiplied(self) -> dict[str, float]:
+        """The same of steps with several tokens, each of which is multiplied with what it needs itself."""
+        return self._skipped(several=True)
+
+    def _skipped(self, several: bool) -> dict[str, float]:
+        uses, before = strip_uses(self.model.weights, several), self._uses[several]
+        since = {name: use.since(before[name]) for name, use in uses.items() if name in before}
         return {name: use.skipped for name, use in since.items() if use.total}
 
     def in_order(self) -> list[Phase]:
@@ -149,6 +157,7 @@ class Profile:
             **{name: getattr(self, name) for name in names},
             "threads": len(self.threads),
             "skipped": self.skipped,
+            "not_multiplied": self.not_multiplied,
             "phases": [phase.to_dict() for phase in self.in_order()],
             "ops": [op.to_dict() for op in self.ops],
         }
@@ -160,10 +169,10 @@ class Profile:
         fastest = self.model.backend.paths[-1]
         if fastest not in ("ops", self.path):
             words += f" (generate runs the path {fastest!r})"
-        skipped = self.skipped
-        for linear in ("up_proj", "down_proj"):
-            if shares := [share for name, share in skipped.items() if name.endswith(linear)]:
-                words += f", {linear} {min(shares):.0%} to {max(shares):.0%} not read"
+        for skipped, verb in ((self.skipped, "read"), (self.not_multiplied, "multiplied")):
+            for linear in ("up_proj", "down_proj"):
+                if shares := [share for name, share in skipped.items() if name.endswith(linear)]:
+                    words += f", {linear} {min(shares):.0%} to {max(shares):.0%} not {verb}"
         return words + (f", steps of {len(self.threads)} threads, which overlap" if len(self.threads) > 1 else "")
 
     def _rows(self, blocks: bool = False) -> Iterator[TableRow]:
