@@ -36,7 +36,19 @@
  *   - row after row, its vectors in another order (0, 2, 4, ..., 1, 3, ...), unrolled: as fast, but only for the length it
  *     is unrolled for; in a loop 0.36, for the processor learns the stride of one instruction
  *   - whole rows prefetched before they are needed, 8 to 64 rows ahead: 0.44 to 0.45; into L1: 0.56
- *   - the first rows prefetched before the loop: no faster */
+ *   - the first rows prefetched before the loop: no faster
+ *
+ * Several tokens, the same machine and matrix, time as a share of the panels' (AVX-512 and AVX2 each against its own),
+ *   medians of nine:
+ *     needed                     16 tokens   64     512    AVX2: 16   64     512
+ *     16% of rows                0.33        0.33   0.27   0.41       0.35   0.40
+ *     10% of columns             0.45        0.43   0.45   0.39       0.34   0.35
+ *     50% of rows                0.80        0.78   0.79
+ *     33% of columns             0.89        0.68   0.68
+ *   Eight tokens mostly wait for memory: 0.72 and 0.71 with 16% and 10%, 1.06 and 0.99 with 50% and 33%.
+ * Tried for several tokens: the kernels of one token: 1.5 to 2 times the time, for these prefetch, and pass through sums in
+ *   memory. Columns for 256 outputs at a time over all columns: 0.65 for 64 tokens, for 64 bytes of each 640 come slowly
+ *   from memory. 128 or 512 columns at a time, not 256: 0.37 and 0.33 for 64 tokens, 0.46 and 0.61 for 16. */
 #ifndef BITNET_REF_STRIPS_H
 #define BITNET_REF_STRIPS_H
 
