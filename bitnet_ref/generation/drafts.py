@@ -32,12 +32,12 @@ SURE_MATCH = 5  # tokens that a text must repeat for a draft without a balance, 
 COST = 0.15  # of verifying one more token, in decoding steps, where memory bandwidth is the limit
 FIRST_S = 0.00025  # that each guess costs beyond that until it is measured
 WORTH = 0.8  # of a token: what a guess may cost, because not all are right
-FORGET = 0.008  # the part of the measured cost that a step without drafts takes off when it is measured
+FORGET = 0.008  # the part of a guess's cost that each measured step without drafts takes off: it is tried again
 INCOME = 0.005  # added to the balance per token: the share by which a text without repetition gets slower
 START = LENGTHS[0] * COST  # the balance at the start
 MOST = 4.0  # the largest balance, in tokens
 LOOK_S = 0.002  # decoding time between two looks for a guess, for each row: a look takes some microseconds
-MOST_UNSEEN = 8  # and tokens
+MOST_UNSEEN = 8  # tokens between two looks, at most
 MEASURED = 4  # of so many steps without drafts one is measured
 
 

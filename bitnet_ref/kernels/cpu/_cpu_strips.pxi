@@ -4,13 +4,14 @@
 
 cdef enum:
     MAX_STRIP = 1 << 17  # columns, and rows: the sums of strips.h fit int32
-    # Beyond these shares of active rows and columns the panels are read whole: in order memory is faster.
-    MAX_ACTIVE_ROWS = 45  # percent
+    # Beyond these shares of active rows and columns, in percent, the panels are read whole: in order memory is faster.
+    MAX_ACTIVE_ROWS = 45
     MAX_ACTIVE_COLUMNS = 60
-    # The same for several tokens, whose strips come from a cache, but are all brought there: few tokens wait for that.
+    # The same for several tokens (of rows: `max_near_rows` of the kernel set). All strips are brought into L2 for them,
+    # for which few tokens wait.
     MIN_NEAR_TOKENS = 8
     MAX_NEAR_COLUMNS = 40
-    FEW_NEAR_TOKENS = 15
+    FEW_NEAR_TOKENS = 15  # or fewer
     MAX_FEW_NEAR_ROWS = 45
     MAX_FEW_NEAR_COLUMNS = 12
     NEAR_TOKENS = 64  # whose sums are in L2
@@ -246,7 +247,7 @@ cdef Py_ssize_t up_by_strips(const linears_call *c, Py_ssize_t p, Py_ssize_t blo
     cdef Py_ssize_t n_vectors = strip_vectors(c.K), active = 0, count, m, i
     cdef Py_ssize_t lines = max(<Py_ssize_t> 0, min(<Py_ssize_t> PANEL_ROWS, c.n_out[0] - first - PANEL_ROWS)) * n_vectors
     cdef const uint8_t *next_strips = c.strips + (first + PANEL_ROWS) * n_vectors * STRIP_BYTES
-    cdef int32_t ids[65]  # PANEL_ROWS, and one that is written beyond the last
+    cdef int32_t ids[64]  # PANEL_ROWS
     cdef int32_t acc[64]
     cdef float gate[64]
     cdef float up[64]
@@ -299,7 +300,8 @@ cdef Py_ssize_t columns_of_tokens(const linears_call *c, const int8_t *x_q, Py_s
     Returns OK, NO_MEMORY, or NOT_COMPUTED if the tokens need too many columns.
     """
     cdef Py_ssize_t M = c.M, K = c.K, n_vectors = strip_vectors(c.n_out[0]), needed = 0, m, part, bad = OK
-    cdef Py_ssize_t parts = min(<Py_ssize_t> team, n_vectors), shares = max(<Py_ssize_t> 1, team // n_vectors)
+    # Of the outputs, and where threads are more than vectors of outputs also of the tokens
+    cdef Py_ssize_t parts = min(<Py_ssize_t> team, n_vectors), shares = 1 if team <= n_vectors else 4 * team // n_vectors
     for m in prange(M, num_threads=team, schedule="static"):
         needed += count_columns(x_q + m * wide, K)
     c.several.needed += needed
