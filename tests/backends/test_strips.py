@@ -1,5 +1,6 @@
 """Strips: a token that reads no row of up_proj and no column of down_proj that meets a zero gives the same bits."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,10 @@ from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.backends.cpu.extension import simd_variants, why_unavailable
 from bitnet_ref.backends.cpu.weights import PanelWeight
+from bitnet_ref.benchmark.models import measure_model
 from bitnet_ref.benchmark.synthetic import SHAPES, synthetic_model
 from bitnet_ref.errors import BackendUnavailable, ConfigError, NumericsError
-from bitnet_ref.reference.weights import TernaryWeight
+from bitnet_ref.reference.weights import TernaryLinear, TernaryWeight
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 SETS = [name for name, lacks in simd_variants().items() if lacks is None]
@@ -122,6 +124,26 @@ def test_auto_gives_strips_to_large_matrices_of_relu2(monkeypatch):
     assert CythonBackend().strips == "never"
     with pytest.raises(BackendUnavailable, match="expected one of auto, always, never, got 'some'"):
         CythonBackend(strips="some")
+
+
+def test_a_profile_and_a_benchmark_say_what_was_left_out():
+    simd = [name for name in SETS if name in ("scalar", "avx2", "avx512")][-1]  # sets that skip for several tokens too
+    story = model("storyteller", "numpy").on(CythonBackend(simd=simd, strips="always"))
+    with story.profile(path="blocks") as profile:
+        story.generate("The cat sat on the mat and looked at the old man.", max_tokens=4)
+    layers = story.config.num_hidden_layers
+    # Of a prompt the last layer's feed-forward computes one token.
+    for shares, linears in ((profile.skipped, 2 * layers), (profile.not_multiplied, 2 * layers - 2)):
+        assert len(shares) == linears
+        assert all(0 <= share < 1 for share in shares.values())
+        assert max(shares.values()) > 0.5
+    assert "not read" in profile.caption
+    assert "not multiplied" in profile.caption
+    bench = measure_model(story, 16, 4, reader_bytes=1 << 20)
+    assert bench.equal
+    of_all = sum(math.prod(w.shape) for _, w in story.weights.linears() if isinstance(w, TernaryLinear))
+    assert 0.4 * of_all < bench.ternary_multiply_adds < 0.9 * of_all
+    assert all(0.3 < share < 1 for share in (*bench.skipped.values(), *bench.not_multiplied.values()))
 
 
 def test_a_synthetic_model_has_the_zeros_that_are_asked_for():

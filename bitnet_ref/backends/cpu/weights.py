@@ -66,8 +66,8 @@ def strip_bytes(w: ModelWeights) -> int:
 
 
 def mean_skipped(uses: Mapping[str, StripUse], linear: str) -> float:
-    """The share of all layers' `linear` ("up_proj") that was not read, or not multiplied."""
-    skipped = [use.skipped for name, use in uses.items() if name.endswith(linear)]
+    """The share of `linear` ("up_proj") that was not read, or not multiplied, in the layers that were used."""
+    skipped = [use.skipped for name, use in uses.items() if name.endswith(linear) and use.tokens]
     return sum(skipped) / max(1, len(skipped))
 
 
