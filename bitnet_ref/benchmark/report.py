@@ -143,7 +143,7 @@ def bars_of(report: BenchReport, part: str) -> Iterator[tuple[str, list[Bar]]]:
 
 def draw_bars(report: BenchReport, part: str) -> str:
     """One SVG: for each model its bars, and the line of the bound."""
-    row, left, wide, top = 22, 190, 380, 26
+    row, left, wide, top = 22, 270, 340, 26
     height, body = top, []
     for title, bars in bars_of(report, part):
         for number, bar in enumerate(bars):
