@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import click
@@ -106,8 +106,7 @@ def model_rows(bench: ModelBench, subject: Subject) -> Iterator[tuple[str, str]]
         rate = f"{bench.prompt_bound_tokens_per_s:.1f} tok/s: rate of {INSTRUCTIONS[bench.kernel_set or '']}"
         yield "bound", f"{rate} / multiply-adds of a token's ternary linears"
         if any(bench.not_multiplied.values()):
-            skipped = ", ".join(f"{share:.0%} of {linear}" for linear, share in bench.not_multiplied.items())
-            yield "not multiplied", f"{skipped}: it meets zeros; the bound is without it"
+            yield "not multiplied", f"{in_shares(bench.not_multiplied)}: it meets zeros; the bound is without it"
         yield "of the bound", best_and_median(bench.of_prompt_bound, bench.of_prompt_bound_median)
     speeds = f"{bench.decode_tokens_per_s:.2f} tok/s best, {bench.decode_tokens_per_s_median:.2f} median"
     times = f"{in_time(bench.decode.best_s)} and {in_time(bench.decode.median_s)} each"
@@ -118,8 +117,7 @@ def model_rows(bench: ModelBench, subject: Subject) -> Iterator[tuple[str, str]]
         rows = f"{bench.head_rows:,.0f} of {cfg['vocab_size']:,} logits computed per token"
         yield "head", f"screened: {rows}, proven bounds on the others"
     if bench.skipped:
-        skipped = ", ".join(f"{share:.0%} of {linear}" for linear, share in bench.skipped.items())
-        yield "not read", f"{skipped}: it meets zeros (strips of {size_in_words(bench.strip_bytes)})"
+        yield "not read", f"{in_shares(bench.skipped)}: it meets zeros (strips of {size_in_words(bench.strip_bytes)})"
     parts = {name: size for name, size in vars(bench.step_bytes).items() if size}
     pieces = ", ".join(f"{name} {size_in_words(size)}" for name, size in parts.items())
     yield "bytes per token", f"{size_in_words(bench.step_bytes.total)}: {pieces}"
@@ -130,6 +128,11 @@ def model_rows(bench: ModelBench, subject: Subject) -> Iterator[tuple[str, str]]
     yield "of the bound", best_and_median(bench.of_bound, bench.of_bound_median) + in_cache
     weights = f"{bench.of_weight_bytes:.2f} x the weights' {size_in_words(bench.weight_bytes)}"
     yield "peak memory", f"{size_in_words(bench.peak_memory_bytes or 0)}, {weights}"
+
+
+def in_shares(shares: Mapping[str, float]) -> str:
+    """{"up_proj": 0.8} -> "80% of up_proj" """
+    return ", ".join(f"{share:.0%} of {linear}" for linear, share in shares.items())
 
 
 def best_and_median(best: float | None, median: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Strips: a token that reads no row of up_proj and no column of down_proj that meets a zero gives the same bits."""
+"""Strips: rows of up_proj and columns of down_proj that meet zeros are left out: the bits are equal."""
 
 import math
 from dataclasses import replace

@@ -283,7 +283,7 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
                     computed += multiply_panel(
                         c, item % n_items, item // n_items * block_tokens, block_tokens, x_sum, x_quant_scale,
                         x_q if expanded == NULL else expanded, x_stride, <int32_t *> (scratch + kernel_bytes), scratch)
-        if c.by_near_strips and c.gate == RELU2:
+        if c.by_near_strips and c.gate == RELU2:  # a panel that was multiplied whole counts as needed
             c.several.tokens += M
             c.several.needed += computed
             c.several.read += computed

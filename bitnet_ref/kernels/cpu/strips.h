@@ -154,6 +154,14 @@ static inline void strip_addresses(const uint8_t *strips, size_t bytes, const in
         at[i] = strips + (first + i < count ? (size_t)ids[first + i] : 0) * bytes;
 }
 
+/* Moves on to the strips from ids[first] on: at = next, and next = those after them.   -> how many of `at` there are */
+static inline size_t next_strips(const uint8_t *strips, size_t bytes, const int32_t *ids, size_t first, size_t count,
+                                 const uint8_t **at, const uint8_t **next) {
+    memcpy(at, next, STRIPS_TOGETHER * sizeof *at);
+    strip_addresses(strips, bytes, ids, first + STRIPS_TOGETHER, count, next);
+    return count - first < STRIPS_TOGETHER ? count - first : STRIPS_TOGETHER;
+}
+
 /* Prefetches into L2 what the next panel or columns need: so many vectors of `count` strips, `stride` bytes apart. */
 static inline void fetch_strips(const uint8_t *strips, size_t n_vectors, size_t count, size_t stride) {
     for (size_t i = 0; i < count; i++)
@@ -177,9 +185,7 @@ AVX2_TARGET static void strip_rows_avx2(const uint8_t *strips, size_t n_vectors,
     __m256i sums[STRIPS_TOGETHER];
     strip_addresses(strips, bytes, rows, 0, count, next);
     for (size_t j = 0; j < count; j += STRIPS_TOGETHER) {
-        const size_t some = count - j < STRIPS_TOGETHER ? count - j : STRIPS_TOGETHER;
-        memcpy(at, next, sizeof at);
-        strip_addresses(strips, bytes, rows, j + STRIPS_TOGETHER, count, next);
+        const size_t some = next_strips(strips, bytes, rows, j, count, at, next);
         for (size_t i = 0; i < some; i++) sums[i] = _mm256_setzero_si256();
         for (size_t v = 0; v < n_vectors; v++)
             for (size_t i = 0; i < some; i++) {
@@ -223,13 +229,11 @@ AVX2_TARGET static void strip_columns_near_avx2(const uint8_t *strips, size_t st
     const uint8_t *at[STRIPS_TOGETHER], *next[STRIPS_TOGETHER];
     strip_addresses(strips, bytes, columns, 0, count, next);
     for (size_t j = 0; j < count; j += STRIPS_TOGETHER) {
-        const size_t some = count - j < STRIPS_TOGETHER ? count - j : STRIPS_TOGETHER;
+        const size_t some = next_strips(strips, bytes, columns, j, count, at, next);
         int8_t values[STRIPS_TOGETHER] = {0};
         int16_t words[STRIPS_TOGETHER / 2];
         memcpy(values, x + j, some);
         memcpy(words, values, sizeof words);
-        memcpy(at, next, sizeof at);
-        strip_addresses(strips, bytes, columns, j + STRIPS_TOGETHER, count, next);
         for (size_t half = 0; half < 2 * n_vectors; half++) {
             const size_t offset = 32 * half;
             int32_t *to = acc + half / 2 * STRIP_K + 32 * (half % 2);
@@ -266,9 +270,7 @@ AVX512_TARGET static void strip_rows_avx512(const uint8_t *strips, size_t n_vect
     __m512i sums[STRIPS_TOGETHER];
     strip_addresses(strips, bytes, rows, 0, count, next);
     for (size_t j = 0; j < count; j += STRIPS_TOGETHER) {
-        const size_t some = count - j < STRIPS_TOGETHER ? count - j : STRIPS_TOGETHER;
-        memcpy(at, next, sizeof at);
-        strip_addresses(strips, bytes, rows, j + STRIPS_TOGETHER, count, next);
+        const size_t some = next_strips(strips, bytes, rows, j, count, at, next);
         for (size_t i = 0; i < some; i++) sums[i] = _mm512_setzero_si512();
         for (size_t v = 0; v < n_vectors; v++) {
             const int8_t *xv = x + v * STRIP_K;
@@ -296,7 +298,6 @@ AVX512_TARGET static void strip_rows_avx512(const uint8_t *strips, size_t n_vect
                   field3 = _mm512_set1_epi8((char)0xC0);
 #define STRIP_SUMS(DO) STRIP_SUMS_OF(DO, 0) STRIP_SUMS_OF(DO, 1) STRIP_SUMS_OF(DO, 2) STRIP_SUMS_OF(DO, 3)
 #define STRIP_SUMS_OF(DO, s) DO(s, 0) DO(s, 1) DO(s, 2) DO(s, 3)
-#define STRIP_ZERO(s, u) __m512i sum_##s##u = _mm512_setzero_si512();
 #define STRIP_LOAD(s, u) __m512i sum_##s##u = _mm512_load_si512(to + 64 * s + 16 * u);
 #define STRIP_STORE(s, u) _mm512_store_si512(to + 64 * s + 16 * u, sum_##s##u);
 #define STRIP_DOT(s, u) sum_##s##u = avx512_dot(sum_##s##u, _mm512_and_si512(part##u, field##s), word);
@@ -336,13 +337,11 @@ AVX512_TARGET static void strip_columns_avx512(const uint8_t *strips, size_t str
     strip_addresses(strips, bytes, columns, 0, count, next);
     memset(acc, 0, n_vectors * STRIP_K * sizeof *acc); /* the sums of the columns before, in the order of the registers */
     for (size_t j = 0; j < count; j += STRIPS_TOGETHER) {
-        const size_t some = count - j < STRIPS_TOGETHER ? count - j : STRIPS_TOGETHER;
+        const size_t some = next_strips(strips, bytes, columns, j, count, at, next);
         int8_t values[STRIPS_TOGETHER] = {0};
         int32_t words[STRIPS_TOGETHER / 4];
         memcpy(values, x + j, some);
         memcpy(words, values, sizeof words);
-        memcpy(at, next, sizeof at);
-        strip_addresses(strips, bytes, columns, j + STRIPS_TOGETHER, count, next);
         for (size_t v = 0; v < n_vectors; v++) {
             const size_t offset = v * STRIP_BYTES;
             int32_t *to = acc + v * STRIP_K;
