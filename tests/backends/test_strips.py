@@ -72,7 +72,8 @@ def test_the_bits_do_not_depend_on_what_is_skipped(simd, hidden, ffn):
 @pytest.mark.parametrize(("hidden", "ffn"), [(70, 333), (513, 300), (300, 1100)])
 def test_several_tokens_do_not_multiply_by_zeros(simd, hidden, ffn):
     config, ways = model("storyteller", "numpy").config, set()
-    for density, tokens, threads in ((0, 8, 1), (0.02, 15, 3), (0.2, 16, 1), (0.2, 9, 3), (0.4, 70, 2), (1, 40, 3)):
+    drawn = ((0, 2, 1), (0.02, 15, 3), (0.2, 16, 1), (0.2, 3, 3), (0.1, 7, 2), (0.5, 5, 1), (0.4, 70, 2), (1, 2, 3), (1, 40, 3))
+    for density, tokens, threads in drawn:
         layer, x = feed_forward_layer(hidden, ffn, density, seed=tokens + hidden, tokens=tokens, sub_norm=threads > 1)
         (be, stripped), (plain_be, plain) = both(layer, config, simd, threads)
         y = be.feed_forward(x, stripped, config)
@@ -89,6 +90,19 @@ def test_several_tokens_do_not_multiply_by_zeros(simd, hidden, ffn):
     else:
         assert ways == {None}
         assert simd not in ("scalar", "avx2", "avx512")
+
+
+@pytest.mark.parametrize("simd", SETS)
+def test_one_token_may_need_everything_beside_others_that_need_little(simd):
+    ffn = 333
+    layer, _ = feed_forward_layer(300, ffn, 0.5, seed=5)
+    (be, stripped), (plain_be, plain) = both(layer, model("storyteller", "numpy").config, simd, 2)
+    for tokens in (5, 40):
+        x = rng(tokens).standard_normal((tokens, ffn), dtype=np.float32)
+        others = np.arange(tokens) != (tokens - 1) // 2  # the last token that the first thread lists
+        x[others] *= rng(1).random((tokens - 1, ffn)) < 0.02
+        x[others, 0] = 1
+        np.testing.assert_array_equal(be.linear(x, stripped.down_proj), plain_be.linear(x, plain.down_proj))
 
 
 def test_a_product_that_overflows_beside_a_gate_of_zero_is_still_an_error():

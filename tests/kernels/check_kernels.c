@@ -96,7 +96,33 @@ static void check_ternary(const kernel_set *set, const ternary_method *method, s
     free(packed), free(again), free(panel), free(x), free(expanded), free(x_sum), free(acc), free(scratch);
 }
 
-/* `count` rows of a matrix (N, K) by strips; and one token's product from the columns that it needs. */
+/* The lists of what is not zero, or above zero, of n numbers. */
+static void check_lists(const kernel_set *set, size_t n, size_t active) {
+    if (!set->strip_rows) return;
+    int8_t *x = allocate(n), *values = allocate(n + LIST_SLACK);
+    int32_t *ids = allocate((n + LIST_SLACK) * sizeof *ids), first = (int32_t)between(0, 100000);
+    float *gates = allocate(n * sizeof *gates), *present = allocate((n + LIST_SLACK) * sizeof *present);
+    for (size_t i = 0; i < n; i++) {
+        const float others[] = {0.0f, -0.0f, -1e-45f, -INFINITY};
+        const int is_active = random_u32() % 100 < active;
+        x[i] = (int8_t)(is_active ? random_u32() : 0);
+        gates[i] = !is_active ? others[random_u32() % 4] : random_u32() % 4 ? 1e-45f + (float)random_u32() : NAN;
+    }
+    size_t count = set->list_columns(x, n, ids, values), j = 0;
+    for (size_t i = 0; i < n; i++)
+        if (x[i] && (j >= count || ids[j] != (int32_t)i || values[j++] != x[i])) fail(set, "list_columns", n, i, active);
+    if (j != count) fail(set, "list_columns", n, count, active);
+    count = set->list_gates(gates, n, first, ids, present);
+    j = 0;
+    for (size_t i = 0; i < n; i++)
+        if (!(gates[i] <= 0) && (j >= count || ids[j] != first + (int32_t)i || memcmp(present + j++, gates + i, sizeof *gates)))
+            fail(set, "list_gates", n, i, active);
+    if (j != count) fail(set, "list_gates", n, count, active);
+    free(x), free(values), free(ids), free(gates), free(present);
+}
+
+/* `count` rows of a matrix (N, K) by strips; and one token's product from the columns that it needs. Some strips are
+ * named as the next ones, which must change nothing. */
 static void check_strips(const kernel_set *set, size_t N, size_t K, size_t active, int extreme) {
     if (!set->strip_rows) return;
     const size_t row_bytes = (K + 3) / 4, n_vectors = (K + STRIP_K - 1) / STRIP_K, columns_vectors = (N + STRIP_K - 1) / STRIP_K;
@@ -104,7 +130,7 @@ static void check_strips(const kernel_set *set, size_t N, size_t K, size_t activ
     uint8_t *columns = allocate(K * columns_vectors * STRIP_BYTES);
     int8_t *x = allocate(n_vectors * STRIP_K), *values = allocate(K);
     int32_t *ids = allocate((N > K ? N : K) * sizeof *ids), *acc = allocate((N + columns_vectors * STRIP_K) * sizeof *acc);
-    int32_t *near = allocate(columns_vectors * STRIP_K * sizeof *near), x_sum = 0;
+    int32_t *near = allocate(columns_vectors * STRIP_K * sizeof *near), *ahead = allocate(N * sizeof *ahead), x_sum = 0;
     for (size_t i = 0; i < N * row_bytes; i++) {
         packed[i] = 0;
         for (int f = 0; f < 4; f++) packed[i] |= (uint8_t)((extreme ? 2 : random_u32() % 3) << 2 * f);
@@ -119,14 +145,18 @@ static void check_strips(const kernel_set *set, size_t N, size_t K, size_t activ
         x_sum += x[k], ids[count] = (int32_t)k, values[count++] = x[k];
     }
     const size_t part = between(0, columns_vectors - 1); /* the vectors from there on */
-    set->strip_columns(columns + part * STRIP_BYTES, columns_vectors, columns_vectors - part, ids, values, count, acc);
+    const size_t n_ahead = between(0, K < N ? K : N);
+    for (size_t i = 0; i < n_ahead; i++) ahead[i] = (int32_t)between(0, (K < N ? K : N) - 1);
+    set->strip_columns(columns + part * STRIP_BYTES, columns_vectors, columns_vectors - part, ids, values, count, acc, ahead,
+                       n_ahead);
     for (size_t n = part * STRIP_K; n < N; n++)
         if (acc[n - part * STRIP_K] - x_sum != naive_dot(packed + n * row_bytes, x, K)) fail(set, "strip_columns", N, K, count);
     if (set->strip_columns_near) { /* some columns, then the others */
         const size_t some = between(0, count), vectors = columns_vectors - part;
         memset(near, 0, vectors * STRIP_K * sizeof *near);
-        set->strip_columns_near(columns + part * STRIP_BYTES, columns_vectors, vectors, ids, values, some, near);
-        set->strip_columns_near(columns + part * STRIP_BYTES, columns_vectors, vectors, ids + some, values + some, count - some, near);
+        const uint8_t *strips = columns + part * STRIP_BYTES;
+        set->strip_columns_near(strips, columns_vectors, vectors, ids, values, some, near, ahead, n_ahead);
+        set->strip_columns_near(strips, columns_vectors, vectors, ids + some, values + some, count - some, near, NULL, 0);
         set->strip_order(near, vectors);
         if (memcmp(near, acc, vectors * STRIP_K * sizeof *near)) fail(set, "strip_columns_near", N, K, count);
     }
@@ -135,11 +165,11 @@ static void check_strips(const kernel_set *set, size_t N, size_t K, size_t activ
         if (random_u32() % 100 < active) ids[count++] = (int32_t)n;
     for (int near_rows = 0; near_rows < (set->strip_rows_near ? 2 : 1); near_rows++) {
         memset(acc, 0, N * sizeof *acc);
-        (near_rows ? set->strip_rows_near : set->strip_rows)(rows, n_vectors, x, x_sum, ids, count, acc);
+        (near_rows ? set->strip_rows_near : set->strip_rows)(rows, n_vectors, x, x_sum, ids, count, acc, ahead, n_ahead);
         for (size_t j = 0; j < count; j++)
             if (acc[j] != naive_dot(packed + ids[j] * row_bytes, x, K)) fail(set, near_rows ? "strip_rows_near" : "strip_rows", N, K, count);
     }
-    free(packed), free(rows), free(columns), free(x), free(values), free(ids), free(acc), free(near);
+    free(packed), free(rows), free(columns), free(x), free(values), free(ids), free(acc), free(near), free(ahead);
 }
 
 /* Each float step of `set` must give the bits of the portable one */
@@ -643,6 +673,7 @@ int main(int argc, char **argv) {
                     check_ternary(set, method, between(20, 100), between(0, 1) ? PANEL_ROWS : 37, between(700, 2500), 0);
             }
             check_strips(set, between(1, 700), between(1, 700), between(0, 100), 0);
+            check_lists(set, between(1, 200), between(0, 100));
             check_steps(set, between(1, 600));
             check_training(set, between(1, 600)), check_draw(set, between(1, 600));
             check_attend(set, between(1, 9), between(1, 70) * 2, between(1, 400));

@@ -78,6 +78,10 @@ cdef extern from "kernels.h" nogil:
     void group_turn(const float *, size_t, const float *, const int64_t *, size_t, double *)
     ctypedef struct adamw_rates:
         float b1, rest1, b2, rest2, v_scale, eps, keep, step_size
+    ctypedef void (*strip_rows_fn)(const uint8_t *, size_t, const int8_t *, int32_t, const int32_t *, size_t, int32_t *,
+                                   const int32_t *, size_t) noexcept nogil
+    ctypedef void (*strip_columns_fn)(const uint8_t *, size_t, size_t, const int32_t *, const int8_t *, size_t, int32_t *,
+                                      const int32_t *, size_t) noexcept nogil
     ctypedef struct kernel_set:
         const char *name
         ternary_kernel ternary[3]  # N_METHODS
@@ -102,14 +106,12 @@ cdef extern from "kernels.h" nogil:
         void (*screen_rows)(const int8_t *, size_t, size_t, size_t, const float *, const int16_t *, size_t,
                             const double *, float *, float *, size_t) noexcept nogil
         void (*screen_arrange)(const int16_t *, size_t, size_t, int16_t *) noexcept nogil
-        void (*strip_rows)(const uint8_t *, size_t, const int8_t *, int32_t, const int32_t *, size_t,
-                           int32_t *) noexcept nogil
-        void (*strip_columns)(const uint8_t *, size_t, size_t, const int32_t *, const int8_t *, size_t,
-                              int32_t *) noexcept nogil
-        void (*strip_rows_near)(const uint8_t *, size_t, const int8_t *, int32_t, const int32_t *, size_t,
-                                int32_t *) noexcept nogil
-        void (*strip_columns_near)(const uint8_t *, size_t, size_t, const int32_t *, const int8_t *, size_t,
-                                   int32_t *) noexcept nogil
+        strip_rows_fn strip_rows
+        strip_columns_fn strip_columns
+        Py_ssize_t (*list_columns)(const int8_t *, size_t, int32_t *, int8_t *) noexcept nogil
+        Py_ssize_t (*list_gates)(const float *, size_t, int32_t, int32_t *, float *) noexcept nogil
+        strip_rows_fn strip_rows_near
+        strip_columns_fn strip_columns_near
         void (*strip_order)(int32_t *, size_t) noexcept nogil
         int max_near_rows
         void (*norm_backward)(const float *, const float *, const float *, size_t, double, float *,
@@ -128,9 +130,8 @@ cdef extern from "kernels.h" nogil:
     const kernel_set KERNEL_SETS[]
     const int N_KERNEL_SETS
     const char *kernel_set_lacks(size_t index)
-    const int PANEL_ROWS, BLOCK_BYTES, SCRATCH_BYTES, SCREEN_TILE_TOKENS, STRIP_K, STRIP_BYTES
+    const int PANEL_ROWS, BLOCK_BYTES, SCRATCH_BYTES, SCREEN_TILE_TOKENS, STRIP_K, STRIP_BYTES, LIST_SLACK
     uint32_t pack_plane_row(const uint8_t *plane, size_t K, uint8_t *packed, size_t quarter_bytes)
-    void fetch_strips(const uint8_t *strips, size_t n_vectors, size_t count, size_t stride)
     void pack_row_strips(const uint8_t *packed, size_t rows, size_t row_bytes, size_t n_vectors, uint8_t *strips)
     void pack_column_strips(const uint8_t *packed, size_t rows, size_t row_bytes, size_t b, size_t count, size_t n_vectors,
                             uint8_t *strips)

@@ -4,18 +4,17 @@
 
 cdef enum:
     MAX_STRIP = 1 << 17  # columns, and rows: the sums of strips.h fit int32
-    # Beyond these shares of active rows and columns, in percent, the panels are read whole: in order memory is faster.
-    MAX_ACTIVE_ROWS = 45
-    MAX_ACTIVE_COLUMNS = 60
-    # The same for several tokens (of rows: `max_near_rows` of the kernel set). All strips are brought into L2 for them,
-    # for which few tokens wait.
-    MIN_NEAR_TOKENS = 8
-    MAX_NEAR_COLUMNS = 40
-    FEW_NEAR_TOKENS = 15  # or fewer
-    MAX_FEW_NEAR_ROWS = 45
-    MAX_FEW_NEAR_COLUMNS = 12
+    # Where tokens need more than these shares of rows and columns, in percent, the panels are multiplied whole: in order
+    # memory is faster. Several tokens: together. Of rows for many tokens see `max_near_rows` of the kernel set.
+    MAX_ROWS_OF_ONE = 45
+    MAX_COLUMNS_OF_ONE = 60
+    MAX_ROWS_OF_FEW = 55
+    MAX_COLUMNS_OF_FEW = 28
+    MAX_COLUMNS_OF_MANY = 40
+    FEW_TOKENS = 15  # or fewer: many rows and columns may be needed by none
     NEAR_TOKENS = 64  # whose sums are in L2
     NEAR_COLUMNS = 256  # whose strips are too
+    FEW_NEAR_COLUMNS = 64  # for few tokens
 
 
 cdef struct strip_counts:
@@ -68,88 +67,208 @@ def pack_strips(const uint8_t[:, ::1] packed, uint8_t[:, ::1] strips, bint by_co
                 pack_row_strips(&packed[first, 0], last - first, row_bytes, n_vectors, &strips[first, 0])
 
 
-cdef struct one_token:
-    const int8_t *x  # (wide) zeros beyond K
-    int32_t x_sum
-    float x_quant_scale
-    Py_ssize_t n_blocks  # of the panels
-    Py_ssize_t number  # in the call
+cdef struct some_tokens:
+    const int8_t *x  # (tokens, x_stride)
+    const int32_t *x_sum
+    const float *x_quant_scale
+    Py_ssize_t x_stride, n_blocks  # n_blocks: of the panels
+    Py_ssize_t first, tokens  # the number of the first of them in the call, and how many
 
 
-cdef Py_ssize_t gated_rows(const linears_call *c, const one_token *t, Py_ssize_t first, Py_ssize_t last,
-                           float *gate, char *scratch) noexcept nogil:
-    """relu2(gate) * up for panels `first` to `last`: all rows of gate, then the rows of up whose gate is not zero.
+cdef struct some_rows:
+    Py_ssize_t first, last, start, rows, width  # panels; their first row; how many rows, and with those that only pad
+    void *scratch  # of the kernels
+    int32_t *acc  # (tokens, PANEL_ROWS) or (1, width)
+    float *up  # the same
+    float *present  # (width,) gates of a token that are above zero, and
+    int32_t *own  # (width,) their rows
+    int32_t *needs  # (width,) how many tokens need a row
+    int32_t *ids  # (width + PANEL_ROWS,) the rows that a token needs, ascending
+    float *gates  # (tokens, width)
 
-    gate: room for a float of each row.  scratch: SCRATCH_BYTES, then room for three numbers of each row.
-    Returns the number of rows with a gate, negative if all of up was read.
+
+cdef inline void place_rows(some_rows *r, Py_ssize_t first, Py_ssize_t last, Py_ssize_t tokens, char *memory) noexcept nogil:
+    cdef Py_ssize_t width = (last - first) * PANEL_ROWS, sums = max(width, tokens * PANEL_ROWS)
+    r.first, r.last, r.start, r.width = first, last, first * PANEL_ROWS, width
+    r.scratch = memory
+    r.acc = <int32_t *> (memory + SCRATCH_BYTES)
+    r.up = <float *> (r.acc + sums)
+    r.present = r.up + sums
+    r.own = <int32_t *> (r.present + width + LIST_SLACK)
+    r.needs = r.own + width + LIST_SLACK
+    r.ids = r.needs + width
+    r.gates = <float *> (r.ids + width + PANEL_ROWS)
+
+
+cdef inline size_t bytes_of_rows(Py_ssize_t panels, Py_ssize_t tokens) noexcept nogil:
+    """The memory for `place_rows`."""
+    cdef some_rows r
+    place_rows(&r, 0, panels, tokens, NULL)
+    return <size_t> (r.gates + tokens * r.width)
+
+
+cdef inline void panel_of_tokens(const linears_call *c, const some_tokens *t, int which, Py_ssize_t p, int32_t *acc,
+                                 float *y, Py_ssize_t y_stride, void *scratch) noexcept nogil:
+    """y (tokens, y_stride) = panel p of gate (`which` 0) or up (1) times the tokens, dequantised."""
+    cdef Py_ssize_t rows = min(<Py_ssize_t> PANEL_ROWS, c.n_out[0] - p * PANEL_ROWS), m
+    c.ternary.run(c.panels[which] + p * t.n_blocks * BLOCK_BYTES, t.n_blocks, t.x, t.x_stride, t.tokens, t.x_sum, acc,
+                  PANEL_ROWS, rows, scratch)
+    for m in range(t.tokens):
+        c.chosen.dequantize(acc + m * PANEL_ROWS, rows, c.scales[which], t.x_quant_scale[m],
+                            c.biases[which] + p * PANEL_ROWS if c.biases[which] != NULL else NULL, y + m * y_stride)
+
+
+cdef bint rows_pay(const linears_call *c, const some_tokens *t, Py_ssize_t rows, Py_ssize_t needed) noexcept nogil:
+    """Whether strips are right, and faster than panels.   needed: rows with a gate above zero, summed over the tokens"""
+    cdef Py_ssize_t m
+    cdef int most = MAX_ROWS_OF_ONE if t.tokens == 1 else MAX_ROWS_OF_FEW
+    if t.tokens > FEW_TOKENS:
+        most = c.chosen.max_near_rows
+    for m in range(t.tokens):  # a product that overflows would be NaN beside a gate of zero
+        if not c.scales[1] / t.x_quant_scale[m] * 256.0 * c.K < 1e38:
+            return False
+    return c.biases[1] == NULL and needed * 100 <= most * rows * t.tokens
+
+
+cdef void gated_rows(const linears_call *c, const some_tokens *t, some_rows *r, Py_ssize_t ahead,
+                     strip_counts *counts) noexcept nogil:
+    """relu2(gate) * up of some rows and tokens: all of gate, and of up those rows of each token whose gate is above zero.
+
+    ahead: so many rows after these are brought into L2.
     """
-    cdef Py_ssize_t start = first * PANEL_ROWS, rows = min(last * PANEL_ROWS, c.n_out[0]) - start, count = 0, i, p, n
-    cdef int32_t *ids = <int32_t *> (scratch + SCRATCH_BYTES)
-    cdef int32_t *acc = ids + rows
-    cdef float *up = <float *> (acc + max(rows, <Py_ssize_t> PANEL_ROWS))
-    cdef float *out = c.ys[0] + start
-    for p in range(first, last):
-        n = p * PANEL_ROWS - start
-        multiply_one(c, t, 0, p, min(<Py_ssize_t> PANEL_ROWS, rows - n), acc, gate + n, scratch)
-    for i in range(rows):
-        ids[count] = <int32_t> (start + i)
-        count += not gate[i] <= 0
-    # A product that overflows would be NaN beside a gate of zero.
-    if (count * 100 > MAX_ACTIVE_ROWS * rows or c.biases[1] != NULL
-            or not c.scales[1] / t.x_quant_scale * 256.0 * c.K < 1e38):
-        for p in range(first, last):
-            n = p * PANEL_ROWS - start
-            i = min(<Py_ssize_t> PANEL_ROWS, rows - n)
-            multiply_one(c, t, 1, p, i, acc, up, scratch)
-            c.chosen.gated(gate + n, up, i, 0, out + n)
-        return -count
-    c.chosen.strip_rows(c.strips, strip_vectors(c.K), t.x, t.x_sum, ids, count, acc)
-    c.chosen.dequantize(acc, count, c.scales[1], t.x_quant_scale, NULL, up)
-    memset(out, 0, rows * sizeof(float))
-    for i in range(count):
-        gate[i] = gate[ids[i] - start]  # ids ascend: i is not above its row
-    c.chosen.gated(gate, up, count, 0, up)
-    for i in range(count):
-        out[ids[i] - start] = up[i]
-    return count
+    cdef Py_ssize_t needed = 0, listed = 0, p, m, i
+    r.rows = min(r.last * PANEL_ROWS, c.n_out[0]) - r.start
+    for p in range(r.first, r.last):
+        panel_of_tokens(c, t, 0, p, r.acc, r.gates + (p - r.first) * PANEL_ROWS, r.width, r.scratch)
+    memset(r.needs, 0, r.rows * sizeof(int32_t))
+    for m in range(t.tokens):
+        for i in range(r.rows):
+            r.needs[i] += not r.gates[m * r.width + i] <= 0
+    for i in range(r.rows):
+        r.ids[listed] = <int32_t> (r.start + i)
+        listed += r.needs[i] > 0
+        needed += r.needs[i]
+    counts.needed += needed
+    if rows_pay(c, t, r.rows, needed):
+        counts.read += needed
+        for i in range(ahead):
+            r.ids[listed + i] = <int32_t> (r.start + r.rows + i)
+        up_by_strips(c, t, r, listed, ahead)
+    else:
+        counts.read += r.rows * t.tokens
+        up_by_panels(c, t, r)
 
 
-cdef inline void multiply_one(const linears_call *c, const one_token *t, int which, Py_ssize_t p, Py_ssize_t rows,
-                              int32_t *acc, float *y, void *scratch) noexcept nogil:
-    """y = a panel of matrix `which` times the token, dequantised"""
-    c.ternary.run(c.panels[which] + p * t.n_blocks * BLOCK_BYTES, t.n_blocks, t.x, 0, 1, &t.x_sum, acc, PANEL_ROWS, rows,
-                  scratch)
-    c.chosen.dequantize(acc, rows, c.scales[which], t.x_quant_scale,
-                        c.biases[which] + p * PANEL_ROWS if c.biases[which] != NULL else NULL, y)
+cdef void up_by_panels(const linears_call *c, const some_tokens *t, const some_rows *r) noexcept nogil:
+    """`gated_rows` from their gates, all of up."""
+    cdef Py_ssize_t p, m, n
+    for p in range(r.first, r.last):
+        n = (p - r.first) * PANEL_ROWS
+        panel_of_tokens(c, t, 1, p, r.acc, r.up, PANEL_ROWS, r.scratch)
+        for m in range(t.tokens):
+            c.chosen.gated(r.gates + m * r.width + n, r.up + m * PANEL_ROWS, min(<Py_ssize_t> PANEL_ROWS, r.rows - n), 0,
+                           c.ys[0] + (t.first + m) * c.n_out[0] + r.start + n)
 
 
-cdef inline void finish_columns(const linears_call *c, const one_token *t, Py_ssize_t first, Py_ssize_t last,
-                                int32_t *acc) noexcept nogil:
-    """Outputs of strips' vectors `first` to `last` of the only matrix, from their sums."""
+cdef void up_by_strips(const linears_call *c, const some_tokens *t, const some_rows *r, Py_ssize_t listed,
+                       Py_ssize_t ahead) noexcept nogil:
+    """`gated_rows` from their gates, of up each token's rows alone. Several tokens go through some of the listed rows
+    together, and bring the next ones into L2 meanwhile, each a share."""
+    cdef Py_ssize_t n_vectors = strip_vectors(c.K), g = 0, together, some, next_rows, low, high, count, m, i
+    cdef strip_rows_fn multiply = c.chosen.strip_rows if t.tokens == 1 else c.chosen.strip_rows_near
+    cdef float *out
+    for m in range(t.tokens):
+        memset(c.ys[0] + (t.first + m) * c.n_out[0] + r.start, 0, r.rows * sizeof(float))
+    together = listed if t.tokens == 1 else PANEL_ROWS
+    while g < listed:
+        some = min(together, listed - g)
+        next_rows = min(together, listed + ahead - g - some)
+        low, high = r.ids[g] - r.start, r.ids[g + some - 1] - r.start + 1
+        for m in range(t.tokens):
+            out = c.ys[0] + (t.first + m) * c.n_out[0]
+            count = c.chosen.list_gates(r.gates + m * r.width + low, high - low, r.ids[g], r.own, r.present)
+            i = g + some + next_rows * m // t.tokens
+            multiply(c.strips, n_vectors, t.x + m * t.x_stride, t.x_sum[m], r.own, count, r.acc, r.ids + i,
+                     g + some + next_rows * (m + 1) // t.tokens - i)
+            c.chosen.dequantize(r.acc, count, c.scales[1], t.x_quant_scale[m], NULL, r.up)
+            c.chosen.gated(r.present, r.up, count, 0, r.up)
+            for i in range(count):
+                out[r.own[i]] = r.up[i]
+        g += some
+
+
+cdef Py_ssize_t rows_of_tokens(const linears_call *c, const int8_t *x_q, Py_ssize_t x_stride, Py_ssize_t n_blocks,
+                               const int32_t *x_sum, const float *x_quant_scale, int team) noexcept nogil:
+    """relu2(gate) * up of all tokens.   -> OK or NO_MEMORY"""
+    cdef Py_ssize_t n_panels = c.first[1], block_tokens = min(c.M, tokens_in_l2(x_stride)), part, needed = 0, read = 0
+    cdef Py_ssize_t panels = (n_panels + team - 1) // team if c.M <= FEW_TOKENS else 1
+    cdef size_t part_bytes = thread_bytes(bytes_of_rows(panels, block_tokens)), counts_bytes = thread_bytes(sizeof(strip_counts))
+    cdef char *memory = <char *> allocate(team, part_bytes + counts_bytes)
+    cdef strip_counts *counts
+    cdef some_tokens t
+    if memory == NULL:
+        return NO_MEMORY
+    t.x, t.x_stride, t.n_blocks, t.x_sum, t.x_quant_scale, t.first, t.tokens = (
+        x_q, x_stride, n_blocks, x_sum, x_quant_scale, 0, c.M)
+    for part in prange(team, num_threads=team, schedule="static"):
+        part_of_rows(c, &t, first_item(c, part, team, block_tokens, n_panels),
+                     first_item(c, part + 1, team, block_tokens, n_panels), block_tokens, memory + part * part_bytes,
+                     <strip_counts *> (memory + team * part_bytes + part * counts_bytes))
+    for part in range(team):
+        counts = <strip_counts *> (memory + team * part_bytes + part * counts_bytes)
+        needed += counts.needed
+        read += counts.read
+    count_use(c, c.n_out[0], needed, read)
+    free(memory)
+    return OK
+
+
+cdef void part_of_rows(const linears_call *c, const some_tokens *every, Py_ssize_t item, Py_ssize_t end,
+                       Py_ssize_t block_tokens, char *memory, strip_counts *counts) noexcept nogil:
+    """Items (`first_item`) from `item` to `end`.
+
+    For few tokens all rows of gate come first, which tell what rows of up no token needs. Of many tokens' rows there are
+    hardly any, so these go panel by panel.
+    """
+    cdef Py_ssize_t n_panels = c.first[1], p, panels, ahead
+    cdef some_tokens t
+    cdef some_rows r
+    memset(counts, 0, sizeof(strip_counts))
+    t.x_stride, t.n_blocks = every.x_stride, every.n_blocks
+    while item < end:
+        p = item % n_panels
+        t.first = item // n_panels * block_tokens
+        t.tokens = min(block_tokens, every.tokens - t.first)
+        t.x, t.x_sum = every.x + t.first * t.x_stride, every.x_sum + t.first
+        t.x_quant_scale = every.x_quant_scale + t.first
+        if every.tokens <= FEW_TOKENS:
+            panels, ahead = end - item, 0
+        else:
+            panels, ahead = 1, min(<Py_ssize_t> PANEL_ROWS, max(<Py_ssize_t> 0, c.n_out[0] - (p + 1) * PANEL_ROWS))
+        place_rows(&r, p, p + panels, t.tokens, memory)
+        gated_rows(c, &t, &r, ahead, counts)
+        item += panels
+
+
+cdef inline void count_use(const linears_call *c, Py_ssize_t total, Py_ssize_t needed, Py_ssize_t read) noexcept nogil:
+    """total: of the matrix.  needed, read: of all tokens"""
+    cdef strip_counts *counts = c.one if c.M == 1 else c.several
+    counts.tokens += c.M
+    counts.total += c.M * total
+    counts.needed += needed
+    counts.read += read
+
+
+cdef inline void finish_columns(const linears_call *c, Py_ssize_t m, int32_t x_sum, float x_quant_scale,
+                                Py_ssize_t first, Py_ssize_t last, int32_t *acc) noexcept nogil:
+    """Token m's outputs of strips' vectors `first` to `last` of the only matrix, from their sums."""
     cdef Py_ssize_t N = c.n_out[0], start = first * STRIP_K, rows = min(last * STRIP_K, N) - start, i
-    cdef Py_ssize_t at = t.number * N + start
-    cdef float *out = c.ys[0] + at
+    cdef float *out = c.ys[0] + m * N + start
     for i in range(rows):
-        acc[i] -= t.x_sum
-    c.chosen.dequantize(acc, rows, c.scales[0], t.x_quant_scale, c.biases[0] + start if c.biases[0] != NULL else NULL, out)
+        acc[i] -= x_sum
+    c.chosen.dequantize(acc, rows, c.scales[0], x_quant_scale, c.biases[0] + start if c.biases[0] != NULL else NULL, out)
     if c.residual != NULL:
-        add_arrays(c.residual + at, out, rows, out)
-
-
-cdef inline Py_ssize_t list_columns(const int8_t *x_q, Py_ssize_t K, int32_t *ids, int8_t *values) noexcept nogil:
-    """The columns that meet no zero, and their int8.   -> how many"""
-    cdef Py_ssize_t count = 0, k
-    for k in range(K):
-        ids[count], values[count] = <int32_t> k, x_q[k]
-        count += x_q[k] != 0
-    return count
-
-
-cdef void one_token_columns(const linears_call *c, const one_token *t, const int32_t *ids, const int8_t *values,
-                            Py_ssize_t count, Py_ssize_t first, Py_ssize_t last, int32_t *acc) noexcept nogil:
-    """Outputs of strips' vectors `first` to `last`, from the columns `ids` alone."""
-    c.chosen.strip_columns(c.strips + first * STRIP_BYTES, strip_vectors(c.n_out[0]), last - first, ids, values, count, acc)
-    finish_columns(c, t, first, last, acc)
+        add_arrays(c.residual + m * N + start, out, rows, out)
 
 
 cdef inline int32_t count_columns(const int8_t *x_q, Py_ssize_t K) noexcept nogil:
@@ -161,126 +280,14 @@ cdef inline int32_t count_columns(const int8_t *x_q, Py_ssize_t K) noexcept nogi
     return count
 
 
-cdef Py_ssize_t run_strips(const linears_call *c) noexcept nogil:
-    """`run_linears` of one token."""
-    cdef const ternary_method *form = &METHODS[c.method]
-    cdef Py_ssize_t K = c.K, n_blocks = (K + form.block_k - 1) // <Py_ssize_t> form.block_k
-    cdef Py_ssize_t wide = max(n_blocks * <Py_ssize_t> form.block_k, strip_vectors(K) * STRIP_K), parts, part, rows, count = 0
-    cdef Py_ssize_t n_panels = c.first[1], needed = 0, read = 0, of_part, i
-    cdef int team = threads_for(c.n_bytes, PANEL_BYTES_PER_THREAD, c.threads)
-    cdef one_token t
-    cdef bint by_columns = c.gate == NO_GATE
-    if by_columns:
-        n_panels = strip_vectors(c.n_out[0])
-        rows = n_panels * STRIP_K
-    else:
-        rows = n_panels * PANEL_ROWS
-    parts = min(<Py_ssize_t> team, n_panels)
-    # A normed row; the quantised one; its numbers that are not zero; then a part of each thread.
-    cdef size_t float_bytes = thread_bytes(K * sizeof(float)), part_rows = (n_panels + parts - 1) // parts * (rows // n_panels)
-    cdef size_t part_bytes = thread_bytes(SCRATCH_BYTES + 4 * (part_rows + PANEL_ROWS) * sizeof(float))
-    cdef char *memory = <char *> allocate(1, float_bytes + 2 * thread_bytes(wide) + float_bytes + team * part_bytes)
-    if memory == NULL:
-        return NO_MEMORY
-    cdef const float *row = c.x
-    cdef int8_t *x_q = <int8_t *> (memory + float_bytes)
-    cdef int8_t *values = x_q + thread_bytes(wide)
-    cdef int32_t *ids = <int32_t *> (values + thread_bytes(wide))
-    cdef char *scratch = <char *> ids + float_bytes
-    cdef char *mine = NULL
-    if c.norm_weight != NULL:
-        row = <float *> memory if c.chosen.rms_norm(row, c.norm_weight, K, c.eps, <float *> memory) else NULL
-    if row == NULL or not c.chosen.quantize(row, K, x_q, &t.x_quant_scale, &t.x_sum):
-        free(memory)
-        return 0
-    memset(x_q + K, 0, wide - K)
-    t.x, t.n_blocks, t.number = x_q, n_blocks, 0
-    c.one.tokens += 1
-    if by_columns:
-        count = list_columns(x_q, K, ids, values)
-        c.one.total += K
-        c.one.needed += count
-        c.one.read += count
-        if count * 100 > MAX_ACTIVE_COLUMNS * K:
-            c.one.read += K - count
-            n_panels = c.first[1]
-            with parallel(num_threads=team):
-                for part in prange(n_panels, schedule="static"):
-                    whole_panel(c, &t, part, scratch + threadid() * part_bytes)
-        else:
-            with parallel(num_threads=team):
-                for part in prange(parts, schedule="static"):
-                    one_token_columns(c, &t, ids, values, count, n_panels * part // parts, n_panels * (part + 1) // parts,
-                                      <int32_t *> (scratch + part * part_bytes))
-    else:
-        for part in prange(parts, num_threads=team, schedule="static"):
-            mine = scratch + part * part_bytes
-            of_part = gated_rows(c, &t, n_panels * part // parts, n_panels * (part + 1) // parts,
-                                <float *> (mine + SCRATCH_BYTES) + 3 * (part_rows + PANEL_ROWS), mine)
-            needed += of_part if of_part > 0 else -of_part
-            read += of_part if of_part >= 0 else (n_panels * (part + 1) // parts - n_panels * part // parts) * PANEL_ROWS
-        c.one.total += c.n_out[0]
-        c.one.needed += needed
-        c.one.read += min(read, c.n_out[0])
-    free(memory)
-    return OK
-
-
-cdef inline void whole_panel(const linears_call *c, const one_token *t, Py_ssize_t p, char *scratch) noexcept nogil:
-    """One panel of the only matrix."""
-    cdef Py_ssize_t rows = min(<Py_ssize_t> PANEL_ROWS, c.n_out[0] - p * PANEL_ROWS)
-    cdef float *out = c.ys[0] + p * PANEL_ROWS
-    multiply_one(c, t, 0, p, rows, <int32_t *> (scratch + SCRATCH_BYTES), out, scratch)
-    if c.residual != NULL:
-        add_arrays(c.residual + p * PANEL_ROWS, out, rows, out)
-
-
-cdef Py_ssize_t up_by_strips(const linears_call *c, Py_ssize_t p, Py_ssize_t block, Py_ssize_t tokens,
-                             const int32_t *x_sum, const float *x_quant_scale, const int8_t *x, Py_ssize_t x_stride,
-                             const int32_t *gate_acc) noexcept nogil:
-    """relu2(gate) * up of a panel for `tokens` tokens from `block` on, whose sums of gate are there: of up only the rows
-    of each token whose gate is above zero.
-
-    Returns how many these are for all tokens together, or NOT_COMPUTED if they are too many.
-    """
-    cdef Py_ssize_t rows = min(<Py_ssize_t> PANEL_ROWS, c.n_out[0] - p * PANEL_ROWS), first = p * PANEL_ROWS
-    cdef Py_ssize_t n_vectors = strip_vectors(c.K), active = 0, count, m, i
-    cdef Py_ssize_t lines = max(<Py_ssize_t> 0, min(<Py_ssize_t> PANEL_ROWS, c.n_out[0] - first - PANEL_ROWS)) * n_vectors
-    cdef const uint8_t *next_strips = c.strips + (first + PANEL_ROWS) * n_vectors * STRIP_BYTES
-    cdef int32_t ids[64]  # PANEL_ROWS
-    cdef int32_t acc[64]
-    cdef float gate[64]
-    cdef float up[64]
-    cdef float *out
-    cdef const int32_t *sums
+cdef inline void join_columns(const int8_t *x_q, Py_ssize_t x_stride, Py_ssize_t tokens, Py_ssize_t K,
+                              int8_t *joined) noexcept nogil:
+    """joined (K,): not zero for the columns that a token needs."""
+    cdef Py_ssize_t m, k
+    memset(joined, 0, K)
     for m in range(tokens):
-        count = 0
-        for i in range(rows):
-            count += gate_acc[m * PANEL_ROWS + i] > 0
-        active += count
-        # A product that overflows would be NaN beside a gate of zero.
-        if not c.scales[1] / x_quant_scale[block + m] * 256.0 * c.K < 1e38:
-            return NOT_COMPUTED
-    if active * 100 > (c.chosen.max_near_rows if tokens > FEW_NEAR_TOKENS else MAX_FEW_NEAR_ROWS) * rows * tokens:
-        return NOT_COMPUTED
-    for m in range(tokens):
-        out, count, sums = c.ys[0] + (block + m) * c.n_out[0] + first, 0, gate_acc + m * PANEL_ROWS
-        for i in range(rows):
-            ids[count] = <int32_t> i
-            count += sums[i] > 0
-        for i in range(count):
-            acc[i], ids[i] = sums[ids[i]], ids[i] + <int32_t> first
-        c.chosen.dequantize(acc, count, c.scales[0], x_quant_scale[block + m], NULL, gate)
-        c.chosen.strip_rows_near(c.strips, n_vectors, x + (block + m) * x_stride, x_sum[block + m], ids, count, acc)
-        c.chosen.dequantize(acc, count, c.scales[1], x_quant_scale[block + m], NULL, up)
-        c.chosen.gated(gate, up, count, 0, up)
-        memset(out, 0, rows * sizeof(float))
-        for i in range(count):
-            out[ids[i] - first] = up[i]
-        # A share of the next panel's strips. There may be fewer than in this one, or none.
-        fetch_strips(next_strips + lines * m // tokens * STRIP_BYTES, 1, lines * (m + 1) // tokens - lines * m // tokens,
-                     STRIP_BYTES)
-    return active
+        for k in range(K):
+            joined[k] |= x_q[m * x_stride + k]
 
 
 cdef struct near_call:
@@ -288,51 +295,63 @@ cdef struct near_call:
     const int32_t *x_sum
     const float *x_quant_scale
     Py_ssize_t block, tokens  # the first of the present tokens, and how many
-    int32_t *ids  # (tokens, K) the columns that meet no zero, ascending
-    int8_t *values  # (tokens, K) their int8
+    Py_ssize_t room  # of a list
+    int32_t *ids  # (tokens, room) the columns that meet no zero, ascending
+    int8_t *values  # (tokens, room) their int8
     Py_ssize_t *counts  # (tokens,)
+    int32_t *joined  # the columns that a token needs, ascending
+    Py_ssize_t n_joined
+
+
+cdef inline bint columns_pay(const linears_call *c, Py_ssize_t needed) noexcept nogil:
+    """Whether strips are faster than panels.   needed: columns that meet no zero, summed over the tokens"""
+    cdef int most = MAX_COLUMNS_OF_ONE if c.M == 1 else MAX_COLUMNS_OF_FEW if c.M <= FEW_TOKENS else MAX_COLUMNS_OF_MANY
+    return needed * 100 <= most * c.M * c.K
 
 
 cdef Py_ssize_t columns_of_tokens(const linears_call *c, const int8_t *x_q, Py_ssize_t wide, const int32_t *x_sum,
                                   const float *x_quant_scale, int team) noexcept nogil:
-    """The product of several tokens with the only matrix, each token by the columns that it needs.
+    """The product of the tokens with the only matrix, each token by the columns that it needs.
 
     Returns OK, NO_MEMORY, or NOT_COMPUTED if the tokens need too many columns.
     """
     cdef Py_ssize_t M = c.M, K = c.K, n_vectors = strip_vectors(c.n_out[0]), needed = 0, m, part, bad = OK
-    # Of the outputs, and where threads are more than vectors of outputs also of the tokens
-    cdef Py_ssize_t parts = min(<Py_ssize_t> team, n_vectors), shares = 1 if team <= n_vectors else 4 * team // n_vectors
-    for m in prange(M, num_threads=team, schedule="static"):
+    # Of the outputs; and where threads are more than vectors of outputs, of the tokens too
+    cdef Py_ssize_t parts = min(<Py_ssize_t> team, n_vectors), shares = 1
+    cdef int listing = min(<Py_ssize_t> team, M)
+    if team > n_vectors and M > 1:
+        shares = 4 * team // n_vectors
+    for m in prange(M, num_threads=listing, schedule="static"):
         needed += count_columns(x_q + m * wide, K)
-    c.several.needed += needed
-    c.several.tokens += M
-    c.several.total += M * K
-    if needed * 100 > (MAX_NEAR_COLUMNS if M > FEW_NEAR_TOKENS else MAX_FEW_NEAR_COLUMNS) * M * K:
-        c.several.read += M * K
+    cdef bint pays = columns_pay(c, needed)
+    count_use(c, K, needed, needed if pays else M * K)
+    if not pays:
         return NOT_COMPUTED
-    c.several.read += needed
     cdef near_call n
-    cdef Py_ssize_t most = min(M, <Py_ssize_t> NEAR_TOKENS)
+    cdef Py_ssize_t most = min(M, <Py_ssize_t> NEAR_TOKENS), room = K + LIST_SLACK
     cdef size_t acc_bytes = most * ((n_vectors + parts - 1) // parts) * STRIP_K * sizeof(int32_t)
     cdef size_t part_bytes = acc_bytes + thread_bytes(most * sizeof(Py_ssize_t))
-    n.c, n.x_sum, n.x_quant_scale = c, x_sum, x_quant_scale
-    n.ids = <int32_t *> allocate(most * K, sizeof(int32_t))
-    n.values = <int8_t *> allocate(most * K, 1)
+    n.c, n.x_sum, n.x_quant_scale, n.block, n.room = c, x_sum, x_quant_scale, 0, room
+    n.ids = <int32_t *> allocate((most + 1) * room, sizeof(int32_t))  # the last list: of all tokens
+    n.values = <int8_t *> allocate((most + 2) * room, 1)
     n.counts = <Py_ssize_t *> allocate(most, sizeof(Py_ssize_t))
+    cdef int8_t *joined = NULL
     cdef char *scratch = <char *> allocate(parts * shares, part_bytes)
     if n.ids == NULL or n.values == NULL or n.counts == NULL or scratch == NULL:
         bad = NO_MEMORY
-    n.block = 0
+    else:
+        n.joined, joined = n.ids + most * room, n.values + (most + 1) * room
     while bad == OK and n.block < M:
         n.tokens = min(most, M - n.block)
-        with parallel(num_threads=team):
-            for m in prange(n.tokens, schedule="static"):
-                n.counts[m] = list_columns(x_q + (n.block + m) * wide, K, n.ids + m * K, n.values + m * K)
-            for part in prange(parts * shares, schedule="static"):
-                near_columns(&n, n_vectors * (part // shares) // parts, n_vectors * (part // shares + 1) // parts,
-                             n.tokens * (part % shares) // shares, n.tokens * (part % shares + 1) // shares,
-                             <int32_t *> (scratch + part * part_bytes),
-                             <Py_ssize_t *> (scratch + part * part_bytes + acc_bytes))
+        for m in prange(n.tokens, num_threads=listing, schedule="static"):
+            n.counts[m] = c.chosen.list_columns(x_q + (n.block + m) * wide, K, n.ids + m * room, n.values + m * room)
+        if M > 1:
+            join_columns(x_q + n.block * wide, wide, n.tokens, K, joined)
+            n.n_joined = c.chosen.list_columns(joined, K, n.joined, n.values + most * room)
+        for part in prange(parts * shares, num_threads=team, schedule="static"):
+            near_columns(&n, n_vectors * (part // shares) // parts, n_vectors * (part // shares + 1) // parts,
+                         n.tokens * (part % shares) // shares, n.tokens * (part % shares + 1) // shares,
+                         <int32_t *> (scratch + part * part_bytes), <Py_ssize_t *> (scratch + part * part_bytes + acc_bytes))
         n.block += n.tokens
     free(n.ids)
     free(n.values)
@@ -343,35 +362,37 @@ cdef Py_ssize_t columns_of_tokens(const linears_call *c, const int8_t *x_q, Py_s
 
 cdef void near_columns(const near_call *n, Py_ssize_t first, Py_ssize_t last, Py_ssize_t from_token, Py_ssize_t to_token,
                        int32_t *acc, Py_ssize_t *done) noexcept nogil:
-    """Outputs of strips' vectors `first` to `last` for some of the present tokens. Some columns at a time, whose strips
-    stay in L2 for all tokens.
+    """Outputs of strips' vectors `first` to `last` for some of the present tokens. Several tokens go through some of the
+    joined columns together, and bring the next ones into L2 meanwhile, each a share.
 
     acc, done: room for the tokens' sums, and for how many of their columns have been added.
     """
     cdef const linears_call *c = n.c
-    cdef Py_ssize_t K = c.K, n_vectors = strip_vectors(c.n_out[0]), width = (last - first) * STRIP_K
-    cdef Py_ssize_t tokens = to_token - from_token, start = 0, end, m, i, j, count
+    cdef Py_ssize_t n_vectors = strip_vectors(c.n_out[0]), width = (last - first) * STRIP_K
+    cdef Py_ssize_t tokens = to_token - from_token, start = 0, some, ahead, m, i, j, k, count
+    cdef Py_ssize_t together = FEW_NEAR_COLUMNS if c.M <= FEW_TOKENS else NEAR_COLUMNS
     cdef const uint8_t *strips = c.strips + first * STRIP_BYTES
     cdef const int32_t *ids
-    cdef one_token t
+    if c.M == 1:
+        c.chosen.strip_columns(strips, n_vectors, last - first, n.ids, n.values, n.counts[0], acc, NULL, 0)
+        finish_columns(c, 0, n.x_sum[0], n.x_quant_scale[0], first, last, acc)
+        return
     memset(acc, 0, tokens * width * sizeof(int32_t))
     memset(done, 0, tokens * sizeof(Py_ssize_t))
-    while start < K:
-        end = min(K, start + <Py_ssize_t> NEAR_COLUMNS)
+    while start < n.n_joined:
+        some = min(together, n.n_joined - start)
+        ahead = min(together, n.n_joined - start - some)
         for m in range(tokens):
-            i, count, ids = done[m], n.counts[from_token + m], n.ids + (from_token + m) * K
+            i, count, ids = done[m], n.counts[from_token + m], n.ids + (from_token + m) * n.room
             j = i
-            while j < count and ids[j] < end:
+            while j < count and ids[j] <= n.joined[start + some - 1]:
                 j += 1
             done[m] = j
-            c.chosen.strip_columns_near(strips, n_vectors, last - first, ids + i, n.values + (from_token + m) * K + i, j - i,
-                                        acc + m * width)
-            i = min(K, end + (end - start) * m // tokens)  # a share of the next columns
-            j = min(K, end + (end - start) * (m + 1) // tokens)
-            fetch_strips(strips + i * n_vectors * STRIP_BYTES, last - first, j - i, n_vectors * STRIP_BYTES)
-        start = end
+            k = start + some + ahead * m // tokens  # a share of the next columns
+            c.chosen.strip_columns_near(strips, n_vectors, last - first, ids + i, n.values + (from_token + m) * n.room + i,
+                                        j - i, acc + m * width, n.joined + k, start + some + ahead * (m + 1) // tokens - k)
+        start += some
     for m in range(tokens):
-        t.number = n.block + from_token + m
-        t.x_sum, t.x_quant_scale = n.x_sum[t.number], n.x_quant_scale[t.number]
         c.chosen.strip_order(acc + m * width, last - first)
-        finish_columns(c, &t, first, last, acc + m * width)
+        i = n.block + from_token + m
+        finish_columns(c, i, n.x_sum[i], n.x_quant_scale[i], first, last, acc + m * width)

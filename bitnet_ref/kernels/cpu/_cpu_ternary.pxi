@@ -175,20 +175,16 @@ cdef struct linears_call:
     Py_ssize_t n_out[MAX_LINEARS]
     float scales[MAX_LINEARS]
     const uint8_t *strips  # rows of up after a ReLU^2 gate, or columns of the only matrix; NULL: there are none
-    bint by_near_strips  # several tokens may be multiplied by strips
     strip_counts *one  # of calls with one token
     strip_counts *several
 
 
-cdef inline Py_ssize_t multiply_panel(const linears_call *c, Py_ssize_t p, Py_ssize_t block, Py_ssize_t max_tokens,
-                                      const int32_t *x_sum, const float *x_quant_scale, const int8_t *x,
-                                      Py_ssize_t x_stride, int32_t *acc, void *scratch) noexcept nogil:
-    """Panel p of all matrices, or of both gate and up, times at most max_tokens tokens from `block` on.
-
-    Returns how many rows of up were computed for a token, summed over the tokens.
-    """
+cdef inline void multiply_panel(const linears_call *c, Py_ssize_t p, Py_ssize_t block, Py_ssize_t max_tokens,
+                                const int32_t *x_sum, const float *x_quant_scale, const int8_t *x,
+                                Py_ssize_t x_stride, int32_t *acc, void *scratch) noexcept nogil:
+    """Panel p of all matrices, or of both gate and up, times at most max_tokens tokens from `block` on."""
     cdef Py_ssize_t tokens = min(max_tokens, c.M - block), n_blocks = x_stride // <Py_ssize_t> METHODS[c.method].x_bytes
-    cdef Py_ssize_t i = 0, m, n, rows, computed, both = 1 if c.gate == NO_GATE else 2
+    cdef Py_ssize_t i = 0, m, n, rows, both = 1 if c.gate == NO_GATE else 2
     cdef float y[2][64]  # PANEL_ROWS
     cdef float *out
     while p >= c.first[i + 1]:
@@ -198,10 +194,6 @@ cdef inline Py_ssize_t multiply_panel(const linears_call *c, Py_ssize_t p, Py_ss
     for n in range(both):
         c.ternary.run(c.panels[i + n] + p * n_blocks * BLOCK_BYTES, n_blocks, x + block * x_stride, x_stride, tokens,
                       x_sum + block, acc + n * tokens * PANEL_ROWS, PANEL_ROWS, rows, scratch)
-        if n == 0 and both == 2 and c.by_near_strips:
-            computed = up_by_strips(c, p, block, tokens, x_sum, x_quant_scale, x, x_stride, acc)
-            if computed != NOT_COMPUTED:
-                return computed
     for m in range(tokens):
         out = c.ys[i] + (block + m) * c.n_out[i] + p * PANEL_ROWS
         for n in range(both):
@@ -212,7 +204,6 @@ cdef inline Py_ssize_t multiply_panel(const linears_call *c, Py_ssize_t p, Py_ss
             c.chosen.gated(y[0], y[1], rows, c.gate == SILU, out)
         if c.residual != NULL:
             add_arrays(c.residual + (out - c.ys[i]), out, rows, out)
-    return rows * tokens
 
 
 cdef inline Py_ssize_t first_item(const linears_call *c, Py_ssize_t part, Py_ssize_t parts, Py_ssize_t block_tokens,
@@ -226,10 +217,8 @@ cdef inline Py_ssize_t first_item(const linears_call *c, Py_ssize_t part, Py_ssi
 
 cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
     cdef const linears_call *c = <const linears_call *> call
-    if c.strips != NULL and c.M == 1:
-        return run_strips(c)
     cdef const ternary_method *form = &METHODS[c.method]
-    cdef Py_ssize_t M = c.M, K = c.K, m, part, item, n_items, both, bad = OK, computed = 0
+    cdef Py_ssize_t M = c.M, K = c.K, m, part, item, n_items, both, bad = OK, done = NOT_COMPUTED
     cdef Py_ssize_t n_blocks = (K + form.block_k - 1) // <Py_ssize_t> form.block_k, wide = n_blocks * form.block_k
     cdef Py_ssize_t x_stride = n_blocks * form.x_bytes, block_tokens = tokens_in_l2(x_stride)
     cdef int steps = 1 + (c.norm_weight != NULL)
@@ -268,26 +257,22 @@ cdef Py_ssize_t run_linears(const void *call) noexcept nogil:
             if x_quant_scale[m] == 0:
                 bad = m
                 break
-    if bad == OK:
-        bad = NOT_COMPUTED
-        if c.by_near_strips and c.gate == NO_GATE:
-            bad = columns_of_tokens(c, x_q, wide, x_sum, x_quant_scale, product_team)
-    if bad == NOT_COMPUTED:
-        bad = OK
+    if bad == OK and c.strips != NULL:
+        if c.gate == NO_GATE:
+            done = columns_of_tokens(c, x_q, wide, x_sum, x_quant_scale, product_team)
+        else:
+            done = rows_of_tokens(c, x_q, wide, n_blocks, x_sum, x_quant_scale, product_team)
+        bad = OK if done == NOT_COMPUTED else done
+    if bad == OK and done == NOT_COMPUTED:
         with parallel(num_threads=product_team):
             scratch = threads_scratch + threadid() * panel_bytes
             # Tried: dynamic, two panels at a time: no faster on two quiet cores (2B-4T's shape, 12 and 30 layers).
             for part in prange(product_team, schedule="static"):
                 for item in range(first_item(c, part, product_team, block_tokens, n_items),
                                   first_item(c, part + 1, product_team, block_tokens, n_items)):
-                    computed += multiply_panel(
+                    multiply_panel(
                         c, item % n_items, item // n_items * block_tokens, block_tokens, x_sum, x_quant_scale,
                         x_q if expanded == NULL else expanded, x_stride, <int32_t *> (scratch + kernel_bytes), scratch)
-        if c.by_near_strips and c.gate == RELU2:  # a panel that was multiplied whole counts as needed
-            c.several.tokens += M
-            c.several.needed += computed
-            c.several.read += computed
-            c.several.total += M * c.n_out[0]
     free(threads_scratch)
     free(x_q)
     free(expanded)
@@ -343,13 +328,12 @@ def bit_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kern
     if residual is not None:
         c.residual = &residual[0, 0]
     c.ternary = kernel_for(kernels, c.method, K)
-    c.strips, c.one, c.several, c.by_near_strips, w = NULL, NULL, NULL, False, ws[count - 1]
-    if METHODS[c.method].expand == NULL and c.chosen.strip_rows != NULL and (gate == RELU2 or count == 1):
+    c.strips, c.one, c.several, w = NULL, NULL, NULL, ws[count - 1]
+    if (METHODS[c.method].expand == NULL and (c.chosen.strip_rows if M == 1 else c.chosen.strip_rows_near) != NULL
+            and (gate == RELU2 or count == 1)):
         c.strips = w.row_strips if gate == RELU2 else w.column_strips if gate == NO_GATE else NULL
         if c.strips != NULL:
             c.one, c.several = &(<StripCounts> w.counts).one, &(<StripCounts> w.counts).several
-            c.by_near_strips = (M >= MIN_NEAR_TOKENS and c.chosen.strip_rows_near != NULL
-                                and (gate == NO_GATE or (c.biases[0] == NULL and c.biases[1] == NULL)))
     check_aligned(<size_t> c.x | <size_t> c.norm_weight | <size_t> c.residual)
     with nogil:
         bad = run_linears(&c)

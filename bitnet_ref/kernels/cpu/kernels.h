@@ -95,6 +95,8 @@ typedef struct {
     void (*screen_arrange)(const int16_t *X, size_t M, size_t wide, int16_t *arranged);
     strip_rows_fn strip_rows; /* NULL, as `strip_columns`: this set reads everything */
     strip_columns_fn strip_columns;
+    list_columns_fn list_columns;
+    list_gates_fn list_gates;
     strip_rows_fn strip_rows_near; /* of strips in a cache, for one of several tokens; NULL: these are multiplied by panels */
     strip_columns_fn strip_columns_near;
     strip_order_fn strip_order;
@@ -119,7 +121,7 @@ typedef struct {
         attend_##suffix, draw_##suffix, dense_rows_##suffix,                                                           \
         screen_pack_##suffix, screen_token_##suffix, GROUP_LAYOUT_##suffix, group_token_##suffix, group_panel_##suffix
 #define SCREEN(suffix) screen_rows_##suffix, NULL
-#define STRIPS(suffix) strip_rows_##suffix, strip_columns_##suffix
+#define STRIPS(suffix, lists) strip_rows_##suffix, strip_columns_##suffix, list_columns_##lists, list_gates_##lists
 #define NEAR_STRIPS(rows, columns, order, max_rows) \
     strip_rows_##rows, strip_columns_near_##columns, strip_order_##order, max_rows
 #define NO_NEAR_STRIPS NULL, NULL, NULL, 0
@@ -134,31 +136,31 @@ static const kernel_set KERNEL_SETS[] = {
      NULL,
      FLOAT_STEPS(plain),
      SCREEN(plain),
-     STRIPS(plain), NEAR_STRIPS(plain, plain, plain, 45),
+     STRIPS(plain, plain), NEAR_STRIPS(plain, plain, plain, 45),
      TRAINING(plain)},
 #if defined(__x86_64__)
-    {"avx2", {{ternary_panel_avx2, 0}, {table_panel_avx2, 0}}, peak_avx2, FLOAT_STEPS(avx2), SCREEN(avx2), STRIPS(avx2),
+    {"avx2", {{ternary_panel_avx2, 0}, {table_panel_avx2, 0}}, peak_avx2, FLOAT_STEPS(avx2), SCREEN(avx2), STRIPS(avx2, plain),
      NEAR_STRIPS(avx2, avx2, plain, 45), TRAINING(avx2)},
 #if defined(BITNET_REF_HAS_AVXVNNI)
     {"avxvnni", {{ternary_panel_avxvnni, 0}, {table_panel_avx2, 0}}, peak_avxvnni, FLOAT_STEPS(avx2), SCREEN(avx2),
-     STRIPS(avx2), NO_NEAR_STRIPS, TRAINING(avx2)},
+     STRIPS(avx2, plain), NO_NEAR_STRIPS, TRAINING(avx2)},
 #endif
     {"avx512",
      {{ternary_panel_avx512, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}},
      peak_avx512,
-     FLOAT_STEPS(avx512), SCREEN(avx512), STRIPS(avx512), NEAR_STRIPS(near_avx512, avx512, avx512, 65),
+     FLOAT_STEPS(avx512), SCREEN(avx512), STRIPS(avx512, avx512), NEAR_STRIPS(near_avx512, avx512, avx512, 65),
      TRAINING(avx512)},
 #if defined(BITNET_REF_HAS_AMX)
     {"amx",
      {{ternary_panel_amx, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}},
      peak_amx,
-     FLOAT_STEPS(avx512), screen_rows_amx, screen_arrange_amx, STRIPS(avx512), NO_NEAR_STRIPS, TRAINING(avx512),
+     FLOAT_STEPS(avx512), screen_rows_amx, screen_arrange_amx, STRIPS(avx512, avx512), NO_NEAR_STRIPS, TRAINING(avx512),
      tile_bytes_amx, dense_split_amx, dense_tiles_amx},
 #endif
 #elif defined(__aarch64__)
-    {"neon", {{ternary_panel_neon, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain), STRIPS(neon), NO_NEAR_STRIPS,
+    {"neon", {{ternary_panel_neon, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain), STRIPS(neon, plain), NO_NEAR_STRIPS,
      TRAINING(plain)},
-    {"dotprod", {{ternary_panel_dotprod, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain), STRIPS(neon), NO_NEAR_STRIPS,
+    {"dotprod", {{ternary_panel_dotprod, 0}}, NULL, FLOAT_STEPS(plain), SCREEN(plain), STRIPS(neon, plain), NO_NEAR_STRIPS,
      TRAINING(plain)},
 #endif
 };

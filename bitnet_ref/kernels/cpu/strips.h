@@ -57,10 +57,15 @@
 enum { STRIP_K = 256, STRIP_BYTES = 64 /* of so many elements */, STRIPS_TOGETHER = 48 };
 
 typedef void (*strip_rows_fn)(const uint8_t *strips, size_t n_vectors, const int8_t *x, int32_t x_sum,
-                              const int32_t *rows, size_t count, int32_t *acc);
+                              const int32_t *rows, size_t count, int32_t *acc, const int32_t *ahead, size_t n_ahead);
 typedef void (*strip_columns_fn)(const uint8_t *strips, size_t strip_vectors, size_t n_vectors, const int32_t *columns,
-                                 const int8_t *x, size_t count, int32_t *acc);
+                                 const int8_t *x, size_t count, int32_t *acc, const int32_t *ahead, size_t n_ahead);
 typedef void (*strip_order_fn)(int32_t *acc, size_t n_vectors);
+/* What is needed, in ascending order; may write LIST_SLACK beyond it.   -> how many
+ * list_columns: k and x[k] where x[k] is not 0.   list_gates: first + i and gate[i] where gate[i] is above 0, or NaN */
+typedef size_t (*list_columns_fn)(const int8_t *x, size_t K, int32_t *ids, int8_t *values);
+typedef size_t (*list_gates_fn)(const float *gate, size_t n, int32_t first, int32_t *ids, float *present);
+enum { LIST_SLACK = 16 };
 
 /* Bytes 0, 1, 2, 3 of each word: codes of four columns -> of one column each, in the order of the four arrays. */
 static inline void join_codes(const uint8_t codes[4][TILE], uint32_t words[TILE]) {
@@ -116,7 +121,8 @@ static void pack_column_strips(const uint8_t *packed, size_t rows, size_t row_by
 }
 
 static void strip_rows_plain(const uint8_t *strips, size_t n_vectors, const int8_t *x, int32_t x_sum,
-                             const int32_t *rows, size_t count, int32_t *acc) {
+                             const int32_t *rows, size_t count, int32_t *acc, const int32_t *ahead, size_t n_ahead) {
+    (void)ahead, (void)n_ahead;
     for (size_t j = 0; j < count; j++) {
         const uint8_t *strip = strips + (size_t)rows[j] * n_vectors * STRIP_BYTES;
         int32_t sum = -x_sum;
@@ -129,7 +135,9 @@ static void strip_rows_plain(const uint8_t *strips, size_t n_vectors, const int8
 }
 
 static void strip_columns_near_plain(const uint8_t *strips, size_t strip_vectors, size_t n_vectors,
-                                     const int32_t *columns, const int8_t *x, size_t count, int32_t *acc) {
+                                     const int32_t *columns, const int8_t *x, size_t count, int32_t *acc,
+                                     const int32_t *ahead, size_t n_ahead) {
+    (void)ahead, (void)n_ahead;
     for (size_t j = 0; j < count; j++) {
         const uint8_t *strip = strips + (size_t)columns[j] * strip_vectors * STRIP_BYTES;
         for (size_t v = 0; v < n_vectors; v++)
@@ -139,33 +147,49 @@ static void strip_columns_near_plain(const uint8_t *strips, size_t strip_vectors
     }
 }
 
+static size_t list_columns_plain(const int8_t *x, size_t K, int32_t *ids, int8_t *values) {
+    size_t count = 0;
+    for (size_t k = 0; k < K; k++) ids[count] = (int32_t)k, values[count] = x[k], count += x[k] != 0;
+    return count;
+}
+
+static size_t list_gates_plain(const float *gate, size_t n, int32_t first, int32_t *ids, float *present) {
+    size_t count = 0;
+    for (size_t i = 0; i < n; i++)
+        ids[count] = first + (int32_t)i, present[count] = gate[i], count += !(gate[i] <= 0);
+    return count;
+}
+
 static void strip_order_plain(int32_t *acc, size_t n_vectors) { (void)acc, (void)n_vectors; }
 
 static void strip_columns_plain(const uint8_t *strips, size_t strip_vectors, size_t n_vectors, const int32_t *columns,
-                                const int8_t *x, size_t count, int32_t *acc) {
+                                const int8_t *x, size_t count, int32_t *acc, const int32_t *ahead, size_t n_ahead) {
     memset(acc, 0, n_vectors * STRIP_K * sizeof *acc);
-    strip_columns_near_plain(strips, strip_vectors, n_vectors, columns, x, count, acc);
+    strip_columns_near_plain(strips, strip_vectors, n_vectors, columns, x, count, acc, ahead, n_ahead);
 }
 
-/* The strips of ids[first], ..., ids[first + STRIPS_TOGETHER - 1]; strip 0 for those beyond the last id. */
-static inline void strip_addresses(const uint8_t *strips, size_t bytes, const int32_t *ids, size_t first, size_t count,
-                                   const uint8_t **at) {
-    for (size_t i = 0; i < STRIPS_TOGETHER; i++)
-        at[i] = strips + (first + i < count ? (size_t)ids[first + i] : 0) * bytes;
+/* What a kernel is given: the strips that it multiplies, and those that come after them. */
+typedef struct {
+    const uint8_t *strips;
+    size_t bytes; /* of a strip */
+    const int32_t *ids, *ahead;
+    size_t count, n_ahead;
+} strip_list;
+
+/* The strips of ids[first], ..., ids[first + STRIPS_TOGETHER - 1], or ahead[0], ... where these begin beyond the last id;
+ * strip 0 where there is none. */
+static inline void strip_addresses(const strip_list *list, size_t first, const uint8_t **at) {
+    const int beyond = first >= list->count;
+    const int32_t *ids = beyond ? list->ahead : list->ids + first;
+    const size_t count = beyond ? list->n_ahead : list->count - first;
+    for (size_t i = 0; i < STRIPS_TOGETHER; i++) at[i] = list->strips + (i < count ? (size_t)ids[i] : 0) * list->bytes;
 }
 
 /* Moves on to the strips from ids[first] on: at = next, and next = those after them.   -> how many of `at` there are */
-static inline size_t next_strips(const uint8_t *strips, size_t bytes, const int32_t *ids, size_t first, size_t count,
-                                 const uint8_t **at, const uint8_t **next) {
+static inline size_t next_strips(const strip_list *list, size_t first, const uint8_t **at, const uint8_t **next) {
     memcpy(at, next, STRIPS_TOGETHER * sizeof *at);
-    strip_addresses(strips, bytes, ids, first + STRIPS_TOGETHER, count, next);
-    return count - first < STRIPS_TOGETHER ? count - first : STRIPS_TOGETHER;
-}
-
-/* Prefetches into L2 what the next panel or columns need: so many vectors of `count` strips, `stride` bytes apart. */
-static inline void fetch_strips(const uint8_t *strips, size_t n_vectors, size_t count, size_t stride) {
-    for (size_t i = 0; i < count; i++)
-        for (size_t v = 0; v < n_vectors; v++) __builtin_prefetch(strips + i * stride + v * STRIP_BYTES, 0, 2);
+    strip_addresses(list, first + STRIPS_TOGETHER, next);
+    return list->count - first < STRIPS_TOGETHER ? list->count - first : STRIPS_TOGETHER;
 }
 
 #if defined(__x86_64__)
@@ -178,14 +202,15 @@ _Static_assert(STRIPS_TOGETHER * 2 * 128 < 1 << 15, "more products than int16 ho
 AVX2_INLINE __m256i avx2_pairs(__m256i codes, int s, __m256i x) { return _mm256_maddubs_epi16(avx2_field(codes, s), x); }
 
 AVX2_TARGET static void strip_rows_avx2(const uint8_t *strips, size_t n_vectors, const int8_t *x, int32_t x_sum,
-                                        const int32_t *rows, size_t count, int32_t *acc) {
+                                        const int32_t *rows, size_t count, int32_t *acc, const int32_t *ahead,
+                                        size_t n_ahead) {
     const __m256i ones = _mm256_set1_epi16(1);
-    const size_t bytes = n_vectors * STRIP_BYTES;
+    const strip_list list = {strips, n_vectors * STRIP_BYTES, rows, ahead, count, n_ahead};
     const uint8_t *at[STRIPS_TOGETHER], *next[STRIPS_TOGETHER];
     __m256i sums[STRIPS_TOGETHER];
-    strip_addresses(strips, bytes, rows, 0, count, next);
+    strip_addresses(&list, 0, next);
     for (size_t j = 0; j < count; j += STRIPS_TOGETHER) {
-        const size_t some = next_strips(strips, bytes, rows, j, count, at, next);
+        const size_t some = next_strips(&list, j, at, next);
         for (size_t i = 0; i < some; i++) sums[i] = _mm256_setzero_si256();
         for (size_t v = 0; v < n_vectors; v++)
             for (size_t i = 0; i < some; i++) {
@@ -224,12 +249,13 @@ AVX2_INLINE void avx2_add_sums(int32_t *to, __m256i low, __m256i high) {
 /* 128 outputs at a time, whose sums of all columns of a group fit int16. `unpack` works within 16 bytes: low has the
  * sums of bytes 0-7 and 16-23 of a half, high those of bytes 8-15 and 24-31. */
 AVX2_TARGET static void strip_columns_near_avx2(const uint8_t *strips, size_t strip_vectors, size_t n_vectors,
-                                                const int32_t *columns, const int8_t *x, size_t count, int32_t *acc) {
-    const size_t bytes = strip_vectors * STRIP_BYTES;
+                                                const int32_t *columns, const int8_t *x, size_t count, int32_t *acc,
+                                                const int32_t *ahead, size_t n_ahead) {
+    const strip_list list = {strips, strip_vectors * STRIP_BYTES, columns, ahead, count, n_ahead};
     const uint8_t *at[STRIPS_TOGETHER], *next[STRIPS_TOGETHER];
-    strip_addresses(strips, bytes, columns, 0, count, next);
+    strip_addresses(&list, 0, next);
     for (size_t j = 0; j < count; j += STRIPS_TOGETHER) {
-        const size_t some = next_strips(strips, bytes, columns, j, count, at, next);
+        const size_t some = next_strips(&list, j, at, next);
         int8_t values[STRIPS_TOGETHER] = {0};
         int16_t words[STRIPS_TOGETHER / 2];
         memcpy(values, x + j, some);
@@ -257,20 +283,52 @@ AVX2_TARGET static void strip_columns_near_avx2(const uint8_t *strips, size_t st
 }
 
 AVX2_TARGET static void strip_columns_avx2(const uint8_t *strips, size_t strip_vectors, size_t n_vectors,
-                                           const int32_t *columns, const int8_t *x, size_t count, int32_t *acc) {
+                                           const int32_t *columns, const int8_t *x, size_t count, int32_t *acc,
+                                           const int32_t *ahead, size_t n_ahead) {
     memset(acc, 0, n_vectors * STRIP_K * sizeof *acc);
-    strip_columns_near_avx2(strips, strip_vectors, n_vectors, columns, x, count, acc);
+    strip_columns_near_avx2(strips, strip_vectors, n_vectors, columns, x, count, acc, ahead, n_ahead);
+}
+
+/* Of 16 columns: which of `there` meet no zero. A compressing store takes a hundred cycles on Zen 4; in registers, two. */
+AVX512_TARGET static size_t list_columns_avx512(const int8_t *x, size_t K, int32_t *ids, int8_t *values) {
+    __m512i id = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    size_t count = 0;
+    for (size_t k = 0; k < K; k += 16, id = _mm512_add_epi32(id, _mm512_set1_epi32(16))) {
+        const __mmask16 there = (__mmask16)(K - k < 16 ? (1u << (K - k)) - 1 : 0xFFFF);
+        const __m512i x16 = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(there, x + k));
+        const __mmask16 needed = _mm512_test_epi32_mask(x16, x16);
+        _mm512_storeu_si512(ids + count, _mm512_maskz_compress_epi32(needed, id));
+        _mm_storeu_si128((__m128i *)(values + count), _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(needed, x16)));
+        count += (size_t)__builtin_popcount(needed);
+    }
+    return count;
+}
+
+AVX512_TARGET static size_t list_gates_avx512(const float *gate, size_t n, int32_t first, int32_t *ids, float *present) {
+    __m512i id = _mm512_add_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                  _mm512_set1_epi32(first));
+    size_t count = 0;
+    for (size_t i = 0; i < n; i += 16, id = _mm512_add_epi32(id, _mm512_set1_epi32(16))) {
+        const __mmask16 there = (__mmask16)(n - i < 16 ? (1u << (n - i)) - 1 : 0xFFFF);
+        const __m512 g = _mm512_maskz_loadu_ps(there, gate + i);
+        const __mmask16 needed = _mm512_cmp_ps_mask(g, _mm512_setzero_ps(), _CMP_NLE_UQ);
+        _mm512_storeu_si512(ids + count, _mm512_maskz_compress_epi32(needed, id));
+        _mm512_storeu_ps(present + count, _mm512_maskz_compress_ps(needed, g));
+        count += (size_t)__builtin_popcount(needed);
+    }
+    return count;
 }
 
 AVX512_TARGET static void strip_rows_avx512(const uint8_t *strips, size_t n_vectors, const int8_t *x, int32_t x_sum,
-                                            const int32_t *rows, size_t count, int32_t *acc) {
+                                            const int32_t *rows, size_t count, int32_t *acc, const int32_t *ahead,
+                                            size_t n_ahead) {
     const __m512i field = _mm512_set1_epi8(3);
-    const size_t bytes = n_vectors * STRIP_BYTES;
+    const strip_list list = {strips, n_vectors * STRIP_BYTES, rows, ahead, count, n_ahead};
     const uint8_t *at[STRIPS_TOGETHER], *next[STRIPS_TOGETHER];
     __m512i sums[STRIPS_TOGETHER];
-    strip_addresses(strips, bytes, rows, 0, count, next);
+    strip_addresses(&list, 0, next);
     for (size_t j = 0; j < count; j += STRIPS_TOGETHER) {
-        const size_t some = next_strips(strips, bytes, rows, j, count, at, next);
+        const size_t some = next_strips(&list, j, at, next);
         for (size_t i = 0; i < some; i++) sums[i] = _mm512_setzero_si512();
         for (size_t v = 0; v < n_vectors; v++) {
             const int8_t *xv = x + v * STRIP_K;
@@ -330,14 +388,15 @@ AVX512_TARGET static void strip_order_avx512(int32_t *acc, size_t n_vectors) {
 }
 
 AVX512_TARGET static void strip_columns_avx512(const uint8_t *strips, size_t strip_vectors, size_t n_vectors,
-                                               const int32_t *columns, const int8_t *x, size_t count, int32_t *acc) {
+                                               const int32_t *columns, const int8_t *x, size_t count, int32_t *acc,
+                                               const int32_t *ahead, size_t n_ahead) {
     STRIP_FIELDS
-    const size_t bytes = strip_vectors * STRIP_BYTES;
+    const strip_list list = {strips, strip_vectors * STRIP_BYTES, columns, ahead, count, n_ahead};
     const uint8_t *at[STRIPS_TOGETHER], *next[STRIPS_TOGETHER];
-    strip_addresses(strips, bytes, columns, 0, count, next);
+    strip_addresses(&list, 0, next);
     memset(acc, 0, n_vectors * STRIP_K * sizeof *acc); /* the sums of the columns before, in the order of the registers */
     for (size_t j = 0; j < count; j += STRIPS_TOGETHER) {
-        const size_t some = next_strips(strips, bytes, columns, j, count, at, next);
+        const size_t some = next_strips(&list, j, at, next);
         int8_t values[STRIPS_TOGETHER] = {0};
         int32_t words[STRIPS_TOGETHER / 4];
         memcpy(values, x + j, some);
@@ -377,15 +436,19 @@ AVX512_TARGET static void strip_columns_avx512(const uint8_t *strips, size_t str
         _mm512_add_epi32(_mm512_add_epi32(sum_##r##0, _mm512_srai_epi32(sum_##r##1, 2)),                               \
                          _mm512_add_epi32(_mm512_srai_epi32(sum_##r##2, 4), _mm512_srai_epi32(sum_##r##3, 6)));
 AVX512_TARGET static void strip_rows_near_avx512(const uint8_t *strips, size_t n_vectors, const int8_t *x, int32_t x_sum,
-                                                 const int32_t *rows, size_t count, int32_t *acc) {
+                                                 const int32_t *rows, size_t count, int32_t *acc,
+                                                 const int32_t *ahead, size_t n_ahead) {
     STRIP_FIELDS
     const size_t bytes = n_vectors * STRIP_BYTES;
-    for (size_t j = 0; j < count; j += 4) {
+    for (size_t j = 0, from = 0, to; j < count; j += 4, from = to) {
+        to = j + 4 < count ? n_ahead * (j + 4) / count : n_ahead;
         NEAR_ROWS(NEAR_ZERO)
         for (size_t v = 0; v < n_vectors; v++) {
             const int8_t *xv = x + v * STRIP_K;
             const __m512i x0 = _mm512_loadu_si512(xv), x1 = _mm512_loadu_si512(xv + 64),
                           x2 = _mm512_loadu_si512(xv + 128), x3 = _mm512_loadu_si512(xv + 192);
+            for (size_t i = from; i < to; i++)
+                _mm_prefetch((const char *)strips + (size_t)ahead[i] * bytes + v * STRIP_BYTES, _MM_HINT_T1);
             NEAR_ROWS(NEAR_DOT)
         }
         NEAR_ROWS(NEAR_SUM)
@@ -401,8 +464,10 @@ AVX512_TARGET static void strip_rows_near_avx512(const uint8_t *strips, size_t n
 
 /* `strip_columns` of strips that are in a cache, which adds to acc, in the order of the registers. */
 AVX512_TARGET static void strip_columns_near_avx512(const uint8_t *strips, size_t strip_vectors, size_t n_vectors,
-                                                    const int32_t *columns, const int8_t *x, size_t count, int32_t *acc) {
+                                                    const int32_t *columns, const int8_t *x, size_t count, int32_t *acc,
+                                                    const int32_t *ahead, size_t n_ahead) {
     STRIP_FIELDS
+    const size_t share = count ? (n_ahead * 4 + count - 1) / count : 0; /* fetched beside four columns */
     const size_t bytes = strip_vectors * STRIP_BYTES, fours = count / 4 * 4;
     int32_t last[4] = {0};
     int8_t last_x[4] = {0};
@@ -411,8 +476,11 @@ AVX512_TARGET static void strip_columns_near_avx512(const uint8_t *strips, size_
         const uint8_t *vectors = strips + v * STRIP_BYTES;
         int32_t *to = acc + v * STRIP_K;
         STRIP_SUMS(STRIP_LOAD)
+        size_t from = 0;
         for (size_t j = 0; j < count; j += 4) {
             const int32_t *four = j < fours ? columns + j : last;
+            for (size_t to = from + share < n_ahead ? from + share : n_ahead; from < to; from++)
+                _mm_prefetch((const char *)vectors + (size_t)ahead[from] * bytes, _MM_HINT_T1);
             const __m512i word = avx512_word(j < fours ? x + j : last_x);
             STRIP_FOUR(_mm512_loadu_si512(vectors + (size_t)four[0] * bytes),
                        _mm512_loadu_si512(vectors + (size_t)four[1] * bytes),
@@ -428,7 +496,8 @@ AVX512_TARGET static void strip_columns_near_avx512(const uint8_t *strips, size_
 
 /* Sums of products of int8 in int16: at most 2 * 128 each. */
 static void strip_rows_neon(const uint8_t *strips, size_t n_vectors, const int8_t *x, int32_t x_sum, const int32_t *rows,
-                            size_t count, int32_t *acc) {
+                            size_t count, int32_t *acc, const int32_t *ahead, size_t n_ahead) {
+    (void)ahead, (void)n_ahead;
     enum { AHEAD = 16 };
     const uint8x16_t field = vdupq_n_u8(3);
     const size_t bytes = n_vectors * STRIP_BYTES;
@@ -455,7 +524,8 @@ static void strip_rows_neon(const uint8_t *strips, size_t n_vectors, const int8_
 }
 
 static void strip_columns_neon(const uint8_t *strips, size_t strip_vectors, size_t n_vectors, const int32_t *columns,
-                               const int8_t *x, size_t count, int32_t *acc) {
+                               const int8_t *x, size_t count, int32_t *acc, const int32_t *ahead, size_t n_ahead) {
+    (void)ahead, (void)n_ahead;
     enum { COLUMNS = 96 /* whose products fit int16 together */ };
     const uint8x16_t field = vdupq_n_u8(3);
     const size_t bytes = strip_vectors * STRIP_BYTES;
