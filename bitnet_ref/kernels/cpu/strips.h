@@ -1,5 +1,5 @@
-/* Products with vectors that are mostly zeros: what would be multiplied by zero is not read by one token, and not
- * multiplied by several.
+/* Products with vectors that are mostly zeros: what all tokens of a call would multiply by zero is not read, and each
+ * token is not multiplied by its own zeros.
  *
  * The gate of ReLU^2 is zero for most of a feed-forward's F values. So of up_proj only the rows with a gate above zero
  * are needed, and of down_proj only the columns that meet an int8 other than zero. Panels hold 64 rows interleaved, of
@@ -8,9 +8,10 @@
  *
  *     strip of one row (or column), element k = 256 v + 64 s + i:   byte 64 v + i,   bits 2s..2s+1
  *
- * For several tokens the sums are the limit, not memory. Then the strips of some rows or columns are brought into L2 for
- * all tokens, and each token is multiplied with those that it needs: `strip_rows_near`, and `strip_columns_near`, which
- * adds to acc in an order of its own, that `strip_order` puts right at the end. acc: 64-byte aligned.
+ * Several tokens go through the strips that one of them needs, some at a time. Each token is multiplied with those that it
+ * needs itself, by `strip_rows_near` or `strip_columns_near`, and brings a share of the next ones (`ahead`) into L2.
+ * `strip_columns_near` adds to acc in an order of its own, that `strip_order` puts right at the end. acc: 64-byte aligned.
+ * `list_gates` and `list_columns` list what a token needs.
  *
  * Codes are w_t + 1, as in panels (panel.h); elements beyond the row's length have code 0. The sums are of integers,
  * exact in any order, so they equal those of the panels.
@@ -38,17 +39,23 @@
  *   - whole rows prefetched before they are needed, 8 to 64 rows ahead: 0.44 to 0.45; into L1: 0.56
  *   - the first rows prefetched before the loop: no faster
  *
- * Several tokens, the same machine and matrix, time as a share of the panels' (AVX-512 and AVX2 each against its own),
- *   medians of nine:
- *     needed                     16 tokens   64     512    AVX2: 16   64     512
- *     16% of rows                0.33        0.33   0.27   0.41       0.35   0.40
- *     10% of columns             0.45        0.43   0.45   0.39       0.34   0.35
- *     50% of rows                0.80        0.78   0.79
- *     33% of columns             0.89        0.68   0.68
- *   Eight tokens mostly wait for memory: 0.72 and 0.71 with 16% and 10%, 1.06 and 0.99 with 50% and 33%.
- * Tried for several tokens: the kernels of one token: 1.5 to 2 times the time, for these prefetch, and pass through sums in
- *   memory. Columns for 256 outputs at a time over all columns: 0.65 for 64 tokens, for 64 bytes of each 640 come slowly
- *   from memory. 128 or 512 columns at a time, not 256: 0.37 and 0.33 for 64 tokens, 0.46 and 0.61 for 16. */
+ * Several tokens, each with zeros of its own, the same machine and matrix, time as a share of the panels' (AVX-512 and AVX2
+ *   each against its own), medians of 21:
+ *     needed by a token   2 tokens   3      4      6      8      16     64     AVX2: 2   4      8      16     64
+ *     16% of rows         0.43       0.56   0.56   0.48   0.40   0.31   0.27         0.35   0.31   0.38   0.41   0.37
+ *     10% of columns      0.36       0.48   0.48   0.46   0.44   0.34   0.28         0.33   0.32   0.40   0.37   0.36
+ *     50% of rows         0.95       0.97   0.85   0.80   0.80   0.80   0.78         0.97   0.77   0.88   0.97   0.89
+ *     33% of columns      0.78       0.97   1.00   0.90   0.83   0.73   0.64         0.70   0.74   0.86   0.87   0.92
+ *   In some processes, by where their memory lies, columns take twice as long as in others, of one token too; hence the
+ *   low limits in _cpu_strips.pxi.
+ * Tried for several tokens:
+ *   - all strips read, needed or not, as before: 8 tokens 0.55 and 0.67 with 16% of rows and 10% of columns; fewer lost
+ *   - the next strips fetched all at once before each token's product, or before each 8, 16 or 32 of its rows, not beside
+ *     every four: rows of 4 tokens 0.70, columns 0.53
+ *   - the kernels of one token, AVX-512: 1.5 to 2 times the time, for these pass through sums in memory
+ *   - columns for 256 outputs at a time over all columns: 0.65 for 64 tokens, for 64 bytes of each 640 come slowly from
+ *     memory. 128 columns at a time, not 256: 16 tokens 1.05, 64 tokens 1.1 times the time; 512: 1.4 and 1.0. For few
+ *     tokens 32, not 64: 1.05; 128: 1.1 to 1.3 */
 #ifndef BITNET_REF_STRIPS_H
 #define BITNET_REF_STRIPS_H
 
