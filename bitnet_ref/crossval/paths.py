@@ -270,9 +270,14 @@ def _judge_logits(logits: NDArray, reference: Model, tokens: list[int]) -> Outco
 
 
 def _other_layout(model: Model, tokens: list[int], plain: NDArray) -> Outcome:
-    """A whole prompt, and one token at a time: kernels for many tokens and for few."""
-    both = [_whole(model, tokens, None), _decoding(model, tokens, None)]
-    return _equal(np.concatenate(both), np.concatenate([plain, plain]))
+    """A whole prompt, in chunks, and one token at a time: kernels for many tokens, for few and for one."""
+    compared = 0
+    for name, way in (("whole", _whole), ("in chunks", _in_chunks), ("decoding", _decoding)):
+        count, problem, detail = _equal(way(model, tokens, None), plain)
+        compared += count
+        if problem is not None:
+            return compared, f"{name}, {problem}", ""
+    return compared, None, detail
 
 
 def _in_steps(make: MakeBackend, reference: Model, tokens: list[int], plain: NDArray) -> Outcome:

@@ -72,7 +72,8 @@ def test_the_bits_do_not_depend_on_what_is_skipped(simd, hidden, ffn):
 @pytest.mark.parametrize(("hidden", "ffn"), [(70, 333), (513, 300), (300, 1100)])
 def test_several_tokens_do_not_multiply_by_zeros(simd, hidden, ffn):
     config, ways = model("storyteller", "numpy").config, set()
-    drawn = ((0, 2, 1), (0.02, 15, 3), (0.2, 16, 1), (0.2, 3, 3), (0.1, 7, 2), (0.5, 5, 1), (0.4, 70, 2), (1, 2, 3), (1, 40, 3))
+    drawn = [(0, 2, 1), (0.2, 3, 3), (0.5, 5, 1), (0.1, 7, 2), (1, 2, 3)]
+    drawn += [(0.02, 15, 3), (0.2, 16, 1), (0.4, 70, 2), (1, 40, 3)]
     for density, tokens, threads in drawn:
         layer, x = feed_forward_layer(hidden, ffn, density, seed=tokens + hidden, tokens=tokens, sub_norm=threads > 1)
         (be, stripped), (plain_be, plain) = both(layer, config, simd, threads)
