@@ -12,7 +12,7 @@
 #include "kv_cache.h"
 #include "peaks.h"
 #include "screen_avx512.h"
-#include "strips.h"
+#include "strips_avx512.h"
 #include "table_avx2.h"
 #include "ternary_amx.h"
 #include "ternary_avx2.h"
