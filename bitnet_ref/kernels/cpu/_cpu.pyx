@@ -78,6 +78,8 @@ cdef extern from "kernels.h" nogil:
     void group_turn(const float *, size_t, const float *, const int64_t *, size_t, double *)
     ctypedef struct adamw_rates:
         float b1, rest1, b2, rest2, v_scale, eps, keep, step_size
+    ctypedef struct strip_limits:
+        int few_rows, rows, columns
     ctypedef void (*strip_rows_fn)(const uint8_t *, size_t, const int8_t *, int32_t, const int32_t *, size_t, int32_t *,
                                    const int32_t *, size_t) noexcept nogil
     ctypedef void (*strip_columns_fn)(const uint8_t *, size_t, size_t, const int32_t *, const int8_t *, size_t, int32_t *,
@@ -113,7 +115,7 @@ cdef extern from "kernels.h" nogil:
         strip_rows_fn strip_rows_near
         strip_columns_fn strip_columns_near
         void (*strip_order)(int32_t *, size_t) noexcept nogil
-        int max_near_rows
+        strip_limits limits
         void (*norm_backward)(const float *, const float *, const float *, size_t, double, float *,
                               double *) noexcept nogil
         void (*softmax_row)(double *, size_t, double, float *) noexcept nogil

@@ -5,12 +5,10 @@
 cdef enum:
     MAX_STRIP = 1 << 17  # columns, and rows: the sums of strips.h fit int32
     # Where tokens need more than these shares of rows and columns, in percent, the panels are multiplied whole: in order
-    # memory is faster. Several tokens: together. Of rows for many tokens see `max_near_rows` of the kernel set.
+    # memory is faster. For several tokens see also the kernel set's `strip_limits`.
     MAX_ROWS_OF_ONE = 45
     MAX_COLUMNS_OF_ONE = 60
-    MAX_ROWS_OF_FEW = 55
     MAX_COLUMNS_OF_FEW = 28
-    MAX_COLUMNS_OF_MANY = 40
     FEW_TOKENS = 15  # or fewer: many rows and columns may be needed by none
     NEAR_TOKENS = 64  # whose sums are in L2
     NEAR_COLUMNS = 256  # whose strips are too
@@ -121,9 +119,9 @@ cdef inline void panel_of_tokens(const linears_call *c, const some_tokens *t, in
 cdef bint rows_pay(const linears_call *c, const some_tokens *t, Py_ssize_t rows, Py_ssize_t needed) noexcept nogil:
     """Whether strips are right, and faster than panels.   needed: rows with a gate above zero, summed over the tokens"""
     cdef Py_ssize_t m
-    cdef int most = MAX_ROWS_OF_ONE if t.tokens == 1 else MAX_ROWS_OF_FEW
-    if t.tokens > FEW_TOKENS:
-        most = c.chosen.max_near_rows
+    cdef int most = MAX_ROWS_OF_ONE
+    if t.tokens > 1:
+        most = c.chosen.limits.few_rows if t.tokens <= FEW_TOKENS else c.chosen.limits.rows
     for m in range(t.tokens):  # a product that overflows would be NaN beside a gate of zero
         if not c.scales[1] / t.x_quant_scale[m] * 256.0 * c.K < 1e38:
             return False
@@ -305,7 +303,9 @@ cdef struct near_call:
 
 cdef inline bint columns_pay(const linears_call *c, Py_ssize_t needed) noexcept nogil:
     """Whether strips are faster than panels.   needed: columns that meet no zero, summed over the tokens"""
-    cdef int most = MAX_COLUMNS_OF_ONE if c.M == 1 else MAX_COLUMNS_OF_FEW if c.M <= FEW_TOKENS else MAX_COLUMNS_OF_MANY
+    cdef int most = MAX_COLUMNS_OF_ONE
+    if c.M > 1:
+        most = MAX_COLUMNS_OF_FEW if c.M <= FEW_TOKENS else c.chosen.limits.columns
     return needed * 100 <= most * c.M * c.K
 
 

@@ -100,7 +100,7 @@ typedef struct {
     strip_rows_fn strip_rows_near; /* of strips in a cache, for one of several tokens; NULL: these are multiplied by panels */
     strip_columns_fn strip_columns_near;
     strip_order_fn strip_order;
-    int max_near_rows; /* percent: from how many on panels are faster */
+    strip_limits limits;
     /* training: training_steps.h */
     void (*norm_backward)(const float *, const float *, const float *, size_t, double, float *, double *);
     void (*softmax_row)(double *, size_t, double, float *);
@@ -122,9 +122,9 @@ typedef struct {
         screen_pack_##suffix, screen_token_##suffix, GROUP_LAYOUT_##suffix, group_token_##suffix, group_panel_##suffix
 #define SCREEN(suffix) screen_rows_##suffix, NULL
 #define STRIPS(suffix, lists) strip_rows_##suffix, strip_columns_##suffix, list_columns_##lists, list_gates_##lists
-#define NEAR_STRIPS(rows, columns, order, max_rows) \
-    strip_rows_##rows, strip_columns_near_##columns, strip_order_##order, max_rows
-#define NO_NEAR_STRIPS NULL, NULL, NULL, 0
+#define NEAR_STRIPS(rows, columns, order, ...) \
+    strip_rows_##rows, strip_columns_near_##columns, strip_order_##order, {__VA_ARGS__}
+#define NO_NEAR_STRIPS NULL, NULL, NULL, {0, 0, 0}
 #define TRAINING(suffix)                                                                                               \
     norm_backward_##suffix, softmax_row_##suffix, softmax_backward_##suffix, relu2_backward_##suffix,                  \
         ternarize_##suffix, rescale_##suffix, sum_of_squares_##suffix, adamw_##suffix
@@ -136,19 +136,19 @@ static const kernel_set KERNEL_SETS[] = {
      NULL,
      FLOAT_STEPS(plain),
      SCREEN(plain),
-     STRIPS(plain, plain), NEAR_STRIPS(plain, plain, plain, 45),
+     STRIPS(plain, plain), NEAR_STRIPS(plain, plain, plain, 55, 45, 40),
      TRAINING(plain)},
 #if defined(__x86_64__)
     {"avx2", {{ternary_panel_avx2, 0}, {table_panel_avx2, 0}}, peak_avx2, FLOAT_STEPS(avx2), SCREEN(avx2), STRIPS(avx2, plain),
-     NEAR_STRIPS(avx2, avx2, plain, 45), TRAINING(avx2)},
+     NEAR_STRIPS(avx2, avx2, plain, 55, 45, 40), TRAINING(avx2)},
 #if defined(BITNET_REF_HAS_AVXVNNI)
     {"avxvnni", {{ternary_panel_avxvnni, 0}, {table_panel_avx2, 0}}, peak_avxvnni, FLOAT_STEPS(avx2), SCREEN(avx2),
-     STRIPS(avx2, plain), NO_NEAR_STRIPS, TRAINING(avx2)},
+     STRIPS(avx2, plain), NEAR_STRIPS(avx2, avx2, plain, 40, 35, 20), TRAINING(avx2)},
 #endif
     {"avx512",
      {{ternary_panel_avx512, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}},
      peak_avx512,
-     FLOAT_STEPS(avx512), SCREEN(avx512), STRIPS(avx512, avx512), NEAR_STRIPS(near_avx512, avx512, avx512, 65),
+     FLOAT_STEPS(avx512), SCREEN(avx512), STRIPS(avx512, avx512), NEAR_STRIPS(near_avx512, avx512, avx512, 55, 65, 40),
      TRAINING(avx512)},
 #if defined(BITNET_REF_HAS_AMX)
     {"amx",

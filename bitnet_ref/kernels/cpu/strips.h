@@ -46,6 +46,8 @@
  *     10% of columns      0.36       0.48   0.48   0.46   0.44   0.34   0.28         0.33   0.32   0.40   0.37   0.36
  *     50% of rows         0.95       0.97   0.85   0.80   0.80   0.80   0.78         0.97   0.77   0.88   0.97   0.89
  *     33% of columns      0.78       0.97   1.00   0.90   0.83   0.73   0.64         0.70   0.74   0.86   0.87   0.92
+ *   Against the panels of AVX-VNNI (in AVX-512VL's encoding; their strips are AVX2's), a whole layer, 80% zeros: 0.56 to
+ *   0.60 for 1 to 8 tokens, 0.65 for 16, 0.77 for 64; 50%: 0.9 to 1.1. Hence its own limits in kernels.h.
  *   In some processes, by where their memory lies, columns take twice as long as in others, of one token too; hence the
  *   low limits in _cpu_strips.pxi.
  * Tried for several tokens:
@@ -73,6 +75,11 @@ typedef void (*strip_order_fn)(int32_t *acc, size_t n_vectors);
 typedef size_t (*list_columns_fn)(const int8_t *x, size_t K, int32_t *ids, int8_t *values);
 typedef size_t (*list_gates_fn)(const float *gate, size_t n, int32_t first, int32_t *ids, float *present);
 enum { LIST_SLACK = 16 };
+/* How much several tokens may need, each, for strips to be faster than a set's panels: percent of the rows for few tokens,
+ * of rows for many, of columns for many. */
+typedef struct {
+    int few_rows, rows, columns;
+} strip_limits;
 
 /* Bytes 0, 1, 2, 3 of each word: codes of four columns -> of one column each, in the order of the four arrays. */
 static inline void join_codes(const uint8_t codes[4][TILE], uint32_t words[TILE]) {
