@@ -78,10 +78,10 @@ cdef struct some_rows:
     void *scratch  # of the kernels
     int32_t *acc  # (tokens, PANEL_ROWS) or (1, width)
     float *up  # the same
-    float *present  # (width,) gates of a token that are above zero, and
-    int32_t *own  # (width,) their rows
+    float *present  # (width + LIST_SLACK,) gates of a token that are above zero, and
+    int32_t *own  # (width + LIST_SLACK,) their rows
     int32_t *needs  # (width,) how many tokens need a row
-    int32_t *ids  # (width + PANEL_ROWS,) the rows that a token needs, ascending
+    int32_t *ids  # (width + PANEL_ROWS,) the rows that a token needs, ascending, then those ahead
     float *gates  # (tokens, width)
 
 
