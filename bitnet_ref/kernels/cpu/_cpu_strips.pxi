@@ -1,5 +1,5 @@
-# Part of _cpu.pyx: BitLinears that leave out what meets a zero (strips.h): one token does not read it, and several
-# tokens do not multiply by it.
+# Part of _cpu.pyx: BitLinears that leave out what meets a zero (strips.h): what no token of a call needs is not read, and
+# no token is multiplied by its own zeros.
 
 
 cdef enum:

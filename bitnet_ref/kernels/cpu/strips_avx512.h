@@ -7,7 +7,7 @@
 #if defined(__x86_64__)
 #include "ternary_avx512.h"
 
-/* Of 16 columns: which of `there` meet no zero. A compressing store takes a hundred cycles on Zen 4; in registers, two. */
+/* Compressed in registers and stored whole: storing while compressing is slow on Zen 4. */
 AVX512_TARGET static size_t list_columns_avx512(const int8_t *x, size_t K, int32_t *ids, int8_t *values) {
     __m512i id = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     size_t count = 0;
@@ -197,7 +197,7 @@ AVX512_TARGET static void strip_columns_near_avx512(const uint8_t *strips, size_
         size_t from = 0;
         for (size_t j = 0; j < count; j += 4) {
             const int32_t *four = j < fours ? columns + j : last;
-            for (size_t to = from + share < n_ahead ? from + share : n_ahead; from < to; from++)
+            for (size_t end = from + share < n_ahead ? from + share : n_ahead; from < end; from++)
                 _mm_prefetch((const char *)vectors + (size_t)ahead[from] * bytes, _MM_HINT_T1);
             const __m512i word = avx512_word(j < fours ? x + j : last_x);
             STRIP_FOUR(_mm512_loadu_si512(vectors + (size_t)four[0] * bytes),

@@ -22,9 +22,8 @@
 // of 16 dp4a.
 //
 // Zeros are not skipped here, as kernels/cpu/strips.h does. At 80% zeros that would save some 7.5 of a layer's 13.3 MB of
-// gate, up and down: 1.7 us at 4.3 TB/s. But up would have to wait for gate, which takes another launch, and weights could
-// no longer be asked for before the row is known. This has not been tried on a card; one with a tenth of that bandwidth
-// might gain.
+// gate, up and down: 1.7 us at 4.3 TB/s. But the kernel would read up's rows after gate's result, in another launch, and
+// could not prefetch them before. Nobody has tried it on a card. A card with a tenth of that bandwidth might gain.
 #include "mma.cuh"
 #include "row.cuh"
 #include "ternary.cuh"
