@@ -8,7 +8,7 @@ files are mutated at the places that `kernel_mutants.py` lists, all in one exten
 
 A mutant is judged in a process of its own. It first writes some texts (`write_texts`). They are the same as without the
 edit ("no change"), or an error is raised ("error"), or they differ without an error: a silent change. Of those we ask
-`bitnet-ref doctor` and `bitnet-ref crossval backends MODEL`. A silent change that neither of them notices survives.
+`bitnet-ref doctor --full` and `bitnet-ref crossval backends MODEL`. A silent change that neither notices survives.
 
 Exit code 0: every survivor is in `known_mutants.py` with the reason why it may survive. 1: one is not. No file of the
 repository is changed: the edited text is compiled as its module is imported.
@@ -84,7 +84,7 @@ def judge(
     limit_cpu(CHECKS_LIMIT_S)
     os.environ["BITNET_REF_NUM_THREADS"] = "1"  # as many mutants at a time as there are processors
     model = models[changed.split(",")[0]]
-    commands = [["doctor", "--json"], ["crossval", "backends", model, "--json"]]
+    commands = [["doctor", "--full", "--json"], ["crossval", "backends", model, "--json"]]
     if model != "storyteller" or (mutant and mutant.file.startswith(("backends", "kernels"))):
         commands.reverse()  # what finds it sooner
     for command in commands:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .doctor_command import path_rows
+from .doctor_command import check_printer, draw_verdict
 from .generation_options import (
     apply_options,
     content_of,
@@ -192,12 +192,13 @@ def record(model: str, file: Path, text: str | list[int] | None, names: tuple[st
 def backends(model: str, text: str | list[int] | None, only: tuple[str, ...], **options: Any) -> None:
     """Run MODEL on every backend of this package and compare each op with the reference's.
 
-    Each backend is fed the reference's inputs, op by op, and then runs by itself.
+    Each backend is fed the reference's inputs, op by op, and then runs by itself. Each check is shown when it is done.
     """
     from ..crossval import cross_backends
 
     loaded, ids = load_and_encode(model, text)
-    finish("backends", model, loaded, ids, cross_backends(loaded, ids, only or None), **options)
+    crossings = cross_backends(loaded, ids, only or None, on_check=check_printer())
+    finish("backends", model, loaded, ids, crossings, draw_all=draw_backends, **options)
 
 
 def _register(name: str, summary: str) -> None:
@@ -373,14 +374,11 @@ def finish(
 
 
 def draw(crossings: list[Crossing], required: list[str], out: Console, causes: bool = True) -> None:
-    """The verdicts, each execution path of our backends, and the first wrong op of each opponent that differs."""
+    """The verdicts, and the first wrong op of each opponent that differs."""
     styles = {None: "yellow", True: "green", False: "red"}
     rows = [(crossing.opponent, style_text(crossing.verdict, styles[crossing.agrees])) for crossing in crossings]
     out.print(make_table(("|", ""), rows))
     for crossing in crossings:
-        if crossing.paths:
-            out.print(style_text(f"\n{crossing.opponent}, by every execution path", "bold"))
-            out.print(make_table(("|", "|", ""), path_rows(crossing.paths)))
         for gap in crossing.gaps:  # that tensors are missing, the verdict says
             if (crossing.strict or any(each.unknown for each in crossing.comparisons)) and gap not in crossing.verdict:
                 out.print(style_text(f"{crossing.opponent}: {gap}", "yellow"))
@@ -393,6 +391,17 @@ def draw(crossings: list[Crossing], required: list[str], out: Console, causes: b
         draw_causes(crossings, required, out)
     for name in required:
         out.print(style_text(f"{name} is required and not available", "red"))
+
+
+def draw_backends(crossings: list[Crossing], required: list[str], out: Console) -> None:
+    """As `draw`, below the rows that `check_printer` has shown, and last a line that counts them."""
+    from ..crossval.paths import sum_up
+
+    out.print()
+    draw(crossings, required, out)
+    checks = [(crossing.opponent, check) for crossing in crossings for check in crossing.checks]
+    agrees = bool(checks) and not required and all(check.passed for _, check in checks)
+    draw_verdict(sum_up(checks), agrees, out)
 
 
 def draw_causes(crossings: list[Crossing], required: list[str], out: Console) -> None:

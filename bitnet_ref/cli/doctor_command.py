@@ -1,4 +1,4 @@
-"""`bitnet-ref doctor`: draws what `bitnet_ref.crossval.doctor` finds."""
+"""`bitnet-ref doctor`: draws what `bitnet_ref.crossval.doctor` finds, each check when it is done."""
 
 from __future__ import annotations
 
@@ -6,30 +6,52 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .shell import DIFFERS, common_options, make_table, report, size_in_words, style_text
+from .shell import (
+    DIFFERS,
+    common_options,
+    make_row,
+    make_table,
+    report,
+    show,
+    size_in_words,
+    style_text,
+    wants_json,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
-    from ..crossval.doctor import BackendCheck, BackendState, DoctorReport
-    from ..crossval.paths import PathCheck
+    from ..crossval.doctor import BackendState, Installation
+    from ..crossval.paths import OnCheck, PathCheck
+
+PATH_WIDTH, STATE_WIDTH = 27, 6  # of the columns of a check's row; a longer name pushes its own row to the right
 
 
 @click.command(short_help="Check this machine and installation, and compute a self-check.")
+@click.option("--full", is_flag=True, help="Longer texts, and every check on every backend.")
 @common_options
-def doctor() -> None:
+def doctor(full: bool) -> None:
     """Examine this machine and installation, and compute a self-check on every backend.
+
+    Every execution path of every backend is compared with the reference. --full also runs on NumPy what it shares with
+    a compiled backend: text by the engine, sampling, training.
 
     Exits with 1 when a backend disagrees with the reference.
     """
-    from ..crossval.doctor import examine
+    from ..crossval.doctor import DoctorReport, describe_installation
+    from ..crossval.self_check import self_check
 
-    health = examine()
-    report(health.to_dict(), lambda out: draw(health, out), 0 if health.healthy else DIFFERS)
+    installation = describe_installation()
+    if not wants_json():
+        show(lambda out: draw_installation(installation, out))
+    health = DoctorReport(installation, self_check(full=full, on_check=check_printer()))
+    code = 0 if health.healthy else DIFFERS
+    report(health.to_dict(), lambda out: draw_verdict(health.verdict, health.healthy, out), code)
 
 
-def draw(health: DoctorReport, out: Console) -> None:
+def draw_installation(health: Installation, out: Console) -> None:
     versions = {name: version for name, version in health.versions.items() if name != "bitnet_ref"}
     present = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     absent = ", ".join(name for name, version in versions.items() if version is None)
@@ -61,8 +83,6 @@ def draw(health: DoctorReport, out: Console) -> None:
     for title, rows in (
         ("Backends", [backend_row(backend) for backend in health.backends]),
         ("Methods of the ternary product (cython)", [method_row(method) for method in health.methods]),
-        ("Self-check: the shipped model, computed on each backend", [check_row(check) for check in health.checks]),
-        *((f"{check.backend}: execution paths and known answers", path_rows(check.paths)) for check in health.checks),
     ):
         if rows:
             out.print(style_text(f"\n{title}", "bold"))
@@ -82,19 +102,32 @@ def backend_row(backend: BackendState) -> tuple[str, Text, str]:
     return backend.name, style_text("unavailable", "yellow"), backend.reason or ""
 
 
-def check_row(check: BackendCheck) -> tuple[str, Text, str]:
-    if check.error is not None:
-        return check.backend, state_in_words(check.passed), check.error
-    wrong = "exact" if check.unequal == 0 else f"compared, {check.unequal:,} WRONG"
-    failed = sum(not path.passed for path in check.paths)
-    paths = f"{len(check.paths)} paths and answers agree" if failed == 0 else f"{failed} of {len(check.paths)} DIFFER"
-    return check.backend, state_in_words(check.passed), f"{check.accumulators:,} accumulators {wrong}; {paths}"
+# -- checks, also those of `crossval backends` -------------------------------------------------------------------------
 
 
-def path_rows(paths: list[PathCheck]) -> list[tuple[str, Text, str]]:
-    """(path, state, result) of each check of an execution path."""
-    return [(path.path, state_in_words(path.passed), f"{path.compared:,} compared: {path.detail}") for path in paths]
+def check_printer() -> OnCheck:
+    """A function that shows each check as a row, below a title for each backend. With --json it shows nothing."""
+    from ..crossval.paths import ignore_check
+
+    last_backend = None
+
+    def show_check(backend: str, check: PathCheck) -> None:
+        nonlocal last_backend
+        if backend != last_backend:
+            show(lambda out: out.print(style_text(f"\n{backend}: execution paths and known answers", "bold")))
+            last_backend = backend
+        show(lambda out: out.print(check_row(check)))
+
+    return ignore_check if wants_json() else show_check
 
 
-def state_in_words(passed: bool) -> Text:
-    return style_text("passed", "green") if passed else style_text("FAILED", "bold red")
+def check_row(check: PathCheck) -> Table:
+    """(path, state, result) of a check of an execution path."""
+    state = style_text("passed", "green") if check.passed else style_text("FAILED", "bold red")
+    compared = f"{check.compared:,} compared: " if check.compared else ""
+    return make_row((check.path, state, f"{compared}{check.detail}"), (PATH_WIDTH, STATE_WIDTH))
+
+
+def draw_verdict(verdict: str, agrees: bool, out: Console) -> None:
+    """The last line of a command that compares."""
+    out.print(style_text(f"\n{verdict}", "green" if agrees else "bold red"))

@@ -217,6 +217,7 @@ def show(draw: Callable[[Console], None]) -> None:
     with out.capture() as capture:
         draw(out)
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+    sys.stdout.flush()  # a reader at the other end of a pipe sees it now, whatever is computed next
 
 
 def report(facts: Any, draw: Callable[[Console], None], code: int = 0) -> None:
@@ -239,6 +240,12 @@ def make_table(
     """
     cells = [[printable(cell, keep="") if isinstance(cell, str) else cell for cell in row] for row in rows]
     return WholeTable(columns, [[*row, *[""] * (len(columns) - len(row))] for row in cells], title, style)
+
+
+def make_row(cells: Sequence[RenderableType], widths: Sequence[int]) -> Table:
+    """One row of a table that is shown row by row. All columns but the last have a width that they exceed at need."""
+    table = WholeTable([*["|"] * len(widths), ""], [])
+    return table._table([[printable(each, keep="") if isinstance(each, str) else each for each in cells]], [*widths, 0])
 
 
 @dataclass

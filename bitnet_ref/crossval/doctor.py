@@ -1,4 +1,4 @@
-"""What this machine and installation can do, and whether the backends agree here: `examine()` -> `DoctorReport`."""
+"""What this machine and installation can do (`Installation`), and whether the backends agree here (`DoctorReport`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ..formats.open import shipped_models
 from ..system.machine import blas_name, cpu_features, cpu_model, operating_system, package_version, total_bytes
 from ..system.memory import available_bytes
 from ..system.threads import available_cpus, thread_choice
-from .self_check import BackendCheck, self_check
+from .paths import sum_up
+from .self_check import BackendCheck
 
 REQUIRED = ("numpy", "ml_dtypes", "sentencepiece", "tokenizers", "jinja2", "click", "rich", "threadpoolctl")
 OPTIONAL = ("cupy", "jupyterlab", "matplotlib")
@@ -32,8 +33,8 @@ class BackendState:
 
 
 @dataclass(frozen=True)
-class DoctorReport:
-    """All that `bitnet-ref doctor` shows."""
+class Installation:
+    """What is here, without computing anything."""
 
     versions: dict[str, str | None]  # None: not installed
     blas: str
@@ -50,6 +51,13 @@ class DoctorReport:
     backends: list[BackendState]
     methods: list[dict[str, Any]]  # of the compiled kernels; see `extension.Method`
     models: list[str]
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """All that `bitnet-ref doctor` shows."""
+
+    installation: Installation
     checks: list[BackendCheck]
 
     @property
@@ -57,18 +65,24 @@ class DoctorReport:
         """Whether every check passed."""
         return bool(self.checks) and all(check.passed for check in self.checks)
 
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        return sum_up((check.backend, row) for check in self.checks for row in check.paths)
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values."""
-        return {**asdict(self), "healthy": self.healthy}
+        checks = [check.to_dict() for check in self.checks]
+        return {**asdict(self.installation), "checks": checks, "healthy": self.healthy, "verdict": self.verdict}
 
 
-def examine() -> DoctorReport:
-    """Examine the machine and the installation, and run the self-check on every available backend."""
+def describe_installation() -> Installation:
+    """Examine the machine and the installation."""
     try:
         threads, threads_from = thread_choice()
     except BackendError as error:
         threads, threads_from = None, str(error)
-    return DoctorReport(
+    return Installation(
         versions={"bitnet_ref": __version__, **{name: package_version(name) for name in REQUIRED + OPTIONAL}},
         blas=blas_name(),
         os=operating_system(),
@@ -84,7 +98,6 @@ def examine() -> DoctorReport:
         backends=[_describe_backend(name, reason) for name, reason in available_backends().items()],
         methods=_describe_methods(),
         models=shipped_models(),
-        checks=self_check(),
     )
 
 
@@ -119,13 +132,13 @@ def _describe_cpu_kernels() -> str:
     except BackendError as error:  # BITNET_REF_SIMD asks for a set that cannot run
         return str(error)
     others = [f"{name}: {lacks}" for name, lacks in extension.simd_variants().items() if lacks is not None]
-    head = f"; heads from {MIN_SCREENED_BYTES >> 20} MiB on are screened"
+    facts = [f"{chosen} kernels", f"output heads of {MIN_SCREENED_BYTES >> 20} MiB or more: screened"]
     if chosen_strips != "never":
-        least = f"of {MIN_STRIPS_BYTES >> 20} MiB on " if chosen_strips == "auto" else ""
-        head += f"; after ReLU², up_proj and down_proj {least}take twice their bytes, to skip what meets zeros "
-        head += "(BITNET_REF_STRIPS=never: not)"
-    by_numpy = ", NumPy for dense linears among ternary ones"  # `CythonBackend.dense_matmul`
-    return f"{chosen} kernels{head}{by_numpy}" + (f" (not here: {', '.join(others)})" if others else "")
+        size = f" of {MIN_STRIPS_BYTES >> 20} MiB or more" if chosen_strips == "auto" else ""
+        copies = f"MLP matrices{size} after ReLU²: a second copy, so that zero inputs can be skipped"
+        facts.append(f"{copies} (switch off: BITNET_REF_STRIPS=never)")
+    facts.append("dense linears among ternary ones: NumPy")  # `CythonBackend.dense_matmul`
+    return "; ".join(facts) + (f". Not here: {', '.join(others)}" if others else "")
 
 
 def _describe_cards() -> str:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from ..api import Model
@@ -22,7 +23,7 @@ from .explain.describe import work_through
 from .explain.diagnose import Diagnoses, Diagnosis, Progress, diagnose, diagnose_prompt
 from .explain.replay import judge_trace
 from .explain.variants import Setting
-from .paths import check_paths
+from .paths import OnCheck, check_paths, ignore_check
 from .report import Crossing, evidence
 from .self_check import check_answers, is_emulated, is_shipped
 from .teacher import teacher_forced
@@ -45,10 +46,13 @@ def default_tokens(model: Model, prompt: str | None = None) -> list[int]:
     return tokens[: model.config.context_length]
 
 
-def cross_backends(model: Model, tokens: Sequence[int], only: Iterable[str] | None = None) -> list[Crossing]:
+def cross_backends(
+    model: Model, tokens: Sequence[int], only: Iterable[str] | None = None, *, on_check: OnCheck = ignore_check
+) -> list[Crossing]:
     """Every backend, and cython with every kernel set: teacher-forced, free-running, and by every execution path.
 
     only: names as in the result ("cython", "cython avx2", "cupy"); None takes all.
+    on_check: called with each comparison and each check of a path when it is done.
     """
     threads = model.backend.threads
     reference = model.on(Backend("float32", threads))
@@ -59,7 +63,7 @@ def cross_backends(model: Model, tokens: Sequence[int], only: Iterable[str] | No
             if wanted is None or name in wanted:
                 crossing = Crossing(name, unavailable=reason)
                 if reason is None:
-                    _cross_backend(crossing, make, reference, right)
+                    _cross_backend(crossing, make, reference, right, on_check)
                 crossings.append(crossing)
     unknown = (wanted or set()) - {crossing.opponent for crossing in crossings}
     return crossings + [Crossing(name, unavailable="no backend or kernel set has this name") for name in unknown]
@@ -77,21 +81,30 @@ def list_backends(threads: int) -> Iterator[tuple[str, Callable[..., Backend], s
                 yield f"{name} {simd}", partial(CythonBackend, threads=threads, simd=simd), reason or lacks
 
 
-def _cross_backend(crossing: Crossing, make: Callable[..., Backend], reference: Model, right: Trace) -> None:
+def _cross_backend(
+    crossing: Crossing, make: Callable[..., Backend], reference: Model, right: Trace, on_check: OnCheck
+) -> None:
     name, tokens = crossing.opponent, right.token_ids
+    quick = is_emulated(name)
     path = right.path.with_name(f"{name}.safetensors")
     try:
         if name != "numpy":  # which is the reference itself
             candidate = reference.on(make())
             crossing.comparisons.append(teacher_forced(reference, candidate, tokens))
+            on_check(name, crossing.checks[-1])
             record_to_file(candidate, tokens, path)
             with Trace(path) as trace:
                 compare_free(crossing, reference, right, trace)
-        crossing.paths = check_paths(make, reference, tokens, quick=is_emulated(name))
+            on_check(name, crossing.checks[-1])
+        rows = check_paths(make, reference, tokens, quick=quick)
         if is_shipped(reference):
-            crossing.paths += check_answers(reference.on(make()), quick=is_emulated(name))
+            rows = chain(rows, check_answers(reference.on(make()), quick=quick))
+        for row in rows:
+            crossing.paths.append(row)
+            on_check(name, row)
     except (BackendError, NumericsError) as error:
         crossing.failed = f"{type(error).__name__}: {error}"
+        on_check(name, crossing.checks[-1])
     finally:
         path.unlink(missing_ok=True)
 

@@ -59,34 +59,62 @@ class PathCheck:
         return asdict(self)
 
 
+OnCheck = Callable[[str, PathCheck], None]  # on_check(backend, check): called when a check is done, to show it
+
+
+def ignore_check(backend: str, check: PathCheck) -> None:
+    """The `OnCheck` that shows nothing."""
+
+
+def sum_up(checks: Iterable[tuple[str, PathCheck]]) -> str:
+    """One line on the checks of several backends, (backend, check) each: how many agree, or which of them differ.
+
+    >>> fine, wrong = PathCheck("ops", True, 1, "equal"), PathCheck("text", False, 1, "differs")
+    >>> sum_up([("numpy", fine), ("cython", fine)])
+    'all 2 checks agree'
+    >>> sum_up([("numpy", fine), ("cython", wrong)])
+    '1 of 2 differ: cython: text'
+    >>> sum_up([])
+    'nothing was checked'
+    """
+    names = [(f"{backend}: {check.path}", check.passed) for backend, check in checks]
+    differing = [name for name, passed in names if not passed]
+    if not names:
+        return "nothing was checked"
+    if not differing:
+        return f"all {len(names)} checks agree"
+    return f"{len(differing)} of {len(names)} differ: {'; '.join(differing)}"
+
+
 MakeBackend = Callable[..., Backend]  # make(**settings) -> a new backend, settings as of its constructor
+QUICK_TOKENS = 24
+LOADS = "loads and runs"  # the row of a backend that fails outright
 
 
 def check_paths(
     make: MakeBackend, reference: Model, token_ids: Sequence[int], *, quick: bool = False
-) -> list[PathCheck]:
-    """Run every execution path of the backend that `make()` gives, on these tokens.
+) -> Iterator[PathCheck]:
+    """Run every execution path of the backend that `make()` gives, on these tokens. Yields each check when it is done.
 
     reference: the model, on the numpy backend.
-    quick: fewer tokens and checks, for the emulated GPU.
+    quick: fewer tokens and checks, for a slow backend.
     """
-    longest = min(24 if quick else 64, reference.config.context_length * 3 // 4)
+    longest = min(QUICK_TOKENS if quick else 64, reference.config.context_length * 3 // 4)
     return run_checks(_checks(make, reference, list(token_ids)[:longest], quick))
 
 
 Outcome = tuple[int, str | None, str]  # numbers compared, the problem if there is one, what to say otherwise
 
 
-def run_checks(checks: Iterable[tuple[str, Callable[[], Outcome]]]) -> list[PathCheck]:
-    """Each named check's result. A check that raises has failed, and the others still run."""
-    results = []
+def run_checks(checks: Iterable[tuple[str, Callable[[], Outcome]]]) -> Iterator[PathCheck]:
+    """Each named check's result, when it is done. A check that raises has failed, and the others still run."""
     for name, compute in checks:
         try:
             compared, problem, detail = compute()
-            results.append(PathCheck(name, problem is None, compared, problem or detail))
         except Exception as error:
-            results.append(PathCheck(name, False, 0, f"{type(error).__name__}: {error}"))
-    return results
+            yield PathCheck(name, False, 0, f"{type(error).__name__}: {error}")
+        else:
+            yield PathCheck(name, problem is None, compared, problem or detail)
 
 
 def _checks(

@@ -26,7 +26,7 @@ from .compare import DIFFERS, FLIP, Comparison, OpResult, View
 from .explain.diagnose import Diagnoses
 from .metrics import tensor_of
 from .names import LOGITS
-from .paths import PathCheck
+from .paths import LOADS, PathCheck
 from .token_ids import Greedy
 
 _LOGIT_POINTS = 1500
@@ -42,6 +42,12 @@ class Evidence:
     reference: NDArray[np.float32] | None = None  # a patch around the largest error
     candidate: NDArray[np.float32] | None = None
     corner: tuple[int, int] = (0, 0)  # of the patch, in the tensor flattened to two axes
+
+
+def comparison_row(comparison: Comparison) -> PathCheck:
+    """The comparison as one row among those of execution paths."""
+    detail = comparison.verdict.removeprefix(f"AGREES, {comparison.mode}: ")
+    return PathCheck(comparison.mode, comparison.agrees, 0, detail)
 
 
 @dataclass
@@ -67,6 +73,12 @@ class Crossing:
     def gaps(self) -> list[str]:
         """What the comparison of the whole run left out: names that no run has, tensors that were not recorded."""
         return [gap for each in self.comparisons if each.mode == "free-running" for gap in each.gaps]
+
+    @property
+    def checks(self) -> list[PathCheck]:
+        """A row for each comparison, each execution path, and the error that ended the run."""
+        failure = [] if self.failed is None else [PathCheck(LOADS, False, 0, self.failed)]
+        return [comparison_row(each) for each in self.comparisons] + self.paths + failure
 
     @property
     def agrees(self) -> bool | None:

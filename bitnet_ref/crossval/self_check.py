@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from shutil import copytree
 from tempfile import TemporaryDirectory
@@ -25,57 +26,91 @@ from ..formats.open import ASSETS
 from ..reference.cache import TokenBatch
 from ..reference.weights import TernaryWeight
 from ..system.threads import thread_choice
-from .paths import Outcome, PathCheck, check_paths, run_checks
+from .paths import LOADS, QUICK_TOKENS, OnCheck, Outcome, PathCheck, check_paths, ignore_check, run_checks
 from .tolerances import LOGITS_FLOOR
 from .training_step import TRAINING_BACKENDS, check_training
 
 MODEL = "storyteller"
 
 
-@dataclass(frozen=True)
+@dataclass
 class BackendCheck:
     """One backend on the shipped model."""
 
     backend: str
-    passed: bool
-    accumulators: int  # int32 sums compared with int64 arithmetic
-    unequal: int  # of them
-    paths: list[PathCheck]
+    accumulators: int = 0  # int32 sums compared with int64 arithmetic
+    unequal: int = 0  # of them
+    paths: list[PathCheck] = field(default_factory=list)  # the accumulators' row first
     error: str | None = None  # the backend failed outright
 
+    @property
+    def passed(self) -> bool:
+        """Whether the backend ran and every check passed."""
+        return self.error is None and bool(self.paths) and all(check.passed for check in self.paths)
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "passed": self.passed}
 
 
-def self_check() -> list[BackendCheck]:
-    """Every available backend on the shipped model."""
+def self_check(*, full: bool = True, on_check: OnCheck = ignore_check) -> list[BackendCheck]:
+    """Every available backend on the shipped model.
+
+    full: False takes fewer tokens, and where a compiled backend is there, which runs every check, NumPy runs the ones
+        of its own arithmetic only. Every execution path of every backend is still taken.
+    """
     try:
         threads = thread_choice()[0]
     except BackendError:  # doctor reports it; the arithmetic can be checked all the same
         threads = 1
     names = [name for name, reason in available_backends().items() if reason is None]
-    return [check_backend(name, threads) for name in names]
+    has_fast = any(name != "numpy" and not is_emulated(name) for name in names)
+    checks = []
+    for name in names:
+        quick = is_emulated(name) or (name == "numpy" and has_fast and not full)
+        checks.append(check_backend(name, threads, quick=quick, full=full, on_check=on_check))
+    return checks
 
 
-def check_backend(name: str, threads: int) -> BackendCheck:
-    """One backend: exact accumulators, all execution paths, known answers."""
-    quick = is_emulated(name)
+def check_backend(
+    name: str, threads: int, *, quick: bool = False, full: bool = True, on_check: OnCheck = ignore_check
+) -> BackendCheck:
+    """One backend: exact accumulators, all execution paths, known answers.
+
+    quick: as of `check_paths`.   full: False takes fewer tokens, and NumPy with one thread, since the threads of a BLAS
+        wait for each other when the machine has other work: 60 times as long has been seen.
+    """
+    check = BackendCheck(name)
+
+    def add(row: PathCheck) -> None:
+        check.paths.append(row)
+        on_check(name, row)
+
     try:
-        model = load(MODEL, backend=name, threads=threads)
-        reference = load(MODEL, backend="numpy", threads=threads)
+        reference = load(MODEL, backend="numpy", threads=1)
+        own_threads = 1 if name == "numpy" and not full else threads
+        model = load(MODEL, backend=name, threads=own_threads)
         answers = read_answers()
-        accumulators, unequal = count_unequal(model, reference, answers["tokens"][:16])
-        paths = check_paths(
-            lambda **settings: choose_backend(name, threads=threads, **settings),
+        check.accumulators, check.unequal = count_unequal(model, reference, answers["tokens"][:16])
+        add(describe_accumulators(check.accumulators, check.unequal))
+        tokens = answers["greedy"][0]["prompt_ids"] + answers["greedy"][0]["token_ids"]
+        rows = check_paths(
+            lambda **settings: choose_backend(name, threads=own_threads, **settings),
             reference,
-            answers["greedy"][0]["prompt_ids"] + answers["greedy"][0]["token_ids"],
+            tokens if full else tokens[:QUICK_TOKENS],
             quick=quick,
         )
-        paths += check_answers(model, quick=quick)
+        for row in chain(rows, check_answers(model, quick=quick)):
+            add(row)
     except Exception as error:  # an old extension beside new Python files, a broken driver: that is what doctor is for
-        return BackendCheck(name, False, 0, 0, [], f"{type(error).__name__}: {error}")
-    passed = accumulators > 0 and unequal == 0 and all(check.passed for check in paths)
-    return BackendCheck(name, passed, accumulators, unequal, paths)
+        check.error = f"{type(error).__name__}: {error}"
+        add(PathCheck(LOADS, False, 0, check.error))
+    return check
+
+
+def describe_accumulators(count: int, unequal: int) -> PathCheck:
+    """The row of the int32 sums."""
+    detail = f"{unequal:,} are WRONG" if unequal else "equal to int64 arithmetic"
+    return PathCheck("accumulators", count > 0 and unequal == 0, count, detail)
 
 
 def is_emulated(name: str) -> bool:
@@ -110,10 +145,10 @@ def count_unequal(model: Model, reference: Model, tokens: list[int]) -> tuple[in
 # -- known answers -----------------------------------------------------------------------------------------------------
 
 
-def check_answers(model: Model, *, quick: bool = False) -> list[PathCheck]:
+def check_answers(model: Model, *, quick: bool = False) -> Iterator[PathCheck]:
     """The shipped model on any backend against its known answers, and a training step of its shape.
 
-    quick: fewer, for the emulated GPU.
+    quick: fewer, for a slow backend.
     """
     return run_checks(_checks(model, read_answers(), quick))
 

@@ -44,7 +44,8 @@ def test_every_path_agrees_on_cupy():
 def test_every_path_of_other_models_agrees(case):
     reference = model(GOLDEN / case)
     tokens = [i % reference.config.vocab_size for i in TOKENS]
-    checks = check_paths(partial(choose_backend, "auto", threads=2), reference, tokens)
+    checks = list(check_paths(partial(choose_backend, "auto", threads=2), reference, tokens))
+    assert len(checks) > 12
     assert [check for check in checks if not check.passed] == []
 
 
