@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 import importlib
 import json
 import os
@@ -11,7 +12,10 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import bitnet_ref
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 sys.path.append(str(FOLDER.parent / "scripts"))
@@ -116,6 +120,24 @@ def test_teaches_with_asserts_and_the_source_itself(path):
     assert any(re.search(r"^show\(", source, re.MULTILINE) for source in code), "shows no source of the package"
     too_long = [line for source in code for line in source.splitlines() if len(line) > MAX_LINE]
     assert not too_long, too_long
+
+
+def test_the_exercise_on_the_mask_takes_the_right_mask_alone():
+    """Notebook 3 compares the student's mask with the pattern that the reference recorded."""
+    model = bitnet_ref.load("storyteller", backend="numpy", threads=1)
+    ids = model.tokenizer.encode("The little girl looked at the lion and said,")
+    names = {"np": np, "N": len(ids), "cache": model.run_with_cache(ids)[1]}
+    path = FOLDER / "03_transformer.ipynb"
+    (exercise,) = [source for cell in cells(path, "code") if "your_mask = None" in (source := "".join(cell["source"]))]
+    text = "".join("".join(cell["source"]) for cell in cells(path, "markdown"))
+    solution = re.search(r"<code>(your_mask = [^<]+)</code>", html.unescape(text))[1]
+    exec(exercise.replace("your_mask = None", solution), names)
+    right = names["your_mask"]
+    first_only = np.zeros_like(right)
+    first_only[0, 1] = True
+    for wrong in (first_only, right.T, right[1:], ~right):
+        with pytest.raises(AssertionError):
+            exec(exercise.replace("your_mask = None", "your_mask = wrong"), names | {"wrong": wrong})
 
 
 @pytest.mark.notebooks
