@@ -116,6 +116,65 @@ def test_every_link_leads_somewhere():
     ]
 
 
+FOLDERS = (
+    "crossval",
+    "docs",
+    "notebooks",
+    "scripts",
+    "scripts/training",
+    "tests",
+)  # whose files are called by their names alone
+OBJECTS = {"blocks", "engine", "model", "profile", "settings", "tokenizer", "trainer"}  # also names of modules
+OTHER_NAMES = {"bitnet_ref.trace", "eval_ppl.py"}  # a trace's format, and a file of another project
+SUFFIXES = (".csv", ".jinja", ".json", ".proto", ".safetensors", ".toml")
+
+
+def missing_names(text):
+    """The names in backticks that look like a module, a name in one, or a source file of ours, and are none."""
+    stems = {}
+    for path in MODULES:
+        name = ".".join(("bitnet_ref", *path.with_suffix("").parts)).removesuffix(".__init__")
+        stems.setdefault(name.rpartition(".")[2], []).append(name)
+    files = {path.name for folder in (ROOT, *map(ROOT.joinpath, FOLDERS)) for path in folder.glob("*.*")}
+    files |= {path.name for path in PACKAGE.rglob("*.*")}
+    for name in re.findall(r"`((?:\w+\.)+\w+)(?:\(\))?`", text):
+        first, _, rest = name.partition(".")
+        if name in OTHER_NAMES or name.endswith(SUFFIXES):
+            continue
+        if name.endswith((".py", ".h", ".cu", ".cuh", ".pyx", ".pxi")):
+            is_there = name in files
+        else:
+            is_there = first not in stems or first in OBJECTS or any(has(each, rest) for each in stems[first])
+        if not is_there:
+            yield name
+
+
+def has(module, path):
+    """Whether the module has this attribute, or module and attribute, as far as can be told without optional
+    packages."""
+    try:
+        value = importlib.import_module(module)
+        for name in path.split("."):
+            if not hasattr(value, name):
+                importlib.import_module(f"{value.__name__}.{name}")
+            value = getattr(value, name)
+    except ModuleNotFoundError as problem:
+        return not problem.name.startswith("bitnet_ref.")
+    except AttributeError:  # of a class, which has no modules
+        return False
+    return True
+
+
+def test_every_name_in_backticks_exists():
+    texts = pages() | {PACKAGE / path: (PACKAGE / path).read_text() for path in MODULES}
+    del texts[ROOT / "CHANGELOG.md"]  # names of its time
+    missing = [f"{path.relative_to(ROOT)}: {name}" for path, text in texts.items() for name in missing_names(text)]
+    assert missing == []
+    assert list(missing_names("`formats.hf_config` `formats.hf.config` `reference.weights.No()` `none.py`")) == [
+        *("formats.hf_config", "reference.weights.No", "none.py")
+    ]
+
+
 def test_every_guide_is_in_the_table_of_contents():
     listed = re.findall(r"^([\w/]+)$", (DOCS / "index.md").read_text(), re.MULTILINE)
     copies = [path.removesuffix(".md") for path in site_pages.COPIES.values() if path.endswith(".md")]

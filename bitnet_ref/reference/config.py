@@ -1,6 +1,6 @@
 """What a model's shape is: `ModelConfig`, a frozen dataclass that cannot exist in an invalid state.
 
-Reading a checkpoint's own config.json into it is the business of `formats.hf_config`. Field names are Hugging Face's.
+Reading a checkpoint's own config.json into it is the business of `formats.hf.config`. Field names are Hugging Face's.
 """
 
 from __future__ import annotations

@@ -320,7 +320,7 @@ class LayerWeights:
         return f"<LayerWeights: {', '.join(f'{name} {weight}' for name, weight in self.linears())}>"
 
     def linears(self) -> Iterator[tuple[str, LinearWeight]]:
-        """(name, weight) of the seven linears"""
+        """(name, weight) of each linear: seven, and up to three more in other families."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, LinearWeight):
