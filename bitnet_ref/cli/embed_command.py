@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
+from click.core import ParameterSource
 from numpy.typing import NDArray
 
 from ..errors import ConfigError
+from ..formats.open import shipped_models
 from ..generation.embed import PRECISIONS, instruction_prompt, published_prompts, quantize_embeddings
 from ..system.atomic import atomic_path
 from .generation_options import (
@@ -66,6 +68,7 @@ def embed(
         raise click.UsageError("--instruct, --prompt and --prompt-name exclude each other")
     if out is not None and out.suffix not in (".npy", ".jsonl"):
         raise click.UsageError(f"--out: expected a name that ends in .npy or .jsonl, got {out.name}")
+    warn_of_model_among(texts)
     count, address = pop_workers(options)
     opener = model_opener(options, count)
     model = load_model(options)
@@ -83,6 +86,13 @@ def embed(
     elif out is None:
         for text, similarity in zip(rows, vectors @ vectors[0], strict=True):
             click.echo(f"{similarity:7.4f}  {text}")
+
+
+def warn_of_model_among(texts: tuple[str, ...]) -> None:
+    """Remark that the first text names a model, where --model is not given: other commands take it there."""
+    source = click.get_current_context().get_parameter_source("model")
+    if source is ParameterSource.DEFAULT and texts and texts[0] in shipped_models():
+        say(f"{texts[0]!r} is taken as a text; a model is given by --model")
 
 
 def embed_all(workers: Workers, rows: list[str], prompt: str | None) -> NDArray[np.float32]:

