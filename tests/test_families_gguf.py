@@ -263,10 +263,9 @@ def test_qwen35_as_llama_cpps_converter_writes_it(tmp_path):
     assert metadata["qwen35.attention.recurrent_layers"].tolist() == [1, 1, 1, 0]
 
 
-@pytest.mark.filterwarnings("ignore:.*taken as not rotated")
-def test_a_rotated_hybrid_keeps_its_order_of_inputs(tmp_path):
-    """ssm_out reads R x of the inputs in the file's order of heads."""
-    path, source = tmp_path / "x.gguf", tmp_path / "source.gguf"
+def rotated_hybrid(path, **more):
+    """A GGUF whose ternary planes are random and said to be in a Hadamard basis.   more: keys -> values"""
+    source = path.with_name(f"source-{path.name}")
     convert(HYBRID, source, "gguf-pq2_0", verify=False)
     with GgufFile(source) as file:
         planes = [t.name for t in file.tensors.values() if t.type.name == "PQ2_0"]
@@ -294,8 +293,14 @@ def test_a_rotated_hybrid_keeps_its_order_of_inputs(tmp_path):
             "weight_names": Typed("[string]", [name for name in planes if name != "token_embd.weight"]),
             "inverse_weight_names": Typed("[string]", ["token_embd.weight"]),
         }
-        write_gguf(path, file.typed | {KEYS + key: value for key, value in keys.items()}, tensors)
-    tokens = [1, 2, 3, 4, 5, 6]
+        write_gguf(path, file.typed | {KEYS + key: value for key, value in (keys | more).items()}, tensors)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:.*taken as not rotated")
+def test_a_rotated_hybrid_keeps_its_order_of_inputs(tmp_path):
+    """ssm_out reads R x of the inputs in the file's order of heads."""
+    path, tokens = rotated_hybrid(tmp_path / "x.gguf"), [1, 2, 3, 4, 5, 6]
     m, folded = (bitnet_ref.load(path, backend="numpy", rotation=way) for way in ("stored", "folded"))
     rotation = m.weights.layers[0].o_proj.rotation
     assert sorted(rotation.order) == list(range(256)) != rotation.order.tolist()
@@ -303,6 +308,36 @@ def test_a_rotated_hybrid_keeps_its_order_of_inputs(tmp_path):
     for target, again in (("gguf-pq2_0", tmp_path / "y.gguf"), ("native", tmp_path / "y.bitnet.safetensors")):
         convert(path, again, target, verify=False)
         np.testing.assert_array_equal(bitnet_ref.load(again, backend="numpy").logits(tokens), m.logits(tokens))
+
+
+@pytest.mark.filterwarnings("ignore:.*taken as not rotated")
+def test_value_heads_in_the_order_of_hugging_face(tmp_path):
+    """prism.hadamard.gdn_v_grouped: the inputs of ssm_out alone are not in the file's order of heads."""
+    path, tokens = rotated_hybrid(tmp_path / "x.gguf", gdn_v_grouped=Typed("bool", True)), [1, 2, 3, 4, 5, 6]
+    m, folded = (bitnet_ref.load(path, backend="numpy", rotation=way) for way in ("stored", "folded"))
+    np.testing.assert_allclose(folded.logits(tokens), m.logits(tokens), rtol=0, atol=1e-4)
+    tiled = bitnet_ref.load(rotated_hybrid(tmp_path / "tiled.gguf"), backend="numpy", rotation="folded")
+    stored, ours = m.weights.layers[0].o_proj, folded.weights.layers[0].o_proj.array
+    signs = np.sign(rng(6).standard_normal(256 + 384))[:256]
+    r = np.kron(np.eye(256 // 64), sylvester(64) / np.sqrt(64)) * signs
+    np.testing.assert_allclose(ours, stored.array.astype(np.float64) @ r, rtol=0, atol=1e-6)
+    heads = [2 * key + value for value in range(2) for key in range(4)]  # as the tiled file has them
+    columns = np.concatenate([np.arange(32) + 32 * head for head in heads])
+    np.testing.assert_array_equal(tiled.weights.layers[0].o_proj.array[:, columns], ours)
+    for short in ("q_proj", "v_proj", "z_proj", "a_proj"):
+        in_tiled, in_grouped = (getattr(each.weights.layers[0], short) for each in (tiled, folded))
+        np.testing.assert_array_equal(in_tiled.array, in_grouped.array, err_msg=short)
+    native = tmp_path / "y.bitnet.safetensors"
+    for source, again in ((path, tmp_path / "y.gguf"), (path, native), (native, tmp_path / "z.gguf")):
+        convert(source, again, "native" if again == native else "gguf-ptq1_0", verify=False)
+        np.testing.assert_array_equal(bitnet_ref.load(again, backend="numpy").logits(tokens), m.logits(tokens))
+
+
+def test_grouped_value_heads_of_a_matrix_that_is_not_rotated(tmp_path):
+    path = changed(tmp_path / "x.gguf", gdn_v_grouped=Typed("uint32", 1))
+    with pytest.raises(ConfigError, match="true or false") as caught:
+        bitnet_ref.load(path, backend="numpy")
+    assert caught.value.field == KEYS + "gdn_v_grouped"
 
 
 # -- architectures -----------------------------------------------------------------------------------------------------

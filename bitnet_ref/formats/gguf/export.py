@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from ...errors import ConfigError, FormatError, ShapeError
 from ...reference.config import DeltaConfig
 from ...reference.quantization import split_groups
-from ...reference.weights import DeltaWeights, GroupTernaryWeight, LinearWeight, TernaryLinear, linear_name
+from ...reference.weights import DeltaWeights, GroupTernaryWeight, LinearWeight, Rotation, TernaryLinear, linear_name
 from ...system.atomic import atomic_path, check_space
 from ..checkpoint import (
     Checkpoint,
@@ -203,12 +203,19 @@ class _ModelTensors:
     def rotation_metadata(self) -> dict[str, Typed]:
         """The keys that say in which basis matrices are; none where all are in the plain one."""
         config = self.config
-        names = ["embedding", *all_linears(config)] if self.checkpoint.rotations else []
-        bases = {
-            f"{linear_place(config, name, 'gguf').module}.weight": self.checkpoint.rotation(name) for name in names
-        }
-        rotations = {tensor: basis for tensor, basis in bases.items() if basis is not None}
-        return rotation_metadata(rotations) if rotations else {}
+        rotations: dict[str, Rotation] = {}
+        are_grouped: set[bool] = set()
+        for name in ["embedding", *all_linears(config)] if self.checkpoint.rotations else []:
+            place, basis = linear_place(config, name, "gguf"), self.checkpoint.rotation(name)
+            if basis is None:
+                continue
+            rotations[f"{place.module}.weight"] = basis
+            if place.columns is not None:
+                are_grouped.add(basis.order is None)
+        if len(are_grouped) > 1:
+            message = "GGUF has one order of value heads for all layers, and this model has two; fold it first"
+            raise ConfigError(message, path=self.checkpoint.path)
+        return rotation_metadata(rotations, are_grouped == {True}) if rotations else {}
 
     def _weights(self, name: str) -> dict[str, LinearWeight]:
         """A linear or "embedding" in the basis of the file, and those that share its tensor, by name."""
@@ -233,6 +240,8 @@ class _ModelTensors:
             return stored_matrix(self.config, name, "gguf", read)
         orders = rotation.order, None if place.columns is None else np.argsort(place.columns)
         given, wanted = (None if order is None else order.tolist() for order in orders)
+        if given is None and wanted is not None:
+            return read(name)  # the file says so: see `rotation_metadata`
         if given != wanted:
             message = "its Hadamard basis takes the inputs in another order than GGUF files; fold it first"
             raise ConfigError(message, field=name)

@@ -19,8 +19,13 @@ from .file import GgufFile, Typed
 
 PREFIX = "prism.hadamard."
 _FIXED = {"version": 1, "transform": "normalized-sylvester-walsh-hadamard", "axis": "input-last-dimension"}
-_KEYS = (*_FIXED, "block_size", "sign_mode", "sign_widths", "sign_values", "weight_names", "inverse_weight_names")
+_GROUPED = "gdn_v_grouped"
+_KEYS = (
+    *(*_FIXED, "block_size", "sign_mode", "sign_widths", "sign_values", "weight_names", "inverse_weight_names"),
+    _GROUPED,
+)
 _TABLE = "token_embd.weight"
+_DELTA_OUT = ".ssm_out.weight"
 
 
 def read_rotations(file: GgufFile, evidence: list[str], folded: bool = False) -> dict[str, Rotation]:
@@ -69,14 +74,29 @@ def read_rotations(file: GgufFile, evidence: list[str], folded: bool = False) ->
             raise fail("block_size", f"{name} has {width} inputs, no multiple of {block}, or without signs")
         vector = np.ones(width, dtype=np.float32) if signs is None else signs[width]
         rotations[name] = by_width.setdefault(width, Rotation(vector, block))
+    if has_grouped_heads(file):
+        for name in (name for name in file.tensors if name.endswith(_DELTA_OUT) and name not in rotations):
+            raise fail(_GROUPED, f"is true, and {name}, whose inputs it orders, is not among the rotated matrices")
     way = "folded into dense ones" if folded else "run as stored, on turned inputs"
     evidence.append(f"Hadamard basis, blocks of {block}: {len(rotations)} matrices are {way}")
     return rotations
 
 
-def rotation_metadata(rotations: Mapping[str, Rotation]) -> dict[str, Typed]:
+def has_grouped_heads(file: GgufFile) -> bool:
+    """Whether the inputs of `ssm_out` are in the order of Hugging Face: the value heads of a key head together.
+
+    All other tensors of a Qwen3.5 have the first value head of each key head, then the second of each, and so on.
+    """
+    value = file.metadata.get(PREFIX + _GROUPED, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"expected true or false, got {value!r}", path=file.path, field=PREFIX + _GROUPED)
+    return value
+
+
+def rotation_metadata(rotations: Mapping[str, Rotation], grouped_heads: bool = False) -> dict[str, Typed]:
     """The keys of a file with rotated matrices.   rotations: name of a tensor -> its basis
 
+    grouped_heads: see `has_grouped_heads`.
     Raises ConfigError for bases that these keys cannot say.
     """
     signs: dict[int, Any] = {}
@@ -95,6 +115,8 @@ def rotation_metadata(rotations: Mapping[str, Rotation]) -> dict[str, Typed]:
         "weight_names": Typed("[string]", [name for name in rotations if name != _TABLE]),
         "inverse_weight_names": Typed("[string]", [name for name in rotations if name == _TABLE]),
     }
+    if grouped_heads:
+        values[_GROUPED] = Typed("bool", True)
     return {PREFIX + key: value for key, value in values.items()}
 
 

@@ -44,7 +44,7 @@ from .blocks import (
 from .config import ROPE_FACTORS, ROPE_FREQS, gguf_part, read_gguf_config, tensor_shape
 from .evidence import block_linears, check_dialect, find_i2_s_layout, find_ternary, permuted_heads, unpermute_rows
 from .file import PLAIN_DTYPES, GgufFile, GgufTensor
-from .hadamard import read_rotations
+from .hadamard import has_grouped_heads, read_rotations
 from .i2_s import fits_layout, i2_s_scale, unpack_i2_s
 
 _FLOATS = ("F32", "F16", "BF16")
@@ -67,6 +67,7 @@ class GgufCheckpoint(Checkpoint):
             check_dialect(self.file, self.evidence)
             quantization = find_ternary(self.file, self.evidence)
             self.config = read_gguf_config(self.file, quantization, self.evidence)
+            self._has_grouped_heads = has_grouped_heads(self.file)
             self.is_folded = self.options.rotation == "folded"
             self.rotations = self._read_rotations()
             self.taken = {ROPE_FREQS, *ROPE_FACTORS.values()} & set(self.file.tensors)  # read with the configuration
@@ -148,7 +149,8 @@ class GgufCheckpoint(Checkpoint):
         return rotations
 
     def _place(self, name: str) -> LinearPlace:
-        return linear_place(self.config, name, "gguf")
+        place = linear_place(self.config, name, "gguf")
+        return place._replace(columns=None) if self._has_grouped_heads else place
 
     def norm(self, name: str) -> NDArray[np.float32]:
         return self._vector(
