@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from .api import DeviceOptions, LoadOptions, Model, load, load_engine
 from .backends import available_backends
+from .formats.open import read_config
 
 if TYPE_CHECKING:
     from . import errors
@@ -35,6 +36,7 @@ __all__ = [
     "errors",
     "load",
     "load_engine",
+    "read_config",
 ]
 
 

@@ -29,7 +29,7 @@ from bitnet_ref.reference.cache import TokenBatch
 def test_public_names():
     names = {"Engine", "EngineConfig", "Model", "__version__", "available_backends", "errors", "load", "load_engine"}
     names |= {"ChatSession", "DeviceOptions", "Generation", "LoadOptions", "RequestHandle", "SamplingParams"}
-    names |= {"StreamChunk", "TokenStream"}
+    names |= {"StreamChunk", "TokenStream", "read_config"}
     assert set(bitnet_ref.__all__) == set(dir(bitnet_ref)) == names
     assert all(hasattr(bitnet_ref, name) for name in names)
     with pytest.raises(AttributeError, match="no attribute 'lod'"):

@@ -68,7 +68,12 @@ DELTA_ARRAYS = {
     "norm": PartNames(("linear_attn.norm.weight",), "ssm_norm.weight"),
 }
 _PART_OF_GGUF = {gguf: part for part, gguf in GGUF_LINEARS.items()}
-_HF_LINEAR = re.compile(rf"(?:model\.)?layers\.([0-9]{{1,18}})\.(?:self_attn|mlp)\.({'|'.join(GGUF_LINEARS)})\.weight")
+# What the names of all parts but the head begin with: as transformers saves them, without the head, in a vision model
+HF_PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
+_HF_PREFIX = "|".join(map(re.escape, HF_PREFIXES))
+_HF_LINEAR = re.compile(
+    rf"(?:{_HF_PREFIX})layers\.([0-9]{{1,18}})\.(?:self_attn|mlp)\.({'|'.join(GGUF_LINEARS)})\.weight"
+)
 _GGUF_LINEAR = re.compile(rf"blk\.([0-9]{{1,7}})\.({'|'.join(_PART_OF_GGUF)})\.weight")
 
 

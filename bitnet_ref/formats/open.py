@@ -13,6 +13,7 @@ from ..system.json_file import stays_inside
 from .checkpoint import Checkpoint, ReadOptions
 
 if TYPE_CHECKING:
+    from ..reference.config import ModelConfig
     from ..tokenizers import Tokenizer
 
 READABLE = "a folder (Hugging Face, or with a model.onnx), a .safetensors, .bitnet.safetensors, .gguf or .onnx file"
@@ -107,6 +108,24 @@ def _open(path: Path, options: ReadOptions | None) -> Checkpoint:
     from .hf.folder import HfCheckpoint
 
     return HfCheckpoint(path, options)
+
+
+def read_config(model: str | os.PathLike[str], allow_unquantized: bool = False) -> ModelConfig:
+    """The configuration of a model that `load` takes, or of a config.json whose weights need not be there.
+
+    allow_unquantized: accept a bitnet config without quantization_config as a dense model.
+    Raises FormatError, ConfigError. What is read but may not be what was meant is a Python warning.
+    """
+    from .hf.folder import read_folder_config
+
+    path = find_model(model)
+    if path.suffix == ".json":
+        return read_folder_config(path, allow_unquantized)
+    name, path = choose_format(path)
+    if name == "hf":
+        return read_folder_config((path if path.is_dir() else path.parent) / "config.json", allow_unquantized)
+    with open_checkpoint(path, ReadOptions(allow_unquantized=allow_unquantized)) as checkpoint:
+        return checkpoint.config
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:

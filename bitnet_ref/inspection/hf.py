@@ -8,15 +8,17 @@ import numpy as np
 
 from ..errors import ConfigError, FormatError
 from ..formats.checkpoint import Checkpoint, Progress, ReadOptions, linear_shape
-from ..formats.hf.config import MAX_CONFIG_BYTES, parse_hf_config
+from ..formats.hf.config import parse_hf_config, read_config_json
+from ..formats.hf.config_keys import Doubt
 from ..formats.hf.folder import CheckpointTensors, HfCheckpoint
+from ..formats.hf.wrappers import text_part
 from ..formats.names import hf_module, linear_of_hf
 from ..formats.native.model import NativeCheckpoint
 from ..formats.safetensors import SafetensorsFile
 from ..reference import quantization
 from ..reference.config import ModelConfig
 from ..reference.weights import DenseWeight, LinearWeight
-from ..system.json_file import is_present, read_json_object
+from ..system.json_file import is_present
 from ..tokenizers import Tokenizer, load_tokenizer
 from .facts import Inspection, StoredTensor
 from .inspector import Inspector, blocks_of, stored_tensor
@@ -68,24 +70,28 @@ class HfInspector(Inspector):
 
     def read_config(self) -> None:
         path = self.folder / "config.json"
+        doubts: list[Doubt] = []
         try:
-            raw = read_json_object(path, ConfigError, MAX_CONFIG_BYTES, self.folder)
+            raw = read_config_json(path, doubts)
         except ConfigError as error:
             self.out.report_error("config", error)
             return
         self.out.architecture = str(raw["model_type"])[:80] if "model_type" in raw else None
         try:
-            config = parse_hf_config(raw, path, self.options.allow_unquantized)
+            config = parse_hf_config(raw, path, self.options.allow_unquantized, doubts)
         except ConfigError as error:
             self.out.report_error("config", error)
             if error.field != "quantization_config":
                 return
             try:  # a bitnet model that does not say how it is quantised: inspect the rest
-                config = parse_hf_config(raw, path, allow_unquantized=True)
+                config = parse_hf_config(raw, path, allow_unquantized=True, doubts=doubts)
             except ConfigError:
                 return
+        for doubt in doubts:
+            self.out.report("warning", "config", doubt.message, field=doubt.field)
         self.config = config
         self.set_config(config)
+        raw = text_part(raw)
         nested = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         if isinstance(nested, dict):  # of all layers, or of each type of layer
             nested = {**nested, **{key: 1 for inner in nested.values() if isinstance(inner, dict) for key in inner}}
@@ -181,7 +187,7 @@ class HfInspector(Inspector):
             self.out.report_error("weights", error)
 
     def check_tied_head(self, checkpoint: HfCheckpoint) -> None:
-        tensors, name = checkpoint.tensors, "lm_head.weight"
+        tensors, name = checkpoint.tensors, self.table_name("lm_head")
         if name not in tensors:
             return
         tensors.taken.add(name)

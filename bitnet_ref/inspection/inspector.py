@@ -22,6 +22,7 @@ from ..errors import BitNetRefError, FormatError
 from ..formats.checkpoint import Checkpoint, Progress, ReadOptions, in_groups, is_ternary, norms_of_layer
 from ..formats.gguf.blocks import TERNARY_TYPES
 from ..formats.hf.folder import CheckpointTensors
+from ..formats.hf.wrappers import LEFT_OUT
 from ..formats.names import GGUF_LINEARS
 from ..formats.native.model import TOKENIZER_PREFIX
 from ..formats.safetensors import DTYPES, TensorInfo
@@ -34,10 +35,12 @@ from .judge import compare_with_config, describe_tokenizer, judge_model
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
 _BLOCK_BYTES = 1 << 24
 _SEVERITIES = ("error", "warning", "note")
-_UNCOUNTED = ("scales", "other", "tokenizer")  # kinds of tensors that hold no parameters
+_UNCOUNTED = ("scales", "other", "tokenizer", "left out")  # kinds of tensors that hold no parameters
+_LEFT_OUT = sorted({re.escape(start) for starts in LEFT_OUT.values() for start in starts})
 # (pattern, kind): names of tensors in Hugging Face, GGUF and native files, by which tables group them; the first match
 # counts
 _KINDS = (
+    (rf"({'|'.join(_LEFT_OUT)}).*", "left out"),
     (rf"{TOKENIZER_PREFIX}.*", "tokenizer"),
     (r".*\.(weight_scale|w_dequant_scale|scales?)", "scales"),
     (r".*\.bias", "biases"),

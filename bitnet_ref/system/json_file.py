@@ -1,11 +1,12 @@
 """Opening files that are not trusted (`open_regular`: all readers do so here), reading JSON (limited sizes, no
-duplicate keys, clear errors), and writing it."""
+duplicate keys unless the caller takes them, clear errors), and writing it."""
 
 from __future__ import annotations
 
 import json
 import os
 import stat
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -14,6 +15,7 @@ from ..errors import ConfigError, FormatError, TokenizerError
 from .atomic import atomic_path
 
 AnyFileError = TypeVar("AnyFileError", ConfigError, FormatError, TokenizerError)
+OnDuplicate = Callable[[str, Any, Any], None]  # (key, first value, last value)
 
 _BLOCK_BYTES = 1 << 16
 MAX_VALUES = 1 << 22  # a tokenizer.json of 260,000 tokens and 510,000 merges has 2 million
@@ -97,17 +99,26 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read_json_object(
-    path: Path, error: type[AnyFileError], max_bytes: int, folder: Path | None = None
+    path: Path,
+    error: type[AnyFileError],
+    max_bytes: int,
+    folder: Path | None = None,
+    on_duplicate: OnDuplicate | None = None,
 ) -> dict[str, Any]:
     """The object in the file. Anything else raises `error`: missing, too large, not UTF-8, not JSON, not an object."""
-    return parse_json_object(read_bounded(path, error, max_bytes, folder), error, path)
+    return parse_json_object(read_bounded(path, error, max_bytes, folder), error, path, on_duplicate=on_duplicate)
 
 
 def parse_json_object(
-    data: bytes, error: type[AnyFileError], path: str | os.PathLike[str], offset: int = 0
+    data: bytes,
+    error: type[AnyFileError],
+    path: str | os.PathLike[str],
+    offset: int = 0,
+    on_duplicate: OnDuplicate | None = None,
 ) -> dict[str, Any]:
-    """Parse bytes at `offset` of `path`. Duplicate keys, NaN and Infinity are errors.
+    """Parse bytes at `offset` of `path`. NaN and Infinity are errors, and so are duplicate keys without `on_duplicate`.
 
+    on_duplicate: called with the key and its two values; the last one counts, as in Python's json.
     More than MAX_VALUES values are refused: an empty list is 3 bytes of text and 64 in memory.
     """
     if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_VALUES:
@@ -116,7 +127,9 @@ def parse_json_object(
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out: dict[str, Any] = {}
         for key, value in pairs:
-            if key in out:
+            if key in out and on_duplicate is not None:
+                on_duplicate(key, out[key], value)
+            elif key in out:
                 raise error(f"the key {key!r} occurs twice in one object", path=path, field=key)
             out[key] = value
         return out

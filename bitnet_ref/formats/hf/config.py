@@ -7,12 +7,13 @@ it. The sizes have no sensible default and are required.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
+from ...errors import ConfigError, describe, printable
 from ...reference.config import (
     LARGEST_INT,
     ROPE_TYPES,
@@ -25,6 +26,8 @@ from ...reference.config import (
     yarn_scale,
 )
 from ...system.json_file import read_json_object
+from .config_keys import BITNET_PACKING, Doubt, check_unread, have_same_meaning, is_off
+from .wrappers import text_part
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -91,39 +94,56 @@ _NOT_DONE = {
     "moe": "mixture of experts is",
     "mixtral": "mixture of experts is",
     "vl": "vision is",
-    "gemma3": "vision is",
-    "qwen3_5": "vision is",
-}
-# Keys that do not change what is computed, or not for inference; and those that transformers' class does not read
-_HARMLESS = {
-    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "initializer_range", "use_cache"),
-    *("pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id", "pretraining_tp"),
-    *("tokenizer_class", "cache_implementation", "is_llama_config", "transformers.js_config", "unsloth_version"),
-    *("unsloth_fixed", "attn_implementation", "keys_to_ignore_at_inference", "gradient_checkpointing", "return_dict"),
-    *("output_attentions", "output_hidden_states", "torchscript", "use_bfloat16", "chunk_size_feed_forward"),
-    *("task_specific_params", "problem_type", "id2label", "label2id", "finetuning_task", "prefix", "name_or_path"),
-    *("is_encoder_decoder", "is_decoder", "use_flash_attn", "max_length", "min_length", "do_sample", "temperature"),
-    *("top_k", "top_p", "num_beams", "repetition_penalty", "early_stopping", "forced_bos_token_id"),
-    *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "model_max_length"),
-    *("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"),
-    *("weight_bits", "input_bits", "sliding_window", "attention_bias", "mlp_bias", "rope_parameters", "rope_scaling"),
-    *("rope_theta", "original_max_position_embeddings", "partial_rotary_factor", "max_window_layers"),
-    *("use_sliding_window", "quantization_config", "model_type", "length_penalty", "no_repeat_ngram_size"),
+    "gemma3n": "vision is",
 }
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def read_hf_config(path: Path, allow_unquantized: bool = False) -> ModelConfig:
-    """Read and check config.json. ConfigError names the file, the key, and what was expected."""
-    return parse_hf_config(read_json_object(path, ConfigError, MAX_CONFIG_BYTES, path.parent), path, allow_unquantized)
+    """Read and check config.json. ConfigError names the file, the key, and what was expected.
+
+    What is read but may not be what was meant (`Doubt`) becomes one Python warning.
+    """
+    doubts: list[Doubt] = []
+    config = parse_hf_config(read_config_json(path, doubts), path, allow_unquantized, doubts)
+    _warn(path, doubts)
+    return config
 
 
-def parse_hf_config(raw: dict[str, Any], path: Path, allow_unquantized: bool = False) -> ModelConfig:
-    """`allow_unquantized`: accept a bitnet config without quantization_config as a dense model."""
+def read_config_json(path: Path, doubts: list[Doubt]) -> dict[str, Any]:
+    """The object in config.json. Of a key that occurs twice the last value counts; adds a doubt if they differ."""
+
+    def compare(key: str, first: Any, last: Any) -> None:
+        if not have_same_meaning(first, last):
+            values = f"first {describe(first)}, then {describe(last)}"
+            doubts.append(Doubt(key[:100], f"occurs twice in one object, {values}: the last one counts"))
+
+    return read_json_object(path, ConfigError, MAX_CONFIG_BYTES, path.parent, compare)
+
+
+def parse_hf_config(
+    raw: dict[str, Any], path: Path, allow_unquantized: bool = False, doubts: list[Doubt] | None = None
+) -> ModelConfig:
+    """`allow_unquantized`: accept a bitnet config without quantization_config as a dense model.
+
+    doubts: receives them; None: they become one Python warning.
+    """
+    own: list[Doubt] = []
     try:
-        return _parse(raw, allow_unquantized)
+        config = _parse(text_part(raw, own), allow_unquantized, own)
     except ConfigError as error:
         raise ConfigError(error.message, path=path, field=error.field) from None
+    if doubts is None:
+        _warn(path, own)
+    else:
+        doubts += own
+    return config
+
+
+def _warn(path: Path, doubts: list[Doubt]) -> None:
+    if doubts:
+        words = "; ".join(f"{doubt.field}: {doubt.message}" for doubt in doubts)
+        warnings.warn(printable(f"{path}: {words}", keep=""), stacklevel=3)
 
 
 class _Keys:
@@ -152,16 +172,12 @@ class _Keys:
         beyond = key not in self.raw and _is_int(vocab) and _is_int(value) and value >= vocab
         return None if beyond else value
 
-    def refuse_unknown(self) -> None:
-        """Raises ConfigError for a key with a value that nothing has read."""
-        for key, value in self.raw.items():
-            harmless = key in _HARMLESS or key.startswith("_") or key.endswith("_dropout") or value in (None, [], {})
-            if not harmless and key not in self.read:
-                message = f"is unknown for a model of type {self.raw['model_type']!r} and may change what it computes: "
-                raise ConfigError(message + "if it does not, remove it from config.json", field=key[:100])
+    def ignore(self, *keys: str) -> None:
+        """Keys that this family's class does not read although they look as if they changed what it computes."""
+        self.read.update(keys)
 
 
-def _parse(raw: dict[str, Any], allow_unquantized: bool) -> ModelConfig:
+def _parse(raw: dict[str, Any], allow_unquantized: bool, doubts: list[Doubt]) -> ModelConfig:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in _CLASS_DEFAULTS:
         others = "other architectures are"
@@ -175,7 +191,8 @@ def _parse(raw: dict[str, Any], allow_unquantized: bool) -> ModelConfig:
             raise ConfigError("is required and absent", field=key)
         keys.read.add(key)
     one_bit_llm = "weight_bits" in raw or "input_bits" in raw
-    quantization = _one_bit_llm_quantization(raw) if one_bit_llm else _quantization(raw.get("quantization_config"))
+    stated = raw.get("quantization_config")
+    quantization = _one_bit_llm_quantization(raw) if one_bit_llm else _quantization(stated, doubts)
     if model_type == "bitnet" and quantization is None and not allow_unquantized:
         raise ConfigError(
             "a bitnet model without quantization_config would be computed as a dense one and give plausible, wrong "
@@ -217,8 +234,9 @@ def _parse(raw: dict[str, Any], allow_unquantized: bool) -> ModelConfig:
     if model_type in _OF_FAMILY:
         fields |= _OF_FAMILY[model_type](keys)
     _check_layer_types(keys, fields.get("layer_types", ()))
-    keys.refuse_unknown()
-    return ModelConfig(**fields)
+    config = ModelConfig(**fields)
+    doubts += check_unread(raw, keys.read, config)
+    return config
 
 
 # -- what a family has beyond LLaMA: fields of `ModelConfig` -----------------------------------------------------------
@@ -231,7 +249,7 @@ def _bitnet(keys: _Keys) -> dict[str, Any]:
         return {}
     if sub_norms is not False:
         raise ConfigError(f"expected true or false, got {sub_norms!r}", field="use_sub_norms")
-    quantization = _quantization(keys.raw.get("quantization_config"))
+    quantization = _quantization(keys.raw.get("quantization_config"), [])
     return {"sub_norms": False, "quantization": quantization and replace(quantization, int8_activations=False)}
 
 
@@ -245,6 +263,8 @@ def _qwen2(keys: _Keys) -> dict[str, Any]:
 
 
 def _qwen3(keys: _Keys) -> dict[str, Any]:
+    """Norms of q and k in every layer, whatever use_qk_norm says."""
+    keys.ignore("use_qk_norm")
     return {"qk_norms": True, **_window_of_qwen(keys)}
 
 
@@ -259,6 +279,7 @@ def _window_of_qwen(keys: _Keys) -> dict[str, Any]:
 
 def _gemma3(keys: _Keys) -> dict[str, Any]:
     """Norms of q and k and of each block's result; layers of two kinds, each with its RoPE; a scaled embedding."""
+    keys.ignore("hidden_act", "use_qk_norm")  # beside hidden_activation; q and k have norms in any case
     for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if (value := keys.get(key)) not in (None, False):
             raise ConfigError(f"{value!r} is not supported for gemma3_text; expected null", field=key)
@@ -381,8 +402,8 @@ def _one_bit_llm_quantization(raw: dict[str, Any]) -> QuantizationConfig:
     return QuantizationConfig(linear_class="autobitlinear", quantization_mode="online")
 
 
-def _quantization(raw: Any) -> QuantizationConfig | None:
-    if raw is None:
+def _quantization(raw: Any, doubts: list[Doubt]) -> QuantizationConfig | None:
+    if is_off(raw):
         return None
     field = "quantization_config"
     if not isinstance(raw, dict):
@@ -398,9 +419,14 @@ def _quantization(raw: Any) -> QuantizationConfig | None:
     if not isinstance(skipped, list) or not all(isinstance(name, str) and name for name in skipped):
         raise ConfigError(f"expected a list of names, got {skipped!r}", field=f"{field}.modules_to_not_convert")
     keys = ("linear_class", "quantization_mode", "use_rms_norm", "rms_norm_eps")
-    for key, value in raw.items():
-        if key not in (*keys, "quant_method", "modules_to_not_convert") and not key.startswith("_") and value:
-            raise ConfigError("is unknown and may change what is computed", field=f"{field}.{key}"[:100])
+    unread = [key for key in raw if key not in (*keys, "quant_method", "modules_to_not_convert")]
+    unread = [key for key in unread if not key.startswith("_") and not is_off(raw[key])]
+    for key in unread:
+        if key in BITNET_PACKING and raw[key] not in BITNET_PACKING[key]:
+            message = f"{describe(raw[key])} means another packing than BitNet's, 2 bits and one scale per matrix"
+            raise ConfigError(message, field=f"{field}.{key}")
+        if key not in BITNET_PACKING:
+            doubts.append(Doubt(f"{field}.{key}"[:100], "ignored, as transformers does not read it"))
     given = {key: raw[key] for key in keys if raw.get(key) is not None}
     return QuantizationConfig(modules_to_not_convert=tuple(skipped), **given)
 

@@ -31,15 +31,15 @@ from ..checkpoint import (
     norm_size,
     read_tokenizer_folder,
 )
-from ..names import DELTA_ARRAYS, hf_module, hf_modules
+from ..names import DELTA_ARRAYS, HF_PREFIXES, hf_module, hf_modules
 from ..packing import pack_from_hf
 from ..places import linear_place
 from ..safetensors import DTYPES, SafetensorsFile, TensorInfo
 from .config import NORMS_ADD_ONE, read_hf_config
+from .wrappers import LEFT_OUT
 
 MAX_INDEX_BYTES = 64 << 20
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-_PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")  # of the names of all parts but the head
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers' modules.json
 POOLINGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}  # sentence-transformers' keys
 _FLOATS = ("BF16", "F16", "F32")
@@ -58,7 +58,7 @@ class CheckpointTensors(Closeable):
         except BaseException:
             self.close()
             raise
-        self.prefix = next((each for each in _PREFIXES if f"{each}embed_tokens.weight" in self), _PREFIXES[0])
+        self.prefix = next((each for each in HF_PREFIXES if f"{each}embed_tokens.weight" in self), HF_PREFIXES[0])
 
     def close(self) -> None:
         self._stack.close()
@@ -82,6 +82,8 @@ class CheckpointTensors(Closeable):
 
     def rename(self, module: str) -> str:
         """transformers' name of a module as these files have it: a model saved without its head has no "model."."""
+        if self.prefix == "language_model.model." and f"language_model.{module}.weight" in self:
+            return f"language_model.{module}"  # the head; other modules lie under the prefix
         return self.prefix + module.removeprefix("model.") if module.startswith("model.") else module
 
     def blocks(self, name: str, size: int) -> Iterator[memoryview]:
@@ -155,6 +157,12 @@ def _read_index(path: Path) -> dict[str, str]:
     return {name: str(value) for name, value in weight_map.items()}
 
 
+def read_folder_config(path: Path, allow_unquantized: bool = False) -> ModelConfig:
+    """What config.json and the files of sentence-transformers beside it say. Raises ConfigError.   path: config.json"""
+    config = read_hf_config(path, allow_unquantized)
+    return replace(config, **_embedding_fields(path.parent))
+
+
 def _embedding_fields(folder: Path) -> dict[str, Any]:
     """The fields of the config that the files of sentence-transformers say, if there are any. Raises ConfigError."""
     modules, path, out = folder / "modules.json", folder / "1_Pooling" / "config.json", dict[str, Any]()
@@ -188,8 +196,10 @@ class HfCheckpoint(Checkpoint):
         self.path = path
         self.folder = path if path.is_dir() else path.parent
         allow = options is not None and options.allow_unquantized
-        self.config = config or read_hf_config(self.folder / "config.json", allow)
-        self.config = replace(self.config, **_embedding_fields(self.folder))
+        if config is None:
+            self.config = read_folder_config(self.folder / "config.json", allow)
+        else:
+            self.config = replace(config, **_embedding_fields(self.folder))
         self.tensors = CheckpointTensors(path)
         self.taken = self.tensors.taken
         layers, names = self.config.num_hidden_layers, self.tensors.names
@@ -202,7 +212,7 @@ class HfCheckpoint(Checkpoint):
             online = QuantizationConfig("autobitlinear", "online", use_rms_norm=True)
             self.config = replace(self.config, quantization=online)
         self.kind = "hf-bf16" if self._scale_convention in (None, "absmean") else "hf-packed"
-        self.evidence: list[str] = []
+        self.evidence: list[str] = self._describe_left_out()
 
     def close(self) -> None:
         self.tensors.close()
@@ -272,15 +282,24 @@ class HfCheckpoint(Checkpoint):
         return DTYPES[self.tensors.info(tensor).dtype]
 
     def check_tied_head(self, embedding: EmbeddingWeight) -> None:
-        name = "lm_head.weight"
+        name = f"{self.tensors.module('lm_head')}.weight"
         if name in self.tensors and not np.array_equal(self.tensors.take(name, embedding.shape), embedding.array):
             raise self.fail(name, "differs from the embedding, but config.json says tie_word_embeddings")
 
     def finish(self) -> None:
         unused = [name for name in self.tensors.names if name not in self.taken]
         unused = [name for name in unused if not name.endswith(".rotary_emb.inv_freq")]  # a constant of old LLaMA files
-        unused = [name for name in unused if self.config.delta is None or not name.startswith("mtp.")]  # draft layers
+        unused = [name for name in unused if not name.startswith(self._left_out)]
         self.refuse_unused(unused, f"a {self.config.model_type} model as config.json describes it")
+
+    def _describe_left_out(self) -> list[str]:
+        """A sentence about the tensors of vision and of drafting layers, if there are any."""
+        names = [name for name in self.tensors.names if name.startswith(self._left_out)]
+        if not names:
+            return []
+        parts = sorted({next(part for part in self._left_out if name.startswith(part)) for name in names})
+        words = ", ".join(f"{part}*" for part in parts)
+        return [f"left out, as text needs none of them: {len(names)} tensors ({words})"]
 
     def tokenizer_files(self) -> dict[str, bytes]:
         files = read_tokenizer_folder(self.folder)
@@ -293,6 +312,10 @@ class HfCheckpoint(Checkpoint):
         if missing:  # config.json has them, and is not among the tokenizer's files
             files[name] = json.dumps(generation | missing, indent=2).encode() + b"\n"
         return files
+
+    @property
+    def _left_out(self) -> tuple[str, ...]:
+        return LEFT_OUT.get(self.config.model_type, ())
 
     @property
     def _scale_convention(self) -> str | None:

@@ -42,17 +42,8 @@ from ..planned_tensors import PlannedTensor, layout_of, plan_model, write_parts
 from ..safetensors import SafetensorsWriter, dtype_name
 from .config import NORMS_ADD_ONE, parse_hf_config
 from .folder import MODULES, POOLINGS, SINGLE_FILE
+from .wrappers import ARCHITECTURES
 
-_ARCHITECTURES = {
-    "bitnet": "BitNetForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "minicpm": "MiniCPMForCausalLM",
-}
 _FAMILIES = ("qwen2", "qwen3", "gemma3_text", "qwen3_5_text", "minicpm")  # what the fields alone do not show
 # Fields that some model classes of transformers have
 _FIELD_CLASSES = {
@@ -192,7 +183,7 @@ def hf_config_json(config: ModelConfig, quantization: QuantizationConfig | None)
     """
     model_type = hf_model_type(config)
     spelling = "gelu_pytorch_tanh" if config.activation == "gelu_tanh" else config.activation
-    out: dict[str, Any] = {"architectures": [_ARCHITECTURES[model_type]], "model_type": model_type}
+    out: dict[str, Any] = {"architectures": [ARCHITECTURES[model_type]], "model_type": model_type}
     out |= {name: getattr(config, name) for name in _SAME_NAME}
     out |= {
         "hidden_activation" if model_type == "gemma3_text" else "hidden_act": spelling,
