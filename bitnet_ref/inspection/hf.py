@@ -10,7 +10,7 @@ from ..errors import ConfigError, FormatError
 from ..formats.checkpoint import Checkpoint, Progress, ReadOptions, linear_shape
 from ..formats.hf.config import parse_hf_config, read_config_json
 from ..formats.hf.config_keys import Doubt
-from ..formats.hf.folder import CheckpointTensors, HfCheckpoint
+from ..formats.hf.folder import CheckpointTensors, HfCheckpoint, refuse_adapter
 from ..formats.hf.wrappers import text_part
 from ..formats.names import hf_module, linear_of_hf
 from ..formats.native.model import NativeCheckpoint
@@ -57,6 +57,10 @@ class HfInspector(Inspector):
 
     def list_tensors(self) -> None:
         self.out.format = "Hugging Face: config.json and safetensors"
+        try:
+            refuse_adapter(self.folder)
+        except FormatError as error:
+            self.out.report_error("weights", error)
         self.read_config()
         try:
             self.tensors = CheckpointTensors(self.path)

@@ -42,6 +42,7 @@ MAX_INDEX_BYTES = 64 << 20
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers' modules.json
 POOLINGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}  # sentence-transformers' keys
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # as peft writes them
 _FLOATS = ("BF16", "F16", "F32")
 
 
@@ -157,6 +158,18 @@ def _read_index(path: Path) -> dict[str, str]:
     return {name: str(value) for name, value in weight_map.items()}
 
 
+def refuse_adapter(folder: Path) -> None:
+    """FormatError if there is a LoRA adapter in the folder: transformers would apply it to the weights."""
+    for name in ADAPTER_FILES:
+        if is_present(folder / name):
+            message = (
+                "is a LoRA adapter, which is not applied here, and without it the model gives other numbers. "
+                "Merge it into the weights (peft: model.merge_and_unload(), then save_pretrained), or move the files "
+                f"{', '.join(ADAPTER_FILES)} out of the folder to use the weights without it"
+            )
+            raise FormatError(message, path=folder / name)
+
+
 def read_folder_config(path: Path, allow_unquantized: bool = False) -> ModelConfig:
     """What config.json and the files of sentence-transformers beside it say. Raises ConfigError.   path: config.json"""
     config = read_hf_config(path, allow_unquantized)
@@ -197,6 +210,7 @@ class HfCheckpoint(Checkpoint):
         self.folder = path if path.is_dir() else path.parent
         allow = options is not None and options.allow_unquantized
         if config is None:
+            refuse_adapter(self.folder)
             self.config = read_folder_config(self.folder / "config.json", allow)
         else:
             self.config = replace(config, **_embedding_fields(self.folder))
