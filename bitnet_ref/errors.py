@@ -1,4 +1,4 @@
-"""Every exception that bitnet_ref raises on purpose: one family under `BitNetRefError`.
+"""Every exception that bitnet_ref raises on purpose: one family under `BitNetRefError`. And one warning.
 
 A message says what was wrong, where, what was expected and what to do about it. The same facts are attributes, so
 that a program can act on them without reading English.
@@ -17,6 +17,7 @@ __all__ = [
     "BackendUnavailable",
     "BitNetRefError",
     "ConfigError",
+    "ConfigWarning",
     "ContextOverflow",
     "DeviceError",
     "EngineClosed",
@@ -116,6 +117,10 @@ class FormatError(_FileError):
 
 class ConfigError(_FileError):
     """A model configuration that is missing something, contradicts itself, or asks for what is not supported."""
+
+
+class ConfigWarning(UserWarning):
+    """Not an error: a config.json has keys that are ignored or contradict each other, and is read all the same."""
 
 
 class TokenizerError(_FileError):

@@ -114,7 +114,7 @@ def read_config(model: str | os.PathLike[str], allow_unquantized: bool = False) 
     """The configuration of a model that `load` takes, or of a config.json whose weights need not be there.
 
     allow_unquantized: accept a bitnet config without quantization_config as a dense model.
-    Raises FormatError, ConfigError. What is read but may not be what was meant is a Python warning.
+    Raises FormatError, ConfigError. What is read but may not be what was meant is a `ConfigWarning`.
     """
     from .hf.folder import read_folder_config
 

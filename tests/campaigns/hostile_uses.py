@@ -38,7 +38,7 @@ from bitnet_ref.crossval import cross_trace, make_receipt, verify_receipt
 from bitnet_ref.crossval.receipt import receipt_hash, write_receipt
 from bitnet_ref.crossval.report import write_html
 from bitnet_ref.crossval.trace import record_to_file
-from bitnet_ref.errors import BitNetRefError
+from bitnet_ref.errors import BitNetRefError, ConfigWarning
 from bitnet_ref.formats import prepared
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.safetensors import content_hash
@@ -243,6 +243,7 @@ def within(job):
 
     def run():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", ConfigWarning)
         try:
             return job()
         except BitNetRefError as error:

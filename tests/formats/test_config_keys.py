@@ -8,7 +8,7 @@ import pytest
 from helpers import BITNET, TINY, write_checkpoint
 
 import bitnet_ref
-from bitnet_ref.errors import ConfigError, FormatError
+from bitnet_ref.errors import ConfigError, ConfigWarning, FormatError
 from bitnet_ref.formats.hf.config import parse_hf_config, read_hf_config
 from bitnet_ref.formats.hf.config_keys import OTHER_FUNCTION, OTHER_PACKING
 from bitnet_ref.inspection import inspect_model
@@ -125,14 +125,14 @@ def test_a_key_that_is_not_read_is_one_doubt(key, value, words):
 def test_many_keys_are_one_short_warning(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**TINY, **{f"odd_{i}": i for i in range(1, 41)}}))
-    with pytest.warns(UserWarning, match=r"odd_1, odd_2, .* and 34 more: ignored") as caught:
+    with pytest.warns(ConfigWarning, match=r"odd_1, odd_2, .* and 34 more: ignored") as caught:
         read_hf_config(path)
     assert len(caught) == 1
     assert len(str(caught[0].message)) < 300 + len(str(path))
 
 
 def test_text_of_the_file_does_not_act_on_a_terminal():
-    with pytest.warns(UserWarning, match="ignored") as caught:
+    with pytest.warns(ConfigWarning, match="ignored") as caught:
         parse_hf_config({**TINY, "a\x1b[2J": "b\x1b[2J"}, PATH)
     assert "\x1b" not in str(caught[0].message)
 
@@ -179,7 +179,7 @@ def test_keys_inside_quantization_config():
     assert parse_hf_config({**TINY, **quantized(bits=2, desc_act=False, _note="x")}, PATH) == plain
     assert field_of_error(**quantized(bits=4)) == "quantization_config.bits"
     assert field_of_error(**quantized(group_size=64)) == "quantization_config.group_size"
-    with pytest.warns(UserWarning, match="quantization_config.odd: ignored"):
+    with pytest.warns(ConfigWarning, match="quantization_config.odd: ignored"):
         assert parse_hf_config({**TINY, **quantized(odd=1)}, PATH) == plain
 
 
@@ -198,7 +198,7 @@ def test_a_key_twice_with_one_meaning(tmp_path):
 def test_of_two_values_the_last_counts(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY)[:-1] + ', "rms_norm_eps": 0.5}')
-    with pytest.warns(UserWarning, match=r"rms_norm_eps: occurs twice .*then 0.5: the last one counts"):
+    with pytest.warns(ConfigWarning, match=r"rms_norm_eps: occurs twice .*then 0.5: the last one counts"):
         assert read_hf_config(path).norm_eps == 0.5
     folder = write_checkpoint(tmp_path / "m", TINY)
     (folder / "config.json").write_text(path.read_text())

@@ -39,7 +39,7 @@ with atheris.instrument_imports(include=["bitnet_ref.formats", "bitnet_ref.token
     import bitnet_ref.tokenizers.templates.filters
     import bitnet_ref.tokenizers.templates.limits
     import bitnet_ref.tokenizers.templates.sandbox  # noqa: F401
-    from bitnet_ref.errors import BitNetRefError
+    from bitnet_ref.errors import BitNetRefError, ConfigWarning
     from bitnet_ref.formats.checkpoint import read_weights
     from bitnet_ref.formats.open import open_checkpoint
     from bitnet_ref.tokenizers import load_tokenizer_files
@@ -85,6 +85,7 @@ def fuzz(
             path.write_bytes(data)
             with warnings.catch_warnings(), suppress(BitNetRefError):
                 warnings.simplefilter("error")
+                warnings.simplefilter("ignore", ConfigWarning)
                 use(path)
 
         def mutator(data: bytes, max_size: int, seed: int) -> bytes:

@@ -5,8 +5,8 @@
 
 Kinds: config, weights, index, tokenizer, native, gguf, onnx. A seed always makes the same files. Whatever they are, the
 outcome must be a model that computes (or a tokenizer that encodes) or one of bitnet_ref's errors about files; no
-warning and no other exception. In one process, also no allocation by Python or NumPy beyond the files' size and
-SPARE_BYTES; prints a JSON line before each seed and one after it.
+warning but ConfigWarning and no other exception. In one process, also no allocation by Python or NumPy beyond the
+files' size and SPARE_BYTES; prints a JSON line before each seed and one after it.
 
 Forked, the child has 5 CPU-seconds, and as address space what the process had before plus the files' size plus 1 GiB,
 whoever allocates it. Death by a signal, a timeout and every other exception is a find: it is printed with its seed, its
@@ -48,7 +48,7 @@ from gguf_mutants import TILES_FILE, mutate_gguf, write_gguf_base
 from onnx_mutants import mutate_onnx, write_onnx_base
 
 import bitnet_ref
-from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError, TokenizerError
+from bitnet_ref.errors import BitNetRefError, ConfigError, ConfigWarning, FormatError, TokenizerError
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.tokenizers import Tokenizer, load_tokenizer
 
@@ -118,6 +118,7 @@ def outcome(use: Callable[[], object], folder: Path) -> str:
 def run(kind: str, first: int, last: int) -> None:
     """All seeds in this process."""
     warnings.simplefilter("error")
+    warnings.simplefilter("ignore", ConfigWarning)
     backends = [name for name, why_not in bitnet_ref.available_backends().items() if why_not is None]
     tracemalloc.start()
     for seed in range(first, last):
@@ -141,6 +142,7 @@ def run(kind: str, first: int, last: int) -> None:
 def use_all(kind: str, path: Path, folder: Path) -> str:
     """What a forked child does: load and compute; then the tokenizer in the file, and an inspection of the folder."""
     warnings.simplefilter("error")
+    warnings.simplefilter("ignore", ConfigWarning)
     if kind == "tokenizer":
         return outcome(lambda: use_tokenizer(load_tokenizer(path)), folder)
     loaded: list[bitnet_ref.Model] = []

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, describe, printable
+from ...errors import ConfigError, ConfigWarning, describe, printable
 from ...reference.config import (
     LARGEST_INT,
     ROPE_TYPES,
@@ -102,7 +102,7 @@ _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 def read_hf_config(path: Path, allow_unquantized: bool = False) -> ModelConfig:
     """Read and check config.json. ConfigError names the file, the key, and what was expected.
 
-    What is read but may not be what was meant (`Doubt`) becomes one Python warning.
+    What is read but may not be what was meant (`Doubt`) becomes one `ConfigWarning`.
     """
     doubts: list[Doubt] = []
     config = parse_hf_config(read_config_json(path, doubts), path, allow_unquantized, doubts)
@@ -126,7 +126,7 @@ def parse_hf_config(
 ) -> ModelConfig:
     """`allow_unquantized`: accept a bitnet config without quantization_config as a dense model.
 
-    doubts: receives them; None: they become one Python warning.
+    doubts: receives them; None: they become one `ConfigWarning`.
     """
     own: list[Doubt] = []
     try:
@@ -143,7 +143,7 @@ def parse_hf_config(
 def _warn(path: Path, doubts: list[Doubt]) -> None:
     if doubts:
         words = "; ".join(f"{doubt.field}: {doubt.message}" for doubt in doubts)
-        warnings.warn(printable(f"{path}: {words}", keep=""), stacklevel=3)
+        warnings.warn(printable(f"{path}: {words}", keep=""), ConfigWarning, stacklevel=3)
 
 
 class _Keys:
