@@ -98,7 +98,7 @@ def measure_peer(
     if (device, quantized) != ("cpu", False) and not peer.chooses:
         raise BackendError(f"{name} runs as it is: device and quantized are for transformers")
     try:
-        shape = hf_config_json(config, None)
+        shape = hf_config_json(config, None, "BF16")
     except ConfigError as error:
         raise BackendError(f"{name} could not be measured: {error}") from error
     question: dict[str, Any] = {"config": shape, "prompt": prompt_tokens, "new": new_tokens, "threads": threads}

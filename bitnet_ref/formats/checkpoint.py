@@ -43,6 +43,7 @@ from .packing import first_invalid_code
 
 Progress = Callable[[int, int], None]  # (parts done, parts in total)
 Prepare = Callable[[LinearWeight], LinearWeight]
+Part = LinearWeight | NDArray[np.float32] | DeltaWeights
 ROTATIONS = ("stored", "folded")
 DENSE_FORMS = ("stored", "int8")
 
@@ -417,8 +418,19 @@ def fold(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeight:
     return w
 
 
-def parts(checkpoint: Checkpoint) -> Iterator[tuple[str, LinearWeight | NDArray[np.float32] | DeltaWeights]]:
-    """(name, weight) of every part of a model as it is stored (but see `fold`), one at a time, in the order of the
+def read_part(checkpoint: Checkpoint, name: str) -> Part:
+    """A part of a model as it is stored (but see `fold`)."""
+    if name == "embedding":
+        return fold(checkpoint, name, checkpoint.embedding())
+    if name.endswith("norm"):
+        return checkpoint.norm(name)
+    if name.endswith(".delta"):
+        return checkpoint.delta(int(name.split(".")[1]))
+    return fold(checkpoint, name, checkpoint.linear(name))
+
+
+def parts(checkpoint: Checkpoint) -> Iterator[tuple[str, Part]]:
+    """(name, weight) of every part of a model as `read_part` gives it, one at a time, in the order of the
     computation."""
     config = checkpoint.config
     embedding = checkpoint.embedding()
@@ -427,14 +439,9 @@ def parts(checkpoint: Checkpoint) -> Iterator[tuple[str, LinearWeight | NDArray[
         checkpoint.check_tied_head(embedding)
     del embedding
     for index in range(config.num_hidden_layers):
-        for name in norms_of_layer(config, index):
-            yield name, checkpoint.norm(name)
-        if config.is_delta(index):
-            yield delta_name(index), checkpoint.delta(index)
-        for short in config.linear_shapes(index):
-            name = linear_name(index, short)
-            yield name, fold(checkpoint, name, checkpoint.linear(name))
-    yield "final_norm", checkpoint.norm("final_norm")
-    if not config.tie_word_embeddings:
-        yield "lm_head", fold(checkpoint, "lm_head", checkpoint.linear("lm_head"))
+        names = [*norms_of_layer(config, index), *[delta_name(index)] * config.is_delta(index)]
+        for name in (*names, *(linear_name(index, short) for short in config.linear_shapes(index))):
+            yield name, read_part(checkpoint, name)
+    for name in ("final_norm", *["lm_head"] * (not config.tie_word_embeddings)):
+        yield name, read_part(checkpoint, name)
     checkpoint.finish()

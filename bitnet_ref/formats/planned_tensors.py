@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .checkpoint import Checkpoint, Progress, all_linears, delta_name, linear_shape, norm_sizes, parts, ticker
-from .safetensors import dtype_name
+from .checkpoint import (
+    Checkpoint,
+    Progress,
+    all_linears,
+    delta_name,
+    linear_shape,
+    norm_sizes,
+    parts,
+    read_part,
+    ticker,
+)
+from .safetensors import DTYPES, dtype_name
+
+FLOATS = ("BF16", "F16", "F32")
+_BLOCK_VALUES = 1 << 22
 
 
 class PlannedTensor(NamedTuple):
@@ -44,6 +57,43 @@ def plan_model(
     layers = range(config.num_hidden_layers if config.delta is not None else 0)
     plan |= {delta_name(index): list(delta(index)) for index in layers if config.is_delta(index)}
     return plan | {name: list(linear(name)) for name in all_linears(config)}
+
+
+def exact_dtype(checkpoint: Checkpoint, plan: Plan, candidates: Sequence[str]) -> str:
+    """The first of these dtypes that holds every float of the plan exactly; "F32" if none does.
+
+    Reads the parts that have floats planned in another dtype, one at a time, until no candidate is left.
+    """
+    left = list(candidates)
+    for name, tensors in plan.items():
+        in_doubt = [tensor for tensor in tensors if tensor.dtype in FLOATS and {*left} - {tensor.dtype}]
+        part = read_part(checkpoint, name) if in_doubt else None
+        for tensor in in_doubt:
+            values = tensor.make(part)
+            left = [dtype for dtype in left if dtype == tensor.dtype or _is_exact(values, DTYPES[dtype])]
+    return left[0] if left else "F32"
+
+
+def in_one_dtype(plan: Plan, dtype: str) -> Plan:
+    """The plan with every float in that dtype."""
+
+    def convert(tensor: PlannedTensor) -> PlannedTensor:
+        if tensor.dtype not in FLOATS:
+            return tensor
+        return tensor._replace(dtype=dtype, make=lambda part: tensor.make(part).astype(DTYPES[dtype], copy=False))
+
+    return {name: [convert(tensor) for tensor in tensors] for name, tensors in plan.items()}
+
+
+def _is_exact(values: NDArray, dtype: np.dtype) -> bool:
+    """Whether the dtype holds these finite values exactly. In blocks: no second copy of the array."""
+    flat = values.reshape(-1)
+    with np.errstate(over="ignore", under="ignore"):
+        for start in range(0, flat.size, _BLOCK_VALUES):
+            block = flat[start : start + _BLOCK_VALUES].astype(np.float32)
+            if not np.array_equal(block.astype(dtype).astype(np.float32), block):
+                return False
+    return True
 
 
 def layout_of(plan: Plan) -> Layout:

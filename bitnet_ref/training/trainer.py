@@ -188,7 +188,7 @@ class Trainer:
         """
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        config = json.dumps(hf_config_json(self.config, self.config.quantization), indent=2) + "\n"
+        config = json.dumps(hf_config_json(self.config, self.config.quantization, "F32"), indent=2) + "\n"
         for name, data in {**self.tokenizer_files, "config.json": config.encode()}.items():
             with atomic_path(path / name) as target:
                 target.write_bytes(data)

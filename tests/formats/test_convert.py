@@ -25,7 +25,7 @@ from bitnet_ref.formats.checkpoint import ReadOptions
 from bitnet_ref.formats.convert import TARGETS, Target, convert, prove
 from bitnet_ref.formats.gguf.file import GgufFile
 from bitnet_ref.formats.open import open_checkpoint
-from bitnet_ref.formats.safetensors import SafetensorsFile
+from bitnet_ref.formats.safetensors import DTYPES, SafetensorsFile
 
 BITNET = GOLDEN / "bitnet-packed-offline"
 INI = """
@@ -257,8 +257,9 @@ def inverted_scale(path):
     with SafetensorsFile(file) as tensors:
         place = tensors.tensors["model.layers.1.self_attn.o_proj.weight_scale"]
     data = bytearray(file.read_bytes())
-    scale = np.frombuffer(bytes(data[place.offset : place.offset + 4]), np.float32)
-    data[place.offset : place.offset + 4] = (np.float32(1) / scale).tobytes()
+    at = slice(place.offset, place.offset + place.nbytes)
+    scale = np.frombuffer(bytes(data[at]), DTYPES[place.dtype])
+    data[at] = (1 / scale).tobytes()
     file.write_bytes(data)
 
 

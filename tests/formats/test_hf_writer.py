@@ -6,14 +6,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import DATA, GOLDEN, GOLDEN_CASES
+from helpers import BITNET, DATA, GOLDEN, GOLDEN_CASES, TINY, tiny_tensors, write_checkpoint
 
 from bitnet_ref.errors import ConfigError
 from bitnet_ref.formats.checkpoint import parts
+from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.hf.config import parse_hf_config
 from bitnet_ref.formats.hf.writer import hf_config_json, write_hf
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
+from bitnet_ref.formats.safetensors import SafetensorsFile
 from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
+
+FAMILIES = DATA / "families"
+
+REFUSALS = {  # (kind, case) -> the reason
+    ("hf-packed", "onebitllm-silu"): "54 outputs",
+    ("hf-bf16", "llama-packed-rmsnorm"): "biases",  # not exact when divided by the scale
+}
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def as_arrays(part):
@@ -32,8 +42,7 @@ def assert_same_model(a, b):
     assert list(ours) == list(theirs)
     for name in ours:
         for x, y in zip(as_arrays(ours[name]), as_arrays(theirs[name]), strict=True):
-            assert x.dtype == y.dtype, name
-            np.testing.assert_array_equal(x, y, err_msg=name)
+            np.testing.assert_array_equal(x, y, err_msg=name)  # the dtype may be a wider one
     same = {"model_type": "", "quantization": None}  # who wrote it, and how it is stored
     assert replace(a.config, **same) == replace(b.config, **same)
 
@@ -42,8 +51,8 @@ def assert_same_model(a, b):
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_a_written_folder_is_the_same_model(case, kind, tmp_path):
     with open_checkpoint(GOLDEN / case) as source:
-        if kind == "hf-packed" and case == "onebitllm-silu":
-            with pytest.raises(ConfigError, match="54 outputs"):
+        if (refusal := REFUSALS.get((kind, case))) is not None:
+            with pytest.raises(ConfigError, match=refusal):
                 write_hf(source, tmp_path, kind)
             return
         write_hf(source, tmp_path, kind)
@@ -51,6 +60,57 @@ def test_a_written_folder_is_the_same_model(case, kind, tmp_path):
         assert_same_model(source, written)
         if source.config.quantization is not None and kind == "hf-packed":
             assert written.kind == "hf-packed"
+
+
+def float_dtypes(folder):
+    """The dtypes of a folder's floats, and the one that config.json names."""
+    config = json.loads((folder / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"]
+    with SafetensorsFile(folder / "model.safetensors") as file:
+        dtypes = {info.dtype for info in file.tensors.values()}
+    return dtypes - {"U8"}, DTYPES[config["dtype"]]
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "dtype"),
+    [
+        (ASSETS / "storyteller", "hf-packed", "F32"),  # its scales are no bfloat16
+        (ASSETS / "storyteller", "hf-bf16", "F32"),
+        (GOLDEN / "bitnet-packed-offline", "hf-packed", "BF16"),
+        (GOLDEN / "bitnet-packed-offline", "hf-bf16", "BF16"),
+        (GOLDEN / "bitnet-bf16-online", "hf-bf16", "BF16"),
+        (GOLDEN / "bitnet-bf16-online", "hf-packed", "F32"),
+        (GOLDEN / "llama-packed-bitlinear", "hf-packed", "BF16"),  # its scales divide
+        (GOLDEN / "llama-packed-bitlinear", "hf-bf16", "F32"),
+        (GOLDEN / "llama-unpacked-offline", "hf-bf16", "BF16"),  # biases divided by the scale
+        (GOLDEN / "llama-f16-sharded", "hf-unpacked", "F16"),
+        (GOLDEN / "llama-f32-headdim", "hf-unpacked", "F32"),
+        (FAMILIES / "embedding-gemma3", "hf-bf16", "BF16"),  # norms less one
+        (FAMILIES / "qwen3-groups128", "hf-unpacked", "F16"),
+        (FAMILIES / "qwen3_5-groups128-hybrid", "hf-unpacked", "F16"),  # logarithms of decays
+    ],
+)
+def test_a_file_has_one_dtype_which_its_config_names(source, kind, dtype, tmp_path):
+    with open_checkpoint(source) as checkpoint:
+        write_hf(checkpoint, tmp_path, kind)
+    assert float_dtypes(tmp_path) == ({dtype}, dtype)
+
+
+def test_one_value_that_bfloat16_cannot_hold_makes_the_file_float32(tmp_path):
+    tensors = tiny_tensors(TINY)
+    norm = tensors["model.norm.weight"].astype(np.float32)
+    norm[3] = np.float32(1) + np.float32(2**-20)
+    source = write_checkpoint(tmp_path / "source", TINY, tensors | {"model.norm.weight": norm})
+    proof = convert(source, tmp_path / "out", "hf-unpacked")
+    assert proof.exact
+    assert float_dtypes(tmp_path / "out") == ({"F32"}, "F32")
+
+
+def test_ternary_linears_are_never_float16(tmp_path):
+    """Their sums reach 128 K; the largest float16 is 65,504."""
+    source = write_checkpoint(tmp_path / "source", BITNET, tiny_tensors(BITNET, np.float16))
+    convert(source, tmp_path / "out", "hf-packed")
+    assert float_dtypes(tmp_path / "out") == ({"F32"}, "F32")
 
 
 def test_masters_stay_masters(tmp_path):
@@ -84,4 +144,4 @@ def test_gemma3_has_a_window_even_where_no_layer_uses_it():
     raw["layer_types"] = ["full_attention"] * raw["num_hidden_layers"]
     config = parse_hf_config(raw, Path("config.json"), allow_unquantized=True)
     assert config.sliding_window is None
-    assert hf_config_json(config, config.quantization)["sliding_window"] == config.max_position_embeddings
+    assert hf_config_json(config, config.quantization, "BF16")["sliding_window"] == config.max_position_embeddings

@@ -79,6 +79,13 @@ def test_the_packed_model_computes_what_was_trained(case, backend, tmp_path):
     assert np.abs(model.logits(tokens) - trainer.logits(tokens)).max() < 2e-5
 
 
+def test_a_saved_folder_has_one_dtype_which_its_config_names(bitnet, tmp_path):
+    bitnet.save(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert (config["dtype"], config["torch_dtype"]) == ("float32", "float32")
+    assert {array.dtype for array in load_file(tmp_path / "saved" / "model.safetensors").values()} == {np.dtype("f4")}
+
+
 def test_a_saved_folder_gives_the_same_trainer(bitnet, tmp_path):
     tokens = golden_of(BITNET)["tokens"]
     bitnet.step(tokens[0])

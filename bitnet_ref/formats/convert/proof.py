@@ -29,7 +29,9 @@ from ...reference.weights import (
 from ..checkpoint import (
     Checkpoint,
     Progress,
+    all_linears,
     in_groups,
+    is_ternary,
     part_count,
     parts,
     read_embedding,
@@ -97,8 +99,12 @@ class Proof:
         if self.problems:
             return "; ".join(self.problems)
         if self.exact:
-            logits = ", and all logits" if self.tokens and self.logits_equal else ""
-            return f"identical: {self.planes.total} ternary planes, every scale and every tensor{logits}"
+            identical = f"identical: {self.planes.total} ternary planes, every scale and every tensor"
+            if not self.tokens:
+                return identical
+            if self.logits_equal:
+                return f"{identical}, and all logits"
+            return f"{identical}; logits within {self.logits_difference:.1e}: float matrices have another dtype"
         rounded = [
             f"{tally.total - tally.equal} {kind} (by {tally.largest:.1e} of their size at most)"
             for kind, tally in (("scales", self.scales), ("other tensors", self.tensors))
@@ -308,11 +314,19 @@ def _compare_logits(source: Checkpoint, written: Checkpoint, proof: Proof, progr
     proof.logits_difference = float(np.abs(a - b).max())
     proof.same_choice = bool((a.argmax(axis=1) == b.argmax(axis=1)).all())
     same = not proof.config and all(tally.equal == tally.total for tally in (proof.scales, proof.tensors))
-    # A head of equal values in another dtype is summed by another kernel, in another order.
-    other_sums = source.given_dtype("embedding") != written.given_dtype("embedding")
+    # A matrix of equal values in another dtype is summed by another kernel, in another order.
+    other_sums = _float_dtypes(source) != _float_dtypes(written)
     allowed = _SUMMATION * float(np.abs(a).max()) if other_sums else 0.0
     if same and proof.logits_difference > allowed:
         proof.problems.append(f"the logits differ by {proof.logits_difference:.1e} though all tensors are equal")
+
+
+def _float_dtypes(checkpoint: Checkpoint) -> dict[str, np.dtype]:
+    """The dtype of the embedding and of each kind of linear that is not ternary, by the last word of its name."""
+    config = checkpoint.config
+    dense = [name for name in all_linears(config) if not is_ternary(config, name)]
+    first = {name.rpartition(".")[2]: name for name in reversed(["embedding", *dense])}
+    return {short: checkpoint.given_dtype(name) for short, name in first.items()}
 
 
 def _logits(checkpoint: Checkpoint, be: Backend, tick: Callable[[], None]) -> NDArray:

@@ -1,9 +1,13 @@
 """Writes a Hugging Face folder: config.json, model.safetensors and the tokenizer's files, one tensor in memory.
 
 Ternary linears are stored exactly, as `autobitlinear`, mode "offline": "hf-packed" (2-bit planes) or "hf-bf16" (-1, 0,
-+1 as bfloat16), with a float32 `weight_scale`. Masters stay masters in "hf-bf16", mode "online". A BitLinear's matrix
-is never written as -s, 0, +s: transformers would take its absmean, which is s times the share of non-zeros. Dense
-matrices, ternary by groups or not, are written as they are; "hf-unpacked" takes models of these alone.
++1 as floats), with a `weight_scale`. Packed planes whose scales divide (`bitlinear`) stay so in "hf-packed". Masters
+stay masters in "hf-bf16", mode "online". A BitLinear's matrix is never written as -s, 0, +s: transformers would take
+its absmean, which is s times the share of non-zeros. Dense matrices, ternary by groups or not, are written as they are;
+"hf-unpacked" takes models of these alone.
+
+All floats of a file have one dtype, which config.json names: transformers leaves a quantised model's tensors in the
+dtype of the file, and torch multiplies no float32 by bfloat16. It is the narrowest that changes no value (`_DTYPES`).
 """
 
 from __future__ import annotations
@@ -38,12 +42,14 @@ from ..checkpoint import (
 from ..names import DELTA_ARRAYS, hf_module, hf_modules
 from ..packing import hf_from_ternary
 from ..places import linear_place, stored_matrix
-from ..planned_tensors import PlannedTensor, layout_of, plan_model, write_parts
+from ..planned_tensors import PlannedTensor, exact_dtype, in_one_dtype, layout_of, plan_model, write_parts
 from ..safetensors import SafetensorsWriter, dtype_name
 from .config import NORMS_ADD_ONE, parse_hf_config
 from .folder import MODULES, POOLINGS, SINGLE_FILE
 from .wrappers import ARCHITECTURES
 
+# What transformers calls the dtype of a file
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _FAMILIES = ("qwen2", "qwen3", "gemma3_text", "qwen3_5_text", "minicpm")  # what the fields alone do not show
 # Fields that some model classes of transformers have
 _FIELD_CLASSES = {
@@ -65,8 +71,8 @@ _ROPE_FIELDS = {  # beside the factor
 }
 _SAID_ELSEWHERE = ("model_type", "quantization", "eos_token_ids", "pooling", "unit_embeddings")
 _NO_SCALE = (
-    "the ternary linears have biases, and neither of transformers' two ways to store them (divided by the scale; "
-    "beside the scale's reciprocal) gives these"
+    "the ternary linears have biases, and no way of transformers to store them beside these planes (divided by the "
+    "scale; where planes are packed, beside the scale's reciprocal) gives these"
 )
 _NO_NORM = "transformers stores w - 1 of each norm of this family, and no float32 gives these weights"
 
@@ -80,20 +86,22 @@ def write_hf(checkpoint: Checkpoint, folder: Path, kind: str = "hf-packed", prog
     config = checkpoint.config
     checkpoint.refuse_rotation("Hugging Face")
     if kind == "hf-unpacked" and config.quantization is not None:
-        message = "-s, 0, +s would be quantised once more when they are loaded; convert to hf-bf16 or hf-packed"
+        message = "-s, 0, +s would be quantised once more when they are loaded; convert to native, hf-packed or hf-bf16"
         raise ConfigError(message, field="quantization")
     masters = kind == "hf-bf16" and _has_masters(checkpoint)
-    quantization = hf_quantization(checkpoint, masters)
+    quantization = hf_quantization(checkpoint, kind, masters)
     plan_linear = partial(_plan_linear, checkpoint, kind, masters, quantization)
     norm = _norm_less_one if hf_model_type(config) in NORMS_ADD_ONE else np.asarray
-    text = json.dumps(hf_config_json(config, quantization), indent=2) + "\n"
-    plan = plan_model(
+    planned = plan_model(
         checkpoint,
         lambda name: f"{hf_modules(name, config.post_norms)[0]}.weight",
         plan_linear,
         partial(_plan_delta, checkpoint),
         norm,
     )
+    dtype = exact_dtype(checkpoint, planned, _narrow_dtypes(checkpoint))
+    plan = in_one_dtype(planned, dtype)
+    text = json.dumps(hf_config_json(config, quantization, dtype), indent=2) + "\n"
     with SafetensorsWriter(folder / SINGLE_FILE, layout_of(plan), {"format": "pt"}) as writer:
         write_parts(checkpoint, plan, writer.write, progress)
     (folder / "config.json").write_text(text, encoding="utf-8")
@@ -108,11 +116,19 @@ def write_hf(checkpoint: Checkpoint, folder: Path, kind: str = "hf-packed", prog
         (folder / name).write_bytes(data)
 
 
-def hf_quantization(checkpoint: Checkpoint, masters: bool) -> QuantizationConfig | None:
+def _narrow_dtypes(checkpoint: Checkpoint) -> list[str]:
+    """The dtypes to try before float32. float16 only if a dense model has it: a BitLinear's sums exceed its range."""
+    has_float16 = checkpoint.given_dtype("embedding") == np.float16
+    return ["BF16", *["F16"] * (has_float16 and checkpoint.config.quantization is None)]
+
+
+def hf_quantization(checkpoint: Checkpoint, kind: str, masters: bool) -> QuantizationConfig | None:
     """The quantization_config of the folder.
 
     It is "autobitlinear", which stores the scale itself, unless a bias, which it stores divided by the scale, cannot be
-    stored exactly: then "bitlinear", which stores the scale's reciprocal. Raises ConfigError if neither is exact.
+    stored exactly: then "bitlinear", which stores the scale's reciprocal. A packed file of "bitlinear" stays one, since
+    a scale that is exact in bfloat16 has no reciprocal that is. transformers' BitLinear has packed planes only, so
+    "hf-bf16" is always "autobitlinear". Raises ConfigError if no class is exact.
     """
     config = checkpoint.config
     if config.quantization is None:
@@ -124,11 +140,15 @@ def hf_quantization(checkpoint: Checkpoint, masters: bool) -> QuantizationConfig
         quantization_mode="online" if masters else "offline",
         modules_to_not_convert=tuple(dense + ["lm_head"] * config.tie_word_embeddings),
     )
+    if kind == "hf-packed" and checkpoint.kind == "hf-packed" and config.quantization.scale_convention == "divide":
+        return replace(quantization, linear_class="bitlinear")
     biased = [name for name in all_linears(config) if is_ternary(config, name) and has_bias(config, name)]
     try:
         for name in biased:
             _scale_and_bias(quantization, checkpoint.linear(name))
     except ConfigError:
+        if kind != "hf-packed":
+            raise
         quantization = replace(quantization, linear_class="bitlinear")
         for name in biased:
             _scale_and_bias(quantization, checkpoint.linear(name))
@@ -157,9 +177,13 @@ def _solve(
     wanted: NDArray[np.float32],
     problem: str = _NO_SCALE,
 ) -> NDArray[np.float32]:
-    """x, elementwise `near` or a neighbour, with function(x) == wanted to the bit. ConfigError if there is none."""
+    """x with function(x) == wanted to the bit, elementwise `near` as bfloat16, `near` or a neighbour of it.
+
+    Raises ConfigError if there is none.
+    """
     out, solved = near.copy(), np.zeros(near.shape, np.bool_)
-    for x in (near, np.nextafter(near, np.float32(-np.inf)), np.nextafter(near, np.float32(np.inf))):
+    neighbours = [np.nextafter(near, np.float32(limit)) for limit in (-np.inf, np.inf)]
+    for x in (near.astype(ml_dtypes.bfloat16).astype(np.float32), near, *neighbours):
         hit = ~solved & (function(x) == wanted)
         out[hit], solved = x[hit], solved | hit
     if not solved.all():
@@ -176,9 +200,10 @@ def hf_model_type(config: ModelConfig) -> str:
     return "bitnet" if config.sub_norms or weight_only else "mistral" if mistral else "llama"
 
 
-def hf_config_json(config: ModelConfig, quantization: QuantizationConfig | None) -> dict[str, Any]:
+def hf_config_json(config: ModelConfig, quantization: QuantizationConfig | None, dtype: str) -> dict[str, Any]:
     """The config.json that `parse_hf_config` and transformers read back as `config`.
 
+    dtype: of the file's floats, "BF16", "F16" or "F32". transformers 5 reads "dtype", older ones "torch_dtype".
     Raises ConfigError for a combination that no model class of transformers has.
     """
     model_type = hf_model_type(config)
@@ -190,7 +215,8 @@ def hf_config_json(config: ModelConfig, quantization: QuantizationConfig | None)
         "rms_norm_eps": config.norm_eps,
         "eos_token_id": config.eos_token_ids[0] if len(config.eos_token_ids) == 1 else list(config.eos_token_ids),
         "rope_theta": config.rope.theta,
-        "torch_dtype": "bfloat16",
+        "dtype": _DTYPES[dtype],
+        "torch_dtype": _DTYPES[dtype],
     }
     if config.rope.rope_type != "default":
         out["rope_scaling"] = _rope_json(config.rope)
@@ -287,10 +313,12 @@ def _has_masters(checkpoint: Checkpoint) -> bool:
 
 def _plan_delta(checkpoint: Checkpoint, index: int) -> Iterator[PlannedTensor]:
     def log(decay: NDArray) -> NDArray:
-        """The float32 whose exponential is nearest to the decay: equal, or off by its last bit."""
+        """The float32 whose exponential is nearest to the decay: equal, or off by its last bit. Of several with equal
+        exponentials, one that a narrower dtype holds."""
         near = np.log(decay.astype(np.float64)).astype(np.float32)
         steps = np.arange(-4, 5)[:, None]
-        candidates = (near.view(np.int32) + steps.astype(np.int32)).view(np.float32)
+        narrow = [near.astype(dtype).astype(np.float32) for dtype in (ml_dtypes.bfloat16, np.float16)]
+        candidates = np.stack([*narrow, *(near.view(np.int32) + steps.astype(np.int32)).view(np.float32)])
         closest = np.abs(np.exp(candidates) - decay).argmin(axis=0)
         return candidates[closest, np.arange(len(decay))]
 
