@@ -2,16 +2,19 @@
 
 import json
 
+import numpy as np
 import pytest
 from bench_runs import NO_CYTHON, SMALL, TINY
 from bench_runs import invoke as invoke_bench
-from helpers import BITNET, write_checkpoint
+from helpers import BITNET, DATA, model, write_checkpoint
+from helpers import TINY as TINY_CONFIG
 
-from bitnet_ref import benchmark
+from bitnet_ref import Model, benchmark
 from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cpu import extension
 from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.benchmark.ceiling import INSTRUCTIONS, peak_of
+from bitnet_ref.benchmark.validate import check_model
 
 MULTIPLY_ADDS = 2 * (2 * 16 * 16 + 2 * 8 * 16 + 3 * 24 * 16)  # layers of q o, k v, gate up down; the head is dense
 
@@ -43,6 +46,42 @@ def test_a_path_or_a_shipped_model_as_a_shape(tmp_path):
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout)["model"] == str(name)
     assert invoke("--shape", "no/such/model").exit_code == 3
+
+
+MINICPM = TINY_CONFIG | {"model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 4}
+
+
+@pytest.mark.parametrize("family", ["embedding-gemma3", "qwen3_5-groups128-hybrid", "embedding-qwen3", "minicpm"])
+def test_a_family(family, tmp_path):
+    folder = DATA / "families" / family
+    if family == "minicpm":
+        folder = write_checkpoint(tmp_path / family, MINICPM | {"tie_word_embeddings": True})
+    result = invoke(folder, "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["check"]["logits_error"] <= facts["check"]["logits_allowed"]
+    assert facts["decode_tokens_per_s"] > 0
+
+
+class WrongAttention(Backend):
+    def attention(self, *args):
+        return super().attention(*args) * np.float32(1.01)
+
+
+def test_a_block_of_each_type_is_checked():
+    """The hybrid has attention in its last block only."""
+    right = model(DATA / "families" / "qwen3_5-groups128-hybrid")
+    assert right.config.first_of_each_type == [0, 3]
+    assert check_model(right, [1, 5, 3]).equal
+    assert not check_model(Model(right.config, right.weights, WrongAttention(threads=1)), [1, 5, 3]).equal
+
+
+def test_fewer_layers_of_several_types():
+    config = model(DATA / "families" / "embedding-gemma3").config
+    assert config.layer_types == ("sliding_attention", "sliding_attention", "full_attention")
+    short = benchmark.synthetic_model(config, Backend(threads=1), layers=2)
+    assert short.config.layer_types == ("sliding_attention", "sliding_attention")
+    assert check_model(short, [1, 5, 3]).equal
 
 
 @pytest.mark.parametrize("more", [("storyteller",), ("--synthetic", "1b")])

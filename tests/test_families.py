@@ -408,7 +408,7 @@ def test_the_first_bad_tensor_of_a_hybrid(backend_name):
 def test_the_config_of_a_hybrid():
     config = model(FAMILIES / HYBRID).config
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert (config.rotary_dim, config.window_of(3), config.of_layers(3, 4).delta) == (32, None, None)
+    assert (config.rotary_dim, config.window_of(3), config.of_layers([3]).delta) == (32, None, None)
     default = parse(model_type="qwen3_5_text", num_hidden_layers=8, head_dim=32)
     assert [i for i, kind in enumerate(default.layer_types) if kind == "full_attention"] == [3, 7]
     for key, value in (("attn_output_gate", False), ("attention_bias", True), ("partial_rotary_factor", 2)):

@@ -185,7 +185,7 @@ class SplitBackend(Backend):
         for number, (part, own_cache) in enumerate(zip(self.parts, cache.parts, strict=True)):
             self._computing[0] = number
             be, placed = part.backend, part.backend.place(batch)
-            ropes, own = rope_tables_of(be, cfg, placed.positions), cfg.of_layers(part.first, part.stop)
+            ropes, own = rope_tables_of(be, cfg, placed.positions), cfg.of_layers(range(part.first, part.stop))
             x = be.from_host(x)
             if number == 0 and cfg.embedding_scale != 1:
                 x = be.scale(x, cfg.embedding_scale)
@@ -228,7 +228,7 @@ class SplitBackend(Backend):
         if spec.page_size is None:
             size = max(1, -(-spec.capacity // ROUND_CAPACITY_TO)) * ROUND_CAPACITY_TO  # one page per slot
             spec = replace(spec, page_size=size)
-        caches = [part.backend.new_cache(config.of_layers(part.first, part.stop), spec) for part in self.parts]
+        caches = [part.backend.new_cache(config.of_layers(range(part.first, part.stop)), spec) for part in self.parts]
         return SplitKVCache([cache for cache in caches if isinstance(cache, PagedKVCache)])
 
     def memory(self) -> tuple[int | None, int | None]:

@@ -79,7 +79,7 @@ class GpuPlan:
     def config(self, name: str) -> ModelConfig:
         """The shape of that name, with at most `layers` layers."""
         config = self.shapes[name]
-        return replace(config, num_hidden_layers=min(self.layers or config.num_hidden_layers, config.num_hidden_layers))
+        return config.of_layers(range(config.num_hidden_layers)[: self.layers])
 
     def title(self, name: str) -> str:
         """ "2B-4T", or "2B-4T of 3 layers" if it has more"""

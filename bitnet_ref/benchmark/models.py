@@ -42,7 +42,7 @@ class StepBytes(Record):
     ternary: int  # planes, with their padding, and biases
     dense: int  # linears that are not quantised
     head: int  # all of it, or its screen and the rows computed after screening
-    cache: int  # keys and values that the token sees
+    cache: int  # keys and values that the token sees, states of DeltaNets
     other: int  # norms, and one row of the embedding
 
     @property
@@ -68,13 +68,20 @@ def bytes_of_step(
             else:
                 dense += weight.nbytes
         norms += sum(vector.nbytes for _, vector in layer.norms())
-    windows = [config.window_of(layer) or np.inf for layer in range(config.num_hidden_layers)]
-    cache = round(sum(2 * config.kv_size * float_bytes * min(position + 1, window) for window in windows))
+    cache = float_bytes * round(sum(cached_floats(config, i, position) for i in range(config.num_hidden_layers)))
     row = weights.embedding.nbytes // weights.embedding.shape[0]
     head = weights.lm_head.nbytes
     if (screen_nbytes := getattr(weights.lm_head, "screen_nbytes", None)) is not None:
         head = screen_nbytes + round(head_rows * row)
     return StepBytes(ternary, dense, head, cache, norms + row)
+
+
+def cached_floats(config: ModelConfig, layer: int, position: float) -> float:
+    """Floats of a layer's cache that the token at `position` reads: keys and values, or a DeltaNet's state."""
+    if config.delta is not None and config.is_delta(layer):
+        delta = config.delta
+        return delta.value_heads * delta.key_dim * delta.value_dim + (delta.conv_size - 1) * sum(delta.sizes)
+    return 2 * config.kv_size * min(position + 1, config.window_of(layer) or np.inf)
 
 
 def ternary_multiply_adds(weights: ModelWeights) -> int:

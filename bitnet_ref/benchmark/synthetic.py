@@ -200,7 +200,7 @@ def synthetic_model(
     if layers is not None:
         if not 1 <= layers <= config.num_hidden_layers:
             raise ConfigError(f"expected 1 to {config.num_hidden_layers}, got {layers}", field="layers")
-        config = replace(config, num_hidden_layers=layers)
+        config = config.of_layers(range(layers))
     checkpoint = RandomCheckpoint(config, seed, gate_zeros=gate_zeros)
     checkpoint.dense = dense
     weights = read_weights(checkpoint, progress, backend.prepare_for)

@@ -82,14 +82,16 @@ def check_linear(be: Backend, w: LinearWeight, expected: Expected) -> Check:
 
 
 def check_model(model: Model, tokens: Sequence[int]) -> Check:
-    """The ternary linears of the first block on random activations, and the logits of a model of that block alone.
+    """The ternary linears of the first block of each type of layer on random activations, and the logits of a model of
+    these blocks alone.
 
-    All blocks run through the same code. One block of a large model takes the reference seconds, all of them minutes;
-    `bitnet-ref doctor` compares a whole model. A 16-bit backend is allowed the error of an engine in that dtype
-    (`tolerances.NARROW_FLOATS`), as a share of the largest logit.
+    All blocks of a type run through the same code. One block of a large model takes the reference seconds, all of them
+    minutes; `bitnet-ref doctor` compares a whole model. A 16-bit backend is allowed the error of an engine in that
+    dtype (`tolerances.NARROW_FLOATS`), as a share of the largest logit.
     """
-    first = replace(model.config, num_hidden_layers=1)
-    weights = replace(model.weights, layers=model.weights.layers[:1])
+    layers = model.config.first_of_each_type
+    first = model.config.of_layers(layers)
+    weights = replace(model.weights, layers=tuple(model.weights.layers[layer] for layer in layers))
     plain = plain_weights(weights)
     check = Check()
     rng = np.random.default_rng(0)

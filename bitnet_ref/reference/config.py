@@ -6,6 +6,7 @@ Reading a checkpoint's own config.json into it is the business of `formats.hf.co
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -318,11 +319,16 @@ class ModelConfig:
         layers = range(self.num_hidden_layers) if self.layer_types else range(1)
         return self.sliding_window if all(self.is_sliding(i) or self.is_delta(i) for i in layers) else None
 
-    def of_layers(self, first: int, stop: int) -> ModelConfig:
-        """The config of a model that consists of layers `first` to `stop` - 1."""
-        types = self.layer_types[first:stop]
+    def of_layers(self, layers: Sequence[int]) -> ModelConfig:
+        """The config of a model that consists of these layers."""
+        types = tuple(self.layer_types[layer] for layer in layers) if self.layer_types else ()
         delta = self.delta if "linear_attention" in types else None
-        return replace(self, num_hidden_layers=stop - first, layer_types=types, delta=delta)
+        return replace(self, num_hidden_layers=len(layers), layer_types=types, delta=delta)
+
+    @property
+    def first_of_each_type(self) -> list[int]:
+        """The first layer of each type; [0] where all layers are alike."""
+        return sorted({self.layer_types.index(kind) for kind in self.layer_types}) or [0]
 
     @property
     def has_plain_blocks(self) -> bool:
