@@ -36,7 +36,7 @@ def test_it_has_learned_dialogues():
 
 @pytest.mark.parametrize("message", ["Good morning!", '{"content": "Where do you live?"}'])
 def test_the_shell_talks_with_it(message):
-    options = ["--json", "--max-tokens", "30", "--backend", "numpy"]
+    options = ["--json", "--max-tokens", "30", "--backend", "numpy", "--temperature", "0"]
     result = CliRunner().invoke(cli, ["chat", *options], input=f"{message}\n")
     assert result.exit_code == 0, result.output
     reply = json.loads(result.stdout)

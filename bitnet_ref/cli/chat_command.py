@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +19,12 @@ from .generation_options import load_model, model_options, sampling_options, sel
 from .shell import INTERRUPTED, SectionedCommand, common_options, print_json, report_error, say, wants_json, write_text
 
 if TYPE_CHECKING:
+    from ..api import Model
     from ..generation import ChatSession, GenerationStats, StreamChunk
 
 RESET, EXIT = "/reset", ("/exit", "/quit")
+DEFAULT_SAMPLING = {"temperature": 0.7, "top_p": 0.95}  # of models that recommend nothing
+SHOWN = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "seed")
 
 
 @click.command(cls=SectionedCommand, short_help="Talk with a model that was trained for it.")
@@ -33,28 +38,53 @@ def chat(system: str | None, **options: Any) -> None:
 
     /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer. With --json each line of
     standard input is a message (plain text, or {"content": "..."} for one with line ends), and each answer one line.
+
+    Answers are sampled as the model's generation_config.json recommends, else with temperature 0.7 and top-p 0.95;
+    --temperature 0 is greedy. The n-th answer takes --seed + n - 1. When the context is full, the oldest turns are
+    dropped; the --system text stays.
     """
     model = load_model(options)
-    session = model.chat(system, **select_given(options))
+    params = choose_params(model, select_given(options))
+    session = model.chat(system, **params)
     session.how_to_reset = f"{RESET} starts a new one"
-    (answer_lines if wants_json() else talk)(session)
+    seeds = itertools.count(params["seed"]) if "seed" in params else iter(())
+    (answer_lines if wants_json() else talk)(session, seeds)
+
+
+def choose_params(model: Model, given: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of the session: what is given, else what the model recommends for sampling, and a random seed."""
+    params = {"overflow": "truncate"} | given
+    if given.get("temperature") == 0:
+        return params
+    params = (model.tokenizer.recommended_sampling or DEFAULT_SAMPLING) | params
+    if params["temperature"]:
+        params.setdefault("seed", secrets.randbits(32))
+    return params
+
+
+def describe_sampling(params: Mapping[str, Any]) -> str:
+    """ "temperature 0.8, top-k 40, seed 7", or "greedy" """
+    if not params.get("temperature"):
+        return "greedy"
+    return ", ".join(f"{name.replace('_', '-')} {params[name]}" for name in SHOWN if name in params)
 
 
 def ask(
-    session: ChatSession, content: str, on_chunk: Callable[[StreamChunk], None] | None = None
+    session: ChatSession, content: str, seed: int | None, on_chunk: Callable[[StreamChunk], None] | None = None
 ) -> tuple[Reply, GenerationStats, list[int]]:
     """One exchange: the reply, its statistics, and the token ids of its prompt."""
-    ids, stream, reply = session.prompt(content), session.stream(content), Reply()
+    ids, stream, reply = session.prompt(content), session.stream(content, seed=seed), Reply()
     reply.follow(stream, on_chunk)
     return reply, stream.stats, ids
 
 
-def talk(session: ChatSession) -> None:
-    """The conversation with a person."""
+def talk(session: ChatSession, seeds: Iterator[int]) -> None:
+    """The conversation with a person.   seeds: of the answers; none for greedy ones."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() its line editing
 
-    say(f"[{session.model.backend.name}] /reset starts anew, /exit leaves, Ctrl-C stops an answer")
+    say(f"[{session.model.backend.name}, {describe_sampling(session.params)}]")
+    say("/reset starts anew, /exit leaves, Ctrl-C stops an answer")
     prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:
@@ -77,16 +107,25 @@ def talk(session: ChatSession) -> None:
         if not message:
             continue
         try:
-            reply, stats, _ = ask(session, message, lambda chunk: write_text(chunk.text))
+            reply, stats, _ = ask(session, message, next(seeds, None), lambda chunk: write_text(chunk.text))
         except BitNetRefError as error:
             report_error(error)
             continue
         write_text("\n")
         say_dropped(stats)
-        cut = "[the context is full: /reset starts anew]" if session.full else "[cut at --max-tokens]"
-        remarks = {"interrupted": "stopped", "length": cut, "filtered": "[filtered]"}
+        remarks = {"interrupted": "stopped", "length": describe_cut(session, reply), "filtered": "[filtered]"}
         if (remark := remarks.get(reply.finish_reason or "")) is not None:
             say(remark)
+
+
+def describe_cut(session: ChatSession, reply: Reply) -> str:
+    """Why an answer has finish_reason "length"."""
+    from ..generation.chat import DEFAULT_REPLY_TOKENS
+
+    if session.full:
+        return f"[the context is full: {RESET} starts anew]"
+    asked = session.params.get("max_tokens") or DEFAULT_REPLY_TOKENS
+    return "[cut: the context is full]" if len(reply.token_ids) < asked else "[cut at --max-tokens]"
 
 
 def say_dropped(stats: GenerationStats) -> None:
@@ -96,8 +135,8 @@ def say_dropped(stats: GenerationStats) -> None:
             say(f"[the oldest {what if count == 1 else f'{count} {what}s'} dropped: the context is full]")
 
 
-def answer_lines(session: ChatSession) -> None:
-    """The conversation with a program: each line in is a message, each line out an object.
+def answer_lines(session: ChatSession, seeds: Iterator[int]) -> None:
+    """The conversation with a program: each line in is a message, each line out an object, with its seed if sampled.
 
     The exit code is that of the last failure.
     """
@@ -109,12 +148,13 @@ def answer_lines(session: ChatSession) -> None:
             session.reset()
             print_json({"reset": True})
             continue
+        seed = next(seeds, None)
         try:
-            reply, stats, ids = ask(session, message)
+            reply, stats, ids = ask(session, message, seed)
         except BitNetRefError as error:
             code = report_error(error)
             continue
-        print_json(reply.facts(ids, stats))
+        print_json(reply.facts(ids, stats) | ({} if seed is None else {"seed": seed}))
         if reply.finish_reason == "interrupted":
             code = INTERRUPTED
             break

@@ -26,7 +26,9 @@ HEAD_HELP = "Find tokens by int8 bounds on the logits (the same tokens), or comp
 CACHE_HELP = "Stored keys and values: narrow dtypes change the logits (bench cache).  [default: --dtype]"
 OVERFLOW = ("error", "truncate", "sliding", "sinks")  # generation.overflow.POLICIES, which --help need not import
 SPECULATE_HELP = "Verify guesses together: of earlier text, or of a smaller model.  [default: off]"
-OVERFLOW_HELP = "Beyond the context: refuse, cut the prompt, or drop the oldest tokens.  [default: error]"
+TEMPERATURE_HELP = "0 takes the most likely token.  [default: 0 (chat: as the model recommends)]"
+OVERFLOW_HELP = "Beyond the context: refuse, cut the prompt (chat: drop the oldest turns), or drop the oldest tokens.  "
+OVERFLOW_HELP += "[default: error (chat: truncate)]"
 GPU_LAYERS_HELP = "Layers on GPUs, or all; the CPU has the rest.  [default: as many as fit]"
 LOAD_OPTIONS = (
     *("model", "backend", "threads", "dtype", "cache_dtype", "head", "prepared", "allow_unquantized"),
@@ -108,7 +110,7 @@ def sampling_options(function: AnyFunction) -> AnyFunction:
         end("--overflow", type=click.Choice(OVERFLOW), help=OVERFLOW_HELP),
         end("--window", type=int, help="Tokens that the model sees at a time.  [default: its context]"),
         end("--sink-tokens", type=int, help="First tokens that --overflow sinks keeps.  [default: 4]"),
-        choice("--temperature", type=float, help="0 takes the most likely token.  [default: 0]"),
+        choice("--temperature", type=float, help=TEMPERATURE_HELP),
         choice("--top-k", type=int, help="Sample among the k most likely tokens.  [default: no limit]"),
         choice("--top-p", type=float, help="Sample among the most likely tokens that reach p.  [default: 1]"),
         choice("--min-p", type=float, help="Exclude tokens below p times the most likely one.  [default: 0]"),

@@ -142,6 +142,14 @@ class Tokenizer(ABC):
             return self._settings.chat_template
         return BITNET_2B4T_TEMPLATE if self.token_to_id(END_OF_TURN) is not None else None
 
+    @property
+    def recommended_sampling(self) -> dict[str, float]:
+        """The parameters of `SamplingParams` that generation_config.json recommends: temperature, top_k, ...
+
+        Empty if it names none; {"temperature": 0.0} for greedy decoding.
+        """
+        return dict(self._settings.sampling)
+
     @overload
     def apply_chat_template(
         self,

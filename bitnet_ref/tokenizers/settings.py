@@ -16,6 +16,8 @@ from .files import MAX_CONFIG_BYTES, TokenizerFiles, check_token_id, check_type,
 
 _CONFIG, _SPECIAL, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+
 
 @dataclass(frozen=True)
 class AddedToken:
@@ -49,6 +51,7 @@ class TokenizerSettings:
     eos_ids: tuple[int, ...] = ()
     added_tokens: tuple[AddedToken, ...] = ()
     chat_template: str | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict, hash=False)  # see `Tokenizer.recommended_sampling`
     path: str | None = field(default=None, compare=False)  # the folder, for messages
 
 
@@ -97,6 +100,7 @@ def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
         eos_ids=eos_ids,
         added_tokens=tuple(added.values()),
         chat_template=_chat_template(files, config),
+        sampling=_sampling(tables["generation_config.json"]),
         path=str(files.root),
     )
 
@@ -150,6 +154,17 @@ def _config_ids(files: TokenizerFiles, tables: Mapping[str, Mapping[str, Any]], 
         with errors_at(files.path(name)):  # old LLaMA configs write -1 for "none"
             ids += [check_token_id(value, key) for value in values if value != -1 or isinstance(value, bool)]
     return tuple(dict.fromkeys(ids))
+
+
+def _sampling(generation: Mapping[str, Any]) -> dict[str, float]:
+    """The parameters of `SamplingParams` that generation_config.json names, with transformers' defaults."""
+    do_sample = generation.get("do_sample")
+    if do_sample is False:
+        return {"temperature": 0.0}
+    defaults = {"temperature": 1.0, "top_k": 50} if do_sample is True else {}
+    numbers = {key: generation[key] for key in _SAMPLING if type(generation.get(key)) in (int, float)}
+    given = defaults | numbers
+    return given if "temperature" in given else {}
 
 
 def _chat_template(files: TokenizerFiles, config: Mapping[str, Any]) -> str | None:
