@@ -29,6 +29,7 @@ from planting import planted
 import bitnet_ref
 from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.explain.diagnose import Diagnosis, diagnose, diagnose_prompt
+from bitnet_ref.crossval.explain.near_halves import follow_flips
 from bitnet_ref.crossval.token_ids import token_parity
 
 BUGS = (*BLOCK_BUGS, *LINEAR_BUGS, *FAMILY_BUGS)
@@ -92,7 +93,7 @@ class Hunt:
         tokens = list(bug.tokens)
         _, trace = _load_copy(engine, model).run_with_cache(tokens, "lm_head.hook_out" if logits_only else None)
         _, reference = model.run_with_cache(tokens)
-        comparison = compare(reference, trace, model.config, tokens)
+        comparison = follow_flips(model, tokens, trace, compare(reference, trace, model.config, tokens))
         op = None if comparison.first_divergence is None else comparison.first_divergence.name
         return op, diagnose(model, tokens, trace, comparison)
 

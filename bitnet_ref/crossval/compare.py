@@ -80,6 +80,7 @@ class Comparison:
     logits: LogitsDistance | None = None
     flips: list[Flip] = field(default_factory=list)  # the first of them
     n_flips: int = 0
+    implied_flips: int = 0  # of `flips`, the first so many are not recorded: the reference rounded as they say
     missing: list[str] = field(default_factory=list)  # in the reference, not in the candidate
     # in the candidate, with a name that no run has -> the nearest name that runs have, if one is near
     unknown: dict[str, str | None] = field(default_factory=dict)
@@ -117,7 +118,10 @@ class Comparison:
             parts.append(f"{total:,} accumulators {f'compared, {differ:,} differ' if differ else 'equal'}")
         if self.logits is not None:
             parts.append(f"max KL {self.logits.kl_max:.1e}, top-1 agreement {self.logits.top1_agreement:.1%}")
-        if self.n_flips:
+        if self.implied_flips:
+            words = [flip.in_words for flip in self.flips[: self.implied_flips]]
+            parts[:0] = [*words[:_LISTED], f"and {len(words) - _LISTED} more"][: len(words)]
+        elif self.n_flips:
             parts.insert(0, f"{self.n_flips} flips, expected, the first is {self.flips[0]}")
         return f"AGREES{' up to rounding' * bool(self.n_flips)}, {self.mode}: {'; '.join(parts)}"
 

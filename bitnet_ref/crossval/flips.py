@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..reference.config import ModelConfig
 from ..reference.quantization import SCALE_FLOOR
-from .names import INT8, SCALE, linear_input
+from .names import INT8, SCALE, layer_of, linear_input
 from .tolerances import EPSILON, FLIP_FLOOR, TIES_IN_A_ROW, tolerance_of
 
 
@@ -32,12 +32,29 @@ class Flip:
     reference: int
     candidate: int
 
+    @property
+    def distance(self) -> float:
+        """From a half."""
+        return float(distance_to_half(self.before_rounding))
+
+    @property
+    def in_words(self) -> str:
+        """ "token 9, layer 4, down_proj, int8 at 117.499992 rounded up"."""
+        linear, layer = self.name.split(".")[-2], layer_of(self.name)
+        place = linear if layer is None else f"layer {layer}, {linear}"
+        direction = "up" if self.candidate > self.before_rounding else "down"
+        return f"token {self.token}, {place}, int8 at {self.before_rounding:.6f} rounded {direction}"
+
     def __str__(self) -> str:
-        distance = abs(self.before_rounding - np.floor(self.before_rounding) - 0.5)
         return (
-            f"{self.name}[{self.token}, {self.element}]: {self.before_rounding:.6f} before rounding, {distance:.1e} "
+            f"{self.name}[{self.token}, {self.element}]: {self.before_rounding:.6f} before rounding, {self.distance:.1e} "
             f"from a half, is {self.reference} in the reference and {self.candidate} in the candidate"
         )
+
+
+def distance_to_half(value: NDArray | float) -> NDArray:
+    """How far values before rounding are from the nearest half."""
+    return np.abs(value - np.floor(value) - 0.5)
 
 
 def before_rounding(x: NDArray) -> tuple[NDArray, NDArray]:
@@ -106,7 +123,7 @@ def judge_flips(
     ties_one_way = len(above) >= TIES_IN_A_ROW and any((above == side).all() for side in (True, value[ties] > 0))
     for i, j in places:
         step, before = int(theirs[i, j]) - int(mine[i, j]), float(value[i, j])
-        distance = abs(before - np.floor(before) - 0.5)
+        distance = float(distance_to_half(before))
         if equal_input[i, j] and (own_engine or (distance == 0 and ties_one_way) or distance > FLIP_FLOOR):
             tie = ", at an exact half: halves are rounded another way" if distance == 0 else ""
             return FlipVerdict(flips, (i, j), f"equal inputs ({before:.6f} before rounding) give other integers{tie}")

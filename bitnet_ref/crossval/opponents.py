@@ -21,6 +21,7 @@ from ..errors import BackendError, NumericsError, TokenizerError
 from .compare import View, compare
 from .explain.describe import work_through
 from .explain.diagnose import Diagnoses, Diagnosis, Progress, diagnose, diagnose_prompt
+from .explain.near_halves import follow_flips
 from .explain.replay import judge_trace
 from .explain.variants import Setting
 from .paths import OnCheck, check_paths, ignore_check
@@ -199,7 +200,7 @@ def compare_free(
     crossing: Crossing, reference: Model, right: Trace, trace: Trace | View, *, causes: bool = True
 ) -> None:
     """Add the free-running comparison of a trace with the reference's, its evidence, and the causes of a difference."""
-    free = compare(right, trace, reference.config)
+    free = follow_flips(reference, trace.token_ids, trace, compare(right, trace, reference.config))
     crossing.comparisons.append(free)
     crossing.evidence = evidence(right, trace, free)
     if causes:
