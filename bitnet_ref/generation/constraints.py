@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from ..errors import GenerationError
 from ..tokenizers.base import Tokenizer
 from ..tokenizers.vocabulary import Vocabulary
+from .constraint_limits import check_grammar, check_regex, read_schema, run_with_stack
+
+MAX_MESSAGE = 400  # characters of a message of llguidance
 
 
 class Constraint:
@@ -105,20 +108,23 @@ class LLVocabulary:
         )
 
     def matcher(self, guide: str, value: Any) -> Any:
-        """A matcher at the start of the text. Raises GenerationError for an invalid schema, expression or grammar."""
+        """A matcher at the start of the text. Raises GenerationError for an invalid schema, expression or grammar, and
+        for one that is too large (see `constraint_limits`)."""
         maker = self._maker
         try:
             if guide == "guided_json":
-                schema = dict(value) if isinstance(value, Mapping) else {} if value is True else value
-                grammar = maker.grammar_from_json_schema(schema if isinstance(schema, str) else json.dumps(schema))
+                grammar = maker.grammar_from_json_schema(read_schema({} if value is True else value))
             elif guide == "guided_choice":
                 grammar = maker.grammar_from_lark("start: " + " | ".join(map(json.dumps, value)))
+            elif guide == "guided_regex":
+                check_regex(value)
+                grammar = maker.grammar_from_regex(value)
             else:
-                from_text = maker.grammar_from_regex if guide == "guided_regex" else maker.grammar_from_lark
-                grammar = from_text(value)
+                check_grammar(value)
+                grammar = maker.grammar_from_lark(value)
         except (ValueError, TypeError, RecursionError) as problem:
             raise GenerationError(f"{guide}: {_first_line(str(problem))}") from problem
-        matcher = maker(self._tokenizer, grammar, log_level=0)
+        matcher = run_with_stack(lambda: maker(self._tokenizer, grammar, log_level=0))
         _check(matcher, guide)
         return matcher
 
@@ -147,4 +153,5 @@ def _check(matcher: Any, guide: str) -> None:
 
 
 def _first_line(text: str) -> str:
-    return next(iter(text.strip().splitlines()), "llguidance gives no reason")
+    line = next(iter(text.strip().splitlines()), "llguidance gives no reason")
+    return line if len(line) <= MAX_MESSAGE else line[:MAX_MESSAGE] + "..."  # it may quote the whole grammar

@@ -617,6 +617,54 @@ def test_the_command_drains_when_it_is_ended(whole):
         command.communicate()
 
 
+def test_chains_of_references_end_no_server(talker, tmp_path):
+    """Each was a stack overflow, which ends the process: so the server is one of its own."""
+    pytest.importorskip("llguidance")
+    grammar = "start: a0\n" + "".join(f"a{n}: a{n + 1}\n" for n in range(5000)) + 'a5000: "x"\n'
+    schema = {"$ref": "#/$defs/0", "$defs": {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(5000)}}
+    schema["$defs"]["5000"] = {"type": "string"}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    bodies = [
+        ("/v1/completions", {"prompt": PROMPT, "guided_grammar": grammar}),
+        ("/v1/completions", {"prompt": PROMPT, "guided_grammar": grammar.replace("a", "A").replace("stArt", "start")}),
+        ("/v1/completions", {"prompt": PROMPT, "guided_json": schema, "stream": True}),
+        ("/v1/completions", {"prompt": PROMPT, "guided_json": json.dumps(schema), "n": 2}),
+        ("/v1/completions", {"prompt": PROMPT, "guided_grammar": grammar, "n": 2, "use_beam_search": True}),
+        ("/v1/chat/completions", {"messages": HELLO, "guided_grammar": grammar}),
+        ("/v1/chat/completions", {"messages": HELLO, "response_format": named}),
+        ("/v1/chat/completions", {"messages": HELLO, "tools": [tool], "tool_choice": "required"}),
+    ]
+    template = "{% if tools %}Call. {% endif %}{{ messages[0].content }}"
+    options = ("--port", "0", "--json", *FAST, "--chat-template", template)
+    command = process("serve", talker, *options, stdout=-1, text=True, module="bitnet_ref")
+    try:
+        url = json.loads(command.stdout.readline())["url"].removeprefix("http://")
+        for path, body in bodies:
+            connection = http.client.HTTPConnection(url, timeout=60)
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+            answer = connection.getresponse()
+            error = json.loads(answer.read())["error"]
+            connection.close()
+            assert (answer.status, "expected at most 2000" in error["message"]) == (400, True), (body.keys(), error)
+            assert error["param"] in ("guided_grammar", "guided_json")
+        with openai.OpenAI(base_url=f"http://{url}/v1", api_key="any") as client:
+            assert client.completions.create(model=talker.name, prompt=PROMPT, max_tokens=3).usage.completion_tokens
+    finally:
+        command.kill()
+        command.communicate()
+    requests = tmp_path / "requests.jsonl"
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": path, "body": body}
+        for number, (path, body) in enumerate([bodies[0], ("/v1/completions", {"prompt": PROMPT, "max_tokens": 3})])
+    ]
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    batch = process("batch", requests, tmp_path / "out.jsonl", *FAST, stdout=-1, module="bitnet_ref")
+    batch.communicate(timeout=120)
+    answers = [json.loads(line)["response"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [answer["status_code"] for answer in answers] == [400, 200]
+
+
 def test_a_server_that_cannot_start_says_why(monkeypatch, running):
     assert invoke_json("serve", "--port", running.port, code=3)["error"]["message"].startswith(
         "cannot listen on 127.0.0.1"

@@ -1,0 +1,279 @@
+"""Grammars and schemas that would overflow a stack are refused; the largest that are not refused compile."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from bitnet_ref.errors import GenerationError
+from bitnet_ref.generation import constraint_limits
+from bitnet_ref.generation.constraint_limits import (
+    MAX_BYTES,
+    MAX_CHAIN,
+    MAX_NESTING,
+    MAX_RULES,
+    check_grammar,
+    check_regex,
+    check_schema,
+    measure_chain,
+)
+
+pytest.importorskip("llguidance")
+
+# Compiles in the main thread, and takes two steps in a thread whose stack is smaller than any engine's.
+PROGRAM = """
+import json, sys, threading
+import numpy as np
+import bitnet_ref
+from bitnet_ref.errors import GenerationError
+from bitnet_ref.generation.constraints import Constraint
+guide, value = json.load(sys.stdin)
+model = bitnet_ref.load("storyteller", backend="numpy")
+def follow():
+    try:
+        constraint = Constraint(guide, value, model.vocabulary, 0).copy()
+        ids = np.zeros(0, np.int64)
+        for _ in range(2):
+            ids = np.append(ids, np.argmax(constraint(ids, np.zeros(model.config.vocab_size, np.float32))))
+        print("follows")
+    except GenerationError as error:
+        print(error)
+threading.stack_size(1 << 18)
+thread = threading.Thread(target=follow)
+thread.start()
+thread.join()
+"""
+
+
+def run_alone(guide, value):
+    """What a process prints that follows the guide."""
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], input=json.dumps([guide, value]), capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, (run.returncode, run.stderr)
+    return run.stdout.strip()
+
+
+def rules(links, body="{}", name="a", end='"x"', between="\n"):
+    """start refers to a0, a0 to a1 and so on."""
+    lines = [f"{name}{n}: {body.format(f'{name}{n + 1}')}" for n in range(links)]
+    return between.join([f"start: {body.format(f'{name}0')}", *lines, f"{name}{links}: {end}", ""])
+
+
+def references(links, wrap=lambda reference: reference, key="$defs"):
+    """d0 refers to d1 and so on."""
+    definitions = {f"d{n}": wrap({"$ref": f"#/{key}/d{n + 1}"}) for n in range(links)}
+    return {"$ref": f"#/{key}/d0", key: {**definitions, f"d{links}": {"type": "string"}}}
+
+
+def anchors(links):
+    definitions = {f"d{n}": {"$anchor": f"d{n}", "allOf": [{"$ref": f"#d{n + 1}"}]} for n in range(links)}
+    return {"$ref": "#d0", "$defs": {**definitions, f"d{links}": {"$anchor": f"d{links}", "type": "string"}}}
+
+
+def split_references(links):
+    """The definitions of a chain in several objects, none of which is large."""
+    place = lambda n: f"#/$defs/g{n // 500}/d{n}"  # noqa: E731
+    groups = {f"g{first}": {} for first in range(links // 500 + 1)}
+    for number in range(links):
+        groups[f"g{number // 500}"][f"d{number}"] = {"$ref": place(number + 1)}
+    groups[f"g{links // 500}"][f"d{links}"] = {"type": "string"}
+    return {"$ref": place(0), "$defs": groups}
+
+
+def nested(links, opening, closing, inner):
+    return opening * links + inner + closing * links
+
+
+WRAPS = {
+    "allOf": lambda r: {"allOf": [r, {"type": "string"}]},
+    "anyOf": lambda r: {"anyOf": [{"type": "null"}, r]},
+    "oneOf": lambda r: {"oneOf": [{"type": "null"}, r]},
+    "properties": lambda r: {"type": "object", "properties": {"a": r}},
+    "patternProperties": lambda r: {"type": "object", "patternProperties": {"^a": r}},
+    "additionalProperties": lambda r: {"type": "object", "additionalProperties": r},
+    "items": lambda r: {"type": "array", "items": r},
+    "prefixItems": lambda r: {"type": "array", "prefixItems": [r], "items": False},
+}
+LONG = 1900
+REFUSED = {
+    "rules": ("guided_grammar", rules(5000)),
+    "terminals": ("guided_grammar", rules(5000, name="A")),
+    "deep rules": ("guided_grammar", rules(LONG, body="(({}))")),
+    "rules in one line": ("guided_grammar", rules(LONG, body="({}) -> y", between=" ")),
+    "alternatives over lines": ("guided_grammar", rules(LONG, body='"y"\n  | ({})')),
+    "rules after what looks like comments": ("guided_grammar", rules(LONG, body='"//" /[#]/ ({}) // "\n\n')),
+    "strings with quotes": ("guided_grammar", rules(LONG, body=r'"\"" ({}) "\\"')),
+    "regular expressions with slashes": ("guided_grammar", rules(LONG, body=r'/a"\/\\/ ({}) /"#/')),
+    "a regular expression over lines": ("guided_grammar", rules(LONG, body='/"\n"/ ({})')),
+    "special tokens and ranges": ("guided_grammar", rules(LONG, body='<"> ({}) "a".."b" <">')),
+    "crlf": ("guided_grammar", rules(LONG, body="({})", between="\r\n")),
+    "attributes": ("guided_grammar", rules(LONG, body="({})").replace(":", '[capture="]:"]:')),
+    "parametric rules": (
+        "guided_grammar",
+        rules(LONG, body="({}::_)").replace(":_)", "\0").replace(": (", "::_: (").replace("\0", ":_)"),
+    ),
+    "optional parts": ("guided_grammar", rules(LONG, body="[{}]")),
+    "repeated parts": ("guided_grammar", rules(LONG, body="({}){{0,2}}")),
+    "rules after JSON": ("guided_grammar", rules(LONG, body='%json {{"const": "}} a: \\""}} ({})')),
+    "rules after an expression in JSON": ("guided_grammar", rules(LONG, body='%regex {{"substring_chars": ":"}} ({})')),
+    "rules after another grammar": ("guided_grammar", rules(950, body='%lark {{ start: "x" }} ((({})))')),
+    "rules of another grammar": ("guided_grammar", f"start: %lark {{ {rules(LONG, '({})')} }}"),
+    "a schema in a grammar": ("guided_grammar", f"start: %json {json.dumps(references(5000))}"),
+    "a list of grammars": ("guided_grammar", json.dumps({"grammars": [{"json_schema": references(5000)}]})),
+    "brackets": ("guided_grammar", "start: " + nested(5000, "(", ")", '"x"')),
+    "conditions": (
+        "guided_grammar",
+        'start: a::0x0\na::_: "x" %if ' + nested(20_000, "not(", ")", "is_zeros(_)"),
+    ),
+    "expressions": ("guided_regex", nested(100_000, "(", ")", "x")),
+    "expressions in a grammar": ("guided_grammar", "start: /" + nested(5000, "(", ")", "x") + "/"),
+    "expressions in a schema": ("guided_json", {"type": "string", "pattern": nested(5000, "(", ")", "x")}),
+    "repetitions": ("guided_regex", nested(50_000, "(?:", ")*", "x")),
+    "an expression's size": ("guided_regex", "a" * (MAX_BYTES + 1)),
+    "an expression's bytes": ("guided_regex", "é" * (MAX_BYTES // 2 + 1)),
+    "references": ("guided_json", references(5000)),
+    "references as text": ("guided_json", json.dumps(references(5000))),
+    "references in definitions": ("guided_json", references(5000, key="definitions")),
+    "references in several objects": ("guided_json", split_references(5000)),
+    "anchors": ("guided_json", anchors(1500)),
+    "names of parts": (
+        "guided_json",
+        json.loads(json.dumps(anchors(1500)).replace("$anchor", "$id").replace("#d", "d")),
+    ),
+    "escaped references": (
+        "guided_json",
+        json.loads(json.dumps(references(LONG, WRAPS["items"])).replace("#/$", "#/%24")),
+    ),
+    "a text with an object twice": (
+        "guided_json",
+        '{"$defs": {}, ' + json.dumps(references(5000))[1:-1] + "}",
+    ),
+    "objects in each other": ("guided_json", nested(5000, '{"items": ', "}", "true")),
+    "constants in each other": ("guided_json", {"const": json.loads(nested(300, "[", "]", ""))}),
+    "properties": ("guided_json", {"type": "object", "properties": {f"p{n}": True for n in range(20_000)}}),
+    "required": ("guided_json", {"type": "object", "required": [f"p{n}" for n in range(20_000)]}),
+    **{f"references in {name}": ("guided_json", references(LONG, wrap)) for name, wrap in WRAPS.items()},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_overflow_a_stack_is_refused(name):
+    guide, value = REFUSED[name]
+    said = run_alone(guide, value)
+    assert said.startswith(f"{guide}: "), said
+    ours = ("expected at most", "expected no $id", "expected a Lark grammar", "maximum recursion depth")
+    theirs = ("invalid regex", "regex parse error")
+    assert any(words in said for words in ours + theirs), said
+    assert len(said) < 500
+
+
+units = MAX_CHAIN - 10
+LARGEST = {
+    "rules": ("guided_grammar", rules(units)),
+    "rules between others": ("guided_grammar", rules(units, body='"y" {} "k" | "z"')),
+    "terminals": ("guided_grammar", rules(units, body='"y" {} | "z"', name="A")),
+    "brackets": ("guided_grammar", rules(units // 25, body=nested(23, "(", ")", "{}"))),
+    "alternatives": ("guided_grammar", "start: A\nA: " + " | ".join(f'"x{n}"' for n in range(20_000))),
+    "references": ("guided_json", references(units)),
+    **{f"references in {name}": ("guided_json", references(units // 3, wrap)) for name, wrap in WRAPS.items()},
+    "an expression in a grammar": ("guided_grammar", "start: /" + nested(248, "(", ")", "x") + "/"),
+    "properties": ("guided_json", {"type": "object", "required": [f"p{n}" for n in range(MAX_RULES)]}),
+    "values": ("guided_json", {"enum": [f"v{n}" for n in range(20_000)]}),
+    "an expression": ("guided_regex", nested(MAX_NESTING, "(", ")", "x")),
+}
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_the_largest_that_are_accepted_compile_and_run_on_a_small_stack(name):
+    said = run_alone(*LARGEST[name])
+    theirs = ("consider making your grammar left-recursive", "oneOf constraints are not supported")
+    assert said == "follows" or any(words in said for words in theirs), said
+
+
+def grammar_of_a_language(statements):
+    """Expressions in 15 levels, statements in blocks, comments, names: every rule leads to every other one."""
+    levels = [f'e{n}: e{n + 1} (("+{n}" | "-{n}") e{n + 1})*  // e{n}: not a rule' for n in range(15)]
+    forms = [f'?s{n}: "word{n}" e0 ("," e0)* [block] ";" -> form{n}\n  | "other{n}" NAME' for n in range(statements)]
+    block = "block: " + "\n  | ".join(f"s{n} block?" for n in range(statements))
+    ends = 'e15: NAME | /[0-9]+/ | "(" e0 ")" | %json {"type": "object", "properties": {"e0": {"type": "string"}}}'
+    return "\n".join(
+        ["%import common.WS", "%ignore WS", "start: block", block, *forms, *levels, ends, "NAME: /[a-z]+/"]
+    )
+
+
+def schema_of_tools(count):
+    """Objects that refer to each other, as pydantic writes them."""
+    fields = {f"f{n}": {"anyOf": [{"type": "string"}, {"type": "null"}], "title": f"F{n}"} for n in range(10)}
+    definitions = {
+        f"T{n}": {
+            "type": "object",
+            "title": f"T{n}",
+            "properties": {**fields, "next": {"type": "array", "items": {"$ref": f"#/$defs/T{(n + 1) % count}"}}},
+            "required": ["f0"],
+        }
+        for n in range(count)
+    }
+    return {"anyOf": [{"$ref": f"#/$defs/T{n}"} for n in range(count)], "$defs": definitions}
+
+
+def test_large_grammars_and_schemas_of_people_are_accepted():
+    assert run_alone("guided_grammar", grammar_of_a_language(100)) == "follows"
+    check_grammar(grammar_of_a_language(400))
+    assert run_alone("guided_json", schema_of_tools(20)) == "follows"
+    check_schema(schema_of_tools(300))
+    check_grammar('start: "' + "(" * 500 + '" /' + r"\(" * 500 + "/ // " + "(" * 500)  # brackets in texts nest nothing
+    check_regex(r"\(" * 500 + "[(]" * 500 + "[](]" * 500 + "(a)" * 500)
+    check_schema(references(400, lambda r: {"description": "x" * 100, "items": r}))
+    assert run_alone("guided_json", {**anchors(50), "$id": "http://a.example/b"}) == "follows"
+
+
+def test_messages_say_what_is_too_large():
+    for text, message in {
+        rules(5000): f"expected at most {MAX_RULES} rules and terminals, got 5002",
+        rules(LONG, body="({})"): f"expected at most {MAX_CHAIN} links in a chain",
+        "start: " + "(" * 101: f"expected at most {MAX_NESTING} brackets",
+        'start: "x': "the string or regular expression in line 1 has no end",
+        "start: %json {": "what follows %json is no JSON",
+        " {}": "expected a Lark grammar, got JSON",
+    }.items():
+        with pytest.raises(GenerationError, match="guided_grammar: ") as caught:
+            check_grammar(text)
+        assert message in str(caught.value)
+
+
+def longest_walk(weights, links):
+    """By trying all simple paths."""
+
+    def walk(node, seen):
+        return weights[node] + max(
+            (walk(other, {*seen, other}) for other in links[node] if other not in seen), default=0
+        )
+
+    return max(walk(node, {node}) for node in range(len(weights)))
+
+
+def test_a_chain_is_never_longer_than_measured():
+    import random
+
+    draw = random.Random(1)
+    for _ in range(300):
+        size = draw.randint(1, 7)
+        weights = [draw.randint(1, 5) for _ in range(size)]
+        links = [[draw.randrange(size) for _ in range(draw.randint(0, 3))] for _ in range(size)]
+        assert measure_chain(weights, links) >= longest_walk(weights, links)
+        forward = [[target for target in each if target > node] for node, each in enumerate(links)]
+        assert measure_chain(weights, forward) == longest_walk(weights, forward)
+    assert measure_chain([1] * 50_000, [[node + 1] for node in range(49_999)] + [[]]) == 50_000
+
+
+def test_the_work_grows_with_the_size_alone(monkeypatch):
+    """Texts that search again and again for an end, and graphs with one large component, take one pass."""
+    monkeypatch.setattr(constraint_limits, "MAX_CHAIN", 1 << 30)
+    for text in ('"' + '\\"' * 100_000, "/" + "\\/" * 100_000, "a[" * 60_000):
+        with pytest.raises(GenerationError):
+            check_grammar(text)
+    check_grammar("a[]" * 60_000 + "a]:" * 1500)
+    names = [f"d{n}" for n in range(1500)]
+    check_schema({"$defs": {name: {"allOf": [{"$ref": "#"}, {"$ref": f"#/$defs/{name}"}]} for name in names}})
