@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from .shell import common_options, print_json, say, wants_json
 if TYPE_CHECKING:
     from ..serving import Engine
 
+KEY_VARIABLE = "BITNET_REF_API_KEY"
 NEEDED = ("starlette", "uvicorn", "fastjsonschema")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SEND_BUFFER_BYTES = 1 << 16  # of a connection: a client that does not read is noticed soon
@@ -35,12 +37,24 @@ def _read_size(ctx: click.Context, param: click.Parameter, value: str | None) ->
         raise click.BadParameter(f"expected bytes, like 8GiB, got {value!r}") from None
 
 
+def check_keys(values: tuple[str, ...]) -> tuple[str, ...]:
+    """The keys. Raises ConfigError for a blank one: a variable that was not set would open the server to everyone."""
+    given = values or (os.environ.get(KEY_VARIABLE, "unset"),)  # click takes a blank variable for none
+    if not all(key.strip() for key in given):
+        message = f"a key is blank; give one, or leave --api-key out and unset {KEY_VARIABLE} to serve without keys"
+        raise ConfigError(message, field="--api-key")
+    return tuple(key.strip() for key in values)
+
+
 @click.command(short_help="Serve models by OpenAI's HTTP API.")
 @click.argument("models", nargs=-1, metavar="[MODEL | NAME=MODEL]...")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every network.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
 @click.option(
-    "--api-key", "api_keys", multiple=True, envvar="BITNET_REF_API_KEY", help="Clients need one of these keys."
+    *("--api-key", "api_keys"),
+    multiple=True,
+    envvar=KEY_VARIABLE,
+    help="Clients need one of these keys.",
 )
 @click.option("--config", type=click.Path(path_type=Path), help="Engine settings, a TOML file (docs/serving.md).")
 @click.option("--backend", type=click.Choice(("auto", *NAMES)), help="As in generate.  [default: the config's]")
@@ -76,6 +90,7 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     from ..serving.http.app import ServerLimits, create_app
     from ..serving.http.shelf import ModelShelf
 
+    api_keys = check_keys(options["api_keys"])
     backend, threads = options["backend"], options["threads"]
     chosen = {"backend": backend, "replicas": options["replicas"]}
     config = EngineConfig.load(options["config"], **{name: value for name, value in chosen.items() if value})
@@ -94,13 +109,13 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     app = create_app(
         ModelShelf(sources, open_engine, options["memory_budget"], options["idle_s"]),
         limits,
-        api_keys=tuple(key for each in options["api_keys"] if (key := each.strip())),
+        api_keys=api_keys,
         chat_template=content_of(options["chat_template"]),
         origins=options["origins"],
         hosts=hosts,
         version=__version__,
     )
-    if host not in LOOPBACK and not options["api_keys"]:
+    if host not in LOOPBACK and not api_keys:
         say(f"anyone who reaches {host} can use this server: set --api-key, or listen on 127.0.0.1")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     bound = listen(host, port)

@@ -665,6 +665,25 @@ def test_chains_of_references_end_no_server(talker, tmp_path):
     assert [answer["status_code"] for answer in answers] == [400, 200]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "variable"),
+    [
+        (("--api-key", ""), None),
+        (("--api-key", " \t"), "k"),
+        (("--api-key", "k", "--api-key", ""), None),
+        ((), ""),
+        ((), " "),
+    ],
+)
+def test_a_blank_key_is_refused(monkeypatch, arguments, variable):
+    monkeypatch.setattr(serve_command, "listen", lambda *_: pytest.fail("the server starts"))
+    if variable is not None:
+        monkeypatch.setenv("BITNET_REF_API_KEY", variable)
+    message = invoke_json("serve", *arguments, code=2)["error"]["message"]
+    assert "a key is blank; give one, or leave --api-key out and unset BITNET_REF_API_KEY" in message
+    assert len(invoke("serve", *arguments).stderr.splitlines()) == 1
+
+
 def test_a_server_that_cannot_start_says_why(monkeypatch, running):
     assert invoke_json("serve", "--port", running.port, code=3)["error"]["message"].startswith(
         "cannot listen on 127.0.0.1"
