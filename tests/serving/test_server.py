@@ -318,6 +318,10 @@ REPLIES = [
     ("<tool_call>" + CALL.replace("clock", "cook"), None, []),
     ('{"a": 1}', None, []),
     ("x <tool", None, []),
+    (f"Sure: {CALL}", None, []),  # an object after other text is text, wherever its piece begins
+    (f"<tool_call><tool_call>{CALL}</tool_call>", None, []),
+    (f"<tool_call>{CALL}</tool_call> and <tool_call>", None, []),
+    (" \n ", None, []),
 ]
 
 
@@ -333,6 +337,31 @@ def test_calls_in_a_text_that_comes_in_pieces(text, content, zones, size):
     assert [call["function"] for call in first] == [call["function"] for call in calls[:1]]
     assert said.strip() == (text if content is None else content).strip()
     assert [json.loads(call["function"]["arguments"])["zone"] for call in calls] == zones
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        " " * 500_000,
+        "<tool_call>x" + " " * 500_000 + "y",
+        "<tool_call>" * 50_000,
+        "<tool_call></tool_call>" * 25_000,
+        "<tool_call" * 50_000,
+        "<tool_call>" + "{" * 500_000,
+        "{" * 500_000,
+        "<" * 500_000,
+    ],
+    ids=lambda text: f"{text[:12]}...",
+)
+def test_calls_are_found_in_one_pass(text):
+    """A search that begins again with each piece, mark or space takes minutes here, and this test would not end."""
+    for size in (1, len(text)):
+        reader = ToolReader(["clock"], is_forced=False)
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        said = [reader.push(piece, None) for piece in pieces]
+        said.append(reader.push("", "stop"))
+        assert "".join(part for part, _ in said) == text
+        assert not any(calls for _, calls in said)
 
 
 # -- the rest of the API -----------------------------------------------------------------------------------------------

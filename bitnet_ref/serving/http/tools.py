@@ -7,15 +7,13 @@ Two forms are read, which published chat templates teach: `<tool_call>{"name": .
 from __future__ import annotations
 
 import json
-import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .schemas import RequestError
 
-MARK = "<tool_call>"
-_CALLS = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+MARK, END_MARK = "<tool_call>", "</tool_call>"
 
 
 class ToolReader:
@@ -24,7 +22,10 @@ class ToolReader:
     def __init__(self, names: Sequence[str], is_forced: bool, one_call: bool = False) -> None:
         """is_forced: the whole reply is one call. one_call: of several calls the first is read."""
         self.names, self._is_forced, self._one_call = names, is_forced, one_call
-        self._held, self._is_object = "", is_forced
+        self._held: list[str] = []  # what was not passed on
+        self._is_blank = not is_forced  # so far
+        self._is_object = is_forced
+        self._has_mark = False
 
     def copy(self) -> ToolReader:
         """A reader for another reply."""
@@ -32,26 +33,30 @@ class ToolReader:
 
     def push(self, text: str, finish: str | None) -> tuple[str, list[dict[str, Any]]]:
         """Add text.   -> the part that is certain, and after the last piece (finish) the calls"""
-        self._held += text
-        start = self._held.lstrip()
-        self._is_object = self._is_object or start.startswith("{")
-        mark = self._held.find(MARK)
-        if finish is not None:
-            before = "" if self._is_object else self._held if mark < 0 else self._held[:mark]
-            calls = self._read(self._held[len(before) :])[: 1 if self._one_call else None]
-            if calls or self._is_forced:  # a forced call that max_tokens cuts is no text
-                return before.rstrip(), calls
-            return self._held, []
-        if self._is_object or not start:
-            return "", []
-        end = mark if mark >= 0 else len(self._held) - _partial(self._held)
-        certain, self._held = self._held[:end], self._held[end:]
-        return certain, []
+        self._held.append(text)
+        if self._is_blank:
+            start = text.lstrip()
+            self._is_blank = not start
+            self._is_object = start.startswith("{")
+        certain = ""
+        if not (self._is_blank or self._is_object or self._has_mark):
+            new = "".join(self._held)
+            mark = new.find(MARK)
+            self._has_mark = mark >= 0
+            end = mark if self._has_mark else len(new) - _partial(new)
+            certain, self._held = new[:end], [new[end:]]
+        if finish is None:
+            return certain, []
+        rest = "".join(self._held)
+        calls = self._read(rest)[: 1 if self._one_call else None]
+        if calls or self._is_forced:  # a forced call that max_tokens cuts is no text
+            return certain.rstrip(), calls
+        return certain + rest, []
 
     def _read(self, text: str) -> list[dict[str, Any]]:
         """The calls in a text; none if any of it is not a call of a known tool."""
         calls = []
-        for part in [text] if self._is_object else _CALLS.findall(text):
+        for part in [text] if self._is_object else _split_calls(text):
             try:
                 call = json.loads(part)
                 name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
@@ -62,6 +67,15 @@ class ToolReader:
             function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
             calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
         return calls
+
+
+def _split_calls(text: str) -> Iterator[str]:
+    """What is between each mark and the next end mark, or the end of the text."""
+    start = text.find(MARK)
+    while start >= 0:
+        end = text.find(END_MARK, start)
+        yield text[start + len(MARK) : end if end >= 0 else None].strip()
+        start = text.find(MARK, end) if end >= 0 else -1
 
 
 def _partial(text: str) -> int:
