@@ -113,6 +113,48 @@ def test_several_prompts_and_the_best_of_several(client, whole):
     assert best.usage.completion_tokens == 30
 
 
+@pytest.mark.parametrize("limits", [{"max_tokens": 7}, {"max_tokens": 40, "stop": [" the", "."]}, {"min_tokens": 3}])
+@pytest.mark.parametrize("prompts", [[PROMPT], [PROMPT, "The rabbit ran away."]])
+def test_usage_of_several_texts_of_a_prompt(client, running, prompts, limits):
+    """Each prompt counts once, the new tokens of all its texts count; in one object and at the end of a stream."""
+    story = model(STORY, BACKEND, threads=1)
+    sampling = {"temperature": 1.2, "seed": 5, "n": 3, "max_tokens": 16, **limits}
+    outs = [out for each in prompts for out in story.generate(each, **sampling)]
+    assert len({len(out.token_ids) for out in outs}) > 1 or "stop" not in limits
+    prompt_tokens = sum(len(story.tokenizer.encode(each)) for each in prompts)
+    new = sum(len(out.token_ids) for out in outs)
+    expected = {"prompt_tokens": prompt_tokens, "completion_tokens": new, "total_tokens": prompt_tokens + new}
+    body = {"model": "storyteller", "prompt": prompts, **sampling}
+    _, _, answer = running.post("/v1/completions", body)
+    assert len(answer["choices"]) == 3 * len(prompts)
+    assert answer["usage"].items() >= expected.items()
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for wanted in ({"include_usage": True}, options):
+        _, _, text = running.post("/v1/completions", {**body, "stream": True, "stream_options": wanted})
+        chunks = events(text)
+        assert chunks[-1]["choices"] == []
+        assert chunks[-1]["usage"].items() >= expected.items()
+        if wanted is options:
+            assert chunks[-2]["usage"].items() >= expected.items()
+
+
+@pytest.mark.parametrize("limits", [{"max_tokens": 7}, {"max_tokens": 40, "stop": [" the", "."]}])
+def test_usage_of_several_replies(client, talker, running, limits):
+    params = {"model": "talker", "messages": HELLO, "temperature": 1.2, "seed": 5, "n": 3, **limits}
+    story = model(talker, BACKEND, threads=1)
+    ids = story.tokenizer.apply_chat_template(HELLO, tokenize=True)
+    outs = story.generate(ids, temperature=1.2, seed=5, n=3, **limits)
+    new = sum(len(out.token_ids) for out in outs)
+    whole = client.chat.completions.create(**params).usage
+    assert (whole.prompt_tokens, whole.completion_tokens, whole.total_tokens) == (len(ids), new, len(ids) + new)
+    chunks = list(client.chat.completions.create(**params, stream=True, stream_options={"include_usage": True}))
+    last = chunks[-1]
+    assert (last.choices, all(chunk.usage is None for chunk in chunks[:-1])) == ([], True)
+    assert {chunk.choices[0].index for chunk in chunks[:-1]} == {0, 1, 2}
+    usage = last.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (len(ids), new, len(ids) + new)
+
+
 def test_beams(client, running):
     """vLLM's `use_beam_search`, for completions and chats, alone and beside other requests."""
     story = model(STORY, BACKEND, threads=1)
