@@ -182,6 +182,37 @@ record(model, [1, 5, 9, 14, 3], {str(tmp_path / "u")!r}, names)
     assert counts == [33, 33]
 
 
+def test_the_hooks_record_gemma(tmp_path):
+    """Its scaled embedding, norms after each half, norms of heads that come first, and windows."""
+    pytest.importorskip("transformers")
+    sizes = "hidden_size=32, intermediate_size=48, head_dim=8, num_attention_heads=4, num_key_value_heads=2"
+    code = f"""
+import sys, torch; sys.path.insert(0, {str(RECORDERS)!r})
+from torch_hooks import record
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+torch.manual_seed(0)
+layers = ["sliding_attention", "full_attention"]
+config = Gemma3TextConfig({sizes}, vocab_size=96, num_hidden_layers=2, layer_types=layers, sliding_window=4)
+config.update(dict(max_position_embeddings=64, query_pre_attn_scalar=32))
+model = Gemma3ForCausalLM(config).eval()
+for weight in model.parameters():
+    torch.nn.init.normal_(weight, std=0.2)
+model.save_pretrained({str(tmp_path / "m")!r})
+record(model, [2, 5, 9, 14, 3, 77, 12, 8], {str(tmp_path / "t")!r})
+record(model, [2, 5, 9, 14], {str(tmp_path / "four")!r})  # as many as heads
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    m = bitnet_ref.load(tmp_path / "m", backend="numpy")
+    crossing = cross_trace(m, tmp_path / "t")
+    assert crossing.agrees, crossing.verdict
+    assert cross_trace(m, tmp_path / "four").agrees
+    compared = {op.name for op in crossing.comparisons[-1].ops}
+    block = {f"blocks.1.{name}.hook_normalized" for name in ("ln1", "ln2", "ln1_post", "ln2_post", "attn.q_norm")}
+    assert block | {"hook_embed_scaled", "blocks.1.hook_resid_mid"} <= compared
+    assert not crossing.comparisons[-1].unknown
+
+
 def test_the_hooks_know_the_weights_of_the_package():
     """Every module of the map of weights, under the same trace name."""
     text = (RECORDERS / "torch_hooks.py").read_text()

@@ -41,6 +41,13 @@ INPUTS = {
     "mlp.ffn_layernorm": "mlp.hook_post",
     "mlp.down_proj": "mlp.hook_post",
 }
+# In a layer that has a norm after each half (Gemma), `post_attention_layernorm` is the first of these.
+OUTPUTS_POST_NORMS = {
+    "post_attention_layernorm": "ln1_post.hook_normalized",
+    "pre_feedforward_layernorm": "ln2.hook_normalized",
+    "post_feedforward_layernorm": "ln2_post.hook_normalized",
+}
+INPUTS_POST_NORMS = {"pre_feedforward_layernorm": "hook_resid_mid"}
 OUTSIDE = {"embed_tokens": "hook_embed", "norm": "ln_final.hook_normalized", "lm_head": "lm_head.hook_out"}
 _LAYER = re.compile(r"(?:.*\.)?(?:layers|blocks|h)\.(\d+)(?:\.(.*))?")
 
@@ -50,29 +57,54 @@ class Hooks:
 
     def __init__(self, model, names=None):
         self.seen = {}
-        for path, module in model.named_modules():
+        modules = dict(model.named_modules())
+        for path, module in modules.items():
             for pattern, name in (names or {}).items():
                 match = re.fullmatch(re.escape(pattern).replace(r"\{\}", r"(\d+)"), path)
                 if match is not None:
                     self.output(module, name.format(*match.groups()))
             match = _LAYER.fullmatch(path)
             if match is None:
-                if path.rpartition(".")[2] in OUTSIDE:
-                    self.output(module, OUTSIDE[path.rpartition(".")[2]])
+                self.outside(module, path.rpartition(".")[2])
                 continue
             block, part = f"blocks.{match[1]}", match[2] or ""
-            if part in INPUTS:
-                self.input(module, f"{block}.{INPUTS[part]}")
-            if part in OUTPUTS:
-                self.output(module, f"{block}.{OUTPUTS[part]}")
+            layer = path.removesuffix(part)
+            outputs, inputs = OUTPUTS, INPUTS
+            if f"{layer}pre_feedforward_layernorm" in modules:
+                without = {each: name for each, name in INPUTS.items() if each not in OUTPUTS_POST_NORMS}
+                outputs, inputs = {**OUTPUTS, **OUTPUTS_POST_NORMS}, {**without, **INPUTS_POST_NORMS}
+            if part in inputs:
+                self.input(module, f"{block}.{inputs[part]}")
+            if part in ("self_attn.q_norm", "self_attn.k_norm"):
+                self.head_norm(module, f"{block}.{outputs[part]}")
+            elif part in outputs:
+                self.output(module, f"{block}.{outputs[part]}")
             if part == "self_attn":
                 self.pattern(module, f"{block}.attn.hook_pattern")
+
+    def outside(self, module, part):
+        """A module outside of the layers. An embedding with a scale of its own (Gemma) gives the scaled rows."""
+        if part in OUTSIDE:
+            scaled = part == "embed_tokens" and float(getattr(module, "embed_scale", 1)) != 1
+            self.output(module, "hook_embed_scaled" if scaled else OUTSIDE[part])
 
     def keep(self, name, tensor, dtype=torch.float32):
         self.seen.setdefault(name, []).append(tensor.detach()[0].to(dtype).cpu().numpy().copy())
 
     def output(self, module, name):
         module.register_forward_hook(lambda _m, _i, out: self.keep(name, out[0] if isinstance(out, tuple) else out))
+
+    def head_norm(self, module, name):
+        """A norm of heads, called with (1, N, H, d), or with (1, H, N, d) as in Gemma."""
+        linear = name.replace("_norm.hook_normalized", "_proj.hook_out")
+
+        def hook(_module, inputs, out):
+            rows = self.seen[linear][-1]  # (N, H*d)
+            x = inputs[0].detach()[0].to(torch.float32).cpu().numpy()
+            is_by_token = len(x) == len(rows) and (x.reshape(rows.shape) == rows).all()
+            self.keep(name, out if is_by_token else out.transpose(1, 2))
+
+        module.register_forward_hook(hook)
 
     def input(self, module, name):
         calls = [0]  # of this module: one whose input another has recorded in this call records nothing
