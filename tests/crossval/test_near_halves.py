@@ -1,0 +1,141 @@
+"""Thin traces of a correct float32 engine agree up to rounding; an engine with a mistake does not."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from helpers import model
+
+from bitnet_ref.backends import Backend
+from bitnet_ref.backends.loaded import LoadedModel
+from bitnet_ref.backends.observe import observe
+from bitnet_ref.backends.record import Recorder
+from bitnet_ref.backends.run import run
+from bitnet_ref.cli import cli
+from bitnet_ref.crossval.compare import compare
+from bitnet_ref.crossval.explain.diagnose import diagnose
+from bitnet_ref.crossval.explain.near_halves import follow_flips
+from bitnet_ref.crossval.opponents import cross_trace
+from bitnet_ref.crossval.trace import write_trace
+from bitnet_ref.reference.cache import TokenBatch
+
+F32 = np.float32
+# Each has a flip in a trace of the residual stream; found by running a few dozen.
+PROMPTS = (
+    "Alice was beginning to get very tired of sitting by her sister on the bank",
+    "The mouse looked at the cat and did not move",
+    "Mother made a cake and put it upon the table by the window",
+    "Peter ran through the garden as fast as he could, and lost one of his shoes among the cabbages",
+    "It was a dark night and the wind was blowing hard",
+    "There was once a poor woodcutter who had seven sons",
+)
+FIVE = ("hook_embed", "blocks.0.attn.q_proj.hook_out", "blocks.0.attn.hook_z")
+
+
+class Float32Engine(Backend):
+    """Another engine's arithmetic: norms, gates and attention in float32 throughout, sums in an order of their own."""
+
+    def __init__(self, eps=None):
+        super().__init__("float32", 1)
+        self.eps = eps
+
+    def rms_norm(self, x, weight, eps):
+        order = np.random.default_rng(0).permutation(x.shape[1])
+        total = np.cumsum(np.square(x[:, order]), axis=1, dtype=F32)[:, -1:]
+        return x * (F32(1) / np.sqrt(total / F32(x.shape[1]) + F32(self.eps or eps))) * weight
+
+    def attention(self, q, cache, batch, layer, window):
+        keys, values = cache.stored(layer, batch)
+        group = q.shape[1] // keys.shape[1]
+        k, v = (np.repeat(each, group, axis=1) for each in (keys, values))
+        scores = np.einsum("ihd,jhd->hij", q, k) * F32(q.shape[2] ** -0.5)
+        scores += np.triu(np.full(scores.shape[1:], -np.inf, dtype=F32), 1)
+        e = np.exp(scores - scores.max(-1, keepdims=True))
+        return np.einsum("hij,jhd->ihd", e / e.sum(-1, keepdims=True, dtype=F32), v)
+
+    def dequantize(self, acc, w, x_quant_scale):
+        return acc.astype(F32) / x_quant_scale * F32(w.w_dequant_scale)
+
+
+class Trace(dict):
+    own_engine = False
+
+
+def run_engine(engine, tokens, config=None):
+    """{name: array} of everything that the engine computes on storyteller."""
+    m = model("storyteller")
+    cfg = config or m.config
+    recorder = Recorder(engine, m.weights, cfg)
+    loaded = LoadedModel(cfg, m.weights, engine)
+    batch = TokenBatch.of([(0, 0, np.asarray(tokens, dtype=np.int64))])
+    run(observe(engine, recorder), m.weights, cfg, batch, loaded.new_cache(1, len(tokens)))
+    return recorder.seen
+
+
+def thin(seen, *more):
+    names = (*more, "lm_head.hook_out")
+    return Trace({name: x for name, x in seen.items() if name.endswith("hook_resid_post") or name in names})
+
+
+@pytest.fixture(scope="module", params=PROMPTS)
+def pair(request):
+    """(tokens, the reference's run, the engine's)"""
+    m = model("storyteller")
+    tokens = m.tokenizer.encode(request.param)
+    return tokens, m.run_with_cache(tokens)[1], run_engine(Float32Engine(), tokens)
+
+
+@pytest.mark.parametrize("more", [(), FIVE])
+def test_a_correct_engine_agrees_up_to_rounding(pair, more):
+    tokens, right, seen = pair
+    m, shown = model("storyteller"), thin(seen, *more)
+    comparison = follow_flips(m, tokens, shown, compare(right, shown, m.config, tokens))
+    assert comparison.agrees, comparison.verdict
+    assert diagnose(m, tokens, shown, comparison) == []
+    assert comparison.implied_flips <= 3
+    for flip in comparison.flips:  # the engine's own integers, which it did not show, are these
+        assert seen[flip.name][flip.token, flip.element] == flip.candidate
+        assert flip.in_words in comparison.verdict
+
+
+def test_the_prompts_have_flips():
+    """Without the search most of these correct traces differ, so that the test above can fail."""
+    m, differ = model("storyteller"), 0
+    for prompt in PROMPTS:
+        tokens = m.tokenizer.encode(prompt)
+        shown = thin(run_engine(Float32Engine(), tokens))
+        differ += not compare(m.run_with_cache(tokens)[1], shown, m.config, tokens).agrees
+    assert differ >= 3
+
+
+def test_a_mistake_is_no_rounding():
+    """Small ones: eps, a window of all but one token, one weight of one norm off by 1%."""
+    m = model("storyteller")
+    tokens = m.tokenizer.encode(PROMPTS[0])
+    right = m.run_with_cache(tokens)[1]
+    engines = {
+        "eps": run_engine(Float32Engine(eps=1e-3), tokens),
+        "window": run_engine(Backend("float32", 1), tokens, replace(m.config, sliding_window=len(tokens) - 1)),
+        "theta": run_engine(Backend("float32", 1), tokens, replace(m.config, rope=replace(m.config.rope, theta=9900.0))),
+    }
+    for mistake, seen in engines.items():
+        shown = thin(seen)
+        before = compare(right, shown, m.config, tokens)
+        assert not before.agrees
+        assert follow_flips(m, tokens, shown, before) is before, mistake
+
+
+def test_the_command_says_which_integer(tmp_path):
+    m = model("storyteller")
+    tokens = m.tokenizer.encode(PROMPTS[0])
+    write_trace(tmp_path / "t", thin(run_engine(Float32Engine(), tokens)), tokens, engine="theirs")
+    crossing = cross_trace(m, tmp_path / "t")
+    assert crossing.agrees
+    done = CliRunner().invoke(cli, ["crossval", "trace", "storyteller", str(tmp_path / "t"), "--json"])
+    assert done.exit_code == 0, done.output
+    (result,) = json.loads(done.stdout)["results"]
+    free = result["comparisons"][-1]
+    assert free["implied_flips"] == free["n_flips"] == len(free["flips"]) >= 1
+    assert "AGREES up to rounding, free-running: token 2, layer 2, q_proj, int8 at 115.5" in result["verdict"]
