@@ -329,9 +329,9 @@ def _sig(x: NDArray) -> NDArray:
     return 1 / (1 + np.exp(-np.clip(x, -700, 700)))
 
 
+ACTIVATION_WORDS = {"relu2": "relu squared", "gelu_tanh": "gelu (tanh)"}  # of those whose name says less
 ACTIVATIONS: dict[str, Callable[[NDArray], NDArray]] = {
-    "relu squared": lambda x: np.square(np.maximum(x, 0)), "relu": lambda x: np.maximum(x, 0), "silu": lambda x: x * _sig(x),
-    "gelu (tanh)": lambda x: 0.5 * x * (1 + np.tanh(layers.GELU_SLOPE * (x + 0.044715 * x**3))),
+    **{ACTIVATION_WORDS.get(name, name): act for name, act in layers.GATES.items()}, "relu": lambda x: np.maximum(x, 0),
     "gelu (erf)": lambda x: 0.5 * x * (1 + np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2))),
     "quick gelu, x sigmoid(1.702 x)": lambda x: x * _sig(1.702 * x), "sigmoid": _sig, "tanh": np.tanh, "no activation": lambda x: x,
     "the square without relu": np.square, "x |x|": lambda x: x * np.abs(x), "the absolute value": np.abs, "softplus": lambda x: np.logaddexp(0, x),
@@ -339,11 +339,10 @@ ACTIVATIONS: dict[str, Callable[[NDArray], NDArray]] = {
     "hard swish": lambda x: x * np.clip(x + 3, 0, 6) / 6, "hard sigmoid": lambda x: np.clip(x + 3, 0, 6) / 6, "relu6": lambda x: np.clip(x, 0, 6),
     "leaky relu, slope 0.01": lambda x: np.where(x > 0, x, 0.01 * x), "the constant 1": np.ones_like,
 }
-RIGHT_ACTIVATIONS = {"relu2": "relu squared", "silu": "silu", "gelu_tanh": "gelu (tanh)"}
 
 
 def _act(x: NDArray, activation: str) -> NDArray:
-    return ACTIVATIONS[RIGHT_ACTIVATIONS[activation]](wide(x))
+    return layers.GATES[activation](wide(x))
 
 
 GATES: list[Row] = [
@@ -360,7 +359,7 @@ GATES: list[Row] = [
 
 
 def _gates(step: Step) -> Iterator[Row]:
-    right = RIGHT_ACTIVATIONS[step.inputs[2]]
+    right = ACTIVATION_WORDS.get(step.inputs[2], step.inputs[2])
     for name, other in ACTIVATIONS.items():
         if name != right:
             yield 1, f"the activation is {name} where {right} belongs", lambda g, u, n, other=other: other(wide(g)) * wide(u)
