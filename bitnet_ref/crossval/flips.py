@@ -47,8 +47,9 @@ class Flip:
 
     def __str__(self) -> str:
         return (
-            f"{self.name}[{self.token}, {self.element}]: {self.before_rounding:.6f} before rounding, {self.distance:.1e} "
-            f"from a half, is {self.reference} in the reference and {self.candidate} in the candidate"
+            f"{self.name}[{self.token}, {self.element}]: {self.before_rounding:.6f} before rounding, "
+            f"{self.distance:.1e} from a half, "
+            f"is {self.reference} in the reference and {self.candidate} in the candidate"
         )
 
 

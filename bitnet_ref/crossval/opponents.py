@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,7 +23,7 @@ from .explain.describe import work_through
 from .explain.diagnose import Diagnoses, Diagnosis, Progress, diagnose, diagnose_prompt
 from .explain.near_halves import follow_flips
 from .explain.replay import judge_trace
-from .explain.variants import Setting
+from .explain.variants import IMPOSSIBLE, Setting
 from .paths import OnCheck, check_paths, ignore_check
 from .report import Crossing, evidence
 from .self_check import check_answers, is_emulated, is_shipped
@@ -161,7 +161,8 @@ def explain_trace(
         run = _actual_run(crossing, reference, trace)
         free = crossing.comparisons[-1]
         if not free.agrees and free.problem is None:
-            crossing.worked = work_through(Setting.of(reference, run.token_ids), run)
+            with suppress(*IMPOSSIBLE):  # it only illustrates the verdict
+                crossing.worked = work_through(Setting.of(reference, run.token_ids), run)
         causes = diagnose(reference, run.token_ids, run, free, progress=progress, deadline=deadline)
         if crossing.other_tokens is not None:
             prompt = diagnose_prompt(model, trace.token_ids, run.token_ids, trace.prompt)

@@ -130,6 +130,9 @@ class Crossing:
             sentences = [f"none of the {len(self.causes)} mistakes that were tested explains the difference"]
         if stopped := self.causes.stopped:
             sentences.append(f"the search for causes ended early, {stopped}: {self.causes.untested} are not tested")
+        if failed := self.causes.failed:
+            named = "; ".join(f"{cause} ({error})" for cause, error in failed.items())
+            sentences.append(f"not tested, as the reference cannot be run so on this model: {named}")
         return sentences + [
             f"{cause.cause}: record {cause.record_next} next" for cause in self.causes if cause.record_next
         ]
@@ -155,6 +158,7 @@ class Crossing:
             "other_tokens": self.other_tokens,
             "diagnosis": self.diagnosis(),
             "examples": self.examples(),
+            "untested": dict(self.causes.failed),
             "causes": [cause.to_dict() for cause in self.causes if cause.confirmed or cause.partly],
             "comparisons": [describe(comparison) for comparison in self.comparisons],
             "paths": [check.to_dict() for check in self.paths],

@@ -114,6 +114,15 @@ NARROW_FLOATS: dict[str, EngineTolerance] = {
     "float16": EngineTolerance(0.1, "11 bits of mantissa: a share of the int8 activations flips, as in bfloat16"),
 }
 
+# -- causes of a difference --------------------------------------------------------------------------------------------
+
+# A cause explains the logits if their relative L2 error with it is at most this share of the error without it. A change
+# in the last bit that happens to flip one int8 as the engine did leaves more.
+EXPLAINED_SHARE = 0.1
+# By the engine's dtype: an error of the logits that is its rounding and need not fall. float32: CHAIN roundings, of
+# which one layer may add as many. Narrow floats: twice what was measured at storyteller's logits.
+LOGITS_ROUNDING = {"float32": CHAIN * EPSILON, "bfloat16": 0.018, "float16": 0.018}
+
 # -- gradients and changes of masters in training ----------------------------------------------------------------------
 
 GRADIENTS: dict[str, EngineTolerance] = {
@@ -135,8 +144,8 @@ FLIP_CEILING = 0.35
 # ulp of x * scale at 127, the rounding of the product itself.
 FLIP_FLOOR = 127 * EPSILON
 # A trace without int8 tensors does not show its flips, so the reference rounds activations near a half the other way,
-# on trial. How near, in roundings of the largest activation for each layer before. Measured: storyteller in float32 with
-# sums in three orders, 36 runs, has flips up to 4 roundings from a half (in layer 5).
+# on trial. How near, in roundings of the largest activation for each layer before. Measured: storyteller in float32
+# with sums in three orders, 36 runs, has flips up to 4 roundings from a half (in layer 5).
 NEAR_HALF = 8
 # In those runs one of 200,000 int8 values flips. Ten times as many are more than noise; two may always be chance.
 VALUES_PER_FLIP = 20_000

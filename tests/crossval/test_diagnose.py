@@ -1,12 +1,15 @@
 """Diagnosis: what is wrong is confirmed, what is right is not, and what cannot be told apart is all listed."""
 
+import json
 from functools import cache
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from helpers import BITNET, GOLDEN, model, write_checkpoint
 
 import bitnet_ref
+from bitnet_ref.cli import cli
 from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.explain.diagnose import diagnose, diagnose_prompt
 from bitnet_ref.crossval.explain.hypotheses import HYPOTHESES
@@ -278,3 +281,50 @@ def test_a_mistake_in_a_delta_net_is_described(hook):
     causes = [d for d in diagnose(m, TOKENS, candidate, comparison) if d.confirmed]
     assert "in layer 1 only: it is all zeros (in " in causes[0].cause
     assert causes[0].remedy.startswith("Compare with ")
+
+
+def test_a_cause_must_explain_the_logits(load):
+    """A mistake with which the tensors agree, but the logits' error falls by less than half, is not confirmed."""
+    m = load()
+    right, wrong = m.run_with_cache(TOKENS)[1], made_by(m, "norm_eps_1e-06")
+    logits, mine = wrong["lm_head.hook_out"], right["lm_head.hook_out"]
+    error = np.linalg.norm(logits - mine) / np.linalg.norm(mine)
+    seen = {"blocks.0.ln1.hook_scale": wrong["blocks.0.ln1.hook_scale"], "lm_head.hook_out": logits}
+    assert confirmed(diagnosed(m, seen)) == {"norm_eps_1e-06", "norm_eps_1e-08"}  # see ALIKE
+    seen["lm_head.hook_out"] = logits * np.float32(1 + 0.6 * error)
+    assert compare(wrong, seen, m.config, TOKENS).agrees
+    found = diagnosed(m, seen, depth=1, thorough=False)
+    assert not {d.name for d in found if d.confirmed and not d.logit_error <= d.logit_error_before / 10}
+    assert "norm_eps_1e-06" in {d.name for d in found}
+    assert "norm_eps_1e-06" not in confirmed(found)
+
+
+def test_a_mistake_that_cannot_be_run_is_noted(tmp_path):
+    """With a window of 1, a cache that misses the newest token leaves nothing to attend to: the reference raises."""
+    m = model(GOLDEN / "mistral-window1")
+    seen = {"lm_head.hook_out": m.run_with_cache(TOKENS)[1]["lm_head.hook_out"] ** 3}
+    found = diagnosed(m, seen, depth=1)
+    (cause,) = found.failed
+    assert "a token does not see itself" in cause
+    assert found.failed[cause].startswith("NumericsError: ")
+    assert len(found) > 30  # the others are tested
+    write_trace(tmp_path / "t", seen, TOKENS, engine="theirs")
+    arguments = ["crossval", "trace", str(GOLDEN / "mistral-window1"), str(tmp_path / "t"), "--json"]
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 1, done.output
+    (result,) = json.loads(done.stdout)["results"]
+    assert cause in result["untested"]
+    assert result["comparisons"][-1]["ops"]
+    assert any(
+        f"not tested, as the reference cannot be run so on this model: {cause}" in s for s in result["diagnosis"]
+    )
+
+
+def test_scaling_ignored_of_longrope(tmp_path):
+    scaling = {"rope_type": "longrope", "long_factor": [2.0] * 4, "short_factor": [1.5] * 4, "factor": 4.0}
+    scaling["original_max_position_embeddings"] = 4
+    config = {**BITNET, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "rope_scaling": scaling}
+    m = bitnet_ref.load(write_checkpoint(tmp_path, {**config, "max_position_embeddings": 16}), backend="numpy")
+    found = diagnosed(m, made_by(m, "rope_scaling_ignored"))
+    assert confirmed(found) == {"rope_scaling_ignored"}
+    assert found.failed == {}

@@ -118,7 +118,9 @@ def test_a_mistake_is_no_rounding():
     engines = {
         "eps": run_engine(Float32Engine(eps=1e-3), tokens),
         "window": run_engine(Backend("float32", 1), tokens, replace(m.config, sliding_window=len(tokens) - 1)),
-        "theta": run_engine(Backend("float32", 1), tokens, replace(m.config, rope=replace(m.config.rope, theta=9900.0))),
+        "theta": run_engine(
+            Backend("float32", 1), tokens, replace(m.config, rope=replace(m.config.rope, theta=9900.0))
+        ),
     }
     for mistake, seen in engines.items():
         shown = thin(seen)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ...backends.loaded import LoadedModel
 from ..compare import OTHER_SHAPE, Comparison, View, compare
 from ..names import LOGITS, layer_of
+from ..tolerances import EXPLAINED_SHARE, LOGITS_ROUNDING
 from .describe import IMPOSSIBLE, differing_tensors, find
 from .hypotheses import forward_hypotheses
 from .hypotheses.prompts import TokenHypothesis, prompt_hypotheses, tokenizer_of
@@ -33,7 +34,7 @@ from .wording import numbers_in_words
 class Diagnosis:
     """One cause that was tested.
 
-    confirmed: the reference with this mistake agrees with the candidate.
+    confirmed: the reference with this mistake agrees with the candidate, and the logits' error is a tenth or less.
     partly: it does not agree, but the first difference moves to a later op, `first_difference`.
     expected: it is a mistake that shows first at the op that differs first.
     logit_error_before, logit_error: relative L2 of the candidate's logits against the reference's own and the changed
@@ -76,11 +77,12 @@ class Diagnoses(list[Diagnosis]):
     """The causes that were tested, and whether all were.
 
     stopped: why the search ended early, "the time is up" or "interrupted"; "" if it did not.   untested: how many
-    descriptions were left at that moment.
+    descriptions were left at that moment.   failed: the mistakes that this model cannot be run with.
     """
 
     stopped = ""
     untested = 0
+    failed: Mapping[str, str] = {}  # by cause: the error of the reference with it, which was therefore not tested
     changes: Mapping[str, Callable[[Setting], Setting | None]] = {}  # by cause: the reference with it
 
 
@@ -140,20 +142,18 @@ def diagnose(
     if comparison.problem is not None:
         ids = getattr(candidate, "token_ids", None)
         return Diagnoses([] if ids is None else diagnose_prompt(model, tokens, ids, getattr(candidate, "prompt", None)))
-    watch, tested, stopped = Watch(progress, deadline), list[Diagnosis](), ""
-    hypotheses: dict[str, Hypothesis] = {}
+    watch, stopped = Watch(progress, deadline), ""
+    forced, setting = comparison.mode == "teacher-forced", Setting.of(model, tokens)
+    search = _Search(setting, View(candidate), _first_name(comparison), thorough, forced, watch, [])
     try:
-        forced = comparison.mode == "teacher-forced"
-        setting, first = Setting.of(model, tokens), _first_name(comparison)
-        _search_causes(
-            _Search(setting, View(candidate), first, thorough, forced, watch, tested, hypotheses=hypotheses), depth
-        )
+        _search_causes(search, depth)
     except _Stopped:
         stopped = "the time is up"
     except KeyboardInterrupt:
         stopped = "interrupted"
-    diagnoses = Diagnoses(_rank(tested))
-    diagnoses.changes = {cause: hypothesis.change for cause, hypothesis in hypotheses.items()}
+    diagnoses = Diagnoses(_rank(search.diagnoses))
+    diagnoses.changes = {cause: hypothesis.change for cause, hypothesis in search.hypotheses.items()}
+    diagnoses.failed = search.failed
     diagnoses.stopped, diagnoses.untested = stopped, watch.total - watch.tested if stopped else 0
     return diagnoses
 
@@ -241,6 +241,7 @@ class _Search:
     diagnoses: list[Diagnosis]  # the results go there, one by one
     error_before: float | None = None  # of the logits, without any change
     hypotheses: dict[str, Hypothesis] = field(default_factory=dict)  # those tested, by cause
+    failed: dict[str, str] = field(default_factory=dict)  # by cause: why it could not be tested
     parts: list[Diagnosis] = field(default_factory=list)  # that move the first difference to a later op
 
     def run(self) -> list[Diagnosis]:
@@ -252,10 +253,12 @@ class _Search:
         likely = [h for h in hypotheses if any(fnmatchcase(name, glob) for name in span for glob in h.shows.split())]
         self._test_all(likely, expected=True)
         if not self.forced and not any(d.confirmed for d in self.diagnoses):
-            self._describe()
+            with self._noting("descriptions of the first wrong tensor"):
+                self._describe()
         if self.thorough and not any(d.confirmed for d in self.diagnoses):
             self._test_all([h for h in hypotheses if h not in likely], expected=False)
-        self._tell_apart()
+        with self._noting("which tensor tells the causes apart"):
+            self._tell_apart()
         # of those that explain a part: the further one moves the first difference, the earlier in the list
         for parts in (self.diagnoses, self.parts):
             parts.sort(key=lambda d: -self._place(d.first_difference) if d.partly or d in self.parts else 0)
@@ -270,13 +273,26 @@ class _Search:
         self.watch.add(len(hypotheses))
         for hypothesis in hypotheses:
             self.watch(hypothesis.cause)
-            changed = hypothesis.change(self.setting)
-            if changed is not None:
-                self.diagnoses.append(diagnosis := self._test(hypothesis, changed, expected))
-                of_layer_0 = {layer_of(self.first or ""), layer_of(diagnosis.first_difference or "")} == {0}
-                if not diagnosis.confirmed and not of_layer_0 and not self.forced:
-                    with suppress(*IMPOSSIBLE):  # a layer of another shape among the others
-                        self._test_in_layers(hypothesis, changed, expected)
+            with self._noting(hypothesis.cause):
+                self._test_one(hypothesis, expected)
+
+    @contextmanager
+    def _noting(self, cause: str) -> Iterator[None]:
+        """What raises, as on a model that the mistake was not written for, is noted and not tested."""
+        try:
+            yield
+        except (*IMPOSSIBLE, AttributeError) as error:
+            self.failed[cause] = f"{type(error).__name__}: {error}"
+
+    def _test_one(self, hypothesis: Hypothesis, expected: bool) -> None:
+        changed = hypothesis.change(self.setting)
+        if changed is None:
+            return
+        self.diagnoses.append(diagnosis := self._test(hypothesis, changed, expected))
+        of_layer_0 = {layer_of(self.first or ""), layer_of(diagnosis.first_difference or "")} == {0}
+        if not diagnosis.confirmed and not of_layer_0 and not self.forced:
+            with suppress(*IMPOSSIBLE):  # a layer of another shape among the others
+                self._test_in_layers(hypothesis, changed, expected)
 
     def _test_in_layers(self, hypothesis: Hypothesis, changed: Setting, expected: bool) -> None:
         """The mistake in some layers: in the first wrong one, then in each one that is the first wrong one with it."""
@@ -343,7 +359,7 @@ class _Search:
         self, made: Hypothesis, confirmed: bool, expected: bool, first: str | None, error: float | None, example: str
     ) -> Diagnosis:
         """A test's result. What makes the logits worse explains no part, but a second mistake may be behind it."""
-        end = len(self.order)
+        end, confirmed = len(self.order), confirmed and self._explains_logits(error)
         moved = not confirmed and first is not None and self._place(first, end) > self._place(self.first, end)
         worse = error is not None and self.error_before is not None and error > self.error_before
         test = Diagnosis(made.name, made.cause, made.remedy, confirmed, moved and not worse, expected, first)
@@ -351,6 +367,13 @@ class _Search:
         if moved:
             self.parts.append(diagnosis)
         return diagnosis
+
+    def _explains_logits(self, error: float | None) -> bool:
+        """Whether the logits' error with a mistake is a tenth of the one without, or is rounding."""
+        if error is None or self.error_before is None or not math.isfinite(self.error_before):
+            return True
+        dtype = getattr(self.candidate, "engine_dtype", None) or "float32"
+        return error <= max(self.error_before * EXPLAINED_SHARE, LOGITS_ROUNDING[dtype])
 
     def _test(self, hypothesis: Hypothesis, changed: Setting, expected: bool) -> Diagnosis:
         self.hypotheses[hypothesis.cause] = hypothesis

@@ -57,7 +57,7 @@ class _FlipSearch:
         self.twins: dict[str, set[str]] = {}  # by int8 tensor: those made of the same input, itself included
         self.order = {name: i for i, name in enumerate(op_order(setting.config))}
         linears = [name.rpartition(".")[0] for name in self.order if name.endswith(INT8)]
-        self.sources = {linear_input(linear, setting.config) for linear in linears}  # `compare` judges roundings by them
+        self.sources = {linear_input(linear, setting.config) for linear in linears}  # `compare` judges flips by them
 
     def follow(self, comparison: Comparison) -> Comparison | None:
         """The comparison with the flipped reference; None where the candidate does not agree with any."""
@@ -91,7 +91,10 @@ class _FlipSearch:
         return []
 
     def near_halves(self, run: _Run, first: OpResult) -> list[Flip]:
-        """The activations of the first wrong token that may flip, from the last tensor that agrees on; nearest first."""
+        """The activations of the first wrong token that may flip, the nearest to a half first.
+
+        Those of blocks that agree as well: there the effect of a flip may still be within the tolerance.
+        """
         stop = self.order[first.name]
         of_any_token = first.name == LOGITS and first.shape[0] == 1  # only the last token's are recorded
         near = [

@@ -22,6 +22,12 @@ def _rope_interleaved(
     return interleaved(q, cos, sin), interleaved(k, cos, sin)
 
 
+def _without_scaling(s: Setting) -> Setting | None:
+    if s.config.rope.rope_type == "default":
+        return None
+    return s.with_rope(rope_type="default", long_factors=(), short_factors=())
+
+
 def _theta(value: float) -> Hypothesis:
     return rope_mistake(
         f"rope_theta_{value:.0f}",
@@ -71,7 +77,7 @@ HYPOTHESES = (
     *(_theta(value) for value in (10000.0, 500000.0, 1000000.0)),
     rope_mistake("rope_scaling_ignored", "RoPE's scaling is ignored",
         "Apply rope_scaling (linear, dynamic, llama3, yarn) as the config says.",
-        lambda s: s.with_rope(rope_type="default") if s.config.rope.rope_type != "default" else None),
+        _without_scaling),
     rope_mistake("rope_missing", "q and k are not rotated at all",
         "Apply RoPE to q and k.", lambda s: s.with_ops(rope=lambda op, q, k, *rest: (q, k))),
     rope_mistake("rope_backwards", "RoPE rotates in the other direction",
