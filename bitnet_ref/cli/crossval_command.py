@@ -193,11 +193,13 @@ def backends(model: str, text: str | list[int] | None, only: tuple[str, ...], **
     """Run MODEL on every backend of this package and compare each op with the reference's.
 
     Each backend is fed the reference's inputs, op by op, and then runs by itself. Each check is shown when it is done.
+    Without --prompt and --tokens a long run follows, of 520 tokens or as many as the context holds.
     """
-    from ..crossval import cross_backends
+    from ..crossval import cross_backends, long_tokens
 
     loaded, ids = load_and_encode(model, text)
-    crossings = cross_backends(loaded, ids, only or None, on_check=check_printer())
+    long = long_tokens(loaded.config) if text is None else None
+    crossings = cross_backends(loaded, ids, only or None, long=long, on_check=check_printer())
     finish("backends", model, loaded, ids, crossings, draw_all=draw_backends, **options)
 
 
@@ -212,17 +214,19 @@ def _register(name: str, summary: str) -> None:
     def command(
         model: str, text: str | list[int] | None, python: str | None, only: tuple[str, ...], **options: Any
     ) -> None:
-        from ..crossval import cross_engine
+        from ..crossval import cross_engine, long_tokens
 
         loaded, ids = load_and_encode(model, text)
         loaded.check_tokens(ids)
-        crossings = cross_engine(name, model, ids, python=python, only=only or None)
+        long = long_tokens(loaded.config) if text is None else None
+        crossings = cross_engine(name, model, ids, python=python, only=only or None, long=long)
         finish(name, model, loaded, ids, crossings, **options)
 
     command.help = (
         f"Run MODEL in {summary}\n\nThe engine records each op that it can, which is then compared with the "
         "reference's. It may be in another interpreter: --python. Where it differs by design, the report says "
-        "so, and the reference computes the same way."
+        "so, and the reference computes the same way. Without --prompt and --tokens a run of 520 tokens follows, or of "
+        "as many as the context holds."
     )
 
 
@@ -382,9 +386,8 @@ def draw(crossings: list[Crossing], required: list[str], out: Console, causes: b
         for gap in crossing.gaps:  # that tensors are missing, the verdict says
             if (crossing.strict or any(each.unknown for each in crossing.comparisons)) and gap not in crossing.verdict:
                 out.print(style_text(f"{crossing.opponent}: {gap}", "yellow"))
-        differing = [
-            each for each in crossing.comparisons if (bad := each.first_divergence) is not None and bad.n_values
-        ]
+        every = (*crossing.comparisons, *crossing.long)
+        differing = [each for each in every if (bad := each.first_divergence) is not None and bad.n_values]
         if differing:  # where the runs as a whole differ says little beside the op that is wrong on its own inputs
             _draw_neighbourhood(crossing.opponent, differing[0], out)
     if causes:

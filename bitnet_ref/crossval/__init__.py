@@ -9,6 +9,7 @@ from .opponents import cross_backends, cross_trace, default_tokens
 from .precision import PrecisionBench, measure_precision
 from .receipt import Verification, make_receipt, verify_receipt
 from .report import Crossing, write_html
+from .token_ids import long_tokens
 
 __all__ = [
     "Crossing",
@@ -20,6 +21,7 @@ __all__ = [
     "cross_engine_on",
     "cross_trace",
     "default_tokens",
+    "long_tokens",
     "make_receipt",
     "measure_precision",
     "verify_receipt",

@@ -10,13 +10,14 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from ..api import Model
 from ..backends import Backend, available_backends, choose_backend
+from ..backends.record import NamesFilter
 from ..errors import BackendError, NumericsError, TokenizerError
 from .compare import View, compare
 from .explain.describe import work_through
@@ -24,8 +25,9 @@ from .explain.diagnose import Diagnoses, Diagnosis, Progress, diagnose, diagnose
 from .explain.near_halves import follow_flips
 from .explain.replay import judge_trace
 from .explain.variants import IMPOSSIBLE, Setting
-from .paths import OnCheck, check_paths, ignore_check
-from .report import Crossing, evidence
+from .names import INT8, SCALE
+from .paths import OnCheck, check_long, check_paths, ignore_check
+from .report import Crossing, comparison_row, evidence
 from .self_check import check_answers, is_emulated, is_shipped
 from .teacher import teacher_forced
 from .token_ids import beside, token_parity, used_ids
@@ -33,6 +35,8 @@ from .trace import Trace, record_to_file
 
 PROMPT = "Once upon a time, the little rabbit ran down the hill and said to the other rabbits"
 _TOKENS = 24  # for a model without a tokenizer
+# Of a long run: what memory and time allow of hundreds of tokens, and what shows where activations flip.
+LONG_NAMES = ("lm_head.hook_out", "*.hook_resid_post", f"*.{INT8}", f"*.{SCALE}")
 
 
 def default_tokens(model: Model, prompt: str | None = None) -> list[int]:
@@ -48,23 +52,31 @@ def default_tokens(model: Model, prompt: str | None = None) -> list[int]:
 
 
 def cross_backends(
-    model: Model, tokens: Sequence[int], only: Iterable[str] | None = None, *, on_check: OnCheck = ignore_check
+    model: Model,
+    tokens: Sequence[int],
+    only: Iterable[str] | None = None,
+    *,
+    long: Sequence[int] | None = None,
+    on_check: OnCheck = ignore_check,
 ) -> list[Crossing]:
     """Every backend, and cython with every kernel set: teacher-forced, free-running, and by every execution path.
 
     only: names as in the result ("cython", "cython avx2", "cupy"); None takes all.
+    long: a longer run, as of `long_tokens`. Its logits at all tokens and each block's result are compared.
     on_check: called with each comparison and each check of a path when it is done.
     """
     threads = model.backend.threads
     reference = model.on(Backend("float32", threads))
     wanted = None if only is None else set(only)
     crossings = []
-    with record_reference(reference, tokens) as right:
+    with ExitStack() as stack:
+        right = stack.enter_context(record_reference(reference, tokens))
+        right_long = None if long is None else stack.enter_context(record_reference(reference, long, LONG_NAMES))
         for name, make, reason in list_backends(threads):
             if wanted is None or name in wanted:
                 crossing = Crossing(name, unavailable=reason)
                 if reason is None:
-                    _cross_backend(crossing, make, reference, right, on_check)
+                    _cross_backend(crossing, make, reference, right, right_long, on_check)
                 crossings.append(crossing)
     unknown = (wanted or set()) - {crossing.opponent for crossing in crossings}
     return crossings + [Crossing(name, unavailable="no backend or kernel set has this name") for name in unknown]
@@ -83,7 +95,12 @@ def list_backends(threads: int) -> Iterator[tuple[str, Callable[..., Backend], s
 
 
 def _cross_backend(
-    crossing: Crossing, make: Callable[..., Backend], reference: Model, right: Trace, on_check: OnCheck
+    crossing: Crossing,
+    make: Callable[..., Backend],
+    reference: Model,
+    right: Trace,
+    right_long: Trace | None,
+    on_check: OnCheck,
 ) -> None:
     name, tokens = crossing.opponent, right.token_ids
     quick = is_emulated(name)
@@ -97,6 +114,13 @@ def _cross_backend(
             with Trace(path) as trace:
                 compare_free(crossing, reference, right, trace)
             on_check(name, crossing.checks[-1])
+            if right_long is not None and not quick:  # hundreds of tokens take an emulated card minutes
+                logits = record_to_file(candidate, right_long.token_ids, path, LONG_NAMES)
+                with Trace(path) as trace:
+                    compare_long(crossing, reference, right_long, trace)
+                on_check(name, comparison_row(crossing.long[-1]))
+                crossing.paths.append(check_long(candidate, right_long.token_ids, logits))
+                on_check(name, crossing.paths[-1])
         rows = check_paths(make, reference, tokens, quick=quick)
         if is_shipped(reference):
             rows = chain(rows, check_answers(reference.on(make()), quick=quick))
@@ -188,11 +212,11 @@ def _actual_run(crossing: Crossing, reference: Model, trace: Trace) -> View:
 
 
 @contextmanager
-def record_reference(reference: Model, tokens: Sequence[int]) -> Iterator[Trace]:
-    """The reference's run, in a temporary file."""
+def record_reference(reference: Model, tokens: Sequence[int], names: NamesFilter = None) -> Iterator[Trace]:
+    """The reference's run, or its tensors of these names, in a temporary file."""
     with tempfile.TemporaryDirectory(prefix="bitnet-ref-crossval-") as folder:
         path = Path(folder) / "reference.safetensors"
-        record_to_file(reference, tokens, path)
+        record_to_file(reference, tokens, path, names)
         with Trace(path) as trace:
             yield trace
 
@@ -206,6 +230,13 @@ def compare_free(
     crossing.evidence = evidence(right, trace, free)
     if causes:
         crossing.causes = diagnose(reference, trace.token_ids, trace, free)
+
+
+def compare_long(crossing: Crossing, reference: Model, right: Trace, trace: Trace) -> None:
+    """Add the free-running comparison of a long run, whose other tensors are not missing but were not asked for."""
+    long = follow_flips(reference, trace.token_ids, trace, compare(right, trace, reference.config))
+    long.missing = []
+    crossing.long.append(long)
 
 
 def _token_difference(model: Model, trace: View) -> tuple[str, list[Diagnosis]] | None:

@@ -103,6 +103,18 @@ def check_paths(
     return run_checks(_checks(make, reference, list(token_ids)[:longest], quick))
 
 
+def check_long(model: Model, token_ids: Sequence[int], expected: NDArray) -> PathCheck:
+    """A long text by the usual path, in one call and in chunks that end within pages, against the logits of "ops"."""
+    tokens = list(token_ids)
+
+    def compute() -> Outcome:
+        whole = _equal(_whole(model, tokens, None), expected)
+        return whole if whole[1] is not None else _equal(_in_chunks(model, tokens, None), expected)
+
+    (check,) = run_checks([(f"{len(tokens)} tokens", compute)])
+    return check
+
+
 Outcome = tuple[int, str | None, str]  # numbers compared, the problem if there is one, what to say otherwise
 
 

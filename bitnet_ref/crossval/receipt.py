@@ -26,6 +26,7 @@ from .compare import Comparison
 from .engines.outside import ENGINES, cross_engine
 from .opponents import cross_backends, cross_trace
 from .report import Crossing
+from .token_ids import long_tokens
 from .trace import config_hash, file_hash, weight_hash
 
 FORMAT, VERSION = "bitnet_ref.receipt", 1
@@ -173,6 +174,7 @@ def _verify(
     same_weights = out.check("weights_sha256", subject["weights_sha256"], weight_hash(model.weights))
     if not (same_config and same_weights):
         return
+    long = long_tokens(model.config) if any(result.get("long") for result in results) else None
     if kind == "trace":
         file = Path(trace or subject["trace"])
         if not os.path.isfile(file):  # False also for a name that no file can have
@@ -182,9 +184,9 @@ def _verify(
             return
         crossings = [cross_trace(model, file, causes=False)]
     elif kind == "backends":
-        crossings = cross_backends(model, subject["token_ids"], opponents)
+        crossings = cross_backends(model, subject["token_ids"], opponents, long=long)
     elif kind in ENGINES:
-        crossings = cross_engine(kind, name, subject["token_ids"], python=python, only=opponents)
+        crossings = cross_engine(kind, name, subject["token_ids"], python=python, only=opponents, long=long)
     else:
         out.unchecked.append(f"this version cannot repeat comparisons of the kind {kind!r}")
         return
@@ -204,7 +206,8 @@ def _check_result(out: Verification, result: dict[str, Any], now: Crossing) -> N
     for check in result["paths"]:
         if check["path"] in passed:
             out.check(f"{opponent}, path {check['path']}", check["passed"], passed[check["path"]])
-    for before, comparison in zip(result["comparisons"], now.comparisons, strict=False):
+    recorded = [*result["comparisons"], *result.get("long", ())]
+    for before, comparison in zip(recorded, [*now.comparisons, *now.long], strict=False):
         after = figures(comparison)
         for key in ("tensors", "accumulators", "first_divergence", "problem"):
             out.check(f"{opponent}, {before['mode']}: {key}", before[key], after[key])

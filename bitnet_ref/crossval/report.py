@@ -59,6 +59,7 @@ class Crossing:
     unavailable: str | None = None  # why it could not run here
     failed: str | None = None  # the error that ended its run
     evidence: Evidence | None = None  # for the plots of the report
+    long: list[Comparison] = field(default_factory=list)  # of a run of hundreds of tokens, with a few of its tensors
     causes: Diagnoses = field(default_factory=Diagnoses)  # tested causes of a difference, the confirmed ones first
     # How the engine differs from the contract by design. In `comparisons` the reference then follows the same rule.
     rule: str | None = None
@@ -78,7 +79,7 @@ class Crossing:
     def checks(self) -> list[PathCheck]:
         """A row for each comparison, each execution path, and the error that ended the run."""
         failure = [] if self.failed is None else [PathCheck(LOADS, False, 0, self.failed)]
-        return [comparison_row(each) for each in self.comparisons] + self.paths + failure
+        return [comparison_row(each) for each in (*self.comparisons, *self.long)] + self.paths + failure
 
     @property
     def agrees(self) -> bool | None:
@@ -88,7 +89,9 @@ class Crossing:
         if (self.greedy is not None and not self.greedy.agrees) or self.other_tokens or (self.strict and self.gaps):
             return False
         compared = bool(self.comparisons) or self.greedy is not None
-        agree = all(comparison.agrees for comparison in self.comparisons) and all(check.passed for check in self.paths)
+        agree = all(comparison.agrees for comparison in (*self.comparisons, *self.long)) and all(
+            check.passed for check in self.paths
+        )
         return self.failed is None and (compared or bool(self.paths)) and agree
 
     @property
@@ -101,13 +104,18 @@ class Crossing:
         if self.greedy is not None:
             return self.greedy.verdict
         wrong = next((check for check in self.paths if not check.passed), None)
-        if wrong is not None and all(comparison.agrees for comparison in self.comparisons):
+        if wrong is not None and all(comparison.agrees for comparison in (*self.comparisons, *self.long)):
             return f"DIFFERS on the execution path {wrong.path!r}: {wrong.detail}"
         if not self.comparisons:
             return f"AGREES: {len(self.paths)} execution paths" if self.paths else "nothing was compared"
-        shown = next((each for each in self.comparisons if not each.agrees), self.comparisons[-1])
+        every = (*self.comparisons, *self.long)
+        shown = next((each for each in every if not each.agrees), self.comparisons[-1])
         confirmed = " or ".join(cause.cause for cause in self.causes if cause.confirmed)
         verdict = f"{shown.verdict}; cause: {confirmed}" if confirmed else shown.verdict
+        if not shown.agrees and shown not in self.comparisons:
+            verdict = f"with {shown.tokens} tokens: {verdict}"
+        elif shown.agrees and self.long:
+            verdict += f"; with {self.long[-1].tokens} tokens: {self.long[-1].verdict}"
         if self.other_tokens is not None:
             then = "" if "?" in self.other_tokens else f". On these: {verdict}"
             return f"DIFFERS: the engine ran on other tokens, as its hook_embed shows: {self.other_tokens}{then}"
@@ -161,6 +169,7 @@ class Crossing:
             "untested": dict(self.causes.failed),
             "causes": [cause.to_dict() for cause in self.causes if cause.confirmed or cause.partly],
             "comparisons": [describe(comparison) for comparison in self.comparisons],
+            "long": [describe(comparison) for comparison in self.long],
             "paths": [check.to_dict() for check in self.paths],
             "rule": self.rule,
             "contract": None if self.contract is None else describe(self.contract),
@@ -175,7 +184,7 @@ def summarize(crossing: Crossing) -> str:
     """
     if crossing.failed is not None:
         return "FAILED"
-    bad = next((each for each in crossing.comparisons if not each.agrees), None)
+    bad = next((each for each in (*crossing.comparisons, *crossing.long) if not each.agrees), None)
     if bad is not None:
         first = bad.first_divergence
         return f"**DIFFERS**: {bad.problem if first is None else first.name}"
@@ -266,8 +275,9 @@ def _section(anchor: str, c: Crossing) -> str:
     if causes := c.diagnosis():
         parts.append(f"<h3>Diagnosis</h3><ul>{''.join(f'<li>{_sentence(cause)}</li>' for cause in causes)}</ul>")
     parts += [f"<pre>{_e(text)}</pre>" for text in c.examples()]
-    for comparison in c.comparisons:
-        parts.append(f"<h3>{_e(comparison.mode.capitalize())}</h3><p>{_sentence(comparison.verdict)}</p>")
+    for comparison in (*c.comparisons, *c.long):
+        parts.append(f"<h3>{_e(comparison.mode.capitalize())}, {comparison.tokens} tokens</h3>")
+        parts.append(f"<p>{_sentence(comparison.verdict)}</p>")
         if not comparison.ops:
             continue
         ops = comparison.ops

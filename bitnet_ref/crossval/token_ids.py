@@ -19,9 +19,22 @@ if TYPE_CHECKING:
 
 # A single rounding flip moved a logit of storyteller by at most this much, as measured.
 NEAR_TIE = 0.15
+LONG_RUN = 520  # tokens: more than a sliding window of 512, more than a page of the cache
+_SHORT_CONTEXT = 48  # of a model with no more, the usual run covers half
 _ROW_ERROR = 0.02  # relative L2 of a row of the embedding: an engine may hold the table in 16 or 8 bits
 _BLOCK_VALUES = 1 << 22
 _SHOWN_IDS = 12
+
+
+def long_tokens(config: ModelConfig) -> list[int] | None:
+    """Ids of a run of `LONG_RUN` tokens, or as many as the context holds; None where that is hardly more than usual.
+
+    They are spread over the vocabulary: consecutive ones differ by about 0.38 of it.
+    """
+    if config.context_length <= _SHORT_CONTEXT:
+        return None
+    count, vocabulary = min(LONG_RUN, config.context_length), config.vocab_size
+    return [(7 + i * 382 * vocabulary // 1000) % vocabulary for i in range(count)]
 
 
 def token_parity(

@@ -1,4 +1,4 @@
-"""CONTRIBUTING's recipe for an activation, carried out in a copy of the package: crossval explains a model that has it."""
+"""CONTRIBUTING's recipe for an activation, carried out in a copy of the package: crossval knows a model with it."""
 
 import importlib
 import sys

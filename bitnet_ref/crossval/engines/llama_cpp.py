@@ -34,7 +34,7 @@ from ..compare import compare
 from ..explain.hypotheses import HYPOTHESES
 from ..explain.replay import judge_trace
 from ..explain.variants import Setting
-from ..names import ACC, INT8, SCALE, linear_input
+from ..names import ACC, INT8, NORMALIZED, SCALE, linear_input
 from ..report import Crossing, evidence
 from ..trace import Trace
 from .engine import Attempt, ExternalEngine, Prepared
@@ -74,7 +74,9 @@ def _prepare(path: Path, kind: str, folder: Path) -> Prepared:
     heads = [config.num_attention_heads, config.num_key_value_heads]
     # A ternary file rounds the scales, so the model is read from the file
     model = load(path if config.quantization is None and not config.sub_norms else file, backend="numpy")
-    return model, {"model": str(file), "interleaved": architecture(config) == "llama", "heads": heads}
+    job = {"model": str(file), "interleaved": architecture(config) == "llama", "heads": heads}
+    # It has no int8 tensors: `_count_unflipped` finds flips by the inputs of linears
+    return model, {**job, "long_names": [f"*.{NORMALIZED}", "*.hook_z", "*.hook_post"]}
 
 
 def _adapt_config(checkpoint: Checkpoint) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from ...api import Model, load
 from ...errors import BitNetRefError, ConfigError
 from ...formats.open import find_model
-from ..opponents import default_tokens
+from ..opponents import LONG_NAMES, default_tokens
 from ..report import Crossing
 from ..trace import Trace
 from . import llama_cpp, onnxruntime, transformers
@@ -29,13 +29,15 @@ def cross_engine(
     *,
     python: str | None = None,
     only: Sequence[str] | None = None,
+    long: Sequence[int] | None = None,
 ) -> list[Crossing]:
     """Every variant of the engine "transformers", "llama_cpp" or "onnxruntime" (dtypes, file formats) on one model.
 
     python: the interpreter that has the engine; None: this one.   only: names of variants, as in the result.
+    long: a longer run, as of `long_tokens`, of which a few tensors are recorded.
     Raises what loading the model raises, and ConfigError for an unknown engine.
     """
-    return cross_engine_on(name, [(source, tokens)], python=python, only=only)[0]
+    return cross_engine_on(name, [(source, tokens)], python=python, only=only, long=long)[0]
 
 
 def cross_engine_on(
@@ -44,6 +46,7 @@ def cross_engine_on(
     *,
     python: str | None = None,
     only: Sequence[str] | None = None,
+    long: Sequence[int] | None = None,
 ) -> list[list[Crossing]]:
     """`cross_engine` for several models, each with its tokens. The engine is started once."""
     if name not in ENGINES:
@@ -57,7 +60,7 @@ def cross_engine_on(
         chosen = [attempt for attempt in _MODULES[name].attempts(path) if only is None or attempt.opponent in only]
         attempts += [(attempt, ids) for attempt in chosen]
         counts.append(len(chosen))
-    crossings = iter(_run_attempts(ENGINES[name], python, attempts, missing))
+    crossings = iter(_run_attempts(ENGINES[name], python, attempts, missing, long))
     results = [list(islice(crossings, count)) for count in counts]
     for result in results:
         unknown = set(only or ()) - {crossing.opponent for crossing in result}
@@ -66,7 +69,11 @@ def cross_engine_on(
 
 
 def _run_attempts(
-    engine: ExternalEngine, python: str | None, attempts: Sequence[tuple[Attempt, Sequence[int]]], missing: str | None
+    engine: ExternalEngine,
+    python: str | None,
+    attempts: Sequence[tuple[Attempt, Sequence[int]]],
+    missing: str | None,
+    long: Sequence[int] | None,
 ) -> list[Crossing]:
     """Prepare each attempt's file, record them all in one process, judge each."""
     crossings = [Crossing(attempt.opponent, unavailable=missing or attempt.unavailable) for attempt, _ in attempts]
@@ -85,10 +92,22 @@ def _run_attempts(
                 continue
             job = {**job, "tokens": list(tokens), "out": str(folder / "candidate.safetensors")}
             ready.append((crossing, attempt, model, job))
+            if long is not None:
+                names = [*LONG_NAMES, *job.get("long_names", ())]
+                more = {"tokens": list(long), "names": names, "out": str(folder / "long.safetensors")}
+                ready.append((crossing, attempt, model, {**job, **more}))
         failures = engine.record([job for *_, job in ready], python) if ready else []
         for (crossing, attempt, model, job), failed in zip(ready, failures, strict=True):
-            crossing.failed = failed
-            if failed is None:
-                with Trace(job["out"]) as trace:
-                    attempt.judge(crossing, model, trace)
+            is_long = "names" in job
+            if failed is not None:
+                of_run = f"with {len(job['tokens'])} tokens: " if is_long else ""
+                crossing.failed = crossing.failed or f"{of_run}{failed}"
+                continue
+            judged = Crossing(crossing.opponent) if is_long else crossing
+            with Trace(job["out"]) as trace:
+                attempt.judge(judged, model, trace)
+            if is_long:
+                crossing.long = judged.comparisons
+                for comparison in crossing.long:
+                    comparison.missing = []  # few tensors are recorded
     return crossings

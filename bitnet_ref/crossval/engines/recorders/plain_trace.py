@@ -2,6 +2,7 @@
 
 import json
 import sys
+from fnmatch import fnmatchcase
 
 import numpy as np
 
@@ -17,10 +18,16 @@ def run(record):
         failed = None
         try:
             tensors, engine, dtype = record(job)
+            tensors = {name: array for name, array in tensors.items() if wants(job, name)}
             write(job["out"], tensors, job["tokens"], engine, dtype)
         except (Exception, SystemExit) as problem:  # the next job may succeed
             failed = f"{type(problem).__name__}: {problem}"
         print(json.dumps({"failed": failed}), flush=True)
+
+
+def wants(job, name):
+    """Whether the job asks for the tensor: its "names" are globs; without them, for all."""
+    return any(fnmatchcase(name, glob) for glob in job.get("names", "*"))
 
 
 def write(path, tensors, token_ids, engine, engine_dtype="float32"):

@@ -76,12 +76,15 @@ def load_ggml():
 
 
 class Watch:
-    def __init__(self, lib, n_tokens, interleaved, heads):
-        self.lib, self.n, self.interleaved, self.heads, self.seen = lib, n_tokens, interleaved, heads, {}
+    def __init__(self, lib, job):
+        self.lib, self.job, self.n, self.seen = lib, job, len(job["tokens"]), {}
+        self.interleaved, self.heads = job["interleaved"], job["heads"]
         self.callback = api.ggml_backend_sched_eval_callback(self)
 
     def __call__(self, tensor, ask, _user):
         name = self.name(tensor)
+        if name is not None and not plain_trace.wants(self.job, name):
+            name = None
         if not ask and name is not None:
             self.seen[name] = self.value(tensor, name)  # the last of that name: a bias comes after its product
         return name is not None if ask else True
@@ -118,8 +121,9 @@ class Watch:
         return rows
 
 
-def record(path, tokens, interleaved, heads):
+def record(job):
     """-> name -> array"""
+    path, tokens = job["model"], job["tokens"]
     print_errors = api.llama_log_callback(
         lambda level, text, _u: sys.stderr.write(text.decode()) if level >= 4 else None
     )
@@ -130,7 +134,7 @@ def record(path, tokens, interleaved, heads):
     model = api.llama_model_load_from_file(path.encode(), options)
     if not model:
         sys.exit("llama.cpp cannot load the file")
-    watch = Watch(load_ggml(), len(tokens), interleaved, heads)
+    watch = Watch(load_ggml(), job)
     settings = api.llama_context_default_params()
     settings.n_ctx = settings.n_batch = settings.n_ubatch = max(64, len(tokens))
     settings.n_threads = settings.n_threads_batch = min(4, os.cpu_count() or 1)
@@ -154,8 +158,7 @@ def record(path, tokens, interleaved, heads):
 
 
 def run(job):
-    tensors = record(job["model"], job["tokens"], job["interleaved"], job["heads"])
-    return tensors, f"llama.cpp (llama-cpp-python {llama_cpp.__version__})", "float32"
+    return record(job), f"llama.cpp (llama-cpp-python {llama_cpp.__version__})", "float32"
 
 
 if __name__ == "__main__":

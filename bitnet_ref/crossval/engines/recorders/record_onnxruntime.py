@@ -40,7 +40,7 @@ def to_trace(name, array):
 def run(job):
     inputs = make_inputs(job["tokens"], job["cache"])
     tensors = {"lm_head.hook_out": open_session(job["model"]).run(["logits"], inputs)[0][0]}
-    names = list(job["outputs"])
+    names = [name for name in job["outputs"] if plain_trace.wants(job, name)]
     arrays = open_session(job["watched"]).run([job["outputs"][name] for name in names], inputs)
     tensors |= {name: to_trace(name, array) for name, array in zip(names, arrays, strict=True)}
     return tensors, f"onnxruntime {onnxruntime.__version__}", "float32"

@@ -69,13 +69,13 @@ def load(folder, dtype):
 
 
 @torch.no_grad()
-def record(folder, tokens, dtype, one_at_a_time=False):
+def record(folder, tokens, dtype, one_at_a_time=False, patterns=True):
     """-> name -> array"""
     torch.set_num_threads(min(4, torch.get_num_threads()))
     model = load(folder, dtype)
     hooks = BitLinearHooks(model)
     if not one_at_a_time:
-        model(torch.tensor([tokens]), use_cache=False, output_attentions=True)
+        model(torch.tensor([tokens]), use_cache=False, output_attentions=patterns)
         return {name: arrays[0] for name, arrays in hooks.seen.items()}
     past = None
     for token in tokens:
@@ -85,7 +85,8 @@ def record(folder, tokens, dtype, one_at_a_time=False):
 
 
 def run(job):
-    seen = record(job["model"], job["tokens"], getattr(torch, job["dtype"]), job.get("one_at_a_time", False))
+    dtype, patterns = getattr(torch, job["dtype"]), plain_trace.wants(job, "blocks.0.attn.hook_pattern")
+    seen = record(job["model"], job["tokens"], dtype, job.get("one_at_a_time", False), patterns)
     return seen, f"transformers {transformers.__version__}, torch {torch.__version__}", job["dtype"]
 
 
