@@ -33,6 +33,10 @@ class Flip:
     candidate: int
 
     @property
+    def place(self) -> tuple[str, int, int]:
+        return self.name, self.token, self.element
+
+    @property
     def distance(self) -> float:
         """From a half."""
         return float(distance_to_half(self.before_rounding))

@@ -3,7 +3,7 @@
 A trace without int8 tensors does not show its flips. But the reference knows how far each of its activations is from a
 half. At the first wrong token of the first wrong tensor, those that float32 noise can carry over a half are flipped,
 the nearest first, and the reference goes on with the flip that makes this token agree. If in the end the whole trace
-agrees, the engine is right up to rounding. A mistake changes more than one or two integers of a token.
+agrees, the engine is right up to rounding. A mistake changes more than a few integers of a token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from ..tolerances import FLIP_CEILING, NARROW_FLOATS, VALUES_PER_FLIP, near_half
 from .variants import IMPOSSIBLE, Edit, Setting, Step
 
 _TRIED = 32  # activations of one token that are flipped alone
-_TRIED_FIRST = 8  # of these, how many are flipped together with a second one
+_TRIED_FIRST = 4  # of these, how many are flipped together with others
+_TOGETHER = 3  # flips of one token; one of them may only be near a half after another
+_TRIALS = 500  # of a whole search: it costs as much for an engine with a mistake
 
 
 def follow_flips(model: LoadedModel, tokens: Sequence[int], candidate: Tensors, comparison: Comparison) -> Comparison:
@@ -53,7 +55,7 @@ class _FlipSearch:
     """Finds the flips that make the reference agree with a candidate."""
 
     def __init__(self, setting: Setting, candidate: View) -> None:
-        self.setting, self.candidate = setting, candidate
+        self.setting, self.candidate, self.trials = setting, candidate, 0
         self.twins: dict[str, set[str]] = {}  # by int8 tensor: those made of the same input, itself included
         self.order = {name: i for i, name in enumerate(op_order(setting.config))}
         linears = [name.rpartition(".")[0] for name in self.order if name.endswith(INT8)]
@@ -76,17 +78,17 @@ class _FlipSearch:
         followed.implied_flips = len(flips)
         return followed
 
-    def explain(self, flips: list[Flip], run: _Run, first: OpResult, second: bool = True) -> list[Flip]:
-        """One or two more flips with which the token at which `first` is wrong agrees; empty if there are none."""
+    def explain(self, flips: list[Flip], run: _Run, first: OpResult, together: int = _TOGETHER) -> list[Flip]:
+        """A few more flips with which the token at which `first` is wrong agrees; empty if there are none."""
         if first.token is None or not first.relative_l2 <= FLIP_CEILING:
             return []
-        near = self.near_halves(run, first)[:_TRIED]
-        for flip in near:
+        near = [flip for flip in self.near_halves(run, first) if flip.place not in {each.place for each in flips}]
+        for flip in near[:_TRIED]:
             if self.agrees_with([*flips, flip], run, first):
                 return [flip]
-        for flip in near[:_TRIED_FIRST] if second else ():
+        for flip in near[:_TRIED_FIRST] if together > 1 else ():
             changed = self.run([*flips, flip], first.name, run)
-            if further := self.explain([*flips, flip], changed, first, second=False):
+            if further := self.explain([*flips, flip], changed, first, together - 1):
                 return [flip, *further]
         return []
 
@@ -107,6 +109,9 @@ class _FlipSearch:
 
     def agrees_with(self, flips: list[Flip], run: _Run, first: OpResult) -> bool:
         """Whether, with these flips, the wrong token agrees and so does all that is computed before it."""
+        self.trials += 1
+        if self.trials > _TRIALS:
+            return False
         result = self.compare(self.run(flips, first.name, run).tensors, only_these=True).first_divergence
         return result is None or (result.name == first.name and (result.token or 0) > (first.token or 0))
 
