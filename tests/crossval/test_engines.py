@@ -13,7 +13,7 @@ from helpers import GOLDEN, golden, model, rng
 import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.cli import cli
-from bitnet_ref.crossval import cross_engine, cross_engine_on, make_receipt, verify_receipt
+from bitnet_ref.crossval import cross_engine, cross_engine_on, long_tokens, make_receipt, verify_receipt
 from bitnet_ref.crossval.engines.engine import ExternalEngine
 from bitnet_ref.crossval.engines.llama_cpp import _count_unflipped, block_rule, first_tokens
 from bitnet_ref.crossval.engines.outside import ENGINES
@@ -248,3 +248,13 @@ def test_llama_cpp_is_explained(case):
         else:
             assert not crossing.contract.agrees
             assert crossing.contract.logits.kl_max > 1e4 * by_rule
+
+
+@needs_onnx
+def test_onnxruntime_agrees_over_the_whole_context():
+    (crossing,) = cross_engine("onnxruntime", CASE, [1, 5, 9], long=long_tokens(model(CASE).config))
+    assert crossing.agrees, crossing.verdict
+    (*_, free) = crossing.long
+    assert free.tokens == 256
+    assert {op.kind for op in free.ops} >= {"residual", "activation int8", "logits"}
+    assert not any(op.kind in ("gate", "norm") for op in free.ops)
