@@ -100,7 +100,7 @@ def _cross_backend(
     reference: Model,
     right: Trace,
     right_long: Trace | None,
-    on_check: OnCheck,
+    on_check: OnCheck = ignore_check,
 ) -> None:
     name, tokens = crossing.opponent, right.token_ids
     quick = is_emulated(name)
