@@ -16,8 +16,10 @@ from bitnet_ref.backends.run import run
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.explain.diagnose import diagnose
+from bitnet_ref.crossval.explain.hypotheses import HYPOTHESES
 from bitnet_ref.crossval.explain.near_halves import follow_flips
-from bitnet_ref.crossval.opponents import cross_trace
+from bitnet_ref.crossval.explain.variants import Setting
+from bitnet_ref.crossval.opponents import PROMPT, cross_trace
 from bitnet_ref.crossval.trace import write_trace
 from bitnet_ref.reference.cache import TokenBatch
 
@@ -110,10 +112,10 @@ def test_the_prompts_have_flips():
     assert differ >= 3
 
 
-def test_a_mistake_is_no_rounding():
-    """Small ones: eps, a window of all but one token, one weight of one norm off by 1%."""
+def test_a_small_mistake_is_no_rounding():
+    """Small ones: another eps, a window of all but one token, another theta, 1e-5 added to max|x|."""
     m = model("storyteller")
-    tokens = m.tokenizer.encode(PROMPTS[0])
+    tokens = m.tokenizer.encode(PROMPT)
     right = m.run_with_cache(tokens)[1]
     engines = {
         "eps": run_engine(Float32Engine(eps=1e-3), tokens),
@@ -122,6 +124,8 @@ def test_a_mistake_is_no_rounding():
             Backend("float32", 1), tokens, replace(m.config, rope=replace(m.config.rope, theta=9900.0))
         ),
     }
+    added = next(h for h in HYPOTHESES if h.name == "activation_floor_added").change(Setting.of(m, tokens))
+    engines["floor"] = added.run()  # it flips a dozen activations
     for mistake, seen in engines.items():
         shown = thin(seen)
         before = compare(right, shown, m.config, tokens)

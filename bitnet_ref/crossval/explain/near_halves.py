@@ -18,7 +18,7 @@ from ...backends.loaded import LoadedModel
 from ..compare import Comparison, OpResult, Tensors, View, compare
 from ..flips import Flip, distance_to_half
 from ..names import INT8, LOGITS, layer_of, linear_input, op_order
-from ..tolerances import FLIP_CEILING, NARROW_FLOATS, VALUES_PER_FLIP, near_half
+from ..tolerances import FEW_FLIPS, FLIP_CEILING, NARROW_FLOATS, VALUES_PER_FLIP, near_half
 from .variants import IMPOSSIBLE, Edit, Setting, Step
 
 _TRIED = 32  # activations of one token that are flipped alone
@@ -68,7 +68,7 @@ class _FlipSearch:
         values = sum(run.steps[name].result.size for name in run.steps if name.endswith(INT8))
         while (first := followed.first_divergence) is not None:
             flips += (added := self.explain(flips, run, first))
-            if not added or len(flips) > max(2, values // VALUES_PER_FLIP):
+            if not added or len(flips) > max(FEW_FLIPS, values // VALUES_PER_FLIP):
                 return None
             run = self.run(flips)
             followed = self.compare(run.tensors)
