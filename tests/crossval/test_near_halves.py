@@ -24,7 +24,7 @@ from bitnet_ref.crossval.trace import write_trace
 from bitnet_ref.reference.cache import TokenBatch
 
 F32 = np.float32
-# Each has a flip in a trace of the residual stream; found by running a few dozen.
+# Most have a flip in a trace of the residual stream; chosen from a dozen.
 PROMPTS = (
     "Alice was beginning to get very tired of sitting by her sister on the bank",
     "The mouse looked at the cat and did not move",
