@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -28,7 +28,7 @@ from .errors import (
     GenerationError,
     OutOfMemory,
 )
-from .formats.checkpoint import Progress, ReadOptions, element_bytes, read_weights
+from .formats.checkpoint import Checkpoint, Progress, ReadOptions, element_bytes, read_weights
 from .formats.open import find_model, open_checkpoint, read_tokenizer
 from .formats.prepared import PreparedFile
 from .formats.registry.describe import describe_model, summarize
@@ -38,12 +38,15 @@ from .generation.generate import Generations, Prompt, Prompts
 from .generation.params import SamplingOptions, expand_params
 from .generation.score import Score, score
 from .reference.cache import TokenIds
+from .reference.config import ModelConfig
 from .system.sharing import file_identity, model_files, share_by_key
 from .system.threads import resolve_threads
 
 if TYPE_CHECKING:
+    from .backends import Backend
     from .notebook.profiling import Profile
     from .serving import Engine, EngineConfig
+    from .tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -135,61 +138,124 @@ def load(
     Raises FormatError, ConfigError (a file or an argument is wrong), BackendUnavailable, OutOfMemory.
     """
     device, options = _gather(device, options, flat)
-    path = find_model(model)
-    placement = Placement.of(device.devices, device.gpu_layers, device.cache_tokens)
-    chosen, *cards = open_backends(backend, placement, device.memory_limit, dtype=dtype, threads=threads, head=head)
-    chosen.choose_cache_dtype(cache_dtype)  # raises before anything is read
-    if options.dense == "int8" and "cupy" in {be.name for be in (chosen, *cards)}:
-        raise ConfigError("'int8' is for the CPU's backends: a card would widen it to float32", field="dense")
-    tiles = None if options.tl_tiles is None else Path(options.tl_tiles)
-    reading = ReadOptions(
-        options.allow_unquantized, options.i2_s_layout, tiles, options.verify, options.rotation, options.dense
-    )
-    alone = replace(options, share=False, progress=None)
+    return _Load(find_model(model), backend, threads, dtype, cache_dtype, head, device, options).run()
 
-    def again(name: str | None) -> Model:
-        """The same call, or one for another backend."""
-        if name is not None:
-            return load(path, backend=name, threads=threads, dtype=dtype, cache_dtype=cache_dtype, options=alone)
-        same: dict[str, Any] = {"backend": backend, "threads": threads, "dtype": dtype, "cache_dtype": cache_dtype}
-        return load(path, **same, head=head, device=device, options=alone)
 
-    tokenizer = cache(partial(read_tokenizer, path))
+@dataclass(frozen=True)
+class _Load:
+    """A call of `load` whose file is found, and its further steps: open, place, read, prepare."""
 
-    def try_tokenizer() -> None:
-        with suppress(BitNetRefError):  # raised again where it is used
-            tokenizer()
+    path: Path
+    backend: str
+    threads: int | None
+    dtype: str
+    cache_dtype: str | None
+    head: str
+    device: DeviceOptions
+    options: LoadOptions
 
-    def read() -> Model:
-        prepared = PreparedFile(path, chosen, reading, options.prepared) if options.prepared else None
-        if prepared is not None and (stored := prepared.read()) is not None:
-            return Model(*stored, chosen, path, cache_dtype=cache_dtype, load_again=again)
-        with open_checkpoint(path, reading) as checkpoint:
-            be = assign_layers([chosen, *cards], checkpoint.config, element_bytes(checkpoint), placement, cache_dtype)
-            try:
-                be.check_config(checkpoint.config)
-            except BackendUnavailable as lacks:
-                if backend != "auto" or dtype != "float32":
-                    raise
-                warnings.warn(f"{lacks}. Computing without the card", stacklevel=3)
-                return again(choose_cpu())
-            checkpoint.pack_plane = be.pack_plane
-            cfg = checkpoint.config
-            early = try_tokenizer if cfg.vocab_size * cfg.hidden_size >= LARGE_TABLE else None
-            stored_weights = read_weights(checkpoint, options.progress, be.prepare_for, early)
-            weights = SteppedWeights(be.prepare_in_steps(stored_weights, cfg))
+    def run(self) -> Model:
+        backends = self.open()
+        if not self.options.share:
+            return self.make(backends)
+        return share_by_key(
+            self.key(backends[0]), lambda: self.make(backends), is_usable=lambda each: not each.is_closed
+        )
+
+    @cached_property
+    def placement(self) -> Placement:
+        return Placement.of(self.device.devices, self.device.gpu_layers, self.device.cache_tokens)
+
+    @cached_property
+    def reading(self) -> ReadOptions:
+        asked = self.options
+        tiles = None if asked.tl_tiles is None else Path(asked.tl_tiles)
+        return ReadOptions(asked.allow_unquantized, asked.i2_s_layout, tiles, asked.verify, asked.rotation, asked.dense)
+
+    @cached_property
+    def tokenizer(self) -> Callable[[], Tokenizer]:
+        """Reads the tokenizer at its first call."""
+        return cache(partial(read_tokenizer, self.path))
+
+    def open(self) -> list[Backend]:
+        """The backend that was asked for, and those of the cards. Raises what an argument gets wrong, before any
+        weight is read."""
+        backends = open_backends(
+            self.backend,
+            self.placement,
+            self.device.memory_limit,
+            dtype=self.dtype,
+            threads=self.threads,
+            head=self.head,
+        )
+        backends[0].choose_cache_dtype(self.cache_dtype)
+        if self.options.dense == "int8" and "cupy" in {be.name for be in backends}:
+            raise ConfigError("'int8' is for the CPU's backends: a card would widen it to float32", field="dense")
+        return backends
+
+    def make(self, backends: list[Backend]) -> Model:
+        """The model of the prepared weights, where there are any; else the checkpoint's, read, placed and prepared."""
+        prepared = None
+        if self.options.prepared:
+            prepared = PreparedFile(self.path, backends[0], self.reading, self.options.prepared)
+            if (stored := prepared.read()) is not None:
+                return self.model(*stored, backends[0])
+        with open_checkpoint(self.path, self.reading) as checkpoint:
+            be = self.place(checkpoint, backends)
+            if be is None:
+                return self.again(choose_cpu())
+            weights = self.read(checkpoint, be)
+            config = checkpoint.config
         if prepared is not None:
-            prepared.write(cfg, weights.finished())
+            prepared.write(config, weights.finished())
             if prepared.is_mapped and (stored := prepared.read()) is not None:
-                return Model(*stored, be, path, cache_dtype=cache_dtype, load_again=again)
-        return Model(cfg, weights, be, path, cache_dtype=cache_dtype, load_tokenizer=tokenizer, load_again=again)
+                return self.model(*stored, be)
+        return self.model(config, weights, be, load_tokenizer=self.tokenizer)
 
-    if not options.share:
-        return read()
-    plain = [(key, each) for key, each in vars(chosen).items() if isinstance(each, str | int | np.dtype)]
-    computing = chosen.name, tuple(sorted((key, str(value)) for key, value in plain)), placement, device.memory_limit
-    key = str(path), tuple(map(file_identity, model_files(path))), computing, reading, cache_dtype, options.prepared
-    return share_by_key(key, read, is_usable=lambda model: not model.is_closed)
+    def place(self, checkpoint: Checkpoint, backends: list[Backend]) -> Backend | None:
+        """The backend that computes the layers, or several that share them; None where "auto" chose a card that lacks
+        kernels for this model."""
+        config = checkpoint.config
+        be = assign_layers(backends, config, element_bytes(checkpoint), self.placement, self.cache_dtype)
+        try:
+            be.check_config(config)
+        except BackendUnavailable as lacks:
+            if self.backend != "auto" or self.dtype != "float32":
+                raise
+            warnings.warn(f"{lacks}. Computing without the card", stacklevel=5)
+            return None
+        return be
+
+    def read(self, checkpoint: Checkpoint, be: Backend) -> SteppedWeights:
+        """The weights, each in the backend's layout as soon as it is read."""
+        checkpoint.pack_plane = be.pack_plane
+        config = checkpoint.config
+        is_large = config.vocab_size * config.hidden_size >= LARGE_TABLE
+        early = self.try_tokenizer if is_large else None
+        stored = read_weights(checkpoint, self.options.progress, be.prepare_for, early)
+        return SteppedWeights(be.prepare_in_steps(stored, config))
+
+    def try_tokenizer(self) -> None:
+        with suppress(BitNetRefError):  # raised again where it is used
+            self.tokenizer()
+
+    def model(self, config: ModelConfig, weights: Any, be: Backend, **settings: Any) -> Model:
+        alone = replace(self, options=replace(self.options, share=False, progress=None))
+        return Model(config, weights, be, self.path, cache_dtype=self.cache_dtype, load_again=alone.again, **settings)
+
+    def again(self, name: str | None) -> Model:
+        """The same call, or with a name one for that backend."""
+        if name is None:
+            return self.run()
+        return replace(self, backend=name, head="auto", device=DeviceOptions()).run()
+
+    def key(self, chosen: Backend) -> tuple[Any, ...]:
+        """What two calls must have in common to share a model."""
+        plain = [(key, each) for key, each in vars(chosen).items() if isinstance(each, str | int | np.dtype)]
+        computing = tuple(sorted((key, str(value)) for key, value in plain))
+        files = tuple(map(file_identity, model_files(self.path)))
+        asked = self.reading, self.cache_dtype, self.options.prepared
+        return str(self.path), files, chosen.name, computing, self.placement, self.device.memory_limit, *asked
 
 
 def _gather(
@@ -246,8 +312,7 @@ def load_engine(
         if missing is not None:
             log.warning("backend %s is not available (%s): using %s", config.backend, missing, loaded.backend.name)
         return engine
-    assert missing is not None
-    raise missing
+    raise missing or BackendUnavailable("the engine's configuration names no backend")
 
 
 class Model(LoadedModel):

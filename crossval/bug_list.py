@@ -52,12 +52,16 @@ ROTATED = "blocks.0.attn.hook_rot_q"
 SCORES = "blocks.0.attn.hook_attn_scores"
 HEAD = "lm_head.hook_out"
 
+GATED = "ACTIVATIONS[activation].function"
 NO_ATTN_SUB_NORM = (MODEL, "if w.attn_sub_norm is not None:", "if False:")
 NO_FFN_SUB_NORM = (MODEL, "if w.ffn_sub_norm is not None:", "if False:")
-PER_HEAD = """        import numpy as np
-        heads = np.split(z.astype(np.float64), cfg.num_attention_heads, axis=-1)
-        heads = [h / np.sqrt((h * h).mean(axis=-1, keepdims=True) + cfg.norm_eps).astype(np.float32) for h in heads]
-        z = np.concatenate(heads, axis=-1).astype(np.float32) * w.attn_sub_norm
+OF_ALL_HEADS = """    z = z.reshape(-1, z.shape[1] * z.shape[2])  # (N, H*d)
+    if w.attn_sub_norm is not None:  # BitNet
+        z = be.rms_norm(z, w.attn_sub_norm)
+"""
+PER_HEAD = """    wide = z.astype(np.float64)
+    scale = np.sqrt((wide * wide).mean(axis=-1, keepdims=True) + w.attn_sub_norm.eps).astype(np.float32)
+    z = (wide / scale).reshape(len(z), -1).astype(np.float32) * w.attn_sub_norm.weight
 """
 NEIGHBOURS = """    y = np.empty_like(x)
     y[..., 0::2] = first * cos - second * sin
@@ -77,15 +81,14 @@ VISIBLE = "self.keys[layer, slot, start : position + 1], self.values[layer, slot
 # fmt: off
 BLOCK_BUGS = (
     # -- the gate
-    bug("silu_for_relu2", "bitnet", GATE, (LAYERS, "GATES[activation](gate) * up", "silu(gate) * up")),
-    bug("relu2_for_silu", "silu", GATE, (LAYERS, "GATES[activation](gate) * up", "relu2(gate) * up")),
-    bug("activation_on_the_product", "bitnet", GATE, (LAYERS, "[activation](gate) * up", "[activation](gate * up)")),
+    bug("silu_for_relu2", "bitnet", GATE, (LAYERS, f"{GATED}(gate) * up", "silu(gate) * up")),
+    bug("relu2_for_silu", "silu", GATE, (LAYERS, f"{GATED}(gate) * up", "relu2(gate) * up")),
+    bug("activation_on_the_product", "bitnet", GATE, (LAYERS, f"{GATED}(gate) * up", f"{GATED}(gate * up)")),
     # -- norms
     bug("attn_sub_norm_missing", "bitnet", ATTN_SUB, NO_ATTN_SUB_NORM),
     bug("ffn_sub_norm_missing", "bitnet", FFN_SUB, NO_FFN_SUB_NORM),
     bug("sub_norms_missing", "bitnet", ATTN_SUB, NO_ATTN_SUB_NORM, NO_FFN_SUB_NORM),
-    bug("attn_sub_norm_per_head", "bitnet",
-        ATTN_SUB, (MODEL, "        z = be.rms_norm(z, w.attn_sub_norm, cfg.norm_eps)\n", PER_HEAD)),
+    bug("attn_sub_norm_per_head", "bitnet", ATTN_SUB, (MODEL, OF_ALL_HEADS, PER_HEAD)),
     bug("norm_eps_1e-06", "bitnet", "blocks.0.ln1.hook_scale", (LAYERS, "mean_square + eps", "mean_square + 1e-6")),
     bug("norm_weight_plus_one", "bitnet",
         "blocks.0.ln1.hook_normalized",
@@ -97,7 +100,8 @@ BLOCK_BUGS = (
             "    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)\n",
             NEIGHBOURS),
         twin="qk_unpermuted_twice"),
-    bug("rope_theta_10000", "bitnet", ROTATED, (LAYERS, "inv_freq = rope.theta**", "inv_freq = 10000.0**")),
+    bug("rope_theta_10000", "bitnet",
+        ROTATED, ("reference/config.py", "return self.theta ** -", "return 10000.0 ** -")),
     bug("positions_from_one", "bitnet",
         ROTATED, (MODEL, "cfg, batch.positions), batch", "cfg, batch.positions + 1), batch"), in_logits=False),
     # -- what a token sees

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from bug_list import HF_FOLDER, bug
 
-QUANT, OPS = "reference/quantization.py", "reference/ops.py"
+QUANT, WEIGHTS = "reference/quantization.py", "reference/weights.py"
 PACKING, CHECKPOINT = "formats/packing.py", "formats/checkpoint.py"
 
 OUT = "blocks.0.attn.q_proj.hook_out"
 ACC = "blocks.0.attn.q_proj.hook_acc_int32"
 X_INT8 = "blocks.0.attn.q_proj.hook_x_*"
 
+LAYER_READ = "    return kind(**family.make_layer(config, parts))\n"
 THIRDS = """    from dataclasses import replace
     names = ("q_proj", "k_proj", "v_proj")
-    fused = [of_layer[name] for name in names]
+    fused = [parts[name] for name in names]
     third, row = sum(w.shape[0] for w in fused) / 3, 0
     for name, w in zip(names, fused):
         scales = [fused[min(int((row + i) / third), 2)].w_dequant_scale for i in range(w.shape[0])]
-        of_layer[name] = replace(w, w_dequant_scale=np.array(scales, dtype=np.float32))
+        parts[name] = replace(w, w_dequant_scale=np.array(scales, dtype=np.float32))
         row += w.shape[0]
-    return LayerWeights(**of_layer)
 """
-READ = "        weight = in_groups(checkpoint, name, checkpoint.linear(name))\n"
+READ = "        weight = in_groups(checkpoint, name, checkpoint.linear(name)).called(name)\n"
 PERMUTE = """        if short in ("q_proj", "k_proj"):
             d, n = checkpoint.config.head_dim, weight.shape[0]
             rows = [h * d + j % 2 * (d // 2) + j // 2 for h in range(n // d) for j in range(d)]
-            weight = type(weight).from_ternary(weight.ternary()[rows], weight.w_dequant_scale)
+            weight = type(weight).from_ternary(weight.ternary()[rows], weight.w_dequant_scale).called(name)
 """
 FROM_HF = "        return pack_from_hf(plane) if packed is None else packed\n"
 # The matrix is written as I2_S (x86) rightly, and read back wrongly.
@@ -40,17 +40,19 @@ I2S_AS_ARM = """        data = data.reshape(-1, 16)
         quarters = [data >> 6 & 3, data >> 4 & 3, data >> 2 & 3, data & 3]
         return quantization.pack_ternary(np.stack(quarters, axis=1).reshape(w.shape).astype(np.int8) - 1)
 """
-PRODUCT = "                y = self.dequantize(self.ternary_matmul(x_q, w), w, x_quant_scale)\n"
-Q8_K = """                y = np.zeros((len(x), w.shape[0]), dtype=np.float32)
-                for at in range(0, x.shape[1], 256):
-                    part = x[:, at : at + 256]
-                    largest = [row[np.argmax(np.abs(row))] for row in part]  # with its sign
-                    d = np.array([value / np.float32(-127) for value in largest], dtype=np.float32)[:, None]
-                    sums = np.minimum(np.rint(part * (1 / d)), 127) @ w.ternary()[:, at : at + 256].T
-                    y += d * sums.astype(np.float32)
-                y *= w.w_dequant_scale
+PRODUCT = "        return be.dequantize(be.ternary_matmul(x_q, self), self, x_quant_scale)\n"
+Q8_K = """        y = np.zeros((len(x), self.shape[0]), dtype=np.float32)
+        for at in range(0, x.shape[1], 256):
+            part = x[:, at : at + 256]
+            largest = [row[np.argmax(np.abs(row))] for row in part]  # with its sign
+            d = np.array([value / np.float32(-127) for value in largest], dtype=np.float32)[:, None]
+            sums = np.minimum(np.rint(part * (1 / d)), 127) @ self.ternary()[:, at : at + 256].T
+            y += d * sums.astype(np.float32)
+        return y * self.w_dequant_scale
 """
-DENSE = "                y = layers.dense_matmul(x, w.ternary() * w.w_dequant_scale)\n"
+DENSE = """        from .layers import dense_matmul
+        return dense_matmul(x, self.ternary() * self.w_dequant_scale)
+"""
 ROUNDED = "np.rint(x * x_quant_scale)"
 AWAY = "np.trunc(x * x_quant_scale + np.copysign(np.float32(0.5), x))"
 SCALE = "    x_quant_scale = x.dtype.type(127)"
@@ -72,8 +74,8 @@ LINEAR_BUGS = (
     bug("scale_not_multiplied", "bitnet",
         OUT, (HF_FOLDER, '_scale_convention == "divide"', '_scale_convention == "multiply"'), cause="scale_inverted"),
     bug("scale_from_ternary_weights", "saved after quantisation",
-        OUT, (HF_FOLDER, "quantization.split_ternary(w) or quantization", "quantization")),
-    bug("qkv_scales_by_thirds", "one kv head", OUT, (CHECKPOINT, "    return LayerWeights(**of_layer)\n", THIRDS)),
+        OUT, (HF_FOLDER, "split_ternary(w) or quantization", "quantization")),
+    bug("qkv_scales_by_thirds", "one kv head", OUT, (CHECKPOINT, LAYER_READ, THIRDS + LAYER_READ)),
     # -- layouts
     bug("i2s_bits_reversed", "bitnet", ACC, (HF_FOLDER, FROM_HF, I2S_WRITTEN + I2S_LOW_BITS_FIRST)),
     bug("i2s_x86_read_as_arm", "bitnet", ACC, (HF_FOLDER, FROM_HF, I2S_WRITTEN + I2S_AS_ARM)),
@@ -87,8 +89,8 @@ LINEAR_BUGS = (
         X_INT8, (QUANT, SCALE, "    largest = np.full((len(x), 1), np.abs(x).max())\n" + SCALE)),
     bug("activation_floor_missing", "faint token",
         X_INT8, (QUANT, "np.maximum(largest, x.dtype.type(SCALE_FLOOR))", "largest"), tokens=(5, 1, 17, 23, 5, 9)),
-    bug("activation_blocks_of_256", "wide", "blocks.0.*_proj.hook_out", (OPS, PRODUCT, Q8_K)),
-    bug("activations_not_quantised", "bitnet", OUT, (OPS, PRODUCT, DENSE)),
+    bug("activation_blocks_of_256", "wide", "blocks.0.*_proj.hook_out", (WEIGHTS, PRODUCT, Q8_K)),
+    bug("activations_not_quantised", "bitnet", OUT, (WEIGHTS, PRODUCT, DENSE)),
     # -- accumulators
     bug("int16_accumulators_wrap", "aligned sums",
         ACC, (QUANT, ACC_END, ACC_LINE + "    return acc.astype(np.int16).astype(np.int32)\n")),

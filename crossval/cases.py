@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bug_list import LAYERS, MODEL
-from bug_list_families import TURN, WEIGHTS
+from bug_list import GATED, LAYERS, MODEL
+from bug_list_families import GROUPS as GROUPS_FILE
+from bug_list_families import TURN
 from bug_list_linears import FROM_HF, HF_FOLDER, I2S_AS_ARM, I2S_WRITTEN, QUANT, ROUNDED
 from numpy.typing import NDArray
 from planted_models import BASE, MODELS, TOKENS, tensors_for, write
@@ -171,7 +172,7 @@ def sub_norms_in_transformers(folder: Path, python: str) -> Crossing:
 O_PROJ = "blocks.0.attn.o_proj.hook_out"
 GATE, ACC = "blocks.0.mlp.hook_post", "blocks.0.attn.q_proj.hook_acc_int32"
 OUT, INT8 = "blocks.0.attn.q_proj.hook_out", "blocks.0.attn.q_proj.hook_x_int8"
-SILU = (LAYERS, "GATES[activation](gate) * up", "silu(gate) * up")
+SILU = (LAYERS, f"{GATED}(gate) * up", "silu(gate) * up")
 UP = "np.floor(x * x_quant_scale + np.float32(0.5))"
 EMPTY = (QUANT, ACC_END, "    return np.zeros_like(acc)\n")
 READ_FLOATS = (
@@ -187,12 +188,12 @@ READ_AS_64 = (
     ("formats/gguf/model.py", *READ_FLOATS),
     ("formats/gguf/model.py", "in GROUP_TYPES:\n            with", "in ('Q2_0', 'PQ2_0'):\n            with"),
 )
-FORCE = """    {x} = {x} / np.sqrt(np.square({x}).mean(-1, keepdims=True) + np.float32(cfg.norm_eps))
+FORCE = """    {x} = {x} / np.sqrt(np.square({x}).mean(-1, keepdims=True) + np.float32({eps}))
     if w.{norm} is not None:
 """
 FORCED = [
-    (MODEL, f"    if w.{norm} is not None:  # BitNet\n", FORCE.format(x=x, norm=norm))
-    for x, norm in (("z", "attn_sub_norm"), ("h", "ffn_sub_norm"))
+    (MODEL, f"    if w.{norm} is not None:  # BitNet\n", FORCE.format(x=x, norm=norm, eps=eps))
+    for x, norm, eps in (("z", "attn_sub_norm", "w.attn_norm.eps"), ("h", "ffn_sub_norm", "cfg.norm_eps"))
 ]
 OWN_MODELS = {"weight only": weight_only}
 FEW = range(1, 13)  # token ids of the models of GROUPS
@@ -251,7 +252,7 @@ CASES = (
         "hadamard-ignored",
         "blocks.0.attn.q_proj.hook_x_rotated",
         "rotation_ignored",
-        of_copy(GROUPS / "pq2_0-hadamard.gguf", (WEIGHTS, TURN, "return x.astype(np.float64)"), tokens=FEW),
+        of_copy(GROUPS / "pq2_0-hadamard.gguf", (GROUPS_FILE, TURN, "return x.astype(np.float64)"), tokens=FEW),
     ),
     Case(
         "hadamard-llama.cpp",

@@ -294,11 +294,16 @@ def model_of(family: str, size: int) -> tuple[Any, Any, Any]:
             else (linear.array.astype(np.float32), None)
         )
 
-    weights: dict[Any, Any] = {"embed": plain(w.embedding)[0], "final_norm": w.final_norm, "head": plain(w.lm_head)[0]}
+    weights: dict[Any, Any] = {
+        "embed": plain(w.embedding)[0],
+        "final_norm": w.final_norm.weight,
+        "head": plain(w.lm_head)[0],
+    }
     for i, layer in enumerate(w.layers):
-        weights[i] = {**{name: plain(m) for name, m in layer.linears()}, **dict(layer.norms())}
+        norms = {name: norm.weight for name, norm in layer.norms()}
+        weights[i] = {**{name: plain(m) for name, m in layer.linears()}, **norms}
     c = model.config
-    engine = Engine(c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.num_hidden_layers, c.intermediate_size, c.norm_eps, c.rope.theta, c.activation, c.sub_norms, c.qk_norms)  # fmt: skip
+    engine = Engine(c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.num_hidden_layers, c.intermediate_size, c.norm_eps, c.rope.theta, c.activation, c.sub_norms, family == "qwen3")  # fmt: skip
     return model, weights, engine
 
 

@@ -94,7 +94,7 @@ def one_mask(s: Setting, size: float) -> Setting:
 
 
 def one_epsilon(s: Setting, size: float) -> Setting:
-    return s.with_config(norm_eps=s.config.norm_eps * (1 + size))
+    return s.map_norms(lambda norm: replace(norm, eps=norm.eps * (1 + size)))
 
 
 def one_theta(s: Setting, size: float) -> Setting:

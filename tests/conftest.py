@@ -86,37 +86,24 @@ def be(request) -> Backend:
 
 
 EMULATED = os.environ.get("BITNET_REF_CUDA") == "emulated"
-# What is quick on the emulated CuPy backend too, and what of it is not (or says nothing: a number of threads).
-QUICK = (
-    "contract/",
-    "backends/",
-    "kernels/",
-    "test_golden",
-    "test_kv_",
-    "test_api",
-    "test_trace.py",
-    "test_engine_config",
-)
-LONG = (
-    "storyteller",
-    "contract/test_every_family",
-    "number_of_threads",
-    "joining_late",
-    "rows_in_any_order",
-    "loaded_with_a_cache_dtype",
-)
-# Of the CUDA backend alone: `emulated` where there is no GPU. The suite has its kernels and the contract then.
-OWN = ("test_cuda_steps", "test_cupy_backend", "test_split_backend", "test_cublas", "test_gpu_bench", "test_cuda_bench")
+FOLDERS_OF_BACKENDS = ("contract", "backends", "kernels")
+
+
+def is_of_cupy(item):
+    return hasattr(item, "callspec") and "cupy" in item.callspec.id.split("-")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The emulated CuPy backend's own tests are `emulated`, its longer ones `slow`; those on a GPU are neither."""
-    for item in items:
-        place, long = item.nodeid, any(word in item.nodeid for word in LONG)
-        if EMULATED and any(name in item.nodeid for name in OWN) and not item.get_closest_marker("slow"):
+    """Without a GPU the CUDA backend's own tests (`card`) are `emulated`, and the cupy cases of the others `slow`, but
+    for those that are quick: in the folders of the backends, unless `long_emulated`, and the files marked
+    `quick_emulated`."""
+    for item in items if EMULATED else ():
+        marks = {mark.name for mark in item.iter_markers()}
+        if "card" in marks and "slow" not in marks:
             item.add_marker(pytest.mark.emulated)
-        if EMULATED and "cupy" in item.name and (long or not any(word in place for word in QUICK)):
+        quick = item.path.parent.name in FOLDERS_OF_BACKENDS or "quick_emulated" in marks
+        if is_of_cupy(item) and ("long_emulated" in marks or not quick):
             item.add_marker(pytest.mark.slow)
 
 

@@ -20,13 +20,13 @@ from safetensors.numpy import load_file
 
 import bitnet_ref
 from bitnet_ref.backends import Backend
+from bitnet_ref.families.blocks import BLOCK_TYPES, BlockWeight
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.packing import hf_from_ternary
-from bitnet_ref.reference.blocks import BLOCK_TYPES
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import ModelConfig
 from bitnet_ref.reference.quantization import quantize_weights
-from bitnet_ref.reference.weights import DenseWeight, LinearWeight
+from bitnet_ref.reference.weights import LinearWeight
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = DATA / "golden"
@@ -239,14 +239,14 @@ def prepared(be: Backend, *ws: LinearWeight) -> tuple[LinearWeight, ...]:
     return tuple(be.prepare(w) for w in ws)
 
 
-def random_blocks(kind: str, generator: Any, out: int, width: int) -> DenseWeight:
+def random_blocks(kind: str, generator: Any, out: int, width: int) -> BlockWeight:
     """A matrix of any bytes in blocks, with scales of about 0.01."""
     block = BLOCK_TYPES[kind]
     raw = generator.integers(0, 256, (out, width // block.values, block.nbytes), dtype=np.uint8)
     for at in block.halves:
         scales = (0.01 * generator.standard_normal(raw.shape[:2])).astype(np.float16)
         raw[:, :, at : at + 2] = scales[..., None].view(np.uint8)
-    return DenseWeight(raw.reshape(out, -1), block_type=kind)
+    return BlockWeight(raw.reshape(out, -1), block_type=kind)
 
 
 # -- child processes ---------------------------------------------------------------------------------------------------

@@ -101,11 +101,11 @@ def decoder(weights, style, cfg):
 
     for i, layer in enumerate(weights.layers):
         name = f"model.layers.{i}"
-        b.tensor(f"{name}.input_layernorm.weight", layer.attn_norm)
-        b.tensor(f"{name}.post_attention_layernorm.weight", layer.ffn_norm)
+        b.tensor(f"{name}.input_layernorm.weight", layer.attn_norm.weight)
+        b.tensor(f"{name}.post_attention_layernorm.weight", layer.ffn_norm.weight)
         if layer.attn_sub_norm is not None:
-            b.tensor(f"{name}.self_attn.attn_sub_norm.weight", layer.attn_sub_norm)
-            b.tensor(f"{name}.mlp.ffn_sub_norm.weight", layer.ffn_sub_norm)
+            b.tensor(f"{name}.self_attn.attn_sub_norm.weight", layer.attn_sub_norm.weight)
+            b.tensor(f"{name}.mlp.ffn_sub_norm.weight", layer.ffn_sub_norm.weight)
         linears = dict(layer.linears())
         if style == "genai-qkv":
             q, k, v = (linears.pop(f"{part}_proj") for part in "qkv")
@@ -115,7 +115,7 @@ def decoder(weights, style, cfg):
         for part, w in linears.items():
             one(f"{name}.{'self_attn' if part in ('q_proj', 'k_proj', 'v_proj', 'o_proj') else 'mlp'}.{part}", w)
     last = f"model.layers.{len(weights.layers)}.final_norm_layernorm" if "genai" in style else "model.norm"
-    b.tensor(f"{last}.weight", weights.final_norm)
+    b.tensor(f"{last}.weight", weights.final_norm.weight)
     if not weights.tied:
         one("lm_head", weights.lm_head)
     y = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "sequence", cfg["vocab_size"]])

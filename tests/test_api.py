@@ -23,6 +23,8 @@ from bitnet_ref.errors import (
 from bitnet_ref.formats.open import shipped_models
 from bitnet_ref.reference.cache import TokenBatch
 
+pytestmark = pytest.mark.quick_emulated
+
 # -- load --------------------------------------------------------------------------------------------------------------
 
 

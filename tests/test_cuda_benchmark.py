@@ -14,7 +14,7 @@ from bitnet_ref.benchmark.cuda_kernels import CudaKernelResult, kernels_for
 from bitnet_ref.cli import cli
 from bitnet_ref.errors import ShapeError
 
-pytestmark = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
+pytestmark = [pytest.mark.card, pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")]
 SMALL = {"cold_bytes": 10_000, "copy_bytes": 4096}
 
 

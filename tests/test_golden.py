@@ -10,6 +10,8 @@ import bitnet_ref
 from bitnet_ref.formats.hf.config import parse_hf_config, read_hf_config
 from bitnet_ref.reference.cache import TokenBatch
 
+pytestmark = pytest.mark.quick_emulated
+
 # Ternary cases were chosen to have no activation near a rounding boundary (data/make_golden.py), so two correct float32
 # engines differ by float rounding alone: about 1e-5 here. 2e-4 leaves room for another order of summation and is far
 # below the 0.1 of a single int8 that went the other way.

@@ -22,7 +22,7 @@ from bitnet_ref.benchmark.timing import Timing
 from bitnet_ref.cli import bench_kernels, cli
 from bitnet_ref.errors import BackendError, BackendUnavailable, ConfigError, FormatError, OutOfMemory
 
-pytestmark = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
+pytestmark = [pytest.mark.card, pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")]
 SIZES = {"vocab_size": 96, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
 SHAPES = {name: replace(benchmark.SHAPES[name], **SIZES, num_hidden_layers=2, num_key_value_heads=2)
           for name in ("2b-4t", "7b", "tinyllama-1.1b")}  # fmt: skip

@@ -124,8 +124,8 @@ FOLDERS = (
     "scripts/training",
     "tests",
 )  # whose files are called by their names alone
-OBJECTS = {"blocks", "engine", "model", "profile", "settings", "tokenizer", "trainer"}  # also names of modules
-OTHER_NAMES = {"bitnet_ref.trace", "eval_ppl.py"}  # a trace's format, and a file of another project
+OBJECTS = {"blocks", "engine", "model", "profile", "settings", "step", "tokenizer", "trainer"}  # also names of modules
+OTHER_NAMES = {"bitnet_ref.trace", "eval_ppl.py", "llama.cpp"}  # a trace's format; a file, and a project
 SUFFIXES = (".csv", ".jinja", ".json", ".proto", ".safetensors", ".toml")
 
 

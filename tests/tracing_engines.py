@@ -72,8 +72,8 @@ class NoisyBackend(QuickBackend):
         noise = rng(self.seed, *y.shape).standard_normal(y.shape)
         return (y * (1 + self.amount * noise)).astype(np.float32)
 
-    def rms_norm(self, x, weight, eps):
-        return self._noisy(super().rms_norm(x, weight, eps))
+    def rms_norm(self, x, norm):
+        return self._noisy(super().rms_norm(x, norm))
 
     def rope(self, q, k, cos, sin):
         q, k = super().rope(q, k, cos, sin)

@@ -21,7 +21,7 @@ from ..errors import BackendUnavailable, ConfigError, ShapeError
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.model import PlainBackend, final_hidden
-from ..reference.weights import EmbeddingWeight, LinearWeight, ModelWeights
+from ..reference.weights import LinearWeight, ModelWeights
 from ..system.memory import available_bytes, memory_bytes
 from ..system.threads import resolve_threads
 from .paged_cache import CACHE_DTYPES, CacheSpec, PagedKVCache
@@ -167,7 +167,7 @@ class Backend(PlainBackend):
         made.fuses = False
         return made
 
-    def embed_on_host(self, w: EmbeddingWeight, tokens: NDArray[np.int64]) -> NDArray:
+    def embed_on_host(self, w: LinearWeight, tokens: NDArray[np.int64]) -> NDArray:
         """The embeddings as a NumPy array, of a table in the host's memory.   tokens (N,) -> (N, D)"""
         return PlainBackend.embed(self, w, tokens)
 

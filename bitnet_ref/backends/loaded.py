@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+# (backend, config, batch, cache of a pass) -> a context that gives the backend to compute it with
+Watcher = Callable[[Backend, ModelConfig, TokenBatch, KVCache], AbstractContextManager[Backend]]
 
 MIN_STEPPED_BYTES = 256 << 20
 _CLOSED = "this model was closed and its weights were freed; load it again"
@@ -99,7 +103,7 @@ class LoadedModel:
         self.config, self.backend, self.path = config, backend, path
         self.context_length = config.context_length
         self.cache_dtype = cache_dtype
-        self.run_pass: Callable[..., Logits] = run  # a profile replaces it while it watches
+        self.watcher: Watcher | None = None  # a profile sets it while it watches
         stepped = weights if isinstance(weights, SteppedWeights) else SteppedWeights(iter([weights]))
         self._weights: SteppedWeights | None = stepped
         self._load_tokenizer = load_tokenizer
@@ -174,11 +178,15 @@ class LoadedModel:
     ) -> Logits:
         """One pass; see `backends.run.run`. This, `run_greedy` and `run_hidden` are the only ways in which this model
         computes."""
-        return self.run_pass(self.backend, self._stepped.of_pass(), self.config, batch, cache, top, path)
+        w = self._stepped.of_pass()
+        if self.watcher is None or path is not None:
+            return run(self.backend, w, self.config, batch, cache, top, path)
+        with self.watcher(self.backend, self.config, batch, cache) as observed:
+            return run(observed, w, self.config, batch, cache, top)
 
     def run_greedy(self, batch: TokenBatch, cache: KVCache, steps: GreedyRun) -> Iterator[list[TokenLogits]]:
         """Several passes; see `backends.run.run_greedy`. None while a profile watches, which looks into each pass."""
-        if self.run_pass is not run:
+        if self.watcher is not None:
             return iter(())
         return run_greedy(self.backend, self._stepped.of_pass(), self.config, batch, cache, steps)
 
@@ -220,7 +228,7 @@ class LoadedModel:
         Raises GenerationError for a filter that matches none of the model's tensors.
         """
         tokens = self.check_tokens(self.tokenizer.encode(token_ids) if isinstance(token_ids, str) else token_ids)
-        recorder = Recorder(self.backend, self.weights, self.config, names_filter)
+        recorder = Recorder(self.backend, self.config, names_filter)
         observed = observe(self.backend, recorder)
         cache = self.new_cache(1, len(tokens))
         logits = run(observed, self.weights, self.config, TokenBatch.of([(0, 0, tokens)]), cache).all()
@@ -238,8 +246,8 @@ class LoadedModel:
         layers = []
         for index, layer in enumerate(w.layers):
             prepare = backend.prepare_for(index)
-            linears: dict[str, Any] = {name: prepare(linear) for name, linear in layer.linears()}
-            layers.append(replace(layer, **linears))
+            prepared_linears: dict[str, Any] = {name: prepare(linear) for name, linear in layer.linears()}
+            layers.append(replace(layer, **prepared_linears))
         head = w.embedding if w.tied else backend.prepare_for(None)(w.lm_head)
         steps = backend.prepare_in_steps(replace(w, layers=tuple(layers), lm_head=head), self.config)
         prepared = SteppedWeights(steps, 0 if in_steps else sys.maxsize)

@@ -1,129 +1,174 @@
-"""The one wrapper around a backend: it passes every op to a function that may record, time, judge or replace it."""
+"""The one interception of a pass: `observe(be, around)` passes every op to a function that may record, time, judge,
+replace or edit it.
+
+    around(step, call, args) -> the op's result; `call(*args)` computes it.
+
+`step.op` is the op's name, `step.name` that of the tensor that it computes in a trace.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..reference.cache import KVCache, TokenBatch
-from ..reference.config import DeltaConfig, ModelConfig, RopeConfig
-from ..reference.weights import (
-    DeltaWeights,
-    DenseWeight,
-    EmbeddingWeight,
-    GroupTernaryLinear,
-    LinearWeight,
-    TernaryLinear,
-)
+from ..reference.config import ModelConfig, RopeConfig
+from ..reference.model import RopeTables
+from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, Shared, TernaryLinear
 from .backend import Backend, HeadNeed, HeadRows
 from .paged_cache import CacheSpec
 from .split import SplitBackend
 
-# around(op, call, args) -> the op's result; `call(*args)` computes it.
-Around = Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]
+PATHS = ("ops", "blocks", "replayed")
 
 
-def observe(be: Backend, around: Around) -> Backend:
-    """The backend with every op passed to `around`. Of a split backend, the ops of each part."""
-    if isinstance(be, SplitBackend):
-        return be.with_backends([Observed(part.backend, around) for part in be.parts])
-    return Observed(be, around)
+class ObservedStep(NamedTuple):
+    """One call of an op.
+
+    name: of the tensor that it computes: "blocks.3.attn.hook_z". Of rope the queries, of `linears` the first; "" of
+    ops that compute none.
+    """
+
+    op: str
+    name: str
+
+
+Call = Callable[..., Any]
+Around = Callable[[ObservedStep, Call, tuple[Any, ...]], Any]
+
+
+def observe(be: Backend, around: Around, path: str = "ops") -> Backend:
+    """The backend with every op passed to `around`. Of a split backend, the ops of each part.
+
+    path: how a pass is computed. "ops": blocks are composed of ops; they are passed as well, and their ops inside them.
+    "blocks": each half of a block is one call of the backend's own. "replayed": the whole pass up to the head is.
+    """
+    if isinstance(be, SplitBackend) and path != "replayed":
+        return be.with_backends([Observed(part.backend, around, path) for part in be.parts])
+    return Observed(be, around, path)
 
 
 class Observed(Backend):
-    """Passes each op of `inner` to `around`. It takes the path "ops": blocks and `linears` are composed of these ops.
+    """Passes each op of `inner` to `around`.
 
-    For "linears" the call composes `quantize_activations`, `ternary_matmul`, `dequantize`, `dense_matmul`,
-    `group_matmul`, `rms_norm` and `add`, which pass by one by one inside it.
+    For "linears" the call composes `quantize_activations`, `ternary_matmul`, `dequantize`, `dense_matmul`, `compute`,
+    `rms_norm` and `add`, which pass by one by one inside it.
     """
 
-    def __init__(self, inner: Backend, around: Around) -> None:
-        self.inner, self.around = inner, around
+    def __init__(self, inner: Backend, around: Around, path: str = "ops") -> None:
+        self.inner, self.around, self.path = inner, around, path
         self.name, self.dtype, self.threads, self.head = inner.name, inner.dtype, inner.threads, inner.head
         self.fuses = False
+        self.block = ""  # "blocks.3", within it
+        self.result = ""  # the tensor that the residual sum of this half gives
+        self.computed = ""  # the linear whose products are computed: "blocks.3.attn.q_proj"
+
+    def _pass(self, op: str, name: str, call: Call, *args: Any) -> Any:
+        return self.around(ObservedStep(op, name), call, args)
+
+    # -- a pass and its blocks -----------------------------------------------------------------------------------------
+
+    def hidden(
+        self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, path: str | None = None
+    ) -> NDArray:
+        if self.path == "replayed":
+            return self._pass("hidden", "ln_final.hook_normalized", self.inner.hidden, w, cfg, batch, cache, path)
+        return super().hidden(w, cfg, batch, cache, path)
+
+    def attention_block(
+        self,
+        x: NDArray,
+        w: LayerWeights,
+        cfg: ModelConfig,
+        rope: RopeTables,
+        batch: TokenBatch,
+        cache: KVCache,
+        layer: int,
+    ) -> NDArray:
+        self.block, self.result = w.name, f"{w.name}.hook_resid_mid"
+        block = self.inner.attention_block if self.path == "blocks" else super().attention_block
+        return self._pass("attention_block", self.result, block, x, w, cfg, rope, batch, cache, layer)
+
+    def feed_forward(self, x: NDArray, w: LayerWeights, cfg: ModelConfig) -> NDArray:
+        self.block, self.result = w.name, f"{w.name}.hook_resid_post"
+        block = self.inner.feed_forward if self.path == "blocks" else super().feed_forward
+        return self._pass("feed_forward", self.result, block, x, w, cfg)
 
     # -- ops -----------------------------------------------------------------------------------------------------------
 
-    def embed(self, w: EmbeddingWeight, tokens: NDArray[np.int64]) -> NDArray:
-        return self.around("embed", self.inner.embed, (w, tokens))
+    def embed(self, w: LinearWeight, tokens: NDArray[np.int64]) -> NDArray:
+        return self._pass("embed", "hook_embed", self.inner.embed, w, tokens)
 
-    def embed_on_host(self, w: EmbeddingWeight, tokens: NDArray[np.int64]) -> NDArray:
-        return self.around("embed", self.inner.embed_on_host, (w, tokens))
+    def embed_on_host(self, w: LinearWeight, tokens: NDArray[np.int64]) -> NDArray:
+        return self._pass("embed", "hook_embed", self.inner.embed_on_host, w, tokens)
 
-    def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
-        return self.around("rms_norm", self.inner.rms_norm, (x, weight, eps))
+    def rms_norm(self, x: NDArray, norm: Norm) -> NDArray:
+        return self._pass("rms_norm", f"{norm.name}.hook_normalized", self.inner.rms_norm, x, norm)
 
     def rope_tables(self, positions: NDArray[np.int64], rope: RopeConfig, head_dim: int) -> tuple[NDArray, NDArray]:
-        return self.around("rope_tables", self.inner.rope_tables, (positions, rope, head_dim))
+        return self._pass("rope_tables", "", self.inner.rope_tables, positions, rope, head_dim)
 
-    def rope(
-        self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, partial: bool = False
-    ) -> tuple[NDArray, NDArray]:
-        return self.around("rope", self.inner.rope, (q, k, cos, sin, *[True] * partial))
+    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
+        return self._pass("rope", f"{self.block}.attn.hook_rot_q", self.inner.rope, q, k, cos, sin)
 
     def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
-        return self.around("quantize_activations", self.inner.quantize_activations, (x,))
+        return self._pass("quantize_activations", f"{self.computed}.hook_x_int8", self.inner.quantize_activations, x)
 
     def ternary_matmul(self, x_q: NDArray[np.int8], w: TernaryLinear) -> NDArray[np.int32]:
-        return self.around("ternary_matmul", self.inner.ternary_matmul, (x_q, w))
+        return self._pass("ternary_matmul", f"{self.computed}.hook_acc_int32", self.inner.ternary_matmul, x_q, w)
 
     def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
-        return self.around("dequantize", self.inner.dequantize, (acc, w, x_quant_scale))
+        return self._pass("dequantize", f"{self.computed}.hook_out", self.inner.dequantize, acc, w, x_quant_scale)
 
     def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
-        return self.around("dense_matmul", self.inner.dense_matmul, (x, w))
-
-    def group_matmul(self, x: NDArray, w: GroupTernaryLinear) -> NDArray:
-        return self.around("group_matmul", self.inner.group_matmul, (x, w))
+        return self._pass("dense_matmul", f"{self.computed}.hook_out", self.inner.dense_matmul, x, w)
 
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
-        return self.around("linears", super().linears, (x, ws))
+        return self._pass("linears", f"{ws[0].name}.hook_out", super().linears, x, ws)
+
+    def one_linear(self, x: NDArray, w: LinearWeight, shared: Shared) -> NDArray:
+        self.computed = self.computed or w.name
+        y = super().one_linear(x, w, shared)
+        self.computed = ""
+        return y
+
+    def lm_head(self, x: NDArray, w: LinearWeight) -> NDArray:
+        def head(x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
+            self.computed = "lm_head"  # with tied embeddings the weight is called "embedding"
+            return super(Observed, self).linears(x, ws)
+
+        y: NDArray = self._pass("linears", "lm_head.hook_out", head, x, (w,))[0]
+        return y
 
     def append(self, cache: KVCache, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
-        self.around("append", self.inner.append, (cache, layer, batch, k, v))
+        self._pass("append", f"{self.block}.attn.hook_v", self.inner.append, cache, layer, batch, k, v)
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
-        return self.around("attention", self.inner.attention, (q, cache, batch, layer, window))
-
-    def delta_conv(self, qkv: NDArray, conv: NDArray, cache: KVCache, layer: int, batch: TokenBatch) -> NDArray:
-        return self.around("delta_conv", self.inner.delta_conv, (qkv, conv, cache, layer, batch))
-
-    def delta_gates(self, a: NDArray, b: NDArray, w: DeltaWeights) -> tuple[NDArray, NDArray]:
-        return self.around("delta_gates", self.inner.delta_gates, (a, b, w))
-
-    def delta_rule(
-        self,
-        mixed: NDArray,
-        log_alpha: NDArray,
-        beta: NDArray,
-        cfg: DeltaConfig,
-        cache: KVCache,
-        layer: int,
-        batch: TokenBatch,
-    ) -> NDArray:
-        return self.around("delta_rule", self.inner.delta_rule, (mixed, log_alpha, beta, cfg, cache, layer, batch))
-
-    def output_gate(self, z: NDArray, gate: NDArray, activation: str) -> NDArray:
-        return self.around("output_gate", self.inner.output_gate, (z, gate, activation))
+        name = f"{self.block}.attn.hook_z"
+        return self._pass("attention", name, self.inner.attention, q, cache, batch, layer, window)
 
     def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
-        return self.around("gated", self.inner.gated, (gate, up, activation))
+        return self._pass("gated", f"{self.block}.mlp.hook_post", self.inner.gated, gate, up, activation)
 
     def add(self, x: NDArray, y: NDArray) -> NDArray:
-        return self.around("add", self.inner.add, (x, y))
+        return self._pass("add", f"{self.computed}.hook_out" if self.computed else self.result, self.inner.add, x, y)
 
-    def scale(self, x: NDArray, factor: float) -> NDArray:
-        return self.around("scale", self.inner.scale, (x, factor))
+    def scale(self, x: NDArray, factor: float, name: str) -> NDArray:
+        return self._pass("scale", name, self.inner.scale, x, factor, name)
+
+    def compute(self, name: str, function: Callable[..., NDArray], *args: Any) -> NDArray:
+        step = f"{self.computed}.hook_out" if self.computed else name  # a product of a linear
+        return self._pass("compute", step, self.inner.compute, name, function, *args)
 
     def take_rows(self, x: NDArray, rows: NDArray[np.int64]) -> NDArray:
-        return self.around("take_rows", self.inner.take_rows, (x, rows))
+        return self._pass("take_rows", "", self.inner.take_rows, x, rows)
 
     def head_rows(self, x: NDArray, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadRows]:
-        return self.around("head_rows", self.inner.head_rows, (x, w, needs))
+        return self._pass("head_rows", "lm_head.hook_out", self.inner.head_rows, x, w, needs)
 
     # -- everything else is the inner backend's ------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import NumericsError, OutOfMemory, ShapeError
-from ..reference.cache import DeltaStates, KVCache, TokenBatch
+from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 
 NO_PAGE = -1
@@ -60,7 +60,7 @@ class PagedKVCache(KVCache):
             got = f"page_size {spec.page_size}, pages {spec.pages}"
             raise ShapeError("KVCache", expected="page_size >= 1 wherever there are pages", got=got)
         self.slots, self.capacity = spec.slots, spec.capacity
-        self.states = None if config.delta is None else DeltaStates(config, spec.slots, dtype)
+        self.states = config.new_states(spec.slots, dtype)
         self.page_size = spec.page_size or max(1, spec.capacity)
         pages_per_slot = max(1, -(-spec.capacity // self.page_size))
         self.is_fixed = spec.pages is None  # each page belongs to one slot, permanently

@@ -1,8 +1,7 @@
 """Every named intermediate of a forward pass, without a hook in the model's text.
 
-`Recorder` is a function for `observe`: it sees each op with its arguments and result, and keeps copies. The layer and
-the linear of a call are known from the weight it is given. Names are TransformerLens's, without a batch axis, plus
-BitNet's own under each linear:
+`Recorder` is a function for `observe`: it sees each op with its arguments and result, and keeps copies. Names are
+TransformerLens's, without a batch axis, plus BitNet's own under each linear:
 
     hook_embed (N, D)                                    ln_final.hook_scale (N, 1), .hook_normalized (N, D)
     blocks.0.hook_resid_pre, hook_resid_mid, hook_resid_post, hook_attn_out, hook_mlp_out (N, D)
@@ -32,7 +31,7 @@ Of the families that have them (docs/families.md):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -40,27 +39,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import NumericsError
+from ..families import also_recorded
 from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
-from ..reference.config import DeltaConfig, ModelConfig
-from ..reference.delta_net import DeltaInputs, delta_inputs, delta_recurrence
-from ..reference.weights import GroupTernaryLinear, ModelWeights, TernaryLinear
+from ..reference.config import ModelConfig
+from ..reference.weights import LayerWeights, LinearWeight, Norm, TernaryLinear
 from .backend import Backend
+from .observe import Call, ObservedStep
 
 NamesFilter = Callable[[str], bool] | str | Iterable[str] | None
-Call = Callable[..., Any]
-NORM_NAMES = {  # of the fields of `LayerWeights`
-    "attn_norm": "ln1",
-    "ffn_norm": "ln2",
-    "attn_sub_norm": "attn.sub_norm",
-    "ffn_sub_norm": "mlp.sub_norm",
-    "q_norm": "attn.q_norm",
-    "k_norm": "attn.k_norm",
-    "delta_norm": "attn.delta_norm",
-    "attn_post_norm": "ln1_post",
-    "ffn_post_norm": "ln2_post",
-}
-HEAD_NORMS = ("q_norm", "k_norm", "delta_norm")
+LOGITS = "lm_head.hook_out"
 SHOWN_ROWS = 24  # of a recorded run in a notebook's cell
 
 
@@ -90,181 +78,167 @@ class RecordedTensors(dict[str, NDArray]):
 class Recorder:
     """Records a pass: `observe(be, recorder)`. `seen` maps names to copies, in the order of the computation."""
 
-    def __init__(self, be: Backend, w: ModelWeights, cfg: ModelConfig, names_filter: NamesFilter = None) -> None:
+    def __init__(self, be: Backend, cfg: ModelConfig, names_filter: NamesFilter = None) -> None:
         self.be, self.cfg = be, cfg
         self.wants = match_names(names_filter)
         self.seen = RecordedTensors()
         self.current = ""  # the tensor being computed, or the last one kept
-        self.linear_names = {id(weight): name for name, weight in w.linears() if name != "lm_head"}
-        self.norm_names = {id(w.final_norm): "ln_final"}
-        for i, layer in enumerate(w.layers):
-            self.norm_names |= {id(weight): f"blocks.{i}.{NORM_NAMES[field]}" for field, weight in layer.norms()}
-        for name, linear in w.linears():
-            if isinstance(linear, TernaryLinear) and linear.input_norm is not None:
-                self.norm_names[id(linear.input_norm.weight)] = f"{name}.rms_norm"
-        self.tokens = 0  # of the batch, from the last block's input
-        self.block = ""  # "blocks.3", from the last weight seen
-        self.linear = ""  # "blocks.3.attn.q_proj", during its quantisation and product
+        self.tokens = 0  # of the batch, in the block that is computed
+        self.also_recorded = also_recorded(cfg)
+        self.handlers: dict[str, Callable[..., Any]] = {
+            "attention_block": self.on_attention_block,
+            "feed_forward": self.on_feed_forward,
+            "rms_norm": self.on_rms_norm,
+            "rope": self.on_rope,
+            "linears": self.on_linears,
+            "ternary_matmul": self.on_ternary_matmul,
+            "dequantize": self.on_dequantize,
+            "attention": self.on_attention,
+            "gated": self.on_gated,
+            "add": self.on_add,
+            "compute": self.on_compute,
+            "embed": self.on_result,
+            "scale": self.on_result,
+        }
 
-    def __call__(self, op: str, call: Call, args: tuple[Any, ...]) -> Any:
-        """Compute the op; the method `_on_OP`, where there is one, keeps what it sees."""
-        handler = getattr(self, f"_on_{op}", None)
-        return call(*args) if handler is None else handler(call, *args)
+    def __call__(self, step: ObservedStep, call: Call, args: tuple[Any, ...]) -> Any:
+        """Compute the op; its handler, where there is one, keeps what it sees."""
+        handler = self.handlers.get(step.op)
+        return call(*args) if handler is None else handler(step, call, *args)
 
     def keep(self, name: str, array: NDArray) -> None:
         if self.wants(name):
             self.seen[name] = np.array(self.be.to_host(array))
         self.current = name
 
-    def _on_embed(self, call: Call, *args: Any) -> Any:
-        x = call(*args)
-        self.keep("hook_embed", x)
-        return x
-
-    def name_norm(self, x: NDArray, weight: NDArray) -> str:
-        """The name of the norm with this weight. Its input x may be the residual stream, which is then kept."""
-        name = self.norm_names[id(weight)]
-        if name.endswith("ln1"):
-            if self.block:
-                self.keep(f"{self.block}.hook_resid_post", x)
-            self.block = name.removesuffix(".ln1")
-            self.keep(f"{self.block}.hook_resid_pre", x)
-            self.tokens = len(x)
-        elif name.endswith("ln2"):
-            self.keep(f"{self.block}.hook_resid_mid", x)
-        elif name == "ln_final":
-            self.keep(f"{self.block}.hook_resid_post", x)
-        return name
-
-    def _on_rms_norm(self, call: Call, x: NDArray, weight: NDArray, eps: float) -> Any:
-        name = self.name_norm(x, weight)
-        self.current = f"{name}.hook_scale"
-        self.keep(self.current, self.by_token(name, layers.rms_scale(self.be.to_host(x), eps)))
-        y = call(x, weight, eps)
-        self.keep(f"{name}.hook_normalized", self.by_token(name, y))
+    def on_result(self, step: ObservedStep, call: Call, *args: Any) -> Any:
+        """An op whose result is the tensor; not one that has another name in a trace (see `on_add`)."""
+        y = call(*args)
+        if "hook_" in step.name:
+            self.keep(step.name, y)
         return y
 
-    def by_token(self, norm: str, array: NDArray) -> NDArray:
-        """A row for each token, of a norm over each head too."""
-        return array.reshape(self.tokens, -1) if norm.endswith(HEAD_NORMS) else array
+    def on_attention_block(self, step: ObservedStep, call: Call, x: NDArray, w: LayerWeights, *rest: Any) -> Any:
+        self.keep(f"{w.name}.hook_resid_pre", x)
+        self.tokens = x.shape[0]
+        return call(x, w, *rest)
 
-    def _on_rope(self, call: Call, *args: Any) -> Any:
+    def on_feed_forward(self, step: ObservedStep, call: Call, x: NDArray, w: LayerWeights, *rest: Any) -> Any:
+        self.keep(f"{w.name}.hook_resid_mid", x)
+        self.tokens = x.shape[0]
+        y = call(x, w, *rest)
+        self.keep(step.name, y)
+        return y
+
+    def on_rms_norm(self, step: ObservedStep, call: Call, x: NDArray, norm: Norm) -> Any:
+        if norm.name == "ln_final":
+            self.tokens = x.shape[0]
+        self.current = f"{norm.name}.hook_scale"
+        self.keep(self.current, self.by_token(layers.rms_scale(self.be.to_host(x), norm.eps)))
+        y = call(x, norm)
+        self.keep(step.name, self.by_token(y))
+        return y
+
+    def by_token(self, array: NDArray) -> NDArray:
+        """A row for each token, of a norm over each head too."""
+        return array if array.shape[0] == self.tokens else array.reshape(self.tokens, -1)
+
+    def on_rope(self, step: ObservedStep, call: Call, *args: Any) -> Any:
         q, k = call(*args)
-        self.keep(f"{self.block}.attn.hook_rot_q", q)
-        self.keep(f"{self.block}.attn.hook_rot_k", k)
+        self.keep(step.name, q)
+        self.keep(step.name.removesuffix("q") + "k", k)
         return q, k
 
-    def _on_ternary_matmul(self, call: Call, x_q: NDArray, w: TernaryLinear) -> Any:
-        acc = call(x_q, w)
-        self.keep(f"{self.linear}.hook_x_int8", x_q)
-        return acc
-
-    def _on_dequantize(self, call: Call, acc: NDArray, w: TernaryLinear, x_quant_scale: NDArray) -> Any:
-        self.keep(f"{self.linear}.hook_x_scale", x_quant_scale)
-        self.keep(f"{self.linear}.hook_acc_int32", acc)
-        return call(acc, w, x_quant_scale)
-
-    def _on_gated(self, call: Call, gate: NDArray, up: NDArray, activation: str) -> Any:
-        self.keep(f"{self.block}.mlp.hook_pre", gate)
-        self.keep(f"{self.block}.mlp.hook_pre_linear", up)
-        y = call(gate, up, activation)
-        self.keep(f"{self.block}.mlp.hook_post", y)
-        return y
-
-    def _on_linears(self, call: Call, x: NDArray, ws: Any) -> Any:
-        outputs = []
+    def on_linears(self, step: ObservedStep, call: Call, x: NDArray, ws: Sequence[LinearWeight]) -> Any:
+        outputs: list[NDArray] = []
         for w in ws:  # one at a time, so that each quantisation is recorded under its linear; the values are the same
-            self.linear = self.linear_names.get(id(w), "lm_head")
+            name = step.name if len(ws) == 1 else f"{w.name}.hook_out"
             (y,) = call(x, (w,))
-            shown = y
-            if self.linear == "lm_head" and self.cfg.logit_softcap is not None:
-                self.keep("lm_head.hook_uncapped", y)
-                shown = layers.softcap(self.be.to_host(y), self.cfg.logit_softcap)
-            self.keep(f"{self.linear}.hook_out", shown)
+            self.keep_output(name, y)
             outputs.append(y)
-        if self.linear.endswith("v_proj"):  # of attention; a DeltaNet's last one is b_proj
-            for letter, y in zip("qk", outputs, strict=False):
-                self.keep(f"{self.block}.attn.hook_{letter}", y.reshape(y.shape[0], -1, self.cfg.head_dim))
+        self.keep_heads(ws, outputs)
         return tuple(outputs)
 
-    def _on_group_matmul(self, call: Call, x: NDArray, w: GroupTernaryLinear) -> Any:
-        if w.rotation is not None and self.wants(f"{self.linear}.hook_x_rotated"):
-            self.keep(f"{self.linear}.hook_x_rotated", w.rotation.turn(self.be.to_host(x)).astype(x.dtype))
-        return call(x, w)
+    def keep_output(self, name: str, y: NDArray) -> None:
+        """A linear's output; of a head with a soft cap also what it gives."""
+        if name == LOGITS and self.cfg.logit_softcap is not None:
+            self.keep("lm_head.hook_uncapped", y)
+            y = layers.softcap(self.be.to_host(y), self.cfg.logit_softcap)
+        self.keep(name, y)
 
-    def _on_add(self, call: Call, x: NDArray, y: NDArray) -> Any:
+    def keep_heads(self, ws: Sequence[LinearWeight], outputs: list[NDArray]) -> None:
+        """q and k of attention, cut into heads."""
+        if not ws[-1].name.endswith(".v_proj"):  # of a block without keys the last one is another
+            return
+        for w, letter, y in zip(ws, "qk", outputs, strict=False):
+            block = w.name.rpartition(".")[0]
+            self.keep(f"{block}.hook_{letter}", y.reshape(y.shape[0], -1, self.cfg.head_dim))
+
+    def on_ternary_matmul(self, step: ObservedStep, call: Call, x_q: NDArray, w: TernaryLinear) -> Any:
+        acc = call(x_q, w)
+        self.keep(sibling(step.name, "hook_x_int8"), x_q)
+        return acc
+
+    def on_dequantize(
+        self, step: ObservedStep, call: Call, acc: NDArray, w: TernaryLinear, x_quant_scale: NDArray
+    ) -> Any:
+        self.keep(sibling(step.name, "hook_x_scale"), x_quant_scale)
+        self.keep(sibling(step.name, "hook_acc_int32"), acc)
+        return call(acc, w, x_quant_scale)
+
+    def on_gated(self, step: ObservedStep, call: Call, gate: NDArray, up: NDArray, activation: str) -> Any:
+        self.keep(sibling(step.name, "hook_pre"), gate)
+        self.keep(sibling(step.name, "hook_pre_linear"), up)
+        y = call(gate, up, activation)
+        self.keep(step.name, y)
+        return y
+
+    def on_add(self, step: ObservedStep, call: Call, x: NDArray, y: NDArray) -> Any:
         if y.ndim == 2:  # not a bias
-            half = "attn" if self.linear.endswith("o_proj") else "mlp"
-            self.keep(f"{self.block}.hook_{half}_out", y)
+            half = "attn" if step.name.endswith("hook_resid_mid") else "mlp"
+            self.keep(sibling(step.name, f"hook_{half}_out"), y)
         return call(x, y)
 
-    def _on_scale(self, call: Call, x: NDArray, factor: float) -> Any:
-        y = call(x, factor)
-        if x.ndim == 3:
-            self.keep(f"{self.block}.attn.hook_scaled_q", y)
-        elif not self.block:
-            self.keep("hook_embed_scaled", y)
-        elif self.current.startswith("ln_final"):
-            self.keep("ln_final.hook_scaled", y)
-        return y  # a block's result is recorded when it is added
-
-    def _on_output_gate(self, call: Call, z: NDArray, gate: NDArray, activation: str) -> Any:
-        y = call(z, gate, activation)
-        self.keep(f"{self.block}.attn.hook_gated_z", y)
-        return y
-
-    def _on_delta_conv(self, call: Call, *args: Any) -> Any:
-        mixed = call(*args)
-        self.keep(f"{self.block}.attn.hook_conv", mixed)
-        return mixed
-
-    def _on_delta_gates(self, call: Call, *args: Any) -> Any:
-        gates = call(*args)
-        for name, gate in zip(("hook_log_decay", "hook_beta"), gates, strict=True):
-            self.keep(f"{self.block}.attn.{name}", gate)
-        return gates
-
-    def _on_delta_rule(self, call: Call, *args: Any) -> Any:
-        self.keep_states(*args)
-        y = call(*args)
-        self.keep(f"{self.block}.attn.hook_delta_out", y)
-        return y
-
-    def keep_states(
-        self,
-        mixed: NDArray,
-        log_alpha: NDArray,
-        beta: NDArray,
-        cfg: DeltaConfig,
-        cache: KVCache,
-        layer: int,
-        batch: TokenBatch,
-    ) -> None:
-        """The memory after each token, computed by the reference: the op only leaves the last one."""
-        if not self.wants(f"{self.block}.attn.hook_state"):
-            return
-        assert cache.states is not None
-        host, after = self.be.to_host, []
-        inputs = delta_inputs(host(mixed), host(log_alpha), host(beta), cfg)
-        for slot, _, rows in batch.on_host.sequences():
-            memory = cache.states.memory_of(layer, slot).copy()
-            for i in range(rows.start, rows.stop):
-                delta_recurrence(DeltaInputs(*(each[i : i + 1] for each in inputs)), memory)
-                after.append(memory.copy())
-        self.keep(f"{self.block}.attn.hook_state", np.stack(after))
-
-    def _on_attention(
-        self, call: Call, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None
+    def on_compute(
+        self, step: ObservedStep, call: Call, name: str, function: Callable[..., NDArray], *args: Any
     ) -> Any:
-        attn, host = f"{self.block}.attn", batch.on_host
+        """An op of one family or kind of weight, and what that wants recorded beside it."""
+        if function in self.also_recorded:
+            self.keep_beside(step, function, args)
+        y = call(name, function, *args)
+        if not step.name.endswith(".hook_out"):  # a product, which `on_linears` keeps with its bias
+            self.keep(step.name, y)
+        return y
+
+    def keep_beside(self, step: ObservedStep, function: Callable[..., NDArray], args: Sequence[Any]) -> None:
+        """What an op of a family wants recorded beside its result."""
+        hook, further = self.also_recorded[function]
+        if self.wants(sibling(step.name, hook)):
+            tensor = further(*map(self.be.to_host, args))
+            if tensor is not None:
+                self.keep(sibling(step.name, hook), tensor)
+
+    def on_attention(
+        self,
+        step: ObservedStep,
+        call: Call,
+        q: NDArray,
+        cache: KVCache,
+        batch: TokenBatch,
+        layer: int,
+        window: int | None,
+    ) -> Any:
+        attn, host = step.name.removesuffix(".hook_z"), batch.on_host
         self.keep(f"{attn}.hook_v", cache.stored(layer, host)[1])
         if self.wants(f"{attn}.hook_attn_scores") or self.wants(f"{attn}.hook_pattern"):
-            self._keep_pattern(self.be.to_host(q), cache, host, layer, window)
+            self.keep_pattern(attn, self.be.to_host(q), cache, host, layer, window)
         z = call(q, cache, batch, layer, window)
-        self.keep(f"{attn}.hook_z", z)
+        self.keep(step.name, z)
         return z
 
-    def _keep_pattern(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> None:
+    def keep_pattern(
+        self, attn: str, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None
+    ) -> None:
         """Scores and pattern, computed by the reference: a fused attention never holds them as a whole."""
         scores_all = np.full((q.shape[1], len(batch), int(batch.positions.max()) + 1), -np.inf, dtype=q.dtype)
         pattern_all = np.zeros_like(scores_all)
@@ -273,8 +247,13 @@ class Recorder:
             scores = layers.attention_scores(q[i], keys)
             columns = slice(position + 1 - len(keys), position + 1)
             scores_all[:, i, columns], pattern_all[:, i, columns] = scores, layers.softmax(scores)
-        self.keep(f"{self.block}.attn.hook_attn_scores", scores_all)
-        self.keep(f"{self.block}.attn.hook_pattern", pattern_all)
+        self.keep(f"{attn}.hook_attn_scores", scores_all)
+        self.keep(f"{attn}.hook_pattern", pattern_all)
+
+
+def sibling(name: str, hook: str) -> str:
+    """The tensor `hook` beside the one of that name: "a.b.hook_z", "hook_v" -> "a.b.hook_v"."""
+    return f"{name.rpartition('.')[0]}.{hook}"
 
 
 class FiniteCheck(Recorder):

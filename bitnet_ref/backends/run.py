@@ -219,7 +219,7 @@ def first_non_finite(
     be: Backend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache
 ) -> NumericsError:
     """Run the batch again op by op and return the error that names the first tensor with NaN or Inf."""
-    check = FiniteCheck(be, w, cfg)
+    check = FiniteCheck(be, cfg)
     try:
         observed = observe(be, check)
         logits = observed.lm_head(observed.hidden(w, cfg, batch, cache), w.lm_head)

@@ -165,11 +165,11 @@ class SplitBackend(Backend):
         prepared = []
         for part in self.parts:
             head = w.lm_head if part is self.parts[-1] else none
-            table = head if isinstance(head, DenseWeight) and w.tied else none
+            table = head if w.tied and part is self.parts[-1] and head.kind == "dense" else none
             model = ModelWeights(table, w.layers[part.first : part.stop], w.final_norm, head)
             prepared.append(part.backend.prepare_model(model, cfg))
         head = prepared[-1].lm_head
-        embedding = head if w.tied and isinstance(head, DenseWeight) else w.embedding
+        embedding = head if w.tied and head.kind == "dense" else w.embedding
         layers = tuple(layer for each in prepared for layer in each.layers)
         return replace(w, embedding=embedding, layers=layers, lm_head=head)
 
@@ -188,7 +188,7 @@ class SplitBackend(Backend):
             ropes, own = rope_tables_of(be, cfg, placed.positions), cfg.of_layers(range(part.first, part.stop))
             x = be.from_host(x)
             if number == 0 and cfg.embedding_scale != 1:
-                x = be.scale(x, cfg.embedding_scale)
+                x = be.scale(x, cfg.embedding_scale, "hook_embed_scaled")
             x = decoder_layers(be, x, w.layers[part.first : part.stop], own, ropes, placed, own_cache)
             if part is self.parts[-1]:
                 x = x if placed.wanted is None else be.take_rows(x, placed.wanted)

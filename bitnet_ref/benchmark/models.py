@@ -17,14 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..api import Model
-from ..backends.cpu.weights import PanelWeight, mean_skipped, strip_bytes, strip_uses
+from ..backends.cpu.weights import mean_skipped, strip_bytes, strip_uses
 from ..backends.run import TokenLogits
 from ..errors import GenerationError
+from ..families import config_to_dict
 from ..generation.sampling import log_probability
 from ..notebook.profiling import OpTime, Profile
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
-from ..reference.weights import GroupTernaryLinear, ModelWeights, TernaryLinear
+from ..reference.weights import ModelWeights
 from ..system.memory import peak_memory_bytes
 from .ceiling import MemoryReader, last_level_cache_bytes, peak_of
 from .timing import Progress, Record, Timing, count_steps, ratio, seconds
@@ -42,7 +43,7 @@ class StepBytes(Record):
     ternary: int  # planes, with their padding, and biases
     dense: int  # linears that are not quantised
     head: int  # all of it, or its screen and the rows computed after screening
-    cache: int  # keys and values that the token sees, states of DeltaNets
+    cache: int  # keys and values that the token sees, states of layers without them
     other: int  # norms, and one row of the embedding
 
     @property
@@ -58,16 +59,13 @@ def bytes_of_step(
     float_bytes: per value of the cache. head_rows: logits computed per token, when the head is screened.
     """
     ternary = dense = 0
-    norms = weights.final_norm.nbytes
+    norms = sum(norm.weight.nbytes for norm in weights.norms())
     for layer in weights.layers:
         for _, weight in layer.linears():
-            input_norm = getattr(weight, "input_norm", None)
-            norms += 0 if input_norm is None else input_norm.weight.nbytes
-            if isinstance(weight, TernaryLinear | GroupTernaryLinear):
-                ternary += weight.bytes_of_token if isinstance(weight, PanelWeight) else weight.nbytes
-            else:
+            if weight.kind == "dense":
                 dense += weight.nbytes
-        norms += sum(vector.nbytes for _, vector in layer.norms())
+            else:
+                ternary += getattr(weight.bit_linear, "bytes_of_token", weight.nbytes)
     cache = float_bytes * round(sum(cached_floats(config, i, position) for i in range(config.num_hidden_layers)))
     row = weights.embedding.nbytes // weights.embedding.shape[0]
     head = weights.lm_head.nbytes
@@ -77,17 +75,16 @@ def bytes_of_step(
 
 
 def cached_floats(config: ModelConfig, layer: int, position: float) -> float:
-    """Floats of a layer's cache that the token at `position` reads: keys and values, or a DeltaNet's state."""
-    if config.delta is not None and config.is_delta(layer):
-        delta = config.delta
-        return delta.value_heads * delta.key_dim * delta.value_dim + (delta.conv_size - 1) * sum(delta.sizes)
+    """Floats of a layer's cache that the token at `position` reads: keys and values, or its states."""
+    if not config.attends(layer):
+        return config.state_size(layer)
     return 2 * config.kv_size * min(position + 1, config.window_of(layer) or np.inf)
 
 
 def ternary_multiply_adds(weights: ModelWeights) -> int:
     """Multiply-adds of one of several tokens, without those that calls so far have skipped."""
-    linears = [weight for _, weight in weights.linears() if isinstance(weight, TernaryLinear)]
-    return sum(w.multiply_adds_of_token if isinstance(w, PanelWeight) else math.prod(w.shape) for w in linears)
+    linears = [weight.bit_linear for _, weight in weights.linears() if weight.bit_linear is not None]
+    return sum(getattr(w, "multiply_adds_of_token", math.prod(w.shape)) for w in linears)
 
 
 @dataclass(frozen=True)
@@ -200,7 +197,7 @@ def measure_model(
         backend=model.backend.name,
         kernel_set=getattr(model.backend, "simd", None),
         threads=model.backend.threads,
-        config=model.config.to_dict(),
+        config=config_to_dict(model.config),
         weight_bytes=model.weights.nbytes,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,

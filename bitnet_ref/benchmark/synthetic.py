@@ -17,18 +17,14 @@ from numpy.typing import NDArray
 from ..api import Model
 from ..backends import Backend
 from ..errors import ConfigError
+from ..families.groups import GroupTernaryWeight
+from ..families.linear_norms import put_norm
+from ..families.qwen import Qwen3Config
 from ..formats.checkpoint import Checkpoint, linear_shape, norm_sizes, read_weights
 from ..formats.gguf.export import write_gguf_model
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ..reference.quantization import CODES_PER_BYTE
-from ..reference.weights import (
-    DenseWeight,
-    EmbeddingWeight,
-    GroupTernaryWeight,
-    InputNorm,
-    LinearWeight,
-    TernaryWeight,
-)
+from ..reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from .timing import Progress
 
 _BITNET = ModelConfig(
@@ -59,8 +55,16 @@ def _shape(vocab: int, d: int, ffn: int, layers: int, heads: tuple[int, int, int
 
 
 _DENSE = replace(_LLAMA, model_type="llama", tie_word_embeddings=False, sub_norms=False, quantization=None)
-_QWEN3 = replace(_DENSE, model_type="qwen3", tie_word_embeddings=True, qk_norms=True, norm_eps=1e-6)
-_QWEN3 = replace(_QWEN3, rope=RopeConfig(theta=1e6), max_position_embeddings=32768)
+_QWEN3 = Qwen3Config(
+    **vars(_DENSE)
+    | {
+        "model_type": "qwen3",
+        "tie_word_embeddings": True,
+        "norm_eps": 1e-6,
+        "rope": RopeConfig(theta=1e6),
+        "max_position_embeddings": 32768,
+    }
+)
 _NORMED = replace(_QWEN3, quantization=QuantizationConfig(use_rms_norm=True))
 SHAPES: dict[str, ModelConfig] = {
     "2b-4t": _BITNET,  # microsoft/bitnet-b1.58-2B-4T
@@ -144,7 +148,7 @@ class RandomCheckpoint(Checkpoint):
     def by_groups(self) -> bool:
         return self.config.model_type == "qwen3" and self.config.quantization is None
 
-    def embedding(self) -> EmbeddingWeight:
+    def embedding(self) -> LinearWeight:
         shape = self.config.vocab_size, self.config.hidden_size
         if self.by_groups:
             return random_group_weight(self._rng, *shape)
@@ -172,8 +176,6 @@ class RandomCheckpoint(Checkpoint):
         if self.config.quantization is None:
             return (random_group_weight if self.by_groups else random_dense_weight)(self._rng, *shape)
         weight = random_ternary_weight(self._rng, *shape)
-        if (eps := self.input_norm_eps) is not None:
-            weight = replace(weight, input_norm=InputNorm(np.ones(shape[1], dtype=np.float32), eps))
         if self._gate_zeros is not None:
             packed = weight.packed.copy()
             if name.endswith("gate_proj"):
@@ -181,7 +183,7 @@ class RandomCheckpoint(Checkpoint):
             elif name.endswith(("o_proj", "down_proj")):
                 packed[:BIAS_CHANNELS] = 0b01010101  # four weights of 0
             weight = replace(weight, packed=packed)
-        return weight
+        return put_norm(weight, np.ones(shape[1], dtype=np.float32), self.input_norm_eps)
 
 
 def synthetic_model(

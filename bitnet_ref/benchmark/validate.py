@@ -13,7 +13,7 @@ from ..backends import Backend
 from ..crossval.tolerances import EPSILON, MODEL_FLOOR_IN_EPSILONS, NARROW_FLOATS
 from ..errors import NumericsError
 from ..reference.cache import TokenBatch
-from ..reference.weights import LinearWeight, TernaryLinear, TernaryWeight, plain_weights
+from ..reference.weights import LinearWeight, TernaryWeight, plain_weights
 from .timing import Record
 
 CHECKED_TOKENS = 4  # of a whole model
@@ -72,10 +72,12 @@ class Expected:
 
 
 def check_linear(be: Backend, w: LinearWeight, expected: Expected) -> Check:
-    """The backend's ternary product and its whole linear against the reference. w: in the backend's layout."""
-    assert isinstance(w, TernaryLinear)
+    """The backend's ternary product and its whole linear against the reference. w: a BitLinear in the backend's
+    layout."""
+    ternary = w.bit_linear
+    assert ternary is not None
     with be.running():
-        acc = be.to_host(be.ternary_matmul(be.from_host(expected.x_q), w))
+        acc = be.to_host(be.ternary_matmul(be.from_host(expected.x_q), ternary))
         y = be.to_host(be.linear(be.from_host(expected.x), w))
     unequal = count_unequal(acc, expected.acc), count_unequal(y, expected.y)
     return Check(expected.acc.size, unequal[0], expected.y.size, unequal[1])
@@ -96,9 +98,10 @@ def check_model(model: Model, tokens: Sequence[int]) -> Check:
     check = Check()
     rng = np.random.default_rng(0)
     for (_, mine), (_, theirs) in zip(weights.linears(), plain.linears(), strict=True):
-        if isinstance(mine, TernaryLinear) and isinstance(theirs, TernaryWeight) and mine.input_norm is None:
-            x = rng.standard_normal((CHECKED_TOKENS, mine.in_features), dtype=np.float32)
-            check += check_linear(model.backend, mine, Expected.of(x, theirs))
+        ternary, plain_ternary = mine.bit_linear, theirs.bit_linear
+        if ternary is not None and plain_ternary is not None:
+            x = rng.standard_normal((CHECKED_TOKENS, ternary.in_features), dtype=np.float32)
+            check += check_linear(model.backend, ternary, Expected.of(x, plain_ternary.plain()))
     batch = TokenBatch.of([(0, 0, tokens[:CHECKED_TOKENS])])
     subject = Model(first, weights, model.backend)
 

@@ -87,10 +87,11 @@ def draw_facts(inspection: Inspection, out: Console) -> None:
 
 
 def config_rows(inspection: Inspection, cfg: ModelConfig) -> list[tuple[str, str]]:
+    from ..families.rope import StretchedRope
     from ..inspection import shape_in_words
 
     rope, window = cfg.rope, cfg.sliding_window
-    stretch = "" if rope.rope_type == "default" else f" {rope.rope_type}, factor {rope.factor:g},"
+    stretch = f" {rope.rope_type}, factor {rope.factor:g}," if isinstance(rope, StretchedRope) else ""
     stops = ", ".join(map(str, inspection.stop_token_ids)) or "none"
     return [
         ("model type", cfg.model_type),

@@ -17,6 +17,7 @@ from typing import Any
 from .. import __version__
 from ..api import Model, load
 from ..errors import BitNetRefError, ConfigError, printable
+from ..formats.hashes import config_hash, weight_hash
 from ..formats.open import find_model
 from ..formats.safetensors import SafetensorsFile
 from ..system.atomic import atomic_path
@@ -26,7 +27,6 @@ from .engines.outside import ENGINES, cross_engine
 from .opponents import cross_backends, default_tokens
 from .receipt import make_receipt, read_receipt, write_receipt
 from .report import Crossing
-from .trace import config_hash, weight_hash
 
 BACKENDS = "backends"
 Task = tuple[str, str, str | None]  # a model, an engine, and the interpreter that has it

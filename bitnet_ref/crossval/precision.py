@@ -37,9 +37,9 @@ from ..api import Model
 from ..backends import Backend, choose_backend
 from ..backends.paged_cache import CACHE_DTYPES
 from ..errors import GenerationError
+from ..families.blocks import int8_weights
 from ..generation import Generation
 from ..reference.cache import TokenBatch
-from ..reference.weights import int8_weights
 from .metrics import measure_logits
 from .token_ids import common_prefix
 

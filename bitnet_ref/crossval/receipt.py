@@ -20,6 +20,7 @@ import numpy as np
 from .. import __version__
 from ..api import Model, load
 from ..errors import BitNetRefError, FormatError
+from ..formats.hashes import config_hash, file_hash, weight_hash
 from ..system.json_file import read_json_object, write_json
 from ..system.threads import available_cpus
 from .compare import Comparison
@@ -27,7 +28,6 @@ from .engines.outside import ENGINES, cross_engine
 from .opponents import cross_backends, cross_trace
 from .report import Crossing
 from .token_ids import long_tokens
-from .trace import config_hash, file_hash, weight_hash
 
 FORMAT, VERSION = "bitnet_ref.receipt", 1
 _MAX_BYTES = 64_000_000

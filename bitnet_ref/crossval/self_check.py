@@ -24,7 +24,6 @@ from ..backends import available_backends, choose_backend
 from ..errors import BackendError
 from ..formats.open import ASSETS
 from ..reference.cache import TokenBatch
-from ..reference.weights import TernaryWeight
 from ..system.threads import thread_choice
 from .paths import LOADS, QUICK_TOKENS, OnCheck, Outcome, PathCheck, check_paths, ignore_check, run_checks
 from .tolerances import LOGITS_FLOOR
@@ -135,9 +134,9 @@ def count_unequal(model: Model, reference: Model, tokens: list[int]) -> tuple[in
     _, seen = model.run_with_cache(tokens, ["*.hook_x_int8", "*.hook_acc_int32"])
     accumulators = unequal = 0
     for name, weight in reference.weights.linears():
-        if isinstance(weight, TernaryWeight):
+        if weight.bit_linear is not None:
             acc = seen[f"{name}.hook_acc_int32"]
-            exact = seen[f"{name}.hook_x_int8"].astype(np.int64) @ weight.ternary().T.astype(np.int64)
+            exact = seen[f"{name}.hook_x_int8"].astype(np.int64) @ weight.bit_linear.ternary().T.astype(np.int64)
             accumulators, unequal = accumulators + acc.size, unequal + int((acc != exact).sum())
     return accumulators, unequal
 

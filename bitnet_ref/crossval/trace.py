@@ -12,14 +12,12 @@ A run is written while it is computed and read one tensor, or a few rows, at a t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,18 +27,10 @@ from ..backends.observe import observe
 from ..backends.record import NamesFilter, Recorder
 from ..backends.run import run
 from ..errors import FormatError, printable
+from ..formats.hashes import config_hash, weight_hash
 from ..formats.safetensors import DTYPES, SafetensorsFile
 from ..reference.cache import TokenBatch
-from ..reference.config import ModelConfig
-from ..reference.weights import (
-    DenseWeight,
-    GroupTernaryLinear,
-    LinearWeight,
-    ModelWeights,
-    TernaryLinear,
-)
 from ..system.atomic import atomic_path
-from ..system.json_file import open_regular
 from .names import INT8, op_order
 
 FORMAT, VERSION = "bitnet_ref.trace", 1
@@ -49,7 +39,6 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ENTRY_BYTES = 300  # reserved in the header for each tensor, besides its name
 _COPY_BYTES = 1 << 20
 _REMEDY = "crossval/README.md shows the metadata of a trace, with examples in Python and C"
-_weight_hashes: WeakKeyDictionary[ModelWeights, str] = WeakKeyDictionary()  # of models in memory
 
 
 class TraceWriter:
@@ -95,7 +84,7 @@ class _FileRecorder(Recorder):
     """A recorder whose tensors go to a file instead of into memory."""
 
     def __init__(self, model: LoadedModel, names: NamesFilter, writer: TraceWriter) -> None:
-        super().__init__(model.backend, model.weights, model.config, names)
+        super().__init__(model.backend, model.config, names)
         self.writer = writer
 
     def keep(self, name: str, array: NDArray) -> None:
@@ -238,58 +227,3 @@ class Trace(SafetensorsFile, Mapping[str, NDArray]):
 
     def __len__(self) -> int:
         return len(self.tensors)
-
-
-# -- hashes: they tie a trace or a receipt to what was computed --------------------------------------------------------
-
-
-def config_hash(config: ModelConfig) -> str:
-    """The hash of every field of the config, as JSON with sorted keys."""
-    return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
-
-
-def weight_hash(w: ModelWeights) -> str:
-    """The hash of a model's weights. It does not depend on the backend's layout or on the file they came from.
-
-    Ternary matrices enter as the packed codes of `quantization` and their scale, dense ones as they are stored.
-    """
-    if w not in _weight_hashes:
-        digest = hashlib.sha256()
-        _add(digest, "embedding", w.embedding)
-        for name, weight in w.linears():
-            if not (name == "lm_head" and w.tied):
-                _add(digest, name, weight)
-        for index, layer in enumerate(w.layers):
-            for name, norm in layer.norms():
-                _add_array(digest, f"blocks.{index}.{name}", norm)
-        _add_array(digest, "final_norm", w.final_norm)
-        _weight_hashes[w] = digest.hexdigest()
-    return _weight_hashes[w]
-
-
-def file_hash(path: str | os.PathLike[str]) -> str:
-    """The hash of a file's bytes."""
-    with open_regular(path, FormatError) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _add(digest: hashlib._Hash, name: str, w: LinearWeight) -> None:
-    if isinstance(w, DenseWeight):
-        _add_array(digest, name, w.array)
-    elif isinstance(w, GroupTernaryLinear):
-        packed, scales = w.packed_rows(slice(None))
-        _add_array(digest, name, packed)
-        _add_array(digest, f"{name}.scales {w.group}", scales)
-    elif isinstance(w, TernaryLinear):
-        _add_array(digest, name, w.plain().packed)
-        _add_array(digest, f"{name}.scale", np.asarray(w.w_dequant_scale, dtype=np.float32).reshape(1))
-        if w.input_norm is not None:
-            _add_array(digest, f"{name}.rms_norm {w.input_norm.eps}", w.input_norm.weight)
-    _add_array(digest, f"{name}.bias", w.bias)
-
-
-def _add_array(digest: hashlib._Hash, name: str, array: NDArray | None) -> None:
-    if array is None:
-        return
-    digest.update(f"{name} {array.dtype.name} {list(array.shape)}\n".encode())
-    digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -1,4 +1,4 @@
-"""How good a model is: perplexity by named protocols, and lm-eval's tasks. May import `crossval` and below."""
+"""How good a model is: perplexity by named protocols, and lm-eval's tasks. May import `api` and below."""
 
 from .perplexity import PROTOCOLS, Perplexity, perplexity
 

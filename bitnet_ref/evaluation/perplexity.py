@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
-from ..crossval.trace import config_hash, weight_hash
 from ..errors import ConfigError, FormatError, GenerationError, TokenizerError
+from ..formats.hashes import config_hash, weight_hash
 from ..generation.score import score_groups
 from ..system.json_file import read_json_object, write_json
 from ..system.workers import Here, Workers

@@ -20,22 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, FormatError, TokenizerError
-from ..reference.config import DeltaConfig, ModelConfig
-from ..reference.quantization import split_groups
-from ..reference.weights import (
-    DeltaWeights,
-    DenseWeight,
-    EmbeddingWeight,
-    GroupTernaryLinear,
-    GroupTernaryWeight,
-    LayerWeights,
-    LinearWeight,
-    ModelWeights,
-    Rotation,
-    TernaryWeight,
-    in_int8,
-    linear_name,
-)
+from ..families import family_of
+from ..families.blocks import BlockWeight, in_int8
+from ..families.groups import GroupTernaryWeight, Rotation, split_groups
+from ..reference.config import ModelConfig
+from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, TernaryWeight, linear_name
 from ..system.json_file import is_present, read_bounded
 from .binary_file import Closeable
 from .names import hf_module
@@ -43,7 +32,7 @@ from .packing import first_invalid_code
 
 Progress = Callable[[int, int], None]  # (parts done, parts in total)
 Prepare = Callable[[LinearWeight], LinearWeight]
-Part = LinearWeight | NDArray[np.float32] | DeltaWeights
+Part = LinearWeight | NDArray[np.float32]
 ROTATIONS = ("stored", "folded")
 DENSE_FORMS = ("stored", "int8")
 
@@ -121,16 +110,17 @@ class Checkpoint(Closeable, ABC):
         return quantized.rms_norm_eps if quantized is not None and quantized.use_rms_norm else None
 
     @abstractmethod
-    def embedding(self) -> EmbeddingWeight:
+    def embedding(self) -> LinearWeight:
         """(V, D), packed where the checkpoint has it so."""
 
     @abstractmethod
     def norm(self, name: str) -> NDArray[np.float32]:
         """A norm's weight, (D,), (H*d,) or (F,): see `norm_sizes`."""
 
-    def delta(self, index: int) -> DeltaWeights:
-        """The small arrays of a DeltaNet layer."""
-        raise ConfigError(f"DeltaNet layers are not read from {self.kind} files", path=self.path, field="layer_types")
+    def array(self, name: str) -> NDArray[np.float32]:
+        """A block's array that is neither a linear nor a norm: see `ModelConfig.array_shapes`."""
+        message = f"{name.split('.', 2)[2]} is not read from {self.kind} files"
+        raise ConfigError(message, path=self.path, field="layer_types")
 
     @abstractmethod
     def linear(self, name: str) -> LinearWeight:
@@ -146,9 +136,9 @@ class Checkpoint(Closeable, ABC):
 
     def dense_dtype(self, name: str) -> np.dtype:
         """The stored dtype of a matrix that is not ternary (or of "embedding")."""
-        weight = self.embedding() if name == "embedding" else self.linear(name)
-        assert isinstance(weight, DenseWeight | GroupTernaryWeight)
-        return weight.dtype
+        weight: Any = self.embedding() if name == "embedding" else self.linear(name)
+        dtype: np.dtype = weight.dtype
+        return dtype
 
     def rounded(self, name: str, values: NDArray) -> NDArray:
         """`values` as this file's type for that matrix stores them, if the type has blocks of integers."""
@@ -158,7 +148,7 @@ class Checkpoint(Closeable, ABC):
         """The dtype of a matrix that is not ternary (or of "embedding") as `fold` gives it."""
         return np.dtype(np.float32) if self.is_folded and name in self.rotations else self.dense_dtype(name)
 
-    def check_tied_head(self, embedding: EmbeddingWeight) -> None:
+    def check_tied_head(self, embedding: LinearWeight) -> None:
         """Raises FormatError where the file stores a head that differs from the embedding it is tied to."""
 
     def tokenizer_files(self) -> dict[str, bytes]:
@@ -230,30 +220,14 @@ def all_linears(config: ModelConfig) -> list[str]:
 
 def part_count(config: ModelConfig) -> int:
     """The number of parts that `parts` gives. Computed without a list: a config may claim billions of layers."""
+    heads = 2 + (not config.tie_word_embeddings)
     if config.layer_types:  # as many as there are layers
-        per_layer = [
-            len(config.linear_shapes(i)) + len(norms_of_layer(config, i)) + config.is_delta(i)
-            for i in range(len(config.layer_types))
-        ]
-        return 2 + sum(per_layer) + (not config.tie_word_embeddings)
-    alike = len(config.linear_shapes()) + len(norms_of_layer(config, 0))
-    return 2 + config.num_hidden_layers * alike + (not config.tie_word_embeddings)
+        return heads + sum(_parts_of_layer(config, i) for i in range(len(config.layer_types)))
+    return heads + config.num_hidden_layers * _parts_of_layer(config, 0)
 
 
-def delta_name(layer: int) -> str:
-    """The name of the small arrays of a DeltaNet layer, as a part of a model."""
-    return f"blocks.{layer}.delta"
-
-
-def delta_shapes(shape: DeltaConfig) -> dict[str, tuple[int, ...]]:
-    """Field of `DeltaWeights` -> its shape."""
-    heads = (shape.value_heads,)
-    return {
-        "conv": (sum(shape.sizes), shape.conv_size),
-        "decay": heads,
-        "decay_bias": heads,
-        "norm": (shape.value_dim,),
-    }
+def _parts_of_layer(config: ModelConfig, layer: int) -> int:
+    return len(config.linear_shapes(layer)) + len(config.norm_shapes(layer)) + len(config.array_shapes(layer))
 
 
 def linear_shape(config: ModelConfig, name: str) -> tuple[int, int]:
@@ -286,14 +260,12 @@ def has_bias(config: ModelConfig, name: str) -> bool:
 
 def norms_of_layer(config: ModelConfig, index: int) -> dict[str, int]:
     """Name -> length of each norm of one block."""
-    sizes = {"attn_norm": config.hidden_size, "ffn_norm": config.hidden_size}
-    if config.sub_norms:
-        sizes |= {"attn_sub_norm": config.query_size, "ffn_sub_norm": config.intermediate_size}
-    if config.qk_norms and not config.is_delta(index):
-        sizes |= {"q_norm": config.head_dim, "k_norm": config.head_dim}
-    if config.post_norms:
-        sizes |= {"attn_post_norm": config.hidden_size, "ffn_post_norm": config.hidden_size}
-    return {f"blocks.{index}.{name}": size for name, size in sizes.items()}
+    return {f"blocks.{index}.{name}": size for name, size in config.norm_shapes(index).items()}
+
+
+def arrays_of_layer(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of each array of one block that is neither a linear nor a norm."""
+    return {f"blocks.{index}.{name}": shape for name, shape in config.array_shapes(index).items()}
 
 
 def norm_sizes(config: ModelConfig) -> dict[str, int]:
@@ -337,12 +309,12 @@ def read_weights(
         if meanwhile is not None:
             meanwhile()
         embedding = reading.result()
-    if config.tie_word_embeddings and isinstance(embedding, GroupTernaryWeight) and (prepare := prepare_for(None)):
+    if config.tie_word_embeddings and embedding.kind == "groups" and (prepare := prepare_for(None)):
         head = prepare(embedding)
-        embedding = head if isinstance(head, GroupTernaryLinear) else embedding
+        embedding = head if head.kind == "groups" else embedding
     done()
     layers = tuple(read_layer(checkpoint, index, prepare_for(index), done) for index in range(config.num_hidden_layers))
-    final_norm = checkpoint.norm("final_norm")
+    final_norm = Norm(checkpoint.norm("final_norm"), config.norm_eps, "ln_final")
     done()
     head = read_head(checkpoint, embedding, prepare_for(None))
     if not config.tie_word_embeddings:
@@ -354,37 +326,39 @@ def read_weights(
 def read_layer(
     checkpoint: Checkpoint, index: int, prepare: Prepare | None = None, done: Callable[[], None] = lambda: None
 ) -> LayerWeights:
-    """One block. `done` is called after each norm and each linear."""
-    of_layer: dict[str, Any] = {"attn_sub_norm": None, "ffn_sub_norm": None}
-    for name in norms_of_layer(checkpoint.config, index):
-        of_layer[name.rpartition(".")[2]] = checkpoint.norm(name)
+    """One block. `done` is called after each of its parts."""
+    config, block = checkpoint.config, f"blocks.{index}"
+    family = family_of(config)
+    kind = family.layer_class(config, index)
+    parts: dict[str, Any] = {"name": block, "attn_sub_norm": None, "ffn_sub_norm": None}
+    for name in norms_of_layer(config, index):
+        short = name.rpartition(".")[2]
+        parts[short] = Norm(checkpoint.norm(name), config.norm_eps, f"{block}.{kind.trace_names[short]}")
         done()
-    if checkpoint.config.is_delta(index):
-        of_layer["delta"] = checkpoint.delta(index)
+    for name in arrays_of_layer(config, index):
+        parts[name.removeprefix(f"{block}.")] = checkpoint.array(name)
         done()
-    for short in checkpoint.config.linear_shapes(index):
+    for short in config.linear_shapes(index):
         name = linear_name(index, short)
-        weight = in_groups(checkpoint, name, checkpoint.linear(name))
-        of_layer[short] = weight if prepare is None else prepare(weight)
+        weight = in_groups(checkpoint, name, checkpoint.linear(name)).called(name)
+        parts[short] = weight if prepare is None else prepare(weight)
         done()
-    return LayerWeights(**of_layer)
+    return kind(**family.make_layer(config, parts))
 
 
-def read_embedding(checkpoint: Checkpoint) -> EmbeddingWeight:
+def read_embedding(checkpoint: Checkpoint) -> LinearWeight:
     """The embedding, checked against a head that the file stores although it is tied."""
     stored = checkpoint.embedding()
     if checkpoint.config.tie_word_embeddings:
         checkpoint.check_tied_head(stored)
-    embedding = in_groups(checkpoint, "embedding", stored)
-    assert isinstance(embedding, EmbeddingWeight)
-    return embedding
+    return in_groups(checkpoint, "embedding", stored).called("embedding")
 
 
-def read_head(checkpoint: Checkpoint, embedding: EmbeddingWeight, prepare: Prepare | None = None) -> LinearWeight:
+def read_head(checkpoint: Checkpoint, embedding: LinearWeight, prepare: Prepare | None = None) -> LinearWeight:
     """The head. With tied embeddings it is `embedding`, the same object."""
     if checkpoint.config.tie_word_embeddings:
         return embedding
-    head = in_groups(checkpoint, "lm_head", checkpoint.linear("lm_head"))
+    head = in_groups(checkpoint, "lm_head", checkpoint.linear("lm_head")).called("lm_head")
     return head if prepare is None else prepare(head)
 
 
@@ -407,7 +381,7 @@ def in_groups(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeigh
 
 def _split_dense(w: DenseWeight) -> tuple[NDArray[np.uint8], NDArray, int] | None:
     """`split_groups`; a few rows decide for a matrix in blocks, so that most are not widened as a whole."""
-    few = None if w.block_type is None else replace(w, stored=w.stored[:8])
+    few = replace(w, stored=w.stored[:8]) if isinstance(w, BlockWeight) else None
     return None if few is not None and split_groups(few.array) is None else split_groups(w.array)
 
 
@@ -422,14 +396,14 @@ def read_part(checkpoint: Checkpoint, name: str) -> Part:
     """A part of a model as it is stored (but see `fold`)."""
     if name == "embedding":
         return fold(checkpoint, name, checkpoint.embedding())
+    if name.startswith("blocks.") and name in arrays_of_layer(checkpoint.config, int(name.split(".")[1])):
+        return checkpoint.array(name)
     if name.endswith("norm"):
         return checkpoint.norm(name)
-    if name.endswith(".delta"):
-        return checkpoint.delta(int(name.split(".")[1]))
     return fold(checkpoint, name, checkpoint.linear(name))
 
 
-def parts(checkpoint: Checkpoint) -> Iterator[tuple[str, Part]]:
+def parts(checkpoint: Checkpoint) -> Iterator[tuple[str, LinearWeight | NDArray[np.float32]]]:
     """(name, weight) of every part of a model as `read_part` gives it, one at a time, in the order of the
     computation."""
     config = checkpoint.config
@@ -439,7 +413,7 @@ def parts(checkpoint: Checkpoint) -> Iterator[tuple[str, Part]]:
         checkpoint.check_tied_head(embedding)
     del embedding
     for index in range(config.num_hidden_layers):
-        names = [*norms_of_layer(config, index), *[delta_name(index)] * config.is_delta(index)]
+        names = [*norms_of_layer(config, index), *arrays_of_layer(config, index)]
         for name in (*names, *(linear_name(index, short) for short in config.linear_shapes(index))):
             yield name, read_part(checkpoint, name)
     for name in ("final_norm", *["lm_head"] * (not config.tie_word_embeddings)):

@@ -7,85 +7,58 @@ files use them unchanged; ONNX exports use Hugging Face's.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
+from ..families import FAMILIES, family_of, family_table
+from ..families.family import PartNames
+from ..families.llama import NAMES as LLAMA_NAMES
+from ..reference.config import ModelConfig
 from ..reference.weights import linear_name
-
-
-class PartNames(NamedTuple):
-    """`hf`: transformers' name first, then the names in other checkpoints. Parts of a block are named without it."""
-
-    hf: tuple[str, ...]
-    gguf: str
-
 
 OUTSIDE_BLOCKS = {
     "embedding": PartNames(("model.embed_tokens",), "token_embd"),
     "final_norm": PartNames(("model.norm",), "output_norm"),
     "lm_head": PartNames(("lm_head",), "output"),
 }
-_IN_BLOCK = {
-    "attn_norm": PartNames(("input_layernorm",), "attn_norm"),
-    "ffn_norm": PartNames(("post_attention_layernorm",), "ffn_norm"),
-    "attn_sub_norm": PartNames(("self_attn.attn_sub_norm", "self_attn.inner_attn_ln"), "attn_sub_norm"),
-    "ffn_sub_norm": PartNames(("mlp.ffn_sub_norm", "mlp.ffn_layernorm"), "ffn_sub_norm"),
-    "q_proj": PartNames(("self_attn.q_proj",), "attn_q"),
-    "k_proj": PartNames(("self_attn.k_proj",), "attn_k"),
-    "v_proj": PartNames(("self_attn.v_proj",), "attn_v"),
-    "o_proj": PartNames(("self_attn.o_proj",), "attn_output"),
-    "gate_proj": PartNames(("mlp.gate_proj",), "ffn_gate"),
-    "up_proj": PartNames(("mlp.up_proj",), "ffn_up"),
-    "down_proj": PartNames(("mlp.down_proj",), "ffn_down"),
-    "q_norm": PartNames(("self_attn.q_norm",), "attn_q_norm"),
-    "k_norm": PartNames(("self_attn.k_norm",), "attn_k_norm"),
-    "z_proj": PartNames(("self_attn.z_proj",), ""),  # see `linear_place`: part of q_proj, or DeltaNet's own
-    "a_proj": PartNames(("linear_attn.in_proj_a",), ""),
-    "b_proj": PartNames(("linear_attn.in_proj_b",), ""),
-    "attn_post_norm": PartNames((), "post_attention_norm"),
-    "ffn_post_norm": PartNames((), "post_ffw_norm"),
-}
-# Gemma3's norms, where `post_attention_layernorm` means another one
-_POST_NORMS = {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "attn_post_norm": "post_attention_layernorm",
-    "ffn_post_norm": "post_feedforward_layernorm",
-}
-# The last word of a Hugging Face name -> our name of that part of a block
-BLOCK_PART_OF_HF = {full.rpartition(".")[2]: part for part, names in _IN_BLOCK.items() for full in names.hf}
-GGUF_LINEARS = {part: names.gguf for part, names in _IN_BLOCK.items() if part.endswith("_proj") and names.gguf}
-# Of a DeltaNet layer (Qwen3.5): its linears, some of which share a tensor (see `linear_place`), and its small arrays
-LINEARS_IN_DELTA = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), PartNames(("linear_attn.in_proj_qkv",), "attn_qkv")),
-    "z_proj": PartNames(("linear_attn.in_proj_z",), "attn_gate"),
-    "a_proj": PartNames(("linear_attn.in_proj_a",), "ssm_alpha"),
-    "b_proj": PartNames(("linear_attn.in_proj_b",), "ssm_beta"),
-    "o_proj": PartNames(("linear_attn.out_proj",), "ssm_out"),
-}
-DELTA_ARRAYS = {
-    "conv": PartNames(("linear_attn.conv1d.weight",), "ssm_conv1d.weight"),
-    "decay": PartNames(("linear_attn.A_log",), "ssm_a"),
-    "decay_bias": PartNames(("linear_attn.dt_bias",), "ssm_dt.bias"),
-    "norm": PartNames(("linear_attn.norm.weight",), "ssm_norm.weight"),
-}
-_PART_OF_GGUF = {gguf: part for part, gguf in GGUF_LINEARS.items()}
 # What the names of all parts but the head begin with: as transformers saves them, without the head, in a vision model
 HF_PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
-_HF_PREFIX = "|".join(map(re.escape, HF_PREFIXES))
-_HF_LINEAR = re.compile(
-    rf"(?:{_HF_PREFIX})layers\.([0-9]{{1,18}})\.(?:self_attn|mlp)\.({'|'.join(GGUF_LINEARS)})\.weight"
-)
-_GGUF_LINEAR = re.compile(rf"blk\.([0-9]{{1,7}})\.({'|'.join(_PART_OF_GGUF)})\.weight")
+
+
+@family_table
+def parts_of_a_block() -> dict[str, PartNames]:
+    """The names of LLaMA's parts, and of those that other families have beyond them."""
+    parts = dict(LLAMA_NAMES)
+    for family in FAMILIES.values():
+        for part, names in family.names.items():
+            parts.setdefault(part, names)
+    return parts
+
+
+@family_table
+def gguf_linears() -> dict[str, str]:
+    """Our name of each linear of a block -> GGUF's."""
+    return {part: names.gguf for part, names in parts_of_a_block().items() if part.endswith("_proj") and names.gguf}
+
+
+@family_table
+def _hf_linear() -> re.Pattern[str]:
+    prefixes, linears = "|".join(map(re.escape, HF_PREFIXES)), "|".join(gguf_linears())
+    return re.compile(rf"(?:{prefixes})layers\.([0-9]{{1,18}})\.(?:self_attn|mlp)\.({linears})\.weight")
+
+
+@family_table
+def _gguf_linear() -> re.Pattern[str]:
+    return re.compile(rf"blk\.([0-9]{{1,7}})\.({'|'.join(gguf_linears().values())})\.weight")
 
 
 def part_names() -> list[str]:
     """Our name of every part, those of a block under "blocks.0"."""
-    return ["embedding", *(f"blocks.0.{part}" for part in _IN_BLOCK), "final_norm", "lm_head"]
+    return ["embedding", *(f"blocks.0.{part}" for part in parts_of_a_block()), "final_norm", "lm_head"]
 
 
-def hf_modules(name: str, post_norms: bool = False) -> list[str]:
+def hf_modules(name: str, config: ModelConfig | None = None) -> list[str]:
     """Every Hugging Face name of a part, transformers' first, without ".weight".
 
-    post_norms: in a model that norms the results of its blocks.
+    config: of the model, whose family may have names of its own.
 
     >>> hf_modules("blocks.0.attn_sub_norm")
     ['model.layers.0.self_attn.attn_sub_norm', 'model.layers.0.self_attn.inner_attn_ln']
@@ -93,8 +66,12 @@ def hf_modules(name: str, post_norms: bool = False) -> list[str]:
     if name in OUTSIDE_BLOCKS:
         return list(OUTSIDE_BLOCKS[name].hf)
     _, index, *_, part = name.split(".")
-    names = (_POST_NORMS[part],) if post_norms and part in _POST_NORMS else _IN_BLOCK[part].hf
-    return [f"model.layers.{index}.{hf}" for hf in names]
+    return [f"model.layers.{index}.{hf}" for hf in _names_of(part, config).hf]
+
+
+def _names_of(part: str, config: ModelConfig | None) -> PartNames:
+    own = {} if config is None else family_of(config).names
+    return own.get(part, parts_of_a_block()[part])
 
 
 def hf_module(name: str) -> str:
@@ -102,21 +79,24 @@ def hf_module(name: str) -> str:
     return hf_modules(name)[0]
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, config: ModelConfig | None = None) -> str:
     """The GGUF name of a part, without ".weight": "blocks.0.attn.q_proj" -> "blk.0.attn_q"."""
     if name in OUTSIDE_BLOCKS:
         return OUTSIDE_BLOCKS[name].gguf
     _, index, *_, part = name.split(".")
-    return f"blk.{index}.{_IN_BLOCK[part].gguf}"
+    return f"blk.{index}.{_names_of(part, config).gguf}"
 
 
 def linear_of_hf(tensor: str) -> str | None:
     """Our name of a block's linear: "model.layers.0.self_attn.q_proj.weight" -> "blocks.0.attn.q_proj"."""
-    match = _HF_LINEAR.fullmatch(tensor)
+    match = _hf_linear().fullmatch(tensor)
     return None if match is None else linear_name(int(match[1]), match[2])
 
 
 def linear_of_gguf(tensor: str) -> str | None:
     """Our name of a block's linear: "blk.0.attn_q.weight" -> "blocks.0.attn.q_proj"."""
-    match = _GGUF_LINEAR.fullmatch(tensor)
-    return None if match is None else linear_name(int(match[1]), _PART_OF_GGUF[match[2]])
+    match = _gguf_linear().fullmatch(tensor)
+    if match is None:
+        return None
+    part = next(part for part, gguf in gguf_linears().items() if gguf == match[2])
+    return linear_name(int(match[1]), part)

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ShapeError
+from ..reference.quantization import SCALE_FLOOR
 from .binary_file import first_bad
 
 _CHUNK_BYTES = 1 << 18  # of a plane at a time: what is made of it stays in the processor's cache
@@ -46,3 +47,16 @@ def hf_from_ternary(w_t: NDArray[np.int8]) -> NDArray[np.uint8]:
 def first_invalid_code(packed: NDArray[np.uint8]) -> tuple[int, ...] | None:
     """Index of the first byte that holds a code 3 (in any layout of 2-bit codes), or None when all are valid."""
     return first_bad(packed, lambda block: block & (block >> 1) & 0x55 != 0)
+
+
+def split_ternary(w: NDArray) -> tuple[NDArray[np.int8], np.float32] | None:
+    """w (N, K) that holds only -s, 0 and +s -> (w_t, s); None for anything else, which is a true master.
+
+    Some tools save a model after quantisation in a float dtype. The scale of such a matrix is s; the absmean of it
+    would be s times the share of its non-zeros.
+    """
+    size = np.abs(w)
+    s = size.max()
+    if s < SCALE_FLOOR or not ((size == s) | (size == 0)).all():
+        return None
+    return np.sign(w).astype(np.int8), np.float32(s)

@@ -12,7 +12,7 @@ from .checkpoint import (
     Checkpoint,
     Progress,
     all_linears,
-    delta_name,
+    arrays_of_layer,
     linear_shape,
     norm_sizes,
     parts,
@@ -42,20 +42,20 @@ def plan_model(
     checkpoint: Checkpoint,
     tensor: Callable[[str], str],
     linear: Callable[[str], Iterable[PlannedTensor]],
-    delta: Callable[[int], Iterable[PlannedTensor]],
+    array: Callable[[str], PlannedTensor],
     norm: Callable[[NDArray[np.float32]], NDArray[np.float32]] = np.asarray,
 ) -> Plan:
     """The tensors of a model: the embedding in its stored dtype, norms as float32, linears as the format stores them.
 
-    tensor: a part's name -> the name of its tensor. linear: a linear's name -> its tensors. delta: a DeltaNet layer's
-    number -> the tensors of its `DeltaWeights`. norm: a norm's weight -> what is stored.
+    tensor: a part's name -> the name of its tensor. linear: a linear's name -> its tensors. array: the
+    name of a block's further array -> its tensor. norm: a norm's weight -> what is stored.
     """
     config, dtype = checkpoint.config, dtype_name(checkpoint.given_dtype("embedding"))
     shape = linear_shape(config, "embedding")
     plan = {"embedding": [PlannedTensor(tensor("embedding"), dtype, shape, lambda w: w.array)]}
     plan |= {name: [PlannedTensor(tensor(name), "F32", (n,), norm)] for name, n in norm_sizes(config).items()}
-    layers = range(config.num_hidden_layers if config.delta is not None else 0)
-    plan |= {delta_name(index): list(delta(index)) for index in layers if config.is_delta(index)}
+    for index in range(config.num_hidden_layers):
+        plan |= {name: [array(name)] for name in arrays_of_layer(config, index)}
     return plan | {name: list(linear(name)) for name in all_linears(config)}
 
 

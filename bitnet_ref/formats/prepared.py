@@ -35,32 +35,27 @@ from numpy.typing import NDArray
 
 from ..backends.backend import Backend
 from ..errors import ConfigError, FormatError, printable
+from ..families import config_from_dict, config_to_dict, family_of
+from ..families.blocks import BlockWeight
+from ..families.groups import GroupTernaryWeight, Rotation
+from ..families.linear_norms import NormedLinear
 from ..reference.config import ModelConfig
-from ..reference.weights import (
-    DeltaWeights,
-    DenseWeight,
-    GroupTernaryWeight,
-    InputNorm,
-    LayerWeights,
-    ModelWeights,
-    Rotation,
-    TernaryWeight,
-)
+from ..reference.weights import DenseWeight, ModelWeights, Norm, TernaryWeight
 from ..system.atomic import atomic_path
 from ..system.json_file import open_regular, parse_json_object
 from ..system.sharing import file_identity, model_files
-from .checkpoint import ReadOptions, delta_name, delta_shapes, linear_names, linear_shape, norm_sizes
+from .checkpoint import ReadOptions, linear_names, linear_shape, norms_of_layer
 from .open import open_checkpoint
 from .safetensors import SafetensorsFile, SafetensorsWriter, content_hash, dtype_name
 
 log = logging.getLogger(__name__)
 
 FOLDER = ".bitnet_ref"  # a folder beside the model, so that nobody mistakes the cache for a file of the model
-VERSION = 4
+VERSION = 5
 _ALIGNMENT = 64  # of the data: a cache line
 _PAGE = 4096
 _HEAD_BYTES = 1 << 16  # of each of the model's files, by which it is identified
-_KINDS = (ModelWeights, LayerWeights, DenseWeight, TernaryWeight, GroupTernaryWeight, InputNorm, DeltaWeights, Rotation)
+_KINDS = (ModelWeights, DenseWeight, BlockWeight, TernaryWeight, GroupTernaryWeight, NormedLinear, Norm, Rotation)
 
 
 class PreparedFile:
@@ -93,8 +88,10 @@ class PreparedFile:
                     return None
                 memory = file.mapped() if self.is_mapped else _read(file)
                 self._compare_hashes(file, memory)
-                config = ModelConfig.from_dict(self._json(file, "config"))
-                kinds = {kind.__name__: kind for kind in (*_KINDS, *self.backend.weight_kinds)}
+                config = config_from_dict(self._json(file, "config"))
+                layers = [family_of(config).layer_class(config, i) for i in range(config.num_hidden_layers)]
+                own = [*layers, *config.nested.values(), *self.backend.weight_kinds]
+                kinds = {kind.__name__: kind for kind in (*_KINDS, *own)}
                 weights = _rebuild(self._json(file, "weights"), lambda name: file.view(memory, name), kinds, {})
             _check(weights, config)
             self.backend.check_prepared(weights)
@@ -134,7 +131,7 @@ class PreparedFile:
         arrays: dict[str, NDArray] = {}
         metadata = {
             "made_from": self._made_from,
-            "config": json.dumps(config.to_dict()),
+            "config": json.dumps(config_to_dict(config)),
             "weights": json.dumps(_describe(weights, "weights", arrays, {})),
         }
         layout = {name: (dtype_name(array.dtype), array.shape) for name, array in arrays.items()}
@@ -244,17 +241,19 @@ def _check(w: Any, config: ModelConfig) -> None:
         expect(name, shape, weight.shape)
         if weight.bias is not None:
             expect_floats(f"{name}.bias", shape[0], weight.bias)
-        if (norm := getattr(weight, "input_norm", None)) is not None:
+        if (norm := weight.norm) is not None:
             expect_floats(f"{name}.input_norm", shape[1], norm.weight)
             expect(f"{name}.eps", True, isinstance(norm.eps, int | float))
+    expect_floats("final_norm", config.hidden_size, w.final_norm.weight)
     for index, layer in enumerate(w.layers):
-        sizes = delta_shapes(config.delta) if config.delta is not None and config.is_delta(index) else {}
-        expect(delta_name(index), bool(sizes), layer.delta is not None)
-        arrays = {part: getattr(layer.delta, part) for part in sizes}
-        expect(delta_name(index), sizes, {part: array.shape for part, array in arrays.items()})
+        expect(f"blocks.{index}", family_of(config).layer_class(config, index), type(layer))
+        for name, size in norms_of_layer(config, index).items():
+            norm = getattr(layer, name.rpartition(".")[2])
+            expect_floats(name, size, None if norm is None else norm.weight)
+        for name, array_shape in config.array_shapes(index).items():
+            array = getattr(layer, name.rpartition(".")[2], None)
+            if array is not None:
+                expect(f"blocks.{index}.{name}", array_shape, array.shape)
     for weight in (w.embedding, *(weight for _, weight in w.linears())):
         if isinstance(weight, DenseWeight):
             expect("dense matrix", True, dtype_name(weight.dtype) in ("BF16", "F16", "F32"))
-    for name, size in norm_sizes(config).items():
-        owner = w if name == "final_norm" else w.layers[int(name.split(".")[1])]
-        expect_floats(name, size, getattr(owner, name.rpartition(".")[2]))

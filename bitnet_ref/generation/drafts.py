@@ -193,7 +193,7 @@ class ModelDrafts(Drafts):
         differs = np.flatnonzero(self._seen[:shared] != ids[:shared])
         start = int(differs[0]) if len(differs) else shared
         if self._cache.states is not None:
-            start = 0 if start < len(self._seen) else start  # a DeltaNet's state cannot go back
+            start = 0 if start < len(self._seen) else start  # a state cannot go back
         step, guesses = self.model.backend.prompt_tokens(self.model.config), ids
         while len(guesses) < len(ids) + count:
             piece = guesses[start : start + step]

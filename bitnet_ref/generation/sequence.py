@@ -85,10 +85,10 @@ class Request:
     def drafts(self) -> Drafts | None:
         """What guesses tokens for one continuation, with the parameter `speculate`.
 
-        None where the cache cannot go back: a moving window, the states of DeltaNet layers.
+        None where the cache cannot go back: a moving window, the states of layers without keys.
         """
         speculate, model = self.params.speculate, self.model
-        if speculate is None or self.window.moves or model.config.delta is not None:
+        if speculate is None or self.window.moves or model.config.has_states:
             return None
         return LookupDrafts() if isinstance(speculate, str) else ModelDrafts(model, speculate, self.capacity)
 

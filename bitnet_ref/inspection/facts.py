@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import BackendError, BitNetRefError, printable
-from ..reference.config import ACTIVATIONS, ModelConfig
+from ..families import config_to_dict
+from ..reference.config import ModelConfig
+from ..reference.layers import ACTIVATIONS
 
 # How each kind of file stores its linears, and where it keeps their scales.
 _FLOAT_KINDS = ("gguf-f16", "gguf-bf16", "gguf-f32", "gguf-q8_0")
@@ -222,7 +224,7 @@ class Inspection:
         name = self.config.activation
         if name not in ACTIVATIONS:
             return f"unknown: {name!r}"
-        words = f"{name}: {ACTIVATIONS[name]}{_USED_BY.get(name, '')}"
+        words = f"{name}: {ACTIVATIONS[name].formula}{_USED_BY.get(name, '')}"
         if self.is_gguf:
             key = f"{self.architecture}.hidden_activation"
             by_architecture = f"no field says it, the architecture {self.architecture} means it"
@@ -239,7 +241,7 @@ class Inspection:
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values."""
         out = asdict(self)
-        out["config"] = None if self.config is None else self.config.to_dict()
+        out["config"] = None if self.config is None else config_to_dict(self.config)
         for name in ("quantization", "scale_convention", "activation"):
             out[name] = getattr(self, name)
         for row, matrix in zip(out["ternary"], self.ternary, strict=True):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..errors import BitNetRefError, ConfigError, FormatError
 from ..formats.checkpoint import Checkpoint, ReadOptions
 from ..formats.gguf.blocks import BY_PACKAGE, DEQUANTIZABLE, TERNARY_TYPES, dequantize
-from ..formats.gguf.config import ARCHITECTURES, read_gguf_config
+from ..formats.gguf.config import architectures, read_gguf_config
 from ..formats.gguf.evidence import block_linears, check_dialect
 from ..formats.gguf.file import GgufFile, GgufTensor, Typed
 from ..formats.gguf.model import GgufCheckpoint
@@ -152,7 +152,7 @@ class GgufInspector(Inspector):
         metadata, arch = file.metadata, file.metadata.get("general.architecture")
         if self.out.config is not None:
             key, activation = f"{arch}.hidden_activation", self.out.config.activation
-            if key in metadata and activation != (implied := ARCHITECTURES[str(arch)].activation):
+            if key in metadata and activation != (implied := architectures()[str(arch)][1].activation):
                 message = f"says {activation}, which is used; the architecture {arch} alone would mean {implied}"
                 self.out.report("warning", "config", message, field=key)
             if (key := f"{arch}.rope.freq_base") not in metadata:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConfigError, FormatError
+from ..families import config_to_dict
 from ..formats.checkpoint import Checkpoint, Progress, ReadOptions, linear_shape
 from ..formats.hf.config import parse_hf_config, read_config_json
 from ..formats.hf.config_keys import Doubt
@@ -14,8 +15,8 @@ from ..formats.hf.folder import CheckpointTensors, HfCheckpoint, refuse_adapter
 from ..formats.hf.wrappers import text_part
 from ..formats.names import hf_module, linear_of_hf
 from ..formats.native.model import NativeCheckpoint
+from ..formats.packing import split_ternary
 from ..formats.safetensors import SafetensorsFile
-from ..reference import quantization
 from ..reference.config import ModelConfig
 from ..reference.weights import DenseWeight, LinearWeight
 from ..system.json_file import is_present
@@ -101,7 +102,7 @@ class HfInspector(Inspector):
             nested = {**nested, **{key: 1 for inner in nested.values() if isinstance(inner, dict) for key in inner}}
         given = set(raw) | ({"rope_theta"} & set(nested)) | ({"hidden_act"} if "hidden_activation" in raw else set())
         if absent := [key for key in _KEYS_WITH_DEFAULTS if key not in given]:
-            values = {**config.to_dict(), "rms_norm_eps": config.norm_eps, "hidden_act": config.activation}
+            values = {**config_to_dict(config), "rms_norm_eps": config.norm_eps, "hidden_act": config.activation}
             taken = ", ".join(f"{key} {config.rope.theta if key == 'rope_theta' else values[key]}" for key in absent)
             self.out.report("note", "config", f"absent from config.json, so transformers' defaults hold: {taken}")
 
@@ -167,7 +168,7 @@ class HfInspector(Inspector):
         if not names or convention in ("multiply", "divide"):
             return
         first = next(blocks_of(tensors, names[0])).astype(np.float32)
-        if not np.isfinite(first).all() or quantization.split_ternary(first.reshape(1, -1)) is None:
+        if not np.isfinite(first).all() or split_ternary(first.reshape(1, -1)) is None:
             return
         if dense:
             message = "the linears hold only -s, 0 and +s: a ternary model, but config.json makes it a dense one"

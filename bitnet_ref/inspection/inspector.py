@@ -19,15 +19,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BitNetRefError, FormatError
-from ..formats.checkpoint import Checkpoint, Progress, ReadOptions, in_groups, is_ternary, norms_of_layer
+from ..families import FAMILIES, family_table
+from ..formats.checkpoint import (
+    Checkpoint,
+    Progress,
+    ReadOptions,
+    arrays_of_layer,
+    in_groups,
+    is_ternary,
+    norms_of_layer,
+)
 from ..formats.gguf.blocks import TERNARY_TYPES
 from ..formats.hf.folder import CheckpointTensors
-from ..formats.hf.wrappers import LEFT_OUT
-from ..formats.names import GGUF_LINEARS
+from ..formats.names import gguf_linears
 from ..formats.native.model import TOKENIZER_PREFIX
 from ..formats.safetensors import DTYPES, TensorInfo
 from ..reference.config import ModelConfig
-from ..reference.weights import GroupTernaryWeight, LinearWeight, TernaryWeight, linear_name
+from ..reference.weights import LinearWeight, linear_name
 from ..tokenizers import Tokenizer, load_tokenizer_files
 from .facts import Inspection, SizeOfKind, StoredTensor, TernaryMatrix, family_in_words
 from .judge import compare_with_config, describe_tokenizer, judge_model
@@ -36,24 +44,28 @@ AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
 _BLOCK_BYTES = 1 << 24
 _SEVERITIES = ("error", "warning", "note")
 _UNCOUNTED = ("scales", "other", "tokenizer", "left out")  # kinds of tensors that hold no parameters
-_LEFT_OUT = sorted({re.escape(start) for starts in LEFT_OUT.values() for start in starts})
-# (pattern, kind): names of tensors in Hugging Face, GGUF and native files, by which tables group them; the first match
-# counts
-_KINDS = (
-    (rf"({'|'.join(_LEFT_OUT)}).*", "left out"),
-    (rf"{TOKENIZER_PREFIX}.*", "tokenizer"),
-    (r".*\.(weight_scale|w_dequant_scale|scales?)", "scales"),
-    (r".*\.bias", "biases"),
-    (r"embedding|(.*\.)?embed_tokens\..*|token_embd\.weight", "embedding"),
-    (r".*\.(packed|trits)", "ternary planes"),
-    (r"lm_head\..*|output\.weight", "head"),
-    (rf".*(_proj|\.({'|'.join(GGUF_LINEARS.values())}))\.weight", "float linears"),
-    (r".*(norm|_ln)(\.weight)?", "norms"),
-    (r".*", "other"),
-)
 _BYTES = np.arange(256)
 # (4, 256): how often each code is in each byte
 _CODES_OF_BYTE = np.stack([sum((_BYTES >> shift & 3) == code for shift in (0, 2, 4, 6)) for code in range(4)])
+
+
+@family_table
+def _kinds() -> tuple[tuple[str, str], ...]:
+    """(pattern, kind): names of tensors in Hugging Face, GGUF and native files, by which tables group them. The first
+    match counts."""
+    left_out = {re.escape(start) for each in FAMILIES.values() if each.hf is not None for start in each.hf.left_out}
+    return (
+        (rf"({'|'.join(sorted(left_out))}).*", "left out"),
+        (rf"{TOKENIZER_PREFIX}.*", "tokenizer"),
+        (r".*\.(weight_scale|w_dequant_scale|scales?)", "scales"),
+        (r".*\.bias", "biases"),
+        (r"embedding|(.*\.)?embed_tokens\..*|token_embd\.weight", "embedding"),
+        (r".*\.(packed|trits)", "ternary planes"),
+        (r"lm_head\..*|output\.weight", "head"),
+        (rf".*(_proj|\.({'|'.join(gguf_linears().values())}))\.weight", "float linears"),
+        (r".*(norm|_ln)(\.weight)?", "norms"),
+        (r".*", "other"),
+    )
 
 
 class Inspector(ABC):
@@ -221,8 +233,7 @@ class Inspector(ABC):
             good.append(self.try_part(partial(self.add_linear, checkpoint, index, short)))
             if not good[-1]:
                 self.count_raw_plane(linear_name(index, short))
-        if config.is_delta(index):
-            good.append(self.try_part(partial(checkpoint.delta, index)))
+        good += [self.try_part(partial(checkpoint.array, name)) for name in arrays_of_layer(config, index)]
         if not all(good) and self.layers is not None:  # `finish` is not to report what was left unread as unknown
             prefix = f"{self.layers}.{index}."
             names = (tensor.name for tensor in self.out.tensors)
@@ -232,11 +243,12 @@ class Inspector(ABC):
         name = linear_name(index, short)
         stored = checkpoint.linear(name)
         weight = in_groups(checkpoint, name, stored)
-        if isinstance(weight, TernaryWeight | GroupTernaryWeight):
-            minus, zero, plus, _ = count_codes([weight.packed])
-            zero -= weight.shape[0] * (weight.packed.shape[1] * 4 - weight.shape[1])  # the padding of the rows
-            scale = float(weight.w_dequant_scale) if isinstance(weight, TernaryWeight) else float(weight.scales.mean())
-            group = weight.group if isinstance(weight, GroupTernaryWeight) else None
+        planes: Any = weight.bit_linear or (weight if weight.kind == "groups" else None)
+        if planes is not None:
+            minus, zero, plus, _ = count_codes([planes.packed])
+            zero -= weight.shape[0] * (planes.packed.shape[1] * 4 - weight.shape[1])  # the padding of the rows
+            group = getattr(planes, "group", None)
+            scale = float(planes.w_dequant_scale if group is None else planes.scales.mean())
             counts = minus, zero, plus, scale
             self.out.ternary.append(TernaryMatrix(name, short, index, weight.shape, *counts, group=group))
         self.check_linear(checkpoint, index, short, stored)
@@ -289,7 +301,7 @@ def blocks_of(tensors: CheckpointTensors, name: str) -> Iterator[NDArray[Any]]:
 
 def tensor_kind(name: str, dtype: str) -> str:
     """A tensor's category in the table of sizes, by its name in the file."""
-    kind = next(kind for pattern, kind in _KINDS if re.fullmatch(pattern, name, re.DOTALL))
+    kind = next(kind for pattern, kind in _kinds() if re.fullmatch(pattern, name, re.DOTALL))
     is_packed = kind == "float linears" and dtype in ("U8", *TERNARY_TYPES)
     return "ternary planes" if is_packed else kind
 

@@ -30,8 +30,7 @@ from ..formats.onnx.file import OnnxFile
 from ..formats.open import choose_format, find_model, open_checkpoint
 from ..formats.safetensors import SafetensorsFile
 from ..notebook.figures import FLOAT, MINUS, PLUS, Figure, new_figure
-from ..reference.quantization import unpack_ternary
-from ..reference.weights import DenseWeight, GroupTernaryWeight, TernaryWeight, linear_name
+from ..reference.weights import LinearWeight, linear_name
 
 Bands = list[tuple[int, int, tuple[float, float, float]]]  # (first, last + 1, shares of -1, 0, +1)
 _ZERO = "#e3e3e3"  # the colour of a weight of 0
@@ -57,9 +56,9 @@ def show_tensor(path: str | os.PathLike[str], name: str, options: ReadOptions | 
         if name not in names:
             return _show_stored(model_path, name, str(path), names, None)
         part = _read_part(checkpoint, names[name])
-    if isinstance(part, TernaryWeight):
-        w_t: NDArray[Any] = unpack_ternary(part.packed, part.in_features)
-        scale = float(part.w_dequant_scale)
+    if isinstance(part, LinearWeight) and (ternary := part.bit_linear) is not None:
+        w_t: NDArray[Any] = ternary.ternary()
+        scale = float(ternary.w_dequant_scale)
         return TensorView(str(path), names[name], f"ternary ({checkpoint.kind})", w_t, scale)
     return TensorView(str(path), names[name], f"{part.dtype.name} ({checkpoint.kind})", _widen(part))
 
@@ -74,9 +73,9 @@ def _part_names(checkpoint: Checkpoint, name: str) -> dict[str, str]:
     config, out = checkpoint.config, {"embedding": "embedding"}
     out |= {f"{name}.weight": "embedding" for name in (hf_module("embedding"), gguf_name("embedding"))}
     for norm in (*norms_of_layer(config, index), "final_norm"):
-        stored = [f"{module}.weight" for module in (gguf_name(norm), *hf_modules(norm))]
+        stored = [f"{module}.weight" for module in (gguf_name(norm, config), *hf_modules(norm, config))]
         out |= dict.fromkeys((norm, *stored), norm)
-    linears = [linear_name(index, short) for short in config.linear_shapes()]
+    linears = [linear_name(index, short) for short in config.linear_shapes(index)]
     for linear in (*linears, *([] if config.tie_word_embeddings else ["lm_head"])):
         spellings = (linear, hf_module(linear), gguf_name(linear))
         stored = [f"{one}{suffix}" for one in spellings for suffix in ("", ".weight", ".packed", ".trits")]
@@ -85,11 +84,11 @@ def _part_names(checkpoint: Checkpoint, name: str) -> dict[str, str]:
 
 
 def _read_part(checkpoint: Checkpoint, name: str) -> Any:
-    """TernaryWeight, or an array."""
+    """A linear that is ternary, or an array."""
     if name.endswith("norm"):
         return checkpoint.norm(name)
-    weight = checkpoint.embedding() if name == "embedding" else checkpoint.linear(name)
-    return weight.array if isinstance(weight, DenseWeight | GroupTernaryWeight) else weight
+    weight: Any = checkpoint.embedding() if name == "embedding" else checkpoint.linear(name)
+    return weight.array if weight.bit_linear is None else weight
 
 
 def _show_stored(

@@ -1,4 +1,4 @@
-"""What a notebook shows: figures, widgets, profiles, the stages of a token's choice. May import `generation`."""
+"""What a notebook shows: figures, widgets, profiles, the stages of a token's choice. May import `serving` and below."""
 
 from .beam_tree import BeamTree, beam_tree
 from .lesson import setup

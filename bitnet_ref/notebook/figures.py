@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
@@ -19,6 +18,8 @@ from ..system.atomic import atomic_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Figure
+
+    from ..serving.records import StepRecord
 else:
     Figure = Any  # for annotations; matplotlib is not imported
 
@@ -104,26 +105,6 @@ def memory_lines(panels: Sequence[tuple[str, Sequence[int], Mapping[str, NDArray
         ax.set_ylim(bottom=0)
         ax.legend(frameon=False, fontsize=8)
     return figure
-
-
-class StepPart(NamedTuple):
-    """One request's part of a step of an engine. kind: "prefill" or "decode"."""
-
-    request_id: int
-    slot: int
-    kind: str
-    tokens: int
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One step of an engine. `start_s`: by `time.perf_counter`."""
-
-    number: int
-    start_s: float
-    seconds: float
-    parts: tuple[StepPart, ...]
-    waiting: int  # requests that had not started
 
 
 def timeline(steps: Sequence[StepRecord], *, by_step: bool = False) -> Figure:

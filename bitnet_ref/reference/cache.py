@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -75,60 +76,14 @@ class TokenBatch:
         return cls(tokens, positions, slots, wanted)
 
 
-class DeltaStates:
-    """The states of DeltaNet layers: for each of them and each slot the memory, the convolution's last inputs, and how
-    many tokens of the sequence they have seen. A copy from before the last pass lets that pass be computed again."""
+class States(Protocol):
+    """What sequences of some families have beside keys and values: see `families/qwen3_5.py`."""
 
-    def __init__(self, config: ModelConfig, slots: int, dtype: np.dtype) -> None:
-        assert config.delta is not None
-        delta, layers = config.delta, [i for i in range(config.num_hidden_layers) if config.is_delta(i)]
-        self.rows = {layer: row for row, layer in enumerate(layers)}
-        dtype = dtype if dtype == np.float64 else np.dtype(np.float32)
-        shape = (len(layers), 2, slots)  # now, and before the last pass
-        self.memory = np.zeros((*shape, delta.value_heads, delta.key_dim, delta.value_dim), dtype=dtype)
-        self.inputs = np.zeros((*shape, delta.conv_size - 1, sum(delta.sizes)), dtype=dtype)
-        self.seen = np.full(shape, -1, dtype=np.int64)
+    def resumable(self, slot: int, length: int) -> int: ...
 
-    @property
-    def arrays(self) -> tuple[NDArray, ...]:
-        return self.memory, self.inputs, self.seen
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
 
-    def begin(self, layer: int, slot: int, position: int) -> NDArray:
-        """The convolution's inputs to continue from at `position`, to be updated in place. Raises ShapeError."""
-        row = self.rows[layer]
-        if position == 0:
-            for array in self.arrays:
-                array[row, 0, slot] = 0
-        elif self.seen[row, 0, slot] != position:
-            if self.seen[row, 1, slot] != position:
-                expected = f"a sequence continued at its end, token {self.seen[row, 0, slot]}, or begun again"
-                raise ShapeError("DeltaStates", expected=expected, got=f"token {position} of slot {slot}")
-            for array in self.arrays:
-                array[row, 0, slot] = array[row, 1, slot]
-        for array in self.arrays:
-            array[row, 1, slot] = array[row, 0, slot]
-        self.seen[row, 0, slot] = -1  # until `end`: a pass that is broken off is computed again from the copy
-        return self.inputs[row, 0, slot]
-
-    def memory_of(self, layer: int, slot: int) -> NDArray:
-        """The memory (Hv, dk, dv), to be updated in place."""
-        return self.memory[self.rows[layer], 0, slot]
-
-    def end(self, layer: int, slot: int, position: int) -> None:
-        """Note that the state of the slot has seen the tokens before `position`."""
-        self.seen[self.rows[layer], 0, slot] = position
-
-    def resumable(self, slot: int, length: int) -> int:
-        """`length` if all layers have seen as many tokens of the slot, else 0: a state cannot be cut."""
-        return length if (self.seen[:, 0, slot] == length).all() else 0
-
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        for array in self.arrays:
-            array[:, :, list(targets)] = array[:, :, list(sources)]
-
-    def take_over(self, other: DeltaStates) -> None:
-        for mine, theirs in zip(self.arrays, other.arrays, strict=True):
-            mine[:] = theirs
+    def take_over(self, other: Any) -> None: ...
 
 
 class KVCache:
@@ -138,12 +93,12 @@ class KVCache:
     capacity costs nothing until it is used. `backends/paged_cache.py` has pages and narrow dtypes.
     """
 
-    states: DeltaStates | None = None  # of layers that have no keys
+    states: States | None = None  # of layers that have no keys
 
     def __init__(self, config: ModelConfig, slots: int, capacity: int, dtype: DTypeLike = np.float32) -> None:
         """Raises OutOfMemory."""
         self.slots, self.capacity = slots, capacity
-        self.states = None if config.delta is None else DeltaStates(config, slots, np.dtype(dtype))
+        self.states = config.new_states(slots, np.dtype(dtype))
         shape = (config.num_hidden_layers, slots, capacity, config.num_key_value_heads, config.head_dim)
         try:
             self.keys, self.values = np.empty(shape, dtype=dtype), np.empty(shape, dtype=dtype)

@@ -15,15 +15,13 @@ dense model, and the head, after which no int8 comes, are sums of float32.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, NumericsError, ShapeError
-from .blocks import widen_blocks
-from .config import RopeConfig
+from ..errors import NumericsError, ShapeError
 
 _BLOCK_VALUES = 1 << 20  # dense weights widened at a time
 
@@ -47,13 +45,6 @@ def relu2(x: NDArray) -> NDArray:
     return np.square(np.maximum(x, 0))
 
 
-def sigmoid(x: NDArray) -> NDArray:
-    """1 / (1 + e^-x), written so that e^-|x| never overflows."""
-    wide = x.astype(np.float64)
-    e = np.exp(-np.abs(wide))
-    return (np.where(wide >= 0, 1.0, e) / (1.0 + e)).astype(x.dtype)
-
-
 def silu(x: NDArray) -> NDArray:
     """x * sigmoid(x) = x / (1 + e^-x), written so that e^-|x| never overflows."""
     wide = x.astype(np.float64)
@@ -61,26 +52,28 @@ def silu(x: NDArray) -> NDArray:
     return (wide * np.where(wide >= 0, 1.0, e) / (1.0 + e)).astype(x.dtype)
 
 
-GELU_SLOPE = math.sqrt(2.0 / math.pi)
+class Activation(NamedTuple):
+    """An activation of the feed-forward gate."""
+
+    function: Callable[[NDArray], NDArray]
+    formula: str
+    words: str  # what crossval calls it in a sentence
+    spellings: tuple[str, ...] = ()  # other names of it in config files
+    backward: Callable[[NDArray, NDArray, NDArray], tuple[NDArray, NDArray]] | None = None  # see `training.ops`
 
 
-def gelu_tanh(x: NDArray) -> NDArray:
-    """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the approximation of GELU that Gemma computes."""
-    wide = x.astype(np.float64)
-    return (0.5 * wide * (1.0 + np.tanh(GELU_SLOPE * (wide + 0.044715 * wide**3)))).astype(x.dtype)
-
-
-GATES = {"relu2": relu2, "silu": silu, "gelu_tanh": gelu_tanh}
-
-
-OUTPUT_GATES = {"sigmoid": sigmoid, "silu": silu}
+# Every reader, writer, check and backend uses these names. Kernels have some of them; the function computes the others.
+ACTIVATIONS = {
+    "relu2": Activation(relu2, "relu(gate)^2 * up", "relu squared"),
+    "silu": Activation(silu, "silu(gate) * up", "silu", ("swish",)),
+}
 
 
 def gated(gate: NDArray, up: NDArray, activation: str) -> NDArray:
     """act(gate) * up: the activation is on the gate, not on the product.   (N, F), (N, F) -> (N, F)"""
-    if activation not in GATES:
-        raise ShapeError("gated", expected=f"an activation among {', '.join(GATES)}", got=repr(activation))
-    return GATES[activation](gate) * up
+    if activation not in ACTIVATIONS:
+        raise ShapeError("gated", expected=f"an activation among {', '.join(ACTIVATIONS)}", got=repr(activation))
+    return ACTIVATIONS[activation].function(gate) * up
 
 
 def softmax(scores: NDArray) -> NDArray:
@@ -97,60 +90,26 @@ def softcap(logits: NDArray, cap: float) -> NDArray:
 # -- rotary position embedding -----------------------------------------------------------------------------------------
 
 
-def rope_frequencies(rope: RopeConfig, head_dim: int, position: int = 0) -> NDArray[np.float64]:
-    """Radians a position, for each of the d/2 pairs.   -> (d/2,) float64
+class Rope(Protocol):
+    """What `rope_tables` asks of a `RopeConfig`."""
 
-    `position` matters to dynamic and longrope only.
-    """
-    exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
-    inv_freq = rope.theta**-exponent
-    if rope.rope_type == "linear":
-        return inv_freq / rope.factor
-    if rope.rope_type == "longrope":  # as with dynamic, by the length that this token sees
-        is_long = position >= rope.original_max_position_embeddings
-        return inv_freq / np.array(rope.long_factors if is_long else rope.short_factors)
-    if rope.rope_type == "dynamic":
-        # The base grows with the length seen *by this token*. transformers takes the longest length in the call for
-        # all of its tokens, so there a prompt fed at once differs from the same prompt fed token by token; here the
-        # two are equal, and equal to transformers' token by token.
-        stretch = max(position + 1, rope.original_max_position_embeddings) / rope.original_max_position_embeddings
-        growth = 1 + rope.factor * (stretch - 1)
-        return (rope.theta * growth ** (head_dim / (head_dim - 2))) ** -exponent
-    if rope.rope_type == "llama3":
-        wavelength = 2 * math.pi / inv_freq
-        context = rope.original_max_position_embeddings
-        ramp = (context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        keep = np.clip(ramp, 0, 1)  # 1 for short wavelengths, 0 for long ones
-        return (1 - keep) * inv_freq / rope.factor + keep * inv_freq
-    if rope.rope_type == "yarn":
+    by_position: ClassVar[bool]
+    cos_scale: ClassVar[float]
 
-        def pair_that_turns(rotations: float) -> float:  # the pair that makes so many turns over the trained context
-            turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
-            return head_dim * math.log(turns) / (2 * math.log(rope.theta))
-
-        low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
-        if rope.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
-        width = high - low if high != low else 0.001
-        interpolate = np.clip((np.arange(head_dim // 2) - low) / width, 0, 1)
-        return (1 - interpolate) * inv_freq + interpolate * inv_freq / rope.factor
-    if rope.rope_type == "default":
-        return inv_freq
-    raise ConfigError(f"RoPE type {rope.rope_type!r} is not supported", field="rope.rope_type")
+    def frequencies(self, head_dim: int, position: int = 0) -> NDArray[np.float64]: ...
 
 
-def rope_tables(positions: NDArray, rope: RopeConfig, head_dim: int, dtype: type) -> tuple[NDArray, NDArray]:
+def rope_tables(positions: NDArray, rope: Rope, head_dim: int, dtype: type) -> tuple[NDArray, NDArray]:
     """cos and sin of every token's angles.   positions (N,) int -> two (N, d/2) arrays.
 
     The angles are computed in float64 and rounded once: at position 4096 a float32 angle is already off by 2e-4.
     """
-    if rope.rope_type in ("dynamic", "longrope"):
-        inv_freq = np.stack([rope_frequencies(rope, head_dim, int(p)) for p in positions])  # (N, d/2)
+    if rope.by_position:
+        inv_freq = np.stack([rope.frequencies(head_dim, int(p)) for p in positions])  # (N, d/2)
     else:
-        inv_freq = rope_frequencies(rope, head_dim)  # (d/2,)
+        inv_freq = rope.frequencies(head_dim)  # (d/2,)
     angles = positions[:, None].astype(np.float64) * inv_freq
-    factor = rope.attention_factor if rope.rope_type in ("yarn", "longrope") else 1.0
+    factor = rope.cos_scale
     return (np.cos(angles) * factor).astype(dtype), (np.sin(angles) * factor).astype(dtype)
 
 
@@ -189,22 +148,23 @@ def attention_values(pattern: NDArray, values: NDArray) -> NDArray:
 # -- dense products ----------------------------------------------------------------------------------------------------
 
 
-def row_blocks(w: NDArray, dtype: type, block_type: str | None = None) -> Iterator[tuple[slice, NDArray]]:
-    """Some rows of w (N, K) at a time, widened to dtype: a narrow matrix is never held in float32 as a whole."""
+def row_blocks(w: NDArray, dtype: type, widen: Callable[[NDArray], NDArray]) -> Iterator[tuple[slice, NDArray]]:
+    """Some rows of w (N, ...) at a time, widened to dtype (n, K): no narrow matrix is held in float32 as a whole."""
     rows = max(1, _BLOCK_VALUES // w.shape[1])
     for start in range(0, len(w), rows):
-        part = w[start : start + rows]
-        yield slice(start, start + rows), (part if block_type is None else widen_blocks(part, block_type)).astype(dtype)
+        yield slice(start, start + rows), widen(w[start : start + rows]).astype(dtype)
 
 
-def dense_matmul(x: NDArray, w: NDArray, wide: bool = False, block_type: str | None = None) -> NDArray:
+def dense_matmul(
+    x: NDArray, w: NDArray, wide: bool = False, widen: Callable[[NDArray], NDArray] = np.asarray
+) -> NDArray:
     """y = x w^T, one token at a time.   x (N, K), w (out, K) of any float dtype -> (N, out)
 
-    wide: sums in float64, rounded once. block_type: w holds rows of such blocks.
+    wide: sums in float64, rounded once. widen: makes floats of rows of w that are stored otherwise.
     """
     y = np.empty((len(x), len(w)), dtype=x.dtype)
     tokens = x.astype(np.float64) if wide else x
-    for rows, block in row_blocks(w, tokens.dtype.type, block_type) if len(x) else ():
+    for rows, block in row_blocks(w, tokens.dtype.type, widen) if len(x) else ():
         for i in range(len(x)):
             y[i, rows] = block @ tokens[i]
     return y

@@ -7,7 +7,8 @@ with these under the numerical contract. Each op checks the shapes it is given; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,17 +16,8 @@ from numpy.typing import NDArray
 from ..errors import ShapeError
 from . import layers, quantization
 from .cache import KVCache, TokenBatch
-from .config import DeltaConfig, RopeConfig
-from .delta_net import causal_conv, delta_inputs, delta_recurrence
-from .weights import (
-    DeltaWeights,
-    DenseWeight,
-    EmbeddingWeight,
-    GroupTernaryLinear,
-    LinearWeight,
-    TernaryLinear,
-    TernaryWeight,
-)
+from .config import RopeConfig
+from .weights import LinearWeight, Norm, Shared, TernaryLinear
 
 
 def require(op: str, ok: bool, expected: str, **arrays: NDArray) -> None:
@@ -35,12 +27,16 @@ def require(op: str, ok: bool, expected: str, **arrays: NDArray) -> None:
         raise ShapeError(op, expected=expected, got=got)
 
 
-def check_rope(q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, partial: bool = False) -> None:
-    """Raises a ShapeError. partial: only the first numbers of each head are turned."""
+def check_rope(q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> None:
+    """Raises a ShapeError. cos and sin may be narrower than half a head: then the rest of each head is not turned."""
     ok = q.ndim == k.ndim == 3 and q.shape[::2] == k.shape[::2] and cos.shape == sin.shape and len(q) == len(cos)
-    width, turned = q.shape[-1], 2 * cos.shape[-1]
-    expected = "q (N, H, d), k (N, G, d), cos and sin (N, d/2)" + " or narrower" * partial
-    require("rope", ok and (turned == width or (turned < width and partial)), expected, q=q, k=k, cos=cos, sin=sin)
+    expected = "q (N, H, d), k (N, G, d), cos and sin (N, d/2) or narrower"
+    require("rope", ok and 2 * cos.shape[-1] <= q.shape[-1], expected, q=q, k=k, cos=cos, sin=sin)
+
+
+def check_norm(x: NDArray, norm: Norm) -> None:
+    ok = x.ndim == 2 and norm.weight.shape == x.shape[1:]
+    require("rms_norm", ok, "x (N, D) and weight (D,)", x=x, weight=norm.weight)
 
 
 def check_dequantize(acc: NDArray, x_quant_scale: NDArray) -> None:
@@ -59,31 +55,26 @@ class Ops:
 
     dtype = np.dtype(np.float32)
 
-    def embed(self, w: EmbeddingWeight, tokens: NDArray[np.int64]) -> NDArray:
+    def embed(self, w: LinearWeight, tokens: NDArray[np.int64]) -> NDArray:
         """tokens (N,) -> (N, D)"""
         rows, ids = w.shape[0], tokens.size
         ok = tokens.ndim == 1 and tokens.dtype.kind in "iu" and (ids == 0 or 0 <= tokens.min() <= tokens.max() < rows)
         require("embed", ok, f"tokens (N,) of ids 0 to {rows - 1}", tokens=tokens)
         return w.rows(tokens, self.dtype)
 
-    def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
-        """x (N, D), weight (D,) -> (N, D)"""
-        require("rms_norm", weight.shape == x.shape[1:], "x (N, D) and weight (D,)", x=x, weight=weight)
-        return layers.rms_norm(x, weight, eps)
+    def rms_norm(self, x: NDArray, norm: Norm) -> NDArray:
+        """x (N, D) -> (N, D)"""
+        check_norm(x, norm)
+        return layers.rms_norm(x, norm.weight, norm.eps)
 
     def rope_tables(self, positions: NDArray[np.int64], rope: RopeConfig, head_dim: int) -> tuple[NDArray, NDArray]:
         """positions (N,) -> cos, sin (N, d/2)"""
         require("rope_tables", positions.ndim == 1, "positions (N,)", positions=positions)
         return layers.rope_tables(positions, rope, head_dim, self.dtype.type)
 
-    def rope(
-        self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, partial: bool = False
-    ) -> tuple[NDArray, NDArray]:
-        """q (N, H, d), k (N, G, d), cos and sin (N, d/2) -> q and k, rotated.
-
-        partial: cos and sin may be narrower, (N, r/2); then only the first r numbers of each head are rotated.
-        """
-        check_rope(q, k, cos, sin, partial)
+    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
+        """q (N, H, d), k (N, G, d), cos and sin (N, d/2) -> q and k, rotated"""
+        check_rope(q, k, cos, sin)
         return layers.apply_rope(q, cos, sin), layers.apply_rope(k, cos, sin)
 
     # -- linears -------------------------------------------------------------------------------------------------------
@@ -95,44 +86,28 @@ class Ops:
 
     def ternary_matmul(self, x_q: NDArray[np.int8], w: TernaryLinear) -> NDArray[np.int32]:
         """x_q (N, K) int8 -> acc (N, out) int32, exact"""
-        assert isinstance(w, TernaryWeight)
-        return quantization.ternary_matmul(x_q, w.packed, w.in_features)
+        return quantization.ternary_matmul(x_q, w.plain().packed, w.in_features)
 
     def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
         """acc (N, out) int32 -> y (N, out)"""
         check_dequantize(acc, x_quant_scale)
         return quantization.dequantize(acc, w.w_dequant_scale, x_quant_scale)
 
-    def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
-        """x (N, K) -> (N, out)"""
+    def dense_matmul(self, x: NDArray, w: Any) -> NDArray:
+        """x (N, K), w a DenseWeight, or one in a backend's layout -> (N, out)"""
         require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], f"x (N, {w.shape[1]})", x=x)
-        return layers.dense_matmul(x, w.stored, w.wide, w.block_type)
-
-    def group_matmul(self, x: NDArray, w: GroupTernaryLinear) -> NDArray:
-        """x (N, K) -> (N, out)"""
-        require("group_matmul", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
         w = w.plain()
-        turned = x.astype(np.float64) if w.rotation is None else w.rotation.turn(x)
-        return quantization.group_matmul(turned, w.packed, w.in_features, w.scales, w.group).astype(x.dtype)
+        return layers.dense_matmul(x, w.stored, w.wide, w.widen)
 
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
-        """Several linears of one x (N, K), quantised once for all BitLinears without a norm of their own."""
-        outputs, shared = [], None
-        for w in ws:
-            if isinstance(w, DenseWeight):
-                y = self.dense_matmul(x, w)
-            elif isinstance(w, GroupTernaryLinear):
-                y = self.group_matmul(x, w)
-            else:
-                assert isinstance(w, TernaryLinear)
-                if w.input_norm is not None:
-                    normed = self.rms_norm(x, w.input_norm.weight, w.input_norm.eps)
-                    x_q, x_quant_scale = self.quantize_activations(normed)
-                else:
-                    x_q, x_quant_scale = shared = shared or self.quantize_activations(x)
-                y = self.dequantize(self.ternary_matmul(x_q, w), w, x_quant_scale)
-            outputs.append(y if w.bias is None else self.add(y, w.bias))
-        return tuple(outputs)
+        """Several linears of one x (N, K), which is quantised once for all BitLinears.   -> (N, out) each"""
+        shared: Shared = {}
+        return tuple(self.one_linear(x, w, shared) for w in ws)
+
+    def one_linear(self, x: NDArray, w: LinearWeight, shared: Shared) -> NDArray:
+        """One of `linears`.   x (N, K) -> (N, out)"""
+        y = w.product(self, x, shared)
+        return y if w.bias is None else self.add(y, w.bias)
 
     def linear(self, x: NDArray, w: LinearWeight) -> NDArray:
         """x (N, K) -> x W^T (N, out); a ternary weight makes it a BitLinear"""
@@ -158,44 +133,6 @@ class Ops:
             z[i] = layers.attention_values(pattern, values)
         return z
 
-    def delta_conv(self, qkv: NDArray, conv: NDArray, cache: KVCache, layer: int, batch: TokenBatch) -> NDArray:
-        """silu of each channel's convolution over the last tokens.   qkv (N, C), conv (C, tokens) -> (N, C)"""
-        require("delta_conv", qkv.shape == (len(batch), len(conv)), f"qkv (N, {len(conv)})", qkv=qkv)
-        assert cache.states is not None
-        mixed = np.empty_like(qkv)
-        for slot, position, rows in batch.sequences():
-            before = cache.states.begin(layer, slot, position)
-            mixed[rows] = causal_conv(np.concatenate([before, qkv[rows]]), conv)
-            before[:] = np.concatenate([before, qkv[rows]])[len(qkv[rows]) :]
-        return mixed
-
-    def delta_gates(self, a: NDArray, b: NDArray, w: DeltaWeights) -> tuple[NDArray, NDArray]:
-        """log alpha and beta of a Gated DeltaNet.   a and b (N, Hv) -> (N, Hv) both"""
-        require("delta_gates", a.shape == b.shape == (len(a), len(w.decay)), f"a and b (N, {len(w.decay)})", a=a, b=b)
-        log_alpha = -w.decay.astype(np.float64) * np.logaddexp(0.0, a.astype(np.float64) + w.decay_bias)
-        return log_alpha.astype(a.dtype), (1.0 / (1.0 + np.exp(-b.astype(np.float64)))).astype(b.dtype)
-
-    def delta_rule(
-        self,
-        mixed: NDArray,
-        log_alpha: NDArray,
-        beta: NDArray,
-        cfg: DeltaConfig,
-        cache: KVCache,
-        layer: int,
-        batch: TokenBatch,
-    ) -> NDArray:
-        """A Gated DeltaNet's memory, asked and updated.   mixed (N, C), of `delta_conv`, log_alpha and beta (N, Hv)
-        -> (N, Hv, dv)"""
-        require("delta_rule", mixed.shape == (len(batch), sum(cfg.sizes)), f"mixed (N, {sum(cfg.sizes)})", mixed=mixed)
-        assert cache.states is not None
-        y = np.empty((len(mixed), cfg.value_heads, cfg.value_dim), dtype=mixed.dtype)
-        for slot, position, rows in batch.sequences():
-            inputs = delta_inputs(mixed[rows], log_alpha[rows], beta[rows], cfg)
-            y[rows] = delta_recurrence(inputs, cache.states.memory_of(layer, slot))
-            cache.states.end(layer, slot, position + len(inputs.v))
-        return y
-
     # -- elementwise ---------------------------------------------------------------------------------------------------
 
     def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
@@ -208,14 +145,13 @@ class Ops:
         require("add", y.shape in (x.shape, x.shape[1:]), "x (N, D) and y (N, D) or (D,)", x=x, y=y)
         return x + y
 
-    def output_gate(self, z: NDArray, gate: NDArray, activation: str) -> NDArray:
-        """z times "sigmoid" or "silu" of the gate.   (N, F), (N, F) -> (N, F)"""
-        require("output_gate", z.ndim == 2 and z.shape == gate.shape, "z and gate (N, F)", z=z, gate=gate)
-        return z * layers.OUTPUT_GATES[activation](gate)
-
-    def scale(self, x: NDArray, factor: float) -> NDArray:
-        """x times a number.   (N, D) -> (N, D)"""
+    def scale(self, x: NDArray, factor: float, name: str) -> NDArray:
+        """x times a number. name: of the result in a trace.   (N, ...) -> (N, ...)"""
         return x * x.dtype.type(factor)
+
+    def compute(self, name: str, function: Callable[..., NDArray], *args: Any) -> NDArray:
+        """An op that one family has alone: function(*args), in NumPy. name: of the result in a trace."""
+        return function(*args)
 
     def take_rows(self, x: NDArray, rows: NDArray[np.int64]) -> NDArray:
         """x (N, D), rows (n,) -> (n, D)"""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from ..errors import NumericsError, ShapeError
 
@@ -48,19 +48,6 @@ def quantize_weights(w: NDArray) -> tuple[NDArray[np.int8], np.float32]:
     w_dequant_scale = absmean_scale(w)
     w_scaled = w.astype(np.float32) * (np.float32(1.0) / w_dequant_scale)
     return np.clip(np.rint(w_scaled), -1, 1).astype(np.int8), w_dequant_scale  # rint: half to even
-
-
-def split_ternary(w: NDArray) -> tuple[NDArray[np.int8], np.float32] | None:
-    """w (N, K) that holds only -s, 0 and +s -> (w_t, s); None for anything else, which is a true master.
-
-    Some tools save a model after quantisation in a float dtype. The scale of such a matrix is s; the absmean of it
-    would be s times the share of its non-zeros.
-    """
-    size = np.abs(w)
-    s = size.max()
-    if s < SCALE_FLOOR or not ((size == s) | (size == 0)).all():
-        return None
-    return np.sign(w).astype(np.int8), np.float32(s)
 
 
 def quantize_activations(x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
@@ -134,102 +121,3 @@ def ternary_matmul(x_q: NDArray[np.int8], packed: NDArray[np.uint8], in_features
         w_t = np.take(_BYTE_TO_FLOAT[exact], packed[start : start + rows], axis=0).reshape(-1, x.shape[1])
         acc[:, start : start + rows] = x @ w_t.T
     return acc
-
-
-# Ternary by groups: every `group` neighbouring inputs of a row share a scale, W = w_t * scale. Activations stay floats:
-#
-#     y = sum over groups of s_g * (sum of w_t * x in the group)
-#
-# No sum of integers, so not exact: it is taken in float64 and rounded once, and backends are held to a tolerance.
-MIN_GROUP = 16
-
-
-def split_groups(w: NDArray) -> tuple[NDArray[np.uint8], NDArray, int] | None:
-    """w (N, K) that is ternary by groups -> packed, scales (N, ceil(K/group)) in w's dtype, the largest such group.
-
-    None when some group of any size holds other values than -s, 0 and +s. What is packed equals w, value for value.
-    """
-    k = w.shape[1]
-    step = max(1, _BLOCK_VALUES // max(1, k))
-    blocks = [slice(start, start + step) for start in range(0, len(w), step)]  # so that no copy of all of w is made
-    few = _magnitude(w[:4])  # which decide for most matrices
-    sizes = [size for size in _group_sizes(k) if _is_grouped(few, size)]
-    group = next((size for size in sizes if all(_is_grouped(_magnitude(w[part]), size) for part in blocks)), None)
-    if group is None:
-        return None
-    starts = np.arange(0, k, group)
-    packed = np.empty((len(w), -(-k // CODES_PER_BYTE)), dtype=np.uint8)
-    scales = np.empty((len(w), len(starts)), dtype=w.dtype)
-    for part in blocks:
-        magnitude = _magnitude(w[part])
-        scales[part] = np.maximum.reduceat(magnitude, starts, axis=1).astype(magnitude.dtype).view(w.dtype)
-        signs = np.where(np.signbit(w[part]), np.int8(-1), np.int8(1))
-        packed[part] = pack_ternary(np.where(magnitude == 0, np.int8(0), signs))
-    return (packed, scales, group) if scales.astype(np.float32).any() else None
-
-
-def merge_groups(scales: NDArray, group: int, in_features: int) -> tuple[NDArray, int]:
-    """(scales, group) of the largest groups in which the scales (N, K/group), 0 or above, are one beside 0."""
-    magnitude = _magnitude(scales)
-    for size in _group_sizes(in_features):
-        if size > group and size % group == 0 and _is_grouped(magnitude, size // group):
-            return np.maximum.reduceat(scales, np.arange(0, scales.shape[1], size // group), axis=1), size
-    return scales, group
-
-
-def _group_sizes(k: int) -> list[int]:
-    """The sizes of groups that are looked for in rows of k inputs, the largest first."""
-    divisors = {k // count for count in range(1, k // MIN_GROUP + 1) if k % count == 0}
-    return sorted(divisors | {size for size in (32, 64, 128, 256) if size < k}, reverse=True)
-
-
-def _magnitude(w: NDArray) -> NDArray:
-    """The bits of |w| as integers, which are ordered as |w|."""
-    return np.ascontiguousarray(w).view(np.dtype(f"u{w.itemsize}")) & ((1 << (8 * w.itemsize - 1)) - 1)
-
-
-def _is_grouped(magnitude: NDArray, group: int) -> bool:
-    """Whether each group of each row has one magnitude beside 0."""
-    starts = np.arange(0, magnitude.shape[1], group)
-    counts = np.diff([*starts, magnitude.shape[1]])
-    largest = np.repeat(np.maximum.reduceat(magnitude, starts, axis=1), counts, axis=1)
-    return bool(((magnitude == largest) | (magnitude == 0)).all())
-
-
-def expand_groups(
-    packed: NDArray[np.uint8], in_features: int, scales: NDArray, group: int, dtype: DTypeLike
-) -> NDArray:
-    """The matrix itself: packed (N, ceil(K/4)), scales (N, ceil(K/group)) -> w (N, K) of `dtype`"""
-    table = _BYTE_TO_TERNARY.astype(dtype)
-    w = np.ascontiguousarray(table[packed].reshape(len(packed), -1)[:, :in_features])
-    if in_features % group:  # the last group is smaller
-        return w * np.repeat(scales.astype(dtype), group, axis=1)[:, :in_features]
-    by_group = w.reshape(*scales.shape, group)
-    by_group *= scales.astype(dtype)[:, :, None]
-    return w
-
-
-def hadamard(x: NDArray, block: int) -> NDArray[np.float64]:
-    """H x / sqrt(block), block by block along the last axis, H the Sylvester matrix of size `block` (a power of two).
-
-    The fast transform: log2(block) rounds of sums and differences, always in this order. H is its own transpose, and
-    with the factor its own inverse.
-    """
-    y, half = x.astype(np.float64), 1
-    while half < block:
-        pairs = y.reshape(*x.shape[:-1], -1, 2, half)
-        y = np.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], axis=-2)
-        half *= 2
-    return y.reshape(x.shape) / math.sqrt(block)
-
-
-def group_matmul(x: NDArray, packed: NDArray[np.uint8], in_features: int, scales: NDArray, group: int) -> NDArray:
-    """y = x W^T, one token at a time, summed in float64.   x (M, K) -> (M, N) in x's dtype"""
-    wide, y = x.astype(np.float64), np.empty((len(x), len(packed)), dtype=x.dtype)
-    rows = max(1, _BLOCK_VALUES // in_features)
-    for start in range(0, len(packed) if len(x) else 0, rows):
-        part = slice(start, start + rows)
-        w = expand_groups(packed[part], in_features, scales[part], group, np.float64)
-        for i in range(len(x)):
-            y[i, part] = w @ wide[i]
-    return y

@@ -1,4 +1,4 @@
-"""Many requests on one model: continuous batching. May import `notebook`, `generation` and below."""
+"""Many requests on one model: continuous batching. May import `generation` and below."""
 
 from .cache_memory import cache_memory
 from .engine import Engine

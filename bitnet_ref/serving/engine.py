@@ -25,11 +25,11 @@ from ..generation.chat import default_reply_tokens
 from ..generation.generate import Generations, Prompt, Prompts, check_streamable, is_single, split_prompts
 from ..generation.params import LARGEST, LONGEST_S, Number, SamplingOptions, SamplingParams, expand_params
 from ..generation.sequence import Request
-from ..notebook.figures import StepRecord
-from ..notebook.live import LiveView, RequestProgress
 from .beams import BeamHandle, BeamText
 from .engine_config import EngineConfig
+from .live import LiveView
 from .metrics import EngineMetrics
+from .records import RequestProgress, StepRecord
 from .tickets import RequestHandle, RequestStory, Ticket, check_process
 from .worker import Worker
 

@@ -8,9 +8,9 @@ from typing import Any, Unpack
 from ..backends.loaded import LoadedModel
 from ..generation.generate import Prompt
 from ..generation.params import SamplingOptions
-from ..notebook.live import RequestProgress
 from .engine import Engine
 from .engine_config import EngineConfig
+from .records import RequestProgress
 from .tickets import RequestHandle
 
 

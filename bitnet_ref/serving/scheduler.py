@@ -52,6 +52,12 @@ class Job:
         self.running = False
         self.cached = 0  # tokens that the cache held when it was admitted
 
+    @property
+    def held(self) -> Lease:
+        """The lease of a job that has begun."""
+        assert self.lease is not None
+        return self.lease
+
     def forget(self) -> None:
         """Leave the scheduler that it was in."""
         self.lease, self.running = None, False
@@ -138,9 +144,8 @@ class Scheduler:
 
     def restart(self, job: Job) -> None:
         """Free the pages of a running job whose context has changed."""
-        assert job.lease is not None
-        job.lease.close()
-        job.row.computed = job.lease.adopt(job.row.context)
+        job.held.close()
+        job.row.computed = job.held.adopt(job.row.context)
 
     def plan(self) -> StepPlan:
         """The next step. It is empty only when there are no jobs."""
@@ -213,8 +218,7 @@ class Scheduler:
         for job in self.running:
             if job.behind == 1:
                 continue
-            row, lease = job.row, job.lease
-            assert lease is not None
+            row, lease = job.row, job.held
             ids = row.context
             computed = lease.adopt(ids, row.computed)
             self._count_cached(job, computed - row.computed)
@@ -227,8 +231,7 @@ class Scheduler:
 
     def _add_piece(self, job: Job, count: int, plan: StepPlan) -> None:
         """Add the job's next tokens to the plan, if there are pages for them."""
-        row, lease = job.row, job.lease
-        assert lease is not None
+        row, lease = job.row, job.held
         start = row.computed
         while (copies := lease.reserve(start, start + count)) is None:
             if (victim := self._last_after(job)) is not None:
@@ -258,8 +261,8 @@ class Scheduler:
             return
         spare = self.pool.available - sum(map(_pages_needed, self.running)) if drafts else 0
         for index, draft in drafts.items():
-            piece, lease, count = plan.pieces[index], plan.pieces[index].job.lease, len(draft)
-            assert lease is not None
+            piece, count = plan.pieces[index], len(draft)
+            lease = piece.job.held
             count, start = min(count, int(self._lent)) if lends else count, piece.start + piece.tokens
             while count and 0 < lease.missing(start, start + count) > spare:
                 count -= 1
@@ -283,11 +286,10 @@ class Scheduler:
             return
         missing, short = 0, []  # pages that leases are short of
         for job in jobs:
-            assert job.lease is not None
             start, stop = job.row.computed, job.row.computed + min(steps, job.row.tokens_left)
-            if count := job.lease.missing(start, stop):
+            if count := job.held.missing(start, stop):
                 missing += count
-                short.append((job.lease, start, stop))
+                short.append((job.held, start, stop))
         if missing <= self.pool.available:
             for lease, start, stop in short:
                 plan.copies += lease.reserve(start, stop) or ()
@@ -342,5 +344,4 @@ class Scheduler:
 
 def _pages_needed(job: Job) -> int:
     """Pages that it has yet to take for its tokens and one more."""
-    assert job.lease is not None
-    return job.lease.missing(job.row.computed, job.row.context_tokens + 1)
+    return job.held.missing(job.row.computed, job.row.context_tokens + 1)

@@ -26,9 +26,9 @@ from ..errors import DeviceError, GenerationError, NumericsError, describe_error
 from ..generation.generate import VerifiedDraft, accept_drafts, pieces_of_draft
 from ..generation.greedy import run_steps
 from ..generation.sequence import Piece, run_pieces
-from ..notebook.figures import StepPart
 from .metrics import EngineMetrics
 from .pages import PagePool
+from .records import StepPart
 from .scheduler import Job, PlannedPiece, Scheduler, StepPlan
 from .tickets import Delivery, Ticket
 
@@ -154,8 +154,7 @@ class Stepper:
         cache = self.cache
         cache.copy_pages([source for source, _ in copies], [target for _, target in copies])
         for job, slot, *_ in pieces:
-            lease = job.lease
-            assert lease is not None
+            lease = job.held
             if lease.changed:
                 cache.page_table[slot, : len(lease.pages)] = lease.pages
                 cache.page_table[slot, len(lease.pages) :] = NO_PAGE
@@ -164,9 +163,8 @@ class Stepper:
     def _note_computed(self, job: Job, start: int, count: int) -> None:
         """Its tokens from `start` on are in the cache."""
         job.row.computed = start + count
-        assert job.lease is not None
         if start // self.pool.page_size != (start + count) // self.pool.page_size:  # a page is full
-            job.lease.commit(job.row.context, job.row.computed)
+            job.held.commit(job.row.context, job.row.computed)
 
     def _accept(self, job: Job, logits: TokenLogits) -> None:
         ticket: Ticket = job.ticket
@@ -219,8 +217,7 @@ class Stepper:
     def _fork(self, ticket: Ticket) -> None:
         """Start the other n - 1 rows from the pages of the computed prompt. They compute its last token again, for its
         logits."""
-        lease = ticket.jobs[0].lease
-        assert lease is not None
+        lease = ticket.jobs[0].held
         for job in ticket.jobs[1:]:
             if self.pool.complete:
                 job.lease = lease.fork()

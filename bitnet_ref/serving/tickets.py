@@ -19,7 +19,7 @@ from ..errors import EngineClosed, GenerationError
 from ..generation.params import LARGEST, LONGEST_S, Number
 from ..generation.results import Generation, GenerationStats, StreamChunk
 from ..generation.sequence import Continuation, Request
-from ..notebook.live import RequestProgress
+from .records import RequestProgress
 from .scheduler import Job
 
 NEWEST_CHUNKS = 16

@@ -30,11 +30,10 @@ from ..errors import (
     describe_error,
 )
 from ..generation.generate import learn_drafts
-from ..notebook.figures import StepPart, StepRecord
-from ..notebook.live import RequestProgress
 from .cache_memory import new_cache, new_pool
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
+from .records import RequestProgress, StepPart, StepRecord
 from .scheduler import PlannedPiece, Scheduler, StepPlan
 from .step import Stepper, part_of, wrap
 from .tickets import Delivery, RequestStory, Ticket, check_process, wake_readers

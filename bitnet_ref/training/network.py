@@ -196,7 +196,7 @@ class TrainingNetwork:
         v = v.reshape(-1, cfg.num_key_value_heads, cfg.head_dim)
         d_relations = self._relations(layer, (q, k, v), state)
         head_norms: list[Backward] = [pass_through, pass_through]
-        if cfg.qk_norms:
+        if "q_norm" in cfg.norm_shapes(layer):
             q, head_norms[0] = self._norm(q, f"blocks.{layer}.q_norm", state)
             k, head_norms[1] = self._norm(k, f"blocks.{layer}.k_norm", state)
         q, k = self.ops.rope(q, *rope), self.ops.rope(k, *rope)

@@ -248,7 +248,7 @@ def gated_backward(dy: NDArray, gate: NDArray, up: NDArray, activation: str) -> 
     """Of y = act(gate) up: d gate = dy up act'(gate), d up = dy act(gate).
 
     relu2: act' = 2 relu(x).   silu: act' = s (1 + x (1 - s)) with s = sigmoid(x).
-    gelu_tanh: act = x (1 + t) / 2 with t = tanh(u(x)), act' = (1 + t + x (1 - t^2) u'(x)) / 2.
+    Other activations bring their own (`Activation.backward`). Raises ConfigError for one that has none.
     """
     if activation == "relu2":
         positive = np.maximum(gate, 0)
@@ -260,11 +260,10 @@ def gated_backward(dy: NDArray, gate: NDArray, up: NDArray, activation: str) -> 
     if activation == "silu":
         s = 1 / (1 + np.exp(-np.clip(gate, -80, 80)))
         return dy * up * (s * (1 + gate * (1 - s))), dy * gate * s
-    if activation == "gelu_tanh":
-        t = np.tanh(layers.GELU_SLOPE * (gate + 0.044715 * gate**3))
-        slope = (1 + t) + gate * (1 - t * t) * layers.GELU_SLOPE * (1 + 3 * 0.044715 * gate**2)
-        return dy * up * (0.5 * slope), dy * (0.5 * gate * (1 + t))
-    raise ConfigError(f"training knows no gradient of {activation!r}", field="hidden_act")
+    known = layers.ACTIVATIONS.get(activation)
+    if known is None or known.backward is None:
+        raise ConfigError(f"training knows no gradient of {activation!r}", field="hidden_act")
+    return known.backward(dy, gate, up)
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------------

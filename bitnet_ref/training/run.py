@@ -24,6 +24,7 @@ import numpy as np
 
 from ..api import load
 from ..errors import ConfigError, FormatError, NumericsError
+from ..families import config_to_dict
 from ..formats.checkpoint import read_tokenizer_folder
 from ..formats.hf.config import parse_hf_config
 from ..formats.safetensors import SafetensorsFile, SafetensorsWriter
@@ -350,7 +351,7 @@ class TrainingRun:
         """What must not differ between a checkpoint and the run that goes on from it."""
         settings = self.settings
         data = {"batch": settings.batch, "context": settings.context, "seed": settings.seed, "tokens": len(self.train)}
-        return {"config": self.trainer.config.to_dict(), **data}
+        return {"config": config_to_dict(self.trainer.config), **data}
 
     def _read_checkpoint(self, path: Path) -> None:
         trainer, optimizer = self.trainer, self.trainer.optimizer

@@ -14,8 +14,9 @@ from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.backends.cpu.extension import layouts, simd_variants, why_unavailable
 from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.errors import NumericsError, ShapeError
+from bitnet_ref.families.linear_norms import NormedLinear
 from bitnet_ref.reference.cache import TokenBatch
-from bitnet_ref.reference.weights import DenseWeight, InputNorm, LayerWeights, TernaryWeight
+from bitnet_ref.reference.weights import DenseWeight, LayerWeights, Norm, TernaryWeight
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 SETS = [name for name, lacks in simd_variants().items() if lacks is None]
@@ -70,7 +71,7 @@ def test_prompts_of_any_length(tokens):
 
 
 def random_layer(be, cfg, generator, *, biases, sub_norms, odd_one=None):
-    """One layer's weights on this backend. odd_one: "dense" or "input norm", of the layer's v_proj and up_proj."""
+    """One layer's weights on this backend. odd_one: "dense" or "own norm", of the layer's v_proj and up_proj."""
     width, ffn = cfg.hidden_size, cfg.intermediate_size
     heads, kv_heads = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
 
@@ -78,14 +79,16 @@ def random_layer(be, cfg, generator, *, biases, sub_norms, odd_one=None):
         bias = np.float32(generator.standard_normal(n_out)) if biases else None
         if odd == "dense":
             return DenseWeight(np.float32(generator.standard_normal((n_out, n_in)) * n_in**-0.5), bias)
-        norm = InputNorm(np.float32(generator.standard_normal(n_in)), 1e-5) if odd == "input norm" else None
+        own_norm = norm(n_in) if odd == "own norm" else None
         w_t = TernaryWeight.from_ternary(random_ternary(generator, n_out, n_in), 1.7 * n_in**-0.5)
-        return prepared(be, replace(w_t, bias=bias, input_norm=norm))[0]
+        w = replace(w_t, bias=bias)
+        return prepared(be, w if own_norm is None else NormedLinear(own_norm, w))[0]
 
     def norm(size):
-        return np.float32(1 + 0.3 * generator.standard_normal(size))
+        return Norm(np.float32(1 + 0.3 * generator.standard_normal(size)), cfg.norm_eps)
 
     return LayerWeights(
+        name="blocks.0",
         attn_norm=norm(width),
         q_proj=linear(heads, width),
         k_proj=linear(kv_heads, width),
@@ -121,7 +124,7 @@ def test_blocks_of_any_shape(data):
     parts = data.draw(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 50)), min_size=1, max_size=3))
     batch = TokenBatch.of([(slot, first, [0] * count) for slot, (first, count) in enumerate(parts)])
     generator = rng(data.draw(st.integers(0, 10**6)))
-    odd_one = data.draw(st.sampled_from([None, None, "dense", "input norm"]))
+    odd_one = data.draw(st.sampled_from([None, None, "dense", "own norm"]))
     biases, sub_norms = data.draw(st.booleans()), data.draw(st.booleans())
     w = random_layer(be, cfg, generator, biases=biases, sub_norms=sub_norms, odd_one=odd_one)
     spec = CacheSpec(len(parts), 60, data.draw(st.sampled_from(["float32", "float16", "int8"])))
@@ -185,9 +188,10 @@ def bad_model(bad, layer, part):
     """A tiny model with one bad value in a norm."""
     m = model(GOLDEN / "bitnet-packed-offline", "cython")
     layers = list(m.weights.layers)
-    norm = np.array(getattr(layers[layer], part))
-    norm[3] = bad
-    layers[layer] = replace(layers[layer], **{part: norm})
+    norm = getattr(layers[layer], part)
+    weight = np.array(norm.weight)
+    weight[3] = bad
+    layers[layer] = replace(layers[layer], **{part: replace(norm, weight=weight)})
     return type(m)(m.config, replace(m.weights, layers=tuple(layers)), m.backend)
 
 

@@ -17,6 +17,8 @@ from bitnet_ref.errors import DeviceError, NumericsError
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.weights import DenseWeight
 
+pytestmark = pytest.mark.card
+
 needs_device = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
 SIXTEEN = ("float16", "bfloat16")
 

@@ -16,7 +16,10 @@ from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.errors import NumericsError
 from bitnet_ref.reference.cache import TokenBatch
 
-pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
+pytestmark = [
+    pytest.mark.card,
+    pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable())),
+]
 
 
 def decode(m, prompts, steps, cache=None):

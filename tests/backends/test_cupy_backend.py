@@ -23,9 +23,12 @@ from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.errors import BackendUnavailable, NumericsError, OutOfMemory, ShapeError
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import RopeConfig
-from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
+from bitnet_ref.reference.weights import DenseWeight, Norm, TernaryWeight
 
-pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
+pytestmark = [
+    pytest.mark.card,
+    pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable())),
+]
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +105,11 @@ def test_ops_that_stand_alone_equal_numpys(be):
     """Residual sum, norm and quantisation of several rows."""
     plain, generator = Backend(), rng(1)
     x, y = (generator.standard_normal((3, 200)).astype(np.float32) for _ in range(2))
-    weight = generator.standard_normal(200).astype(np.float32)
+    norm = Norm(generator.standard_normal(200).astype(np.float32), 1e-5)
     total = call(be, "add", x, y)
     np.testing.assert_array_equal(total, x + y)
-    normed = call(be, "rms_norm", total, weight, 1e-5)
-    expected = plain.rms_norm(x + y, weight, 1e-5)
+    normed = call(be, "rms_norm", total, norm)
+    expected = plain.rms_norm(x + y, norm)
     np.testing.assert_array_equal(normed, expected)
     for mine, theirs in zip(
         call(be, "quantize_activations", normed), plain.quantize_activations(expected), strict=True

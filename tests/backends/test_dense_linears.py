@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from bitnet_ref import available_backends
-from bitnet_ref.reference.blocks import BLOCK_TYPES
+from bitnet_ref.families.blocks import BLOCK_TYPES, BlockWeight
 from bitnet_ref.reference.weights import DenseWeight
 
 pytestmark = pytest.mark.skipif(available_backends()["cython"] is not None, reason="cython kernels are not built")
@@ -22,7 +22,7 @@ def _weights(rng: np.random.Generator) -> list[DenseWeight]:
         DenseWeight(floats[0].astype(ml_dtypes.bfloat16), bias=floats[4][: SIZES[0], 0].copy()),
         DenseWeight(floats[1]),
         DenseWeight(floats[2].astype(np.float16)),
-        DenseWeight(raw.reshape(SIZES[3], -1), block_type="Q8_0"),
+        BlockWeight(raw.reshape(SIZES[3], -1), block_type="Q8_0"),
         DenseWeight(floats[4].astype(ml_dtypes.bfloat16)),
     ]
 

@@ -1,5 +1,6 @@
 """Greedy steps in a row without Python between them: the tokens, logits and states of single steps, to the bit."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -187,7 +188,7 @@ def test_a_profile_sees_every_pass_by_itself():
     m = load()
     decoding = start(m, [[1, 2, 3]])
     watched = type(m)(m.config, m.weights, m.backend)
-    watched.run_pass = lambda *args: m.run_pass(*args)
+    watched.watcher = lambda be, *_: nullcontext(be)
     decoding.m = watched
     assert decoding.in_a_row(greedy_run(4, [9])) == []
 

@@ -7,8 +7,8 @@ from helpers import random_ternary, rng
 from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.backends.cpu.extension import simd_variants, why_unavailable
 from bitnet_ref.backends.cpu.weights import GroupPanelWeight
-from bitnet_ref.reference.quantization import group_matmul, pack_ternary
-from bitnet_ref.reference.weights import GroupTernaryWeight
+from bitnet_ref.families.groups import GroupTernaryWeight, group_matmul
+from bitnet_ref.reference.quantization import pack_ternary
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 

@@ -129,6 +129,7 @@ def test_a_dtype_that_a_backend_cannot_keep(be):
         bitnet_ref.load("storyteller", backend=be.name, cache_dtype="int4")
 
 
+@pytest.mark.long_emulated
 def test_a_model_is_loaded_with_a_cache_dtype(backend_name):
     prompt = "The rabbit ran"
     for dtype in NARROW:

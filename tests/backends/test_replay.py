@@ -247,7 +247,7 @@ def test_a_tape_belongs_to_its_weights_and_kernels():
     cache = m.new_cache(1, CAPACITY)
     decode(m, cache, [[1, 2, 3]], 5)
     first, batch = recorded(cache, 1), TokenBatch.of([(0, 8, [9])])
-    norm = np.full_like(m.weights.final_norm, 2)
+    norm = replace(m.weights.final_norm, weight=np.full_like(m.weights.final_norm.weight, 2))
     changed = type(m)(m.config, replace(m.weights, final_norm=norm), m.backend)
     np.testing.assert_array_equal(hidden(changed, batch, cache), hidden(changed, batch, cache, "ops"))
     second = recorded(cache, 1)

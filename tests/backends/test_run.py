@@ -124,9 +124,10 @@ def check_named(m, tensor):
 def test_the_first_bad_tensor_is_named(part, tensor, bad, backend_name):
     m = model(CASE)
     layers = list(m.weights.layers)
-    norm = np.array(getattr(layers[1], part))
-    norm[3] = bad
-    layers[1] = replace(layers[1], **{part: norm})
+    norm = getattr(layers[1], part)
+    weight = np.array(norm.weight)
+    weight[3] = bad
+    layers[1] = replace(layers[1], **{part: replace(norm, weight=weight)})
     check_named(changed(m, backend_name, layers=tuple(layers)), f"blocks.1.{tensor}")
 
 
@@ -135,8 +136,9 @@ def test_bad_embeddings_and_final_norms_and_heads(backend_name):
     table = np.array(m.weights.embedding.array, dtype=np.float32)
     table[7, 2] = np.nan
     check_named(changed(m, backend_name, embedding=DenseWeight(table)), "hook_embed")
-    norm = np.array(m.weights.final_norm)
-    norm[0] = np.inf
+    weight = np.array(m.weights.final_norm.weight)
+    weight[0] = np.inf
+    norm = replace(m.weights.final_norm, weight=weight)
     check_named(changed(m, backend_name, final_norm=norm), "ln_final.hook_normalized")
     head = np.array(m.weights.lm_head.array, dtype=np.float32)
     head[9] = 3e38

@@ -370,8 +370,9 @@ def test_golden_models(case):
 
 def test_nan_in_a_screened_run_is_named(pair):
     m = pair[1]
-    norm = m.weights.final_norm.copy()
-    norm[3] = np.inf
+    weight = m.weights.final_norm.weight.copy()
+    weight[3] = np.inf
+    norm = replace(m.weights.final_norm, weight=weight)
     bad = bitnet_ref.Model(m.config, replace(m.weights, final_norm=norm), m.backend, m.path)
     for top in (None, [(1, ())]):
         with pytest.raises(NumericsError, match=r"ln_final\.hook_normalized"):

@@ -31,7 +31,10 @@ from bitnet_ref.errors import BackendUnavailable, ConfigError, DeviceError, Nume
 from bitnet_ref.formats.checkpoint import ReadOptions, element_bytes, read_weights
 from bitnet_ref.formats.open import find_model, open_checkpoint
 from bitnet_ref.reference.cache import TokenBatch
+from bitnet_ref.reference.weights import Norm
 from bitnet_ref.serving import EngineConfig
+
+pytestmark = pytest.mark.card
 
 NO_CARD = cuda.why_unavailable()
 TWO_CARDS = NO_CARD is None and (cuda.emulation_wanted() or cuda.device_count() > 1)
@@ -225,11 +228,11 @@ def test_a_profile_sees_all_parts():
 def test_an_array_of_another_device_is_refused():
     """So the emulation finds what computes on one card with what lies on another."""
     one, two = CupyBackend(), CupyBackend()
-    x, weight = rng(1).standard_normal((2, 64)).astype(np.float32), np.ones(64, dtype=np.float32)
+    x, norm = rng(1).standard_normal((2, 64)).astype(np.float32), Norm(np.ones(64, dtype=np.float32), 1e-5)
     mine, other = one.ws.upload(x), two.ws.upload(x)
-    np.testing.assert_array_equal(one.to_host(one.rms_norm(mine, weight, 1e-5)), call(one, "rms_norm", x, weight, 1e-5))
+    np.testing.assert_array_equal(one.to_host(one.rms_norm(mine, norm)), call(one, "rms_norm", x, norm))
     with pytest.raises(DeviceError, match="rows_2: an array of emulated device"):
-        one.to_host(one.rms_norm(other, weight, 1e-5))
+        one.to_host(one.rms_norm(other, norm))
     with pytest.raises(DeviceError, match="device copy"):
         one.ws.device.copy(mine, other[::-1][::-1])
 

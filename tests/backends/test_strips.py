@@ -33,7 +33,10 @@ def feed_forward_layer(hidden, ffn, density, seed, sub_norm=True, tokens=1):
     matrices = {"gate_proj": gate, "up_proj": random_ternary(dice, ffn, hidden)}
     matrices["down_proj"] = random_ternary(dice, hidden, ffn)
     weights = {name: TernaryWeight.from_ternary(w_t, 0.02) for name, w_t in matrices.items()}
-    norms = {"ffn_norm": np.ones(hidden, np.float32), "ffn_sub_norm": np.ones(ffn, np.float32) if sub_norm else None}
+    norms = {
+        "ffn_norm": replace(layer.ffn_norm, weight=np.ones(hidden, np.float32)),
+        "ffn_sub_norm": replace(layer.ffn_sub_norm, weight=np.ones(ffn, np.float32)) if sub_norm else None,
+    }
     return replace(layer, **weights, **norms), x
 
 

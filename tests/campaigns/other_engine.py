@@ -4,7 +4,8 @@ reference sums in float64 one token at a time. It takes every freedom that the c
 
 import numpy as np
 
-from bitnet_ref.reference.weights import DenseWeight, GroupTernaryWeight, plain_weights
+from bitnet_ref.families.groups import GroupTernaryWeight
+from bitnet_ref.reference.weights import DenseWeight, plain_weights
 
 F = np.float32
 
@@ -19,9 +20,9 @@ def run(model, tokens):
         out[name] = value
         return value
 
-    def norm(name, x, weight, eps=cfg.norm_eps):
-        scale = keep(f"{name}.hook_scale", np.sqrt(np.mean(x * x, axis=-1, keepdims=True, dtype=F) + F(eps)))
-        return keep(f"{name}.hook_normalized", x * (F(1) / scale) * weight)
+    def norm(name, x, w):
+        scale = keep(f"{name}.hook_scale", np.sqrt(np.mean(x * x, axis=-1, keepdims=True, dtype=F) + F(w.eps)))
+        return keep(f"{name}.hook_normalized", x * (F(1) / scale) * w.weight)
 
     def linear(name, x, weight):
         if isinstance(weight, DenseWeight):
@@ -29,13 +30,14 @@ def run(model, tokens):
         elif isinstance(weight, GroupTernaryWeight):
             y = x @ weight.dense().array.astype(F).T
         else:
-            if weight.input_norm is not None:
-                x = norm(f"{name}.rms_norm", x, weight.input_norm.weight, weight.input_norm.eps)
+            if weight.norm is not None:
+                x = norm(f"{name}.rms_norm", x, weight.norm)
             step = np.maximum(np.abs(x).max(axis=-1, keepdims=True), F(1e-5)) / F(127)
             x_q = keep(f"{name}.hook_x_int8", np.clip(np.rint(x / step), -128, 127).astype(np.int8))
             keep(f"{name}.hook_x_scale", F(1) / step)
-            acc = keep(f"{name}.hook_acc_int32", (x_q.astype(F) @ weight.ternary().T.astype(F)).astype(np.int32))
-            y = acc.astype(F) * step * F(weight.w_dequant_scale)
+            w_t = weight.bit_linear.ternary().astype(F)
+            acc = keep(f"{name}.hook_acc_int32", (x_q.astype(F) @ w_t.T).astype(np.int32))
+            y = acc.astype(F) * step * F(weight.bit_linear.w_dequant_scale)
         return keep(f"{name}.hook_out", y if weight.bias is None else y + weight.bias)
 
     def head_norm(name, x, weight):
@@ -57,7 +59,7 @@ def run(model, tokens):
         q = keep(f"{block}.attn.hook_q", linear(f"{block}.attn.q_proj", h, layer.q_proj).reshape(n, heads, d))
         k = keep(f"{block}.attn.hook_k", linear(f"{block}.attn.k_proj", h, layer.k_proj).reshape(n, groups, d))
         v = keep(f"{block}.attn.hook_v", linear(f"{block}.attn.v_proj", h, layer.v_proj).reshape(n, groups, d))
-        if layer.q_norm is not None:
+        if hasattr(layer, "q_norm"):
             q, k = (
                 head_norm(f"{block}.attn.q_norm", q, layer.q_norm),
                 head_norm(f"{block}.attn.k_norm", k, layer.k_norm),

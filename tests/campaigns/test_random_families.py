@@ -16,11 +16,11 @@ from helpers import rng
 import bitnet_ref
 from bitnet_ref.benchmark.synthetic import RandomCheckpoint
 from bitnet_ref.errors import BitNetRefError
-from bitnet_ref.formats.checkpoint import delta_shapes, has_bias, linear_shape, norm_sizes
+from bitnet_ref.formats.checkpoint import arrays_of_layer, has_bias, linear_shape, norm_sizes
 from bitnet_ref.formats.convert import TARGETS, convert
 from bitnet_ref.formats.hf.config import parse_hf_config
 from bitnet_ref.formats.hf.writer import write_hf
-from bitnet_ref.reference.weights import DeltaWeights, DenseWeight
+from bitnet_ref.reference.weights import DenseWeight
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_5_text")
 FORMATS = ("native", "gguf-f16", "gguf-q2_0", "gguf-pq2_0", "gguf-ptq1_0", "hf-unpacked", "onnx")
@@ -108,11 +108,10 @@ class DrawnCheckpoint(RandomCheckpoint):
         is_biased = name.startswith("blocks") and has_bias(self.config, name)
         return DenseWeight((w * size).astype(np.float16), self.draw(f"{name}.bias", shape[0]) if is_biased else None)
 
-    def delta(self, index):
-        shapes = delta_shapes(self.config.delta)
-        values = {part: self.draw(f"{part} {index}", *shape, spread=0.3) for part, shape in shapes.items()}
-        values["decay"], values["norm"] = np.exp(values["decay"]), 1 + values["norm"]
-        return DeltaWeights(**values)
+    def array(self, name):
+        _, index, _, part = name.split(".")
+        values = self.draw(f"{part} {index}", *arrays_of_layer(self.config, int(index))[name], spread=0.3)
+        return np.exp(values) if part == "decay" else 1 + values if part == "norm" else values
 
 
 def check(folder, number):

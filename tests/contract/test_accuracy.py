@@ -6,11 +6,12 @@ from helpers import GOLDEN, call, golden, model, prepared, random_blocks, random
 
 from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.crossval.tolerances import EPSILON, FLOOR_IN_EPSILONS
-from bitnet_ref.reference.blocks import BLOCK_TYPES
+from bitnet_ref.families.blocks import BLOCK_TYPES
+from bitnet_ref.families.groups import GroupTernaryWeight
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import RopeConfig
 from bitnet_ref.reference.quantization import pack_ternary
-from bitnet_ref.reference.weights import DenseWeight, GroupTernaryWeight
+from bitnet_ref.reference.weights import DenseWeight, Norm
 
 
 def check(mine, plain, exact):
@@ -30,7 +31,7 @@ def both(be, reference, in_double, op, *arrays):
 def test_rms_norm(be, reference, in_double, size):
     x = (rng(size).standard_normal((4, size)) * np.array([[1e-3], [1.0], [1e4], [0.0]])).astype(np.float32)
     weight = rng(size, 1).standard_normal(size).astype(np.float32)
-    both(be, reference, in_double, lambda b, x, w: call(b, "rms_norm", x, w, 1e-5), x, weight)
+    both(be, reference, in_double, lambda b, x, w: call(b, "rms_norm", x, Norm(w, 1e-5)), x, weight)
 
 
 @pytest.mark.parametrize("activation", ["relu2", "silu"])

@@ -5,9 +5,11 @@ import pytest
 from helpers import GOLDEN, call, model, prepared, random_ternary, rng
 
 from bitnet_ref.backends.paged_cache import CacheSpec
+from bitnet_ref.families.groups import GroupTernaryWeight
+from bitnet_ref.families.linear_norms import NormedLinear
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import RopeConfig
-from bitnet_ref.reference.weights import DenseWeight, GroupTernaryWeight, InputNorm, TernaryWeight
+from bitnet_ref.reference.weights import DenseWeight, Norm, TernaryWeight
 
 MODELS = {
     "storyteller": "storyteller",
@@ -18,7 +20,9 @@ MODELS = {
 }
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.long_emulated) if name == "storyteller" else name for name in MODELS]
+)
 def m(request, backend_name):
     return model(MODELS[request.param], backend_name)
 
@@ -61,6 +65,7 @@ def test_in_a_batch_of_sequences_of_other_lengths(m):
             np.testing.assert_array_equal(together[batch.slots == slot], alone[i])
 
 
+@pytest.mark.long_emulated
 def test_rows_in_any_order(m):
     """The tokens of a call may come in any order: all keys are stored before any token looks at them."""
     prompts = [tokens_of(m, n, seed=n) for n in (8, 5)]
@@ -71,6 +76,7 @@ def test_rows_in_any_order(m):
     np.testing.assert_array_equal(m.run(shuffled, m.new_cache(2, LENGTH)).all(), expected[order])
 
 
+@pytest.mark.long_emulated
 def test_joining_late(m):
     """One sequence decodes while another's prompt is read in the same call, in a slot that was used before."""
     first, second = tokens_of(m, LENGTH, seed=1), tokens_of(m, 7, seed=2)
@@ -97,6 +103,7 @@ def test_logits_of_the_last_tokens_only(m):
     np.testing.assert_array_equal(rest, some)
 
 
+@pytest.mark.long_emulated
 def test_any_number_of_threads(backend_name):
     for path in ("storyteller", GOLDEN / "llama-dense"):
         one, two, five = (model(path, backend_name, threads=n) for n in (1, 2, 5))
@@ -123,13 +130,13 @@ K, V = (GEN.standard_normal((N, G, HEAD)).astype(np.float32) for _ in range(2))
 POSITIONS = GEN.integers(0, 4000, N)
 DENSE = DenseWeight(GEN.standard_normal((51, D)).astype(np.float32))
 TERNARY = TernaryWeight.from_ternary(random_ternary(GEN, 52, D), 0.3)
-NORMED = TernaryWeight(TERNARY.packed, D, np.float32(0.3), None, InputNorm(WEIGHT, 1e-5))
+NORMED = NormedLinear(Norm(WEIGHT, 1e-5), TERNARY)
 GROUPED = GroupTernaryWeight(TERNARY.packed, D, GEN.random((52, 2)).astype(np.float16), 48)
 TABLE = DenseWeight(GEN.standard_normal((30, D)).astype(np.float32))
 
 OPS = {
     "embed": lambda be, i: call(be, "embed", TABLE, POSITIONS[i] % 30),
-    "rms_norm": lambda be, i: call(be, "rms_norm", X[i], WEIGHT, 1e-5),
+    "rms_norm": lambda be, i: call(be, "rms_norm", X[i], Norm(WEIGHT, 1e-5)),
     "rope_tables": lambda be, i: np.stack(call(be, "rope_tables", POSITIONS[i], RopeConfig(), HEAD), axis=1),
     "rope": lambda be, i: np.concatenate(
         call(be, "rope", Q[i], K[i], *(t[i] for t in call(be, "rope_tables", POSITIONS, RopeConfig(), HEAD))), axis=1

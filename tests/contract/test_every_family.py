@@ -7,6 +7,8 @@ from helpers import BITNET, DATA, GOLDEN, TINY, model, rng, tiny_tensors, write_
 from bitnet_ref.errors import BackendUnavailable
 from bitnet_ref.reference.cache import TokenBatch
 
+pytestmark = pytest.mark.long_emulated
+
 SMOLLM = {**TINY, "hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True}
 MINICPM = {**TINY, "model_type": "minicpm", "tie_word_embeddings": False, "scale_emb": 12, "scale_depth": 1.4}
 MADE = {
@@ -78,7 +80,7 @@ def test_the_engine(m):
     with m.engine(max_batch=2, max_batch_tokens=6, page_size=2) as engine:
         for _ in range(2):
             assert [out.token_ids for out in engine.generate(prompts, **greedy)] == expected
-        assert (engine.metrics.snapshot()["prefix_cache_hits"] > 0) == (m.config.delta is None)
+        assert (engine.metrics.snapshot()["prefix_cache_hits"] > 0) == (not m.config.has_states)
 
 
 def test_the_logits_are_the_references(m, folders, request):

@@ -83,6 +83,7 @@ def test_a_view_that_may_not_be_written(be):
     check_product(be, x_q, random_ternary(rng(3), 8, 20))
 
 
+@pytest.mark.long_emulated
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])
 def test_any_number_of_threads(backend_name, threads):
     generator = rng(4)

@@ -11,7 +11,8 @@ from helpers import GOLDEN, call, golden, model, prepared, random_ternary, rng
 import bitnet_ref
 from bitnet_ref.backends import Backend, choose_backend
 from bitnet_ref.errors import BackendUnavailable, BitNetRefError
-from bitnet_ref.reference.weights import DenseWeight, InputNorm, TernaryWeight
+from bitnet_ref.families.linear_norms import NormedLinear
+from bitnet_ref.reference.weights import DenseWeight, Norm, TernaryWeight
 
 
 def public_methods(cls):
@@ -72,10 +73,10 @@ def test_fused_linears_equal_the_composition_of_primitives(be):
     x = generator.standard_normal((6, 40)).astype(np.float32)
     planes = [TernaryWeight.from_ternary(random_ternary(generator, n, 40), 0.1) for n in (24, 8, 9)]
     bias = generator.standard_normal(9).astype(np.float32)
-    norm = InputNorm(generator.standard_normal(40).astype(np.float32), 1e-6)
+    norm = Norm(generator.standard_normal(40).astype(np.float32), 1e-6)
     ws = (
         planes[0],
-        TernaryWeight(planes[1].packed, 40, np.float32(0.2), None, norm),
+        NormedLinear(norm, TernaryWeight(planes[1].packed, 40, np.float32(0.2))),
         TernaryWeight(planes[2].packed, 40, np.float32(0.2), bias),
         DenseWeight(generator.standard_normal((11, 40)).astype(np.float32), bias[[0] * 11]),
     )

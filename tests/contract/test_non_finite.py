@@ -8,7 +8,7 @@ from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.errors import NumericsError
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import RopeConfig
-from bitnet_ref.reference.weights import DenseWeight
+from bitnet_ref.reference.weights import DenseWeight, Norm
 
 N, K, BAD_ROW = 4, 37, 2
 VALUES = [np.nan, np.inf, -np.inf]
@@ -35,7 +35,7 @@ def check(compute, clean_rows=(0, 1, 3)):
 @pytest.mark.parametrize("value", VALUES)
 def test_rows(be, value, at):
     x, good = with_bad(value, N, K, at=at), np.ones((N, K), np.float32)
-    check(lambda: call(be, "rms_norm", x, good[0], 1e-5))
+    check(lambda: call(be, "rms_norm", x, Norm(good[0], 1e-5)))
     check(lambda: call(be, "gated", good, x, "relu2"))
     check(lambda: call(be, "gated", good, x, "silu"))
     if value != -np.inf:  # relu(-inf) is 0, and the limit of silu is too

@@ -8,7 +8,7 @@ from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.errors import ShapeError
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import RopeConfig
-from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
+from bitnet_ref.reference.weights import DenseWeight, Norm, TernaryWeight
 
 K = 24
 TERNARY = TernaryWeight.from_ternary(random_ternary(rng(1), 10, K), 0.5)
@@ -51,13 +51,13 @@ WRONG = {
         "dequantize",
         lambda be: (np.ones((3, 10), dtype=np.int32), weight(be, TERNARY), f32(1, 10)),
     ),
-    "rms_norm: weight too short": ("rms_norm", lambda be: (f32(2, K), f32(K - 1), 1e-5)),
-    "rms_norm: weight of one": ("rms_norm", lambda be: (f32(2, K), f32(1), 1e-5)),
-    "rms_norm: a vector": ("rms_norm", lambda be: (f32(K), f32(K), 1e-5)),
+    "rms_norm: weight too short": ("rms_norm", lambda be: (f32(2, K), Norm(f32(K - 1), 1e-5))),
+    "rms_norm: weight of one": ("rms_norm", lambda be: (f32(2, K), Norm(f32(1), 1e-5))),
+    "rms_norm: a vector": ("rms_norm", lambda be: (f32(K), Norm(f32(K), 1e-5))),
     "gated: other widths": ("gated", lambda be: (f32(2, 8), f32(2, 1), "silu")),
     "gated: other rows": ("gated", lambda be: (f32(2, 8), f32(1, 8), "relu2")),
     "rope: tables of other tokens": ("rope", lambda be: (f32(3, 4, 8), f32(3, 2, 8), f32(1, 4), f32(1, 4))),
-    "rope: tables of another head": ("rope", lambda be: (f32(3, 4, 8), f32(3, 2, 8), f32(3, 1), f32(3, 1))),
+    "rope: tables of another head": ("rope", lambda be: (f32(3, 4, 8), f32(3, 2, 8), f32(3, 5), f32(3, 5))),
     "rope: k of another head": ("rope", lambda be: (f32(3, 4, 8), f32(3, 2, 6), f32(3, 4), f32(3, 4))),
     "embed: a matrix of ids": ("embed", lambda be: (DENSE, np.zeros((2, 2), dtype=np.int64))),
     "embed: an id past the table": ("embed", lambda be: (DENSE, np.array([0, 10]))),

@@ -16,9 +16,11 @@ from bitnet_ref.crossval.explain.replay import judge_trace
 from bitnet_ref.crossval.names import LOGITS, linear_input, op_inputs, op_kind, op_order, op_shape
 from bitnet_ref.crossval.token_ids import token_parity
 from bitnet_ref.crossval.tolerances import FLIP_CEILING, NARROW_FLOATS, TABLE
+from bitnet_ref.families import FAMILIES
+from bitnet_ref.families.minicpm import MiniCpmLayer
 
 ROTATED = "families/qwen3-groups128/pq2_0-hadamard.gguf"
-FAMILIES = [*(f"families/{name}" for name in sorted(os.listdir(DATA / "families"))), ROTATED]
+FAMILY_CASES = [*(f"families/{name}" for name in sorted(os.listdir(DATA / "families"))), ROTATED]
 OTHER_MODELS = {  # where storyteller has no op of the kind
     "dense linear": "llama-dense",
     "scaling": "families/embedding-gemma3",
@@ -32,11 +34,23 @@ def case_of(case):
     return model(case if case == "storyteller" else DATA / case if "/" in case else GOLDEN / case)
 
 
-def every_factor(folder):
-    """Gemma3 with a scale of q and a cap of its logits, and MiniCPM's factors, which no one family has together."""
+def gemma_with_factors():
+    """Gemma3 with a scale of q, a cap of its logits and a factor of the head's input."""
     m = case_of("families/embedding-gemma3")
-    factors = {"query_scale": 2.0, "logit_softcap": 5.0, "residual_scale": 0.7, "head_scale": 0.5}
+    factors = {"query_scale": 2.0, "logit_softcap": 5.0, "head_scale": 0.5}
     return bitnet_ref.Model(replace(m.config, **factors), m.weights, m.backend)
+
+
+def minicpm_with_factors():
+    """A dense LLaMA with MiniCPM's three factors and a cap of its logits."""
+    m = case_of("llama-dense")
+    factors = {"embedding_scale": 3.0, "residual_scale": 0.7, "head_scale": 0.5, "logit_softcap": 5.0}
+    config = FAMILIES["minicpm"].config(**{**vars(m.config), "model_type": "minicpm", **factors})
+    layers = tuple(MiniCpmLayer(**vars(layer)) for layer in m.weights.layers)
+    return bitnet_ref.Model(config, replace(m.weights, layers=layers), m.backend)
+
+
+WITH_FACTORS = {"Gemma3 with every factor": gemma_with_factors, "MiniCPM with every factor": minicpm_with_factors}
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +67,9 @@ def run(backend, m, tokens):
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["storyteller", *GOLDEN_CASES, *FAMILIES, "with every factor"])
-def test_the_order_of_ops_is_the_recorders(case, tmp_path):
-    m = every_factor(tmp_path) if case == "with every factor" else case_of(case)
+@pytest.mark.parametrize("case", ["storyteller", *GOLDEN_CASES, *FAMILY_CASES, *WITH_FACTORS])
+def test_the_order_of_ops_is_the_recorders(case):
+    m = WITH_FACTORS[case]() if case in WITH_FACTORS else case_of(case)
     seen = m.run_with_cache([1, 5, 9])[1]
     order = op_order(m.config)
     assert [name for name in order if name in seen] == list(seen)
@@ -71,7 +85,7 @@ def test_the_order_of_ops_is_the_recorders(case, tmp_path):
     assert (len(replayed.ops), replayed.missing) == (len(seen), [])
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", FAMILY_CASES)
 def test_each_op_of_a_family_is_judged_by_its_own_inputs(case):
     """A tensor changed by a thousandth is named, or the first that is computed from it."""
     m = case_of(case)
@@ -368,8 +382,8 @@ class NarrowBackend(QuickBackend):
     def _narrow(self, y):
         return y.astype(self.narrow).astype(np.float32)
 
-    def rms_norm(self, x, weight, eps):
-        return self._narrow(super().rms_norm(x, weight, eps))
+    def rms_norm(self, x, norm):
+        return self._narrow(super().rms_norm(x, norm))
 
     def dequantize(self, acc, w, x_quant_scale):
         return self._narrow(super().dequantize(acc, w, x_quant_scale))

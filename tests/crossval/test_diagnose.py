@@ -12,7 +12,7 @@ import bitnet_ref
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.explain.diagnose import diagnose, diagnose_prompt
-from bitnet_ref.crossval.explain.hypotheses import HYPOTHESES
+from bitnet_ref.crossval.explain.hypotheses import HYPOTHESES, forward_hypotheses
 from bitnet_ref.crossval.explain.variants import Setting
 from bitnet_ref.crossval.trace import Trace, write_trace
 
@@ -67,7 +67,7 @@ def test_nothing_is_confirmed_of_a_correct_engine(case, load, backend_name):
     assert comparison.agrees
     assert diagnose(m, TOKENS, candidate, comparison) == []
     setting = Setting.of(m, TOKENS)
-    for hypothesis in HYPOTHESES:
+    for hypothesis in forward_hypotheses(setting, right):
         changed = hypothesis.change(setting)
         if changed is None:
             continue
@@ -82,7 +82,7 @@ def test_each_mistake_is_confirmed_and_no_other(case, load):
     setting = Setting.of(m, TOKENS)
     right = m.run_with_cache(TOKENS)[1]
     found = 0
-    for hypothesis in HYPOTHESES:
+    for hypothesis in forward_hypotheses(setting, right):
         changed = hypothesis.change(setting)
         if changed is None:
             continue

@@ -25,6 +25,7 @@ CASES = (
     "../families/qwen3-groups128",
     "../families/qwen3-groups128/pq2_0-hadamard.gguf",
     "../families/qwen3_5-groups128-hybrid",
+    "../families/smollm3",  # a layer without positions
 )
 
 
@@ -75,7 +76,7 @@ def test_each_shows_where_it_says() -> None:
     for case in CASES:
         setting = Setting.of(model(GOLDEN / case), TOKENS)
         right = setting.run()
-        for hypothesis in HYPOTHESES:
+        for hypothesis in forward_hypotheses(setting, right):
             changed = hypothesis.change(setting)
             first = None if changed is None else first_difference(right, changed.run())
             if first is not None:

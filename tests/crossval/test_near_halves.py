@@ -43,10 +43,10 @@ class Float32Engine(Backend):
         super().__init__("float32", 1)
         self.eps = eps
 
-    def rms_norm(self, x, weight, eps):
+    def rms_norm(self, x, norm):
         order = np.random.default_rng(0).permutation(x.shape[1])
         total = np.cumsum(np.square(x[:, order]), axis=1, dtype=F32)[:, -1:]
-        return x * (F32(1) / np.sqrt(total / F32(x.shape[1]) + F32(self.eps or eps))) * weight
+        return x * (F32(1) / np.sqrt(total / F32(x.shape[1]) + F32(self.eps or norm.eps))) * norm.weight
 
     def attention(self, q, cache, batch, layer, window):
         keys, values = cache.stored(layer, batch)
@@ -69,7 +69,7 @@ def run_engine(engine, tokens, config=None):
     """{name: array} of everything that the engine computes on storyteller."""
     m = model("storyteller")
     cfg = config or m.config
-    recorder = Recorder(engine, m.weights, cfg)
+    recorder = Recorder(engine, cfg)
     loaded = LoadedModel(cfg, m.weights, engine)
     batch = TokenBatch.of([(0, 0, np.asarray(tokens, dtype=np.int64))])
     run(observe(engine, recorder), m.weights, cfg, batch, loaded.new_cache(1, len(tokens)))

@@ -15,10 +15,8 @@ import planting  # noqa: E402
 sys.path[:] = [path for path in sys.path if path != str(FOLDER)]  # its other scripts have the names of packages
 
 TOKENS = [1, 17, 5, 23, 9, 32, 3, 3]
-RECIPE = [
-    planting.Edit("reference/config.py", 'ACTIVATIONS = {"relu2"', 'ACTIVATIONS = {"relu": "relu(gate) * up", "relu2"'),
-    planting.Edit("reference/layers.py", 'GATES = {"relu2"', 'GATES = {"relu": lambda x: np.maximum(x, 0), "relu2"'),
-]
+ROW = '    "relu": Activation(lambda x: np.maximum(x, 0), "relu(gate) * up", "relu"),\n'
+RECIPE = [planting.Edit("reference/layers.py", "ACTIVATIONS = {\n", f"ACTIVATIONS = {{\n{ROW}")]
 
 
 def test_a_model_with_relu_is_compared_and_explained(tmp_path):

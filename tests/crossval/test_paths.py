@@ -13,7 +13,7 @@ from bitnet_ref.backends.cpu import kernels, replay
 from bitnet_ref.crossval import paths, self_check
 from bitnet_ref.crossval.paths import check_paths
 from bitnet_ref.generation import sampling, score, sequence
-from bitnet_ref.reference import layers
+from bitnet_ref.reference.config import RopeConfig
 
 cython_only = pytest.mark.skipif(cpu_backend._cpu is None, reason="the extension is not built")
 TOKENS = self_check.read_answers()["tokens"]
@@ -127,8 +127,8 @@ def test_a_narrow_cache_that_truncates(monkeypatch):
 
 def test_a_mistake_that_the_reference_shares(monkeypatch):
     """RoPE's tables serve every backend on the CPU: only the known answers can tell."""
-    right = layers.rope_frequencies
-    monkeypatch.setattr(layers, "rope_frequencies", lambda *args: right(*args) * 1.01)
+    right = RopeConfig.frequencies
+    monkeypatch.setattr(RopeConfig, "frequencies", lambda *args: right(*args) * 1.01)
     assert "answers: logits" in failed_answers("auto")
 
 

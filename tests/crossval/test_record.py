@@ -93,7 +93,7 @@ def test_the_tensors_are_those_of_the_computation(case):
         np.testing.assert_array_equal(x["hook_resid_post"], x["hook_resid_mid"] + x["hook_mlp_out"])
         np.testing.assert_array_equal(x["hook_attn_out"], x["attn.o_proj.hook_out"])
         np.testing.assert_array_equal(x["hook_mlp_out"], x["mlp.down_proj.hook_out"])
-        norm = x["hook_resid_pre"] / x["ln1.hook_scale"] * m.weights.layers[i].attn_norm
+        norm = x["hook_resid_pre"] / x["ln1.hook_scale"] * m.weights.layers[i].attn_norm.weight
         np.testing.assert_allclose(x["ln1.hook_normalized"], norm, rtol=1e-6)
         np.testing.assert_array_equal(x["attn.hook_q"].reshape(len(norm), -1), x["attn.q_proj.hook_out"])
         np.testing.assert_array_equal(x["attn.hook_v"].reshape(len(norm), -1), x["attn.v_proj.hook_out"])
@@ -112,9 +112,9 @@ def test_the_tensors_are_those_of_the_computation(case):
         for name in [name.removesuffix(".hook_acc_int32") for name in x if name.endswith("hook_acc_int32")]:
             _block, linear = name.split(".")
             w = getattr(m.weights.layers[i], linear)
-            acc = x[f"{name}.hook_x_int8"].astype(np.int64) @ w.ternary().astype(np.int64).T
+            acc = x[f"{name}.hook_x_int8"].astype(np.int64) @ w.bit_linear.ternary().astype(np.int64).T
             np.testing.assert_array_equal(x[f"{name}.hook_acc_int32"], acc)
-            y = acc.astype(np.float32) * (w.w_dequant_scale / x[f"{name}.hook_x_scale"])
+            y = acc.astype(np.float32) * (w.bit_linear.w_dequant_scale / x[f"{name}.hook_x_scale"])
             np.testing.assert_array_equal(x[f"{name}.hook_out"], y if w.bias is None else y + w.bias)
     np.testing.assert_array_equal(seen["hook_embed"], seen["blocks.0.hook_resid_pre"])
     np.testing.assert_array_equal(seen["blocks.0.hook_resid_post"], seen["blocks.1.hook_resid_pre"])
@@ -200,7 +200,8 @@ def test_dense_overflow_is_named(tmp_path, backend_name):
     layer = m.weights.layers[1]
     broken = np.array(model(GOLDEN / "llama-dense").weights.layers[1].up_proj.array, dtype=np.float32)
     broken[7] = HUGE
-    layers = (m.weights.layers[0], replace(layer, up_proj=m.backend.prepare(DenseWeight(broken))))
+    up_proj = m.backend.prepare(DenseWeight(broken, name=layer.up_proj.name))
+    layers = (m.weights.layers[0], replace(layer, up_proj=up_proj))
     bad = bitnet_ref.Model(m.config, replace(m.weights, layers=layers), m.backend)
     with pytest.raises(NumericsError) as caught:
         bad.logits(TOKENS)

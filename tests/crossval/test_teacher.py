@@ -63,7 +63,8 @@ def test_a_changed_weight_is_named(linear):
     ternary = w.ternary()
     ternary[3, 5] = (ternary[3, 5] + 2) % 3 - 1
     assert (ternary != w.ternary()).sum() == 1
-    wrong = replace(weights.layers[layer], **{name: TernaryWeight.from_ternary(ternary, w.w_dequant_scale)})
+    changed = TernaryWeight.from_ternary(ternary, w.w_dequant_scale).called(linear)
+    wrong = replace(weights.layers[layer], **{name: changed})
     layers = tuple(wrong if i == layer else other for i, other in enumerate(weights.layers))
     candidate = bitnet_ref.Model(m.config, replace(weights, layers=layers), m.backend)
     acc = f"{linear}.hook_acc_int32"
@@ -84,8 +85,8 @@ def wrong_gate(self, gate, up, activation):
     return Backend.gated(self, gate, up, "silu")
 
 
-def wrong_norm(self, x, weight, eps):
-    return Backend.rms_norm(self, x, weight, 10 * eps + 1e-3)
+def wrong_norm(self, x, norm):
+    return Backend.rms_norm(self, x, replace(norm, eps=10 * norm.eps + 1e-3))
 
 
 def wrong_rope(self, q, k, cos, sin):
@@ -144,7 +145,8 @@ def test_a_wrong_op_is_named(op):
 
 
 def wrong_attention_block(self, x, w, cfg, *rest):
-    return attention_block(self, x, w, replace(cfg, norm_eps=2 * cfg.norm_eps), *rest)
+    norms = {name: replace(norm, eps=2 * norm.eps) for name, norm in w.norms()}
+    return attention_block(self, x, replace(w, **norms), cfg, *rest)
 
 
 def wrong_feed_forward(self, x, w, cfg):
@@ -197,7 +199,8 @@ def test_an_error_after_a_flip_does_not_hide():
                 x_q[0, element] = flipped
             return x_q, scale
 
-    wrong_norm = replace(w.layers[-1], ffn_norm=w.layers[-1].ffn_norm * np.float32(1.0005))
+    norm = w.layers[-1].ffn_norm
+    wrong_norm = replace(w.layers[-1], ffn_norm=replace(norm, weight=norm.weight * np.float32(1.0005)))
     for weights, right in ((w, True), (replace(w, layers=(*w.layers[:-1], wrong_norm)), False)):
         _, trace = record(Flipping(), weights, m.config, tokens)
         del trace[source]  # what the engine rounded is not recorded: how near a half it was, the reference tells
@@ -243,7 +246,7 @@ def test_a_dense_candidate_for_a_ternary_model_is_judged(tmp_path):
     m = model(GOLDEN / CASE)
     w = plain_weights(m.weights)
     q = w.layers[0].q_proj
-    dense = DenseWeight(q.ternary().astype(np.float32) * q.w_dequant_scale)
+    dense = DenseWeight(q.ternary().astype(np.float32) * q.w_dequant_scale, name=q.name)
     layers = (replace(w.layers[0], q_proj=dense), *w.layers[1:])
     candidate = bitnet_ref.Model(m.config, replace(w, layers=layers), m.backend)
     assert teacher_forced(m, candidate, TOKENS).first_divergence.name == "blocks.0.attn.q_proj.hook_out"

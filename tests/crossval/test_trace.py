@@ -24,13 +24,14 @@ from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.trace import (
     Trace,
     TraceWriter,
-    config_hash,
     record_to_file,
     trace_metadata,
-    weight_hash,
     write_trace,
 )
 from bitnet_ref.errors import FormatError, GenerationError, NumericsError
+from bitnet_ref.formats.hashes import config_hash, weight_hash
+
+pytestmark = pytest.mark.quick_emulated
 
 TOKENS = [1, 17, 5, 23, 9]
 CASE = GOLDEN / "bitnet-packed-offline"

@@ -11,8 +11,8 @@ from test_gguf_model import FAMILIES, changed, export, write_family
 import bitnet_ref
 from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.errors import ConfigError
-from bitnet_ref.reference.blocks import BLOCK_TYPES
-from bitnet_ref.reference.weights import DenseWeight, int8_weights, plain_weights
+from bitnet_ref.families.blocks import BLOCK_TYPES, int8_weights
+from bitnet_ref.reference.weights import DenseWeight, plain_weights
 
 TOKENS = list(range(3, 30))
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError, NumericsError, ShapeError
+from bitnet_ref.families.groups import expand_groups, merge_groups, split_groups
 from bitnet_ref.formats.gguf import blocks
 from bitnet_ref.formats.gguf.blocks import (
     BY_NAME,
@@ -207,10 +208,10 @@ def test_blocks_are_packed_as_their_values_would_be(kind, runs, monkeypatch):
     d[5] = np.float16(2**-24)
     raw = blocks_from_groups(quantization.pack_ternary(w_t), d, "PQ2_0" if block == 128 and "Q2" in kind else kind)
     packed, scales = groups_from_blocks(reader(raw), kind, (n, k))
-    merged, group = quantization.merge_groups(scales, block, k)
+    merged, group = merge_groups(scales, block, k)
     values = dequantize(raw, kind, (n, k)).astype(np.float16)
-    expected = quantization.split_groups(values)
-    np.testing.assert_array_equal(quantization.expand_groups(packed, k, merged, group, np.float16), values)
+    expected = split_groups(values)
+    np.testing.assert_array_equal(expand_groups(packed, k, merged, group, np.float16), values)
     for got, wanted in zip((packed, merged, group), expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
     assert group == block * runs or runs == 1

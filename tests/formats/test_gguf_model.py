@@ -63,6 +63,7 @@ def f32(*values):
 # -- the golden files --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_emulated
 @pytest.mark.parametrize("kind", GOLDEN_KINDS)
 def test_golden_logits(kind, backend_name):
     expected = load_file(GGUF / f"golden-{kind}.safetensors")

@@ -51,8 +51,8 @@ def test_ternary_layers_are_packed_and_the_rest_keeps_its_dtype(tmp_path):
     assert q.w_dequant_scale == tensors[f"{Q0}.weight_scale"].astype(np.float32)[0]
     assert weights.embedding.array.dtype == ml_dtypes.bfloat16
     assert weights.lm_head is weights.embedding
-    assert weights.layers[1].ffn_sub_norm.dtype == np.float32
-    np.testing.assert_array_equal(weights.final_norm, tensors["model.norm.weight"].astype(np.float32))
+    assert weights.layers[1].ffn_sub_norm.weight.dtype == np.float32
+    np.testing.assert_array_equal(weights.final_norm.weight, tensors["model.norm.weight"].astype(np.float32))
     assert weights.nbytes < sum(a.nbytes for a in tensors.values()) * 1.2
 
 

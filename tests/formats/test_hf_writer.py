@@ -32,9 +32,10 @@ def as_arrays(part):
         return [part]
     if isinstance(part, DenseWeight):
         return [part.array] + [part.bias] * (part.bias is not None)
-    assert isinstance(part, TernaryWeight)
-    norm = [] if part.input_norm is None else [part.input_norm.weight, np.array(part.input_norm.eps)]
-    return [part.packed, part.w_dequant_scale] + [part.bias] * (part.bias is not None) + norm
+    ternary = part.bit_linear
+    assert isinstance(ternary, TernaryWeight)
+    norm = [] if part.norm is None else [part.norm.weight, np.array(part.norm.eps)]
+    return [ternary.packed, ternary.w_dequant_scale] + [part.bias] * (part.bias is not None) + norm
 
 
 def assert_same_model(a, b):

@@ -14,10 +14,11 @@ from helpers import DATA, TINY, tiny_tensors, write_shards
 import bitnet_ref
 from bitnet_ref.cli.generation_options import content_of
 from bitnet_ref.crossval.receipt import read_receipt
-from bitnet_ref.crossval.trace import Trace, file_hash
+from bitnet_ref.crossval.trace import Trace
 from bitnet_ref.errors import BitNetRefError
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf.tl_tiles import read_kernel_config
+from bitnet_ref.formats.hashes import file_hash
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
 from bitnet_ref.formats.registry.add import add
 from bitnet_ref.formats.registry.store import Store

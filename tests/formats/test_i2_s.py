@@ -111,8 +111,8 @@ def gather(layers, layout):
             shares[name] = evidence.densities(pack_i2_s(w_t, 1.0, layout), w_t.shape)
         columns = {name: {k: v[0] for k, v in both.items()} for name, both in shares.items()}
         rows = {name: {k: v[1] for k, v in both.items()} for name, both in shares.items()}
-        evidence.add(columns["q_proj"], dict.fromkeys(LAYOUTS, layer.attn_norm))
-        evidence.add(columns["o_proj"], dict.fromkeys(LAYOUTS, layer.attn_sub_norm))
+        evidence.add(columns["q_proj"], dict.fromkeys(LAYOUTS, layer.attn_norm.weight))
+        evidence.add(columns["o_proj"], dict.fromkeys(LAYOUTS, layer.attn_sub_norm.weight))
         evidence.add(columns["down_proj"], rows["up_proj"])
     return evidence
 

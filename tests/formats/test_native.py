@@ -52,10 +52,9 @@ def everything(path):
                 out[name] = part.tobytes()
                 continue
             out[name, "bias"] = None if part.bias is None else part.bias.tobytes()
-            if isinstance(part, TernaryWeight):
-                norm = part.input_norm
-                out[name] = part.packed.tobytes(), part.w_dequant_scale.tobytes()
-                out[name, "norm"] = None if norm is None else (norm.weight.tobytes(), norm.eps)
+            if part.bit_linear is not None:
+                out[name] = part.bit_linear.packed.tobytes(), part.bit_linear.w_dequant_scale.tobytes()
+                out[name, "norm"] = None if part.norm is None else (part.norm.weight.tobytes(), part.norm.eps)
             else:
                 out[name] = part.array.tobytes(), part.array.dtype
         return out, checkpoint.config, checkpoint.tokenizer_files()

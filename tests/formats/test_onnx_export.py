@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 import bitnet_ref
 from bitnet_ref.errors import BackendUnavailable
+from bitnet_ref.families import config_to_dict
 from bitnet_ref.formats.onnx.export import export_onnx
 from bitnet_ref.formats.open import find_model, open_checkpoint
 
@@ -183,7 +184,7 @@ def test_what_is_in_the_file(tmp_path):
     assert (place["location"], begin % 4096) == ("m.onnx.data", 0)
     assert data[begin : begin + int(place["length"])] == q_proj.packed.tobytes()
     metadata = {entry.key: entry.value for entry in proto.metadata_props}
-    assert json.loads(metadata["bitnet_ref.config"]) == json.loads(json.dumps(m.config.to_dict()))
+    assert json.loads(metadata["bitnet_ref.config"]) == json.loads(json.dumps(config_to_dict(m.config)))
     assert bitnet_ref.__version__ not in str(metadata)
 
 

@@ -53,9 +53,9 @@ def test_our_own_exports_come_back_bit_for_bit(case, tmp_path):
     assert found.weights.tied == expected.weights.tied
     for (name, a), (_, b) in zip(expected.weights.linears(), found.weights.linears(), strict=True):
         assert type(a) is type(b), name
-        if hasattr(a, "packed"):
-            np.testing.assert_array_equal(b.packed, a.packed, err_msg=name)
-            assert b.w_dequant_scale == a.w_dequant_scale
+        if a.bit_linear is not None:
+            np.testing.assert_array_equal(b.bit_linear.packed, a.bit_linear.packed, err_msg=name)
+            assert b.bit_linear.w_dequant_scale == a.bit_linear.w_dequant_scale
         else:
             assert b.array.dtype == a.array.dtype
             np.testing.assert_array_equal(b.array, a.array, err_msg=name)

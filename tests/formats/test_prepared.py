@@ -31,9 +31,10 @@ def kept(path):
 
 def is_kept(model):
     """Whether the weights come from the file: such arrays cannot be written to."""
+    inside = [getattr(weight, "linear", weight) for _, weight in model.weights.linears()]
     writeable = {
         weight.panels.flags.writeable if hasattr(weight, "panels") else weight.array.flags.writeable
-        for _, weight in model.weights.linears()
+        for weight in inside
     }
     assert len(writeable) == 1
     return not writeable.pop()

@@ -23,7 +23,6 @@ import bitnet_ref
 from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.inspection import inspect_model, show_tensor
-from bitnet_ref.reference.weights import TernaryWeight
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 V_SCALE = "model.layers.1.self_attn.v_proj.weight_scale"
@@ -41,7 +40,7 @@ def test_says_what_load_makes_of_it(path):
     found, model = inspect_model(path), bitnet_ref.load(path, backend="numpy", threads=1)
     assert found.errors == []
     assert found.config == model.config
-    expected = {name: w for name, w in model.weights.linears() if isinstance(w, TernaryWeight) and name != "lm_head"}
+    expected = {name: w.bit_linear for name, w in model.weights.linears() if w.bit_linear and name != "lm_head"}
     assert {m.name: m.w_dequant_scale for m in found.ternary} == {n: w.w_dequant_scale for n, w in expected.items()}
     for matrix in found.ternary:
         w_t = expected[matrix.name].ternary()
@@ -101,7 +100,7 @@ def test_parameter_count_of_a_tied_model_with_a_stored_head():
     found = inspect_model(GOLDEN / "llama-tied-duplicate")
     weights = bitnet_ref.load(GOLDEN / "llama-tied-duplicate", backend="numpy").weights
     linears = sum(w.array.size for name, w in weights.linears() if name != "lm_head")
-    norms = weights.final_norm.size + sum(layer.attn_norm.size + layer.ffn_norm.size for layer in weights.layers)
+    norms = sum(norm.weight.size for norm in weights.norms())
     assert found.parameters == weights.embedding.array.size + linears + norms
 
 

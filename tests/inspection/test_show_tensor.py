@@ -59,8 +59,22 @@ def test_names_of_our_own_files(tmp_path, target):
 def test_dense_parts():
     weights = model(PACKED).weights
     assert np.array_equal(show_tensor(PACKED, "embedding").values, weights.embedding.array.astype(np.float32))
-    assert np.array_equal(show_tensor(PACKED, "model.norm.weight").values, weights.final_norm)
+    assert np.array_equal(show_tensor(PACKED, "model.norm.weight").values, weights.final_norm.weight)
     assert show_tensor(GGUF / "f16.gguf", "token_embd.weight").name == "embedding"
+
+
+@pytest.mark.parametrize(
+    ("case", "stored", "part"),
+    [
+        ("embedding-gemma3", "model.layers.0.post_attention_layernorm.weight", "blocks.0.attn_post_norm"),
+        ("embedding-gemma3", "model.layers.0.pre_feedforward_layernorm.weight", "blocks.0.ffn_norm"),
+        ("embedding-qwen3", "model.layers.0.post_attention_layernorm.weight", "blocks.0.ffn_norm"),
+        ("qwen3_5-groups128-hybrid", "blocks.3.attn.q_proj", "blocks.3.attn.q_proj"),
+        ("qwen3_5-groups128-hybrid", "blocks.0.attn.a_proj", "blocks.0.attn.a_proj"),
+    ],
+)
+def test_parts_of_a_family_by_its_own_names(case, stored, part):
+    assert show_tensor(DATA / "families" / case, stored).name == part
 
 
 def test_what_is_no_part_of_the_model(tmp_path):

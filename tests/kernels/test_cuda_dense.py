@@ -12,8 +12,9 @@ from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.cuda.groups import group_matmul, put_groups, takes_groups
 from bitnet_ref.backends.cuda.workspace import Workspace
 from bitnet_ref.crossval.tolerances import EPSILON
+from bitnet_ref.families.groups import GroupTernaryWeight
 from bitnet_ref.reference.quantization import pack_ternary
-from bitnet_ref.reference.weights import DenseWeight, GroupTernaryWeight
+from bitnet_ref.reference.weights import DenseWeight
 
 pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
 SIXTEEN = ("bfloat16", "float16")

@@ -31,7 +31,7 @@ from bitnet_ref.backends.cuda.stacks import stack_of
 from bitnet_ref.backends.cuda.ternary import TernaryKernels
 from bitnet_ref.backends.cuda.workspace import Workspace
 from bitnet_ref.errors import NumericsError
-from bitnet_ref.reference.weights import TernaryWeight
+from bitnet_ref.reference.weights import Norm, TernaryWeight
 
 pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
 emulated = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
@@ -72,7 +72,7 @@ def check_row(ws, seed, n_out, n_in, norms=True, biased=False, adds=True):
     normed, norm = x, None
     if norms:
         vector = dice.standard_normal(n_in).astype(np.float32)
-        normed, norm = PLAIN_BACKEND.rms_norm(x, vector, 1e-5), (ws.upload(vector), 1e-5)
+        normed, norm = PLAIN_BACKEND.rms_norm(x, Norm(vector, 1e-5)), (ws.upload(vector), 1e-5)
     expected, residual = PLAIN_BACKEND.linear(normed, weight), None
     if adds:
         residual = dice.standard_normal((1, n_out)).astype(np.float32)
@@ -113,7 +113,7 @@ def test_rows_of_any_size(ws, power, eps):
     small = np.ldexp(dice.standard_normal((1, width)), power).astype(np.float32)
     mixed = np.where(dice.random((1, width)) < 0.5, small, dice.standard_normal((1, width)).astype(np.float32))
     for x in (small, mixed):
-        expected = PLAIN_BACKEND.rms_norm(x, norm, eps)
+        expected = PLAIN_BACKEND.rms_norm(x, Norm(norm, eps))
         if not np.isfinite(expected).all():
             continue
         row, on_device = ws.upload(x), (ws.upload(norm), eps)
@@ -130,7 +130,7 @@ def test_rows_that_begin_anywhere(ws):
     for first in (0, 1, 3):
         part = slice(first, first + 1000)
         y = linear_of_row(ws, on_device[:, part], tiled, (ws.upload(norm)[part], 1e-5))
-        equal_bits(ws, y, PLAIN_BACKEND.linear(PLAIN_BACKEND.rms_norm(x[:, part], norm[part], 1e-5), weight))
+        equal_bits(ws, y, PLAIN_BACKEND.linear(PLAIN_BACKEND.rms_norm(x[:, part], Norm(norm[part], 1e-5)), weight))
 
 
 @pytest.mark.parametrize("n_in", [100, 2560, 6912, 9001, 16_384, 16_385, 40_000])
@@ -149,7 +149,7 @@ def test_a_row_is_the_same_in_any_company(ws, n_in, source):
 
     together = quantize_rows(slice(0, 3))
     source_rows = a if plain else PLAIN_BACKEND.gated(a, b, source)
-    normed = PLAIN_BACKEND.rms_norm(source_rows, vector, 1e-5)
+    normed = PLAIN_BACKEND.rms_norm(source_rows, Norm(vector, 1e-5))
     for found, expected in zip(together, PLAIN_BACKEND.quantize_activations(normed), strict=True):
         np.testing.assert_array_equal(found[:, : expected.shape[1]], expected)
         assert not found[:, expected.shape[1] :].any()
@@ -213,7 +213,7 @@ def test_the_order_of_threads_does_not_matter(order):
     weight, norm = random_weight(dice, 100, 700), dice.standard_normal(700).astype(np.float32)
     x = dice.standard_normal((1, 700)).astype(np.float32)
     found = linear_of_row(ws, ws.upload(x), TernaryKernels(ws.device).prepare(weight), (ws.upload(norm), 1e-5))
-    equal_bits(ws, found, PLAIN_BACKEND.linear(PLAIN_BACKEND.rms_norm(x, norm, 1e-5), weight))
+    equal_bits(ws, found, PLAIN_BACKEND.linear(PLAIN_BACKEND.rms_norm(x, Norm(norm, 1e-5)), weight))
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------

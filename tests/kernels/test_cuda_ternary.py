@@ -1,7 +1,5 @@
 """The CUDA ternary kernels, on a card or emulated: equal to the reference, whatever the shape and order of threads."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from helpers import random_ternary, rng, run_sanitized
@@ -23,8 +21,9 @@ from bitnet_ref.backends.cuda.ternary import (
     padded_columns,
 )
 from bitnet_ref.errors import ShapeError
+from bitnet_ref.families.linear_norms import NormedLinear
 from bitnet_ref.reference import quantization
-from bitnet_ref.reference.weights import DenseWeight, InputNorm, TernaryWeight
+from bitnet_ref.reference.weights import DenseWeight, Norm, TernaryWeight
 
 pytestmark = pytest.mark.skipif(cuda.why_unavailable() is not None, reason=str(cuda.why_unavailable()))
 emulated = pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")
@@ -154,10 +153,10 @@ def test_a_stack_is_its_matrices(kernels, rows, tokens, n_in):
 
 
 def test_what_is_no_stack(kernels):
-    def ternary(n_out, n_in, **more):
-        return kernels.prepare(replace(TernaryWeight.from_ternary(random_ternary(rng(0), n_out, n_in), 1.0), **more))
+    def ternary(n_out, n_in):
+        return kernels.prepare(TernaryWeight.from_ternary(random_ternary(rng(0), n_out, n_in), 1.0))
 
-    normed = {"input_norm": InputNorm(np.ones(100, dtype=np.float32), 1e-5)}
+    own_norm = Norm(np.ones(100, dtype=np.float32), 1e-5)
     stacked = [ternary(16, 100), ternary(16, 100)]
     kernels.stack(*stacked)
     refused = [
@@ -165,7 +164,7 @@ def test_what_is_no_stack(kernels):
         [ternary(16, 100)] * 4,
         [ternary(17, 100), ternary(16, 100)],  # the second would begin within a tile
         [ternary(16, 100), ternary(16, 101)],
-        [ternary(16, 100), ternary(16, 100, **normed)],
+        [ternary(16, 100), NormedLinear(own_norm, ternary(16, 100))],
         [ternary(16, 100), DenseWeight(np.ones((16, 100), dtype=np.float32))],
         stacked,
     ]
@@ -288,6 +287,7 @@ def test_2b_4t_of_few_tokens_on_132_multiprocessors(tokens, most):
 
 SANITIZED = """
 import numpy as np
+from bitnet_ref.families.linear_norms import NormedLinear
 from bitnet_ref.reference import quantization
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.cuda.ternary import GEMV, KERNELS, TernaryKernels

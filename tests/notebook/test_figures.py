@@ -9,11 +9,12 @@ import pytest
 from helpers import model
 
 from bitnet_ref.errors import BackendUnavailable
-from bitnet_ref.notebook.figures import StepPart, StepRecord, memory_lines, plain, timeline
+from bitnet_ref.notebook.figures import memory_lines, plain, timeline
 from bitnet_ref.notebook.lesson import PACKAGE, read_function, run_server
 from bitnet_ref.notebook.panels import COLOURS, bars, cells, diagram, histogram, lines, panels, spans
 from bitnet_ref.serving import cache_memory
 from bitnet_ref.serving.cache_memory import tokens_held
+from bitnet_ref.serving.records import StepPart, StepRecord
 
 pytest.importorskip("matplotlib")
 

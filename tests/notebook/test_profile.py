@@ -8,11 +8,11 @@ import pytest
 from helpers import TINY, model, write_checkpoint
 
 import bitnet_ref
-from bitnet_ref.backends import run as run_module
+from bitnet_ref.backends.observe import PATHS
 from bitnet_ref.errors import GenerationError, NumericsError
 from bitnet_ref.notebook.profiling import OpTime
 from bitnet_ref.notebook.profiling import profile as profile_module
-from bitnet_ref.notebook.profiling.timed import PATHS, StepTimer
+from bitnet_ref.notebook.profiling.timed import StepTimer
 from bitnet_ref.reference.weights import DenseWeight
 
 PROMPT = "Once upon a time"
@@ -31,7 +31,7 @@ def tiny_model(folder, **config):
 def test_results_are_the_same_and_the_model_comes_back(path, story):
     plain = story.generate(PROMPT, max_tokens=8, temperature=0.8, seed=4)
     profile = story.profile(PROMPT, path=path, max_tokens=8, temperature=0.8, seed=4)
-    assert story.run_pass is run_module.run
+    assert story.watcher is None
     assert f"path '{path}'" in str(profile)
     assert (profile.outcome.token_ids, profile.outcome.logprobs) == (plain.token_ids, plain.logprobs)
 
@@ -90,7 +90,7 @@ def test_paths_do_not_mix(story):
         story.profile(path="fused")
     with story.profile(), pytest.raises(GenerationError, match="being profiled by path 'ops'"):
         story.profile(path="blocks").__enter__()
-    assert story.run_pass is run_module.run
+    assert story.watcher is None
 
 
 def nodes(node):
@@ -144,21 +144,21 @@ def test_nested_and_overlapping_profiles(story):
     story.logits([1, 2, 3])
     outer.__exit__()  # the one that began first ends first
     story.logits([1, 2, 3, 4])
-    assert isinstance(story.run_pass, StepTimer)
+    assert isinstance(story.watcher, StepTimer)
     inner.__exit__()
-    assert story.run_pass is run_module.run
+    assert story.watcher is None
     assert [p.phases["prefill"].tokens for p in (outer, inner)] == [2 + 3, 3 + 4]
     with inner, inner:  # entered again it goes on; entered twice it counts once
         story.logits([1, 2])
     assert inner.phases["prefill"].tokens == 3 + 4 + 2
-    assert story.run_pass is run_module.run
+    assert story.watcher is None
 
 
 def test_an_error_inside_leaves_no_trace_behind(story):
     profile = story.profile()
     with pytest.raises(GenerationError), profile:
         story.logits([])
-    assert story.run_pass is run_module.run
+    assert story.watcher is None
     assert profile.phases == {}
 
 
@@ -166,7 +166,7 @@ def test_an_error_inside_an_operation(tmp_path):
     tiny = tiny_model(tmp_path)
     down = tiny.weights.layers[1].down_proj
     bad = np.full(down.shape, np.nan, dtype=np.float32)
-    object.__setattr__(tiny.weights.layers[1], "down_proj", DenseWeight(bad))
+    object.__setattr__(tiny.weights.layers[1], "down_proj", DenseWeight(bad, name=down.name))
     profile = tiny.profile()
     with pytest.raises(NumericsError, match=r"blocks\.1\.mlp\.down_proj"), profile:
         tiny.logits([1, 2, 3])
@@ -280,4 +280,4 @@ def test_shared_models_are_restored_for_all():
     with one.profile() as profile:
         other.logits([1, 2])
     assert profile.phases["prefill"].tokens == 2
-    assert other.run_pass is run_module.run
+    assert other.watcher is None

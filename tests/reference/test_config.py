@@ -6,7 +6,9 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from bitnet_ref.errors import ConfigError
-from bitnet_ref.reference.config import LARGEST_INT, ModelConfig, QuantizationConfig, RopeConfig
+from bitnet_ref.families import FAMILIES, config_from_dict, config_to_dict
+from bitnet_ref.families.rope import StretchedRope, make_rope
+from bitnet_ref.reference.config import LARGEST_INT, ModelConfig, QuantizationConfig
 
 GOOD = ModelConfig(
     model_type="bitnet",
@@ -21,7 +23,10 @@ GOOD = ModelConfig(
     norm_eps=1e-5,
     max_position_embeddings=128,
 )
-DYNAMIC = RopeConfig(rope_type="dynamic", factor=2.5, original_max_position_embeddings=128)
+DYNAMIC = StretchedRope(rope_type="dynamic", factor=2.5, original_max_position_embeddings=128)
+LONGROPE = make_rope(
+    rope_type="longrope", original_max_position_embeddings=8, long_factors=(2.0,) * 5, short_factors=(1.0,) * 5
+)
 
 COUNTS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -87,6 +92,7 @@ def test_other_fields(change, field):
         ({"rope_type": "longrope", "original_max_position_embeddings": 8}, "rope.long_factors"),
         ({"long_factors": (1.0,)}, "rope.long_factors"),
         ({"rope_type": None}, "rope.rope_type"),
+        ({"rope_type": []}, "rope.rope_type"),
         ({"rope_type": "linear", "factor": 0}, "rope.factor"),
         ({"rope_type": "linear", "factor": float("nan")}, "rope.factor"),
         ({"rope_type": "dynamic", "factor": 0.5, "original_max_position_embeddings": 8}, "rope.factor"),
@@ -110,8 +116,9 @@ def test_other_fields(change, field):
     ],
 )
 def test_rope(given, field):
+    is_plain = given.get("rope_type", "default") == "default" and set(given) <= {"theta"}
     with pytest.raises(ConfigError) as caught:
-        RopeConfig(**given)
+        make_rope(**given) if is_plain or "rope_type" in given else StretchedRope(**given)
     assert caught.value.field == field
 
 
@@ -165,16 +172,16 @@ def test_context_length():
     """Dynamic RoPE is meant for texts beyond the trained length; the other types have it in max_position_embeddings."""
     assert GOOD.context_length == 128
     assert replace(GOOD, rope=DYNAMIC).context_length == 320
-    assert replace(GOOD, rope=RopeConfig(rope_type="linear", factor=4.0)).context_length == 128
+    assert replace(GOOD, rope=StretchedRope(rope_type="linear", factor=4.0)).context_length == 128
 
 
-def test_to_dict_is_json():
+def test_config_to_dict_is_json():
     cfg = replace(GOOD, quantization=QuantizationConfig(), rope=DYNAMIC, eos_token_ids=(2, 5))
-    back = json.loads(json.dumps(cfg.to_dict()))
+    back = json.loads(json.dumps(config_to_dict(cfg)))
     assert back["eos_token_ids"] == [2, 5]
     assert back["rope"]["factor"] == 2.5
     assert back["quantization"]["modules_to_not_convert"] == ["lm_head"]
-    assert set(back) == set(GOOD.to_dict())
+    assert set(back) == set(config_to_dict(GOOD))
 
 
 @pytest.mark.parametrize(
@@ -183,10 +190,13 @@ def test_to_dict_is_json():
         GOOD,
         replace(GOOD, rope=DYNAMIC, sliding_window=7, bos_token_id=1, eos_token_ids=(2, 5)),
         replace(GOOD, quantization=QuantizationConfig("autobitlinear", "online", ("lm_head", "a*"), True, 1e-5)),
+        replace(GOOD, layer_types=("full_attention", "sliding_attention"), sliding_window=7),
+        replace(GOOD, rope=LONGROPE),
+        *(family.example() for family in FAMILIES.values()),
     ],
 )
-def test_from_dict_is_the_inverse_of_to_dict(config):
-    back = ModelConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+def test_config_from_dict_is_the_inverse_of_config_to_dict(config):
+    back = config_from_dict(json.loads(json.dumps(config_to_dict(config))))
     assert back == config
     assert hash(back) == hash(config)  # tuples, not lists
 
@@ -199,6 +209,9 @@ def test_from_dict_is_the_inverse_of_to_dict(config):
         (lambda raw: raw["rope"].pop("theta"), "rope.theta"),
         (lambda raw: raw["rope"].update(more=1), "rope.more"),
         (lambda raw: raw.update(rope=None), "rope"),
+        (lambda raw: raw["rope"].update(rope_type=[]), "rope.rope_type"),
+        (lambda raw: raw["rope"].update(rope_type="longrope", long_factors=2.0), "rope.long_factors"),
+        (lambda raw: raw.update(layer_types="full_attention"), "layer_types"),
         (lambda raw: raw.update(quantization=[]), "quantization"),
         (lambda raw: raw["quantization"].pop("use_rms_norm"), "quantization.use_rms_norm"),
         (lambda raw: raw["quantization"].update(modules_to_not_convert="lm_head"), "modules_to_not_convert"),
@@ -210,15 +223,15 @@ def test_from_dict_is_the_inverse_of_to_dict(config):
         (lambda raw: raw.update(head_dim=3), "head_dim"),
     ],
 )
-def test_from_dict_is_strict(change, field):
-    raw = replace(GOOD, quantization=QuantizationConfig()).to_dict()
+def test_config_from_dict_is_strict(change, field):
+    raw = config_to_dict(replace(GOOD, quantization=QuantizationConfig()))
     change(raw)
     with pytest.raises(ConfigError) as caught:
-        ModelConfig.from_dict(raw)
+        config_from_dict(raw)
     assert field in caught.value.field
 
 
 @pytest.mark.parametrize("raw", [None, [], "x", {}])
-def test_from_dict_of_anything_else(raw):
+def test_config_from_dict_of_anything_else(raw):
     with pytest.raises(ConfigError):
-        ModelConfig.from_dict(raw)
+        config_from_dict(raw)

@@ -7,6 +7,8 @@ from helpers import GOLDEN, model, rng
 from bitnet_ref.errors import OutOfMemory, ShapeError
 from bitnet_ref.reference.cache import KVCache, TokenBatch
 
+pytestmark = pytest.mark.quick_emulated
+
 CONFIG = model(GOLDEN / "llama-dense").config  # 2 layers, 2 kv heads of 32
 
 

@@ -7,6 +7,7 @@ import pytest
 from helpers import GOLDEN, rng
 
 from bitnet_ref.errors import NumericsError, ShapeError
+from bitnet_ref.families.rope import StretchedRope
 from bitnet_ref.formats.hf.config import parse_hf_config
 from bitnet_ref.reference import layers
 from bitnet_ref.reference.config import RopeConfig
@@ -108,7 +109,7 @@ def rope_of(table):
 def test_frequencies_of_published_settings(name):
     table = TABLES[name]
     rope = rope_of(table)
-    inv_freq = layers.rope_frequencies(rope, table["head_dim"], position=(table["length"] or 1) - 1)
+    inv_freq = rope.frequencies(table["head_dim"], position=(table["length"] or 1) - 1)
     assert inv_freq.dtype == np.float64
     np.testing.assert_allclose(inv_freq, table["inv_freq"], rtol=2e-6)  # the oracle computes them in float32
     cos, sin = layers.rope_tables(np.array([(table["length"] or 1) - 1]), rope, table["head_dim"], np.float64)
@@ -117,17 +118,17 @@ def test_frequencies_of_published_settings(name):
 
 
 def test_frequencies_by_hand():
-    np.testing.assert_allclose(layers.rope_frequencies(RopeConfig(theta=100.0), 8), [1, 100**-0.25, 0.1, 100**-0.75])
+    np.testing.assert_allclose(RopeConfig(theta=100.0).frequencies(8), [1, 100**-0.25, 0.1, 100**-0.75])
 
 
 def test_dynamic_rope_keeps_the_trained_length_and_stretches_beyond_it():
-    rope = RopeConfig(rope_type="dynamic", factor=4.0, original_max_position_embeddings=16)
-    plain = layers.rope_frequencies(RopeConfig(), 8)
-    np.testing.assert_array_equal(layers.rope_frequencies(rope, 8, position=15), plain)
-    assert (layers.rope_frequencies(rope, 8, position=16)[1:] < plain[1:]).all()
+    rope = StretchedRope(rope_type="dynamic", factor=4.0, original_max_position_embeddings=16)
+    plain = RopeConfig().frequencies(8)
+    np.testing.assert_array_equal(rope.frequencies(8, position=15), plain)
+    assert (rope.frequencies(8, position=16)[1:] < plain[1:]).all()
     cos, _ = layers.rope_tables(np.array([3, 40]), rope, 8, np.float64)
     np.testing.assert_array_equal(cos[0], np.cos(3 * plain))
-    np.testing.assert_array_equal(cos[1], np.cos(40 * layers.rope_frequencies(rope, 8, position=40)))
+    np.testing.assert_array_equal(cos[1], np.cos(40 * rope.frequencies(8, position=40)))
 
 
 def test_angles_are_exact_at_long_positions():
@@ -182,6 +183,6 @@ def test_dense_matmul_in_blocks():
     generator = rng(5)
     w = generator.standard_normal((5000, 300)).astype(np.float16)
     x = generator.standard_normal((2, 300))
-    assert len(list(layers.row_blocks(w, np.float64))) > 1
+    assert len(list(layers.row_blocks(w, np.float64, np.asarray))) > 1
     np.testing.assert_allclose(layers.dense_matmul(x, w), x @ w.astype(np.float64).T, rtol=1e-12, atol=1e-12)
     assert layers.dense_matmul(x[:0], w).shape == (0, 5000)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from bitnet_ref.errors import NumericsError, ShapeError
-from bitnet_ref.formats.packing import first_invalid_code
+from bitnet_ref.formats.packing import first_invalid_code, split_ternary
 from bitnet_ref.reference import quantization as q
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def test_split_ternary_takes_the_stored_scale():
     w_t = random_ternary(rng(2), 8, 12)
     w_t[0, :2] = (1, -1)
     s = np.float32(0.1234)
-    found, scale = q.split_ternary(w_t * s)
+    found, scale = split_ternary(w_t * s)
     assert scale == s
     np.testing.assert_array_equal(found, w_t)
     # absmean over it would be s times the share of non-zeros
@@ -78,14 +78,14 @@ def test_split_ternary_takes_the_stored_scale():
 
 
 def test_split_ternary_of_one_sign():
-    found, scale = q.split_ternary(np.full((2, 3), -0.25, dtype=np.float32))
+    found, scale = split_ternary(np.full((2, 3), -0.25, dtype=np.float32))
     assert scale == 0.25
     assert (found == -1).all()
 
 
 @pytest.mark.parametrize("w", [[[0.5, 0.5, 0.4]], [[0.0, 0.0]], [[1e-6, -1e-6]], [[1.0, -0.999]]])
 def test_split_ternary_leaves_true_masters_alone(w):
-    assert q.split_ternary(np.array(w, dtype=np.float32)) is None
+    assert split_ternary(np.array(w, dtype=np.float32)) is None
 
 
 # -- packing -----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ import pytest
 from bitnet_ref.errors import ConfigError, GenerationError
 from bitnet_ref.serving import EngineConfig
 
+pytestmark = pytest.mark.quick_emulated
+
 TOML = """
 max_queue = 9
 [engine]

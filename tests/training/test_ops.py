@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import ConfigError
+from bitnet_ref.families.rope import StretchedRope
 from bitnet_ref.reference import layers
-from bitnet_ref.reference.config import RopeConfig
 from bitnet_ref.training import distil, ops
 from bitnet_ref.training.ops import StepLinear
 
@@ -80,7 +80,7 @@ def test_straight_through(mix):
 
 def test_rope():
     q, dy = rng(1).standard_normal((3, 2, 4)), rng(2).standard_normal((3, 2, 4))
-    rope = RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=8, attention_factor=1.3)
+    rope = StretchedRope(rope_type="yarn", factor=4.0, original_max_position_embeddings=8, attention_factor=1.3)
     tables = layers.rope_tables(np.arange(3), rope, 4, np.float64)
     assert_close(ops.rope_backward(dy, *tables), numeric(lambda q: layers.apply_rope(q, *tables), q, dy))
 
@@ -118,7 +118,7 @@ def test_attention(tokens, kv_heads, group, window, block):
     assert_close(dv, numeric(lambda v: of(q, k, v), v, dz))
 
 
-@pytest.mark.parametrize("activation", layers.GATES)
+@pytest.mark.parametrize("activation", layers.ACTIVATIONS)
 def test_gate(activation):
     gate, up, dy = rng(1).standard_normal((3, 4, 6))
     d_gate, d_up = ops.gated_backward(dy, gate, up, activation)

@@ -10,6 +10,7 @@ from helpers import DATA, rng
 from safetensors.numpy import load_file, save_file
 
 import bitnet_ref
+from bitnet_ref import families
 from bitnet_ref.errors import BackendUnavailable, ConfigError, FormatError, NumericsError, ShapeError
 from bitnet_ref.training import Schedule, Trainer
 from bitnet_ref.training.distil import Distillation
@@ -297,9 +298,14 @@ def test_wrong_input(bitnet, tmp_path):
 
 
 def test_a_part_without_a_gradient_is_refused(bitnet):
-    for field, value in (("logit_softcap", 30.0), ("post_norms", True), ("embedding_scale", 4.0)):
+    configs = {
+        "logit_softcap": replace(bitnet.config, logit_softcap=30.0),
+        "post_norms": families.FAMILIES["gemma3_text"].example(),
+        "embedding_scale": replace(bitnet.config, embedding_scale=4.0),
+    }
+    for field, config in configs.items():
         with pytest.raises(ConfigError, match=f"{field}: training has no gradient"):
-            Trainer(replace(bitnet.config, **{field: value}), bitnet.masters)
+            Trainer(config, bitnet.masters)
 
 
 def test_nan_names_the_master(bitnet):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache as memoize
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 from zlib import crc32
 
 import ml_dtypes
@@ -22,18 +22,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BackendUnavailable, NumericsError, ShapeError
+from ...families.groups import GroupTernaryLinear, GroupTernaryWeight, group_linear
+from ...families.linear_norms import NormedLinear
 from ...reference import quantization
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
-from ...reference.model import RopeTables, final_hidden
-from ...reference.ops import check_attention, check_dequantize, check_rope, require
+from ...reference.model import RopeTables, final_hidden, split_heads
+from ...reference.ops import check_attention, check_dequantize, check_norm, check_rope, require
 from ...reference.weights import (
+    BlockText,
     DenseWeight,
-    GroupTernaryLinear,
-    GroupTernaryWeight,
     LayerWeights,
     LinearWeight,
     ModelWeights,
+    Norm,
     TernaryLinear,
     TernaryWeight,
 )
@@ -106,15 +108,24 @@ class CythonBackend(KernelBackend):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def prepare(self, w: LinearWeight) -> LinearWeight:
-        if isinstance(w, GroupTernaryLinear):
-            return self._group_panels(w)
-        if not isinstance(w, TernaryWeight):
+        prepare = self._LAYOUTS.get(w.kind)
+        return w if prepare is None else prepare(self, w)
+
+    def _ternary_panels(self, w: TernaryLinear) -> PanelWeight:
+        """A BitLinear's weight in panels of this backend's layout, prepared already or now."""
+        if isinstance(w, PanelWeight):
+            if w.layout != self.layout:
+                message = f"weights prepared as {w.layout} panels on a backend of {self.layout} ones"
+                raise BackendUnavailable(f"{message}; load the model with it")
             return w
         n_out, n_in = w.shape
         block_k = layouts()[self.layout][0]
         panels = self._memory.empty((-(-n_out // _cpu.panel_rows), -(-n_in // block_k) * _cpu.block_bytes))
-        _cpu.pack_panels(w.packed, panels, self.threads, layout_number(self.layout))
-        return PanelWeight(panels, n_out, n_in, w.w_dequant_scale, w.bias, w.input_norm, self.layout)
+        _cpu.pack_panels(w.plain().packed, panels, self.threads, layout_number(self.layout))
+        return PanelWeight(panels, n_out, n_in, w.w_dequant_scale, w.bias, self.layout, name=w.name)
+
+    def _normed(self, w: NormedLinear) -> NormedLinear:
+        return replace(w, linear=self.prepare(w.linear))
 
     def pack_plane(self, plane: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
         quarter, k = plane.shape
@@ -134,12 +145,12 @@ class CythonBackend(KernelBackend):
     def prepare_in_steps(self, w: ModelWeights, cfg: ModelConfig) -> Iterator[ModelWeights]:
         """Each step takes some hundredths of a second. The weights change when the head's screen is whole, and when all
         layers have strips: recorded steps of a cache are recorded again for others."""
-        if w.tied and isinstance(w.embedding, GroupTernaryLinear):
-            panels = self._group_panels(w.embedding)
+        if w.tied and w.embedding.kind == "groups":
+            panels = self.prepare(w.embedding)
             w = replace(w, lm_head=panels, embedding=panels)
         by_numpy = [n for n, each in w.linears() if isinstance(each, DenseWeight) and not has_dense_kernel(each)]
         if by_numpy:
-            why = "their sums are in float64, or their rows not contiguous"
+            why = "their sums are in float64, their rows not contiguous, or their blocks without a kernel"
             log.warning("NumPy computes %d dense linears (%s, ...): %s", len(by_numpy), by_numpy[0], why)
         yield w
         head = w.lm_head
@@ -159,7 +170,7 @@ class CythonBackend(KernelBackend):
 
     def _screens(self, head: DenseWeight) -> bool:
         fits = type(head) is DenseWeight and head.bias is None and kernels_take(head) and head.stored.size > 0
-        if self.head == "exact" or not fits or head.block_type is not None:
+        if self.head == "exact" or not fits:
             return False
         return self.head == "screened" or head.nbytes >= MIN_SCREENED_BYTES
 
@@ -171,11 +182,10 @@ class CythonBackend(KernelBackend):
     def _empty_screen(self, w: DenseWeight) -> ScreenedHead:
         n_out, n_in = w.shape
         rows_q = self._memory.empty((n_out, -(-n_in // 64) * 64)).view(np.int8)
-        return ScreenedHead(w.stored, rows_q=rows_q, facts=np.empty((n_out, 3), dtype=np.float32))
+        facts = np.empty((n_out, 3), dtype=np.float32)
+        return ScreenedHead(w.stored, name=w.name, rows_q=rows_q, facts=facts)
 
     def _fill_screen(self, head: ScreenedHead, rows: slice) -> None:
-        assert head.rows_q is not None
-        assert head.facts is not None
         places = head.rows_q[rows], head.facts[rows]
         _cpu.screen_pack(view_bits(head.stored[rows]), *places, self.threads, self.kernels.kernel_set)
 
@@ -212,7 +222,7 @@ class CythonBackend(KernelBackend):
         if isinstance(head, ScreenedHead):
             n, k = head.shape
             expected = [("float32", (n, 3)), ("int8", (n, -(-k // 64) * 64))]
-            got = [None if array is None else (array.dtype.name, array.shape) for array in (head.facts, head.rows_q)]
+            got = [(array.dtype.name, array.shape) for array in (head.facts, head.rows_q)]
             if got != expected:
                 raise ShapeError("check_prepared", expected=f"facts and rows_q of {expected}", got=str(got))
 
@@ -243,7 +253,7 @@ class CythonBackend(KernelBackend):
         return final_hidden(self, w, cfg, batch, cache)
 
     def _may_replay(self, cfg: ModelConfig, batch: TokenBatch) -> bool:
-        return self.fuses and cfg.delta is None and 0 < len(batch) <= MAX_TOKENS and batch.all_wanted
+        return self.fuses and not cfg.has_states and 0 < len(batch) <= MAX_TOKENS and batch.all_wanted
 
     def greedy_steps(
         self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, run: GreedyRun
@@ -251,7 +261,7 @@ class CythonBackend(KernelBackend):
         if not (self._may_replay(cfg, batch) and isinstance(cache, KernelKVCache)):
             return None
         table = w.embedding
-        has_rows = type(table) is DenseWeight and table.block_type is None and kernels_take(table)
+        has_rows = type(table) is DenseWeight and kernels_take(table)
         if not has_rows or isinstance(w.lm_head, ScreenedHead) or cfg.logit_softcap is not None:
             return None
         return cache.steps.greedy(self, self._rope_rows, w, cfg, batch, cache, run)
@@ -273,44 +283,40 @@ class CythonBackend(KernelBackend):
         cache: KVCache,
         layer: int,
     ) -> NDArray:
-        ws = self._fusable(cfg, w.q_proj, w.k_proj, w.v_proj, w.o_proj)
+        ws = self._fusable(w.attention_text, w.q_proj, w.k_proj, w.v_proj, w.o_proj)
         if ws is None or not isinstance(cache, KernelKVCache):
             return super().attention_block(x, w, cfg, rope, batch, cache, layer)
         *qkv, o_proj = ws
-        q, k, v = self.kernels.bit_linears(x, qkv, w.attn_norm, cfg.norm_eps)
-        q = q.reshape(len(x), cfg.num_attention_heads, cfg.head_dim)  # (N, H, d)
-        k = k.reshape(len(x), cfg.num_key_value_heads, cfg.head_dim)  # (N, G, d)
-        v = v.reshape(len(x), cfg.num_key_value_heads, cfg.head_dim)  # (N, G, d)
+        q, k, v = split_heads(cfg, *self.kernels.bit_linears(x, qkv, w.attn_norm))  # (N, H, d), (N, G, d), (N, G, d)
         self._append(cache, layer, batch, k, v, rope)
         z = self._attend(q, cache, batch, layer, cfg.window_of(layer), rope)  # (N, H, d)
         z = z.reshape(len(x), o_proj.in_features)  # (N, H*d)
-        return self.kernels.linear_add(z, o_proj, x, w.attn_sub_norm, cfg.norm_eps)  # (N, D)
+        return self.kernels.linear_add(z, o_proj, x, w.attn_sub_norm)  # (N, D)
 
     def feed_forward(self, x: NDArray, w: LayerWeights, cfg: ModelConfig) -> NDArray:
-        ws = self._fusable(cfg, w.gate_proj, w.up_proj, w.down_proj)
+        ws = self._fusable(w.feed_forward_text, w.gate_proj, w.up_proj, w.down_proj)
         if ws is None or cfg.activation not in GATES:
             return super().feed_forward(x, w, cfg)
         gate, up, down = ws
-        h = self.kernels.gated_linears(x, gate, up, cfg.activation, w.ffn_norm, cfg.norm_eps)  # (N, F)
-        return self.kernels.linear_add(h, down, x, w.ffn_sub_norm, cfg.norm_eps)  # (N, D)
+        h = self.kernels.gated_linears(x, gate, up, cfg.activation, w.ffn_norm)  # (N, F)
+        return self.kernels.linear_add(h, down, x, w.ffn_sub_norm)  # (N, D)
 
-    def _fusable(self, cfg: ModelConfig, *ws: LinearWeight) -> list[PanelWeight] | None:
-        """The weights as panels, where fused kernels take all of them; else None, and a block is composed of ops."""
-        if not (self.fuses and cfg.has_plain_blocks) or self.layout == "table":  # tables take few tokens per call
+    def _fusable(self, text: BlockText | None, *ws: LinearWeight) -> list[PanelWeight] | None:
+        """The weights as panels, where fused kernels take all of them; else None, and a block is composed of ops.
+        text: of the layer's family; fused kernels compute those of LLaMA and BitNet."""
+        if not self.fuses or text is not None or self.layout == "table":  # tables take few tokens per call
             return None
-        panels = [w for w in ws if type(w) is PanelWeight and w.input_norm is None and w.layout == self.layout]
+        panels = [w for w in ws if type(w) is PanelWeight and w.layout == self.layout]
         return panels if len(panels) == len(ws) else None
 
     # -- ops -----------------------------------------------------------------------------------------------------------
 
-    def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
-        require("rms_norm", x.ndim == 2 and weight.shape == x.shape[1:], "x (N, D), weight (D,)", x=x, weight=weight)
-        return self.kernels.rms_norm(x, weight, eps)
+    def rms_norm(self, x: NDArray, norm: Norm) -> NDArray:
+        check_norm(x, norm)
+        return self.kernels.rms_norm(x, norm)
 
-    def rope(
-        self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, partial: bool = False
-    ) -> tuple[NDArray, NDArray]:
-        check_rope(q, k, cos, sin, partial)
+    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
+        check_rope(q, k, cos, sin)
         return self.kernels.rope(q, cos, sin), self.kernels.rope(k, cos, sin)
 
     def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
@@ -324,7 +330,7 @@ class CythonBackend(KernelBackend):
         if x_q.dtype != np.int8 or x_q.ndim != 2 or x_q.shape[1] != w.in_features:
             got = f"x_q {x_q.dtype} {x_q.shape}"
             raise ShapeError("ternary_matmul", expected=f"x_q int8 (M, {w.in_features})", got=got)
-        panels = self._panels(w)
+        panels = self._ternary_panels(w)
         block_k = layouts()[panels.layout][0]
         padded = np.zeros((len(x_q), -(-w.in_features // block_k) * block_k), dtype=np.int8)
         padded[:, : w.in_features] = x_q
@@ -342,35 +348,23 @@ class CythonBackend(KernelBackend):
         return y
 
     def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
-        if not has_dense_kernel(w):
-            return super().dense_matmul(x, w)
-        return self._dense_linears(x, (w,))[0]
+        require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], f"x (N, {w.shape[1]})", x=x)
+        return self.kernels.dense_linears(x, (w,))[0] if has_dense_kernel(w) else super().dense_matmul(x, w)
 
-    def group_matmul(self, x: NDArray, w: GroupTernaryLinear) -> NDArray:
-        return self._group_linears(x, [replace(self._group_panels(w), bias=None)])[0]
+    def compute(self, name: str, function: Callable[..., NDArray], *args: Any) -> NDArray:
+        if function is group_linear:
+            x, w = args
+            return self._group_linears(x, [replace(self._group_panels(w), bias=None)])[0]
+        return function(*args)
 
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
-        """Ternary weights without a norm of their own go through one call, which quantises x once.
-
-        So do those that are ternary by groups, and dense ones."""
-        together = [self._panels(w) for w in ws if isinstance(w, TernaryLinear) and w.input_norm is None]
-        shared = iter(self._bit_linears(x, together) if together else ())
-        by_groups = iter(self._group_linears(x, [w for w in ws if isinstance(w, GroupTernaryLinear)]))
-        dense = [w for w in ws if isinstance(w, DenseWeight) and has_dense_kernel(w)]
-        products = iter(self._dense_linears(x, dense) if dense else ())
-        outputs = []
-        for w in ws:
-            if isinstance(w, DenseWeight):
-                y = next(products) if has_dense_kernel(w) else self.dense_matmul(x, w)
-                outputs.append(y if w.bias is None else self.add(y, w.bias))
-            elif isinstance(w, GroupTernaryLinear):
-                outputs.append(next(by_groups))
-            elif isinstance(w, TernaryLinear) and w.input_norm is not None:
-                normed = self.rms_norm(x, w.input_norm.weight, w.input_norm.eps)
-                outputs += self._bit_linears(normed, [self._panels(w)])
-            else:
-                outputs.append(next(shared))
-        return tuple(outputs)
+        """Weights of one kind go through one call, which quantises x once."""
+        outputs: list[NDArray | None] = [None] * len(ws)
+        for kind in dict.fromkeys(w.kind for w in ws):
+            numbers = [i for i, w in enumerate(ws) if w.kind == kind]
+            for i, y in zip(numbers, self._PRODUCTS[kind](self, x, [ws[i] for i in numbers]), strict=True):
+                outputs[i] = y
+        return tuple(y for y in outputs if y is not None)
 
     def append(self, cache: KVCache, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
         self._append(cache, layer, batch, k, v, None)
@@ -426,8 +420,9 @@ class CythonBackend(KernelBackend):
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
-    def _bit_linears(self, x: NDArray, ws: Sequence[PanelWeight]) -> tuple[NDArray, ...]:
+    def _bit_linears(self, x: NDArray, weights: Sequence[TernaryLinear]) -> Sequence[NDArray]:
         """BitLinears of one x in one call, or for the table layout in one call for every few tokens."""
+        ws = [self._ternary_panels(w) for w in weights]
         for w in ws:
             require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
         if self.layout != "table" or len(x) <= TABLE_TOKENS:
@@ -437,7 +432,10 @@ class CythonBackend(KernelBackend):
         except NumericsError:
             self.quantize_activations(x)  # raises the error that numbers the token in x, not in its part
             raise
-        return tuple(np.concatenate(ys) for ys in zip(*parts, strict=True))
+        return [np.concatenate(ys) for ys in zip(*parts, strict=True)]
+
+    def _normed_linears(self, x: NDArray, ws: Sequence[NormedLinear]) -> list[NDArray]:
+        return [self.linear(self.rms_norm(x, w.own_norm), w.linear) for w in ws]
 
     def _group_panels(self, w: GroupTernaryLinear) -> GroupPanelWeight:
         """The weight in panels for this kernel set, prepared already or now."""
@@ -456,11 +454,17 @@ class CythonBackend(KernelBackend):
             outputs += self.kernels.group_linears(x, panels)
         return outputs
 
-    def _dense_linears(self, x: NDArray, ws: Sequence[DenseWeight]) -> tuple[NDArray, ...]:
-        """Dense linears without their biases, each of which `has_dense_kernel`."""
-        for w in ws:
+    def _dense_linears(self, x: NDArray, ws: Sequence[DenseWeight]) -> list[NDArray]:
+        """Dense linears and their biases: those that have a kernel in one call."""
+        together = [w for w in ws if has_dense_kernel(w)]
+        for w in together:
             require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], f"x (N, {w.shape[1]})", x=x)
-        return self.kernels.dense_linears(x, ws)
+        products = iter(self.kernels.dense_linears(x, together) if together else ())
+        outputs = []
+        for w in ws:
+            y = next(products) if has_dense_kernel(w) else self.dense_matmul(x, w)
+            outputs.append(y if w.bias is None else self.add(y, w.bias))
+        return outputs
 
     def _append(
         self, cache: KVCache, layer: int, batch: TokenBatch, k: NDArray, v: NDArray, rope: RopeTables | None
@@ -485,15 +489,18 @@ class CythonBackend(KernelBackend):
             cache.visible(layer, int(batch.slots[missing]), int(batch.positions[missing]), window)
         return z
 
-    def _panels(self, w: LinearWeight) -> PanelWeight:
-        """The weight as panels, prepared already or now."""
-        panels = w if isinstance(w, PanelWeight) else self.prepare(w)
-        assert isinstance(panels, PanelWeight)
-        if panels.layout != self.layout:
-            raise BackendUnavailable(
-                f"weights prepared as {panels.layout} panels on a backend of {self.layout} ones; load the model with it"
-            )
-        return panels
+    # By the kind of weight: its layout, and the products of several of one input with their biases.
+    _LAYOUTS: ClassVar[dict[str, Callable[..., LinearWeight]]] = {
+        "ternary": _ternary_panels,
+        "groups": _group_panels,
+        "normed": _normed,
+    }
+    _PRODUCTS: ClassVar[dict[str, Callable[..., Sequence[NDArray]]]] = {
+        "ternary": _bit_linears,
+        "groups": _group_linears,
+        "dense": _dense_linears,
+        "normed": _normed_linears,
+    }
 
 
 def _token_parts(tokens: int, layout: str) -> list[slice]:
@@ -508,13 +515,9 @@ def _fingerprint(layout: str, simd: str) -> int:
     be = CythonBackend(threads=1, simd=simd, layout=layout)
     values = np.arange(80 * 80, dtype=np.float32).reshape(80, 80) % 7 - 3
     ternary = TernaryWeight.from_ternary(np.sign(values).astype(np.int8), 1.0)
-    panels = be.prepare(ternary)
-    by_groups = be.prepare(GroupTernaryWeight(ternary.packed, 80, np.abs(values[:, 1:3]), 64))
+    panels = be._ternary_panels(ternary)
+    by_groups = be._group_panels(GroupTernaryWeight(ternary.packed, 80, np.abs(values[:, 1:3]), 64))
     screened = be._add_screen(DenseWeight(values.astype(ml_dtypes.bfloat16)))
-    assert isinstance(panels, PanelWeight)
-    assert isinstance(by_groups, GroupPanelWeight)
-    assert screened.rows_q is not None
-    assert screened.facts is not None
     checksum = 0
     for array in (panels.panels, by_groups.panels, by_groups.scales, screened.rows_q, screened.facts):
         checksum = crc32(array.tobytes(), checksum)

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import NumericsError
-from ...reference.blocks import BLOCK_TYPES
+from ...families.blocks import BlockWeight
 from ...reference.cache import TokenBatch
-from ...reference.weights import DenseWeight
+from ...reference.weights import DenseWeight, Norm
 from .extension import _cpu
 from .weights import GroupPanelWeight, PanelWeight, view_bits
 
@@ -52,30 +52,32 @@ class CpuKernels:
 
     # -- ternary linears: x (N, K), quantised once per call ------------------------------------------------------------
 
-    def bit_linears(
-        self, x: NDArray, ws: Sequence[PanelWeight], norm: NDArray | None = None, eps: float = 0.0
-    ) -> tuple[Floats, ...]:
+    def bit_linears(self, x: NDArray, ws: Sequence[PanelWeight], norm: Norm | None = None) -> tuple[Floats, ...]:
         """rms_norm (if `norm` is given) + linears.   -> (N, out) for each weight"""
         ys = tuple([self.results.empty((len(x), w.out_features)) for w in ws])
-        self._bit_linears(x, ws, ys, norm_weight=norm, eps=eps)
+        self._bit_linears(x, ws, ys, norm)
         return ys
 
     def gated_linears(
-        self, x: NDArray, gate: PanelWeight, up: PanelWeight, activation: str, norm: NDArray | None, eps: float
+        self, x: NDArray, gate: PanelWeight, up: PanelWeight, activation: str, norm: Norm | None
     ) -> Floats:
         """rms_norm + linears + gated: the two products never leave the L1 cache.   -> (N, F)"""
         y = self.results.empty((len(x), gate.out_features))
-        self._bit_linears(x, (gate, up), (y,), norm_weight=norm, eps=eps, gate=GATES[activation])
+        self._bit_linears(x, (gate, up), (y,), norm, gate=GATES[activation])
         return y
 
-    def linear_add(self, x: NDArray, w: PanelWeight, residual: NDArray, norm: NDArray | None, eps: float) -> Floats:
+    def linear_add(self, x: NDArray, w: PanelWeight, residual: NDArray, norm: Norm | None) -> Floats:
         """rms_norm (if `norm` is given) + linear + add.   residual (N, out) -> (N, out)"""
         y = self.results.empty((len(x), w.out_features))
-        self._bit_linears(x, (w,), (y,), norm_weight=norm, eps=eps, residual=as_floats(residual))
+        self._bit_linears(x, (w,), (y,), norm, residual=as_floats(residual))
         return y
 
-    def _bit_linears(self, x: NDArray, ws: Sequence[PanelWeight], ys: tuple[Floats, ...], **fused: Any) -> None:
+    def _bit_linears(
+        self, x: NDArray, ws: Sequence[PanelWeight], ys: tuple[Floats, ...], norm: Norm | None, **fused: Any
+    ) -> None:
         views = [w.kernel_view for w in ws]
+        if norm is not None:
+            fused |= {"norm_weight": norm.weight, "eps": norm.eps}
         row = _cpu.bit_linears(as_floats(x), views, ys, self.threads, self.kernel_set, self.tape, **fused)
         if row >= 0:
             raise NumericsError(f"quantize_activations: the activation of token {row} holds NaN or Inf")
@@ -121,9 +123,10 @@ class CpuKernels:
 
     # -- single ops ----------------------------------------------------------------------------------------------------
 
-    def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> Floats:
+    def rms_norm(self, x: NDArray, norm: Norm) -> Floats:
         y = self.results.empty(x.shape)
-        if (row := _cpu.rms_norm(as_floats(x), weight, eps, y, self.threads, self.kernel_set, self.tape)) >= 0:
+        arguments = as_floats(x), norm.weight, norm.eps, y
+        if (row := _cpu.rms_norm(*arguments, self.threads, self.kernel_set, self.tape)) >= 0:
             raise NumericsError(f"rms_norm: token {row} holds NaN or Inf")
         return y
 
@@ -149,7 +152,7 @@ class CpuKernels:
     def dense_linears(self, x: NDArray, ws: Sequence[DenseWeight]) -> tuple[Floats, ...]:
         """Dense linears without their biases, in one call.   x (N, K) -> (N, out) for each weight"""
         ys = tuple([self.results.empty((len(x), w.shape[0])) for w in ws])
-        blocks = [0 if w.block_type is None else BLOCK_TYPES[w.block_type].number for w in ws]
+        blocks = [w.block.number if isinstance(w, BlockWeight) else 0 for w in ws]
         rows = [view_bits(w.stored) for w in ws]
         _cpu.dense_linears(as_floats(x), rows, ys, self.threads, self.kernel_set, self.tape, blocks=blocks)
         return ys

@@ -62,8 +62,8 @@ class RopeRows:
         of, length, tables = self._last
         if of is cfg and last < length:
             return tables
-        ropes, tables = dict.fromkeys((cfg.rope, cfg.rope_of_sliding)), []
-        for rope in ropes:
+        tables = []
+        for rope in cfg.ropes:
             table = self._tables.get((rope, cfg.rotary_size))
             if table is None or table.shape[1] <= last:
                 positions = np.arange(max(MIN_ROPE_ROWS, 1 << (last + 1).bit_length()))
@@ -142,8 +142,7 @@ class KernelStep:
         tokens, positions, slots = np.zeros((3, n), dtype=np.int64)
         self._batch = TokenBatch(tokens, positions, slots)
         self._x = np.empty((n, cfg.hidden_size), dtype=np.float32)
-        ropes = len({cfg.rope, cfg.rope_of_sliding})
-        self._rope = np.empty((ropes, 2, n, cfg.rotary_size // 2), dtype=np.float32)
+        self._rope = np.empty((len(cfg.ropes), 2, n, cfg.rotary_size // 2), dtype=np.float32)
         self._pool, self._tape = pool, _cpu.Tape()
         self._result: NDArray | None = None  # in the pool; None: not recorded, or it cannot be replayed
         self._head: Any = None  # _cpu.Tape, from the result to `_logits`; False: it cannot be replayed
@@ -166,8 +165,8 @@ class KernelStep:
         """Compute the step and record its kernel calls.   -> (n, D), or None where it cannot be replayed"""
         self.is_recorded, w = True, self.weights
         be = be._with_kernels(replace(self.kernels, results=self._pool, tape=self._tape))
-        (cos, sin), (local_cos, local_sin) = self._rope[0], self._rope[-1]
-        x = decoder_layers(be, self._x, w.layers, cfg, ((cos, sin), (local_cos, local_sin)), self._batch, cache)
+        ropes = [(cos, sin) for cos, sin in self._rope]
+        x = decoder_layers(be, self._x, w.layers, cfg, ropes, self._batch, cache)
         result = head_input(be, w, cfg, x)
         if not self._can_replay(self._tape, result):
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,17 +10,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ...families.blocks import BlockWeight
+from ...families.groups import GroupTernaryLinear, GroupTernaryWeight, Rotation
 from ...reference import quantization
-from ...reference.weights import (
-    DenseWeight,
-    GroupTernaryLinear,
-    GroupTernaryWeight,
-    InputNorm,
-    ModelWeights,
-    Rotation,
-    TernaryLinear,
-    TernaryWeight,
-)
+from ...reference.weights import DenseWeight, ModelWeights, TernaryLinear, TernaryWeight
 from ..backend import Ids
 from .extension import DEFAULT_LAYOUT, _cpu, layout_number
 from .memory import HugePages
@@ -55,14 +48,19 @@ class StripUse(NamedTuple):
 
 def strip_uses(w: ModelWeights, several: bool = False) -> dict[str, StripUse]:
     """`PanelWeight.use` of every linear that has one, by name."""
-    uses = ((name, weight.use(several)) for name, weight in w.linears() if isinstance(weight, PanelWeight))
+    uses = ((name, weight.use(several)) for name, weight in _panels_of(w))
     return {name: use for name, use in uses if use is not None}
 
 
 def strip_bytes(w: ModelWeights) -> int:
     """Bytes of all strips."""
-    strips = (weight.strips for _, weight in w.linears() if isinstance(weight, PanelWeight))
-    return sum(each.nbytes for each in strips if each is not None)
+    return sum(weight.strips.nbytes for _, weight in _panels_of(w) if weight.strips is not None)
+
+
+def _panels_of(w: ModelWeights) -> Iterator[tuple[str, PanelWeight]]:
+    for name, weight in w.linears():
+        if isinstance(weight, PanelWeight):
+            yield name, weight
 
 
 def mean_skipped(uses: Mapping[str, StripUse], linear: str) -> float:
@@ -81,10 +79,10 @@ class PanelWeight(TernaryLinear):
     in_features: int
     w_dequant_scale: np.float32
     bias: NDArray[np.float32] | None = None
-    input_norm: InputNorm | None = None
     layout: str = DEFAULT_LAYOUT
     strips: NDArray[np.uint8] | None = None  # of its rows or columns, each in one piece: `kernels/cpu/strips.h`
     by_columns: bool = False
+    name: str = ""
     kernel_view: Any = field(init=False, repr=False)  # the same as an object of the extension
 
     def __post_init__(self) -> None:
@@ -121,7 +119,7 @@ class PanelWeight(TernaryLinear):
         columns = -(-self.in_features // quantization.CODES_PER_BYTE)
         packed = np.empty((self.out_features, columns), dtype=np.uint8)
         _cpu.unpack_panels(self.panels, packed, threads, layout_number(self.layout))
-        return TernaryWeight(packed, self.in_features, self.w_dequant_scale, self.bias, self.input_norm)
+        return TernaryWeight(packed, self.in_features, self.w_dequant_scale, self.bias, self.name)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -136,6 +134,7 @@ class GroupPanelWeight(GroupTernaryLinear):
     layout: int  # 0: planes, 1: tables
     bias: NDArray[np.float32] | None = None
     rotation: Rotation | None = None
+    name: str = ""
     kernel_view: Any = field(init=False, repr=False)  # the same as an object of the extension
 
     def __post_init__(self) -> None:
@@ -160,7 +159,7 @@ class GroupPanelWeight(GroupTernaryLinear):
         for panel in range(count):
             some = np.repeat(w.scales[panel * rows : (panel + 1) * rows], per_group, axis=1)
             by_panel[panel, :, : len(some)] = some.T
-        return cls(panels, scales, n, k, w.group, layout, w.bias, w.rotation)
+        return cls(panels, scales, n, k, w.group, layout, w.bias, w.rotation, w.name)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -194,14 +193,12 @@ class ScreenedHead(DenseWeight):
         the other rows, some tens of 128,256, are computed from the weights exactly as `lm_head` computes all of them.
     """
 
-    rows_q: NDArray[np.int8] | None = None  # (V, D, padded to a multiple of 64)
-    facts: NDArray[np.float32] | None = None  # (V, 3): scale and norms, see head_screen.h
+    rows_q: NDArray[np.int8] = field(kw_only=True)  # (V, D, padded to a multiple of 64)
+    facts: NDArray[np.float32] = field(kw_only=True)  # (V, 3): scale and norms, see head_screen.h
 
     @property
     def screen_nbytes(self) -> int:
         """Bytes read to screen one token."""
-        assert self.rows_q is not None
-        assert self.facts is not None
         return self.rows_q.nbytes + self.facts.nbytes
 
     @property
@@ -229,7 +226,8 @@ KERNEL_DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
 
 def kernels_take(w: DenseWeight) -> bool:
     """Whether the dense kernels compute from this matrix as it is: contiguous blocks, float32, bfloat16 or float16."""
-    return (w.block_type is not None or w.dtype in KERNEL_DTYPES) and w.stored.flags.c_contiguous
+    known = w.block.number is not None if isinstance(w, BlockWeight) else w.dtype in KERNEL_DTYPES
+    return known and w.stored.flags.c_contiguous
 
 
 def has_dense_kernel(w: DenseWeight) -> bool:

@@ -11,36 +11,30 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BackendUnavailable, ShapeError
+from ...families import family_of
+from ...families.groups import GroupTernaryLinear, group_linear
+from ...families.linear_norms import NormedLinear
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig, RopeConfig
-from ...reference.model import RopeTables, final_hidden
-from ...reference.ops import check_attention, check_dequantize, check_rope, require
-from ...reference.weights import (
-    DenseWeight,
-    EmbeddingWeight,
-    GroupTernaryLinear,
-    GroupTernaryWeight,
-    LayerWeights,
-    LinearWeight,
-    ModelWeights,
-    TernaryLinear,
-    TernaryWeight,
-)
+from ...reference.model import RopeTables, attention_result, final_hidden, split_heads
+from ...reference.ops import check_attention, check_dequantize, check_norm, check_rope, require
+from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, Shared, TernaryLinear
 from ..backend import Backend, HeadNeed, HeadRows
 from ..paged_cache import CACHE_DTYPES, CacheSpec
 from . import Device, open_device
 from . import rows as row_kernels
 from .attention import Attention, PositionTables
 from .blocks import FusedLinears
-from .cache import DeviceBatch, DeviceKVCache, decodes
+from .cache import DeviceBatch, DeviceKVCache, decodes, on_device
 from .dense import MAX_IN_ORDER, DenseKernels, DeviceDense
 from .device import INSTALL
 from .footprint import working_bytes
@@ -108,37 +102,34 @@ class CupyBackend(Backend):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def check_config(self, config: ModelConfig) -> None:
-        scales = config.embedding_scale, config.query_scale, config.residual_scale, config.head_scale
-        lacks = ["scaled embeddings, queries or residuals"] * any(scale != 1 for scale in scales)
-        lacks += ["Gated DeltaNet"] * (config.delta is not None) + ["output gates"] * config.output_gate
-        lacks += ["partial RoPE"] * (config.rotary_dim is not None)
-        if lacks := lacks + [f"the activation {config.activation}"] * (config.activation not in row_kernels.GATES):
+        lacks = list(family_of(config).lacks(config))
+        if config.embedding_scale != 1 or config.head_scale != 1:
+            lacks.append("scaled embeddings or head inputs")
+        if config.activation not in row_kernels.GATES:
+            lacks.append(f"the activation {config.activation}")
+        if lacks:
             message = f"the backend cupy has no kernels for {' and '.join(lacks)} of {config.model_type}"
             raise BackendUnavailable(f"{message}; load it with backend='cython' or 'numpy'")
 
     def prepare(self, w: LinearWeight) -> LinearWeight:
-        if isinstance(w, TernaryWeight):
-            return self._ternary.prepare(w)
-        if isinstance(w, GroupTernaryWeight):
-            if takes_groups(w):
-                return put_groups(self.ws, w)
-            w = w.dense()
-        return self._denses.prepare(w) if type(w) is DenseWeight else w
+        return self._LAYOUTS[w.kind](self, w)
+
+    def _put_groups(self, w: GroupTernaryLinear) -> DeviceGroups | DeviceDense:
+        """On the device; as a dense matrix where the kernels cannot compute from it."""
+        if isinstance(w, DeviceGroups):
+            return w
+        return put_groups(self.ws, w.plain()) if takes_groups(w) else self._dense(w.dense())
+
+    def _put_normed(self, w: NormedLinear) -> NormedLinear:
+        return replace(w, linear=self.prepare(w.linear))
 
     def prepare_model(self, w: ModelWeights, cfg: ModelConfig) -> ModelWeights:
         """Puts the embedding, the norms and the biases on the device, and stacks the linears of one input."""
-        embedding = self._table(w.embedding)
+        embedding = self.prepare(w.embedding)
         w = replace(w, embedding=embedding, lm_head=embedding if w.tied else self.prepare(w.lm_head))
-        vectors: list[NDArray | None] = [w.final_norm]
-        for layer in w.layers:
-            vectors += [norm for _, norm in layer.norms()]
-        for _, linear in w.linears():
-            vectors.append(linear.bias)
-            if isinstance(linear, TernaryLinear) and linear.input_norm is not None:
-                vectors.append(linear.input_norm.weight)
-        for vector in vectors:
-            if vector is not None:
-                self.ws.keep_vector(vector)
+        biases = [linear.bias for _, linear in w.linears() if linear.bias is not None]
+        for vector in [*(norm.weight for norm in w.norms()), *biases]:
+            self.ws.keep_vector(vector)
         stack_linears(w.layers, (self._ternary, self._denses), self.ws.device)
         return w
 
@@ -239,24 +230,19 @@ class CupyBackend(Backend):
     ) -> NDArray:
         """Products of ternary weights are fused with the norm before and the residual stream after them; RoPE and the
         append are one launch, or for decoded tokens part of attention."""
-        if not (self.fuses and cfg.has_plain_blocks):
+        if not self.fuses or w.attention_text is not None:
             return super().attention_block(x, w, cfg, rope, batch, cache, layer)
         ws = w.q_proj, w.k_proj, w.v_proj
         if (stack := self._ternary_stack(ws)) is not None:
-            q, k, v = self._fused.norm_linears(x, self._norm(w.attn_norm, cfg), stack)
+            q, k, v = self._fused.norm_linears(x, self._norm(w.attn_norm), stack)
         else:
-            q, k, v = self.linears(self.rms_norm(x, w.attn_norm, cfg.norm_eps), ws)
-        q = q.reshape(-1, cfg.num_attention_heads, cfg.head_dim)  # (N, H, d)
-        k = k.reshape(-1, cfg.num_key_value_heads, cfg.head_dim)  # (N, G, d)
-        v = v.reshape(-1, cfg.num_key_value_heads, cfg.head_dim)  # (N, G, d)
+            q, k, v = self.linears(self.rms_norm(x, w.attn_norm), ws)
+        q, k, v = split_heads(cfg, q, k, v)  # (N, H, d), (N, G, d), (N, G, d)
         z = self._attend_new(q, k, v, rope, cfg.window_of(layer), batch, cache, layer)  # (N, H, d)
-        z = z.reshape(-1, cfg.num_attention_heads * cfg.head_dim)  # (N, H*d)
         if has_tiles(w.o_proj):
-            sub_norm = None if w.attn_sub_norm is None else self._norm(w.attn_sub_norm, cfg)
-            return self._fused.norm_linear_add(z, sub_norm, w.o_proj, x)  # (N, D)
-        if w.attn_sub_norm is not None:
-            z = self.rms_norm(z, w.attn_sub_norm, cfg.norm_eps)
-        return self.add(x, self.linear(z, w.o_proj))  # (N, D)
+            sub_norm = None if w.attn_sub_norm is None else self._norm(w.attn_sub_norm)
+            return self._fused.norm_linear_add(z.reshape(-1, cfg.query_size), sub_norm, w.o_proj, x)  # (N, D)
+        return self.add(x, attention_result(self, z, w))  # (N, D)
 
     def _attend_new(
         self,
@@ -270,8 +256,7 @@ class CupyBackend(Backend):
         layer: int,
     ) -> NDArray:
         """`rope`, `append` and `attention`.   q (N, H, d), k and v (N, G, d) -> z (N, H, d)"""
-        assert isinstance(cache, DeviceKVCache)
-        assert isinstance(batch, DeviceBatch)
+        cache, batch = on_device(cache, batch)
         if batch.decodes and cache.kind != "int8":
             cache.begin_append(batch, k, v)
             longest = self._longest(cache, batch, layer, window)
@@ -287,44 +272,44 @@ class CupyBackend(Backend):
         """Fused where all three linears are ternary, without a norm of their own."""
         stack = self._ternary_stack((w.gate_proj, w.up_proj))
         if (
-            not cfg.has_plain_blocks
+            w.feed_forward_text is not None
             or stack is None
             or not has_tiles(w.down_proj)
             or cfg.activation not in row_kernels.GATES
         ):
             return super().feed_forward(x, w, cfg)
-        sub_norm = None if w.ffn_sub_norm is None else self._norm(w.ffn_sub_norm, cfg)
-        return self._fused.feed_forward(x, self._norm(w.ffn_norm, cfg), stack, cfg.activation, sub_norm, w.down_proj)
+        sub_norm = None if w.ffn_sub_norm is None else self._norm(w.ffn_sub_norm)
+        return self._fused.feed_forward(x, self._norm(w.ffn_norm), stack, cfg.activation, sub_norm, w.down_proj)
 
     def _ternary_stack(self, ws: Sequence[LinearWeight]) -> Stack | None:
         """The stack of these weights, if they are ternary and blocks may be fused."""
         stack = stack_of(ws) if self.fuses else None
         return stack if stack is not None and isinstance(stack.whole, TiledWeight) else None
 
-    def _norm(self, weight: NDArray, cfg: ModelConfig) -> row_kernels.Norm:
-        return self.ws.vector(weight), cfg.norm_eps
+    def _norm(self, norm: Norm) -> row_kernels.Norm:
+        return self.ws.vector(norm.weight), norm.eps
 
     # -- ops -----------------------------------------------------------------------------------------------------------
 
-    def embed(self, w: EmbeddingWeight, tokens: NDArray[np.int64]) -> NDArray:
+    def embed(self, w: LinearWeight, tokens: NDArray[np.int64]) -> NDArray:
         require("embed", tokens.ndim == 1 and tokens.dtype == np.int64, "tokens (N,) int64", tokens=tokens)
-        table = self._table(w)
+        table = self.prepare(w)
         if isinstance(table, DeviceGroups):
             return take_group_rows(self.ws, table, tokens)
-        return row_kernels.take_rows(self.ws, table.device_rows, table.kind, tokens)
+        dense = self._dense(table)
+        return row_kernels.take_rows(self.ws, dense.device_rows, dense.on_device.kind, tokens)
 
-    def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> NDArray:
-        require("rms_norm", x.ndim == 2 and weight.shape == x.shape[1:], "x (N, D), weight (D,)", x=x, weight=weight)
-        return row_kernels.rms_norm(self.ws, x, (self.ws.vector(weight), eps))
+    def rms_norm(self, x: NDArray, norm: Norm) -> NDArray:
+        check_norm(x, norm)
+        return row_kernels.rms_norm(self.ws, x, self._norm(norm))
 
     def rope_tables(self, positions: NDArray[np.int64], rope: RopeConfig, head_dim: int) -> RopeTables:
         require("rope_tables", positions.ndim == 1, "positions (N,)", positions=positions)
         return self.rope_positions.of(positions, rope, head_dim)
 
-    def rope(
-        self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, partial: bool = False
-    ) -> tuple[NDArray, NDArray]:
-        check_rope(q, k, cos, sin)  # the kernel turns whole heads
+    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
+        check_rope(q, k, cos, sin)
+        require("rope", 2 * cos.shape[-1] == q.shape[-1], "tables of whole heads, which the kernel turns", q=q, cos=cos)
         (n, heads, head_dim), kv_heads = q.shape, k.shape[1]
         rotated = self.ws.empty(q.shape, np.float32), self.ws.empty(k.shape, np.float32)
         grid = (-(-(heads + kv_heads) * (head_dim // 2) // 128), n)
@@ -348,18 +333,26 @@ class CupyBackend(Backend):
         self.ws.each("rows.cu", "dequantize", acc.size, *arguments)
         return y
 
-    def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
+    def dense_matmul(self, x: NDArray, w: LinearWeight) -> NDArray:
         require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], f"x (N, {w.shape[1]})", x=x)
         (y,) = self._denses.matmul(x, self._dense(w).on_device)
         return y
 
-    def group_matmul(self, x: NDArray, w: GroupTernaryLinear) -> NDArray:
+    def compute(self, name: str, function: Callable[..., NDArray], *args: Any) -> NDArray:
+        if function is not group_linear:
+            raise BackendUnavailable(f"the backend cupy has no kernel for {function.__name__}; use cython or numpy")
+        x, w = args
+        return self._product_by_groups(x, w)
+
+    def scale(self, x: NDArray, factor: float, name: str) -> NDArray:
+        raise BackendUnavailable(f"the backend cupy has no kernel for scale ({name}); use cython or numpy")
+
+    def _product_by_groups(self, x: NDArray, w: GroupTernaryLinear) -> NDArray:
         require("group_matmul", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
-        prepared = w if isinstance(w, DeviceGroups) else self.prepare(w.plain())
-        if isinstance(prepared, DeviceGroups):
-            return group_matmul(self.ws, x, prepared)
-        assert isinstance(prepared, DenseWeight)
-        return self.dense_matmul(x, prepared)
+        prepared = self._put_groups(w)
+        return (
+            group_matmul(self.ws, x, prepared) if isinstance(prepared, DeviceGroups) else self.dense_matmul(x, prepared)
+        )
 
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
         """A dense stack is one launch. Ternary products dequantise and add the bias in their epilogue."""
@@ -368,31 +361,32 @@ class CupyBackend(Backend):
             require("linear", x.ndim == 2 and x.shape[1] == ws[0].shape[1], f"x (N, {ws[0].shape[1]})", x=x)
             ys = self._denses.matmul(x, stack.whole)
             return tuple(y if w.bias is None else self.add(y, w.bias) for y, w in zip(ys, ws, strict=True))
-        outputs, shared = [], None
-        for w in ws:
-            if isinstance(w, DenseWeight | GroupTernaryLinear):
-                y = self.dense_matmul(x, w) if isinstance(w, DenseWeight) else self.group_matmul(x, w)
-                outputs.append(y if w.bias is None else self.add(y, w.bias))
-                continue
-            assert isinstance(w, TernaryLinear)
-            require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
-            own, tiled = w.input_norm, self._tiled(w)
-            norm = None if own is None else (self.ws.vector(own.weight), own.eps)
-            if self.fuses and row_kernels.takes_row(x, tiled):
-                outputs.append(row_kernels.linear_of_row(self.ws, x, tiled, norm))
-                continue
-            if norm is not None:
-                quantized = row_kernels.quantize(self.ws, x, norm)
-            else:
-                quantized = shared = shared or row_kernels.quantize(self.ws, x)
-            y = self.ws.empty((len(x), w.shape[0]), np.float32)
-            outputs.append(self._ternary.linear(*quantized, tiled, y))
-        return tuple(outputs)
+        shared: Shared = {}
+        return tuple(self._LINEARS.get(w.kind, CupyBackend.one_linear)(self, x, w, shared) for w in ws)
+
+    def _bit_linear(
+        self, x: NDArray, w: TernaryLinear, shared: Shared, norm: row_kernels.Norm | None = None
+    ) -> NDArray:
+        """A BitLinear; x is normed first if there is a norm.   x (N, K) -> (N, out)"""
+        require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
+        tiled = self._tiled(w)
+        if self.fuses and row_kernels.takes_row(x, tiled):
+            return row_kernels.linear_of_row(self.ws, x, tiled, norm)
+        if "padded int8" not in shared:
+            shared["padded int8"] = row_kernels.quantize(self.ws, x, norm)
+        y = self.ws.empty((len(x), w.shape[0]), np.float32)
+        x_q, x_quant_scale = shared["padded int8"]
+        return self._ternary.linear(x_q, x_quant_scale, tiled, y)
+
+    def _normed_linear(self, x: NDArray, w: NormedLinear, shared: Shared) -> NDArray:
+        own: Shared = {}
+        if w.bit_linear is not None:
+            return self._bit_linear(x, w.bit_linear, own, self._norm(w.own_norm))
+        return self.one_linear(self.rms_norm(x, w.own_norm), w.linear, own)
 
     def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
         check_attention(q, cache, batch)
-        assert isinstance(cache, DeviceKVCache)
-        assert isinstance(batch, DeviceBatch)
+        cache, batch = on_device(cache, batch)
         return self._attention(q, cache, batch, layer, window, self._longest(cache, batch, layer, window))
 
     def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
@@ -427,19 +421,19 @@ class CupyBackend(Backend):
         """The weight in tiles: what `prepare` made of it, or made now."""
         return w if isinstance(w, TiledWeight) else self._ternary.prepare(w.plain())
 
-    def _table(self, w: EmbeddingWeight) -> DeviceDense | DeviceGroups:
-        """The embedding on the device."""
-        if isinstance(w, DeviceGroups):
+    def _dense(self, w: LinearWeight) -> DeviceDense:
+        """A dense matrix on the device: what `prepare` made of it, or made now."""
+        if isinstance(w, DeviceDense):
             return w
-        if isinstance(w, GroupTernaryLinear):
-            prepared = self.prepare(w.plain())
-            assert isinstance(prepared, DeviceDense | DeviceGroups)
-            return prepared
-        return self._dense(w)
+        if not isinstance(w, DenseWeight):
+            raise BackendUnavailable(f"the backend cupy has no kernels for {w.kind} weights here: {w!r}")
+        return self._denses.prepare(w)
 
-    def _dense(self, w: DenseWeight) -> DeviceDense:
-        prepared = (
-            w if isinstance(w, DeviceDense) else self.prepare(DenseWeight(w.stored, w.bias, block_type=w.block_type))
-        )
-        assert isinstance(prepared, DeviceDense)
-        return prepared
+    # By the kind of weight: its layout on the device, and its product with its bias.
+    _LAYOUTS: ClassVar[dict[str, Callable[..., LinearWeight]]] = {
+        "ternary": _tiled,
+        "groups": _put_groups,
+        "dense": _dense,
+        "normed": _put_normed,
+    }
+    _LINEARS: ClassVar[dict[str, Callable[..., NDArray]]] = {"ternary": _bit_linear, "normed": _normed_linear}

@@ -248,3 +248,10 @@ class DeviceKVCache(PagedKVCache):
                 out[here] = widen(rows, scale)
             results.append(out)
         return results[0], results[1]
+
+
+def on_device(cache: KVCache, batch: TokenBatch) -> tuple[DeviceKVCache, DeviceBatch]:
+    """The cache and the batch of a pass on a card: the backend made both."""
+    assert isinstance(cache, DeviceKVCache)
+    assert isinstance(batch, DeviceBatch)
+    return cache, batch

@@ -7,15 +7,17 @@ multiplies more tokens than a recorded step has (`Device.matmul_16`), with activ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from ...errors import ShapeError
-from ...reference.weights import DenseWeight
+from ...reference.ops import Ops
+from ...reference.weights import DenseWeight, LinearWeight, Shared
 from .stacks import MAX_STACKED, Member, Stack, first_rows, split, starts_of
 from .workspace import Workspace
 
@@ -76,21 +78,58 @@ class DenseRows:
     member: Member | None = None  # its place in a stack
 
 
-@dataclass(frozen=True, eq=False)
-class DeviceDense(DenseWeight):
+@dataclass(frozen=True, eq=False, repr=False)
+class DeviceDense(LinearWeight):
     """A dense matrix: in the host's memory as the file has it, and on the device; there, blocks are float32."""
 
-    on_device: DenseRows = field(kw_only=True)
+    kind = "dense"
+
+    host: DenseWeight
+    on_device: DenseRows
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.host.name
+
+    @property
+    def bias(self) -> NDArray[np.float32] | None:  # type: ignore[override]
+        return self.host.bias
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.host.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.host.nbytes
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.host.dtype
+
+    @property
+    def array(self) -> NDArray:
+        return self.host.array
+
+    def plain(self) -> DenseWeight:
+        return self.host
+
+    def called(self, name: str) -> DeviceDense:
+        return replace(self, host=self.host.called(name))
+
+    def rows(self, index: Any, dtype: DTypeLike) -> NDArray:
+        return self.host.rows(index, dtype)
+
+    def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
+        return self.host.contents(name)
+
+    def product(self, be: Ops, x: NDArray, shared: Shared) -> NDArray:
+        return be.dense_matmul(x, self)
 
     @property
     def device_rows(self) -> Any:
         """(out, width) on the device"""
         return self.on_device.rows
-
-    @property
-    def kind(self) -> str:
-        """The dtype of `rows`: float32, float16 or bfloat16."""
-        return self.on_device.kind
 
     @property
     def member(self) -> Member | None:
@@ -108,7 +147,7 @@ class DenseKernels:
         kind = w.dtype.name if self._precision == "float32" else self._precision
         kind = kind if kind in KINDS else "float32"
         rows = self._ws.upload(w.array.astype(KINDS[kind], copy=False))
-        return DeviceDense(w.stored, w.bias, block_type=w.block_type, on_device=DenseRows(rows, kind))
+        return DeviceDense(w, DenseRows(rows, kind))
 
     def can_stack(self, weights: Sequence[Any]) -> bool:
         """Whether `stack` takes them: 2 or 3 dense weights of one input and one dtype, in no stack yet."""
@@ -116,7 +155,7 @@ class DenseKernels:
         return (
             2 <= len(weights) <= MAX_STACKED
             and all(isinstance(w, DeviceDense) and w.member is None for w in weights)
-            and all(w.kind == first.kind and w.shape[1] == first.shape[1] for w in weights)
+            and all(w.on_device.kind == first.on_device.kind and w.shape[1] == first.shape[1] for w in weights)
         )
 
     def stack(self, *weights: DeviceDense) -> Stack:
@@ -126,7 +165,7 @@ class DenseKernels:
             raise ShapeError("stack", expected="two or three weights of one input and one dtype", got=got)
         parts, width = tuple(w.shape[0] for w in weights), weights[0].shape[1]
         rows = self._ws.make((sum(parts), width), weights[0].device_rows.dtype)
-        stack = Stack(DenseRows(rows, weights[0].kind, parts), parts)
+        stack = Stack(DenseRows(rows, weights[0].on_device.kind, parts), parts)
         for number, (w, start) in enumerate(zip(weights, starts_of(parts), strict=True)):
             here = rows[start : start + w.shape[0]]
             self._ws.device.copy(here, w.device_rows)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...reference.weights import GroupTernaryLinear, GroupTernaryWeight, Rotation
+from ...families.groups import GroupTernaryLinear, GroupTernaryWeight, Rotation
 from .dense import KINDS
 from .workspace import Workspace
 
@@ -26,11 +26,12 @@ class DeviceGroups(GroupTernaryLinear):
     host: GroupTernaryWeight
     words: Any  # (N, ceil(K/16)) uint32 on the device
     scales: Any  # (N, groups) on the device
-    kind: str  # of the scales: float32, float16 or bfloat16
+    scales_kind: str  # float32, float16 or bfloat16
     in_features: int
     group: int
     bias: NDArray[np.float32] | None
     rotation: Rotation | None = None
+    name: str = ""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -60,7 +61,7 @@ def put_groups(ws: Workspace, w: GroupTernaryWeight) -> DeviceGroups:
     packed[:, :columns] = w.packed
     kind = w.dtype.name if w.dtype.name in KINDS else "float32"
     scales = ws.upload(w.scales.astype(KINDS[kind], copy=False))
-    return DeviceGroups(w, ws.upload(packed.view("<u4")), scales, kind, w.in_features, w.group, w.bias)
+    return DeviceGroups(w, ws.upload(packed.view("<u4")), scales, kind, w.in_features, w.group, w.bias, name=w.name)
 
 
 def group_matmul(ws: Workspace, x: Any, w: DeviceGroups) -> Any:
@@ -69,7 +70,7 @@ def group_matmul(ws: Workspace, x: Any, w: DeviceGroups) -> Any:
     y = ws.empty((n, out), np.float32)
     each = 1 if n == 1 else TOKENS
     arguments = x, n, width, w.words, w.scales, w.group, out, y
-    ws.launch(FILE, f"group_{each}_{w.kind}", (-(-out // WARPS), -(-n // each)), 32 * WARPS, *arguments)
+    ws.launch(FILE, f"group_{each}_{w.scales_kind}", (-(-out // WARPS), -(-n // each)), 32 * WARPS, *arguments)
     return y
 
 
@@ -78,5 +79,5 @@ def take_group_rows(ws: Workspace, w: DeviceGroups, ids: Any) -> Any:
     rows, width = w.shape
     y = ws.empty((len(ids), width), np.float32)
     arguments = w.words, w.scales, np.int64(rows), ids, width, w.group, y, ws.trouble
-    ws.launch(FILE, f"group_rows_{w.kind}", (len(ids),), 128, *arguments)
+    ws.launch(FILE, f"group_rows_{w.scales_kind}", (len(ids),), 128, *arguments)
     return y

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...errors import ShapeError
 from ...reference.quantization import pack_ternary
-from ...reference.weights import InputNorm, LinearWeight, TernaryLinear, TernaryWeight
+from ...reference.weights import LinearWeight, TernaryLinear, TernaryWeight
 from .device import Device, DeviceArray
 from .stacks import MAX_STACKED, Member, Stack, first_rows, starts_of
 
@@ -114,7 +114,7 @@ class TiledWeight(TernaryLinear):
     in_features: int
     w_dequant_scale: np.float32  # of a stack: the first matrix's
     bias: NDArray[np.float32] | None = None  # the same, on the host
-    input_norm: InputNorm | None = None
+    name: str = ""
     parts: tuple[int, ...] = ()  # of a stack: the rows of each matrix
     member: Member | None = None  # its place in a stack
 
@@ -128,12 +128,12 @@ class TiledWeight(TernaryLinear):
 
     def plain(self) -> TernaryWeight:
         packed = pack_ternary(unpack_tiles(self.device.to_host(self.tiles), *self.shape))
-        return TernaryWeight(packed, self.in_features, self.w_dequant_scale, self.bias, self.input_norm)
+        return TernaryWeight(packed, self.in_features, self.w_dequant_scale, self.bias, self.name)
 
 
 def has_tiles(w: LinearWeight) -> TypeGuard[TiledWeight]:
-    """Whether fused kernels take the weight: in tiles, and without a norm of its own."""
-    return isinstance(w, TiledWeight) and w.input_norm is None
+    """Whether fused kernels take the weight."""
+    return isinstance(w, TiledWeight)
 
 
 class TernaryKernels:
@@ -159,7 +159,7 @@ class TernaryKernels:
         scale, bias = np.float32(weight.w_dequant_scale), weight.bias
         scales = self.device.array(np.full(rows, scale, dtype=np.float32))
         on_device = None if bias is None else self.device.array(np.ascontiguousarray(bias, dtype=np.float32))
-        return TiledWeight(self.device, tiles, scales, on_device, rows, columns, scale, bias, weight.input_norm)
+        return TiledWeight(self.device, tiles, scales, on_device, rows, columns, scale, bias, weight.name)
 
     def can_stack(self, weights: Sequence[Any]) -> bool:
         """Whether `stack` takes them: 2 or 3 ternary weights of one input, in no stack yet, of whole tiles."""
@@ -167,7 +167,7 @@ class TernaryKernels:
         return (
             2 <= len(weights) <= MAX_STACKED
             and all(isinstance(w, TiledWeight) and w.device is self.device for w in weights)
-            and all(w.member is None and not w.parts and w.input_norm is None for w in weights)
+            and all(w.member is None and not w.parts for w in weights)
             and all(w.in_features == first.in_features for w in weights)
             and all(w.out_features % TILE_ROWS == 0 for w in weights[:-1])
         )

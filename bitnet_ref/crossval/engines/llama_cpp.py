@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +28,7 @@ from ...formats.checkpoint import Checkpoint, is_ternary, linear_names, linear_s
 from ...formats.gguf.config import architecture
 from ...formats.gguf.export import write_gguf_model
 from ...formats.open import open_checkpoint
-from ...reference.weights import DenseWeight, LinearWeight, TernaryLinear, plain_weights
+from ...reference.weights import DenseWeight, LinearWeight, plain_weights
 from ..compare import compare
 from ..explain.hypotheses import HYPOTHESES
 from ..explain.replay import judge_trace
@@ -148,14 +147,12 @@ def _dense(model: Model) -> Model:
     """The model with dequantised float matrices, so without activation quantisation."""
 
     def dense(w: LinearWeight) -> LinearWeight:
-        if not isinstance(w, TernaryLinear):
+        ternary = w.bit_linear
+        if ternary is None:
             return w
-        return DenseWeight(w.ternary() * np.float32(w.w_dequant_scale), bias=w.bias)
+        return DenseWeight(ternary.ternary() * np.float32(ternary.w_dequant_scale), w.bias, name=w.name)
 
     weights = plain_weights(model.weights)
-    layers = []
-    for layer in weights.layers:
-        linears: dict[str, Any] = {name: dense(w) for name, w in layer.linears()}
-        layers.append(replace(layer, **linears))
-    weights = replace(weights, layers=tuple(layers))
+    layers = tuple(layer.map_linears(lambda _, w: dense(w)) for layer in weights.layers)
+    weights = replace(weights, layers=layers)
     return Model(replace(model.config, quantization=None), weights, model.backend, model.path)

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...reference.weights import DenseWeight, LinearWeight
+from ...reference.weights import LinearWeight
 from ..compare import View, fits
-from ..names import op_kind
+from ..names import find_step, op_inputs, op_kind
 from ..tolerances import EPSILON, tolerance_of
 from . import edits as step_edits
 from .edits import Description, Family, after, before, constants, instead, like, matrix, moved, names_of, scale_inputs
@@ -174,8 +174,9 @@ class Evidence:
         arrays = [x for x in step.inputs if isinstance(x, np.ndarray)]
         if step.name.endswith("hook_attn_scores"):
             arrays = arrays[:2]
-        if step.name.endswith("hook_conv"):  # its input is a copy of three tensors
-            arrays = [step.seen[step.name.replace("hook_conv", f"{letter}_proj.hook_out")] for letter in "qkv"]
+        sources = self._sources_of_own(step)
+        if sources:
+            arrays = sources
         self.sources[step.name] = [
             name for name, earlier in step.seen.items()
             if name not in self.recorded and any(np.may_share_memory(x, earlier) for x in arrays)
@@ -194,6 +195,15 @@ class Evidence:
             return step.result
         self.recorded.add(step.name)
         return like(theirs, step.result)
+
+    def _sources_of_own(self, step: Step) -> list[NDArray]:
+        """What a step of the model's family is computed from: its inputs may be copies of these."""
+        config = self.setting.config
+        if not step.name.startswith("blocks.") or step.name.endswith(("product", "proj_scaled")):
+            return []
+        if find_step(step.name, config).compute is None:
+            return []
+        return [step.seen[name] for name in op_inputs(step.name, config) if name in step.seen]
 
     def _recorded_as(self, step: Step) -> NDArray | None:
         """The engine's tensor for a step, in the step's shape; logits may be the last token's."""
@@ -226,7 +236,7 @@ class Evidence:
     @cached_property
     def copies(self) -> int:
         """How many edited runs are computed at once: what a small model's run costs is its calls, not its numbers."""
-        if self.setting.config.delta is not None:  # a DeltaNet's memory is of one sequence
+        if self.setting.config.has_states:  # which are of one sequence
             return 1
         numbers = len(self.setting.tokens) * max(self.setting.config.hidden_size, self.setting.config.intermediate_size)
         return max(1, min(32, 200_000 // numbers))
@@ -438,8 +448,8 @@ class Site:
                 norm = float(slope @ slope)
                 if not norm > 0 or not np.isfinite(norm):
                     break
-                delta = float(slope @ y) / norm
-                steps = [delta, delta / 3, delta / 9, delta / 27]
+                longest = float(slope @ y) / norm
+                steps = [longest, longest / 3, longest / 9, longest / 27]
                 trial = [c * float(np.exp(np.clip(s / c, -3, 3))) if family.log else c + s for s in steps]
                 tried = self._values(unit, family, trial)
                 lower = [(float(np.linalg.norm(v)), t, v) for t, v in zip(trial, tried, strict=True) if v is not None]
@@ -509,7 +519,7 @@ def solved(step: Step, target: Target) -> Iterator[Description]:
             yield Description(1.2, f"{offset:g} is added to the int8 values", moved_by)
     if kind == "hook_embed":
         table, ids = step.inputs
-        rows = table.array.astype(np.float32) if isinstance(table, DenseWeight) else table.rows(slice(None), np.float32)
+        rows = table.rows(slice(None), np.float32)
         taken = np.array([int(np.abs(rows - row).max(axis=1).argmin()) for row in theirs])
         shifts = set(((taken - ids) % len(rows)).tolist())
         if len(shifts) == 1 and (shift := shifts.pop()):

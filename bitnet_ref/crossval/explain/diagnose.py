@@ -20,13 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...backends.loaded import LoadedModel
+from ...families.family import Hypothesis
 from ..compare import OTHER_SHAPE, Comparison, View, compare
 from ..names import LOGITS, layer_of
 from ..tolerances import EXPLAINED_SHARE, LOGITS_ROUNDING
 from .describe import IMPOSSIBLE, differing_tensors, find
 from .hypotheses import forward_hypotheses
 from .hypotheses.prompts import TokenHypothesis, prompt_hypotheses, tokenizer_of
-from .variants import Hypothesis, Setting
+from .variants import Setting
 from .wording import numbers_in_words
 
 

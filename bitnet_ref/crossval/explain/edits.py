@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...reference import layers
-from ...reference.weights import DenseWeight, EmbeddingWeight, GroupTernaryLinear, LinearWeight, TernaryLinear
+from ...reference.layers import ACTIVATIONS
+from ...reference.weights import LinearWeight
 from .variants import Edit, Step, is_by_head
 
 # In the tables below a row is a line.
@@ -141,8 +142,8 @@ def moved(name: str, origin: str, step: Step) -> str:
 def parts_of(step: Step) -> dict[str, Any]:
     """Every linear of the model, and the weight of every norm."""
     w = step.setting.weights
-    norms = {f"blocks.{index}.{name}": weight for index, layer in enumerate(w.layers) for name, weight in layer.norms()}
-    return {**dict(w.linears()), **norms, "the final norm": w.final_norm}
+    norms = {f"blocks.{index}.{name}": norm.weight for index, layer in enumerate(w.layers) for name, norm in layer.norms()}
+    return {**dict(w.linears()), **norms, "the final norm": w.final_norm.weight}
 
 
 def with_part(cost: float, text: str, step: Step, fits: Callable[[Any], bool], use: Formula) -> Iterator[Description]:
@@ -329,9 +330,8 @@ def _sig(x: NDArray) -> NDArray:
     return 1 / (1 + np.exp(-np.clip(x, -700, 700)))
 
 
-ACTIVATION_WORDS = {"relu2": "relu squared", "gelu_tanh": "gelu (tanh)"}  # of those whose name says less
-ACTIVATIONS: dict[str, Callable[[NDArray], NDArray]] = {
-    **{ACTIVATION_WORDS.get(name, name): act for name, act in layers.GATES.items()}, "relu": lambda x: np.maximum(x, 0),
+OTHER_ACTIVATIONS: dict[str, Callable[[NDArray], NDArray]] = {  # that no model has, beside those of ACTIVATIONS
+    "relu": lambda x: np.maximum(x, 0),
     "gelu (erf)": lambda x: 0.5 * x * (1 + np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2))),
     "quick gelu, x sigmoid(1.702 x)": lambda x: x * _sig(1.702 * x), "sigmoid": _sig, "tanh": np.tanh, "no activation": lambda x: x,
     "the square without relu": np.square, "x |x|": lambda x: x * np.abs(x), "the absolute value": np.abs, "softplus": lambda x: np.logaddexp(0, x),
@@ -342,7 +342,7 @@ ACTIVATIONS: dict[str, Callable[[NDArray], NDArray]] = {
 
 
 def _act(x: NDArray, activation: str) -> NDArray:
-    return layers.GATES[activation](wide(x))
+    return ACTIVATIONS[activation].function(wide(x))
 
 
 GATES: list[Row] = [
@@ -359,8 +359,9 @@ GATES: list[Row] = [
 
 
 def _gates(step: Step) -> Iterator[Row]:
-    right = ACTIVATION_WORDS.get(step.inputs[2], step.inputs[2])
-    for name, other in ACTIVATIONS.items():
+    right = ACTIVATIONS[step.inputs[2]].words
+    of_models = {each.words: each.function for each in ACTIVATIONS.values()}
+    for name, other in (of_models | OTHER_ACTIVATIONS).items():
         if name != right:
             yield 1, f"the activation is {name} where {right} belongs", lambda g, u, n, other=other: other(wide(g)) * wide(u)
     yield from GATES
@@ -502,8 +503,8 @@ def _kv_maps(noun: str) -> Iterator[Description]:
 def _angles(step: Step) -> tuple[NDArray, NDArray]:
     """positions (N, 1), frequencies (d/2,)"""
     cfg = step.setting.config
-    rope = cfg.rope_of_sliding if cfg.is_sliding(int(step.name.split(".")[1])) else cfg.rope
-    return np.arange(len(step.inputs[0]))[:, None].astype(np.float64), layers.rope_frequencies(rope, 2 * step.inputs[1].shape[1])
+    rope = cfg.ropes[cfg.rope_of(int(step.name.split(".")[1]))]
+    return np.arange(len(step.inputs[0]))[:, None].astype(np.float64), rope.frequencies(2 * step.inputs[1].shape[1])
 
 
 def _turn(x: NDArray, angles: NDArray, size: int | None = None) -> NDArray:
@@ -577,13 +578,11 @@ def _ropes(step: Step) -> Iterator[Row]:
 
 
 @lru_cache(maxsize=8)
-def matrix(w: LinearWeight | EmbeddingWeight) -> NDArray[np.float32]:
+def matrix(w: LinearWeight) -> NDArray[np.float32]:
     """The matrix itself, (out, K); a ternary one in integers."""
-    if isinstance(w, TernaryLinear):
-        return w.ternary().astype(np.float32)
-    dense = w.dense() if isinstance(w, GroupTernaryLinear) else w
-    assert isinstance(dense, DenseWeight)
-    return dense.array.astype(np.float32)
+    if w.bit_linear is not None:
+        return w.bit_linear.ternary().astype(np.float32)
+    return w.rows(slice(None), np.float32)
 
 
 def product(x: NDArray, w: NDArray) -> NDArray:
@@ -699,12 +698,12 @@ def own_descriptions(step: Step) -> Iterator[Description]:
     if kind == "hook_z":
         yield from _kv_maps("the values")
     if of_linear and len(x) == 3:
-        yield from with_part(1.1, "the scale of {} is taken", step, lambda other: isinstance(other, TernaryLinear), lambda compute, other, acc, w, s: acc.astype(np.float32) * (other.w_dequant_scale / s))
+        yield from with_part(1.1, "the scale of {} is taken", step, lambda other: isinstance(other, LinearWeight) and other.bit_linear is not None, lambda compute, other, acc, w, s: acc.astype(np.float32) * (other.bit_linear.w_dequant_scale / s))
     elif of_linear:
         yield from _products(step)
     if kind == "hook_embed":
         yield from (Description(1, f"the row of the {words} id is taken", take_row(shift)) for words, shift in (("next", 1), ("previous", -1)))
-        if step.setting.weights.lm_head is not x[0] and isinstance(step.setting.weights.lm_head, DenseWeight):
+        if step.setting.weights.lm_head is not x[0] and step.setting.weights.lm_head.kind == "dense":
             yield Description(1, "the rows of lm_head are taken for those of the embedding", before(0, lambda w: step.setting.weights.lm_head))
 
 
@@ -851,7 +850,7 @@ def constants(step: Step) -> dict[str, float]:
         "2": 2, "3": 3, "10": 10, "127": 127, "128": 128, "255": 255, "pi": math.pi, "ln 2": math.log(2), "head_dim": cfg.head_dim, "hidden_size": cfg.hidden_size,
         "heads": cfg.num_attention_heads, "kv heads": cfg.num_key_value_heads, "heads per kv head": cfg.num_attention_heads / cfg.num_key_value_heads,
         "intermediate_size": cfg.intermediate_size, "layers": cfg.num_hidden_layers, "vocab_size": cfg.vocab_size, "tokens": len(step.setting.tokens),
-        "theta": cfg.rope.theta, "eps": cfg.norm_eps, "embedding_scale": cfg.embedding_scale, "residual_scale": cfg.residual_scale, "query_scale": cfg.query_scale,
+        "theta": cfg.rope.theta, "eps": cfg.norm_eps, "embedding_scale": cfg.embedding_scale, "residual_scale": getattr(cfg, "residual_scale", 1), "query_scale": getattr(cfg, "query_scale", 1),
         "this matrix's scale": float(getattr(step.inputs[1], "w_dequant_scale", 1)) if len(step.inputs) > 1 else 1,
         "layer number + 1": int(layer[1]) + 1 if layer[0] == "blocks" else 1,
     }

@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 
 from ...backends import Backend
 from ...backends.loaded import LoadedModel
-from ...backends.record import NORM_NAMES
 from ...errors import NumericsError
+from ...families import also_recorded
 from ...reference import layers
-from ...reference.delta_net import DeltaInputs, causal_conv, delta_inputs, delta_recurrence
 from ...reference.model import rope_tables_of
-from ...reference.weights import GroupTernaryWeight, LinearWeight, TernaryLinear, plain_weights
+from ...reference.weights import LinearWeight, Norm, plain_weights
 from .. import names
 from ..compare import DIFFERS, FLIP, Comparison, OpResult, View, Walk, fits, same_tokens
 from ..flips import judge_flips
@@ -85,10 +84,11 @@ class _Replay:
         self.w = plain_weights(model.weights)
         self.be = backend or Backend("float32", model.backend.threads)
         self.linears: dict[str, LinearWeight] = dict(self.w.linears())
+        self.norms = {norm.name: norm for norm in self.w.norms()}
         self.recomputed: list[str] = []  # inputs of the current op that were not recorded
 
     def is_ternary(self, linear: str) -> bool:
-        return isinstance(self.linears[linear], TernaryLinear)
+        return self.linears[linear].bit_linear is not None
 
     def judge(self, name: str, walk: Walk, own: bool) -> OpResult | None:
         """Judge one tensor of the trace; None when its inputs are missing."""
@@ -138,34 +138,26 @@ class _Replay:
         if hook in (names.ROTATED, names.INT8, names.SCALE, names.ACC, names.OUT, "hook_uncapped"):
             return self._linear(parent, hook)
         if hook in (names.NORM_SCALE, names.NORMALIZED):
-            x, (weight, eps) = self.rows(inputs[0]), self._norm(parent)
-            x = x.reshape(-1, len(weight))  # a row for each head, where the norm is over heads
-            y = layers.rms_scale(x, eps) if hook == names.NORM_SCALE else self.be.rms_norm(x, weight, eps)
+            x, norm = self.rows(inputs[0]), self._norm(parent)
+            x = x.reshape(-1, len(norm.weight))  # a row for each head, where the norm is over heads
+            y = layers.rms_scale(x, norm.eps) if hook == names.NORM_SCALE else self.be.rms_norm(x, norm)
             return y.reshape(len(self.ids), -1)
         if hook == "hook_embed":
             return self.be.embed(self.w.embedding, self.ids)
-        factors = {
-            "hook_embed_scaled": self.cfg.embedding_scale,
-            "hook_scaled": self.cfg.head_scale,
-            "hook_scaled_q": self.cfg.query_scale,
-            "hook_attn_out": self.cfg.residual_scale,
-            "hook_mlp_out": self.cfg.residual_scale,
-        }
-        if hook in factors:
-            x = self.value(inputs[0])
-            return x if factors[hook] == 1 else self.be.scale(x, factors[hook])
+        if hook in ("hook_embed_scaled", "hook_scaled"):
+            factor = self.cfg.embedding_scale if hook == "hook_embed_scaled" else self.cfg.head_scale
+            return self.be.scale(self.value(inputs[0]), factor, name)
+        own = names.find_step(name, self.cfg).compute
+        if own is not None:  # a step of the model's family
+            layer = self.w.layers[names.layer_of(name) or 0]
+            return own(self.be, layer, self.cfg, *map(self.rows, inputs))
         if hook in ("hook_resid_mid", "hook_resid_post"):
             return self.rows(inputs[0]) + self.rows(inputs[1])
         if hook in ("hook_rot_q", "hook_rot_k"):
             tables = rope_tables_of(self.be, self.cfg, np.arange(len(self.ids)))
-            return layers.apply_rope(self.heads(inputs[0]), *tables[self.cfg.is_sliding(names.layer_of(name) or 0)])
+            return layers.apply_rope(self.heads(inputs[0]), *tables[self.cfg.rope_of(names.layer_of(name) or 0)])
         if hook in ("hook_attn_scores", "hook_pattern", "hook_z"):
             return self._attention(f"{block}.attn", hook)
-        if hook in ("hook_conv", "hook_log_decay", "hook_beta", "hook_state", "hook_delta_out"):
-            return self._delta(names.layer_of(name) or 0, hook, inputs)
-        if hook == "hook_gated_z":
-            kind = "silu" if self.cfg.is_delta(names.layer_of(name) or 0) else "sigmoid"
-            return self.be.output_gate(self.rows(inputs[0]), self.rows(inputs[1]), kind)
         if hook == "hook_post":
             return self.be.gated(self.rows(inputs[0]), self.rows(inputs[1]), self.cfg.activation)
         if hook in ("hook_q", "hook_k", "hook_v"):
@@ -174,41 +166,24 @@ class _Replay:
 
     def _linear(self, linear: str, hook: str) -> NDArray:
         w = self.linears[linear]
-        if not isinstance(w, TernaryLinear):
+        ternary = w.bit_linear
+        if ternary is None:
             x = self.rows(names.module_input(linear, self.cfg))
-            if hook == names.ROTATED and isinstance(w, GroupTernaryWeight) and w.rotation is not None:
-                return w.rotation.turn(x).astype(x.dtype)
-            if hook not in (names.OUT, "hook_uncapped"):
+            if hook in (names.OUT, "hook_uncapped"):
+                return self.be.linear(x, w)
+            beside = dict(also_recorded(self.cfg).values())
+            tensor = beside[hook](x, w) if hook in beside and w.kind == "groups" else None
+            if tensor is None:
                 raise _MissingInput(hook)
-            return self.be.linear(x, w)
+            return tensor
         if hook in (names.INT8, names.SCALE):
             x_q, scale = self.be.quantize_activations(self.rows(names.linear_input(linear, self.cfg)))
             return x_q if hook == names.INT8 else scale
         if hook == names.ACC:
-            return self.be.ternary_matmul(self.value(f"{linear}.{names.INT8}", np.int8), w)
+            return self.be.ternary_matmul(self.value(f"{linear}.{names.INT8}", np.int8), ternary)
         acc, scale = self.value(f"{linear}.{names.ACC}", np.int32), self.value(f"{linear}.{names.SCALE}")
-        y = self.be.dequantize(acc, w, scale.reshape(len(self.ids), -1))
+        y = self.be.dequantize(acc, ternary, scale.reshape(len(self.ids), -1))
         return y if w.bias is None else y + w.bias
-
-    def _delta(self, layer: int, hook: str, inputs: tuple[str, ...]) -> NDArray:
-        weights, delta = self.w.layers[layer].delta, self.cfg.delta
-        assert weights is not None
-        assert delta is not None
-        xs = [self.rows(name) for name in inputs]
-        if hook == "hook_conv":
-            qkv = np.concatenate(xs, axis=1)
-            before = np.zeros((delta.conv_size - 1, qkv.shape[1]), dtype=qkv.dtype)
-            return causal_conv(np.concatenate([before, qkv]), weights.conv).astype(np.float32)
-        if hook in ("hook_log_decay", "hook_beta"):
-            return self.be.delta_gates(xs[0], xs[0], weights)[hook == "hook_beta"]
-        given = delta_inputs(xs[0], xs[1], xs[2], delta)
-        memory = np.zeros((delta.value_heads, delta.key_dim, delta.value_dim), dtype=np.float32)
-        states, out = [], []
-        for t in range(len(self.ids)):
-            one = DeltaInputs(*(each[t : t + 1] for each in given))
-            out.append(delta_recurrence(one, memory)[0].astype(np.float32))
-            states.append(memory.copy())
-        return np.stack(states if hook == "hook_state" else out)
 
     def _attention(self, attn: str, hook: str) -> NDArray:
         n, window = len(self.ids), self.cfg.window_of(int(attn.split(".")[1]))
@@ -232,21 +207,11 @@ class _Replay:
                 out[i] = layers.attention_values(pattern[:, i, seen], v[seen])
         return out
 
-    def _norm(self, name: str) -> tuple[NDArray, float]:
-        parent, _, last = name.rpartition(".")
-        if name == "ln_final":
-            return self.w.final_norm, self.cfg.norm_eps
-        if last == "rms_norm":
-            w = self.linears[parent]
-            if not isinstance(w, TernaryLinear) or w.input_norm is None:
-                raise _MissingInput(name)
-            return w.input_norm.weight, w.input_norm.eps
-        layer = self.w.layers[int(name.split(".")[1])]
-        within = name.removeprefix(f"blocks.{names.layer_of(name)}.")
-        weight = next((norm for field, norm in layer.norms() if NORM_NAMES[field] == within), None)
-        if weight is None:
+    def _norm(self, name: str) -> Norm:
+        norm = self.norms.get(name)
+        if norm is None:
             raise _MissingInput(name)
-        return weight, self.cfg.norm_eps
+        return norm
 
     def rounding(self, name: str, mine: NDArray, theirs: NDArray, result: OpResult, own: bool) -> OpResult:
         """Judge int8 values that differ from the rounded input: by the last bit of x * scale, or wrong."""

@@ -1,6 +1,6 @@
 """The reference with one thing changed, run and recorded: how a hypothesis about an engine's mistake is tested.
 
-A `Setting` is everything that a forward pass depends on. A `Hypothesis` makes a changed one.
+A `Setting` is everything that a forward pass depends on. A `Hypothesis` (`families/family.py`) makes a changed one.
 
 A run is a sequence of *steps*, each named after the tensor that it computes: a norm's length, then its result; the
 activation scale, the int8 values, the accumulators, the output; q, k and v; scores, pattern, values. An *edit* computes
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -21,20 +20,19 @@ from numpy.typing import NDArray
 
 from ...backends import Backend
 from ...backends.loaded import LoadedModel
-from ...backends.observe import observe
-from ...backends.record import Call, NamesFilter, Recorder
+from ...backends.observe import Call, ObservedStep, observe
+from ...backends.record import LOGITS, NamesFilter, Recorder, sibling
 from ...errors import BitNetRefError
-from ...reference import layers, model
+from ...reference import layers
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
 from ...reference.model import forward, rope_tables_of
 from ...reference.weights import (
-    DeltaWeights,
     DenseWeight,
-    GroupTernaryLinear,
     LayerWeights,
     LinearWeight,
     ModelWeights,
+    Norm,
     TernaryLinear,
     TernaryWeight,
     plain_weights,
@@ -90,7 +88,8 @@ class Setting:
 
     tokens: (T,).   ops: replacements of ops by name, each called with the plain op and then with its arguments.
     edits: of steps, by name.
-    texts: replacements of functions of `reference.model` by name, for mistakes in the order of the ops.
+    texts: other texts of "attention_block" or "feed_forward", called as `reference.model`'s, for mistakes in the
+        order of the ops.
     layers: other settings for single layers; the blocks of layer i are computed as layers[i] says.
     """
 
@@ -137,19 +136,28 @@ class Setting:
     def map_layers(self, change: Callable[[LayerWeights], LayerWeights]) -> Setting:
         return replace(self, weights=replace(self.weights, layers=tuple(change(w) for w in self.weights.layers)))
 
+    def map_norms(self, change: Callable[[Norm], Norm]) -> Setting:
+        """Every norm of the model's blocks and the final one, changed; not one among a layer's further arrays."""
+
+        def layer(w: LayerWeights) -> LayerWeights:
+            names = self.config.norm_shapes(int(w.name.split(".")[1]))
+            changed: dict[str, Any] = {name: change(norm) for name, norm in w.norms() if name in names}
+            return replace(w, **changed)
+
+        changed = self.map_layers(layer)
+        return replace(changed, weights=replace(changed.weights, final_norm=change(self.weights.final_norm)))
+
     def map_ternary(self, change: Callable[[str, TernaryWeight], TernaryWeight]) -> Setting:
         """Every ternary linear of the blocks changed; `change` gets its name ("q_proj") and its weight."""
 
-        def layer(w: LayerWeights) -> LayerWeights:
-            linears = ((name, weight) for name, weight in w.linears() if isinstance(weight, TernaryWeight))
-            changed: dict[str, Any] = {name: change(name, weight) for name, weight in linears}
-            return replace(w, **changed)
+        def linear(name: str, weight: LinearWeight) -> LinearWeight:
+            return weight.map_bit_linear(lambda ternary: change(name, ternary.plain()))
 
-        return self.map_layers(layer)
+        return self.map_layers(lambda w: w.map_linears(linear))
 
-    def around(self, op: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def around(self, step: ObservedStep, call: Call, args: tuple[Any, ...]) -> Any:
         """For `observe`: computes the op, or its replacement."""
-        return self.ops[op](call, *args) if op in self.ops else call(*args)
+        return self.ops[step.op](call, *args) if step.op in self.ops else call(*args)
 
     def backend(self) -> Backend:
         """The plain backend with the replaced ops."""
@@ -172,56 +180,12 @@ class Setting:
         """
         be = Backend("float32", threads=1)
         recorder = _VariantRecorder(self, be, names_filter, until=until, tape=tape or {}, settle=settle)
+        recorder.observed = observe(be, recorder)
         batch = TokenBatch.of([(slot, 0, self.tokens) for slot in range(copies)])
         cache = KVCache(self.config, slots=copies, capacity=len(self.tokens))
         with np.errstate(all="ignore"), suppress(_Finished):  # a wrong change may overflow: `run` would raise
-            forward(self._with_blocks(observe(be, recorder), recorder), self.weights, self.config, batch, cache)
+            forward(recorder.observed, self.weights, self.config, batch, cache)
         return recorder.seen
-
-    def _with_blocks(self, be: Backend, recorder: _VariantRecorder) -> Backend:
-        """The backend with the blocks of this setting's texts and layers."""
-        if self.layers:
-
-            def attention(x: NDArray, w: Any, cfg: Any, rope: Any, batch: Any, cache: Any, layer: int) -> NDArray:
-                recorder.setting = own = self.layers.get(layer, self)
-                rope = rope_tables_of(be, own.config, batch.positions)[own.config.is_sliding(layer)]
-                return own._text("attention_block")(be, x, w, own.config, rope, batch, cache, layer)
-
-            def feed_forward(x: NDArray, w: LayerWeights, cfg: ModelConfig) -> NDArray:
-                own = recorder.setting
-                y = own._text("feed_forward")(be, x, w, own.config)
-                recorder.setting = self
-                return y
-
-            vars(be).update(attention_block=attention, feed_forward=feed_forward)
-        elif self.texts:
-            for block in ("attention_block", "feed_forward"):
-                vars(be)[block] = partial(self._text(block), be)
-        return be
-
-    def _text(self, block: str) -> Callable[..., NDArray]:
-        """A function of `reference.model` that calls the replaced functions."""
-        names = {**vars(model), **self.texts}
-        for name, function in vars(model).items():
-            if isinstance(function, FunctionType) and name not in self.texts:
-                names[name] = FunctionType(function.__code__, names, name, function.__defaults__)
-        text: Callable[..., NDArray] = names[block]
-        return text
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """A mistake that an engine may have made.
-
-    shows: globs, separated by blanks, of the ops that would differ first.   name: short, stable.
-    change: the setting with this mistake made; None where the model has no place for it.
-    """
-
-    shows: str
-    name: str
-    cause: str
-    remedy: str
-    change: Callable[[Setting], Setting | None]
 
 
 class _Finished(Exception):
@@ -231,19 +195,23 @@ class _Finished(Exception):
 class _VariantRecorder(Recorder):
     """Records a pass, step by step, with the setting's ops, edits and rule of attention."""
 
+    observed: Backend  # the backend that passes its ops to this recorder
+
     def __init__(self, setting: Setting, be: Backend, names_filter: NamesFilter, **options: Any) -> None:
         """options: `until`, `tape` and `settle` of `Setting.run`"""
-        super().__init__(be, setting.weights, setting.config, names_filter)
-        self.setting, self.edits, self.in_linears = setting, setting.edits, False
+        super().__init__(be, setting.config, names_filter)
+        self.whole, self.setting, self.edits = setting, setting, setting.edits
         self.until, self.tape, self.settle = options["until"], options["tape"], options["settle"]
         self.steps: dict[str, NDArray] = {}
+        self.handlers |= {"quantize_activations": self.on_quantize_activations, "append": self.on_append}
+        self.handlers |= {"dense_matmul": self.on_dense_matmul, "add": self.on_add}
 
-    def __call__(self, op: str, call: Call, args: tuple[Any, ...]) -> Any:
-        return super().__call__(op, lambda *inputs: self.setting.around(op, call, inputs), args)
+    def __call__(self, step: ObservedStep, call: Call, args: tuple[Any, ...]) -> Any:
+        return super().__call__(step, lambda *inputs: self.setting.around(step, call, inputs), args)
 
     def keep(self, name: str, array: NDArray) -> None:
-        if name == "lm_head.hook_out" and name not in self.steps and self.setting.config.logit_softcap is not None:
-            return  # `_on_linears` has a step for it
+        if name == LOGITS and name not in self.steps and self.setting.config.logit_softcap is not None:
+            return  # `on_linears` has a step for it
         super().keep(name, array)
         if name == self.until:
             raise _Finished
@@ -258,121 +226,152 @@ class _VariantRecorder(Recorder):
             step.result = compute(*inputs) if edit is None else edit(step, compute, *inputs)
             result = step.result if self.settle is None else self.settle(step)
         self.steps[name] = result
-        if not name.endswith(("hook_x_scale", "product", "proj_scaled")):  # a trace has the scale after the int8 values
-            self.keep(name, self.by_token(name.rpartition(".")[0], result))
+        if "hook_" in name and not name.endswith("hook_x_scale"):  # a trace has the scale after the int8 values
+            self.keep(name, self.by_token(result) if name.endswith(("hook_scale", "hook_normalized")) else result)
         return result
 
-    def _on_embed(self, call: Call, w: Any, tokens: NDArray) -> NDArray:
-        return self.step("hook_embed", call, w, tokens)
+    # -- blocks: each as its layer's setting has it --------------------------------------------------------------------
 
-    def _on_rms_norm(self, call: Call, x: NDArray, weight: NDArray, eps: float) -> Any:
+    def on_attention_block(self, step: ObservedStep, call: Call, x: NDArray, w: LayerWeights, *rest: Any) -> Any:
+        _, rope, batch, cache, layer = rest
+        self.setting = self.whole.layers.get(layer, self.whole)
+        cfg = self.setting.config
+        if self.setting is not self.whole:
+            rope = rope_tables_of(self.observed, cfg, batch.positions)[cfg.rope_of(layer)]
+        text = self.setting.texts.get(step.op)
+        block = call if text is None else partial(text, self.observed)
+        return super().on_attention_block(step, block, x, w, cfg, rope, batch, cache, layer)
+
+    def on_feed_forward(self, step: ObservedStep, call: Call, x: NDArray, w: LayerWeights, *rest: Any) -> Any:
+        text = self.setting.texts.get(step.op)
+        block = call if text is None else partial(text, self.observed)
+        self.keep(f"{w.name}.hook_resid_mid", x)
+        self.tokens = x.shape[0]
+        y = block(x, w, self.setting.config)
+        self.keep(step.name, y)
+        self.setting = self.whole
+        return y
+
+    # -- ops -----------------------------------------------------------------------------------------------------------
+
+    def on_result(self, step: ObservedStep, call: Call, *args: Any) -> NDArray:
+        if step.op == "scale":
+            x, factor, name = args
+            return self.step(name, lambda x, factor: call(x, factor, name), x, factor)
+        return self.step(step.name, call, *args)
+
+    def on_rms_norm(self, step: ObservedStep, call: Call, x: NDArray, norm: Norm) -> Any:
         if "rms_norm" in self.setting.ops:
-            return super()._on_rms_norm(call, x, weight, eps)
-        name = self.name_norm(x, weight)
-        length = self.step(f"{name}.hook_scale", layers.rms_scale, x, eps)
-        return self.step(f"{name}.hook_normalized", lambda x, length, weight: x / length * weight, x, length, weight)
+            return super().on_rms_norm(step, call, x, norm)
+        if norm.name == "ln_final":
+            self.tokens = x.shape[0]
+        length = self.step(f"{norm.name}.hook_scale", layers.rms_scale, x, norm.eps)
+        return self.step(step.name, lambda x, length, weight: x / length * weight, x, length, norm.weight)
 
-    def _on_linears(self, call: Call, x: NDArray, ws: Any) -> Any:
-        self.in_linears = True
-        outputs = super()._on_linears(call, x, ws)
-        self.in_linears = False
-        if self.linear.endswith("v_proj"):
-            names = [f"{self.block}.attn.hook_{letter}" for letter in "qk"]
-            heads = [y.reshape(len(y), -1, self.cfg.head_dim) for y in outputs[:2]]
-            q, k = (self.step(name, np.asarray, y) for name, y in zip(names, heads, strict=True))
-            return (q.reshape(outputs[0].shape), k.reshape(outputs[1].shape), *outputs[2:])
-        if self.linear == "lm_head" and (cap := self.setting.config.logit_softcap) is not None:
-            self.step("lm_head.hook_out", layers.softcap, outputs[0], cap)
-        return outputs
+    def keep_output(self, name: str, y: NDArray) -> None:
+        if name == LOGITS and (cap := self.setting.config.logit_softcap) is not None:
+            self.step(name, layers.softcap, y, cap)
 
-    def _on_scale(self, call: Call, x: NDArray, factor: float) -> Any:
-        if x.ndim == 3:
-            return self.step(f"{self.block}.attn.hook_scaled_q", call, x, factor)
-        name = f"{self.block}.{self.linear.rpartition('.')[2]}_scaled" if self.block else "hook_embed_scaled"
-        return self.step("ln_final.hook_scaled" if self.current.startswith("ln_final") else name, call, x, factor)
+    def keep_heads(self, ws: Sequence[LinearWeight], outputs: list[NDArray]) -> None:
+        """q and k, cut into heads, are steps: the block goes on with what they give."""
+        if not ws[-1].name.endswith(".v_proj"):
+            return
+        for i, letter in enumerate("qk"):
+            y = outputs[i]
+            name = f"{ws[i].name.rpartition('.')[0]}.hook_{letter}"
+            heads = self.step(name, np.asarray, y.reshape(len(y), -1, self.cfg.head_dim))
+            outputs[i] = heads.reshape(y.shape)
 
-    def _on_output_gate(self, call: Call, z: NDArray, gate: NDArray, activation: str) -> Any:
-        return self.step(f"{self.block}.attn.hook_gated_z", call, z, gate, activation)
+    def on_compute(
+        self, step: ObservedStep, call: Call, name: str, function: Callable[..., NDArray], *args: Any
+    ) -> Any:
+        """An op of a family: a step whose inputs are the arrays of the run."""
+        if step.name.endswith(".hook_out"):
+            product = partial(super().on_compute, step, call, name, function)
+            return self._product(step.name, product, *args)
+        if function in self.also_recorded:
+            self.keep_beside(step, function, args)
+        arrays = [
+            i for i, arg in enumerate(args) if isinstance(arg, np.ndarray)
+        ]  # of the run; weights are in their layer
 
-    def _on_delta_conv(self, call: Call, qkv: NDArray, *rest: Any) -> NDArray:
-        return self.step(f"{self.block}.attn.hook_conv", lambda qkv: call(qkv, *rest), qkv)
-
-    def _on_delta_gates(self, call: Call, a: NDArray, b: NDArray, w: DeltaWeights) -> Any:
-        log_alpha = self.step(f"{self.block}.attn.hook_log_decay", lambda a: call(a, b, w)[0], a)
-        return log_alpha, self.step(f"{self.block}.attn.hook_beta", lambda b: call(a, b, w)[1], b)
-
-    def _on_delta_rule(self, call: Call, mixed: NDArray, log_alpha: NDArray, beta: NDArray, *rest: Any) -> NDArray:
-        self.keep_states(mixed, log_alpha, beta, *rest)
-
-        def answer(*inputs: NDArray) -> NDArray:
-            _, cache, layer, batch = rest
-            for slot in batch.slots:  # an edit may compute it twice; the memory begins empty
-                cache.states.memory_of(layer, slot)[:] = 0
-            result: NDArray = call(*inputs, *rest)
+        def compute(*inputs: NDArray) -> NDArray:
+            given = list(args)
+            for i, x in zip(arrays, inputs, strict=True):
+                given[i] = x
+            result: NDArray = call(name, function, *given)
             return result
 
-        return self.step(f"{self.block}.attn.hook_delta_out", answer, mixed, log_alpha, beta)
+        return self.step(step.name, compute, *(args[i] for i in arrays))
 
-    def _on_quantize_activations(self, call: Call, x: NDArray) -> Any:
+    def on_quantize_activations(self, step: ObservedStep, call: Call, x: NDArray) -> Any:
         if "quantize_activations" in self.setting.ops:
             x_q, self.x_scale = call(x)
             return x_q, self.x_scale
-        self.x_scale = scale = self.step(f"{self.linear}.hook_x_scale", lambda x: call(x)[1], x)
-        return self.step(f"{self.linear}.hook_x_int8", _to_int8, x, scale), scale
+        scale_name = sibling(step.name, "hook_x_scale")
+        self.x_scale = scale = self.step(scale_name, lambda x: call(x)[1], x)
+        return self.step(step.name, _to_int8, x, scale), scale
 
-    def _on_ternary_matmul(self, call: Call, x_q: NDArray, w: TernaryLinear) -> Any:
-        self.keep(f"{self.linear}.hook_x_int8", x_q)
-        self.keep(f"{self.linear}.hook_x_scale", self.x_scale)
+    def on_ternary_matmul(self, step: ObservedStep, call: Call, x_q: NDArray, w: TernaryLinear) -> Any:
+        self.keep(sibling(step.name, "hook_x_int8"), x_q)
+        self.keep(sibling(step.name, "hook_x_scale"), self.x_scale)
         if w.nbytes < 1 << 17 and "ternary_matmul" not in self.setting.ops:
             call = _small_product
-        return self.step(f"{self.linear}.hook_acc_int32", call, x_q, w)
+        return self.step(step.name, call, x_q, w)
 
-    def _on_dequantize(self, call: Call, acc: NDArray, w: TernaryLinear, x_quant_scale: NDArray) -> Any:
-        return self._product(call, acc, w, x_quant_scale)
+    def on_dequantize(
+        self, step: ObservedStep, call: Call, acc: NDArray, w: TernaryLinear, x_quant_scale: NDArray
+    ) -> Any:
+        return self._product(step.name, call, acc, w, x_quant_scale)
 
-    def _on_dense_matmul(self, call: Call, x: NDArray, w: DenseWeight) -> Any:
+    def on_dense_matmul(self, step: ObservedStep, call: Call, x: NDArray, w: DenseWeight) -> Any:
         if self.tape and w.nbytes < 1 << 17 and "dense_matmul" not in self.setting.ops:
             call = _small_product  # in another order of summation: in a search only
-        return self._product(call, x, w)
+        return self._product(step.name, call, x, w)
 
-    def _on_group_matmul(self, call: Call, x: NDArray, w: GroupTernaryLinear) -> Any:
-        return self._product(partial(super()._on_group_matmul, call), x, w)
-
-    def _product(self, call: Call, x: NDArray, w: LinearWeight, *scale: NDArray) -> NDArray:
+    def _product(self, name: str, call: Call, x: NDArray, w: LinearWeight, *scale: NDArray) -> NDArray:
         """A linear's output; without its bias or cap, which are other steps, it has another name."""
-        name = f"{self.linear}.{'hook_out' if w.bias is None else 'product'}"
-        if self.linear == "lm_head" and self.setting.config.logit_softcap is not None:
+        if w.bias is not None:
+            name = sibling(name, "product")
+        elif name == LOGITS and self.setting.config.logit_softcap is not None:
             name = "lm_head.hook_uncapped"
         return self.step(name, call, x, w, *scale)
 
-    def _on_add(self, call: Call, x: NDArray, y: NDArray) -> Any:
-        if self.in_linears:
-            return self.step(f"{self.linear}.hook_out", call, x, y)
-        half = "attn" if self.linear.endswith("o_proj") else "mlp"
-        y = self.step(f"{self.block}.hook_{half}_out", np.asarray, y)
-        middle = f"{self.block}.hook_resid_mid"
-        return self.step(middle if middle not in self.steps else f"{self.block}.hook_resid_post", call, x, y)
+    def on_add(self, step: ObservedStep, call: Call, x: NDArray, y: NDArray) -> Any:
+        if step.name.endswith(".hook_out"):  # a linear's bias
+            return self.step(step.name, call, x, y)
+        half = "attn" if step.name.endswith("hook_resid_mid") else "mlp"
+        y = self.step(sibling(step.name, f"hook_{half}_out"), np.asarray, y)
+        return self.step(step.name, call, x, y)
 
-    def _on_rope(self, call: Call, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, *in_part: bool) -> Any:
-        attn = f"{self.block}.attn"
+    def on_rope(self, step: ObservedStep, call: Call, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> Any:
+        of_k = sibling(step.name, "hook_rot_k")
         if "rope" in self.setting.ops:
-            q, k = call(q, k, cos, sin, *in_part)
-            self.keep(f"{attn}.hook_rot_q", q)
-            self.keep(f"{attn}.hook_rot_k", k)
+            q, k = call(q, k, cos, sin)
+            self.keep(step.name, q)
+            self.keep(of_k, k)
             return q, k
-        q = self.step(f"{attn}.hook_rot_q", layers.apply_rope, q, cos, sin)
-        return q, self.step(f"{attn}.hook_rot_k", layers.apply_rope, k, cos, sin)
+        q = self.step(step.name, layers.apply_rope, q, cos, sin)
+        return q, self.step(of_k, layers.apply_rope, k, cos, sin)
 
-    def _on_append(self, call: Call, cache: KVCache, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
-        self.keys, self.values = k, self.step(f"{self.block}.attn.hook_v", np.asarray, v)
+    def on_append(
+        self, step: ObservedStep, call: Call, cache: KVCache, layer: int, batch: TokenBatch, k: NDArray, v: NDArray
+    ) -> None:
+        self.keys, self.values = k, self.step(step.name, np.asarray, v)
         call(cache, layer, batch, k, v)
 
-    def _on_attention(
-        self, call: Call, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None
+    def on_attention(
+        self,
+        step: ObservedStep,
+        call: Call,
+        q: NDArray,
+        cache: KVCache,
+        batch: TokenBatch,
+        layer: int,
+        window: int | None,
     ) -> NDArray:
-        attn, group, rule = f"{self.block}.attn", q.shape[1] // self.keys.shape[1], self.setting.attention
+        attn, group, rule = step.name.removesuffix(".hook_z"), q.shape[1] // self.keys.shape[1], self.setting.attention
         heads = list(rule.kv_heads or (h // group for h in range(q.shape[1])))
-
         n = len(self.setting.tokens)
 
         def scores(q: NDArray, keys: NDArray, window: int | None) -> NDArray:
@@ -390,12 +389,12 @@ class _VariantRecorder(Recorder):
 
         given = self.step(f"{attn}.hook_attn_scores", scores, q, self.keys, window)
         pattern = self.step(f"{attn}.hook_pattern", layers.softmax, given)
-        return self.step(f"{attn}.hook_z", values, pattern, self.values)
+        return self.step(step.name, values, pattern, self.values)
 
-    def _on_gated(self, call: Call, gate: NDArray, up: NDArray, activation: str) -> Any:
-        mlp = f"{self.block}.mlp"
-        gate, up = self.step(f"{mlp}.hook_pre", np.asarray, gate), self.step(f"{mlp}.hook_pre_linear", np.asarray, up)
-        return self.step(f"{mlp}.hook_post", call, gate, up, activation)
+    def on_gated(self, step: ObservedStep, call: Call, gate: NDArray, up: NDArray, activation: str) -> Any:
+        gate = self.step(sibling(step.name, "hook_pre"), np.asarray, gate)
+        up = self.step(sibling(step.name, "hook_pre_linear"), np.asarray, up)
+        return self.step(step.name, call, gate, up, activation)
 
 
 def edit_copies(edits: Sequence[Edit | None], tokens: int, failed: set[int]) -> Edit:
@@ -468,15 +467,15 @@ def _to_int8(x: NDArray, x_quant_scale: NDArray) -> NDArray[np.int8]:
 
 @lru_cache(maxsize=64)
 def _transposed(w: TernaryLinear | DenseWeight) -> NDArray[np.floating]:
-    if isinstance(w, DenseWeight):
-        return np.ascontiguousarray(w.array.T.astype(np.float64 if w.wide else np.float32))
-    return np.ascontiguousarray(w.ternary().T.astype(np.float32))
+    if w.bit_linear is not None:
+        return np.ascontiguousarray(w.bit_linear.ternary().T.astype(np.float32))
+    return np.ascontiguousarray(w.array.T.astype(np.float64 if w.wide else np.float32))
 
 
 def _small_product(x: NDArray, w: TernaryLinear | DenseWeight) -> NDArray:
     """The product of a small matrix that is not unpacked or widened each time: a search multiplies often."""
     w_t = _transposed(w)
-    return (x.astype(w_t.dtype) @ w_t).astype(np.int32 if isinstance(w, TernaryLinear) else x.dtype)
+    return (x.astype(w_t.dtype) @ w_t).astype(x.dtype if w.bit_linear is None else np.int32)
 
 
 @cache
@@ -490,14 +489,3 @@ def with_matrix(weight: TernaryWeight, w_t: NDArray[np.int8]) -> TernaryWeight:
     """The same weight with another ternary matrix (N, K)."""
     packed = TernaryWeight.from_ternary(np.ascontiguousarray(w_t), float(weight.w_dequant_scale)).packed
     return replace(weight, packed=packed)
-
-
-def map_norms(setting: Setting, change: Callable[[NDArray], NDArray]) -> Setting:
-    """Every norm's weight vector, changed."""
-
-    def layer(w: LayerWeights) -> LayerWeights:
-        changed: dict[str, Any] = {name: change(norm) for name, norm in w.norms() if name != "delta_norm"}
-        return replace(w, **changed)
-
-    changed = setting.map_layers(layer)
-    return replace(changed, weights=replace(changed.weights, final_norm=change(setting.weights.final_norm)))

@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...reference import delta_net, layers, model, ops, quantization
+from ...families import all_steps, family_table
+from ...reference import layers, model, ops, quantization
 from ...reference.config import ModelConfig
 from .variants import Step
 
 NOUNS = {
     "hook_embed": "the embedding", "ln1": "attn_norm", "ln2": "ffn_norm", "attn.sub_norm": "attn_sub_norm", "mlp.sub_norm": "ffn_sub_norm",
-    "ln_final": "the final norm", "attn.q_norm": "q_norm", "attn.k_norm": "k_norm", "attn.hook_q": "q", "attn.hook_k": "k", "attn.hook_v": "v",
+    "ln_final": "the final norm", "attn.hook_q": "q", "attn.hook_k": "k", "attn.hook_v": "v",
     "attn.hook_rot_q": "q after RoPE", "attn.hook_rot_k": "k after RoPE", "attn.hook_attn_scores": "the attention scores",
     "attn.hook_pattern": "the attention pattern", "attn.hook_z": "attention's values", "mlp.hook_pre": "the gate", "mlp.hook_pre_linear": "up",
     "mlp.hook_post": "act(gate) * up", "hook_resid_mid": "the stream after attention", "hook_resid_post": "the stream after the feed-forward",
     "hook_resid_pre": "the stream before the block", "hook_attn_out": "attention's result", "hook_mlp_out": "the feed-forward's result",
-    "attn.hook_scaled_q": "q times the query scale", "hook_embed_scaled": "the scaled embedding", "ln_final.hook_scaled": "the head's scaled input", "attn.hook_gated_z": "attention's gated values",
-    "attn.hook_conv": "DeltaNet's convolution", "attn.hook_log_decay": "the log of DeltaNet's decay", "attn.hook_beta": "DeltaNet's beta", "attn.hook_delta_out": "the answer of DeltaNet's memory", "attn.delta_norm": "delta_norm",
+    "hook_embed_scaled": "the scaled embedding", "ln_final.hook_scaled": "the head's scaled input",
 }  # fmt: skip
 HOOKS = {
     "hook_scale": "the length in {}", "hook_normalized": "{}", "hook_x_scale": "the activation scale of {}", "hook_x_int8": "the int8 input of {}",
@@ -33,14 +33,24 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
     "hook_embed": (ops.Ops.embed, "return"), "hook_scale": (layers.rms_scale, "np.sqrt"), "hook_normalized": (layers.rms_norm, "return"),
     "hook_x_scale": (quantization.quantize_activations, "x_quant_scale ="), "hook_x_int8": (quantization.quantize_activations, "x_q ="),
     "hook_acc_int32": (quantization.ternary_matmul, "acc["), "product": (layers.dense_matmul, "y[i"), "hook_uncapped": (layers.dense_matmul, "y[i"),
-    "hook_out": (quantization.dequantize, "return"), "hook_q": (model.attention_block, "q = q.reshape"), "hook_k": (model.attention_block, "k = k.reshape"),
-    "hook_v": (model.attention_block, "v = v.reshape"), "hook_rot_q": (layers.apply_rope, "return"), "hook_rot_k": (layers.apply_rope, "return"),
+    "hook_out": (quantization.dequantize, "return"), "hook_q": (model.split_heads, "q = q.reshape"), "hook_k": (model.split_heads, "k = k.reshape"),
+    "hook_v": (model.split_heads, "v = v.reshape"), "hook_rot_q": (layers.apply_rope, "return"), "hook_rot_k": (layers.apply_rope, "return"),
     "hook_attn_scores": (layers.attention_scores, "return"), "hook_pattern": (layers.softmax, "return"), "hook_z": (layers.attention_values, "z = "),
-    "hook_pre": (model.feed_forward, "gate, up"), "hook_pre_linear": (model.feed_forward, "gate, up"), "hook_post": (layers.gated, "return"),
-    "hook_conv": (delta_net.causal_conv, "return"), "hook_log_decay": (ops.Ops.delta_gates, "log_alpha ="), "hook_beta": (ops.Ops.delta_gates, "return"),
-    "hook_delta_out": (delta_net.delta_recurrence, "y[t]"), "hook_gated_z": (ops.Ops.output_gate, "return"),
-    "hook_resid_mid": (model.add_result, "return"), "hook_resid_post": (model.add_result, "return"),
+    "hook_pre": (model.feed_forward_result, "gate, up"), "hook_pre_linear": (model.feed_forward_result, "gate, up"), "hook_post": (layers.gated, "return"),
+    "hook_resid_mid": (model.attention_block, "return"), "hook_resid_post": (model.feed_forward, "return"),
 }  # fmt: skip
+
+
+@family_table
+def _nouns() -> dict[str, str]:
+    """What steps are in a sentence, those of all families."""
+    return NOUNS | {step.name: step.noun for step in all_steps() if step.noun}
+
+
+@family_table
+def _functions() -> dict[str, tuple[Callable[..., Any], str]]:
+    """What computes steps, those of all families: by the last part of the name."""
+    return FUNCTIONS | {step.name.rpartition(".")[2]: step.source for step in all_steps() if step.source is not None}
 
 
 def layer_of(name: str) -> int | None:
@@ -55,11 +65,12 @@ def role(name: str) -> str:
 def noun(name: str) -> str:
     """ "blocks.0.attn.q_proj.hook_out" -> "the output of q_proj"."""
     part = role(name)
-    if part in NOUNS:
-        return NOUNS[part]
+    nouns = _nouns()
+    if part in nouns:
+        return nouns[part]
     owner, _, hook = part.rpartition(".")
     return HOOKS.get(hook, hook + " of {}").format(
-        NOUNS.get(owner, owner.removesuffix(".rms_norm").rpartition(".")[2] or owner)
+        nouns.get(owner, owner.removesuffix(".rms_norm").rpartition(".")[2] or owner)
     )
 
 
@@ -123,7 +134,7 @@ def scope_in_words(names: Iterable[str], every: Iterable[str]) -> str:
 def remedy(step: Step) -> str:
     """The line of the reference to compare with."""
     kind = step.name.rpartition(".")[2]
-    function, mark = FUNCTIONS.get(kind, (model.forward, "return"))
+    function, mark = _functions().get(kind, (model.forward, "return"))
     if kind == "hook_out" and len(step.inputs) == 2:
         adds = isinstance(step.inputs[1], np.ndarray)
         function, mark = (ops.Ops.add, "return") if adds else (layers.dense_matmul, "y[i")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -15,17 +15,9 @@ from ...backends import Backend, available_backends, choose_backend
 from ...backends.paged_cache import CacheSpec
 from ...backends.run import run
 from ...errors import TokenizerError
+from ...families.groups import GroupTernaryWeight, Rotation
 from ...reference.cache import TokenBatch
-from ...reference.weights import (
-    DeltaWeights,
-    DenseWeight,
-    GroupTernaryWeight,
-    LayerWeights,
-    LinearWeight,
-    ModelWeights,
-    Rotation,
-    TernaryLinear,
-)
+from ...reference.weights import LayerWeights, LinearWeight, ModelWeights, Norm
 from ..checkpoint import (
     Checkpoint,
     Progress,
@@ -166,7 +158,7 @@ def _compare_parts(source: Checkpoint, written: Checkpoint, proof: Proof, progre
             return
         for detail, tally, difference in _differences(a, b, proof):
             rounding = 0.0 if tally is proof.planes else _BF16_ROUNDING if written.kind == "gguf-bf16" else _ROUNDING
-            if difference > rounding and isinstance(a, DenseWeight) and isinstance(b, DenseWeight) and not detail:
+            if difference > rounding and getattr(a, "kind", None) == getattr(b, "kind", None) == "dense" and not detail:
                 rounded = written.rounded(name, a.array)
                 if rounded is not a.array and np.array_equal(rounded, b.array):  # as the format's blocks round it
                     difference = rounding = _block_difference(a.array, b.array)
@@ -185,11 +177,11 @@ def _kind(part: Any) -> str:
     if part is None:
         return "absent"
     if isinstance(part, np.ndarray):
-        return f"a vector of {part.size}"
-    if isinstance(part, DeltaWeights):
-        return f"a DeltaNet with a convolution of {part.conv.shape}"
-    kinds = (TernaryLinear, "ternary"), (GroupTernaryWeight, "ternary, by groups,"), (DenseWeight, "dense")
-    return f"a {next(words for kind, words in kinds if isinstance(part, kind))} matrix {part.shape}"
+        return f"a vector of {part.size}" if part.ndim == 1 else f"an array of shape {part.shape}"
+    return f"a {KINDS.get(part.kind, part.kind)} matrix {part.shape}"
+
+
+KINDS = {"ternary": "ternary", "normed": "ternary", "groups": "ternary, by groups,", "dense": "dense"}
 
 
 def _differences(a: Any, b: Any, proof: Proof) -> Iterator[tuple[str, Tally, float]]:
@@ -197,25 +189,23 @@ def _differences(a: Any, b: Any, proof: Proof) -> Iterator[tuple[str, Tally, flo
     if isinstance(a, np.ndarray):
         yield "", proof.tensors, _difference(a, b)
         return
-    if isinstance(a, DeltaWeights):
-        for each in fields(a):
-            yield f" ({each.name})", proof.tensors, _difference(getattr(a, each.name), getattr(b, each.name))
-        return
-    if isinstance(a, DenseWeight):
+    if a.kind == "dense":
         yield "", proof.tensors, _difference(a.array, b.array)
-    elif isinstance(a, GroupTernaryWeight):
+    elif a.kind == "groups":
         yield "", proof.planes, float(not np.array_equal(a.packed, b.packed))
         size = math.gcd(a.group, b.group)
         yield " (scales)", proof.scales, _difference(*(_scales_of(w, size) for w in (a, b)))
         if a.rotation is not None or b.rotation is not None:
             yield " (basis)", proof.tensors, 0.0 if _same_basis(a.rotation, b.rotation) else float("inf")
     else:
-        yield "", proof.planes, float(not np.array_equal(a.plain().packed, b.plain().packed))
-        yield " (scale)", proof.scales, _difference(np.array([a.w_dequant_scale]), np.array([b.w_dequant_scale]))
-        norms = [None if w.input_norm is None else w.input_norm.weight for w in (a, b)]
-        if norms[0] is not None or norms[1] is not None:
-            yield " (norm)", proof.tensors, _difference(*norms)
-            eps = [None if w.input_norm is None else w.input_norm.eps for w in (a, b)]
+        mine, other = a.bit_linear, b.bit_linear
+        yield "", proof.planes, float(not np.array_equal(mine.packed, other.packed))
+        scales = np.array([mine.w_dequant_scale]), np.array([other.w_dequant_scale])
+        yield " (scale)", proof.scales, _difference(*scales)
+        if a.norm is not None or b.norm is not None:
+            weights = [None if w.norm is None else w.norm.weight for w in (a, b)]
+            yield " (norm)", proof.tensors, _difference(*weights)
+            eps = [None if w.norm is None else w.norm.eps for w in (a, b)]
             yield " (eps of its norm)", proof.tensors, 0.0 if eps[0] == eps[1] else float("inf")
     if a.bias is not None or b.bias is not None:
         yield " (bias)", proof.tensors, _difference(a.bias, b.bias)
@@ -337,6 +327,7 @@ def _logits(checkpoint: Checkpoint, be: Backend, tick: Callable[[], None]) -> ND
     embedding = read_embedding(checkpoint)
     layers: Any = _Layers(checkpoint, be, tick)
     head = read_head(checkpoint, embedding, be.prepare)
-    weights = ModelWeights(embedding, layers, checkpoint.norm("final_norm"), head)
+    final_norm = Norm(checkpoint.norm("final_norm"), config.norm_eps, "ln_final")
+    weights = ModelWeights(embedding, layers, final_norm, head)
     cache = be.new_cache(config, CacheSpec(1, count))
     return run(be, weights, config, TokenBatch.of([(0, 0, tokens)]), cache, path="ops").all()

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ...errors import FormatError, NumericsError, ShapeError
-from ...reference.blocks import BLOCK_TYPES, MASK_2, SHIFTS_2, half_scales, to_q8_0
+from ...families.blocks import BLOCK_TYPES, MASK_2, SHIFTS_2, half_scales, to_q8_0
 from ...reference.quantization import CODES_PER_BYTE, SCALE_FLOOR
 
 

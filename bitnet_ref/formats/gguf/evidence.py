@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError
-from ...reference import quantization
 from ...reference.config import ModelConfig, QuantizationConfig
 from ...reference.weights import linear_name
 from ..checkpoint import linear_shape, norms_of_layer
-from ..names import GGUF_LINEARS, gguf_name, hf_module, linear_of_gguf
+from ..names import gguf_linears, gguf_name, hf_module, linear_of_gguf
+from ..packing import split_ternary
 from .blocks import DEQUANTIZABLE, GROUP_TYPES, TERNARY_BLOCKS, TERNARY_TYPES, dequantize, ternary_from_blocks
-from .config import ARCHITECTURES, LINEAR_NORM
+from .config import LINEAR_NORM, architectures
 from .file import GgufFile, GgufTensor
 from .i2_s import LAYOUTS, LayoutEvidence
 
@@ -46,7 +46,7 @@ def unpermute_rows(w: NDArray, heads: int) -> NDArray:
 def permuted_heads(config: ModelConfig, architecture: str, name: str) -> int:
     """The number of heads whose rows are permuted in a linear: q and k under the architecture llama; elsewhere 0."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    return heads.get(name.rpartition(".")[2], 0) if ARCHITECTURES[architecture].permuted else 0
+    return heads.get(name.rpartition(".")[2], 0) if architectures()[architecture][1].permuted else 0
 
 
 def block_linears(file: GgufFile) -> Iterator[GgufTensor]:
@@ -78,7 +78,7 @@ def find_ternary(file: GgufFile, evidence: list[str]) -> QuantizationConfig | No
     """
     ternary = {tensor.name: _begins_ternary(file, tensor) for tensor in block_linears(file)}
     arch = file.metadata.get("general.architecture")
-    bitnet = isinstance(arch, str) and arch in ARCHITECTURES and ARCHITECTURES[arch].sub_norms
+    bitnet = isinstance(arch, str) and arch in architectures() and architectures()[arch][1].sub_norms
     bitnet = bitnet or LINEAR_NORM in file.tensors
     groups = {tensor.type.name for tensor in block_linears(file)} & {*GROUP_TYPES}
     if groups:
@@ -127,7 +127,7 @@ def _begins_ternary(file: GgufFile, tensor: GgufTensor) -> bool:
         except FormatError:
             return True  # reading the matrix reports what is wrong, and where
     values = dequantize(raw, kind, shape)
-    return quantization.split_ternary(values) is not None or not (values != 0).any()
+    return split_ternary(values) is not None or not (values != 0).any()
 
 
 def find_i2_s_layout(
@@ -167,7 +167,7 @@ def _compare_layouts(
     comparison: LayoutEvidence,
 ) -> None:
     columns, rows = {}, {}
-    for short in GGUF_LINEARS:
+    for short in gguf_linears():
         name = linear_name(index, short)
         tensor = file.tensors.get(f"{gguf_name(name)}.weight")
         if tensor is None or tensor.type.name != "I2_S" or tensor.shape != linear_shape(config, name):

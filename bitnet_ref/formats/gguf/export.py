@@ -16,33 +16,32 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError, ShapeError
-from ...reference.config import DeltaConfig
-from ...reference.quantization import split_groups
-from ...reference.weights import DeltaWeights, GroupTernaryWeight, LinearWeight, Rotation, TernaryLinear, linear_name
+from ...families import family_of
+from ...families.groups import GroupTernaryWeight, Rotation, split_groups
+from ...reference.weights import LinearWeight, TernaryLinear, linear_name
 from ...system.atomic import atomic_path, check_space
 from ..checkpoint import (
     Checkpoint,
     Progress,
     all_linears,
-    delta_shapes,
+    arrays_of_layer,
     fold,
     has_bias,
     is_ternary,
     linear_names,
     linear_shape,
-    norm_sizes,
     ticker,
 )
-from ..names import DELTA_ARRAYS, gguf_name
-from ..places import linear_place, stored_matrix, value_heads_in_gguf
+from ..names import gguf_name
+from ..places import linear_place, stored_matrix
 from .blocks import (
     BY_KIND,
     BY_NAME,
@@ -58,7 +57,6 @@ from .config import (
     ROPE_FREQS,
     architecture,
     gguf_metadata,
-    gguf_part,
     llama3_divisors,
     special_token_metadata,
 )
@@ -77,7 +75,7 @@ KINDS = (*DENSE_KINDS, "i2_s", *BLOCK_KINDS, *TL_KINDS, *GROUP_KINDS)
 # llama_ftype: of llama.cpp, and for I2_S, TL1 and TL2 of bitnet.cpp
 _FILE_TYPES = {"bf16": 32, "q8_0": 7, "i2_s": 40, "tl1": 38, "tl2": 39, "tq1_0": 36, "tq2_0": 37, "q2_0": 41}
 _QUANTIZATION_VERSION = 2  # of ggml's blocks
-# The order of bitnet.cpp's converter, which is that of the tensors' names in Hugging Face checkpoints
+# The order of bitnet.cpp's converter, which is that of the tensors' names in Hugging Face checkpoints; others follow
 _NORM_ORDER = (
     *("attn_norm", "ffn_sub_norm", "ffn_norm", "attn_sub_norm", "attn_post_norm", "ffn_post_norm", "q_norm", "k_norm"),
 )
@@ -85,6 +83,11 @@ _LINEAR_ORDER = (
     *("down_proj", "gate_proj", "up_proj", "k_proj", "o_proj", "q_proj", "v_proj", "z_proj", "a_proj", "b_proj"),
 )
 _CODE_OF = {name: code for code, name in NAME_OF.items()}
+
+
+def _in_order(names: Iterable[str], order: Sequence[str]) -> list[str]:
+    """The names as they come in `order`, then those that are not in it."""
+    return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
 
 
 class TensorToWrite(NamedTuple):
@@ -231,9 +234,9 @@ class _ModelTensors:
         place, rotation = linear_place(self.config, name, "gguf"), self.checkpoint.rotation(name)
 
         def read(each: str) -> NDArray:
-            w = weights[each]
-            array = w.ternary() * w.w_dequant_scale if isinstance(w, TernaryLinear) else getattr(w, "array", None)
-            assert isinstance(array, np.ndarray)
+            w: Any = weights[each]
+            ternary = w.bit_linear
+            array = w.array if ternary is None else ternary.ternary() * ternary.w_dequant_scale
             return self._permuted(each, array)
 
         if rotation is None:
@@ -288,14 +291,14 @@ class _ModelTensors:
         config = self.config
         shape = (config.vocab_size, config.hidden_size)
         yield self._dense("embedding", shape)
-        sizes = norm_sizes(config)
         for index in range(config.num_hidden_layers):
-            for short in _NORM_ORDER:
-                if (name := f"blocks.{index}.{short}") in sizes:
-                    theirs = f"{gguf_part(self.architecture, name)}.weight"
-                    yield self._vector(theirs, sizes[name], partial(self.checkpoint.norm, name))
-            if config.delta is not None and config.is_delta(index):
-                yield from self._delta(index, config.delta)
+            norms = config.norm_shapes(index)
+            for short in _in_order(norms, _NORM_ORDER):
+                name = f"blocks.{index}.{short}"
+                theirs = f"{gguf_name(name, config)}.weight"
+                yield self._vector(theirs, norms[short], partial(self.checkpoint.norm, name))
+            for name, size in arrays_of_layer(config, index).items():
+                yield self._array(name, size)
         yield self._vector("output_norm.weight", config.hidden_size, lambda: self.checkpoint.norm("final_norm"))
         if config.rope.rope_type == "llama3":
             divisors = llama3_divisors(config.rope, config.head_dim)
@@ -306,10 +309,8 @@ class _ModelTensors:
         if not config.tie_word_embeddings:
             yield self._dense("lm_head", shape)
         for index in range(config.num_hidden_layers):
-            shapes = config.linear_shapes(index)
-            for short in _LINEAR_ORDER:
-                if short in shapes:
-                    yield from self._linear(linear_name(index, short))
+            for short in _in_order(config.linear_shapes(index), _LINEAR_ORDER):
+                yield from self._linear(linear_name(index, short))
 
     def _vector(self, name: str, size: int, values: Callable[[], NDArray]) -> TensorToWrite:
         return TensorToWrite(name, (size,), "F32", lambda: quantize(values(), "F32"))
@@ -318,21 +319,15 @@ class _ModelTensors:
         kind = self.kind if self._groups(name) is not None else self.dense_type.lower()
         return TensorToWrite(f"{gguf_name(name)}.weight", shape, kind.upper(), partial(self._produce, name, kind))
 
-    def _delta(self, index: int, shape: DeltaConfig) -> Iterator[TensorToWrite]:
-        """The small arrays of a DeltaNet, in the order of its heads in the file."""
-        heads = np.argsort(value_heads_in_gguf(shape))
-        names = [linear_name(index, short) for short in ("q_proj", "k_proj", "v_proj")]
-        rows = [linear_place(self.config, name, "gguf").rows for name in names]
-        channels = np.argsort(np.concatenate([each for each in rows if each is not None]))
-        stored: dict[str, Callable[[DeltaWeights], NDArray]] = {
-            "conv": lambda w: w.conv[channels],
-            "decay": lambda w: -w.decay[heads],
-            "decay_bias": lambda w: w.decay_bias[heads],
-            "norm": lambda w: w.norm,
-        }
-        for part, size in delta_shapes(shape).items():
-            produce = partial(lambda make: quantize(make(self.checkpoint.delta(index)), "F32"), stored[part])
-            yield TensorToWrite(f"blk.{index}.{DELTA_ARRAYS[part].gguf}", size, "F32", produce)
+    def _array(self, name: str, shape: tuple[int, ...]) -> TensorToWrite:
+        """An array of a block that is neither a linear nor a norm."""
+        _, layer, part = name.split(".", 2)
+        form = family_of(self.config).arrays[part]
+
+        def produce() -> NDArray[np.uint8]:
+            return quantize(form.to_gguf(self.config, int(layer), self.checkpoint.array(name)), "F32")
+
+        return TensorToWrite(f"blk.{layer}.{form.gguf}", shape, "F32", produce)
 
     def _permuted(self, name: str, w: NDArray) -> NDArray:
         heads = permuted_heads(self.config, self.architecture, name)
@@ -357,15 +352,22 @@ class _ModelTensors:
         if kind in TL_KINDS:
             yield self._vector(f"{theirs}.weight_scale", 1, lambda: np.array([self.scales[name]], dtype=np.float32))
         if self.checkpoint.input_norm_eps is not None:
-            yield self._vector(f"{theirs}_norm_in.weight", shape[1], partial(self._input_norm, name))
+            yield self._vector(f"{theirs}_norm_in.weight", shape[1], partial(self._own_norm, name))
         if has_bias(self.config, name):
             yield self._vector(f"{theirs}.bias", shape[0], lambda: self._bias(name))
 
-    def _input_norm(self, name: str) -> NDArray:
-        weight = self.checkpoint.linear(name)
-        assert isinstance(weight, TernaryLinear)
-        assert weight.input_norm is not None
-        return weight.input_norm.weight
+    def _own_norm(self, name: str) -> NDArray:
+        norm = self.checkpoint.linear(name).norm
+        if norm is None:
+            raise FormatError("has no norm of its own, as the other linears have", field=name)
+        return norm.weight
+
+    def _bit_linear(self, name: str) -> TernaryLinear:
+        """The BitLinear in a linear that the config calls ternary."""
+        ternary = self.checkpoint.linear(name).bit_linear
+        if ternary is None:
+            raise FormatError("is dense, as the config does not have it", field=name)
+        return ternary
 
     def _bias(self, name: str) -> NDArray:
         bias = self.checkpoint.linear(name).bias
@@ -373,8 +375,7 @@ class _ModelTensors:
         return self._permuted(name, bias)
 
     def _matrix(self, name: str, kind: str) -> NDArray[np.uint8]:
-        weight = self.checkpoint.linear(name)
-        assert isinstance(weight, TernaryLinear)
+        weight = self._bit_linear(name)
         w_t, scale = self._permuted(name, weight.ternary()), weight.w_dequant_scale
         if kind == "i2_s":
             return self.tail.apply(pack_i2_s(w_t, float(scale)))

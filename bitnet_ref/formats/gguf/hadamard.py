@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigError
-from ...reference.weights import Rotation
+from ...families.groups import Rotation
 from .blocks import GROUP_TYPES
 from .file import GgufFile, Typed
 
@@ -25,7 +25,7 @@ _KEYS = (
     _GROUPED,
 )
 _TABLE = "token_embd.weight"
-_DELTA_OUT = ".ssm_out.weight"
+_GROUPED_OUT = ".ssm_out.weight"
 
 
 def read_rotations(file: GgufFile, evidence: list[str], folded: bool = False) -> dict[str, Rotation]:
@@ -75,7 +75,7 @@ def read_rotations(file: GgufFile, evidence: list[str], folded: bool = False) ->
         vector = np.ones(width, dtype=np.float32) if signs is None else signs[width]
         rotations[name] = by_width.setdefault(width, Rotation(vector, block))
     if has_grouped_heads(file):
-        for name in (name for name in file.tensors if name.endswith(_DELTA_OUT) and name not in rotations):
+        for name in (name for name in file.tensors if name.endswith(_GROUPED_OUT) and name not in rotations):
             raise fail(_GROUPED, f"is true, and {name}, whose inputs it orders, is not among the rotated matrices")
     way = "folded into dense ones" if folded else "run as stored, on turned inputs"
     evidence.append(f"Hadamard basis, blocks of {block}: {len(rotations)} matrices are {way}")

@@ -13,23 +13,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import FormatError
+from ...families import family_of
+from ...families.blocks import BLOCK_TYPES, BlockWeight, are_finite
+from ...families.groups import GroupTernaryWeight, Rotation, merge_groups
+from ...families.linear_norms import put_norm
 from ...reference import quantization
-from ...reference.blocks import BLOCK_TYPES, are_finite
-from ...reference.weights import (
-    DeltaWeights,
-    DenseWeight,
-    EmbeddingWeight,
-    GroupTernaryWeight,
-    InputNorm,
-    LinearWeight,
-    Rotation,
-    TernaryWeight,
-    linear_name,
-)
+from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ..binary_file import first_not_finite
-from ..checkpoint import Checkpoint, ReadOptions, all_linears, has_bias, is_ternary, linear_shape, norm_size
-from ..names import DELTA_ARRAYS, gguf_name
-from ..places import LinearPlace, linear_place, value_heads_in_gguf
+from ..checkpoint import (
+    Checkpoint,
+    ReadOptions,
+    all_linears,
+    arrays_of_layer,
+    has_bias,
+    is_ternary,
+    linear_shape,
+    norm_size,
+)
+from ..names import gguf_name
+from ..packing import split_ternary
+from ..places import LinearPlace, linear_place
 from .blocks import (
     BY_PACKAGE,
     DEQUANTIZABLE,
@@ -41,7 +44,7 @@ from .blocks import (
     read_values,
     ternary_from_blocks,
 )
-from .config import ROPE_FACTORS, ROPE_FREQS, gguf_part, read_gguf_config, tensor_shape
+from .config import ROPE_FACTORS, ROPE_FREQS, read_gguf_config, tensor_shape
 from .evidence import block_linears, check_dialect, find_i2_s_layout, find_ternary, permuted_heads, unpermute_rows
 from .file import PLAIN_DTYPES, GgufFile, GgufTensor
 from .hadamard import has_grouped_heads, read_rotations
@@ -51,7 +54,7 @@ _FLOATS = ("F32", "F16", "BF16")
 
 
 class GgufCheckpoint(Checkpoint):
-    """A .gguf file of one of `config.ARCHITECTURES`.
+    """A .gguf file of one of `config.architectures`.
 
     metadata: the file's, with the tokenizer in it ("tokenizer.ggml.tokens", ...).
     """
@@ -117,7 +120,7 @@ class GgufCheckpoint(Checkpoint):
             raise self.fail(name, f"expected F32, F16 or BF16, got {tensor.type.name}")
         return self._floats(tensor).astype(np.float32)
 
-    def embedding(self) -> EmbeddingWeight:
+    def embedding(self) -> LinearWeight:
         table = self._tensor("token_embd.weight", linear_shape(self.config, "embedding"))
         return self._matrix(table, self._place("embedding"), "embedding", None)
 
@@ -131,12 +134,12 @@ class GgufCheckpoint(Checkpoint):
                 blocks = groups_from_blocks(partial(self.file.read_raw, tensor.name), kind, (height, width))
             if blocks is not None and (own := place.take_groups(*blocks)) is not None:
                 packed, scales = (self._in_our_order(each, name) for each in own)
-                scales, group = quantization.merge_groups(scales, width // scales.shape[1], width)
+                scales, group = merge_groups(scales, width // scales.shape[1], width)
                 return GroupTernaryWeight(packed, width, scales, group, bias)
         if kind in BLOCK_TYPES and place.columns is None:  # kept as it is, if all is finite
             stored = self.file.read_raw(tensor.name).reshape(height, -1)
             if are_finite(stored, kind):
-                return DenseWeight(self._in_our_order(place.take(stored), name), bias, block_type=kind)
+                return BlockWeight(self._in_our_order(place.take(stored), name), bias, block_type=kind)
         return DenseWeight(self._in_our_order(place.take(self._floats(tensor)), name), bias)
 
     def _read_rotations(self) -> dict[str, Rotation]:
@@ -153,22 +156,17 @@ class GgufCheckpoint(Checkpoint):
         return place._replace(columns=None) if self._has_grouped_heads else place
 
     def norm(self, name: str) -> NDArray[np.float32]:
-        return self._vector(
-            f"{gguf_part(self.metadata['general.architecture'], name)}.weight", norm_size(self.config, name)
-        )
+        return self._vector(f"{gguf_name(name, self.config)}.weight", norm_size(self.config, name))
 
-    def delta(self, index: int) -> DeltaWeights:
-        delta = self.config.delta
-        assert delta is not None
-        names = {part: f"blk.{index}.{names.gguf}" for part, names in DELTA_ARRAYS.items()}
-        conv = self._floats(self._tensor(names["conv"], (sum(delta.sizes), delta.conv_size))).astype(np.float32)
-        channels = [self._place(linear_name(index, short)).rows for short in ("q_proj", "k_proj", "v_proj")]
-        heads, order = delta.value_heads, value_heads_in_gguf(delta)
-        decay, bias = (self._vector(names[part], heads)[order] for part in ("decay", "decay_bias"))
-        if not (decay < 0).all():
-            raise self.fail(names["decay"], "holds a number of 0 or above; expected -exp(A_log)")
-        norm = self._vector(names["norm"], delta.value_dim)
-        return DeltaWeights(conv[np.concatenate([rows for rows in channels if rows is not None])], -decay, bias, norm)
+    def array(self, name: str) -> NDArray[np.float32]:
+        _, layer, part = name.split(".", 2)
+        form, shape = family_of(self.config).arrays[part], arrays_of_layer(self.config, int(layer))[name]
+        tensor = f"blk.{layer}.{form.gguf}"
+        stored = self._floats(self._tensor(tensor, shape)).astype(np.float32)
+        try:
+            return form.from_gguf(self.config, int(layer), stored)
+        except ValueError as problem:
+            raise self.fail(tensor, str(problem)) from None
 
     def linear(self, name: str) -> LinearWeight:
         shape, place = linear_shape(self.config, name), self._place(name)
@@ -181,19 +179,19 @@ class GgufCheckpoint(Checkpoint):
                 place = place._replace(columns=None)
             return self._matrix(tensor, place, name, bias)
         eps = self.input_norm_eps
-        norm = None if eps is None else InputNorm(self._vector(f"{theirs}_norm_in.weight", shape[1]), eps)
+        norm = None if eps is None else self._vector(f"{theirs}_norm_in.weight", shape[1])
         w_t, scale = self._ternary(tensor, shape)
         packed = quantization.pack_ternary(self._in_our_order(w_t, name))
         apart = f"{theirs}.scale"  # older converters of llama.cpp write -1, 0, +1 and keep the scale here
         if apart in self.file.tensors:
             scale = np.float32(scale * self.checked_scale(apart, self._vector(apart, 1)[0]))
-        return TernaryWeight(packed, shape[1], scale, bias, norm)
+        return put_norm(TernaryWeight(packed, shape[1], scale, bias), norm, eps)
 
     def master(self, name: str) -> NDArray | None:
         if not self._online or not is_ternary(self.config, name):
             return None
         w = self._floats(self._tensor(f"{gguf_name(name)}.weight", linear_shape(self.config, name)))
-        is_master = quantization.split_ternary(w.astype(np.float32)) is None
+        is_master = split_ternary(w.astype(np.float32)) is None
         return self._in_our_order(w, name) if is_master else None
 
     def dense_dtype(self, name: str) -> np.dtype:
@@ -234,7 +232,7 @@ class GgufCheckpoint(Checkpoint):
         if kind in ("TL1", "TL2/MXFP4"):
             return self._tl(tensor, shape)
         w = self._floats(tensor).astype(np.float32, copy=False)
-        split = quantization.split_ternary(w)
+        split = split_ternary(w)
         if split is not None:
             return split
         if w.any() and not self._online:

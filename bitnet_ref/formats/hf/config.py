@@ -6,90 +6,22 @@ it. The sizes have no sensible default and are required.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, ConfigWarning, describe, printable
-from ...reference.config import (
-    LARGEST_INT,
-    ROPE_TYPES,
-    DeltaConfig,
-    ModelConfig,
-    QuantizationConfig,
-    RopeConfig,
-    activation_name,
-    longrope_scale,
-    yarn_scale,
-)
+from ...families import FAMILIES
+from ...families.family import HfForm
+from ...families.rope import ROPE_TYPES, longrope_scale, make_rope, yarn_scale
+from ...reference.config import LARGEST_INT, ModelConfig, QuantizationConfig, RopeConfig, activation_name
 from ...system.json_file import read_json_object
 from .config_keys import BITNET_PACKING, Doubt, check_unread, have_same_meaning, is_off
-from .wrappers import text_part
+from .wrappers import hf_form, text_part
 
 MAX_CONFIG_BYTES = 1 << 20
 
-# Defaults of transformers' class of each model_type
-_CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
-    "bitnet": {
-        "num_key_value_heads": 5,
-        "hidden_act": "relu2",
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 2048,
-        "rope_theta": 500000.0,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-    },
-    "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
-    "mistral": {
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "qwen2": {"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768},
-    "qwen3": {"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "head_dim": 128},
-    "gemma3_text": {
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-    },
-    "qwen3_5_text": {
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 32768,
-        "partial_rotary_factor": 0.25,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-    },
-    "minicpm": {  # openbmb's own class
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-}
-_CLASS_DEFAULTS["qwen2"] |= {"sliding_window": 4096, "max_window_layers": 28}
-_CLASS_DEFAULTS["qwen3"] |= {"sliding_window": 4096, "max_window_layers": 28}
-NORMS_ADD_ONE = ("gemma3_text", "qwen3_5_text")  # their files hold w - 1 of each norm but those inside a linear
 _NOT_DONE = {
     "moe": "mixture of experts is",
     "mixtral": "mixture of experts is",
@@ -146,25 +78,36 @@ def _warn(path: Path, doubts: list[Doubt]) -> None:
         warnings.warn(printable(f"{path}: {words}", keep=""), ConfigWarning, stacklevel=3)
 
 
-class _Keys:
-    """The keys of a config.json. It remembers which were read: another key may change the arithmetic."""
+class Keys:
+    """The keys of a config.json: see `HfKeys`. It remembers which were read: another may change the arithmetic."""
 
-    def __init__(self, raw: dict[str, Any], defaults: dict[str, Any]) -> None:
-        self.raw, self.defaults = raw, defaults
+    def __init__(self, raw: dict[str, Any], form: HfForm, allow_unquantized: bool, doubts: list[Doubt]) -> None:
+        self.raw, self.defaults, self.allow_unquantized = raw, form.defaults, allow_unquantized
         self.read: set[str] = set()
+        self.one_bit_llm = "weight_bits" in raw or "input_bits" in raw
+        stated = raw.get("quantization_config")
+        self._quantization = _one_bit_llm_quantization(raw) if self.one_bit_llm else _quantization(stated, doubts)
+
+    @property
+    def quantization(self) -> QuantizationConfig | None:
+        return self._quantization
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value; if the key is absent transformers' default for the class; if that is absent or null `default`."""
         self.read.add(key)
         value = self.raw.get(key, self.defaults.get(key))
         return default if value is None else value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number above zero; ConfigError names the key."""
         value = self.get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
             raise ConfigError(f"expected a number above 0, got {value!r}", field=key)
         return float(value)
+
+    def count(self, key: str) -> int:
+        value = self.get(key)
+        if not _is_int(value) or not 1 <= value <= MAX_CONFIG_BYTES:
+            raise ConfigError(f"expected a whole number from 1 to {MAX_CONFIG_BYTES}, got {value!r}", field=key)
+        return int(value)
 
     def token_ids(self, key: str) -> Any:
         """The value; but not a class's default id that is beyond a smaller vocabulary."""
@@ -173,33 +116,36 @@ class _Keys:
         return None if beyond else value
 
     def ignore(self, *keys: str) -> None:
-        """Keys that this family's class does not read although they look as if they changed what it computes."""
         self.read.update(keys)
+
+    def rope(self, raw: Mapping[str, Any] | None = None, theta_key: str = "rope_theta") -> RopeConfig:
+        theta = self.get(theta_key, 10000.0)
+        return _rope(self.raw if raw is None else raw, theta, self.get("max_position_embeddings"))
+
+    def layer_types(self, window: Any, by_default: list[str]) -> dict[str, Any]:
+        types = self.get("layer_types", by_default)
+        if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+            raise ConfigError(f"expected a list of names, got {types!r}"[:200], field="layer_types")
+        if set(types) == {"full_attention"}:
+            return {}
+        alike = set(types) == {"sliding_attention"}
+        return {"sliding_window": window, "layer_types": () if alike else tuple(types)}
 
 
 def _parse(raw: dict[str, Any], allow_unquantized: bool, doubts: list[Doubt]) -> ModelConfig:
     model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _CLASS_DEFAULTS:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         others = "other architectures are"
         reason = next((reason for part, reason in _NOT_DONE.items() if part in str(model_type)), others)
-        expected = ", ".join(_CLASS_DEFAULTS)
+        expected = ", ".join(name for name, family in FAMILIES.items() if family.hf is not None)
         raise ConfigError(f"expected one of {expected}, got {model_type!r}: {reason} not supported", field="model_type")
-    keys = _Keys(raw, _CLASS_DEFAULTS[model_type])
-    get = keys.get
+    form = hf_form(model_type)
     for key in _REQUIRED:
         if raw.get(key) is None:
             raise ConfigError("is required and absent", field=key)
-        keys.read.add(key)
-    one_bit_llm = "weight_bits" in raw or "input_bits" in raw
-    stated = raw.get("quantization_config")
-    quantization = _one_bit_llm_quantization(raw) if one_bit_llm else _quantization(stated, doubts)
-    if model_type == "bitnet" and quantization is None and not allow_unquantized:
-        raise ConfigError(
-            "a bitnet model without quantization_config would be computed as a dense one and give plausible, wrong "
-            'numbers. Add it (for bf16 master weights: {"quant_method": "bitnet", "linear_class": "autobitlinear", '
-            '"quantization_mode": "online"}), or pass allow_unquantized=True if it really is dense',
-            field="quantization_config",
-        )
+    keys = Keys(raw, form, allow_unquantized, doubts)
+    keys.read.update(_REQUIRED)
+    get = keys.get
     heads = raw["num_attention_heads"]
     kv_heads = get("num_key_value_heads", heads)
     head_dim = get("head_dim") if "head_dim" not in raw else raw["head_dim"]
@@ -211,178 +157,31 @@ def _parse(raw: dict[str, Any], allow_unquantized: bool, doubts: list[Doubt]) ->
             raise ConfigError(message, field="head_dim")
         head_dim = hidden // heads
     eos = keys.token_ids("eos_token_id")
-    max_positions = get("max_position_embeddings")
-    activation = "hidden_activation" if model_type == "gemma3_text" else "hidden_act"
     fields: dict[str, Any] = {
         "model_type": model_type,
         **{key: raw[key] for key in _REQUIRED},
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "activation": activation_name(get(activation, "silu"), activation),
+        "activation": activation_name(get(form.activation_key, "silu"), form.activation_key),
         "norm_eps": get("rms_norm_eps"),
-        "max_position_embeddings": max_positions,
+        "max_position_embeddings": get("max_position_embeddings"),
         "tie_word_embeddings": get("tie_word_embeddings", False),
-        "sub_norms": model_type == "bitnet" or one_bit_llm,
-        "attention_bias": get("attention_bias", False) if model_type != "mistral" else False,
-        "mlp_bias": get("mlp_bias", False) if model_type == "llama" else False,
-        "quantization": quantization,
+        "sub_norms": keys.one_bit_llm,
+        **{flag: get(flag, False) for flag in form.flags},
+        "quantization": keys.quantization,
         "bos_token_id": keys.token_ids("bos_token_id"),
         "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
     }
-    if model_type not in ("gemma3_text", "qwen3_5_text"):
-        fields["rope"] = _rope(raw, get("rope_theta", 10000.0), max_positions)
-    if model_type in _OF_FAMILY:
-        fields |= _OF_FAMILY[model_type](keys)
+    fields |= form.read(keys)
+    if "rope" not in fields:
+        fields["rope"] = keys.rope()
     _check_layer_types(keys, fields.get("layer_types", ()))
-    config = ModelConfig(**fields)
+    config = FAMILIES[model_type].config(**fields)
     doubts += check_unread(raw, keys.read, config)
     return config
 
 
-# -- what a family has beyond LLaMA: fields of `ModelConfig` -----------------------------------------------------------
-
-
-def _bitnet(keys: _Keys) -> dict[str, Any]:
-    """With use_sub_norms false a checkpoint is "weight-only": no sub-norms, and activations are not quantised."""
-    sub_norms = keys.get("use_sub_norms", True)
-    if sub_norms is True:
-        return {}
-    if sub_norms is not False:
-        raise ConfigError(f"expected true or false, got {sub_norms!r}", field="use_sub_norms")
-    quantization = _quantization(keys.raw.get("quantization_config"), [])
-    return {"sub_norms": False, "quantization": quantization and replace(quantization, int8_activations=False)}
-
-
-def _mistral(keys: _Keys) -> dict[str, Any]:
-    return {"sliding_window": keys.get("sliding_window")}
-
-
-def _qwen2(keys: _Keys) -> dict[str, Any]:
-    """Biases on q, k and v; from layer max_window_layers on a window, where use_sliding_window says so."""
-    return {"attention_bias": True, "o_proj_bias": False, **_window_of_qwen(keys)}
-
-
-def _qwen3(keys: _Keys) -> dict[str, Any]:
-    """Norms of q and k in every layer, whatever use_qk_norm says."""
-    keys.ignore("use_qk_norm")
-    return {"qk_norms": True, **_window_of_qwen(keys)}
-
-
-def _window_of_qwen(keys: _Keys) -> dict[str, Any]:
-    window = keys.get("sliding_window") if keys.get("use_sliding_window", False) else None
-    if window is None:
-        return {}
-    first, layers = keys.get("max_window_layers"), _count(keys, "num_hidden_layers")
-    by_default = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    return _layer_types(window, keys.get("layer_types", by_default))
-
-
-def _gemma3(keys: _Keys) -> dict[str, Any]:
-    """Norms of q and k and of each block's result; layers of two kinds, each with its RoPE; a scaled embedding."""
-    keys.ignore("hidden_act", "use_qk_norm")  # beside hidden_activation; q and k have norms in any case
-    for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
-        if (value := keys.get(key)) not in (None, False):
-            raise ConfigError(f"{value!r} is not supported for gemma3_text; expected null", field=key)
-    pattern = keys.get("_sliding_window_pattern", keys.get("sliding_window_pattern", 6))
-    if not _is_int(pattern) or pattern < 1:
-        raise ConfigError(f"expected a number of layers, got {pattern!r}", field="sliding_window_pattern")
-    layers = _count(keys, "num_hidden_layers")
-    by_default = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
-    head_dim, scalar = keys.get("head_dim"), keys.number("query_pre_attn_scalar")
-    cap = keys.get("final_logit_softcapping")
-    both = keys.raw.get("rope_parameters")
-    both = both if isinstance(both, dict) and {"full_attention", "sliding_attention"} & both.keys() else {}
-    old = {key: keys.raw[key] for key in ("rope_scaling", "rope_parameters")[: 1 if both else 2] if key in keys.raw}
-    full, local = ({"rope_parameters": both.get(kind) or {}} for kind in ("full_attention", "sliding_attention"))
-    rope = _rope(full | old, keys.get("rope_theta"), keys.get("max_position_embeddings"))
-    local_rope = _rope(local, keys.get("rope_local_base_freq"), keys.get("max_position_embeddings"))
-    return {
-        **_layer_types(keys.get("sliding_window"), keys.get("layer_types", by_default)),
-        "o_proj_bias": True,
-        "qk_norms": True,
-        "post_norms": True,
-        "rope": rope,
-        "local_rope": None if local_rope == rope else local_rope,
-        # written so that it is exactly 1 where the scalar is head_dim, as it nearly always is
-        "query_scale": 1.0 if scalar == head_dim else math.sqrt(head_dim / scalar) if _is_int(head_dim) else 1.0,
-        "embedding_scale": math.sqrt(_count(keys, "hidden_size")),
-        "logit_softcap": None if cap is None else keys.number("final_logit_softcapping"),
-    }
-
-
-def _qwen3_5(keys: _Keys) -> dict[str, Any]:
-    """Gated DeltaNet in three of four layers; attention with a gate, RoPE on a part of each head."""
-    for key, expected in (("attention_bias", False), ("attn_output_gate", True), ("quantization_config", None)):
-        if keys.get(key, expected) != expected:
-            raise ConfigError(f"{keys.get(key)!r} is not supported for qwen3_5_text", field=key)
-    interval, layers = keys.get("full_attention_interval", 4), _count(keys, "num_hidden_layers")
-    if not _is_int(interval) or interval < 1:
-        raise ConfigError(f"expected a number of layers, got {interval!r}", field="full_attention_interval")
-    by_default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
-    types = keys.get("layer_types", by_default)
-    parameters, share = keys.raw.get("rope_parameters") or keys.raw.get("rope_scaling") or {}, None
-    if isinstance(parameters, dict):
-        share = parameters.get("partial_rotary_factor")
-        parameters = {key: value for key, value in parameters.items() if key != "partial_rotary_factor"}
-    share = keys.get("partial_rotary_factor") if share is None else share
-    if not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ConfigError(f"expected a number from 0 to 1, got {share!r}", field="partial_rotary_factor")
-    head_dim = _count(keys, "head_dim")
-    shape = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    delta = DeltaConfig(*(_count(keys, f"linear_{name}") for name in shape))
-    theta, context = keys.get("rope_theta", 10000.0), keys.get("max_position_embeddings")
-    return {
-        **_layer_types(None, types),
-        "qk_norms": True,
-        "output_gate": True,
-        "rotary_dim": None if share == 1 else int(head_dim * share),
-        "delta": delta if isinstance(types, list) and "linear_attention" in types else None,
-        "rope": _rope({"rope_parameters": parameters}, theta, context),
-    }
-
-
-def _minicpm(keys: _Keys) -> dict[str, Any]:
-    """mu-P's three factors: of the embedding, of each block's result, of the head's input."""
-    layers, hidden = _count(keys, "num_hidden_layers"), _count(keys, "hidden_size")
-    if keys.get("mup_denominator", layers) != layers:
-        message = f"expected num_hidden_layers ({layers}), got {keys.get('mup_denominator')!r}"
-        raise ConfigError(message, field="mup_denominator")
-    return {
-        "embedding_scale": keys.number("scale_emb", 1.0),
-        "residual_scale": keys.number("scale_depth", 1.0) / math.sqrt(layers),
-        "head_scale": keys.number("dim_model_base", 1.0) / hidden,
-    }
-
-
-_OF_FAMILY: dict[str, Callable[[_Keys], dict[str, Any]]] = {
-    "bitnet": _bitnet,
-    "mistral": _mistral,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "gemma3_text": _gemma3,
-    "qwen3_5_text": _qwen3_5,
-    "minicpm": _minicpm,
-}
-
-
-def _count(keys: _Keys, key: str) -> int:
-    value = keys.get(key)
-    if not _is_int(value) or not 1 <= value <= MAX_CONFIG_BYTES:
-        raise ConfigError(f"expected a whole number from 1 to {MAX_CONFIG_BYTES}, got {value!r}", field=key)
-    return int(value)
-
-
-def _layer_types(window: Any, types: Any) -> dict[str, Any]:
-    """Fields of layers that are not all alike, or of a window that all have or none."""
-    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
-        raise ConfigError(f"expected a list of names, got {types!r}"[:200], field="layer_types")
-    if set(types) == {"full_attention"}:
-        return {}
-    alike = set(types) == {"sliding_attention"}
-    return {"sliding_window": window, "layer_types": () if alike else tuple(types)}
-
-
-def _check_layer_types(keys: _Keys, taken: tuple[str, ...]) -> None:
+def _check_layer_types(keys: Keys, taken: tuple[str, ...]) -> None:
     """ConfigError for types of layers that this family's class does not compute."""
     given = keys.get("layer_types")
     if given is not None and not taken and (not isinstance(given, list) or len({*map(str, given)}) > 1):
@@ -431,7 +230,7 @@ def _quantization(raw: Any, doubts: list[Doubt]) -> QuantizationConfig | None:
     return QuantizationConfig(modules_to_not_convert=tuple(skipped), **given)
 
 
-def _rope(raw: dict[str, Any], theta: Any, max_positions: Any) -> RopeConfig:
+def _rope(raw: Mapping[str, Any], theta: Any, max_positions: Any) -> RopeConfig:
     field = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # the old key wins, as in transformers
     params = raw.get(field) or {}
     if not isinstance(params, dict) or any(isinstance(value, dict) for value in params.values()):
@@ -448,7 +247,7 @@ def _rope(raw: dict[str, Any], theta: Any, max_positions: Any) -> RopeConfig:
         message = f"RoPE type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
         raise ConfigError(message, field=f"{field}.rope_type")
     if rope_type == "default":
-        return RopeConfig(theta=theta)
+        return RopeConfig(theta)
     # As transformers: a top-level key wins, then the object's own, then the model's whole context.
     original = raw.get("original_max_position_embeddings") or params.get("original_max_position_embeddings")
     if rope_type == "dynamic" or original is None:
@@ -475,7 +274,7 @@ def _rope(raw: dict[str, Any], theta: Any, max_positions: Any) -> RopeConfig:
         scale = params.get("attention_factor")
         known = isinstance(factor, int | float) and _is_int(original)
         given["attention_factor"] = longrope_scale(factor, original) if scale is None and known else scale
-    return RopeConfig(**given)
+    return make_rope(**given)
 
 
 def _factors(values: Any, field: str) -> tuple[Any, ...]:

@@ -16,27 +16,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError, TokenizerError
+from ...families import family_of
+from ...families.linear_norms import put_norm
 from ...reference import quantization
 from ...reference.config import ModelConfig, QuantizationConfig
-from ...reference.weights import DeltaWeights, DenseWeight, EmbeddingWeight, InputNorm, LinearWeight, TernaryWeight
+from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ...system.json_file import is_present, parse_json_object, read_bounded, read_json_object, stays_inside
 from ..binary_file import Closeable, first_not_finite
 from ..checkpoint import (
     Checkpoint,
     ReadOptions,
-    delta_shapes,
+    arrays_of_layer,
     has_bias,
     is_ternary,
     linear_shape,
     norm_size,
     read_tokenizer_folder,
 )
-from ..names import DELTA_ARRAYS, HF_PREFIXES, hf_module, hf_modules
-from ..packing import pack_from_hf
+from ..names import HF_PREFIXES, hf_module, hf_modules
+from ..packing import pack_from_hf, split_ternary
 from ..places import linear_place
 from ..safetensors import DTYPES, SafetensorsFile, TensorInfo
-from .config import NORMS_ADD_ONE, read_hf_config
-from .wrappers import LEFT_OUT
+from .config import read_hf_config
+from .wrappers import hf_form
 
 MAX_INDEX_BYTES = 64 << 20
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -242,10 +244,10 @@ class HfCheckpoint(Checkpoint):
         return DenseWeight(self.tensors.take(tensor, linear_shape(self.config, "embedding")))
 
     def norm(self, name: str) -> NDArray[np.float32]:
-        tensors = [f"{self.tensors.rename(module)}.weight" for module in hf_modules(name, self.config.post_norms)]
+        tensors = [f"{self.tensors.rename(module)}.weight" for module in hf_modules(name, self.config)]
         stored = next((tensor for tensor in tensors if tensor in self.tensors), tensors[0])
         weight = self._vector(stored, norm_size(self.config, name))
-        return weight + np.float32(1.0) if self.config.model_type in NORMS_ADD_ONE else weight
+        return weight + np.float32(1.0) if hf_form(self.config.model_type).norms_add_one else weight
 
     def linear(self, name: str) -> LinearWeight:
         place = linear_place(self.config, name, "hf")
@@ -255,10 +257,10 @@ class HfCheckpoint(Checkpoint):
             return DenseWeight(place.take(self.tensors.take(f"{module}.weight", (place.height, in_features))), bias)
         eps, inner = self.input_norm_eps, f"{module}.rms_norm.weight"
         inner = inner if inner in self.tensors else f"{module}.norm.weight"  # BitNet-Embedding's name of it
-        input_norm = None if eps is None else InputNorm(self._vector(inner, in_features), eps)
+        own_norm = None if eps is None else self._vector(inner, in_features)
         if self._scale_convention == "absmean":
             w = self.tensors.take(f"{module}.weight", (out_features, in_features)).astype(np.float32)
-            w_t, scale = quantization.split_ternary(w) or quantization.quantize_weights(w)
+            w_t, scale = split_ternary(w) or quantization.quantize_weights(w)
             packed = quantization.pack_ternary(w_t)
         else:
             packed = self.packed_plane(f"{module}.weight", out_features, in_features)
@@ -267,27 +269,23 @@ class HfCheckpoint(Checkpoint):
                 scale = np.float32(1.0) / scale
             elif bias is not None:
                 bias = bias * scale  # AutoBitLinear adds the bias before it multiplies by the scale
-        return TernaryWeight(packed, in_features, scale, bias, input_norm)
+        return put_norm(TernaryWeight(packed, in_features, scale, bias), own_norm, eps)
 
-    def delta(self, index: int) -> DeltaWeights:
-        delta, block = self.config.delta, self.tensors.rename(f"model.layers.{index}")
-        assert delta is not None
-        shapes = delta_shapes(delta) | {"conv": (sum(delta.sizes), 1, delta.conv_size)}
-        of_part = {
-            part: self.tensors.take(f"{block}.{names.hf[0]}", shapes[part]).astype(np.float32)
-            for part, names in DELTA_ARRAYS.items()
-        }
-        with np.errstate(over="ignore"):
-            decay = np.exp(of_part["decay"])
-        if (bad := first_not_finite(decay)) is not None:
-            raise self.fail(f"{block}.{DELTA_ARRAYS['decay'].hf[0]}", f"is beyond float32's exponent at index {bad[0]}")
-        return DeltaWeights(of_part["conv"][:, 0], decay, of_part["decay_bias"], of_part["norm"])
+    def array(self, name: str) -> NDArray[np.float32]:
+        _, layer, part = name.split(".", 2)
+        form, shape = family_of(self.config).arrays[part], arrays_of_layer(self.config, int(layer))[name]
+        tensor = f"{self.tensors.rename(f'model.layers.{layer}')}.{form.hf}"
+        stored = self.tensors.take(tensor, form.hf_shape(shape)).astype(np.float32)
+        try:
+            return form.from_hf(self.config, int(layer), stored)
+        except ValueError as problem:
+            raise self.fail(tensor, str(problem)) from None
 
     def master(self, name: str) -> NDArray | None:
         if self._scale_convention != "absmean" or not is_ternary(self.config, name):
             return None
         w = self.tensors.take(f"{self.tensors.module(name)}.weight", linear_shape(self.config, name))
-        return w if quantization.split_ternary(w.astype(np.float32)) is None else None
+        return w if split_ternary(w.astype(np.float32)) is None else None
 
     def dense_dtype(self, name: str) -> np.dtype:
         tensor = f"{self.tensors.rename(linear_place(self.config, name, 'hf').module)}.weight"
@@ -295,9 +293,10 @@ class HfCheckpoint(Checkpoint):
             return super().dense_dtype(name)  # which says what is wrong
         return DTYPES[self.tensors.info(tensor).dtype]
 
-    def check_tied_head(self, embedding: EmbeddingWeight) -> None:
+    def check_tied_head(self, embedding: LinearWeight) -> None:
         name = f"{self.tensors.module('lm_head')}.weight"
-        if name in self.tensors and not np.array_equal(self.tensors.take(name, embedding.shape), embedding.array):
+        table: Any = embedding
+        if name in self.tensors and not np.array_equal(self.tensors.take(name, embedding.shape), table.array):
             raise self.fail(name, "differs from the embedding, but config.json says tie_word_embeddings")
 
     def finish(self) -> None:
@@ -329,7 +328,7 @@ class HfCheckpoint(Checkpoint):
 
     @property
     def _left_out(self) -> tuple[str, ...]:
-        return LEFT_OUT.get(self.config.model_type, ())
+        return hf_form(self.config.model_type).left_out
 
     @property
     def _scale_convention(self) -> str | None:

@@ -5,65 +5,32 @@ Text tokens give what the text model alone gives, so the towers and projectors o
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...errors import ConfigError, describe
+from ...families import FAMILIES
+from ...families.family import HfForm, Wrapper
 from .config_keys import Doubt, check_unread, refuse_other_packings
 
-# Model type -> transformers' class, which `architectures` names
-ARCHITECTURES = {
-    "bitnet": "BitNetForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "minicpm": "MiniCPMForCausalLM",
-}
-
-
-class Wrapper(NamedTuple):
-    """A vision model around a text model: text alone gives what the text model gives."""
-
-    text_type: str
-    architecture: str
-    sizes: dict[str, int]  # class defaults of what text_config may leave out
-
-
-WRAPPERS = {
-    "gemma3": Wrapper(
-        "gemma3_text",
-        "Gemma3ForConditionalGeneration",
-        {
-            "vocab_size": 262208,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-        },
-    ),
-    "qwen3_5": Wrapper(
-        "qwen3_5_text",
-        "Qwen3_5ForConditionalGeneration",
-        {
-            "vocab_size": 248320,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 16,
-        },
-    ),
-}
 # Keys of a wrapper that count for the text model where text_config lacks them
 _OF_WRAPPER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")
 _PARTS_OF_WRAPPER = ("text_config", "vision_config", "mm_tokens_per_image")
-# What the names of tensors that take no part in text begin with: vision, and the layers that only draft tokens
-_VISION = ("visual.", "vision_tower.", "multi_modal_projector.")
-LEFT_OUT = {
-    "gemma3_text": (*_VISION, *(f"model.{name}" for name in _VISION)),
-    "qwen3_5_text": (*_VISION, *(f"model.{name}" for name in _VISION), "mtp."),
-}
+
+
+def hf_form(model_type: str) -> HfForm:
+    """What the family of a model type declares of its config.json. ConfigError for one that has none."""
+    family = FAMILIES.get(model_type)
+    if family is None or family.hf is None:
+        known = ", ".join(name for name, family in FAMILIES.items() if family.hf is not None)
+        raise ConfigError(f"expected one of {known}, got {model_type!r}", field="model_type")
+    return family.hf
+
+
+def _wrapped(model_type: Any) -> tuple[str, Wrapper] | None:
+    """The text model's type and the wrapper of that model type."""
+    forms = {name: family.hf for name, family in FAMILIES.items() if family.hf is not None}
+    wrappers = {form.wrapper.model_type: (name, form.wrapper) for name, form in forms.items() if form.wrapper}
+    return wrappers.get(model_type) if isinstance(model_type, str) else None
 
 
 def text_part(raw: dict[str, Any], doubts: list[Doubt] | None = None) -> dict[str, Any]:
@@ -72,15 +39,16 @@ def text_part(raw: dict[str, Any], doubts: list[Doubt] | None = None) -> dict[st
     model_type = raw.get("model_type")
     if model_type is None:
         model_type = _model_type_of_class(raw)
-    wrapper = WRAPPERS.get(model_type) if isinstance(model_type, str) else None
-    if wrapper is None:
+    wrapped = _wrapped(model_type)
+    if wrapped is None:
         return {**raw, "model_type": model_type}
+    text_type, wrapper = wrapped
     text = raw.get("text_config")
     if not isinstance(text, dict):
         message = f"expected an object, the configuration of the text model in a {model_type}; got {describe(text)}"
         raise ConfigError(message, field="text_config")
-    if text.get("model_type", wrapper.text_type) != wrapper.text_type:
-        message = f"expected {wrapper.text_type!r}, got {describe(text['model_type'])}"
+    if text.get("model_type", text_type) != text_type:
+        message = f"expected {text_type!r}, got {describe(text['model_type'])}"
         raise ConfigError(message, field="text_config.model_type")
     refuse_other_packings(text)
     unread = check_unread({**raw, "model_type": model_type}, (*_OF_WRAPPER, *_PARTS_OF_WRAPPER))
@@ -91,7 +59,7 @@ def text_part(raw: dict[str, Any], doubts: list[Doubt] | None = None) -> dict[st
     for key in ("bos_token_id", "eos_token_id"):
         if key in shared:
             shared[key] = _drop_ids_beyond(shared[key], vocab_size)
-    return {**wrapper.sizes, **text, **shared, "model_type": wrapper.text_type}
+    return {**wrapper.sizes, **text, **shared, "model_type": text_type}
 
 
 def _drop_ids_beyond(ids: Any, vocab_size: Any) -> Any:
@@ -107,8 +75,12 @@ def _drop_ids_beyond(ids: Any, vocab_size: Any) -> Any:
 
 def _model_type_of_class(raw: dict[str, Any]) -> str | None:
     """The model type that the class in `architectures` or `auto_map` means, for files without model_type."""
-    classes = {architecture: model_type for model_type, architecture in ARCHITECTURES.items()}
-    classes |= {wrapper.architecture: model_type for model_type, wrapper in WRAPPERS.items()}
+    classes: dict[str, str] = {}
+    for model_type, family in FAMILIES.items():
+        if family.hf is not None:
+            classes[family.hf.architecture] = model_type
+            if family.hf.wrapper is not None:
+                classes[family.hf.wrapper.architecture] = family.hf.wrapper.model_type
     named, mapped = raw.get("architectures"), raw.get("auto_map")
     names = list(named) if isinstance(named, list) else []
     if isinstance(mapped, dict):

@@ -13,11 +13,9 @@ dtype of the file, and torch multiplies no float32 by bfloat16. It is the narrow
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,49 +24,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError
-from ...reference.config import DeltaConfig, ModelConfig, QuantizationConfig, RopeConfig
-from ...reference.weights import DenseWeight, GroupTernaryLinear, LinearWeight, TernaryLinear
+from ...families import family_of
+from ...families.rope import rope_json
+from ...reference.config import ModelConfig, QuantizationConfig
+from ...reference.weights import LinearWeight
 from ..checkpoint import (
     Checkpoint,
     Progress,
     all_linears,
-    delta_shapes,
+    arrays_of_layer,
     fold,
     has_bias,
     is_ternary,
     linear_names,
     linear_shape,
 )
-from ..names import DELTA_ARRAYS, hf_module, hf_modules
+from ..names import hf_module, hf_modules
 from ..packing import hf_from_ternary
 from ..places import linear_place, stored_matrix
 from ..planned_tensors import PlannedTensor, exact_dtype, in_one_dtype, layout_of, plan_model, write_parts
 from ..safetensors import SafetensorsWriter, dtype_name
-from .config import NORMS_ADD_ONE, parse_hf_config
+from .config import parse_hf_config
 from .folder import MODULES, POOLINGS, SINGLE_FILE
-from .wrappers import ARCHITECTURES
+from .wrappers import hf_form
 
 # What transformers calls the dtype of a file
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-_FAMILIES = ("qwen2", "qwen3", "gemma3_text", "qwen3_5_text", "minicpm")  # what the fields alone do not show
-# Fields that some model classes of transformers have
-_FIELD_CLASSES = {
-    "attention_bias": ("llama", "bitnet", "qwen3", "gemma3_text", "minicpm"),
-    "mlp_bias": ("llama",),
-    "sliding_window": ("mistral", "gemma3_text"),
-}
+_ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # as transformers calls them, where it does otherwise
 _SAME_NAME = (  # fields of ModelConfig whose keys have the same name
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"),
     "bos_token_id",
 )
-_ROPE_FIELDS = {  # beside the factor
-    "linear": (),
-    "longrope": ("attention_factor", "original_max_position_embeddings"),
-    "dynamic": (),
-    "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate", "original_max_position_embeddings"),
-}
 _SAID_ELSEWHERE = ("model_type", "quantization", "eos_token_ids", "pooling", "unit_embeddings")
 _NO_SCALE = (
     "the ternary linears have biases, and no way of transformers to store them beside these planes (divided by the "
@@ -91,12 +78,12 @@ def write_hf(checkpoint: Checkpoint, folder: Path, kind: str = "hf-packed", prog
     masters = kind == "hf-bf16" and _has_masters(checkpoint)
     quantization = hf_quantization(checkpoint, kind, masters)
     plan_linear = partial(_plan_linear, checkpoint, kind, masters, quantization)
-    norm = _norm_less_one if hf_model_type(config) in NORMS_ADD_ONE else np.asarray
+    norm = _norm_less_one if hf_form(hf_model_type(config)).norms_add_one else np.asarray
     planned = plan_model(
         checkpoint,
-        lambda name: f"{hf_modules(name, config.post_norms)[0]}.weight",
+        lambda name: f"{hf_modules(name, config)[0]}.weight",
         plan_linear,
-        partial(_plan_delta, checkpoint),
+        partial(_plan_array, checkpoint),
         norm,
     )
     dtype = exact_dtype(checkpoint, planned, _narrow_dtypes(checkpoint))
@@ -157,8 +144,9 @@ def hf_quantization(checkpoint: Checkpoint, kind: str, masters: bool) -> Quantiz
 
 def _scale_and_bias(quantization: QuantizationConfig | None, w: LinearWeight) -> tuple[NDArray, NDArray | None]:
     """(weight_scale, bias) from which a reader computes exactly the scale and the bias of `w`. Raises ConfigError."""
-    scale, bias = np.array([getattr(w, "w_dequant_scale", 1)], np.float32), w.bias
-    convention = quantization.scale_convention if quantization is not None and isinstance(w, TernaryLinear) else None
+    ternary, bias = w.bit_linear, w.bias
+    scale = np.array([1 if ternary is None else ternary.w_dequant_scale], np.float32)
+    convention = quantization.scale_convention if quantization is not None and ternary is not None else None
     if convention == "divide":
         return _solve(lambda x: np.float32(1.0) / x, np.float32(1.0) / scale, scale), bias
     if convention == "multiply" and bias is not None:
@@ -192,12 +180,12 @@ def _solve(
 
 
 def hf_model_type(config: ModelConfig) -> str:
-    """transformers' model class that computes the model."""
-    weight_only = config.quantization is not None and not config.quantization.int8_activations
-    if config.model_type in _FAMILIES:
-        return config.model_type
-    mistral = config.sliding_window is not None or config.model_type == "mistral"
-    return "bitnet" if config.sub_norms or weight_only else "mistral" if mistral else "llama"
+    """The model type of transformers' class that computes the model. ConfigError where no class does."""
+    form = family_of(config).hf
+    if form is None:
+        message = f"config.json has no words for a {config.model_type} model; convert to native instead"
+        raise ConfigError(message, field="model_type")
+    return family_of(config).model_type if form.class_of is None else form.class_of(config)
 
 
 def hf_config_json(config: ModelConfig, quantization: QuantizationConfig | None, dtype: str) -> dict[str, Any]:
@@ -207,11 +195,11 @@ def hf_config_json(config: ModelConfig, quantization: QuantizationConfig | None,
     Raises ConfigError for a combination that no model class of transformers has.
     """
     model_type = hf_model_type(config)
-    spelling = "gelu_pytorch_tanh" if config.activation == "gelu_tanh" else config.activation
-    out: dict[str, Any] = {"architectures": [ARCHITECTURES[model_type]], "model_type": model_type}
+    form = hf_form(model_type)
+    out: dict[str, Any] = {"architectures": [form.architecture], "model_type": model_type}
     out |= {name: getattr(config, name) for name in _SAME_NAME}
     out |= {
-        "hidden_activation" if model_type == "gemma3_text" else "hidden_act": spelling,
+        form.activation_key: _ACTIVATIONS.get(config.activation, config.activation),
         "rms_norm_eps": config.norm_eps,
         "eos_token_id": config.eos_token_ids[0] if len(config.eos_token_ids) == 1 else list(config.eos_token_ids),
         "rope_theta": config.rope.theta,
@@ -219,12 +207,8 @@ def hf_config_json(config: ModelConfig, quantization: QuantizationConfig | None,
         "torch_dtype": _DTYPES[dtype],
     }
     if config.rope.rope_type != "default":
-        out["rope_scaling"] = _rope_json(config.rope)
-    out |= {field: getattr(config, field) for field, classes in _FIELD_CLASSES.items() if model_type in classes}
-    if model_type in _OF_FAMILY:
-        out |= _OF_FAMILY[model_type](config)
-    if model_type == "bitnet" and not config.sub_norms:
-        out["use_sub_norms"] = False
+        out["rope_scaling"] = rope_json(config.rope)
+    out |= {field: getattr(config, field) for field in form.flags} | form.write(config)
     if quantization is not None:
         skipped = {"modules_to_not_convert": list(quantization.modules_to_not_convert)}
         out["quantization_config"] = {"quant_method": "bitnet", **asdict(quantization), **skipped}
@@ -237,98 +221,17 @@ def hf_config_json(config: ModelConfig, quantization: QuantizationConfig | None,
     return out
 
 
-def _rope_json(rope: RopeConfig) -> dict[str, Any]:
-    names = ("rope_type", *(("factor", *_ROPE_FIELDS[rope.rope_type]) if rope.rope_type != "default" else ()))
-    factors = {"long_factor": list(rope.long_factors), "short_factor": list(rope.short_factors)}
-    return {name: getattr(rope, name) for name in names} | (factors if rope.rope_type == "longrope" else {})
-
-
-def _layer_types(config: ModelConfig) -> list[str]:
-    alike = "full_attention" if config.sliding_window is None else "sliding_attention"
-    return list(config.layer_types) or [alike] * config.num_hidden_layers
-
-
-def _windows_of_qwen(config: ModelConfig) -> dict[str, Any]:
-    windows = {"use_sliding_window": config.sliding_window is not None, "sliding_window": config.sliding_window}
-    return windows | {"layer_types": _layer_types(config)}
-
-
-def _gemma3(config: ModelConfig) -> dict[str, Any]:
-    scalar = config.head_dim / config.query_scale**2
-    ropes = {"full_attention": config.rope, "sliding_attention": config.rope_of_sliding}
-    return {
-        # transformers wants a number even where no layer has a window
-        "sliding_window": config.sliding_window or config.max_position_embeddings,
-        "query_pre_attn_scalar": _near(lambda x: math.sqrt(config.head_dim / x), scalar, config.query_scale),
-        "layer_types": _layer_types(config),
-        "final_logit_softcapping": config.logit_softcap,
-        "rope_parameters": {kind: {"rope_theta": rope.theta, **_rope_json(rope)} for kind, rope in ropes.items()},
-        "rope_local_base_freq": config.rope_of_sliding.theta,
-    }
-
-
-def _qwen3_5(config: ModelConfig) -> dict[str, Any]:
-    share = _near(lambda x: int(config.head_dim * x), config.rotary_size / config.head_dim, config.rotary_size)
-    delta = config.delta or DeltaConfig(1, 1, 1, 1, 4)  # where no layer is a DeltaNet
-    keys = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    rope = {"rope_theta": config.rope.theta, **_rope_json(config.rope), "partial_rotary_factor": share}
-    return {
-        "layer_types": _layer_types(config),
-        "partial_rotary_factor": share,
-        "rope_parameters": rope,
-        "rope_scaling": None,
-        **{f"linear_{key}": getattr(delta, field.name) for key, field in zip(keys, fields(delta), strict=True)},
-    }
-
-
-def _minicpm(config: ModelConfig) -> dict[str, Any]:
-    root, hidden = math.sqrt(config.num_hidden_layers), config.hidden_size
-    return {
-        "scale_emb": config.embedding_scale,
-        "scale_depth": _near(lambda x: x / root, config.residual_scale * root, config.residual_scale),
-        "dim_model_base": _near(lambda x: x / hidden, config.head_scale * hidden, config.head_scale),
-    }
-
-
-_OF_FAMILY: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
-    "qwen2": _windows_of_qwen,
-    "qwen3": _windows_of_qwen,
-    "gemma3_text": _gemma3,
-    "qwen3_5_text": _qwen3_5,
-    "minicpm": _minicpm,
-}
-
-
-def _near(function: Callable[[float], float], near: float, wanted: float) -> float | int:
-    """A number, whole or short if possible, with function(x) == wanted; `near` if there is none."""
-    candidates = (round(near), float(f"{near:.12g}"), near, math.nextafter(near, 0), math.nextafter(near, math.inf))
-    return next((x for x in candidates if x and function(x) == wanted), near)
-
-
 def _has_masters(checkpoint: Checkpoint) -> bool:
     """Whether the file has full-precision masters. One matrix shows how the whole checkpoint was saved."""
     first = next((name for name in linear_names(checkpoint.config) if is_ternary(checkpoint.config, name)), None)
     return first is not None and checkpoint.master(first) is not None
 
 
-def _plan_delta(checkpoint: Checkpoint, index: int) -> Iterator[PlannedTensor]:
-    def log(decay: NDArray) -> NDArray:
-        """The float32 whose exponential is nearest to the decay: equal, or off by its last bit. Of several with equal
-        exponentials, one that a narrower dtype holds."""
-        near = np.log(decay.astype(np.float64)).astype(np.float32)
-        steps = np.arange(-4, 5)[:, None]
-        narrow = [near.astype(dtype).astype(np.float32) for dtype in (ml_dtypes.bfloat16, np.float16)]
-        candidates = np.stack([*narrow, *(near.view(np.int32) + steps.astype(np.int32)).view(np.float32)])
-        closest = np.abs(np.exp(candidates) - decay).argmin(axis=0)
-        return candidates[closest, np.arange(len(decay))]
-
-    shape = checkpoint.config.delta
-    assert shape is not None
-    make: dict[str, Callable[[Any], NDArray]] = {"conv": lambda w: w.conv[:, None], "decay": lambda w: log(w.decay)}
-    for part, size in delta_shapes(shape).items():
-        stored = (size[0], 1, size[1]) if part == "conv" else size
-        tensor = f"model.layers.{index}.{DELTA_ARRAYS[part].hf[0]}"
-        yield PlannedTensor(tensor, "F32", stored, make.get(part, attrgetter(part)))
+def _plan_array(checkpoint: Checkpoint, name: str) -> PlannedTensor:
+    config, (_, layer, part) = checkpoint.config, name.split(".", 2)
+    form, shape = family_of(config).arrays[part], arrays_of_layer(config, int(layer))[name]
+    tensor = f"model.layers.{layer}.{form.hf}"
+    return PlannedTensor(tensor, "F32", form.hf_shape(shape), lambda array: form.to_hf(config, int(layer), array))
 
 
 def _plan_linear(
@@ -343,9 +246,9 @@ def _plan_linear(
         if name == (place.sharers or (name,))[0]:
 
             def array(each: str) -> NDArray:
-                dense = fold(checkpoint, each, checkpoint.linear(each))
-                assert isinstance(dense, DenseWeight | GroupTernaryLinear)
-                return dense.array
+                dense: Any = fold(checkpoint, each, checkpoint.linear(each))
+                stored: NDArray = dense.array
+                return stored
 
             dtype = dtype_name(checkpoint.given_dtype(name))
             # A tensor of several linears is written with the first of them.
@@ -357,7 +260,7 @@ def _plan_linear(
             )
         return
     if checkpoint.input_norm_eps is not None:
-        yield PlannedTensor(f"{module}.rms_norm.weight", "F32", (columns,), lambda w: w.input_norm.weight)
+        yield PlannedTensor(f"{module}.rms_norm.weight", "F32", (columns,), lambda w: w.norm.weight)
     if masters:
         master = checkpoint.master(name)
         if master is None:
@@ -366,9 +269,11 @@ def _plan_linear(
         return
     yield PlannedTensor(f"{module}.weight_scale", "F32", (1,), lambda w: _scale_and_bias(quantization, w)[0])
     if kind == "hf-bf16":
-        yield PlannedTensor(weight, "BF16", (rows, columns), lambda w: w.ternary().astype(ml_dtypes.bfloat16))
+        yield PlannedTensor(
+            weight, "BF16", (rows, columns), lambda w: w.bit_linear.ternary().astype(ml_dtypes.bfloat16)
+        )
     elif rows % 4:
         message = f"{name} has {rows} outputs, and packed rows come in fours; convert to hf-bf16 or native instead"
         raise ConfigError(message)
     else:
-        yield PlannedTensor(weight, "U8", (rows // 4, columns), lambda w: hf_from_ternary(w.ternary()))
+        yield PlannedTensor(weight, "U8", (rows // 4, columns), lambda w: hf_from_ternary(w.bit_linear.ternary()))

@@ -13,7 +13,7 @@ Tensors carry our own names. The config says whether a linear is ternary, has a 
                         .bias             (N,)    F32        .input_norm  (K,) F32
                         .signs            (K/b, b) F32, of a linear or `embedding` in a Hadamard basis of blocks of b
                         .order            (K,)    I64, of inputs that the basis takes in another order
-    blocks.0.delta.conv .decay ...        F32: the small arrays of a DeltaNet layer, see `DeltaWeights`
+    blocks.0.*                            F32: arrays of a block that its family has: `ModelConfig.array_shapes`
     tokenizer/tokenizer.json ...          (n,)    U8: the tokenizer's files, byte for byte, chat template among them
 
 Metadata: `format` "bitnet_ref", `format_version`, `config` (ModelConfig as JSON; its quantization describes the source
@@ -35,18 +35,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError, ShapeError
+from ...families import config_from_dict, config_to_dict
+from ...families.groups import GroupTernaryWeight, Rotation
+from ...families.linear_norms import put_norm
 from ...reference import quantization
 from ...reference.config import ModelConfig
-from ...reference.weights import (
-    DeltaWeights,
-    DenseWeight,
-    EmbeddingWeight,
-    GroupTernaryWeight,
-    InputNorm,
-    LinearWeight,
-    Rotation,
-    TernaryWeight,
-)
+from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ...system.atomic import atomic_path
 from ...system.json_file import parse_json_object
 from ..checkpoint import (
@@ -55,8 +49,7 @@ from ..checkpoint import (
     Checkpoint,
     Progress,
     ReadOptions,
-    delta_name,
-    delta_shapes,
+    arrays_of_layer,
     has_bias,
     in_groups,
     is_ternary,
@@ -127,7 +120,7 @@ class NativeCheckpoint(Checkpoint):
             raise self._bad("config", "is required and absent")
         data = self.metadata["config"].encode("utf-8", "surrogatepass")
         try:
-            config = ModelConfig.from_dict(parse_json_object(data, FormatError, self.path))
+            config = config_from_dict(parse_json_object(data, FormatError, self.path))
         except (ConfigError, FormatError) as error:
             inner = f"{field}.{error.field}" if error.field else field
             raise FormatError(error.message, path=self.path, offset=8, field=inner) from None
@@ -162,18 +155,15 @@ class NativeCheckpoint(Checkpoint):
     def _take(self, name: str, shape: tuple[int, ...], *dtypes: str) -> NDArray:
         return self.tensors.take(name, shape, dtypes or ("BF16", "F16", "F32"))
 
-    def embedding(self) -> EmbeddingWeight:
+    def embedding(self) -> LinearWeight:
         shape = linear_shape(self.config, "embedding")
         return self._groups("embedding", shape, None) or DenseWeight(self._take("embedding", shape))
 
     def norm(self, name: str) -> NDArray[np.float32]:
         return self._take(name, (norm_size(self.config, name),), "F32")
 
-    def delta(self, index: int) -> DeltaWeights:
-        shape, name = self.config.delta, delta_name(index)
-        assert shape is not None
-        shapes = delta_shapes(shape)
-        return DeltaWeights(**{part: self._take(f"{name}.{part}", shapes[part], "F32") for part in shapes})
+    def array(self, name: str) -> NDArray[np.float32]:
+        return self._take(name, arrays_of_layer(self.config, int(name.split(".")[1]))[name], "F32")
 
     def linear(self, name: str) -> LinearWeight:
         cfg = self.config
@@ -185,8 +175,8 @@ class NativeCheckpoint(Checkpoint):
         tensor = f"{name}.w_dequant_scale"
         scale = self.checked_scale(tensor, np.float32(self._take(tensor, (), "F32")))
         eps = self.input_norm_eps
-        norm = None if eps is None else InputNorm(self._take(f"{name}.input_norm", (k,), "F32"), eps)
-        return TernaryWeight(packed, k, scale, bias, norm)
+        norm = None if eps is None else self._take(f"{name}.input_norm", (k,), "F32")
+        return put_norm(TernaryWeight(packed, k, scale, bias), norm, eps)
 
     def _groups(self, name: str, shape: tuple[int, int], bias: NDArray[np.float32] | None) -> GroupTernaryWeight | None:
         """A matrix that is stored ternary by groups; None where it is stored dense."""
@@ -289,20 +279,20 @@ def write_native(
     if not os.fspath(path).endswith(SUFFIX):
         raise ConfigError(f"a native file's name ends in {SUFFIX}, got {os.fspath(path)!r}", field="path")
     tokenizer = {TOKENIZER_PREFIX + name: data for name, data in sorted(checkpoint.tokenizer_files().items())}
-    plan = plan_model(checkpoint, str, partial(_plan_linear, checkpoint, storage), partial(_plan_delta, checkpoint))
+    plan = plan_model(checkpoint, str, partial(_plan_linear, checkpoint, storage), partial(_plan_array, checkpoint))
     table = _plan_groups(checkpoint, storage, "embedding") or plan["embedding"]
     plan["embedding"] = [*table, *_plan_rotation(checkpoint, "embedding")]
     layout = layout_of(plan) | {name: ("U8", (len(data),)) for name, data in tokenizer.items()}
     metadata = {
         "format": FORMAT,
         "format_version": str(VERSION if any(name.endswith(".scales") for name in layout) else 1),
-        "config": json.dumps(checkpoint.config.to_dict(), sort_keys=True, separators=(",", ":")),
+        "config": json.dumps(config_to_dict(checkpoint.config), sort_keys=True, separators=(",", ":")),
         "content_hash": _NO_HASH,
     }
     digests = {}
 
     def by_groups(name: str, part: Any) -> Any:
-        floats = isinstance(part, DenseWeight | GroupTernaryWeight)
+        floats = isinstance(part, LinearWeight) and part.kind in ("dense", "groups")
         return in_groups(checkpoint, name, part) if floats else part
 
     with atomic_path(path) as temporary, SafetensorsWriter(temporary, layout, metadata) as writer:
@@ -320,11 +310,9 @@ def write_native(
     return computed
 
 
-def _plan_delta(checkpoint: Checkpoint, index: int) -> Iterator[PlannedTensor]:
-    shape = checkpoint.config.delta
-    assert shape is not None
-    for part, size in delta_shapes(shape).items():
-        yield PlannedTensor(f"{delta_name(index)}.{part}", "F32", size, attrgetter(part))
+def _plan_array(checkpoint: Checkpoint, name: str) -> PlannedTensor:
+    shape = arrays_of_layer(checkpoint.config, int(name.split(".")[1]))[name]
+    return PlannedTensor(name, "F32", shape, lambda array: array)
 
 
 def _plan_rotation(checkpoint: Checkpoint, name: str) -> Iterator[PlannedTensor]:
@@ -346,10 +334,13 @@ def _plan_linear(checkpoint: Checkpoint, storage: str, name: str) -> Iterator[Pl
         dense = PlannedTensor(f"{name}.weight", dtype, (n, k), lambda w: _checked(checkpoint, name, w).array)
         yield from _plan_groups(checkpoint, storage, name) or [dense]
         return
-    yield _plan_plane(storage, name, (n, k), lambda w: _checked(checkpoint, name, w).packed)
-    yield PlannedTensor(f"{name}.w_dequant_scale", "F32", (), lambda w: np.array(w.w_dequant_scale, dtype=np.float32))
+    yield _plan_plane(storage, name, (n, k), lambda w: _checked(checkpoint, name, w).bit_linear.packed)
+    scale = PlannedTensor(
+        f"{name}.w_dequant_scale", "F32", (), lambda w: np.float32(w.bit_linear.w_dequant_scale).reshape(())
+    )
+    yield scale
     if checkpoint.input_norm_eps is not None:
-        yield PlannedTensor(f"{name}.input_norm", "F32", (k,), lambda w: w.input_norm.weight)
+        yield PlannedTensor(f"{name}.input_norm", "F32", (k,), lambda w: w.norm.weight)
 
 
 def _plan_plane(
@@ -378,9 +369,10 @@ def _plan_groups(checkpoint: Checkpoint, storage: str, name: str) -> list[Planne
 def _checked(checkpoint: Checkpoint, name: str, w: LinearWeight) -> Any:
     """`w`. ShapeError if it contradicts the config."""
     config, eps = checkpoint.config, checkpoint.input_norm_eps
-    agrees = isinstance(w, TernaryWeight) == is_ternary(config, name)
-    if isinstance(w, TernaryWeight):
-        agrees = agrees and (None if w.input_norm is None else w.input_norm.eps) == eps
+    is_bit_linear = w.bit_linear is not None
+    agrees = is_bit_linear == is_ternary(config, name)
+    if is_bit_linear:
+        agrees = agrees and (None if w.norm is None else w.norm.eps) == eps
     if not agrees or (w.bias is not None) != has_bias(config, name):
         raise ShapeError("write_native", expected=f"{name} as the config has it", got=f"another {type(w).__name__}")
     return w

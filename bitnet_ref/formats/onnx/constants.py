@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import FormatError
+from ...families import family_table
 from ...reference.weights import linear_name
-from ..names import BLOCK_PART_OF_HF, GGUF_LINEARS
+from ..names import gguf_linears, parts_of_a_block
 from .file import DTYPES, OnnxFile, unpack_bits
 
 _MAX_DEPTH = 16  # nodes between an initialiser and its use
@@ -30,22 +31,35 @@ MATMULS = ("MatMul", "Gemm", "MatMulNBits")
 # The attributes that are used, and their types in ONNX
 _INTEGERS = ("axis", "block_size", "to", "transA", "transB", "N", "K", "bits")
 _ATTRIBUTE_TYPES: dict[str, type] = {**dict.fromkeys(_INTEGERS, int), "alpha": float, "beta": float, "perm": list}
-_NORMS = {theirs: ours for theirs, ours in BLOCK_PART_OF_HF.items() if ours.endswith("_norm")}
 _START, _END = r"(?:^|[./'\"])", r"(?=[./'\"]|$)"
-_LINEAR = re.compile(
-    _START + r"layers[./](\d{1,6})[./](?:self_attn|attn|attention|mlp|feed_forward)[./]"
-    rf"({'|'.join(GGUF_LINEARS)}|qkv_proj)" + _END
-)
 _HEAD = re.compile(_START + "lm_head" + _END)
-_NORM = re.compile(
-    _START + r"layers[./](\d{1,6})[./](?:(?:self_attn|attn|mlp)[./])?"
-    rf"({'|'.join(_NORMS)}|final_norm_layernorm)" + _END
-)
 _FINAL_NORM = re.compile(r"(?:^|[./'\"]|model[./])norm" + _END)
 _NORM_NODES = (
     *("Mul", "RMSNormalization", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"),
     "LayerNormalization",  # as genai names the first one
 )
+
+
+@family_table
+def _norms() -> dict[str, str]:
+    """The last word of a Hugging Face name -> our name of that norm; a name of several norms is LLaMA's."""
+    norms: dict[str, str] = {}
+    for part, names in parts_of_a_block().items():
+        for full in names.hf if part.endswith("_norm") else ():
+            norms.setdefault(full.rpartition(".")[2], part)
+    return norms
+
+
+@family_table
+def _norm() -> re.Pattern[str]:
+    names = "|".join([*_norms(), "final_norm_layernorm"])
+    return re.compile(_START + rf"layers[./](\d{{1,6}})[./](?:(?:self_attn|attn|mlp)[./])?({names})" + _END)
+
+
+@family_table
+def _linear() -> re.Pattern[str]:
+    names, halves = "|".join([*gguf_linears(), "qkv_proj"]), "self_attn|attn|attention|mlp|feed_forward"
+    return re.compile(_START + rf"layers[./](\d{{1,6}})[./](?:{halves})[./]({names})" + _END)
 
 
 class Constants:
@@ -235,7 +249,7 @@ class ModelNames:
         if root is None:
             return  # a product of two activations
         for text in (root, *self._texts(node)):
-            if match := _LINEAR.search(text):
+            if match := _linear().search(text):
                 layer, linear = int(match[1]), match[2]
                 name = f"blocks.{layer}.attn.qkv_proj" if linear == "qkv_proj" else linear_name(layer, linear)
             elif _HEAD.search(text):
@@ -251,8 +265,8 @@ class ModelNames:
     def _place_norm(self, text: str, tensor: str) -> None:
         if len(self.file.shape(tensor)) != 1 or text.endswith(".bias"):
             return
-        if match := _NORM.search(text):
-            name = f"blocks.{int(match[1])}.{_NORMS[match[2]]}" if match[2] in _NORMS else "final_norm"
+        if match := _norm().search(text):
+            name = f"blocks.{int(match[1])}.{_norms()[match[2]]}" if match[2] in _norms() else "final_norm"
         elif _FINAL_NORM.search(text) and "layers" not in text:
             name = "final_norm"
         else:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ShapeError
+from ...families import config_to_dict
 from ...system.atomic import atomic_path
 from ..checkpoint import Checkpoint, Progress
 from .file import CONFIG_KEY, DATA_TYPES, FORMAT_KEY, FORMAT_VERSION, MAX_MODEL_BYTES, MODEL_FILE, import_onnx
@@ -79,7 +80,10 @@ def export_onnx(
         graph = graph_type(checkpoint, _TensorProtos(data, data_path.name, external_bytes), progress).build()
         opsets = [helper.make_opsetid("", OPSET)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="bitnet_ref")
-        settings = {FORMAT_KEY: FORMAT_VERSION, CONFIG_KEY: json.dumps(checkpoint.config.to_dict(), sort_keys=True)}
+        settings = {
+            FORMAT_KEY: FORMAT_VERSION,
+            CONFIG_KEY: json.dumps(config_to_dict(checkpoint.config), sort_keys=True),
+        }
         for key, value in settings.items():
             model.metadata_props.add(key=key, value=value)
         model_file.write_bytes(model.SerializeToString(deterministic=True))

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError
 from ...reference import quantization
-from ...reference.layers import rope_frequencies
-from ...reference.weights import DenseWeight, GroupTernaryLinear, TernaryLinear, linear_name
+from ...reference.weights import Norm, TernaryLinear, linear_name
 from ..checkpoint import Checkpoint, Progress, part_count, ticker
 from ..names import hf_module
 from .file import DATA_TYPES, PACKED_SUFFIX, SCALE_SUFFIX, import_onnx
@@ -140,7 +139,7 @@ class DecoderGraph:
 
     def table(self) -> tuple[str, np.dtype]:
         """The embedding (V, D), in its stored dtype"""
-        embedding = self.source.embedding()
+        embedding: Any = self.source.embedding()  # a dense one
         self._tick()
         if self.cfg.tie_word_embeddings:
             self.source.check_tied_head(embedding)
@@ -149,7 +148,8 @@ class DecoderGraph:
 
     def rope_tables(self) -> tuple[str, str]:
         """cos and sin of every token's angles, (B, 1, S, d/2) float32: the angles in float64, rounded once."""
-        g, rope, head_dim = self.g, self.cfg.rope, self.cfg.head_dim
+        g, head_dim = self.g, self.cfg.head_dim
+        rope: Any = self.cfg.rope
         with g.scope("rotary_emb"):
             position = g("Unsqueeze", g.cast("position_ids", _DOUBLE), g.ints(1, 3))  # (B, 1, S, 1)
             if rope.rope_type == "dynamic":
@@ -163,7 +163,7 @@ class DecoderGraph:
                 exponent = -np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
                 inv_freq = g("Pow", base, g.constant(exponent, _DOUBLE))  # (B, 1, S, d/2)
             else:
-                inv_freq = g.constant(rope_frequencies(rope, head_dim), _DOUBLE)  # (d/2,)
+                inv_freq = g.constant(rope.frequencies(head_dim), _DOUBLE)  # (d/2,)
             angles = g("Mul", position, inv_freq)
             # cos x = sin(x + pi/2): onnxruntime 1.20 has no float64 Cos, and the last bit of float64 does not matter
             tables = [g("Sin", g("Add", angles, g.constant(np.pi / 2, _DOUBLE))), g("Sin", angles)]
@@ -290,22 +290,23 @@ class DecoderGraph:
         w, name = self.source.linear(name), hf_module(name)
         self._tick()
         with self.g.scope(name.rpartition(".")[2]):
-            if isinstance(w, DenseWeight | GroupTernaryLinear):
-                array = w.array
-                y = self.matmul(x, self.g.weight(f"{name}.weight", array), array.dtype)
-            else:
-                assert isinstance(w, TernaryLinear)
-                y = self.ternary_product(x, name, w)
+            ternary = w.bit_linear
+            y = self.dense_product(x, name, w) if ternary is None else self.ternary_product(x, name, ternary, w.norm)
             return y if w.bias is None else self.g("Add", y, self.g.weight(f"{name}.bias", w.bias))
 
-    def ternary_product(self, x: str, name: str, w: TernaryLinear) -> str:
+    def dense_product(self, x: str, name: str, w: Any) -> str:
+        """(B, S, K) -> (B, S, out), without the bias, by a weight that has its matrix as floats"""
+        array = w.array
+        return self.matmul(x, self.g.weight(f"{name}.weight", array), array.dtype)
+
+    def ternary_product(self, x: str, name: str, ternary: TernaryLinear, norm: Norm | None) -> str:
         """(B, S, K) -> (B, S, out), without the bias"""
         g = self.g
-        if w.input_norm is not None:
-            x = self.rms_norm(x, f"{name}.rms_norm.weight", w.input_norm.weight, w.input_norm.eps)
+        if norm is not None:
+            x = self.rms_norm(x, f"{name}.rms_norm.weight", norm.weight, norm.eps)
         x_u8, x_quant_scale = self.quantize_activations(x)
-        acc = g("MatMulInteger", x_u8, self.ternary(name, w), g.constant(128, np.uint8))  # int32, exact
-        w_dequant_scale = g.weight(name + SCALE_SUFFIX, np.asarray(w.w_dequant_scale, dtype=np.float32))
+        acc = g("MatMulInteger", x_u8, self.ternary(name, ternary), g.constant(128, np.uint8))  # int32, exact
+        w_dequant_scale = g.weight(name + SCALE_SUFFIX, np.asarray(ternary.w_dequant_scale, dtype=np.float32))
         return self.dequantize(g.cast(acc, _FLOAT), w_dequant_scale, x_quant_scale)
 
     def dequantize(self, acc: str, w_dequant_scale: str, x_quant_scale: str) -> str:

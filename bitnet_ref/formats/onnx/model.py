@@ -12,13 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError
+from ...families import config_from_dict
+from ...families.linear_norms import put_norm
 from ...reference import quantization
 from ...reference.config import ModelConfig
-from ...reference.weights import DenseWeight, EmbeddingWeight, InputNorm, LinearWeight, TernaryWeight
+from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ...system.json_file import is_present, parse_json_object
 from ..checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_shape, norm_sizes, read_tokenizer_folder
 from ..hf.config import MAX_CONFIG_BYTES, read_hf_config
 from ..names import hf_module, hf_modules
+from ..packing import split_ternary
 from .constants import Constants, ModelNames
 from .file import CONFIG_KEY, FORMAT_KEY, FORMAT_VERSION, PACKED_SUFFIX, SCALE_SUFFIX, OnnxFile
 
@@ -65,22 +68,23 @@ class OnnxCheckpoint(Checkpoint):
     def linear(self, name: str) -> LinearWeight:
         if self.names is None:
             return self._our_linear(hf_module(name), name)
-        node, rows = self._node(name)
+        node, rows = self._node(self.names, name)
         shape = linear_shape(self.config, name)
         matrix = self.constants.matrix(node)
         self.taken.add(node.name)
         matrix = self._matrix(name, matrix if rows is None else self._rows(name, matrix, rows), shape)
-        bias = self._bias(name, node, rows, shape[0])
+        bias = self._bias(self.names, name, node, rows, shape[0])
         if not is_ternary(self.config, name):
             return DenseWeight(matrix, bias)
         packed, scale = self._ternary(name, matrix.astype(np.float32))
-        return TernaryWeight(packed, shape[1], scale, bias, self._input_norm(name, shape[1]))
+        weight = TernaryWeight(packed, shape[1], scale, bias)
+        return put_norm(weight, self._own_norm(name, shape[1]), self.input_norm_eps)
 
-    def check_tied_head(self, embedding: EmbeddingWeight) -> None:
+    def check_tied_head(self, embedding: LinearWeight) -> None:
         node = None if self.names is None else self.names.linears.get("lm_head")
         if node is not None:
             head = self._matrix("lm_head", self.constants.matrix(node), embedding.shape)
-            if not np.array_equal(head.astype(np.float32), embedding.array.astype(np.float32)):
+            if not np.array_equal(head.astype(np.float32), embedding.rows(slice(None), np.float32)):
                 raise self.file.fail("lm_head", "differs from the embedding, but the configuration says they are tied")
 
     def finish(self) -> None:
@@ -105,7 +109,7 @@ class OnnxCheckpoint(Checkpoint):
                 raise ConfigError(f"has more than {MAX_CONFIG_BYTES} characters", path=self.path, field=CONFIG_KEY)
             raw = parse_json_object(text.encode("utf-8", "surrogatepass"), ConfigError, self.path)
             try:
-                return ModelConfig.from_dict(raw)
+                return config_from_dict(raw)
             except ConfigError as error:
                 raise ConfigError(error.message, path=self.path, field=error.field) from None
         path = self.path.parent / "config.json"
@@ -128,7 +132,7 @@ class OnnxCheckpoint(Checkpoint):
         if quantization.unpack_ternary(packed[:, -1:], 4)[:, (k - 1) % 4 + 1 :].any():
             raise self.file.fail(tensor, f"expected zero weights beyond the {k} inputs of a row")
         scale = self.checked_scale(name, np.float32(self._take(module + SCALE_SUFFIX, ())[()]))
-        return TernaryWeight(packed, k, scale, bias, self._input_norm(name, k))
+        return put_norm(TernaryWeight(packed, k, scale, bias), self._own_norm(name, k), self.input_norm_eps)
 
     def _take(self, name: str, shape: tuple[int, ...], integers: bool = False) -> NDArray:
         """A tensor, which must have that shape and hold floats of at most 32 bits, or bytes."""
@@ -143,16 +147,15 @@ class OnnxCheckpoint(Checkpoint):
         self.taken.add(name)
         return array
 
-    def _node(self, name: str) -> tuple[Any, slice | None]:
+    def _node(self, names: ModelNames, name: str) -> tuple[Any, slice | None]:
         """The MatMul of a linear, and its rows there when q, k and v are one matrix."""
-        assert self.names is not None
-        if name in self.names.linears:
-            return self.names.linears[name], None
+        if name in names.linears:
+            return names.linears[name], None
         block, _, short = name.rpartition(".")
         query, kv = self.config.query_size, self.config.kv_size
         rows = {"q_proj": slice(0, query), "k_proj": slice(query, query + kv), "v_proj": slice(query + kv, None)}
-        if short in rows and f"{block}.qkv_proj" in self.names.linears:
-            return self.names.linears[f"{block}.qkv_proj"], rows[short]
+        if short in rows and f"{block}.qkv_proj" in names.linears:
+            return names.linears[f"{block}.qkv_proj"], rows[short]
         message = f"no MatMul, Gemm or MatMulNBits with constant weights was found for {hf_module(name)}"
         raise self.file.fail(name, message)
 
@@ -172,9 +175,10 @@ class OnnxCheckpoint(Checkpoint):
             raise self.file.fail(name, "holds numbers that are not finite")
         return np.ascontiguousarray(array)
 
-    def _bias(self, name: str, node: Any, rows: slice | None, size: int) -> NDArray[np.float32] | None:
-        assert self.names is not None
-        value = self.names.bias(node)
+    def _bias(
+        self, names: ModelNames, name: str, node: Any, rows: slice | None, size: int
+    ) -> NDArray[np.float32] | None:
+        value = names.bias(node)
         if (value is not None) != has_bias(self.config, name):
             expected, got = ("no", "one") if value is not None else ("a", "none")
             raise self.file.fail(name, f"the configuration says {expected} bias here, the graph has {got}")
@@ -190,7 +194,7 @@ class OnnxCheckpoint(Checkpoint):
     def _ternary(self, name: str, w: NDArray[np.float32]) -> tuple[NDArray[np.uint8], np.float32]:
         """-s, 0 and +s are taken as they are; master weights are quantised by absmean if the configuration says so."""
         assert self.config.quantization is not None
-        split, convention = quantization.split_ternary(w), self.config.quantization.scale_convention
+        split, convention = split_ternary(w), self.config.quantization.scale_convention
         if split is None and convention != "absmean":
             raise self.file.fail(name, "expected a matrix of -s, 0 and +s: the configuration says it is ternary")
         if split is not None and split[1] == 1 and convention != "absmean":
@@ -198,10 +202,10 @@ class OnnxCheckpoint(Checkpoint):
         w_t, scale = split or quantization.quantize_weights(w)
         return quantization.pack_ternary(w_t), self.checked_scale(name, scale)
 
-    def _input_norm(self, name: str, size: int) -> InputNorm | None:
+    def _own_norm(self, name: str, size: int) -> NDArray[np.float32] | None:
         eps = self.input_norm_eps
         if eps is None:
             return None
         ending = f"{hf_module(name)}.rms_norm.weight"
         tensor = next((tensor for tensor in self.file.tensors if tensor.endswith(ending)), ending)
-        return InputNorm(self._take(tensor, (size,)).astype(np.float32), eps)
+        return self._take(tensor, (size,)).astype(np.float32)

@@ -1,5 +1,5 @@
-// CUDA C++ on the host: the language's words, a block's threads and launches. emulated_functions.h has the functions;
-// it is included before a .cu file, and a C++17 compiler then builds that file unchanged.
+// CUDA C++ on the host: the language's words, a block's threads and launches. The header of the device's functions takes
+// this one in; it is included before a .cu file, and a C++17 compiler then builds that file unchanged.
 //
 // For reading, testing and debugging kernels where there is no GPU; nothing here is fast. One block runs after another.
 // A block's threads are fibers of one host thread: each runs until it needs the others (__syncthreads, or a warp's

@@ -11,11 +11,11 @@ from typing import Any
 
 from ...backends.cpu.weights import strip_uses
 from ...backends.loaded import LoadedModel
-from ...backends.run import run
+from ...backends.observe import PATHS
 from ...errors import GenerationError
 from ..figures import Figure
 from .report import TableRow, as_html, as_table, as_text, icicles, table_rows, write_trace
-from .timed import PATHS, StepTimer
+from .timed import StepTimer
 from .tree import KINDS, OpTime, Phase, Step
 
 KEPT_CALLS = 100_000  # of the first steps, for `save`: some 15 MB
@@ -62,9 +62,9 @@ class Profile:
     def __enter__(self) -> Profile:
         """Raises GenerationError while a profile of another path is entered on the same model."""
         with _lock:
-            timer = self.model.run_pass
+            timer = self.model.watcher
             if not isinstance(timer, StepTimer):
-                timer = self.model.run_pass = StepTimer(self.model.weights, self.path)
+                timer = self.model.watcher = StepTimer(self.path)
             elif timer.path != self.path:
                 raise GenerationError(
                     f"path: this model is being profiled by path {timer.path!r}; leave that one first"
@@ -81,11 +81,11 @@ class Profile:
             if self._entered:
                 return
             self._wall_s += time.perf_counter() - self._started_s
-            timer = self.model.run_pass
-            assert isinstance(timer, StepTimer)
-            timer.sinks = tuple(sink for sink in timer.sinks if sink != self.add)
-            if not timer.sinks:
-                self.model.run_pass = run
+            timer = self.model.watcher
+            if isinstance(timer, StepTimer):
+                timer.sinks = tuple(sink for sink in timer.sinks if sink != self.add)
+                if not timer.sinks:
+                    self.model.watcher = None
 
     def add(self, step: Step, forward: OpTime) -> None:
         """Count a step and add the tree of its times. Called on the step's thread."""

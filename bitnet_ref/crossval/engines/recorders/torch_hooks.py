@@ -29,6 +29,7 @@ OUTPUTS = {
     "mlp.ffn_sub_norm": "mlp.sub_norm.hook_normalized",
     "mlp.ffn_layernorm": "mlp.sub_norm.hook_normalized",
     "mlp.down_proj": "mlp.down_proj.hook_out",
+    "post_feedforward_layernorm": "ln2_post.hook_normalized",
 }
 # ... -> trace name of its input. Of several modules that read the same tensor the first call counts.
 INPUTS = {

@@ -9,18 +9,22 @@ from collections.abc import Mapping
 
 from numpy.typing import NDArray
 
-from ..variants import Hypothesis, Setting
+from ....families import FAMILIES, family_of, groups, linear_norms
+from ....families.family import Hypothesis
+from ..variants import Setting
 from .activations import HYPOTHESES as ACTIVATIONS
 from .attention import HYPOTHESES as ATTENTION
 from .blocks import HYPOTHESES as BLOCKS
-from .families import HYPOTHESES as FAMILIES
 from .layouts import HYPOTHESES as LAYOUTS
 from .linears import HYPOTHESES as LINEARS
 from .linears import zero_hypotheses
 
-HYPOTHESES: tuple[Hypothesis, ...] = (*BLOCKS, *LINEARS, *ACTIVATIONS, *LAYOUTS, *ATTENTION, *FAMILIES)
+_OF_ALL = (*BLOCKS, *LINEARS, *ACTIVATIONS, *LAYOUTS, *ATTENTION, *linear_norms.MISTAKES, *groups.MISTAKES)
+_OF_FAMILIES = {each.name: each for family in FAMILIES.values() for each in family.mistakes}
+# Those of the package's own families; `forward_hypotheses` knows those that are registered later too.
+HYPOTHESES: tuple[Hypothesis, ...] = (*_OF_ALL, *_OF_FAMILIES.values())
 
 
 def forward_hypotheses(setting: Setting, candidate: Mapping[str, NDArray]) -> tuple[Hypothesis, ...]:
-    """All of HYPOTHESES, and those about linears whose results in the candidate are all zeros."""
-    return (*HYPOTHESES, *zero_hypotheses(setting, candidate))
+    """Those of all models, of this one's family, and about linears whose results in the candidate are zeros."""
+    return (*_OF_ALL, *family_of(setting.config).mistakes, *zero_hypotheses(setting, candidate))

@@ -8,10 +8,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from ....families.family import Hypothesis
 from ....reference import layers
 from ....reference.quantization import SCALE_FLOOR
-from ....reference.weights import TernaryLinear, TernaryWeight
-from ..variants import Hypothesis, Op, Setting
+from ....reference.weights import TernaryLinear
+from ..variants import Op, Setting
 from .linears import ACC, OUT, has_ternary
 
 INT8 = "*_proj.hook_x_int8 *_proj.hook_x_scale"
@@ -42,7 +43,7 @@ def scale_per_tensor(s: Setting) -> Setting | None:
 
 def _blockwise(s: Setting, size: int) -> Setting | None:
     """Scales for blocks of `size` features: the accumulators get an axis (N, blocks, out), summed after scaling."""
-    linears = [w for _, w in s.weights.linears() if isinstance(w, TernaryWeight)]
+    linears = [w.bit_linear for _, w in s.weights.linears() if w.bit_linear is not None]
     if not linears or any(w.in_features % size for w in linears) or all(w.in_features == size for w in linears):
         return None
 

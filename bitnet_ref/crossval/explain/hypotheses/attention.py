@@ -7,8 +7,10 @@ from functools import partial
 
 from numpy.typing import NDArray
 
+from ....families.family import Hypothesis
+from ....reference.config import RopeConfig
 from ..edits import interleaved
-from ..variants import Hypothesis, Op, Sees, Setting, causal
+from ..variants import Op, Sees, Setting, causal
 from .layouts import permute_qk, query_mistake
 
 rope_mistake = partial(Hypothesis, "*.attn.hook_rot_q *.attn.hook_rot_k")
@@ -16,16 +18,13 @@ scores_mistake = partial(Hypothesis, "*.attn.hook_attn_scores")
 WINDOW = "A window of w is the token itself and w - 1 before it."
 
 
-def _rope_interleaved(
-    op: Op, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray, *partial: bool
-) -> tuple[NDArray, NDArray]:
+def _rope_interleaved(op: Op, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
     return interleaved(q, cos, sin), interleaved(k, cos, sin)
 
 
 def _without_scaling(s: Setting) -> Setting | None:
-    if s.config.rope.rope_type == "default":
-        return None
-    return s.with_rope(rope_type="default", long_factors=(), short_factors=())
+    plain = RopeConfig(s.config.rope.theta)
+    return None if s.config.rope == plain else s.with_config(rope=plain)
 
 
 def _theta(value: float) -> Hypothesis:
@@ -82,7 +81,7 @@ HYPOTHESES = (
         "Apply RoPE to q and k.", lambda s: s.with_ops(rope=lambda op, q, k, *rest: (q, k))),
     rope_mistake("rope_backwards", "RoPE rotates in the other direction",
         "x' = x cos - y sin, y' = y cos + x sin.",
-        lambda s: s.with_ops(rope=lambda op, q, k, cos, sin, *partial: op(q, k, cos, -sin, *partial))),
+        lambda s: s.with_ops(rope=lambda op, q, k, cos, sin: op(q, k, cos, -sin))),
     rope_mistake("positions_from_one", "positions are one too high: the first token's is 1",
         "The first token is at position 0; count the tokens already cached, not those plus one.",
         lambda s: s.with_ops(rope_tables=lambda op, positions, *rest: op(positions + 1, *rest))),

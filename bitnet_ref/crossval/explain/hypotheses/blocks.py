@@ -11,11 +11,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ....families.family import Hypothesis
 from ....reference import layers
 from ....reference.quantization import quantize_activations
-from ....reference.weights import DenseWeight
+from ....reference.weights import TRACE_NAMES, DenseWeight, LayerWeights, Norm
 from ..edits import int8_matrix
-from ..variants import Hypothesis, Op, Setting, map_norms
+from ..variants import Op, Setting
 
 gate_mistake = partial(Hypothesis, "*.mlp.hook_post")
 attn_sub_norm_mistake = partial(Hypothesis, "*.attn.sub_norm.* *.attn.o_proj.*")
@@ -31,7 +32,7 @@ Change = Callable[[NDArray], NDArray]
 
 def _gate(s: Setting, compute: Callable[[Change, NDArray, NDArray], NDArray]) -> Setting:
     """compute(act, gate, up) in place of act(gate) * up."""
-    act = layers.GATES[s.config.activation]
+    act = layers.ACTIVATIONS[s.config.activation].function
     return s.with_ops(gated=lambda op, gate, up, activation: compute(act, gate, up))
 
 
@@ -47,23 +48,28 @@ def _without_both_sub_norms(s: Setting) -> Setting | None:
 
 def _with_sub_norms(s: Setting) -> Setting | None:
     cfg = s.config
-    if cfg.sub_norms or cfg.delta is not None:
+    if cfg.sub_norms or cfg.has_states:
         return None
-    ones = {"attn_sub_norm": cfg.num_attention_heads * cfg.head_dim, "ffn_sub_norm": cfg.intermediate_size}
-    norms: dict[str, Any] = {name: np.ones(size, dtype=np.float32) for name, size in ones.items()}
-    return s.map_layers(lambda w: replace(w, **norms)).with_config(sub_norms=True)
+    ones = {"attn_sub_norm": cfg.query_size, "ffn_sub_norm": cfg.intermediate_size}
+
+    def layer(w: LayerWeights) -> LayerWeights:
+        norms: dict[str, Any] = {
+            name: Norm(np.ones(size, dtype=np.float32), cfg.norm_eps, f"{w.name}.{TRACE_NAMES[name]}")
+            for name, size in ones.items()
+        }
+        return replace(w, **norms)
+
+    return s.map_layers(layer).with_config(sub_norms=True)
 
 
 def _sub_norm_per_head(s: Setting) -> Setting | None:
-    sub_norms = {id(w.attn_sub_norm) for w in s.weights.layers if w.attn_sub_norm is not None}
-
-    def rms_norm(op: Op, x: NDArray, weight: NDArray, eps: float) -> NDArray:
-        if id(weight) not in sub_norms:
-            return op(x, weight, eps)
+    def rms_norm(op: Op, x: NDArray, norm: Norm) -> NDArray:
+        if not norm.name.endswith(".attn.sub_norm"):
+            return op(x, norm)
         heads = x.reshape(-1, s.config.head_dim)
-        return (heads / layers.rms_scale(heads, eps)).reshape(x.shape) * weight
+        return (heads / layers.rms_scale(heads, norm.eps)).reshape(x.shape) * norm.weight
 
-    return s.with_ops(rms_norm=rms_norm) if sub_norms and s.config.num_attention_heads > 1 else None
+    return s.with_ops(rms_norm=rms_norm) if s.config.sub_norms and s.config.num_attention_heads > 1 else None
 
 
 def _eps(value: float) -> Hypothesis:
@@ -71,30 +77,38 @@ def _eps(value: float) -> Hypothesis:
         f"norm_eps_{value:g}",
         f"the norms' eps is {value:g}, not the model's own",
         "Read rms_norm_eps from the config; class defaults differ.",
-        lambda s: s.with_config(norm_eps=value) if s.config.norm_eps != value else None,
+        lambda s: s.map_norms(lambda norm: replace(norm, eps=value)) if s.config.norm_eps != value else None,
     )
 
 
-def _eps_outside(op: Op, x: NDArray, weight: NDArray, eps: float) -> NDArray:
-    root = np.sqrt(np.square(x, dtype=np.float64).mean(axis=-1, keepdims=True)) + eps
-    return x / root.astype(x.dtype) * weight
+def _plus_one(norm: Norm) -> Norm:
+    return replace(norm, weight=norm.weight + np.float32(1))
 
 
-def _layer_norm(op: Op, x: NDArray, weight: NDArray, eps: float) -> NDArray:
-    return op(x - x.mean(axis=-1, keepdims=True), weight, eps)
+def _without_weight(norm: Norm) -> Norm:
+    return replace(norm, weight=np.ones_like(norm.weight))
+
+
+def _eps_outside(op: Op, x: NDArray, norm: Norm) -> NDArray:
+    root = np.sqrt(np.square(x, dtype=np.float64).mean(axis=-1, keepdims=True)) + norm.eps
+    return x / root.astype(x.dtype) * norm.weight
+
+
+def _layer_norm(op: Op, x: NDArray, norm: Norm) -> NDArray:
+    return op(x - x.mean(axis=-1, keepdims=True), norm)
 
 
 # -- the embedding and the head ----------------------------------------------------------------------------------------
 
 
 def _dense(weight: Any, change: Change) -> Any:
-    if not isinstance(weight, DenseWeight):
+    if weight.kind != "dense":
         return weight
-    return DenseWeight(change(weight.array.astype(np.float32)), weight.bias, weight.wide)
+    return DenseWeight(change(weight.array.astype(np.float32)), weight.bias, weight.wide, weight.name)
 
 
 def _head(s: Setting, change: Change) -> Setting | None:
-    if not isinstance(s.weights.lm_head, DenseWeight):
+    if s.weights.lm_head.kind != "dense":
         return None
     return replace(s, weights=replace(s.weights, lm_head=_dense(s.weights.lm_head, change)))
 
@@ -176,9 +190,9 @@ HYPOTHESES = (
     norm_mistake("norm_eps_outside_the_root", "eps is added to the root, not to the mean of squares under it",
         "x / sqrt(mean(x^2) + eps).", lambda s: s.with_ops(rms_norm=_eps_outside)),
     norm_mistake("norm_weight_plus_one", "norms multiply by 1 + weight, as in Gemma",
-        "Multiply by the weight.", lambda s: map_norms(s, lambda w: w + np.float32(1))),
+        "Multiply by the weight.", lambda s: s.map_norms(_plus_one)),
     norm_mistake("norm_weight_ignored", "norms do not multiply by their weight",
-        "Multiply by the weight.", lambda s: map_norms(s, np.ones_like)),
+        "Multiply by the weight.", lambda s: s.map_norms(_without_weight)),
     norm_mistake("layer_norm_for_rms_norm", "the mean is subtracted, as in LayerNorm",
         "RMSNorm does not subtract the mean.", lambda s: s.with_ops(rms_norm=_layer_norm)),
     embedding_mistake("embedding_scaled", "the embedding is multiplied by sqrt(D), as in Gemma",

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ....reference.weights import DenseWeight, GroupTernaryWeight, LayerWeights, LinearWeight, TernaryWeight
-from ..variants import Hypothesis, Setting, with_matrix
+from ....families.family import Hypothesis
+from ....families.linear_norms import NormedLinear
+from ....reference.weights import LayerWeights, LinearWeight
+from ..variants import Setting, with_matrix
 
 layout_mistake = partial(Hypothesis, "*_proj.hook_acc_int32 *_proj.hook_out")
 query_mistake = partial(Hypothesis, "*.q_proj.hook_acc_int32 *.q_proj.hook_out")
@@ -18,14 +21,15 @@ query_mistake = partial(Hypothesis, "*.q_proj.hook_acc_int32 *.q_proj.hook_out")
 
 def _matrices(s: Setting, change: Callable[[NDArray], NDArray | None]) -> Setting | None:
     """Every ternary matrix of the blocks changed; None if `change` returns None for one of them."""
-    changed: dict[int, NDArray] = {}
-    for _, w in s.weights.linears():
-        if isinstance(w, TernaryWeight) and w is not s.weights.lm_head:
+    changed: dict[str, NDArray] = {}
+    for _, weight in s.weights.linears():
+        w = weight.bit_linear
+        if w is not None and weight is not s.weights.lm_head:
             matrix = change(w.ternary())
             if matrix is None:
                 return None
-            changed[id(w)] = matrix
-    return s.map_ternary(lambda _, w: with_matrix(w, changed[id(w)])) if changed else None
+            changed[w.name] = matrix
+    return s.map_ternary(lambda _, w: with_matrix(w, changed[w.name])) if changed else None
 
 
 def _row_groups(w: NDArray, shape: tuple[int, int]) -> NDArray | None:
@@ -50,13 +54,12 @@ def interleaving(heads: int, head_dim: int) -> NDArray[np.int64]:
 
 
 def _take_rows(w: LinearWeight, order: NDArray) -> LinearWeight:
-    bias = None if w.bias is None else w.bias[order]
-    if isinstance(w, TernaryWeight):
-        return replace(w, packed=w.packed[order], bias=bias)
-    if isinstance(w, GroupTernaryWeight):
-        return replace(w, packed=w.packed[order], scales=w.scales[order], bias=bias)
-    assert isinstance(w, DenseWeight)
-    return replace(w, stored=w.stored[order], bias=bias)
+    """The linear with its rows in another order: of each of its arrays that has them."""
+    if isinstance(w, NormedLinear):
+        return replace(w, linear=_take_rows(w.linear, order))
+    arrays = {name: getattr(w, name) for name in ("packed", "scales", "stored", "bias") if hasattr(w, name)}
+    changed: dict[str, Any] = {name: array[order] for name, array in arrays.items() if array is not None}
+    return replace(w, **changed)  # type: ignore[type-var]
 
 
 def permute_qk(s: Setting, *, back: bool = False) -> Setting:
@@ -66,7 +69,7 @@ def permute_qk(s: Setting, *, back: bool = False) -> Setting:
         q, k = np.argsort(q), np.argsort(k)
 
     def layer(w: LayerWeights) -> LayerWeights:
-        if w.delta is not None:  # it has no RoPE
+        if not s.config.attends(int(w.name.split(".")[1])):  # it has no RoPE
             return w
         return replace(w, q_proj=_take_rows(w.q_proj, q), k_proj=_take_rows(w.k_proj, k))
 

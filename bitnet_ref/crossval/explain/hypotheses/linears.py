@@ -11,8 +11,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ....families.family import Hypothesis
 from ....reference.weights import LinearWeight, TernaryLinear, TernaryWeight
-from ..variants import Hypothesis, Op, Setting
+from ..variants import Op, Setting
 
 OUT = "*_proj.hook_out"
 ACC = "*_proj.hook_acc_int32"
@@ -23,7 +24,7 @@ WIDEN = "Widen to int32 before 256 products of +-127 have been added."
 
 def has_ternary(s: Setting) -> bool:
     """Whether the model has a BitLinear."""
-    return any(isinstance(w, TernaryLinear) for _, w in s.weights.linears())
+    return any(w.bit_linear is not None for _, w in s.weights.linears())
 
 
 def _scales(s: Setting, change: Callable[[TernaryWeight], Any]) -> Setting | None:
@@ -34,14 +35,15 @@ def _scales(s: Setting, change: Callable[[TernaryWeight], Any]) -> Setting | Non
 
 def _row_scales(s: Setting, scales_of: Callable[[tuple[TernaryWeight, ...]], Sequence[NDArray]]) -> Setting | None:
     """q, k and v with one scale per row, as scales_of(their weights) says."""
-    scales: dict[int, NDArray] = {}
+    scales: dict[str, NDArray] = {}
     for layer in s.weights.layers:
-        ws = tuple(w for w in (layer.q_proj, layer.k_proj, layer.v_proj) if isinstance(w, TernaryWeight))
+        bit_linears = [w.bit_linear for w in (layer.q_proj, layer.k_proj, layer.v_proj)]
+        ws = tuple(w.plain() for w in bit_linears if w is not None)
         if len(ws) == 3:
-            scales |= {id(w): rows for w, rows in zip(ws, scales_of(ws), strict=True)}
+            scales |= {w.name: rows for w, rows in zip(ws, scales_of(ws), strict=True)}
 
     def dequantize(op: Op, acc: NDArray, w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
-        rows = scales.get(id(w))
+        rows = scales.get(w.name)
         if rows is None:
             return op(acc, w, x_quant_scale)
         return acc.astype(np.float32) * (rows[None, :] / x_quant_scale)
@@ -122,11 +124,9 @@ def _zeros(subject: str, names: frozenset[str]) -> Hypothesis:
     """These linears give zeros; `subject` names them in the cause."""
 
     def change(s: Setting) -> Setting:
-        changed = {id(w) for name, w in s.weights.linears() if name in names}
-
         def product(op: Op, x: NDArray, w: LinearWeight) -> NDArray:
             y = op(x, w)
-            return np.zeros_like(y) if id(w) in changed else y
+            return np.zeros_like(y) if w.name in names else y
 
         return s.with_ops(ternary_matmul=product, dense_matmul=product)
 

@@ -11,7 +11,8 @@ import pytest
 from helpers import model
 
 from bitnet_ref.errors import BackendUnavailable
-from bitnet_ref.notebook.live import MAX_ROWS, History, RequestProgress, requests_html
+from bitnet_ref.serving.live import MAX_ROWS, History, requests_html
+from bitnet_ref.serving.records import RequestProgress
 
 NAME = "bitnet_ref live view"
 SLOW = {"max_tokens": 200, "ignore_eos": True}

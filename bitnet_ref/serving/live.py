@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BackendUnavailable
+from .records import RequestProgress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,18 +24,6 @@ MAX_ROWS = 16  # requests shown; the others are only counted
 LATENCIES = {"time_to_first_token_seconds": "first token", "inter_token_latency_seconds": "between tokens"}
 QUANTILES = ("p50", "p95", "p99")
 HEAD = ("request", "state", "prompt", "new", "seconds", "newest text")
-
-
-@dataclass(frozen=True)
-class RequestProgress:
-    """The progress of a request in an engine."""
-
-    request_id: int
-    state: str  # "waiting", "running", "paused"
-    prompt_tokens: int
-    generated_tokens: int  # of all its n continuations
-    age_s: float
-    newest_text: str  # of its first continuation
 
 
 @dataclass(frozen=True)
@@ -251,4 +240,4 @@ class LiveView(AbstractContextManager["LiveView", None]):
         return "\n".join(f"{name}: {value}" for name, value in self.frame.lines())
 
     def __repr__(self) -> str:
-        return f"<bitnet_ref.notebook.LiveView {self.frame.running} running, {self.frame.waiting} waiting>"
+        return f"<bitnet_ref.serving.LiveView {self.frame.running} running, {self.frame.waiting} waiting>"

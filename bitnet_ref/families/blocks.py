@@ -13,10 +13,14 @@ Source: ggml, ggml-quants.c; bit for bit what the `gguf` package computes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
+
+from ..errors import ShapeError
+from ..reference.weights import DenseWeight, LinearWeight, ModelWeights
 
 SHIFTS_2 = np.array([0, 2, 4, 6], dtype=np.uint8)
 SHIFTS_4 = np.array([0, 4], dtype=np.uint8)
@@ -76,7 +80,7 @@ def _q4_k(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
 class BlockType(NamedTuple):
     """How a block of `values` numbers lies in `nbytes` bytes. widen: blocks (n, nbytes) uint8 -> (n, values)"""
 
-    number: int  # in kernels/cpu/dense_blocks.h
+    number: int | None  # in kernels/cpu/dense_blocks.h; None: NumPy multiplies by it
     values: int
     nbytes: int
     halves: tuple[int, ...]  # the places of its float16 numbers
@@ -123,3 +127,62 @@ def to_q8_0(values: NDArray[np.float32]) -> NDArray[np.uint8]:
         q = np.sign(scaled) * (whole + np.floor(2 * (np.abs(scaled) - whole)))  # as roundf
         parts = d.astype(np.float16).view(np.uint8), q.astype(np.int8).view(np.uint8)
     return np.concatenate(parts, axis=1).reshape(len(values), -1)
+
+
+# -- the kind of weight ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockWeight(DenseWeight):
+    """A dense matrix whose rows are stored in blocks: `stored` is (N, bytes of a row) uint8."""
+
+    block_type: str = "Q8_0"  # of BLOCK_TYPES
+
+    def __post_init__(self) -> None:
+        nbytes = self.block.nbytes
+        if self.stored.dtype != np.uint8 or self.stored.ndim != 2 or self.stored.shape[1] % nbytes:
+            expected = f"uint8 (N, a multiple of {nbytes}) for {self.block_type}"
+            raise ShapeError("BlockWeight", expected=expected, got=f"{self.stored.dtype} {self.stored.shape}")
+
+    @property
+    def block(self) -> BlockType:
+        return BLOCK_TYPES[self.block_type]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)"""
+        rows, nbytes = self.stored.shape
+        return rows, nbytes // self.block.nbytes * self.block.values
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.float32)
+
+    @property
+    def array(self) -> NDArray:
+        """The matrix as floats, made at each use.   -> (N, K)"""
+        return widen_blocks(self.stored, self.block_type)
+
+    def widen(self, stored: NDArray) -> NDArray:
+        return widen_blocks(stored, self.block_type)
+
+    def rows(self, index: Any, dtype: DTypeLike) -> NDArray:
+        return widen_blocks(self.stored[index], self.block_type).astype(dtype, copy=False)
+
+
+def in_int8(w: LinearWeight) -> LinearWeight:
+    """A dense matrix in Q8_0 blocks: int8 with a float16 scale for each 32 weights of a row, an error of at most 1/254
+    of the largest of them. Other weights are returned as they are, and so are matrices that are in blocks already or
+    that Q8_0 cannot hold (rows that are no multiple of 32, values above 8.3e6)."""
+    if type(w) is not DenseWeight or w.shape[1] % 32:
+        return w
+    stored = np.empty((w.shape[0], w.shape[1] // 32 * 34), dtype=np.uint8)
+    step = max(1, _CHUNK_VALUES // w.shape[1])
+    for start in range(0, len(stored), step):
+        stored[start : start + step] = to_q8_0(w.stored[start : start + step].astype(np.float32))
+    return BlockWeight(stored, w.bias, w.wide, w.name) if are_finite(stored, "Q8_0") else w
+
+
+def int8_weights(w: ModelWeights) -> ModelWeights:
+    """The same model with its dense linears `in_int8`, and its head; the embedding only if it is the head."""
+    return w.map_linears(in_int8)

@@ -1,0 +1,323 @@
+"""What a model family declares of itself. The rooms ask these declarations, and none of them names a family.
+
+A family is one file beside this one, with all that is its own: the fields of its config, how config.json and GGUF's
+keys say them, the names of its tensors, its layers and their texts, the steps that it records, the mistakes that
+crossval tries in it. `FAMILIES` in `__init__.py` lists them; `register` adds one from outside the package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError
+from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
+from ..reference.quantization import CODES_PER_BYTE
+from ..reference.weights import LayerWeights
+
+NORM, LINEAR = "norm module", "linear module"  # kinds of steps that stand for several tensors
+
+
+class TraceStep(NamedTuple):
+    """A tensor that a block records, or a norm or linear with its several tensors, by its name below the block.
+
+    inputs: of what it is computed, below the block.
+    kind: of the op, a key of crossval's tolerances; NORM or LINEAR.
+    shape: axes, "N H d"; of a norm "D", or "H d" where it is over heads.
+    compute: (be, layer, config, *inputs as rows) -> the tensor, where the step is one family's own.
+    noun: what it is in a sentence.   source: the function that computes it, and the beginning of the line that does.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    kind: str
+    shape: str = ""
+    compute: Callable[..., NDArray] | None = None
+    noun: str = ""
+    source: tuple[Callable[..., Any], str] | None = None
+
+
+def norm_step(name: str, before: str, shape: str = "D", noun: str = "") -> TraceStep:
+    """A norm of the tensor `before`: `name` with hook_scale and hook_normalized."""
+    return TraceStep(name, (before,), NORM, shape, noun=noun)
+
+
+def linear_step(name: str, source: str) -> TraceStep:
+    """A linear: `name` with hook_out, and what a quantised one has before it."""
+    return TraceStep(name, (source,), LINEAR)
+
+
+def put_after(steps: Sequence[TraceStep], name: str, *more: TraceStep) -> list[TraceStep]:
+    """The steps with more behind the one of that name."""
+    index = [step.name for step in steps].index(name) + 1
+    return [*steps[:index], *more, *steps[index:]]
+
+
+def change_steps(steps: Iterable[TraceStep], **changes: Any) -> Callable[..., list[TraceStep]]:
+    """change_steps(steps, inputs=(...))("attn.hook_rot_q"): the steps with the named ones changed."""
+
+    def apply(*names: str) -> list[TraceStep]:
+        return [step._replace(**changes) if step.name in names else step for step in steps]
+
+    return apply
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+class HfKeys(Protocol):
+    """The keys of a config.json, as a family reads them. What it does not read is a doubt, or an error."""
+
+    raw: dict[str, Any]
+    allow_unquantized: bool  # a BitNet without quantization_config is meant to be dense
+
+    @property
+    def quantization(self) -> QuantizationConfig | None: ...
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value; for an absent key that of transformers' class (`HfForm.defaults`), else `default`."""
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number above 0; ConfigError."""
+
+    def count(self, key: str) -> int:
+        """A whole number above 0; ConfigError."""
+
+    def ignore(self, *keys: str) -> None:
+        """Keys that this family's class does not read although they look as if they changed what it computes."""
+
+    def rope(self, raw: Mapping[str, Any] | None = None, theta_key: str = "rope_theta") -> RopeConfig:
+        """The RoPE that `raw` (None: the file) describes, by rope_scaling or rope_parameters."""
+
+    def layer_types(self, window: Any, by_default: list[str]) -> dict[str, Any]:
+        """The fields `sliding_window` and `layer_types`, where the file has no layer_types those of `by_default`."""
+
+
+class Wrapper(NamedTuple):
+    """A vision model around a text model: text alone gives what the text model gives."""
+
+    model_type: str
+    architecture: str
+    sizes: Mapping[str, int]  # class defaults of what text_config may leave out
+
+
+@dataclass(frozen=True)
+class HfForm:
+    """How a config.json says a family.
+
+    architecture: transformers' class.   defaults: its defaults for absent keys.
+    class_of: (config) -> the model type whose class computes it, where the fields decide; None: the family's own.
+    flags: fields of the same names as their keys, false where absent.
+    read: (keys) -> fields of the config beyond those that LLaMA has as well.   write: (config) -> the keys for these.
+    wrapper: the vision model that its text model may be in.
+    left_out: what the names of tensors that take no part in text begin with.
+    norms_add_one: whether files hold w - 1 of each norm, but those inside linears.
+    """
+
+    architecture: str
+    defaults: Mapping[str, Any]
+    read: Callable[[HfKeys], dict[str, Any]] = lambda keys: {}
+    write: Callable[[Any], dict[str, Any]] = lambda config: {}
+    class_of: Callable[[Any], str] | None = None
+    flags: tuple[str, ...] = ("attention_bias",)
+    activation_key: str = "hidden_act"
+    wrapper: Wrapper | None = None
+    left_out: tuple[str, ...] = ()
+    norms_add_one: bool = False
+
+
+VISION = ("visual.", "vision_tower.", "multi_modal_projector.")
+LEFT_OUT_VISION = (*VISION, *(f"model.{name}" for name in VISION))
+
+
+class GgufKeys(Protocol):
+    """The metadata of a GGUF's architecture, as a family reads them. Errors name the key."""
+
+    arch: str
+
+    def get(self, key: str, default: Any = None) -> Any: ...
+    def has(self, key: str) -> bool: ...
+    def count(self, key: str, default: int | None = None) -> int: ...
+    def number(self, key: str, default: float | None = None) -> float: ...
+    def flags(self, key: str, layers: int) -> list[bool]: ...
+    def fail(self, key: str, message: str) -> ConfigError: ...
+
+
+class Architecture(NamedTuple):
+    """What a value of general.architecture means."""
+
+    activation: str  # unless `<arch>.hidden_activation` says otherwise
+    sub_norms: bool = False
+    permuted: bool = False  # rows of q and k are in the order of interleaved RoPE
+
+
+Put = Callable[[str, str, Any], None]  # (key below the architecture, its GGUF type, value)
+
+
+@dataclass(frozen=True)
+class GgufForm:
+    """How GGUF's metadata say a family.
+
+    read: (keys, the fields that LLaMA has as well) -> fields beyond, or other values.
+    write: (config, put) puts the keys for these. Raises ConfigError for what they cannot say.
+    implied: (config) -> values that a reader would take for fields that have no key; other models are not written.
+    """
+
+    architectures: Mapping[str, Architecture]
+    read: Callable[[GgufKeys, dict[str, Any]], dict[str, Any]] = lambda keys, fields: {}
+    write: Callable[[Any, Put], None] = lambda config, put: None
+    implied: Callable[[Any], dict[str, Any]] = lambda config: {}
+
+
+def types_of_layers(config: ModelConfig) -> list[str]:
+    """The type of each layer, in transformers' words."""
+    alike = "full_attention" if config.sliding_window is None else "sliding_attention"
+    return list(config.layer_types) or [alike] * config.num_hidden_layers
+
+
+def near(function: Callable[[float], float], guess: float, wanted: float) -> float | int:
+    """A number, whole or short if possible, with function(x) == wanted; `guess` if there is none."""
+    neighbours = (math.nextafter(guess, 0), math.nextafter(guess, math.inf))
+    candidates = (round(guess), float(f"{guess:.12g}"), guess, *neighbours)
+    return next((x for x in candidates if x and function(x) == wanted), guess)
+
+
+# -- the family --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A mistake that an engine may have made.
+
+    shows: globs, separated by blanks, of the ops that would differ first.   name: short, stable.
+    change: (crossval's `Setting`) -> the setting with this mistake made; None where the model has no place for it.
+    """
+
+    shows: str
+    name: str
+    cause: str
+    remedy: str
+    change: Callable[[Any], Any]
+
+
+class OtherOps:
+    """The ops of `be`, some of them overridden: the backend of a text that does a step elsewhere than it should."""
+
+    def __init__(self, be: Any) -> None:
+        self.be = be
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.be, name)
+
+
+class PartNames(NamedTuple):
+    """What files call a part, without the block. `hf`: transformers' name first, then those in other checkpoints."""
+
+    hf: tuple[str, ...]
+    gguf: str
+
+
+class LinearPlace(NamedTuple):
+    """Where a file stores a linear: its row i is row `rows[i]` of the tensor, its column j column `columns[j]`."""
+
+    module: str  # the tensor's name without ".weight", below its block
+    height: int  # rows of the tensor
+    rows: NDArray[np.intp] | None = None  # None: all, in order
+    columns: NDArray[np.intp] | None = None
+    sharers: tuple[str, ...] = ()  # the linears in the tensor, in the order of a block's; (): this one alone
+
+    def take(self, stored: NDArray) -> NDArray:
+        """The linear, out of the tensor.   (height, K) -> (N, K)"""
+        w = stored if self.rows is None else stored[self.rows]
+        return w if self.columns is None else np.ascontiguousarray(w[:, self.columns])
+
+    def take_groups(self, packed: NDArray[np.uint8], scales: NDArray) -> tuple[NDArray[np.uint8], NDArray] | None:
+        """The same of a packed tensor and its scales, each of a block; None where columns are no whole blocks."""
+        if self.rows is not None:
+            packed, scales = packed[self.rows], scales[self.rows]
+        if self.columns is None:
+            return packed, scales
+        block = len(self.columns) // scales.shape[1]
+        starts = self.columns[::block]
+        if (starts % block).any() or (self.columns.reshape(-1, block) != starts[:, None] + np.arange(block)).any():
+            return None
+        return packed[:, self.columns[::CODES_PER_BYTE] // CODES_PER_BYTE], scales[:, starts // block]
+
+
+class ArrayForm(NamedTuple):
+    """How files store an array of a block that is neither a linear nor a norm.
+
+    hf, gguf: the tensor's name in its block.   from_*: (config, layer, stored) -> ours; ValueError for numbers that it
+    cannot hold.   to_*: the other way.
+    """
+
+    hf: str
+    gguf: str
+    from_hf: Callable[[Any, int, NDArray], NDArray]
+    to_hf: Callable[[Any, int, NDArray], NDArray]
+    from_gguf: Callable[[Any, int, NDArray], NDArray]
+    to_gguf: Callable[[Any, int, NDArray], NDArray]
+    hf_shape: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple  # of the tensor, from ours
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family.
+
+    config: its class of ModelConfig.
+    layer_class: (config, layer) -> the class of that layer's weights.
+    steps: (config, layer) -> the steps of that block, in the order of the computation.
+    axes: (config) -> sizes of the letters in its steps' shapes, beyond LLaMA's.
+    make_layer: (config, the parts of a layer that a reader gives) -> the fields of its class.
+    also_recorded: function of an op of its own -> (hook, function of the same arguments): what a recorder keeps beside.
+    lacks: what a backend without kernels of its own for this family cannot compute, in words; () if any backend can.
+    names: what files call its parts, by the names of its layers' fields; the others are called as LLaMA's.
+    place: (config, layer, linear, "hf" or "gguf") -> where that file stores a linear; None: in a tensor of its own.
+    arrays: by the names of its config's `array_shapes`.
+    hf, gguf: how config.json and GGUF's metadata say it; None: no such files.
+    mistakes: what crossval tries in its models, beside what it tries in all.
+    example_fields: of `example`.
+    """
+
+    model_type: str
+    config: type[ModelConfig] = ModelConfig
+    layer_class: Callable[[Any, int], type[LayerWeights]] = lambda config, layer: LayerWeights
+    steps: Callable[[Any, int], list[TraceStep]] | None = None  # None: LLaMA's
+    axes: Callable[[Any], Mapping[str, int]] = lambda config: {}
+    lacks: Callable[[Any], Sequence[str]] = lambda config: ()
+    make_layer: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda config, parts: parts
+    also_recorded: Mapping[Callable[..., NDArray], tuple[str, Callable[..., NDArray]]] = field(default_factory=dict)
+    names: Mapping[str, PartNames] = field(default_factory=dict)
+    place: Callable[[Any, int, str, str], LinearPlace | None] = lambda config, layer, linear, style: None
+    hf: HfForm | None = None
+    gguf: GgufForm | None = None
+    arrays: Mapping[str, ArrayForm] = field(default_factory=dict)
+    mistakes: tuple[Hypothesis, ...] = ()
+    example_fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def example(self, **changes: Any) -> ModelConfig:
+        """A small config of the family, with all that it has."""
+        sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+        fields = {"model_type": self.model_type, "activation": "silu", "norm_eps": 1e-6, **sizes, **heads}
+        return self.config(**{**fields, **self.example_fields, **changes})
+
+
+NORM_ONE_LEFT_OUT = Hypothesis(
+    "*.hook_normalized",
+    "norm_one_left_out",
+    "norms multiply by w where the family's files mean 1 + w",
+    "Add 1 to the norms of Gemma and Qwen3.5 (not to those inside BitLinears, nor to DeltaNet's).",
+    lambda s: s.map_norms(lambda norm: replace(norm, weight=norm.weight - np.float32(1))),
+)
+EMBEDDING_SCALE_MISSING = Hypothesis(
+    "hook_embed_scaled blocks.0.hook_resid_pre",
+    "embedding_scale_missing",
+    "rows of the embedding are not scaled",
+    "Multiply by sqrt(hidden_size) (Gemma) or scale_emb (MiniCPM).",
+    lambda s: s.with_config(embedding_scale=1.0) if s.config.embedding_scale != 1 else None,
+)

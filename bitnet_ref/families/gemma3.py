@@ -1,0 +1,381 @@
+"""Gemma3: norms of q's and k's heads and of each half's result; layers of two kinds, each with its RoPE; a scaled
+embedding; scores by query_pre_attn_scalar; perhaps capped logits. Its files hold w - 1 of each norm."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError
+from ..reference.cache import KVCache, TokenBatch
+from ..reference.config import ModelConfig, RopeConfig, added, require_number
+from ..reference.layers import ACTIVATIONS, Activation
+from ..reference.model import RopeTables, attention_result, feed_forward_result, split_heads
+from ..reference.ops import Ops
+from ..reference.weights import Norm
+from .family import (
+    EMBEDDING_SCALE_MISSING,
+    LEFT_OUT_VISION,
+    NORM_ONE_LEFT_OUT,
+    Architecture,
+    Family,
+    GgufForm,
+    GgufKeys,
+    HfForm,
+    HfKeys,
+    Hypothesis,
+    OtherOps,
+    PartNames,
+    Put,
+    TraceStep,
+    Wrapper,
+    change_steps,
+    near,
+    norm_step,
+    put_after,
+    types_of_layers,
+)
+from .llama import llama_steps
+from .qwen import HEAD_NORM_MISTAKES, HEAD_NORM_NAMES, HEAD_NORMS, Qwen3Layer, head_norm_steps, norm_heads, wrong_text
+from .rope import rope_json
+
+_SLOPE = math.sqrt(2.0 / math.pi)
+
+
+def gelu_tanh(x: NDArray) -> NDArray:
+    """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the approximation of GELU that Gemma computes."""
+    wide = x.astype(np.float64)
+    return (0.5 * wide * (1.0 + np.tanh(_SLOPE * (wide + 0.044715 * wide**3)))).astype(x.dtype)
+
+
+def gelu_tanh_backward(dy: NDArray, gate: NDArray, up: NDArray) -> tuple[NDArray, NDArray]:
+    """act = x (1 + t) / 2 with t = tanh(u(x)), act' = (1 + t + x (1 - t^2) u'(x)) / 2."""
+    t = np.tanh(_SLOPE * (gate + 0.044715 * gate**3))
+    slope = (1 + t) + gate * (1 - t * t) * _SLOPE * (1 + 3 * 0.044715 * gate**2)
+    return dy * up * (0.5 * slope), dy * (0.5 * gate * (1 + t))
+
+
+ACTIVATIONS["gelu_tanh"] = Activation(
+    gelu_tanh, "gelu(gate) * up", "gelu (tanh)", ("gelu_pytorch_tanh",), gelu_tanh_backward
+)
+
+
+@dataclass(frozen=True)
+class Gemma3Config(ModelConfig):
+    qk_norms: bool = added(True, absent=False)
+    post_norms: bool = added(True, absent=False)  # an RMSNorm of each half's result, before it is added to the stream
+    local_rope: RopeConfig | None = added(None)  # of the sliding layers, where they have another
+    query_scale: float = added(1.0)  # q times this: query_pre_attn_scalar^-0.5 / head_dim^-0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_number("query_scale", self.query_scale)
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
+
+    def rope_of(self, layer: int) -> int:
+        return int(self.local_rope is not None and self.is_sliding(layer))
+
+    def norm_shapes(self, layer: int = 0) -> dict[str, int]:
+        heads = {"q_norm": self.head_dim, "k_norm": self.head_dim}
+        results = {"attn_post_norm": self.hidden_size, "ffn_post_norm": self.hidden_size}
+        return super().norm_shapes(layer) | heads | results
+
+
+def attention_block(
+    be: Ops,
+    x: NDArray,
+    w: Gemma3Layer,
+    cfg: Gemma3Config,
+    rope: RopeTables,
+    batch: TokenBatch,
+    cache: KVCache,
+    layer: int,
+) -> NDArray:
+    """(N, D) -> (N, D), residual included"""
+    h = be.rms_norm(x, w.attn_norm)  # (N, D)
+    q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
+    q = norm_heads(be, q, w.q_norm)
+    k = norm_heads(be, k, w.k_norm)
+    q, k = be.rope(q, k, *rope)
+    if cfg.query_scale != 1:  # scores are q k / sqrt(query_pre_attn_scalar), not q k / sqrt(d)
+        q = be.scale(q, cfg.query_scale, f"{w.name}.attn.hook_scaled_q")
+    be.append(cache, layer, batch, k, v)
+    z = be.attention(q, cache, batch, layer, cfg.window_of(layer))  # (N, H, d)
+    return be.add(x, be.rms_norm(attention_result(be, z, w), w.attn_post_norm))  # (N, D)
+
+
+def feed_forward(be: Ops, x: NDArray, w: Gemma3Layer, cfg: ModelConfig) -> NDArray:
+    """(N, D) -> (N, D), residual included"""
+    return be.add(x, be.rms_norm(feed_forward_result(be, x, w, cfg), w.ffn_post_norm))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Gemma3Layer(Qwen3Layer):
+    attn_post_norm: Norm  # (D,)
+    ffn_post_norm: Norm  # (D,)
+
+    attention_text = staticmethod(attention_block)
+    feed_forward_text = staticmethod(feed_forward)
+    trace_names: ClassVar = {**HEAD_NORM_NAMES, "attn_post_norm": "ln1_post", "ffn_post_norm": "ln2_post"}
+
+
+def _scaled_q(be: Ops, w: Gemma3Layer, cfg: Gemma3Config, q: NDArray) -> NDArray:
+    return be.scale(q, cfg.query_scale, f"{w.name}.attn.hook_scaled_q")
+
+
+def _steps(config: Gemma3Config, layer: int) -> list[TraceStep]:
+    steps = head_norm_steps(llama_steps(config, layer))
+    if config.query_scale != 1:
+        scaled = TraceStep(
+            "attn.hook_scaled_q", ("attn.hook_rot_q",), "scaling", "N H d", _scaled_q, "q times the query scale"
+        )
+        steps = put_after(steps, "attn.hook_rot_k", scaled)
+        steps = change_steps(steps, inputs=("attn.hook_scaled_q", "attn.hook_rot_k"))("attn.hook_attn_scores")
+    for half, linear, norm in (("attn", "attn.o_proj", "ln1_post"), ("mlp", "mlp.down_proj", "ln2_post")):
+        steps = put_after(steps, linear, norm_step(norm, f"{linear}.hook_out"))
+        steps = change_steps(steps, inputs=(f"{norm}.hook_normalized",), kind="norm")(f"hook_{half}_out")
+    return steps
+
+
+def _lacks(config: Gemma3Config) -> list[str]:
+    return ["scaled queries"] * (config.query_scale != 1)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _read(keys: HfKeys) -> dict[str, Any]:
+    keys.ignore("hidden_act", "use_qk_norm")  # beside hidden_activation; q and k have norms in any case
+    for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
+        if (value := keys.get(key)) not in (None, False):
+            raise ConfigError(f"{value!r} is not supported for gemma3_text; expected null", field=key)
+    pattern = keys.get("_sliding_window_pattern", keys.get("sliding_window_pattern", 6))
+    if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 1:
+        raise ConfigError(f"expected a number of layers, got {pattern!r}", field="sliding_window_pattern")
+    layers, head_dim = keys.count("num_hidden_layers"), keys.count("head_dim")
+    by_default = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
+    scalar, cap = keys.number("query_pre_attn_scalar"), keys.get("final_logit_softcapping")
+    both = keys.raw.get("rope_parameters")
+    both = both if isinstance(both, dict) and {"full_attention", "sliding_attention"} & both.keys() else {}
+    old = {key: keys.raw[key] for key in ("rope_scaling", "rope_parameters")[: 1 if both else 2] if key in keys.raw}
+    full, local = ({"rope_parameters": both.get(kind) or {}} for kind in ("full_attention", "sliding_attention"))
+    rope, local_rope = keys.rope(full | old), keys.rope(local, "rope_local_base_freq")
+    return {
+        **keys.layer_types(keys.get("sliding_window"), by_default),
+        "o_proj_bias": True,
+        "rope": rope,
+        "local_rope": None if local_rope == rope else local_rope,
+        # written so that it is exactly 1 where the scalar is head_dim, as it nearly always is
+        "query_scale": 1.0 if scalar == head_dim else math.sqrt(head_dim / scalar),
+        "embedding_scale": math.sqrt(keys.count("hidden_size")),
+        "logit_softcap": None if cap is None else keys.number("final_logit_softcapping"),
+    }
+
+
+def _write(config: Gemma3Config) -> dict[str, Any]:
+    scalar = config.head_dim / config.query_scale**2
+    local = config.local_rope or config.rope
+    ropes = {"full_attention": config.rope, "sliding_attention": local}
+    return {
+        # transformers wants a number even where no layer has a window
+        "sliding_window": config.sliding_window or config.max_position_embeddings,
+        "query_pre_attn_scalar": near(lambda x: math.sqrt(config.head_dim / x), scalar, config.query_scale),
+        "layer_types": types_of_layers(config),
+        "final_logit_softcapping": config.logit_softcap,
+        "rope_parameters": {kind: {"rope_theta": rope.theta, **rope_json(rope)} for kind, rope in ropes.items()},
+        "rope_local_base_freq": local.theta,
+    }
+
+
+def _read_gguf(keys: GgufKeys, fields: dict[str, Any]) -> dict[str, Any]:
+    """The 1 of each norm is added by the converter."""
+    key, pattern = "attention.sliding_window_pattern", 6
+    layers, window, head_dim = fields["num_hidden_layers"], fields["sliding_window"], fields["head_dim"]
+    if isinstance(keys.get(key), list | np.ndarray):
+        is_sliding = keys.flags(key, layers)
+    else:
+        pattern = keys.count(key, pattern)
+        is_sliding = [(i + 1) % pattern != 0 for i in range(layers)]
+    is_sliding = [each and window is not None for each in is_sliding]
+    types = tuple("sliding_attention" if each else "full_attention" for each in is_sliding)
+    local = RopeConfig(theta=keys.number("rope.freq_base_swa", 10000.0))
+    return {
+        "sliding_window": window if any(is_sliding) else None,
+        "layer_types": types if len({*types}) > 1 else (),
+        "local_rope": None if local == fields["rope"] else local,
+        "embedding_scale": math.sqrt(fields["hidden_size"]),
+        "query_scale": _query_scale(layers, head_dim, fields["num_attention_heads"], fields["hidden_size"]),
+        "logit_softcap": keys.number("final_logit_softcapping") if keys.has("final_logit_softcapping") else None,
+    }
+
+
+def _query_scale(layers: int, head_dim: int, heads: int, hidden: int) -> float:
+    """llama.cpp's rule: 27B, with its 62 layers, alone has a query_pre_attn_scalar that is not head_dim."""
+    scalar = hidden / heads if layers == 62 else head_dim
+    return 1.0 if scalar == head_dim else math.sqrt(head_dim / scalar)
+
+
+def _write_gguf(config: Gemma3Config, put: Put) -> None:
+    local = config.local_rope or config.rope
+    if config.local_rope is not None and local.rope_type != "default":
+        message = "GGUF cannot say a RoPE scaling of sliding layers; convert to native instead"
+        raise ConfigError(message, field="local_rope")
+    put("rope.freq_base_swa", "float32", local.theta)
+    is_sliding = np.array([config.is_sliding(index) for index in range(config.num_hidden_layers)])
+    put("attention.sliding_window_pattern", "[bool]", is_sliding)
+    if config.logit_softcap is not None:
+        put("final_logit_softcapping", "float32", config.logit_softcap)
+
+
+def _implied_by_gguf(config: Gemma3Config) -> dict[str, Any]:
+    sizes = (config.num_hidden_layers, config.head_dim, config.num_attention_heads, config.hidden_size)
+    return {
+        "embedding_scale": math.sqrt(config.hidden_size),
+        "logit_softcap": config.logit_softcap,
+        "query_scale": _query_scale(*sizes),
+        "layer_types": config.layer_types,
+    }
+
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+HF = HfForm(
+    "Gemma3ForCausalLM",
+    {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
+    _read,
+    _write,
+    activation_key="hidden_activation",
+    wrapper=Wrapper(
+        "gemma3",
+        "Gemma3ForConditionalGeneration",
+        dict(zip(_SIZES, (262208, 2304, 9216, 26, 8), strict=True)),
+    ),
+    left_out=LEFT_OUT_VISION,
+    norms_add_one=True,
+)
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+_post_norm_mistake = partial(Hypothesis, "*_post.* *.hook_attn_out *.hook_mlp_out *.hook_resid_mid *.hook_resid_post")
+_rope_mistake = partial(Hypothesis, "*.attn.hook_rot_q *.attn.hook_rot_k")
+
+
+class _WithoutPostNorms(OtherOps):
+    def rms_norm(self, x: NDArray, norm: Norm) -> NDArray:
+        return x if norm.name.endswith("_post") else self.be.rms_norm(x, norm)
+
+
+class _NormOfTheSum(OtherOps):
+    """norm(x + y) for x + norm(y)."""
+
+    def __init__(self, be: Any) -> None:
+        super().__init__(be)
+        self.post: Norm | None = None
+
+    def rms_norm(self, x: NDArray, norm: Norm) -> NDArray:
+        if norm.name.endswith("_post"):
+            self.post = norm
+            return x
+        result: NDArray = self.be.rms_norm(x, norm)
+        return result
+
+    def add(self, x: NDArray, y: NDArray) -> NDArray:
+        total: NDArray = self.be.add(x, y)
+        return total if self.post is None else self.be.rms_norm(total, self.post)
+
+
+def _both_halves(s: Any, ops: type[OtherOps]) -> Any:
+    return s.with_texts(attention_block=wrong_text("attention", ops), feed_forward=wrong_text("feed_forward", ops))
+
+
+def _ropes(s: Any, full: str, sliding: str) -> Any:
+    """RoPE of the layers of both types: "rope" or "local_rope" of the config."""
+    if s.config.local_rope is None:
+        return None
+    ropes = {"rope": s.config.rope, "local_rope": s.config.local_rope}
+    return s.with_config(rope=ropes[full], local_rope=ropes[sliding])
+
+
+MISTAKES = (
+    *HEAD_NORM_MISTAKES,
+    NORM_ONE_LEFT_OUT,
+    EMBEDDING_SCALE_MISSING,
+    _post_norm_mistake(
+        "post_norms_missing",
+        "the norms of each block's result are left out",
+        "Normalise the result before it is added (Gemma3's post_attention_layernorm, post_feedforward_layernorm).",
+        lambda s: _both_halves(s, _WithoutPostNorms),
+    ),
+    _post_norm_mistake(
+        "post_norm_of_the_sum",
+        "the post-norms are applied to the residual stream after the addition",
+        "x + norm(y): only the block's result is normalised.",
+        lambda s: _both_halves(s, _NormOfTheSum),
+    ),
+    Hypothesis(
+        "*.attn.hook_scaled_q *.attn.hook_attn_scores",
+        "query_scale_missing",
+        "scores are divided by sqrt(head_dim) where the model has query_pre_attn_scalar",
+        "q k / sqrt(query_pre_attn_scalar).",
+        lambda s: s.with_config(query_scale=1.0) if s.config.query_scale != 1 else None,
+    ),
+    _rope_mistake(
+        "rope_of_layer_types_exchanged",
+        "sliding layers have the RoPE of full ones, and full layers that of sliding ones",
+        "rope_theta is of full attention, rope_local_base_freq of sliding layers.",
+        lambda s: _ropes(s, "local_rope", "rope"),
+    ),
+    _rope_mistake(
+        "rope_of_full_layers_for_all",
+        "sliding layers have the RoPE of full ones",
+        "Read rope_local_base_freq (or rope_parameters of sliding_attention) too.",
+        lambda s: _ropes(s, "rope", "rope"),
+    ),
+    _rope_mistake(
+        "rope_of_sliding_layers_for_all",
+        "full layers have the RoPE of sliding ones",
+        "Read the RoPE of each layer type.",
+        lambda s: _ropes(s, "local_rope", "local_rope"),
+    ),
+)
+
+NAMES = {
+    **HEAD_NORMS,
+    "ffn_norm": PartNames(("pre_feedforward_layernorm",), "ffn_norm"),
+    "attn_post_norm": PartNames(("post_attention_layernorm",), "post_attention_norm"),
+    "ffn_post_norm": PartNames(("post_feedforward_layernorm",), "post_ffw_norm"),
+}
+FAMILIES = (
+    Family(
+        "gemma3_text",
+        Gemma3Config,
+        layer_class=lambda config, layer: Gemma3Layer,
+        steps=_steps,
+        lacks=_lacks,
+        names=NAMES,
+        hf=HF,
+        gguf=GgufForm({"gemma3": Architecture("gelu_tanh")}, _read_gguf, _write_gguf, _implied_by_gguf),
+        mistakes=MISTAKES,
+        example_fields={"query_scale": 2.0},
+    ),
+)

@@ -1,0 +1,465 @@
+"""Ternary by groups: `group` neighbouring inputs of a row share a scale, W = w_t * scale. Activations stay floats:
+
+    y = sum over groups of s_g * (sum of w_t * x in the group)
+
+No sum of integers, so not exact: it is taken in float64 and rounded once, and backends are held to a tolerance.
+Ternary-Bonsai has groups of 128 inputs, TriLM a few large ones; one group for the whole row is a BitLinear without the
+quantisation of activations ("weight-only"). Bonsai 2's matrices are ternary in a Hadamard basis, a `Rotation`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ..errors import ShapeError
+from ..reference.ops import Ops, require
+from ..reference.quantization import CODES_PER_BYTE, pack_ternary, unpack_ternary
+from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Shared
+from .family import Hypothesis
+
+_BLOCK_VALUES = 1 << 20  # weights unpacked at a time
+MIN_GROUP = 16
+
+# -- Hadamard bases ----------------------------------------------------------------------------------------------------
+
+
+def hadamard(x: NDArray, block: int) -> NDArray[np.float64]:
+    """H x / sqrt(block), block by block along the last axis, H the Sylvester matrix of size `block` (a power of two).
+
+    The fast transform: log2(block) rounds of sums and differences, always in this order. H is its own transpose, and
+    with the factor its own inverse.
+    """
+    y, half = x.astype(np.float64), 1
+    while half < block:
+        pairs = y.reshape(*x.shape[:-1], -1, 2, half)
+        y = np.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], axis=-2)
+        half *= 2
+    return y.reshape(x.shape) / math.sqrt(block)
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """The basis in which a matrix is ternary (Bonsai 2): W = T R, with R x = H (signs x), block by block, H = H^T."""
+
+    signs: NDArray[np.float32]  # (K,) of -1 and +1
+    block: int  # a power of two that divides K
+    order: NDArray[np.int64] | None = None  # (K,): R x = H (signs x[order]), where a file has inputs in another order
+
+    def turn(self, x: NDArray) -> NDArray[np.float64]:
+        """R x.   (..., K)"""
+        x = x if self.order is None else x[..., self.order]
+        return hadamard(x * self.signs.astype(np.float64), self.block)
+
+    def turn_back(self, z: NDArray) -> NDArray[np.float64]:
+        """R^T z, which is also R^-1 z.   (..., K)"""
+        x = hadamard(z, self.block) * self.signs
+        return x if self.order is None else x[..., np.argsort(self.order)]
+
+    def fold(self, planes: NDArray) -> NDArray[np.float32]:
+        """The matrix itself: T (N, K) -> W (N, K), some rows at a time."""
+        w = np.empty(planes.shape, dtype=np.float32)
+        rows = max(1, _BLOCK_VALUES // planes.shape[1])
+        for start in range(0, len(w), rows):
+            w[start : start + rows] = self.turn_back(planes[start : start + rows].astype(np.float64))
+        return w
+
+
+# -- the kind of weight ------------------------------------------------------------------------------------------------
+
+
+class GroupTernaryLinear(LinearWeight):
+    """A ternary matrix with a scale for every few inputs of a row, in any layout; its input stays in float."""
+
+    kind = "groups"
+    in_features: int  # K
+    group: int
+    rotation: Rotation | None  # the planes are those of the rotated matrix
+
+    @property
+    @abstractmethod
+    def dtype(self) -> np.dtype:
+        """Of the scales, and of the same matrix as a dense one."""
+
+    @abstractmethod
+    def packed_rows(self, index: Any) -> tuple[NDArray[np.uint8], NDArray]:
+        """Some rows as the reference takes them: packed (n, ceil(K/4)) and scales (n, ceil(K/group))."""
+
+    def product(self, be: Ops, x: NDArray, shared: Shared) -> NDArray:
+        return be.compute(f"{self.name}.hook_out", group_linear, x, self)
+
+    def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
+        packed, scales = self.packed_rows(slice(None))
+        yield name, packed
+        yield f"{name}.scales {self.group}", scales
+
+    def plain(self) -> GroupTernaryWeight:
+        packed, scales = self.packed_rows(slice(None))
+        return GroupTernaryWeight(packed, self.in_features, scales, self.group, self.bias, self.rotation, self.name)
+
+    def rows(self, index: Any, dtype: DTypeLike) -> NDArray:
+        """Some rows of the matrix as floats, exactly what a dense file holds unless it is rotated.   -> (n, K)"""
+        packed, scales = self.packed_rows(index)
+        if self.rotation is None:
+            return expand_groups(packed, self.in_features, scales, self.group, dtype)
+        planes = expand_groups(packed, self.in_features, scales, self.group, np.float64)
+        return self.rotation.turn_back(planes).astype(dtype)
+
+    def dense(self) -> DenseWeight:
+        """The same matrix in float32, not packed; a rotation is folded into it."""
+        w = self.array.astype(np.float32) if self.rotation is None else self.rotation.fold(self.array)
+        return DenseWeight(w, self.bias, name=self.name)
+
+    @property
+    def array(self) -> NDArray:
+        """The stored matrix as floats, made at each use: -s, 0 and +s, in the dtype of the scales.   -> (N, K)"""
+        packed, scales = self.packed_rows(slice(None))
+        return expand_groups(packed, self.in_features, scales, self.group, self.dtype)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GroupTernaryWeight(GroupTernaryLinear):
+    """Ternary by groups, packed as `quantization` describes: W = w_t * the scale of its group."""
+
+    packed: NDArray[np.uint8]  # (N, ceil(K/4))
+    in_features: int  # K
+    scales: NDArray  # (N, ceil(K/group)) in the dtype of the matrix that was packed
+    group: int
+    bias: NDArray[np.float32] | None = None  # (N,)
+    rotation: Rotation | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        rows = len(self.packed)
+        packed = rows, -(-self.in_features // CODES_PER_BYTE)
+        scales = rows, -(-self.in_features // self.group)
+        if (self.packed.shape, self.scales.shape) != (packed, scales):
+            raise ShapeError(
+                "GroupTernaryWeight",
+                expected=f"packed {packed} and scales {scales}",
+                got=f"packed {self.packed.shape} and scales {self.scales.shape}",
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)"""
+        return len(self.packed), self.in_features
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in (self.packed, self.scales, self.bias) if a is not None)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.scales.dtype
+
+    def packed_rows(self, index: Any) -> tuple[NDArray[np.uint8], NDArray]:
+        return self.packed[index], self.scales[index]
+
+    def plain(self) -> GroupTernaryWeight:
+        return self
+
+
+def group_linear(x: NDArray, w: GroupTernaryLinear) -> NDArray:
+    """The product of a linear that is ternary by groups, without its bias.   x (N, K) -> (N, out)"""
+    require("group_matmul", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
+    w = w.plain()
+    turned = x.astype(np.float64) if w.rotation is None else w.rotation.turn(x)
+    return group_matmul(turned, w.packed, w.in_features, w.scales, w.group).astype(x.dtype)
+
+
+def expand_groups(
+    packed: NDArray[np.uint8], in_features: int, scales: NDArray, group: int, dtype: DTypeLike
+) -> NDArray:
+    """The matrix itself: packed (N, ceil(K/4)), scales (N, ceil(K/group)) -> w (N, K) of `dtype`"""
+    w = unpack_ternary(packed, in_features).astype(dtype)
+    if in_features % group:  # the last group is smaller
+        return w * np.repeat(scales.astype(dtype), group, axis=1)[:, :in_features]
+    by_group = w.reshape(*scales.shape, group)
+    by_group *= scales.astype(dtype)[:, :, None]
+    return w
+
+
+def group_matmul(x: NDArray, packed: NDArray[np.uint8], in_features: int, scales: NDArray, group: int) -> NDArray:
+    """y = x W^T, one token at a time, summed in float64.   x (M, K) -> (M, N) in x's dtype"""
+    wide, y = x.astype(np.float64), np.empty((len(x), len(packed)), dtype=x.dtype)
+    rows = max(1, _BLOCK_VALUES // in_features)
+    for start in range(0, len(packed) if len(x) else 0, rows):
+        part = slice(start, start + rows)
+        w = expand_groups(packed[part], in_features, scales[part], group, np.float64)
+        for i in range(len(x)):
+            y[i, part] = w @ wide[i]
+    return y
+
+
+def _turned(x: NDArray, w: GroupTernaryLinear) -> NDArray | None:
+    return None if w.rotation is None else w.rotation.turn(x).astype(x.dtype)
+
+
+ALSO_RECORDED = {group_linear: ("hook_x_rotated", _turned)}  # see `Family.also_recorded`
+
+
+def has_rotations(w: ModelWeights) -> bool:
+    """Whether a matrix is in a rotated basis."""
+    weights = (w.embedding, *(weight for _, weight in w.linears()))
+    return any(rotation_of(weight) is not None for weight in weights)
+
+
+def rotation_of(w: LinearWeight) -> Rotation | None:
+    """The basis in which a matrix is stored; None: the plain one."""
+    return w.rotation if isinstance(w, GroupTernaryLinear) else None
+
+
+def fold_rotations(w: ModelWeights) -> ModelWeights:
+    """The same model in the plain basis: matrices that are stored in a rotated one become dense, in float32."""
+
+    def fold(weight: LinearWeight) -> LinearWeight:
+        if isinstance(weight, GroupTernaryLinear) and weight.rotation is not None:
+            return weight.dense()
+        return weight
+
+    return w.map_linears(fold, embedding=True)
+
+
+# -- finding the groups of a dense matrix ------------------------------------------------------------------------------
+
+
+def split_groups(w: NDArray) -> tuple[NDArray[np.uint8], NDArray, int] | None:
+    """w (N, K) that is ternary by groups -> packed, scales (N, ceil(K/group)) in w's dtype, the largest such group.
+
+    None when some group of any size holds other values than -s, 0 and +s. What is packed equals w, value for value.
+    """
+    k = w.shape[1]
+    step = max(1, _BLOCK_VALUES // max(1, k))
+    blocks = [slice(start, start + step) for start in range(0, len(w), step)]  # so that no copy of all of w is made
+    few = _magnitude(w[:4])  # which decide for most matrices
+    sizes = [size for size in _group_sizes(k) if _is_grouped(few, size)]
+    group = next((size for size in sizes if all(_is_grouped(_magnitude(w[part]), size) for part in blocks)), None)
+    if group is None:
+        return None
+    starts = np.arange(0, k, group)
+    packed = np.empty((len(w), -(-k // CODES_PER_BYTE)), dtype=np.uint8)
+    scales = np.empty((len(w), len(starts)), dtype=w.dtype)
+    for part in blocks:
+        magnitude = _magnitude(w[part])
+        scales[part] = np.maximum.reduceat(magnitude, starts, axis=1).astype(magnitude.dtype).view(w.dtype)
+        signs = np.where(np.signbit(w[part]), np.int8(-1), np.int8(1))
+        packed[part] = pack_ternary(np.where(magnitude == 0, np.int8(0), signs))
+    return (packed, scales, group) if scales.astype(np.float32).any() else None
+
+
+def merge_groups(scales: NDArray, group: int, in_features: int) -> tuple[NDArray, int]:
+    """(scales, group) of the largest groups in which the scales (N, K/group), 0 or above, are one beside 0."""
+    magnitude = _magnitude(scales)
+    for size in _group_sizes(in_features):
+        if size > group and size % group == 0 and _is_grouped(magnitude, size // group):
+            return np.maximum.reduceat(scales, np.arange(0, scales.shape[1], size // group), axis=1), size
+    return scales, group
+
+
+def _group_sizes(k: int) -> list[int]:
+    """The sizes of groups that are looked for in rows of k inputs, the largest first."""
+    divisors = {k // count for count in range(1, k // MIN_GROUP + 1) if k % count == 0}
+    return sorted(divisors | {size for size in (32, 64, 128, 256) if size < k}, reverse=True)
+
+
+def _magnitude(w: NDArray) -> NDArray:
+    """The bits of |w| as integers, which are ordered as |w|."""
+    return np.ascontiguousarray(w).view(np.dtype(f"u{w.itemsize}")) & ((1 << (8 * w.itemsize - 1)) - 1)
+
+
+def _is_grouped(magnitude: NDArray, group: int) -> bool:
+    """Whether each group of each row has one magnitude beside 0."""
+    starts = np.arange(0, magnitude.shape[1], group)
+    counts = np.diff([*starts, magnitude.shape[1]])
+    largest = np.repeat(np.maximum.reduceat(magnitude, starts, axis=1), counts, axis=1)
+    return bool(((magnitude == largest) | (magnitude == 0)).all())
+
+
+# -- ternary by groups -------------------------------------------------------------------------------------------------
+
+
+_group_mistake = partial(Hypothesis, "*_proj.hook_out")
+_rotation_mistake = partial(Hypothesis, "*_proj.hook_x_rotated *_proj.hook_out")
+_rotated_table_mistake = partial(Hypothesis, "hook_embed")
+
+
+def _grouped(s: Any, change: Callable[[GroupTernaryWeight], LinearWeight | None]) -> Any:
+    """Every linear that is ternary by groups, changed; None from `change` leaves it. The embedding's rows stay."""
+    count = 0
+
+    def changed(weight: LinearWeight) -> LinearWeight:
+        nonlocal count
+        other = change(weight) if isinstance(weight, GroupTernaryWeight) else None
+        count += other is not None
+        return weight if other is None else other
+
+    def layer(w: LayerWeights) -> LayerWeights:
+        linears: dict[str, Any] = {name: changed(each) for name, each in w.linears()}
+        return replace(w, **linears)
+
+    other = s.map_layers(layer)
+    other = replace(other, weights=replace(other.weights, lm_head=changed(s.weights.lm_head)))
+    return other if count else None
+
+
+def _with_scales(w: GroupTernaryWeight, scales: NDArray) -> DenseWeight:
+    """The matrix with a scale (N, K) for each of its numbers."""
+    w_t = unpack_ternary(w.packed, w.in_features)
+    return DenseWeight((w_t * scales.astype(np.float32)).astype(np.float32), w.bias, wide=True, name=w.name)
+
+
+def _other_group(w: GroupTernaryWeight, group: int, of_row: bool) -> DenseWeight | None:
+    """Scales looked up as for groups of another size. of_row: from the row's first scale on; otherwise from where rows
+    of such groups would begin."""
+    if w.rotation is not None or w.in_features % group or group == w.group:
+        return None
+    columns = np.arange(w.in_features) // group
+    row_length = w.scales.shape[1] if of_row else w.in_features // group
+    index = np.arange(len(w.packed))[:, None] * row_length + columns
+    return _with_scales(w, w.scales.ravel()[np.minimum(index, w.scales.size - 1)])
+
+
+def _blocks_of_64(data: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Blocks of 18 bytes, d | 16 bytes of four codes each, as floats."""
+    blocks = data[: len(data) // 18 * 18].reshape(-1, 18)
+    d = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
+    codes = blocks[:, 2:, None] >> np.array([0, 2, 4, 6], dtype=np.uint8) & np.uint8(3)
+    return d * (codes.reshape(len(blocks), -1).astype(np.int8) - np.int8(1)).astype(np.float32)
+
+
+def _read_as_64(w: GroupTernaryWeight) -> DenseWeight | None:
+    """What a reader of blocks of 18 bytes makes of the file's blocks of 34. What the span lacks is zeros."""
+    if w.group != 128 or w.in_features % 128:
+        return None
+    scales = np.ascontiguousarray(w.scales, dtype=np.float16).reshape(-1, 1).view(np.uint8)
+    blocks = np.concatenate([scales, w.packed.reshape(-1, 32)], axis=1).reshape(-1)
+    data = np.concatenate([blocks, np.zeros(2 * len(scales), dtype=np.uint8)])
+    return DenseWeight(_blocks_of_64(data).reshape(w.shape), w.bias, wide=True, name=w.name)
+
+
+def _all_read_as_64(s: Any) -> Any:
+    changed = _grouped(s, _read_as_64)
+    if changed is None or not isinstance(s.weights.embedding, GroupTernaryWeight):
+        return changed
+    embedding = _read_as_64(s.weights.embedding) or s.weights.embedding
+    head = embedding if s.weights.tied else changed.weights.lm_head
+    return replace(changed, weights=replace(changed.weights, embedding=embedding, lm_head=head))
+
+
+def _wrong_axis(w: GroupTernaryWeight) -> DenseWeight | None:
+    if w.rotation is not None or len(w.packed) % w.group or w.in_features % w.group:
+        return None
+    by_column = w.scales.reshape(len(w.packed) // w.group, w.in_features)
+    return _with_scales(w, np.repeat(by_column, w.group, axis=0))
+
+
+def _one_scale_per_row(w: GroupTernaryWeight) -> DenseWeight | None:
+    if w.rotation is not None or w.scales.shape[1] == 1:
+        return None
+    return _with_scales(w, np.broadcast_to(w.scales.astype(np.float64).mean(axis=1, keepdims=True), w.shape))
+
+
+def _group_size(wrong: int, right: int, of_row: bool, name: str) -> Hypothesis:
+    place = "the row's own scales" if of_row else "rows of such groups"
+    return _group_mistake(
+        name,
+        f"scales are taken for groups of {wrong} where the file has groups of {right}, from {place}",
+        f"The scale of input k is number k // {right} of its row; Q2_0 files have groups of 64 or of 128.",
+        lambda s: _grouped(s, lambda w: _other_group(w, wrong, of_row) if w.group == right else None),
+    )
+
+
+# -- Hadamard bases ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _SignsAfter(Rotation):
+    def turn(self, x: NDArray) -> NDArray[np.float64]:
+        x = x if self.order is None else x[..., self.order]
+        return hadamard(x, self.block) * self.signs
+
+    def turn_back(self, z: NDArray) -> NDArray[np.float64]:
+        x = hadamard(z * self.signs.astype(np.float64), self.block)
+        return x if self.order is None else x[..., np.argsort(self.order)]
+
+
+@dataclass(frozen=True, eq=False)
+class _NoInverse(Rotation):
+    def turn_back(self, z: NDArray) -> NDArray[np.float64]:
+        return z.astype(np.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class _NoTurn(Rotation):
+    def turn(self, x: NDArray) -> NDArray[np.float64]:
+        return x.astype(np.float64)
+
+
+def _rotated(s: Any, linears: type[Rotation], table: type[Rotation] = Rotation) -> Any:
+    """Every rotation of the linears, and that of the embedding's rows, of another kind."""
+
+    def turned(w: Any, kind: type[Rotation]) -> GroupTernaryWeight | None:
+        if not isinstance(w, GroupTernaryWeight) or w.rotation is None:
+            return None
+        return replace(w, rotation=kind(w.rotation.signs, w.rotation.block, w.rotation.order))
+
+    if (embedding := turned(s.weights.embedding, table)) is None and table is not Rotation:
+        return None
+    changed = _grouped(s, lambda w: turned(w, linears))
+    if changed is None or embedding is None:
+        return changed
+    return replace(changed, weights=replace(changed.weights, embedding=embedding))
+
+
+def _with_signs(s: Any, change: Callable[[NDArray], NDArray]) -> Any:
+    def other(w: GroupTernaryWeight) -> GroupTernaryWeight | None:
+        rotation = w.rotation
+        if rotation is None or np.array_equal(signs := change(rotation.signs), rotation.signs):
+            return None
+        return replace(w, rotation=replace(rotation, signs=signs))
+
+    return _grouped(s, other)
+
+
+# fmt: off
+MISTAKES = (
+    Hypothesis("hook_embed *_proj.hook_out lm_head.hook_out", "q2_0_of_128_read_as_64",
+        "Q2_0 blocks of 128 weights (34 bytes) are read as blocks of 64 (18 bytes)",
+        "Both have type id 42: the bytes of a tensor divided by its weights tell which it is.", _all_read_as_64),
+    _group_mistake("group_scales_along_rows",
+        "group scales are taken along the wrong axis: for neighbouring rows, not for neighbouring inputs",
+        "A scale is for `group` neighbouring inputs of one row.", lambda s: _grouped(s, _wrong_axis)),
+    _group_size(64, 128, True, "groups_of_64_for_128"),
+    _group_size(64, 128, False, "groups_of_64_for_128_rows_too"),
+    _group_size(128, 64, True, "groups_of_128_for_64"),
+    _group_size(128, 64, False, "groups_of_128_for_64_rows_too"),
+    _group_mistake("group_scales_averaged", "one scale for the row, the mean of its groups' scales",
+        "Apply each group's own scale.",
+        lambda s: _grouped(s, _one_scale_per_row)),
+    _rotation_mistake("rotation_ignored", "matrices in a Hadamard basis are used as plain ones",
+        "Multiply by R x, R x = H (signs x), as the keys prism.hadamard.* say.", lambda s: _rotated(s, _NoTurn)),
+    _rotated_table_mistake("rotation_and_inverse_ignored",
+        "matrices and the embedding in a Hadamard basis are used as plain ones",
+        "Multiply by R x, and turn rows of the embedding back, as the keys prism.hadamard.* say.",
+        lambda s: _rotated(s, _NoTurn, _NoInverse)),
+    _rotation_mistake("rotation_signs_after", "the signs are applied after the Hadamard transform",
+        "R x = H (signs x): signs first.", lambda s: _rotated(s, _SignsAfter)),
+    _rotated_table_mistake("rotation_signs_after_everywhere",
+        "the signs are applied after the transform, and before it on the way back",
+        "R x = H (signs x), and rows of the embedding are signs (H z).",
+        lambda s: _rotated(s, _SignsAfter, _SignsAfter)),
+    _rotation_mistake("rotation_signs_ignored", "the Hadamard transform is applied without its signs",
+        "Read prism.hadamard.sign_values where sign_mode is explicit.", lambda s: _with_signs(s, np.ones_like)),
+    _rotated_table_mistake("rotation_inverse_missing", "rows of the embedding are not turned back",
+        "A looked-up row z of a table in prism.hadamard.inverse_weight_names becomes signs (H z).",
+        lambda s: _rotated(s, Rotation, _NoInverse)),
+)
+# fmt: on

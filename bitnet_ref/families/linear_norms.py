@@ -1,0 +1,121 @@
+"""A linear with an RMSNorm of its own before it: `use_rms_norm` of BitNet checkpoints, and BitNet-Embedding.
+
+The norm comes before the quantisation of activations, so linears of one input share neither norm nor int8 values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..reference.ops import Ops
+from ..reference.weights import LayerWeights, LinearWeight, Norm, Shared, TernaryLinear
+from .family import Hypothesis
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class NormedLinear(LinearWeight):
+    """y = linear(norm(x)). A backend prepares and computes the linear inside as it does any other."""
+
+    kind = "normed"
+
+    own_norm: Norm  # (K,), called "blocks.3.attn.q_proj.rms_norm"
+    linear: LinearWeight
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.linear.name
+
+    @property
+    def bias(self) -> NDArray[np.float32] | None:  # type: ignore[override]
+        return self.linear.bias
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.linear.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.linear.nbytes
+
+    @property
+    def bit_linear(self) -> TernaryLinear | None:
+        return self.linear.bit_linear
+
+    def map_bit_linear(self, change: Callable[[TernaryLinear], LinearWeight]) -> LinearWeight:
+        return replace(self, linear=self.linear.map_bit_linear(change))
+
+    @property
+    def norm(self) -> Norm:
+        return self.own_norm
+
+    def called(self, name: str) -> NormedLinear:
+        return NormedLinear(replace(self.own_norm, name=f"{name}.rms_norm"), self.linear.called(name))
+
+    def plain(self) -> NormedLinear:
+        return NormedLinear(self.own_norm, self.linear.plain())
+
+    def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
+        yield from self.linear.contents(name)
+        yield f"{name}.rms_norm {self.own_norm.eps}", self.own_norm.weight
+
+    def product(self, be: Ops, x: NDArray, shared: Shared) -> NDArray:
+        normed: dict[str, Any] = {}
+        return self.linear.product(be, be.rms_norm(x, self.own_norm), normed)
+
+
+def put_norm(linear: LinearWeight, weight: NDArray[np.float32] | None, eps: float | None) -> LinearWeight:
+    """The linear with a norm before it; itself where there is none."""
+    return linear if weight is None or eps is None else NormedLinear(Norm(weight, eps), linear)
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+_mistake = partial(Hypothesis, "*_proj.rms_norm.* *_proj.hook_x_*")
+_SHARES_WITH = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # the first linear of the same input
+
+
+def _change_norms(s: Any, change: Callable[[LayerWeights, str, NormedLinear], LinearWeight]) -> Any:
+    """change(layer, name of the linear, the linear) in place of each linear with a norm of its own."""
+    if all(weight.norm is None for _, weight in s.weights.linears()):
+        return None
+
+    def layer(w: LayerWeights) -> LayerWeights:
+        return w.map_linears(lambda name, each: change(w, name, each) if isinstance(each, NormedLinear) else each)
+
+    return s.map_layers(layer)
+
+
+def _share_norm(w: LayerWeights, name: str, linear: NormedLinear) -> NormedLinear:
+    """The norm of the first linear that reads the same input: q_proj's for k and v, gate_proj's for up."""
+    first = getattr(w, _SHARES_WITH.get(name, name)).norm
+    return replace(linear, own_norm=replace(first or linear.own_norm, name=linear.own_norm.name))
+
+
+MISTAKES = (
+    _mistake(
+        "linear_norm_missing",
+        "the norm that each linear has of its own is left out",
+        "Normalise each linear's input with its own norm before it is quantised (BitNet-Embedding, Qwen2.5-BitNet).",
+        lambda s: _change_norms(s, lambda w, name, linear: linear.linear),
+    ),
+    _mistake(
+        "linear_norm_shared",
+        "linears of one input share a norm: k and v have q's, up has gate's",
+        "Each linear has a norm of its own, and so a quantised input of its own.",
+        lambda s: _change_norms(s, _share_norm),
+    ),
+    _mistake(
+        "linear_norm_eps",
+        "the norms inside the linears have the model's eps",
+        "Their eps is rms_norm_eps of the quantization_config, 1e-6 unless it says otherwise.",
+        lambda s: _change_norms(
+            s, lambda w, name, linear: replace(linear, own_norm=replace(linear.own_norm, eps=1e-5))
+        ),
+    ),
+)

@@ -1,0 +1,211 @@
+"""Qwen2 and Qwen3. Qwen2 has biases on q, k and v; Qwen3 has an RMSNorm over each head of q and of k, before RoPE.
+
+Ternary-Bonsai and BitNet-Embedding are Qwen3 in other dialects of weights: see `groups.py` and `linear_norms.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+from numpy.typing import NDArray
+
+from ..reference import model
+from ..reference.cache import KVCache, TokenBatch
+from ..reference.config import ModelConfig, added
+from ..reference.model import RopeTables, attention_result, split_heads
+from ..reference.ops import Ops
+from ..reference.weights import TRACE_NAMES, LayerWeights, Norm
+from .family import (
+    Architecture,
+    Family,
+    GgufForm,
+    HfForm,
+    HfKeys,
+    Hypothesis,
+    OtherOps,
+    PartNames,
+    TraceStep,
+    change_steps,
+    norm_step,
+    put_after,
+    types_of_layers,
+)
+from .llama import llama_steps
+
+HEAD_NORM_NAMES = {**TRACE_NAMES, "q_norm": "attn.q_norm", "k_norm": "attn.k_norm"}
+
+
+@dataclass(frozen=True)
+class Qwen3Config(ModelConfig):
+    qk_norms: bool = added(True, absent=False)
+
+    def norm_shapes(self, layer: int = 0) -> dict[str, int]:
+        return super().norm_shapes(layer) | {"q_norm": self.head_dim, "k_norm": self.head_dim}
+
+
+def attention_block(
+    be: Ops,
+    x: NDArray,
+    w: Qwen3Layer,
+    cfg: ModelConfig,
+    rope: RopeTables,
+    batch: TokenBatch,
+    cache: KVCache,
+    layer: int,
+) -> NDArray:
+    """`reference.model.attention_block` with norms over heads.   (N, D) -> (N, D)"""
+    h = be.rms_norm(x, w.attn_norm)  # (N, D)
+    q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
+    q = norm_heads(be, q, w.q_norm)
+    k = norm_heads(be, k, w.k_norm)
+    q, k = be.rope(q, k, *rope)
+    be.append(cache, layer, batch, k, v)
+    z = be.attention(q, cache, batch, layer, cfg.window_of(layer))  # (N, H, d)
+    return be.add(x, attention_result(be, z, w))  # (N, D)
+
+
+def norm_heads(be: Ops, x: NDArray, norm: Norm) -> NDArray:
+    """An RMSNorm over each head.   (N, H, d) -> (N, H, d)"""
+    return be.rms_norm(x.reshape(-1, x.shape[-1]), norm).reshape(x.shape)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Qwen3Layer(LayerWeights):
+    q_norm: Norm  # (d,)
+    k_norm: Norm  # (d,)
+
+    attention_text = staticmethod(attention_block)
+    trace_names: ClassVar = HEAD_NORM_NAMES
+
+
+def head_norm_steps(steps: list[TraceStep]) -> list[TraceStep]:
+    """The steps of a block that norms the heads of q and k before RoPE."""
+    norms = [norm_step(f"attn.{x}_norm", f"attn.hook_{x}", f"{heads} d", f"{x}_norm") for x, heads in ("qH", "kG")]
+    steps = put_after(steps, "attn.hook_k", *norms)
+    steps = change_steps(steps, inputs=("attn.q_norm.hook_normalized",))("attn.hook_rot_q")
+    return change_steps(steps, inputs=("attn.k_norm.hook_normalized",))("attn.hook_rot_k")
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+_head_norm_mistake = partial(Hypothesis, "*.attn.[qk]_norm.* *.attn.hook_rot_[qk]")
+
+
+class _NormsAfterRope(OtherOps):
+    """Leaves out the norms over heads where they are asked for, and applies them to what RoPE gives."""
+
+    def __init__(self, be: Any) -> None:
+        super().__init__(be)
+        self.norms: list[Norm] = []
+
+    def rms_norm(self, x: NDArray, norm: Norm) -> NDArray:
+        if not norm.name.endswith(("attn.q_norm", "attn.k_norm")):
+            result: NDArray = self.be.rms_norm(x, norm)
+            return result
+        self.norms.append(norm)
+        return x
+
+    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
+        q, k = self.be.rope(q, k, cos, sin)
+        return norm_heads(self.be, q, self.norms[0]), norm_heads(self.be, k, self.norms[1])
+
+
+class _WithoutHeadNorms(OtherOps):
+    def rms_norm(self, x: NDArray, norm: Norm) -> NDArray:
+        is_of_heads = norm.name.endswith(("attn.q_norm", "attn.k_norm"))
+        return x if is_of_heads else self.be.rms_norm(x, norm)
+
+
+def wrong_text(half: str, ops: type[OtherOps]) -> Callable[..., NDArray]:
+    """The text of one half of a block, computed by other ops.   half: "attention" or "feed_forward" """
+
+    def text(be: Any, x: NDArray, w: LayerWeights, *rest: Any) -> NDArray:
+        right = getattr(w, f"{half}_text") or getattr(model, {"attention": "attention_block"}.get(half, half))
+        result: NDArray = right(ops(be), x, w, *rest)
+        return result
+
+    return text
+
+
+def _exchange_head_norms(w: LayerWeights) -> LayerWeights:
+    if not isinstance(w, Qwen3Layer):
+        return w
+    return replace(w, q_norm=replace(w.k_norm, name=w.q_norm.name), k_norm=replace(w.q_norm, name=w.k_norm.name))
+
+
+HEAD_NORM_MISTAKES = (
+    _head_norm_mistake(
+        "qk_norms_missing",
+        "the norms over the heads of q and k are left out",
+        "Apply q_norm and k_norm to each head before RoPE (Qwen3, Gemma3).",
+        lambda s: s.with_texts(attention_block=wrong_text("attention", _WithoutHeadNorms)),
+    ),
+    _head_norm_mistake(
+        "qk_norms_after_rope",
+        "the norms over the heads of q and k come after RoPE",
+        "Normalise each head, then rotate: the norm's weights differ within a pair.",
+        lambda s: s.with_texts(attention_block=wrong_text("attention", _NormsAfterRope)),
+    ),
+    _head_norm_mistake(
+        "qk_norms_exchanged",
+        "q has k_norm and k has q_norm",
+        "q_norm is q's.",
+        lambda s: s.map_layers(_exchange_head_norms),
+    ),
+)
+
+HEAD_NORMS = {
+    "q_norm": PartNames(("self_attn.q_norm",), "attn_q_norm"),
+    "k_norm": PartNames(("self_attn.k_norm",), "attn_k_norm"),
+}
+
+
+def _window(keys: HfKeys) -> dict[str, Any]:
+    """From layer max_window_layers on a window, where use_sliding_window says so."""
+    window = keys.get("sliding_window") if keys.get("use_sliding_window", False) else None
+    if window is None:
+        return {}
+    first, layers = keys.get("max_window_layers"), keys.count("num_hidden_layers")
+    return keys.layer_types(window, ["sliding_attention" if i >= first else "full_attention" for i in range(layers)])
+
+
+def _window_keys(config: ModelConfig) -> dict[str, Any]:
+    windows = {"use_sliding_window": config.sliding_window is not None, "sliding_window": config.sliding_window}
+    return windows | {"layer_types": types_of_layers(config)}
+
+
+def _read_qwen2(keys: HfKeys) -> dict[str, Any]:
+    """Biases on q, k and v."""
+    return {"attention_bias": True, "o_proj_bias": False, **_window(keys)}
+
+
+def _read_qwen3(keys: HfKeys) -> dict[str, Any]:
+    """Norms of q and k in every layer, whatever use_qk_norm says."""
+    keys.ignore("use_qk_norm")
+    return _window(keys)
+
+
+_SIZES = {"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
+_DEFAULTS = {**_SIZES, "sliding_window": 4096, "max_window_layers": 28}
+FAMILIES = (
+    Family(
+        "qwen2",
+        hf=HfForm("Qwen2ForCausalLM", _DEFAULTS, _read_qwen2, _window_keys, flags=()),
+        gguf=GgufForm(
+            {"qwen2": Architecture("silu")}, lambda keys, fields: {"attention_bias": True, "o_proj_bias": False}
+        ),
+    ),
+    Family(
+        "qwen3",
+        Qwen3Config,
+        layer_class=lambda config, layer: Qwen3Layer,
+        steps=lambda config, layer: head_norm_steps(llama_steps(config, layer)),
+        names=HEAD_NORMS,
+        hf=HfForm("Qwen3ForCausalLM", {**_DEFAULTS, "head_dim": 128}, _read_qwen3, _window_keys),
+        gguf=GgufForm({"qwen3": Architecture("silu")}),
+        mistakes=HEAD_NORM_MISTAKES,
+    ),
+)

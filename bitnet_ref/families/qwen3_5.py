@@ -1,0 +1,978 @@
+"""Qwen3.5: a Gated DeltaNet in three of four layers, and attention with a gate, on a part of each head, in the fourth.
+
+A DeltaNet keeps no keys. Each value head has a matrix S (dk, dv), a memory that answers a key k with the value k S:
+
+    q, k, v     silu of a causal convolution over the last tokens, channel by channel; q and k of length 1, q / sqrt(dk)
+    alpha       exp(-exp(A_log) softplus(a + dt_bias)), how much of the memory stays
+    beta        sigmoid(b), how much of the error is corrected
+    S           becomes alpha S + k^T beta (v - k alpha S): it forgets, then learns what it would have got wrong
+    y           q S, normed per head, times silu(z)
+
+So its state is of one size, however long the text: S, and the convolution's last inputs. The state can be copied but
+not cut: a text is continued where it ended, or begun again (`DeltaStates`).
+
+Source: Yang et al. 2024, "Gated Delta Networks" (arXiv:2412.06464), as in transformers' modeling_qwen3_5.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, Self
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError, ShapeError
+from ..reference.cache import KVCache, TokenBatch
+from ..reference.config import ModelConfig, added, require, require_int
+from ..reference.layers import silu
+from ..reference.model import RopeTables, attention_result, split_heads
+from ..reference.ops import Ops
+from ..reference.ops import require as require_shapes
+from ..reference.weights import LayerWeights, LinearWeight, Norm
+from .family import (
+    LEFT_OUT_VISION,
+    NORM_ONE_LEFT_OUT,
+    Architecture,
+    ArrayForm,
+    Family,
+    GgufForm,
+    GgufKeys,
+    HfForm,
+    HfKeys,
+    Hypothesis,
+    LinearPlace,
+    OtherOps,
+    PartNames,
+    Put,
+    TraceStep,
+    Wrapper,
+    change_steps,
+    linear_step,
+    near,
+    norm_step,
+    put_after,
+    types_of_layers,
+)
+from .llama import llama_steps
+from .qwen import HEAD_NORM_MISTAKES, HEAD_NORM_NAMES, HEAD_NORMS, Qwen3Layer, head_norm_steps, norm_heads, wrong_text
+from .rope import rope_json
+
+L2_EPS = 1e-6
+DELTA = "linear_attention"  # transformers' name of these layers
+
+
+# -- config ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """The shape of the DeltaNet layers."""
+
+    key_heads: int
+    value_heads: int  # a multiple of key_heads
+    key_dim: int  # of a head of q and k
+    value_dim: int  # of a head of v
+    conv_size: int  # tokens that the convolution sees
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            require_int(f"delta.{each.name}", getattr(self, each.name))
+        groups = self.value_heads % self.key_heads == 0
+        require(groups, "linear_num_value_heads", f"a multiple of {self.key_heads} key heads", self.value_heads)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The widths of q, k and v, all heads together."""
+        return self.key_heads * self.key_dim, self.key_heads * self.key_dim, self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class Qwen35Config(ModelConfig):
+    qk_norms: bool = added(True, absent=False)
+    output_gate: bool = added(True, absent=False)  # attention's result times sigmoid of a linear, before o_proj
+    rotary_dim: int | None = added(None)  # how many numbers of a head RoPE turns; None: all
+    delta: DeltaConfig | None = added(None)  # None: every layer attends
+
+    kinds_of_layers: ClassVar[tuple[str, ...]] = (*ModelConfig.kinds_of_layers, DELTA)
+    nested: ClassVar = {"delta": DeltaConfig}
+
+    def __post_init__(self) -> None:
+        if self.rotary_dim is not None:
+            require_int("head_dim", self.head_dim, low=2)
+            require_int("partial_rotary_factor", self.rotary_dim, low=2)
+            fits = self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0
+            require(fits, "partial_rotary_factor", f"an even part of a head of {self.head_dim}", self.rotary_dim)
+        super().__post_init__()
+        has_delta = DELTA in self.layer_types
+        require(has_delta == (self.delta is not None), "delta", "the shape of the linear layers, if any", self.delta)
+
+    @property
+    def rotary_size(self) -> int:
+        return self.rotary_dim or self.head_dim
+
+    def attends(self, layer: int) -> bool:
+        return not self.layer_types or self.layer_types[layer] != DELTA
+
+    def delta_of(self, layer: int) -> DeltaConfig | None:
+        """The shape of a DeltaNet layer; None of one that attends."""
+        return None if self.attends(layer) else self.delta
+
+    def linear_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
+        shapes = super().linear_shapes(layer)
+        delta = self.delta_of(layer)
+        hidden = self.hidden_size
+        if delta is None:
+            return _with_gates(shapes, {"z_proj": (self.query_size, hidden)})
+        q, k, v = delta.sizes
+        shapes |= {"q_proj": (q, hidden), "k_proj": (k, hidden), "v_proj": (v, hidden), "o_proj": (hidden, v)}
+        heads = (delta.value_heads, hidden)
+        return _with_gates(shapes, {"z_proj": (v, hidden), "a_proj": heads, "b_proj": heads})
+
+    def norm_shapes(self, layer: int = 0) -> dict[str, int]:
+        heads = {"q_norm": self.head_dim, "k_norm": self.head_dim} if self.attends(layer) else {}
+        return super().norm_shapes(layer) | heads
+
+    def array_shapes(self, layer: int = 0) -> dict[str, tuple[int, ...]]:
+        delta = self.delta_of(layer)
+        if delta is None:
+            return {}
+        heads = (delta.value_heads,)
+        conv = (sum(delta.sizes), delta.conv_size)
+        return {"delta.conv": conv, "delta.decay": heads, "delta.decay_bias": heads, "delta.norm": (delta.value_dim,)}
+
+    def of_layers(self, layers: Sequence[int]) -> Self:
+        types = tuple(self.layer_types[layer] for layer in layers) if self.layer_types else ()
+        delta = self.delta if DELTA in types else None
+        return replace(self, num_hidden_layers=len(layers), layer_types=types, delta=delta)
+
+    def state_size(self, layer: int) -> int:
+        delta = self.delta_of(layer)
+        if delta is None:
+            return 0
+        return delta.value_heads * delta.key_dim * delta.value_dim + (delta.conv_size - 1) * sum(delta.sizes)
+
+    @property
+    def has_states(self) -> bool:
+        return self.delta is not None
+
+    def new_states(self, slots: int, dtype: np.dtype) -> DeltaStates | None:
+        layers = [layer for layer in range(self.num_hidden_layers) if not self.attends(layer)]
+        return None if self.delta is None else DeltaStates(self.delta, layers, slots, dtype)
+
+
+def _with_gates(shapes: dict[str, Any], gates: dict[str, Any]) -> dict[str, Any]:
+    """The gates' linears, behind those of q, k and v."""
+    first = dict.fromkeys(("q_proj", "k_proj", "v_proj"))
+    return {name: shapes[name] for name in first} | gates | {n: s for n, s in shapes.items() if n not in first}
+
+
+# -- the two texts of its blocks ---------------------------------------------------------------------------------------
+
+
+def sigmoid(x: NDArray) -> NDArray:
+    """1 / (1 + e^-x), written so that e^-|x| never overflows."""
+    wide = x.astype(np.float64)
+    e = np.exp(-np.abs(wide))
+    return (np.where(wide >= 0, 1.0, e) / (1.0 + e)).astype(x.dtype)
+
+
+def attention_block(
+    be: Ops,
+    x: NDArray,
+    w: GatedLayer,
+    cfg: Qwen35Config,
+    rope: RopeTables,
+    batch: TokenBatch,
+    cache: KVCache,
+    layer: int,
+) -> NDArray:
+    """Attention whose result is multiplied by a gate; RoPE turns a part of each head.   (N, D) -> (N, D)"""
+    h = be.rms_norm(x, w.attn_norm)  # (N, D)
+    q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
+    q = norm_heads(be, q, w.q_norm)
+    k = norm_heads(be, k, w.k_norm)
+    q, k = be.rope(q, k, *rope)
+    be.append(cache, layer, batch, k, v)
+    z = be.attention(q, cache, batch, layer, cfg.window_of(layer))  # (N, H, d)
+    gate = be.linear(h, w.z_proj)  # (N, H*d)
+    z = be.compute(f"{w.name}.attn.hook_gated_z", sigmoid_gate, z.reshape(gate.shape), gate)
+    return be.add(x, attention_result(be, z.reshape(-1, cfg.num_attention_heads, cfg.head_dim), w))  # (N, D)
+
+
+def sigmoid_gate(z: NDArray, gate: NDArray) -> NDArray:
+    """z sigmoid(gate).   (N, F), (N, F) -> (N, F)"""
+    return z * sigmoid(gate)
+
+
+def silu_gate(z: NDArray, gate: NDArray) -> NDArray:
+    """z silu(gate).   (N, F), (N, F) -> (N, F)"""
+    return z * silu(gate)
+
+
+def delta_block(
+    be: Ops,
+    x: NDArray,
+    w: DeltaLayer,
+    cfg: Qwen35Config,
+    rope: RopeTables,
+    batch: TokenBatch,
+    cache: KVCache,
+    layer: int,
+) -> NDArray:
+    """Each token asks a memory of the tokens before it, and corrects it.   (N, D) -> (N, D), residual included"""
+    h = be.rms_norm(x, w.attn_norm)  # (N, D)
+    q, k, v, z, a, b = be.linears(h, (w.q_proj, w.k_proj, w.v_proj, w.z_proj, w.a_proj, w.b_proj))
+    states = Place(cache, layer, batch)
+    attn = f"{w.name}.attn"
+    qkv = np.concatenate([q, k, v], axis=1)  # (N, C)
+    mixed = be.compute(f"{attn}.hook_conv", delta_conv, qkv, w, states)  # (N, C)
+    log_alpha = be.compute(f"{attn}.hook_log_decay", log_decay, a, w)  # (N, Hv)
+    beta = be.compute(f"{attn}.hook_beta", write_strength, b, w)  # (N, Hv)
+    y = be.compute(f"{attn}.hook_delta_out", delta_rule, mixed, log_alpha, beta, w, states)  # (N, Hv, dv)
+    y = be.rms_norm(y.reshape(-1, w.delta.value_dim), w.delta_norm).reshape(z.shape)  # (N, Hv*dv)
+    y = be.compute(f"{attn}.hook_gated_z", silu_gate, y, z)
+    return be.add(x, be.linear(y, w.o_proj))  # (N, D)
+
+
+class Place(NamedTuple):
+    """Where a pass finds the states of its sequences."""
+
+    cache: KVCache
+    layer: int
+    batch: TokenBatch
+
+    @property
+    def states(self) -> DeltaStates:
+        """The states of the cache. ShapeError where it has none."""
+        if not isinstance(self.cache.states, DeltaStates):
+            raise ShapeError("delta_rule", expected="a cache of a model with DeltaNet layers", got="one without states")
+        return self.cache.states
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GatedLayer(Qwen3Layer):
+    """A layer that attends."""
+
+    z_proj: LinearWeight  # (H*d, D), of the gate
+
+    attention_text = staticmethod(attention_block)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DeltaLayer(LayerWeights):
+    """A DeltaNet: C channels, of q, k and v together; Hv value heads of dv numbers."""
+
+    z_proj: LinearWeight  # (Hv*dv, D), of the gate
+    a_proj: LinearWeight  # (Hv, D), of the decay
+    b_proj: LinearWeight  # (Hv, D), of the write strength
+    conv: NDArray[np.float32]  # (C, tokens), the current token's last
+    decay: NDArray[np.float32]  # (Hv,), exp(A_log)
+    decay_bias: NDArray[np.float32]  # (Hv,), dt_bias
+    delta_norm: Norm  # (dv,)
+    delta: DeltaConfig
+
+    attention_text = staticmethod(delta_block)
+    trace_names: ClassVar = {**HEAD_NORM_NAMES, "delta_norm": "attn.delta_norm"}
+
+
+# -- its ops -----------------------------------------------------------------------------------------------------------
+
+
+def delta_conv(qkv: NDArray, w: DeltaLayer, place: Place) -> NDArray:
+    """silu of each channel's convolution over the last tokens.   qkv (N, C) -> (N, C)"""
+    ok = qkv.shape == (len(place.batch), len(w.conv))
+    require_shapes("delta_conv", ok, f"qkv (N, {len(w.conv)})", qkv=qkv)
+    mixed = np.empty_like(qkv)
+    for slot, position, rows in place.batch.sequences():
+        before = place.states.begin(place.layer, slot, position)
+        mixed[rows] = causal_conv(np.concatenate([before, qkv[rows]]), w.conv)
+        before[:] = np.concatenate([before, qkv[rows]])[len(qkv[rows]) :]
+    return mixed
+
+
+def log_decay(a: NDArray, w: DeltaLayer) -> NDArray:
+    """log alpha = -exp(A_log) softplus(a + dt_bias).   a (N, Hv) -> (N, Hv)"""
+    require_shapes("log_decay", a.shape[1:] == w.decay.shape, f"a (N, {len(w.decay)})", a=a)
+    return (-w.decay.astype(np.float64) * np.logaddexp(0.0, a.astype(np.float64) + w.decay_bias)).astype(a.dtype)
+
+
+def write_strength(b: NDArray, w: DeltaLayer) -> NDArray:
+    """beta = sigmoid(b), in float64 and rounded once.   b (N, Hv) -> (N, Hv)"""
+    require_shapes("write_strength", b.shape[1:] == w.decay.shape, f"b (N, {len(w.decay)})", b=b)
+    return (1.0 / (1.0 + np.exp(-b.astype(np.float64)))).astype(b.dtype)
+
+
+def delta_rule(mixed: NDArray, log_alpha: NDArray, beta: NDArray, w: DeltaLayer, place: Place) -> NDArray:
+    """The memory, asked and updated.   mixed (N, C), log_alpha and beta (N, Hv) -> (N, Hv, dv)"""
+    shape = w.delta
+    ok = mixed.shape == (len(place.batch), sum(shape.sizes))
+    require_shapes("delta_rule", ok, f"mixed (N, {sum(shape.sizes)})", mixed=mixed)
+    y = np.empty((len(mixed), shape.value_heads, shape.value_dim), dtype=mixed.dtype)
+    for slot, position, rows in place.batch.sequences():
+        inputs = delta_inputs(mixed[rows], log_alpha[rows], beta[rows], shape)
+        y[rows] = delta_recurrence(inputs, place.states.memory_of(place.layer, slot, position))
+        place.states.end(place.layer, slot, position + len(inputs.v))
+    return y
+
+
+def memories(mixed: NDArray, log_alpha: NDArray, beta: NDArray, w: DeltaLayer, place: Place) -> NDArray:
+    """The memory after each token, of which `delta_rule` leaves only the last.   -> (N, Hv, dk, dv)"""
+    inputs = delta_inputs(mixed, log_alpha, beta, w.delta)
+    after = []
+    for slot, position, rows in place.batch.on_host.sequences():
+        memory = place.states.memory_of(place.layer, slot, position).copy()
+        for i in range(rows.start, rows.stop):
+            delta_recurrence(DeltaInputs(*(each[i : i + 1] for each in inputs)), memory)
+            after.append(memory.copy())
+    return np.stack(after)
+
+
+class DeltaInputs(NamedTuple):
+    """What the recurrence takes of some tokens, in float64. T tokens, Hv value heads."""
+
+    q: NDArray  # (T, Hv, dk)
+    k: NDArray  # (T, Hv, dk)
+    v: NDArray  # (T, Hv, dv)
+    log_alpha: NDArray  # (T, Hv)
+    beta: NDArray  # (T, Hv)
+
+
+def causal_conv(qkv: NDArray, conv: NDArray) -> NDArray[np.float64]:
+    """silu of the convolution, channel by channel. qkv (tokens - 1 + T, C) begins with the tokens before; conv (C,
+    tokens), the current token's last.   -> (T, C)"""
+    tokens, x = conv.shape[1], qkv.astype(np.float64)
+    taps = [x[i : len(x) - (tokens - 1 - i)] * conv[:, i].astype(np.float64) for i in range(tokens)]
+    return silu(sum(taps[1:], taps[0]))
+
+
+def delta_inputs(mixed: NDArray, log_alpha: NDArray, beta: NDArray, shape: DeltaConfig) -> DeltaInputs:
+    """mixed (T, C): q, k and v after the convolution. log_alpha and beta (T, Hv)."""
+    q, k, v = np.split(mixed.astype(np.float64), np.cumsum(shape.sizes)[:-1], axis=1)
+    group = shape.value_heads // shape.key_heads
+    q, k = (np.repeat(_unit(x.reshape(len(mixed), shape.key_heads, shape.key_dim)), group, axis=1) for x in (q, k))
+    v = v.reshape(len(mixed), shape.value_heads, shape.value_dim)
+    return DeltaInputs(q * shape.key_dim**-0.5, k, v, log_alpha.astype(np.float64), beta.astype(np.float64))
+
+
+def _unit(x: NDArray) -> NDArray:
+    """x / sqrt(sum(x^2) + eps), over the last axis."""
+    return x / np.sqrt(np.square(x).sum(axis=-1, keepdims=True) + L2_EPS)
+
+
+def delta_recurrence(x: DeltaInputs, memory: NDArray) -> NDArray:
+    """Token by token. memory (Hv, dk, dv) is updated in place, in its own dtype.   -> y (T, Hv, dv) float64"""
+    y = np.empty(x.v.shape, dtype=np.float64)
+    for t in range(len(y)):
+        stays = memory.astype(np.float64) * np.exp(x.log_alpha[t])[:, None, None]
+        error = x.v[t] - (x.k[t][:, None, :] @ stays)[:, 0]  # (Hv, dv)
+        memory[:] = stays + x.k[t][:, :, None] * (x.beta[t][:, None] * error)[:, None, :]
+        y[t] = (x.q[t][:, None, :] @ memory.astype(np.float64))[:, 0]
+    return y
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+class DeltaStates:
+    """The states of DeltaNet layers: for each of them and each slot the memory, the convolution's last inputs, and how
+    many tokens of the sequence they have seen. A copy from before the last pass lets that pass be computed again."""
+
+    def __init__(self, delta: DeltaConfig, layers: Sequence[int], slots: int, dtype: np.dtype) -> None:
+        """layers: the numbers of the DeltaNet layers."""
+        self.rows = {layer: row for row, layer in enumerate(layers)}
+        dtype = dtype if dtype == np.float64 else np.dtype(np.float32)
+        shape = (len(layers), 2, slots)  # now, and before the last pass
+        self.memory = np.zeros((*shape, delta.value_heads, delta.key_dim, delta.value_dim), dtype=dtype)
+        self.inputs = np.zeros((*shape, delta.conv_size - 1, sum(delta.sizes)), dtype=dtype)
+        self.seen = np.full(shape, -1, dtype=np.int64)
+
+    @property
+    def arrays(self) -> tuple[NDArray, ...]:
+        return self.memory, self.inputs, self.seen
+
+    def begin(self, layer: int, slot: int, position: int) -> NDArray:
+        """The convolution's inputs to continue from at `position`, to be updated in place. Raises ShapeError."""
+        row = self.rows[layer]
+        if position == 0:
+            for array in self.arrays:
+                array[row, 0, slot] = 0
+        elif self.seen[row, 0, slot] != position:
+            if self.seen[row, 1, slot] != position:
+                expected = f"a sequence continued at its end, token {self.seen[row, 0, slot]}, or begun again"
+                raise ShapeError("DeltaStates", expected=expected, got=f"token {position} of slot {slot}")
+            for array in self.arrays:
+                array[row, 0, slot] = array[row, 1, slot]
+        for array in self.arrays:
+            array[row, 1, slot] = array[row, 0, slot]
+        self.seen[row, 0, slot] = -1  # until `end`: a pass that is broken off is computed again from the copy
+        return self.inputs[row, 0, slot]
+
+    def memory_of(self, layer: int, slot: int, position: int) -> NDArray:
+        """The memory (Hv, dk, dv), to be updated in place; at the beginning of a sequence it is empty."""
+        memory = self.memory[self.rows[layer], 0, slot]
+        if position == 0:
+            memory[:] = 0
+        return memory
+
+    def end(self, layer: int, slot: int, position: int) -> None:
+        """Note that the state of the slot has seen the tokens before `position`."""
+        self.seen[self.rows[layer], 0, slot] = position
+
+    def resumable(self, slot: int, length: int) -> int:
+        """`length` if all layers have seen as many tokens of the slot, else 0: a state cannot be cut."""
+        return length if (self.seen[:, 0, slot] == length).all() else 0
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for array in self.arrays:
+            array[:, :, list(targets)] = array[:, :, list(sources)]
+
+    def take_over(self, other: DeltaStates) -> None:
+        for mine, theirs in zip(self.arrays, other.arrays, strict=True):
+            mine[:] = theirs
+
+
+def _make_layer(config: Qwen35Config, parts: dict[str, Any]) -> dict[str, Any]:
+    """A DeltaNet's arrays as the fields of `DeltaLayer`."""
+    if "delta.conv" not in parts:
+        return parts
+    fields_of = {name.removeprefix("delta."): value for name, value in parts.items()}
+    norm = Norm(fields_of.pop("norm"), config.norm_eps, f"{parts['name']}.attn.delta_norm")
+    return {**fields_of, "delta_norm": norm, "delta": config.delta}
+
+
+# -- how files store it ------------------------------------------------------------------------------------------------
+
+
+def value_heads_in_gguf(delta: DeltaConfig) -> NDArray[np.intp]:
+    """The place of each value head of a DeltaNet in GGUF files, where the first of each key head come first, then the
+    second of each, and so on.
+
+    >>> value_heads_in_gguf(DeltaConfig(2, 4, 8, 8, 4)).tolist()  # of key head 0: value heads 0 and 1
+    [0, 2, 1, 3]
+    """
+    groups = delta.value_heads // delta.key_heads
+    return np.arange(delta.value_heads).reshape(groups, delta.key_heads).T.reshape(-1)
+
+
+def value_rows_in_gguf(delta: DeltaConfig) -> NDArray[np.intp]:
+    """The place of each row of v, and of each input of o_proj, in GGUF files."""
+    return (value_heads_in_gguf(delta)[:, None] * delta.value_dim + np.arange(delta.value_dim)).reshape(-1)
+
+
+def _channels_in_gguf(delta: DeltaConfig) -> NDArray[np.intp]:
+    """The place of each channel of the convolution: those of q and k in order, then those of v."""
+    first = sum(delta.sizes[:2])
+    return np.concatenate([np.arange(first), first + value_rows_in_gguf(delta)])
+
+
+def _shape_of(config: Qwen35Config, layer: int) -> DeltaConfig:
+    delta = config.delta_of(layer)
+    if delta is None:
+        raise ConfigError(f"layer {layer} is no DeltaNet", field="layer_types")
+    return delta
+
+
+def _exp(config: Qwen35Config, layer: int, stored: NDArray) -> NDArray:
+    with np.errstate(over="ignore"):
+        decay: NDArray = np.exp(stored)
+    if not np.isfinite(decay).all():
+        raise ValueError(f"is beyond float32's exponent at index {int(np.argmin(np.isfinite(decay)))}")
+    return decay
+
+
+def _log(config: Qwen35Config, layer: int, decay: NDArray) -> NDArray:
+    """The float32 whose exponential is nearest to the decay: equal, or off by its last bit. Of several with equal
+    exponentials, one that a narrower dtype holds."""
+    near = np.log(decay.astype(np.float64)).astype(np.float32)
+    steps = np.arange(-4, 5)[:, None]
+    narrow = [near.astype(dtype).astype(np.float32) for dtype in (ml_dtypes.bfloat16, np.float16)]
+    candidates = np.stack([*narrow, *(near.view(np.int32) + steps.astype(np.int32)).view(np.float32)])
+    closest = np.abs(np.exp(candidates) - decay).argmin(axis=0)
+    return candidates[closest, np.arange(len(decay))]
+
+
+def _same(config: Qwen35Config, layer: int, array: NDArray) -> NDArray:
+    return array
+
+
+def _from_file(order: Callable[[DeltaConfig], NDArray[np.intp]]) -> Callable[..., NDArray]:
+    return lambda config, layer, stored: stored[order(_shape_of(config, layer))]
+
+
+def _to_file(order: Callable[[DeltaConfig], NDArray[np.intp]]) -> Callable[..., NDArray]:
+    return lambda config, layer, ours: ours[np.argsort(order(_shape_of(config, layer)))]
+
+
+def _minus_decay(config: Qwen35Config, layer: int, stored: NDArray) -> NDArray:
+    """GGUF files hold -exp(A_log)."""
+    if not (stored < 0).all():
+        raise ValueError("holds a number of 0 or above; expected -exp(A_log)")
+    return -stored[value_heads_in_gguf(_shape_of(config, layer))]
+
+
+ARRAYS = {
+    "delta.conv": ArrayForm(
+        "linear_attn.conv1d.weight",
+        "ssm_conv1d.weight",
+        from_hf=lambda config, layer, stored: stored[:, 0],
+        to_hf=lambda config, layer, conv: conv[:, None],
+        from_gguf=_from_file(_channels_in_gguf),
+        to_gguf=_to_file(_channels_in_gguf),
+        hf_shape=lambda shape: (shape[0], 1, shape[1]),
+    ),
+    "delta.decay": ArrayForm(
+        "linear_attn.A_log",
+        "ssm_a",
+        _exp,
+        _log,
+        _minus_decay,
+        lambda config, layer, decay: -_to_file(value_heads_in_gguf)(config, layer, decay),
+    ),
+    "delta.decay_bias": ArrayForm(
+        "linear_attn.dt_bias",
+        "ssm_dt.bias",
+        _same,
+        _same,
+        _from_file(value_heads_in_gguf),
+        _to_file(value_heads_in_gguf),
+    ),
+    "delta.norm": ArrayForm("linear_attn.norm.weight", "ssm_norm.weight", _same, _same, _same, _same),
+}
+
+
+# The linears of a DeltaNet layer; q, k and v share a tensor
+_DELTA_LINEARS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), PartNames(("linear_attn.in_proj_qkv",), "attn_qkv")),
+    "z_proj": PartNames(("linear_attn.in_proj_z",), "attn_gate"),
+    "a_proj": PartNames(("linear_attn.in_proj_a",), "ssm_alpha"),
+    "b_proj": PartNames(("linear_attn.in_proj_b",), "ssm_beta"),
+    "o_proj": PartNames(("linear_attn.out_proj",), "ssm_out"),
+}
+NAMES = {
+    **HEAD_NORMS,
+    "ffn_norm": PartNames(("post_attention_layernorm",), "post_attention_norm"),
+    "z_proj": PartNames(("self_attn.z_proj",), ""),  # files have it in q_proj, or a DeltaNet's: see `place`
+    "a_proj": PartNames(("linear_attn.in_proj_a",), ""),
+    "b_proj": PartNames(("linear_attn.in_proj_b",), ""),
+}
+
+
+def place(config: Qwen35Config, layer: int, linear: str, style: str) -> LinearPlace | None:
+    """Where a file stores a linear. Attention's q and the gate share a tensor, head by head; a DeltaNet's q, k and v
+    too, one after the other. In GGUF files the value heads of a DeltaNet are in another order."""
+    height = config.linear_shapes(layer)[linear][0]
+    delta = config.delta_of(layer)
+    if delta is None:
+        if linear not in ("q_proj", "z_proj"):
+            return None
+        pair = ("q_proj", "z_proj")
+        by_head = np.arange(2 * height).reshape(config.num_attention_heads, 2, -1)
+        module = "self_attn.q_proj" if style == "hf" else "attn_q"
+        return LinearPlace(module, 2 * height, by_head[:, pair.index(linear)].reshape(-1), None, pair)
+    if linear not in _DELTA_LINEARS:
+        return None
+    names = _DELTA_LINEARS[linear]
+    module = names.hf[0] if style == "hf" else names.gguf
+    values = value_rows_in_gguf(delta) if style == "gguf" else np.arange(delta.sizes[2])
+    parts = ("q_proj", "k_proj", "v_proj")
+    if linear in parts:
+        start = sum(delta.sizes[: parts.index(linear)])
+        rows = start + (values if linear == "v_proj" else np.arange(height))
+        return LinearPlace(module, sum(delta.sizes), rows, None, parts)
+    if style == "hf" or delta.value_heads == delta.key_heads:
+        return LinearPlace(module, height)
+    if linear == "o_proj":
+        return LinearPlace(module, height, None, values)
+    return LinearPlace(module, height, values if linear == "z_proj" else value_heads_in_gguf(delta))
+
+
+# -- what it records ---------------------------------------------------------------------------------------------------
+
+
+_GATED = "attention's gated values"
+
+
+def _steps(config: Qwen35Config, layer: int) -> list[TraceStep]:
+    steps = llama_steps(config, layer)
+    if config.attends(layer):
+        steps = head_norm_steps(steps)
+        gated = TraceStep(
+            "attn.hook_gated_z",
+            ("attn.hook_z", "attn.z_proj.hook_out"),
+            "gate",
+            "N Q",
+            _gated,
+            _GATED,
+            (sigmoid_gate, "return"),
+        )
+        steps = put_after(steps, "attn.hook_z", linear_step("attn.z_proj", "ln1.hook_normalized"), gated)
+        return _from_gate(steps)
+    names = [step.name for step in steps]
+    first, last = names.index("attn.hook_q"), names.index("attn.hook_z")
+    gates = [linear_step(f"attn.{name}", "ln1.hook_normalized") for name in ("z_proj", "a_proj", "b_proj")]
+    qkv = tuple(f"attn.{name}.hook_out" for name in ("q_proj", "k_proj", "v_proj"))
+    rule = ("attn.hook_conv", "attn.hook_log_decay", "attn.hook_beta")
+    own = [
+        TraceStep("attn.hook_conv", qkv, "delta rule", "N C", _conv, "DeltaNet's convolution", (causal_conv, "return")),
+        TraceStep(
+            "attn.hook_log_decay",
+            ("attn.a_proj.hook_out",),
+            "delta gate",
+            "N Hv",
+            _log_decay,
+            "the log of DeltaNet's decay",
+            (log_decay, "return"),
+        ),
+        TraceStep(
+            "attn.hook_beta",
+            ("attn.b_proj.hook_out",),
+            "delta gate",
+            "N Hv",
+            _beta,
+            "DeltaNet's beta",
+            (write_strength, "return"),
+        ),
+        TraceStep("attn.hook_state", rule, "delta rule", "N Hv dk dv", _state),
+        TraceStep(
+            "attn.hook_delta_out",
+            rule,
+            "delta rule",
+            "N Hv dv",
+            _delta_out,
+            "the answer of DeltaNet's memory",
+            (delta_recurrence, "y[t]"),
+        ),
+        norm_step("attn.delta_norm", "attn.hook_delta_out", "Hv dv", "delta_norm"),
+        TraceStep(
+            "attn.hook_gated_z",
+            ("attn.delta_norm.hook_normalized", "attn.z_proj.hook_out"),
+            "gate",
+            "N V",
+            _gated,
+            _GATED,
+            (silu_gate, "return"),
+        ),
+    ]
+    return _from_gate([*steps[:first], *gates, *own, *steps[last + 1 :]])
+
+
+def _from_gate(steps: list[TraceStep]) -> list[TraceStep]:
+    """o_proj, or BitNet's norm before it, reads what the gate gives."""
+    reader = "attn.sub_norm" if any(step.name == "attn.sub_norm" for step in steps) else "attn.o_proj"
+    return change_steps(steps, inputs=("attn.hook_gated_z",))(reader)
+
+
+def _gated(be: Ops, w: LayerWeights, cfg: Qwen35Config, z: NDArray, gate: NDArray) -> NDArray:
+    return (silu_gate if isinstance(w, DeltaLayer) else sigmoid_gate)(z, gate)
+
+
+def _conv(be: Ops, w: DeltaLayer, cfg: Qwen35Config, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
+    qkv = np.concatenate([q, k, v], axis=1)
+    before = np.zeros((w.delta.conv_size - 1, qkv.shape[1]), dtype=qkv.dtype)
+    return causal_conv(np.concatenate([before, qkv]), w.conv).astype(np.float32)
+
+
+def _log_decay(be: Ops, w: DeltaLayer, cfg: Qwen35Config, a: NDArray) -> NDArray:
+    return log_decay(a, w)
+
+
+def _beta(be: Ops, w: DeltaLayer, cfg: Qwen35Config, b: NDArray) -> NDArray:
+    return write_strength(b, w)
+
+
+def _state(be: Ops, w: DeltaLayer, cfg: Qwen35Config, mixed: NDArray, log_alpha: NDArray, beta: NDArray) -> NDArray:
+    return _replayed(w.delta, mixed, log_alpha, beta)[0]
+
+
+def _delta_out(be: Ops, w: DeltaLayer, cfg: Qwen35Config, mixed: NDArray, log_alpha: NDArray, beta: NDArray) -> NDArray:
+    return _replayed(w.delta, mixed, log_alpha, beta)[1]
+
+
+def _replayed(shape: DeltaConfig, mixed: NDArray, log_alpha: NDArray, beta: NDArray) -> tuple[NDArray, NDArray]:
+    """The memory after each token and its answers, of one sequence from its beginning."""
+    given = delta_inputs(mixed, log_alpha, beta, shape)
+    memory = np.zeros((shape.value_heads, shape.key_dim, shape.value_dim), dtype=np.float32)
+    states, out = [], []
+    for t in range(len(mixed)):
+        one = DeltaInputs(*(each[t : t + 1] for each in given))
+        out.append(delta_recurrence(one, memory)[0].astype(np.float32))
+        states.append(memory.copy())
+    return np.stack(states), np.stack(out)
+
+
+def _axes(config: Qwen35Config) -> dict[str, int]:
+    delta = config.delta
+    if delta is None:
+        return {}
+    sizes = {"C": sum(delta.sizes), "V": delta.sizes[2]}
+    return sizes | {"Hv": delta.value_heads, "dk": delta.key_dim, "dv": delta.value_dim}
+
+
+def _lacks(config: Qwen35Config) -> list[str]:
+    return [
+        *["Gated DeltaNet"] * (config.delta is not None),
+        "output gates",
+        *["partial RoPE"] * bool(config.rotary_dim),
+    ]
+
+
+# -- configs of files --------------------------------------------------------------------------------------------------
+
+
+def _read(keys: HfKeys) -> dict[str, Any]:
+    """Gated DeltaNet in three of four layers; attention with a gate, RoPE on a part of each head."""
+    for key, expected in (("attention_bias", False), ("attn_output_gate", True), ("quantization_config", None)):
+        if keys.get(key, expected) != expected:
+            raise ConfigError(f"{keys.get(key)!r} is not supported for qwen3_5_text", field=key)
+    interval, layers = keys.get("full_attention_interval", 4), keys.count("num_hidden_layers")
+    if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+        raise ConfigError(f"expected a number of layers, got {interval!r}", field="full_attention_interval")
+    types = keys.layer_types(None, [DELTA if (i + 1) % interval else "full_attention" for i in range(layers)])
+    parameters, share = keys.raw.get("rope_parameters") or keys.raw.get("rope_scaling") or {}, None
+    if isinstance(parameters, dict):
+        share = parameters.get("partial_rotary_factor")
+        parameters = {key: value for key, value in parameters.items() if key != "partial_rotary_factor"}
+    share = keys.get("partial_rotary_factor") if share is None else share
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ConfigError(f"expected a number from 0 to 1, got {share!r}", field="partial_rotary_factor")
+    delta = DeltaConfig(*(keys.count(key) for key in _HF_SHAPE))
+    return {
+        **types,
+        "rotary_dim": None if share == 1 else int(keys.count("head_dim") * share),
+        "delta": delta if DELTA in types.get("layer_types", ()) else None,
+        "rope": keys.rope({"rope_parameters": parameters}),
+    }
+
+
+def _write(config: Qwen35Config) -> dict[str, Any]:
+    share = near(lambda x: int(config.head_dim * x), config.rotary_size / config.head_dim, config.rotary_size)
+    delta = config.delta or DeltaConfig(1, 1, 1, 1, 4)  # where no layer is a DeltaNet
+    rope = {"rope_theta": config.rope.theta, **rope_json(config.rope), "partial_rotary_factor": share}
+    return {
+        "layer_types": types_of_layers(config),
+        "partial_rotary_factor": share,
+        "rope_parameters": rope,
+        "rope_scaling": None,
+        **{key: getattr(delta, field.name) for key, field in zip(_HF_SHAPE, fields(delta), strict=True)},
+    }
+
+
+def _read_gguf(keys: GgufKeys, given: dict[str, Any]) -> dict[str, Any]:
+    head_dim, layers, delta = given["head_dim"], given["num_hidden_layers"], None
+    rotary = keys.count("rope.dimension_count", head_dim)
+    if keys.has("attention.recurrent_layers"):
+        has_delta = keys.flags("attention.recurrent_layers", layers)
+    else:
+        interval = keys.count("full_attention_interval", 4)
+        has_delta = [(i + 1) % interval != 0 for i in range(layers)]
+    if any(has_delta):
+        key_heads, value_heads, key_dim, inner, taps = (keys.count(f"ssm.{name}") for name in _GGUF_SHAPE)
+        if inner % value_heads:
+            raise keys.fail(f"{keys.arch}.ssm.inner_size", f"expected a multiple of {value_heads} heads, got {inner}")
+        delta = DeltaConfig(key_heads, value_heads, key_dim, inner // value_heads, taps)
+    return {
+        "sliding_window": None,
+        "layer_types": tuple(DELTA if each else "full_attention" for each in has_delta) if delta else (),
+        "rotary_dim": None if rotary == head_dim else rotary,
+        "delta": delta,
+    }
+
+
+def _write_gguf(config: Qwen35Config, put: Put) -> None:
+    """As llama.cpp's converter. llama.cpp wants the numbers of a DeltaNet, and sections of RoPE, in any case."""
+    has_delta = [not config.attends(index) for index in range(config.num_hidden_layers)]
+    put("rope.dimension_sections", "[int32]", np.array(_ROPE_SECTIONS))
+    put("attention.recurrent_layers", "[bool]", np.array(has_delta))
+    delta = config.delta or DeltaConfig(1, 1, config.head_dim, config.head_dim, 4)
+    numbers = (delta.key_heads, delta.value_heads, delta.key_dim, delta.sizes[2], delta.conv_size)
+    for key, number in zip(_GGUF_SHAPE, numbers, strict=True):
+        put(f"ssm.{key}", "uint32", number)
+
+
+# As in `DeltaConfig`, but inner_size is value_heads * value_dim
+_HF_SHAPE = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim",
+)
+_GGUF_SHAPE = ("group_count", "time_step_rank", "state_size", "inner_size", "conv_kernel")
+_ROPE_SECTIONS = (11, 11, 10, 0)  # text has one position for all of them
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+HF = HfForm(
+    "Qwen3_5ForCausalLM",
+    {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "partial_rotary_factor": 0.25,
+        **dict(zip(_HF_SHAPE, (16, 32, 128, 128, 4), strict=True)),
+    },
+    _read,
+    _write,
+    flags=(),
+    wrapper=Wrapper(
+        "qwen3_5",
+        "Qwen3_5ForConditionalGeneration",
+        dict(zip(_SIZES, (248320, 4096, 12288, 32, 16), strict=True)),
+    ),
+    left_out=(*LEFT_OUT_VISION, "mtp."),  # the layers that only draft tokens
+    norms_add_one=True,
+)
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+_conv_mistake = partial(Hypothesis, "*.attn.hook_conv")
+_delta_gate_mistake = partial(Hypothesis, "*.attn.[ab]_proj.hook_out *.attn.hook_log_decay *.attn.hook_beta")
+_gate_mistake = partial(Hypothesis, "*.attn.hook_gated_z")
+Function = Callable[..., NDArray]
+
+
+def _computing(s: Any, changes: Mapping[Function, Callable[..., NDArray]]) -> Any:
+    """The setting in which `changes[function](function, *args)` stands for function(*args)."""
+
+    def compute(op: Function, name: str, function: Function, *args: Any) -> NDArray:
+        if function not in changes:
+            return op(name, function, *args)
+        return op(name, partial(changes[function], function), *args)
+
+    return s.with_ops(compute=compute)
+
+
+def _delta(s: Any, changes: Mapping[Function, Callable[..., NDArray]]) -> Any:
+    return None if s.config.delta is None else _computing(s, changes)
+
+
+def _shifted_conv(shift: int) -> Callable[..., NDArray]:
+    """The convolution sees the inputs of `shift` tokens before; of a negative shift, after."""
+
+    def conv(right: Function, qkv: NDArray, *rest: Any) -> NDArray:
+        moved = np.zeros_like(qkv)
+        if shift > 0:
+            moved[shift:] = qkv[:-shift]
+        else:
+            moved[:shift] = qkv[-shift:]
+        return right(moved, *rest)
+
+    return conv
+
+
+def _reversed_conv(right: Function, qkv: NDArray, w: DeltaLayer, place: Place) -> NDArray:
+    return right(qkv, replace(w, conv=np.ascontiguousarray(w.conv[:, ::-1])), place)
+
+
+def _exchange_products(w: LayerWeights) -> LayerWeights:
+    if not isinstance(w, DeltaLayer):
+        return w
+    return replace(w, a_proj=w.b_proj.called(w.a_proj.name), b_proj=w.a_proj.called(w.b_proj.name))
+
+
+class _GatesExchanged(OtherOps):
+    """Decay is computed from b, and beta from a."""
+
+    def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
+        ys: tuple[NDArray, ...] = self.be.linears(x, ws)
+        return (*ys[:4], ys[5], ys[4]) if len(ys) == 6 else ys
+
+
+MISTAKES = (
+    *HEAD_NORM_MISTAKES,
+    NORM_ONE_LEFT_OUT,
+    Hypothesis(
+        "*.attn.hook_rot_q *.attn.hook_rot_k",
+        "rope_of_the_whole_head",
+        "RoPE turns the whole head where it should turn a part",
+        "Read partial_rotary_factor: only the first numbers of a head are turned.",
+        lambda s: s.with_config(rotary_dim=None) if s.config.rotary_dim is not None else None,
+    ),
+    _delta_gate_mistake(
+        "decay_and_beta_exchanged",
+        "the products of a and b are exchanged: decay is computed from b, beta from a",
+        "alpha = exp(-exp(A_log) softplus(a + dt_bias)), beta = sigmoid(b).",
+        lambda s: (
+            None if s.config.delta is None else s.with_texts(attention_block=wrong_text("attention", _GatesExchanged))
+        ),
+    ),
+    _delta_gate_mistake(
+        "a_proj_and_b_proj_exchanged",
+        "the matrices in_proj_a and in_proj_b are exchanged",
+        "in_proj_a is of the decay, in_proj_b of beta.",
+        lambda s: s.map_layers(_exchange_products) if s.config.delta is not None else None,
+    ),
+    _delta_gate_mistake(
+        "decay_missing",
+        "the memory is not decayed",
+        "S becomes alpha S before it is corrected.",
+        lambda s: _delta(s, {log_decay: lambda right, *args: np.zeros_like(right(*args))}),
+    ),
+    _delta_gate_mistake(
+        "beta_missing",
+        "the whole error is written, without beta",
+        "Write beta (v - k S).",
+        lambda s: _delta(s, {write_strength: lambda right, *args: np.ones_like(right(*args))}),
+    ),
+    _conv_mistake(
+        "conv_one_late",
+        "the convolution is off by one: it ends before the current token",
+        "Its last weight is for the current token.",
+        lambda s: _delta(s, {delta_conv: _shifted_conv(1)}),
+    ),
+    _conv_mistake(
+        "conv_one_early",
+        "the convolution is off by one: it sees the next token",
+        "Pad conv_size - 1 tokens in front, none behind.",
+        lambda s: _delta(s, {delta_conv: _shifted_conv(-1)}) if len(s.tokens) > 1 else None,
+    ),
+    _conv_mistake(
+        "conv_reversed",
+        "the convolution's weights are in reverse order",
+        "torch's conv1d is a correlation: weight [.., -1] is for the current token.",
+        lambda s: _delta(s, {delta_conv: _reversed_conv}),
+    ),
+    _gate_mistake(
+        "output_gate_missing",
+        "the result is not multiplied by its gate before o_proj",
+        "Multiply by sigmoid (attention) or silu (DeltaNet) of the gate's product.",
+        lambda s: _computing(s, dict.fromkeys((sigmoid_gate, silu_gate), lambda right, z, gate: z)),
+    ),
+    _gate_mistake(
+        "output_gates_exchanged",
+        "the output gates of attention and DeltaNet have each other's activation",
+        "sigmoid for attention, silu for DeltaNet.",
+        lambda s: _computing(
+            s,
+            {
+                sigmoid_gate: lambda right, z, gate: silu_gate(z, gate),
+                silu_gate: lambda right, z, gate: sigmoid_gate(z, gate),
+            },
+        ),
+    ),
+)
+
+ALSO_RECORDED: Mapping[Callable[..., NDArray], tuple[str, Callable[..., NDArray]]] = {
+    delta_rule: ("hook_state", memories)
+}
+
+FAMILIES = (
+    Family(
+        "qwen3_5_text",
+        Qwen35Config,
+        layer_class=lambda config, layer: GatedLayer if config.attends(layer) else DeltaLayer,
+        steps=_steps,
+        axes=_axes,
+        lacks=_lacks,
+        also_recorded=ALSO_RECORDED,
+        make_layer=_make_layer,
+        names=NAMES,
+        place=place,
+        hf=HF,
+        gguf=GgufForm({"qwen35": Architecture("silu")}, _read_gguf, _write_gguf),
+        mistakes=MISTAKES,
+        arrays=ARRAYS,
+        example_fields={"layer_types": (DELTA, "full_attention"), "delta": DeltaConfig(2, 4, 8, 8, 4), "rotary_dim": 4},
+    ),
+)
