@@ -280,6 +280,7 @@ class Family:
     arrays: by the names of its config's `array_shapes`.
     hf, gguf: how config.json and GGUF's metadata say it; None: no such files.
     mistakes: what crossval tries in its models, beside what it tries in all.
+    end_of_embedded: the token that texts end in whose embedding is asked.
     example_fields: of `example`.
     """
 
@@ -297,6 +298,7 @@ class Family:
     gguf: GgufForm | None = None
     arrays: Mapping[str, ArrayForm] = field(default_factory=dict)
     mistakes: tuple[Hypothesis, ...] = ()
+    end_of_embedded: str | None = None
     example_fields: Mapping[str, Any] = field(default_factory=dict)
 
     def example(self, **changes: Any) -> ModelConfig:

@@ -188,6 +188,7 @@ def _read_qwen3(keys: HfKeys) -> dict[str, Any]:
     return _window(keys)
 
 
+END_OF_TEXT = "<|endoftext|>"  # Qwen3's embedding models were trained to be read at this token
 _SIZES = {"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
 _DEFAULTS = {**_SIZES, "sliding_window": 4096, "max_window_layers": 28}
 FAMILIES = (
@@ -197,6 +198,7 @@ FAMILIES = (
         gguf=GgufForm(
             {"qwen2": Architecture("silu")}, lambda keys, fields: {"attention_bias": True, "o_proj_bias": False}
         ),
+        end_of_embedded=END_OF_TEXT,
     ),
     Family(
         "qwen3",
@@ -207,5 +209,6 @@ FAMILIES = (
         hf=HfForm("Qwen3ForCausalLM", {**_DEFAULTS, "head_dim": 128}, _read_qwen3, _window_keys),
         gguf=GgufForm({"qwen3": Architecture("silu")}),
         mistakes=HEAD_NORM_MISTAKES,
+        end_of_embedded=END_OF_TEXT,
     ),
 )

@@ -58,7 +58,16 @@ from .family import (
     types_of_layers,
 )
 from .llama import llama_steps
-from .qwen import HEAD_NORM_MISTAKES, HEAD_NORM_NAMES, HEAD_NORMS, Qwen3Layer, head_norm_steps, norm_heads, wrong_text
+from .qwen import (
+    END_OF_TEXT,
+    HEAD_NORM_MISTAKES,
+    HEAD_NORM_NAMES,
+    HEAD_NORMS,
+    Qwen3Layer,
+    head_norm_steps,
+    norm_heads,
+    wrong_text,
+)
 from .rope import rope_json
 
 L2_EPS = 1e-6
@@ -972,6 +981,7 @@ FAMILIES = (
         hf=HF,
         gguf=GgufForm({"qwen35": Architecture("silu")}, _read_gguf, _write_gguf),
         mistakes=MISTAKES,
+        end_of_embedded=END_OF_TEXT,
         arrays=ARRAYS,
         example_fields={"layer_types": (DELTA, "full_attention"), "delta": DeltaConfig(2, 4, 8, 8, 4), "rotary_dim": 4},
     ),

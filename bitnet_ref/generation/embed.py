@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
 from ..errors import ConfigError, GenerationError
+from ..families import family_of
 from ..reference.cache import TokenBatch
 from ..system.json_file import read_json_object
 from .generate import Prompt, Prompts, split_prompts
 
 PRECISIONS = ("int8", "uint8", "binary", "ubinary")  # sentence-transformers' names
 MAX_PROMPTS_BYTES = 1 << 20
-END_OF_TEXT = "<|endoftext|>"  # Qwen3's embedding models were trained to be read at this token
 
 
 def embed(model: LoadedModel, texts: Prompts, prompt: str | None = None) -> NDArray[np.float32]:
@@ -47,7 +47,8 @@ def token_rows(model: LoadedModel, parts: Sequence[Prompt], prompt: str | None =
         if not isinstance(part, str):
             return part
         ids = model.tokenizer.encode(f"{prompt}{part}")
-        end = model.tokenizer.token_to_id(END_OF_TEXT) if model.config.model_type.startswith("qwen") else None
+        last = family_of(model.config).end_of_embedded
+        end = None if last is None else model.tokenizer.token_to_id(last)
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
     return [model.check_tokens(ids_of(part)) for part in parts]

@@ -25,7 +25,7 @@ from ...api import Model, load
 from ...backends import Backend
 from ...errors import ConfigError
 from ...formats.checkpoint import Checkpoint, is_ternary, linear_names, linear_shape
-from ...formats.gguf.config import architecture
+from ...formats.gguf.config import architecture, architectures
 from ...formats.gguf.export import write_gguf_model
 from ...formats.open import open_checkpoint
 from ...reference.weights import DenseWeight, LinearWeight, plain_weights
@@ -73,7 +73,8 @@ def _prepare(path: Path, kind: str, folder: Path) -> Prepared:
     heads = [config.num_attention_heads, config.num_key_value_heads]
     # A ternary file rounds the scales, so the model is read from the file
     model = load(path if config.quantization is None and not config.sub_norms else file, backend="numpy")
-    job = {"model": str(file), "interleaved": architecture(config) == "llama", "heads": heads}
+    interleaved = architectures()[architecture(config)][1].permuted
+    job = {"model": str(file), "interleaved": interleaved, "heads": heads}
     # It has no int8 tensors: `_count_unflipped` finds flips by the inputs of linears
     return model, {**job, "long_names": [f"*.{NORMALIZED}", "*.hook_z", "*.hook_post"]}
 

@@ -29,14 +29,14 @@ template <typename T> static void finish_shuffle(Warp &warp, unsigned mask) {
     }
 }
 
-template <typename T> static T shuffle(unsigned mask, T value, int source) {
+template <typename T> static T exchange(unsigned mask, T value, int source) {
     static_assert(sizeof(T) == 4 || sizeof(T) == 8, "shuffles move 4 or 8 bytes");
     Shuffle<T> mine{value, value, source};
     collective("__shfl_sync", mask, finish_shuffle<T>, &mine);
     return mine.result;
 }
 
-static inline int lane() { return machine.current->number % 32; }
+static inline int own_lane() { return machine.current->number % 32; }
 
 struct Vote { unsigned value, result; };
 
@@ -55,7 +55,7 @@ template <typename T, typename Combine> static T reduce(unsigned mask, T value, 
     bool first = true;
     for (int source = 0; source < 32; source++)
         if (mask >> source & 1) {
-            all[source] = shuffle(mask, value, source);
+            all[source] = exchange(mask, value, source);
             result = first ? all[source] : combine(result, all[source]);
             first = false;
         }
@@ -65,12 +65,12 @@ template <typename T, typename Combine> static T reduce(unsigned mask, T value, 
 }  // namespace emulated
 
 template <typename T> static T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
-    const int base = emulated::lane() & ~(width - 1);
-    return emulated::shuffle(mask, value, base + (source & (width - 1)));
+    const int base = emulated::own_lane() & ~(width - 1);
+    return emulated::exchange(mask, value, base + (source & (width - 1)));
 }
 template <typename T> static T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
-    const int source = emulated::lane() ^ bits, end = (emulated::lane() & ~(width - 1)) + width;
-    return emulated::shuffle(mask, value, source < end ? source : -1);
+    const int source = emulated::own_lane() ^ bits, end = (emulated::own_lane() & ~(width - 1)) + width;
+    return emulated::exchange(mask, value, source < end ? source : -1);
 }
 static inline unsigned __ballot_sync(unsigned mask, int value) {
     emulated::Vote mine{value != 0, 0};
