@@ -23,6 +23,9 @@ from ..reference.weights import LayerWeights
 NORM, LINEAR = "norm module", "linear module"  # kinds of steps that stand for several tensors
 
 
+# -- the steps of a block ----------------------------------------------------------------------------------------------
+
+
 class TraceStep(NamedTuple):
     """A tensor that a block records, or a norm or linear with its several tensors, by its name below the block.
 
@@ -67,7 +70,104 @@ def change_steps(steps: Iterable[TraceStep], **changes: Any) -> Callable[..., li
     return apply
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A mistake that an engine may have made.
+
+    shows: globs, separated by blanks, of the ops that would differ first.   name: short, stable.
+    change: (crossval's `Setting`) -> the setting with this mistake made; None where the model has no place for it.
+    """
+
+    shows: str
+    name: str
+    cause: str
+    remedy: str
+    change: Callable[[Any], Any]
+
+
+class OtherOps:
+    """The ops of `be`, some of them overridden: the backend of a text that does a step elsewhere than it should."""
+
+    def __init__(self, be: Any) -> None:
+        self.be = be
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.be, name)
+
+
+NORM_ONE_LEFT_OUT = Hypothesis(
+    "*.hook_normalized",
+    "norm_one_left_out",
+    "norms multiply by w where the family's files mean 1 + w",
+    "Add 1 to the norms of Gemma and Qwen3.5 (not to those inside BitLinears, nor to DeltaNet's).",
+    lambda s: s.map_norms(lambda norm: replace(norm, weight=norm.weight - np.float32(1))),
+)
+EMBEDDING_SCALE_MISSING = Hypothesis(
+    "hook_embed_scaled blocks.0.hook_resid_pre",
+    "embedding_scale_missing",
+    "rows of the embedding are not scaled",
+    "Multiply by sqrt(hidden_size) (Gemma) or scale_emb (MiniCPM).",
+    lambda s: s.with_config(embedding_scale=1.0) if s.config.embedding_scale != 1 else None,
+)
+
+
+# -- where files keep the parts ----------------------------------------------------------------------------------------
+
+
+class PartNames(NamedTuple):
+    """What files call a part, without the block. `hf`: transformers' name first, then those in other checkpoints."""
+
+    hf: tuple[str, ...]
+    gguf: str
+
+
+class LinearPlace(NamedTuple):
+    """Where a file stores a linear: its row i is row `rows[i]` of the tensor, its column j column `columns[j]`."""
+
+    module: str  # the tensor's name without ".weight", below its block
+    height: int  # rows of the tensor
+    rows: NDArray[np.intp] | None = None  # None: all, in order
+    columns: NDArray[np.intp] | None = None
+    sharers: tuple[str, ...] = ()  # the linears in the tensor, in the order of a block's; (): this one alone
+
+    def take(self, stored: NDArray) -> NDArray:
+        """The linear, out of the tensor.   (height, K) -> (N, K)"""
+        w = stored if self.rows is None else stored[self.rows]
+        return w if self.columns is None else np.ascontiguousarray(w[:, self.columns])
+
+    def take_groups(self, packed: NDArray[np.uint8], scales: NDArray) -> tuple[NDArray[np.uint8], NDArray] | None:
+        """The same of a packed tensor and its scales, each of a block; None where columns are no whole blocks."""
+        if self.rows is not None:
+            packed, scales = packed[self.rows], scales[self.rows]
+        if self.columns is None:
+            return packed, scales
+        block = len(self.columns) // scales.shape[1]
+        starts = self.columns[::block]
+        if (starts % block).any() or (self.columns.reshape(-1, block) != starts[:, None] + np.arange(block)).any():
+            return None
+        return packed[:, self.columns[::CODES_PER_BYTE] // CODES_PER_BYTE], scales[:, starts // block]
+
+
+class ArrayForm(NamedTuple):
+    """How files store an array of a block that is neither a linear nor a norm.
+
+    hf, gguf: the tensor's name in its block.   from_*: (config, layer, stored) -> ours; ValueError for numbers that it
+    cannot hold.   to_*: the other way.
+    """
+
+    hf: str
+    gguf: str
+    from_hf: Callable[[Any, int, NDArray], NDArray]
+    to_hf: Callable[[Any, int, NDArray], NDArray]
+    from_gguf: Callable[[Any, int, NDArray], NDArray]
+    to_gguf: Callable[[Any, int, NDArray], NDArray]
+    hf_shape: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple  # of the tensor, from ours
+
+
+# -- how files say the config ------------------------------------------------------------------------------------------
 
 
 class HfKeys(Protocol):
@@ -190,81 +290,6 @@ def near(function: Callable[[float], float], guess: float, wanted: float) -> flo
 
 
 @dataclass(frozen=True)
-class Hypothesis:
-    """A mistake that an engine may have made.
-
-    shows: globs, separated by blanks, of the ops that would differ first.   name: short, stable.
-    change: (crossval's `Setting`) -> the setting with this mistake made; None where the model has no place for it.
-    """
-
-    shows: str
-    name: str
-    cause: str
-    remedy: str
-    change: Callable[[Any], Any]
-
-
-class OtherOps:
-    """The ops of `be`, some of them overridden: the backend of a text that does a step elsewhere than it should."""
-
-    def __init__(self, be: Any) -> None:
-        self.be = be
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.be, name)
-
-
-class PartNames(NamedTuple):
-    """What files call a part, without the block. `hf`: transformers' name first, then those in other checkpoints."""
-
-    hf: tuple[str, ...]
-    gguf: str
-
-
-class LinearPlace(NamedTuple):
-    """Where a file stores a linear: its row i is row `rows[i]` of the tensor, its column j column `columns[j]`."""
-
-    module: str  # the tensor's name without ".weight", below its block
-    height: int  # rows of the tensor
-    rows: NDArray[np.intp] | None = None  # None: all, in order
-    columns: NDArray[np.intp] | None = None
-    sharers: tuple[str, ...] = ()  # the linears in the tensor, in the order of a block's; (): this one alone
-
-    def take(self, stored: NDArray) -> NDArray:
-        """The linear, out of the tensor.   (height, K) -> (N, K)"""
-        w = stored if self.rows is None else stored[self.rows]
-        return w if self.columns is None else np.ascontiguousarray(w[:, self.columns])
-
-    def take_groups(self, packed: NDArray[np.uint8], scales: NDArray) -> tuple[NDArray[np.uint8], NDArray] | None:
-        """The same of a packed tensor and its scales, each of a block; None where columns are no whole blocks."""
-        if self.rows is not None:
-            packed, scales = packed[self.rows], scales[self.rows]
-        if self.columns is None:
-            return packed, scales
-        block = len(self.columns) // scales.shape[1]
-        starts = self.columns[::block]
-        if (starts % block).any() or (self.columns.reshape(-1, block) != starts[:, None] + np.arange(block)).any():
-            return None
-        return packed[:, self.columns[::CODES_PER_BYTE] // CODES_PER_BYTE], scales[:, starts // block]
-
-
-class ArrayForm(NamedTuple):
-    """How files store an array of a block that is neither a linear nor a norm.
-
-    hf, gguf: the tensor's name in its block.   from_*: (config, layer, stored) -> ours; ValueError for numbers that it
-    cannot hold.   to_*: the other way.
-    """
-
-    hf: str
-    gguf: str
-    from_hf: Callable[[Any, int, NDArray], NDArray]
-    to_hf: Callable[[Any, int, NDArray], NDArray]
-    from_gguf: Callable[[Any, int, NDArray], NDArray]
-    to_gguf: Callable[[Any, int, NDArray], NDArray]
-    hf_shape: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple  # of the tensor, from ours
-
-
-@dataclass(frozen=True)
 class Family:
     """One family.
 
@@ -307,19 +332,3 @@ class Family:
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
         fields = {"model_type": self.model_type, "activation": "silu", "norm_eps": 1e-6, **sizes, **heads}
         return self.config(**{**fields, **self.example_fields, **changes})
-
-
-NORM_ONE_LEFT_OUT = Hypothesis(
-    "*.hook_normalized",
-    "norm_one_left_out",
-    "norms multiply by w where the family's files mean 1 + w",
-    "Add 1 to the norms of Gemma and Qwen3.5 (not to those inside BitLinears, nor to DeltaNet's).",
-    lambda s: s.map_norms(lambda norm: replace(norm, weight=norm.weight - np.float32(1))),
-)
-EMBEDDING_SCALE_MISSING = Hypothesis(
-    "hook_embed_scaled blocks.0.hook_resid_pre",
-    "embedding_scale_missing",
-    "rows of the embedding are not scaled",
-    "Multiply by sqrt(hidden_size) (Gemma) or scale_emb (MiniCPM).",
-    lambda s: s.with_config(embedding_scale=1.0) if s.config.embedding_scale != 1 else None,
-)
