@@ -98,6 +98,17 @@ def alternatives(command):
     return [" ".join(name if word is choice else word for word in words[1:]) for name in names]
 
 
+TASK = """task: tiny
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{q}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: 0
+target_delimiter: ""
+metric_list: [{metric: acc}]
+"""
 GROUPS = list(dict.fromkeys(tuple(group) for group in shown_commands()))
 COMMANDS = {command for group in GROUPS for command in group}
 
@@ -146,6 +157,10 @@ def clone(tmp_path, monkeypatch):
         "body": {"prompt": "Once", "max_tokens": 2},
     }
     (folder / "in.jsonl").write_text(json.dumps(request) + "\n")
+    (folder / "data.json").write_text(json.dumps({"q": "Once upon a", "choices": [" time", " of"]}) + "\n")
+    (folder / "tiny.yaml").write_text(TASK.replace("DATA", str(folder / "data.json")))
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.chdir(tmp_path)
     return folder
 
