@@ -16,6 +16,18 @@ needs_cython = pytest.mark.skipif(bitnet_ref.available_backends()["cython"] is n
 BACKEND = "numpy" if bitnet_ref.available_backends()["cython"] else "cython"
 FAST = ("--backend", BACKEND, "--threads", "1")  # one thread: the suite may share its cores
 SLOW = ("--backend", "numpy", "--threads", "1")  # for what is to be interrupted
+# A task of lm-eval; DATA is a file of JSON lines
+CHOICE = """task: tiny_choice
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{q}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: 0
+target_delimiter: ""
+metric_list: [{metric: acc}]
+"""
 
 
 def invoke(*args, stdin=None):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 import pytest
+from cli_runs import CHOICE
 from click.testing import CliRunner
 from helpers import BITNET, GOLDEN, write_checkpoint
 
@@ -30,7 +31,7 @@ EXAMPLES = {
     "chat": "chat --max-tokens 4",
     "batch IN.jsonl OUT.jsonl": "batch {folder}/in.jsonl {folder}/out.jsonl",
     "perplexity MODEL --text FILE --length N": "perplexity storyteller --text {folder}/text.txt --length 16",
-    "eval MODEL --tasks TASKS": "eval storyteller --tasks tiny --include {folder}",
+    "eval MODEL --tasks TASKS": "eval storyteller --tasks tiny_choice --include {folder}",
     "embed TEXT... --model MODEL": 'embed "a red boat" "tax law" --model storyteller',
     "train CONFIG.toml --out FOLDER": "train scripts/training/tiny.toml --out {folder}/run --steps 1",
     "train-tokenizer FILE --out FOLDER": "train-tokenizer notebooks/alice.txt --out {folder}/tokenizer --vocab 400",
@@ -98,17 +99,6 @@ def alternatives(command):
     return [" ".join(name if word is choice else word for word in words[1:]) for name in names]
 
 
-TASK = """task: tiny
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{q}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: 0
-target_delimiter: ""
-metric_list: [{metric: acc}]
-"""
 GROUPS = list(dict.fromkeys(tuple(group) for group in shown_commands()))
 COMMANDS = {command for group in GROUPS for command in group}
 
@@ -158,7 +148,7 @@ def clone(tmp_path, monkeypatch):
     }
     (folder / "in.jsonl").write_text(json.dumps(request) + "\n")
     (folder / "data.json").write_text(json.dumps({"q": "Once upon a", "choices": [" time", " of"]}) + "\n")
-    (folder / "tiny.yaml").write_text(TASK.replace("DATA", str(folder / "data.json")))
+    (folder / "tiny.yaml").write_text(CHOICE.replace("DATA", str(folder / "data.json")))
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.chdir(tmp_path)

@@ -197,6 +197,9 @@ class HfKeys(Protocol):
         """The fields `sliding_window` and `layer_types`, where the file has no layer_types those of `by_default`."""
 
 
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
 class Wrapper(NamedTuple):
     """A vision model around a text model: text alone gives what the text model gives."""
 

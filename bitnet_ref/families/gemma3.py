@@ -22,6 +22,7 @@ from .family import (
     EMBEDDING_SCALE_MISSING,
     LEFT_OUT_VISION,
     NORM_ONE_LEFT_OUT,
+    SIZES,
     Architecture,
     Family,
     GgufForm,
@@ -245,7 +246,6 @@ def _implied_by_gguf(config: Gemma3Config) -> dict[str, Any]:
     }
 
 
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 HF = HfForm(
     "Gemma3ForCausalLM",
     {
@@ -268,7 +268,7 @@ HF = HfForm(
     wrapper=Wrapper(
         "gemma3",
         "Gemma3ForConditionalGeneration",
-        dict(zip(_SIZES, (262208, 2304, 9216, 26, 8), strict=True)),
+        dict(zip(SIZES, (262208, 2304, 9216, 26, 8), strict=True)),
     ),
     left_out=LEFT_OUT_VISION,
     norms_add_one=True,

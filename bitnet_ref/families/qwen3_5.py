@@ -36,6 +36,7 @@ from ..reference.weights import LayerWeights, LinearWeight, Norm
 from .family import (
     LEFT_OUT_VISION,
     NORM_ONE_LEFT_OUT,
+    SIZES,
     Architecture,
     ArrayForm,
     Family,
@@ -809,7 +810,6 @@ _HF_SHAPE = (
 )
 _GGUF_SHAPE = ("group_count", "time_step_rank", "state_size", "inner_size", "conv_kernel")
 _ROPE_SECTIONS = (11, 11, 10, 0)  # text has one position for all of them
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 HF = HfForm(
     "Qwen3_5ForCausalLM",
     {
@@ -826,7 +826,7 @@ HF = HfForm(
     wrapper=Wrapper(
         "qwen3_5",
         "Qwen3_5ForConditionalGeneration",
-        dict(zip(_SIZES, (248320, 4096, 12288, 32, 16), strict=True)),
+        dict(zip(SIZES, (248320, 4096, 12288, 32, 16), strict=True)),
     ),
     left_out=(*LEFT_OUT_VISION, "mtp."),  # the layers that only draft tokens
     norms_add_one=True,

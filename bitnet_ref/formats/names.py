@@ -25,7 +25,7 @@ HF_PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
 
 @family_table
 def parts_of_a_block() -> dict[str, PartNames]:
-    """The names of LLaMA's parts, and of those that other families have beyond them."""
+    """Our name of a part of a block -> its names in files: LLaMA's parts, then the parts that other families add."""
     parts = dict(LLAMA_NAMES)
     for family in FAMILIES.values():
         for part, names in family.names.items():

@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from cli_runs import BACKEND, FAST, invoke, invoke_json
+from cli_runs import BACKEND, CHOICE, FAST, invoke, invoke_json
 from helpers import model
 
 from bitnet_ref.evaluation import perplexity
@@ -12,17 +12,6 @@ from bitnet_ref.formats.open import ASSETS
 
 TEXT = "Once upon a time there was a little girl who lived in a wood. " * 20
 ENDINGS = [" there was a king", " said to her", " rabbit the of"]
-CHOICE = """task: tiny_choice
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{q}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: 0
-target_delimiter: ""
-metric_list: [{metric: acc}]
-"""
 ROLLING = """task: tiny_rolling
 dataset_path: json
 dataset_kwargs: {data_files: {test: DATA}}

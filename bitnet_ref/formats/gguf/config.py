@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError
-from ...families import FAMILIES, family_of
+from ...families import FAMILIES, family_of, family_table
 from ...families.family import Architecture, Family, GgufForm
 from ...families.rope import StretchedRope, longrope_scale, yarn_scale
 from ...reference.config import ModelConfig, QuantizationConfig, RopeConfig, activation_name
@@ -23,6 +23,7 @@ from ..names import gguf_linears
 from .file import GgufFile, Typed
 
 
+@family_table
 def architectures() -> dict[str, tuple[Family, Architecture]]:
     """general.architecture -> the first family that declares it, and what it means."""
     out: dict[str, tuple[Family, Architecture]] = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import ConfigError, ConfigWarning, describe, printable
 from ...families import FAMILIES
-from ...families.family import HfForm
+from ...families.family import SIZES, HfForm
 from ...families.rope import ROPE_TYPES, longrope_scale, make_rope, yarn_scale
 from ...reference.config import LARGEST_INT, ModelConfig, QuantizationConfig, RopeConfig, activation_name
 from ...system.json_file import read_json_object
@@ -28,7 +28,6 @@ _NOT_DONE = {
     "vl": "vision is",
     "gemma3n": "vision is",
 }
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def read_hf_config(path: Path, allow_unquantized: bool = False) -> ModelConfig:
@@ -140,11 +139,11 @@ def _parse(raw: dict[str, Any], allow_unquantized: bool, doubts: list[Doubt]) ->
         expected = ", ".join(name for name, family in FAMILIES.items() if family.hf is not None)
         raise ConfigError(f"expected one of {expected}, got {model_type!r}: {reason} not supported", field="model_type")
     form = hf_form(model_type)
-    for key in _REQUIRED:
+    for key in SIZES:
         if raw.get(key) is None:
             raise ConfigError("is required and absent", field=key)
     keys = Keys(raw, form, allow_unquantized, doubts)
-    keys.read.update(_REQUIRED)
+    keys.read.update(SIZES)
     get = keys.get
     heads = raw["num_attention_heads"]
     kv_heads = get("num_key_value_heads", heads)
@@ -159,7 +158,7 @@ def _parse(raw: dict[str, Any], allow_unquantized: bool, doubts: list[Doubt]) ->
     eos = keys.token_ids("eos_token_id")
     fields: dict[str, Any] = {
         "model_type": model_type,
-        **{key: raw[key] for key in _REQUIRED},
+        **{key: raw[key] for key in SIZES},
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "activation": activation_name(get(form.activation_key, "silu"), form.activation_key),

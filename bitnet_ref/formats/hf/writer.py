@@ -50,7 +50,7 @@ from .wrappers import hf_form
 
 # What transformers calls the dtype of a file
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-_ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # as transformers calls them, where it does otherwise
+_ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # transformers' names, where they are not ours
 _SAME_NAME = (  # fields of ModelConfig whose keys have the same name
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"),
