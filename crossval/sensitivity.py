@@ -20,8 +20,11 @@ from planted_models import BASE, tensors_for, write
 
 import bitnet_ref
 from bitnet_ref.crossval import cross_trace
+from bitnet_ref.crossval.explain.edits import sees_by
 from bitnet_ref.crossval.explain.variants import Setting, with_matrix
 from bitnet_ref.crossval.trace import write_trace
+from bitnet_ref.families.family import Edit, Hypothesis, after, before, turned_by
+from bitnet_ref.reference import layers
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "sensitivity.md"
 WIDE = {**BASE, "hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -35,70 +38,74 @@ LEVELS: dict[str, Callable[[str], bool]] = {
 ROW = 5  # the token, position and row that are wrong
 
 
-def one_weight(s: Setting, size: float) -> Setting:
-    done = []
+def of_steps(globs: str, edit_of: Callable[[float], Edit]) -> Callable[[Setting, float], Setting]:
+    """edit_of(size) in every step whose name matches."""
+    return lambda s, size: Hypothesis(globs, "", "", "", edit_of(size)).change(s)
 
-    def change(name: str, w: Any) -> Any:
-        if name != "o_proj" or done:
-            return w
-        done.append(name)
+
+def one_weight(size: float) -> Edit:
+    def change(w: Any) -> Any:
         w_t = w.ternary()
         w_t[7, 9] = -1 if w_t[7, 9] > 0 else 1
         return with_matrix(w, w_t)
 
-    return s.map_ternary(change)
+    return before(1, change)
 
 
-def scale_of(linear: str) -> Callable[[Setting, float], Setting]:
-    def make(s: Setting, size: float) -> Setting:
-        def change(name: str, w: Any) -> Any:
-            return replace(w, w_dequant_scale=np.float32(w.w_dequant_scale * (1 + size))) if name == linear else w
-
-        return s.map_ternary(change)
-
-    return make
+def other_eps(size: float) -> Edit:
+    return before(1, lambda eps: eps * (1 + size))
 
 
-def of_op(op: str, change: Callable[..., Any]) -> Callable[[Setting, float], Setting]:
-    """change(result, size) of every call of the op."""
-    return lambda s, size: s.with_ops(**{op: lambda plain, *args: change(plain(*args), size)})
+def scaled_weight(size: float) -> Edit:
+    return before(1, lambda w: replace(w, w_dequant_scale=np.float32(w.w_dequant_scale * (1 + size))))
 
 
-def at_one_token(y: Any, size: float) -> Any:
-    y = np.array(y)
-    y[ROW] *= 1 + np.float32(size)
-    return y
+def one_token(size: float) -> Edit:
+    def change(y: Any) -> Any:
+        y = np.array(y)
+        y[ROW] *= 1 + np.float32(size)
+        return y
+
+    return after(change)
 
 
-def one_value(y: Any, size: float) -> Any:
-    y = np.array(y)
-    y[ROW, 3] += np.abs(y[ROW]).max() * y.dtype.type(size)
-    return y
+def one_value(size: float) -> Edit:
+    def change(y: Any) -> Any:
+        y = np.array(y)
+        y[ROW, 3] += np.abs(y[ROW]).max() * y.dtype.type(size)
+        return y
+
+    return after(change)
 
 
-def one_sum(acc: Any, size: float) -> Any:
-    acc = acc.copy()
-    acc[ROW, 3] += int(size)
-    return acc
+def one_sum(size: float) -> Edit:
+    def change(acc: Any) -> Any:
+        acc = acc.copy()
+        acc[ROW, 3] += int(size)
+        return acc
+
+    return after(change)
 
 
-def one_position(s: Setting, size: float) -> Setting:
-    def rope_tables(plain: Any, positions: Any, *rest: Any) -> Any:
-        return plain(positions + size * (np.arange(len(positions)) == ROW), *rest)
+def one_position(size: float) -> Edit:
+    def edit(step: Any, compute: Any, x: Any, *tables: Any) -> Any:
+        positions, config = np.arange(len(x)), step.setting.config
+        moved = positions + size * (positions == ROW)
+        return compute(x, *layers.rope_tables(moved, config.rope, config.rotary_size, np.float32))
 
-    return s.with_ops(rope_tables=rope_tables)
-
-
-def one_mask(s: Setting, size: float) -> Setting:
-    return s.with_attention(sees=lambda position, window: (int(position == ROW), position + 1))
+    return edit
 
 
-def one_epsilon(s: Setting, size: float) -> Setting:
-    return s.map_norms(lambda norm: replace(norm, eps=norm.eps * (1 + size)))
+def one_mask(size: float) -> Edit:
+    return sees_by(lambda i, j, window: (j <= i) & ((i != ROW) | (j > 0)))
 
 
-def one_theta(s: Setting, size: float) -> Setting:
-    return s.with_rope(theta=s.config.rope.theta * (1 + size))
+def scaled_scores(size: float) -> Edit:
+    return after(lambda x: x * np.float32(1 + size))
+
+
+def one_theta(size: float) -> Edit:
+    return turned_by(lambda step: replace(step.setting.config.rope, theta=step.setting.config.rope.theta * (1 + size)))
 
 
 def halves(first: int) -> tuple[float, ...]:
@@ -106,21 +113,32 @@ def halves(first: int) -> tuple[float, ...]:
 
 
 FACTOR, SHARE = "x (1 + {:.1e})", "{:.1e} of the largest"
+WEIGHT = "one weight of 1,048,576"
 # kind, how it is made, sizes to try from the largest, how a size is said
 KINDS: tuple[tuple[str, Callable[[Setting, float], Setting], tuple[float, ...], str], ...] = (
-    ("one weight of 1,048,576", one_weight, (1,), "the sign"),
-    ("one accumulator of each matrix", of_op("ternary_matmul", one_sum), (1024, 256, 64, 16, 4, 1), "{:.0f}"),
-    ("the weight scale of down_proj", scale_of("down_proj"), halves(6), FACTOR),
-    ("the weight scale of up_proj", scale_of("up_proj"), halves(6), FACTOR),
-    ("RoPE at one position", one_position, halves(0), "{:.1e} positions"),
-    ("the first token masked for one token", one_mask, (1,), "one"),
-    ("norms of one token", of_op("rms_norm", at_one_token), halves(4), FACTOR),
-    ("one value of each norm", of_op("rms_norm", one_value), halves(4), SHARE),
-    ("one value of each gate", of_op("gated", one_value), halves(4), SHARE),
-    ("one value of the embedding", of_op("embed", one_value), halves(4), SHARE),
-    ("the norms' eps", one_epsilon, halves(0), FACTOR),
-    ("RoPE's theta", one_theta, halves(0), FACTOR),
-    ("attention's 1/sqrt(d)", lambda s, size: s.with_attention(factor=1 + size), halves(4), FACTOR),
+    (
+        WEIGHT,
+        of_steps("blocks.0.attn.o_proj.hook_acc_int32", one_weight),
+        (1,),
+        "the sign",
+    ),
+    ("one accumulator of each matrix", of_steps("*.hook_acc_int32", one_sum), (1024, 256, 64, 16, 4, 1), "{:.0f}"),
+    ("the weight scale of down_proj", of_steps("*.down_proj.hook_out", scaled_weight), halves(6), FACTOR),
+    ("the weight scale of up_proj", of_steps("*.up_proj.hook_out", scaled_weight), halves(6), FACTOR),
+    ("RoPE at one position", of_steps("*.hook_rot_[qk]", one_position), halves(0), "{:.1e} positions"),
+    ("the first token masked for one token", of_steps("*.hook_attn_scores", one_mask), (1,), "one"),
+    ("norms of one token", of_steps("*.hook_normalized", one_token), halves(4), FACTOR),
+    ("one value of each norm", of_steps("*.hook_normalized", one_value), halves(4), SHARE),
+    ("one value of each gate", of_steps("*.hook_post", one_value), halves(4), SHARE),
+    ("one value of the embedding", of_steps("hook_embed", one_value), halves(4), SHARE),
+    (
+        "the norms' eps",
+        of_steps("*.hook_scale", other_eps),
+        halves(0),
+        FACTOR,
+    ),
+    ("RoPE's theta", of_steps("*.hook_rot_[qk]", one_theta), halves(0), FACTOR),
+    ("attention's 1/sqrt(d)", of_steps("*.hook_attn_scores", scaled_scores), halves(4), FACTOR),
 )
 
 
@@ -149,7 +167,7 @@ def table() -> str:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         for kind, make, sizes, words in KINDS:
-            config = WIDE if make is one_weight else NARROW
+            config = WIDE if kind == WEIGHT else NARROW
             model = bitnet_ref.load(write(folder / "model", config, tensors_for(config)), backend="numpy", threads=1)
             results = list(smallest(model, make, sizes, folder))
             cells = ["not noticed" if size is None else words.format(size) for size, _ in results]

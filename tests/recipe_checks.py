@@ -4,6 +4,7 @@ python recipe_checks.py RECIPE FOLDER
 """
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -63,7 +64,8 @@ def activation(folder: Path) -> None:
     shell("crossval", "record", str(hf), file, "--tokens", ids, "--backend", "cython")
     shell("crossval", "trace", str(hf), file)
     for wrong in ("silu", "relu2"):
-        candidate = Setting.of(m, TOKENS).with_config(activation=wrong).run()
+        setting = Setting.of(m, TOKENS)
+        candidate = replace(setting, config=replace(m.config, activation=wrong)).run()
         comparison = compare(seen, candidate, m.config, TOKENS)
         assert comparison.first_divergence.name == "blocks.0.mlp.hook_post"
         first = diagnose(m, TOKENS, candidate, comparison, depth=1)[0]

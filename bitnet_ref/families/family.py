@@ -8,14 +8,18 @@ crossval tries in it. `FAMILIES` in `__init__.py` lists them; `register` adds on
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from fnmatch import translate
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError
+from ..reference import layers
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ..reference.quantization import CODES_PER_BYTE
 from ..reference.weights import LayerWeights
@@ -73,29 +77,126 @@ def change_steps(steps: Iterable[TraceStep], **changes: Any) -> Callable[..., li
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
+Edit = Callable[..., NDArray]  # (step, compute, *inputs) -> the step's tensor; compute(*inputs) is the right one
+
+
 @dataclass(frozen=True)
 class Hypothesis:
-    """A mistake that an engine may have made.
+    """A mistake that an engine may have made: an edit of steps, with a name and a remedy.
 
-    shows: globs, separated by blanks, of the ops that would differ first.   name: short, stable.
-    change: (crossval's `Setting`) -> the setting with this mistake made; None where the model has no place for it.
+    steps: globs, separated by blanks, of the steps that it edits, by the names of the tensors that they compute. A
+        linear's product is its hook_out, with or without a bias or a cap that comes after it.
+    name: short, stable.
+    fits: (step) -> whether the edit can be made in a step of that name, and changes it.
     """
 
-    shows: str
+    steps: str
     name: str
     cause: str
     remedy: str
-    change: Callable[[Any], Any]
+    edit: Edit
+    fits: Callable[[Any], bool] = lambda step: True
+
+    @cached_property
+    def _names(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(translate, self.steps.split())))
+
+    def is_at(self, name: str) -> bool:
+        """Whether it is a mistake in steps of that name."""
+        return self._names.match(name) is not None
+
+    def is_in(self, step: Any) -> bool:
+        """Whether the mistake can be made in this step."""
+        return self.is_at(step.place) and self.fits(step)
+
+    def change(self, setting: Any, layers: Iterable[int] | None = None) -> Any:
+        """crossval's `Setting` with the mistake made, in these layers only; None where it has no place for it."""
+        chosen = None if layers is None else set(layers)
+        names = [name for name, step in setting.steps.items() if self.is_in(step)]
+        edits = {name: self.edit for name in names if chosen is None or setting.steps[name].layer in chosen}
+        return setting.with_edits(edits) if edits else None
 
 
-class OtherOps:
-    """The ops of `be`, some of them overridden: the backend of a text that does a step elsewhere than it should."""
+def heads_apart(x: NDArray, step: Any) -> NDArray:
+    """The rows of a norm over heads, (N*H, C), as (N, H, C); any other array as it is."""
+    n = len(step.setting.tokens)
+    return x.reshape(n, -1, x.shape[1]) if x.ndim == 2 and len(x) > n and len(x) % n == 0 else x
 
-    def __init__(self, be: Any) -> None:
-        self.be = be
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.be, name)
+def like(x: Any, right: NDArray) -> NDArray:
+    """x in the dtype of the right tensor, or in float32 if x has fractions and the right tensor has integers."""
+    x = np.asarray(x)
+    if right.dtype.kind == "i" and x.dtype.kind == "f" and not (x == np.rint(x)).all():
+        return x.astype(np.float32)
+    return x.astype(right.dtype)
+
+
+def instead(formula: Callable[..., Any]) -> Edit:
+    """formula(*inputs) in place of the step's own formula."""
+
+    def edit(step: Any, compute: Edit, *inputs: Any) -> NDArray:
+        right = compute(*inputs)
+        return like(np.broadcast_to(np.asarray(formula(*inputs)), right.shape), right)
+
+    return edit
+
+
+def after(change: Callable[[NDArray], NDArray]) -> Edit:
+    """The step's result, changed."""
+
+    def edit(step: Any, compute: Edit, *inputs: Any) -> NDArray:
+        right = compute(*inputs)
+        return like(np.asarray(change(heads_apart(right, step))).reshape(right.shape), right)
+
+    return edit
+
+
+def before(index: int, change: Callable[[Any], Any]) -> Edit:
+    """The step with one of its inputs changed."""
+
+    def edit(step: Any, compute: Edit, *inputs: Any) -> NDArray:
+        x = inputs[index]
+        apart = heads_apart(x, step) if isinstance(x, np.ndarray) else x
+        changed = change(apart) if apart is x else change(apart).reshape(x.shape)
+        return compute(*inputs[:index], changed, *inputs[index + 1 :])
+
+    return edit
+
+
+def leave_out(step: Any, compute: Edit, x: NDArray, *rest: Any) -> NDArray:
+    """An edit: the step's first input as its result."""
+    return x
+
+
+def own_rope(step: Any) -> RopeConfig:
+    """The RoPE of a step's block."""
+    config = step.setting.config
+    rope: RopeConfig = config.ropes[config.rope_of(step.layer)]
+    return rope
+
+
+def turned_by(rope_of: Callable[[Any], RopeConfig] = own_rope, first: int = 0) -> Edit:
+    """RoPE with the tables of rope_of(step), for positions that begin with `first`."""
+
+    def edit(step: Any, compute: Edit, x: NDArray, *tables: NDArray) -> NDArray:
+        positions, size = np.arange(len(x)) + first, step.setting.config.rotary_size
+        return compute(x, *layers.rope_tables(positions, rope_of(step), size, np.float32))
+
+    return edit
+
+
+def layer_weights(step: Any) -> Any:
+    """The weights of a step's block."""
+    return step.setting.weights.layers[step.layer]
+
+
+def is_listed_norm(step: Any) -> bool:
+    """Whether a norm's step is of the final norm or of one in `norm_shapes`, not of a linear or of further arrays."""
+    if step.layer is None:
+        return True
+    listed = step.setting.config.norm_shapes(step.layer)
+    names = {norm.name for field_name, norm in layer_weights(step).norms() if field_name in listed}
+    return step.name.rpartition(".")[0] in names
 
 
 NORM_ONE_LEFT_OUT = Hypothesis(
@@ -103,14 +204,15 @@ NORM_ONE_LEFT_OUT = Hypothesis(
     "norm_one_left_out",
     "norms multiply by w where the family's files mean 1 + w",
     "Add 1 to the norms of Gemma and Qwen3.5 (not to those inside BitLinears, nor to DeltaNet's).",
-    lambda s: s.map_norms(lambda norm: replace(norm, weight=norm.weight - np.float32(1))),
+    before(2, lambda weight: weight - np.float32(1)),
+    is_listed_norm,
 )
 EMBEDDING_SCALE_MISSING = Hypothesis(
-    "hook_embed_scaled blocks.0.hook_resid_pre",
+    "hook_embed_scaled",
     "embedding_scale_missing",
     "rows of the embedding are not scaled",
     "Multiply by sqrt(hidden_size) (Gemma) or scale_emb (MiniCPM).",
-    lambda s: s.with_config(embedding_scale=1.0) if s.config.embedding_scale != 1 else None,
+    leave_out,
 )
 
 

@@ -24,25 +24,27 @@ from .family import (
     NORM_ONE_LEFT_OUT,
     SIZES,
     Architecture,
+    Edit,
     Family,
     GgufForm,
     GgufKeys,
     HfForm,
     HfKeys,
     Hypothesis,
-    OtherOps,
     PartNames,
     Put,
     TraceStep,
     Wrapper,
     change_steps,
+    leave_out,
     near,
     norm_step,
     put_after,
+    turned_by,
     types_of_layers,
 )
 from .llama import llama_steps
-from .qwen import HEAD_NORM_MISTAKES, HEAD_NORM_NAMES, HEAD_NORMS, Qwen3Layer, head_norm_steps, norm_heads, wrong_text
+from .qwen import HEAD_NORM_MISTAKES, HEAD_NORM_NAMES, HEAD_NORMS, Qwen3Layer, head_norm_steps, norm_heads
 from .rope import rope_json
 
 _SLOPE = math.sqrt(2.0 / math.pi)
@@ -276,86 +278,83 @@ HF = HfForm(
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
-_post_norm_mistake = partial(Hypothesis, "*_post.* *.hook_attn_out *.hook_mlp_out *.hook_resid_mid *.hook_resid_post")
-_rope_mistake = partial(Hypothesis, "*.attn.hook_rot_q *.attn.hook_rot_k")
+POST_NORMS = "*_post.hook_scale *_post.hook_normalized"
 
 
-class _WithoutPostNorms(OtherOps):
-    def rms_norm(self, x: NDArray, norm: Norm) -> NDArray:
-        return x if norm.name.endswith("_post") else self.be.rms_norm(x, norm)
+def _of_the_sum(step: Any, compute: Edit, x: NDArray, *rest: Any) -> NDArray:
+    """An edit of a post-norm and of the sum after it: norm(x + y) for x + norm(y)."""
+    hook = step.name.rpartition(".")[2]
+    half = "attn" if "ln1_post" in step.name or hook in ("hook_attn_out", "hook_resid_mid") else "mlp"
+    norm, result = ("ln1_post", "attn.o_proj.hook_out") if half == "attn" else ("ln2_post", "mlp.down_proj.hook_out")
+    block = f"blocks.{step.layer}"
+    if hook == f"hook_{half}_out":
+        return step.seen[f"{block}.{result}"]
+    if hook.startswith("hook_resid"):
+        return step.seen[f"{block}.{norm}.hook_normalized"]
+    stream = f"{block}.hook_resid_mid" if half == "mlp" else f"blocks.{step.layer - 1}.hook_resid_post"
+    if stream not in step.seen:  # of the first block
+        stream = "hook_embed_scaled" if "hook_embed_scaled" in step.seen else "hook_embed"
+    return compute(step.seen[stream] + x, *rest)
 
 
-class _NormOfTheSum(OtherOps):
-    """norm(x + y) for x + norm(y)."""
-
-    def __init__(self, be: Any) -> None:
-        super().__init__(be)
-        self.post: Norm | None = None
-
-    def rms_norm(self, x: NDArray, norm: Norm) -> NDArray:
-        if norm.name.endswith("_post"):
-            self.post = norm
-            return x
-        result: NDArray = self.be.rms_norm(x, norm)
-        return result
-
-    def add(self, x: NDArray, y: NDArray) -> NDArray:
-        total: NDArray = self.be.add(x, y)
-        return total if self.post is None else self.be.rms_norm(total, self.post)
+def _has_two_ropes(step: Any) -> bool:
+    return len(step.setting.config.ropes) == 2
 
 
-def _both_halves(s: Any, ops: type[OtherOps]) -> Any:
-    return s.with_texts(attention_block=wrong_text("attention", ops), feed_forward=wrong_text("feed_forward", ops))
+def _slides(step: Any) -> bool:
+    return _has_two_ropes(step) and step.setting.config.rope_of(step.layer) == 1
 
 
-def _ropes(s: Any, full: str, sliding: str) -> Any:
-    """RoPE of the layers of both types: "rope" or "local_rope" of the config."""
-    if s.config.local_rope is None:
-        return None
-    ropes = {"rope": s.config.rope, "local_rope": s.config.local_rope}
-    return s.with_config(rope=ropes[full], local_rope=ropes[sliding])
+def _is_full(step: Any) -> bool:
+    return _has_two_ropes(step) and step.setting.config.rope_of(step.layer) == 0
 
 
+_rope_mistake = partial(Hypothesis, "*.attn.hook_rot_[qk]")
 MISTAKES = (
     *HEAD_NORM_MISTAKES,
     NORM_ONE_LEFT_OUT,
     EMBEDDING_SCALE_MISSING,
-    _post_norm_mistake(
+    Hypothesis(
+        "*_post.hook_normalized",
         "post_norms_missing",
         "the norms of each block's result are left out",
         "Normalise the result before it is added (Gemma3's post_attention_layernorm, post_feedforward_layernorm).",
-        lambda s: _both_halves(s, _WithoutPostNorms),
+        leave_out,
     ),
-    _post_norm_mistake(
+    Hypothesis(
+        f"{POST_NORMS} *.hook_attn_out *.hook_mlp_out *.hook_resid_mid *.hook_resid_post",
         "post_norm_of_the_sum",
         "the post-norms are applied to the residual stream after the addition",
         "x + norm(y): only the block's result is normalised.",
-        lambda s: _both_halves(s, _NormOfTheSum),
+        _of_the_sum,
     ),
     Hypothesis(
-        "*.attn.hook_scaled_q *.attn.hook_attn_scores",
+        "*.attn.hook_scaled_q",
         "query_scale_missing",
         "scores are divided by sqrt(head_dim) where the model has query_pre_attn_scalar",
         "q k / sqrt(query_pre_attn_scalar).",
-        lambda s: s.with_config(query_scale=1.0) if s.config.query_scale != 1 else None,
+        leave_out,
     ),
     _rope_mistake(
         "rope_of_layer_types_exchanged",
         "sliding layers have the RoPE of full ones, and full layers that of sliding ones",
         "rope_theta is of full attention, rope_local_base_freq of sliding layers.",
-        lambda s: _ropes(s, "local_rope", "rope"),
+        turned_by(lambda step: step.setting.config.ropes[1 - step.setting.config.rope_of(step.layer)]),
+        _has_two_ropes,
     ),
     _rope_mistake(
         "rope_of_full_layers_for_all",
         "sliding layers have the RoPE of full ones",
         "Read rope_local_base_freq (or rope_parameters of sliding_attention) too.",
-        lambda s: _ropes(s, "rope", "rope"),
+        turned_by(lambda step: step.setting.config.ropes[0]),
+        _slides,
     ),
     _rope_mistake(
         "rope_of_sliding_layers_for_all",
         "full layers have the RoPE of sliding ones",
         "Read the RoPE of each layer type.",
-        lambda s: _ropes(s, "local_rope", "local_rope"),
+        turned_by(lambda step: step.setting.config.ropes[1]),
+        _is_full,
     ),
 )
 

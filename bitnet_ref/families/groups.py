@@ -20,10 +20,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..errors import ShapeError
+from ..reference import layers
 from ..reference.ops import Ops, require
 from ..reference.quantization import CODES_PER_BYTE, pack_ternary, unpack_ternary
-from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Shared
-from .family import Hypothesis
+from ..reference.weights import DenseWeight, LinearWeight, ModelWeights, Shared
+from .family import Edit, Hypothesis
 
 _BLOCK_VALUES = 1 << 20  # weights unpacked at a time
 MIN_GROUP = 16
@@ -286,95 +287,103 @@ def _is_grouped(magnitude: NDArray, group: int) -> bool:
 # -- ternary by groups -------------------------------------------------------------------------------------------------
 
 
-_group_mistake = partial(Hypothesis, "*_proj.hook_out")
-_rotation_mistake = partial(Hypothesis, "*_proj.hook_x_rotated *_proj.hook_out")
-_rotated_table_mistake = partial(Hypothesis, "hook_embed")
+PRODUCTS = "*_proj.hook_out lm_head.hook_out"
+_group_mistake = partial(Hypothesis, PRODUCTS)
+_rotation_mistake = partial(Hypothesis, f"*_proj.hook_x_rotated {PRODUCTS}")
+_rotated_table_mistake = partial(Hypothesis, f"hook_embed *_proj.hook_x_rotated {PRODUCTS}")
 
 
-def _grouped(s: Any, change: Callable[[GroupTernaryWeight], LinearWeight | None]) -> Any:
-    """Every linear that is ternary by groups, changed; None from `change` leaves it. The embedding's rows stay."""
-    count = 0
-
-    def changed(weight: LinearWeight) -> LinearWeight:
-        nonlocal count
-        other = change(weight) if isinstance(weight, GroupTernaryWeight) else None
-        count += other is not None
-        return weight if other is None else other
-
-    def layer(w: LayerWeights) -> LayerWeights:
-        linears: dict[str, Any] = {name: changed(each) for name, each in w.linears()}
-        return replace(w, **linears)
-
-    other = s.map_layers(layer)
-    other = replace(other, weights=replace(other.weights, lm_head=changed(s.weights.lm_head)))
-    return other if count else None
+def _grouped_input(step: Any) -> GroupTernaryWeight | None:
+    """The matrix of a step, where it is ternary by groups."""
+    return next((x for x in step.inputs if isinstance(x, GroupTernaryWeight)), None)
 
 
-def _with_scales(w: GroupTernaryWeight, scales: NDArray) -> DenseWeight:
-    """The matrix with a scale (N, K) for each of its numbers."""
-    w_t = unpack_ternary(w.packed, w.in_features)
-    return DenseWeight((w_t * scales.astype(np.float32)).astype(np.float32), w.bias, wide=True, name=w.name)
+def _is_plain(step: Any) -> bool:
+    w = _grouped_input(step)
+    return w is not None and w.rotation is None
 
 
-def _other_group(w: GroupTernaryWeight, group: int, of_row: bool) -> DenseWeight | None:
-    """Scales looked up as for groups of another size. of_row: from the row's first scale on; otherwise from where rows
-    of such groups would begin."""
-    if w.rotation is not None or w.in_features % group or group == w.group:
-        return None
-    columns = np.arange(w.in_features) // group
-    row_length = w.scales.shape[1] if of_row else w.in_features // group
-    index = np.arange(len(w.packed))[:, None] * row_length + columns
-    return _with_scales(w, w.scales.ravel()[np.minimum(index, w.scales.size - 1)])
+def _with_matrix(matrix_of: Callable[[GroupTernaryWeight], NDArray[np.float32]]) -> Edit:
+    """The product with another matrix (N, K), or its rows."""
+
+    def edit(step: Any, compute: Edit, *inputs: Any) -> NDArray:
+        if step.name == "hook_embed":
+            table, ids = inputs
+            return matrix_of(table)[ids]
+        x, w = inputs
+        return layers.dense_matmul(x, matrix_of(w), wide=True)
+
+    return edit
 
 
-def _blocks_of_64(data: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Blocks of 18 bytes, d | 16 bytes of four codes each, as floats."""
-    blocks = data[: len(data) // 18 * 18].reshape(-1, 18)
-    d = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
-    codes = blocks[:, 2:, None] >> np.array([0, 2, 4, 6], dtype=np.uint8) & np.uint8(3)
-    return d * (codes.reshape(len(blocks), -1).astype(np.int8) - np.int8(1)).astype(np.float32)
+def _with_scales(scales_of: Callable[[GroupTernaryWeight], NDArray]) -> Edit:
+    """The product with a scale (N, K) for each number of the matrix."""
 
+    def matrix_of(w: GroupTernaryWeight) -> NDArray[np.float32]:
+        return unpack_ternary(w.packed, w.in_features).astype(np.float32) * scales_of(w).astype(np.float32)
 
-def _read_as_64(w: GroupTernaryWeight) -> DenseWeight | None:
-    """What a reader of blocks of 18 bytes makes of the file's blocks of 34. What the span lacks is zeros."""
-    if w.group != 128 or w.in_features % 128:
-        return None
-    scales = np.ascontiguousarray(w.scales, dtype=np.float16).reshape(-1, 1).view(np.uint8)
-    blocks = np.concatenate([scales, w.packed.reshape(-1, 32)], axis=1).reshape(-1)
-    data = np.concatenate([blocks, np.zeros(2 * len(scales), dtype=np.uint8)])
-    return DenseWeight(_blocks_of_64(data).reshape(w.shape), w.bias, wide=True, name=w.name)
-
-
-def _all_read_as_64(s: Any) -> Any:
-    changed = _grouped(s, _read_as_64)
-    if changed is None or not isinstance(s.weights.embedding, GroupTernaryWeight):
-        return changed
-    embedding = _read_as_64(s.weights.embedding) or s.weights.embedding
-    head = embedding if s.weights.tied else changed.weights.lm_head
-    return replace(changed, weights=replace(changed.weights, embedding=embedding, lm_head=head))
-
-
-def _wrong_axis(w: GroupTernaryWeight) -> DenseWeight | None:
-    if w.rotation is not None or len(w.packed) % w.group or w.in_features % w.group:
-        return None
-    by_column = w.scales.reshape(len(w.packed) // w.group, w.in_features)
-    return _with_scales(w, np.repeat(by_column, w.group, axis=0))
-
-
-def _one_scale_per_row(w: GroupTernaryWeight) -> DenseWeight | None:
-    if w.rotation is not None or w.scales.shape[1] == 1:
-        return None
-    return _with_scales(w, np.broadcast_to(w.scales.astype(np.float64).mean(axis=1, keepdims=True), w.shape))
+    return _with_matrix(matrix_of)
 
 
 def _group_size(wrong: int, right: int, of_row: bool, name: str) -> Hypothesis:
+    """Scales looked up as for groups of another size. of_row: from the row's first scale on; otherwise from where rows
+    of such groups would begin."""
     place = "the row's own scales" if of_row else "rows of such groups"
+
+    def scales_of(w: GroupTernaryWeight) -> NDArray:
+        row_length = w.scales.shape[1] if of_row else w.in_features // wrong
+        index = np.arange(len(w.packed))[:, None] * row_length + np.arange(w.in_features) // wrong
+        return w.scales.ravel()[np.minimum(index, w.scales.size - 1)]
+
+    def fits(step: Any) -> bool:
+        w = _grouped_input(step)
+        return w is not None and _is_plain(step) and w.group == right and w.in_features % wrong == 0
+
     return _group_mistake(
         name,
         f"scales are taken for groups of {wrong} where the file has groups of {right}, from {place}",
         f"The scale of input k is number k // {right} of its row; Q2_0 files have groups of 64 or of 128.",
-        lambda s: _grouped(s, lambda w: _other_group(w, wrong, of_row) if w.group == right else None),
+        _with_scales(scales_of),
+        fits,
     )
+
+
+def _scales_by_column(w: GroupTernaryWeight) -> NDArray:
+    return np.repeat(w.scales.reshape(len(w.packed) // w.group, w.in_features), w.group, axis=0)
+
+
+def _can_have_scales_by_column(step: Any) -> bool:
+    w = _grouped_input(step)
+    return w is not None and _is_plain(step) and len(w.packed) % w.group == 0 and w.in_features % w.group == 0
+
+
+def _mean_of_row(w: GroupTernaryWeight) -> NDArray:
+    return np.broadcast_to(w.scales.astype(np.float64).mean(axis=1, keepdims=True), w.shape)
+
+
+def _has_several_groups(step: Any) -> bool:
+    w = _grouped_input(step)
+    return w is not None and _is_plain(step) and w.scales.shape[1] > 1
+
+
+def _read_as_64(w: GroupTernaryWeight) -> NDArray[np.float32]:
+    """What a reader of blocks of 18 bytes, d | 16 bytes of four codes each, makes of the file's blocks of 34.
+
+    What the span lacks is zeros.
+    """
+    scales = np.ascontiguousarray(w.scales, dtype=np.float16).reshape(-1, 1).view(np.uint8)
+    data = np.concatenate([scales, w.packed.reshape(-1, 32)], axis=1).reshape(-1)
+    data = np.concatenate([data, np.zeros(2 * len(scales), dtype=np.uint8)])
+    blocks = data[: len(data) // 18 * 18].reshape(-1, 18)
+    d = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
+    codes = blocks[:, 2:, None] >> np.array([0, 2, 4, 6], dtype=np.uint8) & np.uint8(3)
+    matrix = d * (codes.reshape(len(blocks), -1).astype(np.int8) - np.int8(1)).astype(np.float32)
+    return matrix.reshape(w.shape)
+
+
+def _has_groups_of_128(step: Any) -> bool:
+    w = _grouped_input(step)
+    return w is not None and w.group == 128 and w.in_features % 128 == 0
 
 
 # -- Hadamard bases ----------------------------------------------------------------------------------------------------
@@ -392,74 +401,76 @@ class _SignsAfter(Rotation):
 
 
 @dataclass(frozen=True, eq=False)
-class _NoInverse(Rotation):
+class _NoRotation(Rotation):
+    def turn(self, x: NDArray) -> NDArray[np.float64]:
+        return x.astype(np.float64)
+
     def turn_back(self, z: NDArray) -> NDArray[np.float64]:
         return z.astype(np.float64)
 
 
-@dataclass(frozen=True, eq=False)
-class _NoTurn(Rotation):
-    def turn(self, x: NDArray) -> NDArray[np.float64]:
-        return x.astype(np.float64)
+def _without_signs(signs: NDArray[np.float32], block: int, order: NDArray[np.int64] | None) -> Rotation:
+    return Rotation(np.ones_like(signs), block, order)
 
 
-def _rotated(s: Any, linears: type[Rotation], table: type[Rotation] = Rotation) -> Any:
-    """Every rotation of the linears, and that of the embedding's rows, of another kind."""
+def _rotated(kind: Callable[..., Rotation]) -> Edit:
+    """A step with its matrix in another basis."""
 
-    def turned(w: Any, kind: type[Rotation]) -> GroupTernaryWeight | None:
-        if not isinstance(w, GroupTernaryWeight) or w.rotation is None:
-            return None
-        return replace(w, rotation=kind(w.rotation.signs, w.rotation.block, w.rotation.order))
+    def edit(step: Any, compute: Edit, *inputs: Any) -> NDArray:
+        w = _grouped_input(step)
+        assert w is not None
+        assert w.rotation is not None
+        other = replace(w, rotation=kind(w.rotation.signs, w.rotation.block, w.rotation.order))
+        return compute(*(other if x is w else x for x in inputs))
 
-    if (embedding := turned(s.weights.embedding, table)) is None and table is not Rotation:
-        return None
-    changed = _grouped(s, lambda w: turned(w, linears))
-    if changed is None or embedding is None:
-        return changed
-    return replace(changed, weights=replace(changed.weights, embedding=embedding))
+    return edit
 
 
-def _with_signs(s: Any, change: Callable[[NDArray], NDArray]) -> Any:
-    def other(w: GroupTernaryWeight) -> GroupTernaryWeight | None:
-        rotation = w.rotation
-        if rotation is None or np.array_equal(signs := change(rotation.signs), rotation.signs):
-            return None
-        return replace(w, rotation=replace(rotation, signs=signs))
+def _is_rotated(step: Any) -> bool:
+    w = _grouped_input(step)
+    return w is not None and w.rotation is not None
 
-    return _grouped(s, other)
+
+def _has_rotated_table(step: Any) -> bool:
+    return _is_rotated(step) and rotation_of(step.setting.weights.embedding) is not None
+
+
+def _has_signs(step: Any) -> bool:
+    w = _grouped_input(step)
+    return w is not None and w.rotation is not None and bool((w.rotation.signs != 1).any())
 
 
 # fmt: off
 MISTAKES = (
-    Hypothesis("hook_embed *_proj.hook_out lm_head.hook_out", "q2_0_of_128_read_as_64",
+    Hypothesis(f"hook_embed {PRODUCTS}", "q2_0_of_128_read_as_64",
         "Q2_0 blocks of 128 weights (34 bytes) are read as blocks of 64 (18 bytes)",
-        "Both have type id 42: the bytes of a tensor divided by its weights tell which it is.", _all_read_as_64),
+        "Both have type id 42: the bytes of a tensor divided by its weights tell which it is.",
+        _with_matrix(_read_as_64), _has_groups_of_128),
     _group_mistake("group_scales_along_rows",
         "group scales are taken along the wrong axis: for neighbouring rows, not for neighbouring inputs",
-        "A scale is for `group` neighbouring inputs of one row.", lambda s: _grouped(s, _wrong_axis)),
+        "A scale is for `group` neighbouring inputs of one row.",
+        _with_scales(_scales_by_column), _can_have_scales_by_column),
     _group_size(64, 128, True, "groups_of_64_for_128"),
     _group_size(64, 128, False, "groups_of_64_for_128_rows_too"),
     _group_size(128, 64, True, "groups_of_128_for_64"),
     _group_size(128, 64, False, "groups_of_128_for_64_rows_too"),
     _group_mistake("group_scales_averaged", "one scale for the row, the mean of its groups' scales",
-        "Apply each group's own scale.",
-        lambda s: _grouped(s, _one_scale_per_row)),
+        "Apply each group's own scale.", _with_scales(_mean_of_row), _has_several_groups),
     _rotation_mistake("rotation_ignored", "matrices in a Hadamard basis are used as plain ones",
-        "Multiply by R x, R x = H (signs x), as the keys prism.hadamard.* say.", lambda s: _rotated(s, _NoTurn)),
+        "Multiply by R x, R x = H (signs x), as the keys prism.hadamard.* say.", _rotated(_NoRotation), _is_rotated),
     _rotated_table_mistake("rotation_and_inverse_ignored",
         "matrices and the embedding in a Hadamard basis are used as plain ones",
         "Multiply by R x, and turn rows of the embedding back, as the keys prism.hadamard.* say.",
-        lambda s: _rotated(s, _NoTurn, _NoInverse)),
+        _rotated(_NoRotation), _has_rotated_table),
     _rotation_mistake("rotation_signs_after", "the signs are applied after the Hadamard transform",
-        "R x = H (signs x): signs first.", lambda s: _rotated(s, _SignsAfter)),
+        "R x = H (signs x): signs first.", _rotated(_SignsAfter), _is_rotated),
     _rotated_table_mistake("rotation_signs_after_everywhere",
         "the signs are applied after the transform, and before it on the way back",
-        "R x = H (signs x), and rows of the embedding are signs (H z).",
-        lambda s: _rotated(s, _SignsAfter, _SignsAfter)),
+        "R x = H (signs x), and rows of the embedding are signs (H z).", _rotated(_SignsAfter), _has_rotated_table),
     _rotation_mistake("rotation_signs_ignored", "the Hadamard transform is applied without its signs",
-        "Read prism.hadamard.sign_values where sign_mode is explicit.", lambda s: _with_signs(s, np.ones_like)),
-    _rotated_table_mistake("rotation_inverse_missing", "rows of the embedding are not turned back",
+        "Read prism.hadamard.sign_values where sign_mode is explicit.", _rotated(_without_signs), _has_signs),
+    Hypothesis("hook_embed", "rotation_inverse_missing", "rows of the embedding are not turned back",
         "A looked-up row z of a table in prism.hadamard.inverse_weight_names becomes signs (H z).",
-        lambda s: _rotated(s, Rotation, _NoInverse)),
+        _rotated(_NoRotation), _is_rotated),
 )
 # fmt: on

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..reference.ops import Ops
-from ..reference.weights import LayerWeights, LinearWeight, Norm, Shared, TernaryLinear
-from .family import Hypothesis
+from ..reference.weights import LinearWeight, Norm, Shared, TernaryLinear
+from .family import Edit, Hypothesis, before, layer_weights, leave_out
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -76,46 +75,46 @@ def put_norm(linear: LinearWeight, weight: NDArray[np.float32] | None, eps: floa
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
-_mistake = partial(Hypothesis, "*_proj.rms_norm.* *_proj.hook_x_*")
-_SHARES_WITH = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # the first linear of the same input
+_FIRST = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # the first linear of the same input
 
 
-def _change_norms(s: Any, change: Callable[[LayerWeights, str, NormedLinear], LinearWeight]) -> Any:
-    """change(layer, name of the linear, the linear) in place of each linear with a norm of its own."""
-    if all(weight.norm is None for _, weight in s.weights.linears()):
-        return None
-
-    def layer(w: LayerWeights) -> LayerWeights:
-        return w.map_linears(lambda name, each: change(w, name, each) if isinstance(each, NormedLinear) else each)
-
-    return s.map_layers(layer)
+def _linear_of(step: Any) -> str:
+    """The linear before which a norm stands: "k_proj"."""
+    return str(step.name.split(".")[-3])
 
 
-def _share_norm(w: LayerWeights, name: str, linear: NormedLinear) -> NormedLinear:
-    """The norm of the first linear that reads the same input: q_proj's for k and v, gate_proj's for up."""
-    first = getattr(w, _SHARES_WITH.get(name, name)).norm
-    return replace(linear, own_norm=replace(first or linear.own_norm, name=linear.own_norm.name))
+def _norm_of_the_first(step: Any, compute: Edit, x: NDArray, length: NDArray, weight: NDArray) -> NDArray:
+    first = getattr(layer_weights(step), _FIRST[_linear_of(step)])
+    return compute(x, length, first.norm.weight)
+
+
+def _is_after_another(step: Any) -> bool:
+    first = _FIRST.get(_linear_of(step))
+    return first is not None and getattr(layer_weights(step), first).norm is not None
 
 
 MISTAKES = (
-    _mistake(
+    Hypothesis(
+        "*_proj.rms_norm.hook_normalized",
         "linear_norm_missing",
         "the norm that each linear has of its own is left out",
         "Normalise each linear's input with its own norm before it is quantised (BitNet-Embedding, Qwen2.5-BitNet).",
-        lambda s: _change_norms(s, lambda w, name, linear: linear.linear),
+        leave_out,
     ),
-    _mistake(
+    Hypothesis(
+        "*_proj.rms_norm.hook_normalized",
         "linear_norm_shared",
         "linears of one input share a norm: k and v have q's, up has gate's",
         "Each linear has a norm of its own, and so a quantised input of its own.",
-        lambda s: _change_norms(s, _share_norm),
+        _norm_of_the_first,
+        _is_after_another,
     ),
-    _mistake(
+    Hypothesis(
+        "*_proj.rms_norm.hook_scale",
         "linear_norm_eps",
         "the norms inside the linears have the model's eps",
         "Their eps is rms_norm_eps of the quantization_config, 1e-6 unless it says otherwise.",
-        lambda s: _change_norms(
-            s, lambda w, name, linear: replace(linear, own_norm=replace(linear.own_norm, eps=1e-5))
-        ),
+        before(1, lambda eps: 1e-5),
+        lambda step: step.inputs[1] != 1e-5,
     ),
 )

@@ -5,14 +5,13 @@ Ternary-Bonsai and BitNet-Embedding are Qwen3 in other dialects of weights: see 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 from numpy.typing import NDArray
 
-from ..reference import model
+from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, added
 from ..reference.model import RopeTables, attention_result, split_heads
@@ -20,16 +19,19 @@ from ..reference.ops import Ops
 from ..reference.weights import TRACE_NAMES, LayerWeights, Norm
 from .family import (
     Architecture,
+    Edit,
     Family,
     GgufForm,
     HfForm,
     HfKeys,
     Hypothesis,
-    OtherOps,
     PartNames,
     TraceStep,
     change_steps,
+    layer_weights,
+    leave_out,
     norm_step,
+    own_rope,
     put_after,
     types_of_layers,
 )
@@ -91,69 +93,58 @@ def head_norm_steps(steps: list[TraceStep]) -> list[TraceStep]:
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
-_head_norm_mistake = partial(Hypothesis, "*.attn.[qk]_norm.* *.attn.hook_rot_[qk]")
+HEAD_NORM_STEPS = "*.attn.[qk]_norm.hook_normalized"
 
 
-class _NormsAfterRope(OtherOps):
-    """Leaves out the norms over heads where they are asked for, and applies them to what RoPE gives."""
-
-    def __init__(self, be: Any) -> None:
-        super().__init__(be)
-        self.norms: list[Norm] = []
-
-    def rms_norm(self, x: NDArray, norm: Norm) -> NDArray:
-        if not norm.name.endswith(("attn.q_norm", "attn.k_norm")):
-            result: NDArray = self.be.rms_norm(x, norm)
-            return result
-        self.norms.append(norm)
-        return x
-
-    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
-        q, k = self.be.rope(q, k, cos, sin)
-        return norm_heads(self.be, q, self.norms[0]), norm_heads(self.be, k, self.norms[1])
+def _after_rope(step: Any, compute: Edit, x: NDArray, *rest: Any) -> NDArray:
+    """An edit of the norms over heads, of RoPE and of what reads its result: rotated first, normalised then."""
+    attn, _, hook = step.name.rpartition(".")
+    if hook == "hook_normalized":
+        heads = x.reshape(len(step.setting.tokens), -1, x.shape[1])
+        tables = layers.rope_tables(np.arange(len(heads)), own_rope(step), step.setting.config.rotary_size, np.float32)
+        return compute(layers.apply_rope(heads, *tables).reshape(x.shape), *rest)
+    if hook.startswith("hook_rot_"):
+        return compute(step.seen[f"{attn}.hook_{hook[-1]}"], *rest)
+    q, k = (step.seen[f"{attn}.{letter}_norm.hook_normalized"] for letter in "qk")
+    if hook == "hook_scaled_q":
+        return compute(q.reshape(x.shape), *rest)
+    keys, window = rest
+    q = x if f"{attn}.hook_scaled_q" in step.seen else q.reshape(x.shape)
+    return compute(q, k.reshape(keys.shape), window)
 
 
-class _WithoutHeadNorms(OtherOps):
-    def rms_norm(self, x: NDArray, norm: Norm) -> NDArray:
-        is_of_heads = norm.name.endswith(("attn.q_norm", "attn.k_norm"))
-        return x if is_of_heads else self.be.rms_norm(x, norm)
+def _exchanged(step: Any, compute: Edit, x: NDArray, length: NDArray, weight: NDArray) -> NDArray:
+    w = layer_weights(step)
+    other = w.k_norm if ".q_norm." in step.name else w.q_norm
+    return compute(x, length, other.weight)
 
 
-def wrong_text(half: str, ops: type[OtherOps]) -> Callable[..., NDArray]:
-    """The text of one half of a block, computed by other ops.   half: "attention" or "feed_forward" """
-
-    def text(be: Any, x: NDArray, w: LayerWeights, *rest: Any) -> NDArray:
-        right = getattr(w, f"{half}_text") or getattr(model, {"attention": "attention_block"}.get(half, half))
-        result: NDArray = right(ops(be), x, w, *rest)
-        return result
-
-    return text
-
-
-def _exchange_head_norms(w: LayerWeights) -> LayerWeights:
-    if not isinstance(w, Qwen3Layer):
-        return w
-    return replace(w, q_norm=replace(w.k_norm, name=w.q_norm.name), k_norm=replace(w.q_norm, name=w.k_norm.name))
+def _has_both_norms(step: Any) -> bool:
+    return isinstance(layer_weights(step), Qwen3Layer)
 
 
 HEAD_NORM_MISTAKES = (
-    _head_norm_mistake(
+    Hypothesis(
+        HEAD_NORM_STEPS,
         "qk_norms_missing",
         "the norms over the heads of q and k are left out",
         "Apply q_norm and k_norm to each head before RoPE (Qwen3, Gemma3).",
-        lambda s: s.with_texts(attention_block=wrong_text("attention", _WithoutHeadNorms)),
+        leave_out,
     ),
-    _head_norm_mistake(
+    Hypothesis(
+        f"{HEAD_NORM_STEPS} *.attn.hook_rot_[qk] *.attn.hook_scaled_q *.attn.hook_attn_scores",
         "qk_norms_after_rope",
         "the norms over the heads of q and k come after RoPE",
         "Normalise each head, then rotate: the norm's weights differ within a pair.",
-        lambda s: s.with_texts(attention_block=wrong_text("attention", _NormsAfterRope)),
+        _after_rope,
+        _has_both_norms,
     ),
-    _head_norm_mistake(
+    Hypothesis(
+        HEAD_NORM_STEPS,
         "qk_norms_exchanged",
         "q has k_norm and k has q_norm",
         "q_norm is q's.",
-        lambda s: s.map_layers(_exchange_head_norms),
+        _exchanged,
     ),
 )
 

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, ShapeError
+from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, added, require, require_int
 from ..reference.layers import silu
@@ -39,6 +40,7 @@ from .family import (
     SIZES,
     Architecture,
     ArrayForm,
+    Edit,
     Family,
     GgufForm,
     GgufKeys,
@@ -46,15 +48,19 @@ from .family import (
     HfKeys,
     Hypothesis,
     LinearPlace,
-    OtherOps,
     PartNames,
     Put,
     TraceStep,
     Wrapper,
+    after,
+    before,
     change_steps,
+    layer_weights,
+    leave_out,
     linear_step,
     near,
     norm_step,
+    own_rope,
     put_after,
     types_of_layers,
 )
@@ -67,7 +73,6 @@ from .qwen import (
     Qwen3Layer,
     head_norm_steps,
     norm_heads,
-    wrong_text,
 )
 from .rope import rope_json
 
@@ -836,129 +841,118 @@ HF = HfForm(
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 _conv_mistake = partial(Hypothesis, "*.attn.hook_conv")
-_delta_gate_mistake = partial(Hypothesis, "*.attn.[ab]_proj.hook_out *.attn.hook_log_decay *.attn.hook_beta")
 _gate_mistake = partial(Hypothesis, "*.attn.hook_gated_z")
-Function = Callable[..., NDArray]
 
 
-def _computing(s: Any, changes: Mapping[Function, Callable[..., NDArray]]) -> Any:
-    """The setting in which `changes[function](function, *args)` stands for function(*args)."""
-
-    def compute(op: Function, name: str, function: Function, *args: Any) -> NDArray:
-        if function not in changes:
-            return op(name, function, *args)
-        return op(name, partial(changes[function], function), *args)
-
-    return s.with_ops(compute=compute)
+def _turned_whole(step: Any, compute: Edit, x: NDArray, *tables: NDArray) -> NDArray:
+    """RoPE of all numbers of a head."""
+    return compute(x, *layers.rope_tables(np.arange(len(x)), own_rope(step), x.shape[2], np.float32))
 
 
-def _delta(s: Any, changes: Mapping[Function, Callable[..., NDArray]]) -> Any:
-    return None if s.config.delta is None else _computing(s, changes)
+def _shifted(by: int) -> Edit:
+    """The convolution of the inputs of `by` tokens before; of a negative number, after."""
 
-
-def _shifted_conv(shift: int) -> Callable[..., NDArray]:
-    """The convolution sees the inputs of `shift` tokens before; of a negative shift, after."""
-
-    def conv(right: Function, qkv: NDArray, *rest: Any) -> NDArray:
+    def move(qkv: NDArray) -> NDArray:
         moved = np.zeros_like(qkv)
-        if shift > 0:
-            moved[shift:] = qkv[:-shift]
+        if by > 0:
+            moved[by:] = qkv[:-by]
         else:
-            moved[:shift] = qkv[-shift:]
-        return right(moved, *rest)
+            moved[:by] = qkv[-by:]
+        return moved
 
-    return conv
-
-
-def _reversed_conv(right: Function, qkv: NDArray, w: DeltaLayer, place: Place) -> NDArray:
-    return right(qkv, replace(w, conv=np.ascontiguousarray(w.conv[:, ::-1])), place)
+    return before(0, move)
 
 
-def _exchange_products(w: LayerWeights) -> LayerWeights:
-    if not isinstance(w, DeltaLayer):
-        return w
-    return replace(w, a_proj=w.b_proj.called(w.a_proj.name), b_proj=w.a_proj.called(w.b_proj.name))
+def _reverse_conv(w: DeltaLayer) -> DeltaLayer:
+    return replace(w, conv=np.ascontiguousarray(w.conv[:, ::-1]))
 
 
-class _GatesExchanged(OtherOps):
+def _other_product(step: Any, compute: Edit, x: NDArray, w: DeltaLayer) -> NDArray:
     """Decay is computed from b, and beta from a."""
+    attn, _, hook = step.name.rpartition(".")
+    return compute(step.seen[f"{attn}.{'b' if hook == 'hook_log_decay' else 'a'}_proj.hook_out"], w)
 
-    def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
-        ys: tuple[NDArray, ...] = self.be.linears(x, ws)
-        return (*ys[:4], ys[5], ys[4]) if len(ys) == 6 else ys
+
+def _other_matrix(step: Any, compute: Edit, *inputs: Any) -> NDArray:
+    """The products of a_proj with the matrix of b_proj, and the reverse."""
+    w = layer_weights(step)
+    other = w.b_proj if ".a_proj." in step.name else w.a_proj
+    return compute(*((other.bit_linear or other) if isinstance(x, LinearWeight) else x for x in inputs))
+
+
+def _other_gate(step: Any, compute: Edit, z: NDArray, gate: NDArray) -> NDArray:
+    return silu_gate(z, gate) if step.setting.config.attends(step.layer) else sigmoid_gate(z, gate)
 
 
 MISTAKES = (
     *HEAD_NORM_MISTAKES,
     NORM_ONE_LEFT_OUT,
     Hypothesis(
-        "*.attn.hook_rot_q *.attn.hook_rot_k",
+        "*.attn.hook_rot_[qk]",
         "rope_of_the_whole_head",
         "RoPE turns the whole head where it should turn a part",
         "Read partial_rotary_factor: only the first numbers of a head are turned.",
-        lambda s: s.with_config(rotary_dim=None) if s.config.rotary_dim is not None else None,
+        _turned_whole,
+        lambda step: step.setting.config.rotary_dim is not None,
     ),
-    _delta_gate_mistake(
+    Hypothesis(
+        "*.attn.hook_log_decay *.attn.hook_beta",
         "decay_and_beta_exchanged",
         "the products of a and b are exchanged: decay is computed from b, beta from a",
         "alpha = exp(-exp(A_log) softplus(a + dt_bias)), beta = sigmoid(b).",
-        lambda s: (
-            None if s.config.delta is None else s.with_texts(attention_block=wrong_text("attention", _GatesExchanged))
-        ),
+        _other_product,
     ),
-    _delta_gate_mistake(
+    Hypothesis(
+        "*.attn.[ab]_proj.hook_acc_int32 *.attn.[ab]_proj.hook_out",
         "a_proj_and_b_proj_exchanged",
         "the matrices in_proj_a and in_proj_b are exchanged",
         "in_proj_a is of the decay, in_proj_b of beta.",
-        lambda s: s.map_layers(_exchange_products) if s.config.delta is not None else None,
+        _other_matrix,
     ),
-    _delta_gate_mistake(
+    Hypothesis(
+        "*.attn.hook_log_decay",
         "decay_missing",
         "the memory is not decayed",
         "S becomes alpha S before it is corrected.",
-        lambda s: _delta(s, {log_decay: lambda right, *args: np.zeros_like(right(*args))}),
+        after(np.zeros_like),
     ),
-    _delta_gate_mistake(
+    Hypothesis(
+        "*.attn.hook_beta",
         "beta_missing",
         "the whole error is written, without beta",
         "Write beta (v - k S).",
-        lambda s: _delta(s, {write_strength: lambda right, *args: np.ones_like(right(*args))}),
+        after(np.ones_like),
     ),
     _conv_mistake(
         "conv_one_late",
         "the convolution is off by one: it ends before the current token",
         "Its last weight is for the current token.",
-        lambda s: _delta(s, {delta_conv: _shifted_conv(1)}),
+        _shifted(1),
     ),
     _conv_mistake(
         "conv_one_early",
         "the convolution is off by one: it sees the next token",
         "Pad conv_size - 1 tokens in front, none behind.",
-        lambda s: _delta(s, {delta_conv: _shifted_conv(-1)}) if len(s.tokens) > 1 else None,
+        _shifted(-1),
+        lambda step: len(step.setting.tokens) > 1,
     ),
     _conv_mistake(
         "conv_reversed",
         "the convolution's weights are in reverse order",
         "torch's conv1d is a correlation: weight [.., -1] is for the current token.",
-        lambda s: _delta(s, {delta_conv: _reversed_conv}),
+        before(1, _reverse_conv),
     ),
     _gate_mistake(
         "output_gate_missing",
         "the result is not multiplied by its gate before o_proj",
         "Multiply by sigmoid (attention) or silu (DeltaNet) of the gate's product.",
-        lambda s: _computing(s, dict.fromkeys((sigmoid_gate, silu_gate), lambda right, z, gate: z)),
+        leave_out,
     ),
     _gate_mistake(
         "output_gates_exchanged",
         "the output gates of attention and DeltaNet have each other's activation",
         "sigmoid for attention, silu for DeltaNet.",
-        lambda s: _computing(
-            s,
-            {
-                sigmoid_gate: lambda right, z, gate: silu_gate(z, gate),
-                silu_gate: lambda right, z, gate: sigmoid_gate(z, gate),
-            },
-        ),
+        _other_gate,
     ),
 )
 

@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError
+from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, added, require
-from ..reference.model import RopeTables, attention_block, attention_result, split_heads
+from ..reference.model import RopeTables, attention_result, split_heads
 from ..reference.ops import Ops
 from ..reference.weights import LayerWeights
 from .family import (
     Architecture,
+    Edit,
     Family,
     GgufForm,
     GgufKeys,
@@ -24,6 +27,7 @@ from .family import (
     Hypothesis,
     TraceStep,
     change_steps,
+    own_rope,
     types_of_layers,
 )
 from .llama import llama_steps
@@ -124,6 +128,14 @@ _DEFAULTS = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
+
+
+def _turned_scores(step: Any, compute: Edit, q: NDArray, k: NDArray, window: int | None) -> NDArray:
+    """Scores of q and k with RoPE."""
+    tables = layers.rope_tables(np.arange(len(q)), own_rope(step), step.setting.config.rotary_size, np.float32)
+    return compute(layers.apply_rope(q, *tables), layers.apply_rope(k, *tables), window)
+
+
 FAMILIES = (
     Family(
         "smollm3",
@@ -142,13 +154,10 @@ FAMILIES = (
                 "rope_in_layers_without_positions",
                 "q and k are turned in layers that have no positions",
                 "No RoPE where no_rope_layers is 0.",
-                lambda s: None if all(map(s.config.turns, range(s.config.num_hidden_layers))) else _turning(s),
+                _turned_scores,
+                lambda step: not step.setting.config.turns(step.layer),
             ),
         ),
         example_fields={"no_rope_layers": (1, 0)},
     ),
 )
-
-
-def _turning(s: Any) -> Any:
-    return s.with_texts(attention_block=attention_block)

@@ -252,9 +252,9 @@ def test_a_known_mistake_in_some_layers_is_named(names, layers, words, three_lay
     setting, right = Setting.of(three_layers, TOKENS), three_layers.run_with_cache(TOKENS)[1]
     count = 0
     for name in names:
-        if (changed := BY_NAME[name].change(setting)) is None:
+        if (changed := BY_NAME[name].change(setting, layers)) is None:
             continue
-        candidate = setting.in_layers(changed, layers).run()
+        candidate = changed.run()
         if compare(right, candidate, three_layers.config, TOKENS).agrees:
             continue
         causes = [d for d in diagnosed(three_layers, candidate, depth=1) if d.confirmed]
@@ -279,8 +279,9 @@ def test_a_mistake_in_a_delta_net_is_described(hook):
     comparison = compare(m.run_with_cache(TOKENS)[1], candidate, m.config, TOKENS)
     assert comparison.first_divergence.name == name or hook == "hook_delta_out"
     causes = [d for d in diagnose(m, TOKENS, candidate, comparison) if d.confirmed]
-    assert "in layer 1 only: it is all zeros (in " in causes[0].cause
-    assert causes[0].remedy.startswith("Compare with ")
+    what = "the memory is not decayed" if hook == "hook_log_decay" else "it is all zeros"
+    assert f"in layer 1 only: {what} (in " in causes[0].cause
+    assert "Compare with " in causes[0].remedy
 
 
 def test_a_cause_must_explain_the_logits(load):

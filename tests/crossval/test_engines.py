@@ -145,7 +145,7 @@ def test_an_engine_that_dies_has_last_words(tmp_path):
 def test_the_block_rule_is_ggml_s_own(tmp_path):
     """Q8_K, from its source: iscale = -127 / the value of largest magnitude; min(127, round(iscale * x))."""
     m = model("storyteller")
-    backend = block_rule(Setting.of(m, [1, 5])).backend()
+    backend = block_rule(m)
     x = rng(3).standard_normal((3, 768)).astype(np.float32)
     x[1, :256] = 0
     x_q, scale = backend.quantize_activations(x)
@@ -163,16 +163,16 @@ def test_the_block_rule_is_ggml_s_own(tmp_path):
 def test_a_run_by_the_block_rule_is_judged_by_it():
     """By the rule it agrees op by op, and not one op fewer; by the contract it does not."""
     m = model(CASE)
-    changed = block_rule(Setting.of(m, tokens_of(CASE.name)))
-    run = changed.run()
+    backend, tokens = block_rule(m), tokens_of(CASE.name)
+    run = m.on(backend).run_with_cache(tokens)[1]
     shown = {name: array for name, array in run.items() if not name.endswith(("int8", "x_scale", "int32"))}
-    seen = Run(shown, changed.tokens)
-    assert judge_trace(m, seen, backend=changed.backend()).agrees
+    seen = Run(shown, tokens)
+    assert judge_trace(m, seen, backend=backend).agrees
     by_contract = judge_trace(m, seen)
     assert by_contract.first_divergence.name == "blocks.0.mlp.down_proj.hook_out"  # the first that is wider than 256
     # an engine that follows the rule but gets one linear wrong
     seen["blocks.1.attn.v_proj.hook_out"] = seen["blocks.1.attn.v_proj.hook_out"] * np.float32(1.01)
-    found = judge_trace(m, seen, backend=changed.backend())
+    found = judge_trace(m, seen, backend=backend)
     assert found.first_divergence.name == "blocks.1.attn.v_proj.hook_out"
 
 

@@ -30,9 +30,8 @@ from ...formats.gguf.export import write_gguf_model
 from ...formats.open import open_checkpoint
 from ...reference.weights import DenseWeight, LinearWeight, plain_weights
 from ..compare import compare
-from ..explain.hypotheses import HYPOTHESES
+from ..explain.hypotheses.activations import BlockwiseBackend
 from ..explain.replay import judge_trace
-from ..explain.variants import Setting
 from ..names import ACC, INT8, NORMALIZED, SCALE, linear_input
 from ..report import Crossing, evidence
 from ..trace import Trace
@@ -95,10 +94,10 @@ def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model,
         crossing.comparisons.append(judge_trace(reference, trace))
         _, right = reference.run_with_cache(trace.token_ids)
     else:
-        changed = block_rule(Setting.of(plain, trace.token_ids))
-        crossing.comparisons.append(judge_trace(reference, trace, backend=changed.backend()))
-        right = changed.run()
-        tokens = _count_unflipped(right, trace, changed.backend(), model)
+        backend = block_rule(plain)
+        crossing.comparisons.append(judge_trace(reference, trace, backend=backend))
+        _, right = plain.on(backend).run_with_cache(trace.token_ids)
+        tokens = _count_unflipped(right, trace, backend, model)
         right = {name: array for name, array in right.items() if not name.endswith(_INTEGERS)}
     if tokens:
         ids = trace.token_ids[:tokens]
@@ -116,10 +115,12 @@ def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model,
 _INTEGERS = (INT8, SCALE, ACC)
 
 
-def block_rule(setting: Setting) -> Setting:
-    """The reference with llama.cpp's activation quantisation (the hypothesis activation_blocks_of_256)."""
-    rule = next(h for h in HYPOTHESES if h.name == "activation_blocks_of_256")
-    return rule.change(setting) or setting  # None: each matrix is one block wide, so a block is a token
+def block_rule(model: Model) -> Backend:
+    """The reference with llama.cpp's activation quantisation, unless each matrix is one block wide: a block is a token
+    then."""
+    widths = {w.bit_linear.in_features for _, w in model.weights.linears() if w.bit_linear is not None}
+    threads = model.backend.threads
+    return Backend("float32", threads) if widths == {BLOCK} else BlockwiseBackend(BLOCK, threads)
 
 
 def first_tokens(run: Mapping[str, NDArray], count: int) -> dict[str, NDArray]:

@@ -18,13 +18,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ...families.family import Edit, Hypothesis, after, before, instead, like
 from ...reference.weights import LinearWeight
 from ..compare import View, fits
 from ..names import find_step, op_inputs, op_kind
 from ..tolerances import EPSILON, tolerance_of
 from . import edits as step_edits
-from .edits import Description, Family, after, before, constants, instead, like, matrix, moved, names_of, scale_inputs
-from .variants import IMPOSSIBLE, Edit, Setting, Step, edit_copies, is_by_head
+from .edits import Description, Family, constants, matrix, moved, names_of, scale_inputs
+from .variants import IMPOSSIBLE, Setting, Step, edit_copies, is_by_head
 from .wording import axis_words, example, layer_of, noun, place_in_words, remedy, role, scope_in_words
 
 
@@ -46,6 +47,7 @@ BETWEEN_TOKENS = ("hook_pattern", *(name for names in RELATED for name in sorted
 # What one mistake may be in, among the steps of one kind.
 GROUPS = ("", r"\.attn\.", r"\.mlp\.", r"\.[qkv]_proj\.", r"\.ln", "sub_norm", "gate_proj|up_proj")
 FLIPPED_ROWS, FLIP_ERROR = 0.4, 0.03  # of a site with int8 inside: the share of tokens, and their error, of flips
+NAMED = 0.9  # the cost of an edit that has a name
 ENOUGH = 0.35  # descriptions that cost so much more than the simplest that explains a site are not tried
 
 
@@ -296,7 +298,10 @@ class Evidence:
 
 @dataclass
 class Explanation:
-    """A description with its constant, applied in the steps `names`. share: of the wrong values that it explains."""
+    """A description with its constant, applied in the steps `names`. share: of the wrong values that it explains.
+
+    known: the mistake that the description is an edit of.
+    """
 
     cost: float
     text: str
@@ -305,15 +310,17 @@ class Explanation:
     place: str = ""
     share: float = 1.0
     error: float = 0.0
+    known: Hypothesis | None = None
 
 
 class Site:
     """A wrong tensor, and the search for what explains it."""
 
-    def __init__(self, evidence: Evidence, name: str, report: Report) -> None:
+    def __init__(self, evidence: Evidence, name: str, report: Report, known: Sequence[Hypothesis] = ()) -> None:
         self.evidence, self.name, self.report = evidence, name, report
         self.target, self.stretch = evidence.targets[name], evidence.stretch(name)
         self.partial: Explanation | None = None
+        self.known = [(each, [n for n in self.stretch if each.is_in(evidence.steps[n])]) for each in known]
         self.mask = np.isfinite(self.target.theirs) & (~self.target.right_close if self.target.alone else True)
 
     def explanations(self) -> list[Explanation]:
@@ -325,7 +332,8 @@ class Site:
             distance = 0.02 * min(10, self.stretch.index(unit[0])) if len(self.stretch) > 1 else 0.0
             if len(self.stretch) > 1 and first_right != any(name.endswith(BETWEEN_TOKENS) for name in unit):
                 distance += 1  # the first token sees only itself: it tells attention from all else
-            own: list[Description | Family] = [*step_edits.descriptions(step), *step_edits.families(step)]
+            own: list[Description | Family] = [_named(each) for each, names in self.known if set(unit) <= set(names)]
+            own += [*step_edits.descriptions(step), *step_edits.families(step)]
             own += solved(step, self.target) if unit == (self.name,) else ()
             for d in own:
                 changes_input = "{in" in d.text and "is taken for" not in d.text
@@ -333,6 +341,9 @@ class Site:
                     continue  # the same change of the step that computes this input is tried
                 slow = 0.15 if isinstance(d, Family) and not self.target.alone else 0.0
                 trials.append((d.cost + distance + slow, len(trials), unit, d))
+        for each, names in self.known:
+            if len({name.rpartition(".")[2] for name in names}) > 1:  # no unit has steps of several kinds
+                trials.append((NAMED, len(trials), tuple(names), _named(each)))
         trials.sort(key=lambda trial: trial[:2])
         self.report.add(len(trials))
         good: list[Explanation] = []
@@ -354,6 +365,7 @@ class Site:
                 else:
                     result = self.attempt(unit, d.edit, d.text, cost, mine)
                 if result is not None:
+                    result.known = d.known if isinstance(d, Description) else None
                     good.append(result)
         closest = min((e.error for e in good), default=0.0)
         return [e for e in good if e.error <= 20 * closest + 8 * EPSILON]
@@ -481,6 +493,10 @@ class Site:
             apart = None if mine is None else (theirs - mine.reshape(theirs.shape))[self.mask]
             values.append(apart if apart is not None and np.isfinite(apart).all() else None)
         return values
+
+
+def _named(mistake: Hypothesis) -> Description:
+    return Description(NAMED, mistake.cause, mistake.edit, mistake)
 
 
 def _by_constants(family: Family, constant: Callable[[dict[str, float]], float]) -> Edit:
@@ -688,42 +704,74 @@ def _sum_edit(names: tuple[str, str], factors: list[step_edits.Constant], origin
 
 @dataclass
 class Finding:
-    """One explanation of the first wrong tensor. edits: by step, for the whole run.   left: the tensors that are still
-    wrong with these edits, in order."""
+    """One explanation of the first wrong tensor.
 
-    text: str
+    name: of a known mistake, else "described".   edits: by step, for the whole run.   left: the tensors that are still
+    wrong with these edits, in order.   whole: a known mistake, in all its steps.
+    """
+
+    name: str
+    cause: str
     remedy: str
     example: str
     edits: dict[str, Edit]
     left: list[str]
-    share: float = 1.0
+    whole: bool = False
 
 
 @np.errstate(all="ignore")  # most descriptions are wrong, and some overflow
-def find(setting: Setting, view: View, report: Report) -> list[Finding]:
-    """Explanations of the engine's first wrong tensor. Those that leave the fewest tensors wrong come first."""
+def find(setting: Setting, view: View, report: Report, known: Sequence[Hypothesis] = ()) -> list[Finding]:
+    """Explanations of the engine's first wrong tensor. Those that leave the fewest tensors wrong come first.
+
+    known: the edits that have a name, which are tried before others.
+    """
     evidence = Evidence(setting, view)
     if not evidence.wrong:
         return []
     name, findings = evidence.wrong[0], []
     shown = evidence.example(name)
-    for explanation in Site(evidence, name, report).explanations()[:6]:
-        edits = spread(evidence, explanation)
-        left = _left(setting.with_edits(edits), view)
-        if left is None or name in left:
+    for explanation in Site(evidence, name, report, known).explanations()[:6]:
+        finding = _whole(evidence, explanation, shown) or _spread_out(evidence, explanation, shown)
+        if finding is None or name in finding.left:
             continue
-        for wider in wider_scopes(evidence, explanation, edits) if len(edits) > 1 or not left else ():
-            if _left(setting.with_edits(wider), view) == left:
-                edits = wider
-                break
-        first = evidence.steps[explanation.names[0]]
-        text = say(explanation.text, first)
-        scope = scope_in_words(edits, evidence.steps)
-        place = f" ({explanation.place})" if explanation.place else ""
-        findings.append(Finding(f"{scope}: {text}{place}", remedy(first), shown, edits, left))
-        if not left and len(findings) >= 3:
+        findings.append(finding)
+        if not finding.left and len(findings) >= 3:
             break
+    if any(finding.whole for finding in findings):  # other known mistakes do it in a part of their steps
+        findings = [finding for finding in findings if finding.whole or finding.name == "described"]
     return sorted(findings, key=lambda finding: len(finding.left))
+
+
+def _whole(evidence: Evidence, explanation: Explanation, shown: str) -> Finding | None:
+    """A known mistake in all its steps, if that leaves nothing wrong."""
+    known = explanation.known
+    if known is None or explanation.place:
+        return None
+    edits = {name: known.edit for name, step in evidence.steps.items() if known.is_in(step)}
+    left = _left(evidence.setting.with_edits(edits), evidence.view)
+    if left != []:
+        return None
+    return Finding(known.name, known.cause, known.remedy, shown, edits, [], whole=True)
+
+
+def _spread_out(evidence: Evidence, explanation: Explanation, shown: str) -> Finding | None:
+    """An edit in all steps in which it holds."""
+    setting, view = evidence.setting, evidence.view
+    edits = spread(evidence, explanation)
+    left = _left(setting.with_edits(edits), view)
+    if left is None:
+        return None
+    for wider in wider_scopes(evidence, explanation, edits) if len(edits) > 1 or not left else ():
+        if _left(setting.with_edits(wider), view) == left:
+            edits = wider
+            break
+    first, known = evidence.steps[explanation.names[0]], explanation.known
+    scope = scope_in_words(edits, evidence.steps)
+    place = f" ({explanation.place})" if explanation.place else ""
+    cause = f"{scope}: {say(explanation.text, first)}{place}"
+    if known is None:
+        return Finding("described", cause, remedy(first), shown, edits, left)
+    return Finding(known.name, cause, f"{known.remedy} {remedy(first)}", shown, edits, left)
 
 
 def _left(setting: Setting, view: View) -> list[str] | None:

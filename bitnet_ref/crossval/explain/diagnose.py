@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -20,14 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...backends.loaded import LoadedModel
+from ...backends.record import sibling
 from ...families.family import Hypothesis
 from ..compare import OTHER_SHAPE, Comparison, View, compare
-from ..names import LOGITS, layer_of
+from ..names import INT8, LOGITS, SCALE, layer_of
 from ..tolerances import EXPLAINED_SHARE, LOGITS_ROUNDING
-from .describe import IMPOSSIBLE, differing_tensors, find
+from .describe import Finding, differing_tensors, find
 from .hypotheses import forward_hypotheses
 from .hypotheses.prompts import TokenHypothesis, prompt_hypotheses, tokenizer_of
-from .variants import Setting
+from .variants import IMPOSSIBLE, Setting
 from .wording import numbers_in_words
 
 
@@ -74,6 +74,9 @@ class Diagnosis:
         return asdict(self)
 
 
+Change = Callable[[Setting], Setting | None]
+
+
 class Diagnoses(list[Diagnosis]):
     """The causes that were tested, and whether all were.
 
@@ -84,7 +87,7 @@ class Diagnoses(list[Diagnosis]):
     stopped = ""
     untested = 0
     failed: Mapping[str, str] = {}  # by cause: the error of the reference with it, which was therefore not tested
-    changes: Mapping[str, Callable[[Setting], Setting | None]] = {}  # by cause: the reference with it
+    changes: Mapping[str, Change] = {}  # by cause: the reference with it
 
 
 Progress = Callable[[int, int, str], None]  # (how many were tested, of how many, what is tested now)
@@ -153,7 +156,7 @@ def diagnose(
     except KeyboardInterrupt:
         stopped = "interrupted"
     diagnoses = Diagnoses(_rank(search.diagnoses))
-    diagnoses.changes = {cause: hypothesis.change for cause, hypothesis in search.hypotheses.items()}
+    diagnoses.changes = search.changes
     diagnoses.failed = search.failed
     diagnoses.stopped, diagnoses.untested = stopped, watch.total - watch.tested if stopped else 0
     return diagnoses
@@ -161,11 +164,11 @@ def diagnose(
 
 def _search_causes(search: _Search, depth: int) -> None:
     """Add every cause that is tested to the search's diagnoses: single mistakes, then up to `depth` at once."""
-    tested, hypotheses, assumed = search.diagnoses, search.hypotheses, list[Diagnosis]()
+    tested, changes, assumed = search.diagnoses, search.changes, list[Diagnosis]()
     last = search.run()
     while len(assumed) < depth - 1 and not any(d.confirmed for d in last) and search.parts:
         assumed.append(part := search.parts[0])  # this mistake is made while the next one is looked for
-        changed = hypotheses[part.cause].change(search.setting)
+        changed = changes[part.cause](search.setting)
         assert changed is not None
         further: list[Diagnosis] = []
         search = replace(search, setting=changed, first=part.first_difference, diagnoses=further, parts=[])
@@ -174,22 +177,15 @@ def _search_causes(search: _Search, depth: int) -> None:
         finally:
             for d in (d for d in further if d.confirmed):
                 both = _combine([*assumed, d])
-                parts = [hypotheses[one.cause] for one in (*assumed, d)]
-                hypotheses[both.cause] = Hypothesis("", both.name, both.cause, both.remedy, partial(_change_all, parts))
+                changes[both.cause] = partial(_change_all, [changes[one.cause] for one in (*assumed, d)])
                 tested.append(both)
 
 
-def _change_in_layers(hypothesis: Hypothesis, layers: Sequence[int], setting: Setting) -> Setting | None:
-    """The setting with a mistake made in some layers."""
-    changed = hypothesis.change(setting)
-    return None if changed is None else setting.in_layers(changed, layers)
-
-
-def _change_all(hypotheses: Sequence[Hypothesis], setting: Setting) -> Setting | None:
+def _change_all(changes: Sequence[Change], setting: Setting) -> Setting | None:
     """The setting with several mistakes made."""
     changed: Setting | None = setting
-    for hypothesis in hypotheses:
-        changed = None if changed is None else hypothesis.change(changed)
+    for change in changes:
+        changed = None if changed is None else change(changed)
     return changed
 
 
@@ -241,7 +237,7 @@ class _Search:
     watch: Watch
     diagnoses: list[Diagnosis]  # the results go there, one by one
     error_before: float | None = None  # of the logits, without any change
-    hypotheses: dict[str, Hypothesis] = field(default_factory=dict)  # those tested, by cause
+    changes: dict[str, Change] = field(default_factory=dict)  # what was tested, by cause
     failed: dict[str, str] = field(default_factory=dict)  # by cause: why it could not be tested
     parts: list[Diagnosis] = field(default_factory=list)  # that move the first difference to a later op
 
@@ -251,11 +247,11 @@ class _Search:
         if self.error_before is None:
             self.error_before = self._logit_error(self.reference)
         span, hypotheses = self._span(), forward_hypotheses(self.setting, self.candidate)
-        likely = [h for h in hypotheses if any(fnmatchcase(name, glob) for name in span for glob in h.shows.split())]
+        likely = [h for h in hypotheses if any(map(h.is_at, span))]
         self._test_all(likely, expected=True)
         if not self.forced and not any(d.confirmed for d in self.diagnoses):
             with self._noting("descriptions of the first wrong tensor"):
-                self._describe()
+                self._describe(hypotheses)
         if self.thorough and not any(d.confirmed for d in self.diagnoses):
             self._test_all([h for h in hypotheses if h not in likely], expected=False)
         with self._noting("which tensor tells the causes apart"):
@@ -270,7 +266,7 @@ class _Search:
         return self.order.get(name or "", absent)
 
     def _test_all(self, hypotheses: Sequence[Hypothesis], expected: bool) -> None:
-        """Each changed setting is made just before its run and then dropped: it may hold a model's weights."""
+        """Each mistake in all its steps, or in those of some layers."""
         self.watch.add(len(hypotheses))
         for hypothesis in hypotheses:
             self.watch(hypothesis.cause)
@@ -293,17 +289,17 @@ class _Search:
         of_layer_0 = {layer_of(self.first or ""), layer_of(diagnosis.first_difference or "")} == {0}
         if not diagnosis.confirmed and not of_layer_0 and not self.forced:
             with suppress(*IMPOSSIBLE):  # a layer of another shape among the others
-                self._test_in_layers(hypothesis, changed, expected)
+                self._test_in_layers(hypothesis, expected)
 
-    def _test_in_layers(self, hypothesis: Hypothesis, changed: Setting, expected: bool) -> None:
+    def _test_in_layers(self, hypothesis: Hypothesis, expected: bool) -> None:
         """The mistake in some layers: in the first wrong one, then in each one that is the first wrong one with it."""
         layers, layer, total = list[int](), layer_of(self.first or ""), self.setting.config.num_hidden_layers
-        if total == 1 or len(changed.weights.layers) != total or changed.tokens is not self.setting.tokens:
-            return
         first = self.first
-        while layer is not None and (not layers or layer > layers[-1]):
+        while total > 1 and layer is not None and (not layers or layer > layers[-1]):
             layers.append(layer)
-            restricted = self.setting.in_layers(changed, layers)
+            restricted = hypothesis.change(self.setting, layers)
+            if restricted is None:
+                return
             comparison = self._compare_beginning(restricted, first)
             if comparison is None or comparison.agrees:
                 tensors = restricted.run(self.candidate.__contains__)
@@ -312,36 +308,36 @@ class _Search:
             if comparison.agrees:
                 words = numbers_in_words(layers, total)
                 cause = f"{hypothesis.cause}, in layer{'s' * (len(layers) > 1)} {words} only"
-                change = partial(_change_in_layers, hypothesis, tuple(layers))
-                self.hypotheses[cause] = named = replace(hypothesis, cause=cause, change=change)
-                self.diagnoses.append(self._judge(named, True, expected, None, self._logit_error(tensors), ""))
+                self.changes[cause] = partial(hypothesis.change, layers=tuple(layers))
+                error = self._logit_error(tensors)
+                self.diagnoses.append(self._judge(replace(hypothesis, cause=cause), True, expected, None, error))
                 return
             if first is None or self._place(first, 0) <= self._place(self.first, 0):
                 return
             layer = layer_of(first)
 
-    def _describe(self) -> None:
-        """What the first wrong tensor is, without a list of mistakes."""
-        for finding in find(self.setting, self.candidate, self.watch):
+    def _describe(self, known: Sequence[Hypothesis]) -> None:
+        """What the first wrong tensor is: by every edit of its steps, those with a name first."""
+        for finding in find(self.setting, self.candidate, self.watch, known):
+            if finding.cause in self.changes:  # tested, and not confirmed
+                continue
             changed = self.setting.with_edits(finding.edits)
-            change = partial(Setting.with_edits, edits=finding.edits)
-            hypothesis = Hypothesis("", "described", finding.text, finding.remedy, change)
-            self.hypotheses[finding.text] = hypothesis
+            self.changes[finding.cause] = partial(Setting.with_edits, edits=finding.edits)
             tensors = changed.run(self.candidate.__contains__)
             agrees = compare(tensors, self.candidate, changed.config, changed.tokens).agrees
             first = None if agrees or not finding.left else finding.left[0]
             error = self._logit_error(tensors)
-            self.diagnoses.append(self._judge(hypothesis, first is None, True, first, error, finding.example))
+            self.diagnoses.append(self._judge(finding, first is None, True, first, error, finding.example))
 
     def _tell_apart(self) -> None:
         """Of several confirmed causes: which tensor to record next. Descriptions of one computation become one."""
         confirmed = [d for d in self.diagnoses if d.confirmed]
         for d in confirmed[1:]:
-            one, other = (self.hypotheses[each.cause].change(self.setting) for each in (confirmed[0], d))
+            one, other = (self.changes[each.cause](self.setting) for each in (confirmed[0], d))
             assert one is not None
             assert other is not None
             names = differing_tensors(one, other)
-            if names or d.name != "described":
+            if names or d.name not in ("described", confirmed[0].name):
                 unrecorded = (name for name in names if not self._is_recorded(name))
                 self.diagnoses[self.diagnoses.index(d)] = replace(d, record_next=next(unrecorded, None))
             else:
@@ -357,7 +353,13 @@ class _Search:
         )
 
     def _judge(
-        self, made: Hypothesis, confirmed: bool, expected: bool, first: str | None, error: float | None, example: str
+        self,
+        made: Hypothesis | Finding,
+        confirmed: bool,
+        expected: bool,
+        first: str | None,
+        error: float | None,
+        example: str = "",
     ) -> Diagnosis:
         """A test's result. What makes the logits worse explains no part, but a second mistake may be behind it."""
         end, confirmed = len(self.order), confirmed and self._explains_logits(error)
@@ -377,13 +379,13 @@ class _Search:
         return error <= max(self.error_before * EXPLAINED_SHARE, LOGITS_ROUNDING[dtype])
 
     def _test(self, hypothesis: Hypothesis, changed: Setting, expected: bool) -> Diagnosis:
-        self.hypotheses[hypothesis.cause] = hypothesis
+        self.changes[hypothesis.cause] = hypothesis.change
         comparison, error = self._compare_beginning(changed, self.first), None
         if comparison is None or (comparison.agrees and not self.forced):  # now the whole run
             tensors = changed.run(self.candidate.__contains__)
             comparison = compare(tensors, self.candidate, changed.config, changed.tokens)
             error = self._logit_error(tensors)
-        return self._judge(hypothesis, bool(comparison.agrees), expected, _first_name(comparison), error, "")
+        return self._judge(hypothesis, bool(comparison.agrees), expected, _first_name(comparison), error)
 
     def _compare_beginning(self, changed: Setting, first: str | None) -> Comparison | None:
         """The comparison up to the op `first`, which differs without the change. It costs little.
@@ -403,7 +405,10 @@ class _Search:
             return names
         stop = self.order[self.first]
         recorded = [i for i in range(stop) if names[i] in self.candidate]
-        return names[(recorded[-1] + 1 if recorded else 0) : stop + 1]
+        span = names[(recorded[-1] + 1 if recorded else 0) : stop + 1]
+        if self.first.endswith(INT8):  # a trace has the scale after them
+            span.append(sibling(self.first, SCALE))
+        return span
 
     def _logit_error(self, tensors: Mapping[str, NDArray]) -> float | None:
         """Relative L2 of the candidate's logits; of the last token's where it has only those."""

@@ -18,10 +18,11 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ...families.family import Edit, Hypothesis, after, before, heads_apart, instead, own_rope
 from ...reference import layers
 from ...reference.layers import ACTIVATIONS
 from ...reference.weights import LinearWeight
-from .variants import Edit, Step, is_by_head
+from .variants import Step, all_scores, is_by_head
 
 # In the tables below a row is a line.
 # fmt: off
@@ -34,11 +35,15 @@ NARROW: dict[str, Any] = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 @dataclass(frozen=True)
 class Description:
-    """One edit in words. text: a clause in which "{it}" stands for the step's tensor.   cost: lower for simpler edits."""
+    """One edit in words. text: a clause in which "{it}" stands for the step's tensor.   cost: lower for simpler edits.
+
+    known: the mistake that it is an edit of.
+    """
 
     cost: float
     text: str
     edit: Edit
+    known: Hypothesis | None = None
 
 
 @dataclass(frozen=True)
@@ -70,53 +75,7 @@ def rounded(x: NDArray, dtype: Any) -> NDArray[np.float32]:
     return np.clip(wide(x), -3e38, 3e38).astype(dtype).astype(np.float32)
 
 
-def like(x: Any, right: NDArray) -> NDArray:
-    """x in the dtype of the right tensor, or in float32 if x has fractions and the right tensor has integers."""
-    x = np.asarray(x)
-    if right.dtype.kind == "i" and x.dtype.kind == "f" and not (x == np.rint(x)).all():
-        return x.astype(np.float32)
-    return x.astype(right.dtype)
-
-
-def heads_apart(x: NDArray, step: Step) -> NDArray:
-    """The rows of a norm over heads, (N*H, C), as (N, H, C); any other array as it is."""
-    n = len(step.setting.tokens)
-    return x.reshape(n, -1, x.shape[1]) if x.ndim == 2 and len(x) > n and len(x) % n == 0 else x
-
-
 # -- the kinds of edits ------------------------------------------------------------------------------------------------
-
-
-def instead(formula: Formula) -> Edit:
-    """formula(*inputs) in place of the step's own formula."""
-
-    def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
-        right = compute(*inputs)
-        return like(np.broadcast_to(np.asarray(formula(*inputs)), right.shape), right)
-
-    return edit
-
-
-def after(change: Change) -> Edit:
-    """The step's result, changed."""
-
-    def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
-        right = compute(*inputs)
-        return like(np.asarray(change(heads_apart(right, step))).reshape(right.shape), right)
-
-    return edit
-
-
-def before(index: int, change: Callable[[Any], Any]) -> Edit:
-    """The step with one of its inputs changed."""
-
-    def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
-        x = inputs[index]
-        apart = heads_apart(x, step) if isinstance(x, np.ndarray) else x
-        changed = change(apart) if apart is x else change(apart).reshape(x.shape)
-        return compute(*inputs[:index], changed, *inputs[index + 1 :])
-
-    return edit
 
 
 def from_run(index: int | None, name: str, origin: str) -> Edit:
@@ -269,9 +228,7 @@ PARTS: list[tuple[str, Change]] = [
     *((f"columns but the last {n}", lambda x, n=n: x[:, :-n] if n < x.shape[1] else x) for n in (1, 4, 8, 16, 32, 64)),
 ]
 LENGTHS: list[Row] = [
-    (1, "eps is added to the root, not under it", lambda x, eps: np.sqrt(_ms(x)) + eps),
     (1.1, "eps is a floor of the mean of squares, not added", lambda x, eps: np.sqrt(np.maximum(_ms(x), eps))),
-    (1, "the mean is subtracted before the squares, as in LayerNorm", lambda x, eps: np.sqrt(x.var(-1, keepdims=True) + eps)),
     (1.1, "the mean of |x| stands for the root of the mean of squares", lambda x, eps: np.abs(wide(x)).mean(-1, keepdims=True) + eps),
     (1.1, "the mean of |x| stands for the root, without eps", lambda x, eps: np.abs(wide(x)).mean(-1, keepdims=True)),
     (1.1, "the largest |x| stands for the root of the mean of squares", lambda x, eps: np.abs(x).max(-1, keepdims=True)),
@@ -284,14 +241,11 @@ LENGTHS: list[Row] = [
     *((1.4, f"the mean of squares runs over the {words} only", lambda x, eps, part=part: np.sqrt(_ms(part(x)) + eps)) for words, part in PARTS),
 ]
 NORMS: list[Row] = [
-    (1, "the weight of the norm is left out", lambda x, r, w: x / r),
-    (1, "the norm multiplies by 1 + weight, as Gemma's", lambda x, r, w: x / r * (1 + w)),
     (1.2, "the norm multiplies by its weight twice", lambda x, r, w: x / r * w * w),
     (1, "the norm is left out", lambda x, r, w: x),
     (1.1, "the norm multiplies by its weight, but does not divide by the length", lambda x, r, w: x * w),
     (1.1, "the norm multiplies by the length instead of dividing", lambda x, r, w: x * r * w),
     (1.2, "the norm divides by the length twice", lambda x, r, w: x / r / r * w),
-    (1.1, "the mean is subtracted, as in LayerNorm", lambda x, r, w: (x - x.mean(-1, keepdims=True)) / np.sqrt(wide(x).var(-1, keepdims=True) + 1e-6) * w),
     (1.3, "the weight of the norm is in reverse", lambda x, r, w: x / r * w[::-1]),
     (1.3, "the weight of the norm is one too far", lambda x, r, w: x / r * np.roll(w, 1)),
     (1.3, "the weight of the norm is one too early", lambda x, r, w: x / r * np.roll(w, -1)),
@@ -300,20 +254,15 @@ NORMS: list[Row] = [
     (1.4, "the norm is applied twice", lambda x, r, w: layers.rms_norm(x / r * w, w, 1e-6)),
 ]
 ACTIVATION_SCALES: list[Row] = [
-    (1, "one activation scale for all tokens", lambda x: np.full((len(x), 1), 127 / _absmax(x).max())),
     (1.1, "the activation scale takes max x, not max |x|", lambda x: 127 / np.maximum(x.max(-1, keepdims=True), 1e-5)),
     (1.1, "the activation scale is max|x| / 127, the inverse", lambda x: _absmax(x) / 127),
     (1.1, "the activation scale takes the mean of |x|, not the largest", lambda x: 127 / np.abs(x).mean(-1, keepdims=True)),
     (1.2, "the activation scale takes the root of the mean of squares, not the largest", lambda x: 127 / np.sqrt(_ms(x))),
-    (1.2, "1e-5 is added to max|x|", lambda x: 127 / (np.abs(x).max(-1, keepdims=True) + 1e-5)),
     *((1.3, f"the activation scale is rounded to {words}", lambda x, to=to, top=top: rounded(np.minimum(127 / _absmax(x), top), to)) for (words, to), top in zip(NARROW.items(), (3e38, 65504), strict=True)),
     (1.2, "each token has the activation scale of the token before it", lambda x: 127 / np.roll(_absmax(x), 1, 0)),
     *((1.3, f"the activation scale takes the largest of the {words} only", lambda x, part=part: 127 / _absmax(part(x))) for words, part in PARTS),
 ]
 INT8_RULES: list[Row] = [
-    (1, "ties are rounded away from zero, not to even", lambda x, s: np.clip(np.copysign(np.floor(np.abs(x * s) + 0.5), x), -128, 127)),
-    (1, "activations are rounded by floor(x + 0.5)", lambda x, s: np.clip(np.floor(x * s + np.float32(0.5)), -128, 127)),
-    (1, "activations are truncated towards zero, not rounded", lambda x, s: np.clip(np.trunc(x * s), -128, 127)),
     (1, "activations are rounded down", lambda x, s: np.clip(np.floor(x * s), -128, 127)),
     (1, "activations are rounded up", lambda x, s: np.clip(np.ceil(x * s), -128, 127)),
     *((1.2, f"x * scale is rounded to {words} before it is rounded to int8", lambda x, s, to=to: _int8((x * s).astype(to).astype(np.float32))) for words, to in NARROW.items()),
@@ -346,8 +295,6 @@ def _act(x: NDArray, activation: str) -> NDArray:
 
 
 GATES: list[Row] = [
-    (1, "gate and up are exchanged: the activation is on up", lambda g, u, n: wide(g) * _act(u, n)),
-    (1, "the activation is on gate * up", lambda g, u, n: _act(wide(g) * wide(u), n)),
     (1, "up is left out", lambda g, u, n: _act(g, n)),
     (1.1, "gate is left out", lambda g, u, n: wide(u)),
     (1.1, "the activation is squared once more", lambda g, u, n: np.square(_act(g, n)) * wide(u)),
@@ -426,42 +373,33 @@ PATTERNS: list[Row] = [
 ]
 
 
-def _unmasked(step: Step, q: NDArray, keys: NDArray) -> NDArray:
-    heads = list(step.setting.attention.kv_heads or np.arange(q.shape[1]) // (q.shape[1] // keys.shape[1]))
-    return np.einsum("ihd,jhd->hij", wide(q), wide(keys)[:, heads]) * q.shape[2] ** -0.5
-
-
-def _sees(sees: Callable[[NDArray, NDArray], NDArray]) -> Edit:
-    """Scores of the pairs (i, j) for which sees(i, j)."""
+def sees_by(rule: Callable[[NDArray, NDArray, int | None], NDArray]) -> Edit:
+    """Scores of the pairs of tokens (i, j) for which rule(i, j, window) is true."""
 
     def edit(step: Step, compute: Edit, q: NDArray, keys: NDArray, window: int | None) -> NDArray:
-        free = _unmasked(step, q, keys)
-        return np.where(sees(*_ij(free)), free, -np.inf).astype(q.dtype)
+        n = len(step.setting.tokens)
+        return all_scores(n, q, keys, window, rule(np.arange(n)[:, None], np.arange(n)[None], window))
 
     return edit
 
 
 def _exchanged(step: Step, compute: Edit, q: NDArray, keys: NDArray, window: int | None) -> NDArray:
-    free = _unmasked(step, q, keys).swapaxes(1, 2)
+    n = len(step.setting.tokens)
+    free = all_scores(n, q, keys, window, np.ones((n, n), dtype=bool)).swapaxes(1, 2)
     return np.where(_distance(free) >= 0, free, -np.inf).astype(q.dtype)
 
 
 def _scores(step: Step) -> Iterator[Description]:
     n_tokens, window = len(step.inputs[0]), step.inputs[2]
-    rules: list[tuple[float, str, Callable[[NDArray, NDArray], NDArray]]] = [
-        (1, "there is no causal mask", lambda i, j: (i >= 0) & (j >= 0)),
-        (1, "a token sees the one after it: the mask is off by one", lambda i, j: j <= i + 1),
-        (1, "a token does not see itself", lambda i, j: (j < i) | (i == 0) & (j == 0)),
-        (1, "the first token is not seen", lambda i, j: ((j > 0) | (i == 0)) & (j <= i)),
-        (1.2, "the mask is turned round: a token sees itself and those after it", lambda i, j: j >= i),
-        *((1.2, f"a token sees {n} tokens only, itself included", lambda i, j, n=n: (j <= i) & (j > i - n)) for n in range(1, n_tokens) if n != window),
-        *((1.3, f"a token sees {n} tokens after it", lambda i, j, n=n: j <= i + n) for n in range(2, min(n_tokens, 6))),
-        *((1.3, f"the first {n} tokens are seen by all", lambda i, j, n=n: (j <= i) | (j < n)) for n in range(2, n_tokens)),
-        *((1.3, f"the first {n} tokens are not seen by later ones", lambda i, j, n=n: (j <= i) & ((j >= n) | (i < n))) for n in range(2, n_tokens)),
-        *((1.3, f"attention is in blocks of {n} tokens", lambda i, j, n=n: (j <= i) & (j // n == i // n)) for n in (2, 3, 4, 6, 8, 16)),
-        *[(1, "the sliding window is ignored", lambda i, j: j <= i)] * (window is not None),
+    rules: list[tuple[float, str, Callable[..., NDArray]]] = [
+        (1.2, "the mask is turned round: a token sees itself and those after it", lambda i, j, w: j >= i),
+        *((1.2, f"a token sees {n} tokens only, itself included", lambda i, j, w, n=n: (j <= i) & (j > i - n)) for n in range(1, n_tokens) if n != window),
+        *((1.3, f"a token sees {n} tokens after it", lambda i, j, w, n=n: j <= i + n) for n in range(2, min(n_tokens, 6))),
+        *((1.3, f"the first {n} tokens are seen by all", lambda i, j, w, n=n: (j <= i) | (j < n)) for n in range(2, n_tokens)),
+        *((1.3, f"the first {n} tokens are not seen by later ones", lambda i, j, w, n=n: (j <= i) & ((j >= n) | (i < n))) for n in range(2, n_tokens)),
+        *((1.3, f"attention is in blocks of {n} tokens", lambda i, j, w, n=n: (j <= i) & (j // n == i // n)) for n in (2, 3, 4, 6, 8, 16)),
     ]
-    yield from (Description(cost, text, _sees(sees)) for cost, text, sees in rules)
+    yield from (Description(cost, text, sees_by(rule)) for cost, text, rule in rules)
     masks: list[Row] = [(1.1, f"masked scores are {n} instead of minus infinity", lambda x, n=n: np.where(np.isneginf(x), x.dtype.type(n), x)) for n in (0, -1, -10, -100, -10000)]
     yield from (Description(cost, text, after(change)) for cost, text, change in masks)
     yield from _kv_maps("the scores")
@@ -469,32 +407,31 @@ def _scores(step: Step) -> Iterator[Description]:
 
 
 KV_HEADS: dict[str, Callable[..., int]] = {  # of query head i, of h query and g kv heads
-    "h mod G": lambda i, h, g: i % g,
     "(h // (H/G) + 1) mod G, the next one": lambda i, h, g: (i * g // h + 1) % g,
     "G - 1 - h // (H/G), in reverse": lambda i, h, g: g - 1 - i * g // h,
-    "0, the first": lambda i, h, g: 0,
     "G - 1, the last": lambda i, h, g: g - 1,
     **{f"{n}, for all heads": lambda i, h, g, n=n: n % g for n in range(1, 4)},
 }
 
 
+def reads_kv_head(kv_head: Callable[..., int]) -> Edit:
+    """Query head i reads kv head kv_head(i, H, G), in a step whose second input is the keys or the values."""
+
+    def mapped(step: Step, compute: Edit, first: NDArray, kv: NDArray, *rest: Any) -> NDArray:
+        heads, groups = step.setting.config.num_attention_heads, kv.shape[1]
+        axis, result = int(not is_by_head(step.name)), compute(first, kv, *rest).copy()
+        for g in range(groups):  # with every kv head replaced by g, the heads that read g are right
+            own = [i for i in range(heads) if kv_head(i, heads, groups) == g]
+            every = compute(first, np.repeat(kv[:, g : g + 1], groups, axis=1), *rest)
+            np.moveaxis(result, axis, 0)[own] = np.moveaxis(every, axis, 0)[own]
+        return result
+
+    return mapped
+
+
 def _kv_maps(noun: str) -> Iterator[Description]:
-    """Which kv head each query head reads; the keys or values are the step's second input."""
-
-    def edit(kv_head: Callable[..., int]) -> Edit:
-        def mapped(step: Step, compute: Edit, first: NDArray, kv: NDArray, *rest: Any) -> NDArray:
-            heads, groups = step.setting.config.num_attention_heads, kv.shape[1]
-            axis, result = int(not is_by_head(step.name)), compute(first, kv, *rest).copy()
-            for g in range(groups):  # with every kv head replaced by g, the heads that read g are right
-                own = [i for i in range(heads) if kv_head(i, heads, groups) == g]
-                every = compute(first, np.repeat(kv[:, g : g + 1], groups, axis=1), *rest)
-                np.moveaxis(result, axis, 0)[own] = np.moveaxis(every, axis, 0)[own]
-            return result
-
-        return mapped
-
     for words, kv_head in KV_HEADS.items():
-        yield Description(1.1, f"query head h reads kv head {words} in {noun}", edit(kv_head))
+        yield Description(1.1, f"query head h reads kv head {words} in {noun}", reads_kv_head(kv_head))
 
 
 # -- RoPE --------------------------------------------------------------------------------------------------------------
@@ -502,9 +439,8 @@ def _kv_maps(noun: str) -> Iterator[Description]:
 
 def _angles(step: Step) -> tuple[NDArray, NDArray]:
     """positions (N, 1), frequencies (d/2,)"""
-    cfg = step.setting.config
-    rope = cfg.ropes[cfg.rope_of(int(step.name.split(".")[1]))]
-    return np.arange(len(step.inputs[0]))[:, None].astype(np.float64), rope.frequencies(2 * step.inputs[1].shape[1])
+    positions = np.arange(len(step.inputs[0]))[:, None].astype(np.float64)
+    return positions, own_rope(step).frequencies(2 * step.inputs[1].shape[1])
 
 
 def _turn(x: NDArray, angles: NDArray, size: int | None = None) -> NDArray:
@@ -522,9 +458,6 @@ def interleaved(x: NDArray, cos: NDArray, sin: NDArray) -> NDArray:
 
 
 ROPES: list[Row] = [
-    (1, "RoPE is left out", lambda x, c, s: x),
-    (1, "RoPE turns the pairs (2j, 2j+1), not (j, j + d/2)", interleaved),
-    (1, "RoPE turns the other way", lambda x, c, s: layers.apply_rope(x, c, -s)),
     (1.1, "RoPE is applied twice", lambda x, c, s: layers.apply_rope(layers.apply_rope(x, c, s), c, s)),
     (1.1, "RoPE takes sin for cos as well", lambda x, c, s: layers.apply_rope(x, s, s)),
     (1.1, "RoPE takes cos for sin as well", lambda x, c, s: layers.apply_rope(x, c, c)),
@@ -541,7 +474,7 @@ def _ropes(step: Step) -> Iterator[Row]:
     n, half, theta, hidden = len(p), len(f), step.setting.config.rope.theta, step.setting.config.hidden_size
     d, j = 2 * half, np.arange(half, dtype=np.float64)
     positions = {
-        "one too high": p + 1, "one too low": p - 1, "in reverse": p[::-1], "all 0": p * 0, "doubled": p * 2, "halved": p / 2,
+        "one too low": p - 1, "in reverse": p[::-1], "all 0": p * 0, "doubled": p * 2, "halved": p / 2,
         "halved and rounded down": p // 2, "those of the last token for all": p * 0 + n - 1, "negative": -p,
         **{f"counted mod {m}": p % m for m in range(2, 9)}, "two too high": p + 2,
     }
@@ -555,7 +488,6 @@ def _ropes(step: Step) -> Iterator[Row]:
         "theta^(2j/d), growing": theta ** (2 * j / d),
         "divided by 2 pi": f / (2 * np.pi),
         "times 2 pi": f * 2 * np.pi,
-        "those without the scaling": theta ** (-2 * j / d),
         "rounded to bfloat16": wide(f.astype(ml_dtypes.bfloat16)),
     }
 
@@ -590,7 +522,7 @@ def product(x: NDArray, w: NDArray) -> NDArray:
 
 
 CODES = {
-    "0 and +1 exchanged": (-1, 1, 0), "-1 and 0 exchanged": (0, -1, 1), "taken as 0, 1, 2": (0, 1, 2), "taken as 1, 0, -1": (1, 0, -1),
+    "0 and +1 exchanged": (-1, 1, 0), "-1 and 0 exchanged": (0, -1, 1), "taken as 0, 1, 2": (0, 1, 2),
     "shifted: 0, +1, -1": (0, 1, -1), "shifted: +1, -1, 0": (1, -1, 0), "without zeros: -1, +1, +1": (-1, 1, 1), "without zeros: -1, -1, +1": (-1, -1, 1),
     "taken without their sign": (1, 0, 1), "without -1": (0, 0, 1), "without +1": (-1, 0, 0),
 }
@@ -611,17 +543,11 @@ MATRICES: list[Row] = [  # a dense matrix (out, K), another
 TERNARY_MATRICES: list[Row] = [(1, f"the codes of {{w}} are {words}", lambda m, codes=codes: np.array(codes, dtype=np.float32)[m.astype(int) + 1]) for words, codes in CODES.items()]
 
 
-def _mantissa_cut(y: NDArray, bits: int) -> NDArray:
-    mantissa, exponent = np.frexp(wide(y))
-    return np.ldexp(np.rint(mantissa * 2**bits) / 2**bits, exponent)
-
-
 ACCUMULATORS: list[Row] = [
     *(row for bits in range(16, 7, -1) for top in (2 ** (bits - 1),) for row in (
         (1, f"accumulators wrap round at {bits} bits", lambda y, top=top: (y + top) % (2 * top) - top),
         (1, f"accumulators saturate at {bits} bits", lambda y, top=top: np.clip(y, -top, top - 1)),
     )),
-    *((1, f"accumulators are rounded to {words}", partial(_mantissa_cut, bits=bits)) for words, bits in (("bfloat16", 8), ("float16", 11))),
 ]
 
 
@@ -651,16 +577,12 @@ def _products(step: Step) -> Iterator[Description]:
 
 
 DEQUANTIZED: list[Row] = [  # acc * (w_scale / x_scale): other scales, other places for them
-    (1, "the scale of {w} is left out", lambda a, w, s: a / s),
-    (1, "the result is divided by the scale of {w}, not multiplied", lambda a, w, s: a / (w.w_dequant_scale * s)),
     (1, "the scale of {w} is applied once more", lambda a, w, s: a * (w.w_dequant_scale**2 / s)),
     (1, "the activation scale is left out", lambda a, w, s: a * w.w_dequant_scale),
     (1, "the result is multiplied by the activation scale, not divided", lambda a, w, s: a * w.w_dequant_scale * s),
     (1.1, "the activation scale is applied once more", lambda a, w, s: a * (w.w_dequant_scale / s / s)),
     (1.1, "both scales are left out", lambda a, w, s: a),
     (1.2, "the result is divided by 127 twice", lambda a, w, s: a * (w.w_dequant_scale / s) / 127),
-    *((1.1, f"the scale of {{w}} is rounded to {words}", lambda a, w, s, to=to: a * (np.float32(to(w.w_dequant_scale)) / s)) for words, to in NARROW.items()),
-    (1.1, "the scale of {w} is times the share of its non-zero weights", lambda a, w, s: a * (w.w_dequant_scale * np.abs(matrix(w)).mean() / s)),
     (1.2, "the scale of {w} is divided by the share of its non-zero weights", lambda a, w, s: a * (w.w_dequant_scale / np.abs(matrix(w)).mean() / s)),
     (1.2, "every token is divided by the first one's activation scale", lambda a, w, s: a * (w.w_dequant_scale / s[:1])),
     (1.2, "every token is divided by the last one's activation scale", lambda a, w, s: a * (w.w_dequant_scale / s[-1:])),

@@ -1,18 +1,16 @@
-"""The reference with one thing changed, run and recorded: how a hypothesis about an engine's mistake is tested.
-
-A `Setting` is everything that a forward pass depends on. A `Hypothesis` (`families/family.py`) makes a changed one.
+"""The reference with steps computed in another way, run and recorded: how a cause of an engine's mistake is tested.
 
 A run is a sequence of *steps*, each named after the tensor that it computes: a norm's length, then its result; the
 activation scale, the int8 values, the accumulators, the output; q, k and v; scores, pattern, values. An *edit* computes
-one step another way.
+one step another way. A `Setting` is everything that a run depends on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -23,10 +21,11 @@ from ...backends.loaded import LoadedModel
 from ...backends.observe import Call, ObservedStep, observe
 from ...backends.record import LOGITS, NamesFilter, Recorder, sibling
 from ...errors import BitNetRefError
+from ...families.family import Edit
 from ...reference import layers
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
-from ...reference.model import forward, rope_tables_of
+from ...reference.model import forward
 from ...reference.weights import (
     DenseWeight,
     LayerWeights,
@@ -37,11 +36,7 @@ from ...reference.weights import (
     TernaryWeight,
     plain_weights,
 )
-
-Op = Callable[..., NDArray]
-Edit = Callable[..., NDArray]  # (step, compute, *inputs) -> the step's tensor; compute(*inputs) is the right one
-Sees = Callable[[int, int | None], tuple[int, int]]  # (position, window) -> first position seen, one past the last
-
+from ..names import layer_of
 
 # What an edit raises that does not fit a step's shapes.
 IMPOSSIBLE = (BitNetRefError, ArithmeticError, LookupError, TypeError, ValueError)
@@ -50,21 +45,6 @@ IMPOSSIBLE = (BitNetRefError, ArithmeticError, LookupError, TypeError, ValueErro
 def is_by_head(name: str) -> bool:
     """Whether a tensor's first axis is its heads, and tokens come second."""
     return name.endswith(("hook_attn_scores", "hook_pattern"))
-
-
-def causal(position: int, window: int | None) -> tuple[int, int]:
-    """The token itself and the tokens before it, as far as the window reaches."""
-    return (0 if window is None else max(0, position - window + 1)), position + 1
-
-
-@dataclass(frozen=True)
-class AttentionRule:
-    """sees: the positions that a token attends to.   kv_heads: the kv head of each query head; None: h // (H/G).
-    factor: of the scores."""
-
-    sees: Sees = causal
-    kv_heads: tuple[int, ...] | None = None
-    factor: float = 1.0
 
 
 @dataclass
@@ -81,87 +61,51 @@ class Step:
     result: NDArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     compute: Callable[..., NDArray] = np.asarray
 
+    @property
+    def layer(self) -> int | None:
+        """The block that it is in."""
+        return layer_of(self.name)
+
+    @cached_property
+    def place(self) -> str:
+        """The name, for globs: of a linear's product its hook_out; of the sum with its bias, or of its cap, "added"."""
+        owner, _, hook = self.name.rpartition(".")
+        if hook in ("product", "hook_uncapped"):
+            return f"{owner}.hook_out"
+        is_product = hook != "hook_out" or isinstance(self.inputs[1], LinearWeight)
+        return self.name if is_product else f"{owner}.added"
+
 
 @dataclass(frozen=True)
 class Setting:
-    """What one run computes.
-
-    tokens: (T,).   ops: replacements of ops by name, each called with the plain op and then with its arguments.
-    edits: of steps, by name.
-    texts: other texts of "attention_block" or "feed_forward", called as `reference.model`'s, for mistakes in the
-        order of the ops.
-    layers: other settings for single layers; the blocks of layer i are computed as layers[i] says.
-    """
+    """What one run computes.   tokens: (T,).   edits: of steps, by name."""
 
     config: ModelConfig
     weights: ModelWeights
     tokens: NDArray[np.int64]
-    ops: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    attention: AttentionRule = AttentionRule()
     edits: Mapping[str, Edit] = field(default_factory=dict)
-    texts: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    layers: Mapping[int, Setting] = field(default_factory=dict)
 
     @classmethod
     def of(cls, loaded: LoadedModel, token_ids: Any) -> Setting:
         """The reference's own setting, whatever backend the model was loaded for."""
         return cls(loaded.config, plain_weights(loaded.weights), loaded.check_tokens(token_ids))
 
-    def with_ops(self, **ops: Callable[..., Any]) -> Setting:
-        return replace(self, ops={**self.ops, **ops})
-
     def with_edits(self, edits: Mapping[str, Edit]) -> Setting:
-        return replace(self, edits={**self.edits, **edits})
+        """The setting with these steps edited as well; of two edits of a step the second gets what the first gives."""
+        both = {name: _one_after_the_other(self.edits[name], edits[name]) for name in edits if name in self.edits}
+        return replace(self, edits={**self.edits, **edits, **both})
 
-    def with_texts(self, **texts: Callable[..., Any]) -> Setting:
-        return replace(self, texts={**self.texts, **texts})
+    @cached_property
+    def steps(self) -> dict[str, Step]:
+        """The steps of a run, in the order of the computation."""
+        steps: dict[str, Step] = {}
 
-    def with_attention(self, **values: Any) -> Setting:
-        return replace(self, attention=replace(self.attention, **values))
+        def settle(step: Step) -> NDArray:
+            steps[step.name] = step
+            return step.result
 
-    def with_config(self, **values: Any) -> Setting:
-        return replace(self, config=replace(self.config, **values))
-
-    def with_rope(self, **values: Any) -> Setting:
-        return self.with_config(rope=replace(self.config.rope, **values))
-
-    def in_layers(self, changed: Setting, layers: Iterable[int]) -> Setting:
-        """This setting with the blocks of some layers as in `changed`."""
-        blocks = list(self.weights.layers)
-        for i in layers:
-            blocks[i] = changed.weights.layers[i]
-        weights = replace(self.weights, layers=tuple(blocks))
-        return replace(self, weights=weights, layers={**self.layers, **dict.fromkeys(layers, changed)})
-
-    def map_layers(self, change: Callable[[LayerWeights], LayerWeights]) -> Setting:
-        return replace(self, weights=replace(self.weights, layers=tuple(change(w) for w in self.weights.layers)))
-
-    def map_norms(self, change: Callable[[Norm], Norm]) -> Setting:
-        """Every norm of the model's blocks and the final one, changed; not one among a layer's further arrays."""
-
-        def layer(w: LayerWeights) -> LayerWeights:
-            names = self.config.norm_shapes(int(w.name.split(".")[1]))
-            changed: dict[str, Any] = {name: change(norm) for name, norm in w.norms() if name in names}
-            return replace(w, **changed)
-
-        changed = self.map_layers(layer)
-        return replace(changed, weights=replace(changed.weights, final_norm=change(self.weights.final_norm)))
-
-    def map_ternary(self, change: Callable[[str, TernaryWeight], TernaryWeight]) -> Setting:
-        """Every ternary linear of the blocks changed; `change` gets its name ("q_proj") and its weight."""
-
-        def linear(name: str, weight: LinearWeight) -> LinearWeight:
-            return weight.map_bit_linear(lambda ternary: change(name, ternary.plain()))
-
-        return self.map_layers(lambda w: w.map_linears(linear))
-
-    def around(self, step: ObservedStep, call: Call, args: tuple[Any, ...]) -> Any:
-        """For `observe`: computes the op, or its replacement."""
-        return self.ops[step.op](call, *args) if step.op in self.ops else call(*args)
-
-    def backend(self) -> Backend:
-        """The plain backend with the replaced ops."""
-        return observe(Backend("float32", threads=1), self.around)
+        self.run(names_filter=(), settle=settle)
+        return steps
 
     def run(
         self,
@@ -179,12 +123,11 @@ class Setting:
         copies: so many sequences of the tokens, laid end to end; `edit_copies` edits each in its own way.
         """
         be = Backend("float32", threads=1)
-        recorder = _VariantRecorder(self, be, names_filter, until=until, tape=tape or {}, settle=settle)
-        recorder.observed = observe(be, recorder)
+        recorder = _StepRecorder(self, be, names_filter, until, tape or {}, settle)
         batch = TokenBatch.of([(slot, 0, self.tokens) for slot in range(copies)])
         cache = KVCache(self.config, slots=copies, capacity=len(self.tokens))
         with np.errstate(all="ignore"), suppress(_Finished):  # a wrong change may overflow: `run` would raise
-            forward(recorder.observed, self.weights, self.config, batch, cache)
+            forward(observe(be, recorder), self.weights, self.config, batch, cache)
         return recorder.seen
 
 
@@ -192,22 +135,30 @@ class _Finished(Exception):
     """The last tensor that was asked for has been computed."""
 
 
-class _VariantRecorder(Recorder):
-    """Records a pass, step by step, with the setting's ops, edits and rule of attention."""
+def _one_after_the_other(first: Edit, second: Edit) -> Edit:
+    def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
+        return second(step, partial(first, step, compute), *inputs)
 
-    observed: Backend  # the backend that passes its ops to this recorder
+    return edit
 
-    def __init__(self, setting: Setting, be: Backend, names_filter: NamesFilter, **options: Any) -> None:
-        """options: `until`, `tape` and `settle` of `Setting.run`"""
+
+class _StepRecorder(Recorder):
+    """Records a pass step by step, with the setting's edits. The other arguments are those of `Setting.run`."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        be: Backend,
+        names_filter: NamesFilter,
+        until: str | None,
+        tape: Mapping[str, Step],
+        settle: Callable[[Step], NDArray] | None,
+    ) -> None:
         super().__init__(be, setting.config, names_filter)
-        self.whole, self.setting, self.edits = setting, setting, setting.edits
-        self.until, self.tape, self.settle = options["until"], options["tape"], options["settle"]
+        self.setting, self.until, self.tape, self.settle = setting, until, tape, settle
         self.steps: dict[str, NDArray] = {}
         self.handlers |= {"quantize_activations": self.on_quantize_activations, "append": self.on_append}
-        self.handlers |= {"dense_matmul": self.on_dense_matmul, "add": self.on_add}
-
-    def __call__(self, step: ObservedStep, call: Call, args: tuple[Any, ...]) -> Any:
-        return super().__call__(step, lambda *inputs: self.setting.around(step, call, inputs), args)
+        self.handlers |= {"dense_matmul": self.on_dense_matmul}
 
     def keep(self, name: str, array: NDArray) -> None:
         if name == LOGITS and name not in self.steps and self.setting.config.logit_softcap is not None:
@@ -218,7 +169,7 @@ class _VariantRecorder(Recorder):
 
     def step(self, name: str, compute: Callable[..., NDArray], *inputs: Any) -> NDArray:
         """One step: as in the tape, computed, or as the edit computes it."""
-        edit, earlier = self.edits.get(name), self.tape.get(name)
+        edit, earlier = self.setting.edits.get(name), self.tape.get(name)
         if edit is None and name != self.until and earlier is not None and _same_inputs(earlier.inputs, inputs):
             result = earlier.result
         else:
@@ -230,28 +181,6 @@ class _VariantRecorder(Recorder):
             self.keep(name, self.by_token(result) if name.endswith(("hook_scale", "hook_normalized")) else result)
         return result
 
-    # -- blocks: each as its layer's setting has it --------------------------------------------------------------------
-
-    def on_attention_block(self, step: ObservedStep, call: Call, x: NDArray, w: LayerWeights, *rest: Any) -> Any:
-        _, rope, batch, cache, layer = rest
-        self.setting = self.whole.layers.get(layer, self.whole)
-        cfg = self.setting.config
-        if self.setting is not self.whole:
-            rope = rope_tables_of(self.observed, cfg, batch.positions)[cfg.rope_of(layer)]
-        text = self.setting.texts.get(step.op)
-        block = call if text is None else partial(text, self.observed)
-        return super().on_attention_block(step, block, x, w, cfg, rope, batch, cache, layer)
-
-    def on_feed_forward(self, step: ObservedStep, call: Call, x: NDArray, w: LayerWeights, *rest: Any) -> Any:
-        text = self.setting.texts.get(step.op)
-        block = call if text is None else partial(text, self.observed)
-        self.keep(f"{w.name}.hook_resid_mid", x)
-        self.tokens = x.shape[0]
-        y = block(x, w, self.setting.config)
-        self.keep(step.name, y)
-        self.setting = self.whole
-        return y
-
     # -- ops -----------------------------------------------------------------------------------------------------------
 
     def on_result(self, step: ObservedStep, call: Call, *args: Any) -> NDArray:
@@ -261,8 +190,6 @@ class _VariantRecorder(Recorder):
         return self.step(step.name, call, *args)
 
     def on_rms_norm(self, step: ObservedStep, call: Call, x: NDArray, norm: Norm) -> Any:
-        if "rms_norm" in self.setting.ops:
-            return super().on_rms_norm(step, call, x, norm)
         if norm.name == "ln_final":
             self.tokens = x.shape[0]
         length = self.step(f"{norm.name}.hook_scale", layers.rms_scale, x, norm.eps)
@@ -285,29 +212,21 @@ class _VariantRecorder(Recorder):
     def on_compute(
         self, step: ObservedStep, call: Call, name: str, function: Callable[..., NDArray], *args: Any
     ) -> Any:
-        """An op of a family: a step whose inputs are the arrays of the run."""
+        """An op of a family: a step whose inputs are the arrays of the run, and the layer's weights."""
         if step.name.endswith(".hook_out"):
             product = partial(super().on_compute, step, call, name, function)
             return self._product(step.name, product, *args)
         if function in self.also_recorded:
             self.keep_beside(step, function, args)
-        arrays = [
-            i for i, arg in enumerate(args) if isinstance(arg, np.ndarray)
-        ]  # of the run; weights are in their layer
+        count = sum(isinstance(arg, (np.ndarray, LayerWeights)) for arg in args)  # what follows is where states are
 
         def compute(*inputs: NDArray) -> NDArray:
-            given = list(args)
-            for i, x in zip(arrays, inputs, strict=True):
-                given[i] = x
-            result: NDArray = call(name, function, *given)
+            result: NDArray = call(name, function, *inputs, *args[count:])
             return result
 
-        return self.step(step.name, compute, *(args[i] for i in arrays))
+        return self.step(step.name, compute, *args[:count])
 
     def on_quantize_activations(self, step: ObservedStep, call: Call, x: NDArray) -> Any:
-        if "quantize_activations" in self.setting.ops:
-            x_q, self.x_scale = call(x)
-            return x_q, self.x_scale
         scale_name = sibling(step.name, "hook_x_scale")
         self.x_scale = scale = self.step(scale_name, lambda x: call(x)[1], x)
         return self.step(step.name, _to_int8, x, scale), scale
@@ -315,9 +234,7 @@ class _VariantRecorder(Recorder):
     def on_ternary_matmul(self, step: ObservedStep, call: Call, x_q: NDArray, w: TernaryLinear) -> Any:
         self.keep(sibling(step.name, "hook_x_int8"), x_q)
         self.keep(sibling(step.name, "hook_x_scale"), self.x_scale)
-        if w.nbytes < 1 << 17 and "ternary_matmul" not in self.setting.ops:
-            call = _small_product
-        return self.step(step.name, call, x_q, w)
+        return self.step(step.name, _small_product if w.nbytes < SMALL else call, x_q, w)
 
     def on_dequantize(
         self, step: ObservedStep, call: Call, acc: NDArray, w: TernaryLinear, x_quant_scale: NDArray
@@ -325,9 +242,8 @@ class _VariantRecorder(Recorder):
         return self._product(step.name, call, acc, w, x_quant_scale)
 
     def on_dense_matmul(self, step: ObservedStep, call: Call, x: NDArray, w: DenseWeight) -> Any:
-        if self.tape and w.nbytes < 1 << 17 and "dense_matmul" not in self.setting.ops:
-            call = _small_product  # in another order of summation: in a search only
-        return self._product(step.name, call, x, w)
+        is_quick = self.tape and w.nbytes < SMALL  # in another order of summation: in a search only
+        return self._product(step.name, _small_product if is_quick else call, x, w)
 
     def _product(self, name: str, call: Call, x: NDArray, w: LinearWeight, *scale: NDArray) -> NDArray:
         """A linear's output; without its bias or cap, which are other steps, it has another name."""
@@ -345,14 +261,8 @@ class _VariantRecorder(Recorder):
         return self.step(step.name, call, x, y)
 
     def on_rope(self, step: ObservedStep, call: Call, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> Any:
-        of_k = sibling(step.name, "hook_rot_k")
-        if "rope" in self.setting.ops:
-            q, k = call(q, k, cos, sin)
-            self.keep(step.name, q)
-            self.keep(of_k, k)
-            return q, k
         q = self.step(step.name, layers.apply_rope, q, cos, sin)
-        return q, self.step(of_k, layers.apply_rope, k, cos, sin)
+        return q, self.step(sibling(step.name, "hook_rot_k"), layers.apply_rope, k, cos, sin)
 
     def on_append(
         self, step: ObservedStep, call: Call, cache: KVCache, layer: int, batch: TokenBatch, k: NDArray, v: NDArray
@@ -370,26 +280,10 @@ class _VariantRecorder(Recorder):
         layer: int,
         window: int | None,
     ) -> NDArray:
-        attn, group, rule = step.name.removesuffix(".hook_z"), q.shape[1] // self.keys.shape[1], self.setting.attention
-        heads = list(rule.kv_heads or (h // group for h in range(q.shape[1])))
-        n = len(self.setting.tokens)
-
-        def scores(q: NDArray, keys: NDArray, window: int | None) -> NDArray:
-            q_of, k_of = (x.astype(np.float64).reshape(-1, n, *x.shape[1:]) for x in (q, keys[:, heads]))
-            wide = np.einsum("cihd,cjhd->hcij", q_of, k_of, optimize=True) * q.shape[2] ** -0.5
-            given = wide.astype(q.dtype) * q.dtype.type(rule.factor)
-            given[:, :, ~_visible(rule.sees, n, window)] = -np.inf
-            return given.reshape(q.shape[1], len(q), n)
-
-        def values(pattern: NDArray, v: NDArray) -> NDArray:
-            p_of = pattern.astype(np.float64).reshape(len(pattern), -1, n, n)
-            v_of = v[:, heads].astype(np.float64).reshape(-1, n, len(heads), v.shape[2])
-            z = np.einsum("hcij,cjhd->cihd", p_of, v_of, optimize=True)
-            return z.reshape(-1, len(heads), v.shape[2]).astype(v.dtype)
-
-        given = self.step(f"{attn}.hook_attn_scores", scores, q, self.keys, window)
+        attn, n = step.name.removesuffix(".hook_z"), len(self.setting.tokens)
+        given = self.step(f"{attn}.hook_attn_scores", partial(all_scores, n), q, self.keys, window)
         pattern = self.step(f"{attn}.hook_pattern", layers.softmax, given)
-        return self.step(step.name, values, pattern, self.values)
+        return self.step(step.name, partial(_all_values, n), pattern, self.values)
 
     def on_gated(self, step: ObservedStep, call: Call, gate: NDArray, up: NDArray, activation: str) -> Any:
         gate = self.step(sibling(step.name, "hook_pre"), np.asarray, gate)
@@ -461,6 +355,9 @@ def _same_inputs(earlier: tuple[Any, ...], inputs: tuple[Any, ...]) -> bool:
     return len(earlier) == len(inputs) and all(map(same, earlier, inputs))
 
 
+SMALL = 1 << 17  # bytes of a matrix
+
+
 def _to_int8(x: NDArray, x_quant_scale: NDArray) -> NDArray[np.int8]:
     return np.clip(np.rint(x * x_quant_scale), -128, 127).astype(np.int8)
 
@@ -478,11 +375,29 @@ def _small_product(x: NDArray, w: TernaryLinear | DenseWeight) -> NDArray:
     return (x.astype(w_t.dtype) @ w_t).astype(x.dtype if w.bit_linear is None else np.int32)
 
 
-@cache
-def _visible(sees: Sees, n: int, window: int | None) -> NDArray[np.bool_]:
-    """(N, N): whether token i sees token j."""
-    bounds = [sees(i, window) for i in range(n)]
-    return np.array([[first <= j < stop for j in range(n)] for first, stop in bounds])
+def all_scores(n: int, q: NDArray, keys: NDArray, window: int | None, sees: NDArray | None = None) -> NDArray:
+    """Attention scores of sequences of n tokens, laid end to end.   q (N, H, d), keys (N, G, d) -> (H, N, n)
+
+    sees: (n, n), which token sees which; None: itself and those before it, as far as the window reaches.
+    """
+    i, j = np.arange(n)[:, None], np.arange(n)
+    if sees is None:
+        sees = (j <= i) & (i - j < (n if window is None else window))
+    by_kv_head = keys.repeat(q.shape[1] // keys.shape[1], axis=1)
+    q_of, k_of = (x.astype(np.float64).reshape(-1, n, *x.shape[1:]) for x in (q, by_kv_head))
+    wide = np.einsum("cihd,cjhd->hcij", q_of, k_of, optimize=True) * q.shape[2] ** -0.5
+    given = wide.astype(q.dtype)
+    given[:, :, ~sees] = -np.inf
+    return given.reshape(q.shape[1], len(q), n)
+
+
+def _all_values(n: int, pattern: NDArray, v: NDArray) -> NDArray:
+    """pattern (H, N, n), v (N, G, d) -> (N, H, d)"""
+    heads = len(pattern)
+    p_of = pattern.astype(np.float64).reshape(heads, -1, n, n)
+    v_of = v.repeat(heads // v.shape[1], axis=1).astype(np.float64).reshape(-1, n, heads, v.shape[2])
+    z = np.einsum("hcij,cjhd->cihd", p_of, v_of, optimize=True)
+    return z.reshape(-1, heads, v.shape[2]).astype(v.dtype)
 
 
 def with_matrix(weight: TernaryWeight, w_t: NDArray[np.int8]) -> TernaryWeight:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,112 +10,82 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ....families.family import Hypothesis
+from ....families.family import Edit, Hypothesis, after, before, instead, is_listed_norm, leave_out
 from ....reference import layers
+from ....reference.layers import ACTIVATIONS
 from ....reference.quantization import quantize_activations
-from ....reference.weights import TRACE_NAMES, DenseWeight, LayerWeights, Norm
+from ....reference.weights import DenseWeight, LinearWeight
 from ..edits import int8_matrix
-from ..variants import Op, Setting
+from ..variants import Step
 
 gate_mistake = partial(Hypothesis, "*.mlp.hook_post")
-attn_sub_norm_mistake = partial(Hypothesis, "*.attn.sub_norm.* *.attn.o_proj.*")
-ffn_sub_norm_mistake = partial(Hypothesis, "*.mlp.sub_norm.* *.mlp.down_proj.*")
-norm_mistake = partial(Hypothesis, "*.hook_scale *.hook_normalized")
+attn_sub_norm_mistake = partial(Hypothesis, "*.attn.sub_norm.hook_normalized")
+ffn_sub_norm_mistake = partial(Hypothesis, "*.mlp.sub_norm.hook_normalized")
+length_mistake = partial(Hypothesis, "*.hook_scale")
+norm_mistake = partial(Hypothesis, "*.hook_normalized")
 embedding_mistake = partial(Hypothesis, "hook_embed")
 head_mistake = partial(Hypothesis, "lm_head.hook_out")
 table_mistake = partial(Hypothesis, "hook_embed lm_head.hook_out")
-Change = Callable[[NDArray], NDArray]
 
 # -- the gate and the norms --------------------------------------------------------------------------------------------
 
 
-def _gate(s: Setting, compute: Callable[[Change, NDArray, NDArray], NDArray]) -> Setting:
-    """compute(act, gate, up) in place of act(gate) * up."""
-    act = layers.ACTIVATIONS[s.config.activation].function
-    return s.with_ops(gated=lambda op, gate, up, activation: compute(act, gate, up))
+def _has_activation(name: str) -> Callable[[Step], bool]:
+    return lambda step: step.inputs[2] == name
 
 
-def _without_sub_norms(s: Setting, *names: str) -> Setting | None:
-    none: dict[str, Any] = dict.fromkeys(names)
-    return s.map_layers(lambda w: replace(w, **none)) if s.config.sub_norms else None
+def _lacks_sub_norms(step: Step) -> bool:
+    """Whether o_proj or down_proj reads its floats here, and without a norm before it."""
+    is_product = isinstance(step.inputs[-1], LinearWeight) and step.inputs[0].dtype.kind == "f"
+    reads = step.name.endswith(("hook_x_scale", "hook_x_int8")) or is_product
+    return reads and not step.setting.config.sub_norms and not step.setting.config.has_states
 
 
-def _without_both_sub_norms(s: Setting) -> Setting | None:
-    changed = _without_sub_norms(s, "attn_sub_norm", "ffn_sub_norm")
-    return None if changed is None else changed.with_config(sub_norms=False)
+def _sub_norm_per_head(step: Step, compute: Edit, x: NDArray, length: NDArray, weight: NDArray) -> NDArray:
+    heads = x.reshape(-1, step.setting.config.head_dim)
+    lengths = layers.rms_scale(heads, step.setting.config.norm_eps)
+    return (heads / lengths).reshape(x.shape) * weight
 
 
-def _with_sub_norms(s: Setting) -> Setting | None:
-    cfg = s.config
-    if cfg.sub_norms or cfg.has_states:
-        return None
-    ones = {"attn_sub_norm": cfg.query_size, "ffn_sub_norm": cfg.intermediate_size}
-
-    def layer(w: LayerWeights) -> LayerWeights:
-        norms: dict[str, Any] = {
-            name: Norm(np.ones(size, dtype=np.float32), cfg.norm_eps, f"{w.name}.{TRACE_NAMES[name]}")
-            for name, size in ones.items()
-        }
-        return replace(w, **norms)
-
-    return s.map_layers(layer).with_config(sub_norms=True)
-
-
-def _sub_norm_per_head(s: Setting) -> Setting | None:
-    def rms_norm(op: Op, x: NDArray, norm: Norm) -> NDArray:
-        if not norm.name.endswith(".attn.sub_norm"):
-            return op(x, norm)
-        heads = x.reshape(-1, s.config.head_dim)
-        return (heads / layers.rms_scale(heads, norm.eps)).reshape(x.shape) * norm.weight
-
-    return s.with_ops(rms_norm=rms_norm) if s.config.sub_norms and s.config.num_attention_heads > 1 else None
+def _eps_outside(step: Step, compute: Edit, x: NDArray, eps: float) -> NDArray:
+    return compute(x, 0.0) + np.float32(eps)
 
 
 def _eps(value: float) -> Hypothesis:
-    return norm_mistake(
+    return length_mistake(
         f"norm_eps_{value:g}",
         f"the norms' eps is {value:g}, not the model's own",
         "Read rms_norm_eps from the config; class defaults differ.",
-        lambda s: s.map_norms(lambda norm: replace(norm, eps=value)) if s.config.norm_eps != value else None,
+        before(1, lambda eps: value),
+        lambda step: step.inputs[1] != value and is_listed_norm(step),
     )
-
-
-def _plus_one(norm: Norm) -> Norm:
-    return replace(norm, weight=norm.weight + np.float32(1))
-
-
-def _without_weight(norm: Norm) -> Norm:
-    return replace(norm, weight=np.ones_like(norm.weight))
-
-
-def _eps_outside(op: Op, x: NDArray, norm: Norm) -> NDArray:
-    root = np.sqrt(np.square(x, dtype=np.float64).mean(axis=-1, keepdims=True)) + norm.eps
-    return x / root.astype(x.dtype) * norm.weight
-
-
-def _layer_norm(op: Op, x: NDArray, norm: Norm) -> NDArray:
-    return op(x - x.mean(axis=-1, keepdims=True), norm)
 
 
 # -- the embedding and the head ----------------------------------------------------------------------------------------
 
 
-def _dense(weight: Any, change: Change) -> Any:
-    if weight.kind != "dense":
-        return weight
-    return DenseWeight(change(weight.array.astype(np.float32)), weight.bias, weight.wide, weight.name)
+def _table(step: Step) -> Any:
+    """The matrix that the embedding or the head reads."""
+    return next(x for x in step.inputs if isinstance(x, LinearWeight))
 
 
-def _head(s: Setting, change: Change) -> Setting | None:
-    if s.weights.lm_head.kind != "dense":
-        return None
-    return replace(s, weights=replace(s.weights, lm_head=_dense(s.weights.lm_head, change)))
+def _is_dense(step: Step) -> bool:
+    return bool(_table(step).kind == "dense")
 
 
-def _embedding_and_head(s: Setting, change: Change) -> Setting:
-    embedding = _dense(s.weights.embedding, change)
-    head = embedding if s.weights.tied else _dense(s.weights.lm_head, change)
-    return replace(s, weights=replace(s.weights, embedding=embedding, lm_head=head))
+def _has_blocks_of_32(step: Step) -> bool:
+    return _is_dense(step) and _table(step).shape[1] % 32 == 0
+
+
+def with_table(change: Callable[[NDArray], NDArray]) -> Edit:
+    """A step of the embedding or the head with another matrix, change(the right one in float32)."""
+
+    def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
+        w = _table(step)
+        other = DenseWeight(change(w.array.astype(np.float32)), w.bias, w.wide, w.name)
+        return compute(*(other if x is w else x for x in inputs))
+
+    return edit
 
 
 def _int8_rows(w: NDArray) -> NDArray:
@@ -131,22 +100,13 @@ def int8_blocks(w: NDArray) -> NDArray:
     return (np.rint(blocks * inverse) * step.astype(np.float16).astype(np.float32)).reshape(w.shape)
 
 
-def _on_head_input(s: Setting, change: Change) -> Setting:
-    head = s.weights.lm_head
-
-    def dense_matmul(op: Op, x: NDArray, w: DenseWeight) -> NDArray:
-        return op(change(x) if w is head else x, w)
-
-    return s.with_ops(dense_matmul=dense_matmul)
+def _int8_head(step: Step, compute: Edit, x: NDArray, w: LinearWeight) -> NDArray:
+    x_q, x_quant_scale = quantize_activations(x)
+    return with_table(_int8_rows)(step, compute, x_q.astype(np.float32) / x_quant_scale, w)
 
 
-def _int8_head(s: Setting) -> Setting | None:
-    def int8_tokens(x: NDArray) -> NDArray:
-        x_q, x_quant_scale = quantize_activations(x)
-        return x_q.astype(np.float32) / x_quant_scale
-
-    changed = _head(s, _int8_rows)
-    return None if changed is None else _on_head_input(changed, int8_tokens)
+def _has_neighbours(step: Step) -> bool:
+    return len(step.setting.tokens) > 1
 
 
 def _shifted_logits(shift: int, neighbour: str) -> Hypothesis:
@@ -154,7 +114,8 @@ def _shifted_logits(shift: int, neighbour: str) -> Hypothesis:
         f"logits_of_the_{neighbour}_position",
         f"row i of the logits is that of the {neighbour} token",
         "After a batched prefill, the row to read is (first row of the sequence) + length - 1.",
-        lambda s: _on_head_input(s, lambda x: np.roll(x, shift, axis=0)) if len(s.tokens) > 1 else None,
+        after(lambda y: np.roll(y, shift, axis=0)),
+        _has_neighbours,
     )
 
 
@@ -162,58 +123,60 @@ def _shifted_logits(shift: int, neighbour: str) -> Hypothesis:
 HYPOTHESES = (
     gate_mistake("silu_for_relu2", "silu where the model has relu squared",
         "Read hidden_act: relu2 is relu(gate)^2.",
-        lambda s: s.with_config(activation="silu") if s.config.activation == "relu2" else None),
+        before(2, lambda name: "silu"), _has_activation("relu2")),
     gate_mistake("relu2_for_silu", "relu squared where the model has silu",
         "Read hidden_act: silu is x * sigmoid(x).",
-        lambda s: s.with_config(activation="relu2") if s.config.activation == "silu" else None),
+        before(2, lambda name: "relu2"), _has_activation("silu")),
     gate_mistake("activation_on_the_product", "the activation is applied to gate * up, not to the gate alone",
         "Compute act(gate) * up: the activation sees the gate only.",
-        lambda s: _gate(s, lambda act, gate, up: act(gate * up))),
+        instead(lambda gate, up, name: ACTIVATIONS[name].function(gate * up))),
     gate_mistake("relu_not_squared", "relu without the square",
         "relu2 is relu(gate)^2.",
-        lambda s: _gate(s, lambda act, gate, up: np.maximum(gate, 0) * up) if s.config.activation == "relu2" else None),
+        instead(lambda gate, up, name: np.maximum(gate, 0) * up), _has_activation("relu2")),
     gate_mistake("activation_on_up", "gate and up exchanged: the activation is on up",
-        "Activate the gate projection.", lambda s: _gate(s, lambda act, gate, up: gate * act(up))),
+        "Activate the gate projection.", instead(lambda gate, up, name: gate * ACTIVATIONS[name].function(up))),
     attn_sub_norm_mistake("attn_sub_norm_missing", "attn_sub_norm is left out",
-        "Normalise attention's output before o_proj.", lambda s: _without_sub_norms(s, "attn_sub_norm")),
+        "Normalise attention's output before o_proj.", leave_out),
     ffn_sub_norm_mistake("ffn_sub_norm_missing", "ffn_sub_norm is left out",
-        "Normalise act(gate) * up before down_proj.", lambda s: _without_sub_norms(s, "ffn_sub_norm")),
-    attn_sub_norm_mistake("sub_norms_missing", "both sub-norms are left out, as in LLaMA",
-        "BitNet blocks have two more norms: before o_proj and before down_proj.", _without_both_sub_norms),
-    Hypothesis("*.attn.o_proj.*", "sub_norms_added",
+        "Normalise act(gate) * up before down_proj.", leave_out),
+    Hypothesis("*.sub_norm.hook_normalized", "sub_norms_missing", "both sub-norms are left out, as in LLaMA",
+        "BitNet blocks have two more norms: before o_proj and before down_proj.", leave_out),
+    Hypothesis("*.o_proj.hook_* *.down_proj.hook_*", "sub_norms_added",
         "there are sub-norms, of weight 1, where the model has none",
         "Without sub-norms (use_sub_norms: false) o_proj and down_proj take their inputs as they are.",
-        _with_sub_norms),
+        lambda step, compute, x, *rest: compute(x / layers.rms_scale(x, step.setting.config.norm_eps), *rest),
+        _lacks_sub_norms),
     attn_sub_norm_mistake("attn_sub_norm_per_head", "attn_sub_norm divides each head by its own length",
-        "The sub-norm's mean of squares runs over the full width H*d, not over one head.", _sub_norm_per_head),
+        "The sub-norm's mean of squares runs over the full width H*d, not over one head.",
+        _sub_norm_per_head, lambda step: step.setting.config.num_attention_heads > 1),
     *(_eps(value) for value in (1e-5, 1e-6, 1e-8)),
-    norm_mistake("norm_eps_outside_the_root", "eps is added to the root, not to the mean of squares under it",
-        "x / sqrt(mean(x^2) + eps).", lambda s: s.with_ops(rms_norm=_eps_outside)),
+    length_mistake("norm_eps_outside_the_root", "eps is added to the root, not to the mean of squares under it",
+        "x / sqrt(mean(x^2) + eps).", _eps_outside),
     norm_mistake("norm_weight_plus_one", "norms multiply by 1 + weight, as in Gemma",
-        "Multiply by the weight.", lambda s: s.map_norms(_plus_one)),
+        "Multiply by the weight.", before(2, lambda weight: weight + np.float32(1)), is_listed_norm),
     norm_mistake("norm_weight_ignored", "norms do not multiply by their weight",
-        "Multiply by the weight.", lambda s: s.map_norms(_without_weight)),
-    norm_mistake("layer_norm_for_rms_norm", "the mean is subtracted, as in LayerNorm",
-        "RMSNorm does not subtract the mean.", lambda s: s.with_ops(rms_norm=_layer_norm)),
+        "Multiply by the weight.", before(2, np.ones_like), is_listed_norm),
+    Hypothesis("*.hook_scale *.hook_normalized", "layer_norm_for_rms_norm", "the mean is subtracted, as in LayerNorm",
+        "RMSNorm does not subtract the mean.", before(0, lambda x: x - x.mean(axis=-1, keepdims=True))),
     embedding_mistake("embedding_scaled", "the embedding is multiplied by sqrt(D), as in Gemma",
         "Use it unscaled.",
-        lambda s: s.with_ops(embed=lambda op, w, tokens: op(w, tokens) * np.float32(s.config.hidden_size**0.5))),
+        after(lambda x: x * np.float32(x.shape[1] ** 0.5))),
     head_mistake("head_int8_rows", "lm_head is quantised to int8, with one scale per row",
-        "lm_head is not quantised.", lambda s: _head(s, _int8_rows)),
+        "lm_head is not quantised.", with_table(_int8_rows), _is_dense),
     head_mistake("head_q8_0", "lm_head is stored as Q8_0 (int8 blocks of 32)",
-        "Keep lm_head in bf16 or f32.", lambda s: _head(s, int8_blocks) if s.config.hidden_size % 32 == 0 else None),
-    embedding_mistake("head_and_embedding_q8_0", "the embedding, tied to the head, is stored as Q8_0",
+        "Keep lm_head in bf16 or f32.", with_table(int8_blocks), _has_blocks_of_32),
+    table_mistake("head_and_embedding_q8_0", "the embedding, tied to the head, is stored as Q8_0",
         "Keep token_embd in bf16 or f16.",
-        lambda s: _embedding_and_head(s, int8_blocks) if s.weights.tied and s.config.hidden_size % 32 == 0 else None),
+        with_table(int8_blocks), lambda step: step.setting.weights.tied and _has_blocks_of_32(step)),
     head_mistake("head_activations_int8", "lm_head runs with int8 weights and int8 activations",
-        "lm_head is a plain float product: no activation quantisation there.", _int8_head),
+        "lm_head is a plain float product: no activation quantisation there.", _int8_head, _is_dense),
     table_mistake("head_f16", "embedding and head are rounded to float16",
-        "bf16 has a wider range.", lambda s: _embedding_and_head(s, lambda w: w.astype(np.float16))),
+        "bf16 has a wider range.", with_table(lambda w: w.astype(np.float16)), _is_dense),
     table_mistake("head_bf16", "embedding and head are rounded to bfloat16",
-        "Keep the file's dtype.", lambda s: _embedding_and_head(s, lambda w: w.astype(ml_dtypes.bfloat16))),
+        "Keep the file's dtype.", with_table(lambda w: w.astype(ml_dtypes.bfloat16)), _is_dense),
     _shifted_logits(1, "previous"),
     _shifted_logits(-1, "next"),
     head_mistake("logits_of_one_position_for_all", "every row of the logits is the last token's",
         "Index the hidden states by token before the head.",
-        lambda s: _on_head_input(s, lambda x: np.repeat(x[-1:], len(x), axis=0)) if len(s.tokens) > 1 else None),
+        after(lambda y: np.repeat(y[-1:], len(y), axis=0)), _has_neighbours),
 )
