@@ -8,7 +8,7 @@ operations (several linears, attention, whole blocks) are judged too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.model import RopeTables, rope_tables_of
-from ..reference.weights import LayerWeights, LinearWeight, ModelWeights, Norm, TernaryLinear, plain_weights
+from ..reference.weights import ModelWeights, TernaryLinear, plain_weights
 from .compare import DIFFERS, FLIP, OK, Comparison, Walk, compare
 from .names import NORM_SCALE, OUT, SCALE
 
@@ -69,6 +69,10 @@ class _Side:
     def rope_of(self, layer: int) -> RopeTables:
         return self.ropes[self.cfg.rope_of(layer)]
 
+    def ternary_of(self, step: ObservedStep) -> TernaryLinear | None:
+        """The BitLinear to which an op belongs."""
+        return self.linears[step.name.rpartition(".")[0]].bit_linear
+
     def record_half(self, layer: int, half: str, x: NDArray) -> dict[str, NDArray]:
         """Every tensor of that half, computed op by op."""
         recorder = Recorder(self.be, self.cfg)
@@ -76,17 +80,75 @@ class _Side:
         return {**recorder.seen, f"blocks.{layer}.{half}": y}
 
 
-class _Teacher(Recorder):
+class _Teacher:
     """Around each op of the reference: computes the candidate's op beside it, judges it, returns the reference's."""
 
     def __init__(self, right: _Side, candidate: LoadedModel, comparison: Comparison) -> None:
-        super().__init__(right.be, right.cfg, names_filter=[])
-        self.right, self.comparison, self.batch = right, comparison, right.batch
+        self.right, self.comparison = right, comparison
         self.side = _Side(candidate.backend, candidate.weights, candidate.config, right.batch)
         self.candidate, self.config = candidate.backend, candidate.config
         ternary = {name for name, weight in right.weights.linears() if weight.bit_linear}
         self.walk = Walk({}, {}, right.cfg, right.batch.tokens, comparison, True, "float32", ternary.__contains__)
-        self.handlers |= {"quantize_activations": self.on_quantize_activations, "append": self.on_append}
+
+    def __call__(self, step: ObservedStep, call: Call, args: tuple[Any, ...]) -> Any:
+        result = call(*args)
+        if step.op == "attention_block":
+            self.judge_half(MID, args[-1], args[0], result)
+        elif step.op == "feed_forward":
+            self.judge_half(POST, int(args[1].name.removeprefix("blocks.")), args[0], result)
+        elif step.op == "dequantize":
+            self.judge_dequantize(step, args, result)
+        for name, mine, theirs in self.beside(step, args, result):
+            self.judge(name, mine, theirs)
+        return result
+
+    def beside(self, step: ObservedStep, args: tuple[Any, ...], result: Any) -> Iterator[tuple[str, NDArray, NDArray]]:
+        """(name, the reference's, the candidate's) of the tensors that an op computes."""
+        be, side, on_device = self.candidate, self.side, self.candidate.from_host
+        match step.op:
+            case "embed":
+                yield step.name, result, be.embed(side.linears["embedding"], side.batch.tokens)
+            case "rms_norm":
+                x, norm = args
+                other = side.norms.get(norm.name)
+                if other is not None and other.eps != norm.eps:
+                    mine, theirs = layers.rms_scale(x, norm.eps), layers.rms_scale(x, other.eps)
+                    yield f"{norm.name}.{NORM_SCALE}", mine, theirs
+                theirs = on_device(x) if other is None else be.rms_norm(on_device(x), other)
+                yield step.name, self.by_token(result), self.by_token(theirs)
+            case "rope":
+                q, k, *_ = args
+                other_q, other_k = be.rope(on_device(q), on_device(k), *side.rope_of(int(step.name.split(".")[1])))
+                yield step.name, result[0], other_q
+                yield sibling(step.name, "hook_rot_k"), result[1], other_k
+            case "quantize_activations":
+                x_q, x_quant_scale = be.quantize_activations(on_device(args[0]))
+                yield step.name, result[0], x_q
+                yield sibling(step.name, SCALE), result[1], x_quant_scale
+            case "ternary_matmul":
+                w = side.ternary_of(step)
+                if w is not None:
+                    yield step.name, result, be.ternary_matmul(on_device(args[0]), w)
+            case "linears":
+                x, ws = args
+                names = [step.name.removesuffix(f".{OUT}")] if len(ws) == 1 else [w.name for w in ws]
+                others = be.linears(on_device(x), [side.linears[name] for name in names])
+                yield from zip((f"{name}.{OUT}" for name in names), result, others, strict=True)
+            case "append":
+                _, layer, batch, k, v = args
+                be.append(side.cache, layer, side.batch, on_device(k), on_device(v))
+                yield step.name, v, side.cache.stored(layer, batch)[1]
+            case "attention":
+                q, _, _, layer, _ = args
+                window = self.config.window_of(layer)
+                yield step.name, result, be.attention(on_device(q), side.cache, side.batch, layer, window)
+            case "gated":
+                gate, up, _ = args
+                yield step.name, result, be.gated(on_device(gate), on_device(up), self.config.activation)
+
+    def by_token(self, array: NDArray) -> NDArray:
+        """A row for each token, of a norm over each head too."""
+        return array.reshape(len(self.right.batch), -1)
 
     def judge(self, name: str, mine: NDArray, theirs: NDArray, only_if_wrong: bool = False, note: str = "") -> None:
         result = self.walk.judge(name, mine, self.candidate.to_host(theirs), note=note)
@@ -109,105 +171,10 @@ class _Teacher(Recorder):
                 result = replace(result, status=FLIP, note=f"expected, after a rounding flip: {free.flips[0]}")
         self.comparison.ops.append(result)
 
-    # -- ops -----------------------------------------------------------------------------------------------------------
-
-    def on_attention_block(self, step: ObservedStep, call: Call, x: NDArray, w: LayerWeights, *rest: Any) -> NDArray:
-        y: NDArray = super().on_attention_block(step, call, x, w, *rest)
-        self.judge_half(MID, rest[-1], x, y)
-        return y
-
-    def on_feed_forward(self, step: ObservedStep, call: Call, x: NDArray, w: LayerWeights, *rest: Any) -> NDArray:
-        y: NDArray = super().on_feed_forward(step, call, x, w, *rest)
-        self.judge_half(POST, int(w.name.removeprefix("blocks.")), x, y)
-        return y
-
-    def on_result(self, step: ObservedStep, call: Call, *args: Any) -> NDArray:
-        x: NDArray = super().on_result(step, call, *args)
-        if step.op == "embed":
-            self.judge(step.name, x, self.candidate.embed(self.side.linears["embedding"], self.side.batch.tokens))
-        return x
-
-    def on_rms_norm(self, step: ObservedStep, call: Call, x: NDArray, norm: Norm) -> NDArray:
-        y: NDArray = super().on_rms_norm(step, call, x, norm)
-        other = self.side.norms.get(norm.name)
-        if other is not None and other.eps != norm.eps:
-            mine, theirs = layers.rms_scale(x, norm.eps), layers.rms_scale(x, other.eps)
-            self.judge(f"{norm.name}.{NORM_SCALE}", mine, theirs)
-        on_device = self.candidate.from_host(x)
-        other_y = on_device if other is None else self.candidate.rms_norm(on_device, other)
-        self.judge(step.name, self.by_token(y), self.by_token(other_y))
-        return y
-
-    def on_rope(
-        self, step: ObservedStep, call: Call, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray
-    ) -> tuple[NDArray, NDArray]:
-        rotated: tuple[NDArray, NDArray] = super().on_rope(step, call, q, k, cos, sin)
-        from_host = self.candidate.from_host
-        tables = self.side.rope_of(int(step.name.split(".")[1]))
-        other = self.candidate.rope(from_host(q), from_host(k), *tables)
-        for letter, mine, theirs in zip("qk", rotated, other, strict=True):
-            self.judge(sibling(step.name, f"hook_rot_{letter}"), mine, theirs)
-        return rotated
-
-    def on_quantize_activations(self, step: ObservedStep, call: Call, x: NDArray) -> tuple[NDArray, NDArray]:
-        x_q, x_quant_scale = call(x)
-        other_q, other_scale = self.candidate.quantize_activations(self.candidate.from_host(x))
-        self.judge(step.name, x_q, other_q)
-        self.judge(sibling(step.name, SCALE), x_quant_scale, other_scale)
-        return x_q, x_quant_scale
-
-    def on_ternary_matmul(self, step: ObservedStep, call: Call, x_q: NDArray, w: TernaryLinear) -> NDArray:
-        acc: NDArray = super().on_ternary_matmul(step, call, x_q, w)
-        other = self.side.linears[step.name.rpartition(".")[0]].bit_linear
-        if other is not None:
-            self.judge(step.name, acc, self.candidate.ternary_matmul(self.candidate.from_host(x_q), other))
-        return acc
-
-    def on_dequantize(
-        self, step: ObservedStep, call: Call, acc: NDArray, w: TernaryLinear, x_quant_scale: NDArray
-    ) -> NDArray:
-        y: NDArray = super().on_dequantize(step, call, acc, w, x_quant_scale)
-        other, from_host = self.side.linears[step.name.rpartition(".")[0]].bit_linear, self.candidate.from_host
-        if other is not None:
-            theirs = self.candidate.dequantize(from_host(acc), other, from_host(x_quant_scale))
-            self.judge(step.name, y, theirs, only_if_wrong=True, note="dequantize alone")
-        return y
-
-    def on_linears(self, step: ObservedStep, call: Call, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
-        outputs: tuple[NDArray, ...] = super().on_linears(step, call, x, ws)
-        names = [step.name.removesuffix(f".{OUT}")] if len(ws) == 1 else [w.name for w in ws]
-        others = self.candidate.linears(self.candidate.from_host(x), [self.side.linears[name] for name in names])
-        for name, mine, theirs in zip(names, outputs, others, strict=True):
-            self.judge(f"{name}.{OUT}", mine, theirs)
-        return outputs
-
-    def on_append(
-        self, step: ObservedStep, call: Call, cache: KVCache, layer: int, batch: TokenBatch, k: NDArray, v: NDArray
-    ) -> None:
-        call(cache, layer, batch, k, v)
-        from_host = self.candidate.from_host
-        self.candidate.append(self.side.cache, layer, self.side.batch, from_host(k), from_host(v))
-        self.judge(step.name, v, self.side.cache.stored(layer, batch)[1])
-
-    def on_attention(
-        self,
-        step: ObservedStep,
-        call: Call,
-        q: NDArray,
-        cache: KVCache,
-        batch: TokenBatch,
-        layer: int,
-        window: int | None,
-    ) -> NDArray:
-        z: NDArray = call(q, cache, batch, layer, window)
-        side, on_device = self.side, self.candidate.from_host(q)
-        other = self.candidate.attention(on_device, side.cache, side.batch, layer, self.config.window_of(layer))
-        self.judge(step.name, z, other)
-        return z
-
-    def on_gated(self, step: ObservedStep, call: Call, gate: NDArray, up: NDArray, activation: str) -> NDArray:
-        y: NDArray = super().on_gated(step, call, gate, up, activation)
-        from_host = self.candidate.from_host
-        theirs = self.candidate.gated(from_host(gate), from_host(up), self.config.activation)
-        self.judge(step.name, y, theirs)
-        return y
+    def judge_dequantize(self, step: ObservedStep, args: tuple[Any, ...], mine: NDArray) -> None:
+        """The last op of a BitLinear, which is listed only if it is wrong by itself."""
+        acc, _, x_quant_scale = args
+        w, on_device = self.side.ternary_of(step), self.candidate.from_host
+        if w is not None:
+            theirs = self.candidate.dequantize(on_device(acc), w, on_device(x_quant_scale))
+            self.judge(step.name, mine, theirs, only_if_wrong=True, note="dequantize alone")

@@ -401,6 +401,7 @@ class Family:
     config: its class of ModelConfig.
     layer_class: (config, layer) -> the class of that layer's weights.
     steps: (config, layer) -> the steps of that block, in the order of the computation.
+    constants: (config) -> the numbers that its steps multiply by, by their fields, beyond LLaMA's.
     axes: (config) -> sizes of the letters in its steps' shapes, beyond LLaMA's.
     make_layer: (config, the parts of a layer that a reader gives) -> the fields of its class.
     also_recorded: function of an op of its own -> (hook, function of the same arguments): what a recorder keeps beside.
@@ -418,6 +419,7 @@ class Family:
     config: type[ModelConfig] = ModelConfig
     layer_class: Callable[[Any, int], type[LayerWeights]] = lambda config, layer: LayerWeights
     steps: Callable[[Any, int], list[TraceStep]] | None = None  # None: LLaMA's
+    constants: Callable[[Any], Mapping[str, float]] = lambda config: {}
     axes: Callable[[Any], Mapping[str, int]] = lambda config: {}
     lacks: Callable[[Any], Sequence[str]] = lambda config: ()
     make_layer: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda config, parts: parts

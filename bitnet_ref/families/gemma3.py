@@ -370,6 +370,7 @@ FAMILIES = (
         Gemma3Config,
         layer_class=lambda config, layer: Gemma3Layer,
         steps=_steps,
+        constants=lambda config: {"query_scale": config.query_scale},
         lacks=_lacks,
         names=NAMES,
         hf=HF,

@@ -136,6 +136,7 @@ FAMILIES = (
         MiniCpmConfig,
         layer_class=lambda config, layer: MiniCpmLayer,
         steps=_steps,
+        constants=lambda config: {"residual_scale": config.residual_scale},
         lacks=_lacks,
         hf=HfForm("MiniCPMForCausalLM", _DEFAULTS, _read, _write),
         gguf=GgufForm(

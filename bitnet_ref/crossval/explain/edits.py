@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ...families import family_of
 from ...families.family import Edit, Hypothesis, after, before, heads_apart, instead, own_rope
 from ...reference import layers
 from ...reference.layers import ACTIVATIONS
@@ -237,15 +238,12 @@ LENGTHS: list[Row] = [
     (1.2, "the sum of squares is divided by D - 1", lambda x, eps: np.sqrt(_ms(x) * x.shape[-1] / (x.shape[-1] - 1) + eps)),
     (1.2, "the norm does not divide: its length is 1", lambda x, eps: np.ones_like(x[:, :1])),
     (1.3, "squares are rounded to bfloat16", lambda x, eps: np.sqrt(wide(rounded(np.square(x), ml_dtypes.bfloat16)).mean(-1, keepdims=True) + eps)),
-    *((1.3, f"x is rounded to {words} before it is squared", lambda x, eps, to=to: np.sqrt(_ms(x.astype(to)) + eps)) for words, to in NARROW.items()),
     *((1.4, f"the mean of squares runs over the {words} only", lambda x, eps, part=part: np.sqrt(_ms(part(x)) + eps)) for words, part in PARTS),
 ]
 NORMS: list[Row] = [
-    (1.2, "the norm multiplies by its weight twice", lambda x, r, w: x / r * w * w),
     (1, "the norm is left out", lambda x, r, w: x),
     (1.1, "the norm multiplies by its weight, but does not divide by the length", lambda x, r, w: x * w),
     (1.1, "the norm multiplies by the length instead of dividing", lambda x, r, w: x * r * w),
-    (1.2, "the norm divides by the length twice", lambda x, r, w: x / r / r * w),
     (1.3, "the weight of the norm is in reverse", lambda x, r, w: x / r * w[::-1]),
     (1.3, "the weight of the norm is one too far", lambda x, r, w: x / r * np.roll(w, 1)),
     (1.3, "the weight of the norm is one too early", lambda x, r, w: x / r * np.roll(w, -1)),
@@ -258,8 +256,6 @@ ACTIVATION_SCALES: list[Row] = [
     (1.1, "the activation scale is max|x| / 127, the inverse", lambda x: _absmax(x) / 127),
     (1.1, "the activation scale takes the mean of |x|, not the largest", lambda x: 127 / np.abs(x).mean(-1, keepdims=True)),
     (1.2, "the activation scale takes the root of the mean of squares, not the largest", lambda x: 127 / np.sqrt(_ms(x))),
-    *((1.3, f"the activation scale is rounded to {words}", lambda x, to=to, top=top: rounded(np.minimum(127 / _absmax(x), top), to)) for (words, to), top in zip(NARROW.items(), (3e38, 65504), strict=True)),
-    (1.2, "each token has the activation scale of the token before it", lambda x: 127 / np.roll(_absmax(x), 1, 0)),
     *((1.3, f"the activation scale takes the largest of the {words} only", lambda x, part=part: 127 / _absmax(part(x))) for words, part in PARTS),
 ]
 INT8_RULES: list[Row] = [
@@ -271,7 +267,6 @@ INT8_RULES: list[Row] = [
     *((1.1, f"activations have {n} bits, clipped to {-(2 ** (n - 1))} and {2 ** (n - 1) - 1}", lambda x, s, n=n: _int8(x * s, -(2 ** (n - 1)), 2 ** (n - 1) - 1)) for n in (7, 6, 5, 4)),
     (1.3, "activations are unsigned: 128 is added", lambda x, s: (_int8(x * s) + 128).astype(np.uint8).astype(np.int8)),
     *((1.1, f"activations are clipped to {-n} and {n}", lambda x, s, n=n: _int8(x * s, -n, n)) for n in (126, 125, 124, 120, 112, 100, 96, 80, 64)),
-    (1.4, "negative activations are clipped to 0", lambda x, s: _int8(x * s, 0, 127)),
 ]
 
 
@@ -296,11 +291,9 @@ def _act(x: NDArray, activation: str) -> NDArray:
 
 GATES: list[Row] = [
     (1, "up is left out", lambda g, u, n: _act(g, n)),
-    (1.1, "gate is left out", lambda g, u, n: wide(u)),
     (1.1, "the activation is squared once more", lambda g, u, n: np.square(_act(g, n)) * wide(u)),
     (1.1, "the activation is on gate and on up", lambda g, u, n: _act(g, n) * _act(u, n)),
     (1, "gate and up are added, not multiplied", lambda g, u, n: _act(g, n) + wide(u)),
-    (1.1, "up is taken plus 1", lambda g, u, n: _act(g, n) * (wide(u) + 1)),
     *((1.3, f"the activation is rounded to {words}", lambda g, u, n, to=to: wide(_act(g, n).astype(to)) * u) for words, to in NARROW.items()),
 ]
 
@@ -317,7 +310,6 @@ def _gates(step: Step) -> Iterator[Row]:
 RESIDUALS: list[Row] = [
     (1, "the residual is left out: the block's result is the stream", lambda x, y: y),
     (1, "the block's result is left out", lambda x, y: x),
-    (1.1, "the block's result is subtracted", lambda x, y: x - y),
     (1.2, "the block's result multiplies the stream", lambda x, y: x * y),
 ]
 
@@ -356,8 +348,6 @@ def _shares(e: NDArray, counted: Any = 1) -> NDArray:
 PATTERNS: list[Row] = [
     (1, "the softmax is not divided by its sum", _e),
     (1, "the softmax is of exp(s) without its sum", lambda s: np.exp(np.minimum(wide(s), 80))),
-    (1, "the softmax's sum has 1 too much: exp(s) / (1 + sum), an attention sink", lambda s: _softmax(s, extra=1)),
-    (1.1, "the softmax's sum has exp(max) too much: 1 / (1 + sum) after the maximum is subtracted", lambda s: _e(s) / (_e(s).sum(-1, keepdims=True) + 1)),
     (1.1, "the softmax's sum lacks the token itself", lambda s: _shares(_e(s), (_distance(s) != 0) | (_ij(s)[0] == 0))),
     (1.1, "the softmax's sum lacks the first token", lambda s: _shares(_e(s), _ij(s)[1] > 0)),
     (1, "the softmax takes 2^s, not e^s", lambda s: _softmax(s, base=2)),
@@ -458,7 +448,6 @@ def interleaved(x: NDArray, cos: NDArray, sin: NDArray) -> NDArray:
 
 
 ROPES: list[Row] = [
-    (1.1, "RoPE is applied twice", lambda x, c, s: layers.apply_rope(layers.apply_rope(x, c, s), c, s)),
     (1.1, "RoPE takes sin for cos as well", lambda x, c, s: layers.apply_rope(x, s, s)),
     (1.1, "RoPE takes cos for sin as well", lambda x, c, s: layers.apply_rope(x, c, c)),
     (1.1, "RoPE's cos and sin are exchanged", lambda x, c, s: layers.apply_rope(x, s, c)),
@@ -474,9 +463,8 @@ def _ropes(step: Step) -> Iterator[Row]:
     n, half, theta, hidden = len(p), len(f), step.setting.config.rope.theta, step.setting.config.hidden_size
     d, j = 2 * half, np.arange(half, dtype=np.float64)
     positions = {
-        "one too low": p - 1, "in reverse": p[::-1], "all 0": p * 0, "doubled": p * 2, "halved": p / 2,
-        "halved and rounded down": p // 2, "those of the last token for all": p * 0 + n - 1, "negative": -p,
-        **{f"counted mod {m}": p % m for m in range(2, 9)}, "two too high": p + 2,
+        "in reverse": p[::-1], "halved and rounded down": p // 2, "those of the last token for all": p * 0 + n - 1,
+        **{f"counted mod {m}": p % m for m in range(2, 9)},
     }
     frequencies = {
         "theta^(-j/d), half the exponent": theta ** (-j / d),
@@ -538,7 +526,6 @@ MATRICES: list[Row] = [  # a dense matrix (out, K), another
     *((1.2, f"{{w}} is rounded to {words}", partial(rounded, dtype=dtype)) for words, dtype in NARROW.items()),
     (1.1, "{w} is quantised to int8, a scale per row", lambda m: int8_matrix(m, 1)),
     (1.2, "{w} is quantised to int8, one scale", lambda m: int8_matrix(m, None)),
-    (1.3, "the bias of {w} is left out", lambda m: m),
 ]
 TERNARY_MATRICES: list[Row] = [(1, f"the codes of {{w}} are {words}", lambda m, codes=codes: np.array(codes, dtype=np.float32)[m.astype(int) + 1]) for words, codes in CODES.items()]
 
@@ -584,10 +571,6 @@ DEQUANTIZED: list[Row] = [  # acc * (w_scale / x_scale): other scales, other pla
     (1.1, "both scales are left out", lambda a, w, s: a),
     (1.2, "the result is divided by 127 twice", lambda a, w, s: a * (w.w_dequant_scale / s) / 127),
     (1.2, "the scale of {w} is divided by the share of its non-zero weights", lambda a, w, s: a * (w.w_dequant_scale / np.abs(matrix(w)).mean() / s)),
-    (1.2, "every token is divided by the first one's activation scale", lambda a, w, s: a * (w.w_dequant_scale / s[:1])),
-    (1.2, "every token is divided by the last one's activation scale", lambda a, w, s: a * (w.w_dequant_scale / s[-1:])),
-    (1.2, "each token is divided by the activation scale of the token before it", lambda a, w, s: a * (w.w_dequant_scale / np.roll(s, 1, 0))),
-    (1.2, "each token is divided by the activation scale of the next token", lambda a, w, s: a * (w.w_dequant_scale / np.roll(s, -1, 0))),
     (1.2, "the largest activation scale is taken for all tokens", lambda a, w, s: a * (w.w_dequant_scale / s.max())),
 ]
 
@@ -772,7 +755,7 @@ def constants(step: Step) -> dict[str, float]:
         "2": 2, "3": 3, "10": 10, "127": 127, "128": 128, "255": 255, "pi": math.pi, "ln 2": math.log(2), "head_dim": cfg.head_dim, "hidden_size": cfg.hidden_size,
         "heads": cfg.num_attention_heads, "kv heads": cfg.num_key_value_heads, "heads per kv head": cfg.num_attention_heads / cfg.num_key_value_heads,
         "intermediate_size": cfg.intermediate_size, "layers": cfg.num_hidden_layers, "vocab_size": cfg.vocab_size, "tokens": len(step.setting.tokens),
-        "theta": cfg.rope.theta, "eps": cfg.norm_eps, "embedding_scale": cfg.embedding_scale, "residual_scale": getattr(cfg, "residual_scale", 1), "query_scale": getattr(cfg, "query_scale", 1),
+        "theta": cfg.rope.theta, "eps": cfg.norm_eps, "embedding_scale": cfg.embedding_scale, **family_of(cfg).constants(cfg),
         "this matrix's scale": float(getattr(step.inputs[1], "w_dequant_scale", 1)) if len(step.inputs) > 1 else 1,
         "layer number + 1": int(layer[1]) + 1 if layer[0] == "blocks" else 1,
     }

@@ -28,6 +28,7 @@ from ..compare import DIFFERS, FLIP, Comparison, OpResult, View, Walk, fits, sam
 from ..flips import judge_flips
 from ..metrics import tensor_of
 from ..tolerances import TABLE
+from .variants import all_scores, all_values, is_seen
 
 
 class _MissingInput(Exception):
@@ -189,23 +190,12 @@ class _Replay:
         n, window = len(self.ids), self.cfg.window_of(int(attn.split(".")[1]))
         if hook == "hook_attn_scores":
             q, k = (self.heads(name) for name in names.op_inputs(f"{attn}.{hook}", self.cfg))
-            out = np.full((self.cfg.num_attention_heads, n, n), -np.inf, dtype=np.float32)
-        elif hook == "hook_pattern":
+            return all_scores(n, q, k, window)
+        if hook == "hook_pattern":
             given = self.value(f"{attn}.hook_attn_scores").reshape(-1, n, n)
-            out = np.zeros(given.shape, dtype=np.float32)
-        else:
-            pattern = self.value(f"{attn}.hook_pattern").reshape(-1, n, n)
-            v = self.heads(f"{attn}.hook_v")
-            out = np.empty((n, self.cfg.num_attention_heads, self.cfg.head_dim), dtype=np.float32)
-        for i in range(n):
-            seen = slice(0 if window is None else max(0, i - window + 1), i + 1)
-            if hook == "hook_attn_scores":
-                out[:, i, seen] = layers.attention_scores(q[i], k[seen])
-            elif hook == "hook_pattern":
-                out[:, i, seen] = layers.softmax(given[:, i, seen])
-            else:
-                out[i] = layers.attention_values(pattern[:, i, seen], v[seen])
-        return out
+            return layers.softmax(np.where(is_seen(n, window), given, -np.inf))
+        pattern = self.value(f"{attn}.hook_pattern").reshape(-1, n, n)
+        return all_values(n, np.where(is_seen(n, window), pattern, 0), self.heads(f"{attn}.hook_v"))
 
     def _norm(self, name: str) -> Norm:
         norm = self.norms.get(name)

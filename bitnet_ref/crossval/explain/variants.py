@@ -283,7 +283,7 @@ class _StepRecorder(Recorder):
         attn, n = step.name.removesuffix(".hook_z"), len(self.setting.tokens)
         given = self.step(f"{attn}.hook_attn_scores", partial(all_scores, n), q, self.keys, window)
         pattern = self.step(f"{attn}.hook_pattern", layers.softmax, given)
-        return self.step(step.name, partial(_all_values, n), pattern, self.values)
+        return self.step(step.name, partial(all_values, n), pattern, self.values)
 
     def on_gated(self, step: ObservedStep, call: Call, gate: NDArray, up: NDArray, activation: str) -> Any:
         gate = self.step(sibling(step.name, "hook_pre"), np.asarray, gate)
@@ -375,14 +375,18 @@ def _small_product(x: NDArray, w: TernaryLinear | DenseWeight) -> NDArray:
     return (x.astype(w_t.dtype) @ w_t).astype(x.dtype if w.bit_linear is None else np.int32)
 
 
+def is_seen(n: int, window: int | None) -> NDArray[np.bool_]:
+    """(n, n), which token sees which: itself and those before it, as far as the window reaches."""
+    i, j = np.arange(n)[:, None], np.arange(n)
+    return (j <= i) & (i - j < (n if window is None else window))
+
+
 def all_scores(n: int, q: NDArray, keys: NDArray, window: int | None, sees: NDArray | None = None) -> NDArray:
     """Attention scores of sequences of n tokens, laid end to end.   q (N, H, d), keys (N, G, d) -> (H, N, n)
 
-    sees: (n, n), which token sees which; None: itself and those before it, as far as the window reaches.
+    sees: (n, n), which token sees which; None: as it should.
     """
-    i, j = np.arange(n)[:, None], np.arange(n)
-    if sees is None:
-        sees = (j <= i) & (i - j < (n if window is None else window))
+    sees = is_seen(n, window) if sees is None else sees
     by_kv_head = keys.repeat(q.shape[1] // keys.shape[1], axis=1)
     q_of, k_of = (x.astype(np.float64).reshape(-1, n, *x.shape[1:]) for x in (q, by_kv_head))
     wide = np.einsum("cihd,cjhd->hcij", q_of, k_of, optimize=True) * q.shape[2] ** -0.5
@@ -391,7 +395,7 @@ def all_scores(n: int, q: NDArray, keys: NDArray, window: int | None, sees: NDAr
     return given.reshape(q.shape[1], len(q), n)
 
 
-def _all_values(n: int, pattern: NDArray, v: NDArray) -> NDArray:
+def all_values(n: int, pattern: NDArray, v: NDArray) -> NDArray:
     """pattern (H, N, n), v (N, G, d) -> (N, H, d)"""
     heads = len(pattern)
     p_of = pattern.astype(np.float64).reshape(heads, -1, n, n)
