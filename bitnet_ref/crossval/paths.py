@@ -31,8 +31,9 @@ from ..backends import Backend
 from ..backends.backend import GreedyRun
 from ..backends.paged_cache import PagedKVCache
 from ..backends.split import LayerRun, SplitBackend
+from ..families import KINDS
 from ..families.blocks import BLOCK_TYPES, BlockWeight, int8_weights
-from ..families.groups import fold_rotations, has_rotations
+from ..families.family import OtherForm
 from ..generation import SamplingParams
 from ..generation.drafts import StepTimes
 from ..generation.sampling import choose, distribution
@@ -145,11 +146,9 @@ def _checks(
             yield f"cache {dtype}", partial(_narrow_cache, model, tokens, dtype)
     for layout, make_other in be.other_layouts().items():
         yield f"{layout} weights", partial(_other_layout, reference.on(make_other()), tokens, plain)
-    if has_rotations(reference.weights):
-        yield (
-            "folded rotation",
-            lambda: _judge_logits(_whole(_folded(reference).on(make()), tokens, None), reference, tokens),
-        )
+    for form in (form for kind in KINDS.values() for form in kind.other_forms):
+        if form.applies(reference.weights):
+            yield form.name, partial(_other_form, make, reference, tokens, form)
     own = Model(reference.config, int8_weights(reference.weights), reference.backend)
     yield "int8 weights", lambda: _judge_logits(_whole(own.on(make()), tokens, None), own, tokens)
     yield "dense blocks", lambda: _dense_blocks(be)
@@ -276,9 +275,9 @@ def _divide(make: MakeBackend, reference: Model) -> Model:
     return reference.on(SplitBackend([LayerRun(make(), 0, count // 2), LayerRun(make(), count // 2, count)]))
 
 
-def _folded(model: Model) -> Model:
-    """The model in the plain basis, its rotated matrices dense."""
-    return Model(model.config, fold_rotations(model.weights), model.backend)
+def _other_form(make: MakeBackend, reference: Model, tokens: list[int], form: OtherForm) -> Outcome:
+    own = Model(reference.config, form.make(reference.weights), reference.backend)
+    return _judge_logits(_whole(own.on(make()), tokens, None), reference, tokens)
 
 
 # -- judging -----------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigError
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig, require
-from . import gemma3, groups, llama, minicpm, qwen, qwen3_5, smollm3
-from .family import Family, TraceStep
+from . import blocks, gemma3, groups, linear_norms, llama, minicpm, qwen, qwen3_5, smollm3
+from .family import AlsoRecorded, Family, TraceStep, WeightKind
 from .llama import llama_axes, llama_steps
 from .rope import StretchedRope
 
@@ -20,6 +20,10 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for module in (llama, qwen, gemma3, minicpm, qwen3_5, smollm3)
     for family in module.FAMILIES
+}
+
+KINDS: dict[str, WeightKind] = {
+    kind.name: kind for kind in (linear_norms.TERNARY, blocks.KIND, linear_norms.NORMED, groups.KIND)
 }
 
 
@@ -67,9 +71,12 @@ def trace_names_of_norms() -> dict[str, str]:
     return {field: name for kind in classes for field, name in kind.trace_names.items()}
 
 
-def also_recorded(config: ModelConfig) -> dict[Callable[..., Any], tuple[str, Callable[..., Any]]]:
+def also_recorded(config: ModelConfig) -> AlsoRecorded:
     """`Family.also_recorded` of a model, and of the kinds of weights."""
-    return {**family_of(config).also_recorded, **groups.ALSO_RECORDED}
+    recorded = dict(family_of(config).also_recorded)
+    for kind in KINDS.values():
+        recorded |= kind.also_recorded
+    return recorded
 
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What a model family declares of itself. The rooms ask these declarations, and none of them names a family.
+"""What a model family, or a kind of weight, declares of itself. The rooms ask these declarations and name neither.
 
 A family is one file beside this one, with all that is its own: the fields of its config, how config.json and GGUF's
 keys say them, the names of its tensors, its layers and their texts, the steps that it records, the mistakes that
@@ -8,18 +8,20 @@ crossval tries in it. `FAMILIES` in `__init__.py` lists them; `register` adds on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
+from ..errors import ConfigError, FormatError
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ..reference.quantization import CODES_PER_BYTE
-from ..reference.weights import LayerWeights
+from ..reference.weights import LayerWeights, LinearWeight, ModelWeights
 
+# function of an op -> (hook, function of the same arguments)
+AlsoRecorded = Mapping[Callable[..., NDArray], tuple[str, Callable[..., NDArray | None]]]
 NORM, LINEAR = "norm module", "linear module"  # kinds of steps that stand for several tensors
 
 
@@ -165,6 +167,89 @@ class ArrayForm(NamedTuple):
     from_gguf: Callable[[Any, int, NDArray], NDArray]
     to_gguf: Callable[[Any, int, NDArray], NDArray]
     hf_shape: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple  # of the tensor, from ours
+
+
+# -- kinds of weights --------------------------------------------------------------------------------------------------
+
+
+class MatrixTensors(Protocol):
+    """The tensors of one matrix in a native file, by what their names end in: "scales"."""
+
+    def __contains__(self, end: str) -> bool: ...
+    def shape(self, end: str) -> tuple[int, ...]: ...
+    def take(self, end: str, shape: tuple[int, ...], *dtypes: str) -> NDArray:
+        """FormatError for another shape, or dtype; by default any of floats."""
+
+    def plane(self, n: int, k: int) -> NDArray[np.uint8]:
+        """The ternary matrix (n, k), packed, however it is stored."""
+
+    def fail(self, end: str, message: str) -> FormatError: ...
+
+
+class NativeForm(NamedTuple):
+    """How native files store a kind of weight, beside its ternary plane and its bias.
+
+    mark: what the name of a tensor ends in that no other kind has; its dtype is that of the matrix.
+    version: of the first files that may have it.
+    arrays: (weight) -> the tensors, by what their names end in.   read: (tensors, shape, bias) -> the weight
+    """
+
+    mark: str
+    version: int
+    arrays: Callable[[Any], Mapping[str, NDArray]]
+    read: Callable[[MatrixTensors, tuple[int, int], NDArray[np.float32] | None], LinearWeight]
+
+
+class Comparison(NamedTuple):
+    """A detail of two weights that are to be the same.
+
+    name: behind the weight's.   tally: of `Proof`: "planes", "scales" or "tensors".
+    exact: never rounded, whatever the format.
+    """
+
+    name: str
+    tally: str
+    ours: NDArray | None
+    theirs: NDArray | None
+    exact: bool = False
+
+
+class Planes(NamedTuple):
+    """A ternary matrix, its scale or their mean, and the inputs that have one; None: all."""
+
+    packed: NDArray[np.uint8]
+    scale: float
+    group: int | None = None
+
+
+class OtherForm(NamedTuple):
+    """Another form of the same weights, in which every backend must give the same logits."""
+
+    name: str
+    applies: Callable[[ModelWeights], bool]
+    make: Callable[[ModelWeights], ModelWeights]
+
+
+@dataclass(frozen=True)
+class WeightKind:
+    """One kind of weight.
+
+    name: its `LinearWeight.kind`.   words: for "a ... matrix".
+    classes: what prepared weights on disk are built of.
+    compare: (weight, weight) -> their details, without the bias.   planes: (weight) -> what it has of them.
+    native: how native files store it, where it is no BitLinear and not dense.
+    also_recorded, mistakes: as a family's.
+    """
+
+    name: str
+    words: str
+    classes: tuple[type, ...]
+    compare: Callable[[Any, Any], Iterator[Comparison]]
+    planes: Callable[[Any], Planes | None]
+    native: NativeForm | None = None
+    also_recorded: AlsoRecorded = field(default_factory=dict)
+    other_forms: tuple[OtherForm, ...] = ()
+    mistakes: tuple[Hypothesis, ...] = ()
 
 
 # -- how files say the config ------------------------------------------------------------------------------------------
@@ -319,7 +404,7 @@ class Family:
     axes: Callable[[Any], Mapping[str, int]] = lambda config: {}
     lacks: Callable[[Any], Sequence[str]] = lambda config: ()
     make_layer: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda config, parts: parts
-    also_recorded: Mapping[Callable[..., NDArray], tuple[str, Callable[..., NDArray]]] = field(default_factory=dict)
+    also_recorded: AlsoRecorded = field(default_factory=dict)
     names: Mapping[str, PartNames] = field(default_factory=dict)
     place: Callable[[Any, int, str, str], LinearPlace | None] = lambda config, layer, linear, style: None
     hf: HfForm | None = None

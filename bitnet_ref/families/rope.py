@@ -3,7 +3,7 @@
     linear     divided by `factor`.
     dynamic    (NTK): theta grows with the position once it passes `original_max_position_embeddings`.
     llama3     long wavelengths divided by `factor`, short ones kept, a ramp in between.
-    yarn       a ramp between `beta_fast` and `beta_slow` rotations; cos and sin are also scaled by `attention_factor`.
+    yarn       a ramp between `beta_fast` and `beta_slow` turns; cos and sin are also scaled by `attention_factor`.
     longrope   each frequency divided by its own number, of `short_factors` up to the trained context and of
                `long_factors` beyond it; cos and sin are also scaled by `attention_factor`.
 
@@ -114,9 +114,9 @@ def _llama3(rope: StretchedRope, head_dim: int, position: int) -> NDArray[np.flo
 
 
 def _yarn(rope: StretchedRope, head_dim: int, position: int) -> NDArray[np.float64]:
-    def pair_that_turns(rotations: float) -> float:  # the pair that makes so many turns over the trained context
-        turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+    def pair_that_turns(turns: float) -> float:  # the pair that makes so many turns over the trained context
+        positions_per_radian = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+        return head_dim * math.log(positions_per_radian) / (2 * math.log(rope.theta))
 
     inv_freq = RopeConfig.frequencies(rope, head_dim)
     low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)

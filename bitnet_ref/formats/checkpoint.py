@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 
 from ..errors import ConfigError, FormatError, TokenizerError
 from ..families import family_of
-from ..families.blocks import BlockWeight, in_int8
-from ..families.groups import GroupTernaryWeight, Rotation, split_groups
+from ..families.blocks import in_int8
+from ..families.groups import in_groups
+from ..families.hadamard import Rotation
 from ..reference.config import ModelConfig
-from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, TernaryWeight, linear_name
+from ..reference.weights import LayerWeights, LinearWeight, ModelWeights, Norm, linear_name
 from ..system.json_file import is_present, read_bounded
 from .binary_file import Closeable
 from .names import hf_module
@@ -77,7 +78,7 @@ class Checkpoint(Closeable, ABC):
     kind: the file's format, as `convert --to` calls it: "hf-packed", "hf-bf16", "gguf-i2_s", "onnx", "native", ...
     evidence: sentences about what no field of the file says and was decided from its contents, with the reason.
     taken: the file's names of the tensors that were read so far.
-    rotations: the bases of matrices that are stored in a rotated one: name of a linear or "embedding" -> its basis.
+    bases: of matrices that are not stored in the plain basis: name of a linear or "embedding" -> its basis.
     is_folded: whether these matrices are given in the plain basis (`ReadOptions.rotation`).
     """
 
@@ -86,7 +87,7 @@ class Checkpoint(Closeable, ABC):
     kind: str
     evidence: list[str]
     taken: set[str]
-    rotations: Mapping[str, Rotation] = MappingProxyType({})
+    bases: Mapping[str, Rotation] = MappingProxyType({})
     is_folded: bool = False
     # `Backend.pack_plane` of the backend that the weights are read for; None: packed by NumPy
     pack_plane: Callable[[NDArray[np.uint8]], NDArray[np.uint8] | None] | None = None
@@ -95,9 +96,9 @@ class Checkpoint(Closeable, ABC):
     def read_ahead(self) -> None:
         """Call before all parts are read in their order: the disk then works while earlier parts are packed."""
 
-    def rotation(self, name: str) -> Rotation | None:
-        """The basis of the matrix that is given for a linear or "embedding"; None: the plain one."""
-        return None if self.is_folded or not self.rotations else self.rotations.get(name)
+    def basis(self, name: str) -> Rotation | None:
+        """The basis of the matrix that `read_part` gives for a linear or "embedding"; None: the plain one."""
+        return None if self.is_folded else self.bases.get(name)
 
     def fail(self, tensor: str, message: str) -> FormatError:
         """The error to raise about a tensor of the file. It names the file, and the tensor's place if it has one."""
@@ -146,7 +147,7 @@ class Checkpoint(Closeable, ABC):
 
     def given_dtype(self, name: str) -> np.dtype:
         """The dtype of a matrix that is not ternary (or of "embedding") as `fold` gives it."""
-        return np.dtype(np.float32) if self.is_folded and name in self.rotations else self.dense_dtype(name)
+        return np.dtype(np.float32) if self.is_folded and name in self.bases else self.dense_dtype(name)
 
     def check_tied_head(self, embedding: LinearWeight) -> None:
         """Raises FormatError where the file stores a head that differs from the embedding it is tied to."""
@@ -155,9 +156,9 @@ class Checkpoint(Closeable, ABC):
         """The tokenizer as in a hub repository: file name ("tokenizer.json", ...) -> bytes. Empty if there is none."""
         return {}
 
-    def refuse_rotation(self, writer: str) -> None:
-        """ConfigError where matrices are in a rotated basis, which files of `writer` cannot say."""
-        if self.rotations and not self.is_folded:
+    def require_plain_basis(self, writer: str) -> None:
+        """ConfigError where matrices are given in another basis, which files of `writer` cannot say."""
+        if self.bases and not self.is_folded:
             message = f"{writer} files cannot say that matrices are in a Hadamard basis; "
             message += 'fold it first (rotation="folded"), or convert to native, gguf-pq2_0 or gguf-ptq1_0'
             raise ConfigError(message, path=self.path)
@@ -309,9 +310,9 @@ def read_weights(
         if meanwhile is not None:
             meanwhile()
         embedding = reading.result()
-    if config.tie_word_embeddings and embedding.kind == "groups" and (prepare := prepare_for(None)):
+    if config.tie_word_embeddings and embedding.kind != "dense" and (prepare := prepare_for(None)):
         head = prepare(embedding)
-        embedding = head if head.kind == "groups" else embedding
+        embedding = head if head.kind == embedding.kind else embedding  # a kind that has rows in its layout too
     done()
     layers = tuple(read_layer(checkpoint, index, prepare_for(index), done) for index in range(config.num_hidden_layers))
     final_norm = Norm(checkpoint.norm("final_norm"), config.norm_eps, "ln_final")
@@ -340,7 +341,7 @@ def read_layer(
         done()
     for short in config.linear_shapes(index):
         name = linear_name(index, short)
-        weight = in_groups(checkpoint, name, checkpoint.linear(name)).called(name)
+        weight = choose_kind(checkpoint, name, fold(checkpoint, name, checkpoint.linear(name))).called(name)
         parts[short] = weight if prepare is None else prepare(weight)
         done()
     return kind(**family.make_layer(config, parts))
@@ -351,45 +352,34 @@ def read_embedding(checkpoint: Checkpoint) -> LinearWeight:
     stored = checkpoint.embedding()
     if checkpoint.config.tie_word_embeddings:
         checkpoint.check_tied_head(stored)
-    return in_groups(checkpoint, "embedding", stored).called("embedding")
+    return choose_kind(checkpoint, "embedding", fold(checkpoint, "embedding", stored)).called("embedding")
 
 
 def read_head(checkpoint: Checkpoint, embedding: LinearWeight, prepare: Prepare | None = None) -> LinearWeight:
     """The head. With tied embeddings it is `embedding`, the same object."""
     if checkpoint.config.tie_word_embeddings:
         return embedding
-    head = in_groups(checkpoint, "lm_head", checkpoint.linear("lm_head")).called("lm_head")
+    stored = fold(checkpoint, "lm_head", checkpoint.linear("lm_head"))
+    head = choose_kind(checkpoint, "lm_head", stored).called("lm_head")
     return head if prepare is None else prepare(head)
 
 
-def in_groups(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeight:
-    """The weight as the model computes with it: a dense matrix that is ternary by groups is packed, and so is a ternary
-    one whose input stays in float. Other weights are returned as they are."""
-    config, rotation, w = checkpoint.config, checkpoint.rotation(name), fold(checkpoint, name, w)
-    if isinstance(w, DenseWeight) and (packed := _split_dense(w)) is not None:
-        planes, scales, group = packed
-        return GroupTernaryWeight(planes, w.shape[1], scales, group, w.bias, rotation)
-    if isinstance(w, GroupTernaryWeight):
-        return w if rotation is None else replace(w, rotation=rotation)
-    if rotation is not None:
-        raise FormatError("is in a Hadamard basis and not ternary by groups", path=checkpoint.path, field=name)
-    if isinstance(w, TernaryWeight) and config.quantization is not None and not config.quantization.int8_activations:
-        scales = np.full((w.shape[0], 1), w.w_dequant_scale, dtype=np.float32)
-        return GroupTernaryWeight(w.packed, w.in_features, scales, w.in_features, w.bias)
-    return in_int8(w) if checkpoint.dense == "int8" and (name != "embedding" or config.tie_word_embeddings) else w
-
-
-def _split_dense(w: DenseWeight) -> tuple[NDArray[np.uint8], NDArray, int] | None:
-    """`split_groups`; a few rows decide for a matrix in blocks, so that most are not widened as a whole."""
-    few = replace(w, stored=w.stored[:8]) if isinstance(w, BlockWeight) else None
-    return None if few is not None and split_groups(few.array) is None else split_groups(w.array)
-
-
 def fold(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeight:
-    """The weight in the plain basis, where `checkpoint` is to give it so."""
-    if checkpoint.is_folded and name in checkpoint.rotations and isinstance(w, DenseWeight | GroupTernaryWeight):
-        return DenseWeight(checkpoint.rotations[name].fold(w.array), w.bias)
+    """A linear or "embedding" of the file, in the plain basis where `checkpoint` is to give it so."""
+    if checkpoint.is_folded and name in checkpoint.bases and w.bit_linear is None:
+        return checkpoint.bases[name].fold(w)
     return w
+
+
+def choose_kind(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeight:
+    """A linear or "embedding" (see `fold`) as the model computes with it: of the kind that its values are of."""
+    config = checkpoint.config
+    float_inputs = config.quantization is not None and not config.quantization.int8_activations
+    try:
+        w = in_groups(w, checkpoint.basis(name), float_inputs)
+    except ValueError as problem:
+        raise FormatError(str(problem), path=checkpoint.path, field=name) from None
+    return in_int8(w) if checkpoint.dense == "int8" and (name != "embedding" or config.tie_word_embeddings) else w
 
 
 def read_part(checkpoint: Checkpoint, name: str) -> Part:

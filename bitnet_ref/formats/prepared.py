@@ -35,12 +35,9 @@ from numpy.typing import NDArray
 
 from ..backends.backend import Backend
 from ..errors import ConfigError, FormatError, printable
-from ..families import config_from_dict, config_to_dict, family_of
-from ..families.blocks import BlockWeight
-from ..families.groups import GroupTernaryWeight, Rotation
-from ..families.linear_norms import NormedLinear
+from ..families import KINDS, config_from_dict, config_to_dict, family_of
 from ..reference.config import ModelConfig
-from ..reference.weights import DenseWeight, ModelWeights, Norm, TernaryWeight
+from ..reference.weights import DenseWeight, ModelWeights, Norm
 from ..system.atomic import atomic_path
 from ..system.json_file import open_regular, parse_json_object
 from ..system.sharing import file_identity, model_files
@@ -55,7 +52,6 @@ VERSION = 5
 _ALIGNMENT = 64  # of the data: a cache line
 _PAGE = 4096
 _HEAD_BYTES = 1 << 16  # of each of the model's files, by which it is identified
-_KINDS = (ModelWeights, DenseWeight, BlockWeight, TernaryWeight, GroupTernaryWeight, NormedLinear, Norm, Rotation)
 
 
 class PreparedFile:
@@ -90,8 +86,9 @@ class PreparedFile:
                 self._compare_hashes(file, memory)
                 config = config_from_dict(self._json(file, "config"))
                 layers = [family_of(config).layer_class(config, i) for i in range(config.num_hidden_layers)]
+                weights_of = [each for kind in KINDS.values() for each in kind.classes]
                 own = [*layers, *config.nested.values(), *self.backend.weight_kinds]
-                kinds = {kind.__name__: kind for kind in (*_KINDS, *own)}
+                kinds = {kind.__name__: kind for kind in (ModelWeights, Norm, *weights_of, *own)}
                 weights = _rebuild(self._json(file, "weights"), lambda name: file.view(memory, name), kinds, {})
             _check(weights, config)
             self.backend.check_prepared(weights)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache as memoize
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, ClassVar
 from zlib import crc32
 
@@ -145,9 +146,9 @@ class CythonBackend(KernelBackend):
     def prepare_in_steps(self, w: ModelWeights, cfg: ModelConfig) -> Iterator[ModelWeights]:
         """Each step takes some hundredths of a second. The weights change when the head's screen is whole, and when all
         layers have strips: recorded steps of a cache are recorded again for others."""
-        if w.tied and w.embedding.kind == "groups":
-            panels = self.prepare(w.embedding)
-            w = replace(w, lm_head=panels, embedding=panels)
+        if w.tied and w.embedding.kind != "dense":
+            head = self.prepare(w.embedding)
+            w = replace(w, lm_head=head, embedding=head)
         by_numpy = [n for n, each in w.linears() if isinstance(each, DenseWeight) and not has_dense_kernel(each)]
         if by_numpy:
             why = "their sums are in float64, their rows not contiguous, or their blocks without a kernel"
@@ -445,9 +446,9 @@ class CythonBackend(KernelBackend):
         return GroupPanelWeight.pack(w.plain(), layout, self._memory, self.threads)
 
     def _group_linears(self, x: NDArray, ws: Sequence[GroupTernaryLinear]) -> list[NDArray]:
-        """Linears by groups: neighbours that share their groups and rotation in one call."""
+        """Linears by groups: neighbours that take one form of the input in one call."""
         outputs: list[NDArray] = []
-        for _, same in groupby(ws, lambda w: (w.group, id(w.rotation))):
+        for _, same in groupby(ws, attrgetter("input_key")):
             panels = [self._group_panels(w) for w in same]
             for w in panels:
                 require("group_matmul", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...families.groups import GroupTernaryLinear, GroupTernaryWeight, Rotation
+from ...families.groups import GroupLayout, GroupTernaryLinear, GroupTernaryWeight
 from .dense import KINDS
 from .workspace import Workspace
 
@@ -19,19 +19,14 @@ FILE = "group.cu"
 WORD_COLUMNS, WARPS, TOKENS = 16, 4, 8  # group.cu's columns of a word; warps of a block; tokens of `group_8`
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class DeviceGroups(GroupTernaryLinear):
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class DeviceGroups(GroupLayout):
     """The matrix on the device, and as it was read in the host's memory."""
 
     host: GroupTernaryWeight
     words: Any  # (N, ceil(K/16)) uint32 on the device
     scales: Any  # (N, groups) on the device
     scales_kind: str  # float32, float16 or bfloat16
-    in_features: int
-    group: int
-    bias: NDArray[np.float32] | None
-    rotation: Rotation | None = None
-    name: str = ""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -50,8 +45,8 @@ class DeviceGroups(GroupTernaryLinear):
 
 
 def takes_groups(w: GroupTernaryLinear) -> bool:
-    """Whether the kernels compute from it: no rotation, and no word of 16 columns in two groups."""
-    return w.rotation is None and (w.group % WORD_COLUMNS == 0 or w.group >= w.in_features)
+    """Whether the kernels compute from it: inputs as they are, and no word of 16 columns in two groups."""
+    return not w.turns_input and (w.group % WORD_COLUMNS == 0 or w.group >= w.in_features)
 
 
 def put_groups(ws: Workspace, w: GroupTernaryWeight) -> DeviceGroups:
@@ -61,7 +56,7 @@ def put_groups(ws: Workspace, w: GroupTernaryWeight) -> DeviceGroups:
     packed[:, :columns] = w.packed
     kind = w.dtype.name if w.dtype.name in KINDS else "float32"
     scales = ws.upload(w.scales.astype(KINDS[kind], copy=False))
-    return DeviceGroups(w, ws.upload(packed.view("<u4")), scales, kind, w.in_features, w.group, w.bias, name=w.name)
+    return DeviceGroups.of(w, host=w, words=ws.upload(packed.view("<u4")), scales=scales, scales_kind=kind)
 
 
 def group_matmul(ws: Workspace, x: Any, w: DeviceGroups) -> Any:

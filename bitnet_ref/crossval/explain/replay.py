@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ...backends import Backend
 from ...backends.loaded import LoadedModel
 from ...errors import NumericsError
-from ...families import also_recorded
+from ...families import KINDS
 from ...reference import layers
 from ...reference.model import rope_tables_of
 from ...reference.weights import LinearWeight, Norm, plain_weights
@@ -171,8 +171,8 @@ class _Replay:
             x = self.rows(names.module_input(linear, self.cfg))
             if hook in (names.OUT, "hook_uncapped"):
                 return self.be.linear(x, w)
-            beside = dict(also_recorded(self.cfg).values())
-            tensor = beside[hook](x, w) if hook in beside and w.kind == "groups" else None
+            beside = dict(KINDS[w.kind].also_recorded.values())
+            tensor = beside[hook](x, w) if hook in beside else None
             if tensor is None:
                 raise _MissingInput(hook)
             return tensor

@@ -3,7 +3,7 @@
 Ternary linears are stored exactly, as `autobitlinear`, mode "offline": "hf-packed" (2-bit planes) or "hf-bf16" (-1, 0,
 +1 as floats), with a `weight_scale`. Packed planes whose scales divide (`bitlinear`) stay so in "hf-packed". Masters
 stay masters in "hf-bf16", mode "online". A BitLinear's matrix is never written as -s, 0, +s: transformers would take
-its absmean, which is s times the share of non-zeros. Dense matrices, ternary by groups or not, are written as they are;
+its absmean, which is s times the share of non-zeros. Matrices whose inputs stay in float are written as they are;
 "hf-unpacked" takes models of these alone.
 
 All floats of a file have one dtype, which config.json names: transformers leaves a quantised model's tensors in the
@@ -71,7 +71,7 @@ def write_hf(checkpoint: Checkpoint, folder: Path, kind: str = "hf-packed", prog
     no multiple of 4.
     """
     config = checkpoint.config
-    checkpoint.refuse_rotation("Hugging Face")
+    checkpoint.require_plain_basis("Hugging Face")
     if kind == "hf-unpacked" and config.quantization is not None:
         message = "-s, 0, +s would be quantised once more when they are loaded; convert to native, hf-packed or hf-bf16"
         raise ConfigError(message, field="quantization")

@@ -81,7 +81,7 @@ class DecoderGraph:
     """Builds the graph of one model, reading its checkpoint one matrix at a time."""
 
     def __init__(self, checkpoint: Checkpoint, add_tensor: AddTensor, progress: Progress | None = None) -> None:
-        checkpoint.refuse_rotation("ONNX")
+        checkpoint.require_plain_basis("ONNX")
         if extras := checkpoint.config.extras:
             message = f"ONNX files of {checkpoint.config.model_type} models are not written; convert to native instead"
             raise ConfigError(message, field=extras[0])
