@@ -33,7 +33,6 @@ from ..backends.paged_cache import PagedKVCache
 from ..backends.split import LayerRun, SplitBackend
 from ..families import KINDS
 from ..families.blocks import BLOCK_TYPES, BlockWeight, int8_weights
-from ..families.family import OtherForm
 from ..generation import SamplingParams
 from ..generation.drafts import StepTimes
 from ..generation.sampling import choose, distribution
@@ -146,11 +145,12 @@ def _checks(
             yield f"cache {dtype}", partial(_narrow_cache, model, tokens, dtype)
     for layout, make_other in be.other_layouts().items():
         yield f"{layout} weights", partial(_other_layout, reference.on(make_other()), tokens, plain)
-    for form in (form for kind in KINDS.values() for form in kind.other_forms):
-        if form.applies(reference.weights):
-            yield form.name, partial(_other_form, make, reference, tokens, form)
+    for name, convert in (item for kind in KINDS.values() for item in kind.other_forms.items()):
+        if (weights := convert(reference.weights)) is not None:
+            other = Model(reference.config, weights, reference.backend)
+            yield name, partial(_other_form, make, other, reference, tokens)
     own = Model(reference.config, int8_weights(reference.weights), reference.backend)
-    yield "int8 weights", lambda: _judge_logits(_whole(own.on(make()), tokens, None), own, tokens)
+    yield "int8 weights", partial(_other_form, make, own, own, tokens)
     yield "dense blocks", lambda: _dense_blocks(be)
     yield "dense bfloat16", lambda: _dense_bfloat16(be)
     yield "recorded", lambda: _equal(model.run_with_cache(tokens, "hook_embed")[0], plain)
@@ -275,9 +275,9 @@ def _divide(make: MakeBackend, reference: Model) -> Model:
     return reference.on(SplitBackend([LayerRun(make(), 0, count // 2), LayerRun(make(), count // 2, count)]))
 
 
-def _other_form(make: MakeBackend, reference: Model, tokens: list[int], form: OtherForm) -> Outcome:
-    own = Model(reference.config, form.make(reference.weights), reference.backend)
-    return _judge_logits(_whole(own.on(make()), tokens, None), reference, tokens)
+def _other_form(make: MakeBackend, other: Model, reference: Model, tokens: list[int]) -> Outcome:
+    """The backend's logits of other weights against the reference's."""
+    return _judge_logits(_whole(other.on(make()), tokens, None), reference, tokens)
 
 
 # -- judging -----------------------------------------------------------------------------------------------------------

@@ -73,10 +73,7 @@ def trace_names_of_norms() -> dict[str, str]:
 
 def also_recorded(config: ModelConfig) -> AlsoRecorded:
     """`Family.also_recorded` of a model, and of the kinds of weights."""
-    recorded = dict(family_of(config).also_recorded)
-    for kind in KINDS.values():
-        recorded |= kind.also_recorded
-    return recorded
+    return {**family_of(config).also_recorded, **groups.KIND.also_recorded}
 
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:

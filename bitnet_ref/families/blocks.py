@@ -21,7 +21,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..errors import ShapeError
 from ..reference.weights import DenseWeight, LinearWeight, ModelWeights
-from .family import Comparison, WeightKind
+from .family import WeightKind
 
 SHIFTS_2 = np.array([0, 2, 4, 6], dtype=np.uint8)
 SHIFTS_4 = np.array([0, 4], dtype=np.uint8)
@@ -189,10 +189,4 @@ def int8_weights(w: ModelWeights) -> ModelWeights:
     return w.map_linears(in_int8)
 
 
-KIND = WeightKind(
-    "dense",
-    "dense",
-    classes=(DenseWeight, BlockWeight),
-    compare=lambda a, b: iter([Comparison("", "tensors", a.array, b.array)]),
-    planes=lambda w: None,
-)
+KIND = WeightKind("dense", "dense", (DenseWeight, BlockWeight))

@@ -8,14 +8,14 @@ crossval tries in it. `FAMILIES` in `__init__.py` lists them; `register` adds on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, FormatError
+from ..errors import ConfigError
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ..reference.quantization import CODES_PER_BYTE
 from ..reference.weights import LayerWeights, LinearWeight, ModelWeights
@@ -172,62 +172,17 @@ class ArrayForm(NamedTuple):
 # -- kinds of weights --------------------------------------------------------------------------------------------------
 
 
-class MatrixTensors(Protocol):
-    """The tensors of one matrix in a native file, by what their names end in: "scales"."""
-
-    def __contains__(self, end: str) -> bool: ...
-    def shape(self, end: str) -> tuple[int, ...]: ...
-    def take(self, end: str, shape: tuple[int, ...], *dtypes: str) -> NDArray:
-        """FormatError for another shape, or dtype; by default any of floats."""
-
-    def plane(self, n: int, k: int) -> NDArray[np.uint8]:
-        """The ternary matrix (n, k), packed, however it is stored."""
-
-    def fail(self, end: str, message: str) -> FormatError: ...
-
-
 class NativeForm(NamedTuple):
     """How native files store a kind of weight, beside its ternary plane and its bias.
 
-    mark: what the name of a tensor ends in that no other kind has; its dtype is that of the matrix.
-    version: of the first files that may have it.
-    arrays: (weight) -> the tensors, by what their names end in.   read: (tensors, shape, bias) -> the weight
+    mark: the end of a tensor's name that no other kind has, ".scales"; its dtype is that of the matrix.
+    arrays: (weight) -> the tensors, by the ends of their names.
+    read: (an open `NativeCheckpoint`, name, shape, bias) -> the weight
     """
 
     mark: str
-    version: int
     arrays: Callable[[Any], Mapping[str, NDArray]]
-    read: Callable[[MatrixTensors, tuple[int, int], NDArray[np.float32] | None], LinearWeight]
-
-
-class Comparison(NamedTuple):
-    """A detail of two weights that are to be the same.
-
-    name: behind the weight's.   tally: of `Proof`: "planes", "scales" or "tensors".
-    exact: never rounded, whatever the format.
-    """
-
-    name: str
-    tally: str
-    ours: NDArray | None
-    theirs: NDArray | None
-    exact: bool = False
-
-
-class Planes(NamedTuple):
-    """A ternary matrix, its scale or their mean, and the inputs that have one; None: all."""
-
-    packed: NDArray[np.uint8]
-    scale: float
-    group: int | None = None
-
-
-class OtherForm(NamedTuple):
-    """Another form of the same weights, in which every backend must give the same logits."""
-
-    name: str
-    applies: Callable[[ModelWeights], bool]
-    make: Callable[[ModelWeights], ModelWeights]
+    read: Callable[[Any, str, tuple[int, int], NDArray[np.float32] | None], LinearWeight]
 
 
 @dataclass(frozen=True)
@@ -236,19 +191,19 @@ class WeightKind:
 
     name: its `LinearWeight.kind`.   words: for "a ... matrix".
     classes: what prepared weights on disk are built of.
-    compare: (weight, weight) -> their details, without the bias.   planes: (weight) -> what it has of them.
+    details: (weight, another of the kind) -> the arrays that are to be equal in both, without the bias.
     native: how native files store it, where it is no BitLinear and not dense.
+    other_forms: name -> (weights) -> the same model in a form that gives the same logits; None where it has none.
     also_recorded, mistakes: as a family's.
     """
 
     name: str
     words: str
     classes: tuple[type, ...]
-    compare: Callable[[Any, Any], Iterator[Comparison]]
-    planes: Callable[[Any], Planes | None]
+    details: Callable[[Any, Any], Mapping[str, NDArray]] = lambda weight, other: dict(weight.contents(""))
     native: NativeForm | None = None
     also_recorded: AlsoRecorded = field(default_factory=dict)
-    other_forms: tuple[OtherForm, ...] = ()
+    other_forms: Mapping[str, Callable[[ModelWeights], ModelWeights | None]] = field(default_factory=dict)
     mistakes: tuple[Hypothesis, ...] = ()
 
 

@@ -22,9 +22,9 @@ from numpy.typing import DTypeLike, NDArray
 from ..errors import ShapeError
 from ..reference.ops import Ops, require
 from ..reference.quantization import CODES_PER_BYTE, pack_ternary, unpack_ternary
-from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Shared, TernaryWeight
-from .blocks import BlockWeight
-from .family import Comparison, Hypothesis, MatrixTensors, NativeForm, OtherForm, Planes, WeightKind
+from ..reference.weights import DenseWeight, LinearWeight, ModelWeights, Shared, TernaryWeight
+from .blocks import MASK_2, SHIFTS_2, BlockWeight, half_scales
+from .family import Hypothesis, NativeForm, WeightKind
 from .hadamard import Rotation, hadamard
 
 _BLOCK_VALUES = 1 << 20  # weights unpacked at a time
@@ -70,9 +70,9 @@ class GroupTernaryLinear(LinearWeight):
         return be.compute(f"{self.name}.hook_out", group_linear, x, self)
 
     def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
-        packed, scales = self.packed_rows(slice(None))
-        yield name, packed
-        yield f"{name}.scales {self.group}", scales
+        w = self.plain()
+        yield name, w.packed
+        yield f"{name}.scales {w.group}", w.scales
 
     def plain(self) -> GroupTernaryWeight:
         packed, scales = self.packed_rows(slice(None))
@@ -80,11 +80,13 @@ class GroupTernaryLinear(LinearWeight):
 
     def rows(self, index: Any, dtype: DTypeLike) -> NDArray:
         """Some rows of the matrix as floats, exactly what a dense file holds unless it is rotated.   -> (n, K)"""
-        packed, scales = self.packed_rows(index)
         if self.rotation is None:
-            return expand_groups(packed, self.in_features, scales, self.group, dtype)
-        planes = expand_groups(packed, self.in_features, scales, self.group, np.float64)
-        return self.rotation.turn_back(planes).astype(dtype)
+            return self._stored(index, dtype)
+        return self.rotation.turn_back(self._stored(index, np.float64)).astype(dtype)
+
+    def _stored(self, index: Any, dtype: DTypeLike) -> NDArray:
+        packed, scales = self.packed_rows(index)
+        return expand_groups(packed, self.in_features, scales, self.group, dtype)
 
     def dense(self) -> DenseWeight:
         """The same matrix in float32, not packed; a rotation is folded into it."""
@@ -95,8 +97,7 @@ class GroupTernaryLinear(LinearWeight):
     @property
     def array(self) -> NDArray:
         """The stored matrix as floats, made at each use: -s, 0 and +s, in the dtype of the scales.   -> (N, K)"""
-        packed, scales = self.packed_rows(slice(None))
-        return expand_groups(packed, self.in_features, scales, self.group, self.dtype)
+        return self._stored(slice(None), self.dtype)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -162,7 +163,7 @@ def group_linear(x: NDArray, w: GroupTernaryLinear) -> NDArray:
     """The product of a linear that is ternary by groups, without its bias.   x (N, K) -> (N, out)"""
     require("group_matmul", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
     w = w.plain()
-    turned = x.astype(np.float64) if w.rotation is None else w.rotation.turn(x)
+    turned = x if w.rotation is None else w.rotation.turn(x)
     return group_matmul(turned, w.packed, w.in_features, w.scales, w.group).astype(x.dtype)
 
 
@@ -194,24 +195,16 @@ def _turned(x: NDArray, w: GroupTernaryLinear) -> NDArray | None:
     return None if w.rotation is None else w.rotation.turn(x).astype(x.dtype)
 
 
-def rotation_of(w: LinearWeight) -> Rotation | None:
-    """The basis in which a matrix is stored; None: the plain one."""
-    return w.rotation if isinstance(w, GroupTernaryLinear) else None
-
-
-def has_rotations(w: ModelWeights) -> bool:
-    """Whether a matrix is in a rotated basis."""
-    return any(rotation_of(weight) is not None for weight in (w.embedding, *(weight for _, weight in w.linears())))
-
-
-def fold_rotations(w: ModelWeights) -> ModelWeights:
-    """The same model in the plain basis: matrices that are stored in a rotated one become dense, in float32."""
+def fold_rotations(w: ModelWeights) -> ModelWeights | None:
+    """The same model in the plain basis: matrices that are stored in a rotated one become dense, in float32. None where
+    none is."""
 
     def fold(weight: LinearWeight) -> LinearWeight:
-        rotation = rotation_of(weight)
-        return weight if rotation is None else rotation.fold(weight)
+        return weight.dense() if isinstance(weight, GroupTernaryLinear) and weight.turns_input else weight
 
-    return w.map_linears(fold, embedding=True)
+    folded = w.map_linears(fold, embedding=True)
+    is_same = folded.embedding is w.embedding and dict(folded.linears()) == dict(w.linears())
+    return None if is_same else folded
 
 
 # -- finding the groups of a dense matrix ------------------------------------------------------------------------------
@@ -263,9 +256,8 @@ def _magnitude(w: NDArray) -> NDArray:
 
 def _is_grouped(magnitude: NDArray, group: int) -> bool:
     """Whether each group of each row has one magnitude beside 0."""
-    starts = np.arange(0, magnitude.shape[1], group)
-    counts = np.diff([*starts, magnitude.shape[1]])
-    largest = np.repeat(np.maximum.reduceat(magnitude, starts, axis=1), counts, axis=1)
+    width = magnitude.shape[1]
+    largest = np.maximum.reduceat(magnitude, np.arange(0, width, group), axis=1).repeat(group, axis=1)[:, :width]
     return bool(((magnitude == largest) | (magnitude == 0)).all())
 
 
@@ -282,7 +274,7 @@ def in_groups(w: LinearWeight, rotation: Rotation | None, float_inputs: bool) ->
         packed, scales, group = split
         return GroupTernaryWeight(packed, w.shape[1], scales, group, w.bias, rotation)
     if isinstance(w, GroupTernaryWeight):
-        return w if rotation is None else replace(w, rotation=rotation)
+        return replace(w, rotation=rotation)
     if rotation is not None:
         raise ValueError("is in a Hadamard basis and not ternary by groups")
     if isinstance(w, TernaryWeight) and float_inputs:
@@ -322,39 +314,26 @@ def split_tensor(
     return stack(lambda name: packed[name].packed), stack(lambda name: packed[name].scales), groups.pop()
 
 
-def _native_arrays(w: GroupTernaryWeight) -> dict[str, NDArray]:
-    return {"scales": w.scales, "group": np.array(w.group, dtype=np.int64), **_basis_arrays(w)}
+def _arrays(w: GroupTernaryWeight) -> dict[str, NDArray]:
+    basis = {} if w.rotation is None else w.rotation.arrays()
+    return {".scales": w.scales, ".group": np.array(w.group, dtype=np.int64), **basis}
 
 
-def _basis_arrays(w: GroupTernaryWeight) -> dict[str, NDArray]:
-    return {} if w.rotation is None else w.rotation.arrays()
-
-
-def _read_native(
-    tensors: MatrixTensors, shape: tuple[int, int], bias: NDArray[np.float32] | None
-) -> GroupTernaryWeight:
+def _read_native(file: Any, name: str, shape: tuple[int, int], bias: NDArray[np.float32] | None) -> GroupTernaryWeight:
     n, k = shape
-    group = int(tensors.take("group", (), "I64"))
+    group = int(file.take(f"{name}.group", (), "I64"))
     if not 0 < group <= k:
-        raise tensors.fail("group", f"expected 1 to {k} inputs, got {group}")
-    scales = tensors.take("scales", (n, -(-k // group)))
+        raise file.fail(f"{name}.group", f"expected 1 to {k} inputs, got {group}")
+    scales = file.take(f"{name}.scales", (n, -(-k // group)))
     if (scales < 0).any():
-        raise tensors.fail("scales", "holds a negative number")
-    return GroupTernaryWeight(tensors.plane(n, k), k, scales, group, bias)
+        raise file.fail(f"{name}.scales", "holds a negative number")
+    return GroupTernaryWeight(file.read_plane(name, n, k), k, scales, group, bias)
 
 
-def _compare(a: GroupTernaryWeight, b: GroupTernaryWeight) -> Iterator[Comparison]:
-    yield Comparison("", "planes", a.packed, b.packed, exact=True)
-    size = math.gcd(a.group, b.group)
-    yield Comparison(" (scales)", "scales", _scales_of(a, size), _scales_of(b, size))
-    ours, theirs = (_basis_arrays(w) for w in (a, b))
-    for part in dict.fromkeys((*ours, *theirs)):
-        yield Comparison(f" ({part} of its basis)", "tensors", ours.get(part), theirs.get(part), exact=True)
-
-
-def _scales_of(w: GroupTernaryWeight, size: int) -> NDArray:
-    """The scale of every `size` inputs, a divisor of the group."""
-    return np.repeat(w.scales, w.group // size, axis=1)[:, : -(-w.in_features // size)]
+def _details(w: GroupTernaryWeight, other: GroupTernaryWeight) -> dict[str, NDArray]:
+    size = math.gcd(w.group, other.group)
+    scales = np.repeat(w.scales, w.group // size, axis=1)[:, : -(-w.in_features // size)]
+    return {"": w.packed, **_arrays(w), ".scales": scales, ".group": np.array(size)}
 
 
 # -- mistakes in groups ------------------------------------------------------------------------------------------------
@@ -367,21 +346,13 @@ _rotated_table_mistake = partial(Hypothesis, "hook_embed")
 
 def _grouped(s: Any, change: Callable[[GroupTernaryWeight], LinearWeight | None]) -> Any:
     """Every linear that is ternary by groups, changed; None from `change` leaves it. The embedding's rows stay."""
-    count = 0
 
     def changed(weight: LinearWeight) -> LinearWeight:
-        nonlocal count
-        other = change(weight) if isinstance(weight, GroupTernaryWeight) else None
-        count += other is not None
-        return weight if other is None else other
+        return (change(weight) if isinstance(weight, GroupTernaryWeight) else None) or weight
 
-    def layer(w: LayerWeights) -> LayerWeights:
-        linears: dict[str, Any] = {name: changed(each) for name, each in w.linears()}
-        return replace(w, **linears)
-
-    other = s.map_layers(layer)
+    other = s.map_layers(lambda layer: layer.map_linears(lambda _, weight: changed(weight)))
     other = replace(other, weights=replace(other.weights, lm_head=changed(s.weights.lm_head)))
-    return other if count else None
+    return None if dict(other.weights.linears()) == dict(s.weights.linears()) else other
 
 
 def _with_scales(w: GroupTernaryWeight, scales: NDArray) -> DenseWeight:
@@ -404,9 +375,8 @@ def _other_group(w: GroupTernaryWeight, group: int, of_row: bool) -> DenseWeight
 def _blocks_of_64(data: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Blocks of 18 bytes, d | 16 bytes of four codes each, as floats."""
     blocks = data[: len(data) // 18 * 18].reshape(-1, 18)
-    d = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
-    codes = blocks[:, 2:, None] >> np.array([0, 2, 4, 6], dtype=np.uint8) & np.uint8(3)
-    return d * (codes.reshape(len(blocks), -1).astype(np.int8) - np.int8(1)).astype(np.float32)
+    codes = blocks[:, 2:, None] >> SHIFTS_2 & MASK_2
+    return half_scales(blocks[:, :2]) * (codes.reshape(len(blocks), -1).astype(np.int8) - np.int8(1)).astype(np.float32)
 
 
 def _read_as_64(w: GroupTernaryWeight) -> DenseWeight | None:
@@ -477,30 +447,25 @@ class _NoTurn(Rotation):
         return x.astype(np.float64)
 
 
-def _rotated(s: Any, linears: type[Rotation], table: type[Rotation] = Rotation) -> Any:
-    """Every rotation of the linears, and that of the embedding's rows, of another kind."""
+def _rotated(s: Any, linears: type[Rotation], table: type[Rotation] | None = None) -> Any:
+    """Every rotation of the linears of another kind, and that of the embedding's rows; None: as it is."""
 
     def turned(w: Any, kind: type[Rotation]) -> GroupTernaryWeight | None:
         if not isinstance(w, GroupTernaryWeight) or w.rotation is None:
             return None
         return replace(w, rotation=kind(w.rotation.signs, w.rotation.block, w.rotation.order))
 
-    if (embedding := turned(s.weights.embedding, table)) is None and table is not Rotation:
-        return None
     changed = _grouped(s, lambda w: turned(w, linears))
-    if changed is None or embedding is None:
+    if changed is None or table is None:
         return changed
-    return replace(changed, weights=replace(changed.weights, embedding=embedding))
+    embedding = turned(s.weights.embedding, table)
+    return None if embedding is None else replace(changed, weights=replace(changed.weights, embedding=embedding))
 
 
-def _with_signs(s: Any, change: Callable[[NDArray], NDArray]) -> Any:
-    def other(w: GroupTernaryWeight) -> GroupTernaryWeight | None:
-        rotation = w.rotation
-        if rotation is None or np.array_equal(signs := change(rotation.signs), rotation.signs):
-            return None
-        return replace(w, rotation=replace(rotation, signs=signs))
-
-    return _grouped(s, other)
+def _without_signs(w: GroupTernaryWeight) -> GroupTernaryWeight | None:
+    if w.rotation is None or (w.rotation.signs == 1).all():
+        return None
+    return replace(w, rotation=replace(w.rotation, signs=np.ones_like(w.rotation.signs)))
 
 
 # fmt: off
@@ -531,7 +496,7 @@ MISTAKES = (
         "R x = H (signs x), and rows of the embedding are signs (H z).",
         lambda s: _rotated(s, _SignsAfter, _SignsAfter)),
     _rotation_mistake("rotation_signs_ignored", "the Hadamard transform is applied without its signs",
-        "Read prism.hadamard.sign_values where sign_mode is explicit.", lambda s: _with_signs(s, np.ones_like)),
+        "Read prism.hadamard.sign_values where sign_mode is explicit.", lambda s: _grouped(s, _without_signs)),
     _rotated_table_mistake("rotation_inverse_missing", "rows of the embedding are not turned back",
         "A looked-up row z of a table in prism.hadamard.inverse_weight_names becomes signs (H z).",
         lambda s: _rotated(s, Rotation, _NoInverse)),
@@ -542,10 +507,9 @@ KIND = WeightKind(
     "groups",
     "ternary, by groups,",
     classes=(GroupTernaryWeight, Rotation),
-    compare=_compare,
-    planes=lambda w: Planes(w.packed, float(w.scales.mean()), w.group),
-    native=NativeForm("scales", 2, _native_arrays, _read_native),
+    details=_details,
+    native=NativeForm(".scales", _arrays, _read_native),
     also_recorded={group_linear: ("hook_x_rotated", _turned)},
-    other_forms=(OtherForm("folded rotation", has_rotations, fold_rotations),),
+    other_forms={"folded rotation": fold_rotations},
     mistakes=MISTAKES,
 )

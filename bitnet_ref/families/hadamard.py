@@ -3,7 +3,7 @@
 The product is T (R x): an input is turned first. A row of an embedding is turned back. Native files store the basis
 beside the matrix; GGUF has the keys `prism.hadamard.*`. Read plainly, such planes load and write nonsense, so a key or
 a value that is not understood is an error, and so is a file in which only some of the ternary planes are named; a file
-without keys gets a sentence in the evidence.
+without keys gets a warning.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
+from ..errors import ConfigError, describe
+from ..reference.config import require, require_bool
 from ..reference.weights import DenseWeight
-from .family import MatrixTensors
 
 _BLOCK_VALUES = 1 << 20  # of a matrix turned at a time
 
@@ -63,7 +63,7 @@ class Rotation:
         folded = np.empty(planes.shape, dtype=np.float32)
         rows = max(1, _BLOCK_VALUES // planes.shape[1])
         for start in range(0, len(folded), rows):
-            folded[start : start + rows] = self.turn_back(planes[start : start + rows].astype(np.float64))
+            folded[start : start + rows] = self.turn_back(planes[start : start + rows])
         return DenseWeight(folded, w.bias, name=w.name)
 
     def in_columns(self, columns: NDArray[np.intp] | None) -> Rotation:
@@ -71,37 +71,40 @@ class Rotation:
         return self if columns is None else replace(self, order=np.argsort(columns))
 
     def has_columns(self, columns: NDArray[np.intp] | None) -> bool:
-        """Whether T itself has its columns in the order of a file with these `columns`, which is not ours. ConfigError
-        where the order is a third one."""
+        """Whether the columns of T are in a GGUF's order already, where that is not ours (`LinearPlace.columns`).
+
+        ConfigError where they are in a third order.
+        """
         if self.order is not None and (columns is None or not np.array_equal(self.order, np.argsort(columns))):
             message = "its Hadamard basis takes the inputs in another order than GGUF files; fold it first"
             raise ConfigError(message)
         return columns is not None
 
     def arrays(self) -> dict[str, NDArray]:
-        """The tensors of a native file: "signs" (K/block, block) float32, and "order" (K,) int64 where there is one."""
-        order = {} if self.order is None else {"order": self.order}
-        return {"signs": self.signs.reshape(-1, self.block), **order}
+        """The tensors of a native file: .signs (K/block, block) float32, and .order (K,) int64 where there is one."""
+        order = {} if self.order is None else {".order": self.order}
+        return {".signs": self.signs.reshape(-1, self.block), **order}
 
 
-def read_basis(tensors: MatrixTensors, width: int) -> Rotation | None:
-    """The basis of a matrix in a native file; None: the plain one. FormatError for a bad one."""
-    if "signs" not in tensors:
-        return None
-    shape = tensors.shape("signs")
-    block = shape[-1] if len(shape) == 2 else 0
-    if block < 1 or block & (block - 1) or shape[0] * block != width:
-        message = f"expected blocks of a power of two of {width} inputs, got shape {list(shape)}"
-        raise tensors.fail("signs", message)
-    signs = tensors.take("signs", shape, "F32").reshape(-1)
-    if not (np.abs(signs) == 1).all():
-        raise tensors.fail("signs", "holds other values than -1 and 1")
-    if "order" not in tensors:
-        return Rotation(signs, block)
-    order = tensors.take("order", (width,), "I64")
-    if not np.array_equal(np.sort(order), np.arange(width)):
-        raise tensors.fail("order", f"is no order of {width} inputs")
-    return Rotation(signs, block, order)
+def read_bases(file: Any, widths: Mapping[str, int]) -> dict[str, Rotation]:
+    """The bases in an open `NativeCheckpoint`. FormatError for a bad one.   widths: of a linear or "embedding" -> K"""
+    bases = {}
+    for name, width in widths.items():
+        if f"{name}.signs" not in file.tensors:
+            continue
+        shape = file.tensors.info(f"{name}.signs").shape
+        block = shape[-1] if len(shape) == 2 else 0
+        if block < 1 or block & (block - 1) or shape[0] * block != width:
+            message = f"expected blocks of a power of two of {width} inputs, got shape {list(shape)}"
+            raise file.fail(f"{name}.signs", message)
+        signs = file.take(f"{name}.signs", shape, "F32").reshape(-1)
+        if not (np.abs(signs) == 1).all():
+            raise file.fail(f"{name}.signs", "holds other values than -1 and 1")
+        order = file.take(f"{name}.order", (width,), "I64") if f"{name}.order" in file.tensors else None
+        if order is not None and not np.array_equal(np.sort(order), np.arange(width)):
+            raise file.fail(f"{name}.order", f"is no order of {width} inputs")
+        bases[name] = Rotation(signs, block, order)
+    return bases
 
 
 # -- GGUF's keys -------------------------------------------------------------------------------------------------------
@@ -117,99 +120,80 @@ _TABLE = "token_embd.weight"
 _GROUPED_OUT = ".ssm_out.weight"
 
 
-class GgufBases:
-    """The keys of an open GGUF.
+def read_gguf_bases(
+    path: Path, metadata: Mapping[str, Any], widths: Mapping[str, int], planes: Mapping[str, str], evidence: list[str]
+) -> tuple[dict[str, Rotation], bool]:
+    """The bases in a GGUF, by the names of tensors, and whether value heads are grouped.
 
-    by_tensor: name of a tensor -> its basis; none for those in the plain one.
-    has_grouped_heads: whether the inputs of `ssm_out` are in the order of Hugging Face: the value heads of a key head
-        together. All other tensors of a Qwen3.5 have the first value head of each key head, then the second of each.
-    evidence: what they say, or that they are missing.
+    They are where the inputs of `ssm_out` are in the order of Hugging Face: the value heads of a key head together. All
+    other tensors of a Qwen3.5 have the first value head of each key head, then the second of each, and so on.
+
+    widths: name of each tensor -> its inputs.   planes: name of each that is ternary with float inputs -> its type.
+    evidence: gets a sentence. Raises ConfigError, without the path.
     """
-
-    def __init__(
-        self, path: Path, metadata: Mapping[str, Any], widths: Mapping[str, int], planes: Mapping[str, str], way: str
-    ) -> None:
-        """widths: name of each tensor -> its inputs.  planes: name of each that is ternary with float inputs -> its
-        type.  way: what becomes of rotated matrices, in words. Raises ConfigError."""
-        stored = {key.removeprefix(PREFIX): value for key, value in metadata.items() if key.startswith(PREFIX)}
-        self.path = path
-        self.keys = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in stored.items()}
-        self.evidence: list[str] = []
-        self.by_tensor: dict[str, Rotation] = {}
-        self.has_grouped_heads = self.keys.get(_GROUPED, False)
-        if self.keys:
-            self._check()
-            self._read(widths, planes)
-            block = self.keys["block_size"]
-            self.evidence = [f"Hadamard basis, blocks of {block}: {len(self.by_tensor)} matrices are {way}"]
-        elif any(kind.startswith("P") for kind in planes.values()):
-            words = (
-                f"PQ2_0 and PTQ1_0 planes without keys {PREFIX}*: taken as not rotated; if they are, this is nonsense"
-            )
-            self.evidence = [words]
+    stored = {key.removeprefix(PREFIX): value for key, value in metadata.items() if key.startswith(PREFIX)}
+    keys = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in stored.items()}
+    if not keys:
+        if any(kind.startswith("P") for kind in planes.values()):
+            words = f"PQ2_0 and PTQ1_0 planes without keys {PREFIX}*: taken as not rotated; "
+            words += "if they are, this is nonsense"
+            evidence.append(words)
             warnings.warn(f"{path}: {words}", stacklevel=4)
-
-    def _fail(self, key: str, message: str) -> ConfigError:
-        return ConfigError(message, path=self.path, field=PREFIX + key)
-
-    def _check(self) -> None:
-        for key in self.keys:
-            if key not in _KEYS:
-                raise self._fail(key, f"is not known; known are {', '.join(_KEYS)}")
-        for key, expected in _FIXED.items():
-            if self.keys.get(key) != expected:
-                raise self._fail(key, f"expected {expected!r}, got {self.keys.get(key)!r}")
-        block = self.keys.get("block_size")
-        if not isinstance(block, int) or isinstance(block, bool) or block < 1 or block & (block - 1):
-            raise self._fail("block_size", f"expected a power of two, got {block!r}")
-        if not isinstance(self.has_grouped_heads, bool):
-            raise self._fail(_GROUPED, f"expected true or false, got {self.has_grouped_heads!r}")
-
-    def _read(self, widths: Mapping[str, int], planes: Mapping[str, str]) -> None:
-        block, signs = self.keys["block_size"], self._signs()
-        rotated, inverse = self._names("weight_names", widths), self._names("inverse_weight_names", widths)
-        if any(name != _TABLE for name in inverse):
-            raise self._fail("inverse_weight_names", f"expected {_TABLE} alone, got {inverse}")
-        if missing := [name for name in planes if name not in rotated and name not in inverse]:
-            message = f"names some ternary planes and not {missing[0]}: a rotation of half a model"
-            raise self._fail("weight_names", message)
-        by_width: dict[int, Rotation] = {}  # linears of one basis share one object: kernels turn their input once
-        for name in dict.fromkeys((*rotated, *inverse)):
-            width = widths[name]
-            if width % block or (signs is not None and width not in signs):
-                message = f"{name} has {width} inputs, no multiple of {block}, or without signs"
-                raise self._fail("block_size", message)
-            vector = np.ones(width, dtype=np.float32) if signs is None else signs[width]
-            self.by_tensor[name] = by_width.setdefault(width, Rotation(vector, block))
-        if self.has_grouped_heads:
-            for name in (name for name in widths if name.endswith(_GROUPED_OUT) and name not in self.by_tensor):
+        return {}, False
+    for key in keys:
+        require(key in _KEYS, PREFIX + key, f"one of {', '.join(_KEYS)}", key)
+    for key, expected in _FIXED.items():
+        require(keys.get(key) == expected, PREFIX + key, repr(expected), keys.get(key))
+    block: Any = keys.get("block_size")
+    is_power = type(block) is int and block > 0 and block & (block - 1) == 0
+    require(is_power, f"{PREFIX}block_size", "a power of two", block)
+    names: dict[str, None] = {}
+    for key in ("weight_names", "inverse_weight_names"):
+        value = keys.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(name, str) and name in widths for name in value):
+            raise ConfigError("expected names of tensors of this file", field=PREFIX + key)
+        names |= dict.fromkeys(value)
+    inverse = keys.get("inverse_weight_names", [])
+    require({*inverse} <= {_TABLE}, f"{PREFIX}inverse_weight_names", f"{_TABLE} alone", inverse)
+    if missing := [name for name in planes if name not in names]:
+        message = f"names some ternary planes and not {missing[0]}: a rotation of half a model"
+        raise ConfigError(message, field=f"{PREFIX}weight_names")
+    signs = _signs(keys)
+    rotations: dict[str, Rotation] = {}
+    by_width: dict[int, Rotation] = {}  # linears with the same basis share one object: kernels turn their input once
+    for name in names:
+        width = widths[name]
+        if width % block or (signs is not None and width not in signs):
+            message = f"{name} has {width} inputs, no multiple of {block}, or without signs"
+            raise ConfigError(message, field=f"{PREFIX}block_size")
+        vector = np.ones(width, dtype=np.float32) if signs is None else signs[width]
+        rotations[name] = by_width.setdefault(width, Rotation(vector, block))
+    has_grouped_heads = keys.get(_GROUPED, False)
+    require_bool(PREFIX + _GROUPED, has_grouped_heads)
+    if has_grouped_heads:
+        for name in widths:
+            if name.endswith(_GROUPED_OUT) and name not in rotations:
                 message = f"is true, and {name}, whose inputs it orders, is not among the rotated matrices"
-                raise self._fail(_GROUPED, message)
+                raise ConfigError(message, field=PREFIX + _GROUPED)
+    evidence.append(f"{len(rotations)} matrices are in a Hadamard basis, in blocks of {block}")
+    return rotations, has_grouped_heads
 
-    def _names(self, key: str, tensors: Mapping[str, int]) -> list[str]:
-        value = self.keys.get(key, [])
-        if not isinstance(value, list) or not all(isinstance(name, str) and name in tensors for name in value):
-            raise self._fail(key, "expected names of tensors of this file")
-        return value
 
-    def _signs(self) -> dict[int, Any] | None:
-        """Width -> its vector of signs; None: no signs."""
-        mode, widths, values = (self.keys.get(key) for key in ("sign_mode", "sign_widths", "sign_values"))
-        if mode == "identity":
-            return None
-        if mode != "explicit":
-            raise self._fail("sign_mode", f"expected identity or explicit, got {mode!r}")
-        if (
-            not isinstance(widths, list)
-            or not all(isinstance(width, int) and not isinstance(width, bool) and width > 0 for width in widths)
-            or len(set(widths)) != len(widths)
-        ):
-            raise self._fail("sign_widths", f"expected different numbers of inputs, got {widths!r}"[:200])
-        if not isinstance(values, list) or len(values) != sum(widths) or not {*values} <= {-1.0, 1.0}:
-            raise self._fail("sign_values", f"expected {sum(widths)} values of -1 or 1")
-        ends = np.cumsum(widths)
-        vector = np.array(values, dtype=np.float32)
-        return {width: vector[end - width : end] for width, end in zip(widths, ends, strict=True)}
+def _signs(keys: Mapping[str, Any]) -> dict[int, NDArray[np.float32]] | None:
+    """Width -> its vector of signs; None: no signs."""
+    mode: Any = keys.get("sign_mode")
+    widths: Any = keys.get("sign_widths")
+    values: Any = keys.get("sign_values")
+    require(mode in ("identity", "explicit"), f"{PREFIX}sign_mode", "identity or explicit", mode)
+    if mode == "identity":
+        return None
+    are_whole = isinstance(widths, list) and all(type(width) is int and width > 0 for width in widths)
+    if not are_whole or len({*widths}) < len(widths):
+        raise ConfigError(f"expected different numbers of inputs, got {describe(widths)}", field=f"{PREFIX}sign_widths")
+    if not isinstance(values, list) or len(values) != sum(widths) or not {*values} <= {-1.0, 1.0}:
+        raise ConfigError(f"expected {sum(widths)} values of -1 or 1", field=f"{PREFIX}sign_values")
+    vectors = np.split(np.array(values, dtype=np.float32), np.cumsum(widths)[:-1])
+    return dict(zip(widths, vectors, strict=True))
 
 
 def gguf_keys(
@@ -221,13 +205,12 @@ def gguf_keys(
     """
     if not bases:
         return
-    rotations = {name: rotation for name, (rotation, _) in bases.items()}
+    rotations = [rotation for rotation, _ in bases.values()]
+    signs = {rotation.signs.size: rotation.signs for rotation in rotations}
+    blocks = {rotation.block for rotation in rotations}
     grouped = {rotation.order is None for rotation, columns in bases.values() if columns is not None}
-    blocks = {rotation.block for rotation in rotations.values()}
-    signs: dict[int, Any] = {}
-    for name, rotation in rotations.items():
-        if not np.array_equal(signs.setdefault(rotation.signs.size, rotation.signs), rotation.signs):
-            raise ConfigError(f"GGUF has one vector of signs for all matrices of a width, and {name} has another")
+    if not all(np.array_equal(signs[rotation.signs.size], rotation.signs) for rotation in rotations):
+        raise ConfigError("GGUF has one vector of signs for all matrices of a width, and this model has several")
     if len(blocks) > 1:
         raise ConfigError(f"GGUF has one size of Hadamard blocks, and the matrices have {sorted(blocks)}")
     if len(grouped) > 1:
@@ -238,7 +221,7 @@ def gguf_keys(
     yield f"{PREFIX}sign_mode", "string", "explicit"
     yield f"{PREFIX}sign_widths", "[int32]", np.array(list(signs), dtype=np.int32)
     yield f"{PREFIX}sign_values", "[float32]", np.concatenate(list(signs.values()))
-    yield f"{PREFIX}weight_names", "[string]", [name for name in rotations if name != _TABLE]
-    yield f"{PREFIX}inverse_weight_names", "[string]", [name for name in rotations if name == _TABLE]
+    yield f"{PREFIX}weight_names", "[string]", [name for name in bases if name != _TABLE]
+    yield f"{PREFIX}inverse_weight_names", "[string]", [name for name in bases if name == _TABLE]
     if grouped == {True}:
         yield PREFIX + _GROUPED, "bool", True

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..reference.ops import Ops
 from ..reference.weights import LayerWeights, LinearWeight, Norm, Shared, TernaryLinear, TernaryWeight
-from .family import Comparison, Hypothesis, Planes, WeightKind
+from .family import Hypothesis, WeightKind
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -120,24 +120,5 @@ MISTAKES = (
     ),
 )
 
-
-# -- in files ----------------------------------------------------------------------------------------------------------
-
-
-def _compare(a: Any, b: Any) -> Iterator[Comparison]:
-    mine, other = a.bit_linear, b.bit_linear
-    yield Comparison("", "planes", mine.packed, other.packed, exact=True)
-    yield Comparison(" (scale)", "scales", np.array([mine.w_dequant_scale]), np.array([other.w_dequant_scale]))
-    if a.norm is not None or b.norm is not None:
-        ours, theirs = (None if w.norm is None else w.norm.weight for w in (a, b))
-        yield Comparison(" (norm)", "tensors", ours, theirs)
-        ours, theirs = (None if w.norm is None else np.array(w.norm.eps) for w in (a, b))
-        yield Comparison(" (eps of its norm)", "tensors", ours, theirs, exact=True)
-
-
-def _planes(w: Any) -> Planes:
-    return Planes(w.bit_linear.packed, float(w.bit_linear.w_dequant_scale))
-
-
-TERNARY = WeightKind("ternary", "ternary", (TernaryWeight,), _compare, _planes)
-NORMED = WeightKind("normed", "ternary", (NormedLinear, Norm), _compare, _planes, mistakes=MISTAKES)
+TERNARY = WeightKind("ternary", "ternary", (TernaryWeight,))
+NORMED = WeightKind("normed", "ternary", (NormedLinear,), mistakes=MISTAKES)

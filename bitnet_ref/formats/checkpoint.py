@@ -24,7 +24,7 @@ from ..families import family_of
 from ..families.blocks import in_int8
 from ..families.groups import in_groups
 from ..families.hadamard import Rotation
-from ..reference.config import ModelConfig
+from ..reference.config import ModelConfig, require
 from ..reference.weights import LayerWeights, LinearWeight, ModelWeights, Norm, linear_name
 from ..system.json_file import is_present, read_bounded
 from .binary_file import Closeable
@@ -33,7 +33,6 @@ from .packing import first_invalid_code
 
 Progress = Callable[[int, int], None]  # (parts done, parts in total)
 Prepare = Callable[[LinearWeight], LinearWeight]
-Part = LinearWeight | NDArray[np.float32]
 ROTATIONS = ("stored", "folded")
 DENSE_FORMS = ("stored", "int8")
 
@@ -66,10 +65,8 @@ class ReadOptions:
     dense: str = "stored"
 
     def __post_init__(self) -> None:
-        if self.dense not in DENSE_FORMS:
-            raise ConfigError(f"expected {' or '.join(DENSE_FORMS)}, got {self.dense!r}", field="dense")
-        if self.rotation not in ROTATIONS:
-            raise ConfigError(f"expected {' or '.join(ROTATIONS)}, got {self.rotation!r}", field="rotation")
+        for field, values in (("dense", DENSE_FORMS), ("rotation", ROTATIONS)):
+            require(getattr(self, field) in values, field, " or ".join(values), getattr(self, field))
 
 
 class Checkpoint(Closeable, ABC):
@@ -78,8 +75,8 @@ class Checkpoint(Closeable, ABC):
     kind: the file's format, as `convert --to` calls it: "hf-packed", "hf-bf16", "gguf-i2_s", "onnx", "native", ...
     evidence: sentences about what no field of the file says and was decided from its contents, with the reason.
     taken: the file's names of the tensors that were read so far.
-    bases: of matrices that are not stored in the plain basis: name of a linear or "embedding" -> its basis.
-    is_folded: whether these matrices are given in the plain basis (`ReadOptions.rotation`).
+    bases: of matrices that are given in another basis than the plain one: name of a linear or "embedding" -> its basis.
+    folded: of matrices that the file has in another basis, and that `read_part` gives in the plain one.
     """
 
     path: Path
@@ -88,7 +85,7 @@ class Checkpoint(Closeable, ABC):
     evidence: list[str]
     taken: set[str]
     bases: Mapping[str, Rotation] = MappingProxyType({})
-    is_folded: bool = False
+    folded: Mapping[str, Rotation] = MappingProxyType({})
     # `Backend.pack_plane` of the backend that the weights are read for; None: packed by NumPy
     pack_plane: Callable[[NDArray[np.uint8]], NDArray[np.uint8] | None] | None = None
     dense: str = "stored"  # of DENSE_FORMS: how `read_weights` gives dense linears
@@ -96,9 +93,12 @@ class Checkpoint(Closeable, ABC):
     def read_ahead(self) -> None:
         """Call before all parts are read in their order: the disk then works while earlier parts are packed."""
 
-    def basis(self, name: str) -> Rotation | None:
-        """The basis of the matrix that `read_part` gives for a linear or "embedding"; None: the plain one."""
-        return None if self.is_folded else self.bases.get(name)
+    def set_bases(self, stored: Mapping[str, Rotation], options: ReadOptions) -> None:
+        """Say in which bases the file has matrices."""
+        if options.rotation == "folded":
+            self.folded = stored
+        else:
+            self.bases = stored
 
     def fail(self, tensor: str, message: str) -> FormatError:
         """The error to raise about a tensor of the file. It names the file, and the tensor's place if it has one."""
@@ -147,7 +147,7 @@ class Checkpoint(Closeable, ABC):
 
     def given_dtype(self, name: str) -> np.dtype:
         """The dtype of a matrix that is not ternary (or of "embedding") as `fold` gives it."""
-        return np.dtype(np.float32) if self.is_folded and name in self.bases else self.dense_dtype(name)
+        return np.dtype(np.float32) if name in self.folded else self.dense_dtype(name)
 
     def check_tied_head(self, embedding: LinearWeight) -> None:
         """Raises FormatError where the file stores a head that differs from the embedding it is tied to."""
@@ -158,7 +158,7 @@ class Checkpoint(Closeable, ABC):
 
     def require_plain_basis(self, writer: str) -> None:
         """ConfigError where matrices are given in another basis, which files of `writer` cannot say."""
-        if self.bases and not self.is_folded:
+        if self.bases:
             message = f"{writer} files cannot say that matrices are in a Hadamard basis; "
             message += 'fold it first (rotation="folded"), or convert to native, gguf-pq2_0 or gguf-ptq1_0'
             raise ConfigError(message, path=self.path)
@@ -341,7 +341,7 @@ def read_layer(
         done()
     for short in config.linear_shapes(index):
         name = linear_name(index, short)
-        weight = choose_kind(checkpoint, name, fold(checkpoint, name, checkpoint.linear(name))).called(name)
+        weight = read_matrix(checkpoint, name)
         parts[short] = weight if prepare is None else prepare(weight)
         done()
     return kind(**family.make_layer(config, parts))
@@ -349,26 +349,24 @@ def read_layer(
 
 def read_embedding(checkpoint: Checkpoint) -> LinearWeight:
     """The embedding, checked against a head that the file stores although it is tied."""
-    stored = checkpoint.embedding()
+    stored = read_part(checkpoint, "embedding")
     if checkpoint.config.tie_word_embeddings:
         checkpoint.check_tied_head(stored)
-    return choose_kind(checkpoint, "embedding", fold(checkpoint, "embedding", stored)).called("embedding")
+    return choose_kind(checkpoint, "embedding", stored).called("embedding")
 
 
 def read_head(checkpoint: Checkpoint, embedding: LinearWeight, prepare: Prepare | None = None) -> LinearWeight:
     """The head. With tied embeddings it is `embedding`, the same object."""
     if checkpoint.config.tie_word_embeddings:
         return embedding
-    stored = fold(checkpoint, "lm_head", checkpoint.linear("lm_head"))
-    head = choose_kind(checkpoint, "lm_head", stored).called("lm_head")
+    head = read_matrix(checkpoint, "lm_head")
     return head if prepare is None else prepare(head)
 
 
 def fold(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeight:
     """A linear or "embedding" of the file, in the plain basis where `checkpoint` is to give it so."""
-    if checkpoint.is_folded and name in checkpoint.bases and w.bit_linear is None:
-        return checkpoint.bases[name].fold(w)
-    return w
+    basis = checkpoint.folded.get(name)
+    return w if basis is None or w.bit_linear is not None else basis.fold(w)
 
 
 def choose_kind(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeight:
@@ -376,13 +374,18 @@ def choose_kind(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWei
     config = checkpoint.config
     float_inputs = config.quantization is not None and not config.quantization.int8_activations
     try:
-        w = in_groups(w, checkpoint.basis(name), float_inputs)
+        w = in_groups(w, checkpoint.bases.get(name), float_inputs)
     except ValueError as problem:
         raise FormatError(str(problem), path=checkpoint.path, field=name) from None
     return in_int8(w) if checkpoint.dense == "int8" and (name != "embedding" or config.tie_word_embeddings) else w
 
 
-def read_part(checkpoint: Checkpoint, name: str) -> Part:
+def read_matrix(checkpoint: Checkpoint, name: str) -> LinearWeight:
+    """A linear or "embedding" as the model computes with it."""
+    return choose_kind(checkpoint, name, read_part(checkpoint, name)).called(name)
+
+
+def read_part(checkpoint: Checkpoint, name: str) -> Any:
     """A part of a model as it is stored (but see `fold`)."""
     if name == "embedding":
         return fold(checkpoint, name, checkpoint.embedding())
@@ -397,8 +400,8 @@ def parts(checkpoint: Checkpoint) -> Iterator[tuple[str, LinearWeight | NDArray[
     """(name, weight) of every part of a model as `read_part` gives it, one at a time, in the order of the
     computation."""
     config = checkpoint.config
-    embedding = checkpoint.embedding()
-    yield "embedding", fold(checkpoint, "embedding", embedding)
+    embedding = read_part(checkpoint, "embedding")
+    yield "embedding", embedding
     if config.tie_word_embeddings:
         checkpoint.check_tied_head(embedding)
     del embedding

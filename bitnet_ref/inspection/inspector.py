@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BitNetRefError, FormatError
-from ..families import FAMILIES, KINDS, family_table
+from ..families import FAMILIES, family_table
 from ..formats.checkpoint import (
     Checkpoint,
     Progress,
@@ -244,12 +244,14 @@ class Inspector(ABC):
         name = linear_name(index, short)
         stored = checkpoint.linear(name)
         weight = choose_kind(checkpoint, name, fold(checkpoint, name, stored))
-        planes = KINDS[weight.kind].planes(weight)
-        if planes is not None:
+        planes: Any = weight.bit_linear or weight
+        if hasattr(planes, "packed"):
             minus, zero, plus, _ = count_codes([planes.packed])
             zero -= weight.shape[0] * (planes.packed.shape[1] * 4 - weight.shape[1])  # the padding of the rows
-            counts = minus, zero, plus, planes.scale
-            self.out.ternary.append(TernaryMatrix(name, short, index, weight.shape, *counts, group=planes.group))
+            group = getattr(planes, "group", None)
+            scale = float(planes.w_dequant_scale if group is None else planes.scales.mean())
+            counts = minus, zero, plus, scale
+            self.out.ternary.append(TernaryMatrix(name, short, index, weight.shape, *counts, group=group))
         self.check_linear(checkpoint, index, short, stored)
 
     def check_table(self, checkpoint: Checkpoint, name: str) -> None:

@@ -342,17 +342,14 @@ class CupyBackend(Backend):
         if function is not group_linear:
             raise BackendUnavailable(f"the backend cupy has no kernel for {function.__name__}; use cython or numpy")
         x, w = args
-        return self._product_by_groups(x, w)
+        require("group_matmul", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
+        prepared = self._put_groups(w)
+        if isinstance(prepared, DeviceGroups):
+            return group_matmul(self.ws, x, prepared)
+        return self.dense_matmul(x, prepared)
 
     def scale(self, x: NDArray, factor: float, name: str) -> NDArray:
         raise BackendUnavailable(f"the backend cupy has no kernel for scale ({name}); use cython or numpy")
-
-    def _product_by_groups(self, x: NDArray, w: GroupTernaryLinear) -> NDArray:
-        require("group_matmul", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
-        prepared = self._put_groups(w)
-        return (
-            group_matmul(self.ws, x, prepared) if isinstance(prepared, DeviceGroups) else self.dense_matmul(x, prepared)
-        )
 
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
         """A dense stack is one launch. Ternary products dequantise and add the bias in their epilogue."""

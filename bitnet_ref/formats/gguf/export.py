@@ -27,18 +27,17 @@ from ...errors import ConfigError, FormatError, ShapeError
 from ...families import family_of
 from ...families.groups import split_tensor
 from ...families.hadamard import gguf_keys
-from ...reference.weights import LinearWeight, TernaryLinear, linear_name
+from ...reference.weights import TernaryLinear, linear_name
 from ...system.atomic import atomic_path, check_space
 from ..checkpoint import (
     Checkpoint,
     Progress,
-    all_linears,
     arrays_of_layer,
-    fold,
     has_bias,
     is_ternary,
     linear_names,
     linear_shape,
+    read_part,
     ticker,
 )
 from ..names import gguf_name
@@ -206,48 +205,46 @@ class _ModelTensors:
     def basis_metadata(self) -> dict[str, Typed]:
         """The keys that say in which basis matrices are; none where all are in the plain one."""
         bases = {}
-        for name in ("embedding", *all_linears(self.config)):
-            if (basis := self.checkpoint.basis(name)) is not None:
-                place = linear_place(self.config, name, "gguf")
-                bases[f"{place.module}.weight"] = basis, place.columns
+        for name, basis in self.checkpoint.bases.items():
+            place = linear_place(self.config, name, "gguf")
+            bases[f"{place.module}.weight"] = basis, place.columns
         return {key: Typed(kind, value) for key, kind, value in gguf_keys(bases)}
 
-    def _weights(self, name: str) -> dict[str, LinearWeight]:
+    def _weights(self, name: str) -> dict[str, Any]:
         """A linear or "embedding" in the basis of the file, and those that share its tensor, by name."""
         names = linear_place(self.config, name, "gguf").sharers or (name,)
-        source = self.checkpoint
-        return {
-            each: fold(source, each, source.embedding() if each == "embedding" else source.linear(each))
-            for each in names
-        }
+        return {each: read_part(self.checkpoint, each) for each in names}
 
-    def _stored(self, name: str, weights: Mapping[str, LinearWeight]) -> NDArray:
-        """A linear or "embedding" as floats, in the order of the file, with all linears that share its tensor."""
+    def _stack(self, name: str, array: Callable[[str], NDArray]) -> NDArray:
+        """The tensor of a linear or "embedding", in the order of the file, of `array` of each linear that shares it."""
 
         def read(each: str) -> NDArray:
-            w: Any = weights[each]
-            ternary = w.bit_linear
-            array = w.array if ternary is None else ternary.ternary() * ternary.w_dequant_scale
-            return self._permuted(each, array)
+            return self._permuted(each, array(each))
 
-        basis = self.checkpoint.basis(name)
+        basis = self.checkpoint.bases.get(name)
         if basis is not None and basis.has_columns(linear_place(self.config, name, "gguf").columns):
             return read(name)
         return stored_matrix(self.config, name, "gguf", read)
 
-    def _split(self, name: str) -> tuple[NDArray[np.uint8], NDArray, int] | None:
-        """The planes, scales and size of groups of a matrix in the order of the file; None: others of that."""
-        weights = self._weights(name)
+    def _stored(self, name: str, weights: Mapping[str, Any]) -> NDArray:
+        """The same of their matrices as floats."""
 
-        def stack(array: Callable[[str], NDArray]) -> NDArray:
-            return stored_matrix(self.config, name, "gguf", lambda each: self._permuted(each, array(each)))
+        def floats(each: str) -> NDArray:
+            ternary: TernaryLinear | None = weights[each].bit_linear
+            array: NDArray = weights[each].array if ternary is None else ternary.ternary() * ternary.w_dequant_scale
+            return array
 
-        moves_columns = linear_place(self.config, name, "gguf").columns is not None
-        return split_tensor(weights, None if moves_columns else stack, lambda: self._stored(name, weights))
+        return self._stack(name, floats)
 
     def _groups(self, name: str) -> tuple[NDArray[np.uint8], NDArray[np.float16]] | None:
         """(packed, the scale of each block) of a matrix that the kind's blocks can hold; else None."""
-        if self.kind not in GROUP_KINDS or (split := self._split(name)) is None:
+        if self.kind not in GROUP_KINDS:
+            return None
+        weights = self._weights(name)
+        moves_columns = linear_place(self.config, name, "gguf").columns is not None
+        stack = None if moves_columns else partial(self._stack, name)
+        split = split_tensor(weights, stack, partial(self._stored, name, weights))
+        if split is None:
             return None
         packed, scales, group = split
         d = block_scales(scales, group, linear_shape(self.config, name)[1], self.kind.upper())

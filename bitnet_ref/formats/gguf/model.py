@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import FormatError
+from ...errors import ConfigError, FormatError
 from ...families import family_of
 from ...families.blocks import BLOCK_TYPES, BlockWeight, are_finite
 from ...families.groups import from_blocks
-from ...families.hadamard import GgufBases
+from ...families.hadamard import read_gguf_bases
 from ...families.linear_norms import put_norm
 from ...reference import quantization
 from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
@@ -69,7 +69,6 @@ class GgufCheckpoint(Checkpoint):
             check_dialect(self.file, self.evidence)
             quantization = find_ternary(self.file, self.evidence)
             self.config = read_gguf_config(self.file, quantization, self.evidence)
-            self.is_folded = self.options.rotation == "folded"
             self._read_bases()
             self.taken = {ROPE_FREQS, *ROPE_FACTORS.values()} & set(self.file.tensors)  # read with the configuration
             first = next(block_linears(self.file), None)
@@ -140,21 +139,27 @@ class GgufCheckpoint(Checkpoint):
         return DenseWeight(self._in_our_order(place.take(self._floats(tensor)), name), bias)
 
     def _read_bases(self) -> None:
-        tensors = self.file.tensors
-        widths = {name: tensor.shape[-1] for name, tensor in tensors.items()}
-        planes = {name: tensor.type.name for name, tensor in tensors.items() if tensor.type.name in GROUP_TYPES}
-        way = "folded into dense ones" if self.is_folded else "run as stored, on turned inputs"
-        stored = GgufBases(self.path, self.metadata, widths, planes, way)
-        self.evidence += stored.evidence
-        self._has_grouped_heads = stored.has_grouped_heads
-        names = ("embedding", *all_linears(self.config)) if stored.by_tensor else ()
-        places = {name: self._place(name) for name in names}
-        bases = {name: stored.by_tensor.get(f"{place.module}.weight") for name, place in places.items()}
-        self.bases = {name: b.in_columns(places[name].columns) for name, b in bases.items() if b is not None}
+        tensors = self.file.tensors.values()
+        widths = {tensor.name: tensor.shape[-1] for tensor in tensors if tensor.shape}
+        planes = {tensor.name: tensor.type.name for tensor in tensors if tensor.type.name in GROUP_TYPES}
+        try:
+            by_tensor, self._has_grouped_heads = read_gguf_bases(
+                self.path, self.metadata, widths, planes, self.evidence
+            )
+        except ConfigError as error:
+            raise ConfigError(error.message, path=self.path, field=error.field) from None
+        places = {name: self._place(name) for name in ("embedding", *all_linears(self.config)) if by_tensor}
+        bases = {
+            name: by_tensor[tensor].in_columns(place.columns)
+            for name, place in places.items()
+            if (tensor := f"{place.module}.weight") in by_tensor
+        }
+        self.set_bases(bases, self.options)
 
     def _place(self, name: str) -> LinearPlace:
         place = linear_place(self.config, name, "gguf")
-        return place._replace(columns=None) if self._has_grouped_heads else place
+        has_own_order = name in self.bases or name in self.folded  # of inputs: a part of the basis
+        return place._replace(columns=None) if has_own_order or self._has_grouped_heads else place
 
     def norm(self, name: str) -> NDArray[np.float32]:
         return self._vector(f"{gguf_name(name, self.config)}.weight", norm_size(self.config, name))
@@ -176,8 +181,6 @@ class GgufCheckpoint(Checkpoint):
         bias = self._vector(f"{theirs}.bias", shape[0]) if has_bias(self.config, name) else None
         bias = None if bias is None else self._in_our_order(bias, name)
         if not is_ternary(self.config, name):
-            if name in self.bases:  # whose own order of inputs is a part of the basis
-                place = place._replace(columns=None)
             return self._matrix(tensor, place, name, bias)
         eps = self.input_norm_eps
         norm = None if eps is None else self._vector(f"{theirs}_norm_in.weight", shape[1])

@@ -33,11 +33,11 @@ from ..checkpoint import (
     Progress,
     all_linears,
     arrays_of_layer,
-    fold,
     has_bias,
     is_ternary,
     linear_names,
     linear_shape,
+    read_part,
 )
 from ..names import hf_module, hf_modules
 from ..packing import hf_from_ternary
@@ -246,8 +246,7 @@ def _plan_linear(
         if name == (place.sharers or (name,))[0]:
 
             def array(each: str) -> NDArray:
-                dense: Any = fold(checkpoint, each, checkpoint.linear(each))
-                stored: NDArray = dense.array
+                stored: NDArray = read_part(checkpoint, each).array
                 return stored
 
             dtype = dtype_name(checkpoint.given_dtype(name))

@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError, ShapeError
 from ...families import KINDS, config_from_dict, config_to_dict
-from ...families.hadamard import Rotation, read_basis
+from ...families.hadamard import read_bases
 from ...families.linear_norms import put_norm
 from ...reference import quantization
 from ...reference.config import ModelConfig
@@ -56,7 +56,7 @@ from ..checkpoint import (
     is_ternary,
     linear_shape,
     norm_size,
-    read_part,
+    read_matrix,
     ticker,
 )
 from ..hf.folder import CheckpointTensors
@@ -84,13 +84,14 @@ class NativeCheckpoint(Checkpoint):
             self.metadata = self.tensors.metadata
             self._check_version()
             self.config = self._read_config()
-            self.bases = self._read_bases()
+            names = ("embedding", *all_linears(self.config))
+            bases = read_bases(self, {name: linear_shape(self.config, name)[1] for name in names})
+            self.set_bases(bases, options or ReadOptions())
             if options is not None and options.verify:
                 self.verify()
         except BaseException:
             self.close()
             raise
-        self.is_folded = options is not None and options.rotation == "folded"
         base3 = sum(name.endswith(".trits") for name in self.tensors.names)
         planes = base3 + sum(name.endswith(".packed") for name in self.tensors.names)
         self.evidence = [f"{planes} ternary planes, {base3} of them in base 3"]
@@ -133,18 +134,12 @@ class NativeCheckpoint(Checkpoint):
             raise self._bad("config.num_hidden_layers", message)
         return config
 
-    def _read_bases(self) -> dict[str, Rotation]:
-        names = ("embedding", *all_linears(self.config))
-        bases = {name: read_basis(_MatrixTensors(self, name), linear_shape(self.config, name)[1]) for name in names}
-        return {name: basis for name, basis in bases.items() if basis is not None}
-
     def take(self, name: str, shape: tuple[int, ...], *dtypes: str) -> NDArray:
         """A tensor. FormatError for another shape, or dtype; by default any of floats."""
         return self.tensors.take(name, shape, dtypes or ("BF16", "F16", "F32"))
 
     def embedding(self) -> LinearWeight:
-        shape = linear_shape(self.config, "embedding")
-        return self._own_kind("embedding", shape, None) or DenseWeight(self.take("embedding", shape))
+        return self._float_inputs("embedding", linear_shape(self.config, "embedding"), None)
 
     def norm(self, name: str) -> NDArray[np.float32]:
         return self.take(name, (norm_size(self.config, name),), "F32")
@@ -157,7 +152,7 @@ class NativeCheckpoint(Checkpoint):
         n, k = linear_shape(cfg, name)
         bias = self.take(f"{name}.bias", (n,), "F32") if has_bias(cfg, name) else None
         if not is_ternary(cfg, name):
-            return self._own_kind(name, (n, k), bias) or DenseWeight(self.take(f"{name}.weight", (n, k)), bias)
+            return self._float_inputs(name, (n, k), bias)
         packed = self.read_plane(name, n, k)
         tensor = f"{name}.w_dequant_scale"
         scale = self.checked_scale(tensor, np.float32(self.take(tensor, (), "F32")))
@@ -165,12 +160,12 @@ class NativeCheckpoint(Checkpoint):
         norm = None if eps is None else self.take(f"{name}.input_norm", (k,), "F32")
         return put_norm(TernaryWeight(packed, k, scale, bias), norm, eps)
 
-    def _own_kind(self, name: str, shape: tuple[int, int], bias: NDArray[np.float32] | None) -> LinearWeight | None:
-        """A matrix of a kind with a form of its own; None where it is stored dense."""
+    def _float_inputs(self, name: str, shape: tuple[int, int], bias: NDArray[np.float32] | None) -> LinearWeight:
+        """A matrix that is no BitLinear: of the kind that its tensors are of, else dense."""
         for form in FORMS:
-            if f"{name}.{form.mark}" in self.tensors:
-                return form.read(_MatrixTensors(self, name), shape, bias)
-        return None
+            if name + form.mark in self.tensors:
+                return form.read(self, name, shape, bias)
+        return DenseWeight(self.take(_dense_name(name), shape), bias)
 
     def read_plane(self, name: str, n: int, k: int) -> NDArray[np.uint8]:
         """The ternary matrix (n, k) of a linear or "embedding", packed."""
@@ -198,8 +193,7 @@ class NativeCheckpoint(Checkpoint):
             raise self.fail(name, f"row {row} goes on after its last weight; expected zero weights as padding")
 
     def dense_dtype(self, name: str) -> np.dtype:
-        marks = (f"{name}.{form.mark}" for form in FORMS)
-        for tensor in (*marks, name if name == "embedding" else f"{name}.weight"):
+        for tensor in (*(name + form.mark for form in FORMS), _dense_name(name)):
             if tensor in self.tensors:
                 return DTYPES[self.tensors.info(tensor).dtype]
         return super().dense_dtype(name)  # which says what is wrong
@@ -248,26 +242,8 @@ class NativeCheckpoint(Checkpoint):
         return computed
 
 
-class _MatrixTensors:
-    """The tensors of one matrix: a `MatrixTensors`."""
-
-    def __init__(self, file: NativeCheckpoint, name: str) -> None:
-        self.file, self.name = file, name
-
-    def __contains__(self, end: str) -> bool:
-        return f"{self.name}.{end}" in self.file.tensors
-
-    def shape(self, end: str) -> tuple[int, ...]:
-        return self.file.tensors.info(f"{self.name}.{end}").shape
-
-    def take(self, end: str, shape: tuple[int, ...], *dtypes: str) -> NDArray:
-        return self.file.take(f"{self.name}.{end}", shape, *dtypes)
-
-    def plane(self, n: int, k: int) -> NDArray[np.uint8]:
-        return self.file.read_plane(self.name, n, k)
-
-    def fail(self, end: str, message: str) -> FormatError:
-        return self.file.fail(f"{self.name}.{end}", message)
+def _dense_name(name: str) -> str:
+    return name if name == "embedding" else f"{name}.weight"
 
 
 def write_native(
@@ -289,15 +265,18 @@ def write_native(
     layout = layout_of(plan) | {name: ("U8", (len(data),)) for name, data in tokenizer.items()}
     metadata = {
         "format": FORMAT,
-        "format_version": str(_version(layout)),
+        "format_version": str(VERSION if any(name.endswith(form.mark) for form in FORMS for name in layout) else 1),
         "config": json.dumps(config_to_dict(checkpoint.config), sort_keys=True, separators=(",", ":")),
         "content_hash": _NO_HASH,
     }
     digests = {}
 
     def change(name: str, part: Any) -> Any:
-        has_own_kind = isinstance(part, LinearWeight) and part.bit_linear is None
-        return choose_kind(checkpoint, name, part) if has_own_kind else part
+        if not isinstance(part, LinearWeight):
+            return part
+        if name != "embedding":
+            _check(checkpoint, name, part)
+        return part if part.bit_linear is not None else choose_kind(checkpoint, name, part)
 
     with atomic_path(path) as temporary, SafetensorsWriter(temporary, layout, metadata) as writer:
 
@@ -319,27 +298,21 @@ def _plan_array(checkpoint: Checkpoint, name: str) -> PlannedTensor:
     return PlannedTensor(name, "F32", shape, lambda array: array)
 
 
-def _version(names: Iterable[str]) -> int:
-    """The first version that reads these tensors."""
-    return max([1, *(form.version for form in FORMS if any(name.endswith(f".{form.mark}") for name in names))])
-
-
 def _plan_linear(checkpoint: Checkpoint, storage: str, name: str) -> Iterator[PlannedTensor]:
     config, (n, k) = checkpoint.config, linear_shape(checkpoint.config, name)
     if has_bias(config, name):
-        yield PlannedTensor(f"{name}.bias", "F32", (n,), lambda w: _checked(checkpoint, name, w).bias)
+        yield PlannedTensor(f"{name}.bias", "F32", (n,), attrgetter("bias"))
     if not is_ternary(config, name):
         dtype = dtype_name(checkpoint.given_dtype(name))
-        dense = PlannedTensor(f"{name}.weight", dtype, (n, k), lambda w: _checked(checkpoint, name, w).array)
+        dense = PlannedTensor(_dense_name(name), dtype, (n, k), attrgetter("array"))
         yield from _plan_own_kind(checkpoint, storage, name) or [dense]
         return
-    yield _plan_plane(storage, name, (n, k), lambda w: _checked(checkpoint, name, w).bit_linear.packed)
-    scale = PlannedTensor(
+    yield _plan_plane(storage, name, (n, k), attrgetter("bit_linear.packed"))
+    yield PlannedTensor(
         f"{name}.w_dequant_scale", "F32", (), lambda w: np.float32(w.bit_linear.w_dequant_scale).reshape(())
     )
-    yield scale
     if checkpoint.input_norm_eps is not None:
-        yield PlannedTensor(f"{name}.input_norm", "F32", (k,), lambda w: w.norm.weight)
+        yield PlannedTensor(f"{name}.input_norm", "F32", (k,), attrgetter("norm.weight"))
 
 
 def _plan_plane(
@@ -353,8 +326,7 @@ def _plan_plane(
 
 def _plan_own_kind(checkpoint: Checkpoint, storage: str, name: str) -> list[PlannedTensor]:
     """The tensors of a matrix of a kind with a form of its own, which is read to find out; none of another."""
-    stored: Any = read_part(checkpoint, name)
-    w: Any = choose_kind(checkpoint, name, stored)
+    w: Any = read_matrix(checkpoint, name)
     form = KINDS[w.kind].native
     if form is None:
         return []
@@ -363,12 +335,12 @@ def _plan_own_kind(checkpoint: Checkpoint, storage: str, name: str) -> list[Plan
         return lambda w: form.arrays(w)[end]
 
     arrays = form.arrays(w).items()
-    beside = [PlannedTensor(f"{name}.{end}", dtype_name(a.dtype), a.shape, make(end)) for end, a in arrays]
+    beside = [PlannedTensor(name + end, dtype_name(a.dtype), a.shape, make(end)) for end, a in arrays]
     return [_plan_plane(storage, name, w.shape, attrgetter("packed")), *beside]
 
 
-def _checked(checkpoint: Checkpoint, name: str, w: LinearWeight) -> Any:
-    """`w`. ShapeError if it contradicts the config."""
+def _check(checkpoint: Checkpoint, name: str, w: LinearWeight) -> None:
+    """ShapeError if the weight contradicts the config."""
     config, eps = checkpoint.config, checkpoint.input_norm_eps
     is_bit_linear = w.bit_linear is not None
     agrees = is_bit_linear == is_ternary(config, name)
@@ -376,4 +348,3 @@ def _checked(checkpoint: Checkpoint, name: str, w: LinearWeight) -> Any:
         agrees = agrees and (None if w.norm is None else w.norm.eps) == eps
     if not agrees or (w.bias is not None) != has_bias(config, name):
         raise ShapeError("write_native", expected=f"{name} as the config has it", got=f"another {type(w).__name__}")
-    return w
