@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 from bug_list import GATED, LAYERS, MODEL
-from bug_list_families import GROUPS as GROUPS_FILE
-from bug_list_families import TURN
+from bug_list_families import HADAMARD, TURN
 from bug_list_linears import FROM_HF, HF_FOLDER, I2S_AS_ARM, I2S_WRITTEN, QUANT, ROUNDED
 from numpy.typing import NDArray
 from planted_models import BASE, MODELS, TOKENS, tensors_for, write
@@ -252,7 +251,7 @@ CASES = (
         "hadamard-ignored",
         "blocks.0.attn.q_proj.hook_x_rotated",
         "rotation_ignored",
-        of_copy(GROUPS / "pq2_0-hadamard.gguf", (GROUPS_FILE, TURN, "return x.astype(np.float64)"), tokens=FEW),
+        of_copy(GROUPS / "pq2_0-hadamard.gguf", (HADAMARD, TURN, "return x.astype(np.float64)"), tokens=FEW),
     ),
     Case(
         "hadamard-llama.cpp",

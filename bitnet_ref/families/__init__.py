@@ -73,7 +73,8 @@ def trace_names_of_norms() -> dict[str, str]:
 
 def also_recorded(config: ModelConfig) -> AlsoRecorded:
     """`Family.also_recorded` of a model, and of the kinds of weights."""
-    return {**family_of(config).also_recorded, **groups.KIND.also_recorded}
+    of_kinds = {function: also for kind in KINDS.values() for function, also in kind.also_recorded.items()}
+    return {**family_of(config).also_recorded, **of_kinds}
 
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:

@@ -70,14 +70,14 @@ class Rotation:
         """The same basis for inputs that are columns `columns` of the file's; None: in the file's order."""
         return self if columns is None else replace(self, order=np.argsort(columns))
 
-    def has_columns(self, columns: NDArray[np.intp] | None) -> bool:
+    def has_columns(self, name: str, columns: NDArray[np.intp] | None) -> bool:
         """Whether the columns of T are in a GGUF's order already, where that is not ours (`LinearPlace.columns`).
 
         ConfigError where they are in a third order.
         """
         if self.order is not None and (columns is None or not np.array_equal(self.order, np.argsort(columns))):
             message = "its Hadamard basis takes the inputs in another order than GGUF files; fold it first"
-            raise ConfigError(message)
+            raise ConfigError(message, field=name)
         return columns is not None
 
     def arrays(self) -> dict[str, NDArray]:
@@ -135,8 +135,9 @@ def read_gguf_bases(
     keys = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in stored.items()}
     if not keys:
         if any(kind.startswith("P") for kind in planes.values()):
-            words = f"PQ2_0 and PTQ1_0 planes without keys {PREFIX}*: taken as not rotated; "
-            words += "if they are, this is nonsense"
+            words = (
+                f"PQ2_0 and PTQ1_0 planes without keys {PREFIX}*: taken as not rotated; if they are, this is nonsense"
+            )
             evidence.append(words)
             warnings.warn(f"{path}: {words}", stacklevel=4)
         return {}, False
@@ -145,8 +146,7 @@ def read_gguf_bases(
     for key, expected in _FIXED.items():
         require(keys.get(key) == expected, PREFIX + key, repr(expected), keys.get(key))
     block: Any = keys.get("block_size")
-    is_power = type(block) is int and block > 0 and block & (block - 1) == 0
-    require(is_power, f"{PREFIX}block_size", "a power of two", block)
+    require(type(block) is int and block.bit_count() == 1 and block > 0, f"{PREFIX}block_size", "a power of two", block)
     names: dict[str, None] = {}
     for key in ("weight_names", "inverse_weight_names"):
         value = keys.get(key, [])
@@ -179,11 +179,9 @@ def read_gguf_bases(
     return rotations, has_grouped_heads
 
 
-def _signs(keys: Mapping[str, Any]) -> dict[int, NDArray[np.float32]] | None:
+def _signs(keys: Any) -> dict[int, NDArray[np.float32]] | None:
     """Width -> its vector of signs; None: no signs."""
-    mode: Any = keys.get("sign_mode")
-    widths: Any = keys.get("sign_widths")
-    values: Any = keys.get("sign_values")
+    mode, widths, values = (keys.get(f"sign_{key}") for key in ("mode", "widths", "values"))
     require(mode in ("identity", "explicit"), f"{PREFIX}sign_mode", "identity or explicit", mode)
     if mode == "identity":
         return None

@@ -26,7 +26,7 @@ class DeviceGroups(GroupTernaryWeight):
     device_scales: Any = field(kw_only=True)  # (N, groups) on the device
     scales_kind: str = field(kw_only=True)  # float32, float16 or bfloat16
 
-    plain = GroupTernaryLinear.plain
+    plain = GroupTernaryLinear.plain  # what was read, without the device's arrays
 
 
 def takes_groups(w: GroupTernaryLinear) -> bool:

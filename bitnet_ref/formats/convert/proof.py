@@ -192,9 +192,9 @@ def _differences(a: Any, b: Any, proof: Proof) -> Iterator[tuple[str, Tally, flo
         x, y = ours.get(name), theirs.get(name)
         is_plane = x is not None and x.dtype == np.uint8
         tally = proof.planes if is_plane else proof.scales if "scale" in name else proof.tensors
-        yield name, tally, _difference(x, y)
+        yield name and f" ({name[1:]})", tally, _difference(x, y)
     if a.bias is not None or b.bias is not None:
-        yield ".bias", proof.tensors, _difference(a.bias, b.bias)
+        yield " (bias)", proof.tensors, _difference(a.bias, b.bias)
 
 
 def _difference(a: NDArray | None, b: NDArray | None) -> float:

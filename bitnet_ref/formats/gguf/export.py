@@ -222,7 +222,7 @@ class _ModelTensors:
             return self._permuted(each, array(each))
 
         basis = self.checkpoint.bases.get(name)
-        if basis is not None and basis.has_columns(linear_place(self.config, name, "gguf").columns):
+        if basis is not None and basis.has_columns(name, linear_place(self.config, name, "gguf").columns):
             return read(name)
         return stored_matrix(self.config, name, "gguf", read)
 

@@ -148,12 +148,11 @@ class GgufCheckpoint(Checkpoint):
             )
         except ConfigError as error:
             raise ConfigError(error.message, path=self.path, field=error.field) from None
-        places = {name: self._place(name) for name in ("embedding", *all_linears(self.config)) if by_tensor}
-        bases = {
-            name: by_tensor[tensor].in_columns(place.columns)
-            for name, place in places.items()
-            if (tensor := f"{place.module}.weight") in by_tensor
-        }
+        bases = {}
+        for name in ("embedding", *all_linears(self.config)):
+            place = self._place(name)
+            if basis := by_tensor.get(f"{place.module}.weight"):
+                bases[name] = basis.in_columns(place.columns)
         self.set_bases(bases, self.options)
 
     def _place(self, name: str) -> LinearPlace:

@@ -304,7 +304,7 @@ def _plan_linear(checkpoint: Checkpoint, storage: str, name: str) -> Iterator[Pl
         yield PlannedTensor(f"{name}.bias", "F32", (n,), attrgetter("bias"))
     if not is_ternary(config, name):
         dtype = dtype_name(checkpoint.given_dtype(name))
-        dense = PlannedTensor(_dense_name(name), dtype, (n, k), attrgetter("array"))
+        dense = PlannedTensor(f"{name}.weight", dtype, (n, k), attrgetter("array"))
         yield from _plan_own_kind(checkpoint, storage, name) or [dense]
         return
     yield _plan_plane(storage, name, (n, k), attrgetter("bit_linear.packed"))

@@ -19,14 +19,8 @@ from .layouts import HYPOTHESES as LAYOUTS
 from .linears import HYPOTHESES as LINEARS
 from .linears import zero_hypotheses
 
-_OF_ALL = (
-    *BLOCKS,
-    *LINEARS,
-    *ACTIVATIONS,
-    *LAYOUTS,
-    *ATTENTION,
-    *(mistake for kind in KINDS.values() for mistake in kind.mistakes),
-)
+_OF_KINDS = [mistake for kind in KINDS.values() for mistake in kind.mistakes]
+_OF_ALL = (*BLOCKS, *LINEARS, *ACTIVATIONS, *LAYOUTS, *ATTENTION, *_OF_KINDS)
 _OF_FAMILIES = {each.name: each for family in FAMILIES.values() for each in family.mistakes}
 # Those of the package's own families; `forward_hypotheses` knows those that are registered later too.
 HYPOTHESES: tuple[Hypothesis, ...] = (*_OF_ALL, *_OF_FAMILIES.values())
