@@ -26,7 +26,7 @@ from ..reference.config import ModelConfig
 from ..reference.model import decoder_layers, head_input, rope_tables_of
 from ..reference.weights import DenseWeight, LinearWeight, ModelWeights
 from .backend import Backend, HeadNeed, HeadRows
-from .paged_cache import CacheSpec, PagedKVCache
+from .paged_cache import CacheSpec, EngineKVCache, PagedKVCache
 
 ROUND_CAPACITY_TO = 256  # tokens, as a card's cache does, so that all parts have pages of one size
 
@@ -96,7 +96,7 @@ class SplitKVCache(PagedKVCache):
         for part in self.parts:
             part.copy_pages(sources, targets)
 
-    def take_over(self, other: KVCache, length: int) -> None:
+    def take_over(self, other: EngineKVCache, length: int) -> None:
         assert isinstance(other, SplitKVCache)
         for mine, theirs in zip(self.parts, other.parts, strict=True):
             mine.take_over(theirs, length)
@@ -224,7 +224,7 @@ class SplitBackend(Backend):
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> KVCache:
+    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> EngineKVCache:
         if spec.page_size is None:
             size = max(1, -(-spec.capacity // ROUND_CAPACITY_TO)) * ROUND_CAPACITY_TO  # one page per slot
             spec = replace(spec, page_size=size)

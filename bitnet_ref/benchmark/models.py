@@ -20,7 +20,7 @@ from ..api import Model
 from ..backends.cpu.weights import mean_skipped, strip_bytes, strip_uses
 from ..backends.run import TokenLogits
 from ..errors import GenerationError
-from ..families import config_to_dict
+from ..families import config_to_dict, family_of
 from ..generation.sampling import log_probability
 from ..notebook.profiling import OpTime, Profile
 from ..reference.cache import KVCache, TokenBatch
@@ -77,7 +77,7 @@ def bytes_of_step(
 def cached_floats(config: ModelConfig, layer: int, position: float) -> float:
     """Floats of a layer's cache that the token at `position` reads: keys and values, or its states."""
     if not config.attends(layer):
-        return config.state_size(layer)
+        return family_of(config).state_size(config, layer)
     return 2 * config.kv_size * min(position + 1, config.window_of(layer) or np.inf)
 
 

@@ -289,6 +289,16 @@ def near(function: Callable[[float], float], guess: float, wanted: float) -> flo
     return next((x for x in candidates if x and function(x) == wanted), guess)
 
 
+class States(Protocol):
+    """What a cache has of some families' sequences beside keys and values; `families/qwen3_5.py` has one."""
+
+    def resumable(self, slot: int, length: int) -> int:
+        """How many of the first `length` tokens of a slot a later pass can build on."""
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
+    def take_over(self, other: Any) -> None: ...
+
+
 # -- the family --------------------------------------------------------------------------------------------------------
 
 
@@ -301,6 +311,8 @@ class Family:
     steps: (config, layer) -> the steps of that block, in the order of the computation.
     axes: (config) -> sizes of the letters in its steps' shapes, beyond LLaMA's.
     make_layer: (config, the parts of a layer that a reader gives) -> the fields of its class.
+    new_states: (config, slots, dtype) -> what layers without keys keep of so many sequences; None: nothing.
+    state_size: (config, layer) -> how many numbers of that a sequence has in a layer.
     also_recorded: function of an op of its own -> (hook, function of the same arguments): what a recorder keeps beside.
     lacks: what a backend without kernels of its own for this family cannot compute, in words; () if any backend can.
     names: what files call its parts, by the names of its layers' fields; the others are called as LLaMA's.
@@ -319,6 +331,8 @@ class Family:
     axes: Callable[[Any], Mapping[str, int]] = lambda config: {}
     lacks: Callable[[Any], Sequence[str]] = lambda config: ()
     make_layer: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda config, parts: parts
+    new_states: Callable[[Any, int, np.dtype], States | None] = lambda config, slots, dtype: None
+    state_size: Callable[[Any, int], int] = lambda config, layer: 0
     also_recorded: Mapping[Callable[..., NDArray], tuple[str, Callable[..., NDArray]]] = field(default_factory=dict)
     names: Mapping[str, PartNames] = field(default_factory=dict)
     place: Callable[[Any, int, str, str], LinearPlace | None] = lambda config, layer, linear, style: None

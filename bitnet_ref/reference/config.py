@@ -164,6 +164,7 @@ class ModelConfig:
     pooling: str = added("last")  # what `embed` takes of a text: the last token's hidden state, or the mean
     unit_embeddings: bool = added(True)  # whether `embed` scales it to length 1
 
+    has_states: ClassVar[bool] = False  # whether sequences have states beside their keys and values
     kinds_of_layers: ClassVar[tuple[str, ...]] = LAYER_TYPES
     nested: ClassVar[Mapping[str, type]] = {}  # fields that hold a dataclass of a family's own
 
@@ -309,19 +310,6 @@ class ModelConfig:
         return sorted({self.layer_types.index(kind) for kind in self.layer_types}) or [0]
 
     # -- what a family may have beyond -------------------------------------------------------------------------------
-
-    @property
-    def has_states(self) -> bool:
-        """Whether sequences have states beside their keys and values."""
-        return False
-
-    def state_size(self, layer: int) -> int:
-        """How many numbers the state of a sequence has in a layer."""
-        return 0
-
-    def new_states(self, slots: int, dtype: np.dtype) -> Any:
-        """The states of so many sequences; None where there are none."""
-        return None
 
     @property
     def extras(self) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ from ...reference.weights import (
 )
 from ...system.threads import check_team
 from ..backend import Backend, GreedyRun, GreedySteps, HeadNeed, HeadRows
-from ..paged_cache import CACHE_DTYPES, CacheSpec
+from ..paged_cache import CACHE_DTYPES, CacheSpec, EngineKVCache
 from .extension import (
     TABLE_TOKENS,
     _cpu,
@@ -238,7 +238,7 @@ class CythonBackend(KernelBackend):
         check_team(self.threads)
         return nullcontext()  # the kernels get their thread count with each call, and no BLAS runs beside them
 
-    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> KVCache:
+    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> EngineKVCache:
         return KernelKVCache(config, spec, np.dtype(self.choose_cache_dtype(spec.dtype)))
 
     def hidden(
@@ -253,7 +253,7 @@ class CythonBackend(KernelBackend):
         return final_hidden(self, w, cfg, batch, cache)
 
     def _may_replay(self, cfg: ModelConfig, batch: TokenBatch) -> bool:
-        return self.fuses and not cfg.has_states and 0 < len(batch) <= MAX_TOKENS and batch.all_wanted
+        return self.fuses and not cfg.has_states and 0 < len(batch) <= MAX_TOKENS and batch.wanted is None
 
     def greedy_steps(
         self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, run: GreedyRun

@@ -29,7 +29,7 @@ from ...reference.model import RopeTables, attention_result, final_hidden, split
 from ...reference.ops import check_attention, check_dequantize, check_norm, check_rope, require
 from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, Shared, TernaryLinear
 from ..backend import Backend, HeadNeed, HeadRows
-from ..paged_cache import CACHE_DTYPES, CacheSpec
+from ..paged_cache import CACHE_DTYPES, CacheSpec, EngineKVCache
 from . import Device, open_device
 from . import rows as row_kernels
 from .attention import Attention, PositionTables
@@ -142,7 +142,7 @@ class CupyBackend(Backend):
         if path == "ops":
             return final_hidden(self.op_by_op(), w, cfg, self.place(batch), cache)
         may_replay = path != "blocks" and self.fuses and self.graphs
-        if may_replay and 0 < len(batch) <= MAX_REPLAYED and batch.all_wanted:
+        if may_replay and 0 < len(batch) <= MAX_REPLAYED and batch.wanted is None:
             return self._replay(w, cfg, batch, cache)
         return final_hidden(self, w, cfg, self.place(batch), cache)
 
@@ -205,7 +205,7 @@ class CupyBackend(Backend):
         fits = working_bytes(config, MAX_PROMPT_TOKENS, MAX_PROMPT_TOKENS) <= free // 4
         return MAX_PROMPT_TOKENS if fits else super().prompt_tokens(config)
 
-    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> KVCache:
+    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> EngineKVCache:
         kind = self.precision if spec.dtype is None else self.choose_cache_dtype(spec.dtype)
         return DeviceKVCache(self.ws, config, spec, kind)
 

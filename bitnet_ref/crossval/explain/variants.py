@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ...backends import Backend
 from ...backends.loaded import LoadedModel
 from ...backends.observe import Call, ObservedStep, observe
+from ...backends.paged_cache import EngineKVCache
 from ...backends.record import LOGITS, NamesFilter, Recorder, sibling
 from ...errors import BitNetRefError
 from ...reference import layers
@@ -182,7 +183,7 @@ class Setting:
         recorder = _VariantRecorder(self, be, names_filter, until=until, tape=tape or {}, settle=settle)
         recorder.observed = observe(be, recorder)
         batch = TokenBatch.of([(slot, 0, self.tokens) for slot in range(copies)])
-        cache = KVCache(self.config, slots=copies, capacity=len(self.tokens))
+        cache = EngineKVCache(self.config, slots=copies, capacity=len(self.tokens))
         with np.errstate(all="ignore"), suppress(_Finished):  # a wrong change may overflow: `run` would raise
             forward(recorder.observed, self.weights, self.config, batch, cache)
         return recorder.seen
