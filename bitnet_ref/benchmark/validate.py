@@ -13,6 +13,7 @@ from ..backends import Backend
 from ..crossval.tolerances import EPSILON, MODEL_FLOOR_IN_EPSILONS, NARROW_FLOATS
 from ..errors import NumericsError
 from ..reference.cache import TokenBatch
+from ..reference.config import ModelConfig
 from ..reference.weights import LinearWeight, TernaryWeight, plain_weights
 from .timing import Record
 
@@ -83,6 +84,11 @@ def check_linear(be: Backend, w: LinearWeight, expected: Expected) -> Check:
     return Check(expected.acc.size, unequal[0], expected.y.size, unequal[1])
 
 
+def first_of_each_type(config: ModelConfig) -> list[int]:
+    """The first layer of each type; [0] where all layers are alike."""
+    return sorted({config.layer_types.index(kind) for kind in config.layer_types}) or [0]
+
+
 def check_model(model: Model, tokens: Sequence[int]) -> Check:
     """The ternary linears of the first block of each type of layer on random activations, and the logits of a model of
     these blocks alone.
@@ -91,7 +97,7 @@ def check_model(model: Model, tokens: Sequence[int]) -> Check:
     minutes; `bitnet-ref doctor` compares a whole model. A 16-bit backend is allowed the error of an engine in that
     dtype (`tolerances.NARROW_FLOATS`), as a share of the largest logit.
     """
-    layers = model.config.first_of_each_type
+    layers = first_of_each_type(model.config)
     first = model.config.of_layers(layers)
     weights = replace(model.weights, layers=tuple(model.weights.layers[layer] for layer in layers))
     plain = plain_weights(weights)

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError
-from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
+from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig, require
+from ..reference.layers import ACTIVATIONS
 from ..reference.quantization import CODES_PER_BYTE
 from ..reference.weights import LayerWeights
 
@@ -276,6 +277,20 @@ class GgufForm:
     implied: Callable[[Any], dict[str, Any]] = lambda config: {}
 
 
+def activation_name(spelling: Any, field: str) -> str:
+    """The name in `ACTIVATIONS` of what a file calls its activation. Raises ConfigError naming `field`."""
+    names = [name for name, each in ACTIVATIONS.items() if spelling == name or spelling in each.spellings]
+    require(bool(names), field, f"one of {', '.join(ACTIVATIONS)}", spelling)
+    return names[0]
+
+
+def widest_window(config: ModelConfig) -> int | None:
+    """The window of the layer that sees the most; None: one sees all tokens."""
+    layers = range(config.num_hidden_layers) if config.layer_types else range(1)
+    slides = all(config.is_sliding(layer) or not config.attends(layer) for layer in layers)
+    return config.sliding_window if slides else None
+
+
 def types_of_layers(config: ModelConfig) -> list[str]:
     """The type of each layer, in transformers' words."""
     alike = "full_attention" if config.sliding_window is None else "sliding_attention"
@@ -307,6 +322,7 @@ class Family:
     """One family.
 
     config: its class of ModelConfig.
+    nested: its fields that hold a dataclass of the family's own.
     layer_class: (config, layer) -> the class of that layer's weights.
     steps: (config, layer) -> the steps of that block, in the order of the computation.
     axes: (config) -> sizes of the letters in its steps' shapes, beyond LLaMA's.
@@ -326,6 +342,7 @@ class Family:
 
     model_type: str
     config: type[ModelConfig] = ModelConfig
+    nested: Mapping[str, type] = field(default_factory=dict)
     layer_class: Callable[[Any, int], type[LayerWeights]] = lambda config, layer: LayerWeights
     steps: Callable[[Any, int], list[TraceStep]] | None = None  # None: LLaMA's
     axes: Callable[[Any], Mapping[str, int]] = lambda config: {}

@@ -108,7 +108,6 @@ class Qwen35Config(ModelConfig):
     delta: DeltaConfig | None = added(None)  # None: every layer attends
 
     kinds_of_layers: ClassVar[tuple[str, ...]] = (*ModelConfig.kinds_of_layers, DELTA)
-    nested: ClassVar = {"delta": DeltaConfig}
 
     def __post_init__(self) -> None:
         if self.rotary_dim is not None:
@@ -979,6 +978,7 @@ FAMILIES = (
     Family(
         "qwen3_5_text",
         Qwen35Config,
+        nested={"delta": DeltaConfig},
         layer_class=lambda config, layer: GatedLayer if config.attends(layer) else DeltaLayer,
         steps=_steps,
         axes=_axes,

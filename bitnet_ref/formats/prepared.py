@@ -89,8 +89,9 @@ class PreparedFile:
                 memory = file.mapped() if self.is_mapped else _read(file)
                 self._compare_hashes(file, memory)
                 config = config_from_dict(self._json(file, "config"))
-                layers = [family_of(config).layer_class(config, i) for i in range(config.num_hidden_layers)]
-                own = [*layers, *config.nested.values(), *self.backend.weight_kinds]
+                family = family_of(config)
+                layers = [family.layer_class(config, i) for i in range(config.num_hidden_layers)]
+                own = [*layers, *family.nested.values(), *self.backend.weight_kinds]
                 kinds = {kind.__name__: kind for kind in (*_KINDS, *own)}
                 weights = _rebuild(self._json(file, "weights"), lambda name: file.view(memory, name), kinds, {})
             _check(weights, config)

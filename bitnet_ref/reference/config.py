@@ -1,23 +1,21 @@
 """What a model's shape is: `ModelConfig`, a frozen dataclass that cannot exist in an invalid state.
 
-Field names are Hugging Face's. `families/` has a subclass for each family that has more than LLaMA, and says how
-config.json and GGUF's keys are read into them.
+Field names are Hugging Face's. `families/` has a subclass for each family that has more than LLaMA; `formats/` reads
+config.json and GGUF's keys into them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from ..errors import ConfigError
 from .layers import ACTIVATIONS
 
-LAYER_TYPES = ("full_attention", "sliding_attention")  # as transformers calls them
-POOLINGS = ("last", "mean")
 LARGEST_INT = 2**40  # beyond any model; arithmetic on sizes, positions and window stays within int64 and float64
 
 
@@ -47,17 +45,11 @@ def require_bool(field: str, value: Any) -> None:
 
 
 def added(default: Any, absent: Any = None) -> Any:
-    """A dataclass field that config files leave out where its value is `absent` (None: the default): files written
-    before there was such a field are read as ever, and files of models without the feature stay as they are.
+    """A dataclass field that files leave out where its value is `absent` (None: the default).
+
+    So files from before there was such a field are still read, and files of models without the feature do not change.
     """
     return field(default=default, metadata={"absent": default if absent is None else absent})
-
-
-def activation_name(spelling: Any, field: str) -> str:
-    """The name in `ACTIVATIONS` of what a checkpoint calls its activation. ConfigError naming `field` and the value."""
-    names = [name for name, each in ACTIVATIONS.items() if spelling == name or spelling in each.spellings]
-    require(bool(names), field, f"one of {', '.join(ACTIVATIONS)}", spelling)
-    return names[0]
 
 
 @dataclass(frozen=True)
@@ -70,18 +62,26 @@ class RopeConfig:
     theta: float = 10000.0
     rope_type: str = "default"
 
-    cos_scale: ClassVar[float] = 1.0  # cos and sin are multiplied by it
-    by_position: ClassVar[bool] = False  # whether frequencies depend on the token's position
-
     def __post_init__(self) -> None:
         require_number("rope.theta", self.theta)
-        require(
-            self.rope_type == "default", "rope.rope_type", "default, or a class of families/rope.py", self.rope_type
-        )
+        plain = self.rope_type == "default"
+        require(plain, "rope.rope_type", "default, or a class of families/rope.py", self.rope_type)
 
-    def frequencies(self, head_dim: int, position: int = 0) -> NDArray[np.float64]:
+    def frequencies(self, head_dim: int) -> NDArray[np.float64]:
         """Radians per position, for each of the d/2 pairs.   -> (d/2,) float64"""
         return self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+
+    def angles(self, positions: NDArray, head_dim: int) -> NDArray[np.float64]:
+        """Radians of each token.   positions (N,) int -> (N, d/2) float64"""
+        return positions[:, None].astype(np.float64) * self.frequencies(head_dim)
+
+    def tables(self, positions: NDArray, head_dim: int, dtype: DTypeLike) -> tuple[NDArray, NDArray]:
+        """cos and sin of each token's angles.   positions (N,) int -> two (N, d/2)
+
+        The angles are float64 and rounded once: at position 4096 a float32 angle is already off by 2e-4.
+        """
+        angles = self.angles(positions, head_dim)
+        return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
 
     def check_size(self, rotary_size: int) -> None:
         """Raises ConfigError where the frequencies do not fit heads of which so many numbers are turned."""
@@ -109,12 +109,10 @@ class QuantizationConfig:
 
     def __post_init__(self) -> None:
         prefix = "quantization_config."
-        for name, choices in (
-            ("linear_class", ("bitlinear", "autobitlinear")),
-            ("quantization_mode", ("online", "offline")),
-        ):
-            value = getattr(self, name)
-            require(value in choices, prefix + name, " or ".join(choices), value)
+        is_class = self.linear_class in ("bitlinear", "autobitlinear")
+        require(is_class, prefix + "linear_class", "bitlinear or autobitlinear", self.linear_class)
+        is_mode = self.quantization_mode in ("online", "offline")
+        require(is_mode, prefix + "quantization_mode", "online or offline", self.quantization_mode)
         require_bool(prefix + "use_rms_norm", self.use_rms_norm)
         require_number(prefix + "rms_norm_eps", self.rms_norm_eps)
         require_bool(prefix + "int8_activations", self.int8_activations)
@@ -133,7 +131,7 @@ class QuantizationConfig:
 class ModelConfig:
     """The shape of a decoder: D hidden_size, F intermediate_size, H heads, G kv heads, d head_dim, V vocab_size.
 
-    A family with more than BitNet b1.58 and LLaMA have is a subclass in `families/`, which answers the same questions.
+    Raises ConfigError, which names the field. A family with more is a subclass that answers the same questions.
     """
 
     model_type: str  # "bitnet", "llama", "qwen3", ...: as in the checkpoint
@@ -157,70 +155,55 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     o_proj_bias: bool = added(True)  # False: with attention_bias q, k and v have biases, o has none
-    layer_types: tuple[str, ...] = added(())  # of each layer, one of LAYER_TYPES; (): all as sliding_window says
+    layer_types: tuple[str, ...] = added(())  # of each layer, one of kinds_of_layers; (): all as sliding_window says
     embedding_scale: float = added(1.0)  # rows of the embedding times this
     head_scale: float = added(1.0)  # the input of the head times this
     logit_softcap: float | None = added(None)  # logits become c tanh(logits / c)
     pooling: str = added("last")  # what `embed` takes of a text: the last token's hidden state, or the mean
     unit_embeddings: bool = added(True)  # whether `embed` scales it to length 1
 
+    kinds_of_layers: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")  # as transformers calls them
     has_states: ClassVar[bool] = False  # whether sequences have states beside their keys and values
-    kinds_of_layers: ClassVar[tuple[str, ...]] = LAYER_TYPES
-    nested: ClassVar[Mapping[str, type]] = {}  # fields that hold a dataclass of a family's own
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "max_position_embeddings",
-        ):
-            require_int(name, getattr(self, name))
-        require_int("head_dim", self.head_dim, low=2)
-        require(self.head_dim % 2 == 0, "head_dim", "an even number (RoPE turns pairs)", self.head_dim)
-        require(
-            self.num_attention_heads % self.num_key_value_heads == 0,
-            "num_key_value_heads",
-            f"a divisor of num_attention_heads ({self.num_attention_heads})",
-            self.num_key_value_heads,
-        )
-        activations = list(ACTIVATIONS)  # a list takes an unhashable value too
-        require(self.activation in activations, "hidden_act", f"one of {', '.join(activations)}", self.activation)
-        require_number("rms_norm_eps", self.norm_eps)
+        for each in fields(ModelConfig):
+            if each.type == "int":
+                require_int(each.name, getattr(self, each.name))
         for each in fields(self):
             if each.type == "bool":
                 require_bool(each.name, getattr(self, each.name))
+        require(self.head_dim % 2 == 0, "head_dim", "an even number (RoPE turns pairs)", self.head_dim)
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        require(heads % kv_heads == 0, "num_key_value_heads", f"a divisor of num_attention_heads ({heads})", kv_heads)
+        activations = list(ACTIVATIONS)  # a list takes an unhashable value too
+        require(self.activation in activations, "hidden_act", f"one of {', '.join(activations)}", self.activation)
+        require_number("rms_norm_eps", self.norm_eps)
         require_number("embedding_scale", self.embedding_scale)
         require_number("head_scale", self.head_scale)
         if self.logit_softcap is not None:
             require_number("final_logit_softcapping", self.logit_softcap)
-        require(self.pooling in POOLINGS, "pooling", " or ".join(POOLINGS), self.pooling)
         if self.sliding_window is not None:
             require_int("sliding_window", self.sliding_window)
+        require(self.pooling in ("last", "mean"), "pooling", "last or mean", self.pooling)
         self._check_layer_types()
-        self._check_tokens()
+        self._check_token("bos_token_id", 0 if self.bos_token_id is None else self.bos_token_id)
+        for token in self.eos_token_ids:
+            self._check_token("eos_token_id", token)
         for rope in self.ropes:
             rope.check_size(self.rotary_size)
 
     def _check_layer_types(self) -> None:
-        if not self.layer_types:
-            return
         kinds = self.kinds_of_layers
-        known = all(isinstance(kind, str) and kind in kinds for kind in self.layer_types)
+        known = all(kind in kinds for kind in self.layer_types)
         expected = f"{self.num_hidden_layers} names, each one of {', '.join(kinds)}"
-        require(known and len(self.layer_types) == self.num_hidden_layers, "layer_types", expected, self.layer_types)
-        sliding = "sliding_attention" in self.layer_types
-        require(not sliding or self.sliding_window is not None, "sliding_window", "a number of tokens", None)
+        fits = len(self.layer_types) in (0, self.num_hidden_layers)
+        require(known and fits, "layer_types", expected, self.layer_types)
+        if "sliding_attention" in self.layer_types:
+            require(self.sliding_window is not None, "sliding_window", "a number of tokens", None)
 
-    def _check_tokens(self) -> None:
-        bos = () if self.bos_token_id is None else (self.bos_token_id,)
-        for key, ids in (("bos_token_id", bos), ("eos_token_id", self.eos_token_ids)):
-            for token in ids:
-                require_int(key, token, low=0)
-                require(token < self.vocab_size, key, f"an id below vocab_size ({self.vocab_size})", token)
+    def _check_token(self, field: str, token: int) -> None:
+        require_int(field, token, low=0)
+        require(token < self.vocab_size, field, f"an id below vocab_size ({self.vocab_size})", token)
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -246,15 +229,14 @@ class ModelConfig:
 
     def linear_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
         """(out_features, in_features) of each linear of one block, in the order of the computation."""
-        d_model, d_ffn = self.hidden_size, self.intermediate_size
         return {
-            "q_proj": (self.query_size, d_model),
-            "k_proj": (self.kv_size, d_model),
-            "v_proj": (self.kv_size, d_model),
-            "o_proj": (d_model, self.query_size),
-            "gate_proj": (d_ffn, d_model),
-            "up_proj": (d_ffn, d_model),
-            "down_proj": (d_model, d_ffn),
+            "q_proj": (self.query_size, self.hidden_size),
+            "k_proj": (self.kv_size, self.hidden_size),
+            "v_proj": (self.kv_size, self.hidden_size),
+            "o_proj": (self.hidden_size, self.query_size),
+            "gate_proj": (self.intermediate_size, self.hidden_size),
+            "up_proj": (self.intermediate_size, self.hidden_size),
+            "down_proj": (self.hidden_size, self.intermediate_size),
         }
 
     def norm_shapes(self, layer: int = 0) -> dict[str, int]:
@@ -293,33 +275,7 @@ class ModelConfig:
         """How many tokens a token of this layer sees, itself included; None: all before it."""
         return self.sliding_window if self.is_sliding(layer) else None
 
-    @property
-    def widest_window(self) -> int | None:
-        """The window of the layer that sees the most."""
-        layers = range(self.num_hidden_layers) if self.layer_types else range(1)
-        return self.sliding_window if all(self.is_sliding(i) or not self.attends(i) for i in layers) else None
-
     def of_layers(self, layers: Sequence[int]) -> Self:
         """The config of a model that consists of these layers."""
         types = tuple(self.layer_types[layer] for layer in layers) if self.layer_types else ()
         return replace(self, num_hidden_layers=len(layers), layer_types=types)
-
-    @property
-    def first_of_each_type(self) -> list[int]:
-        """The first layer of each type; [0] where all layers are alike."""
-        return sorted({self.layer_types.index(kind) for kind in self.layer_types}) or [0]
-
-    # -- what a family may have beyond -------------------------------------------------------------------------------
-
-    @property
-    def extras(self) -> tuple[str, ...]:
-        """Names of the fields by which the model differs from LLaMA, Mistral and BitNet."""
-        names = [
-            each.name
-            for each in fields(self)
-            if each.name not in ("pooling", "unit_embeddings")
-            and "absent" in each.metadata
-            and getattr(self, each.name) != each.metadata["absent"]
-        ]
-        weight_only = self.quantization is not None and not self.quantization.int8_activations
-        return (*names, *["int8_activations"] * weight_only)

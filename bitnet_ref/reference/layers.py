@@ -16,7 +16,7 @@ dense model, and the head, after which no int8 comes, are sums of float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,29 +88,6 @@ def softcap(logits: NDArray, cap: float) -> NDArray:
 
 
 # -- rotary position embedding -----------------------------------------------------------------------------------------
-
-
-class Rope(Protocol):
-    """What `rope_tables` asks of a `RopeConfig`."""
-
-    by_position: ClassVar[bool]
-    cos_scale: ClassVar[float]
-
-    def frequencies(self, head_dim: int, position: int = 0) -> NDArray[np.float64]: ...
-
-
-def rope_tables(positions: NDArray, rope: Rope, head_dim: int, dtype: type) -> tuple[NDArray, NDArray]:
-    """cos and sin of every token's angles.   positions (N,) int -> two (N, d/2) arrays.
-
-    The angles are computed in float64 and rounded once: at position 4096 a float32 angle is already off by 2e-4.
-    """
-    if rope.by_position:
-        inv_freq = np.stack([rope.frequencies(head_dim, int(p)) for p in positions])  # (N, d/2)
-    else:
-        inv_freq = rope.frequencies(head_dim)  # (d/2,)
-    angles = positions[:, None].astype(np.float64) * inv_freq
-    factor = rope.cos_scale
-    return (np.cos(angles) * factor).astype(dtype), (np.sin(angles) * factor).astype(dtype)
 
 
 def apply_rope(x: NDArray, cos: NDArray, sin: NDArray) -> NDArray:

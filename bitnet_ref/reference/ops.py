@@ -70,7 +70,7 @@ class Ops:
     def rope_tables(self, positions: NDArray[np.int64], rope: RopeConfig, head_dim: int) -> tuple[NDArray, NDArray]:
         """positions (N,) -> cos, sin (N, d/2)"""
         require("rope_tables", positions.ndim == 1, "positions (N,)", positions=positions)
-        return layers.rope_tables(positions, rope, head_dim, self.dtype.type)
+        return rope.tables(positions, head_dim, self.dtype)
 
     def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
         """q (N, H, d), k (N, G, d), cos and sin (N, d/2) -> q and k, rotated"""

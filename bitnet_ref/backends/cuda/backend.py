@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ...errors import BackendUnavailable, ShapeError
 from ...families import family_of
+from ...families.family import widest_window
 from ...families.groups import GroupTernaryLinear, group_linear
 from ...families.linear_norms import NormedLinear
 from ...reference.cache import KVCache, TokenBatch
@@ -149,7 +150,7 @@ class CupyBackend(Backend):
     def _replay(self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache) -> NDArray:
         assert isinstance(cache, DeviceKVCache)
         cache.check_writes(batch)
-        cache.check_reads(batch, cfg.widest_window)
+        cache.check_reads(batch, widest_window(cfg))
         self.rope_positions.reach = max(self.rope_positions.reach, cache.reach - 1)
         size = 1 << (len(batch) - 1).bit_length()  # 1, 2, 4, ...: few records serve every number of sequences
         key = size, id(w), decodes(batch)
