@@ -22,7 +22,7 @@ from bitnet_ref.crossval.explain.variants import Setting
 from bitnet_ref.crossval.paths import check_paths
 from bitnet_ref.crossval.teacher import teacher_forced
 from bitnet_ref.errors import BackendUnavailable, ConfigError, FormatError, NumericsError, ShapeError
-from bitnet_ref.families import config_from_dict, config_to_dict, differences_from_llama
+from bitnet_ref.families import config_from_dict, config_to_dict, differences_from_llama, family_of
 from bitnet_ref.families.family import widest_window
 from bitnet_ref.families.groups import GroupTernaryWeight, group_matmul, split_groups
 from bitnet_ref.families.qwen3_5 import DeltaInputs, delta_recurrence
@@ -410,7 +410,7 @@ def test_the_first_bad_tensor_of_a_hybrid(backend_name):
 def test_the_config_of_a_hybrid():
     config = model(FAMILIES / HYBRID).config
     assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
-    assert (config.rotary_dim, config.window_of(3), config.of_layers([3]).delta) == (32, None, None)
+    assert (config.rotary_dim, config.window_of(3), family_of(config).of_layers(config, [3]).delta) == (32, None, None)
     default = parse(model_type="qwen3_5_text", num_hidden_layers=8, head_dim=32)
     assert [i for i, kind in enumerate(default.layer_types) if kind == "full_attention"] == [3, 7]
     for key, value in (("attn_output_gate", False), ("attention_bias", True), ("partial_rotary_factor", 2)):

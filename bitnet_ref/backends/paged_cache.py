@@ -65,6 +65,10 @@ class EngineKVCache(KVCache):
         """Whether slots have states beside their keys and values."""
         return self.states is not None
 
+    def stored(self, layer: int, batch: TokenBatch) -> tuple[NDArray, NDArray]:
+        """Keys and values (N, G, d) of the batch's tokens, as attention reads them after `append`."""
+        return self.keys[layer, batch.slots, batch.positions], self.values[layer, batch.slots, batch.positions]
+
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Give each target slot the first `length` tokens of its source slot, all at the same time."""
         for pool in (self.keys, self.values):

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ShapeError
+from ..families import family_of
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.model import decoder_layers, head_input, rope_tables_of
@@ -185,7 +186,8 @@ class SplitBackend(Backend):
         for number, (part, own_cache) in enumerate(zip(self.parts, cache.parts, strict=True)):
             self._computing[0] = number
             be, placed = part.backend, part.backend.place(batch)
-            ropes, own = rope_tables_of(be, cfg, placed.positions), cfg.of_layers(range(part.first, part.stop))
+            ropes = rope_tables_of(be, cfg, placed.positions)
+            own = family_of(cfg).of_layers(cfg, range(part.first, part.stop))
             x = be.from_host(x)
             if number == 0 and cfg.embedding_scale != 1:
                 x = be.scale(x, cfg.embedding_scale, "hook_embed_scaled")
@@ -228,7 +230,9 @@ class SplitBackend(Backend):
         if spec.page_size is None:
             size = max(1, -(-spec.capacity // ROUND_CAPACITY_TO)) * ROUND_CAPACITY_TO  # one page per slot
             spec = replace(spec, page_size=size)
-        caches = [part.backend.new_cache(config.of_layers(range(part.first, part.stop)), spec) for part in self.parts]
+        of_layers = family_of(config).of_layers
+        configs = [of_layers(config, range(part.first, part.stop)) for part in self.parts]
+        caches = [part.backend.new_cache(own, spec) for part, own in zip(self.parts, configs, strict=True)]
         return SplitKVCache([cache for cache in caches if isinstance(cache, PagedKVCache)])
 
     def memory(self) -> tuple[int | None, int | None]:

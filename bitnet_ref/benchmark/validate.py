@@ -12,6 +12,7 @@ from ..api import Model
 from ..backends import Backend
 from ..crossval.tolerances import EPSILON, MODEL_FLOOR_IN_EPSILONS, NARROW_FLOATS
 from ..errors import NumericsError
+from ..families import family_of
 from ..reference.cache import TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.weights import LinearWeight, TernaryWeight, plain_weights
@@ -98,7 +99,7 @@ def check_model(model: Model, tokens: Sequence[int]) -> Check:
     dtype (`tolerances.NARROW_FLOATS`), as a share of the largest logit.
     """
     layers = first_of_each_type(model.config)
-    first = model.config.of_layers(layers)
+    first = family_of(model.config).of_layers(model.config, layers)
     weights = replace(model.weights, layers=tuple(model.weights.layers[layer] for layer in layers))
     plain = plain_weights(weights)
     check = Check()

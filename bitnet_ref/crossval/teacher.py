@@ -21,6 +21,7 @@ from ..backends.observe import Call, ObservedStep, observe
 from ..backends.paged_cache import CacheSpec, EngineKVCache
 from ..backends.record import Recorder, sibling
 from ..backends.run import run
+from ..families.linear_norms import model_norms
 from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
@@ -56,7 +57,7 @@ class _Side:
         self.cache = be.new_cache(cfg, CacheSpec(slots=1, capacity=len(batch)))
         self.ropes = rope_tables_of(be, cfg, self.batch.positions)
         self.linears = {**dict(weights.linears()), "embedding": weights.embedding}
-        self.norms = {norm.name: norm for norm in weights.norms()}
+        self.norms = {norm.name: norm for norm in model_norms(weights)}
 
     def half_block(self, be: Backend, layer: int, half: str, x: NDArray) -> NDArray:
         """The half of a block whose result is called `half`, on a residual stream x (N, D) -> (N, D)"""

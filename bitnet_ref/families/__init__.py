@@ -9,8 +9,8 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, TypeVar
 
-from ..errors import ConfigError
-from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig, require
+from ..errors import ConfigError, require
+from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from . import gemma3, groups, llama, minicpm, qwen, qwen3_5, smollm3
 from .family import Family, TraceStep
 from .llama import llama_axes, llama_steps

@@ -10,17 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
-from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig, require
+from ..errors import ConfigError, require
+from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ..reference.layers import ACTIVATIONS
 from ..reference.quantization import CODES_PER_BYTE
 from ..reference.weights import LayerWeights
 
+Config = TypeVar("Config", bound=ModelConfig)
 NORM, LINEAR = "norm module", "linear module"  # kinds of steps that stand for several tensors
 
 
@@ -286,9 +287,7 @@ def activation_name(spelling: Any, field: str) -> str:
 
 def widest_window(config: ModelConfig) -> int | None:
     """The window of the layer that sees the most; None: one sees all tokens."""
-    layers = range(config.num_hidden_layers) if config.layer_types else range(1)
-    slides = all(config.is_sliding(layer) or not config.attends(layer) for layer in layers)
-    return config.sliding_window if slides else None
+    return None if "full_attention" in types_of_layers(config) else config.sliding_window
 
 
 def types_of_layers(config: ModelConfig) -> list[str]:
@@ -314,6 +313,12 @@ class States(Protocol):
     def take_over(self, other: Any) -> None: ...
 
 
+def config_of_layers(config: Config, layers: Sequence[int], **changes: Any) -> Config:
+    """The config of a model that consists of these layers."""
+    types = tuple(config.layer_types[layer] for layer in layers) if config.layer_types else ()
+    return replace(config, num_hidden_layers=len(layers), layer_types=types, **changes)
+
+
 # -- the family --------------------------------------------------------------------------------------------------------
 
 
@@ -327,8 +332,9 @@ class Family:
     steps: (config, layer) -> the steps of that block, in the order of the computation.
     axes: (config) -> sizes of the letters in its steps' shapes, beyond LLaMA's.
     make_layer: (config, the parts of a layer that a reader gives) -> the fields of its class.
+    of_layers: (config, layers) -> the config of a model that consists of these layers.
     new_states: (config, slots, dtype) -> what layers without keys keep of so many sequences; None: nothing.
-    state_size: (config, layer) -> how many numbers of that a sequence has in a layer.
+    state_size: (config, layer) -> how many numbers of that a sequence has in a layer; 0: the layer has keys and values.
     also_recorded: function of an op of its own -> (hook, function of the same arguments): what a recorder keeps beside.
     lacks: what a backend without kernels of its own for this family cannot compute, in words; () if any backend can.
     names: what files call its parts, by the names of its layers' fields; the others are called as LLaMA's.
@@ -348,6 +354,7 @@ class Family:
     axes: Callable[[Any], Mapping[str, int]] = lambda config: {}
     lacks: Callable[[Any], Sequence[str]] = lambda config: ()
     make_layer: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda config, parts: parts
+    of_layers: Callable[[Any, Sequence[int]], ModelConfig] = config_of_layers
     new_states: Callable[[Any, int, np.dtype], States | None] = lambda config, slots, dtype: None
     state_size: Callable[[Any, int], int] = lambda config, layer: 0
     also_recorded: Mapping[Callable[..., NDArray], tuple[str, Callable[..., NDArray]]] = field(default_factory=dict)

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
+from ..errors import ConfigError, require_number
 from ..reference.cache import KVCache, TokenBatch
-from ..reference.config import ModelConfig, RopeConfig, added, require_number
+from ..reference.config import ModelConfig, RopeConfig, added
 from ..reference.layers import ACTIVATIONS, Activation
 from ..reference.model import RopeTables, attention_result, feed_forward_result, split_heads
 from ..reference.ops import Ops

@@ -19,15 +19,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, ShapeError
+from ..errors import ConfigError, ShapeError, require, require_int
 from ..reference.cache import KVCache, TokenBatch
-from ..reference.config import ModelConfig, added, require, require_int
+from ..reference.config import ModelConfig, added
 from ..reference.layers import silu
 from ..reference.model import RopeTables, attention_result, split_heads
 from ..reference.ops import Ops
@@ -52,6 +52,7 @@ from .family import (
     TraceStep,
     Wrapper,
     change_steps,
+    config_of_layers,
     linear_step,
     near,
     norm_step,
@@ -124,6 +125,7 @@ class Qwen35Config(ModelConfig):
         return self.rotary_dim or self.head_dim
 
     def attends(self, layer: int) -> bool:
+        """Whether the layer has keys and values."""
         return not self.layer_types or self.layer_types[layer] != DELTA
 
     def delta_of(self, layer: int) -> DeltaConfig | None:
@@ -152,11 +154,6 @@ class Qwen35Config(ModelConfig):
         heads = (delta.value_heads,)
         conv = (sum(delta.sizes), delta.conv_size)
         return {"delta.conv": conv, "delta.decay": heads, "delta.decay_bias": heads, "delta.norm": (delta.value_dim,)}
-
-    def of_layers(self, layers: Sequence[int]) -> Self:
-        types = tuple(self.layer_types[layer] for layer in layers) if self.layer_types else ()
-        delta = self.delta if DELTA in types else None
-        return replace(self, num_hidden_layers=len(layers), layer_types=types, delta=delta)
 
     @property
     def has_states(self) -> bool:  # type: ignore[override]
@@ -439,6 +436,12 @@ class DeltaStates:
     def take_over(self, other: DeltaStates) -> None:
         for mine, theirs in zip(self.arrays, other.arrays, strict=True):
             mine[:] = theirs
+
+
+def _of_layers(config: Qwen35Config, layers: Sequence[int]) -> Qwen35Config:
+    has_delta = any(not config.attends(layer) for layer in layers)
+    delta = config.delta if has_delta else None
+    return config_of_layers(config, layers, delta=delta)
 
 
 def _new_states(config: Qwen35Config, slots: int, dtype: np.dtype) -> DeltaStates | None:
@@ -985,6 +988,7 @@ FAMILIES = (
         lacks=_lacks,
         also_recorded=ALSO_RECORDED,
         make_layer=_make_layer,
+        of_layers=_of_layers,
         new_states=_new_states,
         state_size=_state_size,
         names=NAMES,

@@ -115,7 +115,3 @@ class KVCache:
         """Keys and values (S, G, d) that the token at `position` sees: its own and those before it in its window."""
         start = 0 if window is None else max(0, position - window + 1)
         return self.keys[layer, slot, start : position + 1], self.values[layer, slot, start : position + 1]
-
-    def stored(self, layer: int, batch: TokenBatch) -> tuple[NDArray, NDArray]:
-        """Keys and values (N, G, d) of the batch's tokens, as attention reads them after `append`."""
-        return self.keys[layer, batch.slots, batch.positions], self.values[layer, batch.slots, batch.positions]

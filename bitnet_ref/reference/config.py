@@ -6,42 +6,14 @@ config.json and GGUF's keys into them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ..errors import ConfigError
+from ..errors import require, require_bool, require_int, require_number
 from .layers import ACTIVATIONS
-
-LARGEST_INT = 2**40  # beyond any model; arithmetic on sizes, positions and window stays within int64 and float64
-
-
-def require(condition: bool, field: str, expected: str, got: Any) -> None:
-    """Raises ConfigError naming the field, unless the condition holds."""
-    if not condition:
-        raise ConfigError(f"expected {expected}, got {got!r}", field=field)
-
-
-def require_int(field: str, value: Any, low: int = 1) -> None:
-    """Raises ConfigError unless the value is an int from `low` to LARGEST_INT."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    require(whole and low <= value <= LARGEST_INT, field, f"an int from {low} to {LARGEST_INT}", value)
-
-
-def require_number(field: str, value: Any, above: float = 0.0) -> None:
-    """Raises ConfigError unless the value is a number above `above` that float32 can hold."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)  # NaN fails every comparison
-    low = max(above, 1e-30)  # neither the number nor products of such numbers overflow float64
-    high = 1e30
-    require(number and value > above and low <= value <= high, field, f"a number > {above}, at most {high}", value)
-
-
-def require_bool(field: str, value: Any) -> None:
-    """Raises ConfigError unless the value is True or False."""
-    require(isinstance(value, bool), field, "true or false", value)
 
 
 def added(default: Any, absent: Any = None) -> Any:
@@ -60,12 +32,12 @@ class RopeConfig:
     """
 
     theta: float = 10000.0
-    rope_type: str = "default"
+
+    rope_type: ClassVar[str] = "default"
+    context_factor: ClassVar[float] = 1.0  # how many times the trained context a sequence may have
 
     def __post_init__(self) -> None:
         require_number("rope.theta", self.theta)
-        plain = self.rope_type == "default"
-        require(plain, "rope.rope_type", "default, or a class of families/rope.py", self.rope_type)
 
     def frequencies(self, head_dim: int) -> NDArray[np.float64]:
         """Radians per position, for each of the d/2 pairs.   -> (d/2,) float64"""
@@ -85,10 +57,6 @@ class RopeConfig:
 
     def check_size(self, rotary_size: int) -> None:
         """Raises ConfigError where the frequencies do not fit heads of which so many numbers are turned."""
-
-    def context_length(self, trained: int) -> int:
-        """How many tokens a sequence may have, of a model trained with so many."""
-        return trained
 
 
 @dataclass(frozen=True)
@@ -205,8 +173,6 @@ class ModelConfig:
         require_int(field, token, low=0)
         require(token < self.vocab_size, field, f"an id below vocab_size ({self.vocab_size})", token)
 
-    # -- sizes ---------------------------------------------------------------------------------------------------------
-
     @property
     def query_size(self) -> int:
         """H * d: the width of q and of the attention's output; usually, but not always, D."""
@@ -225,7 +191,7 @@ class ModelConfig:
     @property
     def context_length(self) -> int:
         """How many tokens a sequence may have."""
-        return self.rope.context_length(self.max_position_embeddings)
+        return int(self.max_position_embeddings * self.rope.context_factor)
 
     def linear_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
         """(out_features, in_features) of each linear of one block, in the order of the computation."""
@@ -250,8 +216,6 @@ class ModelConfig:
         """The shape of each array of one block that is neither a linear nor a norm."""
         return {}
 
-    # -- layers --------------------------------------------------------------------------------------------------------
-
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The RoPEs that layers have."""
@@ -260,10 +224,6 @@ class ModelConfig:
     def rope_of(self, layer: int) -> int:
         """Which of `ropes` turns the queries and keys of a layer."""
         return 0
-
-    def attends(self, layer: int) -> bool:
-        """Whether the layer has keys and values."""
-        return True
 
     def is_sliding(self, layer: int) -> bool:
         """Whether the layer attends to `sliding_window` tokens, not to all before it."""
@@ -274,8 +234,3 @@ class ModelConfig:
     def window_of(self, layer: int) -> int | None:
         """How many tokens a token of this layer sees, itself included; None: all before it."""
         return self.sliding_window if self.is_sliding(layer) else None
-
-    def of_layers(self, layers: Sequence[int]) -> Self:
-        """The config of a model that consists of these layers."""
-        types = tuple(self.layer_types[layer] for layer in layers) if self.layer_types else ()
-        return replace(self, num_hidden_layers=len(layers), layer_types=types)

@@ -28,7 +28,6 @@ def require(op: str, ok: bool, expected: str, **arrays: NDArray) -> None:
 
 
 def check_rope(q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> None:
-    """Raises a ShapeError. cos and sin may be narrower than half a head: then the rest of each head is not turned."""
     ok = q.ndim == k.ndim == 3 and q.shape[::2] == k.shape[::2] and cos.shape == sin.shape and len(q) == len(cos)
     expected = "q (N, H, d), k (N, G, d), cos and sin (N, d/2) or narrower"
     require("rope", ok and 2 * cos.shape[-1] <= q.shape[-1], expected, q=q, k=k, cos=cos, sin=sin)
@@ -45,13 +44,16 @@ def check_dequantize(acc: NDArray, x_quant_scale: NDArray) -> None:
 
 
 def check_attention(q: NDArray, cache: KVCache, batch: TokenBatch) -> None:
-    heads, (kv_heads, head_dim) = q.shape[1] if q.ndim == 3 else 0, cache.keys.shape[-2:]
-    ok = q.shape == (len(batch), heads, head_dim) and heads % kv_heads == 0
+    kv_heads, head_dim = cache.keys.shape[-2:]
+    ok = q.ndim == 3 and q.shape[::2] == (len(batch), head_dim) and q.shape[1] % kv_heads == 0
     require("attention", ok, f"q ({len(batch)}, multiple of {kv_heads}, {head_dim})", q=q)
 
 
 class Ops:
-    """Ops in float32, which is the contract, or in float64, which measures the rounding error of float32."""
+    """Ops in float32, which is the contract, or in float64, which measures the rounding error of float32.
+
+    All raise ShapeError. K inputs of a linear, `out` outputs; the other letters are those of `model`.
+    """
 
     dtype = np.dtype(np.float32)
 
@@ -76,8 +78,6 @@ class Ops:
         """q (N, H, d), k (N, G, d), cos and sin (N, d/2) -> q and k, rotated"""
         check_rope(q, k, cos, sin)
         return layers.apply_rope(q, cos, sin), layers.apply_rope(k, cos, sin)
-
-    # -- linears -------------------------------------------------------------------------------------------------------
 
     def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
         """x (N, K) -> x_q (N, K) int8, x_quant_scale (N, 1)"""
@@ -117,8 +117,6 @@ class Ops:
         """x (N, D) -> logits (N, V)"""
         return self.linear(x, w)
 
-    # -- attention -----------------------------------------------------------------------------------------------------
-
     def append(self, cache: KVCache, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
         """Write k and v (N, G, d) of the batch's tokens into the cache."""
         cache.append(layer, batch, k, v)
@@ -132,8 +130,6 @@ class Ops:
             pattern = layers.softmax(layers.attention_scores(q[i], keys))  # (H, S)
             z[i] = layers.attention_values(pattern, values)
         return z
-
-    # -- elementwise ---------------------------------------------------------------------------------------------------
 
     def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
         """act(gate) * up.   (N, F), (N, F) -> (N, F)"""

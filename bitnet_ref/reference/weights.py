@@ -18,6 +18,9 @@ from ..errors import ShapeError
 from . import quantization
 
 Shared = dict[str, Any]  # what the linears of one input share: its quantised form
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")  # the linears of a block's second half
+# The names of a block's norms in a trace
+TRACE_NAMES = {"attn_norm": "ln1", "ffn_norm": "ln2", "attn_sub_norm": "attn.sub_norm", "ffn_sub_norm": "mlp.sub_norm"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +38,11 @@ class LinearWeight(ABC):
     kind: ClassVar[str]  # "ternary", "dense", ...: a backend has kernels for kinds
     name: str  # "blocks.3.attn.q_proj", "lm_head"
     bias: NDArray[np.float32] | None  # (N,)
+    bit_linear: TernaryLinear | None = None  # the BitLinear in it, whose input is quantised
+    norm: Norm | None = None  # of its own, before it
 
     def __repr__(self) -> str:
-        bias = "" if self.bias is None else " with bias"
-        return f"<{type(self).__name__} {self.shape[0]} x {self.shape[1]}{bias}, {self.nbytes:,} bytes>"
+        return f"<{type(self).__name__} {self.name!r} {self.shape}, {self.nbytes:,} bytes>"
 
     @property
     @abstractmethod
@@ -46,9 +50,9 @@ class LinearWeight(ABC):
         """(out_features, in_features)"""
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
-        """Bytes that the weight and its bias take in memory"""
+        """Bytes that the weight and its bias take in memory."""
+        return sum(array.nbytes for array in vars(self).values() if isinstance(array, np.ndarray))
 
     @abstractmethod
     def product(self, be: Any, x: NDArray, shared: Shared) -> NDArray:
@@ -62,20 +66,6 @@ class LinearWeight(ABC):
         """The same weight under this name."""
         changes: dict[str, Any] = {"name": name}
         return replace(self, **changes)  # type: ignore[type-var]
-
-    @property
-    def bit_linear(self) -> TernaryLinear | None:
-        """The BitLinear in it: its input is quantised. None in a linear whose input stays in float."""
-        return None
-
-    def map_bit_linear(self, change: Callable[[TernaryLinear], LinearWeight]) -> LinearWeight:
-        """The same linear with the BitLinear in it changed; itself if there is none."""
-        return self
-
-    @property
-    def norm(self) -> Norm | None:
-        """The norm that this linear has before it, of its own."""
-        return None
 
     @abstractmethod
     def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
@@ -104,11 +94,8 @@ class TernaryLinear(LinearWeight):
         return be.dequantize(be.ternary_matmul(x_q, self), self, x_quant_scale)
 
     @property
-    def bit_linear(self) -> TernaryLinear:
+    def bit_linear(self) -> TernaryLinear:  # type: ignore[override]
         return self
-
-    def map_bit_linear(self, change: Callable[[TernaryLinear], LinearWeight]) -> LinearWeight:
-        return change(self)
 
     def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
         yield name, self.plain().packed
@@ -132,11 +119,8 @@ class TernaryWeight(TernaryLinear):
     def __post_init__(self) -> None:
         columns = -(-self.in_features // quantization.CODES_PER_BYTE)
         if self.packed.dtype != np.uint8 or self.packed.ndim != 2 or self.packed.shape[1] != columns:
-            raise ShapeError(
-                "TernaryWeight",
-                expected=f"packed uint8 (N, {columns}) for {self.in_features} inputs",
-                got=f"{self.packed.dtype} {self.packed.shape}",
-            )
+            expected = f"packed uint8 (N, {columns}) for {self.in_features} inputs"
+            raise ShapeError("TernaryWeight", expected=expected, got=f"{self.packed.dtype} {self.packed.shape}")
 
     @classmethod
     def from_ternary(cls, w_t: NDArray[np.int8], w_dequant_scale: float) -> TernaryWeight:
@@ -145,12 +129,7 @@ class TernaryWeight(TernaryLinear):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out_features, in_features)"""
         return len(self.packed), self.in_features
-
-    @property
-    def nbytes(self) -> int:
-        return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def plain(self) -> TernaryWeight:
         return self
@@ -169,13 +148,8 @@ class DenseWeight(LinearWeight):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out_features, in_features)"""
         rows, columns = self.stored.shape
         return rows, columns
-
-    @property
-    def nbytes(self) -> int:
-        return self.stored.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     @property
     def dtype(self) -> np.dtype:
@@ -199,24 +173,18 @@ class DenseWeight(LinearWeight):
 
     def rows(self, index: Any, dtype: DTypeLike) -> NDArray:
         """Some rows of the matrix as floats.   index (n,) -> (n, K)"""
-        # Not take(), which refuses int64 where pointers have 32 bits: in Pyodide. A bfloat16 is the upper half of a
-        # float32; ml_dtypes takes rows slowly, and its cast crashes for want of memory.
-        if self.stored.dtype.name == "bfloat16":
-            x = (self.stored.view(np.uint16)[index].astype(np.uint32) << 16).view(np.float32)
-        else:
-            x = self.stored[index]
-        return x.astype(dtype, copy=False)
+        if self.stored.dtype.name != "bfloat16":
+            return self.stored[index].astype(dtype, copy=False)
+        # A bfloat16 is the upper half of a float32; ml_dtypes takes rows slowly, and its cast crashes without memory.
+        # Indexed, because take() refuses int64 in Pyodide.
+        bits = self.stored.view(np.uint16)[index].astype(np.uint32) << 16
+        return bits.view(np.float32).astype(dtype, copy=False)
 
 
 class BlockText(Protocol):
     """One half of a block: (be, x, its layer, config, ...) -> x with the half's result added, (N, D)."""
 
     def __call__(self, *args: Any) -> NDArray: ...
-
-
-FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")  # the linears of a block's second half
-# The names of a block's norms in a trace
-TRACE_NAMES = {"attn_norm": "ln1", "ffn_norm": "ln2", "attn_sub_norm": "attn.sub_norm", "ffn_sub_norm": "mlp.sub_norm"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -243,9 +211,6 @@ class LayerWeights:
     feed_forward_text: ClassVar[BlockText | None] = None  # None: `model.feed_forward`
     trace_names: ClassVar[Mapping[str, str]] = TRACE_NAMES  # of its norms
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {', '.join(f'{name} {weight}' for name, weight in self.linears())}>"
-
     def parts(self, kind: type) -> Iterator[tuple[str, Any]]:
         """(field, value) of the fields that hold such an object."""
         for each in fields(self):
@@ -269,7 +234,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ModelWeights:
-    """All of a model. With tied embeddings `lm_head` *is* `embedding`, the same object."""
+    """All of a model. With tied embeddings `lm_head` *is* `embedding`, the same object.
+
+    Dense linears among ternary ones are summed in float64: see `layers`.
+    """
 
     embedding: LinearWeight  # (V, D), of a kind that has `rows`
     layers: tuple[LayerWeights, ...]
@@ -278,12 +246,9 @@ class ModelWeights:
 
     def __post_init__(self) -> None:
         linears = [weight for layer in self.layers for _, weight in layer.linears()]
-        if any(weight.bit_linear for weight in linears) and any(map(_is_narrow, linears)):
+        narrow = any(isinstance(weight, DenseWeight) and not weight.wide for weight in linears)
+        if narrow and any(weight.bit_linear for weight in linears):
             object.__setattr__(self, "layers", tuple(layer.map_linears(_widen_sums) for layer in self.layers))
-
-    def __repr__(self) -> str:
-        tied = "tied" if self.tied else repr(self.lm_head)
-        return f"<ModelWeights: embedding {self.embedding}, {len(self.layers)} layers, head {tied}>"
 
     @property
     def tied(self) -> bool:
@@ -296,16 +261,6 @@ class ModelWeights:
                 yield linear_name(index, name), weight
         yield "lm_head", self.lm_head
 
-    def norms(self) -> Iterator[Norm]:
-        """Every norm, those that linears have of their own among them."""
-        for layer in self.layers:
-            for _, norm in layer.norms():
-                yield norm
-        yield self.final_norm
-        for _, weight in self.linears():
-            if weight.norm is not None:
-                yield weight.norm
-
     def map_linears(self, change: Callable[[LinearWeight], LinearWeight], embedding: bool = False) -> ModelWeights:
         """The model with each linear changed. embedding: the table too, where it is not the head."""
         layers = tuple(layer.map_linears(lambda _, weight: change(weight)) for layer in self.layers)
@@ -315,19 +270,12 @@ class ModelWeights:
 
     @property
     def nbytes(self) -> int:
-        total = sum(weight.nbytes for _, weight in self.linears()) + self.final_norm.weight.nbytes
-        total += 0 if self.tied else self.embedding.nbytes
-        for layer in self.layers:
-            total += sum(norm.weight.nbytes for _, norm in layer.norms())
-        return total
-
-
-def _is_narrow(weight: LinearWeight) -> bool:
-    return isinstance(weight, DenseWeight) and not weight.wide
+        matrices = [weight.nbytes for _, weight in self.linears()] + [0 if self.tied else self.embedding.nbytes]
+        norms = [norm.weight.nbytes for layer in self.layers for _, norm in layer.norms()]
+        return sum(matrices) + sum(norms) + self.final_norm.weight.nbytes
 
 
 def _widen_sums(name: str, weight: LinearWeight) -> LinearWeight:
-    """A dense linear that stands among ternary ones is summed in float64."""
     return replace(weight, wide=True) if isinstance(weight, DenseWeight) else weight
 
 

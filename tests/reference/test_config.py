@@ -5,10 +5,10 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from bitnet_ref.errors import ConfigError
+from bitnet_ref.errors import LARGEST_INT, ConfigError
 from bitnet_ref.families import FAMILIES, config_from_dict, config_to_dict
 from bitnet_ref.families.rope import StretchedRope, make_rope
-from bitnet_ref.reference.config import LARGEST_INT, ModelConfig, QuantizationConfig
+from bitnet_ref.reference.config import ModelConfig, QuantizationConfig
 
 GOOD = ModelConfig(
     model_type="bitnet",

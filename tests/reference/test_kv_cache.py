@@ -34,7 +34,7 @@ def test_logits_of_last():
 
 
 def filled(batch, slots=2, capacity=8):
-    cache = KVCache(CONFIG, slots, capacity)
+    cache = EngineKVCache(CONFIG, slots, capacity)
     k, v = (rng(i).standard_normal((len(batch), 2, 32)).astype(np.float32) for i in (1, 2))
     for layer in range(2):
         cache.append(layer, batch, k + layer, v - layer)

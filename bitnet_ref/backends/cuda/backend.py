@@ -23,7 +23,7 @@ from ...errors import BackendUnavailable, ShapeError
 from ...families import family_of
 from ...families.family import widest_window
 from ...families.groups import GroupTernaryLinear, group_linear
-from ...families.linear_norms import NormedLinear
+from ...families.linear_norms import NormedLinear, model_norms
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig, RopeConfig
 from ...reference.model import RopeTables, attention_result, final_hidden, split_heads
@@ -129,7 +129,7 @@ class CupyBackend(Backend):
         embedding = self.prepare(w.embedding)
         w = replace(w, embedding=embedding, lm_head=embedding if w.tied else self.prepare(w.lm_head))
         biases = [linear.bias for _, linear in w.linears() if linear.bias is not None]
-        for vector in [*(norm.weight for norm in w.norms()), *biases]:
+        for vector in [*(norm.weight for norm in model_norms(w)), *biases]:
             self.ws.keep_vector(vector)
         stack_linears(w.layers, (self._ternary, self._denses), self.ws.device)
         return w

@@ -24,6 +24,7 @@ from ...backends.observe import Call, ObservedStep, observe
 from ...backends.paged_cache import EngineKVCache
 from ...backends.record import LOGITS, NamesFilter, Recorder, sibling
 from ...errors import BitNetRefError
+from ...families.linear_norms import map_bit_linear
 from ...reference import layers
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
@@ -152,7 +153,7 @@ class Setting:
         """Every ternary linear of the blocks changed; `change` gets its name ("q_proj") and its weight."""
 
         def linear(name: str, weight: LinearWeight) -> LinearWeight:
-            return weight.map_bit_linear(lambda ternary: change(name, ternary.plain()))
+            return map_bit_linear(weight, lambda ternary: change(name, ternary.plain()))
 
         return self.map_layers(lambda w: w.map_linears(linear))
 
