@@ -281,3 +281,8 @@ class _Blas:
 
 
 _blas = _Blas()
+
+
+def plain_weights(w: ModelWeights) -> ModelWeights:
+    """The same weights as the reference takes them, out of whatever layout a backend has given them."""
+    return w.map_linears(lambda weight: weight.plain())

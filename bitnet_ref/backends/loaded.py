@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from ..errors import BackendError, ContextOverflow, GenerationError, TokenizerError, describe
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
-from ..reference.weights import ModelWeights, plain_weights
-from .backend import Backend, GreedyRun, Ids
+from ..reference.weights import ModelWeights
+from .backend import Backend, GreedyRun, Ids, plain_weights
 from .observe import observe
 from .paged_cache import CacheSpec, EngineKVCache
 from .record import NamesFilter, Recorder

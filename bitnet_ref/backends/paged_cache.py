@@ -52,8 +52,18 @@ class EngineKVCache(KVCache):
         self.states = family_of(config).new_states(config, slots, np.dtype(dtype))
 
     @property
+    def dtype(self) -> np.dtype:
+        """The dtype of keys and values at rest."""
+        return self.keys.dtype
+
+    @property
     def layers(self) -> int:
         return len(self.keys)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved, used or not."""
+        return self.keys.nbytes + self.values.nbytes
 
     @property
     def bytes_per_token(self) -> int:

@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from ..api import Model
 from ..backends import Backend
+from ..backends.backend import plain_weights
 from ..crossval.tolerances import EPSILON, MODEL_FLOOR_IN_EPSILONS, NARROW_FLOATS
 from ..errors import NumericsError
 from ..families import family_of
 from ..reference.cache import TokenBatch
 from ..reference.config import ModelConfig
-from ..reference.weights import LinearWeight, TernaryWeight, plain_weights
+from ..reference.weights import LinearWeight, TernaryWeight
 from .timing import Record
 
 CHECKED_TOKENS = 4  # of a whole model

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends import Backend
+from ..backends.backend import plain_weights
 from ..backends.loaded import LoadedModel
 from ..backends.observe import Call, ObservedStep, observe
 from ..backends.paged_cache import CacheSpec, EngineKVCache
@@ -26,7 +27,7 @@ from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.model import RopeTables, rope_tables_of
-from ..reference.weights import LayerWeights, LinearWeight, ModelWeights, Norm, TernaryLinear, plain_weights
+from ..reference.weights import LayerWeights, LinearWeight, ModelWeights, Norm, TernaryLinear
 from .compare import DIFFERS, FLIP, OK, Comparison, Walk, compare
 from .names import NORM_SCALE, OUT, SCALE
 

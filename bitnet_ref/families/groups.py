@@ -225,7 +225,7 @@ def fold_rotations(w: ModelWeights) -> ModelWeights:
             return weight.dense()
         return weight
 
-    return w.map_linears(fold, embedding=True)
+    return w.map_linears(fold)
 
 
 # -- finding the groups of a dense matrix ------------------------------------------------------------------------------

@@ -81,16 +81,6 @@ class KVCache:
             message = f"the KV cache of {slots} sequences of {capacity} tokens does not fit in memory"
             raise OutOfMemory(f"{message}; ask for fewer tokens or fewer prompts at a time") from error
 
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of keys and values at rest."""
-        return self.keys.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes reserved, used or not."""
-        return self.keys.nbytes + self.values.nbytes
-
     def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
         """Write k and v (N, G, d) of the batch's tokens at their slots and positions. Raises ShapeError."""
         self.check_append(batch, k, v)

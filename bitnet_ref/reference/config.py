@@ -225,12 +225,7 @@ class ModelConfig:
         """Which of `ropes` turns the queries and keys of a layer."""
         return 0
 
-    def is_sliding(self, layer: int) -> bool:
-        """Whether the layer attends to `sliding_window` tokens, not to all before it."""
-        if self.layer_types:
-            return self.layer_types[layer] == "sliding_attention"
-        return self.sliding_window is not None
-
     def window_of(self, layer: int) -> int | None:
         """How many tokens a token of this layer sees, itself included; None: all before it."""
-        return self.sliding_window if self.is_sliding(layer) else None
+        slides = not self.layer_types or self.layer_types[layer] == "sliding_attention"
+        return self.sliding_window if slides else None

@@ -83,8 +83,7 @@ def pack_ternary(w_t: NDArray[np.int8]) -> NDArray[np.uint8]:
     [[164, 84]]
     """
     if w_t.ndim != 2 or w_t.size == 0 or w_t.min() < -1 or w_t.max() > 1:
-        got = f"shape {w_t.shape}, values {np.unique(w_t)[:5]}"
-        raise ShapeError("pack_ternary", expected="a non-empty (N, K) matrix of -1, 0, +1", got=got)
+        raise ShapeError("pack_ternary", expected="a non-empty (N, K) matrix of -1, 0, +1", got=f"{w_t.shape}: {w_t}")
     n, k = w_t.shape
     codes = np.ones((n, -(-k // CODES_PER_BYTE) * CODES_PER_BYTE), dtype=np.uint8)
     codes[:, :k] = w_t + 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
@@ -211,20 +211,13 @@ class LayerWeights:
     feed_forward_text: ClassVar[BlockText | None] = None  # None: `model.feed_forward`
     trace_names: ClassVar[Mapping[str, str]] = TRACE_NAMES  # of its norms
 
-    def parts(self, kind: type) -> Iterator[tuple[str, Any]]:
-        """(field, value) of the fields that hold such an object."""
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(value, kind):
-                yield each.name, value
-
     def linears(self) -> Iterator[tuple[str, LinearWeight]]:
         """(name, weight) of each linear: "q_proj", ..."""
-        return self.parts(LinearWeight)
+        return ((name, part) for name, part in vars(self).items() if isinstance(part, LinearWeight))
 
     def norms(self) -> Iterator[tuple[str, Norm]]:
         """(name, norm) of the norms that this block has: "attn_norm", ..."""
-        return self.parts(Norm)
+        return ((name, part) for name, part in vars(self).items() if isinstance(part, Norm))
 
     def map_linears(self, change: Callable[[str, LinearWeight], LinearWeight]) -> Self:
         """The layer with each linear changed; `change` gets its name ("q_proj") and its weight."""
@@ -261,12 +254,12 @@ class ModelWeights:
                 yield linear_name(index, name), weight
         yield "lm_head", self.lm_head
 
-    def map_linears(self, change: Callable[[LinearWeight], LinearWeight], embedding: bool = False) -> ModelWeights:
-        """The model with each linear changed. embedding: the table too, where it is not the head."""
+    def map_linears(self, change: Callable[[LinearWeight], LinearWeight]) -> ModelWeights:
+        """The model with each linear and the embedding changed."""
         layers = tuple(layer.map_linears(lambda _, weight: change(weight)) for layer in self.layers)
         head = change(self.lm_head)
-        table = change(self.embedding) if embedding and not self.tied else self.embedding
-        return ModelWeights(head if self.tied else table, layers, self.final_norm, head)
+        embedding = head if self.tied else change(self.embedding)
+        return ModelWeights(embedding, layers, self.final_norm, head)
 
     @property
     def nbytes(self) -> int:
@@ -282,8 +275,3 @@ def _widen_sums(name: str, weight: LinearWeight) -> LinearWeight:
 def linear_name(layer: int, linear: str) -> str:
     """0, "q_proj" -> "blocks.0.attn.q_proj"."""
     return f"blocks.{layer}.{'mlp' if linear in FEED_FORWARD else 'attn'}.{linear}"
-
-
-def plain_weights(w: ModelWeights) -> ModelWeights:
-    """The same weights as the reference takes them, out of whatever layout a backend has given them."""
-    return w.map_linears(lambda weight: weight.plain(), embedding=True)

@@ -53,7 +53,7 @@ def test_what_a_token_sees():
 
 
 def test_dtype_and_size():
-    cache = KVCache(CONFIG, slots=3, capacity=10)
+    cache = EngineKVCache(CONFIG, slots=3, capacity=10)
     assert cache.keys.dtype == cache.values.dtype == np.float32
     assert cache.nbytes == 2 * 2 * 3 * 10 * 2 * 32 * 4
     assert KVCache(CONFIG, 1, 1, np.float64).keys.dtype == np.float64

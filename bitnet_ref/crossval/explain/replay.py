@@ -17,13 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...backends import Backend
+from ...backends.backend import plain_weights
 from ...backends.loaded import LoadedModel
 from ...errors import NumericsError
 from ...families import also_recorded
 from ...families.linear_norms import model_norms
 from ...reference import layers
 from ...reference.model import rope_tables_of
-from ...reference.weights import LinearWeight, Norm, plain_weights
+from ...reference.weights import LinearWeight, Norm
 from .. import names
 from ..compare import DIFFERS, FLIP, Comparison, OpResult, View, Walk, fits, same_tokens
 from ..flips import judge_flips

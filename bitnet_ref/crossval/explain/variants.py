@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...backends import Backend
+from ...backends.backend import plain_weights
 from ...backends.loaded import LoadedModel
 from ...backends.observe import Call, ObservedStep, observe
 from ...backends.paged_cache import EngineKVCache
@@ -37,7 +38,6 @@ from ...reference.weights import (
     Norm,
     TernaryLinear,
     TernaryWeight,
-    plain_weights,
 )
 
 Op = Callable[..., NDArray]
