@@ -92,19 +92,20 @@ _mistake = partial(Hypothesis, "*_proj.rms_norm.* *_proj.hook_x_*")
 _SHARES_WITH = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # the first linear of the same input
 
 
-def _change_norms(s: Any, change: Callable[[LayerWeights, str, NormedLinear], LinearWeight]) -> Any:
-    """change(layer, name of the linear, the linear) in place of each linear with a norm of its own."""
+def _change_norms(s: Any, change: Callable[[LayerWeights, NormedLinear], LinearWeight]) -> Any:
+    """change(layer, linear) in place of each linear with a norm of its own."""
     if all(weight.norm is None for _, weight in s.weights.linears()):
         return None
 
     def layer(w: LayerWeights) -> LayerWeights:
-        return w.map_linears(lambda name, each: change(w, name, each) if isinstance(each, NormedLinear) else each)
+        return w.map_linears(lambda each: change(w, each) if isinstance(each, NormedLinear) else each)
 
     return s.map_layers(layer)
 
 
-def _share_norm(w: LayerWeights, name: str, linear: NormedLinear) -> NormedLinear:
+def _share_norm(w: LayerWeights, linear: NormedLinear) -> NormedLinear:
     """The norm of the first linear that reads the same input: q_proj's for k and v, gate_proj's for up."""
+    name = linear.name.rpartition(".")[2]
     first = getattr(w, _SHARES_WITH.get(name, name)).norm
     return replace(linear, own_norm=replace(first or linear.own_norm, name=linear.own_norm.name))
 
@@ -114,7 +115,7 @@ MISTAKES = (
         "linear_norm_missing",
         "the norm that each linear has of its own is left out",
         "Normalise each linear's input with its own norm before it is quantised (BitNet-Embedding, Qwen2.5-BitNet).",
-        lambda s: _change_norms(s, lambda w, name, linear: linear.linear),
+        lambda s: _change_norms(s, lambda w, linear: linear.linear),
     ),
     _mistake(
         "linear_norm_shared",
@@ -126,8 +127,6 @@ MISTAKES = (
         "linear_norm_eps",
         "the norms inside the linears have the model's eps",
         "Their eps is rms_norm_eps of the quantization_config, 1e-6 unless it says otherwise.",
-        lambda s: _change_norms(
-            s, lambda w, name, linear: replace(linear, own_norm=replace(linear.own_norm, eps=1e-5))
-        ),
+        lambda s: _change_norms(s, lambda w, linear: replace(linear, own_norm=replace(linear.own_norm, eps=1e-5))),
     ),
 )

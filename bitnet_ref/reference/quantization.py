@@ -84,9 +84,8 @@ def pack_ternary(w_t: NDArray[np.int8]) -> NDArray[np.uint8]:
     """
     if w_t.ndim != 2 or w_t.size == 0 or w_t.min() < -1 or w_t.max() > 1:
         raise ShapeError("pack_ternary", expected="a non-empty (N, K) matrix of -1, 0, +1", got=f"{w_t.shape}: {w_t}")
-    n, k = w_t.shape
-    codes = np.ones((n, -(-k // CODES_PER_BYTE) * CODES_PER_BYTE), dtype=np.uint8)
-    codes[:, :k] = w_t + 1
+    codes = np.ones((len(w_t), -(-w_t.shape[1] // CODES_PER_BYTE) * CODES_PER_BYTE), dtype=np.uint8)
+    codes[:, : w_t.shape[1]] = w_t + 1
     return codes[:, 0::4] | codes[:, 1::4] << 2 | codes[:, 2::4] << 4 | codes[:, 3::4] << 6
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
@@ -27,7 +27,7 @@ TRACE_NAMES = {"attn_norm": "ln1", "ffn_norm": "ln2", "attn_sub_norm": "attn.sub
 class Norm:
     """An RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight."""
 
-    weight: NDArray[np.float32]  # (D,)
+    weight: NDArray[np.float32] = field(repr=False)  # (D,)
     eps: float
     name: str = ""  # as in a trace: "blocks.3.ln1"
 
@@ -187,7 +187,7 @@ class BlockText(Protocol):
     def __call__(self, *args: Any) -> NDArray: ...
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class LayerWeights:
     """One transformer block of LLaMA, or of BitNet b1.58, which has two more norms.
 
@@ -219,13 +219,13 @@ class LayerWeights:
         """(name, norm) of the norms that this block has: "attn_norm", ..."""
         return ((name, part) for name, part in vars(self).items() if isinstance(part, Norm))
 
-    def map_linears(self, change: Callable[[str, LinearWeight], LinearWeight]) -> Self:
-        """The layer with each linear changed; `change` gets its name ("q_proj") and its weight."""
-        changed: dict[str, Any] = {name: change(name, weight) for name, weight in self.linears()}
+    def map_linears(self, change: Callable[[LinearWeight], LinearWeight]) -> Self:
+        """The layer with each linear changed."""
+        changed: dict[str, Any] = {name: change(weight) for name, weight in self.linears()}
         return replace(self, **changed)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class ModelWeights:
     """All of a model. With tied embeddings `lm_head` *is* `embedding`, the same object.
 
@@ -256,10 +256,9 @@ class ModelWeights:
 
     def map_linears(self, change: Callable[[LinearWeight], LinearWeight]) -> ModelWeights:
         """The model with each linear and the embedding changed."""
-        layers = tuple(layer.map_linears(lambda _, weight: change(weight)) for layer in self.layers)
         head = change(self.lm_head)
         embedding = head if self.tied else change(self.embedding)
-        return ModelWeights(embedding, layers, self.final_norm, head)
+        return ModelWeights(embedding, tuple(each.map_linears(change) for each in self.layers), self.final_norm, head)
 
     @property
     def nbytes(self) -> int:
@@ -268,7 +267,7 @@ class ModelWeights:
         return sum(matrices) + sum(norms) + self.final_norm.weight.nbytes
 
 
-def _widen_sums(name: str, weight: LinearWeight) -> LinearWeight:
+def _widen_sums(weight: LinearWeight) -> LinearWeight:
     return replace(weight, wide=True) if isinstance(weight, DenseWeight) else weight
 
 

@@ -155,6 +155,6 @@ def _dense(model: Model) -> Model:
         return DenseWeight(ternary.ternary() * np.float32(ternary.w_dequant_scale), w.bias, name=w.name)
 
     weights = plain_weights(model.weights)
-    layers = tuple(layer.map_linears(lambda _, w: dense(w)) for layer in weights.layers)
+    layers = tuple(layer.map_linears(dense) for layer in weights.layers)
     weights = replace(weights, layers=layers)
     return Model(replace(model.config, quantization=None), weights, model.backend, model.path)

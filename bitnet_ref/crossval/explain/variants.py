@@ -152,7 +152,8 @@ class Setting:
     def map_ternary(self, change: Callable[[str, TernaryWeight], TernaryWeight]) -> Setting:
         """Every ternary linear of the blocks changed; `change` gets its name ("q_proj") and its weight."""
 
-        def linear(name: str, weight: LinearWeight) -> LinearWeight:
+        def linear(weight: LinearWeight) -> LinearWeight:
+            name = weight.name.rpartition(".")[2]
             return map_bit_linear(weight, lambda ternary: change(name, ternary.plain()))
 
         return self.map_layers(lambda w: w.map_linears(linear))
