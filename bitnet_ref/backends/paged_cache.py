@@ -48,7 +48,11 @@ class EngineKVCache(KVCache):
 
     def __init__(self, config: ModelConfig, slots: int, capacity: int, dtype: DTypeLike = np.float32) -> None:
         """Raises OutOfMemory."""
-        super().__init__(config, slots, capacity, dtype)
+        try:
+            super().__init__(config, slots, capacity, dtype)
+        except (MemoryError, ValueError) as error:
+            message = f"the KV cache of {slots} sequences of {capacity} tokens does not fit in memory"
+            raise OutOfMemory(f"{message}; ask for fewer tokens or fewer prompts at a time") from error
         self.states = family_of(config).new_states(config, slots, np.dtype(dtype))
 
     @property

@@ -339,7 +339,8 @@ class Family:
     lacks: what a backend without kernels of its own for this family cannot compute, in words; () if any backend can.
     names: what files call its parts, by the names of its layers' fields; the others are called as LLaMA's.
     place: (config, layer, linear, "hf" or "gguf") -> where that file stores a linear; None: in a tensor of its own.
-    arrays: by the names of its config's `array_shapes`.
+    array_shapes: (config, layer) -> the shape of each array of that block that is neither a linear nor a norm.
+    arrays: how files store these, by their names.
     hf, gguf: how config.json and GGUF's metadata say it; None: no such files.
     mistakes: what crossval tries in its models, beside what it tries in all.
     end_of_embedded: the token that texts end in whose embedding is asked.
@@ -362,6 +363,7 @@ class Family:
     place: Callable[[Any, int, str, str], LinearPlace | None] = lambda config, layer, linear, style: None
     hf: HfForm | None = None
     gguf: GgufForm | None = None
+    array_shapes: Callable[[Any, int], dict[str, tuple[int, ...]]] = lambda config, layer: {}
     arrays: Mapping[str, ArrayForm] = field(default_factory=dict)
     mistakes: tuple[Hypothesis, ...] = ()
     end_of_embedded: str | None = None

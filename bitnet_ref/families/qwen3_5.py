@@ -147,14 +147,6 @@ class Qwen35Config(ModelConfig):
         heads = {"q_norm": self.head_dim, "k_norm": self.head_dim} if self.attends(layer) else {}
         return super().norm_shapes(layer) | heads
 
-    def array_shapes(self, layer: int = 0) -> dict[str, tuple[int, ...]]:
-        delta = self.delta_of(layer)
-        if delta is None:
-            return {}
-        heads = (delta.value_heads,)
-        conv = (sum(delta.sizes), delta.conv_size)
-        return {"delta.conv": conv, "delta.decay": heads, "delta.decay_bias": heads, "delta.norm": (delta.value_dim,)}
-
     @property
     def has_states(self) -> bool:  # type: ignore[override]
         return self.delta is not None
@@ -436,6 +428,15 @@ class DeltaStates:
     def take_over(self, other: DeltaStates) -> None:
         for mine, theirs in zip(self.arrays, other.arrays, strict=True):
             mine[:] = theirs
+
+
+def _array_shapes(config: Qwen35Config, layer: int) -> dict[str, tuple[int, ...]]:
+    delta = config.delta_of(layer)
+    if delta is None:
+        return {}
+    heads = (delta.value_heads,)
+    conv = (sum(delta.sizes), delta.conv_size)
+    return {"delta.conv": conv, "delta.decay": heads, "delta.decay_bias": heads, "delta.norm": (delta.value_dim,)}
 
 
 def _of_layers(config: Qwen35Config, layers: Sequence[int]) -> Qwen35Config:
@@ -997,6 +998,7 @@ FAMILIES = (
         gguf=GgufForm({"qwen35": Architecture("silu")}, _read_gguf, _write_gguf),
         mistakes=MISTAKES,
         end_of_embedded=END_OF_TEXT,
+        array_shapes=_array_shapes,
         arrays=ARRAYS,
         example_fields={"layer_types": (DELTA, "full_attention"), "delta": DeltaConfig(2, 4, 8, 8, 4), "rotary_dim": 4},
     ),

@@ -251,7 +251,7 @@ def _check(w: Any, config: ModelConfig) -> None:
         for name, size in norms_of_layer(config, index).items():
             norm = getattr(layer, name.rpartition(".")[2])
             expect_floats(name, size, None if norm is None else norm.weight)
-        for name, array_shape in config.array_shapes(index).items():
+        for name, array_shape in family_of(config).array_shapes(config, index).items():
             array = getattr(layer, name.rpartition(".")[2], None)
             if array is not None:
                 expect(f"blocks.{index}.{name}", array_shape, array.shape)

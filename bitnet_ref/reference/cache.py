@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ..errors import OutOfMemory, ShapeError
+from ..errors import ShapeError
 from .config import ModelConfig
 
 TokenIds = Sequence[int] | NDArray[np.int64]
@@ -70,16 +70,11 @@ class KVCache:
     states: Any = None  # what layers without keys keep of each sequence, in some families
 
     def __init__(self, config: ModelConfig, slots: int, capacity: int, dtype: DTypeLike = np.float32) -> None:
-        """Raises OutOfMemory."""
         self.slots = slots
         self.capacity = capacity
         shape = (config.num_hidden_layers, slots, capacity, config.num_key_value_heads, config.head_dim)
-        try:
-            self.keys = np.empty(shape, dtype=dtype)
-            self.values = np.empty(shape, dtype=dtype)
-        except (MemoryError, ValueError) as error:
-            message = f"the KV cache of {slots} sequences of {capacity} tokens does not fit in memory"
-            raise OutOfMemory(f"{message}; ask for fewer tokens or fewer prompts at a time") from error
+        self.keys = np.empty(shape, dtype=dtype)
+        self.values = np.empty(shape, dtype=dtype)
 
     def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
         """Write k and v (N, G, d) of the batch's tokens at their slots and positions. Raises ShapeError."""

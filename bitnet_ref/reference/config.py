@@ -17,10 +17,7 @@ from .layers import ACTIVATIONS
 
 
 def added(default: Any, absent: Any = None) -> Any:
-    """A dataclass field that files leave out where its value is `absent` (None: the default).
-
-    So files from before there was such a field are still read, and files of models without the feature do not change.
-    """
+    """A dataclass field that files leave out where its value is `absent` (None: the default), as older files do."""
     return field(default=default, metadata={"absent": default if absent is None else absent})
 
 
@@ -61,15 +58,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """How the linears of a checkpoint are ternary. The names are those of transformers' BitNetQuantConfig.
+    """How the linears of a checkpoint are ternary, in the words of transformers' BitNetQuantConfig."""
 
-    linear_class "bitlinear": packed uint8, `weight_scale` = 1/mean|W|, DIVIDE by it.
-    linear_class "autobitlinear": mode "offline" packed uint8, `weight_scale` = mean|W|, MULTIPLY by it;
-    mode "online" full-precision master weights, quantised by absmean when they are loaded.
-    """
-
-    linear_class: str = "bitlinear"
-    quantization_mode: str = "offline"
+    linear_class: str = "bitlinear"  # or "autobitlinear"
+    quantization_mode: str = "offline"  # packed to 2 bits; or "online": full-precision masters, quantised at load
     modules_to_not_convert: tuple[str, ...] = ("lm_head",)
     use_rms_norm: bool = False  # each linear has a norm of its own: families/linear_norms.py
     rms_norm_eps: float = 1e-6
@@ -86,13 +78,6 @@ class QuantizationConfig:
         require_bool(prefix + "int8_activations", self.int8_activations)
         plain = self.int8_activations or not self.use_rms_norm
         require(plain, prefix + "use_rms_norm", "false where activations are not quantised", True)
-
-    @property
-    def scale_convention(self) -> str:
-        """What a checkpoint's `weight_scale` means: "multiply", "divide", or "absmean" (computed at load)."""
-        if self.linear_class == "bitlinear":
-            return "divide"
-        return "multiply" if self.quantization_mode == "offline" else "absmean"
 
 
 @dataclass(frozen=True)
@@ -153,25 +138,18 @@ class ModelConfig:
         if self.sliding_window is not None:
             require_int("sliding_window", self.sliding_window)
         require(self.pooling in ("last", "mean"), "pooling", "last or mean", self.pooling)
-        self._check_layer_types()
-        self._check_token("bos_token_id", 0 if self.bos_token_id is None else self.bos_token_id)
-        for token in self.eos_token_ids:
-            self._check_token("eos_token_id", token)
-        for rope in self.ropes:
-            rope.check_size(self.rotary_size)
-
-    def _check_layer_types(self) -> None:
-        kinds = self.kinds_of_layers
-        known = all(kind in kinds for kind in self.layer_types)
-        expected = f"{self.num_hidden_layers} names, each one of {', '.join(kinds)}"
+        known = all(kind in self.kinds_of_layers for kind in self.layer_types)
+        expected = f"{self.num_hidden_layers} names, each one of {', '.join(self.kinds_of_layers)}"
         fits = len(self.layer_types) in (0, self.num_hidden_layers)
         require(known and fits, "layer_types", expected, self.layer_types)
-        if "sliding_attention" in self.layer_types:
-            require(self.sliding_window is not None, "sliding_window", "a number of tokens", None)
-
-    def _check_token(self, field: str, token: int) -> None:
-        require_int(field, token, low=0)
-        require(token < self.vocab_size, field, f"an id below vocab_size ({self.vocab_size})", token)
+        windowed = "sliding_attention" not in self.layer_types or self.sliding_window is not None
+        require(windowed, "sliding_window", "a number of tokens", None)
+        bos = 0 if self.bos_token_id is None else self.bos_token_id
+        for name, token in (("bos_token_id", bos), *(("eos_token_id", each) for each in self.eos_token_ids)):
+            require_int(name, token, low=0)
+            require(token < self.vocab_size, name, f"an id below vocab_size ({self.vocab_size})", token)
+        for rope in self.ropes:
+            rope.check_size(self.rotary_size)
 
     @property
     def query_size(self) -> int:
@@ -211,10 +189,6 @@ class ModelConfig:
         if self.sub_norms:
             sizes |= {"attn_sub_norm": self.query_size, "ffn_sub_norm": self.intermediate_size}
         return sizes
-
-    def array_shapes(self, layer: int = 0) -> dict[str, tuple[int, ...]]:
-        """The shape of each array of one block that is neither a linear nor a norm."""
-        return {}
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

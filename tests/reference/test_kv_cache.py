@@ -78,7 +78,7 @@ def test_keys_of_another_shape_are_not_broadcast(shape):
 @pytest.mark.parametrize("capacity", [10**15, 10**30])
 def test_a_cache_that_does_not_fit_in_memory(capacity):
     with pytest.raises(OutOfMemory, match="KV cache"):
-        KVCache(CONFIG, 10, capacity)
+        EngineKVCache(CONFIG, 10, capacity)
 
 
 def test_what_attention_reads_back():
