@@ -1,7 +1,7 @@
 """The tokens of one call, and the keys and values of the tokens before them.
 
-A *slot* holds one sequence. `TokenBatch` lays the tokens of any number of sequences end to end and gives each token's
-slot and its position there. Nothing else in the model knows that there are sequences.
+A *slot* holds one sequence. A `TokenBatch` has tokens of any number of them, each with its slot and its position there.
+Nothing else in the model knows that there are sequences.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TokenBatch:
     def of(cls, parts: Sequence[tuple[int, int, TokenIds]], logits_of_last: Sequence[int] | None = None) -> TokenBatch:
         """From (slot, first position, token ids) of each part.
 
-        logits_of_last: indices of the parts whose last token's logits are wanted. None: all tokens' logits are wanted.
+        logits_of_last: indices of the parts whose last token's logits are wanted; None: those of all tokens.
 
         >>> TokenBatch.of([(0, 0, [7, 8]), (1, 5, [9])]).positions.tolist()
         [0, 1, 5]
@@ -63,8 +63,8 @@ class TokenBatch:
 class KVCache:
     """Keys and values of every layer, contiguous: `capacity` tokens for each slot.
 
-    keys, values: (L, slots, capacity, G, d). The system commits the memory as tokens are written, so a generous
-    capacity costs nothing until it is used. `backends/paged_cache.py` has what engines add: copies, pages, dtypes.
+    keys, values: (L, slots, capacity, G, d). Memory is committed as tokens are written, so a generous capacity costs
+    nothing. `backends/paged_cache.py` has what engines add: copies, pages, dtypes.
     """
 
     states: Any = None  # what layers without keys keep of each sequence, in some families

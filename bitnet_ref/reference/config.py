@@ -1,7 +1,6 @@
 """What a model's shape is: `ModelConfig`, a frozen dataclass that cannot exist in an invalid state.
 
-Field names are Hugging Face's. `families/` has a subclass for each family that has more than LLaMA; `formats/` reads
-config.json and GGUF's keys into them.
+Field names are Hugging Face's. `families/` has subclasses with more; `formats/` reads config.json and GGUF's keys.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ def added(default: Any, absent: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. A position p turns the pair (x[j], x[j + d/2]) by the angle p * theta^(-2j/d).
-
-    `families/rope.py` has the ways to stretch these frequencies for contexts longer than the trained one.
-    """
+    """Position p turns the pair (x[j], x[j + d/2]) by the angle p * theta^(-2j/d). `families/rope.py` stretches it."""
 
     theta: float = 10000.0
 
@@ -45,11 +41,8 @@ class RopeConfig:
         return positions[:, None].astype(np.float64) * self.frequencies(head_dim)
 
     def tables(self, positions: NDArray, head_dim: int, dtype: DTypeLike) -> tuple[NDArray, NDArray]:
-        """cos and sin of each token's angles.   positions (N,) int -> two (N, d/2)
-
-        The angles are float64 and rounded once: at position 4096 a float32 angle is already off by 2e-4.
-        """
-        angles = self.angles(positions, head_dim)
+        """cos and sin of each token's angles.   positions (N,) int -> two (N, d/2)"""
+        angles = self.angles(positions, head_dim)  # float64: at position 4096 a float32 angle is already off by 2e-4
         return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
 
     def check_size(self, rotary_size: int) -> None:
@@ -84,7 +77,7 @@ class QuantizationConfig:
 class ModelConfig:
     """The shape of a decoder: D hidden_size, F intermediate_size, H heads, G kv heads, d head_dim, V vocab_size.
 
-    Raises ConfigError, which names the field. A family with more is a subclass that answers the same questions.
+    Raises ConfigError, which names the field.
     """
 
     model_type: str  # "bitnet", "llama", "qwen3", ...: as in the checkpoint
@@ -139,8 +132,8 @@ class ModelConfig:
             require_int("sliding_window", self.sliding_window)
         require(self.pooling in ("last", "mean"), "pooling", "last or mean", self.pooling)
         known = all(kind in self.kinds_of_layers for kind in self.layer_types)
-        expected = f"{self.num_hidden_layers} names, each one of {', '.join(self.kinds_of_layers)}"
         fits = len(self.layer_types) in (0, self.num_hidden_layers)
+        expected = f"{self.num_hidden_layers} names, each one of {', '.join(self.kinds_of_layers)}"
         require(known and fits, "layer_types", expected, self.layer_types)
         windowed = "sliding_attention" not in self.layer_types or self.sliding_window is not None
         require(windowed, "sliding_window", "a number of tokens", None)

@@ -1,15 +1,14 @@
 """The layers of the transformer as NumPy functions: the formula, then the lines that compute it.
 
-Every function takes N tokens laid end to end, whatever sequences they belong to, and row i of its result depends on
-row i of its input alone, computed in the same order whatever the other rows are ("batch invariance"). A matrix
-product of the whole batch would not do: BLAS picks another order of summation for another number of rows. So where a
-float product is needed, it is taken one token at a time; the call, and so its rounding, is then always the same.
+Row i of a result depends on row i of the input alone, computed in the same order whatever the other rows are ("batch
+invariance"). BLAS picks another order of summation for another number of rows, so float products are taken one token
+at a time.
 
-The dtype of the input (float32 or float64) is the dtype of the result. Before an int8 quantisation, sums and
-exponentials are float64 and rounded once: another backend's order of summation then gives the same float32, but for one
-case in a hundred million, and so the same int8. In plain float32 two correct engines part ways after some fifty tokens,
-where a value lies near a tie: one int8 that rounds the other way moves the logits by a tenth. So dense linears among
-ternary ones are summed in float64 too; the head and the linears of a dense model, which no int8 follows, in float32.
+Results have the input's dtype, float32 or float64. Before an int8 quantisation, sums and exponentials are float64 and
+rounded once: another order of summation then gives the same float32, but for one case in a hundred million, and so the
+same int8. In plain float32 two correct engines part ways after some fifty tokens, as one int8 that rounds the other way
+moves the logits by a tenth. So dense linears among ternary ones are summed in float64 too; the head and the linears of
+a dense model, which no int8 follows, in float32.
 """
 
 from __future__ import annotations
@@ -87,11 +86,8 @@ def softcap(logits: NDArray, cap: float) -> NDArray:
 
 
 def apply_rope(x: NDArray, cos: NDArray, sin: NDArray) -> NDArray:
-    """Turn each pair (x[j], x[j + d/2]) by its token's angle ("half" RoPE).   x (N, H, d), cos (N, d/2) -> like x
-
-    With narrower cos and sin (N, r/2) only the first r numbers of each head are turned.
-    """
-    half = cos.shape[-1]
+    """Turn each pair (x[j], x[j + d/2]) by its token's angle ("half" RoPE).   x (N, H, d), cos (N, d/2) -> like x"""
+    half = cos.shape[-1]  # narrower cos and sin (N, r/2) turn the first r numbers of each head only
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[:, None, :], sin[:, None, :]  # the same for every head
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)

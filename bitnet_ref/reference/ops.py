@@ -1,8 +1,7 @@
 """`Ops`: every operation that the model's text calls, in plain NumPy. Each takes arrays and returns arrays.
 
-This is the oracle, and the base class of every backend: a faster one overrides the ops it speeds up and must then agree
-with these under the numerical contract. Each op checks the shapes it is given; the arithmetic is in `layers` and
-`quantization`.
+This is the oracle, and the base class of every backend: a faster one overrides the ops it speeds up and must agree with
+these. Each op checks the shapes it is given and raises ShapeError; the arithmetic is in `layers` and `quantization`.
 """
 
 from __future__ import annotations
@@ -50,10 +49,7 @@ def check_attention(q: NDArray, cache: KVCache, batch: TokenBatch) -> None:
 
 
 class Ops:
-    """Ops in float32, which is the contract, or in float64, which measures the rounding error of float32.
-
-    All raise ShapeError. K inputs of a linear, `out` outputs; the other letters are those of `model`.
-    """
+    """Ops in float32, which is the contract, or in float64, which measures the rounding error of float32."""
 
     dtype = np.dtype(np.float32)
 

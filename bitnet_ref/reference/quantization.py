@@ -11,9 +11,8 @@ A BitLinear layer computes y = x W^T with both sides quantised:
 
 Source: "The Era of 1-bit LLMs" (arXiv:2402.17764), section 2, as computed by transformers' integrations/bitnet.py.
 
-The sum is exact: |acc| <= 128 K, and float32 holds every integer up to 2^24. So for K < 131,072 a float32 matrix
-product of the same integers gives the same values as an int32 kernel, in any order of summation, with or without
-fused multiply-add. That is why every backend can be asked for EQUAL accumulators.
+The sum is exact: |acc| <= 128 K, and float32 holds every integer up to 2^24. So for K < 131,072 a float32 product of
+the same integers equals an int32 kernel's, in any order of summation: every backend must give EQUAL accumulators.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ _BLOCK_VALUES = 1 << 20  # weights unpacked at a time by the product below: 4 MB
 
 
 def absmean_scale(w: NDArray) -> np.float32:
-    """The weight scale s = max(mean|W|, 1e-5) of a whole matrix, in float32. Raises NumericsError for NaN or Inf.
-
-    The sum is float64 and rounded once, so a matrix read in pieces has the same scale. transformers sums in float32.
-    """
+    """The weight scale s = max(mean|W|, 1e-5) of a whole matrix, in float32. Raises NumericsError for NaN or Inf."""
+    # Summed in float64 and rounded once, so a matrix read in pieces has the same scale. transformers sums in float32.
     mean = float(np.abs(w, dtype=np.float32).mean(dtype=np.float64))
     if not math.isfinite(mean):
         raise NumericsError("absmean_scale: the weight matrix holds NaN or Inf")
@@ -97,8 +94,7 @@ def unpack_ternary(packed: NDArray[np.uint8], in_features: int) -> NDArray[np.in
 def ternary_matmul(x_q: NDArray[np.int8], packed: NDArray[np.uint8], in_features: int) -> NDArray[np.int32]:
     """The exact integer product. x_q (M, K) int8, packed (N, ceil(K/4)) uint8 -> acc (M, N) int32.
 
-    Computed as a float product of the same integers, some rows of weights at a time. It is exact, see the top of this
-    file, and many times faster than NumPy's integer product.
+    A float product of the same integers, some rows at a time: as exact as NumPy's integer product, and much faster.
     """
     columns = -(-in_features // CODES_PER_BYTE)
     if x_q.dtype != np.int8 or x_q.ndim != 2 or x_q.shape[1] != in_features or packed.shape[1:] != (columns,):

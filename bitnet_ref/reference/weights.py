@@ -1,7 +1,7 @@
 """A model's weights, at rest: ternary matrices packed to 2 bits, dense ones in the dtype of their file.
 
-A kind of weight is a class with its own product; `families/` has more kinds. A backend may turn each matrix into a
-layout of its own as it is read (`Backend.prepare`). Weights, norms and layers know their names: "blocks.3.attn.q_proj".
+A kind of weight is a class with its own product; `families/` has more kinds. A backend may have a layout of its own
+for each kind (`Backend.prepare`). Weights, norms and layers know their names: "blocks.3.attn.q_proj".
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -64,8 +64,7 @@ class LinearWeight(ABC):
 
     def called(self, name: str) -> Self:
         """The same weight under this name."""
-        changes: dict[str, Any] = {"name": name}
-        return replace(self, **changes)  # type: ignore[type-var]
+        return replace(self, name=name)  # type: ignore[type-var]
 
     @abstractmethod
     def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
@@ -148,8 +147,7 @@ class DenseWeight(LinearWeight):
 
     @property
     def shape(self) -> tuple[int, int]:
-        rows, columns = self.stored.shape
-        return rows, columns
+        return self.stored.shape[0], self.stored.shape[1]
 
     @property
     def dtype(self) -> np.dtype:
@@ -181,18 +179,9 @@ class DenseWeight(LinearWeight):
         return bits.view(np.float32).astype(dtype, copy=False)
 
 
-class BlockText(Protocol):
-    """One half of a block: (be, x, its layer, config, ...) -> x with the half's result added, (N, D)."""
-
-    def __call__(self, *args: Any) -> NDArray: ...
-
-
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One transformer block of LLaMA, or of BitNet b1.58, which has two more norms.
-
-    A layer of another family is a subclass with more fields, and may bring texts of its own for its two halves.
-    """
+    """One block of LLaMA, or of BitNet b1.58, which has two more norms. Other families have subclasses with more."""
 
     name: str  # "blocks.3"
     attn_norm: Norm  # (D,)
@@ -207,8 +196,8 @@ class LayerWeights:
     ffn_sub_norm: Norm | None  # (F,), BitNet's
     down_proj: LinearWeight  # (D, F)
 
-    attention_text: ClassVar[BlockText | None] = None  # None: `model.attention_block`
-    feed_forward_text: ClassVar[BlockText | None] = None  # None: `model.feed_forward`
+    attention_text: ClassVar[Any] = None  # the family's function in the place of `model.attention_block`
+    feed_forward_text: ClassVar[Any] = None  # the same of `model.feed_forward`
     trace_names: ClassVar[Mapping[str, str]] = TRACE_NAMES  # of its norms
 
     def linears(self) -> Iterator[tuple[str, LinearWeight]]:
@@ -221,16 +210,12 @@ class LayerWeights:
 
     def map_linears(self, change: Callable[[LinearWeight], LinearWeight]) -> Self:
         """The layer with each linear changed."""
-        changed: dict[str, Any] = {name: change(weight) for name, weight in self.linears()}
-        return replace(self, **changed)
+        return replace(self, **{name: change(weight) for name, weight in self.linears()})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
 class ModelWeights:
-    """All of a model. With tied embeddings `lm_head` *is* `embedding`, the same object.
-
-    Dense linears among ternary ones are summed in float64: see `layers`.
-    """
+    """All of a model. With tied embeddings `lm_head` *is* `embedding`, the same object."""
 
     embedding: LinearWeight  # (V, D), of a kind that has `rows`
     layers: tuple[LayerWeights, ...]
@@ -240,7 +225,7 @@ class ModelWeights:
     def __post_init__(self) -> None:
         linears = [weight for layer in self.layers for _, weight in layer.linears()]
         narrow = any(isinstance(weight, DenseWeight) and not weight.wide for weight in linears)
-        if narrow and any(weight.bit_linear for weight in linears):
+        if narrow and any(weight.bit_linear for weight in linears):  # dense among ternary: see the top of `layers`
             object.__setattr__(self, "layers", tuple(layer.map_linears(_widen_sums) for layer in self.layers))
 
     @property

@@ -30,7 +30,6 @@ from ...reference.config import ModelConfig
 from ...reference.model import RopeTables, final_hidden, split_heads
 from ...reference.ops import check_attention, check_dequantize, check_norm, check_rope, require
 from ...reference.weights import (
-    BlockText,
     DenseWeight,
     LayerWeights,
     LinearWeight,
@@ -301,7 +300,7 @@ class CythonBackend(KernelBackend):
         h = self.kernels.gated_linears(x, gate, up, cfg.activation, w.ffn_norm)  # (N, F)
         return self.kernels.linear_add(h, down, x, w.ffn_sub_norm)  # (N, D)
 
-    def _fusable(self, text: BlockText | None, *ws: LinearWeight) -> list[PanelWeight] | None:
+    def _fusable(self, text: Any, *ws: LinearWeight) -> list[PanelWeight] | None:
         """The weights as panels, where fused kernels take all of them; else None, and a block is composed of ops.
         text: of the layer's family; fused kernels compute those of LLaMA and BitNet."""
         if not self.fuses or text is not None or self.layout == "table":  # tables take few tokens per call
