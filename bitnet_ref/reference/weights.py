@@ -218,7 +218,7 @@ class ModelWeights:
     """All of a model. With tied embeddings `lm_head` *is* `embedding`, the same object."""
 
     embedding: LinearWeight  # (V, D), of a kind that has `rows`
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[LayerWeights, ...] = field(repr=False)
     final_norm: Norm  # (D,)
     lm_head: LinearWeight  # (V, D)
 
