@@ -199,3 +199,33 @@ class RegistryError(BitNetRefError):
 
 class HubError(RegistryError):
     """The hub cannot be reached: no network, HF_HUB_OFFLINE, huggingface_hub not installed, or a server's failure."""
+
+
+# -- checks of a config's fields ---------------------------------------------------------------------------------------
+
+LARGEST_INT = 2**40  # beyond any model; arithmetic on sizes, positions and window stays within int64 and float64
+
+
+def require(condition: bool, field: str, expected: str, got: Any) -> None:
+    """Raises ConfigError naming the field of a config, unless the condition holds."""
+    if not condition:
+        raise ConfigError(f"expected {expected}, got {got!r}", field=field)
+
+
+def require_int(field: str, value: Any, low: int = 1) -> None:
+    """Raises ConfigError unless the value is an int from `low` to LARGEST_INT."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    require(whole and low <= value <= LARGEST_INT, field, f"an int from {low} to {LARGEST_INT}", value)
+
+
+def require_number(field: str, value: Any, above: float = 0.0) -> None:
+    """Raises ConfigError unless the value is a number above `above` that float32 can hold."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)  # NaN fails every comparison
+    low = max(above, 1e-30)  # neither the number nor products of such numbers overflow float64
+    high = 1e30
+    require(number and value > above and low <= value <= high, field, f"a number > {above}, at most {high}", value)
+
+
+def require_bool(field: str, value: Any) -> None:
+    """Raises ConfigError unless the value is True or False."""
+    require(isinstance(value, bool), field, "true or false", value)

@@ -14,7 +14,7 @@ from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cpu import extension
 from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.benchmark.ceiling import INSTRUCTIONS, peak_of
-from bitnet_ref.benchmark.validate import check_model
+from bitnet_ref.benchmark.validate import check_model, first_of_each_type
 
 MULTIPLY_ADDS = 2 * (2 * 16 * 16 + 2 * 8 * 16 + 3 * 24 * 16)  # layers of q o, k v, gate up down; the head is dense
 
@@ -71,7 +71,7 @@ class WrongAttention(Backend):
 def test_a_block_of_each_type_is_checked():
     """The hybrid has attention in its last block only."""
     right = model(DATA / "families" / "qwen3_5-groups128-hybrid")
-    assert right.config.first_of_each_type == [0, 3]
+    assert first_of_each_type(right.config) == [0, 3]
     assert check_model(right, [1, 5, 3]).equal
     assert not check_model(Model(right.config, right.weights, WrongAttention(threads=1)), [1, 5, 3]).equal
 

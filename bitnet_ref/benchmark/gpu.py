@@ -29,6 +29,7 @@ from ..api import Model
 from ..backends import choose_backend
 from ..backends.cuda import open_device
 from ..errors import BitNetRefError, ConfigError, DeviceError
+from ..families import family_of
 from ..generation.results import Generation, GenerationStats
 from ..reference.config import ModelConfig
 from ..system.threads import resolve_threads
@@ -79,7 +80,7 @@ class GpuPlan:
     def config(self, name: str) -> ModelConfig:
         """The shape of that name, with at most `layers` layers."""
         config = self.shapes[name]
-        return config.of_layers(range(config.num_hidden_layers)[: self.layers])
+        return family_of(config).of_layers(config, range(config.num_hidden_layers)[: self.layers])
 
     def title(self, name: str) -> str:
         """ "2B-4T", or "2B-4T of 3 layers" if it has more"""

@@ -20,7 +20,8 @@ from ..api import Model
 from ..backends.cpu.weights import mean_skipped, strip_bytes, strip_uses
 from ..backends.run import TokenLogits
 from ..errors import GenerationError
-from ..families import config_to_dict
+from ..families import config_to_dict, family_of
+from ..families.linear_norms import model_norms
 from ..generation.sampling import log_probability
 from ..notebook.profiling import OpTime, Profile
 from ..reference.cache import KVCache, TokenBatch
@@ -59,7 +60,7 @@ def bytes_of_step(
     float_bytes: per value of the cache. head_rows: logits computed per token, when the head is screened.
     """
     ternary = dense = 0
-    norms = sum(norm.weight.nbytes for norm in weights.norms())
+    norms = sum(norm.weight.nbytes for norm in model_norms(weights))
     for layer in weights.layers:
         for _, weight in layer.linears():
             if weight.kind == "dense":
@@ -76,8 +77,8 @@ def bytes_of_step(
 
 def cached_floats(config: ModelConfig, layer: int, position: float) -> float:
     """Floats of a layer's cache that the token at `position` reads: keys and values, or its states."""
-    if not config.attends(layer):
-        return config.state_size(layer)
+    if size := family_of(config).state_size(config, layer):
+        return size
     return 2 * config.kv_size * min(position + 1, config.window_of(layer) or np.inf)
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..api import Model
 from ..backends import Backend
 from ..errors import ConfigError
+from ..families import family_of
 from ..families.groups import GroupTernaryWeight
 from ..families.linear_norms import put_norm
 from ..families.qwen import Qwen3Config
@@ -202,7 +203,7 @@ def synthetic_model(
     if layers is not None:
         if not 1 <= layers <= config.num_hidden_layers:
             raise ConfigError(f"expected 1 to {config.num_hidden_layers}, got {layers}", field="layers")
-        config = config.of_layers(range(layers))
+        config = family_of(config).of_layers(config, range(layers))
     checkpoint = RandomCheckpoint(config, seed, gate_zeros=gate_zeros)
     checkpoint.dense = dense
     weights = read_weights(checkpoint, progress, backend.prepare_for)

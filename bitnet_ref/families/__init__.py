@@ -9,8 +9,8 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, TypeVar
 
-from ..errors import ConfigError
-from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig, require
+from ..errors import ConfigError, require
+from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from . import blocks, gemma3, groups, linear_norms, llama, minicpm, qwen, qwen3_5, smollm3
 from .family import AlsoRecorded, Family, TraceStep, WeightKind
 from .llama import llama_axes, llama_steps
@@ -82,6 +82,15 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
     return llama_axes(config) | dict(family_of(config).axes(config))
 
 
+def differences_from_llama(config: ModelConfig) -> list[str]:
+    """Names of the fields by which a model differs in its arithmetic from LLaMA, Mistral and BitNet."""
+    later = [each for each in fields(config) if "absent" in each.metadata]
+    names = [each.name for each in later if getattr(config, each.name) != each.metadata["absent"]]
+    if config.quantization is not None and not config.quantization.int8_activations:
+        names.append("int8_activations")
+    return [name for name in names if name not in ("pooling", "unit_embeddings")]
+
+
 # -- configs as plain values -------------------------------------------------------------------------------------------
 
 
@@ -123,7 +132,8 @@ def config_from_dict(raw: Any) -> ModelConfig:
     """
     model_type = raw.get("model_type") if isinstance(raw, dict) else None
     require(isinstance(model_type, str) or not isinstance(raw, dict), "model_type", "a string", model_type)
-    kind = FAMILIES[model_type].config if model_type in FAMILIES else ModelConfig
+    family = FAMILIES.get(str(model_type), FAMILIES["llama"])
+    kind = family.config
     values = _exact_fields(kind, raw, "")
     for each in fields(kind):
         value = values[each.name]
@@ -131,8 +141,8 @@ def config_from_dict(raw: Any) -> ModelConfig:
             continue
         if each.name in _INNER:
             values[each.name] = _INNER[each.name](value, each.name)
-        elif each.name in kind.nested:
-            nested = kind.nested[each.name]
+        elif each.name in family.nested:
+            nested = family.nested[each.name]
             values[each.name] = nested(**_exact_fields(nested, value, f"{each.name}."))
         elif "tuple" in str(each.type):
             values[each.name] = _tuple(value, each.name)

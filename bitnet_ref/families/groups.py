@@ -202,7 +202,7 @@ def fold_rotations(w: ModelWeights) -> ModelWeights | None:
     def fold(weight: LinearWeight) -> LinearWeight:
         return weight.dense() if isinstance(weight, GroupTernaryLinear) and weight.turns_input else weight
 
-    folded = w.map_linears(fold, embedding=True)
+    folded = w.map_linears(fold)
     is_same = folded.embedding is w.embedding and dict(folded.linears()) == dict(w.linears())
     return None if is_same else folded
 
@@ -350,7 +350,7 @@ def _grouped(s: Any, change: Callable[[GroupTernaryWeight], LinearWeight | None]
     def changed(weight: LinearWeight) -> LinearWeight:
         return (change(weight) if isinstance(weight, GroupTernaryWeight) else None) or weight
 
-    other = s.map_layers(lambda layer: layer.map_linears(lambda _, weight: changed(weight)))
+    other = s.map_layers(lambda layer: layer.map_linears(changed))
     other = replace(other, weights=replace(other.weights, lm_head=changed(s.weights.lm_head)))
     return None if dict(other.weights.linears()) == dict(s.weights.linears()) else other
 

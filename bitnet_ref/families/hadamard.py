@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, describe
-from ..reference.config import require, require_bool
+from ..errors import ConfigError, describe, require, require_bool
 from ..reference.weights import DenseWeight
 
 _BLOCK_VALUES = 1 << 20  # of a matrix turned at a time

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..reference.ops import Ops
-from ..reference.weights import LayerWeights, LinearWeight, Norm, Shared, TernaryLinear, TernaryWeight
+from ..reference.weights import LayerWeights, LinearWeight, ModelWeights, Norm, Shared, TernaryLinear, TernaryWeight
 from .family import Hypothesis, WeightKind
 
 
@@ -44,14 +44,11 @@ class NormedLinear(LinearWeight):
         return self.linear.nbytes
 
     @property
-    def bit_linear(self) -> TernaryLinear | None:
+    def bit_linear(self) -> TernaryLinear | None:  # type: ignore[override]
         return self.linear.bit_linear
 
-    def map_bit_linear(self, change: Callable[[TernaryLinear], LinearWeight]) -> LinearWeight:
-        return replace(self, linear=self.linear.map_bit_linear(change))
-
     @property
-    def norm(self) -> Norm:
+    def norm(self) -> Norm:  # type: ignore[override]
         return self.own_norm
 
     def called(self, name: str) -> NormedLinear:
@@ -69,6 +66,21 @@ class NormedLinear(LinearWeight):
         return self.linear.product(be, be.rms_norm(x, self.own_norm), normed)
 
 
+def model_norms(w: ModelWeights) -> Iterator[Norm]:
+    """Every norm of a model, those inside its linears among them."""
+    for layer in w.layers:
+        yield from (norm for _, norm in layer.norms())
+    yield w.final_norm
+    yield from (weight.norm for _, weight in w.linears() if weight.norm is not None)
+
+
+def map_bit_linear(linear: LinearWeight, change: Callable[[TernaryLinear], LinearWeight]) -> LinearWeight:
+    """The linear with the BitLinear in it changed; itself if there is none."""
+    if isinstance(linear, NormedLinear):
+        return replace(linear, linear=map_bit_linear(linear.linear, change))
+    return linear if linear.bit_linear is None else change(linear.bit_linear)
+
+
 def put_norm(linear: LinearWeight, weight: NDArray[np.float32] | None, eps: float | None) -> LinearWeight:
     """The linear with a norm before it; itself where there is none."""
     return linear if weight is None or eps is None else NormedLinear(Norm(weight, eps), linear)
@@ -80,19 +92,20 @@ _mistake = partial(Hypothesis, "*_proj.rms_norm.* *_proj.hook_x_*")
 _SHARES_WITH = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # the first linear of the same input
 
 
-def _change_norms(s: Any, change: Callable[[LayerWeights, str, NormedLinear], LinearWeight]) -> Any:
-    """change(layer, name of the linear, the linear) in place of each linear with a norm of its own."""
+def _change_norms(s: Any, change: Callable[[LayerWeights, NormedLinear], LinearWeight]) -> Any:
+    """change(layer, linear) in place of each linear with a norm of its own."""
     if all(weight.norm is None for _, weight in s.weights.linears()):
         return None
 
     def layer(w: LayerWeights) -> LayerWeights:
-        return w.map_linears(lambda name, each: change(w, name, each) if isinstance(each, NormedLinear) else each)
+        return w.map_linears(lambda each: change(w, each) if isinstance(each, NormedLinear) else each)
 
     return s.map_layers(layer)
 
 
-def _share_norm(w: LayerWeights, name: str, linear: NormedLinear) -> NormedLinear:
+def _share_norm(w: LayerWeights, linear: NormedLinear) -> NormedLinear:
     """The norm of the first linear that reads the same input: q_proj's for k and v, gate_proj's for up."""
+    name = linear.name.rpartition(".")[2]
     first = getattr(w, _SHARES_WITH.get(name, name)).norm
     return replace(linear, own_norm=replace(first or linear.own_norm, name=linear.own_norm.name))
 
@@ -102,7 +115,7 @@ MISTAKES = (
         "linear_norm_missing",
         "the norm that each linear has of its own is left out",
         "Normalise each linear's input with its own norm before it is quantised (BitNet-Embedding, Qwen2.5-BitNet).",
-        lambda s: _change_norms(s, lambda w, name, linear: linear.linear),
+        lambda s: _change_norms(s, lambda w, linear: linear.linear),
     ),
     _mistake(
         "linear_norm_shared",
@@ -114,9 +127,7 @@ MISTAKES = (
         "linear_norm_eps",
         "the norms inside the linears have the model's eps",
         "Their eps is rms_norm_eps of the quantization_config, 1e-6 unless it says otherwise.",
-        lambda s: _change_norms(
-            s, lambda w, name, linear: replace(linear, own_norm=replace(linear.own_norm, eps=1e-5))
-        ),
+        lambda s: _change_norms(s, lambda w, linear: replace(linear, own_norm=replace(linear.own_norm, eps=1e-5))),
     ),
 )
 

@@ -77,7 +77,7 @@ class Qwen3Layer(LayerWeights):
     q_norm: Norm  # (d,)
     k_norm: Norm  # (d,)
 
-    attention_text = staticmethod(attention_block)
+    attention_text: ClassVar[Any] = staticmethod(attention_block)
     trace_names: ClassVar = HEAD_NORM_NAMES
 
 

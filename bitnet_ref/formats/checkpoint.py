@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, FormatError, TokenizerError
+from ..errors import ConfigError, FormatError, TokenizerError, require
 from ..families import family_of
 from ..families.blocks import in_int8
 from ..families.groups import in_groups
 from ..families.hadamard import Rotation
-from ..reference.config import ModelConfig, require
+from ..reference.config import ModelConfig, QuantizationConfig
 from ..reference.weights import LayerWeights, LinearWeight, ModelWeights, Norm, linear_name
 from ..system.json_file import is_present, read_bounded
 from .binary_file import Closeable
@@ -119,7 +119,7 @@ class Checkpoint(Closeable, ABC):
         """A norm's weight, (D,), (H*d,) or (F,): see `norm_sizes`."""
 
     def array(self, name: str) -> NDArray[np.float32]:
-        """A block's array that is neither a linear nor a norm: see `ModelConfig.array_shapes`."""
+        """A block's array that is neither a linear nor a norm: see `Family.array_shapes`."""
         message = f"{name.split('.', 2)[2]} is not read from {self.kind} files"
         raise ConfigError(message, path=self.path, field="layer_types")
 
@@ -228,7 +228,7 @@ def part_count(config: ModelConfig) -> int:
 
 
 def _parts_of_layer(config: ModelConfig, layer: int) -> int:
-    return len(config.linear_shapes(layer)) + len(config.norm_shapes(layer)) + len(config.array_shapes(layer))
+    return len(config.linear_shapes(layer)) + len(config.norm_shapes(layer)) + len(arrays_of_layer(config, layer))
 
 
 def linear_shape(config: ModelConfig, name: str) -> tuple[int, int]:
@@ -252,6 +252,19 @@ def is_ternary(config: ModelConfig, name: str) -> bool:
     return True
 
 
+def scale_convention(quantization: QuantizationConfig | None) -> str | None:
+    """What a checkpoint's `weight_scale` means. None: the model has no BitLinears.
+
+    "divide": it is 1/mean|W| (linear_class "bitlinear").   "multiply": it is mean|W| ("autobitlinear", "offline").
+    "absmean": there is none; masters are quantised when they are loaded ("autobitlinear", "online").
+    """
+    if quantization is None:
+        return None
+    if quantization.linear_class == "bitlinear":
+        return "divide"
+    return "multiply" if quantization.quantization_mode == "offline" else "absmean"
+
+
 def has_bias(config: ModelConfig, name: str) -> bool:
     """Whether a linear has a bias."""
     if name == "lm_head" or (name.endswith("o_proj") and not config.o_proj_bias):
@@ -266,7 +279,8 @@ def norms_of_layer(config: ModelConfig, index: int) -> dict[str, int]:
 
 def arrays_of_layer(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
     """Name -> shape of each array of one block that is neither a linear nor a norm."""
-    return {f"blocks.{index}.{name}": shape for name, shape in config.array_shapes(index).items()}
+    shapes = family_of(config).array_shapes(config, index)
+    return {f"blocks.{index}.{name}": shape for name, shape in shapes.items()}
 
 
 def norm_sizes(config: ModelConfig) -> dict[str, int]:

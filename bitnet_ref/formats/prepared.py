@@ -85,9 +85,10 @@ class PreparedFile:
                 memory = file.mapped() if self.is_mapped else _read(file)
                 self._compare_hashes(file, memory)
                 config = config_from_dict(self._json(file, "config"))
-                layers = [family_of(config).layer_class(config, i) for i in range(config.num_hidden_layers)]
+                family = family_of(config)
+                layers = [family.layer_class(config, i) for i in range(config.num_hidden_layers)]
                 weights_of = [each for kind in KINDS.values() for each in kind.classes]
-                own = [*layers, *config.nested.values(), *self.backend.weight_kinds]
+                own = [*layers, *family.nested.values(), *self.backend.weight_kinds]
                 kinds = {kind.__name__: kind for kind in (ModelWeights, Norm, *weights_of, *own)}
                 weights = _rebuild(self._json(file, "weights"), lambda name: file.view(memory, name), kinds, {})
             _check(weights, config)
@@ -247,7 +248,7 @@ def _check(w: Any, config: ModelConfig) -> None:
         for name, size in norms_of_layer(config, index).items():
             norm = getattr(layer, name.rpartition(".")[2])
             expect_floats(name, size, None if norm is None else norm.weight)
-        for name, array_shape in config.array_shapes(index).items():
+        for name, array_shape in family_of(config).array_shapes(config, index).items():
             array = getattr(layer, name.rpartition(".")[2], None)
             if array is not None:
                 expect(f"blocks.{index}.{name}", array_shape, array.shape)

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
+from ..backends.paged_cache import EngineKVCache
 from ..errors import ContextOverflow, GenerationError
-from ..reference.cache import KVCache
 from .generate import TokenStream, check_streamable, generate_chunks
 from .overflow import ContextWindow
 from .params import SamplingOptions, SamplingParams, expand_params
@@ -32,10 +32,10 @@ class PrefixCache:
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
-        self._cache: KVCache | None = None
+        self._cache: EngineKVCache | None = None
         self._ids: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
-    def take(self, prompt: NDArray[np.int64], capacity: int) -> tuple[KVCache, int]:
+    def take(self, prompt: NDArray[np.int64], capacity: int) -> tuple[EngineKVCache, int]:
         """A cache for `capacity` tokens, and how many tokens of the prompt it holds: never the last one, whose logits
         must be computed. The cache is forgotten beyond those until `keep`."""
         shorter = min(len(self._ids), len(prompt) - 1)

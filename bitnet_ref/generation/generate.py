@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
+from ..backends.paged_cache import EngineKVCache
 from ..backends.run import TokenLogits
 from ..errors import GenerationError
-from ..reference.cache import KVCache, TokenIds
+from ..reference.cache import TokenIds
 from .drafts import StepTimes
 from .greedy import choose_steps, run_steps
 from .params import SamplingOptions, SamplingParams, expand_params
@@ -107,7 +108,7 @@ def split_prompts(prompt: Any) -> tuple[list[Any], bool]:
 
 
 def generate_chunks(
-    model: LoadedModel, groups: list[list[Continuation]], stats: GenerationStats, cache: KVCache | None = None
+    model: LoadedModel, groups: list[list[Continuation]], stats: GenerationStats, cache: EngineKVCache | None = None
 ) -> Generator[StreamChunk, None, None]:
     """Prefill, then one step for each new token of all unfinished rows.
 
@@ -126,7 +127,7 @@ def generate_chunks(
 class GenerationLoop:
     """The passes of one call over its cache."""
 
-    def __init__(self, model: LoadedModel, cache: KVCache, stats: GenerationStats) -> None:
+    def __init__(self, model: LoadedModel, cache: EngineKVCache, stats: GenerationStats) -> None:
         self.model, self.cache, self.stats, self.times = model, cache, stats, StepTimes()
         self.pass_tokens = model.backend.prompt_tokens(model.config)
         self.last_s = 0.0  # seconds of the last pass

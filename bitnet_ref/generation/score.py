@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -111,10 +111,9 @@ def _score_batch(model: LoadedModel, batch: Sequence[tuple[int, Group]], scores:
 def _run(model: LoadedModel, cache: KVCache, inputs: Sequence[Input], every: bool) -> Iterator[TokenLogits]:
     """The final states of every token of the inputs, or of the last token of each, in order."""
     for parts, complete in split_into_steps(inputs, model.backend.prompt_tokens(model.config)):
-        ends = np.cumsum([len(ids) for _, _, ids in parts])
-        wanted = np.arange(ends[-1]) if every else ends[np.array([part for part, _ in complete], dtype=np.int64)] - 1
-        batch = replace(TokenBatch.of(parts), wanted=wanted)
-        yield from model.run(batch, cache, [None] * len(wanted)).tokens
+        batch = TokenBatch.of(parts, logits_of_last=None if every else [part for part, _ in complete])
+        wanted = len(batch) if batch.wanted is None else len(batch.wanted)
+        yield from model.run(batch, cache, [None] * wanted).tokens
 
 
 def _log_probabilities(

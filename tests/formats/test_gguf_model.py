@@ -7,7 +7,7 @@ from safetensors.numpy import load_file
 
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError, NumericsError
-from bitnet_ref.formats.checkpoint import ReadOptions, parts, read_weights
+from bitnet_ref.formats.checkpoint import ReadOptions, parts, read_weights, scale_convention
 from bitnet_ref.formats.gguf.config import llama3_divisors, shortest
 from bitnet_ref.formats.gguf.evidence import block_linears, permute_rows, unpermute_rows
 from bitnet_ref.formats.gguf.export import KINDS, TensorToWrite, write_gguf, write_gguf_model
@@ -264,7 +264,7 @@ def test_masters_are_quantised_by_absmean(tmp_path):
     path = with_masters(tmp_path / "y.gguf", export(folder, tmp_path / "x.gguf", "f32"))
     with GgufCheckpoint(path) as checkpoint:
         assert any("master weights, quantised by absmean" in words for words in checkpoint.evidence)
-        assert checkpoint.config.quantization.scale_convention == "absmean"
+        assert scale_convention(checkpoint.config.quantization) == "absmean"
         weight, master = (read("blocks.0.attn.v_proj") for read in (checkpoint.linear, checkpoint.master))
         w_t, scale = quantize_weights(master)
         np.testing.assert_array_equal(weight.ternary(), w_t)

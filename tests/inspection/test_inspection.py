@@ -21,6 +21,7 @@ from helpers import (
 
 import bitnet_ref
 from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
+from bitnet_ref.families.linear_norms import model_norms
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.inspection import inspect_model, show_tensor
 
@@ -100,7 +101,7 @@ def test_parameter_count_of_a_tied_model_with_a_stored_head():
     found = inspect_model(GOLDEN / "llama-tied-duplicate")
     weights = bitnet_ref.load(GOLDEN / "llama-tied-duplicate", backend="numpy").weights
     linears = sum(w.array.size for name, w in weights.linears() if name != "lm_head")
-    norms = sum(norm.weight.size for norm in weights.norms())
+    norms = sum(norm.weight.size for norm in model_norms(weights))
     assert found.parameters == weights.embedding.array.size + linears + norms
 
 

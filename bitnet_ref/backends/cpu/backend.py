@@ -31,7 +31,6 @@ from ...reference.config import ModelConfig
 from ...reference.model import RopeTables, final_hidden, split_heads
 from ...reference.ops import check_attention, check_dequantize, check_norm, check_rope, require
 from ...reference.weights import (
-    BlockText,
     DenseWeight,
     LayerWeights,
     LinearWeight,
@@ -42,7 +41,7 @@ from ...reference.weights import (
 )
 from ...system.threads import check_team
 from ..backend import Backend, GreedyRun, GreedySteps, HeadNeed, HeadRows
-from ..paged_cache import CACHE_DTYPES, CacheSpec
+from ..paged_cache import CACHE_DTYPES, CacheSpec, EngineKVCache
 from .extension import (
     TABLE_TOKENS,
     _cpu,
@@ -239,7 +238,7 @@ class CythonBackend(KernelBackend):
         check_team(self.threads)
         return nullcontext()  # the kernels get their thread count with each call, and no BLAS runs beside them
 
-    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> KVCache:
+    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> EngineKVCache:
         return KernelKVCache(config, spec, np.dtype(self.choose_cache_dtype(spec.dtype)))
 
     def hidden(
@@ -254,7 +253,7 @@ class CythonBackend(KernelBackend):
         return final_hidden(self, w, cfg, batch, cache)
 
     def _may_replay(self, cfg: ModelConfig, batch: TokenBatch) -> bool:
-        return self.fuses and not cfg.has_states and 0 < len(batch) <= MAX_TOKENS and batch.all_wanted
+        return self.fuses and not cfg.has_states and 0 < len(batch) <= MAX_TOKENS and batch.wanted is None
 
     def greedy_steps(
         self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, run: GreedyRun
@@ -302,7 +301,7 @@ class CythonBackend(KernelBackend):
         h = self.kernels.gated_linears(x, gate, up, cfg.activation, w.ffn_norm)  # (N, F)
         return self.kernels.linear_add(h, down, x, w.ffn_sub_norm)  # (N, D)
 
-    def _fusable(self, text: BlockText | None, *ws: LinearWeight) -> list[PanelWeight] | None:
+    def _fusable(self, text: Any, *ws: LinearWeight) -> list[PanelWeight] | None:
         """The weights as panels, where fused kernels take all of them; else None, and a block is composed of ops.
         text: of the layer's family; fused kernels compute those of LLaMA and BitNet."""
         if not self.fuses or text is not None or self.layout == "table":  # tables take few tokens per call

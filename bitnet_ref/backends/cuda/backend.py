@@ -21,15 +21,16 @@ from numpy.typing import NDArray
 
 from ...errors import BackendUnavailable, ShapeError
 from ...families import family_of
+from ...families.family import widest_window
 from ...families.groups import GroupTernaryLinear, group_linear
-from ...families.linear_norms import NormedLinear
+from ...families.linear_norms import NormedLinear, model_norms
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig, RopeConfig
 from ...reference.model import RopeTables, attention_result, final_hidden, split_heads
 from ...reference.ops import check_attention, check_dequantize, check_norm, check_rope, require
 from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, Shared, TernaryLinear
 from ..backend import Backend, HeadNeed, HeadRows
-from ..paged_cache import CACHE_DTYPES, CacheSpec
+from ..paged_cache import CACHE_DTYPES, CacheSpec, EngineKVCache
 from . import Device, open_device
 from . import rows as row_kernels
 from .attention import Attention, PositionTables
@@ -128,7 +129,7 @@ class CupyBackend(Backend):
         embedding = self.prepare(w.embedding)
         w = replace(w, embedding=embedding, lm_head=embedding if w.tied else self.prepare(w.lm_head))
         biases = [linear.bias for _, linear in w.linears() if linear.bias is not None]
-        for vector in [*(norm.weight for norm in w.norms()), *biases]:
+        for vector in [*(norm.weight for norm in model_norms(w)), *biases]:
             self.ws.keep_vector(vector)
         stack_linears(w.layers, (self._ternary, self._denses), self.ws.device)
         return w
@@ -142,14 +143,14 @@ class CupyBackend(Backend):
         if path == "ops":
             return final_hidden(self.op_by_op(), w, cfg, self.place(batch), cache)
         may_replay = path != "blocks" and self.fuses and self.graphs
-        if may_replay and 0 < len(batch) <= MAX_REPLAYED and batch.all_wanted:
+        if may_replay and 0 < len(batch) <= MAX_REPLAYED and batch.wanted is None:
             return self._replay(w, cfg, batch, cache)
         return final_hidden(self, w, cfg, self.place(batch), cache)
 
     def _replay(self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache) -> NDArray:
         assert isinstance(cache, DeviceKVCache)
         cache.check_writes(batch)
-        cache.check_reads(batch, cfg.widest_window)
+        cache.check_reads(batch, widest_window(cfg))
         self.rope_positions.reach = max(self.rope_positions.reach, cache.reach - 1)
         size = 1 << (len(batch) - 1).bit_length()  # 1, 2, 4, ...: few records serve every number of sequences
         key = size, id(w), decodes(batch)
@@ -205,7 +206,7 @@ class CupyBackend(Backend):
         fits = working_bytes(config, MAX_PROMPT_TOKENS, MAX_PROMPT_TOKENS) <= free // 4
         return MAX_PROMPT_TOKENS if fits else super().prompt_tokens(config)
 
-    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> KVCache:
+    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> EngineKVCache:
         kind = self.precision if spec.dtype is None else self.choose_cache_dtype(spec.dtype)
         return DeviceKVCache(self.ws, config, spec, kind)
 

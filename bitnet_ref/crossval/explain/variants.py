@@ -19,10 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...backends import Backend
+from ...backends.backend import plain_weights
 from ...backends.loaded import LoadedModel
 from ...backends.observe import Call, ObservedStep, observe
+from ...backends.paged_cache import EngineKVCache
 from ...backends.record import LOGITS, NamesFilter, Recorder, sibling
 from ...errors import BitNetRefError
+from ...families.linear_norms import map_bit_linear
 from ...reference import layers
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
@@ -35,7 +38,6 @@ from ...reference.weights import (
     Norm,
     TernaryLinear,
     TernaryWeight,
-    plain_weights,
 )
 
 Op = Callable[..., NDArray]
@@ -150,8 +152,9 @@ class Setting:
     def map_ternary(self, change: Callable[[str, TernaryWeight], TernaryWeight]) -> Setting:
         """Every ternary linear of the blocks changed; `change` gets its name ("q_proj") and its weight."""
 
-        def linear(name: str, weight: LinearWeight) -> LinearWeight:
-            return weight.map_bit_linear(lambda ternary: change(name, ternary.plain()))
+        def linear(weight: LinearWeight) -> LinearWeight:
+            name = weight.name.rpartition(".")[2]
+            return map_bit_linear(weight, lambda ternary: change(name, ternary.plain()))
 
         return self.map_layers(lambda w: w.map_linears(linear))
 
@@ -182,7 +185,7 @@ class Setting:
         recorder = _VariantRecorder(self, be, names_filter, until=until, tape=tape or {}, settle=settle)
         recorder.observed = observe(be, recorder)
         batch = TokenBatch.of([(slot, 0, self.tokens) for slot in range(copies)])
-        cache = KVCache(self.config, slots=copies, capacity=len(self.tokens))
+        cache = EngineKVCache(self.config, slots=copies, capacity=len(self.tokens))
         with np.errstate(all="ignore"), suppress(_Finished):  # a wrong change may overflow: `run` would raise
             forward(recorder.observed, self.weights, self.config, batch, cache)
         return recorder.seen

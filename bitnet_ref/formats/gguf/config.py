@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError
 from ...families import FAMILIES, family_of, family_table
-from ...families.family import Architecture, Family, GgufForm
+from ...families.family import Architecture, Family, GgufForm, activation_name
 from ...families.rope import StretchedRope, longrope_scale, yarn_scale
-from ...reference.config import ModelConfig, QuantizationConfig, RopeConfig, activation_name
+from ...reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ...reference.weights import FEED_FORWARD
 from ..names import gguf_linears
 from .file import GgufFile, Typed

@@ -29,6 +29,7 @@ from ..checkpoint import (
     is_ternary,
     linear_shape,
     norm_size,
+    scale_convention,
 )
 from ..names import gguf_name
 from ..packing import split_ternary
@@ -247,7 +248,7 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def _online(self) -> bool:
-        return self.config.quantization is not None and self.config.quantization.scale_convention == "absmean"
+        return scale_convention(self.config.quantization) == "absmean"
 
     def _i2_s(self, tensor: GgufTensor, shape: tuple[int, int]) -> tuple[NDArray[np.int8], np.float32]:
         raw = self.file.read_raw(tensor.name)

@@ -32,6 +32,7 @@ from ..checkpoint import (
     linear_shape,
     norm_size,
     read_tokenizer_folder,
+    scale_convention,
 )
 from ..names import HF_PREFIXES, hf_module, hf_modules
 from ..packing import pack_from_hf, split_ternary
@@ -332,7 +333,7 @@ class HfCheckpoint(Checkpoint):
 
     @property
     def _scale_convention(self) -> str | None:
-        return None if self.config.quantization is None else self.config.quantization.scale_convention
+        return scale_convention(self.config.quantization)
 
     def _vector(self, name: str, size: int) -> NDArray[np.float32]:
         return self.tensors.take(name, (size,)).astype(np.float32)

@@ -38,6 +38,7 @@ from ..checkpoint import (
     linear_names,
     linear_shape,
     read_part,
+    scale_convention,
 )
 from ..names import hf_module, hf_modules
 from ..packing import hf_from_ternary
@@ -127,7 +128,7 @@ def hf_quantization(checkpoint: Checkpoint, kind: str, masters: bool) -> Quantiz
         quantization_mode="online" if masters else "offline",
         modules_to_not_convert=tuple(dense + ["lm_head"] * config.tie_word_embeddings),
     )
-    if kind == "hf-packed" and checkpoint.kind == "hf-packed" and config.quantization.scale_convention == "divide":
+    if kind == "hf-packed" and checkpoint.kind == "hf-packed" and scale_convention(config.quantization) == "divide":
         return replace(quantization, linear_class="bitlinear")
     biased = [name for name in all_linears(config) if is_ternary(config, name) and has_bias(config, name)]
     try:
@@ -146,7 +147,7 @@ def _scale_and_bias(quantization: QuantizationConfig | None, w: LinearWeight) ->
     """(weight_scale, bias) from which a reader computes exactly the scale and the bias of `w`. Raises ConfigError."""
     ternary, bias = w.bit_linear, w.bias
     scale = np.array([1 if ternary is None else ternary.w_dequant_scale], np.float32)
-    convention = quantization.scale_convention if quantization is not None and ternary is not None else None
+    convention = None if ternary is None else scale_convention(quantization)
     if convention == "divide":
         return _solve(lambda x: np.float32(1.0) / x, np.float32(1.0) / scale, scale), bias
     if convention == "multiply" and bias is not None:

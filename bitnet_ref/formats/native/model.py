@@ -13,7 +13,7 @@ Tensors carry our own names. The config says whether a linear is ternary, has a 
                         .bias             (N,)    F32        .input_norm  (K,) F32
                         .signs            (K/b, b) F32, of a linear or `embedding` in a Hadamard basis of blocks of b
                         .order            (K,)    I64, of inputs that the basis takes in another order
-    blocks.0.*                            F32: arrays of a block that its family has: `ModelConfig.array_shapes`
+    blocks.0.*                            F32: arrays of a block that its family has: `Family.array_shapes`
     tokenizer/tokenizer.json ...          (n,)    U8: the tokenizer's files, byte for byte, chat template among them
 
 Metadata: `format` "bitnet_ref", `format_version`, `config` (ModelConfig as JSON; its quantization describes the source

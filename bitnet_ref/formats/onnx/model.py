@@ -18,7 +18,16 @@ from ...reference import quantization
 from ...reference.config import ModelConfig
 from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ...system.json_file import is_present, parse_json_object
-from ..checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_shape, norm_sizes, read_tokenizer_folder
+from ..checkpoint import (
+    Checkpoint,
+    ReadOptions,
+    has_bias,
+    is_ternary,
+    linear_shape,
+    norm_sizes,
+    read_tokenizer_folder,
+    scale_convention,
+)
 from ..hf.config import MAX_CONFIG_BYTES, read_hf_config
 from ..names import hf_module, hf_modules
 from ..packing import split_ternary
@@ -194,7 +203,7 @@ class OnnxCheckpoint(Checkpoint):
     def _ternary(self, name: str, w: NDArray[np.float32]) -> tuple[NDArray[np.uint8], np.float32]:
         """-s, 0 and +s are taken as they are; master weights are quantised by absmean if the configuration says so."""
         assert self.config.quantization is not None
-        split, convention = split_ternary(w), self.config.quantization.scale_convention
+        split, convention = split_ternary(w), scale_convention(self.config.quantization)
         if split is None and convention != "absmean":
             raise self.file.fail(name, "expected a matrix of -s, 0 and +s: the configuration says it is ternary")
         if split is not None and split[1] == 1 and convention != "absmean":

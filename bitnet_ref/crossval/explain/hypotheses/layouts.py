@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ....families import family_of
 from ....families.family import Hypothesis
 from ....families.linear_norms import NormedLinear
 from ....reference.weights import LayerWeights, LinearWeight
@@ -69,7 +70,7 @@ def permute_qk(s: Setting, *, back: bool = False) -> Setting:
         q, k = np.argsort(q), np.argsort(k)
 
     def layer(w: LayerWeights) -> LayerWeights:
-        if not s.config.attends(int(w.name.split(".")[1])):  # it has no RoPE
+        if family_of(s.config).state_size(s.config, int(w.name.split(".")[1])):  # it has no RoPE
             return w
         return replace(w, q_proj=_take_rows(w.q_proj, q), k_proj=_take_rows(w.k_proj, k))
 
