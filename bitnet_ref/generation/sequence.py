@@ -7,8 +7,7 @@ tokens depend on its own logits only, not on the rest of the batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from ..backends.backend import Ids
 from ..backends.loaded import LoadedModel
 from ..backends.run import TokenLogits
 from ..errors import ContextOverflow, GenerationError, TokenizerError, describe
-from ..reference.cache import KVCache, TokenBatch, TokenIds
+from ..reference.cache import TokenIds
 from ..tokenizers.base import Tokenizer
 from .constraints import Constraint
 from .drafts import Drafts, LookupDrafts, ModelDrafts, StepTimes
@@ -121,11 +120,13 @@ class Continuation:
 
     The context is what the model sees: all of `ids` until tokens are dropped because the window is full. Then `accept`
     sets `computed` to 0, and the context has to be computed again, as a prompt, before the next token can be chosen.
-    The caller passes `next_input` through the model, whole or in pieces, and updates `computed`.
+    A `Stepper` passes these tokens through the model, whole or in pieces, and updates `computed`.
     """
 
-    def __init__(self, request: Request, slot: int, choice: int = 0) -> None:
+    def __init__(self, request: Request, slot: int, choice: int = 0, stats: GenerationStats | None = None) -> None:
+        """stats: of the call, which its rows share; None: of its own."""
         self.request, self.slot, self.choice, self.cached, self.computed = request, slot, choice, 0, 0
+        self.stats = GenerationStats(request.model.backend.name) if stats is None else stats
         self.rules, self.constraint = request.rules()
         self.text = request.text_stream()
         self.echo = request.echo(self.text)
@@ -195,11 +196,6 @@ class Continuation:
         return self._is_greedy and bool(self.chunks) and self.behind == 1
 
     @property
-    def next_input(self) -> Input:
-        """The tokens of the context that are not in the cache: the newest one, or those of a whole prompt."""
-        return self.slot, self.computed, self.context[self.computed :]
-
-    @property
     def may_guess(self) -> bool:
         """Whether it is time to ask for a draft."""
         return self.drafts is not None and self.length >= self.drafts.looks_at
@@ -255,11 +251,11 @@ class Continuation:
             return None
         return [None, *(self._prompt_logprobs[index][1] for index in range(self.scored))]
 
-    def accept(self, logits: TokenLogits, stats: GenerationStats) -> StreamChunk:
+    def accept(self, logits: TokenLogits) -> StreamChunk:
         """Choose the next token from its logits and decide whether it is the last."""
-        token, whole = self._choose(logits, stats)
-        stats.generated_tokens += 1
-        stats.screened_tokens += whole is None and logits.computed < logits.vocab_size
+        token, whole = self._choose(logits)
+        self.stats.generated_tokens += 1
+        self.stats.screened_tokens += whole is None and logits.computed < logits.vocab_size
         text = self.text.push(token)
         asked = self.request.params.logprobs is not None
         logprob, top = self.logprobs.add(token, logits, whole if asked else None, asked)
@@ -283,23 +279,23 @@ class Continuation:
         )
         self.chunks.append(chunk)
         self.length += 1
-        self._drop_oldest(stats)
+        self._drop_oldest()
         return chunk
 
-    def _drop_oldest(self, stats: GenerationStats) -> None:
+    def _drop_oldest(self) -> None:
         window, before = self.request.window, self.context_tokens
         if before <= window.size or not window.moves or self.finished:
             return
         self._spans = window.keep(self.length)
         self._missing = self.length - _count(self._spans)
         self._dropped_some, self.computed = True, 0
-        stats.dropped_tokens += before - self.context_tokens
-        stats.recomputed_tokens += self.context_tokens - 1
+        self.stats.dropped_tokens += before - self.context_tokens
+        self.stats.recomputed_tokens += self.context_tokens - 1
 
-    def _choose(self, logits: TokenLogits, stats: GenerationStats) -> tuple[int, NDArray | None]:
+    def _choose(self, logits: TokenLogits) -> tuple[int, NDArray | None]:
         """-> the token, and all of the model's own logits if they were computed"""
         params, whole = self.request.params, logits.values if logits.complete else None
-        stats.head_rows += logits.computed
+        self.stats.head_rows += logits.computed
         values = self.rules.apply_among(self.ids, logits) if self.rules.processors else logits.values
         if params.strategy is not None:
             token = params.strategy(self.ids, values, self.rng)
@@ -310,7 +306,7 @@ class Continuation:
         chosen = choose_among(logits, params, uniform, values, self.request.model.backend.draw)
         if chosen is None:  # the bounds do not determine it
             whole = logits.all()
-            stats.head_rows += len(whole)
+            self.stats.head_rows += len(whole)
             chosen = choose(self.rules.apply(self.ids, whole), params, uniform)
         return chosen, whole
 
@@ -326,7 +322,7 @@ class Continuation:
             return "stop", None
         return ("length", None) if len(self.chunks) + 1 == self.request.max_tokens else (None, None)
 
-    def result(self, stats: GenerationStats) -> Generation:
+    def result(self) -> Generation:
         last, tops = self.chunks[-1], lambda: [chunk.top_logprobs for chunk in self.chunks]
         assert last.finish_reason is not None
         return Generation(
@@ -335,7 +331,7 @@ class Continuation:
             finish_reason=last.finish_reason,
             logprobs=cast("list[float]", lambda: [chunk.logprob for chunk in self.chunks]),  # computed when read
             prompt_token_ids=self.request.given.tolist(),
-            stats=stats,
+            stats=self.stats,
             stop_reason=last.stop_reason,
             top_logprobs=None if self.request.params.logprobs is None else cast("list[dict[int, float]]", tops),
             prompt_logprobs=cast("list[dict[int, float] | None]", lambda: self.prompt_logprobs),
@@ -345,47 +341,6 @@ class Continuation:
 
 def _count(spans: Spans) -> int:
     return sum(stop - start for start, stop in spans)
-
-
-class Piece(NamedTuple):
-    """Some next tokens of a row. need: of `Continuation.needs`, if they end its context, else None."""
-
-    row: Continuation
-    slot: int
-    start: int
-    ids: TokenIds
-    need: tuple[int | None, Ids] | None
-
-
-def run_pieces(model: LoadedModel, cache: KVCache, pieces: Sequence[Piece]) -> list[TokenLogits]:
-    """One pass over the pieces, which also scores prompts.   -> the logits at the end of those that have a `need`"""
-    parts: list[tuple[int, int, TokenIds]] = []
-    wanted: list[tuple[int, Continuation | None, tuple[int | None, Ids] | None]] = []  # part, its row to score, need
-    for row, slot, start, ids, need in pieces:
-        if not (scored := row.to_score(start, len(ids))):
-            if need is not None:
-                wanted.append((len(parts), None, need))
-            parts.append((slot, start, ids))
-            continue
-        first = max(start, row.scored) - start
-        cuts = [0, *range(first + 1, first + scored + 1), len(ids)]  # a part ends at each
-        for number, (begin, end) in enumerate(pairwise(cuts)):
-            if begin == end:
-                continue
-            if number < scored:
-                wanted.append((len(parts), row, None))
-            elif need is not None:
-                wanted.append((len(parts), None, need))
-            parts.append((slot, start + begin, ids[begin:end]))
-    batch = TokenBatch.of(parts, logits_of_last=[part for part, _, _ in wanted])
-    logits = model.run(batch, cache, [need for _, _, need in wanted]).tokens
-    ends = []
-    for (_, row_to_score, _), token_logits in zip(wanted, logits, strict=True):
-        if row_to_score is None:
-            ends.append(token_logits)
-        else:
-            row_to_score.score(token_logits)
-    return ends
 
 
 def split_into_steps(

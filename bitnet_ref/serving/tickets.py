@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from ..errors import EngineClosed, GenerationError
 from ..generation.params import LARGEST, LONGEST_S, Number
 from ..generation.results import Generation, GenerationStats, StreamChunk
-from ..generation.sequence import Continuation, Request
+from ..generation.sequence import Request
 from .records import RequestProgress
 from .scheduler import Job
 
@@ -123,17 +123,16 @@ class Ticket:
         self.arrival_s = time.perf_counter()
         self.deadline_s = None if timeout_s is None else self.arrival_s + timeout_s
         choices = range(request.params.n) if choice is None else (choice,)
-        self.rows = [Continuation(request, slot=-1, choice=each) for each in choices]
+        self.stats, self.ended = GenerationStats(backend), False
+        ranks = [(self.arrival_s, (number, index)) for index in range(len(choices))]
+        self.rows = [Job(self, choice, rank, priority) for choice, rank in zip(choices, ranks, strict=True)]
         self.rows[0].scores = request.params.prompt_logprobs is not None
-        seen = self.rows[0].context_tokens
-        self.stats = GenerationStats(backend, prompt_tokens=seen, dropped_tokens=len(request.given) - seen)
-        self.jobs = [
-            Job(row, self.arrival_s, (number, index), priority, ticket=self) for index, row in enumerate(self.rows)
-        ]
+        self.stats.prompt_tokens = self.rows[0].context_tokens
+        self.stats.dropped_tokens = len(request.given) - self.stats.prompt_tokens
         self.outbox = Outbox()
         self.start_s: float | None = None
         self.first_token_s: float | None = None
-        self.last_token_s, self.submitted, self.ended = 0.0, False, False
+        self.last_token_s, self.submitted = 0.0, False
         self.wanted: str | None = None  # "chunks" or "all", once a reader has shown which
         self.held = False  # its reader is behind
 
@@ -167,11 +166,11 @@ class Ticket:
 
     def story(self, reason: str | None = None, end_s: float | None = None) -> RequestStory:
         """Its story until now, or until its end for this reason; any thread may ask."""
-        stats, leases = self.stats, [job.lease for job in self.jobs]
+        stats, leases = self.stats, [row.lease for row in self.rows]
         return RequestStory(
             request_id=self.number,
             state=reason or self.state_name,
-            priority=self.jobs[0].priority,
+            priority=self.rows[0].priority,
             arrival_s=self.arrival_s,
             start_s=self.start_s,
             first_token_s=self.first_token_s,
@@ -352,7 +351,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     def _result(self) -> Generation | list[Generation]:
         if self._outbox.error is not None:
             raise self._outbox.error
-        results = [row.result(self.stats) for row in self._ticket.rows]
+        results = [row.result() for row in self._ticket.rows]
         return results[0] if self._ticket.streams else results
 
     def _check_readable(self) -> None:
