@@ -29,7 +29,7 @@ def check(engine):
     check_pool(pool, [])
     assert pool.in_use == 0
     scheduler = engine._worker._scheduler
-    assert (scheduler.running, scheduler.waiting, engine._worker._alive) == ([], [], {})
+    assert (scheduler.running, scheduler.waiting, scheduler.parked, engine._worker._alive) == ([], [], {}, {})
     now = engine.metrics.snapshot()
     assert (now["num_requests_running"], now["num_requests_waiting"]) == (0, 0)
 

@@ -21,7 +21,7 @@ from .drafts import StepTimes
 from .greedy import choose_steps
 from .params import SamplingOptions, SamplingParams, expand_params
 from .results import Generation, GenerationStats, StreamChunk
-from .search import beam_search
+from .search import BeamSearch, Watcher
 from .sequence import Continuation, Request
 from .stepper import PlannedPiece, Stepper, StepPlan
 
@@ -38,16 +38,34 @@ def generate(model: LoadedModel, prompt: Prompts, **params: Unpack[SamplingOptio
     requests = [Request(model, each, sampling, f"prompt {index}") for index, each in enumerate(prompts)]
     stats = GenerationStats(model.backend.name)
     if sampling.num_beams > 1:
-        groups = beam_search(model, requests, stats)
+        groups = search_beams(model, requests, stats)
     else:
-        n = sampling.n
-        rows = [[Continuation(request, i * n + j, j, stats) for j in range(n)] for i, request in enumerate(requests)]
+        rows = rows_of(requests, sampling.n, stats)
         for _ in generate_chunks(model, rows, stats):
             pass
         groups = [[row.result() for row in group] for group in rows]
     if sampling.n > 1:
         return groups[0] if single else groups
     return groups[0][0] if single else [group[0] for group in groups]
+
+
+def rows_of(requests: Sequence[Request], count: int, stats: GenerationStats) -> list[list[Continuation]]:
+    """So many rows of each request, each with a slot of its own."""
+    return [
+        [Continuation(request, number * count + choice, choice, stats) for choice in range(count)]
+        for number, request in enumerate(requests)
+    ]
+
+
+def search_beams(
+    model: LoadedModel, requests: Sequence[Request], stats: GenerationStats, watch: Watcher | None = None
+) -> list[list[Generation]]:
+    """The `n` best continuations of each prompt. All beams of all prompts go through the model together."""
+    rows = rows_of(requests, requests[0].params.num_beams, stats)
+    searches = [BeamSearch(group, watch) for group in rows]
+    for _ in generate_chunks(model, rows, stats):
+        pass
+    return [search.results() for search in searches]
 
 
 class TokenStream(Iterator[StreamChunk], AbstractContextManager["TokenStream", None]):
@@ -128,21 +146,22 @@ class OwnRows(Stepper[Continuation]):
     ) -> None:
         super().__init__(model, cache)
         self.stats, self.times = stats, StepTimes()
-        self.rows = [group[0] for group in groups]  # that have started
-        self.waiting = {group[0].slot: group[1:] for group in groups}  # for the first one's prompt
+        leaders = [group[0] for group in groups]
+        self.waiting = {group[0].slot: group[1:] for group in groups if group[0].search is None}  # for its prompt
+        self.rows = [row for group in groups for row in (group[:1] if group[0].search is None else group)]
         self.pass_tokens = model.backend.prompt_tokens(model.config)
         self.step_s = 0.0  # of the last step
         self.chunks: list[StreamChunk] = []  # of the present step
         stats.describe(cache)
-        stats.prompt_tokens = sum(row.context_tokens for row in self.rows)
-        stats.dropped_tokens = sum(len(row.request.given) - row.context_tokens for row in self.rows)
-        stats.cached_tokens = sum(row.cached for row in self.rows)
+        stats.prompt_tokens = sum(row.context_tokens for row in leaders)
+        stats.dropped_tokens = sum(len(row.request.given) - row.context_tokens for row in leaders)
+        stats.cached_tokens = sum(row.cached for row in leaders)
 
     def step(self, rows: list[Continuation]) -> Iterator[StreamChunk]:
         """One step of these rows, or some greedy steps in a row. Yields the new tokens of each when it is computed."""
         started, steps, total_s = time.perf_counter(), 0, 0.0
-        rows = [row for row in rows if not row.chunks] or rows
-        is_first, plan = not rows[0].chunks, self.plan(rows)
+        rows = [row for row in rows if not row.new_tokens] or rows
+        is_first, plan = not rows[0].new_tokens, self.plan(rows)
         for _ in self.run(plan):
             chunks, self.chunks = self.chunks, []
             seconds = time.perf_counter() - started
@@ -181,15 +200,25 @@ class OwnRows(Stepper[Continuation]):
         return StepPlan(pieces, 1 if is_drafted else choose_steps(rows, self.step_s))
 
     def accept(self, row: Continuation, logits: TokenLogits) -> None:
+        if row.search is not None:
+            if parents := row.search.accept(row, logits):
+                rows = row.search.rows
+                self._copy([rows[index] for index in parents], rows[: len(parents)])
+            return
         for each in (row, *self._start(row)):
             self.chunks.append(each.accept(logits))
+
+    def _copy(self, sources: Sequence[Continuation], targets: Sequence[Continuation]) -> None:
+        """Give each target row the keys and values of its source, all of the same length."""
+        length = sources[0].computed
+        self.cache.copy([row.slot for row in sources], [row.slot for row in targets], length)
+        for row in targets:
+            row.computed = length
 
     def _start(self, leader: Continuation) -> list[Continuation]:
         """The rows that have waited for this one's prompt, which is computed, with a copy of it in the cache."""
         rows = self.waiting.pop(leader.slot, [])
         if rows:
-            self.cache.copy([leader.slot] * len(rows), [row.slot for row in rows], leader.computed)
-        for row in rows:
-            row.computed = leader.computed
+            self._copy([leader] * len(rows), rows)
         self.rows += rows
         return rows

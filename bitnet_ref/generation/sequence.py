@@ -7,7 +7,7 @@ tokens depend on its own logits only, not on the rest of the batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,9 @@ from .processors import BannedWords, Rules
 from .results import Generation, GenerationStats, Overflow, StreamChunk
 from .sampling import Logprobs, candidates_needed, choose, choose_among
 from .streaming import TextStream
+
+if TYPE_CHECKING:
+    from .search import BeamSearch
 
 INITIAL_CAPACITY = 4096  # new tokens that a continuation's array holds before it grows
 NEEDS_TOKENIZER = ("stop", "bad_words", "filter", "guides", "echo")
@@ -55,7 +58,8 @@ class Request:
         for token in params.logit_bias:
             if token >= vocab_size:
                 raise GenerationError(f"logit_bias: token id {token} is not in the vocabulary of {vocab_size}")
-        self.candidates_needed = None if params.strategy is not None else candidates_needed(params, vocab_size)
+        needs_all = params.strategy is not None or params.num_beams > 1
+        self.candidates_needed = None if needs_all else candidates_needed(params, vocab_size)
         words = params.bad_words
         self._banned = BannedWords(words, model.vocabulary.sorted, len(self.prompt)) if words else None
         guide = next(iter(params.guides.items()), None)
@@ -144,6 +148,7 @@ class Continuation:
         self.scored = 0  # tokens of the prompt whose next token has its log probability
         seed = request.params.seed
         self.rng = np.random.default_rng(seed if choice == 0 or seed is None else [seed, choice])
+        self.search: BeamSearch | None = None  # of which it is a beam
         self.chunks: list[StreamChunk] = []
         self.length = len(request.prompt)  # of `ids`
         self._ids = np.empty(self.length + min(request.max_tokens, INITIAL_CAPACITY), dtype=np.int64)
@@ -177,7 +182,19 @@ class Continuation:
         return self.length - self._missing - self.computed
 
     @property
+    def new_tokens(self) -> int:
+        """How many tokens follow the prompt."""
+        return self.length - len(self.request.prompt)
+
+    def set_ids(self, ids: NDArray[np.int64]) -> None:
+        """Make this another beam's text. ids: the prompt and the new tokens."""
+        self._ids, self.length = ids, len(ids)
+
+    @property
     def finished(self) -> bool:
+        """Whether it takes part in no further step; a beam may do so again until its search is done."""
+        if self.search is not None:
+            return self.choice >= len(self.search.running)
         return bool(self.chunks) and self.chunks[-1].finish_reason is not None
 
     @property

@@ -10,7 +10,8 @@ Pages are taken when tokens need them, not reserved for the longest possible tex
 in the order gives its pages back and waits. Later it computes its tokens again, to the bit, by batch invariance. The
 first in the order is never stopped, so all finish.
 
-A sequence on hold, whose reader is behind, has no slot. It keeps its pages until any other sequence needs them.
+A sequence on hold, whose reader is behind, has no slot. It keeps its pages until any other sequence needs them. So does
+a beam that waits for the next tokens of the other beams of its search.
 
 With `speculate` a decoding sequence also verifies draft tokens in its step. Drafts get only what is left over: none
 while a sequence waits, the tokens of `max_batch_tokens` that prompts do not use, and pages beyond those that the
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +87,7 @@ class Scheduler:
         self.running: list[Job] = []  # both in the order of rank
         self.waiting: list[Job] = []
         self.held: dict[Job, None] = {}
+        self.parked: dict[Job, None] = {}
         self.stops = 0
         self.cached_tokens = self.asked_tokens = 0  # of admitted sequences: found in the cache, and all
         self._slots = list(range(max_batch))  # a heap: the lowest free slot is taken first
@@ -106,6 +108,23 @@ class Scheduler:
         self._take_out(job)
         self.held[job] = None
 
+    def park(self, job: Job) -> None:
+        """Let it compute nothing until it is removed, or added again: a beam that waits for those beside it."""
+        self._take_out(job)
+        self.parked[job] = None
+
+    def branch(self, jobs: Sequence[Job], parents: Sequence[int]) -> None:
+        """Let the first of these jobs go on from the pages of others. parents: the index of the other, for each."""
+        branches: list[tuple[Lease | None, int]] = []
+        for index in parents:
+            lease = jobs[index].lease if self.pool.complete else None
+            branches.append((None, 0) if lease is None else (lease.fork(), jobs[index].computed))
+        for job in jobs:
+            self.remove(job)
+        for job, (lease, computed) in zip(jobs, branches, strict=False):
+            job.lease, job.computed = lease, computed
+            self.add(job)
+
     def resume(self, job: Job) -> None:
         """Let a job on hold wait for its turn again. No effect on others."""
         if job in self.held:
@@ -117,7 +136,7 @@ class Scheduler:
         for job in list(self.running):
             self._pause(job)
             insort(self.waiting, job)
-        for job in (*self.waiting, *self.held):
+        for job in self._idle():
             self._close(job)
         self.pool, self.max_batch, self._slots = pool, max_batch, list(range(max_batch))
 
@@ -280,6 +299,7 @@ class Scheduler:
     def _idle(self) -> Iterator[Job]:
         """The jobs without a slot; those that give their pages first come first."""
         yield from self.held
+        yield from reversed(self.parked)
         yield from reversed(self.waiting)
 
     def _less_important(self, job: Job) -> Job | None:
@@ -303,6 +323,8 @@ class Scheduler:
             self._pause(job)
         elif job in self.held:
             del self.held[job]
+        elif job in self.parked:
+            del self.parked[job]
         elif (index := bisect_left(self.waiting, job)) < len(self.waiting) and self.waiting[index] is job:
             del self.waiting[index]
 

@@ -20,6 +20,7 @@ from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import NO_PAGE, PagedKVCache
 from ..backends.run import TokenLogits
 from ..errors import DeviceError, GenerationError, NumericsError, describe_error
+from ..generation.search import BeamSearch
 from ..generation.stepper import Piece, PlannedPiece, Stepper, StepPlan, Work
 from .metrics import EngineMetrics
 from .pages import PagePool
@@ -113,6 +114,9 @@ class PagedStepper(Stepper[Job]):
         ticket: Ticket = row.ticket
         if ticket.ended:  # by an error of another of its n rows
             return
+        if row.search is not None:
+            self._accept_beam(row, row.search, logits)
+            return
         if not row.chunks and row is ticket.rows[0]:
             self._fork(ticket)
         try:
@@ -120,18 +124,9 @@ class PagedStepper(Stepper[Job]):
         except BaseException as error:
             self.end(ticket, _own_error(ticket, error), "error")
             return
-        now = time.perf_counter()
-        if ticket.first_token_s is None:
-            assert ticket.start_s is not None
-            ticket.first_token_s = now
-            ticket.stats.prefill_s = now - ticket.start_s
-            self.metrics.observe("time_to_first_token_seconds", now - ticket.arrival_s)
-        elif ticket.streams:
-            self.metrics.observe("inter_token_latency_seconds", now - ticket.last_token_s)
+        self._note_token(ticket)
         if len(row.chunks) > 1:
             ticket.stats.decode_tokens += 1
-        ticket.last_token_s = now
-        ticket.stats.decode_s = now - ticket.first_token_s
         if ticket.streams:
             self.deliveries.append((ticket, chunk))
         if row.computed == 0:  # `overflow` dropped tokens
@@ -140,6 +135,36 @@ class PagedStepper(Stepper[Job]):
             self.scheduler.remove(row)
             if all(each.finished for each in ticket.rows):
                 self.end(ticket, None, chunk.finish_reason)
+
+    def _note_token(self, ticket: Ticket) -> None:
+        """Note the time of a new token."""
+        now = time.perf_counter()
+        if ticket.first_token_s is None:
+            assert ticket.start_s is not None
+            ticket.first_token_s = now
+            ticket.stats.prefill_s = now - ticket.start_s
+            self.metrics.observe("time_to_first_token_seconds", now - ticket.arrival_s)
+        elif ticket.streams:
+            self.metrics.observe("inter_token_latency_seconds", now - ticket.last_token_s)
+        ticket.last_token_s = now
+        ticket.stats.decode_s = now - ticket.first_token_s
+
+    def _accept_beam(self, row: Job, search: BeamSearch, logits: TokenLogits) -> None:
+        """Take the logits of a beam. The last one of its search moves all of them on."""
+        ticket: Ticket = row.ticket
+        try:
+            parents = search.accept(row, logits)
+        except BaseException as error:
+            self.end(ticket, _own_error(ticket, error), "error")
+            return
+        if parents is None:
+            self.scheduler.park(row)
+            return
+        self._note_token(ticket)
+        if parents:
+            self.scheduler.branch(ticket.rows, parents)
+        else:
+            self.end(ticket, None, search.result(search.ended[0]).finish_reason if search.ended else "length")
 
     def accept_drafts(self, row: Job, draft: Sequence[int], logits: Sequence[TokenLogits]) -> int:
         """Also returns the pages of the wrong guesses."""
@@ -177,7 +202,7 @@ class PagedStepper(Stepper[Job]):
 
 def part_of(piece: PlannedPiece[Job]) -> StepPart:
     """The timeline's entry for a computed piece."""
-    decodes = piece.tokens == 1 and len(piece.row.chunks) > 1  # the newest chunk is of this step
+    decodes = piece.tokens == 1 and piece.row.new_tokens > 1  # the newest token is of this step
     tokens = piece.tokens + len(piece.draft)
     return StepPart(piece.row.ticket.number, piece.slot, "decode" if decodes else "prefill", tokens)
 

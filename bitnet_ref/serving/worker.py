@@ -413,7 +413,7 @@ class Worker:
         for ticket in alive:
             ticket.stats.backend = model.backend.name
             has_room = ticket.request.capacity <= cache.capacity
-            if not has_room or not (is_same or ticket.stats.generated_tokens == 0):
+            if not has_room or not (is_same or ticket.rows[0].new_tokens == 0):
                 why = "has no room for it" if not has_room else "would go on with other rounding"
                 message = f"request {ticket.number} ended when the device failed: backend {model.backend.name} {why}"
                 self._end(ticket, wrap(message, error), "error")
