@@ -6,7 +6,7 @@ tokens depend on its own logits only, not on the rest of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 INITIAL_CAPACITY = 4096  # new tokens that a continuation's array holds before it grows
 NEEDS_TOKENIZER = ("stop", "bad_words", "filter", "guides", "echo")
-Input = tuple[int, int, NDArray[np.int64]]  # slot, position of the first token, token ids
 
 
 class Request:
@@ -358,31 +357,6 @@ class Continuation:
 
 def _count(spans: Spans) -> int:
     return sum(stop - start for start, stop in spans)
-
-
-def split_into_steps(
-    inputs: Sequence[Input], tokens: int
-) -> Iterator[tuple[list[tuple[int, int, TokenIds]], list[tuple[int, int]]]]:
-    """Split inputs into steps of at most `tokens`, which bounds the memory of a long prompt.
-
-    Each step is (parts for TokenBatch.of, (index of the part, index of the input) of those that end an input).
-    """
-    parts: list[tuple[int, int, TokenIds]] = []
-    complete: list[tuple[int, int]] = []
-    room = tokens
-    for number, (slot, start, ids) in enumerate(inputs):
-        done = 0
-        while done < len(ids):
-            piece = ids[done : done + room]
-            if done + len(piece) == len(ids):
-                complete.append((len(parts), number))
-            parts.append((slot, start + done, piece))
-            done, room = done + len(piece), room - len(piece)
-            if room == 0:
-                yield parts, complete
-                parts, complete, room = [], [], tokens
-    if parts:
-        yield parts, complete
 
 
 def end_tokens(model: LoadedModel) -> frozenset[int]:

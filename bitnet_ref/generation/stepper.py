@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -68,28 +67,28 @@ class Piece(NamedTuple):
 
 def run_pieces(model: LoadedModel, cache: KVCache, pieces: Sequence[Piece]) -> list[TokenLogits]:
     """One pass over the pieces, which also scores prompts.   -> the logits at the end of those that have a `need`"""
-    parts: list[tuple[int, int, TokenIds]] = []
-    wanted: list[tuple[int, Continuation | None, tuple[int | None, Ids] | None]] = []  # part, its row to score, need
-    for row, slot, start, ids, need in pieces:
-        if not (scored := row.to_score(start, len(ids))):
-            if need is not None:
-                wanted.append((len(parts), None, need))
-            parts.append((slot, start, ids))
-            continue
-        first = max(start, row.scored) - start
-        cuts = [0, *range(first + 1, first + scored + 1), len(ids)]  # a part ends at each
-        for number, (begin, end) in enumerate(pairwise(cuts)):
-            if begin == end:
-                continue
-            if number < scored:
-                wanted.append((len(parts), row, None))
-            elif need is not None:
-                wanted.append((len(parts), None, need))
-            parts.append((slot, start + begin, ids[begin:end]))
-    batch = TokenBatch.of(parts, logits_of_last=[part for part, _, _ in wanted])
-    logits = model.run(batch, cache, [need for _, _, need in wanted]).tokens
+    ending = [index for index, piece in enumerate(pieces) if piece.need is not None]
+    batch = TokenBatch.of([(slot, start, ids) for _, slot, start, ids, _ in pieces], ending)
+    counts = [piece.row.to_score(piece.start, len(piece.ids)) for piece in pieces]
+    if not any(counts):
+        return model.run(batch, cache, [pieces[index].need for index in ending]).tokens
+    wanted: list[int] = []  # tokens of the batch, each with its row to score or its need
+    rows: list[Continuation | None] = []
+    needs: list[tuple[int | None, Ids] | None] = []
+    stop = 0
+    for (row, _, start, ids, need), count in zip(pieces, counts, strict=True):
+        first = stop + max(0, row.scored - start)
+        stop += len(ids)
+        wanted += range(first, first + count)
+        rows += [row] * count
+        needs += [None] * count
+        if need is not None:
+            wanted.append(stop - 1)
+            rows.append(None)
+            needs.append(need)
+    logits = model.run(replace(batch, wanted=np.array(wanted, dtype=np.int64)), cache, needs).tokens
     ends = []
-    for (_, row_to_score, _), token_logits in zip(wanted, logits, strict=True):
+    for row_to_score, token_logits in zip(rows, logits, strict=True):
         if row_to_score is None:
             ends.append(token_logits)
         else:

@@ -5,10 +5,9 @@ import threading
 
 import numpy as np
 from cli_runs import BACKEND
-from engine_checks import PROMPTS, check, gist, until
+from engine_checks import PROMPTS, FreeGuesses, check, gist, until
 from helpers import GOLDEN, chat_folder, model
 
-from bitnet_ref.crossval.paths import FreeGuesses
 from bitnet_ref.errors import NumericsError
 from bitnet_ref.generation.drafts import LookupDrafts
 from bitnet_ref.generation.processors import LogitsRule
