@@ -7,7 +7,7 @@ tokens depend on its own logits only, not on the rest of the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,6 @@ from .processors import BannedWords, Rules
 from .results import Generation, GenerationStats, Overflow, StreamChunk
 from .sampling import Logprobs, candidates_needed, choose, choose_among
 from .streaming import TextStream
-
-if TYPE_CHECKING:
-    from .search import BeamSearch
 
 INITIAL_CAPACITY = 4096  # new tokens that a continuation's array holds before it grows
 NEEDS_TOKENIZER = ("stop", "bad_words", "filter", "guides", "echo")
@@ -147,7 +144,7 @@ class Continuation:
         self.scored = 0  # tokens of the prompt whose next token has its log probability
         seed = request.params.seed
         self.rng = np.random.default_rng(seed if choice == 0 or seed is None else [seed, choice])
-        self.search: BeamSearch | None = None  # of which it is a beam
+        self.search: Any = None  # the `BeamSearch` of which it is a beam
         self.chunks: list[StreamChunk] = []
         self.length = len(request.prompt)  # of `ids`
         self._ids = np.empty(self.length + min(request.max_tokens, INITIAL_CAPACITY), dtype=np.int64)
