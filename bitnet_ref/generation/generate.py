@@ -65,7 +65,7 @@ def search_beams(
     searches = [BeamSearch(group, watch) for group in rows]
     for _ in generate_chunks(model, rows, stats):
         pass
-    return [search.results() for search in searches]
+    return [search.results for search in searches]
 
 
 class TokenStream(Iterator[StreamChunk], AbstractContextManager["TokenStream", None]):

@@ -50,6 +50,7 @@ class BeamSearch:
         self.params, self.rules, self.constraint = self.request.params, rows[0].rules, rows[0].constraint
         self.running = [Beam()]
         self.ended: list[Beam] = []  # best first; `score` is the final one
+        self.results: list[Generation] = []  # at the end: the `n` best, best first; fewer where a grammar allows fewer
         self._own: dict[int, NDArray] = {}  # ln p (V,) after each running beam, as far as they are computed
         for row in rows:
             row.search = self
@@ -71,10 +72,6 @@ class BeamSearch:
         for each, beam in zip(self.rows, self.running, strict=False):
             each.set_ids(self.ids(beam))
         return [beam.parent for beam in self.running]
-
-    def results(self) -> list[Generation]:
-        """The `n` best, best first; fewer where a grammar allows fewer."""
-        return [self.result(beam) for beam in self.ended[: self.params.n]]
 
     def ids(self, beam: Beam) -> NDArray[np.int64]:
         return np.concatenate([self.request.prompt, np.array(beam.tokens, dtype=np.int64)])
@@ -103,16 +100,17 @@ class BeamSearch:
             self.ended = sorted([*self.ended, *ended.values()], key=lambda beam: -beam.score)[:width]
         self.running = [best[index] for index in running]
         if self._is_done(length):
-            self._count()
             self.running = []
+            self._finish()
         fates = ["ended" if i in ended else "running" if i in running else "cut" for i in range(len(best))]
         return [BeamCandidate(beam, fates[i], ended[i].score if i in ended else None) for i, beam in enumerate(best)]
 
-    def _count(self) -> None:
-        """Add the tokens of the results to the statistics of the call."""
-        lengths, stats = [len(beam.tokens) for beam in self.ended[: self.params.n]], self.rows[0].stats
-        stats.generated_tokens += sum(lengths)
-        stats.decode_tokens += sum(lengths) - len(lengths)
+    def _finish(self) -> None:
+        """Make the results, and add their tokens to the statistics of the call."""
+        self.results = [self._result(beam) for beam in self.ended[: self.params.n]]
+        tokens, stats = sum(len(out.token_ids) for out in self.results), self.rows[0].stats
+        stats.generated_tokens += tokens
+        stats.decode_tokens += tokens - len(self.results)
 
     def _extend(self, index: int, score: float, own: NDArray) -> Beam:
         """The continuation at a flat index of `own` (running beams, V)."""
@@ -143,7 +141,7 @@ class BeamSearch:
         reachable = self._final_score(self.running[0], self.request.max_tokens if longest else length)
         return reachable <= self.ended[-1].score
 
-    def result(self, beam: Beam) -> Generation:
+    def _result(self, beam: Beam) -> Generation:
         request = self.request
         text = request.text_stream()
         whole = request.echo(text) + "".join([text.push(token) for token in beam.tokens]) + text.flush()

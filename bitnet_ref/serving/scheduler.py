@@ -40,7 +40,6 @@ LENT, MOST_LENT = 0.05, 4.0  # what drafts may cost sequences without one: share
 class Job(Continuation):
     """A continuation in the engine: its request's `Ticket`, its rank in the order, its pages and slot."""
 
-    priority = 0
     lease: Lease | None = None
     running = False
 
@@ -87,7 +86,7 @@ class Scheduler:
         self.running: list[Job] = []  # both in the order of rank
         self.waiting: list[Job] = []
         self.held: dict[Job, None] = {}
-        self.parked: dict[Job, None] = {}
+        self.parked: dict[Job, None] = {}  # beams that wait for those beside them
         self.stops = 0
         self.cached_tokens = self.asked_tokens = 0  # of admitted sequences: found in the cache, and all
         self._slots = list(range(max_batch))  # a heap: the lowest free slot is taken first

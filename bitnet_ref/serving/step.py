@@ -164,7 +164,7 @@ class PagedStepper(Stepper[Job]):
         if parents:
             self.scheduler.branch(ticket.rows, parents)
         else:
-            self.end(ticket, None, search.result(search.ended[0]).finish_reason if search.ended else "length")
+            self.end(ticket, None, search.results[0].finish_reason if search.results else "length")
 
     def accept_drafts(self, row: Job, draft: Sequence[int], logits: Sequence[TokenLogits]) -> int:
         """Also returns the pages of the wrong guesses."""

@@ -145,7 +145,7 @@ class Ticket:
 
     def result(self) -> Any:
         """A `Generation`, or a list of them with n > 1."""
-        results = self.search.results() if self.search is not None else [row.result() for row in self.rows]
+        results = self.search.results if self.search is not None else [row.result() for row in self.rows]
         return results if self.request.params.n > 1 and self.choice is None else results[0]
 
     @property

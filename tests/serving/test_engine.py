@@ -262,5 +262,6 @@ def test_a_guess_that_fails_is_no_fault_of_the_request(story, monkeypatch):
             patch.setattr(owner, "append", change)
             handles = [engine.submit(COPY, max_tokens=6, **each) for each in ({}, {"speculate": "lookup", **params})]
             assert [gist(handle.result()) for handle in handles] == [expected] * 2
+            assert gist(story.generate(COPY, max_tokens=6, speculate="lookup", **params)) == expected
         check(engine)
         assert any(seen)
