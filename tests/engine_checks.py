@@ -54,7 +54,7 @@ class FreeGuesses(StepTimes):
 
 
 class LineFault:
-    """Traces a thread and raises MemoryError at the `number`-th line of `serving` that it runs. lines: so far."""
+    """Traces a thread and raises MemoryError at the `number`-th line of `serving` and the stepper that it runs."""
 
     SPARED = ("_run", "_start_over")  # what handles the fault
     DESTRUCTORS = ("close", "cancel", "done")  # with all that they call; the thread runs those of older engines too
@@ -63,7 +63,8 @@ class LineFault:
         self.number, self.lines = number, 0
 
     def __call__(self, frame, event, arg):
-        if "/bitnet_ref/serving/" not in frame.f_code.co_filename or frame.f_code.co_name in self.SPARED:
+        name = frame.f_code.co_filename
+        if not ("/bitnet_ref/serving/" in name or name.endswith("/stepper.py")) or frame.f_code.co_name in self.SPARED:
             return None
         callers = frame
         while callers is not None:
