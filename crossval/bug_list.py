@@ -135,7 +135,6 @@ BLOCK_BUGS = (
         level="generation"),
     bug("decode_overwrites_the_last_entry", "storyteller",
         "generated_ids",
-        ("generation/generate.py",
-            "Piece(row, row.slot, row.computed, row.newest", "Piece(row, row.slot, row.computed - 1, row.newest"),
+        ("generation/stepper.py", "Piece(row, slot, start, ids", "Piece(row, slot, start - (count == 1), ids"),
         level="generation"),
 )

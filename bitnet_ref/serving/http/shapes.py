@@ -18,9 +18,8 @@ from ...generation.embed import token_rows
 from ...generation.generate import split_prompts
 from ...generation.params import SamplingParams
 from ...generation.results import Generation, StreamChunk
-from ..beams import BeamText
 from ..engine import Engine
-from ..tickets import RequestHandle
+from ..tickets import BeamText, RequestHandle
 from .schemas import RequestError
 from .tools import ToolReader, choose_tools
 
