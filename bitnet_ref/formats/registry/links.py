@@ -10,10 +10,10 @@ import os
 import sys
 from pathlib import Path
 
-from ...errors import FormatError, RegistryError
+from ...errors import FormatError
 from ...system.atomic import atomic_path, explain_os_errors
 from ...system.json_file import read_bounded
-from .names import is_reference, parse_reference
+from .names import check_name, is_reference
 
 MAX_PATH_BYTES = 1 << 16
 
@@ -29,8 +29,7 @@ def home() -> Path:
 
 def set_link(name: str, path: Path) -> None:
     """Let a name refer to a path from now on. RegistryError if it is no usable name, StorageError for the disk."""
-    if parse_reference(name)[1] is not None:
-        raise RegistryError(f"a --name has no @revision, got {name!r}")
+    check_name(name)
     file = _file_of(name)
     with explain_os_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)

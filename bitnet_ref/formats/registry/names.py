@@ -37,6 +37,12 @@ def parse_reference(text: str) -> tuple[str, str | None]:
     return name, revision or None
 
 
+def check_name(name: str) -> None:
+    """Raise RegistryError unless a model can be given this name: "name" or "org/name"."""
+    if parse_reference(name)[1] is not None:
+        raise RegistryError(f"a --name has no @revision, got {name!r}")
+
+
 def choose_files(names: Iterable[str], file: str | None = None) -> tuple[list[str], str | None]:
     """(the files of one model among a folder's file names, the file to open or None for the folder).
 

@@ -59,9 +59,10 @@ def move_old_store() -> list[tuple[str, Path]]:
 
     A name that has been given to something else, or to a newer version, is followed by the start of the digest.
     """
-    entries, models = old_entries(), home() / "models"
+    models = home() / "models"
     moved = []
     with explain_os_errors(home()):
+        entries = old_entries()
         for entry in reversed(entries):  # the newest first
             name, folder = entry["name"], models / entry["digest"]
             if entry["commit"] is not None:
@@ -69,7 +70,7 @@ def move_old_store() -> list[tuple[str, Path]]:
             path = folder / (entry["main"] or "")
             if not path.exists():  # it was gone before
                 continue
-            if (name, entry["main"]) == (entry["origin"], None):
+            if entry["commit"] is not None and (name, entry["main"]) == (entry["origin"], None):
                 name = f"{name}@{entry['commit'][:8]}"
             else:
                 if linked_path(name) not in (None, path):
@@ -92,7 +93,7 @@ def _move_to_cache(entry: dict[str, Any], source: Path) -> Path:
     if not source.exists():  # it has moved already
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    for name in sorted(entry["files"], key=lambda name: name.endswith(WEIGHTS)):  # weights last, as in `hub`
+    for name in sorted(entry["files"], key=lambda name: name.endswith(WEIGHTS)):  # weights last, as in `pull`
         if not (folder / name).exists():
             try:
                 os.link(source / name, folder / name)

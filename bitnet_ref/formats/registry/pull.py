@@ -25,7 +25,7 @@ from ..hf.folder import SINGLE_FILE
 from ..open import open_checkpoint
 from .hub_cache import WEIGHTS, CachedModel, hub_cache, repository_folder, write_ref
 from .links import links, remove_link, set_link
-from .names import choose_files, model_in, parse_reference
+from .names import check_name, choose_files, model_in, parse_reference
 
 INSTALL = "pip install 'bitnet-ref[hub]'"
 MAX_GIT_BYTES = 64 << 20  # of a file that is not in LFS
@@ -33,7 +33,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 # OSErrors of the disk, not of the network
 _OF_THE_DISK = (
     *DISK_FULL,
-    *(errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOENT, errno.ENOTDIR, errno.EINTR),
+    *(errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EINTR),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EEXIST),
 )
 
 
@@ -41,7 +42,6 @@ def pull(reference: str, *, name: str | None = None, file: str | None = None) ->
     """Fetch "org/repo", or "org/repo@revision" (a branch, a tag or a commit), into the Hugging Face cache.
 
     -> the snapshot, and the path to load: its folder, or the one file
-
     name: one more name for it here.   file: which of several .gguf or native files to take; the name then means it.
     Raises HubError if the hub cannot be reached, RegistryError if it has no such model, FormatError if the files are no
     model, StorageError if they cannot be written.
@@ -49,6 +49,8 @@ def pull(reference: str, *, name: str | None = None, file: str | None = None) ->
     repository, revision = parse_reference(reference)
     if "/" not in repository:
         raise RegistryError(f"expected ORG/REPO as the hub has it, got {repository!r}")
+    if name is not None:
+        check_name(name)
     hub = _huggingface_hub()
     with _explain_errors(hub, reference):
         info = hub.HfApi().model_info(repository, revision=revision, files_metadata=True)
@@ -57,25 +59,25 @@ def pull(reference: str, *, name: str | None = None, file: str | None = None) ->
         raise HubError(f"the hub gave {commit[:80]!r} as the commit of {reference}; expected 40 hexadecimal digits")
     listed = {each.rfilename: each for each in info.siblings or ()}
     names, main = choose_files(listed, file)
-    folder = repository_folder(repository) / "snapshots" / commit
-    with explain_os_errors(hub_cache()):
-        hub_cache().mkdir(parents=True, exist_ok=True)
-        missing = [each for each in names if not (folder / each).exists()]
-        check_space(repository_folder(repository), sum(listed[each].size or 0 for each in missing))
+    cache, home = hub_cache(), repository_folder(repository)
+    folder = home / "snapshots" / commit
+    path = folder if main is None else folder / main
+    with explain_os_errors(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        check_space(home, sum(listed[each].size or 0 for each in names if not (folder / each).exists()))
         for are_weights in (False, True):
             patterns = [each for each in names if each.endswith(WEIGHTS) == are_weights]
             with _explain_errors(hub, reference):
-                hub.snapshot_download(repository, revision=commit, cache_dir=hub_cache(), allow_patterns=patterns)
+                hub.snapshot_download(repository, revision=commit, cache_dir=cache, allow_patterns=patterns)
         for each in names:
             _compare(folder / each, listed[each], reference)
-    path = folder if main is None else folder / main
-    open_checkpoint(path).close()  # raises if it is no model
-    if revision != commit:
-        write_ref(repository_folder(repository) / "refs" / (revision or "main"), commit)
-    if name is not None or file is not None:
-        set_link(name or repository, path)
-    elif revision is None:
-        remove_link(repository)
+        open_checkpoint(path).close()  # raises if it is no model
+        if revision != commit:
+            write_ref(home / "refs" / (revision or "main"), commit)
+        if name is not None or file is not None:
+            set_link(name or repository, path)
+        elif revision is None:
+            remove_link(repository)
     return CachedModel(repository, commit, (revision or "main",), folder), path
 
 
@@ -85,6 +87,7 @@ def link_model(path: str | os.PathLike[str], name: str, *, file: str | None = No
     path: a Hugging Face folder, a folder with a .gguf or native file, or a file that `load` takes.
     file: which of several model files in the folder. Raises RegistryError, or FormatError if it is no model.
     """
+    check_name(name)
     source = Path(os.path.abspath(path))
     if not source.exists():
         raise RegistryError(f"there is no file or folder {str(source)!r}")
