@@ -24,7 +24,7 @@ NATIVE = "x.bitnet.safetensors"
 
 
 def entry(name, files, origin="/gone", commit=None, revision=None, main=None):
-    """A line of the index, as version 0.1 wrote it, and the files in the store."""
+    """A line of the index, as earlier versions wrote it, and the files in the store."""
     facts = {file: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for file, data in files.items()}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     folder = home() / "models" / digest
