@@ -174,7 +174,14 @@ def damaged(good):
     yield "{"
     yield '{"version": 1}'
     changes = [{"name": "../x"}, {"name": "x@y"}, {"name": None}, {"digest": "../../x"}, {"digest": "A" * 64}]
-    changes += [{"main": "../x"}, {"main": "none"}, {"files": []}, {"files": {"../x": {}}}, {"files": {"x/y": {}}}]
+    changes += [
+        {"main": "../x"},
+        {"main": "none"},
+        {"main": []},
+        {"files": []},
+        {"files": {"../x": {}}},
+        {"files": {"x/y": {}}},
+    ]
     changes += [{"revision": "../x"}, {"revision": None}, {"commit": "../x"}, {"commit": 1}, {"origin": "../x"}]
     for change in changes:
         yield json.dumps({"version": 1, "entries": [{**good, **change}]})

@@ -83,7 +83,9 @@ def test_pull_load_and_delete(hub, model_files):
     nbytes = sum(each.stat().st_size for each in path.iterdir())
     asked = invoke("rm", "org/tiny", stdin="n\n")
     assert f"org/tiny (main@{commit[:8]}): {nbytes / 1024:.1f} KB in {hub_cache()}" in asked.stderr
-    assert (asked.exit_code, find_cached("org/tiny")) == (1, path)
+    assert asked.exit_code == 1
+    assert invoke("rm", "org/tiny", "--json").exit_code == 2  # it does not ask
+    assert find_cached("org/tiny") == path
     assert "deleted org/tiny" in invoke("rm", "org/tiny", stdin="y\n").stdout
     assert [each for each in hub_cache().rglob("*tiny*") if ".locks" not in each.parts] == []
     with pytest.raises(FormatError, match="bitnet-ref pull"):

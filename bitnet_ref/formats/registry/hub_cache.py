@@ -48,9 +48,9 @@ def repository_folder(name: str) -> Path:
     return hub_cache() / f"models--{name.replace('/', '--')}"
 
 
-def cached_models(root: Path | None = None) -> Iterator[CachedModel]:
+def cached_models() -> Iterator[CachedModel]:
     """Every snapshot of every model, whether it is complete or not."""
-    for repository in _folders(hub_cache() if root is None else root):
+    for repository in _folders(hub_cache()):
         kind, _, name = repository.name.partition("--")
         if kind == "models" and is_reference(name := name.replace("--", "/")):
             named: dict[str, list[str]] = {}

@@ -1,7 +1,8 @@
 """The store of earlier versions, in BITNET_REF_HOME: index.json, and the files of each model in models/<digest>.
 
 `move_old_store` gives what came from the hub to the Hugging Face cache, and names to the folders of the other models.
-Killed at any moment and repeated, it ends what it began: the index goes last, and then the files that have moved.
+Killed at any moment and repeated, it ends what it began: nothing is removed before all is in its place, and the index
+goes last.
 """
 
 from __future__ import annotations
@@ -40,18 +41,17 @@ def old_entries() -> list[dict[str, Any]]:
 
 def _is_entry(entry: dict[str, Any]) -> bool:
     """Whether the fields that are used are there, and none of them leads out of the store or of the cache."""
-    name, origin, digest, files = (entry.get(key) for key in ("name", "origin", "digest", "files"))
-    if not (isinstance(name, str) and isinstance(origin, str) and isinstance(digest, str) and isinstance(files, dict)):
+    is_of_hub, files = entry.get("commit") is not None, entry.get("files")
+    texts = ["name", "digest", *(("origin", "commit", "revision") if is_of_hub else ())]
+    if not all(isinstance(entry.get(key), str) for key in texts) or not isinstance(files, dict):
         return False
-    commit, revision, main = (entry.get(key) for key in ("commit", "revision", "main"))
-    is_of_hub = commit is None or (
-        isinstance(commit, str)
-        and _COMMIT.fullmatch(commit) is not None
-        and isinstance(revision, str)
-        and is_reference(f"{origin}@{revision}")
-    )
-    are_plain = all(_FILE.fullmatch(file) for file in files) and (main is None or main in files)
-    return is_of_hub and are_plain and is_reference(name) and "@" not in name and bool(_DIGEST.fullmatch(digest))
+    if is_of_hub and not (
+        _COMMIT.fullmatch(entry["commit"]) and is_reference(f"{entry['origin']}@{entry['revision']}")
+    ):
+        return False
+    are_plain = all(_FILE.fullmatch(file) for file in files) and entry.get("main") in [None, *files]
+    is_name = is_reference(entry["name"]) and "@" not in entry["name"]
+    return are_plain and is_name and bool(_DIGEST.fullmatch(entry["digest"]))
 
 
 def move_old_store() -> list[tuple[str, Path]]:
@@ -65,12 +65,13 @@ def move_old_store() -> list[tuple[str, Path]]:
         entries = old_entries()
         for entry in reversed(entries):  # the newest first
             name, folder = entry["name"], models / entry["digest"]
-            if entry["commit"] is not None:
+            is_of_hub, main = entry.get("commit") is not None, entry.get("main")
+            if is_of_hub:
                 folder = _move_to_cache(entry, folder)
-            path = folder / (entry["main"] or "")
+            path = folder if main is None else folder / main
             if not path.exists():  # it was gone before
                 continue
-            if entry["commit"] is not None and (name, entry["main"]) == (entry["origin"], None):
+            if is_of_hub and (name, main) == (entry["origin"], None):
                 name = f"{name}@{entry['commit'][:8]}"
             else:
                 if linked_path(name) not in (None, path):
