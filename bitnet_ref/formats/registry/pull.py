@@ -87,7 +87,6 @@ def link_model(path: str | os.PathLike[str], name: str, *, file: str | None = No
     path: a Hugging Face folder, a folder with a .gguf or native file, or a file that `load` takes.
     file: which of several model files in the folder. Raises RegistryError, or FormatError if it is no model.
     """
-    check_name(name)
     source = Path(os.path.abspath(path))
     if not source.exists():
         raise RegistryError(f"there is no file or folder {str(source)!r}")
