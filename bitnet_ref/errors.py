@@ -194,7 +194,7 @@ class EngineClosed(GenerationError):
 
 
 class RegistryError(BitNetRefError):
-    """A name, revision or file that the local store or the hub does not have, or that is no usable name."""
+    """A name, revision or file that neither this machine nor the hub has, or that is no usable name."""
 
 
 class HubError(RegistryError):
