@@ -385,6 +385,7 @@ def test_an_onnx_file_with_a_scale_of_zero(tmp_path, formats):
     (tmp_path / "model.onnx").write_bytes(proto.SerializeToString())
     found = inspect_model(tmp_path)
     assert says(found, "error", "scale above zero", "blocks.1.mlp.up_proj")
+    assert len(found.errors) == 1
     assert len(found.ternary) == 41
 
 
