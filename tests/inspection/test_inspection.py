@@ -84,6 +84,7 @@ def test_every_finding_about_a_good_checkpoint(folder):
         message = "absent from config.json, so transformers' defaults hold: rope_theta 10000.0"
         expected.append(("note", message))
     assert [(finding.severity, finding.message) for finding in found.findings] == expected
+    assert found.architecture == json.loads((folder / "config.json").read_text())["model_type"]
 
 
 @pytest.mark.parametrize(
@@ -322,7 +323,8 @@ ONLINE = {**BITNET, "quantization_config": {**BITNET["quantization_config"], "qu
 def test_a_master_that_is_ternary_already(tmp_path):
     found = inspect_model(write_checkpoint(tmp_path / "m", ONLINE, ternary_floats(ONLINE)))
     assert found.errors == []
-    assert any("no master weights" in message for message in messages(found, "warning"))
+    (finding,) = [each for each in found.warnings if "no master weights" in each.message]
+    assert finding.field == Q_PROJ
     assert {m.w_dequant_scale for m in found.ternary} == {0.125}
 
 

@@ -198,6 +198,8 @@ def test_the_whole_text():
     assert "Share of non-zeros: 0.0% everywhere" in view(np.zeros((3, 3))).text()
     shades = view(np.tri(4, 4, dtype=np.int8).repeat(16, axis=0)).text(unicode=True).splitlines()
     assert shades[4] == "|█   |"
+    cells = show_tensor(PACKED, "blocks.0.mlp.down_proj").text(200, unicode=False).splitlines()[4:20]
+    assert {(len(line), line[0], line[-1]) for line in cells} == {(66, "|", "|")}  # 16 x 64 cells
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
