@@ -156,6 +156,9 @@ def test_what_is_just_within_the_limits() -> None:
     for value, limit in (([nested], 1000), ([2**63], 1000), ([-(2**63)], 1000), ("abc", 2), ([1], 16)):
         with pytest.raises(limits.LimitError):
             limits.measure(value, limit)
+    assert ChatTemplate("{{ 'a\nb' | indent(0) }}{{ 'a\nb' | indent(64) }}").render(HELLO) == "a\nba\n" + " " * 64 + "b"
+    with pytest.raises(TokenizerError, match="width from 0 to 64"):
+        ChatTemplate("{{ 'a' | indent(65) }}").render(HELLO)
     assert ChatTemplate("{{ 1" + " + 1" * 148 + " }}").render(HELLO) == "149"
     with pytest.raises(TokenizerError, match="deeper than 150 is refused"):
         ChatTemplate("{{ 1" + " + 1" * 149 + " }}")

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import normalizers
 
 from bitnet_ref.errors import TokenizerError
-from bitnet_ref.tokenizers import TokenizerSettings, load_tokenizer_files
+from bitnet_ref.tokenizers import TokenizerSettings, base, load_tokenizer_files
 from bitnet_ref.tokenizers.gguf_bpe import _PRE
 from bitnet_ref.tokenizers.hf_limits import TextLimits
 from bitnet_ref.tokenizers.hf_tokenizer import HfTokenizer
@@ -240,13 +240,18 @@ def test_special_pieces_match_as_an_alternation_does() -> None:
         assert list(tokenizer._find_tokens(text)) == [(match[0], match.start()) for match in pattern.finditer(text)]
 
 
-def test_what_decodes_to_too_much() -> None:
+def test_what_decodes_to_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load(BPE | {"vocab": BPE["vocab"] | {"x" * 16_000: 4}}, decoder=replace("x", "y" * 60))
     assert tokenizer.decode([4]) == "y" * 960_000
     with pytest.raises(TokenizerError, match="decode them in parts"):
         tokenizer.decode([4] * 1000)
     decoder = tokenizer.stream_decoder()
     assert decoder.push(4) == "y" * 960_000
+    letters = load(decoder=replace("a", "y" * 60))  # of a letter up to 4 * 60 bytes, and of what may stand beside it
+    monkeypatch.setattr(base, "MAX_DECODED_BYTES", 240 * 2 * 10)
+    assert letters.decode([0] * 10) == "y" * 600
+    with pytest.raises(TokenizerError, match="of these 11 tokens may have 5280 bytes, more than 4800"):
+        letters.decode([0] * 11)
 
 
 def test_sentencepiece_charsmap_and_pieces() -> None:
@@ -305,6 +310,7 @@ def test_regular_expressions_and_a_text(pattern: str) -> None:
         ("abcdefghi+j", 1, 7_121),  # 2 L^2: ten atoms in one way
         ("(?:ab?){2}c+d", 1, 5_025),  # 4 L^2: twice with b or without
         ("a{2,4}b+c", 1, 5_806),  # 3 L^2
+        ("b*a+", 1, 10_100),  # an a must follow
     ],
 )
 def test_the_longest_text_that_any_search_ends_in(pattern: str, degree: int, longest: int) -> None:
@@ -312,7 +318,7 @@ def test_the_longest_text_that_any_search_ends_in(pattern: str, degree: int, lon
     assert search.degree == degree
     assert search.is_cheap(longest)
     assert not search.is_cheap(longest + 1)
-    for pattern in ("a{64}b", "a{2,4}b", "a+", "(?:a|b){1,3}c"):
+    for pattern in ("b*a*", "b+a?", "a{64}b", "a{2,4}b", "a+", "(?:a|b){1,3}c"):
         search = SearchLimit(pattern, "x")
         assert search.degree == 0
         assert search.is_cheap(1 << 40)
