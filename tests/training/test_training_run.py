@@ -11,7 +11,9 @@ import sys
 import time
 import tomllib
 from dataclasses import fields, replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -177,15 +179,17 @@ def test_the_validation_loss_is_that_of_the_first_sequences(config, tmp_path):
         assert run.validation_loss() == run.trainer.loss(windows)
 
 
-def test_the_metrics_of_a_step(config, tmp_path):
+def test_the_metrics_of_a_step(config, tmp_path, monkeypatch):
     rows = []
+    clock = SimpleNamespace(perf_counter=count().__next__)  # a second between two looks
+    monkeypatch.setattr("bitnet_ref.training.run.time", clock)
     config.write_text(config.read_text().replace("max_position_embeddings = 32", "max_position_embeddings = 8"))
     run = start(config, tmp_path / "run")
     rates = [run.trainer.schedule.at(step) for step in range(12)]
     run.run(rows.append)
     assert [row.tokens for row in rows] == [24 * step for step in range(1, 13)]
     assert [(row.lr, row.weight_decay) for row in rows] == rates
-    assert all(row.tokens_per_s > 0 for row in rows)
+    assert {row.tokens_per_s for row in rows} == {24.0}
     header = "step,tokens,loss,validation_loss,lr,weight_decay,gradient_norm,tokens_per_s"
     assert (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0] == header
 
@@ -321,6 +325,7 @@ def test_wrong_files(config, tmp_path):
         (np.zeros(1, np.uint16), "at least two"),
         (np.zeros((2, 2), int), "one row"),
         (np.array([1, 64]), "token 1: id 64 is outside the vocabulary of 64"),
+        (np.array([64, 1]), "token 0: id 64 is outside"),
         (np.array([63, 0, -1]), "token 2: id -1 is outside"),
         (np.array([1.0, 2.0]), "one row of at least two integer ids, got float64"),
     ):
@@ -370,6 +375,10 @@ def test_batches_take_each_window_once_per_epoch(tmp_path):
     assert sorted(starts[:11]) == sorted(starts[11:]) == list(range(0, 99, 9))
     assert starts[:11] != starts[11:]
     assert all(np.array_equal(row, np.arange(row[0], row[0] + 10)) for row in rows)
+    assert (file.windows(98), file.windows(99), file.windows(100), file.windows(200)) == (1, 1, 1, 1)
+    assert file.windows(49) == 2
+    assert file.window(1, 49).tolist() == list(range(49, 99))
+    assert file.batch(3, 1, 200, seed=1)[0].tolist() == list(range(100))
 
 
 def test_texts_become_tokens_once(tmp_path):
@@ -377,7 +386,10 @@ def test_texts_become_tokens_once(tmp_path):
     (tmp_path / "a.txt").write_text("The fox.\n\n\nA hen.\n")
     (tmp_path / "b.txt.xz").write_bytes(lzma.compress(b"One day.\n"))
     files = [tmp_path / "a.txt", tmp_path / "b.txt.xz"]
-    tokens = open_tokens(files, tokenizer, 4096, tmp_path / "a" / "run")
+    steps = []
+    tokens = open_tokens(files, tokenizer, 4096, tmp_path / "a" / "run", lambda *at: steps.append(at))
+    sizes = [file.stat().st_size for file in files]
+    assert steps == [(sizes[0], sum(sizes)), (sum(sizes), sum(sizes))]
     expected = [
         [1, *tokenizer.encode(text, add_special_tokens=False), 2] for text in ("The fox.", "A hen.", "One day.")
     ]
@@ -398,7 +410,9 @@ def test_texts_become_tokens_once(tmp_path):
 
 def test_a_tokenizer_of_ones_own(tmp_path):
     (tmp_path / "story.txt").write_text(STORY)
-    assert train_sentencepiece([tmp_path / "story.txt"], tmp_path / "tokenizer", 320) == 320
+    texts, steps = [tmp_path / "story.txt"] * 2, []
+    assert train_sentencepiece(texts, tmp_path / "tokenizer", 320, lambda *at: steps.append(at)) == 320
+    assert steps == [(1, 2), (2, 2)]
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.encode("\n")[-1]) == (1, (2,), 3)
     config = json.loads((tmp_path / "tokenizer" / "tokenizer_config.json").read_text())
