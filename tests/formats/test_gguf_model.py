@@ -447,6 +447,27 @@ BAD_METADATA = {
         "'su'",
         f"{ARCH}.rope.scaling.type",
     ),
+    **{
+        f"yarn with the {key} {value!r}": (
+            {
+                f"{ARCH}.rope.scaling.type": Typed("string", "yarn"),
+                f"{ARCH}.rope.scaling.factor": Typed("float32", 2.0),
+                f"{ARCH}.rope.scaling.{key}": Typed(kind, value),
+            },
+            [],
+            "expected a number from 0 to 1e9",
+            f"{ARCH}.rope.scaling.{key}",
+        )
+        for key, kind, value in (
+            ("factor", "float32", 0.0),
+            ("factor", "float32", 1e9),
+            ("yarn_attn_factor", "float32", -1.0),
+            ("yarn_attn_factor", "float32", float("nan")),
+            ("yarn_attn_factor", "float32", 1e9),
+            ("yarn_attn_factor", "string", "1"),
+            ("yarn_attn_factor", "bool", True),
+        )
+    },
 }
 
 

@@ -385,7 +385,23 @@ def test_an_onnx_file_with_a_scale_of_zero(tmp_path, formats):
     (tmp_path / "model.onnx").write_bytes(proto.SerializeToString())
     found = inspect_model(tmp_path)
     assert says(found, "error", "scale above zero", "blocks.1.mlp.up_proj")
+    assert len(found.errors) == 1
     assert len(found.ternary) == 41
+
+
+def test_an_onnx_file_of_too_few_layers(tmp_path, formats):
+    onnx = pytest.importorskip("onnx")
+    for file in formats["onnx"].iterdir():
+        shutil.copy(file, tmp_path)
+    proto = onnx.load(tmp_path / "model.onnx", load_external_data=False)
+    (entry,) = [entry for entry in proto.metadata_props if entry.key == "bitnet_ref.config"]
+    entry.value = json.dumps({**json.loads(entry.value), "num_hidden_layers": 8})
+    (tmp_path / "model.onnx").write_bytes(proto.SerializeToString())
+    found = inspect_model(tmp_path)
+    assert [finding.message for finding in found.errors] == [
+        "the configuration says 8 layers; there is no tensor of layers 6 to 7"
+    ]
+    assert len(found.ternary) == 42
 
 
 def test_a_tokenizer_that_is_damaged(tmp_path, formats):
