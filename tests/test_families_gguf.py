@@ -16,7 +16,7 @@ from bitnet_ref.backends import Backend, choose_backend
 from bitnet_ref.crossval import paths as crossval_paths
 from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
 from bitnet_ref.families.groups import GroupTernaryWeight, Rotation, group_linear
-from bitnet_ref.formats.checkpoint import ReadOptions
+from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf.blocks import BY_PACKAGE, blocks_from_groups, dequantize, quantize
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
@@ -165,7 +165,7 @@ def test_a_rotated_model_in_other_files(tmp_path, backend_name):
     for target in ("hf-bf16", "hf-unpacked", "gguf-f16", "gguf-q2_0", "onnx"):
         with pytest.raises(ConfigError, match='rotation="folded"'):
             convert(paths["native"], tmp_path / f"y{'.gguf' * ('gguf' in target)}", target)
-    assert convert(ROTATED, tmp_path / "hf", "hf-unpacked", options=ReadOptions(rotation="folded")).exact
+    assert convert(ROTATED, tmp_path / "hf", "hf-unpacked", options=LoadOptions(rotation="folded")).exact
     plain = bitnet_ref.load(tmp_path / "hf", backend="numpy").logits(tokens)
     np.testing.assert_allclose(plain, expected, rtol=0, atol=1e-4)
     with pytest.raises(ConfigError, match="stored or folded"):

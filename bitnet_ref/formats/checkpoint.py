@@ -6,6 +6,7 @@ Parts of a model are called by our own names, whatever the file calls them: "emb
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,15 +27,18 @@ from ..families.groups import GroupTernaryWeight, Rotation, split_groups
 from ..reference.config import ModelConfig
 from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, TernaryWeight, linear_name
 from ..system.json_file import is_present, read_bounded
+from ..system.options import FLAG, Values, choice, option, read_options
 from .binary_file import Closeable
+from .gguf.i2_s import LAYOUTS
 from .names import hf_module
 from .packing import first_invalid_code
 
 Progress = Callable[[int, int], None]  # (parts done, parts in total)
 Prepare = Callable[[LinearWeight], LinearWeight]
 Part = LinearWeight | NDArray[np.float32]
-ROTATIONS = ("stored", "folded")
-DENSE_FORMS = ("stored", "int8")
+
+PATH = Values(lambda value: value is None or isinstance(value, str | os.PathLike), "a path")
+PROGRESS = Values(lambda value: value is None or callable(value), "a function (parts done, all parts)")
 
 MAX_TOKENIZER_BYTES = 64 << 20
 # The files of a tokenizer in a hub repository; config.json is not among them.
@@ -44,31 +48,48 @@ TOKENIZER_FILES = (
 )
 
 
-@dataclass(frozen=True)
-class ReadOptions:
-    """What the user knows better than the file.
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How files are read. Raises ConfigError.
 
-    allow_unquantized: load a bitnet config without quantization_config as a dense model.
-    i2_s_layout: "x86", "arm" or "interleaved": the layout of a GGUF's I2_S tensors, which no field of the file names.
-    tl_tiles: the kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 tensors.
-    verify: check a native file's content hash, which reads the file twice.
-    dense: "stored", or "int8": dense linears become int8, with a scale for each 32 weights of a row.
-    rotation: what becomes of matrices in a rotated basis (Bonsai 2). "stored": they are run as they are, on rotated
-        inputs. "folded": they become dense matrices in the plain basis.
+    Files:
+    allow_unquantized: Load a bitnet checkpoint without quantization_config, as a dense model.
+    verify: Also compare all bytes of a native file, and of prepared weights, with their hashes. Each is then read
+        twice.
+    prepared: Store the weights as computed beside the model; read them next time. They are in the layout of the backend
+        (cython), in the folder .bitnet_ref; a start then takes little time. It costs disk space as large as the model.
+        "mapped": map them, so that processes share the memory, in a folder that no other user can write to; see
+        `formats/prepared.py`.
+    i2_s_layout: The layout of a GGUF's I2_S matrices, when they do not show it.
+    tl_tiles: The kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 matrices.
+    rotation: Matrices in a Hadamard basis: run them as stored, or fold it into dense ones. "stored" runs those of
+        Bonsai 2 on rotated inputs; "folded" makes dense float32 matrices in the plain basis of them.
+    dense: Dense weights: as stored, or in int8, which changes the logits (crossval precision). "int8" is for the
+        linears and the head of a model without ternary matrices: a scale for each 32 weights of a row, half the bytes
+        of bfloat16. Matrices in a GGUF's blocks stay as they are.
+    share: Return the model that an earlier call with `share` loaded from the same files for the same backend. While it
+        is still in use: it is dropped when its last user drops it.
+    progress: Called with (parts done, all parts) while the weights are read.
     """
 
-    allow_unquantized: bool = False
-    i2_s_layout: str | None = None
-    tl_tiles: Path | None = None
-    verify: bool = False
-    rotation: str = "stored"
-    dense: str = "stored"
+    allow_unquantized: bool = option(False, FLAG)
+    verify: bool = option(False, FLAG, in_shell=False)
+    prepared: bool | str = option(False, choice(False, True, "mapped"), is_flag=True)
+    i2_s_layout: str | None = option(None, choice(None, *LAYOUTS), flag="--i2s-layout")
+    tl_tiles: str | os.PathLike[str] | None = option(None, PATH)
+    rotation: str = option("stored", choice("stored", "folded"))
+    dense: str = option("stored", choice("stored", "int8"))
+    share: bool = option(False, FLAG, in_shell=False)
+    progress: Progress | None = option(None, PROGRESS, in_shell=False)
 
     def __post_init__(self) -> None:
-        if self.dense not in DENSE_FORMS:
-            raise ConfigError(f"expected {' or '.join(DENSE_FORMS)}, got {self.dense!r}", field="dense")
-        if self.rotation not in ROTATIONS:
-            raise ConfigError(f"expected {' or '.join(ROTATIONS)}, got {self.rotation!r}", field="rotation")
+        read_options(self, ConfigError)
+
+    @property
+    def reading(self) -> dict[str, str]:
+        """The options on which the weights depend, for a key."""
+        names = ("allow_unquantized", "i2_s_layout", "tl_tiles", "rotation", "dense")
+        return {name: str(getattr(self, name)) for name in names}
 
 
 class Checkpoint(Closeable, ABC):
@@ -78,7 +99,7 @@ class Checkpoint(Closeable, ABC):
     evidence: sentences about what no field of the file says and was decided from its contents, with the reason.
     taken: the file's names of the tensors that were read so far.
     rotations: the bases of matrices that are stored in a rotated one: name of a linear or "embedding" -> its basis.
-    is_folded: whether these matrices are given in the plain basis (`ReadOptions.rotation`).
+    is_folded: whether these matrices are given in the plain basis (`LoadOptions.rotation`).
     """
 
     path: Path
@@ -90,7 +111,7 @@ class Checkpoint(Closeable, ABC):
     is_folded: bool = False
     # `Backend.pack_plane` of the backend that the weights are read for; None: packed by NumPy
     pack_plane: Callable[[NDArray[np.uint8]], NDArray[np.uint8] | None] | None = None
-    dense: str = "stored"  # of DENSE_FORMS: how `read_weights` gives dense linears
+    dense: str = "stored"  # how `read_weights` gives dense linears
 
     def read_ahead(self) -> None:
         """Call before all parts are read in their order: the disk then works while earlier parts are packed."""

@@ -55,7 +55,7 @@ class Request:
         vocab_size = model.config.vocab_size
         for token in params.logit_bias:
             if token >= vocab_size:
-                raise GenerationError(f"logit_bias: token id {token} is not in the vocabulary of {vocab_size}")
+                raise GenerationError(f"token id {token} is not in the vocabulary of {vocab_size}", field="logit_bias")
         self.candidates_needed = None if params.strategy is not None else candidates_needed(params, vocab_size)
         words = params.bad_words
         self._banned = BannedWords(words, model.vocabulary.sorted, len(self.prompt)) if words else None
@@ -72,7 +72,8 @@ class Request:
             raise ContextOverflow(
                 f"{name} has {len(self.given)} tokens and max_tokens is {wanted}, but the "
                 f"{'model' if self.params.window is None else 'window'}'s context is {context}; lower max_tokens to "
-                f"{max(room, 0)}, shorten the prompt, or see overflow='truncate'"
+                f"{max(room, 0)}, shorten the prompt, or see overflow='truncate'",
+                mentions=["max_tokens", "max_tokens", "overflow='truncate'"],
             )
         return wanted
 
@@ -233,7 +234,7 @@ class Continuation:
         if ids.dtype.kind not in "iu" or (
             ids.size and not 0 <= ids[0] <= ids[-1] < self.request.model.config.vocab_size
         ):
-            raise GenerationError(f"processors: expected token ids of `moves`, got {describe(ids.tolist())}")
+            raise GenerationError(f"expected token ids of `moves`, got {describe(ids.tolist())}", field="processors")
         return k + len(ids), ids
 
     def to_score(self, start: int, count: int) -> int:
@@ -304,7 +305,9 @@ class Continuation:
         if params.strategy is not None:
             token = params.strategy(self.ids, values, self.rng)
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < len(values):
-                raise GenerationError(f"strategy: expected a token id below {len(values)}, got {describe(token)}")
+                raise GenerationError(
+                    f"expected a token id below {len(values)}, got {describe(token)}", field="strategy"
+                )
             return int(token), whole
         uniform = self.rng.random() if params.temperature > 0 else 0.0
         chosen = choose_among(logits, params, uniform, values, self.request.model.backend.draw)

@@ -23,8 +23,9 @@ from ..backends.paged_cache import PagedKVCache
 from ..errors import ConfigError, ContextOverflow, GenerationError, QueueFull
 from ..generation.chat import default_reply_tokens
 from ..generation.generate import Generations, Prompt, Prompts, check_streamable, is_single, split_prompts
-from ..generation.params import LARGEST, LONGEST_S, Number, SamplingOptions, SamplingParams, expand_params
+from ..generation.params import SamplingOptions, SamplingParams, expand_params
 from ..generation.sequence import Request
+from ..system.options import LARGEST, LONGEST_S, Number
 from .beams import BeamHandle, BeamText
 from .engine_config import EngineConfig
 from .live import LiveView
@@ -109,7 +110,7 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         """wanted, choice: as of `Ticket`."""
         check_process(self._worker.process)
         if params.num_beams > 1:
-            raise GenerationError("num_beams: beams have no text before the end; use the engine's generate")
+            raise GenerationError("beams have no text before the end; use the engine's generate", field="num_beams")
         if not is_single(prompt):
             raise GenerationError("expected one prompt: a text or a list of token ids; generate takes many")
         priority, timeout_s = PRIORITY.read(priority, "priority"), TIMEOUT.read(timeout_s, "timeout_s")

@@ -16,9 +16,9 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from ..errors import EngineClosed, GenerationError
-from ..generation.params import LARGEST, LONGEST_S, Number
 from ..generation.results import Generation, GenerationStats, StreamChunk
 from ..generation.sequence import Continuation, Request
+from ..system.options import LARGEST, LONGEST_S, Number
 from .records import RequestProgress
 from .scheduler import Job
 
@@ -358,7 +358,9 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     def _check_readable(self) -> None:
         check_process(self._process, SUBJECT)
         if not self._ticket.streams:
-            raise GenerationError(f"n: a stream is one continuation, got {len(self._ticket.rows)}; use result()")
+            raise GenerationError(
+                f"a stream is one continuation, got {len(self._ticket.rows)}; use result()", field="n"
+            )
         self._ticket.wanted = self._ticket.wanted or "chunks"
 
     def _want_all(self) -> None:

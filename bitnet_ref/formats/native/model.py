@@ -47,8 +47,8 @@ from ..checkpoint import (
     MAX_TOKENIZER_BYTES,
     TOKENIZER_FILES,
     Checkpoint,
+    LoadOptions,
     Progress,
-    ReadOptions,
     arrays_of_layer,
     has_bias,
     in_groups,
@@ -73,7 +73,7 @@ _HASH_BLOCK = 1 << 22
 class NativeCheckpoint(Checkpoint):
     """An open native file. `evidence` says how its ternary matrices are stored."""
 
-    def __init__(self, path: Path, options: ReadOptions | None = None) -> None:
+    def __init__(self, path: Path, options: LoadOptions | None = None) -> None:
         self.path, self.kind = path, "native"
         self.tensors = CheckpointTensors(path)
         self.taken = self.tensors.taken
