@@ -147,7 +147,7 @@ class _Load:
         """The model of the prepared weights, where there are any; else the checkpoint's, read, placed and prepared."""
         prepared = None
         if self.options.prepared:
-            prepared = PreparedFile(self.path, backends[0], self.options, self.options.prepared)
+            prepared = PreparedFile(self.path, backends[0], self.options)
             if (stored := prepared.read()) is not None:
                 return self.model(*stored, backends[0])
         with open_checkpoint(self.path, self.options) as checkpoint:

@@ -44,7 +44,8 @@ class ComputeOptions:
     Computing:
     backend: What computes. "numpy" is the reference, "cython" is compiled, "cupy" is for NVIDIA (with
         BITNET_REF_CUDA=emulated the same kernels on the processor, slowly); "auto" is the fastest that can run here.
-    threads: CPU threads. By default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS, or one per physical core.
+    threads: CPU threads. The default is cut to the cgroup's limit. By default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS,
+        or one per physical core.
     dtype: Computing in: float64 needs numpy, 16 bits need cupy. "float32" is the contract; "float64" is to measure its
         error by; "float16" and "bfloat16" are for the cache, the head and dense matrices.
     cache_dtype: Stored keys and values: narrow dtypes change the logits (bench cache). "float16" takes half the bytes
@@ -65,15 +66,15 @@ class ComputeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
-    """What cards compute, and how much of their memory they may use (cupy). Raises BackendUnavailable.
+    """What GPUs compute, and how much of their memory they may use (cupy). Raises BackendUnavailable.
 
-    Cards (cupy):
-    memory_limit: Maximum memory of each card, in bytes or like "8GiB". By default what is free.
+    GPUs (cupy):
+    memory_limit: Maximum memory of each GPU, in bytes or like "8GiB". By default what is free.
     devices: GPUs that share the layers. The number of one, or those of several: [0, 1]. They share the layers by their
         bytes. By default 0.
-    gpu_layers: Layers on GPUs, or "all"; the CPU has the rest. OutOfMemory if they do not fit. By default as many as
-        fit.
-    cache_tokens: Tokens of cache to leave room for on the cards. By default the model's context, at most 4096.
+    gpu_layers: Layers on GPUs, or "all"; the CPU has the rest. OutOfMemory if they do not fit. Where the number is not
+        given, a warning says how many stay on the CPU. By default as many as fit.
+    cache_tokens: Tokens of cache to leave room for on the GPUs. By default the model's context, at most 4096.
     """
 
     memory_limit: int | str | None = option(None, BYTES, metavar="BYTES")

@@ -209,8 +209,8 @@ def _too_small(cards: Sequence[CupyBackend], asked: int | str | None, costs: Cos
     count = len(costs.layers) if asked == "all" else min(int(asked or 0), len(costs.layers))
     needed = _size(sum(costs.layers[len(costs.layers) - count :]) + costs.head + costs.working)
     return (
-        f"{count} layers and the head take {needed} with a cache of {tokens} tokens, and there "
-        f"is not room for them in {_memory_in_words(cards)}; give more memory or cards, ask for fewer gpu_layers or "
+        f"{count} layers and the head take {needed} with a cache of {tokens} tokens, and there is "
+        f"not room for them in {_memory_in_words(cards)}; give more memory or cards, ask for fewer gpu_layers or "
         "cache_tokens, or leave gpu_layers out: what does not fit then stays on the CPU"
     )
 

@@ -23,14 +23,8 @@ if TYPE_CHECKING:
     from ..api import Model
     from ..system.workers import Opener, Workers
 
-SEVERAL = (
-    "n",
-    "num_beams",
-    "length_penalty",
-    "early_stopping",
-    "logprobs",
-    "echo",
-)  # of `SamplingParams`; not for chat
+# Parameters of `SamplingParams` that chat has not
+SEVERAL = ("n", "num_beams", "length_penalty", "early_stopping", "logprobs", "echo")
 LOADING = {  # the options of `load` that commands have, beside those of `layout_options`
     ComputeOptions: ("backend", "threads", "dtype", "cache_dtype", "head"),
     LoadOptions: ("prepared", "rotation", "dense", "allow_unquantized"),

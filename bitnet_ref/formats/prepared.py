@@ -61,10 +61,11 @@ _KINDS = (ModelWeights, DenseWeight, BlockWeight, TernaryWeight, GroupTernaryWei
 class PreparedFile:
     """The prepared weights of a model for a backend on disk, and what they must have been made from."""
 
-    def __init__(self, model: Path, backend: Backend, options: LoadOptions, how: bool | str = True) -> None:
-        """model: the path that `load` was given. Later changes of its files make the cache stale. how: see `load`."""
+    def __init__(self, model: Path, backend: Backend, options: LoadOptions) -> None:
+        """model: the path that `load` was given. Later changes of its files make the cache stale."""
         layout = backend.prepared_layout()
-        self.model, self.backend, self.options, self.is_mapped = model, backend, options, how == "mapped"
+        self.model, self.backend, self.options = model, backend, options
+        self.is_mapped = options.prepared == "mapped"
         self.enabled = layout is not None  # else the backend computes with the files' own layout
         name = f"{(layout or '').replace(' ', '-')}.safetensors"
         folder, name = (model, name) if model.is_dir() else (model.parent, f"{model.name}.{name}")
