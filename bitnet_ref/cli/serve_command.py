@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import __version__
+from ..backends.options import ComputeOptions
 from ..errors import BackendUnavailable, ConfigError, GenerationError, StorageError
 from ..serving.engine_config import EngineConfig
 from ..system.options import BYTES
@@ -59,7 +60,7 @@ def check_keys(values: tuple[str, ...]) -> tuple[str, ...]:
 )
 @click.option("--config", type=click.Path(path_type=Path), help="Engine settings, a TOML file (docs/serving.md).")
 @declared_option(EngineConfig, "backend", help="As in generate.  [default: the config's]")
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one per core]")
+@declared_option(ComputeOptions, "threads", type=click.IntRange(min=1))
 @declared_option(EngineConfig, "replicas")
 @click.option("--chat-template", metavar="JINJA", help="Instead of the models' own; @FILE reads it.")
 @click.option(
