@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import reprlib
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from unicodedata import category
@@ -82,10 +83,26 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
 
 class BitNetRefError(Exception):
-    """Base of all errors raised on purpose by this package. Its text is `printable`: much of it may be a file's."""
+    """Base of all errors raised on purpose by this package. Its text is `printable`: much of it may be a file's.
+
+    message: what is wrong. field: the option, key or tensor at fault, or None; the error's text begins with it.
+    mentions: the other options that the message names, as it writes them ("max_tokens", "num_beams=1"). The shell
+        writes its own names of options in place of these and of `field`.
+    """
+
+    def __init__(self, message: str = "", *, field: str | None = None, mentions: Sequence[str] = ()) -> None:
+        self.message = message
+        self.field = field
+        self.mentions = tuple(mentions)
+        super().__init__(message)
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return printable(f"{self.place}: {self.message}" if self.place else self.message)
+
+    @property
+    def place(self) -> str:
+        """What the text begins with."""
+        return self.field or ""
 
 
 class _FileError(BitNetRefError):
@@ -98,17 +115,16 @@ class _FileError(BitNetRefError):
         path: str | os.PathLike[str] | None = None,
         offset: int | None = None,
         field: str | None = None,
+        mentions: Sequence[str] = (),
     ) -> None:
-        self.message = message = printable(message, keep="")
+        super().__init__(printable(message, keep=""), field=field, mentions=mentions)
         self.path = None if path is None else os.fspath(path)
         self.offset = offset
-        self.field = field
-        where = [self.path] if self.path is not None else []
-        if offset is not None:
-            where.append(f"byte {offset}")
-        if field is not None:
-            where.append(field)
-        super().__init__(f"{printable(', '.join(where), keep='')}: {message}" if where else message)
+
+    @property
+    def place(self) -> str:
+        byte = None if self.offset is None else f"byte {self.offset}"
+        return printable(", ".join(part for part in (self.path, byte, self.field) if part is not None), keep="")
 
 
 class FormatError(_FileError):

@@ -18,7 +18,7 @@ from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
 from bitnet_ref.families import differences_from_llama
 from bitnet_ref.families.groups import GroupTernaryWeight, group_linear
 from bitnet_ref.families.hadamard import Rotation
-from bitnet_ref.formats.checkpoint import ReadOptions
+from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.convert.proof import prove
 from bitnet_ref.formats.gguf.blocks import BY_PACKAGE, blocks_from_groups, dequantize, quantize
@@ -168,7 +168,7 @@ def test_a_rotated_model_in_other_files(tmp_path, backend_name):
     for target in ("hf-bf16", "hf-unpacked", "gguf-f16", "gguf-q2_0", "onnx"):
         with pytest.raises(ConfigError, match='rotation="folded"'):
             convert(paths["native"], tmp_path / f"y{'.gguf' * ('gguf' in target)}", target)
-    folded = ReadOptions(rotation="folded")
+    folded = LoadOptions(rotation="folded")
     assert convert(ROTATED, tmp_path / "folded.bitnet.safetensors", "native", options=folded).exact
     assert convert(ROTATED, tmp_path / "hf", "hf-unpacked", options=folded).exact
     plain = bitnet_ref.load(tmp_path / "hf", backend="numpy").logits(tokens)

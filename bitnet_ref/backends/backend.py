@@ -93,9 +93,10 @@ class Backend(PlainBackend):
         self.dtype = np.dtype(dtype)
         self.threads = resolve_threads(threads)
         if head not in HEADS:
-            raise BackendUnavailable(f"head: expected one of {', '.join(HEADS)}, got {head!r}")
+            raise BackendUnavailable(f"expected one of {', '.join(HEADS)}, got {head!r}", field="head")
         if head == "screened" and not self.screens_head:
-            raise BackendUnavailable(f"backend {self.name!r} computes the whole head; head='screened' is for 'cython'")
+            message = f"backend {self.name!r} computes the whole head; head='screened' is for 'cython'"
+            raise BackendUnavailable(message, mentions=["head='screened'"])
         self.head = head
         self.fuses = True  # whether blocks may be computed as a whole; see `op_by_op`
 

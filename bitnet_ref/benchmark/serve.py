@@ -145,7 +145,7 @@ def measure_serve(
         asked = f"prompts of {load.prompt[1]} tokens and {load.new[1]} new ones"
         raise GenerationError(f"{asked} do not fit the model's context of {model.config.context_length}")
     if not all(rate > 0 for rate in rates_per_s):
-        raise GenerationError(f"rates: expected requests per second, numbers > 0, got {list(rates_per_s)}")
+        raise GenerationError(f"expected requests per second, numbers > 0, got {list(rates_per_s)}", field="rates")
     requests = load.draw(model.config.vocab_size)
     tick = count_steps(progress, 3 + (len(rates_per_s) or len(SHARES)))
     equal = equals_alone(model, config, requests)

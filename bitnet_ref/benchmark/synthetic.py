@@ -198,7 +198,7 @@ def synthetic_model(
 ) -> Model:
     """A model of that shape with random weights, in the backend's layout. `layers` makes it shorter.
 
-    gate_zeros: see `RandomCheckpoint`. dense: see `ReadOptions`.
+    gate_zeros: see `RandomCheckpoint`. dense: see `LoadOptions`.
     """
     if layers is not None:
         if not 1 <= layers <= config.num_hidden_layers:

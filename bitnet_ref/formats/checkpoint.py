@@ -6,6 +6,7 @@ Parts of a model are called by our own names, whatever the file calls them: "emb
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, FormatError, TokenizerError, require
+from ..errors import ConfigError, FormatError, TokenizerError
 from ..families import family_of
 from ..families.blocks import in_int8
 from ..families.groups import in_groups
@@ -27,14 +28,16 @@ from ..families.hadamard import Rotation
 from ..reference.config import ModelConfig, QuantizationConfig
 from ..reference.weights import LayerWeights, LinearWeight, ModelWeights, Norm, linear_name
 from ..system.json_file import is_present, read_bounded
+from ..system.options import FLAG, Values, choice, option, read_options
 from .binary_file import Closeable
+from .gguf.i2_s import LAYOUTS
 from .names import hf_module
 from .packing import first_invalid_code
 
 Progress = Callable[[int, int], None]  # (parts done, parts in total)
 Prepare = Callable[[LinearWeight], LinearWeight]
-ROTATIONS = ("stored", "folded")
-DENSE_FORMS = ("stored", "int8")
+PATH = Values(lambda value: value is None or isinstance(value, str | os.PathLike), "a path")
+PROGRESS = Values(lambda value: value is None or callable(value), "a function (parts done, all parts)")
 
 MAX_TOKENIZER_BYTES = 64 << 20
 # The files of a tokenizer in a hub repository; config.json is not among them.
@@ -44,29 +47,48 @@ TOKENIZER_FILES = (
 )
 
 
-@dataclass(frozen=True)
-class ReadOptions:
-    """What the user knows better than the file.
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How files are read. Raises ConfigError.
 
-    allow_unquantized: load a bitnet config without quantization_config as a dense model.
-    i2_s_layout: "x86", "arm" or "interleaved": the layout of a GGUF's I2_S tensors, which no field of the file names.
-    tl_tiles: the kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 tensors.
-    verify: check a native file's content hash, which reads the file twice.
-    dense: "stored", or "int8": dense linears become int8, with a scale for each 32 weights of a row.
-    rotation: what becomes of matrices in a rotated basis (Bonsai 2). "stored": they are run as they are, on rotated
-        inputs. "folded": they become dense matrices in the plain basis.
+    Files:
+    allow_unquantized: Load a bitnet checkpoint without quantization_config, as a dense model.
+    verify: Also compare all bytes of a native file, and of prepared weights, with their hashes. Each is then read
+        twice.
+    prepared: Store the weights as computed beside the model; read them next time. They are in the layout of the backend
+        (cython), in the folder .bitnet_ref; a start then takes little time. It costs disk space as large as the model.
+        "mapped": map them, so that processes share the memory, in a folder that no other user can write to; see
+        `formats/prepared.py`.
+    i2_s_layout: The layout of a GGUF's I2_S matrices, when they do not show it.
+    tl_tiles: The kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 matrices.
+    rotation: Matrices in a Hadamard basis: run them as stored, or fold it into dense ones. "stored" runs those of
+        Bonsai 2 on rotated inputs; "folded" makes dense float32 matrices in the plain basis of them.
+    dense: Dense weights: as stored, or in int8, which changes the logits (crossval precision). "int8" is for the
+        linears and the head of a model without ternary matrices: a scale for each 32 weights of a row, half the bytes
+        of bfloat16. Matrices in a GGUF's blocks stay as they are.
+    share: Return the model that an earlier call with `share` loaded from the same files for the same backend. While it
+        is still in use: it is dropped when its last user drops it.
+    progress: Called with (parts done, all parts) while the weights are read.
     """
 
-    allow_unquantized: bool = False
-    i2_s_layout: str | None = None
-    tl_tiles: Path | None = None
-    verify: bool = False
-    rotation: str = "stored"
-    dense: str = "stored"
+    allow_unquantized: bool = option(False, FLAG)
+    verify: bool = option(False, FLAG, in_shell=False)
+    prepared: bool | str = option(False, choice(False, True, "mapped"), is_flag=True)
+    i2_s_layout: str | None = option(None, choice(None, *LAYOUTS), flag="--i2s-layout")
+    tl_tiles: str | os.PathLike[str] | None = option(None, PATH)
+    rotation: str = option("stored", choice("stored", "folded"))
+    dense: str = option("stored", choice("stored", "int8"))
+    share: bool = option(False, FLAG, in_shell=False)
+    progress: Progress | None = option(None, PROGRESS, in_shell=False)
 
     def __post_init__(self) -> None:
-        for field, values in (("dense", DENSE_FORMS), ("rotation", ROTATIONS)):
-            require(getattr(self, field) in values, field, " or ".join(values), getattr(self, field))
+        read_options(self, ConfigError)
+
+    @property
+    def reading(self) -> dict[str, str]:
+        """The options on which the weights depend, for a key."""
+        names = ("allow_unquantized", "i2_s_layout", "tl_tiles", "rotation", "dense")
+        return {name: str(getattr(self, name)) for name in names}
 
 
 class Checkpoint(Closeable, ABC):
@@ -88,12 +110,12 @@ class Checkpoint(Closeable, ABC):
     folded: Mapping[str, Rotation] = MappingProxyType({})
     # `Backend.pack_plane` of the backend that the weights are read for; None: packed by NumPy
     pack_plane: Callable[[NDArray[np.uint8]], NDArray[np.uint8] | None] | None = None
-    dense: str = "stored"  # of DENSE_FORMS: how `read_weights` gives dense linears
+    dense: str = "stored"  # how `read_weights` gives dense linears
 
     def read_ahead(self) -> None:
         """Call before all parts are read in their order: the disk then works while earlier parts are packed."""
 
-    def set_bases(self, stored: Mapping[str, Rotation], options: ReadOptions) -> None:
+    def set_bases(self, stored: Mapping[str, Rotation], options: LoadOptions) -> None:
         """Say in which bases the file has matrices."""
         if options.rotation == "folded":
             self.folded = stored

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import FormatError
 from ..system.json_file import stays_inside
-from .checkpoint import Checkpoint, ReadOptions
+from .checkpoint import Checkpoint, LoadOptions
 
 if TYPE_CHECKING:
     from ..reference.config import ModelConfig
@@ -92,14 +92,14 @@ def choose_format(path: Path) -> tuple[str, Path]:
     raise FormatError(f"expected {READABLE}; other formats are not read", path=path)
 
 
-def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, options: LoadOptions | None = None) -> Checkpoint:
     """Open a folder or a file with the reader of its format. Raises FormatError or ConfigError."""
     checkpoint = _open(path, options)
     checkpoint.dense = "stored" if options is None else options.dense
     return checkpoint
 
 
-def _open(path: Path, options: ReadOptions | None) -> Checkpoint:
+def _open(path: Path, options: LoadOptions | None) -> Checkpoint:
     name, path = choose_format(path)
     if name == "native":
         from .native.model import NativeCheckpoint
@@ -132,7 +132,7 @@ def read_config(model: str | os.PathLike[str], allow_unquantized: bool = False) 
     name, path = choose_format(path)
     if name == "hf":
         return read_folder_config((path if path.is_dir() else path.parent) / "config.json", allow_unquantized)
-    with open_checkpoint(path, ReadOptions(allow_unquantized=allow_unquantized)) as checkpoint:
+    with open_checkpoint(path, LoadOptions(allow_unquantized=allow_unquantized)) as checkpoint:
         return checkpoint.config
 
 

@@ -26,7 +26,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.backend import Backend
-from ..errors import ConfigError, FormatError, printable
+from ..errors import FormatError, printable
 from ..families import KINDS, config_from_dict, config_to_dict, family_of
 from ..reference.config import ModelConfig
 from ..reference.weights import DenseWeight, ModelWeights, Norm
 from ..system.atomic import atomic_path
 from ..system.json_file import open_regular, parse_json_object
 from ..system.sharing import file_identity, model_files
-from .checkpoint import ReadOptions, linear_names, linear_shape, norms_of_layer
+from .checkpoint import LoadOptions, linear_names, linear_shape, norms_of_layer
 from .open import open_checkpoint
 from .safetensors import SafetensorsFile, SafetensorsWriter, content_hash, dtype_name
 
@@ -57,17 +57,16 @@ _HEAD_BYTES = 1 << 16  # of each of the model's files, by which it is identified
 class PreparedFile:
     """The prepared weights of a model for a backend on disk, and what they must have been made from."""
 
-    def __init__(self, model: Path, backend: Backend, options: ReadOptions, how: bool | str = True) -> None:
-        """model: the path that `load` was given. Later changes of its files make the cache stale. how: see `load`."""
-        if how not in (True, "mapped"):
-            raise ConfigError(f'expected True, False or "mapped", got {how!r}', field="prepared")
+    def __init__(self, model: Path, backend: Backend, options: LoadOptions) -> None:
+        """model: the path that `load` was given. Later changes of its files make the cache stale."""
         layout = backend.prepared_layout()
-        self.model, self.backend, self.options, self.is_mapped = model, backend, options, how == "mapped"
+        self.model, self.backend, self.options = model, backend, options
+        self.is_mapped = options.prepared == "mapped"
         self.enabled = layout is not None  # else the backend computes with the files' own layout
         name = f"{(layout or '').replace(' ', '-')}.safetensors"
         folder, name = (model, name) if model.is_dir() else (model.parent, f"{model.name}.{name}")
         self.path = folder / FOLDER / name
-        facts = {"version": VERSION, "layout": layout, "options": repr(replace(options, verify=False))}
+        facts = {"version": VERSION, "layout": layout, "options": options.reading}
         self._made_from = json.dumps(facts | {"files": _identify(model, options)})
 
     def read(self) -> tuple[ModelConfig, ModelWeights] | None:
@@ -150,10 +149,10 @@ class PreparedFile:
             log.warning("the prepared weights are not kept: %s", problem)
 
 
-def _identify(model: Path, options: ReadOptions) -> list[list[Any]]:
+def _identify(model: Path, options: LoadOptions) -> list[list[Any]]:
     """Of each file that the model may be read from: `file_identity`, and a hash of its beginning if it can be read."""
     facts: list[list[Any]] = []
-    for path in model_files(model) + ([] if options.tl_tiles is None else [options.tl_tiles]):
+    for path in model_files(model) + ([] if options.tl_tiles is None else [Path(options.tl_tiles)]):
         with suppress(FormatError), open_regular(path, FormatError) as file:
             facts.append([*file_identity(path), sha256(file.read(_HEAD_BYTES))])
     return facts

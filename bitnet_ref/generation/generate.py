@@ -100,10 +100,12 @@ def stream(model: LoadedModel, prompt: Prompt, **params: Unpack[SamplingOptions]
 def check_streamable(params: SamplingParams) -> None:
     """Raise GenerationError for parameters that give several texts, none before the end, or what no chunk holds."""
     if params.prompt_logprobs is not None:
-        raise GenerationError("prompt_logprobs: a stream yields new tokens only; use generate, or an engine's submit")
+        message = "a stream yields new tokens only; use generate, or an engine's submit"
+        raise GenerationError(message, field="prompt_logprobs")
     for name in ("n", "num_beams"):
         if getattr(params, name) > 1:
-            raise GenerationError(f"{name}: a stream is one continuation, got {getattr(params, name)}; use generate")
+            message = f"a stream is one continuation, got {getattr(params, name)}; use generate"
+            raise GenerationError(message, field=name)
 
 
 def is_single(prompt: Any) -> bool:

@@ -53,7 +53,7 @@ class Request:
         vocab_size = model.config.vocab_size
         for token in params.logit_bias:
             if token >= vocab_size:
-                raise GenerationError(f"logit_bias: token id {token} is not in the vocabulary of {vocab_size}")
+                raise GenerationError(f"token id {token} is not in the vocabulary of {vocab_size}", field="logit_bias")
         needs_all = params.strategy is not None or params.num_beams > 1
         self.candidates_needed = None if needs_all else candidates_needed(params, vocab_size)
         words = params.bad_words
@@ -71,7 +71,8 @@ class Request:
             raise ContextOverflow(
                 f"{name} has {len(self.given)} tokens and max_tokens is {wanted}, but the "
                 f"{'model' if self.params.window is None else 'window'}'s context is {context}; lower max_tokens to "
-                f"{max(room, 0)}, shorten the prompt, or see overflow='truncate'"
+                f"{max(room, 0)}, shorten the prompt, or see overflow='truncate'",
+                mentions=["max_tokens", "max_tokens", "overflow='truncate'"],
             )
         return wanted
 
@@ -242,7 +243,7 @@ class Continuation:
         if ids.dtype.kind not in "iu" or (
             ids.size and not 0 <= ids[0] <= ids[-1] < self.request.model.config.vocab_size
         ):
-            raise GenerationError(f"processors: expected token ids of `moves`, got {describe(ids.tolist())}")
+            raise GenerationError(f"expected token ids of `moves`, got {describe(ids.tolist())}", field="processors")
         return k + len(ids), ids
 
     def to_score(self, start: int, count: int) -> int:
@@ -313,7 +314,9 @@ class Continuation:
         if params.strategy is not None:
             token = params.strategy(self.ids, values, self.rng)
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < len(values):
-                raise GenerationError(f"strategy: expected a token id below {len(values)}, got {describe(token)}")
+                raise GenerationError(
+                    f"expected a token id below {len(values)}, got {describe(token)}", field="strategy"
+                )
             return int(token), whole
         uniform = self.rng.random() if params.temperature > 0 else 0.0
         chosen = choose_among(logits, params, uniform, values, self.request.model.backend.draw)

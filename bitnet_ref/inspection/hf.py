@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import ConfigError, FormatError
 from ..families import config_to_dict
-from ..formats.checkpoint import Checkpoint, Progress, ReadOptions, linear_shape, scale_convention
+from ..formats.checkpoint import Checkpoint, LoadOptions, Progress, linear_shape, scale_convention
 from ..formats.hf.config import parse_hf_config, read_config_json
 from ..formats.hf.config_keys import Doubt
 from ..formats.hf.folder import CheckpointTensors, HfCheckpoint, refuse_adapter
@@ -36,7 +36,7 @@ class HfInspector(Inspector):
     config_source = "config.json"
     layers = "model.layers"
 
-    def __init__(self, path: Path, options: ReadOptions | None = None, progress: Progress | None = None) -> None:
+    def __init__(self, path: Path, options: LoadOptions | None = None, progress: Progress | None = None) -> None:
         super().__init__(path, options, progress)
         self.folder = path if path.is_dir() else path.parent
         self.config: ModelConfig | None = None

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BackendUnavailable, BitNetRefError, ConfigError, printable
-from ..formats.checkpoint import Checkpoint, ReadOptions, norms_of_layer, read_part
+from ..formats.checkpoint import Checkpoint, LoadOptions, norms_of_layer, read_part
 from ..formats.gguf.blocks import BY_PACKAGE, DEQUANTIZABLE, dequantize
 from ..formats.gguf.file import PLAIN_DTYPES, GgufFile
 from ..formats.names import gguf_name, hf_module, hf_modules
@@ -39,7 +39,7 @@ _LAYER = re.compile(r"(?:blocks|blk|model\.layers)\.([0-9]{1,18})\.")
 ReadTensor = Callable[[], tuple[str, NDArray[Any]]]  # -> (dtype, values)
 
 
-def show_tensor(path: str | os.PathLike[str], name: str, options: ReadOptions | None = None) -> TensorView:
+def show_tensor(path: str | os.PathLike[str], name: str, options: LoadOptions | None = None) -> TensorView:
     """One tensor of a model in any format that `load` reads.
 
     name: ours ("blocks.0.attn.q_proj", "embedding", "final_norm"), or the file's own ("blk.0.attn_q.weight"). A part of

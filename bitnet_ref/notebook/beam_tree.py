@@ -72,7 +72,7 @@ def beam_tree(model: LoadedModel, prompt: str | TokenIds, **params: Any) -> Beam
     """
     sampling = SamplingParams.of(**params)
     if sampling.num_beams < 2:
-        raise GenerationError(f"num_beams: a tree needs 2 or more, got {sampling.num_beams}")
+        raise GenerationError(f"a tree needs 2 or more, got {sampling.num_beams}", field="num_beams")
     request = Request(model, prompt, sampling)
     steps: list[list[BeamCandidate]] = []
     stats = GenerationStats(model.backend.name)

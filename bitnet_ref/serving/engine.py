@@ -23,8 +23,9 @@ from ..backends.paged_cache import PagedKVCache
 from ..errors import ConfigError, ContextOverflow, GenerationError, QueueFull
 from ..generation.chat import default_reply_tokens
 from ..generation.generate import Generations, Prompt, Prompts, check_streamable, is_single, split_prompts
-from ..generation.params import LARGEST, LONGEST_S, Number, SamplingOptions, SamplingParams, expand_params
+from ..generation.params import SamplingOptions, SamplingParams, expand_params
 from ..generation.sequence import Request
+from ..system.options import LARGEST, LONGEST_S, Number
 from .engine_config import EngineConfig
 from .live import LiveView
 from .metrics import EngineMetrics

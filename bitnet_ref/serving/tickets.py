@@ -16,10 +16,10 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from ..errors import EngineClosed, GenerationError
-from ..generation.params import LARGEST, LONGEST_S, Number
 from ..generation.results import Generation, GenerationStats, StreamChunk
 from ..generation.search import BeamSearch
 from ..generation.sequence import Request
+from ..system.options import LARGEST, LONGEST_S, Number
 from .records import RequestProgress
 from .scheduler import Job
 
@@ -365,7 +365,8 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
         check_process(self._process, SUBJECT)
         if not self._ticket.streams:
             name = "n" if self._ticket.search is None else "num_beams"
-            raise GenerationError(f"{name}: a stream is one continuation, got {len(self._ticket.rows)}; use result()")
+            message = f"a stream is one continuation, got {len(self._ticket.rows)}; use result()"
+            raise GenerationError(message, field=name)
         self._ticket.wanted = self._ticket.wanted or "chunks"
 
     def _want_all(self) -> None:

@@ -32,7 +32,7 @@ from bitnet_ref.crossval.receipt import seal, write_receipt
 from bitnet_ref.crossval.report import write_html
 from bitnet_ref.crossval.trace import record_to_file, write_trace
 from bitnet_ref.errors import BitNetRefError, FormatError, RegistryError
-from bitnet_ref.formats.checkpoint import ReadOptions
+from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import TARGETS, convert
 from bitnet_ref.formats.open import find_model
 from bitnet_ref.formats.prepared import FOLDER, PreparedFile
@@ -167,7 +167,7 @@ class PreparedWriter(Writer):
 
     def view(self):
         backend = bitnet_ref.backends.choose_backend("cython", threads=1)
-        return PreparedFile(self.root / "model", backend, ReadOptions()).read() is not None
+        return PreparedFile(self.root / "model", backend, LoadOptions()).read() is not None
 
 
 class LabWriter(Writer):

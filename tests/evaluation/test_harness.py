@@ -67,7 +67,9 @@ def tasks(tmp_path, monkeypatch):
 
 def test_multiple_choice_texts_and_rolling(tasks):
     folder, documents = tasks
-    facts = invoke_json("eval", "storyteller", "--tasks", "tiny_choice,tiny_rolling,tiny_until", "--include", folder, *FAST)
+    facts = invoke_json(
+        "eval", "storyteller", "--tasks", "tiny_choice,tiny_rolling,tiny_until", "--include", folder, *FAST
+    )
     results = facts["results"]
     scores = [story().score(document["q"], ENDINGS) for document in documents[:3]]
     ids = [story().tokenizer.encode(each, False) for each in ENDINGS]

@@ -7,7 +7,7 @@ from safetensors.numpy import load_file
 
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError, NumericsError
-from bitnet_ref.formats.checkpoint import ReadOptions, parts, read_weights, scale_convention
+from bitnet_ref.formats.checkpoint import LoadOptions, parts, read_weights, scale_convention
 from bitnet_ref.formats.gguf.config import llama3_divisors, shortest
 from bitnet_ref.formats.gguf.evidence import block_linears, permute_rows, unpermute_rows
 from bitnet_ref.formats.gguf.export import KINDS, TensorToWrite, write_gguf, write_gguf_model
@@ -34,7 +34,7 @@ def export(folder, path, kind, **options):
 
 
 def evidence_of(path, **options):
-    with GgufCheckpoint(path, ReadOptions(**options)) as checkpoint:
+    with GgufCheckpoint(path, LoadOptions(**options)) as checkpoint:
         read_weights(checkpoint)
         return checkpoint.evidence
 
@@ -230,12 +230,12 @@ def test_the_layout_can_be_forced(layout, tmp_path):
     source = GGUF / "i2_s.gguf"  # random weights, which do not show it
     path = changed(tmp_path / "x.gguf", source, tensors=in_layout(source, layout))
     assert any("as it was asked for" in words for words in evidence_of(path, i2_s_layout=layout))
-    with GgufCheckpoint(path, ReadOptions(i2_s_layout=layout)) as a, GgufCheckpoint(source) as b:
+    with GgufCheckpoint(path, LoadOptions(i2_s_layout=layout)) as a, GgufCheckpoint(source) as b:
         for (_, one), (_, other) in zip(parts(a), parts(b), strict=True):
             if isinstance(one, TernaryWeight):
                 np.testing.assert_array_equal(one.packed, other.packed)
     with pytest.raises(ConfigError, match="x86, arm, interleaved"):
-        GgufCheckpoint(path, ReadOptions(i2_s_layout="neon"))
+        GgufCheckpoint(path, LoadOptions(i2_s_layout="neon"))
 
 
 def in_layout(source, layout):

@@ -9,7 +9,7 @@ from helpers import BITNET, DATA, GOLDEN, TINY, put, tiny_tensors, write_checkpo
 
 import bitnet_ref
 from bitnet_ref.errors import BitNetRefError
-from bitnet_ref.formats.checkpoint import ReadOptions
+from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf.blocks import BY_NAME, quantize
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
@@ -131,7 +131,7 @@ def test_files_of_other_tools(kind):
 
 
 def test_a_layout_that_was_asked_for():
-    options = ReadOptions(i2_s_layout="arm")
+    options = LoadOptions(i2_s_layout="arm")
     found = inspect_model(GGUF / "i2_s.gguf", options=options)
     assert "I2_S layout: arm, as it was asked for" in found.evidence
     assert not says(found, "warning", "--i2s-layout")

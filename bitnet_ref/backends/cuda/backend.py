@@ -29,6 +29,7 @@ from ...reference.config import ModelConfig, RopeConfig
 from ...reference.model import RopeTables, attention_result, final_hidden, split_heads
 from ...reference.ops import check_attention, check_dequantize, check_norm, check_rope, require
 from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, Shared, TernaryLinear
+from ...system.options import BYTES
 from ..backend import Backend, HeadNeed, HeadRows
 from ..paged_cache import CACHE_DTYPES, CacheSpec, EngineKVCache
 from . import Device, open_device
@@ -44,7 +45,7 @@ from .select import select
 from .stacks import Stack, stack_linears, stack_of
 from .steps import RecordedStep
 from .ternary import TernaryKernels, TiledWeight, has_tiles
-from .workspace import Workspace, parse_bytes
+from .workspace import Workspace
 
 # Tokens of a recorded step. A record keeps the intermediate arrays of the pass: for 128 tokens of 2B-4T some 0.5 GB.
 # The caches of 128 sequences are many times as large.
@@ -86,7 +87,7 @@ class CupyBackend(Backend):
         self.dtype = np.dtype(np.float32)  # of activations
         self.graphs = graphs
         self.index = index
-        limit = parse_bytes(memory_limit)
+        limit = BYTES.read(memory_limit, "memory_limit", BackendUnavailable)
         self.ws = Workspace(open_device(index=index, memory_limit=limit) if device is None else device)
         self.rope_positions = PositionTables(self.ws)
         self._attention, self._ternary = Attention(self.ws), TernaryKernels(self.ws.device)
@@ -110,7 +111,8 @@ class CupyBackend(Backend):
             lacks.append(f"the activation {config.activation}")
         if lacks:
             message = f"the backend cupy has no kernels for {' and '.join(lacks)} of {config.model_type}"
-            raise BackendUnavailable(f"{message}; load it with backend='cython' or 'numpy'")
+            message = f"{message}; load it with backend='cython' or 'numpy'"
+            raise BackendUnavailable(message, mentions=["backend='cython'"])
 
     def prepare(self, w: LinearWeight) -> LinearWeight:
         return self._LAYOUTS[w.kind](self, w)

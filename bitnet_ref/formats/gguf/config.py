@@ -182,7 +182,7 @@ def read_gguf_config(
             **{"model_type": family.model_type, **fields, "mlp_bias": _biases(file, attention=False)} | own
         )
     except ConfigError as error:
-        raise ConfigError(error.message, path=file.path, field=error.field) from None
+        raise ConfigError(error.message, path=file.path, field=error.field, mentions=error.mentions) from None
 
 
 def tensor_shape(file: GgufFile, name: str, rank: int) -> tuple[int, ...]:

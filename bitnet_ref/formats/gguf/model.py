@@ -22,7 +22,7 @@ from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ..binary_file import first_not_finite
 from ..checkpoint import (
     Checkpoint,
-    ReadOptions,
+    LoadOptions,
     all_linears,
     arrays_of_layer,
     has_bias,
@@ -59,9 +59,9 @@ class GgufCheckpoint(Checkpoint):
     metadata: the file's, with the tokenizer in it ("tokenizer.ggml.tokens", ...).
     """
 
-    def __init__(self, path: Path, options: ReadOptions | None = None) -> None:
+    def __init__(self, path: Path, options: LoadOptions | None = None) -> None:
         self.path = path
-        self.options = options or ReadOptions()
+        self.options = options or LoadOptions()
         self.evidence: list[str] = []
         self.file = GgufFile(path)
         try:

@@ -63,7 +63,7 @@ def parse_hf_config(
     try:
         config = _parse(text_part(raw, own), allow_unquantized, own)
     except ConfigError as error:
-        raise ConfigError(error.message, path=path, field=error.field) from None
+        raise ConfigError(error.message, path=path, field=error.field, mentions=error.mentions) from None
     if doubts is None:
         _warn(path, own)
     else:

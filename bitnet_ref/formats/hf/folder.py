@@ -25,7 +25,7 @@ from ...system.json_file import is_present, parse_json_object, read_bounded, rea
 from ..binary_file import Closeable, first_not_finite
 from ..checkpoint import (
     Checkpoint,
-    ReadOptions,
+    LoadOptions,
     arrays_of_layer,
     has_bias,
     is_ternary,
@@ -208,7 +208,7 @@ class HfCheckpoint(Checkpoint):
     config: used instead of config.json, by a caller that has checked it.
     """
 
-    def __init__(self, path: Path, options: ReadOptions | None = None, config: ModelConfig | None = None) -> None:
+    def __init__(self, path: Path, options: LoadOptions | None = None, config: ModelConfig | None = None) -> None:
         self.path = path
         self.folder = path if path.is_dir() else path.parent
         allow = options is not None and options.allow_unquantized

@@ -47,8 +47,8 @@ from ..checkpoint import (
     MAX_TOKENIZER_BYTES,
     TOKENIZER_FILES,
     Checkpoint,
+    LoadOptions,
     Progress,
-    ReadOptions,
     all_linears,
     arrays_of_layer,
     choose_kind,
@@ -76,7 +76,7 @@ _HASH_BLOCK = 1 << 22
 class NativeCheckpoint(Checkpoint):
     """An open native file. `evidence` says how its ternary matrices are stored."""
 
-    def __init__(self, path: Path, options: ReadOptions | None = None) -> None:
+    def __init__(self, path: Path, options: LoadOptions | None = None) -> None:
         self.path, self.kind = path, "native"
         self.tensors = CheckpointTensors(path)
         self.taken = self.tensors.taken
@@ -86,7 +86,7 @@ class NativeCheckpoint(Checkpoint):
             self.config = self._read_config()
             names = ("embedding", *all_linears(self.config))
             bases = read_bases(self, {name: linear_shape(self.config, name)[1] for name in names})
-            self.set_bases(bases, options or ReadOptions())
+            self.set_bases(bases, options or LoadOptions())
             if options is not None and options.verify:
                 self.verify()
         except BaseException:

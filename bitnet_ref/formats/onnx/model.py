@@ -20,7 +20,7 @@ from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ...system.json_file import is_present, parse_json_object
 from ..checkpoint import (
     Checkpoint,
-    ReadOptions,
+    LoadOptions,
     has_bias,
     is_ternary,
     linear_shape,
@@ -40,7 +40,7 @@ class OnnxCheckpoint(Checkpoint):
 
     kind = "onnx"
 
-    def __init__(self, path: Path, options: ReadOptions | None = None) -> None:
+    def __init__(self, path: Path, options: LoadOptions | None = None) -> None:
         self.path, self.evidence = path, []
         self.file = OnnxFile(path)
         self._ours = self.file.metadata.get(FORMAT_KEY)
@@ -120,7 +120,7 @@ class OnnxCheckpoint(Checkpoint):
             try:
                 return config_from_dict(raw)
             except ConfigError as error:
-                raise ConfigError(error.message, path=self.path, field=error.field) from None
+                raise ConfigError(error.message, path=self.path, field=error.field, mentions=error.mentions) from None
         path = self.path.parent / "config.json"
         if not is_present(path):
             message = "has no configuration of bitnet_ref's in its metadata, and there is no config.json beside it"
