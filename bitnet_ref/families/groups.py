@@ -129,10 +129,6 @@ class GroupTernaryWeight(GroupTernaryLinear):
         return len(self.packed), self.in_features
 
     @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes for a in (self.packed, self.scales, self.bias) if a is not None)
-
-    @property
     def dtype(self) -> np.dtype:
         return self.scales.dtype
 

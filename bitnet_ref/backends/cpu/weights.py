@@ -95,10 +95,6 @@ class PanelWeight(TernaryLinear):
     def shape(self) -> tuple[int, int]:
         return self.out_features, self.in_features
 
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in (self.panels, self.bias, self.strips) if array is not None)
-
     def use(self, several: bool = False) -> StripUse | None:
         """What calls with one token (several: with several tokens) have needed of it; None without strips."""
         return None if self.strips is None else StripUse(*self.kernel_view.counts.read(several))
@@ -158,10 +154,6 @@ class GroupPanelWeight(GroupLayout):
         return self.out_features, self.in_features
 
     @property
-    def nbytes(self) -> int:
-        return self.panels.nbytes + self.scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-    @property
     def dtype(self) -> np.dtype:
         return self.scales.dtype
 
@@ -192,10 +184,6 @@ class ScreenedHead(DenseWeight):
     def screen_nbytes(self) -> int:
         """Bytes read to screen one token."""
         return self.rows_q.nbytes + self.facts.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + self.screen_nbytes
 
 
 def surviving_rows(lower: NDArray[np.float32], upper: NDArray[np.float32], k: int, also: Ids = ()) -> NDArray[np.int64]:
