@@ -76,6 +76,15 @@ def test_every_command_that_is_shown_has_these_options(page, words):
         main.make_context(script, [*values, "--no-such-option"])
 
 
+@pytest.mark.parametrize(("name", "option"), [("ceilings", "--plot"), ("serve", "--plot"), ("gpu", "--out")])
+def test_targets_are_checked_before_any_work(name, option, tmp_path):
+    (tmp_path / "folder.svg").mkdir()
+    for target, words in (("none/x.svg", "there is no folder"), ("folder.svg", "is a folder")):
+        result = invoke(getattr(benchmark_scripts, name), option, tmp_path / target)
+        assert result.exit_code == 2
+        assert words in result.stderr
+
+
 def test_a_command_runs_as_a_program():
     command = [sys.executable, FOLDER / "tokenizer.py", "--texts", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
