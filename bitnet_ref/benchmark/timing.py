@@ -1,8 +1,8 @@
 """Results as JSON, and what an action takes: wall time, processor time and energy, in turn with what it is compared to.
 
 Wall time is what a user waits for. On a machine that others use too it scatters, and the ratio of two wall times with
-it. Processor time is that of all threads of this process; it repeats to some percent there, so versions of a kernel
-are compared by it. `Watch` says whether the machine was quiet.
+it. Processor time is that of all threads of this process. It scatters much less there, so versions of a kernel are
+compared by it. `Watch` says whether the machine was quiet.
 """
 
 from __future__ import annotations

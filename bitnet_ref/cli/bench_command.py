@@ -42,7 +42,7 @@ def bench() -> None:
 
     Everything is compared with the NumPy reference first: what differs gets no speed, and the exit code is 1. Times
     are the best of several, taken in turn with a plain read of memory, which is the ceiling. On a machine that others
-    use too, compare processor times: they repeat where wall times scatter.
+    use too, compare processor times: they scatter less than wall times.
     """
 
 

@@ -139,7 +139,7 @@ class PlainCopy:
         return seconds_of(self._device, self._graph)
 
 
-class Stopwatch:
+class LaunchTimer:
     """Times launches of a kernel, in turn with the plain copy."""
 
     def __init__(self, ws: Workspace, copy_bytes: int | None, repeats: int) -> None:
@@ -194,7 +194,7 @@ def measure_cuda_kernels(
     cold_bytes = CACHES_OF_WEIGHTS * device.l2_bytes if cold_bytes is None else cold_bytes
     rng = np.random.default_rng(0)
     ws, kernels = Workspace(device), TernaryKernels(device)
-    stopwatch = Stopwatch(ws, copy_bytes, repeats)
+    timer = LaunchTimer(ws, copy_bytes, repeats)
     results: list[CudaKernelResult] = []
     tick = count_steps(progress, len(shapes) * len(tokens))
     for n_out, n_in in shapes:
@@ -222,12 +222,12 @@ def measure_cuda_kernels(
                 trials.append((ROW, (row.grid, 1, 1), row.block, partial(linear_of_row, ws, ws.upload(x)), 0))
             for name, grid, block, launch, wrong in trials:
                 wrong_y = count_unequal(device.to_host(launch(first)).view(np.int32), y.view(np.int32))
-                timing = stopwatch.time(launch, copies) if wrong == wrong_y == 0 else None
+                timing = timer.time(launch, copies) if wrong == wrong_y == 0 else None
                 sizes = n_out, n_in, m, first.tiles.nbytes, len(copies)
                 results.append(CudaKernelResult(name, name == default, grid, block, *sizes, wrong, wrong_y, timing))
             tick()
-    copy = Timing.of([Sample(taken_s) for taken_s in stopwatch.copy_samples_s])
-    bench = CudaKernelBench(device.name, device.emulated, device.l2_bytes, stopwatch.copy.nbytes, copy, results)
+    copy = Timing.of([Sample(taken_s) for taken_s in timer.copy_samples_s])
+    bench = CudaKernelBench(device.name, device.emulated, device.l2_bytes, timer.copy.nbytes, copy, results)
     return replace(bench, results=[replace(result, copy_gb_per_s=bench.copy_gb_per_s) for result in results])
 
 
