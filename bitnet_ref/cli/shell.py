@@ -60,8 +60,8 @@ class OrderedGroup(click.Group):
         return list(self.commands)
 
 
-class Interface(OrderedGroup):
-    """A group of commands whose exceptions become one message and an exit code."""
+class ExitCodes(click.Command):
+    """A command whose exceptions become one message and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         state = ctx.ensure_object(State)
@@ -95,6 +95,10 @@ class Interface(OrderedGroup):
             say_error("this is a bug in bitnet_ref; the lines above say where")
             code = BUG
         raise click.exceptions.Exit(code)
+
+
+class Interface(ExitCodes, OrderedGroup):
+    """A group of such commands."""
 
 
 def exit_code(error: BitNetRefError) -> int:

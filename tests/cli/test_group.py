@@ -148,9 +148,6 @@ OUTPUTS = [
     ("crossval", "backends", "no/such/model", "--receipt", "{}"),
     ("crossval", "backends", "no/such/model", "--html", "{}"),
     ("crossval", "trace", "no/such/model", "no/such/trace", "--html", "{}"),
-    ("bench", "ceiling", "--plot", "{}"),
-    ("bench", "serve", "no/such/model", "--plot", "{}"),
-    ("bench", "gpu", "--out", "{}"),
 ]
 
 

@@ -215,7 +215,9 @@ def test_a_pipe_among_the_leftovers_of_writers(tmp_path):
 OWN_FILES = {
     "backends/cuda/emulation/build.py",
     "backends/cuda/sources.py",
-    "benchmark/ceiling.py",
+    "benchmark/energy.py",
+    "benchmark/limits.py",
+    "benchmark/timing.py",
     "crossval/self_check.py",
     "notebook/lesson.py",
     "serving/http/page.py",
