@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .backends import choose_cpu
 from .backends.loaded import LoadedModel, SteppedWeights
-from .backends.placement import Placement, assign_layers, open_backends
+from .backends.options import ComputeOptions, DeviceOptions
+from .backends.placement import assign_layers, open_backends
 from .errors import (
     BackendError,
     BackendUnavailable,
@@ -28,7 +28,7 @@ from .errors import (
     GenerationError,
     OutOfMemory,
 )
-from .formats.checkpoint import Checkpoint, Progress, ReadOptions, element_bytes, read_weights
+from .formats.checkpoint import Checkpoint, LoadOptions, Progress, element_bytes, read_weights
 from .formats.open import find_model, open_checkpoint, read_tokenizer
 from .formats.prepared import PreparedFile
 from .formats.registry.describe import describe_model, summarize
@@ -39,6 +39,7 @@ from .generation.params import SamplingOptions, expand_params
 from .generation.score import Score, score
 from .reference.cache import TokenIds
 from .reference.config import ModelConfig
+from .system.options import declared_options, show_options, suggest
 from .system.sharing import file_identity, model_files, share_by_key
 from .system.threads import resolve_threads
 
@@ -53,56 +54,37 @@ log = logging.getLogger(__name__)
 LARGE_TABLE = 64 << 20  # numbers of an embedding that takes as long to read as a tokenizer
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceOptions:
-    """What cards compute, and how much of their memory they may use (cupy).
+class FlatOptions(TypedDict, total=False):
+    """The fields of DeviceOptions and LoadOptions as keywords of `load`, for type checkers; a test compares them."""
 
-    memory_limit: the maximum memory of each card, in bytes or as "8GiB".
-    devices: a card's number, or the numbers of several that share the layers by their bytes: [0, 1]. Default: card 0.
-    gpu_layers: how many layers cards compute, or "all", or else OutOfMemory. By default as many as fit beside a cache;
-        the others stay on the CPU, with a warning that says how many.
-    cache_tokens: tokens of cache to leave room for on the cards; by default the model's context, at most 4096.
-    """
-
-    memory_limit: int | str | None = None
-    devices: int | Sequence[int] | None = None
-    gpu_layers: int | str | None = None
-    cache_tokens: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """How files are read.
-
-    allow_unquantized: load a bitnet checkpoint without quantization_config as a dense model.
-    verify: also compare all bytes of a native file, and of prepared weights, with their hashes; each is then read
-        twice.
-    prepared: keep the weights in the backend's layout (cython) in `.bitnet_ref` beside the model and read them at the
-        next start, which then takes little time. It costs disk space as large as the model. "mapped": map them, so that
-        processes share the memory, in a folder that no other user can write to; see `formats/prepared.py`.
-    i2_s_layout: "x86", "arm" or "interleaved": the layout of a GGUF's I2_S matrices, when they do not show it.
-    tl_tiles: the kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 matrices.
-    rotation: "stored" runs matrices in a Hadamard basis (Bonsai 2) as they are, on rotated inputs; "folded" makes dense
-        float32 matrices in the plain basis of them.
-    dense: "int8" makes int8 of the linears and the head of a model without ternary matrices, with a scale for each 32
-        weights of a row: half the bytes of bfloat16. It changes the logits; `bitnet-ref crossval precision` measures by
-        how much. Matrices in a GGUF's blocks stay as they are.
-    share: return the model that an earlier call with `share` loaded from the same files for the same backend, while it
-        is still in use. It is dropped when its last user drops it.
-    progress: called with (parts done, all parts) while the weights are read.
-    """
-
-    allow_unquantized: bool = False
-    verify: bool = False
-    prepared: bool | str = False
-    i2_s_layout: str | None = None
-    tl_tiles: str | os.PathLike[str] | None = None
-    rotation: str = "stored"
-    dense: str = "stored"
-    share: bool = False
-    progress: Progress | None = None
+    memory_limit: int | str | None
+    devices: int | Sequence[int] | None
+    gpu_layers: int | str | None
+    cache_tokens: int | None
+    allow_unquantized: bool
+    verify: bool
+    prepared: bool | str
+    i2_s_layout: str | None
+    tl_tiles: str | os.PathLike[str] | None
+    rotation: str
+    dense: str
+    share: bool
+    progress: Progress | None
 
 
+class LoadKeywords(FlatOptions, total=False):
+    """All keywords of `load`."""
+
+    backend: str
+    threads: int | None
+    dtype: str
+    cache_dtype: str | None
+    head: str
+    device: DeviceOptions | None
+    options: LoadOptions | None
+
+
+@show_options(ComputeOptions, DeviceOptions, LoadOptions, types=LoadKeywords)
 def load(
     model: str | os.PathLike[str] = "storyteller",
     *,
@@ -113,32 +95,21 @@ def load(
     head: str = "auto",
     device: DeviceOptions | None = None,
     options: LoadOptions | None = None,
-    **flat: Any,
+    **flat: Unpack[FlatOptions],
 ) -> Model:
     """Load a model, ready to compute.
 
     model: the name of a shipped model ("storyteller") or of a pulled one ("org/repo", "org/repo@revision"), a Hugging
         Face folder (config.json beside model.safetensors or its shards), a .safetensors file in such a folder, a
         native file (.bitnet.safetensors), a .gguf or an .onnx file.
-    backend: "auto", "numpy" (the reference), "cython" (compiled), "cupy" (NVIDIA; with BITNET_REF_CUDA=emulated the
-        same kernels on the processor, slowly).
-    threads: CPU threads; by default BITNET_REF_NUM_THREADS, OMP_NUM_THREADS, or the physical cores that the process may
-        use, cut to its cgroup's limit.
-    dtype: "float32", which is the contract; "float64" (numpy) to measure the error of float32 by; "float16" or
-        "bfloat16" (cupy): cache, head and dense matrices in 16 bits.
-    cache_dtype: of keys and values: "float32", the default, "float16" or "int8" (one scale per token and kv head), for
-        a half or a quarter of the bytes. It changes the logits; `bitnet-ref bench cache` measures by how much.
-    head: "screened" (cython) computes greedy and top-k tokens from the few rows of the head that an int8 copy, with
-        proven bounds, leaves in question: the same tokens, half the bytes read, half as many more held. "exact"
-        computes every logit. "auto" screens a head of 16 MiB or more. A model of 256 MiB or more makes its int8 copy,
-        and strips of rows to skip, with its first passes, so that a text begins sooner; `weights` has all of them.
-    device, options: see DeviceOptions and LoadOptions. Their fields may also be given here as keywords, as in
+    device, options: groups of the options below. Their fields may also be given here as keywords, as in
         load(path, memory_limit="8GiB", verify=True).
 
     Raises FormatError, ConfigError (a file or an argument is wrong), BackendUnavailable, OutOfMemory.
     """
-    device, options = _gather(device, options, flat)
-    return _Load(find_model(model), backend, threads, dtype, cache_dtype, head, device, options).run()
+    compute = ComputeOptions(backend=backend, threads=threads, dtype=dtype, cache_dtype=cache_dtype, head=head)
+    device, options = _gather(device or DeviceOptions(), options or LoadOptions(), flat)
+    return _Load(find_model(model), compute, device, options).run()
 
 
 @dataclass(frozen=True)
@@ -146,11 +117,7 @@ class _Load:
     """A call of `load` whose file is found, and its further steps: open, place, read, prepare."""
 
     path: Path
-    backend: str
-    threads: int | None
-    dtype: str
-    cache_dtype: str | None
-    head: str
+    compute: ComputeOptions
     device: DeviceOptions
     options: LoadOptions
 
@@ -163,16 +130,6 @@ class _Load:
         )
 
     @cached_property
-    def placement(self) -> Placement:
-        return Placement.of(self.device.devices, self.device.gpu_layers, self.device.cache_tokens)
-
-    @cached_property
-    def reading(self) -> ReadOptions:
-        asked = self.options
-        tiles = None if asked.tl_tiles is None else Path(asked.tl_tiles)
-        return ReadOptions(asked.allow_unquantized, asked.i2_s_layout, tiles, asked.verify, asked.rotation, asked.dense)
-
-    @cached_property
     def tokenizer(self) -> Callable[[], Tokenizer]:
         """Reads the tokenizer at its first call."""
         return cache(partial(read_tokenizer, self.path))
@@ -180,15 +137,8 @@ class _Load:
     def open(self) -> list[Backend]:
         """The backend that was asked for, and those of the cards. Raises what an argument gets wrong, before any
         weight is read."""
-        backends = open_backends(
-            self.backend,
-            self.placement,
-            self.device.memory_limit,
-            dtype=self.dtype,
-            threads=self.threads,
-            head=self.head,
-        )
-        backends[0].choose_cache_dtype(self.cache_dtype)
+        backends = open_backends(self.compute, self.device)
+        backends[0].choose_cache_dtype(self.compute.cache_dtype)
         if self.options.dense == "int8" and "cupy" in {be.name for be in backends}:
             raise ConfigError("'int8' is for the CPU's backends: a card would widen it to float32", field="dense")
         return backends
@@ -197,10 +147,10 @@ class _Load:
         """The model of the prepared weights, where there are any; else the checkpoint's, read, placed and prepared."""
         prepared = None
         if self.options.prepared:
-            prepared = PreparedFile(self.path, backends[0], self.reading, self.options.prepared)
+            prepared = PreparedFile(self.path, backends[0], self.options)
             if (stored := prepared.read()) is not None:
                 return self.model(*stored, backends[0])
-        with open_checkpoint(self.path, self.reading) as checkpoint:
+        with open_checkpoint(self.path, self.options) as checkpoint:
             be = self.place(checkpoint, backends)
             if be is None:
                 return self.again(choose_cpu())
@@ -216,11 +166,11 @@ class _Load:
         """The backend that computes the layers, or several that share them; None where "auto" chose a card that lacks
         kernels for this model."""
         config = checkpoint.config
-        be = assign_layers(backends, config, element_bytes(checkpoint), self.placement, self.cache_dtype)
+        be = assign_layers(backends, config, element_bytes(checkpoint), self.device, self.compute.cache_dtype)
         try:
             be.check_config(config)
         except BackendUnavailable as lacks:
-            if self.backend != "auto" or self.dtype != "float32":
+            if self.compute.backend != "auto" or self.compute.dtype != "float32":
                 raise
             warnings.warn(f"{lacks}. Computing without the card", stacklevel=5)
             return None
@@ -241,50 +191,45 @@ class _Load:
 
     def model(self, config: ModelConfig, weights: Any, be: Backend, **settings: Any) -> Model:
         alone = replace(self, options=replace(self.options, share=False, progress=None))
-        return Model(config, weights, be, self.path, cache_dtype=self.cache_dtype, load_again=alone.again, **settings)
+        settings["cache_dtype"] = self.compute.cache_dtype
+        return Model(config, weights, be, self.path, load_again=alone.again, **settings)
 
     def again(self, name: str | None) -> Model:
         """The same call, or with a name one for that backend."""
         if name is None:
             return self.run()
-        return replace(self, backend=name, head="auto", device=DeviceOptions()).run()
+        compute = replace(self.compute, backend=name, head="auto")
+        return replace(self, compute=compute, device=DeviceOptions()).run()
 
     def key(self, chosen: Backend) -> tuple[Any, ...]:
         """What two calls must have in common to share a model."""
         plain = [(key, each) for key, each in vars(chosen).items() if isinstance(each, str | int | np.dtype)]
         computing = tuple(sorted((key, str(value)) for key, value in plain))
         files = tuple(map(file_identity, model_files(self.path)))
-        asked = self.reading, self.cache_dtype, self.options.prepared
-        return str(self.path), files, chosen.name, computing, self.placement, self.device.memory_limit, *asked
+        asked = tuple(self.options.reading.items()), self.options.verify, self.options.prepared
+        return str(self.path), files, chosen.name, computing, self.compute.cache_dtype, self.device, *asked
 
 
-def _gather(
-    device: DeviceOptions | None, options: LoadOptions | None, flat: dict[str, Any]
-) -> tuple[DeviceOptions, LoadOptions]:
+def _gather(device: DeviceOptions, options: LoadOptions, flat: Mapping[str, Any]) -> tuple[DeviceOptions, LoadOptions]:
     """The two groups with the flat keywords put in. Raises ConfigError for a keyword of neither."""
-    groups: list[dict[str, Any]] = [vars(device or DeviceOptions()).copy(), vars(options or LoadOptions()).copy()]
-    for name, value in flat.items():
-        for group in groups:
-            if name in group:
-                group[name] = value
-                break
-        else:
-            known = [field.name for kind in (DeviceOptions, LoadOptions) for field in fields(kind)]
-            known += ["backend", "threads", "dtype", "cache_dtype", "head"]
-            close = get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(sorted(known))}"
-            raise ConfigError(f"load has no such parameter; {hint}", field=name)
-    return DeviceOptions(**groups[0]), LoadOptions(**groups[1])
+    on_cards, of_files = declared_options(DeviceOptions), declared_options(LoadOptions)
+    for name in flat:
+        if name not in on_cards and name not in of_files:
+            known = sorted({*on_cards, *of_files, *declared_options(ComputeOptions)})
+            raise ConfigError(f"load has no such parameter; {suggest(name, known)}", field=name)
+    device = replace(device, **{name: value for name, value in flat.items() if name in on_cards})
+    options = replace(options, **{name: value for name, value in flat.items() if name in of_files})
+    return device, options
 
 
+@show_options(ComputeOptions, DeviceOptions, LoadOptions, types=LoadKeywords)
 def load_engine(
-    model: str | os.PathLike[str] = "storyteller", config: EngineConfig | None = None, **options: Any
+    model: str | os.PathLike[str] = "storyteller", config: EngineConfig | None = None, **options: Unpack[LoadKeywords]
 ) -> Engine:
     """Load a model and start an engine on it, for the config's `backend`, or where that is not available here or has
-    too little memory, for the first of its `fallback` that has not. config: by default `EngineConfig.load()`. options:
-    of `load`.
+    too little memory, for the first of its `fallback` that has not. config: by default `EngineConfig.load()`.
 
-    Raises what `load` raises, and ConfigError.
+    Options of `load` that are given here go before the config's. Raises what `load` raises, and ConfigError.
     """
     from .serving import Engine, EngineConfig, Replicas, start_engines
 
@@ -368,7 +313,8 @@ class Model(LoadedModel):
         numbers = quantize_embeddings(np.atleast_2d(vectors), quantize, ranges)
         return numbers if vectors.ndim == 2 else numbers[0]
 
-    def profile(self, prompt: Any = None, *, path: str = "ops", **params: Any) -> Profile:
+    @expand_params
+    def profile(self, prompt: Any = None, *, path: str = "ops", **params: Unpack[SamplingOptions]) -> Profile:
         """Where the time goes: enter it (`with model.profile() as profile:`) around anything that runs on this model.
 
         With a prompt, it generates from it, as `generate` does with these parameters, and the profile of that comes
@@ -380,7 +326,8 @@ class Model(LoadedModel):
 
         profile = Profile(self, path)
         if prompt is None and params:
-            raise GenerationError(f"{next(iter(params))}: a profile without a prompt generates nothing; give a prompt")
+            message = "a profile without a prompt generates nothing; give a prompt"
+            raise GenerationError(message, field=next(iter(params)))
         if prompt is not None:
             with profile:
                 profile.outcome = self.generate(prompt, **params)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import reprlib
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from unicodedata import category
@@ -82,10 +83,26 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
 
 class BitNetRefError(Exception):
-    """Base of all errors raised on purpose by this package. Its text is `printable`: much of it may be a file's."""
+    """Base of all errors raised on purpose by this package. Its text is `printable`: much of it may be a file's.
+
+    message: what is wrong. field: the option, key or tensor at fault, or None; the error's text begins with it.
+    mentions: the other options that the message names, as it writes them ("max_tokens", "num_beams=1"). The shell
+        writes its own names of options in place of these and of `field`.
+    """
+
+    def __init__(self, message: str = "", *, field: str | None = None, mentions: Sequence[str] = ()) -> None:
+        self.message = message
+        self.field = field
+        self.mentions = tuple(mentions)
+        super().__init__(message)
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return printable(f"{self.place}: {self.message}" if self.place else self.message)
+
+    @property
+    def place(self) -> str:
+        """What the text begins with."""
+        return self.field or ""
 
 
 class _FileError(BitNetRefError):
@@ -98,17 +115,16 @@ class _FileError(BitNetRefError):
         path: str | os.PathLike[str] | None = None,
         offset: int | None = None,
         field: str | None = None,
+        mentions: Sequence[str] = (),
     ) -> None:
-        self.message = message = printable(message, keep="")
+        super().__init__(printable(message, keep=""), field=field, mentions=mentions)
         self.path = None if path is None else os.fspath(path)
         self.offset = offset
-        self.field = field
-        where = [self.path] if self.path is not None else []
-        if offset is not None:
-            where.append(f"byte {offset}")
-        if field is not None:
-            where.append(field)
-        super().__init__(f"{printable(', '.join(where), keep='')}: {message}" if where else message)
+
+    @property
+    def place(self) -> str:
+        byte = None if self.offset is None else f"byte {self.offset}"
+        return printable(", ".join(part for part in (self.path, byte, self.field) if part is not None), keep="")
 
 
 class FormatError(_FileError):
@@ -194,8 +210,38 @@ class EngineClosed(GenerationError):
 
 
 class RegistryError(BitNetRefError):
-    """A name, revision or file that the local store or the hub does not have, or that is no usable name."""
+    """A name, revision or file that neither this machine nor the hub has, or that is no usable name."""
 
 
 class HubError(RegistryError):
     """The hub cannot be reached: no network, HF_HUB_OFFLINE, huggingface_hub not installed, or a server's failure."""
+
+
+# -- checks of a config's fields ---------------------------------------------------------------------------------------
+
+LARGEST_INT = 2**40  # beyond any model; arithmetic on sizes, positions and window stays within int64 and float64
+
+
+def require(condition: bool, field: str, expected: str, got: Any) -> None:
+    """Raises ConfigError naming the field of a config, unless the condition holds."""
+    if not condition:
+        raise ConfigError(f"expected {expected}, got {got!r}", field=field)
+
+
+def require_int(field: str, value: Any, low: int = 1) -> None:
+    """Raises ConfigError unless the value is an int from `low` to LARGEST_INT."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    require(whole and low <= value <= LARGEST_INT, field, f"an int from {low} to {LARGEST_INT}", value)
+
+
+def require_number(field: str, value: Any, above: float = 0.0) -> None:
+    """Raises ConfigError unless the value is a number above `above` that float32 can hold."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)  # NaN fails every comparison
+    low = max(above, 1e-30)  # neither the number nor products of such numbers overflow float64
+    high = 1e30
+    require(number and value > above and low <= value <= high, field, f"a number > {above}, at most {high}", value)
+
+
+def require_bool(field: str, value: Any) -> None:
+    """Raises ConfigError unless the value is True or False."""
+    require(isinstance(value, bool), field, "true or false", value)

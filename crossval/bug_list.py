@@ -95,9 +95,9 @@ BLOCK_BUGS = (
         (HF_FOLDER, "(name, (size,)).astype(np.float32)", "(name, (size,)).astype(np.float32) + 1")),
     # -- RoPE
     bug("rope_interleaved", "bitnet",
-        ROTATED, (LAYERS, "first, second = x[..., :half], x[..., half:]", "first, second = x[..., 0::2], x[..., 1::2]"),
+        ROTATED, (LAYERS, "rest = x[..., :half], x[..., half : 2 * half],", "rest = x[..., 0::2], x[..., 1::2],"),
         (LAYERS,
-            "    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)\n",
+            "    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)\n",
             NEIGHBOURS),
         twin="qk_unpermuted_twice"),
     bug("rope_theta_10000", "bitnet",
@@ -135,7 +135,6 @@ BLOCK_BUGS = (
         level="generation"),
     bug("decode_overwrites_the_last_entry", "storyteller",
         "generated_ids",
-        ("generation/generate.py",
-            "Piece(row, row.slot, row.computed, row.newest", "Piece(row, row.slot, row.computed - 1, row.newest"),
+        ("generation/stepper.py", "Piece(row, slot, start, ids", "Piece(row, slot, start - (count == 1), ids"),
         level="generation"),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bug_list import HF_FOLDER, MODEL, bug
 
-LINEAR_NORMS, GROUPS = "families/linear_norms.py", "families/groups.py"
+LINEAR_NORMS, GROUPS, HADAMARD = "families/linear_norms.py", "families/groups.py", "families/hadamard.py"
 QWEN, GEMMA3, QWEN3_5 = "families/qwen.py", "families/gemma3.py", "families/qwen3_5.py"
 
 HEAD_NORMS = """    q = norm_heads(be, q, w.q_norm)
@@ -76,12 +76,12 @@ FAMILY_BUGS = (
             "expand_groups(packed[part], in_features, np.repeat(scales[part], 2, axis=1)[:, : scales.shape[1]],"
             " group, np.float64)")),
     # -- a Hadamard basis
-    bug("rotation_ignored", "hadamard", TURNED, (GROUPS, TURN, "return x.astype(np.float64)")),
+    bug("rotation_ignored", "hadamard", TURNED, (HADAMARD, TURN, "return x.astype(np.float64)")),
     bug("rotation_signs_after", "hadamard",
-        TURNED, (GROUPS, TURN, "return hadamard(x, self.block) * self.signs.astype(np.float64)")),
-    bug("rotation_inverse_missing", "hadamard", EMBED, (GROUPS, TURN_BACK, "x = z")),
+        TURNED, (HADAMARD, TURN, "return hadamard(x, self.block) * self.signs.astype(np.float64)")),
+    bug("rotation_inverse_missing", "hadamard", EMBED, (HADAMARD, TURN_BACK, "x = z")),
     bug("rotation_and_inverse_ignored", "hadamard",
-        EMBED, (GROUPS, TURN, "return x.astype(np.float64)"), (GROUPS, TURN_BACK, "x = z")),
+        EMBED, (HADAMARD, TURN, "return x.astype(np.float64)"), (HADAMARD, TURN_BACK, "x = z")),
     # -- Qwen3.5
     bug("decay_and_beta_exchanged", "qwen3_5",
         "blocks.0.attn.hook_log_decay",

@@ -21,7 +21,7 @@ THIRDS = """    from dataclasses import replace
         parts[name] = replace(w, w_dequant_scale=np.array(scales, dtype=np.float32))
         row += w.shape[0]
 """
-READ = "        weight = in_groups(checkpoint, name, checkpoint.linear(name)).called(name)\n"
+READ = "        weight = read_matrix(checkpoint, name)\n"
 PERMUTE = """        if short in ("q_proj", "k_proj"):
             d, n = checkpoint.config.head_dim, weight.shape[0]
             rows = [h * d + j % 2 * (d // 2) + j // 2 for h in range(n // d) for j in range(d)]

@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 from bug_list import GATED, LAYERS, MODEL
-from bug_list_families import GROUPS as GROUPS_FILE
-from bug_list_families import TURN
+from bug_list_families import HADAMARD, TURN
 from bug_list_linears import FROM_HF, HF_FOLDER, I2S_AS_ARM, I2S_WRITTEN, QUANT, ROUNDED
 from numpy.typing import NDArray
 from planted_models import BASE, MODELS, TOKENS, tensors_for, write
@@ -35,7 +34,7 @@ from bitnet_ref.crossval.engines import llama_cpp, transformers
 from bitnet_ref.crossval.engines.engine import ExternalEngine
 from bitnet_ref.crossval.opponents import cross_trace
 from bitnet_ref.crossval.trace import Trace, write_trace
-from bitnet_ref.formats.checkpoint import ReadOptions
+from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.gguf.blocks import dequantize
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf, write_gguf_model
 from bitnet_ref.formats.gguf.file import GgufFile, GgufTensor
@@ -133,7 +132,7 @@ def relu2_in_llama_cpp(folder: Path, python: str) -> Crossing:
     """
     config = {**BASE, "quantization_config": None}
     path = write(folder / "model", config, tensors_for(config))
-    with open_checkpoint(path, ReadOptions(allow_unquantized=True)) as checkpoint:
+    with open_checkpoint(path, LoadOptions(allow_unquantized=True)) as checkpoint:
         checkpoint.config = replace(checkpoint.config, activation="silu")  # the name of the architecture follows it
         write_gguf_model(checkpoint, folder / "model.gguf", "f32", dense_type="F32")
     return llama_cpp_on_gguf(folder / "model.gguf", path, folder, python)
@@ -252,7 +251,7 @@ CASES = (
         "hadamard-ignored",
         "blocks.0.attn.q_proj.hook_x_rotated",
         "rotation_ignored",
-        of_copy(GROUPS / "pq2_0-hadamard.gguf", (GROUPS_FILE, TURN, "return x.astype(np.float64)"), tokens=FEW),
+        of_copy(GROUPS / "pq2_0-hadamard.gguf", (HADAMARD, TURN, "return x.astype(np.float64)"), tokens=FEW),
     ),
     Case(
         "hadamard-llama.cpp",

@@ -1,6 +1,7 @@
-"""Mutants: does a mistake in a line that `generate` executes go unnoticed?
+"""Mutants: does a mistake in a line that `generate` executes go unnoticed? Or one in a room around the arithmetic?
 
     python crossval/mutants.py [--python N] [--kernels N] [--only TEXT] [--list] [--jobs 2] [--json FILE]
+    python crossval/mutants.py --rooms ROOM,ROOM [--count N] [--only TEXT] [--list] [--jobs 2] [--json FILE]
 
 Each mutant is one small edit: an operator, a comparison, a constant, an argument, an attribute, a statement that is
 dropped. Python files are mutated by their syntax tree, on the lines that the texts below execute. The C and Cython
@@ -9,6 +10,11 @@ files are mutated at the places that `kernel_mutants.py` lists, all in one exten
 A mutant is judged in a process of its own. It first writes some texts (`write_texts`). They are the same as without the
 edit ("no change"), or an error is raised ("error"), or they differ without an error: a silent change. Of those we ask
 `bitnet-ref doctor --full` and `bitnet-ref crossval backends MODEL`. A silent change that neither notices survives.
+
+A mutant of a room is judged by the room's tests that reach its line. One ends with an exception of other kinds
+("error"), or an assertion fails: the silent change is "noticed". If all of them pass, it survives. The rooms:
+
+{rooms}
 
 Exit code 0: every survivor is in `known_mutants.py` with the reason why it may survive. 1: one is not. No file of the
 repository is changed: the edited text is compiled as its module is imported.
@@ -44,8 +50,10 @@ from kernel_mutants import KERNELS, build, kernel_places
 from known_mutants import KNOWN
 from mutant_texts import same, small_models, write_texts
 from python_mutants import PACKAGE, Mutant, executed_lines, python_mutants
+from room_mutants import ROOMS, TEMPORARY, Plan, TestLines, judge_by_tests, measure, plan, reached_share, room_mutants
 
 TIMEOUT_S, TEXTS_LIMIT_S, CHECKS_LIMIT_S = 600, 40, 200  # of one mutant: of the clock, and of the processor
+TESTS_LIMIT_S = 400  # of the processor, for the tests of one file without a mutant
 
 
 @dataclass(frozen=True)
@@ -256,26 +264,31 @@ def judge_all(
 ) -> list[tuple[Mutant, Verdict]]:
     """The verdicts, printed as they come. control: also that the checks pass without any edit, else RuntimeError."""
     right = run_child(lambda: texts_of(models, extension))
-    verdicts: dict[Mutant | None, Verdict] = {}
-
     judged: list[Mutant | None] = [None, *mutants] if control else [*mutants]
+    verdicts = verdicts_of(judged, [partial(judge, mutant, models, right, extension) for mutant in judged], jobs)
+    if control and verdicts.pop(0).state != "survived":
+        raise RuntimeError("without an edit the checks find something, see above")
+    return list(zip(mutants, verdicts, strict=True))
+
+
+def verdicts_of(
+    judged: Sequence[Mutant | None], works: Sequence[Callable[[], Iterable[Any]]], jobs: int
+) -> list[Verdict]:
+    """The verdict of each work, printed as it comes; None stands for no edit."""
+    verdicts: dict[int, Verdict] = {}
 
     def done(index: int, answer: dict[str, Any] | None) -> None:
         if answer is not None and "failed" in answer:
             raise RuntimeError(answer["failed"])
-        verdict = verdicts[judged[index]] = Verdict(
-            *answer["result"] if answer else ("error", "crashed or did not end")
-        )
+        verdict = verdicts[index] = Verdict(*answer["result"] if answer else ("error", "crashed or did not end"))
         mutant = judged[index]
         print(
             f"{len(verdicts):5} {verdict.state:9}  {mutant.name if mutant else 'no edit'}  [{verdict.detail}]",
             flush=True,
         )
 
-    run_all([partial(judge, mutant, models, right, extension) for mutant in judged], jobs, done)
-    if control and verdicts.pop(None).state != "survived":
-        raise RuntimeError("without an edit the checks find something, see above")
-    return [(mutant, verdicts[mutant]) for mutant in mutants]
+    run_all(works, jobs, done)
+    return [verdicts[index] for index in range(len(works))]
 
 
 def texts_of(models: dict[str, str], extension: Path | None) -> dict[str, Any]:
@@ -284,13 +297,66 @@ def texts_of(models: dict[str, str], extension: Path | None) -> dict[str, Any]:
     return dict(write_texts(models, kernels=extension is not None))
 
 
-def report(verdicts: Sequence[tuple[Mutant, Verdict]], file: Path | None) -> int:
-    """Print how many of each state in each folder, and the survivors. Returns the exit code."""
+def judge_rooms(names: Sequence[str], wish: argparse.Namespace) -> int:
+    """Judge mutants of rooms by the tests of each. Returns the exit code."""
+    room_of, chosen = {}, []
+    for name in names:
+        measured = measure_room(name, wish.jobs)
+        print(f"{name}: its tests reach {reached_share(measured):.1%} of its statements", flush=True)
+        for mutant in choose(room_mutants(measured), wish.only, wish.count, wish.seed):
+            room_of[mutant.file] = name
+            chosen.append((mutant, plan(mutant, measured)))
+    if wish.list:
+        print("\n".join(mutant.name for mutant, _ in chosen))
+        return 0
+    if not wish.no_control:
+        check_tests([tests for _, tests in chosen], wish.jobs)
+    mutants = [mutant for mutant, _ in chosen]
+    verdicts = verdicts_of(mutants, [partial(judge_in_room, mutant, tests) for mutant, tests in chosen], wish.jobs)
+    return report(list(zip(mutants, verdicts, strict=True)), room_of, wish.json)
+
+
+def check_tests(plans: Sequence[Plan], jobs: int) -> None:
+    """Run the tests of the plans without an edit. Raises RuntimeError if one fails."""
+    tests: dict[str, dict[str, float]] = {}
+    for tests_of_mutant in plans:
+        for file, seconds in tests_of_mutant:
+            tests.setdefault(file, {}).update(seconds)
+    works = [partial(judge_in_room, None, [part]) for part in tests.items()]
+    if any(verdict.state != "survived" for verdict in verdicts_of([None] * len(works), works, jobs)):
+        raise RuntimeError("without an edit a test fails, see above")
+
+
+def measure_room(name: str, jobs: int) -> list[TestLines]:
+    """Which lines of a room each of its tests reaches."""
+    room = ROOMS[name]
+    files = room.test_files()
+    answers: dict[int, Any] = {}
+    run_all([partial(measured_alone, file, room.files()) for file in files], jobs, answers.__setitem__)
+    for index, file in enumerate(files):
+        answer = answers[index]
+        if answer is None or "failed" in answer:
+            raise RuntimeError(answer["failed"] if answer else f"{file} crashed or did not end without any mutant")
+    return [TestLines(**answers[index]["result"]) for index in range(len(files))]
+
+
+def measured_alone(file: str, sources: Sequence[str]) -> Iterator[dict[str, Any]]:
+    limit_cpu(TESTS_LIMIT_S)
+    yield measure(file, sources)
+
+
+def judge_in_room(mutant: Mutant | None, tests: Plan) -> Iterator[tuple[str, str]]:
+    sys.meta_path.insert(0, Finder(mutant, None))
+    limit_cpu(TESTS_LIMIT_S)
+    return judge_by_tests(tests)
+
+
+def report(verdicts: Sequence[tuple[Mutant, Verdict]], rooms: dict[str, str], file: Path | None) -> int:
+    """Print how many of each state in each room, and the survivors. rooms: {file: room}. Returns the exit code."""
     states = ("no change", "error", "noticed", "survived")
-    rooms = {mutant.file: str(Path(mutant.file).parent) for mutant, _ in verdicts}
     counts = Counter((rooms[mutant.file], verdict.state) for mutant, verdict in verdicts)
     counts += Counter(("all", verdict.state) for _, verdict in verdicts)
-    print(f"\n{'folder':24}{'mutants':>9}" + "".join(f"{state:>11}" for state in states))
+    print(f"\n{'room':24}{'mutants':>9}" + "".join(f"{state:>11}" for state in states))
     for room in [*sorted(set(rooms.values())), "all"]:
         row = [counts[room, state] for state in states]
         print(f"{room:24}{sum(row):9}" + "".join(f"{count:11}" for count in row))
@@ -308,9 +374,14 @@ def report(verdicts: Sequence[tuple[Mutant, Verdict]], file: Path | None) -> int
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    description = (__doc__ or "").format(
+        rooms="\n".join(f"    {name:14}{' '.join(room.tests)}" for name, room in ROOMS.items())
+    )
+    arguments = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--python", type=int, metavar="N", help="so many mutants of Python files (default: all)")
     arguments.add_argument("--kernels", type=int, metavar="N", help="so many mutants of the kernels (default: all)")
+    arguments.add_argument("--rooms", metavar="ROOM,ROOM", help='mutants of these rooms ("all": of each) instead')
+    arguments.add_argument("--count", type=int, metavar="N", help="so many mutants of each room (default: all)")
     arguments.add_argument("--only", default="", metavar="TEXT", help="only mutants with this text in their name")
     arguments.add_argument("--seed", type=int, default=19, help="another choice of N")
     arguments.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
@@ -320,10 +391,17 @@ def main() -> int:
     )
     arguments.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts there too")
     wish = arguments.parse_args()
+    rooms = [] if wish.rooms is None else [*ROOMS] if wish.rooms == "all" else wish.rooms.split(",")
+    if unknown := [name for name in rooms if name not in ROOMS]:
+        arguments.error(f"--rooms: no room is named {', '.join(unknown)}; there are {', '.join(ROOMS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))  # ends the children too
     sys.path.insert(0, str(PACKAGE.parent))  # the package of this working tree, whatever is installed
     for name in PRELOADED:  # once, for all the processes that are forked from this one
         importlib.import_module(name)
+    if rooms:
+        with tempfile.TemporaryDirectory(prefix="bitnet-ref-mutants-", ignore_cleanup_errors=True) as folder:
+            os.environ[TEMPORARY] = folder
+            return judge_rooms(rooms, wish)
     with tempfile.TemporaryDirectory(prefix="bitnet-ref-mutants-") as folder:
         models = run_child(lambda: small_models(Path(folder))) | {"storyteller": "storyteller"}
         python = kernels = []
@@ -339,7 +417,7 @@ def main() -> int:
         verdicts = judge_all(python, None, models, wish.jobs, control and not kernels) if python else []
         if kernels:
             verdicts += judge_all(kernels, build(PACKAGE.parent), models, wish.jobs, control)
-    return report(verdicts, wish.json)
+    return report(verdicts, {mutant.file: str(Path(mutant.file).parent) for mutant, _ in verdicts}, wish.json)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,15 @@ Executed = dict[str, list[int]]  # file in the package -> its executed lines
 
 @dataclass(frozen=True)
 class Mutant:
-    """One edit. `text` is the whole edited source of a Python file; `number` selects a mutant of the kernels."""
+    """One edit. `text` is the whole edited source of a Python file, `line` where the edit begins; `number` selects a
+    mutant of the kernels."""
 
     file: str  # relative to the package
     place: str  # the function
     old: str  # the line or lines
     new: str
     text: str = ""
+    line: int = 0
     number: int = 0
 
     @property
@@ -66,6 +68,7 @@ _PAIRS = """slots positions; keys values; key value; k v; q k; gate up; gate_pro
 EXCHANGED = {a: b for pair in _PAIRS.split(";") for a, b in (pair.split(), pair.split()[::-1])}
 
 
+LEFT_ALONE = ("strict", "encoding", "help")  # keywords: an assertion, what is the default where it is UTF-8, a text
 NOT_SWAPPED = ("isinstance", "getattr", "hasattr", "field", "min", "max", "cast", "require", "log.info", "log.debug")
 
 
@@ -93,7 +96,7 @@ def file_mutants(file: str, lines: set[int]) -> Iterator[Mutant]:
             if text not in seen:
                 seen.add(text)
                 old_line, new_line = source[before:after], source[before:start] + new + source[end:after]
-                yield Mutant(file, place, _one_line(old_line), _one_line(new_line), text)
+                yield Mutant(file, place, _one_line(old_line), _one_line(new_line), text, node.lineno)
 
 
 def _one_line(code: str) -> str:
@@ -107,12 +110,14 @@ def _offset(rows: Sequence[str], line: int, column: int) -> int:
 
 def _computing_nodes(tree: ast.Module) -> Iterator[tuple[Any, str, set[str]]]:
     """Each statement and expression, the function in which it stands, and that function's names. Annotations,
-    decorators, messages and docstrings are left out."""
+    decorators, messages, assertions and docstrings are left out."""
 
     def visit(node: ast.AST, place: str, names: set[str]) -> Iterator[tuple[Any, str, set[str]]]:
         if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom | ast.arg):
             return
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            return
+        if isinstance(node, ast.keyword) and node.arg in LEFT_ALONE:
             return
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             place = f"{place}.{node.name}" if place else node.name
@@ -160,7 +165,7 @@ def _changes(node: Any, names: set[str]) -> Iterator[Any]:
         case ast.Call(func=func, args=args, keywords=keywords) if ast.unparse(func) not in NOT_SWAPPED:
             if len(args) > 1 and not any(isinstance(arg, ast.Starred) for arg in args):
                 yield changed(args=[args[1], args[0], *args[2:]])
-            if keywords:
+            if keywords and keywords[-1].arg not in LEFT_ALONE:
                 yield changed(keywords=keywords[:-1])
         case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Assign(targets=[ast.Subscript() | ast.Attribute()]):
             yield ast.Pass()

@@ -6,6 +6,7 @@ from collections import Counter
 from linecache import getline
 
 from bitnet_ref.errors import GenerationError, RequestCancelled, RequestTimeout
+from bitnet_ref.generation.drafts import StepTimes
 
 PROMPTS = ["Once upon a time", "Alice", "The old man of the sea", "It was a dark and stormy night, and the wind"]
 
@@ -29,7 +30,7 @@ def check(engine):
     check_pool(pool, [])
     assert pool.in_use == 0
     scheduler = engine._worker._scheduler
-    assert (scheduler.running, scheduler.waiting, engine._worker._alive) == ([], [], {})
+    assert (scheduler.running, scheduler.waiting, scheduler.parked, engine._worker._alive) == ([], [], {}, {})
     now = engine.metrics.snapshot()
     assert (now["num_requests_running"], now["num_requests_waiting"]) == (0, 0)
 
@@ -45,8 +46,15 @@ def gist(out):
     return out.token_ids, out.text, out.logprobs, out.finish_reason, out.stop_reason, out.top_logprobs
 
 
+class FreeGuesses(StepTimes):
+    """Guesses are made at any speed of the model and the machine."""
+
+    def learn(self, rows, drafted, seconds):
+        return 0.0
+
+
 class LineFault:
-    """Traces a thread and raises MemoryError at the `number`-th line of `serving` that it runs. lines: so far."""
+    """Traces a thread and raises MemoryError at the `number`-th line of `serving` and the stepper that it runs."""
 
     SPARED = ("_run", "_start_over")  # what handles the fault
     DESTRUCTORS = ("close", "cancel", "done")  # with all that they call; the thread runs those of older engines too
@@ -55,7 +63,8 @@ class LineFault:
         self.number, self.lines = number, 0
 
     def __call__(self, frame, event, arg):
-        if "/bitnet_ref/serving/" not in frame.f_code.co_filename or frame.f_code.co_name in self.SPARED:
+        name = frame.f_code.co_filename
+        if not ("/bitnet_ref/serving/" in name or name.endswith("/stepper.py")) or frame.f_code.co_name in self.SPARED:
             return None
         callers = frame
         while callers is not None:

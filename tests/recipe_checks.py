@@ -14,7 +14,7 @@ from helpers import TINY, tiny_tensors, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref.backends import choose_backend
-from bitnet_ref.cli import main
+from bitnet_ref.cli import cli, main
 from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.explain.diagnose import diagnose
 from bitnet_ref.crossval.explain.variants import Setting
@@ -25,6 +25,7 @@ from bitnet_ref.formats.gguf.blocks import dequantize
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
 from bitnet_ref.formats.gguf.file import GgufFile
 from bitnet_ref.inspection import inspect_model
+from bitnet_ref.serving.http.schemas import SAMPLING
 
 TOKENS = [1, 17, 5, 23, 9, 32, 3, 3]
 
@@ -74,7 +75,8 @@ def activation(folder: Path) -> None:
 
 
 def sampling_rule(folder: Path) -> None:
-    """no_repeat: read and checked as every parameter, and the same on every head and in the engine."""
+    """no_repeat: read and checked as every parameter, in the shell and over HTTP too, and the same on every head and in
+    the engine."""
     m = bitnet_ref.load("storyteller", backend="cython")
     options = {"max_tokens": 40, "ignore_eos": True}
     ids = m.generate("Once upon a time", no_repeat=8, **options).token_ids
@@ -88,6 +90,8 @@ def sampling_rule(folder: Path) -> None:
     with pytest.raises(GenerationError, match="no_repeat"):
         m.generate("Once", no_repeat=-1)
     assert "no_repeat" in str(bitnet_ref.Model.generate.__signature__)
+    assert "no_repeat" in {param.name for param in cli.commands["generate"].params}
+    assert SAMPLING["no_repeat"]["minimum"] == 0
 
 
 def gguf_type(folder: Path) -> None:

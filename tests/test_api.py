@@ -1,16 +1,21 @@
 """bitnet_ref.api: what `load` and `Model` accept, and how they refuse the rest."""
 
 import gc
+import inspect
 import os
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 from helpers import BITNET, GOLDEN, TINY, golden, model, tiny_tensors, write_checkpoint
 
 import bitnet_ref
+from bitnet_ref import DeviceOptions, LoadOptions
+from bitnet_ref.api import LoadKeywords
+from bitnet_ref.backends.options import ComputeOptions
 from bitnet_ref.errors import (
     BackendError,
     BackendUnavailable,
@@ -22,6 +27,7 @@ from bitnet_ref.errors import (
 )
 from bitnet_ref.formats.open import shipped_models
 from bitnet_ref.reference.cache import TokenBatch
+from bitnet_ref.system.options import declared_options
 
 pytestmark = pytest.mark.quick_emulated
 
@@ -174,6 +180,21 @@ def test_an_unknown_option_has_a_hint(name, hint):
     with pytest.raises(ConfigError, match=f"load has no such parameter; {hint}") as caught:
         bitnet_ref.load(**{name: 1})
     assert caught.value.field == name
+
+
+@pytest.mark.parametrize("function", [bitnet_ref.load, bitnet_ref.load_engine])
+def test_the_signature_of_load_has_every_declared_option(function):
+    """Its own keywords, what help() shows, and the types for editors."""
+    shown = inspect.signature(function).parameters
+    types = get_type_hints(LoadKeywords)
+    for group in (ComputeOptions, DeviceOptions, LoadOptions):
+        for name, declared in declared_options(group).items():
+            assert shown[name].default == declared.default, name
+            assert types[name] == get_type_hints(group)[name], name
+            assert f"\n{name}: {declared.help[:20]}" in inspect.getdoc(function)
+    assert not any(each.kind is each.VAR_KEYWORD for each in shown.values())
+    own = {name: declared.default for name, declared in declared_options(ComputeOptions).items()}
+    assert bitnet_ref.load.__kwdefaults__ == {**own, "device": None, "options": None}
 
 
 @pytest.mark.parametrize("backend", ["numpy", "cython"])

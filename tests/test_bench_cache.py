@@ -7,8 +7,8 @@ from helpers import GOLDEN, model, rng
 
 import bitnet_ref
 from bitnet_ref.backends.paged_cache import CACHE_DTYPES
-from bitnet_ref.benchmark import measure_cache
 from bitnet_ref.cli import cli
+from bitnet_ref.crossval.precision import measure_cache
 from bitnet_ref.errors import GenerationError, ShapeError
 from bitnet_ref.reference.cache import TokenBatch
 

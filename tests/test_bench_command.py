@@ -5,15 +5,13 @@ from bench_runs import FAST, NO_CYTHON, SMALL, TINY, OffByOne, assert_positive, 
 from helpers import BITNET, write_checkpoint
 
 from bitnet_ref import benchmark
-from bitnet_ref.formats.open import find_model
-from bitnet_ref.tokenizers import load_tokenizer
 
 
 @pytest.fixture
 def small_reader(monkeypatch):
     """Reads and caches of 64 KB, so that the shell's own paths take no time."""
-    monkeypatch.setattr(benchmark.ceiling, "MIN_READ_BYTES", SMALL)
-    monkeypatch.setattr(benchmark.ceiling, "MAX_READ_BYTES", SMALL)
+    monkeypatch.setattr(benchmark.limits, "MIN_READ_BYTES", SMALL)
+    monkeypatch.setattr(benchmark.limits, "MAX_READ_BYTES", SMALL)
     monkeypatch.setattr(benchmark.kernels, "last_level_cache_bytes", lambda: SMALL)
 
 
@@ -43,18 +41,6 @@ def test_bench_kernels_by_method():
     sizes = {result["layout"]: result["weight_bytes"] for result in facts["results"]}
     assert sizes == {"2-bit": 2 * 4 * 256, "table": 2 * 4 * 256, "1.6-bit": 2 * 4 * 256}  # 64 columns: 4 blocks of each
     assert facts["equal"]
-
-
-@pytest.mark.usefixtures("small_reader")
-def test_bench_ceiling(tmp_path):
-    pytest.importorskip("matplotlib")
-    facts = invoke_json("ceiling", "--threads", "1", "--repeats", "1", "--plot", str(tmp_path / "roof.svg"))
-    assert [read["threads"] for read in facts["reads"]] == [1]
-    assert "<svg" in (tmp_path / "roof.svg").read_text()
-    result = invoke("ceiling", "--threads", "1", "--repeats", "1")
-    assert result.exit_code == 0
-    assert "GB/s" in result.stdout
-    assert invoke("ceiling", "--plot", str(tmp_path / "roof.xyz")).exit_code == 2
 
 
 @pytest.mark.usefixtures("small_reader")
@@ -102,17 +88,6 @@ def test_bench_with_a_kernel_set(tmp_path):
     assert {result["kernel_set"] for result in facts["results"]} == {"scalar"}
 
 
-def test_bench_tokenizer(monkeypatch):
-    facts = invoke_json("tokenizer", "--texts", 4, "--words", 6, "--repeats", 1)
-    assert facts["equal"]
-    assert_positive(facts, "tokens", "load_s", *(f"{name}_tokens_per_s" for name in facts["timings"]))
-    assert set(facts["timings"]) == {"encode_single", "encode_batch", "decode", "stream"}
-    assert "encode_batch" in invoke("tokenizer", "--texts", 4, "--words", 6, "--repeats", 1).stdout
-    monkeypatch.setattr(type(load_tokenizer(find_model("storyteller"))), "encode_batch", lambda self, texts: [])
-    facts = invoke_json("tokenizer", "--texts", 4, "--words", 6, "--repeats", 1, code=1)
-    assert facts["timings"] == {}
-
-
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -127,7 +102,6 @@ def test_bench_tokenizer(monkeypatch):
         (("model", "--backend", "numpy", "--simd", "scalar"), 2),
         (("model", "no/such/model"), 3),
         (("model", "--prompt", "1000000"), 2),
-        (("tokenizer", "--texts", "0"), 2),
     ],
 )
 def test_exit_codes(arguments, code):

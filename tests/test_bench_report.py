@@ -1,27 +1,32 @@
-"""`bitnet-ref bench report`: real runs, each in a process of its own, and the page."""
+"""scripts/benchmarks/report.py: real runs, each in a process of its own, and the page."""
 
 import json
 from html.parser import HTMLParser
 
 import pytest
-from bench_runs import invoke, invoke_json
+from benchmark_scripts import report
+from click.testing import CliRunner
 
-from bitnet_ref.benchmark import report
+
+def invoke(*arguments):
+    return CliRunner().invoke(report.main, [str(word) for word in arguments])
 
 
 @pytest.fixture
 def short_runs(monkeypatch):
     """The shipped model with few tokens, and one that is not there."""
     subjects = {
-        "storyteller": ("model", "--prompt", "4", "--new", "2", "--threads", "1", "--backend", "numpy"),
-        "absent": ("model", "/no/such/model"),
+        "storyteller": ("models.py", "--prompt", "4", "--new", "2", "--threads", "1", "--backend", "numpy"),
+        "absent": ("models.py", "/no/such/model"),
     }
     monkeypatch.setattr(report, "SUBJECTS", subjects)
 
 
 @pytest.mark.usefixtures("short_runs")
 def test_a_report(tmp_path):
-    facts = invoke_json("report", "--out", tmp_path / "r")
+    result = invoke("--out", tmp_path / "r", "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
     assert facts["equal"]
     assert facts == json.loads((tmp_path / "r" / "report.json").read_text())
     right, wrong = facts["runs"]
@@ -37,7 +42,7 @@ def test_a_report(tmp_path):
 
 
 def test_words_that_no_title_has(tmp_path):
-    result = invoke("report", "--out", tmp_path, "--only", "llama 405b")
+    result = invoke("--out", tmp_path, "--only", "llama 405b")
     assert result.exit_code == 2
     assert "2B-4T" in result.output
 

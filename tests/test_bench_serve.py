@@ -8,13 +8,13 @@ import pytest
 from click.testing import CliRunner
 from helpers import GOLDEN, model
 
-from bitnet_ref.benchmark.serve import Load, LoadPoint, Quantiles, Together, measure_serve
+from bitnet_ref.benchmark.serve import Load, LoadPoint, Quantiles, measure_serve
 from bitnet_ref.cli import cli
 from bitnet_ref.errors import GenerationError
 from bitnet_ref.serving import Engine
 
 TINY = GOLDEN / "bitnet-packed-offline"
-FAST = ("--requests", 6, "--prompt", "2-4", "--new", "3", "--together", 4, "--rate", 200, "--rate", 400)
+FAST = ("--requests", 6, "--prompt", "2-4", "--new", "3", "--rate", 200, "--rate", 400)
 
 
 def invoke(*args):
@@ -34,17 +34,19 @@ def test_a_load_is_the_same_every_time_and_lies_in_its_ranges():
 
 
 def test_figures():
-    point = LoadPoint(10.0, 8, 2, 3.0, 60, None, None, 4, 2.5)
+    point = LoadPoint(10.0, 8, 2, 3.0, 60, None, None, 4, 2.5, processor_s=1.5, energy_j=90.0)
     assert (point.requests_per_s, point.tokens_per_s) == (2.0, 20.0)
+    assert (point.processor_s_per_token, point.joules_per_token) == (0.025, 1.5)
+    refused = LoadPoint(10.0, 8, 8, 3.0, 0, None, None, 0, 0.0, processor_s=1.5)
+    assert (refused.processor_s_per_token, refused.joules_per_token) == (None, None)
     assert Quantiles.of([]) is None
     assert Quantiles.of([1.0, 2.0, 3.0]).p50_s == 2.0
-    assert Together(4, 8, 1.0, 3.0, (2.0, 4.0, 3.0)).ratio == 3.0
 
 
 def test_measuring_a_tiny_model():
     tiny = model(TINY, "auto")
     load = Load(requests=5, prompt=(2, 4), new=(3, 5))
-    found = measure_serve(tiny, load, rates_per_s=[300.0], prompts=3)
+    found = measure_serve(tiny, load, rates_per_s=[300.0])
     assert found.equal
     (point,) = found.points
     assert (point.requests, point.refused) == (5, 0)
@@ -52,7 +54,8 @@ def test_measuring_a_tiny_model():
     assert 1 <= point.mean_batch <= point.largest_batch <= 5
     assert point.first_token.p50_s > 0
     assert found.capacity_per_s > 0
-    assert len(found.together.ratios) == 3
+    assert point.processor_s_per_token > 0
+    assert found.conditions.waited is None  # it sleeps between arrivals
 
 
 def test_what_is_refused_is_counted():
@@ -61,7 +64,6 @@ def test_what_is_refused_is_counted():
         Load(requests=40, prompt=(2, 2), new=(20, 20)),
         replace(measure_config(), max_batch=1, max_queue=1),
         rates_per_s=[1e6],
-        prompts=2,
     )
     (point,) = found.points
     assert point.refused > 0
@@ -81,19 +83,19 @@ def test_an_engine_that_gives_something_else_gets_no_figures(monkeypatch):
     assert result.exit_code == 1
     assert "DIFFERS" in result.stdout
     facts = json.loads(invoke(TINY, *FAST, "--json").stdout)
-    assert (facts["equal"], facts["points"], facts["together"]) == (False, [], None)
+    assert (facts["equal"], facts["points"], facts["capacity_per_s"]) == (False, [], None)
 
 
-def test_the_command(tmp_path):
-    pytest.importorskip("matplotlib")
-    result = invoke(TINY, *FAST, "--plot", tmp_path / "load.svg")
+def test_the_command():
+    result = invoke(TINY, *FAST)
     assert result.exit_code == 0, result.output
-    assert "4 prompts together" in result.stdout
     assert "200.00" in result.stdout
-    assert "<svg" in (tmp_path / "load.svg").read_text()
+    assert "CPU ms/tok" in result.stdout
     facts = json.loads(invoke(TINY, *FAST, "--json").stdout)
     assert [point["offered_per_s"] for point in facts["points"]] == [200.0, 400.0]
     assert facts["points"][0]["tokens"] == 18
+    assert facts["points"][0]["processor_s_per_token"] > 0
+    assert facts["conditions"]["quiet"] in (True, False)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,6 @@ def test_the_command(tmp_path):
         ("--layers", "1"),
         ("--prompt", "9-3"),
         ("--new", "x"),
-        ("--plot", "load.xyz"),
         ("--rate", "-1"),
         ("--max-batch", "8", "--max-batch-tokens", "8"),
         ("--prompt", "300"),

@@ -13,16 +13,16 @@ from bitnet_ref import Model, benchmark
 from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cpu import extension
 from bitnet_ref.backends.cpu.backend import CythonBackend
-from bitnet_ref.benchmark.ceiling import INSTRUCTIONS, peak_of
-from bitnet_ref.benchmark.validate import check_model
+from bitnet_ref.benchmark.limits import INSTRUCTIONS, peak_of
+from bitnet_ref.benchmark.validate import check_model, first_of_each_type
 
 MULTIPLY_ADDS = 2 * (2 * 16 * 16 + 2 * 8 * 16 + 3 * 24 * 16)  # layers of q o, k v, gate up down; the head is dense
 
 
 @pytest.fixture(autouse=True)
 def small_reader(monkeypatch):
-    monkeypatch.setattr(benchmark.ceiling, "MIN_READ_BYTES", SMALL)
-    monkeypatch.setattr(benchmark.ceiling, "MAX_READ_BYTES", SMALL)
+    monkeypatch.setattr(benchmark.limits, "MIN_READ_BYTES", SMALL)
+    monkeypatch.setattr(benchmark.limits, "MAX_READ_BYTES", SMALL)
 
 
 def invoke(*args):
@@ -51,7 +51,7 @@ def test_a_path_or_a_shipped_model_as_a_shape(tmp_path):
 MINICPM = TINY_CONFIG | {"model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 4}
 
 
-@pytest.mark.parametrize("family", ["embedding-gemma3", "qwen3_5-groups128-hybrid", "embedding-qwen3", "minicpm"])
+@pytest.mark.parametrize("family", [*(path.name for path in sorted((DATA / "families").iterdir())), "minicpm"])
 def test_a_family(family, tmp_path):
     folder = DATA / "families" / family
     if family == "minicpm":
@@ -71,7 +71,7 @@ class WrongAttention(Backend):
 def test_a_block_of_each_type_is_checked():
     """The hybrid has attention in its last block only."""
     right = model(DATA / "families" / "qwen3_5-groups128-hybrid")
-    assert right.config.first_of_each_type == [0, 3]
+    assert first_of_each_type(right.config) == [0, 3]
     assert check_model(right, [1, 5, 3]).equal
     assert not check_model(Model(right.config, right.weights, WrongAttention(threads=1)), [1, 5, 3]).equal
 
@@ -112,7 +112,7 @@ def test_a_prompt_is_bound_by_the_rate_of_the_product_instruction():
     assert found.prompt_bound_tokens_per_s == pytest.approx(rate / MULTIPLY_ADDS)
     assert found.of_prompt_bound == pytest.approx(found.prompt_tokens_per_s / found.prompt_bound_tokens_per_s)
     assert found.peak_multiply_adds == extension._cpu.peak_multiply_adds(
-        list(extension.simd_variants()).index(sets[-1]), benchmark.ceiling.PEAK_ROUNDS, 1
+        list(extension.simd_variants()).index(sets[-1]), benchmark.limits.PEAK_ROUNDS, 1
     )
     result = invoke("--shape", "storyteller", "--simd", sets[-1])
     assert INSTRUCTIONS[sets[-1]] in result.stdout

@@ -1,17 +1,15 @@
-"""`bench cuda`: what it compares, counts and says, on the emulation. Times are of no interest here."""
+"""scripts/benchmarks/cuda_kernels.py: what it compares, counts and says, on the emulation. No time is of interest."""
 
 import json
 
 import numpy as np
 import pytest
+from benchmark_scripts import cuda_kernels
 from click.testing import CliRunner
 
-from bitnet_ref import benchmark
 from bitnet_ref.backends.cuda.emulation import build as emulated_build
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.backends.cuda.ternary import KERNELS, TernaryKernels
-from bitnet_ref.benchmark.cuda_kernels import CudaKernelResult, kernels_for
-from bitnet_ref.cli import cli
 from bitnet_ref.errors import ShapeError
 
 pytestmark = [pytest.mark.card, pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")]
@@ -19,7 +17,7 @@ SMALL = {"cold_bytes": 10_000, "copy_bytes": 4096}
 
 
 def test_every_kernel_that_suits_is_compared_and_timed():
-    found = benchmark.measure_cuda_kernels(EmulatedDevice(), [(20, 300)], [1, 3, 40], repeats=2, **SMALL)
+    found = cuda_kernels.measure_cuda_kernels(EmulatedDevice(), [(20, 300)], [1, 3, 40], repeats=2, **SMALL)
     assert found.equal
     assert found.emulated
     assert found.copy_gb_per_s > 0
@@ -40,7 +38,9 @@ def test_every_kernel_that_suits_is_compared_and_timed():
 def test_the_targets_are_those_of_one_token():
     def result(n_out, n_in, tokens=1, chosen=True):
         sizes = n_out, n_in, tokens, 1, 1
-        return CudaKernelResult("ternary_gemv_dp4a", chosen, (1, 1, 1), 32, *sizes, 0, 0, None).target_share
+        return cuda_kernels.CudaKernelResult(
+            "ternary_gemv_dp4a", chosen, (1, 1, 1), 32, *sizes, 0, 0, None
+        ).target_share
 
     assert result(13824, 2560) == 0.60
     assert result(2560, 6912) == 0.35
@@ -50,7 +50,7 @@ def test_the_targets_are_those_of_one_token():
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 32, 33, 128, 2048])
 def test_only_kernels_that_take_the_tokens(tokens):
-    names = kernels_for(tokens)
+    names = cuda_kernels.kernels_for(tokens)
     assert names
     assert set(names) <= set(KERNELS)
 
@@ -62,7 +62,7 @@ def test_a_wrong_kernel_gets_no_speed(monkeypatch):
         return right(self, x_q, w, acc, kernel) + np.int32(kernel == "ternary_gemv_mma_8")
 
     monkeypatch.setattr(TernaryKernels, "matmul", wrong)
-    found = benchmark.measure_cuda_kernels(EmulatedDevice(), [(20, 300)], [1], repeats=1, **SMALL)
+    found = cuda_kernels.measure_cuda_kernels(EmulatedDevice(), [(20, 300)], [1], repeats=1, **SMALL)
     assert not found.equal
     assert [(r.unequal_accumulators, r.timing is None) for r in found.results] == [(0, False), (20, True), (0, False)]
 
@@ -70,13 +70,13 @@ def test_a_wrong_kernel_gets_no_speed(monkeypatch):
 def test_arguments():
     for shapes, tokens, repeats in (([], [1], 1), ([(1, 1)], [], 1), ([(0, 1)], [1], 1), ([(1, 1)], [1], 0)):
         with pytest.raises(ShapeError, match="at least one shape"):
-            benchmark.measure_cuda_kernels(EmulatedDevice(), shapes, tokens, repeats=repeats)
+            cuda_kernels.measure_cuda_kernels(EmulatedDevice(), shapes, tokens, repeats=repeats)
 
 
 def test_the_command(monkeypatch):
     monkeypatch.setenv("BITNET_REF_CUDA", "emulated")
-    command = ["bench", "cuda", "--shape", "200x5000", "--tokens", "1", "--repeats", "1", "--cold-mb", "1"]
-    done = CliRunner().invoke(cli, command)
+    command = ["--shape", "200x5000", "--tokens", "1", "--repeats", "1", "--cold-mb", "1"]
+    done = CliRunner().invoke(cuda_kernels.main, command)
     assert done.exit_code == 0, done.output
     assert "Emulated on the host: the times say nothing about a GPU." in done.output
     assert "200 x 5000, " in done.output
@@ -87,6 +87,6 @@ def test_the_command(monkeypatch):
 
 def test_no_gpu_is_exit_code_4(monkeypatch):
     monkeypatch.setenv("BITNET_REF_CUDA", "nowhere")
-    done = CliRunner().invoke(cli, ["bench", "cuda"])
+    done = CliRunner().invoke(cuda_kernels.main, [])
     assert done.exit_code == 4
     assert "expected gpu" in done.output

@@ -27,6 +27,14 @@ def test_file_errors_say_where(cls):
     assert cls("is bad").path is None
 
 
+@pytest.mark.parametrize("cls", [errors.GenerationError, errors.BackendUnavailable, errors.ConfigError])
+def test_errors_name_the_option_at_fault(cls):
+    error = cls("is more than top_k", field="top_p", mentions=["top_k"])
+    assert str(error) == "top_p: is more than top_k"
+    assert (error.message, error.field, error.mentions) == ("is more than top_k", "top_p", ("top_k",))
+    assert (str(cls("no")), cls("no").field, cls("no").mentions) == ("no", None, ())
+
+
 def test_shape_and_numerics_errors():
     error = errors.ShapeError("op", expected="(N, 3)", got="(2, 4)")
     assert str(error) == "op: expected (N, 3), got (2, 4)"
@@ -41,7 +49,7 @@ def test_shape_and_numerics_errors():
         errors.FormatError("is bad", path="a", offset=1, field="f"),
         errors.ShapeError("op", expected="a", got="b"),
         errors.NumericsError("bad", tensor="t"),
-        errors.GenerationError("no"),
+        errors.GenerationError("no", field="top_p", mentions=["top_k"]),
     ],
     ids=lambda error: type(error).__name__,
 )

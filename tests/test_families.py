@@ -22,7 +22,8 @@ from bitnet_ref.crossval.explain.variants import Setting
 from bitnet_ref.crossval.paths import check_paths
 from bitnet_ref.crossval.teacher import teacher_forced
 from bitnet_ref.errors import BackendUnavailable, ConfigError, FormatError, NumericsError, ShapeError
-from bitnet_ref.families import config_from_dict, config_to_dict
+from bitnet_ref.families import config_from_dict, config_to_dict, differences_from_llama, family_of
+from bitnet_ref.families.family import widest_window
 from bitnet_ref.families.groups import GroupTernaryWeight, group_matmul, split_groups
 from bitnet_ref.families.qwen3_5 import DeltaInputs, delta_recurrence
 from bitnet_ref.formats.convert import convert
@@ -87,7 +88,7 @@ def test_each_op_on_the_references_inputs(case):
     comparison = teacher_forced(reference, candidate, golden["tokens"])
     assert len(comparison.ops) > 30
     assert {op.status for op in comparison.ops} == {"ok"}
-    if "qk_norms" in reference.config.extras:
+    if "qk_norms" in differences_from_llama(reference.config):
         names = {op.name for op in comparison.ops}
         assert any(name.endswith("attn.q_norm.hook_normalized") for name in names)
 
@@ -135,7 +136,7 @@ def test_written_files_are_the_same_model(case, target, tmp_path):
     proof = convert(FAMILIES / case, path, target)
     assert proof.planes.total == len(m.config.layer_types or "xx") * 7 or groups or dense
     again = bitnet_ref.load(path, backend="numpy")
-    assert again.config.extras == m.config.extras
+    assert differences_from_llama(again.config) == differences_from_llama(m.config)
     np.testing.assert_allclose(again.logits(tokens), m.logits(tokens), rtol=0, atol=0 if proof.exact else 1e-5)
     back = tmp_path / "back.bitnet.safetensors"
     convert(path, back, "native")
@@ -409,7 +410,7 @@ def test_the_first_bad_tensor_of_a_hybrid(backend_name):
 def test_the_config_of_a_hybrid():
     config = model(FAMILIES / HYBRID).config
     assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
-    assert (config.rotary_dim, config.window_of(3), config.of_layers([3]).delta) == (32, None, None)
+    assert (config.rotary_dim, config.window_of(3), family_of(config).of_layers(config, [3]).delta) == (32, None, None)
     default = parse(model_type="qwen3_5_text", num_hidden_layers=8, head_dim=32)
     assert [i for i, kind in enumerate(default.layer_types) if kind == "full_attention"] == [3, 7]
     for key, value in (("attn_output_gate", False), ("attention_bias", True), ("partial_rotary_factor", 2)):
@@ -439,9 +440,9 @@ def test_layers_of_qwen():
     assert (config.attention_bias, config.o_proj_bias, config.sliding_window) == (True, False, None)
     config = parse(model_type="qwen3", use_sliding_window=True, sliding_window=4, max_window_layers=1)
     assert (config.head_dim, config.layer_types) == (128, ("full_attention", "sliding_attention"))
-    assert (config.window_of(0), config.window_of(1), config.widest_window) == (None, 4, None)
+    assert (config.window_of(0), config.window_of(1), widest_window(config)) == (None, 4, None)
     everywhere = parse(model_type="qwen3", use_sliding_window=True, sliding_window=4, max_window_layers=0)
-    assert (everywhere.layer_types, everywhere.widest_window) == ((), 4)
+    assert (everywhere.layer_types, widest_window(everywhere)) == ((), 4)
     with pytest.raises(ConfigError, match="layer_types"):
         parse(model_type="qwen3", layer_types=["sliding_attention", "full_attention"])
     with pytest.raises(ConfigError, match="layer_types"):
@@ -497,7 +498,7 @@ def test_minicpm_in_other_formats(tmp_path):
         path = tmp_path / {"gguf-f32": "x.gguf", "hf-bf16": "hf", "native": "x.bitnet.safetensors"}[target]
         assert convert(folder, path, target).holds
         again = bitnet_ref.load(path, backend="numpy")
-        assert set(again.config.extras) == {"embedding_scale", "residual_scale", "head_scale"}
+        assert set(differences_from_llama(again.config)) == {"embedding_scale", "residual_scale", "head_scale"}
         np.testing.assert_allclose(again.logits([1, 5, 3, 2]), expected, rtol=0, atol=1e-5)
 
 

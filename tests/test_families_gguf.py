@@ -15,9 +15,12 @@ import bitnet_ref
 from bitnet_ref.backends import Backend, choose_backend
 from bitnet_ref.crossval import paths as crossval_paths
 from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
-from bitnet_ref.families.groups import GroupTernaryWeight, Rotation, group_linear
-from bitnet_ref.formats.checkpoint import ReadOptions
+from bitnet_ref.families import differences_from_llama
+from bitnet_ref.families.groups import GroupTernaryWeight, group_linear
+from bitnet_ref.families.hadamard import Rotation
+from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import convert
+from bitnet_ref.formats.convert.proof import prove
 from bitnet_ref.formats.gguf.blocks import BY_PACKAGE, blocks_from_groups, dequantize, quantize
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
 from bitnet_ref.formats.gguf.file import GgufFile, Typed
@@ -165,7 +168,9 @@ def test_a_rotated_model_in_other_files(tmp_path, backend_name):
     for target in ("hf-bf16", "hf-unpacked", "gguf-f16", "gguf-q2_0", "onnx"):
         with pytest.raises(ConfigError, match='rotation="folded"'):
             convert(paths["native"], tmp_path / f"y{'.gguf' * ('gguf' in target)}", target)
-    assert convert(ROTATED, tmp_path / "hf", "hf-unpacked", options=ReadOptions(rotation="folded")).exact
+    folded = LoadOptions(rotation="folded")
+    assert convert(ROTATED, tmp_path / "folded.bitnet.safetensors", "native", options=folded).exact
+    assert convert(ROTATED, tmp_path / "hf", "hf-unpacked", options=folded).exact
     plain = bitnet_ref.load(tmp_path / "hf", backend="numpy").logits(tokens)
     np.testing.assert_allclose(plain, expected, rtol=0, atol=1e-4)
     with pytest.raises(ConfigError, match="stored or folded"):
@@ -177,6 +182,20 @@ def test_the_folded_rotation_is_a_path_of_crossval(backend_name):
     checks = dict(crossval_paths._checks(partial(choose_backend, backend_name), reference, [5, 6, 7], True))
     compared, problem, words = checks["folded rotation"]()
     assert (compared, problem) == (3 * reference.config.vocab_size, None), words
+
+
+def test_another_basis_is_another_model(tmp_path):
+    path = tmp_path / "x.bitnet.safetensors"
+    convert(ROTATED, path, "native")
+    arrays = load_file(path)
+    with safe_open(path, framework="np") as file:
+        metadata = file.metadata()
+    others = {"signs": -arrays["embedding.signs"], "order": np.arange(256, dtype=np.int64)}
+    for part, array in others.items():
+        save_file(arrays | {f"embedding.{part}": array}, path, metadata)
+        with open_checkpoint(ROTATED) as source, open_checkpoint(path) as written:
+            proof = prove(source, written, compute=False)
+        assert proof.problems == [f"embedding ({part}) differs"]
 
 
 @pytest.mark.parametrize("tensor", ["signs", "order"])
@@ -417,7 +436,7 @@ def test_the_same_model_from_both_formats(case, arch, keys, tmp_path):
     a, b = (bitnet_ref.load(each, backend="numpy") for each in (FAMILIES / case, path))
     np.testing.assert_array_equal(a.logits(tokens), b.logits(tokens))
     np.testing.assert_array_equal(a.embed(tokens), b.embed(tokens))
-    assert a.config.extras == b.config.extras
+    assert differences_from_llama(a.config) == differences_from_llama(b.config)
 
 
 def test_a_cut_file_is_an_error(tmp_path):

@@ -1,4 +1,4 @@
-"""`bench gpu`: every part for real, small, on the emulated device. Times are of no interest here."""
+"""scripts/benchmarks/gpu.py: every part for real, small, on the emulated device. Times are of no interest here."""
 
 import json
 from dataclasses import replace
@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from bench_runs import NO_CYTHON, TINY
+from benchmark_scripts import cuda_kernels, gpu, peers
 from click.testing import CliRunner
 
 from bitnet_ref import benchmark
@@ -15,12 +16,11 @@ from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cuda.backend import CupyBackend
 from bitnet_ref.backends.cuda.emulation import build as emulated_build
 from bitnet_ref.backends.cuda.ternary import TernaryKernels
-from bitnet_ref.benchmark import GpuPlan, cuda_kernels, gpu, measure_gpu, validate
-from bitnet_ref.benchmark.gpu import Goal, GoalResult, goals
-from bitnet_ref.benchmark.peers import PeerBench
-from bitnet_ref.benchmark.timing import Timing
-from bitnet_ref.cli import bench_kernels, cli
+from bitnet_ref.benchmark import validate
+from bitnet_ref.benchmark.timing import Sample, Timing
 from bitnet_ref.errors import BackendError, BackendUnavailable, ConfigError, FormatError, OutOfMemory
+
+Goal, GoalResult, GpuPlan, goals, measure_gpu = gpu.Goal, gpu.GoalResult, gpu.GpuPlan, gpu.goals, gpu.measure_gpu
 
 pytestmark = [pytest.mark.card, pytest.mark.skipif(emulated_build.compiler() is None, reason="no C++ compiler")]
 SIZES = {"vocab_size": 96, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
@@ -49,8 +49,8 @@ def emulated(monkeypatch):
 def fixed_peer(name, config, prompt, new, *, device, quantized, **_):
     """transformers on the emulated device's host, at 50 and 10 ms a step."""
     assert (name, config, device) == ("transformers", PLAN.config("2b-4t"), "cpu")
-    decode = Timing.of([0.05 if quantized else 0.01] * new)
-    return PeerBench(name, "1", "weights", 1, prompt, new, decode, decode, 1)
+    decode = Timing.of([Sample(0.05 if quantized else 0.01)] * new)
+    return peers.PeerBench(name, "1", "weights", 1, prompt, new, decode, decode, 1)
 
 
 def test_every_part(monkeypatch):
@@ -277,9 +277,9 @@ def test_16_bits_are_allowed_their_rounding_and_no_more():
 
 def test_only_transformers_can_be_told_where():
     with pytest.raises(BackendError, match="for transformers"):
-        benchmark.measure_peer("llama-cpp-python", TINY, device="cuda")
+        peers.measure_peer("llama-cpp-python", TINY, device="cuda")
     with pytest.raises(FormatError, match="dense"):
-        benchmark.synthetic.write_random_gguf(SHAPES["tinyllama-1.1b"], "never-written.gguf")
+        peers.write_random_gguf(SHAPES["tinyllama-1.1b"], "never-written.gguf")
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -288,15 +288,15 @@ def test_only_transformers_can_be_told_where():
 @pytest.fixture
 def small_shapes(monkeypatch):
     monkeypatch.setattr(gpu, "SHAPES", SHAPES)
-    monkeypatch.setattr(gpu, "PlainCopy", lambda device, _: benchmark.cuda_kernels.PlainCopy(device, 4096))
+    monkeypatch.setattr(gpu, "PlainCopy", lambda device, _: cuda_kernels.PlainCopy(device, 4096))
 
 
-COMMAND = ["bench", "gpu", "--only", "decode", "--new-tokens", "2", "--repeats", "1"]
+COMMAND = ["--only", "decode", "--new-tokens", "2", "--repeats", "1"]
 
 
 @pytest.mark.usefixtures("small_shapes")
 def test_the_command(tmp_path):
-    done = CliRunner().invoke(cli, [*COMMAND, "--layers", "1", "--out", str(tmp_path / "gpu.json")])
+    done = CliRunner().invoke(gpu.main, [*COMMAND, "--layers", "1", "--out", str(tmp_path / "gpu.json")])
     assert done.exit_code == 0, done.output
     assert "Emulated on the host: the times say nothing about a GPU." in done.output
     assert "Models of at most 1 layers: no target is judged." in done.output
@@ -306,7 +306,7 @@ def test_the_command(tmp_path):
     assert "1 comparisons with the NumPy reference" in done.output
     kept = json.loads((tmp_path / "gpu.json").read_text())
     assert kept["finished"]
-    told = json.loads(CliRunner().invoke(cli, [*COMMAND, "--json"]).stdout)
+    told = json.loads(CliRunner().invoke(gpu.main, [*COMMAND, "--json"]).stdout)
     assert told.keys() == kept.keys()
     assert told["rows"][0]["met"] is None
 
@@ -314,7 +314,7 @@ def test_the_command(tmp_path):
 @pytest.mark.usefixtures("small_shapes")
 def test_a_difference_is_exit_code_1(monkeypatch):
     monkeypatch.setattr(gpu, "check_model", lambda model, tokens: validate.Check())
-    done = CliRunner().invoke(cli, COMMAND)
+    done = CliRunner().invoke(gpu.main, COMMAND)
     assert done.exit_code == 1
     assert "DIFFERS: 2b-4t float32 cupy" in done.output
     assert "not measured" in done.output
@@ -322,24 +322,20 @@ def test_a_difference_is_exit_code_1(monkeypatch):
 
 @pytest.mark.usefixtures("small_shapes")
 def test_a_place_that_cannot_be_written_is_said_at_once(tmp_path):
-    done = CliRunner().invoke(cli, [*COMMAND, "--out", str(tmp_path / "nowhere" / "gpu.json")])
+    done = CliRunner().invoke(gpu.main, [*COMMAND, "--out", str(tmp_path / "nowhere" / "gpu.json")])
     assert done.exit_code == 2
     assert "--out" in done.output
 
 
 def test_no_gpu_is_exit_code_4(monkeypatch):
     monkeypatch.setenv("BITNET_REF_CUDA", "nowhere")
-    done = CliRunner().invoke(cli, ["bench", "gpu"])
+    done = CliRunner().invoke(gpu.main, [])
     assert done.exit_code == 4
     assert "expected gpu" in done.output
-
-
-def test_the_shell_knows_the_parts():
-    assert bench_kernels.PARTS == gpu.PARTS
 
 
 def test_what_a_row_says():
     facts = {"cpu_tokens_per_s": 24.5, "cpu_threads": 16}
     row = GoalResult(Goal("cpu", "2B-4T, GPU over CPU", "x", 50), 61.24, facts)
-    assert bench_kernels.describe_row(row) == "61.2 x, CPU 24.5 tok/s on 16 threads"
-    assert bench_kernels.verdict_of(SimpleNamespace(met=lambda row: row.meets), row) == "yes"
+    assert gpu.describe_row(row) == "61.2 x, CPU 24.5 tok/s on 16 threads"
+    assert gpu.verdict_of(SimpleNamespace(met=lambda row: row.meets), row) == "yes"

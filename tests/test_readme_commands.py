@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import benchmark_scripts
 import click
 import pytest
 from cli_runs import CHOICE
@@ -46,7 +47,7 @@ EXAMPLES = {
     "crossval onnxruntime": f"crossval onnxruntime {TINY_MODEL}",
     "bench kernels": "bench kernels --shape 64x64 --tokens 1 --repeats 1",
     "bench model": f"bench model {TINY_MODEL} --prompt 4 --new 2",
-    "bench serve": "bench serve --requests 2 --rate 100 --together 2 --new 2-2",
+    "bench serve": "bench serve --requests 2 --rate 100 --new 2-2",
     "lab": "lab --no-launch --dir {folder}/notebooks",
 }
 SLOW = {
@@ -62,7 +63,7 @@ NOT_RUN = {  # only that its options exist is checked
     "serve [MODEL ...]": "test_serve_answers_as_its_help_says starts it",
     "bench model --synthetic 2b-4t": "a model of two billion parameters",
     "bench model --synthetic 2b-4t --head exact": "the same",
-    "bench model --synthetic 2b-4t --versus transformers": "the same, twice",
+    "python scripts/benchmarks/models.py --synthetic 2b-4t --versus transformers": "the same, twice",
 }
 NOT_OURS = {"python -m pip install .", 'python -m pip install -e ".[dev]"', "pytest"}  # .ci/run runs them
 
@@ -78,7 +79,7 @@ def shown_commands():
         spans = re.findall(r"`([^`]+)`", line)
         group = []
         for number, span in enumerate(spans):
-            if span.startswith("bitnet-ref "):
+            if span.startswith(("bitnet-ref ", "python scripts/")):
                 first = span
                 group.append(span)
             elif span.startswith("... "):  # the options that are added to the command of the row above
@@ -124,6 +125,9 @@ def arguments_of(command, folder):
 def parse(command):
     """Parse the command's options without running it. Raises UsageError."""
     node, words = cli, shlex.split(command)
+    if words[0] == "python":
+        node = getattr(benchmark_scripts, Path(words[1]).stem).main
+        words = words[2:]
     while isinstance(node, click.Group):
         node = node.commands[words.pop(0)]
     node.make_context(node.name, [word for word in words if word.strip("[].") not in ("MODEL", "")])
@@ -187,7 +191,8 @@ def test_the_tables_above_are_of_the_readme():
 
 
 def test_every_command_is_in_the_readme():
-    assert {command.split()[0] for command in COMMANDS - NOT_OURS} == cli.commands.keys()
+    ours = {command.split()[0] for command in COMMANDS - NOT_OURS} - {"python"}
+    assert ours == cli.commands.keys()
 
 
 def test_python_runs(clone):

@@ -121,6 +121,7 @@ FOLDERS = (
     "docs",
     "notebooks",
     "scripts",
+    "scripts/benchmarks",
     "scripts/training",
     "tests",
 )  # whose files are called by their names alone

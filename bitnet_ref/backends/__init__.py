@@ -63,7 +63,8 @@ def choose_backend(
             return card
         name = "cupy" if dtype in ("float16", "bfloat16") else choose_cpu(dtype)
     if not is_auto and name != "cupy" and memory_limit is not None:
-        raise BackendUnavailable(f"memory_limit bounds a card's memory; the backend {name!r} computes on the CPU")
+        message = f"memory_limit bounds a card's memory; the backend {name!r} computes on the CPU"
+        raise BackendUnavailable(message, mentions=["memory_limit"])
     if reason := _why_not(name):
         raise BackendUnavailable(f"backend {name!r} cannot run here: {reason}")
     if name == "cython":

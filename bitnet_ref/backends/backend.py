@@ -24,7 +24,7 @@ from ..reference.model import PlainBackend, final_hidden
 from ..reference.weights import LinearWeight, ModelWeights
 from ..system.memory import available_bytes, memory_bytes
 from ..system.threads import resolve_threads
-from .paged_cache import CACHE_DTYPES, CacheSpec, PagedKVCache
+from .paged_cache import CACHE_DTYPES, CacheSpec, EngineKVCache, PagedKVCache
 
 if TYPE_CHECKING:
     from threadpoolctl import ThreadpoolController
@@ -93,9 +93,10 @@ class Backend(PlainBackend):
         self.dtype = np.dtype(dtype)
         self.threads = resolve_threads(threads)
         if head not in HEADS:
-            raise BackendUnavailable(f"head: expected one of {', '.join(HEADS)}, got {head!r}")
+            raise BackendUnavailable(f"expected one of {', '.join(HEADS)}, got {head!r}", field="head")
         if head == "screened" and not self.screens_head:
-            raise BackendUnavailable(f"backend {self.name!r} computes the whole head; head='screened' is for 'cython'")
+            message = f"backend {self.name!r} computes the whole head; head='screened' is for 'cython'"
+            raise BackendUnavailable(message, mentions=["head='screened'"])
         self.head = head
         self.fuses = True  # whether blocks may be computed as a whole; see `op_by_op`
 
@@ -211,11 +212,11 @@ class Backend(PlainBackend):
             raise ShapeError(f"backend {self.name}", expected=expected, got=repr(chosen))
         return chosen
 
-    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> KVCache:
+    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> EngineKVCache:
         """An empty KV cache that this backend's ops append to and read. Raises ShapeError, OutOfMemory."""
         dtype = np.dtype(self.choose_cache_dtype(spec.dtype))
         if spec.page_size is None and spec.pages is None and dtype.itemsize > 2:
-            return KVCache(config, spec.slots, spec.capacity, dtype)
+            return EngineKVCache(config, spec.slots, spec.capacity, dtype)
         return PagedKVCache(config, spec, dtype)
 
     def memory(self) -> tuple[int | None, int | None]:
@@ -281,3 +282,8 @@ class _Blas:
 
 
 _blas = _Blas()
+
+
+def plain_weights(w: ModelWeights) -> ModelWeights:
+    """The same weights as the reference takes them, out of whatever layout a backend has given them."""
+    return w.map_linears(lambda weight: weight.plain())

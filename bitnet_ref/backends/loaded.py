@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from ..errors import BackendError, ContextOverflow, GenerationError, TokenizerError, describe
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
-from ..reference.weights import ModelWeights, plain_weights
-from .backend import Backend, GreedyRun, Ids
+from ..reference.weights import ModelWeights
+from .backend import Backend, GreedyRun, Ids, plain_weights
 from .observe import observe
-from .paged_cache import CacheSpec
+from .paged_cache import CacheSpec, EngineKVCache
 from .record import NamesFilter, Recorder
 from .run import Logits, TokenLogits, run, run_greedy, run_hidden
 
@@ -162,7 +162,7 @@ class LoadedModel:
         dtype: str | None = None,
         page_size: int | None = None,
         pages: int | None = None,
-    ) -> KVCache:
+    ) -> EngineKVCache:
         """An empty KV cache, in `cache_dtype` unless another dtype is given. See `CacheSpec`."""
         if self.is_closed:
             raise BackendError(_CLOSED)

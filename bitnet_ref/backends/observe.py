@@ -20,7 +20,7 @@ from ..reference.config import ModelConfig, RopeConfig
 from ..reference.model import RopeTables
 from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, Shared, TernaryLinear
 from .backend import Backend, HeadNeed, HeadRows
-from .paged_cache import CacheSpec
+from .paged_cache import CacheSpec, EngineKVCache
 from .split import SplitBackend
 
 PATHS = ("ops", "blocks", "replayed")
@@ -187,5 +187,5 @@ class Observed(Backend):
     def synchronize(self) -> None:
         self.inner.synchronize()
 
-    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> KVCache:
+    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> EngineKVCache:
         return self.inner.new_cache(config, spec)

@@ -1,4 +1,4 @@
-"""A KV cache in pages (PagedAttention, Kwon et al. 2023), and the dtypes of keys and values at rest.
+"""KV caches whose sequences can be copied; one in pages (PagedAttention, Kwon et al. 2023); dtypes at rest.
 
 float32 is the contract: it stores what was computed. With a narrow dtype the model is, strictly, another one, so it is
 never a default; `bitnet-ref bench cache` measures its effect on a text.
@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from ..errors import NumericsError, OutOfMemory, ShapeError
+from ..families import family_of
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 
@@ -42,7 +43,66 @@ class CacheSpec:
     pages: int | None = None
 
 
-class PagedKVCache(KVCache):
+class EngineKVCache(KVCache):
+    """The reference's cache, with copies of sequences, and with what some families keep beside keys and values."""
+
+    def __init__(self, config: ModelConfig, slots: int, capacity: int, dtype: DTypeLike = np.float32) -> None:
+        """Raises OutOfMemory."""
+        try:
+            super().__init__(config, slots, capacity, dtype)
+        except (MemoryError, ValueError) as error:
+            message = f"the KV cache of {slots} sequences of {capacity} tokens does not fit in memory"
+            raise OutOfMemory(f"{message}; ask for fewer tokens or fewer prompts at a time") from error
+        self.states = family_of(config).new_states(config, slots, np.dtype(dtype))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of keys and values at rest."""
+        return self.keys.dtype
+
+    @property
+    def layers(self) -> int:
+        return len(self.keys)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved, used or not."""
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token, all layers together."""
+        return self.nbytes // max(1, self.slots * self.capacity)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether slots have states beside their keys and values."""
+        return self.states is not None
+
+    def stored(self, layer: int, batch: TokenBatch) -> tuple[NDArray, NDArray]:
+        """Keys and values (N, G, d) of the batch's tokens, as attention reads them after `append`."""
+        return self.keys[layer, batch.slots, batch.positions], self.values[layer, batch.slots, batch.positions]
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Give each target slot the first `length` tokens of its source slot, all at the same time."""
+        for pool in (self.keys, self.values):
+            pool[:, list(targets), :length] = pool[:, list(sources), :length]
+        if self.states is not None:
+            self.states.copy(sources, targets)
+
+    def take_over(self, other: EngineKVCache, length: int) -> None:
+        """Give each slot the first `length` tokens of the same slot of another cache of the same kind."""
+        self.keys[:, :, :length] = other.keys[:, :, :length]
+        self.values[:, :, :length] = other.values[:, :, :length]
+        if self.states is not None:
+            self.states.take_over(other.states)
+
+    def resumable(self, slot: int, length: int) -> int:
+        """How many of the first `length` tokens of a slot a later pass can build on."""
+        return length if self.states is None else int(self.states.resumable(slot, length))
+
+
+class PagedKVCache(EngineKVCache):
     """A pool of pages, and a table that says which page holds which positions of a slot.
 
     keys, values: (L, pages, page_size, G, d), the pool.
@@ -60,7 +120,7 @@ class PagedKVCache(KVCache):
             got = f"page_size {spec.page_size}, pages {spec.pages}"
             raise ShapeError("KVCache", expected="page_size >= 1 wherever there are pages", got=got)
         self.slots, self.capacity = spec.slots, spec.capacity
-        self.states = config.new_states(spec.slots, dtype)
+        self.states = family_of(config).new_states(config, spec.slots, dtype)
         self.page_size = spec.page_size or max(1, spec.capacity)
         pages_per_slot = max(1, -(-spec.capacity // self.page_size))
         self.is_fixed = spec.pages is None  # each page belongs to one slot, permanently
@@ -163,14 +223,14 @@ class PagedKVCache(KVCache):
             for pool in self.pools:
                 pool[:, target] = pool[:, source]
 
-    def take_over(self, other: KVCache, length: int) -> None:
+    def take_over(self, other: EngineKVCache, length: int) -> None:
         assert isinstance(other, PagedKVCache)
         slots, positions = np.divmod(np.arange(self.slots * length), max(1, length))
         to, source = self.places_of(slots, positions), other.places_of(slots, positions)
         for mine, theirs in zip(self.pools, other.pools, strict=True):
             for layer in range(len(mine)):
                 mine[layer, *to] = theirs[layer, *source]
-        if self.states is not None and other.states is not None:
+        if self.states is not None:
             self.states.take_over(other.states)
 
     def fill_with_zeros(self) -> None:

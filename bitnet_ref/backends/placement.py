@@ -16,78 +16,42 @@ from ..reference.config import ModelConfig
 from ..reference.weights import linear_name
 from . import choose_backend, choose_cpu
 from .backend import Backend
+from .options import ComputeOptions, DeviceOptions
 
 if TYPE_CHECKING:
     from .cuda.backend import CupyBackend
 
-DEFAULT_CACHE_TOKENS = 4096  # upper limit of the room left for a cache if the user gives no number
 FREE_SHARE = 50  # 1/50 of a GPU's memory stays free for the kernels themselves and the pool's gaps
 
 # "embedding" or the name of a linear -> bytes of an element in the file; None: it is ternary
 ElementBytes = Callable[[str], int | None]
 
 
-@dataclass(frozen=True)
-class Placement:
-    """What the user asks for.
+def open_backends(compute: ComputeOptions, cards: DeviceOptions) -> list[Backend]:
+    """Open the backend with `choose_backend`; "cupy" once for each GPU.
 
-    devices: the GPUs' numbers; None: GPU 0.
-    gpu_layers: the number of layers on GPUs, or "all", or else OutOfMemory; None: as many as fit.
-    cache_tokens: tokens of KV cache to leave room for; None: the model's context, at most `DEFAULT_CACHE_TOKENS`.
+    Raises BackendUnavailable for a missing GPU; with "auto" that is a warning.
     """
-
-    devices: tuple[int, ...] | None = None
-    gpu_layers: int | str | None = None
-    cache_tokens: int | None = None
-
-    @classmethod
-    def of(
-        cls, devices: int | Sequence[int] | None, gpu_layers: int | str | None, cache_tokens: int | None
-    ) -> Placement:
-        """From the arguments of `load`. Raises BackendUnavailable for values that make no sense."""
-        numbers = (devices,) if isinstance(devices, int) else None if devices is None else tuple(devices)
-        wrong = numbers is not None and not (numbers and all(_whole(number, 0) for number in numbers))
-        if wrong or len({*(numbers or ())}) < len(numbers or ()):
-            raise BackendUnavailable(f"devices: expected different numbers of cards like [0, 1], got {devices!r}")
-        if gpu_layers not in (None, "all") and not _whole(gpu_layers, 0):
-            raise BackendUnavailable(f"gpu_layers: expected a number of layers, or 'all', got {gpu_layers!r}")
-        if cache_tokens is not None and not _whole(cache_tokens, 1):
-            raise BackendUnavailable(f"cache_tokens: expected a number of tokens, got {cache_tokens!r}")
-        return cls(numbers, gpu_layers, cache_tokens)
-
-    def tokens(self, config: ModelConfig) -> int:
-        """The tokens of cache to leave room for."""
-        return self.cache_tokens or min(config.context_length, DEFAULT_CACHE_TOKENS)
-
-
-def open_backends(
-    name: str, placement: Placement, memory_limit: int | str | None = None, **options: Any
-) -> list[Backend]:
-    """Open the backend of that name with `choose_backend`; "cupy" once for each GPU of `placement`.
-
-    options: its other arguments. Raises BackendUnavailable for a missing GPU; with "auto" that is a warning.
-    """
-    asked = placement.devices is not None or placement.gpu_layers not in (None, 0)
-    if asked and name not in ("auto", "cupy"):
-        raise BackendUnavailable(f"devices and gpu_layers say what cards compute: they are for cupy, not for {name!r}")
-    numbers = placement.devices or (0,)
-    first = choose_backend(name, memory_limit=memory_limit, device=numbers[0], **options)
+    asked = cards.devices is not None or cards.gpu_layers not in (None, 0)
+    if asked and compute.backend not in ("auto", "cupy"):
+        message = f"devices and gpu_layers say what cards compute: they are for cupy, not for {compute.backend!r}"
+        raise BackendUnavailable(message, mentions=["devices", "gpu_layers"])
+    options: dict[str, Any] = {"dtype": compute.dtype, "threads": compute.threads, "head": compute.head}
+    options["memory_limit"] = cards.memory_limit
+    numbers = cast("tuple[int, ...] | None", cards.devices) or (0,)
+    first = choose_backend(compute.backend, device=numbers[0], **options)
     if first.name != "cupy":
         if asked:
             warnings.warn(f"there is no card to take: {first.name} computes all layers on the CPU", stacklevel=3)
         return [first]
-    return [first, *(choose_backend("cupy", memory_limit=memory_limit, device=n, **options) for n in numbers[1:])]
-
-
-def _whole(value: object, low: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+    return [first, *(choose_backend("cupy", device=number, **options) for number in numbers[1:])]
 
 
 def assign_layers(
     backends: Sequence[Backend],
     config: ModelConfig,
     element_bytes: ElementBytes,
-    placement: Placement,
+    options: DeviceOptions,
     cache_dtype: str | None = None,
 ) -> Backend:
     """The backend for this model: the only one of `backends` if it can hold all of it, else a `SplitBackend`.
@@ -101,21 +65,23 @@ def assign_layers(
     from .split import LayerRun, SplitBackend
 
     cards = cast("Sequence[CupyBackend]", backends)
-    total, tokens = config.num_hidden_layers, placement.tokens(config)
+    total, tokens = config.num_hidden_layers, options.tokens(config)
     costs = Costs.of(config, element_bytes, cards[0], cache_dtype, tokens)
     rooms = [_room(card, costs.working) for card in cards]
-    for wanted, with_head in _choices(placement.gpu_layers, total):
+    for wanted, with_head in _choices(options.gpu_layers, total):
         if (counts := divide_layers(costs.of_run(wanted, with_head, len(cards) == 1), rooms)) is not None:
             break
     else:
-        if placement.gpu_layers not in (None, 0):
-            raise OutOfMemory(_too_small(cards, placement.gpu_layers, costs, tokens))
+        if options.gpu_layers not in (None, 0):
+            layers = f"gpu_layers={options.gpu_layers!r}"
+            message = f"{layers}: {_too_small(cards, options.gpu_layers, costs, tokens)}"
+            raise OutOfMemory(message, mentions=[layers, "gpu_layers", "cache_tokens", "gpu_layers"])
         wanted, with_head, counts = 0, False, [0] * len(cards)
     runs: list[tuple[Backend, int]] = [(card, count) for card, count in zip(cards, counts, strict=True) if count]
     if wanted < total:
         rest = choose_backend(choose_cpu(), threads=cards[0].threads, head=cards[0].head)
         runs.insert(0 if with_head else len(runs), (rest, total - wanted))
-        if placement.gpu_layers is None:
+        if options.gpu_layers is None:
             warnings.warn(_partly_on_cpu(cards, wanted, with_head, rest.name, costs, tokens), stacklevel=4)
     for card, count in zip(cards, counts, strict=True):
         if not count:
@@ -243,8 +209,8 @@ def _too_small(cards: Sequence[CupyBackend], asked: int | str | None, costs: Cos
     count = len(costs.layers) if asked == "all" else min(int(asked or 0), len(costs.layers))
     needed = _size(sum(costs.layers[len(costs.layers) - count :]) + costs.head + costs.working)
     return (
-        f"gpu_layers={asked!r}: {count} layers and the head take {needed} with a cache of {tokens} tokens, and there "
-        f"is not room for them in {_memory_in_words(cards)}; give more memory or cards, ask for fewer gpu_layers or "
+        f"{count} layers and the head take {needed} with a cache of {tokens} tokens, and there is "
+        f"not room for them in {_memory_in_words(cards)}; give more memory or cards, ask for fewer gpu_layers or "
         "cache_tokens, or leave gpu_layers out: what does not fit then stays on the CPU"
     )
 

@@ -46,6 +46,7 @@ from ..reference.config import ModelConfig
 from ..reference.weights import LayerWeights, LinearWeight, Norm, TernaryLinear
 from .backend import Backend
 from .observe import Call, ObservedStep
+from .paged_cache import EngineKVCache
 
 NamesFilter = Callable[[str], bool] | str | Iterable[str] | None
 LOGITS = "lm_head.hook_out"
@@ -229,6 +230,7 @@ class Recorder:
         window: int | None,
     ) -> Any:
         attn, host = step.name.removesuffix(".hook_z"), batch.on_host
+        assert isinstance(cache, EngineKVCache)
         self.keep(f"{attn}.hook_v", cache.stored(layer, host)[1])
         if self.wants(f"{attn}.hook_attn_scores") or self.wants(f"{attn}.hook_pattern"):
             self.keep_pattern(attn, self.be.to_host(q), cache, host, layer, window)

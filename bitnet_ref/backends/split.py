@@ -21,12 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ShapeError
+from ..families import family_of
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.model import decoder_layers, head_input, rope_tables_of
 from ..reference.weights import DenseWeight, LinearWeight, ModelWeights
 from .backend import Backend, HeadNeed, HeadRows
-from .paged_cache import CacheSpec, PagedKVCache
+from .paged_cache import CacheSpec, EngineKVCache, PagedKVCache
 
 ROUND_CAPACITY_TO = 256  # tokens, as a card's cache does, so that all parts have pages of one size
 
@@ -96,7 +97,7 @@ class SplitKVCache(PagedKVCache):
         for part in self.parts:
             part.copy_pages(sources, targets)
 
-    def take_over(self, other: KVCache, length: int) -> None:
+    def take_over(self, other: EngineKVCache, length: int) -> None:
         assert isinstance(other, SplitKVCache)
         for mine, theirs in zip(self.parts, other.parts, strict=True):
             mine.take_over(theirs, length)
@@ -185,7 +186,8 @@ class SplitBackend(Backend):
         for number, (part, own_cache) in enumerate(zip(self.parts, cache.parts, strict=True)):
             self._computing[0] = number
             be, placed = part.backend, part.backend.place(batch)
-            ropes, own = rope_tables_of(be, cfg, placed.positions), cfg.of_layers(range(part.first, part.stop))
+            ropes = rope_tables_of(be, cfg, placed.positions)
+            own = family_of(cfg).of_layers(cfg, range(part.first, part.stop))
             x = be.from_host(x)
             if number == 0 and cfg.embedding_scale != 1:
                 x = be.scale(x, cfg.embedding_scale, "hook_embed_scaled")
@@ -224,11 +226,13 @@ class SplitBackend(Backend):
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> KVCache:
+    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> EngineKVCache:
         if spec.page_size is None:
             size = max(1, -(-spec.capacity // ROUND_CAPACITY_TO)) * ROUND_CAPACITY_TO  # one page per slot
             spec = replace(spec, page_size=size)
-        caches = [part.backend.new_cache(config.of_layers(range(part.first, part.stop)), spec) for part in self.parts]
+        of_layers = family_of(config).of_layers
+        configs = [of_layers(config, range(part.first, part.stop)) for part in self.parts]
+        caches = [part.backend.new_cache(own, spec) for part, own in zip(self.parts, configs, strict=True)]
         return SplitKVCache([cache for cache in caches if isinstance(cache, PagedKVCache)])
 
     def memory(self) -> tuple[int | None, int | None]:

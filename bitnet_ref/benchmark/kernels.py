@@ -13,9 +13,9 @@ from ..backends.cpu.backend import CythonBackend
 from ..backends.cpu.extension import layouts_for, simd_variants
 from ..errors import ShapeError
 from ..reference.weights import LinearWeight
-from .ceiling import MemoryReader, last_level_cache_bytes
+from .limits import MemoryReader, last_level_cache_bytes
 from .synthetic import random_ternary_weight
-from .timing import Action, Progress, Record, Timing, count_steps, ratio, take_turns
+from .timing import Action, Conditions, Progress, Record, Timing, Watch, count_steps, ratio, take_turns
 from .validate import Check, Expected, check_linear
 
 SHAPES_2B_4T = ((2560, 2560), (640, 2560), (6912, 2560), (2560, 6912))  # (N, K): q and o, k and v, gate and up, down
@@ -63,6 +63,11 @@ class KernelResult(Record):
         return self.timing.giga_per_s(products) if self.timing else None
 
     @property
+    def joules_per_token(self) -> float | None:
+        """Where the machine's counters can be read."""
+        return self.timing.energy_j / self.tokens if self.timing and self.timing.energy_j is not None else None
+
+    @property
     def of_read(self) -> float | None:
         """Bytes of the weight per second over those of a plain read: best over best. 1 is the ceiling."""
         return ratio(self.weight_bytes, self.timing, self.read_bytes, self.read)
@@ -82,6 +87,7 @@ class KernelBench(Record):
     read_gb_per_s: float | None  # the best of the whole run
     last_level_cache_bytes: int
     results: list[KernelResult]
+    conditions: Conditions
 
     @property
     def equal(self) -> bool:
@@ -131,7 +137,7 @@ def measure_kernels(
     if not backends or not shapes or not tokens or min(*tokens, *itertools.chain(*shapes)) < 1 or repeats < 1:
         got = f"{len(backends)} backends, shapes {list(shapes)}, tokens {list(tokens)}, {repeats} repeats"
         raise ShapeError("measure_kernels", expected="at least one backend, shape and token, all sizes >= 1", got=got)
-    reader = reader or MemoryReader(backends[0].threads)
+    watch, reader = Watch(), reader or MemoryReader(backends[0].threads)
     cache_bytes = last_level_cache_bytes() if cache_bytes is None else cache_bytes
     rng = np.random.default_rng(0)
     results: list[KernelResult] = []
@@ -152,7 +158,8 @@ def measure_kernels(
             results += compare_and_time(subjects, expected.first(count), reader, repeats, budget_s)
             tick()
     speeds = [result.read_gb_per_s for result in results if result.read_gb_per_s is not None]
-    return KernelBench(reader.threads, reader.how, max(speeds, default=None), cache_bytes, results)
+    conditions = watch.conditions(computing=all(be.name != "cupy" for be in backends))
+    return KernelBench(reader.threads, reader.how, max(speeds, default=None), cache_bytes, results, conditions)
 
 
 def compare_and_time(

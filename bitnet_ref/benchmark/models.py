@@ -8,27 +8,26 @@ product instruction over the multiply-adds of a token's ternary linears. The hea
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..api import Model
 from ..backends.cpu.weights import mean_skipped, strip_bytes, strip_uses
 from ..backends.run import TokenLogits
 from ..errors import GenerationError
-from ..families import config_to_dict
+from ..families import config_to_dict, family_of
+from ..families.linear_norms import model_norms
 from ..generation.sampling import log_probability
-from ..notebook.profiling import OpTime, Profile
+from ..notebook.profiling import Profile
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.weights import ModelWeights
 from ..system.memory import peak_memory_bytes
-from .ceiling import MemoryReader, last_level_cache_bytes, peak_of
-from .timing import Progress, Record, Timing, count_steps, ratio, seconds
+from .limits import MemoryReader, last_level_cache_bytes, peak_of
+from .timing import Conditions, Progress, Record, Sample, Statistic, Stopwatch, Timing, Watch, count_steps, ratio
 from .validate import Check, check_model
 
 PROMPT_REPEATS = 3
@@ -59,7 +58,7 @@ def bytes_of_step(
     float_bytes: per value of the cache. head_rows: logits computed per token, when the head is screened.
     """
     ternary = dense = 0
-    norms = sum(norm.weight.nbytes for norm in weights.norms())
+    norms = sum(norm.weight.nbytes for norm in model_norms(weights))
     for layer in weights.layers:
         for _, weight in layer.linears():
             if weight.kind == "dense":
@@ -76,8 +75,8 @@ def bytes_of_step(
 
 def cached_floats(config: ModelConfig, layer: int, position: float) -> float:
     """Floats of a layer's cache that the token at `position` reads: keys and values, or its states."""
-    if not config.attends(layer):
-        return config.state_size(layer)
+    if size := family_of(config).state_size(config, layer):
+        return size
     return 2 * config.kv_size * min(position + 1, config.window_of(layer) or np.inf)
 
 
@@ -85,20 +84,6 @@ def ternary_multiply_adds(weights: ModelWeights) -> int:
     """Multiply-adds of one of several tokens, without those that calls so far have skipped."""
     linears = [weight.bit_linear for _, weight in weights.linears() if weight.bit_linear is not None]
     return sum(getattr(w, "multiply_adds_of_token", math.prod(w.shape)) for w in linears)
-
-
-@dataclass(frozen=True)
-class PassProfile:
-    """Where the time of some forward passes went: `ops`, slowest first, and what is outside all of them."""
-
-    tokens: int
-    step_s: float  # all passes together
-    outside_s: float  # of step_s: Python and the finiteness check, in no operation
-    ops: list[OpTime]
-
-    @classmethod
-    def of(cls, profile: Profile, tokens: int) -> PassProfile:
-        return cls(tokens, profile.forward_s, profile.forward_s - sum(op.total_s for op in profile.ops), profile.ops)
 
 
 @dataclass(frozen=True)
@@ -124,24 +109,13 @@ class ModelBench(Record):
     peak: Timing | None = None
     prompt: Timing | None = None  # the whole prompt
     decode: Timing | None = None  # one token, through the model
-    decode_s: float | None = None  # all new tokens
     choose: Timing | None = None  # the most likely token and, when all logits are known, its log probability
     skipped: dict[str, float] = field(default_factory=dict)  # linear -> share of its rows or columns that is not read
     not_multiplied: dict[str, float] = field(default_factory=dict)  # the same of several tokens, as in a prompt
     strip_bytes: int = 0  # of second copies, by which they are skipped: see kernels/cpu/strips.h
     head_rows: float | None = None  # logits computed per token, on average
     peak_memory_bytes: int | None = None  # without the buffer of the plain read
-    profiles: dict[str, PassProfile] = field(default_factory=dict)  # "prompt", "decode", when asked for
-    read_gb_per_s: float | None = None
-    prompt_tokens_per_s: float | None = None  # at the best time
-    decode_tokens_per_s: float | None = None  # of the best step
-    decode_tokens_per_s_median: float | None = None
-    bound_tokens_per_s: float | None = None  # the best read's bandwidth over the bytes of a token
-    of_bound: float | None = None  # the best step over the best read's bound
-    of_bound_median: float | None = None  # median over median
-    prompt_bound_tokens_per_s: float | None = None  # the best rate of the product instruction over a token's work
-    of_prompt_bound: float | None = None
-    of_prompt_bound_median: float | None = None
+    conditions: Conditions | None = None
 
     @property
     def equal(self) -> bool:
@@ -157,14 +131,70 @@ class ModelBench(Record):
         """Peak memory of the process, Python and NumPy included, over the bytes of the weights."""
         return self.peak_memory_bytes / self.weight_bytes if self.peak_memory_bytes else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON values; of a profile's operations, those of all places together."""
-        facts = super().to_dict()
-        names = ("calls", "total_s", "nbytes", "gb_per_s")
-        for part, profile in self.profiles.items():
-            ops = [{"op": op.name, **{name: getattr(op, name) for name in names}} for op in profile.ops]
-            facts["profiles"][part]["ops"] = ops
-        return facts
+    @property
+    def read_gb_per_s(self) -> float | None:
+        """The best plain read of memory."""
+        return self.read.giga_per_s(self.read_bytes) if self.read else None
+
+    @property
+    def prompt_tokens_per_s(self) -> float | None:
+        """At the best time."""
+        return self.prompt.per_s(self.prompt_tokens) if self.prompt else None
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Of the best step."""
+        return self.decode.per_s(1) if self.decode else None
+
+    @property
+    def decode_tokens_per_s_median(self) -> float | None:
+        return self.decode.per_s(1, "median_s") if self.decode else None
+
+    @property
+    def joules_per_token(self) -> float | None:
+        """Of decoding, where the machine's counters can be read."""
+        return self.decode.energy_j if self.decode else None
+
+    @property
+    def prompt_joules_per_token(self) -> float | None:
+        if self.prompt is None or self.prompt.energy_j is None:
+            return None
+        return self.prompt.energy_j / self.prompt_tokens
+
+    @property
+    def bound_tokens_per_s(self) -> float | None:
+        """The best read's bandwidth over the bytes of a token."""
+        return self.read.per_s(self.read_bytes) / self.step_bytes.total if self.read else None
+
+    @property
+    def of_bound(self) -> float | None:
+        """The best step over the best read's bound."""
+        return self._of_bound("best_s")
+
+    @property
+    def of_bound_median(self) -> float | None:
+        """Median over median."""
+        return self._of_bound("median_s")
+
+    def _of_bound(self, statistic: Statistic) -> float | None:
+        return ratio(self.step_bytes.total, self.decode, self.read_bytes, self.read, statistic)
+
+    @property
+    def prompt_bound_tokens_per_s(self) -> float | None:
+        """The best rate of the product instruction over a token's work."""
+        return self.peak.per_s(self.peak_multiply_adds) / self.ternary_multiply_adds if self.peak else None
+
+    @property
+    def of_prompt_bound(self) -> float | None:
+        return self._of_prompt_bound("best_s")
+
+    @property
+    def of_prompt_bound_median(self) -> float | None:
+        return self._of_prompt_bound("median_s")
+
+    def _of_prompt_bound(self, statistic: Statistic) -> float | None:
+        work = self.prompt_tokens * self.ternary_multiply_adds
+        return ratio(work, self.prompt, self.peak_multiply_adds, self.peak, statistic)
 
 
 def measure_model(
@@ -172,7 +202,6 @@ def measure_model(
     prompt_tokens: int = 64,
     new_tokens: int = 32,
     *,
-    profile: bool = False,
     reader_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> ModelBench:
@@ -184,9 +213,10 @@ def measure_model(
     if min(prompt_tokens, new_tokens) < 1 or prompt_tokens + new_tokens > context:
         asked = f"{prompt_tokens} prompt tokens and {new_tokens} new ones"
         raise GenerationError(f"expected at least 1 of each and at most {context} together, got {asked}")
-    tick = count_steps(progress, 1 + PROMPT_REPEATS + new_tokens + profile)
-    prompt = np.random.default_rng(1).integers(0, model.config.vocab_size, prompt_tokens)
-    check = check_model(model, prompt.tolist())
+    watch, stopwatch = Watch(), Stopwatch()
+    tick = count_steps(progress, 1 + PROMPT_REPEATS + new_tokens)
+    prompt = random_prompt(model, prompt_tokens)
+    check = check_model(model, prompt)
     tick()
     memory_before = peak_memory_bytes()
     reader = MemoryReader(model.backend.threads, reader_bytes)
@@ -215,48 +245,40 @@ def measure_model(
 
     cache = model.new_cache(slots=1, capacity=prompt_tokens + new_tokens)
     reader.read()  # not counted: the first read finds cold page tables
-    reads, peaks, prompts, decodes, chooses, head_rows = [], [], [], [], [], []
+    reads: list[Sample] = []
+    peaks: list[Sample] = []
+    prompts: list[Sample] = []
+    decodes: list[Sample] = []
+    chooses: list[Sample] = []
+    head_rows: list[int] = []
     for _ in range(PROMPT_REPEATS):
-        reads.append(seconds(reader.read))
+        reads.append(stopwatch.repeat(reader.read))
         if peak is not None:
-            peaks.append(seconds(peak, PEAK_CALLS))
-        start = time.perf_counter()
-        logits = prefill(model, prompt, cache)
-        prompts.append(time.perf_counter() - start)
+            peaks.append(stopwatch.repeat(peak, PEAK_CALLS))
+        logits, taken = stopwatch.time(prefill, model, prompt, cache)
+        prompts.append(taken)
         tick()
     for step in range(new_tokens):
         if step % STEPS_BETWEEN_READS == 0:
-            reads.append(seconds(reader.read))
-        start = time.perf_counter()
-        token = most_likely(logits)
-        if logits.complete:
-            log_probability(logits.values, token)
-        chosen = time.perf_counter()
-        logits = decode(model, token, prompt_tokens + step, cache)
-        decodes.append(time.perf_counter() - chosen)
-        chooses.append(chosen - start)
+            reads.append(stopwatch.repeat(reader.read))
+        token, taken = stopwatch.time(choose, logits)
+        chooses.append(taken)
+        logits, taken = stopwatch.time(decode, model, token, prompt_tokens + step, cache)
+        decodes.append(taken)
         head_rows.append(len(logits.ids))
         tick()
+    conditions = watch.conditions(computing=model.backend.name != "cupy")
     # If the peak did not rise after the buffer was allocated, it is the model's own; else the buffer is part of it.
     memory_bytes = max(memory_before, peak_memory_bytes() - reader.nbytes)
-    profiles = profile_model(model, prompt, new_tokens) if profile else {}
-    if profile:
-        tick()
-    step_bytes = bytes_of_step(model.config, model.weights, position, value_bytes, mean(head_rows))
     uses, of_several = strip_uses(model.weights), strip_uses(model.weights, several=True)
-    read, prompt_time, decode_time = Timing.of(reads), Timing.of(prompts), Timing.of(decodes)
     work_per_token = ternary_multiply_adds(model.weights)
-    peak_time = Timing.of(peaks) if peaks and work_per_token else None
-    of_memory = step_bytes.total, decode_time, reader.nbytes, read
-    of_peak = prompt_tokens * work_per_token, prompt_time, peak_multiply_adds, peak_time
     return replace(
         bench,
-        step_bytes=step_bytes,
-        read=read,
-        peak=peak_time,
-        prompt=prompt_time,
-        decode=decode_time,
-        decode_s=sum(decodes),
+        step_bytes=bytes_of_step(model.config, model.weights, position, value_bytes, mean(head_rows)),
+        read=Timing.of(reads),
+        peak=Timing.of(peaks) if peaks and work_per_token else None,
+        prompt=Timing.of(prompts),
+        decode=Timing.of(decodes),
         choose=Timing.of(chooses),
         ternary_multiply_adds=work_per_token,
         skipped={linear: mean_skipped(uses, linear) for linear in ("up_proj", "down_proj") if uses},
@@ -264,21 +286,16 @@ def measure_model(
         strip_bytes=strip_bytes(model.weights),
         head_rows=mean(head_rows),
         peak_memory_bytes=memory_bytes,
-        profiles=profiles,
-        read_gb_per_s=read.giga_per_s(reader.nbytes),
-        prompt_tokens_per_s=prompt_tokens / prompt_time.best_s,
-        decode_tokens_per_s=1 / decode_time.best_s,
-        decode_tokens_per_s_median=1 / decode_time.median_s,
-        bound_tokens_per_s=reader.nbytes / read.best_s / step_bytes.total,
-        of_bound=ratio(*of_memory),
-        of_bound_median=ratio(*of_memory, "median_s"),
-        prompt_bound_tokens_per_s=peak_multiply_adds / peak_time.best_s / work_per_token if peak_time else None,
-        of_prompt_bound=ratio(*of_peak),
-        of_prompt_bound_median=ratio(*of_peak, "median_s"),
+        conditions=conditions,
     )
 
 
-def prefill(model: Model, prompt: NDArray[np.int64], cache: KVCache) -> TokenLogits:
+def random_prompt(model: Model, tokens: int) -> list[int]:
+    """Token ids, the same for every model of that vocabulary."""
+    return np.random.default_rng(1).integers(0, model.config.vocab_size, tokens).tolist()
+
+
+def prefill(model: Model, prompt: list[int], cache: KVCache) -> TokenLogits:
     """The prompt through the model, in steps as large as generation's.   -> the logits of its last token"""
     step = model.backend.prompt_tokens(model.config)
     for start in range(0, len(prompt), step):
@@ -293,17 +310,21 @@ def decode(model: Model, token: int, position: int, cache: KVCache) -> TokenLogi
     return model.run(TokenBatch.of([(0, position, [token])]), cache, [(1, ())]).tokens[0]
 
 
+def choose(logits: TokenLogits) -> int:
+    """The greedy token, and where all logits are known its log probability, as generation computes it."""
+    token = most_likely(logits)
+    if logits.complete:
+        log_probability(logits.values, token)
+    return token
+
+
 def most_likely(logits: TokenLogits) -> int:
     """The greedy token; of equal logits the lowest id."""
     return int(logits.ids[logits.values.argmax()])
 
 
-def profile_model(model: Model, prompt: NDArray[np.int64], new_tokens: int) -> dict[str, PassProfile]:
-    """The same passes once more, each operation timed: {"prompt": ..., "decode": ...}."""
-    cache = model.new_cache(slots=1, capacity=len(prompt) + new_tokens)
-    with model.profile() as of_prompt:
-        logits = prefill(model, prompt, cache)
-    with model.profile() as of_decoding:
-        for step in range(new_tokens):
-            logits = decode(model, most_likely(logits), len(prompt) + step, cache)
-    return {"prompt": PassProfile.of(of_prompt, len(prompt)), "decode": PassProfile.of(of_decoding, new_tokens)}
+def profile_model(model: Model, prompt_tokens: int, new_tokens: int) -> Profile:
+    """A prompt and decoding once more, each operation timed."""
+    with model.profile() as profile:
+        model.generate([random_prompt(model, prompt_tokens)], max_tokens=new_tokens, ignore_eos=True)
+    return profile

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any, cast
 
@@ -21,14 +19,11 @@ from numpy.typing import NDArray
 from ..api import Model
 from ..errors import GenerationError, QueueFull
 from ..generation import Generation
-from ..notebook.figures import new_figure, save_figure
 from ..serving import Engine, EngineConfig
-from .timing import Progress, Record, count_steps, seconds
+from .timing import Conditions, Progress, Record, Stopwatch, Watch, count_steps
 
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.1)  # of the capacity: the default rates
 CHECKED = 4  # requests
-ONE_BY_ONE = 8  # prompts that are timed alone
-ROUNDS = 3
 
 Requests = Sequence[tuple[list[int], int]]  # (prompt, max_tokens)
 
@@ -81,6 +76,8 @@ class LoadPoint(Record):
     between_tokens: Quantiles | None
     largest_batch: int
     mean_batch: float  # sequences per step
+    processor_s: float | None = None  # of all threads, the readers of the tokens included
+    energy_j: float | None = None  # None: it cannot be read here
 
     @property
     def requests_per_s(self) -> float:
@@ -90,20 +87,13 @@ class LoadPoint(Record):
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
 
-
-@dataclass(frozen=True)
-class Together(Record):
-    """Prompts through the engine at the same time, compared with one after another, in turn in the same run."""
-
-    prompts: int
-    new_tokens: int  # of each
-    alone_tokens_per_s: float  # medians of the rounds
-    together_tokens_per_s: float
-    ratios: tuple[float, ...]  # of each round
+    @property
+    def processor_s_per_token(self) -> float | None:
+        return self.processor_s / self.tokens if self.processor_s is not None and self.tokens else None
 
     @property
-    def ratio(self) -> float:
-        return median(self.ratios)
+    def joules_per_token(self) -> float | None:
+        return self.energy_j / self.tokens if self.energy_j is not None and self.tokens else None
 
 
 @dataclass(frozen=True)
@@ -116,9 +106,9 @@ class ServeBench(Record):
     checked: int
     load: Load
     config: EngineConfig
-    together: Together | None = None
     capacity_per_s: float | None = None  # requests per second when all of them are there from the beginning
     points: tuple[LoadPoint, ...] = ()
+    conditions: Conditions | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values, but for the engine's sampling defaults, which are not used here."""
@@ -133,10 +123,9 @@ def measure_serve(
     config: EngineConfig | None = None,
     *,
     rates_per_s: Sequence[float] = (),
-    prompts: int = 64,
     progress: Progress | None = None,
 ) -> ServeBench:
-    """Check, then measure: `prompts` together and alone, then each rate (by default SHARES of the capacity).
+    """Check, then measure: the capacity, then each rate (by default SHARES of the capacity).
 
     Raises GenerationError if the load does not fit the model's context.
     """
@@ -145,16 +134,14 @@ def measure_serve(
         asked = f"prompts of {load.prompt[1]} tokens and {load.new[1]} new ones"
         raise GenerationError(f"{asked} do not fit the model's context of {model.config.context_length}")
     if not all(rate > 0 for rate in rates_per_s):
-        raise GenerationError(f"rates: expected requests per second, numbers > 0, got {list(rates_per_s)}")
-    requests = load.draw(model.config.vocab_size)
-    tick = count_steps(progress, 3 + (len(rates_per_s) or len(SHARES)))
+        raise GenerationError(f"expected requests per second, numbers > 0, got {list(rates_per_s)}", field="rates")
+    watch, requests = Watch(), load.draw(model.config.vocab_size)
+    tick = count_steps(progress, 2 + (len(rates_per_s) or len(SHARES)))
     equal = equals_alone(model, config, requests)
     bench = ServeBench(model.backend.name, model.backend.threads, equal, min(CHECKED, len(requests)), load, config)
     tick()
     if not equal:
         return bench
-    together = measure_together(model, config, prompts, load)
-    tick()
     unlimited = replace(config, max_queue=max(config.max_queue, len(requests)))
     at_once = asyncio.run(offer(model, unlimited, requests, np.zeros(len(requests)), float("inf")))
     tick()
@@ -162,25 +149,8 @@ def measure_serve(
     for rate in rates_per_s or [share * capacity for share in SHARES]:
         points.append(asyncio.run(offer(model, config, requests, load.arrivals(rate), rate)))
         tick()
-    return replace(bench, together=together, capacity_per_s=capacity, points=tuple(points))
-
-
-def measure_together(model: Model, config: EngineConfig, prompts: int, load: Load) -> Together:
-    """Prompts of the load's mean lengths. Only some are timed alone, since their speed is the same for all."""
-    length, new = sum(load.prompt) // 2, sum(load.new) // 2
-    rng = np.random.default_rng([load.seed, 2])
-    texts = rng.integers(min(3, model.config.vocab_size - 1), model.config.vocab_size, (prompts, length)).tolist()
-    few = texts[:ONE_BY_ONE]
-    params: dict[str, Any] = {"max_tokens": new, "ignore_eos": True}
-    batch, batch_tokens = max(config.max_batch, prompts), max(config.max_batch_tokens, 2 * prompts)
-    room = replace(config, max_batch=batch, max_batch_tokens=batch_tokens, prefix_sharing=False)
-    alone, together = [], []
-    with Engine(model, room) as engine:
-        for _ in range(ROUNDS):
-            alone.append(len(few) * new / seconds(lambda: [model.generate(prompt, **params) for prompt in few]))
-            together.append(prompts * new / seconds(lambda: engine.generate(texts, **params)))
-    ratios = tuple(many / one for many, one in zip(together, alone, strict=True))
-    return Together(prompts, new, median(alone), median(together), ratios)
+    conditions = watch.conditions(computing=False)
+    return replace(bench, capacity_per_s=capacity, points=tuple(points), conditions=conditions)
 
 
 def equals_alone(model: Model, config: EngineConfig, requests: Requests) -> bool:
@@ -221,35 +191,13 @@ async def offer(
             last = now
 
     async with Engine(model, config) as engine:
-        start = perf_counter() + 0.05
+        stopwatch, start = Stopwatch(), perf_counter() + 0.05
         dues = (start + arrivals_s).tolist()
         await asyncio.gather(*[read(*request, due) for request, due in zip(requests, dues, strict=True)])
         taken_s = perf_counter() - start - float(arrivals_s[0])
+        taken = stopwatch.lap()
         batches = [len(step.parts) for step in list(engine.timeline)] or [0]
     tokens, waits = len(first_s) + len(between_s), (Quantiles.of(first_s), Quantiles.of(between_s))
     sizes = max(batches), sum(batches) / len(batches)
-    return LoadPoint(rate_per_s, len(requests), refused, taken_s, tokens, *waits, *sizes)
-
-
-def save_serve_plot(bench: ServeBench, path: Path) -> None:
-    """Plot tokens per second and waiting times over the offered load, in the format of the file's ending.
-
-    Raises BackendUnavailable without matplotlib.
-    """
-    figure, ((throughput, *waiting),) = new_figure(1, 3, size=(11, 3.6))
-    points = sorted(bench.points, key=lambda point: point.offered_per_s)
-    offered = [point.offered_per_s for point in points]
-    throughput.plot(offered, [point.tokens_per_s for point in points], "o-")
-    throughput.set(title="throughput", ylabel="tokens/s", ylim=(0, None))
-    panels = ("time to first token", "first_token"), ("time between tokens", "between_tokens")
-    for axis, (title, field) in zip(waiting, panels, strict=True):
-        for name in ("p50_s", "p95_s", "p99_s"):
-            waits = [getattr(getattr(point, field), name, float("nan")) for point in points]  # NaN: all were refused
-            axis.plot(offered, [1e3 * wait for wait in waits], "o-", label=name.removesuffix("_s"))
-        axis.set(title=title, ylabel="ms", yscale="log")
-        axis.legend()
-    for axis in (throughput, *waiting):
-        axis.set_xlabel("requests offered per second")
-        if bench.capacity_per_s is not None:
-            axis.axvline(bench.capacity_per_s, color="grey", linestyle=":")
-    save_figure(figure, path)
+    costs = taken.processor_s, taken.energy_j
+    return LoadPoint(rate_per_s, len(requests), refused, taken_s, tokens, *waits, *sizes, *costs)

@@ -1,14 +1,13 @@
-"""Models of known shapes with random weights, made in seconds: in memory, or as a GGUF for engines that read a file.
+"""Models of known shapes with random weights, made in seconds.
 
 Speed and memory depend on the shape only, so no checkpoint has to be downloaded to measure them.
 """
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from statistics import NormalDist
 
 import ml_dtypes
 import numpy as np
@@ -17,11 +16,11 @@ from numpy.typing import NDArray
 from ..api import Model
 from ..backends import Backend
 from ..errors import ConfigError
+from ..families import family_of
 from ..families.groups import GroupTernaryWeight
 from ..families.linear_norms import put_norm
 from ..families.qwen import Qwen3Config
 from ..formats.checkpoint import Checkpoint, linear_shape, norm_sizes, read_weights
-from ..formats.gguf.export import write_gguf_model
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ..reference.quantization import CODES_PER_BYTE
 from ..reference.weights import DenseWeight, LinearWeight, TernaryWeight
@@ -82,7 +81,6 @@ GROUP = 128  # inputs that share a scale in the shapes of Ternary-Bonsai
 # The 81 bytes that hold four codes of 0, 1 and 2 (there is no code 3). A random byte picks one. 256 = 3 * 81 + 13: 13
 # are a third more frequent than the others, those in the middle with their negatives, so that weights have mean 0.
 VALID_BYTES = np.array([byte for byte in range(256) if not byte & (byte >> 1) & 0x55], dtype=np.uint8)
-BIAS_CHANNELS, BIAS_SIZE = 64, 1 / 64  # of a model whose gates are zeros: `RandomCheckpoint`
 MAX_DRAWN = 1 << 22  # values of a dense matrix that are drawn at a time: 8 MB
 _ANY_TO_VALID = VALID_BYTES[np.r_[np.arange(243) % 81, 34:47]].tobytes()
 
@@ -120,23 +118,12 @@ class RandomCheckpoint(Checkpoint):
     """A model of that shape to be read: each call draws a matrix, so that no second copy of the model is held.
 
     Its linears are ternary, with a norm in each for `use_rms_norm`. If the config has no quantization they are dense
-    bfloat16, or for Qwen3 ternary by groups, as is its embedding. Other embeddings and heads: bfloat16, or float16.
+    bfloat16, or for Qwen3 ternary by groups, as is its embedding. Other embeddings and heads: bfloat16.
     """
 
-    def __init__(
-        self, config: ModelConfig, seed: int = 0, *, float16: bool = False, gate_zeros: float | None = None
-    ) -> None:
-        """gate_zeros: the share of relu2's gates that are zero, by the weights alone; None: random, so a half.
-
-        Then BIAS_CHANNELS of the residual stream are constant (no layer writes them), gate_proj takes all of them with
-        -1, and ffn_norm gives them the size that moves the gates' mean so far below zero.
-        """
-        if gate_zeros is not None and not (config.activation == "relu2" and config.sub_norms and 0 < gate_zeros < 1):
-            message = f"expected a share between 0 and 1, and a shape with relu2 and sub-norms, got {gate_zeros}"
-            raise ConfigError(message, field="gate_zeros")
-        self._gate_zeros = gate_zeros
+    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         self.path, self.config, self.kind, self.evidence = Path("random"), config, "random", []
-        self._rng, self._float16 = np.random.default_rng(seed), float16
+        self._rng = np.random.default_rng(seed)
 
     def close(self) -> None:
         pass
@@ -152,22 +139,15 @@ class RandomCheckpoint(Checkpoint):
         shape = self.config.vocab_size, self.config.hidden_size
         if self.by_groups:
             return random_group_weight(self._rng, *shape)
-        table = random_dense_weight(self._rng, *shape)
-        if self._gate_zeros is not None:
-            table.array[:, :BIAS_CHANNELS] = BIAS_SIZE
-        return DenseWeight(table.array.astype(np.float16)) if self._float16 else table
+        return random_dense_weight(self._rng, *shape)
 
     def norm(self, name: str) -> NDArray[np.float32]:
         sizes = {"final_norm": self.config.hidden_size, **norm_sizes(self.config)}
-        norm = np.ones(sizes[name], dtype=np.float32)
-        if self._gate_zeros is not None and name.endswith("ffn_norm"):
-            layer, hidden = int(name.split(".")[1]), self.config.hidden_size
-            # Each o_proj and down_proj before has added a variance of 1 (see `random_ternary_weight`).
-            rms = ((1 - BIAS_CHANNELS / hidden) * (2 * layer + 1)) ** 0.5
-            spread = (2 / 3 * (hidden - BIAS_CHANNELS)) ** 0.5  # of a gate, in units of the normed input
-            shift = NormalDist().inv_cdf(self._gate_zeros) * spread
-            norm[:BIAS_CHANNELS] = shift / BIAS_CHANNELS * rms / BIAS_SIZE
-        return norm
+        return np.ones(sizes[name], dtype=np.float32)
+
+    def ternary(self, name: str) -> TernaryWeight:
+        """The ternary matrix of a linear."""
+        return random_ternary_weight(self._rng, *linear_shape(self.config, name))
 
     def linear(self, name: str) -> LinearWeight:
         if name == "lm_head":
@@ -175,14 +155,7 @@ class RandomCheckpoint(Checkpoint):
         shape = linear_shape(self.config, name)
         if self.config.quantization is None:
             return (random_group_weight if self.by_groups else random_dense_weight)(self._rng, *shape)
-        weight = random_ternary_weight(self._rng, *shape)
-        if self._gate_zeros is not None:
-            packed = weight.packed.copy()
-            if name.endswith("gate_proj"):
-                packed[:, : BIAS_CHANNELS // CODES_PER_BYTE] = 0b00000000  # four weights of -1
-            elif name.endswith(("o_proj", "down_proj")):
-                packed[:BIAS_CHANNELS] = 0b01010101  # four weights of 0
-            weight = replace(weight, packed=packed)
+        weight = self.ternary(name)
         return put_norm(weight, np.ones(shape[1], dtype=np.float32), self.input_norm_eps)
 
 
@@ -192,34 +165,18 @@ def synthetic_model(
     seed: int = 0,
     progress: Progress | None = None,
     layers: int | None = None,
-    gate_zeros: float | None = None,
     dense: str = "stored",
+    draw: Callable[[ModelConfig, int], RandomCheckpoint] = RandomCheckpoint,
 ) -> Model:
     """A model of that shape with random weights, in the backend's layout. `layers` makes it shorter.
 
-    gate_zeros: see `RandomCheckpoint`. dense: see `ReadOptions`.
+    dense: see `LoadOptions`. draw: (config, seed) -> the checkpoint that draws the weights.
     """
     if layers is not None:
         if not 1 <= layers <= config.num_hidden_layers:
             raise ConfigError(f"expected 1 to {config.num_hidden_layers}, got {layers}", field="layers")
-        config = config.of_layers(range(layers))
-    checkpoint = RandomCheckpoint(config, seed, gate_zeros=gate_zeros)
+        config = family_of(config).of_layers(config, range(layers))
+    checkpoint = draw(config, seed)
     checkpoint.dense = dense
     weights = read_weights(checkpoint, progress, backend.prepare_for)
     return Model(config, backend.prepare_model(weights, config), backend)
-
-
-def write_random_gguf(config: ModelConfig, path: str | os.PathLike[str], kind: str = "tq2_0") -> None:
-    """A GGUF without a tokenizer for llama.cpp (tq2_0), bitnet.cpp and ik_llama.cpp (i2_s), or of a dense shape (bf16).
-
-    The embedding and the head of a ternary shape are float16. llama.cpp's architecture with sub-norms has silu, so in
-    tq2_0 a shape with relu2 gets silu; no matrix changes. Raises FormatError or ConfigError for a shape that the kind
-    or GGUF cannot hold.
-    """
-    if config.sub_norms and kind == "tq2_0":
-        config = replace(config, activation="silu")
-    dense = config.quantization is None
-    checkpoint = RandomCheckpoint(config, float16=not dense)
-    if checkpoint.by_groups:
-        raise ConfigError("the shape is ternary by groups, and no engine is given such a file", field="quantization")
-    write_gguf_model(checkpoint, path, kind, dense_type="BF16" if dense else "F16")

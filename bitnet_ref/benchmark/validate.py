@@ -10,10 +10,13 @@ from numpy.typing import NDArray
 
 from ..api import Model
 from ..backends import Backend
+from ..backends.backend import plain_weights
 from ..crossval.tolerances import EPSILON, MODEL_FLOOR_IN_EPSILONS, NARROW_FLOATS
 from ..errors import NumericsError
+from ..families import family_of
 from ..reference.cache import TokenBatch
-from ..reference.weights import LinearWeight, TernaryWeight, plain_weights
+from ..reference.config import ModelConfig
+from ..reference.weights import LinearWeight, TernaryWeight
 from .timing import Record
 
 CHECKED_TOKENS = 4  # of a whole model
@@ -83,6 +86,11 @@ def check_linear(be: Backend, w: LinearWeight, expected: Expected) -> Check:
     return Check(expected.acc.size, unequal[0], expected.y.size, unequal[1])
 
 
+def first_of_each_type(config: ModelConfig) -> list[int]:
+    """The first layer of each type; [0] where all layers are alike."""
+    return sorted({config.layer_types.index(kind) for kind in config.layer_types}) or [0]
+
+
 def check_model(model: Model, tokens: Sequence[int]) -> Check:
     """The ternary linears of the first block of each type of layer on random activations, and the logits of a model of
     these blocks alone.
@@ -91,8 +99,8 @@ def check_model(model: Model, tokens: Sequence[int]) -> Check:
     minutes; `bitnet-ref doctor` compares a whole model. A 16-bit backend is allowed the error of an engine in that
     dtype (`tolerances.NARROW_FLOATS`), as a share of the largest logit.
     """
-    layers = model.config.first_of_each_type
-    first = model.config.of_layers(layers)
+    layers = first_of_each_type(model.config)
+    first = family_of(model.config).of_layers(model.config, layers)
     weights = replace(model.weights, layers=tuple(model.weights.layers[layer] for layer in layers))
     plain = plain_weights(weights)
     check = Check()

@@ -1,26 +1,38 @@
-"""`bitnet-ref bench`: the group of what measures, and its commands ceiling, serve, tokenizer, cache and report."""
+"""`bitnet-ref bench`: the group of what measures, and its commands kernels, serve and cache."""
 
 from __future__ import annotations
 
-from dataclasses import fields
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..backends import NAMES
-from .bench_kernels import cuda, gpu, kernels
-from .bench_model import model, versus_options
-from .bench_shared import Subject, WholeNumbers, draw_table, in_threads, plot_option, report_bench, subject_options
+from .bench_model import model
+from .bench_shared import (
+    Subject,
+    WholeNumbers,
+    describe_conditions,
+    differs,
+    draw_by_shape,
+    draw_table,
+    in_threads,
+    in_time,
+    load_options,
+    machine_options,
+    refuse_simd,
+    report_bench,
+    shape_option,
+    split_load,
+    subject_options,
+)
 from .generation_options import content_of
-from .shell import LoadingBar, common_options
+from .shell import LoadingBar, common_options, size_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..benchmark.ceiling import MemoryRead, Peak
-    from ..benchmark.serve import ServeBench
+    from ..benchmark.kernels import KernelBench, KernelResult
+    from ..benchmark.serve import Quantiles, ServeBench
 
 
 @click.group(short_help="Measure speed and memory, beside what this machine can do.")
@@ -29,138 +41,114 @@ def bench() -> None:
     """Measure speed and memory, beside what this machine can do.
 
     Everything is compared with the NumPy reference first: what differs gets no speed, and the exit code is 1. Times
-    are the best of several, taken in turn with a plain read of memory, which is the ceiling.
+    are the best of several, taken in turn with a plain read of memory, which is the ceiling. On a machine that others
+    use too, compare processor times: they scatter less than wall times.
     """
 
 
-@click.command(short_help="What memory and the product instructions can do at most.")
-@click.option("--threads", type=click.IntRange(min=1), help="Up to so many.  [default: all there are]")
-@click.option("--repeats", type=click.IntRange(min=1), default=15, show_default=True)
-@plot_option("Write a roofline: .png, .svg or .pdf.")
+@click.command(short_help="The ternary product, on every backend and kernel set.")
+@shape_option
+@click.option("--tokens", type=WholeNumbers("M,M,...", ","), default="1,4,16,64,512", show_default=True)
+@click.option("--backend", type=click.Choice(("all", *NAMES)), default="all", show_default=True)
+@click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True)
+@click.option("--methods", is_flag=True, help="Every method of each kernel set, not only its default.")
+@machine_options
 @common_options
-def ceiling(threads: int | None, repeats: int, plot: Path | None) -> None:
-    """Measure what bounds every kernel: a plain read of memory, and each instruction set's product on registers alone.
+def kernels(
+    shapes: tuple[tuple[int, int], ...],
+    tokens: tuple[int, ...],
+    backend: str,
+    repeats: int,
+    methods: bool,
+    threads: int | None,
+    simd: str | None,
+) -> None:
+    """Time one ternary linear (quantise, multiply, dequantise) on every backend and kernel set that can run here.
 
-    On one thread and on more, all in turn, so that shares of these come from one run.
+    Its weights come from memory, not from the cache: each call takes another copy. "of read" is their bytes per second
+    over those of a plain read of memory.
     """
-    from ..backends.cpu.extension import why_unavailable
-    from ..benchmark.ceiling import measure_ceiling, save_roofline
+    from ..benchmark import candidates, measure_kernels
+    from ..benchmark.kernels import SHAPES_2B_4T
 
-    result = measure_ceiling(threads, repeats=repeats)
-    if plot is not None:
-        save_roofline(result, plot)
-
-    def draw(out: Console) -> None:
-        limits: list[tuple[str, MemoryRead | Peak, int, str]]
-        limits = [(f"memory, {r.how}", r, r.nbytes, "GB/s") for r in result.reads]
-        limits += [(f"{p.kernel_set}: {p.instruction}", p, p.multiply_adds, "G MAC/s") for p in result.peaks]
-        rows = []
-        for name, limit, amount, unit in limits:
-            speeds = [f"{limit.timing.giga_per_s(amount, statistic):.1f}" for statistic in ("best_s", "median_s")]
-            rows.append((name, str(limit.threads), *speeds, unit))
-        draw_table(out, ("ceiling", "threads", "best", "median", ""), rows)
-        for name, why in result.lacks.items():
-            out.print(f"{name}: {why}", style="dim")
-        if (no_extension := why_unavailable()) is not None:
-            out.print(no_extension, style="yellow")
-
-    report_bench(result, draw)
+    refuse_simd(simd, backend)
+    backends = candidates(backend, threads, simd, methods)
+    with LoadingBar("measuring") as bar:
+        bench = measure_kernels(backends, shapes or SHAPES_2B_4T, tokens, repeats=repeats, progress=bar)
+    report_bench(bench, lambda out: draw_kernels(bench, out))
 
 
-def token_range(ctx: click.Context, param: click.Parameter, numbers: tuple[int, ...]) -> tuple[int, int]:
-    """(16, 64) of "16-64", (32, 32) of "32" """
-    if len(numbers) > 2 or numbers[0] > numbers[-1]:
-        raise click.BadParameter(f"expected a number of tokens or a range like 16-64, got {numbers}", ctx, param)
-    return numbers[0], numbers[-1]
+def draw_kernels(bench: KernelBench, out: Console) -> None:
+    if bench.read_gb_per_s is not None:
+        reader = f"{in_threads(bench.threads)} ({bench.read_how})"
+        out.print(f"memory, read by {reader}: {bench.read_gb_per_s:.1f} GB/s at best")
+    has_energy = any(result.joules_per_token is not None for result in bench.results)
 
+    def sizes(results: list[KernelResult]) -> str:
+        return " or ".join(size_in_words(size) for size in sorted({result.weight_bytes for result in results}))
 
-range_option = partial(click.option, type=WholeNumbers("FROM-TO", "-"), callback=token_range, show_default=True)
+    def cells(result: KernelResult) -> list[str]:
+        name = " ".join(filter(None, (result.kernel_set or result.backend, result.layout)))
+        timing, row = result.timing, [name, str(result.tokens)]
+        if timing is None or timing.processor_s is None:
+            return [*row, *differs(result.check.unequal_accumulators, result.check.unequal_floats)]
+        row += [in_time(timing.best_s), in_time(timing.median_s), in_time(timing.processor_s)]
+        if has_energy:
+            row.append(f"{1e3 * (result.joules_per_token or 0):.2f}")
+        return [*row, f"{result.g_multiply_adds_per_s:.1f}", f"{result.gb_per_s:.2f}", f"{result.of_read:.2f}"]
+
+    energy = ("mJ/token",) if has_energy else ()
+    columns = ("kernel", "tokens", "best", "median", "processor", *energy, "G MAC/s", "GB/s", "of read")
+    draw_by_shape(bench.results, columns, sizes, cells, out)
+    if bench.equal:
+        out.print(f"\nAll {len(bench.results)} equal the NumPy reference: int32 accumulators and float32 results.")
+    describe_conditions(bench.conditions, out)
 
 
 @click.command(short_help="Throughput and waiting times of the engine, for each offered load.")
 @subject_options
-@click.option("--requests", type=click.IntRange(min=1), default=100, show_default=True, help="At each rate.")
-@click.option("--rate", "rates", type=float, multiple=True, help="Requests per second. May be repeated.  "
-              "[default: shares of the capacity]")  # fmt: skip
-@range_option("--prompt", default="8-32", help="Prompt tokens, drawn evenly.")
-@range_option("--new", default="16-64", help="New tokens, drawn evenly.")
-@click.option("--together", type=click.IntRange(min=1), default=64, show_default=True, help="Prompts at once, against "
-              "one after another.")  # fmt: skip
-@click.option("--max-batch", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--max-batch-tokens", type=click.IntRange(min=2), default=512, show_default=True)
-@click.option("--max-queue", type=click.IntRange(min=1), default=1024, show_default=True)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-@plot_option("Write a picture: .png, .svg or .pdf.")
+@load_options
 @common_options
-def serve(subject: Subject, rates: tuple[float, ...], together: int, plot: Path | None, **options: Any) -> None:
+def serve(subject: Subject, rates: tuple[float, ...], **options: Any) -> None:
     """Offer requests to the engine at several rates (Poisson arrivals), and time what comes of it.
 
     MODEL (default: storyteller), or a synthetic one. Some requests are first compared with what they give alone.
     """
-    from ..benchmark.serve import Load, measure_serve, save_serve_plot
-    from ..serving import EngineConfig
+    from ..benchmark import measure_serve
 
-    load = Load(**{field.name: options.pop(field.name) for field in fields(Load)})
-    config = EngineConfig(**options)
+    load, config = split_load(options)
     loaded = subject.load()
     with LoadingBar("measuring") as bar:
-        bench = measure_serve(loaded, load, config, rates_per_s=rates, prompts=together, progress=bar)
-    if plot is not None and bench.points:
-        save_serve_plot(bench, plot)
-    name = f"{subject.name}, {subject.shortened} layers" if subject.shortened else subject.name
-    report_bench(bench, lambda out: draw_serve(bench, name, out), model=name)
+        bench = measure_serve(loaded, load, config, rates_per_s=rates, progress=bar)
+    report_bench(bench, lambda out: draw_serve(bench, subject, out), model=subject.title)
 
 
-def draw_serve(bench: ServeBench, name: str, out: Console) -> None:
+def draw_serve(bench: ServeBench, subject: Subject, out: Console) -> None:
     threads = in_threads(bench.threads)
-    out.print(f"{name}; {bench.backend}, {threads}; at most {bench.config.max_batch} sequences per step")
-    if bench.together is None:
+    out.print(f"{subject.title}; {bench.backend}, {threads}; at most {bench.config.max_batch} sequences per step")
+    if not bench.equal:
         out.print("DIFFERS: a request gave something else among others than alone", style="bold red")
         return
     out.print(f"{bench.checked} requests among others give what they give alone: tokens, text and log probabilities")
-    both, rounds = bench.together, ", ".join(f"{ratio:.2f}" for ratio in bench.together.ratios)
-    out.print(
-        f"{both.prompts} prompts together {both.together_tokens_per_s:.1f} tok/s, one after another "
-        f"{both.alone_tokens_per_s:.1f}: {both.ratio:.2f} x (rounds: {rounds})"
-    )
     out.print(f"capacity {bench.capacity_per_s:.2f} requests/s, all {bench.load.requests} at once")
-    out.print("waits in ms: p50 p95 p99", style="dim")
+    has_energy = any(point.joules_per_token is not None for point in bench.points)
+
+    def in_ms(waits: Quantiles | None) -> str:
+        return f"{1e3 * waits.p50_s:.1f} {1e3 * waits.p99_s:.1f}" if waits else ""
+
     rows = []
     for point in bench.points:
-        speeds = (f"{point.offered_per_s:.2f}", f"{point.requests_per_s:.2f}", f"{point.tokens_per_s:.1f}")
-        waits = [
-            " ".join(f"{1e3 * wait:.1f}" for wait in vars(quantiles).values()) if quantiles else ""
-            for quantiles in (point.first_token, point.between_tokens)
-        ]
-        rows.append((*speeds, f"{point.mean_batch:.1f}", *waits, f"{point.refused / point.requests:.0%}"))
-    columns = ("offered/s", "done/s", "tok/s", "batch", "first token", "between tokens", "refused")
-    draw_table(out, columns, rows)
-
-
-@click.command(short_help="Encoding, decoding and streaming of the shipped tokenizer.")
-@click.option("--texts", type=click.IntRange(min=1), default=256, show_default=True, help="How many texts.")
-@click.option("--words", type=click.IntRange(min=1), default=60, show_default=True, help="Words in each.")
-@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each.")
-@common_options
-def tokenizer(texts: int, words: int, repeats: int) -> None:
-    """Time the shipped tokenizer: tokens per second, one text at a time and batched."""
-    from ..benchmark import measure_tokenizer
-
-    result = measure_tokenizer(texts, words, repeats)
-
-    def draw(out: Console) -> None:
-        out.print(f"{result.texts} texts, {result.tokens} tokens; loaded in {result.load_s * 1e3:.0f} ms")
-        for name, equal in result.checks.items():
-            if not equal:
-                out.print(f"DIFFERS: {name.replace('_', ' ')}", style="bold red")
-        rows = [
-            (name, f"{result.tokens_per_s(name):,.0f}", f"{result.tokens / timing.median_s:,.0f}")
-            for name, timing in result.timings.items()
-        ]
-        if rows:
-            draw_table(out, ("", "tokens/s best", "median"), rows)
-
-    report_bench(result, draw)
+        row = [f"{point.offered_per_s:.2f}", f"{point.tokens_per_s:.1f}"]
+        row.append(f"{1e3 * (point.processor_s_per_token or 0):.2f}")
+        if has_energy:
+            row.append(f"{point.joules_per_token or 0:.3f}")
+        row += [f"{point.mean_batch:.1f}", in_ms(point.first_token), in_ms(point.between_tokens)]
+        rows.append([*row, f"{point.refused / point.requests:.0%}"])
+    energy = ("J/token",) if has_energy else ()
+    columns = ("offered/s", "tok/s", "CPU ms/tok", *energy, "batch", "first token", "between", "refused")
+    draw_table(out, columns, rows, left=0)
+    out.print("first token, and between tokens: p50 and p99 of the waits in ms", style="dim")
+    describe_conditions(bench.conditions, out)
 
 
 @click.command(short_help="What a float16 or int8 KV cache changes, and its bytes.")
@@ -172,7 +160,7 @@ def tokenizer(texts: int, words: int, repeats: int) -> None:
 def cache(model: str, text: str | None, backend: str, threads: int | None) -> None:
     """Measure each cache dtype on a text, against the float32 cache of the same MODEL (default: storyteller)."""
     from ..api import load
-    from ..benchmark import measure_cache
+    from ..crossval.precision import measure_cache
 
     words = content_of(text)
     with LoadingBar("loading") as bar:
@@ -190,42 +178,5 @@ def cache(model: str, text: str | None, backend: str, threads: int | None) -> No
     report_bench(result, draw, model=model)
 
 
-@click.command(short_help="All that docs/speed.md says, in one run, with a page of bars.")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The folder to write.")
-@click.option("--only", metavar="WORDS", multiple=True, help="Models whose title has these words. May be repeated.")
-@click.option("--layers", type=click.IntRange(min=1), help="Only so many layers of the synthetic models.")
-@versus_options
-@common_options
-def report(
-    out: Path, only: tuple[str, ...], layers: int | None, versus: tuple[str, ...], versus_python: str | None
-) -> None:
-    """Measure the shipped model and synthetic ones, each in a process of its own, in some ten minutes.
-
-    OUT/report.html has the speeds as bars beside their bounds, OUT/report.json all figures. Both are written anew after
-    each model. --versus measures other engines on the shapes of 2B-4T and TinyLlama.
-    """
-    from ..benchmark.report import SUBJECTS, describe_run, measure_report, write_page
-    from ..system.atomic import atomic_path, explain_os_errors
-    from ..system.json_file import write_json
-
-    titles = [title for title in SUBJECTS if not only or any(words.lower() in title.lower() for words in only)]
-    if not titles:
-        raise click.UsageError(f"--only {', '.join(only)}: expected words of {'; '.join(SUBJECTS)}")
-    with explain_os_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-    page, figures = out / "report.html", out / "report.json"
-    with LoadingBar("measuring") as bar:
-        for result in measure_report(titles, layers=layers, versus=versus, python=versus_python, progress=bar):
-            write_json(figures, result.to_dict())
-            with atomic_path(page) as path:
-                path.write_text(write_page(result), encoding="utf-8")
-
-    def draw(console: Console) -> None:
-        draw_table(console, ("", ""), [(run.title, describe_run(run)) for run in result.runs], left=2, header=False)
-        console.print(f"{page}, {figures}")
-
-    report_bench(result, draw)
-
-
-for command in (kernels, cuda, gpu, ceiling, model, serve, tokenizer, cache, report):
+for command in (kernels, model, serve, cache):
     bench.add_command(command)

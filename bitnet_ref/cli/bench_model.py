@@ -1,96 +1,62 @@
-"""`bitnet-ref bench model`: speed and memory of a model, beside its bounds and other engines."""
+"""`bitnet-ref bench model`: speed, memory and energy of a model, beside its bounds."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import click
 
-from ..errors import BackendError
-from .bench_shared import Subject, draw_table, in_threads, in_time, report_bench, subject_options
-from .shell import AnyFunction, LoadingBar, common_options, size_in_words
+from .bench_shared import (
+    Subject,
+    describe_conditions,
+    draw_table,
+    in_threads,
+    in_time,
+    report_bench,
+    subject_options,
+    token_options,
+)
+from .shell import LoadingBar, common_options, size_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..api import Model
-    from ..benchmark.models import ModelBench, PassProfile
-    from ..benchmark.peers import PeerBench
+    from ..benchmark.models import ModelBench
     from ..benchmark.validate import Check
-
-PEER_NAMES = ("transformers", "llama-cpp-python", "ik-llama-cpp-python")  # the keys of `benchmark.PEERS`
-
-
-def versus_options(function: AnyFunction) -> AnyFunction:
-    """--versus and --versus-python"""
-    help = "The same shape there, or the same dense GGUF. May be repeated."
-    versus = click.option("--versus", type=click.Choice(PEER_NAMES), multiple=True, help=help)
-    return versus(
-        click.option("--versus-python", metavar="PATH", help="The Python that has it.  [default: this one]")(function)
-    )
+    from ..notebook.profiling import Profile
 
 
 @click.command(short_help="Prompt and decode speed, and memory, of a model.")
 @subject_options
-@click.option("--prompt", type=click.IntRange(min=1), default=64, show_default=True, help="Prompt tokens.")
-@click.option("--new", type=click.IntRange(min=1), default=32, show_default=True, help="Decoded tokens.")
-@versus_options
+@token_options
 @click.option("--profile", is_flag=True, help="Run once more, op by op, and show the time of each operation.")
 @common_options
-def model(
-    subject: Subject, prompt: int, new: int, versus: tuple[str, ...], versus_python: str | None, profile: bool
-) -> None:
+def model(subject: Subject, prompt: int, new: int, profile: bool) -> None:
     """Time MODEL (default: storyteller), or a synthetic one: its prompt, and decoding one token at a time."""
-    from ..benchmark import measure_model
+    from ..benchmark.models import measure_model, profile_model
 
     loaded = subject.load()
     with LoadingBar("measuring") as bar:
-        bench = measure_model(loaded, prompt, new, profile=profile, progress=bar)
-    names = versus if bench.equal else ()
-    peers = {name: measure_versus(name, loaded, prompt, new, versus_python) for name in names}
+        bench = measure_model(loaded, prompt, new, progress=bar)
+    ops = profile_model(loaded, prompt, new) if profile and bench.equal else None
 
     def draw(out: Console) -> None:
-        draw_table(out, ("", ""), model_rows(bench, subject), left=2, header=False)
-        for part, passes in bench.profiles.items():
-            draw_profile(part, passes, out)
-        for name, peer in peers.items():
-            out.print(f"versus {name}{describe_peer(bench, peer)}")
+        draw_model(bench, subject, out)
+        if ops is not None:
+            draw_profile(ops, out)
 
-    facts = {name: peer if isinstance(peer, str) else peer.to_dict() for name, peer in peers.items()}
-    report_bench(bench, draw, model=subject.synthetic or subject.name, versus=facts)
+    facts = {} if ops is None else {"profile": ops.to_dict()}
+    report_bench(bench, draw, model=subject.synthetic or subject.name, **facts)
 
 
-def measure_versus(name: str, model: Model, prompt: int, new: int, python: str | None) -> PeerBench | str:
-    """The peer's speeds on the model's shape or its dense GGUF, or the line that says why there are none."""
-    from ..benchmark import measure_peer
-
-    threads, python = model.backend.threads, python or sys.executable
-    dense_file = model.config.quantization is None and model.path is not None and model.path.suffix == ".gguf"
-    file = model.path if dense_file else None
-    with LoadingBar(f"measuring {name}"):
-        try:
-            return measure_peer(name, model.config, prompt, new, threads=threads, python=python, file=file)
-        except BackendError as error:
-            return str(error)
-
-
-def describe_peer(bench: ModelBench, peer: PeerBench | str) -> str:
-    if isinstance(peer, str):
-        return f": {peer}"
-    assert bench.decode_tokens_per_s is not None
-    assert bench.prompt_tokens_per_s is not None
-    decode, prompt = peer.decode_tokens_per_s, peer.prompt_tokens_per_s
-    return (
-        f" {peer.version}, {peer.weights}, {in_threads(peer.threads)}: decode {decode:.2f} tok/s best "
-        f"(here {bench.decode_tokens_per_s / decode:.2f} x), prompt {prompt:.1f} "
-        f"({bench.prompt_tokens_per_s / prompt:.2f} x), peak memory {size_in_words(peer.peak_memory_bytes)}"
-    )
+def draw_model(bench: ModelBench, subject: Subject, out: Console) -> None:
+    draw_table(out, ("", ""), model_rows(bench, subject), left=2, header=False)
+    describe_conditions(bench.conditions, out)
 
 
 def model_rows(bench: ModelBench, subject: Subject) -> Iterator[tuple[str, str]]:
-    from ..benchmark.ceiling import INSTRUCTIONS
+    from ..benchmark.limits import INSTRUCTIONS
 
     cfg, kernel_set = bench.config, f" {bench.kernel_set}" if bench.kernel_set else ""
     shape = f"{subject.shortened or cfg['num_hidden_layers']} layers of {cfg['hidden_size']}"
@@ -111,6 +77,14 @@ def model_rows(bench: ModelBench, subject: Subject) -> Iterator[tuple[str, str]]
     speeds = f"{bench.decode_tokens_per_s:.2f} tok/s best, {bench.decode_tokens_per_s_median:.2f} median"
     times = f"{in_time(bench.decode.best_s)} and {in_time(bench.decode.median_s)} each"
     yield "decode", f"{speeds} ({bench.new_tokens} tokens, {times})"
+    yield (
+        "processor",
+        f"{processor_time(bench.decode.processor_s)} per decoded token, all threads; prompt: "
+        + (f"{processor_time(bench.prompt.processor_s, bench.prompt_tokens)} per token"),
+    )
+    if bench.joules_per_token is not None:
+        joules = f"{bench.joules_per_token:.3f} J per decoded token, prompt: {bench.prompt_joules_per_token:.3f} J"
+        yield "energy", f"{joules} per token (processor packages and memory)"
     choice = "the most likely and its log probability" if bench.head == "exact" else "the most likely"
     yield "choosing", f"{in_time(bench.choose.median_s)} more per token: {choice}"
     if bench.head == "screened":
@@ -130,6 +104,10 @@ def model_rows(bench: ModelBench, subject: Subject) -> Iterator[tuple[str, str]]
     yield "peak memory", f"{size_in_words(bench.peak_memory_bytes or 0)}, {weights}"
 
 
+def processor_time(value_s: float | None, tokens: int = 1) -> str:
+    return "unknown" if value_s is None else in_time(value_s / tokens)
+
+
 def in_shares(shares: Mapping[str, float]) -> str:
     """{"up_proj": 0.8} -> "80% of up_proj" """
     return ", ".join(f"{share:.0%} of {linear}" for linear, share in shares.items())
@@ -147,16 +125,18 @@ def describe_check(check: Check) -> str:
     return f"{exact}; {logits}" if check.accumulators else logits
 
 
-def draw_profile(part: str, profile: PassProfile, out: Console) -> None:
-
-    def times(taken_s: float) -> tuple[str, str]:
-        return f"{taken_s / profile.tokens * 1e3:.3f}", f"{taken_s / profile.step_s:.1%}"
-
-    per_token = in_time(profile.step_s / profile.tokens)
-    out.print(f"\nProfile of the {part}, op by op: {per_token} per token", style="bold")
+def draw_profile(profile: Profile, out: Console) -> None:
+    out.print(f"\nProfile, op by op: {profile.caption}", style="bold")
     rows = [
-        (op.name, str(op.calls), *times(op.total_s), "" if op.gb_per_s is None else f"{op.gb_per_s:.1f}")
+        (
+            op.name,
+            str(op.calls),
+            in_time(op.total_s),
+            f"{op.total_s / profile.wall_s:.1%}",
+            f"{op.gb_per_s:.1f}" if op.gb_per_s is not None else "",
+        )
         for op in profile.ops
     ]
-    rows.append(("outside the operations", "", *times(profile.outside_s), ""))
-    draw_table(out, ("operation", "calls", "ms per token", "share", "GB/s"), rows)
+    outside_s = profile.wall_s - sum(op.total_s for op in profile.ops)
+    rows.append(("outside the operations", "", in_time(outside_s), f"{outside_s / profile.wall_s:.1%}", ""))
+    draw_table(out, ("operation", "calls", "time", "share", "GB/s"), rows)

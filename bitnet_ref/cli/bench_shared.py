@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import wraps
-from pathlib import Path
+from functools import partial, wraps
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..backends import HEADS, NAMES
 from .generation_options import apply_options, dense_option
-from .shell import DIFFERS, AnyFunction, LoadingBar, OutputFile, make_table, report
+from .shell import DIFFERS, AnyFunction, LoadingBar, make_table, report
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..api import Model
-    from ..benchmark.timing import Record
+    from ..backends import Backend
+    from ..benchmark.serve import Load
+    from ..benchmark.timing import Conditions, Record
     from ..crossval.precision import CacheBench
+    from ..serving import EngineConfig
 
 MAX_NUMBER = 1 << 20
 # The keys of `benchmark.SHAPES`, which --help need not import
@@ -57,15 +60,52 @@ def refuse_simd(simd: str | None, backend: str) -> None:
         raise click.UsageError(f"--simd chooses a kernel set of the cython backend; --backend is {backend}")
 
 
-def plot_option(help: str) -> Callable[[AnyFunction], AnyFunction]:
-    """--plot, a file for a picture.   -> `plot`, a Path or None"""
+shape_option = click.option(
+    "--shape", "shapes", type=WholeNumbers("NxK", "x", 2), multiple=True, help="[default: those of 2B-4T]"
+)
 
-    def check(ctx: click.Context, param: click.Parameter, plot: Path | None) -> Path | None:
-        if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
-            raise click.UsageError(f"--plot {plot}: expected a file that ends in .png, .svg or .pdf")
-        return plot
 
-    return click.option("--plot", type=OutputFile(), callback=check, help=help)
+def token_options(function: AnyFunction) -> AnyFunction:
+    """--prompt and --new, of one sequence"""
+    prompt = click.option("--prompt", type=click.IntRange(min=1), default=64, show_default=True, help="Prompt tokens.")
+    new = click.option("--new", type=click.IntRange(min=1), default=32, show_default=True, help="Decoded tokens.")
+    return prompt(new(function))
+
+
+def token_range(ctx: click.Context, param: click.Parameter, numbers: tuple[int, ...]) -> tuple[int, int]:
+    """(16, 64) of "16-64", (32, 32) of "32" """
+    if len(numbers) > 2 or numbers[0] > numbers[-1]:
+        raise click.BadParameter(f"expected a number of tokens or a range like 16-64, got {numbers}", ctx, param)
+    return numbers[0], numbers[-1]
+
+
+def load_options(function: AnyFunction) -> AnyFunction:
+    """The requests that an engine is offered, and its limits: see `split_load`; and --rate, as `rates`"""
+    count = partial(click.option, type=click.IntRange(min=1), show_default=True)
+    tokens = partial(click.option, type=WholeNumbers("FROM-TO", "-"), callback=token_range, show_default=True)
+    rate_help = "Requests per second. May be repeated.  [default: shares of the capacity]"
+    return apply_options(
+        function,
+        [
+            count("--requests", default=100, help="At each rate."),
+            click.option("--rate", "rates", type=float, multiple=True, help=rate_help),
+            tokens("--prompt", default="8-32", help="Prompt tokens, drawn evenly."),
+            tokens("--new", default="16-64", help="New tokens, drawn evenly."),
+            count("--max-batch", default=64),
+            click.option("--max-batch-tokens", type=click.IntRange(min=2), default=512, show_default=True),
+            count("--max-queue", default=1024),
+            click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True),
+        ],
+    )
+
+
+def split_load(options: dict[str, Any]) -> tuple[Load, EngineConfig]:
+    """What `load_options` gives, but for `rates`."""
+    from ..benchmark.serve import Load
+    from ..serving import EngineConfig
+
+    load = Load(**{field.name: options.pop(field.name) for field in fields(Load)})
+    return load, EngineConfig(**options)
 
 
 # -- the model to measure ----------------------------------------------------------------------------------------------
@@ -78,7 +118,6 @@ class Subject:
     model: str | None
     synthetic: str | None
     layers: int | None
-    gate_zeros: float | None
     backend: str
     head: str
     dense: str
@@ -90,8 +129,6 @@ class Subject:
             raise click.UsageError("give a MODEL or --synthetic, not both")
         if self.layers is not None and self.synthetic is None:
             raise click.UsageError("--layers shortens a synthetic model; give --synthetic too")
-        if self.gate_zeros is not None and self.synthetic is None:
-            raise click.UsageError("--gate-zeros shapes a synthetic model; give --synthetic too")
         refuse_simd(self.simd, self.backend)
 
     @property
@@ -106,19 +143,27 @@ class Subject:
         whole = SHAPES[self.synthetic].num_hidden_layers if self.synthetic else self.layers
         return f"{self.layers} of its {whole}" if self.layers not in (None, whole) else ""
 
-    def load(self) -> Model:
-        from ..api import Model, load
+    @property
+    def title(self) -> str:
+        """The name, and how much of the model is measured."""
+        return f"{self.name}, {self.shortened} layers" if self.shortened else self.name
+
+    def open_backend(self) -> Backend:
         from ..backends import choose_backend
         from ..backends.cpu.backend import CythonBackend
 
         chosen = choose_backend("cython" if self.simd else self.backend, threads=self.threads, head=self.head)
-        if self.simd:
-            chosen = CythonBackend("float32", self.threads, self.simd, head=self.head)
+        return CythonBackend("float32", self.threads, self.simd, head=self.head) if self.simd else chosen
+
+    def load(self) -> Model:
+        from ..api import Model, load
+
+        chosen = self.open_backend()
         if self.synthetic is not None:
             from ..benchmark import SHAPES, synthetic_model
 
             with LoadingBar(f"making {self.synthetic}") as bar:
-                return synthetic_model(SHAPES[self.synthetic], chosen, 0, bar, self.layers, self.gate_zeros, self.dense)
+                return synthetic_model(SHAPES[self.synthetic], chosen, 0, bar, self.layers, self.dense)
         with LoadingBar(f"loading {self.name}") as bar:
             same: dict[str, Any] = {"threads": self.threads, "head": self.head, "dense": self.dense}
             loaded = load(self.name, backend=chosen.name, progress=bar, **same)
@@ -147,9 +192,6 @@ def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
             ),
             click.option("--shape", metavar="NAME|PATH", help="A name of --synthetic (also 2b4t), or a MODEL."),
             click.option("--layers", type=click.IntRange(min=1), help="Only so many layers of the synthetic model."),
-            click.option(
-                "--gate-zeros", type=float, help="The share of zeros among the synthetic model's ReLU^2 gates."
-            ),
             click.option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True),
             click.option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help="As in generate."),
             dense_option(),
@@ -172,6 +214,37 @@ def draw_table(
     """The first `left` columns as text, wrapped; the others as numbers, aligned right."""
     titles = columns if header else [""] * len(columns)
     out.print(make_table([title if i < left else f">|{title}" for i, title in enumerate(titles)], rows))
+
+
+def draw_by_shape(
+    results: Sequence[Any],
+    columns: tuple[str, ...],
+    describe: Callable[[list[Any]], str],
+    cells: Callable[[Any], list[str]],
+    out: Console,
+) -> None:
+    """A table for each shape, with its results in their order. describe: what its title says beside the shape."""
+    for (n_out, n_in), group in groupby(results, key=lambda result: (result.out_features, result.in_features)):
+        of_shape = list(group)
+        out.print(f"\n{n_out} x {n_in}, {describe(of_shape)}", style="bold")
+        draw_table(out, columns, [cells(result) for result in of_shape])
+
+
+def differs(accumulators: int, floats: int) -> list[str]:
+    return ["DIFFERS", f"{accumulators} acc", f"{floats} floats"]
+
+
+def describe_conditions(conditions: Conditions | None, out: Console) -> None:
+    """Whether the machine was quiet, and why there is no energy."""
+    if conditions is None:
+        return
+    if not conditions.quiet:
+        others = f"others kept {conditions.others:.1f} of its {conditions.processors} processors busy"
+        waited = f", and this process waited {conditions.waited:.0%} of the time" if conditions.waited else ""
+        remedy = "Compare processor times; wall times are no measure here."
+        out.print(f"The machine was not quiet: {others}{waited}. {remedy}", style="yellow")
+    if conditions.why_no_energy:
+        out.print(f"energy: not measured: {conditions.why_no_energy}", style="dim")
 
 
 def in_threads(threads: int) -> str:

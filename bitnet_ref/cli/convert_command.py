@@ -41,7 +41,7 @@ def convert(
     The new file is read again and compared with the source: every ternary plane bit for bit, every scale, every other
     tensor, the tokenizer, and the logits of a few tokens. DESTINATION does not exist before that.
     """
-    from ..formats.checkpoint import Progress, ReadOptions
+    from ..formats.checkpoint import LoadOptions, Progress
     from ..formats.convert import convert as convert_model
 
     with ExitStack() as bars:
@@ -50,7 +50,7 @@ def convert(
             bars.close()
             return bars.enter_context(LoadingBar(name))
 
-        options: dict[str, Any] = {"options": ReadOptions(**layout), "verify": not no_verify, "overwrite": force}
+        options: dict[str, Any] = {"options": LoadOptions(**layout), "verify": not no_verify, "overwrite": force}
         proof = convert_model(source, destination, target, tl_tiles=to_tl_tiles, phase=phase, **options)
     files = sorted(destination.rglob("*")) if destination.is_dir() else [destination]
     nbytes = sum(file.stat().st_size for file in files)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..backends.options import ComputeOptions
 from .doctor_command import check_printer, draw_verdict
 from .generation_options import (
     apply_options,
     content_of,
-    dtype_option,
+    declared_option,
     load_model,
     pop_workers,
     read_numbers,
@@ -167,7 +168,7 @@ def trace(model: str, file: Path, no_causes: bool, budget: float, strict: bool, 
 @sentence_options
 @click.option("--names", multiple=True, metavar="GLOB", help='Which tensors: "blocks.0.*"; may be repeated.')
 @click.option("--backend", default="numpy", show_default=True, help="Which backend runs.")
-@dtype_option()
+@declared_option(ComputeOptions, "dtype", default="float32")
 @common_options
 def record(model: str, file: Path, text: str | list[int] | None, names: tuple[str, ...], **options: Any) -> None:
     """Run MODEL and write its named tensors to the trace FILE."""

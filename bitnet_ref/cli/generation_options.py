@@ -5,48 +5,33 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..backends import HEADS, NAMES
-from ..backends.paged_cache import CACHE_DTYPES
+from ..backends.options import ComputeOptions, DeviceOptions
 from ..errors import FormatError
+from ..formats.checkpoint import LoadOptions
+from ..generation.params import Biases, SamplingParams
 from ..system.json_file import read_bounded
+from ..system.options import FLAG, ListOf, Number, Option, declared_options
 from .shell import AnyFunction, LoadingBar, SectionOption, say
 
 if TYPE_CHECKING:
     from ..api import Model
     from ..system.workers import Opener, Workers
 
-DTYPES = ("float32", "float64", "float16", "bfloat16")
-DTYPE_HELP = "Computing in: float64 needs numpy, 16 bits need cupy.  [default: float32]"
-HEAD_HELP = "Find tokens by int8 bounds on the logits (the same tokens), or compute all logits."
-CACHE_HELP = "Stored keys and values: narrow dtypes change the logits (bench cache).  [default: --dtype]"
-OVERFLOW = ("error", "truncate", "sliding", "sinks")  # generation.overflow.POLICIES, which --help need not import
-SPECULATE_HELP = "Verify guesses together: of earlier text, or of a smaller model.  [default: off]"
-TEMPERATURE_HELP = "0 takes the most likely token.  [default: 0 (chat: as the model recommends)]"
-OVERFLOW_HELP = "Beyond the context: refuse, cut the prompt (chat: drop the oldest turns), or drop the oldest tokens.  "
-OVERFLOW_HELP += "[default: error (chat: truncate)]"
-GPU_LAYERS_HELP = "Layers on GPUs, or all; the CPU has the rest.  [default: as many as fit]"
-LOAD_OPTIONS = (
-    *("model", "backend", "threads", "dtype", "cache_dtype", "head", "prepared", "allow_unquantized"),
-    *("devices", "gpu_layers", "memory_limit", "rotation", "dense"),
-)
+# Parameters of `SamplingParams` that chat has not
+SEVERAL = ("n", "num_beams", "length_penalty", "early_stopping", "logprobs", "echo")
+LOADING = {  # the options of `load` that commands have, beside those of `layout_options`
+    ComputeOptions: ("backend", "threads", "dtype", "cache_dtype", "head"),
+    LoadOptions: ("prepared", "rotation", "dense", "allow_unquantized"),
+    DeviceOptions: ("devices", "gpu_layers", "memory_limit"),
+}
 MAX_TEXT_BYTES = 64 << 20  # of @FILE
 INPUT_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
-EARLY: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
-ROTATION_HELP = "Matrices in a Hadamard basis: run them as stored, or fold it into dense ones."
-DENSE_HELP = "Dense weights: as stored, or in int8, which changes the logits (crossval precision)."
-rotations = click.Choice(("stored", "folded"))  # formats.checkpoint.ROTATIONS, which --help need not import
-rotation_option = partial(
-    click.option, "--rotation", type=rotations, default="stored", show_default=True, help=ROTATION_HELP
-)
-dense_option = partial(
-    click.option, "--dense", type=click.Choice(("stored", "int8")), default="stored", show_default=True, help=DENSE_HELP
-)
-dtype_option = partial(click.option, "--dtype", type=click.Choice(DTYPES), default="float32", help=DTYPE_HELP)
 
 
 def section(title: str) -> Callable[..., Any]:
@@ -68,81 +53,78 @@ def model_options(function: AnyFunction, default: str = "storyteller") -> AnyFun
 
 def loading_options(function: AnyFunction) -> AnyFunction:
     """The parameters of `bitnet_ref.load` but the model itself."""
-    option = section("Model")
-    options = [
-        option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True),
-        option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one per core]"),
-        dtype_option(cls=SectionOption, section="Model"),
-        option("--cache-dtype", type=click.Choice(CACHE_DTYPES), help=CACHE_HELP),
-        option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help=HEAD_HELP),
-        option("--prepared", is_flag=True, help="Store the weights as computed beside the model; read them next time."),
-        option("--devices", metavar="N,N", callback=read_numbers, help="GPUs that share the layers.  [default: 0]"),
-        option("--gpu-layers", metavar="N", callback=_read_layers, help=GPU_LAYERS_HELP),
-        option("--memory-limit", metavar="BYTES", help="Of each GPU's memory, like 8GiB.  [default: what is free]"),
-        rotation_option(cls=SectionOption, section="Model"),
-        dense_option(cls=SectionOption, section="Model"),
-        option("--allow-unquantized", is_flag=True, help="Accept a bitnet model without quantization_config."),
-    ]
+    options = []
+    for declaration, names in LOADING.items():
+        for name in names:
+            attributes = {"default": declared_options(declaration)[name].default}
+            if name == "threads":
+                attributes["type"] = click.IntRange(min=1)
+            options.append(declared_option(declaration, name, section="Model", **attributes))
     return apply_options(function, options)
 
 
 def layout_options(function: AnyFunction) -> AnyFunction:
-    """What a GGUF may not say about itself: parameters of `ReadOptions`."""
-    layouts = click.Choice(("x86", "arm", "interleaved"))
+    """What a GGUF may not say about itself: parameters of `LoadOptions`."""
     options = [
-        click.option("--i2s-layout", "i2_s_layout", type=layouts, help="The layout of a GGUF's I2_S tensors."),
-        click.option("--tl-tiles", type=INPUT_FILE, help="The kernel_config.ini of a GGUF's TL1 or TL2 tensors."),
-        rotation_option(),
+        declared_option(LoadOptions, "i2_s_layout"),
+        declared_option(LoadOptions, "tl_tiles", type=INPUT_FILE),
+        declared_option(LoadOptions, "rotation", default="stored"),
     ]
     return apply_options(function, options)
 
 
 def sampling_options(function: AnyFunction) -> AnyFunction:
     """The parameters of one text. `SamplingParams` has the defaults of those that are not given."""
-    end, choice, text = section("Length and end"), section("Choice of tokens"), section("What may be said")
-    many = partial(text, multiple=True, metavar="TEXT")
-    options = [
-        end("--max-tokens", type=int, help="Maximum of new tokens.  [default: 64 (chat: 512), or what fits]"),
-        end("--min-tokens", type=int, help="Do not end before so many tokens.  [default: 0]"),
-        end("--stop", multiple=True, metavar="TEXT", help="End before this text. May be repeated."),
-        end("--stop-token-id", "stop_token_ids", multiple=True, type=int, help="End at this token. May be repeated."),
-        end("--ignore-eos", is_flag=True, help="Continue after the model's end tokens."),
-        end("--overflow", type=click.Choice(OVERFLOW), help=OVERFLOW_HELP),
-        end("--window", type=int, help="Tokens that the model sees at a time.  [default: its context]"),
-        end("--sink-tokens", type=int, help="First tokens that --overflow sinks keeps.  [default: 4]"),
-        choice("--temperature", type=float, help=TEMPERATURE_HELP),
-        choice("--top-k", type=int, help="Sample among the k most likely tokens.  [default: no limit]"),
-        choice("--top-p", type=float, help="Sample among the most likely tokens that reach p.  [default: 1]"),
-        choice("--min-p", type=float, help="Exclude tokens below p times the most likely one.  [default: 0]"),
-        choice("--typical-p", type=float, help="Locally typical sampling, mass p.  [default: 1]"),
-        choice("--repetition-penalty", type=float, help="Divides the logits of earlier tokens.  [default: 1]"),
-        choice("--presence-penalty", type=float, help="Subtracted once from generated tokens' logits.  [default: 0]"),
-        choice("--frequency-penalty", type=float, help="Subtracted for each time generated.  [default: 0]"),
-        choice("--logit-bias", multiple=True, metavar="ID=BIAS", callback=_read_biases, help="May be repeated."),
-        choice("--seed", type=int, help="The same seed gives the same text.  [default: random]"),
-        choice("--speculate", metavar="lookup|MODEL", callback=_read_drafter, help=SPECULATE_HELP),
-        many("--bad-word", "bad_words", help="Never generate this. May be repeated."),
-        many("--filter", help="End where this is generated, and hide it. May be repeated."),
-        text("--guided-json", metavar="SCHEMA", callback=_read_content, help="Match a JSON schema; @FILE reads it."),
-        text("--guided-regex", metavar="REGEX", help="Match a regular expression."),
-        many("--guided-choice", help="Generate one of these. May be repeated."),
-        text("--guided-grammar", metavar="LARK", callback=_read_content, help="Match a Lark grammar; @FILE reads it."),
-    ]
-    return apply_options(function, options)
+    declared = declared_options(SamplingParams)
+    return _sampling(function, [name for name, each in declared.items() if each.in_shell and name not in SEVERAL])
 
 
 def several_options(function: AnyFunction) -> AnyFunction:
     """How many texts, and what to write about them."""
-    several, output = section("Several texts"), section("Output")
-    options = [
-        several("-n", "--n", type=int, help="Texts for the prompt.  [default: 1]"),
-        several("--num-beams", type=int, help="Beam search.  [default: 1]"),
-        several("--length-penalty", type=float, help="Divide a beam's score by length to this power.  [default: 1]"),
-        several("--early-stopping", type=click.Choice(tuple(EARLY)), callback=_read_early, help="When beams end."),
-        output("--logprobs", type=int, metavar="K", help="With --json: ln p of the K most likely at each position."),
-        output("--echo", is_flag=True, help="Begin with the prompt."),
-    ]
-    return apply_options(function, options)
+    return _sampling(function, SEVERAL)
+
+
+def _sampling(function: AnyFunction, names: Sequence[str]) -> AnyFunction:
+    declared = declared_options(SamplingParams)
+    return apply_options(function, [declared_option(SamplingParams, name, declared[name].section) for name in names])
+
+
+def declared_option(declaration: type, name: str, section: str = "Options", **attributes: Any) -> Callable[..., Any]:
+    """The decorator that adds an option to a command. attributes: of `click.option`, in place of the declared ones.
+
+    Without `default` among them, an option that is not given is None or empty.
+    """
+    declared = declared_options(declaration)[name]
+    flags = [declared.flag or f"--{name.replace('_', '-')}"]
+    if not flags[0].startswith("--"):
+        flags.append(f"--{name}")
+    settings: dict[str, Any] = {"callback": PARSERS[name]} if name in PARSERS else _click_type(declared)
+    settings["multiple"] = isinstance(declared.rule, ListOf | Biases)
+    settings["metavar"] = declared.metavar
+    settings["help"] = declared.short_help
+    if settings["multiple"]:
+        settings["help"] += " May be repeated."
+    if PARSERS.get(name) is _read_content:
+        settings["help"] += " @FILE reads it."
+    if declared.default_text:
+        settings["help"] += f"  [default: {declared.default_text}]"
+    settings |= attributes
+    return click.option(*flags, name, cls=SectionOption, section=section, **settings)
+
+
+dense_option = partial(declared_option, LoadOptions, "dense", default="stored")
+
+
+def _click_type(declared: Option) -> dict[str, Any]:
+    """What `click.option` is told of the values."""
+    rule, values = declared.rule, declared.rule.schema().get("enum")
+    if declared.is_flag or rule is FLAG:
+        return {"is_flag": True}
+    if values is not None:
+        texts = {str(value).lower() if isinstance(value, bool) else value: value for value in values[:-1]}
+        return {"type": click.Choice(list(texts)), "callback": lambda ctx, param, text: texts.get(text, text)}
+    number = rule.item if isinstance(rule, ListOf) else rule
+    return {"type": (int if number.whole else float) if isinstance(number, Number) else str}
 
 
 def select_given(options: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +136,7 @@ def load_model(options: dict[str, Any]) -> Model:
     """Load the model that `model_options` describe, and remove those from `options`."""
     from ..api import load
 
-    load_options = {name: options.pop(name) for name in LOAD_OPTIONS if name in options}
+    load_options = {name: options.pop(name) for name in ("model", *chain(*LOADING.values())) if name in options}
     with LoadingBar(f"loading {load_options['model']}") as bar:
         return load(load_options.pop("model"), progress=bar, **load_options)
 
@@ -199,7 +181,7 @@ def spread(opener: Opener, count: int | None, address: str | None, resource: Any
 
 def model_opener(options: dict[str, Any], count: int | None) -> Opener:
     """Opens the model that `loading_options` describe in a worker; the weights are mapped once for each machine."""
-    chosen = {name: options[name] for name in LOAD_OPTIONS if name in options}
+    chosen = {name: options[name] for name in ("model", *chain(*LOADING.values())) if name in options}
     if Path(chosen["model"]).exists():
         chosen["model"] = str(Path(chosen["model"]).resolve())
     if count is not None and chosen.get("threads") is None:
@@ -283,5 +265,12 @@ def read_text(path: Path) -> str:
         raise FormatError(f"is not UTF-8 text: {problem.reason}", path=path, offset=problem.start) from problem
 
 
-def _read_early(ctx: click.Context, param: click.Parameter, value: str | None) -> bool | str | None:
-    return None if value is None else EARLY[value]
+# Options whose text means something else, by name
+PARSERS: dict[str, Callable[..., Any]] = {
+    "devices": read_numbers,
+    "gpu_layers": _read_layers,
+    "logit_bias": _read_biases,
+    "speculate": _read_drafter,
+    "guided_json": _read_content,
+    "guided_grammar": _read_content,
+}

@@ -33,10 +33,10 @@ def inspect(path: str, tensor: str | None, **layout: Any) -> None:
 
     Exits with 3 when something in it cannot be loaded; the rest is shown all the same.
     """
-    from ..formats.checkpoint import ReadOptions
+    from ..formats.checkpoint import LoadOptions
     from ..inspection import inspect_model, show_tensor
 
-    options = ReadOptions(**layout)
+    options = LoadOptions(**layout)
     if tensor is not None:
         view = show_tensor(path, tensor, options)
         report(

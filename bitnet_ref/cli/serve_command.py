@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import __version__
-from ..backends import NAMES
-from ..backends.cuda.workspace import parse_bytes
-from ..errors import BackendUnavailable, ConfigError, StorageError
-from .generation_options import content_of, name_model
+from ..backends.options import ComputeOptions
+from ..errors import BackendUnavailable, ConfigError, GenerationError, StorageError
+from ..serving.engine_config import EngineConfig
+from ..system.options import BYTES
+from .generation_options import content_of, declared_option, name_model
 from .shell import common_options, print_json, say, wants_json
 
 if TYPE_CHECKING:
@@ -32,9 +33,10 @@ KEEP_ALIVE_S = 75  # more than clients keep idle connections (httpx 5 s, proxies
 
 def _read_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     try:
-        return None if value is None else parse_bytes(value)
-    except BackendUnavailable:
-        raise click.BadParameter(f"expected bytes, like 8GiB, got {value!r}") from None
+        size: int | None = BYTES.read(value, str(param.name))
+    except GenerationError as error:
+        raise click.BadParameter(error.message) from None
+    return size
 
 
 def check_keys(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -57,9 +59,9 @@ def check_keys(values: tuple[str, ...]) -> tuple[str, ...]:
     help="Clients need one of these keys.",
 )
 @click.option("--config", type=click.Path(path_type=Path), help="Engine settings, a TOML file (docs/serving.md).")
-@click.option("--backend", type=click.Choice(("auto", *NAMES)), help="As in generate.  [default: the config's]")
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one per core]")
-@click.option("--replicas", type=click.IntRange(min=1), help="Engines per model; see docs/serving.md.  [default: 1]")
+@declared_option(EngineConfig, "backend", help="As in generate.  [default: the config's]")
+@declared_option(ComputeOptions, "threads", type=click.IntRange(min=1))
+@declared_option(EngineConfig, "replicas")
 @click.option("--chat-template", metavar="JINJA", help="Instead of the models' own; @FILE reads it.")
 @click.option(
     "--memory-budget", callback=_read_size, metavar="BYTES", help="Of all loaded models.  [default: no limit]"
@@ -86,14 +88,15 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     import uvicorn
 
     from ..api import load_engine
-    from ..serving import EngineConfig
     from ..serving.http.app import ServerLimits, create_app
     from ..serving.http.shelf import ModelShelf
 
     api_keys = check_keys(options["api_keys"])
     backend, threads = options["backend"], options["threads"]
     chosen = {"backend": backend, "replicas": options["replicas"]}
-    config = EngineConfig.load(options["config"], **{name: value for name, value in chosen.items() if value})
+    config = EngineConfig.load(
+        options["config"], **{name: value for name, value in chosen.items() if value is not None}
+    )
 
     def open_engine(path: Path) -> Engine:
         return load_engine(path, config, threads=threads)

@@ -6,11 +6,10 @@ import contextlib
 import io
 import json
 import os
-import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
@@ -40,6 +39,8 @@ DIFFERS, USAGE, BAD_FILE, UNAVAILABLE, BUG, INTERRUPTED = 1, 2, 3, 4, 70, 130
 _PLACES = ("path", "offset", "field", "tensor", "op", "expected", "got")
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in [*range(32), *range(127, 160)] if code not in (9, 10)}
 
+QUOTES = "\"'"
+
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
@@ -59,8 +60,8 @@ class OrderedGroup(click.Group):
         return list(self.commands)
 
 
-class Interface(OrderedGroup):
-    """A group of commands whose exceptions become one message and an exit code."""
+class ExitCodes(click.Command):
+    """A command whose exceptions become one message and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         state = ctx.ensure_object(State)
@@ -96,6 +97,10 @@ class Interface(OrderedGroup):
         raise click.exceptions.Exit(code)
 
 
+class Interface(ExitCodes, OrderedGroup):
+    """A group of such commands."""
+
+
 def exit_code(error: BitNetRefError) -> int:
     """2 wrong usage, 3 a file that is bad or cannot be written, 4 backend."""
     if isinstance(error, BackendError | HubError):
@@ -129,19 +134,23 @@ def report_os_error(error: OSError) -> int:
 
 def error_message(error: BitNetRefError) -> str:
     """The message, with the command's options in place of the library's parameters: "--top-p: ..." for "top_p: ..."."""
-    message, command = str(error), click.get_current_context().ensure_object(State).command
-    for param in command.params if command is not None else ():
-        if not isinstance(param, click.Option) or not param.name:
-            continue
-        option, word = param.opts[0], rf"(?<![\w/.-]){param.name}(?![\w/-])"
-        if param.is_flag:
-            message = re.sub(f"{word}=True", option, message)
-        else:
-            message = re.sub(rf"""{word}=["']?([\w.-]*\w)["']?""", rf"{option} \1", message)
-        if "_" not in param.name:  # an ordinary word, which need not mean the option
-            word = rf"^{param.name}(?=: )|(?<=takes no ){word}"
-        message = re.sub(word, option, message)
-    return message
+    command = click.get_current_context().ensure_object(State).command
+    options = {str(param.name): param for param in command.params} if command is not None else {}
+    written, rest = "", error.message
+    for mention in error.mentions:
+        before, name, rest = rest.partition(mention)
+        written += before + _in_shell(name, options)
+    place = error.place if getattr(error, "path", None) is not None else _in_shell(error.place, options)
+    return f"{place}: {written}{rest}" if place else written + rest
+
+
+def _in_shell(mention: str, options: Mapping[str, click.Parameter]) -> str:
+    """ "num_beams=1" as "--num-beams 1"; a mention that is no option of the command stays."""
+    name, _, value = mention.partition("=")
+    option = options.get(name)
+    if not isinstance(option, click.Option):
+        return mention
+    return f"{option.opts[0]} {value.strip(QUOTES)}" if value and not option.is_flag else option.opts[0]
 
 
 def say(text: str) -> None:

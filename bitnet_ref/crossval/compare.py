@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import printable
+from ..families.family import widest_window
 from ..reference.config import ModelConfig
 from .flips import Flip, implied_int8, judge_flips
 from .metrics import Distance, Figures, LogitsDistance, Rows, measure, measure_logits, tensor_of
@@ -315,7 +316,7 @@ class Walk:
 
     def _spread(self) -> None:
         """Mark every token that sees a marked one in attention."""
-        window = self.config.widest_window or len(self.reached)
+        window = widest_window(self.config) or len(self.reached)
         for source in np.flatnonzero(self.reached):
             self.reached[source : source + window] = True
 

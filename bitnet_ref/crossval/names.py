@@ -28,7 +28,7 @@ _LAYER = re.compile(r"(?:(?:model\.)?layers|blocks|blk)\.([0-9]{1,9})\.")  # in 
 
 # Of norms and linears.   last part of the name: kind of op
 _MODULE_HOOKS = {
-    NORM_SCALE: "norm scale", NORMALIZED: "norm", ROTATED: "rotation",
+    NORM_SCALE: "norm scale", NORMALIZED: "norm", ROTATED: "Hadamard transform",
     INT8: "activation int8", SCALE: "activation scale", ACC: "accumulator", OUT: "linear",
 }  # fmt: skip
 # Outside of the blocks: kind of op, what it is computed from.

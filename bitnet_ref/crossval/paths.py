@@ -31,10 +31,9 @@ from ..backends import Backend
 from ..backends.backend import GreedyRun
 from ..backends.paged_cache import PagedKVCache
 from ..backends.split import LayerRun, SplitBackend
+from ..families import KINDS
 from ..families.blocks import BLOCK_TYPES, BlockWeight, int8_weights
-from ..families.groups import fold_rotations, has_rotations
 from ..generation import SamplingParams
-from ..generation.drafts import StepTimes
 from ..generation.sampling import choose, distribution
 from ..reference import layers
 from ..reference.cache import TokenBatch
@@ -145,13 +144,12 @@ def _checks(
             yield f"cache {dtype}", partial(_narrow_cache, model, tokens, dtype)
     for layout, make_other in be.other_layouts().items():
         yield f"{layout} weights", partial(_other_layout, reference.on(make_other()), tokens, plain)
-    if has_rotations(reference.weights):
-        yield (
-            "folded rotation",
-            lambda: _judge_logits(_whole(_folded(reference).on(make()), tokens, None), reference, tokens),
-        )
+    for name, convert in (item for kind in KINDS.values() for item in kind.other_forms.items()):
+        if (weights := convert(reference.weights)) is not None:
+            other = Model(reference.config, weights, reference.backend)
+            yield name, partial(_other_form, make, other, reference, tokens)
     own = Model(reference.config, int8_weights(reference.weights), reference.backend)
-    yield "int8 weights", lambda: _judge_logits(_whole(own.on(make()), tokens, None), own, tokens)
+    yield "int8 weights", partial(_other_form, make, own, own, tokens)
     yield "dense blocks", lambda: _dense_blocks(be)
     yield "dense bfloat16", lambda: _dense_bfloat16(be)
     yield "recorded", lambda: _equal(model.run_with_cache(tokens, "hook_embed")[0], plain)
@@ -162,7 +160,6 @@ def _checks(
         yield "exact head", lambda: _equal(_whole(reference.on(make(head="exact")), tokens, None), plain)
     yield "drawn tokens", lambda: _drawn(be, plain)
     yield "text", lambda: _text(model, tokens)
-    yield "text, streamed", lambda: _streamed(model, tokens)
     yield (
         "text, 3 prompts",
         lambda: _text_batch(model, _prompts(tokens), lambda prompts, greedy: model.generate(prompts, **greedy)),
@@ -171,12 +168,10 @@ def _checks(
     yield "text, drafts", lambda: _drafted(model, tokens)
     yield "scores", lambda: _scored(model, tokens)
     if not quick:
-        yield "text, engine", lambda: _text_batch(model, _prompts(tokens), partial(_engine, model))
         shared = 2 * PAGE_SIZE + 2  # tokens, of which two pages; the third page differs
         beginnings = [tokens[:26], tokens[:shared] + tokens[shared:26][::-1], tokens[:26]]
+        yield "text, engine", lambda: _text_batch(model, [*_prompts(tokens), *beginnings], partial(_engine, model))
         yield "text, engine, prompt scored", lambda: _prompt_scored(model, tokens)
-        yield "text, engine, drafts", lambda: _engine_drafted(model, tokens)
-        yield "text, engine, shared pages", lambda: _text_batch(model, beginnings, partial(_engine, model))
         if be.screens_head:
             yield "text from a screened head", lambda: _text(reference.on(make(head="screened")), tokens)
             yield "text, sampled from a screened head", lambda: _sampled(make, reference, tokens)
@@ -276,9 +271,9 @@ def _divide(make: MakeBackend, reference: Model) -> Model:
     return reference.on(SplitBackend([LayerRun(make(), 0, count // 2), LayerRun(make(), count // 2, count)]))
 
 
-def _folded(model: Model) -> Model:
-    """The model in the plain basis, its rotated matrices dense."""
-    return Model(model.config, fold_rotations(model.weights), model.backend)
+def _other_form(make: MakeBackend, other: Model, reference: Model, tokens: list[int]) -> Outcome:
+    """The backend's logits of other weights against the reference's."""
+    return _judge_logits(_whole(other.on(make()), tokens, None), reference, tokens)
 
 
 # -- judging -----------------------------------------------------------------------------------------------------------
@@ -518,15 +513,6 @@ def _text(model: Model, tokens: list[int]) -> Outcome:
     return len(out.token_ids), _judge_text(model, prompt, out, 3), "every token has the largest logit"
 
 
-def _streamed(model: Model, tokens: list[int]) -> Outcome:
-    prompt = tokens[: _prefill(tokens)]
-    whole: Any = model.generate(prompt, **_greedy(model, prompt))
-    chunks = list(model.stream(prompt, **_greedy(model, prompt)))
-    if [chunk.token_id for chunk in chunks] != list(whole.token_ids) or "".join(c.text for c in chunks) != whole.text:
-        return len(chunks), "the stream differs from the text that generate gives", ""
-    return len(chunks), None, "equal to generate"
-
-
 def _greedy_steps(model: Model, tokens: list[int]) -> Outcome:
     """Three sequences over pages, several steps at a time: the largest logits of passes by ops over the same texts.
 
@@ -608,33 +594,6 @@ def _text_batch(model: Model, prompts: list[list[int]], generate: Callable[..., 
 def _engine(model: Model, prompts: list[list[int]], greedy: dict[str, Any]) -> Any:
     with model.engine(max_batch=2, max_batch_tokens=8, page_size=PAGE_SIZE) as engine:
         return engine.generate(prompts, **greedy)
-
-
-class FreeGuesses(StepTimes):
-    """Guesses are made at any speed of the model and the machine."""
-
-    def learn(self, rows: int, drafted: int, seconds: float) -> float:
-        return 0.0
-
-
-def _engine_drafted(model: Model, tokens: list[int]) -> Outcome:
-    """Texts of one and of two tokens over and over, whose guesses are right and partly wrong, against plain decoding.
-    Log probabilities are of the model's own logits."""
-    prompt = tokens[: _prefill(tokens)]
-    forced = [dict.fromkeys(tokens[:count], 100.0) for count in (1, 2)]
-    options = [{**_greedy(model, prompt), "logprobs": 3, "logit_bias": each} for each in forced]
-    with model.engine(max_batch=2, max_batch_tokens=32, page_size=PAGE_SIZE) as engine:
-        engine._worker._scheduler.times = FreeGuesses()
-        outs = [each.result() for each in [engine.submit(prompt, speculate="lookup", **each) for each in options]]
-    right = sum(out.stats.accepted_tokens for out in outs)
-    for number, out in enumerate(outs):
-        plain: Any = model.generate(prompt, **options[number])
-        for name in ("token_ids", "logprobs", "top_logprobs"):
-            if getattr(out, name) != getattr(plain, name):
-                return number + 1, f"text {number}: {name} differ from those of plain decoding", ""
-    if right == 0 and not model.config.has_states and options[0]["max_tokens"] == NEW_TOKENS:
-        return 0, "no guess was taken, of a text that is one token over and over", ""
-    return sum(len(out.token_ids) for out in outs), None, f"equal to plain decoding; {right} were guessed"
 
 
 def _sampled(make: MakeBackend, reference: Model, tokens: list[int]) -> Outcome:

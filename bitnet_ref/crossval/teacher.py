@@ -16,16 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends import Backend
+from ..backends.backend import plain_weights
 from ..backends.loaded import LoadedModel
 from ..backends.observe import Call, ObservedStep, observe
-from ..backends.paged_cache import CacheSpec
+from ..backends.paged_cache import CacheSpec, EngineKVCache
 from ..backends.record import Recorder, sibling
 from ..backends.run import run
+from ..families.linear_norms import model_norms
 from ..reference import layers
-from ..reference.cache import KVCache, TokenBatch
+from ..reference.cache import TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.model import RopeTables, rope_tables_of
-from ..reference.weights import ModelWeights, TernaryLinear, plain_weights
+from ..reference.weights import ModelWeights, TernaryLinear
 from .compare import DIFFERS, FLIP, OK, Comparison, Walk, compare
 from .names import NORM_SCALE, OUT, SCALE
 
@@ -42,7 +44,7 @@ def teacher_forced(reference: LoadedModel, candidate: LoadedModel, tokens: Seque
     ids, cfg = reference.check_tokens(tokens), reference.config
     comparison = Comparison(mode="teacher-forced", tokens=len(ids), layers=cfg.num_hidden_layers)
     be, weights = Backend("float32", reference.backend.threads), plain_weights(reference.weights)
-    batch, cache = TokenBatch.of([(0, 0, ids)]), KVCache(cfg, slots=1, capacity=len(ids))
+    batch, cache = TokenBatch.of([(0, 0, ids)]), EngineKVCache(cfg, slots=1, capacity=len(ids))
     with candidate.backend.running():
         run(observe(be, _Teacher(_Side(be, weights, cfg, batch), candidate, comparison)), weights, cfg, batch, cache)
     return comparison
@@ -56,7 +58,7 @@ class _Side:
         self.cache = be.new_cache(cfg, CacheSpec(slots=1, capacity=len(batch)))
         self.ropes = rope_tables_of(be, cfg, self.batch.positions)
         self.linears = {**dict(weights.linears()), "embedding": weights.embedding}
-        self.norms = {norm.name: norm for norm in weights.norms()}
+        self.norms = {norm.name: norm for norm in model_norms(weights)}
 
     def half_block(self, be: Backend, layer: int, half: str, x: NDArray) -> NDArray:
         """The half of a block whose result is called `half`, on a residual stream x (N, D) -> (N, D)"""

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends import Backend
+from ..backends.backend import plain_weights
 from ..backends.loaded import LoadedModel
 from ..reference.config import ModelConfig
-from ..reference.weights import plain_weights
 
 if TYPE_CHECKING:
     from ..api import Model

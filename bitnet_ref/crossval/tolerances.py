@@ -75,7 +75,7 @@ TABLE: dict[str, Tolerance] = {
     "attention values": Tolerance(16, 2 * CHAIN, "an average over the keys, in another order"),
     "gate": Tolerance(8, 2 * CHAIN, "an exponential and three products (silu), or two products (relu2)"),
     "scaling": Tolerance(1, CHAIN, "one float32 product"),
-    "rotation": Tolerance(16, CHAIN, "a Hadamard transform: log2(block) sums of two, and a sign"),
+    "Hadamard transform": Tolerance(16, CHAIN, "log2(block) sums of two, and a sign"),
     "delta gate": Tolerance(16, 2 * CHAIN, "an exponential and a logarithm, in float64 or float32"),
     # Measured: the recurrence in float32 against this one in float64, over 64 tokens
     "delta rule": Tolerance(64, 4 * CHAIN, "a convolution, or sums of a recurrence over all tokens before"),

@@ -58,16 +58,12 @@ class TraceWriter:
 
     def add(self, name: str, array: NDArray) -> None:
         """Append one tensor."""
-        array = np.asarray(array)
-        if array.dtype == np.float64:
-            array = array.astype(np.float32)
         if name in self.entries:
             raise FormatError("this name was written before", path=self._path, field=name)
-        if array.dtype not in _DTYPE_NAMES:
-            raise FormatError(f"a trace cannot hold {array.dtype}", path=self._path, field=name)
+        array = storable(name, array, self._path)
         end = self._end + array.nbytes
         entry = {"dtype": _DTYPE_NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [self._end, end]}
-        self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        self._file.write(array.reshape(-1).view(np.uint8).data)
         self.entries[name], self._end = entry, end
 
     def close(self) -> None:
@@ -78,6 +74,16 @@ class TraceWriter:
                 raise FormatError("the header has more tensors or axes than space was reserved for", path=self._path)
             self._file.seek(0)
             self._file.write(self._header_bytes.to_bytes(8, "little") + header.ljust(self._header_bytes))
+
+
+def storable(name: str, array: NDArray, path: Path) -> NDArray:
+    """The array as a trace holds it: in one piece, float64 as float32. Raises FormatError for other dtypes."""
+    array = np.asarray(array)
+    if array.dtype == np.float64:
+        array = array.astype(np.float32)
+    if array.dtype not in _DTYPE_NAMES:
+        raise FormatError(f"a trace cannot hold {array.dtype}", path=path, field=name)
+    return np.ascontiguousarray(array).reshape(array.shape)
 
 
 class _FileRecorder(Recorder):
@@ -141,15 +147,14 @@ def write_trace(
     prompt: str | None = None,
     engine_dtype: str = "float32",
 ) -> None:
-    """Write arrays as a trace, for a script around another engine."""
+    """Write arrays as a trace, for a script around another engine. Raises FormatError for a dtype it cannot hold."""
+    from safetensors.numpy import save  # here, so that traces are read where it is not installed: in a browser
+
+    path = Path(path)
     metadata = trace_metadata(token_ids, engine=engine, prompt=prompt, engine_dtype=engine_dtype)
+    data = save({name: storable(name, array, path) for name, array in tensors.items()}, metadata)
     with atomic_path(path) as temporary:
-        writer = TraceWriter(temporary, metadata, tensors)
-        try:
-            for name, array in tensors.items():
-                writer.add(name, array)
-        finally:
-            writer.close()
+        temporary.write_bytes(data)
 
 
 @dataclass(frozen=True)

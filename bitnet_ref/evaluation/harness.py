@@ -138,7 +138,7 @@ def evaluate(
     examples before each question; None: the task's own number. limit: so many documents of each task. Raises
     ConfigError for no such task, and what the tasks raise.
     """
-    manager = TaskManager(include_path=[str(folder) for folder in folders] or None)
+    manager = _task_manager(tasks, [str(folder) for folder in folders])
     if unknown := [task for task in tasks if not manager.match_tasks([task])]:
         raise ConfigError(f"lm-eval has no task {', '.join(unknown)}; folders of more tasks: --include", field="tasks")
     results = simple_evaluate(
@@ -153,3 +153,13 @@ def evaluate(
     )
     chosen = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
     return {name: results[name] for name in chosen if name in (results or {})}
+
+
+def _task_manager(tasks: Sequence[str], folders: list[str]) -> TaskManager:
+    """The index of the tasks in these folders, and of lm-eval's own unless the folders have all that are asked for by
+    name: its thousands of files take seconds to read."""
+    if folders:
+        ours = TaskManager(include_path=folders, include_defaults=False)
+        if set(tasks) <= set(ours.all_subtasks):
+            return ours
+    return TaskManager(include_path=folders or None)

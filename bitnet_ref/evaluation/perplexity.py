@@ -149,7 +149,7 @@ def _blocks(ids: Sequence[int], length: int, least: int) -> NDArray[np.int64]:
     count = len(ids) // length
     if count < least:
         message = f"{len(ids)} tokens; expected at least {least} blocks of length={length}: give a longer text"
-        raise GenerationError(f"the text has {message}, or a smaller length")
+        raise GenerationError(f"the text has {message}, or a smaller length", mentions=[f"length={length}"])
     return np.array(ids[: count * length], dtype=np.int64).reshape(count, length)
 
 
@@ -188,10 +188,9 @@ def perplexity(
     length = rule.length if length is None else length
     if not 4 <= length <= model.context_length:
         message = f"expected 4 to {model.context_length} (the model's context), got {length}"
-        hint = (
-            "" if length < 4 else f"; a shorter length is another protocol's figure: say length={model.context_length}"
-        )
-        raise ConfigError(message + hint, field="length")
+        longest = f"length={model.context_length}"
+        hint = "" if length < 4 else f"; a shorter length is another protocol's figure: say {longest}"
+        raise ConfigError(message + hint, field="length", mentions=[longest])
     windows = rule.cut(model.tokenizer, documents, length)
     if not windows:
         raise GenerationError("the text has no token to score; give a longer one")

@@ -9,10 +9,10 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, TypeVar
 
-from ..errors import ConfigError
-from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig, require
-from . import gemma3, groups, llama, minicpm, qwen, qwen3_5, smollm3
-from .family import Family, TraceStep
+from ..errors import ConfigError, require
+from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
+from . import blocks, gemma3, groups, linear_norms, llama, minicpm, qwen, qwen3_5, smollm3
+from .family import AlsoRecorded, Family, TraceStep, WeightKind
 from .llama import llama_axes, llama_steps
 from .rope import StretchedRope
 
@@ -20,6 +20,10 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for module in (llama, qwen, gemma3, minicpm, qwen3_5, smollm3)
     for family in module.FAMILIES
+}
+
+KINDS: dict[str, WeightKind] = {
+    kind.name: kind for kind in (linear_norms.TERNARY, blocks.KIND, linear_norms.NORMED, groups.KIND)
 }
 
 
@@ -67,14 +71,24 @@ def trace_names_of_norms() -> dict[str, str]:
     return {field: name for kind in classes for field, name in kind.trace_names.items()}
 
 
-def also_recorded(config: ModelConfig) -> dict[Callable[..., Any], tuple[str, Callable[..., Any]]]:
+def also_recorded(config: ModelConfig) -> AlsoRecorded:
     """`Family.also_recorded` of a model, and of the kinds of weights."""
-    return {**family_of(config).also_recorded, **groups.ALSO_RECORDED}
+    of_kinds = {function: also for kind in KINDS.values() for function, also in kind.also_recorded.items()}
+    return {**family_of(config).also_recorded, **of_kinds}
 
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:
     """The sizes of the axes in the steps' shapes."""
     return llama_axes(config) | dict(family_of(config).axes(config))
+
+
+def differences_from_llama(config: ModelConfig) -> list[str]:
+    """Names of the fields by which a model differs in its arithmetic from LLaMA, Mistral and BitNet."""
+    later = [each for each in fields(config) if "absent" in each.metadata]
+    names = [each.name for each in later if getattr(config, each.name) != each.metadata["absent"]]
+    if config.quantization is not None and not config.quantization.int8_activations:
+        names.append("int8_activations")
+    return [name for name in names if name not in ("pooling", "unit_embeddings")]
 
 
 # -- configs as plain values -------------------------------------------------------------------------------------------
@@ -118,7 +132,8 @@ def config_from_dict(raw: Any) -> ModelConfig:
     """
     model_type = raw.get("model_type") if isinstance(raw, dict) else None
     require(isinstance(model_type, str) or not isinstance(raw, dict), "model_type", "a string", model_type)
-    kind = FAMILIES[model_type].config if model_type in FAMILIES else ModelConfig
+    family = FAMILIES.get(str(model_type), FAMILIES["llama"])
+    kind = family.config
     values = _exact_fields(kind, raw, "")
     for each in fields(kind):
         value = values[each.name]
@@ -126,8 +141,8 @@ def config_from_dict(raw: Any) -> ModelConfig:
             continue
         if each.name in _INNER:
             values[each.name] = _INNER[each.name](value, each.name)
-        elif each.name in kind.nested:
-            nested = kind.nested[each.name]
+        elif each.name in family.nested:
+            nested = family.nested[each.name]
             values[each.name] = nested(**_exact_fields(nested, value, f"{each.name}."))
         elif "tuple" in str(each.type):
             values[each.name] = _tuple(value, each.name)

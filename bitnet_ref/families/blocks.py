@@ -21,6 +21,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..errors import ShapeError
 from ..reference.weights import DenseWeight, LinearWeight, ModelWeights
+from .family import WeightKind
 
 SHIFTS_2 = np.array([0, 2, 4, 6], dtype=np.uint8)
 SHIFTS_4 = np.array([0, 4], dtype=np.uint8)
@@ -185,4 +186,8 @@ def in_int8(w: LinearWeight) -> LinearWeight:
 
 def int8_weights(w: ModelWeights) -> ModelWeights:
     """The same model with its dense linears `in_int8`, and its head; the embedding only if it is the head."""
-    return w.map_linears(in_int8)
+    table = None if w.tied else w.embedding
+    return w.map_linears(lambda weight: weight if weight is table else in_int8(weight))
+
+
+KIND = WeightKind("dense", "dense", (DenseWeight, BlockWeight))

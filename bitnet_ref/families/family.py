@@ -1,4 +1,4 @@
-"""What a model family declares of itself. The rooms ask these declarations, and none of them names a family.
+"""What a model family, or a kind of weight, declares of itself. The rooms ask these declarations and name neither.
 
 A family is one file beside this one, with all that is its own: the fields of its config, how config.json and GGUF's
 keys say them, the names of its tensors, its layers and their texts, the steps that it records, the mistakes that
@@ -10,20 +10,23 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
-from ..reference import layers
+from ..errors import ConfigError, require
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
+from ..reference.layers import ACTIVATIONS
 from ..reference.quantization import CODES_PER_BYTE
-from ..reference.weights import LayerWeights
+from ..reference.weights import LayerWeights, LinearWeight, ModelWeights
 
+# function of an op -> (hook, function of the same arguments)
+AlsoRecorded = Mapping[Callable[..., NDArray], tuple[str, Callable[..., NDArray | None]]]
+Config = TypeVar("Config", bound=ModelConfig)
 NORM, LINEAR = "norm module", "linear module"  # kinds of steps that stand for several tensors
 
 
@@ -180,7 +183,7 @@ def turned_by(rope_of: Callable[[Any], RopeConfig] = own_rope, first: int = 0) -
 
     def edit(step: Any, compute: Edit, x: NDArray, *tables: NDArray) -> NDArray:
         positions, size = np.arange(len(x)) + first, step.setting.config.rotary_size
-        return compute(x, *layers.rope_tables(positions, rope_of(step), size, np.float32))
+        return compute(x, *rope_of(step).tables(positions, size, np.float32))
 
     return edit
 
@@ -267,6 +270,44 @@ class ArrayForm(NamedTuple):
     from_gguf: Callable[[Any, int, NDArray], NDArray]
     to_gguf: Callable[[Any, int, NDArray], NDArray]
     hf_shape: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple  # of the tensor, from ours
+
+
+# -- kinds of weights --------------------------------------------------------------------------------------------------
+
+
+class NativeForm(NamedTuple):
+    """How native files store a kind of weight, beside its ternary plane and its bias.
+
+    mark: the end of a tensor's name that no other kind has, ".scales"; its dtype is that of the matrix.
+    arrays: (weight) -> the tensors, by the ends of their names.
+    read: (an open `NativeCheckpoint`, name, shape, bias) -> the weight
+    """
+
+    mark: str
+    arrays: Callable[[Any], Mapping[str, NDArray]]
+    read: Callable[[Any, str, tuple[int, int], NDArray[np.float32] | None], LinearWeight]
+
+
+@dataclass(frozen=True)
+class WeightKind:
+    """One kind of weight.
+
+    name: its `LinearWeight.kind`.   words: for "a ... matrix".
+    classes: what prepared weights on disk are built of.
+    details: (weight, another of the kind) -> the arrays that are to be equal in both, without the bias.
+    native: how native files store it, where it is no BitLinear and not dense.
+    other_forms: name -> (weights) -> the same model in a form that gives the same logits; None where it has none.
+    also_recorded, mistakes: as a family's.
+    """
+
+    name: str
+    words: str
+    classes: tuple[type, ...]
+    details: Callable[[Any, Any], Mapping[str, NDArray]] = lambda weight, other: dict(weight.contents(""))
+    native: NativeForm | None = None
+    also_recorded: AlsoRecorded = field(default_factory=dict)
+    other_forms: Mapping[str, Callable[[ModelWeights], ModelWeights | None]] = field(default_factory=dict)
+    mistakes: tuple[Hypothesis, ...] = ()
 
 
 # -- how files say the config ------------------------------------------------------------------------------------------
@@ -378,6 +419,18 @@ class GgufForm:
     implied: Callable[[Any], dict[str, Any]] = lambda config: {}
 
 
+def activation_name(spelling: Any, field: str) -> str:
+    """The name in `ACTIVATIONS` of what a file calls its activation. Raises ConfigError naming `field`."""
+    names = [name for name, each in ACTIVATIONS.items() if spelling == name or spelling in each.spellings]
+    require(bool(names), field, f"one of {', '.join(ACTIVATIONS)}", spelling)
+    return names[0]
+
+
+def widest_window(config: ModelConfig) -> int | None:
+    """The window of the layer that sees the most; None: one sees all tokens."""
+    return None if "full_attention" in types_of_layers(config) else config.sliding_window
+
+
 def types_of_layers(config: ModelConfig) -> list[str]:
     """The type of each layer, in transformers' words."""
     alike = "full_attention" if config.sliding_window is None else "sliding_attention"
@@ -391,6 +444,22 @@ def near(function: Callable[[float], float], guess: float, wanted: float) -> flo
     return next((x for x in candidates if x and function(x) == wanted), guess)
 
 
+class States(Protocol):
+    """What a cache has of some families' sequences beside keys and values; `families/qwen3_5.py` has one."""
+
+    def resumable(self, slot: int, length: int) -> int:
+        """How many of the first `length` tokens of a slot a later pass can build on."""
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
+    def take_over(self, other: Any) -> None: ...
+
+
+def config_of_layers(config: Config, layers: Sequence[int], **changes: Any) -> Config:
+    """The config of a model that consists of these layers."""
+    types = tuple(config.layer_types[layer] for layer in layers) if config.layer_types else ()
+    return replace(config, num_hidden_layers=len(layers), layer_types=types, **changes)
+
+
 # -- the family --------------------------------------------------------------------------------------------------------
 
 
@@ -399,16 +468,21 @@ class Family:
     """One family.
 
     config: its class of ModelConfig.
+    nested: its fields that hold a dataclass of the family's own.
     layer_class: (config, layer) -> the class of that layer's weights.
     steps: (config, layer) -> the steps of that block, in the order of the computation.
     constants: (config) -> the numbers that its steps multiply by, by their fields, beyond LLaMA's.
     axes: (config) -> sizes of the letters in its steps' shapes, beyond LLaMA's.
     make_layer: (config, the parts of a layer that a reader gives) -> the fields of its class.
+    of_layers: (config, layers) -> the config of a model that consists of these layers.
+    new_states: (config, slots, dtype) -> what layers without keys keep of so many sequences; None: nothing.
+    state_size: (config, layer) -> how many numbers of that a sequence has in a layer; 0: the layer has keys and values.
     also_recorded: function of an op of its own -> (hook, function of the same arguments): what a recorder keeps beside.
     lacks: what a backend without kernels of its own for this family cannot compute, in words; () if any backend can.
     names: what files call its parts, by the names of its layers' fields; the others are called as LLaMA's.
     place: (config, layer, linear, "hf" or "gguf") -> where that file stores a linear; None: in a tensor of its own.
-    arrays: by the names of its config's `array_shapes`.
+    array_shapes: (config, layer) -> the shape of each array of that block that is neither a linear nor a norm.
+    arrays: how files store these, by their names.
     hf, gguf: how config.json and GGUF's metadata say it; None: no such files.
     mistakes: what crossval tries in its models, beside what it tries in all.
     end_of_embedded: the token that texts end in whose embedding is asked.
@@ -417,17 +491,22 @@ class Family:
 
     model_type: str
     config: type[ModelConfig] = ModelConfig
+    nested: Mapping[str, type] = field(default_factory=dict)
     layer_class: Callable[[Any, int], type[LayerWeights]] = lambda config, layer: LayerWeights
     steps: Callable[[Any, int], list[TraceStep]] | None = None  # None: LLaMA's
     constants: Callable[[Any], Mapping[str, float]] = lambda config: {}
     axes: Callable[[Any], Mapping[str, int]] = lambda config: {}
     lacks: Callable[[Any], Sequence[str]] = lambda config: ()
     make_layer: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda config, parts: parts
-    also_recorded: Mapping[Callable[..., NDArray], tuple[str, Callable[..., NDArray]]] = field(default_factory=dict)
+    of_layers: Callable[[Any, Sequence[int]], ModelConfig] = config_of_layers
+    new_states: Callable[[Any, int, np.dtype], States | None] = lambda config, slots, dtype: None
+    state_size: Callable[[Any, int], int] = lambda config, layer: 0
+    also_recorded: AlsoRecorded = field(default_factory=dict)
     names: Mapping[str, PartNames] = field(default_factory=dict)
     place: Callable[[Any, int, str, str], LinearPlace | None] = lambda config, layer, linear, style: None
     hf: HfForm | None = None
     gguf: GgufForm | None = None
+    array_shapes: Callable[[Any, int], dict[str, tuple[int, ...]]] = lambda config, layer: {}
     arrays: Mapping[str, ArrayForm] = field(default_factory=dict)
     mistakes: tuple[Hypothesis, ...] = ()
     end_of_embedded: str | None = None

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
+from ..errors import ConfigError, require_number
 from ..reference.cache import KVCache, TokenBatch
-from ..reference.config import ModelConfig, RopeConfig, added, require_number
+from ..reference.config import ModelConfig, RopeConfig, added
 from ..reference.layers import ACTIVATIONS, Activation
 from ..reference.model import RopeTables, attention_result, feed_forward_result, split_heads
 from ..reference.ops import Ops
@@ -84,7 +84,7 @@ class Gemma3Config(ModelConfig):
         return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
 
     def rope_of(self, layer: int) -> int:
-        return int(self.local_rope is not None and self.is_sliding(layer))
+        return int(self.local_rope is not None and self.window_of(layer) is not None)
 
     def norm_shapes(self, layer: int = 0) -> dict[str, int]:
         heads = {"q_norm": self.head_dim, "k_norm": self.head_dim}
@@ -232,7 +232,7 @@ def _write_gguf(config: Gemma3Config, put: Put) -> None:
         message = "GGUF cannot say a RoPE scaling of sliding layers; convert to native instead"
         raise ConfigError(message, field="local_rope")
     put("rope.freq_base_swa", "float32", local.theta)
-    is_sliding = np.array([config.is_sliding(index) for index in range(config.num_hidden_layers)])
+    is_sliding = np.array([config.window_of(index) is not None for index in range(config.num_hidden_layers)])
     put("attention.sliding_window_pattern", "[bool]", is_sliding)
     if config.logit_softcap is not None:
         put("final_logit_softcapping", "float32", config.logit_softcap)

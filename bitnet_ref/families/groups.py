@@ -4,17 +4,17 @@
 
 No sum of integers, so not exact: it is taken in float64 and rounded once, and backends are held to a tolerance.
 Ternary-Bonsai has groups of 128 inputs, TriLM a few large ones; one group for the whole row is a BitLinear without the
-quantisation of activations ("weight-only"). Bonsai 2's matrices are ternary in a Hadamard basis, a `Rotation`.
+quantisation of activations ("weight-only"). Bonsai 2's matrices are so in a Hadamard basis, a `hadamard.Rotation`.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -23,55 +23,13 @@ from ..errors import ShapeError
 from ..reference import layers
 from ..reference.ops import Ops, require
 from ..reference.quantization import CODES_PER_BYTE, pack_ternary, unpack_ternary
-from ..reference.weights import DenseWeight, LinearWeight, ModelWeights, Shared
-from .family import Edit, Hypothesis
+from ..reference.weights import DenseWeight, LinearWeight, ModelWeights, Shared, TernaryWeight
+from .blocks import MASK_2, SHIFTS_2, BlockWeight, half_scales
+from .family import Edit, Hypothesis, NativeForm, WeightKind
+from .hadamard import Rotation, hadamard
 
 _BLOCK_VALUES = 1 << 20  # weights unpacked at a time
 MIN_GROUP = 16
-
-# -- Hadamard bases ----------------------------------------------------------------------------------------------------
-
-
-def hadamard(x: NDArray, block: int) -> NDArray[np.float64]:
-    """H x / sqrt(block), block by block along the last axis, H the Sylvester matrix of size `block` (a power of two).
-
-    The fast transform: log2(block) rounds of sums and differences, always in this order. H is its own transpose, and
-    with the factor its own inverse.
-    """
-    y, half = x.astype(np.float64), 1
-    while half < block:
-        pairs = y.reshape(*x.shape[:-1], -1, 2, half)
-        y = np.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], axis=-2)
-        half *= 2
-    return y.reshape(x.shape) / math.sqrt(block)
-
-
-@dataclass(frozen=True, eq=False)
-class Rotation:
-    """The basis in which a matrix is ternary (Bonsai 2): W = T R, with R x = H (signs x), block by block, H = H^T."""
-
-    signs: NDArray[np.float32]  # (K,) of -1 and +1
-    block: int  # a power of two that divides K
-    order: NDArray[np.int64] | None = None  # (K,): R x = H (signs x[order]), where a file has inputs in another order
-
-    def turn(self, x: NDArray) -> NDArray[np.float64]:
-        """R x.   (..., K)"""
-        x = x if self.order is None else x[..., self.order]
-        return hadamard(x * self.signs.astype(np.float64), self.block)
-
-    def turn_back(self, z: NDArray) -> NDArray[np.float64]:
-        """R^T z, which is also R^-1 z.   (..., K)"""
-        x = hadamard(z, self.block) * self.signs
-        return x if self.order is None else x[..., np.argsort(self.order)]
-
-    def fold(self, planes: NDArray) -> NDArray[np.float32]:
-        """The matrix itself: T (N, K) -> W (N, K), some rows at a time."""
-        w = np.empty(planes.shape, dtype=np.float32)
-        rows = max(1, _BLOCK_VALUES // planes.shape[1])
-        for start in range(0, len(w), rows):
-            w[start : start + rows] = self.turn_back(planes[start : start + rows].astype(np.float64))
-        return w
-
 
 # -- the kind of weight ------------------------------------------------------------------------------------------------
 
@@ -89,6 +47,22 @@ class GroupTernaryLinear(LinearWeight):
     def dtype(self) -> np.dtype:
         """Of the scales, and of the same matrix as a dense one."""
 
+    @property
+    def turn(self) -> tuple[NDArray[np.float32] | None, NDArray[np.int64] | None, int]:
+        """(signs, order, block) of the rotation, as kernels take it; (None, None, 0) in the plain basis."""
+        rotation = self.rotation
+        return (None, None, 0) if rotation is None else (rotation.signs, rotation.order, rotation.block)
+
+    @property
+    def turns_input(self) -> bool:
+        """Whether its input is turned into another basis first."""
+        return self.rotation is not None
+
+    @property
+    def input_key(self) -> tuple[int, int]:
+        """Equal for linears of one input whose kernels take the same form of it: of the same groups and rotation."""
+        return self.group, id(self.rotation)
+
     @abstractmethod
     def packed_rows(self, index: Any) -> tuple[NDArray[np.uint8], NDArray]:
         """Some rows as the reference takes them: packed (n, ceil(K/4)) and scales (n, ceil(K/group))."""
@@ -97,9 +71,9 @@ class GroupTernaryLinear(LinearWeight):
         return be.compute(f"{self.name}.hook_out", group_linear, x, self)
 
     def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
-        packed, scales = self.packed_rows(slice(None))
-        yield name, packed
-        yield f"{name}.scales {self.group}", scales
+        w = self.plain()
+        yield name, w.packed
+        yield f"{name}.scales {w.group}", w.scales
 
     def plain(self) -> GroupTernaryWeight:
         packed, scales = self.packed_rows(slice(None))
@@ -107,22 +81,24 @@ class GroupTernaryLinear(LinearWeight):
 
     def rows(self, index: Any, dtype: DTypeLike) -> NDArray:
         """Some rows of the matrix as floats, exactly what a dense file holds unless it is rotated.   -> (n, K)"""
-        packed, scales = self.packed_rows(index)
         if self.rotation is None:
-            return expand_groups(packed, self.in_features, scales, self.group, dtype)
-        planes = expand_groups(packed, self.in_features, scales, self.group, np.float64)
-        return self.rotation.turn_back(planes).astype(dtype)
+            return self._stored(index, dtype)
+        return self.rotation.turn_back(self._stored(index, np.float64)).astype(dtype)
+
+    def _stored(self, index: Any, dtype: DTypeLike) -> NDArray:
+        packed, scales = self.packed_rows(index)
+        return expand_groups(packed, self.in_features, scales, self.group, dtype)
 
     def dense(self) -> DenseWeight:
         """The same matrix in float32, not packed; a rotation is folded into it."""
-        w = self.array.astype(np.float32) if self.rotation is None else self.rotation.fold(self.array)
-        return DenseWeight(w, self.bias, name=self.name)
+        if self.rotation is None:
+            return DenseWeight(self.array.astype(np.float32), self.bias, name=self.name)
+        return self.rotation.fold(self)
 
     @property
     def array(self) -> NDArray:
         """The stored matrix as floats, made at each use: -s, 0 and +s, in the dtype of the scales.   -> (N, K)"""
-        packed, scales = self.packed_rows(slice(None))
-        return expand_groups(packed, self.in_features, scales, self.group, self.dtype)
+        return self._stored(slice(None), self.dtype)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -154,10 +130,6 @@ class GroupTernaryWeight(GroupTernaryLinear):
         return len(self.packed), self.in_features
 
     @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes for a in (self.packed, self.scales, self.bias) if a is not None)
-
-    @property
     def dtype(self) -> np.dtype:
         return self.scales.dtype
 
@@ -168,11 +140,27 @@ class GroupTernaryWeight(GroupTernaryLinear):
         return self
 
 
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class GroupLayout(GroupTernaryLinear):
+    """The same in a layout of a backend, a subclass with the arrays that its kernels read."""
+
+    in_features: int
+    group: int
+    bias: NDArray[np.float32] | None = None
+    rotation: Rotation | None = None
+    name: str = ""
+
+    @classmethod
+    def of(cls, w: GroupTernaryLinear, **arrays: Any) -> Self:
+        """The weight in this layout.   arrays: the fields of the subclass"""
+        return cls(in_features=w.in_features, group=w.group, bias=w.bias, rotation=w.rotation, name=w.name, **arrays)
+
+
 def group_linear(x: NDArray, w: GroupTernaryLinear) -> NDArray:
     """The product of a linear that is ternary by groups, without its bias.   x (N, K) -> (N, out)"""
     require("group_matmul", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
     w = w.plain()
-    turned = x.astype(np.float64) if w.rotation is None else w.rotation.turn(x)
+    turned = x if w.rotation is None else w.rotation.turn(x)
     return group_matmul(turned, w.packed, w.in_features, w.scales, w.group).astype(x.dtype)
 
 
@@ -204,29 +192,16 @@ def _turned(x: NDArray, w: GroupTernaryLinear) -> NDArray | None:
     return None if w.rotation is None else w.rotation.turn(x).astype(x.dtype)
 
 
-ALSO_RECORDED = {group_linear: ("hook_x_rotated", _turned)}  # see `Family.also_recorded`
-
-
-def has_rotations(w: ModelWeights) -> bool:
-    """Whether a matrix is in a rotated basis."""
-    weights = (w.embedding, *(weight for _, weight in w.linears()))
-    return any(rotation_of(weight) is not None for weight in weights)
-
-
-def rotation_of(w: LinearWeight) -> Rotation | None:
-    """The basis in which a matrix is stored; None: the plain one."""
-    return w.rotation if isinstance(w, GroupTernaryLinear) else None
-
-
-def fold_rotations(w: ModelWeights) -> ModelWeights:
-    """The same model in the plain basis: matrices that are stored in a rotated one become dense, in float32."""
+def fold_rotations(w: ModelWeights) -> ModelWeights | None:
+    """The same model in the plain basis: matrices that are stored in a rotated one become dense, in float32. None where
+    none is."""
 
     def fold(weight: LinearWeight) -> LinearWeight:
-        if isinstance(weight, GroupTernaryLinear) and weight.rotation is not None:
-            return weight.dense()
-        return weight
+        return weight.dense() if isinstance(weight, GroupTernaryLinear) and weight.turns_input else weight
 
-    return w.map_linears(fold, embedding=True)
+    folded = w.map_linears(fold)
+    is_same = folded.embedding is w.embedding and dict(folded.linears()) == dict(w.linears())
+    return None if is_same else folded
 
 
 # -- finding the groups of a dense matrix ------------------------------------------------------------------------------
@@ -278,13 +253,87 @@ def _magnitude(w: NDArray) -> NDArray:
 
 def _is_grouped(magnitude: NDArray, group: int) -> bool:
     """Whether each group of each row has one magnitude beside 0."""
-    starts = np.arange(0, magnitude.shape[1], group)
-    counts = np.diff([*starts, magnitude.shape[1]])
-    largest = np.repeat(np.maximum.reduceat(magnitude, starts, axis=1), counts, axis=1)
+    width = magnitude.shape[1]
+    largest = np.maximum.reduceat(magnitude, np.arange(0, width, group), axis=1).repeat(group, axis=1)[:, :width]
     return bool(((magnitude == largest) | (magnitude == 0)).all())
 
 
-# -- ternary by groups -------------------------------------------------------------------------------------------------
+# -- in files ----------------------------------------------------------------------------------------------------------
+
+
+def in_groups(w: LinearWeight, rotation: Rotation | None, float_inputs: bool) -> LinearWeight:
+    """A matrix that a file gives, as the model computes with it: packed where it is ternary by groups, and so is a
+    BitLinear's of a model whose inputs stay in float. Others are returned as they are.
+
+    rotation: the basis that it is stored in. ValueError: another matrix in a basis that is not the plain one.
+    """
+    if isinstance(w, DenseWeight) and (split := _split_dense(w)) is not None:
+        packed, scales, group = split
+        return GroupTernaryWeight(packed, w.shape[1], scales, group, w.bias, rotation)
+    if isinstance(w, GroupTernaryWeight):
+        return replace(w, rotation=rotation)
+    if rotation is not None:
+        raise ValueError("is in a Hadamard basis and not ternary by groups")
+    if isinstance(w, TernaryWeight) and float_inputs:
+        scales = np.full((w.shape[0], 1), w.w_dequant_scale, dtype=np.float32)
+        return GroupTernaryWeight(w.packed, w.in_features, scales, w.in_features, w.bias)
+    return w
+
+
+def _split_dense(w: DenseWeight) -> tuple[NDArray[np.uint8], NDArray, int] | None:
+    """`split_groups`; a few rows decide for a matrix in blocks, so that most are not widened as a whole."""
+    few = replace(w, stored=w.stored[:8]) if isinstance(w, BlockWeight) else None
+    return None if few is not None and split_groups(few.array) is None else split_groups(w.array)
+
+
+def from_blocks(
+    packed: NDArray[np.uint8], scales: NDArray, width: int, bias: NDArray[np.float32] | None
+) -> GroupTernaryWeight:
+    """A matrix (N, width) whose file has a scale for each block of a row, in the largest groups that it is of."""
+    scales, group = merge_groups(scales, width // scales.shape[1], width)
+    return GroupTernaryWeight(packed, width, scales, group, bias)
+
+
+def split_tensor(
+    weights: Mapping[str, LinearWeight],
+    stack: Callable[[Callable[[str], NDArray]], NDArray] | None,
+    floats: Callable[[], NDArray],
+) -> tuple[NDArray[np.uint8], NDArray, int] | None:
+    """`split_groups` of a tensor that stores these weights, by name. What is packed is not made dense for it.
+
+    stack: (name -> an array with the rows of that weight) -> that of the tensor; None where it has other columns.
+    floats: the tensor as floats.
+    """
+    packed = {name: w for name, w in weights.items() if isinstance(w, GroupTernaryWeight)}
+    groups = {w.group for w in packed.values()}
+    if stack is None or len(packed) < len(weights) or len(groups) > 1:
+        return split_groups(floats())
+    return stack(lambda name: packed[name].packed), stack(lambda name: packed[name].scales), groups.pop()
+
+
+def _arrays(w: GroupTernaryWeight) -> dict[str, NDArray]:
+    basis = {} if w.rotation is None else w.rotation.arrays()
+    return {".scales": w.scales, ".group": np.array(w.group, dtype=np.int64), **basis}
+
+
+def _read_native(file: Any, name: str, shape: tuple[int, int], bias: NDArray[np.float32] | None) -> GroupTernaryWeight:
+    n, k = shape
+    group = int(file.take(f"{name}.group", (), "I64"))
+    if not 0 < group <= k:
+        raise file.fail(f"{name}.group", f"expected 1 to {k} inputs, got {group}")
+    scales = file.take(f"{name}.scales", (n, -(-k // group)))
+    if (scales < 0).any():
+        raise file.fail(f"{name}.scales", "holds a negative number")
+    return GroupTernaryWeight(file.read_plane(name, n, k), k, scales, group, bias)
+
+
+def _details(w: GroupTernaryWeight, other: GroupTernaryWeight) -> dict[str, NDArray]:
+    size = math.gcd(w.group, other.group)
+    scales = np.repeat(w.scales, w.group // size, axis=1)[:, : -(-w.in_features // size)]
+    return {"": w.packed, **_arrays(w), ".scales": scales, ".group": np.array(size)}
+
+
+# -- mistakes in groups ------------------------------------------------------------------------------------------------
 
 
 PRODUCTS = "*_proj.hook_out lm_head.hook_out"
@@ -367,7 +416,7 @@ def _has_several_groups(step: Any) -> bool:
 
 
 def _read_as_64(w: GroupTernaryWeight) -> NDArray[np.float32]:
-    """What a reader of blocks of 18 bytes, d | 16 bytes of four codes each, makes of the file's blocks of 34.
+    """What a reader of blocks of 18 bytes, d | 16 bytes of four codes each, makes of the blocks of 34 in the file.
 
     What the span lacks is zeros.
     """
@@ -375,9 +424,8 @@ def _read_as_64(w: GroupTernaryWeight) -> NDArray[np.float32]:
     data = np.concatenate([scales, w.packed.reshape(-1, 32)], axis=1).reshape(-1)
     data = np.concatenate([data, np.zeros(2 * len(scales), dtype=np.uint8)])
     blocks = data[: len(data) // 18 * 18].reshape(-1, 18)
-    d = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
-    codes = blocks[:, 2:, None] >> np.array([0, 2, 4, 6], dtype=np.uint8) & np.uint8(3)
-    matrix = d * (codes.reshape(len(blocks), -1).astype(np.int8) - np.int8(1)).astype(np.float32)
+    codes = (blocks[:, 2:, None] >> SHIFTS_2 & MASK_2).reshape(len(blocks), -1)
+    matrix = half_scales(blocks[:, :2]) * (codes.astype(np.int8) - np.int8(1)).astype(np.float32)
     return matrix.reshape(w.shape)
 
 
@@ -386,7 +434,7 @@ def _has_groups_of_128(step: Any) -> bool:
     return w is not None and w.group == 128 and w.in_features % 128 == 0
 
 
-# -- Hadamard bases ----------------------------------------------------------------------------------------------------
+# -- mistakes in Hadamard bases ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -432,7 +480,8 @@ def _is_rotated(step: Any) -> bool:
 
 
 def _has_rotated_table(step: Any) -> bool:
-    return _is_rotated(step) and rotation_of(step.setting.weights.embedding) is not None
+    table = step.setting.weights.embedding
+    return _is_rotated(step) and isinstance(table, GroupTernaryWeight) and table.rotation is not None
 
 
 def _has_signs(step: Any) -> bool:
@@ -474,3 +523,14 @@ MISTAKES = (
         _rotated(_NoRotation), _is_rotated),
 )
 # fmt: on
+
+KIND = WeightKind(
+    "groups",
+    "ternary, by groups,",
+    classes=(GroupTernaryWeight, Rotation),
+    details=_details,
+    native=NativeForm(".scales", _arrays, _read_native),
+    also_recorded={group_linear: ("hook_x_rotated", _turned)},
+    other_forms={"folded rotation": fold_rotations},
+    mistakes=MISTAKES,
+)

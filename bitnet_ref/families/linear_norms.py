@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..reference.ops import Ops
-from ..reference.weights import LinearWeight, Norm, Shared, TernaryLinear
-from .family import Edit, Hypothesis, before, layer_weights, leave_out
+from ..reference.weights import LinearWeight, ModelWeights, Norm, Shared, TernaryLinear, TernaryWeight
+from .family import Edit, Hypothesis, WeightKind, before, layer_weights, leave_out
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,14 +43,11 @@ class NormedLinear(LinearWeight):
         return self.linear.nbytes
 
     @property
-    def bit_linear(self) -> TernaryLinear | None:
+    def bit_linear(self) -> TernaryLinear | None:  # type: ignore[override]
         return self.linear.bit_linear
 
-    def map_bit_linear(self, change: Callable[[TernaryLinear], LinearWeight]) -> LinearWeight:
-        return replace(self, linear=self.linear.map_bit_linear(change))
-
     @property
-    def norm(self) -> Norm:
+    def norm(self) -> Norm:  # type: ignore[override]
         return self.own_norm
 
     def called(self, name: str) -> NormedLinear:
@@ -66,6 +63,21 @@ class NormedLinear(LinearWeight):
     def product(self, be: Ops, x: NDArray, shared: Shared) -> NDArray:
         normed: dict[str, Any] = {}
         return self.linear.product(be, be.rms_norm(x, self.own_norm), normed)
+
+
+def model_norms(w: ModelWeights) -> Iterator[Norm]:
+    """Every norm of a model, those inside its linears among them."""
+    for layer in w.layers:
+        yield from (norm for _, norm in layer.norms())
+    yield w.final_norm
+    yield from (weight.norm for _, weight in w.linears() if weight.norm is not None)
+
+
+def map_bit_linear(linear: LinearWeight, change: Callable[[TernaryLinear], LinearWeight]) -> LinearWeight:
+    """The linear with the BitLinear in it changed; itself if there is none."""
+    if isinstance(linear, NormedLinear):
+        return replace(linear, linear=map_bit_linear(linear.linear, change))
+    return linear if linear.bit_linear is None else change(linear.bit_linear)
 
 
 def put_norm(linear: LinearWeight, weight: NDArray[np.float32] | None, eps: float | None) -> LinearWeight:
@@ -118,3 +130,6 @@ MISTAKES = (
         lambda step: step.inputs[1] != 1e-5,
     ),
 )
+
+TERNARY = WeightKind("ternary", "ternary", (TernaryWeight,))
+NORMED = WeightKind("normed", "ternary", (NormedLinear,), mistakes=MISTAKES)

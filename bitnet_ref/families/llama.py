@@ -92,6 +92,7 @@ def _read_bitnet(keys: HfKeys) -> dict[str, Any]:
             'numbers. Add it (for bf16 master weights: {"quant_method": "bitnet", "linear_class": "autobitlinear", '
             '"quantization_mode": "online"}), or pass allow_unquantized=True if it really is dense',
             field="quantization_config",
+            mentions=["allow_unquantized=True"],
         )
     sub_norms = keys.get("use_sub_norms", True)
     if not isinstance(sub_norms, bool):

@@ -8,9 +8,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
+from ..errors import ConfigError, require_number
 from ..reference.cache import KVCache, TokenBatch
-from ..reference.config import ModelConfig, added, require_number
+from ..reference.config import ModelConfig, added
 from ..reference.model import RopeTables, attention_result, feed_forward_result, split_heads
 from ..reference.ops import Ops
 from ..reference.weights import LayerWeights

@@ -79,7 +79,7 @@ class Qwen3Layer(LayerWeights):
     q_norm: Norm  # (d,)
     k_norm: Norm  # (d,)
 
-    attention_text = staticmethod(attention_block)
+    attention_text: ClassVar[Any] = staticmethod(attention_block)
     trace_names: ClassVar = HEAD_NORM_NAMES
 
 
@@ -101,7 +101,7 @@ def _after_rope(step: Any, compute: Edit, x: NDArray, *rest: Any) -> NDArray:
     attn, _, hook = step.name.rpartition(".")
     if hook == "hook_normalized":
         heads = x.reshape(len(step.setting.tokens), -1, x.shape[1])
-        tables = layers.rope_tables(np.arange(len(heads)), own_rope(step), step.setting.config.rotary_size, np.float32)
+        tables = own_rope(step).tables(np.arange(len(heads)), step.setting.config.rotary_size, np.float32)
         return compute(layers.apply_rope(heads, *tables).reshape(x.shape), *rest)
     if hook.startswith("hook_rot_"):
         return compute(step.seen[f"{attn}.hook_{hook[-1]}"], *rest)

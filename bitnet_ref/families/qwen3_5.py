@@ -16,19 +16,18 @@ Source: Yang et al. 2024, "Gated Delta Networks" (arXiv:2412.06464), as in trans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, ShapeError
-from ..reference import layers
+from ..errors import ConfigError, ShapeError, require, require_int
 from ..reference.cache import KVCache, TokenBatch
-from ..reference.config import ModelConfig, added, require, require_int
+from ..reference.config import ModelConfig, added
 from ..reference.layers import silu
 from ..reference.model import RopeTables, attention_result, split_heads
 from ..reference.ops import Ops
@@ -55,6 +54,7 @@ from .family import (
     after,
     before,
     change_steps,
+    config_of_layers,
     layer_weights,
     leave_out,
     linear_step,
@@ -113,7 +113,6 @@ class Qwen35Config(ModelConfig):
     delta: DeltaConfig | None = added(None)  # None: every layer attends
 
     kinds_of_layers: ClassVar[tuple[str, ...]] = (*ModelConfig.kinds_of_layers, DELTA)
-    nested: ClassVar = {"delta": DeltaConfig}
 
     def __post_init__(self) -> None:
         if self.rotary_dim is not None:
@@ -130,6 +129,7 @@ class Qwen35Config(ModelConfig):
         return self.rotary_dim or self.head_dim
 
     def attends(self, layer: int) -> bool:
+        """Whether the layer has keys and values."""
         return not self.layer_types or self.layer_types[layer] != DELTA
 
     def delta_of(self, layer: int) -> DeltaConfig | None:
@@ -151,32 +151,9 @@ class Qwen35Config(ModelConfig):
         heads = {"q_norm": self.head_dim, "k_norm": self.head_dim} if self.attends(layer) else {}
         return super().norm_shapes(layer) | heads
 
-    def array_shapes(self, layer: int = 0) -> dict[str, tuple[int, ...]]:
-        delta = self.delta_of(layer)
-        if delta is None:
-            return {}
-        heads = (delta.value_heads,)
-        conv = (sum(delta.sizes), delta.conv_size)
-        return {"delta.conv": conv, "delta.decay": heads, "delta.decay_bias": heads, "delta.norm": (delta.value_dim,)}
-
-    def of_layers(self, layers: Sequence[int]) -> Self:
-        types = tuple(self.layer_types[layer] for layer in layers) if self.layer_types else ()
-        delta = self.delta if DELTA in types else None
-        return replace(self, num_hidden_layers=len(layers), layer_types=types, delta=delta)
-
-    def state_size(self, layer: int) -> int:
-        delta = self.delta_of(layer)
-        if delta is None:
-            return 0
-        return delta.value_heads * delta.key_dim * delta.value_dim + (delta.conv_size - 1) * sum(delta.sizes)
-
     @property
-    def has_states(self) -> bool:
+    def has_states(self) -> bool:  # type: ignore[override]
         return self.delta is not None
-
-    def new_states(self, slots: int, dtype: np.dtype) -> DeltaStates | None:
-        layers = [layer for layer in range(self.num_hidden_layers) if not self.attends(layer)]
-        return None if self.delta is None else DeltaStates(self.delta, layers, slots, dtype)
 
 
 def _with_gates(shapes: dict[str, Any], gates: dict[str, Any]) -> dict[str, Any]:
@@ -297,12 +274,19 @@ class DeltaLayer(LayerWeights):
 # -- its ops -----------------------------------------------------------------------------------------------------------
 
 
+def sequences(batch: TokenBatch) -> Iterator[tuple[int, int, slice]]:
+    """(slot, first position, rows of the batch) of each sequence."""
+    turns = np.flatnonzero(np.diff(batch.slots, prepend=-1)).tolist()  # where another sequence begins
+    for first, stop in zip(turns, [*turns[1:], len(batch)], strict=True):
+        yield int(batch.slots[first]), int(batch.positions[first]), slice(first, stop)
+
+
 def delta_conv(qkv: NDArray, w: DeltaLayer, place: Place) -> NDArray:
     """silu of each channel's convolution over the last tokens.   qkv (N, C) -> (N, C)"""
     ok = qkv.shape == (len(place.batch), len(w.conv))
     require_shapes("delta_conv", ok, f"qkv (N, {len(w.conv)})", qkv=qkv)
     mixed = np.empty_like(qkv)
-    for slot, position, rows in place.batch.sequences():
+    for slot, position, rows in sequences(place.batch):
         before = place.states.begin(place.layer, slot, position)
         mixed[rows] = causal_conv(np.concatenate([before, qkv[rows]]), w.conv)
         before[:] = np.concatenate([before, qkv[rows]])[len(qkv[rows]) :]
@@ -327,7 +311,7 @@ def delta_rule(mixed: NDArray, log_alpha: NDArray, beta: NDArray, w: DeltaLayer,
     ok = mixed.shape == (len(place.batch), sum(shape.sizes))
     require_shapes("delta_rule", ok, f"mixed (N, {sum(shape.sizes)})", mixed=mixed)
     y = np.empty((len(mixed), shape.value_heads, shape.value_dim), dtype=mixed.dtype)
-    for slot, position, rows in place.batch.sequences():
+    for slot, position, rows in sequences(place.batch):
         inputs = delta_inputs(mixed[rows], log_alpha[rows], beta[rows], shape)
         y[rows] = delta_recurrence(inputs, place.states.memory_of(place.layer, slot, position))
         place.states.end(place.layer, slot, position + len(inputs.v))
@@ -338,7 +322,7 @@ def memories(mixed: NDArray, log_alpha: NDArray, beta: NDArray, w: DeltaLayer, p
     """The memory after each token, of which `delta_rule` leaves only the last.   -> (N, Hv, dk, dv)"""
     inputs = delta_inputs(mixed, log_alpha, beta, w.delta)
     after = []
-    for slot, position, rows in place.batch.on_host.sequences():
+    for slot, position, rows in sequences(place.batch.on_host):
         memory = place.states.memory_of(place.layer, slot, position).copy()
         for i in range(rows.start, rows.stop):
             delta_recurrence(DeltaInputs(*(each[i : i + 1] for each in inputs)), memory)
@@ -448,6 +432,33 @@ class DeltaStates:
     def take_over(self, other: DeltaStates) -> None:
         for mine, theirs in zip(self.arrays, other.arrays, strict=True):
             mine[:] = theirs
+
+
+def _array_shapes(config: Qwen35Config, layer: int) -> dict[str, tuple[int, ...]]:
+    delta = config.delta_of(layer)
+    if delta is None:
+        return {}
+    heads = (delta.value_heads,)
+    conv = (sum(delta.sizes), delta.conv_size)
+    return {"delta.conv": conv, "delta.decay": heads, "delta.decay_bias": heads, "delta.norm": (delta.value_dim,)}
+
+
+def _of_layers(config: Qwen35Config, layers: Sequence[int]) -> Qwen35Config:
+    has_delta = any(not config.attends(layer) for layer in layers)
+    delta = config.delta if has_delta else None
+    return config_of_layers(config, layers, delta=delta)
+
+
+def _new_states(config: Qwen35Config, slots: int, dtype: np.dtype) -> DeltaStates | None:
+    layers = [layer for layer in range(config.num_hidden_layers) if not config.attends(layer)]
+    return None if config.delta is None else DeltaStates(config.delta, layers, slots, dtype)
+
+
+def _state_size(config: Qwen35Config, layer: int) -> int:
+    delta = config.delta_of(layer)
+    if delta is None:
+        return 0
+    return delta.value_heads * delta.key_dim * delta.value_dim + (delta.conv_size - 1) * sum(delta.sizes)
 
 
 def _make_layer(config: Qwen35Config, parts: dict[str, Any]) -> dict[str, Any]:
@@ -846,7 +857,7 @@ _gate_mistake = partial(Hypothesis, "*.attn.hook_gated_z")
 
 def _turned_whole(step: Any, compute: Edit, x: NDArray, *tables: NDArray) -> NDArray:
     """RoPE of all numbers of a head."""
-    return compute(x, *layers.rope_tables(np.arange(len(x)), own_rope(step), x.shape[2], np.float32))
+    return compute(x, *own_rope(step).tables(np.arange(len(x)), x.shape[2], np.float32))
 
 
 def _shifted(by: int) -> Edit:
@@ -964,18 +975,23 @@ FAMILIES = (
     Family(
         "qwen3_5_text",
         Qwen35Config,
+        nested={"delta": DeltaConfig},
         layer_class=lambda config, layer: GatedLayer if config.attends(layer) else DeltaLayer,
         steps=_steps,
         axes=_axes,
         lacks=_lacks,
         also_recorded=ALSO_RECORDED,
         make_layer=_make_layer,
+        of_layers=_of_layers,
+        new_states=_new_states,
+        state_size=_state_size,
         names=NAMES,
         place=place,
         hf=HF,
         gguf=GgufForm({"qwen35": Architecture("silu")}, _read_gguf, _write_gguf),
         mistakes=MISTAKES,
         end_of_embedded=END_OF_TEXT,
+        array_shapes=_array_shapes,
         arrays=ARRAYS,
         example_fields={"layer_types": (DELTA, "full_attention"), "delta": DeltaConfig(2, 4, 8, 8, 4), "rotary_dim": 4},
     ),

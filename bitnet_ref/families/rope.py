@@ -3,7 +3,7 @@
     linear     divided by `factor`.
     dynamic    (NTK): theta grows with the position once it passes `original_max_position_embeddings`.
     llama3     long wavelengths divided by `factor`, short ones kept, a ramp in between.
-    yarn       a ramp between `beta_fast` and `beta_slow` rotations; cos and sin are also scaled by `attention_factor`.
+    yarn       a ramp between `beta_fast` and `beta_slow` turns; cos and sin are also scaled by `attention_factor`.
     longrope   each frequency divided by its own number, of `short_factors` up to the trained context and of
                `long_factors` beyond it; cos and sin are also scaled by `attention_factor`.
 
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from ..errors import ConfigError
-from ..reference.config import RopeConfig, added, require, require_bool, require_int, require_number
+from ..errors import ConfigError, require, require_bool, require_int, require_number
+from ..reference.config import RopeConfig, added
 
 _NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 
@@ -30,7 +30,7 @@ _NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_
 class StretchedRope(RopeConfig):
     """RoPE of one of `STRETCHINGS`; the numbers of the others stay at their defaults."""
 
-    rope_type: str = "linear"
+    rope_type: str = "linear"  # type: ignore[misc]
     factor: float = 1.0
     original_max_position_embeddings: int = 0  # the trained context; of no use to linear
     low_freq_factor: float = 1.0
@@ -65,14 +65,6 @@ class StretchedRope(RopeConfig):
                 self.high_freq_factor,
             )
 
-    @property
-    def cos_scale(self) -> float:  # type: ignore[override]
-        return self.attention_factor if self.rope_type in ("yarn", "longrope") else 1.0
-
-    @property
-    def by_position(self) -> bool:  # type: ignore[override]
-        return self.rope_type in ("dynamic", "longrope")
-
     def check_size(self, rotary_size: int) -> None:
         if self.rope_type == "longrope":
             pairs = rotary_size // 2
@@ -81,13 +73,25 @@ class StretchedRope(RopeConfig):
         if self.rope_type == "dynamic":
             require(rotary_size > 2, "head_dim", "more than 2 with dynamic RoPE", rotary_size)
 
-    def context_length(self, trained: int) -> int:
-        """Dynamic RoPE is meant to go beyond the trained length, by its factor."""
-        return int(trained * self.factor) if self.rope_type == "dynamic" else trained
+    @property
+    def context_factor(self) -> float:  # type: ignore[override]
+        return self.factor if self.rope_type == "dynamic" else 1.0  # the others do not go beyond the trained context
 
     def frequencies(self, head_dim: int, position: int = 0) -> NDArray[np.float64]:
         """Radians per position. `position` matters to dynamic and longrope only.   -> (d/2,) float64"""
         return STRETCHINGS[self.rope_type](self, head_dim, position)
+
+    def angles(self, positions: NDArray, head_dim: int) -> NDArray[np.float64]:
+        if self.rope_type not in ("dynamic", "longrope"):
+            return super().angles(positions, head_dim)
+        inv_freq = np.stack([self.frequencies(head_dim, int(position)) for position in positions])  # (N, d/2)
+        return positions[:, None].astype(np.float64) * inv_freq
+
+    def tables(self, positions: NDArray, head_dim: int, dtype: DTypeLike) -> tuple[NDArray, NDArray]:
+        if self.rope_type not in ("yarn", "longrope"):
+            return super().tables(positions, head_dim, dtype)
+        cos, sin = super().tables(positions, head_dim, np.float64)
+        return (cos * self.attention_factor).astype(dtype), (sin * self.attention_factor).astype(dtype)
 
 
 def _linear(rope: StretchedRope, head_dim: int, position: int) -> NDArray[np.float64]:
@@ -114,9 +118,9 @@ def _llama3(rope: StretchedRope, head_dim: int, position: int) -> NDArray[np.flo
 
 
 def _yarn(rope: StretchedRope, head_dim: int, position: int) -> NDArray[np.float64]:
-    def pair_that_turns(rotations: float) -> float:  # the pair that makes so many turns over the trained context
-        turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+    def pair_that_turns(turns: float) -> float:  # the pair that makes so many turns over the trained context
+        positions_per_radian = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+        return head_dim * math.log(positions_per_radian) / (2 * math.log(rope.theta))
 
     inv_freq = RopeConfig.frequencies(rope, head_dim)
     low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
+from ..errors import ConfigError, require
 from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
-from ..reference.config import ModelConfig, added, require
+from ..reference.config import ModelConfig, added
 from ..reference.model import RopeTables, attention_result, split_heads
 from ..reference.ops import Ops
 from ..reference.weights import LayerWeights
@@ -27,6 +27,7 @@ from .family import (
     Hypothesis,
     TraceStep,
     change_steps,
+    config_of_layers,
     own_rope,
     types_of_layers,
 )
@@ -49,10 +50,10 @@ class SmolLm3Config(ModelConfig):
         """Whether a layer has RoPE."""
         return not self.no_rope_layers or bool(self.no_rope_layers[layer])
 
-    def of_layers(self, layers: Sequence[int]) -> Self:
-        listed = tuple(self.no_rope_layers[layer] for layer in layers) if self.no_rope_layers else ()
-        types = tuple(self.layer_types[layer] for layer in layers) if self.layer_types else ()
-        return replace(self, num_hidden_layers=len(layers), layer_types=types, no_rope_layers=listed)
+
+def _of_layers(config: SmolLm3Config, layers: Sequence[int]) -> SmolLm3Config:
+    listed = tuple(config.no_rope_layers[layer] for layer in layers) if config.no_rope_layers else ()
+    return config_of_layers(config, layers, no_rope_layers=listed)
 
 
 def block_without_positions(
@@ -132,7 +133,7 @@ _DEFAULTS = {
 
 def _turned_scores(step: Any, compute: Edit, q: NDArray, k: NDArray, window: int | None) -> NDArray:
     """Scores of q and k with RoPE."""
-    tables = layers.rope_tables(np.arange(len(q)), own_rope(step), step.setting.config.rotary_size, np.float32)
+    tables = own_rope(step).tables(np.arange(len(q)), step.setting.config.rotary_size, np.float32)
     return compute(layers.apply_rope(q, *tables), layers.apply_rope(k, *tables), window)
 
 
@@ -142,6 +143,7 @@ FAMILIES = (
         SmolLm3Config,
         layer_class=lambda config, layer: LayerWeights if config.turns(layer) else NoPositionsLayer,
         steps=_steps,
+        of_layers=_of_layers,
         hf=HfForm("SmolLM3ForCausalLM", _DEFAULTS, _read, _write, flags=("attention_bias", "mlp_bias")),
         gguf=GgufForm(
             {"smollm3": Architecture("silu", permuted=True)},

@@ -6,10 +6,11 @@ Parts of a model are called by our own names, whatever the file calls them: "emb
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
@@ -21,20 +22,22 @@ from numpy.typing import NDArray
 
 from ..errors import ConfigError, FormatError, TokenizerError
 from ..families import family_of
-from ..families.blocks import BlockWeight, in_int8
-from ..families.groups import GroupTernaryWeight, Rotation, split_groups
-from ..reference.config import ModelConfig
-from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, TernaryWeight, linear_name
+from ..families.blocks import in_int8
+from ..families.groups import in_groups
+from ..families.hadamard import Rotation
+from ..reference.config import ModelConfig, QuantizationConfig
+from ..reference.weights import LayerWeights, LinearWeight, ModelWeights, Norm, linear_name
 from ..system.json_file import is_present, read_bounded
+from ..system.options import FLAG, Values, choice, option, read_options
 from .binary_file import Closeable
+from .gguf.i2_s import LAYOUTS
 from .names import hf_module
 from .packing import first_invalid_code
 
 Progress = Callable[[int, int], None]  # (parts done, parts in total)
 Prepare = Callable[[LinearWeight], LinearWeight]
-Part = LinearWeight | NDArray[np.float32]
-ROTATIONS = ("stored", "folded")
-DENSE_FORMS = ("stored", "int8")
+PATH = Values(lambda value: value is None or isinstance(value, str | os.PathLike), "a path")
+PROGRESS = Values(lambda value: value is None or callable(value), "a function (parts done, all parts)")
 
 MAX_TOKENIZER_BYTES = 64 << 20
 # The files of a tokenizer in a hub repository; config.json is not among them.
@@ -44,31 +47,48 @@ TOKENIZER_FILES = (
 )
 
 
-@dataclass(frozen=True)
-class ReadOptions:
-    """What the user knows better than the file.
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How files are read. Raises ConfigError.
 
-    allow_unquantized: load a bitnet config without quantization_config as a dense model.
-    i2_s_layout: "x86", "arm" or "interleaved": the layout of a GGUF's I2_S tensors, which no field of the file names.
-    tl_tiles: the kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 tensors.
-    verify: check a native file's content hash, which reads the file twice.
-    dense: "stored", or "int8": dense linears become int8, with a scale for each 32 weights of a row.
-    rotation: what becomes of matrices in a rotated basis (Bonsai 2). "stored": they are run as they are, on rotated
-        inputs. "folded": they become dense matrices in the plain basis.
+    Files:
+    allow_unquantized: Load a bitnet checkpoint without quantization_config, as a dense model.
+    verify: Also compare all bytes of a native file, and of prepared weights, with their hashes. Each is then read
+        twice.
+    prepared: Store the weights as computed beside the model; read them next time. They are in the layout of the backend
+        (cython), in the folder .bitnet_ref; a start then takes little time. It costs disk space as large as the model.
+        "mapped": map them, so that processes share the memory, in a folder that no other user can write to; see
+        `formats/prepared.py`.
+    i2_s_layout: The layout of a GGUF's I2_S matrices, when they do not show it.
+    tl_tiles: The kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 matrices.
+    rotation: Matrices in a Hadamard basis: run them as stored, or fold it into dense ones. "stored" runs those of
+        Bonsai 2 on rotated inputs; "folded" makes dense float32 matrices in the plain basis of them.
+    dense: Dense weights: as stored, or in int8, which changes the logits (crossval precision). "int8" is for the
+        linears and the head of a model without ternary matrices: a scale for each 32 weights of a row, half the bytes
+        of bfloat16. Matrices in a GGUF's blocks stay as they are.
+    share: Return the model that an earlier call with `share` loaded from the same files for the same backend. While it
+        is still in use: it is dropped when its last user drops it.
+    progress: Called with (parts done, all parts) while the weights are read.
     """
 
-    allow_unquantized: bool = False
-    i2_s_layout: str | None = None
-    tl_tiles: Path | None = None
-    verify: bool = False
-    rotation: str = "stored"
-    dense: str = "stored"
+    allow_unquantized: bool = option(False, FLAG)
+    verify: bool = option(False, FLAG, in_shell=False)
+    prepared: bool | str = option(False, choice(False, True, "mapped"), is_flag=True)
+    i2_s_layout: str | None = option(None, choice(None, *LAYOUTS), flag="--i2s-layout")
+    tl_tiles: str | os.PathLike[str] | None = option(None, PATH)
+    rotation: str = option("stored", choice("stored", "folded"))
+    dense: str = option("stored", choice("stored", "int8"))
+    share: bool = option(False, FLAG, in_shell=False)
+    progress: Progress | None = option(None, PROGRESS, in_shell=False)
 
     def __post_init__(self) -> None:
-        if self.dense not in DENSE_FORMS:
-            raise ConfigError(f"expected {' or '.join(DENSE_FORMS)}, got {self.dense!r}", field="dense")
-        if self.rotation not in ROTATIONS:
-            raise ConfigError(f"expected {' or '.join(ROTATIONS)}, got {self.rotation!r}", field="rotation")
+        read_options(self, ConfigError)
+
+    @property
+    def reading(self) -> dict[str, str]:
+        """The options on which the weights depend, for a key."""
+        names = ("allow_unquantized", "i2_s_layout", "tl_tiles", "rotation", "dense")
+        return {name: str(getattr(self, name)) for name in names}
 
 
 class Checkpoint(Closeable, ABC):
@@ -77,8 +97,8 @@ class Checkpoint(Closeable, ABC):
     kind: the file's format, as `convert --to` calls it: "hf-packed", "hf-bf16", "gguf-i2_s", "onnx", "native", ...
     evidence: sentences about what no field of the file says and was decided from its contents, with the reason.
     taken: the file's names of the tensors that were read so far.
-    rotations: the bases of matrices that are stored in a rotated one: name of a linear or "embedding" -> its basis.
-    is_folded: whether these matrices are given in the plain basis (`ReadOptions.rotation`).
+    bases: of matrices that are given in another basis than the plain one: name of a linear or "embedding" -> its basis.
+    folded: of matrices that the file has in another basis, and that `read_part` gives in the plain one.
     """
 
     path: Path
@@ -86,18 +106,21 @@ class Checkpoint(Closeable, ABC):
     kind: str
     evidence: list[str]
     taken: set[str]
-    rotations: Mapping[str, Rotation] = MappingProxyType({})
-    is_folded: bool = False
+    bases: Mapping[str, Rotation] = MappingProxyType({})
+    folded: Mapping[str, Rotation] = MappingProxyType({})
     # `Backend.pack_plane` of the backend that the weights are read for; None: packed by NumPy
     pack_plane: Callable[[NDArray[np.uint8]], NDArray[np.uint8] | None] | None = None
-    dense: str = "stored"  # of DENSE_FORMS: how `read_weights` gives dense linears
+    dense: str = "stored"  # how `read_weights` gives dense linears
 
     def read_ahead(self) -> None:
         """Call before all parts are read in their order: the disk then works while earlier parts are packed."""
 
-    def rotation(self, name: str) -> Rotation | None:
-        """The basis of the matrix that is given for a linear or "embedding"; None: the plain one."""
-        return None if self.is_folded or not self.rotations else self.rotations.get(name)
+    def set_bases(self, stored: Mapping[str, Rotation], options: LoadOptions) -> None:
+        """Say in which bases the file has matrices."""
+        if options.rotation == "folded":
+            self.folded = stored
+        else:
+            self.bases = stored
 
     def fail(self, tensor: str, message: str) -> FormatError:
         """The error to raise about a tensor of the file. It names the file, and the tensor's place if it has one."""
@@ -118,7 +141,7 @@ class Checkpoint(Closeable, ABC):
         """A norm's weight, (D,), (H*d,) or (F,): see `norm_sizes`."""
 
     def array(self, name: str) -> NDArray[np.float32]:
-        """A block's array that is neither a linear nor a norm: see `ModelConfig.array_shapes`."""
+        """A block's array that is neither a linear nor a norm: see `Family.array_shapes`."""
         message = f"{name.split('.', 2)[2]} is not read from {self.kind} files"
         raise ConfigError(message, path=self.path, field="layer_types")
 
@@ -146,7 +169,7 @@ class Checkpoint(Closeable, ABC):
 
     def given_dtype(self, name: str) -> np.dtype:
         """The dtype of a matrix that is not ternary (or of "embedding") as `fold` gives it."""
-        return np.dtype(np.float32) if self.is_folded and name in self.rotations else self.dense_dtype(name)
+        return np.dtype(np.float32) if name in self.folded else self.dense_dtype(name)
 
     def check_tied_head(self, embedding: LinearWeight) -> None:
         """Raises FormatError where the file stores a head that differs from the embedding it is tied to."""
@@ -155,9 +178,9 @@ class Checkpoint(Closeable, ABC):
         """The tokenizer as in a hub repository: file name ("tokenizer.json", ...) -> bytes. Empty if there is none."""
         return {}
 
-    def refuse_rotation(self, writer: str) -> None:
-        """ConfigError where matrices are in a rotated basis, which files of `writer` cannot say."""
-        if self.rotations and not self.is_folded:
+    def require_plain_basis(self, writer: str) -> None:
+        """ConfigError where matrices are given in another basis, which files of `writer` cannot say."""
+        if self.bases:
             message = f"{writer} files cannot say that matrices are in a Hadamard basis; "
             message += 'fold it first (rotation="folded"), or convert to native, gguf-pq2_0 or gguf-ptq1_0'
             raise ConfigError(message, path=self.path)
@@ -227,7 +250,7 @@ def part_count(config: ModelConfig) -> int:
 
 
 def _parts_of_layer(config: ModelConfig, layer: int) -> int:
-    return len(config.linear_shapes(layer)) + len(config.norm_shapes(layer)) + len(config.array_shapes(layer))
+    return len(config.linear_shapes(layer)) + len(config.norm_shapes(layer)) + len(arrays_of_layer(config, layer))
 
 
 def linear_shape(config: ModelConfig, name: str) -> tuple[int, int]:
@@ -251,6 +274,19 @@ def is_ternary(config: ModelConfig, name: str) -> bool:
     return True
 
 
+def scale_convention(quantization: QuantizationConfig | None) -> str | None:
+    """What a checkpoint's `weight_scale` means. None: the model has no BitLinears.
+
+    "divide": it is 1/mean|W| (linear_class "bitlinear").   "multiply": it is mean|W| ("autobitlinear", "offline").
+    "absmean": there is none; masters are quantised when they are loaded ("autobitlinear", "online").
+    """
+    if quantization is None:
+        return None
+    if quantization.linear_class == "bitlinear":
+        return "divide"
+    return "multiply" if quantization.quantization_mode == "offline" else "absmean"
+
+
 def has_bias(config: ModelConfig, name: str) -> bool:
     """Whether a linear has a bias."""
     if name == "lm_head" or (name.endswith("o_proj") and not config.o_proj_bias):
@@ -265,7 +301,8 @@ def norms_of_layer(config: ModelConfig, index: int) -> dict[str, int]:
 
 def arrays_of_layer(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
     """Name -> shape of each array of one block that is neither a linear nor a norm."""
-    return {f"blocks.{index}.{name}": shape for name, shape in config.array_shapes(index).items()}
+    shapes = family_of(config).array_shapes(config, index)
+    return {f"blocks.{index}.{name}": shape for name, shape in shapes.items()}
 
 
 def norm_sizes(config: ModelConfig) -> dict[str, int]:
@@ -309,9 +346,9 @@ def read_weights(
         if meanwhile is not None:
             meanwhile()
         embedding = reading.result()
-    if config.tie_word_embeddings and embedding.kind == "groups" and (prepare := prepare_for(None)):
+    if config.tie_word_embeddings and embedding.kind != "dense" and (prepare := prepare_for(None)):
         head = prepare(embedding)
-        embedding = head if head.kind == "groups" else embedding
+        embedding = head if head.kind == embedding.kind else embedding  # a kind that has rows in its layout too
     done()
     layers = tuple(read_layer(checkpoint, index, prepare_for(index), done) for index in range(config.num_hidden_layers))
     final_norm = Norm(checkpoint.norm("final_norm"), config.norm_eps, "ln_final")
@@ -340,7 +377,7 @@ def read_layer(
         done()
     for short in config.linear_shapes(index):
         name = linear_name(index, short)
-        weight = in_groups(checkpoint, name, checkpoint.linear(name)).called(name)
+        weight = read_matrix(checkpoint, name)
         parts[short] = weight if prepare is None else prepare(weight)
         done()
     return kind(**family.make_layer(config, parts))
@@ -348,51 +385,43 @@ def read_layer(
 
 def read_embedding(checkpoint: Checkpoint) -> LinearWeight:
     """The embedding, checked against a head that the file stores although it is tied."""
-    stored = checkpoint.embedding()
+    stored = read_part(checkpoint, "embedding")
     if checkpoint.config.tie_word_embeddings:
         checkpoint.check_tied_head(stored)
-    return in_groups(checkpoint, "embedding", stored).called("embedding")
+    return choose_kind(checkpoint, "embedding", stored).called("embedding")
 
 
 def read_head(checkpoint: Checkpoint, embedding: LinearWeight, prepare: Prepare | None = None) -> LinearWeight:
     """The head. With tied embeddings it is `embedding`, the same object."""
     if checkpoint.config.tie_word_embeddings:
         return embedding
-    head = in_groups(checkpoint, "lm_head", checkpoint.linear("lm_head")).called("lm_head")
+    head = read_matrix(checkpoint, "lm_head")
     return head if prepare is None else prepare(head)
 
 
-def in_groups(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeight:
-    """The weight as the model computes with it: a dense matrix that is ternary by groups is packed, and so is a ternary
-    one whose input stays in float. Other weights are returned as they are."""
-    config, rotation, w = checkpoint.config, checkpoint.rotation(name), fold(checkpoint, name, w)
-    if isinstance(w, DenseWeight) and (packed := _split_dense(w)) is not None:
-        planes, scales, group = packed
-        return GroupTernaryWeight(planes, w.shape[1], scales, group, w.bias, rotation)
-    if isinstance(w, GroupTernaryWeight):
-        return w if rotation is None else replace(w, rotation=rotation)
-    if rotation is not None:
-        raise FormatError("is in a Hadamard basis and not ternary by groups", path=checkpoint.path, field=name)
-    if isinstance(w, TernaryWeight) and config.quantization is not None and not config.quantization.int8_activations:
-        scales = np.full((w.shape[0], 1), w.w_dequant_scale, dtype=np.float32)
-        return GroupTernaryWeight(w.packed, w.in_features, scales, w.in_features, w.bias)
+def fold(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeight:
+    """A linear or "embedding" of the file, in the plain basis where `checkpoint` is to give it so."""
+    basis = checkpoint.folded.get(name)
+    return w if basis is None or w.bit_linear is not None else basis.fold(w)
+
+
+def choose_kind(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeight:
+    """A linear or "embedding" (see `fold`) as the model computes with it: of the kind that its values are of."""
+    config = checkpoint.config
+    float_inputs = config.quantization is not None and not config.quantization.int8_activations
+    try:
+        w = in_groups(w, checkpoint.bases.get(name), float_inputs)
+    except ValueError as problem:
+        raise FormatError(str(problem), path=checkpoint.path, field=name) from None
     return in_int8(w) if checkpoint.dense == "int8" and (name != "embedding" or config.tie_word_embeddings) else w
 
 
-def _split_dense(w: DenseWeight) -> tuple[NDArray[np.uint8], NDArray, int] | None:
-    """`split_groups`; a few rows decide for a matrix in blocks, so that most are not widened as a whole."""
-    few = replace(w, stored=w.stored[:8]) if isinstance(w, BlockWeight) else None
-    return None if few is not None and split_groups(few.array) is None else split_groups(w.array)
+def read_matrix(checkpoint: Checkpoint, name: str) -> LinearWeight:
+    """A linear or "embedding" as the model computes with it."""
+    return choose_kind(checkpoint, name, read_part(checkpoint, name)).called(name)
 
 
-def fold(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeight:
-    """The weight in the plain basis, where `checkpoint` is to give it so."""
-    if checkpoint.is_folded and name in checkpoint.rotations and isinstance(w, DenseWeight | GroupTernaryWeight):
-        return DenseWeight(checkpoint.rotations[name].fold(w.array), w.bias)
-    return w
-
-
-def read_part(checkpoint: Checkpoint, name: str) -> Part:
+def read_part(checkpoint: Checkpoint, name: str) -> Any:
     """A part of a model as it is stored (but see `fold`)."""
     if name == "embedding":
         return fold(checkpoint, name, checkpoint.embedding())
@@ -407,8 +436,8 @@ def parts(checkpoint: Checkpoint) -> Iterator[tuple[str, LinearWeight | NDArray[
     """(name, weight) of every part of a model as `read_part` gives it, one at a time, in the order of the
     computation."""
     config = checkpoint.config
-    embedding = checkpoint.embedding()
-    yield "embedding", fold(checkpoint, "embedding", embedding)
+    embedding = read_part(checkpoint, "embedding")
+    yield "embedding", embedding
     if config.tie_word_embeddings:
         checkpoint.check_tied_head(embedding)
     del embedding

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import FormatError
 from ..system.json_file import stays_inside
-from .checkpoint import Checkpoint, ReadOptions
+from .checkpoint import Checkpoint, LoadOptions
 
 if TYPE_CHECKING:
     from ..reference.config import ModelConfig
@@ -27,8 +27,8 @@ def shipped_models() -> list[str]:
 
 
 def find_model(model: str | os.PathLike[str]) -> Path:
-    """The folder or file of `model`: a path, a shipped model, one of the store or of the Hugging Face cache. Never uses
-    the network."""
+    """The folder or file of `model`: a path, a shipped model, a name that `pull` gave, or a model of the Hugging Face
+    cache. Never uses the network."""
     path = Path(model)
     try:
         if path.exists():
@@ -39,23 +39,31 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         return ASSETS / path.name
     if os.fspath(model) in PACKAGED:
         return _packaged_model(os.fspath(model))
-    from .registry.hub_cache import cached_models, find_cached
-    from .registry.store import Store, find, is_reference
+    return _named_model(os.fspath(model))
 
-    stored = find(os.fspath(model))
-    cached = find_cached(os.fspath(model)) if stored is None else stored
-    if cached is not None:
-        return cached
+
+def _named_model(name: str) -> Path:
+    """The path of a name that `pull` gave, or of a model of the Hugging Face cache. Raises FormatError."""
+    from .registry.hub_cache import cached_models, find_cached
+    from .registry.links import find_linked, links
+    from .registry.names import is_reference
+    from .registry.old_store import MOVE, old_entries
+
+    known = find_linked(name) or find_cached(name)
+    if known is not None:
+        return known
+    if name.partition("@")[0] in {entry["name"] for entry in old_entries()}:
+        raise FormatError(f"is a model in the store of an earlier version; to move that: {MOVE}", path=name)
     names = shipped_models()
-    if is_reference(os.fspath(model)):
-        names += [entry.name for entry in Store().entries()] + [entry.name for entry in cached_models()]
-    near = difflib.get_close_matches(os.fspath(model), names, n=1)
+    if is_reference(name):
+        names += [*links(), *(model.name for model in cached_models())]
+    near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]}? To" if near else "to"
     raise FormatError(
         f"no such file or folder, no shipped model of that name (there is: {', '.join(shipped_models())}), and none "
-        f"in the store or the Hugging Face cache (bitnet-ref list); {hint} fetch a model of the Hugging Face hub: "
-        "bitnet-ref pull ORG/REPO",
-        path=path,
+        f"that was pulled or is in the Hugging Face cache (bitnet-ref list); {hint} fetch a model of the Hugging Face "
+        "hub: bitnet-ref pull ORG/REPO",
+        path=name,
     )
 
 
@@ -84,14 +92,14 @@ def choose_format(path: Path) -> tuple[str, Path]:
     raise FormatError(f"expected {READABLE}; other formats are not read", path=path)
 
 
-def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, options: LoadOptions | None = None) -> Checkpoint:
     """Open a folder or a file with the reader of its format. Raises FormatError or ConfigError."""
     checkpoint = _open(path, options)
     checkpoint.dense = "stored" if options is None else options.dense
     return checkpoint
 
 
-def _open(path: Path, options: ReadOptions | None) -> Checkpoint:
+def _open(path: Path, options: LoadOptions | None) -> Checkpoint:
     name, path = choose_format(path)
     if name == "native":
         from .native.model import NativeCheckpoint
@@ -124,7 +132,7 @@ def read_config(model: str | os.PathLike[str], allow_unquantized: bool = False) 
     name, path = choose_format(path)
     if name == "hf":
         return read_folder_config((path if path.is_dir() else path.parent) / "config.json", allow_unquantized)
-    with open_checkpoint(path, ReadOptions(allow_unquantized=allow_unquantized)) as checkpoint:
+    with open_checkpoint(path, LoadOptions(allow_unquantized=allow_unquantized)) as checkpoint:
         return checkpoint.config
 
 

@@ -26,7 +26,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.backend import Backend
-from ..errors import ConfigError, FormatError, printable
-from ..families import config_from_dict, config_to_dict, family_of
-from ..families.blocks import BlockWeight
-from ..families.groups import GroupTernaryWeight, Rotation
-from ..families.linear_norms import NormedLinear
+from ..errors import FormatError, printable
+from ..families import KINDS, config_from_dict, config_to_dict, family_of
 from ..reference.config import ModelConfig
-from ..reference.weights import DenseWeight, ModelWeights, Norm, TernaryWeight
+from ..reference.weights import DenseWeight, ModelWeights, Norm
 from ..system.atomic import atomic_path
 from ..system.json_file import open_regular, parse_json_object
 from ..system.sharing import file_identity, model_files
-from .checkpoint import ReadOptions, linear_names, linear_shape, norms_of_layer
+from .checkpoint import LoadOptions, linear_names, linear_shape, norms_of_layer
 from .open import open_checkpoint
 from .safetensors import SafetensorsFile, SafetensorsWriter, content_hash, dtype_name
 
@@ -55,23 +52,21 @@ VERSION = 5
 _ALIGNMENT = 64  # of the data: a cache line
 _PAGE = 4096
 _HEAD_BYTES = 1 << 16  # of each of the model's files, by which it is identified
-_KINDS = (ModelWeights, DenseWeight, BlockWeight, TernaryWeight, GroupTernaryWeight, NormedLinear, Norm, Rotation)
 
 
 class PreparedFile:
     """The prepared weights of a model for a backend on disk, and what they must have been made from."""
 
-    def __init__(self, model: Path, backend: Backend, options: ReadOptions, how: bool | str = True) -> None:
-        """model: the path that `load` was given. Later changes of its files make the cache stale. how: see `load`."""
-        if how not in (True, "mapped"):
-            raise ConfigError(f'expected True, False or "mapped", got {how!r}', field="prepared")
+    def __init__(self, model: Path, backend: Backend, options: LoadOptions) -> None:
+        """model: the path that `load` was given. Later changes of its files make the cache stale."""
         layout = backend.prepared_layout()
-        self.model, self.backend, self.options, self.is_mapped = model, backend, options, how == "mapped"
+        self.model, self.backend, self.options = model, backend, options
+        self.is_mapped = options.prepared == "mapped"
         self.enabled = layout is not None  # else the backend computes with the files' own layout
         name = f"{(layout or '').replace(' ', '-')}.safetensors"
         folder, name = (model, name) if model.is_dir() else (model.parent, f"{model.name}.{name}")
         self.path = folder / FOLDER / name
-        facts = {"version": VERSION, "layout": layout, "options": repr(replace(options, verify=False))}
+        facts = {"version": VERSION, "layout": layout, "options": options.reading}
         self._made_from = json.dumps(facts | {"files": _identify(model, options)})
 
     def read(self) -> tuple[ModelConfig, ModelWeights] | None:
@@ -89,9 +84,11 @@ class PreparedFile:
                 memory = file.mapped() if self.is_mapped else _read(file)
                 self._compare_hashes(file, memory)
                 config = config_from_dict(self._json(file, "config"))
-                layers = [family_of(config).layer_class(config, i) for i in range(config.num_hidden_layers)]
-                own = [*layers, *config.nested.values(), *self.backend.weight_kinds]
-                kinds = {kind.__name__: kind for kind in (*_KINDS, *own)}
+                family = family_of(config)
+                layers = [family.layer_class(config, i) for i in range(config.num_hidden_layers)]
+                weights_of = [each for kind in KINDS.values() for each in kind.classes]
+                own = [*layers, *family.nested.values(), *self.backend.weight_kinds]
+                kinds = {kind.__name__: kind for kind in (ModelWeights, Norm, *weights_of, *own)}
                 weights = _rebuild(self._json(file, "weights"), lambda name: file.view(memory, name), kinds, {})
             _check(weights, config)
             self.backend.check_prepared(weights)
@@ -152,10 +149,10 @@ class PreparedFile:
             log.warning("the prepared weights are not kept: %s", problem)
 
 
-def _identify(model: Path, options: ReadOptions) -> list[list[Any]]:
+def _identify(model: Path, options: LoadOptions) -> list[list[Any]]:
     """Of each file that the model may be read from: `file_identity`, and a hash of its beginning if it can be read."""
     facts: list[list[Any]] = []
-    for path in model_files(model) + ([] if options.tl_tiles is None else [options.tl_tiles]):
+    for path in model_files(model) + ([] if options.tl_tiles is None else [Path(options.tl_tiles)]):
         with suppress(FormatError), open_regular(path, FormatError) as file:
             facts.append([*file_identity(path), sha256(file.read(_HEAD_BYTES))])
     return facts
@@ -250,7 +247,7 @@ def _check(w: Any, config: ModelConfig) -> None:
         for name, size in norms_of_layer(config, index).items():
             norm = getattr(layer, name.rpartition(".")[2])
             expect_floats(name, size, None if norm is None else norm.weight)
-        for name, array_shape in config.array_shapes(index).items():
+        for name, array_shape in family_of(config).array_shapes(config, index).items():
             array = getattr(layer, name.rpartition(".")[2], None)
             if array is not None:
                 expect(f"blocks.{index}.{name}", array_shape, array.shape)

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
+from ..backends.paged_cache import EngineKVCache
 from ..errors import ContextOverflow, GenerationError
-from ..reference.cache import KVCache
 from .generate import TokenStream, check_streamable, generate_chunks
 from .overflow import ContextWindow
 from .params import SamplingOptions, SamplingParams, expand_params
-from .results import Generation, GenerationStats, StreamChunk
+from .results import Generation, StreamChunk
 from .sequence import Continuation, Request
 
 DEFAULT_REPLY_TOKENS = 512
@@ -32,10 +32,10 @@ class PrefixCache:
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
-        self._cache: KVCache | None = None
+        self._cache: EngineKVCache | None = None
         self._ids: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
-    def take(self, prompt: NDArray[np.int64], capacity: int) -> tuple[KVCache, int]:
+    def take(self, prompt: NDArray[np.int64], capacity: int) -> tuple[EngineKVCache, int]:
         """A cache for `capacity` tokens, and how many tokens of the prompt it holds: never the last one, whose logits
         must be computed. The cache is forgotten beyond those until `keep`."""
         shorter = min(len(self._ids), len(prompt) - 1)
@@ -108,7 +108,7 @@ class ChatSession:
         row, stream = self._reply(content, params)
         for _ in stream:
             pass
-        return row.result(stream.stats)
+        return row.result()
 
     @expand_params
     def stream(self, content: str, **params: Unpack[SamplingOptions]) -> TokenStream:
@@ -156,19 +156,16 @@ class ChatSession:
                 )
             wanted = min(room, wanted)
         row = Continuation(Request(self.model, ids, replace(sampling, max_tokens=wanted)), slot=0)
-        stats = GenerationStats(self.model.backend.name)
-        stats.dropped_messages = len(self.messages) + 1 - len(messages)
-        self._stream = TokenStream(self._chunks(row, messages, stats), stats)
+        row.stats.dropped_messages = len(self.messages) + 1 - len(messages)
+        self._stream = TokenStream(self._chunks(row, messages), row.stats)
         return row, self._stream
 
-    def _chunks(
-        self, row: Continuation, messages: list[dict[str, str]], stats: GenerationStats
-    ) -> Generator[StreamChunk, None, None]:
+    def _chunks(self, row: Continuation, messages: list[dict[str, str]]) -> Generator[StreamChunk, None, None]:
         cache, same = self._prefix.take(row.context, row.request.capacity)
         row.cached = row.computed = same
         replied = False
         try:
-            yield from generate_chunks(self.model, [[row]], stats, cache)
+            yield from generate_chunks(self.model, [[row]], row.stats, cache)
             replied = True
         except (GeneratorExit, KeyboardInterrupt):
             replied = any(chunk.text for chunk in row.chunks)
@@ -176,6 +173,6 @@ class ChatSession:
         finally:
             self._prefix.keep(row.context[: row.computed])
             if replied:
-                self.dropped += stats.dropped_messages
+                self.dropped += row.stats.dropped_messages
                 text = "".join(chunk.text for chunk in row.chunks)
                 self.messages = [*messages, {"role": "assistant", "content": text}]

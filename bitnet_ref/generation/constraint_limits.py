@@ -109,7 +109,7 @@ def _check_chain(guide: str, weights: Sequence[int], links: Sequence[Sequence[in
 
 
 def _refuse(guide: str, kind: str, got: int, limit: int) -> NoReturn:
-    raise GenerationError(f"{guide}: expected at most {limit} {kind}, got {got}; use a smaller or flatter one")
+    raise GenerationError(f"expected at most {limit} {kind}, got {got}; use a smaller or flatter one", field=guide)
 
 
 # -- grammars ----------------------------------------------------------------------------------------------------------
@@ -137,7 +137,8 @@ def check_grammar(text: str, guide: str = "guided_grammar") -> None:
     """Raise GenerationError for a Lark grammar that llguidance could not compile within STACK_BYTES, or slowly."""
     check_size(guide, text)
     if text.lstrip().startswith("{"):  # llguidance's own form, in which a grammar can be anything
-        raise GenerationError(f"{guide}: expected a Lark grammar, got JSON; a schema belongs in guided_json")
+        message = "expected a Lark grammar, got JSON; a schema belongs in guided_json"
+        raise GenerationError(message, field=guide, mentions=["guided_json"])
     lexemes = list(_lex(text, guide))
     heads = _find_definitions(lexemes)
     if len(heads) > MAX_RULES:
@@ -177,13 +178,13 @@ def _lex(text: str, guide: str) -> Iterator[_Lexeme]:
         kind, found = str(match.lastgroup), match.group()
         if kind == "mark" and found in '"/':
             line = text.count("\n", 0, place) + 1
-            raise GenerationError(f"{guide}: the string or regular expression in line {line} has no end")
+            raise GenerationError(f"the string or regular expression in line {line} has no end", field=guide)
         if kind == "json":
             place += len(text[place:]) - len(text[place:].lstrip(" \t\r\n"))
             try:
                 value, place = _JSON.raw_decode(text, place)
             except (ValueError, RecursionError) as problem:
-                raise GenerationError(f"{guide}: what follows {found} is no JSON: {problem}") from problem
+                raise GenerationError(f"what follows {found} is no JSON: {problem}", field=guide) from problem
             yield _Lexeme(kind, found, value)
         elif kind != "space":
             yield _Lexeme(kind, found)
@@ -254,8 +255,9 @@ def check_schema(schema: Any, guide: str = "guided_json") -> None:
     anchors = (*_ANCHORS, "id") if "draft-04" in json.dumps(schema) else _ANCHORS
     if any(isinstance(part, dict) and not part.keys().isdisjoint(anchors) for part in parts[1:]):
         raise GenerationError(
-            f"{guide}: expected no $id and no $anchor within a schema of more than {MAX_CHAIN} objects and lists, got "
-            f"one among {len(parts)}; write references like #/$defs/name"
+            f"expected no $id and no $anchor within a schema of more than {MAX_CHAIN} objects and lists, got "
+            f"one among {len(parts)}; write references like #/$defs/name",
+            field=guide,
         )
     numbers = {id(part): number for number, part in enumerate(parts)}
     references: list[list[int]] = [[] for _ in parts]

@@ -19,6 +19,7 @@ from ..errors import GenerationError
 from ..tokenizers.base import Tokenizer
 from ..tokenizers.vocabulary import Vocabulary
 from .constraint_limits import check_grammar, check_regex, read_schema, run_with_stack
+from .params import GUIDES
 
 MAX_MESSAGE = 400  # characters of a message of llguidance
 
@@ -60,7 +61,8 @@ class Constraint:
             allowed[: len(bits)] = bits != 0
             _check(matcher, self.guide)
         if not allowed.any():
-            raise GenerationError(f"{self.guide}: no token of the vocabulary can continue or end the text here")
+            message = "no token of the vocabulary can continue or end the text here"
+            raise GenerationError(message, field=self.guide)
         return np.where(allowed, logits, np.asarray(-np.inf, dtype=logits.dtype))
 
     def _advance(self, token_ids: NDArray[np.int64]) -> Any:
@@ -85,8 +87,8 @@ class LLVocabulary:
             import llguidance
         except ImportError as problem:
             raise GenerationError(
-                "guided_json, guided_regex, guided_choice and guided_grammar need llguidance: "
-                "pip install 'bitnet-ref[constrained]'"
+                f"{', '.join(GUIDES[:-1])} and {GUIDES[-1]} need llguidance: pip install 'bitnet-ref[constrained]'",
+                mentions=GUIDES,
             ) from problem
         self._maker = llguidance.LLMatcher
         self.end_tokens = list(tokenizer.eos_ids)
@@ -123,7 +125,7 @@ class LLVocabulary:
                 check_grammar(value)
                 grammar = maker.grammar_from_lark(value)
         except (ValueError, TypeError, RecursionError) as problem:
-            raise GenerationError(f"{guide}: {_first_line(str(problem))}") from problem
+            raise GenerationError(_first_line(str(problem)), field=guide) from problem
         matcher = run_with_stack(lambda: maker(self._tokenizer, grammar, log_level=0))
         _check(matcher, guide)
         return matcher
@@ -149,7 +151,7 @@ def tokenize(tokenizer: Tokenizer, tokens: Sequence[bytes], text: str) -> list[i
 
 def _check(matcher: Any, guide: str) -> None:
     if matcher.is_error():
-        raise GenerationError(f"{guide}: {_first_line(matcher.get_error())}")
+        raise GenerationError(_first_line(matcher.get_error()), field=guide)
 
 
 def _first_line(text: str) -> str:

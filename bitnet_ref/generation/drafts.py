@@ -180,7 +180,8 @@ class ModelDrafts(Drafts):
         super().__init__()
         ours, theirs = model.config.vocab_size, drafter.config.vocab_size
         if ours != theirs:
-            raise GenerationError(f"speculate: the draft model has a vocabulary of {theirs}, the model of {ours}")
+            message = f"the draft model has a vocabulary of {theirs}, the model of {ours}"
+            raise GenerationError(message, field="speculate")
         self.model, self.capacity = drafter, min(capacity, drafter.config.context_length)
         self._cache = drafter.new_cache(1, self.capacity)
         self._seen = np.empty(0, dtype=np.int64)  # in the cache

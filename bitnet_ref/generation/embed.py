@@ -97,12 +97,13 @@ def quantize_embeddings(vectors: NDArray[np.float32], precision: str, ranges: ND
     """
     if precision not in PRECISIONS or vectors.ndim != 2:
         expected = f"vectors (B, D) and one of {', '.join(PRECISIONS)}"
-        raise GenerationError(f"quantize: expected {expected}, got {vectors.shape} and {precision!r}")
+        raise GenerationError(f"expected {expected}, got {vectors.shape} and {precision!r}", field="quantize")
     if precision.endswith("binary"):
         bits = np.packbits(vectors > 0, axis=1)
         return bits if precision == "ubinary" else (bits.astype(np.int16) - 128).astype(np.int8)
     if ranges is None and len(vectors) < 2:
-        raise GenerationError("quantize: the ranges of each dimension need several vectors; give more, or `ranges`")
+        message = "the ranges of each dimension need several vectors; give more, or `ranges`"
+        raise GenerationError(message, field="quantize")
     low, high = np.stack([vectors.min(axis=0), vectors.max(axis=0)]) if ranges is None else np.asarray(ranges)
     step = np.where(high > low, (high - low) / 255, 1)
     levels = np.clip((vectors - low) / step, 0, 255)

@@ -1,4 +1,4 @@
-"""The generation loop: prompts in, one chunk for each new token out.
+"""`generate` and `stream`: prompts in, one chunk for each new token out.
 
 All rows of a batch go through the model together, laid end to end on the token axis. By the model's batch invariance
 each row gets the logits, and so the tokens, that it gets alone.
@@ -7,24 +7,24 @@ each row gets the logits, and so the tokens, that it gets alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
+from ..backends.paged_cache import EngineKVCache
 from ..backends.run import TokenLogits
 from ..errors import GenerationError
-from ..reference.cache import KVCache, TokenIds
+from ..reference.cache import TokenIds
 from .drafts import StepTimes
-from .greedy import choose_steps, run_steps
+from .greedy import choose_steps
 from .params import SamplingOptions, SamplingParams, expand_params
 from .results import Generation, GenerationStats, StreamChunk
-from .search import beam_search
-from .sequence import Continuation, Piece, Request, run_pieces, split_into_steps
+from .search import BeamSearch, Watcher
+from .sequence import Continuation, Request
+from .stepper import PlannedPiece, Stepper, StepPlan
 
 Prompt = str | TokenIds
 Prompts = Prompt | Sequence[str] | Sequence[TokenIds]
@@ -39,16 +39,34 @@ def generate(model: LoadedModel, prompt: Prompts, **params: Unpack[SamplingOptio
     requests = [Request(model, each, sampling, f"prompt {index}") for index, each in enumerate(prompts)]
     stats = GenerationStats(model.backend.name)
     if sampling.num_beams > 1:
-        groups = beam_search(model, requests, stats)
+        groups = search_beams(model, requests, stats)
     else:
-        n = sampling.n
-        rows = [[Continuation(request, i * n + j, j) for j in range(n)] for i, request in enumerate(requests)]
+        rows = rows_of(requests, sampling.n, stats)
         for _ in generate_chunks(model, rows, stats):
             pass
-        groups = [[row.result(stats) for row in group] for group in rows]
+        groups = [[row.result() for row in group] for group in rows]
     if sampling.n > 1:
         return groups[0] if single else groups
     return groups[0][0] if single else [group[0] for group in groups]
+
+
+def rows_of(requests: Sequence[Request], count: int, stats: GenerationStats) -> list[list[Continuation]]:
+    """So many rows of each request, each with a slot of its own."""
+    return [
+        [Continuation(request, number * count + choice, choice, stats) for choice in range(count)]
+        for number, request in enumerate(requests)
+    ]
+
+
+def search_beams(
+    model: LoadedModel, requests: Sequence[Request], stats: GenerationStats, watch: Watcher | None = None
+) -> list[list[Generation]]:
+    """The `n` best continuations of each prompt. All beams of all prompts go through the model together."""
+    rows = rows_of(requests, requests[0].params.num_beams, stats)
+    searches = [BeamSearch(group, watch) for group in rows]
+    for _ in generate_chunks(model, rows, stats):
+        pass
+    return [search.results for search in searches]
 
 
 class TokenStream(Iterator[StreamChunk], AbstractContextManager["TokenStream", None]):
@@ -76,17 +94,18 @@ def stream(model: LoadedModel, prompt: Prompt, **params: Unpack[SamplingOptions]
     if not is_single(prompt):
         raise GenerationError("stream takes one prompt: a text or a list of token ids")
     row = Continuation(Request(model, prompt, sampling), slot=0)
-    stats = GenerationStats(model.backend.name)
-    return TokenStream(generate_chunks(model, [[row]], stats), stats)
+    return TokenStream(generate_chunks(model, [[row]], row.stats), row.stats)
 
 
 def check_streamable(params: SamplingParams) -> None:
     """Raise GenerationError for parameters that give several texts, none before the end, or what no chunk holds."""
     if params.prompt_logprobs is not None:
-        raise GenerationError("prompt_logprobs: a stream yields new tokens only; use generate, or an engine's submit")
+        message = "a stream yields new tokens only; use generate, or an engine's submit"
+        raise GenerationError(message, field="prompt_logprobs")
     for name in ("n", "num_beams"):
         if getattr(params, name) > 1:
-            raise GenerationError(f"{name}: a stream is one continuation, got {getattr(params, name)}; use generate")
+            message = f"a stream is one continuation, got {getattr(params, name)}; use generate"
+            raise GenerationError(message, field=name)
 
 
 def is_single(prompt: Any) -> bool:
@@ -107,9 +126,9 @@ def split_prompts(prompt: Any) -> tuple[list[Any], bool]:
 
 
 def generate_chunks(
-    model: LoadedModel, groups: list[list[Continuation]], stats: GenerationStats, cache: KVCache | None = None
+    model: LoadedModel, groups: list[list[Continuation]], stats: GenerationStats, cache: EngineKVCache | None = None
 ) -> Generator[StreamChunk, None, None]:
-    """Prefill, then one step for each new token of all unfinished rows.
+    """The chunks of all rows, step by step: first the prompts, then one step for each new token of all unfinished rows.
 
     groups: the continuations of each prompt, which is computed once. cache: one that holds the first `cached` tokens of
     each group's first row.
@@ -117,174 +136,92 @@ def generate_chunks(
     rows = [row for group in groups for row in group]
     if cache is None:
         cache = model.new_cache(len(rows), capacity=max(row.request.capacity for row in rows))
-    loop = GenerationLoop(model, cache, stats)
-    yield from loop.first_tokens(groups)
-    while rows := [row for row in rows if not row.finished]:
-        yield from loop.next_tokens(rows)
+    stepper = OwnRows(model, cache, groups, stats)
+    while rows := [row for row in stepper.rows if not row.finished]:
+        yield from stepper.step(rows)
 
 
-class GenerationLoop:
-    """The passes of one call over its cache."""
+class OwnRows(Stepper[Continuation]):
+    """The rows of one call, stepped in the caller's thread. All rows take part in each step."""
 
-    def __init__(self, model: LoadedModel, cache: KVCache, stats: GenerationStats) -> None:
-        self.model, self.cache, self.stats, self.times = model, cache, stats, StepTimes()
+    def __init__(
+        self, model: LoadedModel, cache: EngineKVCache, groups: list[list[Continuation]], stats: GenerationStats
+    ) -> None:
+        super().__init__(model, cache)
+        self.stats, self.times = stats, StepTimes()
+        leaders = [group[0] for group in groups]
+        self.waiting = {group[0].slot: group[1:] for group in groups if group[0].search is None}  # for its prompt
+        self.rows = [row for group in groups for row in (group[:1] if group[0].search is None else group)]
         self.pass_tokens = model.backend.prompt_tokens(model.config)
-        self.last_s = 0.0  # seconds of the last pass
-
-    def first_tokens(self, groups: list[list[Continuation]]) -> Iterator[StreamChunk]:
-        """Compute each prompt once, and choose the first token of each row."""
-        leaders, others = [group[0] for group in groups], {group[0].slot: group[1:] for group in groups}
-        self._describe(leaders)
-        started = time.perf_counter()
-        for ends in self._compute_contexts(leaders):
-            chunks = []
-            for leader, logits in ends:
-                computed, followers = leader.computed, others[leader.slot]
-                if followers:
-                    self.cache.copy([leader.slot] * len(followers), [row.slot for row in followers], computed)
-                for row in (leader, *followers):
-                    row.computed = computed
-                    chunks.append(row.accept(logits, self.stats))
-            self.last_s = time.perf_counter() - started
-            self.stats.prefill_s += self.last_s
-            yield from chunks
-            started = time.perf_counter()
-
-    def next_tokens(self, rows: Sequence[Continuation]) -> Iterator[StreamChunk]:
-        """At least one more token of each row: of one pass with draft tokens, or of some greedy steps in a row."""
-        started = time.perf_counter()
-        if any(row.behind > 1 for row in rows):
-            yield from self._recompute(rows)
-            return
-        drafts = self._propose_drafts(rows)
-        if not drafts and (steps := choose_steps(rows, self.last_s)) > 1:
-            before = self.stats.generated_tokens
-            yield from self._take_greedy_steps(rows, steps)
-            if self.stats.generated_tokens > before:
-                return
-            started = time.perf_counter()
-        yield from self._take_step(rows, drafts, started)
-
-    def _describe(self, leaders: Sequence[Continuation]) -> None:
-        stats = self.stats
-        stats.describe(self.cache)
+        self.step_s = 0.0  # of the last step
+        self.chunks: list[StreamChunk] = []  # of the present step
+        stats.describe(cache)
         stats.prompt_tokens = sum(row.context_tokens for row in leaders)
         stats.dropped_tokens = sum(len(row.request.given) - row.context_tokens for row in leaders)
         stats.cached_tokens = sum(row.cached for row in leaders)
 
-    def _compute_contexts(self, rows: Sequence[Continuation]) -> Iterator[list[tuple[Continuation, TokenLogits]]]:
-        """Passes over all tokens of the rows that are not in the cache.   -> of each, the rows that it completes"""
-        by_slot = {row.slot: row for row in rows}
-        for parts, complete in split_into_steps([row.next_input for row in rows], max(self.pass_tokens, len(rows))):
-            ending = {part: rows[number] for part, number in complete}
-            needs = [ending[part].needs() if part in ending else None for part in range(len(parts))]
-            pieces = [Piece(by_slot[part[0]], *part, need) for part, need in zip(parts, needs, strict=True)]
-            logits = run_pieces(self.model, self.cache, pieces)
-            for row, _, start, ids, _ in pieces:
-                row.computed = start + len(ids)
-            yield list(zip(ending.values(), logits, strict=True))
-
-    def _recompute(self, rows: Sequence[Continuation]) -> Iterator[StreamChunk]:
-        """The next token of each row, of which some compute their context again: the window has dropped tokens."""
-        started = time.perf_counter()
-        for ends in self._compute_contexts(rows):
-            yield from self._note(started, [row.accept(logits, self.stats) for row, logits in ends])
-            started = time.perf_counter()
-
-    def _propose_drafts(self, rows: Sequence[Continuation]) -> dict[int, NDArray[np.int64]]:
-        """slot -> guessed tokens, of the rows that have some; together with all rows they fit one pass."""
-        drafts, room = {}, self.pass_tokens - len(rows)
-        for row in rows:
-            if row.may_guess and len(draft := row.guess(room, self.times)):
-                drafts[row.slot] = draft
-                room -= len(draft)
-        return drafts
-
-    def _take_step(
-        self, rows: Sequence[Continuation], drafts: dict[int, NDArray[np.int64]], started: float
-    ) -> list[StreamChunk]:
-        """One pass over the newest token of each row and the guesses that follow it."""
-        pieces, chunks, verified = [], [], list[VerifiedDraft]()
-        for row in rows:
-            pieces.append(Piece(row, row.slot, row.computed, row.newest, row.needs()))
-            if row.slot in drafts:
-                pieces += pieces_of_draft(row, row.computed + 1, drafts[row.slot])
-        logits = iter(run_pieces(self.model, self.cache, pieces))
-        for row in rows:
-            row.computed += 1
-            chunks.append(row.accept(next(logits), self.stats))
-            if (draft := drafts.get(row.slot)) is not None:
-                right = accept_drafts(row, draft, [next(logits) for _ in draft], self.stats)
-                verified.append(VerifiedDraft(row, len(draft), len(right)))
-                chunks += right
-        self._note(started, chunks)
-        if rows[0].drafts is not None:  # all have the same parameters
-            learn_drafts(self.times, len(rows), verified, self.last_s)
-        return chunks
-
-    def _take_greedy_steps(self, rows: Sequence[Continuation], steps: int) -> Iterator[StreamChunk]:
-        """Up to so many greedy steps; none where they must be taken one by one."""
-        started, taken_s, taken = time.perf_counter(), 0.0, 0
-        for step in run_steps(self.model, self.cache, rows, steps, np.zeros(1, dtype=np.uint8)):
-            chunks = []
-            for row, logits in zip(rows, step, strict=True):
-                if not row.finished:
-                    row.computed += 1
-                    chunks.append(row.accept(logits, self.stats))
-            self._note(started, chunks)
-            taken_s, taken = taken_s + self.last_s, taken + 1
+    def step(self, rows: list[Continuation]) -> Iterator[StreamChunk]:
+        """One step of these rows, or some greedy steps in a row. Yields the new tokens of each when it is computed."""
+        started, steps, total_s = time.perf_counter(), 0, 0.0
+        rows = [row for row in rows if not row.new_tokens] or rows
+        is_first, plan = not rows[0].new_tokens, self.plan(rows)
+        for _ in self.run(plan):
+            chunks, self.chunks = self.chunks, []
+            seconds = time.perf_counter() - started
+            steps, total_s = steps + 1, total_s + seconds
+            if is_first:
+                self.stats.prefill_s += seconds
+            else:
+                self.stats.decode_s += seconds
+                self.stats.decode_tokens += len(chunks)
             yield from chunks
             started = time.perf_counter()
-        if taken:
-            self.last_s = taken_s / taken
-            self.times.learn(len(rows), 0, self.last_s)
+        self.step_s = total_s / steps
+        if rows[0].drafts is not None:  # all have the same parameters
+            self.learn_drafts(plan, self.times, self.step_s)
 
-    def _note(self, started: float, chunks: list[StreamChunk]) -> list[StreamChunk]:
-        """Count these new tokens and their time."""
-        self.last_s = time.perf_counter() - started
-        self.stats.decode_s += self.last_s
-        self.stats.decode_tokens += len(chunks)
-        return chunks
+    def plan(self, rows: list[Continuation]) -> StepPlan[Continuation]:
+        """Each row's newest token, with draft tokens or for several greedy steps; or as many of their contexts' tokens
+        as a pass takes, where some have more to compute."""
+        pieces: list[PlannedPiece[Continuation]] = []
+        if any(row.behind > 1 for row in rows):
+            room = max(self.pass_tokens, len(rows))
+            for row in rows:
+                if count := min(row.behind, room):
+                    pieces.append(PlannedPiece.of(row, count))
+                    room -= count
+            return StepPlan(pieces)
+        room = self.pass_tokens - len(rows)
+        is_drafted = False
+        for row in rows:
+            piece = PlannedPiece(row, row.slot, row.computed, 1, ends=True)
+            if row.may_guess and len(draft := row.guess(room, self.times)):
+                piece = piece._replace(draft=draft)
+                room -= len(draft)
+                is_drafted = True
+            pieces.append(piece)
+        return StepPlan(pieces, 1 if is_drafted else choose_steps(rows, self.step_s))
 
+    def accept(self, row: Continuation, logits: TokenLogits) -> None:
+        if row.search is not None:
+            if parents := row.search.accept(row, logits):
+                rows = row.search.rows
+                self._copy([rows[index] for index in parents], rows[: len(parents)])
+            return
+        for each in (row, *self._start(row)):
+            self.chunks.append(each.accept(logits))
 
-class VerifiedDraft(NamedTuple):
-    """Guesses of a row that a step has verified, and how many of them are right."""
+    def _copy(self, sources: Sequence[Continuation], targets: Sequence[Continuation]) -> None:
+        """Give each target row the keys and values of its source, all of the same length."""
+        length = sources[0].computed
+        self.cache.copy([row.slot for row in sources], [row.slot for row in targets], length)
+        for row in targets:
+            row.computed = length
 
-    row: Continuation
-    guesses: int
-    right: int
-
-
-def learn_drafts(times: StepTimes, rows: int, verified: Sequence[VerifiedDraft], seconds: float) -> None:
-    """What a step of so many rows and seconds shows of drafts."""
-    drafted = sum(draft.guesses for draft in verified)
-    lost = times.learn(rows, drafted, seconds)
-    for row, guesses, right in verified:
-        row.learn(guesses, right, lost * guesses / drafted)
-
-
-def pieces_of_draft(row: Continuation, position: int, draft: NDArray[np.int64]) -> list[Piece]:
-    """The guessed tokens, each with what the choice after it needs. position: of the first."""
-    return [Piece(row, row.slot, position + i, draft[i : i + 1], row.needs(draft[: i + 1])) for i in range(len(draft))]
-
-
-def accept_drafts(
-    row: Continuation,
-    draft: Sequence[int] | NDArray[np.int64],
-    logits: Sequence[TokenLogits],
-    stats: GenerationStats,
-    accept: Callable[[TokenLogits], object] | None = None,
-) -> list[StreamChunk]:
-    """The tokens after the one that the row has just chosen, as far as choices equal guesses.
-
-    logits: after each guess. accept: lets the row choose its next token; by default `row.accept`.
-    """
-    accept, before = accept or partial(row.accept, stats=stats), len(row.chunks)
-    stats.drafted_tokens += len(draft)
-    for guess, token_logits in zip(draft, logits, strict=True):
-        if row.finished or row.chunks[-1].token_id != guess:
-            break
-        row.computed += 1
-        stats.accepted_tokens += 1
-        accept(token_logits)
-    return row.chunks[before:]
+    def _start(self, leader: Continuation) -> list[Continuation]:
+        """The rows that have waited for this one's prompt, which is computed, with a copy of it in the cache."""
+        rows = self.waiting.pop(leader.slot, [])
+        if rows:
+            self._copy([leader] * len(rows), rows)
+        self.rows += rows
+        return rows

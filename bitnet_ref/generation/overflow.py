@@ -70,10 +70,11 @@ class ContextWindow:
         context = model.config.context_length
         size = context if params.window is None else params.window
         if size > context:
-            raise GenerationError(f"window: the model's context is {context} tokens, got {size}")
+            raise GenerationError(f"the model's context is {context} tokens, got {size}", field="window")
         sinks = params.sink_tokens if params.overflow == "sinks" else 0
         if params.overflow in ("sliding", "sinks") and size < sinks + 2:
-            raise GenerationError(f"sink_tokens: {sinks} leave no room for others in a window of {size}; lower it")
+            message = f"{sinks} leave no room for others in a window of {size}; lower it"
+            raise GenerationError(message, field="sink_tokens")
         return cls(params.overflow, size, sinks)
 
     @property
@@ -92,6 +93,7 @@ class ContextWindow:
             return ((0, length),)
         if room <= front:
             raise GenerationError(
-                f"max_tokens: {new} of the {self.size} tokens of the context leave no room for a prompt; lower it"
+                f"{new} of the {self.size} tokens of the context leave no room for a prompt; lower it",
+                field="max_tokens",
             )
         return first_and_last(length, front, room - front)

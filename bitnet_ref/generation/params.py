@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
 from ..errors import GenerationError, describe
+from ..system.options import (
+    FLAG,
+    TEXT,
+    TEXT_OR_NONE,
+    ListOf,
+    Number,
+    Rule,
+    Schema,
+    Values,
+    choice,
+    option,
+    read_options,
+    show_options,
+    suggest,
+)
 
 DEFAULT_MAX_TOKENS = 64
 ALIASES = {
@@ -22,8 +36,6 @@ ALIASES = {
     "top_logprobs": "logprobs",  # OpenAI
 }
 POLICIES = ("error", "truncate", "sliding", "sinks")  # of `overflow`; see `overflow.py`
-LARGEST = 2**31 - 1  # of a whole number, unless a parameter says otherwise
-LONGEST_S = 1e9  # 32 years: clocks and locks take no more
 MAX_CHARACTERS = 1 << 16  # of the strings of one parameter, which every token is compared with
 GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
@@ -32,137 +44,211 @@ Processor = Callable[[NDArray[np.int64], NDArray], NDArray]  # (ids so far (T,),
 Strategy = Callable[[NDArray[np.int64], NDArray, np.random.Generator], int]  # (ids so far, logits, ...) -> token id
 
 
+class Biases(Rule):
+    """Token ids with a number for each. Ids may be strings, as JSON writes them."""
+
+    def faults(self, value: Any) -> list[Any]:
+        if not isinstance(value, Mapping):
+            return [value]
+        return [
+            {key: bias} for key, bias in value.items() if not (TOKEN_ID.accepts(_number_of(key)) and BIAS.accepts(bias))
+        ]
+
+    def store(self, value: Any) -> dict[int, float]:
+        return {int(_number_of(key)): float(bias) for key, bias in value.items()}
+
+    def schema(self) -> Schema:
+        return {"type": ["object", "null"], "additionalProperties": {**BIAS.schema(), "type": "number"}}
+
+    def __str__(self) -> str:
+        return "{token id: number from -100 to 100}"
+
+
+class TextsOrFunction(ListOf):
+    """Strings, or a function in their place."""
+
+    def faults(self, value: Any) -> list[Any]:
+        return [] if callable(value) else super().faults(value)
+
+    def store(self, value: Any) -> Any:
+        return value if callable(value) else super().store(value)
+
+
+def _number_of(key: Any) -> Any:
+    """The token id that a string stands for; anything else as it is."""
+    is_digits = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20
+    return int(key) if is_digits else key
+
+
+everywhere = partial(option, in_http=True)  # Python, TOML, the shell and HTTP
+in_python = partial(option, in_shell=False)
+TOKEN_ID = Number(0, whole=True)
+BIAS = Number(-100, 100)
+TEXTS = ListOf(TEXT, "non-empty strings", or_one=True)
+STOP_SCHEMA = {"anyOf": [TEXT.schema(), replace(TEXTS, high=64).schema()]}
+JSON_SCHEMA = Values(
+    lambda value: value is None or isinstance(value, str | Mapping | bool),
+    "a JSON schema",
+    {"type": ["object", "string", "boolean", "null"]},
+)
+DRAFTER = Values(
+    lambda value: value is None or isinstance(value, LoadedModel) or (isinstance(value, str) and value == "lookup"),
+    '"lookup" or a loaded model',
+    {"enum": ["lookup", None]},
+)
+STRATEGY = Values(lambda value: value is None or callable(value), "a function (token_ids, logits, rng) -> token id")
+PROCESSORS = ListOf(Values(callable, "a function"), "functions (token_ids, logits) -> logits")
+TOP = Number(0, 1024, whole=True, optional=True)
+
+
+# Ranges are as wide as the arithmetic allows: within them no rule overflows float64, or float32 for usual logits.
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens and when to stop. "So far" means the prompt and the generated text. Raises GenerationError.
 
     Length and end:
-    max_tokens: maximum number of new tokens; by default 64, or as many as fit into the context.
-    min_tokens: no end token before this many new tokens; stop strings count only after them (vLLM).
-    stop: strings that end the text and are not part of it.
-    stop_token_ids: tokens that end the text, besides the model's own end tokens.
-    ignore_eos: continue after the model's own end tokens.
-    overflow: what to do when prompt and text exceed the context (see `overflow.py`). "error" refuses; "truncate" cuts
-        the oldest tokens of the prompt until max_tokens fit behind it; "sliding" drops the oldest tokens whenever the
-        window is full; "sinks" does too, but keeps the first sink_tokens.
-    window: tokens that the model sees at a time; by default its context. sink_tokens: 4, as in StreamingLLM.
+    max_tokens: Maximum number of new tokens. By default 64 (chat: 512), or as many as fit into the context.
+    min_tokens: No end token before this many new tokens. Stop strings count only after them (vLLM).
+    stop: Strings that end the text and are not part of it.
+    stop_token_ids: Tokens that end the text, besides the model's own end tokens.
+    ignore_eos: Continue after the model's own end tokens.
+    overflow: Beyond the context: refuse, cut the prompt (chat: drop the oldest turns), or drop the oldest tokens.
+        "error" refuses; "truncate" cuts the oldest tokens of the prompt until max_tokens fit behind it; "sliding"
+        drops the oldest tokens whenever the window is full; "sinks" does too, but keeps the first sink_tokens (see
+        `overflow.py`). By default error (chat: truncate).
+    window: Tokens that the model sees at a time. By default its context.
+    sink_tokens: First tokens that overflow="sinks" keeps. 4, as in StreamingLLM.
 
-    Distribution (in the order of transformers: rules on logits, then temperature, then the limits):
-    temperature: 0 takes the most likely token (greedy); otherwise logits are divided by it before sampling.
-    top_k: sample among the k most likely tokens; 0 is no limit.
-    top_p: sample among the fewest most likely tokens whose probabilities reach p, after temperature and top_k.
-    min_p: leave out tokens less likely than min_p times the most likely one, after top_p (vLLM: before top_k).
-    typical_p: locally typical sampling (transformers): the tokens whose surprise is nearest the mean, up to mass p.
-    repetition_penalty: positive logits of tokens so far are divided by it, negative ones multiplied; 1 is none.
-    presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once or for each occurrence;
-        the prompt does not count (OpenAI, vLLM).
-    logit_bias: {token id: what to add to its logit}, -100 to 100.
-    seed: of the random numbers of each prompt; all rows of a batch start from it, so they equal their single runs.
+    Choice of tokens:
+    temperature: 0 takes the most likely token (greedy); otherwise logits are divided by it before sampling. Rules on
+        logits go first, and the limits below after it, as in transformers. By default 0 (chat: as the model
+        recommends).
+    top_k: Sample among the k most likely tokens; 0 is no limit.
+    top_p: Sample among the fewest most likely tokens whose probabilities reach p. After temperature and top_k.
+    min_p: Exclude tokens less likely than p times the most likely one. After top_p (vLLM: before top_k).
+    typical_p: Sample among the tokens whose surprise is nearest the mean, up to mass p. As in transformers (locally
+        typical sampling).
+    repetition_penalty: Positive logits of tokens so far are divided by it, negative ones multiplied; 1 is none.
+    presence_penalty: Subtracted once from the logits of generated tokens. The prompt does not count (OpenAI, vLLM).
+    frequency_penalty: Subtracted from the logits of generated tokens for each occurrence. The prompt does not count.
+    logit_bias: What to add to the logits of tokens, from -100 to 100. {token id: number}.
+    seed: The same seed gives the same text. All rows of a batch start from it, so they equal their single runs. By
+        default random.
 
-    Allowed text:
-    bad_words: strings that the text must not contain; tokens that would complete one are never chosen.
-    filter: strings, or a function of the generated text: generation ends with finish_reason "filtered" before a text
-        that contains one of the strings, or for which the function returns True.
-    guided_json (a JSON schema), guided_regex, guided_choice (strings), guided_grammar (Lark): the text must match.
+    What may be said:
+    bad_words: Strings that the text must not contain. Tokens that would complete one are never chosen.
+    filter: Strings before which the text ends, with finish_reason "filtered". Or a function of the generated text,
+        which ends where it returns True.
+    guided_json: A JSON schema that the text must match.
+    guided_regex: A regular expression that the text must match.
+    guided_choice: Strings of which the text must be one.
+    guided_grammar: A Lark grammar that the text must match.
 
-    Number of texts, and what is reported:
-    n: continuations of each prompt. The first equals that of n = 1; with beams, the n best, at most num_beams.
-    logprobs: also report log probabilities of the k most likely tokens (`top_logprobs`); as vLLM's `logprobs`.
-    prompt_logprobs: also report the log probability of each prompt token, and those of the k most likely ones in its
-        place; as in vLLM. Needs overflow="error".
-    echo: let `text` begin with the prompt, as the tokenizer decodes it.
+    Several texts:
+    n: Continuations of each prompt. The first equals that of n = 1; with beams, the n best, at most num_beams.
+    num_beams: Beams of beam search; 1 is none.
+    length_penalty: A finished beam's score is its log probability divided by its new tokens to this power.
+    early_stopping: When a beam search ends. With num_beams finished, True stops, False stops when no beam is likely to
+        do better, "never" only when none can.
 
-    Search:
-    num_beams: beams of beam search; 1 is none.
-    length_penalty: a finished beam's score is its log probability divided by its new tokens to this power.
-    early_stopping: with num_beams finished, True stops, False stops when no beam is likely to do better,
-        "never" only when none can.
-    strategy: a function (token ids so far, logits (V,), numpy Generator) -> token id that replaces temperature and the
-        limits.
-    processors: functions (token ids so far, logits (V,)) -> logits (V,), after the rules above; -inf forbids a token.
+    Output:
+    logprobs: Also report log probabilities of the k most likely tokens. `top_logprobs`; as vLLM's `logprobs`.
+    prompt_logprobs: Also report the log probability of each prompt token, and those of the k most likely ones in its
+        place. As in vLLM. Needs overflow="error".
+    echo: Begin the text with the prompt, as the tokenizer decodes it.
 
     Speed:
-    speculate: "lookup" guesses tokens that followed the same words earlier, a model with the same vocabulary guesses
-        its own; several are then verified in one pass (see `drafts.py`). The text stays the same, to the bit. Engines
-        take "lookup" only.
+    speculate: Verify guesses together: of earlier text, or of a smaller model. "lookup" guesses tokens that followed
+        the same words earlier, a model with the same vocabulary guesses its own (see `drafts.py`). The text stays the
+        same, to the bit. Engines take "lookup" only. By default off.
+
+    Functions:
+    strategy: A function (token ids so far, logits (V,), numpy Generator) -> token id. It replaces temperature and the
+        limits.
+    processors: Functions (token ids so far, logits (V,)) -> logits (V,). After the rules above; -inf forbids a token.
     """
 
-    max_tokens: int | None = None
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    overflow: str = "error"
-    window: int | None = None
-    sink_tokens: int = 4
-    n: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    echo: bool = False
-    bad_words: tuple[str, ...] = ()
-    filter: tuple[str, ...] | Callable[[str], bool] = ()
-    guided_json: str | Mapping[str, Any] | bool | None = field(default=None, hash=False)
-    guided_regex: str | None = None
-    guided_choice: tuple[str, ...] = ()
-    guided_grammar: str | None = None
-    num_beams: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool | str = False
-    strategy: Strategy | None = None
-    processors: tuple[Processor, ...] = ()
-    speculate: str | LoadedModel | None = None
+    max_tokens: int | None = everywhere(None, Number(1, whole=True, optional=True))
+    min_tokens: int = everywhere(0, Number(0, whole=True))
+    stop: tuple[str, ...] = option((), TEXTS, in_http=STOP_SCHEMA)
+    stop_token_ids: tuple[int, ...] = everywhere((), ListOf(TOKEN_ID, "token ids"), flag="--stop-token-id")
+    ignore_eos: bool = everywhere(False, FLAG)
+    overflow: str = option("error", choice(*POLICIES))
+    window: int | None = option(None, Number(2, whole=True, optional=True))
+    sink_tokens: int = option(4, Number(0, whole=True), in_shell="First tokens that --overflow sinks keeps.")
+
+    temperature: float = option(0.0, Number(1e-100, 1e100, or_zero=True), in_http=Number(0, 2).schema())  # OpenAI's
+    top_k: int = option(0, Number(0, whole=True), in_http=Number(-1, whole=True).schema())  # vLLM's -1 is no limit
+    top_p: float = everywhere(1.0, Number(0, 1, above=True))
+    min_p: float = everywhere(0.0, Number(0, 1))
+    typical_p: float = everywhere(1.0, Number(0, 1, above=True))
+    repetition_penalty: float = everywhere(1.0, Number(1e-6, 1e6))
+    presence_penalty: float = everywhere(0.0, Number(-2, 2))
+    frequency_penalty: float = everywhere(0.0, Number(-2, 2))
+    logit_bias: Mapping[int, float] = everywhere({}, Biases(), metavar="ID=BIAS", is_hashable=False)
+    seed: int | None = option(
+        None, Number(0, 2**64 - 1, whole=True, optional=True), in_http=Number(-(2**63), 2**64 - 1, whole=True).schema()
+    )  # over HTTP, modulo 2^64
+
+    bad_words: tuple[str, ...] = everywhere((), TEXTS, flag="--bad-word")
+    filter: tuple[str, ...] | Callable[[str], bool] = option(
+        (), TextsOrFunction(TEXT, "non-empty strings", or_one=True)
+    )
+    guided_json: str | Mapping[str, Any] | bool | None = everywhere(
+        None, JSON_SCHEMA, metavar="SCHEMA", is_hashable=False
+    )
+    guided_regex: str | None = everywhere(None, TEXT_OR_NONE, metavar="REGEX")
+    guided_choice: tuple[str, ...] = everywhere((), TEXTS)
+    guided_grammar: str | None = everywhere(None, TEXT_OR_NONE, metavar="LARK")
+
+    n: int = everywhere(1, Number(1, 1024, whole=True), flag="-n")
+    num_beams: int = option(1, Number(1, 1024, whole=True))
+    length_penalty: float = everywhere(1.0, Number(-30, 30))
+    early_stopping: bool | str = option(False, choice(True, False, "never"))
+
+    logprobs: int | None = option(
+        None, TOP, metavar="K", in_shell="With --json: ln p of the K most likely tokens at each position."
+    )
+    prompt_logprobs: int | None = in_python(None, TOP)
+    echo: bool = option(False, FLAG)
+
+    speculate: str | LoadedModel | None = everywhere(None, DRAFTER, metavar="lookup|MODEL")
+    strategy: Strategy | None = in_python(None, STRATEGY)
+    processors: tuple[Processor, ...] = in_python((), PROCESSORS)
 
     def __post_init__(self) -> None:
-        for name, number in _NUMBERS.items():
-            object.__setattr__(self, name, number.read(getattr(self, name), name))
-        for name, (accepts, expected) in _CHOICES.items():
-            _check(accepts(getattr(self, name)), name, expected, getattr(self, name))
-        for name, (accepts, expected) in _LISTS.items():
-            if name == "filter" and callable(self.filter):
-                continue
-            value = getattr(self, name)
-            if isinstance(value, str) and expected == _STRINGS:
-                value = (value,)  # one string may stand for a list of one
-            _check(isinstance(value, list | tuple), name, f"a list of {expected}", value)
-            for each in value:
-                _check(accepts(each), name, f"a list of {expected}", each)
-            object.__setattr__(self, name, tuple(value))
-            if expected == _STRINGS:
-                length = sum(map(len, value))
-                _check(length <= MAX_CHARACTERS, name, f"at most {MAX_CHARACTERS} characters, all together", length)
-        tokens = tuple(int(token) for token in self.stop_token_ids)
-        object.__setattr__(self, "stop_token_ids", tokens)
-        object.__setattr__(self, "logit_bias", _parse_biases(self.logit_bias))
+        read_options(self, GenerationError)
+        for name in ("stop", "bad_words", "filter", "guided_choice"):
+            length = sum(map(len, texts)) if isinstance(texts := getattr(self, name), tuple) else 0
+            if length > MAX_CHARACTERS:
+                message = f"expected at most {MAX_CHARACTERS} characters, all together, got {length}"
+                raise GenerationError(message, field=name)
         self._check_combinations()
 
     def _check_combinations(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise GenerationError(f"min_tokens: {self.min_tokens} is more than max_tokens, {self.max_tokens}")
+            message = f"{self.min_tokens} is more than max_tokens, {self.max_tokens}"
+            raise GenerationError(message, field="min_tokens", mentions=["max_tokens"])
         if len(self.guides) > 1:
-            raise GenerationError(f"{' and '.join(self.guides)}: the text can be guided by one of them only")
+            message = f"{' and '.join(self.guides)}: the text can be guided by one of them only"
+            raise GenerationError(message, mentions=list(self.guides))
         if self.prompt_logprobs is not None and self.overflow != "error":
-            raise GenerationError(f"prompt_logprobs: need the whole prompt, which overflow={self.overflow!r} may cut")
+            message = f"need the whole prompt, which overflow={self.overflow!r} may cut"
+            raise GenerationError(message, field="prompt_logprobs", mentions=[f"overflow={self.overflow!r}"])
         if self.num_beams == 1:
             return
         if self.n > self.num_beams:
-            raise GenerationError(f"n: expected at most num_beams, {self.num_beams}, got {self.n}")
+            message = f"expected at most num_beams, {self.num_beams}, got {self.n}"
+            raise GenerationError(message, field="n", mentions=["num_beams"])
         none = {"strategy": (None,), "speculate": (None,), "prompt_logprobs": (None,)}
         allowed = {"temperature": (0,), "stop": ((),), "filter": ((),), **none}
         for name, values in (allowed | {"overflow": ("error", "truncate")}).items():
             if (value := getattr(self, name)) not in values:
                 raise GenerationError(
-                    f"{name}: beam search compares whole token sequences and takes no {name}, got {describe(value)}; "
-                    "leave it out, or set num_beams=1"
+                    f"beam search compares whole token sequences and takes no {name}, got {describe(value)}; "
+                    "leave it out, or set num_beams=1",
+                    field=name,
+                    mentions=[name, "num_beams=1"],
                 )
 
     @property
@@ -229,140 +315,4 @@ class SamplingOptions(TypedDict, total=False):
     speculate: str | LoadedModel | None
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def expand_params(function: F) -> F:
-    """A decorator: help(), signatures and completion show the fields of SamplingParams in place of `**params`."""
-    types = get_type_hints(SamplingOptions)
-    signature = inspect.signature(function, eval_str=True)
-    options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
-        for name, default in vars(SamplingParams()).items()
-    ]
-    named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    _, _, explanation = (inspect.getdoc(SamplingParams) or "").partition("\n\n")
-    function.__dict__["__signature__"] = signature.replace(parameters=[*named, *options])
-    function.__doc__ = f"{inspect.getdoc(function)}\n\n{explanation}"
-    return function
-
-
-def suggest(name: str, known: Iterable[str], aliases: Iterable[str] = ()) -> str:
-    """The hint for an unknown name: the nearest known one, or all of them."""
-    near = difflib.get_close_matches(name, [*known, *aliases], n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
-
-
-class Number(NamedTuple):
-    """The numbers that a parameter may be. `above`: `low` itself is excluded. `or_zero`: so may 0, below `low`."""
-
-    low: float
-    high: float = LARGEST
-    whole: bool = False
-    above: bool = False
-    optional: bool = False
-    or_zero: bool = False
-
-    def read(self, value: Any, name: str) -> Any:
-        """The value as an int or a float of Python: from one of its own or of NumPy's. Raises GenerationError.
-
-        Anything else is refused: bool, Decimal and Fraction, NaN, and None unless `optional`.
-        """
-        if value is None and self.optional:
-            return None
-        number = _python_number(value)
-        if number is None or not self._contains(number):
-            raise GenerationError(f"{name}: expected {self}, got {describe(value)}")
-        return number if self.whole else float(number)
-
-    def accepts(self, value: Any) -> bool:
-        number = _python_number(value)
-        return number is not None and self._contains(number)
-
-    def _contains(self, number: int | float) -> bool:
-        if self.whole and not isinstance(number, int):
-            return False
-        if self.or_zero and number == 0:
-            return True
-        return (self.low < number if self.above else self.low <= number) and number <= self.high
-
-    def __str__(self) -> str:
-        kind = ("0 or " if self.or_zero else "") + ("a whole number" if self.whole else "a number")
-        low, high = (f"{limit:g}" if isinstance(limit, float) else limit for limit in (self.low, self.high))
-        return f"{kind} above {low}, at most {high}" if self.above else f"{kind} from {low} to {high}"
-
-
-def _python_number(value: Any) -> int | float | None:
-    """The value of an int, a float or a scalar of NumPy; None for everything else."""
-    if isinstance(value, bool | np.timedelta64):  # both count as integers
-        return None
-    if isinstance(value, int):
-        return int.__index__(value)
-    if isinstance(value, np.integer):
-        return int(value)
-    if isinstance(value, float | np.floating):
-        with np.errstate(over="ignore"):  # of a longdouble
-            return float(value)
-    return None
-
-
-# Ranges are as wide as the arithmetic allows: within them no rule overflows float64, or float32 for usual logits.
-_NUMBERS = {
-    "max_tokens": Number(1, whole=True, optional=True),
-    "min_tokens": Number(0, whole=True),
-    "window": Number(2, whole=True, optional=True),
-    "sink_tokens": Number(0, whole=True),
-    "top_k": Number(0, whole=True),
-    "seed": Number(0, 2**64 - 1, whole=True, optional=True),
-    "n": Number(1, 1024, whole=True),
-    "logprobs": Number(0, 1024, whole=True, optional=True),
-    "prompt_logprobs": Number(0, 1024, whole=True, optional=True),
-    "num_beams": Number(1, 1024, whole=True),
-    "temperature": Number(1e-100, 1e100, or_zero=True),
-    "top_p": Number(0, 1, above=True),
-    "min_p": Number(0, 1),
-    "typical_p": Number(0, 1, above=True),
-    "repetition_penalty": Number(1e-6, 1e6),
-    "presence_penalty": Number(-2, 2),
-    "frequency_penalty": Number(-2, 2),
-    "length_penalty": Number(-30, 30),
-}
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-_STRINGS, _DRAFTERS = "non-empty strings", '"lookup" or a loaded model'
-_LISTS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("stop", "bad_words", "guided_choice", "filter"), (_is_text, _STRINGS)),
-    "stop_token_ids": (Number(0, whole=True).accepts, "token ids"),
-    "processors": (callable, "functions (token_ids, logits) -> logits"),
-}
-_CHOICES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("ignore_eos", "echo"), (lambda v: isinstance(v, bool), "True or False")),
-    **dict.fromkeys(("guided_regex", "guided_grammar"), (lambda v: v is None or _is_text(v), "a non-empty text")),
-    "guided_json": (lambda v: v is None or isinstance(v, str | Mapping | bool), "a JSON schema"),
-    "early_stopping": (lambda v: isinstance(v, bool) or (_is_text(v) and v == "never"), 'True, False or "never"'),
-    "overflow": (lambda v: _is_text(v) and v in POLICIES, f"one of {', '.join(POLICIES)}"),
-    "speculate": (lambda v: v is None or isinstance(v, LoadedModel) or (_is_text(v) and v == "lookup"), _DRAFTERS),
-    "strategy": (lambda v: v is None or callable(v), "a function (token_ids, logits, rng) -> token id"),
-}
-
-
-def _parse_biases(given: Any) -> dict[int, float]:
-    """Keys may be strings, as JSON writes them."""
-    expected, token_id, bias = "{token id: number from -100 to 100}", Number(0, whole=True), Number(-100, 100)
-    _check(isinstance(given, Mapping), "logit_bias", expected, given)
-    biases = {}
-    for key, value in given.items():
-        is_digits = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20
-        token = int(key) if is_digits else key
-        _check(token_id.accepts(token) and bias.accepts(value), "logit_bias", expected, {key: value})
-        biases[int(token)] = float(value)
-    return biases
-
-
-def _check(good: bool, name: str, expected: str, got: Any) -> None:
-    if not good:
-        raise GenerationError(f"{name}: expected {expected}, got {describe(got)}")
+expand_params = show_options(SamplingParams, types=SamplingOptions)  # decorates what takes **params

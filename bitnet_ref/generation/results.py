@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, TypeVar
 
-from ..reference.cache import KVCache
+from ..backends.paged_cache import EngineKVCache
 from .overflow import Spans
 
 SHOWN_CHARACTERS = 60  # of a text in a repr
@@ -104,7 +104,7 @@ class GenerationStats:
     cache_bytes_per_token: int = 0
     head_rows: int = 0  # logits computed to choose all tokens
 
-    def describe(self, cache: KVCache) -> None:
+    def describe(self, cache: EngineKVCache) -> None:
         """Note the cache's dtype and bytes per token."""
         self.cache_dtype, self.cache_bytes_per_token = cache.dtype.name, cache.bytes_per_token
 

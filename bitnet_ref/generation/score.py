@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,9 @@ from ..backends.run import TokenLogits, all_finite
 from ..errors import GenerationError, NumericsError
 from ..reference.cache import KVCache, TokenBatch, TokenIds
 from .sampling import TOKENS_AT_A_TIME, log_probability
-from .sequence import Input, split_into_steps
 
 MAX_CONTINUATIONS = 32  # of one prompt that are computed together
+Input = tuple[int, int, NDArray[np.int64]]  # slot, position of the first token, token ids
 Group = tuple[NDArray[np.int64], list[NDArray[np.int64]]]  # a prompt, and continuations of it
 
 
@@ -110,11 +110,35 @@ def _score_batch(model: LoadedModel, batch: Sequence[tuple[int, Group]], scores:
 
 def _run(model: LoadedModel, cache: KVCache, inputs: Sequence[Input], every: bool) -> Iterator[TokenLogits]:
     """The final states of every token of the inputs, or of the last token of each, in order."""
-    for parts, complete in split_into_steps(inputs, model.backend.prompt_tokens(model.config)):
-        ends = np.cumsum([len(ids) for _, _, ids in parts])
-        wanted = np.arange(ends[-1]) if every else ends[np.array([part for part, _ in complete], dtype=np.int64)] - 1
-        batch = replace(TokenBatch.of(parts), wanted=wanted)
-        yield from model.run(batch, cache, [None] * len(wanted)).tokens
+    for parts, complete in _split_into_steps(inputs, model.backend.prompt_tokens(model.config)):
+        batch = TokenBatch.of(parts, logits_of_last=None if every else [part for part, _ in complete])
+        wanted = len(batch) if batch.wanted is None else len(batch.wanted)
+        yield from model.run(batch, cache, [None] * wanted).tokens
+
+
+def _split_into_steps(
+    inputs: Sequence[Input], tokens: int
+) -> Iterator[tuple[list[tuple[int, int, TokenIds]], list[tuple[int, int]]]]:
+    """Split inputs into steps of at most `tokens`, which bounds the memory of a long prompt.
+
+    Each step is (parts for TokenBatch.of, (index of the part, index of the input) of those that end an input).
+    """
+    parts: list[tuple[int, int, TokenIds]] = []
+    complete: list[tuple[int, int]] = []
+    room = tokens
+    for number, (slot, start, ids) in enumerate(inputs):
+        done = 0
+        while done < len(ids):
+            piece = ids[done : done + room]
+            if done + len(piece) == len(ids):
+                complete.append((len(parts), number))
+            parts.append((slot, start + done, piece))
+            done, room = done + len(piece), room - len(piece)
+            if room == 0:
+                yield parts, complete
+                parts, complete, room = [], [], tokens
+    if parts:
+        yield parts, complete
 
 
 def _log_probabilities(

@@ -7,7 +7,6 @@ see log probabilities instead of logits, as there.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -15,11 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.loaded import LoadedModel
-from ..reference.cache import TokenBatch, TokenIds
-from .results import Generation, GenerationStats, Overflow
+from ..backends.run import TokenLogits
+from .results import Generation, Overflow
 from .sampling import Entry, likeliest, likeliest_logprobs, log_probabilities
-from .sequence import Request, split_into_steps
+from .sequence import Continuation
 
 
 @dataclass(frozen=True)
@@ -40,27 +38,48 @@ class BeamCandidate(NamedTuple):
     final_score: float | None  # if it ended
 
 
-Watcher = Callable[[int, list[BeamCandidate]], None]  # (number of the prompt, the candidates of its step, best first)
+Watcher = Callable[[list[BeamCandidate]], None]  # called with the candidates of each step, best first
 
 
 class BeamSearch:
-    """The beams of one prompt."""
+    """The beams of one prompt, each computed by a row. `running` is empty when the search is done."""
 
-    def __init__(self, request: Request) -> None:
-        self.request, self.params = request, request.params
-        self.rules, self.constraint = request.rules()
+    def __init__(self, rows: Sequence[Continuation], watch: Watcher | None = None) -> None:
+        """rows: `num_beams` of a request, with choices 0, 1, ..."""
+        self.rows, self.watch, self.request = rows, watch, rows[0].request
+        self.params, self.rules, self.constraint = self.request.params, rows[0].rules, rows[0].constraint
         self.running = [Beam()]
         self.ended: list[Beam] = []  # best first; `score` is the final one
-        self.done = False
+        self.results: list[Generation] = []  # at the end: the `n` best, best first; fewer where a grammar allows fewer
+        self._own: dict[int, NDArray] = {}  # ln p (V,) after each running beam, as far as they are computed
+        for row in rows:
+            row.search = self
+
+    def accept(self, row: Continuation, logits: TokenLogits) -> list[int] | None:
+        """Take the logits after a running beam. When those of all of them are here, extend the beams by one token.
+
+        -> for each beam that is running then, in order, the index of the row that it continues: its own row has its
+        text already, and needs that row's keys and values. None: other beams have to be computed first
+        """
+        row.stats.head_rows += logits.computed
+        self._own[row.choice] = log_probabilities(logits.all())
+        if len(self._own) < len(self.running):
+            return None
+        candidates = self._advance(np.stack([self._own[index] for index in range(len(self.running))]))
+        self._own.clear()
+        if self.watch is not None:
+            self.watch(candidates)
+        for each, beam in zip(self.rows, self.running, strict=False):
+            each.set_ids(self.ids(beam))
+        return [beam.parent for beam in self.running]
 
     def ids(self, beam: Beam) -> NDArray[np.int64]:
         return np.concatenate([self.request.prompt, np.array(beam.tokens, dtype=np.int64)])
 
-    def advance(self, logits: NDArray) -> list[BeamCandidate]:
-        """Extend the beams by one token.   logits (running beams, V), the model's own  ->  candidates, best first"""
+    def _advance(self, own: NDArray) -> list[BeamCandidate]:
+        """Extend the beams by one token.   own (running beams, V), ln p by the model  ->  candidates, best first"""
         width, length = self.params.num_beams, len(self.running[0].tokens) + 1
-        own = np.stack([log_probabilities(row) for row in logits])
-        scores = np.stack([self.rules.apply(self.ids(beam), row) for beam, row in zip(self.running, own, strict=True)])
+        scores = np.stack([self.rules.apply(row.ids, each) for row, each in zip(self.rows, own, strict=False)])
         scores += np.array([beam.score for beam in self.running])[:, None]
         # Enough that `width` of them continue even if the most likely tokens of each beam are its end tokens.
         count = max(2, 1 + len(self.request.end_tokens)) * width
@@ -80,9 +99,18 @@ class BeamSearch:
         if not (self.params.early_stopping is True and len(self.ended) == width):
             self.ended = sorted([*self.ended, *ended.values()], key=lambda beam: -beam.score)[:width]
         self.running = [best[index] for index in running]
-        self.done = self._is_done(length)
+        if self._is_done(length):
+            self.running = []
+            self._finish()
         fates = ["ended" if i in ended else "running" if i in running else "cut" for i in range(len(best))]
         return [BeamCandidate(beam, fates[i], ended[i].score if i in ended else None) for i, beam in enumerate(best)]
+
+    def _finish(self) -> None:
+        """Make the results, and add their tokens to the statistics of the call."""
+        self.results = [self._result(beam) for beam in self.ended[: self.params.n]]
+        tokens, stats = sum(len(out.token_ids) for out in self.results), self.rows[0].stats
+        stats.generated_tokens += tokens
+        stats.decode_tokens += tokens - len(self.results)
 
     def _extend(self, index: int, score: float, own: NDArray) -> Beam:
         """The continuation at a flat index of `own` (running beams, V)."""
@@ -113,7 +141,7 @@ class BeamSearch:
         reachable = self._final_score(self.running[0], self.request.max_tokens if longest else length)
         return reachable <= self.ended[-1].score
 
-    def result(self, beam: Beam, stats: GenerationStats) -> Generation:
+    def _result(self, beam: Beam) -> Generation:
         request = self.request
         text = request.text_stream()
         whole = request.echo(text) + "".join([text.push(token) for token in beam.tokens]) + text.flush()
@@ -126,62 +154,9 @@ class BeamSearch:
             finish_reason="filtered" if text.filtered else "stop" if by_token or matched else "length",
             logprobs=[chosen for chosen, _ in beam.entries],
             prompt_token_ids=request.given.tolist(),
-            stats=stats,
+            stats=self.rows[0].stats,
             stop_reason=text.banned.found if text.filtered else last if by_token else None,
             top_logprobs=None if self.params.logprobs is None else [likely for _, likely in beam.entries],
             score=beam.score,
             overflows=[Overflow(0, request.kept)] if len(request.prompt) < len(request.given) else [],
         )
-
-
-def beam_search(
-    model: LoadedModel, requests: list[Request], stats: GenerationStats, watch: Watcher | None = None
-) -> list[list[Generation]]:
-    """The `n` best continuations of each prompt. All beams of all prompts go through the model together.
-
-    watch: called with each step of each prompt.
-    """
-    width = requests[0].params.num_beams
-    searches = [BeamSearch(request) for request in requests]
-    cache = model.new_cache(width * len(requests), capacity=max(request.capacity for request in requests))
-    stats.describe(cache)
-    stats.prompt_tokens = sum(len(request.prompt) for request in requests)
-    stats.dropped_tokens = sum(len(request.given) for request in requests) - stats.prompt_tokens
-
-    def compute(parts: Sequence[tuple[int, int, TokenIds]], wanted: Sequence[int]) -> NDArray:
-        logits = model.run(TokenBatch.of(parts, logits_of_last=wanted), cache).all()
-        stats.head_rows += logits.size
-        return logits
-
-    def advance(number: int, logits: NDArray) -> None:
-        step = searches[number].advance(logits)
-        if watch is not None:
-            watch(number, step)
-
-    started = time.perf_counter()
-    prompts = [(number * width, 0, request.prompt) for number, request in enumerate(requests)]
-    for parts, complete in split_into_steps(prompts, model.backend.prompt_tokens(model.config)):
-        logits = compute(parts, [part for part, _ in complete])
-        for index, (_, number) in enumerate(complete):
-            advance(number, logits[index : index + 1])
-    stats.prefill_s = time.perf_counter() - started
-    started = time.perf_counter()
-    while active := [number for number, search in enumerate(searches) if not search.done]:
-        parts = []
-        for number in active:
-            beams, first = searches[number].running, number * width
-            position = len(requests[number].prompt) + len(beams[0].tokens) - 1
-            slots = range(first, first + len(beams))
-            cache.copy([first + beam.parent for beam in beams], slots, position)
-            parts += [(slot, position, [beam.tokens[-1]]) for slot, beam in zip(slots, beams, strict=True)]
-        logits, done = compute(parts, range(len(parts))), 0
-        for number in active:
-            beams = searches[number].running
-            advance(number, logits[done : done + len(beams)])
-            done += len(beams)
-    stats.decode_s = time.perf_counter() - started
-    # The `n` best, best first; fewer where a grammar allows fewer.
-    results = [[search.result(beam, stats) for beam in search.ended[: search.params.n]] for search in searches]
-    stats.generated_tokens = sum(len(out.token_ids) for group in results for out in group)
-    stats.decode_tokens = stats.generated_tokens - sum(map(len, results))
-    return results

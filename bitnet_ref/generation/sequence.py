@@ -6,9 +6,8 @@ tokens depend on its own logits only, not on the rest of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from ..backends.backend import Ids
 from ..backends.loaded import LoadedModel
 from ..backends.run import TokenLogits
 from ..errors import ContextOverflow, GenerationError, TokenizerError, describe
-from ..reference.cache import KVCache, TokenBatch, TokenIds
+from ..reference.cache import TokenIds
 from ..tokenizers.base import Tokenizer
 from .constraints import Constraint
 from .drafts import Drafts, LookupDrafts, ModelDrafts, StepTimes
@@ -30,7 +29,6 @@ from .streaming import TextStream
 
 INITIAL_CAPACITY = 4096  # new tokens that a continuation's array holds before it grows
 NEEDS_TOKENIZER = ("stop", "bad_words", "filter", "guides", "echo")
-Input = tuple[int, int, NDArray[np.int64]]  # slot, position of the first token, token ids
 
 
 class Request:
@@ -55,8 +53,9 @@ class Request:
         vocab_size = model.config.vocab_size
         for token in params.logit_bias:
             if token >= vocab_size:
-                raise GenerationError(f"logit_bias: token id {token} is not in the vocabulary of {vocab_size}")
-        self.candidates_needed = None if params.strategy is not None else candidates_needed(params, vocab_size)
+                raise GenerationError(f"token id {token} is not in the vocabulary of {vocab_size}", field="logit_bias")
+        needs_all = params.strategy is not None or params.num_beams > 1
+        self.candidates_needed = None if needs_all else candidates_needed(params, vocab_size)
         words = params.bad_words
         self._banned = BannedWords(words, model.vocabulary.sorted, len(self.prompt)) if words else None
         guide = next(iter(params.guides.items()), None)
@@ -72,7 +71,8 @@ class Request:
             raise ContextOverflow(
                 f"{name} has {len(self.given)} tokens and max_tokens is {wanted}, but the "
                 f"{'model' if self.params.window is None else 'window'}'s context is {context}; lower max_tokens to "
-                f"{max(room, 0)}, shorten the prompt, or see overflow='truncate'"
+                f"{max(room, 0)}, shorten the prompt, or see overflow='truncate'",
+                mentions=["max_tokens", "max_tokens", "overflow='truncate'"],
             )
         return wanted
 
@@ -121,11 +121,13 @@ class Continuation:
 
     The context is what the model sees: all of `ids` until tokens are dropped because the window is full. Then `accept`
     sets `computed` to 0, and the context has to be computed again, as a prompt, before the next token can be chosen.
-    The caller passes `next_input` through the model, whole or in pieces, and updates `computed`.
+    A `Stepper` passes these tokens through the model, whole or in pieces, and updates `computed`.
     """
 
-    def __init__(self, request: Request, slot: int, choice: int = 0) -> None:
+    def __init__(self, request: Request, slot: int, choice: int = 0, stats: GenerationStats | None = None) -> None:
+        """stats: of the call, which its rows share; None: of its own."""
         self.request, self.slot, self.choice, self.cached, self.computed = request, slot, choice, 0, 0
+        self.stats = GenerationStats(request.model.backend.name) if stats is None else stats
         self.rules, self.constraint = request.rules()
         self.text = request.text_stream()
         self.echo = request.echo(self.text)
@@ -143,6 +145,7 @@ class Continuation:
         self.scored = 0  # tokens of the prompt whose next token has its log probability
         seed = request.params.seed
         self.rng = np.random.default_rng(seed if choice == 0 or seed is None else [seed, choice])
+        self.search: Any = None  # the `BeamSearch` of which it is a beam
         self.chunks: list[StreamChunk] = []
         self.length = len(request.prompt)  # of `ids`
         self._ids = np.empty(self.length + min(request.max_tokens, INITIAL_CAPACITY), dtype=np.int64)
@@ -176,7 +179,19 @@ class Continuation:
         return self.length - self._missing - self.computed
 
     @property
+    def new_tokens(self) -> int:
+        """How many tokens follow the prompt."""
+        return self.length - len(self.request.prompt)
+
+    def set_ids(self, ids: NDArray[np.int64]) -> None:
+        """Make this another beam's text. ids: the prompt and the new tokens."""
+        self._ids, self.length = ids, len(ids)
+
+    @property
     def finished(self) -> bool:
+        """Whether it takes part in no further step; a beam may do so again until its search is done."""
+        if self.search is not None:
+            return self.choice >= len(self.search.running)
         return bool(self.chunks) and self.chunks[-1].finish_reason is not None
 
     @property
@@ -193,11 +208,6 @@ class Continuation:
     def decodes_greedily(self) -> bool:
         """Whether its next tokens are the largest logits of passes over the one before."""
         return self._is_greedy and bool(self.chunks) and self.behind == 1
-
-    @property
-    def next_input(self) -> Input:
-        """The tokens of the context that are not in the cache: the newest one, or those of a whole prompt."""
-        return self.slot, self.computed, self.context[self.computed :]
 
     @property
     def may_guess(self) -> bool:
@@ -233,7 +243,7 @@ class Continuation:
         if ids.dtype.kind not in "iu" or (
             ids.size and not 0 <= ids[0] <= ids[-1] < self.request.model.config.vocab_size
         ):
-            raise GenerationError(f"processors: expected token ids of `moves`, got {describe(ids.tolist())}")
+            raise GenerationError(f"expected token ids of `moves`, got {describe(ids.tolist())}", field="processors")
         return k + len(ids), ids
 
     def to_score(self, start: int, count: int) -> int:
@@ -255,11 +265,11 @@ class Continuation:
             return None
         return [None, *(self._prompt_logprobs[index][1] for index in range(self.scored))]
 
-    def accept(self, logits: TokenLogits, stats: GenerationStats) -> StreamChunk:
+    def accept(self, logits: TokenLogits) -> StreamChunk:
         """Choose the next token from its logits and decide whether it is the last."""
-        token, whole = self._choose(logits, stats)
-        stats.generated_tokens += 1
-        stats.screened_tokens += whole is None and logits.computed < logits.vocab_size
+        token, whole = self._choose(logits)
+        self.stats.generated_tokens += 1
+        self.stats.screened_tokens += whole is None and logits.computed < logits.vocab_size
         text = self.text.push(token)
         asked = self.request.params.logprobs is not None
         logprob, top = self.logprobs.add(token, logits, whole if asked else None, asked)
@@ -283,34 +293,36 @@ class Continuation:
         )
         self.chunks.append(chunk)
         self.length += 1
-        self._drop_oldest(stats)
+        self._drop_oldest()
         return chunk
 
-    def _drop_oldest(self, stats: GenerationStats) -> None:
+    def _drop_oldest(self) -> None:
         window, before = self.request.window, self.context_tokens
         if before <= window.size or not window.moves or self.finished:
             return
         self._spans = window.keep(self.length)
         self._missing = self.length - _count(self._spans)
         self._dropped_some, self.computed = True, 0
-        stats.dropped_tokens += before - self.context_tokens
-        stats.recomputed_tokens += self.context_tokens - 1
+        self.stats.dropped_tokens += before - self.context_tokens
+        self.stats.recomputed_tokens += self.context_tokens - 1
 
-    def _choose(self, logits: TokenLogits, stats: GenerationStats) -> tuple[int, NDArray | None]:
+    def _choose(self, logits: TokenLogits) -> tuple[int, NDArray | None]:
         """-> the token, and all of the model's own logits if they were computed"""
         params, whole = self.request.params, logits.values if logits.complete else None
-        stats.head_rows += logits.computed
+        self.stats.head_rows += logits.computed
         values = self.rules.apply_among(self.ids, logits) if self.rules.processors else logits.values
         if params.strategy is not None:
             token = params.strategy(self.ids, values, self.rng)
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < len(values):
-                raise GenerationError(f"strategy: expected a token id below {len(values)}, got {describe(token)}")
+                raise GenerationError(
+                    f"expected a token id below {len(values)}, got {describe(token)}", field="strategy"
+                )
             return int(token), whole
         uniform = self.rng.random() if params.temperature > 0 else 0.0
         chosen = choose_among(logits, params, uniform, values, self.request.model.backend.draw)
         if chosen is None:  # the bounds do not determine it
             whole = logits.all()
-            stats.head_rows += len(whole)
+            self.stats.head_rows += len(whole)
             chosen = choose(self.rules.apply(self.ids, whole), params, uniform)
         return chosen, whole
 
@@ -326,7 +338,7 @@ class Continuation:
             return "stop", None
         return ("length", None) if len(self.chunks) + 1 == self.request.max_tokens else (None, None)
 
-    def result(self, stats: GenerationStats) -> Generation:
+    def result(self) -> Generation:
         last, tops = self.chunks[-1], lambda: [chunk.top_logprobs for chunk in self.chunks]
         assert last.finish_reason is not None
         return Generation(
@@ -335,7 +347,7 @@ class Continuation:
             finish_reason=last.finish_reason,
             logprobs=cast("list[float]", lambda: [chunk.logprob for chunk in self.chunks]),  # computed when read
             prompt_token_ids=self.request.given.tolist(),
-            stats=stats,
+            stats=self.stats,
             stop_reason=last.stop_reason,
             top_logprobs=None if self.request.params.logprobs is None else cast("list[dict[int, float]]", tops),
             prompt_logprobs=cast("list[dict[int, float] | None]", lambda: self.prompt_logprobs),
@@ -345,72 +357,6 @@ class Continuation:
 
 def _count(spans: Spans) -> int:
     return sum(stop - start for start, stop in spans)
-
-
-class Piece(NamedTuple):
-    """Some next tokens of a row. need: of `Continuation.needs`, if they end its context, else None."""
-
-    row: Continuation
-    slot: int
-    start: int
-    ids: TokenIds
-    need: tuple[int | None, Ids] | None
-
-
-def run_pieces(model: LoadedModel, cache: KVCache, pieces: Sequence[Piece]) -> list[TokenLogits]:
-    """One pass over the pieces, which also scores prompts.   -> the logits at the end of those that have a `need`"""
-    parts: list[tuple[int, int, TokenIds]] = []
-    wanted: list[tuple[int, Continuation | None, tuple[int | None, Ids] | None]] = []  # part, its row to score, need
-    for row, slot, start, ids, need in pieces:
-        if not (scored := row.to_score(start, len(ids))):
-            if need is not None:
-                wanted.append((len(parts), None, need))
-            parts.append((slot, start, ids))
-            continue
-        first = max(start, row.scored) - start
-        cuts = [0, *range(first + 1, first + scored + 1), len(ids)]  # a part ends at each
-        for number, (begin, end) in enumerate(pairwise(cuts)):
-            if begin == end:
-                continue
-            if number < scored:
-                wanted.append((len(parts), row, None))
-            elif need is not None:
-                wanted.append((len(parts), None, need))
-            parts.append((slot, start + begin, ids[begin:end]))
-    batch = TokenBatch.of(parts, logits_of_last=[part for part, _, _ in wanted])
-    logits = model.run(batch, cache, [need for _, _, need in wanted]).tokens
-    ends = []
-    for (_, row_to_score, _), token_logits in zip(wanted, logits, strict=True):
-        if row_to_score is None:
-            ends.append(token_logits)
-        else:
-            row_to_score.score(token_logits)
-    return ends
-
-
-def split_into_steps(
-    inputs: Sequence[Input], tokens: int
-) -> Iterator[tuple[list[tuple[int, int, TokenIds]], list[tuple[int, int]]]]:
-    """Split inputs into steps of at most `tokens`, which bounds the memory of a long prompt.
-
-    Each step is (parts for TokenBatch.of, (index of the part, index of the input) of those that end an input).
-    """
-    parts: list[tuple[int, int, TokenIds]] = []
-    complete: list[tuple[int, int]] = []
-    room = tokens
-    for number, (slot, start, ids) in enumerate(inputs):
-        done = 0
-        while done < len(ids):
-            piece = ids[done : done + room]
-            if done + len(piece) == len(ids):
-                complete.append((len(parts), number))
-            parts.append((slot, start + done, piece))
-            done, room = done + len(piece), room - len(piece)
-            if room == 0:
-                yield parts, complete
-                parts, complete, room = [], [], tokens
-    if parts:
-        yield parts, complete
 
 
 def end_tokens(model: LoadedModel) -> frozenset[int]:

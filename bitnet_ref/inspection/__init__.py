@@ -9,7 +9,7 @@ that loads but is probably not what was meant; a *note* is worth knowing.
 
 import os
 
-from ..formats.checkpoint import Progress, ReadOptions
+from ..formats.checkpoint import LoadOptions, Progress
 from ..formats.open import choose_format, find_model
 from .facts import Finding, Inspection, SizeOfKind, StoredTensor, TernaryMatrix, TokenizerFacts, shape_in_words
 from .gguf import GgufInspector
@@ -40,7 +40,7 @@ _INSPECTORS: dict[str, type[Inspector]] = {
 
 
 def inspect_model(
-    path: str | os.PathLike[str], progress: Progress | None = None, options: ReadOptions | None = None
+    path: str | os.PathLike[str], progress: Progress | None = None, options: LoadOptions | None = None
 ) -> Inspection:
     """Inspect a model in any format that `load` reads: a folder, a file, or a shipped model by its name.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import BackendError, BitNetRefError, printable
 from ..families import config_to_dict
+from ..formats.checkpoint import scale_convention
 from ..reference.config import ModelConfig
 from ..reference.layers import ACTIVATIONS
 
@@ -196,7 +197,7 @@ class Inspection:
         storage = _STORAGE.get(self.kind or "", "packed to 2 bits")
         if self.kind == "native" and any(tensor.name.endswith(".trits") for tensor in self.tensors):
             storage = "five weights per byte, in base 3"
-        if quantization.scale_convention == "absmean" and self.kind not in ("native", "onnx"):
+        if scale_convention(self.config.quantization) == "absmean" and self.kind not in ("native", "onnx"):
             storage = "full-precision master weights, made ternary at load"
         elif self.kind in (None, "hf-packed", "hf-bf16") and {"ternary planes"}.isdisjoint(kinds) and kinds:
             storage = "ternary, stored as floats"
@@ -209,9 +210,9 @@ class Inspection:
     @property
     def scale_convention(self) -> str:
         """In words: whether weights are multiplied or divided by the checkpoint's scales."""
-        if self.config is None or self.config.quantization is None:
+        convention = None if self.config is None else scale_convention(self.config.quantization)
+        if convention is None:
             return "one for each group: its only magnitude" if self.is_grouped else "no scales"
-        convention = self.config.quantization.scale_convention
         if self.kind in _SCALES and (self.kind in ("native", "onnx") or convention != "absmean"):
             return _SCALES[self.kind]
         return _SCALE_CONVENTIONS[convention]

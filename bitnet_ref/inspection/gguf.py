@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BitNetRefError, ConfigError, FormatError
-from ..formats.checkpoint import Checkpoint, ReadOptions
+from ..formats.checkpoint import Checkpoint, LoadOptions
 from ..formats.gguf.blocks import BY_PACKAGE, DEQUANTIZABLE, TERNARY_TYPES, dequantize
 from ..formats.gguf.config import architectures, read_gguf_config
 from ..formats.gguf.evidence import block_linears, check_dialect
@@ -64,7 +64,7 @@ class GgufInspector(Inspector):
         except BitNetRefError as error:
             self.out.report_error("config" if isinstance(error, ConfigError) else "weights", error)
         try:  # without the evidence for the I2_S layout, which may be what cannot be read
-            checkpoint = GgufCheckpoint(self.path, ReadOptions(i2_s_layout="x86", tl_tiles=self.options.tl_tiles))
+            checkpoint = GgufCheckpoint(self.path, LoadOptions(i2_s_layout="x86", tl_tiles=self.options.tl_tiles))
         except BitNetRefError:
             self.read_without_model(self.file)
             return None
@@ -128,7 +128,7 @@ class GgufInspector(Inspector):
         if any("x86 assumed" in words for words in self.out.evidence):
             message = (
                 "the layout of the I2_S matrices is assumed: nothing in the file tells it, and in a wrong layout the "
-                "model still loads; --i2s-layout (ReadOptions.i2_s_layout) sets another"
+                "model still loads; --i2s-layout (LoadOptions.i2_s_layout) sets another"
             )
             self.out.report("warning", "weights", message)
         if self.out.kind in ("gguf-tq1_0", "gguf-tq2_0"):

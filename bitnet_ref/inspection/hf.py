@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import ConfigError, FormatError
 from ..families import config_to_dict
-from ..formats.checkpoint import Checkpoint, Progress, ReadOptions, linear_shape
+from ..formats.checkpoint import Checkpoint, LoadOptions, Progress, linear_shape, scale_convention
 from ..formats.hf.config import parse_hf_config, read_config_json
 from ..formats.hf.config_keys import Doubt
 from ..formats.hf.folder import CheckpointTensors, HfCheckpoint, refuse_adapter
@@ -36,7 +36,7 @@ class HfInspector(Inspector):
     config_source = "config.json"
     layers = "model.layers"
 
-    def __init__(self, path: Path, options: ReadOptions | None = None, progress: Progress | None = None) -> None:
+    def __init__(self, path: Path, options: LoadOptions | None = None, progress: Progress | None = None) -> None:
         super().__init__(path, options, progress)
         self.folder = path if path.is_dir() else path.parent
         self.config: ModelConfig | None = None
@@ -164,7 +164,7 @@ class HfInspector(Inspector):
     def check_masters(self, tensors: CheckpointTensors, dense: bool) -> None:
         """Report float matrices that hold only -s, 0, +s: saved after quantisation. One block of rows shows it."""
         names = [name for name in tensors.names if linear_of_hf(name) is not None and tensors.info(name).dtype != "U8"]
-        convention = getattr(self.out.config and self.out.config.quantization, "scale_convention", None)
+        convention = None if self.out.config is None else scale_convention(self.out.config.quantization)
         if not names or convention in ("multiply", "divide"):
             return
         first = next(blocks_of(tensors, names[0])).astype(np.float32)

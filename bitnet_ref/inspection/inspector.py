@@ -22,10 +22,11 @@ from ..errors import BitNetRefError, FormatError
 from ..families import FAMILIES, family_table
 from ..formats.checkpoint import (
     Checkpoint,
+    LoadOptions,
     Progress,
-    ReadOptions,
     arrays_of_layer,
-    in_groups,
+    choose_kind,
+    fold,
     is_ternary,
     norms_of_layer,
 )
@@ -74,9 +75,9 @@ class Inspector(ABC):
     config_source = "the configuration"  # its name in messages
     layers: str | None = None  # what the names of a layer's tensors begin with, before its number: "model.layers"
 
-    def __init__(self, path: Path, options: ReadOptions | None = None, progress: Progress | None = None) -> None:
+    def __init__(self, path: Path, options: LoadOptions | None = None, progress: Progress | None = None) -> None:
         self.path, self.progress = path, progress
-        self.options = options or ReadOptions()
+        self.options = options or LoadOptions()
         self.out = Inspection(path=str(path))
 
     def run(self) -> Inspection:
@@ -149,7 +150,7 @@ class Inspector(ABC):
         """How many weights a stored tensor holds."""
         return int(np.prod(tensor.shape, dtype=object))
 
-    def try_open(self, reader: Callable[[Path, ReadOptions], AnyCheckpoint]) -> AnyCheckpoint | None:
+    def try_open(self, reader: Callable[[Path, LoadOptions], AnyCheckpoint]) -> AnyCheckpoint | None:
         """Open the file with a reader. None after adding an error finding."""
         try:
             checkpoint = reader(self.path, self.options)
@@ -242,9 +243,9 @@ class Inspector(ABC):
     def add_linear(self, checkpoint: Checkpoint, index: int, short: str) -> None:
         name = linear_name(index, short)
         stored = checkpoint.linear(name)
-        weight = in_groups(checkpoint, name, stored)
-        planes: Any = weight.bit_linear or (weight if weight.kind == "groups" else None)
-        if planes is not None:
+        weight = choose_kind(checkpoint, name, fold(checkpoint, name, stored))
+        planes: Any = weight.bit_linear or weight
+        if hasattr(planes, "packed"):
             minus, zero, plus, _ = count_codes([planes.packed])
             zero -= weight.shape[0] * (planes.packed.shape[1] * 4 - weight.shape[1])  # the padding of the rows
             group = getattr(planes, "group", None)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BackendUnavailable, BitNetRefError, ConfigError, printable
-from ..formats.checkpoint import Checkpoint, ReadOptions, norms_of_layer
+from ..formats.checkpoint import Checkpoint, LoadOptions, norms_of_layer, read_part
 from ..formats.gguf.blocks import BY_PACKAGE, DEQUANTIZABLE, dequantize
 from ..formats.gguf.file import PLAIN_DTYPES, GgufFile
 from ..formats.names import gguf_name, hf_module, hf_modules
@@ -39,7 +39,7 @@ _LAYER = re.compile(r"(?:blocks|blk|model\.layers)\.([0-9]{1,18})\.")
 ReadTensor = Callable[[], tuple[str, NDArray[Any]]]  # -> (dtype, values)
 
 
-def show_tensor(path: str | os.PathLike[str], name: str, options: ReadOptions | None = None) -> TensorView:
+def show_tensor(path: str | os.PathLike[str], name: str, options: LoadOptions | None = None) -> TensorView:
     """One tensor of a model in any format that `load` reads.
 
     name: ours ("blocks.0.attn.q_proj", "embedding", "final_norm"), or the file's own ("blk.0.attn_q.weight"). A part of
@@ -55,12 +55,13 @@ def show_tensor(path: str | os.PathLike[str], name: str, options: ReadOptions | 
         names = _part_names(checkpoint, name)
         if name not in names:
             return _show_stored(model_path, name, str(path), names, None)
-        part = _read_part(checkpoint, names[name])
+        part = read_part(checkpoint, names[name])
     if isinstance(part, LinearWeight) and (ternary := part.bit_linear) is not None:
         w_t: NDArray[Any] = ternary.ternary()
         scale = float(ternary.w_dequant_scale)
         return TensorView(str(path), names[name], f"ternary ({checkpoint.kind})", w_t, scale)
-    return TensorView(str(path), names[name], f"{part.dtype.name} ({checkpoint.kind})", _widen(part))
+    array: NDArray[Any] = part if isinstance(part, np.ndarray) else part.array
+    return TensorView(str(path), names[name], f"{array.dtype.name} ({checkpoint.kind})", _widen(array))
 
 
 def _part_names(checkpoint: Checkpoint, name: str) -> dict[str, str]:
@@ -81,14 +82,6 @@ def _part_names(checkpoint: Checkpoint, name: str) -> dict[str, str]:
         stored = [f"{one}{suffix}" for one in spellings for suffix in ("", ".weight", ".packed", ".trits")]
         out |= dict.fromkeys((*stored, f"{hf_module(linear)}.weight_packed"), linear)
     return out
-
-
-def _read_part(checkpoint: Checkpoint, name: str) -> Any:
-    """A linear that is ternary, or an array."""
-    if name.endswith("norm"):
-        return checkpoint.norm(name)
-    weight: Any = checkpoint.embedding() if name == "embedding" else checkpoint.linear(name)
-    return weight.array if weight.bit_linear is None else weight
 
 
 def _show_stored(

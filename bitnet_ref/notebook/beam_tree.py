@@ -10,9 +10,10 @@ from typing import Any
 
 from ..backends.loaded import LoadedModel
 from ..errors import GenerationError
+from ..generation.generate import search_beams
 from ..generation.params import SamplingParams
 from ..generation.results import Generation, GenerationStats
-from ..generation.search import BeamCandidate, beam_search
+from ..generation.search import BeamCandidate
 from ..generation.sequence import Request
 from ..reference.cache import TokenIds
 from .figures import GOOD, MINUS, PALE, PLUS, Figure, new_figure, plain
@@ -71,11 +72,11 @@ def beam_tree(model: LoadedModel, prompt: str | TokenIds, **params: Any) -> Beam
     """
     sampling = SamplingParams.of(**params)
     if sampling.num_beams < 2:
-        raise GenerationError(f"num_beams: a tree needs 2 or more, got {sampling.num_beams}")
+        raise GenerationError(f"a tree needs 2 or more, got {sampling.num_beams}", field="num_beams")
     request = Request(model, prompt, sampling)
     steps: list[list[BeamCandidate]] = []
     stats = GenerationStats(model.backend.name)
-    results = beam_search(model, [request], stats, lambda _, step: steps.append(step))[0]
+    results = search_beams(model, [request], stats, steps.append)[0]
     best = tuple(results[0].token_ids) if results else ()
     nodes: list[BeamNode] = []
     running: list[int] = []  # the nodes of the beams that the next step continues

@@ -1,107 +1,60 @@
 """What a model's shape is: `ModelConfig`, a frozen dataclass that cannot exist in an invalid state.
 
-Field names are Hugging Face's. `families/` has a subclass for each family that has more than LLaMA, and says how
-config.json and GGUF's keys are read into them.
+Field names are Hugging Face's. `families/` has subclasses with more; `formats/` reads config.json and GGUF's keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from ..errors import ConfigError
+from ..errors import require, require_bool, require_int, require_number
 from .layers import ACTIVATIONS
-
-LAYER_TYPES = ("full_attention", "sliding_attention")  # as transformers calls them
-POOLINGS = ("last", "mean")
-LARGEST_INT = 2**40  # beyond any model; arithmetic on sizes, positions and window stays within int64 and float64
-
-
-def require(condition: bool, field: str, expected: str, got: Any) -> None:
-    """Raises ConfigError naming the field, unless the condition holds."""
-    if not condition:
-        raise ConfigError(f"expected {expected}, got {got!r}", field=field)
-
-
-def require_int(field: str, value: Any, low: int = 1) -> None:
-    """Raises ConfigError unless the value is an int from `low` to LARGEST_INT."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    require(whole and low <= value <= LARGEST_INT, field, f"an int from {low} to {LARGEST_INT}", value)
-
-
-def require_number(field: str, value: Any, above: float = 0.0) -> None:
-    """Raises ConfigError unless the value is a number above `above` that float32 can hold."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)  # NaN fails every comparison
-    low = max(above, 1e-30)  # neither the number nor products of such numbers overflow float64
-    high = 1e30
-    require(number and value > above and low <= value <= high, field, f"a number > {above}, at most {high}", value)
-
-
-def require_bool(field: str, value: Any) -> None:
-    """Raises ConfigError unless the value is True or False."""
-    require(isinstance(value, bool), field, "true or false", value)
 
 
 def added(default: Any, absent: Any = None) -> Any:
-    """A dataclass field that config files leave out where its value is `absent` (None: the default): files written
-    before there was such a field are read as ever, and files of models without the feature stay as they are.
-    """
+    """A dataclass field that files leave out where its value is `absent` (None: the default), as older files do."""
     return field(default=default, metadata={"absent": default if absent is None else absent})
-
-
-def activation_name(spelling: Any, field: str) -> str:
-    """The name in `ACTIVATIONS` of what a checkpoint calls its activation. ConfigError naming `field` and the value."""
-    names = [name for name, each in ACTIVATIONS.items() if spelling == name or spelling in each.spellings]
-    require(bool(names), field, f"one of {', '.join(ACTIVATIONS)}", spelling)
-    return names[0]
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. A position p turns the pair (x[j], x[j + d/2]) by the angle p * theta^(-2j/d).
-
-    `families/rope.py` has the ways to stretch these frequencies for contexts longer than the trained one.
-    """
+    """Position p turns the pair (x[j], x[j + d/2]) by the angle p * theta^(-2j/d). `families/rope.py` stretches it."""
 
     theta: float = 10000.0
-    rope_type: str = "default"
 
-    cos_scale: ClassVar[float] = 1.0  # cos and sin are multiplied by it
-    by_position: ClassVar[bool] = False  # whether frequencies depend on the token's position
+    rope_type: ClassVar[str] = "default"
+    context_factor: ClassVar[float] = 1.0  # how many times the trained context a sequence may have
 
     def __post_init__(self) -> None:
         require_number("rope.theta", self.theta)
-        require(
-            self.rope_type == "default", "rope.rope_type", "default, or a class of families/rope.py", self.rope_type
-        )
 
-    def frequencies(self, head_dim: int, position: int = 0) -> NDArray[np.float64]:
+    def frequencies(self, head_dim: int) -> NDArray[np.float64]:
         """Radians per position, for each of the d/2 pairs.   -> (d/2,) float64"""
         return self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+
+    def angles(self, positions: NDArray, head_dim: int) -> NDArray[np.float64]:
+        """Radians of each token.   positions (N,) int -> (N, d/2) float64"""
+        return positions[:, None].astype(np.float64) * self.frequencies(head_dim)
+
+    def tables(self, positions: NDArray, head_dim: int, dtype: DTypeLike) -> tuple[NDArray, NDArray]:
+        """cos and sin of each token's angles.   positions (N,) int -> two (N, d/2)"""
+        angles = self.angles(positions, head_dim)  # float64: at position 4096 a float32 angle is already off by 2e-4
+        return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
 
     def check_size(self, rotary_size: int) -> None:
         """Raises ConfigError where the frequencies do not fit heads of which so many numbers are turned."""
 
-    def context_length(self, trained: int) -> int:
-        """How many tokens a sequence may have, of a model trained with so many."""
-        return trained
-
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """How the linears of a checkpoint are ternary. The names are those of transformers' BitNetQuantConfig.
+    """How the linears of a checkpoint are ternary, in the words of transformers' BitNetQuantConfig."""
 
-    linear_class "bitlinear": packed uint8, `weight_scale` = 1/mean|W|, DIVIDE by it.
-    linear_class "autobitlinear": mode "offline" packed uint8, `weight_scale` = mean|W|, MULTIPLY by it;
-    mode "online" full-precision master weights, quantised by absmean when they are loaded.
-    """
-
-    linear_class: str = "bitlinear"
-    quantization_mode: str = "offline"
+    linear_class: str = "bitlinear"  # or "autobitlinear"
+    quantization_mode: str = "offline"  # packed to 2 bits; or "online": full-precision masters, quantised at load
     modules_to_not_convert: tuple[str, ...] = ("lm_head",)
     use_rms_norm: bool = False  # each linear has a norm of its own: families/linear_norms.py
     rms_norm_eps: float = 1e-6
@@ -109,31 +62,22 @@ class QuantizationConfig:
 
     def __post_init__(self) -> None:
         prefix = "quantization_config."
-        for name, choices in (
-            ("linear_class", ("bitlinear", "autobitlinear")),
-            ("quantization_mode", ("online", "offline")),
-        ):
-            value = getattr(self, name)
-            require(value in choices, prefix + name, " or ".join(choices), value)
+        is_class = self.linear_class in ("bitlinear", "autobitlinear")
+        require(is_class, prefix + "linear_class", "bitlinear or autobitlinear", self.linear_class)
+        is_mode = self.quantization_mode in ("online", "offline")
+        require(is_mode, prefix + "quantization_mode", "online or offline", self.quantization_mode)
         require_bool(prefix + "use_rms_norm", self.use_rms_norm)
         require_number(prefix + "rms_norm_eps", self.rms_norm_eps)
         require_bool(prefix + "int8_activations", self.int8_activations)
         plain = self.int8_activations or not self.use_rms_norm
         require(plain, prefix + "use_rms_norm", "false where activations are not quantised", True)
 
-    @property
-    def scale_convention(self) -> str:
-        """What a checkpoint's `weight_scale` means: "multiply", "divide", or "absmean" (computed at load)."""
-        if self.linear_class == "bitlinear":
-            return "divide"
-        return "multiply" if self.quantization_mode == "offline" else "absmean"
-
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder: D hidden_size, F intermediate_size, H heads, G kv heads, d head_dim, V vocab_size.
 
-    A family with more than BitNet b1.58 and LLaMA have is a subclass in `families/`, which answers the same questions.
+    Raises ConfigError, which names the field.
     """
 
     model_type: str  # "bitnet", "llama", "qwen3", ...: as in the checkpoint
@@ -157,71 +101,48 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     o_proj_bias: bool = added(True)  # False: with attention_bias q, k and v have biases, o has none
-    layer_types: tuple[str, ...] = added(())  # of each layer, one of LAYER_TYPES; (): all as sliding_window says
+    layer_types: tuple[str, ...] = added(())  # of each layer, one of kinds_of_layers; (): all as sliding_window says
     embedding_scale: float = added(1.0)  # rows of the embedding times this
     head_scale: float = added(1.0)  # the input of the head times this
     logit_softcap: float | None = added(None)  # logits become c tanh(logits / c)
     pooling: str = added("last")  # what `embed` takes of a text: the last token's hidden state, or the mean
     unit_embeddings: bool = added(True)  # whether `embed` scales it to length 1
 
-    kinds_of_layers: ClassVar[tuple[str, ...]] = LAYER_TYPES
-    nested: ClassVar[Mapping[str, type]] = {}  # fields that hold a dataclass of a family's own
+    kinds_of_layers: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")  # as transformers calls them
+    has_states: ClassVar[bool] = False  # whether sequences have states beside their keys and values
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "max_position_embeddings",
-        ):
-            require_int(name, getattr(self, name))
-        require_int("head_dim", self.head_dim, low=2)
-        require(self.head_dim % 2 == 0, "head_dim", "an even number (RoPE turns pairs)", self.head_dim)
-        require(
-            self.num_attention_heads % self.num_key_value_heads == 0,
-            "num_key_value_heads",
-            f"a divisor of num_attention_heads ({self.num_attention_heads})",
-            self.num_key_value_heads,
-        )
-        activations = list(ACTIVATIONS)  # a list takes an unhashable value too
-        require(self.activation in activations, "hidden_act", f"one of {', '.join(activations)}", self.activation)
-        require_number("rms_norm_eps", self.norm_eps)
+        for each in fields(ModelConfig):
+            if each.type == "int":
+                require_int(each.name, getattr(self, each.name))
         for each in fields(self):
             if each.type == "bool":
                 require_bool(each.name, getattr(self, each.name))
+        require(self.head_dim % 2 == 0, "head_dim", "an even number (RoPE turns pairs)", self.head_dim)
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        require(heads % kv_heads == 0, "num_key_value_heads", f"a divisor of num_attention_heads ({heads})", kv_heads)
+        activations = list(ACTIVATIONS)  # a list takes an unhashable value too
+        require(self.activation in activations, "hidden_act", f"one of {', '.join(activations)}", self.activation)
+        require_number("rms_norm_eps", self.norm_eps)
         require_number("embedding_scale", self.embedding_scale)
         require_number("head_scale", self.head_scale)
         if self.logit_softcap is not None:
             require_number("final_logit_softcapping", self.logit_softcap)
-        require(self.pooling in POOLINGS, "pooling", " or ".join(POOLINGS), self.pooling)
         if self.sliding_window is not None:
             require_int("sliding_window", self.sliding_window)
-        self._check_layer_types()
-        self._check_tokens()
+        require(self.pooling in ("last", "mean"), "pooling", "last or mean", self.pooling)
+        known = all(kind in self.kinds_of_layers for kind in self.layer_types)
+        fits = len(self.layer_types) in (0, self.num_hidden_layers)
+        expected = f"{self.num_hidden_layers} names, each one of {', '.join(self.kinds_of_layers)}"
+        require(known and fits, "layer_types", expected, self.layer_types)
+        windowed = "sliding_attention" not in self.layer_types or self.sliding_window is not None
+        require(windowed, "sliding_window", "a number of tokens", None)
+        bos = 0 if self.bos_token_id is None else self.bos_token_id
+        for name, token in (("bos_token_id", bos), *(("eos_token_id", each) for each in self.eos_token_ids)):
+            require_int(name, token, low=0)
+            require(token < self.vocab_size, name, f"an id below vocab_size ({self.vocab_size})", token)
         for rope in self.ropes:
             rope.check_size(self.rotary_size)
-
-    def _check_layer_types(self) -> None:
-        if not self.layer_types:
-            return
-        kinds = self.kinds_of_layers
-        known = all(isinstance(kind, str) and kind in kinds for kind in self.layer_types)
-        expected = f"{self.num_hidden_layers} names, each one of {', '.join(kinds)}"
-        require(known and len(self.layer_types) == self.num_hidden_layers, "layer_types", expected, self.layer_types)
-        sliding = "sliding_attention" in self.layer_types
-        require(not sliding or self.sliding_window is not None, "sliding_window", "a number of tokens", None)
-
-    def _check_tokens(self) -> None:
-        bos = () if self.bos_token_id is None else (self.bos_token_id,)
-        for key, ids in (("bos_token_id", bos), ("eos_token_id", self.eos_token_ids)):
-            for token in ids:
-                require_int(key, token, low=0)
-                require(token < self.vocab_size, key, f"an id below vocab_size ({self.vocab_size})", token)
-
-    # -- sizes ---------------------------------------------------------------------------------------------------------
 
     @property
     def query_size(self) -> int:
@@ -241,19 +162,18 @@ class ModelConfig:
     @property
     def context_length(self) -> int:
         """How many tokens a sequence may have."""
-        return self.rope.context_length(self.max_position_embeddings)
+        return int(self.max_position_embeddings * self.rope.context_factor)
 
     def linear_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
         """(out_features, in_features) of each linear of one block, in the order of the computation."""
-        d_model, d_ffn = self.hidden_size, self.intermediate_size
         return {
-            "q_proj": (self.query_size, d_model),
-            "k_proj": (self.kv_size, d_model),
-            "v_proj": (self.kv_size, d_model),
-            "o_proj": (d_model, self.query_size),
-            "gate_proj": (d_ffn, d_model),
-            "up_proj": (d_ffn, d_model),
-            "down_proj": (d_model, d_ffn),
+            "q_proj": (self.query_size, self.hidden_size),
+            "k_proj": (self.kv_size, self.hidden_size),
+            "v_proj": (self.kv_size, self.hidden_size),
+            "o_proj": (self.hidden_size, self.query_size),
+            "gate_proj": (self.intermediate_size, self.hidden_size),
+            "up_proj": (self.intermediate_size, self.hidden_size),
+            "down_proj": (self.hidden_size, self.intermediate_size),
         }
 
     def norm_shapes(self, layer: int = 0) -> dict[str, int]:
@@ -262,12 +182,6 @@ class ModelConfig:
         if self.sub_norms:
             sizes |= {"attn_sub_norm": self.query_size, "ffn_sub_norm": self.intermediate_size}
         return sizes
-
-    def array_shapes(self, layer: int = 0) -> dict[str, tuple[int, ...]]:
-        """The shape of each array of one block that is neither a linear nor a norm."""
-        return {}
-
-    # -- layers --------------------------------------------------------------------------------------------------------
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -278,60 +192,7 @@ class ModelConfig:
         """Which of `ropes` turns the queries and keys of a layer."""
         return 0
 
-    def attends(self, layer: int) -> bool:
-        """Whether the layer has keys and values."""
-        return True
-
-    def is_sliding(self, layer: int) -> bool:
-        """Whether the layer attends to `sliding_window` tokens, not to all before it."""
-        if self.layer_types:
-            return self.layer_types[layer] == "sliding_attention"
-        return self.sliding_window is not None
-
     def window_of(self, layer: int) -> int | None:
         """How many tokens a token of this layer sees, itself included; None: all before it."""
-        return self.sliding_window if self.is_sliding(layer) else None
-
-    @property
-    def widest_window(self) -> int | None:
-        """The window of the layer that sees the most."""
-        layers = range(self.num_hidden_layers) if self.layer_types else range(1)
-        return self.sliding_window if all(self.is_sliding(i) or not self.attends(i) for i in layers) else None
-
-    def of_layers(self, layers: Sequence[int]) -> Self:
-        """The config of a model that consists of these layers."""
-        types = tuple(self.layer_types[layer] for layer in layers) if self.layer_types else ()
-        return replace(self, num_hidden_layers=len(layers), layer_types=types)
-
-    @property
-    def first_of_each_type(self) -> list[int]:
-        """The first layer of each type; [0] where all layers are alike."""
-        return sorted({self.layer_types.index(kind) for kind in self.layer_types}) or [0]
-
-    # -- what a family may have beyond -------------------------------------------------------------------------------
-
-    @property
-    def has_states(self) -> bool:
-        """Whether sequences have states beside their keys and values."""
-        return False
-
-    def state_size(self, layer: int) -> int:
-        """How many numbers the state of a sequence has in a layer."""
-        return 0
-
-    def new_states(self, slots: int, dtype: np.dtype) -> Any:
-        """The states of so many sequences; None where there are none."""
-        return None
-
-    @property
-    def extras(self) -> tuple[str, ...]:
-        """Names of the fields by which the model differs from LLaMA, Mistral and BitNet."""
-        names = [
-            each.name
-            for each in fields(self)
-            if each.name not in ("pooling", "unit_embeddings")
-            and "absent" in each.metadata
-            and getattr(self, each.name) != each.metadata["absent"]
-        ]
-        weight_only = self.quantization is not None and not self.quantization.int8_activations
-        return (*names, *["int8_activations"] * weight_only)
+        slides = not self.layer_types or self.layer_types[layer] == "sliding_attention"
+        return self.sliding_window if slides else None

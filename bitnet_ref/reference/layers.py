@@ -1,29 +1,27 @@
 """The layers of the transformer as NumPy functions: the formula, then the lines that compute it.
 
-Every function takes N tokens laid end to end, whatever sequences they belong to, and row i of its result depends on
-row i of its input alone, computed in the same order whatever the other rows are ("batch invariance"). A matrix
-product of the whole batch would not do: BLAS picks another order of summation for another number of rows. So where a
-float product is needed, it is taken one token at a time; the call, and so its rounding, is then always the same.
+Row i of a result depends on row i of the input alone, computed in the same order whatever the other rows are ("batch
+invariance"). BLAS picks another order of summation for another number of rows, so float products are taken one token
+at a time.
 
-The dtype of the input (float32 or float64) is the dtype of the result. On the way to the next int8 quantisation, sums
-and exponentials are taken in float64 and rounded once: another order of summation, in another backend, then gives the
-same float32 (but for one case in a hundred million), and so the same int8. In plain float32 two correct engines part
-ways after some fifty tokens, because somewhere a value lies within their rounding of a tie, and one int8 that rounds
-the other way moves the logits by a tenth. So dense linears among ternary ones are summed in float64 too; those of a
-dense model, and the head, after which no int8 comes, are sums of float32.
+Results have the input's dtype, float32 or float64. Before an int8 quantisation, sums and exponentials are float64 and
+rounded once: another order of summation then gives the same float32, but for one case in a hundred million, and so the
+same int8. In plain float32 two correct engines part ways after some fifty tokens, as one int8 that rounds the other way
+moves the logits by a tenth. So dense linears among ternary ones are summed in float64 too; the head and the linears of
+a dense model, which no int8 follows, in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import ClassVar, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import NumericsError, ShapeError
 
-_BLOCK_VALUES = 1 << 20  # dense weights widened at a time
+_BLOCK_VALUES = 1 << 20  # dense weights widened at a time: no narrow matrix is held in float32 as a whole
 
 
 def rms_norm(x: NDArray, weight: NDArray, eps: float) -> NDArray:
@@ -62,7 +60,7 @@ class Activation(NamedTuple):
     backward: Callable[[NDArray, NDArray, NDArray], tuple[NDArray, NDArray]] | None = None  # see `training.ops`
 
 
-# Every reader, writer, check and backend uses these names. Kernels have some of them; the function computes the others.
+# Readers, writers, checks and backends use these names. Kernels have some of them; the function computes the others.
 ACTIVATIONS = {
     "relu2": Activation(relu2, "relu(gate)^2 * up", "relu squared"),
     "silu": Activation(silu, "silu(gate) * up", "silu", ("swish",)),
@@ -87,46 +85,12 @@ def softcap(logits: NDArray, cap: float) -> NDArray:
     return (cap * np.tanh(logits.astype(np.float64) / cap)).astype(logits.dtype)
 
 
-# -- rotary position embedding -----------------------------------------------------------------------------------------
-
-
-class Rope(Protocol):
-    """What `rope_tables` asks of a `RopeConfig`."""
-
-    by_position: ClassVar[bool]
-    cos_scale: ClassVar[float]
-
-    def frequencies(self, head_dim: int, position: int = 0) -> NDArray[np.float64]: ...
-
-
-def rope_tables(positions: NDArray, rope: Rope, head_dim: int, dtype: type) -> tuple[NDArray, NDArray]:
-    """cos and sin of every token's angles.   positions (N,) int -> two (N, d/2) arrays.
-
-    The angles are computed in float64 and rounded once: at position 4096 a float32 angle is already off by 2e-4.
-    """
-    if rope.by_position:
-        inv_freq = np.stack([rope.frequencies(head_dim, int(p)) for p in positions])  # (N, d/2)
-    else:
-        inv_freq = rope.frequencies(head_dim)  # (d/2,)
-    angles = positions[:, None].astype(np.float64) * inv_freq
-    factor = rope.cos_scale
-    return (np.cos(angles) * factor).astype(dtype), (np.sin(angles) * factor).astype(dtype)
-
-
 def apply_rope(x: NDArray, cos: NDArray, sin: NDArray) -> NDArray:
-    """Turn each pair (x[j], x[j + d/2]) by its token's angle ("half" RoPE).   x (N, H, d), cos (N, d/2) -> like x
-
-    With narrower cos and sin (N, r/2) only the first r numbers of each head are turned.
-    """
-    if (turned := 2 * cos.shape[-1]) < x.shape[-1]:
-        return np.concatenate([apply_rope(x[..., :turned], cos, sin), x[..., turned:]], axis=-1)
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
+    """Turn each pair (x[j], x[j + d/2]) by its token's angle ("half" RoPE).   x (N, H, d), cos (N, d/2) -> like x"""
+    half = cos.shape[-1]  # narrower cos and sin (N, r/2) turn the first r numbers of each head only
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[:, None, :], sin[:, None, :]  # the same for every head
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-# -- attention of one token --------------------------------------------------------------------------------------------
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
 def attention_scores(q: NDArray, keys: NDArray) -> NDArray:
@@ -145,26 +109,18 @@ def attention_values(pattern: NDArray, values: NDArray) -> NDArray:
     return z.reshape(-1, head_dim).astype(pattern.dtype)
 
 
-# -- dense products ----------------------------------------------------------------------------------------------------
-
-
-def row_blocks(w: NDArray, dtype: type, widen: Callable[[NDArray], NDArray]) -> Iterator[tuple[slice, NDArray]]:
-    """Some rows of w (N, ...) at a time, widened to dtype (n, K): no narrow matrix is held in float32 as a whole."""
-    rows = max(1, _BLOCK_VALUES // w.shape[1])
-    for start in range(0, len(w), rows):
-        yield slice(start, start + rows), widen(w[start : start + rows]).astype(dtype)
-
-
 def dense_matmul(
     x: NDArray, w: NDArray, wide: bool = False, widen: Callable[[NDArray], NDArray] = np.asarray
 ) -> NDArray:
     """y = x w^T, one token at a time.   x (N, K), w (out, K) of any float dtype -> (N, out)
 
-    wide: sums in float64, rounded once. widen: makes floats of rows of w that are stored otherwise.
+    wide: sums in float64, rounded once. widen: makes floats of rows of w that are stored otherwise, some at a time.
     """
     y = np.empty((len(x), len(w)), dtype=x.dtype)
     tokens = x.astype(np.float64) if wide else x
-    for rows, block in row_blocks(w, tokens.dtype.type, widen) if len(x) else ():
+    rows = max(1, _BLOCK_VALUES // w.shape[1])
+    for start in range(0, len(w) if len(x) else 0, rows):
+        block = widen(w[start : start + rows]).astype(tokens.dtype)
         for i in range(len(x)):
-            y[i, rows] = block @ tokens[i]
+            y[i, start : start + rows] = block @ tokens[i]
     return y

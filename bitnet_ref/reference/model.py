@@ -1,9 +1,8 @@
 """The forward pass, top to bottom.
 
 Axes: N tokens in this call, D hidden, H heads, G kv heads, d head_dim, F ffn, V vocab. `be` is the backend that
-computes each op; `Ops` is the plain one. BitNet b1.58 differs from LLaMA in three places: its linears are ternary (a
-weight's kind says how it is multiplied), each block has two more norms (attn_sub_norm, ffn_sub_norm), and 2B-4T squares
-a ReLU where LLaMA has SiLU. Layers of other families bring texts of their own; see `families/`.
+computes each op; `Ops` is the plain one. BitNet b1.58 differs from LLaMA in three places: its linears are ternary, each
+block has two more norms (attn_sub_norm, ffn_sub_norm), and 2B-4T squares a ReLU where LLaMA has SiLU.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def decoder_layers(
 ) -> NDArray:
     """All blocks, one after another; the cache gains the keys and values of the batch.   (N, D) -> (wanted, D)
 
-    wanted: which tokens are read after the last layer, so that its feed-forward computes no others. None: all.
+    wanted: the tokens for which the last feed-forward is computed. None: all.
     """
     for index, layer in enumerate(layers):
         x = be.attention_block(x, layer, cfg, ropes[cfg.rope_of(index)], batch, cache, index)

@@ -1,8 +1,7 @@
 """`Ops`: every operation that the model's text calls, in plain NumPy. Each takes arrays and returns arrays.
 
-This is the oracle, and the base class of every backend: a faster one overrides the ops it speeds up and must then agree
-with these under the numerical contract. Each op checks the shapes it is given; the arithmetic is in `layers` and
-`quantization`.
+This is the oracle, and the base class of every backend: a faster one overrides the ops it speeds up and must agree with
+these. Each op checks the shapes it is given and raises ShapeError; the arithmetic is in `layers` and `quantization`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ def require(op: str, ok: bool, expected: str, **arrays: NDArray) -> None:
 
 
 def check_rope(q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> None:
-    """Raises a ShapeError. cos and sin may be narrower than half a head: then the rest of each head is not turned."""
     ok = q.ndim == k.ndim == 3 and q.shape[::2] == k.shape[::2] and cos.shape == sin.shape and len(q) == len(cos)
     expected = "q (N, H, d), k (N, G, d), cos and sin (N, d/2) or narrower"
     require("rope", ok and 2 * cos.shape[-1] <= q.shape[-1], expected, q=q, k=k, cos=cos, sin=sin)
@@ -45,8 +43,8 @@ def check_dequantize(acc: NDArray, x_quant_scale: NDArray) -> None:
 
 
 def check_attention(q: NDArray, cache: KVCache, batch: TokenBatch) -> None:
-    heads, (kv_heads, head_dim) = q.shape[1] if q.ndim == 3 else 0, cache.keys.shape[-2:]
-    ok = q.shape == (len(batch), heads, head_dim) and heads % kv_heads == 0
+    kv_heads, head_dim = cache.keys.shape[-2:]
+    ok = q.ndim == 3 and q.shape[::2] == (len(batch), head_dim) and q.shape[1] % kv_heads == 0
     require("attention", ok, f"q ({len(batch)}, multiple of {kv_heads}, {head_dim})", q=q)
 
 
@@ -70,14 +68,12 @@ class Ops:
     def rope_tables(self, positions: NDArray[np.int64], rope: RopeConfig, head_dim: int) -> tuple[NDArray, NDArray]:
         """positions (N,) -> cos, sin (N, d/2)"""
         require("rope_tables", positions.ndim == 1, "positions (N,)", positions=positions)
-        return layers.rope_tables(positions, rope, head_dim, self.dtype.type)
+        return rope.tables(positions, head_dim, self.dtype)
 
     def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
         """q (N, H, d), k (N, G, d), cos and sin (N, d/2) -> q and k, rotated"""
         check_rope(q, k, cos, sin)
         return layers.apply_rope(q, cos, sin), layers.apply_rope(k, cos, sin)
-
-    # -- linears -------------------------------------------------------------------------------------------------------
 
     def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
         """x (N, K) -> x_q (N, K) int8, x_quant_scale (N, 1)"""
@@ -117,8 +113,6 @@ class Ops:
         """x (N, D) -> logits (N, V)"""
         return self.linear(x, w)
 
-    # -- attention -----------------------------------------------------------------------------------------------------
-
     def append(self, cache: KVCache, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
         """Write k and v (N, G, d) of the batch's tokens into the cache."""
         cache.append(layer, batch, k, v)
@@ -132,8 +126,6 @@ class Ops:
             pattern = layers.softmax(layers.attention_scores(q[i], keys))  # (H, S)
             z[i] = layers.attention_values(pattern, values)
         return z
-
-    # -- elementwise ---------------------------------------------------------------------------------------------------
 
     def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
         """act(gate) * up.   (N, F), (N, F) -> (N, F)"""

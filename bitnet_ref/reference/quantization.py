@@ -11,9 +11,8 @@ A BitLinear layer computes y = x W^T with both sides quantised:
 
 Source: "The Era of 1-bit LLMs" (arXiv:2402.17764), section 2, as computed by transformers' integrations/bitnet.py.
 
-The sum is exact: |acc| <= 128 K, and float32 holds every integer up to 2^24. So for K < 131,072 a float32 matrix
-product of the same integers gives the same values as an int32 kernel, in any order of summation, with or without
-fused multiply-add. That is why every backend can be asked for EQUAL accumulators.
+The sum is exact: |acc| <= 128 K, and float32 holds every integer up to 2^24. So for K < 131,072 a float32 product of
+the same integers equals an int32 kernel's, in any order of summation: every backend must give EQUAL accumulators.
 """
 
 from __future__ import annotations
@@ -32,11 +31,8 @@ _BLOCK_VALUES = 1 << 20  # weights unpacked at a time by the product below: 4 MB
 
 
 def absmean_scale(w: NDArray) -> np.float32:
-    """The weight scale s = max(mean|W|, 1e-5) of a whole matrix, in float32.
-
-    The mean is accumulated in float64 and rounded once: the order of summation no longer shows, so a matrix streamed
-    in pieces, or summed in parallel, has the same scale. (transformers sums in float32: at most its rounding apart.)
-    """
+    """The weight scale s = max(mean|W|, 1e-5) of a whole matrix, in float32. Raises NumericsError for NaN or Inf."""
+    # Summed in float64 and rounded once, so a matrix read in pieces has the same scale. transformers sums in float32.
     mean = float(np.abs(w, dtype=np.float32).mean(dtype=np.float64))
     if not math.isfinite(mean):
         raise NumericsError("absmean_scale: the weight matrix holds NaN or Inf")
@@ -69,10 +65,8 @@ def dequantize(acc: NDArray[np.int32], w_dequant_scale: np.float32, x_quant_scal
     return acc.astype(x_quant_scale.dtype) * (w_dequant_scale / x_quant_scale)
 
 
-# A ternary matrix at rest: four weights a byte along the input axis, the first in the lowest bits, code = w_t + 1.
-#
+# A ternary matrix at rest: four weights per byte along the input axis, the first in the lowest bits, code = w_t + 1.
 #     byte j of row n  =  c[4j] | c[4j+1] << 2 | c[4j+2] << 4 | c[4j+3] << 6        code 3 never occurs
-#
 # A row whose length is no multiple of 4 ends in code 1: a zero weight, so the padding adds nothing to any sum.
 _ALL_BYTES = np.arange(256, dtype=np.uint8)
 _BYTE_TO_TERNARY = np.stack([((_ALL_BYTES >> shift) & 3).astype(np.int8) - 1 for shift in (0, 2, 4, 6)], axis=-1)
@@ -86,11 +80,9 @@ def pack_ternary(w_t: NDArray[np.int8]) -> NDArray[np.uint8]:
     [[164, 84]]
     """
     if w_t.ndim != 2 or w_t.size == 0 or w_t.min() < -1 or w_t.max() > 1:
-        got = f"shape {w_t.shape}, values {w_t.min()}..{w_t.max()}" if w_t.size else f"shape {w_t.shape}"
-        raise ShapeError("pack_ternary", expected="a non-empty (N, K) matrix of -1, 0, +1", got=got)
-    n, k = w_t.shape
-    codes = np.ones((n, -(-k // CODES_PER_BYTE) * CODES_PER_BYTE), dtype=np.uint8)
-    np.add(w_t, 1, out=codes[:, :k], casting="unsafe")
+        raise ShapeError("pack_ternary", expected="a non-empty (N, K) matrix of -1, 0, +1", got=f"{w_t.shape}: {w_t}")
+    codes = np.ones((len(w_t), -(-w_t.shape[1] // CODES_PER_BYTE) * CODES_PER_BYTE), dtype=np.uint8)
+    codes[:, : w_t.shape[1]] = w_t + 1
     return codes[:, 0::4] | codes[:, 1::4] << 2 | codes[:, 2::4] << 4 | codes[:, 3::4] << 6
 
 
@@ -102,18 +94,14 @@ def unpack_ternary(packed: NDArray[np.uint8], in_features: int) -> NDArray[np.in
 def ternary_matmul(x_q: NDArray[np.int8], packed: NDArray[np.uint8], in_features: int) -> NDArray[np.int32]:
     """The exact integer product. x_q (M, K) int8, packed (N, ceil(K/4)) uint8 -> acc (M, N) int32.
 
-    Computed as a floating-point matrix product of the same integers, which is exact (see the top of this file) and
-    many times faster than NumPy's own integer product; a few rows of weights are unpacked at a time.
+    A float product of the same integers, some rows at a time: as exact as NumPy's integer product, and much faster.
     """
     columns = -(-in_features // CODES_PER_BYTE)
     if x_q.dtype != np.int8 or x_q.ndim != 2 or x_q.shape[1] != in_features or packed.shape[1:] != (columns,):
-        raise ShapeError(
-            "ternary_matmul",
-            expected=f"x_q int8 (M, {in_features}) and packed (N, {columns})",
-            got=f"x_q {x_q.dtype} {x_q.shape} and packed {packed.shape}",
-        )
+        expected = f"x_q int8 (M, {in_features}) and packed (N, {columns})"
+        raise ShapeError("ternary_matmul", expected=expected, got=f"x_q {x_q.dtype} {x_q.shape}, packed {packed.shape}")
     exact = np.float32 if in_features < FLOAT32_EXACT_K else np.float64
-    x = np.zeros((len(x_q), packed.shape[1] * CODES_PER_BYTE), dtype=exact)  # padded with zeros to whole bytes
+    x = np.zeros((len(x_q), columns * CODES_PER_BYTE), dtype=exact)  # padded with zeros to whole bytes
     x[:, :in_features] = x_q
     acc = np.empty((len(x_q), len(packed)), dtype=np.int32)
     rows = max(1, _BLOCK_VALUES // x.shape[1])

@@ -1,15 +1,15 @@
 """A model's weights, at rest: ternary matrices packed to 2 bits, dense ones in the dtype of their file.
 
-A kind of weight is a class with its own product; `families/` has more kinds. A backend may turn each matrix into a
-layout of its own as it is read (`Backend.prepare`). Weights, norms and layers know their names: "blocks.3.attn.q_proj".
+A kind of weight is a class with its own product; `families/` has more kinds. A backend may have a layout of its own
+for each kind (`Backend.prepare`). Weights, norms and layers know their names: "blocks.3.attn.q_proj".
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Protocol, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -18,13 +18,16 @@ from ..errors import ShapeError
 from . import quantization
 
 Shared = dict[str, Any]  # what the linears of one input share: its quantised form
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")  # the linears of a block's second half
+# The names of a block's norms in a trace
+TRACE_NAMES = {"attn_norm": "ln1", "ffn_norm": "ln2", "attn_sub_norm": "attn.sub_norm", "ffn_sub_norm": "mlp.sub_norm"}
 
 
 @dataclass(frozen=True, eq=False)
 class Norm:
     """An RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight."""
 
-    weight: NDArray[np.float32]  # (D,)
+    weight: NDArray[np.float32] = field(repr=False)  # (D,)
     eps: float
     name: str = ""  # as in a trace: "blocks.3.ln1"
 
@@ -35,10 +38,11 @@ class LinearWeight(ABC):
     kind: ClassVar[str]  # "ternary", "dense", ...: a backend has kernels for kinds
     name: str  # "blocks.3.attn.q_proj", "lm_head"
     bias: NDArray[np.float32] | None  # (N,)
+    bit_linear: TernaryLinear | None = None  # the BitLinear in it, whose input is quantised
+    norm: Norm | None = None  # of its own, before it
 
     def __repr__(self) -> str:
-        bias = "" if self.bias is None else " with bias"
-        return f"<{type(self).__name__} {self.shape[0]} x {self.shape[1]}{bias}, {self.nbytes:,} bytes>"
+        return f"<{type(self).__name__} {self.name!r} {self.shape}, {self.nbytes:,} bytes>"
 
     @property
     @abstractmethod
@@ -46,9 +50,9 @@ class LinearWeight(ABC):
         """(out_features, in_features)"""
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
-        """Bytes that the weight and its bias take in memory"""
+        """Bytes that the weight and its bias take in memory."""
+        return sum(array.nbytes for array in vars(self).values() if isinstance(array, np.ndarray))
 
     @abstractmethod
     def product(self, be: Any, x: NDArray, shared: Shared) -> NDArray:
@@ -60,22 +64,7 @@ class LinearWeight(ABC):
 
     def called(self, name: str) -> Self:
         """The same weight under this name."""
-        changes: dict[str, Any] = {"name": name}
-        return replace(self, **changes)  # type: ignore[type-var]
-
-    @property
-    def bit_linear(self) -> TernaryLinear | None:
-        """The BitLinear in it: its input is quantised. None in a linear whose input stays in float."""
-        return None
-
-    def map_bit_linear(self, change: Callable[[TernaryLinear], LinearWeight]) -> LinearWeight:
-        """The same linear with the BitLinear in it changed; itself if there is none."""
-        return self
-
-    @property
-    def norm(self) -> Norm | None:
-        """The norm that this linear has before it, of its own."""
-        return None
+        return replace(self, name=name)  # type: ignore[type-var]
 
     @abstractmethod
     def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
@@ -104,11 +93,8 @@ class TernaryLinear(LinearWeight):
         return be.dequantize(be.ternary_matmul(x_q, self), self, x_quant_scale)
 
     @property
-    def bit_linear(self) -> TernaryLinear:
+    def bit_linear(self) -> TernaryLinear:  # type: ignore[override]
         return self
-
-    def map_bit_linear(self, change: Callable[[TernaryLinear], LinearWeight]) -> LinearWeight:
-        return change(self)
 
     def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
         yield name, self.plain().packed
@@ -132,11 +118,8 @@ class TernaryWeight(TernaryLinear):
     def __post_init__(self) -> None:
         columns = -(-self.in_features // quantization.CODES_PER_BYTE)
         if self.packed.dtype != np.uint8 or self.packed.ndim != 2 or self.packed.shape[1] != columns:
-            raise ShapeError(
-                "TernaryWeight",
-                expected=f"packed uint8 (N, {columns}) for {self.in_features} inputs",
-                got=f"{self.packed.dtype} {self.packed.shape}",
-            )
+            expected = f"packed uint8 (N, {columns}) for {self.in_features} inputs"
+            raise ShapeError("TernaryWeight", expected=expected, got=f"{self.packed.dtype} {self.packed.shape}")
 
     @classmethod
     def from_ternary(cls, w_t: NDArray[np.int8], w_dequant_scale: float) -> TernaryWeight:
@@ -145,12 +128,7 @@ class TernaryWeight(TernaryLinear):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out_features, in_features)"""
         return len(self.packed), self.in_features
-
-    @property
-    def nbytes(self) -> int:
-        return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def plain(self) -> TernaryWeight:
         return self
@@ -169,13 +147,7 @@ class DenseWeight(LinearWeight):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out_features, in_features)"""
-        rows, columns = self.stored.shape
-        return rows, columns
-
-    @property
-    def nbytes(self) -> int:
-        return self.stored.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return self.stored.shape[0], self.stored.shape[1]
 
     @property
     def dtype(self) -> np.dtype:
@@ -199,32 +171,17 @@ class DenseWeight(LinearWeight):
 
     def rows(self, index: Any, dtype: DTypeLike) -> NDArray:
         """Some rows of the matrix as floats.   index (n,) -> (n, K)"""
-        # Not take(), which refuses int64 where pointers have 32 bits: in Pyodide. A bfloat16 is the upper half of a
-        # float32; ml_dtypes takes rows slowly, and its cast crashes for want of memory.
-        if self.stored.dtype.name == "bfloat16":
-            x = (self.stored.view(np.uint16)[index].astype(np.uint32) << 16).view(np.float32)
-        else:
-            x = self.stored[index]
-        return x.astype(dtype, copy=False)
+        if self.stored.dtype.name != "bfloat16":
+            return self.stored[index].astype(dtype, copy=False)
+        # A bfloat16 is the upper half of a float32; ml_dtypes takes rows slowly, and its cast crashes without memory.
+        # Indexed, because take() refuses int64 in Pyodide.
+        bits = self.stored.view(np.uint16)[index].astype(np.uint32) << 16
+        return bits.view(np.float32).astype(dtype, copy=False)
 
 
-class BlockText(Protocol):
-    """One half of a block: (be, x, its layer, config, ...) -> x with the half's result added, (N, D)."""
-
-    def __call__(self, *args: Any) -> NDArray: ...
-
-
-FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")  # the linears of a block's second half
-# The names of a block's norms in a trace
-TRACE_NAMES = {"attn_norm": "ln1", "ffn_norm": "ln2", "attn_sub_norm": "attn.sub_norm", "ffn_sub_norm": "mlp.sub_norm"}
-
-
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One transformer block of LLaMA, or of BitNet b1.58, which has two more norms.
-
-    A layer of another family is a subclass with more fields, and may bring texts of its own for its two halves.
-    """
+    """One block of LLaMA, or of BitNet b1.58, which has two more norms. Other families have subclasses with more."""
 
     name: str  # "blocks.3"
     attn_norm: Norm  # (D,)
@@ -239,51 +196,37 @@ class LayerWeights:
     ffn_sub_norm: Norm | None  # (F,), BitNet's
     down_proj: LinearWeight  # (D, F)
 
-    attention_text: ClassVar[BlockText | None] = None  # None: `model.attention_block`
-    feed_forward_text: ClassVar[BlockText | None] = None  # None: `model.feed_forward`
+    attention_text: ClassVar[Any] = None  # the family's function in the place of `model.attention_block`
+    feed_forward_text: ClassVar[Any] = None  # the same of `model.feed_forward`
     trace_names: ClassVar[Mapping[str, str]] = TRACE_NAMES  # of its norms
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {', '.join(f'{name} {weight}' for name, weight in self.linears())}>"
-
-    def parts(self, kind: type) -> Iterator[tuple[str, Any]]:
-        """(field, value) of the fields that hold such an object."""
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(value, kind):
-                yield each.name, value
 
     def linears(self) -> Iterator[tuple[str, LinearWeight]]:
         """(name, weight) of each linear: "q_proj", ..."""
-        return self.parts(LinearWeight)
+        return ((name, part) for name, part in vars(self).items() if isinstance(part, LinearWeight))
 
     def norms(self) -> Iterator[tuple[str, Norm]]:
         """(name, norm) of the norms that this block has: "attn_norm", ..."""
-        return self.parts(Norm)
+        return ((name, part) for name, part in vars(self).items() if isinstance(part, Norm))
 
-    def map_linears(self, change: Callable[[str, LinearWeight], LinearWeight]) -> Self:
-        """The layer with each linear changed; `change` gets its name ("q_proj") and its weight."""
-        changed: dict[str, Any] = {name: change(name, weight) for name, weight in self.linears()}
-        return replace(self, **changed)
+    def map_linears(self, change: Callable[[LinearWeight], LinearWeight]) -> Self:
+        """The layer with each linear changed."""
+        return replace(self, **{name: change(weight) for name, weight in self.linears()})  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class ModelWeights:
     """All of a model. With tied embeddings `lm_head` *is* `embedding`, the same object."""
 
     embedding: LinearWeight  # (V, D), of a kind that has `rows`
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[LayerWeights, ...] = field(repr=False)
     final_norm: Norm  # (D,)
     lm_head: LinearWeight  # (V, D)
 
     def __post_init__(self) -> None:
         linears = [weight for layer in self.layers for _, weight in layer.linears()]
-        if any(weight.bit_linear for weight in linears) and any(map(_is_narrow, linears)):
+        narrow = any(isinstance(weight, DenseWeight) and not weight.wide for weight in linears)
+        if narrow and any(weight.bit_linear for weight in linears):  # dense among ternary: see the top of `layers`
             object.__setattr__(self, "layers", tuple(layer.map_linears(_widen_sums) for layer in self.layers))
-
-    def __repr__(self) -> str:
-        tied = "tied" if self.tied else repr(self.lm_head)
-        return f"<ModelWeights: embedding {self.embedding}, {len(self.layers)} layers, head {tied}>"
 
     @property
     def tied(self) -> bool:
@@ -296,46 +239,23 @@ class ModelWeights:
                 yield linear_name(index, name), weight
         yield "lm_head", self.lm_head
 
-    def norms(self) -> Iterator[Norm]:
-        """Every norm, those that linears have of their own among them."""
-        for layer in self.layers:
-            for _, norm in layer.norms():
-                yield norm
-        yield self.final_norm
-        for _, weight in self.linears():
-            if weight.norm is not None:
-                yield weight.norm
-
-    def map_linears(self, change: Callable[[LinearWeight], LinearWeight], embedding: bool = False) -> ModelWeights:
-        """The model with each linear changed. embedding: the table too, where it is not the head."""
-        layers = tuple(layer.map_linears(lambda _, weight: change(weight)) for layer in self.layers)
+    def map_linears(self, change: Callable[[LinearWeight], LinearWeight]) -> ModelWeights:
+        """The model with each linear and the embedding changed."""
         head = change(self.lm_head)
-        table = change(self.embedding) if embedding and not self.tied else self.embedding
-        return ModelWeights(head if self.tied else table, layers, self.final_norm, head)
+        embedding = head if self.tied else change(self.embedding)
+        return ModelWeights(embedding, tuple(each.map_linears(change) for each in self.layers), self.final_norm, head)
 
     @property
     def nbytes(self) -> int:
-        total = sum(weight.nbytes for _, weight in self.linears()) + self.final_norm.weight.nbytes
-        total += 0 if self.tied else self.embedding.nbytes
-        for layer in self.layers:
-            total += sum(norm.weight.nbytes for _, norm in layer.norms())
-        return total
+        matrices = [weight.nbytes for _, weight in self.linears()] + [0 if self.tied else self.embedding.nbytes]
+        norms = [norm.weight.nbytes for layer in self.layers for _, norm in layer.norms()]
+        return sum(matrices) + sum(norms) + self.final_norm.weight.nbytes
 
 
-def _is_narrow(weight: LinearWeight) -> bool:
-    return isinstance(weight, DenseWeight) and not weight.wide
-
-
-def _widen_sums(name: str, weight: LinearWeight) -> LinearWeight:
-    """A dense linear that stands among ternary ones is summed in float64."""
+def _widen_sums(weight: LinearWeight) -> LinearWeight:
     return replace(weight, wide=True) if isinstance(weight, DenseWeight) else weight
 
 
 def linear_name(layer: int, linear: str) -> str:
     """0, "q_proj" -> "blocks.0.attn.q_proj"."""
     return f"blocks.{layer}.{'mlp' if linear in FEED_FORWARD else 'attn'}.{linear}"
-
-
-def plain_weights(w: ModelWeights) -> ModelWeights:
-    """The same weights as the reference takes them, out of whatever layout a backend has given them."""
-    return w.map_linears(lambda weight: weight.plain(), embedding=True)

@@ -23,14 +23,14 @@ from ..backends.paged_cache import PagedKVCache
 from ..errors import ConfigError, ContextOverflow, GenerationError, QueueFull
 from ..generation.chat import default_reply_tokens
 from ..generation.generate import Generations, Prompt, Prompts, check_streamable, is_single, split_prompts
-from ..generation.params import LARGEST, LONGEST_S, Number, SamplingOptions, SamplingParams, expand_params
+from ..generation.params import SamplingOptions, SamplingParams, expand_params
 from ..generation.sequence import Request
-from .beams import BeamHandle, BeamText
+from ..system.options import LARGEST, LONGEST_S, Number
 from .engine_config import EngineConfig
 from .live import LiveView
 from .metrics import EngineMetrics
 from .records import RequestProgress, StepRecord
-from .tickets import RequestHandle, RequestStory, Ticket, check_process
+from .tickets import BeamText, RequestHandle, RequestStory, Ticket, check_process
 from .worker import Worker
 
 PRIORITY, TIMEOUT = Number(-LARGEST, whole=True), Number(0, LONGEST_S, above=True, optional=True)
@@ -108,8 +108,6 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
     ) -> RequestHandle:
         """wanted, choice: as of `Ticket`."""
         check_process(self._worker.process)
-        if params.num_beams > 1:
-            raise GenerationError("num_beams: beams have no text before the end; use the engine's generate")
         if not is_single(prompt):
             raise GenerationError("expected one prompt: a text or a list of token ids; generate takes many")
         priority, timeout_s = PRIORITY.read(priority, "priority"), TIMEOUT.read(timeout_s, "timeout_s")
@@ -149,6 +147,8 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         """`submit` for the n continuations of a prompt, each to read on its own: chunk by chunk, or as a result. They
         equal the list that `submit` gives."""
         sampling, handles = self.config.params(params), list[RequestHandle]()
+        if sampling.num_beams > 1:
+            raise GenerationError(f"num_beams: a stream is one continuation, got {sampling.num_beams}; use beams")
         with ExitStack() as stack:
             for choice in range(sampling.n):
                 handles.append(self._submit(prompt, priority, timeout_s, sampling, choice=choice))
@@ -161,11 +161,9 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         self, prompt: Prompt, *, priority: int = 0, timeout_s: float | None = None, **params: Unpack[SamplingOptions]
     ) -> list[BeamText]:
         """The n best texts of a search with `num_beams`, each to wait for; they equal those of `generate`."""
-        return self._search(prompt, priority, timeout_s, self.config.params(params)).texts()
-
-    def _search(self, prompt: Prompt, priority: int, timeout_s: float | None, sampling: SamplingParams) -> BeamHandle:
-        longest_s = self.config.request_timeout_s if timeout_s is None else timeout_s
-        return BeamHandle(Request(self.model, prompt, sampling), self.pick()._submit, priority, longest_s)
+        sampling = self.config.params(params)
+        handle = self._submit(prompt, priority, timeout_s, sampling)
+        return [BeamText(handle, index) for index in range(sampling.n)]
 
     @expand_params
     def chat(
@@ -212,20 +210,16 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
 
     def _submit_all(
         self, prompts: Sequence[Prompt], priority: int, timeout_s: float | None, params: SamplingOptions
-    ) -> Generator[RequestHandle | BeamHandle, None, None]:
+    ) -> Generator[RequestHandle, None, None]:
         """Submit the prompts, at most max_batch at a time. Yields each request in order for the caller to wait for."""
-        handles: list[RequestHandle | BeamHandle] = []
+        handles: list[RequestHandle] = []
         sampling, timeout_s = self.config.params(params), TIMEOUT.read(timeout_s, "timeout_s")
         try:
             for current in range(len(prompts)):
                 unfinished = sum(not handle.done for handle in handles[current:])
                 while len(handles) < len(prompts) and unfinished < self.config.max_batch:
                     try:
-                        prompt = prompts[len(handles)]
-                        if sampling.num_beams > 1:
-                            handles.append(self._search(prompt, priority, timeout_s, sampling))
-                        else:
-                            handles.append(self._submit(prompt, priority, timeout_s, sampling))
+                        handles.append(self._submit(prompts[len(handles)], priority, timeout_s, sampling))
                     except QueueFull:
                         if not unfinished:  # none of these requests will make room
                             raise

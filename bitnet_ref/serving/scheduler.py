@@ -10,7 +10,8 @@ Pages are taken when tokens need them, not reserved for the longest possible tex
 in the order gives its pages back and waits. Later it computes its tokens again, to the bit, by batch invariance. The
 first in the order is never stopped, so all finish.
 
-A sequence on hold, whose reader is behind, has no slot. It keeps its pages until any other sequence needs them.
+A sequence on hold, whose reader is behind, has no slot. It keeps its pages until any other sequence needs them. So does
+a beam that waits for the next tokens of the other beams of its search.
 
 With `speculate` a decoding sequence also verifies draft tokens in its step. Drafts get only what is left over: none
 while a sequence waits, the tokens of `max_batch_tokens` that prompts do not use, and pages beyond those that the
@@ -22,35 +23,35 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from ..generation.drafts import StepTimes
 from ..generation.greedy import choose_steps
 from ..generation.sequence import Continuation
+from ..generation.stepper import PlannedPiece, StepPlan
 from .pages import Lease, PagePool
 
 NO_SLOT = -1
-NO_DRAFT = np.empty(0, dtype=np.int64)
 LENT, MOST_LENT = 0.05, 4.0  # what drafts may cost sequences without one: share of their time; tokens in one step
 
 
-class Job:
-    """One sequence in the engine: its row, its rank in the order, and its pages and slot."""
+class Job(Continuation):
+    """A continuation in the engine: its request's `Ticket`, its rank in the order, its pages and slot."""
 
-    def __init__(
-        self, row: Continuation, arrival_s: float, number: tuple[int, int], priority: int = 0, ticket: Any = None
-    ) -> None:
-        """ticket: the engine's `Ticket` of its request."""
-        self.row, self.ticket, self.priority, self.arrival_s = row, ticket, priority, arrival_s
-        self.rank: tuple[float, tuple[int, int]] = (arrival_s, number)  # smaller goes first; set by `Scheduler.add`
-        self.lease: Lease | None = None
-        self.running = False
-        self.cached = 0  # tokens that the cache held when it was admitted
+    lease: Lease | None = None
+    running = False
+
+    def __init__(self, ticket: Any, choice: int, rank: tuple[float, tuple[int, int]], priority: int = 0) -> None:
+        """rank: (time of arrival, (number of the request, number of the row)): smaller goes first. `Scheduler.add`
+        changes it by the priority."""
+        super().__init__(ticket.request, NO_SLOT, choice, ticket.stats)
+        self.ticket, self.priority, self.rank, self.arrival_s = ticket, priority, rank, rank[0]
+
+    @property
+    def finished(self) -> bool:
+        return self.ticket.ended or super().finished
 
     @property
     def held(self) -> Lease:
@@ -61,38 +62,16 @@ class Job:
     def forget(self) -> None:
         """Leave the scheduler that it was in."""
         self.lease, self.running = None, False
-        self.row.slot, self.row.computed = NO_SLOT, 0
+        self.slot, self.computed = NO_SLOT, 0
 
     def __lt__(self, other: Job) -> bool:
         return self.rank < other.rank
 
-    @property
-    def behind(self) -> int:
-        """Tokens to compute before the next one can be chosen: 1 while decoding."""
-        return self.row.context_tokens - self.row.computed
-
-
-class PlannedPiece(NamedTuple):
-    """`tokens` tokens of a job from `start` on. `ends`: the next token can be chosen after them. `draft`: guesses to
-    verify in the same step."""
-
-    job: Job
-    slot: int
-    start: int
-    tokens: int
-    ends: bool
-    draft: NDArray[np.int64] = NO_DRAFT
-
 
 @dataclass
-class StepPlan:
-    """One step, or several in a row with the same pieces, each a token further: see `generation/greedy.py`.
+class PagedPlan(StepPlan[Job]):
+    """copies: (source page, target page), to copy first. stopped: jobs that lost their slot and pages."""
 
-    copies: (source page, target page), to copy first. stopped: jobs that lost their slot and pages.
-    """
-
-    pieces: list[PlannedPiece] = field(default_factory=list)
-    steps: int = 1
     copies: list[tuple[int, int]] = field(default_factory=list)
     stopped: list[Job] = field(default_factory=list)
 
@@ -107,6 +86,7 @@ class Scheduler:
         self.running: list[Job] = []  # both in the order of rank
         self.waiting: list[Job] = []
         self.held: dict[Job, None] = {}
+        self.parked: dict[Job, None] = {}  # beams that wait for those beside them
         self.stops = 0
         self.cached_tokens = self.asked_tokens = 0  # of admitted sequences: found in the cache, and all
         self._slots = list(range(max_batch))  # a heap: the lowest free slot is taken first
@@ -127,6 +107,23 @@ class Scheduler:
         self._take_out(job)
         self.held[job] = None
 
+    def park(self, job: Job) -> None:
+        """Let it compute nothing until it is removed, or added again: a beam that waits for those beside it."""
+        self._take_out(job)
+        self.parked[job] = None
+
+    def branch(self, jobs: Sequence[Job], parents: Sequence[int]) -> None:
+        """Let the first of these jobs go on from the pages of others. parents: the index of the other, for each."""
+        branches: list[tuple[Lease | None, int]] = []
+        for index in parents:
+            lease = jobs[index].lease if self.pool.complete else None
+            branches.append((None, 0) if lease is None else (lease.fork(), jobs[index].computed))
+        for job in jobs:
+            self.remove(job)
+        for job, (lease, computed) in zip(jobs, branches, strict=False):
+            job.lease, job.computed = lease, computed
+            self.add(job)
+
     def resume(self, job: Job) -> None:
         """Let a job on hold wait for its turn again. No effect on others."""
         if job in self.held:
@@ -138,18 +135,18 @@ class Scheduler:
         for job in list(self.running):
             self._pause(job)
             insort(self.waiting, job)
-        for job in (*self.waiting, *self.held):
+        for job in self._idle():
             self._close(job)
         self.pool, self.max_batch, self._slots = pool, max_batch, list(range(max_batch))
 
     def restart(self, job: Job) -> None:
         """Free the pages of a running job whose context has changed."""
         job.held.close()
-        job.row.computed = job.held.adopt(job.row.context)
+        job.computed = job.held.adopt(job.context)
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> PagedPlan:
         """The next step. It is empty only when there are no jobs."""
-        plan = StepPlan()
+        plan = PagedPlan()
         self._free_slot()
         self._admit(plan)
         shares = self._shares()
@@ -169,15 +166,15 @@ class Scheduler:
             self._pause(lowest)
             insort(self.waiting, lowest)
 
-    def _admit(self, plan: StepPlan) -> None:
+    def _admit(self, plan: PagedPlan) -> None:
         """Start waiting jobs in the order of rank, while there are slots, and pages for all their tokens."""
         while self.waiting and self._slots:
             job = self.waiting[0]
-            ids, is_new = job.row.context, job.lease is None
-            scores = job.row.to_score(0, len(ids)) > 0  # only tokens that it computes itself
+            ids, is_new = job.context, job.lease is None
+            scores = job.to_score(0, len(ids)) > 0  # only tokens that it computes itself
             lease = job.lease = job.lease or self.pool.open(ids, scores)
             if is_new:
-                job.row.computed = len(lease.pages) * self.pool.page_size
+                job.computed = len(lease.pages) * self.pool.page_size
             # Pages for its tokens and one more, besides those that running jobs need
             while self.running and self.pool.available < sum(map(_pages_needed, (*self.running, job))):
                 victim = self._less_important(job)
@@ -189,8 +186,8 @@ class Scheduler:
             self._take_out(job)
             if is_new:
                 self.asked_tokens += len(ids)
-                self._count_cached(job, job.row.computed)
-            job.row.slot, job.running = heapq.heappop(self._slots), True
+                self._count_cached(job, job.computed)
+            job.slot, job.running = heapq.heappop(self._slots), True
             lease.changed = True
             insort(self.running, job)
 
@@ -218,21 +215,19 @@ class Scheduler:
         for job in self.running:
             if job.behind == 1:
                 continue
-            row, lease = job.row, job.held
-            ids = row.context
-            computed = lease.adopt(ids, row.computed)
-            self._count_cached(job, computed - row.computed)
-            row.computed = computed
+            lease, ids = job.held, job.context
+            computed = lease.adopt(ids, job.computed)
+            self._count_cached(job, computed - job.computed)
+            job.computed = computed
             key = lease.next_key(ids, computed)
             if key is None or key not in planned:  # otherwise another job computes the same page in this step
                 planned.add(key)
                 prompts.append(job)
         return prompts
 
-    def _add_piece(self, job: Job, count: int, plan: StepPlan) -> None:
+    def _add_piece(self, job: Job, count: int, plan: PagedPlan) -> None:
         """Add the job's next tokens to the plan, if there are pages for them."""
-        row, lease = job.row, job.held
-        start = row.computed
+        lease, start = job.held, job.computed
         while (copies := lease.reserve(start, start + count)) is None:
             if (victim := self._last_after(job)) is not None:
                 self._stop(victim, plan)
@@ -242,18 +237,18 @@ class Scheduler:
             if count == 0:
                 return  # earlier jobs go on and will free pages
         plan.copies += copies
-        plan.pieces.append(PlannedPiece(job, row.slot, start, count, ends=start + count == row.context_tokens))
+        plan.pieces.append(PlannedPiece.of(job, count))
 
-    def _add_drafts(self, plan: StepPlan) -> None:
+    def _add_drafts(self, plan: PagedPlan) -> None:
         """Add draft tokens of decoding jobs to the plan, within the tokens and pages that are left."""
         self._lent = min(MOST_LENT, self._lent + LENT / self.times.share)
-        asking = [index for index, piece in enumerate(plan.pieces) if piece.job.row.may_guess]
+        asking = [index for index, piece in enumerate(plan.pieces) if piece.row.may_guess]
         if self.waiting or not asking:
             return
         drafts, room = {}, self.max_batch_tokens - sum(piece.tokens for piece in plan.pieces)
         for index in asking:
             piece = plan.pieces[index]
-            draft = piece.job.row.guess(min(room, piece.job.ticket.room - 1), self.times)
+            draft = piece.row.guess(min(room, piece.row.ticket.room - 1), self.times)
             if len(draft):
                 drafts[index], room = draft, room - len(draft)
         lends = len(drafts) < len(plan.pieces)
@@ -262,7 +257,7 @@ class Scheduler:
         spare = self.pool.available - sum(map(_pages_needed, self.running)) if drafts else 0
         for index, draft in drafts.items():
             piece, count = plan.pieces[index], len(draft)
-            lease = piece.job.held
+            lease = piece.row.held
             count, start = min(count, int(self._lent)) if lends else count, piece.start + piece.tokens
             while count and 0 < lease.missing(start, start + count) > spare:
                 count -= 1
@@ -273,20 +268,20 @@ class Scheduler:
             plan.pieces[index] = piece._replace(draft=draft[:count])
             self._lent -= count if lends else 0
 
-    def _add_steps(self, plan: StepPlan) -> None:
+    def _add_steps(self, plan: PagedPlan) -> None:
         """Let more steps follow in a row, if all of its jobs decode greedily, within pages and their readers' room.
 
         None with drafts, and none while a job waits that could start now.
         """
         if (self.waiting and self._slots) or any(len(piece.draft) or not piece.ends for piece in plan.pieces):
             return
-        jobs = [piece.job for piece in plan.pieces]
-        steps = choose_steps([job.row for job in jobs], self.step_s)
+        jobs = [piece.row for piece in plan.pieces]
+        steps = choose_steps(jobs, self.step_s)
         if steps < 2 or (steps := min(steps, *(job.ticket.room for job in jobs))) < 2:
             return
         missing, short = 0, []  # pages that leases are short of
         for job in jobs:
-            start, stop = job.row.computed, job.row.computed + min(steps, job.row.tokens_left)
+            start, stop = job.computed, job.computed + min(steps, job.tokens_left)
             if count := job.held.missing(start, stop):
                 missing += count
                 short.append((job.held, start, stop))
@@ -303,6 +298,7 @@ class Scheduler:
     def _idle(self) -> Iterator[Job]:
         """The jobs without a slot; those that give their pages first come first."""
         yield from self.held
+        yield from reversed(self.parked)
         yield from reversed(self.waiting)
 
     def _less_important(self, job: Job) -> Job | None:
@@ -311,7 +307,7 @@ class Scheduler:
         running = (other for other in reversed(self.running) if other.priority < job.priority and job < other)
         return next(waiting, None) or next(running, None)
 
-    def _stop(self, job: Job, plan: StepPlan) -> None:
+    def _stop(self, job: Job, plan: PagedPlan) -> None:
         """Take its pages and slot; it will compute its tokens again."""
         self.stops += 1
         if job.running:
@@ -326,22 +322,24 @@ class Scheduler:
             self._pause(job)
         elif job in self.held:
             del self.held[job]
+        elif job in self.parked:
+            del self.parked[job]
         elif (index := bisect_left(self.waiting, job)) < len(self.waiting) and self.waiting[index] is job:
             del self.waiting[index]
 
     def _pause(self, job: Job) -> None:
         del self.running[bisect_left(self.running, job)]
-        heapq.heappush(self._slots, job.row.slot)
-        job.row.slot, job.running = NO_SLOT, False
+        heapq.heappush(self._slots, job.slot)
+        job.slot, job.running = NO_SLOT, False
         if not self.pool.complete:
             self._close(job)
 
     def _close(self, job: Job) -> None:
         if job.lease is not None:
             job.lease.close()
-        job.lease, job.row.computed = None, 0
+        job.lease, job.computed = None, 0
 
 
 def _pages_needed(job: Job) -> int:
     """Pages that it has yet to take for its tokens and one more."""
-    return job.held.missing(job.row.computed, job.row.context_tokens + 1)
+    return job.held.missing(job.computed, job.context_tokens + 1)

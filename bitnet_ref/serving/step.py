@@ -9,10 +9,7 @@ never to the engine's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from traceback import walk_tb
 
 import numpy as np
@@ -23,161 +20,124 @@ from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import NO_PAGE, PagedKVCache
 from ..backends.run import TokenLogits
 from ..errors import DeviceError, GenerationError, NumericsError, describe_error
-from ..generation.generate import VerifiedDraft, accept_drafts, pieces_of_draft
-from ..generation.greedy import run_steps
-from ..generation.sequence import Piece, run_pieces
+from ..generation.search import BeamSearch
+from ..generation.stepper import Piece, PlannedPiece, Stepper, StepPlan, Work
 from .metrics import EngineMetrics
 from .pages import PagePool
 from .records import StepPart
-from .scheduler import Job, PlannedPiece, Scheduler, StepPlan
+from .scheduler import Job, PagedPlan, Scheduler
 from .tickets import Delivery, Ticket
 
 
-@dataclass
-class Stepper:
-    """Computes the steps. end: ends a request. deliveries: chunks for readers, to which a step adds its own.
+class PagedStepper(Stepper[Job]):
+    """Computes the steps of many requests over pages."""
 
-    recover: goes on with another backend after a DeviceError, with all sequences waiting; False if it cannot.
-    verified: the drafts of the last call of `run`, if each row took part in it with one token and drafts; else None.
-    """
-
-    model: LoadedModel
-    cache: PagedKVCache
-    pool: PagePool
-    scheduler: Scheduler
-    metrics: EngineMetrics
-    end: Callable[[Ticket, GenerationError | None, str], None]
-    recover: Callable[[DeviceError], bool]
-    deliveries: list[Delivery]
-    bell: NDArray[np.uint8]  # (1,): 1 ends several steps in a row after the present one
-    is_sound: bool = True  # whether a step has succeeded on this backend, or none has been tried
-    verified: list[VerifiedDraft] | None = None
-
-    def run(self, plan: StepPlan) -> list[list[PlannedPiece]]:
-        """Compute the pieces, and one more token for each row whose context is then complete.
-
-        -> the pieces of each step
-        """
-        self.verified = None
-        if plan.steps > 1 and (steps := self._run_steps(plan)):
-            self.verified = []
-            return steps
-        parts = {piece.job: self._parts(piece) for piece in plan.pieces}
-        self._compute([piece for piece in plan.pieces if not piece.job.ticket.ended], parts, plan.copies)
-        return [plan.pieces]
-
-    def _run_steps(self, plan: StepPlan) -> list[list[PlannedPiece]]:
-        """Several steps in a row; none where they must be computed one by one."""
-        self._place(plan.pieces, plan.copies)
-        plan.copies.clear()
-        rows, steps = [piece.job.row for piece in plan.pieces], list[list[PlannedPiece]]()
-        try:
-            computed = run_steps(self.model, self.cache, rows, plan.steps, self.bell)
-        except Exception:
-            return []  # a single step raises it again
-        for number, logits in enumerate(computed):
-            steps.append([])
-            for piece, token_logits in zip(plan.pieces, logits, strict=True):
-                if not (piece.job.row.finished or piece.job.ticket.ended):
-                    steps[-1].append(piece)
-                    self._note_computed(piece.job, piece.start + number, 1)
-                    self._accept(piece.job, token_logits)
-        return [pieces for pieces in steps if pieces]
-
-    def _compute(
+    def __init__(
         self,
-        pieces: Sequence[PlannedPiece],
-        parts: Mapping[Job, list[Piece]],
-        copies: Sequence[tuple[int, int]],
-    ) -> bool:
-        """Compute these pieces in one pass. False: all sequences were stopped.
+        model: LoadedModel,
+        cache: PagedKVCache,
+        pool: PagePool,
+        scheduler: Scheduler,
+        metrics: EngineMetrics,
+        end: Callable[[Ticket, GenerationError | None, str], None],
+        recover: Callable[[DeviceError], bool],
+        deliveries: list[Delivery],
+        bell: NDArray[np.uint8],
+    ) -> None:
+        """end: ends a request. deliveries: chunks for readers, to which a step adds its own.
+        recover: goes on with another backend after a DeviceError, with all sequences waiting; False if it cannot."""
+        super().__init__(model, cache, bell)
+        self.cache: PagedKVCache = cache
+        self.pool, self.scheduler, self.metrics = pool, scheduler, metrics
+        self.end, self.recover, self.deliveries = end, recover, deliveries
+        self.is_sound = True  # whether a step has succeeded on this backend, or none has been tried
+        self._copies: list[tuple[int, int]] = []  # pages to copy before the next pass, (source, target)
 
-        parts: of each job, as of `_parts`. copies: pages to copy first, (source, target).
-        """
-        if not pieces:
+    def run(self, plan: StepPlan[Job]) -> Iterator[list[PlannedPiece[Job]]]:
+        assert isinstance(plan, PagedPlan)
+        self._copies = plan.copies
+        return super().run(plan)
+
+    def prepare(self, pieces: Sequence[PlannedPiece[Job]]) -> None:
+        """Copy pages, and write those of each piece's sequence into the page table."""
+        cache = self.cache
+        cache.copy_pages([source for source, _ in self._copies], [target for _, target in self._copies])
+        self._copies = []
+        for piece in pieces:
+            lease = piece.row.held
+            if lease.changed:
+                cache.page_table[piece.slot, : len(lease.pages)] = lease.pages
+                cache.page_table[piece.slot, len(lease.pages) :] = NO_PAGE
+                lease.changed = False
+
+    def parts(self, piece: PlannedPiece[Job]) -> list[Piece]:
+        """Empty when the request's own rules fail, which ends it."""
+        ticket: Ticket = piece.row.ticket
+        try:
+            return super().parts(piece)
+        except BaseException as error:
+            self.end(ticket, _own_error(ticket, error), "error")
+            return []
+
+    def compute(self, work: Work[Job]) -> None:
+        self._compute([(piece, parts) for piece, parts in work if not piece.row.ticket.ended])
+
+    def _compute(self, work: Work[Job]) -> bool:
+        """Compute these pieces in one pass. False: all sequences were stopped."""
+        if not work:
             return True
         try:
-            logits = iter(self._forward(copies, pieces, parts))
+            logits = self.run_pass(work)
         except BaseException as error:
             if isinstance(error, DeviceError) and self.recover(error):
                 return False
-            if isinstance(error, NumericsError) and any(len(own) > 1 for own in parts.values()):  # perhaps of a guess
-                return self._compute(pieces, {job: own[:1] for job, own in parts.items()}, ())
-            of_ticket: dict[Ticket, list[PlannedPiece]] = {}
-            for piece in pieces:
-                of_ticket.setdefault(piece.job.ticket, []).append(piece)
+            if isinstance(error, NumericsError) and any(len(parts) > 1 for _, parts in work):  # perhaps of a guess
+                return self._compute([(piece, parts[:1]) for piece, parts in work])
+            of_ticket: dict[Ticket, list[tuple[PlannedPiece[Job], list[Piece]]]] = {}
+            for piece, parts in work:
+                of_ticket.setdefault(piece.row.ticket, []).append((piece, parts))
             if isinstance(error, NumericsError) and len(of_ticket) > 1:  # of the tokens of some request: of which?
-                return all(self._compute(own, parts, ()) for own in of_ticket.values())
+                return all(self._compute(own) for own in of_ticket.values())
             self._fail(list(of_ticket), error)
             return True
-        self.is_sound, verified = True, list[VerifiedDraft]()
-        for job, _, start, count, *_ in pieces:
-            self._note_computed(job, start, count)
-        for job in [piece.job for piece in pieces if piece.ends]:
-            self._accept(job, next(logits))
-            if draft := [int(part.ids[0]) for part in parts[job][1:]]:
-                right = self._accept_drafts(job, draft, [next(logits) for _ in draft])
-                verified.append(VerifiedDraft(job.row, len(draft), right))
-        if all(piece.ends and piece.tokens == 1 for piece in pieces):
-            self.verified = verified
+        self.is_sound = True
+        self.accept_all(work, logits)
         return True
 
-    def _parts(self, piece: PlannedPiece) -> list[Piece]:
-        """Its tokens and each guessed one, with the logits that the choices after them need.
+    def note_computed(self, row: Job, tokens: int) -> None:
+        is_page_full = row.computed // self.pool.page_size != tokens // self.pool.page_size
+        row.computed = tokens
+        if is_page_full:
+            row.held.commit(row.context, tokens)
 
-        Empty when the request's own rules fail, which ends it.
-        """
-        job, slot, start, count, ends, draft = piece
-        row = job.row
-        try:
-            parts = [Piece(row, slot, start, row.context[start : start + count], row.needs() if ends else None)]
-        except BaseException as error:
-            self.end(job.ticket, _own_error(job.ticket, error), "error")
-            return []
-        if len(draft):
-            with suppress(BaseException):  # they may fail on a text that will not come
-                parts += pieces_of_draft(row, start + count, draft)
-        return parts
-
-    def _forward(
-        self,
-        copies: Sequence[tuple[int, int]],
-        pieces: Sequence[PlannedPiece],
-        parts: Mapping[Job, list[Piece]],
-    ) -> list[TokenLogits]:
-        """Run the model on the pieces, with logits at the last tokens of those that end a context."""
-        self._place(pieces, copies)
-        return run_pieces(self.model, self.cache, [part for piece in pieces for part in parts[piece.job]])
-
-    def _place(self, pieces: Sequence[PlannedPiece], copies: Sequence[tuple[int, int]]) -> None:
-        """Copy pages, and write those of each piece's sequence into the page table."""
-        cache = self.cache
-        cache.copy_pages([source for source, _ in copies], [target for _, target in copies])
-        for job, slot, *_ in pieces:
-            lease = job.held
-            if lease.changed:
-                cache.page_table[slot, : len(lease.pages)] = lease.pages
-                cache.page_table[slot, len(lease.pages) :] = NO_PAGE
-                lease.changed = False
-
-    def _note_computed(self, job: Job, start: int, count: int) -> None:
-        """Its tokens from `start` on are in the cache."""
-        job.row.computed = start + count
-        if start // self.pool.page_size != (start + count) // self.pool.page_size:  # a page is full
-            job.held.commit(job.row.context, job.row.computed)
-
-    def _accept(self, job: Job, logits: TokenLogits) -> None:
-        ticket: Ticket = job.ticket
-        row = job.row
+    def accept(self, row: Job, logits: TokenLogits) -> None:
+        ticket: Ticket = row.ticket
         if ticket.ended:  # by an error of another of its n rows
             return
-        if not row.chunks and job is ticket.jobs[0]:
+        if row.search is not None:
+            self._accept_beam(row, row.search, logits)
+            return
+        if not row.chunks and row is ticket.rows[0]:
             self._fork(ticket)
         try:
-            chunk = row.accept(logits, ticket.stats)
+            chunk = row.accept(logits)
         except BaseException as error:
             self.end(ticket, _own_error(ticket, error), "error")
             return
+        self._note_token(ticket)
+        if len(row.chunks) > 1:
+            ticket.stats.decode_tokens += 1
+        if ticket.streams:
+            self.deliveries.append((ticket, chunk))
+        if row.computed == 0:  # `overflow` dropped tokens
+            self.scheduler.restart(row)
+        if chunk.finish_reason is not None:
+            self.scheduler.remove(row)
+            if all(each.finished for each in ticket.rows):
+                self.end(ticket, None, chunk.finish_reason)
+
+    def _note_token(self, ticket: Ticket) -> None:
+        """Note the time of a new token."""
         now = time.perf_counter()
         if ticket.first_token_s is None:
             assert ticket.start_s is not None
@@ -186,43 +146,47 @@ class Stepper:
             self.metrics.observe("time_to_first_token_seconds", now - ticket.arrival_s)
         elif ticket.streams:
             self.metrics.observe("inter_token_latency_seconds", now - ticket.last_token_s)
-        if len(row.chunks) > 1:
-            ticket.stats.decode_tokens += 1
         ticket.last_token_s = now
         ticket.stats.decode_s = now - ticket.first_token_s
-        if ticket.streams:
-            self.deliveries.append((ticket, chunk))
-        if row.computed == 0:  # `overflow` dropped tokens
-            self.scheduler.restart(job)
-        if chunk.finish_reason is not None:
-            self.scheduler.remove(job)
-            if all(each.finished for each in ticket.rows):
-                self.end(ticket, None, chunk.finish_reason)
 
-    def _accept_drafts(self, job: Job, draft: Sequence[int], logits: Sequence[TokenLogits]) -> int:
-        """Go on after each guess that is right, and return the pages of the others.   -> how many are right
+    def _accept_beam(self, row: Job, search: BeamSearch, logits: TokenLogits) -> None:
+        """Take the logits of a beam. The last one of its search moves all of them on."""
+        ticket: Ticket = row.ticket
+        try:
+            parents = search.accept(row, logits)
+        except BaseException as error:
+            self.end(ticket, _own_error(ticket, error), "error")
+            return
+        if parents is None:
+            self.scheduler.park(row)
+            return
+        self._note_token(ticket)
+        if parents:
+            self.scheduler.branch(ticket.rows, parents)
+        else:
+            self.end(ticket, None, search.results[0].finish_reason if search.results else "length")
 
-        logits: after each guess.
-        """
-        row = job.row
-        chunks = accept_drafts(row, draft, logits, job.ticket.stats, partial(self._accept, job))
+    def accept_drafts(self, row: Job, draft: Sequence[int], logits: Sequence[TokenLogits]) -> int:
+        """Also returns the pages of the wrong guesses."""
+        before = len(row.chunks)
+        right = super().accept_drafts(row, draft, logits)
         self.metrics.add("spec_decode_num_draft_tokens", len(draft))
         for name in ("spec_decode_num_accepted_tokens", "generation_tokens"):
-            self.metrics.add(name, len(chunks))
-        if job.lease is not None:  # it goes on
-            job.lease.commit(row.context, row.computed)
-            job.lease.trim(row.context_tokens)
-        return len(chunks)
+            self.metrics.add(name, len(row.chunks) - before)
+        if row.lease is not None:  # it goes on
+            row.lease.commit(row.context, row.computed)
+            row.lease.trim(row.context_tokens)
+        return right
 
     def _fork(self, ticket: Ticket) -> None:
         """Start the other n - 1 rows from the pages of the computed prompt. They compute its last token again, for its
         logits."""
-        lease = ticket.jobs[0].held
-        for job in ticket.jobs[1:]:
+        lease = ticket.rows[0].held
+        for row in ticket.rows[1:]:
             if self.pool.complete:
-                job.lease = lease.fork()
-                job.row.computed = job.row.context_tokens - 1
-            self.scheduler.add(job)
+                row.lease = lease.fork()
+                row.computed = row.context_tokens - 1
+            self.scheduler.add(row)
 
     def _fail(self, tickets: Sequence[Ticket], error: BaseException) -> None:
         """End all requests of a pass in which the model raised."""
@@ -236,11 +200,11 @@ class Stepper:
             self.end(ticket, wrap(message, error), "error")
 
 
-def part_of(piece: PlannedPiece) -> StepPart:
+def part_of(piece: PlannedPiece[Job]) -> StepPart:
     """The timeline's entry for a computed piece."""
-    decodes = piece.tokens == 1 and len(piece.job.row.chunks) > 1  # the newest chunk is of this step
+    decodes = piece.tokens == 1 and piece.row.new_tokens > 1  # the newest token is of this step
     tokens = piece.tokens + len(piece.draft)
-    return StepPart(piece.job.ticket.number, piece.slot, "decode" if decodes else "prefill", tokens)
+    return StepPart(piece.row.ticket.number, piece.slot, "decode" if decodes else "prefill", tokens)
 
 
 def _own_error(ticket: Ticket, error: BaseException) -> GenerationError:

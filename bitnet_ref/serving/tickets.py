@@ -11,14 +11,15 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from ..errors import EngineClosed, GenerationError
-from ..generation.params import LARGEST, LONGEST_S, Number
 from ..generation.results import Generation, GenerationStats, StreamChunk
-from ..generation.sequence import Continuation, Request
+from ..generation.search import BeamSearch
+from ..generation.sequence import Request
+from ..system.options import LARGEST, LONGEST_S, Number
 from .records import RequestProgress
 from .scheduler import Job
 
@@ -118,28 +119,34 @@ class Ticket:
         max_unread: int,
         choice: int | None = None,
     ) -> None:
-        """choice: which one of the request's n continuations this ticket is for; None: all of them."""
+        """choice: which one of the request's n continuations this ticket is for; None: all of them, or all beams."""
         self.number, self.request, self.timeout_s, self.max_unread = number, request, timeout_s, max_unread
         self.arrival_s = time.perf_counter()
         self.deadline_s = None if timeout_s is None else self.arrival_s + timeout_s
-        choices = range(request.params.n) if choice is None else (choice,)
-        self.rows = [Continuation(request, slot=-1, choice=each) for each in choices]
+        self.choice, beams = choice, request.params.num_beams
+        choices = range(max(request.params.n, beams)) if choice is None else (choice,)
+        self.stats, self.ended = GenerationStats(backend), False
+        ranks = [(self.arrival_s, (number, index)) for index in range(len(choices))]
+        self.rows = [Job(self, choice, rank, priority) for choice, rank in zip(choices, ranks, strict=True)]
+        self.search = BeamSearch(self.rows) if beams > 1 else None
         self.rows[0].scores = request.params.prompt_logprobs is not None
-        seen = self.rows[0].context_tokens
-        self.stats = GenerationStats(backend, prompt_tokens=seen, dropped_tokens=len(request.given) - seen)
-        self.jobs = [
-            Job(row, self.arrival_s, (number, index), priority, ticket=self) for index, row in enumerate(self.rows)
-        ]
+        self.stats.prompt_tokens = self.rows[0].context_tokens
+        self.stats.dropped_tokens = len(request.given) - self.stats.prompt_tokens
         self.outbox = Outbox()
         self.start_s: float | None = None
         self.first_token_s: float | None = None
-        self.last_token_s, self.submitted, self.ended = 0.0, False, False
+        self.last_token_s, self.submitted = 0.0, False
         self.wanted: str | None = None  # "chunks" or "all", once a reader has shown which
         self.held = False  # its reader is behind
 
     @property
     def streams(self) -> bool:
         return len(self.rows) == 1
+
+    def result(self) -> Any:
+        """A `Generation`, or a list of them with n > 1."""
+        results = self.search.results if self.search is not None else [row.result() for row in self.rows]
+        return results if self.request.params.n > 1 and self.choice is None else results[0]
 
     @property
     def room(self) -> int:
@@ -167,11 +174,11 @@ class Ticket:
 
     def story(self, reason: str | None = None, end_s: float | None = None) -> RequestStory:
         """Its story until now, or until its end for this reason; any thread may ask."""
-        stats, leases = self.stats, [job.lease for job in self.jobs]
+        stats, leases = self.stats, [row.lease for row in self.rows]
         return RequestStory(
             request_id=self.number,
             state=reason or self.state_name,
-            priority=self.jobs[0].priority,
+            priority=self.rows[0].priority,
             arrival_s=self.arrival_s,
             start_s=self.start_s,
             first_token_s=self.first_token_s,
@@ -349,16 +356,17 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
             raise self._outbox.error
         self._closed = True
 
-    def _result(self) -> Generation | list[Generation]:
+    def _result(self) -> Any:
         if self._outbox.error is not None:
             raise self._outbox.error
-        results = [row.result(self.stats) for row in self._ticket.rows]
-        return results[0] if self._ticket.streams else results
+        return self._ticket.result()
 
     def _check_readable(self) -> None:
         check_process(self._process, SUBJECT)
         if not self._ticket.streams:
-            raise GenerationError(f"n: a stream is one continuation, got {len(self._ticket.rows)}; use result()")
+            name = "n" if self._ticket.search is None else "num_beams"
+            message = f"a stream is one continuation, got {len(self._ticket.rows)}; use result()"
+            raise GenerationError(message, field=name)
         self._ticket.wanted = self._ticket.wanted or "chunks"
 
     def _want_all(self) -> None:
@@ -372,6 +380,33 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     def _let_go_on(self) -> None:
         if self._ticket.held and self._ticket.has_caught_up:
             self._driver.resume(self._ticket)
+
+
+class BeamText:
+    """One of the `n` texts of a search by beams, with what the server reads of a `RequestHandle`."""
+
+    prompt_logprobs = None
+
+    def __init__(self, handle: RequestHandle, index: int) -> None:
+        """handle: of the search."""
+        self._handle, self._index = handle, index
+        self.close, self.prompt_token_ids, self.echo = handle.close, handle.prompt_token_ids, handle.echo
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Of the whole search, but with this text's tokens; at its end."""
+        return replace(self._handle.stats, generated_tokens=len(self.result().token_ids))
+
+    def result(self) -> Generation:
+        """Wait for the end of the search."""
+        return self._pick(self._handle.result())
+
+    async def aresult(self) -> Generation:
+        """`result`, for asyncio."""
+        return self._pick(await self._handle.aresult())
+
+    def _pick(self, results: Generation | list[Generation]) -> Generation:
+        return results[self._index] if isinstance(results, list) else results
 
 
 def check_process(process: int, subject: str = "this engine belongs") -> None:

@@ -29,13 +29,13 @@ from ..errors import (
     RequestTimeout,
     describe_error,
 )
-from ..generation.generate import learn_drafts
+from ..generation.stepper import PlannedPiece
 from .cache_memory import new_cache, new_pool
 from .engine_config import EngineConfig
 from .metrics import EngineMetrics
 from .records import RequestProgress, StepPart, StepRecord
-from .scheduler import PlannedPiece, Scheduler, StepPlan
-from .step import Stepper, part_of, wrap
+from .scheduler import Job, PagedPlan, Scheduler
+from .step import PagedStepper, part_of, wrap
 from .tickets import Delivery, RequestStory, Ticket, check_process, wake_readers
 
 ENDED_STORIES = 64
@@ -73,7 +73,7 @@ class Worker:
         self._deadlines: list[tuple[float, int]] = []  # (time, number of the request)
         self._deliveries: list[Delivery] = []
         end, recover = self._end, self._recover
-        self._stepper = Stepper(
+        self._stepper = PagedStepper(
             *(model, cache, self.pool, self._scheduler, self.metrics, end, recover, self._deliveries, self._has_rung)
         )
 
@@ -223,7 +223,7 @@ class Worker:
             self._in_queue, self._rows_in_queue = len(fresh), sum(len(ticket.rows) for ticket in fresh)
         self._deliveries.clear()
         for ticket in fresh:
-            ticket.jobs[0].forget()
+            ticket.rows[0].forget()
             self._admit(ticket)
         for ticket in dict.fromkeys((*alive, *undelivered)):
             if ticket.number not in self._alive:
@@ -254,7 +254,7 @@ class Worker:
         return True
 
     def _admit(self, ticket: Ticket) -> None:
-        self._scheduler.add(ticket.jobs[0])
+        self._scheduler.add(ticket.rows[0])
         if ticket.deadline_s is not None:
             heapq.heappush(self._deadlines, (ticket.deadline_s, ticket.number))
 
@@ -286,14 +286,14 @@ class Worker:
 
     def _hold(self, ticket: Ticket) -> None:
         """Let it compute nothing until its reader catches up."""
-        self._scheduler.hold(ticket.jobs[0])
+        self._scheduler.hold(ticket.rows[0])
         ticket.held = True
         if ticket.has_caught_up:  # just now, so that the reader may not have seen that it is held
             self._release(ticket)
 
     def _release(self, ticket: Ticket) -> None:
         ticket.held = False
-        self._scheduler.resume(ticket.jobs[0])
+        self._scheduler.resume(ticket.rows[0])
 
     def _run_step(self) -> None:
         while self._to_cancel:
@@ -307,20 +307,15 @@ class Worker:
         if plan.pieces:
             start = time.perf_counter()
             self._note_starts(plan, start)
-            computed = self._stepper.run(plan)
+            computed = list(self._stepper.run(plan))
             steps = len(computed)
             self._record(computed, start)
         elif jobs := len(self._scheduler.running) + len(self._scheduler.waiting):
             raise RuntimeError(f"none of {jobs} sequences can run")
         self._deliver()
         if steps:
-            self._learn_drafts(plan, (time.perf_counter() - begin) / steps)
-
-    def _learn_drafts(self, plan: StepPlan, step_s: float) -> None:
-        """Learn what drafts cost, from the time of a whole step: the pass, and Python before and after it."""
-        verified = self._stepper.verified
-        if verified is not None and any(piece.job.row.drafts is not None for piece in plan.pieces):
-            learn_drafts(self._scheduler.times, len(plan.pieces), verified, step_s)
+            # From the time of a whole step: the pass, and Python before and after it.
+            self._stepper.learn_drafts(plan, self._scheduler.times, (time.perf_counter() - begin) / steps)
 
     def _drop_stale_deadlines(self) -> None:
         """Of requests that have ended: those on top, and all of them when they are many."""
@@ -342,9 +337,9 @@ class Worker:
                 )
                 self._end(ticket, error, "timeout")
 
-    def _note_starts(self, plan: StepPlan, now: float) -> None:
+    def _note_starts(self, plan: PagedPlan, now: float) -> None:
         for piece in plan.pieces:
-            ticket: Ticket = piece.job.ticket
+            ticket: Ticket = piece.row.ticket
             if ticket.start_s is None:
                 ticket.start_s = now
                 with self._lock:
@@ -352,14 +347,14 @@ class Worker:
                     self._rows_in_queue -= len(ticket.rows)
                 self.metrics.add("prompt_tokens", ticket.stats.prompt_tokens)
                 self.metrics.observe("request_queue_time_seconds", now - ticket.arrival_s)
-                ticket.stats.cached_tokens = piece.job.cached
+                ticket.stats.cached_tokens = piece.row.cached
 
     def _end(self, ticket: Ticket, error: GenerationError | None, reason: str) -> None:
         """Free what the request holds and tell its reader. No effect on one that has ended."""
         if ticket.ended:
             return
-        for job in ticket.jobs:
-            self._scheduler.remove(job)
+        for row in ticket.rows:
+            self._scheduler.remove(row)
         ticket.outbox.error = error
         self._deliveries.append((ticket, None))
         ticket.ended = True
@@ -418,7 +413,7 @@ class Worker:
         for ticket in alive:
             ticket.stats.backend = model.backend.name
             has_room = ticket.request.capacity <= cache.capacity
-            if not has_room or not (is_same or ticket.stats.generated_tokens == 0):
+            if not has_room or not (is_same or ticket.rows[0].new_tokens == 0):
                 why = "has no room for it" if not has_room else "would go on with other rounding"
                 message = f"request {ticket.number} ended when the device failed: backend {model.backend.name} {why}"
                 self._end(ticket, wrap(message, error), "error")
@@ -435,7 +430,7 @@ class Worker:
         wake_readers([ticket.outbox for ticket, _ in self._deliveries])
         self._deliveries.clear()
 
-    def _record(self, steps: Sequence[list[PlannedPiece]], start: float) -> None:
+    def _record(self, steps: Sequence[list[PlannedPiece[Job]]], start: float) -> None:
         """Note the steps, each by its pieces, that have been computed since `start`."""
         seconds, metrics, scheduler = (time.perf_counter() - start) / len(steps), self.metrics, self._scheduler
         scheduler.step_s, parts = seconds, tuple[StepPart, ...]()
@@ -447,7 +442,7 @@ class Worker:
             metrics.add("generation_tokens", sum(piece.ends for piece in pieces))
             number = metrics.counters["engine_steps"]
             if log.isEnabledFor(logging.DEBUG):
-                tokens = [(piece.job.ticket.number, piece.tokens) for piece in pieces]
+                tokens = [(piece.row.ticket.number, piece.tokens) for piece in pieces]
                 log.debug("step %d, %.4f s: requests and tokens %s; %d wait", number, seconds, tokens, self._in_queue)
             if self.config.timeline_steps:
                 if len(parts) != len(pieces):  # of steps in a row, each has the pieces of the one before, or fewer

@@ -1,1 +1,1 @@
-"""Threads, memory, file locks, atomic files, JSON: what the operating system gives. May import `errors`."""
+"""Threads, memory, file locks, atomic files, JSON, and how options are declared. May import `errors`."""

@@ -18,6 +18,8 @@ AnyFileError = TypeVar("AnyFileError", ConfigError, FormatError, TokenizerError)
 OnDuplicate = Callable[[str, Any, Any], None]  # (key, first value, last value)
 
 _BLOCK_BYTES = 1 << 16
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_MAX_POINTER_BYTES = 1024  # by Git LFS's specification
 MAX_VALUES = 1 << 22  # a tokenizer.json of 260,000 tokens and 510,000 merges has 2 million
 
 
@@ -44,6 +46,7 @@ def open_regular(
         file = os.open(target, _FLAGS | no_link)
         try:
             _check_regular(os.fstat(file).st_mode, error, path)  # it may have been replaced
+            _check_content(file, error, path)
             return FileIO(file, "rb")
         except BaseException:
             os.close(file)
@@ -59,12 +62,24 @@ def _check_regular(mode: int, error: type[AnyFileError], path: Path) -> None:
         raise error(f"is not a regular file{', but a directory' if stat.S_ISDIR(mode) else ''}", path=path)
 
 
+def _check_content(file: int, error: type[AnyFileError], path: Path) -> None:
+    """Raise `error` for what Git leaves in the place of a large file that was not fetched."""
+    if os.fstat(file).st_size < _MAX_POINTER_BYTES:
+        start = os.read(file, len(_LFS_POINTER))
+        os.lseek(file, 0, os.SEEK_SET)
+        if start == _LFS_POINTER:
+            raise error("is a Git LFS pointer, not the file itself: fetch that with git lfs pull", path=path)
+
+
 def stays_inside(folder: Path, file: Path) -> bool:
-    """Whether a link leads to a file of the folder itself, or to the hub cache's blobs beside its snapshots."""
+    """Whether a link leads to a file of the folder itself, or to the hub cache's blobs: those beside its snapshots, or
+    those that its repositories share."""
     real, home = Path(os.path.realpath(file)), Path(os.path.realpath(folder))  # not resolve(): links may be in a loop
     if real.parent == home:
         return True
-    return home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
+    repository = home.parent.parent
+    shared = repository.parent / "blobs" / real.name[:2]
+    return home.parent.name == "snapshots" and real.parent in (repository / "blobs", shared)
 
 
 def is_present(path: Path) -> bool:

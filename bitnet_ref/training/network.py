@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError
+from ..families import differences_from_llama
 from ..formats.checkpoint import has_bias, is_ternary, linear_shape, norm_sizes
 from ..formats.names import hf_module
-from ..reference import layers
 from ..reference.config import ModelConfig
 from ..reference.weights import linear_name
 from . import ops
@@ -31,7 +31,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (QKV, OUTPUT, GATE_UP, DOWN)  # linears of
 
 def master_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Hub name -> shape of every master of a model. ConfigError for a model with what training has no gradient of."""
-    if unknown := [name for name in config.extras if name not in ("o_proj_bias", "qk_norms")]:
+    if unknown := [name for name in differences_from_llama(config) if name not in ("o_proj_bias", "qk_norms")]:
         raise ConfigError("training has no gradient of it", field=unknown[0])
     shapes: dict[str, tuple[int, ...]] = {"embedding": linear_shape(config, "embedding")}
     if not config.tie_word_embeddings:
@@ -165,7 +165,7 @@ class TrainingNetwork:
         config = self.config
         table = self.masters[EMBEDDING]
         x = table[np.asarray(tokens, like=table)]
-        tables = layers.rope_tables(np.arange(len(tokens)), config.rope, config.head_dim, x.dtype.type)
+        tables = config.rope.tables(np.arange(len(tokens)), config.head_dim, x.dtype)
         rope = np.asarray(tables[0], like=x), np.asarray(tables[1], like=x)
         passes: list[Backward] = []
         for layer in range(config.num_hidden_layers):

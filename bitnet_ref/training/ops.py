@@ -234,7 +234,7 @@ rope = layers.apply_rope
 
 
 def rope_backward(dy: NDArray, cos: NDArray, sin: NDArray) -> Gradient:
-    """A rotation's gradient is turned back by the same angle.   dy (T, H, d) -> like dy"""
+    """The gradient of RoPE: turned back by the same angles.   dy (T, H, d) -> like dy"""
     return layers.apply_rope(dy, cos, -sin)
 
 

@@ -19,6 +19,7 @@ from ..backends import available_backends, choose_cpu
 from ..backends.backend import blas_threads
 from ..backends.cuda import open_device
 from ..errors import BackendUnavailable, ConfigError, NumericsError, ShapeError
+from ..formats.checkpoint import scale_convention
 from ..formats.hf.config import read_hf_config
 from ..formats.hf.folder import SINGLE_FILE, HfCheckpoint
 from ..formats.hf.writer import hf_config_json
@@ -106,7 +107,7 @@ class Trainer:
         """
         path = Path(folder)
         config = read_hf_config(path / "config.json")
-        if config.quantization is not None and config.quantization.scale_convention != "absmean":
+        if scale_convention(config.quantization) not in (None, "absmean"):
             message = "its linears are packed; training needs float masters (linear_class autobitlinear, mode online)"
             raise ConfigError(message, path=path / "config.json", field="quantization_config")
         with HfCheckpoint(path, config=config) as checkpoint:

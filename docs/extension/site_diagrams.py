@@ -1,5 +1,5 @@
 """Pictures made from the code: the rooms of the package with their imports, a token's way through a layer, and the bars
-of docs/speed.json, which `bitnet-ref bench report` wrote.
+of docs/speed.json, which scripts/benchmarks/report.py wrote.
 
 SVG that stands in the page, in the page's own colours, light or dark.
 """
@@ -8,15 +8,17 @@ import ast
 import importlib
 import inspect
 import json
+import sys
 import textwrap
 from functools import cache
 from html import escape
 from pathlib import Path
 
 import bitnet_ref
-from bitnet_ref.benchmark.report import BenchReport, draw_bars
 
 PACKAGE = Path(bitnet_ref.__file__).parent
+sys.path.append(str(PACKAGE.parent / "scripts" / "benchmarks"))
+report = importlib.import_module("report")
 IMPORT_TESTS = PACKAGE.parent / "tests" / "test_imports.py"
 COLOURS = {"int8": "#d97706", "int32": "#dc2626", "float32": "var(--color-foreground-secondary, #555)"}
 
@@ -185,10 +187,10 @@ def draw_layer():
 def draw(app):
     folder = Path(app.srcdir) / "generated"
     folder.mkdir(exist_ok=True)
-    report = BenchReport.of(json.loads((Path(app.srcdir) / "speed.json").read_text()))
+    measured = report.BenchReport.of(json.loads((Path(app.srcdir) / "speed.json").read_text()))
     pictures = {"house": draw_house(), "layer": draw_layer()}
     for part in ("decode", "prompt"):
-        pictures[f"speed_{part}"] = f'<div class="diagram">{draw_bars(report, part)}</div>\n'
+        pictures[f"speed_{part}"] = f'<div class="diagram">{report.draw_bars(measured, part)}</div>\n'
     for name, content in pictures.items():
         path = folder / f"{name}.svg"
         if not path.is_file() or path.read_text() != content:  # Sphinx reads the page again only after a change

@@ -1,9 +1,9 @@
 """The package's docstrings, which are plain text with `names` in backticks, as the reStructuredText of autodoc."""
 
-import inspect
 import re
 
 from bitnet_ref import SamplingParams
+from bitnet_ref.system.options import explain_options
 
 ITEM = re.compile(r"(?P<names>[a-z_]\w*(?:, [a-z_]\w*)*): (?P<text>.*)")
 TABLE = re.compile(r"\S {3,}\S")
@@ -76,7 +76,7 @@ def process_docstring(app, what, name, obj, options, lines):
         lines[:] = [inline(" ".join(lines[: lines.index("")]).partition(" May import")[0]), ""]
         return
     if what in ("function", "method"):
-        explanation = (inspect.getdoc(SamplingParams) or "").partition("\n\n")[2]
+        explanation = explain_options(SamplingParams)
         lines[:] = "\n".join(lines).replace(explanation, "params: those of `SamplingParams`.").split("\n")
     lines[:] = convert(lines)
 

@@ -21,14 +21,15 @@ from bitnet_ref.backends import Backend, choose_backend, cuda
 from bitnet_ref.backends.cuda import cupy_device, footprint
 from bitnet_ref.backends.cuda.backend import CupyBackend
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
+from bitnet_ref.backends.options import DeviceOptions
 from bitnet_ref.backends.paged_cache import CacheSpec
-from bitnet_ref.backends.placement import Costs, Placement, divide_layers
+from bitnet_ref.backends.placement import Costs, divide_layers
 from bitnet_ref.backends.split import LayerRun, SplitBackend, SplitKVCache
 from bitnet_ref.benchmark import synthetic_model
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval.tolerances import LOGITS_FLOOR
 from bitnet_ref.errors import BackendUnavailable, ConfigError, DeviceError, NumericsError, OutOfMemory, ShapeError
-from bitnet_ref.formats.checkpoint import ReadOptions, element_bytes, read_weights
+from bitnet_ref.formats.checkpoint import LoadOptions, element_bytes, read_weights
 from bitnet_ref.formats.open import find_model, open_checkpoint
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.weights import Norm
@@ -55,7 +56,7 @@ def split(path, *names_and_stops):
         parts.append(LayerRun(backend(name, cards), first, stop))
         first, cards = stop, cards + (name == "cupy")
     be = SplitBackend(parts)
-    with open_checkpoint(path, ReadOptions()) as checkpoint:
+    with open_checkpoint(path, LoadOptions()) as checkpoint:
         weights = read_weights(checkpoint, None, be.prepare_for)
         return bitnet_ref.Model(checkpoint.config, be.prepare_model(weights, checkpoint.config), be, path)
 
@@ -68,8 +69,8 @@ def deep(tmp_path_factory):
 
 def limit_for(path, layers, with_head=True, cards=1, **options):
     """The least memory of a card in which so many layers fit by the plan, and a little."""
-    with open_checkpoint(path, ReadOptions()) as checkpoint:
-        tokens = Placement(**options).tokens(checkpoint.config)
+    with open_checkpoint(path, LoadOptions()) as checkpoint:
+        tokens = DeviceOptions(**options).tokens(checkpoint.config)
         costs = Costs.of(checkpoint.config, element_bytes(checkpoint), CupyBackend(), None, tokens)
     be = CupyBackend()
     used = be.ws.device.memory().used
@@ -291,7 +292,7 @@ def test_the_plan_knows_what_a_card_will_hold(case, dtype):
     path = GOLDEN / case if case != "storyteller" else find_model(case)
     be = CupyBackend(dtype)
     before = be.ws.device.memory().used
-    with open_checkpoint(path, ReadOptions()) as checkpoint:
+    with open_checkpoint(path, LoadOptions()) as checkpoint:
         config = checkpoint.config
         costs = Costs.of(checkpoint.config, element_bytes(checkpoint), be, None, 256)
         w = be.prepare_model(read_weights(checkpoint, None, be.prepare_for), checkpoint.config)

@@ -12,8 +12,7 @@ from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.backends.cpu.extension import simd_variants, why_unavailable
 from bitnet_ref.backends.cpu.weights import PanelWeight
 from bitnet_ref.benchmark.models import measure_model
-from bitnet_ref.benchmark.synthetic import SHAPES, synthetic_model
-from bitnet_ref.errors import BackendUnavailable, ConfigError, NumericsError
+from bitnet_ref.errors import BackendUnavailable, NumericsError
 from bitnet_ref.reference.weights import TernaryLinear, TernaryWeight
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
@@ -163,15 +162,3 @@ def test_a_profile_and_a_benchmark_say_what_was_left_out():
     of_all = sum(math.prod(w.shape) for _, w in story.weights.linears() if isinstance(w, TernaryLinear))
     assert 0.4 * of_all < bench.ternary_multiply_adds < 0.9 * of_all
     assert all(0.3 < share < 1 for share in (*bench.skipped.values(), *bench.not_multiplied.values()))
-
-
-def test_a_synthetic_model_has_the_zeros_that_are_asked_for():
-    shape = replace(SHAPES["2b-4t"], vocab_size=300, hidden_size=1024, intermediate_size=1536)
-    shape = replace(shape, num_attention_heads=8, num_key_value_heads=4)
-    made = synthetic_model(shape, Backend(), layers=3, gate_zeros=0.8)
-    gates = made.run_with_cache([5, 7, 11, 200], "*.mlp.hook_pre")[1]
-    assert len(gates) == 3
-    for name, gate in gates.items():
-        assert 0.77 < (gate <= 0).mean() < 0.83, name
-    with pytest.raises(ConfigError, match="a shape with relu2"):
-        synthetic_model(SHAPES["700m"], Backend(), gate_zeros=0.8)

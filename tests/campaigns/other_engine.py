@@ -4,8 +4,9 @@ reference sums in float64 one token at a time. It takes every freedom that the c
 
 import numpy as np
 
+from bitnet_ref.backends.backend import plain_weights
 from bitnet_ref.families.groups import GroupTernaryWeight
-from bitnet_ref.reference.weights import DenseWeight, plain_weights
+from bitnet_ref.reference.weights import DenseWeight
 
 F = np.float32
 

@@ -24,9 +24,9 @@ CONVERSIONS = [
     )
 ]
 OTHERS = ["receipt", "html", "record", "trace", "json", "profile", "plot", "lab"]
-STORE = ["store:add", "store:replace", "store:rm"]
+NAMES = ["names:give", "names:replace", "names:forget", "old-store"]
 PREPARED = ["prepared"] if bitnet_ref.available_backends()["cython"] is None else []
-GROUPS = [CONVERSIONS[:3], CONVERSIONS[3:7], CONVERSIONS[7:], [*OTHERS, *STORE, *PREPARED]]
+GROUPS = [CONVERSIONS[:3], CONVERSIONS[3:7], CONVERSIONS[7:], [*OTHERS, *NAMES, *PREPARED]]
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="counts and kills as Linux does")
 
 
@@ -67,15 +67,15 @@ def run(campaign, writers, folder, *arguments, library=None):
 
 @linux_only
 def test_some_system_calls_fail(faults_library, memory):
-    receipt, rm = run("faults", ["receipt", "store:rm"], memory, library=faults_library)
-    assert rm["outcomes"].keys() == {"done", "error"}
+    receipt, names, _ = run("faults", ["receipt", "names:give", "old-store"], memory, library=faults_library)
+    assert names["outcomes"].keys() == {"done", "error"}
     assert {"open64", "write", "fsync", "rename"} <= receipt["calls"].keys()
     run("faults", [*PREPARED, "convert:hf-packed"], memory, 20, library=faults_library)
 
 
 @linux_only
 def test_small_limits_and_a_few_kills(tmp_path):
-    run("limits", ["receipt", "store:add", "convert:hf-packed"], tmp_path, 2)
+    run("limits", ["receipt", "names:give", "convert:hf-packed"], tmp_path, 2)
     run("kills", ["receipt", *PREPARED], tmp_path, 2)
 
 
@@ -92,7 +92,7 @@ def test_every_system_call_fails_once(writers, faults_library, memory):
 @pytest.mark.parametrize("fault", range(4))
 def test_every_system_call_of_a_pull_fails_once(fault, faults_library, memory):
     pytest.importorskip("huggingface_hub")
-    run("faults", ["store:pull"], memory, 1, fault, library=faults_library)
+    run("faults", ["hub:pull"], memory, 1, fault, library=faults_library)
 
 
 @pytest.mark.slow
@@ -100,13 +100,13 @@ def test_every_system_call_of_a_pull_fails_once(fault, faults_library, memory):
 @pytest.mark.parametrize("campaign", ["limits", "disks"])
 def test_full_disks(campaign, tmp_path):
     """40 sizes for each writer: a limit on the length of files, and a small disk."""
-    run(campaign, [*chain(*GROUPS), "store:pull"], tmp_path)
+    run(campaign, [*chain(*GROUPS), "hub:pull"], tmp_path)
 
 
 @pytest.mark.slow
 @linux_only
 @pytest.mark.parametrize(
-    "writers", [["convert:hf-packed", "convert:gguf-i2_s", "convert:native"], [*STORE, *PREPARED]], ids=str
+    "writers", [["convert:hf-packed", "convert:gguf-i2_s", "convert:native"], [*NAMES, *PREPARED]], ids=str
 )
 def test_killed_at_random(writers, tmp_path):
     """100 processes of each, killed at random moments."""

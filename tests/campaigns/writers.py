@@ -31,12 +31,14 @@ from bitnet_ref.crossval.opponents import Crossing
 from bitnet_ref.crossval.receipt import seal, write_receipt
 from bitnet_ref.crossval.report import write_html
 from bitnet_ref.crossval.trace import record_to_file, write_trace
-from bitnet_ref.errors import BitNetRefError, RegistryError
-from bitnet_ref.formats.checkpoint import ReadOptions
+from bitnet_ref.errors import BitNetRefError, FormatError, RegistryError
+from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import TARGETS, convert
+from bitnet_ref.formats.open import find_model
 from bitnet_ref.formats.prepared import FOLDER, PreparedFile
-from bitnet_ref.formats.registry.add import add, file_facts, pull
-from bitnet_ref.formats.registry.store import Reference, Store
+from bitnet_ref.formats.registry.links import links, remove_link
+from bitnet_ref.formats.registry.old_store import move_old_store
+from bitnet_ref.formats.registry.pull import link_model, pull
 from bitnet_ref.notebook.profiling.report import write_trace as write_profile
 from bitnet_ref.system.json_file import write_json
 
@@ -94,35 +96,52 @@ class Writer:
         self.write()
 
 
-class StoreWriter(Writer):
-    """The view: name -> digest, of entries whose files are all there and whole."""
+class NamesWriter(Writer):
+    """The view: the names that were given to local models, each with its path."""
+
+    def before(self) -> None:
+        super().before()
+        os.environ["BITNET_REF_HOME"] = str(self.root)
+        for name in "ab":
+            link_model(self.inputs / name, name)
+
+    def view(self):
+        return links()
+
+
+class CacheWriter(Writer):
+    """The view: the files of each model that the Hugging Face cache has by its name, or of what has a name."""
+
+    partial = True
+
+    def before(self) -> None:
+        super().before()
+        os.environ["BITNET_REF_HOME"], os.environ["HF_HUB_CACHE"] = str(self.root / "home"), str(self.root / "hub")
+
+    def view(self):
+        models = {}
+        for name in ("org/c", "mine"):
+            with suppress(FormatError, RegistryError):  # not there, or without its weights
+                models[name] = tuple(sorted((path.name, path.read_bytes()) for path in find_model(name).iterdir()))
+        return models
+
+
+class OldStoreWriter(CacheWriter):
+    """Moves a store of an earlier version, with a model of the hub and one of this machine."""
 
     removals = REMOVALS
 
     def before(self) -> None:
         super().before()
-        self.store = Store(self.root)
-        for name in "ab":
-            add(self.inputs / name, name, store=self.store)
-
-    def view(self):
-        for entry in self.store.entries():
-            folder = self.store.models / entry.digest
-            assert file_facts(folder, sorted(entry.files)) == entry.files, f"{entry.name} is torn"
-            assert sorted(os.listdir(folder)) == sorted(entry.files)
-        return {entry.name: entry.digest for entry in self.store.entries()}
-
-    def repeat(self) -> None:
-        with suppress(RegistryError):  # it was removed already: then there is nothing to say but that
-            self.write()
-        add(self.inputs / "d", "d", store=self.store)  # any change tidies up
-        self.store.remove(Reference("d"))
-
-    def leftovers(self) -> list[str]:
-        named = {entry.digest for entry in self.store.entries()}
-        folders = [path for path in self.store.models.iterdir() if path.name not in named]
-        incoming = list(self.store.incoming.iterdir()) if self.store.incoming.exists() else []
-        return [*map(str, folders), *map(str, incoming), *super().leftovers()]
+        entries = []
+        for name, commit in (("org/c", "c" * 40), ("mine", None)):
+            digest = name.encode().hex().rjust(64, "0")
+            folder = self.root / "home" / "models" / digest
+            shutil.copytree(self.inputs / "c", folder)
+            files = {path.name: {} for path in folder.iterdir()}
+            of_hub = {"origin": name, "commit": commit, "revision": commit and "main", "main": None}
+            entries.append({"name": name, "digest": digest, "files": files, **of_hub})
+        (self.root / "home" / "index.json").write_text(json.dumps({"entries": entries}))
 
 
 class PreparedWriter(Writer):
@@ -148,7 +167,7 @@ class PreparedWriter(Writer):
 
     def view(self):
         backend = bitnet_ref.backends.choose_backend("cython", threads=1)
-        return PreparedFile(self.root / "model", backend, ReadOptions()).read() is not None
+        return PreparedFile(self.root / "model", backend, LoadOptions()).read() is not None
 
 
 class LabWriter(Writer):
@@ -168,7 +187,7 @@ def make_inputs(inputs: Path) -> None:
     )
     for kind, text in TILES.items():
         (inputs / f"{kind}.ini").write_text(text)
-    for name, layers in (("a", 1), ("b", 2), ("c", 3), ("d", 4)):
+    for name, layers in (("a", 1), ("b", 2), ("c", 3)):
         write_checkpoint(inputs / name, {**SMALL, "num_hidden_layers": layers})
 
 
@@ -185,16 +204,17 @@ def make_writer(name: str, inputs: Path, root: Path) -> Writer:
         writer = Writer(inputs, root, action, f"out{target.suffix or ''}", old)
         writer.removals = writer.removals if target.suffix else REMOVALS
         return writer
-    if kind == "store":
-        writer = StoreWriter(inputs, root, old=None)
+    if kind == "names":
         actions = {
-            "add": lambda path: add(inputs / "c", "c", store=writer.store),
-            "replace": lambda path: add(inputs / "c", "a", store=writer.store),
-            "rm": lambda path: writer.store.remove(Reference("a")),
-            "pull": lambda path: pull("org/c", store=writer.store),
+            "give": lambda path: link_model(inputs / "c", "c"),
+            "replace": lambda path: link_model(inputs / "c", "a"),
+            "forget": lambda path: remove_link("a"),
         }
-        writer.action = actions[rest]
-        return writer
+        return NamesWriter(inputs, root, actions[rest], old=None)
+    if kind == "hub":
+        return CacheWriter(inputs, root, lambda path: pull("org/c"), old=None)
+    if kind == "old-store":
+        return OldStoreWriter(inputs, root, lambda path: move_old_store(), old=None)
     if kind == "prepared":
         return PreparedWriter(inputs, root)
     if kind == "lab":
@@ -224,7 +244,7 @@ def save_plot(path: Path) -> None:
 GROUPS = ("gguf-q2_0", "gguf-pq2_0", "gguf-ptq1_0")  # which write as the other GGUF kinds, and take no BitNet
 WRITERS = (
     *(f"convert:{target}" for target in TARGETS if target not in ("hf-unpacked", *GROUPS)),
-    *("store:add", "store:replace", "store:rm", "store:pull", "prepared", "lab"),
+    *("names:give", "names:replace", "names:forget", "hub:pull", "old-store", "prepared", "lab"),
     *("receipt", "html", "record", "trace", "json", "profile", "plot"),
 )
 FAULTS = (errno.ENOSPC, errno.EIO, errno.EINTR, SHORT_WRITE)
@@ -255,7 +275,6 @@ def check(writer: Writer, outcome: str, old, new, called: str = "") -> None:
     if outcome == "error" and view == new and view != old and not writer.partial:
         assert called in ("fsync", "open64", "stat64", ""), f"an error after the new state was there, in {called}"
     left = writer.leftovers()
-    left = [name for name in left if "incoming/pull-" not in name]  # which can be continued
     assert not left or called in writer.removals, f"left over after {called}: {left}"
     if view != new or left:
         writer.repeat()
@@ -418,7 +437,7 @@ def main(campaign: str, names: str, folder: str, *arguments: str) -> None:
     inputs, root = Path(folder) / "inputs", Path(os.path.realpath(folder)) / "root"
     make_inputs(inputs)
     for name in names.split(","):
-        with hub_with(inputs / "c") if name == "store:pull" else nullcontext():
+        with hub_with(inputs / "c") if name == "hub:pull" else nullcontext():
             writer, started = make_writer(name, inputs, root), time.monotonic()
             counts = globals()[campaign](writer, *map(int, arguments))
             print(json.dumps({"writer": name, **counts, "seconds": round(time.monotonic() - started, 1)}), flush=True)

@@ -115,12 +115,17 @@ def test_exit_codes(error, code):
         (("generate", "x", "--num-beams", "2", "-n", "3"), 2, "-n: expected at most --num-beams, 2"),
         (("generate", "x", "--num-beams", "2", "--stop", "y"), 2, "takes no --stop, got ('y',)"),
         (("generate", "x", "--num-beams", "2", "--stop", "y"), 2, "or set --num-beams 1"),
-        (("generate", "x", "--max-tokens", "1000"), 2, "the model's context is 256"),
+        (("generate", "x", "--max-tokens", "1000"), 2, "the model's context is 256; lower --max-tokens to 253, "),
+        (("generate", "x", "--max-tokens", "1000"), 2, "or see --overflow truncate"),
+        (("generate", "x", "--guided-regex", "a", "--guided-json", "{}"), 2, "--guided-json and --guided-regex: the"),
         pytest.param(
             *(("generate", "x", "--backend", "cython", "--dtype", "float64"), 2),
             "--dtype: backend 'cython' computes in float32",
             marks=needs_cython,
         ),
+        (("generate", "x", "--backend", "numpy", "--memory-limit", "9"), 4, "--memory-limit bounds a card's memory"),
+        (("generate", "x", "--gpu-layers", "3", "--backend", "numpy"), 4, "--devices and --gpu-layers say what"),
+        (("generate", "x", "--devices", "1,1"), 4, "--devices: expected different numbers of cards"),
         (("generate", "1 x", "--raw-ids"), 2, "expected token ids"),
         (("generate", "4096", "--raw-ids"), 2, "token id 4096"),
         (("generate", "x", "--model", GOLDEN / "llama-dense"), 3, "--raw-ids"),
@@ -143,9 +148,6 @@ OUTPUTS = [
     ("crossval", "backends", "no/such/model", "--receipt", "{}"),
     ("crossval", "backends", "no/such/model", "--html", "{}"),
     ("crossval", "trace", "no/such/model", "no/such/trace", "--html", "{}"),
-    ("bench", "ceiling", "--plot", "{}"),
-    ("bench", "serve", "no/such/model", "--plot", "{}"),
-    ("bench", "gpu", "--out", "{}"),
 ]
 
 

@@ -24,7 +24,7 @@ FAMILY_CASES = [*(f"families/{name}" for name in sorted(os.listdir(DATA / "famil
 OTHER_MODELS = {  # where storyteller has no op of the kind
     "dense linear": "llama-dense",
     "scaling": "families/embedding-gemma3",
-    "rotation": ROTATED,
+    "Hadamard transform": ROTATED,
     **dict.fromkeys(("delta gate", "delta rule"), "families/qwen3_5-groups128-hybrid"),
 }
 TEXT = "Once upon a time, the little rabbit ran down the hill and said"

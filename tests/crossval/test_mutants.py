@@ -16,6 +16,7 @@ sys.path.insert(0, str(FOLDER))
 import kernel_mutants  # noqa: E402
 import mutants  # noqa: E402
 import python_mutants  # noqa: E402
+import room_mutants  # noqa: E402
 
 sys.path[:] = [path for path in sys.path if path != str(FOLDER)]  # its other scripts have the names of packages
 
@@ -27,6 +28,7 @@ def scores(q: int, k: int, n: int = 3) -> int:
     if not n < 4 and q is None:
         raise ValueError(f"{n + 1} is too many")
     cache[n] = scale(q, k, exact=True)
+    list(zip(cache, strict=True))
     return q.keys * 2 if n else -k
 '''
 EDITS = {
@@ -86,8 +88,44 @@ def test_a_place_that_is_gone_is_an_error(monkeypatch):
         kernel_mutants._edited(FOLDER.parent / kernel_mutants.KERNELS)
 
 
-def test_known_mutants_have_reasons():
-    assert all(len(reason) > 20 for reason in mutants.KNOWN.values())
+def test_known_mutants_have_reasons_and_are_there():
+    for name, reason in mutants.KNOWN.items():
+        place, _, edit = name.partition(": ")
+        source = (python_mutants.PACKAGE / place.split()[0]).read_text(encoding="utf-8")
+        assert edit.rpartition(" -> ")[0] in " ".join(source.split()), name
+        assert len(reason) > 20
+
+
+def test_rooms_have_files_and_tests_and_are_in_the_docs():
+    docs = (FOLDER.parent / "docs" / "mutants.md").read_text()
+    files = [file for room in room_mutants.ROOMS.values() for file in room.files()]
+    assert len(files) == len(set(files))  # no file is in two rooms
+    for name, room in room_mutants.ROOMS.items():
+        assert len(room.files()) > 0
+        assert all((FOLDER.parent / test).is_file() for test in room.test_files())
+        assert f"| `{name}/` " in docs
+
+
+def measured(file, seconds, lines):
+    tests = [f"{file}::{number}" for number in range(len(seconds))]
+    return room_mutants.TestLines(file, tests, seconds, {"a.py": lines}, {"a.py": [1, 2, 3, 4]})
+
+
+def test_a_mutant_is_judged_by_the_tests_that_reach_it(monkeypatch):
+    """First those that reach the line, then the file's others, in files of tests that reach it; the quickest first."""
+    both = [
+        measured("t1", [0.3, 0.1, 0.2, 0.0], {"1": [], "2": [0, 1], "3": [2]}),
+        measured("t2", [0.2], {"1": [], "2": [0]}),
+        measured("t3", [0.0], {"1": []}),
+    ]
+    mutant = python_mutants.Mutant("a.py", "", "", "", line=2)
+    assert room_mutants.plan(mutant, both) == [
+        ("t1", {"t1::1": 0.1, "t1::0": 0.3, "t1::2": 0.2, "t1::3": 0.0}),
+        ("t2", {"t2::0": 0.2}),
+    ]
+    monkeypatch.setattr(room_mutants, "TESTS_LIMIT_S", 0.05)
+    assert room_mutants.plan(mutant, both) == [("t1", {"t1::1": 0.1})]
+    assert room_mutants.reached_share(both) == 0.75
 
 
 def run(*arguments: str, tmp_path: Path) -> list[list[str]]:

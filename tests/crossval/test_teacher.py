@@ -10,11 +10,12 @@ from tracing_engines import TOKENS, NoisyBackend, QuickBackend, record
 
 import bitnet_ref
 from bitnet_ref.backends import Backend
+from bitnet_ref.backends.backend import plain_weights
 from bitnet_ref.crossval.compare import compare
 from bitnet_ref.crossval.explain.replay import judge_trace
 from bitnet_ref.crossval.teacher import teacher_forced
 from bitnet_ref.reference.model import attention_block, feed_forward
-from bitnet_ref.reference.weights import DenseWeight, TernaryWeight, plain_weights
+from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
 
 BIT_LINEAR = ("activation int8", "activation scale", "accumulator", "linear")
 CASE = "bitnet-packed-offline"

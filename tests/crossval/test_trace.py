@@ -30,6 +30,7 @@ from bitnet_ref.crossval.trace import (
 )
 from bitnet_ref.errors import FormatError, GenerationError, NumericsError
 from bitnet_ref.formats.hashes import config_hash, weight_hash
+from bitnet_ref.formats.safetensors import DTYPES
 
 pytestmark = pytest.mark.quick_emulated
 
@@ -100,6 +101,20 @@ def test_float64_is_written_as_float32_and_odd_dtypes_are_refused(tmp_path):
     with pytest.raises(FormatError, match="cannot hold complex"):
         write_trace(tmp_path / "b", {"x": np.array([1j])}, [1], engine="e")
     assert not (tmp_path / "b").exists()
+
+
+def test_arrays_that_are_not_in_one_piece_and_all_dtypes_are_written_as_they_are(tmp_path):
+    square = np.arange(12, dtype=np.float32).reshape(3, 4)
+    arrays = {"x": square[:, ::2], "y": square.T, "z": np.float32(2.5), "empty": np.zeros((0, 3), np.int32)}
+    arrays |= {name: np.ones(3, dtype) for name, dtype in DTYPES.items()}
+    write_trace(tmp_path / "a", arrays, [1, 5], engine="e", prompt="Once")
+    with Trace(tmp_path / "a") as trace:
+        assert trace.keys() == arrays.keys()
+        assert (trace.token_ids, trace.engine, trace.prompt) == ([1, 5], "e", "Once")
+        for name, array in arrays.items():
+            assert trace[name].shape == array.shape
+            assert trace[name].dtype == (np.float32 if array.dtype == np.float64 else array.dtype)
+            np.testing.assert_array_equal(trace[name], array)
 
 
 def test_a_run_that_fails_leaves_no_file(tmp_path):

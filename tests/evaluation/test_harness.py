@@ -1,12 +1,16 @@
 """`bitnet-ref eval`: lm-eval's own tasks machinery, on local JSON tasks."""
 
+import importlib
 import json
 import math
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from cli_runs import BACKEND, CHOICE, FAST, invoke, invoke_json
 from helpers import model
 
+from bitnet_ref.errors import GenerationError
 from bitnet_ref.evaluation import perplexity
 from bitnet_ref.formats.open import ASSETS
 
@@ -47,7 +51,9 @@ def write_tasks(folder, documents):
 
 @pytest.fixture
 def tasks(tmp_path, monkeypatch):
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'bitnet-ref[eval]'")
+    harness = pytest.importorskip("bitnet_ref.evaluation.harness", reason="lm-eval is not installed")
+    own_tasks = partial(harness.TaskManager, include_defaults=False)  # lm-eval's own are thousands of files to read
+    monkeypatch.setattr(harness, "TaskManager", own_tasks)
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     prompts = ["Once upon a time", "The king said", "In the wood", ""]
@@ -61,7 +67,9 @@ def tasks(tmp_path, monkeypatch):
 
 def test_multiple_choice_texts_and_rolling(tasks):
     folder, documents = tasks
-    facts = invoke_json("eval", "storyteller", "--tasks", "tiny_*", "--include", folder, *FAST)
+    facts = invoke_json(
+        "eval", "storyteller", "--tasks", "tiny_choice,tiny_rolling,tiny_until", "--include", folder, *FAST
+    )
     results = facts["results"]
     scores = [story().score(document["q"], ENDINGS) for document in documents[:3]]
     ids = [story().tokenizer.encode(each, False) for each in ENDINGS]
@@ -81,10 +89,90 @@ def test_multiple_choice_texts_and_rolling(tasks):
     assert "acc" in shown.stdout
 
 
+def asked(*args):
+    return SimpleNamespace(args=args)
+
+
+def test_texts_and_scores_within_a_length():
+    """Contexts that are too long are cut on their left; the last token of a continuation is not read."""
+    harness = pytest.importorskip("bitnet_ref.evaluation.harness", reason="lm-eval is not installed")
+    steps = []
+    tasks = harness.TaskModel(story(), 24, lambda *at: steps.append(at))
+    ids = story().tokenizer.encode(TEXT)
+    contexts = ["The king said", TEXT, TEXT]
+    texts = tasks.generate_until([asked(context, {"max_gen_toks": 9, "until": []}) for context in contexts])
+    assert texts[1:] == [story().generate(ids[-15:], max_tokens=9).text] * 2
+    assert texts[0] == story().generate(contexts[0], max_tokens=9).text
+    assert steps == [(1, 3), (2, 3), (3, 3)]
+    steps.clear()
+    requests = [(("", ""), ids[:30], ids[30:31]), (("", ""), ids[:30], ids[30:34]), (("", ""), ids[:7], ids[7:31])]
+    scores = tasks._loglikelihood_tokens(requests)
+    for (total, greedy), (kept, ids_scored) in zip(
+        scores, [(ids[6:30], ids[30:31]), (ids[9:30], ids[30:34]), (ids[6:7], ids[7:31])], strict=True
+    ):
+        (score,) = story().score(kept, [ids_scored])
+        assert (total, greedy) == (score.total, score.is_greedy)
+    assert steps == [(3, 3)]
+    for count in (0, 25):
+        with pytest.raises(GenerationError, match=f"a continuation of {count} tokens, expected 1 to 24"):
+            tasks._loglikelihood_tokens([(("a", "b"), ids[:3], ids[:count])])
+
+
+@pytest.mark.parametrize(
+    ("given", "params"),
+    [
+        ({}, {"stop": [], "max_tokens": 256, "temperature": 0.0, "seed": 0}),
+        (
+            {"until": ".", "max_gen_toks": 7, "max_tokens": 8},
+            {"stop": ["."], "max_tokens": 7, "temperature": 0.0, "seed": 0},
+        ),
+        (
+            {"until": ["a", ""], "max_new_tokens": 9999, "do_sample": True, "temperature": 0.5, "top_k": 3, "x": 1},
+            {"stop": ["a"], "max_tokens": 500, "temperature": 0.5, "top_k": 3, "seed": 0},
+        ),
+        (
+            {"do_sample": False, "temperature": 0.5, "max_tokens": "3"},
+            {"stop": [], "max_tokens": 3, "temperature": 0.0, "seed": 0},
+        ),
+    ],
+)
+def test_parameters_of_a_text(given, params):
+    harness = pytest.importorskip("bitnet_ref.evaluation.harness", reason="lm-eval is not installed")
+    before = dict(given)
+    assert harness.read_generation(given, 1000) == params
+    assert given == before
+    assert harness.read_generation({}, 1)["max_tokens"] == 1
+
+
+def test_options_reach_lm_eval(tasks, monkeypatch):
+    harness, calls = importlib.import_module("bitnet_ref.evaluation.harness"), []
+
+    def simple_evaluate(*args, **options):
+        calls.append((args, options))
+        return {"results": {"tiny_choice": {}}, "n-shot": {"tiny_choice": 3}, "samples": []}
+
+    monkeypatch.setattr(harness, "simple_evaluate", simple_evaluate)
+    options = {"shots": 3, "limit": 2, "length": 20, "with_chat_template": True}
+    results = harness.evaluate(story(), ["tiny_c*"], folders=[tasks[0]], **options)
+    assert results == {"results": {"tiny_choice": {}}, "n-shot": {"tiny_choice": 3}}
+    (((task_model,), passed),) = calls
+    assert task_model.max_length == 20
+    del passed["task_manager"]
+    assert passed == {
+        "tasks": ["tiny_choice"],
+        "num_fewshot": 3,
+        "limit": 2,
+        "apply_chat_template": True,
+        "log_samples": False,
+        "bootstrap_iters": 1000,
+    }
+
+
 def test_what_is_refused(tasks):
     folder, _ = tasks
-    assert "no_such_task" in invoke("eval", "--tasks", "no_such_task", "--include", folder, *FAST).output
-    assert invoke("eval", "--tasks", "no_such_task", *FAST).exit_code == 2
+    refused = invoke("eval", "--tasks", "tiny_*,no_such_task", "--include", folder, *FAST)
+    assert refused.exit_code == 2
+    assert "lm-eval has no task no_such_task" in refused.output
 
 
 def test_without_lm_eval(monkeypatch):

@@ -149,9 +149,75 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
             perplexity(story(), TEXT, "gptq", LENGTH, state=state)
 
 
+def test_the_state_is_written_every_few_seconds(tmp_path, monkeypatch):
+    module, state, done = sys.modules[perplexity.__module__], tmp_path / "state.json", []
+    monkeypatch.setattr(module, "WINDOWS_AT_A_TIME", 1)
+
+    def look(*_):
+        done.append(len(json.loads(state.read_text())["done"]) if state.exists() else None)
+
+    whole = perplexity(story(), TEXT, "gptq", LENGTH, state=state, progress=look)
+    assert done == [None] * (whole.windows + 1)  # it is done before 5 s are over
+    state.unlink()
+    done.clear()
+    monkeypatch.setattr(module, "SAVE_S", 0.0)
+    perplexity(story(), TEXT, "gptq", LENGTH, state=state, progress=look)
+    assert done == [None, *range(1, whole.windows + 1)]
+
+
+class Letters:
+    """A tokenizer of letters: a is 10, b is 11."""
+
+    def __init__(self, bos_id=1, eos_ids=(2, 3), adds_bos=False):
+        self.bos_id, self.eos_ids, self.adds_bos = bos_id, eos_ids, adds_bos
+
+    def encode(self, text, add_special_tokens=True):
+        return [self.bos_id] * (self.adds_bos and add_special_tokens) + [10 + "ab\n".index(letter) for letter in text]
+
+    def encode_batch(self, texts, add_special_tokens=True):
+        return [self.encode(text, add_special_tokens) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "tokenizer", "texts", "windows"),
+    [
+        ("llama.cpp", Letters(), ["aaaa", "bb\n"], [([10, 10, 10, 10], 3), ([12, 12, 11, 11], 3)]),
+        ("llama.cpp", Letters(adds_bos=True), ["aaabbbaaa"], [([1, 10, 10, 10], 3), ([1, 11, 11, 10], 3)]),
+        ("gptq", Letters(), ["a", "ba"], [([10, 12, 12, 11], 1)]),
+        ("gptq", Letters(adds_bos=True), ["abababa"], [([1, 10, 11, 10], 1), ([11, 10, 11, 10], 1)]),
+        ("1bitllm", Letters(), ["a\n\nb", "aaaa\nbb"], [([1, 10, 2], 1), ([1, 11, 2], 1), ([1, 11, 11, 2], 1)]),
+        ("1bitllm", Letters(), ["aa\nb"], [([1, 10, 10, 2], 1), ([1, 11, 2], 1)]),
+        ("lm-eval", Letters(), ["aabb", "b"], [([1, 10, 10, 11, 11], 1), ([1, 11], 1)]),
+        ("lm-eval", Letters(None, (2,)), ["aabbab"], [([2, 10, 10, 11, 11], 1), ([10, 11, 11, 10, 11], 3)]),
+        ("lm-eval", Letters(), [""], []),
+    ],
+)
+def test_windows_of_four_tokens(protocol, tokenizer, texts, windows):
+    assert [(ids.tolist(), first) for ids, first in PROTOCOLS[protocol].cut(tokenizer, texts, 4)] == windows
+
+
+@pytest.mark.parametrize(
+    ("protocol", "tokenizer", "texts", "error"),
+    [
+        ("1bitllm", Letters(None), ["a"], ConfigError),
+        ("1bitllm", Letters(1, ()), ["a"], ConfigError),
+        ("lm-eval", Letters(None, ()), ["a"], TokenizerError),
+        ("llama.cpp", Letters(), ["aaaabbb\n"], GenerationError),
+        ("gptq", Letters(), ["aaa"], GenerationError),
+    ],
+)
+def test_what_cannot_be_cut(protocol, tokenizer, texts, error):
+    with pytest.raises(error):
+        PROTOCOLS[protocol].cut(tokenizer, texts, 4)
+
+
 def test_what_is_refused():
-    with pytest.raises(ConfigError, match=r"length.*256"):
+    with pytest.raises(ConfigError, match=r"4 to 256.*got 2048; .*say length=256"):
         perplexity(story(), TEXT, "gptq")
+    with pytest.raises(ConfigError, match=r"length: expected 4 to 256 \(the model's context\), got 3$"):
+        perplexity(story(), TEXT, "gptq", 3)
+    assert perplexity(story(), TEXT[:60], "gptq", 4).length == 4
+    assert [PROTOCOLS[name].length for name in SOURCES] == [512, 2048, 2048, 2048]
     with pytest.raises(ConfigError, match="protocol"):
         perplexity(story(), TEXT, "wikitext")
     with pytest.raises(GenerationError, match="longer text"):

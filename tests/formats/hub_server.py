@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
 
+LFS = (".safetensors", ".gguf", ".bin")
+
 
 def git_blob_id(data):
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
@@ -56,10 +58,13 @@ def serving(hub):
             found = hub.repos.get(f"{org}/{repo}")
             if found is None:
                 return self.reply(404, X_Error_Code="RepoNotFound", X_Error_Message="Repository not found")
+            is_tree = listing and rest[:1] == ["tree"]
             revision = rest[1] if len(rest) > 1 else "main"
             if revision not in found:
                 return self.reply(404, X_Error_Code="RevisionNotFound", X_Error_Message="Invalid rev id")
             commit, files = found[revision]
+            if is_tree:
+                return self.reply(200, self.tree(files), Content_Type="application/json")
             if listing:
                 return self.reply(200, self.listing(f"{org}/{repo}", commit, files), Content_Type="application/json")
             return self.file("/".join(rest[2:]), commit, files)
@@ -68,10 +73,19 @@ def serving(hub):
             siblings = []
             for name, data in files.items():
                 entry = {"rfilename": name, "size": len(data), "blobId": git_blob_id(data)}
-                if name.endswith((".safetensors", ".gguf", ".bin")):
+                if name.endswith(LFS):
                     entry["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
                 siblings.append(entry)
             return json.dumps({"id": repo, "modelId": repo, "sha": commit, "siblings": siblings}).encode()
+
+        def tree(self, files):
+            entries = []
+            for name, data in files.items():
+                entry = {"type": "file", "path": name, "size": len(data), "oid": git_blob_id(data)}
+                if name.endswith(LFS):
+                    entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
+                entries.append(entry)
+            return json.dumps(entries).encode()
 
         def file(self, name, commit, files):
             if name not in files:

@@ -8,6 +8,7 @@ from helpers import BITNET, DATA, GOLDEN, TINY, tiny_tensors, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError
+from bitnet_ref.families.family import activation_name
 from bitnet_ref.formats.gguf.config import architecture, architectures
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
 from bitnet_ref.formats.gguf.file import GgufFile, Typed
@@ -17,7 +18,6 @@ from bitnet_ref.formats.native.model import write_native
 from bitnet_ref.formats.onnx.graph import DecoderGraph
 from bitnet_ref.formats.open import open_checkpoint
 from bitnet_ref.inspection import inspect_model
-from bitnet_ref.reference.config import activation_name
 from bitnet_ref.reference.layers import ACTIVATIONS
 
 I2_S = DATA / "gguf" / "i2_s.gguf"  # of the architecture bitnet-b1.58

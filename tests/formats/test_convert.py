@@ -21,7 +21,7 @@ from helpers import GOLDEN, TINY, model, tiny_tensors, write_checkpoint
 import bitnet_ref
 from bitnet_ref.cli.convert_command import TARGET_NAMES
 from bitnet_ref.errors import ConfigError, FormatError, StorageError
-from bitnet_ref.formats.checkpoint import ReadOptions
+from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import TARGETS, Target, convert, prove
 from bitnet_ref.formats.gguf.file import GgufFile
 from bitnet_ref.formats.open import open_checkpoint
@@ -100,9 +100,9 @@ def pairs():
 def test_every_pair_keeps_every_plane(first, second, every_format, tmp_path, tiles):
     """Compared with the golden BitNet itself, so what `convert` proves of each step is not taken for granted."""
     path = named(tmp_path, second)
-    options = ReadOptions(tl_tiles=tiles[first])
+    options = LoadOptions(tl_tiles=tiles[first])
     convert(named(every_format, first), path, second, options=options, tl_tiles=tiles[second], verify=False)
-    with open_checkpoint(BITNET) as source, open_checkpoint(path, ReadOptions(tl_tiles=tiles[second])) as twice:
+    with open_checkpoint(BITNET) as source, open_checkpoint(path, LoadOptions(tl_tiles=tiles[second])) as twice:
         proof = prove(source, twice)
     assert proof.planes.equal == proof.planes.total == 14
     assert proof.same_choice

@@ -9,10 +9,11 @@ from helpers import BITNET, GOLDEN, golden, random_blocks, rng, write_checkpoint
 from test_gguf_model import FAMILIES, changed, export, write_family
 
 import bitnet_ref
+from bitnet_ref.backends.backend import plain_weights
 from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.errors import ConfigError
 from bitnet_ref.families.blocks import BLOCK_TYPES, int8_weights
-from bitnet_ref.reference.weights import DenseWeight, plain_weights
+from bitnet_ref.reference.weights import DenseWeight
 
 TOKENS = list(range(3, 30))
 

@@ -210,6 +210,7 @@ def test_blocks_are_packed_as_their_values_would_be(kind, runs, monkeypatch):
     packed, scales = groups_from_blocks(reader(raw), kind, (n, k))
     merged, group = merge_groups(scales, block, k)
     values = dequantize(raw, kind, (n, k)).astype(np.float16)
+    np.testing.assert_array_equal(values, w_t * d.repeat(block, axis=1))
     expected = split_groups(values)
     np.testing.assert_array_equal(expand_groups(packed, k, merged, group, np.float16), values)
     for got, wanted in zip((packed, merged, group), expected, strict=True):

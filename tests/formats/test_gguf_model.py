@@ -7,7 +7,7 @@ from safetensors.numpy import load_file
 
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError, NumericsError
-from bitnet_ref.formats.checkpoint import ReadOptions, parts, read_weights
+from bitnet_ref.formats.checkpoint import LoadOptions, parts, read_weights, scale_convention
 from bitnet_ref.formats.gguf.config import llama3_divisors, shortest
 from bitnet_ref.formats.gguf.evidence import block_linears, permute_rows, unpermute_rows
 from bitnet_ref.formats.gguf.export import KINDS, TensorToWrite, write_gguf, write_gguf_model
@@ -34,7 +34,7 @@ def export(folder, path, kind, **options):
 
 
 def evidence_of(path, **options):
-    with GgufCheckpoint(path, ReadOptions(**options)) as checkpoint:
+    with GgufCheckpoint(path, LoadOptions(**options)) as checkpoint:
         read_weights(checkpoint)
         return checkpoint.evidence
 
@@ -230,12 +230,12 @@ def test_the_layout_can_be_forced(layout, tmp_path):
     source = GGUF / "i2_s.gguf"  # random weights, which do not show it
     path = changed(tmp_path / "x.gguf", source, tensors=in_layout(source, layout))
     assert any("as it was asked for" in words for words in evidence_of(path, i2_s_layout=layout))
-    with GgufCheckpoint(path, ReadOptions(i2_s_layout=layout)) as a, GgufCheckpoint(source) as b:
+    with GgufCheckpoint(path, LoadOptions(i2_s_layout=layout)) as a, GgufCheckpoint(source) as b:
         for (_, one), (_, other) in zip(parts(a), parts(b), strict=True):
             if isinstance(one, TernaryWeight):
                 np.testing.assert_array_equal(one.packed, other.packed)
     with pytest.raises(ConfigError, match="x86, arm, interleaved"):
-        GgufCheckpoint(path, ReadOptions(i2_s_layout="neon"))
+        GgufCheckpoint(path, LoadOptions(i2_s_layout="neon"))
 
 
 def in_layout(source, layout):
@@ -264,7 +264,7 @@ def test_masters_are_quantised_by_absmean(tmp_path):
     path = with_masters(tmp_path / "y.gguf", export(folder, tmp_path / "x.gguf", "f32"))
     with GgufCheckpoint(path) as checkpoint:
         assert any("master weights, quantised by absmean" in words for words in checkpoint.evidence)
-        assert checkpoint.config.quantization.scale_convention == "absmean"
+        assert scale_convention(checkpoint.config.quantization) == "absmean"
         weight, master = (read("blocks.0.attn.v_proj") for read in (checkpoint.linear, checkpoint.master))
         w_t, scale = quantize_weights(master)
         np.testing.assert_array_equal(weight.ternary(), w_t)
@@ -447,6 +447,27 @@ BAD_METADATA = {
         "'su'",
         f"{ARCH}.rope.scaling.type",
     ),
+    **{
+        f"yarn with the {key} {value!r}": (
+            {
+                f"{ARCH}.rope.scaling.type": Typed("string", "yarn"),
+                f"{ARCH}.rope.scaling.factor": Typed("float32", 2.0),
+                f"{ARCH}.rope.scaling.{key}": Typed(kind, value),
+            },
+            [],
+            "expected a number from 0 to 1e9",
+            f"{ARCH}.rope.scaling.{key}",
+        )
+        for key, kind, value in (
+            ("factor", "float32", 0.0),
+            ("factor", "float32", 1e9),
+            ("yarn_attn_factor", "float32", -1.0),
+            ("yarn_attn_factor", "float32", float("nan")),
+            ("yarn_attn_factor", "float32", 1e9),
+            ("yarn_attn_factor", "string", "1"),
+            ("yarn_attn_factor", "bool", True),
+        )
+    },
 }
 
 

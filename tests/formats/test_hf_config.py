@@ -7,6 +7,7 @@ import pytest
 from helpers import BITNET, TINY
 
 from bitnet_ref.errors import ConfigError
+from bitnet_ref.formats.checkpoint import scale_convention
 from bitnet_ref.formats.hf.config import MAX_CONFIG_BYTES, parse_hf_config, read_hf_config
 from bitnet_ref.reference.config import QuantizationConfig, RopeConfig
 
@@ -66,7 +67,7 @@ def test_the_2b_model():
     assert cfg.head_dim == 128
     assert (cfg.activation, cfg.sub_norms, cfg.tie_word_embeddings) == ("relu2", True, True)
     assert cfg.rope == RopeConfig(theta=500000.0)
-    assert cfg.quantization.scale_convention == "multiply"
+    assert scale_convention(cfg.quantization) == "multiply"
     assert (cfg.bos_token_id, cfg.eos_token_ids, cfg.sliding_window) == (128000, (128001,), None)
     assert cfg.context_length == 4096
 

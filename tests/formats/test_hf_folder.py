@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -385,6 +386,17 @@ def test_the_hub_cache_through_a_link_to_it(tmp_path):
     snapshot = as_hub_cache(GOLDEN / "llama-f16-sharded", tmp_path / "cache")
     (tmp_path / "link").symlink_to(snapshot)
     load(tmp_path / "link")
+
+
+def test_a_file_that_repositories_of_the_hub_cache_share(tmp_path):
+    """huggingface_hub may keep a blob for all repositories, as <cache>/blobs/ab/<hash>, and a link to it in each."""
+    snapshot = as_hub_cache(GOLDEN / "llama-f16-sharded", tmp_path / "cache")
+    blob = Path(os.path.realpath(snapshot / "model-00002-of-00003.safetensors"))
+    shared = tmp_path / "cache" / "blobs" / "ab" / ("ab" * 32)
+    shared.parent.mkdir(parents=True)
+    blob.rename(shared)
+    blob.symlink_to(os.path.relpath(shared, blob.parent))
+    load(snapshot)
 
 
 def test_a_link_out_of_a_hub_cache(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 
 import pytest
 from cli_runs import invoke, invoke_json
@@ -59,6 +60,16 @@ def test_names(cache):
         assert find_cached(name) is None
     with pytest.raises(RegistryError, match=r"org/part.*cannot be loaded"):
         find_cached("org/part")
+
+
+def test_without_huggingface_hub(cache, monkeypatch):
+    """Models load; what only the library can do says how to install it."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert bitnet_ref.load("org/tiny", backend="numpy").path == find_cached("org/tiny")
+    for command in (["pull", "org/tiny"], ["rm", "org/tiny", "--yes"]):
+        result = invoke(*command)
+        message = "error: huggingface_hub is not installed: pip install 'bitnet-ref[hub]'\n"
+        assert (result.exit_code, result.stderr) == (4, message)
 
 
 def test_loaded_without_a_copy(cache):

@@ -24,7 +24,7 @@ from safetensors import safe_open
 
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError, ShapeError, TokenizerError
-from bitnet_ref.formats.checkpoint import ReadOptions, parts
+from bitnet_ref.formats.checkpoint import LoadOptions, parts
 from bitnet_ref.formats.native.model import VERSION, NativeCheckpoint, write_native
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
 from bitnet_ref.reference.weights import TernaryWeight
@@ -428,7 +428,7 @@ def test_the_hash_finds_every_changed_byte(native):
         changed = bytearray(good)
         changed[at] ^= 1
         path.write_bytes(changed)
-        with pytest.raises(FormatError) as caught, NativeCheckpoint(path, ReadOptions(verify=True)):
+        with pytest.raises(FormatError) as caught, NativeCheckpoint(path, LoadOptions(verify=True)):
             pass
         assert caught.value.path == str(path)
 

@@ -1,23 +1,28 @@
-"""registry.pull through the real huggingface_hub client, from a hub on this machine (hub_server)."""
+"""`pull` and `rm` of models of the hub, through the real huggingface_hub, from a hub on this machine (hub_server)."""
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
+from cli_runs import invoke, invoke_json
 from helpers import BITNET, TINY, write_checkpoint
 from hub_server import Hub, serving
 
 import bitnet_ref
-from bitnet_ref.errors import FormatError, HubError, RegistryError
+from bitnet_ref.errors import BitNetRefError, FormatError, HubError, RegistryError, StorageError
 from bitnet_ref.formats.native.model import write_native
-from bitnet_ref.formats.open import open_checkpoint
-from bitnet_ref.formats.registry.add import pull
-from bitnet_ref.formats.registry.store import Store, find, remove
+from bitnet_ref.formats.open import find_model, open_checkpoint
+from bitnet_ref.formats.registry.hub_cache import cached_models, find_cached, hub_cache, repository_folder
+from bitnet_ref.formats.registry.links import links
+from bitnet_ref.formats.registry.pull import delete_models, link_model, plan_deletion, pull
 
 constants = pytest.importorskip("huggingface_hub.constants")
 
@@ -33,8 +38,8 @@ def model_files(tmp_path):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    monkeypatch.setenv("BITNET_REF_HOME", str(tmp_path / "store"))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setenv("BITNET_REF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hf"))
     made = Hub()
     with serving(made) as url:
         made.url = url
@@ -50,7 +55,6 @@ def command(hub, *args, **env):
     return [sys.executable, "-m", "bitnet_ref.cli", *args], {
         **os.environ,
         "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(Store().root / "hf"),
         "HF_HUB_DISABLE_TELEMETRY": "1",
         **env,
     }
@@ -63,64 +67,99 @@ def run(hub, *args, code=0, **env):
     return done
 
 
-def test_pull_load_and_remove(hub, model_files):
+def test_pull_load_and_delete(hub, model_files):
     """Only what the model needs comes; it loads by its name when the hub is gone; rm leaves nothing."""
     extra = {"evil.py": b"print()", "pytorch_model.bin": b"\x80", "README.md": b"#", "sub/model.safetensors": b"x"}
     commit = hub.put("org/tiny", "main", {**model_files, **extra, "tokenizer_config.json": b"{}"})
-    entry = pull("org/tiny")
-    assert (entry.name, entry.source, entry.revision, entry.commit) == ("org/tiny", "hub", "main", commit)
-    assert set(entry.files) == {"README.md", "config.json", "model.safetensors", "tokenizer_config.json"}
-    assert {name for name, _ in hub.sent} == set(entry.files)
-    assert entry.kind == "hf-packed"
-    assert entry.summary["layers"] == 2
+    model, path = pull("org/tiny")
+    assert (model.name, model.revisions, model.commit) == ("org/tiny", ("main",), commit)
+    assert list(cached_models()) == [model]
+    names = {"README.md", "config.json", "model.safetensors", "tokenizer_config.json"}
+    assert {name for name, _ in hub.sent} == set(os.listdir(path)) == names
+    assert hub.sent[-1][0] == "model.safetensors"
     hub.repos.clear()
-    for name in ("org/tiny", "org/tiny@main", f"org/tiny@{commit[:8]}", f"org/tiny@{entry.digest[:12]}"):
+    for name in ("org/tiny", "org/tiny@main", f"org/tiny@{commit[:8]}"):
         assert np.isfinite(bitnet_ref.load(name, backend="numpy").logits([1, 2])).all()
-    stored = Store().models / entry.digest
-    assert sorted(os.listdir(stored)) == sorted(entry.files)
-    assert remove("org/tiny") == [entry]
-    assert Store().entries() == []
-    assert os.listdir(Store().models) == os.listdir(Store().incoming) == []
+    nbytes = sum(each.stat().st_size for each in path.iterdir())
+    asked = invoke("rm", "org/tiny", stdin="n\n")
+    assert f"org/tiny (main@{commit[:8]}): {nbytes / 1024:.1f} KB in {hub_cache()}" in asked.stderr
+    assert asked.exit_code == 1
+    assert invoke("rm", "org/tiny", "--json").exit_code == 2  # it does not ask
+    assert find_cached("org/tiny") == path
+    assert "deleted org/tiny" in invoke("rm", "org/tiny", stdin="y\n").stdout
+    assert [each for each in hub_cache().rglob("*tiny*") if ".locks" not in each.parts] == []
     with pytest.raises(FormatError, match="bitnet-ref pull"):
         bitnet_ref.load("org/tiny")
 
 
-def test_revisions_are_versions(hub, model_files, tmp_path):
+def test_revisions(hub, model_files, tmp_path):
     other = files_of(write_checkpoint(tmp_path / "dense", TINY))
     old = hub.put("org/tiny", "v1", model_files)
-    first = pull("org/tiny@v1")
+    first, first_path = pull("org/tiny@v1")
     new = hub.put("org/tiny", "main", other)
-    second = pull("org/tiny")
-    assert [e.commit for e in Store().entries()] == [old, new]
-    assert find("org/tiny") == Store().path(second)
-    assert find("org/tiny@v1") == find(f"org/tiny@{old[:7]}") == Store().path(first)
-    assert find("org/tiny@v2") is None
+    second, second_path = pull("org/tiny")
+    assert {each.commit for each in cached_models()} == {old, new} == {first.commit, second.commit}
+    assert find_model("org/tiny") == second_path
+    assert find_model("org/tiny@v1") == find_model(f"org/tiny@{old[:7]}") == first_path
+    with pytest.raises(FormatError):
+        find_model("org/tiny@v2")
     hub.put("org/tiny", "v1.0", model_files)  # the same commit under another name: nothing is fetched again
     hub.sent.clear()
-    third = pull("org/tiny@v1.0", name="mine")
+    third, _ = pull("org/tiny@v1.0", name="mine")
     assert hub.sent == []
-    assert third.digest == first.digest
-    assert remove("org/tiny@v1") == [first]
-    assert find("mine") is not None  # the files are still named
-    assert len(os.listdir(Store().models)) == 2
+    assert third.commit == first.commit
+    assert links() == {"mine": first_path}
+    removed = invoke_json("rm", "org/tiny@v1", "--yes")
+    assert [each["commit"] for each in removed["removed"]] == [old]
+    assert links() == {}  # its files are gone
+    assert find_model("org/tiny") == second_path
+    pull(f"org/tiny@{old}")
+    assert find_model(f"org/tiny@{old}") == first_path
+
+
+def test_copies_of_a_repository_have_the_same_commits(hub, model_files):
+    commit = hub.put("org/tiny", "main", model_files)
+    hub.repos["org/copy"] = hub.repos["org/tiny"]
+    for name in ("org/tiny", "org/copy"):
+        assert pull(name)[0].commit == commit
+    for name in ("org/copy", "org/tiny"):
+        invoke_json("rm", name, "--yes")
+        assert find_cached(name) is None
+        assert (find_cached("org/tiny") is None) == (name == "org/tiny")
 
 
 def test_one_of_several_files(hub, tmp_path):
-    folder = write_checkpoint(tmp_path / "hf", BITNET)
+    folder = write_checkpoint(tmp_path / "many", BITNET)
     with open_checkpoint(folder) as checkpoint:
         write_native(checkpoint, tmp_path / "a.bitnet.safetensors")
     data = (tmp_path / "a.bitnet.safetensors").read_bytes()
     hub.put("org/many", "main", {"a.bitnet.safetensors": data, "b.bitnet.safetensors": data, "c.gguf": b"GGUF"})
     with pytest.raises(RegistryError, match=r"--file: a\.bitnet\.safetensors, b\.bitnet"):
         pull("org/many")
-    entry = pull("org/many", files=["b.bitnet.safetensors"])
-    assert (entry.kind, list(entry.files), entry.main) == ("native", ["b.bitnet.safetensors"], "b.bitnet.safetensors")
-    assert bitnet_ref.load("org/many", backend="numpy").path == Store().path(entry)
+    for name in ("b.bitnet.safetensors", "a.bitnet.safetensors"):  # the name means the one that was pulled last
+        _, path = pull("org/many", file=name)
+        assert path.name == name
+        assert bitnet_ref.load("org/many", backend="numpy").path == path
     with pytest.raises(RegistryError, match="no model file"):
-        pull("org/many", files=["../c.gguf"])
+        pull("org/many", file="../c.gguf")
     with pytest.raises(FormatError):
-        pull("org/many", files=["c.gguf"])  # which is no GGUF
-    assert len(Store().entries()) == 1
+        pull("org/many", file="c.gguf")  # which is no GGUF
+    assert find_model("org/many") == path
+    invoke_json("rm", "org/many", "--yes")
+    assert list(cached_models()) == []
+    assert links() == {}
+
+
+def test_a_name_means_what_was_pulled_last(hub, model_files, tmp_path):
+    hub.put("org/tiny", "main", model_files)
+    _, path = pull("org/tiny")
+    link_model(tmp_path / "bitnet", "org/tiny")
+    assert find_model("org/tiny") == tmp_path / "bitnet"
+    assert "removed the name" in invoke("rm", "org/tiny").stdout
+    assert find_model("org/tiny") == path
+    link_model(tmp_path / "bitnet", "org/tiny")
+    pull("org/tiny")
+    assert find_model("org/tiny") == path
 
 
 @pytest.mark.parametrize(
@@ -140,29 +179,47 @@ def test_what_is_not_there(hub, model_files, reference, error, message):
     hub.put("org/code", "main", {"train.py": b"", "pytorch_model.bin": b"\x80", "x/config.json": b"{}"})
     with pytest.raises(error, match=message):
         pull(reference)
-    assert Store().entries() == []
+    assert list(cached_models()) == []
+    assert links() == {}
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_broken_model_is_not_stored(hub, model_files, name):
+def test_a_broken_model_gets_no_name(hub, model_files, name):
+    """Its files stay in the cache, where `rm` deletes them; the name still means the version before."""
+    hub.put("org/tiny", "main", model_files)
+    _, path = pull("org/tiny")
     hub.put("org/tiny", "main", {**model_files, name: b"{}"})
-    with pytest.raises(bitnet_ref.errors.BitNetRefError):
+    with pytest.raises(BitNetRefError):
         pull("org/tiny")
-    assert Store().entries() == []
-    assert [p for p in Store().incoming.iterdir() if p.is_dir()] == []
+    assert find_model("org/tiny") == path
+    assert len(invoke_json("rm", "org/tiny", "--yes")["removed"]) == 2
+    assert list(cached_models()) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("model.safetensors", None), ("config.json", "its Git hash differs")], ids=["LFS", "Git"]
-)
-def test_a_file_that_differs_from_the_hubs_word(hub, model_files, name, words):
+def test_a_file_that_git_lfs_did_not_fetch(hub, model_files):
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n".encode()
+    hub.put("org/tiny", "main", {**model_files, "model.safetensors": pointer})
+    with pytest.raises(FormatError, match="is a Git LFS pointer"):
+        pull("org/tiny")
+
+
+@pytest.mark.parametrize("commit", ["../../../../x", "main", "A" * 40, ""])
+def test_a_hub_with_a_commit_that_is_none(hub, model_files, commit):
+    hub.repos["org/tiny"] = {"main": (commit, model_files)}
+    with pytest.raises(HubError, match="expected 40 hexadecimal digits"):
+        pull("org/tiny")
+    assert not hub_cache().exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"], ids=["LFS", "Git"])
+def test_a_file_that_differs_from_what_the_hub_lists(hub, model_files, name):
     hub.put("org/tiny", "main", model_files)
     hub.corrupt.add(name)
-    with pytest.raises((FormatError, HubError), match=words):  # the client may find it first
+    with pytest.raises(FormatError, match=f"{name} of org/tiny is not what the hub lists"):
         pull("org/tiny")
-    assert Store().entries() == []
     hub.corrupt.clear()
-    assert pull("org/tiny").nbytes == sum(map(len, model_files.values()))
+    _, path = pull("org/tiny")
+    assert files_of(path) == model_files
 
 
 def test_without_network(hub, model_files, monkeypatch):
@@ -171,41 +228,97 @@ def test_without_network(hub, model_files, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(HubError, match="HF_HUB_OFFLINE is set"):
         pull("org/tiny")
-    monkeypatch.undo()
-    monkeypatch.setenv("BITNET_REF_HOME", str(Store().root))
+    assert bitnet_ref.load("org/tiny", backend="numpy").logits([1]).shape == (1, BITNET["vocab_size"])
 
 
-def test_no_server_and_no_client(hub):
+def test_a_full_disk(hub, model_files, monkeypatch):
+    hub.put("org/tiny", "main", model_files)
+    usage = shutil.disk_usage(hub_cache().parent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(StorageError, match=r"7,058 bytes are to be written, and 1,000 are free.*free some"):
+        pull("org/tiny")
+    assert hub.sent == []
+
+
+def test_a_disk_that_fills_up(hub, model_files, monkeypatch):
+    hub.put("org/tiny", "main", model_files)
+    _, path = pull("org/tiny")
+    hub.put("org/tiny", "main", {**model_files, "README.md": b"#"})
+
+    def download(*args, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(StorageError, match="No space left on device; free some"):
+        pull("org/tiny")
+    assert find_model("org/tiny") == path
+
+
+def test_a_cache_that_the_client_cannot_read(hub, model_files):
+    hub.put("org/tiny", "main", model_files)
+    pull("org/tiny")
+    (hub_cache() / "models--org--tiny" / "refs" / "lost").write_text("0" * 40)
+    with pytest.raises(RegistryError, match=r"cannot read .*models--org--tiny, which you may delete yourself: Ref"):
+        plan_deletion(list(cached_models()))
+
+
+@pytest.mark.parametrize(
+    ("number", "message"), [(errno.EACCES, "could not be deleted"), (errno.EIO, "Input/output error")], ids=str
+)
+def test_what_cannot_be_deleted(hub, model_files, monkeypatch, number, message):
+    def refuse(path):
+        raise OSError(number, os.strerror(number), str(path))
+
+    hub.put("org/tiny", "main", model_files)
+    pull("org/tiny", name="mine")
+    models = list(cached_models())
+    plan = plan_deletion(models)
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.raises(StorageError, match=message):
+        delete_models(models, plan)
+    assert "mine" in links()
+
+
+def test_no_server(hub):
     done = run(hub, "pull", "org/tiny", code=4, HF_ENDPOINT="http://127.0.0.1:9")
     assert "the hub cannot be reached" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     done = run(hub, "pull", "org/tiny", "--json", code=4, HF_HUB_OFFLINE="1")
     assert json.loads(done.stdout)["error"]["type"] == "HubError"
-    code = "import sys; sys.modules['huggingface_hub'] = None; from bitnet_ref.cli import main; main(['pull', 'a/b'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stderr) == (
-        4,
-        "error: huggingface_hub is not installed: pip install 'bitnet-ref[hub]'\n",
-    )
 
 
-def test_kill_9_in_the_middle_then_again(hub, model_files):
-    """No half entry; the second pull ends what the first began, without fetching again what had come."""
-    hub.put("org/tiny", "main", model_files)
+def kill_while_fetching_weights(hub, commit):
     hub.gates["model.safetensors"] = threading.Event()
     line, env = command(hub, "pull", "org/tiny")
     child = subprocess.Popen(line, env=env, stderr=subprocess.DEVNULL)
-    while not any(name == "config.json" for name, _ in hub.sent):
+    while not (repository_folder("org/tiny") / "snapshots" / commit / "config.json").exists():
         assert child.poll() is None
+        time.sleep(0.01)
     child.send_signal(signal.SIGKILL)
     child.wait()
-    assert Store().entries() == []
-    assert find("org/tiny") is None
+
+
+def test_kill_9_in_the_middle_then_again(hub, model_files):
+    """Nothing can be loaded; the second pull ends what the first began, without fetching again what had come."""
+    commit = hub.put("org/tiny", "main", model_files)
+    kill_while_fetching_weights(hub, commit)
+    with pytest.raises(BitNetRefError):
+        bitnet_ref.load("org/tiny")
     hub.gates.clear()
     run(hub, "pull", "org/tiny")
-    assert [name for name, _ in hub.sent].count("config.json") <= 2
+    assert [name for name, _ in hub.sent].count("config.json") == 1
     assert bitnet_ref.load("org/tiny", backend="numpy").config.num_hidden_layers == 2
-    assert os.listdir(Store().incoming) == []
+
+
+def test_kill_9_in_an_update(hub, model_files):
+    """The name means the old version until the new one is whole."""
+    hub.put("org/tiny", "main", model_files)
+    _, path = pull("org/tiny")
+    changed = model_files["config.json"].replace(b'"bitnet"', b'"bitnet" ')
+    new = hub.put("org/tiny", "main", {**model_files, "config.json": changed, "model.safetensors": b""})
+    kill_while_fetching_weights(hub, new)
+    assert find_model("org/tiny") == path
+    assert bitnet_ref.load("org/tiny", backend="numpy").logits([1]).shape == (1, BITNET["vocab_size"])
 
 
 def test_two_pulls_at_once(hub, model_files):
@@ -219,4 +332,4 @@ def test_two_pulls_at_once(hub, model_files):
     said = [child.communicate(timeout=100)[1] for child in children]
     assert [child.returncode for child in children] == [0, 0], said
     assert sorted(name for name, _ in hub.sent) == sorted(model_files)
-    assert len(Store().entries()) == 1
+    assert len(list(cached_models())) == 1

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import GenerationError
-from bitnet_ref.generation import greedy, sequence
+from bitnet_ref.generation import greedy, sequence, stepper
 from bitnet_ref.generation.drafts import (
     COST,
     FIRST_S,
@@ -129,7 +129,7 @@ def test_both_kinds_of_steps_are_taken(monkeypatch):
     """In one text, of which the second half is a copy."""
     monkeypatch.setattr(GENERATE, "StepTimes", OftenTimes)
     subject, counts = model("storyteller", "cython"), []
-    monkeypatch.setattr(GENERATE, "run_steps", lambda *args: counts.append(args[3]) or greedy.run_steps(*args))
+    monkeypatch.setattr(stepper, "run_steps", lambda *args: counts.append(args[3]) or greedy.run_steps(*args))
     monkeypatch.setattr(greedy, "MOST_S", 1.0)
     out = subject.generate("Once upon a time", max_tokens=200, speculate="lookup", ignore_eos=True)
     assert out.stats.accepted_tokens > 20

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import bitnet_ref
 from bitnet_ref.cli import cli
 from bitnet_ref.errors import GenerationError
-from bitnet_ref.generation import GenerationStats, SamplingParams
+from bitnet_ref.generation import SamplingParams
 from bitnet_ref.generation.overflow import keep_after_overflow, take
 from bitnet_ref.generation.sequence import Continuation, Request
 from bitnet_ref.reference.cache import TokenBatch
@@ -125,23 +125,23 @@ def test_a_stream_tells_of_it_as_it_happens():
 
 @pytest.mark.parametrize("piece", [1, 3, 100])
 def test_a_continuation_can_be_fed_in_pieces(piece):
-    """As an engine does: pages of a pool, `next_input` a piece at a time, all pages given back where it begins anew."""
+    """As an engine does: pages of a pool, a piece at a time, all pages given back where it begins anew."""
     m = model("storyteller", FAST)
     params = SamplingParams(max_tokens=30, overflow="sinks", window=20, ignore_eos=True)
-    row, stats = Continuation(Request(m, PROMPT, params), slot=0), GenerationStats(FAST)
+    row = Continuation(Request(m, PROMPT, params), slot=0)
     cache = m.new_cache(1, row.request.capacity, page_size=4, pages=5)
     begun = 0
     while not row.finished:
         if row.computed == 0:
             cache.page_table[0] = np.random.default_rng(begun).permutation(5)
             begun += 1
-        slot, start, ids = row.next_input
-        ids = ids[:piece]
+        start = row.computed
+        ids = row.context[start : start + piece]
         ends = start + len(ids) == len(row.context)
-        logits = m.run(TokenBatch.of([(slot, start, ids)], [0]), cache, [row.needs()]).tokens[0]
+        logits = m.run(TokenBatch.of([(0, start, ids)], [0]), cache, [row.needs()]).tokens[0]
         row.computed += len(ids)
         if ends:
-            row.accept(logits, stats)
+            row.accept(logits)
     expected = m.generate(PROMPT, max_tokens=30, overflow="sinks", window=20, ignore_eos=True)
     assert [chunk.token_id for chunk in row.chunks] == expected.token_ids
     assert begun == len(expected.overflows) + 1

@@ -9,7 +9,7 @@ from helpers import BITNET, DATA, GOLDEN, TINY, put, tiny_tensors, write_checkpo
 
 import bitnet_ref
 from bitnet_ref.errors import BitNetRefError
-from bitnet_ref.formats.checkpoint import ReadOptions
+from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf.blocks import BY_NAME, quantize
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
@@ -131,7 +131,7 @@ def test_files_of_other_tools(kind):
 
 
 def test_a_layout_that_was_asked_for():
-    options = ReadOptions(i2_s_layout="arm")
+    options = LoadOptions(i2_s_layout="arm")
     found = inspect_model(GGUF / "i2_s.gguf", options=options)
     assert "I2_S layout: arm, as it was asked for" in found.evidence
     assert not says(found, "warning", "--i2s-layout")
@@ -385,7 +385,23 @@ def test_an_onnx_file_with_a_scale_of_zero(tmp_path, formats):
     (tmp_path / "model.onnx").write_bytes(proto.SerializeToString())
     found = inspect_model(tmp_path)
     assert says(found, "error", "scale above zero", "blocks.1.mlp.up_proj")
+    assert len(found.errors) == 1
     assert len(found.ternary) == 41
+
+
+def test_an_onnx_file_of_too_few_layers(tmp_path, formats):
+    onnx = pytest.importorskip("onnx")
+    for file in formats["onnx"].iterdir():
+        shutil.copy(file, tmp_path)
+    proto = onnx.load(tmp_path / "model.onnx", load_external_data=False)
+    (entry,) = [entry for entry in proto.metadata_props if entry.key == "bitnet_ref.config"]
+    entry.value = json.dumps({**json.loads(entry.value), "num_hidden_layers": 8})
+    (tmp_path / "model.onnx").write_bytes(proto.SerializeToString())
+    found = inspect_model(tmp_path)
+    assert [finding.message for finding in found.errors] == [
+        "the configuration says 8 layers; there is no tensor of layers 6 to 7"
+    ]
+    assert len(found.ternary) == 42
 
 
 def test_a_tokenizer_that_is_damaged(tmp_path, formats):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import (
     BITNET,
+    DATA,
     GOLDEN,
     GOLDEN_CASES,
     TINY,
@@ -21,9 +22,11 @@ from helpers import (
 
 import bitnet_ref
 from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
+from bitnet_ref.families.linear_norms import model_norms
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.inspection import inspect_model, show_tensor
 
+FAMILIES = [path.parent for path in sorted((DATA / "families").glob("*/config.json"))]
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 V_SCALE = "model.layers.1.self_attn.v_proj.weight_scale"
 
@@ -65,6 +68,43 @@ def test_names_quantisation_and_scale_direction(case, words, scales):
     assert scales in found.scale_convention
 
 
+WITHOUT_THETA = ("llama-bf16-biases", "llama-f16-sharded", "llama-f32-headdim", "llama-packed-rmsnorm", "rope-dynamic")
+WITHOUT_THETA += ("llama-packed-skips", "llama-tied-duplicate", "llama-unpacked-offline")
+WITHOUT_THETA += ("mistral-window1", "mistral-window3")
+
+
+@pytest.mark.parametrize("folder", [*(GOLDEN / case for case in GOLDEN_CASES), *FAMILIES], ids=lambda path: path.name)
+def test_every_finding_about_a_good_checkpoint(folder):
+    found = inspect_model(folder)
+    expected = [("warning", "there is none (tokenizer.json, tokenizer.model): only token ids can go in")]
+    if folder in FAMILIES and not found.config.eos_token_ids:
+        expected.append(("warning", "no end token is named anywhere: generation ends at max_tokens only"))
+    if folder.name == "llama-packed-skips":
+        expected.append(("warning", "the head is ternary; BitNet models are trained with a head of full precision"))
+    if folder.name in WITHOUT_THETA:
+        message = "absent from config.json, so transformers' defaults hold: rope_theta 10000.0"
+        expected.append(("note", message))
+    assert [(finding.severity, finding.message) for finding in found.findings] == expected
+    assert found.architecture == json.loads((folder / "config.json").read_text())["model_type"]
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [((1, 2, 4), "layers 1 to 4"), ((3,), "layer 3"), ((5,), "layer 5"), ((0, 5), "layers 0 to 5")],
+)
+def test_layers_that_are_missing(missing, words, tmp_path):
+    config = {**BITNET, "num_hidden_layers": 6}
+    tensors = {
+        name: array
+        for name, array in tiny_tensors(config).items()
+        if not any(name.startswith(f"model.layers.{index}.") for index in missing)
+    }
+    found = inspect_model(write_checkpoint(tmp_path / "m", config, tensors))
+    assert messages(found) == [f"config.json says 6 layers; there is no tensor of {words}"]
+    assert found.errors[0].field == f"model.layers.{missing[0]}"
+    assert {matrix.layer for matrix in found.ternary} == set(range(6)) - set(missing)
+
+
 def test_storyteller():
     found = inspect_model("storyteller")
     assert found.findings == []
@@ -100,7 +140,7 @@ def test_parameter_count_of_a_tied_model_with_a_stored_head():
     found = inspect_model(GOLDEN / "llama-tied-duplicate")
     weights = bitnet_ref.load(GOLDEN / "llama-tied-duplicate", backend="numpy").weights
     linears = sum(w.array.size for name, w in weights.linears() if name != "lm_head")
-    norms = sum(norm.weight.size for norm in weights.norms())
+    norms = sum(norm.weight.size for norm in model_norms(weights))
     assert found.parameters == weights.embedding.array.size + linears + norms
 
 
@@ -284,7 +324,8 @@ ONLINE = {**BITNET, "quantization_config": {**BITNET["quantization_config"], "qu
 def test_a_master_that_is_ternary_already(tmp_path):
     found = inspect_model(write_checkpoint(tmp_path / "m", ONLINE, ternary_floats(ONLINE)))
     assert found.errors == []
-    assert any("no master weights" in message for message in messages(found, "warning"))
+    (finding,) = [each for each in found.warnings if "no master weights" in each.message]
+    assert finding.field == Q_PROJ
     assert {m.w_dequant_scale for m in found.ternary} == {0.125}
 
 

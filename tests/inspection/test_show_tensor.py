@@ -137,6 +137,71 @@ def test_shares_and_maps_of_a_matrix_with_a_pattern():
     assert "|    ####|" in lines
 
 
+TERNARY_TEXT = """\
+blocks.0.attn.q_proj: 5 x 6, ternary
+-1: 23.3%, 0: 60.0%, +1: 16.7%, each times w_dequant_scale 0.5
+
+Share of non-zeros, from 0.0% (' ') to 100.0% ('#'):
+|## #  |
+|      |
+|   ###|
+|      |
+|######|
+
+The first weights (-, . and + for -1, 0 and +1):
+ +-.+..
+ ......
+ ...+++
+ ......
+ ------
+
+rows                 -1      0     +1
+0 to 0            16.7%  50.0%  33.3%
+1 to 1             0.0% 100.0%   0.0%
+2 to 2             0.0%  50.0%  50.0%
+3 to 3             0.0% 100.0%   0.0%
+4 to 4           100.0%   0.0%   0.0%
+
+columns              -1      0     +1
+0 to 0            20.0%  60.0%  20.0%
+1 to 1            40.0%  60.0%   0.0%
+2 to 2            20.0%  80.0%   0.0%
+3 to 3            20.0%  40.0%  40.0%
+4 to 4            20.0%  60.0%  20.0%
+5 to 5            20.0%  60.0%  20.0%"""
+DENSE_TEXT = """\
+x: 6, F32
+from 0 to 8, mean 2.25, std 2.73481
+mean size 2.25, 2 zeros, 5 distinct values
+
+          0 to 0.5                2  ####################
+        0.5 to 1                  0
+          1 to 1.5                1  ##########
+        1.5 to 2                  0
+          2 to 2.5                1  ##########
+        2.5 to 3                  1  ##########
+"""
+
+
+def test_the_whole_text():
+    w_t = np.zeros((5, 6), dtype=np.int8)
+    w_t[0, :4] = 1, -1, 0, 1
+    w_t[2, 3:] = 1
+    w_t[4] = -1
+    assert view(w_t).text(40, unicode=False) == TERNARY_TEXT
+    dense = TensorView("m", "x", "F32", np.array([0, 0, 1, 2, 2.5, 8], dtype=np.float32))
+    text = dense.text(60, unicode=False)
+    assert text.startswith(DENSE_TEXT)
+    assert len(text.splitlines()) == 4 + 16
+    assert f"{2:9}  {'█' * 60}\n" in dense.text(200)
+    assert f"{2:9}  {'█' * 10}\n" in dense.text(30)
+    assert "Share of non-zeros: 0.0% everywhere" in view(np.zeros((3, 3))).text()
+    shades = view(np.tri(4, 4, dtype=np.int8).repeat(16, axis=0)).text(unicode=True).splitlines()
+    assert shades[4] == "|█   |"
+    cells = show_tensor(PACKED, "blocks.0.mlp.down_proj").text(200, unicode=False).splitlines()[4:20]
+    assert {(len(line), line[0], line[-1]) for line in cells} == {(66, "|", "|")}  # 16 x 64 cells
+
+
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("name", ["blocks.0.mlp.down_proj", "blocks.0.ffn_norm", "embedding"])
 def test_text_fits_the_width(name, width):
@@ -158,6 +223,30 @@ def test_pictures():
         found = show_tensor(PACKED, name)
         assert len(found.figure().axes) == (4 if found.is_ternary else 1)
         assert 'src="data:image/png;base64,iVBOR' in found._repr_html_()
+
+
+def test_what_the_pictures_show():
+    pytest.importorskip("matplotlib")
+    found = show_tensor(PACKED, "blocks.0.mlp.down_proj")  # (256, 768)
+    first, share, by_row, _ = found.figure().axes
+    assert np.array_equal(first.images[0].get_array(), found.values[:48, :64])
+    assert np.array_equal(share.images[0].get_array(), found.nonzero_map(32, 96))
+    assert share.images[0].get_extent() == [0, 768, 256, 0]
+    assert (by_row.get_xlim(), by_row.get_ylim()) == ((0, 1), (256, 0))
+    bars = np.array([[bar.get_x(), bar.get_width(), bar.get_y(), bar.get_height()] for bar in by_row.patches])
+    shares = np.array([shares for _, _, shares in found.bands(0)])  # eight bands of 32 rows
+    assert bars[:, 1].reshape(3, 8) == pytest.approx(shares.T)
+    assert bars[:, 0].reshape(3, 8) == pytest.approx(np.cumsum(shares, axis=1).T - shares.T)
+    assert bars[:8, 2] + bars[:8, 3] / 2 == pytest.approx(np.arange(8) * 32 + 16)
+    assert bars[:, 3] == pytest.approx(0.9 * 32)
+    widths = [axes.get_position().width for axes in (first, by_row)]
+    assert widths[0] / widths[1] == pytest.approx(1.2)
+    (axes,) = show_tensor(PACKED, "final_norm").figure().axes
+    counts, edges = show_tensor(PACKED, "final_norm").histogram(bins=64)
+    drawn = axes.patches[0].get_data()
+    assert np.array_equal(drawn.values, counts)
+    assert np.array_equal(drawn.edges, edges)
+    assert (axes.get_title(), axes.get_xlabel(), axes.get_ylabel()) == ("final_norm", "value", "count")
 
 
 def test_without_matplotlib(monkeypatch):

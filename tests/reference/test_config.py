@@ -5,10 +5,11 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from bitnet_ref.errors import ConfigError
+from bitnet_ref.errors import LARGEST_INT, ConfigError
 from bitnet_ref.families import FAMILIES, config_from_dict, config_to_dict
 from bitnet_ref.families.rope import StretchedRope, make_rope
-from bitnet_ref.reference.config import LARGEST_INT, ModelConfig, QuantizationConfig
+from bitnet_ref.formats.checkpoint import scale_convention
+from bitnet_ref.reference.config import ModelConfig, QuantizationConfig
 
 GOOD = ModelConfig(
     model_type="bitnet",
@@ -147,7 +148,7 @@ def test_quantization(given, field):
     ],
 )
 def test_what_a_weight_scale_means(linear_class, mode, convention):
-    assert QuantizationConfig(linear_class, mode).scale_convention == convention
+    assert scale_convention(QuantizationConfig(linear_class, mode)) == convention
 
 
 def test_frozen():

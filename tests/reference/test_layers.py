@@ -109,10 +109,12 @@ def rope_of(table):
 def test_frequencies_of_published_settings(name):
     table = TABLES[name]
     rope = rope_of(table)
-    inv_freq = rope.frequencies(table["head_dim"], position=(table["length"] or 1) - 1)
+    position = (table["length"] or 1) - 1
+    stretched = isinstance(rope, StretchedRope)
+    inv_freq = rope.frequencies(table["head_dim"], *([position] if stretched else []))
     assert inv_freq.dtype == np.float64
     np.testing.assert_allclose(inv_freq, table["inv_freq"], rtol=2e-6)  # the oracle computes them in float32
-    cos, sin = layers.rope_tables(np.array([(table["length"] or 1) - 1]), rope, table["head_dim"], np.float64)
+    cos, sin = rope.tables(np.array([position]), table["head_dim"], np.float64)
     length = np.sqrt(cos**2 + sin**2)
     np.testing.assert_allclose(length, table["attention_factor"], rtol=1e-12)
 
@@ -126,7 +128,7 @@ def test_dynamic_rope_keeps_the_trained_length_and_stretches_beyond_it():
     plain = RopeConfig().frequencies(8)
     np.testing.assert_array_equal(rope.frequencies(8, position=15), plain)
     assert (rope.frequencies(8, position=16)[1:] < plain[1:]).all()
-    cos, _ = layers.rope_tables(np.array([3, 40]), rope, 8, np.float64)
+    cos, _ = rope.tables(np.array([3, 40]), 8, np.float64)
     np.testing.assert_array_equal(cos[0], np.cos(3 * plain))
     np.testing.assert_array_equal(cos[1], np.cos(40 * rope.frequencies(8, position=40)))
 
@@ -134,7 +136,7 @@ def test_dynamic_rope_keeps_the_trained_length_and_stretches_beyond_it():
 def test_angles_are_exact_at_long_positions():
     """A float32 angle at position 100,000 is off by 4e-3; these are rounded once, at the end."""
     positions = np.array([0, 1, 4095, 100_000])
-    cos, sin = layers.rope_tables(positions, RopeConfig(theta=500000.0), 16, np.float32)
+    cos, sin = RopeConfig(theta=500000.0).tables(positions, 16, np.float32)
     angles = positions[:, None] * 500000.0 ** -(np.arange(8) / 8)
     assert cos.dtype == sin.dtype == np.float32
     np.testing.assert_allclose(cos, np.cos(angles), rtol=0, atol=6e-8)
@@ -145,7 +147,7 @@ def test_rope_turns_the_pair_of_the_two_halves():
     """As complex numbers: x[j] + i x[j + d/2] times e^(i angle), for every head."""
     x = rng(2).standard_normal((3, 5, 8))
     positions = np.array([0, 2, 9])
-    cos, sin = layers.rope_tables(positions, RopeConfig(), 8, np.float64)
+    cos, sin = RopeConfig().tables(positions, 8, np.float64)
     turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * positions[:, None] * 10000.0 ** -(np.arange(4) / 4))[:, None]
     np.testing.assert_allclose(layers.apply_rope(x, cos, sin), np.concatenate([turned.real, turned.imag], -1))
 
@@ -154,7 +156,7 @@ def test_rope_scores_depend_on_distance_only():
     q, k = rng(3).standard_normal((2, 1, 1, 16))
 
     def score(at_q, at_k):
-        cos, sin = layers.rope_tables(np.array([at_q, at_k]), RopeConfig(), 16, np.float64)
+        cos, sin = RopeConfig().tables(np.array([at_q, at_k]), 16, np.float64)
         return float(np.sum(layers.apply_rope(q, cos[:1], sin[:1]) * layers.apply_rope(k, cos[1:], sin[1:])))
 
     assert score(7, 3) == pytest.approx(score(1007, 1003))
@@ -183,6 +185,6 @@ def test_dense_matmul_in_blocks():
     generator = rng(5)
     w = generator.standard_normal((5000, 300)).astype(np.float16)
     x = generator.standard_normal((2, 300))
-    assert len(list(layers.row_blocks(w, np.float64, np.asarray))) > 1
+    assert w.size > layers._BLOCK_VALUES
     np.testing.assert_allclose(layers.dense_matmul(x, w), x @ w.astype(np.float64).T, rtol=1e-12, atol=1e-12)
     assert layers.dense_matmul(x[:0], w).shape == (0, 5000)

@@ -5,10 +5,9 @@ import threading
 
 import numpy as np
 from cli_runs import BACKEND
-from engine_checks import PROMPTS, check, gist, until
+from engine_checks import PROMPTS, FreeGuesses, check, gist, until
 from helpers import GOLDEN, chat_folder, model
 
-from bitnet_ref.crossval.paths import FreeGuesses
 from bitnet_ref.errors import NumericsError
 from bitnet_ref.generation.drafts import LookupDrafts
 from bitnet_ref.generation.processors import LogitsRule
@@ -263,5 +262,6 @@ def test_a_guess_that_fails_is_no_fault_of_the_request(story, monkeypatch):
             patch.setattr(owner, "append", change)
             handles = [engine.submit(COPY, max_tokens=6, **each) for each in ({}, {"speculate": "lookup", **params})]
             assert [gist(handle.result()) for handle in handles] == [expected] * 2
+            assert gist(story.generate(COPY, max_tokens=6, speculate="lookup", **params)) == expected
         check(engine)
         assert any(seen)

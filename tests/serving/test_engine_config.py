@@ -41,6 +41,13 @@ def test_the_environment_is_read(monkeypatch):
     assert (config.backend, config.prefix_sharing, config.max_wait_s) == ("numpy", False, 0.25)
 
 
+def test_a_file_may_say_sizes_in_words_and_one_device(tmp_path):
+    path = tmp_path / "engine.toml"
+    path.write_text('memory_limit = "8GiB"\ndevices = 1\nfallback = "numpy"\n')
+    config = EngineConfig.load(path, env={})
+    assert (config.memory_limit, config.devices, config.fallback) == (8 << 30, (1,), ("numpy",))
+
+
 def test_a_request_overrides_the_defaults_by_any_of_their_names():
     config = EngineConfig(sampling={"max_tokens": 5, "temperature": 1.0})
     assert config.params({"max_new_tokens": 3}).max_tokens == 3
@@ -61,7 +68,9 @@ def test_a_request_overrides_the_defaults_by_any_of_their_names():
         ({"cache_tokens": 4, "cache_bytes": 4}, "cache_bytes"),
         ({"prefix_sharing": 1}, "prefix_sharing"),
         ({"backend": "cuda"}, "backend"),
-        ({"fallback": ["gpu"]}, "fallback"),
+        ({"fallback": ["gpu"]}, "fallback: expected a list of backends: auto, numpy, cython, cupy, got 'gpu'"),
+        ({"devices": [0, 0]}, "devices: expected different numbers of cards"),
+        ({"memory_limit": "8Gob"}, "memory_limit: expected bytes, or a text like '8GiB', got '8Gob'"),
         ({"cache_dtype": "int4"}, "cache_dtype: expected one of float32, float16, int8"),
         ({"sampling": {"temprature": 1}}, "sampling: .*temperature"),
         ({"sampling": {"top_p": 3}}, "sampling: top_p"),

@@ -1,7 +1,6 @@
 """Greedy requests, whose steps the engine takes several at a time: the texts, chunks and ends of plain decoding."""
 
 import time
-from importlib import import_module
 
 import pytest
 from engine_checks import check, until
@@ -11,13 +10,12 @@ from hypothesis import strategies as st
 import bitnet_ref
 from bitnet_ref.backends.cpu.extension import why_unavailable
 from bitnet_ref.errors import RequestCancelled, RequestTimeout
-from bitnet_ref.generation import greedy
+from bitnet_ref.generation import greedy, stepper
+from bitnet_ref.generation.generate import generate_chunks
 from bitnet_ref.generation.params import SamplingParams
-from bitnet_ref.generation.results import GenerationStats
 from bitnet_ref.generation.sequence import Continuation, Request
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
-GENERATE = import_module("bitnet_ref.generation.generate")  # the package has a function of that name
 TEXTS = ["Once upon a time", "Alice", "The old man of the sea", "It was a dark and stormy night, and the wind", "I"]
 
 
@@ -37,8 +35,7 @@ def groups(monkeypatch):
         return iter(steps)
 
     monkeypatch.setattr(greedy, "MOST_S", 1e9)  # a busy machine takes fewer in a row
-    monkeypatch.setattr(GENERATE, "run_steps", watched)
-    monkeypatch.setattr("bitnet_ref.serving.step.run_steps", watched)
+    monkeypatch.setattr(stepper, "run_steps", watched)
     return taken
 
 
@@ -49,10 +46,10 @@ def gist(out):
 def single_steps(model, prompt, **params):
     """Plain decoding: one pass at a time."""
     row = Continuation(Request(model, prompt, SamplingParams.of(**params)), slot=0)
-    row._is_greedy, stats = False, GenerationStats("")
-    for _ in GENERATE.generate_chunks(model, [[row]], stats):
+    row._is_greedy = False
+    for _ in generate_chunks(model, [[row]], row.stats):
         pass
-    return row.result(stats)
+    return row.result()
 
 
 def test_generate_and_stream_take_steps_in_a_row(story, groups):

@@ -15,9 +15,9 @@ from helpers import GOLDEN, model
 
 import bitnet_ref
 from bitnet_ref.errors import BackendUnavailable, DeviceError, GenerationError, NumericsError, OutOfMemory, QueueFull
-from bitnet_ref.generation.params import Number
 from bitnet_ref.serving import EngineConfig
 from bitnet_ref.system.memory import memory_bytes
+from bitnet_ref.system.options import Number
 
 # -- parameters --------------------------------------------------------------------------------------------------------
 

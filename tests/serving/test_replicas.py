@@ -6,7 +6,7 @@ import time
 import pytest
 from cli_runs import BACKEND
 from engine_checks import PROMPTS, check, gist, until
-from helpers import GOLDEN, chat_folder, model
+from helpers import DATA, GOLDEN, chat_folder, model
 from server_runs import RunningServer
 
 import bitnet_ref
@@ -73,6 +73,35 @@ def test_beams_with_few_pages_and_beams_that_are_abandoned(story):
     check(engine)
 
 
+@pytest.mark.parametrize("cache_tokens", [40, 100, 400])
+def test_searches_that_take_pages_and_places_from_each_other(story, cache_tokens):
+    """Beams wait for those beside them, in turns, without a place and as long as they may with their pages."""
+    rules = [{"num_beams": 3, "n": 2}, {"num_beams": 2, "repetition_penalty": 1.3}, {"num_beams": 3, "logprobs": 1}]
+    with story.engine(max_batch=3, max_batch_tokens=6, page_size=3, cache_tokens=cache_tokens) as engine:
+        searches = [
+            engine.submit(prompt, max_tokens=12, priority=number % 2, **each)
+            for number, (prompt, each) in enumerate(zip(PROMPTS, rules, strict=False))
+        ]
+        other = engine.submit(PROMPTS[3], max_tokens=20)
+        for search, prompt, each in zip(searches, PROMPTS, rules, strict=False):
+            assert gists(search.result(30)) == gists(story.generate(prompt, max_tokens=12, **each))
+        assert gist(other.result(30)) == gist(story.generate(PROMPTS[3], max_tokens=20))
+        stops = engine._worker._scheduler.stops
+    assert (stops > 0) == (cache_tokens == 40)
+    check(engine)
+
+
+def test_searches_on_a_model_whose_states_no_beam_can_share():
+    hybrid, prompts = model(DATA / "families" / "qwen3_5-groups128-hybrid", BACKEND), [[5, 9, 7, 11, 3], [8, 2, 6]]
+    options = {"num_beams": 3, "n": 2, "max_tokens": 8, "ignore_eos": True}
+    with hybrid.engine(max_batch=3, page_size=2) as engine:
+        other = engine.submit([4, 4, 4], max_tokens=10)
+        outs = engine.generate(prompts, **options)
+        assert gist(other.result()) == gist(hybrid.generate([4, 4, 4], max_tokens=10))
+    assert [gists(out) for out in outs] == [gists(out) for out in hybrid.generate(prompts, **options)]
+    check(engine)
+
+
 def test_beams_obey_the_engines_limits(story):
     with story.engine(max_batch=2, max_queue=4) as engine:
         for params, message in (
@@ -84,8 +113,10 @@ def test_beams_obey_the_engines_limits(story):
         ):
             with pytest.raises(GenerationError, match=message):
                 engine.generate("Alice", **params)
-        with pytest.raises(GenerationError, match="use the engine's generate"):
-            engine.submit("Alice", num_beams=2)
+        with pytest.raises(GenerationError, match=r"num_beams: a stream is one .* use result\(\)"):
+            next(engine.submit("Alice", num_beams=2))
+        with pytest.raises(GenerationError, match=r"num_beams: a stream is one .* use beams"):
+            engine.streams("Alice", num_beams=2)
         with pytest.raises(GenerationError, match="was not finished within"):
             engine.generate("Alice", num_beams=2, max_tokens=200, timeout_s=0.001)
         until(lambda: not engine.requests)

@@ -1,29 +1,25 @@
 """The scheduler by itself, with rows that are lists of tokens: who runs, with how much, and whether all finish."""
 
-from dataclasses import dataclass
-
 import numpy as np
 from engine_checks import check_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitnet_ref.serving.pages import PagePool
-from bitnet_ref.serving.scheduler import Job, Scheduler
+from bitnet_ref.serving.scheduler import NO_SLOT, Job, Scheduler
 
 SIZE = 4
 
 
-@dataclass
-class Row:
-    """A sequence that has so many tokens to generate; the next is a function of those so far, as a model's is."""
+class Row(Job):
+    """A job that has so many tokens to generate; the next is a function of those so far, as a model's is.
 
-    tokens: list[int]
-    to_come: int
-    guesses: tuple[int, int] = (0, 0)  # how many tokens it guesses at a time, and how many of them are right
-    slot: int = -1
-    computed: int = 0
-    generated: int = 0
-    is_greedy: bool = False
+    guesses: how many tokens it guesses at a time, and how many of them are right."""
+
+    def __init__(self, tokens, to_come, guesses, is_greedy, rank, priority):
+        self.tokens, self.to_come, self.guesses, self.is_greedy = tokens, to_come, guesses, is_greedy
+        self.rank, self.arrival_s, self.priority, self.ticket = rank, rank[0], priority, Reader()
+        self.slot, self.computed, self.cached, self.generated = NO_SLOT, 0, 0, 0
 
     @property
     def may_guess(self):
@@ -48,6 +44,10 @@ class Row:
         return 0
 
     @property
+    def behind(self):
+        return len(self.tokens) - self.computed
+
+    @property
     def context_tokens(self):
         return len(self.tokens)
 
@@ -67,7 +67,7 @@ class Cache:
         plan = self.scheduler.plan()
         assert sum(piece.tokens + len(piece.draft) for piece in plan.pieces) <= self.scheduler.max_batch_tokens
         assert not (self.scheduler.waiting and any(len(piece.draft) for piece in plan.pieces))
-        slots = [piece.job.row.slot for piece in plan.pieces]
+        slots = [piece.row.slot for piece in plan.pieces]
         assert len(set(slots)) == len(slots) <= self.scheduler.max_batch
         for source, target in plan.copies:
             self.pages[target] = list(self.pages[source])
@@ -80,17 +80,16 @@ class Cache:
         return plan
 
     def one_step(self, plan):
-        for job, slot, start, count, ends, draft in plan.pieces:
-            row = job.row
+        for row, slot, start, count, ends, draft in plan.pieces:
             text = [*row.tokens, *draft.tolist()]
-            assert (row.slot, job.running) == (slot, True)
+            assert (row.slot, row.running) == (slot, True)
             assert start == row.computed
             for at in range(start, start + count + len(draft)):
-                self.pages[job.lease.pages[at // SIZE]][at % SIZE] = tuple(text[: at + 1])
+                self.pages[row.lease.pages[at // SIZE]][at % SIZE] = tuple(text[: at + 1])
             for at in range(start + count + len(draft)):
-                assert self.pages[job.lease.pages[at // SIZE]][at % SIZE] == tuple(text[: at + 1])
+                assert self.pages[row.lease.pages[at // SIZE]][at % SIZE] == tuple(text[: at + 1])
             row.computed += count
-            job.lease.commit(row.context, row.computed)
+            row.lease.commit(row.context, row.computed)
             assert ends == (row.computed == len(row.tokens))
             for guess in (None, *draft.tolist()) if ends else ():
                 if guess is not None:
@@ -101,34 +100,33 @@ class Cache:
                 row.tokens.append(sum(row.tokens) % 2)
                 row.generated, row.to_come = row.generated + 1, row.to_come - 1
             if row.to_come == 0:
-                self.scheduler.remove(job)
+                self.scheduler.remove(row)
             elif ends:
-                job.lease.commit(row.context, row.computed)
-                job.lease.trim(row.context_tokens)
+                row.lease.commit(row.context, row.computed)
+                row.lease.trim(row.context_tokens)
 
     def steps_in_a_row(self, plan):
         """All are computed first, and those of ended rows again and again, as `_cpu.greedy_steps` does."""
         assert not (self.scheduler.waiting and self.scheduler._slots)
         self.groups += 1
         steps = 1 + self.groups % plan.steps  # the bell may ring after any of them
-        for job, *_ in plan.pieces:
-            row, text = job.row, list(job.row.tokens)
-            assert job.row.decodes_greedily
+        for row, *_ in plan.pieces:
+            text = list(row.tokens)
+            assert row.decodes_greedily
             for at in range(row.computed, row.computed + min(steps, row.to_come)):
-                self.pages[job.lease.pages[at // SIZE]][at % SIZE] = tuple(text)
+                self.pages[row.lease.pages[at // SIZE]][at % SIZE] = tuple(text)
                 text.append(sum(text) % 2)
         for _ in range(steps):
-            for job, *_ in plan.pieces:
-                row = job.row
+            for row, *_ in plan.pieces:
                 if row.to_come:
                     for at in range(row.computed + 1):
-                        assert self.pages[job.lease.pages[at // SIZE]][at % SIZE] == tuple(row.tokens[: at + 1])
+                        assert self.pages[row.lease.pages[at // SIZE]][at % SIZE] == tuple(row.tokens[: at + 1])
                     row.computed += 1
-                    job.lease.commit(row.context, row.computed)
+                    row.lease.commit(row.context, row.computed)
                     row.tokens.append(sum(row.tokens) % 2)
                     row.generated, row.to_come = row.generated + 1, row.to_come - 1
                     if row.to_come == 0:
-                        self.scheduler.remove(job)
+                        self.scheduler.remove(row)
 
 
 def engine(pages=16, max_batch=4, max_batch_tokens=12, **more):
@@ -141,8 +139,9 @@ class Reader:
 
 
 def job(number, prompt, new=3, priority=0, arrival_s=None, guesses=(0, 0), greedy=False):
-    row = Row([number % 2] * prompt if isinstance(prompt, int) else list(prompt), new, guesses, is_greedy=greedy)
-    return Job(row, float(number) if arrival_s is None else arrival_s, (number, 0), priority, Reader())
+    tokens = [number % 2] * prompt if isinstance(prompt, int) else list(prompt)
+    rank = float(number) if arrival_s is None else arrival_s, (number, 0)
+    return Row(tokens, new, guesses, greedy, rank, priority)
 
 
 def test_a_long_prompt_does_not_delay_decoding():
@@ -153,7 +152,7 @@ def test_a_long_prompt_does_not_delay_decoding():
     scheduler.add(long)
     for step in range(6):
         plan = cache.step()
-        assert [(p.job, p.tokens) for p in plan.pieces] == [(short, 1), (long, 11 if step < 5 else 5)]
+        assert [(p.row, p.tokens) for p in plan.pieces] == [(short, 1), (long, 11 if step < 5 else 5)]
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one():
@@ -162,7 +161,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one():
     scheduler.add(long)
     scheduler.add(short)
     plan = cache.step()
-    assert [(p.job, p.tokens, p.ends) for p in plan.pieces] == [(long, 13, False), (short, 3, True)]
+    assert [(p.row, p.tokens, p.ends) for p in plan.pieces] == [(long, 13, False), (short, 3, True)]
 
 
 def test_arrival_decides_and_priority_is_worth_some_seconds():
@@ -179,10 +178,10 @@ def test_more_important_work_takes_a_slot_and_the_other_keeps_its_pages():
     scheduler.add(usual)
     cache.step()
     scheduler.add(urgent)
-    assert [p.job for p in cache.step().pieces] == [urgent]
+    assert [p.row for p in cache.step().pieces] == [urgent]
     assert usual.lease is not None
     cache.step()
-    assert [(p.job, p.tokens) for p in cache.step().pieces] == [(usual, 1)]
+    assert [(p.row, p.tokens) for p in cache.step().pieces] == [(usual, 1)]
 
 
 def test_equal_beginnings_are_computed_once():
@@ -202,7 +201,7 @@ def test_when_pages_run_out_the_last_stops_and_still_finishes():
         scheduler.add(each)
     stopped = [victim for _ in range(60) for victim in cache.step().stopped]
     assert set(stopped) == {jobs[1]}
-    assert [each.row.to_come for each in jobs] == [0, 0]
+    assert [each.to_come for each in jobs] == [0, 0]
 
 
 def test_removing_frees_at_once():
@@ -225,7 +224,7 @@ def test_drafts_take_only_what_nobody_else_needs():
     scheduler.add(quick := job(0, [0, 1], new=40, guesses=(6, 6)))
 
     def drafted(steps):
-        return [len(piece.draft) for _ in range(steps) for piece in cache.step().pieces if piece.job is quick]
+        return [len(piece.draft) for _ in range(steps) for piece in cache.step().pieces if piece.row is quick]
 
     assert drafted(3) == [0, 6, 6]  # after the prompt, alone: all that are right
     scheduler.add(job(1, [1, 1, 1], new=40))
@@ -320,7 +319,7 @@ def test_everything_finishes_with_its_own_tokens(arrivals, pages, max_batch, max
                     child = start(number * 10 + fork + 1, step, prompt, new, priority, cancel, guesses)
                     if leader.lease is not None:
                         child.lease = leader.lease.fork()
-                        child.row.computed = leader.row.computed
+                        child.computed = leader.computed
                     scheduler.add(child)
         for each in cancelled.pop(step, []):
             scheduler.remove(each)
@@ -332,4 +331,4 @@ def test_everything_finishes_with_its_own_tokens(arrivals, pages, max_batch, max
     assert not scheduler.waiting
     assert scheduler.pool.in_use == 0
     for each, tokens in expected.items():
-        assert each.row.tokens == tokens
+        assert each.tokens == tokens

@@ -17,6 +17,7 @@ from server_runs import RunningServer, ServerLimits, events
 from bitnet_ref.cli import serve_command
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.serving.http.tools import ToolReader
+from bitnet_ref.system.sharing import model_files
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 pydantic = pytest.importorskip("pydantic")  # it comes with openai
@@ -111,6 +112,21 @@ def test_several_prompts_and_the_best_of_several(client, whole):
     expected = max(outs, key=lambda out: sum(out.logprobs) / len(out.logprobs))
     assert best.choices[0].text.strip() == expected.text.strip()
     assert best.usage.completion_tokens == 30
+
+
+def test_the_best_is_the_likeliest_per_token(client):
+    """Of texts of several lengths, by the mean of the log probabilities; the best one first, in each prompt's place."""
+    prompts, sampling = [PROMPT, "Alice"], {"max_tokens": 12, "seed": 8, "stop": [",", "."], "temperature": 1.0}
+    story = model(STORY, BACKEND, threads=1)
+    expected = []
+    for prompt in prompts:
+        outs = story.generate(prompt, n=4, **sampling)
+        ranked = sorted(outs, key=lambda out: sum(out.logprobs) / len(out.logprobs), reverse=True)
+        assert prompt != PROMPT or ranked[0] is not max(outs, key=lambda out: sum(out.logprobs))
+        expected += [out.text.strip() for out in ranked[:2]]
+    answer = client.completions.create(model="storyteller", prompt=prompts, n=2, best_of=4, **sampling)
+    assert [choice.text.strip() for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("limits", [{"max_tokens": 7}, {"max_tokens": 40, "stop": [" the", "."]}, {"min_tokens": 3}])
@@ -397,7 +413,7 @@ def test_calls_in_a_text_that_comes_in_pieces(text, content, zones, size):
 )
 def test_calls_are_found_in_one_pass(text):
     """A search that begins again with each piece, mark or space takes minutes here, and this test would not end."""
-    for size in (1, len(text)):
+    for size in (100, len(text)):
         reader = ToolReader(["clock"], is_forced=False)
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
         said = [reader.push(piece, None) for piece in pieces]
@@ -575,8 +591,7 @@ def test_models_come_and_go():
     tiny = GOLDEN / "bitnet-packed-offline"
     sources = {"a": STORY, "b": tiny}
     with RunningServer(sources, budget=105_000_000, idle_s=0.2, settings={"cache_tokens": 256}) as server:
-        held = [place.name for place in server.shelf.places.values() if place.engine is not None]
-        assert held == ["a", "b"]
+        assert loaded(server) == ["a", "b"]
         until(lambda: all(place.engine is None for place in server.shelf.places.values()))
         status, _, answer = server.post("/v1/completions", {"model": "b", "prompt": [5, 6], "max_tokens": 2})
         assert (status, "tokenizer" in answer["error"]["message"]) == (400, True)
@@ -591,6 +606,21 @@ def test_models_come_and_go():
         stream.close()
         until(lambda: server.post("/tokenize", {"model": "b", "prompt": "x"})[0] == 400)
         assert server.shelf.places["a"].engine is None
+
+
+def test_the_model_that_was_unused_longest_leaves():
+    tiny = GOLDEN / "bitnet-packed-offline"
+    sources, file_bytes = dict.fromkeys("abcd", tiny), sum(file.stat().st_size for file in model_files(tiny))
+    with RunningServer(sources, budget=file_bytes, settings={"cache_tokens": 256}) as server:
+        assert loaded(server) == ["a"]  # at first as many as the budget allows, and one at least
+        server.shelf._budget = 3 * server.shelf.places["a"].nbytes
+        for name in "bcad":
+            assert server.post("/tokenize", {"model": name, "prompt": "x"})[0] == 400  # it has no tokenizer
+        assert loaded(server) == ["a", "c", "d"]
+
+
+def loaded(server):
+    return [name for name, place in server.shelf.places.items() if place.engine is not None]
 
 
 # -- clients that go away, or read slowly ------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from bitnet_ref.formats.gguf.file import Typed
 from bitnet_ref.formats.open import read_tokenizer_files
 from bitnet_ref.tokenizers import Tokenizer, load_tokenizer, load_tokenizer_files
 from bitnet_ref.tokenizers.gguf_vocab import gguf_from_tokenizer_files, tokenizer_files_from_gguf
-from bitnet_ref.tokenizers.sentencepiece_model import UNIGRAM, read_model, write_model
+from bitnet_ref.tokenizers.sentencepiece_model import UNIGRAM, UNKNOWN, read_model, write_model
 
 STORYTELLER = Path(bitnet_ref.errors.__file__).parent / "assets" / "storyteller"
 FILES = {path.name: path.read_bytes() for path in STORYTELLER.iterdir() if "token" in path.name}
@@ -342,6 +342,10 @@ def test_many_unknown_tokens() -> None:
         assert tokenizer.id_to_token(n) == plain.id_to_token(n)
         assert tokenizer.is_special(n)
         assert tokenizer.decode([n]) == ""
+    last = tokenizer_files_from_gguf(LLAMA | {G + "token_type": types, G + "unknown_token_id": others[-1]})
+    assert read_model(last["tokenizer.model"], "x").types[others[-1]] == UNKNOWN
+    first = tokenizer_files_from_gguf(LLAMA | {G + "token_type": types, G + "unknown_token_id": 400})  # of no such type
+    assert read_model(first["tokenizer.model"], "x").types[0] == UNKNOWN
 
 
 def test_a_template_that_is_no_text() -> None:

@@ -144,6 +144,26 @@ def test_honest_templates_have_room() -> None:
     assert len(ChatTemplate(loop).render(HELLO * 5000)) == 5000 * len("<Hello>")
 
 
+def test_what_is_just_within_the_limits() -> None:
+    """And one more of each is not."""
+    nested: list[object] = []
+    for _ in range(39):
+        nested = [nested]
+    assert limits.measure(nested, 1000) == (8 * (40 + 39), 40)
+    assert limits.measure([2**63 - 1, 1 - 2**63, None, 1.5, "ab"], 1000) == (8 * 6 + 4 + 2, 1)
+    assert limits.measure({"a": "bc", "d": []}, 1000) == (8 * 3 + 1 + 2 + 1 + 8, 2)
+    assert limits.measure("ab", 2) == (2, 0)
+    for value, limit in (([nested], 1000), ([2**63], 1000), ([-(2**63)], 1000), ("abc", 2), ([1], 16)):
+        with pytest.raises(limits.LimitError):
+            limits.measure(value, limit)
+    assert ChatTemplate("{{ 'a\nb' | indent(0) }}{{ 'a\nb' | indent(64) }}").render(HELLO) == "a\nba\n" + " " * 64 + "b"
+    with pytest.raises(TokenizerError, match="width from 0 to 64"):
+        ChatTemplate("{{ 'a' | indent(65) }}").render(HELLO)
+    assert ChatTemplate("{{ 1" + " + 1" * 148 + " }}").render(HELLO) == "149"
+    with pytest.raises(TokenizerError, match="deeper than 150 is refused"):
+        ChatTemplate("{{ 1" + " + 1" * 149 + " }}")
+
+
 def test_a_template_can_be_used_again_after_it_was_stopped() -> None:
     template = ChatTemplate("{% if messages | length > 1 %}{{ 'a' * 1000000000 }}{% endif %}fine")
     with pytest.raises(TokenizerError):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import time
+import unicodedata
 from typing import Any
 
 import pytest
+from tokenizers import normalizers
 
 from bitnet_ref.errors import TokenizerError
-from bitnet_ref.tokenizers import TokenizerSettings, load_tokenizer_files
+from bitnet_ref.tokenizers import TokenizerSettings, base, load_tokenizer_files
 from bitnet_ref.tokenizers.gguf_bpe import _PRE
+from bitnet_ref.tokenizers.hf_limits import TextLimits
 from bitnet_ref.tokenizers.hf_tokenizer import HfTokenizer
 from bitnet_ref.tokenizers.regex_cost import SearchLimit
 from bitnet_ref.tokenizers.sentencepiece_model import (
@@ -147,6 +151,46 @@ def test_growth_of_the_text_at_hand() -> None:
         start.encode("b" * 10_000)
 
 
+UNICODE = [  # characters that some normalizer changes
+    chr(code)
+    for code in range(0x30000)
+    if unicodedata.decomposition(chr(code)) or chr(code).lower() != chr(code) or code < 256 or 0xAC00 <= code < 0xAC80
+]
+
+
+@pytest.mark.parametrize("kind", ["NFC", "NFD", "NFKC", "NFKD", "Lowercase", "ByteLevel", "StripAccents", "Nmt"])
+def test_growth_of_a_character(kind: str) -> None:
+    """A factor is the maximum bytes that the library makes of one byte, rounded up."""
+    normalizer = getattr(normalizers, kind)()
+    growth = max(len(normalizer.normalize_str(each).encode()) / len(each.encode()) for each in UNICODE)
+    assert TextLimits({"model": BPE, "normalizer": {"type": kind}}).growth["normalizer"] == math.ceil(growth)
+
+
+@pytest.mark.parametrize(
+    ("steps", "growth"),
+    [
+        ([], 1),
+        ([prepend("ab")], 3),
+        ([replace("a", "bcde")], 4),
+        ([replace("ab", "xyz")], 2),
+        ([replace("abc", "")], 1),
+        ([replace("a|b", "\u00e9", "Regex")], 5),  # it may match nothing: before and after each byte, two bytes
+        ([prepend("ab"), {"type": "NFD"}, replace("a", "bb")], 18),
+        ([prepend("ab"), sequence("normalizers", {"type": "NFC"}, replace("ab", "xyz"))], 18),
+    ],
+)
+def test_growth_of_steps(steps: list[Table], growth: int) -> None:
+    assert TextLimits({"model": BPE, "normalizer": sequence("normalizers", *steps)}).growth["normalizer"] == growth
+
+
+def test_the_longest_text_that_may_grow() -> None:
+    """2^23 bytes, and 16 for each byte of the text."""
+    limits = TextLimits({"model": BPE, "normalizer": replace("a", "a" * 1000)})
+    limits.check_text("a" * 8525)  # 8,525,000 of 8,525,008
+    with pytest.raises(TokenizerError, match="would make more than 8525024 bytes of a text of 8526"):
+        limits.check_text("a" * 8526)
+
+
 def test_growth_of_added_tokens() -> None:
     """The library normalizes them when they are added."""
     grow = {"normalizer": replace("a", "a" * 1000)}
@@ -196,13 +240,18 @@ def test_special_pieces_match_as_an_alternation_does() -> None:
         assert list(tokenizer._find_tokens(text)) == [(match[0], match.start()) for match in pattern.finditer(text)]
 
 
-def test_what_decodes_to_too_much() -> None:
+def test_what_decodes_to_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load(BPE | {"vocab": BPE["vocab"] | {"x" * 16_000: 4}}, decoder=replace("x", "y" * 60))
     assert tokenizer.decode([4]) == "y" * 960_000
     with pytest.raises(TokenizerError, match="decode them in parts"):
         tokenizer.decode([4] * 1000)
     decoder = tokenizer.stream_decoder()
     assert decoder.push(4) == "y" * 960_000
+    letters = load(decoder=replace("a", "y" * 60))  # of a letter up to 4 * 60 bytes, and of what may stand beside it
+    monkeypatch.setattr(base, "MAX_DECODED_BYTES", 240 * 2 * 10)
+    assert letters.decode([0] * 10) == "y" * 600
+    with pytest.raises(TokenizerError, match="of these 11 tokens may have 5280 bytes, more than 4800"):
+        letters.decode([0] * 11)
 
 
 def test_sentencepiece_charsmap_and_pieces() -> None:
@@ -249,6 +298,30 @@ def test_regular_expressions_and_a_text(pattern: str) -> None:
         tokenizer.encode("a" * 100_000)
     with pytest.raises(TokenizerError, match="this regular expression may take too long"):
         load(normalizer=replace(pattern, "", "Regex")).encode("a" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "degree", "longest"),
+    [
+        ("a+b", 1, 10_100),  # L^2 <= 10^8 + 200 L
+        ("a{65}b", 1, 10_100),
+        ("(?=a*b)", 1, 10_100),
+        ("a*a*b", 2, 464),  # L^3
+        ("abcdefghi+j", 1, 7_121),  # 2 L^2: ten atoms in one way
+        ("(?:ab?){2}c+d", 1, 5_025),  # 4 L^2: twice with b or without
+        ("a{2,4}b+c", 1, 5_806),  # 3 L^2
+        ("b*a+", 1, 10_100),  # an a must follow
+    ],
+)
+def test_the_longest_text_that_any_search_ends_in(pattern: str, degree: int, longest: int) -> None:
+    search = SearchLimit(pattern, "x")
+    assert search.degree == degree
+    assert search.is_cheap(longest)
+    assert not search.is_cheap(longest + 1)
+    for pattern in ("b*a*", "b+a?", "a{64}b", "a{2,4}b", "a+", "(?:a|b){1,3}c"):
+        search = SearchLimit(pattern, "x")
+        assert search.degree == 0
+        assert search.is_cheap(1 << 40)
 
 
 def test_the_cost_of_what_is_accepted() -> None:

@@ -87,6 +87,21 @@ def test_everything_the_files_say(make_folder: Maker) -> None:
     assert tokens["<pad>"] == AddedToken("<pad>", 10)
 
 
+@pytest.mark.parametrize(
+    ("generation", "sampling"),
+    [
+        ({}, {}),
+        ({"top_k": 3}, {}),  # without a temperature nothing is recommended
+        ({"temperature": 0.5, "top_k": 3, "max_length": 9}, {"temperature": 0.5, "top_k": 3}),
+        ({"do_sample": True}, {"temperature": 1.0, "top_k": 50}),
+        ({"do_sample": True, "temperature": 0.5, "top_p": 1}, {"temperature": 0.5, "top_k": 50, "top_p": 1}),
+        ({"do_sample": False, "temperature": 0.5}, {"temperature": 0.0}),
+    ],
+)
+def test_recommended_sampling(make_folder: Maker, generation: dict[str, Any], sampling: dict[str, float]) -> None:
+    assert read_settings(make_folder({"generation_config.json": generation})).sampling == sampling
+
+
 def test_the_jinja_file_comes_first(make_folder: Maker) -> None:
     folder = make_folder({"chat_template.jinja": "é{{ 1 }}", "tokenizer_config.json": {"chat_template": "other"}})
     assert read_settings(folder).chat_template == "é{{ 1 }}"

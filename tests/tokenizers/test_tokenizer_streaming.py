@@ -60,6 +60,8 @@ def test_text_comes_back_and_no_mark_is_shown_early(kinds: dict[str, Tokenizer],
         return
     for name in ("sentencepiece", "byte_level"):
         tokenizer = kinds[name]
+        if any(map(tokenizer.is_special, tokenizer.encode(text, add_special_tokens=False))):
+            continue  # "<|end_of_text|>" is a token, which is not shown
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         parts, rest = streamed(tokenizer, ids)

@@ -81,7 +81,7 @@ def test_straight_through(mix):
 def test_rope():
     q, dy = rng(1).standard_normal((3, 2, 4)), rng(2).standard_normal((3, 2, 4))
     rope = StretchedRope(rope_type="yarn", factor=4.0, original_max_position_embeddings=8, attention_factor=1.3)
-    tables = layers.rope_tables(np.arange(3), rope, 4, np.float64)
+    tables = rope.tables(np.arange(3), 4, np.float64)
     assert_close(ops.rope_backward(dy, *tables), numeric(lambda q: layers.apply_rope(q, *tables), q, dy))
 
 

@@ -4,10 +4,16 @@ import csv
 import json
 import lzma
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import tomllib
+from dataclasses import fields, replace
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +26,8 @@ from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.tokenizers import load_tokenizer
 from bitnet_ref.training import TrainingRun, read_run
 from bitnet_ref.training.data import TokenFile, open_tokens, train_sentencepiece
+from bitnet_ref.training.optimizer import Schedule
+from bitnet_ref.training.run import RunSettings
 
 STORY = "The fox and the hen\n\n" + "Once a fox met a hen. The hen ran, and the fox ran after the hen.\n\n" * 40
 MODEL = """
@@ -139,17 +147,115 @@ def test_nan_and_leaps_stop_the_run(config, tmp_path):
     run.trainer.masters["model.layers.1.mlp.down_proj.weight"][0, 0] = np.nan
     with pytest.raises(NumericsError, match="NaN"):
         run.run()
-    text = config.read_text().replace("steps = 12", "steps = 60") + "spike = 1.5\n"
-    config.write_text(text)
+    text = config.read_text().replace("steps = 12", "steps = 60").replace("save_every = 4", "save_every = 20")
+    config.write_text(text + "spike = 1.5\n")
     run = start(config, tmp_path / "leap")
-
-    def spoil(row):
-        if row.step == 40:
-            run.trainer.masters["model.embed_tokens.weight"] *= 100
-
-    with pytest.raises(NumericsError, match=r"leapt to .* the largest gradient is that of model\."):
-        run.run(spoil)
+    gradients_of = run.trainer.loss_and_gradients
+    # A leap is measured by the median of the last 32 losses, once there are so many. 5.9 is none.
+    losses = iter([2.0, 6.1, *[4.0] * 30, 5.9, *[4.0] * 7, 6.1, *[4.0] * 19])
+    run.trainer.loss_and_gradients = lambda batch: (next(losses), gradients_of(batch)[1])
+    message = r"leapt to 6\.100 in step 41 \(median of the last 32: 4\.000\); the largest gradient is that of model\."
+    with pytest.raises(NumericsError, match=message):
+        run.run()
     assert start(config, tmp_path / "leap", resume=True).step == 40
+
+
+@pytest.mark.parametrize(("every", "steps"), [(5, [5, 10, 12]), (4, [4, 8, 12]), (0, [12])])
+def test_when_a_run_saves_and_validates(every, steps, config, tmp_path, monkeypatch):
+    text = config.read_text().replace("save_every = 4", f"save_every = {every}")
+    config.write_text(text.replace("validate_every = 6", f"validate_every = {every}"))
+    run, saved, validated = start(config, tmp_path / "run"), [], []
+    monkeypatch.setattr(run, "save", lambda: saved.append(run.step))
+    run.run(lambda row: validated.append(row.step) if row.validation_loss is not None else None)
+    assert saved == validated == steps
+
+
+def test_the_validation_loss_is_that_of_the_first_sequences(config, tmp_path):
+    ids = np.random.default_rng(3).integers(0, 64, 500)
+    for sequences, rows in ((2, 2), (62, 62), (64, 62)):  # 62 windows of 8 tokens, each with the next one
+        config.write_text(MODEL + RUN.replace("validation_sequences = 2", f"validation_sequences = {sequences}"))
+        run = start(config, tmp_path / f"run{sequences}")
+        windows = [ids[8 * index : 8 * index + 9].astype(np.int64) for index in range(rows)]
+        assert run.validation_loss() == run.trainer.loss(windows)
+
+
+def test_the_metrics_of_a_step(config, tmp_path, monkeypatch):
+    rows = []
+    clock = SimpleNamespace(perf_counter=count().__next__)  # a second between two looks
+    monkeypatch.setattr("bitnet_ref.training.run.time", clock)
+    config.write_text(config.read_text().replace("max_position_embeddings = 32", "max_position_embeddings = 8"))
+    run = start(config, tmp_path / "run")
+    rates = [run.trainer.schedule.at(step) for step in range(12)]
+    run.run(rows.append)
+    assert [row.tokens for row in rows] == [24 * step for step in range(1, 13)]
+    assert [(row.lr, row.weight_decay) for row in rows] == rates
+    assert {row.tokens_per_s for row in rows} == {24.0}
+    header = "step,tokens,loss,validation_loss,lr,weight_decay,gradient_norm,tokens_per_s"
+    assert (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0] == header
+
+
+def test_first_masters(config, tmp_path):
+    """Drawn by the seed: norms 1, biases 0, matrices of standard deviation 0.02."""
+    text = config.read_text().replace('model_type = "bitnet"', 'model_type = "qwen2"').replace('"relu2"', '"silu"')
+    config.write_text("\n".join(line for line in text.splitlines() if "quantization" not in line))
+    masters = start(config, tmp_path / "first").trainer.masters
+    for name, master in masters.items():
+        if name.endswith(".bias"):
+            assert not master.any()
+        elif master.ndim == 1:
+            assert (master == 1).all()
+        else:
+            assert master.std() == pytest.approx(0.02, rel=0.15)
+    assert sum(name.endswith(".bias") for name in masters) == 6
+    again = start(config, tmp_path / "again").trainer.masters
+    config.write_text(config.read_text().replace("[training]", "[training]\nseed = 1"))
+    other = start(config, tmp_path / "other").trainer.masters
+    assert all((masters[name] == again[name]).all() for name in masters)
+    assert not (masters["model.embed_tokens.weight"] == other["model.embed_tokens.weight"]).all()
+
+
+def test_a_model_that_has_more_than_its_masters(config, tmp_path):
+    """Norms and biases that `init` lacks begin as ever; a matrix, or another shape, is refused."""
+    llama = MODEL.replace('"bitnet"', '"llama"', 1).replace('"relu2"', '"silu"')
+    config.write_text("\n".join(line for line in llama.splitlines() if "quantization" not in line) + RUN)
+    first = start(config, tmp_path / "first")
+    first.trainer.masters["model.norm.weight"][:] = 3
+    first.save()
+    data = RUN.replace("[training]", f'init = "{tmp_path / "first" / "model"}"\n[training]')
+    config.write_text(MODEL + data)  # BitNet has norms inside its blocks
+    masters = start(config, tmp_path / "next").trainer.masters
+    assert (masters["model.norm.weight"] == 3).all()
+    assert (masters["model.layers.0.self_attn.attn_sub_norm.weight"] == 1).all()
+    for old, new, name in (
+        ("intermediate_size = 32", "intermediate_size = 48", r"layers\.0\.mlp\.gate_proj\.weight of shape \(48, 16\)"),
+        ("num_hidden_layers = 2", "num_hidden_layers = 3", r"layers\.2\.self_attn\.q_proj\.weight"),
+    ):
+        config.write_text(MODEL.replace(old, new) + data)
+        with pytest.raises(ConfigError, match=f"init: .*has no model.{name}"):
+            start(config, tmp_path / "other")
+
+
+def test_settings_reach_the_trainer(config, tmp_path):
+    values = {"lr": 2e-3, "second_lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 3, "weight_decay": 0.2, "steps": 9}
+    settings, table = read_run(config)
+    settings = replace(settings, **values, beta1=0.8, beta2=0.9, eps=1e-6, max_norm=0.5, schedule="cosine")
+    trainer = TrainingRun(settings, tmp_path / "run", table).trainer
+    values["total_steps"] = values.pop("steps")
+    assert trainer.schedule == Schedule("cosine", **values)
+    assert (trainer.optimizer.betas, trainer.optimizer.eps, trainer.max_norm) == ((0.8, 0.9), 1e-6, 0.5)
+    unclipped = TrainingRun(replace(settings, max_norm=0.0), tmp_path / "unclipped", table).trainer
+    assert unclipped.max_norm is None
+
+
+def test_the_defaults_are_those_of_the_docs():
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    row = next(line for line in text.splitlines() if line.startswith("| `[training]`"))
+    defaults = tomllib.loads("\n".join(re.findall(r"`([^`]* = [^`]*)`", row)))
+    settings = RunSettings(train=("a.txt",))
+    assert defaults == {name: getattr(settings, name) for name in defaults}
+    assert {field.name for field in fields(RunSettings)} - set(defaults) == {
+        *("train", "validation", "tokenizer", "init", "teacher", "second_lr")
+    }
 
 
 def test_quantisation_fades_in(config, tmp_path):
@@ -185,7 +291,14 @@ def test_a_run_learns_from_a_teacher(config, tmp_path):
     [
         ("steps = 12", "stepps = 12", r"training\.stepps: is no setting of a run; did you mean steps\?"),
         ("steps = 12", "steps = 0", r"steps: expected a whole number from 1"),
+        ("steps = 12", "steps = 1099511627776", r"steps: expected a whole number from 1 to 2\^40"),
+        ("steps = 12", "steps = true", r"steps: expected a whole number"),
+        ("steps = 12", "steps = 12\nwarmup_stepz = 0", r"did you mean warmup_steps\?"),
+        ("warmup_steps = 2", "warmup_steps = -1", r"warmup_steps: expected a whole number from 0"),
         ("lr = 5e-3", "lr = nan", r"lr: expected a finite number"),
+        ("lr = 5e-3", "lr = -1.0", r"lr: expected a finite number"),
+        ("lr = 5e-3", "lr = true", r"lr: expected a finite number"),
+        ("lr = 5e-3", "spike = 1", r"spike: expected a number above 1"),
         ('train = "tokens.npy"', "", r"data\.train: expected the files"),
         ('train = "tokens.npy"', "train = 3", r"train: expected a path"),
         ("context = 8", "context = 64", r"context: expected at most the model's context of 32"),
@@ -202,10 +315,19 @@ def test_wrong_settings(old, new, error, config, tmp_path):
 def test_wrong_files(config, tmp_path):
     with pytest.raises(FormatError, match="no such file"):
         read_run(tmp_path / "none.toml")
+    text = config.read_text()
+    (tmp_path / "long.toml").write_text(text + "#" * ((1 << 20) - len(text)))
+    read_run(tmp_path / "long.toml")
+    (tmp_path / "long.toml").write_text(text + "#" * ((1 << 20) - len(text) + 1))
+    with pytest.raises(FormatError, match="1048576"):
+        read_run(tmp_path / "long.toml")
     for ids, error in (
         (np.zeros(1, np.uint16), "at least two"),
         (np.zeros((2, 2), int), "one row"),
-        (np.array([1, 64]), "id 64 is outside the vocabulary of 64"),
+        (np.array([1, 64]), "token 1: id 64 is outside the vocabulary of 64"),
+        (np.array([64, 1]), "token 0: id 64 is outside"),
+        (np.array([63, 0, -1]), "token 2: id -1 is outside"),
+        (np.array([1.0, 2.0]), "one row of at least two integer ids, got float64"),
     ):
         np.save(tmp_path / "tokens.npy", ids)
         with pytest.raises(FormatError, match=error):
@@ -253,6 +375,10 @@ def test_batches_take_each_window_once_per_epoch(tmp_path):
     assert sorted(starts[:11]) == sorted(starts[11:]) == list(range(0, 99, 9))
     assert starts[:11] != starts[11:]
     assert all(np.array_equal(row, np.arange(row[0], row[0] + 10)) for row in rows)
+    assert (file.windows(98), file.windows(99), file.windows(100), file.windows(200)) == (1, 1, 1, 1)
+    assert file.windows(49) == 2
+    assert file.window(1, 49).tolist() == list(range(49, 99))
+    assert file.batch(3, 1, 200, seed=1)[0].tolist() == list(range(100))
 
 
 def test_texts_become_tokens_once(tmp_path):
@@ -260,14 +386,17 @@ def test_texts_become_tokens_once(tmp_path):
     (tmp_path / "a.txt").write_text("The fox.\n\n\nA hen.\n")
     (tmp_path / "b.txt.xz").write_bytes(lzma.compress(b"One day.\n"))
     files = [tmp_path / "a.txt", tmp_path / "b.txt.xz"]
-    tokens = open_tokens(files, tokenizer, 4096, tmp_path)
+    steps = []
+    tokens = open_tokens(files, tokenizer, 4096, tmp_path / "a" / "run", lambda *at: steps.append(at))
+    sizes = [file.stat().st_size for file in files]
+    assert steps == [(sizes[0], sum(sizes)), (sum(sizes), sum(sizes))]
     expected = [
         [1, *tokenizer.encode(text, add_special_tokens=False), 2] for text in ("The fox.", "A hen.", "One day.")
     ]
     assert tokens.ids.tolist() == [token for document in expected for token in document]
-    (made,) = tmp_path.glob("tokens-*.npy")
+    (made,) = (tmp_path / "a" / "run").glob("tokens-*.npy")
     before = made.stat().st_mtime_ns
-    open_tokens(files, tokenizer, 4096, tmp_path)
+    open_tokens(files, tokenizer, 4096, tmp_path / "a" / "run")
     assert made.stat().st_mtime_ns == before
     for file, data in (("c.txt", b"\xff"), ("d.txt.xz", b"no xz"), ("e.txt", b""), ("f.txt", b"\n\n\n \n")):
         (tmp_path / file).write_bytes(data)
@@ -281,8 +410,17 @@ def test_texts_become_tokens_once(tmp_path):
 
 def test_a_tokenizer_of_ones_own(tmp_path):
     (tmp_path / "story.txt").write_text(STORY)
-    assert train_sentencepiece([tmp_path / "story.txt"], tmp_path / "tokenizer", 320) == 320
+    texts, steps = [tmp_path / "story.txt"] * 2, []
+    assert train_sentencepiece(texts, tmp_path / "tokenizer", 320, lambda *at: steps.append(at)) == 320
+    assert steps == [(1, 2), (2, 2)]
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.encode("\n")[-1]) == (1, (2,), 3)
+    config = json.loads((tmp_path / "tokenizer" / "tokenizer_config.json").read_text())
+    assert (config["add_bos_token"], config["add_eos_token"], config["legacy"]) == (True, False, False)
+    assert json.loads((tmp_path / "tokenizer" / "generation_config.json").read_text()) == {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     assert tokenizer.decode(tokenizer.encode(STORY)) == STORY
     assert tokenizer.decode(tokenizer.encode("Zebra \N{SNOWMAN}\n")) == "Zebra \N{SNOWMAN}\n"
     with pytest.raises(TokenizerError, match="cannot make 9000 tokens"):
@@ -311,5 +449,8 @@ def test_the_shell_trains_and_generates(tmp_path):
     done = run.invoke(cli, [*command, "--steps", "4", "--resume"])
     assert done.exit_code == 0, done.output
     assert "step 4: loss" in done.stdout
+    assert re.findall(r"^step (\d): Once upon a time.+\n\n", (tmp_path / "run" / "samples.txt").read_text(), re.M) == [
+        *("2", "4")
+    ]
     text = run.invoke(cli, ["generate", "The fox", "--model", str(tmp_path / "run" / "model"), "--max-tokens", "4"])
     assert text.exit_code == 0, text.output

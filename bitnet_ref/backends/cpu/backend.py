@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache as memoize
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, ClassVar
 from zlib import crc32
 
@@ -30,7 +31,6 @@ from ...reference.config import ModelConfig
 from ...reference.model import RopeTables, final_hidden, split_heads
 from ...reference.ops import check_attention, check_dequantize, check_norm, check_rope, require
 from ...reference.weights import (
-    BlockText,
     DenseWeight,
     LayerWeights,
     LinearWeight,
@@ -41,7 +41,7 @@ from ...reference.weights import (
 )
 from ...system.threads import check_team
 from ..backend import Backend, GreedyRun, GreedySteps, HeadNeed, HeadRows
-from ..paged_cache import CACHE_DTYPES, CacheSpec
+from ..paged_cache import CACHE_DTYPES, CacheSpec, EngineKVCache
 from .extension import (
     TABLE_TOKENS,
     _cpu,
@@ -145,9 +145,9 @@ class CythonBackend(KernelBackend):
     def prepare_in_steps(self, w: ModelWeights, cfg: ModelConfig) -> Iterator[ModelWeights]:
         """Each step takes some hundredths of a second. The weights change when the head's screen is whole, and when all
         layers have strips: recorded steps of a cache are recorded again for others."""
-        if w.tied and w.embedding.kind == "groups":
-            panels = self.prepare(w.embedding)
-            w = replace(w, lm_head=panels, embedding=panels)
+        if w.tied and w.embedding.kind != "dense":
+            head = self.prepare(w.embedding)
+            w = replace(w, lm_head=head, embedding=head)
         by_numpy = [n for n, each in w.linears() if isinstance(each, DenseWeight) and not has_dense_kernel(each)]
         if by_numpy:
             why = "their sums are in float64, their rows not contiguous, or their blocks without a kernel"
@@ -238,7 +238,7 @@ class CythonBackend(KernelBackend):
         check_team(self.threads)
         return nullcontext()  # the kernels get their thread count with each call, and no BLAS runs beside them
 
-    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> KVCache:
+    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> EngineKVCache:
         return KernelKVCache(config, spec, np.dtype(self.choose_cache_dtype(spec.dtype)))
 
     def hidden(
@@ -253,7 +253,7 @@ class CythonBackend(KernelBackend):
         return final_hidden(self, w, cfg, batch, cache)
 
     def _may_replay(self, cfg: ModelConfig, batch: TokenBatch) -> bool:
-        return self.fuses and not cfg.has_states and 0 < len(batch) <= MAX_TOKENS and batch.all_wanted
+        return self.fuses and not cfg.has_states and 0 < len(batch) <= MAX_TOKENS and batch.wanted is None
 
     def greedy_steps(
         self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, run: GreedyRun
@@ -301,7 +301,7 @@ class CythonBackend(KernelBackend):
         h = self.kernels.gated_linears(x, gate, up, cfg.activation, w.ffn_norm)  # (N, F)
         return self.kernels.linear_add(h, down, x, w.ffn_sub_norm)  # (N, D)
 
-    def _fusable(self, text: BlockText | None, *ws: LinearWeight) -> list[PanelWeight] | None:
+    def _fusable(self, text: Any, *ws: LinearWeight) -> list[PanelWeight] | None:
         """The weights as panels, where fused kernels take all of them; else None, and a block is composed of ops.
         text: of the layer's family; fused kernels compute those of LLaMA and BitNet."""
         if not self.fuses or text is not None or self.layout == "table":  # tables take few tokens per call
@@ -445,9 +445,9 @@ class CythonBackend(KernelBackend):
         return GroupPanelWeight.pack(w.plain(), layout, self._memory, self.threads)
 
     def _group_linears(self, x: NDArray, ws: Sequence[GroupTernaryLinear]) -> list[NDArray]:
-        """Linears by groups: neighbours that share their groups and rotation in one call."""
+        """Linears by groups: neighbours that take one form of the input in one call."""
         outputs: list[NDArray] = []
-        for _, same in groupby(ws, lambda w: (w.group, id(w.rotation))):
+        for _, same in groupby(ws, attrgetter("input_key")):
             panels = [self._group_panels(w) for w in same]
             for w in panels:
                 require("group_matmul", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)

@@ -163,7 +163,7 @@ def choose_strips(name: str | None) -> str:
     """Which matrices get strips: the argument, else BITNET_REF_STRIPS, else "auto". Raises BackendUnavailable."""
     name = name or os.environ.get("BITNET_REF_STRIPS") or "auto"
     if name not in STRIPS:
-        raise BackendUnavailable(f"strips: expected one of {', '.join(STRIPS)}, got {name!r}")
+        raise BackendUnavailable(f"expected one of {', '.join(STRIPS)}, got {name!r}", field="strips")
     return name
 
 

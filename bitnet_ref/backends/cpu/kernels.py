@@ -83,7 +83,7 @@ class CpuKernels:
             raise NumericsError(f"quantize_activations: the activation of token {row} holds NaN or Inf")
 
     def group_linears(self, x: NDArray, ws: Sequence[GroupPanelWeight]) -> tuple[Floats, ...]:
-        """Linears by groups and their biases, of weights with the same groups and rotation.   -> (N, out) for each"""
+        """Linears by groups and their biases, of weights with the same `input_key`.   -> (N, out) for each"""
         ys = tuple([self.results.empty((len(x), w.out_features)) for w in ws])
         views = [w.kernel_view for w in ws]
         row = _cpu.group_linears(as_floats(x), views, ys, self.threads, self.kernel_set, self.tape)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...families.blocks import BlockWeight
-from ...families.groups import GroupTernaryLinear, GroupTernaryWeight, Rotation
+from ...families.groups import GroupLayout, GroupTernaryWeight
 from ...reference import quantization
 from ...reference.weights import DenseWeight, ModelWeights, TernaryLinear, TernaryWeight
 from ..backend import Ids
@@ -95,10 +95,6 @@ class PanelWeight(TernaryLinear):
     def shape(self) -> tuple[int, int]:
         return self.out_features, self.in_features
 
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in (self.panels, self.bias, self.strips) if array is not None)
-
     def use(self, several: bool = False) -> StripUse | None:
         """What calls with one token (several: with several tokens) have needed of it; None without strips."""
         return None if self.strips is None else StripUse(*self.kernel_view.counts.read(several))
@@ -122,27 +118,19 @@ class PanelWeight(TernaryLinear):
         return TernaryWeight(packed, self.in_features, self.w_dequant_scale, self.bias, self.name)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class GroupPanelWeight(GroupTernaryLinear):
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class GroupPanelWeight(GroupLayout):
     """A matrix that is ternary by groups, in panels of equally many rows, R (`kernels/cpu/group.h`)."""
 
     panels: NDArray[np.uint8]  # (ceil(N/R), bytes)
     scales: NDArray  # (ceil(N/R) * chunks, R), float32 or 16 bits; groups of more than 128 have several chunks
     out_features: int
-    in_features: int
-    group: int
     layout: int  # 0: planes, 1: tables
-    bias: NDArray[np.float32] | None = None
-    rotation: Rotation | None = None
-    name: str = ""
     kernel_view: Any = field(init=False, repr=False)  # the same as an object of the extension
 
     def __post_init__(self) -> None:
         sizes = self.out_features, self.in_features, self.group, self.layout
-        turn: tuple[NDArray | None, NDArray | None, int] = (None, None, 0)
-        if self.rotation is not None:
-            turn = self.rotation.signs, self.rotation.order, self.rotation.block
-        view = _cpu.GroupPanels(self.panels, view_bits(self.scales), *sizes, self.bias, *turn)
+        view = _cpu.GroupPanels(self.panels, view_bits(self.scales), *sizes, self.bias, *self.turn)
         object.__setattr__(self, "kernel_view", view)
 
     @classmethod
@@ -159,15 +147,11 @@ class GroupPanelWeight(GroupTernaryLinear):
         for panel in range(count):
             some = np.repeat(w.scales[panel * rows : (panel + 1) * rows], per_group, axis=1)
             by_panel[panel, :, : len(some)] = some.T
-        return cls(panels, scales, n, k, w.group, layout, w.bias, w.rotation, w.name)
+        return cls.of(w, panels=panels, scales=scales, out_features=n, layout=layout)
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.out_features, self.in_features
-
-    @property
-    def nbytes(self) -> int:
-        return self.panels.nbytes + self.scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     @property
     def dtype(self) -> np.dtype:
@@ -200,10 +184,6 @@ class ScreenedHead(DenseWeight):
     def screen_nbytes(self) -> int:
         """Bytes read to screen one token."""
         return self.rows_q.nbytes + self.facts.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + self.screen_nbytes
 
 
 def surviving_rows(lower: NDArray[np.float32], upper: NDArray[np.float32], k: int, also: Ids = ()) -> NDArray[np.int64]:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from ...reference.config import RopeConfig
-from ...reference.layers import rope_tables
 from .cache import DeviceBatch, DeviceKVCache
 from .rows import take_rows_of_two
 from .workspace import Workspace
@@ -190,7 +189,7 @@ class PositionTables:
         if covered <= self.reach:
             self._outgrown += [] if cos is None else [cos, sin]
             covered = max(MIN_TABLE, 1 << self.reach.bit_length())
-            cos, sin = (self._ws.upload(t) for t in rope_tables(np.arange(covered), rope, head_dim, np.float32))
+            cos, sin = (self._ws.upload(table) for table in rope.tables(np.arange(covered), head_dim, np.float32))
             self._tables[rope, head_dim] = cos, sin, covered
         return take_rows_of_two(self._ws, cos, sin, positions)
 

@@ -21,15 +21,17 @@ from numpy.typing import NDArray
 
 from ...errors import BackendUnavailable, ShapeError
 from ...families import family_of
+from ...families.family import widest_window
 from ...families.groups import GroupTernaryLinear, group_linear
-from ...families.linear_norms import NormedLinear
+from ...families.linear_norms import NormedLinear, model_norms
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig, RopeConfig
 from ...reference.model import RopeTables, attention_result, final_hidden, split_heads
 from ...reference.ops import check_attention, check_dequantize, check_norm, check_rope, require
 from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, Shared, TernaryLinear
+from ...system.options import BYTES
 from ..backend import Backend, HeadNeed, HeadRows
-from ..paged_cache import CACHE_DTYPES, CacheSpec
+from ..paged_cache import CACHE_DTYPES, CacheSpec, EngineKVCache
 from . import Device, open_device
 from . import rows as row_kernels
 from .attention import Attention, PositionTables
@@ -43,7 +45,7 @@ from .select import select
 from .stacks import Stack, stack_linears, stack_of
 from .steps import RecordedStep
 from .ternary import TernaryKernels, TiledWeight, has_tiles
-from .workspace import Workspace, parse_bytes
+from .workspace import Workspace
 
 # Tokens of a recorded step. A record keeps the intermediate arrays of the pass: for 128 tokens of 2B-4T some 0.5 GB.
 # The caches of 128 sequences are many times as large.
@@ -85,7 +87,7 @@ class CupyBackend(Backend):
         self.dtype = np.dtype(np.float32)  # of activations
         self.graphs = graphs
         self.index = index
-        limit = parse_bytes(memory_limit)
+        limit = BYTES.read(memory_limit, "memory_limit", BackendUnavailable)
         self.ws = Workspace(open_device(index=index, memory_limit=limit) if device is None else device)
         self.rope_positions = PositionTables(self.ws)
         self._attention, self._ternary = Attention(self.ws), TernaryKernels(self.ws.device)
@@ -109,7 +111,8 @@ class CupyBackend(Backend):
             lacks.append(f"the activation {config.activation}")
         if lacks:
             message = f"the backend cupy has no kernels for {' and '.join(lacks)} of {config.model_type}"
-            raise BackendUnavailable(f"{message}; load it with backend='cython' or 'numpy'")
+            message = f"{message}; load it with backend='cython' or 'numpy'"
+            raise BackendUnavailable(message, mentions=["backend='cython'"])
 
     def prepare(self, w: LinearWeight) -> LinearWeight:
         return self._LAYOUTS[w.kind](self, w)
@@ -128,7 +131,7 @@ class CupyBackend(Backend):
         embedding = self.prepare(w.embedding)
         w = replace(w, embedding=embedding, lm_head=embedding if w.tied else self.prepare(w.lm_head))
         biases = [linear.bias for _, linear in w.linears() if linear.bias is not None]
-        for vector in [*(norm.weight for norm in w.norms()), *biases]:
+        for vector in [*(norm.weight for norm in model_norms(w)), *biases]:
             self.ws.keep_vector(vector)
         stack_linears(w.layers, (self._ternary, self._denses), self.ws.device)
         return w
@@ -142,14 +145,14 @@ class CupyBackend(Backend):
         if path == "ops":
             return final_hidden(self.op_by_op(), w, cfg, self.place(batch), cache)
         may_replay = path != "blocks" and self.fuses and self.graphs
-        if may_replay and 0 < len(batch) <= MAX_REPLAYED and batch.all_wanted:
+        if may_replay and 0 < len(batch) <= MAX_REPLAYED and batch.wanted is None:
             return self._replay(w, cfg, batch, cache)
         return final_hidden(self, w, cfg, self.place(batch), cache)
 
     def _replay(self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache) -> NDArray:
         assert isinstance(cache, DeviceKVCache)
         cache.check_writes(batch)
-        cache.check_reads(batch, cfg.widest_window)
+        cache.check_reads(batch, widest_window(cfg))
         self.rope_positions.reach = max(self.rope_positions.reach, cache.reach - 1)
         size = 1 << (len(batch) - 1).bit_length()  # 1, 2, 4, ...: few records serve every number of sequences
         key = size, id(w), decodes(batch)
@@ -205,7 +208,7 @@ class CupyBackend(Backend):
         fits = working_bytes(config, MAX_PROMPT_TOKENS, MAX_PROMPT_TOKENS) <= free // 4
         return MAX_PROMPT_TOKENS if fits else super().prompt_tokens(config)
 
-    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> KVCache:
+    def new_cache(self, config: ModelConfig, spec: CacheSpec) -> EngineKVCache:
         kind = self.precision if spec.dtype is None else self.choose_cache_dtype(spec.dtype)
         return DeviceKVCache(self.ws, config, spec, kind)
 
@@ -342,17 +345,14 @@ class CupyBackend(Backend):
         if function is not group_linear:
             raise BackendUnavailable(f"the backend cupy has no kernel for {function.__name__}; use cython or numpy")
         x, w = args
-        return self._product_by_groups(x, w)
+        require("group_matmul", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
+        prepared = self._put_groups(w)
+        if isinstance(prepared, DeviceGroups):
+            return group_matmul(self.ws, x, prepared)
+        return self.dense_matmul(x, prepared)
 
     def scale(self, x: NDArray, factor: float, name: str) -> NDArray:
         raise BackendUnavailable(f"the backend cupy has no kernel for scale ({name}); use cython or numpy")
-
-    def _product_by_groups(self, x: NDArray, w: GroupTernaryLinear) -> NDArray:
-        require("group_matmul", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
-        prepared = self._put_groups(w)
-        return (
-            group_matmul(self.ws, x, prepared) if isinstance(prepared, DeviceGroups) else self.dense_matmul(x, prepared)
-        )
 
     def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
         """A dense stack is one launch. Ternary products dequantise and add the bias in their epilogue."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...errors import ShapeError
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
-from ..paged_cache import CacheSpec, PagedKVCache, widen
+from ..paged_cache import CacheSpec, EngineKVCache, PagedKVCache, widen
 from .rows import threads_of
 from .workspace import Workspace
 
@@ -54,11 +54,11 @@ class DeviceBatch(TokenBatch):
 
     @classmethod
     def place(cls, ws: Workspace, batch: TokenBatch) -> DeviceBatch:
-        """The batch on the device. `wanted` is None when all logits are wanted, in order."""
+        """The batch on the device."""
         if isinstance(batch, DeviceBatch):
             return batch
         sheet = ws.upload(np.stack([batch.tokens, batch.positions, batch.slots]).astype(np.int64))
-        rows = None if batch.all_wanted else ws.upload(np.asarray(batch.wanted, dtype=np.int64))
+        rows = None if batch.wanted is None else ws.upload(np.asarray(batch.wanted, dtype=np.int64))
         return cls(sheet[0], sheet[1], sheet[2], rows, batch, decodes(batch))
 
 
@@ -212,7 +212,7 @@ class DeviceKVCache(PagedKVCache):
         with self._ws.device.use():
             super().copy_pages(sources, targets)
 
-    def take_over(self, other: KVCache, length: int) -> None:
+    def take_over(self, other: EngineKVCache, length: int) -> None:
         assert isinstance(other, DeviceKVCache)
         for slot in range(self.slots):
             position = 0

@@ -5,13 +5,12 @@ No GPU has measured it. A prompt takes the same kernel as one token; dense tenso
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ...families.groups import GroupTernaryLinear, GroupTernaryWeight, Rotation
+from ...families.groups import GroupTernaryLinear, GroupTernaryWeight
 from .dense import KINDS
 from .workspace import Workspace
 
@@ -20,38 +19,19 @@ WORD_COLUMNS, WARPS, TOKENS = 16, 4, 8  # group.cu's columns of a word; warps of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DeviceGroups(GroupTernaryLinear):
-    """The matrix on the device, and as it was read in the host's memory."""
+class DeviceGroups(GroupTernaryWeight):
+    """The matrix as it was read, in the host's memory, and on the device."""
 
-    host: GroupTernaryWeight
-    words: Any  # (N, ceil(K/16)) uint32 on the device
-    scales: Any  # (N, groups) on the device
-    scales_kind: str  # float32, float16 or bfloat16
-    in_features: int
-    group: int
-    bias: NDArray[np.float32] | None
-    rotation: Rotation | None = None
-    name: str = ""
+    words: Any = field(kw_only=True)  # (N, ceil(K/16)) uint32 on the device
+    device_scales: Any = field(kw_only=True)  # (N, groups) on the device
+    scales_kind: str = field(kw_only=True)  # float32, float16 or bfloat16
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.host.shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.host.nbytes
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.host.dtype
-
-    def packed_rows(self, index: Any) -> tuple[NDArray[np.uint8], NDArray]:
-        return self.host.packed_rows(index)
+    plain = GroupTernaryLinear.plain  # what was read, without the device's arrays
 
 
 def takes_groups(w: GroupTernaryLinear) -> bool:
-    """Whether the kernels compute from it: no rotation, and no word of 16 columns in two groups."""
-    return w.rotation is None and (w.group % WORD_COLUMNS == 0 or w.group >= w.in_features)
+    """Whether the kernels compute from it: inputs as they are, and no word of 16 columns in two groups."""
+    return not w.turns_input and (w.group % WORD_COLUMNS == 0 or w.group >= w.in_features)
 
 
 def put_groups(ws: Workspace, w: GroupTernaryWeight) -> DeviceGroups:
@@ -61,7 +41,7 @@ def put_groups(ws: Workspace, w: GroupTernaryWeight) -> DeviceGroups:
     packed[:, :columns] = w.packed
     kind = w.dtype.name if w.dtype.name in KINDS else "float32"
     scales = ws.upload(w.scales.astype(KINDS[kind], copy=False))
-    return DeviceGroups(w, ws.upload(packed.view("<u4")), scales, kind, w.in_features, w.group, w.bias, name=w.name)
+    return DeviceGroups(**vars(w), words=ws.upload(packed.view("<u4")), device_scales=scales, scales_kind=kind)
 
 
 def group_matmul(ws: Workspace, x: Any, w: DeviceGroups) -> Any:
@@ -69,7 +49,7 @@ def group_matmul(ws: Workspace, x: Any, w: DeviceGroups) -> Any:
     n, (out, width) = len(x), w.shape
     y = ws.empty((n, out), np.float32)
     each = 1 if n == 1 else TOKENS
-    arguments = x, n, width, w.words, w.scales, w.group, out, y
+    arguments = x, n, width, w.words, w.device_scales, w.group, out, y
     ws.launch(FILE, f"group_{each}_{w.scales_kind}", (-(-out // WARPS), -(-n // each)), 32 * WARPS, *arguments)
     return y
 
@@ -78,6 +58,6 @@ def take_group_rows(ws: Workspace, w: DeviceGroups, ids: Any) -> Any:
     """Rows of the matrix as float32.   ids (N,) -> (N, K)"""
     rows, width = w.shape
     y = ws.empty((len(ids), width), np.float32)
-    arguments = w.words, w.scales, np.int64(rows), ids, width, w.group, y, ws.trouble
+    arguments = w.words, w.device_scales, np.int64(rows), ids, width, w.group, y, ws.trouble
     ws.launch(FILE, f"group_rows_{w.scales_kind}", (len(ids),), 128, *arguments)
     return y

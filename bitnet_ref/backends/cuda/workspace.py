@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ...errors import BackendError, BackendUnavailable, NumericsError, OutOfMemory, ShapeError
+from ...errors import BackendError, NumericsError, OutOfMemory, ShapeError
 from .device import Device
 
 THREADS = 256  # of a block of kernels with one thread per element
@@ -206,18 +205,3 @@ class Workspace:
     def each(self, file: str, name: str, count: int, *args: Any) -> None:
         """A kernel with one thread per element."""
         self.launch(file, name, (-(-count // THREADS),), THREADS, *args)
-
-
-def parse_bytes(limit: int | str | None) -> int | None:
-    """8589934592, "8GiB" or "8 GB" as a number of bytes.
-
-    >>> parse_bytes("1.5 GiB")
-    1610612736
-    """
-    if limit is None:
-        return limit
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(limit), re.IGNORECASE)
-    unit = 0 if match is None else (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
-    if match is None or (size := int(float(match[1]) * unit)) < 1:
-        raise BackendUnavailable(f"memory_limit: expected bytes, or a text like '8GiB', got {limit!r}")
-    return size

@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 
 from ...api import Model, load
 from ...backends import Backend
+from ...backends.backend import plain_weights
 from ...errors import ConfigError
 from ...formats.checkpoint import Checkpoint, is_ternary, linear_names, linear_shape
 from ...formats.gguf.config import architecture, architectures
 from ...formats.gguf.export import write_gguf_model
 from ...formats.open import open_checkpoint
-from ...reference.weights import DenseWeight, LinearWeight, plain_weights
+from ...reference.weights import DenseWeight, LinearWeight
 from ..compare import compare
 from ..explain.hypotheses.activations import BlockwiseBackend
 from ..explain.replay import judge_trace
@@ -155,6 +156,6 @@ def _dense(model: Model) -> Model:
         return DenseWeight(ternary.ternary() * np.float32(ternary.w_dequant_scale), w.bias, name=w.name)
 
     weights = plain_weights(model.weights)
-    layers = tuple(layer.map_linears(lambda _, w: dense(w)) for layer in weights.layers)
+    layers = tuple(layer.map_linears(dense) for layer in weights.layers)
     weights = replace(weights, layers=layers)
     return Model(replace(model.config, quantization=None), weights, model.backend, model.path)

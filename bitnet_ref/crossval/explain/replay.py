@@ -17,12 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...backends import Backend
+from ...backends.backend import plain_weights
 from ...backends.loaded import LoadedModel
 from ...errors import NumericsError
-from ...families import also_recorded
+from ...families import KINDS
+from ...families.linear_norms import model_norms
 from ...reference import layers
 from ...reference.model import rope_tables_of
-from ...reference.weights import LinearWeight, Norm, plain_weights
+from ...reference.weights import LinearWeight, Norm
 from .. import names
 from ..compare import DIFFERS, FLIP, Comparison, OpResult, View, Walk, fits, same_tokens
 from ..flips import judge_flips
@@ -85,7 +87,7 @@ class _Replay:
         self.w = plain_weights(model.weights)
         self.be = backend or Backend("float32", model.backend.threads)
         self.linears: dict[str, LinearWeight] = dict(self.w.linears())
-        self.norms = {norm.name: norm for norm in self.w.norms()}
+        self.norms = {norm.name: norm for norm in model_norms(self.w)}
         self.recomputed: list[str] = []  # inputs of the current op that were not recorded
 
     def is_ternary(self, linear: str) -> bool:
@@ -172,8 +174,8 @@ class _Replay:
             x = self.rows(names.module_input(linear, self.cfg))
             if hook in (names.OUT, "hook_uncapped"):
                 return self.be.linear(x, w)
-            beside = dict(also_recorded(self.cfg).values())
-            tensor = beside[hook](x, w) if hook in beside and w.kind == "groups" else None
+            beside = dict(KINDS[w.kind].also_recorded.values())
+            tensor = beside[hook](x, w) if hook in beside else None
             if tensor is None:
                 raise _MissingInput(hook)
             return tensor

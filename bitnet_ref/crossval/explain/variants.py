@@ -17,8 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...backends import Backend
+from ...backends.backend import plain_weights
 from ...backends.loaded import LoadedModel
 from ...backends.observe import Call, ObservedStep, observe
+from ...backends.paged_cache import EngineKVCache
 from ...backends.record import LOGITS, NamesFilter, Recorder, sibling
 from ...errors import BitNetRefError
 from ...families.family import Edit
@@ -34,7 +36,6 @@ from ...reference.weights import (
     Norm,
     TernaryLinear,
     TernaryWeight,
-    plain_weights,
 )
 from ..names import layer_of
 
@@ -125,7 +126,7 @@ class Setting:
         be = Backend("float32", threads=1)
         recorder = _StepRecorder(self, be, names_filter, until, tape or {}, settle)
         batch = TokenBatch.of([(slot, 0, self.tokens) for slot in range(copies)])
-        cache = KVCache(self.config, slots=copies, capacity=len(self.tokens))
+        cache = EngineKVCache(self.config, slots=copies, capacity=len(self.tokens))
         with np.errstate(all="ignore"), suppress(_Finished):  # a wrong change may overflow: `run` would raise
             forward(observe(be, recorder), self.weights, self.config, batch, cache)
         return recorder.seen

@@ -18,7 +18,7 @@ import numpy as np
 from ...errors import ConfigError, FormatError, TokenizerError
 from ...system.atomic import atomic_folder, atomic_path, explain_os_errors
 from ...system.sharing import model_files
-from ..checkpoint import Checkpoint, Progress, ReadOptions
+from ..checkpoint import Checkpoint, LoadOptions, Progress
 from ..gguf.export import KINDS, write_gguf_model
 from ..gguf.file import Typed
 from ..hf.writer import write_hf
@@ -38,10 +38,10 @@ class Target(NamedTuple):
 
     name: str
     suffix: str | None  # of the file; None for a folder
-    write: Callable[[Checkpoint, Path, ReadOptions, Progress | None], object]
+    write: Callable[[Checkpoint, Path, LoadOptions, Progress | None], object]
 
 
-def _gguf(kind: str, checkpoint: Checkpoint, path: Path, options: ReadOptions, progress: Progress | None) -> None:
+def _gguf(kind: str, checkpoint: Checkpoint, path: Path, options: LoadOptions, progress: Progress | None) -> None:
     dense_type = kind.upper() if kind in ("bf16", "f32") else "F16"  # of the embedding and the head
     tokenizer, tiles = gguf_tokenizer(checkpoint), options.tl_tiles
     write_gguf_model(
@@ -93,7 +93,7 @@ def convert(
     destination: str | os.PathLike[str],
     to: str,
     *,
-    options: ReadOptions | None = None,
+    options: LoadOptions | None = None,
     tl_tiles: str | os.PathLike[str] | None = None,
     verify: bool = True,
     overwrite: bool = False,
@@ -114,7 +114,7 @@ def convert(
     if to not in TARGETS:
         raise ConfigError(f"no format is called {to!r}; there are: {', '.join(TARGETS)}")
     target, path = TARGETS[to], Path(destination)
-    written_options = ReadOptions(tl_tiles=None if tl_tiles is None else Path(tl_tiles))
+    written_options = LoadOptions(tl_tiles=None if tl_tiles is None else Path(tl_tiles))
     with explain_os_errors(path):
         _check_destination(target, path, overwrite)
     proof = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
@@ -15,14 +14,14 @@ from ...backends import Backend, available_backends, choose_backend
 from ...backends.paged_cache import CacheSpec
 from ...backends.run import run
 from ...errors import TokenizerError
-from ...families.groups import GroupTernaryWeight, Rotation
+from ...families import KINDS
 from ...reference.cache import TokenBatch
 from ...reference.weights import LayerWeights, LinearWeight, ModelWeights, Norm
 from ..checkpoint import (
     Checkpoint,
     Progress,
     all_linears,
-    in_groups,
+    choose_kind,
     is_ternary,
     part_count,
     parts,
@@ -151,8 +150,8 @@ def _nearly(a: Any, b: Any) -> bool:
 
 def _compare_parts(source: Checkpoint, written: Checkpoint, proof: Proof, progress: Progress | None) -> None:
     tick = ticker(progress, part_count(source.config))
-    pairs = (((name, _computed(c, name, part)) for name, part in parts(c)) for c in (source, written))
-    for (name, a), (other, b) in zip_longest(*pairs, fillvalue=("nothing", None)):
+    pairs: Any = zip_longest(_computed_parts(source), _computed_parts(written), fillvalue=("nothing", None))
+    for (name, a), (other, b) in pairs:
         if name != other or _kind(a) != _kind(b):
             proof.problems.append(f"{name} was {_kind(a)}, and {other} is {_kind(b)}")
             return
@@ -168,9 +167,10 @@ def _compare_parts(source: Checkpoint, written: Checkpoint, proof: Proof, progre
         tick()
 
 
-def _computed(checkpoint: Checkpoint, name: str, part: Any) -> Any:
-    """A part as the model computes with it."""
-    return in_groups(checkpoint, name, part) if isinstance(part, LinearWeight) else part
+def _computed_parts(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
+    """(name, part) of every part as the model computes with it."""
+    for name, part in parts(checkpoint):
+        yield name, choose_kind(checkpoint, name, part) if isinstance(part, LinearWeight) else part
 
 
 def _kind(part: Any) -> str:
@@ -178,10 +178,7 @@ def _kind(part: Any) -> str:
         return "absent"
     if isinstance(part, np.ndarray):
         return f"a vector of {part.size}" if part.ndim == 1 else f"an array of shape {part.shape}"
-    return f"a {KINDS.get(part.kind, part.kind)} matrix {part.shape}"
-
-
-KINDS = {"ternary": "ternary", "normed": "ternary", "groups": "ternary, by groups,", "dense": "dense"}
+    return f"a {KINDS[part.kind].words} matrix {part.shape}"
 
 
 def _differences(a: Any, b: Any, proof: Proof) -> Iterator[tuple[str, Tally, float]]:
@@ -189,44 +186,23 @@ def _differences(a: Any, b: Any, proof: Proof) -> Iterator[tuple[str, Tally, flo
     if isinstance(a, np.ndarray):
         yield "", proof.tensors, _difference(a, b)
         return
-    if a.kind == "dense":
-        yield "", proof.tensors, _difference(a.array, b.array)
-    elif a.kind == "groups":
-        yield "", proof.planes, float(not np.array_equal(a.packed, b.packed))
-        size = math.gcd(a.group, b.group)
-        yield " (scales)", proof.scales, _difference(*(_scales_of(w, size) for w in (a, b)))
-        if a.rotation is not None or b.rotation is not None:
-            yield " (basis)", proof.tensors, 0.0 if _same_basis(a.rotation, b.rotation) else float("inf")
-    else:
-        mine, other = a.bit_linear, b.bit_linear
-        yield "", proof.planes, float(not np.array_equal(mine.packed, other.packed))
-        scales = np.array([mine.w_dequant_scale]), np.array([other.w_dequant_scale])
-        yield " (scale)", proof.scales, _difference(*scales)
-        if a.norm is not None or b.norm is not None:
-            weights = [None if w.norm is None else w.norm.weight for w in (a, b)]
-            yield " (norm)", proof.tensors, _difference(*weights)
-            eps = [None if w.norm is None else w.norm.eps for w in (a, b)]
-            yield " (eps of its norm)", proof.tensors, 0.0 if eps[0] == eps[1] else float("inf")
+    details = KINDS[a.kind].details
+    ours, theirs = details(a, b), details(b, a)
+    for name in dict.fromkeys((*ours, *theirs)):
+        x, y = ours.get(name), theirs.get(name)
+        is_plane = x is not None and x.dtype == np.uint8
+        tally = proof.planes if is_plane else proof.scales if "scale" in name else proof.tensors
+        yield name and f" ({name[1:]})", tally, _difference(x, y)
     if a.bias is not None or b.bias is not None:
         yield " (bias)", proof.tensors, _difference(a.bias, b.bias)
-
-
-def _scales_of(w: GroupTernaryWeight, size: int) -> NDArray:
-    """The scale of every `size` inputs, a divisor of the group."""
-    return np.repeat(w.scales, w.group // size, axis=1)[:, : -(-w.in_features // size)]
-
-
-def _same_basis(a: Rotation | None, b: Rotation | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    orders = a.order is b.order or (a.order is not None and b.order is not None and np.array_equal(a.order, b.order))
-    return a.block == b.block and np.array_equal(a.signs, b.signs) and orders
 
 
 def _difference(a: NDArray | None, b: NDArray | None) -> float:
     """Largest relative difference, computed in blocks. Values that float16 rounds to zero equal zero."""
     if a is None or b is None or a.shape != b.shape:
         return float("inf")
+    if a.dtype.kind in "ui":  # no format rounds codes, or an order
+        return float(not np.array_equal(a, b))
     a, b, largest = a.reshape(-1), b.reshape(-1), 0.0
     for start in range(0, a.size, _BLOCK_VALUES):
         x, y = (array[start : start + _BLOCK_VALUES].astype(np.float32) for array in (a, b))

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError
 from ...families import FAMILIES, family_of, family_table
-from ...families.family import Architecture, Family, GgufForm
+from ...families.family import Architecture, Family, GgufForm, activation_name
 from ...families.rope import StretchedRope, longrope_scale, yarn_scale
-from ...reference.config import ModelConfig, QuantizationConfig, RopeConfig, activation_name
+from ...reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ...reference.weights import FEED_FORWARD
 from ..names import gguf_linears
 from .file import GgufFile, Typed
@@ -182,7 +182,7 @@ def read_gguf_config(
             **{"model_type": family.model_type, **fields, "mlp_bias": _biases(file, attention=False)} | own
         )
     except ConfigError as error:
-        raise ConfigError(error.message, path=file.path, field=error.field) from None
+        raise ConfigError(error.message, path=file.path, field=error.field, mentions=error.mentions) from None
 
 
 def tensor_shape(file: GgufFile, name: str, rank: int) -> tuple[int, ...]:

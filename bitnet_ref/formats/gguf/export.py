@@ -25,19 +25,19 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError, ShapeError
 from ...families import family_of
-from ...families.groups import GroupTernaryWeight, Rotation, split_groups
-from ...reference.weights import LinearWeight, TernaryLinear, linear_name
+from ...families.groups import split_tensor
+from ...families.hadamard import gguf_keys
+from ...reference.weights import TernaryLinear, linear_name
 from ...system.atomic import atomic_path, check_space
 from ..checkpoint import (
     Checkpoint,
     Progress,
-    all_linears,
     arrays_of_layer,
-    fold,
     has_bias,
     is_ternary,
     linear_names,
     linear_shape,
+    read_part,
     ticker,
 )
 from ..names import gguf_name
@@ -62,7 +62,6 @@ from .config import (
 )
 from .evidence import permute_rows, permuted_heads
 from .file import ARRAY, DEFAULT_ALIGNMENT, MAGIC, NAME_OF, SCALARS, STRING, VERSIONS, Typed
-from .hadamard import rotation_metadata
 from .i2_s import StaleTail, fits_layout, pack_i2_s
 from .tl import TLKind, pack_tl, tl_nbytes
 from .tl_tiles import KNOWN_TILES, read_kernel_config
@@ -70,7 +69,8 @@ from .tl_tiles import KNOWN_TILES, read_kernel_config
 DENSE_KINDS = ("f16", "bf16", "f32", "q8_0")
 BLOCK_KINDS = tuple(name.lower() for name in TERNARY_BLOCKS)
 TL_KINDS: tuple[TLKind, ...] = ("tl1", "tl2")
-GROUP_KINDS = ("q2_0", "pq2_0", "ptq1_0")
+BASIS_KINDS = ("pq2_0", "ptq1_0")  # of matrices that may be in a Hadamard basis
+GROUP_KINDS = ("q2_0", *BASIS_KINDS)
 KINDS = (*DENSE_KINDS, "i2_s", *BLOCK_KINDS, *TL_KINDS, *GROUP_KINDS)
 # llama_ftype: of llama.cpp, and for I2_S, TL1 and TL2 of bitnet.cpp
 _FILE_TYPES = {"bf16": 32, "q8_0": 7, "i2_s": 40, "tl1": 38, "tl2": 39, "tq1_0": 36, "tq2_0": 37, "q2_0": 41}
@@ -127,7 +127,7 @@ def write_gguf_model(
         raise FormatError(f"expected one of {', '.join(KINDS)}, got {kind!r}", path=path)
     metadata = gguf_metadata(config) | dict(special_token_metadata(config) if tokenizer is None else tokenizer)
     tensors = _ModelTensors(checkpoint, kind, dense_type, tl_tiles)
-    metadata |= tensors.rotation_metadata()
+    metadata |= tensors.basis_metadata()
     if kind in _FILE_TYPES:
         metadata["general.quantization_version"] = Typed("uint32", _QUANTIZATION_VERSION)
         metadata["general.file_type"] = Typed("uint32", _FILE_TYPES[kind])
@@ -164,10 +164,11 @@ class _ModelTensors:
         if self.checkpoint.input_norm_eps not in (None, LINEAR_NORM_EPS):
             message = f"in GGUF files the norm inside a linear has the eps {LINEAR_NORM_EPS}; convert to native instead"
             raise ConfigError(message, field="rms_norm_eps")
+        if self.kind not in BASIS_KINDS:
+            self.checkpoint.require_plain_basis(f"gguf-{self.kind}")
         if self.kind in GROUP_KINDS:
             self._check_groups()
             return
-        self.checkpoint.refuse_rotation(f"gguf-{self.kind}")
         if quantized is not None and not quantized.int8_activations:
             message = f"gguf-{self.kind} means that activations are int8, and here they stay floats; use gguf-q2_0"
             raise ConfigError(message, field="int8_activations")
@@ -196,77 +197,54 @@ class _ModelTensors:
         if self.config.quantization is not None and self.config.quantization.int8_activations:
             message = f"gguf-{self.kind} means that activations stay floats, and here they are int8"
             raise FormatError(f"{message}; use native, or {self._fitting_kind()}", field="quantization")
-        if self.checkpoint.rotations and not self.checkpoint.is_folded and self.kind == "q2_0":
-            self.checkpoint.refuse_rotation("gguf-q2_0")
         if not any(self._groups(name) for name in linear_names(self.config)):
             size = BY_KIND[self.kind].block_values
             message = f"no linear of this model is ternary by groups of {size} inputs, which {self.kind} has"
             raise FormatError(f"{message}; use gguf-f16", path=self.checkpoint.path)
 
-    def rotation_metadata(self) -> dict[str, Typed]:
+    def basis_metadata(self) -> dict[str, Typed]:
         """The keys that say in which basis matrices are; none where all are in the plain one."""
-        config = self.config
-        rotations: dict[str, Rotation] = {}
-        are_grouped: set[bool] = set()
-        for name in ["embedding", *all_linears(config)] if self.checkpoint.rotations else []:
-            place, basis = linear_place(config, name, "gguf"), self.checkpoint.rotation(name)
-            if basis is None:
-                continue
-            rotations[f"{place.module}.weight"] = basis
-            if place.columns is not None:
-                are_grouped.add(basis.order is None)
-        if len(are_grouped) > 1:
-            message = "GGUF has one order of value heads for all layers, and this model has two; fold it first"
-            raise ConfigError(message, path=self.checkpoint.path)
-        return rotation_metadata(rotations, are_grouped == {True}) if rotations else {}
+        bases = {}
+        for name, basis in self.checkpoint.bases.items():
+            place = linear_place(self.config, name, "gguf")
+            bases[f"{place.module}.weight"] = basis, place.columns
+        return {key: Typed(kind, value) for key, kind, value in gguf_keys(bases)}
 
-    def _weights(self, name: str) -> dict[str, LinearWeight]:
+    def _weights(self, name: str) -> dict[str, Any]:
         """A linear or "embedding" in the basis of the file, and those that share its tensor, by name."""
         names = linear_place(self.config, name, "gguf").sharers or (name,)
-        source = self.checkpoint
-        return {
-            each: fold(source, each, source.embedding() if each == "embedding" else source.linear(each))
-            for each in names
-        }
+        return {each: read_part(self.checkpoint, each) for each in names}
 
-    def _stored(self, name: str, weights: Mapping[str, LinearWeight]) -> NDArray:
-        """A linear or "embedding" as floats, in the order of the file, with all linears that share its tensor."""
-        place, rotation = linear_place(self.config, name, "gguf"), self.checkpoint.rotation(name)
+    def _stack(self, name: str, array: Callable[[str], NDArray]) -> NDArray:
+        """The tensor of a linear or "embedding", in the order of the file, of `array` of each linear that shares it."""
 
         def read(each: str) -> NDArray:
-            w: Any = weights[each]
-            ternary = w.bit_linear
-            array = w.array if ternary is None else ternary.ternary() * ternary.w_dequant_scale
-            return self._permuted(each, array)
+            return self._permuted(each, array(each))
 
-        if rotation is None:
-            return stored_matrix(self.config, name, "gguf", read)
-        orders = rotation.order, None if place.columns is None else np.argsort(place.columns)
-        given, wanted = (None if order is None else order.tolist() for order in orders)
-        if given is None and wanted is not None:
-            return read(name)  # the file says so: see `rotation_metadata`
-        if given != wanted:
-            message = "its Hadamard basis takes the inputs in another order than GGUF files; fold it first"
-            raise ConfigError(message, field=name)
-        return read(name) if wanted else stored_matrix(self.config, name, "gguf", read)
+        basis = self.checkpoint.bases.get(name)
+        if basis is not None and basis.has_columns(name, linear_place(self.config, name, "gguf").columns):
+            return read(name)
+        return stored_matrix(self.config, name, "gguf", read)
 
-    def _split(self, name: str) -> tuple[NDArray[np.uint8], NDArray, int] | None:
-        """`split_groups` of a matrix in the order of the file. What is packed is not made dense for it."""
-        weights, rotation = self._weights(name), self.checkpoint.rotation(name)
-        packed = {each: w for each, w in weights.items() if isinstance(w, GroupTernaryWeight)}
-        is_packed = len(packed) == len(weights) and len({w.group for w in packed.values()}) == 1
-        moves_columns = linear_place(self.config, name, "gguf").columns is not None
-        if not is_packed or moves_columns or (rotation is not None and rotation.order is not None):
-            return split_groups(self._stored(name, weights))
+    def _stored(self, name: str, weights: Mapping[str, Any]) -> NDArray:
+        """The same of their matrices as floats."""
 
-        stored = partial(stored_matrix, self.config, name, "gguf")
-        planes = stored(lambda each: self._permuted(each, packed[each].packed))
-        scales = stored(lambda each: self._permuted(each, packed[each].scales))
-        return planes, scales, packed[name].group
+        def floats(each: str) -> NDArray:
+            ternary: TernaryLinear | None = weights[each].bit_linear
+            array: NDArray = weights[each].array if ternary is None else ternary.ternary() * ternary.w_dequant_scale
+            return array
+
+        return self._stack(name, floats)
 
     def _groups(self, name: str) -> tuple[NDArray[np.uint8], NDArray[np.float16]] | None:
         """(packed, the scale of each block) of a matrix that the kind's blocks can hold; else None."""
-        if self.kind not in GROUP_KINDS or (split := self._split(name)) is None:
+        if self.kind not in GROUP_KINDS:
+            return None
+        weights = self._weights(name)
+        moves_columns = linear_place(self.config, name, "gguf").columns is not None
+        stack = None if moves_columns else partial(self._stack, name)
+        split = split_tensor(weights, stack, partial(self._stored, name, weights))
+        if split is None:
             return None
         packed, scales, group = split
         d = block_scales(scales, group, linear_shape(self.config, name)[1], self.kind.upper())

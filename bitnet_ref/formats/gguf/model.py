@@ -5,30 +5,31 @@ What no field of the file says is decided from its contents and recorded in `evi
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import FormatError
+from ...errors import ConfigError, FormatError
 from ...families import family_of
 from ...families.blocks import BLOCK_TYPES, BlockWeight, are_finite
-from ...families.groups import GroupTernaryWeight, Rotation, merge_groups
+from ...families.groups import from_blocks
+from ...families.hadamard import read_gguf_bases
 from ...families.linear_norms import put_norm
 from ...reference import quantization
 from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ..binary_file import first_not_finite
 from ..checkpoint import (
     Checkpoint,
-    ReadOptions,
+    LoadOptions,
     all_linears,
     arrays_of_layer,
     has_bias,
     is_ternary,
     linear_shape,
     norm_size,
+    scale_convention,
 )
 from ..names import gguf_name
 from ..packing import split_ternary
@@ -47,7 +48,6 @@ from .blocks import (
 from .config import ROPE_FACTORS, ROPE_FREQS, read_gguf_config, tensor_shape
 from .evidence import block_linears, check_dialect, find_i2_s_layout, find_ternary, permuted_heads, unpermute_rows
 from .file import PLAIN_DTYPES, GgufFile, GgufTensor
-from .hadamard import has_grouped_heads, read_rotations
 from .i2_s import fits_layout, i2_s_scale, unpack_i2_s
 
 _FLOATS = ("F32", "F16", "BF16")
@@ -59,9 +59,9 @@ class GgufCheckpoint(Checkpoint):
     metadata: the file's, with the tokenizer in it ("tokenizer.ggml.tokens", ...).
     """
 
-    def __init__(self, path: Path, options: ReadOptions | None = None) -> None:
+    def __init__(self, path: Path, options: LoadOptions | None = None) -> None:
         self.path = path
-        self.options = options or ReadOptions()
+        self.options = options or LoadOptions()
         self.evidence: list[str] = []
         self.file = GgufFile(path)
         try:
@@ -70,9 +70,7 @@ class GgufCheckpoint(Checkpoint):
             check_dialect(self.file, self.evidence)
             quantization = find_ternary(self.file, self.evidence)
             self.config = read_gguf_config(self.file, quantization, self.evidence)
-            self._has_grouped_heads = has_grouped_heads(self.file)
-            self.is_folded = self.options.rotation == "folded"
-            self.rotations = self._read_rotations()
+            self._read_bases()
             self.taken = {ROPE_FREQS, *ROPE_FACTORS.values()} & set(self.file.tensors)  # read with the configuration
             first = next(block_linears(self.file), None)
             self.kind = f"gguf-{first.type.kind if first is not None else 'f16'}"
@@ -126,7 +124,7 @@ class GgufCheckpoint(Checkpoint):
 
     def _matrix(
         self, tensor: GgufTensor, place: LinearPlace, name: str, bias: NDArray[np.float32] | None
-    ) -> DenseWeight | GroupTernaryWeight:
+    ) -> LinearWeight:
         """A matrix whose input stays in float, packed where the blocks are ternary."""
         kind, (height, width) = tensor.type.name, tensor.shape
         if kind in GROUP_TYPES:
@@ -134,26 +132,34 @@ class GgufCheckpoint(Checkpoint):
                 blocks = groups_from_blocks(partial(self.file.read_raw, tensor.name), kind, (height, width))
             if blocks is not None and (own := place.take_groups(*blocks)) is not None:
                 packed, scales = (self._in_our_order(each, name) for each in own)
-                scales, group = merge_groups(scales, width // scales.shape[1], width)
-                return GroupTernaryWeight(packed, width, scales, group, bias)
+                return from_blocks(packed, scales, width, bias)
         if kind in BLOCK_TYPES and place.columns is None:  # kept as it is, if all is finite
             stored = self.file.read_raw(tensor.name).reshape(height, -1)
             if are_finite(stored, kind):
                 return BlockWeight(self._in_our_order(place.take(stored), name), bias, block_type=kind)
         return DenseWeight(self._in_our_order(place.take(self._floats(tensor)), name), bias)
 
-    def _read_rotations(self) -> dict[str, Rotation]:
-        stored, rotations = read_rotations(self.file, self.evidence, self.is_folded), {}
-        for name in ("embedding", *all_linears(self.config)) if stored else ():
+    def _read_bases(self) -> None:
+        tensors = self.file.tensors.values()
+        widths = {tensor.name: tensor.shape[-1] for tensor in tensors if tensor.shape}
+        planes = {tensor.name: tensor.type.name for tensor in tensors if tensor.type.name in GROUP_TYPES}
+        try:
+            by_tensor, self._has_grouped_heads = read_gguf_bases(
+                self.path, self.metadata, widths, planes, self.evidence
+            )
+        except ConfigError as error:
+            raise ConfigError(error.message, path=self.path, field=error.field) from None
+        bases = {}
+        for name in ("embedding", *all_linears(self.config)):
             place = self._place(name)
-            if (rotation := stored.get(f"{place.module}.weight")) is not None:
-                order = None if place.columns is None else np.argsort(place.columns)
-                rotations[name] = rotation if order is None else replace(rotation, order=order)
-        return rotations
+            if basis := by_tensor.get(f"{place.module}.weight"):
+                bases[name] = basis.in_columns(place.columns)
+        self.set_bases(bases, self.options)
 
     def _place(self, name: str) -> LinearPlace:
         place = linear_place(self.config, name, "gguf")
-        return place._replace(columns=None) if self._has_grouped_heads else place
+        has_own_order = name in self.bases or name in self.folded  # of inputs: a part of the basis
+        return place._replace(columns=None) if has_own_order or self._has_grouped_heads else place
 
     def norm(self, name: str) -> NDArray[np.float32]:
         return self._vector(f"{gguf_name(name, self.config)}.weight", norm_size(self.config, name))
@@ -175,8 +181,6 @@ class GgufCheckpoint(Checkpoint):
         bias = self._vector(f"{theirs}.bias", shape[0]) if has_bias(self.config, name) else None
         bias = None if bias is None else self._in_our_order(bias, name)
         if not is_ternary(self.config, name):
-            if name in self.rotations:  # whose own order of inputs is a part of the basis
-                place = place._replace(columns=None)
             return self._matrix(tensor, place, name, bias)
         eps = self.input_norm_eps
         norm = None if eps is None else self._vector(f"{theirs}_norm_in.weight", shape[1])
@@ -244,7 +248,7 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def _online(self) -> bool:
-        return self.config.quantization is not None and self.config.quantization.scale_convention == "absmean"
+        return scale_convention(self.config.quantization) == "absmean"
 
     def _i2_s(self, tensor: GgufTensor, shape: tuple[int, int]) -> tuple[NDArray[np.int8], np.float32]:
         raw = self.file.read_raw(tensor.name)

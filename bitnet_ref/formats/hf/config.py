@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, ConfigWarning, describe, printable
+from ...errors import LARGEST_INT, ConfigError, ConfigWarning, describe, printable
 from ...families import FAMILIES
-from ...families.family import SIZES, HfForm
+from ...families.family import SIZES, HfForm, activation_name
 from ...families.rope import ROPE_TYPES, longrope_scale, make_rope, yarn_scale
-from ...reference.config import LARGEST_INT, ModelConfig, QuantizationConfig, RopeConfig, activation_name
+from ...reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ...system.json_file import read_json_object
 from .config_keys import BITNET_PACKING, Doubt, check_unread, have_same_meaning, is_off
 from .wrappers import hf_form, text_part
@@ -63,7 +63,7 @@ def parse_hf_config(
     try:
         config = _parse(text_part(raw, own), allow_unquantized, own)
     except ConfigError as error:
-        raise ConfigError(error.message, path=path, field=error.field) from None
+        raise ConfigError(error.message, path=path, field=error.field, mentions=error.mentions) from None
     if doubts is None:
         _warn(path, own)
     else:

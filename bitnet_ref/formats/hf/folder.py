@@ -25,13 +25,14 @@ from ...system.json_file import is_present, parse_json_object, read_bounded, rea
 from ..binary_file import Closeable, first_not_finite
 from ..checkpoint import (
     Checkpoint,
-    ReadOptions,
+    LoadOptions,
     arrays_of_layer,
     has_bias,
     is_ternary,
     linear_shape,
     norm_size,
     read_tokenizer_folder,
+    scale_convention,
 )
 from ..names import HF_PREFIXES, hf_module, hf_modules
 from ..packing import pack_from_hf, split_ternary
@@ -207,7 +208,7 @@ class HfCheckpoint(Checkpoint):
     config: used instead of config.json, by a caller that has checked it.
     """
 
-    def __init__(self, path: Path, options: ReadOptions | None = None, config: ModelConfig | None = None) -> None:
+    def __init__(self, path: Path, options: LoadOptions | None = None, config: ModelConfig | None = None) -> None:
         self.path = path
         self.folder = path if path.is_dir() else path.parent
         allow = options is not None and options.allow_unquantized
@@ -332,7 +333,7 @@ class HfCheckpoint(Checkpoint):
 
     @property
     def _scale_convention(self) -> str | None:
-        return None if self.config.quantization is None else self.config.quantization.scale_convention
+        return scale_convention(self.config.quantization)
 
     def _vector(self, name: str, size: int) -> NDArray[np.float32]:
         return self.tensors.take(name, (size,)).astype(np.float32)

@@ -3,7 +3,7 @@
 Ternary linears are stored exactly, as `autobitlinear`, mode "offline": "hf-packed" (2-bit planes) or "hf-bf16" (-1, 0,
 +1 as floats), with a `weight_scale`. Packed planes whose scales divide (`bitlinear`) stay so in "hf-packed". Masters
 stay masters in "hf-bf16", mode "online". A BitLinear's matrix is never written as -s, 0, +s: transformers would take
-its absmean, which is s times the share of non-zeros. Dense matrices, ternary by groups or not, are written as they are;
+its absmean, which is s times the share of non-zeros. Matrices whose inputs stay in float are written as they are;
 "hf-unpacked" takes models of these alone.
 
 All floats of a file have one dtype, which config.json names: transformers leaves a quantised model's tensors in the
@@ -33,11 +33,12 @@ from ..checkpoint import (
     Progress,
     all_linears,
     arrays_of_layer,
-    fold,
     has_bias,
     is_ternary,
     linear_names,
     linear_shape,
+    read_part,
+    scale_convention,
 )
 from ..names import hf_module, hf_modules
 from ..packing import hf_from_ternary
@@ -71,7 +72,7 @@ def write_hf(checkpoint: Checkpoint, folder: Path, kind: str = "hf-packed", prog
     no multiple of 4.
     """
     config = checkpoint.config
-    checkpoint.refuse_rotation("Hugging Face")
+    checkpoint.require_plain_basis("Hugging Face")
     if kind == "hf-unpacked" and config.quantization is not None:
         message = "-s, 0, +s would be quantised once more when they are loaded; convert to native, hf-packed or hf-bf16"
         raise ConfigError(message, field="quantization")
@@ -127,7 +128,7 @@ def hf_quantization(checkpoint: Checkpoint, kind: str, masters: bool) -> Quantiz
         quantization_mode="online" if masters else "offline",
         modules_to_not_convert=tuple(dense + ["lm_head"] * config.tie_word_embeddings),
     )
-    if kind == "hf-packed" and checkpoint.kind == "hf-packed" and config.quantization.scale_convention == "divide":
+    if kind == "hf-packed" and checkpoint.kind == "hf-packed" and scale_convention(config.quantization) == "divide":
         return replace(quantization, linear_class="bitlinear")
     biased = [name for name in all_linears(config) if is_ternary(config, name) and has_bias(config, name)]
     try:
@@ -146,7 +147,7 @@ def _scale_and_bias(quantization: QuantizationConfig | None, w: LinearWeight) ->
     """(weight_scale, bias) from which a reader computes exactly the scale and the bias of `w`. Raises ConfigError."""
     ternary, bias = w.bit_linear, w.bias
     scale = np.array([1 if ternary is None else ternary.w_dequant_scale], np.float32)
-    convention = quantization.scale_convention if quantization is not None and ternary is not None else None
+    convention = None if ternary is None else scale_convention(quantization)
     if convention == "divide":
         return _solve(lambda x: np.float32(1.0) / x, np.float32(1.0) / scale, scale), bias
     if convention == "multiply" and bias is not None:
@@ -246,8 +247,7 @@ def _plan_linear(
         if name == (place.sharers or (name,))[0]:
 
             def array(each: str) -> NDArray:
-                dense: Any = fold(checkpoint, each, checkpoint.linear(each))
-                stored: NDArray = dense.array
+                stored: NDArray = read_part(checkpoint, each).array
                 return stored
 
             dtype = dtype_name(checkpoint.given_dtype(name))

@@ -13,7 +13,7 @@ Tensors carry our own names. The config says whether a linear is ternary, has a 
                         .bias             (N,)    F32        .input_norm  (K,) F32
                         .signs            (K/b, b) F32, of a linear or `embedding` in a Hadamard basis of blocks of b
                         .order            (K,)    I64, of inputs that the basis takes in another order
-    blocks.0.*                            F32: arrays of a block that its family has: `ModelConfig.array_shapes`
+    blocks.0.*                            F32: arrays of a block that its family has: `Family.array_shapes`
     tokenizer/tokenizer.json ...          (n,)    U8: the tokenizer's files, byte for byte, chat template among them
 
 Metadata: `format` "bitnet_ref", `format_version`, `config` (ModelConfig as JSON; its quantization describes the source
@@ -35,8 +35,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError, ShapeError
-from ...families import config_from_dict, config_to_dict
-from ...families.groups import GroupTernaryWeight, Rotation
+from ...families import KINDS, config_from_dict, config_to_dict
+from ...families.hadamard import read_bases
 from ...families.linear_norms import put_norm
 from ...reference import quantization
 from ...reference.config import ModelConfig
@@ -47,14 +47,16 @@ from ..checkpoint import (
     MAX_TOKENIZER_BYTES,
     TOKENIZER_FILES,
     Checkpoint,
+    LoadOptions,
     Progress,
-    ReadOptions,
+    all_linears,
     arrays_of_layer,
+    choose_kind,
     has_bias,
-    in_groups,
     is_ternary,
     linear_shape,
     norm_size,
+    read_matrix,
     ticker,
 )
 from ..hf.folder import CheckpointTensors
@@ -66,6 +68,7 @@ SUFFIX = ".bitnet.safetensors"
 FORMAT, VERSION = "bitnet_ref", 2
 TOKENIZER_PREFIX = "tokenizer/"
 STORAGES = ("2bit", "base3")
+FORMS = [kind.native for kind in KINDS.values() if kind.native is not None]
 _NO_HASH = "sha256:" + "0" * 64
 _HASH_BLOCK = 1 << 22
 
@@ -73,7 +76,7 @@ _HASH_BLOCK = 1 << 22
 class NativeCheckpoint(Checkpoint):
     """An open native file. `evidence` says how its ternary matrices are stored."""
 
-    def __init__(self, path: Path, options: ReadOptions | None = None) -> None:
+    def __init__(self, path: Path, options: LoadOptions | None = None) -> None:
         self.path, self.kind = path, "native"
         self.tensors = CheckpointTensors(path)
         self.taken = self.tensors.taken
@@ -81,13 +84,14 @@ class NativeCheckpoint(Checkpoint):
             self.metadata = self.tensors.metadata
             self._check_version()
             self.config = self._read_config()
-            self.rotations = self._read_rotations()
+            names = ("embedding", *all_linears(self.config))
+            bases = read_bases(self, {name: linear_shape(self.config, name)[1] for name in names})
+            self.set_bases(bases, options or LoadOptions())
             if options is not None and options.verify:
                 self.verify()
         except BaseException:
             self.close()
             raise
-        self.is_folded = options is not None and options.rotation == "folded"
         base3 = sum(name.endswith(".trits") for name in self.tensors.names)
         planes = base3 + sum(name.endswith(".packed") for name in self.tensors.names)
         self.evidence = [f"{planes} ternary planes, {base3} of them in base 3"]
@@ -130,79 +134,52 @@ class NativeCheckpoint(Checkpoint):
             raise self._bad("config.num_hidden_layers", message)
         return config
 
-    def _read_rotations(self) -> dict[str, Rotation]:
-        rotations = {}
-        for name in (tensor.removesuffix(".signs") for tensor in self.tensors.names if tensor.endswith(".signs")):
-            try:
-                width = linear_shape(self.config, name)[1]
-            except (KeyError, IndexError, ValueError):
-                raise self.fail(f"{name}.signs", "belongs to no matrix of the model") from None
-            shape = self.tensors.info(f"{name}.signs").shape
-            block = shape[-1] if len(shape) == 2 else 0
-            if block < 1 or block & (block - 1) or shape[0] * block != width:
-                message = f"expected blocks of a power of two of {width} inputs, got shape {list(shape)}"
-                raise self.fail(f"{name}.signs", message)
-            signs, order = self._take(f"{name}.signs", shape, "F32").reshape(-1), None
-            if not (np.abs(signs) == 1).all():
-                raise self.fail(f"{name}.signs", "holds other values than -1 and 1")
-            if f"{name}.order" in self.tensors:
-                order = self._take(f"{name}.order", (width,), "I64")
-                if not np.array_equal(np.sort(order), np.arange(width)):
-                    raise self.fail(f"{name}.order", f"is no order of {width} inputs")
-            rotations[name] = Rotation(signs, block, order)
-        return rotations
-
-    def _take(self, name: str, shape: tuple[int, ...], *dtypes: str) -> NDArray:
+    def take(self, name: str, shape: tuple[int, ...], *dtypes: str) -> NDArray:
+        """A tensor. FormatError for another shape, or dtype; by default any of floats."""
         return self.tensors.take(name, shape, dtypes or ("BF16", "F16", "F32"))
 
     def embedding(self) -> LinearWeight:
-        shape = linear_shape(self.config, "embedding")
-        return self._groups("embedding", shape, None) or DenseWeight(self._take("embedding", shape))
+        return self._float_inputs("embedding", linear_shape(self.config, "embedding"), None)
 
     def norm(self, name: str) -> NDArray[np.float32]:
-        return self._take(name, (norm_size(self.config, name),), "F32")
+        return self.take(name, (norm_size(self.config, name),), "F32")
 
     def array(self, name: str) -> NDArray[np.float32]:
-        return self._take(name, arrays_of_layer(self.config, int(name.split(".")[1]))[name], "F32")
+        return self.take(name, arrays_of_layer(self.config, int(name.split(".")[1]))[name], "F32")
 
     def linear(self, name: str) -> LinearWeight:
         cfg = self.config
         n, k = linear_shape(cfg, name)
-        bias = self._take(f"{name}.bias", (n,), "F32") if has_bias(cfg, name) else None
+        bias = self.take(f"{name}.bias", (n,), "F32") if has_bias(cfg, name) else None
         if not is_ternary(cfg, name):
-            return self._groups(name, (n, k), bias) or DenseWeight(self._take(f"{name}.weight", (n, k)), bias)
-        packed = self._read_plane(name, n, k)
+            return self._float_inputs(name, (n, k), bias)
+        packed = self.read_plane(name, n, k)
         tensor = f"{name}.w_dequant_scale"
-        scale = self.checked_scale(tensor, np.float32(self._take(tensor, (), "F32")))
+        scale = self.checked_scale(tensor, np.float32(self.take(tensor, (), "F32")))
         eps = self.input_norm_eps
-        norm = None if eps is None else self._take(f"{name}.input_norm", (k,), "F32")
+        norm = None if eps is None else self.take(f"{name}.input_norm", (k,), "F32")
         return put_norm(TernaryWeight(packed, k, scale, bias), norm, eps)
 
-    def _groups(self, name: str, shape: tuple[int, int], bias: NDArray[np.float32] | None) -> GroupTernaryWeight | None:
-        """A matrix that is stored ternary by groups; None where it is stored dense."""
-        if f"{name}.scales" not in self.tensors:
-            return None
-        n, k = shape
-        group = int(self._take(f"{name}.group", (), "I64"))
-        if not 0 < group <= k:
-            raise self.fail(f"{name}.group", f"expected 1 to {k} inputs, got {group}")
-        scales = self._take(f"{name}.scales", (n, -(-k // group)))
-        if (scales < 0).any():
-            raise self.fail(f"{name}.scales", "holds a negative number")
-        return GroupTernaryWeight(self._read_plane(name, n, k), k, scales, group, bias)
+    def _float_inputs(self, name: str, shape: tuple[int, int], bias: NDArray[np.float32] | None) -> LinearWeight:
+        """A matrix that is no BitLinear: of the kind that its tensors are of, else dense."""
+        for form in FORMS:
+            if name + form.mark in self.tensors:
+                return form.read(self, name, shape, bias)
+        return DenseWeight(self.take(_dense_name(name), shape), bias)
 
-    def _read_plane(self, name: str, n: int, k: int) -> NDArray[np.uint8]:
+    def read_plane(self, name: str, n: int, k: int) -> NDArray[np.uint8]:
+        """The ternary matrix (n, k) of a linear or "embedding", packed."""
         if f"{name}.trits" in self.tensors:
             return self._read_trits(name, n, k)
         name += ".packed"
-        packed = self._take(name, (n, -(-k // quantization.CODES_PER_BYTE)), "U8")
+        packed = self.take(name, (n, -(-k // quantization.CODES_PER_BYTE)), "U8")
         self.check_codes(name, packed)
         self._check_padding(name, packed[:, -1] >> np.uint8(2 * (k % 4)), 0x55 >> 2 * (k % 4), k % 4)
         return packed
 
     def _read_trits(self, name: str, n: int, k: int) -> NDArray[np.uint8]:
         name += ".trits"
-        trits = self._take(name, (n, -(-k // TRITS_PER_BYTE)), "U8")
+        trits = self.take(name, (n, -(-k // TRITS_PER_BYTE)), "U8")
         if (at := first_invalid_byte(trits)) is not None:
             raise self.fail(name, f"holds {trits[at]} in byte {list(at)}; expected five trits, 0 to 242")
         place = 3 ** (k % TRITS_PER_BYTE)
@@ -216,7 +193,7 @@ class NativeCheckpoint(Checkpoint):
             raise self.fail(name, f"row {row} goes on after its last weight; expected zero weights as padding")
 
     def dense_dtype(self, name: str) -> np.dtype:
-        for tensor in (f"{name}.scales", name if name == "embedding" else f"{name}.weight"):
+        for tensor in (*(name + form.mark for form in FORMS), _dense_name(name)):
             if tensor in self.tensors:
                 return DTYPES[self.tensors.info(tensor).dtype]
         return super().dense_dtype(name)  # which says what is wrong
@@ -232,7 +209,7 @@ class NativeCheckpoint(Checkpoint):
                 raise self.fail(name, f"expected one of {', '.join(TOKENIZER_FILES)} after {TOKENIZER_PREFIX!r}")
             if len(info.shape) != 1 or info.nbytes > MAX_TOKENIZER_BYTES:
                 raise self.fail(name, f"expected at most {MAX_TOKENIZER_BYTES} bytes, got the shape {info.shape}")
-            files[short] = self._take(name, info.shape, "U8").tobytes()
+            files[short] = self.take(name, info.shape, "U8").tobytes()
         return files
 
     def finish(self) -> None:
@@ -265,6 +242,10 @@ class NativeCheckpoint(Checkpoint):
         return computed
 
 
+def _dense_name(name: str) -> str:
+    return name if name == "embedding" else f"{name}.weight"
+
+
 def write_native(
     checkpoint: Checkpoint, path: str | os.PathLike[str], storage: str = "2bit", progress: Progress | None = None
 ) -> str:
@@ -280,20 +261,22 @@ def write_native(
         raise ConfigError(f"a native file's name ends in {SUFFIX}, got {os.fspath(path)!r}", field="path")
     tokenizer = {TOKENIZER_PREFIX + name: data for name, data in sorted(checkpoint.tokenizer_files().items())}
     plan = plan_model(checkpoint, str, partial(_plan_linear, checkpoint, storage), partial(_plan_array, checkpoint))
-    table = _plan_groups(checkpoint, storage, "embedding") or plan["embedding"]
-    plan["embedding"] = [*table, *_plan_rotation(checkpoint, "embedding")]
+    plan["embedding"] = _plan_own_kind(checkpoint, storage, "embedding") or plan["embedding"]
     layout = layout_of(plan) | {name: ("U8", (len(data),)) for name, data in tokenizer.items()}
     metadata = {
         "format": FORMAT,
-        "format_version": str(VERSION if any(name.endswith(".scales") for name in layout) else 1),
+        "format_version": str(VERSION if any(name.endswith(form.mark) for form in FORMS for name in layout) else 1),
         "config": json.dumps(config_to_dict(checkpoint.config), sort_keys=True, separators=(",", ":")),
         "content_hash": _NO_HASH,
     }
     digests = {}
 
-    def by_groups(name: str, part: Any) -> Any:
-        floats = isinstance(part, LinearWeight) and part.kind in ("dense", "groups")
-        return in_groups(checkpoint, name, part) if floats else part
+    def change(name: str, part: Any) -> Any:
+        if not isinstance(part, LinearWeight):
+            return part
+        if name != "embedding":
+            _check(checkpoint, name, part)
+        return part if part.bit_linear is not None else choose_kind(checkpoint, name, part)
 
     with atomic_path(path) as temporary, SafetensorsWriter(temporary, layout, metadata) as writer:
 
@@ -304,7 +287,7 @@ def write_native(
 
         for name, data in tokenizer.items():
             write(name, np.frombuffer(data, dtype=np.uint8))
-        write_parts(checkpoint, plan, write, progress, by_groups)
+        write_parts(checkpoint, plan, write, progress, change)
         computed = content_hash(metadata, digests)
         writer.set_metadata("content_hash", computed)
     return computed
@@ -315,32 +298,21 @@ def _plan_array(checkpoint: Checkpoint, name: str) -> PlannedTensor:
     return PlannedTensor(name, "F32", shape, lambda array: array)
 
 
-def _plan_rotation(checkpoint: Checkpoint, name: str) -> Iterator[PlannedTensor]:
-    rotation = checkpoint.rotation(name)
-    if rotation is not None:
-        shape = (rotation.signs.size // rotation.block, rotation.block)
-        yield PlannedTensor(f"{name}.signs", "F32", shape, lambda w: rotation.signs.reshape(shape))
-        if rotation.order is not None:
-            yield PlannedTensor(f"{name}.order", "I64", rotation.order.shape, lambda w: rotation.order)
-
-
 def _plan_linear(checkpoint: Checkpoint, storage: str, name: str) -> Iterator[PlannedTensor]:
     config, (n, k) = checkpoint.config, linear_shape(checkpoint.config, name)
-    yield from _plan_rotation(checkpoint, name)
     if has_bias(config, name):
-        yield PlannedTensor(f"{name}.bias", "F32", (n,), lambda w: _checked(checkpoint, name, w).bias)
+        yield PlannedTensor(f"{name}.bias", "F32", (n,), attrgetter("bias"))
     if not is_ternary(config, name):
         dtype = dtype_name(checkpoint.given_dtype(name))
-        dense = PlannedTensor(f"{name}.weight", dtype, (n, k), lambda w: _checked(checkpoint, name, w).array)
-        yield from _plan_groups(checkpoint, storage, name) or [dense]
+        dense = PlannedTensor(f"{name}.weight", dtype, (n, k), attrgetter("array"))
+        yield from _plan_own_kind(checkpoint, storage, name) or [dense]
         return
-    yield _plan_plane(storage, name, (n, k), lambda w: _checked(checkpoint, name, w).bit_linear.packed)
-    scale = PlannedTensor(
+    yield _plan_plane(storage, name, (n, k), attrgetter("bit_linear.packed"))
+    yield PlannedTensor(
         f"{name}.w_dequant_scale", "F32", (), lambda w: np.float32(w.bit_linear.w_dequant_scale).reshape(())
     )
-    yield scale
     if checkpoint.input_norm_eps is not None:
-        yield PlannedTensor(f"{name}.input_norm", "F32", (k,), lambda w: w.norm.weight)
+        yield PlannedTensor(f"{name}.input_norm", "F32", (k,), attrgetter("norm.weight"))
 
 
 def _plan_plane(
@@ -352,22 +324,23 @@ def _plan_plane(
     return PlannedTensor(f"{name}.packed", "U8", (n, -(-k // quantization.CODES_PER_BYTE)), packed)
 
 
-def _plan_groups(checkpoint: Checkpoint, storage: str, name: str) -> list[PlannedTensor]:
-    """The tensors of a matrix that is ternary by groups, which is read to find out; none of another."""
-    stored = checkpoint.embedding() if name == "embedding" else checkpoint.linear(name)
-    w = in_groups(checkpoint, name, stored)
-    if not isinstance(w, GroupTernaryWeight):
+def _plan_own_kind(checkpoint: Checkpoint, storage: str, name: str) -> list[PlannedTensor]:
+    """The tensors of a matrix of a kind with a form of its own, which is read to find out; none of another."""
+    w: Any = read_matrix(checkpoint, name)
+    form = KINDS[w.kind].native
+    if form is None:
         return []
-    group = np.array(w.group, dtype=np.int64)
-    return [
-        _plan_plane(storage, name, w.shape, attrgetter("packed")),
-        PlannedTensor(f"{name}.scales", dtype_name(w.dtype), w.scales.shape, attrgetter("scales")),
-        PlannedTensor(f"{name}.group", "I64", (), lambda w: group),
-    ]
+
+    def make(end: str) -> Callable[[Any], NDArray]:
+        return lambda w: form.arrays(w)[end]
+
+    arrays = form.arrays(w).items()
+    beside = [PlannedTensor(name + end, dtype_name(a.dtype), a.shape, make(end)) for end, a in arrays]
+    return [_plan_plane(storage, name, w.shape, attrgetter("packed")), *beside]
 
 
-def _checked(checkpoint: Checkpoint, name: str, w: LinearWeight) -> Any:
-    """`w`. ShapeError if it contradicts the config."""
+def _check(checkpoint: Checkpoint, name: str, w: LinearWeight) -> None:
+    """ShapeError if the weight contradicts the config."""
     config, eps = checkpoint.config, checkpoint.input_norm_eps
     is_bit_linear = w.bit_linear is not None
     agrees = is_bit_linear == is_ternary(config, name)
@@ -375,4 +348,3 @@ def _checked(checkpoint: Checkpoint, name: str, w: LinearWeight) -> Any:
         agrees = agrees and (None if w.norm is None else w.norm.eps) == eps
     if not agrees or (w.bias is not None) != has_bias(config, name):
         raise ShapeError("write_native", expected=f"{name} as the config has it", got=f"another {type(w).__name__}")
-    return w

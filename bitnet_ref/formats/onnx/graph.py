@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError
+from ...families import differences_from_llama
 from ...reference import quantization
 from ...reference.weights import Norm, TernaryLinear, linear_name
 from ..checkpoint import Checkpoint, Progress, part_count, ticker
@@ -81,10 +82,10 @@ class DecoderGraph:
     """Builds the graph of one model, reading its checkpoint one matrix at a time."""
 
     def __init__(self, checkpoint: Checkpoint, add_tensor: AddTensor, progress: Progress | None = None) -> None:
-        checkpoint.refuse_rotation("ONNX")
-        if extras := checkpoint.config.extras:
+        checkpoint.require_plain_basis("ONNX")
+        if differences := differences_from_llama(checkpoint.config):
             message = f"ONNX files of {checkpoint.config.model_type} models are not written; convert to native instead"
-            raise ConfigError(message, field=extras[0])
+            raise ConfigError(message, field=differences[0])
         if checkpoint.config.rope.rope_type == "longrope":
             message = "longrope scaling is not written into ONNX files; convert to native instead"
             raise ConfigError(message, field="rope.rope_type")

@@ -18,7 +18,16 @@ from ...reference import quantization
 from ...reference.config import ModelConfig
 from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ...system.json_file import is_present, parse_json_object
-from ..checkpoint import Checkpoint, ReadOptions, has_bias, is_ternary, linear_shape, norm_sizes, read_tokenizer_folder
+from ..checkpoint import (
+    Checkpoint,
+    LoadOptions,
+    has_bias,
+    is_ternary,
+    linear_shape,
+    norm_sizes,
+    read_tokenizer_folder,
+    scale_convention,
+)
 from ..hf.config import MAX_CONFIG_BYTES, read_hf_config
 from ..names import hf_module, hf_modules
 from ..packing import split_ternary
@@ -31,7 +40,7 @@ class OnnxCheckpoint(Checkpoint):
 
     kind = "onnx"
 
-    def __init__(self, path: Path, options: ReadOptions | None = None) -> None:
+    def __init__(self, path: Path, options: LoadOptions | None = None) -> None:
         self.path, self.evidence = path, []
         self.file = OnnxFile(path)
         self._ours = self.file.metadata.get(FORMAT_KEY)
@@ -111,7 +120,7 @@ class OnnxCheckpoint(Checkpoint):
             try:
                 return config_from_dict(raw)
             except ConfigError as error:
-                raise ConfigError(error.message, path=self.path, field=error.field) from None
+                raise ConfigError(error.message, path=self.path, field=error.field, mentions=error.mentions) from None
         path = self.path.parent / "config.json"
         if not is_present(path):
             message = "has no configuration of bitnet_ref's in its metadata, and there is no config.json beside it"
@@ -194,7 +203,7 @@ class OnnxCheckpoint(Checkpoint):
     def _ternary(self, name: str, w: NDArray[np.float32]) -> tuple[NDArray[np.uint8], np.float32]:
         """-s, 0 and +s are taken as they are; master weights are quantised by absmean if the configuration says so."""
         assert self.config.quantization is not None
-        split, convention = split_ternary(w), self.config.quantization.scale_convention
+        split, convention = split_ternary(w), scale_convention(self.config.quantization)
         if split is None and convention != "absmean":
             raise self.file.fail(name, "expected a matrix of -s, 0 and +s: the configuration says it is ternary")
         if split is not None and split[1] == 1 and convention != "absmean":

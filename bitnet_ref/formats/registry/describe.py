@@ -13,7 +13,7 @@ from ...system.json_file import read_bounded
 from ...system.sharing import model_files
 from ..gguf.file import GgufFile
 from ..open import open_checkpoint
-from .store import MODEL_CARD
+from .names import MODEL_CARD
 
 MAX_CARD_BYTES = 1 << 20
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import FormatError, RegistryError
+from ...system.atomic import atomic_path, explain_os_errors
 from ...system.json_file import read_bounded
-from .store import choose_files, is_reference, parse_reference
+from .names import is_reference, model_in, parse_reference
+
+WEIGHTS = (".safetensors", ".gguf")
 
 
 class CachedModel(NamedTuple):
@@ -20,29 +23,34 @@ class CachedModel(NamedTuple):
     revisions: tuple[str, ...]
     folder: Path
 
+    def matches(self, revision: str) -> bool:
+        """Whether `@revision` means this snapshot: a branch or tag of it, or the start of its commit."""
+        return revision in self.revisions or (len(revision) >= 7 and self.commit.startswith(revision))
+
     def path(self) -> Path:
         """What to load: the folder, or the one file of a model in it. Raises RegistryError if it holds no model."""
         try:
-            names = [each.name for each in self.folder.iterdir() if each.is_file()]  # not a link to nothing
-            _, main = choose_files(names)
+            return model_in(self.folder)
         except (OSError, RegistryError) as problem:
             message = f"the Hugging Face cache has {self.name}, which cannot be loaded by its name: {problem}"
             raise RegistryError(f"{message}; its files are in {self.folder}") from problem
-        return self.folder if main is None else self.folder / main
 
 
 def hub_cache() -> Path:
     """The folder, as huggingface_hub finds it."""
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if given := os.environ.get(name):
-            return Path(given).expanduser()
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return Path(os.environ.get("HF_HOME") or caches / "huggingface").expanduser() / "hub"
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.expandvars(given)).expanduser().absolute()
 
 
-def cached_models(root: Path | None = None) -> Iterator[CachedModel]:
+def repository_folder(name: str) -> Path:
+    """Where the cache has the repository "org/repo", or would have it."""
+    return hub_cache() / f"models--{name.replace('/', '--')}"
+
+
+def cached_models() -> Iterator[CachedModel]:
     """Every snapshot of every model, whether it is complete or not."""
-    for repository in _folders(hub_cache() if root is None else root):
+    for repository in _folders(hub_cache()):
         kind, _, name = repository.name.partition("--")
         if kind == "models" and is_reference(name := name.replace("--", "/")):
             named: dict[str, list[str]] = {}
@@ -57,22 +65,29 @@ def cached_models(root: Path | None = None) -> Iterator[CachedModel]:
                 yield CachedModel(name, folder.name, tuple(named.get(folder.name, ())), folder)
 
 
+def matching_models(text: str) -> list[CachedModel]:
+    """The snapshots of "org/repo", or those that "org/repo@revision" means."""
+    if not is_reference(text):
+        return []
+    name, revision = parse_reference(text)
+    snapshots = [each for each in cached_models() if each.name == name]
+    return snapshots if revision is None else [each for each in snapshots if each.matches(revision)]
+
+
 def find_cached(text: str) -> Path | None:
     """The path of "org/repo" (main, or the only snapshot) or of "org/repo@revision"; None if it is not there."""
-    if not is_reference(text):
-        return None
-    wanted = parse_reference(text)
-    snapshots = [each for each in cached_models() if each.name == wanted.name]
-    if wanted.revision is None:
-        chosen = [each for each in snapshots if "main" in each.revisions] or snapshots[: len(snapshots) == 1]
-    else:
-        by_commit = len(wanted.revision) >= 7
-        chosen = [
-            each
-            for each in snapshots
-            if wanted.revision in each.revisions or (by_commit and each.commit.startswith(wanted.revision))
-        ]
+    chosen = matching_models(text)
+    if "@" not in text:
+        chosen = [each for each in chosen if "main" in each.revisions] or chosen[: len(chosen) == 1]
     return chosen[0].path() if chosen else None
+
+
+def write_ref(file: Path, commit: str) -> None:
+    """Let a branch or tag, a file in the folder `refs` of a cached repository, mean this commit."""
+    with explain_os_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(file) as temporary:
+        temporary.write_text(commit)
 
 
 def _folders(path: Path) -> list[Path]:

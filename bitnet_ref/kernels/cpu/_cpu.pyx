@@ -110,8 +110,8 @@ cdef extern from "kernels.h" nogil:
         void (*screen_arrange)(const int16_t *, size_t, size_t, int16_t *) noexcept nogil
         strip_rows_fn strip_rows
         strip_columns_fn strip_columns
-        Py_ssize_t (*list_columns)(const int8_t *, size_t, int32_t *, int8_t *) noexcept nogil
-        Py_ssize_t (*list_gates)(const float *, size_t, int32_t, int32_t *, float *) noexcept nogil
+        size_t (*list_columns)(const int8_t *, size_t, int32_t *, int8_t *) noexcept nogil
+        size_t (*list_gates)(const float *, size_t, int32_t, int32_t *, float *) noexcept nogil
         strip_rows_fn strip_rows_near
         strip_columns_fn strip_columns_near
         void (*strip_order)(int32_t *, size_t) noexcept nogil

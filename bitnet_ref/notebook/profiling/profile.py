@@ -46,7 +46,7 @@ class Profile:
     def __init__(self, model: LoadedModel, path: str = "ops") -> None:
         """Raises GenerationError for an unknown path."""
         if path not in PATHS:
-            raise GenerationError(f"path: expected {', '.join(PATHS)}, got {path!r}")
+            raise GenerationError(f"expected {', '.join(PATHS)}, got {path!r}", field="path")
         self.model, self.path = model, path
         self.backend = model.backend.name
         self.outcome: Any = None
@@ -67,7 +67,7 @@ class Profile:
                 timer = self.model.watcher = StepTimer(self.path)
             elif timer.path != self.path:
                 raise GenerationError(
-                    f"path: this model is being profiled by path {timer.path!r}; leave that one first"
+                    f"this model is being profiled by path {timer.path!r}; leave that one first", field="path"
                 )
             self._entered += 1
             if self._entered == 1:

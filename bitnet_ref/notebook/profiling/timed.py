@@ -12,6 +12,8 @@ import numpy as np
 
 from ...backends import Backend
 from ...backends.observe import ObservedStep, observe
+from ...backends.paged_cache import EngineKVCache
+from ...families.family import widest_window
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
 from ...reference.weights import FEED_FORWARD, TRACE_NAMES, LinearWeight, Norm
@@ -50,7 +52,8 @@ class OpClock:
 
     def __init__(self, be: Backend, batch: TokenBatch, cache: KVCache, cfg: ModelConfig) -> None:
         self.synchronize = be.synchronize
-        self.kind, attended = describe_batch(batch.on_host, cfg.widest_window)
+        assert isinstance(cache, EngineKVCache)
+        self.kind, attended = describe_batch(batch.on_host, widest_window(cfg))
         self.cache_bytes = attended * cache.bytes_per_token // cache.layers  # of one layer
         self.forward = self.node = OpTime("forward", calls=1)
         self.block = ""

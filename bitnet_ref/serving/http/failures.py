@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from typing import Any
 
 from ...errors import (
@@ -45,10 +44,9 @@ def describe_failure(error: BaseException) -> tuple[int, dict[str, Any]]:
     if isinstance(error, RequestError):
         param, code, status = error.param, error.code, error.status
     elif isinstance(error, BitNetRefError):
-        message = getattr(error, "message", message)  # without the path of a file
         status = next((number for kind, number in STATUSES.items() if isinstance(error, kind)), 500)
-        name = re.match(r"(\w+): ", message)
-        param = name[1] if status == 400 and name else None
+        param = error.field if status == 400 else None
+        message = error.message if param is None else f"{param}: {error.message}"  # without the path of a file
         if isinstance(error, ContextOverflow):  # clients look for OpenAI's code or for its words
             code, message = "context_length_exceeded", f"This model's maximum context length is exceeded: {message}"
     if status == 500:

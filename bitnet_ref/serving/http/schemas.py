@@ -8,9 +8,9 @@ from functools import cache
 from typing import Any, NoReturn
 
 from ...errors import BitNetRefError, describe
-from ...generation.params import suggest
+from ...generation.params import SamplingParams
+from ...system.options import Schema, declared_options, suggest
 
-Schema = dict[str, Any]
 MAX_DEPTH = 64  # of the JSON in a request
 
 
@@ -43,8 +43,6 @@ ANYTHING, ANY_OBJECT = Schema(), {"type": ["object", "null"]}
 COUNT = _number(0, 2**31 - 1, "integer")
 IDS = _array({"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, 1, 1 << 17)
 TEXTS = {"anyOf": [TEXT, _array(TEXT, 1, 2048), IDS, _array(IDS, 1, 2048)]}
-STRINGS = {"anyOf": [{"type": ["string", "null"], "minLength": 1}, _array({"type": "string", "minLength": 1}, 0, 64)]}
-STRINGS_OR_NONE = _or_null(_array({"type": "string", "minLength": 1}, 0, 1024))
 PART = _object({"type": {"enum": ["text"]}, "text": TEXT}, ("type", "text"), additionalProperties=False)
 FUNCTION = _object({"name": {"type": "string", "minLength": 1, "maxLength": 64}, "parameters": ANY_OBJECT}, ("name",))
 TOOL = _object({"type": {"enum": ["function"]}, "function": FUNCTION}, ("type", "function"))
@@ -60,36 +58,13 @@ MESSAGE = _object(
 IGNORED = dict.fromkeys(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"), ANYTHING
 )
+PASSED = {name: each.schema for name, each in declared_options(SamplingParams).items() if each.in_http}
 SAMPLING = {
+    **PASSED,
     "model": {"type": ["string", "null"]},
-    "n": _number(1, 1024, "integer"),
-    "temperature": _number(0, 2),
-    "top_p": _number(0, 1),
-    "frequency_penalty": _number(-2, 2),
-    "presence_penalty": _number(-2, 2),
-    "logit_bias": _or_null(
-        {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
-    ),
-    "seed": _number(-(2**63), 2**64 - 1, "integer"),
-    "stop": STRINGS,
     "stream": FLAG,
     "stream_options": _or_null(_object({"include_usage": FLAG, "continuous_usage_stats": FLAG})),
-    # vLLM's, as named in `SamplingParams`
-    "top_k": _number(-1, 2**31 - 1, "integer"),
-    "min_p": _number(0, 1),
-    "typical_p": _number(0, 1),
-    "repetition_penalty": _number(1e-6, 1e6),
-    "min_tokens": COUNT,
-    "stop_token_ids": _or_null(_array(IDS["items"], 0, 1024)),
-    "ignore_eos": FLAG,
-    "bad_words": STRINGS_OR_NONE,
-    "guided_json": {"type": ["object", "string", "boolean", "null"]},
-    "guided_regex": {"type": ["string", "null"], "minLength": 1},
-    "guided_choice": STRINGS_OR_NONE,
-    "guided_grammar": {"type": ["string", "null"], "minLength": 1},
     "use_beam_search": FLAG,
-    "length_penalty": _number(-30, 30),
-    "speculate": {"enum": ["lookup", None]},
     "priority": _number(-1000, 1000, "integer"),
     **IGNORED,
 }
@@ -104,22 +79,22 @@ NAMED_TOOL = _object({"type": {"enum": ["function"]}, "function": NAME}, ("type"
 
 COMPLETION = _object(
     {
+        **SAMPLING,
         "prompt": TEXTS,
         "max_tokens": COUNT,
         "echo": FLAG,
         "logprobs": _number(0, 20, "integer"),
         "best_of": _number(1, 1024, "integer"),
         "suffix": {"type": ["string", "null"]},  # refused, with the reason
-        **SAMPLING,
     },
     ("prompt",),
     additionalProperties=False,
 )
 CHAT = _object(
     {
+        **SAMPLING,
         "messages": _array(MESSAGE, 1, 4096),
-        "max_tokens": _number(1, 2**31 - 1, "integer"),
-        "max_completion_tokens": _number(1, 2**31 - 1, "integer"),
+        "max_completion_tokens": SAMPLING["max_tokens"],
         "logprobs": FLAG,
         "top_logprobs": _number(0, 20, "integer"),
         "response_format": _or_null(RESPONSE_FORMAT),
@@ -129,7 +104,6 @@ CHAT = _object(
         "chat_template_kwargs": ANY_OBJECT,
         "add_generation_prompt": FLAG,
         "continue_final_message": FLAG,
-        **SAMPLING,
     },
     ("messages",),
     additionalProperties=False,
@@ -208,6 +182,7 @@ def check(value: Any, path: str) -> None:
 
 _RULES = {
     "minimum": "at least {}",
+    "exclusiveMinimum": "above {}",
     "maximum": "at most {}",
     "enum": "one of {}",
     "minLength": "at least {} characters",
@@ -219,8 +194,8 @@ _RULES = {
 
 def _in_words(schema: Schema) -> str:
     """
-    >>> _in_words(STRINGS)
-    'string or null, or a list of string'
+    >>> _in_words(TEXTS)
+    'string, or a list of string, or a list of integer, or a list of a list of integer'
     """
     if "anyOf" in schema:
         return ", or ".join(map(_in_words, schema["anyOf"]))

@@ -18,17 +18,11 @@ from ...generation.embed import token_rows
 from ...generation.generate import split_prompts
 from ...generation.params import SamplingParams
 from ...generation.results import Generation, StreamChunk
-from ..beams import BeamText
 from ..engine import Engine
-from ..tickets import RequestHandle
-from .schemas import RequestError
+from ..tickets import BeamText, RequestHandle
+from .schemas import PASSED, RequestError
 from .tools import ToolReader, choose_tools
 
-PASSED = (
-    *("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "stop", "n"),
-    *("presence_penalty", "logit_bias", "min_tokens", "stop_token_ids", "ignore_eos", "bad_words", "max_tokens"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "seed", "speculate", "length_penalty"),
-)
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 COMPACT = {"whitespace_flexible": False}  # for llguidance: a small model may else write line ends until max_tokens
 FINISH = {"filtered": "content_filter"}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from numpy.typing import NDArray
 
-from ....families import FAMILIES, family_of, groups, linear_norms
+from ....families import FAMILIES, KINDS, family_of
 from ....families.family import Hypothesis
 from ..variants import Setting
 from .activations import HYPOTHESES as ACTIVATIONS
@@ -19,7 +19,8 @@ from .layouts import HYPOTHESES as LAYOUTS
 from .linears import HYPOTHESES as LINEARS
 from .linears import zero_hypotheses
 
-_OF_ALL = (*BLOCKS, *LINEARS, *ACTIVATIONS, *LAYOUTS, *ATTENTION, *linear_norms.MISTAKES, *groups.MISTAKES)
+_OF_KINDS = [mistake for kind in KINDS.values() for mistake in kind.mistakes]
+_OF_ALL = (*BLOCKS, *LINEARS, *ACTIVATIONS, *LAYOUTS, *ATTENTION, *_OF_KINDS)
 _OF_FAMILIES = {each.name: each for family in FAMILIES.values() for each in family.mistakes}
 # Those of the package's own families; `forward_hypotheses` knows those that are registered later too.
 HYPOTHESES: tuple[Hypothesis, ...] = (*_OF_ALL, *_OF_FAMILIES.values())

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ....families import family_of
 from ....families.family import Edit, Hypothesis, before, instead
 from ....reference.weights import LinearWeight
 from ..edits import interleaved
@@ -70,7 +71,9 @@ def permuted(back: bool) -> Edit:
 
 def _is_query_product(step: Step) -> bool:
     """Whether a step of q or k computes with the matrix or the bias, in a block that has RoPE."""
-    return len(step.inputs) == 2 and step.setting.config.head_dim > 2 and step.setting.config.attends(step.layer or 0)
+    config = step.setting.config
+    has_state = family_of(config).state_size(config, step.layer or 0) > 0
+    return len(step.inputs) == 2 and config.head_dim > 2 and not has_state
 
 
 def _permuted_and_interleaved(step: Step, compute: Edit, *inputs: Any) -> NDArray:

@@ -7,18 +7,23 @@ another Python environment (`python`).
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..errors import BackendError, BackendUnavailable, ConfigError, FormatError
-from ..formats.hf.writer import hf_config_json
-from ..reference.config import ModelConfig
-from .synthetic import write_random_gguf
-from .timing import Record, Timing
+import numpy as np
+
+from bitnet_ref.benchmark.synthetic import RandomCheckpoint
+from bitnet_ref.benchmark.timing import Record, Sample, Timing
+from bitnet_ref.errors import BackendError, BackendUnavailable, ConfigError, FormatError
+from bitnet_ref.formats.gguf.export import write_gguf_model
+from bitnet_ref.formats.hf.writer import hf_config_json
+from bitnet_ref.reference.config import ModelConfig
+from bitnet_ref.reference.weights import DenseWeight, LinearWeight
 
 SCRIPT = Path(__file__).parent / "peer_process.py"
 TIMEOUT_S = 1800.0
@@ -117,7 +122,7 @@ def measure_peer(
             except (FormatError, ConfigError, OSError) as error:
                 raise BackendError(f"{name} could not be measured: no file of this shape: {error}") from error
             answer = ask_peer(name, python, {**question, "file": str(file), "quantize": quantize}, timeout_s)
-    times = Timing.of(answer["prompt_s"]), Timing.of(answer["decode_s"])
+    times = [Timing.of([Sample(taken_s) for taken_s in answer[key]]) for key in ("prompt_s", "decode_s")]
     sizes = threads, prompt_tokens, new_tokens
     return PeerBench(name, answer["version"], answer["weights"], *sizes, *times, answer["peak_memory_bytes"])
 
@@ -137,3 +142,27 @@ def ask_peer(name: str, python: str, question: dict[str, Any], timeout_s: float)
     if "missing" in answer:
         raise BackendUnavailable(f"{name} is not installed for {python} ({answer['missing']}): {PEERS[name].pip}")
     return answer
+
+
+class Float16Embedding(RandomCheckpoint):
+    """Its embedding and head are float16, not bfloat16."""
+
+    def embedding(self) -> LinearWeight:
+        table = super().embedding()
+        return DenseWeight(table.array.astype(np.float16)) if isinstance(table, DenseWeight) else table
+
+
+def write_random_gguf(config: ModelConfig, path: str | os.PathLike[str], kind: str = "tq2_0") -> None:
+    """A GGUF without a tokenizer for llama.cpp (tq2_0), bitnet.cpp and ik_llama.cpp (i2_s), or of a dense shape (bf16).
+
+    The embedding and the head of a ternary shape are float16. llama.cpp's architecture with sub-norms has silu, so in
+    tq2_0 a shape with relu2 gets silu; no matrix changes. Raises FormatError or ConfigError for a shape that the kind
+    or GGUF cannot hold.
+    """
+    if config.sub_norms and kind == "tq2_0":
+        config = replace(config, activation="silu")
+    dense = config.quantization is None
+    checkpoint = RandomCheckpoint(config) if dense else Float16Embedding(config)
+    if checkpoint.by_groups:
+        raise ConfigError("the shape is ternary by groups, and no engine is given such a file", field="quantization")
+    write_gguf_model(checkpoint, path, kind, dense_type="BF16" if dense else "F16")

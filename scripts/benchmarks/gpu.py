@@ -1,5 +1,7 @@
 """Everything that is asked of an NVIDIA card, measured in one run: its kernels, whole models, and other engines.
 
+    python scripts/benchmarks/gpu.py --out gpu.json
+
 Validate, then benchmark: each model is compared with the NumPy reference before it is timed (`check_model`: the linears
 of its first block, and the logits of that block and the head alone, which takes the reference seconds, not minutes).
 Every repetition must give the same tokens, and the first prompt of a batch those that it gives alone; else there is no
@@ -20,24 +22,34 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import mean, median
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import click
 import numpy as np
+from commands import Script, device_option, draw_device, start
+from cuda_kernels import MIN_SHARE, SHAPES_2B_4T_FUSED, TARGET_SHARES, PlainCopy, measure_cuda_kernels
+from peers import measure_peer
 
-from ..api import Model
-from ..backends import choose_backend
-from ..backends.cuda import open_device
-from ..errors import BitNetRefError, ConfigError, DeviceError
-from ..generation.results import Generation, GenerationStats
-from ..reference.config import ModelConfig
-from ..system.threads import resolve_threads
-from .cuda_kernels import MIN_SHARE, SHAPES_2B_4T_FUSED, TARGET_SHARES, PlainCopy, measure_cuda_kernels
-from .models import bytes_of_step
-from .peers import measure_peer
-from .synthetic import SHAPES, synthetic_model
-from .timing import Progress, Record, Timing
-from .validate import Check, check_model
+from bitnet_ref.api import Model
+from bitnet_ref.backends import choose_backend
+from bitnet_ref.backends.cuda import open_device
+from bitnet_ref.benchmark.models import bytes_of_step
+from bitnet_ref.benchmark.synthetic import SHAPES, synthetic_model
+from bitnet_ref.benchmark.timing import Progress, Record, Sample, Timing
+from bitnet_ref.benchmark.validate import Check, check_model
+from bitnet_ref.cli.bench_shared import draw_table, report_bench
+from bitnet_ref.cli.shell import LoadingBar, OutputFile, common_options
+from bitnet_ref.errors import BitNetRefError, ConfigError, DeviceError
+from bitnet_ref.families import family_of
+from bitnet_ref.generation.results import Generation, GenerationStats
+from bitnet_ref.reference.config import ModelConfig
+from bitnet_ref.system.json_file import write_json
+from bitnet_ref.system.threads import resolve_threads
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PEER_TIMEOUT_S = 180.0
 
@@ -79,7 +91,7 @@ class GpuPlan:
     def config(self, name: str) -> ModelConfig:
         """The shape of that name, with at most `layers` layers."""
         config = self.shapes[name]
-        return config.of_layers(range(config.num_hidden_layers)[: self.layers])
+        return family_of(config).of_layers(config, range(config.num_hidden_layers)[: self.layers])
 
     def title(self, name: str) -> str:
         """ "2B-4T", or "2B-4T of 3 layers" if it has more"""
@@ -218,7 +230,7 @@ class GpuBench(Record):
             goal = {name: getattr(row.goal, name) for name in ("part", "what", "unit", "target", "at_most")}
             verdict = {"found": row.value, "met": self.met(row), "why": row.why, "differs": row.differs}
             rows.append({**goal, "more": row.goal.note, **verdict, **row.facts})
-        timing = Timing.of(self.copy_samples_s).to_dict()
+        timing = Timing.of([Sample(taken_s) for taken_s in self.copy_samples_s]).to_dict()
         return {**super().to_dict(), "copy": timing, "plan": self.plan.to_dict(), "rows": rows}
 
 
@@ -454,3 +466,81 @@ def software_versions() -> dict[str, str]:
     cupy = importlib.import_module("cupy")
     cuda, driver = cupy.cuda.runtime.runtimeGetVersion(), cupy.cuda.runtime.driverGetVersion()
     return {"cupy": cupy.__version__, "cuda": str(cuda), "driver": str(driver)}
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+# Facts of a row, by the name of the first one, in words
+FACTS = {
+    "tokens_per_s": "{tokens_per_s:,.0f} tok/s",
+    "step_ms_median": "{step_ms_median:.2f} ms per step",
+    "of_bound": "{of_bound:.0%} of the bound",
+    "fewer_bytes": "a step reads {fewer_bytes:.3f} x fewer bytes",
+    "held_gb": "{held_gb:.2f} GB of the card held",
+    "peer": "there {peer[decode_tokens_per_s_median]:,.1f} tok/s, {peer[weights]}",
+    "cpu_tokens_per_s": "CPU {cpu_tokens_per_s:.1f} tok/s on {cpu_threads} threads",
+    "gb_per_s": "{gb_per_s:,.0f} GB/s, {kernel}",
+}
+
+
+@click.command(cls=Script)
+@click.option("--only", type=click.Choice(PARTS), multiple=True, help="A part. May be given again.  [default: all]")
+@click.option("--layers", type=click.IntRange(min=1), help="Only so many layers of each model; no target is judged.")
+@click.option("--new-tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Decoded tokens.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="The best one counts.")
+@device_option
+@click.option("--versus-python", metavar="PATH", help="The Python that has transformers.  [default: this one]")
+@click.option("--out", type=OutputFile(), help="Write the JSON here after every "
+              "measurement, so that an interrupted run keeps its results.")  # fmt: skip
+@common_options
+def main(only: tuple[str, ...], device: int, versus_python: str | None, out: Path | None, **sizes: Any) -> None:
+    """Measure what is asked of an NVIDIA card: models of random weights, each first compared with the reference.
+
+    Parts that are ratios (batches, precision, peers, cpu) also measure 2B-4T alone. What cannot be measured says why,
+    and the rest goes on. BITNET_REF_CUDA=emulated runs everything on the host: with --layers 1 and --new-tokens 2, only
+    to see that it runs.
+    """
+
+    def on_row(bench: GpuBench) -> None:
+        if not sys.stderr.isatty():  # no progress bar is drawn there; an interrupted run has shown its results
+            row = bench.rows[-1]
+            click.echo(f"{bench.seconds:.0f} s  {row.goal.what}: {describe_row(row)}", err=True)
+        if out is not None:
+            write_json(out, bench.to_dict())
+
+    plan, python = GpuPlan(**sizes), versus_python or sys.executable
+    with LoadingBar("measuring") as bar:
+        bench = measure_gpu(plan, only or PARTS, index=device, python=python, on_row=on_row, progress=bar)
+    report_bench(bench, lambda console: draw_gpu(bench, console))
+
+
+def draw_gpu(bench: GpuBench, out: Console) -> None:
+    draw_device(bench, out)
+    if bench.plan.layers is not None:
+        out.print(f"Models of at most {bench.plan.layers} layers: no target is judged.", style="yellow")
+    rows = [(row.goal.what, row.goal.words, describe_row(row), verdict_of(bench, row)) for row in bench.rows]
+    draw_table(out, ("what", "target", "measured", "met"), rows, left=4)
+    for name, check in bench.checks.items():
+        if not check.equal:
+            out.print(f"DIFFERS: {name}", style="bold red")
+    if bench.equal:
+        out.print(f"{bench.seconds:.0f} s. {len(bench.checks)} comparisons with the NumPy reference: equal, or within "
+                  "their tolerance. Repetitions gave the same tokens.")  # fmt: skip
+
+
+def verdict_of(bench: GpuBench, row: GoalResult) -> str:
+    return "not measured" if row.value is None else {None: "", True: "yes", False: "no"}[bench.met(row)]
+
+
+def describe_row(row: GoalResult) -> str:
+    """The value with the facts that explain it, or why there is none."""
+    if row.value is None:
+        return row.why
+    digits = sum(row.value < limit for limit in (10, 100))
+    known = "tokens_per_s" if row.goal.unit == "tok/s" else ""  # the value itself
+    words = [text.format(**row.facts) for name, text in FACTS.items() if name in row.facts and name != known]
+    return ", ".join([f"{row.value:,.{digits}f} {row.goal.unit}", *words])
+
+
+if __name__ == "__main__":
+    start(main)

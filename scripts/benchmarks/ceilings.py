@@ -1,5 +1,7 @@
 """What this machine can do at most: bytes read per second, and multiply-adds per second of each instruction set.
 
+    python scripts/benchmarks/ceilings.py --plot roof.svg
+
 A kernel's share of its ceiling means something only if both come from the same run: `measure_ceiling` measures
 everything in turn, on one thread and on more. `Ceiling.roof` is the roofline: at `intensity` multiply-adds per byte
 read, a kernel reaches at most min(peak, intensity * read).
@@ -8,71 +10,28 @@ read, a kernel reaches at most min(peak, intensity * read).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import click
+from commands import Script, plot_option, start
 
-from ..backends import Backend
-from ..backends.cpu import extension
-from ..errors import ShapeError
-from ..notebook.figures import SERIES, new_figure, save_figure
-from ..system.threads import resolve_threads
-from .timing import Action, Record, Timing, take_turns
+from bitnet_ref.backends.cpu import extension
+from bitnet_ref.benchmark.limits import INSTRUCTIONS, PEAK_ROUNDS, MemoryReader
+from bitnet_ref.benchmark.timing import Action, Record, Timing, take_turns
+from bitnet_ref.cli.bench_shared import draw_table, report_bench
+from bitnet_ref.cli.shell import common_options
+from bitnet_ref.errors import ShapeError
+from bitnet_ref.notebook.figures import SERIES, new_figure, save_figure
+from bitnet_ref.system.threads import resolve_threads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from rich.console import Console
 
-UNKNOWN_CACHE_BYTES = 32 << 20  # assumed where the system does not report the cache size
-CACHES_READ = 3  # a buffer of this many last-level caches is read from memory
-MIN_READ_BYTES, MAX_READ_BYTES = 64 << 20, 512 << 20
-PEAK_ROUNDS = 1 << 18  # of a dozen instructions: about 1 ms
 REPEATS = 15  # of some 10 ms each, so that on a busy machine at least one is undisturbed
-INSTRUCTIONS = {
-    "avx2": "vpmaddubsw + vpaddw, 256 bits",
-    "avxvnni": "vpdpbusd, 256 bits",
-    "avx512": "vpdpbusd, 512 bits",
-    "amx": "tdpbsud, tiles",
-}
-
-
-def last_level_cache_bytes() -> int:
-    """The size of the largest cache of the first processor. A virtual machine may share it with others."""
-    sizes = []
-    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = file.read_text().strip()
-        if text[:-1].isdecimal() and text[-1] in "KM":
-            sizes.append(int(text[:-1]) << (10 if text[-1] == "K" else 20))
-    return max(sizes, default=UNKNOWN_CACHE_BYTES)
-
-
-class MemoryReader:
-    """A buffer larger than the caches, and `read`, which sums it on `threads` threads.
-
-    `how` names what reads it: the compiled `sum_words` where the extension is built, else NumPy's sum.
-    """
-
-    def __init__(self, threads: int | None = None, nbytes: int | None = None) -> None:
-        if nbytes is None:
-            nbytes = min(MAX_READ_BYTES, max(MIN_READ_BYTES, CACHES_READ * last_level_cache_bytes()))
-        self.threads = resolve_threads(threads)
-        self.words = np.ones(max(1, nbytes // 8), dtype=np.uint64)  # written, so that each page has its own memory
-        compiled = extension.why_unavailable() is None
-        self.how = "sum_words" if compiled else "numpy.sum"
-        self._pool = None if compiled else ThreadPoolExecutor(self.threads)
-
-    @property
-    def nbytes(self) -> int:
-        return self.words.nbytes
-
-    def read(self) -> int:
-        """Read the buffer once.   -> the sum of its words, which is their number"""
-        if self._pool is None:
-            return int(extension._cpu.sum_words(self.words, self.threads))
-        return sum(map(int, self._pool.map(np.sum, np.array_split(self.words, self.threads))))
 
 
 @dataclass(frozen=True)
@@ -170,19 +129,6 @@ def measure_ceiling(
     return Ceiling(reads, peaks, lacks)
 
 
-def peak_of(backend: Backend) -> tuple[Action, int] | None:
-    """The product instruction of the backend's kernel set, on its threads: (what to time, multiply-adds per call).
-
-    None for a backend, or a kernel set, whose instruction is not known.
-    """
-    name = getattr(backend, "simd", None)
-    if name not in INSTRUCTIONS:
-        return None
-    number = list(extension.simd_variants()).index(name)
-    call = partial(extension._cpu.peak_multiply_adds, number, PEAK_ROUNDS, backend.threads)
-    return call, call()
-
-
 def draw_roofline(axes: Axes, ceiling: Ceiling, threads: int, points: Iterable[tuple[str, float, float]] = ()) -> None:
     """The roof of each kernel set on that many threads, and points in its colour, with a marker for each method.
 
@@ -222,3 +168,38 @@ def save_roofline(ceiling: Ceiling, path: Path) -> None:
     figure, axes = new_figure(size=(6.4, 4.4))
     draw_roofline(axes[0, 0], ceiling, ceiling.reads[-1].threads)
     save_figure(figure, path)
+
+
+@click.command(cls=Script)
+@click.option("--threads", type=click.IntRange(min=1), help="Up to so many.  [default: all there are]")
+@click.option("--repeats", type=click.IntRange(min=1), default=REPEATS, show_default=True)
+@plot_option("Write a roofline: .png, .svg or .pdf.")
+@common_options
+def main(threads: int | None, repeats: int, plot: Path | None) -> None:
+    """Measure what bounds every kernel: a plain read of memory, and each instruction set's product on registers alone.
+
+    On one thread and on more, all in turn, so that shares of these come from one run.
+    """
+    result = measure_ceiling(threads, repeats=repeats)
+    if plot is not None:
+        save_roofline(result, plot)
+    report_bench(result, lambda out: draw_ceiling(result, out))
+
+
+def draw_ceiling(result: Ceiling, out: Console) -> None:
+    limits: list[tuple[str, MemoryRead | Peak, int, str]]
+    limits = [(f"memory, {r.how}", r, r.nbytes, "GB/s") for r in result.reads]
+    limits += [(f"{p.kernel_set}: {p.instruction}", p, p.multiply_adds, "G MAC/s") for p in result.peaks]
+    rows = []
+    for name, limit, amount, unit in limits:
+        speeds = [f"{limit.timing.giga_per_s(amount, statistic):.1f}" for statistic in ("best_s", "median_s")]
+        rows.append((name, str(limit.threads), *speeds, unit))
+    draw_table(out, ("ceiling", "threads", "best", "median", ""), rows)
+    for name, why in result.lacks.items():
+        out.print(f"{name}: {why}", style="dim")
+    if (no_extension := extension.why_unavailable()) is not None:
+        out.print(no_extension, style="yellow")
+
+
+if __name__ == "__main__":
+    start(main)

@@ -1,4 +1,6 @@
-"""The speeds of docs/speed.md in one run: several `bitnet-ref bench` commands, as JSON and as a page with bars.
+"""The speeds of docs/speed.md in one run: several commands of this folder, as JSON and as a page with bars.
+
+    python scripts/benchmarks/report.py --out report
 
 Each command runs in a process of its own, so that its peak of memory is its own, and the others go on if it fails. A
 bar is a speed as a share of its bound, measured in the same process: for decoding what memory read allows, for a prompt
@@ -14,24 +16,38 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import __version__
-from ..system.machine import cpu_model, operating_system
-from ..system.threads import resolve_threads
-from .timing import Progress, Record
+import click
+from commands import Script, start
+from models import versus_options
 
-# title -> arguments of `bitnet-ref bench`
+from bitnet_ref import __version__
+from bitnet_ref.benchmark.timing import Progress, Record
+from bitnet_ref.cli.bench_shared import draw_table, report_bench
+from bitnet_ref.cli.shell import LoadingBar, common_options
+from bitnet_ref.system.atomic import atomic_path, explain_os_errors
+from bitnet_ref.system.json_file import write_json
+from bitnet_ref.system.machine import cpu_model, operating_system
+from bitnet_ref.system.threads import resolve_threads
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FOLDER = Path(__file__).parent
+
+# title -> a script of this folder, and its arguments
 SUBJECTS: dict[str, tuple[str, ...]] = {
-    "storyteller": ("model",),
-    "2B-4T": ("model", "--synthetic", "2b-4t"),
-    "2B-4T, every logit": ("model", "--synthetic", "2b-4t", "--head", "exact"),
-    "2B-4T, 1 thread": ("model", "--synthetic", "2b-4t", "--threads", "1"),
-    "2B-4T, 80% of gates zero": ("model", "--synthetic", "2b-4t", "--gate-zeros", "0.8"),
-    "2B-4T, after 2,048 tokens": ("model", "--synthetic", "2b-4t", "--prompt", "2048"),
-    "Bonsai 4B": ("model", "--synthetic", "bonsai-4b"),
-    "TinyLlama 1.1B, bfloat16": ("model", "--synthetic", "tinyllama-1.1b"),
-    "storyteller, 64 at once": ("serve", "--requests", "64"),
+    "storyteller": ("models.py",),
+    "2B-4T": ("models.py", "--synthetic", "2b-4t"),
+    "2B-4T, every logit": ("models.py", "--synthetic", "2b-4t", "--head", "exact"),
+    "2B-4T, 1 thread": ("models.py", "--synthetic", "2b-4t", "--threads", "1"),
+    "2B-4T, 80% of gates zero": ("models.py", "--synthetic", "2b-4t", "--gate-zeros", "0.8"),
+    "2B-4T, after 2,048 tokens": ("models.py", "--synthetic", "2b-4t", "--prompt", "2048"),
+    "Bonsai 4B": ("models.py", "--synthetic", "bonsai-4b"),
+    "TinyLlama 1.1B, bfloat16": ("models.py", "--synthetic", "tinyllama-1.1b"),
+    "storyteller, 64 at once": ("serve.py", "--requests", "64"),
 }
 PEER_TITLES = ("2B-4T", "TinyLlama 1.1B, bfloat16")  # those whose shape other engines are given too
 TIMEOUT_S = 1800.0
@@ -101,8 +117,9 @@ def measure_report(
 
 
 def run_bench(title: str, arguments: tuple[str, ...], of_machine: tuple[str, ...] = ()) -> BenchRun:
-    """`bitnet-ref bench ARGUMENTS --json` in a process of its own. of_machine: arguments that are not kept."""
-    command = [sys.executable, "-m", "bitnet_ref.cli", "bench", *arguments, *of_machine, "--json"]
+    """The script with its arguments and --json, in a process of its own. of_machine: arguments that are not kept."""
+    script, *options = arguments
+    command = [sys.executable, str(FOLDER / script), *options, *of_machine, "--json"]
     start = time.perf_counter()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -187,7 +204,7 @@ def write_page(report: BenchReport) -> str:
         "<h2>Runs</h2><table>",
     ]
     for run in report.runs:
-        command = f"<code>bitnet-ref bench {escape(' '.join(run.arguments))}</code>"
+        command = f"<code>python scripts/benchmarks/{escape(' '.join(run.arguments))}</code>"
         parts.append(f"<tr><td>{escape(run.title)}</td><td>{command}<br>{escape(describe_run(run))}</td></tr>")
     parts.append("</table>")
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><style>{PAGE_STYLE}</style>'
@@ -214,7 +231,7 @@ def describe_run(run: BenchRun) -> str:
         return f"not measured: {run.why}"
     if not facts["equal"]:
         return "DIFFERS from the NumPy reference; no speed"
-    if run.arguments[0] == "serve":
+    if run.arguments[0] == "serve.py":
         together = facts["together"]
         return (
             f"{facts['checked']} requests equal to what they give alone; {together['prompts']} together are "
@@ -228,3 +245,43 @@ def describe_run(run: BenchRun) -> str:
     ]
     words += [f"{name}: {peer}" for name, peer in facts["versus"].items() if isinstance(peer, str)]
     return f"equal to the NumPy reference; {', '.join(words)}"
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@click.command(cls=Script)
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The folder to write.")
+@click.option("--only", metavar="WORDS", multiple=True, help="Models whose title has these words. May be repeated.")
+@click.option("--layers", type=click.IntRange(min=1), help="Only so many layers of the synthetic models.")
+@versus_options
+@common_options
+def main(
+    out: Path, only: tuple[str, ...], layers: int | None, versus: tuple[str, ...], versus_python: str | None
+) -> None:
+    """Measure the shipped model and synthetic ones, each in a process of its own, in some ten minutes.
+
+    OUT/report.html has the speeds as bars beside their bounds, OUT/report.json all figures. Both are written anew after
+    each model. --versus measures other engines on the shapes of 2B-4T and TinyLlama.
+    """
+    titles = [title for title in SUBJECTS if not only or any(words.lower() in title.lower() for words in only)]
+    if not titles:
+        raise click.UsageError(f"--only {', '.join(only)}: expected words of {'; '.join(SUBJECTS)}")
+    with explain_os_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+    page, figures = out / "report.html", out / "report.json"
+    with LoadingBar("measuring") as bar:
+        for result in measure_report(titles, layers=layers, versus=versus, python=versus_python, progress=bar):
+            write_json(figures, result.to_dict())
+            with atomic_path(page) as path:
+                path.write_text(write_page(result), encoding="utf-8")
+
+    def draw(console: Console) -> None:
+        draw_table(console, ("", ""), [(run.title, describe_run(run)) for run in result.runs], left=2, header=False)
+        console.print(f"{page}, {figures}")
+
+    report_bench(result, draw)
+
+
+if __name__ == "__main__":
+    start(main)

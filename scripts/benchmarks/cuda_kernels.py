@@ -1,5 +1,7 @@
 """The ternary kernels of a GPU by themselves: compared, then timed with weights that no cache holds.
 
+    python scripts/benchmarks/cuda_kernels.py
+
 A graph launches the kernel on several copies of the weight, one after another; together they are three times as large
 as the L2 cache. The time between two events, divided by the number of launches, is a launch's. The ceiling is a copy
 within the card's memory, taken in turn with the kernels; its bytes read and written both count.
@@ -11,18 +13,26 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
+import click
 import numpy as np
+from commands import Script, device_option, draw_device, start
 
-from ..backends.cuda import Device, DeviceArray, DeviceGraph
-from ..backends.cuda.rows import linear_of_row, row_launch, takes_row
-from ..backends.cuda.ternary import GEMM, GEMV, TernaryKernels, TiledWeight, choose_launch
-from ..backends.cuda.workspace import Arena, Workspace
-from ..errors import ShapeError
-from ..reference import quantization
-from .synthetic import random_ternary_weight
-from .timing import Progress, Record, Timing, count_steps
-from .validate import Check, count_unequal
+from bitnet_ref.backends.cuda import Device, DeviceArray, DeviceGraph, open_device
+from bitnet_ref.backends.cuda.rows import linear_of_row, row_launch, takes_row
+from bitnet_ref.backends.cuda.ternary import GEMM, GEMV, TernaryKernels, TiledWeight, choose_launch
+from bitnet_ref.backends.cuda.workspace import Arena, Workspace
+from bitnet_ref.benchmark.synthetic import random_ternary_weight
+from bitnet_ref.benchmark.timing import Progress, Record, Sample, Timing, count_steps
+from bitnet_ref.benchmark.validate import Check, count_unequal
+from bitnet_ref.cli.bench_shared import WholeNumbers, differs, draw_by_shape, in_time, report_bench, shape_option
+from bitnet_ref.cli.shell import LoadingBar, common_options, size_in_words
+from bitnet_ref.errors import ShapeError
+from bitnet_ref.reference import quantization
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # (N, K) of the launches of a 2B-4T block: q, k and v as one; o; gate and up as one; down
 SHAPES_2B_4T_FUSED = ((3840, 2560), (2560, 2560), (13824, 2560), (2560, 6912))
@@ -129,7 +139,7 @@ class PlainCopy:
         return seconds_of(self._device, self._graph)
 
 
-class Stopwatch:
+class LaunchTimer:
     """Times launches of a kernel, in turn with the plain copy."""
 
     def __init__(self, ws: Workspace, copy_bytes: int | None, repeats: int) -> None:
@@ -153,7 +163,7 @@ class Stopwatch:
         samples = []
         for _ in range(self.repeats):
             self.copy_samples_s.append(self.copy.seconds())
-            samples.append(seconds_of(self.ws.device, graph) / launches)
+            samples.append(Sample(seconds_of(self.ws.device, graph) / launches))
         return Timing.of(samples)
 
 
@@ -184,7 +194,7 @@ def measure_cuda_kernels(
     cold_bytes = CACHES_OF_WEIGHTS * device.l2_bytes if cold_bytes is None else cold_bytes
     rng = np.random.default_rng(0)
     ws, kernels = Workspace(device), TernaryKernels(device)
-    stopwatch = Stopwatch(ws, copy_bytes, repeats)
+    timer = LaunchTimer(ws, copy_bytes, repeats)
     results: list[CudaKernelResult] = []
     tick = count_steps(progress, len(shapes) * len(tokens))
     for n_out, n_in in shapes:
@@ -212,12 +222,12 @@ def measure_cuda_kernels(
                 trials.append((ROW, (row.grid, 1, 1), row.block, partial(linear_of_row, ws, ws.upload(x)), 0))
             for name, grid, block, launch, wrong in trials:
                 wrong_y = count_unequal(device.to_host(launch(first)).view(np.int32), y.view(np.int32))
-                timing = stopwatch.time(launch, copies) if wrong == wrong_y == 0 else None
+                timing = timer.time(launch, copies) if wrong == wrong_y == 0 else None
                 sizes = n_out, n_in, m, first.tiles.nbytes, len(copies)
                 results.append(CudaKernelResult(name, name == default, grid, block, *sizes, wrong, wrong_y, timing))
             tick()
-    copy = Timing.of(stopwatch.copy_samples_s)
-    bench = CudaKernelBench(device.name, device.emulated, device.l2_bytes, stopwatch.copy.nbytes, copy, results)
+    copy = Timing.of([Sample(taken_s) for taken_s in timer.copy_samples_s])
+    bench = CudaKernelBench(device.name, device.emulated, device.l2_bytes, timer.copy.nbytes, copy, results)
     return replace(bench, results=[replace(result, copy_gb_per_s=bench.copy_gb_per_s) for result in results])
 
 
@@ -233,3 +243,55 @@ def seconds_of(device: Device, graph: DeviceGraph) -> float:
     before = device.event()
     graph.launch()
     return device.event().seconds_since(before)
+
+
+@click.command(cls=Script)
+@shape_option
+@click.option("--tokens", type=WholeNumbers("M,M,...", ","), default="1,8,16,32,64,128,2048", show_default=True)
+@click.option("--repeats", type=click.IntRange(min=1), default=15, show_default=True)
+@device_option
+@click.option("--cold-mb", type=click.IntRange(min=1), help="Weights to read in turn.  [default: 3 L2 caches]")
+@common_options
+def main(
+    shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...], repeats: int, device: int, cold_mb: int | None
+) -> None:
+    """Time the ternary kernels of a GPU, each launch on weights that its caches do not hold.
+
+    For one token, the target is a share of the speed of a plain copy: 60% at 13824x2560, 35% elsewhere.
+    BITNET_REF_CUDA=emulated runs the same on the host: it shows that they are right, not how fast they are.
+    """
+    card = open_device(device)
+    sizes = {} if cold_mb is None else {"cold_bytes": cold_mb << 20, "copy_bytes": cold_mb << 20}
+    with LoadingBar("measuring") as bar:
+        bench = measure_cuda_kernels(card, shapes or SHAPES_2B_4T_FUSED, tokens, repeats=repeats, progress=bar, **sizes)
+    card.close()
+    report_bench(bench, lambda out: draw_cuda(bench, out))
+
+
+def draw_cuda(bench: CudaKernelBench, out: Console) -> None:
+    """A row for each kernel; the one that models use is marked, and has a target."""
+
+    def copies(results: list[CudaKernelResult]) -> str:
+        return f"{size_in_words(results[0].weight_bytes)}, {results[0].copies} copies"
+
+    def cells(result: CudaKernelResult) -> list[str]:
+        name = ("* " if result.chosen else "  ") + result.kernel.removeprefix("ternary_")
+        blocks = "x".join(str(size) for size in result.grid if size > 1) or "1"
+        row = [name, str(result.tokens), f"{blocks} of {result.block}"]
+        share, target = result.share_of_copy, result.target_share
+        if result.timing is None or share is None:
+            return [*row, *differs(result.unequal_accumulators, result.unequal_floats)]
+        row += [in_time(result.timing.best_s), in_time(result.timing.median_s), f"{result.gb_per_s:,.1f}"]
+        verdict = "" if target is None or bench.emulated else f"{target:.0%} {'met' if share >= target else 'missed'}"
+        return [*row, f"{share:.1%}", verdict, f"{result.tera_operations_per_s:.2f}"]
+
+    draw_device(bench, out)
+    columns = ("kernel", "tokens", "blocks", "best", "median", "GB/s", "of copy", "target", "TOP/s")
+    draw_by_shape(bench.results, columns, copies, cells, out)
+    if bench.equal:
+        out.print(f"\nAll {len(bench.results)} equal the NumPy reference: int32 accumulators and float32 results.")
+    out.print("* used by models at this shape and number of tokens")
+
+
+if __name__ == "__main__":
+    start(main)

@@ -1,5 +1,7 @@
 """Speed of the shipped tokenizer, in tokens per second: one text at a time and batched, decoding, streaming.
 
+    python scripts/benchmarks/tokenizer.py
+
 Checked first: a batch equals its texts one by one, decoding gives the texts back, a stream equals its decoding.
 """
 
@@ -8,12 +10,20 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..errors import GenerationError
-from ..formats.open import find_model
-from ..tokenizers import load_tokenizer
-from .timing import Action, Record, Timing, take_turns
+import click
+from commands import Script, start
+
+from bitnet_ref.benchmark.timing import Action, Record, Timing, take_turns
+from bitnet_ref.cli.bench_shared import draw_table, report_bench
+from bitnet_ref.cli.shell import common_options
+from bitnet_ref.errors import GenerationError
+from bitnet_ref.formats.open import find_model
+from bitnet_ref.tokenizers import load_tokenizer
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 WORDS = """
     the little girl looked at lion and said that she was not afraid of anything in great forest where old tree stood
@@ -81,3 +91,31 @@ def measure_tokenizer(texts: int = 256, words: int = 60, repeats: int = 5) -> To
     }
     timings = take_turns(actions, repeats) if all(checks.values()) else {}
     return TokenizerBench(texts, sum(map(len, batch)), load_s, checks, timings)
+
+
+@click.command(cls=Script)
+@click.option("--texts", type=click.IntRange(min=1), default=256, show_default=True, help="How many texts.")
+@click.option("--words", type=click.IntRange(min=1), default=60, show_default=True, help="Words in each.")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each.")
+@common_options
+def main(texts: int, words: int, repeats: int) -> None:
+    """Time the shipped tokenizer: tokens per second, one text at a time and batched."""
+    result = measure_tokenizer(texts, words, repeats)
+    report_bench(result, lambda out: draw_tokenizer(result, out))
+
+
+def draw_tokenizer(result: TokenizerBench, out: Console) -> None:
+    out.print(f"{result.texts} texts, {result.tokens} tokens; loaded in {result.load_s * 1e3:.0f} ms")
+    for name, equal in result.checks.items():
+        if not equal:
+            out.print(f"DIFFERS: {name.replace('_', ' ')}", style="bold red")
+    rows = [
+        (name, f"{result.tokens_per_s(name):,.0f}", f"{result.tokens / timing.median_s:,.0f}")
+        for name, timing in result.timings.items()
+    ]
+    if rows:
+        draw_table(out, ("", "tokens/s best", "median"), rows)
+
+
+if __name__ == "__main__":
+    start(main)

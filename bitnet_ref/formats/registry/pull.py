@@ -1,0 +1,185 @@
+"""What `pull` and `rm` do: models come from the Hugging Face hub into its cache, or get a name where they are.
+
+huggingface_hub (the extra `hub`) fetches and deletes. A revision's name (refs/main) is written last, when the files are
+whole, equal what the hub lists, and can be opened: an interrupted pull leaves the old version under the name. Weights
+come after the other files: a snapshot without a name that has its weights has everything.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...errors import FormatError, HubError, RegistryError, StorageError
+from ...system.atomic import DISK_FULL, check_space, explain_os_errors
+from ...system.json_file import read_bounded
+from ..hashes import file_hash
+from ..hf.folder import SINGLE_FILE
+from ..open import open_checkpoint
+from .hub_cache import WEIGHTS, CachedModel, hub_cache, repository_folder, write_ref
+from .links import links, remove_link, set_link
+from .names import check_name, choose_files, model_in, parse_reference
+
+INSTALL = "pip install 'bitnet-ref[hub]'"
+MAX_GIT_BYTES = 64 << 20  # of a file that is not in LFS
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+# OSErrors of the disk, not of the network
+_OF_THE_DISK = (
+    *DISK_FULL,
+    *(errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EINTR),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EEXIST),
+)
+
+
+def pull(reference: str, *, name: str | None = None, file: str | None = None) -> tuple[CachedModel, Path]:
+    """Fetch "org/repo", or "org/repo@revision" (a branch, a tag or a commit), into the Hugging Face cache.
+
+    -> the snapshot, and the path to load: its folder, or the one file
+    name: one more name for it here.   file: which of several .gguf or native files to take; the name then means it.
+    Raises HubError if the hub cannot be reached, RegistryError if it has no such model, FormatError if the files are no
+    model, StorageError if they cannot be written.
+    """
+    repository, revision = parse_reference(reference)
+    if "/" not in repository:
+        raise RegistryError(f"expected ORG/REPO as the hub has it, got {repository!r}")
+    if name is not None:
+        check_name(name)
+    hub = _huggingface_hub()
+    with _explain_errors(hub, reference):
+        info = hub.HfApi().model_info(repository, revision=revision, files_metadata=True)
+    commit = str(info.sha)
+    if not _COMMIT.fullmatch(commit):
+        raise HubError(f"the hub gave {commit[:80]!r} as the commit of {reference}; expected 40 hexadecimal digits")
+    listed = {each.rfilename: each for each in info.siblings or ()}
+    names, main = choose_files(listed, file)
+    cache, home = hub_cache(), repository_folder(repository)
+    folder = home / "snapshots" / commit
+    path = folder if main is None else folder / main
+    with explain_os_errors(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        check_space(home, sum(listed[each].size or 0 for each in names if not (folder / each).exists()))
+        for are_weights in (False, True):
+            patterns = [each for each in names if each.endswith(WEIGHTS) == are_weights]
+            with _explain_errors(hub, reference):
+                hub.snapshot_download(repository, revision=commit, cache_dir=cache, allow_patterns=patterns)
+        for each in names:
+            _compare(folder / each, listed[each], reference)
+        open_checkpoint(path).close()  # raises if it is no model
+        if revision != commit:
+            write_ref(home / "refs" / (revision or "main"), commit)
+        if name is not None or file is not None:
+            set_link(name or repository, path)
+        elif revision is None:
+            remove_link(repository)
+    return CachedModel(repository, commit, (revision or "main",), folder), path
+
+
+def link_model(path: str | os.PathLike[str], name: str, *, file: str | None = None) -> Path:
+    """Give a local model a name; it is not copied.   -> the path to load
+
+    path: a Hugging Face folder, a folder with a .gguf or native file, or a file that `load` takes.
+    file: which of several model files in the folder. Raises RegistryError, or FormatError if it is no model.
+    """
+    source = Path(os.path.abspath(path))
+    if not source.exists():
+        raise RegistryError(f"there is no file or folder {str(source)!r}")
+    if source.name == SINGLE_FILE:
+        source = source.parent
+    target = model_in(source, file) if source.is_dir() else source
+    open_checkpoint(target).close()  # raises if it is none
+    set_link(name, target)
+    return target
+
+
+def plan_deletion(models: Sequence[CachedModel]) -> Any:
+    """huggingface_hub's plan to delete snapshots of one repository, and the files that only they use.
+
+    Its `expected_freed_size` is in bytes, its `execute()` deletes. Raises RegistryError if the cache is damaged there.
+    """
+    cache, folder = _huggingface_hub().scan_cache_dir(hub_cache()), repository_folder(models[0].name)
+    # Not among all repositories: copies of a repository have the same commits
+    own = frozenset(each for each in cache.repos if each.repo_path.name == folder.name)
+    if not own:
+        reason = next((f": {each}" for each in cache.warnings if folder.name in str(each)), "")
+        raise RegistryError(f"huggingface_hub cannot read {folder}, which you may delete yourself{reason}")
+    return replace(cache, repos=own).delete_revisions(*(each.commit for each in models))
+
+
+def delete_models(models: Sequence[CachedModel], plan: Any) -> None:
+    """Carry out `plan_deletion`'s plan, and take back the names that were given to what it deletes.
+
+    Raises StorageError if something could not be deleted.
+    """
+    with explain_os_errors(hub_cache()):
+        plan.execute()
+    for model in models:
+        if model.folder.exists():  # the client has only logged it
+            raise StorageError("could not be deleted", path=model.folder)
+        for name, path in links().items():
+            if path.is_relative_to(model.folder):
+                remove_link(name)
+
+
+def _compare(file: Path, listed: Any, reference: str) -> None:
+    """Raise if the file has another size or hash than the hub lists: SHA-256 for LFS files, else Git's SHA-1."""
+    if not file.exists():
+        raise HubError(f"{file.name} of {reference} did not come; pull again")
+    lfs, blob_id = getattr(listed, "lfs", None), getattr(listed, "blob_id", None)
+    if lfs is not None:
+        is_equal = file_hash(file) == lfs.sha256
+    else:
+        data = read_bounded(file, FormatError, MAX_GIT_BYTES)
+        is_equal = blob_id in (None, hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest())
+    if not is_equal:
+        file.resolve().unlink()
+        file.unlink(missing_ok=True)
+        raise FormatError(
+            f"{file.name} of {reference} is not what the hub lists (its hash differs); pull again", path=file
+        )
+
+
+def _huggingface_hub() -> Any:
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+    except ImportError as problem:
+        raise HubError(f"huggingface_hub is not installed: {INSTALL}") from problem
+    return huggingface_hub
+
+
+@contextmanager
+def _explain_errors(hub: Any, reference: str) -> Iterator[None]:
+    """Turn the client's exceptions into one line that says what to do."""
+    errors = hub.errors
+    name, revision = parse_reference(reference)
+    try:
+        yield
+    except errors.OfflineModeIsEnabled as problem:
+        raise HubError("HF_HUB_OFFLINE is set: nothing can be fetched; bitnet-ref list shows what is here") from problem
+    except errors.GatedRepoError as problem:
+        raise RegistryError(f"{name} is gated: accept its terms on the hub, then: hf auth login") from problem
+    except errors.RepositoryNotFoundError as problem:
+        raise RegistryError(f"the hub has no {name!r}; if it is private: hf auth login") from problem
+    except errors.RevisionNotFoundError as problem:
+        raise RegistryError(f"{name} has no revision {revision!r}") from problem
+    except (errors.EntryNotFoundError, errors.HfHubHTTPError, errors.FileMetadataError) as problem:
+        raise HubError(f"the hub did not give {reference}: {_first_line(problem)}") from problem
+    except errors.HFValidationError as problem:
+        raise RegistryError(f"{reference} is no name on the hub: {_first_line(problem)}") from problem
+    except Exception as problem:
+        if isinstance(problem, OSError) and problem.errno in _OF_THE_DISK:
+            raise
+        # the client's HTTP library has changed its name, and its errors', more than once
+        raise HubError(f"the hub cannot be reached: {_first_line(problem)}; what was pulled still loads") from problem
+
+
+def _first_line(problem: BaseException) -> str:
+    lines = str(problem).strip().splitlines()
+    return lines[0][:300] if lines else type(problem).__name__

@@ -1,0 +1,14 @@
+"""The modules of scripts/benchmarks, for their tests."""
+
+import importlib
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "scripts" / "benchmarks"
+path = list(sys.path)
+sys.path.insert(0, str(FOLDER))
+ceilings, cuda_kernels, gate_zeros, gpu, models, peers, report, serve, tokenizer = map(
+    importlib.import_module,
+    ["ceilings", "cuda_kernels", "gate_zeros", "gpu", "models", "peers", "report", "serve", "tokenizer"],
+)
+sys.path[:] = path  # its modules have names that others import

@@ -1,0 +1,275 @@
+"""Names: which are refused, which files of a folder are a model, and those that are given to local models."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+from cli_runs import invoke, invoke_json
+from helpers import BITNET, TINY, tiny_tensors, write_checkpoint, write_shards
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bitnet_ref
+from bitnet_ref.errors import BitNetRefError, FormatError, RegistryError, StorageError
+from bitnet_ref.formats.native.model import write_native
+from bitnet_ref.formats.open import ASSETS, find_model, open_checkpoint
+from bitnet_ref.formats.registry.links import home, linked_path, links, remove_link
+from bitnet_ref.formats.registry.names import choose_files, parse_reference
+from bitnet_ref.formats.registry.pull import link_model
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("BITNET_REF_HOME", str(tmp_path / "home" / "names"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = write_checkpoint(tmp_path / "hf", BITNET)
+    (made / "modeling.py").write_text("raise SystemExit")
+    (made / "pytorch_model.bin").write_bytes(b"\x80")
+    return made
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["a", "org/repo", "org/Repo-1.58_x@main", "a@refs/pr/1", "a.b/c.d@0123abc"])
+def test_good_references(text):
+    name, revision = parse_reference(text)
+    assert (name if revision is None else f"{name}@{revision}") == text
+
+
+BAD = [
+    "",
+    ".",
+    "..",
+    "a/b/c",
+    "/a",
+    "a/",
+    "../a",
+    "a/..",
+    "a/.b",
+    "a..b",
+    "a.",
+    "-a",
+    "a b",
+    "a\n",
+    "a\0",
+    "é",
+    "a@",
+    "@a",
+]
+BAD += [
+    "a@..",
+    "a@../b",
+    "a@b//c",
+    "a@/b",
+    "a@b/",
+    "a@-b",
+    "a@b@c",
+    "a\\b",
+    "C:a",
+    "~",
+    "%2e",
+    "a" * 97,
+    "a@" + "b" * 97,
+]
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_references(text):
+    with pytest.raises(RegistryError, match="expected NAME"):
+        parse_reference(text)
+    assert linked_path(text) is None
+
+
+@given(st.text(st.sampled_from("ab./@\\~-_0: \0"), max_size=12))
+def test_no_reference_leaves_a_folder(text):
+    try:
+        name = parse_reference(text)[0]
+    except RegistryError:
+        return
+    assert ".." not in text
+    assert not os.path.isabs(name)
+    assert os.path.normpath(name) == name
+
+
+HF = ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"]
+SHARDS = ["config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("names", "file", "chosen"),
+    [
+        ([*HF, "x.py", "pytorch_model.bin", "vocab.pkl", ".hid.json", "training_args.json"], None, (sorted(HF), None)),
+        ([*SHARDS, "consolidated.safetensors", "x.gguf"], None, (sorted(SHARDS), None)),
+        (["x.gguf", "README.md"], None, (["x.gguf"], "x.gguf")),
+        ([*HF, "x.gguf"], "x.gguf", (["x.gguf"], "x.gguf")),
+        (["a.bitnet.safetensors", "config.json"], None, (["a.bitnet.safetensors"], "a.bitnet.safetensors")),
+    ],
+)
+def test_the_files_of_a_model(names, file, chosen):
+    assert choose_files(names, file) == chosen
+
+
+@pytest.mark.parametrize(
+    ("names", "file", "message"),
+    [
+        (["a.gguf", "b.gguf"], None, "several models"),
+        (["config.json", "pytorch_model.bin"], None, "no model"),
+        (["sub/x.gguf", "../x.gguf", "/x.gguf"], None, "no model"),
+        (["a.gguf"], "b.gguf", "there are: a.gguf"),
+        (["x.bin"], "x.bin", "no model file"),
+    ],
+)
+def test_no_files_of_a_model(names, file, message):
+    with pytest.raises(RegistryError, match=message):
+        choose_files(names, file)
+
+
+# -- names of local models ---------------------------------------------------------------------------------------------
+
+
+def test_link_load_remove(folder):
+    assert link_model(folder, "mine") == linked_path("mine") == folder
+    want = bitnet_ref.load(folder, backend="numpy").logits([1, 2, 3])
+    assert np.array_equal(bitnet_ref.load("mine", backend="numpy").logits([1, 2, 3]), want)
+    link_model(folder, "org/again")
+    assert links() == {"mine": folder, "org/again": folder}
+    remove_link("mine")
+    assert links() == {"org/again": folder}
+    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors", "modeling.py", "pytorch_model.bin"]
+    with pytest.raises(FormatError, match="did you mean org/again"):
+        bitnet_ref.load("org/agai")
+
+
+def test_a_relative_path(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    link_model("hf/model.safetensors", "mine")
+    monkeypatch.chdir(tmp_path / "home")
+    assert find_model("mine") == folder
+
+
+def test_a_sharded_folder_and_a_single_file(tmp_path):
+    tensors = tiny_tensors(TINY)
+    names = sorted(tensors)
+    shards = {f"model-0000{i + 1}-of-00002.safetensors": {n: tensors[n] for n in names[i::2]} for i in (0, 1)}
+    write_shards(tmp_path / "shards", TINY, shards)
+    link_model(tmp_path / "shards", "sharded")
+    native = tmp_path / "files" / "x.bitnet.safetensors"
+    native.parent.mkdir()
+    with open_checkpoint(tmp_path / "shards") as checkpoint:
+        write_native(checkpoint, native)
+    assert link_model(native, "org/native") == link_model(native.parent, "the-only-file") == native
+    a, b = (bitnet_ref.load(name, backend="numpy").logits([1, 2]) for name in ("sharded", "org/native"))
+    assert np.array_equal(a, b)
+    shutil.copyfile(native, tmp_path / "files" / "y.bitnet.safetensors")
+    with pytest.raises(RegistryError, match="several models"):
+        link_model(native.parent, "x")
+    assert link_model(native.parent, "x", file=native.name) == native
+
+
+def test_a_path_and_a_shipped_name_come_first(folder, tmp_path, monkeypatch):
+    link_model(folder, "org/tiny")
+    monkeypatch.chdir(tmp_path)
+    assert find_model("org/tiny") == folder
+    write_checkpoint(tmp_path / "org" / "tiny", {**BITNET, "num_hidden_layers": 1})
+    assert bitnet_ref.load("org/tiny", backend="numpy").config.num_hidden_layers == 1
+    link_model(folder, "storyteller")
+    assert find_model("storyteller") == ASSETS / "storyteller"
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "x@main", "a/b/c", ""])
+def test_a_bad_name_is_not_given(folder, name):
+    with pytest.raises(RegistryError):
+        link_model(folder, name)
+    assert not home().exists()
+
+
+def test_what_is_no_model_gets_no_name(folder, tmp_path):
+    (folder / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(FormatError):
+        link_model(folder, "x")
+    with pytest.raises(RegistryError, match="no file or folder"):
+        link_model(tmp_path / "none", "x")
+    assert links() == {}
+
+
+def test_a_large_file_that_git_did_not_fetch(folder):
+    (folder / "model.safetensors").write_text(
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1000\n"
+    )
+    with pytest.raises(FormatError, match=r"model.safetensors: is a Git LFS pointer, .* git lfs pull"):
+        link_model(folder, "x")
+
+
+def test_a_name_whose_model_is_gone(folder):
+    link_model(folder, "x")
+    shutil.rmtree(folder)
+    with pytest.raises(FormatError, match="is gone, and the name x refers to it"):
+        bitnet_ref.load("x")
+    (listed,) = invoke_json("list")["models"]
+    assert (listed["name"], listed["path"]) == ("x", str(folder))
+    assert "to forget that: bitnet-ref rm x" in listed["error"]
+    assert str(folder) in invoke("list").stdout.replace("\n", "")
+    assert "removed the name x" in invoke("rm", "x").stdout
+
+
+def test_a_damaged_name_is_an_error_that_says_so(folder):
+    link_model(folder, "x")
+    (home() / "links" / "x").write_bytes(b"/" * 100_000)
+    with pytest.raises(FormatError, match="more than 65536 bytes"):
+        bitnet_ref.load("x")
+    link_model(folder, "x")
+    assert find_model("x") == folder
+
+
+def test_a_folder_in_the_place_of_the_names(folder):
+    home().mkdir(parents=True)
+    (home() / "links").write_text("")
+    with pytest.raises(StorageError, match="links"):
+        link_model(folder, "x")
+    assert links() == {}
+
+
+def test_where_the_names_are(monkeypatch, tmp_path):
+    assert home() == tmp_path / "home" / "names"
+    monkeypatch.delenv("BITNET_REF_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.platform", "linux")
+    assert home() == tmp_path / "bitnet_ref"
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def test_commands(folder):
+    assert f"mine: hf-packed, 6.9 KB, {folder}" in invoke("pull", folder, "--name", "mine").stdout
+    assert invoke_json("pull", folder, "--name", "org/b")["name"] == "org/b"
+    listed = invoke_json("list")
+    assert [each["name"] for each in listed["models"]] == ["mine", "org/b"]
+    assert listed["shipped"] == ["storychat", "storyteller"]
+    assert listed["models"][0]["path"] == str(folder)
+    text = invoke("list").stdout
+    assert "mine" in text
+    assert "bitnet, 2 layers of 16" in text
+    assert f"removed the name mine; its files stay: {folder}" in invoke("rm", "mine").stdout
+    assert invoke("rm", "org/c").stderr.startswith("error: there is no 'org/c' here; did you mean org/b?")
+    assert invoke_json("rm", "org/b") == {"removed": [{"name": "org/b", "path": str(folder)}], "bytes": 0}
+    assert invoke_json("list")["models"] == []
+    assert "bitnet-ref list shows what there is" in invoke("rm", "mine").stderr
+
+
+@pytest.mark.parametrize(
+    "args", [[], ["./x"], ["./x", "--name", "storyteller"], ["a/b/c"], ["./none", "--name", "x"]], ids=str
+)
+def test_wrong_usage(args):
+    result = invoke("pull", *args)
+    assert result.exit_code == 2
+    assert result.stderr
+
+
+def test_errors_are_one_family():
+    assert issubclass(RegistryError, BitNetRefError)
