@@ -66,6 +66,7 @@ class FlatOptions(TypedDict, total=False):
     prepared: bool | str
     i2_s_layout: str | None
     tl_tiles: str | os.PathLike[str] | None
+    activations: str
     rotation: str
     dense: str
     share: bool

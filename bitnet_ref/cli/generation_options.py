@@ -68,6 +68,7 @@ def layout_options(function: AnyFunction) -> AnyFunction:
     options = [
         declared_option(LoadOptions, "i2_s_layout"),
         declared_option(LoadOptions, "tl_tiles", type=INPUT_FILE),
+        declared_option(LoadOptions, "activations", default="auto"),
         declared_option(LoadOptions, "rotation", default="stored"),
     ]
     return apply_options(function, options)

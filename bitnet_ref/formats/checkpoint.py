@@ -61,6 +61,9 @@ class LoadOptions:
         `formats/prepared.py`.
     i2_s_layout: The layout of a GGUF's I2_S matrices, when they do not show it.
     tl_tiles: The kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 matrices.
+    activations: What a GGUF's ternary linears do with their inputs, when its matrices do not show it. "int8", as in
+        BitNets, or "float", as in TriLM and BitCPM. "auto": float if a matrix has several scales, or the model's name
+        says so; `inspect` says which was taken.
     rotation: Matrices in a Hadamard basis: run them as stored, or fold it into dense ones. "stored" runs those of
         Bonsai 2 on rotated inputs; "folded" makes dense float32 matrices in the plain basis of them.
     dense: Dense weights: as stored, or in int8, which changes the logits (crossval precision). "int8" is for the
@@ -76,6 +79,7 @@ class LoadOptions:
     prepared: bool | str = option(False, choice(False, True, "mapped"), is_flag=True)
     i2_s_layout: str | None = option(None, choice(None, *LAYOUTS), flag="--i2s-layout")
     tl_tiles: str | os.PathLike[str] | None = option(None, PATH)
+    activations: str = option("auto", choice("auto", "int8", "float"))
     rotation: str = option("stored", choice("stored", "folded"))
     dense: str = option("stored", choice("stored", "int8"))
     share: bool = option(False, FLAG, in_shell=False)
@@ -87,7 +91,7 @@ class LoadOptions:
     @property
     def reading(self) -> dict[str, str]:
         """The options on which the weights depend, for a key."""
-        names = ("allow_unquantized", "i2_s_layout", "tl_tiles", "rotation", "dense")
+        names = ("allow_unquantized", "i2_s_layout", "tl_tiles", "activations", "rotation", "dense")
         return {name: str(getattr(self, name)) for name in names}
 
 

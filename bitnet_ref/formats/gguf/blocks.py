@@ -1,9 +1,11 @@
-"""The tensor types of GGUF files, and the blocks of these, to and from NumPy: F32, F16, BF16, Q2_0, PTQ1_0,
-TQ1_0, TQ2_0. `i2_s` and `tl` decode bitnet.cpp's own types.
+"""The tensor types of GGUF files, and the blocks of these, to and from NumPy: F32, F16, BF16, those that are ternary or
+binary by blocks (Q1_0, Q2_0, PQ2_0, PTQ1_0, STQ1_0, TQ1_0, TQ2_0), and ik_llama.cpp's, ternary by rows (IQ1_BN, IQ2_BN,
+IQ2_BN_R4). `i2_s` and `tl` decode bitnet.cpp's own types.
 
 Two dialects use the same ids. bitnet.cpp has I2_S 36, I8_S 37, TL1 38 and TL2 39; llama.cpp has dropped 36 to 38 (they
 were repacked forms of IQ4_NL) and uses 39 for MXFP4. A type whose id does not determine the size has `block_bytes` 0:
-such a tensor extends to the next one, or to the end of the file.
+such a tensor extends to the next one, or to the end of the file. Ids 40 and 42 have changed their meaning too: see
+`MEANINGS`.
 
 A row is cut into blocks; each block has a float16 scale d and small integers q, and its values are d * q. These are
 the types in BitNet files (Q4_K and Q6_K hold the embedding and the head of llama.cpp's TQ1_0 and TQ2_0 files); other
@@ -30,21 +32,24 @@ from ...reference.quantization import CODES_PER_BYTE, SCALE_FLOOR
 
 @dataclass(frozen=True)
 class GgmlType:
-    """`block_values` consecutive values of a row take `block_bytes`; the tensor ends with `tail_bytes` more."""
+    """`block_values` consecutive values of a row take `block_bytes`; a row begins with `row_bytes` more, and the tensor
+    ends with `tail_bytes`."""
 
     id: int
     name: str
     block_values: int
     block_bytes: int
     tail_bytes: int = 0
+    row_bytes: int = 0
 
     @property
     def known_size(self) -> bool:
         return self.block_bytes > 0
 
-    def nbytes(self, n_values: int) -> int:
-        """Bytes of a tensor of that many values, a whole number of blocks."""
-        return n_values // self.block_values * self.block_bytes + self.tail_bytes
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a tensor of that shape, whose rows are whole blocks."""
+        n_blocks = math.prod(shape) // self.block_values
+        return n_blocks * self.block_bytes + math.prod(shape[:-1]) * self.row_bytes + self.tail_bytes
 
     @property
     def kind(self) -> str:
@@ -61,22 +66,30 @@ _TABLE = (
     *((24, "I8", 1, 1), (25, "I16", 1, 2), (26, "I32", 1, 4), (27, "I64", 1, 8), (28, "F64", 1, 8)),
     *((29, "IQ1_M", 256, 56), (30, "BF16", 1, 2), (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66)),
     *((36, "I2_S", 4, 1, 32), (37, "I8_S", 1, 0), (38, "TL1", 1, 0), (39, "TL2/MXFP4", 1, 0)),
-    *((40, "NVFP4", 64, 36), (41, "Q1_0", 128, 18), (42, "Q2_0", 64, 18), (142, "PQ2_0", 128, 34)),
-    (143, "PTQ1_0", 128, 28),
+    *((40, "NVFP4", 64, 36), (41, "Q1_0", 128, 18), (42, "Q2_0", 64, 18), (43, "STQ1_0", 256, 42)),
+    *((134, "IQ1_BN", 64, 13, 0, 2), (135, "IQ2_BN", 64, 16, 0, 4), (335, "IQ2_BN_R4", 64, 16, 0, 4)),
+    *((142, "PQ2_0", 128, 34), (143, "PTQ1_0", 128, 28)),
 )
 TYPES: dict[int, GgmlType] = {row[0]: GgmlType(*row) for row in _TABLE}
-WIDE_Q2_0 = GgmlType(42, "Q2_0 of 128", 128, 34)  # what id 42 means in older Bonsai files: only the spans tell
+WIDE_Q2_0 = GgmlType(42, "Q2_0 of 128", 128, 34)
+SMALL_Q1_0 = GgmlType(40, "Q1_0 of 32", 32, 6)
+# What an id has meant, the present meaning first: only the spans of a file's tensors tell. 42 in older Bonsai files and
+# in Tencent's of 1.25 bits; 40 in the files of Prism's llama.cpp before April 2026.
+MEANINGS = {42: (TYPES[42], WIDE_Q2_0, TYPES[43]), 40: (TYPES[40], SMALL_Q1_0)}
 MXFP4 = GgmlType(39, "MXFP4", 32, 17)  # what id 39 means for llama.cpp: a TL2 tensor has a scale tensor beside it
-BY_NAME: dict[str, GgmlType] = {kind.name: kind for kind in (*TYPES.values(), WIDE_Q2_0, MXFP4)}
+BY_NAME: dict[str, GgmlType] = {kind.name: kind for kind in (*TYPES.values(), WIDE_Q2_0, SMALL_Q1_0, MXFP4)}
 BY_KIND: dict[str, GgmlType] = {kind.kind: kind for kind in TYPES.values()}
 TERNARY_BLOCKS = ("TQ1_0", "TQ2_0")  # with a float16 scale in each block
-GROUP_TYPES = ("Q2_0", "Q2_0 of 128", "PQ2_0", "PTQ1_0")  # a float16 scale for each block, inputs in float
-TERNARY_TYPES = ("I2_S", *TERNARY_BLOCKS, "TL1", "TL2/MXFP4")
+TERNARY_ROWS = ("IQ1_BN", "IQ2_BN", "IQ2_BN_R4")  # with a scale in each row
+_CODES_LAST = ("Q2_0", "Q2_0 of 128", "PQ2_0", "Q1_0", "Q1_0 of 32")  # behind the scale
+GROUP_TYPES = (*_CODES_LAST, "PTQ1_0", "STQ1_0")  # a float16 scale for each block, inputs in float
+TERNARY_TYPES = ("I2_S", *TERNARY_BLOCKS, *TERNARY_ROWS, "TL1", "TL2/MXFP4")
 
 _CHUNK_BLOCKS = 1 << 12  # of 256 values, decoded at a time
 _POWERS = np.array([1, 3, 9, 27, 81], dtype=np.uint8)
 _PTQ1_0_TRITS = ((0, 16, 5), (16, 24, 5), (24, 26, 4))
 _FOUR_ZEROS = np.uint8(0x55)  # a byte of four codes 1
+_STQ1_0_SLOTS = np.frombuffer(bytes.fromhex("A9892909A68626069A921A126A624A42"), dtype=np.uint8)  # four codes each
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -105,27 +118,48 @@ def _trits(blocks: NDArray[np.uint8], spans: tuple[tuple[int, int, int], ...]) -
     return np.concatenate(parts, axis=1)
 
 
-_TERNARY_CODES: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
+def _q2_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """d, then 2 bits per weight, the first in the lowest bits. Code 3 means +2; no ternary file has it."""
+    return (blocks[:, 2:, None] >> SHIFTS_2 & MASK_2).reshape(len(blocks), -1)
+
+
+def _q1_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """d, then a bit per weight, the first in the lowest: -1 or +1"""
+    return np.unpackbits(blocks[:, 2:], axis=1, bitorder="little") << np.uint8(1)
+
+
+def _stq1_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """32 bytes of two slots | 8 bytes of signs | d
+
+    Four weights, 16 apart, share a slot of 4 bits: where their one zero is, and which of the others differ in sign from
+    the first. The sign turns all of them.
+    """
+    slots = (blocks[:, :32, None] >> np.array([0, 4], dtype=np.uint8) & np.uint8(15)).reshape(-1, 64)
+    four = _STQ1_0_SLOTS[slots]
+    four = np.where(np.unpackbits(blocks[:, 32:40], axis=1, bitorder="little") == 1, np.uint8(0xAA) - four, four)
+    lanes = four[:, :, None] >> SHIFTS_2 & MASK_2  # (n, 64, 4)
+    return lanes.reshape(-1, 4, 16, 4).swapaxes(2, 3).reshape(-1, 256)
+
+
+# kind -> blocks (n, block_bytes) -> codes (n, block_values): the weight is code - 1, times the block's scale
+_CODES: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
     "TQ1_0": _tq1_0_codes,
     "TQ2_0": _tq2_0_codes,
+    "PTQ1_0": lambda blocks: _trits(blocks, _PTQ1_0_TRITS),  # 16 bytes of 5 trits | 8 of 5 | 2 of 4 | d
+    "STQ1_0": _stq1_0_codes,
+    **dict.fromkeys(("Q2_0", "Q2_0 of 128", "PQ2_0"), _q2_0_codes),
+    **dict.fromkeys(("Q1_0", "Q1_0 of 32"), _q1_0_codes),
 }
 
 
-def _ternary_values(kind: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    q = _TERNARY_CODES[kind](blocks).astype(np.int8) - np.int8(1)
-    return half_scales(blocks[:, -2:]) * q.astype(np.float32)
+def _scales(kind: str, blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The bytes (n, 2) of the float16 scales of a type in `_CODES`."""
+    return blocks[:, :2] if kind in _CODES_LAST else blocks[:, -2:]
 
 
-def _q2_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """d, then 2 bits per weight, the first in the lowest bits: code - 1. Code 3 means +2; no ternary file has it."""
-    q = (blocks[:, 2:, None] >> SHIFTS_2 & MASK_2).reshape(len(blocks), -1).astype(np.int8) - np.int8(1)
-    return half_scales(blocks[:, :2]) * q.astype(np.float32)
-
-
-def _ptq1_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """16 bytes of 5 trits (80 values) | 8 bytes of 5 (40) | 2 bytes of 4 (8) | d"""
-    q = _trits(blocks, _PTQ1_0_TRITS).astype(np.int8) - np.int8(1)
-    return half_scales(blocks[:, -2:]) * q.astype(np.float32)
+def _values(kind: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    q = _CODES[kind](blocks).astype(np.int8) - np.int8(1)
+    return half_scales(_scales(kind, blocks)) * q.astype(np.float32)
 
 
 _DEQUANTIZE: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.float32]]] = {
@@ -133,11 +167,9 @@ _DEQUANTIZE: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.float32]]] = {
     "F16": lambda blocks: blocks.view(np.float16).astype(np.float32),
     "BF16": lambda blocks: blocks.view(ml_dtypes.bfloat16).astype(np.float32),
     **{kind: block.widen for kind, block in BLOCK_TYPES.items()},
-    **dict.fromkeys(("Q2_0", "Q2_0 of 128", "PQ2_0"), _q2_0),
-    "PTQ1_0": _ptq1_0,
-    **{kind: partial(_ternary_values, kind) for kind in _TERNARY_CODES},
+    **{kind: partial(_values, kind) for kind in _CODES},
 }
-DEQUANTIZABLE = tuple(_DEQUANTIZE)
+DEQUANTIZABLE = (*_DEQUANTIZE, *TERNARY_ROWS)
 # Dense types that the package `gguf` decodes
 BY_PACKAGE = (
     *("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"),
@@ -151,7 +183,7 @@ def dequantize(raw: NDArray[np.uint8], kind: str, shape: tuple[int, ...]) -> NDA
     Raises what `read_values` raises, and ShapeError for a wrong number of bytes.
     """
     if kind in BY_NAME:
-        _as_blocks("dequantize", raw, BY_NAME[kind], shape)
+        _require_size("dequantize", raw, BY_NAME[kind], shape)
     return read_values(lambda start, count: raw[start : start + count], kind, shape)
 
 
@@ -163,11 +195,16 @@ def read_values(
     read: (start, count) -> bytes of the tensor. kind: the type's name, one of `DEQUANTIZABLE` or `BY_PACKAGE`; else
     FormatError.
     """
-    if kind not in (*_DEQUANTIZE, *BY_PACKAGE):
+    if kind not in (*DEQUANTIZABLE, *BY_PACKAGE):
         readable = ", ".join((*DEQUANTIZABLE, *BY_PACKAGE))
         raise FormatError(f"tensors of type {kind} are not read; supported are {readable}")
-    decode = _DEQUANTIZE[kind] if kind in _DEQUANTIZE else _by_package(kind)
     out = np.empty(shape, dtype=dtype)
+    if kind in TERNARY_ROWS:
+        by_row = out.reshape(-1, shape[-1])
+        for part, codes, d in _read_rows("dequantize", read, BY_NAME[kind], by_row.shape):
+            by_row[part] = d[:, None] * (codes.astype(np.int8) - np.int8(1)).astype(np.float32)
+        return out
+    decode = _DEQUANTIZE[kind] if kind in _DEQUANTIZE else _by_package(kind)
     by_block = out.reshape(-1, BY_NAME[kind].block_values)
     with np.errstate(invalid="ignore", over="ignore"):  # a NaN or Inf scale gives NaN, which the reader reports
         for part, blocks in _read_blocks("dequantize", read, BY_NAME[kind], shape):
@@ -185,6 +222,58 @@ def _read_blocks(
         part = slice(start, min(total, start + step))
         raw = read(start * kind.block_bytes, (part.stop - start) * kind.block_bytes)
         yield part, raw.reshape(-1, kind.block_bytes)
+
+
+def read_scales(
+    read: Callable[[int, int], NDArray[np.uint8]], kind: str, shape: tuple[int, int]
+) -> Iterator[NDArray[np.float32]]:
+    """All scales of a matrix in TERNARY_BLOCKS or TERNARY_ROWS, some at a time.   read: as in `read_values`"""
+    if kind in TERNARY_ROWS:
+        yield from (d for _, _, d in _read_rows("read_scales", read, BY_NAME[kind], shape))
+        return
+    for _, blocks in _read_blocks("read_scales", read, BY_NAME[kind], shape):
+        yield half_scales(_scales(kind, blocks))[:, 0]
+
+
+def _read_rows(
+    op: str, read: Callable[[int, int], NDArray[np.uint8]], kind: GgmlType, shape: tuple[int, ...]
+) -> Iterator[tuple[slice, NDArray[np.uint8], NDArray[np.float32]]]:
+    """Some rows of a type in TERNARY_ROWS at a time: (which, codes (n, K), scales (n,)).   read: as in `read_values`"""
+    _require_whole_blocks(op, kind, shape)
+    n, k = shape
+    height = 4 if kind.name == "IQ2_BN_R4" else 1  # rows that are stored together
+    if n % height:
+        raise ShapeError(op, expected=f"a multiple of 4 rows for {kind.name}", got=f"shape {list(shape)}")
+    stride = height * (kind.row_bytes + k // kind.block_values * kind.block_bytes)
+    step = max(1, _CHUNK_BLOCKS * 256 // (k * height))
+    for first in range(0, n // height, step):
+        count = min(step, n // height - first)
+        rows = read(first * stride, count * stride).reshape(count, stride)
+        heads, data = np.split(rows, [height * kind.row_bytes], axis=1)
+        d = np.ascontiguousarray(heads).view(np.float16 if kind.row_bytes == 2 else np.float32)
+        blocks = data.reshape(-1, height * kind.block_bytes)
+        codes = _ROW_CODES[kind.name](blocks).reshape(count, k // 64, height, 64).swapaxes(1, 2).reshape(-1, k)
+        yield slice(first * height, (first + count) * height), codes, d.reshape(-1).astype(np.float32)
+
+
+def _iq1_bn_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """12 bytes of 5 trits, three for each 16 weights, and one of the last of each 16: the lowest digit first"""
+    trits = ((blocks[:, :, None] * _POWERS[::-1]).astype(np.uint16) * 3 >> 8).astype(np.uint8)  # (n, 13, 5)
+    return np.concatenate([trits[:, :12].reshape(-1, 4, 15), trits[:, 12, :4, None]], axis=2).reshape(-1, 64)
+
+
+def _iq2_bn_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """16 bytes: bits 0-1 are the first 16 weights, bits 2-3 the next"""
+    return (blocks[:, None, :] >> SHIFTS_2[:, None] & MASK_2).reshape(-1, 64)
+
+
+def _iq2_bn_r4_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """64 bytes of 4 rows: byte 16 l + 4 r + i has of row r the weights 16 l + i, and 4, 8 and 12 further"""
+    by_row = blocks.reshape(-1, 4, 4, 1, 4).swapaxes(1, 2)  # (n, r, l, 1, i)
+    return (by_row >> SHIFTS_2[:, None] & MASK_2).reshape(-1, 64)
+
+
+_ROW_CODES = {"IQ1_BN": _iq1_bn_codes, "IQ2_BN": _iq2_bn_codes, "IQ2_BN_R4": _iq2_bn_r4_codes}
 
 
 def _by_package(kind: str) -> Callable[[NDArray[np.uint8]], NDArray[np.float32]]:
@@ -217,7 +306,7 @@ def ternary_from_blocks(
         return None
     w_t = np.empty((len(blocks), 256), dtype=np.int8)
     for start in range(0, len(blocks), _CHUNK_BLOCKS):
-        codes = _TERNARY_CODES[kind](blocks[start : start + _CHUNK_BLOCKS])
+        codes = _CODES[kind](blocks[start : start + _CHUNK_BLOCKS])
         if codes.max() > 2:
             at = start + int(np.argmax(codes.max(axis=1) > 2))
             raise FormatError(f"block {at} holds the invalid ternary code 3")
@@ -229,7 +318,7 @@ def ternary_from_blocks(
 def groups_from_blocks(
     read: Callable[[int, int], NDArray[np.uint8]], kind: str, shape: tuple[int, int]
 ) -> tuple[NDArray[np.uint8], NDArray[np.float16]] | None:
-    """A matrix of a type in GROUP_TYPES -> packed (N, K/4), the scale of each block (N, K/block), 0 or above.
+    """A matrix of GROUP_TYPES or TERNARY_BLOCKS -> packed (N, K/4), the scale of each block (N, K/block), 0 or above.
 
     read: as in `read_values`. None where the matrix is not ternary (a code 3 means +2), holds zeros alone, or has a
     scale of NaN or Inf.
@@ -249,21 +338,52 @@ def groups_from_blocks(
 
 
 def _split_codes(kind: str, blocks: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
-    """(2-bit codes, four in a byte as `quantization.pack_ternary` has them, scale) of each block of GROUP_TYPES."""
-    d = np.ascontiguousarray(blocks[:, -2:] if kind == "PTQ1_0" else blocks[:, :2]).view(np.float16)[:, 0]
-    if kind != "PTQ1_0":
+    """(2-bit codes, four in a byte as `quantization.pack_ternary` has them, scale) of each block of such a type."""
+    d = np.ascontiguousarray(_scales(kind, blocks)).view(np.float16)[:, 0]
+    if _CODES[kind] is _q2_0_codes:
         return blocks[:, 2:], d
-    codes = _trits(blocks, _PTQ1_0_TRITS).reshape(len(blocks), -1, 4)
-    return np.bitwise_or.reduce(codes << SHIFTS_2, axis=2), d
+    return _pack_codes(_CODES[kind](blocks)), d
+
+
+def _pack_codes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """(n, K) -> (n, K/4)"""
+    return np.bitwise_or.reduce(codes.reshape(len(codes), -1, 4) << SHIFTS_2, axis=2)
+
+
+def groups_from_rows(
+    read: Callable[[int, int], NDArray[np.uint8]], kind: str, shape: tuple[int, int]
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """A matrix of a type in TERNARY_ROWS -> packed (N, K/4), the scale of each row (N, 1), 0 for a row of zeros.
+
+    read: as in `read_values`. Raises FormatError for a scale that is negative, NaN or Inf and for the code 3.
+    """
+    packed = np.empty((shape[0], shape[1] // CODES_PER_BYTE), dtype=np.uint8)
+    scales = np.empty((shape[0], 1), dtype=np.float32)
+    for part, codes, d in _read_rows("groups_from_rows", read, BY_NAME[kind], shape):
+        bad = ~np.isfinite(d) | (d < 0)
+        if bad.any():
+            at = int(np.argmax(bad))
+            raise FormatError(f"row {part.start + at} has the scale {d[at]}; expected a finite number, 0 or above")
+        if codes.max() > 2:
+            at = part.start + int(np.argmax(codes.max(axis=1) > 2))
+            raise FormatError(f"row {at} holds the invalid ternary code 3")
+        packed[part] = np.where((d == 0)[:, None], _FOUR_ZEROS, _pack_codes(codes))
+        scales[part, 0] = np.where((packed[part] == _FOUR_ZEROS).all(axis=1), np.float32(0), d)
+    return packed, scales
 
 
 def _as_blocks(op: str, raw: NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     _require_whole_blocks(op, kind, shape)
-    expected = kind.nbytes(int(np.prod(shape, dtype=object)))
+    _require_size(op, raw, kind, shape)
+    return np.ascontiguousarray(raw).reshape(-1, kind.block_bytes)
+
+
+def _require_size(op: str, raw: NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> None:
+    _require_whole_blocks(op, kind, shape)
+    expected = kind.nbytes(shape)
     if raw.dtype != np.uint8 or raw.size != expected:
         wanted = f"{expected} bytes for {kind.name} of shape {list(shape)}"
         raise ShapeError(op, expected=wanted, got=f"{raw.dtype} of shape {raw.shape}")
-    return np.ascontiguousarray(raw).reshape(-1, kind.block_bytes)
 
 
 def _require_whole_blocks(op: str, kind: GgmlType, shape: tuple[int, ...]) -> None:
@@ -304,7 +424,7 @@ def blocks_from_ternary(w_t: NDArray[np.int8], w_dequant_scale: float, kind: str
     zeros has scale 0, as in ggml's own quantiser.
     Raises ShapeError if K is no multiple of 256, NumericsError for a scale that float16 cannot hold.
     """
-    if kind not in _TERNARY_CODES:
+    if kind not in TERNARY_BLOCKS:
         raise FormatError(f"ternary matrices have blocks in TQ1_0 and TQ2_0, not in {kind}")
     _require_whole_blocks("blocks_from_ternary", BY_NAME[kind], w_t.shape)
     d = np.float16(scale_in_blocks(w_dequant_scale))

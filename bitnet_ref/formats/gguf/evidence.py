@@ -4,22 +4,32 @@ and the order of q and k rows under the architecture llama."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import FormatError
 from ...reference.config import ModelConfig, QuantizationConfig
 from ...reference.weights import linear_name
 from ..checkpoint import linear_shape, norms_of_layer
 from ..names import gguf_linears, gguf_name, hf_module, linear_of_gguf
 from ..packing import split_ternary
-from .blocks import DEQUANTIZABLE, GROUP_TYPES, TERNARY_BLOCKS, TERNARY_TYPES, dequantize, ternary_from_blocks
+from .blocks import (
+    DEQUANTIZABLE,
+    GROUP_TYPES,
+    TERNARY_BLOCKS,
+    TERNARY_ROWS,
+    TERNARY_TYPES,
+    dequantize,
+    read_scales,
+)
 from .config import LINEAR_NORM, architectures
 from .file import GgufFile, GgufTensor
 from .i2_s import LAYOUTS, LayoutEvidence
 
-_SAMPLE_VALUES = 1 << 16  # read from each matrix to decide whether it is ternary
+_SAMPLE_VALUES = 1 << 16  # read from each dense matrix to decide whether it is ternary
+# In a model's name: trained with inputs in float, and perhaps one scale in a matrix all the same
+_FLOAT_INPUTS = ("trilm", "spectra", "bitcpm", "maple")
 _MAX_LAYERS_FOR_LAYOUT = 8
 # The norm whose output each linear reads, so its weights and the linear's columns go together
 _NORM_BEFORE = {
@@ -70,16 +80,26 @@ def check_dialect(file: GgufFile, evidence: list[str]) -> None:
         evidence.append("GGUF dialect: llama.cpp (tensor type 39 without a tensor of its scale is MXFP4, not TL2)")
 
 
-def find_ternary(file: GgufFile, evidence: list[str]) -> QuantizationConfig | None:
+def find_ternary(file: GgufFile, evidence: list[str], activations: str = "auto") -> QuantizationConfig | None:
     """Which linears are ternary: by their type, or because a dense one holds only -s, 0 and +s.
 
     In BitNet's own architectures all linears are ternary: if none holds ternary values, all are master weights. Under
-    llama, a model may be dense, or a BitNet with some dense modules.
+    llama, a model may be dense, or a BitNet with some dense modules. Or it is ternary with its inputs in float, for
+    which a file has no key: it is, if a matrix has several scales, which no BitLinear has.
+    activations: see `LoadOptions`.
     """
-    ternary = {tensor.name: _begins_ternary(file, tensor) for tensor in block_linears(file)}
     arch = file.metadata.get("general.architecture")
     bitnet = isinstance(arch, str) and arch in architectures() and architectures()[arch][1].sub_norms
     bitnet = bitnet or LINEAR_NORM in file.tensors
+    in_blocks = [tensor for tensor in block_linears(file) if tensor.type.name in (*TERNARY_BLOCKS, *TERNARY_ROWS)]
+    if not bitnet and activations != "int8":
+        several = next((tensor for tensor in in_blocks if not _has_one_scale(file, tensor)), None)
+        if several is not None:
+            words = f"{several.name} is {several.type.name} with several scales, which no BitLinear has"
+            evidence.append(f"activations stay floats: {words}")
+            return None
+    float_inputs = _choose_float_inputs(file, bool(in_blocks) and not bitnet, activations, evidence)
+    ternary = {tensor.name: _begins_ternary(file, tensor) for tensor in block_linears(file)}
     groups = {tensor.type.name for tensor in block_linears(file)} & {*GROUP_TYPES}
     if groups:
         evidence.append(f"{' and '.join(sorted(groups))}: a scale for each block, activations stay floats")
@@ -89,9 +109,6 @@ def find_ternary(file: GgufFile, evidence: list[str]) -> QuantizationConfig | No
     skipped = [] if head is not None and head.type.name in TERNARY_TYPES else ["lm_head"]
     if not any(ternary.values()):
         if not bitnet:
-            kinds = sorted({tensor.type.name for tensor in block_linears(file)} & set(TERNARY_BLOCKS))
-            if kinds:
-                evidence.append(f"dense, although in {kinds[0]}: a matrix's blocks have different scales")
             return None
         evidence.append("matrices of many values: master weights, quantised by absmean")
         return QuantizationConfig("autobitlinear", "online", tuple(skipped))
@@ -110,23 +127,53 @@ def find_ternary(file: GgufFile, evidence: list[str]) -> QuantizationConfig | No
     if dense:
         evidence.append(f"dense among ternary matrices: {', '.join(dense)}")
         skipped += [hf_module(name) for tensor in dense if (name := linear_of_gguf(tensor)) is not None]
-    return QuantizationConfig("autobitlinear", "offline", tuple(skipped))
+    return QuantizationConfig("autobitlinear", "offline", tuple(skipped), int8_activations=not float_inputs)
+
+
+def _has_one_scale(file: GgufFile, tensor: GgufTensor) -> bool:
+    """Whether all scales of a matrix of ternary blocks or rows are equal. Those of zeros may be 0."""
+    seen: set[float] = set()
+    with file.naming(tensor.name):
+        for scales in read_scales(partial(file.read_raw, tensor.name), tensor.type.name, matrix_shape(tensor)):
+            seen.update(np.unique(scales[scales != 0]).tolist()[:2])
+            if len(seen) > 1:
+                return False
+    return True
+
+
+def _choose_float_inputs(file: GgufFile, in_doubt: bool, activations: str, evidence: list[str]) -> bool:
+    """Whether ternary matrices of one scale each get their inputs in float.
+
+    in_doubt: whether a model of this file's architecture and types may be either.
+    """
+    if activations != "auto":
+        evidence.append(f"activations: {activations}, as it was asked for")
+        return activations == "float"
+    names = [str(file.metadata.get(f"general.{key}", "")) for key in ("name", "basename", "source.url")]
+    hint = next((hint for hint in _FLOAT_INPUTS if any(hint in name.lower() for name in names)), None)
+    if in_doubt and hint is not None:
+        evidence.append(f"activations stay floats: the file's name says {hint}")
+    elif in_doubt:
+        evidence.append(
+            "activations: int8, as each matrix has a single scale; if the model was trained with floats, as TriLM and "
+            'BitCPM were, load it with activations="float"'
+        )
+    return in_doubt and hint is not None
+
+
+def matrix_shape(tensor: GgufTensor) -> tuple[int, int]:
+    height, width = tensor.shape
+    return height, width
 
 
 def _begins_ternary(file: GgufFile, tensor: GgufTensor) -> bool:
     """Whether the first values of a linear are ternary. The rest is checked when the matrix is read."""
     kind = tensor.type.name
-    if kind not in DEQUANTIZABLE:
+    if kind in TERNARY_TYPES or kind not in DEQUANTIZABLE:
         return kind in TERNARY_TYPES
     blocks = min(tensor.nbytes // tensor.type.block_bytes, _SAMPLE_VALUES // tensor.type.block_values)
     raw = file.read_raw(tensor.name, 0, blocks * tensor.type.block_bytes)
-    shape = (1, blocks * tensor.type.block_values)
-    if kind in TERNARY_BLOCKS:
-        try:
-            return ternary_from_blocks(raw, kind, shape) is not None
-        except FormatError:
-            return True  # reading the matrix reports what is wrong, and where
-    values = dequantize(raw, kind, shape)
+    values = dequantize(raw, kind, (1, blocks * tensor.type.block_values))
     return split_ternary(values) is not None or not (values != 0).any()
 
 

@@ -13,7 +13,6 @@ writes any metadata and tensors.
 
 from __future__ import annotations
 
-import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -403,7 +402,7 @@ def write_gguf(
     offset, sizes = 0, []
     for tensor in tensors:
         kind = BY_NAME[tensor.type]
-        size = tensor.nbytes if tensor.nbytes is not None else kind.nbytes(math.prod(tensor.shape))
+        size = tensor.nbytes if tensor.nbytes is not None else kind.nbytes(tensor.shape)
         header += _packed_string(tensor.name) + struct.pack("<I", len(tensor.shape))
         header += b"".join(struct.pack("<Q", n) for n in reversed(tensor.shape)) + struct.pack("<IQ", kind.id, offset)
         sizes.append(size)

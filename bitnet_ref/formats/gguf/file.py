@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ...errors import FormatError, ShapeError
 from ..binary_file import BinaryFile
 from ..safetensors import DTYPES
-from .blocks import BY_NAME, MXFP4, TYPES, WIDE_Q2_0, GgmlType
+from .blocks import MEANINGS, MXFP4, TYPES, GgmlType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -276,14 +276,17 @@ class _Header:
         code = self._number(_U32, f"{name}, type")
         if code not in TYPES:
             raise self._fail(f"the tensor type {code} is not known", name, self.at - 4)
-        kind = TYPES[code]
-        if (shape[-1] if shape else 1) % kind.block_values and kind.block_values > 1:
-            expected = f"rows of a multiple of {kind.block_values} values for {kind.name}"
-            raise self._fail(f"expected {expected}, got shape {list(shape)}", name, start)
+        kind = min(MEANINGS.get(code, (TYPES[code],)), key=lambda meaning: meaning.block_values)
+        self._require_whole_blocks(name, kind, shape, start)
         offset = self._number(_LENGTH, f"{name}, offset")
         if offset % self.alignment:
             raise self._fail(f"the offset {offset} is no multiple of the alignment {self.alignment}", name, self.at - 8)
-        return name, kind, shape, offset, start
+        return name, TYPES[code], shape, offset, start
+
+    def _require_whole_blocks(self, name: str, kind: GgmlType, shape: tuple[int, ...], entry: int) -> None:
+        if (shape[-1] if shape else 1) % kind.block_values and kind.block_values > 1:
+            expected = f"rows of a multiple of {kind.block_values} values for {kind.name}"
+            raise self._fail(f"expected {expected}, got shape {list(shape)}", name, entry)
 
     def _locate(self, infos: list[tuple[str, GgmlType, tuple[int, ...], int, int]]) -> dict[str, GgufTensor]:
         """Absolute offsets and sizes. Refuses tensors that overlap or extend beyond the file."""
@@ -294,16 +297,16 @@ class _Header:
         ends = dict(zip(order, [infos[index][3] for index in order[1:]] + [available], strict=False))
         spans = [ends[index] - info[3] for index, info in enumerate(infos)]
         names = {info[0] for info in infos}
-        is_wide = _has_wide_blocks([(info, span) for info, span in zip(infos, spans, strict=True)], self.alignment)
+        placed = [(info[1], info[2], span) for info, span in zip(infos, spans, strict=True)]
+        meanings = _find_meanings(placed, self.alignment)
         for index, (name, kind, shape, offset, entry) in enumerate(infos):
             if name in tensors:
                 raise self._fail("a tensor of this name has occurred before", name, entry)
-            kind = WIDE_Q2_0 if is_wide and kind.name == "Q2_0" else kind
+            kind = meanings.get(kind.id, kind)
             if kind.name == "TL2/MXFP4" and f"{name}_scale" not in names:
                 kind = MXFP4
-                if shape[-1] % kind.block_values:
-                    raise self._fail(f"expected rows of a multiple of {kind.block_values} for MXFP4", name, entry)
-            nbytes = kind.nbytes(math.prod(shape)) if kind.known_size else ends[index] - offset
+            self._require_whole_blocks(name, kind, shape, entry)
+            nbytes = kind.nbytes(shape) if kind.known_size else ends[index] - offset
             if nbytes < 1 or offset + nbytes > available:
                 span = f"bytes {offset} to {offset + max(nbytes, 0)} of the data, which has {max(available, 0)}"
                 raise self._fail(f"{kind.name} of shape {list(shape)} would be {span}", name, entry)
@@ -314,13 +317,21 @@ class _Header:
         return tensors
 
 
-def _has_wide_blocks(infos: Sequence[tuple[tuple[Any, ...], int]], alignment: int) -> bool:
-    """Whether the tensors of type 42 have blocks of 128, not of 64: then these, and not those, fill their spans."""
-    sizes = [(shape, math.prod(shape), span) for (_, kind, shape, _, _), span in infos if kind.name == "Q2_0"]
+def _find_meanings(infos: Sequence[tuple[GgmlType, tuple[int, ...], int]], alignment: int) -> dict[int, GgmlType]:
+    """What each id in MEANINGS means in this file: the first type with which all tensors of the id fill their spans.
 
-    def fills(kind: GgmlType) -> bool:
-        whole = all(shape[-1] % kind.block_values == 0 for shape, _, _ in sizes)
-        gaps = [span - kind.nbytes(count) for _, count, span in sizes]
-        return whole and min(gaps) >= 0 and sum(gap >= alignment for gap in gaps) <= 1
+    infos: (type, shape, bytes from its beginning to that of the next) of each tensor.
+    """
+    meanings = {}
+    for code, kinds in MEANINGS.items():
+        sizes = [(shape, span) for kind, shape, span in infos if kind.id == code]
+        filling = (kind for kind in kinds if _fill_spans(kind, sizes, alignment))
+        meanings[code] = next(filling, kinds[0])
+    return meanings
 
-    return bool(sizes) and not fills(BY_NAME["Q2_0"]) and fills(WIDE_Q2_0)
+
+def _fill_spans(kind: GgmlType, sizes: Sequence[tuple[tuple[int, ...], int]], alignment: int) -> bool:
+    """Whether tensors of these (shape, span) have room in their spans, and fill all but perhaps the last."""
+    whole = all(shape[-1] % kind.block_values == 0 for shape, _ in sizes)
+    gaps = [span - kind.nbytes(shape) for shape, span in sizes]
+    return whole and all(gap >= 0 for gap in gaps) and sum(gap >= alignment for gap in gaps) <= 1

@@ -39,8 +39,10 @@ from .blocks import (
     DEQUANTIZABLE,
     GROUP_TYPES,
     TERNARY_BLOCKS,
+    TERNARY_ROWS,
     dequantize,
     groups_from_blocks,
+    groups_from_rows,
     quantize,
     read_values,
     ternary_from_blocks,
@@ -51,6 +53,10 @@ from .file import PLAIN_DTYPES, GgufFile, GgufTensor
 from .i2_s import fits_layout, i2_s_scale, unpack_i2_s
 
 _FLOATS = ("F32", "F16", "BF16")
+_NO_BIT_LINEAR = (
+    "a BitLinear's matrix has a single one. Convert it again from the ternary or the master weights; under llama and "
+    'the like, activations="float" reads it as ternary by blocks'
+)
 
 
 class GgufCheckpoint(Checkpoint):
@@ -68,7 +74,7 @@ class GgufCheckpoint(Checkpoint):
             self.metadata, self.typed = self.file.metadata, self.file.typed
             self._tiles: dict[tuple[int, int], tuple[int, int, int]] = {}
             check_dialect(self.file, self.evidence)
-            quantization = find_ternary(self.file, self.evidence)
+            quantization = find_ternary(self.file, self.evidence, self.options.activations)
             self.config = read_gguf_config(self.file, quantization, self.evidence)
             self._read_bases()
             self.taken = {ROPE_FREQS, *ROPE_FACTORS.values()} & set(self.file.tensors)  # read with the configuration
@@ -127,9 +133,10 @@ class GgufCheckpoint(Checkpoint):
     ) -> LinearWeight:
         """A matrix whose input stays in float, packed where the blocks are ternary."""
         kind, (height, width) = tensor.type.name, tensor.shape
-        if kind in GROUP_TYPES:
+        if kind in (*GROUP_TYPES, *TERNARY_BLOCKS, *TERNARY_ROWS):
+            split = groups_from_rows if kind in TERNARY_ROWS else groups_from_blocks
             with self.file.naming(tensor.name):
-                blocks = groups_from_blocks(partial(self.file.read_raw, tensor.name), kind, (height, width))
+                blocks = split(partial(self.file.read_raw, tensor.name), kind, (height, width))
             if blocks is not None and (own := place.take_groups(*blocks)) is not None:
                 packed, scales = (self._in_our_order(each, name) for each in own)
                 return from_blocks(packed, scales, width, bias)
@@ -225,12 +232,16 @@ class GgufCheckpoint(Checkpoint):
             with self.file.naming(tensor.name):
                 matrix = ternary_from_blocks(self.file.read_raw(tensor.name), kind, shape)
             if matrix is None:
-                message = (
-                    f"is {kind} whose blocks have different scales: it was not ternary when it was quantised, so no "
-                    "single ternary matrix is in it. Convert it again from the ternary or the master weights"
-                )
-                raise self.fail(tensor.name, message)
+                raise self.fail(tensor.name, f"is {kind} with several scales: {_NO_BIT_LINEAR}")
             return matrix
+        if kind in TERNARY_ROWS:
+            with self.file.naming(tensor.name):
+                planes, scales = groups_from_rows(partial(self.file.read_raw, tensor.name), kind, shape)
+            own = np.unique(scales[scales > 0])
+            if len(own) > 1:
+                raise self.fail(tensor.name, f"is {kind} with several scales: {_NO_BIT_LINEAR}")
+            scale = own[0] if len(own) else np.float32(quantization.SCALE_FLOOR)
+            return quantization.unpack_ternary(planes, shape[1]), scale
         if kind == "I2_S":
             return self._i2_s(tensor, shape)
         if kind in ("TL1", "TL2/MXFP4"):
