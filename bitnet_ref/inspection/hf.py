@@ -139,7 +139,7 @@ class HfInspector(Inspector):
         self.add_tensors(stored)
         if not stored and self.path.is_dir():
             files = sorted(self.folder.iterdir())
-            if others := [path.name for path in files if path.suffix in (".gguf", ".onnx")]:
+            if others := [path.name for path in files if path.suffix == ".onnx"]:
                 self.out.report("note", "weights", f"there is {', '.join(others[:3])}: give that file itself")
             elif others := [path.name for path in files if path.suffix in (".bin", ".pt", ".pth")]:
                 self.out.report(

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ..errors import BackendUnavailable, BitNetRefError, ConfigError, printable
 from ..formats.checkpoint import Checkpoint, LoadOptions, norms_of_layer, read_part
 from ..formats.gguf.blocks import BY_PACKAGE, DEQUANTIZABLE, dequantize
-from ..formats.gguf.file import PLAIN_DTYPES, GgufFile
+from ..formats.gguf.file import PLAIN_DTYPES, open_gguf
 from ..formats.names import gguf_name, hf_module, hf_modules
 from ..formats.onnx.file import OnnxFile
 from ..formats.open import choose_format, find_model, open_checkpoint
@@ -107,7 +107,7 @@ def _stored_tensors(path: Path) -> dict[str, ReadTensor]:
     """Every tensor in a file or folder, whatever it is for: name -> how to read it."""
     format_name, path = choose_format(path)
     if format_name == "gguf":
-        with GgufFile(path) as gguf:
+        with open_gguf(path) as gguf:
             return {name: partial(_read_gguf, path, name) for name in gguf.tensors}
     if format_name == "onnx":
         onnx = OnnxFile(path)
@@ -126,7 +126,7 @@ def _read_safetensors(path: Path, folder: Path | None, name: str) -> tuple[str, 
 
 
 def _read_gguf(path: Path, name: str) -> tuple[str, NDArray[Any]]:
-    with GgufFile(path) as file:
+    with open_gguf(path) as file:
         dtype, shape = file.tensors[name].type.name, file.tensors[name].shape
         if dtype in PLAIN_DTYPES:
             return dtype, file.read(name)

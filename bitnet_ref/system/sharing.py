@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 Shared = TypeVar("Shared")
-
+_PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf")
 
 _guard = threading.Lock()
 _loading: WeakValueDictionary[Hashable, threading.Lock] = WeakValueDictionary()  # locks of callers that load
@@ -31,8 +32,20 @@ def share_by_key(key: Hashable, make: Callable[[], Shared], is_usable: Callable[
 def model_files(path: Path) -> list[Path]:
     """The regular files that a model may be read from: the file itself if it holds all; else all beside it."""
     if path.is_file() and path.name.endswith((".gguf", ".bitnet.safetensors")):
-        return [path]
+        return [file for name in split_names(path.name) if (file := path.with_name(name)).is_file()]
     return sorted(file for file in (path if path.is_dir() else path.parent).iterdir() if file.is_file())
+
+
+def split_names(name: str) -> list[str]:
+    """The names of the files over which a GGUF is split, of that of any of them; the name alone where it is of no part.
+
+    >>> split_names("x-00002-of-00002.gguf")
+    ['x-00001-of-00002.gguf', 'x-00002-of-00002.gguf']
+    """
+    match = _PART.fullmatch(name)
+    if match is None:
+        return [name]
+    return [f"{match[1]}-{number:05}-of-{match[2]}.gguf" for number in range(1, int(match[2]) + 1)] or [name]
 
 
 def file_identity(path: Path) -> tuple[str, int, int, int, int]:

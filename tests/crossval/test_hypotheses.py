@@ -24,6 +24,7 @@ CASES = (
     "../families/qwen3-groups128/pq2_0-hadamard.gguf",
     "../families/qwen3_5-groups128-hybrid",
     "../families/smollm3",  # a layer without positions
+    "../families/hunyuan",  # norms of heads after RoPE
 )
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError
-from bitnet_ref.formats.gguf.blocks import GROUP_TYPES, TYPES
+from bitnet_ref.formats.gguf.blocks import GROUP_TYPES, TERNARY_ROWS, TYPES
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
 from bitnet_ref.formats.gguf.file import MAX_KEYS, MAX_STRINGS, MAX_TENSORS, GgufFile, Typed
 
@@ -93,7 +93,9 @@ def test_the_types_are_the_packages():
             continue
         mine = TYPES[kind.value]
         assert (mine.name, mine.block_values, mine.block_bytes) == (kind.name, values, size)
-    ours = {kind.id for kind in TYPES.values() if kind.name in GROUP_TYPES}  # which the package may not know yet
+    ours = {
+        kind.id for kind in TYPES.values() if kind.name in (*GROUP_TYPES, *TERNARY_ROWS)
+    }  # which the package may not know yet
     assert set(TYPES) == {kind.value for kind in gguf.GGML_QUANT_SIZES} | NO_TYPE_OF_ITS_OWN | ours
 
 

@@ -7,6 +7,7 @@ from safetensors.numpy import load_file
 
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError, NumericsError
+from bitnet_ref.families.groups import GroupTernaryWeight
 from bitnet_ref.formats.checkpoint import LoadOptions, parts, read_weights, scale_convention
 from bitnet_ref.formats.gguf.config import llama3_divisors, shortest
 from bitnet_ref.formats.gguf.evidence import block_linears, permute_rows, unpermute_rows
@@ -302,8 +303,8 @@ def test_dense_modules_of_a_ternary_llama(kind, tmp_path):
     np.testing.assert_array_equal(bitnet_ref.load(path, backend="numpy").logits(TOKENS), expected)
 
 
-def test_a_dense_llama_in_ternary_blocks_stays_dense(tmp_path):
-    """Blocks of different scales: what llama.cpp makes of a dense model that is asked to be TQ2_0."""
+def test_a_llama_in_ternary_blocks_of_several_scales(tmp_path):
+    """What llama.cpp makes of a dense model that is asked to be TQ2_0: ternary by blocks, inputs in float."""
     folder = write_family(tmp_path / "hf", FAMILIES["llama"])
     path = export(folder, tmp_path / "x.gguf", "f32")
     name, shape = "blk.0.attn_q.weight", (256, 256)
@@ -312,8 +313,9 @@ def test_a_dense_llama_in_ternary_blocks_stays_dense(tmp_path):
     path = changed(tmp_path / "y.gguf", path, tensors={name: (shape, "TQ2_0", raw.reshape(-1))})
     with GgufCheckpoint(path) as checkpoint:
         assert checkpoint.config.quantization is None
-        assert "blocks have different scales" in checkpoint.evidence[0]
-        assert isinstance(checkpoint.linear("blocks.0.attn.q_proj"), DenseWeight)
+        assert "TQ2_0 with several scales" in checkpoint.evidence[0]
+        assert isinstance(checkpoint.linear("blocks.0.attn.q_proj"), GroupTernaryWeight)
+        assert isinstance(checkpoint.linear("blocks.0.attn.k_proj"), DenseWeight)
     assert np.isfinite(bitnet_ref.load(path, backend="numpy").logits(TOKENS)).all()
 
 
@@ -323,7 +325,7 @@ def test_a_bitnet_of_blocks_with_different_scales_is_refused(tmp_path):
         shape = file.tensors["blk.1.ffn_up.weight"].shape
     raw[64:66] = np.array([0.5], np.float16).view(np.uint8)
     path = changed(tmp_path / "x.gguf", GGUF / "tq2_0.gguf", tensors={"blk.1.ffn_up.weight": (shape, "TQ2_0", raw)})
-    with pytest.raises(FormatError, match="TQ2_0 and not ternary") as caught:
+    with pytest.raises(FormatError, match="TQ2_0 with several scales") as caught:
         bitnet_ref.load(path, backend="numpy")
     assert caught.value.field == "blk.1.ffn_up.weight"
 

@@ -134,7 +134,7 @@ def test_one_of_several_files(hub, tmp_path):
         write_native(checkpoint, tmp_path / "a.bitnet.safetensors")
     data = (tmp_path / "a.bitnet.safetensors").read_bytes()
     hub.put("org/many", "main", {"a.bitnet.safetensors": data, "b.bitnet.safetensors": data, "c.gguf": b"GGUF"})
-    with pytest.raises(RegistryError, match=r"--file: a\.bitnet\.safetensors, b\.bitnet"):
+    with pytest.raises(RegistryError, match=r"NAME:FILE, .*: a\.bitnet\.safetensors, b\.bitnet"):
         pull("org/many")
     for name in ("b.bitnet.safetensors", "a.bitnet.safetensors"):  # the name means the one that was pulled last
         _, path = pull("org/many", file=name)
@@ -145,6 +145,8 @@ def test_one_of_several_files(hub, tmp_path):
     with pytest.raises(FormatError):
         pull("org/many", file="c.gguf")  # which is no GGUF
     assert find_model("org/many") == path
+    assert pull("org/many:b.bitnet.safetensors")[1].name == "b.bitnet.safetensors"
+    assert find_model("org/many@main:a.bitnet.safetensors").name == "a.bitnet.safetensors"
     invoke_json("rm", "org/many", "--yes")
     assert list(cached_models()) == []
     assert links() == {}

@@ -409,7 +409,7 @@ def test_what_is_readable_is_said(tmp_path):
         inspect_model(tmp_path / "m.bin")
 
 
-@pytest.mark.parametrize(("name", "words"), [("m.gguf", "give that file itself"), ("m.bin", "pickles are not read")])
+@pytest.mark.parametrize(("name", "words"), [("m.onnx", "give that file itself"), ("m.bin", "pickles are not read")])
 def test_a_folder_with_something_else(tmp_path, name, words):
     (tmp_path / name).write_bytes(b"?")
     assert any(words in message for message in messages(inspect_model(tmp_path), "note"))

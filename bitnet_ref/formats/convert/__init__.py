@@ -60,7 +60,7 @@ _TARGETS = (
         "native-base3", NATIVE_SUFFIX, lambda model, path, _, progress: write_native(model, path, "base3", progress)
     ),
 )
-MAX_WEIGHTS_PER_BYTE = 5  # ternary ones in base 3
+MAX_WEIGHTS_PER_BYTE = 8  # binary ones
 TARGETS = {target.name: target for target in _TARGETS}
 
 

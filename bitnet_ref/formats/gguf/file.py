@@ -14,12 +14,14 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import FormatError, ShapeError
+from ...system.sharing import split_names
 from ..binary_file import BinaryFile
 from ..safetensors import DTYPES
 from .blocks import MEANINGS, MXFP4, TYPES, GgmlType
@@ -68,10 +70,14 @@ class GgufFile(BinaryFile):
     """An open GGUF file. `typed`, `metadata` and `tensors` describe it; `read_raw` and `read` return one tensor.
 
     Scalars in the metadata are int, float, bool or str; an array of strings is a list, any other a NumPy array.
+    further: the files with the other tensors, of a model that `open_gguf` has put together.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
+    def __init__(self, path: str | os.PathLike[str], folder: Path | None = None) -> None:
+        """folder: as of `BinaryFile`."""
+        super().__init__(path, folder)
+        self.further: list[GgufFile] = []
+        self._holders: dict[str, GgufFile] = {}  # of the tensors that are in another file
         try:
             header = _Header(self)
         except BaseException:
@@ -82,9 +88,29 @@ class GgufFile(BinaryFile):
         self.tensors: dict[str, GgufTensor] = header.tensors
         self.metadata: dict[str, Any] = {key: typed.value for key, typed in self.typed.items()}
 
+    def close(self) -> None:
+        super().close()
+        for part in self.further:
+            part.close()
+
+    def add_part(self, part: GgufFile) -> None:
+        """Take the tensors of a further file of the model."""
+        self.further.append(part)
+        for name, tensor in part.tensors.items():
+            if name in self.tensors:
+                raise part.tensor_error(name, "is in an earlier part too")
+            self.tensors[name] = tensor
+            self._holders[name] = part
+
+    def read_all_ahead(self) -> None:
+        """`read_ahead` of everything."""
+        for file in (self, *self.further):
+            file.read_ahead([(0, file.size)])
+
     def tensor_error(self, name: str, message: str) -> FormatError:
         """The error to raise about a tensor. It names the tensor's place if the file has it."""
-        return self.error(message, self.tensors[name].offset if name in self.tensors else None, name)
+        holder = self._holders.get(name, self)
+        return holder.error(message, self.tensors[name].offset if name in self.tensors else None, name)
 
     @contextmanager
     def naming(self, name: str) -> Iterator[None]:
@@ -100,7 +126,7 @@ class GgufFile(BinaryFile):
         count = info.nbytes - start if count is None else count
         if not 0 <= start <= start + count <= info.nbytes:
             raise ValueError(f"{name}: bytes {start} to {start + count} of {info.nbytes}")
-        return self.read_array(np.uint8, (count,), info.offset + start, name)
+        return self._holders.get(name, self).read_array(np.uint8, (count,), info.offset + start, name)
 
     def read(self, name: str) -> NDArray:
         """A tensor of a type that NumPy has too (F32, F16, BF16, ...), in that dtype and its shape."""
@@ -109,6 +135,53 @@ class GgufFile(BinaryFile):
         if dtype is None:
             raise self.tensor_error(name, f"expected one of {', '.join(PLAIN_DTYPES)}, got {info.type.name}")
         return self.read_raw(name).view(dtype).reshape(info.shape)
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """An open GGUF file; where it is a part of a model that is split over several, the whole of that.
+
+    The other parts are found by their names, in the same folder. The first has the metadata.
+    """
+    file = GgufFile(path)
+    try:
+        count, number = (_whole_number(file, f"split.{key}", default) for key, default in (("count", 1), ("no", 0)))
+        if count < 2:
+            return file
+        names = split_names(path.name)
+        if len(names) != count or path.name != names[min(number, count - 1)]:
+            expected = f"NAME-{number + 1:05}-of-{count:05}.gguf, beside the others"
+            raise file.error(
+                f"is part {number + 1} of {count} of a model; its name must be {expected}", None, "split.no"
+            )
+        if number:
+            file.close()
+            file = _open_part(path, names, 0)
+        for index in range(1, count):
+            part = _open_part(path, names, index)
+            file.add_part(part)
+            if (_whole_number(part, "split.no", 0), _whole_number(part, "split.count", 1)) != (index, count):
+                raise part.error(f"expected part {index + 1} of {count}", None, "split.no")
+        total = _whole_number(file, "split.tensors.count", len(file.tensors))
+        if total != len(file.tensors):
+            raise file.error(f"says {total}; all parts have {len(file.tensors)}", None, "split.tensors.count")
+        return file
+    except BaseException:
+        file.close()
+        raise
+
+
+def _open_part(path: Path, names: Sequence[str], index: int) -> GgufFile:
+    part = path.with_name(names[index])
+    if not os.path.lexists(part):
+        raise FormatError(f"part {index + 1} of {len(names)} is missing: {part.name}", path=path)
+    return GgufFile(part, path.parent)
+
+
+def _whole_number(file: GgufFile, key: str, default: int) -> int:
+    value = file.metadata.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
+        raise file.error(f"expected a whole number, got {value!r}"[:200], None, key)
+    return value
 
 
 class _Header:

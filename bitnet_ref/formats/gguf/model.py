@@ -49,7 +49,7 @@ from .blocks import (
 )
 from .config import ROPE_FACTORS, ROPE_FREQS, read_gguf_config, tensor_shape
 from .evidence import block_linears, check_dialect, find_i2_s_layout, find_ternary, permuted_heads, unpermute_rows
-from .file import PLAIN_DTYPES, GgufFile, GgufTensor
+from .file import PLAIN_DTYPES, GgufTensor, open_gguf
 from .i2_s import fits_layout, i2_s_scale, unpack_i2_s
 
 _FLOATS = ("F32", "F16", "BF16")
@@ -69,7 +69,7 @@ class GgufCheckpoint(Checkpoint):
         self.path = path
         self.options = options or LoadOptions()
         self.evidence: list[str] = []
-        self.file = GgufFile(path)
+        self.file = open_gguf(path)
         try:
             self.metadata, self.typed = self.file.metadata, self.file.typed
             self._tiles: dict[tuple[int, int], tuple[int, int, int]] = {}
@@ -91,7 +91,7 @@ class GgufCheckpoint(Checkpoint):
         self.file.close()
 
     def read_ahead(self) -> None:
-        self.file.read_ahead([(0, self.file.size)])
+        self.file.read_all_ahead()
 
     def fail(self, tensor: str, message: str) -> FormatError:
         return self.file.tensor_error(tensor, message)

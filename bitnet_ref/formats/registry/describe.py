@@ -11,7 +11,7 @@ from ...errors import ConfigError, FormatError
 from ...reference.config import ModelConfig
 from ...system.json_file import read_bounded
 from ...system.sharing import model_files
-from ..gguf.file import GgufFile
+from ..gguf.file import open_gguf
 from ..open import open_checkpoint
 from .names import MODEL_CARD
 
@@ -49,7 +49,7 @@ def usage_of(path: Path) -> dict[str, Any]:
 def licence_of(path: Path) -> str | None:
     """Of a GGUF's metadata, or of the model card's front matter (README.md) beside the model; None if none says."""
     if path.suffix == ".gguf":
-        with GgufFile(path) as file:
+        with open_gguf(path) as file:
             licence = file.metadata.get("general.license")
         if isinstance(licence, str):
             return licence[:64]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...errors import FormatError, RegistryError
 from ...system.atomic import atomic_path, explain_os_errors
 from ...system.json_file import read_bounded
-from .names import is_reference, model_in, parse_reference
+from .names import is_reference, model_in, parse_reference, split_choice
 
 WEIGHTS = (".safetensors", ".gguf")
 
@@ -27,10 +27,13 @@ class CachedModel(NamedTuple):
         """Whether `@revision` means this snapshot: a branch or tag of it, or the start of its commit."""
         return revision in self.revisions or (len(revision) >= 7 and self.commit.startswith(revision))
 
-    def path(self) -> Path:
-        """What to load: the folder, or the one file of a model in it. Raises RegistryError if it holds no model."""
+    def path(self, file: str | None = None) -> Path:
+        """What to load: the folder, or the one file of a model in it, or that `file` of several (see `choose_files`).
+
+        Raises RegistryError if it holds no model.
+        """
         try:
-            return model_in(self.folder)
+            return model_in(self.folder, file)
         except (OSError, RegistryError) as problem:
             message = f"the Hugging Face cache has {self.name}, which cannot be loaded by its name: {problem}"
             raise RegistryError(f"{message}; its files are in {self.folder}") from problem
@@ -75,11 +78,13 @@ def matching_models(text: str) -> list[CachedModel]:
 
 
 def find_cached(text: str) -> Path | None:
-    """The path of "org/repo" (main, or the only snapshot) or of "org/repo@revision"; None if it is not there."""
+    """The path of "org/repo" (main, or the only snapshot) or of "org/repo@revision"; None if it is not there. Both may
+    end in ":Q2_0" or ":FILE", which says which file."""
+    text, file = split_choice(text)
     chosen = matching_models(text)
     if "@" not in text:
         chosen = [each for each in chosen if "main" in each.revisions] or chosen[: len(chosen) == 1]
-    return chosen[0].path() if chosen else None
+    return chosen[0].path(file) if chosen else None
 
 
 def write_ref(file: Path, commit: str) -> None:

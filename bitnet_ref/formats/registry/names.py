@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ...errors import RegistryError
+from ...system.sharing import split_names
 from ..checkpoint import TOKENIZER_FILES
 from ..hf.folder import INDEX_FILE, SINGLE_FILE
 from ..native.model import SUFFIX as NATIVE_SUFFIX
@@ -46,27 +47,54 @@ def check_name(name: str) -> None:
 def choose_files(names: Iterable[str], file: str | None = None) -> tuple[list[str], str | None]:
     """(the files of one model among a folder's file names, the file to open or None for the folder).
 
-    file: the weights file to take if there are several. Only files with known names and suffixes in the folder itself
-    are taken: no code, no pickles, no subfolders. Raises RegistryError if there is no model, or more than one.
+    file: the weights file to take if there are several, or the type in its name: "Q2_0". Of a model that is split over
+    several files the first is opened. Only files with known names and suffixes in the folder itself are taken: no code,
+    no pickles, no subfolders. Raises RegistryError if there is no model, or more than one.
     """
     plain = {name for name in names if _FILE.fullmatch(name)}
-    single = sorted(name for name in plain if name.endswith((NATIVE_SUFFIX, ".gguf")))
+    files = sorted(name for name in plain if name.endswith((NATIVE_SUFFIX, ".gguf")))
+    single = [name for name in files if name == split_names(name)[0] or split_names(name)[0] not in plain]
     if file is not None:
-        if file not in single:
-            listed = ", ".join(single[:20]) or "none"
-            raise RegistryError(f"there is no model file {file[:120]!r}; there are: {listed}")
-        return [file], file
+        chosen = [file] if file in files else [name for name in single if _has_type(name, file)]
+        if len(chosen) != 1:
+            listed = ", ".join((chosen or single)[:20]) or "none"
+            what = "are several model files" if chosen else "is no model file"
+            raise RegistryError(f"there {what} {file[:120]!r}; there are: {listed}")
+        return _parts(chosen[0], plain), chosen[0]
     hf = {SINGLE_FILE} & plain or {name for name in plain if _SHARD.fullmatch(name) or name == INDEX_FILE}
     if "config.json" in plain and hf & {SINGLE_FILE, INDEX_FILE}:
         return sorted(hf | {"config.json"} | plain & {*TOKENIZER_FILES, MODEL_CARD}), None
     if len(single) == 1:
-        return single, single[0]
+        return _parts(single[0], plain), single[0]
     if single:
-        raise RegistryError(f"it holds several models; choose one with pull --file: {', '.join(single[:20])}")
+        raise RegistryError(
+            f"it holds several models; say which, as NAME:TYPE or NAME:FILE, the type as in a file's name: "
+            f"{', '.join(single[:20])}"
+        )
     raise RegistryError(
         f"it holds no model that bitnet_ref reads: neither config.json with {SINGLE_FILE} or {INDEX_FILE}, "
         f"nor a {NATIVE_SUFFIX} or .gguf file"
     )
+
+
+def _parts(name: str, plain: set[str]) -> list[str]:
+    """The files of the model that begins with, or is, this one; those that are there."""
+    return [part for part in split_names(name) if part in plain]
+
+
+def _has_type(name: str, type_name: str) -> bool:
+    """Whether a file's name has the type, as a word: "Ternary-Bonsai-8B-Q2_0.gguf" has Q2_0, in any case."""
+    return re.search(rf"(?:^|[-.]){re.escape(type_name)}(?:[-.])", name, re.IGNORECASE) is not None
+
+
+def split_choice(text: str) -> tuple[str, str | None]:
+    """ "org/repo:Q2_0" -> (the name, which of its files, or None).
+
+    >>> split_choice("org/repo@v1:Q2_0")
+    ('org/repo@v1', 'Q2_0')
+    """
+    name, colon, which = text.rpartition(":")
+    return (name, which) if colon and name and _FILE.fullmatch(which) else (text, None)
 
 
 def model_in(folder: Path, file: str | None = None) -> Path:

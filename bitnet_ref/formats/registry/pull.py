@@ -25,7 +25,7 @@ from ..hf.folder import SINGLE_FILE
 from ..open import open_checkpoint
 from .hub_cache import WEIGHTS, CachedModel, hub_cache, repository_folder, write_ref
 from .links import links, remove_link, set_link
-from .names import check_name, choose_files, model_in, parse_reference
+from .names import check_name, choose_files, model_in, parse_reference, split_choice
 
 INSTALL = "pip install 'bitnet-ref[hub]'"
 MAX_GIT_BYTES = 64 << 20  # of a file that is not in LFS
@@ -42,10 +42,13 @@ def pull(reference: str, *, name: str | None = None, file: str | None = None) ->
     """Fetch "org/repo", or "org/repo@revision" (a branch, a tag or a commit), into the Hugging Face cache.
 
     -> the snapshot, and the path to load: its folder, or the one file
-    name: one more name for it here.   file: which of several .gguf or native files to take; the name then means it.
+    name: one more name for it here.   file: which of several .gguf or native files to take, by its name or the type in
+    it, as may follow the reference ("org/repo:Q2_0"); the name then means it.
     Raises HubError if the hub cannot be reached, RegistryError if it has no such model, FormatError if the files are no
     model, StorageError if they cannot be written.
     """
+    reference, which = split_choice(reference)
+    file = file or which
     repository, revision = parse_reference(reference)
     if "/" not in repository:
         raise RegistryError(f"expected ORG/REPO as the hub has it, got {repository!r}")

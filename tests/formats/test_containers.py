@@ -1,0 +1,288 @@
+"""Models as other people's tools write them, and the GGUF types that they brought: by golden files of these tools, by
+encoders written from the descriptions, and by files that are damaged."""
+
+import json
+import shutil
+from itertools import product
+
+import numpy as np
+import pytest
+from helpers import DATA, model, rng
+from safetensors.numpy import load_file
+from test_gguf_model import changed
+
+import bitnet_ref
+from bitnet_ref.errors import ConfigError, FormatError
+from bitnet_ref.families.groups import GroupTernaryWeight
+from bitnet_ref.formats.convert import convert
+from bitnet_ref.formats.gguf.blocks import dequantize, groups_from_blocks, groups_from_rows
+from bitnet_ref.formats.gguf.file import GgufFile, Typed
+from bitnet_ref.formats.gguf.model import GgufCheckpoint
+from bitnet_ref.inspection import inspect_model
+from bitnet_ref.reference.quantization import unpack_ternary
+from bitnet_ref.reference.weights import TernaryWeight
+
+CASES = DATA / "containers"
+NAMES = sorted(folder.name for folder in CASES.iterdir())
+SPLIT = CASES / "gguf-split"
+TOKENS = [1, 5, 9, 2, 7]
+
+
+def read_all(raw):
+    return lambda start, count: raw[start : start + count]
+
+
+# -- golden files ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_golden(name, backend_name):
+    case = json.loads((CASES / name / "case.json").read_text())
+    golden = load_file(CASES / name / "golden.safetensors")
+    m = model(CASES / name / case["path"], backend_name)
+    np.testing.assert_allclose(m.logits(golden["tokens"]), golden["logits"], rtol=0, atol=case["tolerance"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_native_file_of_it_is_the_same_model(name, tmp_path):
+    path = CASES / name / json.loads((CASES / name / "case.json").read_text())["path"]
+    assert convert(path, tmp_path / "x.bitnet.safetensors", "native").exact
+    again = bitnet_ref.load(tmp_path / "x.bitnet.safetensors", backend="numpy")
+    np.testing.assert_array_equal(again.logits(TOKENS), model(path).logits(TOKENS))
+    assert inspect_model(path).errors == []
+
+
+# -- types -------------------------------------------------------------------------------------------------------------
+
+
+def iq2_bn(codes, scales):
+    """Of each row a float32 scale; of each 64 weights 16 bytes: weight 16 l + i at bits 2 l of byte i."""
+    rows = b""
+    for row, scale in zip(codes, scales, strict=True):
+        rows += np.float32(scale).tobytes()
+        for block in row.reshape(-1, 64):
+            for i in range(16):
+                rows += bytes([sum(int(block[16 * lane + i]) << 2 * lane for lane in range(4))])
+    return np.frombuffer(rows, dtype=np.uint8)
+
+
+def iq2_bn_r4(codes, scales):
+    """Of four rows the scales; of each 64 weights 64 bytes: byte 16 l + 4 r + i has 16 l + i, 4, 8, 12 on of row r."""
+    rows = b""
+    for four, scale in zip(codes.reshape(-1, 4, codes.shape[1]), scales.reshape(-1, 4), strict=True):
+        rows += scale.astype(np.float32).tobytes()
+        for first in range(0, codes.shape[1], 64):
+            for lane, r, i in product(range(4), range(4), range(4)):
+                at = first + 16 * lane + i
+                rows += bytes([sum(int(four[r, at + 4 * step]) << 2 * step for step in range(4))])
+    return np.frombuffer(rows, dtype=np.uint8)
+
+
+def iq1_bn(codes, scales):
+    """Of each row a float16 scale; of each 64 weights 13 bytes: v in base 3, the lowest digit first, as 256 v / 243."""
+
+    def byte(digits):
+        return -(-256 * sum(int(digit) * 3**n for n, digit in enumerate(digits)) // 243)
+
+    rows = b""
+    for row, scale in zip(codes, scales, strict=True):
+        rows += np.float16(scale).tobytes()
+        for block in row.reshape(-1, 64):
+            quarters = block.reshape(4, 16)
+            rows += bytes([byte(quarters[i, 5 * k : 5 * k + 5]) for i in range(4) for k in range(3)])
+            rows += bytes([byte([*quarters[:, 15], 0])])
+    return np.frombuffer(rows, dtype=np.uint8)
+
+
+@pytest.mark.parametrize(("kind", "encode"), [("IQ1_BN", iq1_bn), ("IQ2_BN", iq2_bn), ("IQ2_BN_R4", iq2_bn_r4)])
+def test_rows_of_ik_llama_cpp(kind, encode):
+    codes, scales = rng(1).integers(0, 3, (8, 192), dtype=np.uint8), np.arange(1, 9, dtype=np.float32) / 16
+    codes[5] = 1
+    raw = encode(codes, scales)
+    packed, found = groups_from_rows(read_all(raw), kind, codes.shape)
+    np.testing.assert_array_equal(unpack_ternary(packed, 192), codes.astype(np.int8) - 1)
+    np.testing.assert_array_equal(found[:, 0], np.where(np.arange(8) == 5, 0, scales))
+    values = (codes.astype(np.float32) - 1) * scales[:, None]
+    np.testing.assert_array_equal(dequantize(raw, kind, codes.shape), values)
+
+
+def test_bad_rows():
+    raw = iq2_bn(np.ones((2, 64), np.uint8), np.array([0.5, -1]))
+    with pytest.raises(FormatError, match="row 1 has the scale -1"):
+        groups_from_rows(read_all(raw), "IQ2_BN", (2, 64))
+    raw = iq2_bn(np.full((2, 64), 3, np.uint8), np.array([0.5, 1]))
+    with pytest.raises(FormatError, match="row 0 holds the invalid ternary code 3"):
+        groups_from_rows(read_all(raw), "IQ2_BN", (2, 64))
+
+
+def stq1_0(weights, scales):
+    """Of each 256 weights 32 bytes of slots, 8 of signs, d; four weights 16 apart have one zero each."""
+    out = b""
+    for block, scale in zip(weights.reshape(-1, 256), scales, strict=True):
+        slots, signs = [0] * 32, [0] * 8
+        for g in range(64):
+            lanes = [int(block[64 * (g // 16) + g % 16 + 16 * p]) for p in range(4)]
+            zero, others = lanes.index(0), [lane for lane in lanes if lane]
+            tail = (others[1] != others[0]) | (others[2] != others[0]) << 1
+            slots[g // 2] |= (zero << 2 | tail) << 4 * (g % 2)
+            signs[g // 8] |= (others[0] < 0) << g % 8
+        out += bytes(slots) + bytes(signs) + np.float16(scale).tobytes()
+    return np.frombuffer(out, dtype=np.uint8)
+
+
+def sherry(n, k):
+    """(n, k) in {-1, 0, 1}: of four weights 16 apart one is zero."""
+    w = rng(2).choice([-1, 1], (n * k // 64, 4, 16)).astype(np.int8)
+    np.put_along_axis(w, rng(3).integers(0, 4, (n * k // 64, 1, 16)), 0, axis=1)
+    return w.reshape(n, k)
+
+
+def test_sherrys_blocks():
+    w, scales = sherry(4, 512), np.arange(1, 9, dtype=np.float16) / 8
+    raw = stq1_0(w, scales)
+    packed, found = groups_from_blocks(read_all(raw), "STQ1_0", w.shape)
+    np.testing.assert_array_equal(unpack_ternary(packed, 512), w)
+    np.testing.assert_array_equal(found.reshape(-1), scales)
+    np.testing.assert_array_equal(dequantize(raw, "STQ1_0", w.shape), w * np.repeat(scales.reshape(4, 2), 256, axis=1))
+
+
+def test_binary_blocks():
+    signs = rng(4).choice([-1, 1], (2, 256)).astype(np.int8)
+    for kind, size in (("Q1_0", 128), ("Q1_0 of 32", 32)):
+        bits = np.packbits(signs.reshape(-1, size) > 0, axis=1, bitorder="little")
+        d = np.full((len(bits), 1), 0.25, np.float16).view(np.uint8)
+        raw = np.concatenate([d, bits], axis=1).reshape(-1)
+        packed, scales = groups_from_blocks(read_all(raw), kind, signs.shape)
+        np.testing.assert_array_equal(unpack_ternary(packed, 256), signs)
+        assert set(scales.reshape(-1).tolist()) == {0.25}
+        np.testing.assert_array_equal(dequantize(raw, kind, signs.shape), signs * np.float32(0.25))
+
+
+@pytest.mark.parametrize(
+    ("code", "size", "block", "name"),
+    [
+        (42, 72, 256, "Q2_0"),
+        (42, 68, 256, "Q2_0 of 128"),
+        (42, 42, 256, "STQ1_0"),
+        (40, 144, 256, "NVFP4"),
+        (40, 48, 256, "Q1_0 of 32"),
+    ],
+)
+def test_what_an_id_means_is_told_by_the_spans(tmp_path, code, size, block, name):
+    """As bytes of a type that is one byte wide, then with the id changed in the header."""
+    matrix = np.zeros(8 * size, dtype=np.uint8)
+    tensors = dict.fromkeys(("a.weight", "b.weight"), ((8 * size,), "I8", matrix))
+    path = changed(tmp_path / "x.gguf", DATA / "gguf" / "i2_s.gguf", tensors=tensors)
+    data = path.read_bytes()
+    for each in (b"a.weight", b"b.weight"):
+        at = data.index(each + b"\x01\0\0\0") + len(each) + 4
+        data = data[:at] + (8 * block).to_bytes(8, "little") + code.to_bytes(4, "little") + data[at + 12 :]
+    path.write_bytes(data)
+    with GgufFile(path) as file:
+        assert {file.tensors[each].type.name for each in ("a.weight", "b.weight")} == {name}
+        assert file.tensors["b.weight"].nbytes == 8 * size
+
+
+# -- what ternary linears do with their inputs -------------------------------------------------------------------------
+
+
+TRILM = CASES / "gguf-tq1_0-default" / "model.gguf"  # two scales in each matrix
+
+
+def one_scale(tmp_path, other=None, **metadata):
+    """The same with one scale. other: but for the last block of one matrix."""
+    tensors = {}
+    with GgufFile(TRILM) as file:
+        for tensor in file.tensors.values():
+            if tensor.type.name == "TQ1_0":
+                blocks = file.read_raw(tensor.name).reshape(-1, 54)
+                blocks[:, 52:] = np.array([0.0625], np.float16).view(np.uint8)
+                if other is not None and not tensors:
+                    blocks[-1, 52:] = np.array([other], np.float16).view(np.uint8)
+                tensors[tensor.name] = (tensor.shape, "TQ1_0", blocks.reshape(-1))
+    values = {f"general.{key}": Typed("string", value) for key, value in metadata.items()}
+    return changed(tmp_path / "x.gguf", TRILM, values, drop=["general.name"] * (not metadata), tensors=tensors)
+
+
+def test_one_scale_is_a_bit_linears_unless_something_says_otherwise(tmp_path):
+    path = one_scale(tmp_path)
+    with GgufCheckpoint(path) as checkpoint:
+        assert any('activations="float"' in words for words in checkpoint.evidence)
+        assert isinstance(checkpoint.linear("blocks.0.attn.q_proj"), TernaryWeight)
+    m = bitnet_ref.load(path, backend="numpy")
+    assert m.config.quantization.int8_activations
+    floats = bitnet_ref.load(path, backend="numpy", activations="float")
+    assert not floats.config.quantization.int8_activations
+    assert isinstance(floats.weights.layers[0].q_proj, GroupTernaryWeight)
+    assert 0 < np.abs(floats.logits(TOKENS) - m.logits(TOKENS)).max() < 3
+    named = bitnet_ref.load(one_scale(tmp_path, name="TriLM 99M"), backend="numpy")
+    np.testing.assert_array_equal(named.logits(TOKENS), floats.logits(TOKENS))
+    forced = bitnet_ref.load(tmp_path / "x.gguf", backend="numpy", activations="int8")
+    np.testing.assert_array_equal(forced.logits(TOKENS), m.logits(TOKENS))
+
+
+def test_several_scales_leave_the_inputs_in_float(tmp_path):
+    with GgufCheckpoint(TRILM) as checkpoint:
+        assert any("several scales, which no BitLinear has" in words for words in checkpoint.evidence)
+        assert checkpoint.config.quantization is None
+    for path in (TRILM, one_scale(tmp_path, other=0.125)):  # all scales are looked at
+        with pytest.raises(FormatError, match="TQ1_0 with several scales: a BitLinear's matrix has a single one"):
+            bitnet_ref.load(path, backend="numpy", activations="int8")
+        assert bitnet_ref.load(path, backend="numpy").config.quantization is None
+    with pytest.raises(ConfigError, match="activations"):
+        bitnet_ref.load(TRILM, activations="fp8")
+
+
+# -- split files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parts(tmp_path):
+    shutil.copytree(SPLIT, tmp_path / "split")
+    return sorted((tmp_path / "split").glob("*.gguf"))
+
+
+def test_any_part_or_the_folder_opens_the_whole(parts):
+    expected = model(SPLIT / parts[0].name).logits(TOKENS)
+    for path in (*parts, parts[0].parent):
+        np.testing.assert_array_equal(bitnet_ref.load(path, backend="numpy").logits(TOKENS), expected)
+        assert bitnet_ref.load(path, backend="numpy", share=True).config.num_hidden_layers == 2
+        assert inspect_model(path).errors == []
+
+
+def test_parts_that_do_not_fit_together(parts):
+    def fails(words, path=parts[0]):
+        with pytest.raises(FormatError, match=words):
+            bitnet_ref.load(path, backend="numpy")
+
+    whole = [path.read_bytes() for path in parts]
+    parts[1].unlink()
+    fails("part 2 of 3 is missing: model-00002-of-00003.gguf")
+    fails("part 2 of 3 is missing: model-00002-of-00003.gguf", parts[2])
+    parts[1].write_bytes(whole[2])
+    fails("expected part 2 of 3|is in an earlier part too")
+    parts[1].write_bytes(whole[1])
+    other = parts[0].with_name("other.gguf")
+    other.write_bytes(whole[1])
+    fails(r"is part 2 of 3 of a model; its name must be NAME-00002-of-00003\.gguf", other)
+    changed(parts[2], SPLIT / parts[2].name, drop=["blk.1.ffn_up.weight"])
+    fails("split.tensors.count: says 25; all parts have")
+    changed(parts[2], SPLIT / parts[2].name, {"split.no": Typed("string", "2")})
+    fails("split.no: expected a whole number")
+    parts[2].unlink()
+    elsewhere = parts[0].parent.parent / "elsewhere.gguf"
+    elsewhere.write_bytes(whole[2])
+    parts[2].symlink_to(elsewhere)
+    fails("link")
+
+
+def test_a_folder_of_several_models_says_which_there_are(parts):
+    folder = parts[0].parent
+    shutil.copy(CASES / "gguf-q1_0" / "model.gguf", folder / "Bonsai-Q1_0.gguf")
+    with pytest.raises(FormatError, match=r"NAME:TYPE or NAME:FILE.*Bonsai-Q1_0\.gguf, model-00001-of-00003\.gguf$"):
+        bitnet_ref.load(folder)
+    expected = model(CASES / "gguf-q1_0" / "model.gguf").logits(TOKENS)
+    for which in ("Q1_0", "q1_0", "Bonsai-Q1_0.gguf"):
+        np.testing.assert_array_equal(bitnet_ref.load(f"{folder}:{which}", backend="numpy").logits(TOKENS), expected)
+    with pytest.raises(FormatError, match="no model file 'Q4_K'"):
+        bitnet_ref.load(f"{folder}:Q4_K")
