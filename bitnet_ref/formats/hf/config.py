@@ -18,6 +18,7 @@ from ...families.rope import ROPE_TYPES, longrope_scale, make_rope, yarn_scale
 from ...reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ...system.json_file import read_json_object
 from .config_keys import BITNET_PACKING, Doubt, check_unread, have_same_meaning, is_off
+from .packings import check_awq
 from .wrappers import hf_form, text_part
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -206,6 +207,9 @@ def _quantization(raw: Any, doubts: list[Doubt]) -> QuantizationConfig | None:
     field = "quantization_config"
     if not isinstance(raw, dict):
         raise ConfigError(f"expected an object, got {raw!r}", field=field)
+    if raw.get("quant_method") == "awq":
+        check_awq(raw)
+        return None
     if raw.get("quant_method") != "bitnet":
         raise ConfigError(
             f'expected "bitnet", got {raw.get("quant_method")!r}: other quantisations are not supported',

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ...errors import ConfigError, describe
 from ...reference.config import ModelConfig
+from .packings import describe_mlx
 
 
 class Doubt(NamedTuple):
@@ -91,7 +92,7 @@ _WITHOUT_EFFECT = {
     *("is_bitnet_config", "language_model_only", "is_vision_model", "num_nextn_predict_layers", "vocab_size_padded"),
     *("weight_bits", "input_bits", "sliding_window", "attention_bias", "mlp_bias", "rope_parameters", "rope_scaling"),
     *("rope_theta", "original_max_position_embeddings", "partial_rotary_factor", "max_window_layers"),
-    *("use_sliding_window", "quantization_config", "model_type", "type_vocab_size"),
+    *("use_sliding_window", "quantization_config", "quantization", "model_type", "type_vocab_size"),
 }
 _WITHOUT_EFFECT_ENDINGS = ("_dropout", "_dropout_prob", "_pdrop", "_token_id", "_token_index")
 _NAMED = 6  # keys that one message names
@@ -117,7 +118,7 @@ def refuse_other_packings(raw: Mapping[str, Any]) -> None:
     """ConfigError for a key that says that the weights are packed in a way that is not read."""
     for key, name in OTHER_PACKING.items():
         value = raw.get(key)
-        if is_off(value):
+        if is_off(value) or (key == "quantization" and describe_mlx(raw) is not None):
             continue
         if isinstance(value, dict) and "bits" in value:
             mode = str(value.get("mode", "affine"))[:20]

@@ -26,6 +26,7 @@ from ..binary_file import Closeable, first_not_finite
 from ..checkpoint import (
     Checkpoint,
     LoadOptions,
+    all_linears,
     arrays_of_layer,
     has_bias,
     is_ternary,
@@ -38,7 +39,8 @@ from ..names import HF_PREFIXES, hf_module, hf_modules
 from ..packing import pack_from_hf, split_ternary
 from ..places import linear_place
 from ..safetensors import DTYPES, SafetensorsFile, TensorInfo
-from .config import read_hf_config
+from .config import MAX_CONFIG_BYTES, read_hf_config
+from .packings import HADAMARD_TYPE, describe_mlx, read_affine, read_awq, read_hadamard_modules
 from .wrappers import hf_form
 
 MAX_INDEX_BYTES = 64 << 20
@@ -230,6 +232,11 @@ class HfCheckpoint(Checkpoint):
             self.config = replace(self.config, quantization=online)
         self.kind = "hf-bf16" if self._scale_convention in (None, "absmean") else "hf-packed"
         self.evidence: list[str] = self._describe_left_out()
+        if config is None and any(name.endswith(".scales") for name in names):
+            self._read_packing(options or LoadOptions())
+        moved = [name for name in names if name.endswith(".conv1d.weight")]
+        # mlx-lm writes Qwen3.5 with the axes of its convolution in another order, and then with the 1 of norms added
+        self._norms_are_whole = bool(moved) and self.tensors.info(moved[0]).shape[-1:] == (1,)
 
     def close(self) -> None:
         self.tensors.close()
@@ -240,22 +247,49 @@ class HfCheckpoint(Checkpoint):
     def fail(self, tensor: str, message: str) -> FormatError:
         return self.tensors.fail(tensor, message)
 
-    def embedding(self) -> DenseWeight:
-        tensor = f"{self.tensors.module('embedding')}.weight"
-        return DenseWeight(self.tensors.take(tensor, linear_shape(self.config, "embedding")))
+    def _read_packing(self, options: LoadOptions) -> None:
+        """What config.json says about matrices that other tools have packed."""
+        raw = read_json_object(self.folder / "config.json", ConfigError, MAX_CONFIG_BYTES, self.folder)
+        try:
+            if words := describe_mlx(raw):
+                self.evidence.append(words)
+            if raw.get("model_type") == HADAMARD_TYPE:
+                stored = read_hadamard_modules(self.folder, raw, self.tensors)
+                names = ("embedding", *all_linears(self.config))
+                by_module = {name: stored.get(self._module(name)) for name in names}
+                self.set_bases({name: basis for name, basis in by_module.items() if basis is not None}, options)
+        except BaseException:
+            self.close()
+            raise
+
+    def _module(self, name: str) -> str:
+        return self.tensors.rename(linear_place(self.config, name, "hf").module)
+
+    def _dense(self, name: str, bias: NDArray[np.float32] | None) -> LinearWeight:
+        """A matrix that is no BitLinear's, (N, K)."""
+        place, width = linear_place(self.config, name, "hf"), linear_shape(self.config, name)[1]
+        module = self.tensors.rename(place.module)
+        if f"{module}.qweight" in self.tensors:
+            return read_awq(self.tensors, module, place, width, bias)
+        if f"{module}.scales" in self.tensors:
+            return read_affine(self.tensors, module, place, width, bias)
+        return DenseWeight(place.take(self.tensors.take(f"{module}.weight", (place.height, width))), bias)
+
+    def embedding(self) -> LinearWeight:
+        return self._dense("embedding", None)
 
     def norm(self, name: str) -> NDArray[np.float32]:
         tensors = [f"{self.tensors.rename(module)}.weight" for module in hf_modules(name, self.config)]
         stored = next((tensor for tensor in tensors if tensor in self.tensors), tensors[0])
         weight = self._vector(stored, norm_size(self.config, name))
-        return weight + np.float32(1.0) if hf_form(self.config.model_type).norms_add_one else weight
+        adds_one = hf_form(self.config.model_type).norms_add_one and not self._norms_are_whole
+        return weight + np.float32(1.0) if adds_one else weight
 
     def linear(self, name: str) -> LinearWeight:
-        place = linear_place(self.config, name, "hf")
-        module, (out_features, in_features) = self.tensors.rename(place.module), linear_shape(self.config, name)
+        module, (out_features, in_features) = self._module(name), linear_shape(self.config, name)
         bias = self._vector(f"{module}.bias", out_features) if has_bias(self.config, name) else None
         if not is_ternary(self.config, name):
-            return DenseWeight(place.take(self.tensors.take(f"{module}.weight", (place.height, in_features))), bias)
+            return self._dense(name, bias)
         eps, inner = self.input_norm_eps, f"{module}.rms_norm.weight"
         inner = inner if inner in self.tensors else f"{module}.norm.weight"  # BitNet-Embedding's name of it
         own_norm = None if eps is None else self._vector(inner, in_features)
@@ -276,7 +310,9 @@ class HfCheckpoint(Checkpoint):
         _, layer, part = name.split(".", 2)
         form, shape = family_of(self.config).arrays[part], arrays_of_layer(self.config, int(layer))[name]
         tensor = f"{self.tensors.rename(f'model.layers.{layer}')}.{form.hf}"
-        stored = self.tensors.take(tensor, form.hf_shape(shape)).astype(np.float32)
+        expected = form.hf_shape(shape)
+        moved = (expected[0], *expected[:0:-1]) if self._norms_are_whole else expected
+        stored = self.tensors.take(tensor, moved).astype(np.float32).reshape(expected)  # an axis of one element moves
         try:
             return form.from_hf(self.config, int(layer), stored)
         except ValueError as problem:
@@ -289,7 +325,9 @@ class HfCheckpoint(Checkpoint):
         return w if split_ternary(w.astype(np.float32)) is None else None
 
     def dense_dtype(self, name: str) -> np.dtype:
-        tensor = f"{self.tensors.rename(linear_place(self.config, name, 'hf').module)}.weight"
+        tensor = f"{self._module(name)}.weight"
+        if f"{self._module(name)}.scales" in self.tensors:
+            return np.dtype(np.float32)
         if tensor not in self.tensors or self.tensors.info(tensor).dtype not in _FLOATS:
             return super().dense_dtype(name)  # which says what is wrong
         return DTYPES[self.tensors.info(tensor).dtype]

@@ -11,9 +11,10 @@ from ...errors import ConfigError, describe
 from ...families import FAMILIES
 from ...families.family import HfForm, Wrapper
 from .config_keys import Doubt, check_unread, refuse_other_packings
+from .packings import HADAMARD_TYPE, drop_mlx_copy, hadamard_text_config
 
 # Keys of a wrapper that count for the text model where text_config lacks them
-_OF_WRAPPER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")
+_OF_WRAPPER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config", "quantization")
 _PARTS_OF_WRAPPER = ("text_config", "vision_config", "mm_tokens_per_image")
 
 
@@ -35,6 +36,9 @@ def _wrapped(model_type: Any) -> tuple[str, Wrapper] | None:
 
 def text_part(raw: dict[str, Any], doubts: list[Doubt] | None = None) -> dict[str, Any]:
     """The keys of the text model, its model_type among them: those of the file, or of a vision model's text_config."""
+    if raw.get("model_type") == HADAMARD_TYPE:
+        raw = hadamard_text_config(raw)
+    raw = drop_mlx_copy(raw)
     refuse_other_packings(raw)
     model_type = raw.get("model_type")
     if model_type is None:
