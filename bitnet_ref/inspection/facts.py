@@ -191,9 +191,11 @@ class Inspection:
             rows = {width for _, width in self.config.linear_shapes().values()}
             sizes = ", ".join("a whole row" if size in rows else str(size) for size in groups)
             return f"ternary with a scale for {sizes} inputs, in {len(self.ternary)} of {linears} linears; float inputs"
+        kinds = {tensor.kind for tensor in self.tensors}
+        if quantization is None and "packed linears" in kinds:
+            return f"not ternary: {next((words for words in self.evidence if 'packed by' in words), 'packed in words')}"
         if quantization is None:
             return "none: a dense model"
-        kinds = {tensor.kind for tensor in self.tensors}
         storage = _STORAGE.get(self.kind or "", "packed to 2 bits")
         if self.kind == "native" and any(tensor.name.endswith(".trits") for tensor in self.tensors):
             storage = "five weights per byte, in base 3"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from ..formats.checkpoint import Checkpoint, LoadOptions, Progress, linear_shape
 from ..formats.hf.config import parse_hf_config, read_config_json
 from ..formats.hf.config_keys import Doubt
 from ..formats.hf.folder import CheckpointTensors, HfCheckpoint, refuse_adapter
+from ..formats.hf.packings import affine_width
 from ..formats.hf.wrappers import text_part
 from ..formats.names import hf_module, linear_of_hf
 from ..formats.native.model import NativeCheckpoint
@@ -41,6 +43,7 @@ class HfInspector(Inspector):
         self.folder = path if path.is_dir() else path.parent
         self.config: ModelConfig | None = None
         self.tensors: CheckpointTensors | None = None
+        self.group_size: Any = None  # that config.json names for MLX's matrices
 
     def run(self) -> Inspection:
         if self.path.is_file() and not (self.folder / "config.json").exists():
@@ -96,6 +99,8 @@ class HfInspector(Inspector):
             self.out.report("warning", "config", doubt.message, field=doubt.field)
         self.config = config
         self.set_config(config)
+        if isinstance(stated := raw.get("quantization"), dict):
+            self.group_size = stated.get("group_size")
         raw = text_part(raw)
         nested = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         if isinstance(nested, dict):  # of all layers, or of each type of layer
@@ -150,11 +155,17 @@ class HfInspector(Inspector):
         names = ("tokenizer.json", "tokenizer.model")
         return load_tokenizer(self.folder) if any(is_present(self.folder / name) for name in names) else None
 
-    def table_name(self, name: str) -> str:
+    def table_name(self, name: str) -> str | None:
         module = hf_module(name) if self.tensors is None else self.tensors.module(name)
-        return f"{module}.weight"
+        is_packed = self.tensors is not None and f"{module}.scales" in self.tensors
+        return None if is_packed else f"{module}.weight"
 
     def weights_of(self, tensor: StoredTensor) -> int:
+        if tensor.dtype == "I32":
+            return super().weights_of(tensor) * 8  # of 4 bits
+        scales = f"{tensor.name.removesuffix('.weight')}.scales"
+        if tensor.dtype == "U32" and self.tensors is not None and scales in self.tensors:
+            return tensor.shape[0] * affine_width(tensor.shape, self.tensors.info(scales).shape, self.group_size)
         return super().weights_of(tensor) * (4 if tensor.kind == "ternary planes" else 1)
 
     def check_linear(self, checkpoint: HfCheckpoint, index: int, short: str, weight: LinearWeight) -> None:
@@ -193,11 +204,12 @@ class HfInspector(Inspector):
 
     def check_tied_head(self, checkpoint: HfCheckpoint) -> None:
         tensors, name = checkpoint.tensors, self.table_name("lm_head")
-        if name not in tensors:
+        if name is None or name not in tensors:
             return
         tensors.taken.add(name)
         shape = (checkpoint.config.vocab_size, checkpoint.config.hidden_size)
-        if (table := self.table_name("embedding")) not in tensors:
+        table = self.table_name("embedding")
+        if table is None or table not in tensors:
             return  # already reported
         same = tensors.info(name).shape == shape == tensors.info(table).shape
         try:

@@ -44,6 +44,7 @@ from .judge import compare_with_config, describe_tokenizer, judge_model
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
 _BLOCK_BYTES = 1 << 24
 _SEVERITIES = ("error", "warning", "note")
+_WORDS = ("U32", "I32")  # of MLX and AWQ
 _UNCOUNTED = ("scales", "other", "tokenizer", "left out")  # kinds of tensors that hold no parameters
 _BYTES = np.arange(256)
 # (4, 256): how often each code is in each byte
@@ -58,12 +59,12 @@ def _kinds() -> tuple[tuple[str, str], ...]:
     return (
         (rf"({'|'.join(sorted(left_out))}).*", "left out"),
         (rf"{TOKENIZER_PREFIX}.*", "tokenizer"),
-        (r".*\.(weight_scale|w_dequant_scale|scales?)", "scales"),
+        (r".*\.(weight_scale|w_dequant_scale|scales?|biases|qzeros|signs)", "scales"),
         (r".*\.bias", "biases"),
         (r"embedding|(.*\.)?embed_tokens\..*|token_embd\.weight", "embedding"),
         (r".*\.(packed|trits)", "ternary planes"),
         (r"lm_head\..*|output\.weight", "head"),
-        (rf".*(_proj|\.({'|'.join(gguf_linears().values())}))\.weight", "float linears"),
+        (rf".*(_proj|\.({'|'.join(gguf_linears().values())}))\.q?weight", "float linears"),
         (r".*(norm|_ln)(\.weight)?", "norms"),
         (r".*", "other"),
     )
@@ -303,8 +304,9 @@ def blocks_of(tensors: CheckpointTensors, name: str) -> Iterator[NDArray[Any]]:
 def tensor_kind(name: str, dtype: str) -> str:
     """A tensor's category in the table of sizes, by its name in the file."""
     kind = next(kind for pattern, kind in _kinds() if re.fullmatch(pattern, name, re.DOTALL))
-    is_packed = kind == "float linears" and dtype in ("U8", *TERNARY_TYPES)
-    return "ternary planes" if is_packed else kind
+    if kind != "float linears":
+        return kind
+    return "ternary planes" if dtype in ("U8", *TERNARY_TYPES) else "packed linears" if dtype in _WORDS else kind
 
 
 def count_codes(blocks: Iterable[NDArray[np.uint8]]) -> tuple[int, int, int, int]:

@@ -232,7 +232,7 @@ class HfCheckpoint(Checkpoint):
             self.config = replace(self.config, quantization=online)
         self.kind = "hf-bf16" if self._scale_convention in (None, "absmean") else "hf-packed"
         self.evidence: list[str] = self._describe_left_out()
-        if config is None and any(name.endswith(".scales") for name in names):
+        if any(name.endswith(".scales") for name in names):
             self._read_packing(options or LoadOptions())
         moved = [name for name in names if name.endswith(".conv1d.weight")]
         # mlx-lm writes Qwen3.5 with the axes of its convolution in another order, and then with the 1 of norms added

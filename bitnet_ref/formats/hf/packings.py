@@ -102,6 +102,13 @@ def read_affine(
     return DenseWeight(out, bias)
 
 
+def affine_width(words: tuple[int, ...], scales: tuple[int, ...], group_size: Any) -> int:
+    """K of a matrix of MLX, by the shapes of its words and scales; of several that fit, that of the stated group."""
+    groups = [group_size, *GROUPS] if group_size in GROUPS else GROUPS
+    widths = (scales[-1] * group for group in groups)
+    return next((width for width in widths if width and words[-1] * 32 / width in BITS), 0)
+
+
 def _planes(data: NDArray[np.uint8], scales: NDArray, width: int, bias: NDArray[np.float32] | None) -> LinearWeight:
     """A ternary matrix of codes (N, K/4), each the weight + 1, and scales of either sign."""
     by_group = data.reshape(*scales.shape, -1)

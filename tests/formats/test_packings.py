@@ -1,0 +1,173 @@
+"""Matrices that MLX and AWQ pack: by folders that mlx-lm wrote, and by encoders written from the descriptions."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from helpers import DATA, model, rng
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+import bitnet_ref
+from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
+from bitnet_ref.families.blocks import BlockWeight
+from bitnet_ref.families.groups import GroupTernaryWeight
+from bitnet_ref.formats.hf.folder import CheckpointTensors
+from bitnet_ref.formats.hf.packings import BITS, GROUPS, describe_mlx, read_affine, read_awq
+from bitnet_ref.formats.places import LinearPlace
+from bitnet_ref.inspection import inspect_model
+from bitnet_ref.reference.weights import DenseWeight
+
+CASES = DATA / "containers"
+TOKENS = [1, 5, 9, 2, 7]
+
+
+def stream(codes, bits):
+    """Of each row one stream of bits, the lowest first, in words of 32: by a Python integer."""
+    rows = []
+    for row in codes:
+        number = sum(int(code) << bits * j for j, code in enumerate(row))
+        rows.append(np.frombuffer(number.to_bytes(len(row) * bits // 8, "little"), dtype=np.uint32))
+    return np.stack(rows)
+
+
+def write_affine(folder, codes, bits, scales, biases):
+    tensors = {"x.weight": stream(codes, bits), "x.scales": scales, "x.biases": biases}
+    save_file(tensors, folder / "model.safetensors")
+    return CheckpointTensors(folder)
+
+
+def affine(folder, codes, bits, scales, biases):
+    with write_affine(folder, codes, bits, scales, biases) as tensors:
+        return read_affine(tensors, "x", LinearPlace("x", len(codes)), codes.shape[1], None)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_every_width_and_group(tmp_path, bits, group, dtype):
+    codes = rng(bits).integers(0, 1 << bits, (6, 256)).astype(np.uint8)
+    scales, biases = (rng(seed).standard_normal((6, 256 // group)).astype(dtype) for seed in (1, 2))
+    weight = affine(tmp_path, codes, bits, scales, biases)
+    wide = [np.repeat(each.astype(np.float32), group, axis=1) for each in (scales, biases)]
+    np.testing.assert_array_equal(weight.array, wide[0] * codes + wide[1])
+    assert weight.shape == (6, 256)
+    assert isinstance(weight, BlockWeight) == (bits <= 4 and dtype == np.float16)  # packed, with a kernel
+
+
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_ternary_and_binary_matrices_are_planes(tmp_path_factory, seed, is_binary):
+    draw = rng(seed)
+    codes = draw.integers(0, 2 if is_binary else 3, (3, 128)).astype(np.uint8)
+    scales = draw.choice([-0.5, 0, 0.25, 2], (3, 4)).astype(np.float16)  # mlx anchors the larger edge: of either sign
+    biases = -scales / np.float16(2 if is_binary else 1)
+    weight = affine(tmp_path_factory.mktemp("x"), codes, 1 if is_binary else 2, scales, biases)
+    assert isinstance(weight, GroupTernaryWeight)
+    expected = np.repeat(scales, 32, axis=1).astype(np.float32) * codes + np.repeat(biases, 32, axis=1)
+    np.testing.assert_array_equal(weight.dense().array, expected)
+
+
+def test_two_bits_that_are_not_ternary_stay_what_they_say(tmp_path):
+    codes = rng(3).integers(0, 3, (4, 128)).astype(np.uint8)
+    scales = np.full((4, 2), 0.5, np.float16)
+    assert isinstance(affine(tmp_path, codes, 2, scales, -2 * scales), BlockWeight)
+    codes[0, 0] = 3
+    assert isinstance(affine(tmp_path, codes, 2, scales, -scales), BlockWeight)
+
+
+@pytest.mark.parametrize(("words", "columns"), [((4, 9), 4), ((4, 8), 5), ((4, 8), 16), ((4, 14), 2), ((4, 8), 0)])
+def test_shapes_that_fit_no_width(tmp_path, words, columns):
+    tensors = {"x.weight": np.zeros(words, np.uint32)}
+    tensors |= {name: np.zeros((4, columns), np.float16) for name in ("x.scales", "x.biases")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with CheckpointTensors(tmp_path) as opened, pytest.raises(FormatError, match="1 to 8 bits in groups of 32"):
+        read_affine(opened, "x", LinearPlace("x", 4), 128, None)
+
+
+def test_modes_that_are_not_read_are_named():
+    for mode in ("mxfp4", "nvfp4", "mxfp8"):
+        with pytest.raises(ConfigError, match=f"'{mode}' is a mode of MLX that is not read"):
+            describe_mlx({"quantization": {"bits": 4, "group_size": 32, "mode": mode}})
+        with pytest.raises(ConfigError, match=mode):
+            describe_mlx({"quantization": {"bits": 4, "group_size": 32, "lm_head": {"mode": mode}}})
+    assert describe_mlx({"quantization": {"bits": 4, "group_size": 32, "lm_head": False}}) is not None
+    assert describe_mlx({}) is None
+
+
+# -- AWQ ---------------------------------------------------------------------------------------------------------------
+
+
+def awq(numbers):
+    """(n, N) of 0 to 15 -> (n, N/8) int32: column 8 j + i at bits 4 {0, 4, 1, 5, 2, 6, 3, 7}[i]."""
+    order = [0, 4, 1, 5, 2, 6, 3, 7]
+    words = np.zeros((len(numbers), numbers.shape[1] // 8), dtype=np.uint32)
+    for column in range(numbers.shape[1]):
+        words[:, column // 8] |= numbers[:, column].astype(np.uint32) << np.uint32(4 * order[column % 8])
+    return words.view(np.int32)
+
+
+def test_awq(tmp_path):
+    q, z = rng(1).integers(0, 16, (256, 24)), rng(2).integers(0, 16, (2, 24))
+    scales = rng(3).standard_normal((2, 24)).astype(np.float16)
+    save_file({"x.qweight": awq(q), "x.qzeros": awq(z), "x.scales": scales}, tmp_path / "model.safetensors")
+    with CheckpointTensors(tmp_path) as tensors:
+        weight = read_awq(tensors, "x", LinearPlace("x", 24), 256, None)
+    assert isinstance(weight, DenseWeight)
+    expected = (q - np.repeat(z, 128, axis=0)) * np.repeat(scales.astype(np.float32), 128, axis=0)
+    np.testing.assert_array_equal(weight.array, expected.T.astype(np.float32))
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+HADAMARD = CASES / "mlx-prism-hadamard"
+
+
+def test_what_inspect_says(tmp_path):
+    found = inspect_model(CASES / "mlx-binary-1bit")
+    assert (found.errors, found.parameters) == ([], 1_312_256)
+    assert found.quantization.startswith("ternary with a scale for 128 inputs, in 14 of 14 linears")
+    found = inspect_model(CASES / "mlx-bitnet-q4-embedding")
+    assert (found.errors, found.quantization) == ([], "autobitlinear, offline: packed to 2 bits")
+    assert inspect_model(HADAMARD).errors == []
+
+
+def test_a_folded_basis_is_the_same_model():
+    expected = model(HADAMARD).logits(TOKENS)
+    folded = bitnet_ref.load(HADAMARD, backend="numpy", rotation="folded")
+    np.testing.assert_allclose(folded.logits(TOKENS), expected, rtol=0, atol=3e-4)
+
+
+def test_a_basis_that_is_not_whole_is_an_error(tmp_path):
+    shutil.copytree(HADAMARD, tmp_path / "x")
+    folder = tmp_path / "x"
+    config, keys = (json.loads((folder / name).read_text()) for name in ("config.json", "hadamard.json"))
+    tensors = load_file(folder / "model.safetensors")
+    prefix = "prism.hadamard."
+
+    def fails(words, config=config, keys=keys, tensors=tensors):
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "hadamard.json").write_text(json.dumps(keys))
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(BitNetRefError, match=words):
+            bitnet_ref.load(folder, backend="numpy")
+
+    modules = config["modules"]
+    fails("lacks language_model", config | {"modules": modules[1:]})
+    fails("is listed twice", config | {"modules": [*modules, modules[0]]})
+    fails("is not packed in this folder", config | {"modules": [*modules, {"path": "model.norm", "block": 512}]})
+    fails(
+        "blocks of 256, and hadamard.json says 512", config | {"modules": [modules[0] | {"block": 256}, *modules[1:]]}
+    )
+    fails("gdn_activation_layout: expected 'grouped'", config | {"gdn_activation_layout": "tiled"})
+    fails("schema_version", config | {"schema_version": 3})
+    fails("names other matrices", keys=keys | {f"{prefix}weight_names": keys[f"{prefix}weight_names"][1:]})
+    fails("sign_values: expected -1 or 1", keys=keys | {f"{prefix}sign_values": [0.5]})
+    fails("version: expected 1", keys=keys | {f"{prefix}version": 2})
+    signs = {name: -array if name.endswith("lm_head.signs") else array for name, array in tensors.items()}
+    fails("differs from the signs for 512 inputs", tensors=signs)
+    fails("signs", tensors={name: array for name, array in tensors.items() if not name.endswith("lm_head.signs")})
+    (folder / "hadamard.json").unlink()
+    with pytest.raises(ConfigError, match=r"hadamard\.json is missing"):
+        bitnet_ref.load(folder)
