@@ -185,7 +185,7 @@ READ_FLOATS = (
 )
 READ_AS_64 = (
     ("formats/gguf/model.py", *READ_FLOATS),
-    ("formats/gguf/model.py", "in GROUP_TYPES:\n            with", "in ('Q2_0', 'PQ2_0'):\n            with"),
+    ("formats/gguf/model.py", "if kind in _PLANES:", "if kind in ('Q2_0', 'PQ2_0'):"),
 )
 FORCE = """    {x} = {x} / np.sqrt(np.square({x}).mean(-1, keepdims=True) + np.float32({eps}))
     if w.{norm} is not None:

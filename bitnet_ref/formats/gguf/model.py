@@ -53,6 +53,7 @@ from .file import PLAIN_DTYPES, GgufTensor, open_gguf
 from .i2_s import fits_layout, i2_s_scale, unpack_i2_s
 
 _FLOATS = ("F32", "F16", "BF16")
+_PLANES = (*GROUP_TYPES, *TERNARY_BLOCKS, *TERNARY_ROWS)
 _NO_BIT_LINEAR = (
     "a BitLinear's matrix has a single one. Convert it again from the ternary or the master weights; under llama and "
     'the like, activations="float" reads it as ternary by blocks'
@@ -133,7 +134,7 @@ class GgufCheckpoint(Checkpoint):
     ) -> LinearWeight:
         """A matrix whose input stays in float, packed where the blocks are ternary."""
         kind, (height, width) = tensor.type.name, tensor.shape
-        if kind in (*GROUP_TYPES, *TERNARY_BLOCKS, *TERNARY_ROWS):
+        if kind in _PLANES:
             split = groups_from_rows if kind in TERNARY_ROWS else groups_from_blocks
             with self.file.naming(tensor.name):
                 blocks = split(partial(self.file.read_raw, tensor.name), kind, (height, width))
