@@ -3,8 +3,8 @@
     python tests/fuzz/campaign.py weights 0 100            # seeds 0 to 99 in one process
     python tests/fuzz/campaign.py --forked gguf 0 40000    # each seed in a child of its own (Linux)
 
-Kinds: config, weights, index, tokenizer, native, gguf, onnx. A seed always makes the same files. Whatever they are, the
-outcome must be a model that computes (or a tokenizer that encodes) or one of bitnet_ref's errors about files; no
+Kinds: config, weights, index, tokenizer, native, gguf, onnx, container (files that other people's tools wrote). A seed
+always makes the same files. Whatever they are, the outcome must be a model that computes (or a tokenizer that encodes) or one of bitnet_ref's errors about files; no
 warning but ConfigWarning and no other exception. In one process, also no allocation by Python or NumPy beyond the
 files' size and SPARE_BYTES; prints a JSON line before each seed and one after it.
 
@@ -43,6 +43,7 @@ from checkpoint_mutants import (
     write_base,
     write_native_base,
 )
+from container_mutants import copy_container, mutate_container
 from forked import run_in_child
 from gguf_mutants import TILES_FILE, mutate_gguf, write_gguf_base
 from onnx_mutants import mutate_onnx, write_onnx_base
@@ -58,7 +59,9 @@ FORKED_CPU_S = 5
 FORKED_OUTCOMES = {"ok", "FormatError", "ConfigError", "TokenizerError", "NumericsError"}
 TOKENS = [1, 3, 2, 5]
 TEXT = "Once upon a time, a wörld of \U0001f600 began.\n"
-KINDS = ("config", "weights", "index", "tokenizer", "native", "gguf", "onnx")
+KINDS = ("config", "weights", "index", "tokenizer", "native", "gguf", "onnx", "container")
+MUTATORS = {"native": mutate_native, "gguf": mutate_gguf, "onnx": mutate_onnx, "container": mutate_container}
+WRITERS = {"native": write_native_base, "gguf": write_gguf_base, "onnx": write_onnx_base, "container": copy_container}
 
 
 def mutate(kind: str, seed: int, folder: Path) -> Path:
@@ -69,7 +72,7 @@ def mutate(kind: str, seed: int, folder: Path) -> Path:
     elif kind in ("config", "weights", "index"):
         mutate_checkpoint(kind, dice, folder)
     else:
-        return {"native": mutate_native, "gguf": mutate_gguf, "onnx": mutate_onnx}[kind](dice, folder)
+        return MUTATORS[kind](dice, folder)
     return folder
 
 
@@ -77,8 +80,8 @@ def write_good(kind: str, dice: random.Random, folder: Path) -> Path:
     """A file or folder as it is before it is mutated."""
     if kind == "tokenizer":
         copy_tokenizer(folder)
-    elif kind in ("gguf", "onnx", "native"):
-        return {"native": write_native_base, "gguf": write_gguf_base, "onnx": write_onnx_base}[kind](folder, dice)
+    elif kind in WRITERS:
+        return WRITERS[kind](folder, dice)
     else:
         write_base(folder, dice, sharded=kind == "index")
     return folder
@@ -150,7 +153,7 @@ def use_all(kind: str, path: Path, folder: Path) -> str:
     if kind == "gguf" and loaded:
         more = outcome(lambda: use_tokenizer(loaded[0].tokenizer), folder)
     assert more in FORKED_OUTCOMES, f"a {more} from the tokenizer, after a load that was {found}"
-    if kind in ("config", "weights", "index", "gguf", "onnx", "native"):
+    if kind != "tokenizer":
         more = outcome(lambda: inspect_model(path), folder)
     assert more in FORKED_OUTCOMES, f"a {more} after the load, which was {found}"
     return found

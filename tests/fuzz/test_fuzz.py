@@ -11,9 +11,26 @@ import pytest
 from helpers import run_python
 
 CAMPAIGN = Path(__file__).parent / "campaign.py"
-COUNTS = {"config": 20, "weights": 15, "index": 15, "tokenizer": 8, "gguf": 15, "native": 15, "onnx": 12}
+COUNTS = {
+    "config": 20,
+    "weights": 15,
+    "index": 15,
+    "tokenizer": 8,
+    "gguf": 15,
+    "native": 15,
+    "onnx": 12,
+    "container": 15,
+}
 FORKED_KINDS, FORKED_COUNT = ("gguf", "weights", "onnx"), 20
-OURS = {"FormatError", "ConfigError", "NumericsError", "TokenizerError", "GenerationError", "OutOfMemory"}
+OURS = {
+    "BackendUnavailable",
+    "FormatError",
+    "ConfigError",
+    "NumericsError",
+    "TokenizerError",
+    "GenerationError",
+    "OutOfMemory",
+}
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="the limits of a forked child are Linux's")
 
 

@@ -1,0 +1,42 @@
+"""Mutants of models as other people's tools wrote them: tests/data/containers."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+from gguf_mutants import change_gguf, change_numbers
+from helpers import DATA
+from json_mutants import flip_bytes, insert_bytes, mutate_json, mutate_safetensors, truncate
+
+CASES = sorted((DATA / "containers").iterdir())
+NOT_OF_THE_MODEL = ("case.json", "golden.safetensors")
+
+
+def copy_container(folder: Path, dice: random.Random) -> Path:
+    case = dice.choice(CASES)
+    for file in case.iterdir():
+        if file.name not in NOT_OF_THE_MODEL:
+            shutil.copy(file, folder / file.name)
+    return folder / json.loads((case / "case.json").read_text())["path"]
+
+
+def mutate_container(dice: random.Random, folder: Path) -> Path:
+    path = copy_container(folder, dice)
+    files = sorted(folder.iterdir())
+    for file in dice.sample(files, min(len(files), dice.choice([1, 1, 1, 2]))):
+        data = file.read_bytes()
+        if file.suffix == ".json":
+            file.write_bytes(mutate_json(dice, data))
+        elif file.suffix == ".safetensors":
+            file.write_bytes(mutate_safetensors(dice, data))
+        elif dice.randrange(3) == 0 and b"split.no" not in data[:4000]:
+            change_gguf(dice, file)
+        elif dice.randrange(2):
+            file.write_bytes(change_numbers(dice, data))
+        else:
+            change = dice.choice([flip_bytes, truncate, insert_bytes])
+            file.write_bytes(change(dice, data[:3000]) + data[3000:])
+    return path
