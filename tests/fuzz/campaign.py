@@ -4,9 +4,10 @@
     python tests/fuzz/campaign.py --forked gguf 0 40000    # each seed in a child of its own (Linux)
 
 Kinds: config, weights, index, tokenizer, native, gguf, onnx, container (files that other people's tools wrote). A seed
-always makes the same files. Whatever they are, the outcome must be a model that computes (or a tokenizer that encodes) or one of bitnet_ref's errors about files; no
-warning but ConfigWarning and no other exception. In one process, also no allocation by Python or NumPy beyond the
-files' size and SPARE_BYTES; prints a JSON line before each seed and one after it.
+always makes the same files. Whatever they are, the outcome must be a model that computes (or a tokenizer that encodes)
+or one of bitnet_ref's errors about files; no warning but ConfigWarning and no other exception. In one process, also no
+allocation by Python or NumPy beyond the files' size and SPARE_BYTES; prints a JSON line before each seed and one after
+it.
 
 Forked, the child has 5 CPU-seconds, and as address space what the process had before plus the files' size plus 1 GiB,
 whoever allocates it. Death by a signal, a timeout and every other exception is a find: it is printed with its seed, its
