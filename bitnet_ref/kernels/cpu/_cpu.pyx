@@ -79,7 +79,7 @@ cdef extern from "kernels.h" nogil:
     ctypedef struct adamw_rates:
         float b1, rest1, b2, rest2, v_scale, eps, keep, step_size
     ctypedef struct strip_limits:
-        int few_rows, rows, columns
+        int few_tokens, few_rows, rows, columns
     ctypedef void (*strip_rows_fn)(const uint8_t *, size_t, const int8_t *, int32_t, const int32_t *, size_t, int32_t *,
                                    const int32_t *, size_t) noexcept nogil
     ctypedef void (*strip_columns_fn)(const uint8_t *, size_t, size_t, const int32_t *, const int8_t *, size_t, int32_t *,

@@ -9,7 +9,6 @@ cdef enum:
     MAX_ROWS_OF_ONE = 45
     MAX_COLUMNS_OF_ONE = 60
     MAX_COLUMNS_OF_FEW = 28
-    FEW_TOKENS = 15  # or fewer: many rows and columns may be needed by none
     NEAR_TOKENS = 64  # whose sums are in L2
     NEAR_COLUMNS = 256  # whose strips are too
     FEW_NEAR_COLUMNS = 64  # for few tokens
@@ -121,7 +120,7 @@ cdef bint rows_pay(const linears_call *c, const some_tokens *t, Py_ssize_t rows,
     cdef Py_ssize_t m
     cdef int most = MAX_ROWS_OF_ONE
     if t.tokens > 1:
-        most = c.chosen.limits.few_rows if t.tokens <= FEW_TOKENS else c.chosen.limits.rows
+        most = c.chosen.limits.few_rows if t.tokens <= c.chosen.limits.few_tokens else c.chosen.limits.rows
     for m in range(t.tokens):  # a product that overflows would be NaN beside a gate of zero
         if not c.scales[1] / t.x_quant_scale[m] * 256.0 * c.K < 1e38:
             return False
@@ -199,7 +198,7 @@ cdef Py_ssize_t rows_of_tokens(const linears_call *c, const int8_t *x_q, Py_ssiz
                                const int32_t *x_sum, const float *x_quant_scale, int team) noexcept nogil:
     """relu2(gate) * up of all tokens.   -> OK or NO_MEMORY"""
     cdef Py_ssize_t n_panels = c.first[1], block_tokens = min(c.M, tokens_in_l2(x_stride)), part, needed = 0, read = 0
-    cdef Py_ssize_t panels = (n_panels + team - 1) // team if c.M <= FEW_TOKENS else 1
+    cdef Py_ssize_t panels = (n_panels + team - 1) // team if c.M <= c.chosen.limits.few_tokens else 1
     cdef size_t part_bytes = thread_bytes(bytes_of_rows(panels, block_tokens)), counts_bytes = thread_bytes(sizeof(strip_counts))
     cdef char *memory = <char *> allocate(team, part_bytes + counts_bytes)
     cdef strip_counts *counts
@@ -239,7 +238,7 @@ cdef void part_of_rows(const linears_call *c, const some_tokens *every, Py_ssize
         t.tokens = min(block_tokens, every.tokens - t.first)
         t.x, t.x_sum = every.x + t.first * t.x_stride, every.x_sum + t.first
         t.x_quant_scale = every.x_quant_scale + t.first
-        if every.tokens <= FEW_TOKENS:
+        if every.tokens <= c.chosen.limits.few_tokens:
             panels, ahead = end - item, 0
         else:
             panels, ahead = 1, min(<Py_ssize_t> PANEL_ROWS, max(<Py_ssize_t> 0, c.n_out[0] - (p + 1) * PANEL_ROWS))
@@ -305,7 +304,7 @@ cdef inline bint columns_pay(const linears_call *c, Py_ssize_t needed) noexcept 
     """Whether strips are faster than panels.   needed: columns that meet no zero, summed over the tokens"""
     cdef int most = MAX_COLUMNS_OF_ONE
     if c.M > 1:
-        most = MAX_COLUMNS_OF_FEW if c.M <= FEW_TOKENS else c.chosen.limits.columns
+        most = MAX_COLUMNS_OF_FEW if c.M <= c.chosen.limits.few_tokens else c.chosen.limits.columns
     return needed * 100 <= most * c.M * c.K
 
 
@@ -370,7 +369,7 @@ cdef void near_columns(const near_call *n, Py_ssize_t first, Py_ssize_t last, Py
     cdef const linears_call *c = n.c
     cdef Py_ssize_t n_vectors = strip_vectors(c.n_out[0]), width = (last - first) * STRIP_K
     cdef Py_ssize_t tokens = to_token - from_token, start = 0, some, ahead, m, i, j, k, count
-    cdef Py_ssize_t together = FEW_NEAR_COLUMNS if c.M <= FEW_TOKENS else NEAR_COLUMNS
+    cdef Py_ssize_t together = FEW_NEAR_COLUMNS if c.M <= c.chosen.limits.few_tokens else NEAR_COLUMNS
     cdef const uint8_t *strips = c.strips + first * STRIP_BYTES
     cdef const int32_t *ids
     if c.M == 1:

@@ -124,7 +124,7 @@ typedef struct {
 #define STRIPS(suffix, lists) strip_rows_##suffix, strip_columns_##suffix, list_columns_##lists, list_gates_##lists
 #define NEAR_STRIPS(rows, columns, order, ...) \
     strip_rows_##rows, strip_columns_near_##columns, strip_order_##order, {__VA_ARGS__}
-#define NO_NEAR_STRIPS NULL, NULL, NULL, {0, 0, 0}
+#define NO_NEAR_STRIPS NULL, NULL, NULL, {0, 0, 0, 0}
 #define TRAINING(suffix)                                                                                               \
     norm_backward_##suffix, softmax_row_##suffix, softmax_backward_##suffix, relu2_backward_##suffix,                  \
         ternarize_##suffix, rescale_##suffix, sum_of_squares_##suffix, adamw_##suffix
@@ -136,25 +136,25 @@ static const kernel_set KERNEL_SETS[] = {
      NULL,
      FLOAT_STEPS(plain),
      SCREEN(plain),
-     STRIPS(plain, plain), NEAR_STRIPS(plain, plain, plain, 55, 45, 40),
+     STRIPS(plain, plain), NEAR_STRIPS(plain, plain, plain, 15, 55, 45, 40),
      TRAINING(plain)},
 #if defined(__x86_64__)
     {"avx2", {{ternary_panel_avx2, 0}, {table_panel_avx2, 0}}, peak_avx2, FLOAT_STEPS(avx2), SCREEN(avx2), STRIPS(avx2, plain),
-     NEAR_STRIPS(avx2, avx2, plain, 55, 45, 40), TRAINING(avx2)},
+     NEAR_STRIPS(avx2, avx2, plain, 15, 55, 45, 40), TRAINING(avx2)},
 #if defined(BITNET_REF_HAS_AVXVNNI)
     {"avxvnni", {{ternary_panel_avxvnni, 0}, {table_panel_avx2, 0}}, peak_avxvnni, FLOAT_STEPS(avx2), SCREEN(avx2),
-     STRIPS(avx2, plain), NEAR_STRIPS(avx2, avx2, plain, 40, 35, 20), TRAINING(avx2)},
+     STRIPS(avx2, plain), NEAR_STRIPS(avx2, avx2, plain, 15, 40, 35, 20), TRAINING(avx2)},
 #endif
     {"avx512",
      {{ternary_panel_avx512, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}},
      peak_avx512,
-     FLOAT_STEPS(avx512), SCREEN(avx512), STRIPS(avx512, avx512), NEAR_STRIPS(near_avx512, avx512, avx512, 55, 65, 40),
+     FLOAT_STEPS(avx512), SCREEN(avx512), STRIPS(avx512, avx512), NEAR_STRIPS(near_avx512, avx512, avx512, 15, 55, 65, 40),
      TRAINING(avx512)},
 #if defined(BITNET_REF_HAS_AMX)
     {"amx",
      {{ternary_panel_amx, AVX512_MAX_K}, {table_panel_avx2, 0}, {dense_panel_avx512, DENSE_MAX_K}},
      peak_amx,
-     FLOAT_STEPS(avx512), screen_rows_amx, screen_arrange_amx, STRIPS(avx512, avx512), NO_NEAR_STRIPS, TRAINING(avx512),
+     FLOAT_STEPS(avx512), screen_rows_amx, screen_arrange_amx, STRIPS(avx512, avx512), NEAR_STRIPS(near_avx512, avx512, avx512, 6, 30, 0, 0), TRAINING(avx512),
      tile_bytes_amx, dense_split_amx, dense_tiles_amx},
 #endif
 #elif defined(__aarch64__)

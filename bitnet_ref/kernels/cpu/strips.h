@@ -48,6 +48,8 @@
  *     33% of columns      0.78       0.97   1.00   0.90   0.83   0.73   0.64         0.70   0.74   0.86   0.87   0.92
  *   Against the panels of AVX-VNNI (in AVX-512VL's encoding; their strips are AVX2's), a whole layer, 80% zeros: 0.56 to
  *   0.60 for 1 to 8 tokens, 0.65 for 16, 0.77 for 64; 50%: 0.9 to 1.1. Hence its own limits in kernels.h.
+ *   Against AMX's tiles (Granite Rapids), processor time of a whole pass but its head, 80% zeros: 2 and 3 tokens 0.8, 4: 0.87,
+ *   5 and 6: 0.92, 7 and 8: 1; 50%: 1 to 1.1. Hence six tokens, and 30% of the rows.
  *   In some processes, by where their memory lies, columns take twice as long as in others, of one token too; hence the
  *   low limits in _cpu_strips.pxi.
  * Tried for several tokens:
@@ -76,9 +78,9 @@ typedef size_t (*list_columns_fn)(const int8_t *x, size_t K, int32_t *ids, int8_
 typedef size_t (*list_gates_fn)(const float *gate, size_t n, int32_t first, int32_t *ids, float *present);
 enum { LIST_SLACK = 16 };
 /* How much several tokens may need, each, for strips to be faster than a set's panels: percent of the rows for few tokens,
- * of rows for many, of columns for many. */
+ * of rows for many, of columns for many. Few are `few_tokens` or fewer: many rows and columns may be needed by none. */
 typedef struct {
-    int few_rows, rows, columns;
+    int few_tokens, few_rows, rows, columns;
 } strip_limits;
 
 /* Bytes 0, 1, 2, 3 of each word: codes of four columns -> of one column each, in the order of the four arrays. */
