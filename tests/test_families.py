@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import BITNET, DATA, TINY, model, rng, tiny_tensors, write_checkpoint
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import bitnet_ref
 from bitnet_ref import families
@@ -25,25 +25,30 @@ from bitnet_ref.errors import BackendUnavailable, ConfigError, FormatError, Nume
 from bitnet_ref.families import config_from_dict, config_to_dict, differences_from_llama, family_of
 from bitnet_ref.families.family import widest_window
 from bitnet_ref.families.groups import GroupTernaryWeight, group_matmul, split_groups
+from bitnet_ref.families.moe import choose_experts, chosen_ids
 from bitnet_ref.families.qwen3_5 import DeltaInputs, delta_recurrence
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf.file import GgufFile
 from bitnet_ref.formats.hf.config import parse_hf_config
+from bitnet_ref.formats.hf.writer import hf_config_json
+from bitnet_ref.formats.names import hf_modules
 from bitnet_ref.formats.native.model import VERSION
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import ModelConfig
 from bitnet_ref.reference.layers import gated
+from bitnet_ref.reference.ops import Ops
 from bitnet_ref.reference.weights import DenseWeight
 
 FAMILIES = DATA / "families"
 CASES = sorted(folder.name for folder in FAMILIES.iterdir())
+MIXTURES = ("maple", "mixtral-groups128", "qwen3_moe-groups128")
 HYBRID = "qwen3_5-groups128-hybrid"
 TOLERANCE = {"logits": 3e-4, "embedding": 2e-5}
 
 
 def case_of(name, backend="numpy", dtype="float32"):
-    if backend == "cupy" and ("gemma" in name or "qwen3_5" in name):
+    if backend == "cupy" and ("gemma" in name or "qwen3_5" in name or name in MIXTURES):
         pytest.skip("cupy refuses it: see test_cupy_refuses_by_name")
     return model(FAMILIES / name, backend, dtype=dtype), load_file(FAMILIES / name / "golden.safetensors")
 
@@ -86,7 +91,7 @@ def test_every_path(case, backend_name):
 def test_each_op_on_the_references_inputs(case):
     (reference, golden), (candidate, _) = case_of(case), case_of(case, "cython")
     comparison = teacher_forced(reference, candidate, golden["tokens"])
-    assert len(comparison.ops) > 30
+    assert len(comparison.ops) > 15 * reference.config.num_hidden_layers
     assert {op.status for op in comparison.ops} == {"ok"}
     if "qk_norms" in differences_from_llama(reference.config):
         names = {op.name for op in comparison.ops}
@@ -127,6 +132,7 @@ def test_written_files_are_the_same_model(case, target, tmp_path):
     groups, dense = target[5:] in ("q2_0", "pq2_0", "ptq1_0"), m.config.quantization is None
     refused = (groups or target == "hf-unpacked") != dense and target not in ("hf-bf16", "hf-packed", "gguf-f32")
     refused |= groups and "groups" not in case  # SmolLM3's matrices are not ternary
+    refused |= "gguf" in target and case in ("mixtral-groups128", "qwen3_moe-groups128")  # the latter: a layer without
     biased = target == "hf-packed" and m.config.attention_bias  # this case's are not exact when divided by the scale
     if refused or biased:
         with pytest.raises((ConfigError, FormatError), match=r"use gguf-|use native|convert to|biases"):
@@ -153,6 +159,8 @@ def test_cupy_refuses_by_name():
         CupyBackend.check_config(be, model(FAMILIES / "embedding-gemma3").config)
     with pytest.raises(BackendUnavailable, match=r"Gated DeltaNet and output gates and partial RoPE of qwen3_5_text"):
         CupyBackend.check_config(be, model(FAMILIES / HYBRID).config)
+    with pytest.raises(BackendUnavailable, match=r"mixtures of experts of maple"):
+        CupyBackend.check_config(be, model(FAMILIES / "maple").config)
 
 
 # -- ternary by groups -------------------------------------------------------------------------------------------------
@@ -218,7 +226,7 @@ def test_ternary_embeddings_and_heads(tied, tmp_path):
             np.testing.assert_allclose(other.logits([1, 5, 3, 2]), expected, rtol=0, atol=1e-4)
             np.testing.assert_array_equal(other.on(choose_backend("numpy")).logits([1, 5, 3, 2]), expected)
     inspection = inspect_model(tmp_path / "ternary")
-    assert "a scale for 32 inputs, in 14 of 14 linears" in inspection.quantization
+    assert "a scale for each 32 inputs, in 14 of 14 linears" in inspection.quantization
 
 
 # -- what a family has, against a plain formula ------------------------------------------------------------------------
@@ -429,7 +437,7 @@ def parse(**keys) -> ModelConfig:
 
 
 def test_families_that_are_not_done_are_named():
-    for model_type, words in (("qwen3_moe", "mixture of experts"), ("gemma3n", "vision"), ("mamba", "other architect")):
+    for model_type, words in (("olmoe", "mixture of experts"), ("gemma3n", "vision"), ("mamba", "other architect")):
         with pytest.raises(ConfigError, match=words) as caught:
             parse(model_type=model_type)
         assert caught.value.field == "model_type"
@@ -539,3 +547,107 @@ def test_rope_in_layers_without_positions_is_named():
     diagnoses = diagnose(m, tokens, candidate, comparison, depth=1)
     assert diagnoses[0].confirmed
     assert "rope_in_layers_without_positions" in {each.name for each in diagnoses if each.confirmed}
+
+
+# -- mixtures of experts -----------------------------------------------------------------------------------------------
+
+
+def test_maple_sees_one_key_more_than_llama_cpp(tmp_path, backend_name):
+    if backend_name == "cupy":
+        pytest.skip("has no mixtures of experts")
+    golden = load_file(FAMILIES / "maple" / "golden.safetensors")
+    narrow = changed_case(tmp_path / "narrow", "maple", sliding_window=4)
+    np.testing.assert_allclose(narrow.logits(golden["tokens"]), golden["logits_window_w"], rtol=0, atol=3e-4)
+    assert [narrow.config.window_of(layer) for layer in (0, 1)] == [5, None]
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_mistakes_in_mixtures_are_named(case):
+    m, tokens = model(FAMILIES / case), rng(1).integers(0, 80, 24)
+    setting = Setting.of(m, tokens)
+    right = setting.run()
+    for mistake in family_of(m.config).mistakes:
+        wrong = mistake.change(setting).run()
+        found = diagnose(m, tokens, wrong, compare(right, wrong, m.config))
+        assert mistake.name in [each.name for each in found if each.confirmed]
+
+
+def test_only_the_chosen_experts_are_multiplied():
+    m = model(FAMILIES / "qwen3_moe-groups128")
+    layer, counted = m.weights.layers[0], []
+
+    class Counting(Ops):
+        def linears(self, x, ws):
+            counted.append((len(x), [w.name for w in ws]))
+            return super().linears(x, ws)
+
+    x = rng(2).standard_normal((5, 128)).astype(np.float32)
+    layer.feed_forward_text(Counting(), x, layer, m.config)
+    experts = [(n, name) for n, (name,) in counted if "router" not in name]
+    for linear in ("gate_proj", "up_proj", "down_proj"):
+        assert sum(n for n, name in experts if linear in name) == 5 * m.config.num_experts_per_tok
+    counted.clear()
+    layer.feed_forward_text(Counting(), x[:1], layer, m.config)
+    assert sorted(len(names) for _, names in counted) == [
+        1,
+        1,
+        1,
+        2,
+        2,
+    ]  # router, each chosen down, gates and ups together
+
+
+def test_shares_of_experts():
+    config = replace(model(FAMILIES / "maple").config, num_experts=6, num_experts_per_tok=2)
+    scores = np.array([[0, 5, 5, 5, 0, 0], [200, 0, 0, -200, 0, 0]], dtype=np.float32)
+    shares = choose_experts(scores, config)
+    np.testing.assert_array_equal(chosen_ids(shares), [[1, 2], [0, 1]])  # of equal scores the lower number
+    np.testing.assert_array_equal(shares[0, 1:3], [0.5, 0.5])
+    assert 0 < shares[1, 1] < 1e-37  # exp(-200), but not 0: it stays chosen
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "q2_0"])
+def test_a_mixture_in_a_gguf_has_its_experts_in_one_tensor(tmp_path, kind):
+    config = replace(
+        families.FAMILIES["qwen3_moe"].example(), hidden_size=128, moe_intermediate_size=64, dense_layers=()
+    )
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf_config_json(config, None, "F32")))
+    table, head = rng(0).integers(-8, 9, (2, 64, 128)) / 8  # which bfloat16 holds
+    tensors = {"model.embed_tokens.weight": table, "model.norm.weight": np.ones(128), "lm_head.weight": head}
+    for layer in range(2):
+        block = f"model.layers.{layer}"
+        for name, size in config.norm_shapes(layer).items():
+            tensors[f"{hf_modules(f'blocks.{layer}.{name}', config)[0]}.weight"] = np.ones(size)
+        for name, shape in config.linear_shapes(layer).items():
+            signs = rng(len(tensors)).integers(-1, 2, shape) * 0.0625
+            parts = np.split(signs, 4) if name in ("gate_proj", "up_proj", "down_proj") else [signs]
+            for i, part in enumerate(parts):
+                part_of = f"mlp.experts.{i}.{name}" if len(parts) > 1 else f"self_attn.{name}"
+                tensors[f"{block}.{'mlp.gate' if name == 'router' else part_of}.weight"] = part
+    save_file({name: w.astype(np.float32) for name, w in tensors.items()}, folder / "model.safetensors")
+    path = tmp_path / "x.gguf"
+    assert convert(folder, path, f"gguf-{kind}").exact
+    with GgufFile(path) as file:
+        assert file.metadata["qwen3moe.expert_used_count"] == 2
+        assert file.tensors["blk.1.ffn_down_exps.weight"].shape == (4, 128, 64)
+    tokens = rng(3).integers(0, 64, 12)
+    again, first = model(path), model(folder)
+    assert again.config == replace(first.config, bos_token_id=again.config.bos_token_id)
+    np.testing.assert_array_equal(again.logits(tokens), first.logits(tokens))
+
+
+def test_mixtures_that_are_not_done_are_named(tmp_path):
+    for keys, field in (
+        ({"quantization_config": {"quant_method": "bitnet"}}, "quantization_config"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({"mlp_only_layers": ["1"]}, "mlp_only_layers"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            changed_case(tmp_path / field, "qwen3_moe-groups128", **keys)
+        assert caught.value.field == field
+    with pytest.raises(ConfigError, match="num_shared_experts"):
+        changed_case(tmp_path / "shared", "maple", num_shared_experts=1)

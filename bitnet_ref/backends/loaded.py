@@ -246,7 +246,7 @@ class LoadedModel:
         layers = []
         for index, layer in enumerate(w.layers):
             prepare = backend.prepare_for(index)
-            prepared_linears: dict[str, Any] = {name: prepare(linear) for name, linear in layer.linears()}
+            prepared_linears: dict[str, Any] = {name: linear.each(prepare) for name, linear in layer.linears()}
             layers.append(replace(layer, **prepared_linears))
         head = w.embedding if w.tied else backend.prepare_for(None)(w.lm_head)
         steps = backend.prepare_in_steps(replace(w, layers=tuple(layers), lm_head=head), self.config)

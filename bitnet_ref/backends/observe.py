@@ -164,6 +164,9 @@ class Observed(Backend):
         step = f"{self.computed}.hook_out" if self.computed else name  # a product of a linear
         return self._pass("compute", step, self.inner.compute, name, function, *args)
 
+    def compose(self, name: str, function: Callable[..., NDArray], *args: Any) -> NDArray:
+        return self._pass("compute", name, self.inner.compose, name, function, *args)
+
     def take_rows(self, x: NDArray, rows: NDArray[np.int64]) -> NDArray:
         return self._pass("take_rows", "", self.inner.take_rows, x, rows)
 

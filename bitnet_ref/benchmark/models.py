@@ -64,7 +64,7 @@ def bytes_of_step(
             if weight.kind == "dense":
                 dense += weight.nbytes
             else:
-                ternary += getattr(weight.bit_linear, "bytes_of_token", weight.nbytes)
+                ternary += getattr(weight.bit_linear or weight, "bytes_of_token", weight.nbytes)
     cache = float_bytes * round(sum(cached_floats(config, i, position) for i in range(config.num_hidden_layers)))
     row = weights.embedding.nbytes // weights.embedding.shape[0]
     head = weights.lm_head.nbytes

@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..families import family_of
 from ..families.groups import GroupTernaryWeight
 from ..families.linear_norms import put_norm
+from ..families.moe import CLAMP, MapleConfig
 from ..families.qwen import Qwen3Config
 from ..formats.checkpoint import Checkpoint, linear_shape, norm_sizes, read_weights
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
@@ -65,6 +66,24 @@ _QWEN3 = Qwen3Config(
     }
 )
 _NORMED = replace(_QWEN3, quantization=QuantizationConfig(use_rms_norm=True))
+_MAPLE = MapleConfig(
+    **vars(_DENSE)
+    | {
+        "model_type": "maple",
+        "norm_eps": 1e-6,
+        "max_position_embeddings": 131072,
+        "sliding_window": 512,
+        "layer_types": (*("sliding_attention",) * 3, "full_attention") * 6,
+        "num_hidden_layers": 24,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "gate_clamp": CLAMP,
+        "rotary_dim": 64,
+        "head_dim": 128,
+        "global_positions": False,
+    }
+)
 SHAPES: dict[str, ModelConfig] = {
     "2b-4t": _BITNET,  # microsoft/bitnet-b1.58-2B-4T
     "700m": _shape(32002, 1536, 4096, 24, (16, 16, 96), _LLAMA),  # 1bitLLM/bitnet_b1_58-large
@@ -75,6 +94,7 @@ SHAPES: dict[str, ModelConfig] = {
     "bonsai-4b": _shape(151936, 2560, 9728, 36, (32, 8, 128), _QWEN3),
     "bonsai-8b": _shape(151936, 4096, 12288, 36, (32, 8, 128), replace(_QWEN3, tie_word_embeddings=False)),
     "embedding-0.6b": _shape(151936, 1024, 3072, 28, (16, 8, 128), _NORMED),  # BitNet-Embedding-0.6B
+    "maple": _shape(151936, 2048, 4096, 24, (16, 4, 128), _MAPLE),  # maple-preview: 20B, 1B for a token
 }
 GROUP = 128  # inputs that share a scale in the shapes of Ternary-Bonsai
 
@@ -97,11 +117,11 @@ def random_ternary_weight(rng: np.random.Generator, n_out: int, n_in: int) -> Te
     return TernaryWeight(packed, n_in, np.float32((1.5 / n_in) ** 0.5))
 
 
-def random_group_weight(rng: np.random.Generator, n_out: int, n_in: int) -> GroupTernaryWeight:
-    """A matrix (n_out, n_in) that is ternary by groups of 128, with float16 scales."""
+def random_group_weight(rng: np.random.Generator, n_out: int, n_in: int, group: int = GROUP) -> GroupTernaryWeight:
+    """A matrix (n_out, n_in) that is ternary by groups, with float16 scales."""
     weight = random_ternary_weight(rng, n_out, n_in)
-    scales = weight.w_dequant_scale * (0.5 + rng.random((n_out, -(-n_in // GROUP)), dtype=np.float32))
-    return GroupTernaryWeight(weight.packed, n_in, scales.astype(np.float16), GROUP)
+    scales = weight.w_dequant_scale * (0.5 + rng.random((n_out, -(-n_in // group)), dtype=np.float32))
+    return GroupTernaryWeight(weight.packed, n_in, scales.astype(np.float16), group)
 
 
 def random_dense_weight(rng: np.random.Generator, n_out: int, n_in: int) -> DenseWeight:
@@ -118,7 +138,7 @@ class RandomCheckpoint(Checkpoint):
     """A model of that shape to be read: each call draws a matrix, so that no second copy of the model is held.
 
     Its linears are ternary, with a norm in each for `use_rms_norm`. If the config has no quantization they are dense
-    bfloat16, or for Qwen3 ternary by groups, as is its embedding. Other embeddings and heads: bfloat16.
+    bfloat16, for Qwen3 ternary by groups, as is its embedding, and for Maple by rows. Others are bfloat16.
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
@@ -153,6 +173,8 @@ class RandomCheckpoint(Checkpoint):
         if name == "lm_head":
             return self.embedding()
         shape = linear_shape(self.config, name)
+        if self.config.model_type == "maple" and not name.endswith("router"):
+            return random_group_weight(self._rng, *shape, group=shape[1])
         if self.config.quantization is None:
             return (random_group_weight if self.by_groups else random_dense_weight)(self._rng, *shape)
         weight = self.ternary(name)

@@ -87,11 +87,8 @@ def draw_facts(inspection: Inspection, out: Console) -> None:
 
 
 def config_rows(inspection: Inspection, cfg: ModelConfig) -> list[tuple[str, str]]:
-    from ..families.rope import StretchedRope
-    from ..inspection import shape_in_words
+    from ..inspection.facts import context_in_words, positions_in_words, shape_in_words
 
-    rope, window = cfg.rope, cfg.sliding_window
-    stretch = f" {rope.rope_type}, factor {rope.factor:g}," if isinstance(rope, StretchedRope) else ""
     stops = ", ".join(map(str, inspection.stop_token_ids)) or "none"
     return [
         ("model type", cfg.model_type),
@@ -100,8 +97,8 @@ def config_rows(inspection: Inspection, cfg: ModelConfig) -> list[tuple[str, str
         ("scales", inspection.scale_convention),
         ("activation", inspection.activation),
         ("norms", f"RMSNorm, eps {cfg.norm_eps:g}" + (", and sub-norms before o_proj and down_proj" * cfg.sub_norms)),
-        ("position", f"RoPE{stretch} theta {rope.theta:g}"),
-        ("context", f"{cfg.context_length} tokens" + (f", each sees the last {window}" if window else "")),
+        ("position", positions_in_words(cfg)),
+        ("context", context_in_words(cfg)),
         ("head", "tied to the embedding" if cfg.tie_word_embeddings else "its own matrix"),
         ("tokens", f"BOS {'none' if cfg.bos_token_id is None else cfg.bos_token_id}, generation stops on {stops}"),
         ("vocabulary", f"{cfg.vocab_size} rows in the embedding"),

@@ -74,6 +74,7 @@ TABLE: dict[str, Tolerance] = {
     "attention pattern": Tolerance(16, 4 * CHAIN, "absolute: an error e of a score moves its share of 1 by a factor e"),
     "attention values": Tolerance(16, 2 * CHAIN, "an average over the keys, in another order"),
     "gate": Tolerance(8, 2 * CHAIN, "an exponential and three products (silu), or two products (relu2)"),
+    "routing": Tolerance(16, 4 * CHAIN, "a softmax: an error e of a score moves its share by a factor e"),
     "scaling": Tolerance(1, CHAIN, "one float32 product"),
     "Hadamard transform": Tolerance(16, CHAIN, "log2(block) sums of two, and a sign"),
     "delta gate": Tolerance(16, 2 * CHAIN, "an exponential and a logarithm, in float64 or float32"),

@@ -11,19 +11,19 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigError, require
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
-from . import blocks, gemma3, groups, hunyuan, linear_norms, llama, minicpm, qwen, qwen3_5, smollm3
+from . import blocks, gemma3, groups, hunyuan, linear_norms, llama, minicpm, moe, qwen, qwen3_5, smollm3
 from .family import AlsoRecorded, Family, TraceStep, WeightKind
 from .llama import llama_axes, llama_steps
 from .rope import StretchedRope
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for module in (llama, qwen, gemma3, minicpm, qwen3_5, smollm3, hunyuan)
+    for module in (llama, qwen, gemma3, minicpm, qwen3_5, smollm3, hunyuan, moe)
     for family in module.FAMILIES
 }
 
 KINDS: dict[str, WeightKind] = {
-    kind.name: kind for kind in (linear_norms.TERNARY, blocks.KIND, linear_norms.NORMED, groups.KIND)
+    kind.name: kind for kind in (linear_norms.TERNARY, blocks.KIND, linear_norms.NORMED, groups.KIND, moe.KIND)
 }
 
 

@@ -237,6 +237,8 @@ class LinearPlace(NamedTuple):
     rows: NDArray[np.intp] | None = None  # None: all, in order
     columns: NDArray[np.intp] | None = None
     sharers: tuple[str, ...] = ()  # the linears in the tensor, in the order of a block's; (): this one alone
+    parts: tuple[str, ...] = ()  # modules that have equal numbers of its rows, in order; (): `module` has all
+    stacked: int = 1  # the tensor is so many matrices, one above another
 
     def take(self, stored: NDArray) -> NDArray:
         """The linear, out of the tensor.   (height, K) -> (N, K)"""
@@ -473,6 +475,7 @@ class Family:
     steps: (config, layer) -> the steps of that block, in the order of the computation.
     constants: (config) -> the numbers that its steps multiply by, by their fields, beyond LLaMA's.
     axes: (config) -> sizes of the letters in its steps' shapes, beyond LLaMA's.
+    split: (config, layer, linear, what a file gives of it) -> the weight that the layer has of it.
     make_layer: (config, the parts of a layer that a reader gives) -> the fields of its class.
     of_layers: (config, layers) -> the config of a model that consists of these layers.
     new_states: (config, slots, dtype) -> what layers without keys keep of so many sequences; None: nothing.
@@ -485,6 +488,7 @@ class Family:
     arrays: how files store these, by their names.
     hf, gguf: how config.json and GGUF's metadata say it; None: no such files.
     mistakes: what crossval tries in its models, beside what it tries in all.
+    feed_forward_words: (config) -> the width of its feed-forward, for a line about its shape.
     end_of_embedded: the token that texts end in whose embedding is asked.
     example_fields: of `example`.
     """
@@ -497,6 +501,7 @@ class Family:
     constants: Callable[[Any], Mapping[str, float]] = lambda config: {}
     axes: Callable[[Any], Mapping[str, int]] = lambda config: {}
     lacks: Callable[[Any], Sequence[str]] = lambda config: ()
+    split: Callable[[Any, int, str, LinearWeight], LinearWeight] = lambda config, layer, linear, w: w
     make_layer: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda config, parts: parts
     of_layers: Callable[[Any, Sequence[int]], ModelConfig] = config_of_layers
     new_states: Callable[[Any, int, np.dtype], States | None] = lambda config, slots, dtype: None
@@ -509,6 +514,7 @@ class Family:
     array_shapes: Callable[[Any, int], dict[str, tuple[int, ...]]] = lambda config, layer: {}
     arrays: Mapping[str, ArrayForm] = field(default_factory=dict)
     mistakes: tuple[Hypothesis, ...] = ()
+    feed_forward_words: Callable[[Any], str] = lambda config: f"ffn {config.intermediate_size}"
     end_of_embedded: str | None = None
     example_fields: Mapping[str, Any] = field(default_factory=dict)
 

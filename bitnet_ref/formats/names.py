@@ -29,7 +29,8 @@ def parts_of_a_block() -> dict[str, PartNames]:
     parts = dict(LLAMA_NAMES)
     for family in FAMILIES.values():
         for part, names in family.names.items():
-            parts.setdefault(part, names)
+            if part not in OUTSIDE_BLOCKS:
+                parts.setdefault(part, names)
     return parts
 
 
@@ -64,7 +65,8 @@ def hf_modules(name: str, config: ModelConfig | None = None) -> list[str]:
     ['model.layers.0.self_attn.attn_sub_norm', 'model.layers.0.self_attn.inner_attn_ln']
     """
     if name in OUTSIDE_BLOCKS:
-        return list(OUTSIDE_BLOCKS[name].hf)
+        own = {} if config is None else family_of(config).names
+        return list(own.get(name, OUTSIDE_BLOCKS[name]).hf)
     _, index, *_, part = name.split(".")
     return [f"model.layers.{index}.{hf}" for hf in _names_of(part, config).hf]
 
@@ -74,9 +76,9 @@ def _names_of(part: str, config: ModelConfig | None) -> PartNames:
     return own.get(part, parts_of_a_block()[part])
 
 
-def hf_module(name: str) -> str:
+def hf_module(name: str, config: ModelConfig | None = None) -> str:
     """transformers' name of a part: "blocks.0.attn.q_proj" -> "model.layers.0.self_attn.q_proj"."""
-    return hf_modules(name)[0]
+    return hf_modules(name, config)[0]
 
 
 def gguf_name(name: str, config: ModelConfig | None = None) -> str:

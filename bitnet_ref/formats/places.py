@@ -18,7 +18,7 @@ from .names import OUTSIDE_BLOCKS, gguf_name, hf_module
 
 def linear_place(config: ModelConfig, name: str, style: Literal["hf", "gguf"]) -> LinearPlace:
     """Where a Hugging Face or GGUF file stores a linear or "embedding"."""
-    module = hf_module(name) if style == "hf" else gguf_name(name)
+    module = hf_module(name, config) if style == "hf" else gguf_name(name)
     height, _ = linear_shape(config, name)
     if name in OUTSIDE_BLOCKS:
         return LinearPlace(module, height)
@@ -28,7 +28,8 @@ def linear_place(config: ModelConfig, name: str, style: Literal["hf", "gguf"]) -
         return LinearPlace(module, height)
     block = f"model.layers.{layer}" if style == "hf" else f"blk.{layer}"
     sharers = tuple(linear_name(int(layer), each) for each in own.sharers)
-    return own._replace(module=f"{block}.{own.module}", sharers=sharers)
+    parts = tuple(f"{block}.{each}" for each in own.parts)
+    return own._replace(module=f"{block}.{own.module}", sharers=sharers, parts=parts)
 
 
 def stored_matrix(

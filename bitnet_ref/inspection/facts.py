@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import html
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import BackendError, BitNetRefError, printable
-from ..families import config_to_dict
+from ..families import block_steps, config_to_dict, family_of
+from ..families.rope import StretchedRope
 from ..formats.checkpoint import scale_convention
 from ..reference.config import ModelConfig
 from ..reference.layers import ACTIVATIONS
@@ -40,6 +42,7 @@ _SCALE_CONVENTIONS = {
     "absmean": "no scale stored: mean|W| of each matrix, computed at load",
 }
 _USED_BY = {"relu2": ", as in BitNet 2B-4T", "silu": ", as in LLaMA"}
+_WHOLE = ("F32", "F16", "BF16")
 _GROUP_SIZE = 4  # so many tensors with the same fault are reported together
 
 
@@ -177,6 +180,20 @@ class Inspection:
         return any(matrix.group is not None for matrix in self.ternary)
 
     @property
+    def is_binary(self) -> bool:
+        """Whether ternary linears hold -1 and +1 alone."""
+        return bool(self.ternary) and not any(matrix.zero for matrix in self.ternary)
+
+    @property
+    def _of_groups(self) -> str:
+        """What linears with a scale for each group are, in words."""
+        grouped = [(each.group, each.shape[1]) for each in self.ternary if each.group is not None]
+        sizes = sorted({group for group, width in grouped if group < width})
+        of = [f"each {size} inputs" for size in sizes] + ["each row"] * any(group >= width for group, width in grouped)
+        values = "binary, -1 and +1," if self.is_binary else "ternary"
+        return f"{values} with a scale for {' or '.join(of)}"
+
+    @property
     def is_gguf(self) -> bool:
         return (self.format or "").startswith("GGUF")
 
@@ -187,15 +204,14 @@ class Inspection:
             return "unknown"
         quantization = self.config.quantization
         linears = sum(len(self.config.linear_shapes(i)) for i in range(self.config.num_hidden_layers))
-        if groups := sorted({matrix.group for matrix in self.ternary if matrix.group is not None}):
-            rows = {width for _, width in self.config.linear_shapes().values()}
-            sizes = ", ".join("a whole row" if size in rows else str(size) for size in groups)
-            return f"ternary with a scale for {sizes} inputs, in {len(self.ternary)} of {linears} linears; float inputs"
+        if self.is_grouped:
+            return f"{self._of_groups}, in {len(self.ternary)} of {linears} linears; float inputs"
         kinds = {tensor.kind for tensor in self.tensors}
         if quantization is None and "packed linears" in kinds:
             return f"not ternary: {next((words for words in self.evidence if 'packed by' in words), 'packed in words')}"
         if quantization is None:
-            return "none: a dense model"
+            rounded = {tensor.dtype for tensor in self.tensors if self.is_gguf and len(tensor.shape) > 1} - {*_WHOLE}
+            return "none: a dense model" + (f", rounded to {' and '.join(sorted(rounded))}" if rounded else "")
         storage = _STORAGE.get(self.kind or "", "packed to 2 bits")
         if self.kind == "native" and any(tensor.name.endswith(".trits") for tensor in self.tensors):
             storage = "five weights per byte, in base 3"
@@ -292,8 +308,40 @@ def shape_in_words(config: ModelConfig) -> str:
     """Layers, widths and heads in one line."""
     return (
         f"{config.num_hidden_layers} layers of {config.hidden_size}, {config.num_attention_heads} heads on "
-        f"{config.num_key_value_heads} kv heads of {config.head_dim}, ffn {config.intermediate_size}"
+        f"{config.num_key_value_heads} kv heads of {config.head_dim}, {family_of(config).feed_forward_words(config)}"
     )
+
+
+def context_in_words(config: ModelConfig) -> str:
+    """How far tokens see, by layers where they differ: "8192 tokens; in 20 of 24 layers each sees the last 512"."""
+    layers, out = config.num_hidden_layers, [f"{config.context_length} tokens"]
+    states = [index for index in range(layers) if family_of(config).state_size(config, index)]
+    windows = Counter(config.window_of(index) for index in range(layers) if index not in states)
+    for window, count in windows.items():
+        if window is not None:
+            where = "" if count == layers else f"in {count} of {layers} layers "
+            out.append(f"{where}each sees the last {window}")
+    if states:
+        out.append(f"{len(states)} of {layers} layers keep a state of one size")
+    return "; ".join(out)
+
+
+def positions_in_words(config: ModelConfig) -> str:
+    """The RoPE of the layers: "RoPE theta 1e+06; theta 10000 in 20 of 24 layers"."""
+    layers = config.num_hidden_layers
+    attends = [index for index in range(layers) if not family_of(config).state_size(config, index)]
+    turned = [i for i in attends if any(step.name == "attn.hook_rot_q" for step in block_steps(config, i))]
+    counts = Counter(config.rope_of(index) for index in turned)
+    words = []
+    for number, rope in enumerate(config.ropes):
+        stretch = f"{rope.rope_type}, factor {rope.factor:g}, " if isinstance(rope, StretchedRope) else ""
+        where = "" if len(counts) < 2 or number == 0 else f" in {counts[number]} of {layers} layers"
+        words.append(f"{'' if number else 'RoPE '}{stretch}theta {rope.theta:g}{where}")
+    if config.rotary_size != config.head_dim:
+        words.append(f"it turns {config.rotary_size} of a head's {config.head_dim} numbers")
+    if len(turned) < len(attends):
+        words.append(f"none in {len(attends) - len(turned)} of {layers} layers")
+    return "; ".join(words)
 
 
 def shares_of(matrices: list[TernaryMatrix]) -> tuple[float, float, float]:

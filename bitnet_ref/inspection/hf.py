@@ -156,7 +156,8 @@ class HfInspector(Inspector):
         return load_tokenizer(self.folder) if any(is_present(self.folder / name) for name in names) else None
 
     def table_name(self, name: str) -> str | None:
-        module = hf_module(name) if self.tensors is None else self.tensors.module(name)
+        module = hf_module(name, self.config)
+        module = module if self.tensors is None else self.tensors.rename(module)
         is_packed = self.tensors is not None and f"{module}.scales" in self.tensors
         return None if is_packed else f"{module}.weight"
 

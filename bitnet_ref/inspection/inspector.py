@@ -209,6 +209,9 @@ class Inspector(ABC):
         else:
             self.check_table(checkpoint, "lm_head")
         self.try_part(checkpoint.finish)
+        if self.out.is_grouped:
+            values = "binary" if self.out.is_binary else "ternary"
+            self.out.family = family_in_words(config).replace(", dense", f", {values} by groups")
 
     def try_part(self, read: Callable[[], object]) -> bool:
         """Read a part of the model. False after adding an error finding."""

@@ -145,6 +145,10 @@ class Ops:
         """An op that one family has alone: function(*args), in NumPy. name: of the result in a trace."""
         return function(*args)
 
+    def compose(self, name: str, function: Callable[..., NDArray], *args: Any) -> NDArray:
+        """An op that one family has alone and that is made of these: function(self, *args). name: as in `compute`."""
+        return function(self, *args)
+
     def take_rows(self, x: NDArray, rows: NDArray[np.int64]) -> NDArray:
         """x (N, D), rows (n,) -> (n, D)"""
         return x[rows]

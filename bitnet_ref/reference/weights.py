@@ -18,7 +18,7 @@ from ..errors import ShapeError
 from . import quantization
 
 Shared = dict[str, Any]  # what the linears of one input share: its quantised form
-FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")  # the linears of a block's second half
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj", "router")  # the linears of a block's second half
 # The names of a block's norms in a trace
 TRACE_NAMES = {"attn_norm": "ln1", "ffn_norm": "ln2", "attn_sub_norm": "attn.sub_norm", "ffn_sub_norm": "mlp.sub_norm"}
 
@@ -65,6 +65,10 @@ class LinearWeight(ABC):
     def called(self, name: str) -> Self:
         """The same weight under this name."""
         return replace(self, name=name)  # type: ignore[type-var]
+
+    def each(self, change: Callable[[LinearWeight], LinearWeight]) -> LinearWeight:
+        """The weight changed; of one that stands for several, each of them."""
+        return change(self)
 
     @abstractmethod
     def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
@@ -210,7 +214,7 @@ class LayerWeights:
 
     def map_linears(self, change: Callable[[LinearWeight], LinearWeight]) -> Self:
         """The layer with each linear changed."""
-        return replace(self, **{name: change(weight) for name, weight in self.linears()})  # type: ignore[arg-type]
+        return replace(self, **{name: weight.each(change) for name, weight in self.linears()})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)

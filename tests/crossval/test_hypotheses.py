@@ -25,6 +25,8 @@ CASES = (
     "../families/qwen3_5-groups128-hybrid",
     "../families/smollm3",  # a layer without positions
     "../families/hunyuan",  # norms of heads after RoPE
+    "../families/qwen3_moe-groups128",  # a mixture of experts, and a layer without
+    "../families/maple",  # gates that are clamped, a wider window
 )
 
 

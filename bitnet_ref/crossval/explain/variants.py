@@ -219,7 +219,8 @@ class _StepRecorder(Recorder):
             return self._product(step.name, product, *args)
         if function in self.also_recorded:
             self.keep_beside(step, function, args)
-        count = sum(isinstance(arg, (np.ndarray, LayerWeights)) for arg in args)  # what follows is where states are
+        kinds = (np.ndarray, LayerWeights, str)  # what follows is where states are, or the config
+        count = sum(isinstance(arg, kinds) for arg in args)
 
         def compute(*inputs: NDArray) -> NDArray:
             result: NDArray = call(name, function, *inputs, *args[count:])

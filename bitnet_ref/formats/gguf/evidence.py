@@ -89,6 +89,9 @@ def find_ternary(file: GgufFile, evidence: list[str], activations: str = "auto")
     activations: see `LoadOptions`.
     """
     arch = file.metadata.get("general.architecture")
+    if file.metadata.get(f"{arch}.expert_count"):
+        evidence.append("activations stay floats: experts are no BitLinears")
+        return None
     bitnet = isinstance(arch, str) and arch in architectures() and architectures()[arch][1].sub_norms
     bitnet = bitnet or LINEAR_NORM in file.tensors
     in_blocks = [tensor for tensor in block_linears(file) if tensor.type.name in (*TERNARY_BLOCKS, *TERNARY_ROWS)]

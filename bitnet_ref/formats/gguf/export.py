@@ -318,7 +318,9 @@ class _ModelTensors:
         if self.kind in GROUP_KINDS or not is_ternary(self.config, name):
             kind = self.kind if self.kind in DENSE_KINDS or self._groups(name) is not None else self.dense_type.lower()
             produce = partial(self._produce, name, kind)
-            yield TensorToWrite(f"{theirs}.weight", (place.height, shape[1]), BY_KIND[kind].name, produce)
+            stack = () if place.stacked == 1 else (place.stacked,)
+            rows = place.height // place.stacked
+            yield TensorToWrite(f"{theirs}.weight", (*stack, rows, shape[1]), BY_KIND[kind].name, produce)
             if has_bias(self.config, name):
                 yield self._vector(f"{theirs}.bias", shape[0], lambda: self._bias(name))
             return

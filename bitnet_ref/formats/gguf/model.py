@@ -5,6 +5,7 @@ What no field of the file says is decided from its contents and recorded in `evi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -104,11 +105,18 @@ class GgufCheckpoint(Checkpoint):
         self.taken.add(name)
         return self.file.tensors[name]
 
+    def _stack(self, name: str, place: LinearPlace, width: int) -> GgufTensor:
+        """The tensor of a linear as a matrix; a file may have several, one above another, in three dimensions."""
+        if place.stacked == 1:
+            return self._tensor(name, (place.height, width))
+        shape = (place.stacked, place.height // place.stacked, width)
+        return replace(self._tensor(name, shape), shape=(place.height, width))
+
     def _floats(self, tensor: GgufTensor) -> NDArray:
         """A tensor of any dense type: F32, F16 and BF16 as they are, blocks as float32. All finite."""
         kind = tensor.type.name
         if kind in _FLOATS:
-            array = self.file.read(tensor.name)
+            array = self.file.read(tensor.name).reshape(tensor.shape)
         elif kind in (*DEQUANTIZABLE, *BY_PACKAGE):
             dtype = np.float16 if kind in GROUP_TYPES else np.float32  # exact: -d, 0, +d (or 2d) with d a float16
             with self.file.naming(tensor.name):
@@ -185,7 +193,7 @@ class GgufCheckpoint(Checkpoint):
     def linear(self, name: str) -> LinearWeight:
         shape, place = linear_shape(self.config, name), self._place(name)
         theirs = place.module
-        tensor = self._tensor(f"{theirs}.weight", (place.height, shape[1]))
+        tensor = self._stack(f"{theirs}.weight", place, shape[1])
         bias = self._vector(f"{theirs}.bias", shape[0]) if has_bias(self.config, name) else None
         bias = None if bias is None else self._in_our_order(bias, name)
         if not is_ternary(self.config, name):

@@ -92,6 +92,7 @@ _WITHOUT_EFFECT = {
     *("is_bitnet_config", "language_model_only", "is_vision_model", "num_nextn_predict_layers", "vocab_size_padded"),
     *("weight_bits", "input_bits", "sliding_window", "attention_bias", "mlp_bias", "rope_parameters", "rope_scaling"),
     *("rope_theta", "original_max_position_embeddings", "partial_rotary_factor", "max_window_layers"),
+    *("router_aux_loss_coef", "router_jitter_noise", "output_router_logits"),
     *("use_sliding_window", "quantization_config", "quantization", "model_type", "type_vocab_size"),
 }
 _WITHOUT_EFFECT_ENDINGS = ("_dropout", "_dropout_prob", "_pdrop", "_token_id", "_token_index")

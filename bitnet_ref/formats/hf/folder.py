@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError, TokenizerError
 from ...families import family_of
+from ...families.family import LinearPlace
 from ...families.linear_norms import put_norm
+from ...families.moe import stack_rows
 from ...reference import quantization
 from ...reference.config import ModelConfig, QuantizationConfig
 from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
@@ -268,6 +270,16 @@ class HfCheckpoint(Checkpoint):
     def _dense(self, name: str, bias: NDArray[np.float32] | None) -> LinearWeight:
         """A matrix that is no BitLinear's, (N, K)."""
         place, width = linear_place(self.config, name, "hf"), linear_shape(self.config, name)[1]
+        if place.parts:
+            height = place.height // len(place.parts)
+            parts = [self._matrix(LinearPlace(module, height), width, None) for module in place.parts]
+            try:
+                return stack_rows(parts)
+            except ValueError as problem:
+                raise self.fail(f"{self.tensors.rename(place.module)}.weight", str(problem)) from None
+        return self._matrix(place, width, bias)
+
+    def _matrix(self, place: LinearPlace, width: int, bias: NDArray[np.float32] | None) -> LinearWeight:
         module = self.tensors.rename(place.module)
         if f"{module}.qweight" in self.tensors:
             return read_awq(self.tensors, module, place, width, bias)

@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError
 from ...families import family_of
+from ...families.family import LinearPlace
+from ...families.moe import some_rows
 from ...families.rope import rope_json
 from ...reference.config import ModelConfig, QuantizationConfig
 from ...reference.weights import LinearWeight
@@ -235,6 +237,21 @@ def _plan_array(checkpoint: Checkpoint, name: str) -> PlannedTensor:
     return PlannedTensor(tensor, "F32", form.hf_shape(shape), lambda array: form.to_hf(config, int(layer), array))
 
 
+def _plan_parts(checkpoint: Checkpoint, place: LinearPlace, name: str) -> Iterator[PlannedTensor]:
+    """A dense linear whose rows are in several tensors."""
+    height, columns = place.height // len(place.parts), linear_shape(checkpoint.config, name)[1]
+    dtype = dtype_name(checkpoint.given_dtype(name))
+    for number, module in enumerate(place.parts):
+        rows = slice(number * height, (number + 1) * height)
+        array = partial(_some_rows, rows=rows)
+        yield PlannedTensor(f"{module}.weight", dtype, (height, columns), array)
+
+
+def _some_rows(w: Any, rows: slice) -> NDArray:
+    array: NDArray = some_rows(w, rows).array
+    return array
+
+
 def _plan_linear(
     checkpoint: Checkpoint, kind: str, masters: bool, quantization: QuantizationConfig | None, name: str
 ) -> Iterator[PlannedTensor]:
@@ -244,7 +261,9 @@ def _plan_linear(
     if has_bias(checkpoint.config, name):
         yield PlannedTensor(f"{module}.bias", "F32", (rows,), lambda w: _scale_and_bias(quantization, w)[1])
     if not is_ternary(checkpoint.config, name):
-        if name == (place.sharers or (name,))[0]:
+        if place.parts:
+            yield from _plan_parts(checkpoint, place, name)
+        elif name == (place.sharers or (name,))[0]:
 
             def array(each: str) -> NDArray:
                 stored: NDArray = read_part(checkpoint, each).array

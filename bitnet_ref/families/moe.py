@@ -1,0 +1,809 @@
+"""Mixtures of experts: Qwen3-MoE, Mixtral and Maple. The feed-forward is many small ones; each token takes a few.
+
+    p = softmax(router h) over all experts, in float32; the k largest, divided by their sum where the family says so
+    y = the sum over these k experts of p_e down_e(act(gate_e h) * up_e h)
+
+Rows of experts that no token chose are not computed. The gate_proj of all experts is one part of a model, (E*F, D), as
+GGUF stores it; a layer's weights hold it apart, as `Experts`. Maple (DeepGrove) clamps gate and up at 7, has positions
+in its sliding layers only, on half of each head, and a window that its published class draws one key wider than others.
+
+Source: transformers' modeling_qwen3_moe.py and modeling_mixtral.py; Maple's own modeling text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError, ShapeError, require, require_int
+from ..reference import layers
+from ..reference.cache import KVCache, TokenBatch
+from ..reference.config import ModelConfig, added
+from ..reference.model import RopeTables, attention_result, split_heads
+from ..reference.ops import Ops
+from ..reference.weights import LayerWeights, LinearWeight, Shared
+from .family import (
+    Architecture,
+    Edit,
+    Family,
+    GgufForm,
+    GgufKeys,
+    HfForm,
+    HfKeys,
+    Hypothesis,
+    LinearPlace,
+    PartNames,
+    Put,
+    TraceStep,
+    WeightKind,
+    after,
+    change_steps,
+    config_of_layers,
+    instead,
+    layer_weights,
+    linear_step,
+    own_rope,
+    types_of_layers,
+)
+from .llama import llama_steps
+from .qwen import END_OF_TEXT, HEAD_NORM_MISTAKES, HEAD_NORMS, Qwen3Config, Qwen3Layer, head_norm_steps, norm_heads
+
+CLAMP = 7.0  # of Maple's gates, in its code
+OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+
+
+# -- config ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MoeConfig(ModelConfig):
+    num_experts: int = added(1)
+    num_experts_per_tok: int = added(1)
+    moe_intermediate_size: int = added(1)  # F of an expert
+    norm_topk_prob: bool = added(True)  # the chosen shares are divided by their sum
+    dense_layers: tuple[int, ...] = added(())  # whose feed-forward is one, of intermediate_size
+    gate_clamp: float | None = added(None)  # gate at most this, up between minus this and this
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+            require_int(name, getattr(self, name))
+        fits = self.num_experts_per_tok <= self.num_experts
+        require(fits, "num_experts_per_tok", f"at most {self.num_experts} experts", self.num_experts_per_tok)
+        known = all(isinstance(layer, int) and 0 <= layer < self.num_hidden_layers for layer in self.dense_layers)
+        require(known, "mlp_only_layers", f"layers below {self.num_hidden_layers}", self.dense_layers)
+        plain = self.quantization is None or not self.quantization.int8_activations
+        require(plain, "quantization_config", "none: experts that are BitLinears are not supported", self.quantization)
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer's feed-forward is a mixture."""
+        return layer not in self.dense_layers
+
+    def linear_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
+        shapes = super().linear_shapes(layer)
+        if not self.is_sparse(layer):
+            return shapes
+        count, inner, hidden = self.num_experts, self.moe_intermediate_size, self.hidden_size
+        attention = {name: shape for name, shape in shapes.items() if name not in OF_EXPERTS}
+        stacked = {"gate_proj": (count * inner, hidden), "up_proj": (count * inner, hidden)}
+        return {**attention, "router": (count, hidden), **stacked, "down_proj": (count * hidden, inner)}
+
+
+class MixtralConfig(MoeConfig): ...
+
+
+@dataclass(frozen=True)
+class Qwen3MoeConfig(MoeConfig, Qwen3Config): ...
+
+
+@dataclass(frozen=True)
+class MapleConfig(Qwen3MoeConfig):
+    rotary_dim: int | None = added(None)  # how many numbers of a head RoPE turns; None: all
+    global_positions: bool = added(True)  # whether layers without a window have RoPE
+
+    def __post_init__(self) -> None:
+        if self.rotary_dim is not None:
+            require_int("head_dim", self.head_dim, low=2)
+            require_int("partial_rotary_factor", self.rotary_dim, low=2)
+            fits = self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0
+            require(fits, "partial_rotary_factor", f"an even part of a head of {self.head_dim}", self.rotary_dim)
+        super().__post_init__()
+
+    @property
+    def rotary_size(self) -> int:
+        return self.rotary_dim or self.head_dim
+
+    def turns(self, layer: int) -> bool:
+        """Whether a layer has RoPE."""
+        return self.global_positions or self.window_of(layer) is not None
+
+    def window_of(self, layer: int) -> int | None:
+        """The published class calls FlashAttention with (sliding_window, 0): so many tokens before a token, and it."""
+        window = super().window_of(layer)
+        return None if window is None else window + 1
+
+
+# -- the experts of a layer --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Experts(LinearWeight):
+    """One linear of every expert of a layer. It has no product for all tokens: see `expert_products`."""
+
+    kind = "experts"
+
+    experts: tuple[LinearWeight, ...]
+    chosen: int  # by a token
+    name: str = ""
+    bias: None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(E * out_features, in_features)"""
+        n_out, n_in = self.experts[0].shape
+        return len(self.experts) * n_out, n_in
+
+    @property
+    def nbytes(self) -> int:
+        return sum(expert.nbytes for expert in self.experts)
+
+    @property
+    def bytes_of_token(self) -> int:
+        """The bytes that one token reads."""
+        return self.nbytes * self.chosen // len(self.experts)
+
+    def product(self, be: Any, x: NDArray, shared: Shared) -> NDArray:
+        raise ShapeError("linear", expected="the tokens that chose each expert", got=repr(self))
+
+    def each(self, change: Callable[[LinearWeight], LinearWeight]) -> Self:
+        changed = tuple(map(change, self.experts))
+        same = all(a is b for a, b in zip(changed, self.experts, strict=True))
+        return self if same else replace(self, experts=changed)
+
+    def called(self, name: str) -> Self:
+        """Its experts are called "blocks.3.mlp.gate_proj.0", ..."""
+        names = (f"{name}.{number}" for number in range(len(self.experts)))
+        own = tuple(expert.called(each) for expert, each in zip(self.experts, names, strict=True))
+        return replace(self, experts=own, name=name)
+
+    def plain(self) -> Self:
+        return self.each(lambda expert: expert.plain())
+
+    def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
+        for number, expert in enumerate(self.experts):
+            yield from expert.contents(f"{name}.{number}")
+
+
+AnyWeight = TypeVar("AnyWeight", bound=LinearWeight)
+
+
+def some_rows(w: AnyWeight, rows: slice) -> AnyWeight:
+    """The weight of some outputs of a linear, of any kind whose arrays have a row for each output."""
+    count = w.shape[0]
+    arrays = {name: each[rows] for name, each in vars(w).items() if isinstance(each, np.ndarray) and len(each) == count}
+    return replace(w, **arrays)  # type: ignore[type-var]
+
+
+def stack_rows(parts: Sequence[LinearWeight]) -> LinearWeight:
+    """The inverse: linears of one input and one kind, one above another. ValueError for several kinds."""
+    first = parts[0]
+    names = [name for name, each in vars(first).items() if isinstance(each, np.ndarray)]
+    alike = all(_form(part) == _form(first) for part in parts)
+    if not alike:
+        raise ValueError("its experts are stored in different ways")
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    return replace(first, **arrays)  # type: ignore[type-var]
+
+
+def _form(w: LinearWeight) -> tuple[Any, ...]:
+    """What weights have in common that can be stacked."""
+    of_arrays = [(name, each.dtype, each.shape) for name, each in vars(w).items() if isinstance(each, np.ndarray)]
+    return type(w), getattr(w, "group", None), getattr(w, "block_type", None), tuple(of_arrays)
+
+
+def split_experts(config: MoeConfig, layer: int, linear: str, w: LinearWeight) -> LinearWeight:
+    """A linear of a layer as its weights hold it."""
+    if linear not in OF_EXPERTS or not config.is_sparse(layer):
+        return w
+    height = w.shape[0] // config.num_experts
+    parts = (slice(i * height, (i + 1) * height) for i in range(config.num_experts))
+    return Experts(tuple(some_rows(w, rows) for rows in parts), config.num_experts_per_tok)
+
+
+@dataclass(frozen=True, eq=False)
+class MoeLayer(LayerWeights):
+    """gate_proj, up_proj and down_proj are `Experts`."""
+
+    router: LinearWeight  # (E, D)
+
+    @staticmethod
+    def feed_forward_text(be: Ops, x: NDArray, w: MoeLayer, cfg: MoeConfig) -> NDArray:
+        """(N, D) -> (N, D), residual included"""
+        return feed_forward(be, x, w, cfg)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Qwen3MoeLayer(MoeLayer, Qwen3Layer): ...
+
+
+# -- the texts of its blocks -------------------------------------------------------------------------------------------
+
+
+def feed_forward(be: Ops, x: NDArray, w: MoeLayer, cfg: MoeConfig) -> NDArray:
+    """N tokens, E experts, k of them for each token, F the width of one.   (N, D) -> (N, D), residual included"""
+    mlp = f"{w.name}.mlp"
+    h = be.rms_norm(x, w.ffn_norm)  # (N, D)
+    scores = be.linear(h, w.router)  # (N, E)
+    shares = be.compute(f"{mlp}.hook_expert_weights", choose_experts, scores, cfg)  # (N, E)
+    gate = be.compose(f"{mlp}.hook_pre", expert_products, h, shares, w.gate_proj)  # (N, k, F)
+    up = be.compose(f"{mlp}.hook_pre_linear", expert_products, h, shares, w.up_proj)  # (N, k, F)
+    inner = be.compose(f"{mlp}.hook_post", gated, gate, up, cfg.activation, cfg)  # (N, k, F)
+    out = be.compose(f"{mlp}.hook_expert_out", expert_products, inner, shares, w.down_proj)  # (N, k, D)
+    return be.add(x, be.compute(f"{mlp}.hook_mixed", mix, out, shares))  # (N, D)
+
+
+def choose_experts(scores: NDArray, cfg: MoeConfig) -> NDArray:
+    """The share that each expert has in a token's result, 0 of those not chosen.   (N, E) -> (N, E)
+
+    Of equal scores the expert with the lower number is chosen.
+    """
+    p = layers.softmax(scores)
+    ids = np.argsort(-p, axis=1, kind="stable")[:, : cfg.num_experts_per_tok]
+    shares = np.zeros_like(p)
+    chosen = np.maximum(np.take_along_axis(p, ids, axis=1), np.finfo(p.dtype).tiny)  # so that none is 0
+    np.put_along_axis(shares, ids, chosen, axis=1)
+    if cfg.norm_topk_prob:
+        shares /= shares.astype(np.float64).sum(axis=1, keepdims=True).astype(p.dtype)
+    return shares
+
+
+def chosen_ids(shares: NDArray) -> NDArray[np.int64]:
+    """The experts of each token, ascending.   (N, E) -> (N, k)"""
+    k = np.count_nonzero(shares[:1])
+    return np.nonzero(shares)[1].reshape(len(shares), k)
+
+
+def expert_products(be: Ops, x: NDArray, shares: NDArray, w: Experts) -> NDArray:
+    """The linears of the experts that each token chose.   x (N, K) or, each expert's own, (N, k, K) -> (N, k, out)"""
+    ids = chosen_ids(shares)
+    n, k = ids.shape
+    y = np.empty((n, k, w.experts[0].shape[0]), dtype=x.dtype)
+    if n == 1 and x.ndim == 2:  # of one input: several at a time
+        for start in range(0, k, TOGETHER):
+            part = slice(start, start + TOGETHER)
+            y[0, part] = np.concatenate(be.linears(x, [w.experts[each] for each in ids[0, part]]))
+        return y
+    for expert in np.unique(ids):
+        tokens, places = np.nonzero(ids == expert)
+        rows = x[tokens] if x.ndim == 2 else x[tokens, places]
+        y[tokens, places] = be.linear(np.ascontiguousarray(rows), w.experts[expert])
+    return y
+
+
+TOGETHER = 8  # linears in one call
+
+
+def gated(be: Ops, gate: NDArray, up: NDArray, activation: str, cfg: MoeConfig) -> NDArray:
+    """act(gate) * up, clamped first where the model does.   (N, k, F), (N, k, F) -> (N, k, F)"""
+    if cfg.gate_clamp is not None:
+        limit = gate.dtype.type(cfg.gate_clamp)
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    flat = (-1, gate.shape[-1])
+    return be.gated(gate.reshape(flat), up.reshape(flat), activation).reshape(gate.shape)
+
+
+def mix(out: NDArray, shares: NDArray) -> NDArray:
+    """The sum of the experts' results by their shares, in float64 and rounded once.   (N, k, D), (N, E) -> (N, D)"""
+    own = np.take_along_axis(shares, chosen_ids(shares), axis=1)  # (N, k)
+    return np.einsum("nk,nkd->nd", own.astype(np.float64), out.astype(np.float64)).astype(out.dtype)
+
+
+def block_without_positions(
+    be: Ops,
+    x: NDArray,
+    w: Qwen3MoeLayer,
+    cfg: ModelConfig,
+    rope: RopeTables,
+    batch: TokenBatch,
+    cache: KVCache,
+    layer: int,
+) -> NDArray:
+    """Qwen3's attention, of a Maple layer without RoPE.   (N, D) -> (N, D), residual included"""
+    h = be.rms_norm(x, w.attn_norm)  # (N, D)
+    q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
+    q = norm_heads(be, q, w.q_norm)
+    k = norm_heads(be, k, w.k_norm)
+    be.append(cache, layer, batch, k, v)
+    z = be.attention(q, cache, batch, layer, cfg.window_of(layer))  # (N, H, d)
+    return be.add(x, attention_result(be, z, w))  # (N, D)
+
+
+class GlobalMapleLayer(Qwen3MoeLayer):
+    attention_text: ClassVar[Any] = staticmethod(block_without_positions)
+
+
+# -- the steps that it records -----------------------------------------------------------------------------------------
+
+
+def _products(field: str) -> Callable[..., NDArray]:
+    """The `compute` of a step that multiplies by the experts that tokens chose."""
+
+    def compute(be: Ops, w: MoeLayer, cfg: MoeConfig, x: NDArray, shares: NDArray) -> NDArray:
+        experts = getattr(w, field)
+        k = cfg.num_experts_per_tok
+        own = x if x.shape[1] == experts.shape[1] else x.reshape(len(x), k, -1)
+        return expert_products(be, own, shares, experts)
+
+    return compute
+
+
+def _moe_steps(steps: list[TraceStep]) -> list[TraceStep]:
+    """The steps of a block whose feed-forward is a mixture: the others, and in the place of `mlp.*` its own."""
+    normed, shares = "ln2.hook_normalized", "mlp.hook_expert_weights"
+    text = (feed_forward, "    ")
+
+    def of_rows(x: NDArray, cfg: MoeConfig) -> NDArray:
+        return x.reshape(len(x), cfg.num_experts_per_tok, -1)
+
+    own = [
+        linear_step("mlp.router", normed),
+        TraceStep(
+            shares,
+            ("mlp.router.hook_out",),
+            "routing",
+            "N E",
+            lambda be, w, cfg, scores: choose_experts(scores, cfg),
+            "the experts' shares",
+            (choose_experts, "    p = "),
+        ),
+        TraceStep(
+            "mlp.hook_pre", (normed, shares), "dense linear", "N k M", _products("gate_proj"), "the experts' gate"
+        ),
+        TraceStep(
+            "mlp.hook_pre_linear", (normed, shares), "dense linear", "N k M", _products("up_proj"), "the experts' up"
+        ),
+        TraceStep(
+            "mlp.hook_post",
+            ("mlp.hook_pre", "mlp.hook_pre_linear"),
+            "gate",
+            "N k M",
+            lambda be, w, cfg, gate, up: gated(be, of_rows(gate, cfg), of_rows(up, cfg), cfg.activation, cfg),
+        ),
+        TraceStep(
+            "mlp.hook_expert_out",
+            ("mlp.hook_post", shares),
+            "dense linear",
+            "N k D",
+            _products("down_proj"),
+            "the experts' results",
+        ),
+        TraceStep(
+            "mlp.hook_mixed",
+            ("mlp.hook_expert_out", shares),
+            "scaling",
+            "N D",
+            lambda be, w, cfg, out, shares: mix(of_rows(out, cfg), shares),
+            "the sum of the experts",
+            (mix, "    return"),
+        ),
+        TraceStep("hook_mlp_out", ("mlp.hook_mixed",), "residual", "N D"),
+    ]
+    own = [step if step.source else step._replace(source=text) for step in own]
+    first = [step.name for step in steps].index("mlp.gate_proj")
+    return [*steps[:first], *own, steps[-1]]
+
+
+def _mixtral_steps(config: MoeConfig, layer: int) -> list[TraceStep]:
+    return _moe_steps(llama_steps(config, layer))
+
+
+def _qwen3_steps(config: Qwen3MoeConfig, layer: int) -> list[TraceStep]:
+    steps = head_norm_steps(llama_steps(config, layer))
+    return _moe_steps(steps) if config.is_sparse(layer) else steps
+
+
+def _maple_steps(config: MapleConfig, layer: int) -> list[TraceStep]:
+    steps = _qwen3_steps(config, layer)
+    if config.turns(layer):
+        return steps
+    steps = [step for step in steps if step.name not in ("attn.hook_rot_q", "attn.hook_rot_k")]
+    normed = ("attn.q_norm.hook_normalized", "attn.k_norm.hook_normalized")
+    return change_steps(steps, inputs=normed)("attn.hook_attn_scores")
+
+
+def _axes(config: MoeConfig) -> dict[str, int]:
+    return {"E": config.num_experts, "k": config.num_experts_per_tok, "M": config.moe_intermediate_size}
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _place(module: str, names: tuple[str, str, str] = OF_EXPERTS) -> Callable[..., LinearPlace | None]:
+    """Files of transformers have a tensor for each expert, GGUF one for all.   names: of gate, up and down"""
+    gguf = dict(zip(OF_EXPERTS, ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), strict=True))
+    hf = dict(zip(OF_EXPERTS, names, strict=True))
+
+    def place(config: MoeConfig, layer: int, linear: str, style: str) -> LinearPlace | None:
+        if not config.is_sparse(layer):
+            return None
+        if linear == "router":
+            return LinearPlace(f"{module}.gate" if style == "hf" else "ffn_gate_inp", config.num_experts)
+        if linear not in OF_EXPERTS:
+            return None
+        height = config.linear_shapes(layer)[linear][0]
+        if style == "gguf":
+            return LinearPlace(gguf[linear], height, stacked=config.num_experts)
+        modules = tuple(f"{module}.experts.{number}.{hf[linear]}" for number in range(config.num_experts))
+        return LinearPlace(f"{module}.experts.0.{hf[linear]}", height, parts=modules)
+
+    return place
+
+
+def _of_layers(config: MoeConfig, chosen: Sequence[int]) -> MoeConfig:
+    dense = tuple(new for new, old in enumerate(chosen) if old in config.dense_layers)
+    return config_of_layers(config, chosen, dense_layers=dense)
+
+
+def _flag(keys: HfKeys, key: str, default: bool) -> bool:
+    value = keys.get(key, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"expected true or false, got {value!r}"[:200], field=key)
+    return value
+
+
+def _window(keys: HfKeys) -> dict[str, Any]:
+    window = keys.get("sliding_window")
+    return {} if window is None else {"sliding_window": window}
+
+
+def _read_mixtral(keys: HfKeys) -> dict[str, Any]:
+    """Shares are always divided by their sum; the width of an expert is intermediate_size."""
+    counts = {"num_experts": keys.count("num_local_experts"), "num_experts_per_tok": keys.count("num_experts_per_tok")}
+    return {**counts, "moe_intermediate_size": keys.count("intermediate_size"), **_window(keys)}
+
+
+def _write_mixtral(config: MixtralConfig) -> dict[str, Any]:
+    counts = {"num_local_experts": config.num_experts, "num_experts_per_tok": config.num_experts_per_tok}
+    return {**counts, "sliding_window": config.sliding_window}
+
+
+_COUNTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
+
+def _read_qwen3_moe(keys: HfKeys) -> dict[str, Any]:
+    """Layer i is a mixture unless mlp_only_layers has it, or (i + 1) is no multiple of decoder_sparse_step."""
+    layers, step = keys.count("num_hidden_layers"), keys.count("decoder_sparse_step")
+    listed = keys.get("mlp_only_layers", [])
+    if not isinstance(listed, list) or not all(isinstance(each, int) and not isinstance(each, bool) for each in listed):
+        raise ConfigError(f"expected a list of numbers of layers, got {listed!r}"[:200], field="mlp_only_layers")
+    keys.ignore("use_qk_norm", "max_window_layers")
+    dense = tuple(i for i in range(layers) if i in listed or (i + 1) % step)
+    counts = {key: keys.count(key) for key in _COUNTS}
+    window = _window(keys) if _flag(keys, "use_sliding_window", False) else {}
+    keys.ignore("sliding_window")
+    return {**counts, "norm_topk_prob": _flag(keys, "norm_topk_prob", False), "dense_layers": dense, **window}
+
+
+def _counts_and_norm(config: MoeConfig) -> dict[str, Any]:
+    return {key: getattr(config, key) for key in (*_COUNTS, "norm_topk_prob")}
+
+
+def _write_qwen3_moe(config: Qwen3MoeConfig) -> dict[str, Any]:
+    windows = {"use_sliding_window": config.sliding_window is not None, "sliding_window": config.sliding_window}
+    layers = {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)}
+    return {**_counts_and_norm(config), **layers, **windows}
+
+
+_MAPLE_UNUSED = ("quantize", "preaffine", "max_window_layers", "moe_router_enable_expert_bias", "router_dtype")
+
+
+def _read_maple(keys: HfKeys) -> dict[str, Any]:
+    """Its class clamps at 7, whatever the file says. intermediate_size is the width of nothing."""
+    keys.ignore(*_MAPLE_UNUSED, "use_rmsnorm", "use_qk_norm", "num_shared_experts", "partial_rotary_factor")
+    if keys.raw.get("num_shared_experts"):
+        raise ConfigError("experts that every token takes are not supported", field="num_shared_experts")
+    factor = keys.number("partial_rotary_factor", 1.0)
+    head_dim = keys.count("head_dim")
+    window = keys.get("sliding_window")
+    alike = "full_attention" if window is None else "sliding_attention"
+    types = keys.layer_types(window, [alike] * keys.count("num_hidden_layers"))
+    return {
+        **{key: keys.count(key) for key in _COUNTS},
+        **types,
+        "norm_topk_prob": _flag(keys, "norm_topk_prob", True),
+        "gate_clamp": CLAMP,
+        "rotary_dim": None if factor == 1 else int(head_dim * factor),
+        "global_positions": not _flag(keys, "nope_on_global_attention", False),
+        "rope": keys.rope({**keys.raw, "partial_rotary_factor": None}),
+    }
+
+
+def _write_maple(config: MapleConfig) -> dict[str, Any]:
+    return {
+        **_counts_and_norm(config),
+        "layer_types": types_of_layers(config),
+        "sliding_window": config.sliding_window,
+        "partial_rotary_factor": config.rotary_size / config.head_dim,
+        "nope_on_global_attention": not config.global_positions,
+    }
+
+
+def _gguf_counts(keys: GgufKeys) -> dict[str, Any]:
+    return {
+        "num_experts": keys.count("expert_count"),
+        "num_experts_per_tok": keys.count("expert_used_count"),
+        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+    }
+
+
+def _read_qwen3_gguf(keys: GgufKeys, fields: dict[str, Any]) -> dict[str, Any]:
+    """llama.cpp divides by the sum of the chosen in every qwen3moe."""
+    return {**_gguf_counts(keys), "norm_topk_prob": True}
+
+
+def _read_maple_gguf(keys: GgufKeys, fields: dict[str, Any]) -> dict[str, Any]:
+    """RoPE is that of the sliding layers; the others have rope.dimension_count 0."""
+    layers, head_dim = fields["num_hidden_layers"], fields["head_dim"]
+    slides = keys.flags("attention.sliding_window_pattern", layers)
+    types = tuple("sliding_attention" if each else "full_attention" for each in slides)
+    turned = keys.count("rope.dimension_count_swa", head_dim)
+    return {
+        **_gguf_counts(keys),
+        "norm_topk_prob": bool(keys.get("expert_weights_norm", True)),
+        "layer_types": types if len({*types}) > 1 else (),
+        "sliding_window": fields["sliding_window"] if any(slides) else None,
+        "rotary_dim": None if turned == head_dim else turned,
+        "global_positions": keys.has("rope.dimension_count"),
+        "gate_clamp": CLAMP,
+    }
+
+
+def _write_gguf_counts(config: MoeConfig, put: Put) -> None:
+    put("expert_count", "uint32", config.num_experts)
+    put("expert_used_count", "uint32", config.num_experts_per_tok)
+    put("expert_feed_forward_length", "uint32", config.moe_intermediate_size)
+
+
+def _write_maple_gguf(config: MapleConfig, put: Put) -> None:
+    _write_gguf_counts(config, put)
+    slides = [kind == "sliding_attention" for kind in types_of_layers(config)]
+    put("attention.sliding_window_pattern", "[bool]", np.array(slides))
+    put("rope.dimension_count", "uint32", config.rotary_size if config.global_positions else 0)
+    put("rope.dimension_count_swa", "uint32", config.rotary_size)
+    put("expert_weights_norm", "bool", config.norm_topk_prob)
+    put("swiglu_clamp_exp", "[float32]", np.full(config.num_hidden_layers, CLAMP, dtype=np.float32))
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+def _not_normed(step: Any, compute: Edit, scores: NDArray, *rest: Any) -> NDArray:
+    config = step.setting.config
+    return choose_experts(scores, replace(config, norm_topk_prob=not config.norm_topk_prob))
+
+
+def _sigmoid_shares(step: Any, compute: Edit, scores: NDArray, *rest: Any) -> NDArray:
+    right = compute(scores, *rest)
+    p = np.where(right > 0, 1 / (1 + np.exp(-scores.astype(np.float64))), 0)
+    return (p / p.sum(axis=1, keepdims=True)).astype(scores.dtype)
+
+
+def _one_fewer(step: Any, compute: Edit, scores: NDArray, *rest: Any) -> NDArray:
+    """The last of the chosen has no share."""
+    config = step.setting.config
+    right = compute(scores, *rest)
+    fewer = choose_experts(scores, replace(config, num_experts_per_tok=config.num_experts_per_tok - 1))
+    return np.where(right > 0, np.maximum(fewer, np.finfo(right.dtype).tiny), 0).astype(right.dtype)
+
+
+def _exchanged(step: Any, compute: Edit, x: NDArray, shares: NDArray, *rest: Any) -> NDArray:
+    """gate and up exchanged."""
+    w = layer_weights(step)
+    other = w.up_proj if step.name.endswith("hook_pre") else w.gate_proj
+    return expert_products(Ops(), x, shares, other)
+
+
+def _without_clamp(step: Any, compute: Edit, gate: NDArray, up: NDArray, *rest: Any) -> NDArray:
+    config = step.setting.config
+    return gated(Ops(), gate, up, config.activation, replace(config, gate_clamp=None))
+
+
+def _gate_clamped_below(step: Any, compute: Edit, gate: NDArray, up: NDArray, *rest: Any) -> NDArray:
+    limit = step.setting.config.gate_clamp
+    return compute(np.clip(gate, -limit, limit), up, *rest)
+
+
+def _is_clamped(step: Any) -> bool:
+    return getattr(step.setting.config, "gate_clamp", None) is not None
+
+
+def _turned_scores(step: Any, compute: Edit, q: NDArray, k: NDArray, window: int | None) -> NDArray:
+    tables = own_rope(step).tables(np.arange(len(q)), step.setting.config.rotary_size, np.float32)
+    return compute(layers.apply_rope(q, *tables), layers.apply_rope(k, *tables), window)
+
+
+SHARES = "*.mlp.hook_expert_weights"
+MISTAKES = (
+    Hypothesis(
+        SHARES,
+        "expert_shares_not_normed",
+        "shares are divided by their sum, as by a softmax of the chosen alone, where they should not be, or not where they should",
+        "norm_topk_prob says it (Qwen3-MoE's class default is false); Mixtral and Maple always divide.",
+        _not_normed,
+        lambda step: step.setting.config.num_experts_per_tok < step.setting.config.num_experts,
+    ),
+    Hypothesis(
+        SHARES,
+        "sigmoid_router",
+        "the experts' shares are sigmoids of their scores, not a softmax",
+        "This family's router is a softmax over all experts.",
+        _sigmoid_shares,
+    ),
+    Hypothesis(
+        SHARES,
+        "one_expert_fewer",
+        "one expert fewer is chosen",
+        "num_experts_per_tok says how many.",
+        _one_fewer,
+        lambda step: step.setting.config.num_experts_per_tok > 1,
+    ),
+    Hypothesis(
+        "*.mlp.hook_pre *.mlp.hook_pre_linear",
+        "experts_gate_and_up_exchanged",
+        "gate and up of the experts are exchanged",
+        "Mixtral's w1 is gate, w3 is up, w2 is down.",
+        _exchanged,
+        lambda step: hasattr(layer_weights(step), "router"),
+    ),
+    Hypothesis(
+        "*.mlp.hook_mixed",
+        "experts_not_weighted",
+        "the experts' results are added without their shares",
+        "Multiply each expert's result by its share.",
+        instead(lambda out, shares: out.sum(axis=1)),
+    ),
+    Hypothesis(
+        "*.mlp.hook_expert_out",
+        "experts_in_another_order",
+        "the results of a token's experts are in another order than their shares",
+        "Gather shares and results by the same list of experts.",
+        after(lambda out: out[:, ::-1] if out.ndim == 3 else out),
+    ),
+)
+MAPLE_MISTAKES = (
+    Hypothesis(
+        "*.mlp.hook_post",
+        "expert_clamp_missing",
+        "gate and up of the experts are not clamped",
+        "Maple: silu(min(gate, 7)) * clip(up, -7, 7). The 7 is in its code, not in its config.",
+        _without_clamp,
+        _is_clamped,
+    ),
+    Hypothesis(
+        "*.mlp.hook_post",
+        "expert_gate_clamped_below",
+        "the experts' gate is clamped at -7 as well",
+        "Maple clamps gate above only, up on both sides.",
+        _gate_clamped_below,
+        _is_clamped,
+    ),
+    Hypothesis(
+        "*.attn.hook_attn_scores",
+        "rope_in_global_layers",
+        "q and k are turned in layers that have no positions",
+        "Maple: RoPE in sliding layers only (nope_on_global_attention).",
+        _turned_scores,
+        lambda step: not step.setting.config.turns(step.layer),
+    ),
+)
+
+KIND = WeightKind("experts", "stack of", (Experts,))
+ROUTER = {"router": PartNames(("mlp.gate",), "ffn_gate_inp")}
+_LACKS = ("mixtures of experts",)
+_EXAMPLE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_QWEN = {
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+_MIXTRAL = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _in_words(config: MoeConfig) -> str:
+    chosen = config.num_experts_per_tok
+    words = f"{config.num_experts} experts of {config.moe_intermediate_size}, {chosen} for each token"
+    dense = f"; ffn {config.intermediate_size} in {len(config.dense_layers)} layers" if config.dense_layers else ""
+    return words + dense
+
+
+def _layer(sparse: type[LayerWeights], dense: type[LayerWeights]) -> Callable[[MoeConfig, int], type[LayerWeights]]:
+    return lambda config, layer: sparse if config.is_sparse(layer) else dense
+
+
+FAMILIES = (
+    Family(
+        "qwen3_moe",
+        Qwen3MoeConfig,
+        layer_class=_layer(Qwen3MoeLayer, Qwen3Layer),
+        steps=_qwen3_steps,
+        axes=_axes,
+        split=split_experts,
+        of_layers=_of_layers,
+        lacks=lambda config: _LACKS,
+        feed_forward_words=_in_words,
+        names={**HEAD_NORMS, **ROUTER},
+        place=_place("mlp"),
+        hf=HfForm("Qwen3MoeForCausalLM", _QWEN, _read_qwen3_moe, _write_qwen3_moe),
+        gguf=GgufForm(
+            {"qwen3moe": Architecture("silu")},
+            _read_qwen3_gguf,
+            _write_gguf_counts,
+            implied=lambda config: {"norm_topk_prob": True, "dense_layers": ()},
+        ),
+        mistakes=(*HEAD_NORM_MISTAKES, *MISTAKES),
+        end_of_embedded=END_OF_TEXT,
+        example_fields={**_EXAMPLE, "dense_layers": (1,)},
+    ),
+    Family(
+        "mixtral",
+        MixtralConfig,
+        layer_class=_layer(MoeLayer, LayerWeights),
+        steps=_mixtral_steps,
+        axes=_axes,
+        split=split_experts,
+        of_layers=_of_layers,
+        lacks=lambda config: _LACKS,
+        feed_forward_words=_in_words,
+        names=ROUTER,
+        place=_place("block_sparse_moe", ("w1", "w3", "w2")),
+        hf=HfForm("MixtralForCausalLM", _MIXTRAL, _read_mixtral, _write_mixtral, flags=()),
+        mistakes=MISTAKES,
+        example_fields={**_EXAMPLE, "moe_intermediate_size": 48},
+    ),
+    Family(
+        "maple",
+        MapleConfig,
+        layer_class=lambda config, layer: Qwen3MoeLayer if config.turns(layer) else GlobalMapleLayer,
+        steps=_maple_steps,
+        axes=_axes,
+        split=split_experts,
+        of_layers=_of_layers,
+        lacks=lambda config: _LACKS,
+        feed_forward_words=_in_words,
+        names={**HEAD_NORMS, **ROUTER, "embedding": PartNames(("model.word_embeddings",), "token_embd")},
+        place=_place("mlp"),
+        hf=HfForm("MapleForCausalLM", {}, _read_maple, _write_maple, flags=()),
+        gguf=GgufForm(
+            {"maple": Architecture("silu")},
+            _read_maple_gguf,
+            _write_maple_gguf,
+            implied=lambda config: {"layer_types": config.layer_types, "gate_clamp": CLAMP, "dense_layers": ()},
+        ),
+        mistakes=(*HEAD_NORM_MISTAKES, *MISTAKES, *MAPLE_MISTAKES),
+        example_fields={
+            **_EXAMPLE,
+            "gate_clamp": CLAMP,
+            "rotary_dim": 4,
+            "global_positions": False,
+            "sliding_window": 5,
+            "layer_types": ("sliding_attention", "full_attention"),
+        },
+    ),
+)
