@@ -601,7 +601,7 @@ def test_shares_of_experts():
     config = replace(model(FAMILIES / "maple").config, num_experts=6, num_experts_per_tok=2)
     scores = np.array([[0, 5, 5, 5, 0, 0], [200, 0, 0, -200, 0, 0]], dtype=np.float32)
     shares = choose_experts(scores, config)
-    np.testing.assert_array_equal(chosen_ids(shares), [[1, 2], [0, 1]])  # of equal scores the lower number
+    np.testing.assert_array_equal(chosen_ids(shares, 2), [[1, 2], [0, 1]])  # of equal scores the lower number
     np.testing.assert_array_equal(shares[0, 1:3], [0.5, 0.5])
     assert 0 < shares[1, 1] < 1e-37  # exp(-200), but not 0: it stays chosen
 

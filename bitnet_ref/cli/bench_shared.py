@@ -28,7 +28,7 @@ MAX_NUMBER = 1 << 20
 # The keys of `benchmark.SHAPES`, which --help need not import
 SYNTHETIC = (
     *("2b-4t", "700m", "1b", "7b", "tinyllama-1.1b"),
-    *("bonsai-1.7b", "bonsai-4b", "bonsai-8b", "embedding-0.6b", "maple", "maple"),
+    *("bonsai-1.7b", "bonsai-4b", "bonsai-8b", "embedding-0.6b", "maple"),
 )
 
 

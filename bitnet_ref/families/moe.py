@@ -261,15 +261,14 @@ def choose_experts(scores: NDArray, cfg: MoeConfig) -> NDArray:
     return shares
 
 
-def chosen_ids(shares: NDArray) -> NDArray[np.int64]:
-    """The experts of each token, ascending.   (N, E) -> (N, k)"""
-    k = np.count_nonzero(shares[:1])
-    return np.nonzero(shares)[1].reshape(len(shares), k)
+def chosen_ids(shares: NDArray, k: int) -> NDArray[np.int64]:
+    """The k experts of each token, ascending.   (N, E) -> (N, k)"""
+    return np.sort(np.argsort(-shares, axis=1, kind="stable")[:, :k], axis=1)
 
 
 def expert_products(be: Ops, x: NDArray, shares: NDArray, w: Experts) -> NDArray:
     """The linears of the experts that each token chose.   x (N, K) or, each expert's own, (N, k, K) -> (N, k, out)"""
-    ids = chosen_ids(shares)
+    ids = chosen_ids(shares, w.chosen)
     n, k = ids.shape
     y = np.empty((n, k, w.experts[0].shape[0]), dtype=x.dtype)
     if n == 1 and x.ndim == 2:  # of one input: several at a time
@@ -298,7 +297,7 @@ def gated(be: Ops, gate: NDArray, up: NDArray, activation: str, cfg: MoeConfig) 
 
 def mix(out: NDArray, shares: NDArray) -> NDArray:
     """The sum of the experts' results by their shares, in float64 and rounded once.   (N, k, D), (N, E) -> (N, D)"""
-    own = np.take_along_axis(shares, chosen_ids(shares), axis=1)  # (N, k)
+    own = np.take_along_axis(shares, chosen_ids(shares, out.shape[1]), axis=1)  # (N, k)
     return np.einsum("nk,nkd->nd", own.astype(np.float64), out.astype(np.float64)).astype(out.dtype)
 
 
@@ -344,7 +343,6 @@ def _products(field: str) -> Callable[..., NDArray]:
 def _moe_steps(steps: list[TraceStep]) -> list[TraceStep]:
     """The steps of a block whose feed-forward is a mixture: the others, and in the place of `mlp.*` its own."""
     normed, shares = "ln2.hook_normalized", "mlp.hook_expert_weights"
-    text = (feed_forward, "    ")
 
     def of_rows(x: NDArray, cfg: MoeConfig) -> NDArray:
         return x.reshape(len(x), cfg.num_experts_per_tok, -1)
@@ -380,6 +378,7 @@ def _moe_steps(steps: list[TraceStep]) -> list[TraceStep]:
             "N k D",
             _products("down_proj"),
             "the experts' results",
+            (feed_forward, "    out = "),
         ),
         TraceStep(
             "mlp.hook_mixed",
@@ -392,7 +391,6 @@ def _moe_steps(steps: list[TraceStep]) -> list[TraceStep]:
         ),
         TraceStep("hook_mlp_out", ("mlp.hook_mixed",), "residual", "N D"),
     ]
-    own = [step if step.source else step._replace(source=text) for step in own]
     first = [step.name for step in steps].index("mlp.gate_proj")
     return [*steps[:first], *own, steps[-1]]
 

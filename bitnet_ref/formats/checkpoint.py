@@ -381,7 +381,8 @@ def read_layer(
         done()
     for short in config.linear_shapes(index):
         name = linear_name(index, short)
-        weight = family.split(config, index, short, read_matrix(checkpoint, name)).called(name)
+        weight = read_matrix(checkpoint, name)
+        weight = family.split(config, index, short, weight).called(name)
         parts[short] = weight if prepare is None else weight.each(prepare)
         done()
     return kind(**family.make_layer(config, parts))

@@ -22,6 +22,7 @@ from bitnet_ref.families.minicpm import MiniCpmLayer
 ROTATED = "families/qwen3-groups128/pq2_0-hadamard.gguf"
 FAMILY_CASES = [*(f"families/{name}" for name in sorted(os.listdir(DATA / "families"))), ROTATED]
 OTHER_MODELS = {  # where storyteller has no op of the kind
+    "routing": "families/maple",
     "dense linear": "llama-dense",
     "scaling": "families/embedding-gemma3",
     "Hadamard transform": ROTATED,
@@ -79,7 +80,8 @@ def test_the_order_of_ops_is_the_recorders(case):
         assert op_kind(name, config=m.config) in TABLE
         for source in op_inputs(name, m.config):  # an op reads what was computed before it
             assert order.index(source) < order.index(name)
-    assert all(linear_input(name, m.config) in order for name, _ in m.weights.linears())
+    linears = (name for name, w in m.weights.linears() if w.kind != "experts")  # which are no steps
+    assert all(linear_input(name, m.config) in order for name in linears)
     replayed = judge_trace(m, seen, np.array([1, 5, 9]))
     assert replayed.agrees, replayed.verdict
     assert (len(replayed.ops), replayed.missing) == (len(seen), [])
@@ -206,7 +208,7 @@ def test_a_change_of_a_thousandth_in_any_kind_is_seen(story, kind):
     """The tolerances are no nets of wide mesh: each op changed by a thousandth, one token of it, is named."""
     m, tokens, seen = story
     if kind in OTHER_MODELS:
-        m, tokens = case_of(OTHER_MODELS[kind]), golden("llama-dense")["tokens"] % 300
+        m, tokens = case_of(OTHER_MODELS[kind]), golden("llama-dense")["tokens"] % 80
         seen = m.run_with_cache(tokens)[1]
     ternary = m.config.quantization is not None
     name = [name for name in seen if op_kind(name, lambda linear: ternary) == kind][-1]

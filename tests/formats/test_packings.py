@@ -127,7 +127,7 @@ HADAMARD = CASES / "mlx-prism-hadamard"
 def test_what_inspect_says(tmp_path):
     found = inspect_model(CASES / "mlx-binary-1bit")
     assert (found.errors, found.parameters) == ([], 1_312_256)
-    assert found.quantization.startswith("ternary with a scale for 128 inputs, in 14 of 14 linears")
+    assert found.quantization.startswith("binary, -1 and +1, with a scale for each 128 inputs, in 14 of 14")
     found = inspect_model(CASES / "mlx-bitnet-q4-embedding")
     assert (found.errors, found.quantization) == ([], "autobitlinear, offline: packed to 2 bits")
     assert inspect_model(HADAMARD).errors == []

@@ -31,7 +31,10 @@ def kept(path):
 
 def is_kept(model):
     """Whether the weights come from the file: such arrays cannot be written to."""
-    inside = [getattr(weight, "linear", weight) for _, weight in model.weights.linears()]
+    inside = []
+    for layer in model.weights.layers:
+        layer.map_linears(lambda weight: inside.append(getattr(weight, "linear", weight)) or weight)
+    inside.append(model.weights.lm_head)
     writeable = {
         weight.panels.flags.writeable if hasattr(weight, "panels") else weight.array.flags.writeable
         for weight in inside

@@ -24,6 +24,7 @@ OUTPUTS = {
     "self_attn.inner_attn_ln": "attn.sub_norm.hook_normalized",
     "self_attn.o_proj": "attn.o_proj.hook_out",
     "post_attention_layernorm": "ln2.hook_normalized",
+    "mlp.gate": "mlp.router.hook_out",
     "mlp.gate_proj": "mlp.gate_proj.hook_out",
     "mlp.up_proj": "mlp.up_proj.hook_out",
     "mlp.ffn_sub_norm": "mlp.sub_norm.hook_normalized",

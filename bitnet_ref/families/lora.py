@@ -1,0 +1,192 @@
+"""LoRA: a linear with a term of low rank beside it, y = linear(x) + c B (A x), which reads x as it is, not quantised.
+
+The term stays apart, so a ternary matrix stays ternary: merged into it, W + c B A would be dense.
+
+Source: Hu et al. 2021, "LoRA" (arXiv:2106.09685), as in peft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..reference.ops import Ops
+from ..reference.weights import DenseWeight, LinearWeight, ModelWeights, Norm, Shared, TernaryLinear
+from .family import Edit, Hypothesis, WeightKind
+
+TERM = "hook_lora"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AdaptedLinear(LinearWeight):
+    """y = linear(x), its bias included, + factor B (A x)."""
+
+    kind = "adapted"
+    bias: None = None  # the linear's is added before the term
+
+    linear: LinearWeight
+    a: DenseWeight  # (r, K)
+    b: DenseWeight  # (out, r)
+    factor: float  # lora_alpha / r, or lora_alpha / sqrt(r)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.linear.name
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.linear.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.linear.nbytes + self.a.nbytes + self.b.nbytes
+
+    @property
+    def bit_linear(self) -> TernaryLinear | None:  # type: ignore[override]
+        return self.linear.bit_linear
+
+    @property
+    def norm(self) -> Norm | None:  # type: ignore[override]
+        return self.linear.norm
+
+    def each(self, change: Callable[[LinearWeight], LinearWeight]) -> Self:
+        linear, a, b = self.linear.each(change), self.a.each(change), self.b.each(change)
+        same = (linear, a, b) == (self.linear, self.a, self.b)
+        return self if same else replace(self, linear=linear, a=a, b=b)
+
+    def called(self, name: str) -> Self:
+        return replace(self, linear=self.linear.called(name))
+
+    def plain(self) -> Self:
+        return self.each(lambda weight: weight.plain())
+
+    def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
+        yield from self.linear.contents(name)
+        yield f"{name}.lora_a {self.factor!r}", self.a.array
+        yield f"{name}.lora_b", self.b.array
+
+    def product(self, be: Any, x: NDArray, shared: Shared) -> NDArray:
+        y = be.one_linear(x, self.linear, shared)
+        return be.add(y, be.compose(f"{self.name}.{TERM}", lora_term, x, self))
+
+
+def lora_term(be: Ops, x: NDArray, w: AdaptedLinear) -> NDArray:
+    """factor B (A x), each of the two products rounded once.   x (N, K) -> (N, out)"""
+    inner = be.dense_matmul(x, w.a)  # (N, r)
+    return be.dense_matmul(inner, w.b) * x.dtype.type(w.factor)
+
+
+class LoraTerm:
+    """The term of one linear, as an adapter's file gives it.   a (r, K), b (out, r)"""
+
+    def __init__(self, a: NDArray[np.float32], b: NDArray[np.float32], factor: float) -> None:
+        self.a, self.b, self.factor = a, b, factor
+
+    def put_on(self, w: LinearWeight) -> AdaptedLinear:
+        """The linear with the term."""
+        return AdaptedLinear(linear=w, a=DenseWeight(self.a), b=DenseWeight(self.b), factor=self.factor)
+
+
+def without_adapters(w: ModelWeights) -> ModelWeights:
+    """The model that the adapter was put on."""
+    layers = []
+    for layer in w.layers:
+        own: Mapping[str, Any] = {
+            name: weight.linear for name, weight in layer.linears() if isinstance(weight, AdaptedLinear)
+        }
+        layers.append(replace(layer, **own))
+    head = w.lm_head.linear if isinstance(w.lm_head, AdaptedLinear) else w.lm_head
+    return replace(w, layers=tuple(layers), lm_head=head)
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+def _adapted(step: Any) -> AdaptedLinear:
+    """The linear whose term a step computes."""
+    linears: dict[str, Any] = dict(step.setting.weights.linears())
+    weight: AdaptedLinear = linears[step.name.rpartition(".")[0]]
+    return weight
+
+
+def _factor(of: Callable[[AdaptedLinear], float]) -> Edit:
+    """The term with another factor."""
+
+    def edit(step: Any, compute: Edit, *inputs: Any) -> NDArray:
+        w, right = _adapted(step), compute(*inputs)
+        return (right.astype(np.float64) * (of(w) / w.factor)).astype(right.dtype)
+
+    return edit
+
+
+def _rank(w: AdaptedLinear) -> int:
+    return int(w.a.shape[0])
+
+
+def _of_normed_input(step: Any, compute: Edit, x: NDArray, *rest: Any) -> NDArray:
+    """The term of the input after the norm that is inside the linear."""
+    norm = _adapted(step).norm
+    return compute(x if norm is None else Ops().rms_norm(x, norm), *rest)
+
+
+def _of_int8_input(step: Any, compute: Edit, x: NDArray, *rest: Any) -> NDArray:
+    """The term of the input after it was rounded to int8."""
+    x_q, scale = Ops().quantize_activations(x)
+    return compute((x_q / scale).astype(x.dtype), *rest)
+
+
+MISTAKES = (
+    Hypothesis(
+        f"*.{TERM}",
+        "lora_missing",
+        "the adapter is not applied",
+        "Add c B (A x) to the linear's result, after its bias.",
+        _factor(lambda w: 0.0),
+    ),
+    Hypothesis(
+        f"*.{TERM}",
+        "lora_alpha_not_divided",
+        "the adapter's term is multiplied by lora_alpha, not by lora_alpha / r",
+        "c = lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora.",
+        _factor(lambda w: w.factor * _rank(w)),
+        lambda step: _rank(_adapted(step)) > 1,
+    ),
+    Hypothesis(
+        f"*.{TERM}",
+        "lora_without_factor",
+        "the adapter's term has no factor",
+        "c = lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora.",
+        _factor(lambda w: 1.0),
+        lambda step: _adapted(step).factor != 1,
+    ),
+    Hypothesis(
+        f"*.{TERM}",
+        "lora_root_of_rank",
+        "lora_alpha is divided by sqrt(r) for r, or by r for sqrt(r)",
+        "use_rslora says that it is the root.",
+        _factor(lambda w: w.factor * _rank(w) ** 0.5),
+        lambda step: _rank(_adapted(step)) > 1,
+    ),
+    Hypothesis(
+        f"*.{TERM}",
+        "lora_of_int8_input",
+        "the adapter's term reads the input that was rounded to int8",
+        "A reads the linear's input as it is, in float.",
+        _of_int8_input,
+        lambda step: _adapted(step).bit_linear is not None,
+    ),
+    Hypothesis(
+        f"*.{TERM}",
+        "lora_of_normed_input",
+        "the adapter's term reads the input after the norm inside the linear",
+        "A reads the linear's input as it is.",
+        _of_normed_input,
+        lambda step: _adapted(step).norm is not None,
+    ),
+)
+
+KIND = WeightKind("adapted", "adapted", (AdaptedLinear,), mistakes=MISTAKES)
