@@ -29,6 +29,7 @@ from .errors import (
     OutOfMemory,
 )
 from .formats.checkpoint import Checkpoint, LoadOptions, Progress, element_bytes, read_weights
+from .formats.hf.adapter import NO_ADAPTER, adapter_files, find_adapter
 from .formats.open import find_model, open_checkpoint, read_tokenizer
 from .formats.prepared import PreparedFile
 from .formats.registry.describe import describe_model, summarize
@@ -65,6 +66,7 @@ class FlatOptions(TypedDict, total=False):
     verify: bool
     prepared: bool | str
     i2_s_layout: str | None
+    adapter: str | os.PathLike[str] | None
     tl_tiles: str | os.PathLike[str] | None
     activations: str
     rotation: str
@@ -110,7 +112,11 @@ def load(
     """
     compute = ComputeOptions(backend=backend, threads=threads, dtype=dtype, cache_dtype=cache_dtype, head=head)
     device, options = _gather(device or DeviceOptions(), options or LoadOptions(), flat)
-    return _Load(find_model(model), compute, device, options).run()
+    path, adapter = find_adapter(find_model(model), options.adapter)
+    if adapter is not None and options.prepared:
+        raise ConfigError("prepared weights are kept of models without an adapter only", field="prepared")
+    own = replace(options, adapter=NO_ADAPTER if adapter is None else adapter)
+    return _Load(find_model(path), compute, device, own).run()
 
 
 @dataclass(frozen=True)
@@ -206,7 +212,10 @@ class _Load:
         """What two calls must have in common to share a model."""
         plain = [(key, each) for key, each in vars(chosen).items() if isinstance(each, str | int | np.dtype)]
         computing = tuple(sorted((key, str(value)) for key, value in plain))
-        files = tuple(map(file_identity, model_files(self.path)))
+        read = model_files(self.path)
+        if self.options.adapter not in (None, NO_ADAPTER):
+            read += adapter_files(Path(str(self.options.adapter)))
+        files = tuple(map(file_identity, read))
         asked = tuple(self.options.reading.items()), self.options.verify, self.options.prepared
         return str(self.path), files, chosen.name, computing, self.compute.cache_dtype, self.device, *asked
 

@@ -9,7 +9,6 @@ import json
 import lzma
 import shutil
 from operator import attrgetter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from safetensors.numpy import load_file, save_file
 
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError
-from bitnet_ref.formats.convert import convert
 from bitnet_ref.inspection import inspect_model
 
 PUBLISHED = DATA / "published"
@@ -130,22 +128,3 @@ def test_an_untied_head_in_a_vision_model(unpacked, tmp_path):
     (folder / "config.json").write_text(json.dumps({**raw, "tie_word_embeddings": False}))
     logits = bitnet_ref.load(folder, backend="numpy").logits(golden["tokens"])
     np.testing.assert_allclose(logits, -golden["logits"], rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
-def test_an_adapter_beside_the_weights(name, unpacked, tmp_path):
-    """transformers would apply it, so that the weights alone give other logits."""
-    folder = shutil.copytree(unpacked / "smollm2", tmp_path / "m")
-    (folder / name).write_text("{}")
-    for call in (
-        lambda: bitnet_ref.load(folder, backend="numpy"),
-        lambda: bitnet_ref.load(folder / "model.safetensors", backend="numpy"),
-        lambda: convert(folder, tmp_path / "x.gguf", "gguf-f32"),
-    ):
-        with pytest.raises(FormatError, match=r"LoRA adapter.*[Mm]erge.*move") as caught:
-            call()
-        assert Path(caught.value.path).name == name
-    found = inspect_model(folder)
-    (error,) = found.errors
-    assert Path(error.path).name == name
-    assert found.parameters == inspect_model(unpacked / "smollm2").parameters

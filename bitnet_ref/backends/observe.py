@@ -131,9 +131,10 @@ class Observed(Backend):
         return self._pass("linears", f"{ws[0].name}.hook_out", super().linears, x, ws)
 
     def one_linear(self, x: NDArray, w: LinearWeight, shared: Shared) -> NDArray:
-        self.computed = self.computed or w.name
+        before = self.computed
+        self.computed = before or w.name
         y = super().one_linear(x, w, shared)
-        self.computed = ""
+        self.computed = before
         return y
 
     def lm_head(self, x: NDArray, w: LinearWeight) -> NDArray:
@@ -161,7 +162,8 @@ class Observed(Backend):
         return self._pass("scale", name, self.inner.scale, x, factor, name)
 
     def compute(self, name: str, function: Callable[..., NDArray], *args: Any) -> NDArray:
-        step = f"{self.computed}.hook_out" if self.computed else name  # a product of a linear
+        is_product = self.computed and name.endswith(".hook_out")
+        step = f"{self.computed}.hook_out" if is_product else name
         return self._pass("compute", step, self.inner.compute, name, function, *args)
 
     def compose(self, name: str, function: Callable[..., NDArray], *args: Any) -> NDArray:

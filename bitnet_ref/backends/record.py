@@ -25,6 +25,7 @@ Of the families that have them (docs/families.md):
     blocks.0.attn.hook_state (N, Hv, dk, dv)             the memory after each token
     blocks.0.attn.hook_delta_out (N, Hv, dv)             what the memory answers
     blocks.0.attn.q_proj.hook_x_rotated (N, K)           R x, of a matrix in a Hadamard basis
+    blocks.0.attn.q_proj.hook_lora (N, out)              an adapter's term, which hook_out contains
     blocks.0.attn.q_proj.rms_norm.hook_scale, .hook_normalized   of a linear with a norm of its own
     lm_head.hook_uncapped (N, V)                         logits before their soft cap
 """
@@ -195,7 +196,7 @@ class Recorder:
         return y
 
     def on_add(self, step: ObservedStep, call: Call, x: NDArray, y: NDArray) -> Any:
-        if y.ndim == 2:  # not a bias
+        if y.ndim == 2 and not step.name.endswith(".hook_out"):  # neither a bias nor an adapter's term
             half = "attn" if step.name.endswith("hook_resid_mid") else "mlp"
             self.keep(sibling(step.name, f"hook_{half}_out"), y)
         return call(x, y)

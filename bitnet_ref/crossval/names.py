@@ -14,12 +14,14 @@ from functools import lru_cache
 
 from ..families import all_steps, axis_sizes, block_steps, family_table, trace_names_of_norms
 from ..families.family import LINEAR, NORM, TraceStep
+from ..families.lora import TERM
 from ..formats.names import gguf_name, hf_modules, part_names
 from ..reference.config import ModelConfig
 from ..reference.weights import linear_name
 
 LOGITS = "lm_head.hook_out"
 INT8, SCALE, ACC, OUT = "hook_x_int8", "hook_x_scale", "hook_acc_int32", "hook_out"
+LORA = TERM  # of a linear with an adapter
 NORM_SCALE, NORMALIZED, ROTATED = "hook_scale", "hook_normalized", "hook_x_rotated"
 SYNONYMS = {"logits": LOGITS, "lm_head.hook_logits": LOGITS, "hook_logits": LOGITS}
 
@@ -29,7 +31,7 @@ _LAYER = re.compile(r"(?:(?:model\.)?layers|blocks|blk)\.([0-9]{1,9})\.")  # in 
 # Of norms and linears.   last part of the name: kind of op
 _MODULE_HOOKS = {
     NORM_SCALE: "norm scale", NORMALIZED: "norm", ROTATED: "Hadamard transform",
-    INT8: "activation int8", SCALE: "activation scale", ACC: "accumulator", OUT: "linear",
+    INT8: "activation int8", SCALE: "activation scale", ACC: "accumulator", OUT: "linear", LORA: "dense linear",
 }  # fmt: skip
 # Outside of the blocks: kind of op, what it is computed from.
 _MODEL_HOOKS = {
@@ -64,9 +66,9 @@ def _tensors_of(name: str, kind: str, config: ModelConfig) -> list[str]:
     if kind != LINEAR:
         return [name]
     if not _is_quantized(config):
-        return [f"{name}.{ROTATED}", f"{name}.{OUT}"]
+        return [f"{name}.{ROTATED}", f"{name}.{LORA}", f"{name}.{OUT}"]
     own_norm = _tensors_of(f"{name}.rms_norm", NORM, config) if _has_own_norms(config) else []
-    return [*own_norm, *(f"{name}.{hook}" for hook in (INT8, SCALE, ACC, OUT))]
+    return [*own_norm, *(f"{name}.{hook}" for hook in (INT8, SCALE, ACC, LORA, OUT))]
 
 
 def _is_quantized(config: ModelConfig) -> bool:
@@ -204,6 +206,8 @@ def op_inputs(name: str, config: ModelConfig) -> tuple[str, ...]:
         return (f"blocks.{layer - 1}.hook_resid_post",) if layer else (first,)
     if hook == ACC:
         return (f"{parent}.{INT8}",)
+    if hook == LORA:
+        return (module_input(parent, config),)
     if hook == OUT and _is_quantized(config):
         return (f"{parent}.{ACC}", f"{parent}.{SCALE}")
     if hook in (ROTATED, INT8, SCALE, OUT, "hook_uncapped"):
@@ -221,7 +225,7 @@ def op_shape(name: str, config: ModelConfig, tokens: int) -> tuple[int, ...]:
     sizes = {**axis_sizes(config), "N": tokens}
     if name in ("hook_embed", "hook_embed_scaled", "ln_final.hook_scaled"):
         return (tokens, config.hidden_size)
-    if hook in (INT8, ACC, OUT, ROTATED, "hook_uncapped"):
+    if hook in (INT8, ACC, OUT, ROTATED, LORA, "hook_uncapped"):
         n_out, n_in = _linear_shape(parent, config)
         return (tokens, n_in if hook in (INT8, ROTATED) else n_out)
     if hook == SCALE or (hook == NORM_SCALE and (parent == "ln_final" or parent.endswith(".rms_norm"))):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..reference.ops import Ops
 from ..reference.weights import LinearWeight, ModelWeights, Norm, Shared, TernaryLinear, TernaryWeight
 from .family import Edit, Hypothesis, WeightKind, before, layer_weights, leave_out
+from .lora import AdaptedLinear
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -75,7 +76,7 @@ def model_norms(w: ModelWeights) -> Iterator[Norm]:
 
 def map_bit_linear(linear: LinearWeight, change: Callable[[TernaryLinear], LinearWeight]) -> LinearWeight:
     """The linear with the BitLinear in it changed; itself if there is none."""
-    if isinstance(linear, NormedLinear):
+    if isinstance(linear, NormedLinear | AdaptedLinear):
         return replace(linear, linear=map_bit_linear(linear.linear, change))
     return linear if linear.bit_linear is None else change(linear.bit_linear)
 

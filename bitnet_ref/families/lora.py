@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,14 +23,14 @@ TERM = "hook_lora"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AdaptedLinear(LinearWeight):
-    """y = linear(x), its bias included, + factor B (A x)."""
+    """y = linear(x), its bias included, + b (a x), where b is factor B."""
 
     kind = "adapted"
-    bias: None = None  # the linear's is added before the term
+    bias: ClassVar[None] = None  # type: ignore[misc]  # the linear's is added before the term
 
     linear: LinearWeight
-    a: DenseWeight  # (r, K)
-    b: DenseWeight  # (out, r)
+    a: LinearWeight  # (r, K), dense
+    b: LinearWeight  # (out, r), dense
     factor: float  # lora_alpha / r, or lora_alpha / sqrt(r)
 
     @property
@@ -66,8 +66,8 @@ class AdaptedLinear(LinearWeight):
 
     def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
         yield from self.linear.contents(name)
-        yield f"{name}.lora_a {self.factor!r}", self.a.array
-        yield f"{name}.lora_b", self.b.array
+        yield from self.a.contents(f"{name}.lora_a {self.factor!r}")
+        yield from self.b.contents(f"{name}.lora_b")
 
     def product(self, be: Any, x: NDArray, shared: Shared) -> NDArray:
         y = be.one_linear(x, self.linear, shared)
@@ -75,9 +75,8 @@ class AdaptedLinear(LinearWeight):
 
 
 def lora_term(be: Ops, x: NDArray, w: AdaptedLinear) -> NDArray:
-    """factor B (A x), each of the two products rounded once.   x (N, K) -> (N, out)"""
-    inner = be.dense_matmul(x, w.a)  # (N, r)
-    return be.dense_matmul(inner, w.b) * x.dtype.type(w.factor)
+    """b (a x), each of the two products rounded once.   x (N, K) -> (N, out)"""
+    return be.dense_matmul(be.dense_matmul(x, w.a), w.b)
 
 
 class LoraTerm:
@@ -87,8 +86,11 @@ class LoraTerm:
         self.a, self.b, self.factor = a, b, factor
 
     def put_on(self, w: LinearWeight) -> AdaptedLinear:
-        """The linear with the term."""
-        return AdaptedLinear(linear=w, a=DenseWeight(self.a), b=DenseWeight(self.b), factor=self.factor)
+        """The linear with the term, whose sums are wide beside a BitLinear: an int8 rounding comes after them."""
+        wide = w.bit_linear is not None
+        scaled = (self.b.astype(np.float64) * self.factor).astype(np.float32)
+        a, b = DenseWeight(self.a, wide=wide), DenseWeight(scaled, wide=wide)
+        return AdaptedLinear(linear=w, a=a, b=b, factor=self.factor)
 
 
 def without_adapters(w: ModelWeights) -> ModelWeights:

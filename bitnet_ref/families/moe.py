@@ -629,7 +629,7 @@ MISTAKES = (
     Hypothesis(
         SHARES,
         "expert_shares_not_normed",
-        "shares are divided by their sum, as by a softmax of the chosen alone, where they should not be, or not where they should",
+        "shares are divided by their sum, as by a softmax of the chosen alone, or they should be and are not",
         "norm_topk_prob says it (Qwen3-MoE's class default is false); Mixtral and Maple always divide.",
         _not_normed,
         lambda step: step.setting.config.num_experts_per_tok < step.setting.config.num_experts,

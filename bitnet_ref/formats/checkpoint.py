@@ -25,6 +25,7 @@ from ..families import family_of
 from ..families.blocks import in_int8
 from ..families.groups import in_groups
 from ..families.hadamard import Rotation
+from ..families.lora import LoraTerm
 from ..reference.config import ModelConfig, QuantizationConfig
 from ..reference.weights import LayerWeights, LinearWeight, ModelWeights, Norm, linear_name
 from ..system.json_file import is_present, read_bounded
@@ -61,6 +62,7 @@ class LoadOptions:
         `formats/prepared.py`.
     i2_s_layout: The layout of a GGUF's I2_S matrices, when they do not show it.
     tl_tiles: The kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 matrices.
+    adapter: The folder of a LoRA adapter, or "none". By default the one beside the weights, if there is one.
     activations: What a GGUF's ternary linears do with their inputs, when its matrices do not show it. "int8", as in
         BitNets, or "float", as in TriLM and BitCPM. "auto": float if a matrix has several scales, or the model's name
         says so; `inspect` says which was taken.
@@ -79,6 +81,7 @@ class LoadOptions:
     prepared: bool | str = option(False, choice(False, True, "mapped"), is_flag=True)
     i2_s_layout: str | None = option(None, choice(None, *LAYOUTS), flag="--i2s-layout")
     tl_tiles: str | os.PathLike[str] | None = option(None, PATH)
+    adapter: str | os.PathLike[str] | None = option(None, PATH, metavar="FOLDER")
     activations: str = option("auto", choice("auto", "int8", "float"))
     rotation: str = option("stored", choice("stored", "folded"))
     dense: str = option("stored", choice("stored", "int8"))
@@ -112,6 +115,7 @@ class Checkpoint(Closeable, ABC):
     taken: set[str]
     bases: Mapping[str, Rotation] = MappingProxyType({})
     folded: Mapping[str, Rotation] = MappingProxyType({})
+    adapter: Mapping[str, LoraTerm] = MappingProxyType({})  # what `read_weights` puts on linears, by their names
     # `Backend.pack_plane` of the backend that the weights are read for; None: packed by NumPy
     pack_plane: Callable[[NDArray[np.uint8]], NDArray[np.uint8] | None] | None = None
     dense: str = "stored"  # how `read_weights` gives dense linears
@@ -382,7 +386,10 @@ def read_layer(
     for short in config.linear_shapes(index):
         name = linear_name(index, short)
         weight = read_matrix(checkpoint, name)
-        weight = family.split(config, index, short, weight).called(name)
+        weight = family.split(config, index, short, weight)
+        if (term := checkpoint.adapter.get(name)) is not None:
+            weight = term.put_on(weight)
+        weight = weight.called(name)
         parts[short] = weight if prepare is None else weight.each(prepare)
         done()
     return kind(**family.make_layer(config, parts))
@@ -401,7 +408,9 @@ def read_head(checkpoint: Checkpoint, embedding: LinearWeight, prepare: Prepare 
     if checkpoint.config.tie_word_embeddings:
         return embedding
     head = read_matrix(checkpoint, "lm_head")
-    return head if prepare is None else prepare(head)
+    if (term := checkpoint.adapter.get("lm_head")) is not None:
+        head = term.put_on(head)
+    return head if prepare is None else head.each(prepare)
 
 
 def fold(checkpoint: Checkpoint, name: str, w: LinearWeight) -> LinearWeight:

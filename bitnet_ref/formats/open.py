@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..errors import FormatError, RegistryError
 from ..system.json_file import stays_inside
 from .checkpoint import Checkpoint, LoadOptions
+from .hf.adapter import NO_ADAPTER, describe_adapter, read_adapter
 
 if TYPE_CHECKING:
     from ..reference.config import ModelConfig
@@ -114,6 +115,14 @@ def open_checkpoint(path: Path, options: LoadOptions | None = None) -> Checkpoin
     """Open a folder or a file with the reader of its format. Raises FormatError or ConfigError."""
     checkpoint = _open(path, options)
     checkpoint.dense = "stored" if options is None else options.dense
+    if options is not None and options.adapter is not None and os.fspath(options.adapter) != NO_ADAPTER:
+        try:
+            folder = Path(options.adapter)
+            checkpoint.adapter = read_adapter(folder, checkpoint.config)
+            checkpoint.evidence.append(describe_adapter(folder, checkpoint.adapter))
+        except BaseException:
+            checkpoint.close()
+            raise
     return checkpoint
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, FormatError
+from ..errors import BitNetRefError, ConfigError, FormatError
 from ..families import config_to_dict
 from ..formats.checkpoint import Checkpoint, LoadOptions, Progress, linear_shape, scale_convention
+from ..formats.hf.adapter import describe_adapter, find_adapter, read_adapter
 from ..formats.hf.config import parse_hf_config, read_config_json
 from ..formats.hf.config_keys import Doubt
-from ..formats.hf.folder import CheckpointTensors, HfCheckpoint, refuse_adapter
+from ..formats.hf.folder import CheckpointTensors, HfCheckpoint
 from ..formats.hf.packings import affine_width
 from ..formats.hf.wrappers import text_part
 from ..formats.names import hf_module, linear_of_hf
@@ -61,11 +62,8 @@ class HfInspector(Inspector):
 
     def list_tensors(self) -> None:
         self.out.format = "Hugging Face: config.json and safetensors"
-        try:
-            refuse_adapter(self.folder)
-        except FormatError as error:
-            self.out.report_error("weights", error)
         self.read_config()
+        self.read_adapter()
         try:
             self.tensors = CheckpointTensors(self.path)
         except FormatError as error:
@@ -110,6 +108,16 @@ class HfInspector(Inspector):
             values = {**config_to_dict(config), "rms_norm_eps": config.norm_eps, "hidden_act": config.activation}
             taken = ", ".join(f"{key} {config.rope.theta if key == 'rope_theta' else values[key]}" for key in absent)
             self.out.report("note", "config", f"absent from config.json, so transformers' defaults hold: {taken}")
+
+    def read_adapter(self) -> None:
+        """Describe the LoRA adapter beside the weights, if there is one."""
+        try:
+            adapter = find_adapter(self.path, None)[1]
+            if adapter is not None and self.config is not None:
+                words = describe_adapter(adapter, read_adapter(adapter, self.config))
+                self.out.report("note", "weights", f"{words}; load applies it, adapter='none' leaves it out")
+        except BitNetRefError as error:
+            self.out.report_error("weights", error)
 
     def open(self) -> Checkpoint | None:
         tensors, config = self.tensors, self.config

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from ...errors import BackendUnavailable, NumericsError, ShapeError
 from ...families.groups import GroupTernaryLinear, GroupTernaryWeight, group_linear
 from ...families.linear_norms import NormedLinear
+from ...families.lora import AdaptedLinear, lora_term
 from ...reference import quantization
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
@@ -437,6 +438,10 @@ class CythonBackend(KernelBackend):
     def _normed_linears(self, x: NDArray, ws: Sequence[NormedLinear]) -> list[NDArray]:
         return [self.linear(self.rms_norm(x, w.own_norm), w.linear) for w in ws]
 
+    def _adapted_linears(self, x: NDArray, ws: Sequence[AdaptedLinear]) -> list[NDArray]:
+        ys = self.linears(x, [w.linear for w in ws])
+        return [self.add(y, lora_term(self, x, w)) for y, w in zip(ys, ws, strict=True)]
+
     def _group_panels(self, w: GroupTernaryLinear) -> GroupPanelWeight:
         """The weight in panels for this kernel set, prepared already or now."""
         layout = _cpu.group_layout(self.kernels.kernel_set)
@@ -500,6 +505,7 @@ class CythonBackend(KernelBackend):
         "groups": _group_linears,
         "dense": _dense_linears,
         "normed": _normed_linears,
+        "adapted": _adapted_linears,
     }
 
 

@@ -22,6 +22,7 @@ from ...backends.loaded import LoadedModel
 from ...errors import NumericsError
 from ...families import KINDS
 from ...families.linear_norms import model_norms
+from ...families.lora import AdaptedLinear, lora_term
 from ...reference import layers
 from ...reference.model import rope_tables_of
 from ...reference.weights import LinearWeight, Norm
@@ -138,7 +139,7 @@ class _Replay:
         inputs = names.op_inputs(name, self.cfg)
         if name == names.LOGITS and self.cfg.logit_softcap is not None:
             return layers.softcap(self.rows(inputs[0]), self.cfg.logit_softcap)
-        if hook in (names.ROTATED, names.INT8, names.SCALE, names.ACC, names.OUT, "hook_uncapped"):
+        if hook in (names.ROTATED, names.INT8, names.SCALE, names.ACC, names.LORA, names.OUT, "hook_uncapped"):
             return self._linear(parent, hook)
         if hook in (names.NORM_SCALE, names.NORMALIZED):
             x, norm = self.rows(inputs[0]), self._norm(parent)
@@ -169,6 +170,16 @@ class _Replay:
 
     def _linear(self, linear: str, hook: str) -> NDArray:
         w = self.linears[linear]
+        if isinstance(w, AdaptedLinear):
+            if hook == names.LORA:
+                return lora_term(self.be, self.rows(names.module_input(linear, self.cfg)), w)
+            if hook == names.OUT:
+                return self._product(linear, w.linear, hook) + self.rows(f"{linear}.{names.LORA}")
+            w = w.linear
+        return self._product(linear, w, hook)
+
+    def _product(self, linear: str, w: LinearWeight, hook: str) -> NDArray:
+        """A tensor of a linear without an adapter."""
         ternary = w.bit_linear
         if ternary is None:
             x = self.rows(names.module_input(linear, self.cfg))

@@ -24,6 +24,7 @@ from ...backends.paged_cache import EngineKVCache
 from ...backends.record import LOGITS, NamesFilter, Recorder, sibling
 from ...errors import BitNetRefError
 from ...families.family import Edit
+from ...families.lora import AdaptedLinear
 from ...reference import layers
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
@@ -158,6 +159,7 @@ class _StepRecorder(Recorder):
         super().__init__(be, setting.config, names_filter)
         self.setting, self.until, self.tape, self.settle = setting, until, tape, settle
         self.steps: dict[str, NDArray] = {}
+        self.adapted = {name for name, w in setting.weights.linears() if isinstance(w, AdaptedLinear)}
         self.handlers |= {"quantize_activations": self.on_quantize_activations, "append": self.on_append}
         self.handlers |= {"dense_matmul": self.on_dense_matmul}
 
@@ -249,15 +251,16 @@ class _StepRecorder(Recorder):
 
     def _product(self, name: str, call: Call, x: NDArray, w: LinearWeight, *scale: NDArray) -> NDArray:
         """A linear's output; without its bias or cap, which are other steps, it has another name."""
-        if w.bias is not None:
+        if w.bias is not None or name.rpartition(".")[0] in self.adapted:
             name = sibling(name, "product")
         elif name == LOGITS and self.setting.config.logit_softcap is not None:
             name = "lm_head.hook_uncapped"
         return self.step(name, call, x, w, *scale)
 
     def on_add(self, step: ObservedStep, call: Call, x: NDArray, y: NDArray) -> Any:
-        if step.name.endswith(".hook_out"):  # a linear's bias
-            return self.step(step.name, call, x, y)
+        if step.name.endswith(".hook_out"):  # a linear's bias, or an adapter's term
+            is_last = y.ndim == 2 or step.name.rpartition(".")[0] not in self.adapted
+            return self.step(step.name if is_last else sibling(step.name, "with_bias"), call, x, y)
         half = "attn" if step.name.endswith("hook_resid_mid") else "mlp"
         y = self.step(sibling(step.name, f"hook_{half}_out"), np.asarray, y)
         return self.step(step.name, call, x, y)

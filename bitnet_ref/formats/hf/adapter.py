@@ -78,7 +78,7 @@ def find_adapter(path: Path, asked: str | os.PathLike[str] | None) -> tuple[Path
         if asked is not None:
             raise FormatError("is an adapter without a model; give its base to load that alone", path=path)
         return _base_of(path), path
-    beside = asked is None and is_present(folder / CONFIG_FILE)
+    beside = asked is None and any(is_present(folder / name) for name in ADAPTER_FILES)
     return path, folder if beside else None
 
 
@@ -100,7 +100,7 @@ def _base_of(folder: Path) -> Path | str:
     return near if not Path(named).is_absolute() and near.exists() else named
 
 
-def adapter_identity(folder: Path) -> list[Path]:
+def adapter_files(folder: Path) -> list[Path]:
     """The files that decide what an adapter is."""
     return [folder / CONFIG_FILE, folder / WEIGHTS_FILE]
 
@@ -108,6 +108,9 @@ def adapter_identity(folder: Path) -> list[Path]:
 def read_adapter(folder: Path, config: ModelConfig) -> dict[str, LoraTerm]:
     """Our names of linears -> their terms, for a model of that config. Raises ConfigError, FormatError."""
     path = folder / CONFIG_FILE
+    if not is_present(path):
+        message = f"there is no {CONFIG_FILE} beside the adapter's weights, which says by what they are multiplied"
+        raise FormatError(message, path=folder)
     raw = read_json_object(path, ConfigError, MAX_CONFIG_BYTES, folder)
     _check(raw, path)
     if not is_present(folder / WEIGHTS_FILE):
@@ -133,6 +136,15 @@ def read_adapter(folder: Path, config: ModelConfig) -> dict[str, LoraTerm]:
     if not terms:
         raise FormatError("holds no tensor", path=folder / WEIGHTS_FILE)
     return terms
+
+
+def describe_adapter(folder: Path, terms: Mapping[str, LoraTerm]) -> str:
+    """A sentence about an adapter that is applied."""
+    kinds = sorted({name.rpartition(".")[2] for name in terms})
+    ranks = sorted({len(term.a) for term in terms.values()})
+    return (
+        f"LoRA adapter {folder.name}: rank {' and '.join(map(str, ranks))} on {len(terms)} linears ({', '.join(kinds)})"
+    )
 
 
 def _what(tensor: str) -> str:

@@ -41,6 +41,7 @@ from ..names import HF_PREFIXES, hf_module, hf_modules
 from ..packing import pack_from_hf, split_ternary
 from ..places import linear_place
 from ..safetensors import DTYPES, SafetensorsFile, TensorInfo
+from .adapter import ADAPTER_FILES
 from .config import MAX_CONFIG_BYTES, read_hf_config
 from .packings import HADAMARD_TYPE, describe_mlx, read_affine, read_awq, read_hadamard_modules
 from .wrappers import hf_form
@@ -49,7 +50,6 @@ MAX_INDEX_BYTES = 64 << 20
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers' modules.json
 POOLINGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}  # sentence-transformers' keys
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # as peft writes them
 _FLOATS = ("BF16", "F16", "F32")
 
 
@@ -166,13 +166,13 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def refuse_adapter(folder: Path) -> None:
-    """FormatError if there is a LoRA adapter in the folder: transformers would apply it to the weights."""
+    """FormatError if there is a LoRA adapter in the folder, for those who would use the weights without it."""
     for name in ADAPTER_FILES:
         if is_present(folder / name):
             message = (
-                "is a LoRA adapter, which is not applied here, and without it the model gives other numbers. "
-                "Merge it into the weights (peft: model.merge_and_unload(), then save_pretrained), or move the files "
-                f"{', '.join(ADAPTER_FILES)} out of the folder to use the weights without it"
+                "is a LoRA adapter, which load applies and this does not. Merge it into the weights (peft: "
+                f"model.merge_and_unload(), then save_pretrained), or move the files {', '.join(ADAPTER_FILES)} out of "
+                "the folder to use the weights without it"
             )
             raise FormatError(message, path=folder / name)
 
@@ -217,7 +217,8 @@ class HfCheckpoint(Checkpoint):
         self.folder = path if path.is_dir() else path.parent
         allow = options is not None and options.allow_unquantized
         if config is None:
-            refuse_adapter(self.folder)
+            if options is None or options.adapter is None:  # else the caller knows of it
+                refuse_adapter(self.folder)
             self.config = read_folder_config(self.folder / "config.json", allow)
         else:
             self.config = replace(config, **_embedding_fields(self.folder))

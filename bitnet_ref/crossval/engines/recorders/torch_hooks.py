@@ -94,7 +94,11 @@ class Hooks:
         self.seen.setdefault(name, []).append(tensor.detach()[0].to(dtype).cpu().numpy().copy())
 
     def output(self, module, name):
-        module.register_forward_hook(lambda _m, _i, out: self.keep(name, out[0] if isinstance(out, tuple) else out))
+        def hook(_module, _inputs, out):
+            tensor = out[0] if isinstance(out, tuple) else out
+            self.keep(name, tensor if tensor.dim() > 2 else tensor[None])  # a router's has no batch axis
+
+        module.register_forward_hook(hook)
 
     def head_norm(self, module, name):
         """A norm of heads, called with (1, N, H, d), or with (1, H, N, d) as in Gemma."""

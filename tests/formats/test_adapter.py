@@ -1,0 +1,255 @@
+"""LoRA adapters against peft's logits (made by transformers and peft), and what is refused."""
+
+import json
+import shutil
+from functools import partial
+
+import numpy as np
+import pytest
+from helpers import DATA, model, rng
+from safetensors.numpy import load_file, save_file
+
+import bitnet_ref
+from bitnet_ref.backends import choose_backend
+from bitnet_ref.crossval.compare import compare
+from bitnet_ref.crossval.explain.diagnose import diagnose
+from bitnet_ref.crossval.explain.replay import judge_trace
+from bitnet_ref.crossval.explain.variants import Setting
+from bitnet_ref.crossval.paths import check_paths
+from bitnet_ref.crossval.teacher import teacher_forced
+from bitnet_ref.errors import ConfigError, ConfigWarning, FormatError
+from bitnet_ref.families.lora import MISTAKES, AdaptedLinear, without_adapters
+from bitnet_ref.formats.convert import convert
+from bitnet_ref.formats.hashes import weight_hash
+from bitnet_ref.inspection import inspect_model
+
+ADAPTERS = DATA / "adapters"
+BESIDE, ALONE = ADAPTERS / "beside", ADAPTERS / "alone" / "adapter"
+GOLDEN = {path: load_file(path / "golden.safetensors") for path in (BESIDE, ADAPTERS / "alone")}
+CASES = {"beside": (BESIDE, GOLDEN[BESIDE]), "alone": (ALONE, GOLDEN[ADAPTERS / "alone"])}
+LIMIT = 3e-4
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    return CASES[request.param]
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the model with an adapter beside it, and a function that changes its adapter_config.json."""
+    folder = shutil.copytree(BESIDE, tmp_path / "m")
+    path = folder / "adapter_config.json"
+
+    def change(**keys):
+        path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+        return folder
+
+    return change
+
+
+def difference(a, b):
+    return float(np.abs(a - b).max())
+
+
+def test_transformers_and_peft(case, backend_name):
+    path, golden = case
+    m = model(path, backend_name)
+    assert difference(m.logits(golden["tokens"]), golden["logits"]) < LIMIT
+    assert difference(model(path, dtype="float64").logits(golden["tokens"]), golden["logits"]) < LIMIT
+
+
+def test_without_it(backend_name):
+    tokens = GOLDEN[BESIDE]["tokens"]
+    m = bitnet_ref.load(BESIDE, backend=backend_name, adapter="none")
+    assert difference(m.logits(tokens), GOLDEN[BESIDE]["logits_base"]) < LIMIT
+    assert difference(model(BESIDE, backend_name).logits(tokens), m.logits(tokens)) > 1
+    if backend_name == "numpy":
+        assert weight_hash(without_adapters(model(BESIDE).weights)) == weight_hash(m.weights)
+        assert weight_hash(model(BESIDE).weights) != weight_hash(m.weights)
+
+
+def test_given_by_path(tmp_path):
+    """For a base that is in another format: the names of the modules are the model's."""
+    base = ADAPTERS / "alone" / "base"
+    convert(base, tmp_path / "x.bitnet.safetensors", "native")
+    golden = GOLDEN[ADAPTERS / "alone"]
+    for file in (base, tmp_path / "x.bitnet.safetensors"):
+        for given in (ALONE, ALONE / "adapter_config.json"):
+            m = bitnet_ref.load(file, backend="numpy", adapter=given)
+            assert difference(m.logits(golden["tokens"]), golden["logits"]) < LIMIT
+    ternary = [w for _, w in m.weights.linears() if isinstance(w, AdaptedLinear)]
+    assert ternary
+    assert all(w.bit_linear is not None for w in ternary)  # they stay so
+
+
+def test_every_path(case):
+    path, _ = case
+    reference = model(path)
+    tokens = rng(7).integers(0, reference.config.vocab_size, 12).tolist()
+    for backend in ("numpy", "cython"):
+        checks = list(check_paths(partial(choose_backend, backend, threads=2), reference, tokens))
+        assert [(each.path, each.detail) for each in checks if not each.passed] == []
+
+
+def test_each_op_is_judged(case):
+    path, golden = case
+    m, tokens = model(path), golden["tokens"]
+    comparison = teacher_forced(m, model(path, "cython"), tokens)
+    assert {op.status for op in comparison.ops} == {"ok"}
+    seen = m.run_with_cache(tokens)[1]
+    terms = [name for name in seen if name.endswith("hook_lora")]
+    assert len(terms) == sum(isinstance(w, AdaptedLinear) for _, w in m.weights.linears())
+    replayed = judge_trace(m, seen, tokens)
+    assert replayed.agrees
+    assert replayed.missing == []
+    name = terms[0]
+    changed = judge_trace(m, {**seen, name: seen[name] * 1.01}, tokens)
+    assert changed.first_divergence.name == name
+
+
+def test_mistakes_are_named(case):
+    path, golden = case
+    m = model(path)
+    tokens = golden["tokens"]
+    setting = Setting.of(m, tokens)
+    right = setting.run()
+    named = set()
+    for mistake in MISTAKES:
+        changed = mistake.change(setting)
+        if changed is not None:
+            wrong = changed.run()
+            found = diagnose(m, tokens, wrong, compare(right, wrong, m.config))
+            assert mistake.name in [each.name for each in found if each.confirmed], mistake.name
+            named.add(mistake.name)
+    assert {"lora_missing", "lora_alpha_not_divided", "lora_root_of_rank"} <= named
+    assert ("lora_of_int8_input" in named) == (m.config.quantization is not None)
+
+
+def test_scales(copy):
+    """alpha / r; alpha / sqrt(r) with use_rslora; of some modules another alpha."""
+    tokens = GOLDEN[BESIDE]["tokens"]
+
+    def factors(folder):
+        linears = bitnet_ref.load(folder, backend="numpy").weights.linears()
+        return {name.rpartition(".")[2]: w.factor for name, w in linears if isinstance(w, AdaptedLinear)}
+
+    assert factors(copy()) == {"q_proj": 2.0, "v_proj": 2.0, "down_proj": 2.0}
+    assert factors(copy(use_rslora=True)) == {"q_proj": 4.0, "v_proj": 4.0, "down_proj": 4.0}
+    some = {"self_attn.q_proj": 4, "model.layers.0.mlp.down_proj": 2}
+    folder = copy(use_rslora=False, alpha_pattern=some)
+    assert factors(folder) == {"q_proj": 1.0, "v_proj": 2.0, "down_proj": 2.0}  # of layer 1, listed last
+    assert difference(model(folder).logits(tokens), GOLDEN[BESIDE]["logits"]) > LIMIT
+
+
+@pytest.mark.parametrize(
+    ("keys", "field"),
+    [
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "all"}, "bias"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"target_parameters": ["experts"]}, "target_parameters"),
+        ({"lora_alpha": 0}, "lora_alpha"),
+        ({"r": "4"}, "r"),
+        ({"rank_pattern": {"q.*proj": 2}}, "rank_pattern"),
+        ({"alpha_pattern": [1]}, "alpha_pattern"),
+    ],
+)
+def test_other_functions_are_refused_by_name(copy, keys, field):
+    folder = copy(**keys)
+    with pytest.raises(ConfigError) as caught:
+        bitnet_ref.load(folder, backend="numpy")
+    assert caught.value.field == field
+    assert [error.field for error in inspect_model(folder).errors] == [field]
+
+
+def test_unknown_keys_are_doubts(copy):
+    with pytest.warns(ConfigWarning, match="sparkle: ignored"):
+        bitnet_ref.load(copy(sparkle=3, another=None), backend="numpy")
+
+
+def test_tensors_that_do_not_fit(copy):
+    folder = copy()
+    path = folder / "adapter_model.safetensors"
+    good = load_file(path)
+    name = next(name for name in good if "q_proj.lora_A" in name)
+    other = name.replace("lora_A", "lora_B")
+    nan = good[name] * np.nan
+    cases = [
+        ({**good, name: good[name][:2]}, "expected floats of shape"),
+        ({**good, name: nan}, "expected finite numbers"),
+        ({**good, name: good[name].astype(np.int32)}, "expected floats"),
+        ({key: w for key, w in good.items() if key != other}, "no lora_B beside it"),
+        ({**good, name.replace("lora_A", "lora_magnitude_vector"): nan}, "DoRA"),
+        ({**good, name.replace("layers.0", "layers.9"): good[name], other.replace("layers.0", "layers.9"): good[other]},
+         "is no linear"),
+        ({**good, "x": good[name]}, "is no term of a linear"),
+        ({}, "holds no tensor"),
+    ]  # fmt: skip
+    for tensors, words in cases:
+        save_file(tensors, path)
+        with pytest.raises(FormatError, match=words) as caught:
+            bitnet_ref.load(folder, backend="numpy")
+        assert str(path) == str(caught.value.path)
+    path.write_bytes(b"not safetensors")
+    with pytest.raises(FormatError):
+        bitnet_ref.load(folder, backend="numpy")
+    path.unlink()
+    (folder / "adapter_model.bin").write_bytes(b"pickle")
+    with pytest.raises(FormatError, match="pickle, which runs code"):
+        bitnet_ref.load(folder, backend="numpy")
+    (folder / "adapter_config.json").unlink()
+    with pytest.raises(FormatError, match=r"no adapter_config\.json"):
+        bitnet_ref.load(folder, backend="numpy")
+    assert bitnet_ref.load(folder, backend="numpy", adapter="none")
+
+
+def test_what_does_not_apply_it_says_so(tmp_path):
+    for target, name in (("gguf-f32", "x.gguf"), ("native", "x.bitnet.safetensors"), ("hf-unpacked", "x")):
+        with pytest.raises(FormatError, match=r"LoRA adapter, which load applies and this does not.*[Mm]erge.*move"):
+            convert(BESIDE, tmp_path / name, target)
+    with pytest.raises(ConfigError, match="without an adapter") as caught:
+        bitnet_ref.load(BESIDE, backend="cython", prepared=True)
+    assert caught.value.field == "prepared"
+    found = inspect_model(BESIDE)
+    assert found.errors == []
+    notes = [finding.message for finding in found.findings if "LoRA" in finding.message]
+    words = "LoRA adapter beside: rank 4 on 6 linears (down_proj, q_proj, v_proj); load applies it"
+    assert notes == [f"{words}, adapter='none' leaves it out"]
+
+
+def test_a_base_that_is_not_there(tmp_path):
+    folder = shutil.copytree(ALONE, tmp_path / "a")
+    path = folder / "adapter_config.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(raw | {"base_model_name_or_path": "nobody/nothing"}))
+    with pytest.raises(FormatError, match="nobody/nothing"):
+        bitnet_ref.load(folder)
+    path.write_text(json.dumps(raw | {"base_model_name_or_path": None}))
+    with pytest.raises(ConfigError) as caught:
+        bitnet_ref.load(folder)
+    assert caught.value.field == "base_model_name_or_path"
+    with pytest.raises(FormatError, match="an adapter without a model"):
+        bitnet_ref.load(folder, adapter="none")
+    with pytest.raises(FormatError, match=r"no adapter_config\.json"):
+        bitnet_ref.load(BESIDE, adapter=tmp_path)
+
+
+def test_shared_models_differ_by_adapter(copy):
+    folder = copy()
+    shared = partial(bitnet_ref.load, folder, backend="numpy", share=True)
+    with_it, without = shared(), shared(adapter="none")
+    assert shared() is with_it
+    assert without is not with_it
+    copy(lora_alpha=16)
+    assert shared() is not with_it
+
+
+def test_a_batch_gives_what_each_gives_alone():
+    m = model(BESIDE, "cython")
+    prompts = [[1, 5, 9, 20], [3, 3]]
+    alone = [m.generate(prompt, max_tokens=6, temperature=1.0, seed=3).token_ids for prompt in prompts]
+    assert [each.token_ids for each in m.generate(prompts, max_tokens=6, temperature=1.0, seed=3)] == alone
