@@ -158,7 +158,8 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
     same_layer = (each for each in names if (each.startswith(block) if block else _LAYER.match(each) is None))
     choices = [each.removeprefix(block) for each in same_layer]
     meant = _names_of_others().get(rest.removesuffix(".weight"))
-    near = [meant] if meant in choices else get_close_matches(rest, choices, n=1)
+    begun = [each for each in choices if each.startswith(rest)]
+    near = [meant] if meant in choices else begun if len(begun) == 1 else get_close_matches(rest, choices, n=1)
     return f"{block}{near[0]}" if near else None
 
 

@@ -26,6 +26,7 @@ CASES = (
     "../families/smollm3",  # a layer without positions
     "../families/hunyuan",  # norms of heads after RoPE
     "../families/qwen3_moe-groups128",  # a mixture of experts, and a layer without
+    "../adapters/alone/adapter",
     "../families/maple",  # gates that are clamped, a wider window
 )
 
@@ -66,6 +67,7 @@ RARE = {
     "scale_bf16",  # the golden scales are bf16 already
     "head_bf16",
     "query_scale_missing",
+    "lora_of_normed_input",  # shows with an adapter on a linear that has a norm inside
     "groups_of_128_for_64",
     "groups_of_128_for_64_rows_too",
 }

@@ -64,7 +64,7 @@ def permuted(back: bool) -> Edit:
         order = np.argsort(order) if back else order
         if isinstance(second, LinearWeight):
             return y[:, order]
-        return compute(x, second[order])  # the product has them in that order already
+        return compute(x, second[..., order])  # the product has them in that order already
 
     return edit
 
