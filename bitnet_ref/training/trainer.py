@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from ..backends import available_backends, choose_cpu
 from ..backends.backend import blas_threads
 from ..backends.cuda import open_device
-from ..errors import BackendUnavailable, ConfigError, NumericsError, ShapeError
+from ..errors import BackendUnavailable, ConfigError, FormatError, NumericsError, ShapeError
 from ..formats.checkpoint import scale_convention
 from ..formats.hf.config import read_hf_config
-from ..formats.hf.folder import SINGLE_FILE, HfCheckpoint
+from ..formats.hf.folder import SINGLE_FILE, HfCheckpoint, refuse_adapter
 from ..formats.hf.writer import hf_config_json
 from ..formats.safetensors import SafetensorsWriter
 from ..reference.config import ModelConfig
@@ -106,6 +106,10 @@ class Trainer:
         settings: as of `Trainer`. Raises FormatError, ConfigError.
         """
         path = Path(folder)
+        if path.is_file():
+            message = "is a file; training begins from a Hugging Face folder (convert --to hf-bf16 makes one)"
+            raise FormatError(message, path=path)
+        refuse_adapter(path)
         config = read_hf_config(path / "config.json")
         if scale_convention(config.quantization) not in (None, "absmean"):
             message = "its linears are packed; training needs float masters (linear_class autobitlinear, mode online)"

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from helpers import BITNET, TINY
 
-from bitnet_ref.errors import ConfigError
+import bitnet_ref
+from bitnet_ref.errors import ConfigError, FormatError
 from bitnet_ref.formats.checkpoint import scale_convention
 from bitnet_ref.formats.hf.config import MAX_CONFIG_BYTES, parse_hf_config, read_hf_config
 from bitnet_ref.reference.config import QuantizationConfig, RopeConfig
@@ -342,3 +343,26 @@ def test_a_folder_named_config_json(tmp_path):
     (tmp_path / "config.json").mkdir()
     with pytest.raises(ConfigError, match="not a regular file"):
         read_hf_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("method", "writer"),
+    [
+        ("gptq", "AutoGPTQ"),
+        ("compressed-tensors", "llm-compressor"),
+        ("mxfp4", "gpt-oss"),
+        ("new", "which is not read"),
+    ],
+)
+def test_other_packings_are_refused_by_their_writers(method, writer):
+    with pytest.raises(ConfigError, match=writer) as caught:
+        parse_hf_config({**TINY, "quantization_config": {"quant_method": method, "bits": 2}}, Path("config.json"))
+    assert caught.value.field == "quantization_config.quant_method"
+    assert "before it was packed" in str(caught.value)
+
+
+def test_a_folder_of_ternary_quant(tmp_path):
+    (tmp_path / "codes").mkdir()
+    (tmp_path / "metadata.json").write_text('{"format_family": "groupwise_small"}')
+    with pytest.raises(FormatError, match="ternary-quant"):
+        bitnet_ref.load(tmp_path)

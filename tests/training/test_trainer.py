@@ -302,6 +302,7 @@ def test_a_part_without_a_gradient_is_refused(bitnet):
         "logit_softcap": replace(bitnet.config, logit_softcap=30.0),
         "post_norms": families.FAMILIES["gemma3_text"].example(),
         "embedding_scale": replace(bitnet.config, embedding_scale=4.0),
+        "num_experts": families.FAMILIES["mixtral"].example(),
     }
     for field, config in configs.items():
         with pytest.raises(ConfigError, match=f"{field}: training has no gradient"):
@@ -312,3 +313,12 @@ def test_nan_names_the_master(bitnet):
     bitnet.masters["model.layers.1.mlp.gate_proj.weight"][0, 0] = np.nan
     with pytest.raises(NumericsError, match="NaN"):
         bitnet.step(golden_of(BITNET)["tokens"][0])
+
+
+def test_what_training_does_not_begin_from(tmp_path):
+    folder = folder_of(BITNET, tmp_path / "m")
+    with pytest.raises(FormatError, match="is a file; training begins from a Hugging Face folder"):
+        Trainer.from_folder(folder / "model.safetensors")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(FormatError, match="LoRA adapter, which load applies and this does not"):
+        Trainer.from_folder(folder)

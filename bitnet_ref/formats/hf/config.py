@@ -23,6 +23,26 @@ from .wrappers import hf_form, text_part
 
 MAX_CONFIG_BYTES = 1 << 20
 
+# quant_method of quantization_config -> who writes it
+WRITERS = {
+    "aqlm": "AQLM",
+    "auto-round": "Intel's AutoRound",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "llm-compressor (vLLM)",
+    "eetq": "EETQ",
+    "fbgemm_fp8": "FBGEMM",
+    "fp8": "transformers' blocks of FP8",
+    "gptq": "AutoGPTQ or GPTQModel",
+    "higgs": "HIGGS",
+    "hqq": "HQQ",
+    "modelopt": "NVIDIA's ModelOpt",
+    "mxfp4": "OpenAI's gpt-oss (MXFP4)",
+    "quanto": "Quanto",
+    "quark": "AMD's Quark",
+    "spqr": "SpQR",
+    "torchao": "torchao",
+    "vptq": "VPTQ",
+}
 _NOT_DONE = {
     "moe": "mixture of experts is",
     "mixtral": "mixture of experts is",
@@ -210,11 +230,12 @@ def _quantization(raw: Any, doubts: list[Doubt]) -> QuantizationConfig | None:
     if raw.get("quant_method") == "awq":
         check_awq(raw)
         return None
-    if raw.get("quant_method") != "bitnet":
-        raise ConfigError(
-            f'expected "bitnet", got {raw.get("quant_method")!r}: other quantisations are not supported',
-            field=f"{field}.quant_method",
-        )
+    method = raw.get("quant_method")
+    if method != "bitnet":
+        writer = WRITERS.get(method) if isinstance(method, str) else None
+        by = "which is not read" if writer is None else f"the packing of {writer}, which is not read"
+        message = f'expected "bitnet" or "awq", got {describe(method)}, {by}; use the checkpoint before it was packed'
+        raise ConfigError(message, field=f"{field}.quant_method")
     skipped = raw.get("modules_to_not_convert")
     if skipped is None:
         skipped = ["lm_head"]
