@@ -1,4 +1,4 @@
-"""Mutants of models as other people's tools wrote them: tests/data/containers."""
+"""Mutants of models as other people's tools wrote them: tests/data/containers, mixtures of experts, an adapter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from gguf_mutants import change_gguf, change_numbers
 from helpers import DATA
 from json_mutants import flip_bytes, insert_bytes, mutate_json, mutate_safetensors, truncate
 
-CASES = sorted((DATA / "containers").iterdir())
+CASES = [
+    *sorted((DATA / "containers").iterdir()),
+    *(DATA / "families" / name for name in ("maple", "qwen3_moe-groups128")),
+    DATA / "adapters" / "beside",
+]
 NOT_OF_THE_MODEL = ("case.json", "golden.safetensors")
 
 
@@ -20,7 +24,8 @@ def copy_container(folder: Path, dice: random.Random) -> Path:
     for file in case.iterdir():
         if file.name not in NOT_OF_THE_MODEL:
             shutil.copy(file, folder / file.name)
-    return folder / json.loads((case / "case.json").read_text())["path"]
+    facts = case / "case.json"
+    return folder / json.loads(facts.read_text())["path"] if facts.is_file() else folder
 
 
 def mutate_container(dice: random.Random, folder: Path) -> Path:
