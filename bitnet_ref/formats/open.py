@@ -105,7 +105,7 @@ def choose_format(path: Path) -> tuple[str, Path]:
         path = _file_in(path)
     if path.is_dir():
         if (path / "metadata.json").is_file() and (path / "codes").is_dir() and not (path / "config.json").is_file():
-            message = "is a folder of ternary-quant (W = alpha t + mu by groups, and residuals), which is not read"
+            message = "is a folder of ternary-quant (W = alpha t + mu, and residuals), which is not read"
             raise FormatError(f"{message}; it lacks the tensors of the base model", path=path)
         return "hf", path
     if path.suffix in (".safetensors", ".gguf", ".onnx"):

@@ -46,7 +46,7 @@ OTHER_FUNCTION = {
     "trainable_token_indices": "rows of the embedding were trained",
     "use_bdlora": "A and B are block-diagonal (BD-LoRA)",
     "use_dora": "the norm of each column was trained (DoRA)",
-    "use_qalora": "inputs are averaged by groups (QA-LoRA)",
+    "use_qalora": "inputs are averaged first (QA-LoRA)",
     "velora_config": "activations are compressed",
 }
 # Keys that decide how it was trained, or to what: the tensors themselves say that
