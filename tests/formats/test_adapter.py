@@ -83,6 +83,13 @@ def test_given_by_path(tmp_path):
     assert all(w.bit_linear is not None for w in ternary)  # they stay so
 
 
+def test_what_lies_beside_a_file_of_its_own_is_not_for_it(tmp_path):
+    convert(ADAPTERS / "alone" / "base", tmp_path / "x.bitnet.safetensors", "native")
+    shutil.copytree(ALONE, tmp_path, dirs_exist_ok=True)
+    linears = bitnet_ref.load(tmp_path / "x.bitnet.safetensors", backend="numpy").weights.linears()
+    assert not any(isinstance(w, AdaptedLinear) for _, w in linears)
+
+
 def test_every_path(case):
     path, _ = case
     reference = model(path)

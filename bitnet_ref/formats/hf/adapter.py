@@ -68,8 +68,8 @@ def is_adapter_alone(path: Path) -> bool:
 def find_adapter(path: Path, asked: str | os.PathLike[str] | None) -> tuple[Path | str, Path | None]:
     """(the model, the folder of the adapter to put on it) of a path that `load` was given.
 
-    asked: `LoadOptions.adapter`. The model may be the name that an adapter has for its base. Raises FormatError,
-    ConfigError.
+    asked: `LoadOptions.adapter`. The model may be the name that an adapter has for its base. What lies beside a .gguf,
+    an .onnx or a native file is not meant for it. Raises FormatError, ConfigError.
     """
     folder = path if path.is_dir() else path.parent
     if asked is not None and os.fspath(asked) != NO_ADAPTER:
@@ -78,7 +78,8 @@ def find_adapter(path: Path, asked: str | os.PathLike[str] | None) -> tuple[Path
         if asked is not None:
             raise FormatError("is an adapter without a model; give its base to load that alone", path=path)
         return _base_of(path), path
-    beside = asked is None and any(is_present(folder / name) for name in ADAPTER_FILES)
+    is_folders = path.is_dir() or (path.suffix == ".safetensors" and not path.name.endswith(".bitnet.safetensors"))
+    beside = asked is None and is_folders and any(is_present(folder / name) for name in ADAPTER_FILES)
     return path, folder if beside else None
 
 
