@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...api import Model
 from ...backends import Backend
@@ -28,6 +28,13 @@ _TAIL = 300  # characters of an engine's error output that are shown
 
 Prepared = tuple[Model, Mapping[str, Any]]  # the model to compare with, the job for the recorder
 Judge = Callable[[Crossing, Model, Trace], None]
+
+
+class Outcome(NamedTuple):
+    """What became of a recorder's job: why it failed, or why the engine has nothing for this model."""
+
+    failed: str | None = None
+    unavailable: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,8 +66,8 @@ class ExternalEngine:
             "with --python"
         )
 
-    def record(self, jobs: Sequence[Mapping[str, Any]], python: str | None = None) -> list[str | None]:
-        """Run the recorder on the jobs; each writes its trace to its "out".   -> for each why it failed, or None
+    def record(self, jobs: Sequence[Mapping[str, Any]], python: str | None = None) -> list[Outcome]:
+        """Run the recorder on the jobs; each writes its trace to its "out".
 
         When the engine ends before its last job, its error output is the reason for the jobs that are left.
         """
@@ -71,8 +78,8 @@ class ExternalEngine:
             end = f"{self.name} ended with status {done.returncode}: {errors}"
         except subprocess.TimeoutExpired:
             printed, end = "", f"{self.name} had not finished after {_TIMEOUT_S} s"
-        reasons = [json.loads(line)["failed"] for line in printed.splitlines() if line.startswith('{"failed":')]
-        return [reasons[i] if i < len(reasons) else end for i in range(len(jobs))]
+        outcomes = [Outcome(**json.loads(line)) for line in printed.splitlines() if line.startswith('{"failed":')]
+        return [outcomes[i] if i < len(outcomes) else Outcome(end) for i in range(len(jobs))]
 
 
 def _run(command: list[str], timeout: float, text: str = "") -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ from ..opponents import LONG_NAMES, default_tokens
 from ..report import Crossing
 from ..trace import Trace
 from . import llama_cpp, onnxruntime, transformers
-from .engine import Attempt, ExternalEngine
+from .engine import Attempt, ExternalEngine, Outcome
 
 _MODULES = {"transformers": transformers, "llama_cpp": llama_cpp, "onnxruntime": onnxruntime}
 ENGINES: dict[str, ExternalEngine] = {name: module.ENGINE for name, module in _MODULES.items()}
@@ -96,12 +96,14 @@ def _run_attempts(
                 names = [*LONG_NAMES, *job.get("long_names", ())]
                 more = {"tokens": list(long), "names": names, "out": str(folder / "long.safetensors")}
                 ready.append((crossing, attempt, model, {**job, **more}))
-        failures = engine.record([job for *_, job in ready], python) if ready else []
-        for (crossing, attempt, model, job), failed in zip(ready, failures, strict=True):
+        outcomes = engine.record([job for *_, job in ready], python) if ready else []
+        for (crossing, attempt, model, job), outcome in zip(ready, outcomes, strict=True):
             is_long = "names" in job
-            if failed is not None:
+            crossing.unavailable = crossing.unavailable or outcome.unavailable
+            if outcome.failed is not None:
                 of_run = f"with {len(job['tokens'])} tokens: " if is_long else ""
-                crossing.failed = crossing.failed or f"{of_run}{failed}"
+                crossing.failed = crossing.failed or f"{of_run}{outcome.failed}"
+            if outcome != Outcome():
                 continue
             judged = Crossing(crossing.opponent) if is_long else crossing
             with Trace(job["out"]) as trace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ...api import Model, load
 from ...errors import ConfigError
@@ -24,13 +25,24 @@ _BFLOAT16 = (
 )
 
 
+_TAKES_MASTERS = (
+    "transformers would take this folder's master weights as they are, because its config has no quantization_config: "
+    "the model's own code quantises them"
+)
+
+
 def attempts(path: Path) -> list[Attempt]:
     """float32 and bfloat16. A checkpoint of master weights, which are quantised as they are loaded, also packed."""
     variants = [("transformers float32", "float32", False), ("transformers bfloat16", "bfloat16", False)]
+    unavailable = None
     with open_checkpoint(path) as checkpoint:
         if _has_masters(checkpoint):
             variants.append(("transformers float32, packed", "float32", True))
-    return [Attempt(name, partial(_prepare, path, dtype, packed), _judge) for name, dtype, packed in variants]
+            unavailable = _TAKES_MASTERS if _is_readable(path) and not _quantizes(path) else None
+    return [
+        Attempt(name, partial(_prepare, path, dtype, packed), _judge, None if packed else unavailable)
+        for name, dtype, packed in variants
+    ]
 
 
 def _judge(crossing: Crossing, model: Model, trace: Trace) -> None:
@@ -60,6 +72,13 @@ def _prepare(path: Path, dtype: str, packed: bool, folder: Path) -> Prepared:
 
 def _is_readable(path: Path) -> bool:
     """Whether transformers reads it unconverted: a folder, with today's config names rather than 1bitLLM's."""
-    if not path.is_dir():
-        return False
-    return "weight_bits" not in read_json_object(path / "config.json", ConfigError, _MAX_CONFIG_BYTES)
+    return path.is_dir() and "weight_bits" not in _config(path)
+
+
+def _quantizes(folder: Path) -> bool:
+    """Whether transformers quantises the folder's weights."""
+    return bool(_config(folder).get("quantization_config"))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return read_json_object(folder / "config.json", ConfigError, _MAX_CONFIG_BYTES)

@@ -2,29 +2,42 @@
 
 A trace without int8 tensors does not show its flips. But the reference knows how far each of its activations is from a
 half. At the first wrong token of the first wrong tensor, those that float32 noise can carry over a half are flipped,
-the nearest first, and the reference goes on with the flip that makes this token agree. If in the end the whole trace
+the nearest first, and the reference goes on with the flips that make this token agree. If in the end the whole trace
 agrees, the engine is right up to rounding. A mistake changes more than a few integers of a token.
+
+A flip changes its own token and those after it, so a trial is a pass over these alone, behind the cache of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...backends.backend import Backend
 from ...backends.loaded import LoadedModel
+from ...backends.observe import Call, ObservedStep, observe
+from ...backends.paged_cache import EngineKVCache
+from ...backends.record import Recorder
+from ...reference.cache import TokenBatch
+from ...reference.model import embeddings, head_input, rope_tables_of
+from ...reference.weights import LayerWeights, TernaryLinear
 from ..compare import Comparison, OpResult, Tensors, View, compare
 from ..flips import Flip, distance_to_half
 from ..names import INT8, LOGITS, layer_of, linear_input, op_order
 from ..tolerances import FEW_FLIPS, FLIP_CEILING, NARROW_FLOATS, VALUES_PER_FLIP, near_half
-from .variants import IMPOSSIBLE, Edit, Setting, Step
+from .variants import IMPOSSIBLE, Setting, is_by_head, quick_ternary_matmul
 
-_TRIED = 32  # activations of one token that are flipped alone
-_TRIED_FIRST = 4  # of these, how many are flipped together with others
-_TOGETHER = 3  # flips of one token; one of them may only be near a half after another
-_TRIALS = 500  # of a whole search: it costs as much for an engine with a mistake
+_OWN, _OTHERS = 32, 128  # how many activations are tried at a time, of the wrong token and of those that it sees
+_BEST, _NEAREST = 2, 2  # with how many of these others are tried: after which the least is wrong, and the nearest
+_TOGETHER = 4  # flips of one token; one of them may only be near a half after another
+_TRIALS = 1000  # for one wrong token: so many are made for an engine with a mistake
+_RIGHT = 0.1  # a token of which flips leave more of its error does not agree: the quick answer
 
 
 def follow_flips(model: LoadedModel, tokens: Sequence[int], candidate: Tensors, comparison: Comparison) -> Comparison:
@@ -44,125 +57,252 @@ def follow_flips(model: LoadedModel, tokens: Sequence[int], candidate: Tensors, 
 
 @dataclass
 class _Run:
-    """A run of the reference. near: its activations near a half, by the name of the int8 tensor."""
+    """A run of the reference over the first tokens.
+
+    flips: those that it makes.   near: its activations near a half, by token.   streams: what each layer begins with.
+    A trial has no streams and no cache.
+    """
 
     tensors: dict[str, NDArray] = field(default_factory=dict)
-    steps: dict[str, Step] = field(default_factory=dict)
-    near: dict[str, list[Flip]] = field(default_factory=dict)
+    flips: list[Flip] = field(default_factory=list)
+    near: dict[int, list[Flip]] = field(default_factory=dict)
+    streams: dict[int, NDArray] = field(default_factory=dict)
+    cache: EngineKVCache | None = None
 
 
 class _FlipSearch:
     """Finds the flips that make the reference agree with a candidate."""
 
     def __init__(self, setting: Setting, candidate: View) -> None:
-        self.setting, self.candidate, self.trials = setting, candidate, 0
-        self.twins: dict[str, set[str]] = {}  # by int8 tensor: those made of the same input, itself included
+        self.setting, self.candidate = setting, candidate
         self.order = {name: i for i, name in enumerate(op_order(setting.config))}
         linears = [name.rpartition(".")[0] for name in self.order if name.endswith(INT8)]
-        self.sources = {linear_input(linear, setting.config) for linear in linears}  # `compare` judges flips by them
+        sources = {linear_input(linear, setting.config) for linear in linears}  # `compare` judges flips by them
+        self.compared = {name for name in self.order if name in candidate or name.endswith(INT8) or name in sources}
 
     def follow(self, comparison: Comparison) -> Comparison | None:
         """The comparison with the flipped reference; None where the candidate does not agree with any."""
-        flips: list[Flip] = []
-        run, followed = self.run(flips), comparison
-        values = sum(run.steps[name].result.size for name in run.steps if name.endswith(INT8))
+        run, followed = self.run(), comparison
+        values = sum(x.size for name, x in run.tensors.items() if name.endswith(INT8))
         while (first := followed.first_divergence) is not None:
-            flips += (added := self.explain(flips, run, first))
-            if not added or len(flips) > max(FEW_FLIPS, values // VALUES_PER_FLIP):
+            added = self.explain(run, first)
+            if not added or len(run.flips) + len(added) > max(FEW_FLIPS, values // VALUES_PER_FLIP):
                 return None
-            run = self.run(flips)
-            followed = self.compare(run.tensors)
+            run = self.run(run, added)
+            followed = self.compare(run, self.candidate)
         followed.missing = comparison.missing
-        followed.flips[:0] = flips
-        followed.n_flips += len(flips)
-        followed.implied_flips = len(flips)
+        followed.flips[:0] = run.flips
+        followed.n_flips += len(run.flips)
+        followed.implied_flips = len(run.flips)
         return followed
 
-    def explain(self, flips: list[Flip], run: _Run, first: OpResult, together: int = _TOGETHER) -> list[Flip]:
-        """A few more flips with which the token at which `first` is wrong agrees; empty if there are none."""
+    def explain(self, run: _Run, first: OpResult) -> list[Flip]:
+        """A few more flips with which the token at which `first` is wrong agrees; empty if there are none.
+
+        One flip is tried first, then two, and so on.
+        """
         if first.token is None or not first.relative_l2 <= FLIP_CEILING:
             return []
-        near = [flip for flip in self.near_halves(run, first) if flip.place not in {each.place for each in flips}]
-        for flip in near[:_TRIED]:
-            if self.agrees_with([*flips, flip], run, first):
-                return [flip]
-        for flip in near[:_TRIED_FIRST] if together > 1 else ():
-            changed = self.run([*flips, flip], first.name, run)
-            if further := self.explain([*flips, flip], changed, first, together - 1):
-                return [flip, *further]
+        last_only = first.name == LOGITS and first.shape[0] == 1
+        token = len(self.setting.tokens) - 1 if last_only else first.token
+        theirs = self.first_rows(run, token + 1)
+        wrong = self.error(run, theirs, first.name, token)
+        trials, queue = 0, deque[tuple[Flip, ...]]([()])
+        while queue:
+            made = queue.popleft()
+            before = self.trial(run, made, first.name, token) if made else run
+            left: list[tuple[float, Flip]] = []  # what is wrong after each further flip
+            for flip in self.near_halves(before, first.name, token):
+                changed = self.trial(run, (*made, flip), first.name, token)
+                error = self.error(changed, theirs, first.name, token)
+                if error <= _RIGHT * wrong and self.agrees(changed, theirs, token):
+                    return [*made, flip]
+                left.append((error, flip))
+                trials += 1
+                if trials == _TRIALS:
+                    return []
+            best = sorted(left, key=lambda each: each[0])[:_BEST]
+            if len(made) + 1 < _TOGETHER:
+                likely = best + [each for each in left[:_NEAREST] if each not in best]
+                queue += [(*made, flip) for _, flip in likely]
         return []
 
-    def near_halves(self, run: _Run, first: OpResult) -> list[Flip]:
-        """The activations of the first wrong token that may flip, the nearest to a half first.
+    def near_halves(self, run: _Run, wrong: str, token: int) -> list[Flip]:
+        """The activations that may have flipped where a tensor is wrong at a token, likely ones first.
 
-        Those of blocks that agree as well: there the effect of a flip may still be within the tolerance.
+        Those of that token, of blocks that agree as well: there the effect of a flip may still be within the tolerance.
+        Then those of the tokens before it: what such a token is itself may agree, its keys and values not.
         """
-        stop = self.order[first.name]
-        of_any_token = first.name == LOGITS and first.shape[0] == 1  # only the last token's are recorded
-        near = [
-            flip
-            for name, there in run.near.items()
-            for flip in there
-            if self.order[name] < stop and (of_any_token or flip.token == first.token)
-        ]
-        return sorted(near, key=lambda flip: flip.distance / flip.noise)
+        done, stop = {flip.place for flip in run.flips}, self.order[wrong]
 
-    def agrees_with(self, flips: list[Flip], run: _Run, first: OpResult) -> bool:
-        """Whether, with these flips, the wrong token agrees and so does all that is computed before it."""
-        self.trials += 1
-        if self.trials > _TRIALS:
-            return False
-        result = self.compare(self.run(flips, first.name, run).tensors, only_these=True).first_divergence
-        return result is None or (result.name == first.name and (result.token or 0) > (first.token or 0))
+        def nearest(tokens: range, count: int) -> list[Flip]:
+            there = (flip for each in tokens for flip in run.near.get(each, ()))
+            possible = [flip for flip in there if self.order[flip.name] < stop and flip.place not in done]
+            return sorted(possible, key=lambda flip: flip.distance / flip.noise)[:count]
 
-    def compare(self, tensors: Mapping[str, NDArray], only_these: bool = False) -> Comparison:
-        candidate = View(self.candidate, set(tensors)) if only_these else self.candidate
-        return compare(tensors, candidate, self.setting.config, self.setting.tokens)
+        return nearest(range(token, token + 1), _OWN) + nearest(range(token), _OTHERS)
 
-    def run(self, flips: Sequence[Flip], until: str | None = None, earlier: _Run | None = None) -> _Run:
-        """The reference with these flips, up to a tensor. What they do not change is taken from an earlier run."""
-        done = _Run() if earlier is None else _Run({}, dict(earlier.steps), dict(earlier.near))
-        inputs: list[Step] = []  # of each group of linears that read the same tensor, the first
+    def first_rows(self, run: _Run, count: int) -> View:
+        """The candidate's tensors of the first tokens."""
+        cut = _FirstRows()
+        for name, mine in run.tensors.items():
+            if name in self.candidate:
+                theirs = self.candidate[name]
+                if theirs.size == mine.size:
+                    cut[name] = _rows(name, theirs.reshape(mine.shape), count)
+                elif count == len(self.setting.tokens):  # of the last token only
+                    cut[name] = theirs
+        cut.own_engine = getattr(self.candidate, "own_engine", True)
+        return View(cut)
 
-        def settle(step: Step) -> NDArray:
-            done.steps[step.name] = step
-            if step.name.endswith(INT8):
-                first = next((each for each in inputs if np.may_share_memory(each.inputs[0], step.inputs[0])), None)
-                if first is None:
-                    inputs.append(step)
-                    done.near[step.name] = list(_near_halves(step))
-                self.twins.setdefault((first or step).name, set()).add(step.name)
-            return step.result
+    def agrees(self, run: _Run, theirs: View, token: int) -> bool:
+        """Whether all of a trial's tensors agree up to that token."""
+        only = View(theirs, set(run.tensors))
+        return self.compare(_Run({name: _rows(name, x, token + 1) for name, x in run.tensors.items()}), only).agrees
 
-        def is_compared(name: str) -> bool:
-            return name in self.candidate or name.endswith(INT8) or name in self.sources
+    def error(self, run: _Run, theirs: View, name: str, token: int) -> float:
+        """How wrong a tensor is at a token."""
+        axis = int(is_by_head(name))
+        mine, other = run.tensors[name].take(token, axis), theirs[name]
+        other = other.take(token, axis) if other.ndim > axis and other.shape[axis] > token else other
+        with np.errstate(all="ignore"):
+            difference = mine.astype(np.float64).reshape(-1) - other.reshape(-1)
+        return float(np.linalg.norm(difference[np.isfinite(difference)]))
 
-        edits = {twin: edit for name, edit in _edits(flips).items() for twin in self.twins[name]}
-        tape = None if earlier is None else earlier.steps
-        done.tensors = self.setting.with_edits(edits).run(is_compared, until, tape, settle)
+    def compare(self, run: _Run, candidate: View) -> Comparison:
+        count = next((len(x) for name, x in run.tensors.items() if not is_by_head(name)), 0)
+        return compare(run.tensors, candidate, self.setting.config, self.setting.tokens[:count])
+
+    # -- runs ----------------------------------------------------------------------------------------------------------
+
+    def run(self, before: _Run | None = None, added: Sequence[Flip] = ()) -> _Run:
+        """The reference with these flips and those of the run before, which is used up."""
+        tokens, config = self.setting.tokens, self.setting.config
+        run = before or _Run()
+        run.flips += added
+        start = min((flip.token for flip in added), default=0)
+        if run.cache is None or run.cache.has_states:
+            start, run.cache = 0, EngineKVCache(config, slots=1, capacity=len(tokens))
+        done = self._pass(run.flips, run.cache, start, len(tokens))
+        for name, rows in done.seen.items():
+            if start == 0:
+                run.tensors[name] = rows
+            elif is_by_head(name):
+                run.tensors[name][:, start:] = rows
+            else:
+                run.tensors[name][start:] = rows
+        for layer, rows in done.streams.items():
+            run.streams[layer] = np.concatenate([run.streams[layer][:start], rows]) if start else rows
+        run.near = {token: there for token, there in run.near.items() if token < start} | done.near
+        return run
+
+    def trial(self, base: _Run, made: Sequence[Flip], until: str, token: int) -> _Run:
+        """The base with more flips, up to a tensor of a token."""
+        start, cache = min(flip.token for flip in made), base.cache
+        layer = min(layer_of(flip.name) or 0 for flip in made)
+        assert cache is not None
+        flips = [*base.flips, *made]
+        if cache.has_states:  # which cannot go back
+            start, layer, cache = 0, 0, EngineKVCache(self.setting.config, slots=1, capacity=token + 1)
+        changed = slice(start, token + 1)
+        kept = [pool[layer:, 0, changed].copy() for pool in (cache.keys, cache.values)]
+        stream = base.streams[layer][changed] if layer else None
+        done = self._pass(flips, cache, start, token + 1, until, layer, stream)
+        cache.keys[layer:, 0, changed], cache.values[layer:, 0, changed] = kept
+        tensors = {}
+        for name, rows in done.seen.items():
+            tensors[name] = _rows(name, base.tensors[name], token + 1).copy()
+            if is_by_head(name):
+                tensors[name][:, start:] = rows
+            else:
+                tensors[name][start:] = rows
+        near = {each: there for each, there in base.near.items() if each < start} | done.near
+        return _Run(tensors, flips, near)
+
+    def _pass(
+        self,
+        flips: Sequence[Flip],
+        cache: EngineKVCache,
+        start: int,
+        stop: int,
+        until: str | None = None,
+        layer: int = 0,
+        stream: NDArray | None = None,
+    ) -> _Pass:
+        """The reference over some tokens, behind those in the cache. stream: what they are before a layer."""
+        config, w = self.setting.config, self.setting.weights
+        done = _Pass(self, flips, start, until)
+        be = observe(Backend("float32", threads=1), done)
+        batch = TokenBatch.of([(0, start, self.setting.tokens[start:stop])])
+        ropes = rope_tables_of(be, config, batch.positions)
+        with np.errstate(all="ignore"), suppress(_Finished):
+            x = embeddings(be, w, config, batch.tokens) if stream is None else stream
+            for index in range(layer, config.num_hidden_layers):
+                x = be.attention_block(x, w.layers[index], config, ropes[config.rope_of(index)], batch, cache, index)
+                x = be.feed_forward(x, w.layers[index], config)
+            be.lm_head(head_input(be, w, config, x), w.lm_head)
         return done
 
 
-def _near_halves(step: Step) -> Iterator[Flip]:
-    """The activations of an int8 step that noise can carry over a half, each as the flip that it would be."""
-    x, scale = step.inputs
-    value, noise = x * scale, near_half(layer_of(step.name) or 0)
-    for i, j in np.argwhere(distance_to_half(value) <= noise).tolist():
-        mine, below = round(float(value[i, j])), int(np.floor(value[i, j]))
-        yield Flip(step.name, i, j, float(value[i, j]), noise, mine, below + (mine == below))
+class _FirstRows(dict[str, NDArray]):
+    """A candidate's tensors, of some tokens."""
+
+    own_engine = True
 
 
-def _edits(flips: Sequence[Flip]) -> dict[str, Edit]:
-    return {name: _round_as([flip for flip in flips if flip.name == name]) for name in {flip.name for flip in flips}}
+def _rows(name: str, x: NDArray, count: int) -> NDArray:
+    """Of the first tokens."""
+    return x[:, :count, :count] if is_by_head(name) else x[:count]
 
 
-def _round_as(flips: Sequence[Flip]) -> Edit:
-    """The edit of an int8 step that makes these flips."""
+class _Finished(Exception):
+    """The last tensor that was asked for has been computed."""
 
-    def edit(step: Step, compute: Edit, *inputs: NDArray) -> NDArray:
-        x_q = compute(*inputs).copy()
+
+class _Pass(Recorder):
+    """A pass that makes flips, and notes what is near a half.   until: it ends with the tensor of that name."""
+
+    def __init__(self, search: _FlipSearch, flips: Sequence[Flip], start: int, until: str | None) -> None:
+        stop = search.order[until] if until is not None else len(search.order)
+        wanted = {name for name in search.compared if search.order[name] <= stop}
+        super().__init__(Backend("float32", threads=1), search.setting.config, wanted.__contains__)
+        self.handlers |= {"quantize_activations": self.on_quantize_activations}
+        self.streams: dict[int, NDArray] = {}
+        self.start, self.until = start, until
+        self.near: dict[int, list[Flip]] = {}
+        self.flips: dict[str, list[Flip]] = {}
         for flip in flips:
-            x_q[flip.token, flip.element] = flip.candidate
-        return x_q
+            self.flips.setdefault(flip.name, []).append(flip)
+        self.x: NDArray | None = None  # what was quantised last
+        self.name = ""  # of the first int8 tensor that was made of it
 
-    return edit
+    def keep(self, name: str, array: NDArray) -> None:
+        super().keep(name, array)
+        if name == self.until:
+            raise _Finished
+
+    def on_attention_block(self, step: ObservedStep, call: Call, x: NDArray, w: LayerWeights, *rest: Any) -> Any:
+        self.streams[rest[-1]] = x
+        return super().on_attention_block(step, call, x, w, *rest)
+
+    def on_quantize_activations(self, step: ObservedStep, call: Call, x: NDArray) -> Any:
+        x_q, scale = call(x)
+        if x is not self.x:  # q, k and v share theirs, and its flips
+            self.x, self.name = x, step.name
+            self.note(step.name, x * scale)
+        for flip in self.flips.get(self.name, ()):
+            if self.start <= flip.token < self.start + len(x):
+                x_q[flip.token - self.start, flip.element] = flip.candidate
+        return x_q, scale
+
+    def on_ternary_matmul(self, step: ObservedStep, call: Call, x_q: NDArray, w: TernaryLinear) -> Any:
+        return super().on_ternary_matmul(step, quick_ternary_matmul(w, call), x_q, w)
+
+    def note(self, name: str, value: NDArray) -> None:
+        """The activations that noise can carry over a half, each as the flip that it would be."""
+        noise = near_half(layer_of(name) or 0, self.start + len(value))[self.start :]
+        for i, j in np.argwhere(distance_to_half(value) <= noise[:, None]).tolist():
+            before, token = float(value[i, j]), self.start + i
+            mine, below = round(before), int(np.floor(before))
+            flip = Flip(name, token, j, before, float(noise[i]), mine, below + (mine == below))
+            self.near.setdefault(token, []).append(flip)

@@ -238,7 +238,7 @@ class _StepRecorder(Recorder):
     def on_ternary_matmul(self, step: ObservedStep, call: Call, x_q: NDArray, w: TernaryLinear) -> Any:
         self.keep(sibling(step.name, "hook_x_int8"), x_q)
         self.keep(sibling(step.name, "hook_x_scale"), self.x_scale)
-        return self.step(step.name, _small_product if w.nbytes < SMALL else call, x_q, w)
+        return self.step(step.name, quick_ternary_matmul(w, call), x_q, w)
 
     def on_dequantize(
         self, step: ObservedStep, call: Call, acc: NDArray, w: TernaryLinear, x_quant_scale: NDArray
@@ -367,7 +367,7 @@ def _to_int8(x: NDArray, x_quant_scale: NDArray) -> NDArray[np.int8]:
     return np.clip(np.rint(x * x_quant_scale), -128, 127).astype(np.int8)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=128)
 def _transposed(w: TernaryLinear | DenseWeight) -> NDArray[np.floating]:
     if w.bit_linear is not None:
         return np.ascontiguousarray(w.bit_linear.ternary().T.astype(np.float32))
@@ -378,6 +378,11 @@ def _small_product(x: NDArray, w: TernaryLinear | DenseWeight) -> NDArray:
     """The product of a small matrix that is not unpacked or widened each time: a search multiplies often."""
     w_t = _transposed(w)
     return (x.astype(w_t.dtype) @ w_t).astype(x.dtype if w.bit_linear is None else np.int32)
+
+
+def quick_ternary_matmul(w: TernaryLinear, call: Call) -> Call:
+    """The op itself; of a small matrix one that gives the same integers sooner."""
+    return _small_product if w.nbytes < SMALL else call
 
 
 def is_seen(n: int, window: int | None) -> NDArray[np.bool_]:

@@ -9,20 +9,27 @@ import numpy as np
 _DTYPES = {"float32": "F32", "int8": "I8", "int32": "I32"}
 
 
+class Unavailable(Exception):
+    """The engine has nothing for this model."""
+
+
 def run(record):
     """Read a list of jobs, as JSON, from the standard input, record each, and print a line of JSON for each.
 
-    record: job -> (name -> array, engine, engine_dtype).   The line: {"failed": null}, or the reason.
+    record: job -> (name -> array, engine, engine_dtype).   The line: {"failed": null, "unavailable": null}, or the
+    reason in one of them.
     """
     for job in json.load(sys.stdin):
-        failed = None
+        failed = unavailable = None
         try:
             tensors, engine, dtype = record(job)
             tensors = {name: array for name, array in tensors.items() if wants(job, name)}
             write(job["out"], tensors, job["tokens"], engine, dtype)
+        except Unavailable as problem:
+            unavailable = str(problem)
         except (Exception, SystemExit) as problem:  # the next job may succeed
             failed = f"{type(problem).__name__}: {problem}"
-        print(json.dumps({"failed": failed}), flush=True)
+        print(json.dumps({"failed": failed, "unavailable": unavailable}), flush=True)
 
 
 def wants(job, name):

@@ -5,6 +5,7 @@
 one_at_a_time: one call per token, with a cache; for RoPE that depends on the length of the call.
 """
 
+import json
 import os
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # transformers would compile its BitLinear
@@ -17,6 +18,7 @@ import transformers
 from torch_hooks import Hooks
 from transformers import AutoModelForCausalLM
 from transformers.integrations.bitnet import BitLinear
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 
 class BitLinearHooks(Hooks):
@@ -62,6 +64,10 @@ def widen(model, dtype):
 
 
 def load(folder, dtype):
+    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
+        model_type = json.load(file).get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise plain_trace.Unavailable(f"transformers {transformers.__version__} has no model type {model_type!r}")
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", local_files_only=True
     )

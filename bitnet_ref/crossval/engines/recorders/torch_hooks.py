@@ -31,6 +31,10 @@ OUTPUTS = {
     "mlp.ffn_layernorm": "mlp.sub_norm.hook_normalized",
     "mlp.down_proj": "mlp.down_proj.hook_out",
     "post_feedforward_layernorm": "ln2_post.hook_normalized",
+    "linear_attn.in_proj_z": "attn.z_proj.hook_out",
+    "linear_attn.in_proj_a": "attn.a_proj.hook_out",
+    "linear_attn.in_proj_b": "attn.b_proj.hook_out",
+    "linear_attn.out_proj": "attn.o_proj.hook_out",
 }
 # ... -> trace name of its input. Of several modules that read the same tensor the first call counts.
 INPUTS = {
@@ -42,6 +46,7 @@ INPUTS = {
     "mlp.ffn_sub_norm": "mlp.hook_post",
     "mlp.ffn_layernorm": "mlp.hook_post",
     "mlp.down_proj": "mlp.hook_post",
+    "linear_attn.out_proj": "attn.hook_gated_z",
 }
 # In a layer that has a norm after each half (Gemma), `post_attention_layernorm` is the first of these.
 OUTPUTS_POST_NORMS = {
@@ -52,6 +57,13 @@ OUTPUTS_POST_NORMS = {
 INPUTS_POST_NORMS = {"pre_feedforward_layernorm": "hook_resid_mid"}
 OUTSIDE = {"embed_tokens": "hook_embed", "norm": "ln_final.hook_normalized", "lm_head": "lm_head.hook_out"}
 _LAYER = re.compile(r"(?:.*\.)?(?:layers|blocks|h)\.(\d+)(?:\.(.*))?")
+
+
+def is_gated(modules, attention):
+    """head_dim of an attention whose q_proj has a gate for each number of its result (Qwen3.5); 0 for others."""
+    q, o = (modules.get(f"{attention}.{name}") for name in ("q_proj", "o_proj"))
+    rows, columns = getattr(q, "out_features", 0), getattr(o, "in_features", 0)
+    return modules[attention].head_dim if rows and rows == 2 * columns else 0
 
 
 class Hooks:
@@ -75,9 +87,16 @@ class Hooks:
             if f"{layer}pre_feedforward_layernorm" in modules:
                 without = {each: name for each, name in INPUTS.items() if each not in OUTPUTS_POST_NORMS}
                 outputs, inputs = {**OUTPUTS, **OUTPUTS_POST_NORMS}, {**without, **INPUTS_POST_NORMS}
+            gate = is_gated(modules, f"{layer}self_attn")
             if part in inputs:
-                self.input(module, f"{block}.{inputs[part]}")
-            if part in ("self_attn.q_norm", "self_attn.k_norm"):
+                self.input(module, f"{block}.{'attn.hook_gated_z' if gate and 'o_proj' in part else inputs[part]}")
+            if part == "self_attn.q_proj" and gate:  # of each head the query, then the gate
+                self.parts(module, [f"{block}.attn.{name}.hook_out" for name in ("q_proj", "z_proj")], by_head=gate)
+            elif part == "linear_attn.in_proj_qkv":
+                key_dim = modules[f"{layer}linear_attn"].key_dim
+                linears = [f"{block}.attn.{name}.hook_out" for name in ("q_proj", "k_proj", "v_proj")]
+                self.parts(module, linears, sizes=(key_dim, key_dim))
+            elif part in ("self_attn.q_norm", "self_attn.k_norm"):
                 self.head_norm(module, f"{block}.{outputs[part]}")
             elif part in outputs:
                 self.output(module, f"{block}.{outputs[part]}")
@@ -97,6 +116,20 @@ class Hooks:
         def hook(_module, _inputs, out):
             tensor = out[0] if isinstance(out, tuple) else out
             self.keep(name, tensor if tensor.dim() > 2 else tensor[None])  # a router's has no batch axis
+
+        module.register_forward_hook(hook)
+
+    def parts(self, module, names, sizes=(), by_head=0):
+        """A linear whose output holds several. sizes: of all but the last.   by_head: head_dim, of each head one part."""
+
+        def hook(_module, _inputs, out):
+            if by_head:
+                heads = out.view(*out.shape[:2], -1, len(names), by_head)  # (1, N, H, 2, d)
+                tensors = [heads[:, :, :, i].flatten(2) for i in range(len(names))]
+            else:
+                tensors = out.split([*sizes, out.shape[-1] - sum(sizes)], dim=-1)
+            for name, tensor in zip(names, tensors, strict=True):
+                self.keep(name, tensor)
 
         module.register_forward_hook(hook)
 
