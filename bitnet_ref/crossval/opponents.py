@@ -25,6 +25,7 @@ from .explain.diagnose import Diagnoses, Diagnosis, Progress, diagnose, diagnose
 from .explain.near_halves import follow_flips
 from .explain.replay import judge_trace
 from .explain.variants import IMPOSSIBLE, Setting
+from .misnamed import misnamed, under_right_names
 from .names import INT8, SCALE
 from .paths import OnCheck, check_long, check_paths, ignore_check
 from .report import Crossing, comparison_row, evidence
@@ -155,11 +156,15 @@ def cross_trace(model: Model, path: str | os.PathLike[str], *, causes: bool = Tr
             crossing.failed = f"the tokens are not the same: {difference[0]}"
             crossing.causes = Diagnoses(difference[1])
             return crossing
-        by_op = judge_trace(reference, run)
-        if by_op.ops:  # a trace of logits alone has no op that can be judged on its own
-            crossing.comparisons.append(by_op)
         with record_reference(reference, run.token_ids) as right:
             compare_free(crossing, reference, right, run, causes=False)
+            if names := misnamed(right, run, crossing.comparisons[-1]):
+                crossing.misnamed, run = names, under_right_names(run, names)
+                crossing.comparisons.clear()
+                compare_free(crossing, reference, right, run, causes=False)
+        by_op = judge_trace(reference, run)
+        if by_op.ops:  # a trace of logits alone has no op that can be judged on its own
+            crossing.comparisons.insert(0, by_op)
     if causes:
         explain_trace(crossing, model, path)
     return crossing
@@ -182,7 +187,7 @@ def explain_trace(
     deadline = None if budget_s is None else time.monotonic() + budget_s
     reference = model.on(Backend("float32", model.backend.threads))
     with Trace(path) as trace:
-        run = _actual_run(crossing, reference, trace)
+        run = under_right_names(_actual_run(crossing, reference, trace), crossing.misnamed)
         free = crossing.comparisons[-1]
         if not free.agrees and free.problem is None:
             with suppress(*IMPOSSIBLE):  # it only illustrates the verdict

@@ -25,6 +25,7 @@ from . import svg
 from .compare import DIFFERS, FLIP, Comparison, OpResult, View
 from .explain.diagnose import Diagnoses
 from .metrics import tensor_of
+from .misnamed import Meant, in_words
 from .names import LOGITS
 from .paths import LOADS, PathCheck
 from .token_ids import Greedy
@@ -68,12 +69,16 @@ class Crossing:
     paths: list[PathCheck] = field(default_factory=list)  # of one of our backends
     worked: str = ""  # of the first wrong op: the reference's line, and one value of it worked through
     other_tokens: str | None = None  # the ids that a trace should have run on, and those that its embedding shows
+    misnamed: dict[str, Meant] = field(default_factory=dict)  # tensors of a trace that hold another one's numbers
     strict: bool = False  # tensors that are missing or have unknown names are no agreement
 
     @property
     def gaps(self) -> list[str]:
-        """What the comparison of the whole run left out: names that no run has, tensors that were not recorded."""
-        return [gap for each in self.comparisons if each.mode == "free-running" for gap in each.gaps]
+        """What is wrong with a trace's names, and what the comparison of the whole run left out: names that no run has,
+        tensors that were not recorded."""
+        return in_words(self.misnamed) + [
+            gap for each in self.comparisons if each.mode == "free-running" for gap in each.gaps
+        ]
 
     @property
     def checks(self) -> list[PathCheck]:

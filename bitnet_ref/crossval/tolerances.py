@@ -167,6 +167,10 @@ def near_half(depth: int, tokens: int) -> NDArray[np.float64]:
     return by_angle * (127 * EPSILON) + (FLIP_FLOOR + 127 * EPSILON * NEAR_HALF * (1 + depth))
 
 
+# A tensor is another one, under a wrong name, if its relative L2 to that one is below this: far above what a flip
+# leaves in a run whose logits agree, far below what an op changes.
+SAME_TENSOR = 1e-2
+
 # Another engine may compute x / (max / 127), or in float64: what is a tie in float32 here is none there, and falls on
 # either side. So many, all on the same side: that engine rounds halves up, or away from zero (by chance 1 in 8e6).
 TIES_IN_A_ROW = 24

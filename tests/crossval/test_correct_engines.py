@@ -9,8 +9,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "crossval"))
 
 import correct_engines
 
-# Draws that were accused once: a flip of an earlier token whose own result agrees; activations that float32 angles carry
-# over a half; flips in many tokens, one after another.
+# Draws that were accused once: a flip of an earlier token whose own result agrees, activations that float32 angles
+# carry over a half, flips in many tokens one after another.
 MENDED = (64, 121, 44)
 SAMPLE = (8, 10, 16, 29, 36)
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from helpers import GOLDEN, golden, model, rng
+from helpers import DATA, GOLDEN, golden, model, rng
 
 import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval import cross_engine, cross_engine_on, long_tokens, make_receipt, verify_receipt
-from bitnet_ref.crossval.engines.engine import ExternalEngine
+from bitnet_ref.crossval.engines.engine import ExternalEngine, Outcome
 from bitnet_ref.crossval.engines.llama_cpp import _count_unflipped, block_rule, first_tokens
 from bitnet_ref.crossval.engines.outside import ENGINES
 from bitnet_ref.crossval.explain.replay import judge_trace
@@ -215,10 +215,28 @@ def test_transformers():
 
 @pytest.mark.slow
 @needs(ENGINES["transformers"])
+def test_an_unmodified_oracle_agrees_for_every_family():
+    families = sorted(path.parent.name for path in (DATA / "families").glob("*/model.safetensors"))
+    subjects = [(DATA / "families" / family, None) for family in families]
+    results = cross_engine_on("transformers", subjects, python=PYTHON, long=[2 + i % 60 for i in range(200)])
+    for family, found in zip(families, results, strict=True):
+        agreeing = [crossing for crossing in found if crossing.unavailable is None]
+        assert all(crossing.agrees for crossing in agreeing), [each.verdict for each in agreeing]
+        assert family == "maple" or agreeing
+    assert "no model type 'maple'" in results[families.index("maple")][0].unavailable
+    assert "master weights" in results[families.index("embedding-qwen3")][0].unavailable
+    hybrid = results[families.index("qwen3_5-groups128-hybrid")][0].comparisons[-1]
+    compared = {op.name for op in hybrid.ops}
+    assert {f"blocks.0.attn.{name}_proj.hook_out" for name in "qkvzabo"} <= compared  # a DeltaNet
+    assert any(name.endswith("attn.hook_gated_z") for name in compared)
+
+
+@pytest.mark.slow
+@needs(ENGINES["transformers"])
 def test_every_hook_of_transformers_is_mapped(tmp_path):
     """What a trace of it holds: every module's result, and what is read before it."""
     job = {"model": str(CASE), "tokens": [1, 5, 9], "dtype": "float32", "out": str(tmp_path / "t")}
-    assert ENGINES["transformers"].record([job], PYTHON) == [None]
+    assert ENGINES["transformers"].record([job], PYTHON) == [Outcome()]
     block = ["hook_resid_pre", "hook_resid_mid", "hook_resid_post", "ln1.hook_normalized", "ln2.hook_normalized"]
     block += [f"attn.{name}_proj.hook_out" for name in "qkvo"] + ["attn.hook_z", "attn.hook_pattern"]
     block += [f"mlp.{name}_proj.hook_out" for name in ("gate", "up", "down")] + ["mlp.hook_post"]

@@ -120,7 +120,7 @@ class Hooks:
         module.register_forward_hook(hook)
 
     def parts(self, module, names, sizes=(), by_head=0):
-        """A linear whose output holds several. sizes: of all but the last.   by_head: head_dim, of each head one part."""
+        """A linear whose output holds several. sizes: of all but the last.   by_head: head_dim; of each head a part."""
 
         def hook(_module, _inputs, out):
             if by_head:

@@ -1,0 +1,76 @@
+"""Tensors that a trace holds under another tensor's name: the numbers are right, the name is not.
+
+An engine whose logits agree has computed what it should. If one of its tensors differs and has the numbers of another
+one of the same layer, as q after its norm under the name of q before, its author recorded it at another place.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .compare import DIFFERS, Comparison, Tensors, View
+from .names import LOGITS, layer_of
+from .tolerances import SAME_TENSOR
+
+Meant = tuple[str, bool]  # the last parts of the name of what a tensor holds, and whether it holds the inverse
+
+
+def misnamed(reference: Tensors, candidate: Tensors, comparison: Comparison) -> dict[str, Meant]:
+    """{name: what it holds} of the tensors that differ; empty unless the logits agree and each holds another tensor."""
+    wrong = [op.name for op in comparison.ops if op.status == DIFFERS]
+    if not wrong or LOGITS in wrong or all(op.name != LOGITS for op in comparison.ops):
+        return {}
+    found: dict[str, Meant] = {}  # by the last parts of the name: the same in every layer
+    for name in wrong:
+        layer, role = layer_of(name), _role(name)
+        others = [other for other in reference if layer_of(other) == layer]
+        if role in found:
+            others = [other for other in others if _role(other) == found[role][0]]
+        others.sort(key=lambda other: other.rpartition(".")[0] != name.rpartition(".")[0])  # the nearest first
+        meant = _held(np.asarray(candidate[name]), reference, others)
+        if meant is None or found.setdefault(role, meant) != meant:
+            return {}
+    return {name: found[_role(name)] for name in wrong}
+
+
+def in_words(names: dict[str, Meant]) -> list[str]:
+    """One sentence for each kind of tensor."""
+    roles = {_role(name): meant for name, meant in names.items()}
+    return [
+        f"{role} holds the inverse of {other}: record {other}"
+        if inverse
+        else f"{role} holds {other}, and was compared as such: record it there, or {role} at its own place"
+        for role, (other, inverse) in roles.items()
+    ]
+
+
+def under_right_names(candidate: View, names: dict[str, Meant]) -> View:
+    """The candidate's tensors under the names of what they hold; without the inverses."""
+    renamed = View(candidate, set(candidate) - set(names))
+    for name, (other, inverse) in names.items():
+        if not inverse:
+            renamed.names.setdefault(name.removesuffix(_role(name)) + other, name)
+    return renamed
+
+
+def _role(name: str) -> str:
+    """The name without its layer."""
+    return name if layer_of(name) is None else name.split(".", 2)[2]
+
+
+def _held(theirs: NDArray, reference: Tensors, others: list[str]) -> Meant | None:
+    """The tensor whose numbers, or whose inverse, these are."""
+    wide = theirs.astype(np.float64).reshape(-1)
+    if not wide.size or not np.isfinite(wide).all():
+        return None
+    for other in others:
+        right = np.asarray(reference[other], dtype=np.float64).reshape(-1)
+        if right.size != wide.size or not np.isfinite(right).all():
+            continue
+        limit = SAME_TENSOR * np.linalg.norm(right)
+        if np.linalg.norm(wide - right) <= limit:
+            return _role(other), False
+        if (wide != 0).all() and np.linalg.norm(1 / wide - right) <= limit:
+            return _role(other), True
+    return None

@@ -1,0 +1,93 @@
+"""Right tensors under wrong names are no difference; a mistake that looks like one is."""
+
+import numpy as np
+import pytest
+from helpers import DATA, model
+
+from bitnet_ref.crossval.compare import compare
+from bitnet_ref.crossval.misnamed import in_words, misnamed
+from bitnet_ref.crossval.opponents import cross_trace
+from bitnet_ref.crossval.trace import write_trace
+
+TOKENS = [3, 14, 15, 92, 6, 53, 58, 79]
+FAMILIES = ("storyteller", "qwen3-groups128", "hunyuan", "embedding-gemma3")
+# the name that an author gave -> what he recorded
+WRONG = {
+    "attn.hook_q": "attn.hook_rot_q",
+    "attn.hook_z": "attn.sub_norm.hook_normalized",
+    "mlp.hook_post": "mlp.sub_norm.hook_normalized",
+    "hook_resid_post": "hook_mlp_out",
+    "mlp.hook_pre": "mlp.hook_pre_linear",
+}
+
+
+def recorded(name):
+    m = model(name if name == "storyteller" else DATA / "families" / name)
+    return m, m.run_with_cache(TOKENS)[1]
+
+
+def crossed(m, tensors, path, **options):
+    write_trace(path, tensors, TOKENS, engine="theirs")
+    return cross_trace(m, path, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("given", WRONG)
+def test_a_tensor_under_another_name_is_said_to_be_so(family, given, tmp_path):
+    m, right = recorded(family)
+    held = WRONG[given]
+    if f"blocks.0.{held}" not in right:
+        pytest.skip("the family has no such tensor")
+    tensors = dict(right)
+    for layer in range(m.config.num_hidden_layers):
+        tensors[f"blocks.{layer}.{given}"] = right[f"blocks.{layer}.{held}"].copy()
+    crossing = crossed(m, tensors, tmp_path / "t")
+    assert crossing.agrees, crossing.verdict
+    (sentence,) = [gap for gap in crossing.gaps if "holds" in gap]
+    assert sentence.startswith(f"{given} holds {held}, and was compared as such")
+    assert not crossed(m, tensors, tmp_path / "t", strict=True).agrees
+
+
+def test_what_only_has_the_wrong_name_is_compared_under_the_right_one(tmp_path):
+    m, right = recorded("storyteller")
+    tensors = {name: x for name, x in right.items() if not name.endswith(("hook_rot_q", "hook_q"))}
+    for layer in range(m.config.num_hidden_layers):
+        tensors[f"blocks.{layer}.attn.hook_q"] = right[f"blocks.{layer}.attn.hook_rot_q"]
+    crossing = crossed(m, tensors, tmp_path / "t")
+    assert crossing.agrees
+    compared = {op.name for op in crossing.comparisons[-1].ops}
+    assert "blocks.3.attn.hook_rot_q" in compared
+    assert "blocks.3.attn.hook_q" not in compared
+
+
+def test_an_inverse_is_said_to_be_one(tmp_path):
+    m, right = recorded("storyteller")
+    tensors = {name: 1 / x if name.endswith(("hook_x_scale", "ln1.hook_scale")) else x for name, x in right.items()}
+    crossing = crossed(m, tensors, tmp_path / "t")
+    assert crossing.agrees, crossing.verdict
+    assert "ln1.hook_scale holds the inverse of ln1.hook_scale: record ln1.hook_scale" in crossing.gaps
+
+
+def test_a_mistake_is_no_wrong_name(tmp_path):
+    """Attention's result is left out: `hook_resid_mid` has the numbers of `hook_resid_pre`, and all else differs."""
+    m, right = recorded("storyteller")
+    tensors = {name: right[name] for name in right if name.endswith(("hook_resid_pre", "hook_out"))}
+    for layer in range(m.config.num_hidden_layers):
+        tensors[f"blocks.{layer}.hook_resid_mid"] = right[f"blocks.{layer}.hook_resid_pre"]
+    tensors["lm_head.hook_out"] = np.roll(right["lm_head.hook_out"], 1, axis=0)
+    crossing = crossed(m, tensors, tmp_path / "t", causes=False)
+    assert not crossing.agrees
+    assert crossing.misnamed == {}
+    # only in one layer, so the engine itself may do it there
+    tensors["lm_head.hook_out"] = right["lm_head.hook_out"]
+    tensors["blocks.2.hook_resid_mid"] = right["blocks.2.hook_resid_mid"] * np.float32(1.5)
+    crossing = crossed(m, tensors, tmp_path / "t", causes=False)
+    assert not crossing.agrees
+    assert crossing.misnamed == {}
+
+
+def test_without_logits_nothing_is_renamed():
+    m, right = recorded("storyteller")
+    tensors = {"blocks.0.attn.hook_q": right["blocks.0.attn.hook_rot_q"]}
+    assert misnamed(right, tensors, compare(right, tensors, m.config, TOKENS)) == {}
+    assert in_words({}) == []
