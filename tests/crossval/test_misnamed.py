@@ -31,13 +31,13 @@ def crossed(m, tensors, path, **options):
     return cross_trace(m, path, **options)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("given", WRONG)
+CASES = [(f, given) for f in FAMILIES for given in WRONG if f == "storyteller" or "sub_norm" not in WRONG[given]]
+
+
+@pytest.mark.parametrize(("family", "given"), CASES)
 def test_a_tensor_under_another_name_is_said_to_be_so(family, given, tmp_path):
     m, right = recorded(family)
     held = WRONG[given]
-    if f"blocks.0.{held}" not in right:
-        pytest.skip("the family has no such tensor")
     tensors = dict(right)
     for layer in range(m.config.num_hidden_layers):
         tensors[f"blocks.{layer}.{given}"] = right[f"blocks.{layer}.{held}"].copy()

@@ -33,10 +33,10 @@ from ..names import INT8, LOGITS, layer_of, linear_input, op_order
 from ..tolerances import FEW_FLIPS, FLIP_CEILING, NARROW_FLOATS, VALUES_PER_FLIP, near_half
 from .variants import IMPOSSIBLE, Setting, is_by_head, quick_ternary_matmul
 
-_OWN, _OTHERS = 32, 128  # how many activations are tried at a time, of the wrong token and of those that it sees
+_TRIED = ((96, 0), (32, 128))  # how many activations at a time, of the wrong token and of those that it sees
 _BEST, _NEAREST = 2, 2  # with how many of these others are tried: after which the least is wrong, and the nearest
 _TOGETHER = 4  # flips of one token; one of them may only be near a half after another
-_TRIALS = 1000  # for one wrong token: so many are made for an engine with a mistake
+_TRIALS = 1000  # of each kind for one wrong token: so many are made for an engine with a mistake
 _RIGHT = 0.1  # a token of which flips leave more of its error does not agree: the quick answer
 
 
@@ -99,22 +99,28 @@ class _FlipSearch:
     def explain(self, run: _Run, first: OpResult) -> list[Flip]:
         """A few more flips with which the token at which `first` is wrong agrees; empty if there are none.
 
-        One flip is tried first, then two, and so on.
+        Flips of that token are tried first, of blocks that agree as well: there their effect may still be within the
+        tolerance. Then those of the tokens that it sees: what such a token is itself may agree, and its keys not.
         """
         if first.token is None or not first.relative_l2 <= FLIP_CEILING:
             return []
         last_only = first.name == LOGITS and first.shape[0] == 1
         token = len(self.setting.tokens) - 1 if last_only else first.token
         theirs = self.first_rows(run, token + 1)
-        wrong = self.error(run, theirs, first.name, token)
+        found = (self.search(run, theirs, first.name, token, tried) for tried in _TRIED)
+        return next((flips for flips in found if flips), [])
+
+    def search(self, run: _Run, theirs: View, name: str, token: int, tried: tuple[int, int]) -> list[Flip]:
+        """One flip of those that are tried at a time, then two together, and so on."""
+        wrong = self.error(run, theirs, name, token)
         trials, queue = 0, deque[tuple[Flip, ...]]([()])
         while queue:
             made = queue.popleft()
-            before = self.trial(run, made, first.name, token) if made else run
+            before = self.trial(run, made, name, token) if made else run
             left: list[tuple[float, Flip]] = []  # what is wrong after each further flip
-            for flip in self.near_halves(before, first.name, token):
-                changed = self.trial(run, (*made, flip), first.name, token)
-                error = self.error(changed, theirs, first.name, token)
+            for flip in self.near_halves(before, name, token, tried):
+                changed = self.trial(run, (*made, flip), name, token)
+                error = self.error(changed, theirs, name, token)
                 if error <= _RIGHT * wrong and self.agrees(changed, theirs, token):
                     return [*made, flip]
                 left.append((error, flip))
@@ -127,12 +133,8 @@ class _FlipSearch:
                 queue += [(*made, flip) for _, flip in likely]
         return []
 
-    def near_halves(self, run: _Run, wrong: str, token: int) -> list[Flip]:
-        """The activations that may have flipped where a tensor is wrong at a token, likely ones first.
-
-        Those of that token, of blocks that agree as well: there the effect of a flip may still be within the tolerance.
-        Then those of the tokens before it: what such a token is itself may agree, its keys and values not.
-        """
+    def near_halves(self, run: _Run, wrong: str, token: int, tried: tuple[int, int]) -> list[Flip]:
+        """The activations that may have flipped where a tensor is wrong at a token, the nearest to a half first."""
         done, stop = {flip.place for flip in run.flips}, self.order[wrong]
 
         def nearest(tokens: range, count: int) -> list[Flip]:
@@ -140,7 +142,7 @@ class _FlipSearch:
             possible = [flip for flip in there if self.order[flip.name] < stop and flip.place not in done]
             return sorted(possible, key=lambda flip: flip.distance / flip.noise)[:count]
 
-        return nearest(range(token, token + 1), _OWN) + nearest(range(token), _OTHERS)
+        return nearest(range(token, token + 1), tried[0]) + nearest(range(token), tried[1])
 
     def first_rows(self, run: _Run, count: int) -> View:
         """The candidate's tensors of the first tokens."""
