@@ -28,6 +28,13 @@ TURNED = "blocks.0.attn.q_proj.hook_x_rotated"
 TURN = "return hadamard(x * self.signs.astype(np.float64), self.block)"
 TURN_BACK = "x = hadamard(z, self.block) * self.signs"
 
+STATE, DECAY = "blocks.0.attn.hook_state", "blocks.0.attn.hook_log_decay"
+SOFTPLUS = "np.logaddexp(0.0, a.astype(np.float64) + w.decay_bias)"
+STAYS = "stays = memory.astype(np.float64) * np.exp(x.log_alpha[t])[:, None, None]"
+RECALLED = "(x.k[t][:, None, :] @ stays)[:, 0]"
+WRITTEN = "memory[:] = stays + x.k[t][:, :, None] * (x.beta[t][:, None] * error)[:, None, :]"
+ANSWER = "y[t] = (x.q[t][:, None, :] @ memory.astype(np.float64))[:, 0]"
+
 # fmt: off
 FAMILY_BUGS = (
     # -- a norm inside each linear
@@ -94,6 +101,47 @@ FAMILY_BUGS = (
             "x = conv.shape[1], np.concatenate([0 * qkv[:1], qkv[:-1]]) * 1.0")),
     bug("conv_reversed", "qwen3_5",
         "blocks.0.attn.hook_conv", (QWEN3_5, "conv[:, i].astype(np.float64)", "conv[:, ~i].astype(np.float64)")),
+    bug("decay_after_update", "qwen3_5",
+        STATE,
+        (QWEN3_5, STAYS, "stays = memory.astype(np.float64)"),
+        (QWEN3_5, WRITTEN,
+            f"memory[:] = ({WRITTEN.removeprefix('memory[:] = ')}) * np.exp(x.log_alpha[t])[:, None, None]")),
+    bug("error_of_undecayed", "qwen3_5",
+        STATE, (QWEN3_5, RECALLED, "(x.k[t][:, None, :] @ memory.astype(np.float64))[:, 0]")),
+    bug("delta_rule_missing", "qwen3_5", STATE, (QWEN3_5, RECALLED, "0")),
+    bug("beta_on_v_only", "qwen3_5",
+        STATE,
+        (QWEN3_5, "error = x.v[t] - ", "error = x.beta[t][:, None] * x.v[t] - "),
+        (QWEN3_5, "(x.beta[t][:, None] * error)", "error")),
+    bug("read_before_update", "qwen3_5",
+        "blocks.0.attn.hook_delta_out",
+        (QWEN3_5, STAYS, f"{ANSWER}\n        {STAYS}"),
+        (QWEN3_5, f"        {ANSWER}\n    return y", "    return y")),
+    bug("l2_is_rms", "qwen3_5", STATE, (QWEN3_5, "np.square(x).sum(axis=-1", "np.square(x).mean(axis=-1")),
+    bug("l2_missing", "qwen3_5",
+        STATE, (QWEN3_5, "x / np.sqrt(np.square(x).sum(axis=-1, keepdims=True) + L2_EPS)", "x")),
+    bug("query_scale_missing_in_delta", "qwen3_5",
+        "blocks.0.attn.hook_delta_out", (QWEN3_5, "DeltaInputs(q * shape.key_dim**-0.5,", "DeltaInputs(q,")),
+    bug("heads_tiled", "qwen3_5",
+        STATE,
+        (QWEN3_5, "np.repeat(_unit(x.reshape(len(mixed), shape.key_heads, shape.key_dim)), group, axis=1)",
+            "np.tile(_unit(x.reshape(len(mixed), shape.key_heads, shape.key_dim)), (1, group, 1))")),
+    bug("softplus_is_relu", "qwen3_5",
+        DECAY, (QWEN3_5, SOFTPLUS, "np.maximum(0.0, a.astype(np.float64) + w.decay_bias)")),
+    bug("dt_bias_after_softplus", "qwen3_5",
+        DECAY, (QWEN3_5, SOFTPLUS, "(np.logaddexp(0.0, a.astype(np.float64)) + w.decay_bias)")),
+    bug("a_log_without_exp", "qwen3_5",
+        DECAY, (QWEN3_5, "(-w.decay.astype(np.float64) *", "(-np.log(w.decay.astype(np.float64)) *")),
+    bug("conv_silu_before", "qwen3_5",
+        "blocks.0.attn.hook_conv",
+        (QWEN3_5, "x = conv.shape[1], qkv.astype(np.float64)", "x = conv.shape[1], silu(qkv.astype(np.float64))"),
+        (QWEN3_5, "return silu(sum(taps[1:], taps[0]))", "return sum(taps[1:], taps[0])")),
+    bug("gate_before_norm", "qwen3_5",
+        "blocks.0.attn.delta_norm.hook_scale",
+        (QWEN3_5, "    y = be.rms_norm(y.reshape(-1, w.delta.value_dim), w.delta_norm).reshape(z.shape)  # (N, Hv*dv)\n"
+            '    y = be.compute(f"{attn}.hook_gated_z", silu_gate, y, z)',
+            "    y = y * silu(z).reshape(y.shape)\n"
+            "    y = be.rms_norm(y.reshape(-1, w.delta.value_dim), w.delta_norm).reshape(z.shape)")),
     bug("output_gate_missing", "qwen3_5",
         "blocks.0.attn.hook_gated_z",
         (QWEN3_5, "return z * sigmoid(gate)", "return z"),

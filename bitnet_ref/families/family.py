@@ -481,6 +481,7 @@ class Family:
     new_states: (config, slots, dtype) -> what layers without keys keep of so many sequences; None: nothing.
     state_size: (config, layer) -> how many numbers of that a sequence has in a layer; 0: the layer has keys and values.
     also_recorded: function of an op of its own -> (hook, function of the same arguments): what a recorder keeps beside.
+    from_recorded: the same function -> what gives its result from what is kept beside and its arguments.
     lacks: what a backend without kernels of its own for this family cannot compute, in words; () if any backend can.
     names: what files call its parts, by the names of its layers' fields; the others are called as LLaMA's.
     place: (config, layer, linear, "hf" or "gguf") -> where that file stores a linear; None: in a tensor of its own.
@@ -507,6 +508,7 @@ class Family:
     new_states: Callable[[Any, int, np.dtype], States | None] = lambda config, slots, dtype: None
     state_size: Callable[[Any, int], int] = lambda config, layer: 0
     also_recorded: AlsoRecorded = field(default_factory=dict)
+    from_recorded: Mapping[Callable[..., NDArray], Callable[..., NDArray]] = field(default_factory=dict)
     names: Mapping[str, PartNames] = field(default_factory=dict)
     place: Callable[[Any, int, str, str], LinearPlace | None] = lambda config, layer, linear, style: None
     hf: HfForm | None = None

@@ -55,6 +55,7 @@ from .family import (
     before,
     change_steps,
     config_of_layers,
+    instead,
     layer_weights,
     leave_out,
     linear_step,
@@ -316,6 +317,16 @@ def delta_rule(mixed: NDArray, log_alpha: NDArray, beta: NDArray, w: DeltaLayer,
         y[rows] = delta_recurrence(inputs, place.states.memory_of(place.layer, slot, position))
         place.states.end(place.layer, slot, position + len(inputs.v))
     return y
+
+
+def answers(states: NDArray, mixed: NDArray, log_alpha: NDArray, beta: NDArray, w: DeltaLayer) -> NDArray:
+    """What `delta_rule` gives, from the memory after each token.   -> (N, Hv, dv)"""
+    return _ask(states, delta_inputs(mixed, log_alpha, beta, w.delta).q)
+
+
+def _ask(states: NDArray, q: NDArray) -> NDArray:
+    """states (T, Hv, dk, dv), q (T, Hv, dk) -> (T, Hv, dv)"""
+    return (q[:, :, None] @ states.astype(np.float64))[:, :, 0].astype(np.float32)
 
 
 def memories(mixed: NDArray, log_alpha: NDArray, beta: NDArray, w: DeltaLayer, place: Place) -> NDArray:
@@ -891,12 +902,162 @@ def _other_matrix(step: Any, compute: Edit, *inputs: Any) -> NDArray:
     return compute(*((other.bit_linear or other) if isinstance(x, LinearWeight) else x for x in inputs))
 
 
+def _halves(step: Any, compute: Edit, x: NDArray, w: LinearWeight, *rest: Any) -> NDArray:
+    """q_proj's rows, of each head the query and then the gate, read as all queries and then all gates."""
+    layer, is_q = layer_weights(step), ".q_proj." in step.name
+    q, gate = (compute(x, part, *rest) for part in (layer.q_proj, layer.z_proj))
+    heads = [part.reshape(len(x), step.setting.config.num_attention_heads, -1) for part in (q, gate)]
+    rows = np.stack(heads, axis=2).reshape(len(x), -1)  # as the file has them
+    return rows[:, : q.shape[1]] if is_q else rows[:, q.shape[1] :]
+
+
+def _gate_before_norm(step: Any, compute: Edit, x: NDArray, *rest: Any) -> NDArray:
+    """norm(x silu(gate)) for norm(x) silu(gate)."""
+    if step.name.endswith("hook_gated_z"):
+        return x
+    gate = step.seen[f"{step.name.rpartition('.delta_norm.')[0]}.z_proj.hook_out"]
+    return compute(x * silu(gate).reshape(x.shape), *rest)
+
+
+# S: the memory before the token, a: its decay, k and v: columns and rows, b: beta.   (Hv, dk, dv) and what fits
+Update = Callable[[NDArray, NDArray, NDArray, NDArray, NDArray], NDArray]
+
+
+def _recall(k: NDArray, S: NDArray) -> NDArray:
+    return (k * S).sum(axis=1, keepdims=True)
+
+
+def _right_update(S: NDArray, a: NDArray, k: NDArray, v: NDArray, b: NDArray) -> NDArray:
+    return a * S + k * (b * (v - _recall(k, a * S)))
+
+
+def _rounded_to(dtype: Any) -> Update:
+    return lambda *inputs: _right_update(*inputs).astype(dtype).astype(np.float64)
+
+
+def _states(x: DeltaInputs, update: Update = _right_update) -> NDArray:
+    """The memory after each token.   -> (T, Hv, dk, dv)"""
+    memory, after_token = np.zeros((*x.k.shape[1:], x.v.shape[2])), []
+    for _, k, v, log_alpha, beta in zip(*x, strict=True):
+        memory = update(memory, np.exp(log_alpha)[:, None, None], k[:, :, None], v[:, None], beta[:, None, None])
+        after_token.append(memory)
+    return np.stack(after_token).astype(np.float32)
+
+
+def _by_update(update: Update) -> Edit:
+    return instead(lambda mixed, log_alpha, beta, w: _states(delta_inputs(mixed, log_alpha, beta, w.delta), update))
+
+
+def _by_inputs(change: Callable[[DeltaInputs, DeltaInputs, DeltaConfig], DeltaInputs]) -> Edit:
+    """The memory and its answers from other inputs: change(the right ones, those of other lengths than one, shape)."""
+
+    def edit(step: Any, compute: Edit, *inputs: Any) -> NDArray:
+        *states, mixed, log_alpha, beta, w = inputs
+        shape, right = w.delta, delta_inputs(mixed, log_alpha, beta, w.delta)
+        q, k = (
+            x.reshape(len(x), shape.key_heads, -1) for x in np.split(mixed, np.cumsum(shape.sizes)[:-1], axis=1)[:2]
+        )
+        long = right._replace(q=q.astype(np.float64) * shape.key_dim**-0.5, k=k.astype(np.float64))
+        group = shape.value_heads // shape.key_heads
+        long = long._replace(**{name: np.repeat(getattr(long, name), group, axis=1) for name in "qk"})
+        x = change(right, long, shape)
+        return _ask(states[0], x.q) if states else _states(x)
+
+    return edit
+
+
+def _by_rms(x: DeltaInputs, long: DeltaInputs, shape: DeltaConfig) -> DeltaInputs:
+    """q and k over sqrt(mean(x^2) + eps)."""
+    root = shape.key_dim**0.5
+    q, k = (x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + L2_EPS) for x in (long.q * root, long.k))
+    return long._replace(q=q / root, k=k)
+
+
+def _tiled(x: NDArray, shape: DeltaConfig) -> NDArray:
+    """Heads repeated as a whole: value head h reads key head h modulo their number."""
+    return x[:, np.arange(shape.value_heads) % shape.key_heads * (shape.value_heads // shape.key_heads)]
+
+
+def _before_token(S: NDArray) -> NDArray:
+    return np.concatenate([np.zeros_like(S[:1]), S[:-1]])
+
+
+def _ask_decayed(S: NDArray, mixed: NDArray, log_alpha: NDArray, beta: NDArray, w: DeltaLayer) -> NDArray:
+    decayed = _before_token(S) * np.exp(log_alpha)[:, :, None, None]
+    return _ask(decayed, delta_inputs(mixed, log_alpha, beta, w.delta).q)
+
+
+def _by_decay(formula: Callable[[NDArray, NDArray, NDArray], NDArray]) -> Edit:
+    """formula(a, exp(A_log), dt_bias) for the log of the decay."""
+    return instead(lambda a, w: formula(a.astype(np.float64), w.decay.astype(np.float64), w.decay_bias))
+
+
+def _softplus(x: NDArray) -> NDArray:
+    return np.logaddexp(0.0, x)
+
+
 def _other_gate(step: Any, compute: Edit, z: NDArray, gate: NDArray) -> NDArray:
     return silu_gate(z, gate) if step.setting.config.attends(step.layer) else sigmoid_gate(z, gate)
 
 
+_state_mistake = partial(Hypothesis, "*.attn.hook_state")
+_answer_mistake = partial(Hypothesis, "*.attn.hook_delta_out")
+_inputs_mistake = partial(Hypothesis, "*.attn.hook_state *.attn.hook_delta_out")
+_decay_mistake = partial(Hypothesis, "*.attn.hook_log_decay")
+_RULE = "S becomes a S + k b (v - k a S): the decay first, then the correction by the error of the decayed memory."
+_UNIT = "q and k are divided by their lengths, head by head, and q by sqrt(head_k_dim)."
+_DECAY = "log alpha = -exp(A_log) softplus(a + dt_bias); GGUF files hold -exp(A_log) itself."
+# fmt: off
+DELTA_MISTAKES = (
+    _state_mistake("decay_after_update", "the memory is decayed after it is corrected, not before", _RULE, _by_update(lambda S, a, k, v, b: a * (S + k * (b * (v - _recall(k, S)))))),
+    _state_mistake("error_of_undecayed", "the error is that of the memory before its decay", _RULE, _by_update(lambda S, a, k, v, b: a * S + k * (b * (v - _recall(k, S))))),
+    _state_mistake("delta_rule_missing", "v is written without what the memory knows already: there is no delta rule", _RULE, _by_update(lambda S, a, k, v, b: a * S + k * (b * v))),
+    _state_mistake("beta_on_v_only", "beta multiplies v alone, not the error", _RULE, _by_update(lambda S, a, k, v, b: a * S + k * (b * v - _recall(k, a * S)))),
+    _state_mistake("decay_of_the_error", "the decay multiplies what is written, not the memory", _RULE, _by_update(lambda S, a, k, v, b: S + a * k * (b * (v - _recall(k, S))))),
+    _state_mistake("error_sign", "what the memory knows is added to v, not subtracted", _RULE, _by_update(lambda S, a, k, v, b: a * S + k * (b * (v + _recall(k, a * S))))),
+    _state_mistake("memory_not_carried", "each token begins with an empty memory", "Carry the memory from token to token.", _by_update(lambda S, a, k, v, b: k * (b * v))),
+    *(_state_mistake(f"memory_in_{words}", f"the memory is kept in {words}", "Keep it in float32.", _by_update(_rounded_to(to))) for words, to in (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16))),
+    _answer_mistake("read_before_update", "the memory is asked before the token is written", "y = q S of the memory after the token.", before(0, _before_token)),
+    _answer_mistake("read_of_the_decayed", "the memory is asked after its decay, before the token is written", "y = q S of the memory after the token.", instead(_ask_decayed)),
+    _answer_mistake("memory_transposed", "the memory is transposed when it is asked", "It has key_dim rows and value_dim columns.", before(0, lambda S: S.swapaxes(2, 3)), lambda step: step.setting.config.delta.key_dim == step.setting.config.delta.value_dim),
+    _inputs_mistake("l2_missing", "q and k are not brought to unit length", _UNIT, _by_inputs(lambda x, long, shape: long)),
+    _inputs_mistake("l2_missing_on_q", "q is not brought to unit length", _UNIT, _by_inputs(lambda x, long, shape: x._replace(q=long.q))),
+    _inputs_mistake("l2_missing_on_k", "k is not brought to unit length", _UNIT, _by_inputs(lambda x, long, shape: x._replace(k=long.k))),
+    _inputs_mistake("l2_is_rms", "q and k are divided by the root of their mean of squares, not by their length", _UNIT, _by_inputs(_by_rms)),
+    _inputs_mistake("query_scale_missing_in_delta", "q is not divided by sqrt(head_k_dim)", _UNIT, _by_inputs(lambda x, long, shape: x._replace(q=x.q * shape.key_dim**0.5))),
+    _inputs_mistake("key_scaled_too", "k is divided by sqrt(head_k_dim) as well", _UNIT, _by_inputs(lambda x, long, shape: x._replace(k=x.k * shape.key_dim**-0.5))),
+    _inputs_mistake("delta_q_and_k_exchanged", "q and k are exchanged after the convolution", "Its channels are q, k, v.", _by_inputs(lambda x, long, shape: x._replace(q=x.k * shape.key_dim**-0.5, k=x.q * shape.key_dim**0.5))),
+    _inputs_mistake("heads_tiled", "key heads are repeated as a whole: value head h reads key head h modulo their number", "Each key head serves neighbouring value heads (repeat_interleave); GGUF files reorder the rows of v for the other.", _by_inputs(lambda x, long, shape: x._replace(q=_tiled(x.q, shape), k=_tiled(x.k, shape))), lambda step: step.setting.config.delta.value_heads > step.setting.config.delta.key_heads > 1),
+    _decay_mistake("softplus_is_relu", "relu stands for softplus in the decay", _DECAY, _by_decay(lambda a, A, bias: -A * np.maximum(a + bias, 0))),
+    _decay_mistake("softplus_is_exp", "exp stands for softplus in the decay", _DECAY, _by_decay(lambda a, A, bias: -A * np.exp(np.minimum(a + bias, 80)))),
+    _decay_mistake("softplus_is_sigmoid", "the sigmoid stands for softplus in the decay", _DECAY, _by_decay(lambda a, A, bias: -A * sigmoid(a + bias))),
+    _decay_mistake("softplus_missing", "softplus is left out of the decay", _DECAY, _by_decay(lambda a, A, bias: -A * (a + bias))),
+    _decay_mistake("dt_bias_after_softplus", "dt_bias is added after softplus", _DECAY, _by_decay(lambda a, A, bias: -A * (_softplus(a) + bias))),
+    _decay_mistake("dt_bias_missing", "dt_bias is not added", _DECAY, _by_decay(lambda a, A, bias: -A * _softplus(a))),
+    _decay_mistake("a_log_without_exp", "A_log is taken without its exp", _DECAY, _by_decay(lambda a, A, bias: -np.log(A) * _softplus(a + bias))),
+    _decay_mistake("a_log_of_gguf", "exp is taken of the -exp(A_log) that a GGUF file holds", _DECAY, _by_decay(lambda a, A, bias: -np.exp(-A) * _softplus(a + bias))),
+    _decay_mistake("decay_sign", "the decay has the other sign: the memory grows", _DECAY, _by_decay(lambda a, A, bias: A * _softplus(a + bias))),
+    Hypothesis("*.attn.hook_beta", "beta_without_sigmoid", "beta is b itself, without the sigmoid", "beta = sigmoid(b).", instead(lambda b, w: b)),
+    _conv_mistake("conv_silu_missing", "silu is left out after the convolution", "silu(conv(x)).", instead(lambda qkv, w: _taps(qkv, w.conv))),
+    _conv_mistake("conv_silu_before", "silu is taken before the convolution, not after", "silu(conv(x)).", instead(lambda qkv, w: _taps(silu(qkv), w.conv))),
+    _conv_mistake("conv_missing", "the convolution is left out: each token has only its own weight", "Keep the last conv_size - 1 inputs of each sequence.", instead(lambda qkv, w: silu(qkv * w.conv[:, -1]))),
+    _conv_mistake("conv_of_q_and_k_only", "v is not convolved", "The convolution is over q, k and v together.", instead(lambda qkv, w: np.concatenate([silu(_taps(qkv, w.conv))[:, : sum(w.delta.sizes[:2])], qkv[:, sum(w.delta.sizes[:2]) :]], axis=1))),
+    Hypothesis("*.attn.delta_norm.* *.attn.hook_gated_z", "gate_before_norm", "the gate multiplies before the norm, not after it", "norm(y) * silu(z).", _gate_before_norm, lambda step: not step.setting.config.attends(step.layer)),
+    Hypothesis("*.attn.q_proj.hook_out *.attn.z_proj.hook_out", "query_and_gate_in_halves", "q_proj's rows are read as all queries and then all gates", "They are in turn, head by head: view(.., heads, 2 * head_dim), then chunk.", _halves, lambda step: step.setting.config.attends(step.layer) and step.setting.config.num_attention_heads > 1 and len(step.inputs) > 1 and isinstance(step.inputs[1], LinearWeight)),
+)
+# fmt: on
+
+
+def _taps(qkv: NDArray, conv: NDArray) -> NDArray[np.float64]:
+    """The convolution of a sequence from its beginning, without silu.   (N, C) -> (N, C)"""
+    n, wide = conv.shape[1], qkv.astype(np.float64)
+    padded = np.concatenate([np.zeros((n - 1, qkv.shape[1])), wide])
+    return sum((padded[i : i + len(qkv)] * conv[:, i] for i in range(n)), np.zeros_like(wide))
+
+
 MISTAKES = (
     *HEAD_NORM_MISTAKES,
+    *DELTA_MISTAKES,
     NORM_ONE_LEFT_OUT,
     Hypothesis(
         "*.attn.hook_rot_[qk]",
@@ -981,6 +1142,7 @@ FAMILIES = (
         axes=_axes,
         lacks=_lacks,
         also_recorded=ALSO_RECORDED,
+        from_recorded={delta_rule: answers},
         make_layer=_make_layer,
         of_layers=_of_layers,
         new_states=_new_states,

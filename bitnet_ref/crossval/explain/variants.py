@@ -7,6 +7,7 @@ one step another way. A `Setting` is everything that a run depends on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from ...backends.observe import Call, ObservedStep, observe
 from ...backends.paged_cache import EngineKVCache
 from ...backends.record import LOGITS, NamesFilter, Recorder, sibling
 from ...errors import BitNetRefError
+from ...families import family_of
 from ...families.family import Edit
 from ...families.lora import AdaptedLinear
 from ...reference import layers
@@ -38,7 +40,7 @@ from ...reference.weights import (
     TernaryLinear,
     TernaryWeight,
 )
-from ..names import layer_of
+from ..names import layer_of, op_shape
 
 # What an edit raises that does not fit a step's shapes.
 IMPOSSIBLE = (BitNetRefError, ArithmeticError, LookupError, TypeError, ValueError)
@@ -159,6 +161,7 @@ class _StepRecorder(Recorder):
         super().__init__(be, setting.config, names_filter)
         self.setting, self.until, self.tape, self.settle = setting, until, tape, settle
         self.steps: dict[str, NDArray] = {}
+        self.family = family_of(setting.config)
         self.adapted = {name for name, w in setting.weights.linears() if isinstance(w, AdaptedLinear)}
         self.handlers |= {"quantize_activations": self.on_quantize_activations, "append": self.on_append}
         self.handlers |= {"dense_matmul": self.on_dense_matmul}
@@ -219,7 +222,7 @@ class _StepRecorder(Recorder):
         if step.name.endswith(".hook_out"):
             product = partial(super().on_compute, step, call, name, function)
             return self._product(step.name, product, *args)
-        if function in self.also_recorded:
+        if function in self.also_recorded and not self._has_states(step, function):
             self.keep_beside(step, function, args)
         kinds = (np.ndarray, LayerWeights, str)  # what follows is where states are, or the config
         count = sum(isinstance(arg, kinds) for arg in args)
@@ -228,7 +231,22 @@ class _StepRecorder(Recorder):
             result: NDArray = call(name, function, *inputs, *args[count:])
             return result
 
+        if self._has_states(step, function):  # two steps: the states, and what they give
+            hook, further = self.also_recorded[function]
+
+            def states_of(*inputs: NDArray) -> NDArray:
+                return np.asarray(further(*inputs, *args[count:]))
+
+            states = self.step(sibling(step.name, hook), states_of, *args[:count])
+            return self.step(step.name, self.family.from_recorded[function], states, *args[:count])
         return self.step(step.name, compute, *args[:count])
+
+    def _has_states(self, step: ObservedStep, function: Callable[..., NDArray]) -> bool:
+        """Whether an op is computed from the states that are recorded beside it, which are then held for all tokens."""
+        if function not in self.family.from_recorded:
+            return False
+        hook, _ = self.also_recorded[function]
+        return math.prod(op_shape(sibling(step.name, hook), self.cfg, self.tokens)) < _MOST_STATES
 
     def on_quantize_activations(self, step: ObservedStep, call: Call, x: NDArray) -> Any:
         scale_name = sibling(step.name, "hook_x_scale")
@@ -361,6 +379,7 @@ def _same_inputs(earlier: tuple[Any, ...], inputs: tuple[Any, ...]) -> bool:
 
 
 SMALL = 1 << 17  # bytes of a matrix
+_MOST_STATES = 1 << 24  # numbers: of a layer whose states are steps
 
 
 def _to_int8(x: NDArray, x_quant_scale: NDArray) -> NDArray[np.int8]:
