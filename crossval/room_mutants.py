@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import coverage
@@ -56,6 +57,10 @@ ROOMS = {
     "formats": Room(
         ("formats/*.py", *(f"formats/{name}/*.py" for name in ("convert", "gguf", "hf", "native", "onnx"))),
         ("tests/formats",),
+    ),
+    "registry": Room(
+        ("formats/registry/*.py",),
+        tuple(f"tests/formats/test_{name}.py" for name in ("hub_cache", "links", "old_store", "pull")),
     ),
     "cli": Room(
         ("cli/*.py",),
@@ -182,6 +187,7 @@ def run_pytest(file: str, plugin: object, *options: str) -> int:
     os.chdir(ROOT)
     scripts = str(Path(__file__).parent)  # has files of the names of packages
     sys.path[:] = [path for path in sys.path if path != scripts]
+    sys.modules["__main__"] = ModuleType("__main__")  # a process that a test spawns would import the script again
     with tempfile.TemporaryDirectory(dir=os.environ.get(TEMPORARY), ignore_cleanup_errors=True) as folder:
         os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
         return pytest.main([file, "-n0", "-q", "--tb=no", "-p", "no:cacheprovider", *options], plugins=[plugin])
