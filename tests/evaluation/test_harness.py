@@ -118,6 +118,29 @@ def test_texts_and_scores_within_a_length():
             tasks._loglikelihood_tokens([(("a", "b"), ids[:3], ids[:count])])
 
 
+def test_more_texts_than_the_engine_takes(monkeypatch):
+    harness = pytest.importorskip("bitnet_ref.evaluation.harness", reason="lm-eval is not installed")
+    monkeypatch.setattr(story(), "engine", partial(story().engine, max_batch=2, max_queue=8))
+    steps, prompts = [], ["The king said", "Alice", "Once", "The wood", "She", "It was", "A girl"]
+    tasks = harness.TaskModel(story(), None, lambda *at: steps.append(at))
+    texts = tasks.generate_until([asked(prompt, {"max_gen_toks": 3}) for prompt in prompts])
+    assert texts == [story().generate(prompt, max_tokens=3).text for prompt in prompts]
+    assert steps == [(done, 7) for done in range(1, 8)]
+
+
+def test_a_model_as_lm_eval_sees_it():
+    harness = pytest.importorskip("bitnet_ref.evaluation.harness", reason="lm-eval is not installed")
+    tasks = harness.TaskModel(story())
+    assert (tasks.max_length, tasks.eot_token_id, tasks.prefix_token_id) == (256, 2, 1)
+    assert tasks.tokenizer_name == str(story().path)
+    plain = story().tokenizer.encode("Alice", False)
+    assert tasks.tok_encode("Alice") == tasks.tok_encode("Alice", True) == [1, *plain]
+    assert tasks.tok_encode("Alice", False) == plain
+    rolling = tasks.loglikelihood_rolling([asked(text) for text in ("Alice", TEXT)])
+    found = [perplexity(story(), text, "lm-eval", 256) for text in ("Alice", TEXT)]
+    assert rolling == pytest.approx([-each.nats_per_token * each.tokens for each in found], rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("given", "params"),
     [
@@ -155,7 +178,11 @@ def test_options_reach_lm_eval(tasks, monkeypatch):
     options = {"shots": 3, "limit": 2, "length": 20, "with_chat_template": True}
     results = harness.evaluate(story(), ["tiny_c*"], folders=[tasks[0]], **options)
     assert results == {"results": {"tiny_choice": {}}, "n-shot": {"tiny_choice": 3}}
-    (((task_model,), passed),) = calls
+    assert harness.evaluate(story(), ["tiny_choice"], folders=[tasks[0]]) == results
+    ((task_model,), passed), ((plain,), defaults) = calls
+    assert plain.max_length == story().context_length
+    chosen = {name: defaults[name] for name in ("tasks", "num_fewshot", "limit", "apply_chat_template")}
+    assert chosen == {"tasks": ["tiny_choice"], "num_fewshot": None, "limit": None, "apply_chat_template": False}
     assert task_model.max_length == 20
     del passed["task_manager"]
     assert passed == {

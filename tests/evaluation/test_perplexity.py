@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -101,6 +102,13 @@ def test_protocol(protocol):
     assert found.perplexity == pytest.approx(math.exp(np.mean(expected)), rel=1e-12)
     deviation = math.sqrt(np.var(expected) / (len(expected) - 1))
     assert found.stderr == pytest.approx(found.perplexity * deviation, rel=1e-9)
+    windows = PROTOCOLS[protocol].cut(story().tokenizer, [TEXT], LENGTH)
+    assert (found.protocol, found.length, found.backend) == (protocol, LENGTH, BACKEND)
+    assert (found.windows, found.read) == (len(windows), sum(len(ids) - 1 for ids, _ in windows))
+    assert 0 < found.seconds < 60
+    assert found.tokens_per_s == found.read / found.seconds
+    assert found.nats_per_token == pytest.approx(np.mean(expected), rel=1e-12)
+    assert found.to_dict() == asdict(found)
     assert found.bits_per_byte == pytest.approx(sum(expected) / math.log(2) / found.bytes)
     if protocol == "lm-eval":
         assert found.bytes == len(TEXT.encode())
@@ -110,6 +118,22 @@ def test_protocol(protocol):
     else:
         assert found.word_perplexity is None
         assert abs(found.bytes / len(TEXT.encode()) - found.tokens / len(story().tokenizer.encode(TEXT))) < 0.1
+
+
+def test_of_two_tokens():
+    """The standard error has one degree of freedom left; the bytes are those of the scored tokens, or of the text."""
+    ids = [1, 262, 577]
+    nll = nlls(ids, 1)
+    tokenizer = story().tokenizer
+    text = tokenizer.decode(ids[1:])
+    assert tokenizer.encode(text) == ids
+    found = perplexity(story(), text, "lm-eval", 4)
+    assert (found.tokens, found.windows, found.read, found.bytes) == (2, 1, 2, len(text.encode()))
+    assert found.perplexity == pytest.approx(math.exp(np.mean(nll)), rel=1e-12)
+    assert found.stderr == pytest.approx(found.perplexity * np.std(nll), rel=1e-9)
+    whole = perplexity(story(), TEXT, "gptq", LENGTH)
+    scored = [token for ids, first in PROTOCOLS["gptq"].cut(tokenizer, [TEXT], LENGTH) for token in ids[first:]]
+    assert whole.bytes == sum(len(tokenizer.token_bytes(int(token))) for token in scored)
 
 
 class Interrupted(Here):
@@ -187,6 +211,9 @@ class Letters:
         ("gptq", Letters(adds_bos=True), ["abababa"], [([1, 10, 11, 10], 1), ([11, 10, 11, 10], 1)]),
         ("1bitllm", Letters(), ["a\n\nb", "aaaa\nbb"], [([1, 10, 2], 1), ([1, 11, 2], 1), ([1, 11, 11, 2], 1)]),
         ("1bitllm", Letters(), ["aa\nb"], [([1, 10, 10, 2], 1), ([1, 11, 2], 1)]),
+        ("1bitllm", Letters(), ["aaa\nbbb\na"], [([1, 10, 10, 10, 2], 1), ([1, 11, 11, 11, 2], 1), ([1, 10, 2], 1)]),
+        ("1bitllm", Letters(), ["a\nbbb"], [([1, 10, 2], 1)]),
+        ("lm-eval", Letters(), ["aabba"], [([1, 10, 10, 11, 11], 1), ([10, 10, 11, 11, 10], 4)]),
         ("lm-eval", Letters(), ["aabb", "b"], [([1, 10, 10, 11, 11], 1), ([1, 11], 1)]),
         ("lm-eval", Letters(None, (2,)), ["aabbab"], [([2, 10, 10, 11, 11], 1), ([10, 11, 11, 10, 11], 3)]),
         ("lm-eval", Letters(), [""], []),
