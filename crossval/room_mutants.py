@@ -56,7 +56,7 @@ ROOMS = {
     "inspection": Room(("inspection/*.py",), ("tests/inspection", "tests/cli/test_inspect_command.py")),
     "formats": Room(
         ("formats/*.py", *(f"formats/{name}/*.py" for name in ("convert", "gguf", "hf", "native", "onnx"))),
-        ("tests/formats",),
+        ("tests/formats", "tests/test_families.py", "tests/test_families_gguf.py"),
     ),
     "registry": Room(
         ("formats/registry/*.py",),
@@ -70,6 +70,7 @@ ROOMS = {
             "tests/evaluation/test_perplexity.py",
             "tests/formats/test_convert.py",
             "tests/formats/test_hub_cache.py",
+            "tests/inspection/test_reports.py",
             "tests/test_bench_command.py",
             "tests/training/test_training_run.py",
         ),

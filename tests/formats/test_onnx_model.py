@@ -129,6 +129,22 @@ def test_norms_that_an_exporter_merged(tmp_path):
     np.testing.assert_array_equal(found.logits(TOKENS), m.logits(TOKENS))
 
 
+def test_only_constants_are_tensors(tmp_path):
+    """ConstantOfShape has a tensor too, which is the value of every element and not the result."""
+    value = numpy_helper.from_array(np.array([3], np.float32))
+    nodes = [
+        helper.make_node("ConstantOfShape", ["shape"], ["filled"], value=value),
+        helper.make_node("Constant", [], ["three"], value=value),
+        helper.make_node("Constant", [], ["four"], value_float=4.0),
+    ]
+    initializers = [numpy_helper.from_array(np.array([2, 2], np.int64), "shape")]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, None)]
+    graph = helper.make_graph(nodes, "g", inputs, [helper.make_tensor_value_info("filled", 1, None)], initializers)
+    (tmp_path / "m.onnx").write_bytes(helper.make_model(graph).SerializeToString())
+    file = OnnxFile(tmp_path / "m.onnx")
+    assert {name: file.read(name).tolist() for name in file.tensors} == {"shape": [2, 2], "three": [3.0]}
+
+
 def run_onnx(node, tensors, x=None, opset=21):
     """One node by onnxruntime: the outside oracle of the dequantisers."""
     inputs = [] if x is None else [helper.make_tensor_value_info("x", TensorProto.FLOAT, x.shape)]
