@@ -17,7 +17,10 @@ import test_inspect_formats
 import test_inspection
 from click.testing import CliRunner
 from helpers import BITNET, DATA, GOLDEN, TINY, safetensors_bytes, tiny_tensors, write_checkpoint
+from onnx_graphs import decoder
+from onnx_graphs import write as write_onnx
 
+import bitnet_ref
 from bitnet_ref.cli import cli
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf.blocks import quantize
@@ -28,7 +31,7 @@ from bitnet_ref.inspection import inspect_model, show_tensor
 RECORDED = DATA / "inspection" / "reports.json"
 ODD_ONES = DATA / "inspection" / "odd.json"
 SHOWN = DATA / "inspection" / "tensors.json"
-LONG = ("config", "metadata", "ternary", "tensors")  # of the JSON: recorded for some files alone
+LONG = ("metadata", "ternary", "tensors")  # of the JSON: recorded for some files alone
 WHOLE = ("golden/bitnet-packed-offline", "gguf/tq2_0.gguf", "native/tiny-v1.bitnet.safetensors")
 TENSORS = (
     ("golden/bitnet-packed-offline", "blocks.0.attn.q_proj"),
@@ -131,6 +134,27 @@ def with_tokenizer(folder, **config):
     return folder
 
 
+def onnx_of(style, config, producer):
+    """As another exporter writes it, which has named itself or not."""
+
+    def build(folder):
+        source = write_checkpoint(folder.with_name("source"), config)
+        proto = decoder(bitnet_ref.load(source, backend="numpy", threads=1).weights, style, config)
+        proto.producer_name = producer
+        proto.opset_import[0].version = 21  # else the newest that the package knows
+        return write_onnx(folder, proto, config)
+
+    return build
+
+
+def link_out_of_the_folder(folder):
+    """One shard is missing, and the other is elsewhere."""
+    test_inspection.one_shard_missing(folder)
+    shutil.move(folder / "a.safetensors", "elsewhere.safetensors")
+    (folder / "a.safetensors").symlink_to(Path("elsewhere.safetensors").absolute())
+    return folder
+
+
 def without_config(folder):
     write_checkpoint(folder, BITNET)
     (folder / "config.json").unlink()
@@ -206,6 +230,12 @@ ODD = {
     "no end token": copy_of("bitnet-packed-offline", eos_token_id=[]),
     "other tokens than its tokenizer's": lambda folder: with_tokenizer(folder, bos_token_id=3, eos_token_id=4),
     "more layers than it has": test_inspection.with_config({"num_hidden_layers": 7}),
+    "onnx of ours": converted(GOLDEN / "llama-packed-bitlinear", "onnx", ""),
+    "onnx, dense": onnx_of("named", TINY, "pytorch"),
+    "onnx, ternary": onnx_of("qdq", BITNET, ""),
+    "onnx, of two bits": onnx_of("qdq-int2", BITNET, "p" * 300),
+    "onnx, of four bits": onnx_of("nbits-4", BITNET, "a b"),
+    "a link out of the folder": link_out_of_the_folder,
     "without config.json": without_config,
     "an empty plane": empty_plane,
     "a plain file": plain_file,
@@ -219,9 +249,10 @@ def odd_report(name):
     facts = inspect_model(path).to_dict()
     findings = [[value for value in finding.values() if value is not None] for finding in facts["findings"]]
     planes = [list(matrix.values()) for matrix in facts["ternary"]]
+    tensors = [list(tensor.values()) for tensor in facts["tensors"]] if path.suffix == ".onnx" or "onnx" in name else []
     html = re.findall(r"<th>(.*?)</th><td>(.*?)</td>", inspect_model(path)._repr_html_())
     shown = {} if name.startswith(("folder, ", "gguf, ")) else {"text": text}
-    return plain({**shown, "findings": findings, "ternary": planes, "html": html})
+    return plain({**shown, "findings": findings, "ternary": planes, "tensors": tensors, "html": html})
 
 
 @pytest.mark.parametrize("name", ODD)
