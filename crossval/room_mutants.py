@@ -147,8 +147,9 @@ def reached_share(measured: Sequence[TestLines]) -> float:
 def plan(mutant: Mutant, measured: Sequence[TestLines]) -> Plan:
     """The tests that judge a mutant, of the files in which a test reaches its line.
 
-    First the tests that reach the line, then those that reach its source file, then the others: what a fixture made
-    once is measured with the first test that asked for it. The quickest come first: one, and more for TESTS_LIMIT_S.
+    First the tests that reach the line, then the others: what a fixture made once is measured with the first test that
+    asked for it, and a constant is executed as its file is imported. The quickest come first: one, and more for
+    TESTS_LIMIT_S.
     """
     ranked = []
     for each in measured:
@@ -156,9 +157,8 @@ def plan(mutant: Mutant, measured: Sequence[TestLines]) -> Plan:
         if str(mutant.line) not in lines:
             continue
         reach_line = set(lines[str(mutant.line)])
-        reach_source = {test for tests in lines.values() for test in tests}
         for i, test in enumerate(each.tests):
-            ranked.append((i not in reach_line, i not in reach_source, each.seconds[i], each.file, test))
+            ranked.append((i not in reach_line, each.seconds[i], each.file, test))
     chosen: dict[str, dict[str, float]] = {}
     total = 0.0
     for *_, seconds, file, test in sorted(ranked):
