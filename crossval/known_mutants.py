@@ -20,4 +20,14 @@ KNOWN: dict[str, str] = {
     "formats/gguf/evidence.py: _MAX_LAYERS_FOR_LAYOUT = 8 -> _MAX_LAYERS_FOR_LAYOUT = (9)": (
         "one more layer is looked at, where eight do not decide"
     ),
+    # -- serving
+    "serving/tickets.py Outbox.__init__: self.news = asyncio.Event() -> pass": (
+        "`subscribe` makes an event for each loop before anything waits for it or sets it"
+    ),
+    "serving/worker.py Worker._expire: self._drop_stale_deadlines() -> pass": (
+        "a deadline of a request that has ended is passed over below, and dropped while the engine sleeps"
+    ),
+    "serving/scheduler.py: NO_SLOT = -1 -> NO_SLOT = (1)": (
+        "a job without a slot is never asked for it; the number is seen in a debugger only"
+    ),
 }

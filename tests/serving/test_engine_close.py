@@ -128,6 +128,13 @@ def test_an_error_in_the_with_block_does_not_wait():
         list(stream[0])
 
 
+def test_the_engines_thread_ends_with_the_program():
+    with model("storyteller", "auto").engine() as engine:
+        engine.generate("Alice", max_tokens=1)
+        (thread,) = [each for each in threading.enumerate() if each is engine._worker._thread]
+        assert (thread.name, thread.daemon) == ("bitnet_ref engine", True)
+
+
 def test_a_dropped_engine_ends_its_thread():
     engine = model("storyteller", "auto").engine()
     engine.generate("Alice", max_tokens=2)

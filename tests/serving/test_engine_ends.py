@@ -1,5 +1,6 @@
 """How requests end: cancelled, late, failed, refused."""
 
+import re
 import threading
 import time
 from inspect import Parameter, signature
@@ -126,6 +127,7 @@ def test_the_story_of_a_request(engine):
     tokens = len(engine.model.tokenizer.encode("Once upon a time"))
     one = engine.submit("Once upon a time", max_tokens=3, priority=2)
     one.result()
+    assert repr(one) == "<request 0: ended, 3 tokens>"
     until(lambda: not engine.requests)
     (story,) = engine.stories
     assert story == RequestStory(
@@ -156,6 +158,7 @@ def test_the_story_of_a_request(engine):
     assert len(second.pages) == 1
     assert len(second.pages[0]) >= (tokens + 20) // engine.cache.page_size
     assert 0 < state.age_s < 60
+    assert re.fullmatch(r"<request 1: (running|paused), \d+ tokens>", repr(stream))
     stream.close()
 
 

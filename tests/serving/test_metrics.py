@@ -37,6 +37,19 @@ def test_a_snapshot_counts_what_was_done(used):
     assert now["request_generation_tokens"]["count"] == now["request_prefill_time_seconds"]["count"] == 5
     assert now["request_prompt_tokens"]["sum"] == now["prompt_tokens"]
     assert now["request_generation_tokens"]["sum"] == now["generation_tokens"]
+    queue, prefill, decode, whole = (
+        now[name]["sum"]
+        for name in (
+            *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
+            "e2e_request_latency_seconds",
+        )
+    )
+    assert min(queue, prefill, decode) > 0
+    assert whole < 60
+    assert queue + prefill + decode == pytest.approx(whole, abs=0.01)
+    assert queue + prefill == pytest.approx(now["time_to_first_token_seconds"]["sum"], abs=0.01)
+    assert 0 < now["inter_token_latency_seconds"]["sum"] <= decode
+    assert 0 < now["engine_step_seconds"]["sum"] < 60
     assert now["memory_used_bytes"] > 1 << 20
     assert now["engine_step_seconds"]["count"] == now["engine_steps"] > 0
     assert now["prefix_cache_hits"] >= lengths[1] // 4 * 4 - 4
