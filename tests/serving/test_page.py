@@ -170,6 +170,18 @@ def test_looking_at_an_engine_does_not_load_it(server):
         assert other.shelf.places["a"].engine is None
 
 
+def test_a_fault_of_the_server_is_no_traceback(server, monkeypatch):
+    from bitnet_ref.serving.http import app
+
+    def fail(*_, **__):
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(app, "describe_engine", fail)
+    status, headers, answer = server.get("/engine?model=storyteller")
+    assert (status, headers.get_content_type()) == (500, "application/json")
+    assert answer["error"]["message"] == "a fault of the server; its log has the cause"
+
+
 def test_every_metric_of_the_dashboard_exists(server):
     prometheus = pytest.importorskip("prometheus_client.parser")
     families = prometheus.text_string_to_metric_families(server.get("/metrics")[2])
