@@ -49,4 +49,27 @@ KNOWN: dict[str, str] = {
     "return Response(status_code=(500)) # nobody reads it": "the client has gone away",
     "serving/http/app.py: EMBEDDING_TEXTS = 16 # at a time; between them a client that went away is noticed -> "
     "EMBEDDING_TEXTS = (17) # at a time; between them a client that went away is noticed": "how soon it is noticed",
+    # -- registry
+    "formats/registry/pull.py pull: "
+    "check_space(home, sum(listed[each].size or 0 for each in names if not (folder / each).exists())) -> "
+    "check_space(home, sum(listed[each].size or (1) for each in names if not (folder / each).exists()))": (
+        "a byte of room more for each empty file"
+    ),
+    # -- training
+    "training/data.py train_sentencepiece: "
+    'files_out["generation_config.json"] = json.dumps({"bos_token_id": 1, "eos_token_id": 2}, indent=1).encode() -> '
+    "files_out[\"generation_config.json\"] = (json.dumps({'bos_token_id': 1, 'eos_token_id': 2})).encode()": (
+        "how the JSON is laid out"
+    ),
+    # -- tokenizers
+    'tokenizers/hf_limits.py: MAX_GROWTH = {"normalizer": 1 << 15, "pre_tokenizer": 64, "decoder": 64} '
+    "# the largest published: about 6,000, 8 and 3 -> "
+    'MAX_GROWTH = {"normalizer": 1 << 15, "pre_tokenizer": (65), "decoder": 64} '
+    "# the largest published: about 6,000, 8 and 3": "growths of pre-tokenizers are products of 4 and 8: none is 65",
+    'tokenizers/gguf_bpe.py bpe_from_json: path = tokenizer.path or "tokenizer.json" -> '
+    "path = (tokenizer.path and 'tokenizer.json')": "the name of a file in messages",
+    "tokenizers/regex_cost.py SearchLimit.degree: return max((cost.degree for cost in self._costs), default=0) -> "
+    "return max((cost.degree for cost in self._costs), default=(1))": (
+        "the patterns without costs cost no steps, whatever the degree"
+    ),
 }

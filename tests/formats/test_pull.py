@@ -122,10 +122,27 @@ def test_copies_of_a_repository_have_the_same_commits(hub, model_files):
     hub.repos["org/copy"] = hub.repos["org/tiny"]
     for name in ("org/tiny", "org/copy"):
         assert pull(name)[0].commit == commit
+    by_name = {each.name: each for each in cached_models()}
+    for name, model in by_name.items():
+        plan, folder = plan_deletion([model]), repository_folder(name)
+        assert plan.expected_freed_size > 5000
+        paths = [*plan.blobs, *plan.refs, *plan.repos, *plan.snapshots]
+        assert paths
+        assert all(path.is_relative_to(folder) for path in paths)
     for name in ("org/copy", "org/tiny"):
         invoke_json("rm", name, "--yes")
         assert find_cached(name) is None
         assert (find_cached("org/tiny") is None) == (name == "org/tiny")
+
+
+def test_a_bad_name_is_refused_before_anything_comes(hub, model_files):
+    hub.put("org/tiny", "main", model_files)
+    with pytest.raises(RegistryError, match="expected NAME or ORG/NAME"):
+        pull("org/tiny", name="../tiny")
+    with pytest.raises(RegistryError, match="has no @revision"):
+        pull("org/tiny", name="tiny@main")
+    assert hub.sent == []
+    assert list(cached_models()) == []
 
 
 def test_one_of_several_files(hub, tmp_path):
