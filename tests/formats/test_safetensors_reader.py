@@ -79,6 +79,16 @@ def test_writing_is_read_by_the_package(dtype, tmp_path):
             assert oracle.get_tensor(key).tobytes() == array.tobytes()
 
 
+def test_a_header_longer_than_any(tmp_path):
+    """Refused before it is read, where the file has so many bytes."""
+    path = tmp_path / "x.safetensors"
+    with path.open("wb") as file:
+        file.write((100_000_001).to_bytes(8, "little"))
+        file.truncate(100_000_100)
+    with pytest.raises(FormatError, match="header length: the header is said to have 100000001 bytes"):
+        SafetensorsFile(path)
+
+
 def test_an_empty_file_and_a_padded_header(tmp_path):
     with SafetensorsFile(write(tmp_path / "a.safetensors", raw_safetensors({}))) as file:
         assert file.tensors == {}

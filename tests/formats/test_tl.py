@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError, ShapeError
-from bitnet_ref.formats.gguf.tl import decode_tl, infer_tiles, pack_tl, tl_nbytes, unpack_tl
+from bitnet_ref.formats.gguf.tl import _scores, decode_tl, infer_tiles, pack_tl, tl_nbytes, unpack_tl
 from bitnet_ref.formats.gguf.tl_tiles import KNOWN_TILES, Tiles, candidates, nest, read_kernel_config, tiles_problem
 
 KINDS = ("tl1", "tl2")
@@ -187,6 +187,20 @@ def test_a_known_shape(kind):
     other = Tiles(512, 384, 32)
     with pytest.raises(FormatError, match=r"bitnet\.cpp uses .* speak for .*512"):
         infer_tiles(kind, pack_tl(kind, patterned(n, k), other), n, k)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_excess_of_a_matrix_without_a_pattern_is_near_zero(kind):
+    """A chi-square minus its degrees of freedom: its deviation is the root of twice as many."""
+    n, k = 1536, 1536
+    usual = KNOWN_TILES[kind][n, k][0]
+    tilings = candidates(kind, n, k)
+    plain, dof = _scores(kind, pack_tl(kind, random_ternary(rng(9), n, k), usual), n, k, tilings)
+    assert dof == n // 8 + k
+    assert abs(plain[tilings.index(usual)]) < 6 * np.sqrt(2 * dof)
+    patterns, _ = _scores(kind, pack_tl(kind, patterned(n, k), usual), n, k, tilings)
+    assert tilings[int(patterns.argmax())] == usual
+    assert patterns.max() > 100 * np.sqrt(2 * dof)
 
 
 def test_the_exact_checks_tell_how_many_columns_are_pairs():
