@@ -87,4 +87,10 @@ KNOWN: dict[str, str] = {
     'yield name and f" ({name[1:]})", tally, (_difference(y, x))': (
         "a difference of one part in 2048, by either of the two"
     ),
+    # -- cli
+    "cli/generation_options.py: MAX_TEXT_BYTES = 64 << 20 # of @FILE -> MAX_TEXT_BYTES = (65) << 20 # of @FILE": (
+        "prompts have some kilobytes"
+    ),
+    "cli/lab_command.py copy_notebooks: if copy.exists() and filecmp.cmp(copy, file, shallow=False): -> "
+    "if copy.exists() and (filecmp.cmp(file, copy, shallow=False)):": "equality, of the one with the other",
 }

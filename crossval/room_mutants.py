@@ -176,7 +176,11 @@ def judge_by_tests(tests: Plan) -> Iterator[tuple[str, str]]:
     count = 0
     for file, seconds in tests:
         choice = Choice(seconds)
-        code = run_pytest(file, choice, "-x")
+        try:
+            code = run_pytest(file, choice, "-x")
+        except Exception as error:  # of pytest as it ends: a thread of a test that passed ended with an exception
+            yield choice.failure or ("error", f"{file}: {type(error).__name__}")
+            return
         count += len(seconds)
         if code != pytest.ExitCode.OK:
             yield choice.failure or ("error", f"{file}: {code!r}")

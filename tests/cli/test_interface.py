@@ -13,7 +13,7 @@ from helpers import DATA
 from bitnet_ref.cli import cli
 
 RECORDED = DATA / "cli" / "options.json"
-FACTS = ("required", "nargs", "multiple", "default", "is_flag", "envvar", "section", "metavar")
+FACTS = ("required", "nargs", "multiple", "default", "is_flag", "envvar", "section", "metavar", "show_default")
 USUAL = ("False", "None", "1", "()", "''", "Options", "Sentinel.UNSET")  # is not recorded
 TYPE_FACTS = ("choices", "min", "max", "min_open", "max_open", "exists", "file_okay", "dir_okay", "separator", "count")
 

@@ -87,6 +87,7 @@ def test_multiple_choice_texts_and_rolling(tasks):
     assert facts["n-samples"]["tiny_until"]["effective"] == 4
     shown = invoke("eval", "--tasks", "tiny_choice", "--include", folder, "--limit", 2, *FAST)
     assert "acc" in shown.stdout
+    assert f"storyteller on {BACKEND}" in shown.stderr
 
 
 def asked(*args):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -145,7 +146,7 @@ def test_a_bad_name_is_refused_before_anything_comes(hub, model_files):
     assert list(cached_models()) == []
 
 
-def test_one_of_several_files(hub, tmp_path):
+def test_one_of_several_files(hub, tmp_path, caplog):
     folder = write_checkpoint(tmp_path / "many", BITNET)
     with open_checkpoint(folder) as checkpoint:
         write_native(checkpoint, tmp_path / "a.bitnet.safetensors")
@@ -162,6 +163,11 @@ def test_one_of_several_files(hub, tmp_path):
     with pytest.raises(FormatError):
         pull("org/many", file="c.gguf")  # which is no GGUF
     assert find_model("org/many") == path
+    chosen = invoke_json("pull", "org/many", "--file", "b.bitnet.safetensors", "--name", "mine")
+    assert (chosen["name"], Path(chosen["path"]).name, chosen["revision"]) == ("mine", "b.bitnet.safetensors", "main")
+    assert links().pop("mine").name == "b.bitnet.safetensors"
+    invoke("rm", "mine")
+    assert "No files matched" not in caplog.text  # a file alone has nothing that comes before its weights
     assert pull("org/many:b.bitnet.safetensors")[1].name == "b.bitnet.safetensors"
     assert find_model("org/many@main:a.bitnet.safetensors").name == "a.bitnet.safetensors"
     invoke_json("rm", "org/many", "--yes")
