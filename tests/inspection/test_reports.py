@@ -155,6 +155,16 @@ def link_out_of_the_folder(folder):
     return folder
 
 
+def beside_others(folder, stored):
+    """Files of other kinds in a folder that cannot be opened, where some tensors can be read or none."""
+    test_inspection.one_shard_missing(folder)
+    if not stored:
+        (folder / "a.safetensors").unlink()
+    for name in ("pytorch_model.bin", "x.pt", "y.pth", "z.bin"):
+        (folder / name).write_bytes(b"?")
+    return folder
+
+
 def without_config(folder):
     write_checkpoint(folder, BITNET)
     (folder / "config.json").unlink()
@@ -236,6 +246,8 @@ ODD = {
     "onnx, of two bits": onnx_of("qdq-int2", BITNET, "p" * 300),
     "onnx, of four bits": onnx_of("nbits-4", BITNET, "a b"),
     "a link out of the folder": link_out_of_the_folder,
+    "pickles beside a shard": lambda folder: beside_others(folder, stored=True),
+    "pickles alone": lambda folder: beside_others(folder, stored=False),
     "without config.json": without_config,
     "an empty plane": empty_plane,
     "a plain file": plain_file,

@@ -1101,6 +1101,24 @@ def test_json_that_is_read():
         assert (error.value.status, error.value.param) == (400, None)
 
 
+def test_the_last_request_and_text_that_are_taken():
+    body = {"model": "storyteller", "max_tokens": 1}
+    limits, settings = ServerLimits(max_streams=2), {"max_queue": 6, "max_batch": 4}
+    with RunningServer({"storyteller": STORY}, limits, settings=settings) as server:
+        assert server.post(COMPLETION, {**body, "prompt": [P] * 3, "n": 2})[0] == 200
+        status, _, answer = server.post(COMPLETION, {**body, "prompt": [P] * 3, "n": 3})
+        assert (status, "9 texts are more than" in answer["error"]["message"]) == (400, True)
+        endless = {**body, "prompt": P, "stream": True, "max_tokens": 200, "ignore_eos": True}
+        waiting = [server.open_request(COMPLETION, endless) for _ in range(2)]
+        until(lambda: len(server.engines["storyteller"].requests) == 2)
+        status, headers, answer = server.post(COMPLETION, {**body, "prompt": P})
+        assert (status, headers["retry-after"]) == (429, "1")
+        assert answer["error"]["message"] == "2 requests are running, which is the maximum"
+        for connection in waiting:
+            connection.close()
+        until(lambda: server.post(COMPLETION, {**body, "prompt": P})[0] == 200)
+
+
 def test_metrics_have_vllms_names(server, ask):
     ask(COMPLETION, {"prompt": P, "max_tokens": 3, "n": 2})
     _, _, page = server.get("/metrics")
