@@ -35,6 +35,11 @@ KNOWN: dict[str, str] = {
     "evaluation/harness.py TaskModel.loglikelihood_rolling: def loglikelihood_rolling(self, requests: "
     "Sequence[Any], disable_tqdm: bool = False) -> list[float]: -> def loglikelihood_rolling(self, requests: "
     "Sequence[Any], disable_tqdm: bool = (True)) -> list[float]:": ("a parameter of lm-eval's that is not used here"),
+    "evaluation/perplexity.py perplexity: "
+    "word_perplexity=math.exp(min(nll / max(1, words), 700.0)) if rule.scores_all else None, -> "
+    "word_perplexity=math.exp(min(nll / max(1, words), (701.0))) if rule.scores_all else None,": (
+        "a perplexity of e to the 700 says no more than the other"
+    ),
     # -- inspection
     "inspection/judge.py _judge_scales: if not median / _FAR < scale < median * _FAR: -> if not (median / _FAR < "
     "scale <= median * _FAR):": ("a scale that is fifty times the median to the bit"),
@@ -93,4 +98,11 @@ KNOWN: dict[str, str] = {
     ),
     "cli/lab_command.py copy_notebooks: if copy.exists() and filecmp.cmp(copy, file, shallow=False): -> if "
     "copy.exists() and (filecmp.cmp(file, copy, shallow=False)):": ("equality, of the one with the other"),
+    "formats/gguf/i2_s.py LayoutEvidence.add: self.sums[layout] += _squared_z(columns[layout], vectors[layout]) -> "
+    "self.sums[layout] += (_squared_z(vectors[layout], columns[layout]))": "a correlation, of the one with the other",
+    "formats/convert/proof.py _logits: "
+    'return run(be, weights, config, TokenBatch.of([(0, 0, tokens)]), cache, path="ops").all() -> '
+    "return (run(be, weights, config, TokenBatch.of([(0, 0, tokens)]), cache)).all()": (
+        "another path of the same backend, which gives the same bits"
+    ),
 }

@@ -203,6 +203,26 @@ def test_options_reach_lm_eval(tasks, monkeypatch):
     }
 
 
+def test_lm_evals_own_tasks_are_not_read_for_ours(monkeypatch, tmp_path):
+    """They are thousands of files."""
+    harness = pytest.importorskip("bitnet_ref.evaluation.harness", reason="lm-eval is not installed")
+    calls = []
+
+    def manager(**options):
+        calls.append(options)
+        return SimpleNamespace(all_subtasks=["mine", "other"])
+
+    monkeypatch.setattr(harness, "TaskManager", manager)
+    for names, folders, expected in (
+        (["mine"], ["f"], [{"include_path": ["f"], "include_defaults": False}]),
+        (["mine", "mmlu"], ["f"], [{"include_path": ["f"], "include_defaults": False}, {"include_path": ["f"]}]),
+        (["mmlu"], [], [{"include_path": None}]),
+    ):
+        harness._task_manager(names, folders)
+        assert calls == expected
+        calls.clear()
+
+
 def test_what_is_refused(tasks):
     folder, _ = tasks
     refused = invoke("eval", "--tasks", "tiny_*,no_such_task", "--include", folder, *FAST)

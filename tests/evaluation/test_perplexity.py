@@ -165,10 +165,21 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     assert (again.read, again.tokens_per_s, again.perplexity) == (0, 0.0, whole.perplexity)
     same = ("perplexity", "stderr", "tokens", "bits_per_byte", "nats_per_token")
     assert [getattr(rest, name) for name in same] == [getattr(whole, name) for name in same]
-    for other in ({"length": 16}, {"protocol": "lm-eval"}, {"texts": "And" + TEXT}):
-        with pytest.raises(FormatError, match="another run"):
+    for other, names in (
+        ({"length": 16}, "length, windows_sha256"),
+        ({"protocol": "lm-eval"}, "protocol, windows_sha256"),
+        ({"texts": "And" + TEXT}, "windows_sha256"),
+    ):
+        with pytest.raises(FormatError, match=f"the state of another run: {names} differs; delete it"):
             perplexity(story(), **{"texts": TEXT, "protocol": "gptq", "length": LENGTH, "state": state, **other})
     good = json.loads(state.read_text())
+    state.write_text(json.dumps({**good, "run": 1}))
+    with pytest.raises(FormatError, match=r"the state of another run: config_sha256, weights_sha256, .* differs"):
+        perplexity(story(), TEXT, "gptq", LENGTH, state=state)
+    assert list(good["run"]) == [
+        *("config_sha256", "weights_sha256", "backend", "dtype", "cache_dtype", "protocol", "length"),
+        "windows_sha256",
+    ]
     for damage in ({"done": {"0": [1.0]}}, {"done": [1]}, {"done": {"x": [1, 2, 3]}}, {"done": {"0": [1, 2, None]}}):
         state.write_text(json.dumps({**good, **damage}))
         with pytest.raises(FormatError, match="damaged"):
