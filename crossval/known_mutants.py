@@ -13,10 +13,22 @@ KNOWN: dict[str, str] = {
     "-> return max((cost.degree for cost in self._costs), default=(1))": (
         "the patterns without costs cost no steps, whatever the degree"
     ),
+    "tokenizers/base.py: MAX_DECODED_BYTES = 1 << 29 -> MAX_DECODED_BYTES = (2) << 29": (
+        "how much memory one text may take; a test sets a limit of its own"
+    ),
     # -- training
     'training/data.py train_sentencepiece: files_out["generation_config.json"] = json.dumps({"bos_token_id": 1, '
     '"eos_token_id": 2}, indent=1).encode() -> files_out["generation_config.json"] = '
     "(json.dumps({'bos_token_id': 1, 'eos_token_id': 2})).encode()": ("how the JSON is laid out"),
+    "training/data.py _paragraph_blocks: end = len(text) if end < 0 else end + 2 -> "
+    "end = len(text) if end < (1) else end + 2": "the search begins far behind 0",
+    "training/data.py TokenFile.__init__: block = self.ids[start : start + (1 << 22)] -> "
+    "block = self.ids[start : start + (1 << (23))]": "ids that are looked at twice",
+    "training/data.py open_tokens: "
+    'facts.append(hashlib.sha256(repr([tokenizer.encode("The fox."), tokenizer.vocab_size]).encode()).hexdigest()) -> '
+    '(facts.extend)(hashlib.sha256(repr([tokenizer.encode("The fox."), tokenizer.vocab_size]).encode()).hexdigest())': (
+        "the same digits, one by one: another name of the file, and as much its own"
+    ),
     # -- evaluation
     'evaluation/perplexity.py perplexity: hint = "" if length < 4 else f"; a shorter length is another '
     'protocol\'s figure: say {longest}" -> hint = "" if (length <= 4) else f"; a shorter length is another '
@@ -72,6 +84,11 @@ KNOWN: dict[str, str] = {
     "formats/registry/pull.py pull: check_space(home, sum(listed[each].size or 0 for each in names if not "
     "(folder / each).exists())) -> check_space(home, sum(listed[each].size or (1) for each in names if not "
     "(folder / each).exists()))": ("a byte of room more for each empty file"),
+    "formats/registry/hub_cache.py cached_models: "
+    'commit = read_bounded(file, FormatError, 100).decode(errors="replace").strip() -> '
+    'commit = read_bounded(file, FormatError, (101)).decode(errors="replace").strip()': (
+        "a name of a commit has 40 characters"
+    ),
     # -- serving/http
     "serving/http/shelf.py Place: last_used_s: float = 0.0 -> last_used_s: float = (1.0)": (
         "it is set whenever a model that was borrowed is given back, and before that the model is not loaded"

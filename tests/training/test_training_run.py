@@ -417,6 +417,13 @@ def test_batches_take_each_window_once_per_epoch(tmp_path):
     assert file.batch(3, 1, 200, seed=1)[0].tolist() == list(range(100))
 
 
+def test_a_pipe_is_no_file_of_tokens(tmp_path):
+    """Opening it would wait for a writer."""
+    os.mkfifo(tmp_path / "tokens.npy")
+    with pytest.raises(FormatError, match=r"tokens\.npy: "):
+        open_tokens([tmp_path / "tokens.npy"], None, 64, tmp_path)
+
+
 def test_texts_become_tokens_once(tmp_path):
     tokenizer = load_tokenizer(ASSETS / "storyteller")
     (tmp_path / "a.txt").write_text("The fox.\n\n\nA hen.\n")
