@@ -18,13 +18,23 @@ from helpers import GOLDEN, model
 
 from bitnet_ref import benchmark
 from bitnet_ref.backends import Backend
-from bitnet_ref.cli import cli, doctor_command, generation_options, serve_command, shell, train_command, watch_command
+from bitnet_ref.cli import (
+    cli,
+    crossval_command,
+    doctor_command,
+    generate_command,
+    generation_options,
+    serve_command,
+    shell,
+    train_command,
+    watch_command,
+)
 from bitnet_ref.cli.bench_shared import Subject
 from bitnet_ref.cli.generate_command import SpaceRestorer, parse_ids
 from bitnet_ref.crossval.paths import PathCheck
 from bitnet_ref.crossval.trace import write_trace
 from bitnet_ref.errors import GenerationError
-from bitnet_ref.generation.results import StreamChunk
+from bitnet_ref.generation.results import GenerationStats, StreamChunk
 from bitnet_ref.system import workers
 
 
@@ -187,6 +197,15 @@ def test_values_of_options(tmp_path):
         parse_ids("1234567890")
 
 
+def test_times_of_a_search():
+    context = click.Context(cli)
+    values = {"90": 90.0, " 60s ": 60.0, "2m": 120.0, "0.5": 0.5, "1.5m": 90.0}
+    assert {text: crossval_command.seconds(context, None, text) for text in values} == values
+    for text in ("", "2h", "-1", "1e3", "m"):
+        with pytest.raises(click.BadParameter, match="expected seconds or minutes, such as 90, 60s or 2m; got"):
+            crossval_command.seconds(context, None, text)
+
+
 def test_the_name_of_a_served_model(tmp_path, monkeypatch):
     folder = tmp_path / "a=b"
     folder.mkdir()
@@ -273,6 +292,24 @@ def test_what_overflowed_is_in_the_json():
     assert facts["token_ids"] == out.token_ids
     assert "overflows" not in invoke_json("generate", PROMPT, "--max-tokens", 2, *FAST)
     assert "oldest tokens dropped" in invoke("generate", PROMPT, *options, *FAST).stderr
+
+
+def test_the_line_after_a_text(capsys, monkeypatch):
+    monkeypatch.setattr(generate_command, "peak_memory_bytes", lambda: 3 << 20)
+    stats = GenerationStats("numpy")
+    stats.prompt_tokens, stats.prefill_s, stats.generated_tokens = 10, 0.5, 1
+    generate_command.say_stats(stats)
+    stats.generated_tokens, stats.decode_tokens, stats.decode_s = 5, 4, 2.0
+    stats.cache_dtype, stats.cache_bytes_per_token, stats.dropped_tokens, stats.recomputed_tokens = "int8", 1536, 7, 3
+    generate_command.say_stats(stats)
+    stats.prefill_s, stats.recomputed_tokens, stats.cache_dtype = 0.0, 0, "float64"
+    generate_command.say_stats(stats)
+    assert capsys.readouterr().err.splitlines() == [
+        "[numpy] 10 prompt tokens at 20.0 tok/s, 1 new token, peak memory 3.0 MB",
+        "[numpy] 10 prompt tokens at 20.0 tok/s, 5 new tokens at 2.0 tok/s, int8 cache of 1.5 KB per token, "
+        "7 oldest tokens dropped, 3 computed again, peak memory 3.0 MB",
+        "[numpy] 5 new tokens at 2.0 tok/s, 7 oldest tokens dropped, peak memory 3.0 MB",
+    ]
 
 
 def test_a_profile_on_standard_error():
