@@ -122,4 +122,6 @@ KNOWN: dict[str, str] = {
     "return (run(be, weights, config, TokenBatch.of([(0, 0, tokens)]), cache)).all()": (
         "another path of the same backend, which gives the same bits"
     ),
+    "cli/watch_command.py _sources: arguments = [Path(word) for word in command[1:] if len(word) < 4096] -> "
+    "arguments = [Path(word) for word in command[1:] if len(word) < (4097)]": "longer than any path may be",
 }

@@ -3,6 +3,7 @@ process of their own."""
 
 import io
 import json
+import logging
 import sys
 import threading
 import time
@@ -371,11 +372,13 @@ def test_what_serve_sets_up(monkeypatch, arguments, hosts, warns):
     monkeypatch.setattr(app, "create_app", create_app)
     monkeypatch.setattr(uvicorn.Server, "run", run)
     monkeypatch.setattr(serve_command.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(serve_command.logging, "basicConfig", lambda **_: None)
+    logs = []
+    monkeypatch.setattr(serve_command.logging, "basicConfig", lambda **settings: logs.append(settings))
     options = ("--port", 0, "--drain-s", 7, "--max-streams", 5, "--max-body", "2KiB", "--request-timeout-s", 1.5)
     more = ("--memory-budget", "1GiB", "--idle-s", 9.0, "--allow-origin", "https://a.example")
     result = invoke("serve", "x=storyteller", "storychat", *options, *more, *arguments)
     assert result.exit_code == 0, result.output
+    assert logs == [{"format": "%(asctime)s %(levelname)s %(name)s: %(message)s", "level": logging.INFO}]
     ((shelf, limits, given),) = made
     assert limits == app.ServerLimits(2048, 5, request_timeout_s=1.5)
     assert (shelf._budget, shelf._idle_s, list(shelf.places)) == (1 << 30, 9.0, ["x", "storychat"])
