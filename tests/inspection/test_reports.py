@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,11 @@ TENSORS = (
     ("containers/gguf-q1_0/model.gguf", "blk.0.attn_q.weight"),
     ("native/tiny-v1.bitnet.safetensors", "embedding"),
 )
+
+
+@cache
+def recorded(path):
+    return json.loads(path.read_text())
 
 
 def models():
@@ -91,13 +97,13 @@ def here(monkeypatch):
 
 @pytest.mark.parametrize("path", models())
 def test_the_report_of_a_model(path):
-    recorded, found = json.loads(RECORDED.read_text())[path], report_of(path)
-    assert found["text"] == recorded["text"]
-    assert found["facts"] == recorded["facts"]
+    found, expected = report_of(path), recorded(RECORDED)[path]
+    assert found["text"] == expected["text"]
+    assert found["facts"] == expected["facts"]
 
 
 def test_no_record_is_of_a_model_that_is_gone():
-    assert sorted(json.loads(RECORDED.read_text())) == models()
+    assert sorted(recorded(RECORDED)) == models()
 
 
 def copy_of(case, **config):
@@ -270,12 +276,12 @@ def odd_report(name):
 @pytest.mark.parametrize("name", ODD)
 def test_the_report_of_an_odd_model(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert odd_report(name) == json.loads(ODD_ONES.read_text())[name]
+    assert odd_report(name) == recorded(ODD_ONES)[name]
 
 
 @pytest.mark.parametrize("number", range(len(TENSORS)), ids=[name for _, name in TENSORS])
 def test_the_view_of_a_tensor(number):
-    assert view_of(*TENSORS[number]) == json.loads(SHOWN.read_text())[number]
+    assert view_of(*TENSORS[number]) == recorded(SHOWN)[number]
 
 
 if __name__ == "__main__":
