@@ -52,6 +52,8 @@ KNOWN: dict[str, str] = {
     "word_perplexity=math.exp(min(nll / max(1, words), (701.0))) if rule.scores_all else None,": (
         "a perplexity of e to the 700 says no more than the other"
     ),
+    "evaluation/perplexity.py perplexity: value = math.exp(min(mean, 700.0)) -> "
+    "value = math.exp(min(mean, (701.0)))": "a perplexity of e to the 700 says no more than the other",
     # -- inspection
     "inspection/judge.py _judge_scales: if not median / _FAR < scale < median * _FAR: -> if not (median / _FAR < "
     "scale <= median * _FAR):": ("a scale that is fifty times the median to the bit"),
@@ -80,6 +82,9 @@ KNOWN: dict[str, str] = {
     "self._lead = (1) # bytes that were asked for and not read yet": ("how far the system reads ahead"),
     'formats/convert/proof.py _differences: yield name and f" ({name[1:]})", tally, _difference(x, y) -> yield '
     'name and f" ({name[1:]})", tally, (_difference(y, x))': ("a difference of one part in 2048, by either of the two"),
+    "formats/gguf/model.py GgufCheckpoint.read_ahead: self.file.read_all_ahead() -> pass": (
+        "how soon the system reads the file"
+    ),
     # -- registry
     "formats/registry/pull.py pull: check_space(home, sum(listed[each].size or 0 for each in names if not "
     "(folder / each).exists())) -> check_space(home, sum(listed[each].size or (1) for each in names if not "

@@ -131,6 +131,9 @@ def test_of_two_tokens():
     assert (found.tokens, found.windows, found.read, found.bytes) == (2, 1, 2, len(text.encode()))
     assert found.perplexity == pytest.approx(math.exp(np.mean(nll)), rel=1e-12)
     assert found.stderr == pytest.approx(found.perplexity * np.std(nll), rel=1e-9)
+    letter = perplexity(story(), "I", "lm-eval", 4)
+    assert letter.bytes == 1
+    assert letter.bits_per_byte == pytest.approx(letter.nats_per_token * letter.tokens / math.log(2), rel=1e-12)
     whole = perplexity(story(), TEXT, "gptq", LENGTH)
     scored = [token for ids, first in PROTOCOLS["gptq"].cut(tokenizer, [TEXT], LENGTH) for token in ids[first:]]
     assert whole.bytes == sum(len(tokenizer.token_bytes(int(token))) for token in scored)

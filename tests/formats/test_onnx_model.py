@@ -242,6 +242,19 @@ def test_dequantize_linear_as_onnxruntime_computes_it(dtype, axis, block, scales
     np.testing.assert_array_equal(found, run_onnx(node, tensors))
 
 
+def test_numbers_beyond_float32_are_no_matrix(tmp_path):
+    """One of them is enough."""
+    q = numpy_helper.from_array(np.array([[1, 127], [1, 1]], np.int8), "q")
+    node = helper.make_node("DequantizeLinear", ["q", "s"], ["y"], axis=1)
+    for scale, is_finite in ((1e36, True), (1e37, False)):
+        found = constants(tmp_path, node, [q, numpy_helper.from_array(np.array(scale, np.float32), "s")])
+        if is_finite:
+            assert np.isfinite(found.value("y")).all()
+        else:
+            with pytest.raises(FormatError, match="gives numbers that are not finite"):
+                found.value("y")
+
+
 # -- what cannot -------------------------------------------------------------------------------------------------------
 
 

@@ -193,6 +193,20 @@ def plain_file(folder):
     return path
 
 
+def empty_file(folder):
+    path = folder.with_name(folder.name + ".safetensors")
+    path.write_bytes(safetensors_bytes({"a": np.zeros((0, 3), np.float32)}))
+    return path
+
+
+def two_scales(folder):
+    """Masters that are ternary, the first half of a matrix with another scale than the second: no ternary matrix."""
+    tensors = test_inspection.ternary_floats(test_inspection.ONLINE)
+    matrix = tensors["model.layers.0.self_attn.q_proj.weight"]
+    matrix[: len(matrix) // 2] *= 2
+    return write_checkpoint(folder, test_inspection.ONLINE, tensors)
+
+
 GGUF, ONE_LAYER = DATA / "gguf", {"num_hidden_layers": 1}
 TABLE = "token_embd.weight"
 
@@ -257,6 +271,8 @@ ODD = {
     "without config.json": without_config,
     "an empty plane": empty_plane,
     "a plain file": plain_file,
+    "an empty file": empty_file,
+    "masters of two scales": two_scales,
 }
 
 
