@@ -16,6 +16,13 @@ KNOWN: dict[str, str] = {
     "tokenizers/base.py: MAX_DECODED_BYTES = 1 << 29 -> MAX_DECODED_BYTES = (2) << 29": (
         "how much memory one text may take; a test sets a limit of its own"
     ),
+    "tokenizers/hf_tokenizer.py HfTokenizer._read_vocabulary: if self.vocab_size > MAX_TOKEN_ID: -> "
+    "if (self.vocab_size >= MAX_TOKEN_ID):": "a vocabulary of 2^24 tokens to the token",
+    "tokenizers/base.py Tokenizer._check_decoded: "
+    "if len(ids) * (self._longest + 1) * self._growth > MAX_DECODED_BYTES: -> "
+    "if (len(ids) * (self._longest + 1) * self._growth >= MAX_DECODED_BYTES):": (
+        "when the exact size is computed, which is compared below"
+    ),
     # -- training
     'training/data.py train_sentencepiece: files_out["generation_config.json"] = json.dumps({"bos_token_id": 1, '
     '"eos_token_id": 2}, indent=1).encode() -> files_out["generation_config.json"] = '
@@ -95,6 +102,10 @@ KNOWN: dict[str, str] = {
         "a name of a commit has 40 characters"
     ),
     # -- serving/http
+    'serving/http/shapes.py usage: first = [choice.handle.stats for choice in choices[:: asked.params.get("n", 1)]] -> '
+    'first = [choice.handle.stats for choice in choices[:: asked.params.get("n", (2))]]': (
+        "without an n there is one prompt and one choice"
+    ),
     "serving/http/shelf.py Place: last_used_s: float = 0.0 -> last_used_s: float = (1.0)": (
         "it is set whenever a model that was borrowed is given back, and before that the model is not loaded"
     ),

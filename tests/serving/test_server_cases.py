@@ -1101,6 +1101,19 @@ def test_json_that_is_read():
         assert (error.value.status, error.value.param) == (400, None)
 
 
+@pytest.mark.parametrize("error", [None, OutOfMemory("too large")])
+def test_whoever_starts_the_server_is_told_when_it_has_loaded(error):
+    server, told = RunningServer({"storyteller": STORY}), []
+    server.app.state.on_loaded = told.append
+    if error is not None:
+        server.shelf._open = lambda path: (_ for _ in ()).throw(error)
+    server.thread.start()
+    until(lambda: told)
+    assert told == [error]
+    assert server.shelf.is_ready == (error is None)
+    server.__exit__()
+
+
 def test_the_last_request_and_text_that_are_taken():
     body = {"model": "storyteller", "max_tokens": 1}
     limits, settings = ServerLimits(max_streams=2), {"max_queue": 6, "max_batch": 4}

@@ -400,6 +400,8 @@ def test_the_longest_text_that_any_search_ends_in(pattern: str, degree: int, lon
         ("a{2,}", 1, 1),  # it may fail
         ("a+", 1, 0),
         ("(?:a|b){2}", 4, 0),
+        ("(?:a|bcdefghi)+", 4, 0),  # two ways, of up to eight atoms
+        ("(?:a|bcdefghi)*", 4, 0),
         ("(?:ab?){3}", 8, 0),
         ("(?:a?){13}", 16384, 0),
         ("(?=a|b)c", 2, 0),
