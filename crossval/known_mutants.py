@@ -1,3 +1,147 @@
 """Mutants that survive, and why each may."""
 
-KNOWN: dict[str, str] = {}
+KNOWN: dict[str, str] = {
+    # -- tokenizers
+    'tokenizers/hf_limits.py: MAX_GROWTH = {"normalizer": 1 << 15, "pre_tokenizer": 64, "decoder": 64} # the '
+    'largest published: about 6,000, 8 and 3 -> MAX_GROWTH = {"normalizer": 1 << 15, "pre_tokenizer": (65), '
+    '"decoder": 64} # the largest published: about 6,000, 8 and 3': (
+        "growths of pre-tokenizers are products of 4 and 8: none is 65"
+    ),
+    'tokenizers/gguf_bpe.py bpe_from_json: path = tokenizer.path or "tokenizer.json" -> path = (tokenizer.path '
+    "and 'tokenizer.json')": ("the name of a file in messages"),
+    "tokenizers/regex_cost.py SearchLimit.degree: return max((cost.degree for cost in self._costs), default=0) "
+    "-> return max((cost.degree for cost in self._costs), default=(1))": (
+        "the patterns without costs cost no steps, whatever the degree"
+    ),
+    "tokenizers/base.py: MAX_DECODED_BYTES = 1 << 29 -> MAX_DECODED_BYTES = (2) << 29": (
+        "how much memory one text may take; a test sets a limit of its own"
+    ),
+    "tokenizers/hf_tokenizer.py HfTokenizer._read_vocabulary: if self.vocab_size > MAX_TOKEN_ID: -> "
+    "if (self.vocab_size >= MAX_TOKEN_ID):": "a vocabulary of 2^24 tokens to the token",
+    "tokenizers/base.py Tokenizer._check_decoded: "
+    "if len(ids) * (self._longest + 1) * self._growth > MAX_DECODED_BYTES: -> "
+    "if (len(ids) * (self._longest + 1) * self._growth >= MAX_DECODED_BYTES):": (
+        "when the exact size is computed, which is compared below"
+    ),
+    # -- training
+    'training/data.py train_sentencepiece: files_out["generation_config.json"] = json.dumps({"bos_token_id": 1, '
+    '"eos_token_id": 2}, indent=1).encode() -> files_out["generation_config.json"] = '
+    "(json.dumps({'bos_token_id': 1, 'eos_token_id': 2})).encode()": ("how the JSON is laid out"),
+    "training/data.py _paragraph_blocks: end = len(text) if end < 0 else end + 2 -> "
+    "end = len(text) if end < (1) else end + 2": "the search begins far behind 0",
+    "training/data.py TokenFile.__init__: block = self.ids[start : start + (1 << 22)] -> "
+    "block = self.ids[start : start + (1 << (23))]": "ids that are looked at twice",
+    "training/data.py open_tokens: "
+    'facts.append(hashlib.sha256(repr([tokenizer.encode("The fox."), tokenizer.vocab_size]).encode()).hexdigest()) -> '
+    '(facts.extend)(hashlib.sha256(repr([tokenizer.encode("The fox."), tokenizer.vocab_size]).encode()).hexdigest())': (
+        "the same digits, one by one: another name of the file, and as much its own"
+    ),
+    # -- evaluation
+    'evaluation/perplexity.py perplexity: hint = "" if length < 4 else f"; a shorter length is another '
+    'protocol\'s figure: say {longest}" -> hint = "" if (length <= 4) else f"; a shorter length is another '
+    "protocol's figure: say {longest}\"": (
+        "a length of 4 is refused only by a model whose context is shorter than 4 tokens"
+    ),
+    "evaluation/perplexity.py _blocks: return np.array(ids[: count * length], dtype=np.int64).reshape(count, "
+    "length) -> return (np.array(ids[:count * length])).reshape(count, length)": (
+        "int64 is NumPy's own choice for integers"
+    ),
+    'evaluation/perplexity.py _key: digest.update(np.array([len(ids), first, *ids], dtype="<i8").tobytes()) -> '
+    "digest.update((np.array([len(ids), first, *ids])).tobytes())": ("int64 is NumPy's own choice for integers"),
+    "evaluation/perplexity.py _Journal.add: if time.monotonic() - self._saved_s > SAVE_S: -> if "
+    "(time.monotonic() - self._saved_s >= SAVE_S):": ("the clock never shows exactly five seconds"),
+    "evaluation/perplexity.py: WINDOWS_AT_A_TIME = 8 -> WINDOWS_AT_A_TIME = (9)": ("how often progress is shown"),
+    "evaluation/harness.py TaskModel.loglikelihood_rolling: def loglikelihood_rolling(self, requests: "
+    "Sequence[Any], disable_tqdm: bool = False) -> list[float]: -> def loglikelihood_rolling(self, requests: "
+    "Sequence[Any], disable_tqdm: bool = (True)) -> list[float]:": ("a parameter of lm-eval's that is not used here"),
+    "evaluation/perplexity.py perplexity: "
+    "word_perplexity=math.exp(min(nll / max(1, words), 700.0)) if rule.scores_all else None, -> "
+    "word_perplexity=math.exp(min(nll / max(1, words), (701.0))) if rule.scores_all else None,": (
+        "a perplexity of e to the 700 says no more than the other"
+    ),
+    "evaluation/perplexity.py perplexity: value = math.exp(min(mean, 700.0)) -> "
+    "value = math.exp(min(mean, (701.0)))": "a perplexity of e to the 700 says no more than the other",
+    # -- inspection
+    "inspection/judge.py _judge_scales: if not median / _FAR < scale < median * _FAR: -> if not (median / _FAR < "
+    "scale <= median * _FAR):": ("a scale that is fifty times the median to the bit"),
+    "inspection/gguf.py GgufInspector.read_without_model: if name is not None and tensor.type.name in "
+    "TERNARY_TYPES: -> if (name is not None or tensor.type.name in TERNARY_TYPES):": (
+        "all linears of blocks have names, and `count_raw_plane` looks at the type itself"
+    ),
+    # -- formats
+    "formats/hf/packings.py read_awq: columns = slice(index * group, (index + 1) * group) -> columns = "
+    "slice(index * group, (index + (2)) * group)": (
+        "the columns beyond the group are written again with the next group, and there is none after the last"
+    ),
+    "formats/native/base3.py unpack_base3: packed[start : start + rows] = five_bytes.reshape(len(block), -1)[:, "
+    ": packed.shape[1]] -> packed[start : start + rows] = five_bytes.reshape(len(block), -(2))[:, : "
+    "packed.shape[1]]": ("NumPy takes any negative size as the one to compute"),
+    "formats/gguf/evidence.py: _MAX_LAYERS_FOR_LAYOUT = 8 -> _MAX_LAYERS_FOR_LAYOUT = (9)": (
+        "one more layer is looked at, where eight do not decide"
+    ),
+    "formats/onnx/export.py: EXTERNAL_BYTES = 1024 # tensors of at least this size go to the file beside, as in "
+    "onnx's own converter -> EXTERNAL_BYTES = (1025) # tensors of at least this size go to the file beside, as "
+    "in onnx's own converter": ("no tensor that is written has 1024 bytes, and either place is read"),
+    "formats/hf/adapter.py: MAX_CONFIG_BYTES = 1 << 20 -> MAX_CONFIG_BYTES = (2) << 20": (
+        "published files have some hundred bytes"
+    ),
+    "formats/binary_file.py BinaryFile.__init__: self._lead = 0 # bytes that were asked for and not read yet -> "
+    "self._lead = (1) # bytes that were asked for and not read yet": ("how far the system reads ahead"),
+    'formats/convert/proof.py _differences: yield name and f" ({name[1:]})", tally, _difference(x, y) -> yield '
+    'name and f" ({name[1:]})", tally, (_difference(y, x))': ("a difference of one part in 2048, by either of the two"),
+    "formats/gguf/model.py GgufCheckpoint.read_ahead: self.file.read_all_ahead() -> pass": (
+        "how soon the system reads the file"
+    ),
+    # -- registry
+    'formats/registry/names.py choose_files: listed = ", ".join((chosen or single)[:20]) or "none" -> '
+    'listed = ", ".join((chosen or single)[:(21)]) or "none"': "how many names a message has",
+    "formats/registry/pull.py: MAX_GIT_BYTES = 64 << 20 # of a file that is not in LFS -> "
+    "MAX_GIT_BYTES = 64 << (21) # of a file that is not in LFS": "files that large are in LFS",
+    "formats/registry/pull.py pull: check_space(home, sum(listed[each].size or 0 for each in names if not "
+    "(folder / each).exists())) -> check_space(home, sum(listed[each].size or (1) for each in names if not "
+    "(folder / each).exists()))": ("a byte of room more for each empty file"),
+    "formats/registry/hub_cache.py cached_models: "
+    'commit = read_bounded(file, FormatError, 100).decode(errors="replace").strip() -> '
+    'commit = read_bounded(file, FormatError, (101)).decode(errors="replace").strip()': (
+        "a name of a commit has 40 characters"
+    ),
+    # -- serving/http
+    'serving/http/shapes.py usage: first = [choice.handle.stats for choice in choices[:: asked.params.get("n", 1)]] -> '
+    'first = [choice.handle.stats for choice in choices[:: asked.params.get("n", (2))]]': (
+        "without an n there is one prompt and one choice"
+    ),
+    "serving/http/shelf.py Place: last_used_s: float = 0.0 -> last_used_s: float = (1.0)": (
+        "it is set whenever a model that was borrowed is given back, and before that the model is not loaded"
+    ),
+    "serving/http/app.py: return Response(status_code=499) # nobody reads it -> return "
+    "Response(status_code=(500)) # nobody reads it": ("the client has gone away"),
+    "serving/http/app.py: EMBEDDING_TEXTS = 16 # at a time; between them a client that went away is noticed -> "
+    "EMBEDDING_TEXTS = (17) # at a time; between them a client that went away is noticed": ("how soon it is noticed"),
+    "serving/http/tools.py _split_calls: start = text.find(MARK, end) if end >= 0 else -1 -> start = "
+    "text.find(MARK, end) if end >= 0 else -(2)": ("any negative number ends the loop"),
+    # -- serving
+    "serving/tickets.py Outbox.__init__: self.news = asyncio.Event() -> pass": (
+        "`subscribe` makes an event for each loop before anything waits for it or sets it"
+    ),
+    "serving/worker.py Worker._expire: self._drop_stale_deadlines() -> pass": (
+        "a deadline of a request that has ended is passed over below, and dropped while the engine sleeps"
+    ),
+    "serving/scheduler.py: NO_SLOT = -1 -> NO_SLOT = (1)": (
+        "a job without a slot is never asked for it; the number is seen in a debugger only"
+    ),
+    # -- cli
+    "cli/generation_options.py: MAX_TEXT_BYTES = 64 << 20 # of @FILE -> MAX_TEXT_BYTES = (65) << 20 # of @FILE": (
+        "prompts have some kilobytes"
+    ),
+    "cli/lab_command.py copy_notebooks: if copy.exists() and filecmp.cmp(copy, file, shallow=False): -> if "
+    "copy.exists() and (filecmp.cmp(file, copy, shallow=False)):": ("equality, of the one with the other"),
+    "formats/gguf/i2_s.py LayoutEvidence.add: self.sums[layout] += _squared_z(columns[layout], vectors[layout]) -> "
+    "self.sums[layout] += (_squared_z(vectors[layout], columns[layout]))": "a correlation, of the one with the other",
+    "formats/convert/proof.py _logits: "
+    'return run(be, weights, config, TokenBatch.of([(0, 0, tokens)]), cache, path="ops").all() -> '
+    "return (run(be, weights, config, TokenBatch.of([(0, 0, tokens)]), cache)).all()": (
+        "another path of the same backend, which gives the same bits"
+    ),
+    "cli/watch_command.py _sources: arguments = [Path(word) for word in command[1:] if len(word) < 4096] -> "
+    "arguments = [Path(word) for word in command[1:] if len(word) < (4097)]": "longer than any path may be",
+}

@@ -172,6 +172,7 @@ def in_child(work: Callable[[], Iterable[Any]]) -> tuple[int, int]:
         os.close(write)
         return pid, read
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in a shell's background, and tests send it
     limit_cpu(TEXTS_LIMIT_S)
     silence = os.open(os.devnull, os.O_RDWR)
     for stream in (1, 2):

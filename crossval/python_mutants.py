@@ -163,7 +163,8 @@ def _changes(node: Any, names: set[str]) -> Iterator[Any]:
         case ast.Name(id=name, ctx=ast.Load()) if EXCHANGED.get(name) in names:
             yield changed(id=EXCHANGED[name])
         case ast.Call(func=func, args=args, keywords=keywords) if ast.unparse(func) not in NOT_SWAPPED:
-            if len(args) > 1 and not any(isinstance(arg, ast.Starred) for arg in args):
+            are_exchangeable = len(args) > 1 and not any(isinstance(arg, ast.Starred) for arg in args)
+            if are_exchangeable and ast.dump(args[0]) != ast.dump(args[1]):
                 yield changed(args=[args[1], args[0], *args[2:]])
             if keywords and keywords[-1].arg not in LEFT_ALONE:
                 yield changed(keywords=keywords[:-1])

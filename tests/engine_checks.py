@@ -90,9 +90,10 @@ def check_fault(model, number):
     prompt, params, fault, failed = [5, 6, 7, 8], {"max_tokens": 4, "temperature": 1.0, "seed": 1}, LineFault(number), 0
     expected = gist(model.generate(prompt, **params))
     with model.engine(max_batch=2, max_batch_tokens=8, page_size=2, cache_tokens=24, max_unread=2) as engine:
+        before = threading.gettrace()
         threading.settrace(fault)
         handles = [engine.submit(prompt, **params)]
-        threading.settrace(None)
+        threading.settrace(before)
         handles += [engine.submit(prompt, n=2, **params), engine.stream(prompt, **params)]
         late, cancelled = engine.submit(prompt, timeout_s=1e-6, **params), engine.submit(prompt, **params)
         cancelled.cancel()

@@ -284,7 +284,7 @@ class WholeTable:
                 continue
             for column, cell in zip(below.columns, others, strict=True):
                 name = column.lstrip(">|")
-                line = style_text(f"{name}: " * bool(name), "dim")
+                line = style_text("").append(f"{name}: " * bool(name), style="dim")
                 line.append(cell if isinstance(cell, str) else style_text(str(cell), getattr(cell, "style", "")))
                 yield Padding(line, (0, 0, 0, 2))
 

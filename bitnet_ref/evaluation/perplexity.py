@@ -112,7 +112,7 @@ def cut_sentences(tokenizer: Tokenizer, texts: Sequence[str], length: int) -> li
         if len(ids) + 1 > length:
             continue
         if len(pack) + len(ids) + 1 > length:
-            packs.append(pack)
+            packs += [pack] if len(pack) > 1 else []  # not BOS alone, before a line of the whole length
             pack = [bos]
         pack += [*ids, eos]
     packs += [pack] if 1 < len(pack) <= length else []

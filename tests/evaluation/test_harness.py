@@ -87,6 +87,7 @@ def test_multiple_choice_texts_and_rolling(tasks):
     assert facts["n-samples"]["tiny_until"]["effective"] == 4
     shown = invoke("eval", "--tasks", "tiny_choice", "--include", folder, "--limit", 2, *FAST)
     assert "acc" in shown.stdout
+    assert f"storyteller on {BACKEND}" in shown.stderr
 
 
 def asked(*args):
@@ -103,6 +104,13 @@ def test_texts_and_scores_within_a_length():
     texts = tasks.generate_until([asked(context, {"max_gen_toks": 9, "until": []}) for context in contexts])
     assert texts[1:] == [story().generate(ids[-15:], max_tokens=9).text] * 2
     assert texts[0] == story().generate(contexts[0], max_tokens=9).text
+    sister = "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do"
+    sister += " once or twice"
+    (text,) = tasks.generate_until([asked(sister, {"max_gen_toks": 7})])
+    ids_of_text = story().tokenizer.encode(sister)
+    shorter, longer = (story().generate(ids_of_text[-room:], max_tokens=7).text for room in (17, 31))
+    assert (text == shorter, text == longer) == (True, False)
+    steps[3:] = []
     assert steps == [(1, 3), (2, 3), (3, 3)]
     steps.clear()
     requests = [(("", ""), ids[:30], ids[30:31]), (("", ""), ids[:30], ids[30:34]), (("", ""), ids[:7], ids[7:31])]
@@ -116,6 +124,29 @@ def test_texts_and_scores_within_a_length():
     for count in (0, 25):
         with pytest.raises(GenerationError, match=f"a continuation of {count} tokens, expected 1 to 24"):
             tasks._loglikelihood_tokens([(("a", "b"), ids[:3], ids[:count])])
+
+
+def test_more_texts_than_the_engine_takes(monkeypatch):
+    harness = pytest.importorskip("bitnet_ref.evaluation.harness", reason="lm-eval is not installed")
+    monkeypatch.setattr(story(), "engine", partial(story().engine, max_batch=2, max_queue=8))
+    steps, prompts = [], ["The king said", "Alice", "Once", "The wood", "She", "It was", "A girl"]
+    tasks = harness.TaskModel(story(), None, lambda *at: steps.append(at))
+    texts = tasks.generate_until([asked(prompt, {"max_gen_toks": 3}) for prompt in prompts])
+    assert texts == [story().generate(prompt, max_tokens=3).text for prompt in prompts]
+    assert steps == [(done, 7) for done in range(1, 8)]
+
+
+def test_a_model_as_lm_eval_sees_it():
+    harness = pytest.importorskip("bitnet_ref.evaluation.harness", reason="lm-eval is not installed")
+    tasks = harness.TaskModel(story())
+    assert (tasks.max_length, tasks.eot_token_id, tasks.prefix_token_id) == (256, 2, 1)
+    assert tasks.tokenizer_name == str(story().path)
+    plain = story().tokenizer.encode("Alice", False)
+    assert tasks.tok_encode("Alice") == tasks.tok_encode("Alice", True) == [1, *plain]
+    assert tasks.tok_encode("Alice", False) == plain
+    rolling = tasks.loglikelihood_rolling([asked(text) for text in ("Alice", TEXT)])
+    found = [perplexity(story(), text, "lm-eval", 256) for text in ("Alice", TEXT)]
+    assert rolling == pytest.approx([-each.nats_per_token * each.tokens for each in found], rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +186,11 @@ def test_options_reach_lm_eval(tasks, monkeypatch):
     options = {"shots": 3, "limit": 2, "length": 20, "with_chat_template": True}
     results = harness.evaluate(story(), ["tiny_c*"], folders=[tasks[0]], **options)
     assert results == {"results": {"tiny_choice": {}}, "n-shot": {"tiny_choice": 3}}
-    (((task_model,), passed),) = calls
+    assert harness.evaluate(story(), ["tiny_choice"], folders=[tasks[0]]) == results
+    ((task_model,), passed), ((plain,), defaults) = calls
+    assert plain.max_length == story().context_length
+    chosen = {name: defaults[name] for name in ("tasks", "num_fewshot", "limit", "apply_chat_template")}
+    assert chosen == {"tasks": ["tiny_choice"], "num_fewshot": None, "limit": None, "apply_chat_template": False}
     assert task_model.max_length == 20
     del passed["task_manager"]
     assert passed == {
@@ -166,6 +201,26 @@ def test_options_reach_lm_eval(tasks, monkeypatch):
         "log_samples": False,
         "bootstrap_iters": 1000,
     }
+
+
+def test_lm_evals_own_tasks_are_not_read_for_ours(monkeypatch, tmp_path):
+    """They are thousands of files."""
+    harness = pytest.importorskip("bitnet_ref.evaluation.harness", reason="lm-eval is not installed")
+    calls = []
+
+    def manager(**options):
+        calls.append(options)
+        return SimpleNamespace(all_subtasks=["mine", "other"])
+
+    monkeypatch.setattr(harness, "TaskManager", manager)
+    for names, folders, expected in (
+        (["mine"], ["f"], [{"include_path": ["f"], "include_defaults": False}]),
+        (["mine", "mmlu"], ["f"], [{"include_path": ["f"], "include_defaults": False}, {"include_path": ["f"]}]),
+        (["mmlu"], [], [{"include_path": None}]),
+    ):
+        harness._task_manager(names, folders)
+        assert calls == expected
+        calls.clear()
 
 
 def test_what_is_refused(tasks):

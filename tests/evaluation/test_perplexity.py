@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -101,6 +102,13 @@ def test_protocol(protocol):
     assert found.perplexity == pytest.approx(math.exp(np.mean(expected)), rel=1e-12)
     deviation = math.sqrt(np.var(expected) / (len(expected) - 1))
     assert found.stderr == pytest.approx(found.perplexity * deviation, rel=1e-9)
+    windows = PROTOCOLS[protocol].cut(story().tokenizer, [TEXT], LENGTH)
+    assert (found.protocol, found.length, found.backend) == (protocol, LENGTH, BACKEND)
+    assert (found.windows, found.read) == (len(windows), sum(len(ids) - 1 for ids, _ in windows))
+    assert 0 < found.seconds < 60
+    assert found.tokens_per_s == found.read / found.seconds
+    assert found.nats_per_token == pytest.approx(np.mean(expected), rel=1e-12)
+    assert found.to_dict() == asdict(found)
     assert found.bits_per_byte == pytest.approx(sum(expected) / math.log(2) / found.bytes)
     if protocol == "lm-eval":
         assert found.bytes == len(TEXT.encode())
@@ -110,6 +118,25 @@ def test_protocol(protocol):
     else:
         assert found.word_perplexity is None
         assert abs(found.bytes / len(TEXT.encode()) - found.tokens / len(story().tokenizer.encode(TEXT))) < 0.1
+
+
+def test_of_two_tokens():
+    """The standard error has one degree of freedom left; the bytes are those of the scored tokens, or of the text."""
+    ids = [1, 262, 577]
+    nll = nlls(ids, 1)
+    tokenizer = story().tokenizer
+    text = tokenizer.decode(ids[1:])
+    assert tokenizer.encode(text) == ids
+    found = perplexity(story(), text, "lm-eval", 4)
+    assert (found.tokens, found.windows, found.read, found.bytes) == (2, 1, 2, len(text.encode()))
+    assert found.perplexity == pytest.approx(math.exp(np.mean(nll)), rel=1e-12)
+    assert found.stderr == pytest.approx(found.perplexity * np.std(nll), rel=1e-9)
+    letter = perplexity(story(), "I", "lm-eval", 4)
+    assert letter.bytes == 1
+    assert letter.bits_per_byte == pytest.approx(letter.nats_per_token * letter.tokens / math.log(2), rel=1e-12)
+    whole = perplexity(story(), TEXT, "gptq", LENGTH)
+    scored = [token for ids, first in PROTOCOLS["gptq"].cut(tokenizer, [TEXT], LENGTH) for token in ids[first:]]
+    assert whole.bytes == sum(len(tokenizer.token_bytes(int(token))) for token in scored)
 
 
 class Interrupted(Here):
@@ -137,12 +164,25 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     rest = perplexity(story(), TEXT, "gptq", LENGTH, state=state, progress=lambda *at: steps.append(at))
     assert steps[0] == (3, whole.windows)
     assert rest.read == whole.read - 3 * (LENGTH - 1)
+    again = perplexity(story(), TEXT, "gptq", LENGTH, state=state)  # nothing is left to do
+    assert (again.read, again.tokens_per_s, again.perplexity) == (0, 0.0, whole.perplexity)
     same = ("perplexity", "stderr", "tokens", "bits_per_byte", "nats_per_token")
     assert [getattr(rest, name) for name in same] == [getattr(whole, name) for name in same]
-    for other in ({"length": 16}, {"protocol": "lm-eval"}, {"texts": "And" + TEXT}):
-        with pytest.raises(FormatError, match="another run"):
+    for other, names in (
+        ({"length": 16}, "length, windows_sha256"),
+        ({"protocol": "lm-eval"}, "protocol, windows_sha256"),
+        ({"texts": "And" + TEXT}, "windows_sha256"),
+    ):
+        with pytest.raises(FormatError, match=f"the state of another run: {names} differs; delete it"):
             perplexity(story(), **{"texts": TEXT, "protocol": "gptq", "length": LENGTH, "state": state, **other})
     good = json.loads(state.read_text())
+    state.write_text(json.dumps({**good, "run": 1}))
+    with pytest.raises(FormatError, match=r"the state of another run: config_sha256, weights_sha256, .* differs"):
+        perplexity(story(), TEXT, "gptq", LENGTH, state=state)
+    assert list(good["run"]) == [
+        *("config_sha256", "weights_sha256", "backend", "dtype", "cache_dtype", "protocol", "length"),
+        "windows_sha256",
+    ]
     for damage in ({"done": {"0": [1.0]}}, {"done": [1]}, {"done": {"x": [1, 2, 3]}}, {"done": {"0": [1, 2, None]}}):
         state.write_text(json.dumps({**good, **damage}))
         with pytest.raises(FormatError, match="damaged"):
@@ -187,6 +227,9 @@ class Letters:
         ("gptq", Letters(adds_bos=True), ["abababa"], [([1, 10, 11, 10], 1), ([11, 10, 11, 10], 1)]),
         ("1bitllm", Letters(), ["a\n\nb", "aaaa\nbb"], [([1, 10, 2], 1), ([1, 11, 2], 1), ([1, 11, 11, 2], 1)]),
         ("1bitllm", Letters(), ["aa\nb"], [([1, 10, 10, 2], 1), ([1, 11, 2], 1)]),
+        ("1bitllm", Letters(), ["aaa\nbbb\na"], [([1, 10, 10, 10, 2], 1), ([1, 11, 11, 11, 2], 1), ([1, 10, 2], 1)]),
+        ("1bitllm", Letters(), ["a\nbbb"], [([1, 10, 2], 1)]),
+        ("lm-eval", Letters(), ["aabba"], [([1, 10, 10, 11, 11], 1), ([10, 10, 11, 11, 10], 4)]),
         ("lm-eval", Letters(), ["aabb", "b"], [([1, 10, 10, 11, 11], 1), ([1, 11], 1)]),
         ("lm-eval", Letters(None, (2,)), ["aabbab"], [([2, 10, 10, 11, 11], 1), ([10, 11, 11, 10, 11], 3)]),
         ("lm-eval", Letters(), [""], []),
@@ -194,6 +237,17 @@ class Letters:
 )
 def test_windows_of_four_tokens(protocol, tokenizer, texts, windows):
     assert [(ids.tolist(), first) for ids, first in PROTOCOLS[protocol].cut(tokenizer, texts, 4)] == windows
+
+
+def test_lines_that_just_fit():
+    cut = PROTOCOLS["1bitllm"].cut
+    windows = [ids.tolist() for ids, _ in cut(Letters(), ["a\nbb\nab"], 5)]
+    assert windows == [[1, 10, 2], [1, 11, 11, 2], [1, 10, 11, 2]]  # 3 and 3 are more than 5
+    windows = [ids.tolist() for ids, _ in cut(Letters(), ["a\nbb\nab"], 6)]
+    assert windows == [[1, 10, 2, 11, 11, 2], [1, 10, 11, 2]]
+    empty = Letters()
+    empty.encode_batch = lambda texts, add_special_tokens: [[] if text == "-" else [10] * len(text) for text in texts]
+    assert [ids.tolist() for ids, _ in cut(empty, ["-\naaa"], 4)] == [[1, 2]]  # EOS is scored too
 
 
 @pytest.mark.parametrize(

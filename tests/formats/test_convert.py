@@ -289,6 +289,31 @@ def test_a_conversion_that_went_wrong_is_refused_and_leaves_nothing(spoil, says,
     assert os.listdir(tmp_path) == []
 
 
+def test_what_a_proof_computes(tmp_path):
+    """The logits only of what is equal, and only if asked."""
+    for name in ("good", "bad"):
+        convert(BITNET, tmp_path / name, "hf-packed", verify=False)
+    swapped_planes(tmp_path / "bad")
+    with open_checkpoint(BITNET) as source:
+        with open_checkpoint(tmp_path / "good") as written:
+            proof = prove(source, written)
+            assert (proof.problems, proof.tokens > 0, proof.logits_equal, proof.logits_difference) == (
+                [],
+                True,
+                True,
+                0,
+            )
+            counts = [
+                (tally.equal, tally.total, tally.largest) for tally in (proof.planes, proof.scales, proof.tensors)
+            ]
+            assert counts == [(14, 14, 0), (14, 14, 0), (10, 10, 0)]
+            assert prove(source, written, compute=False).tokens == 0
+        with open_checkpoint(tmp_path / "bad") as written:
+            proof = prove(source, written)
+            assert (len(proof.problems), proof.tokens, proof.logits_equal) == (2, 0, False)
+            assert (proof.planes.equal, proof.planes.total, proof.planes.first) == (12, 14, "blocks.0.mlp.up_proj")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on this system")
 @pytest.mark.parametrize("target", ["hf-packed", "gguf-i2_s"])

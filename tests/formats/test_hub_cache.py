@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from datetime import datetime
 
 import pytest
 from cli_runs import invoke, invoke_json
@@ -10,8 +11,8 @@ from helpers import DATA, GOLDEN
 
 import bitnet_ref
 from bitnet_ref.errors import FormatError, RegistryError
-from bitnet_ref.formats.registry.describe import licence_of
-from bitnet_ref.formats.registry.hub_cache import cached_models, find_cached, hub_cache
+from bitnet_ref.formats.registry.describe import describe_model, licence_of
+from bitnet_ref.formats.registry.hub_cache import CachedModel, cached_models, find_cached, hub_cache
 
 COMMIT, OTHER = "0123456789" * 4, "a" * 40
 
@@ -60,6 +61,54 @@ def test_names(cache):
         assert find_cached(name) is None
     with pytest.raises(RegistryError, match=r"org/part.*cannot be loaded"):
         find_cached("org/part")
+
+
+def test_whole_snapshots(cache):
+    """With the branches and tags that name them, in their order; nothing but folders is one."""
+    (cache / "models--org--file").write_text("")
+    (cache / "models--org--link").symlink_to(cache / "models--org--tiny")
+    snapshots = cache / "models--org--tiny" / "snapshots"
+    (snapshots / ".DS_Store").write_text("")
+    (snapshots / ("b" * 40)).symlink_to(snapshots / OTHER)
+    refs = cache / "models--org--tiny" / "refs"
+    (refs / "long").write_text("x" * 101)
+    (refs / "linked").symlink_to(refs / "main")
+    (refs / "newline").write_text(OTHER + "\n")
+    assert list(cached_models()) == [
+        CachedModel(name, commit, revisions, cache / f"models--{name.replace('/', '--')}" / "snapshots" / commit)
+        for name, commit, revisions in (
+            ("org/clip", COMMIT, ("main",)),
+            ("org/gguf", COMMIT, ()),
+            ("org/part", COMMIT, ("main",)),
+            ("org/tiny", COMMIT, ("main", "refs/pr/1")),
+            ("org/tiny", OTHER, ("newline", "v1")),
+        )
+    ]
+
+
+def test_what_a_model_says_of_itself(cache):
+    path = find_cached("org/tiny")
+    facts = describe_model(path)
+    assert facts == {
+        "path": str(path),
+        "model_type": "llama",
+        "layers": 2,
+        "hidden_size": 128,
+        "vocab_size": 320,
+        "context": 256,
+        "ternary": False,
+        "kind": "hf-bf16",
+        "licence": "apache-2.0",
+        "bytes": sum(file.stat().st_size for file in path.iterdir()),
+        "last_used": facts["last_used"],
+    }
+    assert datetime.fromisoformat(facts["last_used"]).year >= 2025
+    gguf = describe_model(find_cached("org/gguf"))
+    assert (gguf["kind"], gguf["licence"], gguf["bytes"]) == (
+        "gguf-tq2_0",
+        None,
+        (DATA / "gguf" / "tq2_0.gguf").stat().st_size,
+    )
 
 
 def test_without_huggingface_hub(cache, monkeypatch):

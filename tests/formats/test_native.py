@@ -408,6 +408,17 @@ def test_tensors_of_no_use(native, name):
     assert caught.value.field == name
 
 
+def test_a_tokenizer_of_two_dimensions(native):
+    path, header, data = native
+    end = max(entry["data_offsets"][1] for key, entry in header.items() if key != META)
+    name = "tokenizer/added_tokens.json"
+    assert name not in header
+    header[name] = {"dtype": "U8", "shape": [1, 3], "data_offsets": [end, end + 3]}
+    path.write_bytes(raw_safetensors(header, data + b"abc"))
+    with pytest.raises(FormatError, match=r"expected at most \d+ bytes, got the shape \(1, 3\)"):
+        bitnet_ref.load(path)
+
+
 def test_truncated_at_every_byte_of_the_header_and_in_the_data(native):
     path, _, _ = native
     data = path.read_bytes()

@@ -129,6 +129,54 @@ def test_norms_that_an_exporter_merged(tmp_path):
     np.testing.assert_array_equal(found.logits(TOKENS), m.logits(TOKENS))
 
 
+def test_only_constants_are_tensors(tmp_path):
+    """ConstantOfShape has a tensor too, which is the value of every element and not the result."""
+    value = numpy_helper.from_array(np.array([3], np.float32))
+    nodes = [
+        helper.make_node("ConstantOfShape", ["shape"], ["filled"], value=value),
+        helper.make_node("Constant", [], ["three"], value=value),
+        helper.make_node("Constant", [], ["four"], value_float=4.0),
+    ]
+    initializers = [numpy_helper.from_array(np.array([2, 2], np.int64), "shape")]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, None)]
+    graph = helper.make_graph(nodes, "g", inputs, [helper.make_tensor_value_info("filled", 1, None)], initializers)
+    (tmp_path / "m.onnx").write_bytes(helper.make_model(graph).SerializeToString())
+    file = OnnxFile(tmp_path / "m.onnx")
+    assert {name: file.read(name).tolist() for name in file.tensors} == {"shape": [2, 2], "three": [3.0]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "values"),
+    [
+        (TensorProto.FLOAT, "float32", [1.5, -2.25, 3e-5]),
+        (TensorProto.DOUBLE, "float64", [1.5, -2.25, 1e-300]),
+        (TensorProto.FLOAT16, "float16", [1.5, -2.25, 65504.0]),
+        (TensorProto.BFLOAT16, "bfloat16", [1.5, -2.25, 3e38]),
+        (TensorProto.INT64, "int64", [1, -(2**62), 3]),
+        (TensorProto.INT32, "int32", [1, -(2**31), 3]),
+        (TensorProto.INT8, "int8", [1, -128, 127]),
+        (TensorProto.UINT8, "uint8", [1, 0, 255]),
+        (TensorProto.UINT32, "uint32", [1, 0, 2**32 - 1]),
+        (TensorProto.UINT64, "uint64", [1, 0, 2**64 - 1]),
+        (TensorProto.BOOL, "bool", [True, False, True]),
+    ],
+)
+def test_numbers_in_fields_of_their_own(kind, dtype, values, tmp_path):
+    """As protobuf has them for small tensors, and as bytes: the same array."""
+    typed = helper.make_tensor("typed", kind, [3], values)
+    array = numpy_helper.to_array(typed)
+    raw = helper.make_tensor("raw", kind, [3], array.tobytes(), raw=True)
+    node = helper.make_node("Identity", ["typed"], ["y"])
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, None)]
+    graph = helper.make_graph([node], "g", inputs, [helper.make_tensor_value_info("y", kind, None)], [typed, raw])
+    (tmp_path / "m.onnx").write_bytes(helper.make_model(graph).SerializeToString())
+    file = OnnxFile(tmp_path / "m.onnx")
+    assert not typed.HasField("raw_data")
+    for name in ("typed", "raw"):
+        found = file.read(name)
+        assert (found.dtype.name, found.tobytes()) == (dtype, array.tobytes())
+
+
 def run_onnx(node, tensors, x=None, opset=21):
     """One node by onnxruntime: the outside oracle of the dequantisers."""
     inputs = [] if x is None else [helper.make_tensor_value_info("x", TensorProto.FLOAT, x.shape)]
@@ -192,6 +240,19 @@ def test_dequantize_linear_as_onnxruntime_computes_it(dtype, axis, block, scales
     tensors = [q, s, *([z] if zeros else [])]
     found = constants(tmp_path, node, tensors).value("y")
     np.testing.assert_array_equal(found, run_onnx(node, tensors))
+
+
+def test_numbers_beyond_float32_are_no_matrix(tmp_path):
+    """One of them is enough."""
+    q = numpy_helper.from_array(np.array([[1, 127], [1, 1]], np.int8), "q")
+    node = helper.make_node("DequantizeLinear", ["q", "s"], ["y"], axis=1)
+    for scale, is_finite in ((1e36, True), (1e37, False)):
+        found = constants(tmp_path, node, [q, numpy_helper.from_array(np.array(scale, np.float32), "s")])
+        if is_finite:
+            assert np.isfinite(found.value("y")).all()
+        else:
+            with pytest.raises(FormatError, match="gives numbers that are not finite"):
+                found.value("y")
 
 
 # -- what cannot -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
 from bitnet_ref.families.blocks import BlockWeight
 from bitnet_ref.families.groups import GroupTernaryWeight
 from bitnet_ref.formats.hf.folder import CheckpointTensors
-from bitnet_ref.formats.hf.packings import BITS, GROUPS, describe_mlx, read_affine, read_awq
+from bitnet_ref.formats.hf.packings import BITS, GROUPS, affine_width, describe_mlx, read_affine, read_awq
 from bitnet_ref.formats.places import LinearPlace
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.reference.weights import DenseWeight
@@ -108,6 +108,15 @@ def awq(numbers):
     return words.view(np.int32)
 
 
+def test_the_width_by_the_shapes():
+    """Words of 32 bits, and a scale for each group: of the size that is stated, else of the first that fits."""
+    for stated, width in ((64, 256), (128, 512), (32, 128)):  # 4, 2 and 8 bits
+        assert affine_width((8, 32), (8, 4), stated) == width
+    assert affine_width((8, 32), (8, 4), None) == affine_width((8, 32), (8, 4), 100) == 4 * GROUPS[0]
+    assert affine_width((8, 7), (8, 2), None) == 0  # none fits
+    assert affine_width((8, 7), (8, 0), 64) == 0
+
+
 def test_awq(tmp_path):
     q, z = rng(1).integers(0, 16, (256, 24)), rng(2).integers(0, 16, (2, 24))
     scales = rng(3).standard_normal((2, 24)).astype(np.float16)
@@ -115,6 +124,7 @@ def test_awq(tmp_path):
     with CheckpointTensors(tmp_path) as tensors:
         weight = read_awq(tensors, "x", LinearPlace("x", 24), 256, None)
     assert isinstance(weight, DenseWeight)
+    assert weight.array.dtype == np.float32
     expected = (q - np.repeat(z, 128, axis=0)) * np.repeat(scales.astype(np.float32), 128, axis=0)
     np.testing.assert_array_equal(weight.array, expected.T.astype(np.float32))
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -122,13 +123,30 @@ def test_copies_of_a_repository_have_the_same_commits(hub, model_files):
     hub.repos["org/copy"] = hub.repos["org/tiny"]
     for name in ("org/tiny", "org/copy"):
         assert pull(name)[0].commit == commit
+    by_name = {each.name: each for each in cached_models()}
+    for name, model in by_name.items():
+        plan, folder = plan_deletion([model]), repository_folder(name)
+        assert plan.expected_freed_size > 5000
+        paths = [*plan.blobs, *plan.refs, *plan.repos, *plan.snapshots]
+        assert paths
+        assert all(path.is_relative_to(folder) for path in paths)
     for name in ("org/copy", "org/tiny"):
         invoke_json("rm", name, "--yes")
         assert find_cached(name) is None
         assert (find_cached("org/tiny") is None) == (name == "org/tiny")
 
 
-def test_one_of_several_files(hub, tmp_path):
+def test_a_bad_name_is_refused_before_anything_comes(hub, model_files):
+    hub.put("org/tiny", "main", model_files)
+    with pytest.raises(RegistryError, match="expected NAME or ORG/NAME"):
+        pull("org/tiny", name="../tiny")
+    with pytest.raises(RegistryError, match="has no @revision"):
+        pull("org/tiny", name="tiny@main")
+    assert hub.sent == []
+    assert list(cached_models()) == []
+
+
+def test_one_of_several_files(hub, tmp_path, caplog):
     folder = write_checkpoint(tmp_path / "many", BITNET)
     with open_checkpoint(folder) as checkpoint:
         write_native(checkpoint, tmp_path / "a.bitnet.safetensors")
@@ -145,6 +163,11 @@ def test_one_of_several_files(hub, tmp_path):
     with pytest.raises(FormatError):
         pull("org/many", file="c.gguf")  # which is no GGUF
     assert find_model("org/many") == path
+    chosen = invoke_json("pull", "org/many", "--file", "b.bitnet.safetensors", "--name", "mine")
+    assert (chosen["name"], Path(chosen["path"]).name, chosen["revision"]) == ("mine", "b.bitnet.safetensors", "main")
+    assert links().pop("mine").name == "b.bitnet.safetensors"
+    invoke("rm", "mine")
+    assert "No files matched" not in caplog.text  # a file alone has nothing that comes before its weights
     assert pull("org/many:b.bitnet.safetensors")[1].name == "b.bitnet.safetensors"
     assert find_model("org/many@main:a.bitnet.safetensors").name == "a.bitnet.safetensors"
     invoke_json("rm", "org/many", "--yes")

@@ -79,6 +79,30 @@ def test_writing_is_read_by_the_package(dtype, tmp_path):
             assert oracle.get_tensor(key).tobytes() == array.tobytes()
 
 
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_finite_arrays_are_known_without_a_copy(dtype):
+    info = ml_dtypes.finfo(dtype)
+    good = np.array([0, -0.0, 1.5, -2.5, info.max, info.min, info.tiny], dtype=dtype)
+    assert binary_file._is_finite(good) == (dtype is not np.float64 or "float64" in binary_file._EXPONENTS)
+    for bad in (np.nan, -np.nan, np.inf, -np.inf):
+        array = np.array([1, bad, 2], dtype=dtype)
+        assert not binary_file._is_finite(array)
+        at, value = binary_file.first_not_finite(array)
+        assert (at, np.isnan(value), value > 0) == ([1], np.isnan(bad), bad > 0)
+    assert binary_file.first_not_finite(good) is None
+    assert not binary_file._is_finite(good[::2])
+
+
+def test_a_header_longer_than_any(tmp_path):
+    """Refused before it is read, where the file has so many bytes."""
+    path = tmp_path / "x.safetensors"
+    with path.open("wb") as file:
+        file.write((100_000_001).to_bytes(8, "little"))
+        file.truncate(100_000_100)
+    with pytest.raises(FormatError, match="header length: the header is said to have 100000001 bytes"):
+        SafetensorsFile(path)
+
+
 def test_an_empty_file_and_a_padded_header(tmp_path):
     with SafetensorsFile(write(tmp_path / "a.safetensors", raw_safetensors({}))) as file:
         assert file.tensors == {}

@@ -13,11 +13,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError, ShapeError
-from bitnet_ref.formats.gguf.tl import decode_tl, infer_tiles, pack_tl, tl_nbytes, unpack_tl
+from bitnet_ref.formats.gguf.tl import _scores, decode_tl, infer_tiles, pack_tl, tl_nbytes, unpack_tl
 from bitnet_ref.formats.gguf.tl_tiles import KNOWN_TILES, Tiles, candidates, nest, read_kernel_config, tiles_problem
 
 KINDS = ("tl1", "tl2")
 KNOWN = [(kind, shape) for kind in KINDS for shape in KNOWN_TILES[kind]]
+
+
+def test_the_tiles_that_bitnet_cpp_sets_up():
+    """utils/codegen_tl1.py and codegen_tl2.py with the options of setup_env.py: --BM, --BK, --bm of each shape."""
+    large, three, llama = "bitnet_b1_58-large", "bitnet_b1_58-3B", "Llama3-8B-1.58-100B-tokens"
+    options = {
+        large: {
+            (1536, 4096): ("256 128 32", "256 96 32"),
+            (1536, 1536): ("128 64 64", "128 192 32"),
+            (4096, 1536): ("256 128 32", "256 96 32"),
+        },
+        three: {
+            (3200, 8640): ("160 64 32", "160 96 32"),
+            (3200, 3200): ("320 128 64", "320 96 32"),
+            (8640, 3200): ("320 64 32", "320 96 32"),
+        },
+        llama: {
+            (14336, 4096): ("256 128 32", "256 96 32"),
+            (4096, 14336): ("128 64 64", "128 96 32"),
+            (1024, 4096): ("256 128 32", "256 96 32"),
+            (4096, 4096): ("128 64 64", "128 96 32"),
+        },
+    }
+    for number, kind in enumerate(KINDS):
+        assert KNOWN_TILES[kind] == {
+            shape: (Tiles(*map(int, sizes[number].split())), model)
+            for model, shapes in options.items()
+            for shape, sizes in shapes.items()
+        }
 
 
 def fixture(kind):
@@ -168,7 +197,10 @@ def test_without_a_pattern_nothing_is_guessed(kind):
     n, k = 256, 768
     tiles = candidates(kind, n, k)[3]
     data = pack_tl(kind, random_ternary(rng(6), n, k), tiles)
-    with pytest.raises(FormatError, match=r"blk\.0\.q: the tile sizes .* not clearly tell .*Give tiles=\(BM, BK, bm\)"):
+    message = (
+        r"blk\.0\.q: the tile sizes .* not clearly tell .* = (\(\d+, \d+, \d+\), )+\.\.\.\. Give tiles=\(BM, BK, bm\)"
+    )
+    with pytest.raises(FormatError, match=message):
         decode_tl(kind, data, n, k, field="blk.0.q")
     for constant in (-1, 0, 1):
         with pytest.raises(FormatError, match="not clearly tell"):
@@ -187,6 +219,20 @@ def test_a_known_shape(kind):
     other = Tiles(512, 384, 32)
     with pytest.raises(FormatError, match=r"bitnet\.cpp uses .* speak for .*512"):
         infer_tiles(kind, pack_tl(kind, patterned(n, k), other), n, k)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_excess_of_a_matrix_without_a_pattern_is_near_zero(kind):
+    """A chi-square minus its degrees of freedom: its deviation is the root of twice as many."""
+    n, k = 1536, 1536
+    usual = KNOWN_TILES[kind][n, k][0]
+    tilings = candidates(kind, n, k)
+    plain, dof = _scores(kind, pack_tl(kind, random_ternary(rng(9), n, k), usual), n, k, tilings)
+    assert dof == n // 8 + k
+    assert abs(plain[tilings.index(usual)]) < 6 * np.sqrt(2 * dof)
+    patterns, _ = _scores(kind, pack_tl(kind, patterned(n, k), usual), n, k, tilings)
+    assert tilings[int(patterns.argmax())] == usual
+    assert patterns.max() > 100 * np.sqrt(2 * dof)
 
 
 def test_the_exact_checks_tell_how_many_columns_are_pairs():

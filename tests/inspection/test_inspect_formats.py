@@ -254,6 +254,11 @@ def test_a_scale_far_off(tmp_path):
     path = changed(tmp_path / "m.gguf", GGUF / "i2_s.gguf", data={Q_PROJ: put(np.s_[-32:-28], scale)})
     found = inspect_model(path)
     assert [f.field for f in found.warnings if "far from the others" in f.message] == ["blocks.0.attn.q_proj"]
+    median = np.median([matrix.w_dequant_scale for matrix in found.ternary])
+    for number, (factor, is_far) in enumerate(((50.5, True), (49.5, False), (1 / 50.5, True), (1 / 49.5, False))):
+        scale = np.array([median * factor], dtype="<f4").view(np.uint8)
+        other = changed(tmp_path / f"{number}.gguf", GGUF / "i2_s.gguf", data={Q_PROJ: put(np.s_[-32:-28], scale)})
+        assert says(inspect_model(other), "warning", "far from the others") == is_far
 
 
 def test_scales_read_the_wrong_way(tmp_path):

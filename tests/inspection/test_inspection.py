@@ -24,7 +24,7 @@ import bitnet_ref
 from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
 from bitnet_ref.families.linear_norms import model_norms
 from bitnet_ref.formats.open import ASSETS
-from bitnet_ref.inspection import inspect_model, show_tensor
+from bitnet_ref.inspection import inspect_model, inspector, show_tensor
 
 FAMILIES = [path.parent for path in sorted((DATA / "families").glob("*/config.json"))]
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -270,6 +270,13 @@ def test_names_what_load_refuses(tmp_path, name):
         assert any(field in (f.field or "") and (words or "").lower() in f.message.lower() for f in found.errors)
     assert found.tensors or name == "a file cut short"
     json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_the_place_in_a_table_of_several_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(inspector, "_BLOCK_BYTES", 64)  # two rows of bfloat16
+    found = inspect_model(changed(**{"model.embed_tokens.weight": put((7, 5), NAN)})(tmp_path / "m"))
+    (error,) = found.errors
+    assert error.message == "holds NaN or Inf, first at index [7, 5]"
 
 
 def test_the_rest_of_a_broken_layer_is_reported(tmp_path):

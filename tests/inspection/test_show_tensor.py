@@ -1,5 +1,6 @@
 """`show_tensor`: the plane that `load` reads, by any name, as text, figures and a picture."""
 
+import shutil
 import sys
 
 import numpy as np
@@ -114,6 +115,15 @@ def test_a_tensor_of_a_gguf_that_is_no_model(tmp_path):
 def test_no_such_tensor(tmp_path):
     with pytest.raises(ConfigError, match=r"no tensor 'blocks.0.attn.q_prjo'; near it are .*blocks.0.attn.q_proj"):
         show_tensor(PACKED, "blocks.0.attn.q_prjo")
+    with pytest.raises(ConfigError, match=r"near it are ([^,]+, ){2}[^,]+$"):
+        show_tensor(PACKED, "xyz")
+    folder = shutil.copytree(PACKED, tmp_path / "broken")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"Only the file's own names can be used, .*not valid JSON"):
+        show_tensor(folder, "xyz")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="not valid JSON"):  # there is no tensor at all
+        show_tensor(folder, "xyz")
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     with pytest.raises(FormatError):
         show_tensor(tmp_path / "m.gguf", "blk.0.attn_q.weight")
@@ -232,6 +242,15 @@ def test_what_the_pictures_show():
     assert np.array_equal(first.images[0].get_array(), found.values[:48, :64])
     assert np.array_equal(share.images[0].get_array(), found.nonzero_map(32, 96))
     assert share.images[0].get_extent() == [0, 768, 256, 0]
+    assert {axes.images[0].get_interpolation() for axes in (first, share)} == {"nearest"}
+    assert (first.images[0].get_clim(), share.images[0].get_cmap().name) == ((-1, 1), "magma")
+    labels = [(axes.get_title(), axes.get_xlabel(), axes.get_ylabel()) for axes in (first, share, by_row)]
+    assert labels == [
+        ("the first 48 x 64", "input", "output"),
+        ("share of non-zeros", "input", ""),
+        ("-1, 0 and +1 by row", "share", ""),
+    ]
+    assert first.images[0].cmap.colors == [figures.MINUS, "#e3e3e3", figures.PLUS]
     assert (by_row.get_xlim(), by_row.get_ylim()) == ((0, 1), (256, 0))
     bars = np.array([[bar.get_x(), bar.get_width(), bar.get_y(), bar.get_height()] for bar in by_row.patches])
     shares = np.array([shares for _, _, shares in found.bands(0)])  # eight bands of 32 rows

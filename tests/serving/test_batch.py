@@ -80,6 +80,7 @@ def test_answers_are_the_servers(tmp_path, server):
 
     summary, data = run(tmp_path, server, REQUESTS + WRONG[3:9])
     assert (summary.lines, summary.failed, summary.reused) == (12, 6, 0)
+    assert 0 < summary.seconds < 60
     assert run(tmp_path, server, REQUESTS + WRONG[3:9])[1] == data  # to the byte
     with RunningServer({"story": STORY}, chat_template=CHAT) as http:
         for line, answer in zip(REQUESTS + WRONG[3:9], answers(data), strict=True):
@@ -123,6 +124,46 @@ def test_calls_of_tools_have_the_same_ids_each_time(tmp_path, server):
     assert data == run(tmp_path, server, [line])[1]
     message = answers(data)[0]["response"]["body"]["choices"][0]["message"]
     assert all(call["id"].startswith("call_") for call in message.get("tool_calls", ()))
+
+
+def test_the_journal_of_an_interrupted_run(tmp_path):
+    """Whole answers stay with their places; those of a fault are computed again, and a torn line is cut off."""
+    header = b'{"model": "m"}\n'
+    statuses = {"a": 200, "b": 503, "c": 404}
+    jobs = [batch_module.Job(digit * 64, custom_id="\u00e9", status=status) for digit, status in statuses.items()]
+    lines = [job.line().encode() for job in jobs]
+    assert [json.loads(line)["id"] for line in lines] == ["batch_req_" + digit * 32 for digit in "abc"]
+    assert '"custom_id":"\u00e9"'.encode() in lines[0]  # as it was written
+    path = tmp_path / "journal"
+    path.write_bytes(header + b"".join(lines) + lines[0][:40])
+    ends = [len(header) + sum(map(len, lines[:number])) for number in range(4)]
+    with path.open("a+b") as journal:
+        places = batch_module._read_journal(journal, path, header)
+        assert places == {
+            "batch_req_" + "a" * 32: (ends[0], len(lines[0])),
+            "batch_req_" + "c" * 32: (ends[2], len(lines[2])),
+        }
+    assert path.read_bytes() == header + b"".join(lines)
+    for content in (b"", b"{"):  # of a run that had not begun
+        path.write_bytes(content)
+        with path.open("a+b") as journal:
+            assert batch_module._read_journal(journal, path, header) == {}
+        assert path.read_bytes() == header
+    with path.open("a+b") as journal, pytest.raises(FormatError, match="is of another run"):
+        batch_module._read_journal(journal, path, b'{"model": "n"}\n')
+
+
+def test_lines_of_a_file(tmp_path, monkeypatch):
+    """Of a long one, what shows that it is too long."""
+    monkeypatch.setattr(batch_module, "MAX_LINE_BYTES", 4)
+    path = tmp_path / "lines"
+    path.write_bytes(b"ab\n\n  \nabcd\n cd \nabcde\nabcd efgh ijkl\nabc\nlast!")
+    with path.open("rb") as file:
+        expected = [b"ab", b"abcd", b"cd", b"abcde", b"abcd", b"abc", b"last!"]
+        assert list(batch_module.read_lines(file)) == expected
+        lines, others = batch_module.read_lines(file), batch_module.read_lines(file)
+        assert [next(lines), next(others), next(lines)] == [b"ab", b"ab", b"abcd"]
+    assert list(batch_module.in_groups([b"a", b"b", b"c"], 2)) == [[b"a", b"b"], [b"c"]]
 
 
 class Interrupted(Here):

@@ -2,14 +2,16 @@
 
 import asyncio
 import threading
+import time
 
 import numpy as np
+import pytest
 from cli_runs import BACKEND
 from engine_checks import PROMPTS, FreeGuesses, check, gist, until
 from helpers import GOLDEN, chat_folder, model
 
 from bitnet_ref.errors import NumericsError
-from bitnet_ref.generation.drafts import LookupDrafts
+from bitnet_ref.generation.drafts import LookupDrafts, StepTimes
 from bitnet_ref.generation.processors import LogitsRule
 
 # -- the same as alone -------------------------------------------------------------------------------------------------
@@ -85,6 +87,22 @@ def test_a_stream_is_generate_in_pieces(engine):
     assert gist(stream.result()) == gist(out)
     assert (stream.stats.generated_tokens, stream.stats.decode_tokens) == (12, 11)
     assert stream.stats.prompt_tokens == len(out.prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"overflow": "sliding", "window": 9},
+        {"overflow": "sinks", "window": 11, "sink_tokens": 3},
+        {"overflow": "truncate", "window": 12, "max_tokens": 7, "n": 2, "temperature": 1.0, "seed": 5},
+    ],
+)
+def test_texts_that_outgrow_their_window(engine, params):
+    params = {"max_tokens": 30, "ignore_eos": True, **params}
+    whole, expected = (each.generate("The old man of the sea", **params) for each in (engine, engine.model))
+    outs, others = ([each] if not isinstance(each, list) else each for each in (whole, expected))
+    assert [(*gist(out), out.overflows) for out in outs] == [(*gist(out), out.overflows) for out in others]
+    assert all(out.overflows for out in outs)  # where and what was dropped
 
 
 def test_a_model_without_a_tokenizer():
@@ -219,6 +237,16 @@ def test_drafts_save_steps_and_are_counted(story):
         assert again[1].stats.cached_tokens >= len(out.prompt_token_ids) + 24  # accepted tokens are in the index too
     assert gist(out) == gist(story.generate(COPY, **params))
     check(engine)
+
+
+def test_drafts_learn_from_the_time_of_a_step(story, monkeypatch):
+    learned = []
+    monkeypatch.setattr(StepTimes, "learn", lambda self, rows, drafted, seconds: learned.append(seconds) or 0.0)
+    begin = time.perf_counter()
+    with story.engine() as engine:
+        engine.generate("Once upon a time there was", max_tokens=20, speculate="lookup", ignore_eos=True)
+    assert learned
+    assert 0 < sum(learned) < time.perf_counter() - begin
 
 
 def test_drafts_leave_a_reader_no_more_than_max_unread(story):

@@ -49,6 +49,22 @@ def test_the_default_cache_takes_a_quarter_of_the_free_memory(backend_name, monk
         assert engine.cache.nbytes == 5 * page
     with tiny.engine(max_batch=64, memory_limit=1000 + 3 * page) as engine:
         assert engine.cache.nbytes == 3 * page
+    with tiny.engine(max_batch=64, memory_limit=1000 + 5 * page, cache_bytes=5 * page) as engine:
+        assert (engine.cache.nbytes, engine.cache.slots) == (5 * page, 5)
+        assert engine.cache.capacity == min(5 * 16, tiny.config.context_length)
+    with pytest.raises(ConfigError, match=rf"5 pages of 16 tokens, {page:,} bytes each.* leaves {5 * page - 1:,} for"):
+        tiny.engine(memory_limit=1000 + 5 * page - 1, cache_bytes=5 * page)
+    monkeypatch.setattr(tiny.backend, "memory", lambda: (None, 4 * 5 * page))  # of several cards: within the limit
+    with tiny.engine(max_batch=64, memory_limit=10**9) as engine:
+        assert engine.cache.nbytes == 5 * page
+    with pytest.raises(ConfigError, match="memory_limit"):
+        tiny.engine(memory_limit=10**9, cache_bytes=21 * page)
+    monkeypatch.setattr(tiny.backend, "memory", lambda: (None, None))
+    with tiny.engine(max_batch=3) as engine:
+        assert engine.cache.pages == 3 * -(-tiny.config.context_length // 16)
+    monkeypatch.setattr(tiny.backend, "memory", lambda: (1000, 1000))
+    with tiny.engine(max_batch=3) as engine:
+        assert engine.cache.pages == 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
@@ -110,6 +126,13 @@ def test_an_error_in_the_with_block_does_not_wait():
         use()
     with pytest.raises(EngineClosed):
         list(stream[0])
+
+
+def test_the_engines_thread_ends_with_the_program():
+    with model("storyteller", "auto").engine() as engine:
+        engine.generate("Alice", max_tokens=1)
+        (thread,) = [each for each in threading.enumerate() if each is engine._worker._thread]
+        assert (thread.name, thread.daemon) == ("bitnet_ref engine", True)
 
 
 def test_a_dropped_engine_ends_its_thread():

@@ -1,5 +1,7 @@
 """EngineConfig: checked values, and where they come from."""
 
+from dataclasses import asdict
+
 import pytest
 
 from bitnet_ref.errors import ConfigError, GenerationError
@@ -23,6 +25,56 @@ def toml(tmp_path):
     path = tmp_path / "engine.toml"
     path.write_text(TOML)
     return path
+
+
+def test_the_defaults():
+    assert asdict(EngineConfig()) == {
+        "max_batch": 64,
+        "max_batch_tokens": 512,
+        "max_wait_s": 0.0,
+        "max_queue": 1024,
+        "request_timeout_s": None,
+        "priority_wait_s": 10.0,
+        "max_unread": 32,
+        "page_size": 16,
+        "cache_tokens": None,
+        "cache_bytes": None,
+        "cache_dtype": None,
+        "prefix_sharing": True,
+        "memory_limit": None,
+        "backend": "auto",
+        "dtype": "float32",
+        "fallback": (),
+        "devices": None,
+        "gpu_layers": None,
+        "sampling": {},
+        "timeline_steps": 2000,
+        "replicas": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("max_batch", 1, 65536),
+        ("max_batch_tokens", 2, 2**31 - 1),
+        ("max_queue", 1, 2**31 - 1),
+        ("max_unread", 1, 2**31 - 1),
+        ("page_size", 1, 2**31 - 1),
+        ("cache_tokens", 1, 2**40),
+        ("timeline_steps", 0, 2**31 - 1),
+        ("replicas", 1, 1024),
+        ("max_wait_s", 0, 1e9),
+        ("priority_wait_s", 0, 1e9),
+    ],
+)
+def test_numbers_from_the_least_to_the_most(name, least, most):
+    for value in (least, most):
+        others = {"max_batch_tokens": 2**31 - 1, "max_batch": 1}
+        assert getattr(EngineConfig(**{**others, name: value}), name) == value
+    for value in (least - 1, most + 1):
+        with pytest.raises(ConfigError, match=f"{name}: expected"):
+            EngineConfig(**{name: value})
 
 
 def test_a_file_then_the_environment_then_the_arguments(toml):

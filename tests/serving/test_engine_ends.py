@@ -1,7 +1,10 @@
 """How requests end: cancelled, late, failed, refused."""
 
+import re
 import threading
 import time
+from inspect import Parameter, signature
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +19,9 @@ from bitnet_ref.errors import (
     RequestCancelled,
     RequestTimeout,
 )
+from bitnet_ref.serving.engine import Engine
+from bitnet_ref.serving.replicas import Replicas
+from bitnet_ref.serving.tickets import Latch, RequestStory
 
 # -- ends --------------------------------------------------------------------------------------------------------------
 
@@ -117,6 +123,67 @@ def test_a_full_queue_refuses_and_recovers():
         assert len(engine.generate(PROMPTS * 3, max_tokens=2)) == 12  # more than the queue: they come by and by
 
 
+def test_the_story_of_a_request(engine):
+    tokens = len(engine.model.tokenizer.encode("Once upon a time"))
+    one = engine.submit("Once upon a time", max_tokens=3, priority=2)
+    one.result()
+    assert repr(one) == "<request 0: ended, 3 tokens>"
+    until(lambda: not engine.requests)
+    (story,) = engine.stories
+    assert story == RequestStory(
+        request_id=0,
+        state="length",
+        priority=2,
+        arrival_s=story.arrival_s,
+        start_s=story.start_s,
+        first_token_s=story.first_token_s,
+        end_s=story.end_s,
+        prompt_tokens=tokens,
+        cached_tokens=0,
+        generated_tokens=3,
+        screened_tokens=one.stats.screened_tokens,
+        drafted_tokens=0,
+        accepted_tokens=0,
+        pages=(),
+    )
+    assert story.arrival_s <= story.start_s < story.first_token_s <= story.end_s
+    stream = engine.stream("Once upon a time", max_tokens=200)
+    for _ in range(20):
+        next(stream)
+    first, second = engine.stories
+    (state,) = engine.requests
+    assert first == story
+    assert (second.request_id, second.state, second.priority, second.end_s) == (1, state.state, 0, None)
+    assert (second.prompt_tokens, state.prompt_tokens, state.request_id) == (tokens, tokens, 1)
+    assert len(second.pages) == 1
+    assert len(second.pages[0]) >= (tokens + 20) // engine.cache.page_size
+    assert 0 < state.age_s < 60
+    assert re.fullmatch(r"<request 1: (running|paused), \d+ tokens>", repr(stream))
+    stream.close()
+
+
+def test_all_ways_to_ask_have_the_same_defaults(engine):
+    for kind in (Engine, Replicas):
+        for name in ("submit", "stream", "streams", "beams", "chat", "generate", "agenerate"):
+            parameters = signature(getattr(kind, name)).parameters
+            assert (parameters["priority"].default, parameters["timeout_s"].default) == (0, None)
+            assert {parameters[each].kind for each in ("priority", "timeout_s")} == {Parameter.KEYWORD_ONLY}
+
+
+def test_a_latch_is_waited_for_until_it_is_set():
+    latch, limits = Latch(), []
+    closed, latch._closed = latch._closed, SimpleNamespace(acquire=lambda timeout: limits.append(timeout))
+    assert [latch.wait(limit) for limit in (None, 0.5, -3.0)] == [False] * 3
+    assert limits == [-1, 0.5, 0.0]  # -1: for ever
+    latch._closed = closed
+    assert not latch.wait(0.01)
+    threading.Timer(0.01, latch.set).start()
+    assert latch.wait()
+    latch.set()
+    assert latch.wait(0)
+    assert latch.is_set()
+
+
 def test_priority_goes_first(engine):
     order = []
     blocker = [engine.stream("Alice", max_tokens=30) for _ in range(4)]
@@ -162,6 +229,7 @@ def test_a_fault_in_an_op_fails_its_step_only(story, monkeypatch, op):
             raise OutOfMemory("the device is gone")
         return right(self, *args, **kwargs)
 
+    faulty.__code__ = faulty.__code__.replace(co_name=op)  # by which the message names it
     expected = [gist(out) for out in story.generate(PROMPTS, max_tokens=8)]
     monkeypatch.setattr(owner, op, faulty)
     with story.engine(max_batch=2, max_queue=8, page_size=4) as engine:
@@ -172,7 +240,7 @@ def test_a_fault_in_an_op_fails_its_step_only(story, monkeypatch, op):
         fail.set()
         for stream in running:
             with pytest.raises(
-                GenerationError, match=r"failed with the 2 requests of its step.*the device is gone"
+                GenerationError, match=rf"failed with the 2 requests of its step.*, in {op}: .*the device is gone"
             ) as error:
                 list(stream)
             assert isinstance(error.value.__cause__, OutOfMemory)

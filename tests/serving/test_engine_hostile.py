@@ -243,6 +243,16 @@ def test_a_reader_that_stops_pauses_its_stream_only(story, cache_tokens):
     check(engine)
 
 
+def test_a_paused_stream_runs_again(story):
+    with story.engine(max_unread=2) as engine:
+        stream = engine.stream("Alice", max_tokens=200, ignore_eos=True)
+        until(lambda: [each.state for each in engine.requests] == ["paused"])
+        reader = (chunk for chunk in stream)
+        until(lambda: next(reader) and engine.requests[0].state == "running")
+        until(lambda: engine.requests[0].state == "paused")  # it is not read now
+        assert engine.requests[0].generated_tokens < 200
+
+
 def test_a_paused_stream_is_late_in_time(story):
     with story.engine(max_unread=1) as engine:
         stream = engine.stream("Alice", max_tokens=100, timeout_s=0.1)

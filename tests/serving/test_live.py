@@ -9,9 +9,10 @@ import time
 
 import pytest
 from helpers import model
+from rich.console import Console
 
 from bitnet_ref.errors import BackendUnavailable
-from bitnet_ref.serving.live import MAX_ROWS, History, requests_html
+from bitnet_ref.serving.live import MAX_ROWS, Frame, History, as_table, draw_speeds, figures_html, requests_html
 from bitnet_ref.serving.records import RequestProgress
 
 NAME = "bitnet_ref live view"
@@ -113,8 +114,6 @@ def test_without_ipywidgets_it_is_a_still(engine, monkeypatch):
 
 
 def test_a_terminal_shows_the_same(engine):
-    from rich.console import Console
-
     handle = engine.submit("Once upon a time", **SLOW)
     wait_for(lambda: handle.stats.generated_tokens > 3)
     out = Console(file=io.StringIO(), width=120)
@@ -139,14 +138,83 @@ def frames(*seen):
     return [history.frame(now, {**SNAPSHOT, "generation_tokens": tokens}, [], False) for now, tokens in seen]
 
 
+def progress(number, state, text=""):
+    return RequestProgress(number, state, 10 + number, 20 + number, 1.25, text)
+
+
 def test_speed_is_of_the_last_minute():
-    *_, last = frames((0, 0), (30, 3000), (80, 3000), (90, 3600))
-    assert last.tokens_per_s == pytest.approx(600 / 60)  # what came before the minute does not count
+    *_, last = frames((0, 0), (30, 3000), (30, 3000), (80, 3000), (90, 3600))
+    assert (last.tokens, last.seconds, last.tokens_per_s) == (3600, 60, 10)  # what came before does not count
     assert last.speeds == (0.0, 60.0)
     (only,) = frames((5, 10))
-    assert only.tokens_per_s == 0
-    assert ("first token", "p50 -, p95 -, p99 -") in only.lines()
-    assert ("between tokens", "p50 5.0 ms, p95 10.0 ms, p99 20.0 ms") in only.lines()
+    assert (only.seconds, only.tokens_per_s, only.speeds) == (0, 0, ())
+
+
+def test_a_frame_is_the_snapshot_of_a_moment():
+    requests = [progress(1, "waiting"), progress(2, "running", "a\nb"), progress(3, "running"), progress(4, "paused")]
+    frame = History().frame(3.0, {**SNAPSHOT, "num_requests_waiting": 7, "generation_tokens": 1234}, requests, True)
+    assert frame == Frame(
+        running=1,
+        waiting=7,
+        cache_share=0.25,
+        tokens=1234,
+        tokens_per_s=0.0,
+        seconds=0.0,
+        speeds=(),
+        latencies={
+            "time_to_first_token_seconds": (None, None, None),
+            "inter_token_latency_seconds": (0.005, 0.01, 0.02),
+        },
+        requests=[requests[1], requests[2], requests[0], requests[3]],
+        ended=True,
+    )
+    assert frame.lines() == [
+        ("requests", "1 running, 7 waiting, engine closed"),
+        ("cache in use", "25%"),
+        ("tokens", "1,234 in all, 0.0 per second in the last 0 s"),
+        ("first token", "p50 -, p95 -, p99 -"),
+        ("between tokens", "p50 5.0 ms, p95 10.0 ms, p99 20.0 ms"),
+    ]
+    assert frame.rows()[:3] == [
+        ("2", "running", "12", "22", "1.2", "a b"),
+        ("3", "running", "13", "23", "1.2", ""),
+        ("1", "waiting", "11", "21", "1.2", ""),
+    ]
+    assert frame.footer == ""
+    cells = re.findall(r"<th>(.*?)</th><td>(.*?)</td>", figures_html(frame))
+    assert cells == frame.lines()
+    table = requests_html(frame)
+    assert re.findall(r"<th>(.*?)</th>", table) == ["request", "state", "prompt", "new", "seconds", "newest text"]
+    assert re.findall(r"<td[^>]*>(.*?)</td>", table) == [cell for row in frame.rows() for cell in row]
+    assert "<th>" not in requests_html(frames((0, 0))[0])
+
+
+def test_speeds_are_drawn_from_left_to_right_the_fastest_at_the_top():
+    drawn = draw_speeds([0.0, 50.0, 100.0])
+    assert 'points="0.0,48.0 150.0,26.0 300.0,4.0"' in drawn
+    assert "up to 100<" in drawn
+    assert 'points="0.0,4.0"' in draw_speeds([0.5])
+    assert 'points="0.0,48.0"' in draw_speeds([0.0])
+    assert 'points=""' in draw_speeds([])
+
+
+def test_the_table_of_a_terminal():
+    out = io.StringIO()
+    requests = [progress(number, "running", "the sea [b]") for number in range(MAX_ROWS + 1)]
+    frame = History().frame(0.0, {**SNAPSHOT, "generation_tokens": 0}, requests, False)
+    Console(file=out, width=100).print(as_table(frame))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert lines[:6] == [
+        "requests        1 running, 0 waiting",
+        "cache in use    25%",
+        "tokens          0 in all, 0.0 per second in the last 0 s",
+        "first token     p50 -, p95 -, p99 -",
+        "between tokens  p50 5.0 ms, p95 10.0 ms, p99 20.0 ms",
+        "request  state    prompt  new  seconds  newest text",
+    ]
+    assert lines[6] == "0        running  10      20   1.2      the sea [b]"
+    assert lines[-1] == "and 1 more"
+    assert len(lines) == 6 + MAX_ROWS + 1
 
 
 def test_text_of_requests_is_escaped_and_their_number_limited():

@@ -17,6 +17,7 @@ from server_runs import RunningServer, ServerLimits
 
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.serving.http import page as page_module
+from bitnet_ref.serving.http.schemas import RequestError
 from bitnet_ref.serving.metrics import COUNTERS, GAUGES, HISTOGRAMS
 
 STORY, PROMPT, SECRET = (
@@ -131,11 +132,54 @@ def test_the_state_of_an_engine(server):
     check(engine)
 
 
+def test_what_is_shown_of_much(server, monkeypatch):
+    """The last steps, the first of the unfinished requests with the running ones before, and the pages up to the last
+    that holds something."""
+    monkeypatch.setattr(page_module, "MAX_STEPS", 3)
+    monkeypatch.setattr(page_module, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(page_module, "MAX_PAGES", 5)
+    with model(STORY, BACKEND, threads=1).engine(max_batch=2, page_size=4) as engine:
+        engine.generate("Alice", max_tokens=30)
+        with pytest.raises(RequestError, match="replica: expected at most 0, got 1"):
+            page_module.describe_engine(engine, 1)
+        waiting = [engine.submit("Alice", strategy=slowly, max_tokens=100, priority=int(n == 2)) for n in range(4)]
+        until(lambda: waiting[2].stats.generated_tokens > 0)
+        state = page_module.describe_engine(engine)
+        last = engine.metrics.counters["engine_steps"]
+        assert len(state["steps"]) == 3
+        assert last - 1 <= state["steps"][-1]["number"] <= last
+        assert (state["replica"], state["replicas"], state["closed"]) == (0, [4], False)
+        assert state["limits"] == {"max_batch": 2, "max_batch_tokens": 512}
+        shown, ended = state["requests"][:2], state["requests"][2:]
+        assert waiting[2].request_id in [each["request_id"] for each in shown]
+        assert [each["state"] for each in shown] == ["running"] * 2
+        assert ([each["state"] for each in ended], state["hidden_requests"]) == (["length"], 2)
+        assert state["pages"]["holders"][-1] is not None
+        assert 1 <= len(state["pages"]["holders"]) <= 5
+        assert state["metrics"]["device_utilization"] is None
+        assert state["metrics"]["num_requests_waiting"] == 2
+        assert 0 <= time.perf_counter() - state["now_s"] < 60
+        for handle in waiting:
+            handle.close()
+
+
 def test_looking_at_an_engine_does_not_load_it(server):
     with RunningServer({"a": STORY, "b": STORY}, budget=200_000_000, idle_s=0.05) as other:
         until(lambda: all(place.engine is None for place in other.shelf.places.values()))
         assert other.get("/engine?model=a")[2] == {"model": "a", "loaded": False}
         assert other.shelf.places["a"].engine is None
+
+
+def test_a_fault_of_the_server_is_no_traceback(server, monkeypatch):
+    from bitnet_ref.serving.http import app
+
+    def fail(*_, **__):
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(app, "describe_engine", fail)
+    status, headers, answer = server.get("/engine?model=storyteller")
+    assert (status, headers.get_content_type()) == (500, "application/json")
+    assert answer["error"]["message"] == "a fault of the server; its log has the cause"
 
 
 def test_every_metric_of_the_dashboard_exists(server):

@@ -10,6 +10,8 @@ import http.client
 import json
 import re
 import struct
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +19,21 @@ from cli_runs import BACKEND
 from helpers import chat_folder, model
 from server_runs import RunningServer, ServerLimits, events, until
 
+from bitnet_ref.errors import (
+    BackendError,
+    ContextOverflow,
+    EngineClosed,
+    GenerationError,
+    OutOfMemory,
+    QueueFull,
+    RequestTimeout,
+    TokenizerError,
+)
 from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.serving.http.failures import blame, describe_failure
+from bitnet_ref.serving.http.schemas import RequestError, describe_api, parse_json
 
+OPENAPI = Path(__file__).parents[1] / "data" / "serving" / "openapi.json"
 STORY, P = ASSETS / "storyteller", "Once upon a time"
 NULLABLE = (
     *("best_of", "echo", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "presence_penalty", "seed"),
@@ -890,6 +905,233 @@ def test_health_and_models_while_loading(tmp_path):
         server.__exit__()
 
 
+def test_the_api_is_the_recorded_one():
+    """What clients may send, with its limits. A change that is meant is recorded by running this file."""
+    assert describe_api("1.2.3") == json.loads(OPENAPI.read_text())
+
+
+def test_whole_answers(server, story):
+    """Every key of the answers, with the values that the model gives."""
+
+    def asked(path, body, name="storyteller"):
+        status, _, answer = server.post(path, {"model": name, **body})
+        assert status == 200
+        assert 0 <= time.time() - answer.pop("created") < 60
+        assert len(answer.pop("id")) == (len("chatcmpl-") if path == CHAT else len("cmpl-")) + 32
+        return answer
+
+    def by_text(top):
+        return {tokens[token].decode(): logprob for token, logprob in reversed(list(top.items()))}
+
+    tokens, params = story.vocabulary.tokens, {"max_tokens": 3, "temperature": 0.8, "seed": 7, "logprobs": 1}
+    prompts = [P, "The king of the"]
+    choices, offsets = [], []
+    for prompt in prompts:
+        for out in story.generate(prompt, n=2, echo=True, **params):
+            words = [tokens[token].decode() for token in out.token_ids]
+            offsets.append([len("".join(words[:index])) for index in range(3)])
+            logprobs = {
+                "tokens": words,
+                "token_logprobs": out.logprobs,
+                "top_logprobs": [by_text(top) for top in out.top_logprobs],
+                "text_offset": offsets[-1],
+            }
+            ends = {"logprobs": logprobs, "finish_reason": "length", "stop_reason": None}
+            choices.append({"index": len(choices), "text": "".join(words), **ends})
+    counts = [len(story.tokenizer.encode(prompt)) for prompt in prompts]
+    answer = asked(COMPLETION, {"prompt": prompts, "n": 2, **params})
+    cached = answer["usage"].pop("prompt_tokens_details")
+    assert set(cached) == {"cached_tokens"}
+    assert answer == {
+        "object": "text_completion",
+        "model": "storyteller",
+        "system_fingerprint": "bitnet_ref",
+        "choices": choices,
+        "usage": {"prompt_tokens": sum(counts), "completion_tokens": 12, "total_tokens": sum(counts) + 12},
+    }
+    talker = model(server.shelf.places["talker"].source, BACKEND, threads=1)
+    prompt = talker.tokenizer.apply_chat_template(USER, tokenize=True, chat_template=TEMPLATE)
+    out = talker.generate(prompt, max_tokens=3, top_k=0, logprobs=2)
+    body = {"messages": USER, "max_tokens": 3, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    answer = asked(CHAT, body, "talker")
+    assert answer.pop("usage")["completion_tokens"] == 3
+
+    def entry(token, logprob):
+        return {"token": tokens[token].decode(), "logprob": logprob, "bytes": list(tokens[token])}
+
+    content = [
+        {**entry(token, logprob), "top_logprobs": [entry(*each) for each in top.items()][:2]}
+        for token, logprob, top in zip(out.token_ids, out.logprobs, out.top_logprobs, strict=True)
+    ]
+    assert answer == {
+        "object": "chat.completion",
+        "model": "talker",
+        "system_fingerprint": "bitnet_ref",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": out.text, "refusal": None},
+                "logprobs": {"content": content, "refusal": None},
+                "finish_reason": "length",
+                "stop_reason": None,
+            }
+        ],
+    }
+
+
+def test_whole_streams(server, story):
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    server.post(COMPLETION, {"model": "storyteller", "prompt": P, "max_tokens": 1})  # its first page is cached
+    body = {"prompt": P, "max_tokens": 3, "temperature": 0, "stream": True, "stream_options": usage}
+    _, headers, answer = server.post(COMPLETION, {"model": "storyteller", **body})
+    assert (headers.get_content_type(), headers["cache-control"]) == ("text/event-stream", "no-cache")
+    out = story.generate(P, max_tokens=3)
+    words, count = [story.vocabulary.tokens[token].decode() for token in out.token_ids], 5
+    got = events(answer)
+    frame = {"object": "text_completion", "model": "storyteller", "system_fingerprint": "bitnet_ref"}
+    frame |= {name: got[0][name] for name in ("id", "created")}
+    new = [event["usage"].pop("completion_tokens") for event in got]
+    assert [event.pop("usage") for event in got] == [
+        {"prompt_tokens": count, "total_tokens": count + each, "prompt_tokens_details": {"cached_tokens": 4}}
+        for each in new
+    ]
+    assert all(index < each <= 3 for index, each in zip((0, 1, 2, 2), new, strict=True))  # those that were read by then
+    ends = [None, None, "length"]
+    assert got == [
+        *(
+            {
+                **frame,
+                "choices": [
+                    {"index": 0, "text": word, "logprobs": None, "finish_reason": end, "stop_reason": None},
+                ],
+            }
+            for word, end in zip(words, ends, strict=True)
+        ),
+        {**frame, "choices": []},
+    ]
+
+
+def test_what_else_a_server_tells(server, story):
+    talker = server.shelf.places["talker"].source
+    entry = {"object": "model", "created": 0, "owned_by": "bitnet_ref", "loaded": True, "max_model_len": 256}
+    assert server.get("/v1/models")[2] == {
+        "object": "list",
+        "data": [{"id": name, **entry} for name in ("storyteller", "talker")],
+    }
+    assert server.get("/v1/models/talker")[2] == {"id": "talker", **entry}
+    ids = story.tokenizer.encode(P)
+    facts = {"count": len(ids), "max_model_len": 256, "tokens": ids, "token_strs": None}
+    assert server.post("/tokenize", {"model": "storyteller", "prompt": P})[2] == facts
+    bare = server.post("/tokenize", {"model": "storyteller", "prompt": P, "add_special_tokens": False})[2]
+    assert bare == {**facts, "count": len(ids) - 1, "tokens": ids[1:]}
+    info = {"tokenizer_class": type(story.tokenizer).__name__, "vocab_size": 4096, "model_max_length": 256}
+    info |= {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    assert server.get("/tokenizer_info?model=talker")[2] == {"model": "talker", **info}
+    assert talker.name == "talker"
+    vectors = story.embed(["Alice", "The old man"])
+    count = sum(len(story.tokenizer.encode(text)) for text in ("Alice", "The old man"))
+    assert server.post(EMBED, {"model": "storyteller", "input": ["Alice", "The old man"]})[2] == {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": row.tolist()} for index, row in enumerate(vectors)
+        ],
+        "model": "storyteller",
+        "usage": {"prompt_tokens": count, "total_tokens": count},
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "facts"),
+    [
+        (RequestError("no", "p", 404, "c"), 404, ("no", "not_found_error", "p", "c")),
+        (RequestError("no"), 400, ("no", "invalid_request_error", None, None)),
+        (QueueFull("full"), 429, ("full", "rate_limit_error", None, None)),
+        (RequestTimeout("late"), 504, ("late", "server_error", None, None)),
+        (EngineClosed("closed"), 503, ("closed", "server_error", None, None)),
+        (OutOfMemory("big"), 503, ("big", "server_error", None, None)),
+        (
+            TokenizerError("odd", path="/secret", field="prompt"),
+            400,
+            ("prompt: odd", "invalid_request_error", "prompt", None),
+        ),
+        (GenerationError("odd", field="n"), 400, ("n: odd", "invalid_request_error", "n", None)),
+        (
+            ContextOverflow("long"),
+            400,
+            (
+                "This model's maximum context length is exceeded: long",
+                "invalid_request_error",
+                None,
+                "context_length_exceeded",
+            ),
+        ),
+        (BackendError("gone"), 500, ("a fault of the server; its log has the cause", "server_error", None, None)),
+        (ValueError("odd"), 500, ("a fault of the server; its log has the cause", "server_error", None, None)),
+    ],
+)
+def test_errors_as_openai_writes_them(error, status, facts):
+    assert describe_failure(error) == (
+        status,
+        {"error": dict(zip(("message", "type", "param", "code"), facts, strict=True))},
+    )
+
+
+def test_whose_fault_an_error_is():
+    """The engine's, unless the request's own parameters are the cause."""
+
+    def caused(cause, kind=GenerationError):
+        error = kind("failed")
+        error.__cause__ = cause
+        return error
+
+    for error in (caused(None), caused(TokenizerError("x")), caused(GenerationError("x")), RequestTimeout("late")):
+        assert blame(error) is error
+    late = caused(ValueError("x"), RequestTimeout)
+    assert blame(late) is late
+    blamed = blame(caused(ValueError("x")))
+    assert (type(blamed), str(blamed)) == (BackendError, "failed")
+
+
+def test_json_that_is_read():
+    assert parse_json(b'{"a": [1, 2.5, null, "\\u00e9"]}') == {"a": [1, 2.5, None, "é"]}
+    assert parse_json(b"[" * 64 + b"]" * 64) is not None
+    for wrong in (b"[" * 66 + b"]" * 66, b'{"a":' * 66 + b"1" + b"}" * 66, b"NaN", b"[Infinity]", b"\xff", b"{"):
+        with pytest.raises(RequestError, match="the body is n") as error:
+            parse_json(wrong)
+        assert (error.value.status, error.value.param) == (400, None)
+
+
+@pytest.mark.parametrize("error", [None, OutOfMemory("too large")])
+def test_whoever_starts_the_server_is_told_when_it_has_loaded(error):
+    server, told = RunningServer({"storyteller": STORY}), []
+    server.app.state.on_loaded = told.append
+    if error is not None:
+        server.shelf._open = lambda path: (_ for _ in ()).throw(error)
+    server.thread.start()
+    until(lambda: told)
+    assert told == [error]
+    assert server.shelf.is_ready == (error is None)
+    server.__exit__()
+
+
+def test_the_last_request_and_text_that_are_taken():
+    body = {"model": "storyteller", "max_tokens": 1}
+    limits, settings = ServerLimits(max_streams=2), {"max_queue": 6, "max_batch": 4}
+    with RunningServer({"storyteller": STORY}, limits, settings=settings) as server:
+        assert server.post(COMPLETION, {**body, "prompt": [P] * 3, "n": 2})[0] == 200
+        status, _, answer = server.post(COMPLETION, {**body, "prompt": [P] * 3, "n": 3})
+        assert (status, "9 texts are more than" in answer["error"]["message"]) == (400, True)
+        endless = {**body, "prompt": P, "stream": True, "max_tokens": 200, "ignore_eos": True}
+        waiting = [server.open_request(COMPLETION, endless) for _ in range(2)]
+        until(lambda: len(server.engines["storyteller"].requests) == 2)
+        status, headers, answer = server.post(COMPLETION, {**body, "prompt": P})
+        assert (status, headers["retry-after"]) == (429, "1")
+        assert answer["error"]["message"] == "2 requests are running, which is the maximum"
+        for connection in waiting:
+            connection.close()
+        until(lambda: server.post(COMPLETION, {**body, "prompt": P})[0] == 200)
+
+
 def test_metrics_have_vllms_names(server, ask):
     ask(COMPLETION, {"prompt": P, "max_tokens": 3, "n": 2})
     _, _, page = server.get("/metrics")
@@ -933,3 +1175,7 @@ def test_a_body_in_chunks(server):
     connection.request("POST", COMPLETION, pieces, {"content-type": "application/json"}, encode_chunked=True)
     assert connection.getresponse().status == 200
     connection.close()
+
+
+if __name__ == "__main__":
+    OPENAPI.write_text(json.dumps(describe_api("1.2.3"), indent=1) + "\n")

@@ -15,8 +15,17 @@ import sentencepiece
 
 import bitnet_ref.errors
 from bitnet_ref.errors import TokenizerError
-from bitnet_ref.tokenizers import Tokenizer, TokenizerSettings, load_tokenizer
-from bitnet_ref.tokenizers.sentencepiece_model import BYTE, NORMAL, UNKNOWN, read_model
+from bitnet_ref.tokenizers import Tokenizer, TokenizerSettings, load_tokenizer, load_tokenizer_files
+from bitnet_ref.tokenizers.files import check_token_id
+from bitnet_ref.tokenizers.sentencepiece_model import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    SentencePieceModel,
+    read_model,
+    write_model,
+)
 from bitnet_ref.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from bitnet_ref.tokenizers.settings import AddedToken
 
@@ -252,3 +261,20 @@ def test_normalizing_models_stream_too(tmp_path: Path) -> None:
         decoder = tokenizer.stream_decoder()
         assert "".join(map(decoder.push, ids)) + decoder.flush() == library.decode(ids)
     assert tokenizer.encode("  a  b ", add_special_tokens=False) == library.encode("  a  b ")
+
+
+def test_ids_of_zero() -> None:
+    """A model may have its EOS or BOS first; -1 is none."""
+    for specials, bos, eos in (({"unk": 2, "eos": 0}, None, (0,)), ({"unk": 2, "bos": 0, "eos": 1}, 0, (1,))):
+        model = SentencePieceModel(
+            ["<a>", "<b>", "<unk>", "\u2581", "x"], [0.0] * 5, [CONTROL, CONTROL, UNKNOWN, NORMAL, NORMAL]
+        )
+        tokenizer = load_tokenizer_files({"tokenizer.model": write_model(model, specials)})
+        assert (tokenizer.bos_id, tokenizer.eos_ids) == (bos, eos)
+
+
+def test_the_largest_token_id() -> None:
+    assert check_token_id((1 << 24) - 1, "x") == (1 << 24) - 1
+    for value in (1 << 24, -1):
+        with pytest.raises(TokenizerError, match=f"x: token id {value} is not in 0..16777215"):
+            check_token_id(value, "x")

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import normalizers
 
 from bitnet_ref.errors import TokenizerError
-from bitnet_ref.tokenizers import TokenizerSettings, base, load_tokenizer_files
+from bitnet_ref.tokenizers import TokenizerSettings, base, hf_limits, load_tokenizer_files
 from bitnet_ref.tokenizers.gguf_bpe import _PRE
 from bitnet_ref.tokenizers.hf_limits import TextLimits
 from bitnet_ref.tokenizers.hf_tokenizer import HfTokenizer
@@ -183,6 +183,64 @@ def test_growth_of_steps(steps: list[Table], growth: int) -> None:
     assert TextLimits({"model": BPE, "normalizer": sequence("normalizers", *steps)}).growth["normalizer"] == growth
 
 
+def growth_of(part: str, *steps: Table) -> int:
+    return TextLimits({"model": BPE, part: sequence(hf_limits._INNER[part], *steps)}).growth[part]
+
+
+def test_growth_of_every_kind_of_step() -> None:
+    """In bytes for one byte. A kind without a figure here is computed from its fields, above."""
+    kinds = {
+        "normalizer": {
+            **dict.fromkeys(("Nmt", "Strip", "StripAccents"), 1),
+            **dict.fromkeys(("Lowercase", "ByteLevel"), 2),
+            **dict.fromkeys(("NFC", "NFD"), 3),
+            **dict.fromkeys(("NFKC", "NFKD"), 11),
+            "BertNormalizer": 12,
+        },
+        "pre_tokenizer": {
+            **dict.fromkeys(("BertPreTokenizer", "CharDelimiterSplit", "Digits", "FixedLength", "Punctuation"), 1),
+            **dict.fromkeys(("Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit"), 1),
+            "ByteLevel": 4,
+            "Metaspace": 8,
+        },
+        "decoder": {
+            **dict.fromkeys(("ByteFallback", "Fuse", "Metaspace", "Strip"), 1),
+            **dict.fromkeys(("ByteLevel", "BPEDecoder", "CTC"), 3),
+            "WordPiece": 2,
+        },
+    }
+    for part, growths in kinds.items():
+        computed = {kind for kind, factor in hf_limits._FACTORS[part].items() if factor == 0}
+        assert set(growths) | computed == set(hf_limits._FACTORS[part])
+        assert {kind: growth_of(part, {"type": kind}) for kind in growths} == growths
+
+
+@pytest.mark.parametrize(
+    ("part", "good", "bad"),
+    [
+        ("normalizer", [prepend("a" * 32767)], [prepend("a" * 32768)]),
+        ("normalizer", [{"type": "Nmt"}] * 64, [{"type": "Nmt"}] * 65),
+        ("pre_tokenizer", [METASPACE] * 2, [METASPACE] * 3),
+        ("decoder", [replace("a", "b" * 64)], [replace("a", "b" * 65)]),
+        ("decoder", [replace("", "b" * 31)], [replace("", "b" * 32)]),
+    ],
+)
+def test_the_last_growth_that_is_taken(part: str, good: list[Table], bad: list[Table]) -> None:
+    growth_of(part, *good)
+    with pytest.raises(TokenizerError):
+        growth_of(part, *bad)
+
+
+def test_the_longest_affixes_and_words() -> None:
+    for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+        TextLimits({"model": BPE | {key: "x" * 64}})
+        with pytest.raises(TokenizerError, match=f"{key}: has more than 64 bytes"):
+            TextLimits({"model": BPE | {key: "x" * 65}})
+    TextLimits({"model": WORDPIECE | {"max_input_chars_per_word": 200}})
+    with pytest.raises(TokenizerError, match="expected at most 200, got 201"):
+        TextLimits({"model": WORDPIECE | {"max_input_chars_per_word": 201}})
+
+
 def test_the_longest_text_that_may_grow() -> None:
     """2^23 bytes, and 16 for each byte of the text."""
     limits = TextLimits({"model": BPE, "normalizer": replace("a", "a" * 1000)})
@@ -322,6 +380,61 @@ def test_the_longest_text_that_any_search_ends_in(pattern: str, degree: int, lon
         search = SearchLimit(pattern, "x")
         assert search.degree == 0
         assert search.is_cheap(1 << 40)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "steps", "degree"),
+    [
+        ("a", 1, 0),
+        ("abcdefgh", 2, 0),  # eight atoms in a row
+        ("a|b|cd", 3, 0),
+        ("(?:a|b|cd)", 3, 0),
+        ("(?:a|b)(?:c|d)", 4, 0),
+        ("^a$", 1, 0),
+        ("a?", 2, 0),
+        ("a{0,3}b", 4, 0),
+        ("a{64}", 9, 0),
+        ("a{64}b", 9, 0),
+        ("a{65}b", 1, 1),
+        ("a{2,}b", 1, 1),
+        ("a{2,}", 1, 1),  # it may fail
+        ("a+", 1, 0),
+        ("(?:a|b){2}", 4, 0),
+        ("(?:a|bcdefghi)+", 4, 0),  # two ways, of up to eight atoms
+        ("(?:a|bcdefghi)*", 4, 0),
+        ("(?:ab?){3}", 8, 0),
+        ("(?:a?){13}", 16384, 0),
+        ("(?=a|b)c", 2, 0),
+        ("(?:a*b|c)d", 2, 1),
+        ("[a[bc]d]+e", 1, 1),
+        ("(?i)a+b", 1, 1),
+    ],
+)
+def test_the_steps_of_a_pattern(pattern: str, steps: int, degree: int) -> None:
+    search = SearchLimit(pattern, "x")
+    assert (search._steps, search.degree) == (steps, degree)
+
+
+def test_the_largest_pattern_that_is_taken() -> None:
+    SearchLimit("|".join(["a"] * 2048) + "b", "x")  # 4096 characters
+    for pattern, message in (
+        ("|".join(["a"] * 2048) + "bc", "has more than 4096 characters"),
+        ("(?:a?){14}", "can be matched in too many ways"),
+    ):
+        with pytest.raises(TokenizerError, match=message):
+            SearchLimit(pattern, "x")
+
+
+def test_the_longest_runs_of_a_text() -> None:
+    """Of 100 million steps, and 200 for each character: a text without long runs may be longer."""
+    search = SearchLimit("a+b", "x")
+    assert not search.is_cheap(20_000)
+    search.check("a c" * 7_000)
+    search.check("a" * 10_000 + "c" * 10_000)
+    search.check("d" * 20_000)
+    for text in ("a" * 10_300, "a" * 10_200 + "c" * 5000, "a" * 11_000 + "c" * 50_000):
+        with pytest.raises(TokenizerError, match=f"for this text of {len(text)} characters"):
+            search.check(text)
 
 
 def test_the_cost_of_what_is_accepted() -> None:

@@ -23,6 +23,7 @@ import bitnet_ref
 from bitnet_ref.cli import cli
 from bitnet_ref.errors import ConfigError, FormatError, NumericsError, TokenizerError
 from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.formats.safetensors import SafetensorsFile, SafetensorsWriter
 from bitnet_ref.tokenizers import load_tokenizer
 from bitnet_ref.training import TrainingRun, read_run
 from bitnet_ref.training.data import TokenFile, open_tokens, train_sentencepiece
@@ -79,9 +80,16 @@ def rows_of(folder):
 
 
 def test_a_run_and_its_model(config, tmp_path):
-    seen = []
-    last = start(config, tmp_path / "run").run(seen.append)
-    assert [row.step for row in seen] == list(range(1, 13))
+    seen, written = [], []
+    run = start(config, tmp_path / "run")
+
+    def look(row):
+        seen.append(row)
+        written.append(len(rows_of(tmp_path / "run")))  # whoever follows the file sees each step
+
+    last = run.run(look)
+    assert run.trainer.mix == 1.0
+    assert [row.step for row in seen] == written == list(range(1, 13))
     assert last.step == 12
     assert last.validation_loss is not None
     assert last.validation_loss < seen[0].loss
@@ -153,8 +161,18 @@ def test_nan_and_leaps_stop_the_run(config, tmp_path):
     gradients_of = run.trainer.loss_and_gradients
     # A leap is measured by the median of the last 32 losses, once there are so many. 5.9 is none.
     losses = iter([2.0, 6.1, *[4.0] * 30, 5.9, *[4.0] * 7, 6.1, *[4.0] * 19])
-    run.trainer.loss_and_gradients = lambda batch: (next(losses), gradients_of(batch)[1])
-    message = r"leapt to 6\.100 in step 41 \(median of the last 32: 4\.000\); the largest gradient is that of model\."
+    largest = "model.layers.0.mlp.up_proj.weight"  # by one of its values
+
+    def leap(batch):
+        gradients = gradients_of(batch)[1]
+        gradients[largest][:] = 0
+        gradients[largest][1, 2] = -99
+        return next(losses), gradients
+
+    run.trainer.loss_and_gradients = leap
+    message = (
+        rf"leapt to 6\.100 in step 41 \(median of the last 32: 4\.000\); the largest gradient .* {largest}\. Resume"
+    )
     with pytest.raises(NumericsError, match=message):
         run.run()
     assert start(config, tmp_path / "leap", resume=True).step == 40
@@ -192,6 +210,12 @@ def test_the_metrics_of_a_step(config, tmp_path, monkeypatch):
     assert {row.tokens_per_s for row in rows} == {24.0}
     header = "step,tokens,loss,validation_loss,lr,weight_decay,gradient_norm,tokens_per_s"
     assert (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0] == header
+
+
+def test_the_backend_and_the_folder_that_are_asked_for(config, tmp_path):
+    run = start(config, tmp_path / "of" / "several" / "runs", backend="numpy")
+    assert run.trainer.backend == "numpy"
+    assert (tmp_path / "of" / "several" / "runs").is_dir()
 
 
 def test_first_masters(config, tmp_path):
@@ -347,7 +371,19 @@ def test_a_checkpoint_of_another_run(config, tmp_path):
     with pytest.raises(FormatError, match=r"of another run: intermediate_size 32, here 48, batch 3, here 2$"):
         start(config, tmp_path / "run", resume=True)
     config.write_text(text)
-    (tmp_path / "run" / "checkpoint.safetensors").write_bytes(b"\0" * 100)
+    path = tmp_path / "run" / "checkpoint.safetensors"
+    with SafetensorsFile(path) as file:
+        arrays, metadata = {name: file.read(name).copy() for name in file.tensors}, dict(file.metadata)
+    config.write_text(text.replace("batch = 2", "batch = 3"))
+    name = "m.model.layers.1.mlp.up_proj.weight"
+    for changed in ({**arrays, name: arrays[name].T.copy()}, {each: arrays[each] for each in arrays if each != name}):
+        layout = {each: ("F32", array.shape) for each, array in changed.items()}
+        with SafetensorsWriter(path, layout, metadata) as writer:
+            for each, array in changed.items():
+                writer.write(each, array)
+        with pytest.raises(FormatError, match=f"{name}: the tensor is missing, or of another shape"):
+            start(config, tmp_path / "run", resume=True)
+    path.write_bytes(b"\0" * 100)
     with pytest.raises(FormatError):
         start(config, tmp_path / "run", resume=True)
 
@@ -379,6 +415,13 @@ def test_batches_take_each_window_once_per_epoch(tmp_path):
     assert file.windows(49) == 2
     assert file.window(1, 49).tolist() == list(range(49, 99))
     assert file.batch(3, 1, 200, seed=1)[0].tolist() == list(range(100))
+
+
+def test_a_pipe_is_no_file_of_tokens(tmp_path):
+    """Opening it would wait for a writer."""
+    os.mkfifo(tmp_path / "tokens.npy")
+    with pytest.raises(FormatError, match=r"tokens\.npy: "):
+        open_tokens([tmp_path / "tokens.npy"], None, 64, tmp_path)
 
 
 def test_texts_become_tokens_once(tmp_path):
@@ -422,6 +465,7 @@ def test_a_tokenizer_of_ones_own(tmp_path):
         "eos_token_id": 2,
     }
     assert tokenizer.decode(tokenizer.encode(STORY)) == STORY
+    assert tokenizer.decode(tokenizer.encode("The  fox  ")) == "The  fox  "
     assert tokenizer.decode(tokenizer.encode("Zebra \N{SNOWMAN}\n")) == "Zebra \N{SNOWMAN}\n"
     with pytest.raises(TokenizerError, match="cannot make 9000 tokens"):
         train_sentencepiece([tmp_path / "story.txt"], tmp_path / "other", 9000)

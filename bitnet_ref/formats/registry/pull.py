@@ -70,6 +70,8 @@ def pull(reference: str, *, name: str | None = None, file: str | None = None) ->
         check_space(home, sum(listed[each].size or 0 for each in names if not (folder / each).exists()))
         for are_weights in (False, True):
             patterns = [each for each in names if each.endswith(WEIGHTS) == are_weights]
+            if not patterns:  # a file alone: the client would warn that nothing matches
+                continue
             with _explain_errors(hub, reference):
                 hub.snapshot_download(repository, revision=commit, cache_dir=cache, allow_patterns=patterns)
         for each in names:

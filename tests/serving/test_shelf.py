@@ -1,0 +1,137 @@
+"""The shelf of a server's models, without the server: what is loaded, counted and dropped when."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from cli_runs import BACKEND
+from helpers import GOLDEN, model
+
+from bitnet_ref.errors import OutOfMemory
+from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.serving import start_engines
+from bitnet_ref.system.sharing import model_files
+
+pytest.importorskip("starlette", reason="starlette is not installed")
+from bitnet_ref.serving.http import shelf as shelf_module
+from bitnet_ref.serving.http.schemas import RequestError
+from bitnet_ref.serving.http.shelf import ModelShelf
+
+TINY, UNTIED = GOLDEN / "bitnet-packed-offline", GOLDEN / "llama-packed-bitlinear"
+FILE_BYTES = sum(file.stat().st_size for file in model_files(TINY))
+
+
+@pytest.fixture
+def opened():
+    engines = []
+
+    def open_engine(path):
+        engines.append(start_engines(model(path, BACKEND, threads=1), cache_tokens=64, max_batch=2))
+        return engines[-1]
+
+    yield open_engine
+    for engine in engines:
+        engine.close()
+
+
+def loaded(shelf):
+    return [name for name, place in shelf.places.items() if place.engine is not None]
+
+
+async def use(shelf, name):
+    async with shelf.borrow(shelf.place(name)) as engine:
+        return engine
+
+
+def test_the_first_models_within_the_budget(opened):
+    """The one that is loaded counts with what it holds, the next one with its files."""
+    one = ModelShelf({"a": TINY}, opened)
+    asyncio.run(one.load_first())
+    held = one.places["a"].nbytes
+    for budget, names in ((held + FILE_BYTES, ["a", "b"]), (held + FILE_BYTES - 1, ["a"]), (None, ["a", "b", "c"])):
+        shelf = ModelShelf(dict.fromkeys("abc", TINY), opened, budget)
+        assert not shelf.is_ready
+        asyncio.run(shelf.load_first())
+        assert (loaded(shelf), shelf.is_ready) == (names, True)
+
+
+@pytest.mark.parametrize(("path", "is_tied"), [(TINY, True), (UNTIED, False)])
+def test_what_a_model_holds(opened, path, is_tied):
+    shelf = ModelShelf({"m": path}, opened)
+    engine = asyncio.run(use(shelf, "m"))
+    weights = engine.model.weights
+    assert weights.tied == is_tied
+    tables = weights.embedding.nbytes + (0 if is_tied else weights.lm_head.nbytes)
+    linears = sum(weight.nbytes for layer in weights.layers for _, weight in layer.linears())
+    assert shelf.places["m"].nbytes == tables + linears + engine.cache.nbytes
+    assert engine.metrics.labels["model_name"] == "m"
+
+
+def test_room_is_made_by_the_one_that_was_idle_longest(opened):
+    async def run():
+        shelf = ModelShelf(dict.fromkeys("abc", TINY), opened)
+        for name in "ab":
+            await use(shelf, name)
+        held = shelf.places["a"].nbytes
+        await use(shelf, "a")
+        shelf._budget = 2 * held + FILE_BYTES
+        await use(shelf, "c")  # there is just enough
+        assert loaded(shelf) == ["a", "b", "c"]
+        await shelf._drop(shelf.places["c"])
+        shelf._budget = 3 * held - 1  # of "c" it is known now
+        await use(shelf, "c")
+        assert loaded(shelf) == ["a", "c"]
+        shelf._budget = held
+        async with shelf.borrow(shelf.place("a")), shelf.borrow(shelf.place("c")):
+            with pytest.raises(RequestError, match=f"needs {held:,} bytes.* {held:,} is held by: a, c; try") as error:
+                await use(shelf, "b")
+            assert (error.value.status, error.value.code) == (503, "model_unavailable")
+        shelf._budget = held - 1
+        await shelf._drop(shelf.places["a"])
+        await shelf._drop(shelf.places["c"])
+        with pytest.raises(OutOfMemory, match=f"needs {held:,} bytes; the budget is {held - 1:,}"):
+            await use(shelf, "b")
+        assert {place.users for place in shelf.places.values()} == {0}
+
+    asyncio.run(run())
+
+
+def test_idle_models_are_looked_for_in_time(opened, monkeypatch):
+    """After a quarter of the time that they may be idle, and at least once a minute."""
+    slept, clock = [], SimpleNamespace(now=1000.0)
+
+    async def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) > 2:
+            raise asyncio.CancelledError
+
+    async def run(idle_s):
+        shelf = ModelShelf({"a": TINY}, opened, idle_s=idle_s)
+        await use(shelf, "a")
+        clock.now += idle_s
+        monkeypatch.setattr(shelf_module.asyncio, "sleep", sleep)
+        with pytest.raises(asyncio.CancelledError):
+            await shelf.drop_idle()
+        return loaded(shelf)
+
+    monkeypatch.setattr(shelf_module.time, "monotonic", lambda: clock.now)
+    assert asyncio.run(run(8.0)) == ["a"]  # idle for just so long
+    assert slept == [2.0] * 3
+    slept.clear()
+    monkeypatch.undo()
+    monkeypatch.setattr(shelf_module.time, "monotonic", lambda: clock.now)
+    clock.now += 1
+    assert asyncio.run(run(1000.0)) == ["a"]
+    assert slept == [60.0] * 3
+
+
+def test_which_model_is_meant(opened):
+    one, two = ModelShelf({"a": TINY}, opened), ModelShelf({"a": TINY, "b": ASSETS / "storyteller"}, opened)
+    assert one.place(None) is one.places["a"]
+    assert two.place("b") is two.places["b"]
+    with pytest.raises(RequestError, match="model: is missing; there are: a, b") as error:
+        two.place(None)
+    assert (error.value.status, error.value.param) == (400, "model")
+    with pytest.raises(RequestError, match="no model 'c'; there are: a, b") as error:
+        two.place("c")
+    assert (error.value.status, error.value.param, error.value.code) == (404, "model", "model_not_found")
