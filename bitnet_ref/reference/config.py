@@ -25,6 +25,7 @@ class RopeConfig:
     """Position p turns the pair (x[j], x[j + d/2]) by the angle p * theta^(-2j/d). `families/rope.py` stretches it."""
 
     theta: float = 10000.0
+
     rope_type: ClassVar[str] = "default"
     context_factor: ClassVar[float] = 1.0  # how many times the trained context a sequence may have
 
