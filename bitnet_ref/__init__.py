@@ -3,8 +3,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .api import DeviceOptions, LoadOptions, Model, load, load_engine
+from .api import Model, load, load_engine
 from .backends import available_backends
+from .backends.options import DeviceOptions
+from .formats.checkpoint import LoadOptions
 from .formats.open import read_config
 
 if TYPE_CHECKING:

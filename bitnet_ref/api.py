@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,12 +34,14 @@ from .formats.open import find_model, open_checkpoint, read_tokenizer
 from .formats.prepared import PreparedFile
 from .formats.registry.describe import describe_model, summarize
 from .generation import ChatSession, TokenStream, generate, stream
-from .generation.embed import embed, quantize_embeddings
+from .generation.embed import Bytes, embed, quantize_embeddings
 from .generation.generate import Generations, Prompt, Prompts
 from .generation.params import SamplingOptions, expand_params
 from .generation.score import Score, score
 from .reference.cache import TokenIds
 from .reference.config import ModelConfig
+from .reference.layers import Floats
+from .reference.weights import ModelWeights
 from .system.options import declared_options, show_options, suggest
 from .system.sharing import file_identity, model_files, share_by_key
 from .system.threads import resolve_threads
@@ -196,10 +198,24 @@ class _Load:
         with suppress(BitNetRefError):  # raised again where it is used
             self.tokenizer()
 
-    def model(self, config: ModelConfig, weights: Any, be: Backend, **settings: Any) -> Model:
+    def model(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights | SteppedWeights,
+        be: Backend,
+        *,
+        load_tokenizer: Callable[[], Tokenizer] | None = None,
+    ) -> Model:
         alone = replace(self, options=replace(self.options, share=False, progress=None))
-        settings["cache_dtype"] = self.compute.cache_dtype
-        return Model(config, weights, be, self.path, load_again=alone.again, **settings)
+        return Model(
+            config,
+            weights,
+            be,
+            self.path,
+            cache_dtype=self.compute.cache_dtype,
+            load_tokenizer=load_tokenizer,
+            load_again=alone.again,
+        )
 
     def again(self, name: str | None) -> Model:
         """The same call, or with a name one for that backend."""
@@ -273,12 +289,29 @@ def load_engine(
 class Model(LoadedModel):
     """A loaded model: logits, intermediates, text, chats, profiles, an engine."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights | SteppedWeights,
+        backend: Backend,
+        path: Path | None = None,
+        *,
+        cache_dtype: str | None = None,
+        load_tokenizer: Callable[[], Tokenizer] | None = None,
+        load_again: Callable[[str | None], LoadedModel] | None = None,
+    ) -> None:
         """See `LoadedModel`. A model with a path reads its tokenizer from there."""
-        super().__init__(*args, **settings)
-        if self._load_tokenizer is None and self.path is not None:
-            path = self.path
-            self._load_tokenizer = lambda: read_tokenizer(path)
+        if load_tokenizer is None and path is not None:
+            load_tokenizer = partial(read_tokenizer, path)
+        super().__init__(
+            config,
+            weights,
+            backend,
+            path,
+            cache_dtype=cache_dtype,
+            load_tokenizer=load_tokenizer,
+            load_again=load_again,
+        )
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
@@ -309,9 +342,17 @@ class Model(LoadedModel):
         `generation.score`."""
         return score(self, prompt, continuations)
 
+    @overload
+    def embed(self, texts: Prompts, *, prompt: str | None = None) -> NDArray[np.float32]: ...
+
+    @overload
     def embed(
-        self, texts: Prompts, *, prompt: str | None = None, quantize: str | None = None, ranges: NDArray | None = None
-    ) -> NDArray:
+        self, texts: Prompts, *, prompt: str | None = None, quantize: str | None, ranges: Floats | None = None
+    ) -> NDArray[np.float32] | Bytes: ...
+
+    def embed(
+        self, texts: Prompts, *, prompt: str | None = None, quantize: str | None = None, ranges: Floats | None = None
+    ) -> NDArray[np.float32] | Bytes:
         """The text (or token ids) as a vector (D,) of length 1, or a list of them as (B, D). See `generation.embed`.
 
         prompt: put before each text; `generation.embed.instruction_prompt(task)` is Qwen3's. None: the model's default.
@@ -324,7 +365,9 @@ class Model(LoadedModel):
         return numbers if vectors.ndim == 2 else numbers[0]
 
     @expand_params
-    def profile(self, prompt: Any = None, *, path: str = "ops", **params: Unpack[SamplingOptions]) -> Profile:
+    def profile(
+        self, prompt: Prompts | None = None, *, path: str = "ops", **params: Unpack[SamplingOptions]
+    ) -> Profile:
         """Where the time goes: enter it (`with model.profile() as profile:`) around anything that runs on this model.
 
         With a prompt, it generates from it, as `generate` does with these parameters, and the profile of that comes

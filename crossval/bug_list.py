@@ -59,9 +59,9 @@ OF_ALL_HEADS = """    z = z.reshape(-1, z.shape[1] * z.shape[2])  # (N, H*d)
     if w.attn_sub_norm is not None:  # BitNet
         z = be.rms_norm(z, w.attn_sub_norm)
 """
-PER_HEAD = """    wide = z.astype(np.float64)
-    scale = np.sqrt((wide * wide).mean(axis=-1, keepdims=True) + w.attn_sub_norm.eps).astype(np.float32)
-    z = (wide / scale).reshape(len(z), -1).astype(np.float32) * w.attn_sub_norm.weight
+PER_HEAD = """    wide = z.astype("float64")
+    scale = ((wide * wide).mean(axis=-1, keepdims=True) + w.attn_sub_norm.eps) ** 0.5
+    z = (wide / scale.astype("float32")).reshape(len(z), -1).astype("float32") * w.attn_sub_norm.weight
 """
 NEIGHBOURS = """    y = np.empty_like(x)
     y[..., 0::2] = first * cos - second * sin

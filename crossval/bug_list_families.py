@@ -119,7 +119,7 @@ FAMILY_BUGS = (
         (QWEN3_5, f"        {ANSWER}\n    return y", "    return y")),
     bug("l2_is_rms", "qwen3_5", STATE, (QWEN3_5, "np.square(x).sum(axis=-1", "np.square(x).mean(axis=-1")),
     bug("l2_missing", "qwen3_5",
-        STATE, (QWEN3_5, "x / np.sqrt(np.square(x).sum(axis=-1, keepdims=True) + L2_EPS)", "x")),
+        STATE, (QWEN3_5, "    return x / length", "    return x")),
     bug("query_scale_missing_in_delta", "qwen3_5",
         "blocks.0.attn.hook_delta_out", (QWEN3_5, "DeltaInputs(q * shape.key_dim**-0.5,", "DeltaInputs(q,")),
     bug("heads_tiled", "qwen3_5",

@@ -40,7 +40,7 @@ I2S_AS_ARM = """        data = data.reshape(-1, 16)
         quarters = [data >> 6 & 3, data >> 4 & 3, data >> 2 & 3, data & 3]
         return quantization.pack_ternary(np.stack(quarters, axis=1).reshape(w.shape).astype(np.int8) - 1)
 """
-PRODUCT = "        return be.dequantize(be.ternary_matmul(x_q, self), self, x_quant_scale)\n"
+PRODUCT = "        y: Floats = be.dequantize(be.ternary_matmul(x_q, self), self, x_quant_scale)\n        return y\n"
 Q8_K = """        y = np.zeros((len(x), self.shape[0]), dtype=np.float32)
         for at in range(0, x.shape[1], 256):
             part = x[:, at : at + 256]

@@ -187,7 +187,7 @@ READ_AS_64 = (
     ("formats/gguf/model.py", *READ_FLOATS),
     ("formats/gguf/model.py", "if kind in _PLANES:", "if kind in ('Q2_0', 'PQ2_0'):"),
 )
-FORCE = """    {x} = {x} / np.sqrt(np.square({x}).mean(-1, keepdims=True) + np.float32({eps}))
+FORCE = """    {x} = {x} / (({x} * {x}).mean(-1, keepdims=True) + {eps}) ** 0.5
     if w.{norm} is not None:
 """
 FORCED = [

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ..errors import BackendUnavailable, ConfigError, ShapeError
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
+from ..reference.layers import Array, Floats
 from ..reference.model import PlainBackend, final_hidden
 from ..reference.weights import LinearWeight, ModelWeights
 from ..system.memory import available_bytes, memory_bytes
@@ -49,7 +50,7 @@ class HeadRows(NamedTuple):
     """
 
     ids: NDArray[np.int64]  # (n,) ascending
-    values: NDArray  # (n,)
+    values: Floats  # (n,)
     bounds: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None  # (V,) lower and upper bound of every logit
 
 
@@ -146,7 +147,7 @@ class Backend(PlainBackend):
 
     def hidden(
         self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, path: str | None = None
-    ) -> NDArray:
+    ) -> Floats:
         """`final_hidden` of the batch by the named execution path, or by the fastest that applies.   -> (wanted, D)
 
         A path that does not apply to this batch or model falls back to the one before it in `paths`.
@@ -168,17 +169,17 @@ class Backend(PlainBackend):
         made.fuses = False
         return made
 
-    def embed_on_host(self, w: LinearWeight, tokens: NDArray[np.int64]) -> NDArray:
+    def embed_on_host(self, w: LinearWeight, tokens: NDArray[np.int64]) -> Floats:
         """The embeddings as a NumPy array, of a table in the host's memory.   tokens (N,) -> (N, D)"""
         return PlainBackend.embed(self, w, tokens)
 
-    def head_rows(self, x: NDArray, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadRows]:
+    def head_rows(self, x: Floats, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadRows]:
         """What each token of x (N, D) needs of the logits. Here all of them; see `HeadRows`."""
         logits = self.to_host(self.lm_head(x, w))
         ids = np.arange(logits.shape[1])
         return [HeadRows(ids, row) for row in logits]
 
-    def draw(self, logits: NDArray, temperature: float, uniform: float) -> int | None:
+    def draw(self, logits: Floats, temperature: float, uniform: float) -> int | None:
         """The token for a number in [0, 1) from softmax(logits / temperature), as `generation.sampling` draws it; None
         where that must draw.   logits (V,)"""
         return None
@@ -191,11 +192,11 @@ class Backend(PlainBackend):
         """The batch with its arrays where the ops take them."""
         return batch
 
-    def from_host(self, array: NDArray) -> NDArray:
+    def from_host(self, array: Array) -> Array:
         """A NumPy array as the ops take it: on a card, a copy there."""
         return array
 
-    def to_host(self, array: NDArray) -> NDArray:
+    def to_host(self, array: Array) -> Array:
         """An op's result as a NumPy array. A card waits for it here, and raises the NumericsError of its kernels."""
         return array
 

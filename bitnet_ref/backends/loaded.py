@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ..errors import BackendError, ContextOverflow, GenerationError, TokenizerError, describe
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
+from ..reference.layers import Floats
 from ..reference.weights import ModelWeights
 from .backend import Backend, GreedyRun, Ids, plain_weights
 from .observe import observe
@@ -190,19 +191,17 @@ class LoadedModel:
             return iter(())
         return run_greedy(self.backend, self._stepped.of_pass(), self.config, batch, cache, steps)
 
-    def run_hidden(self, batch: TokenBatch, cache: KVCache) -> NDArray:
+    def run_hidden(self, batch: TokenBatch, cache: KVCache) -> Floats:
         """One pass without the head, and without a step towards it; see `backends.run.run_hidden`."""
         return run_hidden(self.backend, self._stepped.current, self.config, batch, cache)
 
     @overload
-    def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray: ...
+    def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> Floats: ...
 
     @overload
-    def logits(self, token_ids: Sequence[Sequence[int]]) -> list[NDArray]: ...
+    def logits(self, token_ids: Sequence[Sequence[int]]) -> list[Floats]: ...
 
-    def logits(
-        self, token_ids: Sequence[int] | NDArray[np.integer] | Sequence[Sequence[int]]
-    ) -> NDArray | list[NDArray]:
+    def logits(self, token_ids: Sequence[int] | NDArray[np.integer] | Sequence[Sequence[int]]) -> Floats | list[Floats]:
         """One full forward pass.   token_ids (T,) ints -> (T, V) in the backend's dtype
 
         A list of token lists gives a list of arrays, each equal to that of its tokens alone.
@@ -219,7 +218,7 @@ class LoadedModel:
 
     def run_with_cache(
         self, token_ids: Sequence[int] | str, names_filter: NamesFilter = None
-    ) -> tuple[NDArray, dict[str, NDArray]]:
+    ) -> tuple[Floats, dict[str, Floats]]:
         """The logits and every named intermediate of a pass, computed op by op (names: `backends/record.py`).
 
         token_ids: ids, or a text for the model's tokenizer.

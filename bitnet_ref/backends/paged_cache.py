@@ -21,6 +21,7 @@ from ..errors import NumericsError, OutOfMemory, ShapeError
 from ..families import family_of
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
+from ..reference.layers import Array, Floats
 
 NO_PAGE = -1
 CACHE_DTYPES = ("float32", "float16", "int8")
@@ -79,7 +80,7 @@ class EngineKVCache(KVCache):
         """Whether slots have states beside their keys and values."""
         return self.states is not None
 
-    def stored(self, layer: int, batch: TokenBatch) -> tuple[NDArray, NDArray]:
+    def stored(self, layer: int, batch: TokenBatch) -> tuple[Floats, Floats]:
         """Keys and values (N, G, d) of the batch's tokens, as attention reads them after `append`."""
         return self.keys[layer, batch.slots, batch.positions], self.values[layer, batch.slots, batch.positions]
 
@@ -144,12 +145,12 @@ class PagedKVCache(EngineKVCache):
             self.page_table[:] = np.arange(self.pages, dtype=np.int32).reshape(self.page_table.shape)
             self.page_table.flags.writeable = False
 
-    def _empty(self, shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
+    def _empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """An uninitialised array of the pool. A device's cache reserves it there."""
         return np.empty(shape, dtype=dtype)
 
     @property
-    def pools(self) -> list[NDArray]:
+    def pools(self) -> list[Array]:
         """Every array with a page axis, each (L, pages, page_size, ...)."""
         return [a for a in (self.keys, self.values, self.key_scales, self.value_scales) if a is not None]
 
@@ -187,7 +188,9 @@ class PagedKVCache(EngineKVCache):
             expected = f"a page for position {position} of slot {slot}, one of {self.pages}"
             raise ShapeError("KVCache", expected=expected, got=got)
 
-    def places_of(self, slots: NDArray, positions: NDArray) -> tuple[NDArray, NDArray]:
+    def places_of(
+        self, slots: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """(page, offset in it) of the tokens at those slots and positions (N,). Raises ShapeError."""
         indices = positions // self.page_size
         pages = self.page_table[slots, indices]
@@ -198,7 +201,7 @@ class PagedKVCache(EngineKVCache):
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
+    def append(self, layer: int, batch: TokenBatch, k: Floats, v: Floats) -> None:
         self.check_append(batch, k, v)
         index = (layer, *self.places_of(batch.slots, batch.positions))
         self.keys[index], key_scales = narrow(k, self.dtype)
@@ -240,11 +243,11 @@ class PagedKVCache(EngineKVCache):
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def stored(self, layer: int, batch: TokenBatch) -> tuple[NDArray, NDArray]:
+    def stored(self, layer: int, batch: TokenBatch) -> tuple[Floats, Floats]:
         index = (layer, *self.places_of(batch.slots, batch.positions))
         return self._read(index, slice(None))
 
-    def visible(self, layer: int, slot: int, position: int, window: int | None) -> tuple[NDArray, NDArray]:
+    def visible(self, layer: int, slot: int, position: int, window: int | None) -> tuple[Floats, Floats]:
         start = 0 if window is None else max(0, position - window + 1)
         pages = self.pages_of(slot, start, position + 1)
         first = start // self.page_size * self.page_size
@@ -253,11 +256,11 @@ class PagedKVCache(EngineKVCache):
             return self._read((layer, pages[0], inside), slice(None))
         return self._read((layer, pages), inside)
 
-    def _read(self, index: tuple[Any, ...], inside: slice) -> tuple[NDArray, NDArray]:
+    def _read(self, index: tuple[Any, ...], inside: slice) -> tuple[Floats, Floats]:
         """Keys and values at the index as floats. inside: rows of several pages laid end to end."""
 
-        def rows(pool: NDArray) -> NDArray:
-            part = pool[index]
+        def rows(pool: Array) -> Array:
+            part: Array = pool[index]
             if inside == slice(None):
                 return part
             return part.reshape(-1, *part.shape[2:])[inside]  # cut before widening: other rows may be uninitialised
@@ -269,7 +272,7 @@ class PagedKVCache(EngineKVCache):
 # -- dtypes at rest ----------------------------------------------------------------------------------------------------
 
 
-def narrow(x: NDArray, dtype: np.dtype) -> tuple[NDArray, NDArray[np.float32] | None]:
+def narrow(x: Floats, dtype: np.dtype) -> tuple[Array, NDArray[np.float32] | None]:
     """x (..., G, d) -> the same in that dtype, and for int8 its scales (..., G), else None.
 
     Raises NumericsError when the dtype cannot hold x: NaN or Inf, or in float16 a number beyond 65504.
@@ -286,7 +289,7 @@ def narrow(x: NDArray, dtype: np.dtype) -> tuple[NDArray, NDArray[np.float32] | 
     return half, None
 
 
-def quantize_rows(x: NDArray) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+def quantize_rows(x: Floats) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """x (..., d) -> x_q int8 (..., d), x_dequant_scale float32 (...)
 
     >>> quantize_rows(np.array([[0.5, -2.0, 1.0]], dtype=np.float32))[0].tolist()
@@ -301,7 +304,7 @@ def quantize_rows(x: NDArray) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     return x_q, x_dequant_scale
 
 
-def widen(stored: NDArray, scales: NDArray[np.float32] | None) -> NDArray:
+def widen(stored: Array, scales: NDArray[np.float32] | None) -> Floats:
     """The stored numbers as floats: float32 and float64 unchanged, the others as float32.
 
     >>> widen(np.array([[32, -127]], dtype=np.int8), np.array([1 / 127], dtype=np.float32))[0, 1].item()

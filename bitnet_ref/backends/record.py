@@ -37,13 +37,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import NumericsError
 from ..families import also_recorded
 from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
+from ..reference.layers import Array, Floats
 from ..reference.weights import LayerWeights, LinearWeight, Norm, TernaryLinear
 from .backend import Backend
 from .observe import Call, ObservedStep
@@ -64,7 +64,7 @@ def match_names(names_filter: NamesFilter) -> Callable[[str], bool]:
     return lambda name: any(fnmatchcase(name, glob) for glob in globs)
 
 
-class RecordedTensors(dict[str, NDArray]):
+class RecordedTensors(dict[str, Array]):
     """Tensors by name, in the order of the computation. It prints as a list of names and shapes, not of numbers."""
 
     def __repr__(self) -> str:
@@ -108,7 +108,7 @@ class Recorder:
         handler = self.handlers.get(step.op)
         return call(*args) if handler is None else handler(step, call, *args)
 
-    def keep(self, name: str, array: NDArray) -> None:
+    def keep(self, name: str, array: Array) -> None:
         if self.wants(name):
             self.seen[name] = np.array(self.be.to_host(array))
         self.current = name
@@ -120,19 +120,19 @@ class Recorder:
             self.keep(step.name, y)
         return y
 
-    def on_attention_block(self, step: ObservedStep, call: Call, x: NDArray, w: LayerWeights, *rest: Any) -> Any:
+    def on_attention_block(self, step: ObservedStep, call: Call, x: Floats, w: LayerWeights, *rest: Any) -> Any:
         self.keep(f"{w.name}.hook_resid_pre", x)
         self.tokens = x.shape[0]
         return call(x, w, *rest)
 
-    def on_feed_forward(self, step: ObservedStep, call: Call, x: NDArray, w: LayerWeights, *rest: Any) -> Any:
+    def on_feed_forward(self, step: ObservedStep, call: Call, x: Floats, w: LayerWeights, *rest: Any) -> Any:
         self.keep(f"{w.name}.hook_resid_mid", x)
         self.tokens = x.shape[0]
         y = call(x, w, *rest)
         self.keep(step.name, y)
         return y
 
-    def on_rms_norm(self, step: ObservedStep, call: Call, x: NDArray, norm: Norm) -> Any:
+    def on_rms_norm(self, step: ObservedStep, call: Call, x: Floats, norm: Norm) -> Any:
         if norm.name == "ln_final":
             self.tokens = x.shape[0]
         self.current = f"{norm.name}.hook_scale"
@@ -141,7 +141,7 @@ class Recorder:
         self.keep(step.name, self.by_token(y))
         return y
 
-    def by_token(self, array: NDArray) -> NDArray:
+    def by_token(self, array: Array) -> Array:
         """A row for each token, of a norm over each head too."""
         return array if array.shape[0] == self.tokens else array.reshape(self.tokens, -1)
 
@@ -151,8 +151,8 @@ class Recorder:
         self.keep(step.name.removesuffix("q") + "k", k)
         return q, k
 
-    def on_linears(self, step: ObservedStep, call: Call, x: NDArray, ws: Sequence[LinearWeight]) -> Any:
-        outputs: list[NDArray] = []
+    def on_linears(self, step: ObservedStep, call: Call, x: Floats, ws: Sequence[LinearWeight]) -> Any:
+        outputs: list[Floats] = []
         for w in ws:  # one at a time, so that each quantisation is recorded under its linear; the values are the same
             name = step.name if len(ws) == 1 else f"{w.name}.hook_out"
             (y,) = call(x, (w,))
@@ -161,14 +161,14 @@ class Recorder:
         self.keep_heads(ws, outputs)
         return tuple(outputs)
 
-    def keep_output(self, name: str, y: NDArray) -> None:
+    def keep_output(self, name: str, y: Array) -> None:
         """A linear's output; of a head with a soft cap also what it gives."""
         if name == LOGITS and self.cfg.logit_softcap is not None:
             self.keep("lm_head.hook_uncapped", y)
             y = layers.softcap(self.be.to_host(y), self.cfg.logit_softcap)
         self.keep(name, y)
 
-    def keep_heads(self, ws: Sequence[LinearWeight], outputs: list[NDArray]) -> None:
+    def keep_heads(self, ws: Sequence[LinearWeight], outputs: list[Array]) -> None:
         """q and k of attention, cut into heads."""
         if not ws[-1].name.endswith(".v_proj"):  # of a block without keys the last one is another
             return
@@ -176,34 +176,32 @@ class Recorder:
             block = w.name.rpartition(".")[0]
             self.keep(f"{block}.hook_{letter}", y.reshape(y.shape[0], -1, self.cfg.head_dim))
 
-    def on_ternary_matmul(self, step: ObservedStep, call: Call, x_q: NDArray, w: TernaryLinear) -> Any:
+    def on_ternary_matmul(self, step: ObservedStep, call: Call, x_q: Array, w: TernaryLinear) -> Any:
         acc = call(x_q, w)
         self.keep(sibling(step.name, "hook_x_int8"), x_q)
         return acc
 
     def on_dequantize(
-        self, step: ObservedStep, call: Call, acc: NDArray, w: TernaryLinear, x_quant_scale: NDArray
+        self, step: ObservedStep, call: Call, acc: Floats, w: TernaryLinear, x_quant_scale: Floats
     ) -> Any:
         self.keep(sibling(step.name, "hook_x_scale"), x_quant_scale)
         self.keep(sibling(step.name, "hook_acc_int32"), acc)
         return call(acc, w, x_quant_scale)
 
-    def on_gated(self, step: ObservedStep, call: Call, gate: NDArray, up: NDArray, activation: str) -> Any:
+    def on_gated(self, step: ObservedStep, call: Call, gate: Floats, up: Floats, activation: str) -> Any:
         self.keep(sibling(step.name, "hook_pre"), gate)
         self.keep(sibling(step.name, "hook_pre_linear"), up)
         y = call(gate, up, activation)
         self.keep(step.name, y)
         return y
 
-    def on_add(self, step: ObservedStep, call: Call, x: NDArray, y: NDArray) -> Any:
+    def on_add(self, step: ObservedStep, call: Call, x: Array, y: Array) -> Any:
         if y.ndim == 2 and not step.name.endswith(".hook_out"):  # neither a bias nor an adapter's term
             half = "attn" if step.name.endswith("hook_resid_mid") else "mlp"
             self.keep(sibling(step.name, f"hook_{half}_out"), y)
         return call(x, y)
 
-    def on_compute(
-        self, step: ObservedStep, call: Call, name: str, function: Callable[..., NDArray], *args: Any
-    ) -> Any:
+    def on_compute(self, step: ObservedStep, call: Call, name: str, function: Callable[..., Floats], *args: Any) -> Any:
         """An op of one family or kind of weight, and what that wants recorded beside it."""
         if function in self.also_recorded:
             self.keep_beside(step, function, args)
@@ -212,7 +210,7 @@ class Recorder:
             self.keep(step.name, y)
         return y
 
-    def keep_beside(self, step: ObservedStep, function: Callable[..., NDArray], args: Sequence[Any]) -> None:
+    def keep_beside(self, step: ObservedStep, function: Callable[..., Array], args: Sequence[Any]) -> None:
         """What an op of a family wants recorded beside its result."""
         hook, further = self.also_recorded[function]
         if self.wants(sibling(step.name, hook)):
@@ -224,7 +222,7 @@ class Recorder:
         self,
         step: ObservedStep,
         call: Call,
-        q: NDArray,
+        q: Floats,
         cache: KVCache,
         batch: TokenBatch,
         layer: int,
@@ -240,7 +238,7 @@ class Recorder:
         return z
 
     def keep_pattern(
-        self, attn: str, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None
+        self, attn: str, q: Floats, cache: KVCache, batch: TokenBatch, layer: int, window: int | None
     ) -> None:
         """Scores and pattern, computed by the reference: a fused attention never holds them as a whole."""
         scores_all = np.full((q.shape[1], len(batch), int(batch.positions.max()) + 1), -np.inf, dtype=q.dtype)
@@ -262,7 +260,7 @@ def sibling(name: str, hook: str) -> str:
 class FiniteCheck(Recorder):
     """Keeps nothing; raises NumericsError at the first tensor that is not finite."""
 
-    def keep(self, name: str, array: NDArray) -> None:
+    def keep(self, name: str, array: Array) -> None:
         values = np.asarray(self.be.to_host(array))
         is_masked = name.endswith("hook_attn_scores")  # its -inf are the causal mask
         bad = np.isnan(values) | np.isposinf(values) if is_masked else ~np.isfinite(values)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..errors import BackendUnavailable, NumericsError, OutOfMemory
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
-from ..reference.layers import softcap
+from ..reference.layers import Array, Floats, softcap
 from ..reference.weights import ModelWeights
 from .backend import Backend, GreedyRun, HeadNeed, HeadRows, Ids
 from .observe import observe
@@ -32,8 +32,8 @@ class TokenLogits:
         self,
         rows: HeadRows,
         vocab_size: int,
-        head: Callable[[NDArray], NDArray],
-        hidden: NDArray | None = None,
+        head: Callable[[Floats], Floats],
+        hidden: Floats | None = None,
         computed: int | None = None,
     ) -> None:
         """head: the whole head, hidden states (n, D) -> logits (n, V).  hidden (D,): needed unless rows are all.
@@ -50,12 +50,13 @@ class TokenLogits:
         """Whether `values` holds all logits, in the order of ids."""
         return len(self.ids) == self.vocab_size
 
-    def all(self) -> NDArray:
+    def all(self) -> Floats:
         """Every logit, computed now if it was not asked for.   -> (V,)"""
         if self.complete:
             return self.values
         assert self.hidden is not None
-        return self.head(self.hidden[None])[0]
+        row: Floats = self.head(self.hidden[None])[0]
+        return row
 
     def rest(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Lower and upper bounds of the logits that are not in `values`.   -> (V - n,) both"""
@@ -72,7 +73,7 @@ class Logits:
     tokens: list[TokenLogits]
     vocab_size: int
 
-    def all(self) -> NDArray:
+    def all(self) -> Floats:
         """Every logit of every wanted token.   -> (wanted, V)"""
         if not self.tokens:
             return np.empty((0, self.vocab_size), dtype=np.float32)
@@ -128,10 +129,10 @@ def run(
     return Logits(tokens, vocab_size)
 
 
-def whole_head(be: Backend, w: ModelWeights, cfg: ModelConfig) -> Callable[[NDArray], NDArray]:
+def whole_head(be: Backend, w: ModelWeights, cfg: ModelConfig) -> Callable[[Floats], Floats]:
     """The head as a function of NumPy arrays, hidden states (n, D) -> logits (n, V)."""
 
-    def head(x: NDArray) -> NDArray:
+    def head(x: Floats) -> Floats:
         with be.running():
             logits = be.to_host(be.lm_head(be.from_host(x), w.lm_head))
         return logits if cfg.logit_softcap is None else softcap(logits, cfg.logit_softcap)
@@ -156,14 +157,14 @@ def run_greedy(
         return iter(())
     head, size = whole_head(be, w, cfg), cfg.vocab_size
 
-    def largest(ids: NDArray, values: NDArray, states: NDArray) -> list[TokenLogits]:
+    def largest(ids: NDArray[np.int64], values: Floats, states: Floats) -> list[TokenLogits]:
         rows = [HeadRows(ids[i : i + 1], values[i : i + 1]) for i in range(len(ids))]
         return [TokenLogits(row, size, head, state, size) for row, state in zip(rows, states, strict=True)]
 
     return map(largest, *computed)
 
 
-def head_rows(be: Backend, x: NDArray, w: ModelWeights, top: Sequence[tuple[int | None, Ids] | None]) -> list[HeadRows]:
+def head_rows(be: Backend, x: Floats, w: ModelWeights, top: Sequence[tuple[int | None, Ids] | None]) -> list[HeadRows]:
     """The logits that each row of x (wanted, D) needs: none where `top` has None."""
     asked = [row for row, need in enumerate(top) if need is not None]
     needs = [HeadNeed(*need) for need in top if need is not None]
@@ -175,7 +176,7 @@ def head_rows(be: Backend, x: NDArray, w: ModelWeights, top: Sequence[tuple[int 
 
 def run_hidden(
     be: Backend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, path: str | None = None
-) -> NDArray:
+) -> Floats:
     """One pass without the head: the final hidden states (wanted, D). Raises what `run` raises."""
     check_path(be, path)
     with np.errstate(all="ignore"), be.running():
@@ -201,7 +202,7 @@ def cap_rows(rows: HeadRows, cap: float) -> HeadRows:
     return HeadRows(rows.ids, softcap(rows.values, cap), bounds)
 
 
-def all_finite(arrays: Sequence[NDArray]) -> bool:
+def all_finite(arrays: Sequence[Array]) -> bool:
     """Whether no array holds NaN or Inf. Arrays that are rows of one matrix are checked as that matrix, and other small
     ones together."""
     if len(arrays) == 1:

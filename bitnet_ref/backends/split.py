@@ -18,12 +18,12 @@ from typing import Self
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import ShapeError
 from ..families import family_of
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
+from ..reference.layers import Array, Floats
 from ..reference.model import decoder_layers, head_input, rope_tables_of
 from ..reference.weights import DenseWeight, LinearWeight, ModelWeights
 from .backend import Backend, HeadNeed, HeadRows
@@ -77,15 +77,15 @@ class SplitKVCache(PagedKVCache):
     def has_states(self) -> bool:
         return any(part.has_states for part in self.parts)
 
-    def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
+    def append(self, layer: int, batch: TokenBatch, k: Floats, v: Floats) -> None:
         part, local = self._place_of_layer[layer]
         part.append(local, batch, k, v)
 
-    def stored(self, layer: int, batch: TokenBatch) -> tuple[NDArray, NDArray]:
+    def stored(self, layer: int, batch: TokenBatch) -> tuple[Floats, Floats]:
         part, local = self._place_of_layer[layer]
         return part.stored(local, batch)
 
-    def visible(self, layer: int, slot: int, position: int, window: int | None) -> tuple[NDArray, NDArray]:
+    def visible(self, layer: int, slot: int, position: int, window: int | None) -> tuple[Floats, Floats]:
         part, local = self._place_of_layer[layer]
         return part.visible(local, slot, position, window)
 
@@ -178,7 +178,7 @@ class SplitBackend(Backend):
 
     def hidden(
         self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, path: str | None = None
-    ) -> NDArray:
+    ) -> Floats:
         if path == "ops" and self.fuses:
             return self.op_by_op().hidden(w, cfg, batch, cache)
         assert isinstance(cache, SplitKVCache)
@@ -198,19 +198,19 @@ class SplitBackend(Backend):
             x = be.to_host(x)
         raise AssertionError("a split backend has parts")
 
-    def lm_head(self, x: NDArray, w: LinearWeight) -> NDArray:
+    def lm_head(self, x: Floats, w: LinearWeight) -> Floats:
         return self._last.lm_head(x, w)
 
-    def draw(self, logits: NDArray, temperature: float, uniform: float) -> int | None:
+    def draw(self, logits: Floats, temperature: float, uniform: float) -> int | None:
         return self._last.draw(logits, temperature, uniform)
 
-    def head_rows(self, x: NDArray, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadRows]:
+    def head_rows(self, x: Floats, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadRows]:
         return self._last.head_rows(x, w, needs)
 
-    def from_host(self, array: NDArray) -> NDArray:
+    def from_host(self, array: Array) -> Array:
         return self._last.from_host(array)
 
-    def to_host(self, array: NDArray) -> NDArray:
+    def to_host(self, array: Array) -> Array:
         """An array of the part that computes now; after a pass, of the last part."""
         return self.parts[self._computing[0]].backend.to_host(array)
 

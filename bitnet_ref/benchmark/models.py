@@ -292,7 +292,8 @@ def measure_model(
 
 def random_prompt(model: Model, tokens: int) -> list[int]:
     """Token ids, the same for every model of that vocabulary."""
-    return np.random.default_rng(1).integers(0, model.config.vocab_size, tokens).tolist()
+    ids: list[int] = np.random.default_rng(1).integers(0, model.config.vocab_size, tokens).tolist()
+    return ids
 
 
 def prefill(model: Model, prompt: list[int], cache: KVCache) -> TokenLogits:

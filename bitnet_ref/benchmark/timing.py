@@ -99,7 +99,8 @@ class Timing(Record):
 
     def per_s(self, amount: float, statistic: Statistic = "best_s") -> float:
         """How much per second, when one call processes `amount`."""
-        return amount / getattr(self, statistic)
+        seconds: float = getattr(self, statistic)
+        return amount / seconds
 
     def giga_per_s(self, amount: float, statistic: Statistic = "best_s") -> float:
         return self.per_s(amount, statistic) / 1e9

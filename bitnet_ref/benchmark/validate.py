@@ -16,6 +16,7 @@ from ..errors import NumericsError
 from ..families import family_of
 from ..reference.cache import TokenBatch
 from ..reference.config import ModelConfig
+from ..reference.layers import Array, Floats
 from ..reference.weights import LinearWeight, TernaryWeight
 from .timing import Record
 
@@ -113,7 +114,7 @@ def check_model(model: Model, tokens: Sequence[int]) -> Check:
     batch = TokenBatch.of([(0, 0, tokens[:CHECKED_TOKENS])])
     subject = Model(first, weights, model.backend)
 
-    def logits(of: Model) -> NDArray:
+    def logits(of: Model) -> Floats:
         return of.run(batch, of.new_cache(1, len(batch))).all()
 
     exact = logits(Model(first, plain, Backend("float64", threads=1)))
@@ -126,7 +127,7 @@ def check_model(model: Model, tokens: Sequence[int]) -> Check:
     return check + check_top(subject, batch, subjects) + Check(logits_error=error, logits_allowed=allowed)
 
 
-def check_top(model: Model, batch: TokenBatch, all_logits: NDArray) -> Check:
+def check_top(model: Model, batch: TokenBatch, all_logits: Floats) -> Check:
     """The most likely token of each position as greedy generation finds it, and its logit, against all logits."""
     logits = model.run(batch, model.new_cache(1, len(batch)), [(1, ())] * len(batch))
     top = np.array([(each.ids[i := each.values.argmax()], each.values[i]) for each in logits.tokens])
@@ -134,7 +135,7 @@ def check_top(model: Model, batch: TokenBatch, all_logits: NDArray) -> Check:
     return Check(floats=top.size, unequal_floats=count_unequal(top, expected.astype(top.dtype)))
 
 
-def count_unequal(got: NDArray, expected: NDArray) -> int:
+def count_unequal(got: Array, expected: Array) -> int:
     """How many values differ: all of them when the shape or dtype differs."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return expected.size

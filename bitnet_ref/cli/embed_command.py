@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..errors import ConfigError
 from ..formats.open import shipped_models
 from ..generation.embed import PRECISIONS, instruction_prompt, published_prompts, quantize_embeddings
+from ..reference.layers import Array
 from ..system.atomic import atomic_path
 from .generation_options import (
     INPUT_FILE,
@@ -119,7 +120,7 @@ def prompt_of(model: Model, name: str) -> str:
     return prompts[name]
 
 
-def save(path: Path, rows: list[str], numbers: NDArray) -> None:
+def save(path: Path, rows: list[str], numbers: Array) -> None:
     data = io.BytesIO()
     if path.suffix == ".npy":
         np.save(data, numbers)

@@ -34,7 +34,7 @@ MAX_TEXT_BYTES = 64 << 20  # of @FILE
 INPUT_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 
 
-def section(title: str) -> Callable[..., Any]:
+def section(title: str) -> Callable[..., Callable[[AnyFunction], AnyFunction]]:
     return partial(click.option, cls=SectionOption, section=title)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..errors import ShapeError
+from ..reference.layers import Array, Floats
 from ..reference.weights import DenseWeight, LinearWeight, ModelWeights
 from .family import WeightKind
 
@@ -160,14 +161,14 @@ class BlockWeight(DenseWeight):
         return np.dtype(np.float32)
 
     @property
-    def array(self) -> NDArray:
+    def array(self) -> Floats:
         """The matrix as floats, made at each use.   -> (N, K)"""
         return widen_blocks(self.stored, self.block_type)
 
-    def widen(self, stored: NDArray) -> NDArray:
+    def widen(self, stored: Array) -> Array:
         return widen_blocks(stored, self.block_type)
 
-    def rows(self, index: Any, dtype: DTypeLike) -> NDArray:
+    def rows(self, index: Any, dtype: DTypeLike) -> Floats:
         return widen_blocks(self.stored[index], self.block_type).astype(dtype, copy=False)
 
 

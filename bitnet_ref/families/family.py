@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from ..errors import ConfigError, require
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
-from ..reference.layers import ACTIVATIONS
+from ..reference.layers import ACTIVATIONS, Array, Floats
 from ..reference.quantization import CODES_PER_BYTE
 from ..reference.weights import LayerWeights, LinearWeight, ModelWeights
 
 # function of an op -> (hook, function of the same arguments)
-AlsoRecorded = Mapping[Callable[..., NDArray], tuple[str, Callable[..., NDArray | None]]]
+AlsoRecorded = Mapping[Callable[..., Array], tuple[str, Callable[..., Array | None]]]
 Config = TypeVar("Config", bound=ModelConfig)
 NORM, LINEAR = "norm module", "linear module"  # kinds of steps that stand for several tensors
 
@@ -47,7 +47,7 @@ class TraceStep(NamedTuple):
     inputs: tuple[str, ...]
     kind: str
     shape: str = ""
-    compute: Callable[..., NDArray] | None = None
+    compute: Callable[..., Floats] | None = None
     noun: str = ""
     source: tuple[Callable[..., Any], str] | None = None
 
@@ -80,7 +80,7 @@ def change_steps(steps: Iterable[TraceStep], **changes: Any) -> Callable[..., li
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
-Edit = Callable[..., NDArray]  # (step, compute, *inputs) -> the step's tensor; compute(*inputs) is the right one
+Edit = Callable[..., Array]  # (step, compute, *inputs) -> the step's tensor; compute(*inputs) is the right one
 
 
 @dataclass(frozen=True)
@@ -120,34 +120,34 @@ class Hypothesis:
         return setting.with_edits(edits) if edits else None
 
 
-def heads_apart(x: NDArray, step: Any) -> NDArray:
+def heads_apart(x: Floats, step: Any) -> Floats:
     """The rows of a norm over heads, (N*H, C), as (N, H, C); any other array as it is."""
     n = len(step.setting.tokens)
     return x.reshape(n, -1, x.shape[1]) if x.ndim == 2 and len(x) > n and len(x) % n == 0 else x
 
 
-def like(x: Any, right: NDArray) -> NDArray:
+def like(x: Any, right: Array) -> Array:
     """x in the dtype of the right tensor, or in float32 if x has fractions and the right tensor has integers."""
-    x = np.asarray(x)
-    if right.dtype.kind == "i" and x.dtype.kind == "f" and not (x == np.rint(x)).all():
-        return x.astype(np.float32)
-    return x.astype(right.dtype)
+    array: Array = np.asarray(x)
+    if right.dtype.kind == "i" and array.dtype.kind == "f" and not (array == np.rint(array)).all():
+        return array.astype(np.float32)
+    return array.astype(right.dtype)
 
 
 def instead(formula: Callable[..., Any]) -> Edit:
     """formula(*inputs) in place of the step's own formula."""
 
-    def edit(step: Any, compute: Edit, *inputs: Any) -> NDArray:
+    def edit(step: Any, compute: Edit, *inputs: Any) -> Array:
         right = compute(*inputs)
         return like(np.broadcast_to(np.asarray(formula(*inputs)), right.shape), right)
 
     return edit
 
 
-def after(change: Callable[[NDArray], NDArray]) -> Edit:
+def after(change: Callable[[Floats], Floats]) -> Edit:
     """The step's result, changed."""
 
-    def edit(step: Any, compute: Edit, *inputs: Any) -> NDArray:
+    def edit(step: Any, compute: Edit, *inputs: Any) -> Array:
         right = compute(*inputs)
         return like(np.asarray(change(heads_apart(right, step))).reshape(right.shape), right)
 
@@ -157,7 +157,7 @@ def after(change: Callable[[NDArray], NDArray]) -> Edit:
 def before(index: int, change: Callable[[Any], Any]) -> Edit:
     """The step with one of its inputs changed."""
 
-    def edit(step: Any, compute: Edit, *inputs: Any) -> NDArray:
+    def edit(step: Any, compute: Edit, *inputs: Any) -> Array:
         x = inputs[index]
         apart = heads_apart(x, step) if isinstance(x, np.ndarray) else x
         changed = change(apart) if apart is x else change(apart).reshape(x.shape)
@@ -166,7 +166,7 @@ def before(index: int, change: Callable[[Any], Any]) -> Edit:
     return edit
 
 
-def leave_out(step: Any, compute: Edit, x: NDArray, *rest: Any) -> NDArray:
+def leave_out(step: Any, compute: Edit, x: Array, *rest: Any) -> Array:
     """An edit: the step's first input as its result."""
     return x
 
@@ -181,7 +181,7 @@ def own_rope(step: Any) -> RopeConfig:
 def turned_by(rope_of: Callable[[Any], RopeConfig] = own_rope, first: int = 0) -> Edit:
     """RoPE with the tables of rope_of(step), for positions that begin with `first`."""
 
-    def edit(step: Any, compute: Edit, x: NDArray, *tables: NDArray) -> NDArray:
+    def edit(step: Any, compute: Edit, x: Array, *tables: Array) -> Array:
         positions, size = np.arange(len(x)) + first, step.setting.config.rotary_size
         return compute(x, *rope_of(step).tables(positions, size, np.float32))
 
@@ -240,12 +240,12 @@ class LinearPlace(NamedTuple):
     parts: tuple[str, ...] = ()  # modules that have equal numbers of its rows, in order; (): `module` has all
     stacked: int = 1  # the tensor is so many matrices, one above another
 
-    def take(self, stored: NDArray) -> NDArray:
+    def take(self, stored: Array) -> Array:
         """The linear, out of the tensor.   (height, K) -> (N, K)"""
         w = stored if self.rows is None else stored[self.rows]
         return w if self.columns is None else np.ascontiguousarray(w[:, self.columns])
 
-    def take_groups(self, packed: NDArray[np.uint8], scales: NDArray) -> tuple[NDArray[np.uint8], NDArray] | None:
+    def take_groups(self, packed: NDArray[np.uint8], scales: Floats) -> tuple[NDArray[np.uint8], Floats] | None:
         """The same of a packed tensor and its scales, each of a block; None where columns are no whole blocks."""
         if self.rows is not None:
             packed, scales = packed[self.rows], scales[self.rows]
@@ -267,10 +267,10 @@ class ArrayForm(NamedTuple):
 
     hf: str
     gguf: str
-    from_hf: Callable[[Any, int, NDArray], NDArray]
-    to_hf: Callable[[Any, int, NDArray], NDArray]
-    from_gguf: Callable[[Any, int, NDArray], NDArray]
-    to_gguf: Callable[[Any, int, NDArray], NDArray]
+    from_hf: Callable[[Any, int, Array], Array]
+    to_hf: Callable[[Any, int, Array], Array]
+    from_gguf: Callable[[Any, int, Array], Array]
+    to_gguf: Callable[[Any, int, Array], Array]
     hf_shape: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple  # of the tensor, from ours
 
 
@@ -286,7 +286,7 @@ class NativeForm(NamedTuple):
     """
 
     mark: str
-    arrays: Callable[[Any], Mapping[str, NDArray]]
+    arrays: Callable[[Any], Mapping[str, Array]]
     read: Callable[[Any, str, tuple[int, int], NDArray[np.float32] | None], LinearWeight]
 
 
@@ -305,7 +305,7 @@ class WeightKind:
     name: str
     words: str
     classes: tuple[type, ...]
-    details: Callable[[Any, Any], Mapping[str, NDArray]] = lambda weight, other: dict(weight.contents(""))
+    details: Callable[[Any, Any], Mapping[str, Array]] = lambda weight, other: dict(weight.contents(""))
     native: NativeForm | None = None
     also_recorded: AlsoRecorded = field(default_factory=dict)
     other_forms: Mapping[str, Callable[[ModelWeights], ModelWeights | None]] = field(default_factory=dict)
@@ -508,7 +508,7 @@ class Family:
     new_states: Callable[[Any, int, np.dtype], States | None] = lambda config, slots, dtype: None
     state_size: Callable[[Any, int], int] = lambda config, layer: 0
     also_recorded: AlsoRecorded = field(default_factory=dict)
-    from_recorded: Mapping[Callable[..., NDArray], Callable[..., NDArray]] = field(default_factory=dict)
+    from_recorded: Mapping[Callable[..., Array], Callable[..., Array]] = field(default_factory=dict)
     names: Mapping[str, PartNames] = field(default_factory=dict)
     place: Callable[[Any, int, str, str], LinearPlace | None] = lambda config, layer, linear, style: None
     hf: HfForm | None = None

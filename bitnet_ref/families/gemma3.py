@@ -9,12 +9,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import ConfigError, require_number
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, RopeConfig, added
-from ..reference.layers import ACTIVATIONS, Activation
+from ..reference.layers import ACTIVATIONS, Activation, Floats
 from ..reference.model import RopeTables, attention_result, feed_forward_result, split_heads
 from ..reference.ops import Ops
 from ..reference.weights import Norm
@@ -50,13 +49,13 @@ from .rope import rope_json
 _SLOPE = math.sqrt(2.0 / math.pi)
 
 
-def gelu_tanh(x: NDArray) -> NDArray:
+def gelu_tanh(x: Floats) -> Floats:
     """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the approximation of GELU that Gemma computes."""
     wide = x.astype(np.float64)
     return (0.5 * wide * (1.0 + np.tanh(_SLOPE * (wide + 0.044715 * wide**3)))).astype(x.dtype)
 
 
-def gelu_tanh_backward(dy: NDArray, gate: NDArray, up: NDArray) -> tuple[NDArray, NDArray]:
+def gelu_tanh_backward(dy: Floats, gate: Floats, up: Floats) -> tuple[Floats, Floats]:
     """act = x (1 + t) / 2 with t = tanh(u(x)), act' = (1 + t + x (1 - t^2) u'(x)) / 2."""
     t = np.tanh(_SLOPE * (gate + 0.044715 * gate**3))
     slope = (1 + t) + gate * (1 - t * t) * _SLOPE * (1 + 3 * 0.044715 * gate**2)
@@ -94,14 +93,14 @@ class Gemma3Config(ModelConfig):
 
 def attention_block(
     be: Ops,
-    x: NDArray,
+    x: Floats,
     w: Gemma3Layer,
     cfg: Gemma3Config,
     rope: RopeTables,
     batch: TokenBatch,
     cache: KVCache,
     layer: int,
-) -> NDArray:
+) -> Floats:
     """(N, D) -> (N, D), residual included"""
     h = be.rms_norm(x, w.attn_norm)  # (N, D)
     q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
@@ -115,7 +114,7 @@ def attention_block(
     return be.add(x, be.rms_norm(attention_result(be, z, w), w.attn_post_norm))  # (N, D)
 
 
-def feed_forward(be: Ops, x: NDArray, w: Gemma3Layer, cfg: ModelConfig) -> NDArray:
+def feed_forward(be: Ops, x: Floats, w: Gemma3Layer, cfg: ModelConfig) -> Floats:
     """(N, D) -> (N, D), residual included"""
     return be.add(x, be.rms_norm(feed_forward_result(be, x, w, cfg), w.ffn_post_norm))
 
@@ -130,7 +129,7 @@ class Gemma3Layer(Qwen3Layer):
     trace_names: ClassVar = {**HEAD_NORM_NAMES, "attn_post_norm": "ln1_post", "ffn_post_norm": "ln2_post"}
 
 
-def _scaled_q(be: Ops, w: Gemma3Layer, cfg: Gemma3Config, q: NDArray) -> NDArray:
+def _scaled_q(be: Ops, w: Gemma3Layer, cfg: Gemma3Config, q: Floats) -> Floats:
     return be.scale(q, cfg.query_scale, f"{w.name}.attn.hook_scaled_q")
 
 
@@ -281,20 +280,21 @@ HF = HfForm(
 POST_NORMS = "*_post.hook_scale *_post.hook_normalized"
 
 
-def _of_the_sum(step: Any, compute: Edit, x: NDArray, *rest: Any) -> NDArray:
+def _of_the_sum(step: Any, compute: Edit, x: Floats, *rest: Any) -> Floats:
     """An edit of a post-norm and of the sum after it: norm(x + y) for x + norm(y)."""
+    seen: dict[str, Floats] = step.seen
     hook = step.name.rpartition(".")[2]
     half = "attn" if "ln1_post" in step.name or hook in ("hook_attn_out", "hook_resid_mid") else "mlp"
     norm, result = ("ln1_post", "attn.o_proj.hook_out") if half == "attn" else ("ln2_post", "mlp.down_proj.hook_out")
     block = f"blocks.{step.layer}"
     if hook == f"hook_{half}_out":
-        return step.seen[f"{block}.{result}"]
+        return seen[f"{block}.{result}"]
     if hook.startswith("hook_resid"):
-        return step.seen[f"{block}.{norm}.hook_normalized"]
+        return seen[f"{block}.{norm}.hook_normalized"]
     stream = f"{block}.hook_resid_mid" if half == "mlp" else f"blocks.{step.layer - 1}.hook_resid_post"
-    if stream not in step.seen:  # of the first block
-        stream = "hook_embed_scaled" if "hook_embed_scaled" in step.seen else "hook_embed"
-    return compute(step.seen[stream] + x, *rest)
+    if stream not in seen:  # of the first block
+        stream = "hook_embed_scaled" if "hook_embed_scaled" in seen else "hook_embed"
+    return compute(seen[stream] + x, *rest)
 
 
 def _has_two_ropes(step: Any) -> bool:

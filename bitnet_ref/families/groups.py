@@ -21,6 +21,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..errors import ShapeError
 from ..reference import layers
+from ..reference.layers import Array, Floats, Ints
 from ..reference.ops import Ops, require
 from ..reference.quantization import CODES_PER_BYTE, pack_ternary, unpack_ternary
 from ..reference.weights import DenseWeight, LinearWeight, ModelWeights, Shared, TernaryWeight
@@ -64,13 +65,13 @@ class GroupTernaryLinear(LinearWeight):
         return self.group, id(self.rotation)
 
     @abstractmethod
-    def packed_rows(self, index: Any) -> tuple[NDArray[np.uint8], NDArray]:
+    def packed_rows(self, index: Any) -> tuple[NDArray[np.uint8], Floats]:
         """Some rows as the reference takes them: packed (n, ceil(K/4)) and scales (n, ceil(K/group))."""
 
-    def product(self, be: Ops, x: NDArray, shared: Shared) -> NDArray:
+    def product(self, be: Ops, x: Floats, shared: Shared) -> Floats:
         return be.compute(f"{self.name}.hook_out", group_linear, x, self)
 
-    def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
+    def contents(self, name: str) -> Iterator[tuple[str, Array]]:
         w = self.plain()
         yield name, w.packed
         yield f"{name}.scales {w.group}", w.scales
@@ -79,13 +80,13 @@ class GroupTernaryLinear(LinearWeight):
         packed, scales = self.packed_rows(slice(None))
         return GroupTernaryWeight(packed, self.in_features, scales, self.group, self.bias, self.rotation, self.name)
 
-    def rows(self, index: Any, dtype: DTypeLike) -> NDArray:
+    def rows(self, index: Any, dtype: DTypeLike) -> Floats:
         """Some rows of the matrix as floats, exactly what a dense file holds unless it is rotated.   -> (n, K)"""
         if self.rotation is None:
             return self._stored(index, dtype)
         return self.rotation.turn_back(self._stored(index, np.float64)).astype(dtype)
 
-    def _stored(self, index: Any, dtype: DTypeLike) -> NDArray:
+    def _stored(self, index: Any, dtype: DTypeLike) -> Floats:
         packed, scales = self.packed_rows(index)
         return expand_groups(packed, self.in_features, scales, self.group, dtype)
 
@@ -96,7 +97,7 @@ class GroupTernaryLinear(LinearWeight):
         return self.rotation.fold(self)
 
     @property
-    def array(self) -> NDArray:
+    def array(self) -> Floats:
         """The stored matrix as floats, made at each use: -s, 0 and +s, in the dtype of the scales.   -> (N, K)"""
         return self._stored(slice(None), self.dtype)
 
@@ -107,7 +108,7 @@ class GroupTernaryWeight(GroupTernaryLinear):
 
     packed: NDArray[np.uint8]  # (N, ceil(K/4))
     in_features: int  # K
-    scales: NDArray  # (N, ceil(K/group)) in the dtype of the matrix that was packed
+    scales: Floats  # (N, ceil(K/group)) in the dtype of the matrix that was packed
     group: int
     bias: NDArray[np.float32] | None = None  # (N,)
     rotation: Rotation | None = None
@@ -133,7 +134,7 @@ class GroupTernaryWeight(GroupTernaryLinear):
     def dtype(self) -> np.dtype:
         return self.scales.dtype
 
-    def packed_rows(self, index: Any) -> tuple[NDArray[np.uint8], NDArray]:
+    def packed_rows(self, index: Any) -> tuple[NDArray[np.uint8], Floats]:
         return self.packed[index], self.scales[index]
 
     def plain(self) -> GroupTernaryWeight:
@@ -156,7 +157,7 @@ class GroupLayout(GroupTernaryLinear):
         return cls(in_features=w.in_features, group=w.group, bias=w.bias, rotation=w.rotation, name=w.name, **arrays)
 
 
-def group_linear(x: NDArray, w: GroupTernaryLinear) -> NDArray:
+def group_linear(x: Floats, w: GroupTernaryLinear) -> Floats:
     """The product of a linear that is ternary by groups, without its bias.   x (N, K) -> (N, out)"""
     require("group_matmul", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
     w = w.plain()
@@ -164,19 +165,18 @@ def group_linear(x: NDArray, w: GroupTernaryLinear) -> NDArray:
     return group_matmul(turned, w.packed, w.in_features, w.scales, w.group).astype(x.dtype)
 
 
-def expand_groups(
-    packed: NDArray[np.uint8], in_features: int, scales: NDArray, group: int, dtype: DTypeLike
-) -> NDArray:
+def expand_groups(packed: NDArray[np.uint8], in_features: int, scales: Floats, group: int, dtype: DTypeLike) -> Floats:
     """The matrix itself: packed (N, ceil(K/4)), scales (N, ceil(K/group)) -> w (N, K) of `dtype`"""
-    w = unpack_ternary(packed, in_features).astype(dtype)
+    w: Floats = unpack_ternary(packed, in_features).astype(dtype)
     if in_features % group:  # the last group is smaller
-        return w * np.repeat(scales.astype(dtype), group, axis=1)[:, :in_features]
+        w *= np.repeat(scales.astype(dtype), group, axis=1)[:, :in_features]
+        return w
     by_group = w.reshape(*scales.shape, group)
     by_group *= scales.astype(dtype)[:, :, None]
     return w
 
 
-def group_matmul(x: NDArray, packed: NDArray[np.uint8], in_features: int, scales: NDArray, group: int) -> NDArray:
+def group_matmul(x: Floats, packed: NDArray[np.uint8], in_features: int, scales: Floats, group: int) -> Floats:
     """y = x W^T, one token at a time, summed in float64.   x (M, K) -> (M, N) in x's dtype"""
     wide, y = x.astype(np.float64), np.empty((len(x), len(packed)), dtype=x.dtype)
     rows = max(1, _BLOCK_VALUES // in_features)
@@ -188,7 +188,7 @@ def group_matmul(x: NDArray, packed: NDArray[np.uint8], in_features: int, scales
     return y
 
 
-def _turned(x: NDArray, w: GroupTernaryLinear) -> NDArray | None:
+def _turned(x: Floats, w: GroupTernaryLinear) -> Floats | None:
     return None if w.rotation is None else w.rotation.turn(x).astype(x.dtype)
 
 
@@ -207,7 +207,7 @@ def fold_rotations(w: ModelWeights) -> ModelWeights | None:
 # -- finding the groups of a dense matrix ------------------------------------------------------------------------------
 
 
-def split_groups(w: NDArray) -> tuple[NDArray[np.uint8], NDArray, int] | None:
+def split_groups(w: Floats) -> tuple[NDArray[np.uint8], Floats, int] | None:
     """w (N, K) that is ternary by groups -> packed, scales (N, ceil(K/group)) in w's dtype, the largest such group.
 
     None when some group of any size holds other values than -s, 0 and +s. What is packed equals w, value for value.
@@ -231,7 +231,7 @@ def split_groups(w: NDArray) -> tuple[NDArray[np.uint8], NDArray, int] | None:
     return (packed, scales, group) if scales.astype(np.float32).any() else None
 
 
-def merge_groups(scales: NDArray, group: int, in_features: int) -> tuple[NDArray, int]:
+def merge_groups(scales: Floats, group: int, in_features: int) -> tuple[Floats, int]:
     """(scales, group) of the largest groups in which the scales (N, K/group), 0 or above, are one beside 0."""
     magnitude = _magnitude(scales)
     for size in _group_sizes(in_features):
@@ -246,12 +246,12 @@ def _group_sizes(k: int) -> list[int]:
     return sorted(divisors | {size for size in (32, 64, 128, 256) if size < k}, reverse=True)
 
 
-def _magnitude(w: NDArray) -> NDArray:
+def _magnitude(w: Floats) -> Array:
     """The bits of |w| as integers, which are ordered as |w|."""
     return np.ascontiguousarray(w).view(np.dtype(f"u{w.itemsize}")) & ((1 << (8 * w.itemsize - 1)) - 1)
 
 
-def _is_grouped(magnitude: NDArray, group: int) -> bool:
+def _is_grouped(magnitude: Array, group: int) -> bool:
     """Whether each group of each row has one magnitude beside 0."""
     width = magnitude.shape[1]
     largest = np.maximum.reduceat(magnitude, np.arange(0, width, group), axis=1).repeat(group, axis=1)[:, :width]
@@ -280,14 +280,14 @@ def in_groups(w: LinearWeight, rotation: Rotation | None, float_inputs: bool) ->
     return w
 
 
-def _split_dense(w: DenseWeight) -> tuple[NDArray[np.uint8], NDArray, int] | None:
+def _split_dense(w: DenseWeight) -> tuple[NDArray[np.uint8], Floats, int] | None:
     """`split_groups`; a few rows decide for a matrix in blocks, so that most are not widened as a whole."""
     few = replace(w, stored=w.stored[:8]) if isinstance(w, BlockWeight) else None
     return None if few is not None and split_groups(few.array) is None else split_groups(w.array)
 
 
 def from_blocks(
-    packed: NDArray[np.uint8], scales: NDArray, width: int, bias: NDArray[np.float32] | None
+    packed: NDArray[np.uint8], scales: Floats, width: int, bias: NDArray[np.float32] | None
 ) -> GroupTernaryWeight:
     """A matrix (N, width) whose file has a scale for each block of a row, in the largest groups that it is of."""
     scales, group = merge_groups(scales, width // scales.shape[1], width)
@@ -296,9 +296,9 @@ def from_blocks(
 
 def split_tensor(
     weights: Mapping[str, LinearWeight],
-    stack: Callable[[Callable[[str], NDArray]], NDArray] | None,
-    floats: Callable[[], NDArray],
-) -> tuple[NDArray[np.uint8], NDArray, int] | None:
+    stack: Callable[[Callable[[str], Array]], Array] | None,
+    floats: Callable[[], Floats],
+) -> tuple[NDArray[np.uint8], Floats, int] | None:
     """`split_groups` of a tensor that stores these weights, by name. What is packed is not made dense for it.
 
     stack: (name -> an array with the rows of that weight) -> that of the tensor; None where it has other columns.
@@ -311,7 +311,7 @@ def split_tensor(
     return stack(lambda name: packed[name].packed), stack(lambda name: packed[name].scales), groups.pop()
 
 
-def _arrays(w: GroupTernaryWeight) -> dict[str, NDArray]:
+def _arrays(w: GroupTernaryWeight) -> dict[str, Array]:
     basis = {} if w.rotation is None else w.rotation.arrays()
     return {".scales": w.scales, ".group": np.array(w.group, dtype=np.int64), **basis}
 
@@ -327,7 +327,7 @@ def _read_native(file: Any, name: str, shape: tuple[int, int], bias: NDArray[np.
     return GroupTernaryWeight(file.read_plane(name, n, k), k, scales, group, bias)
 
 
-def _details(w: GroupTernaryWeight, other: GroupTernaryWeight) -> dict[str, NDArray]:
+def _details(w: GroupTernaryWeight, other: GroupTernaryWeight) -> dict[str, Array]:
     size = math.gcd(w.group, other.group)
     scales = np.repeat(w.scales, w.group // size, axis=1)[:, : -(-w.in_features // size)]
     return {"": w.packed, **_arrays(w), ".scales": scales, ".group": np.array(size)}
@@ -355,17 +355,18 @@ def _is_plain(step: Any) -> bool:
 def _with_matrix(matrix_of: Callable[[GroupTernaryWeight], NDArray[np.float32]]) -> Edit:
     """The product with another matrix (N, K), or its rows."""
 
-    def edit(step: Any, compute: Edit, *inputs: Any) -> NDArray:
+    def edit(step: Any, compute: Edit, *inputs: Any) -> Array:
         if step.name == "hook_embed":
             table, ids = inputs
-            return matrix_of(table)[ids]
+            rows: Array = matrix_of(table)[ids]
+            return rows
         x, w = inputs
         return layers.dense_matmul(x, matrix_of(w), wide=True)
 
     return edit
 
 
-def _with_scales(scales_of: Callable[[GroupTernaryWeight], NDArray]) -> Edit:
+def _with_scales(scales_of: Callable[[GroupTernaryWeight], Floats]) -> Edit:
     """The product with a scale (N, K) for each number of the matrix."""
 
     def matrix_of(w: GroupTernaryWeight) -> NDArray[np.float32]:
@@ -379,10 +380,11 @@ def _group_size(wrong: int, right: int, of_row: bool, name: str) -> Hypothesis:
     of such groups would begin."""
     place = "the row's own scales" if of_row else "rows of such groups"
 
-    def scales_of(w: GroupTernaryWeight) -> NDArray:
+    def scales_of(w: GroupTernaryWeight) -> Floats:
         row_length = w.scales.shape[1] if of_row else w.in_features // wrong
         index = np.arange(len(w.packed))[:, None] * row_length + np.arange(w.in_features) // wrong
-        return w.scales.ravel()[np.minimum(index, w.scales.size - 1)]
+        inside: Ints = np.minimum(index, w.scales.size - 1)
+        return w.scales.ravel()[inside]
 
     def fits(step: Any) -> bool:
         w = _grouped_input(step)
@@ -397,7 +399,7 @@ def _group_size(wrong: int, right: int, of_row: bool, name: str) -> Hypothesis:
     )
 
 
-def _scales_by_column(w: GroupTernaryWeight) -> NDArray:
+def _scales_by_column(w: GroupTernaryWeight) -> Floats:
     return np.repeat(w.scales.reshape(len(w.packed) // w.group, w.in_features), w.group, axis=0)
 
 
@@ -406,7 +408,7 @@ def _can_have_scales_by_column(step: Any) -> bool:
     return w is not None and _is_plain(step) and len(w.packed) % w.group == 0 and w.in_features % w.group == 0
 
 
-def _mean_of_row(w: GroupTernaryWeight) -> NDArray:
+def _mean_of_row(w: GroupTernaryWeight) -> Floats:
     return np.broadcast_to(w.scales.astype(np.float64).mean(axis=1, keepdims=True), w.shape)
 
 
@@ -439,21 +441,21 @@ def _has_groups_of_128(step: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _SignsAfter(Rotation):
-    def turn(self, x: NDArray) -> NDArray[np.float64]:
+    def turn(self, x: Floats) -> NDArray[np.float64]:
         x = x if self.order is None else x[..., self.order]
         return hadamard(x, self.block) * self.signs
 
-    def turn_back(self, z: NDArray) -> NDArray[np.float64]:
+    def turn_back(self, z: Floats) -> NDArray[np.float64]:
         x = hadamard(z * self.signs.astype(np.float64), self.block)
         return x if self.order is None else x[..., np.argsort(self.order)]
 
 
 @dataclass(frozen=True, eq=False)
 class _NoRotation(Rotation):
-    def turn(self, x: NDArray) -> NDArray[np.float64]:
+    def turn(self, x: Floats) -> NDArray[np.float64]:
         return x.astype(np.float64)
 
-    def turn_back(self, z: NDArray) -> NDArray[np.float64]:
+    def turn_back(self, z: Floats) -> NDArray[np.float64]:
         return z.astype(np.float64)
 
 
@@ -464,7 +466,7 @@ def _without_signs(signs: NDArray[np.float32], block: int, order: NDArray[np.int
 def _rotated(kind: Callable[..., Rotation]) -> Edit:
     """A step with its matrix in another basis."""
 
-    def edit(step: Any, compute: Edit, *inputs: Any) -> NDArray:
+    def edit(step: Any, compute: Edit, *inputs: Any) -> Array:
         w = _grouped_input(step)
         assert w is not None
         assert w.rotation is not None

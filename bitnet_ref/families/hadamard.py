@@ -19,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, describe, require, require_bool
+from ..reference.layers import Array, Floats
 from ..reference.weights import DenseWeight
 
 _BLOCK_VALUES = 1 << 20  # of a matrix turned at a time
 
 
-def hadamard(x: NDArray, block: int) -> NDArray[np.float64]:
+def hadamard(x: Floats, block: int) -> NDArray[np.float64]:
     """H x / sqrt(block), block by block along the last axis, H the Sylvester matrix of size `block` (a power of two).
 
     The fast transform: log2(block) rounds of sums and differences, always in this order. H is its own transpose, and
@@ -46,12 +47,12 @@ class Rotation:
     block: int  # a power of two that divides K
     order: NDArray[np.int64] | None = None  # (K,): R x = H (signs x[order]), where a file has inputs in another order
 
-    def turn(self, x: NDArray) -> NDArray[np.float64]:
+    def turn(self, x: Floats) -> NDArray[np.float64]:
         """R x.   (..., K)"""
         x = x if self.order is None else x[..., self.order]
         return hadamard(x * self.signs.astype(np.float64), self.block)
 
-    def turn_back(self, z: NDArray) -> NDArray[np.float64]:
+    def turn_back(self, z: Floats) -> NDArray[np.float64]:
         """R^T z, which is also R^-1 z.   (..., K)"""
         x = hadamard(z, self.block) * self.signs
         return x if self.order is None else x[..., np.argsort(self.order)]
@@ -79,7 +80,7 @@ class Rotation:
             raise ConfigError(message, field=name)
         return columns is not None
 
-    def arrays(self) -> dict[str, NDArray]:
+    def arrays(self) -> dict[str, Array]:
         """The tensors of a native file: .signs (K/block, block) float32, and .order (K,) int64 where there is one."""
         order = {} if self.order is None else {".order": self.order}
         return {".signs": self.signs.reshape(-1, self.block), **order}

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import ConfigError
 from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, RopeConfig
+from ..reference.layers import Floats
 from ..reference.model import RopeTables, attention_result, split_heads
 from ..reference.ops import Ops
 from .family import (
@@ -42,14 +42,14 @@ class HunyuanConfig(Qwen3Config): ...
 
 def attention_block(
     be: Ops,
-    x: NDArray,
+    x: Floats,
     w: HunyuanLayer,
     cfg: ModelConfig,
     rope: RopeTables,
     batch: TokenBatch,
     cache: KVCache,
     layer: int,
-) -> NDArray:
+) -> Floats:
     """`reference.model.attention_block` with norms over heads that are turned already.   (N, D) -> (N, D)"""
     h = be.rms_norm(x, w.attn_norm)  # (N, D)
     q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
@@ -95,7 +95,7 @@ def _read(keys: HfKeys) -> dict[str, Any]:
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
-def _before_rope(step: Any, compute: Edit, x: NDArray, *rest: Any) -> NDArray:
+def _before_rope(step: Any, compute: Edit, x: Floats, *rest: Any) -> Floats:
     """Normalised first, rotated then. The length of a head is the same before and after."""
     attn, norm, _ = step.name.rsplit(".", 2)
     heads = step.seen[f"{attn}.hook_{norm[0]}"]
@@ -104,7 +104,7 @@ def _before_rope(step: Any, compute: Edit, x: NDArray, *rest: Any) -> NDArray:
     return layers.apply_rope(normed, *tables).reshape(x.shape)
 
 
-def _without_alpha(step: Any, compute: Edit, x: NDArray, *tables: NDArray) -> NDArray:
+def _without_alpha(step: Any, compute: Edit, x: Floats, *tables: Floats) -> Floats:
     rope = RopeConfig(theta=10000.0)
     return compute(x, *rope.tables(np.arange(len(x)), step.setting.config.rotary_size, np.float32))
 

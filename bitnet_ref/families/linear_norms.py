@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..reference.layers import Array, Floats
 from ..reference.ops import Ops
 from ..reference.weights import LinearWeight, ModelWeights, Norm, Shared, TernaryLinear, TernaryWeight
 from .family import Edit, Hypothesis, WeightKind, before, layer_weights, leave_out
@@ -57,11 +58,11 @@ class NormedLinear(LinearWeight):
     def plain(self) -> NormedLinear:
         return NormedLinear(self.own_norm, self.linear.plain())
 
-    def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
+    def contents(self, name: str) -> Iterator[tuple[str, Array]]:
         yield from self.linear.contents(name)
         yield f"{name}.rms_norm {self.own_norm.eps}", self.own_norm.weight
 
-    def product(self, be: Ops, x: NDArray, shared: Shared) -> NDArray:
+    def product(self, be: Ops, x: Floats, shared: Shared) -> Floats:
         normed: dict[str, Any] = {}
         return self.linear.product(be, be.rms_norm(x, self.own_norm), normed)
 
@@ -96,7 +97,7 @@ def _linear_of(step: Any) -> str:
     return str(step.name.split(".")[-3])
 
 
-def _norm_of_the_first(step: Any, compute: Edit, x: NDArray, length: NDArray, weight: NDArray) -> NDArray:
+def _norm_of_the_first(step: Any, compute: Edit, x: Floats, length: Floats, weight: Floats) -> Floats:
     first = getattr(layer_weights(step), _FIRST[_linear_of(step)])
     return compute(x, length, first.norm.weight)
 

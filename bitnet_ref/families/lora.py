@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ..reference.layers import Array, Floats
 from ..reference.ops import Ops
 from ..reference.weights import DenseWeight, LinearWeight, ModelWeights, Norm, Shared, TernaryLinear
 from .family import Edit, Hypothesis, WeightKind
@@ -64,17 +65,17 @@ class AdaptedLinear(LinearWeight):
     def plain(self) -> Self:
         return self.each(lambda weight: weight.plain())
 
-    def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
+    def contents(self, name: str) -> Iterator[tuple[str, Array]]:
         yield from self.linear.contents(name)
         yield from self.a.contents(f"{name}.lora_a {self.factor!r}")
         yield from self.b.contents(f"{name}.lora_b")
 
-    def product(self, be: Any, x: NDArray, shared: Shared) -> NDArray:
+    def product(self, be: Ops, x: Floats, shared: Shared) -> Floats:
         y = be.one_linear(x, self.linear, shared)
         return be.add(y, be.compose(f"{self.name}.{TERM}", lora_term, x, self))
 
 
-def lora_term(be: Ops, x: NDArray, w: AdaptedLinear) -> NDArray:
+def lora_term(be: Ops, x: Floats, w: AdaptedLinear) -> Floats:
     """b (a x), each of the two products rounded once.   x (N, K) -> (N, out)"""
     return be.dense_matmul(be.dense_matmul(x, w.a), w.b)
 
@@ -118,7 +119,7 @@ def _adapted(step: Any) -> AdaptedLinear:
 def _factor(of: Callable[[AdaptedLinear], float]) -> Edit:
     """The term with another factor."""
 
-    def edit(step: Any, compute: Edit, *inputs: Any) -> NDArray:
+    def edit(step: Any, compute: Edit, *inputs: Any) -> Array:
         w, right = _adapted(step), compute(*inputs)
         return (right.astype(np.float64) * (of(w) / w.factor)).astype(right.dtype)
 
@@ -129,13 +130,13 @@ def _rank(w: AdaptedLinear) -> int:
     return int(w.a.shape[0])
 
 
-def _of_normed_input(step: Any, compute: Edit, x: NDArray, *rest: Any) -> NDArray:
+def _of_normed_input(step: Any, compute: Edit, x: Floats, *rest: Any) -> Floats:
     """The term of the input after the norm that is inside the linear."""
     norm = _adapted(step).norm
     return compute(x if norm is None else Ops().rms_norm(x, norm), *rest)
 
 
-def _of_int8_input(step: Any, compute: Edit, x: NDArray, *rest: Any) -> NDArray:
+def _of_int8_input(step: Any, compute: Edit, x: Floats, *rest: Any) -> Floats:
     """The term of the input after it was rounded to int8."""
     x_q, scale = Ops().quantize_activations(x)
     return compute((x_q / scale).astype(x.dtype), *rest)

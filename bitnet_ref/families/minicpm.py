@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from numpy.typing import NDArray
-
 from ..errors import ConfigError, require_number
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, added
+from ..reference.layers import Floats
 from ..reference.model import RopeTables, attention_result, feed_forward_result, split_heads
 from ..reference.ops import Ops
 from ..reference.weights import LayerWeights
@@ -41,14 +40,14 @@ class MiniCpmConfig(ModelConfig):
 
 def attention_block(
     be: Ops,
-    x: NDArray,
+    x: Floats,
     w: LayerWeights,
     cfg: MiniCpmConfig,
     rope: RopeTables,
     batch: TokenBatch,
     cache: KVCache,
     layer: int,
-) -> NDArray:
+) -> Floats:
     """(N, D) -> (N, D), residual included"""
     h = be.rms_norm(x, w.attn_norm)  # (N, D)
     q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
@@ -58,7 +57,7 @@ def attention_block(
     return be.add(x, be.scale(attention_result(be, z, w), cfg.residual_scale, f"{w.name}.o_proj_scaled"))  # (N, D)
 
 
-def feed_forward(be: Ops, x: NDArray, w: LayerWeights, cfg: MiniCpmConfig) -> NDArray:
+def feed_forward(be: Ops, x: Floats, w: LayerWeights, cfg: MiniCpmConfig) -> Floats:
     """(N, D) -> (N, D), residual included"""
     y = feed_forward_result(be, x, w, cfg)
     return be.add(x, be.scale(y, cfg.residual_scale, f"{w.name}.down_proj_scaled"))
@@ -69,7 +68,7 @@ class MiniCpmLayer(LayerWeights):
     feed_forward_text = staticmethod(feed_forward)
 
 
-def _scaled(be: Ops, w: LayerWeights, cfg: MiniCpmConfig, y: NDArray) -> NDArray:
+def _scaled(be: Ops, w: LayerWeights, cfg: MiniCpmConfig, y: Floats) -> Floats:
     return be.scale(y, cfg.residual_scale, "")
 
 

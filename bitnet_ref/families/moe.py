@@ -23,6 +23,7 @@ from ..errors import ConfigError, ShapeError, require, require_int
 from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, added
+from ..reference.layers import Array, Floats
 from ..reference.model import RopeTables, attention_result, split_heads
 from ..reference.ops import Ops
 from ..reference.weights import LayerWeights, LinearWeight, Shared
@@ -156,7 +157,7 @@ class Experts(LinearWeight):
         """The bytes that one token reads."""
         return self.nbytes * self.chosen // len(self.experts)
 
-    def product(self, be: Any, x: NDArray, shared: Shared) -> NDArray:
+    def product(self, be: Ops, x: Floats, shared: Shared) -> Floats:
         raise ShapeError("linear", expected="the tokens that chose each expert", got=repr(self))
 
     def each(self, change: Callable[[LinearWeight], LinearWeight]) -> Self:
@@ -173,7 +174,7 @@ class Experts(LinearWeight):
     def plain(self) -> Self:
         return self.each(lambda expert: expert.plain())
 
-    def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
+    def contents(self, name: str) -> Iterator[tuple[str, Array]]:
         for number, expert in enumerate(self.experts):
             yield from expert.contents(f"{name}.{number}")
 
@@ -221,7 +222,7 @@ class MoeLayer(LayerWeights):
     router: LinearWeight  # (E, D)
 
     @staticmethod
-    def feed_forward_text(be: Ops, x: NDArray, w: MoeLayer, cfg: MoeConfig) -> NDArray:
+    def feed_forward_text(be: Ops, x: Floats, w: MoeLayer, cfg: MoeConfig) -> Floats:
         """(N, D) -> (N, D), residual included"""
         return feed_forward(be, x, w, cfg)
 
@@ -233,7 +234,7 @@ class Qwen3MoeLayer(MoeLayer, Qwen3Layer): ...
 # -- the texts of its blocks -------------------------------------------------------------------------------------------
 
 
-def feed_forward(be: Ops, x: NDArray, w: MoeLayer, cfg: MoeConfig) -> NDArray:
+def feed_forward(be: Ops, x: Floats, w: MoeLayer, cfg: MoeConfig) -> Floats:
     """N tokens, E experts, k of them for each token, F the width of one.   (N, D) -> (N, D), residual included"""
     mlp = f"{w.name}.mlp"
     h = be.rms_norm(x, w.ffn_norm)  # (N, D)
@@ -246,7 +247,7 @@ def feed_forward(be: Ops, x: NDArray, w: MoeLayer, cfg: MoeConfig) -> NDArray:
     return be.add(x, be.compute(f"{mlp}.hook_mixed", mix, out, shares))  # (N, D)
 
 
-def choose_experts(scores: NDArray, cfg: MoeConfig) -> NDArray:
+def choose_experts(scores: Floats, cfg: MoeConfig) -> Floats:
     """The share that each expert has in a token's result, 0 of those not chosen.   (N, E) -> (N, E)
 
     Of equal scores the expert with the lower number is chosen.
@@ -261,12 +262,12 @@ def choose_experts(scores: NDArray, cfg: MoeConfig) -> NDArray:
     return shares
 
 
-def chosen_ids(shares: NDArray, k: int) -> NDArray[np.int64]:
+def chosen_ids(shares: Floats, k: int) -> NDArray[np.int64]:
     """The k experts of each token, ascending.   (N, E) -> (N, k)"""
     return np.sort(np.argsort(-shares, axis=1, kind="stable")[:, :k], axis=1)
 
 
-def expert_products(be: Ops, x: NDArray, shares: NDArray, w: Experts) -> NDArray:
+def expert_products(be: Ops, x: Floats, shares: Floats, w: Experts) -> Floats:
     """The linears of the experts that each token chose.   x (N, K) or, each expert's own, (N, k, K) -> (N, k, out)"""
     ids = chosen_ids(shares, w.chosen)
     n, k = ids.shape
@@ -286,7 +287,7 @@ def expert_products(be: Ops, x: NDArray, shares: NDArray, w: Experts) -> NDArray
 TOGETHER = 8  # linears in one call
 
 
-def gated(be: Ops, gate: NDArray, up: NDArray, activation: str, cfg: MoeConfig) -> NDArray:
+def gated(be: Ops, gate: Floats, up: Floats, activation: str, cfg: MoeConfig) -> Floats:
     """act(gate) * up, clamped first where the model does.   (N, k, F), (N, k, F) -> (N, k, F)"""
     if cfg.gate_clamp is not None:
         limit = gate.dtype.type(cfg.gate_clamp)
@@ -295,22 +296,23 @@ def gated(be: Ops, gate: NDArray, up: NDArray, activation: str, cfg: MoeConfig) 
     return be.gated(gate.reshape(flat), up.reshape(flat), activation).reshape(gate.shape)
 
 
-def mix(out: NDArray, shares: NDArray) -> NDArray:
+def mix(out: Floats, shares: Floats) -> Floats:
     """The sum of the experts' results by their shares, in float64 and rounded once.   (N, k, D), (N, E) -> (N, D)"""
     own = np.take_along_axis(shares, chosen_ids(shares, out.shape[1]), axis=1)  # (N, k)
-    return np.einsum("nk,nkd->nd", own.astype(np.float64), out.astype(np.float64)).astype(out.dtype)
+    mixed: Floats = np.einsum("nk,nkd->nd", own.astype(np.float64), out.astype(np.float64))
+    return mixed.astype(out.dtype)
 
 
 def block_without_positions(
     be: Ops,
-    x: NDArray,
+    x: Floats,
     w: Qwen3MoeLayer,
     cfg: ModelConfig,
     rope: RopeTables,
     batch: TokenBatch,
     cache: KVCache,
     layer: int,
-) -> NDArray:
+) -> Floats:
     """Qwen3's attention, of a Maple layer without RoPE.   (N, D) -> (N, D), residual included"""
     h = be.rms_norm(x, w.attn_norm)  # (N, D)
     q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
@@ -328,10 +330,10 @@ class GlobalMapleLayer(Qwen3MoeLayer):
 # -- the steps that it records -----------------------------------------------------------------------------------------
 
 
-def _products(field: str) -> Callable[..., NDArray]:
+def _products(field: str) -> Callable[..., Floats]:
     """The `compute` of a step that multiplies by the experts that tokens chose."""
 
-    def compute(be: Ops, w: MoeLayer, cfg: MoeConfig, x: NDArray, shares: NDArray) -> NDArray:
+    def compute(be: Ops, w: MoeLayer, cfg: MoeConfig, x: Floats, shares: Floats) -> Floats:
         experts = getattr(w, field)
         k = cfg.num_experts_per_tok
         own = x if x.shape[1] == experts.shape[1] else x.reshape(len(x), k, -1)
@@ -344,7 +346,7 @@ def _moe_steps(steps: list[TraceStep]) -> list[TraceStep]:
     """The steps of a block whose feed-forward is a mixture: the others, and in the place of `mlp.*` its own."""
     normed, shares = "ln2.hook_normalized", "mlp.hook_expert_weights"
 
-    def of_rows(x: NDArray, cfg: MoeConfig) -> NDArray:
+    def of_rows(x: Floats, cfg: MoeConfig) -> Floats:
         return x.reshape(len(x), cfg.num_experts_per_tok, -1)
 
     own = [
@@ -579,18 +581,19 @@ def _write_maple_gguf(config: MapleConfig, put: Put) -> None:
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
-def _not_normed(step: Any, compute: Edit, scores: NDArray, *rest: Any) -> NDArray:
+def _not_normed(step: Any, compute: Edit, scores: Floats, *rest: Any) -> Floats:
     config = step.setting.config
     return choose_experts(scores, replace(config, norm_topk_prob=not config.norm_topk_prob))
 
 
-def _sigmoid_shares(step: Any, compute: Edit, scores: NDArray, *rest: Any) -> NDArray:
+def _sigmoid_shares(step: Any, compute: Edit, scores: Floats, *rest: Any) -> Floats:
     right = compute(scores, *rest)
     p = np.where(right > 0, 1 / (1 + np.exp(-scores.astype(np.float64))), 0)
-    return (p / p.sum(axis=1, keepdims=True)).astype(scores.dtype)
+    shares: Floats = p / p.sum(axis=1, keepdims=True)
+    return shares.astype(scores.dtype)
 
 
-def _one_fewer(step: Any, compute: Edit, scores: NDArray, *rest: Any) -> NDArray:
+def _one_fewer(step: Any, compute: Edit, scores: Floats, *rest: Any) -> Floats:
     """The last of the chosen has no share."""
     config = step.setting.config
     right = compute(scores, *rest)
@@ -598,19 +601,19 @@ def _one_fewer(step: Any, compute: Edit, scores: NDArray, *rest: Any) -> NDArray
     return np.where(right > 0, np.maximum(fewer, np.finfo(right.dtype).tiny), 0).astype(right.dtype)
 
 
-def _exchanged(step: Any, compute: Edit, x: NDArray, shares: NDArray, *rest: Any) -> NDArray:
+def _exchanged(step: Any, compute: Edit, x: Floats, shares: Floats, *rest: Any) -> Floats:
     """gate and up exchanged."""
     w = layer_weights(step)
     other = w.up_proj if step.name.endswith("hook_pre") else w.gate_proj
     return expert_products(Ops(), x, shares, other)
 
 
-def _without_clamp(step: Any, compute: Edit, gate: NDArray, up: NDArray, *rest: Any) -> NDArray:
+def _without_clamp(step: Any, compute: Edit, gate: Floats, up: Floats, *rest: Any) -> Floats:
     config = step.setting.config
     return gated(Ops(), gate, up, config.activation, replace(config, gate_clamp=None))
 
 
-def _gate_clamped_below(step: Any, compute: Edit, gate: NDArray, up: NDArray, *rest: Any) -> NDArray:
+def _gate_clamped_below(step: Any, compute: Edit, gate: Floats, up: Floats, *rest: Any) -> Floats:
     limit = step.setting.config.gate_clamp
     return compute(np.clip(gate, -limit, limit), up, *rest)
 
@@ -619,7 +622,7 @@ def _is_clamped(step: Any) -> bool:
     return getattr(step.setting.config, "gate_clamp", None) is not None
 
 
-def _turned_scores(step: Any, compute: Edit, q: NDArray, k: NDArray, window: int | None) -> NDArray:
+def _turned_scores(step: Any, compute: Edit, q: Floats, k: Floats, window: int | None) -> Floats:
     tables = own_rope(step).tables(np.arange(len(q)), step.setting.config.rotary_size, np.float32)
     return compute(layers.apply_rope(q, *tables), layers.apply_rope(k, *tables), window)
 

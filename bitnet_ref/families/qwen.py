@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, added
+from ..reference.layers import Floats
 from ..reference.model import RopeTables, attention_result, split_heads
 from ..reference.ops import Ops
 from ..reference.weights import TRACE_NAMES, LayerWeights, Norm
@@ -50,14 +50,14 @@ class Qwen3Config(ModelConfig):
 
 def attention_block(
     be: Ops,
-    x: NDArray,
+    x: Floats,
     w: Qwen3Layer,
     cfg: ModelConfig,
     rope: RopeTables,
     batch: TokenBatch,
     cache: KVCache,
     layer: int,
-) -> NDArray:
+) -> Floats:
     """`reference.model.attention_block` with norms over heads.   (N, D) -> (N, D)"""
     h = be.rms_norm(x, w.attn_norm)  # (N, D)
     q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
@@ -69,7 +69,7 @@ def attention_block(
     return be.add(x, attention_result(be, z, w))  # (N, D)
 
 
-def norm_heads(be: Ops, x: NDArray, norm: Norm) -> NDArray:
+def norm_heads(be: Ops, x: Floats, norm: Norm) -> Floats:
     """An RMSNorm over each head.   (N, H, d) -> (N, H, d)"""
     return be.rms_norm(x.reshape(-1, x.shape[-1]), norm).reshape(x.shape)
 
@@ -96,7 +96,7 @@ def head_norm_steps(steps: list[TraceStep]) -> list[TraceStep]:
 HEAD_NORM_STEPS = "*.attn.[qk]_norm.hook_normalized"
 
 
-def _after_rope(step: Any, compute: Edit, x: NDArray, *rest: Any) -> NDArray:
+def _after_rope(step: Any, compute: Edit, x: Floats, *rest: Any) -> Floats:
     """An edit of the norms over heads, of RoPE and of what reads its result: rotated first, normalised then."""
     attn, _, hook = step.name.rpartition(".")
     if hook == "hook_normalized":
@@ -113,7 +113,7 @@ def _after_rope(step: Any, compute: Edit, x: NDArray, *rest: Any) -> NDArray:
     return compute(q, k.reshape(keys.shape), window)
 
 
-def _exchanged(step: Any, compute: Edit, x: NDArray, length: NDArray, weight: NDArray) -> NDArray:
+def _exchanged(step: Any, compute: Edit, x: Floats, length: Floats, weight: Floats) -> Floats:
     w = layer_weights(step)
     other = w.k_norm if ".q_norm." in step.name else w.q_norm
     return compute(x, length, other.weight)

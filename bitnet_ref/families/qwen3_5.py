@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from ..errors import ConfigError, ShapeError, require, require_int
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, added
-from ..reference.layers import silu
+from ..reference.layers import Array, Floats, silu
 from ..reference.model import RopeTables, attention_result, split_heads
 from ..reference.ops import Ops
 from ..reference.ops import require as require_shapes
@@ -166,7 +166,7 @@ def _with_gates(shapes: dict[str, Any], gates: dict[str, Any]) -> dict[str, Any]
 # -- the two texts of its blocks ---------------------------------------------------------------------------------------
 
 
-def sigmoid(x: NDArray) -> NDArray:
+def sigmoid(x: Floats) -> Floats:
     """1 / (1 + e^-x), written so that e^-|x| never overflows."""
     wide = x.astype(np.float64)
     e = np.exp(-np.abs(wide))
@@ -175,14 +175,14 @@ def sigmoid(x: NDArray) -> NDArray:
 
 def attention_block(
     be: Ops,
-    x: NDArray,
+    x: Floats,
     w: GatedLayer,
     cfg: Qwen35Config,
     rope: RopeTables,
     batch: TokenBatch,
     cache: KVCache,
     layer: int,
-) -> NDArray:
+) -> Floats:
     """Attention whose result is multiplied by a gate; RoPE turns a part of each head.   (N, D) -> (N, D)"""
     h = be.rms_norm(x, w.attn_norm)  # (N, D)
     q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
@@ -196,26 +196,26 @@ def attention_block(
     return be.add(x, attention_result(be, z.reshape(-1, cfg.num_attention_heads, cfg.head_dim), w))  # (N, D)
 
 
-def sigmoid_gate(z: NDArray, gate: NDArray) -> NDArray:
+def sigmoid_gate(z: Floats, gate: Floats) -> Floats:
     """z sigmoid(gate).   (N, F), (N, F) -> (N, F)"""
     return z * sigmoid(gate)
 
 
-def silu_gate(z: NDArray, gate: NDArray) -> NDArray:
+def silu_gate(z: Floats, gate: Floats) -> Floats:
     """z silu(gate).   (N, F), (N, F) -> (N, F)"""
     return z * silu(gate)
 
 
 def delta_block(
     be: Ops,
-    x: NDArray,
+    x: Floats,
     w: DeltaLayer,
     cfg: Qwen35Config,
     rope: RopeTables,
     batch: TokenBatch,
     cache: KVCache,
     layer: int,
-) -> NDArray:
+) -> Floats:
     """Each token asks a memory of the tokens before it, and corrects it.   (N, D) -> (N, D), residual included"""
     h = be.rms_norm(x, w.attn_norm)  # (N, D)
     q, k, v, z, a, b = be.linears(h, (w.q_proj, w.k_proj, w.v_proj, w.z_proj, w.a_proj, w.b_proj))
@@ -282,7 +282,7 @@ def sequences(batch: TokenBatch) -> Iterator[tuple[int, int, slice]]:
         yield int(batch.slots[first]), int(batch.positions[first]), slice(first, stop)
 
 
-def delta_conv(qkv: NDArray, w: DeltaLayer, place: Place) -> NDArray:
+def delta_conv(qkv: Floats, w: DeltaLayer, place: Place) -> Floats:
     """silu of each channel's convolution over the last tokens.   qkv (N, C) -> (N, C)"""
     ok = qkv.shape == (len(place.batch), len(w.conv))
     require_shapes("delta_conv", ok, f"qkv (N, {len(w.conv)})", qkv=qkv)
@@ -294,19 +294,19 @@ def delta_conv(qkv: NDArray, w: DeltaLayer, place: Place) -> NDArray:
     return mixed
 
 
-def log_decay(a: NDArray, w: DeltaLayer) -> NDArray:
+def log_decay(a: Floats, w: DeltaLayer) -> Floats:
     """log alpha = -exp(A_log) softplus(a + dt_bias).   a (N, Hv) -> (N, Hv)"""
     require_shapes("log_decay", a.shape[1:] == w.decay.shape, f"a (N, {len(w.decay)})", a=a)
     return (-w.decay.astype(np.float64) * np.logaddexp(0.0, a.astype(np.float64) + w.decay_bias)).astype(a.dtype)
 
 
-def write_strength(b: NDArray, w: DeltaLayer) -> NDArray:
+def write_strength(b: Floats, w: DeltaLayer) -> Floats:
     """beta = sigmoid(b), in float64 and rounded once.   b (N, Hv) -> (N, Hv)"""
     require_shapes("write_strength", b.shape[1:] == w.decay.shape, f"b (N, {len(w.decay)})", b=b)
     return (1.0 / (1.0 + np.exp(-b.astype(np.float64)))).astype(b.dtype)
 
 
-def delta_rule(mixed: NDArray, log_alpha: NDArray, beta: NDArray, w: DeltaLayer, place: Place) -> NDArray:
+def delta_rule(mixed: Floats, log_alpha: Floats, beta: Floats, w: DeltaLayer, place: Place) -> Floats:
     """The memory, asked and updated.   mixed (N, C), log_alpha and beta (N, Hv) -> (N, Hv, dv)"""
     shape = w.delta
     ok = mixed.shape == (len(place.batch), sum(shape.sizes))
@@ -319,17 +319,17 @@ def delta_rule(mixed: NDArray, log_alpha: NDArray, beta: NDArray, w: DeltaLayer,
     return y
 
 
-def answers(states: NDArray, mixed: NDArray, log_alpha: NDArray, beta: NDArray, w: DeltaLayer) -> NDArray:
+def answers(states: Floats, mixed: Floats, log_alpha: Floats, beta: Floats, w: DeltaLayer) -> Floats:
     """What `delta_rule` gives, from the memory after each token.   -> (N, Hv, dv)"""
     return _ask(states, delta_inputs(mixed, log_alpha, beta, w.delta).q)
 
 
-def _ask(states: NDArray, q: NDArray) -> NDArray:
+def _ask(states: Floats, q: Floats) -> Floats:
     """states (T, Hv, dk, dv), q (T, Hv, dk) -> (T, Hv, dv)"""
     return (q[:, :, None] @ states.astype(np.float64))[:, :, 0].astype(np.float32)
 
 
-def memories(mixed: NDArray, log_alpha: NDArray, beta: NDArray, w: DeltaLayer, place: Place) -> NDArray:
+def memories(mixed: Floats, log_alpha: Floats, beta: Floats, w: DeltaLayer, place: Place) -> Floats:
     """The memory after each token, of which `delta_rule` leaves only the last.   -> (N, Hv, dk, dv)"""
     inputs = delta_inputs(mixed, log_alpha, beta, w.delta)
     after = []
@@ -344,14 +344,14 @@ def memories(mixed: NDArray, log_alpha: NDArray, beta: NDArray, w: DeltaLayer, p
 class DeltaInputs(NamedTuple):
     """What the recurrence takes of some tokens, in float64. T tokens, Hv value heads."""
 
-    q: NDArray  # (T, Hv, dk)
-    k: NDArray  # (T, Hv, dk)
-    v: NDArray  # (T, Hv, dv)
-    log_alpha: NDArray  # (T, Hv)
-    beta: NDArray  # (T, Hv)
+    q: Floats  # (T, Hv, dk)
+    k: Floats  # (T, Hv, dk)
+    v: Floats  # (T, Hv, dv)
+    log_alpha: Floats  # (T, Hv)
+    beta: Floats  # (T, Hv)
 
 
-def causal_conv(qkv: NDArray, conv: NDArray) -> NDArray[np.float64]:
+def causal_conv(qkv: Floats, conv: Floats) -> Floats:
     """silu of the convolution, channel by channel. qkv (tokens - 1 + T, C) begins with the tokens before; conv (C,
     tokens), the current token's last.   -> (T, C)"""
     tokens, x = conv.shape[1], qkv.astype(np.float64)
@@ -359,7 +359,7 @@ def causal_conv(qkv: NDArray, conv: NDArray) -> NDArray[np.float64]:
     return silu(sum(taps[1:], taps[0]))
 
 
-def delta_inputs(mixed: NDArray, log_alpha: NDArray, beta: NDArray, shape: DeltaConfig) -> DeltaInputs:
+def delta_inputs(mixed: Floats, log_alpha: Floats, beta: Floats, shape: DeltaConfig) -> DeltaInputs:
     """mixed (T, C): q, k and v after the convolution. log_alpha and beta (T, Hv)."""
     q, k, v = np.split(mixed.astype(np.float64), np.cumsum(shape.sizes)[:-1], axis=1)
     group = shape.value_heads // shape.key_heads
@@ -368,12 +368,13 @@ def delta_inputs(mixed: NDArray, log_alpha: NDArray, beta: NDArray, shape: Delta
     return DeltaInputs(q * shape.key_dim**-0.5, k, v, log_alpha.astype(np.float64), beta.astype(np.float64))
 
 
-def _unit(x: NDArray) -> NDArray:
+def _unit(x: NDArray[np.float64]) -> NDArray[np.float64]:
     """x / sqrt(sum(x^2) + eps), over the last axis."""
-    return x / np.sqrt(np.square(x).sum(axis=-1, keepdims=True) + L2_EPS)
+    length: NDArray[np.float64] = np.sqrt(np.square(x).sum(axis=-1, keepdims=True) + L2_EPS)
+    return x / length
 
 
-def delta_recurrence(x: DeltaInputs, memory: NDArray) -> NDArray:
+def delta_recurrence(x: DeltaInputs, memory: Floats) -> Floats:
     """Token by token. memory (Hv, dk, dv) is updated in place, in its own dtype.   -> y (T, Hv, dv) float64"""
     y = np.empty(x.v.shape, dtype=np.float64)
     for t in range(len(y)):
@@ -401,10 +402,10 @@ class DeltaStates:
         self.seen = np.full(shape, -1, dtype=np.int64)
 
     @property
-    def arrays(self) -> tuple[NDArray, ...]:
+    def arrays(self) -> tuple[Array, ...]:
         return self.memory, self.inputs, self.seen
 
-    def begin(self, layer: int, slot: int, position: int) -> NDArray:
+    def begin(self, layer: int, slot: int, position: int) -> Floats:
         """The convolution's inputs to continue from at `position`, to be updated in place. Raises ShapeError."""
         row = self.rows[layer]
         if position == 0:
@@ -419,11 +420,12 @@ class DeltaStates:
         for array in self.arrays:
             array[row, 1, slot] = array[row, 0, slot]
         self.seen[row, 0, slot] = -1  # until `end`: a pass that is broken off is computed again from the copy
-        return self.inputs[row, 0, slot]
+        inputs: Floats = self.inputs[row, 0, slot]
+        return inputs
 
-    def memory_of(self, layer: int, slot: int, position: int) -> NDArray:
+    def memory_of(self, layer: int, slot: int, position: int) -> Floats:
         """The memory (Hv, dk, dv), to be updated in place; at the beginning of a sequence it is empty."""
-        memory = self.memory[self.rows[layer], 0, slot]
+        memory: Floats = self.memory[self.rows[layer], 0, slot]
         if position == 0:
             memory[:] = 0
         return memory
@@ -513,15 +515,15 @@ def _shape_of(config: Qwen35Config, layer: int) -> DeltaConfig:
     return delta
 
 
-def _exp(config: Qwen35Config, layer: int, stored: NDArray) -> NDArray:
+def _exp(config: Qwen35Config, layer: int, stored: Array) -> Array:
     with np.errstate(over="ignore"):
-        decay: NDArray = np.exp(stored)
+        decay: Floats = np.exp(stored)
     if not np.isfinite(decay).all():
         raise ValueError(f"is beyond float32's exponent at index {int(np.argmin(np.isfinite(decay)))}")
     return decay
 
 
-def _log(config: Qwen35Config, layer: int, decay: NDArray) -> NDArray:
+def _log(config: Qwen35Config, layer: int, decay: Floats) -> Floats:
     """The float32 whose exponential is nearest to the decay: equal, or off by its last bit. Of several with equal
     exponentials, one that a narrower dtype holds."""
     near = np.log(decay.astype(np.float64)).astype(np.float32)
@@ -529,22 +531,23 @@ def _log(config: Qwen35Config, layer: int, decay: NDArray) -> NDArray:
     narrow = [near.astype(dtype).astype(np.float32) for dtype in (ml_dtypes.bfloat16, np.float16)]
     candidates = np.stack([*narrow, *(near.view(np.int32) + steps.astype(np.int32)).view(np.float32)])
     closest = np.abs(np.exp(candidates) - decay).argmin(axis=0)
-    return candidates[closest, np.arange(len(decay))]
+    nearest: Floats = candidates[closest, np.arange(len(decay))]
+    return nearest
 
 
-def _same(config: Qwen35Config, layer: int, array: NDArray) -> NDArray:
+def _same(config: Qwen35Config, layer: int, array: Floats) -> Floats:
     return array
 
 
-def _from_file(order: Callable[[DeltaConfig], NDArray[np.intp]]) -> Callable[..., NDArray]:
+def _from_file(order: Callable[[DeltaConfig], NDArray[np.intp]]) -> Callable[..., Floats]:
     return lambda config, layer, stored: stored[order(_shape_of(config, layer))]
 
 
-def _to_file(order: Callable[[DeltaConfig], NDArray[np.intp]]) -> Callable[..., NDArray]:
+def _to_file(order: Callable[[DeltaConfig], NDArray[np.intp]]) -> Callable[..., Floats]:
     return lambda config, layer, ours: ours[np.argsort(order(_shape_of(config, layer)))]
 
 
-def _minus_decay(config: Qwen35Config, layer: int, stored: NDArray) -> NDArray:
+def _minus_decay(config: Qwen35Config, layer: int, stored: Array) -> Array:
     """GGUF files hold -exp(A_log)."""
     if not (stored < 0).all():
         raise ValueError("holds a number of 0 or above; expected -exp(A_log)")
@@ -703,33 +706,33 @@ def _from_gate(steps: list[TraceStep]) -> list[TraceStep]:
     return change_steps(steps, inputs=("attn.hook_gated_z",))(reader)
 
 
-def _gated(be: Ops, w: LayerWeights, cfg: Qwen35Config, z: NDArray, gate: NDArray) -> NDArray:
+def _gated(be: Ops, w: LayerWeights, cfg: Qwen35Config, z: Floats, gate: Floats) -> Floats:
     return (silu_gate if isinstance(w, DeltaLayer) else sigmoid_gate)(z, gate)
 
 
-def _conv(be: Ops, w: DeltaLayer, cfg: Qwen35Config, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
+def _conv(be: Ops, w: DeltaLayer, cfg: Qwen35Config, q: Floats, k: Floats, v: Floats) -> Floats:
     qkv = np.concatenate([q, k, v], axis=1)
     before = np.zeros((w.delta.conv_size - 1, qkv.shape[1]), dtype=qkv.dtype)
     return causal_conv(np.concatenate([before, qkv]), w.conv).astype(np.float32)
 
 
-def _log_decay(be: Ops, w: DeltaLayer, cfg: Qwen35Config, a: NDArray) -> NDArray:
+def _log_decay(be: Ops, w: DeltaLayer, cfg: Qwen35Config, a: Floats) -> Floats:
     return log_decay(a, w)
 
 
-def _beta(be: Ops, w: DeltaLayer, cfg: Qwen35Config, b: NDArray) -> NDArray:
+def _beta(be: Ops, w: DeltaLayer, cfg: Qwen35Config, b: Floats) -> Floats:
     return write_strength(b, w)
 
 
-def _state(be: Ops, w: DeltaLayer, cfg: Qwen35Config, mixed: NDArray, log_alpha: NDArray, beta: NDArray) -> NDArray:
+def _state(be: Ops, w: DeltaLayer, cfg: Qwen35Config, mixed: Floats, log_alpha: Floats, beta: Floats) -> Floats:
     return _replayed(w.delta, mixed, log_alpha, beta)[0]
 
 
-def _delta_out(be: Ops, w: DeltaLayer, cfg: Qwen35Config, mixed: NDArray, log_alpha: NDArray, beta: NDArray) -> NDArray:
+def _delta_out(be: Ops, w: DeltaLayer, cfg: Qwen35Config, mixed: Floats, log_alpha: Floats, beta: Floats) -> Floats:
     return _replayed(w.delta, mixed, log_alpha, beta)[1]
 
 
-def _replayed(shape: DeltaConfig, mixed: NDArray, log_alpha: NDArray, beta: NDArray) -> tuple[NDArray, NDArray]:
+def _replayed(shape: DeltaConfig, mixed: Floats, log_alpha: Floats, beta: Floats) -> tuple[Floats, Floats]:
     """The memory after each token and its answers, of one sequence from its beginning."""
     given = delta_inputs(mixed, log_alpha, beta, shape)
     memory = np.zeros((shape.value_heads, shape.key_dim, shape.value_dim), dtype=np.float32)
@@ -866,7 +869,7 @@ _conv_mistake = partial(Hypothesis, "*.attn.hook_conv")
 _gate_mistake = partial(Hypothesis, "*.attn.hook_gated_z")
 
 
-def _turned_whole(step: Any, compute: Edit, x: NDArray, *tables: NDArray) -> NDArray:
+def _turned_whole(step: Any, compute: Edit, x: Floats, *tables: Floats) -> Floats:
     """RoPE of all numbers of a head."""
     return compute(x, *own_rope(step).tables(np.arange(len(x)), x.shape[2], np.float32))
 
@@ -874,7 +877,7 @@ def _turned_whole(step: Any, compute: Edit, x: NDArray, *tables: NDArray) -> NDA
 def _shifted(by: int) -> Edit:
     """The convolution of the inputs of `by` tokens before; of a negative number, after."""
 
-    def move(qkv: NDArray) -> NDArray:
+    def move(qkv: Floats) -> Floats:
         moved = np.zeros_like(qkv)
         if by > 0:
             moved[by:] = qkv[:-by]
@@ -889,20 +892,20 @@ def _reverse_conv(w: DeltaLayer) -> DeltaLayer:
     return replace(w, conv=np.ascontiguousarray(w.conv[:, ::-1]))
 
 
-def _other_product(step: Any, compute: Edit, x: NDArray, w: DeltaLayer) -> NDArray:
+def _other_product(step: Any, compute: Edit, x: Floats, w: DeltaLayer) -> Floats:
     """Decay is computed from b, and beta from a."""
     attn, _, hook = step.name.rpartition(".")
     return compute(step.seen[f"{attn}.{'b' if hook == 'hook_log_decay' else 'a'}_proj.hook_out"], w)
 
 
-def _other_matrix(step: Any, compute: Edit, *inputs: Any) -> NDArray:
+def _other_matrix(step: Any, compute: Edit, *inputs: Any) -> Floats:
     """The products of a_proj with the matrix of b_proj, and the reverse."""
     w = layer_weights(step)
     other = w.b_proj if ".a_proj." in step.name else w.a_proj
     return compute(*((other.bit_linear or other) if isinstance(x, LinearWeight) else x for x in inputs))
 
 
-def _halves(step: Any, compute: Edit, x: NDArray, w: LinearWeight, *rest: Any) -> NDArray:
+def _halves(step: Any, compute: Edit, x: Floats, w: LinearWeight, *rest: Any) -> Floats:
     """q_proj's rows, of each head the query and then the gate, read as all queries and then all gates."""
     layer, is_q = layer_weights(step), ".q_proj." in step.name
     q, gate = (compute(x, part, *rest) for part in (layer.q_proj, layer.z_proj))
@@ -911,7 +914,7 @@ def _halves(step: Any, compute: Edit, x: NDArray, w: LinearWeight, *rest: Any) -
     return rows[:, : q.shape[1]] if is_q else rows[:, q.shape[1] :]
 
 
-def _gate_before_norm(step: Any, compute: Edit, x: NDArray, *rest: Any) -> NDArray:
+def _gate_before_norm(step: Any, compute: Edit, x: Floats, *rest: Any) -> Floats:
     """norm(x silu(gate)) for norm(x) silu(gate)."""
     if step.name.endswith("hook_gated_z"):
         return x
@@ -920,14 +923,14 @@ def _gate_before_norm(step: Any, compute: Edit, x: NDArray, *rest: Any) -> NDArr
 
 
 # S: the memory before the token, a: its decay, k and v: columns and rows, b: beta.   (Hv, dk, dv) and what fits
-Update = Callable[[NDArray, NDArray, NDArray, NDArray, NDArray], NDArray]
+Update = Callable[[Floats, Floats, Floats, Floats, Floats], Floats]
 
 
-def _recall(k: NDArray, S: NDArray) -> NDArray:
-    return (k * S).sum(axis=1, keepdims=True)
+def _recall(k: Floats, S: Floats) -> Floats:
+    return np.einsum("hkv,hkv->hv", np.broadcast_to(k, S.shape), S)[:, None]
 
 
-def _right_update(S: NDArray, a: NDArray, k: NDArray, v: NDArray, b: NDArray) -> NDArray:
+def _right_update(S: Floats, a: Floats, k: Floats, v: Floats, b: Floats) -> Floats:
     return a * S + k * (b * (v - _recall(k, a * S)))
 
 
@@ -935,7 +938,7 @@ def _rounded_to(dtype: Any) -> Update:
     return lambda *inputs: _right_update(*inputs).astype(dtype).astype(np.float64)
 
 
-def _states(x: DeltaInputs, update: Update = _right_update) -> NDArray:
+def _states(x: DeltaInputs, update: Update = _right_update) -> Floats:
     """The memory after each token.   -> (T, Hv, dk, dv)"""
     memory, after_token = np.zeros((*x.k.shape[1:], x.v.shape[2])), []
     for _, k, v, log_alpha, beta in zip(*x, strict=True):
@@ -951,7 +954,7 @@ def _by_update(update: Update) -> Edit:
 def _by_inputs(change: Callable[[DeltaInputs, DeltaInputs, DeltaConfig], DeltaInputs]) -> Edit:
     """The memory and its answers from other inputs: change(the right ones, those of other lengths than one, shape)."""
 
-    def edit(step: Any, compute: Edit, *inputs: Any) -> NDArray:
+    def edit(step: Any, compute: Edit, *inputs: Any) -> Floats:
         *states, mixed, log_alpha, beta, w = inputs
         shape, right = w.delta, delta_inputs(mixed, log_alpha, beta, w.delta)
         q, k = (
@@ -973,30 +976,30 @@ def _by_rms(x: DeltaInputs, long: DeltaInputs, shape: DeltaConfig) -> DeltaInput
     return long._replace(q=q / root, k=k)
 
 
-def _tiled(x: NDArray, shape: DeltaConfig) -> NDArray:
+def _tiled(x: Floats, shape: DeltaConfig) -> Floats:
     """Heads repeated as a whole: value head h reads key head h modulo their number."""
     return x[:, np.arange(shape.value_heads) % shape.key_heads * (shape.value_heads // shape.key_heads)]
 
 
-def _before_token(S: NDArray) -> NDArray:
+def _before_token(S: Floats) -> Floats:
     return np.concatenate([np.zeros_like(S[:1]), S[:-1]])
 
 
-def _ask_decayed(S: NDArray, mixed: NDArray, log_alpha: NDArray, beta: NDArray, w: DeltaLayer) -> NDArray:
+def _ask_decayed(S: Floats, mixed: Floats, log_alpha: Floats, beta: Floats, w: DeltaLayer) -> Floats:
     decayed = _before_token(S) * np.exp(log_alpha)[:, :, None, None]
     return _ask(decayed, delta_inputs(mixed, log_alpha, beta, w.delta).q)
 
 
-def _by_decay(formula: Callable[[NDArray, NDArray, NDArray], NDArray]) -> Edit:
+def _by_decay(formula: Callable[[Floats, Floats, Floats], Floats]) -> Edit:
     """formula(a, exp(A_log), dt_bias) for the log of the decay."""
     return instead(lambda a, w: formula(a.astype(np.float64), w.decay.astype(np.float64), w.decay_bias))
 
 
-def _softplus(x: NDArray) -> NDArray:
+def _softplus(x: Floats) -> Floats:
     return np.logaddexp(0.0, x)
 
 
-def _other_gate(step: Any, compute: Edit, z: NDArray, gate: NDArray) -> NDArray:
+def _other_gate(step: Any, compute: Edit, z: Floats, gate: Floats) -> Floats:
     return silu_gate(z, gate) if step.setting.config.attends(step.layer) else sigmoid_gate(z, gate)
 
 
@@ -1048,7 +1051,7 @@ DELTA_MISTAKES = (
 # fmt: on
 
 
-def _taps(qkv: NDArray, conv: NDArray) -> NDArray[np.float64]:
+def _taps(qkv: Floats, conv: Floats) -> NDArray[np.float64]:
     """The convolution of a sequence from its beginning, without silu.   (N, C) -> (N, C)"""
     n, wide = conv.shape[1], qkv.astype(np.float64)
     padded = np.concatenate([np.zeros((n - 1, qkv.shape[1])), wide])
@@ -1128,7 +1131,7 @@ MISTAKES = (
     ),
 )
 
-ALSO_RECORDED: Mapping[Callable[..., NDArray], tuple[str, Callable[..., NDArray]]] = {
+ALSO_RECORDED: Mapping[Callable[..., Floats], tuple[str, Callable[..., Floats]]] = {
     delta_rule: ("hook_state", memories)
 }
 

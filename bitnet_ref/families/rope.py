@@ -22,6 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..errors import ConfigError, require, require_bool, require_int, require_number
 from ..reference.config import RopeConfig, added
+from ..reference.layers import Floats
 
 _NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 
@@ -81,13 +82,13 @@ class StretchedRope(RopeConfig):
         """Radians per position. `position` matters to dynamic and longrope only.   -> (d/2,) float64"""
         return STRETCHINGS[self.rope_type](self, head_dim, position)
 
-    def angles(self, positions: NDArray, head_dim: int) -> NDArray[np.float64]:
+    def angles(self, positions: NDArray[np.int64], head_dim: int) -> NDArray[np.float64]:
         if self.rope_type not in ("dynamic", "longrope"):
             return super().angles(positions, head_dim)
         inv_freq = np.stack([self.frequencies(head_dim, int(position)) for position in positions])  # (N, d/2)
         return positions[:, None].astype(np.float64) * inv_freq
 
-    def tables(self, positions: NDArray, head_dim: int, dtype: DTypeLike) -> tuple[NDArray, NDArray]:
+    def tables(self, positions: NDArray[np.int64], head_dim: int, dtype: DTypeLike) -> tuple[Floats, Floats]:
         if self.rope_type not in ("yarn", "longrope"):
             return super().tables(positions, head_dim, dtype)
         cos, sin = super().tables(positions, head_dim, np.float64)
@@ -105,7 +106,8 @@ def _dynamic(rope: StretchedRope, head_dim: int, position: int) -> NDArray[np.fl
     exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     stretch = max(position + 1, rope.original_max_position_embeddings) / rope.original_max_position_embeddings
     growth = 1 + rope.factor * (stretch - 1)
-    return (rope.theta * growth ** (head_dim / (head_dim - 2))) ** -exponent
+    base: float = rope.theta * growth ** (head_dim / (head_dim - 2))
+    return base**-exponent
 
 
 def _llama3(rope: StretchedRope, head_dim: int, position: int) -> NDArray[np.float64]:
@@ -128,13 +130,15 @@ def _yarn(rope: StretchedRope, head_dim: int, position: int) -> NDArray[np.float
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     width = high - low if high != low else 0.001
-    interpolate = np.clip((np.arange(head_dim // 2) - low) / width, 0, 1)
+    interpolate: NDArray[np.float64] = np.clip((np.arange(head_dim // 2) - low) / width, 0, 1)
     return (1 - interpolate) * inv_freq + interpolate * inv_freq / rope.factor
 
 
 def _longrope(rope: StretchedRope, head_dim: int, position: int) -> NDArray[np.float64]:
     is_long = position >= rope.original_max_position_embeddings  # as with dynamic, by the length that this token sees
-    return RopeConfig.frequencies(rope, head_dim) / np.array(rope.long_factors if is_long else rope.short_factors)
+    return RopeConfig.frequencies(rope, head_dim) / np.array(
+        rope.long_factors if is_long else rope.short_factors, dtype=np.float64
+    )
 
 
 STRETCHINGS: dict[str, Callable[[StretchedRope, int, int], NDArray[np.float64]]] = {

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import ConfigError, require
 from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, added
+from ..reference.layers import Floats
 from ..reference.model import RopeTables, attention_result, split_heads
 from ..reference.ops import Ops
 from ..reference.weights import LayerWeights
@@ -58,14 +58,14 @@ def _of_layers(config: SmolLm3Config, layers: Sequence[int]) -> SmolLm3Config:
 
 def block_without_positions(
     be: Ops,
-    x: NDArray,
+    x: Floats,
     w: LayerWeights,
     cfg: ModelConfig,
     rope: RopeTables,
     batch: TokenBatch,
     cache: KVCache,
     layer: int,
-) -> NDArray:
+) -> Floats:
     """(N, D) -> (N, D), residual included"""
     h = be.rms_norm(x, w.attn_norm)  # (N, D)
     q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
@@ -131,7 +131,7 @@ _DEFAULTS = {
 }
 
 
-def _turned_scores(step: Any, compute: Edit, q: NDArray, k: NDArray, window: int | None) -> NDArray:
+def _turned_scores(step: Any, compute: Edit, q: Floats, k: Floats, window: int | None) -> Floats:
     """Scores of q and k with RoPE."""
     tables = own_rope(step).tables(np.arange(len(q)), step.setting.config.rotary_size, np.float32)
     return compute(layers.apply_rope(q, *tables), layers.apply_rope(k, *tables), window)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..errors import FormatError, OutOfMemory
+from ..reference.layers import Array, Floats
 from ..system.json_file import open_regular
 
 _BLOCK = 1 << 18  # values checked at a time
@@ -75,7 +76,7 @@ class BinaryFile(Closeable):
         """The error to raise about a place in this file."""
         return FormatError(message, path=self.path, offset=offset, field=field)
 
-    def read_array(self, dtype: DTypeLike, shape: tuple[int, ...], offset: int, field: str) -> NDArray:
+    def read_array(self, dtype: DTypeLike, shape: tuple[int, ...], offset: int, field: str) -> Array:
         """A new array with the file's bytes from `offset` on. OutOfMemory, FormatError naming `field`."""
         try:
             array = np.empty(shape, dtype=dtype)
@@ -123,7 +124,7 @@ class BinaryFile(Closeable):
             self._lead += asked
 
 
-def first_bad(array: NDArray, are_bad: Callable[[NDArray], NDArray[np.bool_]]) -> tuple[int, ...] | None:
+def first_bad(array: Array, are_bad: Callable[[Array], NDArray[np.bool_]]) -> tuple[int, ...] | None:
     """Index of the first element that `are_bad` says True of, row by row, or None. Checks in blocks, without a copy."""
     flat = array.reshape(-1)
     for start in range(0, flat.size, _BLOCK):
@@ -133,7 +134,7 @@ def first_bad(array: NDArray, are_bad: Callable[[NDArray], NDArray[np.bool_]]) -
     return None
 
 
-def first_not_finite(array: NDArray) -> tuple[list[int], float] | None:
+def first_not_finite(array: Floats) -> tuple[list[int], float] | None:
     """(index, value) of the first NaN or Inf of a float array, or None.
 
     >>> first_not_finite(np.array([[1, 2], [np.inf, 4]], dtype=np.float32))
@@ -143,7 +144,7 @@ def first_not_finite(array: NDArray) -> tuple[list[int], float] | None:
     return None if at is None else (list(at), float(array[at]))
 
 
-def _is_finite(array: NDArray) -> bool:
+def _is_finite(array: Floats) -> bool:
     """Whether a float array holds no NaN or Inf; False also where that is not known. It makes no temporary arrays."""
     exponent = _EXPONENTS.get(array.dtype.name)
     if exponent is None or not array.size or not array.flags.c_contiguous or not array.dtype.isnative:
@@ -153,8 +154,9 @@ def _is_finite(array: NDArray) -> bool:
     return bool(bits.view(f"i{exponent.itemsize}").max() < exponent and bits.max() < exponent | sign)
 
 
-def _not_finite(values: NDArray) -> NDArray[np.bool_]:
+def _not_finite(values: Floats) -> NDArray[np.bool_]:
     if values.dtype.itemsize > 2:
         return ~np.isfinite(values)
     exponent = _EXPONENTS[values.dtype.name]
-    return values.view(np.uint16) & exponent == exponent  # `isfinite` of 16 bits goes through float32
+    bad: NDArray[np.bool_] = values.view(np.uint16) & exponent == exponent  # `isfinite` of 16 bits goes through float32
+    return bad

@@ -27,6 +27,7 @@ from ..families.groups import in_groups
 from ..families.hadamard import Rotation
 from ..families.lora import LoraTerm
 from ..reference.config import ModelConfig, QuantizationConfig
+from ..reference.layers import Floats
 from ..reference.weights import LayerWeights, LinearWeight, ModelWeights, Norm, linear_name
 from ..system.json_file import is_present, read_bounded
 from ..system.options import FLAG, Values, choice, option, read_options
@@ -161,7 +162,7 @@ class Checkpoint(Closeable, ABC):
     def finish(self) -> None:
         """Call after all parts were read. Raises FormatError if the file has tensors that the model does not use."""
 
-    def master(self, name: str) -> NDArray | None:
+    def master(self, name: str) -> Floats | None:
         """The full-precision matrix that `linear` quantises; None if the file has none."""
         return None
 
@@ -171,7 +172,7 @@ class Checkpoint(Closeable, ABC):
         dtype: np.dtype = weight.dtype
         return dtype
 
-    def rounded(self, name: str, values: NDArray) -> NDArray:
+    def rounded(self, name: str, values: Floats) -> Floats:
         """`values` as this file's type for that matrix stores them, if the type has blocks of integers."""
         return values
 

@@ -8,11 +8,11 @@ import os
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import FormatError
 from ..families import config_to_dict
 from ..reference.config import ModelConfig
+from ..reference.layers import Array
 from ..reference.weights import LinearWeight, ModelWeights
 from ..system.json_file import open_regular
 
@@ -58,7 +58,7 @@ def _add(digest: hashlib._Hash, name: str, w: LinearWeight) -> None:
     _add_array(digest, f"{name}.bias", w.bias)
 
 
-def _add_array(digest: hashlib._Hash, name: str, array: NDArray | None) -> None:
+def _add_array(digest: hashlib._Hash, name: str, array: Array | None) -> None:
     if array is None:
         return
     digest.update(f"{name} {array.dtype.name} {list(array.shape)}\n".encode())

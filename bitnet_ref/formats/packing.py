@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ShapeError
+from ..reference.layers import Floats
 from ..reference.quantization import SCALE_FLOOR
 from .binary_file import first_bad
 
@@ -41,7 +42,8 @@ def hf_from_ternary(w_t: NDArray[np.int8]) -> NDArray[np.uint8]:
     if w_t.shape[0] % 4:
         raise ShapeError("hf_from_ternary", expected="a multiple of 4 rows", got=f"{w_t.shape[0]} rows")
     q0, q1, q2, q3 = np.split((w_t + 1).astype(np.uint8), 4, axis=0)
-    return np.bitwise_or(q0 | q1 << 2, q2 << 4 | q3 << 6, dtype=np.uint8)
+    plane: NDArray[np.uint8] = np.bitwise_or(q0 | q1 << 2, q2 << 4 | q3 << 6, dtype=np.uint8)
+    return plane
 
 
 def first_invalid_code(packed: NDArray[np.uint8]) -> tuple[int, ...] | None:
@@ -49,7 +51,7 @@ def first_invalid_code(packed: NDArray[np.uint8]) -> tuple[int, ...] | None:
     return first_bad(packed, lambda block: block & (block >> 1) & 0x55 != 0)
 
 
-def split_ternary(w: NDArray) -> tuple[NDArray[np.int8], np.float32] | None:
+def split_ternary(w: Floats) -> tuple[NDArray[np.int8], np.float32] | None:
     """w (N, K) that holds only -s, 0 and +s -> (w_t, s); None for anything else, which is a true master.
 
     Some tools save a model after quantisation in a float dtype. The scale of such a matrix is s; the absmean of it

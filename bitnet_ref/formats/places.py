@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..families import family_of
 from ..families.family import LinearPlace
 from ..reference.config import ModelConfig
+from ..reference.layers import Array
 from ..reference.weights import linear_name
 from .checkpoint import linear_shape
 from .names import OUTSIDE_BLOCKS, gguf_name, hf_module
@@ -32,9 +32,7 @@ def linear_place(config: ModelConfig, name: str, style: Literal["hf", "gguf"]) -
     return own._replace(module=f"{block}.{own.module}", sharers=sharers, parts=parts)
 
 
-def stored_matrix(
-    config: ModelConfig, name: str, style: Literal["hf", "gguf"], read: Callable[[str], NDArray]
-) -> NDArray:
+def stored_matrix(config: ModelConfig, name: str, style: Literal["hf", "gguf"], read: Callable[[str], Array]) -> Array:
     """The tensor that stores a linear, with all linears that share it.   read: a linear's name -> (N, K)"""
     place = linear_place(config, name, style)
     if place.rows is None and place.columns is None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..reference.layers import Array, Floats
 from .checkpoint import (
     Checkpoint,
     Progress,
@@ -85,7 +86,7 @@ def in_one_dtype(plan: Plan, dtype: str) -> Plan:
     return {name: [convert(tensor) for tensor in tensors] for name, tensors in plan.items()}
 
 
-def _is_exact(values: NDArray, dtype: np.dtype) -> bool:
+def _is_exact(values: Floats, dtype: np.dtype) -> bool:
     """Whether the dtype holds these finite values exactly. In blocks: no second copy of the array."""
     flat = values.reshape(-1)
     with np.errstate(over="ignore", under="ignore"):
@@ -103,7 +104,7 @@ def layout_of(plan: Plan) -> Layout:
 def write_parts(
     checkpoint: Checkpoint,
     plan: Plan,
-    write: Callable[[str, NDArray], None],
+    write: Callable[[str, Array], None],
     progress: Progress | None,
     change: Callable[[str, Any], Any] = lambda name, part: part,
 ) -> None:

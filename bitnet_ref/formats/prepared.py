@@ -37,6 +37,7 @@ from ..backends.backend import Backend
 from ..errors import FormatError, printable
 from ..families import KINDS, config_from_dict, config_to_dict, family_of
 from ..reference.config import ModelConfig
+from ..reference.layers import Array
 from ..reference.weights import DenseWeight, ModelWeights, Norm
 from ..system.atomic import atomic_path
 from ..system.json_file import open_regular, parse_json_object
@@ -125,7 +126,7 @@ class PreparedFile:
         """Keep the weights. If that fails, a warning in the log says why."""
         if not self.enabled:
             return
-        arrays: dict[str, NDArray] = {}
+        arrays: dict[str, Array] = {}
         metadata = {
             "made_from": self._made_from,
             "config": json.dumps(config_to_dict(config)),
@@ -180,7 +181,7 @@ def sum_pages(data: bytes | memoryview) -> str:
     return sha256(sums.tobytes() + bytes(data[whole:]))
 
 
-def _describe(value: Any, name: str, arrays: dict[str, NDArray], seen: dict[int, str]) -> Any:
+def _describe(value: Any, name: str, arrays: dict[str, Array], seen: dict[int, str]) -> Any:
     """A tree of dataclasses as JSON. Its arrays go to `arrays`, named by their places."""
     if isinstance(value, np.ndarray):
         arrays[name] = value
@@ -202,7 +203,7 @@ def _describe(value: Any, name: str, arrays: dict[str, NDArray], seen: dict[int,
     return {"kind": type(value).__name__, "name": name, "fields": inside}
 
 
-def _rebuild(tree: Any, array: Callable[[str], NDArray], kinds: Mapping[str, type], built: dict[str, Any]) -> Any:
+def _rebuild(tree: Any, array: Callable[[str], Array], kinds: Mapping[str, type], built: dict[str, Any]) -> Any:
     """The inverse of `_describe`. built: name -> the dataclasses built so far."""
     if isinstance(tree, list):
         return tuple(_rebuild(item, array, kinds, built) for item in tree)

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import FormatError, OutOfMemory, ShapeError
+from ..reference.layers import Array
 from ..system.atomic import check_space
 from ..system.json_file import parse_json_object
 from .binary_file import BinaryFile, Closeable
@@ -69,7 +70,7 @@ class SafetensorsFile(BinaryFile):
             self.close()
             raise
 
-    def read(self, name: str) -> NDArray:
+    def read(self, name: str) -> Array:
         """The tensor as stored (bfloat16 as ml_dtypes.bfloat16)."""
         info = self.tensors[name]
         return self.read_array(DTYPES[info.dtype], info.shape, info.offset, name)
@@ -89,7 +90,7 @@ class SafetensorsFile(BinaryFile):
                 memory.madvise(mmap.MADV_HUGEPAGE)
         return np.frombuffer(memory, np.uint8)
 
-    def view(self, memory: NDArray[np.uint8], name: str) -> NDArray:
+    def view(self, memory: NDArray[np.uint8], name: str) -> Array:
         """The tensor in `memory`, which holds the file's bytes. FormatError unless it is aligned for kernels."""
         info = self.tensors[name]
         if info.offset % DTYPES[info.dtype].itemsize:
@@ -105,7 +106,7 @@ class SafetensorsFile(BinaryFile):
             self.read_into(block, info.offset + start, name)
             yield block
 
-    def read_rows(self, name: str, start: int, stop: int) -> NDArray:
+    def read_rows(self, name: str, start: int, stop: int) -> Array:
         """Rows start to stop of the tensor's first axis; the rest is not read."""
         info = self.tensors[name]
         rows = info.shape[0]
@@ -225,7 +226,7 @@ class SafetensorsWriter(Closeable):
         if error[0] is None and self._unwritten:
             raise ValueError(f"tensors of the layout were not written: {', '.join(sorted(self._unwritten)[:3])}")
 
-    def write(self, name: str, array: NDArray) -> None:
+    def write(self, name: str, array: Array) -> None:
         """Write one tensor of the layout. ShapeError if its dtype or shape differs from the layout's."""
         dtype, shape, (begin, _) = self._header[name].values()
         if list(array.shape) != shape or array.dtype != DTYPES[dtype]:

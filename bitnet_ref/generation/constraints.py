@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import GenerationError
+from ..reference.layers import Floats
 from ..tokenizers.base import Tokenizer
 from ..tokenizers.vocabulary import Vocabulary
 from .constraint_limits import check_grammar, check_regex, read_schema, run_with_stack
@@ -50,7 +51,7 @@ class Constraint:
         """Whether the text matches and nothing can be added to it."""
         return bool(self._advance(token_ids).is_stopped())
 
-    def __call__(self, token_ids: NDArray[np.int64], logits: NDArray) -> NDArray:
+    def __call__(self, token_ids: NDArray[np.int64], logits: Floats) -> Floats:
         matcher = self._advance(token_ids)
         allowed = np.zeros(len(logits), dtype=np.bool_)
         if matcher.is_stopped():  # only an end token is left

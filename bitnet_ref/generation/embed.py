@@ -12,11 +12,13 @@ from ..backends.loaded import LoadedModel
 from ..errors import ConfigError, GenerationError
 from ..families import family_of
 from ..reference.cache import TokenBatch
+from ..reference.layers import Floats
 from ..system.json_file import read_json_object
 from .generate import Prompt, Prompts, split_prompts
 
 PRECISIONS = ("int8", "uint8", "binary", "ubinary")  # sentence-transformers' names
 MAX_PROMPTS_BYTES = 1 << 20
+Bytes = NDArray[np.int8] | NDArray[np.uint8]  # int8 or uint8, or eight signs in each
 
 
 def embed(model: LoadedModel, texts: Prompts, prompt: str | None = None) -> NDArray[np.float32]:
@@ -87,7 +89,7 @@ def _read_prompts(path: Path | None) -> tuple[dict[str, str], str | None]:
     return prompts, default
 
 
-def quantize_embeddings(vectors: NDArray[np.float32], precision: str, ranges: NDArray | None = None) -> NDArray:
+def quantize_embeddings(vectors: NDArray[np.float32], precision: str, ranges: Floats | None = None) -> Bytes:
     """Vectors (B, D) in fewer bits, as sentence-transformers' `quantize_embeddings` defines them.
 
     "int8", "uint8": (B, D), 255 steps from the least to the largest value of each dimension. ranges (2, D): these
@@ -106,7 +108,7 @@ def quantize_embeddings(vectors: NDArray[np.float32], precision: str, ranges: ND
         raise GenerationError(message, field="quantize")
     low, high = np.stack([vectors.min(axis=0), vectors.max(axis=0)]) if ranges is None else np.asarray(ranges)
     step = np.where(high > low, (high - low) / 255, 1)
-    levels = np.clip((vectors - low) / step, 0, 255)
+    levels: NDArray[np.float64] = np.clip((vectors - low) / step, 0, 255)
     return levels.astype(np.uint8) if precision == "uint8" else (levels - 128).astype(np.int8)
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
 from ..errors import GenerationError, describe
+from ..reference.layers import Floats
 from ..system.options import (
     FLAG,
     TEXT,
@@ -40,8 +41,8 @@ MAX_CHARACTERS = 1 << 16  # of the strings of one parameter, which every token i
 GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
-Processor = Callable[[NDArray[np.int64], NDArray], NDArray]  # (ids so far (T,), logits (V,)) -> logits (V,)
-Strategy = Callable[[NDArray[np.int64], NDArray, np.random.Generator], int]  # (ids so far, logits, ...) -> token id
+Processor = Callable[[NDArray[np.int64], Floats], Floats]  # (ids so far (T,), logits (V,)) -> logits (V,)
+Strategy = Callable[[NDArray[np.int64], Floats, np.random.Generator], int]  # (ids so far, logits, ...) -> token id
 
 
 class Biases(Rule):

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..backends.run import TokenLogits
 from ..errors import GenerationError
+from ..reference.layers import Floats
 from ..tokenizers.vocabulary import SortedTokens
 from .params import Processor, SamplingParams
 
@@ -30,11 +31,11 @@ class LogitsRule:
     def moves(self, token_ids: Ids) -> Ids:
         raise NotImplementedError
 
-    def change(self, token_ids: Ids, logits: NDArray) -> NDArray | float:
+    def change(self, token_ids: Ids, logits: Floats) -> Floats | float:
         """The new logits of the ids of `moves`.   logits (n,): the present ones"""
         return -np.inf
 
-    def __call__(self, token_ids: Ids, logits: NDArray) -> NDArray:
+    def __call__(self, token_ids: Ids, logits: Floats) -> Floats:
         moved, out = self.moves(token_ids), logits.copy()
         out[moved] = self.change(token_ids, logits[moved])
         return out
@@ -49,7 +50,7 @@ class RepetitionPenalty(LogitsRule):
     def moves(self, token_ids: Ids) -> Ids:
         return np.unique(token_ids)
 
-    def change(self, token_ids: Ids, logits: NDArray) -> NDArray:
+    def change(self, token_ids: Ids, logits: Floats) -> Floats:
         return np.where(logits > 0, logits / self.penalty, logits * self.penalty)
 
 
@@ -64,7 +65,7 @@ class CountPenalties(LogitsRule):
     def moves(self, token_ids: Ids) -> Ids:
         return np.unique(token_ids[self.prompt_tokens :])
 
-    def change(self, token_ids: Ids, logits: NDArray) -> NDArray:
+    def change(self, token_ids: Ids, logits: Floats) -> Floats:
         _, counts = np.unique(token_ids[self.prompt_tokens :], return_counts=True)
         return logits - (self.presence + self.frequency * counts).astype(logits.dtype)
 
@@ -78,7 +79,7 @@ class LogitBias(LogitsRule):
     def moves(self, token_ids: Ids) -> Ids:
         return self.ids
 
-    def change(self, token_ids: Ids, logits: NDArray) -> NDArray:
+    def change(self, token_ids: Ids, logits: Floats) -> Floats:
         return logits + self.biases.astype(logits.dtype)
 
 
@@ -155,7 +156,7 @@ class Rules:
             moved.append(ids if ids.size else np.empty(0, dtype=np.int64))  # [] has float64
         return np.unique(np.concatenate(moved)) if moved else ()
 
-    def apply(self, token_ids: Ids, logits: NDArray) -> NDArray:
+    def apply(self, token_ids: Ids, logits: Floats) -> Floats:
         """All rules on all logits.   (V,) -> (V,).  Raises GenerationError for a rule that returns something else."""
         for processor in self.processors:
             moved = np.asarray(processor(token_ids, logits))
@@ -171,7 +172,7 @@ class Rules:
             logits = moved
         return logits
 
-    def apply_among(self, token_ids: Ids, logits: TokenLogits) -> NDArray:
+    def apply_among(self, token_ids: Ids, logits: TokenLogits) -> Floats:
         """All rules on the k + (ids moved) largest logits and all moved ones.   -> `values` (n,), with the k largest"""
         if logits.complete or not self.processors:
             return self.apply(token_ids, logits.values)

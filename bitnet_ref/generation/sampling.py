@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.run import TokenLogits
+from ..reference.layers import Floats
 from .params import SamplingParams
 
 MAX_TOP_K = 1024  # a larger limit computes the whole head
@@ -26,10 +27,10 @@ Entry = tuple[float, dict[int, float]]  # ln p of the chosen token; {id: ln p} o
 Distribution = tuple[NDArray[np.int64], NDArray[np.float64]]  # ids (n,), probabilities (n,), which sum to 1
 
 
-Draw = Callable[[NDArray, float, float], int | None]  # `Backend.draw`
+Draw = Callable[[Floats, float, float], int | None]  # `Backend.draw`
 
 
-def choose(logits: NDArray, params: SamplingParams, uniform: float, draw: Draw | None = None) -> int:
+def choose(logits: Floats, params: SamplingParams, uniform: float, draw: Draw | None = None) -> int:
     """The next token, for a number drawn from [0, 1).   logits (V,) float -> id.  Ties go to the smaller id.
 
     draw: a backend's, which gives the same tokens in less time.
@@ -44,7 +45,7 @@ def choose(logits: NDArray, params: SamplingParams, uniform: float, draw: Draw |
     return int(ids[_invert(np.cumsum(probabilities), uniform)])
 
 
-def _draw_by_blocks(logits: NDArray, temperature: float, uniform: float) -> int | None:
+def _draw_by_blocks(logits: Floats, temperature: float, uniform: float) -> int | None:
     """`choose` without limits, in half the time: probabilities are summed by blocks, and one by one in the block of the
     token only. None where the rounding of these sums could give a neighbour.   logits (V,)"""
     e = logits.astype(np.float64)
@@ -65,7 +66,7 @@ def _draw_by_blocks(logits: NDArray, temperature: float, uniform: float) -> int 
     return None if target - below < _ROUNDING * total else block * BLOCK + place
 
 
-def distribution(logits: NDArray, params: SamplingParams) -> Distribution:
+def distribution(logits: Floats, params: SamplingParams) -> Distribution:
     """The distribution to sample from, in float64, for temperature > 0.   logits (V,) -> ids (n,), probabilities (n,)
 
     In the order of transformers: temperature, then top_k, top_p, min_p, typical_p. Among equal logits top_k keeps the
@@ -86,7 +87,7 @@ def distribution(logits: NDArray, params: SamplingParams) -> Distribution:
     return kept
 
 
-def _likeliest_k(logits: NDArray, params: SamplingParams) -> Distribution:
+def _likeliest_k(logits: Floats, params: SamplingParams) -> Distribution:
     """The distribution over the top_k largest logits, of at least as many."""
     ids = likeliest(logits, params.top_k)
     scaled = logits[ids].astype(np.float64) / params.temperature
@@ -151,7 +152,7 @@ def choose_among(
     logits: TokenLogits,
     params: SamplingParams,
     uniform: float,
-    values: NDArray | None = None,
+    values: Floats | None = None,
     draw: Draw | None = None,
 ) -> int | None:
     """`choose` from the logits for `candidates_needed`. None: they do not determine the token, which only top_p and
@@ -170,7 +171,7 @@ def choose_among(
 
 
 def _choose_in_nucleus(
-    scaled: NDArray[np.float64], rest: tuple[NDArray, NDArray], params: SamplingParams, uniform: float
+    scaled: NDArray[np.float64], rest: tuple[Floats, Floats], params: SamplingParams, uniform: float
 ) -> int | None:
     """top_p and min_p without top_k.   -> an index of `scaled`
 
@@ -204,23 +205,25 @@ def _invert(cumulative: NDArray[np.float64], uniform: float) -> int:
 
 
 def _softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    e = np.exp(scores - scores.max())
-    return e / e.sum()
+    e: NDArray[np.float64] = np.exp(scores - scores.max())
+    e /= e.sum()
+    return e
 
 
-def log_probability(logits: NDArray, token: int) -> float:
+def log_probability(logits: Floats, token: int) -> float:
     """ln softmax(logits)[token]: of the model's own distribution, before temperature and limits."""
     return float(log_probabilities(logits)[token])
 
 
-def log_probabilities(logits: NDArray) -> NDArray[np.float64]:
+def log_probabilities(logits: Floats) -> NDArray[np.float64]:
     """ln softmax(logits), (V,) -> (V,)"""
     below = logits.astype(np.float64)
     below -= below.max()
-    return below - np.log(np.exp(below).sum())
+    below -= np.log(np.exp(below).sum())
+    return below
 
 
-def likeliest_logprobs(logits: NDArray, k: int) -> dict[int, float]:
+def likeliest_logprobs(logits: Floats, k: int) -> dict[int, float]:
     """{id: ln p} of the k most likely tokens, most likely first."""
     logprobs = log_probabilities(logits)
     ids = likeliest(logits.astype(np.float64), min(k, len(logits)))
@@ -238,12 +241,12 @@ class Logprobs:
     def __init__(self, top: int = 0) -> None:
         self._top = top
         self._lock = Lock()  # one thread may generate while another reads
-        self._head: Callable[[NDArray], NDArray]
-        self._waiting: list[tuple[int, NDArray, int]] = []  # (index, the head's input (D,), token)
+        self._head: Callable[[Floats], Floats]
+        self._waiting: list[tuple[int, Floats, int]] = []  # (index, the head's input (D,), token)
         self._known: dict[int, Entry] = {}
         self._count = 0
 
-    def add(self, token: int, logits: TokenLogits, whole: NDArray | None, wants_top: bool = True) -> tuple[Any, Any]:
+    def add(self, token: int, logits: TokenLogits, whole: Floats | None, wants_top: bool = True) -> tuple[Any, Any]:
         """Add a chosen token. -> its ln p and `top_logprobs`, or functions that compute them when `whole` is None.
 
         whole (V,): all its logits, if they are known and the values will surely be read. wants_top: whether
@@ -266,7 +269,7 @@ class Logprobs:
                 del self._waiting[: len(block)]
             return self._known[index]
 
-    def _entry(self, logits: NDArray, token: int) -> Entry:
+    def _entry(self, logits: Floats, token: int) -> Entry:
         chosen = log_probability(logits, token)
         top = likeliest_logprobs(logits, self._top) if self._top else {}
         return chosen, top | {token: chosen}

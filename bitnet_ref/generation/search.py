@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backends.run import TokenLogits
+from ..reference.layers import Floats
 from .results import Generation, Overflow
 from .sampling import Entry, likeliest, likeliest_logprobs, log_probabilities
 from .sequence import Continuation
@@ -51,7 +52,7 @@ class BeamSearch:
         self.running = [Beam()]
         self.ended: list[Beam] = []  # best first; `score` is the final one
         self.results: list[Generation] = []  # at the end: the `n` best, best first; fewer where a grammar allows fewer
-        self._own: dict[int, NDArray] = {}  # ln p (V,) after each running beam, as far as they are computed
+        self._own: dict[int, Floats] = {}  # ln p (V,) after each running beam, as far as they are computed
         for row in rows:
             row.search = self
 
@@ -76,7 +77,7 @@ class BeamSearch:
     def ids(self, beam: Beam) -> NDArray[np.int64]:
         return np.concatenate([self.request.prompt, np.array(beam.tokens, dtype=np.int64)])
 
-    def _advance(self, own: NDArray) -> list[BeamCandidate]:
+    def _advance(self, own: Floats) -> list[BeamCandidate]:
         """Extend the beams by one token.   own (running beams, V), ln p by the model  ->  candidates, best first"""
         width, length = self.params.num_beams, len(self.running[0].tokens) + 1
         scores = np.stack([self.rules.apply(row.ids, each) for row, each in zip(self.rows, own, strict=False)])
@@ -112,7 +113,7 @@ class BeamSearch:
         stats.generated_tokens += tokens
         stats.decode_tokens += tokens - len(self.results)
 
-    def _extend(self, index: int, score: float, own: NDArray) -> Beam:
+    def _extend(self, index: int, score: float, own: Floats) -> Beam:
         """The continuation at a flat index of `own` (running beams, V)."""
         parent, token = divmod(index, own.shape[1])
         beam, chosen, top = self.running[parent], float(own[parent, token]), self.params.logprobs
@@ -127,7 +128,8 @@ class BeamSearch:
         )
 
     def _final_score(self, beam: Beam, length: int) -> float:
-        return beam.score / length**self.params.length_penalty
+        penalty: float = length**self.params.length_penalty
+        return beam.score / penalty
 
     def _is_done(self, length: int) -> bool:
         if not self.running:

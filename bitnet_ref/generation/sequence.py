@@ -17,6 +17,7 @@ from ..backends.loaded import LoadedModel
 from ..backends.run import TokenLogits
 from ..errors import ContextOverflow, GenerationError, TokenizerError, describe
 from ..reference.cache import TokenIds
+from ..reference.layers import Floats
 from ..tokenizers.base import Tokenizer
 from .constraints import Constraint
 from .drafts import Drafts, LookupDrafts, ModelDrafts, StepTimes
@@ -306,7 +307,7 @@ class Continuation:
         self.stats.dropped_tokens += before - self.context_tokens
         self.stats.recomputed_tokens += self.context_tokens - 1
 
-    def _choose(self, logits: TokenLogits) -> tuple[int, NDArray | None]:
+    def _choose(self, logits: TokenLogits) -> tuple[int, Floats | None]:
         """-> the token, and all of the model's own logits if they were computed"""
         params, whole = self.request.params, logits.values if logits.complete else None
         self.stats.head_rows += logits.computed

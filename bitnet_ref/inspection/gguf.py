@@ -17,6 +17,7 @@ from ..formats.gguf.file import GgufFile, GgufTensor, Typed, open_gguf
 from ..formats.gguf.model import GgufCheckpoint
 from ..formats.names import gguf_name, linear_of_gguf
 from ..reference.config import QuantizationConfig
+from ..reference.layers import Array
 from ..tokenizers.gguf_vocab import tokenizer_files_from_gguf
 from .facts import Inspection, StoredTensor
 from .inspector import Inspector, tensor_kind
@@ -96,7 +97,7 @@ class GgufInspector(Inspector):
     def table_dtypes(self) -> tuple[str, ...]:
         return (*DEQUANTIZABLE, *BY_PACKAGE)
 
-    def table_blocks(self, checkpoint: GgufCheckpoint, tensor: str) -> Iterator[NDArray]:
+    def table_blocks(self, checkpoint: GgufCheckpoint, tensor: str) -> Iterator[Array]:
         stored = checkpoint.file.tensors[tensor]
         for raw in self.raw_blocks(stored):
             values = len(raw) // stored.type.block_bytes * stored.type.block_values

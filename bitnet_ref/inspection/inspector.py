@@ -36,6 +36,7 @@ from ..formats.names import gguf_linears
 from ..formats.native.model import TOKENIZER_PREFIX
 from ..formats.safetensors import DTYPES, TensorInfo
 from ..reference.config import ModelConfig
+from ..reference.layers import Array
 from ..reference.weights import LinearWeight, linear_name
 from ..tokenizers import Tokenizer, load_tokenizer_files
 from .facts import Inspection, SizeOfKind, StoredTensor, TernaryMatrix, family_in_words
@@ -123,7 +124,7 @@ class Inspector(ABC):
         """The file's tensor of "embedding" or "lm_head", if `table_blocks` can read it."""
         return None
 
-    def table_blocks(self, checkpoint: Any, tensor: str) -> Iterator[NDArray]:
+    def table_blocks(self, checkpoint: Any, tensor: str) -> Iterator[Array]:
         """Its values in order, flat, a few megabytes at a time."""
         return blocks_of(checkpoint.tensors, tensor)
 

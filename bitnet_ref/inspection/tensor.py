@@ -30,6 +30,7 @@ from ..formats.onnx.file import OnnxFile
 from ..formats.open import choose_format, find_model, open_checkpoint
 from ..formats.safetensors import SafetensorsFile
 from ..notebook.figures import FLOAT, MINUS, PLUS, Figure, new_figure
+from ..reference.layers import Array
 from ..reference.weights import LinearWeight, linear_name
 
 Bands = list[tuple[int, int, tuple[float, float, float]]]  # (first, last + 1, shares of -1, 0, +1)
@@ -185,14 +186,14 @@ class TensorView:
 
     def nonzero_map(self, rows: int, columns: int) -> NDArray[np.float32]:
         """Share of non-zeros in a grid of at most rows x columns cells over a ternary matrix."""
-        nonzero = self.values != 0
+        shares: Array = self.values != 0
         for axis, cells in ((0, rows), (1, columns)):
             count = min(cells, self.shape[axis])
             starts = np.linspace(0, self.shape[axis], count + 1).round().astype(np.intp)
-            sums = np.add.reduceat(nonzero, starts[:-1], axis=axis, dtype=np.float32)
+            sums = np.add.reduceat(shares, starts[:-1], axis=axis, dtype=np.float32)
             sizes = np.diff(starts).astype(np.float32)
-            nonzero = sums / (sizes[:, None] if axis == 0 else sizes)
-        return nonzero
+            shares = sums / (sizes[:, None] if axis == 0 else sizes)
+        return shares
 
     def statistics(self) -> dict[str, Any]:
         """What `text` shows, as JSON values. Statistics of floats are those of the finite ones."""

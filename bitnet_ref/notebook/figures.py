@@ -11,9 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
-
 from ..errors import BackendUnavailable
+from ..reference.layers import Floats
 from ..system.atomic import atomic_path
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ PALE = "#d0d0d0"
 SERIES = ("#3b6fb6", "#dd8a2b", "#3a923a", "#a05195", "#56b4e9", "#8c6d31", "#c03d3e", "#7f7f7f")
 
 
-def new_figure(rows: int = 1, columns: int = 1, *, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
+def new_figure(rows: int = 1, columns: int = 1, *, size: tuple[float, float], **options: Any) -> tuple[Figure, Any]:
     """A matplotlib figure and its array of axes (rows, columns). pyplot does not keep it alive.
 
     Raises BackendUnavailable if matplotlib is not installed.
@@ -71,7 +70,7 @@ def plain(text: str) -> str:
     return text.replace("$", r"\$").replace("\n", "⏎")
 
 
-def token_bars(texts: Sequence[str], stages: Sequence[tuple[str, NDArray]]) -> Figure:
+def token_bars(texts: Sequence[str], stages: Sequence[tuple[str, Floats]]) -> Figure:
     """texts: of n tokens, the most likely first. stages: (title, probabilities (n,)), the model's own first.
 
     Behind each stage's bars are those of the stage before it, in grey; a cross marks a token that a stage leaves out.
@@ -95,7 +94,7 @@ def token_bars(texts: Sequence[str], stages: Sequence[tuple[str, NDArray]]) -> F
     return figure
 
 
-def memory_lines(panels: Sequence[tuple[str, Sequence[int], Mapping[str, NDArray]]]) -> Figure:
+def memory_lines(panels: Sequence[tuple[str, Sequence[int], Mapping[str, Floats]]]) -> Figure:
     """Megabytes over tokens. panels: (title, tokens (n,), {policy: bytes (n,)}) each."""
     figure, axes = new_figure(1, len(panels), size=(5.5 * len(panels), 3.4))
     for ax, (title, tokens, policies) in zip(axes[0], panels, strict=True):

@@ -18,6 +18,7 @@ from ..generation.params import SamplingParams
 from ..generation.sampling import distribution, likeliest
 from ..generation.sequence import Request
 from ..reference.cache import TokenBatch, TokenIds
+from ..reference.layers import Floats
 from .explorer import Explorer, Slider
 from .figures import Figure, token_bars
 
@@ -53,7 +54,7 @@ class NextToken:
         self.model = model
         self.ids = Request(model, prompt, SamplingParams(max_tokens=1)).prompt
         cache = model.new_cache(slots=1, capacity=len(self.ids))
-        self.logits: NDArray = model.run(TokenBatch.of([(0, 0, self.ids)], logits_of_last=[0]), cache).all()[0]
+        self.logits: Floats = model.run(TokenBatch.of([(0, 0, self.ids)], logits_of_last=[0]), cache).all()[0]
 
     def __repr__(self) -> str:
         (stage,), ids = self.stages(temperature=1.0), self.likeliest(4)

@@ -12,22 +12,23 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from ..errors import ShapeError
 from .config import ModelConfig
+from .layers import Floats, Ints
 
-TokenIds = Sequence[int] | NDArray[np.int64]
+TokenIds = Sequence[int] | Ints
 
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
     """N tokens of any number of sequences, laid end to end."""
 
-    tokens: NDArray[np.int64]  # (N,)
-    positions: NDArray[np.int64]  # (N,), of each token in its sequence
-    slots: NDArray[np.int64]  # (N,), of each token's sequence in the cache
-    wanted: NDArray[np.int64] | None = None  # indices of the tokens whose logits are needed; None: all, in order
+    tokens: Ints  # (N,)
+    positions: Ints  # (N,), of each token in its sequence
+    slots: Ints  # (N,), of each token's sequence in the cache
+    wanted: Ints | None = None  # indices of the tokens whose logits are needed; None: all, in order
 
     @classmethod
     def of(cls, parts: Sequence[tuple[int, int, TokenIds]], logits_of_last: Sequence[int] | None = None) -> TokenBatch:
@@ -70,19 +71,17 @@ class KVCache:
     states: Any = None  # what layers without keys keep of each sequence, in some families
 
     def __init__(self, config: ModelConfig, slots: int, capacity: int, dtype: DTypeLike = np.float32) -> None:
-        self.slots = slots
-        self.capacity = capacity
+        self.slots, self.capacity = slots, capacity
         shape = (config.num_hidden_layers, slots, capacity, config.num_key_value_heads, config.head_dim)
-        self.keys = np.empty(shape, dtype=dtype)
-        self.values = np.empty(shape, dtype=dtype)
+        self.keys, self.values = np.empty(shape, dtype=dtype), np.empty(shape, dtype=dtype)
 
-    def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
+    def append(self, layer: int, batch: TokenBatch, k: Floats, v: Floats) -> None:
         """Write k and v (N, G, d) of the batch's tokens at their slots and positions. Raises ShapeError."""
         self.check_append(batch, k, v)
         self.keys[layer, batch.slots, batch.positions] = k
         self.values[layer, batch.slots, batch.positions] = v
 
-    def check_append(self, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
+    def check_append(self, batch: TokenBatch, k: Floats, v: Floats) -> None:
         """Raises ShapeError unless k and v are (N, G, d), and the cache has the batch's slots and positions."""
         expected = (len(batch), *self.keys.shape[-2:])
         if k.shape != expected or v.shape != expected:
@@ -96,7 +95,7 @@ class KVCache:
             expected = f"positions < {self.capacity} and slots < {self.slots}"
             raise ShapeError("KVCache.append", expected=expected, got=f"position {position}, slot {slot}")
 
-    def visible(self, layer: int, slot: int, position: int, window: int | None) -> tuple[NDArray, NDArray]:
+    def visible(self, layer: int, slot: int, position: int, window: int | None) -> tuple[Floats, Floats]:
         """Keys and values (S, G, d) that the token at `position` sees: its own and those before it in its window."""
         start = 0 if window is None else max(0, position - window + 1)
         return self.keys[layer, slot, start : position + 1], self.values[layer, slot, start : position + 1]

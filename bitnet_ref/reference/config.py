@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..errors import require, require_bool, require_int, require_number
-from .layers import ACTIVATIONS
+from .layers import ACTIVATIONS, Floats, Ints
 
 
 def added(default: Any, absent: Any = None) -> Any:
@@ -36,11 +36,11 @@ class RopeConfig:
         """Radians per position, for each of the d/2 pairs.   -> (d/2,) float64"""
         return self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
 
-    def angles(self, positions: NDArray, head_dim: int) -> NDArray[np.float64]:
+    def angles(self, positions: Ints, head_dim: int) -> NDArray[np.float64]:
         """Radians of each token.   positions (N,) int -> (N, d/2) float64"""
         return positions[:, None].astype(np.float64) * self.frequencies(head_dim)
 
-    def tables(self, positions: NDArray, head_dim: int, dtype: DTypeLike) -> tuple[NDArray, NDArray]:
+    def tables(self, positions: Ints, head_dim: int, dtype: DTypeLike) -> tuple[Floats, Floats]:
         """cos and sin of each token's angles.   positions (N,) int -> two (N, d/2)"""
         angles = self.angles(positions, head_dim)  # float64: at position 4096 a float32 angle is already off by 2e-4
         return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)

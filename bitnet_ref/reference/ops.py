@@ -16,33 +16,34 @@ from ..errors import ShapeError
 from . import layers, quantization
 from .cache import KVCache, TokenBatch
 from .config import RopeConfig
+from .layers import Array, Floats, Ints
 from .weights import LinearWeight, Norm, Shared, TernaryLinear
 
 
-def require(op: str, ok: bool, expected: str, **arrays: NDArray) -> None:
+def require(op: str, ok: bool, expected: str, **arrays: Array) -> None:
     """Raises a ShapeError that describes the arrays, unless `ok`."""
     if not ok:
         got = " and ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items())
         raise ShapeError(op, expected=expected, got=got)
 
 
-def check_rope(q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> None:
+def check_rope(q: Floats, k: Floats, cos: Floats, sin: Floats) -> None:
     ok = q.ndim == k.ndim == 3 and q.shape[::2] == k.shape[::2] and cos.shape == sin.shape and len(q) == len(cos)
     expected = "q (N, H, d), k (N, G, d), cos and sin (N, d/2) or narrower"
     require("rope", ok and 2 * cos.shape[-1] <= q.shape[-1], expected, q=q, k=k, cos=cos, sin=sin)
 
 
-def check_norm(x: NDArray, norm: Norm) -> None:
+def check_norm(x: Floats, norm: Norm) -> None:
     ok = x.ndim == 2 and norm.weight.shape == x.shape[1:]
     require("rms_norm", ok, "x (N, D) and weight (D,)", x=x, weight=norm.weight)
 
 
-def check_dequantize(acc: NDArray, x_quant_scale: NDArray) -> None:
+def check_dequantize(acc: Array, x_quant_scale: Floats) -> None:
     ok = acc.ndim == 2 and x_quant_scale.shape == (len(acc), 1)
     require("dequantize", ok, "acc (N, out) and x_quant_scale (N, 1)", acc=acc, x_quant_scale=x_quant_scale)
 
 
-def check_attention(q: NDArray, cache: KVCache, batch: TokenBatch) -> None:
+def check_attention(q: Floats, cache: KVCache, batch: TokenBatch) -> None:
     kv_heads, head_dim = cache.keys.shape[-2:]
     ok = q.ndim == 3 and q.shape[::2] == (len(batch), head_dim) and q.shape[1] % kv_heads == 0
     require("attention", ok, f"q ({len(batch)}, multiple of {kv_heads}, {head_dim})", q=q)
@@ -53,29 +54,29 @@ class Ops:
 
     dtype = np.dtype(np.float32)
 
-    def embed(self, w: LinearWeight, tokens: NDArray[np.int64]) -> NDArray:
+    def embed(self, w: LinearWeight, tokens: Ints) -> Floats:
         """tokens (N,) -> (N, D)"""
         rows, ids = w.shape[0], tokens.size
         ok = tokens.ndim == 1 and tokens.dtype.kind in "iu" and (ids == 0 or 0 <= tokens.min() <= tokens.max() < rows)
         require("embed", ok, f"tokens (N,) of ids 0 to {rows - 1}", tokens=tokens)
         return w.rows(tokens, self.dtype)
 
-    def rms_norm(self, x: NDArray, norm: Norm) -> NDArray:
+    def rms_norm(self, x: Floats, norm: Norm) -> Floats:
         """x (N, D) -> (N, D)"""
         check_norm(x, norm)
         return layers.rms_norm(x, norm.weight, norm.eps)
 
-    def rope_tables(self, positions: NDArray[np.int64], rope: RopeConfig, head_dim: int) -> tuple[NDArray, NDArray]:
+    def rope_tables(self, positions: Ints, rope: RopeConfig, head_dim: int) -> tuple[Floats, Floats]:
         """positions (N,) -> cos, sin (N, d/2)"""
         require("rope_tables", positions.ndim == 1, "positions (N,)", positions=positions)
         return rope.tables(positions, head_dim, self.dtype)
 
-    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
+    def rope(self, q: Floats, k: Floats, cos: Floats, sin: Floats) -> tuple[Floats, Floats]:
         """q (N, H, d), k (N, G, d), cos and sin (N, d/2) -> q and k, rotated"""
         check_rope(q, k, cos, sin)
         return layers.apply_rope(q, cos, sin), layers.apply_rope(k, cos, sin)
 
-    def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
+    def quantize_activations(self, x: Floats) -> tuple[NDArray[np.int8], Floats]:
         """x (N, K) -> x_q (N, K) int8, x_quant_scale (N, 1)"""
         require("quantize_activations", x.ndim == 2 and x.shape[1] > 0, "x (N, K), K > 0", x=x)
         return quantization.quantize_activations(x)
@@ -84,40 +85,40 @@ class Ops:
         """x_q (N, K) int8 -> acc (N, out) int32, exact"""
         return quantization.ternary_matmul(x_q, w.plain().packed, w.in_features)
 
-    def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
+    def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: Floats) -> Floats:
         """acc (N, out) int32 -> y (N, out)"""
         check_dequantize(acc, x_quant_scale)
         return quantization.dequantize(acc, w.w_dequant_scale, x_quant_scale)
 
-    def dense_matmul(self, x: NDArray, w: Any) -> NDArray:
+    def dense_matmul(self, x: Floats, w: Any) -> Floats:
         """x (N, K), w a DenseWeight, or one in a backend's layout -> (N, out)"""
         require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], f"x (N, {w.shape[1]})", x=x)
         w = w.plain()
         return layers.dense_matmul(x, w.stored, w.wide, w.widen)
 
-    def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
+    def linears(self, x: Floats, ws: Sequence[LinearWeight]) -> tuple[Floats, ...]:
         """Several linears of one x (N, K), which is quantised once for all BitLinears.   -> (N, out) each"""
         shared: Shared = {}
         return tuple(self.one_linear(x, w, shared) for w in ws)
 
-    def one_linear(self, x: NDArray, w: LinearWeight, shared: Shared) -> NDArray:
+    def one_linear(self, x: Floats, w: LinearWeight, shared: Shared) -> Floats:
         """One of `linears`.   x (N, K) -> (N, out)"""
         y = w.product(self, x, shared)
         return y if w.bias is None else self.add(y, w.bias)
 
-    def linear(self, x: NDArray, w: LinearWeight) -> NDArray:
+    def linear(self, x: Floats, w: LinearWeight) -> Floats:
         """x (N, K) -> x W^T (N, out); a ternary weight makes it a BitLinear"""
         return self.linears(x, (w,))[0]
 
-    def lm_head(self, x: NDArray, w: LinearWeight) -> NDArray:
+    def lm_head(self, x: Floats, w: LinearWeight) -> Floats:
         """x (N, D) -> logits (N, V)"""
         return self.linear(x, w)
 
-    def append(self, cache: KVCache, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
+    def append(self, cache: KVCache, layer: int, batch: TokenBatch, k: Floats, v: Floats) -> None:
         """Write k and v (N, G, d) of the batch's tokens into the cache."""
         cache.append(layer, batch, k, v)
 
-    def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
+    def attention(self, q: Floats, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> Floats:
         """Each token of the batch over what it sees of its own sequence.   q (N, H, d) -> z (N, H, d)"""
         check_attention(q, cache, batch)
         z = np.empty_like(q)
@@ -127,28 +128,28 @@ class Ops:
             z[i] = layers.attention_values(pattern, values)
         return z
 
-    def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
+    def gated(self, gate: Floats, up: Floats, activation: str) -> Floats:
         """act(gate) * up.   (N, F), (N, F) -> (N, F)"""
         require("gated", gate.ndim == 2 and gate.shape == up.shape, "gate and up (N, F)", gate=gate, up=up)
         return layers.gated(gate, up, activation)
 
-    def add(self, x: NDArray, y: NDArray) -> NDArray:
+    def add(self, x: Floats, y: Floats) -> Floats:
         """x (N, D), y (N, D) or a bias (D,) -> (N, D)"""
         require("add", y.shape in (x.shape, x.shape[1:]), "x (N, D) and y (N, D) or (D,)", x=x, y=y)
         return x + y
 
-    def scale(self, x: NDArray, factor: float, name: str) -> NDArray:
+    def scale(self, x: Floats, factor: float, name: str) -> Floats:
         """x times a number. name: of the result in a trace.   (N, ...) -> (N, ...)"""
         return x * x.dtype.type(factor)
 
-    def compute(self, name: str, function: Callable[..., NDArray], *args: Any) -> NDArray:
+    def compute(self, name: str, function: Callable[..., Floats], *args: Any) -> Floats:
         """An op that one family has alone: function(*args), in NumPy. name: of the result in a trace."""
         return function(*args)
 
-    def compose(self, name: str, function: Callable[..., NDArray], *args: Any) -> NDArray:
+    def compose(self, name: str, function: Callable[..., Floats], *args: Any) -> Floats:
         """An op that one family has alone and that is made of these: function(self, *args). name: as in `compute`."""
         return function(self, *args)
 
-    def take_rows(self, x: NDArray, rows: NDArray[np.int64]) -> NDArray:
+    def take_rows(self, x: Floats, rows: Ints) -> Floats:
         """x (N, D), rows (n,) -> (n, D)"""
         return x[rows]

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import NumericsError, ShapeError
+from .layers import Floats
 
 SCALE_FLOOR = 1e-5  # both scales' denominators are clamped to this: an all-zero matrix or token must not divide by zero
 CODES_PER_BYTE = 4
@@ -30,23 +31,23 @@ FLOAT32_EXACT_K = 2**24 // 128  # below this many inputs a float32 sum of int8 *
 _BLOCK_VALUES = 1 << 20  # weights unpacked at a time by the product below: 4 MB of float32, which stays in cache
 
 
-def absmean_scale(w: NDArray) -> np.float32:
+def absmean_scale(w: Floats) -> np.float32:
     """The weight scale s = max(mean|W|, 1e-5) of a whole matrix, in float32. Raises NumericsError for NaN or Inf."""
     # Summed in float64 and rounded once, so a matrix read in pieces has the same scale. transformers sums in float32.
     mean = float(np.abs(w, dtype=np.float32).mean(dtype=np.float64))
     if not math.isfinite(mean):
         raise NumericsError("absmean_scale: the weight matrix holds NaN or Inf")
-    return np.maximum(np.float32(mean), np.float32(SCALE_FLOOR))
+    return np.float32(max(mean, SCALE_FLOOR))
 
 
-def quantize_weights(w: NDArray) -> tuple[NDArray[np.int8], np.float32]:
+def quantize_weights(w: Floats) -> tuple[NDArray[np.int8], np.float32]:
     """Absmean quantisation. w (N, K) float -> w_t (N, K) int8 in {-1, 0, +1}, w_dequant_scale: W ~ w_t * scale."""
     w_dequant_scale = absmean_scale(w)
     w_scaled = w.astype(np.float32) * (np.float32(1.0) / w_dequant_scale)
     return np.clip(np.rint(w_scaled), -1, 1).astype(np.int8), w_dequant_scale  # rint: half to even
 
 
-def quantize_activations(x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
+def quantize_activations(x: Floats) -> tuple[NDArray[np.int8], Floats]:
     """Absmax quantisation, token by token. x (N, K) float -> x_q (N, K) int8, x_quant_scale (N, 1): x ~ x_q / scale.
 
     Raises NumericsError when x holds NaN or Inf, which int8 would hide.
@@ -56,11 +57,10 @@ def quantize_activations(x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
         row = int(np.flatnonzero(~np.isfinite(largest))[0])
         raise NumericsError(f"quantize_activations: the activation of token {row} holds NaN or Inf")
     x_quant_scale = x.dtype.type(127) / np.maximum(largest, x.dtype.type(SCALE_FLOOR))
-    x_q = np.clip(np.rint(x * x_quant_scale), -128, 127).astype(np.int8)
-    return x_q, x_quant_scale
+    return np.clip(np.rint(x * x_quant_scale), -128, 127).astype(np.int8), x_quant_scale
 
 
-def dequantize(acc: NDArray[np.int32], w_dequant_scale: np.float32, x_quant_scale: NDArray) -> NDArray:
+def dequantize(acc: NDArray[np.int32], w_dequant_scale: np.float32, x_quant_scale: Floats) -> Floats:
     """acc (N, out) int32 -> y (N, out) in x_quant_scale's dtype. One division and one product, each rounded once."""
     return acc.astype(x_quant_scale.dtype) * (w_dequant_scale / x_quant_scale)
 
@@ -83,7 +83,8 @@ def pack_ternary(w_t: NDArray[np.int8]) -> NDArray[np.uint8]:
         raise ShapeError("pack_ternary", expected="a non-empty (N, K) matrix of -1, 0, +1", got=f"{w_t.shape}: {w_t}")
     codes = np.ones((len(w_t), -(-w_t.shape[1] // CODES_PER_BYTE) * CODES_PER_BYTE), dtype=np.uint8)
     codes[:, : w_t.shape[1]] = w_t + 1
-    return codes[:, 0::4] | codes[:, 1::4] << 2 | codes[:, 2::4] << 4 | codes[:, 3::4] << 6
+    packed: NDArray[np.uint8] = codes[:, 0::4] | codes[:, 1::4] << 2 | codes[:, 2::4] << 4 | codes[:, 3::4] << 6
+    return packed
 
 
 def unpack_ternary(packed: NDArray[np.uint8], in_features: int) -> NDArray[np.int8]:

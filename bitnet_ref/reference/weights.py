@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..errors import ShapeError
 from . import quantization
+from .layers import Array, Floats, Ints
 
 Shared = dict[str, Any]  # what the linears of one input share: its quantised form
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj", "router")  # the linears of a block's second half
@@ -55,7 +56,7 @@ class LinearWeight(ABC):
         return sum(array.nbytes for array in vars(self).values() if isinstance(array, np.ndarray))
 
     @abstractmethod
-    def product(self, be: Any, x: NDArray, shared: Shared) -> NDArray:
+    def product(self, be: Any, x: Floats, shared: Shared) -> Floats:
         """The linear without its bias, by the ops of `be`, which are `Ops`.   x (N, K) -> (N, out)"""
 
     def plain(self) -> LinearWeight:
@@ -71,10 +72,10 @@ class LinearWeight(ABC):
         return change(self)
 
     @abstractmethod
-    def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
+    def contents(self, name: str) -> Iterator[tuple[str, Array]]:
         """(name, array) of what the weight is, without its bias, in any layout: what its hash is made of."""
 
-    def rows(self, index: Any, dtype: DTypeLike) -> NDArray:
+    def rows(self, index: Ints | slice, dtype: DTypeLike) -> Floats:
         """Some rows of the matrix as floats.   -> (n, K)"""
         raise ShapeError("embed", expected="a dense table", got=repr(self))
 
@@ -90,17 +91,18 @@ class TernaryLinear(LinearWeight):
     def plain(self) -> TernaryWeight:
         """The same weight, packed as the reference takes it."""
 
-    def product(self, be: Any, x: NDArray, shared: Shared) -> NDArray:
+    def product(self, be: Any, x: Floats, shared: Shared) -> Floats:
         if "int8" not in shared:
             shared["int8"] = be.quantize_activations(x)
         x_q, x_quant_scale = shared["int8"]
-        return be.dequantize(be.ternary_matmul(x_q, self), self, x_quant_scale)
+        y: Floats = be.dequantize(be.ternary_matmul(x_q, self), self, x_quant_scale)
+        return y
 
     @property
     def bit_linear(self) -> TernaryLinear:  # type: ignore[override]
         return self
 
-    def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
+    def contents(self, name: str) -> Iterator[tuple[str, Array]]:
         yield name, self.plain().packed
         yield f"{name}.scale", np.asarray(self.w_dequant_scale, dtype=np.float32).reshape(1)
 
@@ -143,8 +145,7 @@ class DenseWeight(LinearWeight):
     """A matrix that is not quantised: the embedding, the head, every linear of a dense model."""
 
     kind = "dense"
-
-    stored: NDArray  # (N, K) bfloat16, float16 or float32
+    stored: Array  # (N, K) bfloat16, float16 or float32
     bias: NDArray[np.float32] | None = None  # (N,)
     wide: bool = False  # summed in float64 and rounded once, because an int8 rounding comes after it
     name: str = ""
@@ -154,26 +155,27 @@ class DenseWeight(LinearWeight):
         return self.stored.shape[0], self.stored.shape[1]
 
     @property
-    def dtype(self) -> np.dtype:
+    def dtype(self) -> np.dtype[Any]:
         """Of `array`."""
         return self.stored.dtype
 
     @property
-    def array(self) -> NDArray:
+    def array(self) -> Floats:
         """The matrix as floats, (N, K)."""
         return self.stored
 
-    def widen(self, stored: NDArray) -> NDArray:
+    def widen(self, stored: Array) -> Array:
         """Some of the stored rows as floats.   -> (n, K)"""
         return stored
 
-    def product(self, be: Any, x: NDArray, shared: Shared) -> NDArray:
-        return be.dense_matmul(x, self)
+    def product(self, be: Any, x: Floats, shared: Shared) -> Floats:
+        y: Floats = be.dense_matmul(x, self)
+        return y
 
-    def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
+    def contents(self, name: str) -> Iterator[tuple[str, Array]]:
         yield name, self.array
 
-    def rows(self, index: Any, dtype: DTypeLike) -> NDArray:
+    def rows(self, index: Ints | slice, dtype: DTypeLike) -> Floats:
         """Some rows of the matrix as floats.   index (n,) -> (n, K)"""
         if self.stored.dtype.name != "bfloat16":
             return self.stored[index].astype(dtype, copy=False)

@@ -237,7 +237,8 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     @property
     def prompt_token_ids(self) -> list[int]:
         """The prompt, as in `Generation`."""
-        return self._ticket.request.given.tolist()
+        ids: list[int] = self._ticket.request.given.tolist()
+        return ids
 
     @property
     def echo(self) -> str:

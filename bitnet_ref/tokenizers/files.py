@@ -84,7 +84,8 @@ def check_token_id(value: Any, field: str) -> int:
     check_type(value, int, field, "a token id")
     if not 0 <= value < MAX_TOKEN_ID:
         raise TokenizerError(f"token id {_shorten(value)} is not in 0..{MAX_TOKEN_ID - 1}", field=field)
-    return value
+    token: int = value
+    return token
 
 
 def check_unicode(text: str, field: str | None = None) -> None:

@@ -144,7 +144,8 @@ class HfTokenizer(Tokenizer):
 
     def _library_decode(self, ids: list[int]) -> str:
         self._check_decoded(ids)
-        return self._guard("decode these ids", lambda: self._tokenizer.decode(ids, skip_special_tokens=False))
+        text: str = self._guard("decode these ids", lambda: self._tokenizer.decode(ids, skip_special_tokens=False))
+        return text
 
     def _token_bytes(self, token: int) -> bytes:
         if self._decoding.part is None:

@@ -91,7 +91,8 @@ class SearchLimit:
 
     def is_cheap(self, length: int) -> bool:
         """Whether every text of this length is searched in time."""
-        return self._steps * max(1, length) ** (self.degree + 1) <= _SPARE_STEPS + _STEPS_PER_CHARACTER * length
+        steps: int = self._steps * max(1, length) ** (self.degree + 1)
+        return steps <= _SPARE_STEPS + _STEPS_PER_CHARACTER * length
 
     def check(self, text: str) -> None:
         """Raise TokenizerError if this text may take too long."""

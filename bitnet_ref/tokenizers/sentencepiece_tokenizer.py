@@ -140,10 +140,12 @@ class SentencePieceTokenizer(Tokenizer):
         if not text:
             return []
         if first:
-            return self._processor.encode(text)
+            ids: list[int] = self._processor.encode(text)
+            return ids
         if self._inner_processor is None:
             self._inner_processor = _processor(self._model_bytes + NO_DUMMY_PREFIX, self.path)
-        return self._inner_processor.encode(text)
+        inner: list[int] = self._inner_processor.encode(text)
+        return inner
 
     def _token_bytes(self, token: int) -> bytes:
         data = self._bytes.get(token)

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..backends.cpu.extension import _cpu, choose_simd, layout_number, simd_variants
 from ..backends.cpu.kernels import GATES, as_floats
 from ..errors import NumericsError
 from ..reference import quantization
+from ..reference.layers import Floats
 from . import ops
 from .ops import Gradient, LinearInput
 
@@ -32,7 +32,7 @@ class PackedLinear(ops.StepLinear):
     panels: tuple[Any, ...] = ()  # _cpu.Panels of each linear; () for a dense or mixed weight
 
     @classmethod
-    def quantize(cls, masters: list[NDArray], mix: float = 1.0) -> ops.StepLinear:
+    def quantize(cls, masters: list[Floats], mix: float = 1.0) -> ops.StepLinear:
         if mix < 1:
             return super().quantize(masters, mix)
         sizes, columns = tuple(map(len, masters)), masters[0].shape[1]
@@ -59,19 +59,19 @@ class Compiled:
 
     kernel_set: int
 
-    def rms_norm(self, x: NDArray, weight: NDArray, eps: float) -> tuple[NDArray, float]:
+    def rms_norm(self, x: Floats, weight: Floats, eps: float) -> tuple[Floats, float]:
         """What the backward pass needs is eps alone: it sums the squares again."""
         x, y = as_floats(x), np.empty(x.shape, dtype=np.float32)
         if (row := _cpu.rms_norm(x, weight, eps, y, 1, self.kernel_set)) >= 0:
             raise NumericsError(f"rms_norm: token {row} holds NaN or Inf")
         return y, eps
 
-    def rms_norm_backward(self, dy: NDArray, x: NDArray, weight: NDArray, eps: float) -> tuple[Gradient, Gradient]:
+    def rms_norm_backward(self, dy: Floats, x: Floats, weight: Floats, eps: float) -> tuple[Gradient, Gradient]:
         dx, d_weight = np.empty(x.shape, dtype=np.float32), np.empty(weight.shape, dtype=np.float32)
         _cpu.norm_backward(as_floats(dy), as_floats(x), weight, eps, dx, d_weight, self.kernel_set)
         return dx, d_weight
 
-    def linear(self, x: NDArray, w: ops.StepLinear) -> tuple[list[NDArray], LinearInput]:
+    def linear(self, x: Floats, w: ops.StepLinear) -> tuple[list[Floats], LinearInput]:
         if not (isinstance(w, PackedLinear) and w.panels):
             return ops.linear(x, w)
         x, ys = as_floats(x), [np.empty((len(x), size), dtype=np.float32) for size in w.sizes]
@@ -83,7 +83,7 @@ class Compiled:
         return ys, LinearInput(x_q, x_quant_scale)
 
     def linear_backward(
-        self, dys: Sequence[NDArray], saved: LinearInput, w: ops.StepLinear
+        self, dys: Sequence[Floats], saved: LinearInput, w: ops.StepLinear
     ) -> tuple[Gradient, list[Gradient]]:
         """Part by part: gradients of several linears are never copied into one array."""
         x, parts = self._rescaled(saved), w.split(w.values, 0)
@@ -92,14 +92,14 @@ class Compiled:
             dx += dy @ part
         return dx, [dy.T @ x for dy in dys]
 
-    def _rescaled(self, saved: LinearInput) -> NDArray:
+    def _rescaled(self, saved: LinearInput) -> Floats:
         if saved.x_quant_scale is None:
             return saved.x
         x = np.empty(saved.x.shape, dtype=np.float32)
         _cpu.rescale(saved.x, saved.x_quant_scale, x, self.kernel_set)
         return x
 
-    def attention(self, q: NDArray, k: NDArray, v: NDArray, window: int | None) -> tuple[NDArray, list[NDArray]]:
+    def attention(self, q: Floats, k: Floats, v: Floats, window: int | None) -> tuple[Floats, list[Floats]]:
         (tokens, kv_heads, head_dim), heads = k.shape, q.shape[1]
         queries = ops.by_kv_head(q, kv_heads).astype(np.float64)  # (G, H/G, T, d)
         keys, values = (x.transpose(1, 0, 2).astype(np.float64, order="C") for x in (k, v))  # (G, T, d)
@@ -116,41 +116,42 @@ class Compiled:
         return z, patterns
 
     def attention_backward(
-        self, dz: NDArray, q: NDArray, k: NDArray, v: NDArray, patterns: list[NDArray], window: int | None
+        self, dz: Floats, q: Floats, k: Floats, v: Floats, patterns: list[Floats], window: int | None
     ) -> tuple[Gradient, Gradient, Gradient]:
         return ops.attention_backward(dz, q, k, v, patterns, window, self.softmax_backward)
 
-    def softmax_backward(self, d_scores: NDArray, pattern: NDArray, scale: float) -> None:
+    def softmax_backward(self, d_scores: Floats, pattern: Floats, scale: float) -> None:
         _cpu.softmax_backward(d_scores, pattern, scale, self.kernel_set)
 
-    def rope(self, x: NDArray, cos: NDArray, sin: NDArray) -> NDArray:
+    def rope(self, x: Floats, cos: Floats, sin: Floats) -> Floats:
         if 2 * cos.shape[-1] < x.shape[-1]:
             return ops.rope(x, cos, sin)
         y = np.empty(x.shape, dtype=np.float32)
         _cpu.rope(as_floats(x), cos, sin, y, 1, self.kernel_set)
         return y
 
-    def rope_backward(self, dy: NDArray, cos: NDArray, sin: NDArray) -> Gradient:
+    def rope_backward(self, dy: Floats, cos: Floats, sin: Floats) -> Gradient:
         return self.rope(dy, cos, -sin)
 
-    def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
+    def gated(self, gate: Floats, up: Floats, activation: str) -> Floats:
         if activation not in GATES:
             return ops.gated(gate, up, activation)
         y = np.empty(gate.shape, dtype=np.float32)
         _cpu.gated(as_floats(gate), as_floats(up), activation == "silu", y, 1, self.kernel_set)
         return y
 
-    def gated_backward(self, dy: NDArray, gate: NDArray, up: NDArray, activation: str) -> tuple[Gradient, Gradient]:
+    def gated_backward(self, dy: Floats, gate: Floats, up: Floats, activation: str) -> tuple[Gradient, Gradient]:
         if activation != "relu2":
             return ops.gated_backward(dy, gate, up, activation)
         d_gate, d_up = (np.empty(gate.shape, dtype=np.float32) for _ in range(2))
         _cpu.relu2_backward(as_floats(dy), as_floats(gate), as_floats(up), d_gate, d_up, self.kernel_set)
         return d_gate, d_up
 
-    def sum_of_squares(self, g: NDArray) -> float:
-        return _cpu.sum_of_squares(as_floats(g).reshape(-1), self.kernel_set)
+    def sum_of_squares(self, g: Floats) -> float:
+        total: float = _cpu.sum_of_squares(as_floats(g).reshape(-1), self.kernel_set)
+        return total
 
-    def adamw(self, w: NDArray, g: NDArray, m: NDArray, v: NDArray, rates: ops.AdamRates) -> None:
+    def adamw(self, w: Floats, g: Floats, m: Floats, v: Floats, rates: ops.AdamRates) -> None:
         arrays = w.reshape(-1), as_floats(g).reshape(-1), m.reshape(-1), v.reshape(-1)
         _cpu.adamw(*arrays, *astuple(rates), self.kernel_set)
 

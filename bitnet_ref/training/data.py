@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, FormatError, TokenizerError
+from ..reference.layers import Array
 from ..system.atomic import atomic_path
 from ..system.json_file import open_regular
 from ..tokenizers import Tokenizer, load_tokenizer
@@ -34,7 +35,7 @@ class TokenFile:
         """Raises FormatError for another file, and for one that has ids outside the vocabulary or fewer than two."""
         open_regular(path, FormatError).close()  # which a map of it cannot say: opening a pipe waits for ever
         try:
-            self.ids: NDArray = np.load(path, mmap_mode="r", allow_pickle=False)
+            self.ids: Array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as problem:
             raise FormatError(f"expected token ids as numpy.save writes them: {problem}", path=path) from problem
         if self.ids.ndim != 1 or self.ids.dtype.kind not in "iu" or len(self.ids) < 2:

@@ -18,6 +18,7 @@ from ..backends.loaded import LoadedModel
 from ..errors import ConfigError
 from ..reference import layers
 from ..reference.config import ModelConfig
+from ..reference.layers import Floats
 
 HOOKS = ("hook_q", "hook_k", "hook_v")  # before RoPE
 
@@ -26,8 +27,8 @@ HOOKS = ("hook_q", "hook_k", "hook_v")  # before RoPE
 class TeacherValues:
     """What a student is compared with in one sequence: logits (T, V), relations of q, k and v (heads, T, T) each."""
 
-    logits: NDArray
-    relations: tuple[NDArray, ...]
+    logits: Floats
+    relations: tuple[Floats, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,7 @@ class Distillation:
                     message = f"expected a divisor of {size}, got {self.relation_heads}"
                     raise ConfigError(message, field="relation_heads")
 
-    def values(self, tokens: NDArray) -> TeacherValues:
+    def values(self, tokens: NDArray[np.int64]) -> TeacherValues:
         """What the teacher gives for one sequence.   tokens (T,)"""
         if not self.relations_weight:
             return TeacherValues(self.teacher.logits(tokens), ())
@@ -73,7 +74,7 @@ class Distillation:
         return TeacherValues(logits, tuple(relation(seen[name], self.relation_heads)[0] for name in names))
 
 
-def soft_cross_entropy(logits: NDArray, teacher: NDArray, temperature: float) -> tuple[NDArray[np.float64], NDArray]:
+def soft_cross_entropy(logits: Floats, teacher: Floats, temperature: float) -> tuple[NDArray[np.float64], Floats]:
     """KL(p || q) of each token, p = softmax(teacher / temperature), q = softmax(logits / temperature).
 
     (T, V), (T, V) -> (T,) float64, and its gradient (q - p) / temperature (T, V)
@@ -85,13 +86,13 @@ def soft_cross_entropy(logits: NDArray, teacher: NDArray, temperature: float) ->
     return divergence, (np.exp(log_q) - p) / logits.dtype.type(temperature)
 
 
-def relation(states: NDArray, heads: int) -> tuple[NDArray, NDArray]:
+def relation(states: Floats, heads: int) -> tuple[Floats, Floats]:
     """softmax(A A^T / sqrt(d_r)).   states (T, H, d) -> (heads, T, T), A (heads, T, d_r)"""
     a = states.reshape(len(states), heads, -1).transpose(1, 0, 2)
     return layers.softmax(a @ a.transpose(0, 2, 1) * a.dtype.type(a.shape[2] ** -0.5)), a
 
 
-def relation_loss(states: NDArray, teacher: NDArray) -> tuple[float, NDArray]:
+def relation_loss(states: Floats, teacher: Floats) -> tuple[float, Floats]:
     """The mean over heads and tokens of KL(teacher || relation(states)), and its gradient.
 
     With S = A A^T / sqrt(d_r) and R = softmax(S): dS = (R - R_teacher) / (heads T), dA = (dS + dS^T) A / sqrt(d_r).
@@ -108,6 +109,7 @@ def relation_loss(states: NDArray, teacher: NDArray) -> tuple[float, NDArray]:
     return loss, d_a.transpose(1, 0, 2).reshape(states.shape)
 
 
-def _log_softmax(x: NDArray) -> NDArray:
-    shifted = x - x.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+def _log_softmax(x: Floats) -> Floats:
+    shifted: Floats = x - x.max(axis=-1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return shifted

@@ -18,12 +18,13 @@ from ..families import differences_from_llama
 from ..formats.checkpoint import has_bias, is_ternary, linear_shape, norm_sizes
 from ..formats.names import hf_module
 from ..reference.config import ModelConfig
+from ..reference.layers import Array, Floats
 from ..reference.weights import linear_name
 from . import ops
 from .distil import Distillation, TeacherValues, relation_loss, soft_cross_entropy
 from .ops import LinearInput, StepLinear
 
-Masters = dict[str, NDArray]
+Masters = dict[str, Array]
 EMBEDDING = f"{hf_module('embedding')}.weight"
 QKV, OUTPUT, GATE_UP, DOWN = ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)
 GROUPS: tuple[tuple[str, ...], ...] = (QKV, OUTPUT, GATE_UP, DOWN)  # linears of one input
@@ -78,10 +79,10 @@ class SequencePass:
     relation_loss: float = 0.0
 
 
-Backward = Callable[[NDArray], NDArray]  # gradient of a result -> gradient of its input; stores those of masters
+Backward = Callable[[Floats], Floats]  # gradient of a result -> gradient of its input; stores those of masters
 
 
-def pass_through(dy: NDArray) -> NDArray:
+def pass_through(dy: Floats) -> Floats:
     """The backward pass of a norm that is not there."""
     return dy
 
@@ -92,7 +93,7 @@ class TrainingNetwork:
     def __init__(
         self,
         config: ModelConfig,
-        masters: Mapping[str, NDArray],
+        masters: Mapping[str, Floats],
         mix: float = 1.0,
         functions: Any = ops,
         run: Callable[..., Iterable[Any]] = map,
@@ -123,17 +124,18 @@ class TrainingNetwork:
 
     # -- one sequence --------------------------------------------------------------------------------------------------
 
-    def logits(self, tokens: NDArray) -> NDArray:
+    def logits(self, tokens: NDArray[np.int64]) -> Floats:
         """tokens (T,) -> logits (T, V): the forward pass alone."""
         hidden, _ = self._hidden(tokens, SequencePass())
         return hidden @ self.masters[self._head].T
 
-    def sequence_loss(self, tokens: NDArray) -> NDArray[np.float64]:
+    def sequence_loss(self, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """The loss of each token after the first.   tokens (T,) -> (T-1,)"""
-        return self.ops.cross_entropy(self.logits(tokens[:-1]), tokens[1:])[0]
+        losses: NDArray[np.float64] = self.ops.cross_entropy(self.logits(tokens[:-1]), tokens[1:])[0]
+        return losses
 
     def sequence_gradients(
-        self, tokens: NDArray, weight: float, lesson: Lesson | None = None
+        self, tokens: NDArray[np.int64], weight: float, lesson: Lesson | None = None
     ) -> tuple[NDArray[np.float64], Masters]:
         """The losses of one sequence, and the gradient of `weight` times their sum.
 
@@ -160,7 +162,7 @@ class TrainingNetwork:
         self.ops.embed_backward(dx, inputs, gradients[EMBEDDING])
         return losses + state.relation_loss, gradients
 
-    def _hidden(self, tokens: NDArray, state: SequencePass) -> tuple[NDArray, Backward]:
+    def _hidden(self, tokens: NDArray[np.int64], state: SequencePass) -> tuple[Floats, Backward]:
         """The input of the head.   tokens (T,) -> (T, D), its backward pass"""
         config = self.config
         table = self.masters[EMBEDDING]
@@ -176,7 +178,7 @@ class TrainingNetwork:
         x, backward = self._norm(x, "final_norm", state)
         passes.append(backward)
 
-        def all_backward(dx: NDArray) -> NDArray:
+        def all_backward(dx: Floats) -> Floats:
             while passes:  # each block's values are freed when its gradients are known
                 dx = passes.pop()(dx)
             return dx
@@ -186,8 +188,8 @@ class TrainingNetwork:
     # -- blocks: as in reference/model.py, each with its backward pass -------------------------------------------------
 
     def _attention_block(
-        self, x: NDArray, layer: int, rope: tuple[NDArray, NDArray], state: SequencePass
-    ) -> tuple[NDArray, Backward]:
+        self, x: Floats, layer: int, rope: tuple[Floats, Floats], state: SequencePass
+    ) -> tuple[Floats, Backward]:
         cfg = self.config
         h, norm_backward = self._norm(x, f"blocks.{layer}.attn_norm", state)
         (q, k, v), qkv_backward = self._linears(h, layer, QKV, state)
@@ -207,7 +209,7 @@ class TrainingNetwork:
             z, sub_backward = self._norm(z, f"blocks.{layer}.attn_sub_norm", state)
         (y,), o_backward = self._linears(z, layer, OUTPUT, state)
 
-        def backward(dx: NDArray) -> NDArray:
+        def backward(dx: Floats) -> Floats:
             dz = sub_backward(o_backward([dx])).reshape(q.shape)
             dq, dk, dv = self.ops.attention_backward(dz, q, k, v, patterns, cfg.window_of(layer))
             dq, dk = self.ops.rope_backward(dq, *rope), self.ops.rope_backward(dk, *rope)
@@ -218,7 +220,7 @@ class TrainingNetwork:
 
         return x + y, backward
 
-    def _relations(self, layer: int, qkv: tuple[NDArray, ...], state: SequencePass) -> list[NDArray]:
+    def _relations(self, layer: int, qkv: tuple[Floats, ...], state: SequencePass) -> list[Floats]:
         """The gradients of q, k and v by their relations, in the layer that a teacher is compared with; else []."""
         if state.lesson is None or not state.lesson[0].relations_weight:
             return []
@@ -229,7 +231,7 @@ class TrainingNetwork:
         state.relation_loss = settings.relations_weight * sum(loss for loss, _ in pairs)
         return [d * d.dtype.type(settings.relations_weight * state.share) for _, d in pairs]
 
-    def _feed_forward(self, x: NDArray, layer: int, state: SequencePass) -> tuple[NDArray, Backward]:
+    def _feed_forward(self, x: Floats, layer: int, state: SequencePass) -> tuple[Floats, Backward]:
         cfg = self.config
         h, norm_backward = self._norm(x, f"blocks.{layer}.ffn_norm", state)
         (gate, up), gate_backward = self._linears(h, layer, GATE_UP, state)
@@ -239,31 +241,33 @@ class TrainingNetwork:
             h, sub_backward = self._norm(h, f"blocks.{layer}.ffn_sub_norm", state)
         (y,), down_backward = self._linears(h, layer, DOWN, state)
 
-        def backward(dx: NDArray) -> NDArray:
+        def backward(dx: Floats) -> Floats:
             dh = sub_backward(down_backward([dx]))
             return dx + norm_backward(gate_backward(self.ops.gated_backward(dh, gate, up, cfg.activation)))
 
         return x + y, backward
 
-    def _norm(self, x: NDArray, name: str, state: SequencePass) -> tuple[NDArray, Backward]:
+    def _norm(self, x: Floats, name: str, state: SequencePass) -> tuple[Floats, Backward]:
         return self._norm_of(x, f"{hf_module(name)}.weight", self.config.norm_eps, state)
 
-    def _norm_of(self, x: NDArray, master: str, eps: float, state: SequencePass) -> tuple[NDArray, Backward]:
+    def _norm_of(self, x: Floats, master: str, eps: float, state: SequencePass) -> tuple[Floats, Backward]:
         """RMSNorm over the last axis of x, (T, D) or (T, H, d)."""
         weight, rows = self.masters[master], x.reshape(-1, x.shape[-1])
         y, r = self.ops.rms_norm(rows, weight, eps)
 
-        def backward(dy: NDArray) -> NDArray:
-            dx, state.gradients[master] = self.ops.rms_norm_backward(dy.reshape(rows.shape), rows, weight, r)
+        def backward(dy: Floats) -> Floats:
+            of_rows = self.ops.rms_norm_backward(dy.reshape(rows.shape), rows, weight, r)
+            dx: Floats = of_rows[0]
+            state.gradients[master] = of_rows[1]
             return dx.reshape(x.shape)
 
         return y.reshape(x.shape), backward
 
     def _linears(
-        self, x: NDArray, layer: int, shorts: tuple[str, ...], state: SequencePass
-    ) -> tuple[list[NDArray], Callable[[Sequence[NDArray]], NDArray]]:
+        self, x: Floats, layer: int, shorts: tuple[str, ...], state: SequencePass
+    ) -> tuple[list[Floats], Callable[[Sequence[Floats]], Floats]]:
         """Linears of one input.   x (T, K) -> [y (T, out), ...], their backward pass: [dy, ...] -> dx"""
-        outputs: list[NDArray] = []
+        outputs: list[Floats] = []
         passes: list[tuple[LinearGroup, LinearInput, Backward]] = []
         for group in self._groups[layer, shorts]:
             h = x
@@ -276,7 +280,7 @@ class TrainingNetwork:
             outputs += parts
             passes.append((group, saved, norm_backward))
 
-        def backward(dys: Sequence[NDArray]) -> NDArray:
+        def backward(dys: Sequence[Floats]) -> Floats:
             remaining, d_inputs = list(dys), []
             for group, saved, norm_backward in passes:
                 taken = [remaining.pop(0) for _ in group.modules]

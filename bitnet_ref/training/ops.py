@@ -28,9 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError
-from ..reference import layers, quantization
+from ..reference import layers
+from ..reference import quantization as quantization
+from ..reference.layers import Array, Floats, Ints
 
-Gradient = NDArray
+Gradient = Floats
 QUERY_BLOCK = 64  # queries whose scores are computed together; keys after the last of them are left out
 _ADAM_BLOCK = 1 << 15  # values updated at a time: their arrays stay in the processor's cache
 
@@ -38,7 +40,7 @@ _ADAM_BLOCK = 1 << 15  # values updated at a time: their arrays stay in the proc
 # -- embedding ---------------------------------------------------------------------------------------------------------
 
 
-def embed_backward(dy: NDArray, tokens: NDArray, d_table: Gradient) -> None:
+def embed_backward(dy: Floats, tokens: NDArray[np.int64], d_table: Gradient) -> None:
     """dE[v] += sum of dy over the places of token v.   dy (T, D), tokens (T,) on the host, d_table (V, D)"""
     ids, index = np.unique(tokens, return_inverse=True)
     places = (np.arange(len(ids))[:, None] == index).astype(dy.dtype)  # (ids, T): 1 where the token is that id
@@ -48,13 +50,13 @@ def embed_backward(dy: NDArray, tokens: NDArray, d_table: Gradient) -> None:
 # -- RMSNorm -----------------------------------------------------------------------------------------------------------
 
 
-def rms_norm(x: NDArray, weight: NDArray, eps: float) -> tuple[NDArray, NDArray]:
+def rms_norm(x: Floats, weight: Floats, eps: float) -> tuple[Floats, Floats]:
     """y = x / r * g with r = sqrt(mean(x^2) + eps).   x (T, D), weight g (D,) -> y (T, D), r (T, 1)"""
     r = layers.rms_scale(x, eps)
     return x / r * weight, r
 
 
-def rms_norm_backward(dy: NDArray, x: NDArray, weight: NDArray, r: NDArray) -> tuple[Gradient, Gradient]:
+def rms_norm_backward(dy: Floats, x: Floats, weight: Floats, r: Floats) -> tuple[Gradient, Gradient]:
     """dx = (dy g - n mean(dy g n)) / r and dg = sum over tokens of dy n, with n = x / r.   -> dx (T, D), dg (D,)
 
     The mean is there because r depends on every value of the row.
@@ -80,13 +82,13 @@ class StepLinear:
     mix: the share of quantisation, "lambda": W + mix (W_q - W), and likewise for x. Below 1, `values` is that sum.
     """
 
-    values: NDArray
-    scales: NDArray | None
+    values: Floats
+    scales: Floats | None
     sizes: tuple[int, ...]
     mix: float = 1.0
 
     @classmethod
-    def quantize(cls, masters: list[NDArray], mix: float = 1.0) -> StepLinear:
+    def quantize(cls, masters: list[Floats], mix: float = 1.0) -> StepLinear:
         """BitLinears: each matrix by its own absmean."""
         pairs = [quantization.quantize_weights(w) for w in masters]
         dtype, sizes = masters[0].dtype, tuple(map(len, masters))
@@ -98,11 +100,11 @@ class StepLinear:
         return cls(values, np.asarray(scales, like=values), sizes)
 
     @classmethod
-    def dense(cls, masters: list[NDArray]) -> StepLinear:
+    def dense(cls, masters: list[Floats]) -> StepLinear:
         values = masters[0] if len(masters) == 1 else np.concatenate(masters)
         return cls(values, None, tuple(map(len, masters)), 0.0)
 
-    def split(self, x: NDArray, axis: int) -> list[NDArray]:
+    def split(self, x: Floats, axis: int) -> list[Floats]:
         """The linears' parts of an array whose `axis` has all outputs."""
         return np.split(x, list(accumulate(self.sizes))[:-1], axis=axis)
 
@@ -111,14 +113,14 @@ class StepLinear:
 class LinearInput:
     """What the backward pass of a linear needs of its input: x_q (T, K) int8 with its scale, or x (T, K) itself."""
 
-    x: NDArray
-    x_quant_scale: NDArray | None = None
+    x: Array
+    x_quant_scale: Floats | None = None
 
-    def rescaled(self, dtype: np.dtype) -> NDArray:
+    def rescaled(self, dtype: np.dtype) -> Floats:
         return self.x if self.x_quant_scale is None else self.x.astype(dtype) / self.x_quant_scale
 
 
-def linear(x: NDArray, w: StepLinear) -> tuple[list[NDArray], LinearInput]:
+def linear(x: Floats, w: StepLinear) -> tuple[list[Floats], LinearInput]:
     """y = x_q W_q^T, by absmax and absmean; of a dense weight y = x W^T.   x (T, K) -> [y (T, out) of each linear]
 
     x_q w_t^T is a sum of integers, which float32 holds exactly; the scales follow, as in `quantization.dequantize`.
@@ -134,7 +136,7 @@ def linear(x: NDArray, w: StepLinear) -> tuple[list[NDArray], LinearInput]:
     return w.split(y, 1), LinearInput(x_q, x_quant_scale)
 
 
-def linear_backward(dys: Sequence[NDArray], saved: LinearInput, w: StepLinear) -> tuple[Gradient, list[Gradient]]:
+def linear_backward(dys: Sequence[Floats], saved: LinearInput, w: StepLinear) -> tuple[Gradient, list[Gradient]]:
     """dX = dY W_q and dW = dY^T X_q, straight through both quantisations.
 
     [dy (T, out) of each linear] -> dx (T, K), [dW (out, K) of each]
@@ -147,7 +149,7 @@ def linear_backward(dys: Sequence[NDArray], saved: LinearInput, w: StepLinear) -
 # -- attention of one sequence -----------------------------------------------------------------------------------------
 
 
-def attention(q: NDArray, k: NDArray, v: NDArray, window: int | None) -> tuple[NDArray, list[NDArray]]:
+def attention(q: Floats, k: Floats, v: Floats, window: int | None) -> tuple[Floats, list[Floats]]:
     """z = softmax(q k^T / sqrt(d)) v, causal; head h reads kv head h // (H/G).   q (T, H, d), k and v (T, G, d)
 
     -> z (T, H, d), and the pattern of each block of queries (G, H/G queries, keys).
@@ -169,7 +171,7 @@ def attention(q: NDArray, k: NDArray, v: NDArray, window: int | None) -> tuple[N
     return _by_token(z), patterns
 
 
-def softmax_backward(d_scores: NDArray, pattern: NDArray, scale: float) -> None:
+def softmax_backward(d_scores: Floats, pattern: Floats, scale: float) -> None:
     """dS = P (dP - sum(dP P)) scale, in place.   d_scores, pattern (G, H/G queries, keys)"""
     d_scores -= np.einsum("gqk,gqk->gq", d_scores, pattern)[..., None]
     d_scores *= pattern
@@ -177,13 +179,13 @@ def softmax_backward(d_scores: NDArray, pattern: NDArray, scale: float) -> None:
 
 
 def attention_backward(
-    dz: NDArray,
-    q: NDArray,
-    k: NDArray,
-    v: NDArray,
-    patterns: list[NDArray],
+    dz: Floats,
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    patterns: list[Floats],
     window: int | None,
-    of_softmax: Callable[[NDArray, NDArray, float], None] = softmax_backward,
+    of_softmax: Callable[[Floats, Floats, float], None] = softmax_backward,
 ) -> tuple[Gradient, Gradient, Gradient]:
     """With P the pattern: dV = P^T dz, dP = dz V^T, dS = P (dP - sum(dP P)) / sqrt(d), dQ = dS K, dK = dS^T Q.
 
@@ -212,19 +214,19 @@ def query_blocks(tokens: int, window: int | None) -> list[tuple[int, int, int]]:
     ]
 
 
-def by_kv_head(x: NDArray, kv_heads: int) -> NDArray:
+def by_kv_head(x: Floats, kv_heads: int) -> Floats:
     """(T, H, d) -> (G, H/G, T, d)"""
     tokens, heads, head_dim = x.shape
     return x.reshape(tokens, kv_heads, heads // kv_heads, head_dim).transpose(1, 2, 0, 3)
 
 
-def block_rows(x: NDArray, start: int, stop: int) -> NDArray:
+def block_rows(x: Floats, start: int, stop: int) -> Floats:
     """The rows of some tokens, of all heads that read one kv head.   (G, H/G, T, d) -> (G, H/G (stop - start), d)"""
     part = x[:, :, start:stop]
     return part.reshape(len(x), -1, part.shape[3])
 
 
-def _by_token(x: NDArray) -> NDArray:
+def _by_token(x: Floats) -> Floats:
     """(G, H/G, T, d) -> (T, H, d)"""
     kv_heads, group, tokens, head_dim = x.shape
     return x.transpose(2, 0, 1, 3).reshape(tokens, kv_heads * group, head_dim)
@@ -233,7 +235,7 @@ def _by_token(x: NDArray) -> NDArray:
 rope = layers.apply_rope
 
 
-def rope_backward(dy: NDArray, cos: NDArray, sin: NDArray) -> Gradient:
+def rope_backward(dy: Floats, cos: Floats, sin: Floats) -> Gradient:
     """The gradient of RoPE: turned back by the same angles.   dy (T, H, d) -> like dy"""
     return layers.apply_rope(dy, cos, -sin)
 
@@ -244,7 +246,7 @@ def rope_backward(dy: NDArray, cos: NDArray, sin: NDArray) -> Gradient:
 gated = layers.gated
 
 
-def gated_backward(dy: NDArray, gate: NDArray, up: NDArray, activation: str) -> tuple[Gradient, Gradient]:
+def gated_backward(dy: Floats, gate: Floats, up: Floats, activation: str) -> tuple[Gradient, Gradient]:
     """Of y = act(gate) up: d gate = dy up act'(gate), d up = dy act(gate).
 
     relu2: act' = 2 relu(x).   silu: act' = s (1 + x (1 - s)) with s = sigmoid(x).
@@ -269,7 +271,7 @@ def gated_backward(dy: NDArray, gate: NDArray, up: NDArray, activation: str) -> 
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 
-def cross_entropy(logits: NDArray, targets: NDArray) -> tuple[NDArray[np.float64], NDArray]:
+def cross_entropy(logits: Floats, targets: Ints) -> tuple[NDArray[np.float64], Floats]:
     """-log softmax(logits)[target].   logits (T, V), targets (T,) -> losses (T,) float64, probabilities (T, V)"""
     rows, targets = np.arange(len(targets), like=logits), np.asarray(targets, like=logits)
     shifted = logits - logits.max(axis=-1, keepdims=True)
@@ -280,7 +282,7 @@ def cross_entropy(logits: NDArray, targets: NDArray) -> tuple[NDArray[np.float64
     return np.log(sums) - chosen, e
 
 
-def cross_entropy_backward(probabilities: NDArray, targets: NDArray, weight: float) -> Gradient:
+def cross_entropy_backward(probabilities: Floats, targets: Ints, weight: float) -> Gradient:
     """d logits = (p - [target]) * weight, in place; weight is 1 / (number of targets in the batch) of a mean."""
     rows, targets = np.arange(len(targets), like=probabilities), np.asarray(targets, like=probabilities)
     probabilities[rows, targets] -= 1
@@ -308,7 +310,7 @@ class AdamRates:
     step_size: float
 
 
-def adamw(w: NDArray, g: Gradient, m: NDArray, v: NDArray, rates: AdamRates) -> None:
+def adamw(w: Floats, g: Gradient, m: Floats, v: Floats, rates: AdamRates) -> None:
     """w = w keep - step_size m / (sqrt(v) / v_scale + eps), in place, with the means m and v of g and g^2: `AdamW`."""
     b1, b2 = rates.b1, rates.b2
     flat = w.reshape(-1), g.reshape(-1), m.reshape(-1), v.reshape(-1)

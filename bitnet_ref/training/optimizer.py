@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import ConfigError
+from ..reference.layers import Floats
 from . import ops
 
 
@@ -30,13 +30,13 @@ class AdamW:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     step: int = 0
-    m: dict[str, NDArray] = field(default_factory=dict)
-    v: dict[str, NDArray] = field(default_factory=dict)
+    m: dict[str, Floats] = field(default_factory=dict)
+    v: dict[str, Floats] = field(default_factory=dict)
 
     def update(
         self,
-        masters: Mapping[str, NDArray],
-        gradients: Mapping[str, NDArray],
+        masters: Mapping[str, Floats],
+        gradients: Mapping[str, Floats],
         lr: float,
         weight_decay: float,
         run: Callable[..., Iterable[Any]] = map,
@@ -59,14 +59,14 @@ class AdamW:
 
 
 def global_norm(
-    gradients: Mapping[str, NDArray], run: Callable[..., Iterable[Any]] = map, functions: Any = ops
+    gradients: Mapping[str, Floats], run: Callable[..., Iterable[Any]] = map, functions: Any = ops
 ) -> float:
     """sqrt of the sum of all squares, in float64."""
     return math.sqrt(math.fsum(run(functions.sum_of_squares, gradients.values())))
 
 
 def clip_gradients(
-    gradients: Mapping[str, NDArray],
+    gradients: Mapping[str, Floats],
     max_norm: float,
     run: Callable[..., Iterable[Any]] = map,
     functions: Any = ops,

@@ -25,6 +25,7 @@ from ..formats.hf.folder import SINGLE_FILE, HfCheckpoint, refuse_adapter
 from ..formats.hf.writer import hf_config_json
 from ..formats.safetensors import SafetensorsWriter
 from ..reference.config import ModelConfig
+from ..reference.layers import Array, Floats, Ints
 from ..reference.weights import DenseWeight
 from ..system.atomic import atomic_path
 from ..system.threads import resolve_threads
@@ -33,7 +34,7 @@ from .distil import Distillation
 from .network import EMBEDDING, Lesson, Masters, TrainingNetwork, master_shapes
 from .optimizer import AdamW, Schedule, clip_gradients
 
-Batch = NDArray | Sequence[NDArray]
+Batch = Ints | Sequence[Ints]
 BACKENDS = ("numpy", "cython", "cupy")
 
 
@@ -51,7 +52,7 @@ class Trainer:
     def __init__(
         self,
         config: ModelConfig,
-        masters: Mapping[str, NDArray],
+        masters: Mapping[str, Floats],
         *,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -180,7 +181,7 @@ class Trainer:
             self.optimizer.update(self.masters, gradients, *self.schedule.at(self.optimizer.step), *tools)
         return norm
 
-    def logits(self, tokens: NDArray) -> NDArray:
+    def logits(self, tokens: NDArray[np.int64]) -> Floats:
         """The logits of the training forward pass.   tokens (T,) -> (T, V)"""
         (row,) = self._check(tokens[None], min_tokens=1)
         with self._workers() as pool:
@@ -202,17 +203,18 @@ class Trainer:
             for name, array in self.masters.items():
                 writer.write(name, to_host(array).astype(np.float32, copy=False))
 
-    def to_device(self, array: NDArray) -> NDArray:
+    def to_device(self, array: Array) -> Array:
         """The array where this trainer computes: on the card, or as it is."""
-        return self._arrays.asarray(array)
+        here: Array = self._arrays.asarray(array)
+        return here
 
-    def _lesson(self, row: NDArray) -> Lesson | None:
+    def _lesson(self, row: Ints) -> Lesson | None:
         return None if self.distillation is None else (self.distillation, self.distillation.values(row[:-1]))
 
     def _network(self, pool: ThreadPoolExecutor | Here) -> TrainingNetwork:
         return TrainingNetwork(self.config, self.masters, self.mix, self.functions, pool.map)
 
-    def _check(self, tokens: Batch, min_tokens: int = 2) -> list[NDArray]:
+    def _check(self, tokens: Batch, min_tokens: int = 2) -> list[Ints]:
         rows = [np.asarray(row) for row in tokens]
         for row in rows:
             ok = row.ndim == 1 and row.dtype.kind in "iu" and len(row) >= min_tokens
@@ -267,9 +269,10 @@ def card_arrays() -> Any:
     return open_device().xp
 
 
-def to_host(array: Any) -> NDArray:
+def to_host(array: Any) -> Array:
     """A NumPy array of the same values."""
-    return array if isinstance(array, np.ndarray) else array.get()
+    host: Array = array if isinstance(array, np.ndarray) else array.get()
+    return host
 
 
 def _mean(losses: list[NDArray[np.float64]]) -> float:

@@ -29,6 +29,7 @@ from ...families.lora import AdaptedLinear, lora_term
 from ...reference import quantization
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
+from ...reference.layers import Floats
 from ...reference.model import RopeTables, final_hidden, split_heads
 from ...reference.ops import check_attention, check_dequantize, check_norm, check_rope, require
 from ...reference.weights import (
@@ -227,7 +228,7 @@ class CythonBackend(KernelBackend):
             if got != expected:
                 raise ShapeError("check_prepared", expected=f"facts and rows_q of {expected}", got=str(got))
 
-    def draw(self, logits: NDArray, temperature: float, uniform: float) -> int | None:
+    def draw(self, logits: Floats, temperature: float, uniform: float) -> int | None:
         if logits.dtype != np.float32 or not logits.flags.c_contiguous:
             return None
         token = _cpu.draw(logits, temperature, uniform, self.kernels.kernel_set)
@@ -244,7 +245,7 @@ class CythonBackend(KernelBackend):
 
     def hidden(
         self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, path: str | None = None
-    ) -> NDArray:
+    ) -> Floats:
         if path == "ops":
             return final_hidden(self.op_by_op(), w, cfg, batch, cache)
         if path != "blocks" and self._may_replay(cfg, batch) and isinstance(cache, KernelKVCache):
@@ -276,14 +277,14 @@ class CythonBackend(KernelBackend):
 
     def attention_block(
         self,
-        x: NDArray,
+        x: Floats,
         w: LayerWeights,
         cfg: ModelConfig,
         rope: RopeTables,
         batch: TokenBatch,
         cache: KVCache,
         layer: int,
-    ) -> NDArray:
+    ) -> Floats:
         ws = self._fusable(w.attention_text, w.q_proj, w.k_proj, w.v_proj, w.o_proj)
         if ws is None or not isinstance(cache, KernelKVCache):
             return super().attention_block(x, w, cfg, rope, batch, cache, layer)
@@ -294,7 +295,7 @@ class CythonBackend(KernelBackend):
         z = z.reshape(len(x), o_proj.in_features)  # (N, H*d)
         return self.kernels.linear_add(z, o_proj, x, w.attn_sub_norm)  # (N, D)
 
-    def feed_forward(self, x: NDArray, w: LayerWeights, cfg: ModelConfig) -> NDArray:
+    def feed_forward(self, x: Floats, w: LayerWeights, cfg: ModelConfig) -> Floats:
         ws = self._fusable(w.feed_forward_text, w.gate_proj, w.up_proj, w.down_proj)
         if ws is None or cfg.activation not in GATES:
             return super().feed_forward(x, w, cfg)
@@ -312,15 +313,15 @@ class CythonBackend(KernelBackend):
 
     # -- ops -----------------------------------------------------------------------------------------------------------
 
-    def rms_norm(self, x: NDArray, norm: Norm) -> NDArray:
+    def rms_norm(self, x: Floats, norm: Norm) -> Floats:
         check_norm(x, norm)
         return self.kernels.rms_norm(x, norm)
 
-    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
+    def rope(self, q: Floats, k: Floats, cos: Floats, sin: Floats) -> tuple[Floats, Floats]:
         check_rope(q, k, cos, sin)
         return self.kernels.rope(q, cos, sin), self.kernels.rope(k, cos, sin)
 
-    def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
+    def quantize_activations(self, x: Floats) -> tuple[NDArray[np.int8], Floats]:
         require("quantize_activations", x.ndim == 2 and x.shape[1] > 0, "x (N, K), K > 0", x=x)
         x_q, x_quant_scale = np.empty(x.shape, dtype=np.int8), np.empty((len(x), 1), dtype=np.float32)
         if (row := _cpu.quantize(as_floats(x), x_q, x_quant_scale, self.kernels.kernel_set)) >= 0:
@@ -342,44 +343,44 @@ class CythonBackend(KernelBackend):
             _cpu.ternary_matmul(*args, self.threads, self.kernels.kernel_set, layout_number(panels.layout))
         return acc
 
-    def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
+    def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: Floats) -> Floats:
         check_dequantize(acc, x_quant_scale)
         y = np.empty(acc.shape, dtype=np.float32)
         _cpu.dequantize(acc, w.w_dequant_scale, as_floats(x_quant_scale), y, self.kernels.kernel_set)
         return y
 
-    def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
+    def dense_matmul(self, x: Floats, w: DenseWeight) -> Floats:
         require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], f"x (N, {w.shape[1]})", x=x)
         return self.kernels.dense_linears(x, (w,))[0] if has_dense_kernel(w) else super().dense_matmul(x, w)
 
-    def compute(self, name: str, function: Callable[..., NDArray], *args: Any) -> NDArray:
+    def compute(self, name: str, function: Callable[..., Floats], *args: Any) -> Floats:
         if function is group_linear:
             x, w = args
             return self._group_linears(x, [replace(self._group_panels(w), bias=None)])[0]
         return function(*args)
 
-    def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
+    def linears(self, x: Floats, ws: Sequence[LinearWeight]) -> tuple[Floats, ...]:
         """Weights of one kind go through one call, which quantises x once."""
-        outputs: list[NDArray | None] = [None] * len(ws)
+        outputs: list[Floats | None] = [None] * len(ws)
         for kind in dict.fromkeys(w.kind for w in ws):
             numbers = [i for i, w in enumerate(ws) if w.kind == kind]
             for i, y in zip(numbers, self._PRODUCTS[kind](self, x, [ws[i] for i in numbers]), strict=True):
                 outputs[i] = y
         return tuple(y for y in outputs if y is not None)
 
-    def append(self, cache: KVCache, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
+    def append(self, cache: KVCache, layer: int, batch: TokenBatch, k: Floats, v: Floats) -> None:
         self._append(cache, layer, batch, k, v, None)
 
-    def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
+    def attention(self, q: Floats, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> Floats:
         return self._attend(q, cache, batch, layer, window, None)
 
-    def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
+    def gated(self, gate: Floats, up: Floats, activation: str) -> Floats:
         if activation not in GATES:
             return super().gated(gate, up, activation)
         require("gated", gate.ndim == 2 and gate.shape == up.shape, "gate and up (N, F)", gate=gate, up=up)
         return self.kernels.gated(gate, up, activation)
 
-    def add(self, x: NDArray, y: NDArray) -> NDArray:
+    def add(self, x: Floats, y: Floats) -> Floats:
         is_small = x.size < _cpu.floats_per_thread and self.kernels.tape is None  # NumPy's own is faster
         if is_small or y.shape not in (x.shape, x.shape[1:]):
             return super().add(x, y)
@@ -387,7 +388,7 @@ class CythonBackend(KernelBackend):
 
     # -- the head ------------------------------------------------------------------------------------------------------
 
-    def head_rows(self, x: NDArray, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadRows]:
+    def head_rows(self, x: Floats, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadRows]:
         if not isinstance(w, ScreenedHead):
             return super().head_rows(x, w, needs)
         require(
@@ -410,7 +411,7 @@ class CythonBackend(KernelBackend):
         return [rows[i] for i in range(len(x))]
 
     def _head_bounds(
-        self, x: NDArray, w: ScreenedHead, tokens: Sequence[int]
+        self, x: Floats, w: ScreenedHead, tokens: Sequence[int]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """x (N, D), n of its rows -> lower and upper (n, V): bounds of each logit of `lm_head`"""
         lower, upper = (self.kernels.results.empty((len(tokens), w.shape[0])) for _ in range(2))
@@ -421,7 +422,7 @@ class CythonBackend(KernelBackend):
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
-    def _bit_linears(self, x: NDArray, weights: Sequence[TernaryLinear]) -> Sequence[NDArray]:
+    def _bit_linears(self, x: Floats, weights: Sequence[TernaryLinear]) -> Sequence[Floats]:
         """BitLinears of one x in one call, or for the table layout in one call for every few tokens."""
         ws = [self._ternary_panels(w) for w in weights]
         for w in ws:
@@ -435,10 +436,10 @@ class CythonBackend(KernelBackend):
             raise
         return [np.concatenate(ys) for ys in zip(*parts, strict=True)]
 
-    def _normed_linears(self, x: NDArray, ws: Sequence[NormedLinear]) -> list[NDArray]:
+    def _normed_linears(self, x: Floats, ws: Sequence[NormedLinear]) -> list[Floats]:
         return [self.linear(self.rms_norm(x, w.own_norm), w.linear) for w in ws]
 
-    def _adapted_linears(self, x: NDArray, ws: Sequence[AdaptedLinear]) -> list[NDArray]:
+    def _adapted_linears(self, x: Floats, ws: Sequence[AdaptedLinear]) -> list[Floats]:
         ys = self.linears(x, [w.linear for w in ws])
         return [self.add(y, lora_term(self, x, w)) for y, w in zip(ys, ws, strict=True)]
 
@@ -449,9 +450,9 @@ class CythonBackend(KernelBackend):
             return w
         return GroupPanelWeight.pack(w.plain(), layout, self._memory, self.threads)
 
-    def _group_linears(self, x: NDArray, ws: Sequence[GroupTernaryLinear]) -> list[NDArray]:
+    def _group_linears(self, x: Floats, ws: Sequence[GroupTernaryLinear]) -> list[Floats]:
         """Linears by groups: neighbours that take one form of the input in one call."""
-        outputs: list[NDArray] = []
+        outputs: list[Floats] = []
         for _, same in groupby(ws, attrgetter("input_key")):
             panels = [self._group_panels(w) for w in same]
             for w in panels:
@@ -459,7 +460,7 @@ class CythonBackend(KernelBackend):
             outputs += self.kernels.group_linears(x, panels)
         return outputs
 
-    def _dense_linears(self, x: NDArray, ws: Sequence[DenseWeight]) -> list[NDArray]:
+    def _dense_linears(self, x: Floats, ws: Sequence[DenseWeight]) -> list[Floats]:
         """Dense linears and their biases: those that have a kernel in one call."""
         together = [w for w in ws if has_dense_kernel(w)]
         for w in together:
@@ -472,7 +473,7 @@ class CythonBackend(KernelBackend):
         return outputs
 
     def _append(
-        self, cache: KVCache, layer: int, batch: TokenBatch, k: NDArray, v: NDArray, rope: RopeTables | None
+        self, cache: KVCache, layer: int, batch: TokenBatch, k: Floats, v: Floats, rope: RopeTables | None
     ) -> None:
         """append, of k rotated first if `rope` is given"""
         if not isinstance(cache, KernelKVCache):
@@ -485,8 +486,8 @@ class CythonBackend(KernelBackend):
             cache.append(layer, batch, k, v)  # raises the error that says what is wrong
 
     def _attend(
-        self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None, rope: RopeTables | None
-    ) -> NDArray:
+        self, q: Floats, cache: KVCache, batch: TokenBatch, layer: int, window: int | None, rope: RopeTables | None
+    ) -> Floats:
         """attention, of q rotated first if `rope` is given"""
         check_attention(q, cache, batch)
         z, missing = self.kernels.attention(q, view_layer(cache, layer), batch, window, rope)
@@ -500,7 +501,7 @@ class CythonBackend(KernelBackend):
         "groups": _group_panels,
         "normed": _normed,
     }
-    _PRODUCTS: ClassVar[dict[str, Callable[..., Sequence[NDArray]]]] = {
+    _PRODUCTS: ClassVar[dict[str, Callable[..., Sequence[Floats]]]] = {
         "ternary": _bit_linears,
         "groups": _group_linears,
         "dense": _dense_linears,

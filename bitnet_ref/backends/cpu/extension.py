@@ -43,7 +43,7 @@ _set_spin_count = "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not i
 if _set_spin_count:
     os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 try:
-    from ...kernels.cpu import _cpu  # type: ignore[attr-defined]
+    from ...kernels.cpu import _cpu as _cpu  # type: ignore[attr-defined]
 except ImportError as error:
     _cpu = None
     _import_error = "was not built" if find_spec("bitnet_ref.kernels.cpu._cpu") is None else f"does not load: {error}"

@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 from ...errors import NumericsError
 from ...families.blocks import BlockWeight
 from ...reference.cache import TokenBatch
+from ...reference.layers import Floats
 from ...reference.weights import DenseWeight, Norm
 from .extension import _cpu
 from .weights import GroupPanelWeight, PanelWeight, view_bits
 
-Floats = NDArray[np.float32]
 GATES = {"relu2": 1, "silu": 2}  # activations with a kernel, by their numbers in _cpu_ternary.pxi
 
 
 class Results(Protocol):
     """Makes the arrays of results: `Buffers` or `Pool`."""
 
-    def empty(self, shape: tuple[int, ...]) -> Floats: ...
+    def empty(self, shape: tuple[int, ...]) -> NDArray[np.float32]: ...
 
 
 class KernelView(NamedTuple):
@@ -52,28 +52,30 @@ class CpuKernels:
 
     # -- ternary linears: x (N, K), quantised once per call ------------------------------------------------------------
 
-    def bit_linears(self, x: NDArray, ws: Sequence[PanelWeight], norm: Norm | None = None) -> tuple[Floats, ...]:
+    def bit_linears(
+        self, x: Floats, ws: Sequence[PanelWeight], norm: Norm | None = None
+    ) -> tuple[NDArray[np.float32], ...]:
         """rms_norm (if `norm` is given) + linears.   -> (N, out) for each weight"""
         ys = tuple([self.results.empty((len(x), w.out_features)) for w in ws])
         self._bit_linears(x, ws, ys, norm)
         return ys
 
     def gated_linears(
-        self, x: NDArray, gate: PanelWeight, up: PanelWeight, activation: str, norm: Norm | None
-    ) -> Floats:
+        self, x: Floats, gate: PanelWeight, up: PanelWeight, activation: str, norm: Norm | None
+    ) -> NDArray[np.float32]:
         """rms_norm + linears + gated: the two products never leave the L1 cache.   -> (N, F)"""
         y = self.results.empty((len(x), gate.out_features))
         self._bit_linears(x, (gate, up), (y,), norm, gate=GATES[activation])
         return y
 
-    def linear_add(self, x: NDArray, w: PanelWeight, residual: NDArray, norm: Norm | None) -> Floats:
+    def linear_add(self, x: Floats, w: PanelWeight, residual: Floats, norm: Norm | None) -> NDArray[np.float32]:
         """rms_norm (if `norm` is given) + linear + add.   residual (N, out) -> (N, out)"""
         y = self.results.empty((len(x), w.out_features))
         self._bit_linears(x, (w,), (y,), norm, residual=as_floats(residual))
         return y
 
     def _bit_linears(
-        self, x: NDArray, ws: Sequence[PanelWeight], ys: tuple[Floats, ...], norm: Norm | None, **fused: Any
+        self, x: Floats, ws: Sequence[PanelWeight], ys: tuple[NDArray[np.float32], ...], norm: Norm | None, **fused: Any
     ) -> None:
         views = [w.kernel_view for w in ws]
         if norm is not None:
@@ -82,7 +84,7 @@ class CpuKernels:
         if row >= 0:
             raise NumericsError(f"quantize_activations: the activation of token {row} holds NaN or Inf")
 
-    def group_linears(self, x: NDArray, ws: Sequence[GroupPanelWeight]) -> tuple[Floats, ...]:
+    def group_linears(self, x: Floats, ws: Sequence[GroupPanelWeight]) -> tuple[NDArray[np.float32], ...]:
         """Linears by groups and their biases, of weights with the same `input_key`.   -> (N, out) for each"""
         ys = tuple([self.results.empty((len(x), w.out_features)) for w in ws])
         views = [w.kernel_view for w in ws]
@@ -94,7 +96,7 @@ class CpuKernels:
     # -- attention -----------------------------------------------------------------------------------------------------
 
     def append(
-        self, to: KernelView, batch: TokenBatch, k: NDArray, v: NDArray, rope: tuple[NDArray, NDArray] | None = None
+        self, to: KernelView, batch: TokenBatch, k: Floats, v: Floats, rope: tuple[Floats, Floats] | None = None
     ) -> bool:
         """rope of k (if cos and sin are given) + append.   k, v (N, G, d)
 
@@ -106,12 +108,12 @@ class CpuKernels:
 
     def attention(
         self,
-        q: NDArray,
+        q: Floats,
         view: KernelView,
         batch: TokenBatch,
         window: int | None,
-        rope: tuple[NDArray, NDArray] | None = None,
-    ) -> tuple[Floats, int]:
+        rope: tuple[Floats, Floats] | None = None,
+    ) -> tuple[NDArray[np.float32], int]:
         """rope of q (if cos and sin are given) + attention.   q (N, H, d) -> z (N, H, d), -1
 
         The second result is the first token that sees a position without a page, if there is one; z is then undefined.
@@ -123,14 +125,14 @@ class CpuKernels:
 
     # -- single ops ----------------------------------------------------------------------------------------------------
 
-    def rms_norm(self, x: NDArray, norm: Norm) -> Floats:
+    def rms_norm(self, x: Floats, norm: Norm) -> NDArray[np.float32]:
         y = self.results.empty(x.shape)
         arguments = as_floats(x), norm.weight, norm.eps, y
         if (row := _cpu.rms_norm(*arguments, self.threads, self.kernel_set, self.tape)) >= 0:
             raise NumericsError(f"rms_norm: token {row} holds NaN or Inf")
         return y
 
-    def rope(self, x: NDArray, cos: NDArray, sin: NDArray) -> Floats:
+    def rope(self, x: Floats, cos: Floats, sin: Floats) -> NDArray[np.float32]:
         """x (N, heads, d), cos and sin (N, r/2) -> x, the first r numbers of each head rotated"""
         if (turned := 2 * cos.shape[-1]) < x.shape[-1]:
             return np.concatenate([self.rope(x[..., :turned], cos, sin), x[..., turned:]], axis=-1)
@@ -138,18 +140,18 @@ class CpuKernels:
         _cpu.rope(as_floats(x), cos, sin, y, self.threads, self.kernel_set, self.tape)
         return y
 
-    def gated(self, gate: NDArray, up: NDArray, activation: str) -> Floats:
+    def gated(self, gate: Floats, up: Floats, activation: str) -> NDArray[np.float32]:
         y, is_silu = self.results.empty(gate.shape), activation == "silu"
         _cpu.gated(as_floats(gate), as_floats(up), is_silu, y, self.threads, self.kernel_set, self.tape)
         return y
 
-    def add(self, x: NDArray, y: NDArray) -> Floats:
+    def add(self, x: Floats, y: Floats) -> NDArray[np.float32]:
         """x (N, D), y (N, D) or a bias (D,)"""
         z, is_bias = self.results.empty(x.shape), y.ndim == 1
         _cpu.add(as_floats(x), as_floats(y[None] if is_bias else y), z, self.threads, is_bias, self.tape)
         return z
 
-    def dense_linears(self, x: NDArray, ws: Sequence[DenseWeight]) -> tuple[Floats, ...]:
+    def dense_linears(self, x: Floats, ws: Sequence[DenseWeight]) -> tuple[NDArray[np.float32], ...]:
         """Dense linears without their biases, in one call.   x (N, K) -> (N, out) for each weight"""
         ys = tuple([self.results.empty((len(x), w.shape[0])) for w in ws])
         blocks = [w.block.number if isinstance(w, BlockWeight) else 0 for w in ws]
@@ -158,5 +160,5 @@ class CpuKernels:
         return ys
 
 
-def as_floats(x: NDArray) -> Floats:
+def as_floats(x: Floats) -> NDArray[np.float32]:
     return np.ascontiguousarray(x, dtype=np.float32)

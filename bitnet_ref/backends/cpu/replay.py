@@ -19,10 +19,10 @@ from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig, RopeConfig
+from ...reference.layers import Array, Floats
 from ...reference.model import decoder_layers, embeddings, head_input
 from ...reference.weights import DenseWeight, ModelWeights
 from ..backend import Backend, GreedyRun, GreedySteps
@@ -53,10 +53,10 @@ class RopeRows:
     """cos and sin of every position so far, to look up a step's rows. Shared by all steps of a backend."""
 
     def __init__(self) -> None:
-        self._tables: dict[tuple[RopeConfig, int], NDArray] = {}
-        self._last: tuple[ModelConfig | None, int, list[NDArray]] = None, 0, []  # what `up_to` returned, and its length
+        self._tables: dict[tuple[RopeConfig, int], Floats] = {}
+        self._last: tuple[ModelConfig | None, int, list[Floats]] = None, 0, []  # what `up_to` returned, and its length
 
-    def up_to(self, be: Backend, last: int, cfg: ModelConfig) -> list[NDArray]:
+    def up_to(self, be: Backend, last: int, cfg: ModelConfig) -> list[Floats]:
         """`be.rope_tables` of positions 0 to at least `last`: of the model's RoPE, and of its sliding layers' if that
         is another one.   -> (2, T, d/2) each, cos and sin"""
         of, length, tables = self._last
@@ -91,7 +91,7 @@ class RecordedSteps:
         batch: TokenBatch,
         cache: KVCache,
         at_once: bool,
-    ) -> NDArray | None:
+    ) -> Floats | None:
         """`final_hidden` of a batch whose tokens are all wanted, replayed or recorded.   -> (N, D)
 
         None: it must be computed without a tape: the first batch of a size (unless `at_once`), a step that cannot be
@@ -144,16 +144,16 @@ class KernelStep:
         self._x = np.empty((n, cfg.hidden_size), dtype=np.float32)
         self._rope = np.empty((len(cfg.ropes), 2, n, cfg.rotary_size // 2), dtype=np.float32)
         self._pool, self._tape = pool, _cpu.Tape()
-        self._result: NDArray | None = None  # in the pool; None: not recorded, or it cannot be replayed
+        self._result: Floats | None = None  # in the pool; None: not recorded, or it cannot be replayed
         self._head: Any = None  # _cpu.Tape, from the result to `_logits`; False: it cannot be replayed
-        self._logits: NDArray | None = None
+        self._logits: Floats | None = None
         self.is_recorded = False
 
     def is_of(self, kernels: CpuKernels, w: ModelWeights) -> bool:
         """Whether it computes with these."""
         return self.weights is w and self.kernels == kernels
 
-    def fill(self, batch: TokenBatch, x: NDArray, tables: list[NDArray]) -> None:
+    def fill(self, batch: TokenBatch, x: Floats, tables: list[Floats]) -> None:
         """Set everything that changes from step to step. x (n, D): the embeddings. tables: as of `RopeRows.up_to`."""
         self._batch.tokens[:] = batch.tokens
         self._batch.positions[:], self._batch.slots[:] = batch.positions, batch.slots
@@ -161,7 +161,7 @@ class KernelStep:
         for rows, table in zip(self._rope, tables, strict=True):
             rows[:] = table[:, batch.positions]
 
-    def record(self, be: KernelBackend, cfg: ModelConfig, cache: KVCache) -> NDArray | None:
+    def record(self, be: KernelBackend, cfg: ModelConfig, cache: KVCache) -> Floats | None:
         """Compute the step and record its kernel calls.   -> (n, D), or None where it cannot be replayed"""
         self.is_recorded, w = True, self.weights
         be = be._with_kernels(replace(self.kernels, results=self._pool, tape=self._tape))
@@ -173,13 +173,13 @@ class KernelStep:
         self._result = result
         return result.copy()
 
-    def _can_replay(self, tape: Any, result: NDArray) -> bool:
+    def _can_replay(self, tape: Any, result: Floats) -> bool:
         """Whether a tape computes this result, from arrays that later steps fill or compute again."""
-        memory: list[NDArray] = [*self._pool.buffers, self._x, self._rope, self._batch.slots, self._batch.positions]
+        memory: list[Array] = [*self._pool.buffers, self._x, self._rope, self._batch.slots, self._batch.positions]
         ranges = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in memory]
         return any(result.base is buffer for buffer in self._pool.buffers) and bool(tape.lies_in(ranges))
 
-    def play(self) -> NDArray | None:
+    def play(self) -> Floats | None:
         """Replay the recorded calls.   -> (n, D), or None where there are none or one met NaN or Inf"""
         return self._result.copy() if self._result is not None and self._tape.play() else None
 
@@ -193,7 +193,7 @@ class KernelStep:
                 self._head, self._logits = tape, logits
         return bool(self._head)
 
-    def play_greedy(self, cfg: ModelConfig, tables: list[NDArray], run: GreedyRun) -> GreedySteps:
+    def play_greedy(self, cfg: ModelConfig, tables: list[Floats], run: GreedyRun) -> GreedySteps:
         """Play the step and the head again and again."""
         (n, size), table = self._x.shape, self.weights.embedding
         assert isinstance(table, DenseWeight)
@@ -218,7 +218,7 @@ class KernelKVCache(PagedKVCache):
         self.kernel_layers = [_kernel_layer(self, layer) for layer in range(self.layers)]
         self.steps = RecordedSteps()
 
-    def _empty(self, shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
+    def _empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """(L, pages, page_size, G, ...), in memory (L, G, pages, page_size, ...): a head's rows are adjacent."""
         layers, pages, page_size, heads, *rest = shape
         return np.moveaxis(np.empty((layers, heads, pages, page_size, *rest), dtype=dtype), 1, 3)

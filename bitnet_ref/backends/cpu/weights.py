@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ...families.blocks import BlockWeight
 from ...families.groups import GroupLayout, GroupTernaryWeight
 from ...reference import quantization
+from ...reference.layers import Array, Floats
 from ...reference.weights import DenseWeight, ModelWeights, TernaryLinear, TernaryWeight
 from ..backend import Ids
 from .extension import DEFAULT_LAYOUT, _cpu, layout_number
@@ -123,7 +124,7 @@ class GroupPanelWeight(GroupLayout):
     """A matrix that is ternary by groups, in panels of equally many rows, R (`kernels/cpu/group.h`)."""
 
     panels: NDArray[np.uint8]  # (ceil(N/R), bytes)
-    scales: NDArray  # (ceil(N/R) * chunks, R), float32 or 16 bits; groups of more than 128 have several chunks
+    scales: Floats  # (ceil(N/R) * chunks, R), float32 or 16 bits; groups of more than 128 have several chunks
     out_features: int
     layout: int  # 0: planes, 1: tables
     kernel_view: Any = field(init=False, repr=False)  # the same as an object of the extension
@@ -157,7 +158,7 @@ class GroupPanelWeight(GroupLayout):
     def dtype(self) -> np.dtype:
         return self.scales.dtype
 
-    def packed_rows(self, index: Any) -> tuple[NDArray[np.uint8], NDArray]:
+    def packed_rows(self, index: Any) -> tuple[NDArray[np.uint8], Floats]:
         ids = np.arange(self.out_features)[index]
         packed = np.empty((len(ids), -(-self.in_features // quantization.CODES_PER_BYTE)), dtype=np.uint8)
         self.kernel_view.rows(ids, packed)
@@ -215,6 +216,6 @@ def has_dense_kernel(w: DenseWeight) -> bool:
     return not w.wide and kernels_take(w)
 
 
-def view_bits(w: NDArray) -> NDArray:
+def view_bits(w: Array) -> Array:
     """float32 and bytes as they are; bfloat16 as the uint16, and float16 as the int16, that Cython takes."""
     return w if w.dtype in (np.float32, np.uint8) else w.view(np.int16 if w.dtype == np.float16 else np.uint16)

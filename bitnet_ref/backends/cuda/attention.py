@@ -11,6 +11,7 @@ import numpy as np
 
 from ...reference.config import RopeConfig
 from .cache import DeviceBatch, DeviceKVCache
+from .device import DeviceArray
 from .rows import take_rows_of_two
 from .workspace import Workspace
 
@@ -43,8 +44,8 @@ class Queries:
 
     part: slice  # of the call's tokens
     kind: str  # the cache's dtype
-    slots: Any
-    positions: Any
+    slots: DeviceArray
+    positions: DeviceArray
     count: int
     each: int  # tokens of a block
     window: int  # 0: none
@@ -73,14 +74,14 @@ class Attention:
 
     def __call__(
         self,
-        q: Any,
+        q: DeviceArray,
         cache: DeviceKVCache,
         batch: DeviceBatch,
         layer: int,
         window: int | None,
         longest: int,
         new: tuple[Any, Any, Any, Any] | None = None,
-    ) -> Any:
+    ) -> DeviceArray:
         """q (N, H, d) -> z (N, H, d). longest: max keys that a token may see.
 
         new: k and v (N, G, d), cos and sin (N, d/2) of tokens of as many sequences, where q is not rotated yet: RoPE
@@ -118,7 +119,9 @@ class Attention:
             slots, positions, pages = batch.slots[part], batch.positions[part], cache.page_arguments()
             yield Queries(part, cache.kind, slots, positions, len(slots), each, window or 0, heads, pages)
 
-    def _scores(self, some: Queries, q: Any, keys: Any, scales: Any, scores: Any, chunks: int) -> None:
+    def _scores(
+        self, some: Queries, q: DeviceArray, keys: DeviceArray, scales: Any, scores: DeviceArray, chunks: int
+    ) -> None:
         """q (N, H, d) -> scores (N, H, stride)"""
         pitch = pitch_of(q.shape[-1])
         rows = max(TILE, min(some.tiles * TILE, SHARED_BYTES // (8 * pitch) // TILE * TILE))
@@ -130,7 +133,7 @@ class Attention:
         )
 
     def _append_scores(
-        self, some: Queries, q: Any, new: tuple[Any, ...], to: tuple[Any, Any], scores: Any, chunks: int
+        self, some: Queries, q: DeviceArray, new: tuple[Any, ...], to: tuple[Any, Any], scores: DeviceArray, chunks: int
     ) -> None:
         """`_scores` of q before RoPE; the tokens' keys and values go `to` the cache."""
         tokens = (array[some.part] for array in (q, *new))
@@ -142,7 +145,16 @@ class Attention:
             shared=TILE * pitch_of(q.shape[-1]) * 8,
         )
 
-    def _values(self, some: Queries, scores: Any, values: Any, scales: Any, z: Any, chunks: int, norms: Any) -> None:
+    def _values(
+        self,
+        some: Queries,
+        scores: DeviceArray,
+        values: DeviceArray,
+        scales: Any,
+        z: DeviceArray,
+        chunks: int,
+        norms: Any,
+    ) -> None:
         """scores (N, H, stride) -> z (N, H, d).  chunks: 1 where a block takes all chunks."""
         self._ws.launch(
             *(FILE, f"attention_values_{some.tiles}_{some.kind}", some.grid(chunks), BLOCK),
@@ -151,14 +163,16 @@ class Attention:
             shared=some.tiles * TILE * PITCH * 8,
         )
 
-    def _room_for_parts(self, some: Queries, chunks: int, head_dim: int) -> tuple[Any, Any]:
+    def _room_for_parts(
+        self, some: Queries, chunks: int, head_dim: int
+    ) -> tuple[DeviceArray | None, DeviceArray | None]:
         """`parts` and `done` of the kernels that compute z from so many chunks."""
         if chunks == 1:
             return None, None
         parts = self._ws.scratch((some.count, some.heads, chunks, head_dim), np.float64)
         return parts, self._counters(some.count * some.pages[-2])
 
-    def _counters(self, count: int) -> Any:
+    def _counters(self, count: int) -> DeviceArray:
         """At least so many zeros. A larger array does not replace the smaller, which recorded steps refer to."""
         large = next((done for done in self._done if len(done) >= count), None)
         if large is None:
@@ -175,13 +189,13 @@ class PositionTables:
         self._tables: dict[tuple[RopeConfig, int], tuple[Any, Any, int]] = {}
         self._outgrown: list[Any] = []  # smaller tables, which recorded steps of shorter caches read
         self.reach = 0  # the largest position so far
-        self._placed: Any = None  # positions whose largest is counted in `reach`
+        self._placed: DeviceArray | None = None  # positions whose largest is counted in `reach`
 
     def place(self, batch: DeviceBatch) -> None:
         """Cover the positions of a batch."""
         self.reach, self._placed = max(self.reach, batch.extent[1]), batch.positions
 
-    def of(self, positions: Any, rope: RopeConfig, head_dim: int) -> tuple[Any, Any]:
+    def of(self, positions: DeviceArray, rope: RopeConfig, head_dim: int) -> tuple[DeviceArray, DeviceArray]:
         """cos and sin (N, d/2) of positions (N,) on the device. Waits for positions of no batch that was placed."""
         if positions is not self._placed and not self._ws.recording:
             self.reach = max(self.reach, int(self._ws.device.to_host(positions).max(initial=0)))

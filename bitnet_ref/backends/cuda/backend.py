@@ -26,6 +26,7 @@ from ...families.groups import GroupTernaryLinear, group_linear
 from ...families.linear_norms import NormedLinear, model_norms
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig, RopeConfig
+from ...reference.layers import Array, Floats
 from ...reference.model import RopeTables, attention_result, final_hidden, split_heads
 from ...reference.ops import check_attention, check_dequantize, check_norm, check_rope, require
 from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, Shared, TernaryLinear
@@ -94,7 +95,7 @@ class CupyBackend(Backend):
         self._denses, self._fused = DenseKernels(self.ws, dtype), FusedLinears(self.ws, self._ternary)
         if dtype != "float32" and not self.ws.device.can_matmul_16:
             warnings.warn(f"cuBLAS is not installed, and {dtype} prompts take a slower kernel: {INSTALL}", stacklevel=2)
-        self._replayed: tuple[NDArray, RecordedStep] | None = None  # what `hidden` returned last, if a record did
+        self._replayed: tuple[Floats, RecordedStep] | None = None  # what `hidden` returned last, if a record did
         self._lock = threading.RLock()
 
     @property
@@ -140,7 +141,7 @@ class CupyBackend(Backend):
 
     def hidden(
         self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, path: str | None = None
-    ) -> NDArray:
+    ) -> Floats:
         self._replayed = None
         if path == "ops":
             return final_hidden(self.op_by_op(), w, cfg, self.place(batch), cache)
@@ -149,7 +150,7 @@ class CupyBackend(Backend):
             return self._replay(w, cfg, batch, cache)
         return final_hidden(self, w, cfg, self.place(batch), cache)
 
-    def _replay(self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache) -> NDArray:
+    def _replay(self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache) -> Floats:
         assert isinstance(cache, DeviceKVCache)
         cache.check_writes(batch)
         cache.check_reads(batch, widest_window(cfg))
@@ -163,7 +164,7 @@ class CupyBackend(Backend):
         self._replayed = x, step
         return x
 
-    def head_rows(self, x: NDArray, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadRows]:
+    def head_rows(self, x: Floats, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadRows]:
         require("head_rows", len(needs) == len(x), f"x ({len(needs)}, D), as there are needs", x=x)
         if len(needs) == 0:
             return []
@@ -184,10 +185,10 @@ class CupyBackend(Backend):
         self.rope_positions.place(placed)
         return placed
 
-    def from_host(self, array: NDArray) -> NDArray:
+    def from_host(self, array: Array) -> Array:
         return self.ws.upload(array)
 
-    def to_host(self, array: NDArray) -> NDArray:
+    def to_host(self, array: Array) -> Array:
         return self.ws.download(array) if self.ws.holds(array) else array
 
     def synchronize(self) -> None:
@@ -223,14 +224,14 @@ class CupyBackend(Backend):
 
     def attention_block(
         self,
-        x: NDArray,
+        x: Floats,
         w: LayerWeights,
         cfg: ModelConfig,
         rope: RopeTables,
         batch: TokenBatch,
         cache: KVCache,
         layer: int,
-    ) -> NDArray:
+    ) -> Floats:
         """Products of ternary weights are fused with the norm before and the residual stream after them; RoPE and the
         append are one launch, or for decoded tokens part of attention."""
         if not self.fuses or w.attention_text is not None:
@@ -249,15 +250,15 @@ class CupyBackend(Backend):
 
     def _attend_new(
         self,
-        q: NDArray,
-        k: NDArray,
-        v: NDArray,
+        q: Floats,
+        k: Floats,
+        v: Floats,
         rope: RopeTables,
         window: int | None,
         batch: TokenBatch,
         cache: KVCache,
         layer: int,
-    ) -> NDArray:
+    ) -> Floats:
         """`rope`, `append` and `attention`.   q (N, H, d), k and v (N, G, d) -> z (N, H, d)"""
         cache, batch = on_device(cache, batch)
         if batch.decodes and cache.kind != "int8":
@@ -271,7 +272,7 @@ class CupyBackend(Backend):
             q = cache.rope_append(layer, batch, q, k, v, rope)
         return self.attention(q, cache, batch, layer, window)
 
-    def feed_forward(self, x: NDArray, w: LayerWeights, cfg: ModelConfig) -> NDArray:
+    def feed_forward(self, x: Floats, w: LayerWeights, cfg: ModelConfig) -> Floats:
         """Fused where all three linears are ternary, without a norm of their own."""
         stack = self._ternary_stack((w.gate_proj, w.up_proj))
         if (
@@ -294,7 +295,7 @@ class CupyBackend(Backend):
 
     # -- ops -----------------------------------------------------------------------------------------------------------
 
-    def embed(self, w: LinearWeight, tokens: NDArray[np.int64]) -> NDArray:
+    def embed(self, w: LinearWeight, tokens: NDArray[np.int64]) -> Floats:
         require("embed", tokens.ndim == 1 and tokens.dtype == np.int64, "tokens (N,) int64", tokens=tokens)
         table = self.prepare(w)
         if isinstance(table, DeviceGroups):
@@ -302,7 +303,7 @@ class CupyBackend(Backend):
         dense = self._dense(table)
         return row_kernels.take_rows(self.ws, dense.device_rows, dense.on_device.kind, tokens)
 
-    def rms_norm(self, x: NDArray, norm: Norm) -> NDArray:
+    def rms_norm(self, x: Floats, norm: Norm) -> Floats:
         check_norm(x, norm)
         return row_kernels.rms_norm(self.ws, x, self._norm(norm))
 
@@ -310,7 +311,7 @@ class CupyBackend(Backend):
         require("rope_tables", positions.ndim == 1, "positions (N,)", positions=positions)
         return self.rope_positions.of(positions, rope, head_dim)
 
-    def rope(self, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> tuple[NDArray, NDArray]:
+    def rope(self, q: Floats, k: Floats, cos: Floats, sin: Floats) -> tuple[Floats, Floats]:
         check_rope(q, k, cos, sin)
         require("rope", 2 * cos.shape[-1] == q.shape[-1], "tables of whole heads, which the kernel turns", q=q, cos=cos)
         (n, heads, head_dim), kv_heads = q.shape, k.shape[1]
@@ -319,7 +320,7 @@ class CupyBackend(Backend):
         self.ws.launch("rope.cu", "rope", grid, 128, q, k, cos, sin, heads, kv_heads, head_dim, *rotated)
         return rotated
 
-    def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
+    def quantize_activations(self, x: Floats) -> tuple[NDArray[np.int8], Floats]:
         require("quantize_activations", x.ndim == 2 and x.shape[1] > 0, "x (N, K), K > 0", x=x)
         return row_kernels.quantize(self.ws, x, pad=False)
 
@@ -329,19 +330,19 @@ class CupyBackend(Backend):
             raise ShapeError("ternary_matmul", expected=f"x_q int8 (M, {w.in_features})", got=got)
         return self._ternary.matmul(x_q, self._tiled(w), self.ws.empty((len(x_q), w.shape[0]), np.int32))
 
-    def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
+    def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: Floats) -> Floats:
         check_dequantize(acc, x_quant_scale)
         y = self.ws.empty(acc.shape, np.float32)
         arguments = acc, np.float32(w.w_dequant_scale), x_quant_scale, np.uint64(len(acc)), acc.shape[1], y
         self.ws.each("rows.cu", "dequantize", acc.size, *arguments)
         return y
 
-    def dense_matmul(self, x: NDArray, w: LinearWeight) -> NDArray:
+    def dense_matmul(self, x: Floats, w: LinearWeight) -> Floats:
         require("dense_matmul", x.ndim == 2 and x.shape[1] == w.shape[1], f"x (N, {w.shape[1]})", x=x)
         (y,) = self._denses.matmul(x, self._dense(w).on_device)
         return y
 
-    def compute(self, name: str, function: Callable[..., NDArray], *args: Any) -> NDArray:
+    def compute(self, name: str, function: Callable[..., Floats], *args: Any) -> Floats:
         if function is not group_linear:
             raise BackendUnavailable(f"the backend cupy has no kernel for {function.__name__}; use cython or numpy")
         x, w = args
@@ -351,10 +352,10 @@ class CupyBackend(Backend):
             return group_matmul(self.ws, x, prepared)
         return self.dense_matmul(x, prepared)
 
-    def scale(self, x: NDArray, factor: float, name: str) -> NDArray:
+    def scale(self, x: Floats, factor: float, name: str) -> Floats:
         raise BackendUnavailable(f"the backend cupy has no kernel for scale ({name}); use cython or numpy")
 
-    def linears(self, x: NDArray, ws: Sequence[LinearWeight]) -> tuple[NDArray, ...]:
+    def linears(self, x: Floats, ws: Sequence[LinearWeight]) -> tuple[Floats, ...]:
         """A dense stack is one launch. Ternary products dequantise and add the bias in their epilogue."""
         stack = stack_of(ws)
         if stack is not None and not isinstance(stack.whole, TiledWeight):
@@ -364,9 +365,7 @@ class CupyBackend(Backend):
         shared: Shared = {}
         return tuple(self._LINEARS.get(w.kind, CupyBackend.one_linear)(self, x, w, shared) for w in ws)
 
-    def _bit_linear(
-        self, x: NDArray, w: TernaryLinear, shared: Shared, norm: row_kernels.Norm | None = None
-    ) -> NDArray:
+    def _bit_linear(self, x: Floats, w: TernaryLinear, shared: Shared, norm: row_kernels.Norm | None = None) -> Floats:
         """A BitLinear; x is normed first if there is a norm.   x (N, K) -> (N, out)"""
         require("linear", x.ndim == 2 and x.shape[1] == w.in_features, f"x (N, {w.in_features})", x=x)
         tiled = self._tiled(w)
@@ -378,18 +377,18 @@ class CupyBackend(Backend):
         x_q, x_quant_scale = shared["padded int8"]
         return self._ternary.linear(x_q, x_quant_scale, tiled, y)
 
-    def _normed_linear(self, x: NDArray, w: NormedLinear, shared: Shared) -> NDArray:
+    def _normed_linear(self, x: Floats, w: NormedLinear, shared: Shared) -> Floats:
         own: Shared = {}
         if w.bit_linear is not None:
             return self._bit_linear(x, w.bit_linear, own, self._norm(w.own_norm))
         return self.one_linear(self.rms_norm(x, w.own_norm), w.linear, own)
 
-    def attention(self, q: NDArray, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> NDArray:
+    def attention(self, q: Floats, cache: KVCache, batch: TokenBatch, layer: int, window: int | None) -> Floats:
         check_attention(q, cache, batch)
         cache, batch = on_device(cache, batch)
         return self._attention(q, cache, batch, layer, window, self._longest(cache, batch, layer, window))
 
-    def gated(self, gate: NDArray, up: NDArray, activation: str) -> NDArray:
+    def gated(self, gate: Floats, up: Floats, activation: str) -> Floats:
         require("gated", gate.ndim == 2 and gate.shape == up.shape, "gate and up (N, F)", gate=gate, up=up)
         if activation not in row_kernels.GATES:
             raise ShapeError(
@@ -397,11 +396,11 @@ class CupyBackend(Backend):
             )
         return row_kernels.gated(self.ws, gate, up, activation)
 
-    def add(self, x: NDArray, y: NDArray) -> NDArray:
+    def add(self, x: Floats, y: Floats) -> Floats:
         require("add", y.shape in (x.shape, x.shape[1:]), "x (N, D) and y (N, D) or (D,)", x=x, y=y)
         return row_kernels.add(self.ws, x, y if y.ndim == 2 else self.ws.vector(y))
 
-    def take_rows(self, x: NDArray, rows: NDArray[np.int64]) -> NDArray:
+    def take_rows(self, x: Floats, rows: NDArray[np.int64]) -> Floats:
         return row_kernels.take_rows(self.ws, x, "float32", rows)
 
     # -- helpers -------------------------------------------------------------------------------------------------------
@@ -436,4 +435,4 @@ class CupyBackend(Backend):
         "dense": _dense,
         "normed": _put_normed,
     }
-    _LINEARS: ClassVar[dict[str, Callable[..., NDArray]]] = {"ternary": _bit_linear, "normed": _normed_linear}
+    _LINEARS: ClassVar[dict[str, Callable[..., Floats]]] = {"ternary": _bit_linear, "normed": _normed_linear}

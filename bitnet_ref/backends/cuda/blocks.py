@@ -9,10 +9,9 @@ The products of one input are one launch over a stack of weights. The epilogue o
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from .device import DeviceArray
 from .rows import GATES, Norm, linear_of_row, quantize, takes_row
 from .stacks import Stack
 from .ternary import TernaryKernels, TiledWeight
@@ -25,7 +24,7 @@ class FusedLinears:
     def __init__(self, ws: Workspace, ternary: TernaryKernels) -> None:
         self._ws, self._ternary = ws, ternary
 
-    def norm_linears(self, x: Any, norm: Norm, stack: Stack) -> tuple[Any, ...]:
+    def norm_linears(self, x: DeviceArray, norm: Norm, stack: Stack) -> tuple[DeviceArray, ...]:
         """The linears of a stack, of normed x (N, K).   -> (N, out) each"""
         if takes_row(x, stack.whole):
             return stack.split(linear_of_row(self._ws, x, stack.whole, norm), 1)
@@ -33,15 +32,15 @@ class FusedLinears:
         y = self._ws.empty((len(x), sum(stack.parts)), np.float32)
         return stack.split(self._ternary.linear(x_q, scale, stack.whole, y), len(x))
 
-    def norm_linear_add(self, x: Any, norm: Norm | None, w: TiledWeight, residual: Any) -> Any:
+    def norm_linear_add(self, x: DeviceArray, norm: Norm | None, w: TiledWeight, residual: DeviceArray) -> DeviceArray:
         """residual (N, out) + the linear of x (N, K), which is normed first if there is a norm.   -> (N, out)"""
         if takes_row(x, w):
             return linear_of_row(self._ws, x, w, norm, residual=residual)
         return self._linear_add(quantize(self._ws, x, norm), w, residual)
 
     def feed_forward(
-        self, x: Any, norm: Norm, gate_up: Stack, activation: str, sub_norm: Norm | None, down: TiledWeight
-    ) -> Any:
+        self, x: DeviceArray, norm: Norm, gate_up: Stack, activation: str, sub_norm: Norm | None, down: TiledWeight
+    ) -> DeviceArray:
         """x + down(norm(act(gate) * up)), where gate and up are linears of normed x.   (N, D) -> (N, D)"""
         if takes_row(x, gate_up.whole, gated=True):
             h = linear_of_row(self._ws, x, gate_up.whole, norm, gate=GATES[activation])  # (1, F)
@@ -49,6 +48,8 @@ class FusedLinears:
         gate, up = self.norm_linears(x, norm, gate_up)  # (N, F) each
         return self._linear_add(quantize(self._ws, gate, sub_norm, up=up, gate=GATES[activation]), down, x)
 
-    def _linear_add(self, quantized: tuple[Any, Any], w: TiledWeight, residual: Any) -> Any:
+    def _linear_add(
+        self, quantized: tuple[DeviceArray, DeviceArray], w: TiledWeight, residual: DeviceArray
+    ) -> DeviceArray:
         y = self._ws.empty(residual.shape, np.float32)
         return self._ternary.linear(*quantized, w, y, residual=residual)

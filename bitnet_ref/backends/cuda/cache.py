@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from ...errors import ShapeError
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
+from ...reference.layers import Array, Floats
 from ..paged_cache import CacheSpec, EngineKVCache, PagedKVCache, widen
+from .device import DeviceArray
 from .rows import threads_of
 from .workspace import Workspace
 
@@ -103,15 +105,16 @@ class DeviceKVCache(PagedKVCache):
         self.steps = storage.steps
         weakref.finalize(self, ws.shelf.put, shape, storage)
 
-    def _empty(self, shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
+    def _empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         return self._reused.pop(0) if self._reused else self._ws.make(shape, dtype)
 
     @property
     def reach(self) -> int:
         """Positions that the tables have room for: at least the capacity, and the same for all caches of this shape."""
-        return self.page_table.shape[1] * self.page_size
+        pages: int = self.page_table.shape[1]
+        return pages * self.page_size
 
-    def scales_of(self, layer: int) -> tuple[Any, Any]:
+    def scales_of(self, layer: int) -> tuple[DeviceArray | None, DeviceArray | None]:
         """The scales of keys and of values of an int8 cache; else None."""
         if self.key_scales is None or self.value_scales is None:
             return None, None
@@ -157,7 +160,7 @@ class DeviceKVCache(PagedKVCache):
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def append(self, layer: int, batch: TokenBatch, k: NDArray, v: NDArray) -> None:
+    def append(self, layer: int, batch: TokenBatch, k: Floats, v: Floats) -> None:
         """Write k and v (N, G, d) of the batch's tokens. All are device arrays."""
         ws, n, (kv_heads, head_dim) = self._ws, len(batch), self.keys.shape[-2:]
         self.begin_append(batch, k, v)
@@ -169,7 +172,15 @@ class DeviceKVCache(PagedKVCache):
             grid = -(-kv_heads * head_dim // BLOCK), n
             ws.launch("rope.cu", f"append_{self.kind}", grid, BLOCK, *arguments, ws.trouble)
 
-    def rope_append(self, layer: int, batch: DeviceBatch, q: Any, k: Any, v: Any, rope: tuple[Any, Any]) -> Any:
+    def rope_append(
+        self,
+        layer: int,
+        batch: DeviceBatch,
+        q: DeviceArray,
+        k: DeviceArray,
+        v: DeviceArray,
+        rope: tuple[DeviceArray, DeviceArray],
+    ) -> DeviceArray:
         """Rotate q and k, and write k and v, in one launch.   q (N, H, d) -> q (N, H, d). Not for int8."""
         ws, n, heads, (kv_heads, head_dim) = self._ws, len(batch), q.shape[1], self.keys.shape[-2:]
         self.begin_append(batch, k, v)
@@ -180,7 +191,7 @@ class DeviceKVCache(PagedKVCache):
         ws.launch("rope.cu", f"rope_append_{self.kind}", grid, BLOCK, *arguments, *to)
         return rotated
 
-    def begin_append(self, batch: TokenBatch, k: Any, v: Any) -> None:
+    def begin_append(self, batch: TokenBatch, k: DeviceArray, v: DeviceArray) -> None:
         """Raises ShapeError unless k and v (N, G, d) fit and, outside a recorded step, the tokens have places."""
         expected = (len(batch), *self.keys.shape[-2:])
         if k.shape != expected or v.shape != expected:
@@ -227,14 +238,14 @@ class DeviceKVCache(PagedKVCache):
 
     # -- reading, for recorders: whole pages are copied to the host ----------------------------------------------------
 
-    def stored(self, layer: int, batch: TokenBatch) -> tuple[NDArray, NDArray]:
+    def stored(self, layer: int, batch: TokenBatch) -> tuple[Floats, Floats]:
         return self._rows(layer, batch.on_host.slots, batch.on_host.positions)
 
-    def visible(self, layer: int, slot: int, position: int, window: int | None) -> tuple[NDArray, NDArray]:
+    def visible(self, layer: int, slot: int, position: int, window: int | None) -> tuple[Floats, Floats]:
         positions = np.arange(0 if window is None else max(0, position - window + 1), position + 1)
         return self._rows(layer, np.full(len(positions), slot), positions)
 
-    def _rows(self, layer: int, slots: NDArray, positions: NDArray) -> tuple[NDArray, NDArray]:
+    def _rows(self, layer: int, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> tuple[Floats, Floats]:
         """Keys and values of those tokens.   -> (n, G, d) float32 on the host, both"""
         pages, offsets = self.places_of(slots, positions)
         results = []

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from ...errors import BackendUnavailable, DeviceError, OutOfMemory
+from ...reference.layers import Array
 from .device import INSTALL, Device, DeviceArray, DeviceGraph, Event, MemoryInfo, Size, check_copy, plain_launch
 from .sources import NVRTC_OPTIONS, build_once, find, flattened
 
+CupyArray = Any  # CuPy has no types
 MIN_CAPABILITY = (8, 0)  # cp.async and the int8 mma of Ampere
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: also of memory outside the pool
 OP_N, OP_T = 0, 1  # cublasOperation_t
@@ -229,16 +231,17 @@ class CupyDevice(Device):
         self._not_in_a_capture("an array was allocated")
         with self.use():
             try:
-                return self.xp.empty(shape, dtype=dtype)
+                array: DeviceArray = self.xp.empty(shape, dtype=dtype)
             except self.xp.cuda.memory.OutOfMemoryError:  # the pool may hold free blocks of other sizes
                 self.trim()
-                return self.xp.empty(shape, dtype=dtype)
+                array = self.xp.empty(shape, dtype=dtype)
+            return array
 
-    def fill(self, array: DeviceArray, byte: int) -> None:
+    def fill(self, array: CupyArray, byte: int) -> None:
         with self.use():
             array.data.memset_async(byte, array.nbytes, self.stream)
 
-    def copy(self, target: DeviceArray, source: DeviceArray | NDArray) -> None:
+    def copy(self, target: CupyArray, source: CupyArray | Array) -> None:
         check_copy(target, source, from_host=isinstance(source, np.ndarray))
         if isinstance(source, np.ndarray):
             self._not_in_a_capture("an array was copied from the host")
@@ -248,10 +251,11 @@ class CupyDevice(Device):
             else:
                 target.data.copy_from_device_async(source.data, source.nbytes, self.stream)
 
-    def to_host(self, array: DeviceArray) -> NDArray:
+    def to_host(self, array: CupyArray) -> Array:
         self._not_in_a_capture("an array was read")
         with self.use():
-            return array.get(stream=self.stream)
+            host: Array = array.get(stream=self.stream)
+            return host
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -264,7 +268,7 @@ class CupyDevice(Device):
                 self._kernels[file, name] = CupyKernel(self, function, name)
         return self._kernels[file, name]
 
-    def matmul_16(self, x: DeviceArray, w: DeviceArray, y: DeviceArray, kind: str) -> None:
+    def matmul_16(self, x: CupyArray, w: CupyArray, y: CupyArray, kind: str) -> None:
         self._not_in_a_capture("cuBLAS was called")
         module = _cublas()
         shape = len(x), *w.shape

@@ -16,8 +16,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ...errors import ShapeError
+from ...reference.layers import Array, Floats
 from ...reference.ops import Ops
 from ...reference.weights import DenseWeight, LinearWeight, Shared
+from .device import DeviceArray
 from .stacks import MAX_STACKED, Member, Stack, first_rows, split, starts_of
 from .workspace import Workspace
 
@@ -72,7 +74,7 @@ def choose_launch(
 class DenseRows:
     """What a kernel reads: a matrix, or a stack of several of one input. `rows` moves when it is stacked."""
 
-    rows: Any  # (out, width) on the device; bfloat16 as its bits
+    rows: DeviceArray  # (out, width) on the device; bfloat16 as its bits
     kind: str  # float32, float16 or bfloat16
     parts: tuple[int, ...] = ()  # of a stack: the rows of each matrix
     member: Member | None = None  # its place in a stack
@@ -108,7 +110,7 @@ class DeviceDense(LinearWeight):
         return self.host.dtype
 
     @property
-    def array(self) -> NDArray:
+    def array(self) -> Floats:
         return self.host.array
 
     def plain(self) -> DenseWeight:
@@ -117,17 +119,17 @@ class DeviceDense(LinearWeight):
     def called(self, name: str) -> DeviceDense:
         return replace(self, host=self.host.called(name))
 
-    def rows(self, index: Any, dtype: DTypeLike) -> NDArray:
+    def rows(self, index: Any, dtype: DTypeLike) -> Floats:
         return self.host.rows(index, dtype)
 
-    def contents(self, name: str) -> Iterator[tuple[str, NDArray]]:
+    def contents(self, name: str) -> Iterator[tuple[str, Array]]:
         return self.host.contents(name)
 
-    def product(self, be: Ops, x: NDArray, shared: Shared) -> NDArray:
+    def product(self, be: Ops, x: Floats, shared: Shared) -> Floats:
         return be.dense_matmul(x, self)
 
     @property
-    def device_rows(self) -> Any:
+    def device_rows(self) -> DeviceArray:
         """(out, width) on the device"""
         return self.on_device.rows
 
@@ -172,7 +174,7 @@ class DenseKernels:
             w.on_device.rows, w.on_device.member = here, Member(stack, number)
         return stack
 
-    def matmul(self, x: Any, w: DenseRows, kernel: str | None = None) -> tuple[Any, ...]:
+    def matmul(self, x: DeviceArray, w: DenseRows, kernel: str | None = None) -> tuple[DeviceArray, ...]:
         """x (N, width) float32 on the device -> (N, out) float32 of each matrix."""
         (n, width), out = x.shape, len(w.rows)
         parts = w.parts or (out,)
@@ -189,7 +191,7 @@ class DenseKernels:
         self._ws.launch(FILE, launch.kernel, launch.grid, launch.block, *arguments, shared=launch.shared_mem)
         return split(y, n, parts)
 
-    def _matmul_16(self, x: Any, w: DenseRows, parts: tuple[int, ...]) -> tuple[Any, ...]:
+    def _matmul_16(self, x: DeviceArray, w: DenseRows, parts: tuple[int, ...]) -> tuple[DeviceArray, ...]:
         ws, (n, width) = self._ws, x.shape
         rounded = ws.scratch((n, width), BITS_OF[w.kind])
         ws.each("rows.cu", f"round_{w.kind}", n * width, x, np.uint64(n), width, rounded, ws.trouble)

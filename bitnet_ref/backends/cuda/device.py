@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from ...errors import DeviceError, ShapeError
+from ...reference.layers import Array
 
 INSTALL = 'pip install "bitnet-ref[cuda12]" (or [cuda13], as nvidia-smi says)'  # CuPy, NVRTC and cuBLAS
 
-DeviceArray = Any  # an array of the device's `xp`
+DeviceArray = Array  # of the device's `xp`: CuPy's have NumPy's interface
 Size = int | tuple[int, ...]
 
 
@@ -97,7 +98,7 @@ class Device(ABC):
         self.fill(array, 0)
         return array
 
-    def array(self, host: NDArray) -> DeviceArray:
+    def array(self, host: Array) -> DeviceArray:
         """A copy of a host array."""
         array = self.empty(host.shape, host.dtype)
         self.copy(array, host)
@@ -108,14 +109,14 @@ class Device(ABC):
         """Set every byte of a contiguous array. May be captured."""
 
     @abstractmethod
-    def copy(self, target: DeviceArray, source: DeviceArray | NDArray) -> None:
+    def copy(self, target: DeviceArray, source: DeviceArray | Array) -> None:
         """Copy into a device array from another, or from the host: contiguous, of one shape and dtype.
 
         May be captured between device arrays. A host array may change as soon as this returns.
         """
 
     @abstractmethod
-    def to_host(self, array: DeviceArray) -> NDArray:
+    def to_host(self, array: DeviceArray) -> Array:
         """A copy on the host. Waits for the work before it."""
 
     # -- work ----------------------------------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ No GPU has measured it. A prompt takes the same kernel as one token; dense tenso
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from ...families.groups import GroupTernaryLinear, GroupTernaryWeight
 from .dense import KINDS
+from .device import DeviceArray
 from .workspace import Workspace
 
 FILE = "group.cu"
@@ -22,8 +22,8 @@ WORD_COLUMNS, WARPS, TOKENS = 16, 4, 8  # group.cu's columns of a word; warps of
 class DeviceGroups(GroupTernaryWeight):
     """The matrix as it was read, in the host's memory, and on the device."""
 
-    words: Any = field(kw_only=True)  # (N, ceil(K/16)) uint32 on the device
-    device_scales: Any = field(kw_only=True)  # (N, groups) on the device
+    words: DeviceArray = field(kw_only=True)  # (N, ceil(K/16)) uint32 on the device
+    device_scales: DeviceArray = field(kw_only=True)  # (N, groups) on the device
     scales_kind: str = field(kw_only=True)  # float32, float16 or bfloat16
 
     plain = GroupTernaryLinear.plain  # what was read, without the device's arrays
@@ -44,7 +44,7 @@ def put_groups(ws: Workspace, w: GroupTernaryWeight) -> DeviceGroups:
     return DeviceGroups(**vars(w), words=ws.upload(packed.view("<u4")), device_scales=scales, scales_kind=kind)
 
 
-def group_matmul(ws: Workspace, x: Any, w: DeviceGroups) -> Any:
+def group_matmul(ws: Workspace, x: DeviceArray, w: DeviceGroups) -> DeviceArray:
     """x (N, K) float32 on the device -> (N, out), without the bias."""
     n, (out, width) = len(x), w.shape
     y = ws.empty((n, out), np.float32)
@@ -54,7 +54,7 @@ def group_matmul(ws: Workspace, x: Any, w: DeviceGroups) -> Any:
     return y
 
 
-def take_group_rows(ws: Workspace, w: DeviceGroups, ids: Any) -> Any:
+def take_group_rows(ws: Workspace, w: DeviceGroups, ids: DeviceArray) -> DeviceArray:
     """Rows of the matrix as float32.   ids (N,) -> (N, K)"""
     rows, width = w.shape
     y = ws.empty((len(ids), width), np.float32)

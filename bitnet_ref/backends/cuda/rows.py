@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .device import Device
+from .device import Device, DeviceArray
 from .ternary import TILE_COLUMNS, TILE_ROWS, TILE_WORDS, TiledWeight, padded_columns
 from .workspace import Workspace
 
@@ -26,17 +26,17 @@ MAX_SLOTS = 10  # ternary_row.cu: weight tiles that a warp has on their way
 OWN_SHARED = 2560  # max bytes of shared memory that a block of ternary_row.cu has beside those of the launch
 TILE_BYTES = 4 * TILE_WORDS
 
-Norm = tuple[Any, float]  # an RMSNorm: weight (K,) on the device, eps
+Norm = tuple[DeviceArray, float]  # an RMSNorm: weight (K,) on the device, eps
 
 
-def rms_norm(ws: Workspace, x: Any, norm: Norm) -> Any:
+def rms_norm(ws: Workspace, x: DeviceArray, norm: Norm) -> DeviceArray:
     """x (N, K) -> (N, K)"""
     y = ws.empty(x.shape, np.float32)
     _launch(ws, x, None, PLAIN, norm, y=y)
     return y
 
 
-def gated(ws: Workspace, gate: Any, up: Any, activation: str) -> Any:
+def gated(ws: Workspace, gate: DeviceArray, up: DeviceArray, activation: str) -> DeviceArray:
     """gate and up (N, F) -> (N, F)"""
     y = ws.empty(gate.shape, np.float32)
     _launch(ws, gate, up, GATES[activation], None, y=y)
@@ -44,8 +44,14 @@ def gated(ws: Workspace, gate: Any, up: Any, activation: str) -> Any:
 
 
 def quantize(
-    ws: Workspace, x: Any, norm: Norm | None = None, *, up: Any = None, gate: int = PLAIN, pad: bool = True
-) -> tuple[Any, Any]:
+    ws: Workspace,
+    x: DeviceArray,
+    norm: Norm | None = None,
+    *,
+    up: DeviceArray | None = None,
+    gate: int = PLAIN,
+    pad: bool = True,
+) -> tuple[DeviceArray, DeviceArray]:
     """x (N, K), gated with `up` and normed if asked for -> x_q (N, K or whole tiles) int8, x_quant_scale (N, 1)"""
     n, width = x.shape
     x_q = ws.empty((n, padded_columns(width) if pad else width), np.int8)
@@ -54,7 +60,7 @@ def quantize(
     return x_q, scale
 
 
-def takes_row(x: Any, w: Any, gated: bool = False) -> bool:
+def takes_row(x: DeviceArray, w: Any, gated: bool = False) -> bool:
     """Whether `linear_of_row` takes x and w. gated: as gate and up, stacked."""
     if not isinstance(w, TiledWeight) or len(x) != 1 or w.in_features > MAX_COLUMNS:
         return False
@@ -62,8 +68,14 @@ def takes_row(x: Any, w: Any, gated: bool = False) -> bool:
 
 
 def linear_of_row(
-    ws: Workspace, x: Any, w: TiledWeight, norm: Norm | None = None, *, gate: int = PLAIN, residual: Any = None
-) -> Any:
+    ws: Workspace,
+    x: DeviceArray,
+    w: TiledWeight,
+    norm: Norm | None = None,
+    *,
+    gate: int = PLAIN,
+    residual: DeviceArray | None = None,
+) -> DeviceArray:
     """A ternary linear of one normed token, x (1, K), in one launch.   -> y (1, N) float32, residual added
 
     For a stack the results are one after the other; gated, of gate and up, it is (1, N / 2).
@@ -112,14 +124,14 @@ def vectors_of(width: int, choices: tuple[int, ...] = VECTORS) -> int:
     return next(vectors for vectors in choices if width <= vectors * ROW_STEP)
 
 
-def add(ws: Workspace, x: Any, y: Any) -> Any:
+def add(ws: Workspace, x: DeviceArray, y: DeviceArray) -> DeviceArray:
     """x (N, D), y (N, D) or (D,) -> (N, D)"""
     z = ws.empty(x.shape, np.float32)
     ws.each(FILE, "add", x.size, x, y, np.uint64(x.size), np.uint64(y.size), z)
     return z
 
 
-def take_rows(ws: Workspace, table: Any, kind: str, ids: Any) -> Any:
+def take_rows(ws: Workspace, table: DeviceArray, kind: str, ids: DeviceArray) -> DeviceArray:
     """table[ids] as float32; `kind` is the dtype of the table (any, width)."""
     rows, width = table.shape
     y = ws.empty((len(ids), width), np.float32)
@@ -128,7 +140,9 @@ def take_rows(ws: Workspace, table: Any, kind: str, ids: Any) -> Any:
     return y
 
 
-def take_rows_of_two(ws: Workspace, first: Any, second: Any, ids: Any) -> tuple[Any, Any]:
+def take_rows_of_two(
+    ws: Workspace, first: DeviceArray, second: DeviceArray, ids: DeviceArray
+) -> tuple[DeviceArray, DeviceArray]:
     """first[ids] and second[ids] of two float32 tables (any, width), in one launch."""
     rows, width = first.shape
     ys = ws.empty((len(ids), width), np.float32), ws.empty((len(ids), width), np.float32)
@@ -148,7 +162,15 @@ def threads_of_row(width: int) -> int:
 
 
 def _launch(
-    ws: Workspace, a: Any, b: Any, gate: int, norm: Norm | None, *, y: Any = None, x_q: Any = None, scale: Any = None
+    ws: Workspace,
+    a: DeviceArray,
+    b: DeviceArray | None,
+    gate: int,
+    norm: Norm | None,
+    *,
+    y: DeviceArray | None = None,
+    x_q: DeviceArray | None = None,
+    scale: DeviceArray | None = None,
 ) -> None:
     """One launch of rows.cu: from a, or the gated pair a and b, to the results that are given."""
     n, width = a.shape

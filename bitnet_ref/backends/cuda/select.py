@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...reference.layers import Floats
 from ..backend import HeadNeed, HeadRows
+from .device import DeviceArray
 from .workspace import THREADS, Workspace
 
 FILE = "select.cu"
@@ -61,7 +63,7 @@ class Selection:
         if self._also > 0 and (before is None or not np.array_equal(before[1], ids)):
             self._ws.device.copy(self._ids, ids)
 
-    def launch(self, logits: Any) -> None:
+    def launch(self, logits: DeviceArray) -> None:
         """Select. May be captured."""
         ws, n, vocab = self._ws, self._n, self._vocab
         counts, ids, values, picked, trouble = self._split(self.results)
@@ -76,7 +78,7 @@ class Selection:
         grid = (-(-self._also // THREADS), n)
         ws.launch(FILE, "pick", grid, THREADS, logits, vocab, self._ids, self._also, picked)
 
-    def read(self, needs: Sequence[HeadNeed], logits_of: Callable[[int], NDArray]) -> list[HeadRows]:
+    def read(self, needs: Sequence[HeadNeed], logits_of: Callable[[int], Floats]) -> list[HeadRows]:
         """Wait for the results. Raises NumericsError as `Workspace.download` does.
 
         logits_of: all logits (V,) of a token, where they are needed.
@@ -109,7 +111,7 @@ def sizes_of(needs: Sequence[HeadNeed], vocab: int) -> tuple[int, int]:
     return max((need.k or 1 for need in few), default=1), max((len(need.also) for need in few), default=0)
 
 
-def select(ws: Workspace, logits: Any, needs: Sequence[HeadNeed]) -> list[HeadRows]:
+def select(ws: Workspace, logits: DeviceArray, needs: Sequence[HeadNeed]) -> list[HeadRows]:
     """logits (N, V) on the device -> for each token all that reach its k-th largest, and those of its `also`."""
     n, vocab = logits.shape
     if not any(selects(need, vocab) for need in needs):

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from ...reference.weights import LayerWeights
-from .device import Device
+from .device import Device, DeviceArray
 
 MAX_STACKED = 3  # stacked.cuh
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # the linears of one input in a layer
@@ -29,7 +29,7 @@ class Stack:
     whole: Any  # a TiledWeight or DenseRows
     parts: tuple[int, ...]
 
-    def split(self, y: Any, tokens: int) -> tuple[Any, ...]:
+    def split(self, y: DeviceArray, tokens: int) -> tuple[DeviceArray, ...]:
         """The results of each matrix, from y of a launch over the stack: as many numbers as (tokens, rows)."""
         return split(y, tokens, self.parts)
 
@@ -82,7 +82,7 @@ def starts_of(parts: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(parts, initial=0))[:-1]
 
 
-def split(y: Any, tokens: int, parts: Sequence[int]) -> tuple[Any, ...]:
+def split(y: DeviceArray, tokens: int, parts: Sequence[int]) -> tuple[DeviceArray, ...]:
     """`Stack.split`"""
     y, ends = y.reshape(-1), accumulate(parts)
     return tuple(y[tokens * (end - n) : tokens * end].reshape(tokens, n) for n, end in zip(parts, ends, strict=True))

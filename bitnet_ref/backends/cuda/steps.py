@@ -21,6 +21,7 @@ from ...reference.cache import TokenBatch
 from ...reference.weights import LinearWeight
 from ..backend import HeadNeed, HeadRows
 from .cache import DeviceBatch
+from .device import DeviceArray
 from .select import Selection, selects, sizes_of
 from .workspace import Arena, Workspace
 
@@ -41,11 +42,11 @@ class RecordedStep:
         self._batch = DeviceBatch(self._sheet[0], self._sheet[1], self._sheet[2], decodes=decodes)
         self._arena = Arena(ws.make)
         self._graph: Any = None
-        self._result: Any = None
+        self._result: DeviceArray
         self._heads: dict[tuple[int, int, int], RecordedHead] = {}
         self._head_arenas: dict[int, Arena] = {}
 
-    def __call__(self, batch: TokenBatch, compute: Callable[[DeviceBatch], Any]) -> Any:
+    def __call__(self, batch: TokenBatch, compute: Callable[[DeviceBatch], DeviceArray]) -> DeviceArray:
         """`compute` of the batch, replayed from the second call on.   -> (N, D) on the device, until the next call"""
         n = len(batch)
         sheet = np.stack([batch.tokens, batch.positions, batch.slots]).astype(np.int64)
@@ -59,7 +60,7 @@ class RecordedStep:
             self._graph = graph
         return self._result[:n]
 
-    def _run(self, compute: Callable[[DeviceBatch], Any]) -> Any:
+    def _run(self, compute: Callable[[DeviceBatch], DeviceArray]) -> DeviceArray:
         with self._ws.arrays_of(self._arena):
             return compute(self._batch)
 

@@ -95,7 +95,7 @@ def unpack_tiles(tiles: NDArray[np.uint32], rows: int, columns: int) -> NDArray[
     # words by lane (g, t) and number (half, upper): bytes b, crumbs i
     by = tiles.astype("<u4").view(np.uint8).reshape(tiles_n, tiles_k, 8, 4, 2, 2, 4, 1)
     crumbs = by >> np.array([0, 2, 4, 6], dtype=np.uint8) & 3  # (R, C, g, t, half, upper, b, i)
-    w_t = np.array([0, 1, 0, -1], dtype=np.int8)[crumbs.transpose(0, 5, 2, 1, 4, 3, 7, 6)]
+    w_t: NDArray[np.int8] = np.array([0, 1, 0, -1], dtype=np.int8)[crumbs.transpose(0, 5, 2, 1, 4, 3, 7, 6)]
     return w_t.reshape(tiles_n * TILE_ROWS, tiles_k * TILE_COLUMNS)[:rows, :columns]
 
 
@@ -232,7 +232,7 @@ class TernaryKernels:
         x_q: DeviceArray,
         x_scale: DeviceArray | None,
         w: TiledWeight,
-        out: Any,
+        out: DeviceArray | None,
         dtype: Any,
         kernel: str | None,
         residual: DeviceArray | None = None,
@@ -253,7 +253,7 @@ class TernaryKernels:
             self._pad(-(-padded.size // THREADS), THREADS, (x_q, tokens, columns, padded))
             x_q = padded
         launch = choose_launch(tokens, rows, columns, self.device.multiprocessors, kernel)
-        outputs = (out, None, None) if x_scale is None else (None, None, out)
+        outputs: tuple[DeviceArray | None, ...] = (out, None, None) if x_scale is None else (None, None, out)
         if launch.parts > 1 and x_scale is None:
             self.device.fill(out, 0)
         elif launch.parts > 1:

@@ -9,10 +9,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from ...errors import BackendError, NumericsError, OutOfMemory, ShapeError
-from .device import Device
+from ...reference.layers import Array
+from .device import Device, DeviceArray
 
 THREADS = 256  # of a block of kernels with one thread per element
 TROUBLES = {  # floats.cuh: enum Trouble
@@ -32,17 +33,17 @@ class EmulatedArray(np.ndarray):
 class Arena:
     """Arrays for one pass, allocated in the first one and given again, in the same order, in every later one."""
 
-    def __init__(self, make: Callable[[tuple[int, ...], DTypeLike], Any]) -> None:
+    def __init__(self, make: Callable[[tuple[int, ...], DTypeLike], DeviceArray]) -> None:
         self._make = make
-        self._arrays: list[Any] = []
-        self._scratch: dict[Any, Any] = {}
+        self._arrays: list[DeviceArray] = []
+        self._scratch: dict[Hashable, DeviceArray] = {}
         self._next = 0
 
     def begin(self) -> None:
         """Start again with the first array."""
         self._next = 0
 
-    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
         """The next array of the pass."""
         if self._next == len(self._arrays):
             self._arrays.append(self._make(shape, dtype))
@@ -53,7 +54,7 @@ class Arena:
         self._next += 1
         return array
 
-    def scratch(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    def scratch(self, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
         """An array whose contents are not needed after the next kernels: the same one for all layers."""
         key = tuple(shape), np.dtype(dtype)
         if key not in self._scratch:
@@ -93,7 +94,7 @@ class Workspace:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.arena: Arena | None = None
-        self._vectors: dict[int, tuple[NDArray, Any]] = {}  # host vectors by id, with their device copies
+        self._vectors: dict[int, tuple[Array, DeviceArray]] = {}  # host vectors by id, with their device copies
         self._scratch = Arena(self.make)
         self.shelf = Shelf()
         self._array_type: type = EmulatedArray if device.emulated else device.xp.ndarray
@@ -120,7 +121,7 @@ class Workspace:
         """Whether it is an array of this device."""
         return isinstance(array, self._array_type)
 
-    def make(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    def make(self, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
         """A new array with unknown contents."""
         try:
             array = self.device.empty(shape, dtype)
@@ -131,11 +132,11 @@ class Workspace:
             array = self.device.empty(shape, dtype)
         return array.view(EmulatedArray) if self.device.emulated else array
 
-    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
         """An array for a result: new, or while a step is recorded one of its arena."""
         return self.make(shape, dtype) if self.arena is None else self.arena.empty(shape, dtype)
 
-    def scratch(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    def scratch(self, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
         """An array that only the next kernels need: within a pass the same one for all layers, so that no smaller array
         is put where the largest ones of a prompt were."""
         return (self._scratch if self.arena is None else self.arena).scratch(shape, dtype)
@@ -148,13 +149,13 @@ class Workspace:
         finally:
             self._scratch = Arena(self.make)
 
-    def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
         """An array of zeros."""
         array = self.empty(shape, dtype)
         self.device.fill(array, 0)
         return array
 
-    def upload(self, value: Any) -> Any:
+    def upload(self, value: Array) -> DeviceArray:
         """A host array on the device, bfloat16 as its bits (CuPy has none); anything else as it is."""
         if not isinstance(value, np.ndarray) or self.holds(value):
             return value
@@ -164,18 +165,18 @@ class Workspace:
         self.device.copy(array, value)
         return array
 
-    def keep_vector(self, vector: NDArray) -> None:
+    def keep_vector(self, vector: Array) -> None:
         """Put a norm's weight or a bias on the device; `vector` finds it by the host array's identity."""
         self._vectors[id(vector)] = vector, self.upload(np.ascontiguousarray(vector, dtype=np.float32))
 
-    def vector(self, vector: Any) -> Any:
+    def vector(self, vector: Array) -> DeviceArray:
         """The device copy of a float32 vector: the kept one, a new one, or the array itself if it is on the device."""
         if self.holds(vector):
             return vector
         known = self._vectors.get(id(vector))
         return known[1] if known is not None else self.upload(np.ascontiguousarray(vector, dtype=np.float32))
 
-    def download(self, array: Any) -> NDArray:
+    def download(self, array: Any) -> Array:
         """A device array as a NumPy array. Raises NumericsError if a kernel met NaN or Inf where NumPy's op raises."""
         host = self.device.to_host(array)
         self.raise_trouble(int(self.device.to_host(self.trouble)[0]))

@@ -8,7 +8,6 @@ from itertools import zip_longest
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...backends import Backend, available_backends, choose_backend
 from ...backends.paged_cache import CacheSpec
@@ -16,6 +15,7 @@ from ...backends.run import run
 from ...errors import TokenizerError
 from ...families import KINDS
 from ...reference.cache import TokenBatch
+from ...reference.layers import Floats
 from ...reference.weights import LayerWeights, LinearWeight, ModelWeights, Norm
 from ..checkpoint import (
     Checkpoint,
@@ -144,8 +144,8 @@ def _nearly(a: Any, b: Any) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_nearly, a, b))
     if isinstance(a, float) and isinstance(b, float):
-        return np.float32(a) == np.float32(b)
-    return a == b
+        return bool(np.float32(a) == np.float32(b))
+    return bool(a == b)
 
 
 def _compare_parts(source: Checkpoint, written: Checkpoint, proof: Proof, progress: Progress | None) -> None:
@@ -197,7 +197,7 @@ def _differences(a: Any, b: Any, proof: Proof) -> Iterator[tuple[str, Tally, flo
         yield " (bias)", proof.tensors, _difference(a.bias, b.bias)
 
 
-def _difference(a: NDArray | None, b: NDArray | None) -> float:
+def _difference(a: Floats | None, b: Floats | None) -> float:
     """Largest relative difference, computed in blocks. Values that float16 rounds to zero equal zero."""
     if a is None or b is None or a.shape != b.shape:
         return float("inf")
@@ -213,7 +213,7 @@ def _difference(a: NDArray | None, b: NDArray | None) -> float:
     return largest
 
 
-def _block_difference(a: NDArray, b: NDArray) -> float:
+def _block_difference(a: Floats, b: Floats) -> float:
     """Largest difference, relative to the largest value of the row."""
     a = a.astype(np.float32)
     gaps, sizes = np.abs(a - b).max(axis=1), np.abs(a).max(axis=1)
@@ -295,7 +295,7 @@ def _float_dtypes(checkpoint: Checkpoint) -> dict[str, np.dtype]:
     return {short: checkpoint.given_dtype(name) for short, name in first.items()}
 
 
-def _logits(checkpoint: Checkpoint, be: Backend, tick: Callable[[], None]) -> NDArray:
+def _logits(checkpoint: Checkpoint, be: Backend, tick: Callable[[], None]) -> Floats:
     """Logits of a few tokens spread over the vocabulary.   -> (T, V)"""
     config = checkpoint.config
     count = min(_TOKENS, config.context_length)

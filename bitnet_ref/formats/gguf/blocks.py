@@ -27,6 +27,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ...errors import FormatError, NumericsError, ShapeError
 from ...families.blocks import BLOCK_TYPES, MASK_2, SHIFTS_2, half_scales, to_q8_0
+from ...reference.layers import Array, Floats
 from ...reference.quantization import CODES_PER_BYTE, SCALE_FLOOR
 
 
@@ -137,7 +138,7 @@ def _stq1_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
     slots = (blocks[:, :32, None] >> np.array([0, 4], dtype=np.uint8) & np.uint8(15)).reshape(-1, 64)
     four = _STQ1_0_SLOTS[slots]
     four = np.where(np.unpackbits(blocks[:, 32:40], axis=1, bitorder="little") == 1, np.uint8(0xAA) - four, four)
-    lanes = four[:, :, None] >> SHIFTS_2 & MASK_2  # (n, 64, 4)
+    lanes: NDArray[np.uint8] = four[:, :, None] >> SHIFTS_2 & MASK_2  # (n, 64, 4)
     return lanes.reshape(-1, 4, 16, 4).swapaxes(2, 3).reshape(-1, 256)
 
 
@@ -189,7 +190,7 @@ def dequantize(raw: NDArray[np.uint8], kind: str, shape: tuple[int, ...]) -> NDA
 
 def read_values(
     read: Callable[[int, int], NDArray[np.uint8]], kind: str, shape: tuple[int, ...], dtype: DTypeLike = np.float32
-) -> NDArray:
+) -> Array:
     """A tensor's values in that dtype, decoded as float32 a few megabytes at a time.   -> shape
 
     read: (start, count) -> bytes of the tensor. kind: the type's name, one of `DEQUANTIZABLE` or `BY_PACKAGE`; else
@@ -347,7 +348,8 @@ def _split_codes(kind: str, blocks: NDArray[np.uint8]) -> tuple[NDArray[np.uint8
 
 def _pack_codes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """(n, K) -> (n, K/4)"""
-    return np.bitwise_or.reduce(codes.reshape(len(codes), -1, 4) << SHIFTS_2, axis=2)
+    packed: NDArray[np.uint8] = np.bitwise_or.reduce(codes.reshape(len(codes), -1, 4) << SHIFTS_2, axis=2)
+    return packed
 
 
 def groups_from_rows(
@@ -395,7 +397,7 @@ def _require_whole_blocks(op: str, kind: GgmlType, shape: tuple[int, ...]) -> No
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def quantize(values: NDArray, kind: str) -> NDArray[np.uint8]:
+def quantize(values: Floats, kind: str) -> NDArray[np.uint8]:
     """Finite float values (..., K) -> the bytes (nbytes,) of a tensor of type F32, F16, BF16 or Q8_0.
 
     Raises NumericsError for NaN, Inf and values too large for the type, ShapeError if K is no multiple of the type's
@@ -451,7 +453,7 @@ def _pack_trits(codes: NDArray[np.uint8], spans: tuple[tuple[int, int, int], ...
     return ((np.concatenate(parts, axis=1) * 256 + 242) // 243).astype(np.uint8)  # q/243 of 256, rounded up
 
 
-def block_scales(scales: NDArray, group: int, in_features: int, kind: str) -> NDArray[np.float16] | None:
+def block_scales(scales: Floats, group: int, in_features: int, kind: str) -> NDArray[np.float16] | None:
     """The scale of each block of a type in GROUP_TYPES, (N, K/block), of scales (N, ceil(K/group)); None where a block
     would mix scales.
 
@@ -466,7 +468,7 @@ def block_scales(scales: NDArray, group: int, in_features: int, kind: str) -> ND
     if not ((pieces == whole) | (pieces == 0)).all():
         return None
     with np.errstate(over="ignore"):
-        d = whole[:, :, 0].astype(np.float16)
+        d: NDArray[np.float16] = whole[:, :, 0].astype(np.float16)
     bad = ~np.isfinite(d) | ((d == 0) & (whole[:, :, 0] != 0))
     if bad.any():
         raise NumericsError(f"the scale {whole[:, :, 0][bad][0]} is {d[bad][0]} in float16, which {kind} holds")

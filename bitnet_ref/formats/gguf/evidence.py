@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...reference.config import ModelConfig, QuantizationConfig
+from ...reference.layers import Array
 from ...reference.weights import linear_name
 from ..checkpoint import linear_shape, norms_of_layer
 from ..names import gguf_linears, gguf_name, hf_module, linear_of_gguf
@@ -40,7 +41,7 @@ _NORM_BEFORE = {
 }
 
 
-def permute_rows(w: NDArray, heads: int) -> NDArray:
+def permute_rows(w: Array, heads: int) -> Array:
     """Rows of q or k from the `half` order (ours) to `interleaved`, which llama.cpp's llama architecture has.
 
     In each head of d rows, rows j and j + d/2, which RoPE turns together, become neighbours 2j and 2j + 1.
@@ -48,7 +49,7 @@ def permute_rows(w: NDArray, heads: int) -> NDArray:
     return w.reshape(heads, 2, -1, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
 
 
-def unpermute_rows(w: NDArray, heads: int) -> NDArray:
+def unpermute_rows(w: Array, heads: int) -> Array:
     """The inverse of `permute_rows`."""
     return w.reshape(heads, -1, 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
 

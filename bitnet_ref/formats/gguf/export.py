@@ -26,6 +26,7 @@ from ...errors import ConfigError, FormatError, ShapeError
 from ...families import family_of
 from ...families.groups import split_tensor
 from ...families.hadamard import gguf_keys
+from ...reference.layers import Array, Floats
 from ...reference.weights import TernaryLinear, linear_name
 from ...system.atomic import atomic_path, check_space
 from ..checkpoint import (
@@ -62,8 +63,8 @@ from .config import (
 from .evidence import permute_rows, permuted_heads
 from .file import ARRAY, DEFAULT_ALIGNMENT, MAGIC, NAME_OF, SCALARS, STRING, VERSIONS, Typed
 from .i2_s import StaleTail, fits_layout, pack_i2_s
-from .tl import TLKind, pack_tl, tl_nbytes
-from .tl_tiles import KNOWN_TILES, read_kernel_config
+from .tl import pack_tl, tl_nbytes
+from .tl_tiles import KNOWN_TILES, TLKind, read_kernel_config
 
 DENSE_KINDS = ("f16", "bf16", "f32", "q8_0")
 BLOCK_KINDS = tuple(name.lower() for name in TERNARY_BLOCKS)
@@ -214,10 +215,10 @@ class _ModelTensors:
         names = linear_place(self.config, name, "gguf").sharers or (name,)
         return {each: read_part(self.checkpoint, each) for each in names}
 
-    def _stack(self, name: str, array: Callable[[str], NDArray]) -> NDArray:
+    def _stack(self, name: str, array: Callable[[str], Array]) -> Array:
         """The tensor of a linear or "embedding", in the order of the file, of `array` of each linear that shares it."""
 
-        def read(each: str) -> NDArray:
+        def read(each: str) -> Array:
             return self._permuted(each, array(each))
 
         basis = self.checkpoint.bases.get(name)
@@ -225,12 +226,12 @@ class _ModelTensors:
             return read(name)
         return stored_matrix(self.config, name, "gguf", read)
 
-    def _stored(self, name: str, weights: Mapping[str, Any]) -> NDArray:
+    def _stored(self, name: str, weights: Mapping[str, Any]) -> Array:
         """The same of their matrices as floats."""
 
-        def floats(each: str) -> NDArray:
+        def floats(each: str) -> Floats:
             ternary: TernaryLinear | None = weights[each].bit_linear
-            array: NDArray = weights[each].array if ternary is None else ternary.ternary() * ternary.w_dequant_scale
+            array: Array = weights[each].array if ternary is None else ternary.ternary() * ternary.w_dequant_scale
             return array
 
         return self._stack(name, floats)
@@ -289,7 +290,7 @@ class _ModelTensors:
             for short in _in_order(config.linear_shapes(index), _LINEAR_ORDER):
                 yield from self._linear(linear_name(index, short))
 
-    def _vector(self, name: str, size: int, values: Callable[[], NDArray]) -> TensorToWrite:
+    def _vector(self, name: str, size: int, values: Callable[[], Floats]) -> TensorToWrite:
         return TensorToWrite(name, (size,), "F32", lambda: quantize(values(), "F32"))
 
     def _dense(self, name: str, shape: tuple[int, int]) -> TensorToWrite:
@@ -306,7 +307,7 @@ class _ModelTensors:
 
         return TensorToWrite(f"blk.{layer}.{form.gguf}", shape, "F32", produce)
 
-    def _permuted(self, name: str, w: NDArray) -> NDArray:
+    def _permuted(self, name: str, w: Array) -> Array:
         heads = permuted_heads(self.config, self.architecture, name)
         return np.ascontiguousarray(permute_rows(w, heads)) if heads else w
 
@@ -335,7 +336,7 @@ class _ModelTensors:
         if has_bias(self.config, name):
             yield self._vector(f"{theirs}.bias", shape[0], lambda: self._bias(name))
 
-    def _own_norm(self, name: str) -> NDArray:
+    def _own_norm(self, name: str) -> Floats:
         norm = self.checkpoint.linear(name).norm
         if norm is None:
             raise FormatError("has no norm of its own, as the other linears have", field=name)
@@ -348,7 +349,7 @@ class _ModelTensors:
             raise FormatError("is dense, as the config does not have it", field=name)
         return ternary
 
-    def _bias(self, name: str) -> NDArray:
+    def _bias(self, name: str) -> Floats:
         bias = self.checkpoint.linear(name).bias
         assert bias is not None
         return self._permuted(name, bias)

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import FormatError, ShapeError
+from ...reference.layers import Array
 from ...system.sharing import split_names
 from ..binary_file import BinaryFile
 from ..safetensors import DTYPES
@@ -128,7 +129,7 @@ class GgufFile(BinaryFile):
             raise ValueError(f"{name}: bytes {start} to {start + count} of {info.nbytes}")
         return self._holders.get(name, self).read_array(np.uint8, (count,), info.offset + start, name)
 
-    def read(self, name: str) -> NDArray:
+    def read(self, name: str) -> Array:
         """A tensor of a type that NumPy has too (F32, F16, BF16, ...), in that dtype and its shape."""
         info = self.tensors[name]
         dtype = PLAIN_DTYPES.get(info.type.name)

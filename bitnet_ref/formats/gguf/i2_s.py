@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import FormatError, ShapeError
+from ...reference.layers import Floats
 from ..packing import first_invalid_code
 
 LAYOUTS = ("x86", "arm", "interleaved")
@@ -133,7 +134,7 @@ class LayoutEvidence:
         self.sums = dict.fromkeys(LAYOUTS, 0.0)
         self.comparisons = 0
 
-    def densities(self, raw: NDArray[np.uint8], shape: tuple[int, int]) -> dict[str, tuple[NDArray, NDArray]]:
+    def densities(self, raw: NDArray[np.uint8], shape: tuple[int, int]) -> dict[str, tuple[Floats, Floats]]:
         """layout -> share of non-zeros (per column (K,), per row (N,)), for the layouts that the shape fits."""
         out = {}
         for layout in LAYOUTS:
@@ -142,7 +143,7 @@ class LayoutEvidence:
                 out[layout] = nonzero.mean(axis=0, dtype=np.float32), nonzero.mean(axis=1, dtype=np.float32)
         return out
 
-    def add(self, columns: dict[str, NDArray], vectors: dict[str, NDArray]) -> None:
+    def add(self, columns: dict[str, Floats], vectors: dict[str, Floats]) -> None:
         """One comparison: layout -> column shares (K,), and layout -> the vector (K,) they should correlate with."""
         self.comparisons += 1
         for layout in LAYOUTS:
@@ -168,7 +169,7 @@ class LayoutEvidence:
         return Judgement(best, True, words)
 
 
-def _squared_z(a: NDArray, b: NDArray) -> float:
+def _squared_z(a: Floats, b: Floats) -> float:
     """Squared z-score of the correlation between two vectors, after subtracting the mean of each block."""
     width = _BLOCK if a.size % _BLOCK == 0 else a.size
     x, y = (v.astype(np.float64).reshape(-1, width) for v in (a, b))

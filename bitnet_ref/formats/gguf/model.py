@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from ...errors import ConfigError, FormatError
 from ...families import family_of
 from ...families.blocks import BLOCK_TYPES, BlockWeight, are_finite
+from ...families.family import LinearPlace
 from ...families.groups import from_blocks
 from ...families.hadamard import read_gguf_bases
 from ...families.linear_norms import put_norm
 from ...reference import quantization
+from ...reference.layers import Array, Floats
 from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ..binary_file import first_not_finite
 from ..checkpoint import (
@@ -34,7 +36,7 @@ from ..checkpoint import (
 )
 from ..names import gguf_name
 from ..packing import split_ternary
-from ..places import LinearPlace, linear_place
+from ..places import linear_place
 from .blocks import (
     BY_PACKAGE,
     DEQUANTIZABLE,
@@ -112,7 +114,7 @@ class GgufCheckpoint(Checkpoint):
         shape = (place.stacked, place.height // place.stacked, width)
         return replace(self._tensor(name, shape), shape=(place.height, width))
 
-    def _floats(self, tensor: GgufTensor) -> NDArray:
+    def _floats(self, tensor: GgufTensor) -> Floats:
         """A tensor of any dense type: F32, F16 and BF16 as they are, blocks as float32. All finite."""
         kind = tensor.type.name
         if kind in _FLOATS:
@@ -207,7 +209,7 @@ class GgufCheckpoint(Checkpoint):
             scale = np.float32(scale * self.checked_scale(apart, self._vector(apart, 1)[0]))
         return put_norm(TernaryWeight(packed, shape[1], scale, bias), norm, eps)
 
-    def master(self, name: str) -> NDArray | None:
+    def master(self, name: str) -> Floats | None:
         if not self._online or not is_ternary(self.config, name):
             return None
         w = self._floats(self._tensor(f"{gguf_name(name)}.weight", linear_shape(self.config, name)))
@@ -221,7 +223,7 @@ class GgufCheckpoint(Checkpoint):
             return PLAIN_DTYPES.get(tensor.type.name, floats)
         return super().dense_dtype(name)  # which says what is wrong
 
-    def rounded(self, name: str, values: NDArray) -> NDArray:
+    def rounded(self, name: str, values: Floats) -> Floats:
         place = self._place(name)
         tensor = self.file.tensors.get(f"{place.module}.weight")
         if tensor is None or tensor.type.name != "Q8_0" or values.shape != linear_shape(self.config, name):
@@ -230,7 +232,7 @@ class GgufCheckpoint(Checkpoint):
         rounded = dequantize(quantize(stored, "Q8_0"), "Q8_0", values.shape)
         return rounded if place.columns is None else rounded[:, place.columns]
 
-    def _in_our_order(self, w: NDArray, name: str) -> NDArray:
+    def _in_our_order(self, w: Array, name: str) -> Array:
         heads = permuted_heads(self.config, self.metadata["general.architecture"], name)
         return np.ascontiguousarray(unpermute_rows(w, heads) if heads else w)
 
@@ -279,7 +281,8 @@ class GgufCheckpoint(Checkpoint):
 
     def _tl(self, tensor: GgufTensor, shape: tuple[int, int]) -> tuple[NDArray[np.int8], np.float32]:
         """TL1 and TL2: the scale is in a separate tensor, the tile sizes are not in the file (see `tl`)."""
-        from .tl import TLKind, decode_tl, tl_nbytes
+        from .tl import decode_tl, tl_nbytes
+        from .tl_tiles import TLKind
 
         kind: TLKind = "tl1" if tensor.type.name == "TL1" else "tl2"
         scale = self.checked_scale(f"{tensor.name}_scale", self._vector(f"{tensor.name}_scale", 1)[0])

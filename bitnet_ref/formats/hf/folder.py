@@ -22,6 +22,7 @@ from ...families.linear_norms import put_norm
 from ...families.moe import stack_rows
 from ...reference import quantization
 from ...reference.config import ModelConfig, QuantizationConfig
+from ...reference.layers import Array, Floats
 from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ...system.json_file import is_present, parse_json_object, read_bounded, read_json_object, stays_inside
 from ..binary_file import Closeable, first_not_finite
@@ -110,7 +111,7 @@ class CheckpointTensors(Closeable):
             return FormatError(message, path=self.main, field=name)
         return FormatError(message, path=self.path_of(name), offset=self.info(name).offset, field=name)
 
-    def take(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = _FLOATS) -> NDArray:
+    def take(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = _FLOATS) -> Array:
         """Read a tensor, which must have that shape, one of those dtypes, and finite values."""
         expected = f"expected {' or '.join(dtypes)} of shape {list(shape)}"
         if name not in self._files:
@@ -331,7 +332,7 @@ class HfCheckpoint(Checkpoint):
         except ValueError as problem:
             raise self.fail(tensor, str(problem)) from None
 
-    def master(self, name: str) -> NDArray | None:
+    def master(self, name: str) -> Floats | None:
         if self._scale_convention != "absmean" or not is_ternary(self.config, name):
             return None
         w = self.tensors.take(f"{self.tensors.module(name)}.weight", linear_shape(self.config, name))

@@ -28,6 +28,7 @@ from ...families.blocks import BlockWeight
 from ...families.family import LinearPlace
 from ...families.groups import from_blocks
 from ...families.hadamard import PREFIX, Rotation
+from ...reference.layers import Floats
 from ...reference.weights import DenseWeight, LinearWeight
 from ...system.json_file import is_present, read_json_object
 
@@ -109,7 +110,7 @@ def affine_width(words: tuple[int, ...], scales: tuple[int, ...], group_size: An
     return next((width for width in widths if width and words[-1] * 32 / width in BITS), 0)
 
 
-def _planes(data: NDArray[np.uint8], scales: NDArray, width: int, bias: NDArray[np.float32] | None) -> LinearWeight:
+def _planes(data: NDArray[np.uint8], scales: Floats, width: int, bias: NDArray[np.float32] | None) -> LinearWeight:
     """A ternary matrix of codes (N, K/4), each the weight + 1, and scales of either sign."""
     by_group = data.reshape(*scales.shape, -1)
     by_group = np.where((scales < 0)[:, :, None], _FOUR_TWOS - by_group, by_group)
@@ -136,7 +137,7 @@ def _codes(data: NDArray[np.uint8], bits: int, width: int) -> Iterator[tuple[sli
         yield part, np.packbits(stream, axis=2, bitorder="little")[:, :, 0]
 
 
-def _as_q4_1(data: NDArray[np.uint8], bits: int, group: int, d: NDArray, m: NDArray) -> NDArray[np.uint8]:
+def _as_q4_1(data: NDArray[np.uint8], bits: int, group: int, d: Floats, m: Floats) -> NDArray[np.uint8]:
     """The same values in blocks of 32, d q + m with q of 4 bits: rows (N, bytes of a row)."""
     n, width = len(data), data.shape[1] * 8 // bits
     out = np.empty((n, width // 32, 20), dtype=np.uint8)

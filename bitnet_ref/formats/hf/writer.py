@@ -29,6 +29,7 @@ from ...families.family import LinearPlace
 from ...families.moe import some_rows
 from ...families.rope import rope_json
 from ...reference.config import ModelConfig, QuantizationConfig
+from ...reference.layers import Array, Floats
 from ...reference.weights import LinearWeight
 from ..checkpoint import (
     Checkpoint,
@@ -145,7 +146,7 @@ def hf_quantization(checkpoint: Checkpoint, kind: str, masters: bool) -> Quantiz
     return quantization
 
 
-def _scale_and_bias(quantization: QuantizationConfig | None, w: LinearWeight) -> tuple[NDArray, NDArray | None]:
+def _scale_and_bias(quantization: QuantizationConfig | None, w: LinearWeight) -> tuple[Floats, Floats | None]:
     """(weight_scale, bias) from which a reader computes exactly the scale and the bias of `w`. Raises ConfigError."""
     ternary, bias = w.bit_linear, w.bias
     scale = np.array([1 if ternary is None else ternary.w_dequant_scale], np.float32)
@@ -163,7 +164,7 @@ def _norm_less_one(weight: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _solve(
-    function: Callable[[NDArray], NDArray],
+    function: Callable[[Array], Array],
     near: NDArray[np.float32],
     wanted: NDArray[np.float32],
     problem: str = _NO_SCALE,
@@ -247,8 +248,8 @@ def _plan_parts(checkpoint: Checkpoint, place: LinearPlace, name: str) -> Iterat
         yield PlannedTensor(f"{module}.weight", dtype, (height, columns), array)
 
 
-def _some_rows(w: Any, rows: slice) -> NDArray:
-    array: NDArray = some_rows(w, rows).array
+def _some_rows(w: Any, rows: slice) -> Floats:
+    array: Floats = some_rows(w, rows).array
     return array
 
 
@@ -265,8 +266,8 @@ def _plan_linear(
             yield from _plan_parts(checkpoint, place, name)
         elif name == (place.sharers or (name,))[0]:
 
-            def array(each: str) -> NDArray:
-                stored: NDArray = read_part(checkpoint, each).array
+            def array(each: str) -> Array:
+                stored: Floats = read_part(checkpoint, each).array
                 return stored
 
             dtype = dtype_name(checkpoint.given_dtype(name))

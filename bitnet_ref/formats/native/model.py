@@ -40,6 +40,7 @@ from ...families.hadamard import read_bases
 from ...families.linear_norms import put_norm
 from ...reference import quantization
 from ...reference.config import ModelConfig
+from ...reference.layers import Array
 from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ...system.atomic import atomic_path
 from ...system.json_file import parse_json_object
@@ -134,7 +135,7 @@ class NativeCheckpoint(Checkpoint):
             raise self._bad("config.num_hidden_layers", message)
         return config
 
-    def take(self, name: str, shape: tuple[int, ...], *dtypes: str) -> NDArray:
+    def take(self, name: str, shape: tuple[int, ...], *dtypes: str) -> Array:
         """A tensor. FormatError for another shape, or dtype; by default any of floats."""
         return self.tensors.take(name, shape, dtypes or ("BF16", "F16", "F32"))
 
@@ -280,7 +281,7 @@ def write_native(
 
     with atomic_path(path) as temporary, SafetensorsWriter(temporary, layout, metadata) as writer:
 
-        def write(name: str, array: NDArray) -> None:
+        def write(name: str, array: Array) -> None:
             writer.write(name, array)
             digest = hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
             digests[name] = (*layout[name], digest.hexdigest())
@@ -331,7 +332,7 @@ def _plan_own_kind(checkpoint: Checkpoint, storage: str, name: str) -> list[Plan
     if form is None:
         return []
 
-    def make(end: str) -> Callable[[Any], NDArray]:
+    def make(end: str) -> Callable[[Any], Array]:
         return lambda w: form.arrays(w)[end]
 
     arrays = form.arrays(w).items()

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ...errors import FormatError
 from ...families import family_table
+from ...reference.layers import Array
 from ...reference.weights import linear_name
 from ..names import gguf_linears, parts_of_a_block
 from .file import DTYPES, OnnxFile, unpack_bits
@@ -80,7 +81,7 @@ class Constants:
             value = node.input[0]
         return None
 
-    def value(self, name: str, depth: int = 0) -> NDArray:
+    def value(self, name: str, depth: int = 0) -> Array:
         """The array of a value that has a root."""
         if name in self.file.tensors:
             return self.file.read(name)
@@ -100,7 +101,7 @@ class Constants:
                 return x.astype(DTYPES[given["to"]])
         return self._dequantized(node, x, given, depth) if node.op_type == "DequantizeLinear" else x
 
-    def matrix(self, node: Any) -> NDArray:
+    def matrix(self, node: Any) -> Array:
         """The weight (out, in) of a node among MATMULS."""
         given = self._attributes(node)
         if node.op_type == "MatMulNBits":
@@ -129,7 +130,7 @@ class Constants:
     def fail(self, node: Any, message: str) -> FormatError:
         return self.file.fail(f"node {node.name or node.op_type}", message)
 
-    def _dequantized(self, node: Any, x: NDArray, given: dict[str, Any], depth: int) -> NDArray:
+    def _dequantized(self, node: Any, x: Array, given: dict[str, Any], depth: int) -> Array:
         """(x - zero_point) * scale, with one scale for all values, per index of `axis`, or per block along it."""
         if x.dtype.kind not in "iu" or x.dtype.itemsize > 4 or len(node.input) < 2:
             raise self.fail(node, f"expected integers of at most 32 bits and a scale, got {x.dtype}")
@@ -176,7 +177,7 @@ class Constants:
             raise self.fail(node, f"expected {expected}, got {codes.dtype} {list(codes.shape)}")
         if scale.size != n * blocks or scale.dtype.kind in "iub":
             raise self.fail(node, f"expected {n} x {blocks} scales, got {scale.dtype} {list(scale.shape)}")
-        zero: NDArray = np.full((), 2 ** (bits - 1), dtype=np.int16)
+        zero: Array = np.full((), 2 ** (bits - 1), dtype=np.int16)
         if len(node.input) > 3 and node.input[3]:
             zero = self.value(node.input[3])
             row = -(-blocks * bits // 8)
@@ -189,9 +190,9 @@ class Constants:
         w = self._scaled(node, q, zero, scale.astype(np.float32).reshape(n, blocks, 1))
         return w.reshape(n, -1)[:, :k]
 
-    def _scaled(self, node: Any, q: NDArray, zero: NDArray, scale: NDArray) -> NDArray[np.float32]:
+    def _scaled(self, node: Any, q: Array, zero: Array, scale: Array) -> NDArray[np.float32]:
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-            w = (q.astype(np.float32) - zero.astype(np.float32)) * scale
+            w: NDArray[np.float32] = (q.astype(np.float32) - zero.astype(np.float32)) * scale
         if not np.isfinite(w).all():
             raise self.fail(node, "gives numbers that are not finite")
         return w
@@ -228,9 +229,12 @@ class ModelNames:
         """The constant vector that is added to a MatMul's product, or None."""
         place = {"Gemm": 2, "MatMulNBits": 5}.get(node.op_type)
         if place is not None and len(node.input) > place and node.input[place]:
-            return node.input[place]
+            given: str = node.input[place]
+            return given
         for reader in self._readers.get(node.output[0], ()) if node.output else ():
-            others = [name for name in reader.input if name != node.output[0]] if reader.op_type == "Add" else []
+            others: list[str] = (
+                [name for name in reader.input if name != node.output[0]] if reader.op_type == "Add" else []
+            )
             for name in others:
                 root = self.constants.root(name)
                 if root is not None and len(self.file.shape(root)) == 1:

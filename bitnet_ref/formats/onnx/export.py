@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...errors import ShapeError
 from ...families import config_to_dict
+from ...reference.layers import Array
 from ...system.atomic import atomic_path
 from ..checkpoint import Checkpoint, Progress
 from .file import CONFIG_KEY, DATA_TYPES, FORMAT_KEY, FORMAT_VERSION, MAX_MODEL_BYTES, MODEL_FILE, import_onnx
@@ -32,7 +32,7 @@ class _TensorProtos:
         self._data, self._location, self._external_bytes = data, location, external_bytes
         self._inside = 0
 
-    def __call__(self, name: str, array: NDArray, inside: bool) -> Any:
+    def __call__(self, name: str, array: Array, inside: bool) -> Any:
         tensor = self._onnx.TensorProto(name=name, data_type=DATA_TYPES[array.dtype], dims=array.shape)
         array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
         if not inside and array.nbytes >= self._external_bytes:

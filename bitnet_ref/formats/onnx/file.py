@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BackendUnavailable, FormatError, OutOfMemory
+from ...reference.layers import Array
 from ...system.json_file import read_bounded
 from ..binary_file import BinaryFile, first_not_finite
 
@@ -94,7 +95,7 @@ class OnnxFile:
             self._shapes[name] = dims
         return self._shapes[name]
 
-    def read(self, name: str) -> NDArray:
+    def read(self, name: str) -> Array:
         """The tensor in its own memory; types of 2 and 4 bits as int8 or uint8. Floats are finite."""
         tensor, shape = self.tensors[name], self.shape(name)
         count = math.prod(shape)
@@ -114,7 +115,7 @@ class OnnxFile:
             raise self.fail(name, f"holds {bad[1]} at index {bad[0]}; expected finite numbers")
         return array
 
-    def _bytes(self, name: str, dtype: np.dtype, count: int) -> NDArray:
+    def _bytes(self, name: str, dtype: np.dtype, count: int) -> Array:
         """`count` elements, from the file beside, raw_data or a typed field."""
         tensor, nbytes = self.tensors[name], count * dtype.itemsize
         little = dtype.newbyteorder("<")
@@ -126,7 +127,7 @@ class OnnxFile:
             return np.frombuffer(tensor.raw_data, dtype=little).astype(dtype)
         return self._typed(name, dtype, count)
 
-    def _typed(self, name: str, dtype: np.dtype, count: int) -> NDArray:
+    def _typed(self, name: str, dtype: np.dtype, count: int) -> Array:
         tensor = self.tensors[name]
         fields = {"float32": "float_data", "float64": "double_data", "int64": "int64_data"}
         field = fields.get(dtype.name, "uint64_data" if dtype.name in ("uint32", "uint64") else "int32_data")

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...errors import ConfigError
 from ...families import differences_from_llama
 from ...reference import quantization
+from ...reference.layers import Array, Floats
 from ...reference.weights import Norm, TernaryLinear, linear_name
 from ..checkpoint import Checkpoint, Progress, part_count, ticker
 from ..names import hf_module
@@ -28,7 +28,7 @@ OPSET, IR_VERSION = 18, 8  # the first opset whose Reduce operators all take the
 _CODE_TABLE = quantization.unpack_ternary(np.arange(256, dtype=np.uint8)[:, None], 4)  # byte -> its 4 weights
 _FLOAT, _DOUBLE = np.float32, np.float64
 # (name, array, whether it must be inside) -> TensorProto, with the array in it or in a file beside
-AddTensor = Callable[[str, NDArray, bool], Any]
+AddTensor = Callable[[str, Array, bool], Any]
 
 
 class GraphBuilder:
@@ -41,7 +41,13 @@ class GraphBuilder:
         self.nodes: list[Any] = []
         self.initializers: list[Any] = []
 
-    def __call__(self, op_type: str, *inputs: str, outputs: int = 1, **attributes: Any) -> Any:
+    @overload
+    def __call__(self, op_type: str, *inputs: str, outputs: Literal[1] = 1, **attributes: Any) -> str: ...
+
+    @overload
+    def __call__(self, op_type: str, *inputs: str, outputs: int, **attributes: Any) -> list[str]: ...
+
+    def __call__(self, op_type: str, *inputs: str, outputs: int = 1, **attributes: Any) -> str | list[str]:
         """Add a node. Returns the name of its output, or a list of names."""
         base = f"{self._scope}/{op_type}"
         count = self._counts[base] = self._counts.get(base, -1) + 1
@@ -57,14 +63,14 @@ class GraphBuilder:
         yield
         self._scope = outer
 
-    def weight(self, name: str, array: NDArray) -> str:
+    def weight(self, name: str, array: Array) -> str:
         """An initialiser of that name."""
         self.initializers.append(self._add_tensor(name, array, False))
         return name
 
     def constant(self, value: Any, dtype: type) -> str:
         """A small initialiser; equal values share one."""
-        array: NDArray = np.asarray(value, dtype=dtype)
+        array: Array = np.asarray(value, dtype=dtype)
         key = (array.dtype.name, array.shape, array.tobytes())
         if key not in self._constants:
             self._constants[key] = f"constant_{len(self._constants)}"
@@ -278,7 +284,7 @@ class DecoderGraph:
         with self.g.scope(module.rpartition(".")[2]):
             return self.rms_norm(x, f"{module}.weight", self.source.norm(name), self.cfg.norm_eps)
 
-    def rms_norm(self, x: str, name: str, weight: NDArray, eps: float) -> str:
+    def rms_norm(self, x: str, name: str, weight: Floats, eps: float) -> str:
         """`layers.rms_norm`: the mean of squares in float64"""
         g = self.g
         wide = g.cast(x, _DOUBLE)

@@ -16,6 +16,7 @@ from ...families import config_from_dict
 from ...families.linear_norms import put_norm
 from ...reference import quantization
 from ...reference.config import ModelConfig
+from ...reference.layers import Array
 from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
 from ...system.json_file import is_present, parse_json_object
 from ..checkpoint import (
@@ -143,7 +144,7 @@ class OnnxCheckpoint(Checkpoint):
         scale = self.checked_scale(name, np.float32(self._take(module + SCALE_SUFFIX, ())[()]))
         return put_norm(TernaryWeight(packed, k, scale, bias), self._own_norm(name, k), self.input_norm_eps)
 
-    def _take(self, name: str, shape: tuple[int, ...], integers: bool = False) -> NDArray:
+    def _take(self, name: str, shape: tuple[int, ...], integers: bool = False) -> Array:
         """A tensor, which must have that shape and hold floats of at most 32 bits, or bytes."""
         if name not in self.file.tensors:
             raise self.file.fail(name, f"the tensor is missing; expected shape {list(shape)}")
@@ -168,13 +169,13 @@ class OnnxCheckpoint(Checkpoint):
         message = f"no MatMul, Gemm or MatMulNBits with constant weights was found for {hf_module(name)}"
         raise self.file.fail(name, message)
 
-    def _rows(self, name: str, array: NDArray, rows: slice) -> NDArray:
+    def _rows(self, name: str, array: Array, rows: slice) -> Array:
         total = self.config.query_size + 2 * self.config.kv_size
         if len(array) != total:
             raise self.file.fail(name, f"expected {total} rows of q, k and v together, got {len(array)}")
         return array[rows]
 
-    def _matrix(self, name: str, array: NDArray, shape: tuple[int, int]) -> NDArray:
+    def _matrix(self, name: str, array: Array, shape: tuple[int, int]) -> Array:
         """The array, contiguous. It must have that shape and hold finite floats of at most 32 bits."""
         if array.shape != shape:
             raise self.file.fail(name, f"expected shape {list(shape)}, got {list(array.shape)}")

@@ -90,7 +90,7 @@ def move_old_store() -> list[tuple[str, Path]]:
 def _move_to_cache(entry: dict[str, Any], source: Path) -> Path:
     """Give the files of an entry to the cache, as real files in a snapshot.   -> the snapshot's folder"""
     repository = repository_folder(entry["origin"])
-    folder = repository / "snapshots" / entry["commit"]
+    folder: Path = repository / "snapshots" / entry["commit"]
     if not source.exists():  # it has moved already
         return folder
     folder.mkdir(parents=True, exist_ok=True)

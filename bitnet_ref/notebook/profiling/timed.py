@@ -95,11 +95,13 @@ class OpClock:
         if op in BLOCKS:
             attends = op == BLOCKS[0]
             weights = (w.nbytes for name, w in args[1].linears() if (name not in FEED_FORWARD) == attends)
-            return sum(weights) + self.cache_bytes * attends
+            read: int = sum(weights) + self.cache_bytes * attends
+            return read
         if op == "attention":
             return self.cache_bytes
         if op == "head_rows" and result is not None and hasattr(args[1], "screen_nbytes"):
-            return args[1].screen_nbytes + sum(len(rows.ids) for rows in result) * args[1].array[:1].nbytes
+            exact: int = sum(len(rows.ids) for rows in result) * args[1].array[:1].nbytes
+            return exact + int(args[1].screen_nbytes)
         return sum(weight.nbytes for weight in weights_of(args)) if op in READ_WEIGHTS else 0
 
 

@@ -222,7 +222,7 @@ class Server:
             raise RequestError(message, status=408) from None
 
         def parse() -> dict[str, Any]:
-            body = schemas.parse_json(bytes(data))
+            body: dict[str, Any] = schemas.parse_json(bytes(data))
             schemas.check(body, request.scope["path"])  # `request.url` is made of the Host header too
             return body
 

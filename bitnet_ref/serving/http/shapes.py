@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from numpy.typing import NDArray
-
 from ...backends.loaded import LoadedModel
 from ...generation.chat import default_reply_tokens
 from ...generation.embed import token_rows
 from ...generation.generate import split_prompts
 from ...generation.params import SamplingParams
 from ...generation.results import Generation, StreamChunk
+from ...reference.layers import Floats
 from ..engine import Engine
 from ..tickets import BeamText, RequestHandle
 from .schemas import PASSED, RequestError
@@ -242,7 +241,7 @@ def embedding_ids(model: LoadedModel, texts: Any) -> list[list[int]]:
     return [ids.tolist() for ids in token_rows(model, parts)]
 
 
-def embedding_response(body: Mapping[str, Any], model_name: str, vectors: NDArray, tokens: int) -> dict[str, Any]:
+def embedding_response(body: Mapping[str, Any], model_name: str, vectors: Floats, tokens: int) -> dict[str, Any]:
     """vectors (B, D); tokens: of all texts. Raises RequestError for other `dimensions` than the vectors have."""
     if body.get("dimensions") not in (None, vectors.shape[1]):
         raise RequestError(f"dimensions: this model's vectors have {vectors.shape[1]}", "dimensions")

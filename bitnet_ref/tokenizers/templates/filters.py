@@ -170,7 +170,8 @@ def _indent(context: Context, s: str, width: int | str = 4, first: bool = False,
     if not isinstance(s, str) or not 0 <= wide <= 64:
         raise LimitError("indent takes a string and a width from 0 to 64")
     current.get().will_make(len(s) + wide * (1 + len(s.splitlines())))
-    return FILTERS["indent"](s, width, first, blank)
+    indented: str = FILTERS["indent"](s, width, first, blank)
+    return indented
 
 
 def _make_paying_test(name: str, test: Any) -> Callable[..., bool]:
@@ -180,7 +181,8 @@ def _make_paying_test(name: str, test: Any) -> Callable[..., bool]:
             current.get().read(item)
         if name in ("lower", "upper"):  # these two print
             _refuse_objects(name, value)
-        return test(value, *args)
+        passed: bool = test(value, *args)
+        return passed
 
     return test_function
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import time
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Undefined
 
+T = TypeVar("T")
 MAX_INTEGER = 1 << 63
 MAX_NESTING = 40
 MAX_MACRO_DEPTH = 32
@@ -105,7 +106,7 @@ class Budget:
             self.step(1 + measure(value, self.value_limit)[0] // 8)  # measuring itself takes a step per item
         return value
 
-    def made(self, value: Any) -> Any:
+    def made(self, value: T) -> T:
         """Pay for a value that an operation made, and return it."""
         size = measure(value, self.value_limit)[0]
         self.will_make(size)

@@ -50,7 +50,8 @@ def compiled(file: str, sanitize: bool) -> ctypes.CDLL:
 def kernel_names(library: ctypes.CDLL) -> list[str]:
     """The names of the kernels in a compiled file."""
     library.emulated_names.restype = ctypes.c_char_p
-    return library.emulated_names().decode().split()
+    names: bytes = library.emulated_names()
+    return names.decode().split()
 
 
 def _build(path: Path, compiler: str, flags: list[str], target: Path) -> None:

@@ -27,9 +27,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from ....errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
+from ....reference.layers import Array
 from ..device import Device, DeviceArray, DeviceGraph, Event, MemoryInfo, Size, check_copy, plain_launch
 from .build import compiled, kernel_names, why_unavailable
 
@@ -81,7 +82,7 @@ class EmulatedKernel:
         launch = _Launch(*((ctypes.c_uint * 3)(*size) for size in sizes), shared_mem, self._device.order)
         self._device._do(lambda: self._run(launch, cells), *plain)
 
-    def _run(self, launch: _Launch, cells: list[NDArray]) -> None:
+    def _run(self, launch: _Launch, cells: list[Array]) -> None:
         pointers = (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells))
         self._device._launches += 1
         with _one_at_a_time:
@@ -261,7 +262,7 @@ class EmulatedDevice(Device):
         address, size = array.ctypes.data, array.nbytes
         self._do(lambda: ctypes.memset(address, byte, size), array)
 
-    def copy(self, target: DeviceArray, source: DeviceArray | NDArray) -> None:
+    def copy(self, target: DeviceArray, source: DeviceArray | Array) -> None:
         self._check_own("device copy", target, source)
         from_host = self._allocation(source) is None
         check_copy(target, source, from_host)
@@ -272,7 +273,7 @@ class EmulatedDevice(Device):
         held = source if from_host else None  # until the copy is made
         self._do(lambda: (ctypes.memmove(to, origin, size), held), target, source)
 
-    def to_host(self, array: DeviceArray) -> NDArray:
+    def to_host(self, array: DeviceArray) -> Array:
         self._not_in_a_capture("an array was read")
         self._check_own("to_host", array)
         self._work()
