@@ -927,7 +927,8 @@ Update = Callable[[Floats, Floats, Floats, Floats, Floats], Floats]
 
 
 def _recall(k: Floats, S: Floats) -> Floats:
-    return np.einsum("hkv,hkv->hv", np.broadcast_to(k, S.shape), S)[:, None]
+    known: Floats = (k * S).sum(axis=1, keepdims=True)
+    return known
 
 
 def _right_update(S: Floats, a: Floats, k: Floats, v: Floats, b: Floats) -> Floats:
@@ -1039,7 +1040,6 @@ DELTA_MISTAKES = (
     _decay_mistake("dt_bias_missing", "dt_bias is not added", _DECAY, _by_decay(lambda a, A, bias: -A * _softplus(a))),
     _decay_mistake("a_log_without_exp", "A_log is taken without its exp", _DECAY, _by_decay(lambda a, A, bias: -np.log(A) * _softplus(a + bias))),
     _decay_mistake("a_log_of_gguf", "exp is taken of the -exp(A_log) that a GGUF file holds", _DECAY, _by_decay(lambda a, A, bias: -np.exp(-A) * _softplus(a + bias))),
-    _decay_mistake("decay_sign", "the decay has the other sign: the memory grows", _DECAY, _by_decay(lambda a, A, bias: A * _softplus(a + bias))),
     Hypothesis("*.attn.hook_beta", "beta_without_sigmoid", "beta is b itself, without the sigmoid", "beta = sigmoid(b).", instead(lambda b, w: b)),
     _conv_mistake("conv_silu_missing", "silu is left out after the convolution", "silu(conv(x)).", instead(lambda qkv, w: _taps(qkv, w.conv))),
     _conv_mistake("conv_silu_before", "silu is taken before the convolution, not after", "silu(conv(x)).", instead(lambda qkv, w: _taps(silu(qkv), w.conv))),

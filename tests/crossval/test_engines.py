@@ -122,8 +122,8 @@ def test_an_engine_that_breaks_is_no_agreement(tmp_path):
     jobs = [{**job, "tokens": [1, 5], "out": str(tmp_path / name)} for name in ("a", "b")]
     jobs[0]["model"] = str(tmp_path / "bad.onnx")
     bad, good = ENGINES["onnxruntime"].record(jobs)
-    assert "bad.onnx" in bad
-    assert good is None
+    assert "bad.onnx" in bad.failed
+    assert good == Outcome()
     with Trace(tmp_path / "b") as trace:
         assert trace.token_ids == [1, 5]
 
@@ -134,8 +134,8 @@ def test_an_engine_that_dies_has_last_words(tmp_path):
     script.write_text(f"#!{sys.executable}\nimport sys\nprint('{{\"failed\": null}}')\nsys.exit('out of luck')\n")
     script.chmod(0o755)
     assert ENGINES["onnxruntime"].record([{}, {}], str(script)) == [
-        None,
-        "onnxruntime ended with status 1: out of luck",
+        Outcome(),
+        Outcome("onnxruntime ended with status 1: out of luck"),
     ]
 
 

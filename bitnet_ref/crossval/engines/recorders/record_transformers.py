@@ -5,7 +5,6 @@
 one_at_a_time: one call per token, with a cache; for RoPE that depends on the length of the call.
 """
 
-import json
 import os
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # transformers would compile its BitLinear
@@ -64,8 +63,7 @@ def widen(model, dtype):
 
 
 def load(folder, dtype):
-    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-        model_type = json.load(file).get("model_type")
+    model_type = transformers.PretrainedConfig.get_config_dict(folder)[0].get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise plain_trace.Unavailable(f"transformers {transformers.__version__} has no model type {model_type!r}")
     model = AutoModelForCausalLM.from_pretrained(
