@@ -24,6 +24,9 @@ KNOWN: dict[str, str] = {
         "when the exact size is computed, which is compared below"
     ),
     # -- training
+    "training/data.py TokenFile._order: self._drawn = count, seed, epoch -> pass": (
+        "how often the order is drawn, not which"
+    ),
     'training/data.py train_sentencepiece: files_out["generation_config.json"] = json.dumps({"bos_token_id": 1, '
     '"eos_token_id": 2}, indent=1).encode() -> files_out["generation_config.json"] = '
     "(json.dumps({'bos_token_id': 1, 'eos_token_id': 2})).encode()": ("how the JSON is laid out"),
@@ -62,6 +65,12 @@ KNOWN: dict[str, str] = {
     "evaluation/perplexity.py perplexity: value = math.exp(min(mean, 700.0)) -> "
     "value = math.exp(min(mean, (701.0)))": "a perplexity of e to the 700 says no more than the other",
     # -- inspection
+    "inspection/tensor.py TensorView.figure: figure, ((left, *others),) = new_figure(1, len(ratios), size=(9, 3), "
+    "width_ratios=ratios) -> figure, ((left, *others),) = new_figure(1, len(ratios), size=((10), 3), "
+    "width_ratios=ratios)": ("how large the picture is"),
+    "inspection/tensor.py TensorView.text: lines = self._ternary_lines(max(40, width), unicode) if "
+    "self.is_ternary else self._dense_lines(width, unicode) -> lines = self._ternary_lines(max((41), width), "
+    "unicode) if self.is_ternary else self._dense_lines(width, unicode)": ("a line's least width: one column"),
     "inspection/judge.py _judge_scales: if not median / _FAR < scale < median * _FAR: -> if not (median / _FAR < "
     "scale <= median * _FAR):": ("a scale that is fifty times the median to the bit"),
     "inspection/gguf.py GgufInspector.read_without_model: if name is not None and tensor.type.name in "
@@ -69,6 +78,9 @@ KNOWN: dict[str, str] = {
         "all linears of blocks have names, and `count_raw_plane` looks at the type itself"
     ),
     # -- formats
+    "formats/hf/config.py: MAX_CONFIG_BYTES = 1 << 20 -> MAX_CONFIG_BYTES = (2) << 20": (
+        "the largest config.json that is read: none comes near it"
+    ),
     "formats/hf/packings.py read_awq: columns = slice(index * group, (index + 1) * group) -> columns = "
     "slice(index * group, (index + (2)) * group)": (
         "the columns beyond the group are written again with the next group, and there is none after the last"
@@ -106,6 +118,13 @@ KNOWN: dict[str, str] = {
         "a name of a commit has 40 characters"
     ),
     # -- serving/http
+    "serving/http/shapes.py Asked: stream: bool = False -> stream: bool = (True)": "every place that makes one says it",
+    "serving/http/tools.py _split_calls: yield text[start + len(MARK) : end if end >= 0 else None].strip() -> "
+    "yield text[start + len(MARK) : end if end >= (1) else None].strip()": (
+        "the end lies behind a mark: it is never 0"
+    ),
+    "serving/http/batch.py: LINES_AT_A_TIME = 16 # answered together: one item of a worker -> LINES_AT_A_TIME = "
+    "(17) # answered together: one item of a worker": ("how much one item of a worker is; the answers are the same"),
     'serving/http/shapes.py usage: first = [choice.handle.stats for choice in choices[:: asked.params.get("n", 1)]] -> '
     'first = [choice.handle.stats for choice in choices[:: asked.params.get("n", (2))]]': (
         "without an n there is one prompt and one choice"
@@ -120,6 +139,13 @@ KNOWN: dict[str, str] = {
     "serving/http/tools.py _split_calls: start = text.find(MARK, end) if end >= 0 else -1 -> start = "
     "text.find(MARK, end) if end >= 0 else -(2)": ("any negative number ends the loop"),
     # -- serving
+    "serving/live.py draw_speeds: largest = max(speeds, default=0.0) or 1.0 -> largest = max(speeds, "
+    "default=(1.0)) or 1.0": ("without speeds the default is 1.0 either way"),
+    "serving/live.py: MAX_ROWS = 16 # requests shown; the others are only counted -> MAX_ROWS = (17) # requests "
+    "shown; the others are only counted": ("how many rows the picture of the server shows"),
+    "serving/scheduler.py Scheduler._free_slot: lowest = min(self.running, key=lambda job: (job.priority, "
+    "-job.rank[0], -job.rank[1][0])) -> lowest = min(self.running, key=lambda job: (job.priority, -job.rank[0], "
+    "-job.rank[1][(1)]))": ("which of the rows that arrived in one moment pauses"),
     "serving/tickets.py Outbox.__init__: self.news = asyncio.Event() -> pass": (
         "`subscribe` makes an event for each loop before anything waits for it or sets it"
     ),
@@ -130,6 +156,16 @@ KNOWN: dict[str, str] = {
         "a job without a slot is never asked for it; the number is seen in a debugger only"
     ),
     # -- cli
+    'cli/bench_shared.py: shape_option = click.option( "--shape", "shapes", type=WholeNumbers("NxK", "x", 2), '
+    "multiple=True, help=\"[default: those of 2B-4T]\" ) -> shape_option = (click.option('shapes', '--shape', "
+    "type=WholeNumbers('NxK', 'x', 2), multiple=True, help='[default: those of 2B-4T]'))": (
+        "click takes an option's names in any order"
+    ),
+    "cli/shell.py console.PrintableConsole.render: for text, style, control in super().render(*args, **kwargs): "
+    "-> for text, style, control in (super().render(*args)):": ("rich gives no keyword arguments"),
+    'cli/generation_options.py declared_option: settings["help"] += " @FILE reads it." -> pass': (
+        "a sentence of the help of an option"
+    ),
     "cli/generation_options.py: MAX_TEXT_BYTES = 64 << 20 # of @FILE -> MAX_TEXT_BYTES = (65) << 20 # of @FILE": (
         "prompts have some kilobytes"
     ),

@@ -336,6 +336,17 @@ def test_the_space_before_a_continuation():
 # -- the other commands ------------------------------------------------------------------------------------------------
 
 
+def test_the_head_that_is_asked_for():
+    for head in ("exact", "screened"):
+        assert Subject(None, None, None, BACKEND, head, "stored", 1, None).open_backend().head == head
+
+
+def test_a_console_shows_text_as_it_is():
+    stream = io.StringIO()
+    shell.console(stream).print(":smile: [bold]x[/bold] \x1b[1m 12")
+    assert stream.getvalue() == ":smile: [bold]x[/bold] \\x1b[1m 12\n"
+
+
 def test_random_weights_are_the_same_each_time(monkeypatch):
     from bench_runs import TINY
 

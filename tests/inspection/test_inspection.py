@@ -24,7 +24,8 @@ import bitnet_ref
 from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
 from bitnet_ref.families.linear_norms import model_norms
 from bitnet_ref.formats.open import ASSETS
-from bitnet_ref.inspection import inspect_model, inspector, show_tensor
+from bitnet_ref.inspection import inspect_model, inspector, judge, show_tensor
+from bitnet_ref.inspection.facts import Inspection, TernaryMatrix
 
 FAMILIES = [path.parent for path in sorted((DATA / "families").glob("*/config.json"))]
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -162,6 +163,28 @@ def test_reports_progress(tmp_path):
     seen = []
     inspect_model(write_checkpoint(tmp_path / "m", BITNET), progress=lambda done, total: seen.append((done, total)))
     assert seen == [(1, 2), (2, 2)]
+
+
+def test_four_tensors_with_one_fault_are_a_group():
+    """Their messages differ in figures only, and they name a tensor."""
+    for count, groups in ((3, [1, 1, 1]), (4, [4])):
+        out = Inspection("m")
+        for number in range(count):
+            out.report("error", "weights", f"expected {number} rows, got 1e-{number}", field=f"t{number}")
+        assert [len(group) for group in out.finding_groups()] == groups
+    for part, field in (("config", "t"), ("weights", None)):
+        out = Inspection("m")
+        for _ in range(4):
+            out.report("error", part, "the same", field=field)
+        assert [len(group) for group in out.finding_groups()] == [1] * 4
+
+
+def test_three_scales_are_compared_and_two_are_not():
+    for scales, messages_of in (([1.0, 1.0, 99.0], 1), ([1.0, 99.0], 0)):
+        out = Inspection("m")
+        out.ternary = [TernaryMatrix(str(n), "q_proj", n, (2, 2), 1, 2, 1, scale) for n, scale in enumerate(scales)]
+        judge._judge_scales(out)
+        assert len(out.findings) == messages_of
 
 
 def test_html_is_escaped(tmp_path):

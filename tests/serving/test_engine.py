@@ -102,6 +102,7 @@ def test_texts_that_outgrow_their_window(engine, params):
     whole, expected = (each.generate("The old man of the sea", **params) for each in (engine, engine.model))
     outs, others = ([each] if not isinstance(each, list) else each for each in (whole, expected))
     assert [(*gist(out), out.overflows) for out in outs] == [(*gist(out), out.overflows) for out in others]
+    assert outs[0].stats.dropped_tokens == others[0].stats.dropped_tokens > 0
     assert all(out.overflows for out in outs)  # where and what was dropped
 
 

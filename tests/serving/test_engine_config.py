@@ -101,6 +101,9 @@ def test_a_file_may_say_sizes_in_words_and_one_device(tmp_path):
 
 
 def test_a_request_overrides_the_defaults_by_any_of_their_names():
+    other = EngineConfig(sampling={"max_new_tokens": 5})
+    assert other.sampling == {"max_tokens": 5}
+    assert [other.params(given).max_tokens for given in ({}, {"max_tokens": 3})] == [5, 3]
     config = EngineConfig(sampling={"max_tokens": 5, "temperature": 1.0})
     assert config.params({"max_new_tokens": 3}).max_tokens == 3
     assert config.params({}).max_tokens == 5

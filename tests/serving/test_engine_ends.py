@@ -4,6 +4,7 @@ import re
 import threading
 import time
 from inspect import Parameter, signature
+from queue import Empty
 from types import SimpleNamespace
 
 import numpy as np
@@ -121,6 +122,22 @@ def test_a_full_queue_refuses_and_recovers():
         streams[0].close()
         assert [len(list(stream)) for stream in streams[1:]] == [3, 3]
         assert len(engine.generate(PROMPTS * 3, max_tokens=2)) == 12  # more than the queue: they come by and by
+
+
+def test_an_interrupt_while_a_chunk_is_waited_for_cancels(engine):
+    stream = engine.stream("Alice", max_tokens=200)
+    next(stream)
+
+    def nothing():
+        raise Empty
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    stream._outbox.chunks = SimpleNamespace(get_nowait=nothing, get=interrupt, put=lambda _: None, qsize=lambda: 0)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    until(lambda: engine.metrics.finished["abort"] == 1)
 
 
 def test_the_story_of_a_request(engine):

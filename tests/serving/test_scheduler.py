@@ -194,6 +194,22 @@ def test_equal_beginnings_are_computed_once():
     assert scheduler.cached_tokens == 3 * 16
 
 
+def test_equal_importance_takes_no_pages_of_a_running_one():
+    """An earlier sequence that was on hold waits, unless it is more important."""
+    for priority, runs in ((0, [0, 1]), (1, [1, 0])):
+        scheduler, cache = engine(pages=4, max_batch=2)
+        early, late = job(0, 7, new=9, arrival_s=0.0, priority=priority), job(1, 7, new=9, arrival_s=1.0)
+        scheduler.add(early)
+        cache.step()
+        scheduler.hold(early)
+        scheduler.add(late)
+        for _ in range(3):
+            cache.one_step(scheduler.plan())
+        scheduler.resume(early)
+        cache.step()
+        assert [int(each.running) for each in (early, late)] == runs
+
+
 def test_when_pages_run_out_the_last_stops_and_still_finishes():
     scheduler, cache = engine(pages=6)
     jobs = [job(0, [0, 1, 1], new=14), job(1, [1, 1, 1], new=14)]

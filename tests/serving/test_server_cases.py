@@ -32,6 +32,7 @@ from bitnet_ref.errors import (
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.serving.http.failures import blame, describe_failure
 from bitnet_ref.serving.http.schemas import RequestError, describe_api, parse_json
+from bitnet_ref.serving.http.shapes import Choice
 
 OPENAPI = Path(__file__).parents[1] / "data" / "serving" / "openapi.json"
 STORY, P = ASSETS / "storyteller", "Once upon a time"
@@ -1090,6 +1091,16 @@ def test_whose_fault_an_error_is():
     assert blame(late) is late
     blamed = blame(caused(ValueError("x")))
     assert (type(blamed), str(blamed)) == (BackendError, "failed")
+
+
+def test_an_id_without_a_token_has_no_text(story):
+    """The embedding may have more rows than there are tokens."""
+    choice = Choice.__new__(Choice)
+    choice._tokenizer, choice._decoder, choice._offset = story.tokenizer, story.tokenizer.stream_decoder(), 0
+    first, size = story.tokenizer.encode("Alice")[1], story.tokenizer.vocab_size
+    offsets = [choice._push(token) for token in (first, size, size + 9, first)]
+    assert offsets[0] == 0
+    assert offsets[1] == offsets[2] == offsets[3] > 0
 
 
 def test_json_that_is_read():

@@ -496,5 +496,10 @@ def test_the_shell_trains_and_generates(tmp_path):
     assert re.findall(r"^step (\d): Once upon a time.+\n\n", (tmp_path / "run" / "samples.txt").read_text(), re.M) == [
         *("2", "4")
     ]
+    start_there = ["--init", str(tmp_path / "run" / "model")]
+    (tmp_path / "next.toml").write_text(data.replace("sample_every = 2\n", ""))
+    command = ["train", str(tmp_path / "next.toml"), "--out", str(tmp_path / "next"), "--steps", "1"]
+    assert "or init = a folder to start from" in run.invoke(cli, command).stderr
+    assert run.invoke(cli, [*command, *start_there]).exit_code == 0
     text = run.invoke(cli, ["generate", "The fox", "--model", str(tmp_path / "run" / "model"), "--max-tokens", "4"])
     assert text.exit_code == 0, text.output
