@@ -120,6 +120,9 @@ NARROW_FLOATS: dict[str, EngineTolerance] = {
 # A cause explains the logits if their relative L2 error with it is at most this share of the error without it. A change
 # in the last bit that happens to flip one int8 as the engine did leaves more.
 EXPLAINED_SHARE = 0.1
+# The same for a cause that rounds to a narrow format and leaves no recorded tensor wrong: a value near a border of two
+# numbers is rounded the other way in the last bit's noise, and such values are few, but as wrong as all the others.
+ROUNDED_SHARE = 0.5
 # By the engine's dtype: an error of the logits that is its rounding and need not fall. float32: CHAIN roundings, of
 # which one layer may add as many. Narrow floats: twice what was measured at storyteller's logits.
 LOGITS_ROUNDING = {"float32": CHAIN * EPSILON, "bfloat16": 0.018, "float16": 0.018}

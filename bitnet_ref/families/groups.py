@@ -412,6 +412,32 @@ def _mean_of_row(w: GroupTernaryWeight) -> Floats:
     return np.broadcast_to(w.scales.astype(np.float64).mean(axis=1, keepdims=True), w.shape)
 
 
+def _neighbouring_scales(owner: str, by: int, axis: int) -> Hypothesis:
+    """The scales of a neighbouring group (axis 1) or row (axis 0) in the place of each."""
+    return _group_mistake(
+        f"group_scales_of_the_{owner.replace(' ', '_')}",
+        f"each group of weights has the scale of the {owner}",
+        "The scale of input k of a row is number k // group of that row.",
+        _with_scales(lambda w: expand_scales(np.roll(w.scales, by, axis), w)),
+        _has_several_groups,
+    )
+
+
+def expand_scales(scales: Floats, w: GroupTernaryWeight) -> Floats:
+    """(N, ceil(K/group)) -> (N, K)"""
+    return np.repeat(scales, w.group, axis=1)[:, : w.in_features]
+
+
+def _without_last(w: GroupTernaryWeight) -> Floats:
+    """The last, partial group has the scale of the one before it."""
+    return expand_scales(np.concatenate([w.scales[:, :-1], w.scales[:, -2:-1]], axis=1), w)
+
+
+def _has_partial_group(step: Any) -> bool:
+    w = _grouped_input(step)
+    return _has_several_groups(step) and w is not None and w.in_features % w.group != 0
+
+
 def _has_several_groups(step: Any) -> bool:
     w = _grouped_input(step)
     return w is not None and _is_plain(step) and w.scales.shape[1] > 1
@@ -507,6 +533,13 @@ MISTAKES = (
     _group_size(128, 64, False, "groups_of_128_for_64_rows_too"),
     _group_mistake("group_scales_averaged", "one scale for the row, the mean of its groups' scales",
         "Apply each group's own scale.", _with_scales(_mean_of_row), _has_several_groups),
+    _neighbouring_scales("previous group", 1, 1),
+    _neighbouring_scales("next group", -1, 1),
+    _neighbouring_scales("previous row", 1, 0),
+    _neighbouring_scales("next row", -1, 0),
+    _group_mistake("last_group_scale_missing",
+        "the last group of a row, which is not whole, has the scale of the one before",
+        "A row has ceil(inputs / group) scales.", _with_scales(_without_last), _has_partial_group),
     _rotation_mistake("rotation_ignored", "matrices in a Hadamard basis are used as plain ones",
         "Multiply by R x, R x = H (signs x), as the keys prism.hadamard.* say.", _rotated(_NoRotation), _is_rotated),
     _rotated_table_mistake("rotation_and_inverse_ignored",

@@ -24,6 +24,7 @@ from ..compare import View, fits
 from ..names import find_step, op_inputs, op_kind
 from ..tolerances import EPSILON, tolerance_of
 from . import edits as step_edits
+from . import roundings
 from .edits import Description, Family, constants, matrix, moved, names_of, scale_inputs
 from .variants import IMPOSSIBLE, Setting, Step, edit_copies, is_by_head
 from .wording import axis_words, example, layer_of, noun, place_in_words, remedy, role, scope_in_words
@@ -37,17 +38,35 @@ class Report(Protocol):
     def add(self, count: int) -> None: ...
 
 
-NARROW = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+SPACING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # of narrow floats, relative
 RELATED = (
     {"hook_rot_q", "hook_rot_k"},
+    {"hook_rot_k", "hook_v"},
+    {"hook_resid_mid", "hook_resid_post"},
+    {"hook_embed", "hook_out"},
     {"hook_attn_scores", "hook_z"},
     {"hook_q", "hook_k", "hook_v"},
 )  # one mistake in all
-BETWEEN_TOKENS = ("hook_pattern", *(name for names in RELATED for name in sorted(names)))
+# Steps that one mistake may be in together.
+PAIRS = (
+    ("hook_rot_q", "hook_rot_k"),
+    ("hook_q", "hook_k"),
+    ("hook_attn_scores", "hook_z"),
+    ("hook_rot_k", "hook_v"),
+    ("hook_resid_mid", "hook_resid_post"),
+)
+BETWEEN_TOKENS = (
+    "hook_pattern",
+    *("hook_q", "hook_k", "hook_v", "hook_rot_q", "hook_rot_k"),
+    *("hook_attn_scores", "hook_z"),
+)
 # What one mistake may be in, among the steps of one kind.
 GROUPS = ("", r"\.attn\.", r"\.mlp\.", r"\.[qkv]_proj\.", r"\.ln", "sub_norm", "gate_proj|up_proj")
 FLIPPED_ROWS, FLIP_ERROR = 0.4, 0.03  # of a site with int8 inside: the share of tokens, and their error, of flips
 NAMED = 0.9  # the cost of an edit that has a name
+# Of an edit that rounds: the share of values that may be rounded the other way, and how much larger than the largest
+# error without it they may be; of a thin site, the share of the error that may be left.
+ROUNDED_OTHERWISE, FLIP_SIZE, ROUNDING_LEFT = 0.03, 2.5, 0.15
 ENOUGH = 0.35  # descriptions that cost so much more than the simplest that explains a site are not tried
 
 
@@ -75,14 +94,14 @@ class Target:
         kind = op_kind(name, lambda _: ternary)
         depth = None if alone else 0
         self.relative = max(tolerance_of(kind, False).relative(depth), 4 * EPSILON)
-        if dtype in NARROW:
-            self.relative, self.exact = NARROW[dtype] * (4 if alone else 12), False
+        if dtype in SPACING:
+            self.relative, self.exact = SPACING[dtype] * (4 if alone else 12), False
         self.row_axes = (2,) if self.by_head else tuple(range(1, right.ndim))
         self.right = right.astype(np.float64)
         with np.errstate(all="ignore"):
             size = np.where(np.isfinite(self.theirs), np.abs(self.theirs), 0).max(axis=self.row_axes, keepdims=True)
         self.allowed = self.relative * np.maximum(size, float(self.by_head))
-        self.allowed += float(dtype in NARROW and kind == "activation int8")
+        self.allowed += float(dtype in SPACING and kind == "activation int8")
         self.right_close = self.close(self.right)
         self.error = self.distance(self.right)
 
@@ -119,9 +138,30 @@ class Target:
             error = np.linalg.norm((mine.reshape(self.theirs.shape) - self.theirs)[rows])
         return bool(rows.mean() <= FLIPPED_ROWS and error <= FLIP_ERROR * np.linalg.norm(self.theirs[rows]))
 
-    def match(self, mine: NDArray) -> Match | None:
+    def is_rounded(self, mine: NDArray, close: NDArray[np.bool_], largest: float, error: float) -> bool:
+        """Whether a tensor of an edit that rounds fits: a few values lie on the other side of a border.
+
+        largest, error: the largest difference, and the relative L2, of the tensor without the edit.
+        """
+        if self.distance(mine) <= ROUNDING_LEFT * error:
+            return True
+        if not self.alone:
+            return False
+        apart = np.abs(mine.reshape(self.theirs.shape) - self.theirs)[~close]
+        return bool((~close).mean() <= ROUNDED_OTHERWISE and (apart <= FLIP_SIZE * largest).all())
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest difference of the right tensor."""
+        with np.errstate(all="ignore"):
+            apart = np.abs(self.theirs - self.right)
+        return float(np.where(np.isfinite(apart), apart, 0).max())
+
+    def match(self, mine: NDArray, rounds: bool = False) -> Match | None:
         """None where the tensor explains nothing."""
         close = self.close(mine)
+        if rounds and self.is_rounded(mine, close, self.largest, self.error):
+            return Match(True, share=1.0)
         if self.fits_but_for_flips(close, mine.astype(np.float64)):
             changed = ~self.right_close & close
             few = self.exact and not close.all() and (~close).sum() > 0.1 * (~self.right_close).sum()
@@ -153,9 +193,12 @@ def regional(edit: Edit, axis: int, indices: tuple[int, ...]) -> Edit:
 
 
 class Evidence:
-    """One run of a setting, each step fed the engine's tensors. `wrong`: those that the steps do not give, in order."""
+    """One run of a setting, each step fed the engine's tensors. `wrong`: those that the steps do not give, in order.
 
-    def __init__(self, setting: Setting, view: View) -> None:
+    without: the evidence of the setting without edits that round, whose tensors may differ in a few values.
+    """
+
+    def __init__(self, setting: Setting, view: View, without: Evidence | None = None) -> None:
         self.setting, self.view = setting, view
         self.dtype = str(getattr(view, "engine_dtype", None) or "float32")
         self.steps: dict[str, Step] = {}
@@ -164,7 +207,13 @@ class Evidence:
         self.recorded: set[str] = set()
         self.settled: dict[str, NDArray] = {}  # the tensors that the run goes on with
         setting.run(names_filter=(), settle=self._settle)
-        self.wrong = [name for name, target in self.targets.items() if not target.agrees]
+        self.wrong = [n for n, target in self.targets.items() if not (target.agrees or self._is_rounded(n, without))]
+
+    def _is_rounded(self, name: str, without: Evidence | None) -> bool:
+        if without is None or not any(step in self.setting.edits for step in self.stretch(name)):
+            return False
+        target, before = self.targets[name], without.targets[name]
+        return target.is_rounded(target.right, target.right_close, before.largest, before.error)
 
     def _settle(self, step: Step) -> NDArray:
         self.settled[step.name] = result = self._judge(step)
@@ -300,7 +349,7 @@ class Evidence:
 class Explanation:
     """A description with its constant, applied in the steps `names`. share: of the wrong values that it explains.
 
-    known: the mistake that the description is an edit of.
+    known: the mistake that the description is an edit of.   rounds: see `Description`.   result: the tensor with it.
     """
 
     cost: float
@@ -311,6 +360,15 @@ class Explanation:
     share: float = 1.0
     error: float = 0.0
     known: Hypothesis | None = None
+    rounds: bool = False
+    result: NDArray | None = None
+
+    def says_the_same(self, other: Explanation) -> bool:
+        """Whether it is the same computation as another one, in other words."""
+        if self.known or self.names != other.names or self.result is None or other.result is None:
+            return False
+        size = float(np.abs(self.result).max(where=np.isfinite(self.result), initial=0))
+        return bool(np.isclose(self.result, other.result, rtol=1e-5, atol=1e-6 * size).mean() > 0.99)
 
 
 class Site:
@@ -333,11 +391,12 @@ class Site:
             if len(self.stretch) > 1 and first_right != any(name.endswith(BETWEEN_TOKENS) for name in unit):
                 distance += 1  # the first token sees only itself: it tells attention from all else
             own: list[Description | Family] = [_named(each) for each, names in self.known if set(unit) <= set(names)]
-            own += [*step_edits.descriptions(step), *step_edits.families(step)]
+            own += [*step_edits.descriptions(step), *roundings.descriptions(step), *step_edits.families(step)]
             own += solved(step, self.target) if unit == (self.name,) else ()
             for d in own:
                 changes_input = "{in" in d.text and "is taken for" not in d.text
-                if changes_input and len(self.stretch) > 1 and self._made_in_stretch(step, d.text):
+                of_products = len(unit) > 1 and step.name.endswith("_proj.hook_out")  # whose inputs several steps make
+                if changes_input and len(self.stretch) > 1 and not of_products and self._made_in_stretch(step, d.text):
                     continue  # the same change of the step that computes this input is tried
                 slow = 0.15 if isinstance(d, Family) and not self.target.alone else 0.0
                 trials.append((d.cost + distance + slow, len(trials), unit, d))
@@ -363,12 +422,13 @@ class Site:
                     promises = self._promises(mine)
                     result = self.solve(unit, d, cost, promises) if promises or (d.starts and d.cost < 1.15) else None
                 else:
-                    result = self.attempt(unit, d.edit, d.text, cost, mine)
+                    result = self.attempt(unit, d.edit, d.text, cost, mine, d.rounds)
                 if result is not None:
                     result.known = d.known if isinstance(d, Description) else None
                     good.append(result)
         closest = min((e.error for e in good), default=0.0)
-        return [e for e in good if e.error <= 20 * closest + 8 * EPSILON]
+        near = [e for e in good if e.error <= (3 * closest if e.rounds else 20 * closest) + 8 * EPSILON]
+        return [e for i, e in enumerate(near) if not any(e.says_the_same(earlier) for earlier in near[:i])]
 
     def _promises(self, nudged: NDArray) -> bool:
         """Whether the constant moves the tensor towards the engine's, judged by a small change of it."""
@@ -401,7 +461,7 @@ class Site:
                 if len(group) > 1 and group not in done:
                     done.append(group)
                     yield tuple(group)
-        for pair in (("hook_rot_q", "hook_rot_k"), ("hook_q", "hook_k"), ("hook_attn_scores", "hook_z")):
+        for pair in PAIRS:
             names = [n for n in self.stretch if n.endswith(pair)]
             if len(names) > 1:
                 yield tuple(names)
@@ -410,17 +470,23 @@ class Site:
         return self.evidence.compute(self.name, dict.fromkeys(unit, edit))
 
     def attempt(
-        self, unit: tuple[str, ...], edit: Edit, text: str, cost: float, mine: NDArray | None = None
+        self,
+        unit: tuple[str, ...],
+        edit: Edit,
+        text: str,
+        cost: float,
+        mine: NDArray | None = None,
+        rounds: bool = False,
     ) -> Explanation | None:
         mine = self.compute(unit, edit) if mine is None else mine
-        match = None if mine is None else self.target.match(mine)
+        match = None if mine is None else self.target.match(mine, rounds)
         if match is None or mine is None:
             return None
         if match.whole:
             error = self.target.distance(mine)
-            if not self.target.alone and error > 0.05 * self.target.error:
+            if not self.target.alone and error > (ROUNDING_LEFT if rounds else 0.05) * self.target.error:
                 return None  # among so many descriptions one is near by chance
-            return Explanation(cost, text, edit, unit, error=error)
+            return Explanation(cost, text, edit, unit, error=error, rounds=rounds, result=mine)
         if match.region is None:
             if match.share > (self.partial.share if self.partial else 0.5):
                 self.partial = Explanation(cost, text, edit, unit, share=match.share)
@@ -503,13 +569,15 @@ def _by_constants(family: Family, constant: Callable[[dict[str, float]], float])
     return lambda step, compute, *inputs: family.edit(constant(constants(step)))(step, compute, *inputs)
 
 
-def say(text: str, step: Step) -> str:
-    """A description's text with nouns for its places."""
+def say(text: str, step: Step, several: bool = False) -> str:
+    """A description's text with nouns for its places.   several: it is of steps with other inputs, too."""
 
     def word(match: re.Match[str]) -> str:
         key = match[1]
         if key in ("it", "w", "c"):
             return {"it": "it", "w": "the matrix", "c": "another constant"}[key]
+        if several and key == "in0":
+            return "its input"
         if key.startswith("in"):
             x = step.inputs[int(key[2:])]
             names = [n for n, y in step.seen.items() if isinstance(x, np.ndarray) and np.may_share_memory(x, y)]
@@ -717,6 +785,7 @@ class Finding:
     edits: dict[str, Edit]
     left: list[str]
     whole: bool = False
+    rounds: bool = False
 
 
 @np.errstate(all="ignore")  # most descriptions are wrong, and some overflow
@@ -757,27 +826,27 @@ def _whole(evidence: Evidence, explanation: Explanation, shown: str) -> Finding 
 def _spread_out(evidence: Evidence, explanation: Explanation, shown: str) -> Finding | None:
     """An edit in all steps in which it holds."""
     setting, view = evidence.setting, evidence.view
-    edits = spread(evidence, explanation)
-    left = _left(setting.with_edits(edits), view)
+    edits, without = spread(evidence, explanation), evidence if explanation.rounds else None
+    left = _left(setting.with_edits(edits), view, without)
     if left is None:
         return None
     for wider in wider_scopes(evidence, explanation, edits) if len(edits) > 1 or not left else ():
-        if _left(setting.with_edits(wider), view) == left:
+        if _left(setting.with_edits(wider), view, without) == left:
             edits = wider
             break
     first, known = evidence.steps[explanation.names[0]], explanation.known
     scope = scope_in_words(edits, evidence.steps)
     place = f" ({explanation.place})" if explanation.place else ""
-    cause = f"{scope}: {say(explanation.text, first)}{place}"
+    cause = f"{scope}: {say(explanation.text, first, len(set(map(role, edits))) > 1)}{place}"
     if known is None:
-        return Finding("described", cause, remedy(first), shown, edits, left)
+        return Finding("described", cause, remedy(first), shown, edits, left, rounds=explanation.rounds)
     return Finding(known.name, cause, f"{known.remedy} {remedy(first)}", shown, edits, left)
 
 
-def _left(setting: Setting, view: View) -> list[str] | None:
-    """The tensors that are wrong in this setting; None where it cannot be computed."""
+def _left(setting: Setting, view: View, without: Evidence | None = None) -> list[str] | None:
+    """The tensors that are wrong in this setting; None where it cannot be computed.   without: see `Evidence`."""
     try:
-        return Evidence(setting, view).wrong
+        return Evidence(setting, view, without).wrong
     except IMPOSSIBLE:
         return None
 
@@ -825,7 +894,7 @@ def spread(evidence: Evidence, explanation: Explanation) -> dict[str, Edit]:
             if unit and all(n in evidence.steps for n in unit):
                 wider = {n: e for n, e in edits.items() if n in stretch} | dict.fromkeys(unit, explanation.edit)
                 mine = evidence.compute(name, wider)
-                match = None if mine is None else evidence.targets[name].match(mine)
+                match = None if mine is None else evidence.targets[name].match(mine, explanation.rounds)
                 if match is not None and match.whole:
                     edits.update(dict.fromkeys(unit, explanation.edit))
                     break

@@ -23,7 +23,7 @@ from ...backends.record import sibling
 from ...families.family import Hypothesis
 from ..compare import OTHER_SHAPE, Comparison, View, compare
 from ..names import INT8, LOGITS, SCALE, layer_of
-from ..tolerances import EXPLAINED_SHARE, LOGITS_ROUNDING
+from ..tolerances import EXPLAINED_SHARE, LOGITS_ROUNDING, ROUNDED_SHARE
 from .describe import Finding, differing_tensors, find
 from .hypotheses import forward_hypotheses
 from .hypotheses.prompts import TokenHypothesis, prompt_hypotheses, tokenizer_of
@@ -362,7 +362,8 @@ class _Search:
         example: str = "",
     ) -> Diagnosis:
         """A test's result. What makes the logits worse explains no part, but a second mistake may be behind it."""
-        end, confirmed = len(self.order), confirmed and self._explains_logits(error)
+        share = ROUNDED_SHARE if isinstance(made, Finding) and made.rounds else EXPLAINED_SHARE
+        end, confirmed = len(self.order), confirmed and self._explains_logits(error, share)
         moved = not confirmed and first is not None and self._place(first, end) > self._place(self.first, end)
         worse = error is not None and self.error_before is not None and error > self.error_before
         test = Diagnosis(made.name, made.cause, made.remedy, confirmed, moved and not worse, expected, first)
@@ -371,12 +372,12 @@ class _Search:
             self.parts.append(diagnosis)
         return diagnosis
 
-    def _explains_logits(self, error: float | None) -> bool:
-        """Whether the logits' error with a mistake is a tenth of the one without, or is rounding."""
+    def _explains_logits(self, error: float | None, share: float) -> bool:
+        """Whether the logits' error with a mistake is such a share of the one without, or is rounding."""
         if error is None or self.error_before is None or not math.isfinite(self.error_before):
             return True
         dtype = getattr(self.candidate, "engine_dtype", None) or "float32"
-        return error <= max(self.error_before * EXPLAINED_SHARE, LOGITS_ROUNDING[dtype])
+        return error <= max(self.error_before * share, LOGITS_ROUNDING[dtype])
 
     def _test(self, hypothesis: Hypothesis, changed: Setting, expected: bool) -> Diagnosis:
         self.changes[hypothesis.cause] = hypothesis.change

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from ...families import family_of
-from ...families.family import Edit, Hypothesis, after, before, heads_apart, instead, own_rope
+from ...families.family import Edit, Hypothesis, after, before, heads_apart, instead, layer_weights, own_rope
 from ...reference import layers
 from ...reference.layers import ACTIVATIONS
 from ...reference.weights import LinearWeight
@@ -31,20 +30,20 @@ Change = Callable[[NDArray], NDArray]
 Formula = Callable[..., Any]
 Row = tuple[float, str, Formula]  # cost, words, the formula of the step's inputs
 ConstantRow = tuple[Any, ...]  # of a Family: cost, words, the formula of c and the inputs, right (None: the second input), log and starts if there are any
-NARROW: dict[str, Any] = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
 @dataclass(frozen=True)
 class Description:
     """One edit in words. text: a clause in which "{it}" stands for the step's tensor.   cost: lower for simpler edits.
 
-    known: the mistake that it is an edit of.
+    known: the mistake that it is an edit of.   rounds: it rounds, so a few values may differ from the engine's.
     """
 
     cost: float
     text: str
     edit: Edit
     known: Hypothesis | None = None
+    rounds: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,6 @@ class Family:
 
 def wide(x: NDArray) -> NDArray[np.float64]:
     return x.astype(np.float64)
-
-
-def rounded(x: NDArray, dtype: Any) -> NDArray[np.float32]:
-    return np.clip(wide(x), -3e38, 3e38).astype(dtype).astype(np.float32)
 
 
 # -- the kinds of edits ------------------------------------------------------------------------------------------------
@@ -141,18 +136,50 @@ def scale_inputs(first: int, stop: int, factor: int, others: int = 1) -> Edit:
 # -- what can be done with any tensor ----------------------------------------------------------------------------------
 
 
+Order = Callable[[int], NDArray[np.int64]]  # of n things
+
+
+def _transposed_order(a: int, n: int) -> NDArray[np.int64]:
+    if n % a:
+        raise ValueError(f"{n} are no whole rows of {a}")
+    return np.arange(n).reshape(a, -1).T.reshape(-1)
+
+
+def _reversed_runs(a: int, n: int) -> NDArray[np.int64]:
+    if n % a:
+        raise ValueError(f"{n} are no whole runs of {a}")
+    return np.arange(n).reshape(-1, a)[:, ::-1].reshape(-1)
+
+
+def _exchanged_runs(a: int, n: int) -> NDArray[np.int64]:
+    if n % (2 * a):
+        raise ValueError(f"{n} are no whole pairs of {a}")
+    return np.arange(n) ^ a
+
+
 @cache
-def orders(n: int) -> tuple[tuple[str, NDArray[np.int64]], ...]:
-    """Other orders of n things, in words."""
-    i = np.arange(n)
-    named = [("in reverse", i[::-1]), ("one too far", i - 1), ("one too early", (i + 1) % n)]
+def orders(n: int) -> tuple[tuple[str, Order], ...]:
+    """Other orders of n things, in words, and as rules for any number of them."""
+    named: list[tuple[str, Order]] = [
+        ("in reverse", lambda n: np.arange(n)[::-1]),
+        ("one too far", lambda n: np.arange(n) - 1),
+        ("one too early", lambda n: (np.arange(n) + 1) % n),
+    ]
     if n % 2 == 0 and n > 2:
-        named += [("with neighbours exchanged", i ^ 1), ("with its halves exchanged", (i + n // 2) % n)]
+        named.append(("with neighbours exchanged", partial(_exchanged_runs, 1)))
+        named.append(("with its halves exchanged", lambda n: (np.arange(n) + n // 2) % n))
+    for a in (2, 4, 8, 16):
+        if n % (2 * a) == 0 and n > 2 * a:
+            named.append((f"with neighbouring {a}s exchanged", partial(_exchanged_runs, a)))
     for a in [a for a in range(2, n // 2 + 1) if n % a == 0 and (a <= 8 or n // a <= 8 or a in (16, 32, 64, 128))]:
-        named.append((f"as a ({a}, {n // a}) array that was transposed", i.reshape(a, -1).T.reshape(-1)))
+        named.append((f"as a ({a}, {n // a}) array that was transposed", partial(_transposed_order, a)))
         if a in (2, 4, 8, 16, 32):
-            named.append((f"with each {a} in reverse", i.reshape(-1, a)[:, ::-1].reshape(-1)))
+            named.append((f"with each {a} in reverse", partial(_reversed_runs, a)))
     return tuple(named)
+
+
+def _reordered(x: NDArray, order: Order, axis: int) -> NDArray:
+    return x.take(order(x.shape[axis]), axis)
 
 
 def _shifted(x: NDArray, by: int, axis: int) -> NDArray:
@@ -168,14 +195,12 @@ def changes(x: NDArray, by_head: bool = False) -> Iterator[Row]:
 
     def reorder(cost: float, words: str, axis: int, count: int | None = None) -> Iterator[Row]:
         for order_words, order in orders(x.shape[axis])[:count]:
-            yield cost, f"{words} are {order_words}", partial(np.take, indices=order, axis=axis)
+            yield cost, f"{words} are {order_words}", partial(_reordered, order=order, axis=axis)
 
     yield 1, "{x} is all zeros", np.zeros_like
     yield 1, "{x} has the other sign", np.negative
     yield 1.5, "{x} is taken without its sign", np.abs
     yield 1.5, "negative values of {x} are set to 0", lambda x: np.maximum(x, 0)
-    if x.dtype.kind == "f":
-        yield from ((1, f"{{x}} is rounded to {words}", partial(rounded, dtype=dtype)) for words, dtype in NARROW.items())
     if x.shape[tokens] > 1 and x.ndim > 1:
         for words, by in (("previous", 1), ("next", -1)):
             yield 1.2, f"each token has {{x}} of the {words} token", partial(np.roll, shift=by, axis=tokens)
@@ -237,7 +262,6 @@ LENGTHS: list[Row] = [
     (1.1, "the root is not taken", lambda x, eps: _ms(x) + eps),
     (1.2, "the sum of squares is divided by D - 1", lambda x, eps: np.sqrt(_ms(x) * x.shape[-1] / (x.shape[-1] - 1) + eps)),
     (1.2, "the norm does not divide: its length is 1", lambda x, eps: np.ones_like(x[:, :1])),
-    (1.3, "squares are rounded to bfloat16", lambda x, eps: np.sqrt(wide(rounded(np.square(x), ml_dtypes.bfloat16)).mean(-1, keepdims=True) + eps)),
     *((1.4, f"the mean of squares runs over the {words} only", lambda x, eps, part=part: np.sqrt(_ms(part(x)) + eps)) for words, part in PARTS),
 ]
 NORMS: list[Row] = [
@@ -247,7 +271,6 @@ NORMS: list[Row] = [
     (1.3, "the weight of the norm is in reverse", lambda x, r, w: x / r * w[::-1]),
     (1.3, "the weight of the norm is one too far", lambda x, r, w: x / r * np.roll(w, 1)),
     (1.3, "the weight of the norm is one too early", lambda x, r, w: x / r * np.roll(w, -1)),
-    *((1.3, f"the weight of the norm is rounded to {words}", lambda x, r, w, to=to: x / r * rounded(w, to)) for words, to in NARROW.items()),
     (1.3, "the input is added to the norm's result", lambda x, r, w: x / r * w + x),
     (1.4, "the norm is applied twice", lambda x, r, w: layers.rms_norm(x / r * w, w, 1e-6)),
 ]
@@ -261,7 +284,6 @@ ACTIVATION_SCALES: list[Row] = [
 INT8_RULES: list[Row] = [
     (1, "activations are rounded down", lambda x, s: np.clip(np.floor(x * s), -128, 127)),
     (1, "activations are rounded up", lambda x, s: np.clip(np.ceil(x * s), -128, 127)),
-    *((1.2, f"x * scale is rounded to {words} before it is rounded to int8", lambda x, s, to=to: _int8((x * s).astype(to).astype(np.float32))) for words, to in NARROW.items()),
     (1.2, "values beyond int8 wrap round instead of being clipped", lambda x, s: np.rint(x * s).astype(np.int64).astype(np.int8)),
     *((1.2, f"activations have {n} bits, not 8: they are multiples of {2 ** (8 - n)}", lambda x, s, m=2 ** (8 - n): np.clip(np.rint(x * s / m) * m, -128, 127)) for n in (7, 6, 5, 4, 3, 2)),
     *((1.1, f"activations have {n} bits, clipped to {-(2 ** (n - 1))} and {2 ** (n - 1) - 1}", lambda x, s, n=n: _int8(x * s, -(2 ** (n - 1)), 2 ** (n - 1) - 1)) for n in (7, 6, 5, 4)),
@@ -294,7 +316,6 @@ GATES: list[Row] = [
     (1.1, "the activation is squared once more", lambda g, u, n: np.square(_act(g, n)) * wide(u)),
     (1.1, "the activation is on gate and on up", lambda g, u, n: _act(g, n) * _act(u, n)),
     (1, "gate and up are added, not multiplied", lambda g, u, n: _act(g, n) + wide(u)),
-    *((1.3, f"the activation is rounded to {words}", lambda g, u, n, to=to: wide(_act(g, n).astype(to)) * u) for words, to in NARROW.items()),
 ]
 
 
@@ -358,7 +379,6 @@ PATTERNS: list[Row] = [
     (1.1, "the softmax's largest value takes all", lambda s: (s == s.max(-1, keepdims=True)) * 1.0),
     (1.1, "the token itself has no weight", lambda s: _softmax_without(s, (_distance(s) == 0) & (_ij(s)[0] > 0))),
     (1.1, "the first token has no weight", lambda s: _softmax_without(s, (_ij(s)[1] == 0) & (_ij(s)[0] > 0))),
-    *((1.3, f"exp(s) is rounded to {words}", lambda s, to=to: _shares(wide(_e(s).astype(to)))) for words, to in NARROW.items()),
     *((1.3, f"only the {n} largest scores count", lambda s, n=n: _softmax_without(s, s < np.sort(s, -1)[..., -min(n, s.shape[-1])][..., None])) for n in (1, 2, 3, 4, 8)),
 ]
 
@@ -453,7 +473,6 @@ ROPES: list[Row] = [
     (1.1, "RoPE's cos and sin are exchanged", lambda x, c, s: layers.apply_rope(x, s, c)),
     (1.2, "RoPE turns the pairs (2j, 2j+1) the other way", lambda x, c, s: interleaved(x, c, -s)),
     (1.1, "the sin terms of RoPE are left out", lambda x, c, s: layers.apply_rope(x, c, 0 * s)),
-    *((1.3, f"cos and sin are rounded to {words}", lambda x, c, s, to=to: layers.apply_rope(x, rounded(c, to), rounded(s, to))) for words, to in NARROW.items()),
 ]
 
 
@@ -476,7 +495,6 @@ def _ropes(step: Step) -> Iterator[Row]:
         "theta^(2j/d), growing": theta ** (2 * j / d),
         "divided by 2 pi": f / (2 * np.pi),
         "times 2 pi": f * 2 * np.pi,
-        "rounded to bfloat16": wide(f.astype(ml_dtypes.bfloat16)),
     }
 
     def by(angles: NDArray, size: int | None = None) -> Formula:
@@ -516,20 +534,65 @@ CODES = {
 }
 
 
-def int8_matrix(m: NDArray, axis: int | None) -> NDArray:
-    """m (N, K) rounded to 255 levels of its largest value: of each row (axis 1), or of all (None)."""
-    step = np.maximum(np.abs(m).max(axis, keepdims=True), 1e-30) / 127
-    return np.rint(m / step) * step
-
-
-MATRICES: list[Row] = [  # a dense matrix (out, K), another
-    *((1.2, f"{{w}} is rounded to {words}", partial(rounded, dtype=dtype)) for words, dtype in NARROW.items()),
-    (1.1, "{w} is quantised to int8, a scale per row", lambda m: int8_matrix(m, 1)),
-    (1.2, "{w} is quantised to int8, one scale", lambda m: int8_matrix(m, None)),
-]
 TERNARY_MATRICES: list[Row] = [(1, f"the codes of {{w}} are {words}", lambda m, codes=codes: np.array(codes, dtype=np.float32)[m.astype(int) + 1]) for words, codes in CODES.items()]
 
 
+def _in_the_highest_bits(rows: slice, columns: slice) -> Change:
+    """A code of the two highest bits, 2 for +1, that is shifted down with its sign: -2, so -3."""
+
+    def change(m: NDArray) -> NDArray:
+        places = m[rows, columns]
+        m = m.copy()
+        m[rows, columns] = np.where(places > 0, -3, places)
+        return m
+
+    return change
+
+
+def _last_quarter_of_rows(m: NDArray) -> NDArray:
+    return _in_the_highest_bits(slice(m.shape[0] // 4 * 3, None), slice(None))(m)
+
+
+def _first_32_of_128(m: NDArray) -> NDArray:
+    blocks = m.reshape(-1, 128)
+    return _in_the_highest_bits(slice(None), slice(0, 32))(blocks).reshape(m.shape)
+
+
+SHIFTED = "are shifted with their sign, so that +1 becomes -3"
+TERNARY_MATRICES += [
+    (1.2, f"the codes of {{w}} in the highest bits of a byte, of the last quarter of rows, {SHIFTED}", _last_quarter_of_rows),
+    (1.2, f"the codes of {{w}} in the highest bits of a byte, of each fourth weight, {SHIFTED}", _in_the_highest_bits(slice(None), slice(3, None, 4))),
+    (1.2, f"the codes of {{w}} in the highest bits of a byte, of the first 32 of 128 weights, {SHIFTED}", _first_32_of_128),
+]
+
+
+def _in_parts(size: int, limit: Change, running: bool = False) -> Formula:
+    """Sums of `size` products each, of which limit() is taken, then added; running: limit() of each sum so far."""
+
+    def formula(x: NDArray, w: LinearWeight) -> NDArray:
+        m = matrix(w)
+        total = np.zeros((len(x), len(m)))
+        for start in range(0, x.shape[1], size):
+            part = product(x[:, start : start + size], m[:, start : start + size])
+            total = limit(total + part) if running else total + limit(part)
+        return total
+
+    return formula
+
+
+def _saturated(bits: int) -> Change:
+    return lambda y: np.clip(y, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+
+def _wrapped(bits: int) -> Change:
+    return lambda y: (y + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
+
+
+PARTIAL_SUMS: list[Row] = [
+    *((1.2, f"sums of {size} products {words} at {bits} bits, before they are added", _in_parts(size, limit(bits))) for bits, sizes in ((8, (2, 4, 8, 16, 32, 64)), (16, (512, 1024, 2048)))
+        for size in sizes for words, limit in (("saturate", _saturated), ("wrap round", _wrapped))),
+    *((1.2, f"accumulators saturate at {bits} bits after each {size} products", _in_parts(size, _saturated(bits), running=True)) for bits, sizes in ((8, (4, 8, 16, 32)), (16, (16, 32, 64, 128))) for size in sizes),
+]
 ACCUMULATORS: list[Row] = [
     *(row for bits in range(16, 7, -1) for top in (2 ** (bits - 1),) for row in (
         (1, f"accumulators wrap round at {bits} bits", lambda y, top=top: (y + top) % (2 * top) - top),
@@ -542,12 +605,15 @@ def _products(step: Step) -> Iterator[Description]:
     """Another matrix, other columns, another table of codes."""
     x, w = step.inputs[:2]
     ternary, n = step.name.endswith("hook_acc_int32"), x.shape[1]
-    matrices = list(TERNARY_MATRICES if ternary else MATRICES)
+    matrices = list(TERNARY_MATRICES) if ternary else []
     matrices.append((1, "{w} is transposed", np.transpose) if w.shape[0] == w.shape[1] else (1.2, "{w} is stored the other way round: (in, out)", lambda m: m.reshape(m.shape[::-1]).T))
     for cost, text, change in matrices:
         yield Description(cost, text, instead(lambda x, w, change=change: product(x, change(matrix(w)))))
     if ternary:
         yield from (Description(cost, text, after(change)) for cost, text, change in ACCUMULATORS)
+        yield from (Description(cost, text, instead(formula)) for cost, text, formula in PARTIAL_SUMS)
+    if not step.name.startswith("lm_head"):
+        yield from (Description(1.3, f"rows of {{w}} are {by} too far: a tile's place is wrong", after(partial(np.roll, shift=by, axis=1))) for k in (2, 4, 8, 16, 32, 64) for by in (k, -k) if k < w.shape[0] // 2)
     for k in sorted({n - n % 256, n - n % 128, n // 2, n // 4, 3 * n // 4, *(n - b for b in (1, 2, 3, 4, 8, 16, 32, 64, 128, 256))}):
         if 0 < k < n:
             yield Description(1.1, f"the sums stop after {k} of {n} inputs", scale_inputs(0, k, 1, others=0))
@@ -572,7 +638,22 @@ DEQUANTIZED: list[Row] = [  # acc * (w_scale / x_scale): other scales, other pla
     (1.2, "the result is divided by 127 twice", lambda a, w, s: a * (w.w_dequant_scale / s) / 127),
     (1.2, "the scale of {w} is divided by the share of its non-zero weights", lambda a, w, s: a * (w.w_dequant_scale / np.abs(matrix(w)).mean() / s)),
     (1.2, "the largest activation scale is taken for all tokens", lambda a, w, s: a * (w.w_dequant_scale / s.max())),
+    (1.1, "absmean was taken again, of each row of {w}, which was ternary already: its scale times the row's share of non-zeros", lambda a, w, s: a * (w.w_dequant_scale * np.abs(matrix(w)).mean(1) / s)),
 ]
+
+
+def _merged(step: Step) -> Iterator[Description]:
+    """One scale for the linears that are computed as one matrix."""
+    own = step.name.split(".")[-2]
+    names = next((names for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")) if own in names), ())
+    for words, density in (("the mean of their scales", False), ("mean |w| of their ternary matrices together", True)):
+        def scale(step: Step, density: bool = density) -> float:
+            ws = [w.bit_linear for name in names if (w := getattr(layer_weights(step), name, None)) is not None]
+            sizes = [w.shape[0] for w in ws]
+            return float(np.average([w.w_dequant_scale * (np.abs(matrix(w)).mean() if density else 1) for w in ws], weights=sizes))
+
+        if names:
+            yield Description(1.2, f"{' and '.join(names)} share one scale, {words}", lambda step, compute, acc, w, s, scale=scale: (acc * (np.float32(scale(step)) / s)).astype(np.float32))
 
 
 # -- all descriptions of a step ----------------------------------------------------------------------------------------
@@ -591,6 +672,7 @@ def own_descriptions(step: Step) -> Iterator[Description]:
     of_linear = len(x) > 1 and isinstance(x[1], LinearWeight) and kind != "hook_embed"
     if of_linear and len(x) == 3:
         rows += DEQUANTIZED
+        yield from _merged(step)
     if kind == "hook_normalized":
         width = len(x[2])
         sizes = [size for size in sorted({step.setting.config.head_dim, 16, 32, 64, 128, width // 2}) if width % size == 0 and size < width]
@@ -688,6 +770,7 @@ CONSTANTS: dict[str, list[ConstantRow]] = {
         (1.3, "the activation is relu to the power {c}", lambda c, g, u, n: np.maximum(wide(g), 0) ** c * u, 2, True, (1.5, 3)),
     ],
     "hook_acc_int32": [
+        (1.1, "{c} is added to the inputs, a zero point that is not taken off the sums", lambda c, x, w: product(wide(x) + c, matrix(w)), 0, False, (128, -128, 127)),
         (1.2, "{c} times the sum of the inputs is added to the accumulators: codes have an offset", lambda c, x, w: product(x, matrix(w)) + c * wide(x).sum(1, keepdims=True), 0, False, (1, -1)),
     ],
 }

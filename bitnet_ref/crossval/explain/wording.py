@@ -114,6 +114,15 @@ def place_in_words(
     return f"{wrong}; {others} {'is' if len(rest) == 1 else 'are'} right"
 
 
+def _roles_in_words(roles: Sequence[str]) -> str:
+    """ "q and k"; "the output of q_proj, k_proj and v_proj", whose nouns differ in the last word only."""
+    nouns = [noun(r) for r in roles]
+    beginnings = {each.rpartition(" ")[0] for each in nouns}
+    if len(nouns) > 1 and len(beginnings) == 1 and (beginning := beginnings.pop()):
+        nouns = [nouns[0], *(each.removeprefix(f"{beginning} ") for each in nouns[1:])]
+    return " and ".join(", ".join(nouns).rsplit(", ", 1))
+
+
 def scope_in_words(names: Iterable[str], every: Iterable[str]) -> str:
     """Which steps, of every one that a run has: "q_proj and k_proj, in layer 1 only"."""
     chosen, every = list(names), list(every)
@@ -123,7 +132,7 @@ def scope_in_words(names: Iterable[str], every: Iterable[str]) -> str:
         return f"everywhere ({noun(chosen[0])} and all others)"
     in_layers = sorted({layer for name in chosen if (layer := layer_of(name)) is not None})
     possible = sorted({layer for name in every if role(name) in roles and (layer := layer_of(name)) is not None})
-    words = " and ".join(", ".join(noun(r) for r in roles).rsplit(", ", 1))
+    words = _roles_in_words(roles)
     if not in_layers or len(possible) == 1:
         return words
     if in_layers == possible:

@@ -101,6 +101,13 @@ def _unquantized(step: Step, compute: Edit, acc: NDArray, w: TernaryLinear, scal
     return compute(exact, w, np.ones_like(scale))
 
 
+def _of_128_wrapping(step: Step, compute: Edit, x: NDArray, *scale: NDArray) -> NDArray:
+    """128 / max|x|, and the largest value as the int8 -128."""
+    if not scale:
+        return _absmax(np.abs(x).max(axis=-1, keepdims=True)) * np.float32(128 / 127)
+    return np.rint(x * scale[0]).astype(np.int64).astype(np.int8)
+
+
 # fmt: off
 HYPOTHESES = (
     rounding_mistake("round_half_away", "activations at a tie are rounded away from zero",
@@ -121,6 +128,9 @@ HYPOTHESES = (
         _scaled(lambda largest: np.float32(127) / (largest + np.float32(SCALE_FLOOR)))),
     scale_mistake("activation_scale_128", "activations are scaled by 128 / max|x|",
         "The factor is 127.", _scaled(lambda largest: _absmax(largest) * np.float32(128 / 127))),
+    Hypothesis("*_proj.hook_x_scale *_proj.hook_x_int8", "activation_scale_128_wraps",
+        "activations are scaled by 128 / max|x|, and 128 becomes the int8 -128",
+        "The factor is 127.", _of_128_wrapping),
     product_mistake("activation_blocks_of_256",
         "activations are quantised in blocks of 256 features, as llama.cpp does for TQ1_0 and TQ2_0 (Q8_K)",
         "The model was trained with one scale per token; expect small differences everywhere.",

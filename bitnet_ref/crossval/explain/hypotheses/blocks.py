@@ -15,7 +15,7 @@ from ....reference import layers
 from ....reference.layers import ACTIVATIONS
 from ....reference.quantization import quantize_activations
 from ....reference.weights import DenseWeight, LinearWeight
-from ..edits import int8_matrix
+from ..number_formats import Q8_0, to_integers
 from ..variants import Step
 
 gate_mistake = partial(Hypothesis, "*.mlp.hook_post")
@@ -88,16 +88,7 @@ def with_table(change: Callable[[NDArray], NDArray]) -> Edit:
     return edit
 
 
-def _int8_rows(w: NDArray) -> NDArray:
-    return int8_matrix(w, axis=1)
-
-
-def int8_blocks(w: NDArray) -> NDArray:
-    """As Q8_0: blocks of 32 along the row, with one float16 scale each."""
-    blocks = w.reshape(-1, 32)
-    step = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127)
-    inverse = np.where(step > 0, 1 / np.where(step > 0, step, 1), 0)
-    return (np.rint(blocks * inverse) * step.astype(np.float16).astype(np.float32)).reshape(w.shape)
+_int8_rows = partial(to_integers, top=127)
 
 
 def _int8_head(step: Step, compute: Edit, x: NDArray, w: LinearWeight) -> NDArray:
@@ -164,10 +155,10 @@ HYPOTHESES = (
     head_mistake("head_int8_rows", "lm_head is quantised to int8, with one scale per row",
         "lm_head is not quantised.", with_table(_int8_rows), _is_dense),
     head_mistake("head_q8_0", "lm_head is stored as Q8_0 (int8 blocks of 32)",
-        "Keep lm_head in bf16 or f32.", with_table(int8_blocks), _has_blocks_of_32),
+        "Keep lm_head in bf16 or f32.", with_table(Q8_0), _has_blocks_of_32),
     table_mistake("head_and_embedding_q8_0", "the embedding, tied to the head, is stored as Q8_0",
         "Keep token_embd in bf16 or f16.",
-        with_table(int8_blocks), lambda step: step.setting.weights.tied and _has_blocks_of_32(step)),
+        with_table(Q8_0), lambda step: step.setting.weights.tied and _has_blocks_of_32(step)),
     head_mistake("head_activations_int8", "lm_head runs with int8 weights and int8 activations",
         "lm_head is a plain float product: no activation quantisation there.", _int8_head, _is_dense),
     table_mistake("head_f16", "embedding and head are rounded to float16",

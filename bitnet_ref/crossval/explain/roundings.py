@@ -1,0 +1,239 @@
+"""Edits that round: a tensor of a step, a number between its inputs and its result, or its matrix, in a narrow format.
+
+A value near the border of two numbers of the format may be rounded the other way by an engine that is right but for
+this. So such an edit need not give every value of the engine's tensor: see `Target.match`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...families.family import Edit, after, before, instead
+from ...reference import layers
+from ...reference.layers import ACTIVATIONS as GATES
+from ...reference.weights import LinearWeight
+from ..names import linear_input
+from .edits import Description, Row, _angles, _e, _ms, _shares, _turn, heads_apart, matrix, product, wide
+from .number_formats import (
+    FLOATS,
+    INT4_ROWS,
+    INT8_ROWS,
+    MATRICES,
+    NARROW,
+    Q8_0,
+    ROUNDED,
+    SIZES,
+    Format,
+    Rule,
+    activation_formats,
+    blocks_of,
+    rounded,
+    running_sum,
+)
+from .variants import Step, is_by_head
+
+Kind = tuple[str, Any]  # a narrow float: its name and dtype
+
+
+def descriptions(step: Step) -> Iterator[Description]:
+    """Every description that rounds in this step. Those of its own formula come first."""
+    kind = step.name.rpartition(".")[2]
+    for cost, text, formula in _BETWEEN[kind](step) if kind in _BETWEEN else ():
+        yield Description(cost, text, instead(formula), rounds=True)
+    weights = [i for i, x in enumerate(step.inputs) if isinstance(x, LinearWeight)]
+    if weights == [0]:
+        yield from _tables()
+    elif weights == [1] and len(step.inputs) == 2 and not step.name.endswith("hook_acc_int32"):
+        yield from _dense_products()
+    elif weights == [1] and len(step.inputs) == 3:
+        yield from _bit_linears(step)
+    for words, rule in _formats_of(step.result, step):
+        yield Description(1, f"{{it}} is {words}", after(rule), rounds=True)
+    turns = step.name.endswith(("hook_rot_q", "hook_rot_k"))  # cos and sin have rows of their own
+    for index, x in enumerate(step.inputs[:1] if turns else step.inputs):
+        if isinstance(x, np.ndarray) and x.ndim > 1 and x.dtype.kind == "f":
+            for words, rule in _formats_of(x, step):
+                yield Description(1.2, f"{{in{index}}} is {words}", before(index, rule), rounds=True)
+
+
+def _formats_of(x: NDArray, step: Step) -> list[Format]:
+    """The formats that a tensor may be in: scores and patterns, (heads, N, keys), are not quantised to integers."""
+    apart = heads_apart(x, step)
+    if apart.dtype.kind != "f":
+        return []
+    return ROUNDED if is_by_head(step.name) and apart.ndim == 3 else activation_formats(apart.shape)
+
+
+# -- matrices ----------------------------------------------------------------------------------------------------------
+
+
+def with_matrix_in(rule: Rule, of_input: Rule = np.asarray) -> Edit:
+    """A product, or the embedding, whose matrix is in another format.   of_input: changes what is multiplied."""
+
+    def edit(step: Step, compute: Edit, first: Any, second: Any) -> NDArray:
+        if isinstance(first, LinearWeight):
+            return rule(first.rows(second, np.float32)).astype(np.float32)
+        return product(of_input(first), rule(matrix(second))).astype(np.float32)
+
+    return edit
+
+
+def _tables() -> Iterator[Description]:
+    """The embedding's rows: a scale of the whole matrix is not known from those that were taken."""
+    for words, rule in MATRICES:
+        if not words.endswith("one scale"):
+            yield Description(1, f"the matrix is {words}", with_matrix_in(rule), rounds=True)
+
+
+_BOTH: list[tuple[str, Rule, Rule]] = [  # of products whose matrix and input are quantised
+    ("the matrix and its input are quantised to int8, a scale per row and token", INT8_ROWS, INT8_ROWS),
+    ("the matrix is quantised to int4, a scale per row, its input to int8", INT4_ROWS, INT8_ROWS),
+    *((f"the matrix is {words}, its input as Q8_0", rule, Q8_0) for words, rule in MATRICES if "as Q" in words),
+]  # fmt: skip
+
+
+def _dense_products() -> Iterator[Description]:
+    for words, rule in MATRICES:
+        yield Description(1.1, f"the matrix is {words}", with_matrix_in(rule), rounds=True)
+    for words, rule, of_input in _BOTH:
+        yield Description(1.3, words, with_matrix_in(rule, of_input), rounds=True)
+
+
+def _bit_linears(step: Step) -> Iterator[Description]:
+    """The output of a BitLinear whose input is in another format than int8 with a scale for each token."""
+    width = step.inputs[1].shape[1]
+    formats = [*ROUNDED, *blocks_of([size for size in SIZES if size < width and width % size == 0])]
+
+    def edit(rule: Rule) -> Edit:
+        def of_floats(step: Step, compute: Edit, acc: NDArray, w: Any, x_quant_scale: NDArray) -> NDArray:
+            x = step.seen[linear_input(step.name.rpartition(".")[0], step.setting.config)].reshape(len(acc), -1)
+            return (product(rule(x), matrix(w)) * w.w_dequant_scale).astype(np.float32)
+
+        return of_floats
+
+    for words, rule in formats:
+        instead_of = ", not quantised to int8" * words.startswith("rounded")
+        yield Description(1.1, f"activations are {words}{instead_of}", edit(rule), rounds=True)
+
+
+# -- between the inputs of a step and its result -----------------------------------------------------------------------
+
+
+def _of_lengths(step: Step) -> Iterator[Row]:
+    for name, to in NARROW.items():
+        yield (
+            1.3,
+            f"squares are rounded to {name}",
+            lambda x, eps, to=to: np.sqrt(wide(rounded(np.square(x), to)).mean(-1, keepdims=True) + eps),
+        )
+        yield (
+            1.3,
+            f"the sum of squares is kept in {name}, term by term",
+            lambda x, eps, to=to: np.sqrt(running_sum(np.square(x), to) / x.shape[-1] + eps),
+        )
+        yield 1.3, f"the mean of squares is rounded to {name}", lambda x, eps, to=to: np.sqrt(rounded(_ms(x), to) + eps)
+        yield (
+            1.3,
+            f"the sum of squares is rounded to {name}",
+            lambda x, eps, to=to: np.sqrt(rounded(_ms(x) * x.shape[-1], to) / x.shape[-1] + eps),
+        )
+
+
+def _of_norms(step: Step) -> Iterator[Row]:
+    for name, to in NARROW.items():
+        yield 1.3, f"the weight of the norm is rounded to {name}", lambda x, r, w, to=to: x / r * rounded(w, to)
+        yield 1.3, f"x / length is rounded to {name} before its weight", lambda x, r, w, to=to: rounded(x / r, to) * w
+
+
+def _of_activation_scales(step: Step) -> Iterator[Row]:
+    for name, to in FLOATS.items():
+        yield (
+            1.1,
+            f"max|x| / 127 is rounded to {name}",
+            lambda x, to=to: 1 / rounded(np.maximum(np.abs(x).max(-1, keepdims=True), 1e-5) / 127, to),
+        )
+
+
+def _of_integers(step: Step) -> Iterator[Row]:
+    for name, to in NARROW.items():
+        yield (
+            1.2,
+            f"x * scale is rounded to {name} before it is rounded to int8",
+            lambda x, s, to=to: np.clip(np.rint((x * s).astype(to).astype(np.float32)), -128, 127),
+        )
+
+
+def _of_ropes(step: Step) -> Iterator[Row]:
+    p, f = _angles(step)
+    for name, to in NARROW.items():
+        yield (
+            1.3,
+            f"cos and sin are rounded to {name}",
+            lambda x, c, s, to=to: layers.apply_rope(x, rounded(c, to), rounded(s, to)),
+        )
+        yield 1, f"RoPE's frequencies are rounded to {name}", lambda x, c, s, to=to: _turn(x, p * wide(rounded(f, to)))
+        yield 1.1, f"RoPE's angles are rounded to {name}", lambda x, c, s, to=to: _turn(x, wide(rounded(p * f, to)))
+        yield 1.1, f"RoPE's positions are rounded to {name}", lambda x, c, s, to=to: _turn(x, wide(rounded(p, to)) * f)
+
+
+def _of_scores(step: Step) -> Iterator[Row]:
+    root = math.sqrt(step.inputs[0].shape[-1])
+    for name, to in NARROW.items():
+        yield (
+            1.1,
+            f"q k is rounded to {name} before it is divided by sqrt(head_dim)",
+            lambda *a, to=to: rounded(step.compute(*a) * root, to) / root,
+        )
+
+
+def _of_patterns(step: Step) -> Iterator[Row]:
+    for name, to in FLOATS.items():
+        yield 1.3, f"exp(s) is rounded to {name}", lambda s, to=to: _shares(wide(rounded(_e(s), to)))
+    for top in (127, 255):
+        yield (
+            1.3,
+            f"the pattern is rounded to multiples of 1/{top}",
+            lambda s, top=top: np.rint(_shares(_e(s)) * top) / top,
+        )
+
+
+def _of_gates(step: Step) -> Iterator[Row]:
+    for name, to in NARROW.items():
+        yield (
+            1.3,
+            f"the activation is rounded to {name}",
+            lambda g, u, n, to=to: wide(GATES[n].function(wide(g)).astype(to)) * u,
+        )
+
+
+def _of_outputs(step: Step) -> Iterator[Row]:
+    if len(step.inputs) < 3:
+        return
+    for name, to in FLOATS.items():
+        yield (
+            1.1,
+            f"the scale of {{w}} is rounded to {name}",
+            lambda a, w, s, to=to: a * (rounded(w.w_dequant_scale, to) / s),
+        )
+        yield (
+            1.1,
+            f"the inverse of the activation scale is rounded to {name}",
+            lambda a, w, s, to=to: a * (w.w_dequant_scale * rounded(1 / s, to)),
+        )
+        yield (
+            1.2,
+            f"the quotient of the two scales is rounded to {name}",
+            lambda a, w, s, to=to: a * rounded(w.w_dequant_scale / s, to),
+        )
+
+
+_BETWEEN: dict[str, Callable[[Step], Iterable[Row]]] = {  # by kind of step
+    "hook_scale": _of_lengths, "hook_normalized": _of_norms, "hook_x_scale": _of_activation_scales, "hook_x_int8": _of_integers,
+    "hook_rot_q": _of_ropes, "hook_rot_k": _of_ropes, "hook_attn_scores": _of_scores, "hook_pattern": _of_patterns,
+    "hook_post": _of_gates, "hook_out": _of_outputs, "product": _of_outputs,
+}  # fmt: skip
