@@ -82,6 +82,14 @@ FAMILY_BUGS = (
         (GROUPS, GROUPS_IN_PRODUCT,
             "expand_groups(packed[part], in_features, np.repeat(scales[part], 2, axis=1)[:, : scales.shape[1]],"
             " group, np.float64)")),
+    bug("group_scales_of_the_previous_group", "qwen3",
+        Q_OUT,
+        (GROUPS, GROUPS_IN_PRODUCT,
+            "expand_groups(packed[part], in_features, np.roll(scales, 1, 1)[part], group, np.float64)")),
+    bug("group_scales_of_the_next_row", "qwen3",
+        Q_OUT,
+        (GROUPS, GROUPS_IN_PRODUCT,
+            "expand_groups(packed[part], in_features, np.roll(scales, -1, 0)[part], group, np.float64)")),
     # -- a Hadamard basis
     bug("rotation_ignored", "hadamard", TURNED, (HADAMARD, TURN, "return x.astype(np.float64)")),
     bug("rotation_signs_after", "hadamard",

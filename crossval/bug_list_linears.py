@@ -55,6 +55,7 @@ DENSE = """        from .layers import dense_matmul
 """
 ROUNDED = "np.rint(x * x_quant_scale)"
 AWAY = "np.trunc(x * x_quant_scale + np.copysign(np.float32(0.5), x))"
+CLIPPED = "np.clip(np.rint(x * x_quant_scale), -128, 127)"
 SCALE = "    x_quant_scale = x.dtype.type(127)"
 ACC_LINE = "        acc[:, start : start + rows] = x @ w_t.T\n"
 ACC_END = ACC_LINE + "    return acc\n"
@@ -87,6 +88,10 @@ LINEAR_BUGS = (
     bug("round_half_away", "exact ties", X_INT8, (QUANT, ROUNDED, AWAY)),
     bug("activation_scale_per_tensor", "bitnet",
         X_INT8, (QUANT, SCALE, "    largest = np.full((len(x), 1), np.abs(x).max())\n" + SCALE)),
+    bug("activation_scale_128_wraps", "bitnet",
+        X_INT8,
+        (QUANT, SCALE, SCALE.replace("127", "128")),
+        (QUANT, CLIPPED, "np.rint(x * x_quant_scale).astype(np.int64)")),
     bug("activation_floor_missing", "faint token",
         X_INT8, (QUANT, "np.maximum(largest, x.dtype.type(SCALE_FLOOR))", "largest"), tokens=(5, 1, 17, 23, 5, 9)),
     bug("activation_blocks_of_256", "wide", "blocks.0.*_proj.hook_out", (WEIGHTS, PRODUCT, Q8_K)),

@@ -484,10 +484,9 @@ def outcome(seed: int, is_thin: bool = False, budget_s: float = 20.0) -> Outcome
     right_cause = False
     if confirmed and (change := diagnoses.changes.get(confirmed[0].cause)) is not None:
         other = tokens_of(rng)
-        setting = change(Setting.of(model, other))
-        right_cause = (
-            setting is not None and not Evidence(setting, View(show(run(other, weights, engine, mistake)))).wrong
-        )
+        right, unseen = Setting.of(model, other), View(show(run(other, weights, engine, mistake)))
+        setting = change(right)
+        right_cause = setting is not None and not Evidence(setting, unseen, Evidence(right, unseen)).wrong
     first_right = is_thin or (first is not None and (any(name in first for name in names)))
     return Outcome(
         seed, family, mistake.text, first, first_right, confirmed[0].cause if confirmed else None, right_cause, seconds

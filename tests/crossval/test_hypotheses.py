@@ -70,6 +70,7 @@ RARE = {
     "lora_of_normed_input",  # shows with an adapter on a linear that has a norm inside
     "groups_of_128_for_64",
     "groups_of_128_for_64_rows_too",
+    "last_group_scale_missing",  # rows of the models here are whole groups
 }
 
 

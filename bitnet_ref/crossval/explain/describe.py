@@ -364,8 +364,8 @@ class Explanation:
     result: NDArray | None = None
 
     def says_the_same(self, other: Explanation) -> bool:
-        """Whether it is the same computation as another one, in other words."""
-        if self.known or self.names != other.names or self.result is None or other.result is None:
+        """Whether it rounds the same as another one, in other words."""
+        if not self.rounds or self.names != other.names or self.result is None or other.result is None:
             return False
         size = float(np.abs(self.result).max(where=np.isfinite(self.result), initial=0))
         return bool(np.isclose(self.result, other.result, rtol=1e-5, atol=1e-6 * size).mean() > 0.99)
