@@ -94,7 +94,7 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
 
 def trace_options(function: AnyFunction) -> AnyFunction:
     """How a trace is judged."""
-    budget = "How long to look for the cause of a difference: 90, 60s, 2m."
+    budget = "How long to look for the cause of a difference, by the clock: 90, 60s, 2m."
     options = [
         click.option("--budget", default="60s", show_default=True, metavar="TIME", callback=seconds, help=budget),
         click.option("--no-causes", is_flag=True, help="Do not look for the cause of a difference."),

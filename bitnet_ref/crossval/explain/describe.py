@@ -431,18 +431,31 @@ class Site:
         return [e for i, e in enumerate(near) if not any(e.says_the_same(earlier) for earlier in near[:i])]
 
     def _promises(self, nudged: NDArray) -> bool:
-        """Whether the constant moves the tensor towards the engine's, judged by a small change of it."""
+        """Whether the constant moves the tensor towards the engine's, judged by a small change of it, if that does."""
         if self.target.alone:
             return True
         slope = (nudged.reshape(self.target.theirs.shape) - self.target.right)[self.mask]
         wanted = (self.target.theirs - self.target.right)[self.mask]
         norms = float(np.linalg.norm(slope) * np.linalg.norm(wanted))
+        if np.linalg.norm(slope) < 1e-6 * np.linalg.norm(self.target.right):  # a cap far from all values
+            return True
         return norms > 0 and abs(float(slope @ wanted)) > 0.3 * norms
 
     def _made_in_stretch(self, step: Step, text: str) -> bool:
-        index = int(text[text.index("{in") + 3])
-        x = step.inputs[index]
-        return any(np.may_share_memory(x, self.evidence.steps[name].result) for name in self.stretch[1:])
+        """Whether a change of an input is one of the step that computes it, because nothing else reads that."""
+        x = step.inputs[int(text[text.index("{in") + 3])]
+        sources = [name for name in self.stretch[1:] if np.may_share_memory(x, self.evidence.steps[name].result)]
+        return any(self._readers[name] == 1 for name in sources)
+
+    @cached_property
+    def _readers(self) -> dict[str, int]:
+        """How many steps of the stretch read the result of each."""
+        steps = [self.evidence.steps[name] for name in self.stretch]
+        arrays = [[x for x in step.inputs if isinstance(x, np.ndarray)] for step in steps]
+        return {
+            step.name: sum(any(np.may_share_memory(step.result, x) for x in inputs) for inputs in arrays)
+            for step in steps
+        }
 
     def units(self) -> Iterator[tuple[str, ...]]:
         """The sets of steps that one mistake may be in: each step, and those of one kind."""
@@ -518,7 +531,8 @@ class Site:
             for iteration in range(10):
                 if y is None or (iteration > 1 and not target.alone and error > 0.6 * whole):
                     break
-                h = c * (1e-3 if target.alone else 0.1) if family.log else max(abs(c), 0.1) * 1e-3
+                share = 1e-3 if target.alone else 0.1 if iteration < 4 else 0.02  # of c; int8 inside hides small ones
+                h = share * (c if family.log else max(abs(c), 0.1))
                 (shifted,) = self._values(unit, family, [c + h])
                 if shifted is None:
                     break
@@ -542,6 +556,8 @@ class Site:
                 break
         if not best_error < 0.5 * whole or best == family.right:
             return None
+        if not target.alone:
+            best = self._refine(unit, family, best, best_error)
         near = 1e-5 if target.alone and not target.exact else 0.02
         step = self.evidence.steps[unit[0]]
         for words, constant in islice(names_of(best, step, near), 12):
@@ -549,6 +565,18 @@ class Site:
             if result is not None:
                 return result
         return self.attempt(unit, family.edit(best), family.text.replace("{c}", f"{best:.8g}"), cost + 0.3)
+
+    def _refine(self, unit: tuple[str, ...], family: Family, best: float, error: float) -> float:
+        """The constant of least error near `best`: int8 inside a site makes slopes too rough for Gauss-Newton."""
+        width, by_factors = 1.0, family.log or best * family.right > 0
+        for _ in range(5):
+            steps = [width * i / 4 for i in range(-4, 5) if i]
+            trial = [best * 2.0**s if by_factors else best + s * max(abs(best), 0.1) for s in steps]
+            errors = [np.inf if y is None else float(np.linalg.norm(y)) for y in self._values(unit, family, trial)]
+            if min(errors) < error:
+                error, best = min(zip(errors, trial, strict=True))
+            width /= 3
+        return best
 
     def _values(self, unit: tuple[str, ...], family: Family, constants: list[float]) -> list[NDArray | None]:
         """The differences from the engine's tensor with each constant; None where they are not finite."""

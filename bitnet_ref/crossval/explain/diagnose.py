@@ -110,10 +110,14 @@ class Watch:
         """So many tests are to come."""
         self.total += count
 
-    def __call__(self, text: str) -> None:
-        """Before a test. Raises _Stopped after the deadline."""
+    def check(self) -> None:
+        """Raises _Stopped after the deadline."""
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise _Stopped
+
+    def __call__(self, text: str) -> None:
+        """Before a test. Raises _Stopped after the deadline."""
+        self.check()
         if self.progress is not None:
             self.progress(self.tested, self.total, text)
         self.tested += 1
@@ -147,7 +151,7 @@ def diagnose(
         ids = getattr(candidate, "token_ids", None)
         return Diagnoses([] if ids is None else diagnose_prompt(model, tokens, ids, getattr(candidate, "prompt", None)))
     watch, stopped = Watch(progress, deadline), ""
-    forced, setting = comparison.mode == "teacher-forced", Setting.of(model, tokens)
+    forced, setting = comparison.mode == "teacher-forced", replace(Setting.of(model, tokens), check=watch.check)
     search = _Search(setting, View(candidate), _first_name(comparison), thorough, forced, watch, [])
     try:
         _search_causes(search, depth)

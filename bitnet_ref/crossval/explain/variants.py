@@ -82,12 +82,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Setting:
-    """What one run computes.   tokens: (T,).   edits: of steps, by name."""
+    """What one run computes.   tokens: (T,).   edits: of steps, by name.   check: called before each step; may raise."""
 
     config: ModelConfig
     weights: ModelWeights
     tokens: NDArray[np.int64]
     edits: Mapping[str, Edit] = field(default_factory=dict)
+    check: Callable[[], None] = lambda: None
 
     @classmethod
     def of(cls, loaded: LoadedModel, token_ids: Any) -> Setting:
@@ -175,6 +176,7 @@ class _StepRecorder(Recorder):
 
     def step(self, name: str, compute: Callable[..., NDArray], *inputs: Any) -> NDArray:
         """One step: as in the tape, computed, or as the edit computes it."""
+        self.setting.check()
         edit, earlier = self.setting.edits.get(name), self.tape.get(name)
         if edit is None and name != self.until and earlier is not None and _same_inputs(earlier.inputs, inputs):
             result = earlier.result
