@@ -419,8 +419,10 @@ class Site:
                 if mine is None:
                     continue
                 if isinstance(d, Family):
-                    promises = self._promises(mine)
-                    result = self.solve(unit, d, cost, promises) if promises or (d.starts and d.cost < 1.15) else None
+                    direction = self._direction(mine)
+                    promises, unmoved = direction is not None and direction > 0.3, direction is None
+                    tried = promises or (d.starts and (d.cost < 1.15 or unmoved))
+                    result = self.solve(unit, d, cost, promises) if tried else None
                 else:
                     result = self.attempt(unit, d.edit, d.text, cost, mine, d.rounds)
                 if result is not None:
@@ -430,16 +432,19 @@ class Site:
         near = [e for e in good if e.error <= (3 * closest if e.rounds else 20 * closest) + 8 * EPSILON]
         return [e for i, e in enumerate(near) if not any(e.says_the_same(earlier) for earlier in near[:i])]
 
-    def _promises(self, nudged: NDArray) -> bool:
-        """Whether the constant moves the tensor towards the engine's, judged by a small change of it, if that does."""
+    def _direction(self, nudged: NDArray) -> float | None:
+        """How well a small change of a constant points towards the engine's tensor, 0 to 1.
+
+        None where the tensor stays as it is: a cap that is far from all values.
+        """
         if self.target.alone:
-            return True
+            return 1.0
         slope = (nudged.reshape(self.target.theirs.shape) - self.target.right)[self.mask]
+        if np.linalg.norm(slope) < 1e-6 * np.linalg.norm(self.target.right):
+            return None
         wanted = (self.target.theirs - self.target.right)[self.mask]
         norms = float(np.linalg.norm(slope) * np.linalg.norm(wanted))
-        if np.linalg.norm(slope) < 1e-6 * np.linalg.norm(self.target.right):  # a cap far from all values
-            return True
-        return norms > 0 and abs(float(slope @ wanted)) > 0.3 * norms
+        return abs(float(slope @ wanted)) / norms if norms > 0 else 0.0
 
     def _made_in_stretch(self, step: Step, text: str) -> bool:
         """Whether a change of an input is one of the step that computes it, because nothing else reads that."""
@@ -556,7 +561,7 @@ class Site:
                 break
         if not best_error < 0.5 * whole or best == family.right:
             return None
-        if not target.alone:
+        if not target.alone and 1e-3 * whole < best_error < 0.2 * whole:
             best = self._refine(unit, family, best, best_error)
         near = 1e-5 if target.alone and not target.exact else 0.02
         step = self.evidence.steps[unit[0]]

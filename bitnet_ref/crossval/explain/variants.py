@@ -82,7 +82,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Setting:
-    """What one run computes.   tokens: (T,).   edits: of steps, by name.   check: called before each step; may raise."""
+    """What one run computes.   tokens: (T,).   edits: of steps, by name.   check: called before each step; raises."""
 
     config: ModelConfig
     weights: ModelWeights
