@@ -111,8 +111,8 @@ class Watch:
         self.total += count
 
     def check(self) -> None:
-        """Raises _Stopped after the deadline."""
-        if self.deadline is not None and time.monotonic() > self.deadline:
+        """Raises _Stopped after the deadline, once it is known how many tests there are."""
+        if self.total and self.deadline is not None and time.monotonic() > self.deadline:
             raise _Stopped
 
     def __call__(self, text: str) -> None:
