@@ -191,7 +191,7 @@ def explain_trace(
         free = crossing.comparisons[-1]
         if not free.agrees and free.problem is None:
             with suppress(*IMPOSSIBLE):  # it only illustrates the verdict
-                crossing.worked = work_through(Setting.of(reference, run.token_ids), run)
+                crossing.worked = work_through(Setting.of(reference, run.token_ids, run), run)
         causes = diagnose(reference, run.token_ids, run, free, progress=progress, deadline=deadline)
         if crossing.other_tokens is not None:
             prompt = diagnose_prompt(model, trace.token_ids, run.token_ids, trace.prompt)

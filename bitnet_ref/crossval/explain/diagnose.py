@@ -147,7 +147,7 @@ def diagnose(
         ids = getattr(candidate, "token_ids", None)
         return Diagnoses([] if ids is None else diagnose_prompt(model, tokens, ids, getattr(candidate, "prompt", None)))
     watch, stopped = Watch(progress, deadline), ""
-    forced, setting = comparison.mode == "teacher-forced", Setting.of(model, tokens)
+    forced, setting = comparison.mode == "teacher-forced", Setting.of(model, tokens, candidate)
     search = _Search(setting, View(candidate), _first_name(comparison), thorough, forced, watch, [])
     try:
         _search_causes(search, depth)
