@@ -84,6 +84,7 @@ class SequenceRun(Mapping[str, NDArray]):
         self.others = ids
         self.calls: Calls = trace.sequence_calls[index]
         self.engine, self.engine_dtype, self.own_engine = trace.engine, trace.engine_dtype, trace.own_engine
+        self.carries_inputs = trace.carries_inputs
         self.prompt = None  # of all sequences together nobody knows which text is whose
 
     def __getitem__(self, name: str) -> NDArray:

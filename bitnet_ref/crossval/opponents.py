@@ -19,6 +19,7 @@ from ..api import Model
 from ..backends import Backend, available_backends, choose_backend
 from ..backends.record import NamesFilter
 from ..errors import BackendError, NumericsError, TokenizerError
+from .calls import SequenceRun
 from .compare import View, compare
 from .explain.describe import work_through
 from .explain.diagnose import Diagnoses, Diagnosis, Progress, diagnose, diagnose_prompt
@@ -138,35 +139,47 @@ def _cross_backend(
 def cross_trace(model: Model, path: str | os.PathLike[str], *, causes: bool = True, strict: bool = False) -> Crossing:
     """A trace file against the reference: op by op on its own inputs, and as a whole against the reference's run.
 
-    If its embedding's rows show that the engine ran on other tokens than it says, it is compared on those.
+    If its embedding's rows show that the engine ran on other tokens than it says, it is compared on those. Of a trace of
+    several sequences each is compared by itself, and the first that differs is shown.
     causes: look for the cause of a difference, as `explain_trace` does.   strict: names that no run has, and tensors
     that are not recorded, are no agreement.
     Raises FormatError for a file that is no trace.
     """
     reference = model.on(Backend("float32", model.backend.threads))
     with Trace(path) as trace:
-        crossing = Crossing(trace.engine, strict=strict)
-        outside = [i for i in trace.token_ids if i >= model.config.vocab_size]
-        if outside or len(trace.token_ids) > model.config.context_length:
-            limit = f"token {outside[0]} is outside the vocabulary" if outside else "more tokens than the context holds"
-            crossing.failed = f"{limit}: is this trace of another model?"
-            return crossing
-        run = _actual_run(crossing, reference, trace)
-        if (difference := _token_difference(model, run)) is not None:
-            crossing.failed = f"the tokens are not the same: {difference[0]}"
-            crossing.causes = Diagnoses(difference[1])
-            return crossing
-        with record_reference(reference, run.token_ids) as right:
-            compare_free(crossing, reference, right, run, causes=False)
-            if names := misnamed(right, run, crossing.comparisons[-1]):
-                crossing.misnamed, run = names, under_right_names(run, names)
-                crossing.comparisons.clear()
-                compare_free(crossing, reference, right, run, causes=False)
-        by_op = judge_trace(reference, run)
-        if by_op.ops:  # a trace of logits alone has no op that can be judged on its own
-            crossing.comparisons.insert(0, by_op)
+        crossings = [_cross_run(model, reference, run, strict) for run in trace.runs()]
+    crossing = next((each for each in crossings if not each.agrees), crossings[0])
+    if len(crossings) > 1:
+        crossing.sequence = crossings.index(crossing)
+        crossing.wrong_sequences = tuple(i for i, each in enumerate(crossings) if not each.agrees)
+        crossing.sequences = len(crossings)
     if causes:
         explain_trace(crossing, model, path)
+    return crossing
+
+
+def _cross_run(model: Model, reference: Model, trace: Trace | SequenceRun, strict: bool) -> Crossing:
+    """One sequence of a trace."""
+    crossing = Crossing(trace.engine, strict=strict)
+    outside = [i for i in trace.token_ids if i >= model.config.vocab_size]
+    if outside or len(trace.token_ids) > model.config.context_length:
+        limit = f"token {outside[0]} is outside the vocabulary" if outside else "more tokens than the context holds"
+        crossing.failed = f"{limit}: is this trace of another model?"
+        return crossing
+    run = _actual_run(crossing, reference, trace)
+    if (difference := _token_difference(model, run)) is not None:
+        crossing.failed = f"the tokens are not the same: {difference[0]}"
+        crossing.causes = Diagnoses(difference[1])
+        return crossing
+    with record_reference(reference, run.token_ids) as right:
+        compare_free(crossing, reference, right, run, causes=False)
+        if names := misnamed(right, run, crossing.comparisons[-1]):
+            crossing.misnamed, run = names, under_right_names(run, names)
+            crossing.comparisons.clear()
+            compare_free(crossing, reference, right, run, causes=False)
+    by_op = judge_trace(reference, run)
+    if by_op.ops:  # a trace of logits alone has no op that can be judged on its own
+        crossing.comparisons.insert(0, by_op)
     return crossing
 
 
@@ -186,7 +199,8 @@ def explain_trace(
         return
     deadline = None if budget_s is None else time.monotonic() + budget_s
     reference = model.on(Backend("float32", model.backend.threads))
-    with Trace(path) as trace:
+    with Trace(path) as whole:
+        trace = whole.runs()[crossing.sequence]
         run = under_right_names(_actual_run(crossing, reference, trace), crossing.misnamed)
         free = crossing.comparisons[-1]
         if not free.agrees and free.problem is None:
@@ -199,7 +213,7 @@ def explain_trace(
         crossing.causes = causes
 
 
-def _actual_run(crossing: Crossing, reference: Model, trace: Trace) -> View:
+def _actual_run(crossing: Crossing, reference: Model, trace: Trace | SequenceRun) -> View:
     """The trace with the tokens that its engine ran on, if its embedding tells them; they are noted in `crossing`."""
     run, ids = View(trace), trace.token_ids
     used = used_ids(reference, trace["hook_embed"], ids) if "hook_embed" in trace else None

@@ -7,7 +7,7 @@ Engines have a kernel for one token and others for many, a cache, a mask with an
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,9 @@ from ..backends.record import NamesFilter, Recorder
 from ..backends.run import run
 from ..reference.cache import TokenBatch
 from ..reference.config import ModelConfig
-from .calls import SequenceRun
+from .calls import sizes_in_words
 from .token_ids import long_tokens
-from .trace import Trace, record_to_file, write_trace
+from .trace import record_to_file, write_trace
 
 RUNS = {
     "short": "a sentence in one call, with every tensor",
@@ -51,9 +51,13 @@ class RunPlan:
     def in_words(self) -> str:
         """
         >>> RunPlan("decode", (1, 2, 3), (1, 1, 1)).in_words
-        'decode, 3 tokens'
+        'calls of 1, 1, 1 tokens'
+        >>> RunPlan("batch", (1, 2, 3), (), (2, 1)).in_words
+        'sequences of 2 and 1 tokens in one call'
         """
-        return f"{self.name}, {len(self.tokens)} tokens"
+        if self.sequences:
+            return f"sequences of {' and '.join(map(str, self.sequences))} tokens in one call"
+        return sizes_in_words(self.calls or (len(self.tokens),))
 
     @property
     def job(self) -> dict[str, Any]:
@@ -160,20 +164,3 @@ def record_run(
     calls, sequences = run_plan.calls or None, run_plan.sequences or None
     engine = f"bitnet_ref {model.backend.name}"
     write_trace(path, tensors, run_plan.tokens, engine=engine, calls=calls, sequences=sequences)
-
-
-def is_about(trace: Trace | SequenceRun) -> str:
-    """The name of the run that a trace is: "decode" for one of single tokens.
-
-    "" for one that is none of `RUNS`.
-    """
-    if isinstance(trace, SequenceRun) or len(trace.sequences) > 1:
-        return "batch"
-    if len(trace.calls) > 1:
-        return "decode" if set(trace.calls[1:]) == {1} else "pieces"
-    return ""
-
-
-def same_tokens(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two traces are of the same tokens, so that they must have the same tensors."""
-    return list(getattr(one, "token_ids", ())) == list(getattr(other, "token_ids", ()))

@@ -32,6 +32,7 @@ _WRONG_ROW = 1e-3  # relative L2 of a token's row that is certainly wrong
 _IMPOSSIBLE_IN_CALLS = (
     "cache_misses_the_newest", "cache_misses_the_oldest", "positions_from_one", "no_causal_mask", "sees_one_ahead",
 )  # fmt: skip
+_RINGS = 64  # sizes of a ring that are tried
 _NEAR = (0, -1, 1)  # of a limit, about the first wrong token
 
 
@@ -192,7 +193,7 @@ def _moved(by: int) -> Rows:
         moved = np.roll(rows, by, axis=0)
         if by > 0:
             moved[:by] = rows[:1]  # the slots before the first are read as the first
-        return moved
+        return moved  # by -1 the last row of the cache is that of the next call's first token
 
     return rows_of
 
@@ -261,45 +262,42 @@ _READS: tuple[tuple[str, str, Rows, bool, bool], ...] = (  # name, words, rows, 
 # -- tokens in front: padding, and the sequence before -----------------------------------------------------------------
 
 
-def sees_in_front(tokens: Callable[[Setting], Sequence[int]], restart: bool, from_call: int = 0) -> Edit:
-    """Attention that also sees these tokens, laid in front of the sequence.
+# Where the tokens in front are: before the sequence, which is moved; each from 0; all of them at 0, as padding may be.
+MOVED, FROM_0, ALL_AT_0 = "", "_from_0", "_at_0"
+_PLACES = {MOVED: "", FROM_0: ", both from position 0", ALL_AT_0: ", at position 0"}
 
-    restart: positions begin again with the sequence, so that both have a token 0.   from_call: only from that call on.
-    """
 
-    def edit(step: Step, compute: Edit, pattern: NDArray, values: NDArray, *rest: Any) -> NDArray:
+def sees_in_front(tokens: Callable[[Setting], Sequence[int]], place: str, from_call: int = 0) -> Edit:
+    """Attention that also sees these tokens, laid in front of the sequence.   from_call: only from that call on."""
+
+    def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
         attn, setting = step.name.rpartition(".")[0], step.setting
-        front, window = tokens(setting), setting.config.window_of(step.layer or 0)
-        steps = _steps_of(setting, front)
+        front = tokens(setting)
+        if not step.name.endswith("hook_z"):  # RoPE
+            return compute(*inputs) if place != MOVED else turned_at(lambda p, *_: p + len(front))(step, compute, *inputs)
+        values, n = inputs[1], len(setting.tokens)
+        steps = _steps_of(setting, front[:1] if place == ALL_AT_0 else front)
         keys_in_front, v_in_front = (steps[f"{attn}.{hook}"].result for hook in ("hook_rot_k", "hook_v"))
-        q, n = step.seen[f"{attn}.hook_rot_q"], len(setting.tokens)
-        if not restart:  # the sequence is at later positions: it is enough to turn the tokens in front back
-            tables = own_rope(step).tables(np.arange(len(front)) - len(front), setting.config.rotary_size, np.float32)
-            keys_in_front = layers.apply_rope(_unturned(steps, attn), *tables)
-        group = q.shape[1] // values.shape[1]
+        if place == ALL_AT_0:  # which are all the same
+            keys_in_front, v_in_front = (np.repeat(x, len(front), axis=0) for x in (keys_in_front, v_in_front))
+        q, group = step.seen[f"{attn}.hook_rot_q"], inputs[0].shape[0] // values.shape[1]
         k_wide, v_wide = (np.repeat(x, group, axis=1).astype(np.float64) for x in (keys_in_front, v_in_front))
         more = np.einsum("ihd,jhd->hij", q.astype(np.float64), k_wide) * q.shape[2] ** -0.5
-        if window is not None:
-            i, j = np.arange(n)[:, None], np.arange(len(front)) - len(front)
-            more = np.where(i - j < window, more, -np.inf)
+        if (window := setting.config.window_of(step.layer or 0)) is not None:
+            distance = np.arange(n)[:, None] - (np.arange(len(front)) - len(front))
+            more = np.where(distance < window, more, -np.inf)
         own = step.seen[f"{attn}.hook_attn_scores"].astype(np.float64)
         both = layers.softmax(np.concatenate([more, own], axis=2))
         z = np.einsum("hij,jhd->ihd", both[:, :, : len(front)], v_wide)
         z += np.einsum("hij,jhd->ihd", both[:, :, len(front) :], np.repeat(values, group, axis=1).astype(np.float64))
-        right = compute(pattern, values, *rest)
-        calls = setting.calls or (n,)
-        return np.where((call_of_tokens(calls) >= from_call)[:, None, None], z.astype(right.dtype), right)
+        right = compute(*inputs)
+        in_scope = call_of_tokens(setting.calls or (n,)) >= from_call
+        return np.where(in_scope[:, None, None], z.astype(right.dtype), right)
 
     return edit
 
 
-def _unturned(steps: Mapping[str, Step], attn: str) -> NDArray:
-    """The keys that go into RoPE."""
-    keys: NDArray = steps[f"{attn}.hook_rot_k"].inputs[0]
-    return keys
-
-
-_front_mistake = partial(Hypothesis, "*.attn.hook_z")
+_front_mistake = partial(Hypothesis, "*.attn.hook_rot_[qk] *.attn.hook_z")
 
 
 def _fronts(setting: Setting) -> Iterator[tuple[str, str, Callable[[Setting], Sequence[int]]]]:
@@ -337,13 +335,10 @@ def call_hypotheses(
             _read_mistake(f"values_of_other_{index}", f"later calls read the values of {words} in the cache", _CACHE, reads(_of_other(index), keys=False)),
         ]  # fmt: skip
     for name, words, tokens in _fronts(setting):
-        for restart in (False, True):
-            also = ", both from position 0" if restart else ""
-            scopes = [("", 0)] + [(", from the second call on", 1)] * (len(setting.calls) > 1)
-            for scope, from_call in scopes:
-                edit = sees_in_front(tokens, restart, from_call)
-                name_ = f"sees_{name}{'_from_0' * restart}{'_later' * bool(from_call)}"
-                out.append(_front_mistake(name_, f"the sequence also sees {words}{also}{scope}", _PADDING, edit))
+        for place, at in _PLACES.items():
+            for scope, from_call in [("", 0)] + [(", from the second call on", 1)] * (len(setting.calls) > 1):
+                edit, short = sees_in_front(tokens, place, from_call), f"sees_{name}{place}{'_later' * bool(from_call)}"
+                out.append(_front_mistake(short, f"the sequence also sees {words}{at}{scope}", _PADDING, edit))
     first = first_wrong_token(setting, candidate)
     if first is not None and first > 0:
         out += list(_limits(setting, first))
@@ -367,14 +362,16 @@ def _distinct(calls: Calls) -> Iterator[Hypothesis]:
 
 def _limits(setting: Setting, first: int) -> Iterator[Hypothesis]:
     """Tables and rings that end just before the first wrong token, and windows that do."""
-    starts, n = start_of_tokens(setting.calls or (len(setting.tokens),)), len(setting.tokens)
+    calls, n = setting.calls or (len(setting.tokens),), len(setting.tokens)
+    starts, stuck = start_of_tokens(calls), calls[0] + 1 if len(calls) > 1 else 0
     for limit in (first + near for near in _NEAR):
-        if 1 <= limit < n:
+        if 1 <= limit < n and limit != stuck:  # that has a name among `_POSITIONS`
             yield Hypothesis(
                 "*.attn.hook_rot_[qk]", f"rope_table_ends_at_{limit}",
                 f"RoPE's table ends: positions from {limit} on are taken as {limit - 1}", "Make the table as long as the context.",
                 turned_at(lambda p, start, call, limit=limit: np.minimum(p, limit - 1)),
             )  # fmt: skip
+        if 1 <= limit < n:
             yield Hypothesis(
                 "*.attn.hook_rot_[qk]", f"rope_table_wraps_at_{limit}",
                 f"RoPE's table wraps round: positions from {limit} on begin again at 0", "Make the table as long as the context.",
@@ -382,9 +379,12 @@ def _limits(setting: Setting, first: int) -> Iterator[Hypothesis]:
             )  # fmt: skip
     if len(setting.calls) < 2:
         return
-    sizes = {first + near for near in _NEAR} | {int(starts[first])} | {int(starts[first]) + near for near in _NEAR}
-    for size in sorted(size for size in sizes if 1 <= size < n):
+    start = int(starts[first])
+    rings = range(start, start + calls[int(call_of_tokens(calls)[first])])  # the first that the call's writing overruns
+    rings = rings if len(rings) <= _RINGS else range(rings.start, rings.start + _RINGS)
+    for size in (size for size in rings if 1 <= size < n):
         yield _sees_mistake(f"ring_of_{size}", f"the cache is a ring of {size} tokens that wraps too early", _CACHE, sees_in_calls(_ring(size)))
+    for size in (first + near for near in _NEAR if 1 <= first + near < n):
         yield _sees_mistake(f"window_of_{size}_in_decoding", f"later calls see {size} tokens only, itself included", _CACHE, sees_in_calls(_narrow(size)))
 
 
