@@ -14,12 +14,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from ..api import Model
 from ..backends import Backend, available_backends, choose_backend
 from ..backends.record import NamesFilter
-from ..errors import BackendError, NumericsError, TokenizerError
-from .calls import SequenceRun
+from ..errors import BackendError, FormatError, NumericsError, TokenizerError
+from .calls import SequenceRun, sizes_in_words
 from .compare import View, compare
 from .explain.describe import work_through
 from .explain.diagnose import Diagnoses, Diagnosis, Progress, diagnose, diagnose_prompt
@@ -29,7 +30,8 @@ from .explain.variants import IMPOSSIBLE, Setting
 from .misnamed import misnamed, under_right_names
 from .names import INT8, SCALE
 from .paths import OnCheck, check_long, check_paths, ignore_check
-from .report import Crossing, comparison_row, evidence
+from .report import Crossing, FurtherRun, comparison_row, evidence
+from .runs import RUNS
 from .self_check import check_answers, is_emulated, is_shipped
 from .teacher import teacher_forced
 from .token_ids import beside, token_parity, used_ids
@@ -156,6 +158,63 @@ def cross_trace(model: Model, path: str | os.PathLike[str], *, causes: bool = Tr
     if causes:
         explain_trace(crossing, model, path)
     return crossing
+
+
+def trace_files(given: Sequence[Path]) -> list[Path]:
+    """The trace files among these paths, those of folders in the order of `RUNS`. Raises FormatError for an empty folder."""
+    files: list[Path] = []
+    order = {f"{name}.safetensors": i for i, name in enumerate(RUNS)}
+    for path in given:
+        inside = sorted(path.glob("*.safetensors"), key=lambda file: (order.get(file.name, len(order)), file.name))
+        if path.is_dir() and not inside:
+            raise FormatError("no trace is in this folder: no file ends in .safetensors", path=path)
+        files += inside if path.is_dir() else [path]
+    return files
+
+
+def cross_traces(model: Model, paths: Sequence[Path], *, strict: bool = False) -> Crossing:
+    """Several traces of one engine with one verdict: that of the first, and the others as further runs of it.
+
+    If the first agrees and another does not, the crossing is of that other one (`wrong_file`), whose causes are looked for.
+    """
+    crossings = [cross_trace(model, path, causes=False, strict=strict) for path in paths]
+    if len(paths) == 1:
+        return crossings[0]
+    facts = [_facts_of(path) for path in paths]
+    wrong = next((i for i, each in enumerate(crossings) if not each.agrees), 0)
+    crossing = crossings[wrong]
+    crossing.wrong_file, crossing.file_name = paths[wrong], paths[wrong].stem
+    for i, (path, each) in enumerate(zip(paths, crossings, strict=True)):
+        if i == wrong:
+            continue
+        run = FurtherRun(path.stem, facts[i].tokens, facts[i].words, each.comparisons, failed=each.failed)
+        if not crossing.agrees and each.agrees and facts[i].ids == facts[wrong].ids:
+            run.same_as_short = False
+        crossing.further.append(run)
+    right = [facts[i].longest_call for i, each in enumerate(crossings) if each.agrees]
+    bad = [facts[i].longest_call for i, each in enumerate(crossings) if not each.agrees]
+    if right and bad and max(right) < min(bad):
+        crossing.by_length = f"right for calls of up to {max(right)} tokens, wrong for {min(bad)}"
+    return crossing
+
+
+class _Facts(NamedTuple):
+    """Of a trace: how many tokens, its calls in words, the tokens, the longest call."""
+
+    tokens: int
+    words: str
+    ids: list[int]
+    longest_call: int
+
+
+def _facts_of(path: Path) -> _Facts:
+    with Trace(path) as trace:
+        n, sizes = len(trace.token_ids), [size for calls in trace.sequence_calls for size in calls]
+        if len(trace.sequences) > 1:
+            words = f"sequences of {' and '.join(map(str, trace.sequences))} tokens"
+        else:
+            words = sizes_in_words(trace.calls or (n,))
+        return _Facts(n, words, trace.token_ids, max(sizes, default=max(trace.sequences)))
 
 
 def _cross_run(model: Model, reference: Model, trace: Trace | SequenceRun, strict: bool) -> Crossing:

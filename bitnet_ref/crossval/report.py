@@ -13,6 +13,7 @@ import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,9 @@ class Crossing:
     worked: str = ""  # of the first wrong op: the reference's line, and one value of it worked through
     other_tokens: str | None = None  # the ids that a trace should have run on, and those that its embedding shows
     misnamed: dict[str, Meant] = field(default_factory=dict)  # tensors of a trace that hold another one's numbers
+    wrong_file: Path | None = None  # of several traces the first that differs, of which causes are looked for
+    by_length: str = ""  # where only long calls are wrong
+    file_name: str = ""  # of several traces: of which this is
     sequence: int = 0  # which sequence of a trace this is of, and how many it has; which of them differ
     sequences: int = 1
     wrong_sequences: tuple[int, ...] = ()
@@ -198,6 +202,10 @@ class Crossing:
             verdict = f"with {shown.tokens} tokens: {verdict}"
         elif shown.agrees and self.long:
             verdict += f"; with {self.long[-1].tokens} tokens: {self.long[-1].verdict}"
+        if self.file_name:
+            verdict = f"{self.file_name}: {verdict}"
+        if self.by_length:
+            verdict = f"{self.by_length}: {verdict}"
         if further := self._of_further:
             first = shown.agrees and any(each.agrees is False for each in self.further)
             verdict = f"DIFFERS: {further}. The short run: {verdict}" if first else f"{verdict}; {further}"
