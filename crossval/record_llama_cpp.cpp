@@ -2,6 +2,7 @@
 //
 //     g++ -O1 record_llama_cpp.cpp -I LLAMA/include -I LLAMA/ggml/include -L LLAMA/build/bin -lllama -lggml -lggml-base
 //     ./a.out model.gguf run.safetensors 1,17,5 && bitnet-ref crossval trace model.gguf run.safetensors
+//     ./a.out model.gguf run.safetensors 1,17,5,9 2,1,1     two tokens in the first call, then one in each
 //
 // llama.cpp names the tensors of its graph (attn_norm-0, Qcur-0). Flash attention is off and the cache is float32, because
 // both round differently. Tensors are copied from any device.
@@ -23,7 +24,9 @@ struct Recorder {
     int n_tokens = 0;
     int heads[2] = {0, 0};     // query and kv heads, if RoPE rotates neighbours (the architecture llama): q and k are
                                // then put back into the order of halves
-    std::map<std::string, Tensor> seen;  // the last of a name counts: a bias comes after its product
+    bool in_one_call = true;   // attention patterns of a later call have the cache's slots as columns: left out
+    std::map<std::string, Tensor> now;   // of this call; the last of a name counts: a bias comes after its product
+    std::map<std::string, Tensor> seen;  // of all calls
 
     // llama_context_params.cb_eval = Recorder::callback, .cb_eval_user_data = &recorder
     static bool callback(struct ggml_tensor *tensor, bool ask, void *user) {
@@ -67,6 +70,7 @@ struct Recorder {
         std::vector<float> values(ggml_nelements(tensor));
         ggml_backend_tensor_get(tensor, values.data(), 0, ggml_nbytes(tensor));
         int64_t columns = tensor->ne[0], rows = ggml_nelements(tensor) / columns, depth = 0;
+        if (ends_with(name, "hook_pattern") && !in_one_call) return;
         if (ends_with(name, "hook_pattern")) {  // (heads, padded tokens, cache) -> (heads, N, N)
             std::vector<float> cut;
             depth = tensor->ne[2];
@@ -84,7 +88,21 @@ struct Recorder {
             bool is_this = ends_with(name, k ? "k_proj.hook_out" : "q_proj.hook_out") || ends_with(name, k ? "rot_k" : "rot_q");
             if (heads[k] && is_this) to_halves(values, columns / heads[k]);
         }
-        seen[name] = {depth, rows, columns, std::move(values)};
+        now[name] = {depth, rows, columns, std::move(values)};
+    }
+
+    // After each call: its rows come below those of the calls before.
+    void end_call() {
+        for (auto &[name, t] : now) {
+            Tensor &whole = seen[name];
+            if (whole.values.empty()) {
+                whole = std::move(t);
+            } else {
+                whole.rows += t.rows;
+                whole.values.insert(whole.values.end(), t.values.begin(), t.values.end());
+            }
+        }
+        now.clear();
     }
 
     static void to_halves(std::vector<float> &values, int64_t head_dim) {
@@ -96,13 +114,23 @@ struct Recorder {
     }
 };
 
-int main(int argc, char **argv) {
-    if (argc != 4) return fprintf(stderr, "usage: %s MODEL.gguf OUT.safetensors 1,17,5\n", argv[0]), 2;
-    std::vector<llama_token> tokens;
-    for (char *at = argv[3], *end; *at; at = end + (*end == ',')) {
-        tokens.push_back((llama_token)strtol(at, &end, 10));
-        if (end == at) return fprintf(stderr, "expected token ids, such as 1,17,5: %s\n", at), 2;
+static std::vector<int> read_numbers(char *at) {
+    std::vector<int> numbers;
+    for (char *end; *at; at = end + (*end == ',')) {
+        numbers.push_back((int)strtol(at, &end, 10));
+        if (end == at) fprintf(stderr, "expected numbers, such as 1,17,5: %s\n", at), exit(2);
     }
+    return numbers;
+}
+
+int main(int argc, char **argv) {
+    if (argc != 4 && argc != 5) return fprintf(stderr, "usage: %s MODEL.gguf OUT.safetensors 1,17,5 [2,1]\n", argv[0]), 2;
+    std::vector<int> tokens = read_numbers(argv[3]), calls;
+    if (argc == 5) calls = read_numbers(argv[4]);
+    int n_calls = (int)calls.size(), total = 0;  // 0: one call, of which the trace need not tell
+    if (calls.empty()) calls = {(int)tokens.size()};
+    for (int size : calls) total += size;
+    if (total != (int)tokens.size()) return fprintf(stderr, "the calls have %d tokens, not %zu\n", total, tokens.size()), 2;
 
     llama_backend_init();
     llama_model_params model_options = llama_model_default_params();
@@ -111,6 +139,7 @@ int main(int argc, char **argv) {
 
     Recorder recorder;
     recorder.n_tokens = (int)tokens.size();
+    recorder.in_one_call = calls.size() == 1;
     char architecture[64] = "";
     llama_model_meta_val_str(model, "general.architecture", architecture, sizeof architecture);
     if (std::string(architecture) == "llama") {
@@ -126,15 +155,20 @@ int main(int argc, char **argv) {
     if (!context) return fprintf(stderr, "cannot make a context\n"), 1;
 
     llama_batch batch = llama_batch_init((int32_t)tokens.size(), 0, 1);
-    batch.n_tokens = (int32_t)tokens.size();
-    for (int i = 0; i < batch.n_tokens; i++) {
-        batch.token[i] = tokens[i], batch.pos[i] = i, batch.n_seq_id[i] = 1, batch.logits[i] = true;
-        batch.seq_id[i][0] = 0;
+    int start = 0;
+    for (int size : calls) {
+        batch.n_tokens = size;
+        for (int i = 0; i < size; i++) {
+            batch.token[i] = tokens[start + i], batch.pos[i] = start + i, batch.n_seq_id[i] = 1, batch.logits[i] = true;
+            batch.seq_id[i][0] = 0;
+        }
+        if (llama_decode(context, batch) != 0) return fprintf(stderr, "cannot decode the tokens\n"), 1;
+        recorder.end_call();
+        start += size;
     }
-    if (llama_decode(context, batch) != 0) return fprintf(stderr, "cannot decode the tokens\n"), 1;
 
     struct trace trace;
-    trace_begin(&trace, argv[2], "llama.cpp", tokens.data(), (int)tokens.size());
+    trace_begin_calls(&trace, argv[2], "llama.cpp", tokens.data(), (int)tokens.size(), calls.data(), n_calls, NULL, 0);
     for (const auto &[name, t] : recorder.seen)
         trace_add(&trace, name.c_str(), "F32", t.values.data(), t.depth, t.rows, t.columns);
     int failed = trace_end(&trace);

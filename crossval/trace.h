@@ -33,16 +33,32 @@ static void trace_print(struct trace *t, const char *format, ...) {
     va_end(values);
 }
 
-/* engine: your program's name and version, without quotes or backslashes. */
-static void trace_begin(struct trace *t, const char *path, const char *engine, const int *tokens, int n_tokens) {
+static void trace_print_list(struct trace *t, const char *key, const int *values, int count) {
+    trace_print(t, ", \"%s\": \"[", key);
+    for (int i = 0; i < count; i++) trace_print(t, i ? ", %d" : "%d", values[i]);
+    trace_print(t, "]\"");
+}
+
+/* engine: your program's name and version, without quotes or backslashes.
+   calls: how many tokens each call of your engine computed, {16, 1, 1}.   sequences: how many tokens each sequence has,
+   where the run has several, laid end to end. A count of 0 leaves either out; they are not given together. */
+static void trace_begin_calls(struct trace *t, const char *path, const char *engine, const int *tokens, int n_tokens,
+                              const int *calls, int n_calls, const int *sequences, int n_sequences) {
     t->length = 0, t->end = 0;
     t->header = (char *)malloc(TRACE_HEADER_BYTES);
     t->file = fopen(path, "wb");
     t->failed = !t->header || !t->file || fseek(t->file, 8 + TRACE_HEADER_BYTES, SEEK_SET) != 0;
     trace_print(t, "{\"__metadata__\": {\"format\": \"bitnet_ref.trace\", \"version\": \"1\", \"engine\": \"%s\"", engine);
-    trace_print(t, ", \"engine_dtype\": \"float32\", \"token_ids\": \"[");
-    for (int i = 0; i < n_tokens; i++) trace_print(t, i ? ", %d" : "%d", tokens[i]);
-    trace_print(t, "]\"}");
+    trace_print(t, ", \"engine_dtype\": \"float32\"");
+    trace_print_list(t, "token_ids", tokens, n_tokens);
+    if (n_calls > 0) trace_print_list(t, "calls", calls, n_calls);
+    if (n_sequences > 0) trace_print_list(t, "sequences", sequences, n_sequences);
+    trace_print(t, "}");
+}
+
+/* A run of one sequence in one call. */
+static void trace_begin(struct trace *t, const char *path, const char *engine, const int *tokens, int n_tokens) {
+    trace_begin_calls(t, path, engine, tokens, n_tokens, NULL, 0, NULL, 0);
 }
 
 /* dtype: "F32", "F16", "BF16", "I8", "I32". The tensor is (rows, columns) or, where depth > 0, (depth, rows, columns).

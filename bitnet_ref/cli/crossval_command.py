@@ -48,6 +48,15 @@ if TYPE_CHECKING:
 _MODEL = click.argument("model", default="storyteller")
 _FILE = click.Path(path_type=Path)  # to read
 _OUTPUT = OutputFile()
+
+
+class _FileOrFolder(OutputFile):
+    """A file to be written, or a folder for several."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        return Path(value) if Path(value).is_dir() else super().convert(value, param, ctx)
+
+
 _ENGINES = {
     "transformers": "Hugging Face transformers, float32 and bfloat16, eager attention.",
     "llama_cpp": "llama.cpp on GGUF files that are written for it: TQ1_0 and TQ2_0, or F32.",
@@ -69,6 +78,23 @@ def text_options(prompt_help: str) -> Callable[[Callable[..., Any]], Callable[..
         return apply_options(command, [click.option("--prompt", help=prompt_help), ids])
 
     return decorate
+
+
+def runs_option(default: str) -> AnyFunction:
+    """--runs: which runs of an engine are judged.   -> `runs`, names; None if it is not given."""
+
+    def parse(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+        from ..crossval.runs import RUNS
+
+        if value is None:
+            return None
+        names = tuple(name.strip() for name in value.split(","))
+        if unknown := [name for name in names if name not in RUNS]:
+            raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(RUNS)}", ctx, param)
+        return names
+
+    text = f"Which runs, of short, long, decode, pieces and batch; with commas between.  [default: {default}]"
+    return click.option("--runs", metavar="NAMES", callback=parse, help=text)
 
 
 sentence_options = text_options("The text to run.  [default: a sentence]")
@@ -128,60 +154,84 @@ def crossval() -> None:
 
 @crossval.command(short_help="A trace that your engine, or any other, recorded.")
 @click.argument("model")
-@click.argument("file", type=_FILE)
+@click.argument("files", type=_FILE, nargs=-1, required=True)
 @trace_options
 @outputs
 @common_options
-def trace(model: str, file: Path, no_causes: bool, budget: float, strict: bool, **options: Any) -> None:
-    """Compare the trace FILE of some engine with MODEL on the reference: what is the first op that is wrong, and why?
+def trace(model: str, files: tuple[Path, ...], no_causes: bool, budget: float, strict: bool, **options: Any) -> None:
+    """Compare the trace FILES of some engine with MODEL on the reference: what is the first op that is wrong, and why?
 
-    The verdict comes first. Then the cause of a difference is looked for: the reference is run with one mistake after
+    Several files, or a folder of them, are runs of one engine: of other lengths, in several calls, of several sequences.
+    They get one verdict. The verdict comes first. Then the cause of a difference is looked for: the reference is run with one mistake after
     the other. Ctrl-C ends the search and shows what is known by then.
 
     The format of a trace, and how to write one from your engine, is in crossval/README.md. A trace of a training step
     (tensors named grad.*, master.*) is compared with the step that `bitnet-ref train` takes from MODEL, a folder of
     float masters.
     """
-    from ..crossval import cross_trace
     from ..crossval.gradients import cross_gradients, is_training_trace
+    from ..crossval.opponents import cross_traces, trace_files
     from ..crossval.trace import Trace
     from ..formats.open import find_model
 
-    if is_training_trace(file):
+    file, *further = trace_files(files)
+    if not further and is_training_trace(file):
         verdict = cross_gradients(find_model(model), file)
         report(verdict.to_dict(), lambda out: out.print(verdict.sentence), 0 if verdict.agrees else DIFFERS)
         return
     with Trace(file) as opened:
         ids = opened.token_ids
     loaded = load_reference(model)
-    crossing = cross_trace(loaded, file, causes=False, strict=strict)
+    crossing = cross_traces(loaded, [file, *further], strict=strict)
     if not wants_json():
         show(lambda out: draw([crossing], [], out, causes=False))
     if not no_causes:
-        look_for_causes(crossing, loaded, file, budget)
+        look_for_causes(crossing, loaded, crossing.wrong_file or file, budget)
     finish("trace", model, loaded, ids, [crossing], trace_file=file, draw_all=draw_causes, **options)
 
 
 @crossval.command(short_help="Write a trace of the reference's own run.")
 @_MODEL
-@click.argument("file", type=_OUTPUT)
+@click.argument("file", type=_FileOrFolder())
 @sentence_options
+@runs_option("short into a file; all into a folder")
 @click.option("--names", multiple=True, metavar="GLOB", help='Which tensors: "blocks.0.*"; may be repeated.')
 @click.option("--backend", default="numpy", show_default=True, help="Which backend runs.")
 @declared_option(ComputeOptions, "dtype", default="float32")
 @common_options
-def record(model: str, file: Path, text: str | list[int] | None, names: tuple[str, ...], **options: Any) -> None:
-    """Run MODEL and write its named tensors to the trace FILE."""
-    from ..crossval.trace import Trace, record_to_file
+def record(
+    model: str,
+    file: Path,
+    text: str | list[int] | None,
+    names: tuple[str, ...],
+    runs: tuple[str, ...] | None,
+    **options: Any,
+) -> None:
+    """Run MODEL and write its named tensors to the trace FILE.
+
+    If FILE is a folder that exists, or several --runs are asked for, each run is written to a file of its own in it:
+    short, long, decode (token by token), pieces (calls of 3, 8, 1 tokens), batch (two sequences at once).
+    """
+    from ..crossval.runs import DEFAULT_RUNS, FEW_NAMES, plan, record_run
+    from ..crossval.trace import Trace
 
     loaded, ids = load_and_encode(model, text, **options)
-    record_to_file(loaded, ids, file, names or None, text if isinstance(text, str) else None)
-    with Trace(file) as written:
-        count = len(written)
-    facts = {"path": str(file), "tensors": count, "tokens": len(ids), "bytes": file.stat().st_size}
-    report(
-        facts, lambda out: out.print("{path}: {tensors} tensors of {tokens} tokens, {bytes:,} bytes".format(**facts))
-    )
+    is_folder = file.is_dir() or len(runs or ()) > 1
+    plans = plan(loaded.config, ids, runs or (DEFAULT_RUNS if is_folder else ("short",)))
+    if is_folder:
+        file.mkdir(exist_ok=True)
+    every = []
+    for each in plans:
+        path = file / f"{each.name}.safetensors" if is_folder else file
+        few = FEW_NAMES if each.name == "long" else None
+        record_run(loaded, each, path, names or few, text if isinstance(text, str) and each.name == "short" else None)
+        with Trace(path) as written:
+            count = len(written)
+        facts = {"path": str(path), "tensors": count, "tokens": len(each.tokens), "bytes": path.stat().st_size}
+        every.append(facts)
+    line = "{path}: {tensors} tensors of {tokens} tokens, {bytes:,} bytes"
+    printed = [line.format(**facts) for facts in every]
+    report({"runs": every} if is_folder else every[0], lambda out: [out.print(one) for one in printed])
 
 
 @crossval.command(short_help="Every backend and kernel set of this package.")
@@ -210,24 +260,33 @@ def _register(name: str, summary: str) -> None:
     @sentence_options
     @click.option("--python", help="The interpreter that has the engine.  [default: this one]")
     @click.option("--only", multiple=True, metavar="NAME", help='One variant, such as "llama.cpp tq2_0".')
+    @runs_option("all; without long for a text or tokens of yours")
     @outputs
     @common_options
     def command(
-        model: str, text: str | list[int] | None, python: str | None, only: tuple[str, ...], **options: Any
+        model: str,
+        text: str | list[int] | None,
+        python: str | None,
+        only: tuple[str, ...],
+        runs: tuple[str, ...] | None,
+        **options: Any,
     ) -> None:
         from ..crossval import cross_engine, long_tokens
+        from ..crossval.runs import DEFAULT_RUNS
 
         loaded, ids = load_and_encode(model, text)
         loaded.check_tokens(ids)
-        long = long_tokens(loaded.config) if text is None else None
-        crossings = cross_engine(name, model, ids, python=python, only=only or None, long=long)
+        chosen = runs or tuple(each for each in DEFAULT_RUNS if text is None or each != "long")
+        long = long_tokens(loaded.config) if "long" in chosen else None
+        crossings = cross_engine(name, model, ids, python=python, only=only or None, long=long, runs=chosen)
         finish(name, model, loaded, ids, crossings, **options)
 
     command.help = (
         f"Run MODEL in {summary}\n\nThe engine records each op that it can, which is then compared with the "
         "reference's. It may be in another interpreter: --python. Where it differs by design, the report says "
-        "so, and the reference computes the same way. Without --prompt and --tokens a run of 520 tokens follows, or of "
-        "as many as the context holds."
+        "so, and the reference computes the same way.\n\nFive runs are judged: the text in one call; 520 tokens, or as many "
+        "as the context holds; the text token by token, and in pieces; two sequences at once. --runs chooses among "
+        "them. A run that the engine cannot make is listed with the reason."
     )
 
 

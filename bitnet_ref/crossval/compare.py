@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ..errors import printable
 from ..families.family import widest_window
 from ..reference.config import ModelConfig
+from .calls import Calls, placed_by_calls
 from .flips import Flip, implied_int8, judge_flips
 from .metrics import Distance, Figures, LogitsDistance, Rows, measure, measure_logits, tensor_of
 from .names import INT8, SYNONYMS, layer_of, linear_input, nearest_name, op_kind, op_order
@@ -81,6 +82,7 @@ class Comparison:
     logits: LogitsDistance | None = None
     flips: list[Flip] = field(default_factory=list)  # the first of them
     n_flips: int = 0
+    calls: Calls = ()  # how many tokens each call of the candidate computed, where it says so
     implied_flips: int = 0  # of `flips`, the first so many are not recorded: the reference rounded as they say
     missing: list[str] = field(default_factory=list)  # in the reference, not in the candidate
     # in the candidate, with a name that no run has -> the nearest name that runs have, if one is near
@@ -108,7 +110,8 @@ class Comparison:
         if self.problem is not None:
             return f"NOT COMPARABLE: {self.problem}"
         if (bad := self.first_divergence) is not None:
-            return f"DIFFERS, {self.mode}, first at {bad}"
+            place = "" if bad.token is None else placed_by_calls(bad.token, self.calls)
+            return f"DIFFERS, {self.mode}, {place + '; ' if place else ''}first at {bad}"
         total, differ = self.accumulators
         missing = set(self.missing)
         compared = [op for op in self.ops if op.name not in missing]
@@ -174,7 +177,8 @@ def compare(
     own_engine = getattr(candidate, "own_engine", True) if own_engine is None else own_engine
     engine_dtype = str(engine_dtype or getattr(candidate, "engine_dtype", None) or "float32")
     count = len(ids) if ids is not None else _token_count(reference)
-    comparison = Comparison(mode=mode, tokens=count, layers=config.num_hidden_layers)
+    calls = getattr(candidate, "calls", ())
+    comparison = Comparison(mode=mode, tokens=count, layers=config.num_hidden_layers, calls=calls)
     comparison.problem = same_tokens(ids, candidate, config, getattr(reference, "prompt", None))
     if comparison.problem is not None:
         return comparison
@@ -339,12 +343,14 @@ class View(Mapping[str, NDArray]):
 
     token_ids: list[int]  # those of a trace, if it is one
     prompt: str | None
+    calls: Calls
+    others: Sequence[Sequence[int]]  # the tokens of the other sequences of the trace
 
     def __init__(self, candidate: Tensors, only: Container[str] | None = None) -> None:
         names = {SYNONYMS.get(name, name): name for name in candidate}
         self.candidate = candidate
         self.names = {name: actual for name, actual in names.items() if only is None or name in only}
-        for attribute in ("token_ids", "prompt", "own_engine", "engine_dtype"):
+        for attribute in ("token_ids", "prompt", "own_engine", "engine_dtype", "calls", "others"):
             if hasattr(candidate, attribute):
                 setattr(self, attribute, getattr(candidate, attribute))
 

@@ -14,11 +14,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from ..api import Model
 from ..backends import Backend, available_backends, choose_backend
 from ..backends.record import NamesFilter
-from ..errors import BackendError, NumericsError, TokenizerError
+from ..errors import BackendError, FormatError, NumericsError, TokenizerError
+from .calls import SequenceRun, sizes_in_words
 from .compare import View, compare
 from .explain.describe import work_through
 from .explain.diagnose import Diagnoses, Diagnosis, Progress, diagnose, diagnose_prompt
@@ -28,7 +30,8 @@ from .explain.variants import IMPOSSIBLE, Setting
 from .misnamed import misnamed, under_right_names
 from .names import INT8, SCALE
 from .paths import OnCheck, check_long, check_paths, ignore_check
-from .report import Crossing, comparison_row, evidence
+from .report import Crossing, FurtherRun, comparison_row, evidence
+from .runs import RUNS
 from .self_check import check_answers, is_emulated, is_shipped
 from .teacher import teacher_forced
 from .token_ids import beside, token_parity, used_ids
@@ -138,35 +141,104 @@ def _cross_backend(
 def cross_trace(model: Model, path: str | os.PathLike[str], *, causes: bool = True, strict: bool = False) -> Crossing:
     """A trace file against the reference: op by op on its own inputs, and as a whole against the reference's run.
 
-    If its embedding's rows show that the engine ran on other tokens than it says, it is compared on those.
+    If its embedding's rows show that the engine ran on other tokens than it says, it is compared on those. Of a trace of
+    several sequences each is compared by itself, and the first that differs is shown.
     causes: look for the cause of a difference, as `explain_trace` does.   strict: names that no run has, and tensors
     that are not recorded, are no agreement.
     Raises FormatError for a file that is no trace.
     """
     reference = model.on(Backend("float32", model.backend.threads))
     with Trace(path) as trace:
-        crossing = Crossing(trace.engine, strict=strict)
-        outside = [i for i in trace.token_ids if i >= model.config.vocab_size]
-        if outside or len(trace.token_ids) > model.config.context_length:
-            limit = f"token {outside[0]} is outside the vocabulary" if outside else "more tokens than the context holds"
-            crossing.failed = f"{limit}: is this trace of another model?"
-            return crossing
-        run = _actual_run(crossing, reference, trace)
-        if (difference := _token_difference(model, run)) is not None:
-            crossing.failed = f"the tokens are not the same: {difference[0]}"
-            crossing.causes = Diagnoses(difference[1])
-            return crossing
-        with record_reference(reference, run.token_ids) as right:
-            compare_free(crossing, reference, right, run, causes=False)
-            if names := misnamed(right, run, crossing.comparisons[-1]):
-                crossing.misnamed, run = names, under_right_names(run, names)
-                crossing.comparisons.clear()
-                compare_free(crossing, reference, right, run, causes=False)
-        by_op = judge_trace(reference, run)
-        if by_op.ops:  # a trace of logits alone has no op that can be judged on its own
-            crossing.comparisons.insert(0, by_op)
+        crossings = [_cross_run(model, reference, run, strict) for run in trace.runs()]
+    crossing = next((each for each in crossings if not each.agrees), crossings[0])
+    if len(crossings) > 1:
+        crossing.sequence = crossings.index(crossing)
+        crossing.wrong_sequences = tuple(i for i, each in enumerate(crossings) if not each.agrees)
+        crossing.sequences = len(crossings)
     if causes:
         explain_trace(crossing, model, path)
+    return crossing
+
+
+def trace_files(given: Sequence[Path]) -> list[Path]:
+    """The trace files among these paths, those of folders in the order of `RUNS`. Raises FormatError for an empty folder."""
+    files: list[Path] = []
+    order = {f"{name}.safetensors": i for i, name in enumerate(RUNS)}
+    for path in given:
+        inside = sorted(path.glob("*.safetensors"), key=lambda file: (order.get(file.name, len(order)), file.name))
+        if path.is_dir() and not inside:
+            raise FormatError("no trace is in this folder: no file ends in .safetensors", path=path)
+        files += inside if path.is_dir() else [path]
+    return files
+
+
+def cross_traces(model: Model, paths: Sequence[Path], *, strict: bool = False) -> Crossing:
+    """Several traces of one engine with one verdict: that of the first, and the others as further runs of it.
+
+    If the first agrees and another does not, the crossing is of that other one (`wrong_file`), whose causes are looked for.
+    """
+    crossings = [cross_trace(model, path, causes=False, strict=strict) for path in paths]
+    if len(paths) == 1:
+        return crossings[0]
+    facts = [_facts_of(path) for path in paths]
+    wrong = next((i for i, each in enumerate(crossings) if not each.agrees), 0)
+    crossing = crossings[wrong]
+    crossing.wrong_file, crossing.file_name = paths[wrong], paths[wrong].stem
+    for i, (path, each) in enumerate(zip(paths, crossings, strict=True)):
+        if i == wrong:
+            continue
+        run = FurtherRun(path.stem, facts[i].tokens, facts[i].words, each.comparisons, failed=each.failed)
+        if not crossing.agrees and each.agrees and facts[i].ids == facts[wrong].ids:
+            run.same_as_short = False
+        crossing.further.append(run)
+    right = [facts[i].longest_call for i, each in enumerate(crossings) if each.agrees]
+    bad = [facts[i].longest_call for i, each in enumerate(crossings) if not each.agrees]
+    if right and bad and max(right) < min(bad):
+        crossing.by_length = f"right for calls of up to {max(right)} tokens, wrong for {min(bad)}"
+    return crossing
+
+
+class _Facts(NamedTuple):
+    """Of a trace: how many tokens, its calls in words, the tokens, the longest call."""
+
+    tokens: int
+    words: str
+    ids: list[int]
+    longest_call: int
+
+
+def _facts_of(path: Path) -> _Facts:
+    with Trace(path) as trace:
+        n, sizes = len(trace.token_ids), [size for calls in trace.sequence_calls for size in calls]
+        if len(trace.sequences) > 1:
+            words = f"sequences of {' and '.join(map(str, trace.sequences))} tokens"
+        else:
+            words = sizes_in_words(trace.calls or (n,))
+        return _Facts(n, words, trace.token_ids, max(sizes, default=max(trace.sequences)))
+
+
+def _cross_run(model: Model, reference: Model, trace: Trace | SequenceRun, strict: bool) -> Crossing:
+    """One sequence of a trace."""
+    crossing = Crossing(trace.engine, strict=strict)
+    outside = [i for i in trace.token_ids if i >= model.config.vocab_size]
+    if outside or len(trace.token_ids) > model.config.context_length:
+        limit = f"token {outside[0]} is outside the vocabulary" if outside else "more tokens than the context holds"
+        crossing.failed = f"{limit}: is this trace of another model?"
+        return crossing
+    run = _actual_run(crossing, reference, trace)
+    if (difference := _token_difference(model, run)) is not None:
+        crossing.failed = f"the tokens are not the same: {difference[0]}"
+        crossing.causes = Diagnoses(difference[1])
+        return crossing
+    with record_reference(reference, run.token_ids) as right:
+        compare_free(crossing, reference, right, run, causes=False)
+        if names := misnamed(right, run, crossing.comparisons[-1]):
+            crossing.misnamed, run = names, under_right_names(run, names)
+            crossing.comparisons.clear()
+            compare_free(crossing, reference, right, run, causes=False)
+    by_op = judge_trace(reference, run)
+    if by_op.ops:  # a trace of logits alone has no op that can be judged on its own
+        crossing.comparisons.insert(0, by_op)
     return crossing
 
 
@@ -186,12 +258,13 @@ def explain_trace(
         return
     deadline = None if budget_s is None else time.monotonic() + budget_s
     reference = model.on(Backend("float32", model.backend.threads))
-    with Trace(path) as trace:
+    with Trace(path) as whole:
+        trace = whole.runs()[crossing.sequence]
         run = under_right_names(_actual_run(crossing, reference, trace), crossing.misnamed)
         free = crossing.comparisons[-1]
         if not free.agrees and free.problem is None:
             with suppress(*IMPOSSIBLE):  # it only illustrates the verdict
-                crossing.worked = work_through(Setting.of(reference, run.token_ids), run)
+                crossing.worked = work_through(Setting.of(reference, run.token_ids, run), run)
         causes = diagnose(reference, run.token_ids, run, free, progress=progress, deadline=deadline)
         if crossing.other_tokens is not None:
             prompt = diagnose_prompt(model, trace.token_ids, run.token_ids, trace.prompt)
@@ -199,7 +272,7 @@ def explain_trace(
         crossing.causes = causes
 
 
-def _actual_run(crossing: Crossing, reference: Model, trace: Trace) -> View:
+def _actual_run(crossing: Crossing, reference: Model, trace: Trace | SequenceRun) -> View:
     """The trace with the tokens that its engine ran on, if its embedding tells them; they are noted in `crossing`."""
     run, ids = View(trace), trace.token_ids
     used = used_ids(reference, trace["hook_embed"], ids) if "hook_embed" in trace else None

@@ -13,6 +13,7 @@ import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from ..system.atomic import atomic_path
 from . import svg
 from .compare import DIFFERS, FLIP, Comparison, OpResult, View
 from .explain.diagnose import Diagnoses
+from .explain.wording import numbers_in_words
 from .metrics import tensor_of
 from .misnamed import Meant, in_words
 from .names import LOGITS
@@ -52,6 +54,45 @@ def comparison_row(comparison: Comparison) -> PathCheck:
 
 
 @dataclass
+class FurtherRun:
+    """Another run of the same engine: in several calls, of several sequences.
+
+    same_as_short: whether its tensors are those of the short run, of the same tokens; None where the tokens are others.
+    """
+
+    name: str  # of `runs.RUNS`
+    tokens: int
+    words: str  # its calls or sequences
+    comparisons: list[Comparison] = field(default_factory=list)
+    unavailable: str | None = None
+    failed: str | None = None
+    same_as_short: bool | None = None
+    place: str = ""  # the sequences that are wrong
+
+    @property
+    def agrees(self) -> bool | None:
+        """None where it could not run."""
+        if self.unavailable is not None:
+            return None
+        return self.failed is None and bool(self.comparisons) and all(each.agrees for each in self.comparisons)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        if self.unavailable is not None:
+            return f"not available: {self.unavailable}"
+        if self.failed is not None:
+            return f"FAILED: {self.failed}"
+        shown = next((each for each in self.comparisons if not each.agrees), self.comparisons[-1])
+        return f"{self.place}{shown.verdict}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        facts = {"run": self.name, "tokens": self.tokens, "calls": self.words, "same_as_short": self.same_as_short}
+        return {**facts, "agrees": self.agrees, "verdict": self.verdict}
+
+
+@dataclass
 class Crossing:
     """The comparisons of one opponent with the reference."""
 
@@ -61,6 +102,7 @@ class Crossing:
     failed: str | None = None  # the error that ended its run
     evidence: Evidence | None = None  # for the plots of the report
     long: list[Comparison] = field(default_factory=list)  # of a run of hundreds of tokens, with a few of its tensors
+    further: list[FurtherRun] = field(default_factory=list)  # in several calls, of several sequences
     causes: Diagnoses = field(default_factory=Diagnoses)  # tested causes of a difference, the confirmed ones first
     # How the engine differs from the contract by design. In `comparisons` the reference then follows the same rule.
     rule: str | None = None
@@ -70,6 +112,12 @@ class Crossing:
     worked: str = ""  # of the first wrong op: the reference's line, and one value of it worked through
     other_tokens: str | None = None  # the ids that a trace should have run on, and those that its embedding shows
     misnamed: dict[str, Meant] = field(default_factory=dict)  # tensors of a trace that hold another one's numbers
+    wrong_file: Path | None = None  # of several traces the first that differs, of which causes are looked for
+    by_length: str = ""  # where only long calls are wrong
+    file_name: str = ""  # of several traces: of which this is
+    sequence: int = 0  # which sequence of a trace this is of, and how many it has; which of them differ
+    sequences: int = 1
+    wrong_sequences: tuple[int, ...] = ()
     strict: bool = False  # tensors that are missing or have unknown names are no agreement
 
     @property
@@ -97,7 +145,36 @@ class Crossing:
         agree = all(comparison.agrees for comparison in (*self.comparisons, *self.long)) and all(
             check.passed for check in self.paths
         )
+        agree = agree and all(each.agrees is not False for each in self.further)
         return self.failed is None and (compared or bool(self.paths)) and agree
+
+    @property
+    def runs(self) -> list[FurtherRun]:
+        """Every run: the short one, the long one, and those in several calls or of several sequences."""
+        runs = [FurtherRun("short", self.comparisons[-1].tokens, "one call", self.comparisons)] if self.comparisons else []
+        runs += [FurtherRun("long", self.long[-1].tokens, "one call", self.long)] if self.long else []
+        return runs + self.further
+
+    @property
+    def _of_further(self) -> str:
+        """What the further runs add to the verdict: which of prefill and decoding is wrong, or that all agree."""
+        wrong = [each for each in self.further if each.agrees is False]
+        parts = []
+        short = all(each.agrees for each in self.comparisons)
+        for each in wrong[:1]:
+            others = [other.name for other in wrong[1:]]
+            also = f"; so does {', '.join(others)}" if others else ""
+            if each.same_as_short is False:
+                which = "in one call it agrees" if short else "in one call it differs too, in another way"
+                parts.append(f"{each.name} ({each.words}) DIFFERS, {which}: {each.verdict.removeprefix('DIFFERS, ')}{also}")
+            elif each.same_as_short:
+                parts.append(f"{each.name} ({each.words}) has the same tensors as one call")
+            else:
+                parts.append(f"{each.name} ({each.words}): {each.verdict}{also}")
+        if right := [each for each in self.further if each.agrees]:
+            parts.append(f"{', '.join(each.name for each in right)}: AGREES")
+        parts += [f"{each.name} not available: {each.unavailable}" for each in self.further if each.unavailable]
+        return "; ".join(parts)
 
     @property
     def verdict(self) -> str:
@@ -117,10 +194,21 @@ class Crossing:
         shown = next((each for each in every if not each.agrees), self.comparisons[-1])
         confirmed = " or ".join(cause.cause for cause in self.causes if cause.confirmed)
         verdict = f"{shown.verdict}; cause: {confirmed}" if confirmed else shown.verdict
+        if self.sequences > 1:
+            wrong = numbers_in_words([i + 1 for i in self.wrong_sequences], self.sequences)
+            only = "only in sequence" if len(self.wrong_sequences) == 1 else "in sequences"
+            verdict = f"{only} {wrong} of {self.sequences}: {verdict}" if wrong else f"{verdict}; {self.sequences} sequences"
         if not shown.agrees and shown not in self.comparisons:
             verdict = f"with {shown.tokens} tokens: {verdict}"
         elif shown.agrees and self.long:
             verdict += f"; with {self.long[-1].tokens} tokens: {self.long[-1].verdict}"
+        if self.file_name:
+            verdict = f"{self.file_name}: {verdict}"
+        if self.by_length:
+            verdict = f"{self.by_length}: {verdict}"
+        if further := self._of_further:
+            first = shown.agrees and any(each.agrees is False for each in self.further)
+            verdict = f"DIFFERS: {further}. The short run: {verdict}" if first else f"{verdict}; {further}"
         if self.other_tokens is not None:
             then = "" if "?" in self.other_tokens else f". On these: {verdict}"
             return f"DIFFERS: the engine ran on other tokens, as its hook_embed shows: {self.other_tokens}{then}"
@@ -175,6 +263,7 @@ class Crossing:
             "causes": [cause.to_dict() for cause in self.causes if cause.confirmed or cause.partly],
             "comparisons": [describe(comparison) for comparison in self.comparisons],
             "long": [describe(comparison) for comparison in self.long],
+            "runs": [each.to_dict() for each in self.runs],
             "paths": [check.to_dict() for check in self.paths],
             "rule": self.rule,
             "contract": None if self.contract is None else describe(self.contract),
@@ -189,7 +278,8 @@ def summarize(crossing: Crossing) -> str:
     """
     if crossing.failed is not None:
         return "FAILED"
-    bad = next((each for each in (*crossing.comparisons, *crossing.long) if not each.agrees), None)
+    further = [comparison for each in crossing.further for comparison in each.comparisons]
+    bad = next((each for each in (*crossing.comparisons, *crossing.long, *further) if not each.agrees), None)
     if bad is not None:
         first = bad.first_divergence
         return f"**DIFFERS**: {bad.problem if first is None else first.name}"
@@ -280,6 +370,8 @@ def _section(anchor: str, c: Crossing) -> str:
     if causes := c.diagnosis():
         parts.append(f"<h3>Diagnosis</h3><ul>{''.join(f'<li>{_sentence(cause)}</li>' for cause in causes)}</ul>")
     parts += [f"<pre>{_e(text)}</pre>" for text in c.examples()]
+    for run in c.further:
+        parts.append(f"<p><b>{_e(run.name)}</b> ({_e(run.words)}): {_sentence(run.verdict)}</p>")
     for comparison in (*c.comparisons, *c.long):
         parts.append(f"<h3>{_e(comparison.mode.capitalize())}, {comparison.tokens} tokens</h3>")
         parts.append(f"<p>{_sentence(comparison.verdict)}</p>")

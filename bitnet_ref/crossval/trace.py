@@ -5,7 +5,9 @@
     format        "bitnet_ref.trace"                version       "1"
     token_ids     "[1, 17, 5]", the tokens of the run, BOS included if the engine saw it
     engine        the program that computed it      engine_dtype  "float32", "bfloat16" or "float16"
-    prompt, config_hash, weight_hash                each optional
+    calls         "[16, 1, 1]", how many tokens each call of the engine computed; of several sequences a list for each
+    sequences     "[10, 8]", how many tokens each sequence has, where the run has several, laid end to end
+    prompt, config_hash, weight_hash                each optional, as are calls and sequences
 
 A run is written while it is computed and read one tensor, or a few rows, at a time: no process holds a whole trace.
 """
@@ -31,6 +33,7 @@ from ..formats.hashes import config_hash, weight_hash
 from ..formats.safetensors import DTYPES, SafetensorsFile
 from ..reference.cache import TokenBatch
 from ..system.atomic import atomic_path
+from .calls import SequenceRun, calls_metadata, read_calls
 from .names import INT8, op_order
 
 FORMAT, VERSION = "bitnet_ref.trace", 1
@@ -125,15 +128,22 @@ def record_to_file(
 
 
 def trace_metadata(
-    token_ids: Sequence[int], *, engine: str, prompt: str | None = None, engine_dtype: str = "float32"
+    token_ids: Sequence[int],
+    *,
+    engine: str,
+    prompt: str | None = None,
+    engine_dtype: str = "float32",
+    calls: Sequence[Any] | None = None,
+    sequences: Sequence[int] | None = None,
 ) -> dict[str, str]:
-    """The metadata of a trace, as strings."""
+    """The metadata of a trace, as strings. calls, sequences: as `read_calls` reads them."""
     metadata = {
         "format": FORMAT,
         "version": str(VERSION),
         "token_ids": json.dumps([int(i) for i in token_ids]),
         "engine": engine,
         "engine_dtype": engine_dtype,
+        **calls_metadata(calls, sequences),
     }
     return metadata if prompt is None else {**metadata, "prompt": prompt}
 
@@ -146,12 +156,16 @@ def write_trace(
     engine: str,
     prompt: str | None = None,
     engine_dtype: str = "float32",
+    calls: Sequence[Any] | None = None,
+    sequences: Sequence[int] | None = None,
 ) -> None:
     """Write arrays as a trace, for a script around another engine. Raises FormatError for a dtype it cannot hold."""
     from safetensors.numpy import save  # here, so that traces are read where it is not installed: in a browser
 
     path = Path(path)
-    metadata = trace_metadata(token_ids, engine=engine, prompt=prompt, engine_dtype=engine_dtype)
+    metadata = trace_metadata(
+        token_ids, engine=engine, prompt=prompt, engine_dtype=engine_dtype, calls=calls, sequences=sequences
+    )
     data = save({name: storable(name, array, path) for name, array in tensors.items()}, metadata)
     with atomic_path(path) as temporary:
         temporary.write_bytes(data)
@@ -204,6 +218,18 @@ class Trace(SafetensorsFile, Mapping[str, NDArray]):
             raise self._bad("engine_dtype", f"expected one of {', '.join(ENGINE_DTYPES)}, got {self.engine_dtype!r}")
         self.engine = printable(self.metadata.get("engine", "unknown engine"), keep="")
         self.prompt = self.metadata.get("prompt")
+        try:
+            self.sequences, self.sequence_calls = read_calls(self.metadata, len(ids))
+        except ValueError as problem:
+            key, message = problem.args
+            raise self._bad(key, f"{message}. {_REMEDY}") from problem
+        self.calls = self.sequence_calls[0] if len(self.sequences) == 1 else ()
+
+    def runs(self) -> list[Trace | SequenceRun]:
+        """The run of each sequence: this trace itself, where it has one."""
+        if len(self.sequences) == 1:
+            return [self]
+        return [SequenceRun(self, i) for i in range(len(self.sequences))]
 
     def _bad(self, field: str, message: str) -> FormatError:
         return self.error(message, 8, f"__metadata__.{field}")

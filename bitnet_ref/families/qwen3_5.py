@@ -1004,6 +1004,47 @@ def _other_gate(step: Any, compute: Edit, z: Floats, gate: Floats) -> Floats:
     return silu_gate(z, gate) if step.setting.config.attends(step.layer) else sigmoid_gate(z, gate)
 
 
+def _by_carry(change: Callable[[Floats, Floats], Floats]) -> Edit:
+    """change(the memory after the call before, the memory before that call) at the beginning of each later call."""
+
+    def edit(step: Any, compute: Edit, mixed: Floats, log_alpha: Floats, beta: Floats, w: DeltaLayer) -> Floats:
+        x, memory, after = delta_inputs(mixed, log_alpha, beta, w.delta), np.zeros(()), []
+        memory = earlier = np.zeros((*x.k.shape[1:], x.v.shape[2]))
+        first = set(np.cumsum(step.setting.calls)[:-1].tolist())
+        for t, (_, k, v, log_a, b) in enumerate(zip(*x, strict=True)):
+            if t in first:
+                memory, earlier = change(memory, earlier), memory
+            memory = _right_update(memory, np.exp(log_a)[:, None, None], k[:, :, None], v[:, None], b[:, None, None])
+            after.append(memory)
+        return np.stack(after).astype(np.float32)
+
+    return edit
+
+
+def _by_inputs_before(change: Callable[[Floats, Floats], Floats]) -> Edit:
+    """change(the convolution's last inputs of the call before, those before that call) for each later call."""
+
+    def edit(step: Any, compute: Edit, qkv: Floats, w: DeltaLayer) -> Floats:
+        n, parts = w.conv.shape[1] - 1, []
+        kept = earlier = np.zeros((n, qkv.shape[1]), dtype=qkv.dtype)
+        starts = np.cumsum((0, *step.setting.calls[:-1])).tolist()
+        for start, size in zip(starts, step.setting.calls, strict=True):
+            own = qkv[start : start + size]
+            before = change(kept, earlier) if start else kept
+            parts.append(causal_conv(np.concatenate([before, own]), w.conv))
+            kept, earlier = np.concatenate([before, own])[-n:], kept
+        return np.concatenate(parts).astype(np.float32)
+
+    return edit
+
+
+def _has_calls(step: Any) -> bool:
+    return len(step.setting.calls) > 1
+
+
+_carry_mistake = partial(Hypothesis, "*.attn.hook_state", fits=_has_calls)
+_conv_carry_mistake = partial(Hypothesis, "*.attn.hook_conv", fits=_has_calls)
+_CARRY = "A call begins with the memory, and with the last conv_size - 1 inputs of the convolution, that the call before left."
 _state_mistake = partial(Hypothesis, "*.attn.hook_state")
 _answer_mistake = partial(Hypothesis, "*.attn.hook_delta_out")
 _inputs_mistake = partial(Hypothesis, "*.attn.hook_state *.attn.hook_delta_out")
@@ -1045,6 +1086,16 @@ DELTA_MISTAKES = (
     _conv_mistake("conv_silu_before", "silu is taken before the convolution, not after", "silu(conv(x)).", instead(lambda qkv, w: _taps(silu(qkv), w.conv))),
     _conv_mistake("conv_missing", "the convolution is left out: each token has only its own weight", "Keep the last conv_size - 1 inputs of each sequence.", instead(lambda qkv, w: silu(qkv * w.conv[:, -1]))),
     _conv_mistake("conv_of_q_and_k_only", "v is not convolved", "The convolution is over q, k and v together.", instead(lambda qkv, w: np.concatenate([silu(_taps(qkv, w.conv))[:, : sum(w.delta.sizes[:2])], qkv[:, sum(w.delta.sizes[:2]) :]], axis=1))),
+    _carry_mistake("state_lost", "the memory is not carried from call to call: each begins with an empty one", _CARRY, _by_carry(lambda S, old: np.zeros_like(S))),
+    _carry_mistake("state_of_call_before", "a call begins with the memory from before the call before it", _CARRY, _by_carry(lambda S, old: old)),
+    _carry_mistake("state_transposed", "the memory is transposed between calls", _CARRY, _by_carry(lambda S, old: S.swapaxes(1, 2)), fits=lambda step: _has_calls(step) and step.setting.config.delta.key_dim == step.setting.config.delta.value_dim),
+    *(_carry_mistake(f"state_in_{words}", f"the memory is rounded to {words} between calls", _CARRY, _by_carry(lambda S, old, to=to: S.astype(to).astype(np.float64))) for words, to in (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16))),
+    _conv_carry_mistake("conv_state_lost", "the convolution's inputs are not carried from call to call: zeros stand for them", _CARRY, _by_inputs_before(lambda x, old: np.zeros_like(x))),
+    _conv_carry_mistake("conv_state_after_silu", "the convolution's inputs are kept after silu", _CARRY, _by_inputs_before(lambda x, old: silu(x))),
+    _conv_carry_mistake("conv_state_of_call_before", "a call begins with the convolution's inputs from before the call before it", _CARRY, _by_inputs_before(lambda x, old: old)),
+    _conv_carry_mistake("conv_state_one_late", "the convolution's kept inputs are one place late in later calls", _CARRY, _by_inputs_before(lambda x, old: np.roll(x, 1, axis=0))),
+    _conv_carry_mistake("conv_state_one_early", "the convolution's kept inputs are one place early in later calls", _CARRY, _by_inputs_before(lambda x, old: np.roll(x, -1, axis=0))),
+    _conv_carry_mistake("conv_state_reversed", "the convolution's kept inputs are in reverse in later calls", _CARRY, _by_inputs_before(lambda x, old: x[::-1])),
     Hypothesis("*.attn.delta_norm.* *.attn.hook_gated_z", "gate_before_norm", "the gate multiplies before the norm, not after it", "norm(y) * silu(z).", _gate_before_norm, lambda step: not step.setting.config.attends(step.layer)),
     Hypothesis("*.attn.q_proj.hook_out *.attn.z_proj.hook_out", "query_and_gate_in_halves", "q_proj's rows are read as all queries and then all gates", "They are in turn, head by head: view(.., heads, 2 * head_dim), then chunk.", _halves, lambda step: step.setting.config.attends(step.layer) and step.setting.config.num_attention_heads > 1 and len(step.inputs) > 1 and isinstance(step.inputs[1], LinearWeight)),
 )

@@ -12,8 +12,11 @@ from typing import Any
 from ...api import Model, load
 from ...errors import BitNetRefError, ConfigError
 from ...formats.open import find_model
+from ...reference.config import ModelConfig
+from ..compare import View, compare
 from ..opponents import LONG_NAMES, default_tokens
-from ..report import Crossing
+from ..report import Crossing, FurtherRun
+from ..runs import plan
 from ..trace import Trace
 from . import llama_cpp, onnxruntime, transformers
 from .engine import Attempt, ExternalEngine, Outcome
@@ -30,14 +33,16 @@ def cross_engine(
     python: str | None = None,
     only: Sequence[str] | None = None,
     long: Sequence[int] | None = None,
+    runs: Sequence[str] = (),
 ) -> list[Crossing]:
     """Every variant of the engine "transformers", "llama_cpp" or "onnxruntime" (dtypes, file formats) on one model.
 
     python: the interpreter that has the engine; None: this one.   only: names of variants, as in the result.
     long: a longer run, as of `long_tokens`, of which a few tensors are recorded.
+    runs: further ones, in several calls or of several sequences, of `runs.RUNS`.
     Raises what loading the model raises, and ConfigError for an unknown engine.
     """
-    return cross_engine_on(name, [(source, tokens)], python=python, only=only, long=long)[0]
+    return cross_engine_on(name, [(source, tokens)], python=python, only=only, long=long, runs=runs)[0]
 
 
 def cross_engine_on(
@@ -47,6 +52,7 @@ def cross_engine_on(
     python: str | None = None,
     only: Sequence[str] | None = None,
     long: Sequence[int] | None = None,
+    runs: Sequence[str] = (),
 ) -> list[list[Crossing]]:
     """`cross_engine` for several models, each with its tokens. The engine is started once."""
     if name not in ENGINES:
@@ -60,7 +66,7 @@ def cross_engine_on(
         chosen = [attempt for attempt in _MODULES[name].attempts(path) if only is None or attempt.opponent in only]
         attempts += [(attempt, ids) for attempt in chosen]
         counts.append(len(chosen))
-    crossings = iter(_run_attempts(ENGINES[name], python, attempts, missing, long))
+    crossings = iter(_run_attempts(ENGINES[name], python, attempts, missing, long, runs))
     results = [list(islice(crossings, count)) for count in counts]
     for result in results:
         unknown = set(only or ()) - {crossing.opponent for crossing in result}
@@ -74,11 +80,13 @@ def _run_attempts(
     attempts: Sequence[tuple[Attempt, Sequence[int]]],
     missing: str | None,
     long: Sequence[int] | None,
+    runs: Sequence[str] = (),
 ) -> list[Crossing]:
     """Prepare each attempt's file, record them all in one process, judge each."""
     crossings = [Crossing(attempt.opponent, unavailable=missing or attempt.unavailable) for attempt, _ in attempts]
     with tempfile.TemporaryDirectory(prefix="bitnet-ref-crossval-") as temporary:
         ready: list[tuple[Crossing, Attempt, Model, dict[str, Any]]] = []
+        further: dict[str, FurtherRun] = {}  # by the path of the trace
         for i, (crossing, (attempt, tokens)) in enumerate(zip(crossings, attempts, strict=True)):
             if crossing.unavailable is not None:
                 continue
@@ -96,8 +104,17 @@ def _run_attempts(
                 names = [*LONG_NAMES, *job.get("long_names", ())]
                 more = {"tokens": list(long), "names": names, "out": str(folder / "long.safetensors")}
                 ready.append((crossing, attempt, model, {**job, **more}))
+            for each in plan(model.config, tokens, [name for name in runs if name not in ("short", "long")]):
+                names = [*LONG_NAMES, *job.get("long_names", ())]
+                more = {**each.job, "names": names, "out": str(folder / f"{each.name}.safetensors")}
+                further[more["out"]] = FurtherRun(each.name, len(each.tokens), each.in_words)
+                crossing.further.append(further[more["out"]])
+                ready.append((crossing, attempt, model, {**job, **more}))
         outcomes = engine.record([job for *_, job in ready], python) if ready else []
         for (crossing, attempt, model, job), outcome in zip(ready, outcomes, strict=True):
+            if job["out"] in further:
+                _judge_further(further[job["out"]], attempt, model, job["out"], outcome)
+                continue
             is_long = "names" in job
             crossing.unavailable = crossing.unavailable or outcome.unavailable
             if outcome.failed is not None:
@@ -112,4 +129,37 @@ def _run_attempts(
                 crossing.long = judged.comparisons
                 for comparison in crossing.long:
                     comparison.missing = []  # few tensors are recorded
+        for path, run in further.items():
+            short = Path(path).with_name("candidate.safetensors")
+            if run.comparisons and short.exists():
+                run.same_as_short = _are_the_same(model.config, short, path)
     return crossings
+
+
+def _judge_further(run: FurtherRun, attempt: Attempt, model: Model, path: str, outcome: Outcome) -> None:
+    """Compare each sequence of a further run."""
+    run.unavailable, run.failed = outcome.unavailable, outcome.failed
+    if outcome != Outcome():
+        return
+    with Trace(path) as trace:
+        wrong = []
+        for i, sequence in enumerate(trace.runs()):
+            judged = Crossing(run.name)
+            attempt.judge(judged, model, sequence)
+            if not all(comparison.agrees for comparison in judged.comparisons):
+                wrong.append(i + 1)
+            for comparison in judged.comparisons:
+                comparison.missing = []  # few tensors are recorded
+            run.comparisons += judged.comparisons
+        if wrong and len(trace.sequences) > 1:
+            run.place = f"in sequence {', '.join(map(str, wrong))} of {len(trace.sequences)}: "
+
+
+def _are_the_same(config: ModelConfig, short: Path, other: str) -> bool | None:
+    """Whether two runs of one engine have the same tensors, which needs no reference; None for other tokens."""
+    with Trace(short) as one, Trace(other) as two:
+        if one.token_ids != two.token_ids or len(two.sequences) > 1:
+            return None
+        shared = View(two, set(one))
+        return compare(one, shared, config, one.token_ids, own_engine=False, engine_dtype=one.engine_dtype).agrees
+

@@ -151,7 +151,8 @@ def diagnose(
         ids = getattr(candidate, "token_ids", None)
         return Diagnoses([] if ids is None else diagnose_prompt(model, tokens, ids, getattr(candidate, "prompt", None)))
     watch, stopped = Watch(progress, deadline), ""
-    forced, setting = comparison.mode == "teacher-forced", replace(Setting.of(model, tokens), check=watch.check)
+    forced = comparison.mode == "teacher-forced"
+    setting = replace(Setting.of(model, tokens, candidate), check=watch.check)
     search = _Search(setting, View(candidate), _first_name(comparison), thorough, forced, watch, [])
     try:
         _search_causes(search, depth)

@@ -48,7 +48,8 @@ def judge_trace(
     """
     ids = np.asarray(getattr(trace, "token_ids", None) if tokens is None else tokens, dtype=np.int64)
     cfg = model.config
-    comparison = Comparison(mode="op by op", tokens=len(ids), layers=cfg.num_hidden_layers)
+    calls = getattr(trace, "calls", ())
+    comparison = Comparison(mode="op by op", tokens=len(ids), layers=cfg.num_hidden_layers, calls=calls)
     comparison.problem = same_tokens(ids, trace, cfg)
     if comparison.problem is not None:
         return comparison

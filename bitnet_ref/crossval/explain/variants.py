@@ -40,6 +40,7 @@ from ...reference.weights import (
     TernaryLinear,
     TernaryWeight,
 )
+from ..calls import Calls
 from ..names import layer_of, op_shape
 
 # What an edit raises that does not fit a step's shapes.
@@ -82,18 +83,34 @@ class Step:
 
 @dataclass(frozen=True)
 class Setting:
-    """What one run computes.   tokens: (T,).   edits: of steps, by name.   check: called before each step; raises."""
+    """What one run computes.   tokens: (T,).   edits: of steps, by name.   check: called before each step; may raise.
+
+    calls: how many tokens each call of the engine computed, which edits may depend on; () for one call. The reference
+    takes one pass whatever they are.   others: the tokens of other sequences that the engine ran beside this one.
+    """
 
     config: ModelConfig
     weights: ModelWeights
     tokens: NDArray[np.int64]
     edits: Mapping[str, Edit] = field(default_factory=dict)
+    calls: Calls = ()
+    others: tuple[tuple[int, ...], ...] = ()
     check: Callable[[], None] = lambda: None
 
     @classmethod
-    def of(cls, loaded: LoadedModel, token_ids: Any) -> Setting:
-        """The reference's own setting, whatever backend the model was loaded for."""
-        return cls(loaded.config, plain_weights(loaded.weights), loaded.check_tokens(token_ids))
+    def of(cls, loaded: LoadedModel, token_ids: Any, run: Any = None) -> Setting:
+        """The reference's own setting, whatever backend the model was loaded for.
+
+        run: a trace, for its `calls` and `others`; None: one call.
+        """
+        calls, others = getattr(run, "calls", ()), getattr(run, "others", ())
+        tokens = loaded.check_tokens(token_ids)
+        others = tuple(tuple(map(int, other)) for other in others)
+        return cls(loaded.config, plain_weights(loaded.weights), tokens, {}, calls, others)
+
+    def with_tokens(self, tokens: Sequence[int]) -> Setting:
+        """The reference's own setting for other tokens, in one call."""
+        return Setting(self.config, self.weights, np.asarray(tokens, dtype=np.int64))
 
     def with_edits(self, edits: Mapping[str, Edit]) -> Setting:
         """The setting with these steps edited as well; of two edits of a step the second gets what the first gives."""

@@ -24,7 +24,7 @@ def run(record):
         try:
             tensors, engine, dtype = record(job)
             tensors = {name: array for name, array in tensors.items() if wants(job, name)}
-            write(job["out"], tensors, job["tokens"], engine, dtype)
+            write(job["out"], tensors, job["tokens"], engine, dtype, job.get("calls"), job.get("sequences"))
         except Unavailable as problem:
             unavailable = str(problem)
         except (Exception, SystemExit) as problem:  # the next job may succeed
@@ -37,9 +37,20 @@ def wants(job, name):
     return any(fnmatchcase(name, glob) for glob in job.get("names", "*"))
 
 
-def write(path, tensors, token_ids, engine, engine_dtype="float32"):
+def parts(job):
+    """The tokens of each sequence of a job."""
+    tokens, lists = list(job["tokens"]), []
+    for length in job.get("sequences") or [len(tokens)]:
+        lists.append(tokens[:length])
+        tokens = tokens[length:]
+    return lists
+
+
+def write(path, tensors, token_ids, engine, engine_dtype="float32", calls=None, sequences=None):
     """tensors: name -> float32, int8 or int32 array"""
     strings = {"format": "bitnet_ref.trace", "version": "1", "engine": engine, "engine_dtype": engine_dtype}
+    strings |= {"calls": json.dumps(calls)} if calls else {}
+    strings |= {"sequences": json.dumps(sequences)} if sequences else {}
     header, end = {"__metadata__": {**strings, "token_ids": json.dumps([int(i) for i in token_ids])}}, 0
     for name, array in tensors.items():
         start, end = end, end + array.nbytes

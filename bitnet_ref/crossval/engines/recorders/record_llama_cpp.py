@@ -7,6 +7,7 @@ ggml calls back for each tensor that it has computed; llama.cpp names them (attn
 float32 and flash attention is off, because both would round differently.
 interleaved: RoPE rotates neighbours (the architecture llama); q and k are put back into the order of halves.
 heads: the number of query and kv heads.
+calls: how many tokens each call computes.   sequences: lengths of several sequences, in one batch.
 """
 
 import ctypes
@@ -78,6 +79,7 @@ def load_ggml():
 class Watch:
     def __init__(self, lib, job):
         self.lib, self.job, self.n, self.seen = lib, job, len(job["tokens"]), {}
+        self.in_one_call = not (job.get("calls") or job.get("sequences"))
         self.interleaved, self.heads = job["interleaved"], job["heads"]
         self.callback = api.ggml_backend_sched_eval_callback(self)
 
@@ -85,6 +87,8 @@ class Watch:
         name = self.name(tensor)
         if name is not None and not plain_trace.wants(self.job, name):
             name = None
+        if name is not None and name.endswith("hook_pattern") and not self.in_one_call:
+            name = None  # its columns are the cache's slots
         if not ask and name is not None:
             self.seen[name] = self.value(tensor, name)  # the last of that name: a bias comes after its product
         return name is not None if ask else True
@@ -123,7 +127,7 @@ class Watch:
 
 def record(job):
     """-> name -> array"""
-    path, tokens = job["model"], job["tokens"]
+    path, tokens, parts = job["model"], job["tokens"], plain_trace.parts(job)
     print_errors = api.llama_log_callback(
         lambda level, text, _u: sys.stderr.write(text.decode()) if level >= 4 else None
     )
@@ -137,6 +141,8 @@ def record(job):
     watch = Watch(load_ggml(), job)
     settings = api.llama_context_default_params()
     settings.n_ctx = settings.n_batch = settings.n_ubatch = max(64, len(tokens))
+    settings.n_seq_max = len(parts)
+    settings.kv_unified = True  # so that the tokens of several sequences are computed together, in their order
     settings.n_threads = settings.n_threads_batch = min(4, os.cpu_count() or 1)
     settings.flash_attn_type = 0
     settings.type_k = settings.type_v = F32
@@ -144,17 +150,23 @@ def record(job):
     context = api.llama_init_from_model(model, settings)
     if not context:
         sys.exit("llama.cpp cannot make a context")
-    batch = api.llama_batch_init(len(tokens), 0, 1)
-    batch.n_tokens = len(tokens)
-    for i, token in enumerate(tokens):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, True
-        batch.seq_id[i][0] = 0
-    if api.llama_decode(context, batch) != 0:
-        sys.exit("llama.cpp could not decode the tokens")
+    rows = [(token, position, slot) for slot, part in enumerate(parts) for position, token in enumerate(part)]
+    batch, start, seen = api.llama_batch_init(len(tokens), 0, 1), 0, {}
+    for size in job.get("calls") or [len(tokens)]:
+        batch.n_tokens = size
+        for i, (token, position, slot) in enumerate(rows[start : start + size]):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, True
+            batch.seq_id[i][0] = slot
+        if api.llama_decode(context, batch) != 0:
+            sys.exit("llama.cpp could not decode the tokens")
+        start += size
+        for name, array in watch.seen.items():
+            seen.setdefault(name, []).append(array)
+        watch.seen = {}
     api.llama_batch_free(batch)
     api.llama_free(context)
     api.llama_model_free(model)
-    return watch.seen
+    return {name: arrays[0] if watch.in_one_call else np.concatenate(arrays) for name, arrays in seen.items()}
 
 
 def run(job):

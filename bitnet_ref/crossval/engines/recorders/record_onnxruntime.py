@@ -19,12 +19,16 @@ def open_session(path):
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def make_inputs(tokens, cache):
-    layers, kv_heads, head_dim = cache
-    ids = np.array([tokens], dtype=np.int64)
-    inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(ids.size)[None]}
+def make_inputs(tokens, past, cache):
+    """The inputs of one call, after so many tokens whose keys and values are in the cache."""
+    ids, n = np.array([tokens], dtype=np.int64), cache["past_key_values.0.key"].shape[2]
+    mask = np.ones((1, n + ids.size), dtype=np.int64)
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": past + np.arange(ids.size)[None], **cache}
+
+
+def empty_cache(layers, kv_heads, head_dim):
     empty = np.empty((1, kv_heads, 0, head_dim), dtype=np.float32)
-    return inputs | {f"past_key_values.{i}.{part}": empty for i in range(layers) for part in ("key", "value")}
+    return {f"past_key_values.{i}.{part}": empty for i in range(layers) for part in ("key", "value")}
 
 
 def to_trace(name, array):
@@ -38,11 +42,24 @@ def to_trace(name, array):
 
 
 def run(job):
-    inputs = make_inputs(job["tokens"], job["cache"])
-    tensors = {"lm_head.hook_out": open_session(job["model"]).run(["logits"], inputs)[0][0]}
+    if job.get("sequences"):
+        raise plain_trace.Unavailable("two sequences at once: the recorder pads no batch for onnxruntime")
+    tokens, calls = job["tokens"], job.get("calls") or [len(job["tokens"])]
+    plain, watched = open_session(job["model"]), open_session(job["watched"])
     names = [name for name in job["outputs"] if plain_trace.wants(job, name)]
-    arrays = open_session(job["watched"]).run([job["outputs"][name] for name in names], inputs)
-    tensors |= {name: to_trace(name, array) for name, array in zip(names, arrays, strict=True)}
+    parts, start, caches = {}, 0, [empty_cache(*job["cache"])] * 2
+    presents = [name.replace("past_key_values", "present") for name in caches[0]]
+    for size in calls:
+        ids = tokens[start : start + size]
+        logits, *now = plain.run(["logits", *presents], make_inputs(ids, start, caches[0]))
+        wanted = [job["outputs"][name] for name in names]
+        arrays = watched.run([*wanted, *presents], make_inputs(ids, start, caches[1]))
+        caches = [dict(zip(caches[0], own, strict=True)) for own in (now, arrays[len(names) :])]
+        parts.setdefault("lm_head.hook_out", []).append(logits[0])
+        for name, array in zip(names, arrays, strict=False):
+            parts.setdefault(name, []).append(to_trace(name, array)[-size:])  # of the cache the call's own rows
+        start += size
+    tensors = {name: np.concatenate(own) for name, own in parts.items()}
     return tensors, f"onnxruntime {onnxruntime.__version__}", "float32"
 
 

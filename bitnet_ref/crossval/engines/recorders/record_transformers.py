@@ -3,6 +3,7 @@
     echo '[{"model": FOLDER, "tokens": [1, 17, 5], "out": FILE, "dtype": "float32"}]' | python record_transformers.py
 
 one_at_a_time: one call per token, with a cache; for RoPE that depends on the length of the call.
+calls: how many tokens each call takes, with a cache.   sequences: lengths of several sequences, in one padded batch.
 """
 
 import os
@@ -14,7 +15,7 @@ import numpy as np
 import plain_trace
 import torch
 import transformers
-from torch_hooks import Hooks
+from torch_hooks import Hooks, run_in_calls
 from transformers import AutoModelForCausalLM
 from transformers.integrations.bitnet import BitLinear
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -73,24 +74,40 @@ def load(folder, dtype):
 
 
 @torch.no_grad()
-def record(folder, tokens, dtype, one_at_a_time=False, patterns=True):
+def record(job, dtype, patterns=True):
     """-> name -> array"""
     torch.set_num_threads(min(4, torch.get_num_threads()))
-    model = load(folder, dtype)
-    hooks = BitLinearHooks(model)
-    if not one_at_a_time:
-        model(torch.tensor([tokens]), use_cache=False, output_attentions=patterns)
-        return {name: arrays[0] for name, arrays in hooks.seen.items()}
-    past = None
-    for token in tokens:
-        past = model(torch.tensor([[token]]), past_key_values=past, use_cache=True).past_key_values
-    named = {name: arrays for name, arrays in hooks.seen.items() if not name.endswith("hook_pattern")}
-    return {name: np.concatenate(arrays) for name, arrays in named.items()}
+    model = load(job["model"], dtype)
+    hooks, tokens, calls = BitLinearHooks(model), job["tokens"], job.get("calls")
+    if job.get("sequences"):
+        return record_batch(model, hooks, plain_trace.parts(job))
+    if job.get("one_at_a_time"):
+        calls = [1] * len(tokens)
+    if calls:
+        return run_in_calls(model, hooks, tokens, calls)
+    model(torch.tensor([tokens]), use_cache=False, output_attentions=patterns)
+    return {name: arrays[0] for name, arrays in hooks.seen.items()}
+
+
+def record_batch(model, hooks, parts):
+    """Several sequences in one call, padded on their left; the batch is run once for each, which is recorded."""
+    longest = max(map(len, parts))
+    ids = torch.tensor([[0] * (longest - len(part)) + part for part in parts])
+    mask = torch.tensor([[0] * (longest - len(part)) + [1] * len(part) for part in parts])
+    positions, seen = (mask.cumsum(-1) - 1).clamp(min=0), {}
+    hooks.rows = len(parts)
+    for hooks.row, part in enumerate(parts):
+        hooks.seen.clear()
+        model(ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        for name, (array, *_) in hooks.seen.items():
+            if not name.endswith("hook_pattern"):
+                seen.setdefault(name, []).append(array[longest - len(part) :])
+    return {name: np.concatenate(arrays) for name, arrays in seen.items()}
 
 
 def run(job):
     dtype, patterns = getattr(torch, job["dtype"]), plain_trace.wants(job, "blocks.0.attn.hook_pattern")
-    seen = record(job["model"], job["tokens"], dtype, job.get("one_at_a_time", False), patterns)
+    seen = record(job, dtype, patterns)
     return seen, f"transformers {transformers.__version__}, torch {torch.__version__}", job["dtype"]
 
 

@@ -9,6 +9,7 @@ name of its output, with {} for the number of the layer. A name that nobody know
 import json
 import re
 
+import numpy as np
 import torch
 
 # Below a layer: path of a module -> trace name of its output below the block
@@ -71,6 +72,7 @@ class Hooks:
 
     def __init__(self, model, names=None):
         self.seen = {}
+        self.row, self.rows = 0, 1  # which sequence of a batch is recorded, of how many
         modules = dict(model.named_modules())
         for path, module in modules.items():
             for pattern, name in (names or {}).items():
@@ -110,12 +112,12 @@ class Hooks:
             self.output(module, "hook_embed_scaled" if scaled else OUTSIDE[part])
 
     def keep(self, name, tensor, dtype=torch.float32):
-        self.seen.setdefault(name, []).append(tensor.detach()[0].to(dtype).cpu().numpy().copy())
+        self.seen.setdefault(name, []).append(tensor.detach()[self.row].to(dtype).cpu().numpy().copy())
 
     def output(self, module, name):
         def hook(_module, _inputs, out):
             tensor = out[0] if isinstance(out, tuple) else out
-            self.keep(name, tensor if tensor.dim() > 2 else tensor[None])  # a router's has no batch axis
+            self.keep(name, tensor if tensor.dim() > 2 else tensor.unflatten(0, (self.rows, -1)))  # a router's has none
 
         module.register_forward_hook(hook)
 
@@ -124,7 +126,7 @@ class Hooks:
 
         def hook(_module, _inputs, out):
             if by_head:
-                heads = out.view(*out.shape[:2], -1, len(names), by_head)  # (1, N, H, 2, d)
+                heads = out.view(*out.shape[:2], -1, len(names), by_head)  # (B, N, H, 2, d)
                 tensors = [heads[:, :, :, i].flatten(2) for i in range(len(names))]
             else:
                 tensors = out.split([*sizes, out.shape[-1] - sum(sizes)], dim=-1)
@@ -139,7 +141,7 @@ class Hooks:
 
         def hook(_module, inputs, out):
             rows = self.seen[linear][-1]  # (N, H*d)
-            x = inputs[0].detach()[0].to(torch.float32).cpu().numpy()
+            x = inputs[0].detach()[self.row].to(torch.float32).cpu().numpy()
             is_by_token = len(x) == len(rows) and (x.reshape(rows.shape) == rows).all()
             self.keep(name, out if is_by_token else out.transpose(1, 2))
 
@@ -163,13 +165,32 @@ class Hooks:
         module.register_forward_hook(hook)
 
 
+def run_in_calls(model, hooks, token_ids, calls, **options):
+    """Run the model over so many tokens in each call, with its cache.   -> name -> array, without attention patterns"""
+    past, start, device = None, 0, next(model.parameters()).device
+    for size in calls:
+        ids = torch.tensor([token_ids[start : start + size]], device=device)
+        past = model(ids, past_key_values=past, use_cache=True, **options).past_key_values
+        start += size
+    named = {name: arrays for name, arrays in hooks.seen.items() if not name.endswith("hook_pattern")}
+    return {name: np.concatenate(arrays) for name, arrays in named.items()}
+
+
 @torch.no_grad()
-def record(model, token_ids, path, names=None, engine="PyTorch", **options):
-    """Run the model over the tokens and write what its modules compute.   options: of the model's call"""
+def record(model, token_ids, path, names=None, engine="PyTorch", calls=None, **options):
+    """Run the model over the tokens and write what its modules compute.   options: of the model's call
+
+    calls: how many tokens each call takes, [16, 1, 1]; None for one call.
+    """
     from safetensors.numpy import save_file
 
     hooks, first = Hooks(model, names), next(model.parameters())
-    model(torch.tensor([token_ids], device=first.device), **options)
+    if calls:
+        tensors = run_in_calls(model, hooks, token_ids, calls, **options)
+    else:
+        model(torch.tensor([token_ids], device=first.device), **options)
+        tensors = {name: arrays[0] for name, arrays in hooks.seen.items()}
     metadata = {"format": "bitnet_ref.trace", "version": "1", "engine": engine, "token_ids": json.dumps(token_ids)}
     metadata["engine_dtype"] = str(first.dtype).removeprefix("torch.")
-    save_file({name: arrays[0] for name, arrays in hooks.seen.items()}, path, metadata)
+    metadata |= {"calls": json.dumps(calls)} if calls else {}
+    save_file(tensors, path, metadata)

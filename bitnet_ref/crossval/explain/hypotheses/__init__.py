@@ -15,6 +15,7 @@ from ..variants import Setting
 from .activations import HYPOTHESES as ACTIVATIONS
 from .attention import HYPOTHESES as ATTENTION
 from .blocks import HYPOTHESES as BLOCKS
+from .calls import call_hypotheses
 from .layouts import HYPOTHESES as LAYOUTS
 from .linears import HYPOTHESES as LINEARS
 from .linears import zero_hypotheses
@@ -27,5 +28,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (*_OF_ALL, *_OF_FAMILIES.values())
 
 
 def forward_hypotheses(setting: Setting, candidate: Mapping[str, NDArray]) -> tuple[Hypothesis, ...]:
-    """Those of all models, of this one's family, and about linears whose results in the candidate are zeros."""
-    return (*_OF_ALL, *family_of(setting.config).mistakes, *zero_hypotheses(setting, candidate))
+    """Those of all models, of this one's family, about linears whose results in the candidate are zeros, and of the
+    calls that the candidate says it was computed in."""
+    known = (*_OF_ALL, *family_of(setting.config).mistakes)
+    return (*known, *zero_hypotheses(setting, candidate), *call_hypotheses(setting, candidate, known))

@@ -1,0 +1,462 @@
+"""Mistakes of decoding, chunks and caches: steps of later calls that go wrong where one call would be right.
+
+A trace that says in which calls it was computed (`calls`) is tested for these. Two kinds: what only a cache can get wrong
+(positions, rows that were read or lost, the mask's offset, padding), and each known mistake of a step in some calls
+only, as of a kernel that only decoding uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ....families.family import Edit, Hypothesis, own_rope
+from ....reference import layers
+from ...calls import Calls, call_of_tokens, start_of_tokens
+from ...names import LOGITS
+from ..edits import rounded
+from ..variants import Setting, Step, all_scores, is_by_head
+
+_CACHE = "The cache holds, for each token of its own sequence, the rotated key and the value at its own position."
+_POSITION = "A token's position is the number of tokens of its sequence before it, those of earlier calls included."
+_MASK = "Token i sees the tokens j <= i, where i counts the tokens of earlier calls too."
+_PADDING = "Mask the padding out for every token, and count positions from the first real one."
+_WRONG_ROW = 1e-3  # relative L2 of a token's row that is certainly wrong
+# Of known mistakes: those that have a name of their own here, and a look at tokens that no call has yet.
+_IMPOSSIBLE_IN_CALLS = (
+    "cache_misses_the_newest", "cache_misses_the_oldest", "positions_from_one", "no_causal_mask", "sees_one_ahead",
+)  # fmt: skip
+_RINGS = 64  # sizes of a ring that are tried
+_NEAR = (0, -1, 1)  # of a limit, about the first wrong token
+
+
+def _several(step: Step) -> bool:
+    return len(step.setting.calls) > 1
+
+
+def _starts(step: Step) -> NDArray[np.int64]:
+    """The first token of each token's call; zeros for one call."""
+    calls = step.setting.calls
+    return start_of_tokens(calls) if calls else np.zeros(len(step.setting.tokens), dtype=np.int64)
+
+
+# -- positions ---------------------------------------------------------------------------------------------------------
+
+
+Positions = Callable[[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
+
+
+def turned_at(positions_of: Positions) -> Edit:
+    """RoPE at positions_of(the right positions, the first one of each token's call, the number of that call)."""
+
+    def edit(step: Step, compute: Edit, x: NDArray, *tables: NDArray) -> NDArray:
+        calls = step.setting.calls or (len(x),)
+        positions = np.asarray(positions_of(np.arange(len(x)), _starts(step), call_of_tokens(calls)))
+        return compute(x, *own_rope(step).tables(positions, step.setting.config.rotary_size, np.float32))
+
+    return edit
+
+
+def _start_before(start: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The first token of the call before each token's call."""
+    every = np.unique(start)
+    before: NDArray[np.int64] = every[np.maximum(np.searchsorted(every, start) - 1, 0)]
+    return before
+
+
+_position_mistake = partial(Hypothesis, "*.attn.hook_rot_[qk]", fits=_several)
+_POSITIONS: tuple[tuple[str, str, Positions], ...] = (
+    ("restart", "positions begin again at 0 in each call", lambda p, start, call: p - start),
+    ("too_high", "positions are one too high from the second call on", lambda p, start, call: p + (start > 0)),
+    ("too_low", "positions are one too low from the second call on", lambda p, start, call: p - (start > 0)),
+    ("of_the_call", "a call's tokens have its number as their position", lambda p, start, call: np.where(start > 0, call, p)),
+    ("of_the_first", "all tokens of a later call have the position of its first", lambda p, start, call: np.where(start > 0, start, p)),
+    ("stuck", "positions do not advance after the first call", lambda p, start, call: np.where(start > 0, start[call > 0].min(initial=len(p)), p)),
+    ("from_the_last_call", "positions count the tokens of the last call only, not of all before", lambda p, start, call: p - _start_before(start)),
+    ("twice", "the tokens of earlier calls are counted twice in positions", lambda p, start, call: p + start),
+)  # fmt: skip
+
+
+# -- which tokens are seen ---------------------------------------------------------------------------------------------
+
+
+# (i, j, start of i's call, start of j's call, the end of i's call, first token of the second call) -> whether i sees j
+Sees = Callable[..., NDArray[np.bool_]]
+
+
+def sees_in_calls(rule: Sees) -> Edit:
+    """Scores of the pairs of tokens that the rule lets see each other, beyond the causal mask too."""
+
+    def edit(step: Step, compute: Edit, q: NDArray, keys: NDArray, window: int | None) -> NDArray:
+        n = len(step.setting.tokens)
+        distance = np.arange(n)[:, None] - np.arange(n)
+        sees = _matrix(rule, step.setting.calls) & (distance < (n if window is None else window))
+        return all_scores(n, q, keys, window, sees)
+
+    return edit
+
+
+def _matrix(rule: Sees, calls: Calls) -> NDArray[np.bool_]:
+    """(N, N), which token sees which by the rule."""
+    starts = start_of_tokens(calls)
+    i, j, ends = np.arange(len(starts))[:, None], np.arange(len(starts))[None], starts + np.repeat(calls, calls)
+    return rule(i, j, starts[:, None], starts[None], ends[:, None], calls[0])
+
+
+_sees_mistake = partial(Hypothesis, "*.attn.hook_attn_scores", fits=_several)
+_SEES: tuple[tuple[str, str, Sees], ...] = (
+    ("no_cache", "tokens of a later call see that call only: nothing is read from the cache", lambda i, j, s, t, e, f: (j <= i) & (j >= s)),
+    ("itself_only", "tokens of a later call see only themselves", lambda i, j, s, t, e, f: (j <= i) & ((s == 0) | (j == i))),
+    ("mask_without_offset", "the mask of a later call lacks its offset: its first token sees only the first of all", lambda i, j, s, t, e, f: j <= i - s),
+    ("call_sees_its_future", "the tokens of a call see those after them in the same call", lambda i, j, s, t, e, f: j < e),
+    ("later_call_sees_its_future", "the tokens of a call after the first see those after them in the same call", lambda i, j, s, t, e, f: np.where(s > 0, j < e, j <= i)),
+    ("cache_without_itself", "tokens of a later call do not see themselves: the cache is read before it is written", lambda i, j, s, t, e, f: (j <= i) & ((s == 0) | (j < i))),
+    ("call_not_seen", "a later call reads the cache as it was before it: its own tokens see none of that call", lambda i, j, s, t, e, f: (j <= i) & ((s == 0) | (j < s))),
+    ("cache_one_short", "a later call does not see the token just before it: the cache is read one entry short", lambda i, j, s, t, e, f: (j <= i) & ((s == 0) | (j != s - 1))),
+    ("last_of_prompt_lost", "the last token of the first call is lost: the second call writes over its slot", lambda i, j, s, t, e, f: (j <= i) & ((s == 0) | (j != f - 1))),
+    ("first_token_lost", "later calls do not see the first token", lambda i, j, s, t, e, f: (j <= i) & ((s == 0) | (j > 0))),
+    ("first_call_lost", "later calls do not see the tokens of the first call", lambda i, j, s, t, e, f: (j <= i) & ((s == 0) | (j >= f))),
+    ("one_slot_for_decoding", "all calls after the first write to the same slots: of those a call sees only itself", lambda i, j, s, t, e, f: (j <= i) & ((s == 0) | (j < f) | (j >= s))),
+    ("last_call_only", "the cache holds the call before only", lambda i, j, s, t, e, f: (j <= i) & ((s == 0) | (j >= t) & _of_last_call(s, t))),
+    ("prompt_only", "later calls see the first call and not themselves", lambda i, j, s, t, e, f: (j <= i) & ((s == 0) | (j < f))),
+)  # fmt: skip
+
+
+def _of_last_call(starts: NDArray, of_seen: NDArray) -> NDArray[np.bool_]:
+    """Whether the seen token's call is the looking token's or the one before."""
+    order = np.unique(of_seen)
+    return np.searchsorted(order, starts) - np.searchsorted(order, of_seen) <= 1
+
+
+def _ring(size: int) -> Sees:
+    """A ring of `size` slots: a call writes its tokens before it reads, and so over the oldest."""
+    return lambda i, j, s, t, e, f: (j <= i) & ((s == 0) | (j >= e - size))
+
+
+def _narrow(size: int) -> Sees:
+    return lambda i, j, s, t, e, f: (j <= i) & ((s == 0) | (i - j < size))
+
+
+# -- rows that are read from the cache ---------------------------------------------------------------------------------
+
+
+Rows = Callable[[NDArray, Step, bool], NDArray]  # (keys or values (N, G, d), step, whether they are keys) -> as read
+
+
+def reads(rows_of: Rows, keys: bool = True, values: bool = True) -> Edit:
+    """Attention that reads rows_of(...) of the tokens of earlier calls, and those of its own call as they are."""
+
+    def edit(step: Step, compute: Edit, first: NDArray, rows: NDArray, *rest: Any) -> NDArray:
+        of_keys = step.name.endswith("hook_attn_scores")
+        right = compute(first, rows, *rest)
+        if not (keys if of_keys else values):
+            return right
+        read = rows_of(rows, step, of_keys).reshape(rows.shape).astype(rows.dtype)
+        cached = np.arange(len(rows))[None] < _starts(step)[:, None]  # (N, N): j is read from the cache
+        if of_keys:
+            return np.where(cached, compute(first, read, *rest), right)
+        none = first.dtype.type(0)
+        own, old = np.where(cached, none, first), np.where(cached, first, none)
+        mixed: NDArray = compute(own, rows, *rest) + compute(old, read, *rest)
+        return mixed
+
+    return edit
+
+
+def _turned_again(keys: NDArray, step: Step, is_keys: bool) -> NDArray:
+    positions = np.arange(len(keys))
+    tables = own_rope(step).tables(positions, step.setting.config.rotary_size, np.float32)
+    return layers.apply_rope(keys, *tables) if is_keys else keys
+
+
+def _before_rope(keys: NDArray, step: Step, is_keys: bool) -> NDArray:
+    attn = step.name.rpartition(".")[0]
+    return step.seen[f"{attn}.k_norm.hook_normalized" if f"{attn}.k_norm.hook_normalized" in step.seen else f"{attn}.hook_k"]
+
+
+def _normed_again(keys: NDArray, step: Step, is_keys: bool) -> NDArray:
+    norm = getattr(step.setting.weights.layers[step.layer or 0], "k_norm", None)
+    if norm is None:
+        raise LookupError("no norm of keys")
+    rows = keys.reshape(-1, len(norm.weight))
+    return layers.rms_norm(rows, norm.weight, norm.eps) if is_keys else keys
+
+
+def _moved(by: int) -> Rows:
+    def rows_of(rows: NDArray, step: Step, is_keys: bool) -> NDArray:
+        moved = np.roll(rows, by, axis=0)
+        if by > 0:
+            moved[:by] = rows[:1]  # the slots before the first are read as the first
+        return moved  # by -1 the last row of the cache is that of the next call's first token
+
+    return rows_of
+
+
+def _of_other(index: int) -> Rows:
+    """The rows that the other sequence of that number has at the same positions; its last for longer ones."""
+
+    def rows_of(rows: NDArray, step: Step, is_keys: bool) -> NDArray:
+        attn = step.name.rpartition(".")[0]
+        steps = _steps_of(step.setting, step.setting.others[index])
+        other: NDArray = steps[f"{attn}.{'hook_rot_k' if is_keys else 'hook_v'}"].result
+        return other[np.minimum(np.arange(len(rows)), len(other) - 1)]
+
+    return rows_of
+
+
+def _steps_of(setting: Setting, tokens: Sequence[int]) -> Mapping[str, Step]:
+    """The steps of a right run of other tokens."""
+    key = (id(setting.weights), tuple(tokens))
+    if key not in _RUNS:
+        if len(_RUNS) >= 4:
+            _RUNS.clear()
+        _RUNS[key] = (setting.weights, setting.with_tokens(tokens).steps)
+    return _RUNS[key][1]
+
+
+_RUNS: dict[tuple[int, tuple[int, ...]], tuple[Any, Mapping[str, Step]]] = {}  # with the weights, which keep the id
+_FP8 = ml_dtypes.float8_e4m3fn
+
+
+def _int8_of(axes: tuple[int, ...]) -> Rows:
+    def rows_of(rows: NDArray, step: Step, is_keys: bool) -> NDArray:
+        scale = np.maximum(np.abs(rows).max(axis=axes, keepdims=True), np.float32(1e-12)) / np.float32(127)
+        return np.rint(rows / scale) * scale
+
+    return rows_of
+
+
+def _to(dtype: Any) -> Rows:
+    return lambda rows, step, is_keys: rounded(rows, dtype)
+
+
+_read_mistake = partial(Hypothesis, "*.attn.hook_attn_scores *.attn.hook_z", fits=_several)
+_READS: tuple[tuple[str, str, Rows, bool, bool], ...] = (  # name, words, rows, of keys, of values
+    ("turned_twice", "keys that are read from the cache are turned by RoPE a second time", _turned_again, True, False),
+    ("not_turned", "keys in the cache are not turned by RoPE", _before_rope, True, False),
+    ("normed_twice", "keys that are read from the cache are normed a second time", _normed_again, True, False),
+    *(
+        (f"row_{name}{'' if k and v else '_of_keys' if k else '_of_values'}", f"later calls read the {'rows' if k and v else 'keys' if k else 'values'} of the cache {words}", _moved(by), k, v)
+        for name, words, by in (("before", "at position - 1", 1), ("after", "at position + 1", -1))
+        for k, v in ((True, True), (True, False), (False, True))
+    ),
+    ("zeros", "the rows of the cache are zeros in later calls: they were never written", lambda rows, step, is_keys: 0 * rows, True, True),
+    ("zero_keys", "the keys of the cache are zeros in later calls", lambda rows, step, is_keys: 0 * rows, True, False),
+    ("zero_values", "the values of the cache are zeros in later calls", lambda rows, step, is_keys: 0 * rows, False, True),
+    ("heads_next", "kv heads of the cache are read one too far", lambda rows, step, is_keys: np.roll(rows, 1, axis=1), True, True),
+    ("transposed", "the cache is written as (tokens, heads, head_dim) and read as (heads, tokens, head_dim)", lambda rows, step, is_keys: np.ascontiguousarray(rows).reshape(rows.shape[1], rows.shape[0], -1).swapaxes(0, 1), True, True),
+    ("bfloat16", "the cache is in bfloat16", _to(ml_dtypes.bfloat16), True, True),
+    ("float16", "the cache is in float16", _to(np.float16), True, True),
+    ("fp8", "the cache is in fp8 (e4m3)", _to(_FP8), True, True),
+    ("int8", "the cache is in int8, with a scale for each head of each token", _int8_of((2,)), True, True),
+    ("int8_by_token", "the cache is in int8, with a scale for each token", _int8_of((1, 2)), True, True),
+)  # fmt: skip
+
+
+# -- tokens in front: padding, and the sequence before -----------------------------------------------------------------
+
+
+# Where the tokens in front are: before the sequence, which is moved; each from 0; all of them at 0, as padding may be.
+MOVED, FROM_0, ALL_AT_0 = "", "_from_0", "_at_0"
+_PLACES = {MOVED: "", FROM_0: ", both from position 0", ALL_AT_0: ", at position 0"}
+
+
+def sees_in_front(tokens: Callable[[Setting], Sequence[int]], place: str, from_call: int = 0) -> Edit:
+    """Attention that also sees these tokens, laid in front of the sequence.   from_call: only from that call on."""
+
+    def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
+        attn, setting = step.name.rpartition(".")[0], step.setting
+        front = tokens(setting)
+        if not step.name.endswith("hook_z"):  # RoPE
+            return compute(*inputs) if place != MOVED else turned_at(lambda p, *_: p + len(front))(step, compute, *inputs)
+        values, n = inputs[1], len(setting.tokens)
+        steps = _steps_of(setting, front[:1] if place == ALL_AT_0 else front)
+        keys_in_front, v_in_front = (steps[f"{attn}.{hook}"].result for hook in ("hook_rot_k", "hook_v"))
+        if place == ALL_AT_0:  # which are all the same
+            keys_in_front, v_in_front = (np.repeat(x, len(front), axis=0) for x in (keys_in_front, v_in_front))
+        q, group = step.seen[f"{attn}.hook_rot_q"], inputs[0].shape[0] // values.shape[1]
+        k_wide, v_wide = (np.repeat(x, group, axis=1).astype(np.float64) for x in (keys_in_front, v_in_front))
+        more = np.einsum("ihd,jhd->hij", q.astype(np.float64), k_wide) * q.shape[2] ** -0.5
+        if (window := setting.config.window_of(step.layer or 0)) is not None:
+            distance = np.arange(n)[:, None] - (np.arange(len(front)) - len(front))
+            more = np.where(distance < window, more, -np.inf)
+        own = step.seen[f"{attn}.hook_attn_scores"].astype(np.float64)
+        both = layers.softmax(np.concatenate([more, own], axis=2))
+        z = np.einsum("hij,jhd->ihd", both[:, :, : len(front)], v_wide)
+        z += np.einsum("hij,jhd->ihd", both[:, :, len(front) :], np.repeat(values, group, axis=1).astype(np.float64))
+        right = compute(*inputs)
+        in_scope = call_of_tokens(setting.calls or (n,)) >= from_call
+        return np.where(in_scope[:, None, None], z.astype(right.dtype), right)
+
+    return edit
+
+
+_front_mistake = partial(Hypothesis, "*.attn.hook_rot_[qk] *.attn.hook_z")
+
+
+def _fronts(setting: Setting) -> Iterator[tuple[str, str, Callable[[Setting], Sequence[int]]]]:
+    """(name, words, tokens) of what may lie before a sequence of a batch."""
+    for index, other in enumerate(setting.others):
+        words = f"sequence {index + 1 + (index >= 0)}" if len(setting.others) > 1 else "the other sequence"
+        yield f"other_{index}", words, lambda setting, other=other: other
+    longest = max(map(len, setting.others), default=0)
+    pads = [longest - len(setting.tokens)] if longest > len(setting.tokens) else []
+    bos = setting.config.bos_token_id
+    ids = {0} | ({bos} if bos is not None else set())
+    for count in pads:
+        for token in sorted(ids):
+            yield f"padding_{token}", f"the padding on its left ({count} times id {token})", lambda setting, token=token, count=count: (token,) * count
+
+
+# -- which of them apply -----------------------------------------------------------------------------------------------
+
+
+def call_hypotheses(
+    setting: Setting, candidate: Mapping[str, NDArray], known: Sequence[Hypothesis]
+) -> tuple[Hypothesis, ...]:
+    """The mistakes of calls, caches and other sequences for a run that has them; () for a run of one call.
+
+    known: mistakes of single steps, each of which may be made in some calls only.
+    """
+    if len(setting.calls) < 2 and not setting.others:
+        return ()
+    out = list(_distinct(setting.calls)) if len(setting.calls) > 1 else []
+    for index in range(len(setting.others)):
+        words = "the other sequence" if len(setting.others) == 1 else f"another sequence, the {index + 1}. beside it,"
+        out += [
+            _read_mistake(f"cache_of_other_{index}", f"later calls read the rows of {words} in the cache", _CACHE, reads(_of_other(index))),
+            _read_mistake(f"keys_of_other_{index}", f"later calls read the keys of {words} in the cache", _CACHE, reads(_of_other(index), values=False)),
+            _read_mistake(f"values_of_other_{index}", f"later calls read the values of {words} in the cache", _CACHE, reads(_of_other(index), keys=False)),
+        ]  # fmt: skip
+    for name, words, tokens in _fronts(setting):
+        for place, at in _PLACES.items():
+            for scope, from_call in [("", 0)] + [(", from the second call on", 1)] * (len(setting.calls) > 1):
+                edit, short = sees_in_front(tokens, place, from_call), f"sees_{name}{place}{'_later' * bool(from_call)}"
+                out.append(_front_mistake(short, f"the sequence also sees {words}{at}{scope}", _PADDING, edit))
+    first = first_wrong_token(setting, candidate)
+    if first is not None and first > 0:
+        out += list(_limits(setting, first))
+    if len(setting.calls) > 1:
+        out += _in_some_calls(setting.calls, known, first)
+    return tuple(out)
+
+
+def _distinct(calls: Calls) -> Iterator[Hypothesis]:
+    """Those of `HYPOTHESES` that are mistakes with these calls, of several that are the same then the first."""
+    starts, call = start_of_tokens(calls), call_of_tokens(calls)
+    n = len(starts)
+    seen = {np.arange(n).tobytes(), np.tril(np.ones((n, n), dtype=np.bool_)).tobytes()}
+    for (name, cause, rule), of in ((row, of) for rows, of in ((_POSITIONS, True), (_SEES, False)) for row in rows):
+        made = np.asarray(rule(np.arange(n), starts, call)) if of else _matrix(rule, calls)
+        if (key := made.tobytes()) not in seen:
+            seen.add(key)
+            yield BY_NAME[f"{'positions' if of else 'calls'}_{name}"]
+    yield from (BY_NAME[f"cache_{name}"] for name, *_ in _READS)
+
+
+def _limits(setting: Setting, first: int) -> Iterator[Hypothesis]:
+    """Tables and rings that end just before the first wrong token, and windows that do."""
+    calls, n = setting.calls or (len(setting.tokens),), len(setting.tokens)
+    starts, stuck = start_of_tokens(calls), calls[0] + 1 if len(calls) > 1 else 0
+    for limit in (first + near for near in _NEAR):
+        if 1 <= limit < n and limit != stuck:  # that has a name among `_POSITIONS`
+            yield Hypothesis(
+                "*.attn.hook_rot_[qk]", f"rope_table_ends_at_{limit}",
+                f"RoPE's table ends: positions from {limit} on are taken as {limit - 1}", "Make the table as long as the context.",
+                turned_at(lambda p, start, call, limit=limit: np.minimum(p, limit - 1)),
+            )  # fmt: skip
+        if 1 <= limit < n:
+            yield Hypothesis(
+                "*.attn.hook_rot_[qk]", f"rope_table_wraps_at_{limit}",
+                f"RoPE's table wraps round: positions from {limit} on begin again at 0", "Make the table as long as the context.",
+                turned_at(lambda p, start, call, limit=limit: p % limit),
+            )  # fmt: skip
+    if len(setting.calls) < 2:
+        return
+    start = int(starts[first])
+    rings = range(start, start + calls[int(call_of_tokens(calls)[first])])  # the first that the call's writing overruns
+    rings = rings if len(rings) <= _RINGS else range(rings.start, rings.start + _RINGS)
+    for size in (size for size in rings if 1 <= size < n):
+        yield _sees_mistake(f"ring_of_{size}", f"the cache is a ring of {size} tokens that wraps too early", _CACHE, sees_in_calls(_ring(size)))
+    for size in (first + near for near in _NEAR if 1 <= first + near < n):
+        yield _sees_mistake(f"window_of_{size}_in_decoding", f"later calls see {size} tokens only, itself included", _CACHE, sees_in_calls(_narrow(size)))
+
+
+def first_wrong_token(setting: Setting, candidate: Mapping[str, NDArray]) -> int | None:
+    """The first token with a wrong row in the residual stream or the logits; None if none is, or neither is recorded."""
+    first = None
+    for name, step in setting.steps.items():
+        if not name.endswith(("hook_resid_post", "hook_z")) and name != LOGITS:
+            continue
+        theirs = candidate.get(name)
+        if theirs is None or theirs.size != step.result.size:
+            continue
+        mine = step.result.reshape(len(step.result), -1).astype(np.float64)
+        with np.errstate(all="ignore"):
+            error = np.linalg.norm(theirs.reshape(mine.shape) - mine, axis=1) / np.linalg.norm(mine, axis=1)
+        wrong = np.flatnonzero(~(error <= _WRONG_ROW))
+        if len(wrong):
+            first = int(wrong[0]) if first is None else min(first, int(wrong[0]))
+    return first
+
+
+def _scopes(calls: Calls, first: int | None) -> Iterator[tuple[str, str, NDArray[np.bool_]]]:
+    """(name, words, tokens (N,)) of the calls that a kernel of its own may compute, none twice.
+
+    first: the first wrong token, which must be in one.
+    """
+    call, sizes = call_of_tokens(calls), np.repeat(calls, calls)
+    scopes = [("later_calls", "from the second call on", call > 0), ("first_call", "in the first call only", call == 0)]
+    for size in sorted(set(calls))[:-1][:4]:
+        scopes.append((f"calls_over_{size}", f"in calls of more than {size} token{'s' * (size > 1)} only", sizes > size))
+        scopes.append((f"calls_up_to_{size}", f"in calls of up to {size} token{'s' * (size > 1)} only", sizes <= size))
+    seen: list[bytes] = []
+    for name, words, rows in scopes:
+        if rows.tobytes() not in seen and (first is None or rows[first]):
+            seen.append(rows.tobytes())
+            yield name, words, rows
+
+
+def _in_some_calls(calls: Calls, known: Sequence[Hypothesis], first: int | None) -> list[Hypothesis]:
+    return [
+        replace(
+            h, name=f"{h.name}_in_{name}", cause=f"{h.cause}, {words}", edit=_at_tokens(h.edit, rows.tobytes()), fits=h.fits
+        )
+        for name, words, rows in _scopes(calls, first)
+        for h in known
+        if h.name not in _IMPOSSIBLE_IN_CALLS
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _at_tokens(edit: Edit, tokens: bytes) -> Edit:
+    """The edit in the rows of some tokens, a byte each; the others are right."""
+    chosen = np.frombuffer(tokens, dtype=bool)
+
+    def part(step: Step, compute: Edit, *inputs: Any) -> NDArray:
+        right = compute(*inputs)
+        wrong = edit(step, compute, *inputs)
+        axis = int(is_by_head(step.name))
+        each = right.shape[axis] // len(chosen)  # a norm over heads has several rows for each token
+        rows = np.flatnonzero(np.repeat(chosen, each))
+        dtype = right.dtype if wrong.dtype == right.dtype else np.result_type(wrong, right)
+        mixed = right.astype(dtype)
+        np.moveaxis(mixed, axis, 0)[rows] = np.moveaxis(wrong.reshape(right.shape), axis, 0)[rows]
+        return mixed
+
+    return part
+
+
+# fmt: off
+HYPOTHESES = (
+    *(_position_mistake(f"positions_{name}", cause, _POSITION, turned_at(rule)) for name, cause, rule in _POSITIONS),
+    *(_sees_mistake(f"calls_{name}", cause, _MASK if "mask" in name or "future" in name else _CACHE, sees_in_calls(rule)) for name, cause, rule in _SEES),
+    *(_read_mistake(f"cache_{name}", cause, _CACHE, reads(rows, keys, values)) for name, cause, rows, keys, values in _READS),
+)
+BY_NAME = {each.name: each for each in HYPOTHESES}
