@@ -42,7 +42,7 @@ def main(commands: BinaryIO, answers: BinaryIO) -> None:
             return
         message = marshal.loads(read_exactly(commands, int.from_bytes(head, "little")))
         if isinstance(message, tuple):
-            vocabulary = wrap_vocabulary(*message, split=partial(longest_tokens, message[0]))
+            vocabulary = wrap_vocabulary(*message, partial(longest_tokens, message[0]))
             continue
         signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
         answer = try_guide(LLMatcher, vocabulary, message)

@@ -48,7 +48,7 @@ def test_bad_guides_of_every_kind_are_the_requests_own_error(vocabulary, prover)
         {"guided_json": {"type": "nothing"}},
         {"guided_regex": "("},
         {"guided_grammar": "start: a"},
-        {"guided_choice": [str(number) for number in range(8000)]},
+        {"guided_choice": [f"{number:x}" for number in range(12_000)]},
     ):
         with pytest.raises(GenerationError) as caught:
             prove(vocabulary, **guide)
