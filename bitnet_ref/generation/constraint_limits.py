@@ -3,8 +3,10 @@
 The depth of that recursion is the longest chain of references (a rule that names a rule, a `$ref` to a schema with a
 `$ref`), where each link adds the brackets, objects and lists around the next reference. `measure_chain` bounds it from
 above, and `run_with_stack` compiles on a stack of known size. Measured with llguidance 1.9.1: 11 MB are enough for
-chains of MAX_CHAIN of every kind; what follows compilation runs on 256 KB. Regular expressions within grammars and
-schemas are left to llguidance, which bounds their nesting at 250.
+chains of MAX_CHAIN of every kind; what follows compilation runs on 256 KB.
+
+These bounds cannot tell how long everything else takes: two `multipleOf` in one `allOf` take minutes. The server and
+`batch`, which take guides from strangers, compile each in a helper process first (`guide_prover.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ MAX_BYTES = 1 << 18  # of a grammar, a regular expression or a schema
 MAX_RULES = 2000  # rules and terminals of a grammar, keys of one object of a schema, names in `required`
 MAX_NESTING = 100  # brackets of a grammar or an expression, objects and lists of a schema
 MAX_CHAIN = 2000
+MAX_REGEX_BYTES = 1 << 16
+INNER_NESTING = 250  # of an expression within a grammar or schema: llguidance's own limit
+MAX_REPEATS = 4000  # of a regular expression
 STACK_BYTES = 64 << 20  # reserved, not used, until a grammar needs it
 
 T = TypeVar("T")
@@ -49,13 +54,41 @@ def check_size(guide: str, text: str) -> None:
         _refuse(guide, "bytes", size, MAX_BYTES)
 
 
-def check_regex(text: str, guide: str = "guided_regex") -> None:
-    """Raise GenerationError for a regular expression that is too long or nested too deeply."""
-    check_size(guide, text)
-    brackets = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]|[^()]", "", text, flags=re.DOTALL)
-    depth = max(accumulate(1 if bracket == "(" else -1 for bracket in brackets), default=0)
-    if depth > MAX_NESTING:
-        _refuse(guide, "parentheses in each other", depth, MAX_NESTING)
+def check_regex(text: str, guide: str = "guided_regex", max_nesting: int = MAX_NESTING) -> None:
+    """Raise GenerationError for a regular expression that is too long, nested too deeply, or has too many parts that
+    may be missing or repeated: llguidance takes their number squared in time and memory."""
+    size = len(text.encode(errors="surrogatepass"))
+    if size > MAX_REGEX_BYTES:
+        _refuse(guide, "bytes of a regular expression", size, MAX_REGEX_BYTES)
+    marks = list(_outside_classes(text))
+    depth = max(accumulate({"(": 1, ")": -1}.get(mark, 0) for mark in marks), default=0)
+    if depth > max_nesting:
+        _refuse(guide, "parentheses in each other", depth, max_nesting)
+    repeats = sum(mark in _REPEATS for mark in marks)
+    if repeats > MAX_REPEATS:
+        _refuse(guide, "parts that may be missing or repeated", repeats, MAX_REPEATS)
+
+
+_MARK = re.compile(r"\\.|\(\??|\|(?=[|)]|\Z)|[)\[\]?*+{]", re.DOTALL)
+_REPEATS = frozenset("?*+{|")  # "|": before nothing
+
+
+def _outside_classes(text: str) -> Iterator[str]:
+    """The marks of `_MARK` in an expression, one character each, without those of a class like [(?]. One pass."""
+    matches = [match for match in _MARK.finditer(text) if not match.group().startswith("\\")]
+    closes = [index for index, match in enumerate(matches) if match.group() == "]"]
+    number = place = 0
+    while place < len(matches):
+        match = matches[place]
+        place += 1
+        if match.group() != "[":
+            yield match.group()[0]
+            continue
+        first = match.end() + text.startswith("^", match.end())  # where "]" is an ordinary character
+        while number < len(closes) and (closes[number] < place or matches[closes[number]].start() == first):
+            number += 1
+        if number < len(closes):  # else it has no end, and llguidance says so
+            place = closes[number] + 1
 
 
 def measure_chain(weights: Sequence[int], links: Sequence[Sequence[int]]) -> int:
@@ -160,6 +193,8 @@ def check_grammar(text: str, guide: str = "guided_grammar") -> None:
             links[owner].append(target)
         elif lexeme.kind == "json" and lexeme.text == "%json":
             check_schema(lexeme.value, guide)
+        elif lexeme.kind == "literal" and lexeme.text.startswith("/"):
+            check_regex(lexeme.text, guide, INNER_NESTING)
         elif lexeme.kind == "mark" and lexeme.text in _CLOSING:
             outer.append(owner)
             if len(outer) > MAX_NESTING:
@@ -180,7 +215,7 @@ def _lex(text: str, guide: str) -> Iterator[_Lexeme]:
             line = text.count("\n", 0, place) + 1
             raise GenerationError(f"the string or regular expression in line {line} has no end", field=guide)
         if kind == "json":
-            place += len(text[place:]) - len(text[place:].lstrip(" \t\r\n"))
+            place = _SPACE.match(text, place).end()  # type: ignore[union-attr]  # it matches nothing too
             try:
                 value, place = _JSON.raw_decode(text, place)
             except (ValueError, RecursionError) as problem:
@@ -191,6 +226,7 @@ def _lex(text: str, guide: str) -> Iterator[_Lexeme]:
 
 
 _JSON = json.JSONDecoder()
+_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def _find_definitions(lexemes: Sequence[_Lexeme]) -> set[int]:
@@ -283,6 +319,10 @@ def _check_part(part: dict[str, Any] | list[Any], depth: int, guide: str) -> Non
     if depth > MAX_NESTING:
         _refuse(guide, "objects and lists in each other", depth, MAX_NESTING)
     if isinstance(part, dict):
+        patterns = part.get("patternProperties")
+        for pattern in (part.get("pattern"), *(patterns if isinstance(patterns, dict) else ())):
+            if isinstance(pattern, str):
+                check_regex(pattern, guide, INNER_NESTING)
         required = part.get("required")
         largest = max(len(part), len(required) if isinstance(required, list) else 0)
         if largest > MAX_RULES:

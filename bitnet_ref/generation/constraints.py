@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,9 +21,11 @@ from ..reference.layers import Floats
 from ..tokenizers.base import Tokenizer
 from ..tokenizers.vocabulary import Vocabulary
 from .constraint_limits import check_grammar, check_regex, read_schema, run_with_stack
+from .guide_helper import longest_tokens, wrap_vocabulary
 from .params import GUIDES
 
 MAX_MESSAGE = 400  # characters of a message of llguidance
+MAX_STEP_S = 1.0  # processor time of one step
 
 
 class Constraint:
@@ -57,7 +60,11 @@ class Constraint:
         if matcher.is_stopped():  # only an end token is left
             allowed[[token for token in self.end_tokens if token < len(logits)]] = True
         else:
+            started_s = time.thread_time()
             mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            if (step_s := time.thread_time() - started_s) > MAX_STEP_S:  # the other requests wait for it
+                message = f"a step took {step_s:.1f} s, and at most {MAX_STEP_S:g} s are allowed; use a simpler one"
+                raise GenerationError(message, field=self.guide)
             bits = np.unpackbits(mask, bitorder="little")[: len(logits)]
             allowed[: len(bits)] = bits != 0
             _check(matcher, self.guide)
@@ -84,52 +91,49 @@ class LLVocabulary:
 
     def __init__(self, tokenizer: Tokenizer, tokens: Sequence[bytes], vocab_size: int) -> None:
         """tokens: their bytes, b"" for a special one. vocab_size: the model's, which may be larger."""
-        try:
-            import llguidance
-        except ImportError as problem:
-            raise GenerationError(
-                f"{', '.join(GUIDES[:-1])} and {GUIDES[-1]} need llguidance: pip install 'bitnet-ref[constrained]'",
-                mentions=GUIDES,
-            ) from problem
+        llguidance = _import_llguidance()
         self._maker = llguidance.LLMatcher
         self.end_tokens = list(tokenizer.eos_ids)
         padded = [*tokens, *[b""] * (vocab_size - len(tokens))]
-        specials = [token for token, data in enumerate(padded) if not data]
-
-        class Wrapped:
-            eos_token_id = self.end_tokens[0] if self.end_tokens else (specials[0] if specials else 0)
-            bos_token_id = tokenizer.bos_id
-            special_token_ids = specials
-            # llguidance marks special tokens with a byte that no text has; distinct names keep its messages readable.
-            tokens: ClassVar[list[bytes]] = [data or b"\xff<%d>" % token for token, data in enumerate(padded)]
-
-            def __call__(self, text: str | bytes) -> list[int]:
-                return tokenize(tokenizer, tokens, text.decode(errors="replace") if isinstance(text, bytes) else text)
-
-        self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(Wrapped()), eos_token=self.end_tokens or None, slices=None
+        self._tokenizer = wrap_vocabulary(
+            padded, self.end_tokens, tokenizer.bos_id, lambda text: tokenize(tokenizer, tokens, text)
         )
 
     def matcher(self, guide: str, value: Any) -> Any:
         """A matcher at the start of the text. Raises GenerationError for an invalid schema, expression or grammar, and
         for one that is too large (see `constraint_limits`)."""
-        maker = self._maker
-        try:
-            if guide == "guided_json":
-                grammar = maker.grammar_from_json_schema(read_schema({} if value is True else value))
-            elif guide == "guided_choice":
-                grammar = maker.grammar_from_lark("start: " + " | ".join(map(json.dumps, value)))
-            elif guide == "guided_regex":
-                check_regex(value)
-                grammar = maker.grammar_from_regex(value)
-            else:
-                check_grammar(value)
-                grammar = maker.grammar_from_lark(value)
-        except (ValueError, TypeError, RecursionError) as problem:
-            raise GenerationError(_first_line(str(problem)), field=guide) from problem
-        matcher = run_with_stack(lambda: maker(self._tokenizer, grammar, log_level=0))
+        grammar = write_grammar(guide, value)
+        matcher = run_with_stack(lambda: self._maker(self._tokenizer, grammar, log_level=0))
         _check(matcher, guide)
         return matcher
+
+
+def write_grammar(guide: str, value: Any) -> str:
+    """llguidance's form of a guide. Raises GenerationError for one that is too large (see `constraint_limits`)."""
+    maker = _import_llguidance().LLMatcher
+    try:
+        if guide == "guided_json":
+            return str(maker.grammar_from_json_schema(read_schema({} if value is True else value)))
+        if guide == "guided_choice":
+            return str(maker.grammar_from_lark("start: " + " | ".join(map(json.dumps, value))))
+        if guide == "guided_regex":
+            check_regex(value)
+            return str(maker.grammar_from_regex(value))
+        check_grammar(value)
+        return str(maker.grammar_from_lark(value))
+    except (ValueError, TypeError, RecursionError) as problem:
+        raise GenerationError(first_line(str(problem)), field=guide) from problem
+
+
+def _import_llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as problem:
+        raise GenerationError(
+            f"{', '.join(GUIDES[:-1])} and {GUIDES[-1]} need llguidance: pip install 'bitnet-ref[constrained]'",
+            mentions=GUIDES,
+        ) from problem
+    return llguidance
 
 
 _LL_VOCABULARIES: WeakKeyDictionary[Vocabulary, LLVocabulary] = WeakKeyDictionary()  # one per model
@@ -143,18 +147,15 @@ def tokenize(tokenizer: Tokenizer, tokens: Sequence[bytes], text: str) -> list[i
         for start in range(min(len(ids), 3)):
             if b"".join(tokens[token] for token in ids[start:]) == text.encode():
                 return ids[start:]
-    ids, rest = [], text.encode()
-    while fitting := [token for token, data in enumerate(tokens) if data and rest.startswith(data)]:
-        ids.append(max(fitting, key=lambda token: len(tokens[token])))
-        rest = rest[len(tokens[ids[-1]]) :]
-    return ids
+    return longest_tokens(tokens, text)
 
 
 def _check(matcher: Any, guide: str) -> None:
     if matcher.is_error():
-        raise GenerationError(_first_line(matcher.get_error()), field=guide)
+        raise GenerationError(first_line(matcher.get_error()), field=guide)
 
 
-def _first_line(text: str) -> str:
+def first_line(text: str) -> str:
+    """The first line of a message of llguidance, which may quote the whole grammar."""
     line = next(iter(text.strip().splitlines()), "llguidance gives no reason")
-    return line if len(line) <= MAX_MESSAGE else line[:MAX_MESSAGE] + "..."  # it may quote the whole grammar
+    return line if len(line) <= MAX_MESSAGE else line[:MAX_MESSAGE] + "..."

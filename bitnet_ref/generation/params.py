@@ -23,6 +23,7 @@ from ..system.options import (
     Schema,
     Values,
     choice,
+    find_surrogate,
     option,
     read_options,
     show_options,
@@ -224,6 +225,10 @@ class SamplingParams:
             if length > MAX_CHARACTERS:
                 message = f"expected at most {MAX_CHARACTERS} characters, all together, got {length}"
                 raise GenerationError(message, field=name)
+        for each in fields(self):
+            if (half := find_surrogate(getattr(self, each.name))) is not None:
+                message = f"expected text, got {half!r}, half of a surrogate pair, which is no character"
+                raise GenerationError(message, field=each.name)
         self._check_combinations()
 
     def _check_combinations(self) -> None:

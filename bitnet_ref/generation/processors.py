@@ -8,6 +8,7 @@ all ids whose logits it may change; then the head need not compute the other log
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,11 @@ from ..errors import GenerationError
 from ..reference.layers import Floats
 from ..tokenizers.vocabulary import SortedTokens
 from .params import Processor, SamplingParams
+from .string_search import StringSearch
 
 Ids = NDArray[np.int64]
+FEW_WORDS = 64  # which are looked for one by one in the vocabulary
+MOST_STATES = 256  # of banned words, whose tokens are kept
 LARGEST_LOGIT = float(np.finfo(np.float32).max)
 
 
@@ -103,25 +107,65 @@ class BannedWords(LogitsRule):
     """
 
     def __init__(self, words: Sequence[str], vocabulary: SortedTokens, prompt_tokens: int) -> None:
-        self.vocabulary, self.prompt_tokens = vocabulary, prompt_tokens
-        self.words = [word.encode() for word in words]
-        containing = {token for word in self.words for token in vocabulary.containing(word)}
-        self.containing = np.array(sorted(containing), dtype=np.int64)
-        self.max_length = max(map(len, self.words))
+        self.prompt_tokens, self._tokens, self._order = prompt_tokens, vocabulary.tokens, vocabulary.order
+        encoded = [word.encode() for word in dict.fromkeys(words)]
+        self._search = StringSearch(encoded)
+        if len(encoded) <= FEW_WORDS:
+            containing = {token for word in encoded for token in vocabulary.containing(word)}
+        else:
+            containing = {token for token, data in enumerate(vocabulary.tokens) if self._search.contains(data)}
+        self._longest = max(map(len, vocabulary.tokens), default=0)
+        self._spans = self._complete_words(encoded, vocabulary)
+        self._completing = {0: np.array(sorted(containing), dtype=np.int64)}  # by states that were met
+        self._seen, self._states = np.empty(0, dtype=np.int64), [0]
+
+    def _complete_words(self, words: Sequence[bytes], vocabulary: SortedTokens) -> dict[int, list[tuple[int, int]]]:
+        """For each state that is the beginning of words: where in the vocabulary's order are the tokens that begin with
+        the rest of one."""
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for word in words:
+            first = max(1, len(word) - self._longest)  # a token is no longer than that
+            state = self._search.advance(0, word[:first])
+            for length in range(first, len(word)):
+                start, stop = vocabulary.span(word[length:])
+                if start < stop:
+                    spans.setdefault(state, []).append((start, stop))
+                state = self._search.advance(state, word[length : length + 1])
+        return spans
+
+    def copy(self) -> BannedWords:
+        """A rule for another text: each remembers the text that it was asked about last."""
+        other = copy.copy(self)
+        other._seen, other._states = self._seen[:0], [0]
+        return other
 
     def moves(self, token_ids: Ids) -> Ids:
-        tail, tokens = b"", self.vocabulary.tokens  # the last bytes of the text, as many as can begin a word
-        for token in token_ids[: self.prompt_tokens - 1 if self.prompt_tokens else None : -1].tolist():
-            tail = (tokens[token] if token < len(tokens) else b"") + tail
-            if len(tail) >= self.max_length:
-                break
-        completing = [
-            self.vocabulary.with_prefix(word[length:])
-            for word in self.words
-            for length in range(1, min(len(word) - 1, len(tail)) + 1)
-            if tail.endswith(word[:length])
-        ]
-        return np.unique(np.concatenate([self.containing, *completing]))
+        new = token_ids[self.prompt_tokens :]
+        known = min(len(new), len(self._seen))
+        different = np.flatnonzero(new[:known] != self._seen[:known])
+        if len(different):
+            known = int(different[0])
+        del self._states[known + 1 :]
+        for token in new[known:].tolist():
+            data = self._tokens[token] if token < len(self._tokens) else b""
+            self._states.append(self._search.advance(self._states[-1], data))
+        self._seen = new.copy()
+        return self._completing_tokens(self._states[-1])
+
+    def _completing_tokens(self, state: int) -> Ids:
+        """The tokens that complete a word after a text in this state: those for the longest beginning of a word with
+        which the text ends, and for each shorter one."""
+        chain = []
+        while (known := self._completing.get(state)) is None:
+            chain.append(state)
+            state = self._search.shorter[state]
+        if len(self._completing) > MOST_STATES:
+            self._completing = {0: self._completing[0]}  # other copies keep theirs
+        for each in reversed(chain):
+            if each in self._spans:
+                known = np.unique(np.concatenate([known, *(self._order[a:b] for a, b in self._spans[each])]))
+            self._completing[each] = known
+        return known
 
 
 class Rules:

@@ -27,6 +27,7 @@ from .processors import BannedWords, Rules
 from .results import Generation, GenerationStats, Overflow, StreamChunk
 from .sampling import Logprobs, candidates_needed, choose, choose_among
 from .streaming import TextStream
+from .string_search import StringSearch
 
 INITIAL_CAPACITY = 4096  # new tokens that a continuation's array holds before it grows
 NEEDS_TOKENIZER = ("stop", "bad_words", "filter", "guides", "echo")
@@ -59,6 +60,9 @@ class Request:
         self.candidates_needed = None if needs_all else candidates_needed(params, vocab_size)
         words = params.bad_words
         self._banned = BannedWords(words, model.vocabulary.sorted, len(self.prompt)) if words else None
+        self._stops = StringSearch(params.stop)
+        filtered = () if callable(params.filter) else params.filter
+        self._filtered = StringSearch([*filtered, *params.bad_words])
         guide = next(iter(params.guides.items()), None)
         self._constraint = Constraint(*guide, model.vocabulary, len(self.prompt)) if guide else None
 
@@ -96,18 +100,19 @@ class Request:
     def rules(self) -> tuple[Rules, Constraint | None]:
         """The processors for one continuation; and the constraint among them, which knows when the text is complete."""
         constraint = None if self._constraint is None else self._constraint.copy()
-        text_rules: list[Processor] = [rule for rule in (self._banned, constraint) if rule is not None]
+        banned = None if self._banned is None else self._banned.copy()
+        text_rules: list[Processor] = [rule for rule in (banned, constraint) if rule is not None]
         ends = [token for token in self.end_tokens if token < self.model.config.vocab_size]
         return Rules.of(self.params, len(self.prompt), ends, text_rules), constraint
 
     def text_stream(self) -> TextStream:
         """A new converter of this request's tokens to text."""
-        params, words = self.params, self.params.filter
+        params = self.params
         return TextStream(
             self.tokenizer,
-            params.stop,
-            banned=params.bad_words if callable(words) else (*words, *params.bad_words),
-            refuses=words if callable(words) else None,
+            self._stops,
+            banned=self._filtered,
+            refuses=params.filter if callable(params.filter) else None,
             stops_after=params.min_tokens,
         )
 

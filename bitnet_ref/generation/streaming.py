@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..tokenizers import Tokenizer
+from .string_search import StringSearch
 
 
 class StopStrings:
@@ -17,35 +18,34 @@ class StopStrings:
     'END'
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str] | StringSearch) -> None:
+        """stops: the strings, or the search for them, which several texts may share."""
         self.found: str | None = None
-        self._stops = stops
+        self._search = stops if isinstance(stops, StringSearch) else StringSearch(stops)
+        self._state = 0  # of the search: its string is what is held back
         self._held = ""
 
     def push(self, text: str) -> str:
         """Add text. -> the part that is certain; nothing after a stop string."""
-        if not self._stops:
-            return text
         if self.found is not None:
             return ""
-        self._held += text
-        hits = [(start, -len(stop), stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        self._state, hits = self._search.ends(self._state, text)
+        held, self._held = self._held + text, ""
         if hits:
-            end, _, self.found = min(hits)  # the first to begin; of those, the longest
-            certain, self._held = self._held[:end], ""
-            return certain
-        end = len(self._held) - max(_overlap(self._held, stop) for stop in self._stops)
-        certain, self._held = self._held[:end], self._held[end:]
-        return certain
+            before = len(held) - len(text)
+            # The first to begin; of those, the longest
+            start, length = min(
+                ((before + end - length, length) for end, length in hits), key=lambda hit: (hit[0], -hit[1])
+            )
+            self.found = held[start : start + length]
+            return held[:start]
+        certain = len(held) - self._search.depths[self._state]
+        self._held = held[certain:]
+        return held[:certain]
 
     def flush(self) -> str:
-        held, self._held = self._held, ""
+        held, self._held, self._state = self._held, "", 0
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class TextStream:
@@ -57,9 +57,9 @@ class TextStream:
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        stops: Sequence[str],
+        stops: Sequence[str] | StringSearch,
         *,
-        banned: Sequence[str] = (),
+        banned: Sequence[str] | StringSearch = (),
         refuses: Callable[[str], bool] | None = None,
         stops_after: int = 0,
     ) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
@@ -148,6 +148,27 @@ def suggest(name: str, known: Iterable[str], aliases: Iterable[str] = ()) -> str
     """The hint for an unknown name: the nearest known one, or all of them."""
     near = difflib.get_close_matches(name, [*known, *aliases], n=1)
     return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
+
+
+def find_surrogate(value: Any) -> str | None:
+    """Half of a surrogate pair in a text, or in one of a list or a mapping; None if there is none.
+
+    >>> find_surrogate({"a": ["b", "c\\ud800"]})
+    '\\ud800'
+    """
+    seen, waiting = set[int](), [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            if half := _SURROGATE.search(each):
+                return half.group()
+        elif isinstance(each, Mapping | list | tuple) and id(each) not in seen:
+            seen.add(id(each))  # it may contain itself
+            waiting += [*each, *each.values()] if isinstance(each, Mapping) else each
+    return None
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------

@@ -47,14 +47,19 @@ class SortedTokens:
         self._joined = b"".join(tokens)  # one search of this is much faster than one search per token
         self._starts = [0, *accumulate(map(len, tokens))]
 
+    def span(self, prefix: bytes) -> tuple[int, int]:
+        """Where in `order` the tokens with this prefix are: from the first number to before the second."""
+        first = bisect_left(self._sorted, prefix)
+        end = prefix.rstrip(b"\xff")  # the smallest bytes after all with this prefix: its last byte below 255, plus 1
+        last = bisect_left(self._sorted, end[:-1] + bytes([end[-1] + 1])) if end else len(self._sorted)
+        return first, last
+
     def with_prefix(self, prefix: bytes) -> NDArray[np.int64]:
         """
         >>> SortedTokens([b"b", b"abc", b"ab", b"a"]).with_prefix(b"ab").tolist()
         [2, 1]
         """
-        first = bisect_left(self._sorted, prefix)
-        end = prefix.rstrip(b"\xff")  # the smallest bytes after all with this prefix: its last byte below 255, plus 1
-        last = bisect_left(self._sorted, end[:-1] + bytes([end[-1] + 1])) if end else len(self._sorted)
+        first, last = self.span(prefix)
         return self.order[first:last]
 
     def containing(self, part: bytes) -> list[int]:

@@ -162,3 +162,14 @@ def test_signatures_and_help_show_every_parameter(function):
     assert signature.parameters["temperature"].annotation is float
     if inspect.isfunction(function):
         assert "temperature: 0 takes the most likely token" in inspect.getdoc(function)
+
+
+def test_half_of_a_surrogate_pair_is_refused_wherever_it_is():
+    for value in ("a\ud800", ["b", "\udfffc"], {"x": ["y\udc80"]}, {"\ud83d": 1}):
+        for name in ("stop", "bad_words", "filter", "guided_json", "guided_regex", "guided_grammar", "guided_choice"):
+            with pytest.raises(GenerationError) as caught:
+                SamplingParams.of(**{name: value})
+            assert caught.value.field == name
+    loop = {}
+    loop["self"] = loop
+    assert SamplingParams(guided_json=loop).guided_json is loop  # what reads it says what is wrong

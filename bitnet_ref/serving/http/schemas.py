@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from ...errors import BitNetRefError, describe
 from ...generation.params import SamplingParams
-from ...system.options import Schema, declared_options, suggest
+from ...system.options import Schema, declared_options, find_surrogate, suggest
 
 MAX_DEPTH = 64  # of the JSON in a request
 
@@ -138,7 +138,8 @@ DETOKENIZE = _object(
 
 
 def parse_json(data: bytes) -> Any:
-    """The value of a request's body. Raises RequestError for what is no JSON, or is nested deeper than 64."""
+    """The value of a request's body. Raises RequestError for what is no JSON, is nested deeper than 64, or has half of
+    a surrogate pair in a text: no tokenizer, header or file takes that."""
 
     def refuse(text: str) -> NoReturn:
         raise ValueError(f"{text} is no JSON number")
@@ -152,6 +153,8 @@ def parse_json(data: bytes) -> Any:
         depth += 1
         if depth > MAX_DEPTH:
             raise RequestError(f"the body is nested deeper than {MAX_DEPTH}")
+    if b"\\u" in data and (half := find_surrogate(value)) is not None:
+        raise RequestError(f"the body has {half!r} in a text, half of a surrogate pair, which is no character")
     return value
 
 

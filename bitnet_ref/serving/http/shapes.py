@@ -14,6 +14,7 @@ from ...backends.loaded import LoadedModel
 from ...generation.chat import default_reply_tokens
 from ...generation.embed import token_rows
 from ...generation.generate import split_prompts
+from ...generation.guide_prover import prove_guide
 from ...generation.params import SamplingParams
 from ...generation.results import Generation, StreamChunk
 from ...reference.layers import Floats
@@ -52,10 +53,11 @@ class Asked:
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
 
     def submit(self, engine: Engine, timeout_s: float | None = None) -> list[Choice]:
-        """Queue all texts: n of each prompt. Raises what `Engine.submit` raises."""
+        """Queue all texts: n of each prompt. Raises what `Engine.submit` and `prove_guide` raise."""
         texts = len(self.prompts) * self.params.get("n", 1)
         if texts > engine.config.max_queue:
             raise RequestError(f"prompt: {texts} texts are more than this server's queue holds", "prompt")
+        prove_guide(engine.config.params(self.params), engine.model.vocabulary)
         choices: list[Choice] = []
         submit: Callable[..., Sequence[RequestHandle | BeamText]]
         submit = engine.beams if self.params.get("num_beams", 1) > 1 else engine.streams

@@ -7,9 +7,10 @@ Two forms are read, which published chat templates teach: `<tool_call>{"name": .
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from .schemas import RequestError
 
@@ -58,15 +59,64 @@ class ToolReader:
         calls = []
         for part in [text] if self._is_object else _split_calls(text):
             try:
-                call = json.loads(part)
-                name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                members = _read_members(part)
+            except (ValueError, RecursionError):
                 return []
+            name, _ = members.get("name", (None, ""))
+            arguments, written = members.get("arguments", members.get("parameters", ({}, "{}")))
             if name not in self.names or not isinstance(arguments, dict):
                 return []
-            function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+            # The model's own text: Python would write 1e999 as Infinity, and an escaped half of a pair as itself
+            function = {"name": name, "arguments": written}
             calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
         return calls
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def _read_members(text: str) -> dict[str, tuple[Any, str]]:
+    """The members of a JSON object, each with its text. Raises ValueError for what is none, and RecursionError.
+
+    >>> _read_members('{"a": [1, 2.0 ], "b": "x"}')
+    {'a': ([1, 2.0], '[1, 2.0 ]'), 'b': ('x', '"x"')}
+    """
+
+    place, members = 0, dict[str, tuple[Any, str]]()
+
+    def skip(mark: str) -> bool:
+        """Pass spaces, then the mark if it is there."""
+        nonlocal place
+        place = _end_of_space(text, place)
+        is_there = text.startswith(mark, place)
+        place = _end_of_space(text, place + len(mark)) if is_there else place
+        return is_there
+
+    is_first = True
+    if not skip("{"):
+        raise ValueError("expected an object")
+    while not skip("}"):
+        if not (is_first or skip(",")) or not text.startswith('"', place):
+            raise ValueError("expected a member of an object")
+        name, place = _JSON.raw_decode(text, place)
+        if not skip(":"):
+            raise ValueError("expected a value")
+        value, end = _JSON.raw_decode(text, place)
+        members[name] = value, text[place:end]
+        place, is_first = end, False
+    if place < len(text):
+        raise ValueError("expected nothing after an object")
+    return members
+
+
+def _end_of_space(text: str, place: int) -> int:
+    match = _SPACE.match(text, place)
+    return match.end() if match else place
 
 
 def _split_calls(text: str) -> Iterator[str]:
