@@ -60,7 +60,8 @@ class Request:
         words = params.bad_words
         self._banned = BannedWords(words, model.vocabulary.sorted, len(self.prompt)) if words else None
         guide = next(iter(params.guides.items()), None)
-        self._constraint = Constraint(*guide, model.vocabulary, len(self.prompt)) if guide else None
+        after = params.guide_after
+        self._constraint = Constraint(*guide, model.vocabulary, len(self.prompt), after) if guide else None
 
     def _max_tokens(self, name: str) -> int:
         policy, context = self.window.policy, self.window.size
@@ -109,6 +110,7 @@ class Request:
             banned=params.bad_words if callable(words) else (*words, *params.bad_words),
             refuses=words if callable(words) else None,
             stops_after=params.min_tokens,
+            shown=params.shown_tokens,
         )
 
     def echo(self, text: TextStream) -> str:

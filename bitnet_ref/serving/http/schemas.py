@@ -77,6 +77,8 @@ RESPONSE_FORMAT = _object(
 NAME = _object({"name": TEXT}, ("name",))
 NAMED_TOOL = _object({"type": {"enum": ["function"]}, "function": NAME}, ("type", "function"))
 
+EFFORT = {"enum": ["none", "minimal", "low", "medium", "high", "xhigh", "max", None]}
+
 COMPLETION = _object(
     {
         **SAMPLING,
@@ -102,6 +104,9 @@ CHAT = _object(
         "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, NAMED_TOOL]},
         "parallel_tool_calls": FLAG,
         "chat_template_kwargs": ANY_OBJECT,
+        "reasoning_effort": EFFORT,
+        "enable_thinking": FLAG,
+        "thinking_token_budget": COUNT,
         "add_generation_prompt": FLAG,
         "continue_final_message": FLAG,
     },
