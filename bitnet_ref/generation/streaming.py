@@ -65,7 +65,8 @@ class TextStream:
         shown: Collection[int] = (),
     ) -> None:
         """banned: strings that end the text before them. refuses: a function of the text; the text ends before the
-        piece for which it returns True. stops_after: stop strings count after this many tokens. shown: special tokens that have text."""
+        piece for which it returns True. stops_after: stop strings count after this many tokens.
+        shown: special tokens that have text."""
         self._decoder = None
         if tokenizer is not None:
             self._decoder = tokenizer.stream_decoder(shown=shown) if shown else tokenizer.stream_decoder()

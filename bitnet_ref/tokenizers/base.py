@@ -197,7 +197,8 @@ class Tokenizer(ABC):
         messages: dicts with `role` and `content`, both str. Returns text, or with `tokenize` its ids. The template
         writes BOS itself if the model needs one, so the ids get no other. (`encode(text)` would not add it twice.)
         tools: functions that the model may call, as in OpenAI's API. chat_template: Jinja source, instead of the
-        model's own; by default, with tools, the one named "tool_use", if there is one. variables: others that the template reads, like `enable_thinking`.
+        model's own; by default, with tools, the one named "tool_use", if there is one. variables: others that the
+        template reads, like `enable_thinking`.
         Raises TokenizerError: a bad message, a template that fails or does too much work, or no template at all.
         """
         messages = copy_messages(messages)

@@ -596,7 +596,8 @@ GOOD = {
         lambda a, ask, m: (
             finish(a) == "length"
             and a["choices"][0]["message"]["content"] is None
-            and [c["function"] for c in a["choices"][0]["message"]["tool_calls"]] == [{"name": "clock", "arguments": ""}]
+            and [c["function"] for c in a["choices"][0]["message"]["tool_calls"]]
+            == [{"name": "clock", "arguments": ""}]
         ),
     ),
     "the same in a stream, cut": (

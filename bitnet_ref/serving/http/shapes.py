@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...backends.loaded import LoadedModel
 from ...generation.chat import default_reply_tokens
@@ -28,6 +28,9 @@ from .tools import choose_tools
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 COMPACT = {"whitespace_flexible": False}  # for llguidance: a small model may else write line ends until max_tokens
+if TYPE_CHECKING:
+    from .writers import Writer
+
 FINISH = {"filtered": "content_filter"}
 Entry = tuple[int, float | None, Mapping[int, float] | None]  # token id, ln p, and those of the likeliest ones
 
@@ -49,6 +52,7 @@ class Asked:
     top: int | None = None  # how many of the likeliest tokens to report; None: no log probabilities
     is_only_scored: bool = False  # max_tokens is 0
     reply: ReplyReader | None = None  # of a chat: what turns its text into events
+    writer: Callable[..., Writer] | None = None  # of another API than OpenAI's chats and completions
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = ""
 
@@ -114,10 +118,12 @@ def usage(asked: Asked, choices: Sequence[Choice]) -> dict[str, Any]:
 def read_completion(body: Mapping[str, Any], model_name: str, engine: Engine) -> Asked:
     """The request of a body that passed its schema. Raises RequestError."""
     params, common = _read_common(body, engine)
-    if body.get("suffix") is not None:
-        raise RequestError("suffix: these models continue texts and cannot fill in the middle; leave it out", "suffix")
     prompt, echo, top = body["prompt"], bool(body.get("echo")), body.get("logprobs")
     many = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    if body.get("suffix"):
+        if many or not isinstance(prompt, str) or echo:
+            raise RequestError("suffix: expected one prompt, a text, without echo", "suffix")
+        prompt = infill_ids(engine.model.tokenizer, prompt, body["suffix"], "suffix")
     params.setdefault("max_tokens", DEFAULT_COMPLETION_TOKENS)
     only_scored = params["max_tokens"] == 0
     if only_scored and not echo:
@@ -137,6 +143,28 @@ def read_completion(body: Mapping[str, Any], model_name: str, engine: Engine) ->
         top=top,
         is_only_scored=only_scored,
     )
+
+
+INFILL_TOKENS = (  # before the prefix, before the suffix, before the middle, as published tokenizers name them
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SantaCoder
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek: the hole is where the middle goes
+    ("<|fim_begin|>", "<|fim_hole|>", "<|fim_end|>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+)
+
+
+def infill_ids(tokenizer: Tokenizer, prefix: str, suffix: str, field: str) -> list[int]:
+    """The prompt that asks for what is between two texts. Raises RequestError without tokens for that."""
+    for names in INFILL_TOKENS:
+        marks = [tokenizer.token_to_id(name) for name in names]
+        if None not in marks:
+            before, after = (tokenizer.encode(text, add_special_tokens=False) for text in (prefix, suffix))
+            front = tokenizer.encode("")[:1] if tokenizer.bos_id in tokenizer.encode("")[:1] else []
+            return [*front, *marks[:1], *before, *marks[1:2], *after, *marks[2:]]  # type: ignore[list-item]
+    message = "this model's tokenizer has no tokens for filling in the middle, so it can only continue a text"
+    raise RequestError(f"{field}: {message}; leave it out", field)
 
 
 def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_template: str | None) -> Asked:
@@ -303,10 +331,10 @@ class Choice:
     """One text of a response: its chunks or its result, as OpenAI writes them."""
 
     def __init__(self, asked: Asked, index: int, handle: RequestHandle | BeamText, model: LoadedModel) -> None:
-        self.asked, self.index, self.handle, self._tokenizer = asked, index, handle, model.tokenizer
+        self.asked, self.index, self.handle, self.tokenizer = asked, index, handle, model.tokenizer
         self._prompt_ids: list[int] = handle.prompt_token_ids
         self._tokens = model.vocabulary.tokens if asked.top is not None else []
-        self._decoder, self._offset, self._chunks = self._tokenizer.stream_decoder(), 0, 0
+        self._decoder, self._offset, self._chunks = self.tokenizer.stream_decoder(), 0, 0
         self._reader: ReplyReader | None = None
         self._has_calls = False
 
@@ -361,7 +389,7 @@ class Choice:
             for token, logprob, top in zip(result.token_ids, logprobs, tops, strict=False)
         ]
         entries = self._entries(steps)
-        reply = self.reply(result)
+        reply = Reply.of(self.read_whole(result))
         finish = self.finish(result.finish_reason)
         ends = {"logprobs": self._logprobs(entries), "finish_reason": finish, "stop_reason": result.stop_reason}
         if not self.asked.is_chat:
@@ -375,9 +403,9 @@ class Choice:
             message["tool_calls"] = [{"id": id_, "type": "function", "function": each} for id_, each in functions]
         return {"index": index, "message": message, **ends}
 
-    def reply(self, result: Generation) -> Reply:
-        """The whole text as its parts."""
-        return Reply.of(self.events(self._new_text(result.text), result.finish_reason))
+    def read_whole(self, result: Generation) -> list[Event]:
+        """The events of a whole text."""
+        return self.events(self._new_text(result.text), result.finish_reason)
 
     def _new_text(self, text: str) -> str:
         """The text without what the engine echoes for the sake of spaces."""
@@ -405,7 +433,7 @@ class Choice:
     def _push(self, token: int) -> int:
         """Take the token into the text.   -> where in the text it begins"""
         before = self._offset
-        if token < self._tokenizer.vocab_size:
+        if token < self.tokenizer.vocab_size:
             self._offset += len(self._decoder.push(token))
         return before
 
@@ -446,7 +474,7 @@ class Choice:
     def _bytes(self, token: int) -> bytes:
         """Of a special token, those of its name."""
         data = self._tokens[token] if token < len(self._tokens) else b""
-        return data or (self._tokenizer.id_to_token(token).encode() if token < self._tokenizer.vocab_size else b"")
+        return data or (self.tokenizer.id_to_token(token).encode() if token < self.tokenizer.vocab_size else b"")
 
 
 def _entry(chunk: StreamChunk) -> Entry:

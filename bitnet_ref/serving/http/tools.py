@@ -61,11 +61,11 @@ class ToolReader:
     def _scan(self, text: str) -> str:
         """Look for the beginning of calls.   -> the text after it"""
         if self._is_blank:
-            start = text.lstrip()
-            if start and start[0] in self._bare:
-                self._say(text[: -len(start)])
-                self._open(start[0], self._bare[start[0]])
-                return start[1:]
+            solid = text.lstrip()
+            if solid and solid[0] in self._bare:
+                self._say(text[: -len(solid)])
+                self._open(solid[0], self._bare[solid[0]])
+                return solid[1:]
         hits = [(text.find(mark), -len(mark), mark) for mark in self._marks]
         start, _, mark = min((hit for hit in hits if hit[0] >= 0), default=(-1, 0, ""))
         if start < 0:
@@ -93,7 +93,8 @@ class ToolReader:
 
     def _read(self, text: str) -> str:
         """Give letters to the section's reader.   -> those that it did not take"""
-        assert self._letters is not None and self._section is not None
+        assert self._letters is not None
+        assert self._section is not None
         section = self._section
         for index, letter in enumerate(text, 1):
             if not section.has_started:
