@@ -470,7 +470,7 @@ BAD = [
     ({"prompt": PROMPT, "temprature": 1}, "did you mean 'temperature'", "temprature"),
     ({"prompt": PROMPT, "temperature": 9}, "temperature: expected at most 2, got 9", "temperature"),
     ({"prompt": PROMPT, "temperature": "1"}, "temperature: expected number or null", "temperature"),
-    ({"prompt": PROMPT, "suffix": "."}, "suffix: these models", "suffix"),
+    ({"prompt": PROMPT, "suffix": "."}, "suffix: this model", "suffix"),
     ({"prompt": PROMPT, "max_tokens": 1000}, "context is 256; lower max_tokens", None),
     ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens: 0", "max_tokens"),
     ({"prompt": PROMPT, "n": 9}, "n: expected at most 8", "n"),

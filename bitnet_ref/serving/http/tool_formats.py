@@ -141,7 +141,7 @@ def read_tagged_json(section: Section) -> Letters[str]:
 
 
 def read_mistral(section: Section) -> Letters[str]:
-    """A list of such objects, or the name and then the arguments: `f{...}`, `f[ARGS]{...}`, with `[CALL_ID]1` between."""
+    """A list of such objects, or the name and then the arguments: `f{...}`, `f[ARGS]{...}` (`[CALL_ID]1` between)."""
     letter = yield from read_solid()
     if letter == "[":
         while letter != "]":
