@@ -35,26 +35,46 @@ class Constraint:
     ids alone. Not thread-safe.
     """
 
-    def __init__(self, guide: str, value: Any, vocabulary: Vocabulary, prompt_tokens: int) -> None:
-        """guide, value: one of `params.GUIDES` and its value."""
+    def __init__(
+        self, guide: str, value: Any, vocabulary: Vocabulary, prompt_tokens: int, after: Sequence[int] = ()
+    ) -> None:
+        """guide, value: one of `params.GUIDES` and its value. after: as `guide_after`."""
         if vocabulary not in _LL_VOCABULARIES:
             _LL_VOCABULARIES[vocabulary] = LLVocabulary(vocabulary.tokenizer, vocabulary.tokens, vocabulary.vocab_size)
         ll_vocabulary = _LL_VOCABULARIES[vocabulary]
         self.guide, self.prompt_tokens, self.end_tokens = guide, prompt_tokens, ll_vocabulary.end_tokens
         self._matcher = ll_vocabulary.matcher(guide, value)
         self._seen: list[int] = []
+        self._after = list(after)
+        self._searched = prompt_tokens  # no `after` begins before it
 
     def copy(self) -> Constraint:
         """A copy of an unused constraint; the grammar is not compiled again."""
         other = copy.copy(self)
-        other._matcher, other._seen = self._matcher.deep_copy(), []
+        other._matcher, other._seen = self._matcher.deep_copy(), []  # `_searched` is that of an unused one
         return other
 
     def complete(self, token_ids: NDArray[np.int64]) -> bool:
         """Whether the text matches and nothing can be added to it."""
+        if not self._has_begun(token_ids):
+            return False
         return bool(self._advance(token_ids).is_stopped())
 
+    def _has_begun(self, token_ids: NDArray[np.int64]) -> bool:
+        """Whether the tokens of `after` are there; then `prompt_tokens` counts until their end."""
+        size = len(self._after)
+        if not size:
+            return True
+        while self._searched + size <= len(token_ids):
+            if token_ids[self._searched : self._searched + size].tolist() == self._after:
+                self.prompt_tokens, self._after = self._searched + size, []
+                return True
+            self._searched += 1
+        return False
+
     def __call__(self, token_ids: NDArray[np.int64], logits: Floats) -> Floats:
+        if not self._has_begun(token_ids):
+            return logits
         matcher = self._advance(token_ids)
         allowed = np.zeros(len(logits), dtype=np.bool_)
         if matcher.is_stopped():  # only an end token is left

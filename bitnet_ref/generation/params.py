@@ -146,6 +146,9 @@ class SamplingParams:
     guided_choice: Strings of which the text must be one.
     guided_grammar: A Lark grammar that the text must match.
 
+    guide_after: The guide holds for the text after these tokens; what is before them is free. For models that think
+        before they answer: the ids of </think>.
+
     Several texts:
     n: Continuations of each prompt. The first equals that of n = 1; with beams, the n best, at most num_beams.
     num_beams: Beams of beam search; 1 is none.
@@ -158,6 +161,7 @@ class SamplingParams:
     prompt_logprobs: Also report the log probability of each prompt token, and those of the k most likely ones in its
         place. As in vLLM. Needs overflow="error".
     echo: Begin the text with the prompt, as the tokenizer decodes it.
+    shown_tokens: Special tokens that the text shows; the others have no text.
 
     Speed:
     speculate: Verify guesses together: of earlier text, or of a smaller model. "lookup" guesses tokens that followed
@@ -202,6 +206,7 @@ class SamplingParams:
     guided_regex: str | None = everywhere(None, TEXT_OR_NONE, metavar="REGEX")
     guided_choice: tuple[str, ...] = everywhere((), TEXTS)
     guided_grammar: str | None = everywhere(None, TEXT_OR_NONE, metavar="LARK")
+    guide_after: tuple[int, ...] = in_python((), ListOf(TOKEN_ID, "token ids"))
 
     n: int = everywhere(1, Number(1, 1024, whole=True), flag="-n")
     num_beams: int = option(1, Number(1, 1024, whole=True))
@@ -213,6 +218,7 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = in_python(None, TOP)
     echo: bool = option(False, FLAG)
+    shown_tokens: tuple[int, ...] = in_python((), ListOf(TOKEN_ID, "token ids"))
 
     speculate: str | LoadedModel | None = everywhere(None, DRAFTER, metavar="lookup|MODEL")
     strategy: Strategy | None = in_python(None, STRATEGY)
@@ -246,7 +252,7 @@ class SamplingParams:
         if self.n > self.num_beams:
             message = f"expected at most num_beams, {self.num_beams}, got {self.n}"
             raise GenerationError(message, field="n", mentions=["num_beams"])
-        none = {"strategy": (None,), "speculate": (None,), "prompt_logprobs": (None,)}
+        none = {"strategy": (None,), "speculate": (None,), "prompt_logprobs": (None,), "guide_after": ((),)}
         allowed = {"temperature": (0,), "stop": ((),), "filter": ((),), **none}
         for name, values in (allowed | {"overflow": ("error", "truncate")}).items():
             if (value := getattr(self, name)) not in values:
@@ -313,6 +319,8 @@ class SamplingOptions(TypedDict, total=False):
     guided_regex: str | None
     guided_choice: str | Sequence[str]
     guided_grammar: str | None
+    guide_after: Sequence[int]
+    shown_tokens: Sequence[int]
     num_beams: int
     length_penalty: float
     early_stopping: bool | str

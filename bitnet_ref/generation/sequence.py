@@ -64,7 +64,8 @@ class Request:
         filtered = () if callable(params.filter) else params.filter
         self._filtered = StringSearch([*filtered, *params.bad_words])
         guide = next(iter(params.guides.items()), None)
-        self._constraint = Constraint(*guide, model.vocabulary, len(self.prompt)) if guide else None
+        after = params.guide_after
+        self._constraint = Constraint(*guide, model.vocabulary, len(self.prompt), after) if guide else None
 
     def _max_tokens(self, name: str) -> int:
         policy, context = self.window.policy, self.window.size
@@ -114,6 +115,7 @@ class Request:
             banned=self._filtered,
             refuses=params.filter if callable(params.filter) else None,
             stops_after=params.min_tokens,
+            shown=params.shown_tokens,
         )
 
     def echo(self, text: TextStream) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ..tokenizers import Tokenizer
 from .string_search import StringSearch
@@ -62,10 +62,14 @@ class TextStream:
         banned: Sequence[str] | StringSearch = (),
         refuses: Callable[[str], bool] | None = None,
         stops_after: int = 0,
+        shown: Collection[int] = (),
     ) -> None:
         """banned: strings that end the text before them. refuses: a function of the text; the text ends before the
-        piece for which it returns True. stops_after: stop strings count after this many tokens."""
-        self._decoder = tokenizer.stream_decoder() if tokenizer is not None else None
+        piece for which it returns True. stops_after: stop strings count after this many tokens.
+        shown: special tokens that have text."""
+        self._decoder = None
+        if tokenizer is not None:
+            self._decoder = tokenizer.stream_decoder(shown=shown) if shown else tokenizer.stream_decoder()
         self._vocab_size = tokenizer.vocab_size if tokenizer is not None else 0
         self.banned, self.stops = StopStrings(banned), StopStrings(stops)
         self._refuses, self._text, self._refused = refuses, "", False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, overload
 
@@ -115,9 +115,12 @@ class Tokenizer(ABC):
             kept = [token for token in kept if not self._is_special(token)]
         return "".join([detokenizer.push(token) for token in kept]) + detokenizer.flush()
 
-    def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder:
-        """A decoder of generated tokens, one at a time; see `StreamDecoder`."""
-        skips = self._is_special if skip_special_tokens else lambda token: False
+    def stream_decoder(self, skip_special_tokens: bool = True, shown: Collection[int] = ()) -> StreamDecoder:
+        """A decoder of generated tokens, one at a time; see `StreamDecoder`. shown: special tokens that have text."""
+
+        def skips(token: int) -> bool:
+            return skip_special_tokens and self._is_special(token) and token not in shown
+
         return StreamDecoder(self._detokenizer(), self._check_id, skips)
 
     def id_to_token(self, token_id: int) -> str:
@@ -141,6 +144,11 @@ class Tokenizer(ABC):
         if self._settings.chat_template is not None:
             return self._settings.chat_template
         return BITNET_2B4T_TEMPLATE if self.token_to_id(END_OF_TURN) is not None else None
+
+    def template_for(self, with_tools: bool) -> str | None:
+        """The template of a conversation: with tools the one named "tool_use", where the files have one."""
+        named = self._settings.tool_template if with_tools else None
+        return self.chat_template if named is None else named
 
     @property
     def recommended_sampling(self) -> dict[str, float]:
@@ -189,11 +197,14 @@ class Tokenizer(ABC):
         messages: dicts with `role` and `content`, both str. Returns text, or with `tokenize` its ids. The template
         writes BOS itself if the model needs one, so the ids get no other. (`encode(text)` would not add it twice.)
         tools: functions that the model may call, as in OpenAI's API. chat_template: Jinja source, instead of the
-        model's own. variables: others that the template reads, like `enable_thinking`.
+        model's own; by default, with tools, the one named "tool_use", if there is one. variables: others that the
+        template reads, like `enable_thinking`.
         Raises TokenizerError: a bad message, a template that fails or does too much work, or no template at all.
         """
         messages = copy_messages(messages)
         template = self._compiled_template if chat_template is None else compile_template(chat_template)
+        if chat_template is None and tools and self._settings.tool_template is not None:
+            template = self._compiled_tool_template
         if template is None:
             raise TokenizerError(
                 "this tokenizer has no chat template, which says how the model expects a conversation: "
@@ -216,6 +227,10 @@ class Tokenizer(ABC):
     def _compiled_template(self) -> ChatTemplate | None:
         source = self.chat_template
         return None if source is None else ChatTemplate(source, path=self._settings.path)
+
+    @cached_property
+    def _compiled_tool_template(self) -> ChatTemplate:
+        return ChatTemplate(self._settings.tool_template or "", path=self._settings.path)
 
     def _check_text(self, text: object, name: str) -> str:
         if not isinstance(text, str):

@@ -23,13 +23,14 @@ from .gguf_bpe import adds_bos, bpe_from_json, json_from_bpe
 from .gguf_keys import PREFIX, GgufVocabulary
 from .gguf_sentencepiece import model_from_vocabulary, vocabulary_from_model
 from .sentencepiece_model import CONTROL, UNKNOWN
-from .settings import TokenizerSettings
+from .settings import TOOL_TEMPLATE, TokenizerSettings
 
 log = logging.getLogger(__name__)
 
 _IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # our name -> the key's
 _STOPS = ("eos", "eot", "eom")  # llama.cpp ends a generation at each of them
 _CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
+_TEMPLATE_KEY = "tokenizer.chat_template"
 
 
 def tokenizer_files_from_gguf(metadata: Mapping[str, Any], path: AnyPath = None) -> dict[str, bytes]:
@@ -37,7 +38,7 @@ def tokenizer_files_from_gguf(metadata: Mapping[str, Any], path: AnyPath = None)
 
     metadata: str, bool, int, float, lists of them, or NumPy arrays. path: of its file, for errors to name.
     Returns tokenizer.model or tokenizer.json, tokenizer_config.json, generation_config.json (all stop tokens), and
-    chat_template.jinja when there is a template.
+    chat_template.jinja when there is a template, and the same for the one that is named tool_use.
 
     Raises TokenizerError naming the key: missing, of the wrong type or length, a token twice, a byte token that is no
     byte, a merge outside the vocabulary, an id out of range, an unknown model or pre-tokenizer.
@@ -72,14 +73,15 @@ def tokenizer_files_from_gguf(metadata: Mapping[str, Any], path: AnyPath = None)
         if stops:
             generation["eos_token_id"] = stops if len(stops) > 1 else stops[0]
         files[_GENERATION] = _json(generation)
-        template, field = metadata.get("tokenizer.chat_template"), "tokenizer.chat_template"
-        if not isinstance(template, str | None):
-            raise TokenizerError(f"expected a string, got {type(template).__name__}", field=field)
-        if template is not None:
-            try:
-                files[_TEMPLATE] = template.encode("utf-8")
-            except UnicodeEncodeError as error:
-                raise TokenizerError("has no UTF-8 form", field=field) from error
+        for field, name in ((_TEMPLATE_KEY, _TEMPLATE), (f"{_TEMPLATE_KEY}.tool_use", TOOL_TEMPLATE)):
+            template = metadata.get(field)
+            if not isinstance(template, str | None):
+                raise TokenizerError(f"expected a string, got {type(template).__name__}", field=field)
+            if template is not None:
+                try:
+                    files[name] = template.encode("utf-8")
+                except UnicodeEncodeError as error:
+                    raise TokenizerError("has no UTF-8 form", field=field) from error
         return files
 
 
@@ -106,7 +108,9 @@ def gguf_from_tokenizer_files(files: Mapping[str, bytes]) -> dict[str, Any]:
     if greedy:
         log.warning("GGUF cannot hold that %s take in the spaces around them; it is left out", greedy[:8])
     if settings.chat_template is not None:
-        out["tokenizer.chat_template"] = settings.chat_template
+        out[_TEMPLATE_KEY] = settings.chat_template
+    if settings.tool_template is not None:
+        out[f"{_TEMPLATE_KEY}.tool_use"] = settings.tool_template
     return out
 
 

@@ -15,6 +15,7 @@ from ..errors import TokenizerError
 from .files import MAX_CONFIG_BYTES, TokenizerFiles, check_token_id, check_type, errors_at, get_optional
 
 _CONFIG, _SPECIAL, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # as transformers 5 writes named templates
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
@@ -51,6 +52,7 @@ class TokenizerSettings:
     eos_ids: tuple[int, ...] = ()
     added_tokens: tuple[AddedToken, ...] = ()
     chat_template: str | None = None
+    tool_template: str | None = None  # the one named "tool_use": of conversations with tools
     sampling: Mapping[str, float] = field(default_factory=dict, hash=False)  # see `Tokenizer.recommended_sampling`
     path: str | None = field(default=None, compare=False)  # the folder, for messages
 
@@ -100,6 +102,7 @@ def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
         eos_ids=eos_ids,
         added_tokens=tuple(added.values()),
         chat_template=_chat_template(files, config),
+        tool_template=_tool_template(files, config),
         sampling=_sampling(tables["generation_config.json"]),
         path=str(files.root),
     )
@@ -171,21 +174,11 @@ def _chat_template(files: TokenizerFiles, config: Mapping[str, Any]) -> str | No
     """The template in chat_template.jinja, else in tokenizer_config.json (a string, or a list: take "default")."""
     name = "chat_template.jinja"
     if name in files:
-        try:
-            return files.read(name, MAX_CONFIG_BYTES).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise TokenizerError("not UTF-8 text", path=files.path(name), offset=error.start) from error
+        return _read_template(files, name)
     with errors_at(files.path(_CONFIG)):
         value = config.get("chat_template")
         if isinstance(value, list):
-            templates: dict[str, Any] = {}
-            for n, entry in enumerate(value):
-                where = f"chat_template[{n}]"
-                check_type(entry, dict, where, "an object with 'name' and 'template'")
-                title = check_type(entry.get("name"), str, f"{where}.name")
-                if title in templates:
-                    raise TokenizerError(f"two templates are named {title!r}", field=where)
-                templates[title] = entry.get("template")
+            templates = _named_templates(value)
             value = templates.get("default")
             if value is None and templates:
                 names = ", ".join(sorted(templates))[:200]
@@ -193,3 +186,34 @@ def _chat_template(files: TokenizerFiles, config: Mapping[str, Any]) -> str | No
         if value is not None:
             check_type(value, str, "chat_template", "a string, or a list of {name, template}")
         return value
+
+
+def _tool_template(files: TokenizerFiles, config: Mapping[str, Any]) -> str | None:
+    """The template named "tool_use", beside the default one."""
+    if TOOL_TEMPLATE in files:
+        return _read_template(files, TOOL_TEMPLATE)
+    with errors_at(files.path(_CONFIG)):
+        value = config.get("chat_template")
+        named = _named_templates(value).get("tool_use") if isinstance(value, list) else None
+        if named is not None:
+            check_type(named, str, "chat_template", "a string, or a list of {name, template}")
+        return named
+
+
+def _read_template(files: TokenizerFiles, name: str) -> str:
+    try:
+        return files.read(name, MAX_CONFIG_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise TokenizerError("not UTF-8 text", path=files.path(name), offset=error.start) from error
+
+
+def _named_templates(value: list[Any]) -> dict[str, Any]:
+    templates: dict[str, Any] = {}
+    for n, entry in enumerate(value):
+        where = f"chat_template[{n}]"
+        check_type(entry, dict, where, "an object with 'name' and 'template'")
+        title = check_type(entry.get("name"), str, f"{where}.name")
+        if title in templates:
+            raise TokenizerError(f"two templates are named {title!r}", field=where)
+        templates[title] = entry.get("template")
+    return templates

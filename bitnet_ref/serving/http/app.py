@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ...backends.loaded import LoadedModel
 from ...errors import (
     BitNetRefError,
     GenerationError,
@@ -37,12 +37,14 @@ from ...generation.embed import embed
 from ..engine import Engine
 from ..metrics import render_metrics
 from ..tickets import RequestHandle
-from . import schemas
-from .failures import blame, describe_failure
+from . import llama_server, messages, ollama, ranking, responses, schemas
+from .failures import blame, describe_failure, shape_failure
 from .page import describe_engine, render_page
 from .schemas import RequestError
-from .shapes import Asked, Choice, chat_ids, embedding_ids, embedding_response, read_chat, read_completion, usage
+from .shapes import Asked, Choice, chat_ids, embedding_ids, embedding_response, read_chat, read_completion
 from .shelf import ModelShelf
+from .waiting import unless_gone
+from .writers import OpenAIWriter, Writer
 
 log = logging.getLogger(__name__)
 OPEN_PATHS = ("/", "/health")  # need no key
@@ -50,6 +52,7 @@ RETRY_AFTER_S = {429: "1", 503: "5"}
 QUIET_S = 15.0  # a stream without news sends a comment, so that a proxy keeps it open
 EMBEDDING_TEXTS = 16  # at a time; between them a client that went away is noticed
 T = TypeVar("T")
+Read = Callable[[Mapping[str, Any], str, Engine], Asked]  # a checked body, the model's name and its engine
 
 
 @dataclass(frozen=True)
@@ -73,16 +76,19 @@ class Server:
     # -- text ------------------------------------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, read_completion)
+        return await self.generate(request, read_completion)
 
     async def chat(self, request: Request) -> Response:
         def read(body: Mapping[str, Any], name: str, engine: Engine) -> Asked:
             return read_chat(body, name, engine, self.chat_template)
 
-        return await self._generate(request, read)
+        return await self.generate(request, read)
 
-    async def _generate(self, request: Request, read: Callable[[Mapping[str, Any], str, Engine], Asked]) -> Response:
-        body = await self._body(request)
+    async def generate(self, request: Request, read: Read) -> Response:
+        return await self.answer(request, await self.body(request), read)
+
+    async def answer(self, request: Request, body: Mapping[str, Any], read: Read) -> Response:
+        """The response to a checked body: its texts, whole or as a stream."""
         if self.streams >= self.limits.max_streams:
             raise RequestError(f"{self.streams} requests are running, which is the maximum", status=429)
         async with AsyncExitStack() as stack:
@@ -98,13 +104,14 @@ class Server:
             asked, choices = await unless_gone(request, asyncio.to_thread(submit))
             for choice in choices:
                 stack.callback(choice.handle.close)
+            writer = (asked.writer or OpenAIWriter)(asked, choices)
             if asked.stream:
-                events = StreamEvents(asked, choices)
+                events = StreamEvents(writer)
                 stack.push_async_callback(events.aclose)
                 first = await unless_gone(request, events.first())  # an error before it gets its own status
                 return EventStream(request, first, events, stack.pop_all())
             results = await unless_gone(request, wait_for_all(choices))
-            return JSONResponse(await asyncio.to_thread(asked.response, choices, results))
+            return JSONResponse(await asyncio.to_thread(writer.whole, results))
 
     def _leave(self) -> None:
         self.streams -= 1
@@ -112,25 +119,30 @@ class Server:
     # -- everything else -------------------------------------------------------------------------------------------
 
     async def embeddings(self, request: Request) -> Response:
-        body = await self._body(request)
-        async with self._borrow(body) as (name, engine):
-            vectors, tokens = await unless_gone(request, self._embed(engine, body["input"]))
+        body = await self.body(request)
+        async with self.borrow(body) as (name, engine):
+            vectors, tokens = await unless_gone(request, self.embed(engine.model, body["input"]))
         return JSONResponse(embedding_response(body, name, vectors, tokens))
 
-    async def _embed(self, engine: Engine, texts: Any) -> tuple[np.ndarray, int]:
-        rows = await asyncio.to_thread(embedding_ids, engine.model, texts)
-        async with self._embedding:
-            vectors = [
-                await asyncio.to_thread(embed, engine.model, rows[first : first + EMBEDDING_TEXTS])
-                for first in range(0, len(rows), EMBEDDING_TEXTS)
-            ]
+    async def embed(self, model: LoadedModel, texts: Any) -> tuple[np.ndarray, int]:
+        """The vectors of texts or of lists of token ids, and the tokens of all."""
+        rows = await asyncio.to_thread(embedding_ids, model, texts)
+        vectors = await self.compute_rows(partial(embed, model), rows)
         return np.concatenate(vectors), sum(map(len, rows))
 
+    async def compute_rows(self, compute: Callable[[list[Any]], T], rows: list[Any]) -> list[T]:
+        """`compute` in a thread for some rows after the others, while no other request does so."""
+        async with self._embedding:
+            return [
+                await asyncio.to_thread(compute, rows[first : first + EMBEDDING_TEXTS])
+                for first in range(0, len(rows), EMBEDDING_TEXTS)
+            ]
+
     async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request)
+        body = await self.body(request)
         if (body.get("prompt") is None) == (body.get("messages") is None):
             raise RequestError("prompt: expected either a prompt or messages", "prompt")
-        async with self._borrow(body) as (_, engine):
+        async with self.borrow(body) as (_, engine):
 
             def ids() -> list[int]:
                 if body.get("messages") is not None:
@@ -143,13 +155,13 @@ class Server:
             return JSONResponse({**facts, "tokens": tokens, "token_strs": texts})
 
     async def detokenize(self, request: Request) -> Response:
-        body = await self._body(request)
-        async with self._borrow(body) as (_, engine):
+        body = await self.body(request)
+        async with self.borrow(body) as (_, engine):
             text = await asyncio.to_thread(engine.model.tokenizer.decode, body["tokens"], skip_special_tokens=False)
             return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        async with self._borrow(dict(request.query_params)) as (name, engine):
+        async with self.borrow(dict(request.query_params)) as (name, engine):
             tokenizer = engine.model.tokenizer
             names = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
             facts = {key: None if token is None else tokenizer.id_to_token(token) for key, token in names.items()}
@@ -200,12 +212,12 @@ class Server:
         return JSONResponse(schemas.describe_api(self.version))
 
     @asynccontextmanager
-    async def _borrow(self, body: Mapping[str, Any]) -> AsyncIterator[tuple[str, Engine]]:
+    async def borrow(self, body: Mapping[str, Any]) -> AsyncIterator[tuple[str, Engine]]:
         place = self.shelf.place(body.get("model"))
         async with self.shelf.borrow(place) as engine:
             yield place.name, engine
 
-    async def _body(self, request: Request) -> dict[str, Any]:
+    async def body(self, request: Request) -> dict[str, Any]:
         """The request's JSON, checked. Raises RequestError."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a web page of another site can send other kinds without being asked
@@ -232,25 +244,6 @@ class Server:
 # -- waiting for texts -------------------------------------------------------------------------------------------------
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away (ClientDisconnect)."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        for each in (task, watcher):
-            each.cancel()
-        await asyncio.wait((task, watcher))
-
-
 async def wait_for_all(choices: list[Choice]) -> list[Any]:
     """The results. Raises the error of the first that fails."""
     try:
@@ -260,24 +253,25 @@ async def wait_for_all(choices: list[Choice]) -> list[Any]:
 
 
 class StreamEvents:
-    """The server-sent events of a stream. Each text has a task that reads it and waits until its chunk is sent."""
+    """The texts of a stream, as `writer` writes them. Each text has a task that reads it and waits until its chunk is
+    sent."""
 
-    def __init__(self, asked: Asked, choices: list[Choice]) -> None:
-        self._asked, self._choices = asked, choices
-        self._opening = "".join(self._event([choice.opening()]) for choice in choices if asked.is_chat)
-        self._queue: asyncio.Queue[dict[str, Any] | BaseException | None] = asyncio.Queue(maxsize=1)
-        self._tasks = [asyncio.create_task(self._follow(choice)) for choice in choices]
-        self._running = len(choices)
+    def __init__(self, writer: Writer) -> None:
+        self._writer, self.media_type = writer, writer.media_type
+        self._queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=1)  # parts, errors, None: a text has ended
+        self._tasks = [asyncio.create_task(self._follow(choice)) for choice in writer.choices]
+        self._running = len(writer.choices)
+        self._has_failed = False
 
     async def _follow(self, choice: Choice) -> None:
-        asked, handle = self._asked, choice.handle
+        handle = choice.handle
         assert isinstance(handle, RequestHandle)  # beams are no streams
         try:
             async for chunk in handle:
-                if asked.top is None:
-                    part = choice.part(chunk)
+                if self._writer.asked.top is None:
+                    part = self._writer.part(choice, chunk)
                 else:  # reading a log probability may compute the whole head
-                    part = await asyncio.to_thread(choice.part, chunk)
+                    part = await asyncio.to_thread(self._writer.part, choice, chunk)
                 if part is not None:
                     await self._queue.put(part)
             await self._queue.put(None)
@@ -289,7 +283,7 @@ class StreamEvents:
         event = await self._queue.get()
         if isinstance(event, BaseException):
             raise event
-        return self._opening + self._write(event)
+        return self._writer.opening() + self._write(event)
 
     async def rest(self) -> AsyncIterator[str]:
         while self._running:
@@ -297,28 +291,20 @@ class StreamEvents:
                 async with asyncio.timeout(QUIET_S):
                     event = await self._queue.get()
             except TimeoutError:
-                yield ": waiting\n\n"
+                yield self._writer.quiet
                 continue
             yield self._write(event)
-        if self._asked.usage_in_stream:
-            frame = self._asked.frame([], is_chunk=True)
-            yield _sse({**frame, "usage": usage(self._asked, self._choices)})
-        yield "data: [DONE]\n\n"
+        if not self._has_failed:
+            yield self._writer.closing()
 
-    def _write(self, event: dict[str, Any] | BaseException | None) -> str:
+    def _write(self, event: Any) -> str:
         if event is None:
             self._running -= 1
             return ""
         if isinstance(event, BaseException):
-            self._running = 0
-            return _sse(describe_failure(event)[1])
-        return self._event([event])
-
-    def _event(self, parts: list[dict[str, Any]]) -> str:
-        asked = self._asked
-        so_far = usage(asked, self._choices) if asked.usage_in_chunks else None
-        counts = {"usage": so_far} if asked.usage_in_stream else {}
-        return _sse({**asked.frame(parts, is_chunk=True), **counts})
+            self._running, self._has_failed = 0, True
+            return self._writer.failure(*describe_failure(event))
+        return self._writer.text(event)
 
     async def aclose(self) -> None:
         for task in self._tasks:
@@ -326,15 +312,11 @@ class StreamEvents:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def _sse(value: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
-
-
 class EventStream(Response):
-    """Server-sent events; `stack` is closed after the last one, or when the client goes away."""
+    """The pieces of a stream; `stack` is closed after the last one, or when the client goes away."""
 
     def __init__(self, request: Request, first: str, events: StreamEvents, stack: AsyncExitStack) -> None:
-        super().__init__(headers={"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+        super().__init__(headers={"content-type": events.media_type, "cache-control": "no-cache"})
         del self.headers["content-length"]
         self._request, self._first, self._events, self._stack = request, first, events, stack
 
@@ -364,7 +346,7 @@ async def answer_failure(request: Request, error: Exception) -> Response:
     status, facts = describe_failure(error)
     if status in RETRY_AFTER_S:
         headers["retry-after"] = RETRY_AFTER_S[status]
-    return JSONResponse(facts, status, headers=headers)
+    return JSONResponse(shape_failure(request.scope["path"], status, facts), status, headers=headers)
 
 
 class Gate:
@@ -395,6 +377,8 @@ def check_host(allowed: tuple[str, ...], request: Request) -> None:
 def check_key(keys: tuple[str, ...], request: Request) -> None:
     """Refuse requests without one of the keys, unless their path needs none. Raises RequestError."""
     given = request.headers.get("authorization", "")
+    if not given and "x-api-key" in request.headers:  # Anthropic's clients
+        given = f"Bearer {request.headers['x-api-key']}"
     scheme, _, token = given.partition(" ")
     matches = [hmac.compare_digest(token.strip().encode("latin-1"), key.encode()) for key in keys]  # all, in any case
     if request.scope["path"] not in OPEN_PATHS and (scheme.lower() != "bearer" or not any(matches)):
@@ -471,6 +455,8 @@ def create_app(
     }
     routes = [Route(path, function, methods=["POST"]) for path, function in posts.items()]
     routes += [Route(path, function, methods=["GET"]) for path, function in gets.items()]
+    for api in (responses, messages, ollama, llama_server, ranking):
+        routes += api.make_routes(server)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
     app.state.on_loaded = lambda error: None
     return app

@@ -54,3 +54,25 @@ def describe_failure(error: BaseException) -> tuple[int, dict[str, Any]]:
         message = "a fault of the server; its log has the cause"
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def shape_failure(path: str, status: int, facts: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's JSON of an error in the form of the API that this path belongs to."""
+    message = facts["error"]["message"]
+    if path.startswith("/v1/messages"):
+        kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
+    if path.startswith("/api/"):
+        return {"error": message}
+    return facts

@@ -38,6 +38,7 @@ def _array(items: Schema, low: int = 0, high: int = 1 << 20) -> Schema:
     return {"type": "array", "items": items, "minItems": low, "maxItems": high}
 
 
+or_null, describe_number, describe_object, describe_array = _or_null, _number, _object, _array  # for the other APIs
 TEXT, FLAG = {"type": "string"}, {"type": ["boolean", "null"]}
 ANYTHING, ANY_OBJECT = Schema(), {"type": ["object", "null"]}
 COUNT = _number(0, 2**31 - 1, "integer")
@@ -77,6 +78,8 @@ RESPONSE_FORMAT = _object(
 NAME = _object({"name": TEXT}, ("name",))
 NAMED_TOOL = _object({"type": {"enum": ["function"]}, "function": NAME}, ("type", "function"))
 
+EFFORT = {"enum": ["none", "minimal", "low", "medium", "high", "xhigh", "max", None]}
+
 COMPLETION = _object(
     {
         **SAMPLING,
@@ -85,7 +88,7 @@ COMPLETION = _object(
         "echo": FLAG,
         "logprobs": _number(0, 20, "integer"),
         "best_of": _number(1, 1024, "integer"),
-        "suffix": {"type": ["string", "null"]},  # refused, with the reason
+        "suffix": {"type": ["string", "null"]},
     },
     ("prompt",),
     additionalProperties=False,
@@ -102,6 +105,9 @@ CHAT = _object(
         "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, NAMED_TOOL]},
         "parallel_tool_calls": FLAG,
         "chat_template_kwargs": ANY_OBJECT,
+        "reasoning_effort": EFFORT,
+        "enable_thinking": FLAG,
+        "thinking_token_budget": COUNT,
         "add_generation_prompt": FLAG,
         "continue_final_message": FLAG,
     },
@@ -224,6 +230,19 @@ BODIES: dict[str, tuple[str, Schema]] = {
     "/tokenize": ("The token ids of a text or a conversation.", TOKENIZE),
     "/detokenize": ("The text of token ids.", DETOKENIZE),
 }
+OTHER: dict[str, dict[str, str]] = {}  # path -> method -> what it does, for what has no body
+
+
+def declare_body(path: str, summary: str, schema: Schema) -> None:
+    """Note what a POST to this path takes: for `check` and for the page."""
+    BODIES[path] = (summary, schema)
+
+
+def declare_call(path: str, method: str, summary: str) -> None:
+    """Note a path without a body, for the page."""
+    OTHER.setdefault(path, {})[method] = summary
+
+
 READ = {
     "/v1/models": "The models.",
     "/v1/models/{name}": "One model.",
@@ -257,13 +276,20 @@ def describe_api(version: str) -> Schema:
     paths: dict[str, Any] = {}
     for path, (summary, schema) in BODIES.items():
         body = {"required": True, "content": {"application/json": {"schema": schema}}}
-        kinds: Schema = {"application/json": {}} | ({"text/event-stream": {}} if "completions" in path else {})
+        kinds: Schema = {"application/json": {}} | {kind: {} for kind in _stream_kinds(path, schema)}
         paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": {"200": _reply("", kinds)}}}
     for path, summary in READ.items():
         good = _reply("", {KINDS.get(path, "application/json"): {}})
         paths[path] = {"get": {"summary": summary, "responses": {"200": good}}}
         if path in PARAMETERS:
             paths[path]["get"]["parameters"] = PARAMETERS[path]
+    for path, methods in OTHER.items():
+        for method, summary in methods.items():
+            good = _reply("", {"application/json": {}})
+            paths.setdefault(path, {})[method] = {"summary": summary, "responses": {"200": good}}
+            if "{" in path:
+                names = [{"name": "id", "in": "path", "required": True, "schema": TEXT}]
+                paths[path][method]["parameters"] = names
     for methods in paths.values():
         for operation in methods.values():
             operation["responses"] |= {"4XX": bad, "503": _reply("Not now.", {"application/json": {}})}
@@ -275,6 +301,13 @@ def describe_api(version: str) -> Schema:
         "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{"key": []}, {}],
     }
+
+
+def _stream_kinds(path: str, schema: Schema) -> list[str]:
+    """The type of the streams that a path may answer with."""
+    if "stream" not in schema["properties"]:
+        return []
+    return ["application/x-ndjson" if path.startswith("/api/") else "text/event-stream"]
 
 
 def _reply(text: str, kinds: Schema) -> Schema:

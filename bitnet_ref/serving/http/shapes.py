@@ -8,23 +8,30 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...backends.loaded import LoadedModel
 from ...generation.chat import default_reply_tokens
 from ...generation.embed import token_rows
 from ...generation.generate import split_prompts
 from ...generation.guide_prover import prove_guide
-from ...generation.params import SamplingParams
+from ...generation.params import GUIDES, SamplingParams
 from ...generation.results import Generation, StreamChunk
 from ...reference.layers import Floats
+from ...tokenizers.base import Tokenizer
 from ..engine import Engine
 from ..tickets import BeamText, RequestHandle
+from .events import CallArguments, CallStart, Event, Reasoning, Reply, Text
+from .replies import ReplyReader, ThinkingBudget, find_thinking
 from .schemas import PASSED, RequestError
-from .tools import ToolReader, choose_tools
+from .tool_formats import find_format
+from .tools import choose_tools
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 COMPACT = {"whitespace_flexible": False}  # for llguidance: a small model may else write line ends until max_tokens
+if TYPE_CHECKING:
+    from .writers import Writer
+
 FINISH = {"filtered": "content_filter"}
 Entry = tuple[int, float | None, Mapping[int, float] | None]  # token id, ln p, and those of the likeliest ones
 
@@ -45,7 +52,8 @@ class Asked:
     echo: bool = False
     top: int | None = None  # how many of the likeliest tokens to report; None: no log probabilities
     is_only_scored: bool = False  # max_tokens is 0
-    tools: ToolReader | None = None
+    reply: ReplyReader | None = None  # of a chat: what turns its text into events
+    writer: Callable[..., Writer] | None = None  # of another API than OpenAI's chats and completions
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = ""
 
@@ -112,10 +120,12 @@ def usage(asked: Asked, choices: Sequence[Choice]) -> dict[str, Any]:
 def read_completion(body: Mapping[str, Any], model_name: str, engine: Engine) -> Asked:
     """The request of a body that passed its schema. Raises RequestError."""
     params, common = _read_common(body, engine)
-    if body.get("suffix") is not None:
-        raise RequestError("suffix: these models continue texts and cannot fill in the middle; leave it out", "suffix")
     prompt, echo, top = body["prompt"], bool(body.get("echo")), body.get("logprobs")
     many = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    if body.get("suffix"):
+        if many or not isinstance(prompt, str) or echo:
+            raise RequestError("suffix: expected one prompt, a text, without echo", "suffix")
+        prompt = infill_ids(engine.model.tokenizer, prompt, body["suffix"], "suffix")
     params.setdefault("max_tokens", DEFAULT_COMPLETION_TOKENS)
     only_scored = params["max_tokens"] == 0
     if only_scored and not echo:
@@ -137,6 +147,28 @@ def read_completion(body: Mapping[str, Any], model_name: str, engine: Engine) ->
     )
 
 
+INFILL_TOKENS = (  # before the prefix, before the suffix, before the middle, as published tokenizers name them
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SantaCoder
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek: the hole is where the middle goes
+    ("<|fim_begin|>", "<|fim_hole|>", "<|fim_end|>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+)
+
+
+def infill_ids(tokenizer: Tokenizer, prefix: str, suffix: str, field: str) -> list[int]:
+    """The prompt that asks for what is between two texts. Raises RequestError without tokens for that."""
+    for names in INFILL_TOKENS:
+        marks = [tokenizer.token_to_id(name) for name in names]
+        if None not in marks:
+            before, after = (tokenizer.encode(text, add_special_tokens=False) for text in (prefix, suffix))
+            front = tokenizer.encode("")[:1] if tokenizer.bos_id in tokenizer.encode("")[:1] else []
+            return [*front, *marks[:1], *before, *marks[1:2], *after, *marks[2:]]  # type: ignore[list-item]
+    message = "this model's tokenizer has no tokens for filling in the middle, so it can only continue a text"
+    raise RequestError(f"{field}: {message}; leave it out", field)
+
+
 def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_template: str | None) -> Asked:
     """The request of a body that passed its schema, with the conversation as token ids. Raises RequestError."""
     params, common = _read_common(body, engine)
@@ -152,28 +184,57 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
         params["guided_json"] = {} if schema is None else schema
     if body.get("top_logprobs") is not None and not body.get("logprobs"):
         raise RequestError("top_logprobs: needs logprobs=true", "top_logprobs")
-    one_call = body.get("parallel_tool_calls") is False
-    tools, guide = choose_tools(body.get("tools") or [], body.get("tool_choice"), one_call)
+    tokenizer, template = engine.model.tokenizer, chat_template
+    if template is None:
+        template = tokenizer.template_for(bool(body.get("tools"))) or ""
+    one_call, form = body.get("parallel_tool_calls") is False, find_format(template)
+    tools, guide = choose_tools(body.get("tools") or [], body.get("tool_choice"), one_call, form)
     if guide is not None:
         params["guided_json"] = guide
     if isinstance(params.get("guided_json"), dict):
         params["guided_json"] = {"x-guidance": COMPACT, **params["guided_json"]}
-    ids = chat_ids(engine.model, body, chat_template, tools is not None)
+    text = chat_text(engine.model, body, chat_template, tools is not None)
+    ids, thinking = tokenizer.encode(text, add_special_tokens=False), find_thinking(template, text)
     if body.get("continue_final_message"):
-        params["echo"] = True  # it is cut off again, but not the space after it
+        params["echo"], thinking = True, None  # the echo is cut off again, but not the space after it
+    if thinking is not None:
+        end = token_ids_of(tokenizer, thinking.end)
+        if thinking.begins_inside and SamplingParams.of(**_guides(params)).guides:
+            params["guide_after"] = end
+        if (budget := body.get("thinking_token_budget")) is not None:
+            start = [] if thinking.begins_inside else token_ids_of(tokenizer, thinking.start)
+            params["processors"] = [ThinkingBudget(len(ids), budget, start, end)]
+    marks = (*(form.marks if tools is not None else ()), *((thinking.start, thinking.end) if thinking else ()))
+    params["shown_tokens"] = [token for mark in marks if (token := tokenizer.token_to_id(mark)) is not None]
     sampling = SamplingParams.of(**{**engine.config.sampling, **params})
     if sampling.max_tokens is None:
         params["max_tokens"] = default_reply_tokens(engine.model, len(ids), sampling)
     top = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
-    return Asked(model_name, [ids], params, True, params.get("n", 1), **common, top=top, tools=tools)
+    reply = ReplyReader(thinking, tools)
+    return Asked(model_name, [ids], params, True, params.get("n", 1), **common, top=top, reply=reply)
+
+
+def _guides(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: params[name] for name in GUIDES if name in params}
+
+
+def token_ids_of(tokenizer: Tokenizer, mark: str) -> list[int]:
+    """The ids of a mark in the middle of a text: its own token where it has one."""
+    token = tokenizer.token_to_id(mark)
+    return tokenizer.encode(mark, add_special_tokens=False) if token is None else [token]
 
 
 def chat_ids(model: LoadedModel, body: Mapping[str, Any], chat_template: str | None, with_tools: bool) -> list[int]:
     """The conversation of a body in the form of the model's chat template, as token ids."""
+    return model.tokenizer.encode(chat_text(model, body, chat_template, with_tools), add_special_tokens=False)
+
+
+def chat_text(model: LoadedModel, body: Mapping[str, Any], chat_template: str | None, with_tools: bool) -> str:
+    """The conversation of a body in the form of the model's chat template."""
     tokenizer, tools = model.tokenizer, body.get("tools") if with_tools else None
-    if tools and "tools" not in (chat_template or tokenizer.chat_template or ""):
+    if tools and "tools" not in (chat_template or tokenizer.template_for(True) or ""):
         raise RequestError("tools: the chat template of this model has no place for tools", "tools")
-    variables = body.get("chat_template_kwargs") or {}
+    variables = {**thinking_variables(body), **(body.get("chat_template_kwargs") or {})}
     for name in ("messages", "tools", "documents", "add_generation_prompt"):
         if name in variables:
             raise RequestError(f"chat_template_kwargs: {name} is set by the server", "chat_template_kwargs")
@@ -190,7 +251,16 @@ def chat_ids(model: LoadedModel, body: Mapping[str, Any], chat_template: str | N
         if content is None:
             raise RequestError(f"{name}: the chat template changes the text of the last message", name)
         text = text[: text.rindex(content) + len(content)]
-    return tokenizer.encode(text, add_special_tokens=False)
+    return text
+
+
+def thinking_variables(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What templates read of `reasoning_effort` and `enable_thinking`: the effort, and whether the model thinks."""
+    effort, thinks = body.get("reasoning_effort"), body.get("enable_thinking")
+    if thinks is None and effort is not None:
+        thinks = effort != "none"
+    variables = {} if effort is None else {"reasoning_effort": effort}
+    return variables if thinks is None else {**variables, "enable_thinking": thinks, "thinking": thinks}
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,10 +333,12 @@ class Choice:
     """One text of a response: its chunks or its result, as OpenAI writes them."""
 
     def __init__(self, asked: Asked, index: int, handle: RequestHandle | BeamText, model: LoadedModel) -> None:
-        self.asked, self.index, self.handle, self._tokenizer = asked, index, handle, model.tokenizer
+        self.asked, self.index, self.handle, self.tokenizer = asked, index, handle, model.tokenizer
         self._prompt_ids: list[int] = handle.prompt_token_ids
         self._tokens = model.vocabulary.tokens if asked.top is not None else []
-        self._decoder, self._offset, self._chunks = self._tokenizer.stream_decoder(), 0, 0
+        self._decoder, self._offset, self._chunks = self.tokenizer.stream_decoder(), 0, 0
+        self._reader: ReplyReader | None = None
+        self._has_calls = False
 
     @property
     def tokens(self) -> int:
@@ -278,25 +350,37 @@ class Choice:
         delta = {"role": "assistant", "content": ""}
         return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
+    def events(self, text: str, finish: str | None) -> list[Event]:
+        """What the next piece of the reply's text makes certain."""
+        if self._reader is None:
+            self._reader = ReplyReader() if self.asked.reply is None else self.asked.reply.copy()
+        events = self._reader.push(text, finish)
+        self._has_calls = self._has_calls or any(isinstance(event, CallStart) for event in events)
+        return events
+
+    def read(self, chunk: StreamChunk) -> list[Event]:
+        """The events of a chunk."""
+        events = self.events(self._new_text(chunk.text), chunk.finish_reason)
+        self._chunks += 1
+        return events
+
+    def finish(self, reason: str | None) -> str | None:
+        """Why the reply ended, as OpenAI writes it."""
+        if self._has_calls and reason == "stop":
+            return "tool_calls"
+        return FINISH.get(reason or "", reason)
+
     def part(self, chunk: StreamChunk) -> dict[str, Any] | None:
         """A chunk of a stream. None: it says nothing yet."""
-        text, entries, finish = self._new_text(chunk.text), self._entries([chunk]), chunk.finish_reason
-        calls: list[dict[str, Any]] = []
-        if self.asked.tools is not None:
-            if not self._chunks:
-                self._reader = self.asked.tools.copy()
-            text, calls = self._reader.push(text, finish)
-        self._chunks += 1
-        if not (text or calls or entries or finish or self.asked.top is not None):
+        entries, finish = self._entries([chunk]), chunk.finish_reason
+        events = self.read(chunk)
+        if not (events or entries or finish or self.asked.top is not None):
             return None
-        finish = "tool_calls" if calls else FINISH.get(finish or "", finish)
+        finish = self.finish(finish)
         ends = {"logprobs": self._logprobs(entries), "finish_reason": finish, "stop_reason": chunk.stop_reason}
         if not self.asked.is_chat:
-            return {"index": self.index, "text": text, **ends}
-        delta: dict[str, Any] = {"content": text} if text or not calls else {}
-        if calls:
-            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
-        return {"index": self.index, "delta": delta, **ends}
+            return {"index": self.index, "text": Reply.of(events).text, **ends}
+        return {"index": self.index, "delta": write_delta(events), **ends}
 
     def whole(self, result: Generation, index: int) -> dict[str, Any]:
         """The whole text."""
@@ -306,17 +390,24 @@ class Choice:
             StreamChunk("", token, logprob, top_logprobs=top)
             for token, logprob, top in zip(result.token_ids, logprobs, tops, strict=False)
         ]
-        text, entries, finish = self._new_text(result.text), self._entries(steps), result.finish_reason
-        finish = FINISH.get(finish, finish)
-        calls: list[dict[str, Any]] = []
-        if self.asked.tools is not None:
-            text, calls = self.asked.tools.copy().push(text, finish)
-        finish = "tool_calls" if calls else finish
+        entries = self._entries(steps)
+        reply = Reply.of(self.read_whole(result))
+        finish = self.finish(result.finish_reason)
         ends = {"logprobs": self._logprobs(entries), "finish_reason": finish, "stop_reason": result.stop_reason}
         if not self.asked.is_chat:
-            return {"index": index, "text": text, **ends}
-        message = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
-        return {"index": index, "message": {**message, **({"tool_calls": calls} if calls else {})}, **ends}
+            return {"index": index, "text": reply.text, **ends}
+        content = reply.text if reply.text or not (reply.calls or reply.reasoning) else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.calls:
+            functions = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in reply.calls]
+            message["tool_calls"] = [{"id": id_, "type": "function", "function": each} for id_, each in functions]
+        return {"index": index, "message": message, **ends}
+
+    def read_whole(self, result: Generation) -> list[Event]:
+        """The events of a whole text."""
+        return self.events(self._new_text(result.text), result.finish_reason)
 
     def _new_text(self, text: str) -> str:
         """The text without what the engine echoes for the sake of spaces."""
@@ -344,7 +435,7 @@ class Choice:
     def _push(self, token: int) -> int:
         """Take the token into the text.   -> where in the text it begins"""
         before = self._offset
-        if token < self._tokenizer.vocab_size:
+        if token < self.tokenizer.vocab_size:
             self._offset += len(self._decoder.push(token))
         return before
 
@@ -385,8 +476,26 @@ class Choice:
     def _bytes(self, token: int) -> bytes:
         """Of a special token, those of its name."""
         data = self._tokens[token] if token < len(self._tokens) else b""
-        return data or (self._tokenizer.id_to_token(token).encode() if token < self._tokenizer.vocab_size else b"")
+        return data or (self.tokenizer.id_to_token(token).encode() if token < self.tokenizer.vocab_size else b"")
 
 
 def _entry(chunk: StreamChunk) -> Entry:
     return chunk.token_id, chunk.logprob, chunk.top_logprobs
+
+
+def write_delta(events: Sequence[Event]) -> dict[str, Any]:
+    """The `delta` of a chat's chunk."""
+    delta: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if isinstance(event, Text):
+            delta["content"] = delta.get("content", "") + event.text
+        elif isinstance(event, Reasoning):
+            delta["reasoning_content"] = delta.get("reasoning_content", "") + event.text
+        elif isinstance(event, CallStart):
+            function = {"name": event.name, "arguments": ""}
+            calls[event.index] = {"index": event.index, "id": event.id, "type": "function", "function": function}
+        elif isinstance(event, CallArguments):
+            call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
+            call["function"]["arguments"] += event.text
+    return {**delta, **({"tool_calls": list(calls.values())} if calls else {})}

@@ -31,6 +31,7 @@ class Place:
     is_loading: bool = False
     users: int = 0
     last_used_s: float = 0.0
+    keep_s: float | None = None  # a client wants it to leave after so long, earlier than `idle_s`
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # while it is loaded or dropped
 
     @property
@@ -63,6 +64,8 @@ class ModelShelf:
             return next(iter(self.places.values()))
         if name is None:
             raise RequestError(f"model: is missing; there are: {', '.join(self.places)}", "model")
+        if name not in self.places and name.removesuffix(":latest") in self.places:  # as Ollama's clients write names
+            name = name.removesuffix(":latest")
         if name not in self.places:
             message = f"model: there is no model {name[:200]!r}; there are: {', '.join(self.places)}"
             raise RequestError(message, "model", 404, "model_not_found")
@@ -133,7 +136,8 @@ class ModelShelf:
         while self._idle_s is not None:
             await asyncio.sleep(min(self._idle_s / 4, 60.0))
             for place in self.places.values():
-                if place.is_idle and time.monotonic() - place.last_used_s > self._idle_s:
+                limit = self._idle_s if place.keep_s is None else min(self._idle_s, place.keep_s)
+                if place.is_idle and time.monotonic() - place.last_used_s > limit:
                     await self._drop(place)
 
     async def close(self, drain: bool) -> None:

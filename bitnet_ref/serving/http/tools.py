@@ -1,169 +1,191 @@
-"""Tools: what forces a call, and the calls in a model's text.
-
-Two forms are read, which published chat templates teach: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
-(Hermes, Qwen, Falcon 3) and a reply that is nothing but such an object (Llama 3; `parameters` means `arguments`).
-"""
+"""Tools: what forces a call, and the calls in a model's text as they come."""
 
 from __future__ import annotations
 
-import json
-import re
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from .events import CallStart, Event, Text, merge_events
+from .letters import Letters, NotACall
 from .schemas import RequestError
+from .tool_formats import HERMES, CallFormat, Reader, Section, read_json_call
 
-MARK, END_MARK = "<tool_call>", "</tool_call>"
+PIECE = 256  # letters that are searched for marks at a time
+JSON_REPLY: Mapping[str, Reader] = {"{": read_json_call}
 
 
 class ToolReader:
-    """Passes the text of a reply on, but holds back what may be a call of one of these tools."""
+    """Passes the text of a reply on, but turns calls of these tools into events, argument by argument.
 
-    def __init__(self, names: Sequence[str], is_forced: bool, one_call: bool = False) -> None:
-        """is_forced: the whole reply is one call. one_call: of several calls the first is read."""
-        self.names, self._is_forced, self._one_call = names, is_forced, one_call
-        self._held: list[str] = []  # what was not passed on
-        self._is_blank = not is_forced  # so far
-        self._is_object = is_forced
-        self._has_mark = False
+    What is no call of a known tool stays text. Each letter is looked at once, however the text is cut into pieces.
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, Mapping[str, Any]],
+        is_forced: bool,
+        one_call: bool = False,
+        form: CallFormat = HERMES,
+    ) -> None:
+        """tools: their names, with the JSON schemas of their parameters. is_forced: the whole reply is one call, an
+        object of JSON. one_call: of several calls the first is read."""
+        self.tools, self.is_forced, self._one_call, self.form = tools, is_forced, one_call, form
+        self._sections: Mapping[str, Reader] = {} if is_forced else form.sections
+        self._marks = (*self._sections, *(() if is_forced else form.closings))
+        self._bare = JSON_REPLY if is_forced else form.bare
+        self._pending = ""  # may begin a mark
+        self._spaces: list[str] = []  # at the end of the text; before a call they are no text
+        self._is_blank = True  # so far
+        self._follows_call = False
+        self._calls = 0
+        self._section: Section | None = None
+        self._letters: Letters[str] | None = None
+        self._held: list[str] = []  # of the section, until it is a call
+        self._events: list[Event] = []
 
     def copy(self) -> ToolReader:
         """A reader for another reply."""
-        return ToolReader(self.names, self._is_forced, self._one_call)
+        return ToolReader(self.tools, self.is_forced, self._one_call, self.form)
 
-    def push(self, text: str, finish: str | None) -> tuple[str, list[dict[str, Any]]]:
-        """Add text.   -> the part that is certain, and after the last piece (finish) the calls"""
-        self._held.append(text)
+    def push(self, text: str, finish: str | None) -> list[Event]:
+        """Add text. finish: why the reply ended, with its last piece.   -> what is certain now"""
+        for start in range(0, len(text), PIECE):
+            rest, self._pending = self._pending + text[start : start + PIECE], ""
+            while rest:
+                rest = self._scan(rest) if self._letters is None else self._read(rest)
+        if finish is not None:
+            self._end()
+        events, self._events = merge_events(self._events), []
+        return events
+
+    def _scan(self, text: str) -> str:
+        """Look for the beginning of calls.   -> the text after it"""
         if self._is_blank:
-            start = text.lstrip()
-            self._is_blank = not start
-            self._is_object = start.startswith("{")
-        certain = ""
-        if not (self._is_blank or self._is_object or self._has_mark):
-            new = "".join(self._held)
-            mark = new.find(MARK)
-            self._has_mark = mark >= 0
-            end = mark if self._has_mark else len(new) - _partial(new)
-            certain, self._held = new[:end], [new[end:]]
-        if finish is None:
-            return certain, []
-        rest = "".join(self._held)
-        calls = self._read(rest)[: 1 if self._one_call else None]
-        if calls or self._is_forced:  # a forced call that max_tokens cuts is no text
-            return certain.rstrip(), calls
-        return certain + rest, []
+            solid = text.lstrip()
+            if solid and solid[0] in self._bare:
+                self._say(text[: -len(solid)])
+                self._open(solid[0], self._bare[solid[0]])
+                return solid[1:]
+        hits = [(text.find(mark), -len(mark), mark) for mark in self._marks]
+        start, _, mark = min((hit for hit in hits if hit[0] >= 0), default=(-1, 0, ""))
+        if start < 0:
+            end = len(text) - self._partial(text)
+            self._say(text[:end])
+            self._pending = text[end:]
+            return ""
+        self._say(text[:start])
+        if mark in self._sections:
+            self._open(mark, self._sections[mark])
+        elif not self._follows_call:
+            self._say(mark)
+        return text[start + len(mark) :]
 
-    def _read(self, text: str) -> list[dict[str, Any]]:
-        """The calls in a text; none if any of it is not a call of a known tool."""
-        calls = []
-        for part in [text] if self._is_object else _split_calls(text):
+    def _partial(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a mark."""
+        longest = max(map(len, self._marks), default=1)
+        ends = range(min(len(text), longest - 1), 0, -1)
+        return next((n for n in ends if any(mark.startswith(text[-n:]) for mark in self._marks)), 0)
+
+    def _open(self, mark: str, reader: Reader) -> None:
+        self._section = Section(self.tools, self._calls, self.is_forced)
+        self._letters, self._held = reader(self._section), [mark]
+        next(self._letters)
+
+    def _read(self, text: str) -> str:
+        """Give letters to the section's reader.   -> those that it did not take"""
+        assert self._letters is not None
+        assert self._section is not None
+        section = self._section
+        for index, letter in enumerate(text, 1):
+            if not section.has_started:
+                self._held.append(letter)
             try:
-                members = _read_members(part)
-            except (ValueError, RecursionError):
-                return []
-            name, _ = members.get("name", (None, ""))
-            arguments, written = members.get("arguments", members.get("parameters", ({}, "{}")))
-            if name not in self.names or not isinstance(arguments, dict):
-                return []
-            # The model's own text: Python would write 1e999 as Infinity, and an escaped half of a pair as itself
-            function = {"name": name, "arguments": written}
-            calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
-        return calls
+                self._letters.send(letter)
+            except StopIteration as stop:
+                self._take(section)
+                self._close()
+                return (stop.value or "") + text[index:]
+            except NotACall:
+                self._take(section)
+                if not section.has_started and not self.is_forced:  # the last letter may begin a mark
+                    self._say("".join(self._held[:-1]))
+                self._close()
+                return letter + text[index:]
+        self._take(section)
+        return ""
 
+    def _take(self, section: Section) -> None:
+        if section.has_started and self._calls < section.count:
+            self._spaces, self._is_blank, self._follows_call = [], False, True
+        self._calls = section.count
+        self._events += [each for each in section.events if not self._one_call or getattr(each, "index", 0) == 0]
+        section.events.clear()
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+    def _close(self) -> None:
+        self._letters, self._section, self._held = None, None, []
 
+    def _say(self, text: str) -> None:
+        solid = text.rstrip()
+        if not solid:
+            self._spaces.append(text)
+            return
+        if self.is_forced or (self._one_call and self._calls):
+            return
+        self._events.append(Text("".join([*self._spaces, solid])))
+        self._spaces, self._is_blank, self._follows_call = [text[len(solid) :]], False, False
 
-_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
-_SPACE = re.compile(r"[ \t\r\n]*")
-
-
-def _read_members(text: str) -> dict[str, tuple[Any, str]]:
-    """The members of a JSON object, each with its text. Raises ValueError for what is none, and RecursionError.
-
-    >>> _read_members('{"a": [1, 2.0 ], "b": "x"}')
-    {'a': ([1, 2.0], '[1, 2.0 ]'), 'b': ('x', '"x"')}
-    """
-
-    place, members = 0, dict[str, tuple[Any, str]]()
-
-    def skip(mark: str) -> bool:
-        """Pass spaces, then the mark if it is there."""
-        nonlocal place
-        place = _end_of_space(text, place)
-        is_there = text.startswith(mark, place)
-        place = _end_of_space(text, place + len(mark)) if is_there else place
-        return is_there
-
-    is_first = True
-    if not skip("{"):
-        raise ValueError("expected an object")
-    while not skip("}"):
-        if not (is_first or skip(",")) or not text.startswith('"', place):
-            raise ValueError("expected a member of an object")
-        name, place = _JSON.raw_decode(text, place)
-        if not skip(":"):
-            raise ValueError("expected a value")
-        value, end = _JSON.raw_decode(text, place)
-        members[name] = value, text[place:end]
-        place, is_first = end, False
-    if place < len(text):
-        raise ValueError("expected nothing after an object")
-    return members
-
-
-def _end_of_space(text: str, place: int) -> int:
-    match = _SPACE.match(text, place)
-    return match.end() if match else place
-
-
-def _split_calls(text: str) -> Iterator[str]:
-    """What is between each mark and the next end mark, or the end of the text."""
-    start = text.find(MARK)
-    while start >= 0:
-        end = text.find(END_MARK, start)
-        yield text[start + len(MARK) : end if end >= 0 else None].strip()
-        start = text.find(MARK, end) if end >= 0 else -1
-
-
-def _partial(text: str) -> int:
-    """Length of the longest end of `text` that begins a mark."""
-    return next(n for n in range(min(len(text), len(MARK) - 1), -1, -1) if text.endswith(MARK[:n]))
+    def _end(self) -> None:
+        section = self._section
+        if section is not None and not section.has_started and not self.is_forced:
+            self._say("".join(self._held))
+        self._say(self._pending)
+        self._close()
+        if self.is_forced and not self._calls and len(self.tools) == 1:  # cut before its name
+            self._events.append(CallStart(0, *self.tools))
+            self._calls = 1
+        if not self._follows_call and not self.is_forced:
+            self._events.append(Text("".join(self._spaces)))
+            self._events = [each for each in self._events if not isinstance(each, Text) or each.text]
 
 
 def choose_tools(
-    tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] | None, one_call: bool = False
+    tools: Sequence[Mapping[str, Any]],
+    choice: str | Mapping[str, Any] | None,
+    one_call: bool = False,
+    form: CallFormat = HERMES,
 ) -> tuple[ToolReader | None, dict[str, Any] | None]:
     """A reader of calls, and the JSON schema of the reply if it has to be one. None, None without tools.
 
-    choice: "auto", "none", "required" or {"function": {"name": ...}}, as `tool_choice`.
+    choice: "auto", "none", "required" or {"function": {"name": ...}}, as `tool_choice`. form: of calls in the text.
     """
-    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     if not functions and choice not in (None, "none", "auto"):
         raise RequestError("tool_choice: there are no tools to choose from", "tool_choice")
     if not functions or choice == "none":
         return None, None
     if choice in (None, "auto"):
-        return ToolReader(list(functions), False, one_call), None
+        return ToolReader(functions, False, one_call, form), None
     if isinstance(choice, Mapping):
         name = choice["function"]["name"]
         if name not in functions:
             raise RequestError(f"tool_choice: there is no tool {name!r}", "tool_choice")
         functions = {name: functions[name]}
     definitions, forms = [], []
-    for number, (name, function) in enumerate(functions.items()):
+    for number, (name, parameters) in enumerate(functions.items()):
         place = f"#/$defs/{number}"
-        parameters = function.get("parameters") or {}
         if not parameters.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
             parameters = {"type": "object", **parameters}
+            if not parameters.get("properties") and not parameters.keys() & NAMELESS:
+                parameters["additionalProperties"] = False  # else the model invents arguments
         if parameters.get("type", "object") != "object":
             raise RequestError(f"tools: the parameters of {name} are no object", "tools")
         definitions.append(_move(parameters, place))
-        form = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
-        forms.append({**form, "properties": {"name": {"const": name}, "arguments": {"$ref": place}}})
-    return ToolReader(list(functions), True), {"anyOf": forms, "$defs": {str(n): d for n, d in enumerate(definitions)}}
+        shape = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
+        forms.append({**shape, "properties": {"name": {"const": name}, "arguments": {"$ref": place}}})
+    return ToolReader(functions, True), {"anyOf": forms, "$defs": {str(n): d for n, d in enumerate(definitions)}}
+
+
+NAMELESS = {"additionalProperties", "patternProperties", "unevaluatedProperties"}  # what allows other properties
 
 
 def _move(schema: Any, place: str) -> Any:

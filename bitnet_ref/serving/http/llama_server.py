@@ -1,0 +1,237 @@
+"""llama-server's own paths: `/completion`, `/infill`, `/apply-template`, `/props` and `/slots`.
+
+Source: llama.cpp's tools/server/README.md. What has no meaning here (`cache_prompt`, `id_slot`, `mirostat`, ...) is
+ignored. A `grammar` in GBNF is refused, since `guided_grammar` takes Lark.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ...generation.chat import DEFAULT_REPLY_TOKENS
+from ...generation.results import Generation, StreamChunk
+from ..engine import Engine
+from . import schemas
+from .schemas import CHAT, FLAG, IDS, PASSED, RequestError, describe_number, describe_object
+from .shapes import Asked, Choice, chat_text, infill_ids
+from .translate import ask_completion
+from .writers import Writer, write_json
+
+if TYPE_CHECKING:
+    from .app import Server
+
+TEXT = {"type": "string"}
+MAYBE = {"type": ["string", "null"]}
+RENAMED = {"repeat_penalty": "repetition_penalty", "json_schema": "guided_json"}
+SAMPLING = {
+    **{name: schema for name, schema in PASSED.items() if name not in ("n", "max_tokens", "temperature")},
+    "temperature": describe_number(0, 1e9),
+    "repeat_penalty": describe_number(1e-6, 1e6),
+    "n_predict": describe_number(-2, 2**31 - 1, "integer"),
+    "max_tokens": describe_number(-2, 2**31 - 1, "integer"),
+    "n_probs": describe_number(0, 20, "integer"),
+    "json_schema": {"type": ["object", "boolean", "null"]},
+    "grammar": MAYBE,
+    "stream": FLAG,
+    "return_tokens": FLAG,
+    "model": MAYBE,
+}
+schemas.declare_body(
+    "/completion",
+    "Continue a text, in llama-server's form.",
+    describe_object({**SAMPLING, "prompt": {"anyOf": [TEXT, IDS]}}, ("prompt",)),
+)
+schemas.declare_body(
+    "/infill",
+    "Fill in what is between two texts, in llama-server's form.",
+    describe_object(
+        {
+            **SAMPLING,
+            "input_prefix": TEXT,
+            "input_suffix": TEXT,
+            "prompt": MAYBE,
+            "input_extra": {
+                "type": ["array", "null"],
+                "maxItems": 256,
+                "items": describe_object({"text": TEXT, "filename": MAYBE}, ("text",)),
+            },
+        },
+        ("input_prefix", "input_suffix"),
+    ),
+)
+schemas.declare_body(
+    "/apply-template",
+    "A conversation as the text that the model reads.",
+    describe_object({name: CHAT["properties"][name] for name in ("messages", "tools", "model")}, ("messages",)),
+)
+schemas.declare_call("/props", "get", "The model and its defaults, in llama-server's form.")
+schemas.declare_call("/slots", "get", "The requests that run, without their texts.")
+
+
+def make_routes(server: Server) -> list[Route]:
+    async def completion(request: Request) -> Response:
+        return await server.generate(request, read_completion)
+
+    async def infill(request: Request) -> Response:
+        return await server.generate(request, read_infill)
+
+    async def apply_template(request: Request) -> Response:
+        body = await server.body(request)
+        async with server.borrow(body) as (_, engine):
+            has_tools = bool(body.get("tools"))
+            text = await asyncio.to_thread(chat_text, engine.model, body, server.chat_template, has_tools)
+            return JSONResponse({"prompt": text})
+
+    async def props(request: Request) -> Response:
+        async with server.borrow(dict(request.query_params)) as (name, engine):
+            tokenizer = engine.model.tokenizer
+            marks = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
+            facts: dict[str, Any] = {
+                key: "" if token is None else tokenizer.id_to_token(token) for key, token in marks.items()
+            }
+            settings = {"n_ctx": engine.model.context_length, "params": dict(engine.config.sampling)}
+            return JSONResponse(
+                {
+                    "default_generation_settings": settings,
+                    "total_slots": sum(each.config.max_batch for each in engine.engines),
+                    "model_alias": name,
+                    "chat_template": server.chat_template or tokenizer.chat_template or "",
+                    "modalities": {"vision": False, "audio": False},
+                    "build_info": f"bitnet_ref {server.version}",
+                    **facts,
+                }
+            )
+
+    async def slots(request: Request) -> Response:
+        """A slot for each running request, and idle ones up to the batch."""
+        async with server.borrow(dict(request.query_params)) as (_, engine):
+            size = sum(each.config.max_batch for each in engine.engines)
+            running = [each for each in engine.requests if each.state == "running"][:size]
+            context = engine.model.context_length
+            rows: list[dict[str, Any]] = [
+                {
+                    "id": number,
+                    "id_task": each.request_id,
+                    "n_ctx": context,
+                    "is_processing": True,
+                    "next_token": {"n_decoded": each.generated_tokens},
+                }
+                for number, each in enumerate(running)
+            ]
+            rows += [{"id": n, "id_task": -1, "n_ctx": context, "is_processing": False} for n in range(len(rows), size)]
+            return JSONResponse(rows)
+
+    return [
+        Route("/completion", completion, methods=["POST"]),
+        Route("/infill", infill, methods=["POST"]),
+        Route("/apply-template", apply_template, methods=["POST"]),
+        Route("/props", props, methods=["GET"]),
+        Route("/slots", slots, methods=["GET"]),
+    ]
+
+
+def read_completion(body: Mapping[str, Any], name: str, engine: Engine) -> Asked:
+    """The request of a body that passed its schema. Raises RequestError."""
+    return ask_completion({**_read_sampling(body), "prompt": body["prompt"]}, name, engine, CompletionWriter)
+
+
+def read_infill(body: Mapping[str, Any], name: str, engine: Engine) -> Asked:
+    """The same for what is between two texts. `input_extra` stands before the prefix, `prompt` after it."""
+    extra = "".join(f"{part['text']}\n" for part in body.get("input_extra") or [])
+    prefix = extra + body["input_prefix"] + (body.get("prompt") or "")
+    ids = infill_ids(engine.model.tokenizer, prefix, body["input_suffix"], "infill")
+    return ask_completion({**_read_sampling(body), "prompt": ids}, name, engine, CompletionWriter)
+
+
+def _read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
+    if body.get("grammar"):
+        message = "a grammar in GBNF is not supported; use json_schema, guided_regex, or guided_grammar with Lark"
+        raise RequestError(f"grammar: {message}", "grammar")
+    common = {name: body.get(name) for name in PASSED if name in SAMPLING}
+    common |= {ours: body[name] for name, ours in RENAMED.items() if body.get(name) is not None}
+    wanted = body.get("n_predict") if body.get("n_predict") is not None else body.get("max_tokens")
+    common["max_tokens"] = DEFAULT_REPLY_TOKENS if wanted is None or wanted < 0 else max(1, wanted)
+    if body.get("n_probs"):
+        common["logprobs"] = body["n_probs"]
+    return {**common, "model": body.get("model"), "stream": body.get("stream")}
+
+
+class CompletionWriter(Writer):
+    """A completion of llama-server, or the events of its stream."""
+
+    def __init__(self, asked: Asked, choices: Sequence[Choice]) -> None:
+        super().__init__(asked, choices)
+        self.choice = choices[0]
+        self._finish: str | None = None
+        self._stop: str | int | None = None
+
+    def part(self, choice: Choice, chunk: StreamChunk) -> str:
+        part = choice.part(chunk) or {"text": ""}
+        if chunk.finish_reason is not None:
+            self._finish, self._stop = chunk.finish_reason, chunk.stop_reason
+        facts = {"index": 0, "content": part["text"], "tokens": [chunk.token_id], "stop": False}
+        return self._event({**facts, **self._probabilities([chunk.token_id], part.get("logprobs"))})
+
+    def closing(self) -> str:
+        return self._event({"index": 0, "content": "", "tokens": [], **self._end()})
+
+    def failure(self, status: int, facts: Mapping[str, Any]) -> str:
+        return self._event(facts)
+
+    def whole(self, results: Sequence[Generation]) -> dict[str, Any]:
+        result = results[0]
+        written = self.choice.whole(result, 0)
+        self._finish, self._stop = result.finish_reason, result.stop_reason
+        probabilities = self._probabilities(result.token_ids, written.get("logprobs"))
+        return {"index": 0, "content": written["text"], "tokens": result.token_ids, **self._end(), **probabilities}
+
+    def _probabilities(self, ids: Sequence[int], logprobs: Mapping[str, Any] | None) -> dict[str, Any]:
+        if not logprobs:
+            return {}
+        rows = zip(ids, logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=False)
+        return {
+            "completion_probabilities": [
+                {
+                    "id": token,
+                    "token": text,
+                    "logprob": ln_p,
+                    "top_logprobs": [{"token": name, "logprob": each} for name, each in (top or {}).items()],
+                }
+                for token, text, ln_p, top in rows
+            ]
+        }
+
+    def _end(self) -> dict[str, Any]:
+        stats = self.choice.handle.stats
+        is_word = self._finish == "stop" and isinstance(self._stop, str)
+        kind = "limit" if self._finish == "length" else "word" if is_word else "eos"
+        prompt, new = stats.prompt_tokens, stats.generated_tokens
+        computed = prompt - stats.cached_tokens
+        return {
+            "id_slot": 0,
+            "stop": True,
+            "model": self.asked.model_name,
+            "tokens_predicted": new,
+            "tokens_evaluated": prompt,
+            "tokens_cached": stats.cached_tokens,
+            "truncated": stats.dropped_tokens > 0,
+            "stop_type": kind,
+            "stopping_word": self._stop if is_word else "",
+            "timings": {
+                "prompt_n": computed,
+                "prompt_ms": stats.prefill_s * 1e3,
+                "prompt_per_second": stats.prompt_tokens_per_s,
+                "predicted_n": new,
+                "predicted_ms": stats.decode_s * 1e3,
+                "predicted_per_second": stats.generated_tokens_per_s,
+            },
+        }
+
+    def _event(self, value: Mapping[str, Any]) -> str:
+        return f"data: {write_json(value)}\n\n"

@@ -1,0 +1,282 @@
+"""Anthropic's API: `/v1/messages` and `/v1/messages/count_tokens`.
+
+Source: Anthropic's API reference, "Messages" and "Streaming Messages". Images and tools that run on a server are
+refused; `cache_control`, `metadata`, `service_tier` and other fields without a meaning here are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ...generation.results import Generation
+from ..engine import Engine
+from . import schemas
+from .schemas import FLAG, RequestError, describe_array, describe_number, describe_object, or_null
+from .shapes import Asked, chat_ids
+from .translate import ask_chat, function_tool, join_system, read_parts, refuse_part
+from .writers import Block, BlockWriter, write_json
+
+if TYPE_CHECKING:
+    from .app import Server
+
+PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
+STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+TEXT_PARTS = {"text": "text"}
+BLOCKS = {"anyOf": [{"type": "string"}, describe_array({"type": "object"}, 0, 4096)]}
+TOOL = describe_object({"name": {"type": "string", "minLength": 1, "maxLength": 128}}, ("name",))
+CONVERSATION = {
+    "model": {"type": ["string", "null"]},
+    "messages": describe_array(
+        describe_object({"role": {"enum": ["user", "assistant", "system"]}, "content": BLOCKS}, ("role", "content")),
+        *(1, 4096),
+    ),
+    "system": {"anyOf": [*BLOCKS["anyOf"], {"type": "null"}]},
+    "tools": or_null(describe_array(TOOL, 0, 128)),
+    "tool_choice": or_null(describe_object({"type": {"enum": ["auto", "any", "tool", "none"]}}, ("type",))),
+    "thinking": or_null(
+        describe_object(
+            {
+                "type": {"enum": ["enabled", "disabled", "adaptive"]},
+                "budget_tokens": describe_number(0, 2**31 - 1, "integer"),
+            },
+            ("type",),
+        )
+    ),
+    "output_config": or_null(
+        describe_object(
+            {
+                "effort": {"type": ["string", "null"]},
+                "format": or_null(describe_object({"type": {"enum": ["json_schema"]}, "schema": {}}, ("type",))),
+            }
+        )
+    ),
+}
+schemas.declare_body(
+    PATH,
+    "Reply to a conversation, in Anthropic's form.",
+    describe_object(
+        {
+            **CONVERSATION,
+            "max_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
+            "stream": FLAG,
+            "stop_sequences": or_null(describe_array({"type": "string"}, 0, 64)),
+            "temperature": describe_number(0, 2),
+            "top_p": describe_number(0, 1),
+            "top_k": describe_number(-1, 2**31 - 1, "integer"),
+        },
+        ("messages", "max_tokens"),
+    ),
+)
+schemas.declare_body(
+    COUNT_PATH,
+    "The tokens of a conversation, in Anthropic's form.",
+    describe_object(CONVERSATION, ("messages",)),
+)
+
+
+def make_routes(server: Server) -> list[Route]:
+    async def create(request: Request) -> Response:
+        def read(body: Mapping[str, Any], name: str, engine: Engine) -> Asked:
+            return ask_chat(read_body(body), name, engine, server.chat_template, MessageWriter)
+
+        return await server.generate(request, read)
+
+    async def count(request: Request) -> Response:
+        import asyncio
+
+        body = await server.body(request)
+        async with server.borrow(body) as (_, engine):
+
+            def tokens() -> int:
+                chat = {key: value for key, value in read_body(body).items() if value is not None}
+                schemas.check(chat, "/v1/chat/completions")
+                return len(chat_ids(engine.model, chat, server.chat_template, bool(chat.get("tools"))))
+
+            return JSONResponse({"input_tokens": await asyncio.to_thread(tokens)})
+
+    return [Route(PATH, create, methods=["POST"]), Route(COUNT_PATH, count, methods=["POST"])]
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def read_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The same request as a chat. Raises RequestError."""
+    system = read_parts(body.get("system"), "system", TEXT_PARTS)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for number, message in enumerate(body["messages"]):
+        messages += _read_message(message, f"messages[{number}].content")
+    last = messages[-1]
+    goes_on = last["role"] == "assistant" and bool(last["content"].strip()) and not last.get("tool_calls")
+    tools, choice = [_read_tool(tool) for tool in body.get("tools") or []], body.get("tool_choice") or {}
+    config = body.get("output_config") or {}
+    form = config.get("format")
+    thinking = body.get("thinking") or {}
+    return {
+        "model": body.get("model"),
+        "messages": join_system(messages),
+        "continue_final_message": goes_on or None,
+        "add_generation_prompt": False if goes_on else None,
+        "max_tokens": body.get("max_tokens"),
+        "stream": body.get("stream"),
+        "stop": [text for text in body.get("stop_sequences") or [] if text] or None,
+        "temperature": body.get("temperature"),
+        "top_p": body.get("top_p") or None,
+        "top_k": body.get("top_k"),
+        "tools": tools or None,
+        "tool_choice": _read_choice(choice) if tools or choice.get("type") not in (None, "auto", "none") else None,
+        "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") is True else None,
+        "enable_thinking": {"disabled": False, "enabled": True, "adaptive": True}.get(thinking.get("type", "")),
+        "thinking_token_budget": thinking.get("budget_tokens") if thinking.get("type") == "enabled" else None,
+        "reasoning_effort": config.get("effort"),
+        "response_format": None
+        if form is None
+        else {"type": "json_schema", "json_schema": {"name": "reply", "schema": form.get("schema")}},
+    }
+
+
+def _read_message(message: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+    """One message as those of a chat: results of tools are messages of their own."""
+    role, content = message["role"], message["content"]
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    messages: list[dict[str, Any]] = []
+    text, thoughts, calls = [], [], []
+    for number, block in enumerate(content):
+        kind, where = block.get("type"), f"{place}[{number}]"
+        if kind == "text" and isinstance(block.get("text"), str):
+            text.append(block["text"])
+        elif kind == "thinking" and isinstance(block.get("thinking"), str):
+            thoughts.append(block["thinking"])
+        elif kind == "tool_use" and isinstance(block.get("name"), str):
+            function = {"name": block["name"], "arguments": json.dumps(block.get("input") or {}, ensure_ascii=False)}
+            calls.append({"id": str(block.get("id", "")), "type": "function", "function": function})
+        elif kind == "tool_result":
+            if text:
+                messages.append({"role": role, "content": "\n".join(text)})
+                text = []
+            result = _read_result(block.get("content"), f"{where}.content")
+            messages.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": result})
+        elif kind == "document" and isinstance(block.get("source"), Mapping) and block["source"].get("type") == "text":
+            text.append(str(block["source"].get("data", "")))
+        elif kind != "redacted_thinking":
+            raise refuse_part(kind, where)
+    if text or thoughts or calls or not messages:
+        joined: dict[str, Any] = {"role": role, "content": "".join(text) if role == "assistant" else "\n".join(text)}
+        if thoughts:
+            joined["reasoning_content"] = "".join(thoughts)
+        messages.append(joined | ({"tool_calls": calls} if calls else {}))
+    return messages
+
+
+def _read_result(content: Any, place: str) -> str:
+    if content is not None and not isinstance(content, str | list):
+        raise RequestError(f"{place}: expected a text or a list of blocks", place)
+    return read_parts(content, place, TEXT_PARTS)
+
+
+def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        kind = str(tool["type"])[:60]
+        raise RequestError(f"tools: {kind!r} would run on a server, and this one has only the client's tools", "tools")
+    schema = tool.get("input_schema")
+    if not isinstance(schema, Mapping | None):
+        raise RequestError("tools.input_schema: expected an object", "tools")
+    return function_tool(tool["name"], tool.get("description"), schema)
+
+
+def _read_choice(choice: Mapping[str, Any]) -> Any:
+    kind = choice.get("type", "auto")
+    if kind == "tool":
+        if not isinstance(choice.get("name"), str):
+            raise RequestError("tool_choice.name: is missing", "tool_choice")
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return {"any": "required"}.get(kind, kind)
+
+
+# -- replies -----------------------------------------------------------------------------------------------------------
+
+
+class MessageWriter(BlockWriter):
+    """A message, or the events of its stream."""
+
+    def __init__(self, asked: Asked, choices: Sequence[Any]) -> None:
+        super().__init__(asked, choices)
+        self.quiet = self._event("ping")
+        self.id = f"msg_{uuid.uuid4().hex}"
+
+    def opening(self) -> str:
+        return self._event("message_start", message=self._message([], None, output_tokens=0)) + self.quiet
+
+    def open_block(self, block: Block) -> str:
+        return self._event("content_block_start", index=block.index, content_block=self._content(block, empty=True))
+
+    def add_text(self, block: Block, text: str) -> str:
+        kind, name = DELTAS[block.kind]
+        return self._event("content_block_delta", index=block.index, delta={"type": kind, name: text})
+
+    def close_block(self, block: Block) -> str:
+        sign = ""
+        if block.kind == "reasoning":
+            delta = {"type": "signature_delta", "signature": ""}
+            sign = self._event("content_block_delta", index=block.index, delta=delta)
+        return sign + self._event("content_block_stop", index=block.index)
+
+    def closing(self) -> str:
+        stop = self._stop()
+        end = self._event("message_delta", delta=stop, usage=self._usage())
+        return end + self._event("message_stop")
+
+    def failure(self, status: int, facts: Mapping[str, Any]) -> str:
+        from .failures import shape_failure
+
+        return f"event: error\ndata: {write_json(shape_failure(PATH, status, dict(facts)))}\n\n"
+
+    def whole(self, results: Sequence[Generation]) -> dict[str, Any]:
+        self.read_whole(results[0])
+        return self._message([self._content(block) for block in self.blocks], self._stop())
+
+    def _message(
+        self, content: list[dict[str, Any]], stop: Mapping[str, Any] | None, output_tokens: int | None = None
+    ) -> dict[str, Any]:
+        facts = {"id": self.id, "type": "message", "role": "assistant", "model": self.asked.model_name}
+        ends = stop or {"stop_reason": None, "stop_sequence": None}
+        usage = self._usage() if output_tokens is None else {**self._usage(), "output_tokens": output_tokens}
+        return {**facts, "content": content, **ends, "usage": usage}
+
+    def _stop(self) -> dict[str, Any]:
+        is_sequence = self.finish == "stop" and isinstance(self.stop, str)
+        reason = "stop_sequence" if is_sequence else STOPS.get(self.finish or "", self.finish)
+        return {"stop_reason": reason, "stop_sequence": self.stop if is_sequence else None}
+
+    def _usage(self) -> dict[str, int]:
+        prompt, cached, new = self.counts
+        inputs = {"input_tokens": prompt - cached, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
+        return {**inputs, "output_tokens": new}
+
+    def _content(self, block: Block, empty: bool = False) -> dict[str, Any]:
+        text = "" if empty else block.text
+        if block.kind == "text":
+            return {"type": "text", "text": text}
+        if block.kind == "reasoning":
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        call = {"type": "tool_use", "id": block.call_id.replace("call_", "toolu_"), "name": block.name}
+        if empty:
+            return {**call, "input": {}}
+        arguments = block.arguments
+        cut = {"partial_json": text} if arguments is None else {}
+        return {**call, "input": arguments or {}, **cut}
+
+    def _event(self, kind: str, **facts: Any) -> str:
+        return f"event: {kind}\ndata: {write_json({'type': kind, **facts})}\n\n"
+
+
+DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
+DELTAS["call"] = ("input_json_delta", "partial_json")

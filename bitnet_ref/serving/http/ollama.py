@@ -1,0 +1,465 @@
+"""Ollama's API: `/api/chat`, `/api/generate`, embeddings, and what its clients ask about the models.
+
+Source: Ollama's docs/api.md. Streams are lines of JSON, and the default. Options without a meaning here (`num_ctx`,
+`mirostat`, `num_gpu`, ...) are ignored. Models are not pulled, created or deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ...backends.loaded import LoadedModel
+from ...generation.chat import DEFAULT_REPLY_TOKENS
+from ...generation.results import Generation
+from ...system.sharing import model_files
+from ..engine import Engine
+from . import schemas
+from .replies import KNOWN_MARKS
+from .schemas import FLAG, RequestError, describe_array, describe_number, describe_object, or_null
+from .shapes import INFILL_TOKENS, Asked, infill_ids
+from .translate import ask_chat, ask_completion, function_tool
+from .waiting import unless_gone
+from .writers import Block, BlockWriter, write_json
+
+if TYPE_CHECKING:
+    from .app import Server
+    from .shelf import Place
+
+TEXT = {"type": "string"}
+MAYBE = {"type": ["string", "null"]}
+KEEP = {"type": ["string", "number", "null"]}
+IMAGES = {"images": {"type": ["array", "null"]}}
+COMMON = {
+    "model": MAYBE,
+    "stream": FLAG,
+    "format": {"anyOf": [{"enum": ["", "json", None]}, {"type": "object"}]},
+    "options": {"type": ["object", "null"]},
+    "think": {"enum": [True, False, "low", "medium", "high", "max", None]},
+    "keep_alive": KEEP,
+}
+MESSAGE = describe_object(
+    {
+        "role": {"enum": ["system", "user", "assistant", "tool"]},
+        "content": MAYBE,
+        "thinking": MAYBE,
+        **IMAGES,
+        "tool_calls": or_null(
+            describe_array(describe_object({"function": describe_object({"name": TEXT}, ("name",))}, ("function",)))
+        ),
+    },
+    ("role",),
+)
+TOOL = describe_object({"function": describe_object({"name": TEXT}, ("name",))}, ("function",))
+TOOLS = or_null(describe_array(TOOL, 0, 128))
+BODIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "/api/chat": (
+        "Reply to a conversation, in Ollama's form.",
+        {**COMMON, "messages": or_null(describe_array(MESSAGE, 0, 4096)), "tools": TOOLS},
+        (),
+    ),
+    "/api/generate": (
+        "Continue a text, in Ollama's form.",
+        {
+            **COMMON,
+            "prompt": MAYBE,
+            "suffix": MAYBE,
+            "system": MAYBE,
+            "raw": FLAG,
+            **IMAGES,
+        },
+        (),
+    ),
+    "/api/show": ("What a model is, in Ollama's form.", {"model": MAYBE, "name": MAYBE, "verbose": FLAG}, ()),
+    "/api/embed": (
+        "Texts as vectors, in Ollama's form.",
+        {
+            "model": MAYBE,
+            "input": {"anyOf": [TEXT, describe_array(TEXT, 0, 2048)]},
+            "truncate": FLAG,
+            "dimensions": describe_number(1, 2**20, "integer"),
+            "keep_alive": KEEP,
+        },
+        ("input",),
+    ),
+    "/api/embeddings": (
+        "A text as a vector, in Ollama's older form.",
+        {"model": MAYBE, "prompt": TEXT, "keep_alive": KEEP},
+        ("prompt",),
+    ),
+}
+for path, (summary, properties, required) in BODIES.items():
+    schemas.declare_body(path, summary, describe_object(properties, required))
+schemas.declare_call("/api/tags", "get", "The models, in Ollama's form.")
+schemas.declare_call("/api/ps", "get", "The loaded models, in Ollama's form.")
+schemas.declare_call("/api/version", "get", "The version of the server.")
+
+OPTIONS = {  # Ollama's name -> ours
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "seed": "seed",
+    "stop": "stop",
+}
+NS = 1_000_000_000
+
+
+def make_routes(server: Server) -> list[Route]:
+    async def chat(request: Request) -> Response:
+        def read(body: Mapping[str, Any], name: str, engine: Engine) -> Asked:
+            return ask_chat(read_chat_body(body), name, engine, server.chat_template, ChatWriter)
+
+        return await answer(request, "messages", read)
+
+    async def generate(request: Request) -> Response:
+        def read(body: Mapping[str, Any], name: str, engine: Engine) -> Asked:
+            return read_generate(body, name, engine, server.chat_template)
+
+        return await answer(request, "prompt", read)
+
+    async def answer(request: Request, field: str, read: Any) -> Response:
+        body = await server.body(request)
+        place = server.shelf.place(body.get("model"))
+        keep(place, body.get("keep_alive"))
+        if not body.get(field):  # it asks to load the model, or with keep_alive 0 to drop it
+            return await load(place, field, body.get("keep_alive"))
+        return await server.answer(request, body, read)
+
+    async def load(place: Place, field: str, keep_alive: Any) -> Response:
+        reason = "load"
+        if keep_alive is not None and read_seconds(keep_alive) == 0:
+            reason = "unload"
+        else:
+            async with server.shelf.borrow(place):
+                pass
+        empty: dict[str, Any] = {"response": ""}
+        if field == "messages":
+            empty = {"message": {"role": "assistant", "content": ""}}
+        return JSONResponse({"model": place.name, "created_at": now(), **empty, "done": True, "done_reason": reason})
+
+    async def embed(request: Request) -> Response:
+        started = time.perf_counter()
+        body = await server.body(request)
+        is_old = request.scope["path"] == "/api/embeddings"
+        texts = body["prompt"] if is_old else body["input"]
+        keep(server.shelf.place(body.get("model")), body.get("keep_alive"))
+        if texts == []:
+            return JSONResponse({"model": body.get("model"), "embeddings": []})
+        async with server.borrow(body) as (name, engine):
+            vectors, tokens = await unless_gone(request, server.embed(engine.model, texts))
+        rows = vectors.tolist()
+        if body.get("dimensions") not in (None, len(rows[0])):
+            raise RequestError(f"dimensions: this model's vectors have {len(rows[0])}", "dimensions")
+        if is_old:
+            return JSONResponse({"embedding": rows[0]})
+        took = {"total_duration": int((time.perf_counter() - started) * NS), "load_duration": 0}
+        return JSONResponse({"model": name, "embeddings": rows, **took, "prompt_eval_count": tokens})
+
+    async def show(request: Request) -> Response:
+        body = await server.body(request)
+        given = {"model": body.get("model") or body.get("name")}
+        async with server.borrow(given) as (name, engine):
+            place = server.shelf.place(name)
+            template = server.chat_template or engine.model.tokenizer.template_for(True)
+            return JSONResponse(await asyncio.to_thread(describe_model, place, engine.model, template))
+
+    async def tags(request: Request) -> Response:
+        places = list(server.shelf.places.values())
+        return JSONResponse({"models": await asyncio.to_thread(lambda: [describe_place(each) for each in places])})
+
+    async def running(request: Request) -> Response:
+        places = [each for each in server.shelf.places.values() if each.engine is not None]
+        facts = await asyncio.to_thread(lambda: [describe_place(each) for each in places])
+        for each, place in zip(facts, places, strict=True):
+            context = place.engine.model.context_length if place.engine is not None else 0
+            each |= {"expires_at": FOREVER, "size_vram": 0, "context_length": context}
+        return JSONResponse({"models": facts})
+
+    async def version(request: Request) -> Response:
+        return JSONResponse({"version": server.version})
+
+    posts = {"/api/chat": chat, "/api/generate": generate, "/api/show": show, "/api/embed": embed}
+    posts["/api/embeddings"] = embed
+    gets = {"/api/tags": tags, "/api/ps": running, "/api/version": version}
+    routes = [Route(path, function, methods=["POST"]) for path, function in posts.items()]
+    return routes + [Route(path, function, methods=["GET"]) for path, function in gets.items()]
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def read_seconds(value: str | float) -> float | None:
+    """Of `keep_alive`: a number of seconds, or a text like "5m" or "1h30m". None: for ever (negative). Raises
+    RequestError.
+
+    >>> [read_seconds(value) for value in (0, "90", "5m", "1h30m", "-1s")]
+    [0.0, 90.0, 300.0, 5400.0, None]
+    """
+    text = str(value).strip()
+    parts = re.findall(r"(\d{1,9}(?:\.\d{1,9})?)(ms|h|m|s|$)", text)
+    if not parts or "".join(number + unit for number, unit in parts) != text.removeprefix("-"):
+        raise RequestError(f"keep_alive: expected seconds or a text like '5m', got {text[:40]!r}", "keep_alive")
+    units = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "": 1.0}
+    return None if text.startswith("-") else sum(float(number) * units[unit] for number, unit in parts)
+
+
+def keep(place: Place, keep_alive: str | float | None) -> None:
+    """Note how long the model is to stay after its last use; it has an effect where the server has `--idle-s`."""
+    if keep_alive is not None:
+        place.keep_s = read_seconds(keep_alive)
+
+
+def read_chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The same request as a chat. Raises RequestError."""
+    messages = [_read_message(message, f"messages[{n}]") for n, message in enumerate(body["messages"])]
+    tools = []
+    for tool in body.get("tools") or []:
+        function = tool["function"]
+        if not isinstance(function.get("parameters"), Mapping | None):
+            raise RequestError("tools: the parameters of a function are no object", "tools")
+        tools.append(function_tool(function["name"], function.get("description"), function.get("parameters")))
+    return {**_read_common(body), "messages": messages, "tools": tools or None}
+
+
+def _read_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
+    _refuse_images(message, place)
+    plain: dict[str, Any] = {"role": message["role"], "content": message.get("content") or ""}
+    if message.get("thinking"):
+        plain["reasoning_content"] = message["thinking"]
+    if message["role"] == "tool":
+        name = message.get("tool_name") or message.get("name")
+        plain |= {"tool_call_id": str(message.get("tool_call_id") or name or ""), "name": str(name or "")}
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [
+            {
+                "type": "function",
+                "id": str(call.get("id") or f"call_{number}"),
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": json.dumps(call["function"].get("arguments") or {}, ensure_ascii=False),
+                },
+            }
+            for number, call in enumerate(calls)
+        ]
+    return plain
+
+
+def _refuse_images(body: Mapping[str, Any], place: str) -> None:
+    if body.get("images"):
+        raise RequestError(f"{place}.images: images are not supported; the models read text only", f"{place}.images")
+
+
+def _read_common(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What chats and completions share: the options under our names."""
+    options = body.get("options") or {}
+    common: dict[str, Any] = {ours: options[name] for name, ours in OPTIONS.items() if options.get(name) is not None}
+    wanted = options.get("num_predict")
+    if wanted is not None and not isinstance(wanted, int):
+        raise RequestError("options.num_predict: expected a whole number", "options.num_predict")
+    if isinstance(wanted, int) and wanted > 0:
+        common["max_tokens"] = wanted
+    form = body.get("format")
+    if form:
+        common["guided_json"] = {"type": "object"} if form == "json" else form
+    think = body.get("think")
+    if isinstance(think, str):
+        common["reasoning_effort"] = think
+    elif think is not None:
+        common["enable_thinking"] = think
+    stream = body.get("stream") is not False
+    return {**common, "model": body.get("model"), "stream": stream}
+
+
+def read_generate(body: Mapping[str, Any], name: str, engine: Engine, chat_template: str | None) -> Asked:
+    """A prompt, which is a message unless `raw` is set or the model does not chat. Raises RequestError."""
+    _refuse_images(body, "prompt")
+    tokenizer, common = engine.model.tokenizer, _read_common(body)
+    is_raw = body.get("raw") or body.get("suffix") or (chat_template or tokenizer.chat_template) is None
+    if not is_raw:
+        system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
+        chat = {**common, "messages": [*system, {"role": "user", "content": body["prompt"]}]}
+        return ask_chat(chat, name, engine, chat_template, GenerateWriter)
+    prompt: Any = body["prompt"]
+    if body.get("suffix"):
+        prompt = infill_ids(tokenizer, prompt, body["suffix"], "suffix")
+    elif body.get("system"):
+        prompt = f"{body['system']}\n\n{prompt}"
+    given = {key: value for key, value in common.items() if key not in ("reasoning_effort", "enable_thinking")}
+    given.setdefault("max_tokens", DEFAULT_REPLY_TOKENS)
+    return ask_completion({**given, "prompt": prompt}, name, engine, GenerateWriter)
+
+
+# -- replies -----------------------------------------------------------------------------------------------------------
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+class ChatWriter(BlockWriter):
+    """Lines of JSON with a piece of a message each. A call stands whole in one of them."""
+
+    media_type = "application/x-ndjson"
+    quiet = ""
+
+    def add_text(self, block: Block, text: str) -> str:
+        if block.kind == "call":
+            return ""
+        return self._line(**self._fields([Block(block.kind, 0, text=text)]), done=False)
+
+    def close_block(self, block: Block) -> str:
+        return self._line(**self._fields([block]), done=False) if block.kind == "call" else ""
+
+    def closing(self) -> str:
+        return self._line(**self._fields([]), **self._end())
+
+    def failure(self, status: int, facts: Mapping[str, Any]) -> str:
+        return write_json({"error": facts["error"]["message"]}) + "\n"
+
+    def whole(self, results: Sequence[Generation]) -> dict[str, Any]:
+        self.read_whole(results[0])
+        return self._frame(**self._fields(self.blocks), **self._end())
+
+    def _fields(self, blocks: Sequence[Block]) -> dict[str, Any]:
+        return {"message": {"role": "assistant", **self._texts(blocks, "content")}}
+
+    def _texts(self, blocks: Sequence[Block], name: str) -> dict[str, Any]:
+        fields: dict[str, Any] = {name: "".join(block.text for block in blocks if block.kind == "text")}
+        if thoughts := [block.text for block in blocks if block.kind == "reasoning"]:
+            fields["thinking"] = "".join(thoughts)
+        if calls := [block for block in blocks if block.kind == "call"]:
+            fields["tool_calls"] = [
+                {"id": each.call_id, "function": {"name": each.name, "arguments": _arguments_of(each)}}
+                for each in calls
+            ]
+        return fields
+
+    def _end(self) -> dict[str, Any]:
+        stats, (prompt, _, new) = self.choice.handle.stats, self.counts
+        prefill, decode = int(stats.prefill_s * NS), int(stats.decode_s * NS)
+        return {
+            "done": True,
+            "done_reason": "length" if self.finish == "length" else "stop",
+            "total_duration": prefill + decode,
+            "load_duration": 0,
+            "prompt_eval_count": prompt,
+            "prompt_eval_duration": prefill,
+            "eval_count": new,
+            "eval_duration": decode,
+        }
+
+    def _frame(self, **facts: Any) -> dict[str, Any]:
+        return {"model": self.asked.model_name, "created_at": now(), **facts}
+
+    def _line(self, **facts: Any) -> str:
+        return write_json(self._frame(**facts)) + "\n"
+
+
+def _arguments_of(block: Block) -> Any:
+    """The arguments as an object; those of a call that was cut, as the text that came."""
+    return block.text if block.arguments is None else block.arguments
+
+
+class GenerateWriter(ChatWriter):
+    """The same for `/api/generate`."""
+
+    def _fields(self, blocks: Sequence[Block]) -> dict[str, Any]:
+        return self._texts(blocks, "response")
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+FOREVER = "2318-01-01T00:00:00Z"
+
+
+def describe_place(place: Place) -> dict[str, Any]:
+    """A model's entry in `/api/tags`. digest: of the names, sizes and times of its files."""
+    files = [(file, file.stat()) for file in sorted(model_files(place.source))]
+    identity = "\n".join(f"{file.name} {each.st_size} {each.st_mtime_ns}" for file, each in files)
+    changed = max((each.st_mtime for _, each in files), default=0.0)
+    return {
+        "name": place.name,
+        "model": place.name,
+        "modified_at": datetime.fromtimestamp(changed, UTC).isoformat().replace("+00:00", "Z"),
+        "size": sum(each.st_size for _, each in files),
+        "digest": hashlib.sha256(identity.encode()).hexdigest(),
+        "details": _details(place.source, None if place.engine is None else place.engine.model),
+    }
+
+
+def _details(source: Path, model: LoadedModel | None) -> dict[str, Any]:
+    family = "" if model is None else model.config.model_type
+    return {
+        "parent_model": "",
+        "format": "gguf" if source.suffix == ".gguf" else "bitnet_ref",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": "" if model is None else _size_name(_count_parameters(model)),
+        "quantization_level": "" if model is None else ", ".join(sorted(_linear_kinds(model))),
+    }
+
+
+def _linear_kinds(model: LoadedModel) -> set[str]:
+    return {linear.kind for layer in model.weights.layers for _, linear in layer.linears()}
+
+
+def _count_parameters(model: LoadedModel) -> int:
+    w = model.weights
+    linears = sum(linear.shape[0] * linear.shape[1] for layer in w.layers for _, linear in layer.linears())
+    return int(w.embedding.shape[0] * w.embedding.shape[1] + linears)
+
+
+def _size_name(count: int) -> str:
+    """
+    >>> [_size_name(n) for n in (2_412_820_480, 15_200_000)]
+    ['2.4B', '15.2M']
+    """
+    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
+
+
+def describe_model(place: Place, model: LoadedModel, template: str | None) -> dict[str, Any]:
+    """The answer of `/api/show`."""
+    tokenizer, config = model.tokenizer, model.config
+    name = config.model_type
+    capabilities = ["completion", "embedding"]
+    if template and "tools" in template:
+        capabilities.append("tools")
+    if template and any(marks.end in template for marks in KNOWN_MARKS):
+        capabilities.append("thinking")
+    if any(all(tokenizer.token_to_id(each) is not None for each in names) for names in INFILL_TOKENS):
+        capabilities.append("insert")
+    info = {
+        "general.architecture": name,
+        "general.parameter_count": _count_parameters(model),
+        f"{name}.context_length": model.context_length,
+        f"{name}.embedding_length": config.hidden_size,
+        f"{name}.block_count": config.num_hidden_layers,
+        f"{name}.attention.head_count": config.num_attention_heads,
+        f"{name}.attention.head_count_kv": config.num_key_value_heads,
+    }
+    facts = describe_place(place)
+    return {
+        "modelfile": "",
+        "parameters": "\n".join(f"{key} {value}" for key, value in tokenizer.recommended_sampling.items()),
+        "template": template or "",
+        "details": facts["details"],
+        "model_info": info,
+        "capabilities": capabilities,
+        "modified_at": facts["modified_at"],
+    }

@@ -1,0 +1,150 @@
+"""The items of OpenAI's Responses: an input as the messages of a chat, and the items and events of a reply."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .schemas import RequestError
+from .translate import function_tool, join_system, read_parts, refuse_part
+from .writers import Block
+
+TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "computer", "mcp", "local_shell")
+FindItem = Callable[[str], dict[str, Any] | None]
+
+
+def read_items(items: Sequence[Any], find: FindItem) -> list[dict[str, Any]]:
+    """Items as the messages of a chat. find: an item of an earlier response by its id. Raises RequestError."""
+    messages: list[dict[str, Any]] = []
+    thoughts = ""
+    for number, item in enumerate(items):
+        place = f"input[{number}]"
+        if not isinstance(item, Mapping):
+            raise RequestError(f"{place}: expected an object", place)
+        if item.get("type") == "item_reference" or (set(item) == {"id"}):
+            found = find(str(item.get("id")))
+            if found is None:
+                raise RequestError(f"{place}: there is no item {str(item.get('id'))[:100]!r}", place, 404)
+            item = found
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            thoughts += _read_reasoning(item, place)
+            continue
+        if kind == "message":
+            role = ROLES.get(str(item.get("role")))
+            if role is None:
+                raise RequestError(f"{place}.role: expected one of {', '.join(ROLES)}", f"{place}.role")
+            text = read_parts(_as_content(item.get("content"), place), f"{place}.content", TEXT_PARTS)
+            message: dict[str, Any] = {"role": role, "content": text}
+        elif kind in ("function_call", "custom_tool_call"):
+            message = _read_call(item, place)
+            last = messages[-1] if messages else {}
+            if last.get("role") == "assistant" and not thoughts:  # one message with its calls
+                last.setdefault("tool_calls", []).extend(message["tool_calls"])
+                continue
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            text = read_parts(_as_content(item.get("output"), place), f"{place}.output", TEXT_PARTS)
+            message = {"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": text}
+        else:
+            raise refuse_part(kind, place)
+        if thoughts and message["role"] == "assistant":
+            message["reasoning_content"] = thoughts
+        thoughts = ""
+        messages.append(message)
+    return join_system(messages)
+
+
+def _as_content(content: Any, place: str) -> str | list[Any] | None:
+    if content is not None and not isinstance(content, str | list):
+        raise RequestError(f"{place}: expected a text or a list of parts", place)
+    return content
+
+
+def _read_reasoning(item: Mapping[str, Any], place: str) -> str:
+    parts = item.get("content") or item.get("summary")
+    kinds = {"reasoning_text": "text", "summary_text": "text"}
+    return read_parts(_as_content(parts, place), place, kinds)
+
+
+def _read_call(item: Mapping[str, Any], place: str) -> dict[str, Any]:
+    name, arguments = item.get("name"), item.get("arguments")
+    if item.get("type") == "custom_tool_call":
+        import json
+
+        arguments = json.dumps({"input": item.get("input", "")}, ensure_ascii=False)
+    if not isinstance(name, str) or not isinstance(arguments, str):
+        raise RequestError(f"{place}: a call needs a name and arguments, both texts", place)
+    call = {"id": str(item.get("call_id", "")), "type": "function"}
+    calls = [{**call, "function": {"name": name, "arguments": arguments}}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+def read_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], frozenset[str]]:
+    """The tools as a chat has them, and the names of the custom ones, whose calls are one text.
+
+    Tools that OpenAI runs itself, like web_search, are left out: the model does not hear of them. Raises RequestError.
+    """
+    functions, custom = [], set()
+    for number, tool in enumerate(tools):
+        kind, place = str(tool.get("type")), f"tools[{number}]"
+        if kind.startswith(HOSTED):
+            continue
+        if kind not in ("function", "custom") or not isinstance(tool.get("name"), str):
+            raise RequestError(f"{place}: expected a function or a custom tool with a name, got {kind[:60]!r}", place)
+        if not isinstance(tool.get("parameters"), Mapping | None):
+            raise RequestError(f"{place}.parameters: expected an object", place)
+        if kind == "custom":
+            custom.add(tool["name"])
+        parameters = CUSTOM if kind == "custom" else tool.get("parameters")
+        functions.append(function_tool(tool["name"], tool.get("description"), parameters))
+    return functions, frozenset(custom)
+
+
+def read_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[Any, list[Mapping[str, Any]]]:
+    """`tool_choice` as a chat has it, and the tools that it allows. Raises RequestError."""
+    if not isinstance(choice, Mapping):
+        return choice, list(tools)
+    kind = choice.get("type")
+    if kind in ("function", "custom") and isinstance(choice.get("name"), str):
+        return {"type": "function", "function": {"name": choice["name"]}}, list(tools)
+    if kind == "allowed_tools" and isinstance(choice.get("tools"), list):
+        names = [each.get("name") for each in choice["tools"] if isinstance(each, Mapping)]
+        allowed = [tool for tool in tools if tool["function"]["name"] in names]
+        return choice.get("mode", "auto"), allowed
+    raise RequestError("tool_choice: expected auto, none, required, a function or allowed_tools", "tool_choice")
+
+
+# -- replies -----------------------------------------------------------------------------------------------------------
+
+PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def write_item(block: Block, item_id: str, status: str, custom: frozenset[str]) -> dict[str, Any]:
+    """A block of a reply as an item."""
+    is_empty = status == "in_progress"
+    text = "" if is_empty else block.text
+    if block.kind == "text":
+        content = [] if is_empty else [text_part(text)]
+        return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": content}
+    if block.kind == "reasoning":
+        content = [] if is_empty else [{"type": "reasoning_text", "text": text}]
+        return {"id": item_id, "type": "reasoning", "status": status, "summary": [], "content": content}
+    call = {"id": item_id, "status": status, "call_id": block.call_id, "name": block.name}
+    if block.name in custom:
+        given = (block.arguments or {}).get("input", "") if not is_empty else ""
+        return {**call, "type": "custom_tool_call", "input": given}
+    return {**call, "type": "function_call", "arguments": text}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,0 +1,93 @@
+"""What the other APIs have in common: their requests become chats or completions, checked and read as such."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...generation.overflow import ContextWindow
+from ...generation.params import SamplingParams
+from ..engine import Engine
+from . import schemas
+from .schemas import RequestError
+from .shapes import Asked, Choice, read_chat, read_completion
+
+if TYPE_CHECKING:
+    from .writers import Writer
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+MakeWriter = Callable[[Asked, Sequence[Choice]], "Writer"]
+
+
+def ask_chat(
+    chat: Mapping[str, Any], name: str, engine: Engine, chat_template: str | None, writer: MakeWriter
+) -> Asked:
+    """The request of a body in the form of a chat, which is checked here. `max_tokens` is cut to what fits."""
+    body = {key: value for key, value in chat.items() if value is not None}
+    schemas.check(body, CHAT)
+    asked = read_chat(body, name, engine, chat_template)
+    asked.writer = writer
+    cut_tokens(asked, engine, len(asked.prompts[0]))
+    return asked
+
+
+def ask_completion(body: Mapping[str, Any], name: str, engine: Engine, writer: MakeWriter) -> Asked:
+    """The same for the continuation of one prompt."""
+    given = {key: value for key, value in body.items() if value is not None}
+    schemas.check(given, COMPLETION)
+    asked = read_completion(given, name, engine)
+    asked.writer = writer
+    prompt = asked.prompts[0]
+    cut_tokens(asked, engine, len(engine.model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt))
+    return asked
+
+
+def cut_tokens(asked: Asked, engine: Engine, prompt_tokens: int) -> None:
+    """Lower `max_tokens` to what the context has room for, as most other servers do."""
+    sampling = SamplingParams.of(**{**engine.config.sampling, **asked.params})
+    window = ContextWindow.of(engine.model, sampling)
+    room = min(window.size, engine.cache.capacity) - prompt_tokens
+    if sampling.max_tokens is not None and not window.moves and 1 <= room < sampling.max_tokens:
+        asked.params["max_tokens"] = room
+
+
+def read_parts(content: Any, place: str, kinds: Mapping[str, str]) -> str:
+    """The text of a message: a string, or a list of parts. kinds: of parts, with the name of the field that has text.
+
+    Raises RequestError, with the place, for any other part.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for number, part in enumerate(content):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get(kinds[kind]) if isinstance(kind, str) and kind in kinds else None
+        if not isinstance(text, str):
+            raise refuse_part(kind, f"{place}[{number}]")
+        texts.append(text)
+    return "".join(texts)
+
+
+def refuse_part(kind: Any, place: str) -> RequestError:
+    """The error for a part of a message that cannot be read."""
+    if isinstance(kind, str) and any(name in kind for name in ("image", "audio", "video", "file", "document")):
+        return RequestError(f"{place}: {kind[:40]} is not supported; the models read text only", place)
+    return RequestError(f"{place}: expected a text, got {str(kind)[:60]!r}", place)
+
+
+def join_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with their first system texts as one, because templates have a place for one only."""
+    count = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    if count < 2:
+        return messages
+    text = "\n\n".join(message["content"] for message in messages[:count])
+    return [{"role": "system", "content": text}, *messages[count:]]
+
+
+def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:
+    """A tool as chats have it."""
+    function = {"name": name, "parameters": parameters or {"type": "object", "properties": {}}}
+    return {"type": "function", "function": function | ({"description": description} if description else {})}

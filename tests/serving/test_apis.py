@@ -1,0 +1,563 @@
+"""The APIs of Anthropic, OpenAI's Responses, Ollama and llama-server: what their references and the tests of other
+servers describe, request by request."""
+
+import http.client
+import json
+
+import pytest
+from helpers import chat_folder
+from server_runs import RunningServer, until
+
+from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.serving.http.responses import ResponseStore
+from bitnet_ref.serving.http.schemas import RequestError
+
+TEMPLATE = (
+    "{{ bos_token }}{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}{{ '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+HELLO = [{"role": "user", "content": "Hello"}]
+ZONE = {
+    "type": "object",
+    "properties": {"zone": {"enum": ["utc", "cet"]}},
+    "required": ["zone"],
+    "additionalProperties": False,
+}
+IMAGE = {"type": "image", "source": {}}
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+CLOCK = {"name": "clock", "description": "The time.", "input_schema": ZONE}
+CLOCK_ITEM = {"type": "function", "name": "clock", "description": "The time.", "parameters": ZONE}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    sources = {"talker": chat_folder(tmp_path_factory.mktemp("apis")), "storyteller": ASSETS / "storyteller"}
+    with RunningServer(sources, chat_template=TEMPLATE, settings={"page_size": 4}, version="1.2.3") as running:
+        yield running
+
+
+@pytest.fixture
+def ask(server):
+    def post(path, body, status=200):
+        got, _, answer = server.post(path, {"model": "talker", **body})
+        assert got == status, answer
+        return answer
+
+    return post
+
+
+@pytest.fixture
+def prompt(ask):
+    """The text that the model reads for a chat."""
+
+    def render(**chat):
+        return ask("/apply-template", chat)["prompt"]
+
+    return render
+
+
+def named_events(text):
+    """[(name, JSON)] of server-sent events that have names."""
+    found = []
+    for event in text.strip().split("\n\n"):
+        if event.startswith(":"):
+            continue
+        name, data = event.split("\n")
+        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+        assert found[-1][0] == found[-1][1]["type"]
+    return found
+
+
+def lines(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+# -- Anthropic ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_message(ask):
+    answer = ask(MESSAGES, {"messages": HELLO, "system": "Be brief.", "max_tokens": 8, "temperature": 0})
+    assert (answer["type"], answer["role"], answer["model"]) == ("message", "assistant", "talker")
+    assert answer["id"].startswith("msg_")
+    chat = [{"role": "system", "content": "Be brief."}, *HELLO]
+    same = ask("/v1/chat/completions", {"messages": chat, "max_tokens": 8, "temperature": 0})
+    assert answer["content"] == [{"type": "text", "text": same["choices"][0]["message"]["content"]}]
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("max_tokens", None)
+    used = answer["usage"]
+    assert used["input_tokens"] + used["cache_read_input_tokens"] == same["usage"]["prompt_tokens"]
+    assert used["output_tokens"] == 8
+    counted = ask(f"{MESSAGES}/count_tokens", {"messages": HELLO, "system": [{"type": "text", "text": "Be brief."}]})
+    assert counted == {"input_tokens": same["usage"]["prompt_tokens"]}
+
+
+def test_the_events_of_a_message(ask):
+    body = {"messages": HELLO, "max_tokens": 8, "temperature": 0}
+    whole, stream = ask(MESSAGES, body), named_events(ask(MESSAGES, {**body, "stream": True}))
+    names = [name for name, _ in stream]
+    assert names[:3] == ["message_start", "ping", "content_block_start"]
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(names[3:-3]) == {"content_block_delta"}
+    start = stream[0][1]["message"]
+    assert (start["content"], start["stop_reason"], start["usage"]["output_tokens"]) == ([], None, 0)
+    text = "".join(data["delta"]["text"] for name, data in stream if name == "content_block_delta")
+    assert text == whole["content"][0]["text"]
+    delta = stream[-2][1]
+    assert delta["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert delta["usage"]["output_tokens"] == 8
+
+
+def test_stop_sequences_and_a_beginning(ask, prompt):
+    whole = ask(MESSAGES, {"messages": HELLO, "max_tokens": 30, "temperature": 0})["content"][0]["text"]
+    word = whole.split()[1]
+    answer = ask(MESSAGES, {"messages": HELLO, "max_tokens": 30, "temperature": 0, "stop_sequences": [word]})
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", word)
+    assert answer["content"][0]["text"] == whole[: whole.index(word)]
+    begun = [*HELLO, {"role": "assistant", "content": whole[: whole.index(word)].rstrip()}]
+    answer = ask(MESSAGES, {"messages": begun, "max_tokens": 8, "temperature": 0})
+    used = answer["usage"]  # no new turn was opened
+    assert used["input_tokens"] + used["cache_read_input_tokens"] < len(prompt(messages=begun))
+    assert whole.startswith(begun[-1]["content"] + answer["content"][0]["text"][:3])
+
+
+def test_tools_of_a_message(ask):
+    pytest.importorskip("llguidance")
+    body = {"messages": HELLO, "max_tokens": 60, "tools": [CLOCK]}
+    for choice in ({"type": "any"}, {"type": "tool", "name": "clock"}):
+        answer = ask(MESSAGES, {**body, "tool_choice": choice})
+        (block,) = answer["content"]
+        assert (block["type"], block["name"], answer["stop_reason"]) == ("tool_use", "clock", "tool_use")
+        assert block["input"]["zone"] in ("utc", "cet")
+        stream = named_events(ask(MESSAGES, {**body, "tool_choice": choice, "stream": True}))
+        starts = [data for name, data in stream if name == "content_block_start"]
+        assert [(s["content_block"]["type"], s["content_block"]["input"]) for s in starts] == [("tool_use", {})]
+        deltas = [data["delta"] for name, data in stream if name == "content_block_delta"]
+        assert {delta["type"] for delta in deltas} == {"input_json_delta"}
+        assert len(deltas) > 3
+        assert json.loads("".join(delta["partial_json"] for delta in deltas))["zone"] in ("utc", "cet")
+        assert stream[-2][1]["delta"]["stop_reason"] == "tool_use"
+    cut = ask(MESSAGES, {**body, "tool_choice": {"type": "any"}, "max_tokens": 16})
+    assert (cut["stop_reason"], cut["content"][0]["name"]) == ("max_tokens", "clock")
+    none = ask(MESSAGES, {**body, "tool_choice": {"type": "none"}, "max_tokens": 3})
+    assert none["content"][0]["type"] == "text"
+
+
+def test_results_of_tools_are_messages_of_their_own(ask, prompt):
+    use = {"type": "tool_use", "id": "t1", "name": "clock", "input": {"zone": "utc"}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "Five."}]}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": [{"type": "text", "text": "See:"}, use]},
+        {
+            "role": "user",
+            "content": [result, {"type": "text", "text": "Thanks", "cache_control": {"type": "ephemeral"}}],
+        },
+    ]
+    call = {"id": "t1", "function": {"name": "clock", "arguments": '{"zone": "utc"}'}}
+    chat = [
+        *HELLO,
+        {"role": "assistant", "content": "See:", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "t1", "content": "Five."},
+        {"role": "user", "content": "Thanks"},
+    ]
+    expected = prompt(messages=chat)
+    assert 'See:clock({"zone": "utc"})\ntool: Five.\nuser: Thanks\n' in expected
+    count = ask("/tokenize", {"messages": chat})["count"]
+    assert ask(f"{MESSAGES}/count_tokens", {"messages": messages}) == {"input_tokens": count}
+    failed = {"type": "tool_result", "tool_use_id": "t1", "is_error": True, "content": "no such zone"}
+    text_first = {"role": "user", "content": [{"type": "text", "text": "So:"}, failed]}
+    assert ask(MESSAGES, {"messages": [*messages[:2], text_first], "max_tokens": 2})["content"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"messages": HELLO}, 400, "max_tokens: is missing"),
+        ({"messages": [], "max_tokens": 1}, 400, "messages: expected at least 1 items"),
+        ({"messages": HELLO, "max_tokens": 1, "model": "x"}, 404, "no model 'x'"),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}], "max_tokens": 1},
+            400,
+            "image is",
+        ),
+        ({"messages": HELLO, "max_tokens": 1, "tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "bash_2025"),
+        ({"messages": HELLO, "max_tokens": 1, "tool_choice": {"type": "any"}}, 400, "no tools to choose"),
+        (
+            {"messages": HELLO, "max_tokens": 1, "tools": [CLOCK], "tool_choice": {"type": "tool"}},
+            400,
+            "tool_choice.name",
+        ),
+        ({"messages": HELLO, "max_tokens": 1, "temperature": 9}, 400, "temperature"),
+    ],
+)
+def test_errors_have_anthropics_form(ask, body, status, message):
+    answer = ask(MESSAGES, body, status)
+    assert answer["type"] == "error"
+    assert answer["error"]["type"] == {400: "invalid_request_error", 404: "not_found_error"}[status]
+    assert message in answer["error"]["message"]
+
+
+def test_the_key_in_anthropics_header(tmp_path):
+    with RunningServer({"talker": chat_folder(tmp_path)}, api_keys=("secret",)) as server:
+        body = {"messages": HELLO, "max_tokens": 1}
+        status, _, answer = server.post(MESSAGES, body)
+        assert (status, answer["error"]["type"]) == (401, "authentication_error")
+        assert server.post(MESSAGES, body, x_api_key="wrong")[0] == 401
+        assert server.post(MESSAGES, body, x_api_key="secret")[0] == 200
+        assert server.post(MESSAGES, body, authorization="Bearer secret")[0] == 200
+
+
+# -- OpenAI's Responses ------------------------------------------------------------------------------------------------
+
+
+def test_a_response(ask, server):
+    body = {"input": "Hello", "instructions": "Be brief.", "max_output_tokens": 8, "temperature": 0}
+    answer = ask(RESPONSES, {**body, "metadata": {"a": "b"}})
+    chat = [{"role": "system", "content": "Be brief."}, *HELLO]
+    same = ask("/v1/chat/completions", {"messages": chat, "max_tokens": 8, "temperature": 0})
+    (item,) = answer["output"]
+    assert (answer["id"][:5], item["id"][:4], answer["object"]) == ("resp_", "msg_", "response")
+    assert item["content"][0]["text"] == same["choices"][0]["message"]["content"]
+    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert answer["usage"]["total_tokens"] == same["usage"]["total_tokens"]
+    assert answer["metadata"] == {"a": "b"}
+    assert server.get(f"{RESPONSES}/{answer['id']}")[2] == answer
+    items = server.get(f"{RESPONSES}/{answer['id']}/input_items")[2]["data"]
+    assert items == [{"role": "user", "content": "Hello"}]
+
+
+def test_the_events_of_a_response(ask):
+    body = {"input": "Hello", "max_output_tokens": 8, "temperature": 0}
+    whole, stream = ask(RESPONSES, body), named_events(ask(RESPONSES, {**body, "stream": True}))
+    assert [data["sequence_number"] for _, data in stream] == list(range(len(stream)))
+    names = [name.removeprefix("response.") for name, _ in stream]
+    assert names[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert names[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert set(names[4:-4]) == {"output_text.delta"}
+    final = stream[-1][1]["response"]
+    text = "".join(data["delta"] for name, data in stream if name.endswith("output_text.delta"))
+    assert text == final["output"][0]["content"][0]["text"] == whole["output"][0]["content"][0]["text"]
+    assert len({data["item_id"] for _, data in stream if "item_id" in data}) == 1
+    assert stream[0][1]["response"]["id"] == final["id"]
+
+
+def test_calls_and_their_outputs(ask):
+    pytest.importorskip("llguidance")
+    body = {"input": "Hello", "max_output_tokens": 60, "tools": [CLOCK_ITEM, {"type": "web_search"}]}
+    for choice in ("required", {"type": "function", "name": "clock"}, ALLOWED):
+        answer = ask(RESPONSES, {**body, "tool_choice": choice})
+        (call,) = answer["output"]
+        assert (call["type"], call["name"], answer["status"]) == ("function_call", "clock", "completed")
+        assert json.loads(call["arguments"])["zone"] in ("utc", "cet")
+    stream = named_events(ask(RESPONSES, {**body, "tool_choice": "required", "stream": True}))
+    deltas = [data["delta"] for name, data in stream if name == "response.function_call_arguments.delta"]
+    done = next(data for name, data in stream if name == "response.function_call_arguments.done")
+    assert len(deltas) > 3
+    assert "".join(deltas) == done["arguments"]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "Five."}
+    after = ask(RESPONSES, {"input": [output], "previous_response_id": answer["id"], "max_output_tokens": 2})
+    alone = ask(RESPONSES, {"input": [*HELLO, call, output], "max_output_tokens": 2})
+    referred = [*HELLO, {"type": "item_reference", "id": call["id"]}, output]
+    for other in (alone, ask(RESPONSES, {"input": referred, "max_output_tokens": 2})):
+        assert other["usage"]["input_tokens"] == after["usage"]["input_tokens"]
+
+
+ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "clock"}]}
+
+
+def test_a_custom_tool(ask):
+    pytest.importorskip("llguidance")
+    tools = [{"type": "custom", "name": "shell", "description": "Runs a command."}]
+    body = {"input": "Hello", "tools": tools, "tool_choice": "required", "max_output_tokens": 200}
+    call = ask(RESPONSES, body)["output"][0]
+    assert (call["type"], call["name"]) == ("custom_tool_call", "shell")
+    output = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "done"}
+    assert ask(RESPONSES, {"input": [*HELLO, {**call, "input": "ls"}, output], "max_output_tokens": 1})["output"]
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ({"type": "json_schema", "name": "x", "schema": {"const": "foo"}}, '"foo"'),
+        ({"type": "json_object"}, "{"),
+        ({"type": "text"}, ""),
+    ],
+)
+def test_the_format_of_a_response(ask, form, expected):
+    pytest.importorskip("llguidance")
+    answer = ask(RESPONSES, {"input": "Hello", "text": {"format": form}, "max_output_tokens": 10})
+    assert answer["output"][0]["content"][0]["text"].startswith(expected)
+
+
+def test_the_store(ask, server):
+    first = ask(RESPONSES, {"input": "Hello", "max_output_tokens": 3, "temperature": 0})
+    text = first["output"][0]["content"][0]["text"]
+    second = ask(RESPONSES, {"input": "More", "previous_response_id": first["id"], "max_output_tokens": 3})
+    chat = [*HELLO, {"role": "assistant", "content": text}, {"role": "user", "content": "More"}]
+    assert second["usage"]["input_tokens"] == ask("/tokenize", {"messages": chat})["count"]
+    unstored = ask(RESPONSES, {"input": "Hello", "max_output_tokens": 1, "store": False})
+    assert server.get(f"{RESPONSES}/{unstored['id']}")[0] == 404
+    status, _, answer = server.request("DELETE", f"{RESPONSES}/{first['id']}", None, {})
+    assert (status, answer) == (200, {"id": first["id"], "object": "response", "deleted": True})
+    assert server.get(f"{RESPONSES}/{first['id']}")[0] == 404
+    ask(RESPONSES, {"input": "More", "previous_response_id": first["id"], "max_output_tokens": 3}, 404)
+
+
+def test_the_store_is_bounded():
+    def response(name):
+        return {"id": name, "output": [{"id": f"item {name}"}]}
+
+    store = ResponseStore(max_responses=3, max_bytes=1000)
+    for number in range(5):
+        store.put(response(f"r{number}"), [], [])
+    with pytest.raises(RequestError, match="the last ones only"):
+        store.find("r1")
+    assert store.find("r4")[0]["id"] == "r4"
+    assert store.find_item("item r1") is None
+    assert store.find_item("item r4") == {"id": "item r4"}
+    store.put(response("large"), ["x" * 2000], [])  # more than all may have
+    store.put(response("half"), ["x" * 900], [])
+    with pytest.raises(RequestError):
+        store.find("r4")
+    assert store.find("half")
+
+
+def test_a_response_is_cancelled(server):
+    """The stream ends, and its pages are free."""
+    body = {"model": "talker", "input": "Hello", "max_output_tokens": 200, "stream": True}
+    connection = server.open_request(RESPONSES, body, receive_buffer=2048)
+    data = connection.recv(4096).decode()
+    name = data[data.index("resp_") :].partition('"')[0]
+    status, _, answer = server.request("POST", f"{RESPONSES}/{name}/cancel", None, {})
+    assert status == 200
+    assert answer["status"] in ("cancelled", "incomplete")
+    while part := connection.recv(65536):
+        data += part.decode()
+        if data.endswith("0\r\n\r\n"):
+            break
+    connection.close()
+    assert "response.incomplete" in data
+    until(lambda: not server.engines["talker"].requests)
+    assert server.get(f"{RESPONSES}/{name}")[2]["status"] in ("cancelled", "incomplete")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "input: is missing"),
+        ({"input": [{"type": "computer_call"}]}, "computer_call"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image is not supported"),
+        ({"input": [{"role": "user", "content": 5}]}, "input[0]"),
+        ({"input": "x", "background": True}, "background"),
+        ({"input": "x", "conversation": "c"}, "conversation"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema: is missing"),
+        ({"input": "x", "tools": [{"type": "function"}]}, "tools[0]"),
+        ({"input": "x", "tools": [CLOCK_ITEM], "tool_choice": {"type": "x"}}, "tool_choice"),
+        ({"input": "x", "reasoning": {"effort": "huge"}}, "reasoning_effort"),
+    ],
+)
+def test_bad_responses(ask, body, message):
+    assert message in ask(RESPONSES, body, 400)["error"]["message"]
+
+
+# -- Ollama ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_ollama_chat(ask):
+    options = {"num_predict": 8, "temperature": 0, "num_ctx": 4096, "mirostat": 0}
+    body = {"model": "talker:latest", "messages": HELLO, "options": options}
+    stream = lines(ask("/api/chat", body))  # a stream is the default
+    whole = ask("/api/chat", {**body, "stream": False})
+    assert [line["done"] for line in stream] == [False] * (len(stream) - 1) + [True]
+    assert "".join(line["message"]["content"] for line in stream) == whole["message"]["content"]
+    same = ask("/v1/chat/completions", {"messages": HELLO, "max_tokens": 8, "temperature": 0})
+    assert whole["message"]["content"] == same["choices"][0]["message"]["content"]
+    assert (whole["done_reason"], whole["eval_count"]) == ("length", 8)
+    assert whole["prompt_eval_count"] == same["usage"]["prompt_tokens"]
+    assert whole["eval_duration"] > 0
+
+
+def test_formats_and_options_of_ollama(ask):
+    pytest.importorskip("llguidance")
+    body = {"messages": HELLO, "stream": False, "options": {"num_predict": 60}}
+    answer = ask("/api/chat", {**body, "format": ZONE})
+    assert json.loads(answer["message"]["content"])["zone"] in ("utc", "cet")
+    assert ask("/api/chat", {**body, "format": "json", "options": {"num_predict": 3}})["message"]["content"][0] == "{"
+    seeded = {**body, "options": {"num_predict": 6, "seed": 3, "temperature": 0.9, "top_k": 50, "stop": ["zzz"]}}
+    assert ask("/api/chat", seeded)["message"] == ask("/api/chat", seeded)["message"]
+    for wrong, name in (({"num_predict": "x"}, "num_predict"), ({"top_p": 7}, "top_p"), ({"stop": 5}, "stop")):
+        assert name in ask("/api/chat", {**body, "options": wrong}, 400)["error"]
+
+
+def test_ollamas_tools(ask):
+    pytest.importorskip("llguidance")
+    call = {"function": {"name": "clock", "arguments": {"zone": "utc"}}}
+    messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_name": "clock", "content": "Five."})
+    answer = ask("/api/chat", {"messages": messages, "stream": False, "options": {"num_predict": 1}})
+    of_chat = [{**call, "function": {"name": "clock", "arguments": '{"zone": "utc"}'}}]
+    chat = [*HELLO, {**messages[1], "tool_calls": of_chat}, {"role": "tool", "content": "Five."}]
+    assert answer["prompt_eval_count"] == ask("/tokenize", {"messages": chat})["count"]
+    # The format makes the model write what its template's form of calls is.
+    form = {"type": "object", "properties": {"name": {"const": "clock"}, "arguments": ZONE}}
+    form |= {"required": ["name", "arguments"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "clock", "parameters": ZONE}}
+    body = {"messages": HELLO, "tools": [tool], "format": form, "options": {"num_predict": 80}}
+    whole = ask("/api/chat", {**body, "stream": False})["message"]
+    stream = lines(ask("/api/chat", body))
+    for message in (whole, next(line["message"] for line in stream if line["message"].get("tool_calls"))):
+        (call,) = message["tool_calls"]
+        assert call["function"]["name"] == "clock"
+        assert call["function"]["arguments"]["zone"] in ("utc", "cet")
+        assert message["content"] == ""
+    assert sum("tool_calls" in line["message"] for line in stream) == 1
+
+
+def test_ollamas_generate(ask):
+    options = {"num_predict": 5, "temperature": 0}
+    chat = ask("/api/generate", {"prompt": "Hello", "stream": False, "options": options})
+    assert (
+        chat["response"]
+        == ask("/api/chat", {"messages": HELLO, "stream": False, "options": options})["message"]["content"]
+    )
+    raw = {"prompt": "Once upon a time", "raw": True, "options": options}
+    same = ask("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0})
+    assert "".join(line["response"] for line in lines(ask("/api/generate", raw))) == same["choices"][0]["text"]
+    assert ask("/api/generate", {"prompt": ""})["done_reason"] == "load"
+    assert ask("/api/generate", {"keep_alive": 0})["done_reason"] == "unload"
+    assert "filling in the middle" in ask("/api/generate", {"prompt": "a", "suffix": "b"}, 400)["error"]
+    assert "images" in ask("/api/generate", {"prompt": "a", "images": ["x"]}, 400)["error"]
+    assert "keep_alive" in ask("/api/generate", {"prompt": "a", "keep_alive": "soon"}, 400)["error"]
+
+
+def test_what_ollamas_clients_ask_about_models(server, ask):
+    tags = server.get("/api/tags")[2]["models"]
+    assert [each["name"] for each in tags] == ["talker", "storyteller"]
+    assert len({each["digest"] for each in tags}) == 2
+    assert server.get("/api/version")[2] == {"version": "1.2.3"}
+    assert {each["name"] for each in server.get("/api/ps")[2]["models"]} == {"talker", "storyteller"}
+    shown = ask("/api/show", {})
+    assert shown["model_info"]["bitnet.context_length"] == 256
+    assert shown["capabilities"] == ["completion", "embedding", "tools"]
+    assert "no model 'x'" in ask("/api/show", {"model": "x"}, 404)["error"]
+
+
+def test_ollamas_embeddings(ask):
+    texts = ["Alice", "The old man"]
+    new = ask("/api/embed", {"input": texts})
+    same = [row["embedding"] for row in ask("/v1/embeddings", {"input": texts})["data"]]
+    assert new["embeddings"] == same
+    assert ask("/api/embeddings", {"prompt": "Alice"}) == {"embedding": same[0]}
+    assert ask("/api/embed", {"input": []})["embeddings"] == []
+    assert "dimensions" in ask("/api/embed", {"input": "a", "dimensions": 3}, 400)["error"]
+
+
+def test_a_model_leaves_when_a_client_wants(tmp_path):
+    with RunningServer({"talker": chat_folder(tmp_path)}, idle_s=2.0) as server:
+        assert server.get("/api/ps")[2]["models"]
+        assert server.post("/api/generate", {"keep_alive": 0})[2]["done_reason"] == "unload"
+        until(lambda: not server.get("/api/ps")[2]["models"], timeout_s=1.5)
+
+
+# -- llama-server ------------------------------------------------------------------------------------------------------
+
+
+def test_llama_servers_completion(ask):
+    body = {"prompt": "Once upon a time", "n_predict": 8, "temperature": 0}
+    whole = ask("/completion", body)
+    same = ask("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0})
+    assert whole["content"] == same["choices"][0]["text"]
+    assert (whole["stop"], whole["stop_type"], whole["tokens_predicted"]) == (True, "limit", 8)
+    assert len(whole["tokens"]) == 8
+    stream = [json.loads(line[6:]) for line in ask("/completion", {**body, "stream": True}).split("\n\n") if line]
+    assert "".join(each["content"] for each in stream) == whole["content"]
+    assert [each["stop"] for each in stream] == [False] * (len(stream) - 1) + [True]
+    word = ask("/completion", {**body, "stop": [" the"]})
+    assert (word["stop_type"], word["stopping_word"]) == ("word", " the")
+    probable = ask("/completion", {**body, "n_probs": 2, "n_predict": 3})["completion_probabilities"]
+    assert [len(each["top_logprobs"]) for each in probable] == [2, 2, 2]
+    assert [each["id"] for each in probable] == whole["tokens"][:3]
+    assert "GBNF" in ask("/completion", {**body, "grammar": 'root ::= "a"'}, 400)["error"]["message"]
+
+
+def test_llama_servers_other_paths(server, ask):
+    assert ask("/apply-template", {"messages": HELLO})["prompt"] == "<s>user: Hello\nassistant: "
+    props = server.get("/props?model=talker")[2]
+    assert (props["total_slots"], props["bos_token"], props["chat_template"]) == (8, "<s>", TEMPLATE)
+    slots = server.get("/slots?model=talker")[2]
+    assert [slot["is_processing"] for slot in slots] == [False] * 8
+    message = ask("/infill", {"input_prefix": "a", "input_suffix": "b"}, 400)["error"]["message"]
+    assert "no tokens for filling in the middle" in message
+
+
+def test_filling_in_the_middle(tmp_path):
+    """A tokenizer with the tokens, and the model's continuation of them."""
+    folder = chat_folder(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    names = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+    from bitnet_ref.serving.http.shapes import infill_ids
+    from bitnet_ref.tokenizers import load_tokenizer
+
+    plain = load_tokenizer(folder)
+    with pytest.raises(RequestError, match="filling in the middle"):
+        infill_ids(plain, "a", "b", "suffix")
+    added = {str(plain.vocab_size + n): {"content": name, "special": True} for n, name in enumerate(names)}
+    config["added_tokens_decoder"] = config.get("added_tokens_decoder", {}) | added
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(folder)
+    marks = [tokenizer.token_to_id(name) for name in names]
+    before, after = (tokenizer.encode(text, add_special_tokens=False) for text in ("One", "two"))
+    expected = [tokenizer.bos_id, marks[0], *before, marks[1], *after, marks[2]]
+    assert infill_ids(tokenizer, "One", "two", "suffix") == expected
+
+
+def test_ranking(ask):
+    documents = ["The rabbit ran away.", {"text": "A ship at sea."}, "Alice"]
+    answer = ask("/v1/rerank", {"query": "a rabbit", "documents": documents, "return_documents": True})
+    scores = [each["relevance_score"] for each in answer["results"]]
+    assert scores == sorted(scores, reverse=True)
+    assert sorted(each["index"] for each in answer["results"]) == [0, 1, 2]
+    assert all(0 < score < 1 for score in scores)
+    assert {each["document"]["text"] for each in answer["results"]} >= {"A ship at sea."}
+    assert len(ask("/rerank", {"query": "a", "documents": documents, "top_n": 1})["results"]) == 1
+    pairs = ask("/score", {"text_1": "a rabbit", "text_2": ["The rabbit ran away.", "Alice"]})["data"]
+    by_index = {each["index"]: each["relevance_score"] for each in answer["results"]}
+    assert [each["score"] for each in pairs] == [by_index[0], by_index[2]]
+    assert "text_1" in ask("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, 400)["error"]["message"]
+
+
+def test_ranking_by_vectors(tmp_path):
+    """A model with sentence-transformers' files is asked for vectors; a text fits itself."""
+    folder = chat_folder(tmp_path)
+    (folder / "modules.json").write_text("[]")
+    with RunningServer({"vectors": folder}) as server:
+        body = {"query": "Alice", "documents": ["A ship at sea.", "Alice"]}
+        first = server.post("/rerank", body)[2]["results"][0]
+        assert first["index"] == 1
+        assert first["relevance_score"] == pytest.approx(1, abs=1e-6)
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_of_any_api_that_goes_away_frees_its_pages(server):
+    for path, body in (
+        (MESSAGES, {"messages": HELLO, "max_tokens": 200}),
+        (RESPONSES, {"input": "Hello", "max_output_tokens": 200}),
+        ("/api/chat", {"messages": HELLO, "options": {"num_predict": 200}}),
+        ("/completion", {"prompt": "Once", "n_predict": 200}),
+    ):
+        connection = server.open_request(path, {"model": "talker", "stream": True, **body}, receive_buffer=2048)
+        assert b"200 OK" in connection.recv(2000)
+        connection.close()
+    until(lambda: not server.engines["talker"].requests)
+
+
+def test_other_types_than_json_are_refused(server):
+    for path in (MESSAGES, RESPONSES, "/api/chat", "/rerank", "/completion"):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        connection.request("POST", path, b"{}", {"content-type": "text/plain"})
+        assert connection.getresponse().status == 415
+        connection.close()

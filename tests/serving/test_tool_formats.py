@@ -1,0 +1,192 @@
+"""Calls of tools in a model's text: each form that published chat templates teach, in pieces of any size."""
+
+import json
+
+import pytest
+
+from bitnet_ref.errors import TokenizerError
+from bitnet_ref.serving.http.events import CallArguments, CallStart, Reply, Text
+from bitnet_ref.serving.http.tool_formats import FORMATS, find_format
+from bitnet_ref.serving.http.tools import ToolReader, choose_tools
+from bitnet_ref.tokenizers.settings import TOOL_TEMPLATE, read_settings
+
+TOOLS = {"f": {"properties": {"a": {"type": "string"}, "n": {}}}, "g": {}}
+BY_NAME = {form.name: form for form in FORMATS}
+
+# Parts of templates in the style of the published ones.
+TEMPLATES = {
+    "hermes": 'return json within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <function-name>',
+    "qwen-xml": "reply in the following format:\\n<tool_call>\\n<function=example_function_name>\\n<parameter=example>",
+    "mistral": "{{- '[TOOL_CALLS][' }}{% for call in message.tool_calls %}{{ call.function | tojson }}",
+    "llama-json": 'Respond in the format {"name": function name, "parameters": dictionary}. {{ "<|python_tag|>" }}',
+    "llama-pythonic": "put it in the format of [func_name1(params_name1=params_value1, ...), func_name2(params)]",
+    "functiongemma": "{{ '<start_function_call>call:' + name + '{' }}",
+    "gemma4": "{{ '<|tool_call>call:' + name + '{' }}",
+    "minicpm": "{{ '<|tool_call_start|>\\n```python\\n' }}",
+    "minicpm-xml": "{{ '<function name=\"' + name }}",
+}
+
+TEXTS = [  # form, text, what is left as text, calls
+    (
+        "hermes",
+        'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": "x}y"}}\n</tool_call>\n'
+        '<tool_call>{"arguments":{},"name":"g"}</tool_call>',
+        "Let me see.",
+        [("f", {"a": "x}y"}), ("g", {})],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"n\\": 1}"}</tool_call>', "", [("f", {"n": 1})]),
+    ("hermes", '<tool_call>{"name": "g"}</tool_call>', "", [("g", {})]),
+    ("hermes", '<tool_call>{"name": "h", "arguments": {}}</tool_call>', None, []),
+    ("hermes", '<tool_call>{"name": "f", "arguments": 5}</tool_call>', None, []),
+    (
+        "qwen-xml",
+        "ok\n<tool_call>\n<function=f>\n<parameter=a>\nline 1\n\n 2 <b> </p\n</parameter>\n"
+        "<parameter=n>\n[1, 2]\n</parameter>\n</function>\n</tool_call>",
+        "ok",
+        [("f", {"a": "line 1\n\n 2 <b> </p", "n": [1, 2]})],
+    ),
+    ("qwen-xml", "<function=g>\n</function>\n</tool_call>", "", [("g", {})]),
+    ("qwen-xml", '<function=f>{"a": "b"}</function> done', " done", [("f", {"a": "b"})]),
+    ("qwen-xml", "<function=f>\n<parameter=a>5</parameter></function>", "", [("f", {"a": "5"})]),
+    ("qwen-xml", "<function=h></function>", None, []),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": "q"}}, {"name":"g","arguments":{}}]',
+        "",
+        [("f", {"a": "q"}), ("g", {})],
+    ),
+    ("mistral", '[TOOL_CALLS]f{"a": "q{"}', "", [("f", {"a": "q{"})]),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]12[ARGS]{"n": 1}[TOOL_CALLS]g[ARGS]{}', "", [("f", {"n": 1}), ("g", {})]),
+    ("mistral", "[TOOL_CALLS] I cannot.", None, []),
+    ("llama-json", '<|python_tag|>{"name": "f", "parameters": {"a": "1"}}', "", [("f", {"a": "1"})]),
+    ("llama-json", '{"type": "function", "name": "g", "parameters": {}}', "", [("g", {})]),
+    ("llama-json", '{"a": [1, {"b": 2}]}', None, []),
+    (
+        "llama-pythonic",
+        "[f(a=\"x, (y)\", n=[1, 'z', {'k': True}]), g()]",
+        "",
+        [("f", {"a": "x, (y)", "n": [1, "z", {"k": True}]}), ("g", {})],
+    ),
+    ("llama-pythonic", "<|python_start|>[g()]<|python_end|>", "", [("g", {})]),
+    ("llama-pythonic", "[1, 2] is a list", None, []),
+    (
+        "functiongemma",
+        "<start_function_call>call:f{a:<escape>x,}y<escape>,n:{k:1,l:[true,<escape>z<escape>]}}<end_function_call>",
+        "",
+        [("f", {"a": "x,}y", "n": {"k": 1, "l": [True, "z"]}})],
+    ),
+    ("gemma4", '<|tool_call>call:f{a:<|"|>x<|"|>,n:-2.5}<tool_call|>', "", [("f", {"a": "x", "n": -2.5})]),
+    (
+        "minicpm",
+        '<|tool_call_start|>\n```python\nf(a="x")\ng()\n```\n<|tool_call_end|>',
+        "",
+        [("f", {"a": "x"}), ("g", {})],
+    ),
+    ("minicpm", '<|tool_call_start|>[f(a="b")]<|tool_call_end|>ok', "ok", [("f", {"a": "b"})]),
+    (
+        "minicpm-xml",
+        '<function name="f"><param name="a">x</param><param name="n">5</param></function>',
+        "",
+        [("f", {"a": "x", "n": 5})],
+    ),
+]
+
+
+def read(text, size, form, **options):
+    reader = ToolReader(TOOLS, False, form=BY_NAME[form], **options)
+    events = [event for at in range(0, len(text), size) for event in reader.push(text[at : at + size], None)]
+    return events + reader.push("", "stop")
+
+
+@pytest.mark.parametrize(("form", "text", "rest", "calls"), TEXTS, ids=[f"{t[0]} {n}" for n, t in enumerate(TEXTS)])
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_the_calls_of_each_form(form, text, rest, calls, size):
+    reply = Reply.of(read(text, size, form))
+    assert [(call.name, json.loads(call.arguments)) for call in reply.calls] == calls
+    assert reply.text.strip() == (text if rest is None else rest).strip()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_form_is_known_by_the_template(name):
+    assert find_format(TEMPLATES[name]).name == name
+
+
+def test_a_template_that_shows_no_form_has_hermes():
+    assert find_format("{{ tools }}").name == "hermes"
+
+
+def test_arguments_come_before_the_call_ends():
+    for form, text in (
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "some long text'),
+        ("qwen-xml", "<tool_call>\n<function=f>\n<parameter=a>\nsome long text that goes on and on"),
+        ("mistral", '[TOOL_CALLS]f{"a": "some long text'),
+        ("llama-pythonic", "[f(a='some long text', n="),
+    ):
+        reader = ToolReader(TOOLS, False, form=BY_NAME[form])
+        events = reader.push(text, None)
+        assert events[0] == CallStart(0, "f")
+        assert isinstance(events[1], CallArguments)
+        assert "some long text" in events[1].text
+        assert reader.push("", "length") == []  # what was cut stays a part
+
+
+def test_one_call_of_several():
+    events = read(
+        '<tool_call>{"name": "g"}</tool_call><tool_call>{"name": "f"}</tool_call> bye', 5, "hermes", one_call=True
+    )
+    assert events == [CallStart(0, "g"), CallArguments(0, "{}")]
+
+
+def test_a_forced_call_that_is_cut_is_a_part():
+    clock = {"type": "function", "function": {"name": "clock", "parameters": {"properties": {"zone": {}}}}}
+    other = {"type": "function", "function": {"name": "other"}}
+    reader, _ = choose_tools([clock], "required")
+    assert Reply.of(reader.copy().push('{"na', "length")).calls[0].name == "clock"
+    assert Reply.of(reader.copy().push('{"name":"clock","arguments":{"zo', "length")).calls[0].arguments == '{"zo'
+    reader, _ = choose_tools([clock, other], "required")
+    assert reader.copy().push('{"na', "length") == []  # which one is not known
+    assert reader.copy().push('{"name":"clock",', "length") == [CallStart(0, "clock")]
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}])
+def test_a_function_without_parameters_takes_none(parameters):
+    function = {"name": "stop"} if parameters is None else {"name": "stop", "parameters": parameters}
+    _, schema = choose_tools([{"type": "function", "function": function}], "required")
+    assert schema["$defs"]["0"]["additionalProperties"] is False
+    _, schema = choose_tools([{"function": {**function, "parameters": {"additionalProperties": {}}}}], "required")
+    assert schema["$defs"]["0"] == {"type": "object", "additionalProperties": {}}
+
+
+@pytest.mark.parametrize("form", [form.name for form in FORMATS])
+@pytest.mark.parametrize(
+    "text",
+    ["[f(a=" * 20_000, '<tool_call>{"a":' * 10_000, '{"name": "' + "x" * 200_000, "<function=" * 20_000, " " * 200_000],
+    ids=lambda text: text[:12],
+)
+def test_a_text_is_read_once(form, text):
+    """A search that begins again with each piece or mark takes minutes here, and this test would not end."""
+    for size in (100, len(text)):
+        assert Reply.of(read(text, size, form)) == Reply(text=text)
+
+
+def test_deep_nesting_is_no_call():
+    text = '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 100 + "1"
+    events = read(text, 7, "hermes")
+    assert events[0] == CallStart(0, "f")  # the call had begun; what is too deep ends it
+    assert any(isinstance(event, Text) for event in events)
+
+
+def test_the_template_for_tools_among_several(tmp_path):
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with {{ tools }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    settings = read_settings(tmp_path)
+    assert (settings.chat_template, settings.tool_template) == ("plain", "with {{ tools }}")
+    (tmp_path / "chat_template.jinja").write_text("other")
+    path = tmp_path / TOOL_TEMPLATE
+    path.parent.mkdir()
+    path.write_text("newer {{ tools }}")
+    settings = read_settings(tmp_path)
+    assert (settings.chat_template, settings.tool_template) == ("other", "newer {{ tools }}")
+    path.write_bytes(b"\xff")
+    with pytest.raises(TokenizerError, match=r"tool_use\.jinja: at offset 0|not UTF-8"):
+        read_settings(tmp_path)
