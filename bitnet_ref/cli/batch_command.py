@@ -23,11 +23,14 @@ from .generation_options import (
     spread,
     worker_options,
 )
-from .shell import LoadingBar, OutputFile, SectionedCommand, common_options, report
+from .shell import LoadingBar, OutputFile, SectionedCommand, common_options, report, say
 
 if TYPE_CHECKING:
     from ..api import Model
     from ..serving.http.batch import BatchServer
+
+
+DECIDE = ("dtype", "cache_dtype", "rotation", "dense", "allow_unquantized")  # options that change answers
 
 
 @click.command(cls=SectionedCommand, short_help="Answer a file of OpenAI batch requests.")
@@ -46,10 +49,12 @@ def batch(source: Path, target: Path, config: Path | None, chat_template: str | 
     {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once upon a time"}}
 
     The urls are /v1/completions, /v1/chat/completions and /v1/embeddings. --model may be NAME=MODEL, for the name that
-    requests use. What was interrupted goes on from OUT.jsonl.partial.
+    requests use. What was interrupted goes on from OUT.jsonl.partial, if the model's files have the same contents, and
+    the settings are the same.
     """
     if find_spec("fastjsonschema") is None:
         raise BackendUnavailable("batch needs fastjsonschema: pip install 'bitnet-ref[server]'")
+    from ..formats.hashes import file_hash
     from ..serving.http.batch import run_batch
     from ..system.sharing import model_files
 
@@ -58,17 +63,24 @@ def batch(source: Path, target: Path, config: Path | None, chat_template: str | 
     count, address = pop_workers(options)
     _, loading = model_opener(options, count)
     template = content_of(chat_template)
-    files = sorted([file.name, file.stat().st_size] for file in model_files(path))
-    run = {"version": __version__, "model": name, "files": files, "dtype": options["dtype"], "template": template}
-    run |= {"cache_dtype": options["cache_dtype"], "config": None if config is None else read_text(config)}
+    adapter = options.get("adapter")
+    files = [*model_files(path), *(model_files(Path(adapter)) if adapter else ())]
+    run = {"version": __version__, "model": name, "template": template, "hashes": [*map(file_hash, files)]}
+    run |= {"files": [file.name for file in files], "config": None if config is None else read_text(config)}
+    run |= {key: str(options[key]) for key in DECIDE if key in options}
     opener = (open_server, loading, name, config, template)
     alone = None if count or address else serve_lines(load_model(options), name, config, template)
-    with spread(opener, count, address, alone) as workers, LoadingBar("requests") as bar:
-        summary = run_batch(source, target, workers, run, bar)
+    try:
+        with spread(opener, count, address, alone) as workers, LoadingBar("requests") as bar:
+            summary = run_batch(source, target, workers, run, bar)
+    except KeyboardInterrupt:
+        say(f"what was answered is in {target}.partial; the same command goes on from there")
+        raise
     if alone is not None:
         alone.engine.close()
     text = f"{summary.lines} answers in {target} after {summary.seconds:.1f} s, {summary.failed} of them errors"
     text += f"; {summary.reused} are of an earlier run" * bool(summary.reused)
+    text += f"; {summary.damaged} damaged ones of an earlier run were computed again" * bool(summary.damaged)
     report(vars(summary), lambda out: out.print(text))
 
 

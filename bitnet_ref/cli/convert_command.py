@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .generation_options import INPUT_FILE, layout_options
-from .shell import LoadingBar, common_options, make_table, print_json, show, size_in_words, wants_json
+from .shell import LoadingBar, OutputPath, common_options, make_table, print_json, show, size_in_words, wants_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +26,7 @@ TARGET_NAMES = (
 
 @click.command(short_help="Write a model in another format, and prove that it is the same.")
 @click.argument("source")
-@click.argument("destination", type=click.Path(path_type=Path))
+@click.argument("destination", type=OutputPath())
 @click.option("--to", "target", required=True, type=click.Choice(TARGET_NAMES), help="The format to write.")
 @click.option("--no-verify", is_flag=True, help="Do not read the result again and compare it.")
 @click.option("--force", is_flag=True, help="Replace a file that is there. (A folder is never replaced.)")

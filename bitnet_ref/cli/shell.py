@@ -66,6 +66,7 @@ class ExitCodes(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         state = ctx.ensure_object(State)
         try:
+            check_files_apart(self, ctx.params)
             result = super().invoke(ctx)
             sys.stdout.flush()  # a closed pipe raises here, and not when the interpreter exits
             return result
@@ -95,6 +96,35 @@ class ExitCodes(click.Command):
             say_error("this is a bug in bitnet_ref; the lines above say where")
             code = BUG
         raise click.exceptions.Exit(code)
+
+
+def check_files_apart(command: click.Command, values: Mapping[str, Any]) -> None:
+    """Raise UsageError where a file to be written is one that the command reads, or of a folder that it reads.
+
+    Links, hard links and other spellings of a path are the same file.
+    """
+    written = {p.name: values[str(p.name)] for p in command.params if isinstance(p.type, OutputPath)}
+    for target in written.values():
+        if target is None or not os.path.exists(target):
+            continue
+        for param in command.params:
+            value = None if param.name in written else values.get(str(param.name))
+            for source in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(source, str | Path) and _is_read(Path(source), target):
+                    message = f"{target} is read as {_in_shell(str(param.name), {str(param.name): param})}"
+                    raise click.UsageError(f"{message}, and would be replaced; name another file")
+
+
+_OF_MODELS = (".safetensors", ".gguf", ".onnx", ".json", ".model", ".bin", ".jinja")
+
+
+def _is_read(source: Path, target: Path) -> bool:
+    try:
+        if source.is_dir():
+            return target.is_file() and target.suffix in _OF_MODELS and source.samefile(target.parent)
+        return source.exists() and source.samefile(target)
+    except (OSError, ValueError):  # a text that is no path
+        return False
 
 
 class Interface(ExitCodes, OrderedGroup):
@@ -391,11 +421,15 @@ class SectionedCommand(click.Command):
                 formatter.write_dl(records)
 
 
-class OutputFile(click.Path):
-    """A file to be written. That it can be is checked before the work begins.   -> Path"""
+class OutputPath(click.Path):
+    """A file or folder to be written, which the command checks itself.   -> Path"""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
+
+
+class OutputFile(OutputPath):
+    """A file to be written. That it can be is checked before the work begins.   -> Path"""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = Path(value)

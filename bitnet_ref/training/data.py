@@ -10,7 +10,8 @@ import io
 import json
 import lzma
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, FormatError, TokenizerError
+from ..formats.hashes import file_hash
 from ..reference.layers import Array
 from ..system.atomic import atomic_path
 from ..system.json_file import open_regular
-from ..tokenizers import Tokenizer, load_tokenizer
+from ..tokenizers import Tokenizer, load_tokenizer, load_tokenizer_files
 
 Progress = Callable[[int, int], None]
 DOCUMENT_END = "\n\n\n"  # between two documents of a text file
@@ -33,10 +35,11 @@ class TokenFile:
 
     def __init__(self, path: Path, vocab_size: int) -> None:
         """Raises FormatError for another file, and for one that has ids outside the vocabulary or fewer than two."""
+        self._hash: str | None = None
         open_regular(path, FormatError).close()  # which a map of it cannot say: opening a pipe waits for ever
         try:
             self.ids: Array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as problem:
+        except Exception as problem:  # numpy reads the header as Python, with SyntaxError, TokenError and others
             raise FormatError(f"expected token ids as numpy.save writes them: {problem}", path=path) from problem
         if self.ids.ndim != 1 or self.ids.dtype.kind not in "iu" or len(self.ids) < 2:
             got = f"{self.ids.dtype} of shape {self.ids.shape}"
@@ -53,6 +56,16 @@ class TokenFile:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def content_hash(self) -> str:
+        """The SHA-256 of the ids as little-endian uint32."""
+        if self._hash is None:
+            digest = hashlib.sha256()
+            for start in range(0, len(self.ids), 1 << 22):
+                digest.update(self.ids[start : start + (1 << 22)].astype("<u4").data)
+            self._hash = digest.hexdigest()
+        return self._hash
 
     def windows(self, context: int) -> int:
         """How many sequences of `context` tokens there are, each with the token that follows it."""
@@ -78,28 +91,45 @@ class TokenFile:
 
 
 def open_tokens(
-    files: Sequence[Path], tokenizer: Tokenizer | None, vocab_size: int, folder: Path, progress: Progress | None = None
+    files: Sequence[Path],
+    tokenizer_files: Mapping[str, bytes],
+    vocab_size: int,
+    folder: Path,
+    progress: Progress | None = None,
 ) -> TokenFile:
     """The tokens of a .npy file, or of text files (.txt, .txt.xz), which are encoded once into `folder`.
 
+    tokenizer_files: name -> content, as `read_tokenizer_folder` gives them. A file of encoded tokens is named by the
+    contents of the texts and of the tokenizer, and by its own: one that is damaged is made anew.
     Raises FormatError, ConfigError.
     """
     if len(files) == 1 and files[0].suffix == ".npy":
         return TokenFile(files[0], vocab_size)
     if any(file.suffix == ".npy" for file in files):
         raise ConfigError("expected text files, or one .npy file of token ids", field="data")
-    if tokenizer is None:
+    if not tokenizer_files:
         raise ConfigError("text files need a tokenizer: its folder, or the folder that training starts from")
-    facts = [f"{file.resolve()} {_stat(file).st_size} {_stat(file).st_mtime_ns}" for file in files]
-    facts.append(hashlib.sha256(repr([tokenizer.encode("The fox."), tokenizer.vocab_size]).encode()).hexdigest())
-    path = folder / f"tokens-{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}.npy"
-    if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        blocks = [np.asarray(ids, dtype=np.uint32) for ids in encode_files(files, tokenizer, progress)]
-        if not blocks:
-            raise FormatError("there is no text", path=files[0])
-        with atomic_path(path) as target, open(target, "wb") as file:
-            np.save(file, np.concatenate(blocks))
+    key = hashlib.sha256()
+    for name, content in sorted(tokenizer_files.items()):
+        key.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
+    for file in files:
+        _stat(file)
+        key.update(f"{file_hash(file)}\n".encode())
+    stem = f"tokens-{key.hexdigest()[:16]}"
+    for path in sorted(folder.glob(f"{stem}-*.npy")):
+        with suppress(FormatError):
+            kept = TokenFile(path, vocab_size)
+            if path.stem == f"{stem}-{kept.content_hash[:16]}":
+                return kept
+    tokenizer = load_tokenizer_files(tokenizer_files)
+    folder.mkdir(parents=True, exist_ok=True)
+    blocks = [np.asarray(ids, dtype=np.uint32) for ids in encode_files(files, tokenizer, progress)]
+    if not blocks:
+        raise FormatError("there is no text", path=files[0])
+    ids = np.concatenate(blocks)
+    path = folder / f"{stem}-{hashlib.sha256(ids.astype('<u4').data).hexdigest()[:16]}.npy"
+    with atomic_path(path) as target, open(target, "wb") as file_out:
+        np.save(file_out, ids)
     return TokenFile(path, vocab_size)
 
 

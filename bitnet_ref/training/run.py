@@ -13,6 +13,7 @@ import math
 import os
 import time
 import tomllib
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -26,6 +27,7 @@ from ..api import load
 from ..errors import ConfigError, FormatError, NumericsError
 from ..families import config_to_dict
 from ..formats.checkpoint import read_tokenizer_folder
+from ..formats.hashes import weight_hash
 from ..formats.hf.config import parse_hf_config
 from ..formats.safetensors import SafetensorsFile, SafetensorsWriter
 from ..reference.config import ModelConfig
@@ -190,10 +192,11 @@ class TrainingRun:
             raise FormatError("a run is here already; resume it, or choose another folder", path=checkpoint)
         rates = (settings.lr, settings.steps, settings.warmup_steps, settings.min_lr, settings.second_lr)
         schedule = Schedule(settings.schedule, *rates, settings.weight_decay)
-        distillation = None
+        distillation, self._teacher_hash = None, ""
         if settings.teacher is not None:
             weights = (settings.logits_weight, settings.temperature, settings.relations_weight, settings.relation_heads)
-            distillation = Distillation(load(settings.teacher), *weights)
+            distillation = Distillation(teacher := load(settings.teacher), *weights)
+            self._teacher_hash = weight_hash(teacher.weights)
         options: dict[str, Any] = {
             "distillation": distillation,
             "betas": (settings.beta1, settings.beta2),
@@ -249,7 +252,8 @@ class TrainingRun:
 
     def _open(self, files: tuple[str, ...], progress: Progress | None) -> TokenFile:
         paths = [Path(file) for file in files]
-        return open_tokens(paths, self.tokenizer, self.trainer.config.vocab_size, self.folder, progress)
+        vocab_size, tokenizer_files = self.trainer.config.vocab_size, self.trainer.tokenizer_files
+        return open_tokens(paths, tokenizer_files, vocab_size, self.folder, progress)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -348,10 +352,12 @@ class TrainingRun:
         self.trainer.save(self.folder / MODEL)
 
     def _identity(self) -> dict[str, Any]:
-        """What must not differ between a checkpoint and the run that goes on from it."""
+        """What must not differ between a checkpoint and the run that goes on from it; data and teacher by content."""
         settings = self.settings
         data = {"batch": settings.batch, "context": settings.context, "seed": settings.seed, "tokens": len(self.train)}
-        return {"config": config_to_dict(self.trainer.config), **data}
+        hashes = {"corpus": self.train.content_hash, "teacher": self._teacher_hash}
+        hashes["validation corpus"] = None if self.validation is None else self.validation.content_hash
+        return {"config": config_to_dict(self.trainer.config), **data, **hashes}
 
     def _read_checkpoint(self, path: Path) -> None:
         trainer, optimizer = self.trainer, self.trainer.optimizer
@@ -361,7 +367,13 @@ class TrainingRun:
                 step, recent, identity = int(facts["step"]), [float(x) for x in facts["recent"]], facts["identity"]
             except (KeyError, ValueError, TypeError) as problem:
                 raise FormatError("this is no checkpoint of a training run", path=path) from problem
-            if different := _differences(identity, json.loads(json.dumps(self._identity()))):
+            ours = json.loads(json.dumps(self._identity()))
+            if "corpus" not in identity:  # of version 0.1
+                warnings.warn(
+                    f"{path}: the checkpoint does not say of which texts it is; they must be the same", stacklevel=2
+                )
+                ours = {key: value for key, value in ours.items() if key in identity}
+            if different := _differences(identity, ours):
                 raise FormatError(f"the checkpoint is of another run: {', '.join(different)}", path=path)
             for kind, part in (("master", trainer.masters), ("m", optimizer.m), ("v", optimizer.v)):
                 for name, master in trainer.masters.items():

@@ -126,31 +126,87 @@ def test_calls_of_tools_have_the_same_ids_each_time(tmp_path, server):
     assert all(call["id"].startswith("call_") for call in message.get("tool_calls", ()))
 
 
+def read_journal(path, header=b'{"model": "m"}'):
+    with path.open("a+b") as journal:
+        return batch_module._read_journal(journal, path, header)
+
+
 def test_the_journal_of_an_interrupted_run(tmp_path):
     """Whole answers stay with their places; those of a fault are computed again, and a torn line is cut off."""
-    header = b'{"model": "m"}\n'
     statuses = {"a": 200, "b": 503, "c": 404}
     jobs = [batch_module.Job(digit * 64, custom_id="\u00e9", status=status) for digit, status in statuses.items()]
     lines = [job.line().encode() for job in jobs]
     assert [json.loads(line)["id"] for line in lines] == ["batch_req_" + digit * 32 for digit in "abc"]
     assert '"custom_id":"\u00e9"'.encode() in lines[0]  # as it was written
     path = tmp_path / "journal"
-    path.write_bytes(header + b"".join(lines) + lines[0][:40])
-    ends = [len(header) + sum(map(len, lines[:number])) for number in range(4)]
-    with path.open("a+b") as journal:
-        places = batch_module._read_journal(journal, path, header)
-        assert places == {
-            "batch_req_" + "a" * 32: (ends[0], len(lines[0])),
-            "batch_req_" + "c" * 32: (ends[2], len(lines[2])),
-        }
-    assert path.read_bytes() == header + b"".join(lines)
+    assert read_journal(path) == ({}, 0)
+    header = path.read_bytes()
+    journal = [batch_module._checked(line) for line in lines]
+    whole = header + b"".join(journal)
+    path.write_bytes(whole + journal[0][:40])
+    ends = [len(header) + sum(map(len, journal[:number])) for number in range(4)]
+    places = {
+        "batch_req_" + "a" * 32: (ends[0] + batch_module.CHECKSUM, len(lines[0])),
+        "batch_req_" + "c" * 32: (ends[2] + batch_module.CHECKSUM, len(lines[2])),
+    }
+    assert read_journal(path) == (places, 0)
+    assert path.read_bytes() == whole
     for content in (b"", b"{"):  # of a run that had not begun
         path.write_bytes(content)
-        with path.open("a+b") as journal:
-            assert batch_module._read_journal(journal, path, header) == {}
+        assert read_journal(path) == ({}, 0)
         assert path.read_bytes() == header
-    with path.open("a+b") as journal, pytest.raises(FormatError, match="is of another run"):
-        batch_module._read_journal(journal, path, b'{"model": "n"}\n')
+    with pytest.raises(FormatError, match="is of another run"):
+        read_journal(path, b'{"model": "n"}')
+    path.write_bytes(b'{"model": "m"}\n' + lines[0])  # as version 0.1 wrote it
+    with pytest.raises(FormatError, match="is of another run"):
+        read_journal(path)
+
+
+def test_one_damaged_byte_anywhere_in_a_journal(tmp_path):
+    """It is never taken for an answer: the line is computed again, or the file refused."""
+    job = batch_module.Job("a" * 64, custom_id="x", body={"choices": [{"text": "one day"}]})
+    path, line = tmp_path / "journal", job.line().encode()
+    read_journal(path)
+    header = path.read_bytes()
+    whole = header + batch_module._checked(line)
+    for offset, byte in enumerate(whole):
+        for other in (byte ^ 1, byte ^ 0x80, 10):
+            if other == byte:
+                continue
+            path.write_bytes(whole[:offset] + bytes([other]) + whole[offset + 1 :])
+            try:
+                places, damaged = read_journal(path)
+            except FormatError:
+                assert offset < len(header)
+                continue
+            assert places == {}, offset
+            assert damaged >= (offset < len(whole) - 1 and offset >= len(header))
+
+
+def test_an_answer_that_is_no_text_is_its_lines_error():
+    job = batch_module.Job("a" * 64, custom_id="\ud800", body={"text": "\udfff"})
+    answer = json.loads(job.line().encode())
+    assert (answer["custom_id"], answer["response"]["status_code"]) == ("?", 500)
+    job = batch_module.Job("a" * 64, custom_id="x", body={"number": float("inf")})
+    assert json.loads(job.line())["response"]["status_code"] == 500
+
+
+def test_any_error_of_a_line_is_that_lines(tmp_path, server, monkeypatch):
+    """Whatever is raised: the lines beside it are answered."""
+    good, bad = (
+        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": name, "max_tokens": 2}}
+        for name in ("good", "bad")
+    )
+    read = batch_module.read_completion
+
+    def fail(body, *rest):
+        if body["prompt"] == "bad":
+            raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates")
+        return read(body, *rest)
+
+    monkeypatch.setattr(batch_module, "read_completion", fail)
+    lines = batch_module.answer_lines(server, [json.dumps(line).encode() for line in (bad, good)])
+    assert [json.loads(line)["response"]["status_code"] for line in lines] == [500, 200]
 
 
 def test_lines_of_a_file(tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from click.testing import CliRunner
 import bitnet_ref
 from bitnet_ref.cli import cli
 from bitnet_ref.errors import ConfigError, FormatError, NumericsError, TokenizerError
+from bitnet_ref.formats.checkpoint import read_tokenizer_folder
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.safetensors import SafetensorsFile, SafetensorsWriter
 from bitnet_ref.tokenizers import load_tokenizer
@@ -361,6 +362,33 @@ def test_wrong_files(config, tmp_path):
         start(config, tmp_path / "run")
 
 
+def test_a_checkpoint_of_another_corpus(config, tmp_path):
+    """One token of it is another: the run would go on, and be of neither corpus."""
+    start(config, tmp_path / "run").run()
+    config.write_text(config.read_text().replace("steps = 12", "steps = 14"))
+    ids = np.load(tmp_path / "tokens.npy")
+    ids[7] ^= 1
+    np.save(tmp_path / "tokens.npy", ids)
+    with pytest.raises(FormatError, match=r"of another run: corpus [0-9a-f]{64}, here [0-9a-f]{64}"):
+        start(config, tmp_path / "run", resume=True)
+
+
+def test_a_checkpoint_of_version_0_1_says_nothing_of_the_corpus(config, tmp_path):
+    start(config, tmp_path / "run").run()
+    path = tmp_path / "run" / "checkpoint.safetensors"
+    with SafetensorsFile(path) as file:
+        facts = json.loads(file.metadata["bitnet_ref.training"])
+        arrays = {name: file.read(name).copy() for name in file.tensors}
+    for key in ("corpus", "validation corpus", "teacher"):
+        del facts["identity"][key]
+    layout = {name: ("F32", array.shape) for name, array in arrays.items()}
+    with SafetensorsWriter(path, layout, {"bitnet_ref.training": json.dumps(facts)}) as writer:
+        for name, array in arrays.items():
+            writer.write(name, array)
+    with pytest.warns(UserWarning, match="does not say of which texts it is"):
+        start(config, tmp_path / "run", resume=True)
+
+
 def test_a_checkpoint_of_another_run(config, tmp_path):
     start(config, tmp_path / "run").run()
     config.write_text(config.read_text().replace("batch = 3", "batch = 2"))
@@ -421,7 +449,7 @@ def test_a_pipe_is_no_file_of_tokens(tmp_path):
     """Opening it would wait for a writer."""
     os.mkfifo(tmp_path / "tokens.npy")
     with pytest.raises(FormatError, match=r"tokens\.npy: "):
-        open_tokens([tmp_path / "tokens.npy"], None, 64, tmp_path)
+        open_tokens([tmp_path / "tokens.npy"], {}, 64, tmp_path)
 
 
 def test_texts_become_tokens_once(tmp_path):
@@ -429,26 +457,47 @@ def test_texts_become_tokens_once(tmp_path):
     (tmp_path / "a.txt").write_text("The fox.\n\n\nA hen.\n")
     (tmp_path / "b.txt.xz").write_bytes(lzma.compress(b"One day.\n"))
     files = [tmp_path / "a.txt", tmp_path / "b.txt.xz"]
-    steps = []
-    tokens = open_tokens(files, tokenizer, 4096, tmp_path / "a" / "run", lambda *at: steps.append(at))
+    steps, parts, folder = [], read_tokenizer_folder(ASSETS / "storyteller"), tmp_path / "a" / "run"
+    tokens = open_tokens(files, parts, 4096, folder, lambda *at: steps.append(at))
     sizes = [file.stat().st_size for file in files]
     assert steps == [(sizes[0], sum(sizes)), (sum(sizes), sum(sizes))]
     expected = [
         [1, *tokenizer.encode(text, add_special_tokens=False), 2] for text in ("The fox.", "A hen.", "One day.")
     ]
     assert tokens.ids.tolist() == [token for document in expected for token in document]
-    (made,) = (tmp_path / "a" / "run").glob("tokens-*.npy")
+    (made,) = folder.glob("tokens-*.npy")
     before = made.stat().st_mtime_ns
-    open_tokens(files, tokenizer, 4096, tmp_path / "a" / "run")
+    open_tokens(files, parts, 4096, folder)
     assert made.stat().st_mtime_ns == before
     for file, data in (("c.txt", b"\xff"), ("d.txt.xz", b"no xz"), ("e.txt", b""), ("f.txt", b"\n\n\n \n")):
         (tmp_path / file).write_bytes(data)
         with pytest.raises(FormatError, match=file[0]):
-            open_tokens([tmp_path / file], tokenizer, 4096, tmp_path)
+            open_tokens([tmp_path / file], parts, 4096, tmp_path)
     with pytest.raises(FormatError, match="no such file"):
-        open_tokens([tmp_path / "none.txt"], tokenizer, 4096, tmp_path)
+        open_tokens([tmp_path / "none.txt"], parts, 4096, tmp_path)
     with pytest.raises(ConfigError, match="need a tokenizer"):
-        open_tokens(files, None, 4096, tmp_path)
+        open_tokens(files, {}, 4096, tmp_path)
+
+
+def test_encoded_texts_are_named_by_what_they_are_made_of(tmp_path):
+    """Another text or tokenizer of the same size and time, or a damaged byte anywhere: they are encoded anew."""
+    text, folder = tmp_path / "a.txt", tmp_path / "run"
+    parts = read_tokenizer_folder(ASSETS / "storyteller")
+    text.write_text("The fox.\n")
+    first = open_tokens([text], parts, 4096, folder).ids.tolist()
+    (made,) = folder.glob("tokens-*.npy")
+    whole = made.read_bytes()
+    for offset in range(len(whole)):
+        made.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
+        assert open_tokens([text], parts, 4096, folder).ids.tolist() == first, offset
+    times = text.stat()
+    text.write_text("The box.\n")
+    os.utime(text, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert open_tokens([text], parts, 4096, folder).ids.tolist() != first
+    text.write_text("The fox.\n")
+    config = json.loads(parts["tokenizer_config.json"]) | {"add_bos_token": False}
+    other = {**parts, "tokenizer_config.json": json.dumps(config).encode()}
+    assert open_tokens([text], other, 4096, folder).ids.tolist() == first[1:]
 
 
 def test_a_tokenizer_of_ones_own(tmp_path):

@@ -162,4 +162,3 @@ def _are_the_same(config: ModelConfig, short: Path, other: str) -> bool | None:
             return None
         shared = View(two, set(one))
         return compare(one, shared, config, one.token_ids, own_engine=False, engine_dtype=one.engine_dtype).agrees
-

@@ -35,6 +35,8 @@ MAX_LINE_BYTES = 4 << 20  # as a request of the server
 SYNC_S = 5.0
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 ID = "batch_req_"
+JOURNAL = 2  # the form of its lines
+CHECKSUM = 17  # characters before each answer of a journal: 16 of a SHA-256, and a blank
 ANSWERED, AT_FAULT = b',"response":{"status_code":200,', b',"response":{"status_code":5'  # no JSON text holds these
 
 
@@ -49,12 +51,16 @@ class BatchServer:
 
 @dataclass
 class BatchSummary:
-    """lines: answered, of which `failed` have another status than 200. reused: those of an earlier run."""
+    """lines: answered, of which `failed` have another status than 200.
+
+    reused: those of an earlier run. damaged: lines of its journal that were computed again.
+    """
 
     lines: int = 0
     failed: int = 0
     reused: int = 0
     seconds: float = 0.0
+    damaged: int = 0
 
 
 # -- lines -------------------------------------------------------------------------------------------------------------
@@ -81,8 +87,8 @@ class Job:
         asked.id, asked.created = f"{asked.id.partition('-')[0]}-{self.digest[:32]}", 0
         try:
             self.body = asked.response(self.choices, [choice.handle.result() for choice in self.choices])
-        except BitNetRefError as error:
-            self.fail(blame(error))
+        except Exception as error:
+            self.fail(blame(error) if isinstance(error, BitNetRefError) else error)
             return
         self.body["usage"].pop("prompt_tokens_details")
         for choice in self.body["choices"]:
@@ -92,7 +98,14 @@ class Job:
     def line(self) -> str:
         response = {"status_code": self.status, "request_id": self.digest[:32], "body": self.body}
         facts = {"id": f"{ID}{self.digest[:32]}", "custom_id": self.custom_id, "response": response, "error": None}
-        return json.dumps(facts, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+        try:
+            text = json.dumps(facts, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+            text.encode()
+        except ValueError as error:  # the answer has what is no JSON or no text
+            response["status_code"], response["body"] = describe_failure(error)
+            facts["custom_id"] = None if self.custom_id is None else self.custom_id.encode(errors="replace").decode()
+            return json.dumps(facts, allow_nan=False, separators=(",", ":")) + "\n"
+        return text
 
 
 def digest_of(line: bytes) -> str:
@@ -111,7 +124,7 @@ def answer_lines(server: BatchServer, lines: Sequence[bytes]) -> list[str]:
             job = Job(digest_of(line))
             try:
                 _start(server, job, line, jobs)
-            except BitNetRefError as error:
+            except Exception as error:  # whatever a line does, the others are answered
                 job.fail(error)
             for choice in job.choices:
                 stack.callback(choice.handle.close)
@@ -172,9 +185,10 @@ def run_batch(
     """Answer each line of `source`, and write the answers to `target`, in the order of the lines, when all are there.
 
     Until then they are in TARGET.partial, from which the next run goes on; answers with a status of 500 or more are
-    computed again. run: what the answers depend on beside the lines: another run's TARGET.partial is refused. workers:
-    whose resource is a `BatchServer`.
-    Raises FormatError, StorageError, and what the workers raise.
+    computed again, and so are those of damaged lines: each line of TARGET.partial begins with its checksum. run: what
+    the answers depend on beside the lines, by content: another run's TARGET.partial is refused. workers: whose resource
+    is a `BatchServer`.
+    Raises FormatError, StorageError, and what the workers raise. An interrupt keeps TARGET.partial.
     """
     started, partial = time.perf_counter(), target.with_name(target.name + ".partial")
     with open_regular(source, FormatError) as raw, explain_os_errors(partial), partial.open("a+b") as journal:
@@ -185,7 +199,8 @@ def run_batch(
             lock_file(journal.fileno(), block=False)
         except BlockingIOError:
             raise StorageError("another process is writing it", path=partial) from None
-        places = _read_journal(journal, partial, json.dumps(run, sort_keys=True).encode() + b"\n")
+        header = json.dumps({**run, "journal": JOURNAL}, sort_keys=True).encode()
+        places, summary.damaged = _read_journal(journal, partial, header)
         missing = (line for line in read_lines(file) if batch_id(line) not in places)
         done = summary.reused = sum(batch_id(line) in places for line in read_lines(file))
         progress(done, total)
@@ -255,25 +270,42 @@ def _check_ids(file: BinaryIO, source: Path) -> int:
     return count
 
 
-def _read_journal(journal: BinaryIO, path: Path, header: bytes) -> dict[str, tuple[int, int]]:
-    """Where each answer of an interrupted run is: its id -> (offset, length). A last line that is torn is cut off."""
+def _read_journal(journal: BinaryIO, path: Path, header: bytes) -> tuple[dict[str, tuple[int, int]], int]:
+    """Where each answer of an interrupted run is, its id -> (offset, length), and how many lines were damaged.
+
+    A last line that is torn is cut off and not counted: it was never whole.
+    """
     journal.seek(0)
-    first, places = journal.readline(), dict[str, tuple[int, int]]()
-    if first.endswith(b"\n") and first != header:
-        raise FormatError("is of another run (other model, settings or version); delete it", path=path)
-    end = len(first) if first == header else 0
-    if first == header:
+    first, places, damaged = journal.readline(), dict[str, tuple[int, int]](), 0
+    expected = _checked(header + b"\n")
+    if first.endswith(b"\n") and first != expected:
+        raise FormatError("is of another run (other model, settings or version), or damaged; delete it", path=path)
+    end = len(first) if first == expected else 0
+    if end:
         while (line := journal.readline()).endswith(b"\n"):
-            if AT_FAULT not in line:
-                places[line[7 : 7 + len(ID) + 32].decode()] = end, len(line)  # after {"id":"
+            answer = line[CHECKSUM:]
+            if _checked(answer) != line:
+                damaged += 1
+            elif AT_FAULT not in answer:
+                places[answer_id(answer)] = end + CHECKSUM, len(answer)
             end += len(line)
     journal.truncate(end)
     if not end:
-        journal.write(header)
-    return places
+        journal.write(expected)
+    return places, damaged
 
 
-def _append(journal: BinaryIO, places: dict[str, tuple[int, int]], text: bytes) -> None:
+def answer_id(answer: bytes) -> str:
+    """The id in a line of answers, which begins {"id":"."""
+    return answer[7 : 7 + len(ID) + 32].decode()
+
+
+def _checked(line: bytes) -> bytes:
+    """The line of a journal: the checksum of the answer, and the answer."""
+    return hashlib.sha256(line).hexdigest()[: CHECKSUM - 1].encode() + b" " + line
+
+
+def _append(journal: BinaryIO, places: dict[str, tuple[int, int]], answer: bytes) -> None:
     journal.seek(0, os.SEEK_END)
-    places[text[7 : 7 + len(ID) + 32].decode()] = journal.tell(), len(text)
-    journal.write(text)
+    places[answer_id(answer)] = journal.tell() + CHECKSUM, len(answer)
+    journal.write(_checked(answer))
