@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import combinations, islice
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ...families.family import Edit, Hypothesis, after, before, instead, like
 from ...reference.weights import LinearWeight
+from ...system.lazy import lazy_property
 from ..compare import View, fits
 from ..names import find_step, op_inputs, op_kind
 from ..tolerances import EPSILON, tolerance_of
@@ -235,7 +236,7 @@ class Evidence:
                 needed.update(self.sources[earlier])
         return order
 
-    @cached_property
+    @lazy_property
     def copies(self) -> int:
         """How many edited runs are computed at once: what a small model's run costs is its calls, not its numbers."""
         if self.setting.config.has_states:  # which are of one sequence
@@ -243,7 +244,7 @@ class Evidence:
         numbers = len(self.setting.tokens) * max(self.setting.config.hidden_size, self.setting.config.intermediate_size)
         return max(1, min(32, 200_000 // numbers))
 
-    @cached_property
+    @lazy_property
     def tape(self) -> dict[str, Step]:
         """The steps of this run with so many copies of the tokens."""
         tape: dict[str, Step] = {}
