@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
@@ -42,6 +42,7 @@ from .reference.cache import TokenIds
 from .reference.config import ModelConfig
 from .reference.layers import Floats
 from .reference.weights import ModelWeights
+from .system.lazy import lazy_property
 from .system.options import declared_options, show_options, suggest
 from .system.sharing import file_identity, model_files, share_by_key
 from .system.threads import resolve_threads
@@ -138,7 +139,7 @@ class _Load:
             self.key(backends[0]), lambda: self.make(backends), is_usable=lambda each: not each.is_closed
         )
 
-    @cached_property
+    @lazy_property
     def tokenizer(self) -> Callable[[], Tokenizer]:
         """Reads the tokenizer at its first call."""
         return cache(partial(read_tokenizer, self.path))
@@ -313,7 +314,7 @@ class Model(LoadedModel):
             load_again=load_again,
         )
 
-    @cached_property
+    @lazy_property
     def metadata(self) -> dict[str, Any]:
         """What the files say: model_type, kind, licence, bytes, last_used, sizes; without files, the config."""
         return summarize(self.config) if self.path is None else describe_model(self.path)

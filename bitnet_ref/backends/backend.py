@@ -7,7 +7,6 @@ the ways in which it computes a pass. `run.py` is the door to all of them.
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from ..reference.config import ModelConfig
 from ..reference.layers import Array, Floats
 from ..reference.model import PlainBackend, final_hidden
 from ..reference.weights import LinearWeight, ModelWeights
+from ..system.forks import ForkLock
 from ..system.memory import available_bytes, memory_bytes
 from ..system.threads import resolve_threads
 from .paged_cache import CACHE_DTYPES, CacheSpec, EngineKVCache, PagedKVCache
@@ -260,7 +260,7 @@ class _Blas:
     """The BLAS libraries in this process, and the limits in force."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = ForkLock()
         self.inside: list[int] = []
         self.before: list[int] = []
 

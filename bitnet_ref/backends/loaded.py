@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -21,6 +19,8 @@ from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.layers import Floats
 from ..reference.weights import ModelWeights
+from ..system.forks import ForkLock
+from ..system.lazy import lazy_property
 from .backend import Backend, GreedyRun, Ids, plain_weights
 from .observe import observe
 from .paged_cache import CacheSpec, EngineKVCache
@@ -52,7 +52,7 @@ class SteppedWeights:
         """least: bytes of weights that are made in steps."""
         self.current = next(steps)
         self._steps: Iterator[ModelWeights] | None = steps
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._is_used = False
         if self.current.nbytes < least:
             self.finished()
@@ -78,6 +78,8 @@ class SteppedWeights:
         try:
             self.current = next(self._steps or iter(()))
         except StopIteration:
+            self._steps = None
+        except ValueError:  # another thread was in the middle of a step when this process was forked
             self._steps = None
         except MemoryError:
             log.warning("no memory for second copies of the weights: the model goes on without, more slowly")
@@ -141,14 +143,14 @@ class LoadedModel:
         """How greedy and top-k tokens are computed: "screened" (proven bounds on most logits) or "exact" (all)."""
         return "screened" if not self.is_closed and hasattr(self.weights.lm_head, "screen_nbytes") else "exact"
 
-    @cached_property
+    @lazy_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer in the model's folder or file. Raises TokenizerError when there is none."""
         if self._load_tokenizer is None:
             raise TokenizerError("this model was not loaded from a file, so it has no tokenizer")
         return self._load_tokenizer()
 
-    @cached_property
+    @lazy_property
     def vocabulary(self) -> Vocabulary:
         """The bytes of the tokenizer's tokens. Raises TokenizerError when there is no tokenizer."""
         from ..tokenizers.vocabulary import Vocabulary

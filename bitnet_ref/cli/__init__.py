@@ -6,29 +6,33 @@ program) is not available, 70 a bug in bitnet_ref itself, 130 interrupted.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from .start import QuietStart
 
-import click
+with QuietStart():
+    import sys
+    from collections.abc import Sequence
+    from typing import NoReturn
 
-from .. import __version__
-from .batch_command import batch
-from .bench_command import bench
-from .chat_command import chat
-from .convert_command import convert
-from .crossval_command import crossval
-from .doctor_command import doctor
-from .embed_command import embed
-from .evaluation_commands import evaluate, perplexity
-from .generate_command import generate
-from .inspect_command import inspect
-from .lab_command import lab
-from .models_commands import list_models, pull, rm
-from .serve_command import serve
-from .shell import Interface, debug_option, prepare_streams, report_os_error
-from .train_command import train, train_tokenizer
-from .watch_command import watch
+    import click
+
+    from .. import __version__
+    from .batch_command import batch
+    from .bench_command import bench
+    from .chat_command import chat
+    from .convert_command import convert
+    from .crossval_command import crossval
+    from .doctor_command import doctor
+    from .embed_command import embed
+    from .evaluation_commands import evaluate, perplexity
+    from .generate_command import generate
+    from .inspect_command import inspect
+    from .lab_command import lab
+    from .models_commands import list_models, pull, rm
+    from .serve_command import serve
+    from .shell import Interface, debug_option, prepare_streams, report_os_error
+    from .signals import ending_signals
+    from .train_command import train, train_tokenizer
+    from .watch_command import watch
 
 EPILOG = """Each command has --help, and --json for programs.
 
@@ -75,8 +79,9 @@ crossval.add_command(watch)
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code."""
     prepare_streams()
-    try:
-        cli.main(args, prog_name="bitnet-ref")
-    except OSError as error:  # of --help and --version, which come before any command
-        sys.exit(report_os_error(error))
+    with ending_signals():
+        try:
+            cli.main(args, prog_name="bitnet-ref")
+        except OSError as error:  # of --help and --version, which come before any command
+            sys.exit(report_os_error(error))
     raise AssertionError("cli.main does not return")

@@ -16,7 +16,8 @@ import click
 from ..errors import BitNetRefError
 from .generate_command import Reply
 from .generation_options import load_model, model_options, sampling_options, select_given
-from .shell import INTERRUPTED, SectionedCommand, common_options, print_json, report_error, say, wants_json, write_text
+from .shell import SectionedCommand, common_options, print_json, report_error, say, wants_json, write_text
+from .signals import INTERRUPTED
 
 if TYPE_CHECKING:
     from ..api import Model

@@ -14,7 +14,6 @@ from ..errors import GenerationError, TokenizerError
 from ..system.memory import peak_memory_bytes
 from .generation_options import load_model, model_options, sampling_options, select_given, several_options
 from .shell import (
-    INTERRUPTED,
     SectionedCommand,
     common_options,
     console,
@@ -25,6 +24,7 @@ from .shell import (
     wants_json,
     write_text,
 )
+from .signals import INTERRUPTED
 
 if TYPE_CHECKING:
     from ..api import Model

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "BITNET_REF_API_KEY"
 NEEDED = ("starlette", "uvicorn", "fastjsonschema")
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 SEND_BUFFER_BYTES = 1 << 16  # of a connection: a client that does not read is noticed soon
 CONNECTIONS = 2048
 KEEP_ALIVE_S = 75  # more than clients keep idle connections (httpx 5 s, proxies 60 s): the first to close must be them
@@ -108,20 +109,20 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
             raise click.UsageError(f"two models have the name {name!r}; write NAME=MODEL for one of them")
         sources[name] = path
     limits = ServerLimits(options["max_body"], options["max_streams"], request_timeout_s=options["request_timeout_s"])
-    hosts = options["hosts"] + (LOOPBACK[:2] if host in LOOPBACK else ("*",) * (not options["hosts"]))
+    bound = listen(host, port)
+    is_private = is_loopback(bound.getsockname()[0])
     app = create_app(
         ModelShelf(sources, open_engine, options["memory_budget"], options["idle_s"]),
         limits,
         api_keys=api_keys,
         chat_template=content_of(options["chat_template"]),
         origins=options["origins"],
-        hosts=hosts,
+        hosts=allowed_hosts(host, bound.getsockname()[0], options["hosts"]),
         version=__version__,
     )
-    if host not in LOOPBACK and not api_keys:
+    if not is_private and not api_keys:
         say(f"anyone who reaches {host} can use this server: set --api-key, or listen on 127.0.0.1")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    bound = listen(host, port)
     server = uvicorn.Server(uvicorn_config(app, options["drain_s"]))
     failures: list[BaseException] = []
 
@@ -138,6 +139,23 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     server.run(sockets=[bound])
     if failures:
         raise failures[0]
+
+
+def allowed_hosts(host: str, address: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names under which clients may call the server that listens on this address; "*" is any.
+
+    host: as the user wrote it. names: of --allow-host. A web page can give a loopback address a name of its own, so
+    there only the usual names are allowed, and those of the address.
+    """
+    if is_loopback(address):
+        return (*names, *dict.fromkeys((*LOOPBACK, host, address)))
+    return names or ("*",)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches the address: all of 127.0.0.0/8, ::1, and these as IPv4 in IPv6."""
+    ip = ip_address(address.partition("%")[0])
+    return ip.is_loopback or bool(getattr(ip, "ipv4_mapped", None) and ip.ipv4_mapped.is_loopback)  # type: ignore[union-attr]
 
 
 def uvicorn_config(app: Any, drain_s: int) -> Any:

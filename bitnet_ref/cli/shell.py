@@ -28,6 +28,7 @@ from ..errors import (
     printable,
 )
 from ..system.atomic import check_target, storage_error
+from .signals import INTERRUPTED, was_interrupted
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-DIFFERS, USAGE, BAD_FILE, UNAVAILABLE, BUG, INTERRUPTED = 1, 2, 3, 4, 70, 130
+DIFFERS, USAGE, BAD_FILE, UNAVAILABLE, BUG = 1, 2, 3, 4, 70
 _PLACES = ("path", "offset", "field", "tensor", "op", "expected", "got")
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in [*range(32), *range(127, 160)] if code not in (9, 10)}
 
@@ -63,6 +64,13 @@ class OrderedGroup(click.Group):
 class ExitCodes(click.Command):
     """A command whose exceptions become one message and an exit code."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         state = ctx.ensure_object(State)
         try:
@@ -78,24 +86,27 @@ class ExitCodes(click.Command):
         except KeyboardInterrupt:
             click.echo(err=True)
             code = INTERRUPTED
-        except BitNetRefError as error:
-            if state.debug:
-                traceback.print_exc()
-            code = report_error(error)
-        except OSError as error:  # of a standard stream, or of a file that no reader or writer explains
-            if state.debug:
-                traceback.print_exc()
-            code = report_os_error(error)
-        except MemoryError:
-            if state.debug:
-                traceback.print_exc()
-            say_error("not enough memory; try a smaller model or context")
-            code = UNAVAILABLE
-        except Exception:
-            traceback.print_exc()
-            say_error("this is a bug in bitnet_ref; the lines above say where")
-            code = BUG
+        except Exception as error:
+            code = self._report(error, state.debug)
         raise click.exceptions.Exit(code)
+
+    @staticmethod
+    def _report(error: Exception, debug: bool) -> int:
+        """Write what went wrong.   -> the exit code"""
+        if was_interrupted():  # a library made another exception of it
+            click.echo(err=True)
+            return INTERRUPTED
+        if debug or not isinstance(error, BitNetRefError | OSError | MemoryError):
+            traceback.print_exc()
+        if isinstance(error, BitNetRefError):
+            return report_error(error)
+        if isinstance(error, OSError):  # of a standard stream, or of a file that no reader or writer explains
+            return report_os_error(error)
+        if isinstance(error, MemoryError):
+            say_error("not enough memory; try a smaller model or context")
+            return UNAVAILABLE
+        say_error("this is a bug in bitnet_ref; the lines above say where")
+        return BUG
 
 
 def check_files_apart(command: click.Command, values: Mapping[str, Any]) -> None:

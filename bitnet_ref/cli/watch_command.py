@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -16,7 +15,8 @@ import click
 
 from ..errors import BitNetRefError, FormatError
 from .crossval_command import load_reference, look_for_causes, trace_options
-from .shell import BAD_FILE, DIFFERS, INTERRUPTED, common_options, print_json, show, style_text, wants_json
+from .shell import BAD_FILE, DIFFERS, common_options, print_json, show, style_text, wants_json
+from .signals import INTERRUPTED, run_to_end
 
 if TYPE_CHECKING:
     from ..api import Model
@@ -89,10 +89,10 @@ def _run(
 
     words, started = shlex.join(command), time.monotonic()
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
+        code = run_to_end(command)
         elapsed = time.monotonic() - started
-        if done.returncode:
-            verdict = f"FAILED: {words} exited with {done.returncode}"
+        if code:
+            verdict = f"FAILED: {words} exited with {code}"
             return _Round(words, elapsed, BAD_FILE, verdict, "the command failed", [], [])
         path = _find_trace(words, trace, written)
         crossing = cross_trace(model, path, causes=False, strict=strict)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
-from functools import cached_property
+from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -83,6 +83,11 @@ def change_steps(steps: Iterable[TraceStep], **changes: Any) -> Callable[..., li
 Edit = Callable[..., Array]  # (step, compute, *inputs) -> the step's tensor; compute(*inputs) is the right one
 
 
+@cache
+def _compile_names(steps: str) -> re.Pattern[str]:
+    return re.compile("|".join(map(translate, steps.split())))
+
+
 @dataclass(frozen=True)
 class Hypothesis:
     """A mistake that an engine may have made: an edit of steps, with a name and a remedy.
@@ -100,9 +105,9 @@ class Hypothesis:
     edit: Edit
     fits: Callable[[Any], bool] = lambda step: True
 
-    @cached_property
+    @property
     def _names(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(translate, self.steps.split())))
+        return _compile_names(self.steps)
 
     def is_at(self, name: str) -> bool:
         """Whether it is a mistake in steps of that name."""

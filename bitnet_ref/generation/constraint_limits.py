@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from urllib.parse import unquote
 
 from ..errors import GenerationError
+from ..system.threads import thread_stack_bytes
 
 MAX_BYTES = 1 << 18  # of a grammar, a regular expression or a schema
 MAX_RULES = 2000  # rules and terminals of a grammar, keys of one object of a schema, names in `required`
@@ -32,18 +32,13 @@ MAX_REPEATS = 4000  # of a regular expression
 STACK_BYTES = 64 << 20  # reserved, not used, until a grammar needs it
 
 T = TypeVar("T")
-_stack_size_lock = threading.Lock()
 
 
 def run_with_stack(function: Callable[[], T]) -> T:
     """The result of the function, run in a thread with a stack of STACK_BYTES."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="bitnet_ref constraint") as pool:
-        with _stack_size_lock:  # the size is a setting of the process, for threads that start later
-            size_before = threading.stack_size(STACK_BYTES)
-            try:
-                future = pool.submit(function)
-            finally:
-                threading.stack_size(size_before)
+        with thread_stack_bytes(STACK_BYTES):
+            future = pool.submit(function)
         return future.result()
 
 

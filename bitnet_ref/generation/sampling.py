@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..backends.run import TokenLogits
 from ..reference.layers import Floats
+from ..system.forks import ForkLock
 from .params import SamplingParams
 
 MAX_TOP_K = 1024  # a larger limit computes the whole head
@@ -240,7 +240,7 @@ class Logprobs:
 
     def __init__(self, top: int = 0) -> None:
         self._top = top
-        self._lock = Lock()  # one thread may generate while another reads
+        self._lock = ForkLock()  # one thread may generate while another reads
         self._head: Callable[[Floats], Floats]
         self._waiting: list[tuple[int, Floats, int]] = []  # (index, the head's input (D,), token)
         self._known: dict[int, Entry] = {}

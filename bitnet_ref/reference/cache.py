@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -50,10 +49,14 @@ class TokenBatch:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @cached_property
+    @property
     def extent(self) -> tuple[int, int]:
         """(largest slot, largest position), computed once for all layers; (-1, -1) without tokens."""
-        return (int(self.slots.max()), int(self.positions.max())) if len(self) else (-1, -1)
+        known: tuple[int, int] | None = self.__dict__.get("_extent")  # not functools.cached_property: it has a lock
+        if known is None:
+            known = (int(self.slots.max()), int(self.positions.max())) if len(self) else (-1, -1)
+            self.__dict__["_extent"] = known
+        return known
 
     @property
     def on_host(self) -> TokenBatch:

@@ -10,10 +10,10 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BackendUnavailable
+from ..system.forks import ForkLock
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -106,7 +106,7 @@ class EngineMetrics:
         self.finished = dict.fromkeys(FINISHED, 0)
         self.histograms = {name: Histogram(limits) for name, (limits, _) in HISTOGRAMS.items()}
         self._gauges = gauges
-        self._lock = Lock()  # the engine's thread and those that submit add to counters
+        self._lock = ForkLock()  # the engine's thread and those that submit add to counters
 
     def add(self, name: str, value: int = 1) -> None:
         with self._lock:

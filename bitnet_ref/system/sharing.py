@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+from .forks import ForkLock
+
 Shared = TypeVar("Shared")
 _PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf")
 
-_guard = threading.Lock()
-_loading: WeakValueDictionary[Hashable, threading.Lock] = WeakValueDictionary()  # locks of callers that load
+_guard = ForkLock()
+_loading: WeakValueDictionary[Hashable, ForkLock] = WeakValueDictionary()  # locks of callers that load
 _loaded: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
 
 
 def share_by_key(key: Hashable, make: Callable[[], Shared], is_usable: Callable[[Shared], bool]) -> Shared:
     """The object that `make` returned for this key, while it is in use and usable; else a new one, for all threads."""
     with _guard:
-        lock = _loading.setdefault(key, threading.Lock())
+        lock = _loading.setdefault(key, ForkLock())
     with lock:
         value = _loaded.get(key)
         if value is None or not is_usable(value):

@@ -10,15 +10,18 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import BackendError
+from .forks import ForkLock
 
 MAX_THREADS = 4096
 _VARIABLES = ("BITNET_REF_NUM_THREADS", "OMP_NUM_THREADS")
 _ROOT = Path("/")  # where /proc and /sys are
+LEAST_STACK_BYTES = 1 << 15  # that Python takes
+_stack_size_lock = ForkLock()
 _team = threading.local()  # .size: of the team that this thread may start
 _bound_cpus: frozenset[int] = frozenset()  # the processors that OpenMP binds its threads to, if it binds them
 
@@ -39,30 +42,60 @@ def thread_choice(threads: int | None = None) -> tuple[int, str]:
     return machine_threads()
 
 
-def check_team(threads: int) -> None:
+def check_team(threads: int, starts_now: bool = True) -> None:
     """Raise BackendError unless the calling thread can start the others of its team now: OpenMP would end the process.
 
-    Every thread that computes has a team of its own, so each of them asks once.
+    Every thread that computes has a team of its own, so each of them asks once. starts_now: the team starts after this
+    call; else what is loaded until then may take the memory that it needs, and the thread asks again.
     """
     if getattr(_team, "size", 1) >= threads:
         return
     done, team = threading.Event(), list[threading.Thread]()
+    stack_bytes = openmp_stack_bytes()
     try:
-        for _ in range(threads - 1):
-            thread = threading.Thread(target=done.wait, daemon=True)
-            thread.start()
-            team.append(thread)
-    except RuntimeError as error:
+        with thread_stack_bytes(stack_bytes):
+            for _ in range(threads - 1):
+                thread = threading.Thread(target=done.wait, daemon=True)
+                thread.start()
+                team.append(thread)
+    except (RuntimeError, MemoryError, ValueError, OverflowError) as error:
+        stack = f", each with a stack of {stack_bytes} bytes (OMP_STACKSIZE)" if stack_bytes else ""
         raise BackendError(
-            f"the system starts only {len(team)} of the {threads - 1} threads that compute beside this one; pass a "
-            "smaller `threads` (BITNET_REF_NUM_THREADS), or raise the limit on processes (ulimit -u, the cgroup's "
-            "pids.max) or on memory"
+            f"the system starts only {len(team)} of the {threads - 1} threads that compute beside this one{stack}; "
+            "pass a smaller `threads` (BITNET_REF_NUM_THREADS), or raise the limit on processes (ulimit -u, the "
+            "cgroup's pids.max) or on memory (ulimit -v)"
         ) from error
     finally:
         done.set()
         for thread in team:
             thread.join()
-    _team.size = threads
+    if starts_now:
+        _team.size = threads
+
+
+def openmp_stack_bytes() -> int:
+    """The size of the stack of OpenMP's threads, by its variables; 0: the system's usual one.
+
+    A value that OpenMP does not understand is ignored by it.
+    """
+    for name in ("OMP_STACKSIZE", "GOMP_STACKSIZE"):
+        match = re.fullmatch(r"\s*([0-9]{1,20})\s*([bkmgBKMG]?)\s*", os.environ.get(name, ""))
+        if match is not None:
+            size = int(match[1]) << {"b": 0, "": 10, "k": 10, "m": 20, "g": 30}[match[2].lower()]
+            if LEAST_STACK_BYTES <= size < 1 << 64:
+                return size
+    return 0
+
+
+@contextmanager
+def thread_stack_bytes(size: int) -> Iterator[None]:
+    """Python threads that start within have stacks of this size; 0: of the usual one."""
+    with _stack_size_lock:  # the size is a setting of the process
+        before = threading.stack_size(size)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)
 
 
 def machine_threads(root: Path = _ROOT) -> tuple[int, str]:

@@ -8,14 +8,15 @@ time, so that input of any length needs little memory there. When a worker proce
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.util import find_spec
-from threading import Lock
 from typing import Any, TypeVar
 
 from ..errors import BackendUnavailable, ConfigError
+from .forks import ForkLock
 
 log = logging.getLogger(__name__)
 AHEAD = 2  # items with the scheduler for each thread of a worker
@@ -27,7 +28,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _resources: dict[Opener, Any] = {}
-_lock = Lock()
+_lock = ForkLock()
 
 
 def open_once(opener: Opener) -> Any:
@@ -74,8 +75,9 @@ class DaskWorkers(AbstractContextManager["DaskWorkers", None]):
         with ExitStack() as stack:
             if address is None:
                 quiet = {"dashboard_address": "127.0.0.1:0", "silence_logs": logging.CRITICAL}
-                cluster = LocalCluster(n_workers=count, threads_per_worker=1, memory_limit=0, **quiet)
-                stack.enter_context(cluster)
+                with _without_interrupts():
+                    cluster = LocalCluster(n_workers=count, threads_per_worker=1, memory_limit=0, **quiet)
+                    stack.enter_context(cluster)
             try:
                 client = Client(address or cluster, timeout=CONNECT_S, set_as_default=False)
             except (OSError, ValueError) as problem:
@@ -128,6 +130,20 @@ class DaskWorkers(AbstractContextManager["DaskWorkers", None]):
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block. Threads and processes that start in it never get one: this process ends
+    them."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 Workers = Here | DaskWorkers

@@ -10,10 +10,10 @@ import operator
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, Literal, overload
 
 from ..errors import TokenizerError
+from ..system.lazy import lazy_property
 from .files import check_unicode
 from .settings import TokenizerSettings
 from .streaming import Detokenizer, StreamDecoder
@@ -223,12 +223,12 @@ class Tokenizer(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(vocab_size={self.vocab_size}, bos_id={self.bos_id}, eos_ids={self.eos_ids})"
 
-    @cached_property
+    @lazy_property
     def _compiled_template(self) -> ChatTemplate | None:
         source = self.chat_template
         return None if source is None else ChatTemplate(source, path=self._settings.path)
 
-    @cached_property
+    @lazy_property
     def _compiled_tool_template(self) -> ChatTemplate:
         return ChatTemplate(self._settings.tool_template or "", path=self._settings.path)
 

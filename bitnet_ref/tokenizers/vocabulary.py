@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import TokenizerError
+from ..system.lazy import lazy_property
 from .base import Tokenizer
 
 
@@ -21,7 +21,7 @@ class Vocabulary:
         """vocab_size: the model's, which may be larger than the tokenizer's."""
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
 
-    @cached_property
+    @lazy_property
     def tokens(self) -> list[bytes]:
         """The bytes of each token; b"" for special tokens and for ids that are not in the vocabulary."""
         tokens = []
@@ -32,7 +32,7 @@ class Vocabulary:
                 tokens.append(b"")
         return tokens
 
-    @cached_property
+    @lazy_property
     def sorted(self) -> SortedTokens:
         return SortedTokens(self.tokens)
 

@@ -27,6 +27,10 @@ from ..tokenizers import Tokenizer, load_tokenizer, load_tokenizer_files
 
 Progress = Callable[[int, int], None]
 DOCUMENT_END = "\n\n\n"  # between two documents of a text file
+XZ_FREE_BYTES = 32 << 20
+XZ_BLOCK_BYTES = 1 << 20
+XZ_MEMORY_BYTES = 1 << 27  # that decompressing may take: xz -9 needs 65 MiB
+MOST_XZ_TIMES = 100
 _BLOCK_CHARACTERS = 1 << 16  # encoded at a time, up to the end of a paragraph
 
 
@@ -150,15 +154,35 @@ def encode_files(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress
 
 
 def read_text(file: Path) -> str:
-    """A UTF-8 text file, as it is or compressed as .xz. Raises FormatError."""
+    """A UTF-8 text file, as it is or compressed as .xz. Raises FormatError, also for a small file of a huge text."""
     try:
         with open_regular(file, FormatError) as opened:
             data = opened.read()
-        return (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8")
+        return (_decompress(data, file) if file.suffix == ".xz" else data).decode("utf-8")
     except (OSError, lzma.LZMAError, EOFError) as problem:
         raise FormatError(f"cannot be read: {problem}", path=file) from problem
     except UnicodeDecodeError as problem:
         raise FormatError("expected text in UTF-8", path=file, offset=problem.start) from problem
+
+
+def _decompress(data: bytes, file: Path) -> bytes:
+    """The content of .xz streams. FormatError for more than MOST_XZ_TIMES their size: text becomes 3 to 20 times as
+    large."""
+    most, out = XZ_FREE_BYTES + MOST_XZ_TIMES * len(data), bytearray()
+    while data:
+        stream = lzma.LZMADecompressor(memlimit=XZ_MEMORY_BYTES)
+        while not stream.eof:
+            if stream.needs_input and not data:
+                raise EOFError("the compressed data ends too early")
+            out += stream.decompress(data if stream.needs_input else b"", max_length=XZ_BLOCK_BYTES)
+            data = b""
+            if len(out) > most:
+                message = (
+                    f"has more than {most} bytes of text in {file.stat().st_size} bytes of .xz; decompress it first"
+                )
+                raise FormatError(message, path=file)
+        data = stream.unused_data.lstrip(b"\0")  # padding, then perhaps another stream
+    return bytes(out)
 
 
 def _stat(file: Path) -> os.stat_result:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 import threading
 
@@ -267,6 +268,7 @@ from pathlib import Path
 import bitnet_ref
 
 model = bitnet_ref.load("storyteller", backend="cython", threads=16)
+model.generate("Once", max_tokens=2)
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 threading.stack_size(256 << 20)  # so that few stacks fit, and no want of memory meets anything else
 resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30), resource.RLIM_INFINITY))
@@ -291,3 +293,53 @@ def test_a_thread_that_cannot_start_its_team_gets_an_error():
     """OpenMP would end the process."""
     (error,) = run_python(TEAM, env={"OMP_STACKSIZE": "256M"})
     assert re.match(r"the system starts only \d of the 15 threads .* pass a smaller `threads`", error)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("64m", 64 << 20),
+        (" 1 G ", 1 << 30),
+        ("512", 512 << 10),
+        ("65536B", 65536),
+        ("1B", 0),
+        ("-5", 0),
+        ("x", 0),
+        ("", 0),
+    ],
+)
+def test_the_stacks_of_openmp(monkeypatch, text, size):
+    from bitnet_ref.system.threads import openmp_stack_bytes
+
+    monkeypatch.delenv("GOMP_STACKSIZE", raising=False)
+    monkeypatch.setenv("OMP_STACKSIZE", text)
+    assert openmp_stack_bytes() == size
+
+
+GENERATE = """
+import resource, sys
+import bitnet_ref
+try:
+    model = bitnet_ref.load("storyteller", threads=16, backend="cython")
+    if int(sys.argv[1]):
+        pages = int(open("/proc/self/statm").read().split()[0])
+        limit = pages * resource.getpagesize() + int(sys.argv[1])
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    model.generate("Once upon a time, " * 20, max_tokens=2)
+    print("a text")
+except (bitnet_ref.errors.BitNetRefError, MemoryError) as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits on memory as Linux has them")
+@pytest.mark.parametrize(("stack", "room"), [("2147483648K", 0), ("999999999G", 0), ("", 24 << 20), ("", 64 << 20)])
+def test_no_memory_for_the_team_is_an_error(stack, room):
+    """OpenMP would end the process, with exit code 1."""
+    environment = {**os.environ, "OMP_STACKSIZE": stack}
+    done = subprocess.run(
+        [sys.executable, "-c", GENERATE, str(room)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[0] in ("BackendError", "TokenizerError", "MemoryError", "a"), done.stdout
+    assert room or done.stdout == "BackendError\n"

@@ -99,7 +99,7 @@ class CythonBackend(KernelBackend):
         """strips: whether up_proj and down_proj get them, "always", "never", or "auto": large ones do. Default:
         BITNET_REF_STRIPS, else "auto". See `kernels/cpu/strips.h`."""
         super().__init__(dtype, threads, head=head)
-        check_team(self.threads)
+        check_team(self.threads, starts_now=False)
         self.strips = choose_strips(strips)
         self.simd = choose_simd(simd)
         self.layout = choose_layout(layout, self.simd)

@@ -10,6 +10,8 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
+from ...system.forks import ForkLock
+
 FEW_TOKENS = 16  # results of fewer tokens are small; a decoding step does not compute their size
 MIN_BYTES = 1 << 20  # the C library reuses smaller blocks by itself
 MAX_FREE_BYTES = 128 << 20
@@ -95,7 +97,7 @@ class HugePages:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._rest = np.empty(0, dtype=np.uint8)  # the unused end of the last mapping
 
     def empty(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:

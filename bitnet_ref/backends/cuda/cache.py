@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +15,7 @@ from ...errors import ShapeError
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
 from ...reference.layers import Array, Floats
+from ...system.lazy import lazy_property
 from ..paged_cache import CacheSpec, EngineKVCache, PagedKVCache, widen
 from .device import DeviceArray
 from .rows import threads_of
@@ -46,7 +46,7 @@ class DeviceBatch(TokenBatch):
         assert self.host is not None
         return self.host
 
-    @cached_property
+    @lazy_property
     def has_runs(self) -> bool:
         """Whether tokens of one sequence follow each other, as in a prompt. False in a recorded step."""
         if self.host is None:

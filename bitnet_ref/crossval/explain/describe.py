@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import combinations, islice
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ...families.family import Edit, Hypothesis, after, before, instead, like
 from ...reference.weights import LinearWeight
+from ...system.lazy import lazy_property
 from ..compare import View, fits
 from ..names import find_step, op_inputs, op_kind
 from ..tolerances import EPSILON, tolerance_of
@@ -150,7 +151,7 @@ class Target:
         apart = np.abs(mine.reshape(self.theirs.shape) - self.theirs)[~close]
         return bool((~close).mean() <= ROUNDED_OTHERWISE and (apart <= FLIP_SIZE * largest).all())
 
-    @cached_property
+    @lazy_property
     def largest(self) -> float:
         """The largest difference of the right tensor."""
         with np.errstate(all="ignore"):
@@ -284,7 +285,7 @@ class Evidence:
                 needed.update(self.sources[earlier])
         return order
 
-    @cached_property
+    @lazy_property
     def copies(self) -> int:
         """How many edited runs are computed at once: what a small model's run costs is its calls, not its numbers."""
         if self.setting.config.has_states:  # which are of one sequence
@@ -292,7 +293,7 @@ class Evidence:
         numbers = len(self.setting.tokens) * max(self.setting.config.hidden_size, self.setting.config.intermediate_size)
         return max(1, min(32, 200_000 // numbers))
 
-    @cached_property
+    @lazy_property
     def tape(self) -> dict[str, Step]:
         """The steps of this run with so many copies of the tokens."""
         tape: dict[str, Step] = {}
@@ -452,7 +453,7 @@ class Site:
         sources = [name for name in self.stretch[1:] if np.may_share_memory(x, self.evidence.steps[name].result)]
         return any(self._readers[name] == 1 for name in sources)
 
-    @cached_property
+    @lazy_property
     def _readers(self) -> dict[str, int]:
         """How many steps of the stretch read the result of each."""
         steps = [self.evidence.steps[name] for name in self.stretch]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ from ...reference.weights import (
     TernaryLinear,
     TernaryWeight,
 )
+from ...system.lazy import lazy_property
 from ..calls import Calls
 from ..names import layer_of, op_shape
 
@@ -71,7 +72,7 @@ class Step:
         """The block that it is in."""
         return layer_of(self.name)
 
-    @cached_property
+    @lazy_property
     def place(self) -> str:
         """The name, for globs: of a linear's product its hook_out; of the sum with its bias, or of its cap, "added"."""
         owner, _, hook = self.name.rpartition(".")
@@ -117,7 +118,7 @@ class Setting:
         both = {name: _one_after_the_other(self.edits[name], edits[name]) for name in edits if name in self.edits}
         return replace(self, edits={**self.edits, **edits, **both})
 
-    @cached_property
+    @lazy_property
     def steps(self) -> dict[str, Step]:
         """The steps of a run, in the order of the computation."""
         steps: dict[str, Step] = {}

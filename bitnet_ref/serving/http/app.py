@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import ip_address
 from typing import Any, TypeVar
 
 import numpy as np
@@ -367,11 +368,23 @@ class Gate:
 
 def check_host(allowed: tuple[str, ...], request: Request) -> None:
     """Refuse other host names than these; "*" is any name, "*.example.com" any that ends so. Raises RequestError."""
-    host = re.sub(r":\d*$", "", request.headers.get("host", "")).strip("[]").lower()
-    for name in map(str.lower, allowed):
+    host = _plain_host(re.sub(r":\d{0,5}$", "", request.headers.get("host", "")[:300]))
+    for name in map(_plain_host, allowed):
         if host == name or (name.startswith("*") and host.endswith(name[1:])):
             return
     raise RequestError(f"this server is not called {host[:100]!r}; its option --allow-host gives it more names")
+
+
+def _plain_host(name: str) -> str:
+    """
+    >>> _plain_host("[0:0::1]")
+    '::1'
+    """
+    name = name.removeprefix("[").removesuffix("]").lower()
+    try:
+        return str(ip_address(name))
+    except ValueError:
+        return name
 
 
 def check_key(keys: tuple[str, ...], request: Request) -> None:

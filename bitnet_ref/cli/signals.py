@@ -1,0 +1,97 @@
+"""The signals that end a command: what it has started ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+from .start import INTERRUPTED as INTERRUPTED
+
+GRACE_S = 3.0  # for a child that was asked to end
+ENDING = ("SIGTERM", "SIGHUP")
+RECENT_S = 5.0
+_state = {"interrupted_s": -1e9}
+
+
+class Ended(BaseException):
+    """The process was told to end; blocks clean up on its way."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(signal.Signals(number).name)
+
+
+@contextlib.contextmanager
+def ending_signals() -> Iterator[None]:
+    """Within, SIGTERM and SIGHUP raise `Ended`, so that files and child processes are cleaned up; then the process ends
+    by that signal. Those that are ignored, as by nohup, stay so."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
+        raise Ended(number)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        _state["interrupted_s"] = time.monotonic()
+        raise KeyboardInterrupt
+
+    if not _is_main_thread():
+        yield
+        return
+    _state["interrupted_s"] = -1e9
+    before: dict[int, Any] = {}
+    for name in ENDING:
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            before[number] = signal.signal(number, end)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except Ended as ended:
+        signal.signal(ended.number, signal.SIG_DFL)
+        os.kill(os.getpid(), ended.number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def was_interrupted() -> bool:
+    """Whether Ctrl-C was pressed a moment ago: an exception after it is its consequence."""
+    return time.monotonic() - _state["interrupted_s"] < RECENT_S
+
+
+def run_to_end(command: Sequence[str]) -> int:
+    """Run a command, without input, in a process group of its own.   -> its exit code
+
+    Whatever ends the wait, a signal or Ctrl-C, ends the whole group. Raises OSError.
+    """
+    group: dict[str, Any] = {} if os.name == "nt" else {"process_group": 0}
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, **group) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            end_group(process)
+            raise
+
+
+def end_group(process: subprocess.Popen[Any]) -> None:
+    """End a process and those that it has started: asked first, then killed."""
+    for name in ("SIGTERM", "SIGKILL"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.name == "nt":
+                process.kill()
+            else:
+                os.killpg(process.pid, getattr(signal, name))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,26 @@
+"""Ctrl-C while the modules of a command are imported. This one imports nothing that takes time."""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # what `signal` is made of, without its enumerations
+
+INTERRUPTED = 130  # the exit code
+
+
+class QuietStart:
+    """Within, Ctrl-C ends the program without a traceback."""
+
+    def __enter__(self) -> None:
+        is_usual = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
+        try:
+            self._before = _signal.signal(_signal.SIGINT, _leave) if is_usual else None
+        except ValueError:  # not the main thread
+            self._before = None
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            _signal.signal(_signal.SIGINT, self._before)
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(INTERRUPTED)

@@ -1,0 +1,66 @@
+"""Signals at any moment of a command: no traceback, the exit code says it, and no process is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from signal_runs import COMMAND, fault_of
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals as POSIX has them")
+
+
+@pytest.mark.parametrize("delay_s", [0.1, 0.2, 0.3])
+def test_ctrl_c_while_a_command_starts(delay_s):
+    assert fault_of(["generate", "Once", "--max-tokens", "100000"], signal.SIGINT, delay_s) is None
+
+
+def wait_for(path, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not (path.is_file() and path.read_text().strip()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return int(path.read_text())
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().split()[2] != "Z"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_what_watch_has_started_ends_with_it(tmp_path, number):
+    script = tmp_path / "engine.sh"
+    script.write_text(f"sleep 300 &\necho $! > {tmp_path}/inner\necho $$ > {tmp_path}/outer\nwait\n")
+    process = subprocess.Popen(
+        [*COMMAND, "crossval", "watch", "--", "sh", str(script)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        children = [wait_for(tmp_path / name) for name in ("outer", "inner")]
+        process.send_signal(number)
+        _, said = process.communicate(timeout=30)
+        assert b"Traceback" not in said
+        assert process.returncode == (130 if number == signal.SIGINT else -number)
+        deadline = time.monotonic() + 10
+        while any(map(is_alive, children)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not any(map(is_alive, children))
+    finally:
+        process.kill()
+
+
+def test_a_signal_that_is_ignored_stays_so(tmp_path):
+    """As nohup starts a program."""
+    code = "import signal, runpy, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); sys.argv[0] = 'x';"
+    code += "from bitnet_ref.cli.signals import ending_signals\n"
+    code += "with ending_signals(): print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

@@ -1,0 +1,54 @@
+"""Text files of a corpus, compressed or not, and small ones that would take all memory."""
+
+import lzma
+import tracemalloc
+
+import pytest
+
+from bitnet_ref.errors import FormatError
+from bitnet_ref.training import data
+
+TEXT = "The fox went home. Il était une fois. " * 300
+
+
+@pytest.mark.parametrize("form", [lzma.FORMAT_XZ, lzma.FORMAT_ALONE])
+def test_compressed_text_is_that_text(tmp_path, form):
+    file = tmp_path / "a.txt.xz"
+    file.write_bytes(lzma.compress(TEXT.encode(), format=form))
+    assert data.read_text(file) == TEXT
+
+
+def test_several_streams_with_padding_are_one_text(tmp_path):
+    file = tmp_path / "a.txt.xz"
+    file.write_bytes(lzma.compress(b"one ") + b"\0" * 8 + lzma.compress(b"two ", preset=9) + lzma.compress(b""))
+    assert data.read_text(file) == "one two "
+
+
+def test_a_small_file_of_a_huge_text_is_refused_before_it_is_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "XZ_FREE_BYTES", 1 << 20)
+    for streams in (1, 8):
+        file = tmp_path / f"{streams}.txt.xz"
+        file.write_bytes(lzma.compress(b"a" * ((24 << 20) // streams)) * streams)
+        tracemalloc.start()
+        try:
+            with pytest.raises(FormatError, match="decompress it first") as caught:
+                data.read_text(file)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert caught.value.path == str(file)
+        assert peak < 8 << 20
+
+
+def test_a_dictionary_that_is_too_large_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "XZ_MEMORY_BYTES", 1 << 20)
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"text", preset=6))  # 8 MiB
+    with pytest.raises(FormatError, match="cannot be read"):
+        data.read_text(tmp_path / "a.txt.xz")
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60])
+def test_a_torn_file_is_refused(tmp_path, cut):
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(TEXT.encode())[:-cut])
+    with pytest.raises(FormatError, match="cannot be read"):
+        data.read_text(tmp_path / "a.txt.xz")
