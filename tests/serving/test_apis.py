@@ -3,6 +3,7 @@ servers describe, request by request."""
 
 import http.client
 import json
+from pathlib import Path
 
 import pytest
 from helpers import chat_folder
@@ -10,7 +11,7 @@ from server_runs import RunningServer, until
 
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.serving.http.responses import ResponseStore
-from bitnet_ref.serving.http.schemas import RequestError
+from bitnet_ref.serving.http.schemas import RequestError, describe_api
 
 TEMPLATE = (
     "{{ bos_token }}{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
@@ -561,3 +562,12 @@ def test_other_types_than_json_are_refused(server):
         connection.request("POST", path, b"{}", {"content-type": "text/plain"})
         assert connection.getresponse().status == 415
         connection.close()
+
+
+def test_every_path_is_in_the_documentation():
+    docs = Path(__file__).parents[2] / "docs"
+    text = (docs / "serving.md").read_text(encoding="utf-8")
+    for path in describe_api("1")["paths"]:
+        assert f"`{path.replace('{id}', 'ID').replace('{name}', 'NAME')}`" in text or path.endswith(
+            ("cancel", "_items")
+        )
