@@ -559,9 +559,19 @@ def test_a_client_of_any_api_that_goes_away_frees_its_pages(server):
 def test_other_types_than_json_are_refused(server):
     for path in (MESSAGES, RESPONSES, "/api/chat", "/rerank", "/completion"):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-        connection.request("POST", path, b"{}", {"content-type": "text/plain"})
+        connection.request("POST", path, b"{}", {"content-type": "text/plain", "origin": "http://a.example"})
         assert connection.getresponse().status == 415
         connection.close()
+
+
+def test_ollamas_clients_need_not_name_the_type(server):
+    """As in Ollama's own examples with curl; a web page of another site always sends its origin."""
+    data = json.dumps({"model": "talker", "messages": HELLO, "stream": False, "options": {"num_predict": 1}})
+    kind = {"content-type": "application/x-www-form-urlencoded"}
+    assert server.request("POST", "/api/chat", data, kind)[0] == 200
+    for header in ("origin", "sec-fetch-site"):
+        assert server.request("POST", "/api/chat", data, {**kind, header: "http://a.example"})[0] == 415
+    assert server.request("POST", "/v1/messages", data, kind)[0] == 415
 
 
 def test_every_path_is_in_the_documentation():
