@@ -3,6 +3,7 @@ servers describe, request by request."""
 
 import http.client
 import json
+from pathlib import Path
 
 import pytest
 from helpers import chat_folder
@@ -10,7 +11,7 @@ from server_runs import RunningServer, until
 
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.serving.http.responses import ResponseStore
-from bitnet_ref.serving.http.schemas import RequestError
+from bitnet_ref.serving.http.schemas import RequestError, describe_api
 
 TEMPLATE = (
     "{{ bos_token }}{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
@@ -558,6 +559,25 @@ def test_a_client_of_any_api_that_goes_away_frees_its_pages(server):
 def test_other_types_than_json_are_refused(server):
     for path in (MESSAGES, RESPONSES, "/api/chat", "/rerank", "/completion"):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-        connection.request("POST", path, b"{}", {"content-type": "text/plain"})
+        connection.request("POST", path, b"{}", {"content-type": "text/plain", "origin": "http://a.example"})
         assert connection.getresponse().status == 415
         connection.close()
+
+
+def test_ollamas_clients_need_not_name_the_type(server):
+    """As in Ollama's own examples with curl; a web page of another site always sends its origin."""
+    data = json.dumps({"model": "talker", "messages": HELLO, "stream": False, "options": {"num_predict": 1}})
+    kind = {"content-type": "application/x-www-form-urlencoded"}
+    assert server.request("POST", "/api/chat", data, kind)[0] == 200
+    for header in ("origin", "sec-fetch-site"):
+        assert server.request("POST", "/api/chat", data, {**kind, header: "http://a.example"})[0] == 415
+    assert server.request("POST", "/v1/messages", data, kind)[0] == 415
+
+
+def test_every_path_is_in_the_documentation():
+    docs = Path(__file__).parents[2] / "docs"
+    text = (docs / "serving.md").read_text(encoding="utf-8")
+    for path in describe_api("1")["paths"]:
+        assert f"`{path.replace('{id}', 'ID').replace('{name}', 'NAME')}`" in text or path.endswith(
+            ("cancel", "_items")
+        )

@@ -157,6 +157,20 @@ def test_a_function_without_parameters_takes_none(parameters):
     assert schema["$defs"]["0"] == {"type": "object", "additionalProperties": {}}
 
 
+def test_arguments_are_only_those_that_are_declared():
+    inner = {"type": "object", "properties": {"y": {}}}
+    parameters = {
+        "type": "object",
+        "properties": {"x": inner, "z": {"type": "array", "items": inner}, "w": {"type": "object", "allOf": [inner]}},
+    }
+    _, schema = choose_tools([{"function": {"name": "f", "parameters": parameters}}], "required")
+    found = schema["$defs"]["0"]
+    closed = {**inner, "additionalProperties": False}
+    assert found["additionalProperties"] is False
+    assert (found["properties"]["x"], found["properties"]["z"]["items"]) == (closed, closed)
+    assert found["properties"]["w"] == {"type": "object", "allOf": [inner]}
+
+
 @pytest.mark.parametrize("form", [form.name for form in FORMATS])
 @pytest.mark.parametrize(
     "text",

@@ -221,7 +221,9 @@ class Server:
     async def body(self, request: Request) -> dict[str, Any]:
         """The request's JSON, checked. Raises RequestError."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a web page of another site can send other kinds without being asked
+        is_page = "origin" in request.headers or "sec-fetch-site" in request.headers
+        needs_kind = is_page or not request.scope["path"].startswith("/api/")  # Ollama's clients and docs name none
+        if kind != "application/json" and needs_kind:  # a web page of another site can send other kinds unasked
             raise RequestError("content-type: expected application/json", status=415)
         data, limit = bytearray(), self.limits.max_body_bytes
         try:

@@ -25,7 +25,7 @@ from .events import CallArguments, CallStart, Event, Reasoning, Reply, Text
 from .replies import ReplyReader, ThinkingBudget, find_thinking
 from .schemas import PASSED, RequestError
 from .tool_formats import find_format
-from .tools import choose_tools
+from .tools import choose_tools, close_objects
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 COMPACT = {"whitespace_flexible": False}  # for llguidance: a small model may else write line ends until max_tokens
@@ -181,7 +181,7 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
         if not body["response_format"].get("json_schema"):
             raise RequestError("response_format.json_schema: is missing", "response_format.json_schema")
         schema = body["response_format"]["json_schema"]["schema"]
-        params["guided_json"] = {} if schema is None else schema
+        params["guided_json"] = {} if schema is None else close_objects(schema)
     if body.get("top_logprobs") is not None and not body.get("logprobs"):
         raise RequestError("top_logprobs: needs logprobs=true", "top_logprobs")
     tokenizer, template = engine.model.tokenizer, chat_template

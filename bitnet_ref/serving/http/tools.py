@@ -103,13 +103,13 @@ class ToolReader:
                 self._letters.send(letter)
             except StopIteration as stop:
                 self._take(section)
-                self._close()
+                self.close_objects()
                 return (stop.value or "") + text[index:]
             except NotACall:
                 self._take(section)
                 if not section.has_started and not self.is_forced:  # the last letter may begin a mark
                     self._say("".join(self._held[:-1]))
-                self._close()
+                self.close_objects()
                 return letter + text[index:]
         self._take(section)
         return ""
@@ -121,7 +121,7 @@ class ToolReader:
         self._events += [each for each in section.events if not self._one_call or getattr(each, "index", 0) == 0]
         section.events.clear()
 
-    def _close(self) -> None:
+    def close_objects(self) -> None:
         self._letters, self._section, self._held = None, None, []
 
     def _say(self, text: str) -> None:
@@ -139,7 +139,7 @@ class ToolReader:
         if section is not None and not section.has_started and not self.is_forced:
             self._say("".join(self._held))
         self._say(self._pending)
-        self._close()
+        self.close_objects()
         if self.is_forced and not self._calls and len(self.tools) == 1:  # cut before its name
             self._events.append(CallStart(0, *self.tools))
             self._calls = 1
@@ -175,17 +175,41 @@ def choose_tools(
         place = f"#/$defs/{number}"
         if not parameters.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
             parameters = {"type": "object", **parameters}
-            if not parameters.get("properties") and not parameters.keys() & NAMELESS:
-                parameters["additionalProperties"] = False  # else the model invents arguments
+            if not parameters.get("properties") and not parameters.keys() & OPEN:
+                parameters["additionalProperties"] = False  # it takes no arguments
         if parameters.get("type", "object") != "object":
             raise RequestError(f"tools: the parameters of {name} are no object", "tools")
-        definitions.append(_move(parameters, place))
+        definitions.append(_move(close_objects(parameters), place))
         shape = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
         forms.append({**shape, "properties": {"name": {"const": name}, "arguments": {"$ref": place}}})
     return ToolReader(functions, True), {"anyOf": forms, "$defs": {str(n): d for n, d in enumerate(definitions)}}
 
 
-NAMELESS = {"additionalProperties", "patternProperties", "unevaluatedProperties"}  # what allows other properties
+OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties"}  # what says of other properties
+MIXED = {"$ref", "$id", "anyOf", "oneOf", "allOf", "if"}  # what may say more about the same object
+
+
+def close_objects(schema: Any) -> Any:
+    """A JSON schema whose objects have only the properties that they name, where they name some and it says nothing
+    of others. Else a model invents more of them; llama-server and vLLM read schemas so too.
+
+    >>> close_objects({"type": "object", "properties": {"x": {"type": "object"}}})
+    {'type': 'object', 'properties': {'x': {'type': 'object'}}, 'additionalProperties': False}
+    """
+    if not isinstance(schema, dict) or "$id" in schema:
+        return schema
+    closed = dict(schema)
+    for key in ("properties", "$defs", "definitions"):
+        if isinstance(schema.get(key), dict):
+            closed[key] = {name: close_objects(each) for name, each in schema[key].items()}
+    for key in ("anyOf", "oneOf", "prefixItems"):
+        if isinstance(schema.get(key), list):
+            closed[key] = [close_objects(each) for each in schema[key]]
+    if isinstance(schema.get("items"), dict):
+        closed["items"] = close_objects(schema["items"])
+    if schema.get("type") == "object" and schema.get("properties") and not schema.keys() & (OPEN | MIXED):
+        closed["additionalProperties"] = False
+    return closed
 
 
 def _move(schema: Any, place: str) -> Any:
