@@ -130,6 +130,9 @@ LOGITS_ROUNDING = {"float32": CHAIN * EPSILON, "bfloat16": 0.018, "float16": 0.0
 NEAR_TIE = 0.15
 # Two logits of an engine in a narrow float: each off by LOGITS_ROUNDING of the row's size, and so many times that.
 NARROW_TIE = 6
+# Log probabilities that a server gives: no one may be further off than a near tie, and their root mean square this
+# share of it. A flip moves those after its own token, most of them by far less than the largest.
+LOGPROB_SHARE = 0.2
 
 
 def near_tie(engine_dtype: str, logits: NDArray[np.floating]) -> NDArray[np.float64]:

@@ -27,6 +27,7 @@ from .randomness import looks_sampled
 # Bits of evidence: how unlikely the wrong ids are in the reference. A change that has nothing to do with them gives the
 # same ids by chance; some 150 are tried, so there must be more than log2(150) = 7 bits, and some to spare.
 ENOUGH_BITS = 12.0
+FEWEST_BITS = 6.0  # with less no cause is named: among so many changes one fits a token or two by chance
 _MOST_BITS = 12.0  # of one id
 _SAME = 1e-3  # logits that differ less, of two mistakes, are one mistake
 
@@ -56,7 +57,7 @@ def judge_tokens(model: LoadedModel, run: GivenRun) -> Greedy:
         return greedy
     replay, hidden = Replay(model, within_context(model, run)), []
     for driving in bos_drivings(model):
-        rows = _tried(driving, replay)
+        rows = tried(driving, replay)
         if rows is not None and not _misfits(rows, replay.run).any():
             hidden.append(driving.cause)
     return Greedy(**{**vars(greedy), "hidden": tuple(hidden)})
@@ -86,6 +87,8 @@ def explain_tokens(
     if not any(each.any() for each in wrong):
         return found
     bits = sum(_bits(replay, bad) for replay, bad in zip(replays, wrong, strict=True))
+    if bits < FEWEST_BITS:
+        return Diagnoses([_too_few()])
     explanations: list[Explanation] = []
     tests = list(drivings([replay.run for replay in replays], model))
     deadline = None if budget_s is None else time.monotonic() + budget_s
@@ -102,9 +105,14 @@ def explain_tokens(
     found += _named(explanations, bits)
     if not explanations and (sampled := looks_sampled([(replay.run, replay.base) for replay in replays])) is not None:
         found.append(sampled)
-    if not found:
+    if not any(each.confirmed for each in found) and not explanations:
         found.append(_unexplained())
     return found
+
+
+def _too_few() -> Diagnosis:
+    cause = "so few tokens differ that many mistakes fit them by chance"
+    return Diagnosis("too_few", cause, "Give more tokens, and several prompts.", confirmed=False, possible=True)
 
 
 def _unexplained() -> Diagnosis:
@@ -127,11 +135,11 @@ def _named(explanations: Sequence[Explanation], bits: float) -> list[Diagnosis]:
 def _explain(driving: Driving, replays: Sequence[Replay]) -> Explanation | None:
     """The mistake, if it explains all ids of all runs; its parameter as the first halves fit it."""
     if not driving.values:
-        rows = [_tried(driving, replay) for replay in replays]
+        rows = [tried(driving, replay) for replay in replays]
         return None if not _fits(rows, replays) else Explanation(driving, driving.cause, [r for r in rows if r is not None])
     fitted = []
     for value in driving.values:
-        rows = [_tried(driving, replay, value) for replay in replays]
+        rows = [tried(driving, replay, value) for replay in replays]
         if _fits(rows, replays, first_half=True):
             fitted.append((value, [r for r in rows if r is not None]))
     held = [(value, rows) for value, rows in fitted if _fits(rows, replays)]
@@ -159,7 +167,7 @@ def _fits(rows: Sequence[Rows | None], replays: Sequence[Replay], first_half: bo
     return True
 
 
-def _tried(driving: Driving, replay: Replay, *value: object) -> Rows | None:
+def tried(driving: Driving, replay: Replay, *value: object) -> Rows | None:
     """The logits with a mistake; None where the model cannot be run so."""
     try:
         with np.errstate(all="ignore"):
