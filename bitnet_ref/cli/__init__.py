@@ -21,6 +21,7 @@ with QuietStart():
     from .chat_command import chat
     from .convert_command import convert
     from .crossval_command import crossval
+    from .crossval_outputs import COMMANDS as OUTPUT_COMMANDS
     from .doctor_command import doctor
     from .embed_command import embed
     from .evaluation_commands import evaluate, perplexity
@@ -73,7 +74,8 @@ COMMANDS = (
 )
 for command in COMMANDS:  # in the order of --help
     cli.add_command(command)
-crossval.add_command(watch)
+for command in (watch, *OUTPUT_COMMANDS):
+    crossval.add_command(command)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:

@@ -232,7 +232,7 @@ class Crossing:
 
     def diagnosis(self) -> list[str]:
         """One sentence for each cause that is confirmed or explains a part, or one that says that none does."""
-        sentences = [str(cause) for cause in self.causes if cause.confirmed or cause.partly]
+        sentences = [str(cause) for cause in self.causes if cause.confirmed or cause.partly or cause.possible]
         if self.causes and not sentences:
             sentences = [f"none of the {len(self.causes)} mistakes that were tested explains the difference"]
         if stopped := self.causes.stopped:
@@ -266,7 +266,7 @@ class Crossing:
             "diagnosis": self.diagnosis(),
             "examples": self.examples(),
             "untested": dict(self.causes.failed),
-            "causes": [cause.to_dict() for cause in self.causes if cause.confirmed or cause.partly],
+            "causes": [c.to_dict() for c in self.causes if c.confirmed or c.partly or c.possible],
             "comparisons": [describe(comparison) for comparison in self.comparisons],
             "long": [describe(comparison) for comparison in self.long],
             "runs": [each.to_dict() for each in self.runs],

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from ..backends import Backend
 from ..backends.backend import plain_weights
 from ..backends.loaded import LoadedModel
+from ..errors import TokenizerError
 from ..reference.config import ModelConfig
+from .tolerances import NEAR_TIE, near_tie
 
 if TYPE_CHECKING:
     from ..api import Model
 
-# A single rounding flip moved a logit of storyteller by at most this much, as measured.
-NEAR_TIE = 0.15
 LONG_RUN = 520  # tokens: more than a sliding window of 512, more than a page of the cache
 _SHORT_CONTEXT = 48  # of a model with no more, the usual run covers half
 _ROW_ERROR = 0.02  # relative L2 of a row of the embedding: an engine may hold the table in 16 or 8 bits
@@ -125,10 +125,12 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Greedy:
-    """`compared` tokens of both continuations; `parted` is the index of the first difference, None if there is none.
+    """`compared` tokens of a greedy continuation; `parted` is the index of the first wrong one, None if there is none.
 
     margin: best minus second best logit of the reference there.
     behind: how far the candidate's token is behind the best; None where the program printed only text.
+    ties: tokens that are behind the best, but by so little that rounding can decide.
+    hidden: mistakes with which the reference gives the same tokens, so that these do not show whether one was made.
     """
 
     compared: int
@@ -138,6 +140,10 @@ class Greedy:
     margin: float | None = None
     behind: float | None = None
     smallest_margin: float | None = None  # of the steps compared
+    smallest_at: int | None = None
+    ties: tuple[int, ...] = ()
+    differing: int | None = None  # how many tokens are wrong, each after the candidate's own tokens before it
+    hidden: tuple[str, ...] = ()
 
     @property
     def agrees(self) -> bool:
@@ -147,29 +153,112 @@ class Greedy:
     def verdict(self) -> str:
         """One line."""
         if not self.compared:
-            return "NOT COMPARABLE: the program printed no token"
+            return "NOT COMPARABLE: the program gave no token"
         if self.parted is None:
-            return f"AGREES, greedy: {self.compared} tokens the same, smallest margin {self.smallest_margin:.3g}"
+            count = f"{self.compared} tokens" if self.compared > 1 else "1 token"
+            margin = "" if self.smallest_margin is None else f", smallest margin {self.smallest_margin:.3g}"
+            margin += "" if self.smallest_at is None else f" at token {self.smallest_at}"
+            if self.ties:
+                equal = f"{self.compared - len(self.ties)} of {count}"
+                verdict = f"AGREES up to near ties: equal for {equal}{margin}"
+            else:
+                verdict = f"AGREES: equal for {count}{margin}"
+            if self.hidden:
+                verdict += f". The same tokens come with a mistake, so they do not rule it out: {'; '.join(self.hidden)}"
+            return verdict
         near = ", which a single rounding flip can decide" if self.margin is not None and self.margin < NEAR_TIE else ""
+        margin = "" if self.margin is None else f"; the reference's margin there is {self.margin:.3g}{near}"
         behind = "" if self.behind is None else f"; the candidate's is {self.behind:.3g} behind the best"
+        count = "" if self.differing is None else f"; {self.differing} of {self.compared} tokens differ"
         return (
-            f"DIFFERS, greedy: parts at token {self.parted}, {self.reference} in the reference and {self.candidate} in "
-            f"the candidate; the reference's margin there is {self.margin:.3g}{near}{behind}"
+            f"DIFFERS from token {self.parted} on: {self.reference} in the reference and {self.candidate} in the "
+            f"candidate{margin}{behind}{count}"
         )
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "agrees": self.agrees, "verdict": self.verdict}
 
 
-def compare_ids(model: Model, tokens: Sequence[int], theirs: Sequence[int]) -> Greedy:
-    """The candidate's token ids, continuing `tokens` (N,), against the reference's."""
-    mine, logits = _continue(model, tokens, max(1, len(theirs)))
-    for i, token in enumerate(theirs):
-        if i >= len(mine):
-            return _parted(logits, i, "the end", f"token {token}", None)
-        if token != mine[i]:
-            return _parted(logits, i, f"token {mine[i]}", f"token {token}", token)
-    return _same(logits, len(theirs))
+def compare_ids(
+    model: LoadedModel,
+    tokens: Sequence[int],
+    theirs: Sequence[int],
+    *,
+    engine_dtype: str = "float32",
+    finish: str | None = None,
+    max_tokens: int | None = None,
+) -> Greedy:
+    """The candidate's greedy ids after `tokens` (N,): is each the reference's largest logit, after the ids before it?
+
+    engine_dtype: what the engine computes in; it says how near a near tie is.
+    finish, max_tokens: why the candidate ended ("stop", "length") and how many were asked for, where known.
+    """
+    ids = [int(token) for token in theirs]
+    inside = next((i for i, token in enumerate(ids) if not 0 <= token < model.config.vocab_size), len(ids))
+    known = ids[: min(inside, model.context_length - len(tokens) + 1)]
+    if not known:
+        return Greedy(0) if not ids else _outside(model, ids, 0)
+    logits = model.logits([*tokens, *known])[len(tokens) - 1 :] if _fits(model, tokens, known) else None
+    if logits is None:
+        logits = model.logits([*tokens, *known[:-1]])[len(tokens) - 1 :]
+    rows, ends = logits[: len(known)], end_ids(model)
+    behind = rows.max(axis=1) - rows[np.arange(len(known)), known]
+    wrong = behind > near_tie(engine_dtype, rows)
+    margins = _margins(rows)
+    smallest, at = float(margins.min()), int(margins.argmin())
+    count = int(wrong.sum())
+    first = int(wrong.argmax()) if count else len(known)
+    past = next((i + 1 for i, token in enumerate(known[:-1]) if token in ends), None)
+    if past is not None and past <= first:
+        return Greedy(len(known), past, "the end", name_of(model, known[past]), smallest_margin=smallest)
+    if count:
+        best, given = (name_of(model, token) for token in (int(rows[first].argmax()), known[first]))
+        figures = float(margins[first]), float(behind[first]), smallest, at
+        ties = tuple(np.flatnonzero((behind > 0) & ~wrong).tolist())
+        return Greedy(len(known), first, best, given, *figures, ties, count)
+    if inside < len(ids):
+        return _outside(model, ids, inside)
+    if _stops_early(known, logits, ends, finish, max_tokens):
+        best = name_of(model, int(logits[-1].argmax()))
+        return Greedy(len(known) + 1, len(known), best, "the end", float(_margins(logits[-1:])[0]))
+    return Greedy(
+        len(known), smallest_margin=smallest, smallest_at=at, ties=tuple(np.flatnonzero(behind > 0).tolist())
+    )
+
+
+def _fits(model: LoadedModel, tokens: Sequence[int], ids: Sequence[int]) -> bool:
+    return len(tokens) + len(ids) <= model.context_length
+
+
+def _stops_early(
+    ids: Sequence[int], logits: NDArray, ends: Sequence[int], finish: str | None, max_tokens: int | None
+) -> bool:
+    """Whether a text ended although neither an end token nor its limit says so.   logits: also after the last id"""
+    if len(logits) == len(ids) or ids[-1] in ends or int(logits[-1].argmax()) in ends:
+        return False
+    return finish == "stop" or (max_tokens is not None and len(ids) < max_tokens)
+
+
+def _outside(model: LoadedModel, ids: Sequence[int], index: int) -> Greedy:
+    name = f"token {ids[index]}, which is outside the vocabulary of {model.config.vocab_size},"
+    return Greedy(index + 1, index, "another token", name)
+
+
+def end_ids(model: LoadedModel) -> tuple[int, ...]:
+    """The ids that end a text."""
+    try:
+        of_tokenizer = model.tokenizer.eos_ids
+    except TokenizerError:
+        of_tokenizer = ()
+    return tuple(dict.fromkeys((*model.config.eos_token_ids, *of_tokenizer)))
+
+
+def name_of(model: LoadedModel, token: int) -> str:
+    """The id with its text, where the model has a tokenizer: `token 262 ' the'`."""
+    try:
+        return f"token {token} {model.tokenizer.decode([token], skip_special_tokens=False)!r}"
+    except TokenizerError:
+        return f"token {token}"
 
 
 def compare_text(model: Model, tokens: Sequence[int], theirs: str, count: int) -> Greedy:

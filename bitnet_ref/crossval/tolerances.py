@@ -127,6 +127,27 @@ ROUNDED_SHARE = 0.5
 # which one layer may add as many. Narrow floats: twice what was measured at storyteller's logits.
 LOGITS_ROUNDING = {"float32": CHAIN * EPSILON, "bfloat16": 0.018, "float16": 0.018}
 
+# -- outputs alone: tokens and log probabilities ------------------------------------------------------------------------
+
+# A single rounding flip moved a logit of storyteller by at most this much, as measured.
+NEAR_TIE = 0.15
+# Two logits of an engine in a narrow float: each off by LOGITS_ROUNDING of the row's size, and so many times that.
+NARROW_TIE = 6
+# Log probabilities that a server gives: no one may be further off than a near tie, and their root mean square this
+# share of it. A flip moves those after its own token, most of them by far less than the largest.
+LOGPROB_SHARE = 0.2
+
+
+def near_tie(engine_dtype: str, logits: NDArray[np.floating]) -> NDArray[np.float64]:
+    """How far behind the best logit a token may be that an engine of this dtype chose.   (n, V) -> (n,)"""
+    tie = np.full(len(logits), NEAR_TIE, dtype=np.float64)
+    if engine_dtype == "float32":
+        return tie
+    finite = np.where(np.isfinite(logits), logits, 0).astype(np.float64)
+    size = np.sqrt((finite * finite).mean(axis=1))
+    return np.asarray(tie + NARROW_TIE * LOGITS_ROUNDING[engine_dtype] * size)
+
+
 # -- gradients and changes of masters in training ----------------------------------------------------------------------
 
 GRADIENTS: dict[str, EngineTolerance] = {

@@ -77,8 +77,8 @@ def distribution(logits: Floats, params: SamplingParams) -> Distribution:
         return _likeliest_k(logits, params)
     scaled = logits.astype(np.float64) / params.temperature
     if not (params.top_p < 1 or params.min_p > 0 or params.typical_p < 1):
-        return np.arange(scaled.size), _softmax(scaled)
-    probabilities = _softmax(scaled)
+        return np.arange(scaled.size), softmax(scaled)
+    probabilities = softmax(scaled)
     for count in (*(few for few in FEW if few < scaled.size), scaled.size):
         ids = likeliest(scaled, count)
         kept = _limit(ids, scaled[ids], probabilities[ids], params)
@@ -91,18 +91,18 @@ def _likeliest_k(logits: Floats, params: SamplingParams) -> Distribution:
     """The distribution over the top_k largest logits, of at least as many."""
     ids = likeliest(logits, params.top_k)
     scaled = logits[ids].astype(np.float64) / params.temperature
-    return _limit(ids, scaled, _softmax(scaled), params)
+    return _limit(ids, scaled, softmax(scaled), params)
 
 
 def _limit(
     ids: NDArray[np.int64], scaled: NDArray[np.float64], probabilities: NDArray[np.float64], params: SamplingParams
 ) -> Distribution:
     """Apply top_p, min_p and typical_p to tokens sorted by their logits, largest first."""
-    ids, probabilities = _nucleus(ids, probabilities, params.top_p)
+    ids, probabilities = nucleus(ids, probabilities, params.top_p)
     if params.min_p > 0:
-        keep = _count_min_p(scaled[: len(ids)], params.min_p)
+        keep = count_min_p(scaled[: len(ids)], params.min_p)
         ids, probabilities = ids[:keep], probabilities[:keep] / probabilities[:keep].sum()
-    return _typical(ids, probabilities, params.typical_p)
+    return typical(ids, probabilities, params.typical_p)
 
 
 def likeliest(scaled: NDArray[np.floating], k: int) -> NDArray[np.int64]:
@@ -111,7 +111,7 @@ def likeliest(scaled: NDArray[np.floating], k: int) -> NDArray[np.int64]:
     return ids[np.argsort(-scaled[ids], kind="stable")][:k]
 
 
-def _nucleus(ids: NDArray[np.int64], probabilities: NDArray[np.float64], top_p: float) -> Distribution:
+def nucleus(ids: NDArray[np.int64], probabilities: NDArray[np.float64], top_p: float) -> Distribution:
     """The first tokens, most likely first, whose probabilities reach top_p, normalised again."""
     if top_p == 1:
         return ids, probabilities
@@ -120,12 +120,12 @@ def _nucleus(ids: NDArray[np.int64], probabilities: NDArray[np.float64], top_p: 
     return ids[:keep], probabilities[:keep] / probabilities[:keep].sum()
 
 
-def _count_min_p(scaled: NDArray[np.float64], min_p: float) -> int:
+def count_min_p(scaled: NDArray[np.float64], min_p: float) -> int:
     """How many of these, largest first, are at least min_p times as likely as the first (arXiv 2407.01082)."""
     return int(np.count_nonzero(np.exp(scaled - scaled[0]) >= min_p))
 
 
-def _typical(ids: NDArray[np.int64], probabilities: NDArray[np.float64], typical_p: float) -> Distribution:
+def typical(ids: NDArray[np.int64], probabilities: NDArray[np.float64], typical_p: float) -> Distribution:
     """The tokens whose surprise, -ln p, is nearest its mean, up to the mass typical_p (arXiv 2202.00666)."""
     if typical_p == 1:
         return ids, probabilities
@@ -184,7 +184,7 @@ def _choose_in_nucleus(
     others = np.exp(np.delete(scaled, first) - largest).sum()
     with np.errstate(over="ignore"):  # an infinite bound decides nothing
         masses = [others + np.exp(each.astype(np.float64) / params.temperature - largest).sum() for each in rest]
-    before, likely = np.cumsum(e) - e, _count_min_p(scaled[first], params.min_p)
+    before, likely = np.cumsum(e) - e, count_min_p(scaled[first], params.min_p)
     counts = {likely}
     if params.top_p < 1:
         limits = zip(masses, (params.top_p - _ROUNDING, params.top_p + _ROUNDING), strict=True)
@@ -204,7 +204,7 @@ def _invert(cumulative: NDArray[np.float64], uniform: float) -> int:
     return min(int(np.searchsorted(cumulative, uniform, side="right")), last)
 
 
-def _softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+def softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
     e: NDArray[np.float64] = np.exp(scores - scores.max())
     e /= e.sum()
     return e

@@ -10,6 +10,7 @@ import operator
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, overload
 
 from ..errors import TokenizerError
 from ..system.lazy import lazy_property

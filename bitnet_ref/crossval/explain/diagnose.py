@@ -42,6 +42,7 @@ class Diagnosis:
     reference's; None where the candidate has no logits.
     example: one value: its inputs, the reference's steps, the engine's value. Lines; "" where there is none.
     record_next: the tensor that would tell this cause from others that fit equally.
+    possible: of tokens alone: it explains them, but others do too, or too few tokens speak for it.
     """
 
     name: str
@@ -55,9 +56,11 @@ class Diagnosis:
     logit_error: float | None = None
     example: str = ""
     record_next: str | None = None
+    possible: bool = False
 
     def __str__(self) -> str:
         verdict = "confirmed" if self.confirmed else "explains a part" if self.partly else "not confirmed"
+        verdict = "possible" if self.possible else verdict
         details = []
         if self.logit_error_before is not None and self.logit_error is not None:
             errors = f"from {self.logit_error_before:.2g} to {self.logit_error:.2g}"
@@ -67,7 +70,7 @@ class Diagnosis:
         if self.record_next is not None:
             details.append(f"{self.record_next} would tell it from the others: record it next")
         text = f"{verdict}: {self.cause}" + (f" ({'; '.join(details)})" if details else "")
-        return f"{text}. {self.remedy}" if self.confirmed else text
+        return f"{text}. {self.remedy}" if self.confirmed or self.possible else text
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

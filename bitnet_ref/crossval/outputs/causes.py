@@ -1,0 +1,218 @@
+"""Why an engine's greedy tokens are not the reference's: each mistake in driving is tested on all its ids.
+
+A mistake *explains* the ids if, with it, each is the largest logit up to near ties. Its parameter is fitted on the first
+half of each run and must hold on the second. It is *confirmed* if it is the only one that does, and the ids that it
+explains are too unlikely to be chance; else it is *possible*, and all that explain as much are named.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...backends.loaded import LoadedModel
+from ...errors import BitNetRefError
+from ...generation.sampling import log_probabilities
+from ..explain.diagnose import Diagnoses, Diagnosis, Progress, Watch
+from ..token_ids import Greedy, compare_ids, end_ids, name_of
+from ..tolerances import near_tie
+from .driving import Driving, GivenRun, Ids, Replay, Rows, bos_drivings, drivings
+from .randomness import looks_sampled
+
+# Bits of evidence: how unlikely the wrong ids are in the reference. A change that has nothing to do with them gives the
+# same ids by chance; some 150 are tried, so there must be more than log2(150) = 7 bits, and some to spare.
+ENOUGH_BITS = 12.0
+FEWEST_BITS = 6.0  # with less no cause is named: among so many changes one fits a token or two by chance
+_MOST_BITS = 12.0  # of one id
+_SAME = 1e-3  # logits that differ less, of two mistakes, are one mistake
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A mistake that explains all ids.   rows: its logits, run by run"""
+
+    driving: Driving
+    cause: str
+    rows: list[Rows]
+
+    def equals(self, other: Explanation) -> bool:
+        """Whether both give the same logits."""
+        return all(
+            mine.shape == theirs.shape and np.array_equal(np.isfinite(mine), np.isfinite(theirs))
+            and np.abs(np.where(np.isfinite(mine), mine - theirs, 0)).max() < _SAME
+            for mine, theirs in zip(self.rows, other.rows, strict=True)
+        )  # fmt: skip
+
+
+def judge_tokens(model: LoadedModel, run: GivenRun) -> Greedy:
+    """One run against the reference; where it agrees, with the mistakes in BOS that its ids cannot show."""
+    options = {"engine_dtype": run.engine_dtype, "finish": run.finish, "max_tokens": run.max_tokens}
+    greedy = compare_ids(model, run.prompt, run.tokens, **options)  # type: ignore[arg-type]
+    if not greedy.agrees:
+        return greedy
+    replay, hidden = Replay(model, within_context(model, run)), []
+    for driving in bos_drivings(model):
+        rows = tried(driving, replay)
+        if rows is not None and not _misfits(rows, replay.run).any():
+            hidden.append(driving.cause)
+    return Greedy(**{**vars(greedy), "hidden": tuple(hidden)})
+
+
+def within_context(model: LoadedModel, run: GivenRun) -> GivenRun:
+    """The run, cut after as many ids as the reference can compute."""
+    room = max(1, model.context_length - len(run.prompt) + 1)
+    inside = next((i for i, t in enumerate(run.tokens) if not 0 <= t < model.config.vocab_size), len(run.tokens))
+    return GivenRun(**{**vars(run), "tokens": run.tokens[: min(room, inside)]})
+
+
+def explain_tokens(
+    model: LoadedModel,
+    runs: Sequence[GivenRun],
+    *,
+    progress: Progress | None = None,
+    budget_s: float | None = None,
+) -> Diagnoses:
+    """The causes for which these runs differ: confirmed, or possible. All runs must be explained by one mistake."""
+    replays = [Replay(model, within_context(model, run)) for run in runs]
+    replays = [replay for replay in replays if replay.run.tokens]
+    found = Diagnoses(_stops(model, runs))
+    if found or not replays:
+        return found
+    wrong = [_misfits(replay.base, replay.run) for replay in replays]
+    if not any(each.any() for each in wrong):
+        return found
+    bits = sum(_bits(replay, bad) for replay, bad in zip(replays, wrong, strict=True))
+    if bits < FEWEST_BITS:
+        return Diagnoses([_too_few()])
+    explanations: list[Explanation] = []
+    tests = list(drivings([replay.run for replay in replays], model))
+    deadline = None if budget_s is None else time.monotonic() + budget_s
+    watch = Watch(progress)
+    watch.add(len(tests))
+    for number, driving in enumerate(tests):
+        if deadline is not None and time.monotonic() > deadline:
+            found.stopped, found.untested = "the time is up", len(tests) - number
+            break
+        watch(driving.cause)
+        explanation = _explain(driving, replays)
+        if explanation is not None and not any(map(explanation.equals, explanations)):
+            explanations.append(explanation)
+    found += _named(explanations, bits)
+    if not explanations and (sampled := looks_sampled([(replay.run, replay.base) for replay in replays])) is not None:
+        found.append(sampled)
+    if not any(each.confirmed for each in found) and not explanations:
+        found.append(_unexplained())
+    return found
+
+
+def _too_few() -> Diagnosis:
+    cause = "so few tokens differ that many mistakes fit them by chance"
+    return Diagnosis("too_few", cause, "Give more tokens, and several prompts.", confirmed=False, possible=True)
+
+
+def _unexplained() -> Diagnosis:
+    cause = "a mistake in the model rather than in how it is driven"
+    remedy = "Record a trace (crossval/README.md): it names the first wrong op."
+    return Diagnosis("record_a_trace", cause, remedy, confirmed=False, possible=True)
+
+
+def _named(explanations: Sequence[Explanation], bits: float) -> list[Diagnosis]:
+    """One diagnosis for each; confirmed if it is alone and there is enough evidence."""
+    enough, alone = bits >= ENOUGH_BITS, len(explanations) == 1
+    return [
+        Diagnosis(
+            each.driving.name, each.cause, each.driving.remedy, confirmed=enough and alone, possible=not (enough and alone)
+        )
+        for each in explanations
+    ]
+
+
+def _explain(driving: Driving, replays: Sequence[Replay]) -> Explanation | None:
+    """The mistake, if it explains all ids of all runs; its parameter as the first halves fit it."""
+    if not driving.values:
+        rows = [tried(driving, replay) for replay in replays]
+        return None if not _fits(rows, replays) else Explanation(driving, driving.cause, [r for r in rows if r is not None])
+    fitted = []
+    for value in driving.values:
+        rows = [tried(driving, replay, value) for replay in replays]
+        if _fits(rows, replays, first_half=True):
+            fitted.append((value, [r for r in rows if r is not None]))
+    held = [(value, rows) for value, rows in fitted if _fits(rows, replays)]
+    if not held:
+        return None
+    value, rows = min(held, key=lambda each: sum(map(_total_behind, each[1], replays)))
+    cause = driving.cause.format(value)
+    if len(held) > 1:
+        others = sorted(value for value, _ in held)
+        cause += f" ({others[0]} to {others[-1]} explain the tokens)"
+    return Explanation(driving, cause, rows)
+
+
+def _total_behind(rows: Rows, replay: Replay) -> float:
+    return float((rows.max(axis=1) - rows[np.arange(len(rows)), list(replay.run.tokens)]).sum())
+
+
+def _fits(rows: Sequence[Rows | None], replays: Sequence[Replay], first_half: bool = False) -> bool:
+    for each, replay in zip(rows, replays, strict=True):
+        if each is None:
+            return False
+        bad = _misfits(each, replay.run)
+        if (bad[: (len(bad) + 1) // 2] if first_half else bad).any():
+            return False
+    return True
+
+
+def tried(driving: Driving, replay: Replay, *value: object) -> Rows | None:
+    """The logits with a mistake; None where the model cannot be run so."""
+    try:
+        with np.errstate(all="ignore"):
+            return driving.rows(replay, *value)
+    except (BitNetRefError, ArithmeticError, LookupError, ValueError):
+        return None
+
+
+def _misfits(rows: Rows, run: GivenRun) -> NDArray[np.bool_]:
+    """Which ids are further behind the best than rounding can put them.   (n, V) -> (n,)"""
+    behind = rows.max(axis=1) - rows[np.arange(len(rows)), list(run.tokens)]
+    return np.asarray(~(behind <= near_tie(run.engine_dtype, rows)))
+
+
+def _bits(replay: Replay, wrong: NDArray[np.bool_]) -> float:
+    """How unlikely the wrong ids are in the reference: the sum of -log2 p."""
+    surprise = [
+        -float(log_probabilities(replay.base[i])[replay.run.tokens[i]]) / math.log(2) for i in np.flatnonzero(wrong)
+    ]
+    return sum(min(each, _MOST_BITS) for each in surprise)
+
+
+def _stops(model: LoadedModel, runs: Sequence[GivenRun]) -> list[Diagnosis]:
+    """Causes in where a text ends, of runs whose ids are right up to there."""
+    ends, found = end_ids(model), dict[str, Diagnosis]()
+    for run in runs:
+        greedy = compare_ids(
+            model, run.prompt, run.tokens, engine_dtype=run.engine_dtype, finish=run.finish, max_tokens=run.max_tokens
+        )
+        if greedy.parted is None:
+            continue
+        tokens: Ids = list(within_context(model, run).tokens)
+        if greedy.candidate == "the end":
+            cause = "the generation stops at a token that is no end token, or at a smaller limit"
+            remedy = "Compare the stop tokens, stop strings and max_tokens."
+            found["stops_early"] = Diagnosis("stops_early", cause, remedy, confirmed=True)
+        elif greedy.reference == "the end" and not _misfits(_rows(model, run), run).any():
+            end = name_of(model, next(token for token in tokens if token in ends))
+            cause = f"the end token ({end}) does not end the generation"
+            remedy = "Stop on every id of eos_token_id and on <|eot_id|>: 2B-4T ends its turns with 128009, not with 128001."
+            found["eot_not_a_stop"] = Diagnosis("eot_not_a_stop", cause, remedy, confirmed=True)
+        else:
+            return []
+    return list(found.values())
+
+
+def _rows(model: LoadedModel, run: GivenRun) -> Rows:
+    return Replay(model, within_context(model, run)).base

@@ -1,0 +1,435 @@
+"""`crossval sample`: which rule of sampling an engine has wrong, from its probabilities or from the tokens it chose.
+
+The truth is `generation.sampling.distribution` on logits that `generation.processors.Rules` changed. The same rules stand
+here as stages, so that a wrong one is the right pipeline with one stage edited.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import GenerationError
+from ...generation.params import SamplingParams
+from ...generation.processors import CountPenalties, RepetitionPenalty, Rules
+from ...generation.sampling import Distribution, count_min_p, distribution, likeliest, nucleus, softmax, typical
+from ..explain.diagnose import Diagnosis
+
+Probabilities = NDArray[np.float64]  # (V,)
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """What an engine had and what it did, for each of N rows.
+
+    logits: (N, V), before any rule.   prompt, generated: the ids before each choice.
+    probabilities: (N, V), after all rules; or None.   chosen: the ids that were drawn; or None.
+    """
+
+    logits: NDArray[np.float64]
+    params: SamplingParams
+    prompt: list[list[int]]
+    generated: list[list[int]]
+    probabilities: NDArray[np.float64] | None = None
+    chosen: list[list[int]] | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of logits (V,), with the ids before it."""
+
+    logits: NDArray[np.float64]
+    prompt: NDArray[np.int64]
+    generated: NDArray[np.int64]
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        return np.concatenate([self.prompt, self.generated])
+
+
+Limit = Callable[[NDArray[np.int64], Probabilities, SamplingParams], Distribution]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The pipeline. `order` has the names of the limits.   penalties: (row, params) -> logits"""
+
+    penalties: Callable[[Row, SamplingParams], NDArray[np.float64]]
+    temper: Callable[[NDArray[np.float64], float], NDArray[np.float64]]
+    limits: dict[str, Limit]
+    order: tuple[str, ...] = ("top_k", "top_p", "min_p", "typical_p")
+    temper_last: bool = False  # the limits look at the probabilities before temperature
+
+    def run(self, row: Row, params: SamplingParams) -> Probabilities:
+        """The probabilities (V,) to draw from; 0 for tokens that the limits exclude."""
+        logits = self.penalties(row, params)
+        scaled = logits.astype(np.float64) if self.temper_last else self.temper(logits, params.temperature)
+        ids = likeliest(scaled, scaled.size)
+        p = softmax(scaled[ids])
+        for name in self.order:
+            ids, p = self.limits[name](ids, p, params)
+        if self.temper_last:
+            p = softmax(self.temper(logits[ids], params.temperature))
+        out = np.zeros(len(logits), dtype=np.float64)
+        out[ids] = p
+        return out
+
+
+def _penalties(row: Row, params: SamplingParams) -> NDArray[np.float64]:
+    rules = Rules.of(params, len(row.prompt), (), ())
+    return np.asarray(rules.apply(row.ids, row.logits), dtype=np.float64)
+
+
+def _temper(logits: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
+    return logits.astype(np.float64) / temperature
+
+
+def _first(ids: NDArray[np.int64], p: Probabilities, count: int) -> Distribution:
+    count = max(1, count)
+    return ids[:count], p[:count] / p[:count].sum()
+
+
+def _top_k(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams, more: int = 0) -> Distribution:
+    return _first(ids, p, params.top_k + more) if 0 < params.top_k < len(ids) else (ids, p)
+
+
+def _top_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams, more: int = 0) -> Distribution:
+    kept = nucleus(ids, p, params.top_p)
+    return kept if not more or params.top_p == 1 else _first(ids, p, len(kept[0]) + more)
+
+
+def _min_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams) -> Distribution:
+    return _first(ids, p, count_min_p(np.log(p), params.min_p)) if params.min_p > 0 else (ids, p)
+
+
+def _typical_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams) -> Distribution:
+    return typical(ids, p, params.typical_p)
+
+
+RIGHT = Stages(_penalties, _temper, {"top_k": _top_k, "top_p": _top_p, "min_p": _min_p, "typical_p": _typical_p})
+
+
+def truth(row: Row, params: SamplingParams) -> Probabilities:
+    """The probabilities (V,) that the generation of this package draws from; of temperature 0 all of the largest."""
+    logits = _penalties(row, params)
+    out = np.zeros(len(logits), dtype=np.float64)
+    if params.temperature == 0:
+        out[int(logits.argmax())] = 1
+    else:
+        ids, p = distribution(logits, params)
+        out[ids] = p
+    return out
+
+
+# -- wrong rules -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WrongRule:
+    """uses: the parameters without which it makes no difference."""
+
+    name: str
+    cause: str
+    remedy: str
+    uses: tuple[str, ...]
+    stages: Stages
+    change: Callable[[SamplingParams], SamplingParams] = field(default=lambda params: params)
+
+    def run(self, row: Row, params: SamplingParams) -> Probabilities:
+        return self.stages.run(row, self.change(params))
+
+
+def _limit(name: str, edit: Limit) -> Stages:
+    return replace(RIGHT, limits={**RIGHT.limits, name: edit})
+
+
+def _exclusive_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams) -> Distribution:
+    """Goes on until the sum is more than p, and not until it is p or more."""
+    before = np.cumsum(p) - p
+    return _first(ids, p, int(np.searchsorted(before, params.top_p, side="right"))) if params.top_p < 1 else (ids, p)
+
+
+def _absolute_min_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams) -> Distribution:
+    return _first(ids, p, int((p >= params.min_p).sum())) if params.min_p > 0 else (ids, p)
+
+
+def _typical_more(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams, more: int) -> Distribution:
+    if params.typical_p == 1:
+        return ids, p
+    surprise = -np.log(np.maximum(p, np.finfo(np.float64).tiny))
+    nearest = np.argsort(np.abs(surprise - (p * surprise).sum()), kind="stable")
+    count = len(typical(ids, p, params.typical_p)[0]) + more
+    keep = np.sort(nearest[: max(1, count)])
+    return ids[keep], p[keep] / p[keep].sum()
+
+
+def _typical_by_p(ids: NDArray[np.int64], p: Probabilities, params: SamplingParams) -> Distribution:
+    """The most likely tokens up to the mass, as top_p does."""
+    return nucleus(ids, p, params.typical_p)
+
+
+def _part_penalised(row: Row, params: SamplingParams, part: str) -> NDArray[np.float64]:
+    """The repetition penalty on a part of the ids only."""
+    rest = _penalties(row, replace(params, repetition_penalty=1.0))
+    return np.asarray(RepetitionPenalty(params.repetition_penalty)(getattr(row, part), rest), dtype=np.float64)
+
+
+def _divided(row: Row, params: SamplingParams) -> NDArray[np.float64]:
+    """All logits divided, so that negative ones become more likely."""
+    out, ids = row.logits.astype(np.float64), np.unique(row.ids)
+    out[ids] /= params.repetition_penalty
+    return _counted(row, params, out)
+
+
+def _each_time(row: Row, params: SamplingParams) -> NDArray[np.float64]:
+    """Once for each occurrence, and not once for each token."""
+    out = row.logits.astype(np.float64)
+    for token in row.ids:
+        out[token] = out[token] / params.repetition_penalty if out[token] > 0 else out[token] * params.repetition_penalty
+    return _counted(row, params, out)
+
+
+def _counted(row: Row, params: SamplingParams, logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    rule = CountPenalties(params.presence_penalty, params.frequency_penalty, len(row.prompt))
+    return np.asarray(rule(row.ids, logits), dtype=np.float64)
+
+
+def _counting_prompt(row: Row, params: SamplingParams, only: bool) -> NDArray[np.float64]:
+    logits = _penalties(row, replace(params, presence_penalty=0.0, frequency_penalty=0.0))
+    rule = CountPenalties(params.presence_penalty, params.frequency_penalty, 0)
+    return np.asarray(rule(row.prompt if only else row.ids, logits), dtype=np.float64)
+
+
+def _second_softmax(logits: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
+    """Temperature on probabilities, which go through softmax again."""
+    return np.asarray(softmax(logits.astype(np.float64)) / temperature)
+
+
+def _with(**changes: Any) -> Callable[[SamplingParams], SamplingParams]:
+    return lambda params: replace(params, **changes)
+
+
+# fmt: off
+WRONG_RULES: tuple[WrongRule, ...] = (
+    WrongRule("temperature_after_limits", "temperature is applied after the limits, to the tokens that they kept",
+        "Divide the logits by the temperature first.", ("temperature",), replace(RIGHT, temper_last=True)),
+    WrongRule("temperature_ignored", "temperature changes nothing (probabilities divided by it and normalised again)",
+        "Divide the logits, not the probabilities.", ("temperature",), RIGHT, _with(temperature=1.0)),
+    WrongRule("temperature_after_softmax", "temperature divides probabilities, which go through softmax again",
+        "Divide the logits, and take softmax once.", ("temperature",), replace(RIGHT, temper=_second_softmax)),
+    WrongRule("temperature_multiplied", "logits are multiplied by the temperature", "Divide them.", ("temperature",),
+        replace(RIGHT, temper=lambda logits, t: logits.astype(np.float64) * t)),
+    WrongRule("top_k_one_short", "top_k keeps one token too few", "Keep k tokens.", ("top_k",),
+        _limit("top_k", partial(_top_k, more=-1))),
+    WrongRule("top_k_one_more", "top_k keeps one token too many", "Keep k tokens.", ("top_k",),
+        _limit("top_k", partial(_top_k, more=1))),
+    WrongRule("top_k_ignored", "top_k is not applied", "Apply it.", ("top_k",), RIGHT, _with(top_k=0)),
+    WrongRule("top_p_one_short", "top_p drops the token with which the sum reaches p",
+        "Keep it: the sum must reach p.", ("top_p",), _limit("top_p", partial(_top_p, more=-1))),
+    WrongRule("top_p_one_more", "top_p keeps one token more than it needs to reach p",
+        "End with the token that reaches p.", ("top_p",), _limit("top_p", partial(_top_p, more=1))),
+    WrongRule("top_p_strict", "top_p goes on until the sum is more than p", "End where the sum is p or more.",
+        ("top_p",), _limit("top_p", _exclusive_p)),
+    WrongRule("top_p_ignored", "top_p is not applied", "Apply it.", ("top_p",), RIGHT, _with(top_p=1.0)),
+    WrongRule("top_p_before_top_k", "top_p is applied before top_k", "Apply top_k first.", ("top_p", "top_k"),
+        replace(RIGHT, order=("top_p", "top_k", "min_p", "typical_p"))),
+    WrongRule("top_p_as_min_p", "top_p is taken as min_p", "Exchange the two arguments.", ("top_p",), RIGHT,
+        lambda params: replace(params, min_p=params.top_p, top_p=1.0)),
+    WrongRule("min_p_as_top_p", "min_p is taken as top_p", "Exchange the two arguments.", ("min_p",), RIGHT,
+        lambda params: replace(params, top_p=params.min_p, min_p=0.0)),
+    WrongRule("top_p_and_min_p_exchanged", "top_p and min_p are exchanged", "Exchange the two arguments.",
+        ("top_p", "min_p"), RIGHT, lambda params: replace(params, top_p=params.min_p, min_p=params.top_p)),
+    WrongRule("min_p_absolute", "min_p is relative to 1, and not to the most likely token",
+        "Multiply min_p by the largest probability.", ("min_p",), _limit("min_p", _absolute_min_p)),
+    WrongRule("min_p_ignored", "min_p is not applied", "Apply it.", ("min_p",), RIGHT, _with(min_p=0.0)),
+    WrongRule("typical_as_top_p", "typical_p is taken as top_p",
+        "Order the tokens by how near their surprise is to its mean.", ("typical_p",),
+        _limit("typical_p", _typical_by_p)),
+    WrongRule("typical_one_short", "typical_p keeps one token too few", "Keep the token that reaches the mass.",
+        ("typical_p",), _limit("typical_p", partial(_typical_more, more=-1))),
+    WrongRule("typical_one_more", "typical_p keeps one token too many", "End with the token that reaches the mass.",
+        ("typical_p",), _limit("typical_p", partial(_typical_more, more=1))),
+    WrongRule("typical_ignored", "typical_p is not applied", "Apply it.", ("typical_p",), RIGHT, _with(typical_p=1.0)),
+    WrongRule("repetition_on_prompt", "the repetition penalty is on the prompt's tokens only",
+        "Penalise the prompt and the generated tokens.", ("repetition_penalty",),
+        replace(RIGHT, penalties=partial(_part_penalised, part="prompt"))),
+    WrongRule("repetition_on_generated", "the repetition penalty is on the generated tokens only",
+        "Penalise the prompt and the generated tokens.", ("repetition_penalty",),
+        replace(RIGHT, penalties=partial(_part_penalised, part="generated"))),
+    WrongRule("repetition_divides_all", "the repetition penalty divides negative logits too",
+        "Multiply negative logits by it.", ("repetition_penalty",), replace(RIGHT, penalties=_divided)),
+    WrongRule("repetition_each_time", "the repetition penalty is applied once for each occurrence",
+        "Apply it once for each token.", ("repetition_penalty",), replace(RIGHT, penalties=_each_time)),
+    WrongRule("repetition_ignored", "the repetition penalty is not applied", "Apply it.", ("repetition_penalty",),
+        RIGHT, _with(repetition_penalty=1.0)),
+    WrongRule("counts_of_prompt_too", "presence and frequency penalties count the prompt's tokens too",
+        "Count generated tokens only.", ("presence_penalty", "frequency_penalty"),
+        replace(RIGHT, penalties=partial(_counting_prompt, only=False))),
+    WrongRule("counts_of_prompt", "presence and frequency penalties count the prompt's tokens only",
+        "Count generated tokens.", ("presence_penalty", "frequency_penalty"),
+        replace(RIGHT, penalties=partial(_counting_prompt, only=True))),
+    WrongRule("presence_as_frequency", "the presence penalty is applied for each occurrence", "Apply it once.",
+        ("presence_penalty",), RIGHT,
+        lambda params: replace(params, frequency_penalty=params.presence_penalty, presence_penalty=0.0)),
+    WrongRule("frequency_as_presence", "the frequency penalty is applied once, whatever the count",
+        "Multiply it by the count.", ("frequency_penalty",), RIGHT,
+        lambda params: replace(params, presence_penalty=params.frequency_penalty, frequency_penalty=0.0)),
+    WrongRule("counts_ignored", "presence and frequency penalties are not applied", "Apply them.",
+        ("presence_penalty", "frequency_penalty"), RIGHT, _with(presence_penalty=0.0, frequency_penalty=0.0)),
+)
+# fmt: on
+_NEUTRAL = SamplingParams(temperature=1.0)
+_STRICT = next(rule for rule in WRONG_RULES if rule.name == "top_p_strict")
+
+
+def _applies(rule: WrongRule, params: SamplingParams) -> bool:
+    used = [getattr(params, name) != getattr(_NEUTRAL, name) for name in rule.uses]
+    return params.temperature > 0 and (any(used) if rule.name.startswith("counts") else all(used))
+
+
+# -- the verdict -------------------------------------------------------------------------------------------------------
+
+CLOSE = 1e-4  # of a probability: softmax in float32 over some hundred thousand logits
+_NUDGE = 1e-6  # of top_p and min_p: a token at the threshold itself may fall on either side
+_CLEAR = 9.0  # ln of how much better a wrong rule must explain the draws than the right one
+_RIVAL = 4.0  # ln: rules that explain the draws nearly as well are named too
+_DEVIATIONS = 4.0
+
+
+@dataclass(frozen=True)
+class SampleVerdict:
+    """verdict: one line.   causes: the wrong rules that explain the choices; several if they cannot be told apart."""
+
+    agrees: bool
+    verdict: str
+    causes: list[Diagnosis]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def judge_draws(draws: Draws) -> SampleVerdict:
+    """Which rule is wrong, if one is."""
+    rows = [
+        Row(logits, np.array(prompt, dtype=np.int64), np.array(new, dtype=np.int64))
+        for logits, prompt, new in zip(draws.logits, draws.prompt, draws.generated, strict=True)
+    ]
+    return _judge_exactly(draws, rows) if draws.probabilities is not None else _judge_choices(draws, rows)
+
+
+def _each_rule(
+    draws: Draws, rows: Sequence[Row], right: Sequence[Probabilities]
+) -> list[tuple[WrongRule, list[Probabilities]]]:
+    """What each wrong rule gives that makes a difference here."""
+    found: list[tuple[WrongRule, list[Probabilities]]] = []
+    for rule in WRONG_RULES:
+        if not _applies(rule, draws.params):
+            continue
+        try:
+            given = [rule.run(row, draws.params) for row in rows]
+        except GenerationError:  # a value that another parameter cannot have
+            continue
+        if not _is_close(given, right):
+            found.append((rule, given))
+    return found
+
+
+def _is_close(a: Sequence[Probabilities], b: Sequence[Probabilities]) -> bool:
+    return all(
+        np.abs(x - y).max() <= CLOSE and np.array_equal(x > CLOSE**2, y > CLOSE**2) for x, y in zip(a, b, strict=True)
+    )
+
+
+def _nudged(row: Row, params: SamplingParams) -> list[SamplingParams]:
+    """The parameters, and with thresholds that rounding cannot tell from them; but where sums are exact it can."""
+    out = [params]
+    if params.temperature == 0 or (params.top_p < 1 and not _is_close([_STRICT.run(row, params)], [truth(row, params)])):
+        return out
+    for name in ("top_p", "min_p", "typical_p"):
+        value = getattr(params, name)
+        if 0 < value < 1:
+            out += [replace(params, **{name: min(1.0, value * (1 + sign * _NUDGE))}) for sign in (-1, 1)]
+    return out
+
+
+def _judge_exactly(draws: Draws, rows: Sequence[Row]) -> SampleVerdict:
+    assert draws.probabilities is not None
+    theirs = [np.asarray(each / each.sum()) for each in draws.probabilities]
+    right = [truth(row, draws.params) for row in rows]
+    if all(
+        any(_is_close([their], [truth(row, params)]) for params in _nudged(row, draws.params))
+        for row, their in zip(rows, theirs, strict=True)
+    ):
+        largest = max(float(np.abs(a - b).max()) for a, b in zip(theirs, right, strict=True))
+        count = f"{len(rows)} rows" if len(rows) > 1 else "1 row"
+        return SampleVerdict(True, f"AGREES: probabilities of {count}, largest difference {largest:.1g}", [])
+    fitting = [rule for rule, given in _each_rule(draws, rows, right) if _is_close(theirs, given)]
+    return SampleVerdict(False, _first_difference(theirs, right), _diagnoses(fitting, confirmed=len(fitting) == 1))
+
+
+def _first_difference(theirs: Sequence[Probabilities], right: Sequence[Probabilities]) -> str:
+    row = next(i for i, (a, b) in enumerate(zip(theirs, right, strict=True)) if not _is_close([a], [b]))
+    token = int(np.abs(theirs[row] - right[row]).argmax())
+    kept = f"{int((theirs[row] > 0).sum())} tokens kept, {int((right[row] > 0).sum())} in the reference"
+    return (
+        f"DIFFERS at row {row}: token {token} has probability {theirs[row][token]:.4g}, in the reference "
+        f"{right[row][token]:.4g}; {kept}"
+    )
+
+
+def _diagnoses(rules: Sequence[WrongRule], confirmed: bool) -> list[Diagnosis]:
+    return [Diagnosis(r.name, r.cause, r.remedy, confirmed=confirmed, possible=not confirmed) for r in rules]
+
+
+def _judge_choices(draws: Draws, rows: Sequence[Row]) -> SampleVerdict:
+    """By how likely the choices are, and by choices that cannot be."""
+    assert draws.chosen is not None
+    right = [truth(row, draws.params) for row in rows]
+    count = sum(map(len, draws.chosen))
+    likelihood = _likelihood(right, draws.chosen)
+    rules = [(_likelihood(given, draws.chosen), rule, given) for rule, given in _each_rule(draws, rows, right)]
+    best = max((each[0] for each in rules), default=-math.inf)
+    impossible = next(
+        ((i, token) for i, ids in enumerate(draws.chosen) for token in ids if right[i][token] == 0), None
+    )
+    deviations = 0.0 if impossible else _deviations(right, draws.chosen)
+    if impossible is None and best - likelihood < _CLEAR and abs(deviations) < _DEVIATIONS:
+        spread = f"ln likelihood {likelihood:.1f}, {deviations:+.1f} standard deviations from what is expected"
+        return SampleVerdict(True, f"AGREES: {count} choices, all possible; {spread}", [])
+    if impossible is not None:
+        row, token = impossible
+        verdict = f"DIFFERS at row {row}: token {token} was chosen, which the reference excludes"
+    elif best - likelihood >= _CLEAR:
+        verdict = f"DIFFERS: a wrong rule explains the {count} choices e^{best - likelihood:.0f} times better"
+    else:
+        verdict = f"DIFFERS: the {count} choices are {deviations:+.1f} standard deviations from as likely as expected"
+    fitting = [
+        rule
+        for value, rule, given in rules
+        if value > max(best - _RIVAL, likelihood) and abs(_deviations(given, draws.chosen)) < _DEVIATIONS
+    ]
+    clear = len(fitting) == 1 and (impossible is None or count >= len(rules))
+    return SampleVerdict(False, verdict, _diagnoses(fitting, confirmed=clear))
+
+
+def _likelihood(p: Sequence[Probabilities], chosen: Sequence[Sequence[int]]) -> float:
+    with np.errstate(divide="ignore"):
+        return float(sum(np.log(row[list(ids)]).sum() for row, ids in zip(p, chosen, strict=True)))
+
+
+def _deviations(p: Sequence[Probabilities], chosen: Sequence[Sequence[int]]) -> float:
+    """How many standard deviations the ln likelihood is from its mean."""
+    mean = variance = 0.0
+    for row, ids in zip(p, chosen, strict=True):
+        kept = row[row > 0]
+        logs = np.log(kept)
+        own = float((kept * logs).sum())
+        mean += len(ids) * own
+        variance += len(ids) * float((kept * logs * logs).sum() - own * own)
+    return (_likelihood(p, chosen) - mean) / math.sqrt(variance) if variance > 1e-12 else 0.0
