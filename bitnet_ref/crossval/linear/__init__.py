@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ...errors import ConfigError
 from ..engines.engine import ExternalEngine
+from .judge import judge
 from .probes import Answers, all_calls
-from .verdict import LinearVerdict, LineVerdict, judge
+from .verdict import LinearVerdict, LineVerdict
 
 __all__ = ["LineVerdict", "LinearVerdict", "cross_linear"]
 
@@ -36,7 +38,7 @@ def cross_linear(target: str, *, python: str | None = None, args: str = "") -> L
     calls = all_calls()
     with tempfile.TemporaryDirectory(prefix="bitnet-ref-linear-") as folder:
         given, out = Path(folder) / "given.npz", Path(folder) / "out.npz"
-        arrays = {"calls": np.array(json.dumps([call.facts for call in calls]))}
+        arrays: dict[str, Any] = {"calls": np.array(json.dumps([call.facts for call in calls]))}
         for i, call in enumerate(calls):
             values = {"x": call.x, "w": call.w, "bias": call.bias, "dy": call.dy}
             arrays |= {f"{i}/{name}": value for name, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The rules that give what a layer gave: the reference's first, then those that differ from it in as few as they can."""
+"""The rules that give what a layer gave: the reference's first, then those that differ least from it next."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEP = 0.1  # of a quantisation step: what two equal values may differ by
 SAME = 2e-3  # relative, of effective weights: they are solved for from float32 outputs
 FLOORS = (1e-5, 1e-6, 1e-7, 1e-8, 0.0, 1e-4, 1e-3, 1e-2)
 CLIPS: tuple[tuple[int, int] | None, ...] = ((-128, 127), (-127, 127), (-127, 128), None)
-_SMALL_CLIPS = {7: (-8, 7), 8: (-8, 7), 1: (-1, 1)}
+_SMALL_CLIPS: dict[float | None, tuple[int, int]] = {7: (-8, 7), 8: (-8, 7), 1: (-1, 1)}
 Options = Mapping[str, Sequence[Any]]
 
 

@@ -41,7 +41,7 @@ def input_gradients(x: NDArray, w: NDArray, dy: NDArray, rules: Rules) -> Iterat
 
     raw = w.astype(np.float64)
     s = scale_of(w, rules).astype(np.float64)
-    divided = {"divided by": 1.0, "not divided by": a, "multiplied by": a * a}[rules.x_out]
+    divided = {"divided by": a**0, "not divided by": a, "multiplied by": a * a}[rules.x_out]
     ways = {
         RIGHT: g * divided,
         f"{RIGHT}, without the output's wrong factor": dy.astype(np.float64) @ (eff / _wrong_factor(w, rules)),

@@ -23,8 +23,8 @@ class Rules:
 
     norm: of NORMS.   over: of OVER, the values that share an activation scale.   levels: 127 of 127 / max|x|; None: the
     activations stay floats.   floor: what max|x| is at least; `added`: what is added to it.   x_round, w_round: of
-    ROUNDINGS.   x_clip: the smallest and largest integer, or None.   w_scale: of SCALES.   out: of OUTPUTS, the share of
-    the weights in the rescaling, and x_out that of the activations.   constant: a factor that belongs nowhere.
+    ROUNDINGS.   x_clip: the smallest and largest integer, or None.   w_scale: of SCALES.   out: of OUTPUTS, the part
+    of the weights in the rescaling, and x_out that of the activations.   constant: a factor that belongs nowhere.
     """
 
     norm: str = "none"

@@ -11,7 +11,7 @@ A layer of NumPy is called as layer(x), and has backward(dy) -> dX, dW or dX, dW
 import ast
 import contextlib
 import importlib
-import importlib.util
+import importlib.machinery
 import inspect
 import json
 import os
@@ -31,10 +31,7 @@ def find(target):
     module, _, path = target.partition(":")
     if module.endswith(".py"):
         sys.path.insert(0, os.path.dirname(os.path.abspath(module)))
-        spec = importlib.util.spec_from_file_location("layer_under_test", module)
-        found = importlib.util.module_from_spec(spec)
-        sys.modules["layer_under_test"] = found
-        spec.loader.exec_module(found)
+        found = importlib.machinery.SourceFileLoader("layer_under_test", module).load_module()
     else:
         found = importlib.import_module(module)
     for name in path.split("."):
@@ -45,6 +42,7 @@ def find(target):
 def written_arguments(text, sizes):
     """ "in_features, out_features, eps=1e-6" -> positional and named arguments; nothing in it is executed"""
     call = ast.parse(f"f({text})", mode="eval").body
+    assert isinstance(call, ast.Call)
 
     def value(node):
         return sizes[node.id] if isinstance(node, ast.Name) else ast.literal_eval(node)
@@ -165,13 +163,15 @@ class Layer:
 
 def store(make, arrays):
     """y after each way of storing the weights, once and twice: on a layer of its own each time"""
-    own, out = make(), {}
+    own = make()
+    runs = {}
     ways = list(own.storing_methods())
     if own.is_torch:
         ways.append("eval() and train()")
     for way in ways:
         fresh = make()
         fresh.set(arrays["w"], None)
+        ys = []
         try:
             for _ in range(2):
                 if way == "eval() and train()":
@@ -183,10 +183,13 @@ def store(make, arrays):
                         break  # it returns what it computed, and changes nothing
                 if fresh.is_torch:
                     fresh.layer.float()
-                out.setdefault(way, []).append(fresh.run(arrays["x"], None, "float32")["y"])
+                ys.append(fresh.run(arrays["x"], None, "float32")["y"])
         except Exception as problem:
-            out[way] = np.array(f"{type(problem).__name__}: {problem}")
-    return {way: value if isinstance(value, np.ndarray) else np.stack(value) for way, value in out.items()}
+            runs[way] = np.array(f"{type(problem).__name__}: {problem}")
+            continue
+        if ys:
+            runs[way] = np.stack(ys)
+    return runs
 
 
 def run_call(make, built, call, arrays):
@@ -221,7 +224,9 @@ def run_call(make, built, call, arrays):
 def run(job):
     with np.load(job["given"]) as archive:
         given = {name: archive[name] for name in archive.files}
-    target, built, out = find(job["target"]), {}, {}
+    target = find(job["target"])
+    built: dict = {}
+    out: dict = {}
 
     def make(k, n, bias):
         return build(target, job["args"], k, n, bias)
