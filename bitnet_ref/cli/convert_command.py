@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # The names in conversion.TARGETS, which --help should not import; a test compares them.
 TARGET_NAMES = (
-    *("hf-packed", "hf-bf16", "hf-unpacked", "native", "native-base3", "onnx"),
+    *("hf-packed", "hf-bf16", "hf-online", "hf-unpacked", "native", "native-base3", "onnx"),
     *("gguf-i2_s", "gguf-tq1_0", "gguf-tq2_0", "gguf-tl1", "gguf-tl2"),
     *("gguf-f16", "gguf-bf16", "gguf-f32", "gguf-q8_0", "gguf-q2_0", "gguf-pq2_0", "gguf-ptq1_0"),
 )
@@ -40,9 +40,14 @@ def convert(
 
     The new file is read again and compared with the source: every ternary plane bit for bit, every scale, every other
     tensor, the tokenizer, and the logits of a few tokens. DESTINATION does not exist before that.
+
+    hf-bf16 keeps masters. Of a model without masters it holds -1, 0, +1 beside a weight_scale: no masters, though all
+    is bfloat16. hf-online makes masters, bfloat16 values that quantise to the same planes and whose mean|W| is the
+    scale to 1e-7, for engines that quantise when they load.
     """
     from ..formats.checkpoint import LoadOptions, Progress
     from ..formats.convert import convert as convert_model
+    from ..formats.convert import remark_on
 
     with ExitStack() as bars:
 
@@ -54,15 +59,18 @@ def convert(
         proof = convert_model(source, destination, target, tl_tiles=to_tl_tiles, phase=phase, **options)
     files = sorted(destination.rglob("*")) if destination.is_dir() else [destination]
     nbytes = sum(file.stat().st_size for file in files)
+    remark = remark_on(destination, target)
     if wants_json():
         facts = None if proof is None else proof.to_dict()
-        print_json({"path": str(destination), "to": target, "bytes": nbytes, "proof": facts})
+        print_json({"path": str(destination), "to": target, "bytes": nbytes, "remark": remark, "proof": facts})
         return
     click.echo(f"{destination}: {target}, {size_in_words(nbytes)}")
     if proof is None:
         click.echo("not verified, as asked")
     else:
         show(lambda out: draw(proof, out))
+    if remark is not None:
+        click.echo(remark)
 
 
 def draw(proof: Proof, out: Console) -> None:

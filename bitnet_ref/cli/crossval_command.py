@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ..api import Model
     from ..crossval import Crossing, PrecisionBench, Verification
     from ..crossval.compare import Comparison
+    from ..crossval.linear import LinearVerdict
 
 _MODEL = click.argument("model", default="storyteller")
 _FILE = click.Path(path_type=Path)  # to read
@@ -321,6 +322,27 @@ def bitnet_cpp(
     finish("bitnet_cpp", model, loaded, ids, [crossing], **outputs)
 
 
+@crossval.command(short_help="A BitLinear of any package, line by line.")
+@click.argument("layer", metavar="MODULE:CLASS")
+@click.option("--python", help="The interpreter that has the package.  [default: this one]")
+@click.option("--args", default="", help='How it is built: "in_features, out_features, bias=bias, eps=1e-6".')
+@common_options
+def linear(layer: str, python: str | None, args: str) -> None:
+    """Build the layer MODULE:CLASS or FILE.py:CLASS, of PyTorch or NumPy, and name the line of it that is wrong.
+
+    The layer is probed from outside: one-hot tokens, values on a half, faint and huge tokens, tokens of zeros, a bias,
+    gradients, eval() and train(), methods that store its weights, 16 bits. Each line of a BitLinear gets a verdict,
+    with one value that is expected and the one that was found. A norm inside, and a floor below 1e-5, are choices.
+
+    Exits with 1 when a line differs, with 4 when the layer cannot be built or run.
+    """
+    from ..crossval.linear import cross_linear
+
+    verdict = cross_linear(layer, python=python, args=args)
+    code = UNAVAILABLE if verdict.agrees is None else 0 if verdict.agrees else DIFFERS
+    report(verdict.to_dict(), lambda out: _draw_linear(verdict, out), code)
+
+
 PRECISION_HELP = "May be repeated; int8: --dense int8.  [default: float32, float16 and bfloat16]"
 
 
@@ -490,6 +512,19 @@ def _draw_neighbourhood(opponent: str, comparison: Comparison, out: Console) -> 
     columns = ("tensor", "|status", ">|differ", ">|max abs", ">|rel. L2", ">|cosine", ">|scale")
     tables = [make_table(columns[:shown], [row[:shown] for row in rows]) for shown in (7, 5)]
     out.print(next((table for table in tables if table.fits(out, out.width)), tables[0]))
+
+
+def _draw_linear(verdict: LinearVerdict, out: Console) -> None:
+    styles = {"right": "green", "a choice": "yellow", "-": "dim"}
+    out.print(
+        style_text(verdict.sentence, {None: "yellow", True: "green", False: "red"}[verdict.agrees]), soft_wrap=True
+    )
+    if verdict.agrees is False:
+        rows = [
+            (each.line, style_text(each.status, styles.get(each.status, "red")), each.text, each.example)
+            for each in verdict.lines
+        ]
+        out.print(make_table(("|line", "|", "|what it does", "|one value"), rows))
 
 
 def _draw_precision(bench: PrecisionBench, out: Console) -> None:

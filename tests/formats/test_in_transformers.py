@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed: pip install {engine.ENGINE.pip}"),
 ]
 RECORDERS = Path(engine.__file__).parent / "recorders"
-TARGETS = ("hf-packed", "hf-bf16", "hf-unpacked")
+TARGETS = ("hf-packed", "hf-bf16", "hf-online", "hf-unpacked")
 
 PUBLISHED = ["bitnet-packed-offline", "bitnet-bf16-online", "llama-packed-bitlinear", "llama-packed-rmsnorm"]
 PUBLISHED += ["llama-packed-skips", "llama-unpacked-offline", "llama-f16-sharded", "llama-tied-duplicate"]
@@ -44,6 +44,7 @@ TERNARY = {"storyteller", *PUBLISHED[:-2], *FAMILIES[:3]}
 REFUSED = {(case, "hf-unpacked") for case in TERNARY} | {  # biases that are not exact beside the scale
     ("llama-packed-rmsnorm", "hf-bf16"),
     ("qwen2-bias-linear-norms", "hf-packed"),
+    *((case, "hf-online") for case in SOURCES if case not in TERNARY),
 }
 
 # Arguments: a file {name: [folder, tokens]}, the folder of recorders, a file for {name.plain, .auto, .wide: logits}.

@@ -21,6 +21,7 @@ from ...system.sharing import model_files
 from ..checkpoint import Checkpoint, LoadOptions, Progress
 from ..gguf.export import KINDS, write_gguf_model
 from ..gguf.file import Typed
+from ..hf.config import read_hf_config
 from ..hf.writer import write_hf
 from ..native.model import SUFFIX as NATIVE_SUFFIX
 from ..native.model import write_native
@@ -52,6 +53,7 @@ def _gguf(kind: str, checkpoint: Checkpoint, path: Path, options: LoadOptions, p
 _TARGETS = (
     Target("hf-packed", None, lambda model, path, _, tick: write_hf(model, path, "hf-packed", tick)),
     Target("hf-bf16", None, lambda model, path, _, tick: write_hf(model, path, "hf-bf16", tick)),
+    Target("hf-online", None, lambda model, path, _, tick: write_hf(model, path, "hf-online", tick)),
     Target("hf-unpacked", None, lambda model, path, _, tick: write_hf(model, path, "hf-unpacked", tick)),
     *(Target(f"gguf-{kind}", ".gguf", partial(_gguf, kind)) for kind in KINDS),
     Target("onnx", None, lambda model, path, _, tick: write_onnx_folder(model, path, tick)),
@@ -134,6 +136,19 @@ def convert(
             if not proof.holds:
                 raise FormatError(f"what was written is not the model that was read: {proof.verdict}", path=path)
     return proof
+
+
+def remark_on(path: Path, to: str) -> str | None:
+    """What a folder that was written as `to` is not, where its name may mislead."""
+    if to != "hf-bf16":
+        return None
+    quantization = read_hf_config(path / "config.json").quantization
+    if quantization is None or quantization.quantization_mode == "online":
+        return None
+    return (
+        "hf-bf16 holds -1, 0, +1 beside weight_scale, and no masters: what quantises when it loads would take "
+        "mean|W| of these for the scale; hf-online is for that, and for training on"
+    )
 
 
 def _check_size(checkpoint: Checkpoint) -> None:

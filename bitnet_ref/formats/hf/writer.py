@@ -2,9 +2,9 @@
 
 Ternary linears are stored exactly, as `autobitlinear`, mode "offline": "hf-packed" (2-bit planes) or "hf-bf16" (-1, 0,
 +1 as floats), with a `weight_scale`. Packed planes whose scales divide (`bitlinear`) stay so in "hf-packed". Masters
-stay masters in "hf-bf16", mode "online". A BitLinear's matrix is never written as -s, 0, +s: transformers would take
-its absmean, which is s times the share of non-zeros. Matrices whose inputs stay in float are written as they are;
-"hf-unpacked" takes models of these alone.
+stay masters in "hf-bf16", mode "online", and "hf-online" makes some where there are none (see `masters`). A BitLinear's
+matrix is never written as -s, 0, +s: transformers would take its absmean, which is s times the share of non-zeros.
+Matrices whose inputs stay in float are written as they are; "hf-unpacked" takes models of these alone.
 
 All floats of a file have one dtype, which config.json names: transformers leaves a quantised model's tensors in the
 dtype of the file, and torch multiplies no float32 by bfloat16. It is the narrowest that changes no value (`_DTYPES`).
@@ -50,6 +50,7 @@ from ..planned_tensors import PlannedTensor, exact_dtype, in_one_dtype, layout_o
 from ..safetensors import SafetensorsWriter, dtype_name
 from .config import parse_hf_config
 from .folder import MODULES, POOLINGS, SINGLE_FILE
+from .masters import masters_of
 from .wrappers import hf_form
 
 # What transformers calls the dtype of a file
@@ -69,7 +70,7 @@ _NO_NORM = "transformers stores w - 1 of each norm of this family, and no float3
 
 
 def write_hf(checkpoint: Checkpoint, folder: Path, kind: str = "hf-packed", progress: Progress | None = None) -> None:
-    """Write the model into an existing, empty folder.   kind: "hf-packed", "hf-bf16" or "hf-unpacked"
+    """Write the model into an existing, empty folder.   kind: "hf-packed", "hf-bf16", "hf-online" or "hf-unpacked"
 
     Raises ConfigError for what no Hugging Face config can say, and for an hf-packed matrix whose number of outputs is
     no multiple of 4.
@@ -79,7 +80,9 @@ def write_hf(checkpoint: Checkpoint, folder: Path, kind: str = "hf-packed", prog
     if kind == "hf-unpacked" and config.quantization is not None:
         message = "-s, 0, +s would be quantised once more when they are loaded; convert to native, hf-packed or hf-bf16"
         raise ConfigError(message, field="quantization")
-    masters = kind == "hf-bf16" and _has_masters(checkpoint)
+    if kind == "hf-online" and config.quantization is None:
+        raise ConfigError("the model has no BitLinears, which have masters; convert to hf-bf16", field="quantization")
+    masters = kind == "hf-online" or (kind == "hf-bf16" and _has_masters(checkpoint))
     quantization = hf_quantization(checkpoint, kind, masters)
     plan_linear = partial(_plan_linear, checkpoint, kind, masters, quantization)
     norm = _norm_less_one if hf_form(hf_model_type(config)).norms_add_one else np.asarray
@@ -253,6 +256,12 @@ def _some_rows(w: Any, rows: slice) -> Floats:
     return array
 
 
+def _made_master(name: str, w: LinearWeight) -> Floats:
+    ternary = w.bit_linear
+    assert ternary is not None
+    return masters_of(name, ternary.ternary(), ternary.w_dequant_scale)
+
+
 def _plan_linear(
     checkpoint: Checkpoint, kind: str, masters: bool, quantization: QuantizationConfig | None, name: str
 ) -> Iterator[PlannedTensor]:
@@ -283,6 +292,9 @@ def _plan_linear(
         yield PlannedTensor(f"{module}.rms_norm.weight", "F32", (columns,), lambda w: w.norm.weight)
     if masters:
         master = checkpoint.master(name)
+        if master is None and kind == "hf-online":
+            yield PlannedTensor(weight, "BF16", (rows, columns), partial(_made_master, name))
+            return
         if master is None:
             raise ConfigError(f"{name} is ternary already, and other linears are full-precision masters")
         yield PlannedTensor(weight, dtype_name(master.dtype), (rows, columns), lambda w: checkpoint.master(name))

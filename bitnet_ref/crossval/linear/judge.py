@@ -1,0 +1,404 @@
+"""Finds what a layer does in each line of a BitLinear, from its answers to `all_calls`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .fit import (
+    FLIPS,
+    STEP,
+    distance,
+    effective_weights,
+    fit_activations,
+    fit_bias,
+    fit_floor,
+    fit_weights,
+    read_calls,
+)
+from .gradients import RIGHT, input_gradients, name_gradient, weight_gradients
+from .probes import LEVELS, Answers, Call, K, matrices
+from .rules import (
+    NORMS,
+    OUTPUTS,
+    ROUNDED_AS,
+    ROUNDINGS,
+    SMALL,
+    Rules,
+    activations,
+    output,
+    quantize_w,
+    quantize_x,
+    scale_of,
+    weights,
+)
+from .verdict import ABSENT, CHOICE, RIGHT_STATUS, UNKNOWN, WRONG, LinearVerdict, LineVerdict, equal_outputs
+
+_CONSTANTS: dict[float, str] = {
+    1 / K: "1 / in_features: a norm by dim^-0.5 where dim^0.5 belongs",
+    K: "in_features",
+    K**0.5: "the root of in_features",
+    K**-0.5: "1 / the root of in_features",
+    128 / 127: "128 / 127",
+    127 / 128: "127 / 128",
+    127.0: "127",
+    1 / 127: "1 / 127",
+    128.0: "128",
+    1 / 128: "1 / 128",
+}
+
+
+def _recognised(rules: Rules) -> str:
+    for value, text in _CONSTANTS.items():
+        if abs(rules.constant / value - 1) < 1e-3:
+            return f": {text}"
+    return ""
+
+
+def judge(target: str, versions: str, calls: Sequence[Call], answers: Answers) -> LinearVerdict:
+    """The verdict on what the layer gave for `all_calls`."""
+    by_name = {call.name: call for call in calls}
+    if (failed := answers.text("tokens")) is not None:
+        return LinearVerdict(target, versions, (), failed)
+    return LinearVerdict(target, versions, tuple(_Judge(by_name, answers).lines()))
+
+
+class _Judge:
+    def __init__(self, calls: Mapping[str, Call], answers: Answers) -> None:
+        self.calls, self.answers = calls, answers
+        self.seen = read_calls(calls, answers)
+        first, again = answers.get("tokens"), answers.get("tokens again")
+        self.random = again is not None and first is not None and not np.array_equal(first, again, equal_nan=True)
+
+    def lines(self) -> list[LineVerdict]:
+        if "tokens" not in self.seen:
+            return [LineVerdict("activation scale", WRONG, "the outputs of usual tokens hold NaN or Inf")]
+        fitted = fit_activations(self.calls, self.seen, self.random)
+        if fitted is None:
+            text = "no rule that was tried gives what the layer makes of its inputs"
+            return [LineVerdict("activation scale", UNKNOWN, text), *self._modes()]
+        rules, self.factor = fitted
+        shows_floor = rules.norm == "none" and rules.x_out == "divided by" and not self.random
+        floored = fit_floor(self.calls, self.seen, rules, self.factor) if shows_floor else rules
+        self.rules = rules if floored is None else floored
+        lines = [self._norm(), self._activation_scale(floored is None), self._activation_rounding()]
+        drawn = matrices()
+        multiplied = activations(self.calls["weights normal"].x, self.rules)
+        self.found = {}
+        for name in drawn:
+            y = self.answers.get(f"weights {name}")
+            if y is not None and np.isfinite(y).all():
+                self.found[name] = effective_weights(y, multiplied)
+        usual = {name: w for name, w in drawn.items() if name in self.found and name != "ternary"}
+        fit = fit_weights({name: self.found[name] for name in usual}, usual, self.rules) if usual else None
+        if fit is None:
+            text = "no rule that was tried gives what the layer makes of its weights"
+            return [*lines, LineVerdict("weight scale", UNKNOWN, text), *self._modes()]
+        self.rules = fit
+        lines += [self._weight_scale(), self._weight_rounding(), self._rescaling(), self._bias()]
+        lines += [*self._gradients(), *self._modes(), self._held_out()]
+        return lines
+
+    # -- activations
+
+    def _value(self, alternative: Rules, name: str, line: str = "") -> tuple[tuple[int, ...], float, float, float]:
+        """Where a call differs most from other rules, the value there before quantisation, expected, found"""
+        x = self.calls[name].x
+        simulated = activations(x, alternative).astype(np.float64)
+        found = self.seen[name] / self.factor
+        at = np.unravel_index(int(np.argmax(np.abs(found - simulated))), x.shape)
+        return tuple(map(int, at)), float(NORMS[self.rules.norm](x)[at]), float(simulated[at]), float(found[at])
+
+    def _norm(self) -> LineVerdict:
+        norm = self.rules.norm
+        status = RIGHT_STATUS if norm == "none" else CHOICE
+        text = "none" if norm == "none" else f"{norm}, as in the layer of the first papers; not in 2B-4T's"
+        at, value, expected, found = self._value(replace(self.rules, norm="none"), "tokens")
+        if norm == "none":
+            return LineVerdict("norm inside", status, text, f"x{list(at)} = {value:.6g} becomes", expected, found)
+        x = float(self.calls["tokens"].x[at])
+        return LineVerdict("norm inside", status, text, f"x{list(at)} = {x:.6g}, without a norm", expected, found)
+
+    def _activation_scale(self, unknown_floor: bool) -> LineVerdict:
+        rules, line = self.rules, "activation scale"
+        right = replace(rules, over="token", levels=127, floor=1e-5, added=0.0, x_clip=(-128, 127))
+        over, x = rules.over, "max|x|"
+        name = "tokens"
+        if rules.levels is None:
+            at, value, expected, found = self._value(right, name)
+            text = "none: the activations are not quantised"
+            return LineVerdict(line, WRONG, text, f"x{list(at)} = {value:.6g}", expected, found)
+        wrong = []
+        if over != "token":
+            wrong.append(f"one scale for each {over}, where each token has its own")
+        if rules.levels != 127:
+            wrong.append(f"{rules.levels:g} / {x}, where 127 / {x} belongs")
+        if rules.added and rules.added > 1e-6:
+            wrong.append(f"{rules.added:g} is added to {x}, where {x} is at least 1e-5")
+        if unknown_floor:
+            wrong.append(f"tokens with {x} below 1e-5 are scaled by no rule that was tried")
+        zeros = self.answers.get("zeros")
+        if zeros is not None and not np.isfinite(zeros).all():
+            wrong.append("a token of zeros gives NaN: max|x| has no floor")
+        elif zeros is not None and zeros.any() and rules.norm == "none":
+            wrong.append("a token of zeros does not give zeros")
+        if (huge := self.answers.get("huge")) is not None and not np.isfinite(huge).all() and rules.norm == "none":
+            wrong.append("a token of 1e12 gives NaN or Inf")
+        text = f"{rules.levels:g} / {x} of each {over}"
+        choice = ""
+        floor = rules.floor or rules.added
+        if rules.norm == "none" and not unknown_floor and (floor != 1e-5 or rules.added):
+            choice = f"; {x} is at least {rules.floor:g}, the reference's 1e-5"
+            if rules.floor > 1e-5:
+                wrong.append(choice[2:])
+            name = "tiny 3e-06" if "tiny 3e-06" in self.seen and over == "token" and rules.levels == 127 else name
+        elif rules.norm == "none" and not unknown_floor:
+            text += f", {x} at least 1e-5"
+        at, value, expected, found = self._value(right, name)
+        status = WRONG if wrong else CHOICE if choice else RIGHT_STATUS
+        text = "; ".join(wrong) if wrong else text + choice
+        return LineVerdict(line, status, text, f"x{list(at)} = {value:.6g}", expected, found)
+
+    def _activation_rounding(self) -> LineVerdict:
+        rules, line = self.rules, "activation rounding"
+        if self.random:
+            first, again = self.seen["tokens"], self.seen.get("tokens again", self.seen["tokens"])
+            at = tuple(map(int, np.unravel_index(int(np.argmax(np.abs(first - again))), first.shape)))
+            where = f"x{list(at)}, two equal calls"
+            text = "two equal calls give other values: stochastic rounding, or dropout"
+            return LineVerdict(line, WRONG, text, where, float(again[at] / self.factor), float(first[at] / self.factor))
+        if rules.levels is None:
+            return LineVerdict(line, WRONG, "not at all")
+        name = next(
+            (name for level in LEVELS if (name := f"ties {level:g}") in self.seen and level == rules.levels), "tokens"
+        )
+        x = self.calls[name].x
+        n = NORMS[rules.norm](x)
+        right_q, a = quantize_x(n, replace(rules, x_round="half to even", x_clip=(-128, 127)))
+        is_seen = rules.x_out == "divided by"
+        q = self.seen[name] / self.factor * a if is_seen else quantize_x(n, rules)[0]
+        u = (n * a).astype(np.float64)
+        gap = np.abs(q - right_q) * (rules.x_round != "nearest")
+        if gap.max() < STEP:
+            gap = (np.abs(np.abs(u) % 1 - 0.5) < 1e-6).astype(float)  # a tie, to show
+        at = tuple(map(int, np.unravel_index(int(np.argmax(gap)), gap.shape)))
+        text, wrong = ROUNDED_AS[rules.x_round], rules.x_round not in ("half to even", "nearest")
+        if rules.levels in (128, 127.5):
+            text += {(-128, 127): ", cut to -128..127", None: ", not cut to int8: 128 is kept"}.get(
+                rules.x_clip, f", cut to {rules.x_clip[0]}..{rules.x_clip[1]}" if rules.x_clip else ""
+            )
+            wrong |= rules.x_clip is None or rules.x_clip[1] == 128
+        status = WRONG if wrong else RIGHT_STATUS
+        where = f"x a{list(at)} = {u[at]:.6g}"
+        return LineVerdict(line, status, text, where, float(right_q[at]), round(float(q[at]), 3))
+
+    # -- weights
+
+    def _matrix(self, alternative: Rules, name: str) -> tuple[str, float, float]:
+        w = matrices()[name]
+        expected, found = weights(w, alternative).astype(np.float64), self.found[name]
+        at = tuple(map(int, np.unravel_index(int(np.argmax(np.abs(found - expected))), w.shape)))
+        return f"W{list(at)} = {w[at]:.6g}, mean|W| = {np.abs(w).mean():.6g}", float(expected[at]), float(found[at])
+
+    def _weight_scale(self) -> LineVerdict:
+        rules, line = self.rules, "weight scale"
+        if rules.w_round == "none":
+            text = "none: the weights are not quantised"
+            return LineVerdict(line, WRONG, text, *self._matrix(Rules(), "normal"))
+        at = self._matrix(replace(rules, w_scale="mean|W|"), "heavy")
+        if rules.w_round.startswith("sign"):
+            text = "nothing is divided by it: the signs alone are taken"
+            return LineVerdict(line, ABSENT, text)
+        if rules.w_scale == "1":
+            return LineVerdict(line, WRONG, "1: W is rounded as it is, where W / mean|W| is", *at)
+        wrong = "" if rules.w_scale == "mean|W|" else f"{rules.w_scale}, where mean|W| of the whole matrix belongs"
+        zero = self.answers.get("weights zero")
+        if zero is not None and not np.isfinite(zero).all():
+            wrong = f"{wrong}{'; ' * bool(wrong)}a matrix of zeros gives NaN: the scale has no floor"
+        if wrong:
+            return LineVerdict(line, WRONG, wrong, *at)
+        faint = self.answers.get("weights faint")
+        if faint is None or not np.any(faint):
+            return LineVerdict(line, RIGHT_STATUS, "mean|W| of the whole matrix, at least 1e-5", *at)
+        text = "mean|W| of the whole matrix; its floor is below the reference's 1e-5"
+        return LineVerdict(line, CHOICE, text, *at)
+
+    def _weight_rounding(self) -> LineVerdict:
+        rules, line = self.rules, "weight rounding"
+        name = "ties" if "ties" in self.found else "normal"
+        w = matrices()[name]
+        right = replace(rules, w_round="half to even", w_clip=True)
+        s = scale_of(w, rules)
+        if rules.w_round == "none":
+            return LineVerdict(line, WRONG, "not at all", *self._matrix(Rules(), "normal"))
+        if rules.w_round in ("threshold", "sign", "sign of w - mean") or not rules.w_clip:
+            name, w = "normal", matrices()["normal"]
+            s = scale_of(w, rules)
+        t = quantize_w(w, rules, s)
+        out = OUTPUTS[rules.out](s.astype(np.float64), w, t) * rules.constant
+        found, expected = self.found[name] / out, quantize_w(w, right, s)
+        gap = np.abs(found - expected)
+        if gap.max() < STEP:
+            gap = (np.abs(np.abs(w / s) - 0.5) < 1e-6).astype(float)
+        at = tuple(map(int, np.unravel_index(int(np.argmax(gap)), gap.shape)))
+        text, wrong = ROUNDED_AS[rules.w_round], rules.w_round != "half to even"
+        if rules.w_round == "threshold":
+            text = f"zero where |w| <= {rules.threshold:.3g} scales, where the rounding's threshold is 0.5"
+        if rules.w_round in ROUNDINGS and not rules.w_clip:
+            text, wrong = f"{text}; not cut to -1..1", True
+        elif rules.w_round in ROUNDINGS:
+            text = f"{text}, cut to -1..1"
+        where = f"W / scale{list(at)} = {float((w / s)[at]):.6g}"
+        status = WRONG if wrong else RIGHT_STATUS
+        return LineVerdict(line, status, text, where, float(expected[at]), round(float(found[at]), 3))
+
+    def _rescaling(self) -> LineVerdict:
+        rules, line = self.rules, "rescaling"
+        right = replace(rules, x_out="divided by", out="the weights' scale", constant=1.0)
+        call = self.calls["without bias"]
+        y = self.answers.get("without bias")
+        expected = output(call.x, call.w, right)
+        if y is None:
+            return LineVerdict(line, UNKNOWN, "the layer failed on drawn weights")
+        at = tuple(map(int, np.unravel_index(int(np.argmax(np.abs(y - expected))), y.shape)))
+        wrong = []
+        if rules.x_out != "divided by":
+            wrong.append(f"the sums are {rules.x_out} the activations' scale, where they are divided by it")
+        if rules.out != "the weights' scale" and rules.w_round != "none":
+            own = rules.out == "mean|W|" and rules.w_round.startswith("sign")
+            wrong += [] if own else [f"the sums are multiplied by {rules.out}, where they are by the weights' scale"]
+        if rules.constant != 1.0:
+            wrong.append(f"the output is {rules.constant:.6g} times the right one{_recognised(rules)}")
+        text = "; ".join(wrong) or "the sums times weight scale / activation scale"
+        where = f"y{list(at)}"
+        return LineVerdict(line, WRONG if wrong else RIGHT_STATUS, text, where, float(expected[at]), float(y[at]))
+
+    def _bias(self) -> LineVerdict:
+        line, call = "bias", self.calls["with bias"]
+        if self.random:
+            return LineVerdict(line, ABSENT, "not judged: equal calls give other values")
+        if (failed := self.answers.text("with bias")) is not None:
+            return LineVerdict(line, ABSENT, f"cannot be built with one: {failed}"[:200])
+        if self.answers.text("with bias", "no_bias") is not None:
+            return LineVerdict(line, ABSENT, "the layer has none")
+        with_bias, without = self.answers.get("with bias"), self.answers.get("without bias")
+        if with_bias is None or without is None or call.bias is None:
+            return LineVerdict(line, UNKNOWN, "the layer failed with a bias")
+        added = with_bias - without
+        n = NORMS[self.rules.norm](call.x)
+        a = (
+            np.broadcast_to(quantize_x(n, self.rules)[1], (*call.x.shape[:2], 1))
+            if self.rules.over != "column"
+            else None
+        )
+        s = scale_of(call.w, self.rules)
+        name = fit_bias(added, call.bias, a, s)
+        gap = np.abs(added - call.bias)
+        at = tuple(map(int, np.unravel_index(int(np.argmax(gap)), gap.shape)))
+        where = f"what is added to y{list(at)}"
+        status = UNKNOWN if name is None else RIGHT_STATUS if name == "added as it is" else WRONG
+        text = name or "what is added is not explained by the bias and the scales"
+        return LineVerdict(line, status, text, where, float(call.bias[at[-1]]), float(added[at]))
+
+    # -- gradients
+
+    def _gradients(self) -> list[LineVerdict]:
+        call = self.calls["gradients"]
+        assert call.dy is not None
+        if (text := self.answers.text("gradients", "no_backward") or self.answers.text("gradients")) is not None:
+            return [LineVerdict(line, WRONG, f"the backward pass fails: {text}"[:200]) for line in ("dX", "dW")]
+        if self.random:
+            return [LineVerdict(line, ABSENT, "not judged: equal calls give other values") for line in ("dX", "dW")]
+        lines = []
+        ways = {"dX": input_gradients, "dW": weight_gradients}
+        for line, each in ways.items():
+            given = self.answers.get("gradients", line.lower())
+            if given is None:
+                lines.append(LineVerdict(line, ABSENT, "none: the layer has no backward pass, or no weight to train"))
+                continue
+            name, right = name_gradient(given, each(call.x, call.w, call.dy, self.rules))
+            at = tuple(map(int, np.unravel_index(int(np.argmax(np.abs(given - right))), given.shape)))
+            is_right = name is not None and name.startswith(RIGHT)
+            status = RIGHT_STATUS if is_right else UNKNOWN if name is None else WRONG
+            text = name or "equals none of the gradients that were tried"
+            lines.append(LineVerdict(line, status, text, f"{line}{list(at)}", float(right[at]), float(given[at])))
+        given = self.answers.get("bias gradient", "db")
+        if given is not None:
+            right = call.dy.astype(np.float64).sum(axis=(0, 1))
+            at = (int(np.argmax(np.abs(given - right))),)
+            near = np.linalg.norm(given - right) <= 1e-4 * np.linalg.norm(right)
+            text = "the sum of dY over the tokens" if near else "is not the sum of dY over the tokens"
+            status = RIGHT_STATUS if near else WRONG
+            lines.append(LineVerdict("dbias", status, text, f"dbias[{at[0]}]", float(right[at]), float(given[at])))
+        return lines
+
+    # -- modes and dtypes
+
+    def _modes(self) -> list[LineVerdict]:
+        lines = []
+        train, in_eval = self.answers.get("without bias"), self.answers.get("in eval")
+        if train is not None:
+            failed = self.answers.text("in eval")
+            if in_eval is None:
+                lines.append(LineVerdict("train and eval", WRONG, f"eval() fails: {failed}"[:200]))
+            else:
+                lines.append(equal_outputs("train and eval", "eval() and train()", train, in_eval, self.random))
+        lines += self._stored(train)
+        lines += self._narrow(train)
+        return lines
+
+    def _stored(self, train: NDArray | None) -> list[LineVerdict]:
+        """The output after the weights were stored, once and twice."""
+        if train is None or self.random:
+            return []
+        worst: LineVerdict | None = None
+        names = []
+        for way in self.answers.by_call.get("storage", {}):
+            y = self.answers.by_call["storage"][way]
+            if y.dtype.kind == "U":
+                if way == "failed" or "eval()" not in way:
+                    continue  # a method that needs more than the layer
+                worst = LineVerdict("stored weights", WRONG, f"{way} fails: {y}"[:200])
+                continue
+            names.append(way)
+            for count, each in enumerate(y.astype(np.float64), start=1):
+                line = equal_outputs("stored weights", f"{way}, {('once', 'twice')[count - 1]}", train, each, False)
+                if line.status == WRONG and (worst is None or worst.status != WRONG):
+                    worst = line
+        if worst is not None:
+            return [worst]
+        return [LineVerdict("stored weights", RIGHT_STATUS, f"{', '.join(names)} change nothing")] if names else []
+
+    def _narrow(self, train: NDArray | None) -> list[LineVerdict]:
+        """What 16 bits cost: no verdict but NaN and failure."""
+        texts, status = [], RIGHT_STATUS
+        for dtype in ("bfloat16", "float16"):
+            y, failed = self.answers.get(dtype), self.answers.text(dtype)
+            if y is None or train is None:
+                texts.append(f"{dtype}: fails, {failed}"[:120])
+                status = CHOICE
+            elif not np.isfinite(y).all():
+                texts.append(f"{dtype}: NaN or Inf")
+                status = WRONG
+            else:
+                error = np.linalg.norm(y - train) / max(float(np.linalg.norm(train)), SMALL)
+                texts.append(f"{dtype}: {error:.1e} from float32")
+        return [LineVerdict("16 bits", status, "; ".join(texts))]
+
+    def _held_out(self) -> LineVerdict:
+        call, y = self.calls["held out"], self.answers.get("held out")
+        line = "together"
+        if y is None:
+            return LineVerdict(line, UNKNOWN, "the layer failed on other weights")
+        expected = output(call.x, call.w, self.rules)
+        gap = distance(y, expected, 127)
+        at = tuple(map(int, np.unravel_index(int(np.argmax(gap)), gap.shape)))
+        near = (gap > (20 if self.random else STEP)).mean() <= 10 * FLIPS
+        text = "the lines above give the outputs for other weights and tokens"
+        if not near:
+            text = "the lines above do not give the outputs for other weights and tokens"
+        status = RIGHT_STATUS if near else UNKNOWN
+        return LineVerdict(line, status, text, f"y{list(at)}", float(expected[at]), float(y[at]))

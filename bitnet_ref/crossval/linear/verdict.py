@@ -1,0 +1,78 @@
+"""What a layer gave, line by line of a BitLinear: right, wrong, or another choice, each with one value."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .rules import SMALL
+
+RIGHT_STATUS, WRONG, CHOICE, UNKNOWN, ABSENT = "right", "WRONG", "a choice", "not explained", "-"
+
+
+@dataclass(frozen=True)
+class LineVerdict:
+    """What the layer does in one line, and one value. status: right, WRONG, a choice, not explained, or -."""
+
+    line: str
+    status: str
+    text: str
+    at: str = ""
+    expected: float | None = None
+    found: float | None = None
+
+    @property
+    def example(self) -> str:
+        if self.expected is None or self.found is None:
+            return self.at
+        return f"{self.at}: expected {self.expected:.7g}, found {self.found:.7g}"
+
+
+@dataclass(frozen=True)
+class LinearVerdict:
+    """All lines of a layer. `failed`: why nothing could be run."""
+
+    target: str
+    versions: str
+    lines: tuple[LineVerdict, ...]
+    failed: str | None = None
+
+    @property
+    def agrees(self) -> bool | None:
+        if self.failed is not None:
+            return None
+        return all(each.status not in (WRONG, UNKNOWN) for each in self.lines)
+
+    def line(self, name: str) -> LineVerdict:
+        return next(each for each in self.lines if each.line == name)
+
+    @property
+    def sentence(self) -> str:
+        name = f"{self.target} ({self.versions})" if self.versions else self.target
+        if self.failed is not None:
+            return f"{name} could not be judged: {self.failed}"
+        wrong = [each for each in self.lines if each.status in (WRONG, UNKNOWN)]
+        if not wrong:
+            listed = "; ".join(f"{each.line}: {each.text}" for each in self.lines if each.status != ABSENT)
+            return f"AGREES: {name}: {listed}"
+        return f"DIFFERS: {name}: {wrong[0].line}: {wrong[0].text}" + (
+            f"; and {', '.join(each.line for each in wrong[1:])}" if wrong[1:] else ""
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "agrees": self.agrees, "sentence": self.sentence}
+
+
+def equal_outputs(line: str, way: str, before: NDArray, after: NDArray, random: bool) -> LineVerdict:
+    gap = np.abs(after - before)
+    at = tuple(map(int, np.unravel_index(int(np.argmax(np.nan_to_num(gap, nan=np.inf))), gap.shape)))
+    limit = (0.1 if random else 1e-3) * np.abs(before).max()
+    if gap.max() <= limit:
+        return LineVerdict(line, RIGHT_STATUS, f"{way}: the same", f"y{list(at)}", float(before[at]), float(after[at]))
+    factor = float((before * after).sum() / max((before * before).sum(), SMALL))
+    scaled = np.linalg.norm(after - factor * before) <= 1e-3 * max(float(np.linalg.norm(after)), SMALL)
+    text = f"{way}: " + (f"all outputs are {factor:.4g} times those before" if scaled else "other outputs than before")
+    return LineVerdict(line, WRONG, text, f"y{list(at)}", float(before[at]), float(after[at]))
