@@ -5,6 +5,7 @@ A judge is a function of the answer, which raises `Wrong` with a sentence that s
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,33 +30,44 @@ class Unanswered(Exception):
 class Exercise:
     """name: "1.2", as notebooks call it.   judge: raises Wrong or Unanswered; may return a sentence for a right answer.
     hints: from a question to nearly the answer.   solution: code that defines the answer under the name `answer`.
-    answer: the variable or function that the student writes."""
+    answer: the variable or function that the student writes.   minutes: an estimate; a point for every five."""
 
     name: str
     answer: str
     judge: Callable[..., str | None]
     hints: tuple[str, ...]
     solution: str
+    minutes: int = 5
+
+    @property
+    def points(self) -> int:
+        return max(1, self.minutes // 5)
 
     @property
     def lesson(self) -> str:
         return self.name.partition(".")[0]
 
 
+OTHER_INPUTS = "BITNET_REF_EXERCISE_INPUTS"  # a number, set by `bitnet-ref grade`
 EXERCISES: dict[str, Exercise] = {}
 
 
 def exercise(
-    name: str, answer: str, *, hints: tuple[str, ...], solution: str
+    name: str, answer: str, *, hints: tuple[str, ...], solution: str, minutes: int = 5
 ) -> Callable[[Callable[..., str | None]], Callable[..., str | None]]:
     """Declares the exercise `name` with the decorated function as its judge."""
 
     def declare(judge: Callable[..., str | None]) -> Callable[..., str | None]:
         assert name not in EXERCISES, f"two exercises are called {name}"
-        EXERCISES[name] = Exercise(name, answer, judge, hints, solution.strip("\n"))
+        EXERCISES[name] = Exercise(name, answer, judge, hints, solution.strip("\n"), minutes)
         return judge
 
     return declare
+
+
+def draws(seed: int) -> np.random.Generator:
+    """Random inputs of an exercise. In a grader's process they are others than in the student's."""
+    return np.random.default_rng([seed, int(os.environ.get(OTHER_INPUTS, "0"))])
 
 
 def run(function: Any, *arguments: Any) -> Any:

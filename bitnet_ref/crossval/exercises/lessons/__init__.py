@@ -2,4 +2,4 @@
 
 from . import analysis, generation, kernels, one_head, quantised, training, transformer, whole_model
 
-__all__ = ["analysis", "generation", "kernels", "one_head", "quantised", "training", "transformer", "whole_model"]
+MODULES = (quantised, one_head, transformer, whole_model, kernels, analysis, generation, training)

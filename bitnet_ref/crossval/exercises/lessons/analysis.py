@@ -19,6 +19,7 @@ from ..declare import Unanswered, Wrong, exercise
 @exercise(
     "6.hunt",
     "your_find",
+    minutes=20,
     hints=(
         "compare(right, evidence, model.config, ids).verdict names the first wrong tensor.",
         "The kind of tensor rules out most of the table: a norm, int8 inputs and their scale, integer sums, an output, "
@@ -102,6 +103,7 @@ DIALECTS = ("int8, multiply", "int8, divide", "groups, float", "rotated")
 @exercise(
     "10.files",
     "guess",
+    minutes=20,
     hints=(
         "Two files have one scale, two have 64 × 4. That divides them into pairs.",
         "In the first pair, look at the ratio of y to the rule above: equal, or the same wrong factor everywhere?",
@@ -241,6 +243,7 @@ def fourth_case(answer: Any) -> str:
 @exercise(
     "11.2",
     "your_suspect",
+    minutes=15,
     hints=(
         "The smallest bugs of notebook 3c are roundings.",
         "x_q, scale = super().quantize_activations(x) gives you both; cut off instead of rounding.",

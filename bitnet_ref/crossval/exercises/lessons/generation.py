@@ -15,6 +15,7 @@ from ..declare import Wrong, exercise, run
 @exercise(
     "7.1",
     "no_e",
+    minutes=15,
     hints=(
         "after.texts(np.arange(len(logits))) has the text of every token. An E counts too.",
         'np.where(["e" in text.lower() for text in texts], -np.inf, logits)',

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ....errors import BitNetRefError
 from ..answers import as_array, as_number, expect_array, expect_number
-from ..declare import Unanswered, Wrong, exercise, run
+from ..declare import Unanswered, Wrong, draws, exercise, run
 
 # -- 4: CPU kernels ------------------------------------------------------------------------------------------------
 
@@ -66,6 +66,7 @@ def pairs_in_int16(answer: Any) -> str:
 @exercise(
     "4.3",
     "codes_of_row",
+    minutes=10,
     hints=(
         "Byte b of row 0 holds columns 4b to 4b + 3, the first in the lowest bits.",
         "neighbours[0, :4, None] >> np.array([0, 2, 4, 6]) & 3 is (4 bytes, 4 columns each).",
@@ -115,6 +116,7 @@ def columns_of_a_shift(answer: Any) -> str:
 @exercise(
     "8.1",
     "place_of",
+    minutes=15,
     hints=(
         "Four lanes share a row, and a lane has two rows. Which of the four numbers does the row alone decide?",
         "Take the column apart: 128 columns are 2 halves of 4 lanes of 4 crumbs of 4 bytes.",
@@ -166,6 +168,7 @@ def int32_overflows(answer: Any) -> str:
 @exercise(
     "8.3",
     "your_tree",
+    minutes=15,
     hints=(
         "In each round a thread reads what another thread wrote in the round before. How many barriers is that?",
         "Must a barrier stand inside the `if`? All threads must reach it.",
@@ -181,7 +184,7 @@ def race_mended(answer: Any, run_kernel: Callable[..., NDArray[Any]], orders: Ma
         raise Unanswered
     if not isinstance(answer, str) or "tree" not in answer:
         raise Wrong("The text of a kernel named tree is wanted.")
-    draw = np.random.default_rng(83)
+    draw = draws(83)
     for order, seed in orders.items():
         numbers = draw.integers(-1000, 1000, 64)
         try:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..answers import as_array, expect_array, expect_word
-from ..declare import Wrong, exercise, run
+from ..declare import Wrong, draws, exercise, run
 
 
 def softmax(scores: NDArray[Any]) -> NDArray[Any]:
@@ -83,6 +83,7 @@ def causal_mask(answer: Any) -> str:
 @exercise(
     "3a.4",
     "softmax",
+    minutes=10,
     hints=(
         "np.exp(row) / np.exp(row).sum() for each row: the sum needs axis=-1 and keepdims=True.",
         "Take away each row's maximum first: exp(1000) is infinite, and the shares stay the same.",
@@ -94,7 +95,7 @@ def softmax(scores):
 """,
 )
 def softmax_of_rows(answer: Any) -> str:
-    scores = np.random.default_rng(34).normal(size=(4, 4)) * 2
+    scores = draws(34).normal(size=(4, 4)) * 2
     scores[np.triu_indices(4, 1)] = -np.inf
     e, finite = np.exp(scores), np.where(np.isinf(scores), 0, scores)
     mistakes = {
@@ -119,6 +120,7 @@ def softmax_of_rows(answer: Any) -> str:
 @exercise(
     "3a.5",
     "head",
+    minutes=10,
     hints=(
         "In this order: scores, mask, softmax, average.",
         "np.where(mask, -np.inf, q @ k.T / np.sqrt(d)); then softmax(...) @ v.",
@@ -133,7 +135,7 @@ def head(q, k, v):
 """,
 )
 def whole_head(answer: Any) -> str:
-    draw = np.random.default_rng(35)
+    draw = draws(35)
     for n, d in ((4, 2), (7, 8), (1, 3)):
         q, k, v = draw.normal(size=(3, n, d))
         hidden = ~np.tril(np.ones((n, n), dtype=bool))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ....reference import quantization
 from ..answers import as_array, as_number, expect_array, expect_number
-from ..declare import Unanswered, Wrong, exercise, run
+from ..declare import Unanswered, Wrong, draws, exercise, run
 
 # -- 1: ternary weights --------------------------------------------------------------------------------------------
 
@@ -43,6 +43,7 @@ def thirds(answer: Any) -> str:
 @exercise(
     "1.2",
     "pack_five",
+    minutes=10,
     hints=("Make the digits 0, 1, 2 first: w_t + 1.", "The first digit is worth 3⁴, the last 3⁰. Then it is a sum."),
     solution="""
 def pack_five(w_t):
@@ -85,6 +86,7 @@ def scale_again(answer: Any, ternary: NDArray[Any]) -> str:
 @exercise(
     "1.4",
     "unpack_four",
+    minutes=10,
     hints=(
         "& 3 keeps the two lowest bits; >> 2 brings the next two there.",
         "Broadcast: packed[..., None] >> np.array([0, 2, 4, 6]) & 3 has shape (N, K/4, 4).",
@@ -96,7 +98,7 @@ def unpack_four(packed):
 """,
 )
 def four_from_a_byte(answer: Any) -> str:
-    right = np.random.default_rng(14).integers(-1, 2, (6, 32)).astype(np.int8)
+    right = draws(14).integers(-1, 2, (6, 32)).astype(np.int8)
     packed = quantization.pack_ternary(right)
     codes = packed[..., None] >> np.array([0, 2, 4, 6], dtype=np.uint8) & 3
     strided = codes.swapaxes(1, 2)
@@ -135,6 +137,7 @@ def int16_overflows(answer: Any) -> str:
 @exercise(
     "2.2",
     "add_and_subtract",
+    minutes=10,
     hints=(
         "x_q[:, row == 1] are the activations where a row of weights is +1. Sum them.",
         "Sums of int8 need a wider type: .sum(axis=1, dtype=np.int32).",
@@ -147,7 +150,7 @@ def add_and_subtract(x_q, w_t):
 """,
 )
 def without_products(answer: Any) -> str:
-    draw = np.random.default_rng(22)
+    draw = draws(22)
     x_q = draw.integers(-127, 128, (5, 64)).astype(np.int8)
     w_t = draw.integers(-1, 2, (7, 64)).astype(np.int8)
     right = x_q.astype(np.int32) @ w_t.T.astype(np.int32)
@@ -193,6 +196,7 @@ def doubled(answer: Any) -> str:
 @exercise(
     "2.4",
     "quantise",
+    minutes=10,
     hints=(
         "a = 127 / np.abs(x).max(axis=-1, keepdims=True): one number for each token.",
         "np.rint rounds to the nearest, ties to even; then .astype(np.int8).",
@@ -204,7 +208,7 @@ def quantise(x):
 """,
 )
 def absmax(answer: Any) -> str:
-    x = np.random.default_rng(24).normal(size=(6, 64)).astype(np.float32)
+    x = draws(24).normal(size=(6, 64)).astype(np.float32)
     x[0] = np.arange(64, dtype=np.float32) - 31.5  # ties, since the scale is 1
     x[0, 0] = 127
     right_q, right_a = quantization.quantize_activations(x)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ....reference import quantization
 from ..answers import as_array, as_number, expect_array
-from ..declare import Unanswered, Wrong, exercise, run
+from ..declare import Unanswered, Wrong, draws, exercise, run
 
 
 @exercise(
@@ -79,6 +79,7 @@ def steps_to_a_threshold(answer: Any, master: NDArray[Any]) -> str:
 @exercise(
     "9.3",
     "my_backward",
+    minutes=15,
     hints=(
         "The two formulas stand under “A staircase has no slope”: X_q and W_q are the rounded matrices in float.",
         "dx = dy @ (W_t * s)",
@@ -92,7 +93,7 @@ def my_backward(dy, x, W):
 """,
 )
 def backward_of_a_bitlinear(answer: Any) -> str:
-    draw = np.random.default_rng(93)
+    draw = draws(93)
     dy, x, w = (draw.normal(size=shape).astype(np.float32) for shape in ((5, 16), (5, 24), (16, 24)))
     w *= np.float32(0.02)
     w_t, s = quantization.quantize_weights(w)

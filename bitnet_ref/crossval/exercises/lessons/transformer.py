@@ -69,6 +69,7 @@ def rows_of_the_embedding(answer: Any, model: Model, tokens: Sequence[int], reco
 @exercise(
     "3b.2",
     "rms_norm",
+    minutes=10,
     hints=(
         "np.square(x, dtype=np.float64).mean(axis=-1, keepdims=True) is the mean for each token.",
         "x / np.sqrt(mean + norm.eps).astype(np.float32) * norm.weight",
@@ -94,6 +95,7 @@ def norm_of_the_stream(answer: Any, model: Model, tokens: Sequence[int], recorde
 @exercise(
     "3b.3",
     "bit_linear",
+    minutes=15,
     hints=(
         "Four lines: the scale a of each token, x_q, the product of integers, and back: acc * (s / a).",
         "a = np.float32(127) / np.abs(x).max(axis=-1, keepdims=True); x_q = np.clip(np.rint(x * a), -128, 127)",
@@ -120,6 +122,7 @@ def linear_of_q(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
 @exercise(
     "3b.4",
     "rope",
+    minutes=15,
     hints=(
         "angles = positions[:, None] * theta ** (-np.arange(0, d, 2) / d): (n, d/2), for each token and pair.",
         "Pair j is (x[..., j], x[..., j + d/2]): a, b = x[..., : d // 2], x[..., d // 2 :].",
@@ -158,6 +161,7 @@ def turned_queries(answer: Any, model: Model, tokens: Sequence[int], recorded: R
 @exercise(
     "3b.5",
     "attend",
+    minutes=20,
     hints=(
         "shared = np.arange(H) // (H // G): the key/value head of each query head. Then keys[:, shared] is (T, H, d).",
         "scores = np.einsum('ihd,jhd->hij', q, keys[:, shared]) / np.sqrt(d): (H, n, T).",
@@ -216,6 +220,7 @@ def gate_of_the_feed_forward(answer: Any, model: Model, tokens: Sequence[int], r
 @exercise(
     "3b.7",
     "block",
+    minutes=20,
     hints=(
         "The plan at the top of the notebook has the order. Two halves, and each adds to x.",
         "New keys and values go to the end of cache['k'] and cache['v'] before attend reads them.",
@@ -293,6 +298,7 @@ def empty_cache(model: Model) -> dict[str, NDArray[np.float32]]:
 @exercise(
     "3b.8",
     "generate",
+    minutes=20,
     hints=(
         "Head: rms_norm(x[-1:], w.final_norm) @ w.lm_head.array.astype(np.float32).T are the logits of the next token.",
         "Loop: the first step feeds the whole prompt, each later one the one token that was chosen. argmax chooses.",

@@ -61,6 +61,7 @@ def future_is_hidden(answer: Any, tokens: list[int]) -> str:
 @exercise(
     "3c.3",
     "loss_without",
+    minutes=15,
     hints=(
         "replace(w, layers=...) makes weights with fewer layers; the config must know it too.",
         "broken(weights=..., num_hidden_layers=L - 1).logits(passage_ids)",
