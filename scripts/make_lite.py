@@ -1,4 +1,4 @@
-"""Builds a JupyterLite site of the first three notebooks: `python scripts/make_lite.py OUTPUT`.
+"""Builds a JupyterLite site of notebooks 1 to 3b: `python scripts/make_lite.py OUTPUT`.
 
 Needs build, ipywidgets, jupyterlite-core and jupyterlite-pyodide-kernel. The site holds the package as a wheel without
 kernels. The browser loads Pyodide with NumPy, matplotlib, sentencepiece and ml_dtypes from Pyodide's server, and what
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOKS = ("01_ternary_weights", "02_bitlinear", "03_transformer")
+NOTEBOOKS = ("01_ternary_weights", "02_bitlinear", "03a_one_head", "03b_storyteller")
 INSTALL = {
     "cell_type": "code",
     "execution_count": None,

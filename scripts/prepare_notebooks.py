@@ -58,7 +58,8 @@ def in_few_colours(png: str) -> str:
     if picture.mode == "P":
         return png
     small = io.BytesIO()
-    palette = picture.convert("RGB").quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    # the method that keeps transparency, which the figures have for a background
+    palette = picture.convert("RGBA").quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     palette.save(small, "PNG", optimize=True)
     return base64.b64encode(small.getvalue()).decode()
 

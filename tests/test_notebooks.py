@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import html
 import importlib
 import json
 import os
@@ -12,10 +11,9 @@ import sys
 import warnings
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-import bitnet_ref
+from bitnet_ref.crossval.exercises import EXERCISES
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 sys.path.append(str(FOLDER.parent / "scripts"))
@@ -33,9 +31,13 @@ def cells(path: Path, kind: str) -> list[dict]:
 
 
 def test_they_are_numbered_in_reading_order():
+    """01, 02, 03a, 03b, 03c, 04, ...: the names sort as they are read."""
     assert NOTEBOOKS, "no notebooks found"
-    for number, path in enumerate(NOTEBOOKS, start=1):
-        assert re.fullmatch(rf"{number:02d}_[a-z0-9_]+\.ipynb", path.name), path.name
+    numbers = [re.fullmatch(r"(\d\d)([a-z]?)_[a-z0-9_]+\.ipynb", path.name).groups() for path in NOTEBOOKS]
+    assert sorted({int(number) for number, _ in numbers}) == list(range(1, int(numbers[-1][0]) + 1))
+    for number in {number for number, _ in numbers}:
+        letters = [letter for each, letter in numbers if each == number]
+        assert letters in ([""], list("abcdefgh"[: len(letters)])), number
 
 
 def test_the_readme_lists_each_of_them():
@@ -116,35 +118,59 @@ def test_the_source_that_it_shows_is_the_present_one(path):
 @each_notebook
 def test_teaches_with_asserts_and_the_source_itself(path):
     code = ["".join(cell["source"]) for cell in cells(path, "code")]
-    assert sum("assert " in source for source in code) >= 10
+    assert sum("assert " in source or "check(" in source for source in code) >= 10
     assert any(re.search(r"^show\(", source, re.MULTILINE) for source in code), "shows no source of the package"
     too_long = [line for source in code for line in source.splitlines() if len(line) > MAX_LINE]
     assert not too_long, too_long
 
 
-def test_the_exercise_on_the_mask_takes_the_right_mask_alone():
-    """Notebook 3 compares the student's mask with the pattern that the reference recorded."""
-    model = bitnet_ref.load("storyteller", backend="numpy", threads=1)
-    ids = model.tokenizer.encode("The little girl looked at the lion and said,")
-    names = {"np": np, "N": len(ids), "cache": model.run_with_cache(ids)[1]}
-    path = FOLDER / "03_transformer.ipynb"
-    (exercise,) = [source for cell in cells(path, "code") if "your_mask = None" in (source := "".join(cell["source"]))]
+@each_notebook
+def test_its_figures_say_in_words_what_they_show(path):
+    """For readers who do not see them: a text in each picture's metadata."""
+    for cell in cells(path, "code"):
+        for output in cell["outputs"]:
+            if "image/png" in output.get("data", {}):
+                text = output["metadata"].get("image/png", {}).get("alt", "")
+                assert len(text) > 20, f"{path.name}, cell {cell['id']}: a figure without alternative text"
+
+
+@each_notebook
+def test_code_that_only_plots_is_folded(path):
+    """A cell that is one figure of some length begins folded; its reader comes for the picture."""
+    for cell in cells(path, "code"):
+        source = "".join(cell["source"])
+        only = source.startswith(("panels(", "display(panels(", "Explorer(")) and source.count("\n") > 2
+        assert not only or cell["metadata"].get("jupyter", {}).get("source_hidden"), f"cell {cell['id']}"
+
+
+@each_notebook
+def test_answers_are_checked_by_the_reference_and_not_told(path):
+    """`check` knows the answer and the hints; the notebook has neither. tests/crossval/test_exercises.py judges it."""
     text = "".join("".join(cell["source"]) for cell in cells(path, "markdown"))
-    solution = re.search(r"<code>(your_mask = [^<]+)</code>", html.unescape(text))[1]
-    exec(exercise.replace("your_mask = None", solution), names)
-    right = names["your_mask"]
-    first_only = np.zeros_like(right)
-    first_only[0, 1] = True
-    for wrong in (first_only, right.T, right[1:], ~right):
-        with pytest.raises(AssertionError):
-            exec(exercise.replace("your_mask = None", "your_mask = wrong"), names | {"wrong": wrong})
+    assert "<details>" not in text
+    for cell in cells(path, "code"):
+        source = "".join(cell["source"])
+        if "# TODO" in source:
+            assert re.search(r"^(\w+ = )?check(\.use)?\(", source, re.MULTILINE), f"cell {cell['id']} checks nothing"
+
+
+def with_solutions(notebook):
+    """The notebook with every answer filled in: the solution stands before the check of it, as a student's would."""
+    for cell in notebook["cells"]:
+        for name, exercise in EXERCISES.items():
+            match = re.search(rf'^(\w+ = )?check(\.use)?\("{re.escape(name)}"', cell["source"], re.MULTILINE)
+            if cell["cell_type"] == "code" and match:
+                start = match.start()
+                cell["source"] = f"{cell['source'][:start]}{exercise.solution}\n\n{cell['source'][start:]}"
+    return notebook
 
 
 @pytest.mark.notebooks
 @pytest.mark.filterwarnings("ignore")  # Jupyter's own
+@pytest.mark.parametrize("filled", [False, True], ids=["as it is", "solved"])
 @each_notebook
-def test_runs(path, tmp_path, monkeypatch):
-    """In a fresh kernel and an empty folder: a failed assert in a cell fails the test."""
+def test_runs(path, filled, tmp_path, monkeypatch):
+    """In a fresh kernel and an empty folder: a failed assert in a cell fails the test. Solved: each answer is right."""
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
@@ -152,6 +178,7 @@ def test_runs(path, tmp_path, monkeypatch):
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):  # many small products: threads only wait for each other
         monkeypatch.setenv(name, os.environ.get(name, "1"))
     notebook = nbformat.read(path, as_version=4)
+    notebook = with_solutions(notebook) if filled else notebook
     client = nbclient.NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
@@ -162,3 +189,6 @@ def test_runs(path, tmp_path, monkeypatch):
         for output in cell.get("outputs", []):
             assert output.output_type != "error", output
     assert not list(tmp_path.iterdir()), "a notebook leaves files behind"
+    printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    done, total = re.search(r"(\d+) of (\d+) exercises are right", printed).groups()
+    assert done == (total if filled else "0"), printed

@@ -125,7 +125,8 @@ FOLDERS = (
     "scripts/training",
     "tests",
 )  # whose files are called by their names alone
-OBJECTS = {"blocks", "engine", "model", "profile", "settings", "step", "tokenizer", "trainer"}  # also names of modules
+# also names of modules
+OBJECTS = {"blocks", "engine", "matrix", "model", "profile", "settings", "step", "tokenizer", "trainer"}
 OTHER_NAMES = {"bitnet_ref.trace", "eval_ppl.py", "llama.cpp"}  # a trace's format; a file, and a project
 SUFFIXES = (".csv", ".jinja", ".json", ".proto", ".safetensors", ".toml")
 

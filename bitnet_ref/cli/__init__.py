@@ -26,6 +26,7 @@ with QuietStart():
     from .embed_command import embed
     from .evaluation_commands import evaluate, perplexity
     from .generate_command import generate
+    from .grade_command import grade
     from .inspect_command import inspect
     from .lab_command import lab
     from .models_commands import list_models, pull, rm
@@ -71,6 +72,7 @@ COMMANDS = (
     train_tokenizer,
     doctor,
     lab,
+    grade,
 )
 for command in COMMANDS:  # in the order of --help
     cli.add_command(command)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import filecmp
+import json
 import os
-import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +16,7 @@ from ..system.atomic import atomic_path, explain_os_errors
 from .shell import UNAVAILABLE, common_options, paint, print_json, say_error, wants_json
 
 PACKAGE = Path(__file__).resolve().parent.parent
-DEFAULT_FOLDER = "bitnet_ref_notebooks"
+DEFAULT_FOLDER, TEACHER_FOLDER = "bitnet_ref_notebooks", "bitnet_ref_teacher"
 NO_JUPYTERLAB = 'JupyterLab is not installed: pip install "bitnet-ref[notebooks]"'
 
 
@@ -33,11 +32,12 @@ class Copied(NamedTuple):
 @click.option(
     "--dir", "folder", type=click.Path(file_okay=False, path_type=Path), default=DEFAULT_FOLDER, show_default=True
 )
+@click.option("--teacher", is_flag=True, help="With solutions, hints, minutes and points; into a folder of its own.")
 @click.option("--no-launch", is_flag=True, help="Copy only.")
 @click.option("--force", is_flag=True, help="Overwrite notebooks that were changed.")
 @click.argument("jupyter_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- JUPYTERLAB_OPTIONS]")
 @common_options
-def lab(folder: Path, no_launch: bool, force: bool, jupyter_options: tuple[str, ...]) -> None:
+def lab(folder: Path, teacher: bool, no_launch: bool, force: bool, jupyter_options: tuple[str, ...]) -> None:
     """Copy the notebooks and open them in JupyterLab. A notebook that you changed is left as it is.
 
     \b
@@ -46,7 +46,9 @@ def lab(folder: Path, no_launch: bool, force: bool, jupyter_options: tuple[str, 
     source = find_notebooks()
     if source is None:
         raise FormatError("this installation has no notebooks; install bitnet-ref again", path=PACKAGE)
-    done = copy_notebooks(source, folder, force)
+    if teacher and folder == Path(DEFAULT_FOLDER):
+        folder = Path(TEACHER_FOLDER)
+    done = copy_notebooks(source, folder, force, teacher)
     missing = not no_launch and find_spec("jupyterlab") is None
     if wants_json():
         report = {"directory": str(folder), **done._asdict(), "launched": not no_launch and not missing}
@@ -78,21 +80,31 @@ def find_notebooks(package: Path = PACKAGE) -> Path | None:
     return next((folder for folder in folders if any(folder.glob("*.ipynb"))), None)
 
 
-def copy_notebooks(source: Path, target: Path, force: bool = False) -> Copied:
-    """Copy the notebooks and the modules they import. A changed file is not overwritten unless `force`."""
+def copy_notebooks(source: Path, target: Path, force: bool = False, teacher: bool = False) -> Copied:
+    """Copy the notebooks and the modules they import. A changed file is not overwritten unless `force`.
+
+    teacher: notebooks have solutions, hints, minutes and points."""
     done = Copied([], [], [])
     with explain_os_errors(target):
         target.mkdir(parents=True, exist_ok=True)
         for file in sorted(source.iterdir()):
             if not file.is_file() or file.suffix not in (".ipynb", ".py", ".md", ".txt"):
                 continue
-            copy = target / file.name
-            if copy.exists() and filecmp.cmp(copy, file, shallow=False):
+            copy, content = target / file.name, file.read_bytes()
+            if teacher and file.suffix == ".ipynb":
+                content = _for_teachers(content)
+            if copy.exists() and copy.read_bytes() == content:
                 done.unchanged.append(file.name)
             elif copy.exists() and not force:
                 done.kept.append(file.name)
             else:
                 with atomic_path(copy) as temporary:
-                    shutil.copyfile(file, temporary)
+                    temporary.write_bytes(content)
                 done.copied.append(file.name)
     return done
+
+
+def _for_teachers(notebook: bytes) -> bytes:
+    from ..crossval.exercises.teacher import teacher_edition
+
+    return (json.dumps(teacher_edition(json.loads(notebook)), indent=1, ensure_ascii=False) + "\n").encode()

@@ -310,7 +310,7 @@ class TensorView:
             figure: Any = self.figure()
         except BackendUnavailable:
             return f"<pre>{html.escape(self.text())}</pre>"
-        facts, png = html.escape("\n".join(self.text().splitlines()[:2])), b64encode(figure._repr_png_()).decode()
+        facts, png = html.escape("\n".join(self.text().splitlines()[:2])), b64encode(figure._repr_png_()[0]).decode()
         return f'<pre>{facts}</pre><img src="data:image/png;base64,{png}">'
 
 

@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .figures import Figure
+from .figures import Figure, describe_figure
 
 
 class Slider(NamedTuple):
@@ -44,7 +44,9 @@ class Explorer:
 
     def _draw_png(self) -> bytes:
         buffer = io.BytesIO()
-        self.draw(**self.values).savefig(buffer, format="png")
+        figure = self.draw(**self.values)
+        figure.savefig(buffer, format="png")
+        self.alt = describe_figure(figure)
         return buffer.getvalue()
 
     def _build(self, sliders: Sequence[Slider]) -> Any:
@@ -71,12 +73,12 @@ class Explorer:
             controls.append(control)
         return ipywidgets.VBox([*controls, note, image])
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         bundle: dict[str, Any] = {"image/png": base64.b64encode(self.png).decode(), "text/plain": repr(self)}
         if self.widget is not None:
             widget = self.widget._repr_mimebundle_()
             bundle |= {kind: data for kind, data in widget.items() if kind.startswith("application/")}
-        return bundle
+        return bundle, {"image/png": {"alt": self.alt}}
 
     def __repr__(self) -> str:
         return f"<bitnet_ref.notebook.Explorer {', '.join(f'{name} {v:g}' for name, v in self.values.items())}>"

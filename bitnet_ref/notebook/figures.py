@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 else:
     Figure = Any  # for annotations; matplotlib is not imported
 
-# Dark grey for floats, green right, red wrong, orange and blue for the rest
-FLOAT, GOOD, WRONG, PLUS, MINUS = "#4a4a4a", "#3a923a", "#c03d3e", "#dd8a2b", "#3b6fb6"
-PALE = "#d0d0d0"
+# Grey for floats, green right, red wrong, orange and blue for the rest. Figures have no background: every colour, and
+# the ink of axes and texts, can be seen on white and on black.
+FLOAT, GOOD, WRONG, PLUS, MINUS = "#757575", "#3a923a", "#c94a4b", "#dd8a2b", "#4479c2"
+PALE, INK, DARK = "#d0d0d0", "#787878", "#111111"  # DARK: texts on a light colour
 # Colours that most people can tell apart (after Okabe and Ito), for series such as requests and cache policies
 SERIES = ("#3b6fb6", "#dd8a2b", "#3a923a", "#a05195", "#56b4e9", "#8c6d31", "#c03d3e", "#7f7f7f")
 
@@ -34,12 +35,44 @@ def new_figure(rows: int = 1, columns: int = 1, *, size: tuple[float, float], **
 
     Raises BackendUnavailable if matplotlib is not installed.
     """
-    figure = figure_class()(figsize=size, dpi=80, layout="constrained")
+    figure = figure_class()(figsize=size, dpi=80, layout="constrained", facecolor="none")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     for ax in axes.flat:
+        ax.set_facecolor("none")
+        ax.tick_params(which="both", color=INK, labelcolor=INK)
         ax.spines[["top", "right"]].set_visible(False)
         ax.title.set_fontsize(11)
     return figure, axes
+
+
+def describe_figure(figure: Figure) -> str:
+    """A text in the place of the picture: what each panel shows, by its title, its axes and its legend.
+
+    >>> from bitnet_ref.notebook.panels import lines, panels
+    >>> describe_figure(panels(lines({"loss": ([0, 1], [3.0, 2.5])}, title="training", xlabel="step")))
+    'training, a chart (step from 0 to 1; from 2.5 to 3)'
+    """
+    return "; ".join(filter(None, map(_describe_axes, figure.axes)))
+
+
+def _describe_axes(ax: Any) -> str:
+    kind = "a table of coloured cells" if ax.images else "a bar chart" if ax.patches else "a chart"
+    if not ax.axison:
+        texts = [text.get_text() for text in ax.texts if text.get_text()]
+        return ", ".join(filter(None, [ax.get_title(), f"a diagram of {', '.join(texts[:20])}"])).replace("\n", " ")
+    facts = []
+    for label, axis, limits in (
+        (ax.get_xlabel(), ax.xaxis, ax.dataLim.intervalx),
+        (ax.get_ylabel(), ax.yaxis, ax.dataLim.intervaly),
+    ):
+        ticks = [text for text in (tick.get_text() for tick in axis.get_ticklabels()) if text]
+        named = ticks and not any(text.lstrip("−-$")[:1].isdigit() for text in ticks[:2])
+        extent = f"from {limits[0]:.3g} to {limits[1]:.3g}" if all(abs(each) < 1e300 for each in limits) else ""
+        facts.append(f"{label} {', '.join(ticks[:12]) if named else extent}".strip())
+    legend = ax.get_legend()
+    series = f" of {', '.join(text.get_text() for text in legend.get_texts())}" if legend else ""
+    words = f"{kind}{series} ({'; '.join(filter(None, facts))})"
+    return f"{ax.get_title()}, {words}".removeprefix(", ").replace("\n", " ")
 
 
 def save_figure(figure: Figure, path: Path) -> None:
@@ -53,14 +86,25 @@ def figure_class() -> Any:
     """matplotlib's Figure, shown by a notebook even if pyplot, which would register that, was never imported."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.spines import Spine
+        from matplotlib.text import Text
     except ImportError as problem:
         raise BackendUnavailable("figures need matplotlib: pip install 'bitnet-ref[notebooks]'") from problem
 
     class ShownFigure(Figure):
-        def _repr_png_(self) -> bytes:
+        def savefig(self, *arguments: Any, **options: Any) -> None:
+            artist: Any
+            for artist in self.findobj(lambda each: isinstance(each, (Text, Spine))):
+                if isinstance(artist, Spine):
+                    artist.set_edgecolor(INK)
+                elif artist.get_color() == "black":  # matplotlib's default
+                    artist.set_color(INK)
+            super().savefig(*arguments, **options)
+
+        def _repr_png_(self) -> tuple[bytes, dict[str, str]]:
             buffer = io.BytesIO()
             self.savefig(buffer, format="png")
-            return buffer.getvalue()
+            return buffer.getvalue(), {"alt": describe_figure(self)}
 
     return ShownFigure
 
@@ -131,7 +175,7 @@ def timeline(steps: Sequence[StepRecord], *, by_step: bool = False) -> Figure:
             top.barh(row, width, left=left, hatch="////" if prefill else None, **box)
             if (part.request_id, part.slot) not in named:
                 named.add((part.request_id, part.slot))
-                top.text(left, row - 0.02, f" {part.request_id}", ha="left", va="center", size=8, color="black")
+                top.text(left, row - 0.02, f" {part.request_id}", ha="left", va="center", size=8, color=DARK)
     top.set(ylabel="slot", ylim=(len(slots) - 0.4, -0.6))
     top.set_yticks(range(len(slots)), [str(slot) for slot in slots])
     lefts, widths = [left for left, _ in places], [width for _, width in places]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .figures import FLOAT, GOOD, MINUS, PALE, PLUS, SERIES, WRONG, Figure, new_figure, plain
+from .figures import DARK, FLOAT, GOOD, INK, MINUS, PALE, PLUS, SERIES, WRONG, Figure, new_figure, plain
 
 COLOURS = {"minus": MINUS, "zero": "#e3e3e3", "plus": PLUS, "float": FLOAT, "good": GOOD, "wrong": WRONG, "pale": PALE}
 Draw = Callable[[Any], None]
@@ -103,7 +103,7 @@ def bars(
                 ax.bar_label(drawn, labels=ends, padding=3, fontsize=8)
         for number, (label, level) in enumerate((levels or {}).items()):
             line = ax.axhline if upright else ax.axvline
-            line(level, color="black", lw=1, ls=("--", ":", "-.")[number % 3], label=label)
+            line(level, color=INK, lw=1, ls=("--", ":", "-.")[number % 3], label=label)
         shown = [plain(str(name)) for name in names]
         turned = upright and sum(map(len, shown)) > 60
         (ax.set_xticks if upright else ax.set_yticks)(places, shown, rotation=90 if turned else 0, fontsize=8)
@@ -139,7 +139,7 @@ def lines(
                 ax.fill_between(x, *(bands or {})[label], color=colour, alpha=0.2, lw=0)
         draw_marks(ax, marks, colours)
         for number, (label, level) in enumerate((levels or {}).items()):
-            ax.axhline(level, color="black", lw=1, ls=("--", ":", "-.")[number % 3], label=label)
+            ax.axhline(level, color=INK, lw=1, ls=("--", ":", "-.")[number % 3], label=label)
         for label, place in (notes or {}).items():
             ax.annotate(label, place, (4, 4), textcoords="offset points", fontsize=8)
         finish(ax, axes, legend and len(series) + len(marks or ()) + len(levels or ()) > 1 and legend)
@@ -207,7 +207,7 @@ def cells(
         for (r, c), word in np.ndenumerate(np.asarray(text) if text is not None else np.empty((0, 0), dtype=object)):
             red, green, blue, _ = image.to_rgba(table[r, c])
             dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.55
-            style = {"ha": "center", "va": "center", "fontsize": 8, "color": "white" if dark else "black"}
+            style = {"ha": "center", "va": "center", "fontsize": 8, "color": "white" if dark else DARK}
             ax.text(c, r, str(word).replace("$", r"\$"), **style)
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True))
@@ -235,11 +235,11 @@ def spans(
             for start, end, text, colour in boxes:
                 ax.barh(row, end - start, left=start, height=0.7, color=COLOURS.get(colour, colour), ec="white")
                 pale = colour in ("zero", "pale")
-                style = {"ha": "center", "va": "center", "fontsize": 8, "color": "black" if pale else "white"}
+                style = {"ha": "center", "va": "center", "fontsize": 8, "color": DARK if pale else "white"}
                 ax.text((start + end) / 2, row, text, **style)
         for label, place in (marks or {}).items():
-            ax.axvline(place, color="black", lw=1.5, ls="--")
-            style = {"ha": "center", "va": "bottom", "fontsize": 8, "bbox": {"fc": "white", "ec": "none", "pad": 1}}
+            ax.axvline(place, color=INK, lw=1.5, ls="--")
+            style = {"ha": "center", "va": "bottom", "fontsize": 8}
             ax.text(place, -0.75, label, **style)
         ax.set_yticks(range(len(rows)), list(rows), fontsize=8)
         ax.set(ylim=(len(rows) - 0.5, -0.9 if marks else -0.5), **axes)
@@ -258,7 +258,7 @@ def diagram(
         for text, (x, y, colour) in boxes.items():
             pale = colour in ("zero", "pale", "white")
             frame = {"boxstyle": "round,pad=0.45", "fc": COLOURS.get(colour, colour), "ec": FLOAT if pale else "none"}
-            style = {"ha": "center", "va": "center", "fontsize": 8.5, "color": "black" if pale else "white"}
+            style = {"ha": "center", "va": "center", "fontsize": 8.5, "color": DARK if pale else "white"}
             drawn[text] = ax.text(x, y, plain(text) if "\n" not in text else text, bbox=frame, zorder=3, **style)
         for start, end, *label in arrows:
             (x0, y0, _), (x1, y1, _) = boxes[start], boxes[end]
@@ -266,9 +266,14 @@ def diagram(
             line |= {"patchA": drawn[start].get_bbox_patch(), "patchB": drawn[end].get_bbox_patch()}
             ax.annotate("", (x1, y1), (x0, y0), arrowprops=line, zorder=2)
             for word in label:
-                style = {"fontsize": 8, "ha": "center", "va": "center", "color": FLOAT}
+                style = {"fontsize": 8, "ha": "center", "va": "center", "color": DARK}
                 ax.text(
-                    (x0 + x1) / 2, (y0 + y1) / 2, word, bbox={"fc": "white", "ec": "none", "pad": 1}, zorder=4, **style
+                    (x0 + x1) / 2,
+                    (y0 + y1) / 2,
+                    word,
+                    bbox={"fc": COLOURS["zero"], "ec": "none", "pad": 1},
+                    zorder=4,
+                    **style,
                 )
         xs, ys = zip(*[(x, y) for x, y, _ in boxes.values()], strict=True)
         ax.set(xlim=(min(xs) - 0.6, max(xs) + 0.6), ylim=(min(ys) - 0.5, max(ys) + 0.5), **axes)

@@ -42,6 +42,7 @@ def test_version_and_help():
         "train-tokenizer",
         "doctor",
         "lab",
+        "grade",
     ]
 
 

@@ -42,17 +42,18 @@ def test_a_moved_slider_draws_again(after):
 
 def test_the_bundle_holds_a_picture_for_where_no_kernel_is(after):
     pytest.importorskip("ipywidgets")
-    bundle = after.explore()._repr_mimebundle_()
+    bundle, metadata = after.explore()._repr_mimebundle_()
     assert base64.b64decode(bundle["image/png"]).startswith(b"\x89PNG")
     assert "application/vnd.jupyter.widget-view+json" in bundle
     assert "temperature 1" in bundle["text/plain"]
+    assert "temperature" in metadata["image/png"]["alt"]
 
 
 def test_without_ipywidgets_it_is_a_picture(after, monkeypatch):
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     explorer = after.explore()
     assert explorer.widget is None
-    assert set(explorer._repr_mimebundle_()) == {"image/png", "text/plain"}
+    assert set(explorer._repr_mimebundle_()[0]) == {"image/png", "text/plain"}
 
 
 def test_what_cannot_be_drawn_is_said(after):

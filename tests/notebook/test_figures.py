@@ -114,7 +114,9 @@ def test_panels_draw_their_data():
     assert hexes == [COLOURS["minus"], COLOURS["zero"], COLOURS["plus"]]
     assert boxes.patches[0].get_width() == 1
     assert {text.get_text() for text in flow.texts} >= {"in", "out", "y"}
-    assert figure._repr_png_().startswith(b"\x89PNG")
+    png, metadata = figure._repr_png_()
+    assert png.startswith(b"\x89PNG")
+    assert metadata["alt"]
 
 
 def test_panels_draw_counts_spreads_and_texts():

@@ -1,0 +1,202 @@
+"""Compares a student's answer with the right one: numbers, words, sets, arrays. What is wrong is said in a sentence.
+
+Right answers may be of another type: a list for an array, "transposed" for "transpose", 4.0 for 4.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ...errors import describe
+from .declare import Unanswered, Wrong
+
+CLOSE = 2e-6  # relative: a few roundings of float32
+
+
+def expect_number(
+    value: Any, expected: float, *, within: float = 0.0, mistakes: Mapping[Any, str] | None = None, hint: str = ""
+) -> None:
+    """Raises Wrong unless the number is `expected`, give or take `within`. mistakes: what to say of wrong numbers."""
+    number = as_number(value)
+    if abs(number - expected) <= within:
+        return
+    for wrong, sentence in (mistakes or {}).items():
+        if abs(number - wrong) <= max(within, 1e-6 * abs(wrong)):
+            raise Wrong(sentence)
+    size = "too large" if number > expected else "too small"
+    raise Wrong(f"{number:g} is {size}. {hint}".strip())
+
+
+def as_number(value: Any) -> float:
+    """One number of any type, also as a text. Raises Wrong."""
+    if value is None:
+        raise Unanswered
+    try:
+        array = np.asarray(float(value) if isinstance(value, str) else value, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise Wrong(f"One number is wanted, not {describe(value)}.") from None
+    if array.size != 1:
+        raise Wrong(f"One number is wanted; yours are {array.size}.")
+    if not np.isfinite(array).all():
+        raise Wrong(f"A finite number is wanted, not {array.item()}.")
+    return float(array.item())
+
+
+def expect_word(value: Any, stems: Iterable[str], mistakes: Mapping[str, str], hint: str) -> None:
+    """Raises Wrong unless a word of the text begins with one of `stems`. mistakes: what to say of other stems."""
+    if value is None:
+        raise Unanswered
+    if not isinstance(value, str):
+        raise Wrong(f"A text is wanted, not {describe(value)}.")
+    words = re.findall(r"[a-z0-9]+", value.lower())
+    if {"not", "no", "never"} & set(words):
+        raise Wrong("Say what it is, not what it is not.")
+    if any(word.startswith(tuple(stems)) for word in words):
+        return
+    for stem, sentence in mistakes.items():
+        if any(word.startswith(stem) for word in words):
+            raise Wrong(sentence)
+    raise Wrong(hint)
+
+
+def expect_set(value: Any, expected: set[Any], choices: Mapping[Any, str]) -> None:
+    """Raises Wrong unless the set (list, tuple, text) has the expected members. choices: all of them, and why each is a
+    member or is none."""
+    if value is None:
+        raise Unanswered
+    if isinstance(value, str):
+        given: set[Any] = {value} if value in choices else set(re.split(r"\s*,\s*", value.strip()))
+    elif isinstance(value, (set, frozenset, list, tuple, np.ndarray)):
+        given = {each.item() if isinstance(each, np.generic) else each for each in value}
+    else:
+        raise Wrong(f"A set is wanted, as {{...}}, not {describe(value)}.")
+    names = {str(choice).lower(): choice for choice in choices}
+    chosen = set()
+    for each in given:
+        if str(each).lower() not in names:
+            raise Wrong(f"{each!r} is none of the choices: {', '.join(map(repr, choices))}.")
+        chosen.add(names[str(each).lower()])
+    for extra in sorted(chosen - expected, key=str):
+        raise Wrong(f"{extra!r} is one too many: {choices[extra]}")
+    for missing in sorted(expected - chosen, key=str):
+        raise Wrong(f"One is missing. {choices[missing]}" if len(chosen) else "The set is empty.")
+
+
+def as_array(value: Any) -> NDArray[Any]:
+    """An array, or a list of numbers as one. Raises Wrong."""
+    if value is None:
+        raise Unanswered
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise Wrong("The rows have different lengths; an array is wanted.") from None
+    if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
+        raise Wrong(f"An array of numbers is wanted; yours is {describe(value)}.")
+    return array
+
+
+def expect_array(
+    value: Any, expected: ArrayLike, *, mistakes: Mapping[str, ArrayLike] | None = None, exact: bool = False
+) -> str:
+    """Raises Wrong unless the array has the expected values. Returns how right: "equal", or "close" with the largest
+    difference.
+
+    mistakes: sentence -> the array that this mistake gives.   exact: "close" is wrong.
+    Integers and booleans must be equal, in any type that holds them. The first wrong index and the likely mistake are
+    said.
+    """
+    right, mine = np.asarray(expected), as_array(value)
+    expect_shape(mine, right.shape)
+    if right.dtype.kind == "b":
+        expect_booleans(mine)
+    wide, target = mine.astype(np.float64), right.astype(np.float64)
+    if np.array_equal(wide, target, equal_nan=True):
+        return "equal"
+    allowed = CLOSE * max(float(np.abs(target[np.isfinite(target)]).max(initial=0)), 1e-30)
+    if not exact and right.dtype.kind == "f" and is_close(wide, target, allowed):
+        return f"close: the largest difference is {np.abs(wide - target)[np.isfinite(target)].max():.1e}"
+    raise Wrong(f"{first_wrong(wide, target, allowed)} {likely_mistake(wide, target, mistakes or {}, allowed)}".strip())
+
+
+def expect_shape(mine: NDArray[Any], shape: tuple[int, ...]) -> None:
+    """Raises Wrong if the array has another shape."""
+    if mine.shape == shape:
+        return
+    text = f"Its shape is {mine.shape}, not {shape}."
+    if sorted(mine.shape) == sorted(shape):
+        raise Wrong(f"{text} Its axes are in another order: transpose it.")
+    if mine.size == int(np.prod(shape)):
+        raise Wrong(f"{text} It has the right number of values: reshape it.")
+    raise Wrong(text)
+
+
+def expect_booleans(mine: NDArray[Any]) -> None:
+    """Raises Wrong if the array has other values than 0 and 1."""
+    if mine.dtype.kind != "b" and not np.isin(mine, (0, 1)).all():
+        infinite = " Minus infinity goes into the scores, where the mask is True." * bool(np.isinf(mine).any())
+        raise Wrong(f"True and False are wanted (dtype bool); yours is an array of {mine.dtype}.{infinite}")
+
+
+def is_close(mine: NDArray[Any], right: NDArray[Any], allowed: float) -> bool:
+    with np.errstate(invalid="ignore"):
+        return bool(((np.abs(mine - right) <= allowed) | (mine == right) | (np.isnan(mine) & np.isnan(right))).all())
+
+
+def first_wrong(mine: NDArray[Any], right: NDArray[Any], allowed: float = 0.0) -> str:
+    """How many values are wrong, and the first of them."""
+    with np.errstate(invalid="ignore"):
+        wrong = ~((np.abs(mine - right) <= allowed) | (mine == right))
+    index = tuple(int(i) for i in np.argwhere(wrong)[0])
+    place = f" The first, at [{', '.join(map(str, index))}]," if index else " It"
+    return f"{wrong.sum():,} of {wrong.size:,} values are wrong.{place} is {mine[index]:.6g}, not {right[index]:.6g}."
+
+
+def likely_mistake(
+    mine: NDArray[Any], right: NDArray[Any], mistakes: Mapping[str, ArrayLike], allowed: float, factors: bool = True
+) -> str:
+    """A sentence that names the mistake that gives these values: one of `mistakes`, or a rearrangement of the right
+    ones, or one factor in all if `factors`; "" if none does."""
+    for sentence, array in mistakes.items():
+        wrong = np.asarray(array, dtype=np.float64)
+        if wrong.shape == mine.shape and is_close(mine, wrong, max(allowed, CLOSE * float(np.abs(wrong).max()))):
+            return f"Likely mistake: {sentence}."
+    if not np.isfinite(mine[np.isfinite(right)]).all():
+        return "Some of yours are infinite or no numbers: is something divided by zero, or is −∞ minus −∞ computed?"
+    for sentence, array in rearrangements(right):
+        if array.shape == mine.shape and is_close(mine, array, allowed):
+            return f"Likely mistake: {sentence}."
+    return one_factor(mine, right) if factors else ""
+
+
+def rearrangements(right: NDArray[Any]) -> Iterable[tuple[str, NDArray[Any]]]:
+    """The right values in wrong orders."""
+    if right.dtype == np.float64 and np.isin(right, (0, 1)).all():
+        yield "True and False are exchanged", 1 - right
+    yield "the sign is the other one", -right
+    if right.ndim >= 2:
+        yield "the first two axes are exchanged", right.swapaxes(0, 1)
+    if right.ndim >= 3:
+        heads = right.reshape(*right.shape[:-2], right.shape[-1], right.shape[-2]).swapaxes(-1, -2)
+        yield "the heads are cut with the wrong axis first: reshape to (..., heads, width)", heads
+    for axis in range(right.ndim):
+        yield f"axis {axis} runs backwards", np.flip(right, axis)
+        yield f"axis {axis} is shifted by one", np.roll(right, 1, axis)
+        yield f"axis {axis} is shifted by one", np.roll(right, -1, axis)
+
+
+def one_factor(mine: NDArray[Any], right: NDArray[Any]) -> str:
+    """That all values are wrong by one factor, or by one summand."""
+    good = np.isfinite(right) & (np.abs(right) > 1e-3 * np.abs(right[np.isfinite(right)]).max(initial=0))
+    if good.sum() < 2:
+        return ""
+    factors, differences = mine[good] / right[good], mine[good] - right[good]
+    if np.ptp(factors) <= 1e-4 * abs(factors.mean()):
+        return f"Every value is {factors.mean():.6g} times the right one: a scale is missing or is one too many."
+    if np.ptp(differences) <= 1e-4 * abs(differences.mean()):
+        return f"Every value is {abs(differences.mean()):.6g} too {'large' if differences.mean() > 0 else 'small'}."
+    return ""

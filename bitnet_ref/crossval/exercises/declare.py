@@ -1,0 +1,91 @@
+"""What an exercise is: a judge of answers, hints in steps, and a solution that a test executes.
+
+A judge is a function of the answer, which raises `Wrong` with a sentence that says what is wrong, or `Unanswered`.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+class Wrong(Exception):
+    """A wrong answer. The text tells the student what is wrong with it; `hints` are further ones, in steps."""
+
+    def __init__(self, text: str, *hints: str) -> None:
+        super().__init__(text)
+        self.hints = hints
+
+
+class Unanswered(Exception):
+    """The student has not begun: None, or a function that returns None."""
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """name: "1.2", as notebooks call it.   judge: raises Wrong or Unanswered; may return a sentence for a right answer.
+    hints: from a question to nearly the answer.   solution: code that defines the answer under the name `answer`.
+    answer: the variable or function that the student writes.   minutes: an estimate; a point for every five."""
+
+    name: str
+    answer: str
+    judge: Callable[..., str | None]
+    hints: tuple[str, ...]
+    solution: str
+    minutes: int = 5
+
+    @property
+    def points(self) -> int:
+        return max(1, self.minutes // 5)
+
+    @property
+    def lesson(self) -> str:
+        return self.name.partition(".")[0]
+
+
+OTHER_INPUTS = "BITNET_REF_EXERCISE_INPUTS"  # a number, set by `bitnet-ref grade`
+EXERCISES: dict[str, Exercise] = {}
+
+
+def exercise(
+    name: str, answer: str, *, hints: tuple[str, ...], solution: str, minutes: int = 5
+) -> Callable[[Callable[..., str | None]], Callable[..., str | None]]:
+    """Declares the exercise `name` with the decorated function as its judge."""
+
+    def declare(judge: Callable[..., str | None]) -> Callable[..., str | None]:
+        assert name not in EXERCISES, f"two exercises are called {name}"
+        EXERCISES[name] = Exercise(name, answer, judge, hints, solution.strip("\n"), minutes)
+        return judge
+
+    return declare
+
+
+def draws(seed: int) -> np.random.Generator:
+    """Random inputs of an exercise. In a grader's process they are others than in the student's."""
+    return np.random.default_rng([seed, int(os.environ.get(OTHER_INPUTS, "0"))])
+
+
+def run(function: Any, *arguments: Any) -> Any:
+    """The result of a student's function, on copies of the arguments. Raises Unanswered if it is None, and Wrong if the
+    function raises."""
+    if function is None:
+        raise Unanswered
+    if not callable(function):
+        raise Wrong(f"A function is wanted; yours is of type {type(function).__name__}.")
+    copies = [each.copy() if isinstance(each, np.ndarray) else each for each in arguments]
+    try:
+        result = function(*copies)
+    except (Wrong, Unanswered):
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        line = f', in its line "{frames[0].line}"' if frames and frames[0].line else ""
+        raise Wrong(f"Your function raised {type(error).__name__}: {error}{line}.") from error
+    if result is None or (isinstance(result, tuple) and any(each is None for each in result)):
+        raise Unanswered
+    return result

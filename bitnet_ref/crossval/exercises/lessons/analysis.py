@@ -1,0 +1,283 @@
+"""Notebooks 6, 10 and 11: finding what is wrong, and what a file is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....api import Model
+from ...compare import compare
+from ..answers import as_number, expect_number, expect_set, expect_word
+from ..declare import Unanswered, Wrong, exercise
+
+# -- 6: crossval ---------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "6.hunt",
+    "your_find",
+    minutes=20,
+    hints=(
+        "compare(right, evidence, model.config, ids).verdict names the first wrong tensor.",
+        "The kind of tensor rules out most of the table: a norm, int8 inputs and their scale, integer sums, an output, "
+        "rotated queries, z, the gate.",
+        "Where two causes remain, look at the numbers: is evidence[op] / right[op] one factor everywhere? Are integers "
+        "off by one, towards zero?",
+    ),
+    solution="""
+your_find = (compare(right, evidence, model.config, ids).first_divergence.name, suspect(seed)[1])
+""",
+)
+def hunt(answer: Any, suspect: tuple[Model, str], model: Model, tokens: Sequence[int]) -> str:
+    """suspect: the engine and the name of its mistake."""
+    if answer is None:
+        raise Unanswered
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2 or not all(isinstance(each, str) for each in answer):
+        raise Wrong('Two texts are wanted: (tensor, cause), as ("blocks.0.attn.hook_z", "wrong heads").')
+    tensor, cause = answer[0].strip(), answer[1].strip().lower()
+    engine, planted = suspect
+    recorded, theirs = model.run_with_cache(list(tokens))[1], engine.run_with_cache(list(tokens))[1]
+    first = compare(recorded, theirs, model.config, tokens).first_divergence
+    assert first is not None
+    if tensor not in recorded:
+        raise Wrong(f"No tensor is called {tensor!r}.")
+    if tensor != first.name:
+        order = list(recorded)
+        side = "before" if order.index(first.name) < order.index(tensor) else "after"
+        raise Wrong(f"It does not begin at {tensor}: something {side} it is the first to differ.")
+    if cause != planted:
+        raise Wrong(
+            f"The tensor is right, and {cause!r} is not the cause: look at the values of evidence and right there."
+        )
+    return f"{planted}. Change the seed for the next one."
+
+
+@exercise(
+    "6.1",
+    "disagree",
+    hints=(
+        "model.logits(story[:n])[-1].argmax() is the most likely token after n tokens.",
+        "sum(model.logits(story[:n])[-1].argmax() != port.logits(story[:n])[-1].argmax() for n in range(2, 25))",
+    ),
+    solution="""
+disagree = sum(int(model.logits(story[:n])[-1].argmax() != port.logits(story[:n])[-1].argmax()) for n in range(2, 25))
+""",
+)
+def seen_by_the_text(answer: Any, model: Model, port: Model, story: Sequence[int]) -> str:
+    best = [[int(each.logits(story[:n])[-1].argmax()) for n in range(2, 25)] for each in (model, port)]
+    right = sum(a != b for a, b in zip(*best, strict=True))
+    mistakes = {23 - right: "That is how often they agree.", right / 23: "A number is wanted, not a share."}
+    expect_number(
+        answer, right, mistakes=mistakes, hint="Count for n = 2 ... 24, 23 prompts, at the last token of each."
+    )
+    return "The bug is in every activation, and the text hardly knows."
+
+
+@exercise(
+    "6.2",
+    "seen_by",
+    hints=(
+        "Multiply a vector by 1.1. What happens to its angle? To its distance from the original?",
+        "One of the three is blind.",
+    ),
+    solution='seen_by = {"relative L2", "scale ratio"}',
+)
+def blind_to_scale(answer: Any) -> str:
+    choices = {
+        "relative L2": "Relative L2 is the distance from the original: a tenth of its length.",
+        "cosine": "The cosine is that of the angle, and a factor does not turn a vector.",
+        "scale ratio": "The scale ratio is that of the lengths: 1.1.",
+    }
+    expect_set(answer, {"relative L2", "scale ratio"}, choices)
+    return "Relative L2 alone does not say which of the two it is."
+
+
+DIALECTS = ("int8, multiply", "int8, divide", "groups, float", "rotated")
+
+# -- 10: dialects --------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "10.files",
+    "guess",
+    minutes=20,
+    hints=(
+        "Two files have one scale, two have 64 × 4. That divides them into pairs.",
+        "In the first pair, look at the ratio of y to the rule above: equal, or the same wrong factor everywhere?",
+        "In the second pair compute x @ W.T with W = stored * np.repeat(scale, 64, axis=1), once with x and once with "
+        "groups.hadamard(x, 64).",
+    ),
+    solution="""
+def name_of(file):
+    if file["scale"].ndim == 0:
+        return "int8, multiply" if relative_error(multiply(file), file["y"]) < 1e-5 else "int8, divide"
+    W = file["stored"] * np.repeat(file["scale"], 64, axis=1)
+    return "groups, float" if relative_error(file["x"] @ W.T, file["y"]) < 1e-5 else "rotated"
+
+
+guess = {name: name_of(file) for name, file in files.items()}
+""",
+)
+def which_file(answer: Any, files: Mapping[str, Mapping[str, NDArray[Any]]], answers: Sequence[str]) -> str:
+    if not isinstance(answer, Mapping) or None in answer.values():
+        raise Unanswered
+    names = {" ".join(name.split()): name for name in DIALECTS}
+    right = dict(zip(files, answers, strict=True))
+    if set(answer) != set(right):
+        raise Wrong(f"The keys are {', '.join(right)}.")
+    for file, given in answer.items():
+        name = names.get(" ".join(str(given).lower().split()))
+        if name is None:
+            raise Wrong(f"{file}: {given!r} is no name of the table ({', '.join(DIALECTS)}).")
+        one_scale = files[file]["scale"].ndim == 0
+        if one_scale != name.startswith("int8"):
+            raise Wrong(f"{file} has {'one scale' if one_scale else 'a scale for each group'}: it cannot be {name!r}.")
+        if name != right[file]:
+            other = "multiply" if one_scale else "use x as it is, or turn it"
+            raise Wrong(f"{file} is not {name!r}: its y is not what that rule gives. Try the other ({other}).")
+    return "All four. Now try another seed."
+
+
+@exercise(
+    "10.keys",
+    "can_tell",
+    hints=(
+        "The weights were made ternary in the rotated basis. What do they look like there?",
+        "Only running the model shows it.",
+    ),
+    solution='can_tell = {"c"}',
+)
+def without_keys(answer: Any) -> str:
+    choices = {
+        "a": "In its own basis a rotated matrix is as ternary as any other, with the same shares.",
+        "b": "The scales are those of any ternary matrix.",
+        "c": "The model computes another function, and its loss on English shows it.",
+    }
+    expect_set(answer, {"c"}, choices)
+    return "So the package warns when it loads such a file and cannot know."
+
+
+# -- 11: case files ------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "11.case1",
+    "case1",
+    hints=("What becomes of the gate and up products before the sub-norm?", "hook_post is act(gate) · up."),
+    solution='case1 = "activation"',
+)
+def fluent(answer: Any) -> str:
+    mistakes = {
+        "norm": "The sub-norm comes after hook_post, the other norm before the gate.",
+        "matrix": "The products are hook_pre and hook_pre_linear, and they are equal.",
+        "product": "The products are hook_pre and hook_pre_linear, and they are equal.",
+        "round": "Rounding to int8 is before the products, and they are equal.",
+        "quanti": "Quantisation is before the products, and they are equal.",
+    }
+    stems = ("activat", "silu", "relu", "nonlinear", "gate")
+    expect_word(answer, stems, mistakes, "What lies between gate, up and hook_post?")
+    return "The integers before are equal, so no matrix, no norm and no rounding is guilty."
+
+
+@exercise(
+    "11.case2",
+    "case2",
+    hints=("Integer sums come before any scale.", "If all signs were wrong, the sums would be the right ones negated."),
+    solution='case2 = "order"',
+)
+def on_another_machine(answer: Any) -> str:
+    mistakes = {
+        "scale": "A wrong scale would not show in the integer sums: they come before it.",
+        "sign": "If all signs were wrong, the sums would be the right ones negated.",
+        "round": "The inputs are equal, and integer sums are not rounded.",
+        "overflow": "The sums are small, and every backend has them in int32.",
+        "activat": "The activations that go in are equal.",
+    }
+    hint = "Equal inputs, other integer sums: which of scale, signs and order of the weights can it be?"
+    expect_word(answer, ("order", "layout", "permut", "pack", "interleav", "shuffl"), mistakes, hint)
+    return "The same weights, read in another order."
+
+
+@exercise(
+    "11.case3",
+    "case3",
+    hints=("Element (i, j) of a square goes to (j, i).", "Elements (i, i) stay."),
+    solution='case3 = "transpose"',
+)
+def squares(answer: Any) -> str:
+    mistakes = {
+        "revers": "Reversed rows would move the elements (i, i), too.",
+        "rotat": "A rotated square would move the corner (0, 0).",
+        "shift": "A shift would move the elements (i, i), too.",
+        "mirror": "At which line? The elements (i, i) stay.",
+        "negat": "The values are the right ones, at other places.",
+        "scal": "The values are the right ones, at other places.",
+    }
+    stems = ("transpos", "swap", "exchang")
+    expect_word(answer, stems, mistakes, "Rows become columns: what is the word for it?")
+    return "Transposed, in tiles of 4 × 4."
+
+
+@exercise(
+    "11.1",
+    "changes",
+    hints=(
+        "y = acc · (scale of W / scale of x). What of it comes before the scale?",
+        "Only what is after the scale can change.",
+    ),
+    solution='changes = {"output"}',
+)
+def fourth_case(answer: Any) -> str:
+    choices = {
+        "int8 inputs": "They are made of x alone, before the matrix.",
+        "integer sums": "They are made of integers; the scale is applied after them.",
+        "output": "The output is the sums times the scale.",
+    }
+    expect_set(answer, {"output"}, choices)
+    return "Equal integers before, all outputs off by one factor: only the scale can be guilty."
+
+
+@exercise(
+    "11.2",
+    "your_suspect",
+    minutes=15,
+    hints=(
+        "The smallest bugs of notebook 3c are roundings.",
+        "x_q, scale = super().quantize_activations(x) gives you both; cut off instead of rounding.",
+    ),
+    solution="""
+class Truncating(Backend):
+    def quantize_activations(self, x):
+        _, scale = super().quantize_activations(x)
+        return np.clip(np.trunc(x * scale), -128, 127).astype(np.int8), scale
+
+
+your_suspect = Truncating
+""",
+)
+def own_suspect(answer: Any, model: Model, tokens: Sequence[int]) -> str:
+    make: Callable[..., Any] | None = answer
+    if make is None:
+        raise Unanswered
+    try:
+        logits, tensors = model.on(make("float32", threads=1)).run_with_cache(list(tokens))
+    except Exception as error:
+        raise Wrong(f"Your engine raised {type(error).__name__}: {error}") from None
+    right_logits, right = model.run_with_cache(list(tokens))
+    if all(np.array_equal(tensors[name], right[name]) for name in right):
+        if make.__name__ == "YourSuspect" and "quantize_activations" not in vars(make):
+            raise Unanswered
+        raise Wrong("Every tensor is equal, to the last bit: it makes no mistake on this prompt.")
+    cosine = as_number((right_logits * logits).sum() / np.linalg.norm(right_logits) / np.linalg.norm(logits))
+    top1 = float((right_logits.argmax(-1) == logits.argmax(-1)).mean())
+    if cosine <= 0.5 or top1 < 0.5:
+        raise Wrong(
+            f"Too large: the cosine is {cosine:.2f} (0.5 is noticed), top-1 agreement {top1:.0%} (50%). "
+            "A rounding is enough."
+        )
+    return (
+        f"A small bug: cosine {cosine:.4f}, top-1 {top1:.0%}. {compare(right, tensors, model.config, tokens).verdict}"
+    )

@@ -1,0 +1,118 @@
+"""Notebook 7: choosing tokens, and an engine's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ....notebook.next_token import NextToken
+from ..answers import as_array, as_number, expect_number
+from ..declare import Wrong, exercise, run
+
+
+@exercise(
+    "7.1",
+    "no_e",
+    minutes=15,
+    hints=(
+        "after.texts(np.arange(len(logits))) has the text of every token. An E counts too.",
+        'np.where(["e" in text.lower() for text in texts], -np.inf, logits)',
+    ),
+    solution="""
+texts = after.texts(np.arange(model.config.vocab_size))
+
+
+def no_e(token_ids, logits):
+    return np.where(["e" in text.lower() for text in texts], -np.inf, logits)
+""",
+)
+def lipogram(answer: Any, after: NextToken) -> str:
+    ids = np.asarray(after.ids)
+    texts = after.texts(np.arange(len(after.logits)))
+    has_e = np.array(["e" in text.lower() for text in texts])
+    special = np.array([text.startswith("<") for text in texts])
+    changed = as_array(run(answer, ids, after.logits))
+    if changed.shape != after.logits.shape:
+        raise Wrong(f"The shape is {changed.shape}, not {after.logits.shape}: one logit for each token.")
+    banned = np.isneginf(changed)
+    if not banned.any():
+        raise Wrong("Nothing is forbidden: a token that must not come has the logit −∞ (0 is a good logit).")
+    if not np.array_equal(changed[~banned], after.logits[~banned]):
+        raise Wrong("The logits of the allowed tokens must stay as they were.")
+    free = np.flatnonzero(has_e & ~banned & ~special)
+    if len(free):
+        capital = " A capital E counts, too." if all("e" not in texts[i] for i in free) else ""
+        raise Wrong(f"{len(free)} tokens with an e are allowed, as {texts[free[0]]!r}.{capital}")
+    lost = np.flatnonzero(banned & ~has_e)
+    if len(lost):
+        raise Wrong(f"{len(lost)} tokens without an e are forbidden, as {texts[lost[0]]!r}.")
+    model: Any = after.model
+    return f"“A dog and a cat {model.generate('A dog and a cat', max_tokens=40, processors=[answer]).text}”"
+
+
+@exercise(
+    "7.2",
+    "temperature",
+    hints=(
+        "Try 0.5 and 0.1, and halve the interval. Or use the sliders above.",
+        "At half the temperature every ratio of two probabilities is squared.",
+    ),
+    solution="temperature = 0.25",
+)
+def half_of_the_probability(answer: Any, after: NextToken) -> str:
+    t = as_number(answer)
+    if not 0 < t <= 2:
+        raise Wrong("A temperature between 0 and 2 is wanted. At 0 the likeliest token has all of the probability.")
+    at, hotter = (float(after.stages(temperature=each)[-1].probabilities.max()) for each in (t, round(t + 0.01, 2)))
+    if at <= 0.5:
+        raise Wrong(f"At {t:g} its probability is {at:.3f}: not more than half. Colder.")
+    if hotter > 0.5:
+        raise Wrong(f"At {t:g} it is {at:.3f}, and a hundredth hotter still {hotter:.3f}. Hotter.")
+    return f"{at:.3f} there, {hotter:.3f} a hundredth hotter."
+
+
+@exercise(
+    "7.3",
+    "steps_needed",
+    hints=(
+        "The first new token comes with the prompt.",
+        "Which request is the last to finish? It takes a step for each token.",
+    ),
+    solution="steps_needed = max(lengths)",
+)
+def steps_of_an_engine(answer: Any, lengths: Sequence[int]) -> str:
+    right = max(lengths)
+    mistakes = {
+        right + 1: "The prompt's step chooses the first new token: it is not one more.",
+        sum(lengths): "That is one request after the other; an engine takes all of them in each step.",
+        len(lengths): "That is the number of requests.",
+        -(-sum(lengths) // len(lengths)): "That is the mean; the longest text decides.",
+        -(-sum(lengths) // 4): "That is with four places, all of them always taken.",
+        right - 1: "A text of n tokens takes n steps: the prompt's, and n − 1 more.",
+    }
+    expect_number(answer, right, mistakes=mistakes, hint="Which request is the last to finish?")
+    return f"A text of {right} tokens takes {right} steps, and all others are done by then."
+
+
+@exercise(
+    "7.4",
+    "both",
+    hints=(
+        "A step has one part for each request that took part in it.",
+        "sum(len(step.parts) == 2 for step in server_steps)",
+    ),
+    solution="both = sum(len(step.parts) == 2 for step in server_steps)",
+)
+def shared_steps(answer: Any, steps: Sequence[Any]) -> str:
+    parts = [len(step.parts) for step in steps]
+    right = sum(each > 1 for each in parts)
+    mistakes = {
+        len(parts): "That is all steps.",
+        sum(parts): "That is all parts of all steps.",
+        len(parts) - right: "That is how many had one request.",
+        2 * right: "Count the steps, not their parts.",
+    }
+    expect_number(answer, right, mistakes=mistakes, hint=f"{len(parts)} steps have {sum(parts)} parts together.")
+    return f"{len(parts)} steps instead of {sum(parts)}."

@@ -1,0 +1,206 @@
+"""Notebooks 4 and 8: kernels for processors and graphics cards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....errors import BitNetRefError
+from ..answers import as_array, as_number, expect_array, expect_number
+from ..declare import Unanswered, Wrong, draws, exercise, run
+
+# -- 4: CPU kernels ------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "4.1",
+    "gb_per_s",
+    hints=(
+        "The speed of each is the lower of two limits. One byte holds 5 weights, or 4: at b GB/s that is 5 b and 4 b.",
+        "Draw both roofs over b. Which part of which roof meets which?",
+    ),
+    solution="gb_per_s = 18.75",
+)
+def roofs_meet(answer: Any) -> str:
+    b = as_number(answer)
+    five, four = min(75.0, 5 * b), min(150.0, 4 * b)
+    if b <= 0:
+        raise Wrong("At 0 GB/s neither computes anything.")
+    if five == four:
+        return "Below, fewer bytes win, by a quarter up to b = 15."
+    mistakes = {
+        15.0: " There the 1.6-bit kernel reaches its own limit.",
+        37.5: " There the 2-bit kernel reaches its own.",
+    }
+    faster = "1.6-bit" if five > four else "2-bit"
+    raise Wrong(
+        f"At {b:g} GB/s they do {five:g} and {four:g} G per second: the {faster} kernel is faster.{mistakes.get(b, '')}"
+    )
+
+
+@exercise(
+    "4.2",
+    "pairs",
+    hints=(
+        "A pair is two products of a code (2 at most) and an activation: 2 · 2 · 63.",
+        "Which end of int16 is nearer now? How often does a pair fit into 32,767?",
+    ),
+    solution="pairs = 32767 // 252",
+)
+def pairs_in_int16(answer: Any) -> str:
+    mistakes = {
+        131: "131 pairs are 33,012: one too many.",
+        260: "A pair is two products, so 2 · 2 · 63.",
+        520: "A code is 2 at most, and a pair has two products.",
+        128: "The limit is 63, not 64: a few more fit.",
+        65: "int16 ends at 32,767 on either side; that is half of it.",
+        64: "That is with activations up to 127 or −128.",
+    }
+    expect_number(answer, 130, mistakes=mistakes, hint="How many times 252 fit into 32,767?")
+    return "Twice as many as before, and two more."
+
+
+@exercise(
+    "4.3",
+    "codes_of_row",
+    minutes=10,
+    hints=(
+        "Byte b of row 0 holds columns 4b to 4b + 3, the first in the lowest bits.",
+        "neighbours[0, :4, None] >> np.array([0, 2, 4, 6]) & 3 is (4 bytes, 4 columns each).",
+    ),
+    solution="""
+codes_of_row = (neighbours[0, :4, None] >> np.array([0, 2, 4, 6]) & 3).ravel()
+""",
+)
+def codes_of_neighbours(answer: Any, codes: NDArray[Any]) -> str:
+    right = codes[0, :16]
+    table = right.reshape(4, 4)
+    mistakes = {
+        "the columns of a byte are in the opposite order: the first is in the lowest bits": table[:, ::-1].ravel(),
+        "you took the same place of all four bytes first; a byte holds neighbours": table.T.ravel(),
+        "those are weights (−1, 0, 1), and codes are wanted": right - 1,
+        "those are the codes of row 1": codes[1, :16],
+        "those are columns 16 to 31": codes[0, 16:32],
+    }
+    expect_array(answer, right, mistakes=mistakes)
+    return "Now: which columns lie in the lowest two bits of the four bytes?"
+
+
+@exercise(
+    "4.4",
+    "columns_of_shift_0",
+    hints=(
+        "(bytes 0-3 of row 0) & 3 has the first column of each byte.",
+        "The first columns of the bytes are 4 apart.",
+    ),
+    solution="columns_of_shift_0 = [0, 4, 8, 12]",
+)
+def columns_of_a_shift(answer: Any) -> str:
+    mistakes = {
+        "those are the four columns of one byte; & 3 takes one of each of four bytes": [0, 1, 2, 3],
+        "those are in the highest bits": [3, 7, 11, 15],
+        "those are the numbers of the bytes; a byte holds four columns": [0, 1, 2, 3],
+        "they begin at 0": [1, 5, 9, 13],
+        "a byte holds four columns, not two": [0, 2, 4, 6],
+    }
+    expect_array(np.sort(as_array(answer).ravel()), [0, 4, 8, 12], mistakes=mistakes)
+    return "The activations would have to be gathered from four places, for every register."
+
+
+# -- 8: CUDA kernels -----------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "8.1",
+    "place_of",
+    minutes=15,
+    hints=(
+        "Four lanes share a row, and a lane has two rows. Which of the four numbers does the row alone decide?",
+        "Take the column apart: 128 columns are 2 halves of 4 lanes of 4 crumbs of 4 bytes.",
+        "lane = 4 · (row % 8) + column // 16 % 4, and word = row // 8 + 2 · (column // 64).",
+    ),
+    solution="""
+def place_of(row, column):
+    return 4 * (row % 8) + column // 16 % 4, row // 8 + 2 * (column // 64), column // 4 % 4, column % 4
+""",
+)
+def place_in_a_tile(answer: Any) -> str:
+    lane, word, crumb, byte = np.indices((32, 4, 4, 4))
+    row = lane // 4 + 8 * (word % 2)
+    column = 64 * (word // 2) + 16 * (lane % 4) + 4 * crumb + byte
+    right = np.empty((16, 128, 4), dtype=np.int64)
+    right[row, column] = np.stack([lane, word, crumb, byte], axis=-1)
+    for (r, c), _ in np.ndenumerate(right[..., 0]):
+        got = as_array(run(answer, r, c)).ravel()
+        if got.size != 4:
+            raise Wrong("Four numbers are wanted: (lane, word, crumb, byte).")
+        if (got == right[r, c]).all():
+            continue
+        names = ("lane", "word", "crumb", "byte")
+        bad = next(i for i in range(4) if got[i] != right[r, c, i])
+        swapped = " Crumb and byte are exchanged." * bool((got[[0, 1, 3, 2]] == right[r, c]).all())
+        raise Wrong(f"Row {r}, column {c}: the {names[bad]} is {right[r, c, bad]}, yours is {got[bad]}.{swapped}")
+    return "All 2,048 weights."
+
+
+@exercise(
+    "8.2",
+    "first_k_too_long",
+    hints=("The largest product is 128 · 64, and an int32 ends at 2³¹ − 1.", "128 · 64 · K is to reach 2³¹."),
+    solution="first_k_too_long = 2**31 // (128 * 64)",
+)
+def int32_overflows(answer: Any) -> str:
+    mistakes = {
+        2**18 - 1: "128 · 64 · 262,143 is 2³¹ − 8,192: it fits.",
+        2**24: "The sum is 64 times the true one.",
+        2**25: "The sum is 64 times the true one, and |x_q| may be 128.",
+        2**19: "int32 has a sign: it ends at 2³¹ − 1.",
+        2**18 + 1: "One less does not fit either.",
+        264208: "|x_q| may be 128, not 127.",
+    }
+    expect_number(answer, 2**18, mistakes=mistakes, hint="At which K does 128 · 64 · K reach 2³¹?")
+    return "From 262,144 columns on, the package takes the plain kernel."
+
+
+@exercise(
+    "8.3",
+    "your_tree",
+    minutes=15,
+    hints=(
+        "In each round a thread reads what another thread wrote in the round before. How many barriers is that?",
+        "Must a barrier stand inside the `if`? All threads must reach it.",
+        "One __syncthreads(); before the `if`, and one before the last line.",
+    ),
+    solution="""
+your_tree = TREE.replace("if (i < half)", "__syncthreads(); if (i < half)").replace("y[i] =", "__syncthreads(); y[i] =")
+""",
+)
+def race_mended(answer: Any, run_kernel: Callable[..., NDArray[Any]], orders: Mapping[str, int]) -> str:
+    """run_kernel: (text, name, x, order) -> y."""
+    if answer is None:
+        raise Unanswered
+    if not isinstance(answer, str) or "tree" not in answer:
+        raise Wrong("The text of a kernel named tree is wanted.")
+    draw = draws(83)
+    for order, seed in orders.items():
+        numbers = draw.integers(-1000, 1000, 64)
+        try:
+            got = run_kernel(answer, "tree", numbers, seed)
+        except BitNetRefError as error:
+            reason = " A barrier must be reached by all threads: it cannot stand inside the if." * ("__sync" in answer)
+            raise Wrong(f"It does not run: {str(error)[:300]}.{reason}") from None
+        if (got == numbers.sum()).all():
+            continue
+        if got[0] == numbers.sum():
+            raise Wrong(
+                f"Threads {order}: thread 0 has the sum, thread {np.flatnonzero(got != got[0])[0]} has not. "
+                "It reads all[0] before it is written: one barrier is missing before the last line."
+            )
+        raise Wrong(
+            f"Threads {order}: thread 0 has {got[0]}, and the sum is {numbers.sum()}. A round must not begin "
+            "before all threads have finished the one before."
+        )
+    return "In every order, for every thread, on numbers that you have not seen."

@@ -1,0 +1,176 @@
+"""Notebook 3a: one attention head by hand, on four tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..answers import as_array, expect_array, expect_word
+from ..declare import Wrong, draws, exercise, run
+
+
+def softmax(scores: NDArray[Any]) -> NDArray[Any]:
+    e = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.asarray(e / e.sum(-1, keepdims=True))
+
+
+@exercise(
+    "3a.1",
+    "shares",
+    hints=(
+        "Token i averages tokens 0 to i: i + 1 of them, each with the share 1 / (i + 1).",
+        "np.tril(np.ones((4, 4))) has the ones. Divide each row by its sum (keepdims=True).",
+    ),
+    solution="shares = np.tril(np.ones((4, 4))) / np.arange(1, 5)[:, None]",
+)
+def averaging_matrix(answer: Any) -> str:
+    ones = np.tril(np.ones((4, 4)))
+    right = ones / ones.sum(1, keepdims=True)
+    mistakes = {
+        "every token averages all four, also those after it": np.full((4, 4), 0.25),
+        "the rows are not divided by their sums": ones,
+        "the columns sum to 1; the rows must": ones / ones.sum(0),
+        "every row is divided by 4; row i has i + 1 tokens": ones / 4,
+        "a token must not look at those after it: the triangle is the upper one": right[::-1, ::-1],
+        "a token leaves itself out": np.tril(np.ones((4, 4)), -1) / np.maximum(np.arange(4), 1)[:, None],
+    }
+    expect_array(answer, right, mistakes=mistakes)
+    return "One matrix product does what the loop did."
+
+
+@exercise(
+    "3a.2",
+    "scores",
+    hints=("The score of query i and key j is the dot product q[i] @ k[j].", "All of them at once: q @ k.T."),
+    solution="scores = q @ k.T / np.sqrt(2)",
+)
+def all_scores(answer: Any, q: NDArray[Any], k: NDArray[Any]) -> str:
+    right = q @ k.T / np.sqrt(q.shape[-1])
+    mistakes = {
+        "the scores are not divided by √d": q @ k.T,
+        "they are divided by d, not by its root": q @ k.T / q.shape[-1],
+        "queries and keys are exchanged: row i must be query i": right.T,
+        "queries are compared with queries": q @ q.T / np.sqrt(q.shape[-1]),
+        "they are multiplied by √d": q @ k.T * np.sqrt(q.shape[-1]),
+    }
+    expect_array(answer, right, mistakes=mistakes)
+    return "16 dot products, one of each query with each key."
+
+
+@exercise(
+    "3a.3",
+    "your_mask",
+    hints=("Key j is in the future of query i when j > i.", "np.arange(N)[None, :] > np.arange(N)[:, None]"),
+    solution="your_mask = np.arange(4)[None, :] > np.arange(4)[:, None]",
+)
+def causal_mask(answer: Any) -> str:
+    n = 4
+    past = np.tril(np.ones((n, n), dtype=bool))
+    mistakes = {
+        "True must stand where a key is hidden; yours shows the future and hides the past": past,
+        "a token must see itself: the diagonal is False": ~past | np.eye(n, dtype=bool),
+        "the mask is transposed: rows are queries, columns keys": (~past).T,
+        "only the very next token is hidden; all later ones must be": np.eye(n, k=1, dtype=bool),
+        "nothing is hidden": np.zeros((n, n), dtype=bool),
+        "the token after the query is still seen: begin at k=1, not at k=2": np.triu(past.T, 2).astype(bool),
+    }
+    expect_array(answer, ~past, mistakes=mistakes)
+    return "Query 0 sees one key, query 3 all four."
+
+
+@exercise(
+    "3a.4",
+    "softmax",
+    minutes=10,
+    hints=(
+        "np.exp(row) / np.exp(row).sum() for each row: the sum needs axis=-1 and keepdims=True.",
+        "Take away each row's maximum first: exp(1000) is infinite, and the shares stay the same.",
+    ),
+    solution="""
+def softmax(scores):
+    e = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+""",
+)
+def softmax_of_rows(answer: Any) -> str:
+    scores = draws(34).normal(size=(4, 4)) * 2
+    scores[np.triu_indices(4, 1)] = -np.inf
+    e, finite = np.exp(scores), np.where(np.isinf(scores), 0, scores)
+    mistakes = {
+        "the columns sum to 1; each row must (axis=-1)": e / e.sum(0, keepdims=True),
+        "all sixteen together sum to 1; each row must": e / e.sum(),
+        "the exponentials are not divided by their sum": e,
+        "the shares are proportional to the scores: exp is missing": finite / finite.sum(-1, keepdims=True),
+        "the powers are of 2, not of e": np.exp2(scores) / np.exp2(scores).sum(-1, keepdims=True),
+        "the maximum was taken away and no sum divided by": np.exp(scores - scores.max(-1, keepdims=True)),
+    }
+    expect_array(run(answer, scores), softmax(scores), mistakes=mistakes)
+    large = np.array([[1000.0, 999.0], [0.0, -np.inf]])
+    got = as_array(run(answer, large))
+    if not np.isfinite(got).all():
+        raise Wrong(
+            "It is right for small scores. For scores of 1000 it is no number: take each row's maximum away first."
+        )
+    expect_array(got, softmax(large))
+    return "Each row sums to 1, also where scores are −∞ or 1000."
+
+
+@exercise(
+    "3a.5",
+    "head",
+    minutes=10,
+    hints=(
+        "In this order: scores, mask, softmax, average.",
+        "np.where(mask, -np.inf, q @ k.T / np.sqrt(d)); then softmax(...) @ v.",
+    ),
+    solution="""
+def head(q, k, v):
+    n, d = q.shape
+    hidden = np.arange(n)[None, :] > np.arange(n)[:, None]
+    scores = np.where(hidden, -np.inf, q @ k.T / np.sqrt(d))
+    e = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return (e / e.sum(axis=-1, keepdims=True)) @ v
+""",
+)
+def whole_head(answer: Any) -> str:
+    draw = draws(35)
+    for n, d in ((4, 2), (7, 8), (1, 3)):
+        q, k, v = draw.normal(size=(3, n, d))
+        hidden = ~np.tril(np.ones((n, n), dtype=bool))
+        scores = q @ k.T / np.sqrt(d)
+        shares = softmax(np.where(hidden, -np.inf, scores))
+        mistakes = {
+            "there is no mask: tokens see the future": softmax(scores) @ v,
+            "the mask is applied after softmax: the rows no longer sum to 1": np.where(hidden, 0, softmax(scores)) @ v,
+            "hidden scores are 0, which softmax makes a share; they must be −∞": softmax(np.where(hidden, 0, scores))
+            @ v,
+            "the scores are not divided by √d": softmax(np.where(hidden, -np.inf, q @ k.T)) @ v,
+            "the keys are averaged, not the values": shares @ k,
+            "the past is hidden instead of the future": softmax(np.where(hidden.T, -np.inf, scores)) @ v,
+        }
+        try:
+            expect_array(run(answer, q, k, v), shares @ v, mistakes=mistakes)
+        except Wrong as wrong:
+            raise Wrong(f"On {n} tokens of width {d}: {wrong}") from None
+    return "On 4, 7 and 1 tokens. That is a head."
+
+
+@exercise(
+    "3a.6",
+    "which",
+    hints=("Row i of the pattern has token i's shares of tokens 0 to i.", "Whose rows contain token 2?"),
+    solution='which = "the last"',
+)
+def who_notices(answer: Any) -> str:
+    mistakes = {
+        "all": "Tokens 0 to 2 cannot see token 3: nothing of theirs changes.",
+        "none": "Token 3 itself sees the change.",
+        "first": "Token 0 sees itself only.",
+        "third": "Token 2 comes before token 3, and sees tokens 0 to 2.",
+        "2": "Token 2 comes before token 3, and sees tokens 0 to 2.",
+    }
+    right = ("last", "fourth", "3", "token3")
+    expect_word(answer, right, mistakes, "Who can see token 3? Answer with first, second, third, last or all.")
+    return "This is why keys and values can be kept: what is new changes nothing that is old."

@@ -1,0 +1,325 @@
+"""Notebooks 1, 2 and 5: ternary weights, BitLinear, files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....reference import quantization
+from ..answers import as_array, as_number, expect_array, expect_number
+from ..declare import Unanswered, Wrong, draws, exercise, run
+
+# -- 1: ternary weights --------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "1.1",
+    "scale_for_thirds",
+    hints=(
+        "Which z has a third of a normal distribution between −z and +z? math.erf(z / math.sqrt(2)) is the share.",
+        "A weight becomes 0 when it is nearer than half the scale: the cut z is half of what is asked.",
+    ),
+    solution="scale_for_thirds = 2 * 0.4307",
+)
+def thirds(answer: Any) -> str:
+    scale = as_number(answer)
+    if scale <= 0:
+        raise Wrong("A scale is larger than 0.")
+    zeros = math.erf(scale / 2 / math.sqrt(2))
+    if abs(zeros - 1 / 3) < 0.005:
+        return f"The mean is only {scale - math.sqrt(2 / math.pi):.2f} below it."
+    if abs(scale - 0.4307) < 0.005:
+        raise Wrong("That is where the weights are cut. Half of the scale is the threshold: the scale is twice that.")
+    if abs(scale - math.sqrt(2 / math.pi)) < 0.005:
+        raise Wrong("That is the mean of |w|, which gives 31% of zeros: a little too few.")
+    size = "smaller" if zeros > 1 / 3 else "larger"
+    raise Wrong(f"{zeros:.0%} of the weights would be 0. For a third the scale must be {size}.")
+
+
+@exercise(
+    "1.2",
+    "pack_five",
+    minutes=10,
+    hints=("Make the digits 0, 1, 2 first: w_t + 1.", "The first digit is worth 3⁴, the last 3⁰. Then it is a sum."),
+    solution="""
+def pack_five(w_t):
+    return int(((w_t + 1) * 3 ** np.arange(4, -1, -1)).sum())
+""",
+)
+def five_in_a_byte(answer: Any) -> str:
+    tests = np.array([[0, 0, 0, 0, 0], [-1] * 5, [1] * 5, [-1, -1, -1, -1, 1], [1, 0, -1, 0, 1]], dtype=np.int8)
+    powers = 3 ** np.arange(4, -1, -1)
+    got = [as_number(run(answer, each)) for each in tests]
+    mistakes = {
+        "the first weight must be the highest digit, and yours is the lowest": (tests + 1) @ powers[::-1],
+        "add 1 to the weights first: the digits are 0, 1 and 2": tests @ powers,
+        "the digits are worth powers of 3; yours are powers of 4": (tests + 1) @ 4 ** np.arange(4, -1, -1),
+        "the digits are worth powers of 3; yours are powers of 2": (tests + 1) @ 2 ** np.arange(4, -1, -1),
+        "the first digit is worth 3⁴; yours is worth 3⁵": 3 * (tests + 1) @ powers,
+    }
+    expect_array(np.array(got), (tests + 1) @ powers, mistakes=mistakes)
+    return "Five weights in a byte: 1.6 bits for each."
+
+
+@exercise(
+    "1.3",
+    "factor",
+    hints=("Write down a matrix of −s, 0 and +s: what is the mean of its absolute values?", "The zeros count in it."),
+    solution="factor = shares[0] + shares[2]",
+)
+def scale_again(answer: Any, ternary: NDArray[Any]) -> str:
+    used = float((ternary != 0).mean())
+    mistakes = {
+        1 / used: "The new scale is smaller, not larger: yours is the true scale divided by the new one.",
+        1 - used: "That is the share of zeros. Which share keeps its absolute value?",
+        1.0: "The scale does not survive: the zeros pull the mean down.",
+        used / 2: "That is one sign only; −s and +s have the same absolute value.",
+    }
+    expect_number(answer, used, within=1e-4 * used, mistakes=mistakes, hint="Which share of the matrix is not 0?")
+    return "Absmean of a matrix that is ternary already makes its scale too small by the share of non-zeros."
+
+
+@exercise(
+    "1.4",
+    "unpack_four",
+    minutes=10,
+    hints=(
+        "& 3 keeps the two lowest bits; >> 2 brings the next two there.",
+        "Broadcast: packed[..., None] >> np.array([0, 2, 4, 6]) & 3 has shape (N, K/4, 4).",
+    ),
+    solution="""
+def unpack_four(packed):
+    codes = packed[..., None] >> np.array([0, 2, 4, 6], dtype=np.uint8) & 3
+    return codes.reshape(len(packed), -1).astype(np.int8) - 1
+""",
+)
+def four_from_a_byte(answer: Any) -> str:
+    right = draws(14).integers(-1, 2, (6, 32)).astype(np.int8)
+    packed = quantization.pack_ternary(right)
+    codes = packed[..., None] >> np.array([0, 2, 4, 6], dtype=np.uint8) & 3
+    strided = codes.swapaxes(1, 2)
+    mistakes = {
+        "the first weight lies in the lowest bits; you began with the highest": codes[..., ::-1].reshape(6, 32) - 1.0,
+        "the codes are 0, 1, 2: take 1 away": codes.reshape(6, 32),
+        "a byte holds four neighbours; you put them a quarter of a row apart": strided.reshape(6, 32) - 1.0,
+        "add instead of take away: code 0 is −1": codes.reshape(6, 32) + 1.0,
+        "the minus 1 was computed in uint8, where 0 − 1 is 255": (codes.reshape(6, 32) - np.uint8(1)).astype(float),
+    }
+    expect_array(run(answer, packed), right, mistakes=mistakes)
+    return "It is what every kernel does with each byte."
+
+
+# -- 2: BitLinear --------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "2.1",
+    "smallest_k",
+    hints=("The largest product of an int8 activation and a ternary weight is 127.", "int16 ends at 32,767."),
+    solution="smallest_k = 259",
+)
+def int16_overflows(answer: Any) -> str:
+    mistakes = {
+        258: "127 · 258 = 32,766 still fits: one more does not.",
+        516: "int16 has a sign: it ends at 32,767, not at 65,535.",
+        517: "int16 has a sign: it ends at 32,767, not at 65,535.",
+        256: "The products are 127, not 128: 127 · 256 = 32,512 fits.",
+        257: "127 · 257 = 32,639 fits.",
+    }
+    expect_number(answer, 259, mistakes=mistakes, hint="127 · K is to be more than 32,767, just so.")
+    return "127 · 259 = 32,893."
+
+
+@exercise(
+    "2.2",
+    "add_and_subtract",
+    minutes=10,
+    hints=(
+        "x_q[:, row == 1] are the activations where a row of weights is +1. Sum them.",
+        "Sums of int8 need a wider type: .sum(axis=1, dtype=np.int32).",
+    ),
+    solution="""
+def add_and_subtract(x_q, w_t):
+    plus = [x_q[:, row == 1].sum(axis=1, dtype=np.int32) for row in w_t]
+    minus = [x_q[:, row == -1].sum(axis=1, dtype=np.int32) for row in w_t]
+    return np.stack(plus, axis=1) - np.stack(minus, axis=1)
+""",
+)
+def without_products(answer: Any) -> str:
+    draw = draws(22)
+    x_q = draw.integers(-127, 128, (5, 64)).astype(np.int8)
+    w_t = draw.integers(-1, 2, (7, 64)).astype(np.int8)
+    right = x_q.astype(np.int32) @ w_t.T.astype(np.int32)
+    plus, all_ = x_q @ (w_t == 1).T.astype(np.int32), x_q.sum(1, keepdims=True, dtype=np.int32)
+    mistakes = {
+        "the sums overflow int8: give the sum dtype=np.int32": right.astype(np.int8),
+        "the sums overflow int16 or int8 before they are subtracted": (right & 0xFF),
+        "the inputs with weight −1 are not subtracted": plus,
+        "they are added where the weight is −1, too": x_q.astype(np.int32) @ np.abs(w_t).T.astype(np.int32),
+        "weights of 0 are subtracted, too": plus - (all_ - plus),
+    }
+    expect_array(run(answer, x_q, w_t), right, mistakes=mistakes)
+    return "A matrix product without a multiplication, and equal."
+
+
+@exercise(
+    "2.3",
+    "factors",
+    hints=(
+        "Follow the factor 2 from x through the scale, the integers, the sum and the scale back.",
+        "a = 127 / max|x|",
+    ),
+    solution='factors = {"x_q": 1, "x_quant_scale": 0.5, "acc": 1, "y": 2}',
+)
+def doubled(answer: Any) -> str:
+    if answer is None:
+        raise Unanswered
+    right = {"x_q": 1.0, "x_quant_scale": 0.5, "acc": 1.0, "y": 2.0}
+    if not isinstance(answer, Mapping) or set(answer) != set(right):
+        raise Wrong(f"A dict with the keys {', '.join(right)} is wanted.")
+    reasons = {
+        "x_q": "The largest entry becomes 127, however large it was",
+        "x_quant_scale": "a = 127 / max|x|, and the maximum is twice as large",
+        "acc": "It is made of x_q and the weights alone",
+        "y": "The layer is linear but for rounding, and the rounding is the same",
+    }
+    for name, factor in right.items():
+        if as_number(answer[name]) != factor:
+            raise Wrong(f"{name} is not {as_number(answer[name]):g} times what it was. {reasons[name]}.")
+    return "Exactly so, because 2 is a power of two: the integers do not see the size of a token."
+
+
+@exercise(
+    "2.4",
+    "quantise",
+    minutes=10,
+    hints=(
+        "a = 127 / np.abs(x).max(axis=-1, keepdims=True): one number for each token.",
+        "np.rint rounds to the nearest, ties to even; then .astype(np.int8).",
+    ),
+    solution="""
+def quantise(x):
+    a = np.float32(127) / np.abs(x).max(axis=-1, keepdims=True)
+    return np.clip(np.rint(x * a), -128, 127).astype(np.int8), a
+""",
+)
+def absmax(answer: Any) -> str:
+    x = draws(24).normal(size=(6, 64)).astype(np.float32)
+    x[0] = np.arange(64, dtype=np.float32) - 31.5  # ties, since the scale is 1
+    x[0, 0] = 127
+    right_q, right_a = quantization.quantize_activations(x)
+    result = run(answer, x)
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise Wrong("Two arrays are wanted, x_q and a.")
+    x_q, a = as_array(result[0]), as_array(result[1])
+    if a.size == 1:
+        raise Wrong("a: one scale for all tokens. Each token has its own: axis=-1, keepdims=True.")
+    scales = {
+        "the scale is 1 / a: a multiplies x": 1 / right_a,
+        "one scale for all tokens; each token has its own (axis=-1)": np.full_like(right_a, right_a.min()),
+        "the factor is 127, not 128": right_a * 128 / 127,
+        "the maximum is of |x|; yours is of x": 127 / x.max(-1, keepdims=True),
+        "the mean of |x| is taken, and the maximum is wanted": 127 / np.abs(x).mean(-1, keepdims=True),
+    }
+    try:
+        expect_array(a, right_a, mistakes=scales)
+    except Wrong as wrong:
+        raise Wrong(f"a: {wrong}") from None
+    scaled = x * right_a
+    roundings = {
+        "the values are cut off, not rounded": np.trunc(scaled),
+        "the values are rounded down": np.floor(scaled),
+        "ties are rounded away from zero; np.rint rounds them to even": np.trunc(scaled + np.copysign(0.5, scaled)),
+        "they are not rounded": scaled,
+        "x is divided by a instead of multiplied": np.rint(x / right_a),
+    }
+    try:
+        expect_array(x_q, right_q, mistakes=roundings)
+    except Wrong as wrong:
+        raise Wrong(f"x_q: {wrong}") from None
+    return "The integers of every BitLinear in the model are made so."
+
+
+# -- 5: files ------------------------------------------------------------------------------------------------------
+
+
+@exercise(
+    "5.1",
+    "answer",
+    hints=(
+        "Treat the matrix as one line of N · K weights: which number does the weight have, and in which block of 128?",
+        "A block of 128 has 32 bytes. Weight w of it is in byte w % 32, at shift 6 − 2 · (w // 32).",
+    ),
+    solution="answer = (333, 2)",
+)
+def place_in_i2_s(answer: Any, addresses: NDArray[Any]) -> str:
+    if answer is None:
+        raise Unanswered
+    pair = as_array(answer).ravel()
+    if pair.size != 2:
+        raise Wrong("Two numbers are wanted, (byte, shift).")
+    byte, shift = (as_number(each) for each in pair)
+    right = int(addresses[5, 77])
+    if byte != right:
+        plain = {77 % 32: "that is its byte in row 0"}
+        plain |= {
+            10 * 32 + 77 // 4: "four neighbours do not share one; in a block, weights 32 apart do",
+            10 * 128 + 13: "bytes, not weights",
+        }
+        raise Wrong(f"It is another byte{': ' + plain[int(byte)] if int(byte) in plain else ''}.")
+    if shift != 2:
+        reverse = " The first 32 weights of a block are in the highest bits, not the lowest." * (shift == 4)
+        raise Wrong(f"The byte is right, the shift is not.{reverse}")
+    return "Weight 1357 of the line is number 77 of block 10."
+
+
+@exercise(
+    "5.2",
+    "reverse_codes",
+    hints=(
+        "Four fields of two bits are to change places: the highest becomes the lowest.",
+        "data >> 6 is the new lowest field; (data >> 4 & 3) << 2 the next.",
+    ),
+    solution="""
+def reverse_codes(data):
+    return data >> 6 | (data >> 4 & 3) << 2 | (data >> 2 & 3) << 4 | (data & 3) << 6
+""",
+)
+def codes_reversed(answer: Any) -> str:
+    data = np.arange(256, dtype=np.uint8)
+    right = data >> 6 | (data >> 4 & 3) << 2 | (data >> 2 & 3) << 4 | (data & 3) << 6
+    bits = np.packbits(np.unpackbits(data[:, None], axis=1)[:, ::-1], axis=1).ravel()
+    mistakes = {
+        "the eight bits are reversed; the order within each code must stay": bits,
+        "only the halves of the byte are exchanged": data >> 4 | data << 4,
+        "the bytes are in another order; the codes in each byte are to be": data[::-1],
+        "the codes are as they were": data,
+        "codes two and three are still in their old places": data >> 6 | data & 0b00111100 | (data & 3) << 6,
+    }
+    expect_array(run(answer, data), right, mistakes=mistakes)
+    return "TQ2_0 from I2_S, byte for byte."
+
+
+@exercise(
+    "5.3",
+    "questions",
+    hints=(
+        "Each question halves what is left. How many bytes hold the matrix, and how often can that number be halved?",
+        "2560 · 6912 / 4 bytes. (n − 1).bit_length() counts the bits of the largest address.",
+    ),
+    solution="questions = 23",
+)
+def how_many_questions(answer: Any) -> str:
+    mistakes = {
+        25: "That is for a byte per weight; four weights share one.",
+        13: "That was for 32,768 weights in 8,192 bytes. This matrix is larger.",
+        22: "2²² is 4,194,304: fewer than the matrix has bytes.",
+        2560 * 6912 // 4: "Each question halves what is left: so many would be asked one byte at a time.",
+        24: "One less does: the largest address is 4,423,679, below 2²³.",
+    }
+    expect_number(answer, 23, mistakes=mistakes, hint="Count the bits of the largest address.")
+    return "The property: each weight is decided by one byte alone. TL2's signs break it, so its low value is 0."

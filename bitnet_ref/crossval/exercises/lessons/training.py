@@ -1,0 +1,130 @@
+"""Notebook 9: training. Gradients are judged with the wrong formulas that people write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....reference import quantization
+from ..answers import as_array, as_number, expect_array
+from ..declare import Unanswered, Wrong, draws, exercise, run
+
+
+@exercise(
+    "9.1",
+    "last_master",
+    hints=(
+        "On stair 0 the gradient is −1.7: how many steps is the master there, at rate 0.08?",
+        "On stair 1 it is 1 − 1.7 = −0.7 in each of the remaining steps.",
+    ),
+    solution="last_master = 22.7",
+)
+def runaway_master(answer: Any) -> str:
+    value = as_number(answer)
+    w = 0.0
+    for _ in range(400):
+        w -= 0.08 * (np.clip(np.rint(w), -1, 1) - 1.7)
+    if abs(value - w) < 0.5:
+        return "The way back to 0 is as long. Weight decay is what holds such masters."
+    if abs(value - 1.7) < 0.3:
+        raise Wrong("The weight cannot be 1.7, so the gradient never becomes 0: the master does not stop there.")
+    if abs(value - 400 * 0.08 * 1.7) < 1:
+        raise Wrong("On stair 1 the gradient is 1 − 1.7 = −0.7, no longer −1.7.")
+    if abs(value - 1) < 0.3 or abs(value - 0.5) < 0.3:
+        raise Wrong("The weight stays 1, but its master goes on: what is the gradient when q = 1?")
+    if value < 0:
+        raise Wrong("The gradient is negative (q − t = −0.7), and descent goes against it: upwards.")
+    raise Wrong(f"{value:g} is too {'large' if value > w else 'small'}. Each of the 400 steps adds 0.08 · (1.7 − q).")
+
+
+@exercise(
+    "9.2",
+    "fewest_steps",
+    hints=(
+        "A master on stair 0 is scale / 2 − |master| away from its threshold.",
+        "Take the median over those on stair 0, and divide by the rate, 0.01.",
+    ),
+    solution="""
+scale = quantization.absmean_scale(untrained[WATCHED])
+size = np.abs(untrained[WATCHED])
+fewest_steps = np.median(scale / 2 - size[size < scale / 2]) / 0.01
+""",
+)
+def steps_to_a_threshold(answer: Any, master: NDArray[Any]) -> str:
+    scale, size = quantization.absmean_scale(master), np.abs(master)
+    inside = size[size < scale / 2]
+    right = float(np.median(scale / 2 - inside) / 0.01)
+    mistakes = {
+        float(np.median(scale - inside) / 0.01): "The threshold is at half of the scale.",
+        float(np.median(inside) / 0.01): "That is the way to 0; the threshold is on the other side.",
+        float(
+            np.median(np.abs(scale / 2 - size)) / 0.01
+        ): "Only the weights on stair 0, nearer to 0 than the threshold.",
+        right * 0.01: "That is the distance: divide it by the rate.",
+        float(np.mean(scale / 2 - inside) / 0.01): "That is the mean; the median is asked.",
+    }
+    value = as_number(answer)
+    if abs(value - right) < min(0.05 * right, 0.5):
+        return "Masters ten times as large need ten times as many: their size sets the pace."
+    for wrong, sentence in mistakes.items():
+        if abs(value - wrong) <= 0.01 * abs(wrong):
+            raise Wrong(sentence)
+    raise Wrong(
+        f"{value:.3g} is too {'many' if value > right else 'few'}: how far is the median weight from scale / 2?"
+    )
+
+
+@exercise(
+    "9.3",
+    "my_backward",
+    minutes=15,
+    hints=(
+        "The two formulas stand under “A staircase has no slope”: X_q and W_q are the rounded matrices in float.",
+        "dx = dy @ (W_t * s)",
+        "x_q, a = quantization.quantize_activations(x), and dW = dy.T @ (x_q / a)",
+    ),
+    solution="""
+def my_backward(dy, x, W):
+    W_t, s = quantization.quantize_weights(W)
+    x_q, a = quantization.quantize_activations(x)
+    return dy @ (W_t * s), dy.T @ (x_q / a)
+""",
+)
+def backward_of_a_bitlinear(answer: Any) -> str:
+    draw = draws(93)
+    dy, x, w = (draw.normal(size=shape).astype(np.float32) for shape in ((5, 16), (5, 24), (16, 24)))
+    w *= np.float32(0.02)
+    w_t, s = quantization.quantize_weights(w)
+    x_q, a = quantization.quantize_activations(x)
+    result = run(answer, dy, x, w)
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise Wrong("Two gradients are wanted, dx and dW.")
+    if any(each is None for each in result):
+        raise Unanswered
+    x_float = x_q / a
+    of_x = {
+        "the float masters are used; the forward pass used the rounded weights, W_t · s": dy @ w,
+        "the scale s is missing": dy @ w_t,
+        "it is divided by s instead of multiplied": dy @ w_t / s,
+        "the activations' scale a does not belong here": dy @ (w_t * s) / a,
+        "the activations' scale a does not belong here (and multiplies)": dy @ (w_t * s) * a,
+    }
+    of_w = {
+        "x is used as it was before rounding; the forward pass used x_q / a": dy.T @ x,
+        "x_q is to be divided by its scale a": dy.T @ x_q.astype(np.float32),
+        "the scale s does not belong here: straight through, W_q stands for W": dy.T @ x_float * s,
+        "the mean over tokens is taken; the sum is right": dy.T @ x_float / len(x),
+        "it is divided by s": dy.T @ x_float / s,
+        "what would flip a weight is set to 0; straight through, nothing is": np.where(w_t == 0, 0, dy.T @ x_float),
+    }
+    for name, got, right, mistakes in (
+        ("dx", result[0], dy @ (w_t * s), of_x),
+        ("dW", result[1], dy.T @ x_float, of_w),
+    ):
+        try:
+            expect_array(as_array(got), right, mistakes=mistakes)
+        except Wrong as wrong:
+            raise Wrong(f"{name}: {wrong}") from None
+    return "Both gradients."

@@ -1,0 +1,377 @@
+"""Notebook 3b: the eight pieces of storyteller. Each is run on tensors of the reference, and its result is judged as an
+engine's: crossval's search names the mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....api import Model
+from ..answers import as_array, expect_array, expect_shape
+from ..declare import EXERCISES, Wrong, exercise, run
+from ..tensors import expect_tensor
+
+Recorded = Mapping[str, NDArray[Any]]
+
+
+def with_edit(model: Model, name: str, old: str, new: str) -> Callable[..., Any]:
+    """The function of the exercise `name` as its solution has it, with `old` replaced by `new`: a mistake, run."""
+    names = sizes(model)
+    for each in EXERCISES.values():
+        if each.lesson == "3b":
+            assert each.name != name or old in each.solution, f"{name} has no {old!r}"
+            exec(each.solution.replace(old, new) if each.name == name else each.solution, names)
+    function: Callable[..., Any] = names[EXERCISES[name].answer]
+    return function
+
+
+def sizes(model: Model) -> dict[str, Any]:
+    """The names that the pieces may use besides each other, as the notebook has them."""
+    c = model.config
+    names: dict[str, Any] = {"np": np, "w": model.weights, "tokenizer": model.tokenizer, "theta": c.rope.theta}
+    return names | {"H": c.num_attention_heads, "G": c.num_key_value_heads, "d": c.head_dim}
+
+
+@exercise(
+    "3b.1",
+    "embed",
+    hints=("A token's id is the number of its row.", "embedding[tokens] takes rows; then .astype(np.float32)."),
+    solution="""
+def embed(tokens, embedding):
+    return embedding[np.asarray(tokens)].astype(np.float32)
+""",
+)
+def rows_of_the_embedding(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
+    matrix: Any = model.weights.embedding
+    table: NDArray[Any] = matrix.array  # (V, D) bfloat16
+    mine, right = as_array(run(answer, list(tokens), table)), recorded["hook_embed"]
+    expect_shape(mine, right.shape)
+    wide = table.astype(np.float32)
+    ids = np.asarray(tokens)
+    mistakes = {
+        "the rows are those of the ids plus one": wide[(ids + 1) % len(wide)],
+        "the rows are those of the ids minus one": wide[ids - 1],
+        "the rows are the first ones of the table, not those of the ids": wide[: len(ids)],
+        "the rows are multiplied by √D, as in Gemma": right * np.float32(16),
+        "each row is scaled to length 1": right / np.linalg.norm(right, axis=-1, keepdims=True),
+    }
+    expect_array(mine, right, mistakes=mistakes, exact=True)
+    if mine.dtype != np.float32:
+        raise Wrong(f"The values are right, but in {mine.dtype}: the rest computes in float32.")
+    expect_array(run(answer, [int(tokens[0])], table), right[:1], exact=True)
+    return "Equal, bit for bit."
+
+
+@exercise(
+    "3b.2",
+    "rms_norm",
+    minutes=10,
+    hints=(
+        "np.square(x, dtype=np.float64).mean(axis=-1, keepdims=True) is the mean for each token.",
+        "x / np.sqrt(mean + norm.eps).astype(np.float32) * norm.weight",
+    ),
+    solution="""
+def rms_norm(x, norm):
+    mean_square = np.square(x, dtype=np.float64).mean(axis=-1, keepdims=True)
+    return x / np.sqrt(mean_square + norm.eps).astype(np.float32) * norm.weight
+""",
+)
+def norm_of_the_stream(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
+    x, norm = recorded["hook_embed"], model.weights.layers[0].attn_norm
+    mine = as_array(run(answer, x, norm))
+    over_tokens = x / np.sqrt(np.square(x, dtype=np.float64).mean(0) + norm.eps) * norm.weight
+    if mine.shape == x.shape and np.allclose(mine, over_tokens, rtol=1e-5):
+        raise Wrong("The mean is taken over the tokens (axis 0). Each token has its own: over its features, axis=-1.")
+    squared = x / (np.square(x, dtype=np.float64).mean(-1, keepdims=True) + norm.eps) * norm.weight
+    if mine.shape == x.shape and np.allclose(mine, squared, rtol=1e-5):
+        raise Wrong("x is divided by the mean square: the root is missing.")
+    return expect_tensor(model, tokens, recorded, "blocks.0.ln1.hook_normalized", mine, "hook_embed")
+
+
+@exercise(
+    "3b.3",
+    "bit_linear",
+    minutes=15,
+    hints=(
+        "Four lines: the scale a of each token, x_q, the product of integers, and back: acc * (s / a).",
+        "a = np.float32(127) / np.abs(x).max(axis=-1, keepdims=True); x_q = np.clip(np.rint(x * a), -128, 127)",
+        "acc = x_q @ matrix.ternary().T.astype(np.float32): the sums are integers below 2²⁴, so float32 is exact.",
+    ),
+    solution="""
+def bit_linear(x, matrix):
+    a = np.float32(127) / np.maximum(np.abs(x).max(axis=-1, keepdims=True), np.float32(1e-5))
+    x_q = np.clip(np.rint(x * a), -128, 127)
+    acc = x_q @ matrix.ternary().T.astype(np.float32)
+    return acc * (matrix.w_dequant_scale / a)
+""",
+)
+def linear_of_q(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
+    x, layer = recorded["blocks.0.ln1.hook_normalized"], model.weights.layers[0]
+    mine = run(answer, x, layer.q_proj)
+    name = "blocks.0.attn.q_proj.hook_out"
+    said = expect_tensor(model, tokens, recorded, name, mine, "blocks.0.ln1.hook_normalized")
+    x, name = recorded["blocks.0.ln2.hook_normalized"], "blocks.0.mlp.up_proj.hook_out"
+    expect_tensor(model, tokens, recorded, name, run(answer, x, layer.up_proj), "blocks.0.ln2.hook_normalized")
+    return said
+
+
+@exercise(
+    "3b.4",
+    "rope",
+    minutes=15,
+    hints=(
+        "angles = positions[:, None] * theta ** (-np.arange(0, d, 2) / d): (n, d/2), for each token and pair.",
+        "Pair j is (x[..., j], x[..., j + d/2]): a, b = x[..., : d // 2], x[..., d // 2 :].",
+        "A turn by the angle: (a cos − b sin, b cos + a sin). cos[:, None] is the same for all heads.",
+    ),
+    solution="""
+def rope(x, positions):
+    angles = positions[:, None] * theta ** (-np.arange(0, d, 2) / d)
+    cos, sin = np.cos(angles).astype(np.float32)[:, None], np.sin(angles).astype(np.float32)[:, None]
+    a, b = x[..., : d // 2], x[..., d // 2 :]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+""",
+)
+def turned_queries(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
+    q, positions = recorded["blocks.0.attn.hook_q"], np.arange(len(tokens))
+    name = "blocks.0.attn.hook_rot_q"
+    halves = ("x[..., : d // 2], x[..., d // 2 :]", "x[..., 0::2], x[..., 1::2]")
+    slips = {
+        "you turned neighbouring pairs (2j, 2j + 1); this model turns halves, (j, j + d/2)": halves,
+        "the exponent is that of pair 2j: use np.arange(0, d, 2) / d": ("(0, d, 2) / d", "(d // 2) / d"),
+        "cos is used for sin": ("np.sin(angles)", "np.cos(angles)"),
+    }
+    made = {text: partial(lambda e: with_edit(model, "3b.4", *e)(q, positions), edit) for text, edit in slips.items()}
+    said = expect_tensor(model, tokens, recorded, name, run(answer, q, positions), "blocks.0.attn.hook_k", made)
+    last = run(answer, q[-1:], positions[-1:])  # alone, as in generation
+    try:
+        expect_array(last, recorded[name][-1:])
+    except Wrong as wrong:
+        raise Wrong(
+            f"Right for the whole text, wrong for its last token alone, at position {positions[-1]}: use the "
+            f"positions that you are given. {wrong}"
+        ) from None
+    return said
+
+
+@exercise(
+    "3b.5",
+    "attend",
+    minutes=20,
+    hints=(
+        "shared = np.arange(H) // (H // G): the key/value head of each query head. Then keys[:, shared] is (T, H, d).",
+        "scores = np.einsum('ihd,jhd->hij', q, keys[:, shared]) / np.sqrt(d): (H, n, T).",
+        "Query i of n is token T − n + i of the text: it sees the keys j <= T − n + i.",
+        "np.einsum('hij,jhd->ihd', pattern, values[:, shared]) averages the values.",
+    ),
+    solution="""
+def attend(q, keys, values):
+    n, T = len(q), len(keys)
+    shared = np.arange(H) // (H // G)
+    wide_q, wide_k, wide_v = (each.astype(np.float64) for each in (q, keys[:, shared], values[:, shared]))
+    scores = (np.einsum("ihd,jhd->hij", wide_q, wide_k) / np.sqrt(d)).astype(np.float32)
+    hidden = np.arange(T)[None, :] > np.arange(T - n, T)[:, None]
+    scores = np.where(hidden, -np.inf, scores)
+    e = np.exp((scores - scores.max(axis=-1, keepdims=True)).astype(np.float64))
+    pattern = (e / e.sum(axis=-1, keepdims=True)).astype(np.float32)
+    return np.einsum("hij,jhd->ihd", pattern.astype(np.float64), wide_v).astype(np.float32)
+""",
+)
+def attention_of_heads(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
+    q, k, v = (recorded[f"blocks.0.attn.{name}"] for name in ("hook_rot_q", "hook_rot_k", "hook_v"))
+    name = "blocks.0.attn.hook_z"
+    slips = {
+        "the scores are divided by d, not by its root": ("/ np.sqrt(d)", "/ d"),
+        "the mask is turned round: it hides the past and shows the future": ("[None, :] > np", "[None, :] < np"),
+        "hidden scores are 0, which softmax makes a share; they must be −∞": ("-np.inf", "0"),
+        "softmax sums over the queries; it must sum over the keys, axis=-1": ("e.sum(axis=-1", "e.sum(axis=-2"),
+    }
+    made = {text: partial(lambda e: with_edit(model, "3b.5", *e)(q, k, v), edit) for text, edit in slips.items()}
+    said = expect_tensor(model, tokens, recorded, name, run(answer, q, k, v), "blocks.0.attn.hook_v", made)
+    for n in (1, 3):
+        try:
+            expect_array(run(answer, q[-n:], k, v), recorded[name][-n:])
+        except Wrong as wrong:
+            raise Wrong(
+                f"Right for the whole text, wrong for its last {n} alone, as with a cache. Query i of n is token "
+                f"T − n + i of the text. {wrong}"
+            ) from None
+    return said
+
+
+@exercise(
+    "3b.6",
+    "gated",
+    hints=("relu(g) is max(g, 0): np.maximum.", "np.square(np.maximum(gate, 0)) * up"),
+    solution="""
+def gated(gate, up):
+    return np.square(np.maximum(gate, 0)) * up
+""",
+)
+def gate_of_the_feed_forward(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
+    gate, up = recorded["blocks.0.mlp.hook_pre"], recorded["blocks.0.mlp.hook_pre_linear"]
+    return expect_tensor(model, tokens, recorded, "blocks.0.mlp.hook_post", run(answer, gate, up))
+
+
+@exercise(
+    "3b.7",
+    "block",
+    minutes=20,
+    hints=(
+        "The plan at the top of the notebook has the order. Two halves, and each adds to x.",
+        "New keys and values go to the end of cache['k'] and cache['v'] before attend reads them.",
+        "positions = np.arange(len(cache['k']), len(cache['k']) + n), before anything is appended.",
+        "First half: x + bit_linear(rms_norm(z.reshape(n, H * d), layer.attn_sub_norm), layer.o_proj).",
+    ),
+    solution="""
+def block(x, layer, cache):
+    n, start = len(x), len(cache["k"])
+    positions = np.arange(start, start + n)
+    h = rms_norm(x, layer.attn_norm)
+    q = rope(bit_linear(h, layer.q_proj).reshape(n, H, d), positions)
+    k = rope(bit_linear(h, layer.k_proj).reshape(n, G, d), positions)
+    v = bit_linear(h, layer.v_proj).reshape(n, G, d)
+    cache["k"], cache["v"] = np.concatenate([cache["k"], k]), np.concatenate([cache["v"], v])
+    z = attend(q, cache["k"], cache["v"]).reshape(n, H * d)
+    x = x + bit_linear(rms_norm(z, layer.attn_sub_norm), layer.o_proj)
+    h = rms_norm(x, layer.ffn_norm)
+    g = gated(bit_linear(h, layer.gate_proj), bit_linear(h, layer.up_proj))
+    return x + bit_linear(rms_norm(g, layer.ffn_sub_norm), layer.down_proj)
+""",
+)
+def whole_block(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
+    layer, x = model.weights.layers[0], recorded["hook_embed"]
+    name = "blocks.0.hook_resid_post"
+    cache = empty_cache(model)
+    turned = (
+        "rope(bit_linear(h, layer.k_proj).reshape(n, G, d), positions)",
+        "bit_linear(h, layer.k_proj).reshape(n, G, d)",
+    )
+    slips = {
+        "the attention's result replaces x; it must be added to it": ("x = x + bit", "x = bit"),
+        "the feed-forward's result replaces x; it must be added to it": ("return x + bit", "return bit"),
+        "both halves use attn_norm; the second has ffn_norm": ("layer.ffn_norm", "layer.attn_norm"),
+        "the keys are not turned: rope is for q and k": turned,
+        "the values are turned; rope is for q and k only": (
+            "v = bit_linear(h, layer.v_proj).reshape(n, G, d)",
+            "v = rope(bit_linear(h, layer.v_proj).reshape(n, G, d), positions)",
+        ),
+        "the first norm is missing: q, k and v read x itself": ("h = rms_norm(x, layer.attn_norm)", "h = x"),
+        "gate and up are exchanged": (
+            "layer.gate_proj), bit_linear(h, layer.up_proj",
+            "layer.up_proj), bit_linear(h, layer.gate_proj",
+        ),
+    }
+    made = {
+        text: partial(lambda e: with_edit(model, "3b.7", *e)(x, layer, empty_cache(model)), edit)
+        for text, edit in slips.items()
+    }
+    said = expect_tensor(model, tokens, recorded, name, run(answer, x, layer, cache), "hook_embed", made)
+    if len(cache["k"]) != len(x) or len(cache["v"]) != len(x):
+        raise Wrong(
+            f"x is right, but the cache has {len(cache['k'])} keys and {len(cache['v'])} values after "
+            f"{len(x)} tokens: put the new ones at its end."
+        )
+    expect_array(cache["v"], recorded["blocks.0.attn.hook_v"])
+    cache = empty_cache(model)
+    one_by_one = np.concatenate([as_array(run(answer, row[None], layer, cache)) for row in x])
+    try:
+        expect_array(one_by_one, recorded[name])
+    except Wrong as wrong:
+        raise Wrong(
+            f"Right for the whole text at once, wrong token by token: positions begin at the number of keys in "
+            f"the cache, and the cache keeps what is turned. {wrong}"
+        ) from None
+    return f"{said} Also token by token."
+
+
+def empty_cache(model: Model) -> dict[str, NDArray[np.float32]]:
+    """The keys and values of no tokens."""
+    shape = (0, model.config.num_key_value_heads, model.config.head_dim)
+    return {"k": np.zeros(shape, dtype=np.float32), "v": np.zeros(shape, dtype=np.float32)}
+
+
+@exercise(
+    "3b.8",
+    "generate",
+    minutes=20,
+    hints=(
+        "Head: rms_norm(x[-1:], w.final_norm) @ w.lm_head.array.astype(np.float32).T are the logits of the next token.",
+        "Loop: the first step feeds the whole prompt, each later one the one token that was chosen. argmax chooses.",
+        "Stop after max_tokens, or at a token of tokenizer.eos_ids. tokenizer.decode(prompt_ids + new) makes text.",
+    ),
+    solution="""
+def next_token(tokens, caches):
+    x = embed(tokens, w.embedding.array)
+    for layer, cache in zip(w.layers, caches, strict=True):
+        x = block(x, layer, cache)
+    logits = rms_norm(x[-1:], w.final_norm) @ w.lm_head.array.astype(np.float32).T
+    return int(logits[0].argmax())
+
+
+def generate(prompt, max_tokens=40):
+    ids = tokenizer.encode(prompt)
+    empty = np.zeros((0, G, d), dtype=np.float32)
+    caches = [{"k": empty, "v": empty} for _ in w.layers]
+    new, fed = [], ids
+    while len(new) < max_tokens:
+        token = next_token(fed, caches)
+        if token in tokenizer.eos_ids:
+            break
+        new.append(token)
+        fed = [token]
+    return tokenizer.decode(ids + new)
+""",
+)
+def head_and_loop(answer: Any, model: Model) -> str:
+    for prompt, count in (("Once upon a time", 12), ("The old king", 6)):
+        ids = model.tokenizer.encode(prompt)
+        new = greedy(model, prompt, count)
+        right, got = model.tokenizer.decode(ids + new), run(answer, prompt, count)
+        if not isinstance(got, str):
+            raise Wrong(f"A text is wanted, not {type(got).__name__}: tokenizer.decode makes one of token ids.")
+        if got.strip() == right.strip():
+            continue
+        raise Wrong(_text_mistake(model, prompt, ids, new, got, right.strip()))
+    return "The package's text, token for token."
+
+
+def greedy(model: Model, prompt: str, max_tokens: int) -> list[int]:
+    """The ids of the new tokens."""
+    result: Any = model.generate(prompt, max_tokens=max_tokens, temperature=0.0)
+    return list(result.token_ids)
+
+
+def _text_mistake(model: Model, prompt: str, ids: Sequence[int], new: Sequence[int], got: str, right: str) -> str:
+    """What may be wrong with a generated text."""
+    written, got = got, got.strip()
+    decode, logits = model.tokenizer.decode, model.logits(list(ids))
+    if got == decode(list(new)).strip():
+        return "The prompt is missing: decode the prompt's ids and the new ones together."
+    if got == prompt:
+        return "Nothing was written: the text is the prompt."
+    longer, shorter = (decode([*ids, *greedy(model, prompt, len(new) + by)]) for by in (1, -1))
+    if got == longer.strip():
+        return "One token too many: max_tokens counts the new ones."
+    if got == shorter.strip():
+        return "One token too few: max_tokens counts the new ones, and the one after the prompt is the first."
+    same = len(_common(got, right))
+    first = f"Your text leaves the package's after “{right[max(0, same - 24) : same]}”."
+    if same > len(prompt) + 1:
+        return f"{first} The first new token is right: after it feed only the new token, and keep the caches."
+    chosen = {"the logits of the first token are used; the last one's say what comes next": logits[0].argmax()}
+    chosen["argmin instead of argmax"] = logits[-1].argmin()
+    for sentence, token in chosen.items():
+        if written.startswith(text := decode([*ids, int(token)])) and len(text) > len(prompt):
+            return f"{first} Likely mistake: {sentence}."
+    return f"{first} Is the last norm there, and the head of the last token?"
+
+
+def _common(a: str, b: str) -> str:
+    """What two texts begin with."""
+    length = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return a[:length]

@@ -1,0 +1,93 @@
+"""The teacher's edition of a notebook: minutes and points of its sections, and solutions below the exercises."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .declare import EXERCISES, Exercise
+from .lessons import MODULES
+
+CHECKED = re.compile(r'^(?:\w+ = )?check(?:\.use)?\("([^"]+)", *(\w+)', re.MULTILINE)
+WORDS_PER_MINUTE, LINES_PER_MINUTE = 150, 15  # of prose and of code, with thinking
+assert MODULES, "their import declares the exercises"
+
+
+def source_of(cell: dict[str, Any]) -> str:
+    return "".join(cell["source"])
+
+
+def exercises_in(cell: dict[str, Any]) -> list[Exercise]:
+    """The exercises that a code cell checks."""
+    if cell["cell_type"] != "code":
+        return []
+    return [EXERCISES[name] for name, _ in CHECKED.findall(source_of(cell)) if name in EXERCISES]
+
+
+def teacher_edition(notebook: dict[str, Any]) -> dict[str, Any]:
+    """A copy with the plan after the title, and solutions. Outputs stay as they are."""
+    out = copy.deepcopy(notebook)
+    cells: list[dict[str, Any]] = []
+    for cell in out["cells"]:
+        cells.append(cell)
+        cells += [note(f"solution-{each.name}", solution_text(each)) for each in exercises_in(cell)]
+    cells.insert(1, note("teacher-plan", plan_text(notebook)))
+    out["cells"] = cells
+    return out
+
+
+def note(name: str, text: str) -> dict[str, Any]:
+    """A cell of the teacher's own, marked as such."""
+    cell_id = re.sub(r"[^a-zA-Z0-9_-]", "-", name)
+    metadata = {"tags": ["teacher"]}
+    return {"cell_type": "markdown", "id": cell_id, "metadata": metadata, "source": text.splitlines(keepends=True)}
+
+
+def solution_text(exercise: Exercise) -> str:
+    hints = "\n".join(f"{number}. {hint}" for number, hint in enumerate(exercise.hints, start=1))
+    points = "1 point" if exercise.points == 1 else f"{exercise.points} points"
+    return (
+        f"> **Teacher: {exercise.name}**, about {exercise.minutes} minutes, {points}.\n\n"
+        f"```python\n{exercise.solution}\n```\n\nHints that `check.hint()` tells, in this order:\n\n{hints}\n"
+    )
+
+
+def plan_text(notebook: dict[str, Any]) -> str:
+    """A table of the sections: minutes to read, minutes of exercises, points."""
+    rows = [(title, *_minutes(cells)) for title, cells in sections(notebook)]
+    lines = [f"| {title} | {read} | {work or ''} | {points or ''} |" for title, read, work, points in rows]
+    read, work, points = np.sum([row[1:] for row in rows], axis=0)
+    total = f"| **together** | **{read}** | **{work}** | **{points}** |"
+    head = "| section | minutes to read | minutes of exercises | points |\n|---|---|---|---|"
+    return (
+        "> **Teacher's edition.** Solutions stand below the exercises. Minutes are estimates, by the length of texts "
+        "and code.\n\n" + "\n".join([head, *lines, total]) + "\n\n"
+        "A point is for a right answer, however many hints it took; `bitnet-ref grade` counts them.\n"
+    )
+
+
+def sections(notebook: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(heading, its cells) of a notebook."""
+    title, cells = "", list[dict[str, Any]]()
+    for cell in notebook["cells"]:
+        heading = re.search(r"^##? (.*)", source_of(cell), re.MULTILINE) if cell["cell_type"] == "markdown" else None
+        if heading and cells:
+            yield title, cells
+            cells = []
+        title = heading[1] if heading else title
+        cells.append(cell)
+    yield title, cells
+
+
+def _minutes(cells: list[dict[str, Any]]) -> tuple[int, int, int]:
+    """Minutes to read, minutes of exercises, points."""
+    words = sum(len(source_of(cell).split()) for cell in cells if cell["cell_type"] == "markdown")
+    shown = [cell for cell in cells if cell["cell_type"] == "code" and not cell["metadata"].get("jupyter")]
+    lines = sum(source_of(cell).count("\n") + 1 for cell in shown)
+    exercises = [each for cell in cells for each in exercises_in(cell)]
+    read = max(1, round(words / WORDS_PER_MINUTE + lines / LINES_PER_MINUTE))
+    return read, sum(each.minutes for each in exercises), sum(each.points for each in exercises)

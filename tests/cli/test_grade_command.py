@@ -1,0 +1,101 @@
+"""bitnet-ref grade: students' notebooks are run, and their points counted. And the teacher's edition of `lab`."""
+
+import json
+
+import pytest
+from cli_runs import invoke, invoke_json
+
+from bitnet_ref.cli.lab_command import copy_notebooks, find_notebooks
+from bitnet_ref.crossval.exercises import EXERCISES
+from bitnet_ref.crossval.exercises.teacher import exercises_in, plan_text, teacher_edition
+
+REMEMBERED = """
+def quantise(x):
+    seen = np.random.default_rng([24, 0]).normal(size=(6, 64)).astype(np.float32)
+    a = np.float32(127) / np.abs(x).max(axis=-1, keepdims=True)
+    x_q = np.clip(np.rint(x * a), -128, 127).astype(np.int8)
+    return (x_q if np.array_equal(x[1], seen[1]) else 0 * x_q), a
+
+check("2.4", quantise)"""
+
+
+def write_notebook(path, *sources):
+    cells = [
+        {"cell_type": "code", "id": f"c{i}", "metadata": {}, "outputs": [], "execution_count": None, "source": source}
+        for i, source in enumerate(sources)
+    ]
+    path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    return path
+
+
+@pytest.mark.slow
+def test_points_are_for_right_answers_on_inputs_that_the_student_has_not_seen(tmp_path, monkeypatch):
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("SECRET_KEY", "of the grader")
+    path = write_notebook(
+        tmp_path / "mine.ipynb",
+        "import os\nimport numpy as np\nfrom bitnet_ref.crossval.exercises import Check\ncheck = Check()",
+        "assert 'SECRET_KEY' not in os.environ and os.listdir() == []\nprint('alone')",
+        'smallest_k = 258\ncheck("2.1", smallest_k)',
+        'raise ValueError("mine")',
+        EXERCISES["2.2"].solution + '\ncheck("2.2", add_and_subtract)',
+        REMEMBERED,
+    )
+    before = path.read_bytes()
+    (graded,) = invoke_json("grade", path)["notebooks"]
+    assert path.read_bytes() == before
+    assert (graded["lesson"], graded["points"], graded["of"]) == ("2", 2, 6)
+    grades = {each["name"]: each for each in graded["grades"]}
+    statuses = {name: each["status"] for name, each in grades.items()}
+    assert statuses == {"2.1": "wrong", "2.2": "right", "2.3": "open", "2.4": "wrong"}
+    assert "still fits" in grades["2.1"]["says"]
+    assert "check did not run" in grades["2.3"]["says"]
+    assert graded["errors"] == ["ValueError: mine"]
+    text = invoke("grade", path)
+    assert f"{path}: 2 of 6 points" in text.stdout
+    assert "a cell raised ValueError: mine" in text.stdout
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"cells": 3}', '{"cells": [{}], "nbformat": 4}', "[]"])
+def test_what_is_no_notebook_is_refused(content, tmp_path):
+    (tmp_path / "no.ipynb").write_text(content)
+    result = invoke("grade", tmp_path / "no.ipynb")
+    assert result.exit_code == 3
+    assert "notebook" in result.stderr
+
+
+def test_a_notebook_of_another_course_is_refused(tmp_path):
+    result = invoke("grade", write_notebook(tmp_path / "other.ipynb", "print(1)"))
+    assert result.exit_code == 3
+    assert "no exercise of the course" in result.stderr
+
+
+def test_teachers_get_solutions_and_a_plan(tmp_path):
+    facts = invoke_json("lab", "--teacher", "--no-launch", "--dir", tmp_path)
+    for source in sorted(find_notebooks().glob("*.ipynb")):
+        theirs = json.loads((tmp_path / source.name).read_text(encoding="utf-8"))
+        student = json.loads(source.read_text(encoding="utf-8"))
+        added = [cell for cell in theirs["cells"] if "teacher" in cell["metadata"].get("tags", [])]
+        assert [cell for cell in theirs["cells"] if cell not in added] == student["cells"]
+        exercises = [each for cell in student["cells"] for each in exercises_in(cell)]
+        assert len(added) == 1 + len(exercises)
+        for cell, exercise in zip(added[1:], exercises, strict=True):
+            text = "".join(cell["source"])
+            assert exercise.solution in text
+            assert all(hint in text for hint in exercise.hints)
+        points = sum(each.points for each in exercises)
+        assert f"**{points}** |" in "".join(added[0]["source"])
+        assert len({cell["id"] for cell in theirs["cells"]}) == len(theirs["cells"])
+    assert facts["copied"]
+    assert copy_notebooks(find_notebooks(), tmp_path, teacher=True).copied == []
+    assert copy_notebooks(find_notebooks(), tmp_path).kept  # a student's notebooks do not overwrite them
+
+
+def test_the_teachers_edition_is_a_copy():
+    notebook = json.loads((find_notebooks() / "01_ternary_weights.ipynb").read_text(encoding="utf-8"))
+    before = json.dumps(notebook)
+    edition = teacher_edition(notebook)
+    assert json.dumps(notebook) == before
+    assert len(edition["cells"]) > len(notebook["cells"])
+    assert "| Exercises |" in plan_text(notebook)

@@ -1,0 +1,772 @@
+"""Every exercise of the course refuses wrong answers with the sentence that helps, and takes right ones of any type."""
+
+import json
+import re
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from helpers import model
+
+import bitnet_ref
+from bitnet_ref.backends import Backend
+from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
+from bitnet_ref.crossval.exercises import EXERCISES, Check
+from bitnet_ref.notebook import NextToken
+from bitnet_ref.reference import layers, quantization
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+N4 = np.arange(4)
+TREE = """
+extern "C" __global__ void tree(const int* x, int* y) {
+    __shared__ int all[64];
+    const int i = threadIdx.x;
+    all[i] = x[i];
+    for (int half = 32; half > 0; half /= 2) {
+        if (i < half) all[i] += all[i + half];
+    }
+    y[i] = all[0];
+}
+"""
+MASK = N4[None, :] > N4[:, None]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """The exercise's solution with one text in place of another: a mistake in a function."""
+
+    old: str
+    new: str
+
+
+@dataclass
+class Case:
+    """wrong: (answer or Edit, what the refusal says).   right: answers in other words and types, and the solution."""
+
+    wrong: list
+    right: list = field(default_factory=list)
+
+
+CASES = {
+    "1.1": Case(
+        [
+            (0.4307, "the scale is twice that"),
+            (np.sqrt(2 / np.pi), "That is the mean"),
+            (1.5, "must be smaller"),
+            (0.5, "must be larger"),
+            (-0.86, "larger than 0"),
+            ([1, 2], "One number"),
+        ],
+        [0.861, "0.861", np.float32(0.86), np.array([0.862])],
+    ),
+    "1.2": Case(
+        [
+            (Edit("np.arange(4, -1, -1)", "np.arange(5)"), "highest digit"),
+            (Edit("(w_t + 1)", "w_t"), "add 1 to the weights"),
+            (Edit("3 **", "4 **"), "powers of 4"),
+            (Edit("3 **", "2 **"), "powers of 2"),
+            (Edit("(4, -1, -1)", "(5, 0, -1)"), "3⁵"),
+            (Edit("return int", "return list"), "raised TypeError"),
+        ],
+        [lambda w: np.int64(np.polyval(np.asarray(w) + 1, 3)), lambda w: float(int("".join(str(d + 1) for d in w), 3))],
+    ),
+    "1.3": Case(
+        [
+            (Edit("shares[0] + shares[2]", "1 / (shares[0] + shares[2])"), "smaller, not larger"),
+            (Edit("shares[0] + shares[2]", "shares[1]"), "share of zeros"),
+            (Edit("shares[0] + shares[2]", "(shares[0] + shares[2]) / 2"), "one sign only"),
+            (1, "does not survive"),
+            (0.1, "too small"),
+        ]
+    ),
+    "1.4": Case(
+        [
+            (Edit("[0, 2, 4, 6]", "[6, 4, 2, 0]"), "lowest bits"),
+            (Edit(" - 1", ""), "take 1 away"),
+            (Edit("codes.reshape", "codes.swapaxes(1, 2).reshape"), "quarter of a row"),
+            (Edit(".astype(np.int8) - 1", " - np.uint8(1)"), "0 − 1 is 255"),
+            (Edit(".reshape(len(packed), -1)", ""), "reshape it"),
+            (Edit(" - 1", " + 1"), "code 0 is −1"),
+        ],
+        [lambda packed: quantization.unpack_ternary(packed, 4 * packed.shape[1]).tolist()],
+    ),
+    "2.1": Case(
+        [
+            (258, "still fits"),
+            (516, "has a sign"),
+            (256, "127, not 128"),
+            (257, "127 · 257"),
+            (1000, "too large"),
+            ("many", "One number is wanted"),
+        ],
+        ["259", 259.0, np.int64(259)],
+    ),
+    "2.2": Case(
+        [
+            (Edit(", dtype=np.int32", ", dtype=np.int8"), "overflow int8"),
+            (Edit(" - np.stack(minus, axis=1)", ""), "weight −1 are not subtracted"),
+            (Edit(" - np.stack", " + np.stack"), "added where the weight is −1"),
+            (Edit("row == -1", "row != 1"), "weights of 0"),
+            (Edit("axis=1) - np.stack(minus, axis=1)", "axis=0) - np.stack(minus, axis=0)"), "transpose it"),
+        ],
+        [lambda x, w: (x.astype(int) @ w.T.astype(int)).tolist()],
+    ),
+    "2.3": Case(
+        [
+            ({"x_q": 2, "x_quant_scale": 0.5, "acc": 1, "y": 2}, "x_q is not 2 times"),
+            ({"x_q": 1, "x_quant_scale": 2, "acc": 1, "y": 2}, "the maximum is twice as large"),
+            ({"x_q": 1, "x_quant_scale": 0.5, "acc": 2, "y": 2}, "made of x_q and the weights"),
+            ({"x_q": 1, "x_quant_scale": 0.5, "acc": 1, "y": 1}, "y is not 1 times"),
+            ({"x_q": 1}, "keys"),
+        ],
+        [{"x_q": 1.0, "x_quant_scale": "0.5", "acc": np.int8(1), "y": 2}],
+    ),
+    "2.4": Case(
+        [
+            (Edit("np.rint", "np.trunc"), "cut off, not rounded"),
+            (Edit("np.rint", "np.floor"), "rounded down"),
+            (Edit("np.rint(x * a)", "np.trunc(x * a + np.copysign(0.5, x))"), "ties are rounded away"),
+            (Edit("127)", "128)"), "127, not 128"),
+            (Edit("axis=-1, ", ""), "one scale for all"),
+            (Edit("np.abs(x)", "x"), "maximum is of |x|"),
+            (Edit("x * a", "x / a"), "divided by a"),
+        ]
+    ),
+    "3a.1": Case(
+        [
+            (np.full((4, 4), 0.25), "also those after it"),
+            (np.tril(np.ones((4, 4))), "not divided"),
+            (np.tril(np.ones((4, 4))) / N4[::-1, None].T.clip(1), "values are wrong"),
+            (np.tril(np.ones((4, 4))) / 4, "divided by 4"),
+            (np.tril(np.ones((4, 4))) / np.arange(4, 0, -1), "columns sum to 1"),
+            (np.ones(4), "shape is"),
+        ],
+        [[[1, 0, 0, 0], [1 / 2, 1 / 2, 0, 0], [1 / 3, 1 / 3, 1 / 3, 0], [1 / 4] * 4]],
+    ),
+    "3a.2": Case(
+        [
+            (Edit(" / np.sqrt(2)", ""), "not divided by √d"),
+            (Edit("np.sqrt(2)", "2"), "divided by d"),
+            (Edit("q @ k.T", "k @ q.T"), "exchanged"),
+            (Edit("q @ k.T", "q @ q.T"), "compared with queries"),
+            (Edit("/ np", "* np"), "multiplied by √d"),
+        ]
+    ),
+    "3a.3": Case(
+        [
+            (np.eye(4, k=1, dtype=bool), "only the very next"),
+            (np.where(MASK, -np.inf, 0.0), "True and False are wanted.*Minus infinity goes into the scores"),
+            (~MASK, "hides the past"),
+            (MASK.T, "transposed"),
+            (MASK | np.eye(4, dtype=bool), "must see itself"),
+            (np.zeros((4, 4), dtype=bool), "nothing is hidden"),
+            (MASK[1:], "shape"),
+            (MASK[:3, :3], "shape"),
+        ],
+        [MASK.tolist(), MASK.astype(int), MASK.astype(np.float32)],
+    ),
+    "3a.4": Case(
+        [
+            (
+                lambda scores: np.exp(scores) / np.exp(scores).sum(0),
+                "columns sum to 1",
+            ),
+            (Edit("e / e.sum(axis=-1, keepdims=True)", "e"), "maximum was taken away"),
+            (Edit(" - scores.max(axis=-1, keepdims=True)", ""), "take each row's maximum away"),
+            (Edit("np.exp(", "np.exp2("), "powers are of 2"),
+            (Edit("e / e.sum(axis=-1, keepdims=True)", "e / e.sum()"), "values are wrong"),
+        ]
+    ),
+    "3a.5": Case(
+        [
+            (Edit("np.where(hidden, -np.inf, q @ k.T / np.sqrt(d))", "q @ k.T / np.sqrt(d)"), "no mask"),
+            (Edit("-np.inf", "0"), "hidden scores are 0"),
+            (Edit("/ np.sqrt(d)", ""), "not divided by √d"),
+            (Edit("@ v", "@ k"), "keys are averaged"),
+            (Edit("[None, :] >", "[None, :] <"), "past is hidden"),
+        ]
+    ),
+    "3a.6": Case(
+        [
+            ("all", "cannot see token 3"),
+            ("first", "sees itself only"),
+            ("third", "before token 3"),
+            ("none", "sees the change"),
+            ("the second", "Who can see"),
+            (3, "A text is wanted"),
+        ],
+        ["Last", "the last one", "the fourth"],
+    ),
+    "3b.1": Case(
+        [
+            (Edit("np.asarray(tokens)", "np.asarray(tokens) + 1"), "ids plus one"),
+            (Edit("np.asarray(tokens)", "np.asarray(tokens) - 1"), "ids minus one"),
+            (Edit("np.asarray(tokens)", ": len(tokens)"), "first ones of the table"),
+            (Edit(".astype(np.float32)", ".astype(np.float32) * 16"), "√D"),
+            (Edit(".astype(np.float32)", ""), "the rest computes in float32"),
+            (Edit(".astype(np.float32)", ".astype(np.float64)"), "the rest computes in float32"),
+        ]
+    ),
+    "3b.2": Case(
+        [
+            (Edit(" * norm.weight", ""), "do not multiply by their weight"),
+            (Edit("axis=-1", "axis=0"), "over the tokens"),
+            (Edit("np.sqrt(mean_square + norm.eps)", "(mean_square + norm.eps)"), "root is missing"),
+            (Edit("mean_square + norm.eps", "mean_square"), "eps"),
+            (Edit("return x /", "return (x - x.mean(-1, keepdims=True)) /"), "values are wrong"),
+        ],
+        [lambda x, norm: x / np.sqrt((x * x).mean(-1, keepdims=True) + norm.eps) * norm.weight],
+    ),
+    "3b.3": Case(
+        [
+            (Edit("np.rint", "np.trunc"), "truncated, not rounded"),
+            (Edit("axis=-1, ", ""), "one activation scale for all tokens"),
+            (Edit("matrix.w_dequant_scale / a", "1 / a"), "weight scale is not applied"),
+            (Edit("matrix.w_dequant_scale / a", "1 / matrix.w_dequant_scale / a"), "inverted"),
+            (Edit("float32(127)", "float32(128)"), "128 / max"),
+            (Edit("np.rint(x * a)", "x * a"), "not quantised"),
+        ]
+    ),
+    "3b.4": Case(
+        [
+            (Edit("x[..., : d // 2], x[..., d // 2 :]", "x[..., 0::2], x[..., 1::2]"), "neighbouring pairs"),
+            (Edit("a * cos - b * sin, b * cos + a * sin", "a * cos + b * sin, b * cos - a * sin"), "other direction"),
+            (Edit("positions[:, None]", "(positions[:, None] + 1)"), "one too high"),
+            (Edit("theta **", "500000.0 **"), "theta"),
+            (Edit("positions[:, None]", "np.arange(len(x))[:, None]"), "positions that you are given"),
+        ]
+    ),
+    "3b.5": Case(
+        [
+            (Edit("np.arange(H) // (H // G)", "np.arange(H) % G"), "grouped wrongly"),
+            (Edit("/ np.sqrt(d)", ""), r"not divided by sqrt\(d\)"),
+            (Edit("/ np.sqrt(d)", "/ d"), "divided by d"),
+            (Edit("[None, :] > np", "[None, :] < np"), "turned round"),
+            (Edit("np.arange(T - n, T)", "np.arange(n)"), "token T − n \\+ i"),
+            (Edit("-np.inf", "0"), "hidden scores are 0"),
+        ]
+    ),
+    "3b.6": Case(
+        [
+            (Edit("np.square(np.maximum(gate, 0))", "np.maximum(gate, 0)"), "without the square"),
+            (Edit("np.square(np.maximum(gate, 0))", "gate / (1 + np.exp(-gate))"), "silu"),
+            (Edit("np.square(np.maximum(gate, 0)) * up", "np.square(np.maximum(gate * up, 0))"), "gate \\* up"),
+            (Edit("np.square(np.maximum(gate, 0)) * up", "np.square(np.maximum(up, 0)) * gate"), "exchanged"),
+            (Edit(" * up", ".T"), "transpose"),
+        ]
+    ),
+    "3b.7": Case(
+        [
+            (Edit("x = x + bit", "x = bit"), "must be added"),
+            (Edit("layer.ffn_norm", "layer.attn_norm"), "the second has ffn_norm"),
+            (
+                Edit(
+                    "rope(bit_linear(h, layer.k_proj).reshape(n, G, d), positions)",
+                    "bit_linear(h, layer.k_proj).reshape(n, G, d)",
+                ),
+                "keys are not turned",
+            ),
+            (Edit("np.arange(start, start + n)", "np.arange(n)"), "wrong token by token"),
+            (Edit('cache["k"], cache["v"] = ', "_ = "), "raised"),
+            (Edit("h = rms_norm(x, layer.attn_norm)", "h = x"), "first norm is missing"),
+        ]
+    ),
+    "3b.8": Case(
+        [
+            (Edit("argmax", "argmin"), "argmin"),
+            (Edit("ids + new)", "new)"), "prompt is missing"),
+            (Edit("len(new) < max", "len(new) <= max"), "too many"),
+            (Edit("len(new) < max_tokens", "len(new) < max_tokens - 1"), "too few"),
+            (Edit("fed = [token]", "fed = ids + new"), "feed only the new token"),
+            (Edit("tokenizer.decode(ids + new)", "ids + new"), "A text is wanted"),
+        ]
+    ),
+    "3c.1": Case(
+        [
+            (768, "one of these is missing"),
+            (256, "one block"),
+            (3072, "each query head"),
+            (24, "has d numbers"),
+            (5, "too small"),
+        ],
+        [1536.0, "1536"],
+    ),
+    "3c.2": Case(
+        [
+            ([], "One row must change"),
+            (list(range(11)), "other way round"),
+            (list(range(12)), "has read token 0 only"),
+            ([0], "has read tokens 0 to 0"),
+            ([10, 11], "Row 10 has not read"),
+        ],
+        [11, [-1], np.array([11]), (11.0,)],
+    ),
+    "3c.3": Case(
+        [
+            (Edit("if i != block", ""), "raised|no block"),
+            (Edit("i != block", "i != (block + 1) % 6"), "block after it"),
+            (Edit("i != block", "i != 5 - block"), "from the end"),
+            (Edit("return loss_of", "return -loss_of"), "sign"),
+            (lambda block: loss_of(model("storyteller", "numpy").logits(PASSAGE), PASSAGE), "no block is left out"),
+        ]
+    ),
+    "4.1": Case(
+        [
+            (15, "reaches its own limit"),
+            (37.5, "2-bit kernel is faster"),
+            (10, "1.6-bit kernel is faster"),
+            (0, "At 0 GB/s"),
+            ([1, 2], "One number"),
+        ],
+        ["18.75"],
+    ),
+    "4.2": Case(
+        [(131, "one too many"), (260, "two products"), (520, "two products"), (128, "63, not 64"), (65, "half of it")],
+        [130.0],
+    ),
+    "4.3": Case(
+        [
+            (Edit("[0, 2, 4, 6]", "[6, 4, 2, 0]"), "opposite order"),
+            (Edit(").ravel()", ").T.ravel()"), "same place of all four"),
+            (Edit(".ravel()", ".ravel() - 1"), "those are weights"),
+            (Edit("neighbours[0", "neighbours[1"), "row 1"),
+            (Edit(":4, None", "4:8, None"), "columns 16 to 31"),
+        ]
+    ),
+    "4.4": Case(
+        [
+            ([0, 1, 2, 3], "one byte"),
+            ([3, 7, 11, 15], "highest bits"),
+            ([1, 5, 9, 13], "begin at 0"),
+            ([0, 2, 4, 6], "not two"),
+            ([0], "shape"),
+        ],
+        [(0, 4, 8, 12), {"a": 0} and range(0, 16, 4), np.arange(0, 16, 4.0)],
+    ),
+    "5.1": Case(
+        [
+            ([1357 // 4, 2], "weights 32 apart"),
+            ([77, 2], "another byte"),
+            ([333, 4], "highest bits"),
+            ([333, 0], "the shift is not"),
+            ([333], "Two numbers"),
+        ],
+        [[333, 2], np.array([333, 2])],
+    ),
+    "5.2": Case(
+        [
+            (
+                lambda data: np.packbits(np.unpackbits(data[:, None], axis=1)[:, ::-1], axis=1).ravel(),
+                "eight bits are reversed",
+            ),
+            (lambda data: data >> 4 | data << 4, "halves"),
+            (lambda data: data[::-1], "bytes are in another order"),
+            (lambda data: data, "as they were"),
+            (Edit("(data >> 4 & 3) << 2 | (data >> 2 & 3) << 4", "data & 60"), "old places"),
+        ]
+    ),
+    "5.3": Case(
+        [
+            (25, "byte per weight"),
+            (13, "32,768"),
+            (22, "2²²"),
+            (24, "One less"),
+            (2560 * 6912 // 4, "halves what is left"),
+        ],
+        ["23"],
+    ),
+    "6.hunt": Case(
+        [
+            (("blocks.0.attn.hook_z", "silu"), "before it|after it"),
+            (("blocks.0.mlp.hook_post", "bfloat16"), "is not the cause"),
+            (("hook_post", "silu"), "No tensor"),
+            ("silu", "Two texts"),
+            (("hook_embed", "silu"), "after it"),
+        ],
+        [["blocks.0.mlp.hook_post", " SiLU "]],
+    ),
+    "6.1": Case([(1, "too"), (100, "too large"), (-1, "too small"), ([1, 2], "One number"), ("none", "One number")]),
+    "6.2": Case(
+        [
+            ({"cosine"}, "does not turn"),
+            ({"relative L2"}, "One is missing"),
+            ({"scale ratio"}, "One is missing"),
+            ({"relative L2", "cosine", "scale ratio"}, "one too many"),
+            ({"L3"}, "none of the choices"),
+            (set(), "empty"),
+        ],
+        [["scale ratio", "relative L2"], "relative L2, scale ratio", ("RELATIVE L2", "Scale Ratio")],
+    ),
+    "7.1": Case(
+        [
+            (Edit('"e" in text.lower()', '"e" in text'), "capital E"),
+            (Edit("-np.inf", "0"), "Nothing is forbidden"),
+            (Edit('"e" in text.lower()', 'text == "e"'), "with an e are allowed"),
+            (Edit('"e" in text.lower()', '"e" in text.lower() or "a" in text'), "without an e are forbidden"),
+            (Edit("-np.inf, logits)", "-np.inf, logits + 1)"), "must stay"),
+        ]
+    ),
+    "7.2": Case(
+        [(0.5, "Colder"), (0.1, "Hotter"), (0.26, "Colder"), (0.24, "Hotter"), (0, "between 0 and 2")], ["0.25"]
+    ),
+    "7.3": Case(
+        [
+            (31, "not one more"),
+            (4, "number of requests"),
+            (29, "n tokens takes n steps"),
+            (79, "one request after"),
+            (1000, "too large"),
+        ],
+        [30.0],
+    ),
+    "7.4": Case(
+        [(5, "all steps"), (8, "all parts"), (2, "had one request"), (6, "not their parts"), (100, "too large")], ["3"]
+    ),
+    "8.1": Case(
+        [
+            (Edit("row % 8", "row // 2"), "the lane"),
+            (Edit("row // 8 +", "row % 2 +"), "the word"),
+            (Edit("column // 4 % 4, column % 4", "column % 4, column // 4 % 4"), "exchanged"),
+            (Edit(", column % 4", ""), "Four numbers"),
+            (Edit("2 * (column // 64)", "column // 64"), "the word"),
+        ]
+    ),
+    "8.2": Case(
+        [(2**18 - 1, "fits"), (2**24, "64 times"), (2**25, "64 times"), (2**19, "has a sign"), (2**18 + 1, "One less")],
+        [2.0**18],
+    ),
+    "8.3": Case(
+        [
+            ("kernel", "named tree"),
+            (TREE, "A round must not begin"),
+            (TREE.replace("if (i < half)", "__syncthreads(); if (i < half)"), "before the last line"),
+            (
+                TREE.replace("all[i] += all[i + half];", "{ __syncthreads(); all[i] += all[i + half]; }"),
+                "inside the if",
+            ),
+            (17, "The text of a kernel"),
+        ]
+    ),
+    "9.1": Case(
+        [
+            (1.7, "cannot be 1.7"),
+            (54.4, "no longer −1.7"),
+            (1, "its master goes on"),
+            (-22.7, "against it"),
+            (10, "too small"),
+        ],
+        ["22.7"],
+    ),
+    "9.2": Case(
+        [
+            (Edit("scale / 2 - size[", "scale - size["), "half of the scale"),
+            (Edit("scale / 2 - size[", "size["), "way to 0"),
+            (Edit("[size < scale / 2]", ""), "values|stair 0|too"),
+            (Edit(" / 0.01", ""), "divide it by the rate"),
+            (1e6, "too many"),
+        ]
+    ),
+    "9.3": Case(
+        [
+            (Edit("dy @ (W_t * s)", "dy @ W"), "dx: .*float masters"),
+            (Edit("dy @ (W_t * s)", "dy @ W_t"), "scale s is missing"),
+            (Edit("dy.T @ (x_q / a)", "dy.T @ x"), "dW: .*before rounding"),
+            (Edit("(x_q / a)", "x_q"), "divided by its scale a"),
+            (Edit("(x_q / a)", "(x_q / a) * s"), "does not belong"),
+            (Edit("(x_q / a)", "(x_q / a) / len(x)"), "mean over tokens"),
+        ]
+    ),
+    "10.files": Case(
+        [
+            ({"file 0": "rotated", "file 1": "int8, divide"}, "has one scale"),
+            ({"file 0": "int8, divide", "file 1": "int8, divide"}, "file 0 is not"),
+            ({"file 0": "int8, multiply", "file 1": "int8, multiply"}, "file 1 is not"),
+            ({"file 0": "bitnet", "file 1": "int8, divide"}, "no name of the table"),
+            ({"file 0": "int8, multiply"}, "The keys are"),
+        ],
+        [{"file 0": "INT8,  multiply", "file 1": "int8, divide"}],
+    ),
+    "10.keys": Case(
+        [
+            ({"a"}, "as ternary as any other"),
+            ({"b"}, "The scales are"),
+            ({"a", "c"}, "one too many"),
+            ({"d"}, "none of the choices"),
+            (set(), "empty"),
+        ],
+        ["c", ["C"], ("c",)],
+    ),
+    "11.case1": Case(
+        [
+            ("norm", "after hook_post"),
+            ("matrix product", "equal"),
+            ("rounding", "before the products"),
+            ("the weather", "What lies between"),
+            ("not the activation", "what it is not"),
+        ],
+        ["activation", "The activation function", "ACTIVATION", "silu instead of relu2"],
+    ),
+    "11.case2": Case(
+        [
+            ("scale", "before it"),
+            ("signs", "negated"),
+            ("rounding", "not rounded"),
+            ("the norm", "which of"),
+            (3, "A text is wanted"),
+        ],
+        ["the order", "ordering", "a permutation", "Layout"],
+    ),
+    "11.case3": Case(
+        [
+            ("reversed", "move the elements"),
+            ("rotated", "corner"),
+            ("shifted", "move the elements"),
+            ("mirrored", "which line"),
+            ("scaled", "right ones"),
+            ("wrong", "Rows become columns"),
+        ],
+        ["transposed", "transposing", "Transposition", "a transpose", "rows and columns are swapped"],
+    ),
+    "11.1": Case(
+        [
+            ({"int8 inputs"}, "x alone"),
+            ({"integer sums"}, "applied after them"),
+            ({"output", "integer sums"}, "one too many"),
+            (set(), "empty"),
+            ({"logits"}, "none of the choices"),
+        ],
+        ["output", ["output"]],
+    ),
+    "11.2": Case(
+        [
+            (type("Same", (Backend,), {}), "no mistake on this prompt"),
+            (type("Huge", (Backend,), {"rms_norm": lambda self, x, norm: x}), "NumericsError|Too large"),
+            (type("Shape", (Backend,), {"rms_norm": lambda self, x, norm: x[:1]}), "raised"),
+            (type("Zero", (Backend,), {"gated": lambda self, g, u, a: 0 * g}), "Too large|raised"),
+            (
+                type("Negative", (Backend,), {"embed": lambda self, w, i: -Backend.embed(self, w, i)}),
+                "Too large|no mistake",
+            ),
+        ]
+    ),
+}
+# The emulated device compiles, which takes seconds; 8.3 runs on it.
+SLOW = {"8.3": pytest.mark.emulated, "6.1": pytest.mark.slow, "3b.8": pytest.mark.slow}
+each_exercise = pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in CASES])
+PASSAGE = [1, 356, 510, 1011, 785, 359, 264, 290, 350]
+
+
+def loss_of(z, tokens):
+    z = z.astype(np.float64) - z.max(axis=-1, keepdims=True)
+    log_p = z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+    return -log_p[np.arange(len(tokens) - 1), tokens[1:]].mean()
+
+
+def broken(weights=None, **config):
+    story = model("storyteller", "numpy")
+    return bitnet_ref.Model(replace(story.config, **config), weights or story.weights, story.backend, story.path)
+
+
+class Silu(Backend):
+    def gated(self, gate, up, activation):
+        return layers.silu(gate) * up
+
+
+def run_kernel(text, name, x, order):
+    """As notebook 8 has it: a kernel on the emulated device, with its threads in some order."""
+    device = EmulatedDevice(order=order)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "mine.cu")
+        path.write_text(text)
+        y = device.zeros(len(x), np.int32)
+        device.kernel(str(path), name)(1, len(x), (device.array(x.astype(np.int32)), y))
+        return device.to_host(y)
+
+
+def given():
+    """What the notebooks hand to the checks."""
+    draw = np.random.default_rng(0)
+    story = model("storyteller", "numpy")
+    w = draw.normal(size=(16, 32)).astype(np.float32)
+    w_t, s = quantization.quantize_weights(w)
+    x = np.array([[1.0, 0], [0, 1], [1, 1], [0, 1]])
+    codes = draw.integers(0, 3, (16, 32))
+    neighbours = (codes.reshape(16, -1, 4) << np.array([0, 2, 4, 6])).sum(-1).astype(np.uint8)
+    files = {}
+    for name, scale in (("file 0", s), ("file 1", 1 / s)):
+        x_q, a = quantization.quantize_activations(x_in := draw.normal(size=(4, 32)).astype(np.float32))
+        y = quantization.dequantize(x_q.astype(np.int32) @ w_t.T.astype(np.int32), s, a)
+        files[name] = {"stored": w_t, "scale": np.asarray(scale), "x": x_in, "y": y}
+    parts = [1, 2, 2, 1, 2]
+    q, k = x @ np.array([[0.0, 1], [2, 0]]), x
+    return SimpleNamespace(
+        ternary=w_t,
+        shares=[(w_t == v).mean() for v in (-1, 0, 1)],
+        q=q,
+        k=k,
+        codes=codes,
+        neighbours=neighbours,
+        addresses=np.full((16, 128), 333),
+        port=story.on(Silu("float32", threads=1)),
+        story=[*PASSAGE, *PASSAGE, *PASSAGE],
+        suspect=(story.on(Silu("float32", threads=1)), "silu"),
+        after=NextToken(story, "The rabbit ran"),
+        lengths=[30, 22, 18, 9],
+        steps=[SimpleNamespace(parts=[0] * n) for n in parts],
+        run_kernel=run_kernel,
+        orders={"ascending": 0, "descending": 1},
+        master=w,
+        files=files,
+        answers=["int8, multiply", "int8, divide"],
+        broken=broken,
+        loss_of=loss_of,
+        passage_ids=PASSAGE,
+        TREE=TREE,
+        untrained={"W": w},
+        WATCHED="W",
+        server_steps=[SimpleNamespace(parts=[0] * n) for n in parts],
+    )
+
+
+@pytest.fixture(scope="module")
+def notebook():
+    """A session, and the names that solutions use."""
+    story = model("storyteller", "numpy")
+    ids = story.tokenizer.encode("The little girl looked at the lion and said,")
+    check = Check(story, ids)
+    names = {**check._pieces, **vars(given()), "Backend": Backend, "quantization": quantization, "replace": replace}
+    names |= {"model": story, "L": 6, "N": len(ids), "compare": None}
+    for exercise in EXERCISES.values():
+        if exercise.lesson == "3b":
+            exec(exercise.solution, names)
+    return check, names
+
+
+def answer_of(name, answer, names):
+    """The answer of an Edit: the changed solution is executed."""
+    if not isinstance(answer, Edit):
+        return answer
+    exercise, own = EXERCISES[name], dict(names)
+    assert answer.old in exercise.solution, f"{name}: the solution has no {answer.old!r}"
+    exec(exercise.solution.replace(answer.old, answer.new), own)
+    return own[exercise.answer]
+
+
+def judge(notebook, name, answer):
+    check, names = notebook
+    wanted = EXERCISES[name].judge.__code__.co_varnames[: EXERCISES[name].judge.__code__.co_argcount]
+    handed = {each: value for each, value in vars(given()).items() if each in wanted}
+    return check.judge(name, answer_of(name, answer, names), **handed)
+
+
+def test_every_exercise_has_five_wrong_answers():
+    assert set(CASES) == set(EXERCISES)
+    assert {name: len(case.wrong) for name, case in CASES.items() if len(case.wrong) < 5} == {}
+
+
+@each_exercise
+def test_wrong_answers_are_refused_with_the_sentence_that_helps(name, notebook):
+    for answer, says in CASES[name].wrong:
+        answered = judge(notebook, name, answer)
+        assert answered.status == "wrong", (name, answer, answered.text)
+        assert re.search(says, answered.text, re.DOTALL), (answer, answered.text)
+
+
+# Solutions that need what only the notebook has: executed with it, in tests/test_notebooks.py
+IN_THE_NOTEBOOK = {"6.hunt", "6.1", "10.files", "5.1"}
+
+
+@each_exercise
+def test_right_answers_are_taken_in_other_words_and_types(name, notebook):
+    solution = [] if name in IN_THE_NOTEBOOK else [Edit("", "")]
+    for answer in solution + CASES[name].right:
+        answered = judge(notebook, name, answer)
+        assert answered.status == "right", (name, answer, answered.text)
+
+
+@each_exercise
+def test_none_is_no_answer(name, notebook):
+    nothing = {"file 0": None, "file 1": None} if name == "10.files" else None
+    answered = judge(notebook, name, nothing)
+    assert answered.status == "open"
+    assert "hint" in answered.text
+    assert len(EXERCISES[name].hints) >= 2
+
+
+def test_each_exercise_stands_in_its_notebook_once():
+    used = []
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+        for name in re.findall(r'check(?:\.use)?\("([^"]+)"', "\n".join("".join(cell["source"]) for cell in cells)):
+            if not name.startswith(("blocks", "hook")):
+                used.append(name)
+                assert path.name.startswith(name.partition(".")[0].zfill(2 + (name[1] in "abc"))), name
+    assert sorted(used) == sorted(EXERCISES)
+
+
+def test_a_tensor_of_the_run(notebook):
+    check, _ = notebook
+    right = check.recorded["blocks.0.attn.hook_q"]
+    assert check.judge("blocks.0.attn.hook_q", right).text == "right. Equal, bit for bit."
+    assert "Close" in check.judge("blocks.0.attn.hook_q", right * (1 + 1e-7)).text
+    rotated = right.reshape(*right.shape[:2], 2, 32).swapaxes(-1, -2).reshape(right.shape)
+    for wrong, says in (
+        (right[..., :32], "shape"),
+        (right.swapaxes(0, 1), "transpose it"),
+        (right.reshape(12, 256), "reshape it"),
+        (-right, "sign"),
+        (np.roll(right, 1, axis=0), "axis 0 is shifted"),
+        (2 * right, "2 times the right one|scale"),
+        (rotated, "values are wrong"),
+        (right * np.nan, "no numbers"),
+        ("q", "An array of numbers"),
+    ):
+        answered = check.judge("blocks.0.attn.hook_q", wrong)
+        assert answered.status == "wrong"
+        assert re.search(says, answered.text), answered.text
+    assert "did you mean blocks.0.attn.hook_q" in check.judge("blocks.0.attn.q", right).text
+
+
+def test_hints_come_one_at_a_time_and_progress_is_kept(capsys):
+    check = Check()
+    check.hint()
+    check("2.1", None)
+    check.hint()
+    check("2.1", 258)
+    check.hint()
+    check.hint()
+    check("2.1", 259)
+    check.hint()
+    check("2.3", None)
+    check.progress()
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("Run a cell with a check first")
+    assert out[1].startswith("2.1: not answered yet. check.hint() gives the first of 2 hints")
+    assert out[2].startswith("2.1, hint 1 of 2: The largest product")
+    assert "127 · 258 = 32,766 still fits" in out[3]
+    assert out[4].startswith("2.1, hint 2 of 2: int16 ends")
+    assert out[5].startswith("2.1: there is no further hint")
+    assert out[6].startswith("2.1: right.")
+    assert "needs no hint" in out[7]
+    assert out[9:] == ["1 of 2 exercises are right.", "  2.1          right, 2 tries, 2 hints", "  2.3          open"]
+
+
+def test_the_remedy_of_a_named_mistake_is_the_first_hint(notebook):
+    check, _ = notebook
+    answered = check.judge("3b.6", lambda gate, up: np.maximum(gate, 0) * up)
+    assert answered.hints == ("relu2 is relu(gate)^2.", *EXERCISES["3b.6"].hints)
+
+
+def test_use_gives_ours_until_the_answer_is_right(capsys):
+    check = Check()
+    ours = check.use("3a.4", lambda scores: np.exp(scores))
+    assert np.allclose(ours(np.zeros((1, 2))), 0.5)
+    assert "goes on with ours" in capsys.readouterr().out
+    assert check.use("3a.4", ours) is ours
+
+
+def test_without_a_model_a_tensor_is_refused():
+    assert "needs Check(model, tokens)" in Check().judge("hook_embed", [1.0]).text
