@@ -355,7 +355,7 @@ class TrainingRun:
         """What must not differ between a checkpoint and the run that goes on from it; data and teacher by content."""
         settings = self.settings
         data = {"batch": settings.batch, "context": settings.context, "seed": settings.seed, "tokens": len(self.train)}
-        hashes = {"corpus": self.train.content_hash, "teacher": self._teacher_hash}
+        hashes: dict[str, str | None] = {"corpus": self.train.content_hash, "teacher": self._teacher_hash}
         hashes["validation corpus"] = None if self.validation is None else self.validation.content_hash
         return {"config": config_to_dict(self.trainer.config), **data, **hashes}
 
