@@ -18,7 +18,8 @@ from bitnet_ref.serving import EngineConfig, start_engines
 pytest.importorskip("starlette", reason="starlette is not installed")
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 
-from bitnet_ref.serving.http.app import ServerLimits, create_app  # noqa: E402
+from bitnet_ref.serving.http.admission import ServerLimits  # noqa: E402
+from bitnet_ref.serving.http.app import create_app  # noqa: E402
 from bitnet_ref.serving.http.shelf import ModelShelf  # noqa: E402
 
 

@@ -89,7 +89,8 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     import uvicorn
 
     from ..api import load_engine
-    from ..serving.http.app import ServerLimits, create_app
+    from ..serving.http.admission import ServerLimits
+    from ..serving.http.app import create_app
     from ..serving.http.shelf import ModelShelf
 
     api_keys = check_keys(options["api_keys"])

@@ -328,7 +328,9 @@ def test_a_response_is_cancelled(server):
     """The stream ends, and its pages are free."""
     body = {"model": "talker", "input": "Hello", "max_output_tokens": 200, "stream": True}
     connection = server.open_request(RESPONSES, body, receive_buffer=2048)
-    data = connection.recv(4096).decode()
+    data = ""
+    while '"' not in data.partition("resp_")[2]:
+        data += connection.recv(4096).decode()
     name = data[data.index("resp_") :].partition('"')[0]
     status, _, answer = server.request("POST", f"{RESPONSES}/{name}/cancel", None, {})
     assert status == 200

@@ -477,7 +477,7 @@ BAD = [
     ({"prompt": PROMPT, "n": 3, "best_of": 2}, "best_of: expected at least n", "best_of"),
     ({"prompt": PROMPT, "logit_bias": {"99999": 1}}, "logit_bias: token id 99999", "logit_bias"),
     ({"prompt": [99999]}, "token id 99999", None),
-    ({"prompt": "\ud800"}, "lone surrogate", None),
+    ({"prompt": "\ud800"}, "half of a surrogate pair", None),
     ({"prompt": PROMPT, "model": "x"}, "there is no model 'x'", "model"),
     ({"prompt": PROMPT, "stream_options": {"include_usage": True}}, "stream_options: needs", "stream_options"),
     ({"prompt": PROMPT, "guided_regex": "("}, "guided_regex", "guided_regex"),

@@ -13,7 +13,6 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
 from typing import Any, TypeVar
@@ -39,6 +38,7 @@ from ..engine import Engine
 from ..metrics import render_metrics
 from ..tickets import RequestHandle
 from . import llama_server, messages, ollama, ranking, responses, schemas
+from .admission import Admission, LeaveAtTheEnd, ServerLimits
 from .failures import blame, describe_failure, shape_failure
 from .page import describe_engine, render_page
 from .schemas import RequestError
@@ -56,22 +56,13 @@ T = TypeVar("T")
 Read = Callable[[Mapping[str, Any], str, Engine], Asked]  # a checked body, the model's name and its engine
 
 
-@dataclass(frozen=True)
-class ServerLimits:
-    """What the server accepts. max_streams: requests for text at a time. body_timeout_s: to send a whole body."""
-
-    max_body_bytes: int = 4 << 20
-    max_streams: int = 256
-    body_timeout_s: float = 30.0
-    request_timeout_s: float | None = None
-
-
 class Server:
     """The routes. chat_template: Jinja source, instead of the models' own."""
 
     def __init__(self, shelf: ModelShelf, limits: ServerLimits, chat_template: str | None, version: str) -> None:
         self.shelf, self.limits, self.chat_template, self.version = shelf, limits, chat_template, version
-        self.streams = 0
+        self.admission = Admission(limits)
+        self.work = self.admission.work  # in a thread
         self._embedding = asyncio.Semaphore(1)  # an embedding takes the processor beside the engines
 
     # -- text ------------------------------------------------------------------------------------------------------
@@ -90,11 +81,7 @@ class Server:
 
     async def answer(self, request: Request, body: Mapping[str, Any], read: Read) -> Response:
         """The response to a checked body: its texts, whole or as a stream."""
-        if self.streams >= self.limits.max_streams:
-            raise RequestError(f"{self.streams} requests are running, which is the maximum", status=429)
         async with AsyncExitStack() as stack:
-            self.streams += 1
-            stack.callback(self._leave)
             place = self.shelf.place(body.get("model"))
             engine = await stack.enter_async_context(self.shelf.borrow(place))
 
@@ -102,7 +89,7 @@ class Server:
                 asked = read(body, place.name, engine)
                 return asked, asked.submit(engine, self.limits.request_timeout_s)
 
-            asked, choices = await unless_gone(request, asyncio.to_thread(submit))
+            asked, choices = await unless_gone(request, self.work(submit))
             for choice in choices:
                 stack.callback(choice.handle.close)
             writer = (asked.writer or OpenAIWriter)(asked, choices)
@@ -112,10 +99,7 @@ class Server:
                 first = await unless_gone(request, events.first())  # an error before it gets its own status
                 return EventStream(request, first, events, stack.pop_all())
             results = await unless_gone(request, wait_for_all(choices))
-            return JSONResponse(await asyncio.to_thread(writer.whole, results))
-
-    def _leave(self) -> None:
-        self.streams -= 1
+            return JSONResponse(await self.work(writer.whole, results))
 
     # -- everything else -------------------------------------------------------------------------------------------
 
@@ -127,7 +111,7 @@ class Server:
 
     async def embed(self, model: LoadedModel, texts: Any) -> tuple[np.ndarray, int]:
         """The vectors of texts or of lists of token ids, and the tokens of all."""
-        rows = await asyncio.to_thread(embedding_ids, model, texts)
+        rows = await self.work(embedding_ids, model, texts)
         vectors = await self.compute_rows(partial(embed, model), rows)
         return np.concatenate(vectors), sum(map(len, rows))
 
@@ -135,7 +119,7 @@ class Server:
         """`compute` in a thread for some rows after the others, while no other request does so."""
         async with self._embedding:
             return [
-                await asyncio.to_thread(compute, rows[first : first + EMBEDDING_TEXTS])
+                await self.work(compute, rows[first : first + EMBEDDING_TEXTS])
                 for first in range(0, len(rows), EMBEDDING_TEXTS)
             ]
 
@@ -150,15 +134,18 @@ class Server:
                     return chat_ids(engine.model, body, self.chat_template, bool(body.get("tools")))
                 return engine.model.tokenizer.encode(body["prompt"], body.get("add_special_tokens") is not False)
 
-            tokens, tokenizer = await asyncio.to_thread(ids), engine.model.tokenizer
-            texts = [tokenizer.id_to_token(token) for token in tokens] if body.get("return_token_strs") else None
+            def strings(tokens: list[int]) -> list[str]:
+                return list(map(engine.model.tokenizer.id_to_token, tokens))
+
+            tokens = await self.work(ids)
+            texts = await self.work(strings, tokens) if body.get("return_token_strs") else None
             facts = {"count": len(tokens), "max_model_len": engine.model.context_length}
-            return JSONResponse({**facts, "tokens": tokens, "token_strs": texts})
+            return await self.work(JSONResponse, {**facts, "tokens": tokens, "token_strs": texts})
 
     async def detokenize(self, request: Request) -> Response:
         body = await self.body(request)
         async with self.borrow(body) as (_, engine):
-            text = await asyncio.to_thread(engine.model.tokenizer.decode, body["tokens"], skip_special_tokens=False)
+            text = await self.work(partial(engine.model.tokenizer.decode, skip_special_tokens=False), body["tokens"])
             return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
@@ -225,23 +212,14 @@ class Server:
         needs_kind = is_page or not request.scope["path"].startswith("/api/")  # Ollama's clients and docs name none
         if kind != "application/json" and needs_kind:  # a web page of another site can send other kinds unasked
             raise RequestError("content-type: expected application/json", status=415)
-        data, limit = bytearray(), self.limits.max_body_bytes
-        try:
-            async with asyncio.timeout(self.limits.body_timeout_s):
-                async for part in request.stream():
-                    data += part
-                    if len(data) > limit:
-                        raise RequestError(f"the body has more than {limit} bytes, which is the maximum", status=413)
-        except TimeoutError:
-            message = f"the body did not arrive within {self.limits.body_timeout_s:g} s"
-            raise RequestError(message, status=408) from None
+        data = await self.admission.read(request)
 
         def parse() -> dict[str, Any]:
-            body: dict[str, Any] = schemas.parse_json(bytes(data))
+            body: dict[str, Any] = schemas.parse_json(data)
             schemas.check(body, request.scope["path"])  # `request.url` is made of the Host header too
             return body
 
-        return await asyncio.to_thread(parse)
+        return await self.work(parse)
 
 
 # -- waiting for texts -------------------------------------------------------------------------------------------------
@@ -443,7 +421,7 @@ def create_app(
 
     handlers: dict[Any, Any] = {BitNetRefError: answer_failure, HTTPException: answer_failure}
     handlers |= {ClientDisconnect: answer_failure, Exception: answer_failure}
-    middleware = []
+    middleware = [Middleware(LeaveAtTheEnd, admission=server.admission)]
     if hosts:
         middleware.append(Middleware(Gate, check=partial(check_host, hosts)))
     if origins:

@@ -6,7 +6,6 @@ ignored. A `grammar` in GBNF is refused, since `guided_grammar` takes Lark.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +84,7 @@ def make_routes(server: Server) -> list[Route]:
         body = await server.body(request)
         async with server.borrow(body) as (_, engine):
             has_tools = bool(body.get("tools"))
-            text = await asyncio.to_thread(chat_text, engine.model, body, server.chat_template, has_tools)
+            text = await server.work(chat_text, engine.model, body, server.chat_template, has_tools)
             return JSONResponse({"prompt": text})
 
     async def props(request: Request) -> Response:

@@ -89,7 +89,6 @@ def make_routes(server: Server) -> list[Route]:
         return await server.generate(request, read)
 
     async def count(request: Request) -> Response:
-        import asyncio
 
         body = await server.body(request)
         async with server.borrow(body) as (_, engine):
@@ -99,7 +98,7 @@ def make_routes(server: Server) -> list[Route]:
                 schemas.check(chat, "/v1/chat/completions")
                 return len(chat_ids(engine.model, chat, server.chat_template, bool(chat.get("tools"))))
 
-            return JSONResponse({"input_tokens": await asyncio.to_thread(tokens)})
+            return JSONResponse({"input_tokens": await server.work(tokens)})
 
     return [Route(PATH, create, methods=["POST"]), Route(COUNT_PATH, count, methods=["POST"])]
 

@@ -177,7 +177,7 @@ def make_routes(server: Server) -> list[Route]:
         async with server.borrow(given) as (name, engine):
             place = server.shelf.place(name)
             template = server.chat_template or engine.model.tokenizer.template_for(True)
-            return JSONResponse(await asyncio.to_thread(describe_model, place, engine.model, template))
+            return JSONResponse(await server.work(describe_model, place, engine.model, template))
 
     async def tags(request: Request) -> Response:
         places = list(server.shelf.places.values())

@@ -1,0 +1,130 @@
+"""Admission: how many requests are worked on at a time, how many bytes of bodies they hold, how long and where.
+
+Every route whose body is read with `Admission.read` is admitted so; a route that reads no body does no work for long.
+Work on a large body has a thread of its own: small requests do not wait behind it, nor does /health.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...errors import RequestTimeout
+from .schemas import RequestError
+
+LARGE_BODY = 64 << 10  # bytes
+BODIES = 16  # so many of the largest size are held at a time
+DRAINED = 16  # times the largest body: of one that is too large so much is read, that its client reads the answer
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What the server accepts. max_streams: requests at a time. body_timeout_s: to send a whole body."""
+
+    max_body_bytes: int = 4 << 20
+    max_streams: int = 256
+    body_timeout_s: float = 30.0
+    request_timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class _Admitted:
+    """One request. deadline_s: of the event loop's time."""
+
+    nbytes: int
+    deadline_s: float | None
+
+
+_current: ContextVar[_Admitted | None] = ContextVar("request", default=None)
+
+
+class Admission:
+    """The requests that are worked on."""
+
+    def __init__(self, limits: ServerLimits) -> None:
+        self.limits, self.running, self.nbytes = limits, 0, 0
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="large-body")
+
+    async def read(self, request: Request) -> bytes:
+        """The body of a request, which is admitted then until its response has ended. Raises RequestError."""
+        data, limit = bytearray(), self.limits.max_body_bytes
+        expects = request.headers.get("expect", "").lower() == "100-continue"
+        announced = request.headers.get("content-length", "")
+        too_large = RequestError(f"the body has more than {limit} bytes, which is the maximum", status=413)
+        if expects and announced.isdecimal() and int(announced[:20]) > limit:
+            raise too_large  # the client has not sent it yet
+        try:
+            async with asyncio.timeout(self.limits.body_timeout_s):
+                size = 0
+                async for part in request.stream():
+                    size += len(part)
+                    if size <= limit:
+                        data += part
+                    elif size > DRAINED * limit:
+                        break
+        except TimeoutError:
+            if size <= limit:
+                message = f"the body did not arrive within {self.limits.body_timeout_s:g} s"
+                raise RequestError(message, status=408) from None
+        if size > limit:
+            raise too_large
+        self._enter(request, len(data))
+        return bytes(data)
+
+    def _enter(self, request: Request, nbytes: int) -> None:
+        if self.running >= self.limits.max_streams:
+            raise RequestError(f"{self.running} requests are running, which is the maximum", status=429)
+        if self.running and self.nbytes + nbytes > BODIES * self.limits.max_body_bytes:
+            message = f"the requests that are running hold {self.nbytes} bytes; this one of {nbytes} has to wait"
+            raise RequestError(message, status=429)
+        timeout_s = self.limits.request_timeout_s
+        deadline_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        admitted = _Admitted(nbytes, deadline_s)
+        _current.set(admitted)
+        request.scope[SCOPE_KEY].append(admitted)
+        self.running += 1
+        self.nbytes += nbytes
+
+    def leave(self, admitted: _Admitted) -> None:
+        self.running -= 1
+        self.nbytes -= admitted.nbytes
+
+    async def work(self, function: Callable[..., T], *args: object) -> T:
+        """function(*args) in a thread. Raises RequestTimeout when the request's time is over; the thread goes on."""
+        admitted = _current.get()
+        executor = self._large if admitted is not None and admitted.nbytes > LARGE_BODY else None
+        call = partial(copy_context().run, function, *args)
+        try:
+            async with asyncio.timeout_at(None if admitted is None else admitted.deadline_s):
+                return await asyncio.get_running_loop().run_in_executor(executor, call)
+        except TimeoutError:
+            message = f"the request is not finished after {self.limits.request_timeout_s:g} s"
+            raise RequestTimeout(message) from None
+
+
+SCOPE_KEY = "bitnet_ref.admitted"
+
+
+class LeaveAtTheEnd:
+    """Middleware: a request that was admitted leaves when its response has been sent, or failed."""
+
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+        self.app, self._admission = app, admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        admitted: list[_Admitted] = []
+        scope[SCOPE_KEY] = admitted
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            for each in admitted:
+                self._admission.leave(each)

@@ -1,0 +1,85 @@
+"""One admission for every route: count, bytes and time; and /health beside whatever the others do."""
+
+import threading
+import time
+
+import pytest
+from server_runs import RunningServer, ServerLimits, until
+
+from bitnet_ref.formats.open import ASSETS
+
+STORY = ASSETS / "storyteller"
+KINDS = {"content-type": "application/json"}
+WITHOUT_WORK = {"/v1/responses/{id}/cancel"}  # reads no body
+
+
+@pytest.fixture(scope="module")
+def server():
+    limits = ServerLimits(max_body_bytes=1 << 20, max_streams=2, request_timeout_s=30)
+    with RunningServer({"storyteller": STORY}, limits) as running:
+        yield running
+
+
+def admission(server):
+    """The one that the application's middleware has."""
+    return next(each.kwargs["admission"] for each in server.app.user_middleware if "admission" in each.kwargs)
+
+
+def test_every_route_that_reads_a_body_is_admitted(server):
+    """From the router: a new route that does its work without admission fails here."""
+    count = admission(server)
+    count.running += 2
+    try:
+        paths = [route.path for route in server.app.routes if "POST" in route.methods]
+        assert len(paths) >= 15
+        for path in sorted(set(paths) - WITHOUT_WORK):
+            status, _, answer = server.request("POST", path.replace("{id}", "x"), "{}", KINDS)
+            assert status == 429, (path, status, answer)
+        for path in ("/health", "/metrics", "/v1/models"):
+            assert server.get(path)[0] == 200
+    finally:
+        count.running -= 2
+
+
+def test_bodies_are_bounded_together(server):
+    count = admission(server)
+    count.running, count.nbytes = 1, 16 << 20
+    try:
+        status, headers, answer = server.post("/tokenize", {"prompt": "x"})
+        assert (status, headers["retry-after"]) == (429, "1"), answer
+    finally:
+        count.running = count.nbytes = 0
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions", "/nothing"])
+def test_a_request_leaves_when_it_has_ended(server, path):
+    for body in ({"prompt": "Alice"}, {"prompt": 7}, {}):
+        server.post(path, body)
+        until(lambda: (admission(server).running, admission(server).nbytes) == (0, 0))
+
+
+def test_a_client_that_sends_too_much_reads_its_413(server):
+    """Many times the largest body: the server reads on, and closes after the client has the answer."""
+    status, _, answer = server.request("POST", "/tokenize", b"x" * (12 << 20), KINDS)
+    assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+
+
+def test_long_work_ends_in_time_and_leaves_the_others_alone():
+    limits = ServerLimits(request_timeout_s=0.2)
+    text = "Once upon a time there was a fox of 7 years. " * 80_000
+    with RunningServer({"storyteller": STORY}, limits) as running:
+        assert running.post("/tokenize", {"prompt": text})[0] == 504
+        statuses, worst = [], 0.0
+        threads = [
+            threading.Thread(target=lambda: statuses.append(running.post("/tokenize", {"prompt": text})[0]))
+            for _ in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            started = time.monotonic()
+            assert running.get("/health")[0] == 200
+            worst = max(worst, time.monotonic() - started)
+        assert running.post("/tokenize", {"prompt": "a short one"})[0] == 200  # not behind them
+        assert statuses == [504] * 6
+        assert worst < 5  # it took as long as all of them
