@@ -11,8 +11,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, cast
 
 import click
 
@@ -74,7 +75,6 @@ class ExitCodes(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         state = ctx.ensure_object(State)
         try:
-            check_files_apart(self, ctx.params)
             result = super().invoke(ctx)
             sys.stdout.flush()  # a closed pipe raises here, and not when the interpreter exits
             return result
@@ -467,11 +467,18 @@ debug_option = click.option(
 
 
 def common_options(function: AnyFunction) -> AnyFunction:
-    """--json and --debug; the command calls `wants_json()`."""
+    """--json and --debug; the command calls `wants_json()`. What it writes is not what it reads."""
+
+    @wraps(function)
+    def command(*args: Any, **options: Any) -> Any:
+        context = click.get_current_context()
+        check_files_apart(context.command, context.params)
+        return function(*args, **options)
+
     option = click.option(
         "--json", is_flag=True, is_eager=True, expose_value=False, callback=_set_state, help="Write JSON for programs."
     )
-    return option(debug_option(function))
+    return cast(AnyFunction, option(debug_option(command)))
 
 
 def wants_json() -> bool:
