@@ -126,7 +126,11 @@ def _named(explanations: Sequence[Explanation], bits: float) -> list[Diagnosis]:
     enough, alone = bits >= ENOUGH_BITS, len(explanations) == 1
     return [
         Diagnosis(
-            each.driving.name, each.cause, each.driving.remedy, confirmed=enough and alone, possible=not (enough and alone)
+            each.driving.name,
+            each.cause,
+            each.driving.remedy,
+            confirmed=enough and alone,
+            possible=not (enough and alone),
         )
         for each in explanations
     ]
@@ -136,7 +140,11 @@ def _explain(driving: Driving, replays: Sequence[Replay]) -> Explanation | None:
     """The mistake, if it explains all ids of all runs; its parameter as the first halves fit it."""
     if not driving.values:
         rows = [tried(driving, replay) for replay in replays]
-        return None if not _fits(rows, replays) else Explanation(driving, driving.cause, [r for r in rows if r is not None])
+        return (
+            None
+            if not _fits(rows, replays)
+            else Explanation(driving, driving.cause, [r for r in rows if r is not None])
+        )
     fitted = []
     for value in driving.values:
         rows = [tried(driving, replay, value) for replay in replays]
@@ -207,7 +215,9 @@ def _stops(model: LoadedModel, runs: Sequence[GivenRun]) -> list[Diagnosis]:
         elif greedy.reference == "the end" and not _misfits(_rows(model, run), run).any():
             end = name_of(model, next(token for token in tokens if token in ends))
             cause = f"the end token ({end}) does not end the generation"
-            remedy = "Stop on every id of eos_token_id and on <|eot_id|>: 2B-4T ends its turns with 128009, not with 128001."
+            remedy = (
+                "Stop on every id of eos_token_id and on <|eot_id|>: 2B-4T ends its turns with 128009, not with 128001."
+            )
             found["eot_not_a_stop"] = Diagnosis("eot_not_a_stop", cause, remedy, confirmed=True)
         else:
             return []

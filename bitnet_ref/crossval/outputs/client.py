@@ -178,7 +178,9 @@ def read_answer(
         if entry.logprob is not None and token is not None:
             named = {texts.one(name, number): value for name, number, value in entry.top}
             logprobs[place] = {key: value for key, value in named.items() if key is not None} | {token: entry.logprob}
-    return Answer(text, finish if finish in ("stop", "length") else None, before or None, new or None, counted, logprobs)
+    return Answer(
+        text, finish if finish in ("stop", "length") else None, before or None, new or None, counted, logprobs
+    )
 
 
 def _ids(value: Any) -> Ids | None:
@@ -267,7 +269,10 @@ class TokenTexts:
         if not all(choices) or not choices:
             return None
         shift = len(entries) - len(expected)  # of tokens that were added at the start
-        ids = [next((t for t in each if t in expected[max(0, i - abs(shift)) : i + 1]), each[0]) for i, each in enumerate(choices)]
+        ids = [
+            next((t for t in each if t in expected[max(0, i - abs(shift)) : i + 1]), each[0])
+            for i, each in enumerate(choices)
+        ]
         unclear = [i for i, each in enumerate(choices) if len(each) > 1 and ids[i] not in expected]
         for _ in range(3 if unclear and prompt else 0):
             logits = self._model.logits([*prompt, *ids][: self._model.context_length])[len(prompt) - 1 :]

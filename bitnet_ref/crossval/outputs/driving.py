@@ -360,4 +360,3 @@ def _ban_repeats(size: int, ids: NDArray[np.int64], row: Rows) -> Rows:
     windows = np.lib.stride_tricks.sliding_window_view(ids, size)
     same = (windows[:, :-1] == ids[len(ids) - size + 1 :]).all(axis=1)
     return _ban(windows[same, -1].tolist(), ids, row)
-

@@ -178,7 +178,9 @@ def read_draws(path: Path) -> Draws:
         chosen = _choices(raw["chosen"], rows, logits.shape[1], path)
     if probabilities is None and chosen is None:
         raise FormatError("is missing, and so is probabilities; expected one of them", path=path, field="chosen")
-    prompts, generated = (_histories(raw.get(name), name, rows, logits.shape[1], path) for name in ("prompt", "generated"))
+    prompts, generated = (
+        _histories(raw.get(name), name, rows, logits.shape[1], path) for name in ("prompt", "generated")
+    )
     return Draws(logits, settings, prompts, generated, probabilities, chosen)
 
 
@@ -193,14 +195,18 @@ def _read_npz(path: Path) -> dict[str, Any]:
             with np.load(file, allow_pickle=False) as arrays:
                 for info in arrays.zip.infolist():  # an array that is much larger than its file is not read
                     if info.file_size > max(MAX_BYTES, 8 * size):
-                        raise FormatError(f"is {info.file_size} bytes in a file of {size}", path=path, field=info.filename)
+                        raise FormatError(
+                            f"is {info.file_size} bytes in a file of {size}", path=path, field=info.filename
+                        )
                 out: dict[str, Any] = {name: arrays[name] for name in arrays.files}
         except (ValueError, OSError, EOFError, KeyError, TypeError) as error:
             raise FormatError(f"is not a .npz file: {error}", path=path) from error
     if "params" in out:
         text = str(out["params"])
         out["params"] = parse_json_object(text.encode(), FormatError, path)
-    return {name: value if isinstance(value, dict) or name == "logits" else value.tolist() for name, value in out.items()}
+    return {
+        name: value if isinstance(value, dict) or name == "logits" else value.tolist() for name, value in out.items()
+    }
 
 
 def _array(raw: Mapping[str, Any], name: str, path: Path) -> NDArray[np.float64]:
@@ -232,5 +238,7 @@ def _histories(value: Any, name: str, rows: int, vocab_size: int, path: Path) ->
     lists = [_ids(each) for each in value] if isinstance(value, list) else []
     out = [each for each in lists if each is not None]
     if len(out) != rows or any(token >= vocab_size for each in out for token in each):
-        raise FormatError(f"expected ids below {vocab_size}, one list or one for each of {rows} rows", path=path, field=name)
+        raise FormatError(
+            f"expected ids below {vocab_size}, one list or one for each of {rows} rows", path=path, field=name
+        )
     return out

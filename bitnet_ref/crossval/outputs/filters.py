@@ -191,7 +191,9 @@ def _each_time(row: Row, params: SamplingParams) -> NDArray[np.float64]:
     """Once for each occurrence, and not once for each token."""
     out = row.logits.astype(np.float64)
     for token in row.ids:
-        out[token] = out[token] / params.repetition_penalty if out[token] > 0 else out[token] * params.repetition_penalty
+        out[token] = (
+            out[token] / params.repetition_penalty if out[token] > 0 else out[token] * params.repetition_penalty
+        )
     return _counted(row, params, out)
 
 
@@ -349,7 +351,9 @@ def _is_close(a: Sequence[Probabilities], b: Sequence[Probabilities]) -> bool:
 def _nudged(row: Row, params: SamplingParams) -> list[SamplingParams]:
     """The parameters, and with thresholds that rounding cannot tell from them; but where sums are exact it can."""
     out = [params]
-    if params.temperature == 0 or (params.top_p < 1 and not _is_close([_STRICT.run(row, params)], [truth(row, params)])):
+    if params.temperature == 0 or (
+        params.top_p < 1 and not _is_close([_STRICT.run(row, params)], [truth(row, params)])
+    ):
         return out
     for name in ("top_p", "min_p", "typical_p"):
         value = getattr(params, name)
@@ -395,9 +399,7 @@ def _judge_choices(draws: Draws, rows: Sequence[Row]) -> SampleVerdict:
     likelihood = _likelihood(right, draws.chosen)
     rules = [(_likelihood(given, draws.chosen), rule, given) for rule, given in _each_rule(draws, rows, right)]
     best = max((each[0] for each in rules), default=-math.inf)
-    impossible = next(
-        ((i, token) for i, ids in enumerate(draws.chosen) for token in ids if right[i][token] == 0), None
-    )
+    impossible = next(((i, token) for i, ids in enumerate(draws.chosen) for token in ids if right[i][token] == 0), None)
     deviations = 0.0 if impossible else _deviations(right, draws.chosen)
     if impossible is None and best - likelihood < _CLEAR and abs(deviations) < _DEVIATIONS:
         spread = f"ln likelihood {likelihood:.1f}, {deviations:+.1f} standard deviations from what is expected"

@@ -267,13 +267,17 @@ def _by_logprobs(model: Model, group: Sequence[Exchange]) -> Diagnoses | None:
         values = driving.values or (None,)
         for value in values:
             given = () if value is None else (value,)
-            if all(_agrees(model, each, tried(driving, replay, *given)) for each, replay in zip(judged, replays, strict=True)):
+            if all(
+                _agrees(model, each, tried(driving, replay, *given))
+                for each, replay in zip(judged, replays, strict=True)
+            ):
                 fitting.append((driving, driving.cause.format(value)))
                 break
     alone = len(fitting) == 1
-    return Diagnoses(
-        [Diagnosis(d.name, cause, d.remedy, confirmed=alone, possible=not alone) for d, cause in fitting]
-    ) or None
+    return (
+        Diagnoses([Diagnosis(d.name, cause, d.remedy, confirmed=alone, possible=not alone) for d, cause in fitting])
+        or None
+    )
 
 
 def _agrees(model: Model, exchange: Exchange, rows: Rows | None) -> bool:

@@ -64,7 +64,9 @@ class ServedVectors:
                 "verdict": self.verdict, "causes": causes}  # fmt: skip
 
 
-def cross_vectors(model: Model, client: Client, *, texts: Sequence[str] = (), engine_dtype: str = "float32") -> ServedVectors:
+def cross_vectors(
+    model: Model, client: Client, *, texts: Sequence[str] = (), engine_dtype: str = "float32"
+) -> ServedVectors:
     """Ask the server for the vectors of some texts, and compare. Raises BackendUnavailable."""
     texts = list(texts) or list(TEXTS)
     body = {"model": client.name, "input": texts, "encoding_format": "float"}
@@ -81,7 +83,9 @@ def cross_vectors(model: Model, client: Client, *, texts: Sequence[str] = (), en
     limit = SAME_TENSOR if engine_dtype == "float32" else NARROW_FLOATS[engine_dtype].relative_l2
     unit = model.config.unit_embeddings
     if theirs.shape != right.shape or not np.isfinite(theirs).all():
-        problem = f"{theirs.shape[0]} vectors of {theirs.shape[-1]} numbers; expected {right.shape[0]} of {right.shape[1]}"
+        problem = (
+            f"{theirs.shape[0]} vectors of {theirs.shape[-1]} numbers; expected {right.shape[0]} of {right.shape[1]}"
+        )
         return ServedVectors(client.url, [1.0], [1.0], limit, unit, problem=problem)
     lengths = np.linalg.norm(theirs, axis=1)
     out = ServedVectors(client.url, _errors(theirs, right), lengths.tolist(), limit, unit)
@@ -116,32 +120,59 @@ class _Change:
 
 def _changes(model: Model) -> Iterator[_Change]:
     right = model.config.pooling
-    for pooling, words in {"last": "the last token", "mean": "the mean of all tokens", "first": "the first token"}.items():
+    for pooling, words in {
+        "last": "the last token",
+        "mean": "the mean of all tokens",
+        "first": "the first token",
+    }.items():
         if pooling != right:
-            cause = f"pooling takes {words}, and not {'the mean of all tokens' if right == 'mean' else 'the last token'}"
+            cause = (
+                f"pooling takes {words}, and not {'the mean of all tokens' if right == 'mean' else 'the last token'}"
+            )
             yield _Change("pooling", f"pooling_{pooling}", cause, f"Set the pooling to {right!r}.", pooling=pooling)
     tokenizer = model.tokenizer
     sample = [int(token) for token in token_rows(model, ["a"])[0]]
     plain = model.tokenizer.encode(f"{default_prompt(model.path)}a")
     if len(sample) > len(plain) or sample[-1] in tokenizer.eos_ids:
-        yield _Change("end", "end_missing", "the end token is missing, or the token before it is pooled",
-            "Append the end token to each text, as the model's tokenizer does.", ids=lambda ids: ids[:-1])
+        yield _Change(
+            "end",
+            "end_missing",
+            "the end token is missing, or the token before it is pooled",
+            "Append the end token to each text, as the model's tokenizer does.",
+            ids=lambda ids: ids[:-1],
+        )
     else:
         for end in tokenizer.eos_ids:
-            yield _Change("end", "end_added", f"the end token {tokenizer.id_to_token(end)} is appended",
-                "This model's texts have none.", ids=lambda ids, end=end: [*ids, end])  # type: ignore[misc]
+            yield _Change(
+                "end",
+                "end_added",
+                f"the end token {tokenizer.id_to_token(end)} is appended",
+                "This model's texts have none.",
+                ids=lambda ids, end=end: [*ids, end],
+            )  # type: ignore[misc]
     if (bos := tokenizer.bos_id) is not None:
         if sample[0] == bos:
             yield _Change("bos", "bos_missing", "BOS is missing", "Put it before each text.", ids=lambda ids: ids[1:])
-            yield _Change("bos", "bos_twice", "BOS comes twice", "Put it once before each text.", ids=lambda ids: [bos, *ids])
+            yield _Change(
+                "bos", "bos_twice", "BOS comes twice", "Put it once before each text.", ids=lambda ids: [bos, *ids]
+            )
         else:
-            yield _Change("bos", "bos_added", "BOS is put before the text", "Leave it out.", ids=lambda ids: [bos, *ids])
+            yield _Change(
+                "bos", "bos_added", "BOS is put before the text", "Leave it out.", ids=lambda ids: [bos, *ids]
+            )
     default = default_prompt(model.path)
     if default:
-        yield _Change("prompt", "prompt_missing", "the model's default prompt is missing before the text",
-            f"Put {default!r} before each text.", prompt="")
+        yield _Change(
+            "prompt",
+            "prompt_missing",
+            "the model's default prompt is missing before the text",
+            f"Put {default!r} before each text.",
+            prompt="",
+        )
     prompts = {**published_prompts(model.path)}
-    prompts.setdefault("query", "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:")
+    prompts.setdefault(
+        "query", "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
+    )
     for name, prompt in prompts.items():
         if prompt and prompt != default:
             yield _Change("prompt", "prompt_added", f"the prompt {name!r} ({prompt!r}) is put before the text",
