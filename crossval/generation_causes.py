@@ -1,4 +1,4 @@
-"""Plants mistakes in how generation is driven, and counts which `crossval tokens` names; and correct runs, accused of none.
+"""Plants mistakes in how generation is driven, counts which `crossval tokens` names, and judges correct runs.
 
     python crossval/generation_causes.py [--runs 200] [--json] [NAME ...]
 
@@ -25,18 +25,18 @@ from bitnet_ref.backends.loaded import LoadedModel
 from bitnet_ref.backends.paged_cache import PagedKVCache
 from bitnet_ref.crossval.explain.diagnose import Diagnosis
 from bitnet_ref.crossval.outputs.causes import explain_tokens, judge_tokens
-from bitnet_ref.crossval.outputs.driving import GivenRun
+from bitnet_ref.crossval.outputs.given import GivenRun
 from bitnet_ref.crossval.token_ids import end_ids
 from bitnet_ref.reference.cache import TokenBatch
 
 Ids = list[int]
-OTHER_MODEL = Path(__file__).parents[1] / "tests" / "data" / "golden" / "bitnet-packed-offline"
+OTHER_MODEL = Path(__file__).parents[1] / "tests" / "data" / "golden" / "llama-dense"
 TEXTS = (
     "Once upon a time, the little rabbit ran down the hill and said to the other rabbits",
     "The old king went to the window and looked out. In the garden there was",
-    "She opened the door, and there was",
-    "In the morning the sun came up over the sea, and the boy",
-)
+    "She said",
+    "The",
+)  # short ones show mistakes in BOS best
 
 
 def diagnose_generation(
@@ -73,7 +73,7 @@ def greedy(
 
     end_ids_: stop after one of them; None takes the model's own.
     first_from: the prompt position whose logits choose the first new token.   shift: of the new tokens' positions.
-    keep: what the cache holds of the prompt when the first new token comes.   rule, choose: on the ids so far and logits
+    keep: what the cache holds of the prompt when the first new token comes.   rule, choose: on ids and logits
     """
     ends = frozenset(end_ids(model)) if end_ids_ is None else end_ids_
     capacity = len(prompt) + n + max(shift, 0)
@@ -197,17 +197,21 @@ def _stops_at(token_of: Callable[[Ids], int]) -> Callable[[LoadedModel, Ids, int
 
 PLANTED: tuple[Planted, ...] = (
     Planted("bos_twice", "BOS twice", _prompt(lambda ids, end: [ids[0], *ids])),
-    Planted("bos_missing", "BOS missing", _prompt(lambda ids, end: ids[1:])),
+    Planted("bos_missing", "BOS missing", _prompt(lambda ids, end: ids[1:] or ids)),
     Planted("eos_appended", "end token after the prompt", _prompt(lambda ids, end: [*ids, end])),
     Planted("last_token_twice", "last token twice", _prompt(lambda ids, end: [*ids, ids[-1]])),
-    Planted("last_token_dropped", "last token dropped", _prompt(lambda ids, end: ids[:-1])),
+    Planted("last_token_dropped", "last token dropped", _prompt(lambda ids, end: ids[:-1] or ids)),
     Planted("prompt_cut", "last 4 tokens of the prompt", _prompt(lambda ids, end: ids[-4:])),
     Planted("prompt_cut", "last 8 tokens of the prompt", _prompt(lambda ids, end: ids[-8:])),
     Planted("prompt_end_cut", "first 8 tokens of the prompt", _prompt(lambda ids, end: ids[:8])),
     Planted("repetition_penalty", "repetition penalty 1.1", _penalised("repetition", 1.1)),
     Planted("repetition_penalty", "repetition penalty 1.3", _penalised("repetition", 1.3)),
-    Planted("repetition_penalty_last", "repetition penalty 1.1, last 64", _penalised("repetition", 1.1, slice(-64, None))),
-    Planted("repetition_penalty_generated", "repetition penalty 1.2, generated", _penalised("repetition", 1.2, None, True)),
+    Planted(
+        "repetition_penalty_last", "repetition penalty 1.2, last 64", _penalised("repetition", 1.2, slice(-64, None))
+    ),
+    Planted(
+        "repetition_penalty_generated", "repetition penalty 1.2, generated", _penalised("repetition", 1.2, None, True)
+    ),
     Planted(
         "repetition_penalty_prompt",
         "repetition penalty 1.3, prompt",
@@ -254,7 +258,7 @@ class Outcome:
 
 
 UNKNOWN = {"record_a_trace", "too_few"}
-NEW_TOKENS = 96
+NEW_TOKENS = 64
 
 
 @cache
@@ -268,7 +272,7 @@ def prompts_of(model: bitnet_ref.Model, seed: int = 0) -> list[Ids]:
     if (model.path / "tokenizer.json").exists() if model.path is not None else False:
         return [model.tokenizer.encode(text) for text in TEXTS]
     rng, bos = np.random.default_rng(seed), model.config.bos_token_id
-    rows = [rng.integers(3, model.config.vocab_size, 12).tolist() for _ in TEXTS]
+    rows = [rng.integers(3, model.config.vocab_size, length).tolist() for length in (16, 12, 9, 4)]
     return [[bos, *row] if bos is not None else row for row in rows]
 
 
@@ -325,7 +329,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no such cause; there are: {', '.join(dict.fromkeys(each.name for each in PLANTED))}")
     outcomes = [find(name, planted) for name in ("storyteller", str(OTHER_MODEL)) for planted in chosen]
     accused = [each for each in correct_runs(options.runs) if each[2] is not None]
-    counts = {kind: sum(o.outcome == kind for o in outcomes) for kind in ("named", "among others", "no cause", "hidden", "wrong")}
+    counts = {
+        kind: sum(o.outcome == kind for o in outcomes)
+        for kind in ("named", "among others", "no cause", "hidden", "wrong")
+    }
     if options.json:
         facts = {"planted": len(outcomes), **counts, "correct_runs": options.runs, "accused": len(accused)}
         print(json.dumps({**facts, "mistakes": [asdict(o) for o in outcomes]}, indent=1))

@@ -20,7 +20,7 @@ from ...formats.convert import convert
 from ...formats.open import find_model
 from ..opponents import PROMPT
 from ..outputs.causes import explain_tokens, judge_tokens
-from ..outputs.driving import GivenRun
+from ..outputs.given import GivenRun
 from ..report import Crossing
 from ..token_ids import compare_text
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import BackendUnavailable, ConfigError, TokenizerError, printable
 from ...backends.loaded import LoadedModel
-from .driving import Ids
+from ...errors import BackendUnavailable, ConfigError, TokenizerError, printable
+from .given import Ids
 
 MAX_ANSWER_BYTES = 1 << 27
 TOP = 5  # of the likeliest tokens at each place
@@ -103,7 +103,7 @@ class Client:
         return self.served_model
 
     def complete(self, model: LoadedModel, prompt: str | Ids, max_tokens: int) -> Answer:
-        """The greedy continuation, with log probabilities and ids where the server has them. Raises BackendUnavailable."""
+        """The greedy continuation, with log probabilities and ids where the server has them."""
         tried = FEATURES if self.features is None else (self.features,)
         problem = ""
         for features in tried:
@@ -171,7 +171,8 @@ def read_answer(
         text = _without_echo(model, text, offsets, echoed, expected)
     before = before or texts.resolve([], entries[:echoed], expected)
     new = new or texts.resolve(before or expected, entries[echoed:], [])
-    ids = [*(before or [None] * echoed)[:echoed], *(new or [None] * (len(entries) - echoed))]
+    unknown: list[int | None] = [None] * len(entries)
+    ids = [*(before or unknown)[:echoed], *(new or unknown[echoed:])]
     first = 0 if echoed else len(before or expected)
     logprobs: dict[int, dict[int, float]] = {}
     for place, (entry, token) in enumerate(zip(entries, ids, strict=False), first):

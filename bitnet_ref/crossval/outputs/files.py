@@ -16,8 +16,8 @@ from ...errors import FormatError, GenerationError, TokenizerError, describe
 from ...generation.params import SamplingParams
 from ...system.json_file import open_regular, parse_json_object, read_bounded
 from ..tolerances import LOGITS_ROUNDING
-from .driving import GivenRun, Ids
-from .filters import Draws
+from .draws import Draws
+from .given import GivenRun, Ids
 
 MAX_BYTES = 1 << 26
 _FINISH = ("stop", "length", None)
@@ -37,13 +37,11 @@ def read_runs(path: Path, model: Any, prompt: str | Sequence[int] | None = None)
     """
     data = read_bounded(path, FormatError, MAX_BYTES)
     start = data.lstrip()[:1]
-    if start in (b"{", b"["):
-        objects = _json_objects(data, path)
-    else:
-        objects = _text_objects(data, path, prompt is not None)
+    is_json = start in (b"{", b"[")
+    objects = _json_objects(data, path) if is_json else _text_objects(data, path, prompt is not None)
     if not objects:
         raise FormatError("holds no run; expected token ids", path=path)
-    return [_read_run(each, path, model, prompt, number) for number, each in enumerate(objects)]
+    return [_read_run(each, path, model, prompt, number) for number, each in enumerate(objects, 1)]
 
 
 def _json_objects(data: bytes, path: Path) -> list[dict[str, Any]]:
@@ -99,6 +97,7 @@ def _read_run(
         raise refuse("messages", "a list of objects")
     said = given.get("prompt", given.get("text", prompt))
     text: str | None = None
+    ids: Ids
     if messages is not None:
         ids = model.tokenizer.apply_chat_template(messages, tokenize=True)
         if (listed := _ids(given.get("prompt"))) is not None:
@@ -109,23 +108,24 @@ def _read_run(
         listed = _ids(said)
         if not listed:
             raise refuse("prompt", "a text, or token ids")
-        ids, text = listed, given["text"] if isinstance(given.get("text"), str) else _text_of(model, listed)
+        ids = listed
+        text = given["text"] if isinstance(given.get("text"), str) else _text_of(model, listed)
     outside = next((token for token in ids if token >= model.config.vocab_size), None)
     if outside is not None:
         limit = f"ids below {model.config.vocab_size}, the model's vocabulary"
         raise FormatError(f"run {number}: expected {limit}, got {outside}", path=path, field="prompt")
     if len(ids) > model.context_length:
         raise FormatError(f"run {number}: {len(ids)} tokens are more than the context holds", path=path, field="prompt")
-    finish, limit = given.get("finish_reason", given.get("finish")), given.get("max_tokens")
+    finish, asked = given.get("finish_reason"), given.get("max_tokens")
     if finish not in _FINISH:
         raise refuse("finish_reason", '"stop" or "length"')
     dtype = given.get("engine_dtype", "float32")
     if dtype not in LOGITS_ROUNDING:
         raise refuse("engine_dtype", " or ".join(LOGITS_ROUNDING))
-    if limit is not None and not (isinstance(limit, int) and limit > 0):
+    if asked is not None and not (type(asked) is int and asked > 0):
         raise refuse("max_tokens", "a number of tokens")
     conversation = None if messages is None else tuple(messages)
-    return GivenRun(tuple(ids), tuple(tokens), text, conversation, finish, limit, dtype)
+    return GivenRun(tuple(ids), tuple(tokens), text, conversation, finish, asked, dtype)
 
 
 def _text_of(model: Any, ids: Ids) -> str | None:

@@ -17,7 +17,8 @@ from ..token_ids import Greedy, common_prefix, compare_text, token_parity
 from ..tolerances import LOGPROB_SHARE, near_tie
 from .causes import explain_tokens, judge_tokens, tried, within_context
 from .client import Answer, Client, Refused, ids_of_text, rms
-from .driving import Driving, GivenRun, Ids, Replay, Rows, drivings
+from .driving import Driving, drivings
+from .given import GivenRun, Ids, Replay, Rows
 
 PROMPTS = (PROMPT, "Once upon a time", "She said", "The")
 _FEW_PROMPT = 8  # ids, of a model without a tokenizer
