@@ -88,9 +88,10 @@ def _is_close(a: Sequence[Probabilities], b: Sequence[Probabilities]) -> bool:
 def _nudged(row: Row, params: SamplingParams) -> list[SamplingParams]:
     """The parameters, and with thresholds that rounding cannot tell from them; but where sums are exact it can."""
     out = [params]
-    if params.temperature == 0 or (
-        params.top_p < 1 and not _is_close([TOP_P_STRICT.run(row, params)], [truth(row, params)])
-    ):
+    if params.temperature == 0:
+        return out
+    is_exact = params.top_p < 1 and float(np.float32(params.top_p)) == params.top_p
+    if is_exact and not _is_close([TOP_P_STRICT.run(row, params)], [truth(row, params)]):
         return out
     for name in ("top_p", "min_p", "typical_p"):
         value = getattr(params, name)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -192,14 +194,17 @@ def _read_npz(path: Path) -> dict[str, Any]:
     with open_regular(path, FormatError) as file:
         size = os.fstat(file.fileno()).st_size
         try:
-            with np.load(file, allow_pickle=False) as arrays:
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise FormatError("is no archive of arrays; write it with numpy.savez", path=path)
+            with archive as arrays:
                 for info in arrays.zip.infolist():  # an array that is much larger than its file is not read
                     if info.file_size > max(MAX_BYTES, 8 * size):
                         raise FormatError(
                             f"is {info.file_size} bytes in a file of {size}", path=path, field=info.filename
                         )
                 out: dict[str, Any] = {name: arrays[name] for name in arrays.files}
-        except (ValueError, OSError, EOFError, KeyError, TypeError) as error:
+        except (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
             raise FormatError(f"is not a .npz file: {error}", path=path) from error
     if "params" in out:
         text = str(out["params"])
