@@ -171,8 +171,8 @@ def sample_command(file: Path) -> None:
     FILE is .npz or .json, with logits, sampling parameters, and probabilities or chosen ids; crossval/README.md has the
     format. Probabilities are compared exactly. Chosen ids are judged by how likely they are, and by ids that cannot be.
     """
+    from ..crossval.outputs.draws import judge_draws
     from ..crossval.outputs.files import read_draws
-    from ..crossval.outputs.filters import judge_draws
 
     verdict = judge_draws(read_draws(file))
     rows: list[tuple[str, str, bool]] = [(file.name, verdict.verdict, verdict.agrees)]

@@ -164,7 +164,9 @@ class Greedy:
             else:
                 verdict = f"AGREES: equal for {count}{margin}"
             if self.hidden:
-                verdict += f". The same tokens come with a mistake, so they do not rule it out: {'; '.join(self.hidden)}"
+                verdict += (
+                    f". The same tokens come with a mistake, so they do not rule it out: {'; '.join(self.hidden)}"
+                )
             return verdict
         near = ", which a single rounding flip can decide" if self.margin is not None and self.margin < NEAR_TIE else ""
         margin = "" if self.margin is None else f"; the reference's margin there is {self.margin:.3g}{near}"
@@ -221,9 +223,7 @@ def compare_ids(
     if _stops_early(known, logits, ends, finish, max_tokens):
         best = name_of(model, int(logits[-1].argmax()))
         return Greedy(len(known) + 1, len(known), best, "the end", float(_margins(logits[-1:])[0]))
-    return Greedy(
-        len(known), smallest_margin=smallest, smallest_at=at, ties=tuple(np.flatnonzero(behind > 0).tolist())
-    )
+    return Greedy(len(known), smallest_margin=smallest, smallest_at=at, ties=tuple(np.flatnonzero(behind > 0).tolist()))
 
 
 def _fits(model: LoadedModel, tokens: Sequence[int], ids: Sequence[int]) -> bool:

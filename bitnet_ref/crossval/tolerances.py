@@ -127,7 +127,7 @@ ROUNDED_SHARE = 0.5
 # which one layer may add as many. Narrow floats: twice what was measured at storyteller's logits.
 LOGITS_ROUNDING = {"float32": CHAIN * EPSILON, "bfloat16": 0.018, "float16": 0.018}
 
-# -- outputs alone: tokens and log probabilities ------------------------------------------------------------------------
+# -- outputs alone: tokens and log probabilities -----------------------------------------------------------------------
 
 # A single rounding flip moved a logit of storyteller by at most this much, as measured.
 NEAR_TIE = 0.15

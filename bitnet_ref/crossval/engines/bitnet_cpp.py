@@ -11,19 +11,24 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from ...api import load
+from ...api import Model, load
 from ...errors import BitNetRefError
 from ...formats.convert import convert
 from ...formats.open import find_model
 from ..opponents import PROMPT
+from ..outputs.causes import explain_tokens, judge_tokens
+from ..outputs.given import GivenRun
 from ..report import Crossing
-from ..token_ids import compare_ids, compare_text
+from ..token_ids import compare_text
 
 NAME = "bitnet.cpp"
 _TIMEOUT_S = 600
 _TAIL = 300
+_BUDGET_S = 60.0
+SHORT_PROMPTS = ("She said", "The")  # BOS is a large part of them
 
 
 def cross_bitnet_cpp(
@@ -55,23 +60,44 @@ def cross_bitnet_cpp(
             tokens = model.tokenizer.encode(prompt)
         except BitNetRefError as error:
             return Crossing(NAME, unavailable=f"this model cannot be converted for it: {error}")
-        command = [program, "-m", str(path), "-p", prompt, "-n", str(count), "--temp", "0", *options]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired) as problem:
-            return Crossing(NAME, failed=f"{Path(program).name}: {problem}")
-        if done.returncode != 0:
-            errors = " ".join(done.stderr.split())[-_TAIL:]
-            return Crossing(NAME, failed=f"{Path(program).name} ended with status {done.returncode}: {errors}")
-        if prints == "ids":
-            lines = done.stdout.strip().splitlines() or [""]
-            return Crossing(NAME, greedy=compare_ids(model, tokens, [int(i) for i in re.findall(r"\d+", lines[-1])]))
-        text = _continuation(done.stdout, prompt)
-        if not text.strip():
-            return Crossing(NAME, failed=f"{Path(program).name} printed no text")
-        return Crossing(NAME, greedy=compare_text(model, tokens, text, count))
+        command = [program, "-m", str(path), "-n", str(count), "--temp", "0", *options]
+        crossing = _compare(model, command, prompt, tokens, count, prints)
+        for other in SHORT_PROMPTS if crossing.greedy is not None and crossing.greedy.hidden else ():
+            # of a prompt that gives the same tokens with BOS twice or without it, the tokens do not show which it was
+            more = _compare(model, command, other, model.tokenizer.encode(other), count, prints)
+            if not more.agrees:
+                return more
+            if more.greedy is not None and not more.greedy.hidden:
+                assert crossing.greedy is not None
+                crossing.greedy = replace(crossing.greedy, hidden=())
+                break
+        return crossing
+
+
+def _compare(model: Model, command: Sequence[str], prompt: str, tokens: list[int], count: int, prints: str) -> Crossing:
+    """One run of the program, against the reference."""
+    name = Path(command[0]).name
+    try:
+        done = subprocess.run(
+            [*command, "-p", prompt], capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        return Crossing(NAME, failed=f"{name}: {problem}")
+    if done.returncode != 0:
+        errors = " ".join(done.stderr.split())[-_TAIL:]
+        return Crossing(NAME, failed=f"{name} ended with status {done.returncode}: {errors}")
+    if prints == "ids":
+        lines = done.stdout.strip().splitlines() or [""]
+        ids = [int(each) for each in re.findall(r"\d+", lines[-1])]
+        run = GivenRun(tuple(tokens), tuple(ids), prompt)
+        crossing = Crossing(NAME, greedy=judge_tokens(model, run))
+        if not crossing.agrees:
+            crossing.causes = explain_tokens(model, [run], budget_s=_BUDGET_S)
+        return crossing
+    text = _continuation(done.stdout, prompt)
+    if not text.strip():
+        return Crossing(NAME, failed=f"{name} printed no text")
+    return Crossing(NAME, greedy=compare_text(model, tokens, text, count))
 
 
 def _continuation(printed: str, prompt: str) -> str:

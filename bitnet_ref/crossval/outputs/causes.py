@@ -1,7 +1,7 @@
 """Why an engine's greedy tokens are not the reference's: each mistake in driving is tested on all its ids.
 
-A mistake *explains* the ids if, with it, each is the largest logit up to near ties. Its parameter is fitted on the first
-half of each run and must hold on the second. It is *confirmed* if it is the only one that does, and the ids that it
+A mistake *explains* the ids if, with it, each is the largest logit up to near ties. Its parameter is fitted on the
+first half of each run and must hold on the second. It is *confirmed* if it is the only one that does, and the ids that it
 explains are too unlikely to be chance; else it is *possible*, and all that explain as much are named.
 """
 
@@ -21,13 +21,14 @@ from ...generation.sampling import log_probabilities
 from ..explain.diagnose import Diagnoses, Diagnosis, Progress, Watch
 from ..token_ids import Greedy, compare_ids, end_ids, name_of
 from ..tolerances import near_tie
-from .driving import Driving, GivenRun, Ids, Replay, Rows, bos_drivings, drivings
+from .driving import Driving, bos_drivings, drivings
+from .given import GivenRun, Ids, Replay, Rows
 from .randomness import looks_sampled
 
 # Bits of evidence: how unlikely the wrong ids are in the reference. A change that has nothing to do with them gives the
 # same ids by chance; some 150 are tried, so there must be more than log2(150) = 7 bits, and some to spare.
 ENOUGH_BITS = 12.0
-FEWEST_BITS = 6.0  # with less no cause is named: among so many changes one fits a token or two by chance
+FEWEST_BITS = 5.0  # with less no cause is named: among so many changes one fits a token or two by chance
 _MOST_BITS = 12.0  # of one id
 _SAME = 1e-3  # logits that differ less, of two mistakes, are one mistake
 
@@ -126,7 +127,11 @@ def _named(explanations: Sequence[Explanation], bits: float) -> list[Diagnosis]:
     enough, alone = bits >= ENOUGH_BITS, len(explanations) == 1
     return [
         Diagnosis(
-            each.driving.name, each.cause, each.driving.remedy, confirmed=enough and alone, possible=not (enough and alone)
+            each.driving.name,
+            each.cause,
+            each.driving.remedy,
+            confirmed=enough and alone,
+            possible=not (enough and alone),
         )
         for each in explanations
     ]
@@ -135,14 +140,13 @@ def _named(explanations: Sequence[Explanation], bits: float) -> list[Diagnosis]:
 def _explain(driving: Driving, replays: Sequence[Replay]) -> Explanation | None:
     """The mistake, if it explains all ids of all runs; its parameter as the first halves fit it."""
     if not driving.values:
-        rows = [tried(driving, replay) for replay in replays]
-        return None if not _fits(rows, replays) else Explanation(driving, driving.cause, [r for r in rows if r is not None])
-    fitted = []
+        rows = _with(driving, replays)
+        return Explanation(driving, driving.cause, rows) if rows and _fits(rows, replays) else None
+    held: list[tuple[float, list[Rows]]] = []
     for value in driving.values:
-        rows = [tried(driving, replay, value) for replay in replays]
-        if _fits(rows, replays, first_half=True):
-            fitted.append((value, [r for r in rows if r is not None]))
-    held = [(value, rows) for value, rows in fitted if _fits(rows, replays)]
+        rows = _with(driving, replays, value)
+        if rows and _fits(rows, replays, first_half=True) and _fits(rows, replays):
+            held.append((value, rows))
     if not held:
         return None
     value, rows = min(held, key=lambda each: sum(map(_total_behind, each[1], replays)))
@@ -153,14 +157,24 @@ def _explain(driving: Driving, replays: Sequence[Replay]) -> Explanation | None:
     return Explanation(driving, cause, rows)
 
 
+def _with(driving: Driving, replays: Sequence[Replay], *value: float) -> list[Rows]:
+    """The logits of each run with the mistake; the right ones where it makes no difference, as a cut of a short prompt.
+
+    Empty if it makes none in any.
+    """
+    rows = [tried(driving, replay, *value) for replay in replays]
+    if all(each is None for each in rows):
+        return []
+    return [replay.base if each is None else each for each, replay in zip(rows, replays, strict=True)]
+
+
 def _total_behind(rows: Rows, replay: Replay) -> float:
     return float((rows.max(axis=1) - rows[np.arange(len(rows)), list(replay.run.tokens)]).sum())
 
 
-def _fits(rows: Sequence[Rows | None], replays: Sequence[Replay], first_half: bool = False) -> bool:
+def _fits(rows: Sequence[Rows], replays: Sequence[Replay], first_half: bool = False) -> bool:
+    """Whether each id is the largest logit, up to near ties."""
     for each, replay in zip(rows, replays, strict=True):
-        if each is None:
-            return False
         bad = _misfits(each, replay.run)
         if (bad[: (len(bad) + 1) // 2] if first_half else bad).any():
             return False
@@ -207,7 +221,9 @@ def _stops(model: LoadedModel, runs: Sequence[GivenRun]) -> list[Diagnosis]:
         elif greedy.reference == "the end" and not _misfits(_rows(model, run), run).any():
             end = name_of(model, next(token for token in tokens if token in ends))
             cause = f"the end token ({end}) does not end the generation"
-            remedy = "Stop on every id of eos_token_id and on <|eot_id|>: 2B-4T ends its turns with 128009, not with 128001."
+            remedy = (
+                "Stop on every id of eos_token_id and on <|eot_id|>: 2B-4T ends its turns with 128009, not with 128001."
+            )
             found["eot_not_a_stop"] = Diagnosis("eot_not_a_stop", cause, remedy, confirmed=True)
         else:
             return []

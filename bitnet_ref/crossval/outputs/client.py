@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import BackendUnavailable, ConfigError, TokenizerError, printable
 from ...backends.loaded import LoadedModel
-from .driving import Ids
+from ...errors import BackendUnavailable, ConfigError, TokenizerError, printable
+from .given import Ids
 
 MAX_ANSWER_BYTES = 1 << 27
 TOP = 5  # of the likeliest tokens at each place
@@ -103,7 +103,7 @@ class Client:
         return self.served_model
 
     def complete(self, model: LoadedModel, prompt: str | Ids, max_tokens: int) -> Answer:
-        """The greedy continuation, with log probabilities and ids where the server has them. Raises BackendUnavailable."""
+        """The greedy continuation, with log probabilities and ids where the server has them."""
         tried = FEATURES if self.features is None else (self.features,)
         problem = ""
         for features in tried:
@@ -171,14 +171,17 @@ def read_answer(
         text = _without_echo(model, text, offsets, echoed, expected)
     before = before or texts.resolve([], entries[:echoed], expected)
     new = new or texts.resolve(before or expected, entries[echoed:], [])
-    ids = [*(before or [None] * echoed)[:echoed], *(new or [None] * (len(entries) - echoed))]
+    unknown: list[int | None] = [None] * len(entries)
+    ids = [*(before or unknown)[:echoed], *(new or unknown[echoed:])]
     first = 0 if echoed else len(before or expected)
     logprobs: dict[int, dict[int, float]] = {}
     for place, (entry, token) in enumerate(zip(entries, ids, strict=False), first):
         if entry.logprob is not None and token is not None:
             named = {texts.one(name, number): value for name, number, value in entry.top}
             logprobs[place] = {key: value for key, value in named.items() if key is not None} | {token: entry.logprob}
-    return Answer(text, finish if finish in ("stop", "length") else None, before or None, new or None, counted, logprobs)
+    return Answer(
+        text, finish if finish in ("stop", "length") else None, before or None, new or None, counted, logprobs
+    )
 
 
 def _ids(value: Any) -> Ids | None:
@@ -267,7 +270,10 @@ class TokenTexts:
         if not all(choices) or not choices:
             return None
         shift = len(entries) - len(expected)  # of tokens that were added at the start
-        ids = [next((t for t in each if t in expected[max(0, i - abs(shift)) : i + 1]), each[0]) for i, each in enumerate(choices)]
+        ids = [
+            next((t for t in each if t in expected[max(0, i - abs(shift)) : i + 1]), each[0])
+            for i, each in enumerate(choices)
+        ]
         unclear = [i for i, each in enumerate(choices) if len(each) > 1 and ids[i] not in expected]
         for _ in range(3 if unclear and prompt else 0):
             logits = self._model.logits([*prompt, *ids][: self._model.context_length])[len(prompt) - 1 :]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,8 @@ from ...errors import FormatError, GenerationError, TokenizerError, describe
 from ...generation.params import SamplingParams
 from ...system.json_file import open_regular, parse_json_object, read_bounded
 from ..tolerances import LOGITS_ROUNDING
-from .driving import GivenRun, Ids
-from .filters import Draws
+from .draws import Draws
+from .given import GivenRun, Ids
 
 MAX_BYTES = 1 << 26
 _FINISH = ("stop", "length", None)
@@ -37,13 +39,11 @@ def read_runs(path: Path, model: Any, prompt: str | Sequence[int] | None = None)
     """
     data = read_bounded(path, FormatError, MAX_BYTES)
     start = data.lstrip()[:1]
-    if start in (b"{", b"["):
-        objects = _json_objects(data, path)
-    else:
-        objects = _text_objects(data, path, prompt is not None)
+    is_json = start in (b"{", b"[")
+    objects = _json_objects(data, path) if is_json else _text_objects(data, path, prompt is not None)
     if not objects:
         raise FormatError("holds no run; expected token ids", path=path)
-    return [_read_run(each, path, model, prompt, number) for number, each in enumerate(objects)]
+    return [_read_run(each, path, model, prompt, number) for number, each in enumerate(objects, 1)]
 
 
 def _json_objects(data: bytes, path: Path) -> list[dict[str, Any]]:
@@ -99,6 +99,7 @@ def _read_run(
         raise refuse("messages", "a list of objects")
     said = given.get("prompt", given.get("text", prompt))
     text: str | None = None
+    ids: Ids
     if messages is not None:
         ids = model.tokenizer.apply_chat_template(messages, tokenize=True)
         if (listed := _ids(given.get("prompt"))) is not None:
@@ -109,23 +110,24 @@ def _read_run(
         listed = _ids(said)
         if not listed:
             raise refuse("prompt", "a text, or token ids")
-        ids, text = listed, given["text"] if isinstance(given.get("text"), str) else _text_of(model, listed)
+        ids = listed
+        text = given["text"] if isinstance(given.get("text"), str) else _text_of(model, listed)
     outside = next((token for token in ids if token >= model.config.vocab_size), None)
     if outside is not None:
         limit = f"ids below {model.config.vocab_size}, the model's vocabulary"
         raise FormatError(f"run {number}: expected {limit}, got {outside}", path=path, field="prompt")
     if len(ids) > model.context_length:
         raise FormatError(f"run {number}: {len(ids)} tokens are more than the context holds", path=path, field="prompt")
-    finish, limit = given.get("finish_reason", given.get("finish")), given.get("max_tokens")
+    finish, asked = given.get("finish_reason"), given.get("max_tokens")
     if finish not in _FINISH:
         raise refuse("finish_reason", '"stop" or "length"')
     dtype = given.get("engine_dtype", "float32")
     if dtype not in LOGITS_ROUNDING:
         raise refuse("engine_dtype", " or ".join(LOGITS_ROUNDING))
-    if limit is not None and not (isinstance(limit, int) and limit > 0):
+    if asked is not None and not (type(asked) is int and asked > 0):
         raise refuse("max_tokens", "a number of tokens")
     conversation = None if messages is None else tuple(messages)
-    return GivenRun(tuple(ids), tuple(tokens), text, conversation, finish, limit, dtype)
+    return GivenRun(tuple(ids), tuple(tokens), text, conversation, finish, asked, dtype)
 
 
 def _text_of(model: Any, ids: Ids) -> str | None:
@@ -178,7 +180,9 @@ def read_draws(path: Path) -> Draws:
         chosen = _choices(raw["chosen"], rows, logits.shape[1], path)
     if probabilities is None and chosen is None:
         raise FormatError("is missing, and so is probabilities; expected one of them", path=path, field="chosen")
-    prompts, generated = (_histories(raw.get(name), name, rows, logits.shape[1], path) for name in ("prompt", "generated"))
+    prompts, generated = (
+        _histories(raw.get(name), name, rows, logits.shape[1], path) for name in ("prompt", "generated")
+    )
     return Draws(logits, settings, prompts, generated, probabilities, chosen)
 
 
@@ -190,17 +194,24 @@ def _read_npz(path: Path) -> dict[str, Any]:
     with open_regular(path, FormatError) as file:
         size = os.fstat(file.fileno()).st_size
         try:
-            with np.load(file, allow_pickle=False) as arrays:
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise FormatError("is no archive of arrays; write it with numpy.savez", path=path)
+            with archive as arrays:
                 for info in arrays.zip.infolist():  # an array that is much larger than its file is not read
                     if info.file_size > max(MAX_BYTES, 8 * size):
-                        raise FormatError(f"is {info.file_size} bytes in a file of {size}", path=path, field=info.filename)
+                        raise FormatError(
+                            f"is {info.file_size} bytes in a file of {size}", path=path, field=info.filename
+                        )
                 out: dict[str, Any] = {name: arrays[name] for name in arrays.files}
-        except (ValueError, OSError, EOFError, KeyError, TypeError) as error:
+        except (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
             raise FormatError(f"is not a .npz file: {error}", path=path) from error
     if "params" in out:
         text = str(out["params"])
         out["params"] = parse_json_object(text.encode(), FormatError, path)
-    return {name: value if isinstance(value, dict) or name == "logits" else value.tolist() for name, value in out.items()}
+    return {
+        name: value if isinstance(value, dict) or name == "logits" else value.tolist() for name, value in out.items()
+    }
 
 
 def _array(raw: Mapping[str, Any], name: str, path: Path) -> NDArray[np.float64]:
@@ -232,5 +243,7 @@ def _histories(value: Any, name: str, rows: int, vocab_size: int, path: Path) ->
     lists = [_ids(each) for each in value] if isinstance(value, list) else []
     out = [each for each in lists if each is not None]
     if len(out) != rows or any(token >= vocab_size for each in out for token in each):
-        raise FormatError(f"expected ids below {vocab_size}, one list or one for each of {rows} rows", path=path, field=name)
+        raise FormatError(
+            f"expected ids below {vocab_size}, one list or one for each of {rows} rows", path=path, field=name
+        )
     return out

@@ -15,7 +15,7 @@ from ..token_ids import common_prefix
 from ..tolerances import near_tie
 
 if TYPE_CHECKING:
-    from .driving import GivenRun, Rows
+    from .given import GivenRun, Rows
 
 TEMPERATURES = tuple(round(0.4 + 0.05 * i, 2) for i in range(19))  # 0.4 to 1.3
 _FEWEST = 16  # tokens
@@ -92,8 +92,7 @@ def _figures(
     spread = math.sqrt(max(float((largest * (1 - largest)).sum()), 1e-9))
     own = p[np.arange(len(ids)), ids]
     above = (p * (p > own[:, None])).sum(axis=1)
-    middle = np.sort(above + own / 2)
-    # the middle of the chosen token's share: less spread than uniform, so this errs towards "sampled" a little
+    place = np.sort(above + own * np.random.default_rng(0).random(len(ids)))  # somewhere in the token's own share
     steps = (np.arange(len(ids)) + 0.5) / len(ids)
-    kolmogorov = float(np.abs(middle - steps).max() * math.sqrt(len(ids)))
+    kolmogorov = float(np.abs(place - steps).max() * math.sqrt(len(ids)))
     return float(chosen.sum()), float(mean.sum()), math.sqrt(float(variance.sum())), hits / spread, kolmogorov

@@ -17,7 +17,8 @@ from ..token_ids import Greedy, common_prefix, compare_text, token_parity
 from ..tolerances import LOGPROB_SHARE, near_tie
 from .causes import explain_tokens, judge_tokens, tried, within_context
 from .client import Answer, Client, Refused, ids_of_text, rms
-from .driving import Driving, GivenRun, Ids, Replay, Rows, drivings
+from .driving import Driving, drivings
+from .given import GivenRun, Ids, Replay, Rows
 
 PROMPTS = (PROMPT, "Once upon a time", "She said", "The")
 _FEW_PROMPT = 8  # ids, of a model without a tokenizer
@@ -267,13 +268,17 @@ def _by_logprobs(model: Model, group: Sequence[Exchange]) -> Diagnoses | None:
         values = driving.values or (None,)
         for value in values:
             given = () if value is None else (value,)
-            if all(_agrees(model, each, tried(driving, replay, *given)) for each, replay in zip(judged, replays, strict=True)):
+            if all(
+                _agrees(model, each, tried(driving, replay, *given))
+                for each, replay in zip(judged, replays, strict=True)
+            ):
                 fitting.append((driving, driving.cause.format(value)))
                 break
     alone = len(fitting) == 1
-    return Diagnoses(
-        [Diagnosis(d.name, cause, d.remedy, confirmed=alone, possible=not alone) for d, cause in fitting]
-    ) or None
+    return (
+        Diagnoses([Diagnosis(d.name, cause, d.remedy, confirmed=alone, possible=not alone) for d, cause in fitting])
+        or None
+    )
 
 
 def _agrees(model: Model, exchange: Exchange, rows: Rows | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from ...api import Model
 from ...errors import BackendUnavailable
-from ...generation.embed import default_prompt, embed, published_prompts, token_rows
+from ...generation.embed import default_prompt, embed, instruction_prompt, published_prompts, token_rows
 from ...reference.cache import TokenBatch
 from ..explain.diagnose import Diagnoses, Diagnosis
 from ..tolerances import NARROW_FLOATS, SAME_TENSOR
@@ -24,6 +25,7 @@ TEXTS = (
     "The little rabbit ran down the hill",
     "tea",
 )
+QUERY = instruction_prompt("Given a web search query, retrieve relevant passages that answer the query")
 _LENGTH = 1e-2  # of a vector, relative
 
 
@@ -64,7 +66,9 @@ class ServedVectors:
                 "verdict": self.verdict, "causes": causes}  # fmt: skip
 
 
-def cross_vectors(model: Model, client: Client, *, texts: Sequence[str] = (), engine_dtype: str = "float32") -> ServedVectors:
+def cross_vectors(
+    model: Model, client: Client, *, texts: Sequence[str] = (), engine_dtype: str = "float32"
+) -> ServedVectors:
     """Ask the server for the vectors of some texts, and compare. Raises BackendUnavailable."""
     texts = list(texts) or list(TEXTS)
     body = {"model": client.name, "input": texts, "encoding_format": "float"}
@@ -81,7 +85,9 @@ def cross_vectors(model: Model, client: Client, *, texts: Sequence[str] = (), en
     limit = SAME_TENSOR if engine_dtype == "float32" else NARROW_FLOATS[engine_dtype].relative_l2
     unit = model.config.unit_embeddings
     if theirs.shape != right.shape or not np.isfinite(theirs).all():
-        problem = f"{theirs.shape[0]} vectors of {theirs.shape[-1]} numbers; expected {right.shape[0]} of {right.shape[1]}"
+        problem = (
+            f"{theirs.shape[0]} vectors of {theirs.shape[-1]} numbers; expected {right.shape[0]} of {right.shape[1]}"
+        )
         return ServedVectors(client.url, [1.0], [1.0], limit, unit, problem=problem)
     lengths = np.linalg.norm(theirs, axis=1)
     out = ServedVectors(client.url, _errors(theirs, right), lengths.tolist(), limit, unit)
@@ -115,37 +121,53 @@ class _Change:
 
 
 def _changes(model: Model) -> Iterator[_Change]:
-    right = model.config.pooling
-    for pooling, words in {"last": "the last token", "mean": "the mean of all tokens", "first": "the first token"}.items():
+    right, names = model.config.pooling, {"last": "the last token", "mean": "the mean of all tokens"}
+    names["first"] = "the first token"
+    for pooling, words in names.items():
         if pooling != right:
-            cause = f"pooling takes {words}, and not {'the mean of all tokens' if right == 'mean' else 'the last token'}"
+            cause = f"pooling takes {words}, and not {names[right]}"
             yield _Change("pooling", f"pooling_{pooling}", cause, f"Set the pooling to {right!r}.", pooling=pooling)
-    tokenizer = model.tokenizer
+    tokenizer, default = model.tokenizer, default_prompt(model.path)
     sample = [int(token) for token in token_rows(model, ["a"])[0]]
-    plain = model.tokenizer.encode(f"{default_prompt(model.path)}a")
-    if len(sample) > len(plain) or sample[-1] in tokenizer.eos_ids:
+    # fmt: off
+    if len(sample) > len(tokenizer.encode(f"{default}a")) or sample[-1] in tokenizer.eos_ids:
         yield _Change("end", "end_missing", "the end token is missing, or the token before it is pooled",
-            "Append the end token to each text, as the model's tokenizer does.", ids=lambda ids: ids[:-1])
+            "Append the end token to each text, as the model's tokenizer does.", ids=_without_last)
     else:
         for end in tokenizer.eos_ids:
             yield _Change("end", "end_added", f"the end token {tokenizer.id_to_token(end)} is appended",
-                "This model's texts have none.", ids=lambda ids, end=end: [*ids, end])  # type: ignore[misc]
-    if (bos := tokenizer.bos_id) is not None:
-        if sample[0] == bos:
-            yield _Change("bos", "bos_missing", "BOS is missing", "Put it before each text.", ids=lambda ids: ids[1:])
-            yield _Change("bos", "bos_twice", "BOS comes twice", "Put it once before each text.", ids=lambda ids: [bos, *ids])
-        else:
-            yield _Change("bos", "bos_added", "BOS is put before the text", "Leave it out.", ids=lambda ids: [bos, *ids])
-    default = default_prompt(model.path)
+                "This model's texts have none.", ids=partial(_appended, end))
+    bos = tokenizer.bos_id
+    if bos is not None and sample[0] == bos:
+        yield _Change("bos", "bos_missing", "BOS is missing", "Put it before each text.", ids=_without_first)
+        yield _Change("bos", "bos_twice", "BOS comes twice", "Put it once before each text.",
+            ids=partial(_prepended, bos))
+    elif bos is not None:
+        yield _Change("bos", "bos_added", "BOS is put before the text", "Leave it out.", ids=partial(_prepended, bos))
     if default:
         yield _Change("prompt", "prompt_missing", "the model's default prompt is missing before the text",
             f"Put {default!r} before each text.", prompt="")
-    prompts = {**published_prompts(model.path)}
-    prompts.setdefault("query", "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:")
-    for name, prompt in prompts.items():
+    for name, prompt in {"query": QUERY, **published_prompts(model.path)}.items():
         if prompt and prompt != default:
             yield _Change("prompt", "prompt_added", f"the prompt {name!r} ({prompt!r}) is put before the text",
-                "Documents have no prompt; send none.", prompt=prompt)  # fmt: skip
+                "Documents have no prompt; send none.", prompt=prompt)
+    # fmt: on
+
+
+def _without_last(ids: Ids) -> Ids:
+    return ids[:-1]
+
+
+def _without_first(ids: Ids) -> Ids:
+    return ids[1:]
+
+
+def _appended(end: int, ids: Ids) -> Ids:
+    return [*ids, end]
+
+
+def _prepended(bos: int, ids: Ids) -> Ids:
+    return [bos, *ids]
 
 
 def _explain(

@@ -1,0 +1,185 @@
+"""`crossval openai`: this package's own server agrees; a server with a planted mistake is named with its cause."""
+
+import contextlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+from cli_runs import BACKEND, invoke, invoke_json
+from helpers import model
+
+from bitnet_ref.crossval.outputs.client import Client
+from bitnet_ref.crossval.outputs.served import cross_server
+from bitnet_ref.crossval.outputs.vectors import cross_vectors
+from bitnet_ref.generation.embed import embed, token_rows
+from bitnet_ref.generation.sampling import likeliest_logprobs
+from bitnet_ref.reference.cache import TokenBatch
+
+PROMPTS = ("She said", "The")
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return model("storyteller", backend=BACKEND, threads=1)
+
+
+class Planted:
+    """A thin server around the engine.   edit: of the prompt's ids.   options: of generate.   shows: what it offers."""
+
+    def __init__(self, engine, edit=list, shows=(), vectors=None, status=200, **options):
+        self.engine, self.edit, self.shows, self.vectors, self.status = engine, edit, shows, vectors, status
+        self.options, self.keys = {"temperature": 0, **options}, []
+
+    def answer(self, path, body):
+        if self.status != 200:
+            return self.status, {"error": {"message": "no"}}
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "planted"}]}
+        if path == "/v1/embeddings":
+            rows = self.vectors(self.engine, body["input"])
+            return 200, {"data": [{"index": i, "embedding": row.tolist()} for i, row in enumerate(rows)]}
+        if any(key in body and key not in self.shows for key in ("echo", "logprobs", "return_token_ids")):
+            return 400, {"error": {"message": "there is no such parameter"}}
+        prompt = body["prompt"]
+        if isinstance(prompt, list) and "ids" not in self.shows:
+            return 400, {"error": {"message": "prompt: expected a string"}}
+        ids = self.edit(self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        new = list(self.engine.generate(ids, max_tokens=body["max_tokens"], **self.options).token_ids)
+        text = self.engine.tokenizer.decode([*ids, *new])[len(self.engine.tokenizer.decode(ids)) :]
+        choice = {"text": text, "finish_reason": "length"}
+        if "return_token_ids" in body:
+            choice["token_ids"] = new
+        if "logprobs" in body:
+            tops = [likeliest_logprobs(row, 5) for row in self.engine.logits([*ids, *new])[len(ids) - 1 : -1]]
+            choice["logprobs"] = {
+                "tokens": [f"token_id:{token}" for token in new],
+                "token_logprobs": [top.get(token, -99.0) for top, token in zip(tops, new, strict=True)],
+                "top_logprobs": [{f"token_id:{token}": value for token, value in top.items()} for top in tops],
+            }
+        return 200, {"choices": [choice]}
+
+    @contextlib.contextmanager
+    def running(self):
+        planted = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                planted.keys.append(self.headers.get("authorization"))
+                data = self.rfile.read(int(self.headers.get("content-length", 0)))
+                status, value = planted.answer(self.path, json.loads(data) if data else {})
+                raw = json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(raw)))
+                self.end_headers()
+                self.wfile.write(raw)
+
+            do_GET = do_POST
+
+            def log_message(self, *args):
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+            thread = threading.Thread(target=server.serve_forever, daemon=True)
+            thread.start()
+            try:
+                yield f"http://127.0.0.1:{server.server_port}"
+            finally:
+                server.shutdown()
+                thread.join(10)
+
+
+def cross(planted, engine, **options):
+    with planted.running() as url:
+        return cross_server(engine, Client(url), prompts=PROMPTS, max_tokens=24, **options)
+
+
+def confirmed(result):
+    return [cause.name for cause in result.causes if cause.confirmed]
+
+
+def test_our_own_server_agrees():
+    pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+    from server_runs import RunningServer
+
+    with RunningServer({"storyteller": "storyteller"}) as server:
+        said = invoke_json("crossval", "openai", server.url, "storyteller", "--max-tokens", "12")
+        vectors = invoke_json("crossval", "openai", f"{server.url}/v1", "storyteller", "--embeddings")
+    assert said["agrees"], said["verdict"]
+    assert said["offers"] == "prompts of ids, log probabilities, those of the prompt"
+    assert all(each["logprobs"]["agrees"] and each["greedy"]["agrees"] for each in said["exchanges"])
+    assert {each["sent"] for each in said["exchanges"]} == {"ids", "text"}
+    assert vectors["agrees"], vectors["verdict"]
+
+
+@pytest.mark.parametrize("shows", [(), ("ids",), ("ids", "return_token_ids"), ("ids", "logprobs")], ids=str)
+def test_a_right_server_agrees_whatever_it_shows(engine, shows):
+    result = cross(Planted(engine, shows=shows), engine)
+    assert result.agrees, result.verdict
+    assert list(result.causes) == []
+
+
+def test_a_prompt_mistake_is_named_by_log_probabilities(engine):
+    """BOS twice, which changes few tokens."""
+    result = cross(Planted(engine, lambda ids: [ids[0], *ids], shows=("ids", "logprobs")), engine)
+    assert not result.agrees
+    assert [cause.name for cause in result.causes] == ["bos_twice"]
+    assert confirmed(result) == ["bos_twice"]
+
+
+def test_a_mistake_is_named_by_tokens(engine):
+    shows = ("ids", "return_token_ids")
+    ended = cross(Planted(engine, lambda ids: [*ids, 2], shows=shows), engine)
+    assert confirmed(ended) == ["eos_appended"], ended.causes
+    penalised = cross(Planted(engine, shows=shows, repetition_penalty=1.3), engine)
+    assert not penalised.agrees
+    names = [cause.name for cause in penalised.causes]
+    assert names
+    assert all(name.startswith("repetition_penalty") for name in names), names
+
+
+def test_sampling_is_noticed(engine):
+    result = cross(Planted(engine, shows=("ids", "return_token_ids"), temperature=1.0), engine)
+    assert confirmed(result) == ["sampling"]
+
+
+def states(engine, ids):
+    return np.asarray(engine.run_hidden(TokenBatch.of([(0, 0, ids)]), engine.new_cache(1, len(ids))))
+
+
+@pytest.mark.parametrize(
+    ("vectors", "cause"),
+    [
+        (lambda m, texts: np.stack([states(m, row).mean(axis=0) for row in token_rows(m, texts)]), "pooling_mean"),
+        (lambda m, texts: np.stack([states(m, row[1:])[-1] for row in token_rows(m, texts)]), "bos_missing"),
+        (lambda m, texts: np.stack([states(m, [*row, 2])[-1] for row in token_rows(m, texts)]), "end_added"),
+        (lambda m, texts: embed(m, texts) * 3, "not_normalised"),
+    ],
+    ids=["mean", "BOS missing", "end added", "not normalised"],
+)
+def test_embeddings(engine, vectors, cause):
+    with Planted(engine, vectors=vectors).running() as url:
+        result = cross_vectors(engine, Client(url))
+    assert not result.agrees
+    assert cause in confirmed(result), result.causes
+
+
+def test_failures_are_one_line(engine, tmp_path):
+    with Planted(engine, status=401).running() as url:
+        refused = invoke("crossval", "openai", url, "storyteller", "--api-key", "k")
+    assert refused.exit_code == 4
+    assert "answers 401: no; give its key with --api-key" in refused.output
+    gone = invoke("crossval", "openai", url, "storyteller")
+    assert gone.exit_code == 4
+    assert f"error: {url} cannot be reached" in gone.output
+    assert invoke("crossval", "openai", "localhost:8000", "storyteller").exit_code == 2
+    for result in (refused, gone):
+        assert len(result.output.strip().splitlines()) == 1
+
+
+def test_the_key_is_sent(engine):
+    planted = Planted(engine)
+    with planted.running() as url:
+        Client(url, key="secret").ask("/v1/models")
+    assert planted.keys == ["Bearer secret"]
