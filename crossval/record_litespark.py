@@ -3,7 +3,7 @@
     PYTHON crossval/record_litespark.py FOLDER TRACE --tokens 65 [--one-by-one] [--embedding int4] [--falcon]
 
 PYTHON: an interpreter that has litespark-inference. The tokens are 3, 10, 17, ... of the vocabulary. The embedding is
-kept in bfloat16 unless another is asked for, where Litespark's own default is int4. --one-by-one: a call for each token.
+kept in bfloat16 unless another is asked for; Litespark's own default is int4. --one-by-one: a call for each token.
 --falcon: the loader of Falcon-E, for a folder of packed planes in LLaMA's shape.
 `bitnet-ref crossval trace FOLDER TRACE` judges what was written.
 """
