@@ -5,19 +5,17 @@ import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from bitnet_ref.crossval.linear import LinearVerdict, LineVerdict
+
 FOLDER = Path(__file__).parents[2] / "crossval"
-environment, path = dict(os.environ), list(sys.path)
+path = list(sys.path)
 sys.path.insert(0, str(FOLDER))
 import cases  # noqa: E402
 import packages  # noqa: E402
 
 sys.path[:] = path  # the folder's other scripts have the names of packages
-for name in ("TORCHDYNAMO_DISABLE", "TRITON_INTERPRET"):  # which packages.py sets for its probes
-    if name not in environment:
-        os.environ.pop(name, None)
 
 QUICK = ("i2_s-sequential", "avx-one-token", "avx-prompt", "q2_0-of-128", "sub-norms")
 PLANTED = [case.name for case in cases.CASES if not case.program]
@@ -71,37 +69,52 @@ def test_a_case_that_is_not_named_is_reported(case, monkeypatch, capsys):
 # -- packages ----------------------------------------------------------------------------------------------------------
 
 
-def lines_of(weight="w", activations=np.rint, levels=127, **changes):
-    given = packages.inputs()
-    x, w = given["x"], given[weight]
-    x_dq = packages.scaled(x, levels, activations, np.abs(x).max(axis=-1, keepdims=True))
-    mean = np.abs(w).mean()
-    w_dq = changes.pop("w_dq", np.clip(np.rint(w / mean), -1, 1) * mean)
-    lines = {"normed": x, "x_dq": x_dq, "w": w, "w_dq": w_dq, "y": x_dq @ w_dq.T}
-    lines |= {"dX": given["dy"] @ w_dq, "dW": given["dy"].T @ x_dq, **changes}
-    return packages.judge(lines, given)
+def verdict_of(**statuses):
+    lines = [name for names in packages.COLUMNS.values() for name in names]
+    words = {name: statuses.get(name.replace(" ", "_"), "right") for name in lines}
+    return LinearVerdict(
+        "a:B", "", tuple(LineVerdict(name, status, f"{name} | text") for name, status in words.items())
+    )
 
 
-def test_a_right_package_and_each_wrong_line():
-    assert set(lines_of().values()) == set(lines_of("ties").values()) == {"right"}
-    given = packages.inputs()
-    w, x = given["w"], given["x"]
-    signs = np.sign(w - w.mean()) * np.abs(w).mean()
-    for wrong, line, words in (
-        ({"activations": packages.half_up}, "activations", "ties are rounded up"),
-        ({"levels": 128}, "activations", "128 / max"),
-        ({"w_dq": signs}, "weights", "two values"),
-        ({"y": np.zeros((12, 32), dtype=np.float32)}, "output", "differs from the reference"),
-        ({"dX": np.zeros_like(x)}, "dX", "differs"),
-        ({"dW": given["dy"].T @ x}, "dW", "before their quantisation"),
-    ):
-        judged = lines_of(**wrong)
-        assert words in judged.pop(line)
-        assert set(judged.values()) == {"right"}, wrong
-    assert "does not run: no kernel" in packages.judge({"failed": np.array("no kernel")}, given)["activations"]
+def test_a_row_has_what_is_wrong_in_each_column():
+    right = packages.row("a 1.0", "B", verdict_of())
+    assert right == "| a 1.0 | B | norm inside \\| text | right | right | right | right | right | right |"
+    wrong = packages.row("a 1.0", "B", verdict_of(weight_scale="WRONG", dbias="not explained", dX="-"))
+    assert wrong.split(" | ")[4:] == [
+        *("**weight scale \\| text**", "right", "-", "**dbias: dbias \\| text**", "right |"),
+    ]
+    failed = packages.row("a 1.0", "B", LinearVerdict("a:B", "", (), "ImportError: no kernel"))
+    assert "could not be run: ImportError: no kernel" in failed
+    assert failed.count("|") == right.replace("\\|", "").count("|")
 
 
 def test_the_table_on_the_page():
     rows = [line for line in packages.PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-    assert {row.split()[1] for row in rows[1:]} == set(packages.VARIANTS)
-    assert all(len(re.findall(r"(?<!\\)\|", row)) == 9 for row in rows)
+    expected = [(package, label) for package in sorted(packages.LAYERS) for label, _, _ in packages.LAYERS[package]]
+    assert [(row.split()[1], row.split(" | ")[1]) for row in rows[1:]] == expected
+    assert all(len(re.findall(r"(?<!\\)\|", row)) == 10 for row in rows)
+
+
+def test_writing_keeps_the_other_rows(tmp_path, monkeypatch):
+    page = tmp_path / "packages.md"
+    page.write_text(packages.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(packages, "PAGE", page)
+    before = page.read_text(encoding="utf-8")
+    packages.write({"bitnet": ["| bitnet 9.9 | BitLinear | none |" + " right |" * 6]})
+    changed = [
+        (a, b)
+        for a, b in zip(before.splitlines(), page.read_text(encoding="utf-8").splitlines(), strict=True)
+        if a != b
+    ]
+    assert [new[:12] for old, new in changed if not old.startswith("Measured")] == ["| bitnet 9.9"]
+
+
+@pytest.mark.slow
+def test_transformers_is_as_its_rows_say():
+    python = os.environ.get("BITNET_REF_TRANSFORMERS_PYTHON")
+    if python is None:
+        pytest.skip("BITNET_REF_TRANSFORMERS_PYTHON names no interpreter")
+    page = packages.PAGE.read_text(encoding="utf-8")
+    for made in packages.rows("transformers", python):
+        assert made.split(" | ", 1)[1] in page  # whatever its version is

@@ -87,7 +87,9 @@ def test_right_layers_agree(name):
     )
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if i % 4 else ()) for i, name in enumerate(MISTAKES)]
+)
 def test_the_wrong_line_is_named(name):
     verdict = of(name)
     line, words = MISTAKES[name]
@@ -158,6 +160,17 @@ def test_what_cannot_be_built_is_said():
 def test_arguments_can_be_given():
     assert of("Turned", args="in_features, size_out=out_features, use_bias=bias").agrees
     assert "malformed" in of("Turned", args="open('x')").sentence  # nothing is executed
+
+
+def test_the_guide_shows_what_the_command_prints(monkeypatch):
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    guide = (root / "docs" / "crossval.md").read_text(encoding="utf-8")
+    shown = guide.partition("$ bitnet-ref crossval linear")[2]
+    arguments, line = shown.splitlines()[:2]
+    result = CliRunner().invoke(cli, ["crossval", "linear", *arguments.split()])
+    assert result.stdout.splitlines()[0] == line
+    assert f"a right layer and {len(MISTAKES)} with one mistake each" in guide
 
 
 def test_command():

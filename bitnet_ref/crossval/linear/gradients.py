@@ -101,6 +101,7 @@ def weight_gradients(x: NDArray, w: NDArray, dy: NDArray, rules: Rules) -> Itera
     yield "none where |w| > 1.5 scales: the clip is not passed straight through", g * (sizes <= 1.5)
     yield "none where the weight is rounded to zero", g * (t != 0)
     yield "averaged over the tokens, where their sum belongs", g / len(flat)
+    yield "of the activations before their quantisation, averaged over the sequences", before / len(dy)
     yield "averaged over the sequences, where their sum belongs", g / len(dy)
 
 

@@ -9,9 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .fit import (
-    FLIPS,
     STEP,
-    distance,
     effective_weights,
     fit_activations,
     fit_bias,
@@ -316,6 +314,9 @@ class _Judge:
         ways = {"dX": input_gradients, "dW": weight_gradients}
         for line, each in ways.items():
             given = self.answers.get("gradients", line.lower())
+            if given is None and line == "dX" and self.answers.get("gradients", "dw") is not None:
+                lines.append(LineVerdict(line, WRONG, "none: the weights get a gradient, and the inputs none"))
+                continue
             if given is None:
                 lines.append(LineVerdict(line, ABSENT, "none: the layer has no backward pass, or no weight to train"))
                 continue
@@ -394,9 +395,10 @@ class _Judge:
         if y is None:
             return LineVerdict(line, UNKNOWN, "the layer failed on other weights")
         expected = output(call.x, call.w, self.rules)
-        gap = distance(y, expected, 127)
-        at = tuple(map(int, np.unravel_index(int(np.argmax(gap)), gap.shape)))
-        near = (gap > (20 if self.random else STEP)).mean() <= 10 * FLIPS
+        errors = np.linalg.norm(y - expected, axis=-1) / np.maximum(np.linalg.norm(expected, axis=-1), SMALL)
+        at = tuple(map(int, np.unravel_index(int(np.argmax(np.abs(y - expected))), y.shape)))
+        # float32 noise may round an activation of a token the other way, which moves all of its outputs
+        near = np.median(errors) <= (0.1 if self.random else 1e-3) and errors.max() <= (0.5 if self.random else 0.05)
         text = "the lines above give the outputs for other weights and tokens"
         if not near:
             text = "the lines above do not give the outputs for other weights and tokens"
