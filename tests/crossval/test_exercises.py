@@ -15,6 +15,7 @@ import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.crossval.exercises import EXERCISES, Check
+from bitnet_ref.crossval.exercises.quiz import LETTERS, QUIZZES, quiz_code, quiz_text
 from bitnet_ref.notebook import NextToken
 from bitnet_ref.reference import layers, quantization
 
@@ -553,6 +554,17 @@ CASES = {
         ]
     ),
 }
+# Each wrong choice of a quiz, with the other letters right: it says why it is wrong.
+for lesson, questions in QUIZZES.items():
+    letters = [question.letter for question in questions]
+    wrong = [
+        ("".join([*letters[:i], "abc"[question.choices.index(choice)], *letters[i + 1 :]]), re.escape(why))
+        for i, question in enumerate(questions)
+        for choice, why in question.wrong.items()
+    ]
+    others = [(17, "Five letters"), ("abc", "5 letters"), ("abcdx", "of a, b and c")]
+    CASES[f"{lesson}.quiz"] = Case(wrong + others, [letters, ", ".join(letters).upper()])
+
 # The emulated device compiles, which takes seconds; 8.3 runs on it.
 SLOW = {"8.3": pytest.mark.emulated, "6.1": pytest.mark.slow, "3b.8": pytest.mark.slow}
 each_exercise = pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in CASES])
@@ -705,6 +717,17 @@ def test_each_exercise_stands_in_its_notebook_once():
                 used.append(name)
                 assert path.name.startswith(name.partition(".")[0].zfill(2 + (name[1] in "abc"))), name
     assert sorted(used) == sorted(EXERCISES)
+
+
+@pytest.mark.parametrize("lesson", QUIZZES)
+def test_a_quiz_has_five_questions_and_stands_in_its_notebook(lesson):
+    assert len(QUIZZES[lesson]) == 5
+    assert all(len(set(question.choices)) == len(LETTERS) for question in QUIZZES[lesson])
+    assert len({question.letter for question in QUIZZES[lesson]}) > 1
+    (path,) = NOTEBOOKS.glob(f"{lesson.zfill(3 if lesson[-1] in 'abc' else 2)}_*.ipynb")
+    sources = ["".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+    assert quiz_text(lesson) in sources
+    assert quiz_code(lesson) in sources
 
 
 def test_a_tensor_of_the_run(notebook):

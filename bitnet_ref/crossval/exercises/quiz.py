@@ -1,0 +1,83 @@
+"""Quizzes: five questions for a lesson, of which each wrong choice says why it is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .declare import Unanswered, Wrong, exercise
+from .quiz_questions import QUESTIONS
+
+LETTERS = "abc"
+
+
+@dataclass(frozen=True)
+class Question:
+    """text: ends with a question mark.   wrong: choice -> why it is wrong."""
+
+    text: str
+    right: str
+    wrong: dict[str, str]
+
+    @property
+    def choices(self) -> list[str]:
+        """In the order of the letters: by their texts."""
+        return sorted([self.right, *self.wrong], key=str.lower)
+
+    @property
+    def letter(self) -> str:
+        return LETTERS[self.choices.index(self.right)]
+
+
+QUIZZES = {lesson: tuple(Question(*each) for each in questions) for lesson, questions in QUESTIONS.items()}
+
+
+def quiz_text(lesson: str) -> str:
+    """The questions as Markdown, for the notebook."""
+    lines = ["## Quiz", "", 'Five letters, such as `"abcab"`. One choice of each is right.', ""]
+    for number, question in enumerate(QUIZZES[lesson], start=1):
+        lines += [f"**{number}.** {question.text}", ""]
+        lines += [f"- {letter}: {choice}" for letter, choice in zip(LETTERS, question.choices, strict=True)]
+        lines += [""]
+    return "\n".join(lines).rstrip()
+
+
+def quiz_code(lesson: str) -> str:
+    return f'quiz = None  # TODO\n\ncheck("{lesson}.quiz", quiz)'
+
+
+def judge_letters(lesson: str, answer: Any) -> str:
+    """Raises Wrong, with the reason for each wrong choice. The letters may be a list, or upper case, or have commas."""
+    if answer is None:
+        raise Unanswered
+    if not isinstance(answer, (str, list, tuple)):
+        raise Wrong('Five letters are wanted, such as "abcab".')
+    letters = [each for each in "".join(map(str, answer)).lower() if each.isalnum()]
+    questions = QUIZZES[lesson]
+    if len(letters) != len(questions) or not set(letters) <= set(LETTERS):
+        raise Wrong(f"{len(questions)} letters of a, b and c are wanted.")
+    reasons = []
+    for number, (letter, question) in enumerate(zip(letters, questions, strict=True), start=1):
+        choice = question.choices[LETTERS.index(letter)]
+        if choice != question.right:
+            reasons.append(f"{number}: {question.wrong[choice]}")
+    if reasons:
+        raise Wrong(f"{len(questions) - len(reasons)} of {len(questions)} are right. {' '.join(reasons)}")
+    return "All five."
+
+
+def declare(lesson: str) -> None:
+    """Adds the quiz of a lesson to the exercises."""
+    letters = "".join(question.letter for question in QUIZZES[lesson])
+    hints = (
+        "A wrong choice says why it is wrong: answer, and read.",
+        "Each question is about a picture or an assert of this notebook.",
+    )
+
+    @exercise(f"{lesson}.quiz", "quiz", hints=hints, solution=f'quiz = "{letters}"', minutes=10)
+    def judge(answer: Any) -> str:
+        return judge_letters(lesson, answer)
+
+
+for each in QUIZZES:
+    declare(each)
