@@ -581,3 +581,11 @@ def test_every_path_is_in_the_documentation():
         assert f"`{path.replace('{id}', 'ID').replace('{name}', 'NAME')}`" in text or path.endswith(
             ("cancel", "_items")
         )
+
+
+def test_whole_numbers_may_have_a_point(ask):
+    """JSON Schema takes 1.0 for an integer, where no list of parameters refuses it."""
+    assert len(ask("/rerank", {"query": "a", "documents": ["b", "c"], "top_n": 1.0})["results"]) == 1
+    assert ask("/completion", {"prompt": [5.0, 6.0], "n_predict": 2})["tokens_predicted"] == 2
+    thinking = {"type": "enabled", "budget_tokens": 4.0}
+    assert ask(MESSAGES, {"messages": HELLO, "max_tokens": 3, "thinking": thinking})["usage"]["output_tokens"] == 3
