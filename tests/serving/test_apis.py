@@ -6,12 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import chat_folder
+from cli_runs import BACKEND
+from helpers import chat_folder, model
 from server_runs import RunningServer, until
 
+from bitnet_ref.errors import EngineClosed
 from bitnet_ref.formats.open import ASSETS
-from bitnet_ref.serving.http.responses import ResponseStore
+from bitnet_ref.serving.http import messages, ollama
+from bitnet_ref.serving.http.failures import describe_failure
+from bitnet_ref.serving.http.responses import ResponseStore, read_response
 from bitnet_ref.serving.http.schemas import RequestError, describe_api
+from bitnet_ref.serving.http.translate import ask_chat
 
 TEMPLATE = (
     "{{ bos_token }}{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
@@ -583,3 +588,32 @@ def test_every_path_is_in_the_documentation():
         assert f"`{path.replace('{id}', 'ID').replace('{name}', 'NAME')}`" in text or path.endswith(
             ("cancel", "_items")
         )
+
+
+def test_whole_numbers_may_have_a_point(ask):
+    """JSON Schema takes 1.0 for an integer, where no list of parameters refuses it."""
+    assert len(ask("/rerank", {"query": "a", "documents": ["b", "c"], "top_n": 1.0})["results"]) == 1
+    assert ask("/completion", {"prompt": [5.0, 6.0], "n_predict": 2})["tokens_predicted"] == 2
+    thinking = {"type": "enabled", "budget_tokens": 4.0}
+    assert ask(MESSAGES, {"messages": HELLO, "max_tokens": 3, "thinking": thinking})["usage"]["output_tokens"] == 3
+
+
+def test_a_stream_that_fails_says_so_in_its_own_form(tmp_path):
+    """An engine that is closed under a stream: the last event is an error, with no word of an end."""
+    story, facts = model(chat_folder(tmp_path), BACKEND, threads=1), describe_failure(EngineClosed("it was closed"))
+    store = ResponseStore()
+    with story.engine() as engine:
+        for ask, expected in (
+            (lambda: messages.read_body({"messages": HELLO, "max_tokens": 4}), "overloaded_error"),
+            (lambda: ollama.read_chat_body({"messages": HELLO}), '{"error":"'),
+        ):
+            writer = messages.MessageWriter if expected == "overloaded_error" else ollama.ChatWriter
+            asked = ask_chat(ask(), "talker", engine, None, writer)
+            assert expected in asked.writer(asked, asked.submit(engine)).failure(*facts)
+        asked = read_response({"input": "Hello", "stream": True}, "talker", engine, None, store)
+        writer = asked.writer(asked, asked.submit(engine))
+        (name,) = store.running
+        ((kind, failed),) = named_events(writer.failure(*facts))
+        assert (kind, failed["response"]["id"], failed["response"]["status"]) == ("response.failed", name, "failed")
+        assert "it was closed" in failed["response"]["error"]["message"]
+        assert not store.running

@@ -8,6 +8,7 @@ from cli_runs import BACKEND
 from helpers import ASSETS, chat_folder, model
 from server_runs import RunningServer, events
 
+from bitnet_ref.errors import GenerationError
 from bitnet_ref.serving.http.events import CallArguments, CallStart, Reply
 from bitnet_ref.serving.http.replies import ReplyReader, ThinkingBudget, ThinkingMarks, find_thinking
 from bitnet_ref.serving.http.tools import ToolReader
@@ -72,6 +73,31 @@ def test_a_budget_forces_the_end_mark_once():
     begins = ThinkingBudget(2, 1, [5], [7])
     assert allowed([5, 1], begins) == [7]
     assert allowed([4, 1], begins) == free  # it does not think
+
+
+def test_special_tokens_that_are_shown():
+    """Marks of calls and of thinking are special tokens of some models; their text is needed."""
+    story = model(ASSETS / "storyteller", BACKEND, threads=1)
+    end = story.tokenizer.eos_ids[0]
+    params = {"max_tokens": 2, "logit_bias": {end: 100}, "ignore_eos": True}
+    assert story.generate("Once", **params).text == ""
+    assert story.generate("Once", shown_tokens=[end], **params).text == "</s></s>"
+
+
+def test_a_guide_that_begins_later():
+    pytest.importorskip("llguidance")
+    story = model(ASSETS / "storyteller", BACKEND, threads=1)
+    free = story.generate("Once upon a time", max_tokens=6)
+    after = free.token_ids[2:4]
+    params = {"guided_regex": " (yes|no)", "max_tokens": 20}
+    out = story.generate("Once upon a time", guide_after=after, **params)
+    assert out.token_ids[:4] == free.token_ids[:4]  # nothing was changed before
+    assert out.text.removeprefix(story.tokenizer.decode(free.token_ids[:4])).strip() in ("yes", "no")
+    assert out.finish_reason == "stop"
+    never = story.generate("Once upon a time", guide_after=[story.tokenizer.eos_ids[0]], **params)
+    assert never.token_ids[:6] == free.token_ids
+    with pytest.raises(GenerationError, match="guide_after"):
+        story.generate("Once", guide_after=after, num_beams=2, **params)
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from bitnet_ref.formats.open import read_tokenizer_files
 from bitnet_ref.tokenizers import Tokenizer, load_tokenizer, load_tokenizer_files
 from bitnet_ref.tokenizers.gguf_vocab import gguf_from_tokenizer_files, tokenizer_files_from_gguf
 from bitnet_ref.tokenizers.sentencepiece_model import UNIGRAM, UNKNOWN, read_model, write_model
+from bitnet_ref.tokenizers.settings import TOOL_TEMPLATE
 
 STORYTELLER = Path(bitnet_ref.errors.__file__).parent / "assets" / "storyteller"
 FILES = {path.name: path.read_bytes() for path in STORYTELLER.iterdir() if "token" in path.name}
@@ -430,3 +431,16 @@ def test_gemma4_merges_texts():
     expected = ["<bos>", "ab", "\u2581ab", "\n\n", "a", "\u2581", "<0xC3>", "<0xA9>"]
     assert [tokens[n] for n in ids] == expected
     assert tokenizer.decode(ids[1:]) == text
+
+
+def test_the_template_for_tools_goes_along() -> None:
+    files = FILES | {"chat_template.jinja": b"plain", TOOL_TEMPLATE: b"with {{ tools }}"}
+    metadata = gguf_from_tokenizer_files(files)
+    assert metadata["tokenizer.chat_template.tool_use"] == "with {{ tools }}"
+    tokenizer = load_tokenizer_files(tokenizer_files_from_gguf(metadata))
+    message = [{"role": "user", "content": "x"}]
+    assert tokenizer.apply_chat_template(message) == "plain"
+    assert tokenizer.apply_chat_template(message, tools=[{"name": "f"}]).startswith("with [")
+    assert (tokenizer.template_for(False), tokenizer.template_for(True)) == ("plain", "with {{ tools }}")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.chat_template\.tool_use"):
+        tokenizer_files_from_gguf(metadata | {"tokenizer.chat_template.tool_use": 5})

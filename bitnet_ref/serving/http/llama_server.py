@@ -137,7 +137,10 @@ def make_routes(server: Server) -> list[Route]:
 
 def read_completion(body: Mapping[str, Any], name: str, engine: Engine) -> Asked:
     """The request of a body that passed its schema. Raises RequestError."""
-    return ask_completion({**_read_sampling(body), "prompt": body["prompt"]}, name, engine, CompletionWriter)
+    prompt = body["prompt"]
+    if isinstance(prompt, list):
+        prompt = [int(token) for token in prompt]  # JSON has 1.0 for 1
+    return ask_completion({**_read_sampling(body), "prompt": prompt}, name, engine, CompletionWriter)
 
 
 def read_infill(body: Mapping[str, Any], name: str, engine: Engine) -> Asked:

@@ -64,7 +64,8 @@ def make_routes(server: Server) -> list[Route]:
         async with server.borrow(body) as (name, engine):
             pairs = [(body["query"], text) for text in texts]
             scores, tokens = await unless_gone(request, score_pairs(server, engine.model, pairs, body))
-        order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.get("top_n")]
+        limit = int(body.get("top_n") or len(texts))  # JSON has 1.0 for 1
+        order = sorted(range(len(texts)), key=lambda index: -scores[index])[:limit]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in order]
         if body.get("return_documents"):
             for each in results:

@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -74,7 +75,7 @@ class ResponseStore:
         self._kept: OrderedDict[str, tuple[dict[str, Any], list[Any], list[dict[str, Any]], int]] = OrderedDict()
         self._items: dict[str, dict[str, Any]] = {}
         self._nbytes = 0
-        self.running: dict[str, Choice] = {}
+        self.running: WeakValueDictionary[str, Choice] = WeakValueDictionary()  # those of streams
 
     def put(self, response: dict[str, Any], items: list[Any], messages: list[dict[str, Any]]) -> None:
         """items: the input. messages: the conversation before the reply."""

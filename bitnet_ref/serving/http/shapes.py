@@ -201,7 +201,8 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
         end = token_ids_of(tokenizer, thinking.end)
         if thinking.begins_inside and SamplingParams.of(**_guides(params)).guides:
             params["guide_after"] = end
-        if (budget := body.get("thinking_token_budget")) is not None:
+        if body.get("thinking_token_budget") is not None:
+            budget = int(body["thinking_token_budget"])  # JSON has 1.0 for 1
             start = [] if thinking.begins_inside else token_ids_of(tokenizer, thinking.start)
             params["processors"] = [ThinkingBudget(len(ids), budget, start, end)]
     marks = (*(form.marks if tools is not None else ()), *((thinking.start, thinking.end) if thinking else ()))

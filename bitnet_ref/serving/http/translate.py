@@ -37,6 +37,8 @@ def ask_completion(body: Mapping[str, Any], name: str, engine: Engine, writer: M
     schemas.check(given, COMPLETION)
     asked = read_completion(given, name, engine)
     asked.writer = writer
+    if len(asked.prompts) != 1:
+        raise RequestError("prompt: expected one", "prompt")
     prompt = asked.prompts[0]
     cut_tokens(asked, engine, len(engine.model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt))
     return asked
