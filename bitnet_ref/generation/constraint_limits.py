@@ -176,6 +176,9 @@ def check_grammar(text: str, guide: str = "guided_grammar") -> None:
         message = "expected a Lark grammar, got JSON; a schema belongs in guided_json"
         raise GenerationError(message, field=guide, mentions=["guided_json"])
     lexemes = list(_lex(text, guide))
+    repeats = sum(lexeme.kind == "mark" and lexeme.text in "?*+{" for lexeme in lexemes)
+    if repeats > 2 * MAX_REPEATS:
+        _refuse(guide, "parts that may be missing or repeated", repeats, 2 * MAX_REPEATS)
     heads = _find_definitions(lexemes)
     if len(heads) > MAX_RULES:
         _refuse(guide, "rules and terminals", len(heads), MAX_RULES)
