@@ -19,19 +19,20 @@ TERMINALS = "start: A0\n" + "\n".join(f"A{n}: A{n + 1}" for n in range(5000)) + 
 ASSETS = Path(bitnet_ref.__file__).parent / "assets"
 CHAIN = "start: a0\n" + "\n".join(f"a{n}: a{n + 1}" for n in range(5000)) + '\na5000: "x"'
 REFERENCES = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(5000)} | {"d5000": {"type": "string"}}
+LINKED = {"$ref": "#/$defs/d0", "$defs": REFERENCES}
 SLOW = {"allOf": [{"type": "integer", "multipleOf": factor} for factor in (9973, 9967)]}
 MANY_PARTS = "start: A\nA: " + " ".join(['"x"?'] * 40_000)
 MESSAGES = [{"role": "user", "content": "Hello"}]
 ATTACKS = {
     "a chain of rules": ("/v1/completions", {"prompt": "a", "guided_grammar": CHAIN}),
     "a chain of terminals": ("/v1/completions", {"prompt": "a", "guided_grammar": TERMINALS}),
-    "references": ("/v1/completions", {"prompt": "a", "guided_json": {"$ref": "#/$defs/d0", "$defs": REFERENCES}}),
+    "references": ("/v1/completions", {"prompt": "a", "guided_json": LINKED}),
     "a long expression": ("/v1/completions", {"prompt": "a", "guided_regex": "a" * (1 << 20)}),
     "many parts": ("/v1/completions", {"prompt": "a", "guided_grammar": MANY_PARTS}),
     "factors": ("/v1/completions", {"prompt": "a", "guided_json": SLOW}),
     "a response format": ("/v1/chat/completions", {
         "messages": MESSAGES,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/$defs/d0", "$defs": REFERENCES}}},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": LINKED}},
     }),
 }  # fmt: skip
 
