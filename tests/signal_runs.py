@@ -28,6 +28,6 @@ def fault_of(words, number, delay_s):
     right = {signal.SIGINT: (130, -signal.SIGINT, 0), signal.SIGTERM: (-15, 0), signal.SIGHUP: (-1, 0)}[number]
     if code in right and "Traceback" not in said:
         return None
-    if "bitnet_ref/cli/" not in said.replace("bitnet_ref/cli/start.py", ""):
-        return None  # Python itself was starting
+    if said.count("bitnet_ref/cli/") == said.count("bitnet_ref/cli/start.py") + said.count("from .start import"):
+        return None  # Python itself was starting, up to our first line
     return f"{' '.join(words)}: {number!r} after {delay_s * 1000:.0f} ms: {code} {said[-1000:]}"

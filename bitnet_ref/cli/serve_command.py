@@ -49,6 +49,14 @@ def check_keys(values: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(key.strip() for key in values)
 
 
+def check_names(**names: tuple[str, ...]) -> None:
+    """Raise ConfigError for a blank one, by a variable that was not set: it would mean something else than is meant."""
+    for option, texts in names.items():
+        if not all(text.strip() for text in texts):
+            flag = "--" + option.replace("_", "-")
+            raise ConfigError(f"expected a name, got a blank one; give one, or leave {flag} out", field=flag)
+
+
 @click.command(short_help="Serve models by OpenAI's HTTP API.")
 @click.argument("models", nargs=-1, metavar="[MODEL | NAME=MODEL]...")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every network.")
@@ -94,6 +102,7 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     from ..serving.http.shelf import ModelShelf
 
     api_keys = check_keys(options["api_keys"])
+    check_names(host=(host,), allow_host=options["hosts"], allow_origin=options["origins"])
     backend, threads = options["backend"], options["threads"]
     chosen = {"backend": backend, "replicas": options["replicas"]}
     config = EngineConfig.load(

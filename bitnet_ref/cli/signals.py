@@ -13,10 +13,12 @@ from types import FrameType
 from typing import Any
 
 from .start import INTERRUPTED as INTERRUPTED
+from .start import is_deaf
 
 GRACE_S = 3.0  # for a child that was asked to end
 ENDING = ("SIGTERM", "SIGHUP")
 RECENT_S = 5.0
+LATER_S = 0.02
 _state = {"interrupted_s": -1e9}
 
 
@@ -34,12 +36,14 @@ def ending_signals() -> Iterator[None]:
     by that signal. Those that are ignored, as by nohup, stay so."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
-        raise Ended(number)
+        if not _send_later(number, frame):
+            signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
+            raise Ended(number)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        _state["interrupted_s"] = time.monotonic()
-        raise KeyboardInterrupt
+        if not _send_later(number, frame):
+            _state["interrupted_s"] = time.monotonic()
+            raise KeyboardInterrupt
 
     if not _is_main_thread():
         yield
@@ -60,6 +64,16 @@ def ending_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _send_later(number: int, frame: FrameType | None) -> bool:
+    """Whether an exception would be ignored here; then the signal is sent again in a moment."""
+    if not is_deaf(frame):
+        return False
+    timer = threading.Timer(LATER_S, os.kill, [os.getpid(), number])
+    timer.daemon = True
+    timer.start()
+    return True
 
 
 def was_interrupted() -> bool:

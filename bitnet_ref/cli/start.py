@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # what `signal` is made of, without its enumerations
+import os
+
+TYPE_CHECKING = False  # as type checkers read it; `typing` takes time
+if TYPE_CHECKING:
+    from types import FrameType
 
 INTERRUPTED = 130  # the exit code
 
@@ -22,5 +27,13 @@ class QuietStart:
             _signal.signal(_signal.SIGINT, self._before)
 
 
-def _leave(number: int, frame: object) -> None:
+def _leave(number: int, frame: FrameType | None) -> None:
+    if is_deaf(frame):
+        os._exit(INTERRUPTED)
     raise SystemExit(INTERRUPTED)
+
+
+def is_deaf(frame: FrameType | None) -> bool:
+    """Whether Python ignores an exception that is raised here: in callbacks of importlib's weak references, and in
+    destructors."""
+    return frame is not None and frame.f_code.co_name in ("cb", "__del__")

@@ -26,7 +26,8 @@ MAX_BYTES = 1 << 18  # of a grammar, a regular expression or a schema
 MAX_RULES = 2000  # rules and terminals of a grammar, keys of one object of a schema, names in `required`
 MAX_NESTING = 100  # brackets of a grammar or an expression, objects and lists of a schema
 MAX_CHAIN = 2000
-MAX_REGEX_BYTES = 1 << 16
+MAX_REGEX_BYTES = 1 << 14
+MAX_LITERAL = 1 << 14  # characters of a string in a grammar or schema: each step reads those that are forced
 INNER_NESTING = 250  # of an expression within a grammar or schema: llguidance's own limit
 MAX_REPEATS = 4000  # of a regular expression
 STACK_BYTES = 64 << 20  # reserved, not used, until a grammar needs it
@@ -47,6 +48,13 @@ def check_size(guide: str, text: str) -> None:
     size = len(text.encode(errors="surrogatepass"))
     if size > MAX_BYTES:
         _refuse(guide, "bytes", size, MAX_BYTES)
+
+
+def check_choices(texts: Sequence[str], guide: str = "guided_choice") -> None:
+    """Raise GenerationError for a string that is too long."""
+    longest = max(map(len, texts))
+    if longest > MAX_LITERAL:
+        _refuse(guide, "characters of a string", longest, MAX_LITERAL)
 
 
 def check_regex(text: str, guide: str = "guided_regex", max_nesting: int = MAX_NESTING) -> None:
@@ -168,6 +176,9 @@ def check_grammar(text: str, guide: str = "guided_grammar") -> None:
         message = "expected a Lark grammar, got JSON; a schema belongs in guided_json"
         raise GenerationError(message, field=guide, mentions=["guided_json"])
     lexemes = list(_lex(text, guide))
+    repeats = sum(lexeme.kind == "mark" and lexeme.text in "?*+{" for lexeme in lexemes)
+    if repeats > 2 * MAX_REPEATS:
+        _refuse(guide, "parts that may be missing or repeated", repeats, 2 * MAX_REPEATS)
     heads = _find_definitions(lexemes)
     if len(heads) > MAX_RULES:
         _refuse(guide, "rules and terminals", len(heads), MAX_RULES)
@@ -190,6 +201,8 @@ def check_grammar(text: str, guide: str = "guided_grammar") -> None:
             check_schema(lexeme.value, guide)
         elif lexeme.kind == "literal" and lexeme.text.startswith("/"):
             check_regex(lexeme.text, guide, INNER_NESTING)
+        elif lexeme.kind == "literal" and len(lexeme.text) > MAX_LITERAL:
+            _refuse(guide, "characters of a string", len(lexeme.text), MAX_LITERAL)
         elif lexeme.kind == "mark" and lexeme.text in _CLOSING:
             outer.append(owner)
             if len(outer) > MAX_NESTING:
@@ -313,6 +326,9 @@ def check_schema(schema: Any, guide: str = "guided_json") -> None:
 def _check_part(part: dict[str, Any] | list[Any], depth: int, guide: str) -> None:
     if depth > MAX_NESTING:
         _refuse(guide, "objects and lists in each other", depth, MAX_NESTING)
+    for text in (*part, *part.values()) if isinstance(part, dict) else part:
+        if isinstance(text, str) and len(text) > MAX_LITERAL:
+            _refuse(guide, "characters of a string", len(text), MAX_LITERAL)
     if isinstance(part, dict):
         patterns = part.get("patternProperties")
         for pattern in (part.get("pattern"), *(patterns if isinstance(patterns, dict) else ())):

@@ -20,12 +20,12 @@ from ..errors import GenerationError
 from ..reference.layers import Floats
 from ..tokenizers.base import Tokenizer
 from ..tokenizers.vocabulary import Vocabulary
-from .constraint_limits import check_grammar, check_regex, read_schema, run_with_stack
+from .constraint_limits import check_choices, check_grammar, check_regex, read_schema, run_with_stack
 from .guide_helper import longest_tokens, wrap_vocabulary
 from .params import GUIDES
 
 MAX_MESSAGE = 400  # characters of a message of llguidance
-MAX_STEP_S = 1.0  # processor time of one step
+MAX_STEP_S = 0.5  # processor time of one step
 
 
 class Constraint:
@@ -135,6 +135,7 @@ def write_grammar(guide: str, value: Any) -> str:
         if guide == "guided_json":
             return str(maker.grammar_from_json_schema(read_schema({} if value is True else value)))
         if guide == "guided_choice":
+            check_choices(value)
             return str(maker.grammar_from_lark("start: " + " | ".join(map(json.dumps, value))))
         if guide == "guided_regex":
             check_regex(value)

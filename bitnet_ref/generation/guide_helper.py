@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
-CPU_S = 3.0  # of processor time for one guide
+CPU_S = 2.0  # of processor time for one guide
 STEP_S = 0.5  # of processor time for one step
 MEMORY_BYTES = 1 << 30  # beyond what the process has at its start
 STACK_BYTES = 64 << 20  # for compiling, as `constraint_limits.run_with_stack`

@@ -64,3 +64,22 @@ def test_a_signal_that_is_ignored_stays_so(tmp_path):
     code += "with ending_signals(): print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_destructor_is_not_lost(number):
+    """Python ignores what is raised there."""
+    code = (
+        "import os, time\n"
+        "from bitnet_ref.cli.signals import ending_signals\n"
+        "class Deaf:\n"
+        "    def __del__(self):\n"
+        f"        os.kill(os.getpid(), {int(number)})\n"
+        "        for _ in range(100): pass\n"
+        "with ending_signals():\n"
+        "    Deaf()\n"
+        "    time.sleep(20)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=15, check=False)
+    assert done.returncode == -number
+    assert "Exception ignored" not in done.stderr

@@ -143,7 +143,14 @@ REFUSED = {
     "expressions in a schema": ("guided_json", {"type": "string", "pattern": nested(5000, "(", ")", "x")}),
     "repetitions": ("guided_regex", nested(50_000, "(?:", ")*", "x")),
     "an expression's size": ("guided_regex", "a" * (MAX_BYTES + 1)),
-    "an expression's bytes": ("guided_regex", "é" * (MAX_BYTES // 2 + 1)),
+    "parts that may be missing": ("guided_regex", "a?" * 4001),
+    "empty alternatives": ("guided_regex", "(a|)" * 4001),
+    "optional parts in a schema": ("guided_json", {"type": "string", "pattern": "(a*b*)" * 2001}),
+    "optional parts in a grammar": ("guided_grammar", "start: /" + "a?" * 4001 + "/"),
+    "a string in a grammar": ("guided_grammar", 'start: "' + "a" * 70_000 + '"'),
+    "a choice": ("guided_choice", ["a", "b" * 17_000]),
+    "a constant": ("guided_json", {"const": "a" * 70_000}),
+    "an expression's bytes": ("guided_regex", "é" * (constraint_limits.MAX_REGEX_BYTES // 2 + 1)),
     "references": ("guided_json", references(5000)),
     "references as text": ("guided_json", json.dumps(references(5000))),
     "references in definitions": ("guided_json", references(5000, key="definitions")),
@@ -285,9 +292,13 @@ def test_a_chain_is_never_longer_than_measured():
 def test_the_work_grows_with_the_size_alone(monkeypatch):
     """Texts that search again and again for an end, and graphs with one large component, take one pass."""
     monkeypatch.setattr(constraint_limits, "MAX_CHAIN", 1 << 30)
+    monkeypatch.setattr(constraint_limits, "MAX_REGEX_BYTES", 1 << 30)
+    for text in ("[" * 60_000, "[a" * 30_000, "[]" * 30_000 + "]", "[^]" * 20_000, "\\" * 60_000, "(?x)" + "#(" * 100):
+        check_regex(text.replace("(?x)", ""), max_nesting=1 << 20)
     for text in ('"' + '\\"' * 100_000, "/" + "\\/" * 100_000, "a[" * 60_000):
         with pytest.raises(GenerationError):
             check_grammar(text)
     check_grammar("a[]" * 60_000 + "a]:" * 1500)
+    check_grammar("start: " + "%json{}" * 30_000)
     names = [f"d{n}" for n in range(1500)]
     check_schema({"$defs": {name: {"allOf": [{"$ref": "#"}, {"$ref": f"#/$defs/{name}"}]} for name in names}})
