@@ -3,6 +3,7 @@ servers describe, request by request."""
 
 import http.client
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -332,19 +333,16 @@ def test_the_store_is_bounded():
 def test_a_response_is_cancelled(server):
     """The stream ends, and its pages are free."""
     body = {"model": "talker", "input": "Hello", "max_output_tokens": 200, "stream": True}
-    connection = server.open_request(RESPONSES, body, receive_buffer=2048)
     data = ""
-    while '"' not in data.partition("resp_")[2]:
-        data += connection.recv(4096).decode()
-    name = data[data.index("resp_") :].partition('"')[0]
-    status, _, answer = server.request("POST", f"{RESPONSES}/{name}/cancel", None, {})
-    assert status == 200
-    assert answer["status"] in ("cancelled", "incomplete")
-    while part := connection.recv(65536):
-        data += part.decode()
-        if data.endswith("0\r\n\r\n"):
-            break
-    connection.close()
+    with closing(server.open_request(RESPONSES, body, receive_buffer=2048)) as connection:
+        while '"object":"response"' not in data:
+            data += connection.recv(4096).decode()
+        name = data[data.index("resp_") :].partition('"')[0]
+        status, _, answer = server.request("POST", f"{RESPONSES}/{name}/cancel", None, {})
+        assert status == 200
+        assert answer["status"] in ("cancelled", "incomplete")
+        while not data.endswith("0\r\n\r\n"):
+            data += connection.recv(65536).decode()
     assert "response.incomplete" in data
     until(lambda: not server.engines["talker"].requests)
     assert server.get(f"{RESPONSES}/{name}")[2]["status"] in ("cancelled", "incomplete")
@@ -557,9 +555,8 @@ def test_a_client_of_any_api_that_goes_away_frees_its_pages(server):
         ("/api/chat", {"messages": HELLO, "options": {"num_predict": 200}}),
         ("/completion", {"prompt": "Once", "n_predict": 200}),
     ):
-        connection = server.open_request(path, {"model": "talker", "stream": True, **body}, receive_buffer=2048)
-        assert b"200 OK" in connection.recv(2000)
-        connection.close()
+        with closing(server.open_request(path, {"model": "talker", "stream": True, **body})) as connection:
+            assert b"200 OK" in connection.recv(2000)
     until(lambda: not server.engines["talker"].requests)
 
 
