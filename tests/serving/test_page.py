@@ -171,7 +171,7 @@ def test_looking_at_an_engine_does_not_load_it(server):
 
 
 def test_a_fault_of_the_server_is_no_traceback(server, monkeypatch):
-    from bitnet_ref.serving.http import app
+    from bitnet_ref.serving.http import server as app
 
     def fail(*_, **__):
         raise ZeroDivisionError("secret")

@@ -1,9 +1,4 @@
-"""The server: an ASGI application with OpenAI's routes, over the engines of a `ModelShelf`.
-
-A request's prompts are submitted in a thread, because tokenizing takes time. Each text is then read by a task of its
-own: a stream that its client does not read fills its connection, then its queue, and pauses that text alone. A client
-that goes away is noticed at any time, and its texts are cancelled.
-"""
+"""The server: an ASGI application with the routes of OpenAI and others, over the engines of a `ModelShelf`."""
 
 from __future__ import annotations
 
@@ -11,13 +6,12 @@ import asyncio
 import hmac
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from ipaddress import ip_address
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -28,291 +22,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...backends.loaded import LoadedModel
 from ...errors import (
     BitNetRefError,
-    GenerationError,
 )
-from ...generation.embed import embed
-from ..engine import Engine
-from ..metrics import render_metrics
-from ..tickets import RequestHandle
-from . import llama_server, messages, ollama, ranking, responses, schemas
-from .admission import Admission, LeaveAtTheEnd, ServerLimits
-from .failures import blame, describe_failure, shape_failure
-from .page import describe_engine, render_page
+from . import llama_server, messages, ollama, ranking, responses
+from .admission import LeaveAtTheEnd, ServerLimits
+from .failures import describe_failure, shape_failure
 from .schemas import RequestError
-from .shapes import Asked, Choice, chat_ids, embedding_ids, embedding_response, read_chat, read_completion
+from .server import Server
 from .shelf import ModelShelf
-from .waiting import unless_gone
-from .writers import OpenAIWriter, Writer
 
 log = logging.getLogger(__name__)
 OPEN_PATHS = ("/", "/health")  # need no key
 RETRY_AFTER_S = {429: "1", 503: "5"}
-QUIET_S = 15.0  # a stream without news sends a comment, so that a proxy keeps it open
-EMBEDDING_TEXTS = 16  # at a time; between them a client that went away is noticed
-T = TypeVar("T")
-Read = Callable[[Mapping[str, Any], str, Engine], Asked]  # a checked body, the model's name and its engine
-
-
-class Server:
-    """The routes. chat_template: Jinja source, instead of the models' own."""
-
-    def __init__(self, shelf: ModelShelf, limits: ServerLimits, chat_template: str | None, version: str) -> None:
-        self.shelf, self.limits, self.chat_template, self.version = shelf, limits, chat_template, version
-        self.admission = Admission(limits)
-        self.work = self.admission.work  # in a thread
-        self._embedding = asyncio.Semaphore(1)  # an embedding takes the processor beside the engines
-
-    # -- text ------------------------------------------------------------------------------------------------------
-
-    async def completions(self, request: Request) -> Response:
-        return await self.generate(request, read_completion)
-
-    async def chat(self, request: Request) -> Response:
-        def read(body: Mapping[str, Any], name: str, engine: Engine) -> Asked:
-            return read_chat(body, name, engine, self.chat_template)
-
-        return await self.generate(request, read)
-
-    async def generate(self, request: Request, read: Read) -> Response:
-        return await self.answer(request, await self.body(request), read)
-
-    async def answer(self, request: Request, body: Mapping[str, Any], read: Read) -> Response:
-        """The response to a checked body: its texts, whole or as a stream."""
-        async with AsyncExitStack() as stack:
-            place = self.shelf.place(body.get("model"))
-            engine = await stack.enter_async_context(self.shelf.borrow(place))
-
-            def submit() -> tuple[Asked, list[Choice]]:
-                asked = read(body, place.name, engine)
-                return asked, asked.submit(engine, self.limits.request_timeout_s)
-
-            asked, choices = await unless_gone(request, self.work(submit))
-            for choice in choices:
-                stack.callback(choice.handle.close)
-            writer = (asked.writer or OpenAIWriter)(asked, choices)
-            if asked.stream:
-                events = StreamEvents(writer)
-                stack.push_async_callback(events.aclose)
-                first = await unless_gone(request, events.first())  # an error before it gets its own status
-                return EventStream(request, first, events, stack.pop_all())
-            results = await unless_gone(request, wait_for_all(choices))
-            return JSONResponse(await self.work(writer.whole, results))
-
-    # -- everything else -------------------------------------------------------------------------------------------
-
-    async def embeddings(self, request: Request) -> Response:
-        body = await self.body(request)
-        async with self.borrow(body) as (name, engine):
-            vectors, tokens = await unless_gone(request, self.embed(engine.model, body["input"]))
-        return JSONResponse(embedding_response(body, name, vectors, tokens))
-
-    async def embed(self, model: LoadedModel, texts: Any) -> tuple[np.ndarray, int]:
-        """The vectors of texts or of lists of token ids, and the tokens of all."""
-        rows = await self.work(embedding_ids, model, texts)
-        vectors = await self.compute_rows(partial(embed, model), rows)
-        return np.concatenate(vectors), sum(map(len, rows))
-
-    async def compute_rows(self, compute: Callable[[list[Any]], T], rows: list[Any]) -> list[T]:
-        """`compute` in a thread for some rows after the others, while no other request does so."""
-        async with self._embedding:
-            return [
-                await self.work(compute, rows[first : first + EMBEDDING_TEXTS])
-                for first in range(0, len(rows), EMBEDDING_TEXTS)
-            ]
-
-    async def tokenize(self, request: Request) -> Response:
-        body = await self.body(request)
-        if (body.get("prompt") is None) == (body.get("messages") is None):
-            raise RequestError("prompt: expected either a prompt or messages", "prompt")
-        async with self.borrow(body) as (_, engine):
-
-            def ids() -> list[int]:
-                if body.get("messages") is not None:
-                    return chat_ids(engine.model, body, self.chat_template, bool(body.get("tools")))
-                return engine.model.tokenizer.encode(body["prompt"], body.get("add_special_tokens") is not False)
-
-            def strings(tokens: list[int]) -> list[str]:
-                return list(map(engine.model.tokenizer.id_to_token, tokens))
-
-            tokens = await self.work(ids)
-            texts = await self.work(strings, tokens) if body.get("return_token_strs") else None
-            facts = {"count": len(tokens), "max_model_len": engine.model.context_length}
-            return await self.work(JSONResponse, {**facts, "tokens": tokens, "token_strs": texts})
-
-    async def detokenize(self, request: Request) -> Response:
-        body = await self.body(request)
-        async with self.borrow(body) as (_, engine):
-            text = await self.work(partial(engine.model.tokenizer.decode, skip_special_tokens=False), body["tokens"])
-            return JSONResponse({"prompt": text})
-
-    async def tokenizer_info(self, request: Request) -> Response:
-        async with self.borrow(dict(request.query_params)) as (name, engine):
-            tokenizer = engine.model.tokenizer
-            names = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
-            facts = {key: None if token is None else tokenizer.id_to_token(token) for key, token in names.items()}
-            sizes = {"vocab_size": tokenizer.vocab_size, "model_max_length": engine.model.context_length}
-            template = self.chat_template or tokenizer.chat_template
-            kind = {"model": name, "tokenizer_class": type(tokenizer).__name__}
-            return JSONResponse({**kind, **sizes, **facts, "chat_template": template})
-
-    async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model_facts(name) for name in self.shelf.places]})
-
-    async def model(self, request: Request) -> Response:
-        return JSONResponse(self._model_facts(self.shelf.place(request.path_params["name"]).name))
-
-    def _model_facts(self, name: str) -> dict[str, Any]:
-        engine = self.shelf.places[name].engine
-        length = None if engine is None else engine.model.context_length
-        facts = {"id": name, "object": "model", "created": 0, "owned_by": "bitnet_ref"}
-        return {**facts, "loaded": engine is not None, "max_model_len": length}
-
-    async def health(self, request: Request) -> Response:
-        is_ready = self.shelf.is_ready
-        return JSONResponse({"status": "ok" if is_ready else "loading"}, 200 if is_ready else 503)
-
-    async def metrics(self, request: Request) -> Response:
-        loaded = [place.engine for place in self.shelf.places.values() if place.engine is not None]
-        text, kind = render_metrics([engine.metrics for each in loaded for engine in each.engines])
-        return Response(text, headers={"content-type": kind})
-
-    async def page(self, request: Request) -> Response:
-        content, headers = await asyncio.to_thread(render_page)
-        return Response(content, headers=headers)
-
-    async def engine(self, request: Request) -> Response:
-        """What the page's live view shows. It does not load the model."""
-        place, numbers = self.shelf.place(request.query_params.get("model")), dict[str, int]()
-        for name in ("replica", "after"):
-            text = request.query_params.get(name, "0")
-            if re.fullmatch("[0-9]{1,18}", text) is None:
-                raise RequestError(f"{name}: expected a whole number, got {text[:50]!r}", name)
-            numbers[name] = int(text)
-        facts = {"model": place.name, "loaded": place.engine is not None}
-        if place.engine is not None:
-            facts |= await asyncio.to_thread(describe_engine, place.engine, **numbers)
-        return JSONResponse(facts)
-
-    async def openapi(self, request: Request) -> Response:
-        return JSONResponse(schemas.describe_api(self.version))
-
-    @asynccontextmanager
-    async def borrow(self, body: Mapping[str, Any]) -> AsyncIterator[tuple[str, Engine]]:
-        place = self.shelf.place(body.get("model"))
-        async with self.shelf.borrow(place) as engine:
-            yield place.name, engine
-
-    async def body(self, request: Request) -> dict[str, Any]:
-        """The request's JSON, checked. Raises RequestError."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        is_page = "origin" in request.headers or "sec-fetch-site" in request.headers
-        needs_kind = is_page or not request.scope["path"].startswith("/api/")  # Ollama's clients and docs name none
-        if kind != "application/json" and needs_kind:  # a web page of another site can send other kinds unasked
-            raise RequestError("content-type: expected application/json", status=415)
-        data = await self.admission.read(request)
-
-        def parse() -> dict[str, Any]:
-            body: dict[str, Any] = schemas.parse_json(data)
-            schemas.check(body, request.scope["path"])  # `request.url` is made of the Host header too
-            return body
-
-        return await self.work(parse)
-
-
-# -- waiting for texts -------------------------------------------------------------------------------------------------
-
-
-async def wait_for_all(choices: list[Choice]) -> list[Any]:
-    """The results. Raises the error of the first that fails."""
-    try:
-        return [await choice.handle.aresult() for choice in choices]
-    except GenerationError as error:
-        raise blame(error) from error
-
-
-class StreamEvents:
-    """The texts of a stream, as `writer` writes them. Each text has a task that reads it and waits until its chunk is
-    sent."""
-
-    def __init__(self, writer: Writer) -> None:
-        self._writer, self.media_type = writer, writer.media_type
-        self._queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=1)  # parts, errors, None: a text has ended
-        self._tasks = [asyncio.create_task(self._follow(choice)) for choice in writer.choices]
-        self._running = len(writer.choices)
-        self._has_failed = False
-
-    async def _follow(self, choice: Choice) -> None:
-        handle = choice.handle
-        assert isinstance(handle, RequestHandle)  # beams are no streams
-        try:
-            async for chunk in handle:
-                if self._writer.asked.top is None:
-                    part = self._writer.part(choice, chunk)
-                else:  # reading a log probability may compute the whole head
-                    part = await asyncio.to_thread(self._writer.part, choice, chunk)
-                if part is not None:
-                    await self._queue.put(part)
-            await self._queue.put(None)
-        except Exception as error:
-            await self._queue.put(blame(error))
-
-    async def first(self) -> str:
-        """The first events, as soon as there is a chunk. Raises the error of a request that fails before that."""
-        event = await self._queue.get()
-        if isinstance(event, BaseException):
-            raise event
-        return self._writer.opening() + self._write(event)
-
-    async def rest(self) -> AsyncIterator[str]:
-        while self._running:
-            try:
-                async with asyncio.timeout(QUIET_S):
-                    event = await self._queue.get()
-            except TimeoutError:
-                yield self._writer.quiet
-                continue
-            yield self._write(event)
-        if not self._has_failed:
-            yield self._writer.closing()
-
-    def _write(self, event: Any) -> str:
-        if event is None:
-            self._running -= 1
-            return ""
-        if isinstance(event, BaseException):
-            self._running, self._has_failed = 0, True
-            return self._writer.failure(*describe_failure(event))
-        return self._writer.text(event)
-
-    async def aclose(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-class EventStream(Response):
-    """The pieces of a stream; `stack` is closed after the last one, or when the client goes away."""
-
-    def __init__(self, request: Request, first: str, events: StreamEvents, stack: AsyncExitStack) -> None:
-        super().__init__(headers={"content-type": events.media_type, "cache-control": "no-cache"})
-        del self.headers["content-length"]
-        self._request, self._first, self._events, self._stack = request, first, events, stack
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_all() -> None:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self._first.encode(), "more_body": True})
-            async for text in self._events.rest():
-                if text:
-                    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-        async with self._stack:
-            with suppress(ClientDisconnect):
-                await unless_gone(self._request, send_all())
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

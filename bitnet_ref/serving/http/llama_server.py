@@ -18,12 +18,12 @@ from ...generation.results import Generation, StreamChunk
 from ..engine import Engine
 from . import schemas
 from .schemas import CHAT, FLAG, IDS, PASSED, RequestError, describe_number, describe_object
-from .shapes import Asked, Choice, chat_text, infill_ids
+from .shapes import Asked, Choice, Writer, chat_text, infill_ids
 from .translate import ask_completion
-from .writers import Writer, write_json
+from .writers import write_json
 
 if TYPE_CHECKING:
-    from .app import Server
+    from .server import Server
 
 TEXT = {"type": "string"}
 MAYBE = {"type": ["string", "null"]}

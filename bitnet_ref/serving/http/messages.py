@@ -24,7 +24,7 @@ from .translate import ask_chat, function_tool, join_system, read_parts, refuse_
 from .writers import Block, BlockWriter, write_json
 
 if TYPE_CHECKING:
-    from .app import Server
+    from .server import Server
 
 PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}

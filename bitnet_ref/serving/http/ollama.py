@@ -34,7 +34,7 @@ from .waiting import unless_gone
 from .writers import Block, BlockWriter, write_json
 
 if TYPE_CHECKING:
-    from .app import Server
+    from .server import Server
     from .shelf import Place
 
 TEXT = {"type": "string"}

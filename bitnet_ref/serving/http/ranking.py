@@ -24,7 +24,7 @@ from .schemas import FLAG, RequestError, describe_array, describe_number, descri
 from .waiting import unless_gone
 
 if TYPE_CHECKING:
-    from .app import Server
+    from .server import Server
 
 TEXT = {"type": "string"}
 MAYBE = {"type": ["string", "null"]}

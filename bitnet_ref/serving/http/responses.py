@@ -28,7 +28,7 @@ from .translate import ask_chat, join_system
 from .writers import Block, BlockWriter, write_json
 
 if TYPE_CHECKING:
-    from .app import Server
+    from .server import Server
 
 PATH = "/v1/responses"
 STORED_RESPONSES, STORED_BYTES = 1024, 64 << 20

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...backends.loaded import LoadedModel
 from ...generation.chat import default_reply_tokens
@@ -29,9 +29,7 @@ from .tools import choose_tools, close_objects
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 COMPACT = {"whitespace_flexible": False}  # for llguidance: a small model may else write line ends until max_tokens
-if TYPE_CHECKING:
-    from .writers import Writer
-
+SSE = "text/event-stream; charset=utf-8"
 FINISH = {"filtered": "content_filter"}
 Entry = tuple[int, float | None, Mapping[int, float] | None]  # token id, ln p, and those of the likeliest ones
 
@@ -478,6 +476,40 @@ class Choice:
         """Of a special token, those of its name."""
         data = self._tokens[token] if token < len(self._tokens) else b""
         return data or (self.tokenizer.id_to_token(token).encode() if token < self.tokenizer.vocab_size else b"")
+
+
+class Writer:
+    """Writes one response. quiet: what a stream without news sends, so that a proxy keeps it open."""
+
+    media_type = SSE
+    quiet = ": waiting\n\n"
+
+    def __init__(self, asked: Asked, choices: Sequence[Choice]) -> None:
+        self.asked, self.choices = asked, choices
+
+    def opening(self) -> str:
+        """What a stream begins with, once its first chunk is there."""
+        return ""
+
+    def part(self, choice: Choice, chunk: StreamChunk) -> Any:
+        """What a chunk says; None: nothing yet. It may run in a thread."""
+        raise NotImplementedError
+
+    def text(self, part: Any) -> str:
+        """The part as the stream writes it."""
+        return str(part)
+
+    def closing(self) -> str:
+        """What a stream ends with."""
+        return ""
+
+    def failure(self, status: int, facts: Mapping[str, Any]) -> str:
+        """The end of a stream that failed. facts: as of `describe_failure`."""
+        raise NotImplementedError
+
+    def whole(self, results: Sequence[Generation]) -> dict[str, Any]:
+        """The response that is no stream."""
+        raise NotImplementedError
 
 
 def _entry(chunk: StreamChunk) -> Entry:

@@ -13,7 +13,7 @@ from .schemas import RequestError
 from .shapes import Asked, Choice, read_chat, read_completion
 
 if TYPE_CHECKING:
-    from .writers import Writer
+    from .shapes import Writer
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MakeWriter = Callable[[Asked, Sequence[Choice]], "Writer"]
