@@ -140,6 +140,12 @@ def test_files_of_every_form(engine, tmp_path):
     assert invoke("crossval", "tokens", "storyteller", tmp_path / "runs", "--prompt", PROMPT).exit_code == 0
 
 
+def test_the_example_of_the_page(tmp_path):
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "runs.json").write_text(page.split("```json\n")[1].split("```")[0])
+    assert "equal for 8 tokens" in invoke("crossval", "tokens", "storyteller", tmp_path / "runs.json").output
+
+
 def test_the_shell_says_what_differs(engine, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     prompt = engine.tokenizer.encode(PROMPT)

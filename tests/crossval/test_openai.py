@@ -13,6 +13,7 @@ from helpers import model
 from bitnet_ref.crossval.outputs.client import Client
 from bitnet_ref.crossval.outputs.served import cross_server
 from bitnet_ref.crossval.outputs.vectors import cross_vectors
+from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.generation.embed import embed, token_rows
 from bitnet_ref.generation.sampling import likeliest_logprobs
 from bitnet_ref.reference.cache import TokenBatch
@@ -103,7 +104,7 @@ def test_our_own_server_agrees():
     pytest.importorskip("uvicorn", reason="uvicorn is not installed")
     from server_runs import RunningServer
 
-    with RunningServer({"storyteller": "storyteller"}) as server:
+    with RunningServer({"storyteller": ASSETS / "storyteller"}) as server:
         said = invoke_json("crossval", "openai", server.url, "storyteller", "--max-tokens", "12")
         vectors = invoke_json("crossval", "openai", f"{server.url}/v1", "storyteller", "--embeddings")
     assert said["agrees"], said["verdict"]

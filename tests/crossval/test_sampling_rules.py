@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -135,6 +136,15 @@ def test_files_and_the_shell(tmp_path):
     assert [cause["name"] for cause in said["causes"]] == ["min_p_absolute"]
     shown = invoke("crossval", "sample", tmp_path / "wrong.json")
     assert "confirmed: min_p is relative to 1" in shown.output
+
+
+def test_the_example_of_the_page(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "crossval" / "README.md").read_text(encoding="utf-8")
+    (code,) = [each.split("```")[0] for each in page.split("```python\n")[1:] if "np.savez" in each.split("```")[0]]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {})
+    result = invoke("crossval", "sample", "draws.npz")
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Why an engine's greedy tokens are not the reference's: each mistake in driving is tested on all its ids.
 
 A mistake *explains* the ids if, with it, each is the largest logit up to near ties. Its parameter is fitted on the
-first half of each run and must hold on the second. It is *confirmed* if it is the only one that does, and the ids that it
-explains are too unlikely to be chance; else it is *possible*, and all that explain as much are named.
+first half of each run and must hold on the second. It is *confirmed* if it is the only one that does, and the ids that
+it explains are too unlikely to be chance; else it is *possible*, and all that explain as much are named.
 """
 
 from __future__ import annotations

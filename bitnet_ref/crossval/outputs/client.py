@@ -28,6 +28,7 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"echo": True, "logprobs": TOP},
     {"logprobs": TOP, "return_token_ids": True},
     {"logprobs": TOP},
+    {"return_token_ids": True},
     {},
 )
 
