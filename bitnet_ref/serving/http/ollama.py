@@ -6,7 +6,6 @@ Source: Ollama's docs/api.md. Streams are lines of JSON, and the default. Option
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import re
@@ -181,11 +180,11 @@ def make_routes(server: Server) -> list[Route]:
 
     async def tags(request: Request) -> Response:
         places = list(server.shelf.places.values())
-        return JSONResponse({"models": await asyncio.to_thread(lambda: [describe_place(each) for each in places])})
+        return JSONResponse({"models": await server.work(lambda: [describe_place(each) for each in places])})
 
     async def running(request: Request) -> Response:
         places = [each for each in server.shelf.places.values() if each.engine is not None]
-        facts = await asyncio.to_thread(lambda: [describe_place(each) for each in places])
+        facts = await server.work(lambda: [describe_place(each) for each in places])
         for each, place in zip(facts, places, strict=True):
             context = place.engine.model.context_length if place.engine is not None else 0
             each |= {"expires_at": FOREVER, "size_vram": 0, "context_length": context}
