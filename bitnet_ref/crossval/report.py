@@ -151,7 +151,9 @@ class Crossing:
     @property
     def runs(self) -> list[FurtherRun]:
         """Every run: the short one, the long one, and those in several calls or of several sequences."""
-        runs = [FurtherRun("short", self.comparisons[-1].tokens, "one call", self.comparisons)] if self.comparisons else []
+        runs = (
+            [FurtherRun("short", self.comparisons[-1].tokens, "one call", self.comparisons)] if self.comparisons else []
+        )
         runs += [FurtherRun("long", self.long[-1].tokens, "one call", self.long)] if self.long else []
         return runs + self.further
 
@@ -166,7 +168,9 @@ class Crossing:
             also = f"; so does {', '.join(others)}" if others else ""
             if each.same_as_short is False:
                 which = "in one call it agrees" if short else "in one call it differs too, in another way"
-                parts.append(f"{each.name} ({each.words}) DIFFERS, {which}: {each.verdict.removeprefix('DIFFERS, ')}{also}")
+                parts.append(
+                    f"{each.name} ({each.words}) DIFFERS, {which}: {each.verdict.removeprefix('DIFFERS, ')}{also}"
+                )
             elif each.same_as_short:
                 parts.append(f"{each.name} ({each.words}) has the same tensors as one call")
             else:
@@ -197,7 +201,9 @@ class Crossing:
         if self.sequences > 1:
             wrong = numbers_in_words([i + 1 for i in self.wrong_sequences], self.sequences)
             only = "only in sequence" if len(self.wrong_sequences) == 1 else "in sequences"
-            verdict = f"{only} {wrong} of {self.sequences}: {verdict}" if wrong else f"{verdict}; {self.sequences} sequences"
+            verdict = (
+                f"{only} {wrong} of {self.sequences}: {verdict}" if wrong else f"{verdict}; {self.sequences} sequences"
+            )
         if not shown.agrees and shown not in self.comparisons:
             verdict = f"with {shown.tokens} tokens: {verdict}"
         elif shown.agrees and self.long:

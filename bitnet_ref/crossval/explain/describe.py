@@ -37,7 +37,8 @@ class Report(Protocol):
     def add(self, count: int) -> None: ...
 
 
-NARROW = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+NARROW = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "8-bit activations": 2.0**-7}
+NARROW |= {f"{dtype} activations": NARROW[dtype] for dtype in ("bfloat16", "float16")}
 RELATED = (
     {"hook_rot_q", "hook_rot_k"},
     {"hook_attn_scores", "hook_z"},

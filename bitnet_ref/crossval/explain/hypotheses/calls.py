@@ -32,6 +32,7 @@ _WRONG_ROW = 1e-3  # relative L2 of a token's row that is certainly wrong
 _IMPOSSIBLE_IN_CALLS = (
     "cache_misses_the_newest", "cache_misses_the_oldest", "positions_from_one", "no_causal_mask", "sees_one_ahead",
 )  # fmt: skip
+_OF_CALLS = ("state_", "conv_state_")  # how the names of a family's own mistakes of calls begin
 _RINGS = 64  # sizes of a ring that are tried
 _NEAR = (0, -1, 1)  # of a limit, about the first wrong token
 
@@ -177,7 +178,9 @@ def _turned_again(keys: NDArray, step: Step, is_keys: bool) -> NDArray:
 
 def _before_rope(keys: NDArray, step: Step, is_keys: bool) -> NDArray:
     attn = step.name.rpartition(".")[0]
-    return step.seen[f"{attn}.k_norm.hook_normalized" if f"{attn}.k_norm.hook_normalized" in step.seen else f"{attn}.hook_k"]
+    return step.seen[
+        f"{attn}.k_norm.hook_normalized" if f"{attn}.k_norm.hook_normalized" in step.seen else f"{attn}.hook_k"
+    ]
 
 
 def _normed_again(keys: NDArray, step: Step, is_keys: bool) -> NDArray:
@@ -274,7 +277,9 @@ def sees_in_front(tokens: Callable[[Setting], Sequence[int]], place: str, from_c
         attn, setting = step.name.rpartition(".")[0], step.setting
         front = tokens(setting)
         if not step.name.endswith("hook_z"):  # RoPE
-            return compute(*inputs) if place != MOVED else turned_at(lambda p, *_: p + len(front))(step, compute, *inputs)
+            return (
+                compute(*inputs) if place != MOVED else turned_at(lambda p, *_: p + len(front))(step, compute, *inputs)
+            )
         values, n = inputs[1], len(setting.tokens)
         steps = _steps_of(setting, front[:1] if place == ALL_AT_0 else front)
         keys_in_front, v_in_front = (steps[f"{attn}.{hook}"].result for hook in ("hook_rot_k", "hook_v"))
@@ -311,7 +316,11 @@ def _fronts(setting: Setting) -> Iterator[tuple[str, str, Callable[[Setting], Se
     ids = {0} | ({bos} if bos is not None else set())
     for count in pads:
         for token in sorted(ids):
-            yield f"padding_{token}", f"the padding on its left ({count} times id {token})", lambda setting, token=token, count=count: (token,) * count
+            yield (
+                f"padding_{token}",
+                f"the padding on its left ({count} times id {token})",
+                lambda setting, token=token, count=count: (token,) * count,
+            )
 
 
 # -- which of them apply -----------------------------------------------------------------------------------------------
@@ -383,9 +392,19 @@ def _limits(setting: Setting, first: int) -> Iterator[Hypothesis]:
     rings = range(start, start + calls[int(call_of_tokens(calls)[first])])  # the first that the call's writing overruns
     rings = rings if len(rings) <= _RINGS else range(rings.start, rings.start + _RINGS)
     for size in (size for size in rings if 1 <= size < n):
-        yield _sees_mistake(f"ring_of_{size}", f"the cache is a ring of {size} tokens that wraps too early", _CACHE, sees_in_calls(_ring(size)))
+        yield _sees_mistake(
+            f"ring_of_{size}",
+            f"the cache is a ring of {size} tokens that wraps too early",
+            _CACHE,
+            sees_in_calls(_ring(size)),
+        )
     for size in (first + near for near in _NEAR if 1 <= first + near < n):
-        yield _sees_mistake(f"window_of_{size}_in_decoding", f"later calls see {size} tokens only, itself included", _CACHE, sees_in_calls(_narrow(size)))
+        yield _sees_mistake(
+            f"window_of_{size}_in_decoding",
+            f"later calls see {size} tokens only, itself included",
+            _CACHE,
+            sees_in_calls(_narrow(size)),
+        )
 
 
 def first_wrong_token(setting: Setting, candidate: Mapping[str, NDArray]) -> int | None:
@@ -414,7 +433,9 @@ def _scopes(calls: Calls, first: int | None) -> Iterator[tuple[str, str, NDArray
     call, sizes = call_of_tokens(calls), np.repeat(calls, calls)
     scopes = [("later_calls", "from the second call on", call > 0), ("first_call", "in the first call only", call == 0)]
     for size in sorted(set(calls))[:-1][:4]:
-        scopes.append((f"calls_over_{size}", f"in calls of more than {size} token{'s' * (size > 1)} only", sizes > size))
+        scopes.append(
+            (f"calls_over_{size}", f"in calls of more than {size} token{'s' * (size > 1)} only", sizes > size)
+        )
         scopes.append((f"calls_up_to_{size}", f"in calls of up to {size} token{'s' * (size > 1)} only", sizes <= size))
     seen: list[bytes] = []
     for name, words, rows in scopes:
@@ -426,11 +447,15 @@ def _scopes(calls: Calls, first: int | None) -> Iterator[tuple[str, str, NDArray
 def _in_some_calls(calls: Calls, known: Sequence[Hypothesis], first: int | None) -> list[Hypothesis]:
     return [
         replace(
-            h, name=f"{h.name}_in_{name}", cause=f"{h.cause}, {words}", edit=_at_tokens(h.edit, rows.tobytes()), fits=h.fits
+            h,
+            name=f"{h.name}_in_{name}",
+            cause=f"{h.cause}, {words}",
+            edit=_at_tokens(h.edit, rows.tobytes()),
+            fits=h.fits,
         )
         for name, words, rows in _scopes(calls, first)
         for h in known
-        if h.name not in _IMPOSSIBLE_IN_CALLS
+        if h.name not in _IMPOSSIBLE_IN_CALLS and not h.name.startswith(_OF_CALLS)
     ]
 
 
