@@ -13,6 +13,7 @@ from ...api import Model, load
 from ...errors import BitNetRefError, ConfigError
 from ...formats.open import find_model
 from ...reference.config import ModelConfig
+from ..calls import SequenceRun
 from ..compare import View, compare
 from ..opponents import LONG_NAMES, default_tokens
 from ..report import Crossing, FurtherRun
@@ -106,14 +107,14 @@ def _run_attempts(
                 ready.append((crossing, attempt, model, {**job, **more}))
             for each in plan(model.config, tokens, [name for name in runs if name not in ("short", "long")]):
                 names = [*LONG_NAMES, *job.get("long_names", ())]
-                more = {**each.job, "names": names, "out": str(folder / f"{each.name}.safetensors")}
-                further[more["out"]] = FurtherRun(each.name, len(each.tokens), each.in_words)
-                crossing.further.append(further[more["out"]])
-                ready.append((crossing, attempt, model, {**job, **more}))
+                out = str(folder / f"{each.name}.safetensors")
+                further[out] = FurtherRun(each.name, len(each.tokens), each.in_words)
+                crossing.further.append(further[out])
+                ready.append((crossing, attempt, model, {**job, **each.job, "names": names, "out": out}))
         outcomes = engine.record([job for *_, job in ready], python) if ready else []
         for (crossing, attempt, model, job), outcome in zip(ready, outcomes, strict=True):
             if job["out"] in further:
-                _judge_further(further[job["out"]], attempt, model, job["out"], outcome)
+                _judge_further(crossing, further[job["out"]], attempt, model, job["out"], outcome)
                 continue
             is_long = "names" in job
             crossing.unavailable = crossing.unavailable or outcome.unavailable
@@ -125,6 +126,7 @@ def _run_attempts(
             judged = Crossing(crossing.opponent) if is_long else crossing
             with Trace(job["out"]) as trace:
                 attempt.judge(judged, model, trace)
+                _explain(crossing, judged, attempt, model, trace)
             if is_long:
                 crossing.long = judged.comparisons
                 for comparison in crossing.long:
@@ -136,7 +138,15 @@ def _run_attempts(
     return crossings
 
 
-def _judge_further(run: FurtherRun, attempt: Attempt, model: Model, path: str, outcome: Outcome) -> None:
+def _explain(crossing: Crossing, judged: Crossing, attempt: Attempt, model: Model, trace: Trace | SequenceRun) -> None:
+    """Look for the causes of the first run that differs."""
+    if attempt.explain is not None and judged.comparisons and not crossing.causes:
+        crossing.causes = attempt.explain(judged, model, trace)
+
+
+def _judge_further(
+    crossing: Crossing, run: FurtherRun, attempt: Attempt, model: Model, path: str, outcome: Outcome
+) -> None:
     """Compare each sequence of a further run."""
     run.unavailable, run.failed = outcome.unavailable, outcome.failed
     if outcome != Outcome():
@@ -146,6 +156,7 @@ def _judge_further(run: FurtherRun, attempt: Attempt, model: Model, path: str, o
         for i, sequence in enumerate(trace.runs()):
             judged = Crossing(run.name)
             attempt.judge(judged, model, sequence)
+            _explain(crossing, judged, attempt, model, sequence)
             if not all(comparison.agrees for comparison in judged.comparisons):
                 wrong.append(i + 1)
             for comparison in judged.comparisons:
