@@ -128,6 +128,7 @@ FOLDERS = (
 # also names of modules
 OBJECTS = {"blocks", "engine", "matrix", "model", "profile", "settings", "step", "tokenizer", "trainer"}
 OTHER_NAMES = {"bitnet_ref.trace", "eval_ppl.py", "llama.cpp"}  # a trace's format; a file, and a project
+OTHER_NAMES |= {"answers.jsonl.partial", "config.yaml"}  # files of users
 SUFFIXES = (".csv", ".jinja", ".json", ".proto", ".safetensors", ".toml")
 
 

@@ -155,7 +155,8 @@ OUTPUTS = [
 @pytest.mark.parametrize("args", OUTPUTS, ids=" ".join)
 def test_targets_are_checked_before_any_work(args, tmp_path):
     (tmp_path / "folder.svg").mkdir()
-    for name, words in (("none/x.svg", "there is no folder"), ("folder.svg", "is a folder")):
+    targets = {"none/x.svg": "there is no folder", "folder.svg": "is a folder"}
+    for name, words in list(targets.items())[: 1 if "record" in args else 2]:  # all runs are recorded into a folder
         result = invoke(*(arg.format(tmp_path / name) for arg in args))
         assert result.exit_code == 2
         assert words in result.stderr
