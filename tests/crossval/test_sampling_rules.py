@@ -50,6 +50,8 @@ def params_for(rule):
     used = {name: VALUES[name] for name in rule.uses}
     if rule.name == "temperature_after_limits":
         used["top_p"] = 0.9
+    if rule.name == "top_p_before_top_k":
+        used["top_k"] = 4
     if rule.name == "top_p_and_min_p_exchanged":
         used |= {"top_p": 0.3, "min_p": 0.6}
     return SamplingParams(**{"temperature": 0.7, **used})

@@ -198,7 +198,9 @@ def _read_npz(path: Path) -> dict[str, Any]:
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise FormatError("is no archive of arrays; write it with numpy.savez", path=path)
             with archive as arrays:
-                for info in arrays.zip.infolist():  # an array that is much larger than its file is not read
+                for info in (
+                    arrays.zip.infolist() if arrays.zip is not None else ()
+                ):  # an array that is much larger than its file is not read
                     if info.file_size > max(MAX_BYTES, 8 * size):
                         raise FormatError(
                             f"is {info.file_size} bytes in a file of {size}", path=path, field=info.filename
