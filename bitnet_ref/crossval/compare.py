@@ -82,6 +82,7 @@ class Comparison:
     logits: LogitsDistance | None = None
     flips: list[Flip] = field(default_factory=list)  # the first of them
     n_flips: int = 0
+    up_to: str = ""  # what the engine rounds by design, for which the tolerances allow
     calls: Calls = ()  # how many tokens each call of the candidate computed, where it says so
     implied_flips: int = 0  # of `flips`, the first so many are not recorded: the reference rounded as they say
     missing: list[str] = field(default_factory=list)  # in the reference, not in the candidate
@@ -127,7 +128,8 @@ class Comparison:
             parts[:0] = [*words[:_LISTED], f"and {len(words) - _LISTED} more"][: len(words)]
         elif self.n_flips:
             parts.insert(0, f"{self.n_flips} flips, expected, the first is {self.flips[0]}")
-        return f"AGREES{' up to rounding' * bool(self.n_flips)}, {self.mode}: {'; '.join(parts)}"
+        up_to = f" up to {self.up_to}" if self.up_to else " up to rounding" * bool(self.n_flips)
+        return f"AGREES{up_to}, {self.mode}: {'; '.join(parts)}"
 
     @property
     def gaps(self) -> list[str]:

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from typing import Any, NamedTuple
 
 from ...api import Model
 from ...backends import Backend
+from ..calls import SequenceRun
+from ..compare import Comparison, View
+from ..explain.diagnose import Diagnoses, diagnose
 from ..explain.replay import judge_trace
 from ..opponents import compare_free, record_reference
 from ..report import Crossing
@@ -27,7 +31,9 @@ _TIMEOUT_S = 600
 _TAIL = 300  # characters of an engine's error output that are shown
 
 Prepared = tuple[Model, Mapping[str, Any]]  # the model to compare with, the job for the recorder
-Judge = Callable[[Crossing, Model, Trace], None]
+Judge = Callable[[Crossing, Model, Trace | SequenceRun], None]
+Explain = Callable[[Crossing, Model, Trace | SequenceRun], Diagnoses]
+_CAUSES_S = 60.0  # how long the cause of a difference is looked for
 
 
 class Outcome(NamedTuple):
@@ -96,16 +102,29 @@ class Attempt:
     """One variant of an engine on one model.
 
     prepare: writes the engine's file into a folder.   judge: adds its comparisons of the trace to the Crossing.
-    unavailable: why there is no point in trying.
+    unavailable: why there is no point in trying.   explain: the causes of a difference that `judge` has found.
     """
 
     opponent: str
     prepare: Callable[[Path], Prepared]
     judge: Judge
     unavailable: str | None = None
+    explain: Explain | None = None
 
 
-def judge_by_contract(crossing: Crossing, model: Model, trace: Trace) -> None:
+def search_causes(reference: Model, run: View, comparison: Comparison) -> Diagnoses:
+    """The causes of a run's difference that can be found in a minute."""
+    if comparison.agrees or comparison.problem is not None:
+        return Diagnoses()
+    return diagnose(reference, run.token_ids, run, comparison, deadline=time.monotonic() + _CAUSES_S)
+
+
+def explain_by_contract(crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> Diagnoses:
+    """The causes of the difference that `judge_by_contract` has found last."""
+    return search_causes(model.on(Backend("float32", model.backend.threads)), View(trace), crossing.comparisons[-1])
+
+
+def judge_by_contract(crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> None:
     """As `cross_trace`: op by op on the run's own inputs, where it recorded integers, and free-running."""
     reference = model.on(Backend("float32", model.backend.threads))
     if trace.carries_inputs and trace.engine_dtype == "float32":

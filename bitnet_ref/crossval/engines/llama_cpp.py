@@ -1,6 +1,10 @@
-"""llama.cpp, through llama-cpp-python, on GGUF files that we write.
+"""llama.cpp, through llama-cpp-python: on GGUF files that we write, and on a GGUF file as it is.
 
-It differs from the contract by design in three places, and is compared with a reference that does the same:
+Given a file of somebody's, llama.cpp runs that file (`_own_file`), and the reference the weights that it holds, dequantised,
+with float activations. llama.cpp rounds the inputs of a matrix of quantised blocks to 8 bits, those of one in float16 or
+bfloat16 to that type, and no others: the type of the file's matrices says which tolerance holds.
+
+On files of ours it differs from the contract by design in three places, and is compared with a reference that does the same:
 
     TQ1_0, TQ2_0   activations have a scale for each block of 256 features (ggml's Q8_K: -127 / the value of largest
                    magnitude, with its sign), where the model was trained with one for each token
@@ -28,15 +32,18 @@ from ...errors import ConfigError
 from ...formats.checkpoint import Checkpoint, is_ternary, linear_names, linear_shape
 from ...formats.gguf.config import architecture, architectures
 from ...formats.gguf.export import write_gguf_model
+from ...formats.gguf.file import open_gguf
 from ...formats.open import open_checkpoint
 from ...reference.weights import DenseWeight, LinearWeight
-from ..compare import compare
+from ..calls import SequenceRun
+from ..compare import View, compare
+from ..explain.diagnose import Diagnoses
 from ..explain.hypotheses.activations import BlockwiseBackend
 from ..explain.replay import judge_trace
 from ..names import ACC, INT8, NORMALIZED, SCALE, linear_input
 from ..report import Crossing, evidence
 from ..trace import Trace
-from .engine import Attempt, ExternalEngine, Prepared
+from .engine import Attempt, ExternalEngine, Prepared, search_causes
 
 ENGINE = ExternalEngine("llama_cpp", ("llama_cpp", "numpy"), "llama-cpp-python")
 BLOCK = 256
@@ -46,7 +53,12 @@ _SILU = "silu for relu2 (on both sides)"
 
 
 def attempts(path: Path) -> list[Attempt]:
-    """TQ1_0 and TQ2_0 where every matrix divides into blocks; F32 for a dense model and for other sizes."""
+    """TQ1_0 and TQ2_0 where every matrix divides into blocks; F32 for a dense model and for other sizes. A GGUF file: as
+    it is."""
+    if path.suffix == ".gguf":
+        rounding = _activations_of(path)
+        judge, explain = partial(_judge_own_file, rounding), partial(_explain_own_file, rounding)
+        return [Attempt("llama.cpp, the file as it is", partial(_own_file, path), judge, explain=explain)]
     with open_checkpoint(path) as checkpoint:
         config = checkpoint.config
     ternary = [name for name in linear_names(config) if is_ternary(config, name)]
@@ -62,6 +74,65 @@ def attempts(path: Path) -> list[Attempt]:
         )
         for kind in kinds
     ]
+
+
+_EXACT, _EIGHT_BITS = "float32", "8-bit activations"
+_ROUNDS = {
+    "F32": _EXACT,
+    "F64": _EXACT,
+    "F16": "float16 activations",
+    "BF16": "bfloat16 activations",
+}  # what a type of matrix does to its input
+
+
+def _activations_of(path: Path) -> str:
+    """What llama.cpp rounds activations to, by the types of the file's matrices: the coarsest of them."""
+    with open_gguf(path) as file:
+        matrices = [t for t in file.tensors.values() if len(t.shape) > 1 and not t.name.startswith("token_embd")]
+        embedding = file.tensors.get("token_embd.weight")
+        if "output.weight" not in file.tensors and embedding is not None:
+            matrices.append(embedding)  # it is the head too
+    used = {_ROUNDS.get(tensor.type.name, _EIGHT_BITS) for tensor in matrices}
+    return next((each for each in (_EIGHT_BITS, _ROUNDS["BF16"], _ROUNDS["F16"]) if each in used), _EXACT)
+
+
+def _own_file(path: Path, folder: Path) -> Prepared:
+    model = load(path, backend="numpy")
+    config = model.config
+    heads = [config.num_attention_heads, config.num_key_value_heads]
+    job = {"model": str(path), "interleaved": _is_interleaved(path), "heads": heads}
+    return model, {**job, "long_names": [f"*.{NORMALIZED}", "*.hook_z", "*.hook_post"]}
+
+
+def _is_interleaved(path: Path) -> bool:
+    """Whether the rows of q and k are in the order of RoPE over neighbours."""
+    with open_gguf(path) as file:
+        found = architectures().get(str(file.metadata.get("general.architecture")))
+    return found is not None and found[1].permuted
+
+
+def _judge_own_file(rounding: str, crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> None:
+    """The file's dequantised weights with float activations, and the tolerance of what llama.cpp does to activations."""
+    reference = _dense(model.on(Backend("float32", model.backend.threads)))
+    run, alone = View(trace), View(trace)
+    run.engine_dtype, alone.engine_dtype = rounding, rounding
+    if rounding == _EIGHT_BITS:
+        alone.engine_dtype = f"{rounding}, alone"
+    by_op = judge_trace(reference, alone)
+    if by_op.ops:
+        crossing.comparisons.append(by_op)
+    _, right = reference.run_with_cache(trace.token_ids)
+    free = compare(right, run, reference.config, trace.token_ids)
+    free.up_to = "" if rounding == _EXACT else f"llama.cpp's {rounding}"
+    crossing.comparisons.append(free)
+    crossing.evidence = evidence(right, run, free)
+
+
+def _explain_own_file(rounding: str, crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> Diagnoses:
+    """The causes of the difference that `_judge_own_file` has found last."""
+    reference, run = _dense(model.on(Backend("float32", model.backend.threads))), View(trace)
+    run.engine_dtype = rounding
+    return search_causes(reference, run, crossing.comparisons[-1])
 
 
 def _prepare(path: Path, kind: str, folder: Path) -> Prepared:
@@ -83,11 +154,11 @@ def _adapt_config(checkpoint: Checkpoint) -> None:
     config = checkpoint.config
     if config.sub_norms:
         checkpoint.config = replace(config, activation="silu")
-    elif config.sliding_window is not None:
+    elif config.sliding_window is not None and architecture(config) == "llama":
         raise ConfigError("llama.cpp's architecture llama attends to all tokens", field="sliding_window")
 
 
-def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model, trace: Trace) -> None:
+def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> None:
     """By the engine's own rule: op by op on the run's own inputs, and free-running up to the first rounding flip."""
     plain = model.on(Backend("float32", model.backend.threads))
     reference, tokens, crossing.rule = _dense(plain) if kind == "f32" else plain, len(trace.token_ids), rule
@@ -134,7 +205,7 @@ def first_tokens(run: Mapping[str, NDArray], count: int) -> dict[str, NDArray]:
     return cut
 
 
-def _count_unflipped(right: dict[str, np.ndarray], trace: Trace, backend: Backend, model: Model) -> int:
+def _count_unflipped(right: dict[str, np.ndarray], trace: Trace | SequenceRun, backend: Backend, model: Model) -> int:
     """The number of tokens before the first one with an activation that rounds differently from the reference's."""
     first = len(trace.token_ids)
     for name in right:

@@ -13,7 +13,7 @@ from ...formats.onnx.export import export_onnx
 from ...formats.onnx.file import import_onnx
 from ...formats.open import open_checkpoint
 from ...reference.config import ModelConfig
-from .engine import Attempt, ExternalEngine, Prepared, judge_by_contract
+from .engine import Attempt, ExternalEngine, Prepared, explain_by_contract, judge_by_contract
 
 ENGINE = ExternalEngine("onnxruntime", ("onnxruntime", "numpy"), "onnxruntime")
 _LINEARS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
@@ -26,7 +26,7 @@ def attempts(path: Path) -> list[Attempt]:
         import_onnx()  # the exporter needs it
     except BackendUnavailable as error:
         missing = str(error)
-    return [Attempt(ENGINE.name, partial(_prepare, path), judge_by_contract, missing)]
+    return [Attempt(ENGINE.name, partial(_prepare, path), judge_by_contract, missing, explain_by_contract)]
 
 
 def _prepare(path: Path, folder: Path) -> Prepared:

@@ -13,6 +13,7 @@ from ...api import Model, load
 from ...errors import BitNetRefError, ConfigError
 from ...formats.open import find_model
 from ...reference.config import ModelConfig
+from ..calls import SequenceRun
 from ..compare import View, compare
 from ..opponents import LONG_NAMES, default_tokens
 from ..report import Crossing, FurtherRun
@@ -113,7 +114,7 @@ def _run_attempts(
         outcomes = engine.record([job for *_, job in ready], python) if ready else []
         for (crossing, attempt, model, job), outcome in zip(ready, outcomes, strict=True):
             if job["out"] in further:
-                _judge_further(further[job["out"]], attempt, model, job["out"], outcome)
+                _judge_further(crossing, further[job["out"]], attempt, model, job["out"], outcome)
                 continue
             is_long = "names" in job
             crossing.unavailable = crossing.unavailable or outcome.unavailable
@@ -125,6 +126,7 @@ def _run_attempts(
             judged = Crossing(crossing.opponent) if is_long else crossing
             with Trace(job["out"]) as trace:
                 attempt.judge(judged, model, trace)
+                _explain(crossing, judged, attempt, model, trace)
             if is_long:
                 crossing.long = judged.comparisons
                 for comparison in crossing.long:
@@ -136,7 +138,15 @@ def _run_attempts(
     return crossings
 
 
-def _judge_further(run: FurtherRun, attempt: Attempt, model: Model, path: str, outcome: Outcome) -> None:
+def _explain(crossing: Crossing, judged: Crossing, attempt: Attempt, model: Model, trace: Trace | SequenceRun) -> None:
+    """Look for the causes of the first run that differs."""
+    if attempt.explain is not None and judged.comparisons and not crossing.causes:
+        crossing.causes = attempt.explain(judged, model, trace)
+
+
+def _judge_further(
+    crossing: Crossing, run: FurtherRun, attempt: Attempt, model: Model, path: str, outcome: Outcome
+) -> None:
     """Compare each sequence of a further run."""
     run.unavailable, run.failed = outcome.unavailable, outcome.failed
     if outcome != Outcome():
@@ -146,6 +156,7 @@ def _judge_further(run: FurtherRun, attempt: Attempt, model: Model, path: str, o
         for i, sequence in enumerate(trace.runs()):
             judged = Crossing(run.name)
             attempt.judge(judged, model, sequence)
+            _explain(crossing, judged, attempt, model, sequence)
             if not all(comparison.agrees for comparison in judged.comparisons):
                 wrong.append(i + 1)
             for comparison in judged.comparisons:

@@ -12,10 +12,11 @@ from ...formats.checkpoint import Checkpoint, is_ternary, linear_names
 from ...formats.hf.writer import write_hf
 from ...formats.open import open_checkpoint
 from ...system.json_file import read_json_object
+from ..calls import SequenceRun
 from ..report import Crossing
 from ..tolerances import NARROW_FLOATS
 from ..trace import Trace
-from .engine import Attempt, ExternalEngine, Prepared, judge_by_contract
+from .engine import Attempt, ExternalEngine, Prepared, explain_by_contract, judge_by_contract
 
 ENGINE = ExternalEngine("transformers", ("transformers", "torch", "accelerate"), "'transformers>=5' torch accelerate")
 _MAX_CONFIG_BYTES = 1_000_000
@@ -40,12 +41,14 @@ def attempts(path: Path) -> list[Attempt]:
             variants.append(("transformers float32, packed", "float32", True))
             unavailable = _TAKES_MASTERS if _is_readable(path) and not _quantizes(path) else None
     return [
-        Attempt(name, partial(_prepare, path, dtype, packed), _judge, None if packed else unavailable)
+        Attempt(
+            name, partial(_prepare, path, dtype, packed), _judge, None if packed else unavailable, explain_by_contract
+        )
         for name, dtype, packed in variants
     ]
 
 
-def _judge(crossing: Crossing, model: Model, trace: Trace) -> None:
+def _judge(crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> None:
     judge_by_contract(crossing, model, trace)
     if trace.engine_dtype == "bfloat16":
         crossing.rule = _BFLOAT16

@@ -39,7 +39,9 @@ class Report(Protocol):
     def add(self, count: int) -> None: ...
 
 
-SPACING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # of narrow floats, relative
+# Of narrow floats, relative; of the engines that round the inputs of their products only, the step of that.
+SPACING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "8-bit activations": 2.0**-7}
+SPACING |= {f"{dtype} activations": SPACING[dtype] for dtype in ("bfloat16", "float16")}
 RELATED = (
     {"hook_rot_q", "hook_rot_k"},
     {"hook_rot_k", "hook_v"},

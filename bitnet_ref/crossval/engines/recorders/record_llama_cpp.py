@@ -26,6 +26,11 @@ BLOCK = {
     "Qcur": "attn.q_proj.hook_out",
     "Kcur": "attn.k_proj.hook_out",
     "Vcur": "attn.v_proj.hook_out",
+    "Qcur_normed": "attn.q_norm.hook_normalized",
+    "Kcur_normed": "attn.k_norm.hook_normalized",
+    "attn_post_norm": "ln1_post.hook_normalized",
+    "ffn_post_norm": "ln2_post.hook_normalized",
+    "sa_out": "hook_resid_mid",
     "Qcur ROPE": "attn.hook_rot_q",
     "Kcur ROPE": "attn.hook_rot_k",
     "kq_soft_max": "attn.hook_pattern",
@@ -47,8 +52,10 @@ BLOCK = {
     "l_out": "hook_resid_post",
 }
 WHOLE = {"embd": "hook_embed", "inp_embd": "hook_embed", "result_norm": "ln_final.hook_normalized"}
+WHOLE |= {"inp_scaled": "hook_embed_scaled"}
 WHOLE |= {"result_output": "lm_head.hook_out"}
 MOVES = ("RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE")  # ops that change no number
+SCALED = ("Qcur",)  # tensors that some graphs scale after RoPE, and give the same name
 F32 = 0
 
 
@@ -100,6 +107,8 @@ class Watch:
             return WHOLE[given]
         kind, _, layer = given.rpartition("-")
         if op in MOVES or not layer.isdigit():
+            return None
+        if op == "SCALE" and kind in SCALED:
             return None
         short = BLOCK.get(f"{kind} ROPE" if op == "ROPE" else kind)
         return None if short is None else f"blocks.{layer}.{short}"

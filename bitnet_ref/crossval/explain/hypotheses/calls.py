@@ -32,6 +32,7 @@ _WRONG_ROW = 1e-3  # relative L2 of a token's row that is certainly wrong
 _IMPOSSIBLE_IN_CALLS = (
     "cache_misses_the_newest", "cache_misses_the_oldest", "positions_from_one", "no_causal_mask", "sees_one_ahead",
 )  # fmt: skip
+_OF_CALLS = ("state_", "conv_state_")  # how the names of a family's own mistakes of calls begin
 _RINGS = 64  # sizes of a ring that are tried
 _NEAR = (0, -1, 1)  # of a limit, about the first wrong token
 
@@ -454,7 +455,7 @@ def _in_some_calls(calls: Calls, known: Sequence[Hypothesis], first: int | None)
         )
         for name, words, rows in _scopes(calls, first)
         for h in known
-        if h.name not in _IMPOSSIBLE_IN_CALLS
+        if h.name not in _IMPOSSIBLE_IN_CALLS and not h.name.startswith(_OF_CALLS)
     ]
 
 
