@@ -287,11 +287,8 @@ def tokens_of(model: Any, n: int, seed: int = 1) -> list[int]:
 def hunt(mistake: Mistake, shown: str) -> Outcome:
     """Plant one mistake and let crossval find it."""
     model, n = model_of(mistake.model), sum(mistake.calls)
-    ids, other, front = (
-        tokens_of(model, n),
-        tokens_of(model, n + 6 if mistake.in_front == "padding" else n if mistake.in_front == "beside" else 9, seed=2),
-        (),
-    )
+    lengths = {"padding": n + 6, "beside": n}  # of the other sequence
+    ids, other = tokens_of(model, n), tokens_of(model, lengths.get(mistake.in_front, 9), seed=2)
     front = {"other": other, "padding": [0] * 6}.get(mistake.in_front, [])
     tensors = run_mistaken(model, ids, mistake, SHOWN[shown], front, other if mistake.in_front == "beside" else ())
     trace = Shown(tensors)

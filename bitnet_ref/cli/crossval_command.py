@@ -81,7 +81,7 @@ def text_options(prompt_help: str) -> Callable[[Callable[..., Any]], Callable[..
     return decorate
 
 
-def runs_option(default: str) -> AnyFunction:
+def runs_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """--runs: which runs of an engine are judged.   -> `runs`, names; None if it is not given."""
 
     def parse(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
@@ -162,9 +162,9 @@ def crossval() -> None:
 def trace(model: str, files: tuple[Path, ...], no_causes: bool, budget: float, strict: bool, **options: Any) -> None:
     """Compare the trace FILES of some engine with MODEL on the reference: what is the first op that is wrong, and why?
 
-    Several files, or a folder of them, are runs of one engine: of other lengths, in several calls, of several sequences.
-    They get one verdict. The verdict comes first. Then the cause of a difference is looked for: the reference is run with one mistake after
-    the other. Ctrl-C ends the search and shows what is known by then.
+    Several files, or a folder of them, are runs of one engine, of other lengths, in several calls, of several
+    sequences. They get one verdict. The verdict comes first. Then the cause of a difference is looked for: the
+    reference is run with one mistake after the other. Ctrl-C ends the search and shows what is known by then.
 
     The format of a trace, and how to write one from your engine, is in crossval/README.md. A trace of a training step
     (tensors named grad.*, master.*) is compared with the step that `bitnet-ref train` takes from MODEL, a folder of
@@ -232,7 +232,7 @@ def record(
         every.append(facts)
     line = "{path}: {tensors} tensors of {tokens} tokens, {bytes:,} bytes"
     printed = [line.format(**facts) for facts in every]
-    report({"runs": every} if is_folder else every[0], lambda out: [out.print(one) for one in printed])
+    report({"runs": every} if is_folder else every[0], lambda out: out.print("\n".join(printed)))
 
 
 @crossval.command(short_help="Every backend and kernel set of this package.")
@@ -285,9 +285,9 @@ def _register(name: str, summary: str) -> None:
     command.help = (
         f"Run MODEL in {summary}\n\nThe engine records each op that it can, which is then compared with the "
         "reference's. It may be in another interpreter: --python. Where it differs by design, the report says "
-        "so, and the reference computes the same way.\n\nFive runs are judged: the text in one call; 520 tokens, or as many "
-        "as the context holds; the text token by token, and in pieces; two sequences at once. --runs chooses among "
-        "them. A run that the engine cannot make is listed with the reason."
+        "so, and the reference computes the same way.\n\nFive runs are judged: the text in one call; 520 tokens, or as "
+        "many as the context holds; the text token by token, and in pieces; two sequences at once. --runs chooses "
+        "among them. A run that the engine cannot make is listed with the reason."
     )
 
 

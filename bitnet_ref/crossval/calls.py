@@ -1,8 +1,8 @@
 """In which calls an engine computed the tokens of a run, and of which sequences: metadata of a trace, in words.
 
-A run has one or more sequences, laid end to end in every tensor. Each was computed by one or more calls of the engine: a
-prompt in one call and then a token at a time, or in pieces. The reference needs one pass for each sequence: in every way
-the same tokens have the same tensors. So a difference is placed by the calls: "from the second call on".
+A run has one or more sequences, laid end to end in every tensor. Each was computed by one or more calls of the engine:
+a prompt in one call and then a token at a time, or in pieces. The reference needs one pass for each sequence, as the
+same tokens have the same tensors either way. So a difference is placed by the calls: "from the second call on".
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def read_calls(metadata: Mapping[str, str], n_tokens: int) -> tuple[Calls, tuple
         return lengths, ((),) * len(lengths)
     calls = _list_of("calls", metadata)
     if len(lengths) == 1 and not any(isinstance(call, list) for call in calls):
-        by_call = [(size,) for size in _counts("calls", calls, 1)]
+        by_call: list[Calls] = [(size,) for size in _counts("calls", calls, 1)]
     else:
         if not all(isinstance(call, list) and len(call) == len(lengths) for call in calls):
             raise ValueError("calls", f"expected of each call a list of its tokens of each of {len(lengths)} sequences")

@@ -345,6 +345,7 @@ class View(Mapping[str, NDArray]):
 
     token_ids: list[int]  # those of a trace, if it is one
     prompt: str | None
+    engine_dtype: str
     calls: Calls
     others: Sequence[Sequence[int]]  # the tokens of the other sequences of the trace
 

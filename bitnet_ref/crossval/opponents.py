@@ -141,8 +141,8 @@ def _cross_backend(
 def cross_trace(model: Model, path: str | os.PathLike[str], *, causes: bool = True, strict: bool = False) -> Crossing:
     """A trace file against the reference: op by op on its own inputs, and as a whole against the reference's run.
 
-    If its embedding's rows show that the engine ran on other tokens than it says, it is compared on those. Of a trace of
-    several sequences each is compared by itself, and the first that differs is shown.
+    If its embedding's rows show that the engine ran on other tokens than it says, it is compared on those. Of several
+    sequences each is compared by itself, and the first that differs is shown.
     causes: look for the cause of a difference, as `explain_trace` does.   strict: names that no run has, and tensors
     that are not recorded, are no agreement.
     Raises FormatError for a file that is no trace.
@@ -161,7 +161,7 @@ def cross_trace(model: Model, path: str | os.PathLike[str], *, causes: bool = Tr
 
 
 def trace_files(given: Sequence[Path]) -> list[Path]:
-    """The trace files among these paths, those of folders in the order of `RUNS`. Raises FormatError for an empty folder."""
+    """The trace files of these paths, those of a folder in the order of `RUNS`. FormatError for an empty folder."""
     files: list[Path] = []
     order = {f"{name}.safetensors": i for i, name in enumerate(RUNS)}
     for path in given:
@@ -175,7 +175,7 @@ def trace_files(given: Sequence[Path]) -> list[Path]:
 def cross_traces(model: Model, paths: Sequence[Path], *, strict: bool = False) -> Crossing:
     """Several traces of one engine with one verdict: that of the first, and the others as further runs of it.
 
-    If the first agrees and another does not, the crossing is of that other one (`wrong_file`), whose causes are looked for.
+    If the first agrees and another does not, the crossing is of that one (`wrong_file`), whose causes are looked for.
     """
     crossings = [cross_trace(model, path, causes=False, strict=strict) for path in paths]
     if len(paths) == 1:
@@ -300,7 +300,7 @@ def record_reference(reference: Model, tokens: Sequence[int], names: NamesFilter
 
 
 def compare_free(
-    crossing: Crossing, reference: Model, right: Trace, trace: Trace | View, *, causes: bool = True
+    crossing: Crossing, reference: Model, right: Trace, trace: Trace | SequenceRun | View, *, causes: bool = True
 ) -> None:
     """Add the free-running comparison of a trace with the reference's, its evidence, and the causes of a difference."""
     free = follow_flips(reference, trace.token_ids, trace, compare(right, trace, reference.config))

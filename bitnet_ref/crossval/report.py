@@ -25,7 +25,6 @@ from ..system.atomic import atomic_path
 from . import svg
 from .compare import DIFFERS, FLIP, Comparison, OpResult, View
 from .explain.diagnose import Diagnoses
-from .explain.wording import numbers_in_words
 from .metrics import tensor_of
 from .misnamed import Meant, in_words
 from .names import LOGITS
@@ -199,10 +198,12 @@ class Crossing:
         confirmed = " or ".join(cause.cause for cause in self.causes if cause.confirmed)
         verdict = f"{shown.verdict}; cause: {confirmed}" if confirmed else shown.verdict
         if self.sequences > 1:
-            wrong = numbers_in_words([i + 1 for i in self.wrong_sequences], self.sequences)
+            numbers = ", ".join(str(i + 1) for i in self.wrong_sequences)
             only = "only in sequence" if len(self.wrong_sequences) == 1 else "in sequences"
             verdict = (
-                f"{only} {wrong} of {self.sequences}: {verdict}" if wrong else f"{verdict}; {self.sequences} sequences"
+                f"{only} {numbers} of {self.sequences}: {verdict}"
+                if numbers
+                else f"{verdict}; {self.sequences} sequences"
             )
         if not shown.agrees and shown not in self.comparisons:
             verdict = f"with {shown.tokens} tokens: {verdict}"

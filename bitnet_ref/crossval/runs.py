@@ -1,6 +1,6 @@
 """The runs that an engine is judged by: short, long, token by token, in pieces, and two sequences at once.
 
-Engines have a kernel for one token and others for many, a cache, a mask with an offset. One short call shows none of them.
+Engines have a kernel for one token and others for many, a cache, a mask with an offset. One short call shows none.
 `RUNS` is the one declaration of the names; `plan` makes their tokens and calls for a model.
 """
 

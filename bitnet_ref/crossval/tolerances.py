@@ -113,14 +113,14 @@ NARROW_FLOATS: dict[str, EngineTolerance] = {
         0.15, "8 bits of mantissa: a share of the int8 activations flips, accumulators above 256 lose their last bits"
     ),
     "float16": EngineTolerance(0.1, "11 bits of mantissa: a share of the int8 activations flips, as in bfloat16"),
-    # Not a float: what llama.cpp does before it multiplies by a matrix of quantised blocks. Measured by the reference with
-    # dequantised weights, on storyteller and three models of two layers, with and without activations rounded so: at the
+    # Not a float: what llama.cpp does before it multiplies by a matrix of quantised blocks. Measured by the reference
+    # with dequantised weights, with and without such activations, on storyteller and three models of two layers: at the
     # worst tensor 0.023 by blocks of 32 (Q8_0) and 0.035 by blocks of 256 (Q8_K), at the logits 0.017 and 0.026.
     "8-bit activations": EngineTolerance(
         0.08, "each input of a matrix is rounded to 8 bits, with a scale for each 32 or 256 features"
     ),
-    # The inputs of matrices in 16 bits, and what of a dequantised weight those bits cannot hold. Measured likewise, on three
-    # models: 0.0008 and 0.0097 at the worst tensor, 0.0006 and 0.0048 at the logits.
+    # The inputs of matrices in 16 bits, and what of a dequantised weight those bits cannot hold. Measured likewise, on
+    # three models: 0.0008 and 0.0097 at the worst tensor, 0.0006 and 0.0048 at the logits.
     "float16 activations": EngineTolerance(0.002, "the inputs of a matrix in float16 are rounded to float16"),
     "bfloat16 activations": EngineTolerance(0.025, "the inputs of a matrix in bfloat16 are rounded to bfloat16"),
     # One product on the run's own inputs: 0.008 for inputs without outliers, 0.02 for those of down_proj.

@@ -1008,8 +1008,9 @@ def _by_carry(change: Callable[[Floats, Floats], Floats]) -> Edit:
     """change(the memory after the call before, the memory before that call) at the beginning of each later call."""
 
     def edit(step: Any, compute: Edit, mixed: Floats, log_alpha: Floats, beta: Floats, w: DeltaLayer) -> Floats:
-        x, memory, after = delta_inputs(mixed, log_alpha, beta, w.delta), np.zeros(()), []
-        memory = earlier = np.zeros((*x.k.shape[1:], x.v.shape[2]))
+        x, after = delta_inputs(mixed, log_alpha, beta, w.delta), []
+        empty: Floats = np.zeros((*x.k.shape[1:], x.v.shape[2]))
+        memory = earlier = empty
         first = set(np.cumsum(step.setting.calls)[:-1].tolist())
         for t, (_, k, v, log_a, b) in enumerate(zip(*x, strict=True)):
             if t in first:
@@ -1036,6 +1037,10 @@ def _by_inputs_before(change: Callable[[Floats, Floats], Floats]) -> Edit:
         return np.concatenate(parts).astype(np.float32)
 
     return edit
+
+
+def _kept_in(dtype: Any) -> Callable[[Floats, Floats], Floats]:
+    return lambda memory, earlier: memory.astype(dtype).astype(np.float64)
 
 
 def _has_calls(step: Any) -> bool:
@@ -1089,7 +1094,7 @@ DELTA_MISTAKES = (
     _carry_mistake("state_lost", "the memory is not carried from call to call: each begins with an empty one", _CARRY, _by_carry(lambda S, old: np.zeros_like(S))),
     _carry_mistake("state_of_call_before", "a call begins with the memory from before the call before it", _CARRY, _by_carry(lambda S, old: old)),
     _carry_mistake("state_transposed", "the memory is transposed between calls", _CARRY, _by_carry(lambda S, old: S.swapaxes(1, 2)), fits=lambda step: _has_calls(step) and step.setting.config.delta.key_dim == step.setting.config.delta.value_dim),
-    *(_carry_mistake(f"state_in_{words}", f"the memory is rounded to {words} between calls", _CARRY, _by_carry(lambda S, old, to=to: S.astype(to).astype(np.float64))) for words, to in (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16))),
+    *(_carry_mistake(f"state_in_{words}", f"the memory is rounded to {words} between calls", _CARRY, _by_carry(_kept_in(to))) for words, to in (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16))),
     _conv_carry_mistake("conv_state_lost", "the convolution's inputs are not carried from call to call: zeros stand for them", _CARRY, _by_inputs_before(lambda x, old: np.zeros_like(x))),
     _conv_carry_mistake("conv_state_after_silu", "the convolution's inputs are kept after silu", _CARRY, _by_inputs_before(lambda x, old: silu(x))),
     _conv_carry_mistake("conv_state_of_call_before", "a call begins with the convolution's inputs from before the call before it", _CARRY, _by_inputs_before(lambda x, old: old)),

@@ -154,7 +154,7 @@ def test_one_of_two_sequences(tmp_path):
     seen = run_batch(m, parts, ["*.hook_resid_post", "lm_head.hook_out"])
     for array in seen.values():
         array[12:] *= np.float32(1.5)
-    write_trace(tmp_path / "t", seen, sum(parts, []), engine="theirs", sequences=[12, 8])
+    write_trace(tmp_path / "t", seen, [*parts[0], *parts[1]], engine="theirs", sequences=[12, 8])
     crossing = cross_trace(m, tmp_path / "t", causes=False)
     assert not crossing.agrees
     assert "only in sequence 2 of 2" in crossing.verdict

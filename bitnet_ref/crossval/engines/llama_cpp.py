@@ -1,10 +1,11 @@
 """llama.cpp, through llama-cpp-python: on GGUF files that we write, and on a GGUF file as it is.
 
-Given a file of somebody's, llama.cpp runs that file (`_own_file`), and the reference the weights that it holds, dequantised,
-with float activations. llama.cpp rounds the inputs of a matrix of quantised blocks to 8 bits, those of one in float16 or
+A GGUF file that is given runs as it is (`_own_file`). The reference takes the weights that it holds, dequantised, with
+float activations. llama.cpp rounds the inputs of a matrix of quantised blocks to 8 bits, those of one in float16 or
 bfloat16 to that type, and no others: the type of the file's matrices says which tolerance holds.
 
-On files of ours it differs from the contract by design in three places, and is compared with a reference that does the same:
+On files of ours it differs from the contract by design in three places, and is compared with a reference that does the
+same:
 
     TQ1_0, TQ2_0   activations have a scale for each block of 256 features (ggml's Q8_K: -127 / the value of largest
                    magnitude, with its sign), where the model was trained with one for each token
@@ -53,7 +54,7 @@ _SILU = "silu for relu2 (on both sides)"
 
 
 def attempts(path: Path) -> list[Attempt]:
-    """TQ1_0 and TQ2_0 where every matrix divides into blocks; F32 for a dense model and for other sizes. A GGUF file: as
+    """TQ1_0 and TQ2_0 where every matrix divides into blocks; F32 for a dense model and for other sizes. A GGUF file as
     it is."""
     if path.suffix == ".gguf":
         rounding = _activations_of(path)
@@ -112,7 +113,7 @@ def _is_interleaved(path: Path) -> bool:
 
 
 def _judge_own_file(rounding: str, crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> None:
-    """The file's dequantised weights with float activations, and the tolerance of what llama.cpp does to activations."""
+    """Against the file's dequantised weights with float activations, with the tolerance of llama.cpp's roundings."""
     reference = _dense(model.on(Backend("float32", model.backend.threads)))
     run, alone = View(trace), View(trace)
     run.engine_dtype, alone.engine_dtype = rounding, rounding

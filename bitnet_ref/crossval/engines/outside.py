@@ -107,10 +107,10 @@ def _run_attempts(
                 ready.append((crossing, attempt, model, {**job, **more}))
             for each in plan(model.config, tokens, [name for name in runs if name not in ("short", "long")]):
                 names = [*LONG_NAMES, *job.get("long_names", ())]
-                more = {**each.job, "names": names, "out": str(folder / f"{each.name}.safetensors")}
-                further[more["out"]] = FurtherRun(each.name, len(each.tokens), each.in_words)
-                crossing.further.append(further[more["out"]])
-                ready.append((crossing, attempt, model, {**job, **more}))
+                out = str(folder / f"{each.name}.safetensors")
+                further[out] = FurtherRun(each.name, len(each.tokens), each.in_words)
+                crossing.further.append(further[out])
+                ready.append((crossing, attempt, model, {**job, **each.job, "names": names, "out": out}))
         outcomes = engine.record([job for *_, job in ready], python) if ready else []
         for (crossing, attempt, model, job), outcome in zip(ready, outcomes, strict=True):
             if job["out"] in further:

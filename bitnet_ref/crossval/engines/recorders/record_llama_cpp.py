@@ -160,7 +160,8 @@ def record(job):
     if not context:
         sys.exit("llama.cpp cannot make a context")
     rows = [(token, position, slot) for slot, part in enumerate(parts) for position, token in enumerate(part)]
-    batch, start, seen = api.llama_batch_init(len(tokens), 0, 1), 0, {}
+    batch, start = api.llama_batch_init(len(tokens), 0, 1), 0
+    seen: dict[str, list] = {}
     for size in job.get("calls") or [len(tokens)]:
         batch.n_tokens = size
         for i, (token, position, slot) in enumerate(rows[start : start + size]):

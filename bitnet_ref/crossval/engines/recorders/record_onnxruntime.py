@@ -47,7 +47,8 @@ def run(job):
     tokens, calls = job["tokens"], job.get("calls") or [len(job["tokens"])]
     plain, watched = open_session(job["model"]), open_session(job["watched"])
     names = [name for name in job["outputs"] if plain_trace.wants(job, name)]
-    parts, start, caches = {}, 0, [empty_cache(*job["cache"])] * 2
+    parts: dict[str, list] = {}
+    start, caches = 0, [empty_cache(*job["cache"])] * 2
     presents = [name.replace("past_key_values", "present") for name in caches[0]]
     for size in calls:
         ids = tokens[start : start + size]

@@ -94,7 +94,8 @@ def record_batch(model, hooks, parts):
     longest = max(map(len, parts))
     ids = torch.tensor([[0] * (longest - len(part)) + part for part in parts])
     mask = torch.tensor([[0] * (longest - len(part)) + [1] * len(part) for part in parts])
-    positions, seen = (mask.cumsum(-1) - 1).clamp(min=0), {}
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    seen: dict[str, list] = {}
     hooks.rows = len(parts)
     for hooks.row, part in enumerate(parts):
         hooks.seen.clear()

@@ -305,22 +305,27 @@ def sees_in_front(tokens: Callable[[Setting], Sequence[int]], place: str, from_c
 _front_mistake = partial(Hypothesis, "*.attn.hook_rot_[qk] *.attn.hook_z")
 
 
-def _fronts(setting: Setting) -> Iterator[tuple[str, str, Callable[[Setting], Sequence[int]]]]:
+Tokens = Callable[[Setting], Sequence[int]]
+
+
+def _fronts(setting: Setting) -> Iterator[tuple[str, str, Tokens]]:
     """(name, words, tokens) of what may lie before a sequence of a batch."""
     for index, other in enumerate(setting.others):
-        words = f"sequence {index + 1 + (index >= 0)}" if len(setting.others) > 1 else "the other sequence"
-        yield f"other_{index}", words, lambda setting, other=other: other
-    longest = max(map(len, setting.others), default=0)
-    pads = [longest - len(setting.tokens)] if longest > len(setting.tokens) else []
+        yield f"other_{index}", _other_in_words(setting, index), _always(other)
+    pads = max(map(len, setting.others), default=0) - len(setting.tokens)
     bos = setting.config.bos_token_id
-    ids = {0} | ({bos} if bos is not None else set())
-    for count in pads:
-        for token in sorted(ids):
-            yield (
-                f"padding_{token}",
-                f"the padding on its left ({count} times id {token})",
-                lambda setting, token=token, count=count: (token,) * count,
-            )
+    for token in sorted({0} | ({bos} if bos is not None else set())) if pads > 0 else ():
+        yield f"padding_{token}", f"the padding on its left ({pads} times id {token})", _always((token,) * pads)
+
+
+def _always(tokens: tuple[int, ...]) -> Tokens:
+    return lambda setting: tokens
+
+
+def _other_in_words(setting: Setting, index: int) -> str:
+    if len(setting.others) == 1:
+        return "the other sequence"
+    return f"another sequence (the one of {len(setting.others[index])} tokens, number {index + 1} of the others)"
 
 
 # -- which of them apply -----------------------------------------------------------------------------------------------
@@ -337,7 +342,7 @@ def call_hypotheses(
         return ()
     out = list(_distinct(setting.calls)) if len(setting.calls) > 1 else []
     for index in range(len(setting.others)):
-        words = "the other sequence" if len(setting.others) == 1 else f"another sequence, the {index + 1}. beside it,"
+        words = _other_in_words(setting, index)
         out += [
             _read_mistake(f"cache_of_other_{index}", f"later calls read the rows of {words} in the cache", _CACHE, reads(_of_other(index))),
             _read_mistake(f"keys_of_other_{index}", f"later calls read the keys of {words} in the cache", _CACHE, reads(_of_other(index), values=False)),
@@ -361,12 +366,22 @@ def _distinct(calls: Calls) -> Iterator[Hypothesis]:
     starts, call = start_of_tokens(calls), call_of_tokens(calls)
     n = len(starts)
     seen = {np.arange(n).tobytes(), np.tril(np.ones((n, n), dtype=np.bool_)).tobytes()}
-    for (name, cause, rule), of in ((row, of) for rows, of in ((_POSITIONS, True), (_SEES, False)) for row in rows):
-        made = np.asarray(rule(np.arange(n), starts, call)) if of else _matrix(rule, calls)
-        if (key := made.tobytes()) not in seen:
+    made: list[tuple[str, NDArray[Any]]]
+    made = [(f"positions_{name}", np.asarray(rule(np.arange(n), starts, call))) for name, _, rule in _POSITIONS]
+    made += [(f"calls_{name}", _matrix(sees, calls)) for name, _, sees in _SEES]
+    for name, array in made:
+        if (key := array.tobytes()) not in seen:
             seen.add(key)
-            yield BY_NAME[f"{'positions' if of else 'calls'}_{name}"]
+            yield BY_NAME[name]
     yield from (BY_NAME[f"cache_{name}"] for name, *_ in _READS)
+
+
+def _ends_at(limit: int) -> Positions:
+    return lambda p, start, call: np.minimum(p, limit - 1)
+
+
+def _wraps_at(limit: int) -> Positions:
+    return lambda p, start, call: p % limit
 
 
 def _limits(setting: Setting, first: int) -> Iterator[Hypothesis]:
@@ -378,13 +393,13 @@ def _limits(setting: Setting, first: int) -> Iterator[Hypothesis]:
             yield Hypothesis(
                 "*.attn.hook_rot_[qk]", f"rope_table_ends_at_{limit}",
                 f"RoPE's table ends: positions from {limit} on are taken as {limit - 1}", "Make the table as long as the context.",
-                turned_at(lambda p, start, call, limit=limit: np.minimum(p, limit - 1)),
+                turned_at(_ends_at(limit)),
             )  # fmt: skip
         if 1 <= limit < n:
             yield Hypothesis(
                 "*.attn.hook_rot_[qk]", f"rope_table_wraps_at_{limit}",
                 f"RoPE's table wraps round: positions from {limit} on begin again at 0", "Make the table as long as the context.",
-                turned_at(lambda p, start, call, limit=limit: p % limit),
+                turned_at(_wraps_at(limit)),
             )  # fmt: skip
     if len(setting.calls) < 2:
         return
