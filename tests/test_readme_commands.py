@@ -49,10 +49,10 @@ EXAMPLES = {
     "bench model": f"bench model {TINY_MODEL} --prompt 4 --new 2",
     "bench serve": "bench serve --requests 2 --rate 100 --new 2-2",
     "lab": "lab --no-launch --dir {folder}/notebooks",
-    "grade NOTEBOOK ...": "grade notebooks/01_ternary_weights.ipynb",
+    "grade NOTEBOOK": "grade notebooks/01_ternary_weights.ipynb",
 }
 SLOW = {
-    "grade NOTEBOOK ...": "runs a notebook",
+    "grade NOTEBOOK": "runs a notebook",
     "doctor": "seconds on an idle machine; tests/cli/test_doctor_command.py",
     "perplexity storyteller --text notebooks/alice.txt --length 256": "a whole book",
     "train scripts/training/tiny.toml --out tiny": "a minute",

@@ -176,6 +176,8 @@ def trace(model: str, files: tuple[Path, ...], no_causes: bool, budget: float, s
     from ..formats.open import find_model
 
     file, *further = trace_files(files)
+    if further and options["receipt"] is not None:
+        raise click.UsageError("--receipt is of one trace; give it one file")
     if not further and is_training_trace(file):
         verdict = cross_gradients(find_model(model), file)
         report(verdict.to_dict(), lambda out: out.print(verdict.sentence), 0 if verdict.agrees else DIFFERS)

@@ -186,7 +186,9 @@ def _verify(
     elif kind == "backends":
         crossings = cross_backends(model, subject["token_ids"], opponents, long=long)
     elif kind in ENGINES:
-        crossings = cross_engine(kind, name, subject["token_ids"], python=python, only=opponents, long=long)
+        runs = sorted({run["run"] for result in results for run in result.get("runs", ())})
+        given: dict[str, Any] = {"python": python, "only": opponents, "long": long, "runs": runs}
+        crossings = cross_engine(kind, name, subject["token_ids"], **given)
     else:
         out.unchecked.append(f"this version cannot repeat comparisons of the kind {kind!r}")
         return

@@ -170,6 +170,8 @@ def test_several_traces_get_one_verdict(tmp_path):
     (found,) = json.loads(result.stdout)["results"]
     assert "decode" in found["verdict"]
     assert {run["run"]: run["agrees"] for run in found["runs"] if run["run"] == "short"}["short"] in (True, False)
+    receipt = ["--receipt", str(tmp_path / "r.json")]
+    assert CliRunner().invoke(cli, ["crossval", "trace", str(CASE), str(tmp_path), *receipt]).exit_code == 2
     empty = tmp_path / "empty"
     empty.mkdir()
     assert CliRunner().invoke(cli, ["crossval", "trace", str(CASE), str(empty)]).exit_code == 3

@@ -39,6 +39,7 @@ class Report(Protocol):
     def add(self, count: int) -> None: ...
 
 
+# Of narrow floats, relative; of the engines that round the inputs of their products only, the step of that.
 SPACING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "8-bit activations": 2.0**-7}
 SPACING |= {f"{dtype} activations": SPACING[dtype] for dtype in ("bfloat16", "float16")}
 RELATED = (
