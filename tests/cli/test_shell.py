@@ -360,8 +360,8 @@ def test_random_weights_are_the_same_each_time(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "hosts", "warns"),
     [
-        ((), ("127.0.0.1", "localhost"), False),
-        (("--allow-host", "a.example"), ("a.example", "127.0.0.1", "localhost"), False),
+        ((), ("localhost", "127.0.0.1", "::1"), False),
+        (("--allow-host", "a.example"), ("a.example", "localhost", "127.0.0.1", "::1"), False),
         (("--host", "0.0.0.0"), ("*",), True),
         (("--host", "0.0.0.0", "--allow-host", "b"), ("b",), True),
         (("--host", "0.0.0.0", "--api-key", "k"), ("*",), False),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from ...backends.paged_cache import EngineKVCache, PagedKVCache
 from ...reference.cache import TokenBatch
 from ...reference.layers import softcap
 from ...reference.model import decoder_layers, embeddings, head_input, rope_tables_of
+from ...system.lazy import lazy_property
 from ..token_ids import end_ids
 
 Ids = list[int]
@@ -52,12 +52,12 @@ class Replay:
         self.model, self.run = model, run
         self.end_ids = end_ids(model)
 
-    @cached_property
+    @lazy_property
     def base(self) -> Rows:
         """Without a mistake.   -> (n, V)"""
         return self.every[len(self.run.prompt) - 1 :]
 
-    @cached_property
+    @lazy_property
     def every(self) -> Rows:
         """After each token of the prompt too.   -> (prompt + n - 1, V)"""
         return np.asarray(self.model.logits(self.run.context))
