@@ -39,7 +39,7 @@ struct Recorder {
     std::string name_of(const struct ggml_tensor *tensor) const {
         static const std::map<std::string, std::string> whole = {
             {"embd", "hook_embed"}, {"inp_embd", "hook_embed"}, {"result_norm", "ln_final.hook_normalized"},
-            {"result_output", "lm_head.hook_out"},
+            {"result_output", "lm_head.hook_out"}, {"inp_scaled", "hook_embed_scaled"},
         };
         static const std::map<std::string, std::string> block = {
             {"attn_norm", "ln1.hook_normalized"}, {"Qcur", "attn.q_proj.hook_out"}, {"Kcur", "attn.k_proj.hook_out"},
@@ -51,12 +51,16 @@ struct Recorder {
             {"ffn_up", "mlp.up_proj.hook_out"}, {"ffn_up_b", "mlp.up_proj.hook_out"}, {"ffn_swiglu", "mlp.hook_post"},
             {"ffn_sub_out", "mlp.hook_post"}, {"ffn_sub_norm", "mlp.sub_norm.hook_normalized"},
             {"ffn_out", "mlp.down_proj.hook_out"}, {"ffn_down", "mlp.down_proj.hook_out"}, {"l_out", "hook_resid_post"},
+            {"Qcur_normed", "attn.q_norm.hook_normalized"}, {"Kcur_normed", "attn.k_norm.hook_normalized"},
+            {"attn_post_norm", "ln1_post.hook_normalized"}, {"ffn_post_norm", "ln2_post.hook_normalized"},
+            {"sa_out", "hook_resid_mid"},
         };
         std::string given = ggml_get_name(tensor), op = ggml_op_desc(tensor);
         if (tensor->type != GGML_TYPE_F32 || !ggml_is_contiguous(tensor)) return "";
         if (auto known = whole.find(given); known != whole.end()) return known->second;
         size_t dash = given.rfind('-');
         if (dash == std::string::npos || op == "RESHAPE" || op == "VIEW" || op == "PERMUTE" || op == "TRANSPOSE") return "";
+        if (op == "SCALE" && given.substr(0, dash) == "Qcur") return "";  // some graphs scale q after RoPE
         auto known = block.find(given.substr(0, dash) + (op == "ROPE" ? " ROPE" : ""));
         return known == block.end() ? "" : "blocks." + given.substr(dash + 1) + "." + known->second;
     }
