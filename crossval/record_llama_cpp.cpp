@@ -85,7 +85,8 @@ struct Recorder {
                 }
             values.swap(cut);
             rows = columns = n_tokens;
-        } else if (ends_with(name, "hook_rot_q") || ends_with(name, "hook_rot_k")) {
+        } else if (ends_with(name, "hook_rot_q") || ends_with(name, "hook_rot_k") ||
+                   (ends_with(name, "_norm.hook_normalized") && !ends_with(name, "sub_norm.hook_normalized"))) {
             columns *= tensor->ne[1], rows /= tensor->ne[1];  // heads joined
         }
         for (int k = 0; k < 2; k++) {

@@ -55,6 +55,7 @@ WHOLE = {"embd": "hook_embed", "inp_embd": "hook_embed", "result_norm": "ln_fina
 WHOLE |= {"inp_scaled": "hook_embed_scaled"}
 WHOLE |= {"result_output": "lm_head.hook_out"}
 MOVES = ("RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE")  # ops that change no number
+BY_HEAD = tuple(f"attn.{name}" for name in ("hook_rot_q", "hook_rot_k", *(f"{x}_norm.hook_normalized" for x in "qk")))
 SCALED = ("Qcur",)  # tensors that some graphs scale after RoPE, and give the same name
 F32 = 0
 
@@ -122,7 +123,7 @@ class Watch:
         self.lib.ggml_backend_tensor_get(tensor, array.ctypes.data, 0, array.nbytes)
         if name.endswith("hook_pattern"):
             return array[0, :, : self.n, : self.n].copy()  # (H, N, cache), padded
-        rows = array.reshape(-1, *shape[2:]) if name.endswith(("rot_q", "rot_k")) else array.reshape(-1, shape[3])
+        rows = array.reshape(-1, *shape[2:]) if name.endswith(BY_HEAD) else array.reshape(-1, shape[3])
         return self.to_halves(rows, name) if self.interleaved else rows
 
     def to_halves(self, rows, name):
