@@ -12,6 +12,7 @@ calls: how many tokens each call computes.   sequences: lengths of several seque
 
 import ctypes
 import os
+import re
 import sys
 from glob import glob
 
@@ -55,7 +56,7 @@ WHOLE = {"embd": "hook_embed", "inp_embd": "hook_embed", "result_norm": "ln_fina
 WHOLE |= {"inp_scaled": "hook_embed_scaled"}
 WHOLE |= {"result_output": "lm_head.hook_out"}
 MOVES = ("RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE")  # ops that change no number
-BY_HEAD = tuple(f"attn.{name}" for name in ("hook_rot_q", "hook_rot_k", *(f"{x}_norm.hook_normalized" for x in "qk")))
+BY_HEAD = re.compile(r".*\.attn\.([qk]_norm\.hook_normalized|hook_rot_[qk])")  # (1, N, H, d)
 SCALED = ("Qcur",)  # tensors that some graphs scale after RoPE, and give the same name
 F32 = 0
 
@@ -123,7 +124,7 @@ class Watch:
         self.lib.ggml_backend_tensor_get(tensor, array.ctypes.data, 0, array.nbytes)
         if name.endswith("hook_pattern"):
             return array[0, :, : self.n, : self.n].copy()  # (H, N, cache), padded
-        rows = array.reshape(-1, *shape[2:]) if name.endswith(BY_HEAD) else array.reshape(-1, shape[3])
+        rows = array.reshape(-1, *shape[2:]) if BY_HEAD.fullmatch(name) else array.reshape(-1, shape[3])
         return self.to_halves(rows, name) if self.interleaved else rows
 
     def to_halves(self, rows, name):
