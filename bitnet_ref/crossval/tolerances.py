@@ -147,7 +147,7 @@ LOGITS_ROUNDING |= {"8-bit activations": 0.052, "float16 activations": 0.0012, "
 
 # A single rounding flip moved a logit of storyteller by at most this much, as measured.
 NEAR_TIE = 0.15
-# Of the spread of a row's logits: storyteller's rows have 2.9 to 4.5, and those of a model with small logits move by less.
+# Of the spread of a row's logits, which is 2.9 and more for storyteller; where it is small, logits move by less.
 NEAR_TIE_SHARE = 0.05
 # Two logits of an engine in a narrow float: each off by LOGITS_ROUNDING of the row's size, and so many times that.
 NARROW_TIE = 6
