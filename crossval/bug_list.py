@@ -132,7 +132,7 @@ BLOCK_BUGS = (
         "generated_ids", (TOKENIZER, "turn = self.token_to_id(END_OF_TURN)", "turn = None"), level="generation"),
     bug("prefill_logits_of_the_previous_position", "chat",
         "generated_ids", (CACHE, "ends[list(logits_of_last)] - 1", "ends[list(logits_of_last)] - 2"),
-        level="generation"),
+        level="generation", twin="last_token_dropped"),
     bug("decode_overwrites_the_last_entry", "storyteller",
         "generated_ids",
         ("generation/stepper.py", "Piece(row, slot, start, ids", "Piece(row, slot, start - (count == 1), ids"),

@@ -81,10 +81,12 @@ class Hunt:
         with planted(bug.edits) as engine:
             levels = {"forward": self._forward, "prompt": self._prompt, "generation": self._generation}
             op, diagnoses = levels[bug.level](bug, model, engine, logits_only)
-        confirmed = [d.name for d in diagnoses if d.confirmed]
+        by_tokens = bug.level == "generation"  # which may not tell a cause from others that give the same tokens
+        confirmed = [d.name for d in diagnoses if d.confirmed or (by_tokens and d.possible)]
         op_right = logits_only or (op is not None and any(fnmatchcase(op, glob) for glob in bug.ops))
-        right = {*bug.causes, *(bug.twins if logits_only else ())}
-        cause_right = bool(confirmed) and set(confirmed) <= right
+        right = {*bug.causes, *(bug.twins if logits_only or by_tokens else ())}
+        needed = set(bug.causes) if by_tokens else right
+        cause_right = bool(needed & set(confirmed)) and set(confirmed) <= right
         return Outcome(bug.name, bug.level, op, confirmed, op_right, cause_right, op is None, len(diagnoses))
 
     def _forward(

@@ -147,6 +147,8 @@ LOGITS_ROUNDING |= {"8-bit activations": 0.052, "float16 activations": 0.0012, "
 
 # A single rounding flip moved a logit of storyteller by at most this much, as measured.
 NEAR_TIE = 0.15
+# Of the spread of a row's logits, which is 2.9 and more for storyteller; where it is small, logits move by less.
+NEAR_TIE_SHARE = 0.05
 # Two logits of an engine in a narrow float: each off by LOGITS_ROUNDING of the row's size, and so many times that.
 NARROW_TIE = 6
 # Log probabilities that a server gives: no one may be further off than a near tie, and their root mean square this
@@ -156,10 +158,10 @@ LOGPROB_SHARE = 0.2
 
 def near_tie(engine_dtype: str, logits: NDArray[np.floating]) -> NDArray[np.float64]:
     """How far behind the best logit a token may be that an engine of this dtype chose.   (n, V) -> (n,)"""
-    tie = np.full(len(logits), NEAR_TIE, dtype=np.float64)
+    finite = np.where(np.isfinite(logits), logits, 0).astype(np.float64)
+    tie: NDArray[np.float64] = np.minimum(NEAR_TIE, NEAR_TIE_SHARE * finite.std(axis=1))
     if engine_dtype == "float32":
         return tie
-    finite = np.where(np.isfinite(logits), logits, 0).astype(np.float64)
     size = np.sqrt((finite * finite).mean(axis=1))
     return np.asarray(tie + NARROW_TIE * LOGITS_ROUNDING[engine_dtype] * size)
 
