@@ -67,6 +67,8 @@ class DaskWorkers(AbstractContextManager["DaskWorkers", None]):
     def __init__(self, opener: Opener, count: int | None = None, address: str | None = None) -> None:
         if (count is None) == (address is None):
             raise ConfigError("expected a number of workers or a scheduler's address, and not both", field="workers")
+        if address is not None and not address.strip():
+            raise ConfigError("expected a scheduler's address, got a blank one; leave it out", field="dask")
         if find_spec("distributed") is None:
             raise BackendUnavailable("workers need distributed: pip install 'bitnet-ref[dask]'")
         from distributed import Client, LocalCluster

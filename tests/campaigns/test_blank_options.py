@@ -83,6 +83,11 @@ def test_an_empty_option_of_security_is_an_error(tmp_path, port, option):
     assert fault_of("serve", option, "", tmp_path, port) is None
 
 
+@pytest.mark.parametrize("value", VALUES)
+def test_a_blank_address_of_workers_is_an_error(tmp_path, value):
+    assert fault_of("embed", "--dask", value, tmp_path, 0) is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BASE)
 def test_every_option_empty_and_blank(name, tmp_path, port):
