@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .system import forks as _forks  # first: a fork during the other imports waits for them
+
 if TYPE_CHECKING:
     from . import errors
     from .api import Model, load, load_engine

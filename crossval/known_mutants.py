@@ -34,11 +34,6 @@ KNOWN: dict[str, str] = {
     "end = len(text) if end < (1) else end + 2": "the search begins far behind 0",
     "training/data.py TokenFile.__init__: block = self.ids[start : start + (1 << 22)] -> "
     "block = self.ids[start : start + (1 << (23))]": "ids that are looked at twice",
-    "training/data.py open_tokens: "
-    'facts.append(hashlib.sha256(repr([tokenizer.encode("The fox."), tokenizer.vocab_size]).encode()).hexdigest()) -> '
-    '(facts.extend)(hashlib.sha256(repr([tokenizer.encode("The fox."), tokenizer.vocab_size]).encode()).hexdigest())': (
-        "the same digits, one by one: another name of the file, and as much its own"
-    ),
     # -- evaluation
     'evaluation/perplexity.py perplexity: hint = "" if length < 4 else f"; a shorter length is another '
     'protocol\'s figure: say {longest}" -> hint = "" if (length <= 4) else f"; a shorter length is another '
@@ -119,10 +114,6 @@ KNOWN: dict[str, str] = {
     ),
     # -- serving/http
     "serving/http/shapes.py Asked: stream: bool = False -> stream: bool = (True)": "every place that makes one says it",
-    "serving/http/tools.py _split_calls: yield text[start + len(MARK) : end if end >= 0 else None].strip() -> "
-    "yield text[start + len(MARK) : end if end >= (1) else None].strip()": (
-        "the end lies behind a mark: it is never 0"
-    ),
     "serving/http/batch.py: LINES_AT_A_TIME = 16 # answered together: one item of a worker -> LINES_AT_A_TIME = "
     "(17) # answered together: one item of a worker": ("how much one item of a worker is; the answers are the same"),
     'serving/http/shapes.py usage: first = [choice.handle.stats for choice in choices[:: asked.params.get("n", 1)]] -> '
@@ -134,10 +125,8 @@ KNOWN: dict[str, str] = {
     ),
     "serving/http/app.py: return Response(status_code=499) # nobody reads it -> return "
     "Response(status_code=(500)) # nobody reads it": ("the client has gone away"),
-    "serving/http/app.py: EMBEDDING_TEXTS = 16 # at a time; between them a client that went away is noticed -> "
+    "serving/http/server.py: EMBEDDING_TEXTS = 16 # at a time; between them a client that went away is noticed -> "
     "EMBEDDING_TEXTS = (17) # at a time; between them a client that went away is noticed": ("how soon it is noticed"),
-    "serving/http/tools.py _split_calls: start = text.find(MARK, end) if end >= 0 else -1 -> start = "
-    "text.find(MARK, end) if end >= 0 else -(2)": ("any negative number ends the loop"),
     # -- serving
     "serving/live.py draw_speeds: largest = max(speeds, default=0.0) or 1.0 -> largest = max(speeds, "
     "default=(1.0)) or 1.0": ("without speeds the default is 1.0 either way"),

@@ -13,6 +13,7 @@ import click
 
 from ..errors import FormatError
 from ..system.atomic import atomic_path, explain_os_errors
+from ..system.json_file import open_regular
 from .shell import UNAVAILABLE, common_options, paint, print_json, say_error, wants_json
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -80,6 +81,11 @@ def find_notebooks(package: Path = PACKAGE) -> Path | None:
     return next((folder for folder in folders if any(folder.glob("*.ipynb"))), None)
 
 
+def _read(file: Path) -> bytes:
+    with open_regular(file, FormatError) as opened:
+        return opened.read()
+
+
 def copy_notebooks(source: Path, target: Path, force: bool = False, teacher: bool = False) -> Copied:
     """Copy the notebooks and the modules they import. A changed file is not overwritten unless `force`.
 
@@ -90,10 +96,10 @@ def copy_notebooks(source: Path, target: Path, force: bool = False, teacher: boo
         for file in sorted(source.iterdir()):
             if not file.is_file() or file.suffix not in (".ipynb", ".py", ".md", ".txt"):
                 continue
-            copy, content = target / file.name, file.read_bytes()
+            copy, content = target / file.name, _read(file)
             if teacher and file.suffix == ".ipynb":
                 content = _for_teachers(content)
-            if copy.exists() and copy.read_bytes() == content:
+            if copy.exists() and _read(copy) == content:
                 done.unchanged.append(file.name)
             elif copy.exists() and not force:
                 done.kept.append(file.name)

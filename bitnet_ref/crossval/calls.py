@@ -138,7 +138,7 @@ def placed_by_calls(token: int, calls: Calls) -> str:
     >>> placed_by_calls(8, (4, 4, 9))
     'right for calls of up to 4 tokens, first wrong in call 3, of 9'
     >>> placed_by_calls(2, (4, 4))
-    'wrong from the first call on, of 4 tokens'
+    'wrong from the first call on, of 4 tokens, at its token 2'
     """
     if len(calls) < 2:
         return ""

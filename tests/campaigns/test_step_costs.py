@@ -40,6 +40,8 @@ def limits(vocab_size):
         "stop": STRINGS.values(),
         "stop_token_ids": [ids[3000:], [vocab_size - 1] * 200_000],
         "ignore_eos": [True],
+        "guide_after": [ids[3000:]],
+        "shown_tokens": [ids[3000:]],
         "overflow": ["sliding", "sinks", "truncate"],
         "window": [8, 200],
         "sink_tokens": [0, 100],

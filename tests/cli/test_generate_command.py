@@ -157,12 +157,17 @@ def test_on_a_terminal_the_prompt_comes_first_and_the_words_stay_apart():
 def test_generate_takes_every_sampling_parameter():
     """But for functions, which a command line cannot give, and what a stream does not have."""
     given = {param.name for param in cli.commands["generate"].params}
-    assert {field.name for field in fields(SamplingParams)} - given == {"strategy", "processors", "prompt_logprobs"}
+    assert {field.name for field in fields(SamplingParams)} - given == {
+        *("strategy", "processors", "prompt_logprobs"),
+        *("guide_after", "shown_tokens"),  # what the server sets for a model that thinks
+    }
     assert {field.name for field in fields(SamplingParams)} - {param.name for param in cli.commands["chat"].params} == (
         {
             "strategy",
             "processors",
             "prompt_logprobs",
+            "guide_after",
+            "shown_tokens",
             "n",
             "num_beams",
             "length_penalty",

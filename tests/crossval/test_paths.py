@@ -133,7 +133,7 @@ def test_a_mistake_that_the_reference_shares(monkeypatch):
 
 
 def test_a_mistake_in_sampling(monkeypatch):
-    monkeypatch.setattr(sampling, "_count_min_p", lambda scaled, min_p: len(scaled))
+    monkeypatch.setattr(sampling, "count_min_p", lambda scaled, min_p: len(scaled))
     assert "answers: sampled texts" in failed_answers("auto")
 
 
