@@ -158,8 +158,6 @@ KNOWN: dict[str, str] = {
     "cli/generation_options.py: MAX_TEXT_BYTES = 64 << 20 # of @FILE -> MAX_TEXT_BYTES = (65) << 20 # of @FILE": (
         "prompts have some kilobytes"
     ),
-    "cli/lab_command.py copy_notebooks: if copy.exists() and filecmp.cmp(copy, file, shallow=False): -> if "
-    "copy.exists() and (filecmp.cmp(file, copy, shallow=False)):": ("equality, of the one with the other"),
     "formats/gguf/i2_s.py LayoutEvidence.add: self.sums[layout] += _squared_z(columns[layout], vectors[layout]) -> "
     "self.sums[layout] += (_squared_z(vectors[layout], columns[layout]))": "a correlation, of the one with the other",
     "formats/convert/proof.py _logits: "

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import BackendUnavailable, FormatError
+from ...system.json_file import open_regular
 from .declare import EXERCISES, OTHER_INPUTS, Exercise
 from .session import OPEN, RIGHT, Answered, Check
 from .teacher import exercises_in
@@ -85,7 +86,8 @@ def _grade(exercise: Exercise, answered: Answered | None) -> Grade:
 def read_notebook(path: Path) -> dict[str, Any]:
     """Raises FormatError for what is no notebook of format 4."""
     try:
-        notebook = json.loads(path.read_text(encoding="utf-8"))
+        with open_regular(path, FormatError) as file:
+            notebook = json.loads(file.read())
         kinds = [(cell["cell_type"], "".join(cell["source"])) for cell in notebook["cells"]]
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
         raise FormatError("is no Jupyter notebook", path=path) from problem
