@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .system import forks as _forks  # noqa: F401: first, so that a fork during the other imports waits for them
+from .system import forks as _forks  # noqa: F401 (first: a fork during the others waits for them)
 
 if TYPE_CHECKING:
     from . import errors

@@ -7,7 +7,7 @@ seconds at most, until no other thread imports something.
 from __future__ import annotations
 
 import importlib
-import logging  # noqa: F401: hooks run in reverse, and its own takes a lock that an import needs: it is registered first
+import logging  # noqa: F401 (hooks run in reverse: its own, which takes a lock that imports need, is to run last)
 import os
 import threading
 import time

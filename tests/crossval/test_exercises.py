@@ -742,7 +742,7 @@ def test_a_tensor_of_the_run(notebook):
         (right.reshape(12, 256), "reshape it"),
         (-right, "sign"),
         (np.roll(right, 1, axis=0), "axis 0 is shifted"),
-        (2 * right, "2 times the right one|scale"),
+        (2 * right, "2 times the right one|multiplied by 2|scale"),
         (rotated, "values are wrong"),
         (right * np.nan, "no numbers"),
         ("q", "An array of numbers"),

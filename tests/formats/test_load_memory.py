@@ -29,7 +29,7 @@ VALID_BYTES = np.array([b for b in range(256) if not any(b >> s & 3 == 3 for s i
 
 CODE = """
 import json, re, sys
-import bitnet_ref
+import bitnet_ref.api
 from bitnet_ref.backends import choose_backend
 
 def peak():
