@@ -382,7 +382,16 @@ class Site:
         self.target, self.stretch = evidence.targets[name], evidence.stretch(name)
         self.partial: Explanation | None = None
         self.known = [(each, [n for n in self.stretch if each.is_in(evidence.steps[n])]) for each in known]
-        self.mask = np.isfinite(self.target.theirs) & (~self.target.right_close if self.target.alone else True)
+        mask = np.isfinite(self.target.theirs) & (~self.target.right_close if self.target.alone else True)
+        seen = mask & self._first_half()
+        self.mask = seen if (seen & ~self.target.right_close).any() else mask
+
+    def _first_half(self) -> NDArray[np.bool_]:
+        """The values of the first half of the tokens: constants are solved for there, and must hold on the others."""
+        shape = self.target.theirs.shape
+        axis = int(self.target.by_head)
+        half = np.arange(shape[axis]) < -(-shape[axis] // 2)
+        return np.broadcast_to(half.reshape([-1 if i == axis else 1 for i in range(len(shape))]), shape)
 
     def explanations(self) -> list[Explanation]:
         """What explains the whole tensor, the simplest first; empty if nothing does."""
