@@ -143,8 +143,17 @@ def test_what_is_shown_of_much(server, monkeypatch):
         with pytest.raises(RequestError, match="replica: expected at most 0, got 1"):
             page_module.describe_engine(engine, 1)
         waiting = [engine.submit("Alice", strategy=slowly, max_tokens=100, priority=int(n == 2)) for n in range(4)]
-        until(lambda: waiting[2].stats.generated_tokens > 0)
-        state = page_module.describe_engine(engine)
+        states = []
+
+        def shows_the_urgent_one():
+            """Not while it takes the place of another one, which is shown as running until it waits."""
+            states.append(page_module.describe_engine(engine))
+            first = states[-1]["requests"][:2]
+            running = [each["request_id"] for each in first if each["state"] == "running"]
+            return len(running) == 2 and waiting[2].request_id in running
+
+        until(shows_the_urgent_one)
+        state = states[-1]
         last = engine.metrics.counters["engine_steps"]
         assert len(state["steps"]) == 3
         assert last - 1 <= state["steps"][-1]["number"] <= last
