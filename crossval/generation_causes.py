@@ -309,7 +309,7 @@ def correct_runs(count: int) -> Iterator[tuple[str, int, str | None]]:
         room = min(64, model.context_length - len(prompt) - 2)
 
         def choose(row: np.ndarray, rng: np.random.Generator = rng) -> int:
-            """One of those that rounding flips could make the largest: half a near tie below it."""
+            """A token whose logit is at most 0.07 below the largest: rounding flips may exchange them."""
             near = np.flatnonzero(row >= row.max() - 0.07)
             return int(rng.choice(near))
 

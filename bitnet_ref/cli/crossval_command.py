@@ -119,11 +119,20 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
     return float(match[1]) * (60 if match[2] == "m" else 1)
 
 
+budget_option = click.option(
+    "--budget",
+    default="60s",
+    show_default=True,
+    metavar="TIME",
+    callback=seconds,
+    help="How long to look for the cause of a difference, by the clock: 90, 60s, 2m.",
+)
+
+
 def trace_options(function: AnyFunction) -> AnyFunction:
     """How a trace is judged."""
-    budget = "How long to look for the cause of a difference, by the clock: 90, 60s, 2m."
     options = [
-        click.option("--budget", default="60s", show_default=True, metavar="TIME", callback=seconds, help=budget),
+        budget_option,
         click.option("--no-causes", is_flag=True, help="Do not look for the cause of a difference."),
         click.option("--strict", is_flag=True, help="Fail for tensors that are missing or have unknown names."),
     ]

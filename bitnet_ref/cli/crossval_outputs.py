@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .crossval_command import load_reference, seconds, text_options
+from .crossval_command import budget_option, load_reference, seconds, text_options
 from .shell import DIFFERS, LoadingBar, common_options, make_table, report, style_text
 
 if TYPE_CHECKING:
@@ -24,14 +24,6 @@ _DTYPE = click.option(
     default="float32",
     show_default=True,
     help="What the engine computes in.",
-)
-_BUDGET = click.option(
-    "--budget",
-    default="60s",
-    show_default=True,
-    metavar="TIME",
-    callback=seconds,
-    help="How long to look for the cause of a difference: 90, 60s, 2m.",
 )
 
 
@@ -58,7 +50,7 @@ def draw_outputs(
 @click.argument("file", type=_FILE)
 @text_options("The prompt of runs that have none, as a text.")
 @_DTYPE
-@_BUDGET
+@budget_option
 @click.option("--no-causes", is_flag=True, help="Do not look for the cause of a difference.")
 @common_options
 def tokens_command(
@@ -112,7 +104,7 @@ def tokens_command(
 @click.option("--embeddings", is_flag=True, help="Compare the vectors of /v1/embeddings instead.")
 @click.option("--timeout", default="300s", show_default=True, callback=seconds, metavar="TIME", help="Of one request.")
 @_DTYPE
-@_BUDGET
+@budget_option
 @common_options
 def openai_command(
     url: str,

@@ -85,7 +85,7 @@ class SequenceRun(Mapping[str, NDArray]):
         self.calls: Calls = trace.sequence_calls[index]
         self.engine, self.engine_dtype, self.own_engine = trace.engine, trace.engine_dtype, trace.own_engine
         self.carries_inputs = trace.carries_inputs
-        self.prompt = None  # of all sequences together nobody knows which text is whose
+        self.prompt = None  # The trace's prompt is one text for all sequences.
 
     def __getitem__(self, name: str) -> NDArray:
         shape = tensor_of(self.trace, name).shape

@@ -65,10 +65,7 @@ class TokenFile:
     def content_hash(self) -> str:
         """The SHA-256 of the ids as little-endian uint32."""
         if self._hash is None:
-            digest = hashlib.sha256()
-            for start in range(0, len(self.ids), 1 << 22):
-                digest.update(self.ids[start : start + (1 << 22)].astype("<u4").data)
-            self._hash = digest.hexdigest()
+            self._hash = _hash_ids(self.ids)
         return self._hash
 
     def windows(self, context: int) -> int:
@@ -92,6 +89,13 @@ class TokenFile:
             self._drawn = count, seed, epoch
             self._permutation = np.random.default_rng([seed, epoch]).permutation(count)
         return self._permutation
+
+
+def _hash_ids(ids: Array) -> str:
+    digest = hashlib.sha256()
+    for start in range(0, len(ids), 1 << 22):
+        digest.update(ids[start : start + (1 << 22)].astype("<u4").data)
+    return digest.hexdigest()
 
 
 def open_tokens(
@@ -131,7 +135,7 @@ def open_tokens(
     if not blocks:
         raise FormatError("there is no text", path=files[0])
     ids = np.concatenate(blocks)
-    path = folder / f"{stem}-{hashlib.sha256(ids.astype('<u4').data).hexdigest()[:16]}.npy"
+    path = folder / f"{stem}-{_hash_ids(ids)[:16]}.npy"
     with atomic_path(path) as target, open(target, "wb") as file_out:
         np.save(file_out, ids)
     return TokenFile(path, vocab_size)

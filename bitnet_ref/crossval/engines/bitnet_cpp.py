@@ -63,11 +63,11 @@ def cross_bitnet_cpp(
         command = [program, "-m", str(path), "-n", str(count), "--temp", "0", *options]
         crossing = _compare(model, command, prompt, tokens, count, prints)
         for other in SHORT_PROMPTS if crossing.greedy is not None and crossing.greedy.hidden else ():
-            # of a prompt that gives the same tokens with BOS twice or without it, the tokens do not show which it was
-            more = _compare(model, command, other, model.tokenizer.encode(other), count, prints)
-            if not more.agrees:
-                return more
-            if more.greedy is not None and not more.greedy.hidden:
+            # The first prompt gives the same tokens with BOS twice, or without it: a short one may tell them apart.
+            short = _compare(model, command, other, model.tokenizer.encode(other), count, prints)
+            if not short.agrees:
+                return short
+            if short.greedy is not None and not short.greedy.hidden:
                 assert crossing.greedy is not None
                 crossing.greedy = replace(crossing.greedy, hidden=())
                 break

@@ -141,17 +141,17 @@ class Target:
             error = np.linalg.norm((mine.reshape(self.theirs.shape) - self.theirs)[rows])
         return bool(rows.mean() <= FLIPPED_ROWS and error <= FLIP_ERROR * np.linalg.norm(self.theirs[rows]))
 
-    def is_rounded(self, mine: NDArray, close: NDArray[np.bool_], largest: float, error: float) -> bool:
+    def is_rounded(self, mine: NDArray, close: NDArray[np.bool_], without: Target) -> bool:
         """Whether a tensor of an edit that rounds fits: a few values lie on the other side of a border.
 
-        largest, error: the largest difference, and the relative L2, of the tensor without the edit.
+        without: the same tensor without the edit.
         """
-        if self.distance(mine) <= ROUNDING_LEFT * error:
+        if self.distance(mine) <= ROUNDING_LEFT * without.error:
             return True
         if not self.alone:
             return False
         apart = np.abs(mine.reshape(self.theirs.shape) - self.theirs)[~close]
-        return bool((~close).mean() <= ROUNDED_OTHERWISE and (apart <= FLIP_SIZE * largest).all())
+        return bool((~close).mean() <= ROUNDED_OTHERWISE and (apart <= FLIP_SIZE * without.largest).all())
 
     @lazy_property
     def largest(self) -> float:
@@ -163,7 +163,7 @@ class Target:
     def match(self, mine: NDArray, rounds: bool = False) -> Match | None:
         """None where the tensor explains nothing."""
         close = self.close(mine)
-        if rounds and self.is_rounded(mine, close, self.largest, self.error):
+        if rounds and self.is_rounded(mine, close, self):
             return Match(True, share=1.0)
         if self.fits_but_for_flips(close, mine.astype(np.float64)):
             changed = ~self.right_close & close
@@ -215,8 +215,8 @@ class Evidence:
     def _is_rounded(self, name: str, without: Evidence | None) -> bool:
         if without is None or not any(step in self.setting.edits for step in self.stretch(name)):
             return False
-        target, before = self.targets[name], without.targets[name]
-        return target.is_rounded(target.right, target.right_close, before.largest, before.error)
+        target = self.targets[name]
+        return target.is_rounded(target.right, target.right_close, without.targets[name])
 
     def _settle(self, step: Step) -> NDArray:
         self.settled[step.name] = result = self._judge(step)

@@ -22,6 +22,7 @@ from ...families.family import Edit, Hypothesis, after, before, heads_apart, ins
 from ...reference import layers
 from ...reference.layers import ACTIVATIONS
 from ...reference.weights import LinearWeight
+from ..names import linear_input
 from .variants import Step, all_scores, is_by_head
 
 # In the tables below a row is a line.
@@ -120,6 +121,12 @@ def with_part(cost: float, text: str, step: Step, fits: Callable[[Any], bool], u
 def take_row(shift: int) -> Edit:
     """The embedding's row of id + shift."""
     return lambda step, compute, table, ids: compute(table, (ids + shift) % table.shape[0])
+
+
+def input_floats(step: Step) -> NDArray:
+    """The floats that the input of a linear's product was quantised from, of a step of that linear.   (N, K)"""
+    source = step.seen[linear_input(step.name.rpartition(".")[0], step.setting.config)]
+    return source.reshape(len(step.inputs[0]), -1)
 
 
 def scale_inputs(first: int, stop: int, factor: int, others: int = 1) -> Edit:
@@ -588,16 +595,14 @@ def _wrapped(bits: int) -> Change:
     return lambda y: (y + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
 
 
+LIMITS = (("wrap round", _wrapped), ("saturate", _saturated))
 PARTIAL_SUMS: list[Row] = [
     *((1.2, f"sums of {size} products {words} at {bits} bits, before they are added", _in_parts(size, limit(bits))) for bits, sizes in ((8, (2, 4, 8, 16, 32, 64)), (16, (512, 1024, 2048)))
-        for size in sizes for words, limit in (("saturate", _saturated), ("wrap round", _wrapped))),
+        for size in sizes for words, limit in LIMITS),
     *((1.2, f"accumulators saturate at {bits} bits after each {size} products", _in_parts(size, _saturated(bits), running=True)) for bits, sizes in ((8, (4, 8, 16, 32)), (16, (16, 32, 64, 128))) for size in sizes),
 ]
 ACCUMULATORS: list[Row] = [
-    *(row for bits in range(16, 7, -1) for top in (2 ** (bits - 1),) for row in (
-        (1, f"accumulators wrap round at {bits} bits", lambda y, top=top: (y + top) % (2 * top) - top),
-        (1, f"accumulators saturate at {bits} bits", lambda y, top=top: np.clip(y, -top, top - 1)),
-    )),
+    (1, f"accumulators {words} at {bits} bits", limit(bits)) for bits in range(16, 7, -1) for words, limit in LIMITS
 ]
 
 

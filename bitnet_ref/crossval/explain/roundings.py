@@ -17,8 +17,7 @@ from ...families.family import Edit, after, before, instead
 from ...reference import layers
 from ...reference.layers import ACTIVATIONS as GATES
 from ...reference.weights import LinearWeight
-from ..names import linear_input
-from .edits import Description, Row, _angles, _e, _ms, _shares, _turn, heads_apart, matrix, product, wide
+from .edits import Description, Row, _angles, _e, _ms, _shares, _turn, heads_apart, input_floats, matrix, product, wide
 from .number_formats import (
     FLOATS,
     INT4_ROWS,
@@ -111,8 +110,7 @@ def _bit_linears(step: Step) -> Iterator[Description]:
 
     def edit(rule: Rule) -> Edit:
         def of_floats(step: Step, compute: Edit, acc: NDArray, w: Any, x_quant_scale: NDArray) -> NDArray:
-            x = step.seen[linear_input(step.name.rpartition(".")[0], step.setting.config)].reshape(len(acc), -1)
-            return (product(rule(x), matrix(w)) * w.w_dequant_scale).astype(np.float32)
+            return (product(rule(input_floats(step)), matrix(w)) * w.w_dequant_scale).astype(np.float32)
 
         return of_floats
 

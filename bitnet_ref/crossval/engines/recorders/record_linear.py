@@ -31,12 +31,12 @@ def find(target):
     module, _, path = target.partition(":")
     if module.endswith(".py"):
         sys.path.insert(0, os.path.dirname(os.path.abspath(module)))
-        found = importlib.machinery.SourceFileLoader("layer_under_test", module).load_module()
+        layer = importlib.machinery.SourceFileLoader("layer_under_test", module).load_module()
     else:
-        found = importlib.import_module(module)
+        layer = importlib.import_module(module)
     for name in path.split("."):
-        found = getattr(found, name)
-    return found
+        layer = getattr(layer, name)
+    return layer
 
 
 def written_arguments(text, sizes):

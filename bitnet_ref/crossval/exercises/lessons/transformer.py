@@ -113,10 +113,10 @@ def linear_of_q(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
     x, layer = recorded["blocks.0.ln1.hook_normalized"], model.weights.layers[0]
     mine = run(answer, x, layer.q_proj)
     name = "blocks.0.attn.q_proj.hook_out"
-    said = expect_tensor(model, tokens, recorded, name, mine, "blocks.0.ln1.hook_normalized")
+    sentence = expect_tensor(model, tokens, recorded, name, mine, "blocks.0.ln1.hook_normalized")
     x, name = recorded["blocks.0.ln2.hook_normalized"], "blocks.0.mlp.up_proj.hook_out"
     expect_tensor(model, tokens, recorded, name, run(answer, x, layer.up_proj), "blocks.0.ln2.hook_normalized")
-    return said
+    return sentence
 
 
 @exercise(
@@ -146,7 +146,7 @@ def turned_queries(answer: Any, model: Model, tokens: Sequence[int], recorded: R
         "cos is used for sin": ("np.sin(angles)", "np.cos(angles)"),
     }
     made = {text: partial(lambda e: with_edit(model, "3b.4", *e)(q, positions), edit) for text, edit in slips.items()}
-    said = expect_tensor(model, tokens, recorded, name, run(answer, q, positions), "blocks.0.attn.hook_k", made)
+    sentence = expect_tensor(model, tokens, recorded, name, run(answer, q, positions), "blocks.0.attn.hook_k", made)
     last = run(answer, q[-1:], positions[-1:])  # alone, as in generation
     try:
         expect_array(last, recorded[name][-1:])
@@ -155,7 +155,7 @@ def turned_queries(answer: Any, model: Model, tokens: Sequence[int], recorded: R
             f"Right for the whole text, wrong for its last token alone, at position {positions[-1]}: use the "
             f"positions that you are given. {wrong}"
         ) from None
-    return said
+    return sentence
 
 
 @exercise(
@@ -191,7 +191,7 @@ def attention_of_heads(answer: Any, model: Model, tokens: Sequence[int], recorde
         "softmax sums over the queries; it must sum over the keys, axis=-1": ("e.sum(axis=-1", "e.sum(axis=-2"),
     }
     made = {text: partial(lambda e: with_edit(model, "3b.5", *e)(q, k, v), edit) for text, edit in slips.items()}
-    said = expect_tensor(model, tokens, recorded, name, run(answer, q, k, v), "blocks.0.attn.hook_v", made)
+    sentence = expect_tensor(model, tokens, recorded, name, run(answer, q, k, v), "blocks.0.attn.hook_v", made)
     for n in (1, 3):
         try:
             expect_array(run(answer, q[-n:], k, v), recorded[name][-n:])
@@ -200,7 +200,7 @@ def attention_of_heads(answer: Any, model: Model, tokens: Sequence[int], recorde
                 f"Right for the whole text, wrong for its last {n} alone, as with a cache. Query i of n is token "
                 f"T − n + i of the text. {wrong}"
             ) from None
-    return said
+    return sentence
 
 
 @exercise(
@@ -270,7 +270,7 @@ def whole_block(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
         text: partial(lambda e: with_edit(model, "3b.7", *e)(x, layer, empty_cache(model)), edit)
         for text, edit in slips.items()
     }
-    said = expect_tensor(model, tokens, recorded, name, run(answer, x, layer, cache), "hook_embed", made)
+    sentence = expect_tensor(model, tokens, recorded, name, run(answer, x, layer, cache), "hook_embed", made)
     if len(cache["k"]) != len(x) or len(cache["v"]) != len(x):
         raise Wrong(
             f"x is right, but the cache has {len(cache['k'])} keys and {len(cache['v'])} values after "
@@ -286,7 +286,7 @@ def whole_block(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
             f"Right for the whole text at once, wrong token by token: positions begin at the number of keys in "
             f"the cache, and the cache keeps what is turned. {wrong}"
         ) from None
-    return f"{said} Also token by token."
+    return f"{sentence} Also token by token."
 
 
 def empty_cache(model: Model) -> dict[str, NDArray[np.float32]]:

@@ -13,7 +13,7 @@ from ....families.family import Edit, Hypothesis, instead
 from ....reference import layers
 from ....reference.quantization import SCALE_FLOOR
 from ....reference.weights import TernaryLinear
-from ...names import linear_input
+from ..edits import input_floats
 from ..variants import Step
 from .linears import OUT, dequantizes
 
@@ -70,17 +70,11 @@ class BlockwiseBackend(Backend):
         return (acc * step[..., None]).sum(axis=1, dtype=np.float32) * w.w_dequant_scale
 
 
-def _floats(step: Step, acc: NDArray) -> NDArray:
-    """The floats whose product this output is.   (N, K)"""
-    linear = step.name.rpartition(".")[0]
-    return step.seen[linear_input(linear, step.setting.config)].reshape(len(acc), -1)
-
-
 def _blockwise(size: int) -> Edit:
     be = BlockwiseBackend(size)
 
     def edit(step: Step, compute: Edit, acc: NDArray, w: TernaryLinear, scale: NDArray) -> NDArray:
-        x_q, scales = be.quantize_activations(_floats(step, acc))
+        x_q, scales = be.quantize_activations(input_floats(step))
         return be.dequantize(be.ternary_matmul(x_q, w), w, scales)
 
     return edit
@@ -97,7 +91,7 @@ def in_blocks(size: int) -> Callable[[Step], bool]:
 
 
 def _unquantized(step: Step, compute: Edit, acc: NDArray, w: TernaryLinear, scale: NDArray) -> NDArray:
-    exact = layers.dense_matmul(_floats(step, acc), w.ternary().astype(np.float32))
+    exact = layers.dense_matmul(input_floats(step), w.ternary().astype(np.float32))
     return compute(exact, w, np.ones_like(scale))
 
 

@@ -14,8 +14,9 @@ from ....families.family import Edit, Hypothesis, after, before, instead, is_lis
 from ....reference import layers
 from ....reference.layers import ACTIVATIONS
 from ....reference.quantization import quantize_activations
-from ....reference.weights import DenseWeight, LinearWeight
-from ..number_formats import Q8_0, to_integers
+from ....reference.weights import LinearWeight
+from ..number_formats import INT8_ROWS, Q8_0
+from ..roundings import with_matrix_in
 from ..variants import Step
 
 gate_mistake = partial(Hypothesis, "*.mlp.hook_post")
@@ -77,23 +78,9 @@ def _has_blocks_of_32(step: Step) -> bool:
     return _is_dense(step) and _table(step).shape[1] % 32 == 0
 
 
-def with_table(change: Callable[[NDArray], NDArray]) -> Edit:
-    """A step of the embedding or the head with another matrix, change(the right one in float32)."""
-
-    def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
-        w = _table(step)
-        other = DenseWeight(change(w.array.astype(np.float32)), w.bias, w.wide, w.name)
-        return compute(*(other if x is w else x for x in inputs))
-
-    return edit
-
-
-_int8_rows = partial(to_integers, top=127)
-
-
 def _int8_head(step: Step, compute: Edit, x: NDArray, w: LinearWeight) -> NDArray:
     x_q, x_quant_scale = quantize_activations(x)
-    return with_table(_int8_rows)(step, compute, x_q.astype(np.float32) / x_quant_scale, w)
+    return with_matrix_in(INT8_ROWS)(step, compute, x_q.astype(np.float32) / x_quant_scale, w)
 
 
 def _has_neighbours(step: Step) -> bool:
@@ -153,18 +140,18 @@ HYPOTHESES = (
         "Use it unscaled.",
         after(lambda x: x * np.float32(x.shape[1] ** 0.5))),
     head_mistake("head_int8_rows", "lm_head is quantised to int8, with one scale per row",
-        "lm_head is not quantised.", with_table(_int8_rows), _is_dense),
+        "lm_head is not quantised.", with_matrix_in(INT8_ROWS), _is_dense),
     head_mistake("head_q8_0", "lm_head is stored as Q8_0 (int8 blocks of 32)",
-        "Keep lm_head in bf16 or f32.", with_table(Q8_0), _has_blocks_of_32),
+        "Keep lm_head in bf16 or f32.", with_matrix_in(Q8_0), _has_blocks_of_32),
     table_mistake("head_and_embedding_q8_0", "the embedding, tied to the head, is stored as Q8_0",
         "Keep token_embd in bf16 or f16.",
-        with_table(Q8_0), lambda step: step.setting.weights.tied and _has_blocks_of_32(step)),
+        with_matrix_in(Q8_0), lambda step: step.setting.weights.tied and _has_blocks_of_32(step)),
     head_mistake("head_activations_int8", "lm_head runs with int8 weights and int8 activations",
         "lm_head is a plain float product: no activation quantisation there.", _int8_head, _is_dense),
     table_mistake("head_f16", "embedding and head are rounded to float16",
-        "bf16 has a wider range.", with_table(lambda w: w.astype(np.float16)), _is_dense),
+        "bf16 has a wider range.", with_matrix_in(lambda w: w.astype(np.float16)), _is_dense),
     table_mistake("head_bf16", "embedding and head are rounded to bfloat16",
-        "Keep the file's dtype.", with_table(lambda w: w.astype(ml_dtypes.bfloat16)), _is_dense),
+        "Keep the file's dtype.", with_matrix_in(lambda w: w.astype(ml_dtypes.bfloat16)), _is_dense),
     _shifted_logits(1, "previous"),
     _shifted_logits(-1, "next"),
     head_mistake("logits_of_one_position_for_all", "every row of the logits is the last token's",

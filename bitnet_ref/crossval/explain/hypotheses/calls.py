@@ -287,12 +287,12 @@ def sees_in_front(tokens: Callable[[Setting], Sequence[int]], place: str, from_c
             keys_in_front, v_in_front = (np.repeat(x, len(front), axis=0) for x in (keys_in_front, v_in_front))
         q, group = step.seen[f"{attn}.hook_rot_q"], inputs[0].shape[0] // values.shape[1]
         k_wide, v_wide = (np.repeat(x, group, axis=1).astype(np.float64) for x in (keys_in_front, v_in_front))
-        more = np.einsum("ihd,jhd->hij", q.astype(np.float64), k_wide) * q.shape[2] ** -0.5
+        in_front = np.einsum("ihd,jhd->hij", q.astype(np.float64), k_wide) * q.shape[2] ** -0.5
         if (window := setting.config.window_of(step.layer or 0)) is not None:
             distance = np.arange(n)[:, None] - (np.arange(len(front)) - len(front))
-            more = np.where(distance < window, more, -np.inf)
+            in_front = np.where(distance < window, in_front, -np.inf)
         own = step.seen[f"{attn}.hook_attn_scores"].astype(np.float64)
-        both = layers.softmax(np.concatenate([more, own], axis=2))
+        both = layers.softmax(np.concatenate([in_front, own], axis=2))
         z = np.einsum("hij,jhd->ihd", both[:, :, : len(front)], v_wide)
         z += np.einsum("hij,jhd->ihd", both[:, :, len(front) :], np.repeat(values, group, axis=1).astype(np.float64))
         right = compute(*inputs)
