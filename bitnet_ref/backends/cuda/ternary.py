@@ -18,6 +18,7 @@ from .stacks import MAX_STACKED, Member, Stack, first_rows, starts_of
 FILE = "ternary.cu"
 TILE_ROWS, TILE_COLUMNS, TILE_WORDS = 16, 128, 128  # ternary.cu's
 GEMM_ROWS = 128  # of a block of kernel 3
+STAGES, SUMS_PITCH = 4, GEMM_ROWS + 4  # ternary.cu: of kernel 3
 COLUMNS_TIMES_64 = 1 << 18  # from here on 64 times a sum may pass int32: the plain kernel
 MAX_WARPS = 16  # of a block of kernels 1 and 2
 THREADS = 256  # of a block of the kernels with one thread per element
@@ -74,8 +75,9 @@ def choose_launch(tokens: int, rows: int, columns: int, multiprocessors: int, ke
         return Launch(kernel, (tiles_n, 1, 1), 32 * warps, shared, tiles_k, 1)
     grid = -(-rows // GEMM_ROWS), -(-tokens // GEMM[kernel])
     share, parts = divided(tiles_k, min(multiprocessors // (grid[0] * grid[1]), tiles_k // 4))
-    stages = 3 * GEMM[kernel] * TILE_COLUMNS
-    return Launch(kernel, (*grid, parts), 2 * GEMM[kernel], stages, share, parts)
+    stages = STAGES * (GEMM_ROWS * TILE_COLUMNS // 4 + GEMM[kernel] * TILE_COLUMNS)
+    shared = max(stages, GEMM[kernel] * SUMS_PITCH * 4)  # the sums lie where the stages were
+    return Launch(kernel, (*grid, parts), 2 * GEMM[kernel], shared, share, parts)
 
 
 def divided(tiles_k: int, parts: int) -> tuple[int, int]:

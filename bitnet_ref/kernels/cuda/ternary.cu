@@ -260,83 +260,100 @@ extern "C" __global__ void __launch_bounds__(512) ternary_gemv_mma_32(PARAMETERS
 // -- 3: many tokens ---------------------------------------------------------------------------------------------------
 //
 // Prompts and large batches: the tensor cores are the limit. A warp has 32 rows by 64 tokens of sums; a block has four
-// warps along the rows and TOKEN_WARPS along the tokens. Shared memory has three stages of 128 columns of x of the
-// block's tokens: while one is multiplied, two are on their way. Weights go from memory to registers, as above, one
-// step ahead, and are unpacked once for 64 tokens: 56 operations beside 64 mma.
+// warps along the rows and TOKEN_WARPS along the tokens. Shared memory has four stages of 128 columns, of the weights
+// of the block's rows as they are packed and of the x of its tokens: while one is multiplied, three are on their way.
+// Weights are unpacked once for 64 tokens: 56 operations beside 64 mma.
 //
 // Where rows and tokens give too few blocks for the GPU, several divide K and add their sums to acc, and the last of
 // them to finish computes y. Sums are integers, so their order changes nothing.
 //
 // In shared memory a token's 128 bytes are eight chunks of 16; odd tokens have their halves exchanged. So the eight
 // lanes that read at a time (g = 0 and 1, t = 0 to 3, chunk t or t + 4) use all 32 banks once.
-static constexpr int STAGES = 3, WARP_ROW_TILES = 2, ROW_WARPS = 4, WARP_GROUPS = 8;
+//
+// The results go through shared memory, where a thread takes the sums of one row: neighbouring lanes then write
+// neighbouring rows, and the code of a result stands here once. Unrolled for the 64 sums of a lane it was 250 KB of
+// instructions, beyond every cache of them, with a load to wait for in each: 25 to 40 us of every launch (H200).
+static constexpr int STAGES = 4, WARP_ROW_TILES = 2, ROW_WARPS = 4, WARP_GROUPS = 8;
+static constexpr int BLOCK_ROW_TILES = ROW_WARPS * WARP_ROW_TILES, BLOCK_ROWS = BLOCK_ROW_TILES * TILE_ROWS;
+static constexpr int WEIGHT_BYTES = BLOCK_ROW_TILES * TILE_WORDS * 4;  // of a stage
+static constexpr int SUMS_PITCH = BLOCK_ROWS + 4;  // of a token's sums: those that a warp writes at a time meet all banks
+static constexpr int AT_ONCE = 8;  // results of a thread, whose loads are in flight together
 
 __device__ __forceinline__ int chunk_place(int token, int chunk) {
     return token * TILE_COLUMNS + 16 * (chunk ^ (token & 1) << 2);
 }
 
-/* Columns 128 k .. 128 k + 127 of the block's tokens into a stage; zeros past the last token. */
-template <int TOKENS>
-__device__ __forceinline__ void fetch_x(signed char *stage, const signed char *x_q, int x_stride, int first, int tokens,
-                                        int k) {
-    const int chunk = threadIdx.x % 8;
-    #pragma unroll 1
-    for (int token = threadIdx.x / 8; token < TOKENS; token += 2 * TOKENS / 8) {  // a block has 2 TOKENS threads
-        const bool valid = first + token < tokens;
-        const signed char *from = x_q + (valid ? (long long)(first + token) * x_stride + k * 128ll + 16 * chunk : 0);
-        copy_async_16(stage + chunk_place(token, chunk), from, valid);
-    }
-}
-
 template <int TOKEN_WARPS>
 __device__ __forceinline__ void gemm(PARAMETERS) {
-    constexpr int TOKENS = 8 * WARP_GROUPS * TOKEN_WARPS, STAGE_BYTES = TOKENS * TILE_COLUMNS;
+    constexpr int TOKENS = 8 * WARP_GROUPS * TOKEN_WARPS, STAGE_BYTES = WEIGHT_BYTES + TOKENS * TILE_COLUMNS;
+    constexpr int THREADS = 2 * TOKENS;
     signed char *stages = dynamic_shared<signed char>();
     const int tiles_k = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles_n = (rows + TILE_ROWS - 1) / TILE_ROWS;
     const int begin = blockIdx.z * share, end = min(begin + share, tiles_k);
     const int g = lane_of_warp() / 4, t = lane_of_warp() % 4, first_token = blockIdx.y * TOKENS;
-    const int row_tile = (blockIdx.x * ROW_WARPS + warp_of_block() % ROW_WARPS) * WARP_ROW_TILES;
+    const int warp_row_tile = warp_of_block() % ROW_WARPS * WARP_ROW_TILES;
     const int warp_token = warp_of_block() / ROW_WARPS * 8 * WARP_GROUPS;
 
-    // Tiles past the last one read the last tile, and their rows are not written.
-    const uint4 *weights = reinterpret_cast<const uint4 *>(tiles) + lane_of_warp() +
-                           ((long long)min(row_tile, tiles_n - 1) * tiles_k + begin) * 32;
-    const int below = row_tile + 1 < tiles_n ? tiles_k * 32 : 0;
-    uint4 words[WARP_ROW_TILES] = {weights[0], weights[below]};
-    #pragma unroll
+    // The next 128 columns into a stage. Tiles past the last row are those of the last, whose rows are not written;
+    // tokens past the last are zeros. A thread copies 16 bytes of every fourth or eighth tile, and of some tokens.
+    constexpr int TILES_EACH = THREADS / 32, TOKENS_EACH = THREADS / 8;
+    const int my_row_tile = blockIdx.x * BLOCK_ROW_TILES + warp_of_block(), my_token = threadIdx.x / 8;
+    const char *my_tile = reinterpret_cast<const char *>(tiles) +
+                          ((size_t)min(my_row_tile, tiles_n - 1) * tiles_k + begin) * 512 + 16 * lane_of_warp();
+    const int next_tile = (min(my_row_tile + TILES_EACH, tiles_n - 1) - min(my_row_tile, tiles_n - 1)) * tiles_k * 512;
+    const int tokens_left = tokens - first_token - my_token;
+    const signed char *my_x = x_q + (size_t)(first_token + my_token) * x_stride + begin * 128 + 16 * (threadIdx.x % 8);
+    const int x_place = chunk_place(my_token, threadIdx.x % 8);  // TOKENS_EACH is even
+    auto fetch = [&](signed char *stage) {
+        copy_async_16(stage + 16 * threadIdx.x, my_tile, true);
+        if (TILES_EACH < BLOCK_ROW_TILES) copy_async_16(stage + 16 * (threadIdx.x + THREADS), my_tile + next_tile, true);
+        my_tile += 512;
+        #pragma unroll
+        for (int i = 0; i < TOKENS / TOKENS_EACH; i++) {
+            const bool valid = i * TOKENS_EACH < tokens_left;
+            copy_async_16(stage + WEIGHT_BYTES + x_place + i * TOKENS_EACH * TILE_COLUMNS,
+                          valid ? my_x + (size_t)i * TOKENS_EACH * x_stride : x_q, valid);
+        }
+        my_x += TILE_COLUMNS;
+    };
+    #pragma unroll 1
     for (int ahead = 0; ahead < STAGES - 1; ahead++) {
-        if (begin + ahead < end)
-            fetch_x<TOKENS>(stages + ahead * STAGE_BYTES, x_q, x_stride, first_token, tokens, begin + ahead);
+        if (begin + ahead < end) fetch(stages + ahead * STAGE_BYTES);
         copies_commit();
     }
     int sums[WARP_ROW_TILES][WARP_GROUPS][4] = {};
+    uint4 words[WARP_ROW_TILES] = {};  // a step ahead: read when they are needed, ptxas would spill 400 bytes
+    auto read_words = [&](const signed char *stage) {
+        #pragma unroll
+        for (int i = 0; i < WARP_ROW_TILES; i++)
+            words[i] = reinterpret_cast<const uint4 *>(stage)[(warp_row_tile + i) * 32 + lane_of_warp()];
+    };
+    copies_wait<STAGES - 2>();
+    __syncthreads();
+    read_words(stages);
+    #pragma unroll 1
     for (int k = begin; k < end; k++) {
-        copies_wait<STAGES - 2>();
-        __syncthreads();  // all copies for k have arrived, and the stage of k - 1 is free
-        const int later = k + STAGES - 1;
-        if (later < end)
-            fetch_x<TOKENS>(stages + (later - begin) % STAGES * STAGE_BYTES, x_q, x_stride, first_token, tokens, later);
+        copies_wait<STAGES - 3>();
+        __syncthreads();  // all copies for k and k + 1 have arrived, and the stage of k - 1 is free
+        if (k + STAGES - 1 < end) fetch(stages + (k + STAGES - 1 - begin) % STAGES * STAGE_BYTES);
         copies_commit();
 
+        const signed char *stage = stages + (k - begin) % STAGES * STAGE_BYTES;
         unsigned a[WARP_ROW_TILES][4][4];  // [][crumb][register]
         #pragma unroll
-        for (int i = 0; i < WARP_ROW_TILES; i++) {
+        for (int i = 0; i < WARP_ROW_TILES; i++)
             #pragma unroll
             for (int crumb = 0; crumb < 4; crumb++) {
                 a[i][crumb][0] = times_64(words[i].x, crumb), a[i][crumb][1] = times_64(words[i].y, crumb);
                 a[i][crumb][2] = times_64(words[i].z, crumb), a[i][crumb][3] = times_64(words[i].w, crumb);
             }
-        }
-        if (k + 1 < end) {
-            weights += 32;
-            words[0] = weights[0], words[1] = weights[below];
-        }
-        const signed char *stage = stages + (k - begin) % STAGES * STAGE_BYTES;
+        if (k + 1 < end) read_words(stages + (k + 1 - begin) % STAGES * STAGE_BYTES);
+        const signed char *x = stage + WEIGHT_BYTES;
         #pragma unroll
         for (int group = 0; group < WARP_GROUPS; group++) {
             const int token = warp_token + 8 * group + g;
-            const uint4 low = *reinterpret_cast<const uint4 *>(stage + chunk_place(token, t));
-            const uint4 high = *reinterpret_cast<const uint4 *>(stage + chunk_place(token, t + 4));
+            const uint4 low = *reinterpret_cast<const uint4 *>(x + chunk_place(token, t));
+            const uint4 high = *reinterpret_cast<const uint4 *>(x + chunk_place(token, t + 4));
             const unsigned b[4][2] = {{low.x, high.x}, {low.y, high.y}, {low.z, high.z}, {low.w, high.w}};
             #pragma unroll
             for (int crumb = 0; crumb < 4; crumb++)
@@ -344,50 +361,65 @@ __device__ __forceinline__ void gemm(PARAMETERS) {
                 for (int i = 0; i < WARP_ROW_TILES; i++) mma_s8(sums[i][group], a[i][crumb], b[crumb]);
         }
     }
-    // Calls use(row, token, sum) for each of the warp's sums, by the rows g and g + 8 of its tiles: 8 lanes write 32
-    // neighbouring bytes.
-    auto each = [&](auto use) {
+    __syncthreads();  // the stages have been read
+    int *staged = dynamic_shared<int>();  // [token][row]
+    #pragma unroll
+    for (int i = 0; i < WARP_ROW_TILES; i++)
         #pragma unroll
-        for (int i = 0; i < WARP_ROW_TILES; i++)
+        for (int group = 0; group < WARP_GROUPS; group++)
             #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int row = (row_tile + i) * TILE_ROWS + g + 8 * half;
-                if (row >= rows) continue;
-                #pragma unroll
-                for (int group = 0; group < WARP_GROUPS; group++)
-                    #pragma unroll
-                    for (int odd = 0; odd < 2; odd++) {
-                        const int token = first_token + warp_token + 8 * group + 2 * t + odd;
-                        if (token < tokens) use(row, token, sums[i][group][2 * half + odd] >> 6);
-                    }
+            for (int j = 0; j < 4; j++) {
+                const int token = warp_token + 8 * group + 2 * t + j % 2;
+                const int row_of_block = (warp_row_tile + i) * TILE_ROWS + g + j / 2 * 8;
+                staged[token * SUMS_PITCH + row_of_block] = sums[i][group][j] >> 6;
             }
+    __syncthreads();
+
+    // From here on a thread has one row, and every TOKEN_WARPS-th token.
+    const int row_of_block = threadIdx.x % BLOCK_ROWS, row = blockIdx.x * BLOCK_ROWS + row_of_block;
+    const int first = threadIdx.x / BLOCK_ROWS, count = row < rows ? min(TOKENS, tokens - first_token) : 0;
+    int *to_acc = acc + (long long)first_token * rows + row;
+    auto write_all = [&](auto sum_of) {
+        if (count == 0) return;
+        const float w_scale = w_scales[row], b = bias != nullptr ? bias[row] : 0.0f;
+        const long long at = place_in_stack(first_token, row, tokens, rows, second, third);
+        const long long pitch = place_in_stack(first_token + 1, row, tokens, rows, second, third) - at;
+        #pragma unroll 1
+        for (int token_0 = first; token_0 < count; token_0 += AT_ONCE * TOKEN_WARPS) {
+            int sum[AT_ONCE];
+            float x_scale[AT_ONCE], before[AT_ONCE];
+            #pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const int token = min(token_0 + i * TOKEN_WARPS, count - 1);
+                sum[i] = sum_of(token);
+                x_scale[i] = x_scales[first_token + token];
+                before[i] = residual != nullptr ? residual[at + token * pitch] : 0.0f;
+            }
+            #pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const int token = token_0 + i * TOKEN_WARPS;
+                const float value = scaled(sum[i], w_scale, x_scale[i], bias != nullptr, b);
+                if (token < count) y[at + token * pitch] = residual != nullptr ? __fadd_rn(before[i], value) : value;
+            }
+        }
     };
-    auto write = [&](int row, int token, int sum) {
-        const float b = bias != nullptr ? bias[row] : 0.0f;
-        write_y(y, residual, place_in_stack(token, row, tokens, rows, second, third),
-                scaled(sum, w_scales[row], x_scales[token], bias != nullptr, b));
-    };
-    if (gridDim.z == 1) {
-        if (acc == nullptr)
-            each(write);
+    auto staged_sum = [&](int token) { return staged[token * SUMS_PITCH + row_of_block]; };
+    if (gridDim.z == 1 && acc == nullptr) return write_all(staged_sum);
+    for (int token = first; token < count; token += TOKEN_WARPS)
+        if (gridDim.z == 1)
+            to_acc[(long long)token * rows] = staged_sum(token);
         else
-            each([&](int row, int token, int sum) { acc[(long long)token * rows + row] = sum; });
-        return;
-    }
-    each([&](int row, int token, int sum) { atomicAdd(acc + (long long)token * rows + row, sum); });
-    if (y == nullptr) return;
+            atomicAdd(to_acc + (long long)token * rows, staged_sum(token));
+    if (gridDim.z == 1 || y == nullptr) return;
     __threadfence();  // the sums of this block are visible before it is counted
     __syncthreads();
-    int *count = done + blockIdx.y * gridDim.x + blockIdx.x;
-    const bool last = __syncthreads_or(threadIdx.x == 0 && atomicAdd(count, 1) == (int)gridDim.z - 1);
+    int *blocks_done = done + blockIdx.y * gridDim.x + blockIdx.x;
+    const bool last = __syncthreads_or(threadIdx.x == 0 && atomicAdd(blocks_done, 1) == (int)gridDim.z - 1);
     if (!last) return;
     __threadfence();
-    each([&](int row, int token, int) {
-        int *place = acc + (long long)token * rows + row;
-        write(row, token, __ldcg(place));
-        *place = 0;
-    });
-    if (threadIdx.x == 0) *count = 0;
+    write_all([&](int token) { return __ldcg(to_acc + (long long)token * rows); });
+    for (int token = first; token < count; token += TOKEN_WARPS) to_acc[(long long)token * rows] = 0;
+    if (threadIdx.x == 0) *blocks_done = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(128, 3) ternary_gemm_64(PARAMETERS) {
