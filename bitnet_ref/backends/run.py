@@ -168,7 +168,9 @@ def head_rows(be: Backend, x: Floats, w: ModelWeights, top: Sequence[tuple[int |
     """The logits that each row of x (wanted, D) needs: none where `top` has None."""
     asked = [row for row, need in enumerate(top) if need is not None]
     needs = [HeadNeed(*need) for need in top if need is not None]
-    rows = be.head_rows(x if len(asked) == len(top) else x[asked], w.lm_head, needs) if asked else []
+    if len(asked) < len(top) and asked:
+        x = be.take_rows(x, be.from_host(np.array(asked, dtype=np.int64)))
+    rows = be.head_rows(x, w.lm_head, needs) if asked else []
     nothing = HeadRows(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
     computed = iter(rows)
     return [nothing if need is None else next(computed) for need in top]

@@ -36,9 +36,10 @@ def random_case(seed, n, out, width, kind):
 
 
 def error_of(y, x, w):
-    """The largest error, in roundings of the largest result."""
-    exact = x.astype(np.float64) @ w.astype(np.float64).T
-    return np.abs(y - exact).max() / np.abs(exact).max() / EPSILON
+    """The largest error, in roundings of the largest result, or of what is usual for one that happens to be small."""
+    wide, weights = x.astype(np.float64), w.astype(np.float64).T
+    exact, usual = wide @ weights, np.sqrt(wide**2 @ weights**2)
+    return np.abs(y - exact).max() / max(np.abs(exact).max(), usual.max()) / EPSILON
 
 
 # -- one order ---------------------------------------------------------------------------------------------------------
@@ -61,8 +62,9 @@ def test_a_row_is_the_same_in_any_company(kind):
 @example(0, 33, 129, 65, "bfloat16")
 def test_any_shape_by_every_kernel(seed, n, out, width, kind):
     x, w = random_case(seed, n, out, width, kind)
-    alone = product(x[-1:], w, "dense_few_8")
-    together = product(x, w, KERNELS[seed % len(KERNELS)], order=seed % 3)
+    order = seed % 3 if cuda.emulation_wanted() else 0  # a card's tensor cores cut other bits than the emulated ones
+    alone = product(x[-1:], w, "dense_few_8", order)
+    together = product(x, w, KERNELS[seed % len(KERNELS)], order)
     np.testing.assert_array_equal(together[-1:], alone)
     assert error_of(together, x, w) < 4
 
@@ -79,10 +81,10 @@ def test_rows_of_more_chunks_than_are_kept_at_a_time(kind):
 def test_launches():
     """The head of 2B-4T by tensor cores from 9 tokens on; a matrix of few rows in small blocks."""
     of_head = [choose_launch(n, 2560, 128256, "bfloat16", 132) for n in (1, 8, 9, 32, 33, 128)]
-    names = ["few_8", "few_8", "many_32", "many_32", "many_64", "many_64"]
+    names = ["tall_8", "tall_8", "many_32", "many_32", "many_64", "many_64"]
     assert [how.kernel for how in of_head] == [f"dense_{name}_bfloat16" for name in names]
-    assert [how.grid for how in of_head] == [(8016,), (8016,), (1002,), (1002,), (1002,), (2004,)]
-    assert of_head[0].shared_mem == 40 * 16 * 8 * 4
+    assert [how.grid for how in of_head] == [(4008,), (4008,), (1002,), (1002,), (1002,), (2004,)]
+    assert of_head[0].shared_mem == 40 * 32 * 8 * 4
     assert max(how.shared_mem for how in of_head) <= 64 << 10  # three blocks on a multiprocessor of an H200
     assert choose_launch(64, 2048, 2048, "bfloat16", 132).kernel == "dense_few_32_bfloat16"
     assert choose_launch(MAX_IN_ORDER, 2048, 5632, "float16", 132).kernel == "dense_many_64_float16"

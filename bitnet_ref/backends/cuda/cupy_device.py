@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike
 from ...errors import BackendUnavailable, DeviceError, OutOfMemory
 from ...reference.layers import Array
 from .device import INSTALL, Device, DeviceArray, DeviceGraph, Event, MemoryInfo, Size, check_copy, plain_launch
+from .early import CAPABILITY, DRIVER, launch_early, starts_early
 from .sources import NVRTC_OPTIONS, build_once, find, flattened
 
 CupyArray = Any  # CuPy has no types
@@ -125,10 +126,10 @@ def _machine_code(file: str) -> Path:
 
 
 class CupyKernel:
-    """A kernel of a RawModule, on the device's stream."""
+    """A kernel of a RawModule, on the device's stream.  early: it waits itself for the launch before."""
 
-    def __init__(self, device: CupyDevice, function: Any, name: str) -> None:
-        self.name, self._device, self._function = name, device, function
+    def __init__(self, device: CupyDevice, function: Any, name: str, early: bool = False) -> None:
+        self.name, self._device, self._function, self._early = name, device, function, early
         self._max_shared = device.shared_bytes - function.shared_size_bytes  # that a launch may add
         # By default the kernel's own and the launch's shared memory may be 48 KB together. All kernels ask for the same
         # share of the first-level cache, so that blocks of the next one fit beside those of this one.
@@ -137,8 +138,12 @@ class CupyKernel:
 
     def __call__(self, grid: Size, block: Size, args: Sequence[Any], shared_mem: int = 0) -> None:
         launch = plain_launch(self.name, grid, block, args, shared_mem, self._max_shared)
+        stream = self._device.stream
         with device_errors(), self._device.gpu:
-            self._function(*launch, shared_mem=shared_mem, stream=self._device.stream)
+            if not self._early:
+                self._function(*launch, shared_mem=shared_mem, stream=stream)
+            elif error := launch_early(self._function.kernel.ptr, *launch, shared_mem, stream.ptr):
+                raise self._device.xp.cuda.driver.CUDADriverError(error)
 
 
 def _empty_retired_pools() -> None:
@@ -204,6 +209,7 @@ class CupyDevice(Device):
         self.shared_bytes = facts["sharedMemPerBlockOptin"]
         self.row_blocks = self.multiprocessors
         self.can_matmul_16 = _cublas() is not None
+        self.overlaps = self.compute_capability >= CAPABILITY and cupy.cuda.runtime.driverGetVersion() >= DRIVER
         self._limit, self._peak, self._capturing = memory_limit, 0, False
         self._modules: dict[str, Any] = {}
         self._kernels: dict[tuple[str, str], CupyKernel] = {}
@@ -265,7 +271,7 @@ class CupyDevice(Device):
                 if file not in self._modules:
                     self._modules[file] = self.xp.RawModule(path=str(_machine_code(file)))
                 function = self._modules[file].get_function(name)
-                self._kernels[file, name] = CupyKernel(self, function, name)
+                self._kernels[file, name] = CupyKernel(self, function, name, self.overlaps and starts_early(file))
         return self._kernels[file, name]
 
     def matmul_16(self, x: CupyArray, w: CupyArray, y: CupyArray, kind: str) -> None:

@@ -28,10 +28,12 @@ KINDS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfl
 BITS_OF = {"float16": np.float16, "bfloat16": np.uint16}
 MAX_IN_ORDER = 128  # tokens: cuBLAS multiplies more in 16 bits. A decoding step has no more (`MAX_REPLAYED`)
 
-# dense.cu: kernels of 16-bit weights, and the tokens of a block. A block of `few` has TILE_ROWS rows
-CHUNK, TILE_ROWS, MANY_ROWS = 64, 16, {"bfloat16": 128, "float16": 64}
-FEW, MANY = {"dense_few_8": 8, "dense_few_32": 32}, {"dense_many_32": 32, "dense_many_64": 64}
-SUMS_BYTES = 32 << 10  # of the chunks that a block of `few` adds in one round
+# dense.cu: kernels of 16-bit weights, and the tokens of a block; rows of a block of `few`, and of `many`
+CHUNK = 64
+FEW, MANY = {"dense_few_8": 8, "dense_tall_8": 8, "dense_few_32": 32}, {"dense_many_32": 32, "dense_many_64": 64}
+FEW_ROWS, MANY_ROWS = {"dense_few_8": 16, "dense_tall_8": 32, "dense_few_32": 16}, {"bfloat16": 128, "float16": 64}
+TALL_BLOCKS = 4  # for every multiprocessor: so many blocks of `dense_tall_8` keep it busy
+SUMS_BYTES = 2 << 10  # a row of a block of `few`: the sums of chunks that it adds in one round
 LANES_ROWS = 16  # of a block for float32: 4 warps of 4
 
 
@@ -58,16 +60,18 @@ def choose_launch(
     if kernel is None:
         kernel = "dense_many_32" if tokens <= 32 else "dense_many_64"
         if tokens <= 8:
-            kernel = "dense_few_8"
+            tall = -(-out // FEW_ROWS["dense_tall_8"]) >= TALL_BLOCKS * multiprocessors
+            kernel = "dense_tall_8" if tall else "dense_few_8"
         elif -(-out // MANY_ROWS[kind]) * -(-tokens // MANY[kernel]) < multiprocessors:
             kernel = "dense_few_32"  # few rows: smaller blocks, whose warps divide K
     each = (FEW | MANY)[kernel]
-    rows = TILE_ROWS if kernel in FEW else MANY_ROWS[kind]
+    rows = FEW_ROWS[kernel] if kernel in FEW else MANY_ROWS[kind]
     grid = (-(-out // rows) * -(-tokens // each),)
     if kernel in MANY:  # shared memory: two chunks of x, in three parts, and one of w
         return DenseLaunch(f"{kernel}_{kind}", grid, 128, (2 * 3 * each + rows) * CHUNK * 2)
     chunks = -(-width // CHUNK)
-    return DenseLaunch(f"{kernel}_{kind}", grid, 32 * min(8, max(4, chunks)), min(chunks * rows * each * 4, SUMS_BYTES))
+    shared = rows * min(chunks * each * 4, SUMS_BYTES)
+    return DenseLaunch(f"{kernel}_{kind}", grid, 32 * min(8, max(4, chunks)), shared)
 
 
 @dataclass(eq=False)

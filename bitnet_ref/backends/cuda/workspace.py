@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ...errors import BackendError, NumericsError, OutOfMemory, ShapeError
+from ...errors import BackendError, DeviceError, NumericsError, OutOfMemory, ShapeError
 from ...reference.layers import Array
 from .device import Device, DeviceArray
 
@@ -27,7 +27,19 @@ TAKE_ROWS = 6
 
 
 class EmulatedArray(np.ndarray):
-    """An array of the emulated device: a type of its own, as a GPU's arrays have."""
+    """An array of the emulated device: a type of its own, as a GPU's arrays have.
+
+    It refuses what CuPy would compute beside the device's stream, on numbers that are not there yet: arithmetic, and
+    indices that copy.
+    """
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        raise DeviceError(f"{ufunc.__name__} of an array of the device, outside of its stream: use an op of the backend")
+
+    def __getitem__(self, key: Any) -> Any:
+        if any(isinstance(part, (list, np.ndarray)) for part in (key if isinstance(key, tuple) else (key,))):
+            raise DeviceError("rows of an array of the device by a list of numbers: use take_rows")
+        return super().__getitem__(key)
 
 
 class Arena:

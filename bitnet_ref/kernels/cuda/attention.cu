@@ -31,6 +31,7 @@
 //
 // To be compared in speed on a GPU: sm_90 has a product of 16 x 8 x 16 (m16n8k16). It may add in another order, so
 // decoding would have to use it as well, with 8 of its 16 rows idle.
+#include "early.cuh"
 #include "mma.cuh"
 #include "rope.cuh"
 
@@ -238,6 +239,7 @@ __device__ __forceinline__ float softened(float score, Normaliser norm) {
 // scores (N, H, stride) -> norms (N, H), for `values`; a warp a row.
 extern "C" __global__ void attention_normalisers(const float* scores, int stride, const long long* positions, int n,
                                                  int window, int heads, Normaliser* norms) {
+    wait_for_earlier();
     const int number = blockIdx.x * WARPS + warp_of_block();
     if (number >= n * heads) return;
     const int position = (int)positions[number / heads];
@@ -406,6 +408,7 @@ __device__ inline void values_of_chunk(const float* scores, int stride, const No
         const float* q, const T* keys, const float* scales, const long long* slots, const long long* positions, int n, \
         int tokens_each, int rows_at_once, int window, int heads, double factor, const int* table, int pages_per_slot, \
         int page_size, int kv_heads, int head_dim, float* scores, int stride) {                                        \
+        wait_for_earlier();                                                                                            \
         const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};                                       \
         scores_of_chunk<T, TILES>(q, nullptr, keys, scales, slots, positions, n, tokens_each, rows_at_once, window,    \
                                   heads, factor, pages, scores, stride);                                               \
@@ -415,6 +418,7 @@ __device__ inline void values_of_chunk(const float* scores, int stride, const No
         const float* scales, const long long* slots, const long long* positions, int n, int tokens_each, int window,   \
         int heads, const int* table, int pages_per_slot, int page_size, int kv_heads, int head_dim, double* parts,     \
         int* done, float* z) {                                                                                         \
+        wait_for_earlier();                                                                                            \
         const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};                                       \
         values_of_chunk<T, TILES>(scores, stride, norms, values, scales, slots, positions, n, tokens_each, window,     \
                                   heads, pages, parts, done, z);                                                       \
@@ -435,6 +439,7 @@ FOR_A_CACHE_OF(signed char, int8, 4)
         const long long* slots, const long long* positions, int n, int rows_at_once, int window, int heads,            \
         double factor, const int* table, int pages_per_slot, int page_size, int kv_heads, int head_dim, float* scores, \
         int stride, int* trouble) {                                                                                    \
+        wait_for_earlier();                                                                                            \
         const Pages pages{table, pages_per_slot, page_size, kv_heads, head_dim};                                       \
         const NewKeys<T> added{k, v, cos, sin, keys, values, trouble};                                                 \
         scores_of_chunk<T, 1>(q, &added, keys, nullptr, slots, positions, n, 1, rows_at_once, window, heads, factor,   \

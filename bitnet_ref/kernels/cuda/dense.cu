@@ -11,6 +11,7 @@
 //     w of 32 bits   lane l of a warp adds up the elements 8 l, ..., 8 l + 7 of every 256, then the lanes are added
 //
 // Only the assignment of work to warps, and how often a weight is read, differ with the number of tokens.
+#include "early.cuh"
 #include "floats.cuh"
 #include "mma.cuh"
 #include "stacked.cuh"
@@ -181,24 +182,34 @@ __device__ __forceinline__ int chunks_of(int width) { return (width + CHUNK - 1)
 // per multiprocessor, where 23 KB keep the memory busy (ternary.cu). Each warp splits the x of its chunk in registers,
 // since no other warp of the block needs it. The chunks' sums go to shared memory, where they are added in order; those
 // of a long row in several rounds.
-constexpr int SUMS_KEPT = 8192;  // of chunks, in shared memory: 32 KB
+//
+// The x of a chunk costs more instructions than its weights. Of a matrix with rows enough for every multiprocessor a
+// block so takes R = 2 times 16 rows (`dense_tall_8`).
+constexpr int SUMS_KEPT = 8192;  // of chunks, for 16 rows, in shared memory: 32 KB
 
-template <class T, int TILES> __device__ inline void few(PARAMETERS(T)) {
-    constexpr int TOKENS = TILES * TILE_TOKENS, SUMS = TILE_ROWS * TOKENS, ROUND = SUMS_KEPT / SUMS;
+template <class T, int TILES, int R> __device__ inline void few(PARAMETERS(T)) {
+    constexpr int TOKENS = TILES * TILE_TOKENS, ROWS = R * TILE_ROWS, SUMS = ROWS * TOKENS, ROUND = R * SUMS_KEPT / SUMS;
     constexpr int MIN_THREADS = 128, OWN = SUMS / MIN_THREADS;
     float* kept = dynamic_shared<float>();  // [chunk of the round][row][token]
-    const int groups = (n + TOKENS - 1) / TOKENS, row = blockIdx.x / groups * TILE_ROWS;
+    const int groups = (n + TOKENS - 1) / TOKENS, row = blockIdx.x / groups * ROWS;
     const int first_token = blockIdx.x % groups * TOKENS, warps = blockDim.x / 32, chunks = chunks_of(width);
     const int g = lane_of_warp() / 4, t = lane_of_warp() % 4;
     int chunk = warp_of_block();
-    Words words = load_words(w, row, chunk, width, out);
+    Words words[R];
+    auto load_next = [&](int number) {
+#pragma unroll
+        for (int r = 0; r < R; r++) words[r] = load_words(w, row + r * TILE_ROWS, number, width, out);
+    };
+    load_next(chunk);
+    wait_for_earlier();
     float sum[OWN] = {};  // of thread i: the sums i, i + its block's threads, ...
     for (int first = 0; first < chunks; first += ROUND) {
         const int end = min(first + ROUND, chunks);
         for (; chunk < end; chunk += warps) {
-            Fragments<W_PARTS<T>, 1> a;
-            a.set(0, words, w);
-            words = load_words(w, row, chunk + warps, width, out);
+            Fragments<W_PARTS<T>, R> a;
+#pragma unroll
+            for (int r = 0; r < R; r++) a.set(r, words[r], w);
+            load_next(chunk + warps);
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
                 const float* from = row_of(x, first_token + tile * TILE_TOKENS + g, width, n);
@@ -209,15 +220,18 @@ template <class T, int TILES> __device__ inline void few(PARAMETERS(T)) {
                     load(from, chunk * CHUNK + 32 * j + WIDE * t, width, some);
                     split(some, parts[j]);
                 }
-                float sums[1][1][4] = {};
+                float sums[R][1][4] = {};
 #pragma unroll
                 for (int part = 0; part < X_PARTS; part++) {
                     const uint4 b[1][LOADS] = {{parts[0][part], parts[1][part]}};
                     multiply(sums, a, b);
                 }
-                float* place = kept + (chunk - first) * SUMS + g * TOKENS + tile * TILE_TOKENS + 2 * t;
-                place[0] = sums[0][0][0], place[1] = sums[0][0][1];
-                place[8 * TOKENS] = sums[0][0][2], place[8 * TOKENS + 1] = sums[0][0][3];
+#pragma unroll
+                for (int r = 0; r < R; r++) {
+                    float* place = kept + (chunk - first) * SUMS + (r * TILE_ROWS + g) * TOKENS + tile * TILE_TOKENS + 2 * t;
+                    place[0] = sums[r][0][0], place[1] = sums[r][0][1];
+                    place[8 * TOKENS] = sums[r][0][2], place[8 * TOKENS + 1] = sums[r][0][3];
+                }
             }
         }
         __syncthreads();
@@ -250,6 +264,7 @@ constexpr int ROW_WARPS = 4, THREADS = 32 * ROW_WARPS, PIECES = CHUNK / WIDE;
 __device__ __forceinline__ int piece_place(int token, int piece) { return token * PIECES + (piece ^ (token & 1) << 2); }
 
 template <class T, int TILES> __device__ inline void many(PARAMETERS(T)) {
+    wait_for_earlier();
     constexpr int R = 2 / W_PARTS<T>, C = 2, TOKENS = TILES * TILE_TOKENS, PART = TOKENS * PIECES;
     uint4* stages = dynamic_shared<uint4>();  // [even and odd chunks][part of x][token][piece]
     uint4* words = stages + 2 * X_PARTS * PART + threadIdx.x;  // [row][load][thread]
@@ -341,16 +356,16 @@ template <class T, int TILES> __device__ inline void many(PARAMETERS(T)) {
         }
 }
 
-#define FEW(T, NAME) extern "C" __global__ void __launch_bounds__(256) dense_few_##NAME(PARAMETERS(T))
+#define FEW(T, NAME) extern "C" __global__ void __launch_bounds__(256) dense_##NAME(PARAMETERS(T))
 #define MANY(T, NAME) extern "C" __global__ void __launch_bounds__(THREADS, 3) dense_many_##NAME(PARAMETERS(T))
-FEW(bf16, 8_bfloat16) { few<bf16, 1>(ARGUMENTS); }
-FEW(bf16, 32_bfloat16) { few<bf16, 4>(ARGUMENTS); }
-MANY(bf16, 32_bfloat16) { many<bf16, 4>(ARGUMENTS); }
-MANY(bf16, 64_bfloat16) { many<bf16, 8>(ARGUMENTS); }
-FEW(f16, 8_float16) { few<f16, 1>(ARGUMENTS); }
-FEW(f16, 32_float16) { few<f16, 4>(ARGUMENTS); }
-MANY(f16, 32_float16) { many<f16, 4>(ARGUMENTS); }
-MANY(f16, 64_float16) { many<f16, 8>(ARGUMENTS); }
+#define OF_16_BITS(T, NAME)                                                                                            \
+    FEW(T, few_8_##NAME) { few<T, 1, 1>(ARGUMENTS); }                                                                  \
+    FEW(T, tall_8_##NAME) { few<T, 1, 2>(ARGUMENTS); }                                                                 \
+    FEW(T, few_32_##NAME) { few<T, 4, 1>(ARGUMENTS); }                                                                 \
+    MANY(T, 32_##NAME) { many<T, 4>(ARGUMENTS); }                                                                      \
+    MANY(T, 64_##NAME) { many<T, 8>(ARGUMENTS); }
+OF_16_BITS(bf16, bfloat16)
+OF_16_BITS(f16, float16)
 
 // -- 32 bits: no tensor core multiplies them whole --------------------------------------------------------------------
 //
@@ -359,6 +374,7 @@ MANY(f16, 64_float16) { many<f16, 8>(ARGUMENTS); }
 constexpr int LANE_ROWS = 4;
 
 template <int TOKENS> __device__ inline void by_lanes(PARAMETERS(float)) {
+    wait_for_earlier();
     const int lane = lane_of_warp(), row = (blockIdx.x * (blockDim.x / 32) + warp_of_block()) * LANE_ROWS;
     if (row >= out) return;  // the whole warp does
     for (int token = blockIdx.y * TOKENS; token < n; token += gridDim.y * TOKENS) {

@@ -3,6 +3,7 @@
 // As one kernel per operation a decoding step of 30 layers would have some 300 launches, a few microseconds each for
 // 10 KB. Fused, a row is read once and kept in registers, and only the int8 input of the next product is written. The
 // ops by themselves are this kernel with steps left out, so fused and separate results cannot differ.
+#include "early.cuh"
 #include "row.cuh"
 
 // LONG false: registers hold the row, width <= 2048 VECTORS. LONG true: the row waits in `stash`, (n, width) in global
@@ -77,6 +78,7 @@ __device__ __forceinline__ void row(int gate, const float* a, const float* b, co
         NAME(int gate, const float* a, const float* b, int width, double part, const float* weight, double eps,        \
              float* y, signed char* x_q, float* x_quant_scale, int stride, float* stash, int* trouble) {               \
         __shared__ RowScratch scratch;                                                                                 \
+        wait_for_earlier();                                                                                            \
         const RowNorm by = {weight, width, eps, part};                                                                 \
         row<VECTORS, LONG>(gate, a, b, by, scratch, y, x_q, x_quant_scale, stride, stash, trouble);                    \
     }
@@ -87,6 +89,7 @@ ROWS(rows_long, 4, true, 1)
 
 // z = x + y, `count` elements; y has as many, or `y_count` that repeat: a bias. One thread per element.
 extern "C" __global__ void add(const float* x, const float* y, size_t count, size_t y_count, float* z) {
+    wait_for_earlier();
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) z[i] = x[i] + y[i % y_count];
 }
@@ -94,6 +97,7 @@ extern "C" __global__ void add(const float* x, const float* y, size_t count, siz
 // x (n, width) rounded to 16 bits; a value that they cannot hold is an error. One thread per element.
 template <class T>
 __device__ inline void rounded(const float* x, size_t n, int width, T* y, int* trouble) {
+    wait_for_earlier();
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n * width) return;
     assign(y[i], x[i]);
@@ -109,6 +113,7 @@ extern "C" __global__ void round_bfloat16(const float* x, size_t n, int width, b
 // y = acc * (w_dequant_scale / x_quant_scale), (n, width): a quotient and a product, each rounded once.
 extern "C" __global__ void dequantize(const int* acc, float w_dequant_scale, const float* x_quant_scale, size_t n,
                                       int width, float* y) {
+    wait_for_earlier();
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n * width) y[i] = (float)acc[i] * (w_dequant_scale / x_quant_scale[i / width]);
 }
@@ -117,6 +122,7 @@ extern "C" __global__ void dequantize(const int* acc, float w_dequant_scale, con
 // per row. An id that is no row of the table is an error, and gives row 0.
 template <class T>
 __device__ inline void take(const T* table, long long rows, const long long* ids, int width, float* y, int* trouble) {
+    wait_for_earlier();
     const long long id = ids[blockIdx.x];
     const bool exists = 0 <= id && id < rows;
     if (!exists && threadIdx.x == 0) complain(trouble, TAKE_ROWS, blockIdx.x);

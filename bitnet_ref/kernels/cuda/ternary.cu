@@ -2,6 +2,7 @@
 //
 // Read ternary.cuh first, which has the layout of the weights; then this file from top to bottom: the plain version,
 // and the fast ones. ternary_row.cu multiplies one token whose row it norms and quantises itself.
+#include "early.cuh"
 #include "mma.cuh"
 #include "stacked.cuh"
 #include "ternary.cuh"
@@ -10,6 +11,7 @@
 
 /* One thread per word: from rows of 4 codes per byte (w + 1, the first in the lowest bits) to tiles. */
 extern "C" __global__ void ternary_pack(const unsigned char *packed, int rows, int columns, unsigned *tiles) {
+    wait_for_earlier();
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     const int tiles_k = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, row_bytes = (columns + 3) / 4;
     const long long tile = index / TILE_WORDS;
@@ -32,6 +34,7 @@ extern "C" __global__ void ternary_pack(const unsigned char *packed, int rows, i
 
 /* Pads rows of `columns` int8 to whole tiles, as the kernels below read them. */
 extern "C" __global__ void ternary_pad(const signed char *x_q, int tokens, int columns, signed char *padded) {
+    wait_for_earlier();
     const int stride = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_COLUMNS;
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= (long long)tokens * stride) return;
@@ -63,6 +66,7 @@ extern "C" __global__ void ternary_pad(const signed char *x_q, int tokens, int c
 // -- 0: the plain version. One thread per output, one weight at a time ------------------------------------------------
 
 extern "C" __global__ void ternary_plain(PARAMETERS) {
+    wait_for_earlier();
     const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= (long long)tokens * rows) return;
     const long long token = index / rows;
@@ -129,6 +133,7 @@ extern "C" __global__ void __launch_bounds__(512) ternary_gemv_dp4a(PARAMETERS) 
     uint4 words[TILES_AHEAD];
     load_tiles(words, row_of_tiles, tile, warps, tiles_k);
     const Row mine(threadIdx.x < TILE_ROWS ? blockIdx.x * TILE_ROWS + threadIdx.x : rows, rows, w_scales, bias, acc);
+    wait_for_earlier();
     const float x_scale = mine.exists && acc == nullptr ? x_scales[0] : 1.0f;
     int sums[2] = {0, 0};  // 64 times those of rows g and g + 8
     while (tile < tiles_k) {
@@ -183,6 +188,7 @@ __device__ __forceinline__ void gemv_mma(PARAMETERS) {
     uint4 words[TILES_AHEAD];
     load_tiles(words, row_of_tiles, tile, warps, tiles_k);
     const Row mine(blockIdx.x * TILE_ROWS + threadIdx.x % TILE_ROWS, rows, w_scales, bias, acc);
+    wait_for_earlier();
     const signed char *x_of_token[GROUPS];  // columns of B past the last token repeat it, and are not written
     #pragma unroll
     for (int group = 0; group < GROUPS; group++)
@@ -285,6 +291,7 @@ __device__ __forceinline__ int chunk_place(int token, int chunk) {
 
 template <int TOKEN_WARPS>
 __device__ __forceinline__ void gemm(PARAMETERS) {
+    wait_for_earlier();
     constexpr int TOKENS = 8 * WARP_GROUPS * TOKEN_WARPS, STAGE_BYTES = WEIGHT_BYTES + TOKENS * TILE_COLUMNS;
     constexpr int THREADS = 2 * TOKENS;
     signed char *stages = dynamic_shared<signed char>();

@@ -24,6 +24,7 @@
 // Zeros are not skipped here, as kernels/cpu/strips.h does. At 80% zeros that would save some 7.5 of a layer's 13.3 MB of
 // gate, up and down: 1.7 us at 4.3 TB/s. But the kernel would read up's rows after gate's result, in another launch, and
 // could not prefetch them before. Nobody has tried it on a card. A card with a tenth of that bandwidth might gain.
+#include "early.cuh"
 #include "mma.cuh"
 #include "row.cuh"
 #include "ternary.cuh"
@@ -125,8 +126,9 @@ __device__ __forceinline__ void row_times(const float* row, const RowNorm& by, c
             w_scale[half] = w.scales[my_row + half * units * TILE_ROWS];
             if (w.bias) bias[half] = w.bias[my_row + half * units * TILE_ROWS];
         }
-    if (writes && w.residual) residual = w.residual[my_row];
     for (int i = threadIdx.x; i < MAX_SUMS; i += blockDim.x) scratch.sums[i] = 0;
+    wait_for_earlier();
+    if (writes && w.residual) residual = w.residual[my_row];
 
     const bool reports = block == 0;
     float x_scale;
