@@ -168,9 +168,9 @@ class LaunchTimer:
 
 
 def kernels_for(tokens: int) -> list[str]:
-    """Those worth comparing: the GEMV kernels with room for the tokens but not four times as much, and the GEMMs."""
+    """Those worth comparing: the GEMV kernels with room for the tokens but not four times as much, and the GEMM."""
     few = [name for name, room in GEMV.items() if tokens <= room and (room <= 4 * tokens or room == 8)]
-    return few if tokens <= min(GEMV.values()) else few + list(GEMM)
+    return few if tokens <= min(GEMV.values()) else [*few, GEMM]
 
 
 def measure_cuda_kernels(

@@ -13,6 +13,8 @@ from bitnet_ref.backends.cuda.stacks import stack_of
 from bitnet_ref.backends.cuda.ternary import (
     COLUMNS_TIMES_64,
     GEMM,
+    GEMM_ROWS,
+    GEMM_TOKENS,
     GEMV,
     KERNELS,
     WARPS_PER_MULTIPROCESSOR,
@@ -251,9 +253,9 @@ def test_every_launch_is_within_a_gpus_limits(tokens, n_out, n_in, multiprocesso
             assert how.grid == (-(-n_out // 16), 1, 1)
             assert how.block // 32 <= tiles_k  # no warp without a tile
             assert how.parts == 1
-        elif how.kernel in GEMM:
-            assert how.grid[0] * 128 >= n_out
-            assert how.grid[1] * GEMM[how.kernel] >= tokens
+        elif how.kernel == GEMM:
+            assert how.grid[0] * GEMM_ROWS >= n_out
+            assert how.grid[1] * GEMM_TOKENS >= tokens
             assert how.grid[2] == how.parts
         else:
             assert how.grid[0] * how.block >= tokens * n_out

@@ -17,7 +17,7 @@ from .stacks import MAX_STACKED, Member, Stack, first_rows, starts_of
 
 FILE = "ternary.cu"
 TILE_ROWS, TILE_COLUMNS, TILE_WORDS = 16, 128, 128  # ternary.cu's
-GEMM_ROWS = 128  # of a block of kernel 3
+GEMM_ROWS, GEMM_TOKENS = 128, 64  # of a block of kernel 3
 STAGES, SUMS_PITCH = 4, GEMM_ROWS + 4  # ternary.cu: of kernel 3
 COLUMNS_TIMES_64 = 1 << 18  # from here on 64 times a sum may pass int32: the plain kernel
 MAX_WARPS = 16  # of a block of kernels 1 and 2
@@ -33,9 +33,9 @@ WARPS_PER_MULTIPROCESSOR = {
     "ternary_gemv_mma_16": 4 * (16_384 // (32 * 104)),  # 16
     "ternary_gemv_mma_32": 4 * (16_384 // (32 * 104)),
 }
-GEMM = {"ternary_gemm_64": 64, "ternary_gemm_128": 128}  # tokens of a block
+GEMM = "ternary_gemm"
 PLAIN = "ternary_plain"
-KERNELS = (PLAIN, *GEMV, *GEMM)
+KERNELS = (PLAIN, *GEMV, GEMM)
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Launch:
 def choose_launch(tokens: int, rows: int, columns: int, multiprocessors: int, kernel: str | None = None) -> Launch:
     """The kernel for a shape, or the named one, and its grid. ShapeError where that kernel cannot take it.
 
-    The limits between kernels follow from counted bytes and operations; none has been measured on a GPU.
+    The limits between kernels follow from counted bytes and operations. On an H200 they are right for 8, 32 and 64
+    tokens of 2B-4T's matrices.
     """
     tiles_n, tiles_k = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
     if kernel is None:
-        kernel = next((name for name, most in GEMV.items() if tokens <= most), None)
-        kernel = kernel or next((name for name, most in GEMM.items() if tokens <= most), "ternary_gemm_128")
+        kernel = next((name for name, most in GEMV.items() if tokens <= most), GEMM)
         kernel = PLAIN if columns >= COLUMNS_TIMES_64 else kernel
     fits = kernel == PLAIN or (columns < COLUMNS_TIMES_64 and tokens <= GEMV.get(kernel, tokens))
     if kernel not in KERNELS or not fits:
@@ -73,11 +73,11 @@ def choose_launch(tokens: int, rows: int, columns: int, multiprocessors: int, ke
         warps = -(-tiles_k // -(-tiles_k // warps))  # all but the last have the same number of tiles
         shared = 0 if GEMV[kernel] == 1 else warps * TILE_ROWS * GEMV[kernel] * 4
         return Launch(kernel, (tiles_n, 1, 1), 32 * warps, shared, tiles_k, 1)
-    grid = -(-rows // GEMM_ROWS), -(-tokens // GEMM[kernel])
+    grid = -(-rows // GEMM_ROWS), -(-tokens // GEMM_TOKENS)
     share, parts = divided(tiles_k, min(multiprocessors // (grid[0] * grid[1]), tiles_k // 4))
-    stages = STAGES * (GEMM_ROWS * TILE_COLUMNS // 4 + GEMM[kernel] * TILE_COLUMNS)
-    shared = max(stages, GEMM[kernel] * SUMS_PITCH * 4)  # the sums lie where the stages were
-    return Launch(kernel, (*grid, parts), 2 * GEMM[kernel], shared, share, parts)
+    stages = STAGES * (GEMM_ROWS * TILE_COLUMNS // 4 + GEMM_TOKENS * TILE_COLUMNS)
+    shared = max(stages, GEMM_TOKENS * SUMS_PITCH * 4)  # the sums lie where the stages were
+    return Launch(kernel, (*grid, parts), GEMM_ROWS, shared, share, parts)
 
 
 def divided(tiles_k: int, parts: int) -> tuple[int, int]:

@@ -265,8 +265,9 @@ extern "C" __global__ void __launch_bounds__(512) ternary_gemv_mma_32(PARAMETERS
 
 // -- 3: many tokens ---------------------------------------------------------------------------------------------------
 //
-// Prompts and large batches: the tensor cores are the limit. A warp has 32 rows by 64 tokens of sums; a block has four
-// warps along the rows and TOKEN_WARPS along the tokens. Shared memory has four stages of 128 columns, of the weights
+// Prompts and large batches: the tensor cores are the limit. A warp has 32 rows by 64 tokens of sums, a block four warps
+// along the rows. (Eight, of which four had 64 more tokens, were slower in 9 of 11 shapes of 2B-4T on an H200: 64 us in
+// place of 53 for 2,048 tokens and o_proj.) Shared memory has four stages of 128 columns, of the weights
 // of the block's rows as they are packed and of the x of its tokens: while one is multiplied, three are on their way.
 // Weights are unpacked once for 64 tokens: 56 operations beside 64 mma.
 //
@@ -289,31 +290,28 @@ __device__ __forceinline__ int chunk_place(int token, int chunk) {
     return token * TILE_COLUMNS + 16 * (chunk ^ (token & 1) << 2);
 }
 
-template <int TOKEN_WARPS>
-__device__ __forceinline__ void gemm(PARAMETERS) {
-    wait_for_earlier();
-    constexpr int TOKENS = 8 * WARP_GROUPS * TOKEN_WARPS, STAGE_BYTES = WEIGHT_BYTES + TOKENS * TILE_COLUMNS;
-    constexpr int THREADS = 2 * TOKENS;
+extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS, 3) ternary_gemm(PARAMETERS) {
+    constexpr int TOKENS = 8 * WARP_GROUPS, STAGE_BYTES = WEIGHT_BYTES + TOKENS * TILE_COLUMNS, THREADS = 32 * ROW_WARPS;
+    wait_for_end_of_earlier();
     signed char *stages = dynamic_shared<signed char>();
     const int tiles_k = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles_n = (rows + TILE_ROWS - 1) / TILE_ROWS;
     const int begin = blockIdx.z * share, end = min(begin + share, tiles_k);
     const int g = lane_of_warp() / 4, t = lane_of_warp() % 4, first_token = blockIdx.y * TOKENS;
-    const int warp_row_tile = warp_of_block() % ROW_WARPS * WARP_ROW_TILES;
-    const int warp_token = warp_of_block() / ROW_WARPS * 8 * WARP_GROUPS;
+    const int warp_row_tile = warp_of_block() * WARP_ROW_TILES;
 
     // The next 128 columns into a stage. Tiles past the last row are those of the last, whose rows are not written;
-    // tokens past the last are zeros. A thread copies 16 bytes of every fourth or eighth tile, and of some tokens.
-    constexpr int TILES_EACH = THREADS / 32, TOKENS_EACH = THREADS / 8;
+    // tokens past the last are zeros. A thread copies 16 bytes of every fourth tile, and of every 16th token.
+    constexpr int TOKENS_EACH = THREADS / 8;
     const int my_row_tile = blockIdx.x * BLOCK_ROW_TILES + warp_of_block(), my_token = threadIdx.x / 8;
     const char *my_tile = reinterpret_cast<const char *>(tiles) +
                           ((size_t)min(my_row_tile, tiles_n - 1) * tiles_k + begin) * 512 + 16 * lane_of_warp();
-    const int next_tile = (min(my_row_tile + TILES_EACH, tiles_n - 1) - min(my_row_tile, tiles_n - 1)) * tiles_k * 512;
+    const int next_tile = (min(my_row_tile + ROW_WARPS, tiles_n - 1) - min(my_row_tile, tiles_n - 1)) * tiles_k * 512;
     const int tokens_left = tokens - first_token - my_token;
     const signed char *my_x = x_q + (size_t)(first_token + my_token) * x_stride + begin * 128 + 16 * (threadIdx.x % 8);
     const int x_place = chunk_place(my_token, threadIdx.x % 8);  // TOKENS_EACH is even
     auto fetch = [&](signed char *stage) {
         copy_async_16(stage + 16 * threadIdx.x, my_tile, true);
-        if (TILES_EACH < BLOCK_ROW_TILES) copy_async_16(stage + 16 * (threadIdx.x + THREADS), my_tile + next_tile, true);
+        copy_async_16(stage + 16 * (threadIdx.x + THREADS), my_tile + next_tile, true);
         my_tile += 512;
         #pragma unroll
         for (int i = 0; i < TOKENS / TOKENS_EACH; i++) {
@@ -358,7 +356,7 @@ __device__ __forceinline__ void gemm(PARAMETERS) {
         const signed char *x = stage + WEIGHT_BYTES;
         #pragma unroll
         for (int group = 0; group < WARP_GROUPS; group++) {
-            const int token = warp_token + 8 * group + g;
+            const int token = 8 * group + g;
             const uint4 low = *reinterpret_cast<const uint4 *>(x + chunk_place(token, t));
             const uint4 high = *reinterpret_cast<const uint4 *>(x + chunk_place(token, t + 4));
             const unsigned b[4][2] = {{low.x, high.x}, {low.y, high.y}, {low.z, high.z}, {low.w, high.w}};
@@ -376,15 +374,16 @@ __device__ __forceinline__ void gemm(PARAMETERS) {
         for (int group = 0; group < WARP_GROUPS; group++)
             #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const int token = warp_token + 8 * group + 2 * t + j % 2;
+                const int token = 8 * group + 2 * t + j % 2;
                 const int row_of_block = (warp_row_tile + i) * TILE_ROWS + g + j / 2 * 8;
                 staged[token * SUMS_PITCH + row_of_block] = sums[i][group][j] >> 6;
             }
     __syncthreads();
 
-    // From here on a thread has one row, and every TOKEN_WARPS-th token.
-    const int row_of_block = threadIdx.x % BLOCK_ROWS, row = blockIdx.x * BLOCK_ROWS + row_of_block;
-    const int first = threadIdx.x / BLOCK_ROWS, count = row < rows ? min(TOKENS, tokens - first_token) : 0;
+    // From here on a thread has one row.
+    static_assert(THREADS == BLOCK_ROWS, "a thread for each row");
+    const int row = blockIdx.x * BLOCK_ROWS + threadIdx.x;
+    const int count = row < rows ? min(TOKENS, tokens - first_token) : 0;
     int *to_acc = acc + (long long)first_token * rows + row;
     auto write_all = [&](auto sum_of) {
         if (count == 0) return;
@@ -392,27 +391,27 @@ __device__ __forceinline__ void gemm(PARAMETERS) {
         const long long at = place_in_stack(first_token, row, tokens, rows, second, third);
         const long long pitch = place_in_stack(first_token + 1, row, tokens, rows, second, third) - at;
         #pragma unroll 1
-        for (int token_0 = first; token_0 < count; token_0 += AT_ONCE * TOKEN_WARPS) {
+        for (int token_0 = 0; token_0 < count; token_0 += AT_ONCE) {
             int sum[AT_ONCE];
             float x_scale[AT_ONCE], before[AT_ONCE];
             #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
-                const int token = min(token_0 + i * TOKEN_WARPS, count - 1);
+                const int token = min(token_0 + i, count - 1);
                 sum[i] = sum_of(token);
                 x_scale[i] = x_scales[first_token + token];
                 before[i] = residual != nullptr ? residual[at + token * pitch] : 0.0f;
             }
             #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
-                const int token = token_0 + i * TOKEN_WARPS;
+                const int token = token_0 + i;
                 const float value = scaled(sum[i], w_scale, x_scale[i], bias != nullptr, b);
                 if (token < count) y[at + token * pitch] = residual != nullptr ? __fadd_rn(before[i], value) : value;
             }
         }
     };
-    auto staged_sum = [&](int token) { return staged[token * SUMS_PITCH + row_of_block]; };
+    auto staged_sum = [&](int token) { return staged[token * SUMS_PITCH + threadIdx.x]; };
     if (gridDim.z == 1 && acc == nullptr) return write_all(staged_sum);
-    for (int token = first; token < count; token += TOKEN_WARPS)
+    for (int token = 0; token < count; token++)
         if (gridDim.z == 1)
             to_acc[(long long)token * rows] = staged_sum(token);
         else
@@ -425,13 +424,6 @@ __device__ __forceinline__ void gemm(PARAMETERS) {
     if (!last) return;
     __threadfence();
     write_all([&](int token) { return __ldcg(to_acc + (long long)token * rows); });
-    for (int token = first; token < count; token += TOKEN_WARPS) to_acc[(long long)token * rows] = 0;
+    for (int token = 0; token < count; token++) to_acc[(long long)token * rows] = 0;
     if (threadIdx.x == 0) *blocks_done = 0;
-}
-
-extern "C" __global__ void __launch_bounds__(128, 3) ternary_gemm_64(PARAMETERS) {
-    gemm<1>(ARGUMENTS);
-}
-extern "C" __global__ void __launch_bounds__(256, 2) ternary_gemm_128(PARAMETERS) {
-    gemm<2>(ARGUMENTS);
 }
