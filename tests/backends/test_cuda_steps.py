@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from cupy_runs import kernels_asked_for, load, top
 from helpers import GOLDEN, model, rng
 
 from bitnet_ref.backends import cuda
-from bitnet_ref.backends.backend import HeadNeed
+from bitnet_ref.backends.backend import GreedyRun, HeadNeed
 from bitnet_ref.backends.cuda.backend import MAX_REPLAYED
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
-from bitnet_ref.backends.cuda.select import blocks_of, select
+from bitnet_ref.backends.cuda.select import GreedyChoice, blocks_of, select
+from bitnet_ref.backends.cuda.workspace import Workspace
 from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.errors import NumericsError
 from bitnet_ref.reference.cache import TokenBatch
@@ -277,3 +280,62 @@ def test_the_choice_of_many_blocks():
     logits[1, 20_000] = np.inf
     with pytest.raises(NumericsError, match="lm_head: token 1"):
         select(be.ws, be.ws.upload(logits), [HeadNeed(1)] * 3)
+
+
+# -- greedy steps in a row ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["bitnet-packed-offline", "mistral-dense-window8"])
+@pytest.mark.parametrize("late", [False, True])
+def test_greedy_steps_in_a_row_equal_single_ones(case, late):
+    """Three sequences padded to four, one of which has fewer tokens left, over pages; a bell, ends, a missing page."""
+    device = EmulatedDevice(late=late, order=5) if os.environ.get("BITNET_REF_CUDA") == "emulated" else None
+    m, texts = load(GOLDEN / case, device=device), [rng(n).integers(1, 50, n).tolist() for n in (4, 2, 6)]
+    expected = [list(text) for text in texts]
+    mine, plain = m.new_cache(3, 24, page_size=4), m.new_cache(3, 24, page_size=4)
+
+    def single(cache, texts, starts):
+        parts = [(slot, start, text[start:]) for slot, (start, text) in enumerate(zip(starts, texts, strict=True))]
+        logits = m.run(TokenBatch.of(parts, range(3)), cache, top(3)).all()
+        for text, row in zip(texts, logits, strict=True):
+            text.append(int(row.argmax()))
+        return logits
+
+    for both in range(2):
+        single(mine, texts, [0] * 3 if both == 0 else [len(text) - 1 for text in texts])
+        single(plain, expected, [0] * 3 if both == 0 else [len(text) - 1 for text in expected])
+
+    def in_a_row(steps, left=(9, 9, 9), ends=(), bell=0):
+        batch = TokenBatch.of([(slot, len(text) - 1, text[-1:]) for slot, text in enumerate(texts)], range(3))
+        run = GreedyRun(steps, np.array(left), np.array(ends, dtype=np.int64), np.array([bell], dtype=np.uint8))
+        return list(m.run_greedy(batch, mine, run))
+
+    for options, count in (({}, 5), ({"bell": 1}, 1), ({"left": (9, 2, 9)}, 2)):
+        taken = in_a_row(5, **options)
+        assert len(taken) == count
+        for step in taken:
+            logits = single(plain, expected, [len(text) - 1 for text in expected])
+            for text, row, each in zip(texts, logits, step, strict=True):
+                np.testing.assert_array_equal(each.values, row[each.ids])
+                np.testing.assert_array_equal(each.all(), row)
+                text.append(int(each.ids[0]))
+        assert texts == expected
+    logits = single(plain, expected, [len(text) - 1 for text in expected])
+    assert len(in_a_row(5, ends=[int(logits[1].argmax())])) == 1
+
+
+def test_of_equal_logits_the_first_is_the_greedy_token_and_nan_ends_the_steps():
+    device = EmulatedDevice() if os.environ.get("BITNET_REF_CUDA") == "emulated" else load().backend.ws.device
+    ws = Workspace(device)
+    logits = np.ones((2, 700), dtype=np.float32)
+    logits[1, 600:650], logits[1, 3] = 2, -np.inf
+    for bad in (False, True):
+        logits[1, 3] = np.inf if bad else -1
+        choice, sheet = GreedyChoice(ws, 2, 700, 3, 4), ws.zeros((3, 2), np.int64)
+        choice.begin(np.array([1, 4]))
+        choice.launch(ws.upload(logits), ws.zeros((2, 3), np.float32), sheet)
+        ids, values, states = choice.read(1, 2)
+        assert len(ids) == len(values) == len(states) == (0 if bad else 1)
+        if not bad:
+            assert (ids.tolist(), values.tolist()) == ([[0, 600]], [[1, 2]])
+            assert device.to_host(sheet).tolist() == [[0, 600], [0, 1], [0, 0]]  # the first has no token left

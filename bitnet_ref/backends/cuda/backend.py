@@ -31,7 +31,7 @@ from ...reference.model import RopeTables, attention_result, final_hidden, split
 from ...reference.ops import check_attention, check_dequantize, check_norm, check_rope, require
 from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, Shared, TernaryLinear
 from ...system.options import BYTES
-from ..backend import Backend, HeadNeed, HeadRows
+from ..backend import Backend, GreedyRun, GreedySteps, HeadNeed, HeadRows
 from ..paged_cache import CACHE_DTYPES, CacheSpec, EngineKVCache
 from . import Device, open_device
 from . import rows as row_kernels
@@ -145,20 +145,33 @@ class CupyBackend(Backend):
         self._replayed = None
         if path == "ops":
             return final_hidden(self.op_by_op(), w, cfg, self.place(batch), cache)
-        may_replay = path != "blocks" and self.fuses and self.graphs
-        if may_replay and 0 < len(batch) <= MAX_REPLAYED and batch.wanted is None:
+        if path != "blocks" and self._may_replay(batch):
             return self._replay(w, cfg, batch, cache)
         return final_hidden(self, w, cfg, self.place(batch), cache)
+
+    def _may_replay(self, batch: TokenBatch) -> bool:
+        return self.fuses and self.graphs and 0 < len(batch) <= MAX_REPLAYED and batch.wanted is None
+
+    def greedy_steps(
+        self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, run: GreedyRun
+    ) -> GreedySteps | None:
+        if not (self._may_replay(batch) and isinstance(cache, DeviceKVCache)) or cfg.logit_softcap is not None:
+            return None
+        step: RecordedStep | None = cache.steps.get(_step_key(w, batch))
+        room = cache.check_steps(batch, run.steps, run.left, widest_window(cfg))
+        if step is None or room == 0:
+            return None
+        self._replayed = None
+        return step.greedy(batch, self.lm_head, w.lm_head, replace(run, steps=room))
 
     def _replay(self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache) -> Floats:
         assert isinstance(cache, DeviceKVCache)
         cache.check_writes(batch)
         cache.check_reads(batch, widest_window(cfg))
         self.rope_positions.reach = max(self.rope_positions.reach, cache.reach - 1)
-        size = 1 << (len(batch) - 1).bit_length()  # 1, 2, 4, ...: few records serve every number of sequences
-        key = size, id(w), decodes(batch)
+        key = _step_key(w, batch)
         if key not in cache.steps:
-            cache.steps[key] = RecordedStep(self.ws, size, key[-1])
+            cache.steps[key] = RecordedStep(self.ws, key[0], key[-1])
         step: RecordedStep = cache.steps[key]
         x = step(batch, lambda placed: final_hidden(self, w, cfg, placed, cache))
         self._replayed = x, step
@@ -436,3 +449,8 @@ class CupyBackend(Backend):
         "normed": _put_normed,
     }
     _LINEARS: ClassVar[dict[str, Callable[..., Floats]]] = {"ternary": _bit_linear, "normed": _normed_linear}
+
+
+def _step_key(w: ModelWeights, batch: TokenBatch) -> tuple[int, int, bool]:
+    """Names the recorded step that computes a batch: of 1, 2, 4, ... tokens, so that few serve every number."""
+    return 1 << (len(batch) - 1).bit_length(), id(w), decodes(batch)

@@ -150,6 +150,21 @@ class DeviceKVCache(PagedKVCache):
             mine = host.slots == slot
             self.pages_of(int(slot), int(first[mine].min()), int(host.positions[mine].max()) + 1)
 
+    def check_steps(self, batch: TokenBatch, steps: int, left: NDArray[np.int64], window: int | None) -> int:
+        """How many of so many steps in a row have a page for each of their tokens; then copies the page table.
+
+        left (N,): a sequence stands still after so many. Raises ShapeError as `check_reads`, and beyond the capacity.
+        """
+        self.check_reads(batch, window)
+        positions = batch.positions + np.minimum(np.arange(steps)[:, None], left - 1)  # (steps, N)
+        self.check_extent(TokenBatch(batch.tokens, positions[-1], batch.slots))
+        if self.is_fixed:
+            return steps
+        self.copy_table()
+        pages = self.page_table[batch.slots, positions // self.page_size]
+        has_pages = ((pages >= 0) & (pages < self.pages)).all(axis=1)
+        return steps if has_pages.all() else int(has_pages.argmin())
+
     def _has_pages(self, batch: TokenBatch, first: NDArray[np.int64]) -> bool:
         """Whether there is a page for all positions from `first` to the token's own."""
         begin, last = first // self.page_size, batch.positions // self.page_size

@@ -105,6 +105,52 @@ class Selection:
         return tuple(results[start:end] for start, end in zip([0, *self._ends], ends, strict=True))
 
 
+class GreedyChoice:
+    """The largest logit of each of n rows as the next step's input, and the results of up to `steps` such steps.
+
+    `results` is one array, so that one copy brings all of it to the host: 32-bit words,
+
+        troubles (steps,): the workspace's `trouble` after each step, ids (steps, n), values (steps, n)
+    """
+
+    def __init__(self, ws: Workspace, n: int, vocab: int, width: int, steps: int) -> None:
+        self._ws, self._n, self._vocab, self.steps = ws, n, vocab, steps
+        self._results = ws.make((steps * (1 + 2 * n),), np.int32)
+        self._states = ws.make((steps, n, width), np.float32)
+        self._blocks = blocks_of(n, vocab, ws.device.multiprocessors)
+        self._best = ws.make((n, self._blocks, 2), np.uint32)
+        self._counts = ws.zeros((2, n), np.int32)  # tokens left, steps taken
+
+    def begin(self, left: NDArray[np.int64]) -> None:
+        """Start with step 0.   left (n,): how many tokens each row still gets; it repeats the last one's step."""
+        counts = np.stack([np.minimum(left, np.iinfo(np.int32).max), np.zeros_like(left)])
+        self._ws.device.copy(self._counts, counts.astype(np.int32))
+
+    def launch(self, logits: DeviceArray, x: DeviceArray, sheet: DeviceArray) -> None:
+        """Choose and advance. May be captured.   logits (n, V), x (n, D), sheet (3, n): tokens, positions, slots"""
+        ws, n = self._ws, self._n
+        ws.launch(FILE, "first_largest", (self._blocks, n), THREADS, logits, self._vocab, self._best, ws.trouble)
+        troubles, ids, values = self._split(self._results)
+        to = sheet[0], sheet[1], ids, values, self._states, ws.trouble, troubles
+        arguments = logits, self._vocab, self._best, self._blocks, x, x.shape[1], self._counts[0], self._counts[1]
+        ws.launch(FILE, "next_tokens", (n,), THREADS, *arguments, *to)
+
+    def read(self, steps: int, n: int) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
+        """Wait for `steps` steps.   -> ids, values (s, n) and states (s, n, D), up to the first one with NaN or Inf"""
+        troubles, ids, values = self._split(self._ws.device.to_host(self._results))
+        bad = np.flatnonzero(troubles[:steps])
+        if len(bad):
+            self._ws.device.fill(self._ws.trouble, 0)
+            steps = int(bad[0])
+        ids, values = (array.reshape(self.steps, self._n)[:steps, :n] for array in (ids, values.view(np.float32)))
+        return ids.astype(np.int64), values, self._ws.device.to_host(self._states[:steps])[:, :n]
+
+    def _split(self, results: Any) -> tuple[Any, Any, Any]:
+        """troubles, ids, values"""
+        end = self.steps * (1 + self._n)
+        return results[: self.steps], results[self.steps : end], results[end:]
+
+
 def sizes_of(needs: Sequence[HeadNeed], vocab: int) -> tuple[int, int]:
     """`max_k` and `also` of a selection for these needs."""
     few = [need for need in needs if selects(need, vocab)]

@@ -10,6 +10,8 @@
 // threshold, and the bin in which the k-th lies. For k = 1 `largest` computes one maximum per block, which `collect`
 // combines: so no memory has to be zeroed between the launches. `collect` then writes what reaches the threshold, in
 // any order: the host sorts a few ids.
+//
+// Of greedy steps in a row the host chooses nothing: `first_largest` and `next_tokens` write the next step's input.
 #include "floats.cuh"
 
 __device__ inline unsigned key_of(float x) {
@@ -101,4 +103,60 @@ extern "C" __global__ void pick(const float* logits, int vocab, const long long*
     if (i >= m) return;
     const long long id = ids[(size_t)blockIdx.y * m + i];
     if (id >= 0) values[(size_t)blockIdx.y * m + i] = logits[(size_t)blockIdx.y * vocab + id];
+}
+
+struct Best {
+    unsigned key, id;
+};
+
+// The largest key of a block, with the lowest id that has it: NumPy's argmax. block: shared memory.
+__device__ inline Best best_of_block(Best mine, unsigned* block) {
+    const unsigned key = largest_of_block(mine.key, block);
+    __syncthreads();  // all have read `block`
+    const unsigned inverse = largest_of_block(mine.key == key ? ~mine.id : 0, block);
+    return {key, ~inverse};
+}
+
+// best (n, blocks, 2): the largest key in each block's share of the logits, and its first id; grid (blocks, n).
+extern "C" __global__ void first_largest(const float* logits, int vocab, unsigned* best, int* trouble) {
+    __shared__ unsigned block;
+    const float* row = logits + (size_t)blockIdx.y * vocab;
+    Best mine = {0, 0};
+    for (int id = blockIdx.x * blockDim.x + threadIdx.x; id < vocab; id += gridDim.x * blockDim.x) {
+        const float logit = row[id];
+        if (!is_finite(logit)) complain(trouble, LM_HEAD, blockIdx.y);
+        const unsigned key = key_of(logit);
+        if (key > mine.key) mine = {key, (unsigned)id};
+    }
+    mine = best_of_block(mine, &block);
+    if (threadIdx.x != 0) return;
+    unsigned* to = best + 2 * ((size_t)blockIdx.y * gridDim.x + blockIdx.x);
+    to[0] = mine.key;
+    to[1] = mine.id;
+}
+
+// Writes step taken[row] of each row to ids and values (steps, n), states (steps, n, width) and troubles (steps,), and
+// the next step's input to tokens and positions (n,). A row whose last token this is, by left (n,), repeats the step.
+// best (n, shares, 2) of `first_largest`; x (n, width): the head's input; grid (n,).
+extern "C" __global__ void next_tokens(const float* logits, int vocab, const unsigned* best, int shares, const float* x,
+                                       int width, const int* left, int* taken, long long* tokens, long long* positions,
+                                       int* ids, float* values, float* states, const int* trouble, int* troubles) {
+    __shared__ unsigned block;
+    const int row = blockIdx.x, step = taken[row];
+    Best mine = {0, 0};
+    for (int i = threadIdx.x; i < shares; i += blockDim.x) {
+        const unsigned* share = best + 2 * ((size_t)row * shares + i);
+        if (share[0] > mine.key || (share[0] == mine.key && share[1] < mine.id)) mine = {share[0], share[1]};
+    }
+    mine = best_of_block(mine, &block);
+    const size_t place = (size_t)step * gridDim.x + row;
+    for (int i = threadIdx.x; i < width; i += blockDim.x) states[place * width + i] = x[(size_t)row * width + i];
+    if (threadIdx.x != 0) return;
+    ids[place] = mine.id;
+    values[place] = logits[(size_t)row * vocab + mine.id];
+    if (row == 0) troubles[step] = *trouble;
+    taken[row] = step + 1;  // the other threads read it before the barriers above
+    if (step + 1 >= left[row]) return;
+    tokens[row] = mine.id;
+    positions[row] += 1;
 }
