@@ -294,7 +294,7 @@ __device__ __forceinline__ float divided(double e, double sum, double inverse) {
     return (float)__fma_rn(__fma_rn(-quotient, sum, e), inverse, quotient);
 }
 
-// The pattern of one row over the chunk from position `first`, by a warp; zeros for keys that it does not see.
+// The pattern of one row over the chunk that begins at position `first`, by a warp; zeros for keys that it does not see.
 // scores: from the row's first key on. A row of a single chunk computes its e once, for the sum and for the pattern.
 // Its lane's keys then begin with the row's first key and wrap around, so that the order is that of `normaliser`.
 __device__ inline void soften_row(const float* scores, Row row, int first, bool single, double* pattern) {
@@ -458,9 +458,7 @@ __device__ inline void values_of_chunk(const float* scores, int stride, const No
                                 double a[4];
 #pragma unroll
                                 for (int m = 0; m < 4; m++)
-                                    a[m] = u * TILE + row < live
-                                               ? pattern[(u * TILE + row) * PITCH + step + 4 * t + m]
-                                               : 0;
+                                    a[m] = u * TILE + row < live ? pattern[(u * TILE + row) * PITCH + step + 4 * t + m] : 0;
                                 mma_f64(sum[u], a, value);
                                 const Row mine = row_of(run, row_0 + u * TILE + row, kv_head, group, heads, window);
                                 if (bad) give_back_bad(bad, first + step, mine, sum[u]);
