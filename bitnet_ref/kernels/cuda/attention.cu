@@ -115,49 +115,26 @@ template <class T> struct NewKeys {
     int* trouble;
 };
 
+// Element e of a token's head of d numbers, rotated.
+template <class T>
+__device__ __forceinline__ float rotated_element(const NewKeys<T>& by, int token, const float* head, int e, int d) {
+    const int half = d / 2, j = e < half ? e : e - half;
+    const size_t at = (size_t)token * half + j;
+    const Pair y = rotated(head, j, half, by.cos[at], by.sin[at]);
+    return e < half ? y.first : y.second;
+}
+
 // Writes the key and value of a token and kv head into the cache. The block sees them after its next barrier.
 template <class T>
 __device__ __forceinline__ void append(const NewKeys<T>& added, const Pages& pages, const Run& run, int kv_head) {
     const int d = pages.head_dim;
     const size_t from = ((size_t)run.token * pages.kv_heads + kv_head) * d;
     const size_t to = place_of(pages, run.slot, run.position, kv_head);
-    for (int j = threadIdx.x, half = d / 2; j < half; j += blockDim.x) {
-        const size_t at = (size_t)run.token * half + j;
-        const Pair key = rotated(added.k + from, j, half, added.cos[at], added.sin[at]);
-        const float values[2] = {added.v[from + j], added.v[from + j + half]};
-        keep(added.keys[to + j], key.first, run.token, added.trouble);
-        keep(added.keys[to + j + half], key.second, run.token, added.trouble);
-        keep(added.values[to + j], values[0], run.token, added.trouble);
-        keep(added.values[to + j + half], values[1], run.token, added.trouble);
+    for (int e = threadIdx.x; e < d; e += blockDim.x) {
+        const float key = rotated_element(added, run.token, added.k + from, e, d);
+        keep(added.keys[to + e], key, run.token, added.trouble);
+        keep(added.values[to + e], added.v[from + e], run.token, added.trouble);
     }
-}
-
-// Rotates `live` neighbouring heads of a token into rows of `query`, padded with zeros to `width`. A thread computes
-// whole pairs, and its loads of AT_ONCE pairs are issued together: one wait for a group of 4 heads of 128.
-template <class T>
-__device__ __forceinline__ void stage_rotated(const NewKeys<T>& by, const float* heads, int token, int live, int d,
-                                              int width, double* query) {
-    constexpr int AT_ONCE = 2;
-    const int half = d / 2, pairs = live * half, pitch = width + 2;
-    const float *cos = by.cos + (size_t)token * half, *sin = by.sin + (size_t)token * half;
-    for (int base = threadIdx.x; base < pairs; base += AT_ONCE * blockDim.x) {
-        Pair y[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            const int pair = min(base + i * (int)blockDim.x, pairs - 1), j = pair % half;
-            y[i] = rotated(heads + pair / half * d, j, half, cos[j], sin[j]);
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            const int pair = base + i * (int)blockDim.x;
-            if (pair >= pairs) break;
-            double* const to = query + pair / half * pitch + pair % half;
-            to[0] = y[i].first;
-            to[half] = y[i].second;
-        }
-    }
-    for (int i = threadIdx.x; i < live * (width - d); i += blockDim.x)
-        query[i / (width - d) * pitch + d + i % (width - d)] = 0;
 }
 
 // q (N, H, d) -> scores (N, H, stride). Grid: chunks, G, tokens / tokens_each.
@@ -168,8 +145,7 @@ __device__ inline void scores_of_chunk(const float* q, const NewKeys<T>* added, 
                                        const long long* slots, const long long* positions, int n, int tokens_each,
                                        int rows_at_once, int window, int heads, double factor, Pages pages,
                                        float* scores, int stride) {
-    constexpr int LINE = 128 / sizeof(T);
-    constexpr int IN_FLIGHT = TILES > 1 ? 1 : sizeof(T) == 4 ? 4 : 8;  // steps: 64 registers of loads
+    constexpr int IN_FLIGHT = TILES == 1 ? 4 : 1;  // steps: decoding waits for memory's latency
     double* query = dynamic_shared<double>();
     const int d = pages.head_dim, group = heads / pages.kv_heads, kv_head = blockIdx.y;
     const int width = (d + STEP - 1) / STEP * STEP, pitch = width + 2;  // rows 16 bytes apart in the banks
@@ -186,9 +162,6 @@ __device__ inline void scores_of_chunk(const float* q, const NewKeys<T>* added, 
         for (int tile = 0; tile < 4; tile++) {
             const int j = first + tile * TILE + row;
             place[tile] = start <= j && j <= last ? (long long)place_of(pages, run.slot, j, kv_head) : -1;
-            // On their way while the queries are rotated; 4 lanes share a key.
-            if (TILES == 1 && place[tile] >= 0)
-                for (int e = t * LINE; e < d; e += 4 * LINE) prefetch_line(keys + place[tile] + e);
         }
         if constexpr (sizeof(T) > 1) {
             if (added && last / CHUNK == chunk) append(*added, pages, run, kv_head);
@@ -196,15 +169,14 @@ __device__ inline void scores_of_chunk(const float* q, const NewKeys<T>* added, 
         for (int row_0 = 0; row_0 < run.tokens * group; row_0 += rows_at_once) {
             const int live = min(run.tokens * group - row_0, rows_at_once), tiles = (live + TILE - 1) / TILE;
             __syncthreads();  // the previous rows have been read
-            if (added)
-                stage_rotated(*added, q + row_of(run, row_0, kv_head, group, heads, window).at * d, run.token, live, d,
-                              width, query);
-            else
-                for (int i = threadIdx.x; i < tiles * TILE * width; i += blockDim.x) {
-                    const int r = i / width, e = i % width;
-                    const Row mine = row_of(run, row_0 + r, kv_head, group, heads, window);
-                    query[r * pitch + e] = r < live && e < d ? q[mine.at * d + e] : 0;
-                }
+            for (int i = threadIdx.x; i < tiles * TILE * width; i += blockDim.x) {
+                const int r = i / width, e = i % width;
+                const Row mine = row_of(run, row_0 + r, kv_head, group, heads, window);
+                const float* from = q + mine.at * d;
+                float x = 0;
+                if (r < live && e < d) x = added ? rotated_element(*added, run.token, from, e, d) : from[e];
+                query[r * pitch + e] = x;
+            }
             __syncthreads();
             if (first > last || first + KEYS <= start) continue;  // nothing for this warp
             double sum[TILES][4][2] = {};
@@ -225,8 +197,7 @@ __device__ inline void scores_of_chunk(const float* q, const NewKeys<T>* added, 
                         if (TILES > 1 && u >= tiles) continue;
                         double a[4];
 #pragma unroll
-                        for (int m = 0; m < 4; m++)
-                            a[m] = u * TILE + row < live ? query[(u * TILE + row) * pitch + e + 4 * t + m] : 0;
+                        for (int m = 0; m < 4; m++) a[m] = query[(u * TILE + row) * pitch + e + 4 * t + m];
                         mma_f64(sum[u], a, key);
                     }
                 }
@@ -252,82 +223,17 @@ struct Normaliser {
     double sum;
 };
 
-constexpr float MINUS_INF = -__builtin_huge_valf();  // the score of a key that is not seen: its e is 0
-
-// Scores are loaded AT_ONCE per lane, to wait for memory once. Each lane adds its own in their order.
 __device__ inline Normaliser normaliser(const float* row, int count) {
-    constexpr int AT_ONCE = 8;
-    float largest = MINUS_INF;
-    for (int base = 0; base < count; base += 32 * AT_ONCE) {
-        float score[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            const int j = base + 32 * i + lane_of_warp();
-            score[i] = j < count ? row[j] : MINUS_INF;
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) largest = Max::combine(largest, score[i]);
-    }
+    float largest = -__uint_as_float(0x7f800000u);  // -Inf
+    for (int j = lane_of_warp(); j < count; j += 32) largest = Max::combine(largest, row[j]);
     largest = warp_max(largest);
     double sum = 0;  // NaN when a score is, and for Inf - Inf
-    for (int base = 0; base < count; base += 32 * AT_ONCE) {
-        float score[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            const int j = base + 32 * i + lane_of_warp();
-            score[i] = j < count ? row[j] : MINUS_INF;
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++)
-            if (base + 32 * i < count) sum += exp((double)(score[i] - largest));
-    }
+    for (int j = lane_of_warp(); j < count; j += 32) sum += exp((double)(row[j] - largest));
     return {largest, warp_sum(sum)};
 }
 
-// (float)(e / sum), by products: a double division takes some 200 cycles, and the divisor is the same in a whole row.
-// e <= 1 <= sum. `inverse`, 1 / sum, is rounded once; the first correction brings the quotient within one unit of its
-// last place, from where the second one rounds as a division does (Markstein 1990). For e below 2^-900 it need not, but
-// then the float is 0 either way.
-__device__ __forceinline__ float divided(double e, double sum, double inverse) {
-    double quotient = e * inverse;
-    quotient = __fma_rn(__fma_rn(-quotient, sum, e), inverse, quotient);
-    return (float)__fma_rn(__fma_rn(-quotient, sum, e), inverse, quotient);
-}
-
-// The pattern of one row over the chunk that begins at position `first`, by a warp; zeros for keys that it does not see.
-// scores: from the row's first key on. A row of a single chunk computes its e once, for the sum and for the pattern.
-// Its lane's keys then begin with the row's first key and wrap around, so that the order is that of `normaliser`.
-__device__ inline void soften_row(const float* scores, Row row, int first, bool single, double* pattern) {
-    constexpr int EACH = CHUNK / 32;  // of a lane
-    const int count = row.last + 1 - row.first, begin = (single ? row.first - first : 0) + lane_of_warp();
-    float score[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const int j = first + (begin + 32 * i) % CHUNK;
-        score[i] = row.first <= j && j <= row.last ? scores[j - row.first] : MINUS_INF;
-    }
-    Normaliser norm = {MINUS_INF, 0};
-    if (single) {
-#pragma unroll
-        for (int i = 0; i < EACH; i++) norm.largest = Max::combine(norm.largest, score[i]);
-        norm.largest = warp_max(norm.largest);
-    } else {
-        norm = normaliser(scores, count);
-    }
-    double e[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; i++) e[i] = !single || 32 * i < count ? exp((double)(score[i] - norm.largest)) : 0;
-    if (single) {
-#pragma unroll
-        for (int i = 0; i < EACH; i++) norm.sum += e[i];
-        norm.sum = warp_sum(norm.sum);
-    }
-    const double inverse = 1 / norm.sum;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const int at = (begin + 32 * i) % CHUNK, j = first + at;
-        pattern[at] = row.first <= j && j <= row.last ? divided(e[i], norm.sum, inverse) : 0;
-    }
+__device__ __forceinline__ float softened(float score, Normaliser norm) {
+    return (float)(exp((double)(score - norm.largest)) / norm.sum);
 }
 
 // scores (N, H, stride) -> norms (N, H), for `values`; a warp a row.
@@ -376,7 +282,7 @@ __device__ inline void values_of_chunk(const float* scores, int stride, const No
                                        const float* scales, const long long* slots,
                                        const long long* positions, int n, int tokens_each, int window, int heads,
                                        Pages pages, double* parts, int* done, float* z) {
-    constexpr int ROWS = TILES * TILE, IN_FLIGHT = TILES == 1 ? 4 : 1, LINE = 128 / sizeof(T);
+    constexpr int ROWS = TILES * TILE, IN_FLIGHT = TILES == 1 ? 2 : 1;
     double* pattern = dynamic_shared<double>();
     __shared__ Normaliser norm[ROWS];
     __shared__ long long where[CHUNK];  // each value's place in the pool; -1 for one that no token of the run sees
@@ -394,9 +300,12 @@ __device__ inline void values_of_chunk(const float* scores, int stride, const No
         for (int row_0 = 0; row_0 < run.tokens * group; row_0 += ROWS) {
             const int live = min(run.tokens * group - row_0, ROWS), tiles = (live + TILE - 1) / TILE;
             __syncthreads();  // the previous rows' norms have been read
-            for (int r = warp_of_block(); norms != nullptr && r < live; r += WARPS) {
+            for (int r = warp_of_block(); r < live; r += WARPS) {
                 const Row mine = row_of(run, row_0 + r, kv_head, group, heads, window);
-                if (lane_of_warp() == 0) norm[r] = norms[mine.at];
+                const float* from = scores + score_of(mine, mine.first, stride);
+                const int count = mine.last + 1 - mine.first;
+                const Normaliser found = norms != nullptr ? norms[mine.at] : normaliser(from, count);
+                if (lane_of_warp() == 0) norm[r] = found;
             }
             for (int strip = 0; strip < d; strip += WARPS * COLUMNS) {
                 const int column_0 = strip + warp_of_block() * COLUMNS;  // of this warp; a lane reads four of them
@@ -407,24 +316,15 @@ __device__ inline void values_of_chunk(const float* scores, int stride, const No
                     for (int i = threadIdx.x; i < CHUNK; i += blockDim.x) {
                         const int j = first + i;
                         where[i] = start <= j && j <= last ? (long long)place_of(pages, run.slot, j, kv_head) : -1;
-                        if (TILES == 1 && where[i] >= 0)  // on its way while the pattern is computed
-                            for (int e = 0; e < d; e += LINE) prefetch_line(values + where[i] + e);
                     }
-                    if (norms == nullptr)
-                        for (int r = warp_of_block(); r < live; r += WARPS) {
-                            const Row mine = row_of(run, row_0 + r, kv_head, group, heads, window);
-                            soften_row(scores + score_of(mine, mine.first, stride), mine, first, chunks == 1,
-                                       pattern + r * PITCH);
-                        }
-                    else
-                        for (int i = threadIdx.x; i < live * CHUNK; i += blockDim.x) {
-                            const int r = i / CHUNK, j = first + i % CHUNK;
-                            const Row mine = row_of(run, row_0 + r, kv_head, group, heads, window);
-                            float p = 0;
-                            if (mine.first <= j && j <= mine.last)
-                                p = (float)(exp((double)(scores[score_of(mine, j, stride)] - norm[r].largest)) / norm[r].sum);
-                            pattern[r * PITCH + i % CHUNK] = p;
-                        }
+                    for (int i = threadIdx.x; i < tiles * TILE * CHUNK; i += blockDim.x) {
+                        const int r = i / CHUNK, j = first + i % CHUNK;
+                        const Row mine = row_of(run, row_0 + r, kv_head, group, heads, window);
+                        float p = 0;
+                        if (r < live && mine.first <= j && j <= mine.last)
+                            p = softened(scores[score_of(mine, j, stride)], norm[r]);
+                        pattern[r * PITCH + i % CHUNK] = p;
+                    }
                     __syncthreads();
                     if (column_0 >= d) continue;  // nothing for this warp
                     double sum[TILES][4][2] = {};
@@ -457,8 +357,7 @@ __device__ inline void values_of_chunk(const float* scores, int stride, const No
                                 if (TILES > 1 && u >= tiles) continue;
                                 double a[4];
 #pragma unroll
-                                for (int m = 0; m < 4; m++)
-                                    a[m] = u * TILE + row < live ? pattern[(u * TILE + row) * PITCH + step + 4 * t + m] : 0;
+                                for (int m = 0; m < 4; m++) a[m] = pattern[(u * TILE + row) * PITCH + step + 4 * t + m];
                                 mma_f64(sum[u], a, value);
                                 const Row mine = row_of(run, row_0 + u * TILE + row, kv_head, group, heads, window);
                                 if (bad) give_back_bad(bad, first + step, mine, sum[u]);

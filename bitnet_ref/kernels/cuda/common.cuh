@@ -115,13 +115,6 @@ __device__ __forceinline__ void copy_async_16(void *shared, const void *global, 
 #endif
 }
 
-/* Brings the 128 bytes around an address to the second level cache. */
-__device__ __forceinline__ void prefetch_line(const void *global) {
-#ifndef BITNET_REF_EMULATED
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
-#endif
-}
-
 /* Closes a group of copies; `copies_wait<n>` returns when at most the n latest groups of this thread are unfinished. */
 __device__ __forceinline__ void copies_commit() {
 #ifndef BITNET_REF_EMULATED
