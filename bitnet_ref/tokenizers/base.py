@@ -154,7 +154,7 @@ class Tokenizer(ABC):
     def recommended_sampling(self) -> dict[str, float]:
         """The parameters of `SamplingParams` that generation_config.json recommends: temperature, top_k, ...
 
-        Empty if it names none; {"temperature": 0.0} for greedy decoding.
+        Empty if it names none; {"temperature": 0.0} for greedy decoding. Their ranges are checked where they are used.
         """
         return dict(self._settings.sampling)
 

@@ -304,7 +304,7 @@ class ResponseWriter(BlockWriter):
         }
 
     def _response(self, status: str) -> dict[str, Any]:
-        body, params = self._body, self.asked.params
+        body, params = self._body, {**self.asked.defaults, **self.asked.params}
         return {
             "id": self.id,
             "object": "response",

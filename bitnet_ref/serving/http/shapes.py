@@ -50,6 +50,7 @@ class Asked:
     echo: bool = False
     top: int | None = None  # how many of the likeliest tokens to report; None: no log probabilities
     is_only_scored: bool = False  # max_tokens is 0
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # the server's, of what `params` does not say
     reply: ReplyReader | None = None  # of a chat: what turns its text into events
     writer: Callable[..., Writer] | None = None  # of another API than OpenAI's chats and completions
     created: int = field(default_factory=lambda: int(time.time()))
@@ -303,6 +304,7 @@ def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
         "usage_in_stream": bool(options.get("include_usage")),
         "usage_in_chunks": bool(options.get("include_usage") and options.get("continuous_usage_stats")),
         "priority": body.get("priority") or 0,
+        "defaults": engine.config.sampling,
     }
 
 
