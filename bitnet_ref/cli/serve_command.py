@@ -83,6 +83,7 @@ def check_names(**names: tuple[str, ...]) -> None:
 @click.option("--drain-s", type=int, default=30, show_default=True, help="After SIGTERM, finish requests for so long.")
 @click.option("--allow-origin", "origins", multiple=True, help="A web page that may use the server (CORS).")
 @click.option("--allow-host", "hosts", multiple=True, help="A name of the server, beside localhost.")
+@click.option("--verify", is_flag=True, help="Add /v1/verify, which computes an answer again and compares.")
 @common_options
 def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None:
     """Serve models by OpenAI's HTTP API: completions, chats, embeddings. The default model is storyteller.
@@ -132,6 +133,7 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
         origins=options["origins"],
         hosts=allowed_hosts(host, bound.getsockname()[0], options["hosts"]),
         version=__version__,
+        verify=options["verify"],
     )
     if not is_private and not api_keys:
         say(f"anyone who reaches {host} can use this server: set --api-key, or listen on 127.0.0.1")

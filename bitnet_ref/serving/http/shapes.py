@@ -55,6 +55,7 @@ class Asked:
     writer: Callable[..., Writer] | None = None  # of another API than OpenAI's chats and completions
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = ""
+    fingerprint: str = ""  # of what computes the answer; see `fingerprint_of`
 
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -82,7 +83,7 @@ class Asked:
         """The object around the choices."""
         kind = f"chat.completion{'.chunk' * is_chunk}" if self.is_chat else "text_completion"
         facts = {"id": self.id, "object": kind, "created": self.created, "model": self.model_name}
-        return {**facts, "system_fingerprint": "bitnet_ref", "choices": list(choices)}
+        return {**facts, "system_fingerprint": self.fingerprint, "choices": list(choices)}
 
     def response(self, choices: Sequence[Choice], results: Sequence[Generation]) -> dict[str, Any]:
         """All texts in one object; the best `n` of each prompt where more were generated."""
