@@ -41,21 +41,22 @@ class FirstToken:
     answered: OneToken | None
 
 
-def read_replies(answer: Mapping[str, Any]) -> list[list[str] | None]:
-    """The texts of each reply in an answer: thinking, text, then name and arguments of each call. None: unreadable."""
+def read_replies(answer: Mapping[str, Any]) -> list[list[Any] | None]:
+    """The texts of each reply in an answer: thinking, text, then name and arguments of each call. None: unreadable.
+
+    Arguments that came as an object are one: how the model wrote them is not known.
+    """
     if "choices" in answer:
         return [_read_choice(choice) for choice in answer["choices"]] if isinstance(answer["choices"], list) else []
     parts = answer.get("content", answer.get("output"))
-    texts, calls = ["", ""], list[str]()
+    texts, calls = ["", ""], list[Any]()
     for part in parts if isinstance(parts, list) else []:
         if not isinstance(part, Mapping):
             return [None]
         kind = part.get("type")
         if kind in ("function_call", "tool_use", "custom_tool_call"):
-            arguments = part.get("arguments")
-            if not isinstance(arguments, str):  # as an object: how the model wrote it is not known
-                arguments = part.get("partial_json", json.dumps(part.get("input"), ensure_ascii=False))
-            calls += [str(part.get("name")), str(arguments)]
+            arguments = part.get("arguments", part.get("partial_json", part.get("input")))
+            calls += [str(part.get("name")), arguments if isinstance(arguments, dict) else str(arguments)]
             continue
         inner = part.get("content") if isinstance(part.get("content"), list) else [part]
         text = "".join(
@@ -72,7 +73,8 @@ def _read_choice(choice: Any) -> list[str] | None:
     if not isinstance(message, Mapping):
         return ["", choice["text"]] if isinstance(choice.get("text"), str) else None
     texts = [str(message.get(name) or "") for name in ("reasoning_content", "content")]
-    for call in message.get("tool_calls") or []:
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             return None
@@ -94,25 +96,23 @@ def begins(whole: Sequence[str], part: Sequence[str]) -> bool:
 
 
 def find_first(
-    choice: Choice, result: Generation, answered: list[str] | None, model: LoadedModel
+    choice: Choice, result: Generation, reply: Sequence[Any] | None, model: LoadedModel
 ) -> tuple[int, OneToken | None, OneToken | None] | None:
     """(position, the computed token, the answer's) where an answer leaves what was computed. None: nowhere."""
-    if answered is None:
-        return None
     asked, tokenizer = choice.asked, choice.tokenizer
+    if reply is None or asked.is_only_scored:
+        return None
     if asked.echo:
         echo = choice.handle.echo
-        if not answered[1].startswith(echo):
+        if not reply[1].startswith(echo):
             return None
-        answered = ["", answered[1][len(echo) :]]
+        reply = ["", reply[1][len(echo) :]]
     decoder = tokenizer.stream_decoder(shown=asked.params.get("shown_tokens", ()))
     if "echo" in asked.params:
         for token in choice.handle.prompt_token_ids:
             decoder.push(token)
     whole = texts_of(Reply.of(_reader(asked).push(_new_text(choice, result), result.finish_reason)))
-    if len(answered) == len(whole):  # arguments that came as an object may be written otherwise
-        same = [_parse(mine) == _parse(theirs) for mine, theirs in zip(whole, answered, strict=True)]
-        answered = [*answered[:2], *(whole[n] if same[n] else answered[n] for n in range(2, len(whole)))]
+    answered = [_write_like(whole[n : n + 1], each) if isinstance(each, dict) else each for n, each in enumerate(reply)]
     if whole == answered:
         return None
     ids, reader, events = result.token_ids, _reader(asked), list[Event]()
@@ -122,6 +122,9 @@ def find_first(
         events = merge_events([*events, *reader.push(text, None)])
         texts = [part[: len(most)] for part, most in zip(texts_of(Reply.of(events)), whole, strict=False)]
         if not begins(answered, texts):
+            if len(whole) > 2:  # the text of a call is held back, so its own tokens are not told apart
+                text = _rest(answered, agreed_texts).decode(errors="replace")
+                return number, _computed(result, number, model), OneToken(None, text[:40])
             break
         if texts != agreed_texts[: len(texts)]:
             agreed, agreed_texts = number + 1, [*texts, *[""] * (len(whole) - len(texts))]
@@ -150,7 +153,7 @@ def _rest(answered: Sequence[str], agreed: Sequence[str]) -> bytes:
     for index in range(last, len(answered)):
         shared = agreed[index] if index < len(agreed) else ""
         if len(answered[index]) > len(shared):
-            return answered[index][len(shared) :].encode()
+            return answered[index][len(shared) :].encode(errors="replace")
     return b""
 
 
@@ -188,8 +191,12 @@ def _show(token: int, model: LoadedModel) -> str:
     return data.decode("utf-8", "replace")
 
 
-def _parse(text: str) -> Any:
+def _write_like(texts: Sequence[str], value: Mapping[str, Any]) -> str:
+    """An object as JSON, in the form of the first of `texts`, if there is one and it is the same object."""
+    text = next(iter(texts), "")
     try:
-        return json.loads(text)
+        if json.loads(text) == value:
+            return text
     except (ValueError, RecursionError):
-        return text
+        pass
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

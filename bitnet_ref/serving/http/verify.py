@@ -122,11 +122,10 @@ class Recomputation:
         request: Mapping[str, Any],
         answer: Mapping[str, Any],
         *,
-        path: str | None = None,
         name: str | None = None,
         seed: int | None = None,
     ) -> None:
-        self.path = find_path(answer) if path is None else path
+        self.path = find_path(answer)
         self.engine, self.answer, self.choices = engine, answer, list[Choice]()
         self.fingerprint = fingerprint_of(engine, chat_template)
         body = {key: value for key, value in request.items() if key not in ("stream", "stream_options")}
@@ -140,7 +139,7 @@ class Recomputation:
         except BitNetRefError as error:
             raise CannotCheck(f"the request is refused: {describe_failure(error)[1]['error']['message']}") from error
         self.asked.fingerprint = self.fingerprint
-        if sampling.temperature > 0 and sampling.seed is None:
+        if sampling.temperature > 0 and sampling.seed is None and not self.asked.is_only_scored:
             text = f"was sampled at temperature {sampling.temperature:g} without a seed, so it cannot come again"
             raise CannotCheck(f"the answer {text}; ask with a seed, or at temperature 0")
 
@@ -309,8 +308,8 @@ def check_line(server: BatchServer, line: bytes, answered: bytes) -> AnswerCheck
         entry, answer = schemas.parse_json(line), schemas.parse_json(answered)
         response = answer["response"]
         custom_id, url, status = answer["custom_id"], entry.get("url"), response["status_code"]
-        body = response["body"]
-    except (BitNetRefError, TypeError, KeyError, AttributeError):
+        asked, body = entry.get("body"), dict(response["body"])
+    except (BitNetRefError, TypeError, KeyError, AttributeError, ValueError):
         return AnswerCheck.unchecked("one of the two lines is no line of a batch")
     is_same_line = answer.get("id") == batch_id(line)
     if custom_id != entry.get("custom_id"):
@@ -322,12 +321,16 @@ def check_line(server: BatchServer, line: bytes, answered: bytes) -> AnswerCheck
         return AnswerCheck.unchecked("vectors are not checked, only texts")
     seed = int(digest_of(line)[:15], 16) if is_same_line else None
     try:
+        if not isinstance(asked, dict):
+            raise CannotCheck("the request's line has no body")
+        if (path := find_path(body)) != url:
+            other = Difference("url", url, path)
+            return AnswerCheck("differs", "the answer is that of another path", differences=[other])
         again = Recomputation(
             server.engine,
             server.chat_template,
-            entry["body"],
+            asked,
             body,
-            path=url,
             name=server.model_name,
             seed=seed,
         )
