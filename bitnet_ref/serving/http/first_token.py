@@ -90,9 +90,9 @@ def texts_of(reply: Reply) -> list[str]:
 def begins(whole: Sequence[str], part: Sequence[str]) -> bool:
     """Whether the texts of a reply go on as `part` begins."""
     last = max((index for index, text in enumerate(part) if text), default=-1)
-    if last >= len(whole):
-        return False
-    return list(whole[:last]) == list(part[:last]) and (last < 0 or whole[last].startswith(part[last]))
+    if last < 0 or last >= len(whole):
+        return last < 0
+    return list(whole[:last]) == list(part[:last]) and whole[last].startswith(part[last])
 
 
 def find_first(
