@@ -47,7 +47,12 @@ def main() -> None:
     config["torch_dtype"] = "bfloat16"
     with atomic_path(args.destination / "config.json") as temporary:
         temporary.write_text(json.dumps(config, indent=1) + "\n")
-    for name in ("tokenizer.model", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+    # Without the master's sampling: the shipped model's text is the greedy one, which docs, notebooks and tests show.
+    generation = json.loads((args.master / "generation_config.json").read_text())
+    with atomic_path(args.destination / "generation_config.json") as temporary:
+        ends = {name: generation[name] for name in ("bos_token_id", "eos_token_id")}
+        temporary.write_text(json.dumps(ends, indent=1) + "\n")
+    for name in ("tokenizer.model", "tokenizer_config.json", "chat_template.jinja"):
         if (args.master / name).is_file():
             with atomic_path(args.destination / name) as temporary:
                 shutil.copyfile(args.master / name, temporary)

@@ -151,9 +151,11 @@ def write_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, np
 
 
 def chat_folder(parent: Path) -> Path:
-    """Storyteller with a chat template: a model that chats, whatever it answers."""
+    """Storyteller with a chat template and a sampling of its own: a model that chats, whatever it answers."""
     folder = parent / "talker"
     shutil.copytree(ASSETS / "storyteller", folder)
+    generation = {"bos_token_id": 1, "eos_token_id": 2, "do_sample": True, "temperature": 0.8, "top_k": 40}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
     (folder / "chat_template.jinja").write_text(
         "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"

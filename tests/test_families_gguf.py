@@ -24,6 +24,7 @@ from bitnet_ref.formats.convert.proof import prove
 from bitnet_ref.formats.gguf.blocks import BY_PACKAGE, blocks_from_groups, dequantize, quantize
 from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
 from bitnet_ref.formats.gguf.file import GgufFile, Typed
+from bitnet_ref.formats.hashes import weight_hash
 from bitnet_ref.formats.names import gguf_name
 from bitnet_ref.formats.open import open_checkpoint
 from bitnet_ref.inspection import inspect_model
@@ -196,6 +197,8 @@ def test_another_basis_is_another_model(tmp_path):
         with open_checkpoint(ROTATED) as source, open_checkpoint(path) as written:
             proof = prove(source, written, compute=False)
         assert proof.problems == [f"embedding ({part}) differs"]
+        hashes = {weight_hash(bitnet_ref.load(each, backend="numpy").weights) for each in (ROTATED, path)}
+        assert len(hashes) == 2
 
 
 @pytest.mark.parametrize("tensor", ["signs", "order"])

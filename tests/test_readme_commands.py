@@ -61,7 +61,8 @@ SLOW = {
     "bench serve": "measures an engine's capacity",
     "crossval onnxruntime": "writes and runs a model of ONNX",
 }
-NOT_RUN = {  # only that its options exist is checked
+NOT_RUN = {
+    "verify REQUEST ANSWER": "tests/serving/test_verify.py runs it",  # only that its options exist is checked
     "serve [MODEL ...]": "test_serve_answers_as_its_help_says starts it",
     "bench model --synthetic 2b-4t": "a model of two billion parameters",
     "bench model --synthetic 2b-4t --head exact": "the same",

@@ -34,6 +34,7 @@ with QuietStart():
     from .shell import Interface, debug_option, prepare_streams, report_os_error
     from .signals import ending_signals
     from .train_command import train, train_tokenizer
+    from .verify_command import verify
     from .watch_command import watch
 
 EPILOG = """Each command has --help, and --json for programs.
@@ -58,6 +59,7 @@ COMMANDS = (
     chat,
     serve,
     batch,
+    verify,
     embed,
     inspect,
     pull,

@@ -10,9 +10,11 @@ import click
 
 from .. import __version__
 from ..errors import BackendUnavailable
+from ..serving.engine_config import EngineConfig
 from .generation_options import (
     INPUT_FILE,
     content_of,
+    declared_option,
     load_in_worker,
     load_model,
     model_opener,
@@ -20,6 +22,7 @@ from .generation_options import (
     name_model,
     pop_workers,
     read_text,
+    server_config,
     spread,
     worker_options,
 )
@@ -38,6 +41,7 @@ DECIDE = ("dtype", "cache_dtype", "rotation", "dense", "allow_unquantized")  # o
 @click.argument("target", metavar="OUT.jsonl", type=OutputFile())
 @click.option("--config", type=click.Path(path_type=Path, exists=True), help="Engine settings (docs/serving.md).")
 @click.option("--chat-template", metavar="JINJA", help="Instead of the model's own; @FILE reads it.")
+@declared_option(EngineConfig, "generation_defaults")
 @model_options
 @worker_options
 @common_options
@@ -68,8 +72,10 @@ def batch(source: Path, target: Path, config: Path | None, chat_template: str | 
     run = {"version": __version__, "model": name, "template": template, "hashes": [*map(file_hash, files)]}
     run |= {"files": [file.name for file in files], "config": None if config is None else read_text(config)}
     run |= {key: str(options[key]) for key in DECIDE if key in options}
-    opener = (open_server, loading, name, config, template)
-    alone = None if count or address else serve_lines(load_model(options), name, config, template)
+    defaults = server_config(config, generation_defaults=options["generation_defaults"]).generation_defaults
+    run["generation_defaults"] = defaults
+    opener = (open_server, loading, name, config, template, defaults)
+    alone = None if count or address else serve_lines(load_model(options), name, config, template, defaults)
     try:
         with spread(opener, count, address, alone) as workers, LoadingBar("requests") as bar:
             summary = run_batch(source, target, workers, run, bar)
@@ -84,11 +90,14 @@ def batch(source: Path, target: Path, config: Path | None, chat_template: str | 
     report(vars(summary), lambda out: out.print(text))
 
 
-def serve_lines(model: Model, name: str, config: Path | None, chat_template: str | None) -> BatchServer:
-    from ..serving import EngineConfig
+def serve_lines(
+    model: Model, name: str, config: Path | None, chat_template: str | None, defaults: str | None = None
+) -> BatchServer:
+    """defaults: of `EngineConfig.generation_defaults`."""
     from ..serving.http.batch import BatchServer
 
-    return BatchServer(model.engine(config=EngineConfig.load(config)), name, chat_template)
+    settings = server_config(config, generation_defaults=defaults)
+    return BatchServer(model.engine(config=settings), name, chat_template)
 
 
 def open_server(loading: tuple[tuple[str, Any], ...], *settings: Any) -> BatchServer:

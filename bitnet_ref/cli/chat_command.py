@@ -7,15 +7,15 @@ import itertools
 import json
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import BitNetRefError
-from .generate_command import Reply
-from .generation_options import load_model, model_options, sampling_options, select_given
+from .generate_command import Reply, describe_sampling
+from .generation_options import defaults_option, load_model, model_options, sampling_options, select_given
 from .shell import SectionedCommand, common_options, print_json, report_error, say, wants_json, write_text
 from .signals import INTERRUPTED
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 RESET, EXIT = "/reset", ("/exit", "/quit")
 DEFAULT_SAMPLING = {"temperature": 0.7, "top_p": 0.95}  # of models that recommend nothing
-SHOWN = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "seed")
 
 
 @click.command(cls=SectionedCommand, short_help="Talk with a model that was trained for it.")
 @partial(model_options, default="storychat")
 @click.option("--system", metavar="TEXT", help="Instructions put before the session.")
+@defaults_option
 @sampling_options
 @common_options
 def chat(system: str | None, **options: Any) -> None:
@@ -40,34 +40,32 @@ def chat(system: str | None, **options: Any) -> None:
     /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer. With --json each line of
     standard input is a message (plain text, or {"content": "..."} for one with line ends), and each answer one line.
 
-    Answers are sampled as the model's generation_config.json recommends, else with temperature 0.7 and top-p 0.95;
+    Answers are sampled as the model's generation_config.json recommends, else with temperature 0.7 and top-p 0.95
+    (always so with --generation-defaults plain);
     --temperature 0 is greedy. The n-th answer takes --seed + n - 1. When the context is full, the oldest turns are
     dropped; the --system text stays.
     """
     model = load_model(options)
-    params = choose_params(model, select_given(options))
+    defaults = options.pop("generation_defaults")
+    params = choose_params(model, select_given(options), defaults)
     session = model.chat(system, **params)
     session.how_to_reset = f"{RESET} starts a new one"
     seeds = itertools.count(params["seed"]) if "seed" in params else iter(())
     (answer_lines if wants_json() else talk)(session, seeds)
 
 
-def choose_params(model: Model, given: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of the session: what is given, else what the model recommends for sampling, and a random seed."""
-    params = {"overflow": "truncate"} | given
-    if given.get("temperature") == 0:
-        return params
-    params = (model.tokenizer.recommended_sampling or DEFAULT_SAMPLING) | params
+def choose_params(model: Model, given: dict[str, Any], defaults: str = "model") -> dict[str, Any]:
+    """The parameters of the session: what is given, else with defaults="model" what the model recommends for sampling,
+    else `DEFAULT_SAMPLING`; and a random seed."""
+    from ..generation.defaults import recommended_sampling
+
+    recommended = recommended_sampling(model) if defaults == "model" else {}
+    if "temperature" not in recommended:
+        recommended = DEFAULT_SAMPLING | recommended
+    params = {"overflow": "truncate"} | recommended | given
     if params["temperature"]:
         params.setdefault("seed", secrets.randbits(32))
     return params
-
-
-def describe_sampling(params: Mapping[str, Any]) -> str:
-    """ "temperature 0.8, top-k 40, seed 7", or "greedy" """
-    if not params.get("temperature"):
-        return "greedy"
-    return ", ".join(f"{name.replace('_', '-')} {params[name]}" for name in SHOWN if name in params)
 
 
 def ask(

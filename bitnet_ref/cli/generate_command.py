@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, cast
@@ -12,7 +12,14 @@ import click
 
 from ..errors import GenerationError, TokenizerError
 from ..system.memory import peak_memory_bytes
-from .generation_options import load_model, model_options, sampling_options, select_given, several_options
+from .generation_options import (
+    defaults_option,
+    load_model,
+    model_options,
+    sampling_options,
+    select_given,
+    several_options,
+)
 from .shell import (
     SectionedCommand,
     common_options,
@@ -31,9 +38,13 @@ if TYPE_CHECKING:
     from ..generation import Generation, GenerationStats, StreamChunk, TokenStream
 
 
+SHOWN = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "seed")
+
+
 @click.command(cls=SectionedCommand, short_help="Continue a text, and show it as it comes.")
 @click.argument("prompt")
 @model_options
+@defaults_option
 @sampling_options
 @several_options
 @click.option("--profile", is_flag=True, help="Show on standard error where the time went.")
@@ -44,13 +55,18 @@ def generate(prompt: str, raw_ids: bool, profile: bool, **options: Any) -> None:
 
     On a terminal the prompt is shown before its continuation; a pipe gets the continuation alone. Speed and memory
     go to standard error. With -n and --num-beams nothing shows before the end; several texts come with a line between.
+
+    Without --temperature the text is sampled as the model's generation_config.json recommends, and is greedy where that
+    says nothing. The line of figures names what was taken. Then the seed is 0 unless --seed gives another one, so that
+    the command gives the same text again.
     """
     if prompt == "-":
         prompt = read_stdin()
     ids = parse_ids(prompt) if raw_ids else None
     model = load_model(options)
     ids = encode(model, prompt) if ids is None else ids
-    params = select_given(options)
+    defaults = options.pop("generation_defaults")
+    params = choose_sampling(model, select_given(options), defaults)
     with show_profile(model) if profile else nullcontext():
         if params.get("n", 1) > 1 or params.get("num_beams", 1) > 1:
             show_several(model, ids, params, raw_ids)
@@ -58,23 +74,52 @@ def generate(prompt: str, raw_ids: bool, profile: bool, **options: Any) -> None:
             show_text(model, prompt, ids, params, raw_ids)
 
 
+def choose_sampling(model: Model, given: dict[str, Any], defaults: str) -> dict[str, Any]:
+    """The parameters of a text: what is given, and for the rest with defaults="model" what the model recommends.
+
+    The seed is then 0 where none is given. Beams are not sampled.
+    """
+    from ..generation.defaults import recommended_sampling
+
+    if defaults == "plain":
+        return given
+    recommended = recommended_sampling(model)
+    if given.get("num_beams", 1) > 1:
+        recommended = {name: recommended[name] for name in recommended if name == "repetition_penalty"}
+    if recommended.get("temperature") and "temperature" not in given:
+        recommended["seed"] = 0
+    return recommended | given
+
+
+def describe_sampling(params: Mapping[str, Any]) -> str:
+    """ "temperature 0.8, top-k 40, seed 7", or "greedy" """
+    if not params.get("temperature"):
+        return "greedy"
+    return ", ".join(f"{name.replace('_', '-')} {params[name]}" for name in SHOWN if name in params)
+
+
+def sampling_facts(params: Mapping[str, Any]) -> dict[str, Any]:
+    """For --json: how a sampled text was sampled."""
+    return {"sampling": {name: params[name] for name in SHOWN if name in params}} if params.get("temperature") else {}
+
+
 def show_text(model: Model, prompt: str, ids: list[int], params: dict[str, Any], raw_ids: bool) -> None:
     reply = Reply()
     stream = model.stream(ids, **params)
     if wants_json():
         reply.follow(stream)
-        print_json(reply.facts(ids, stream.stats))
+        print_json(reply.facts(ids, stream.stats) | sampling_facts(params))
     elif raw_ids:
         reply.follow(stream, lambda chunk: write_text(f"{chunk.token_id} "))
     else:
         restorer = None
-        if sys.stdout.isatty() and not params["echo"]:
+        if sys.stdout.isatty() and not params.get("echo"):
             click.echo(paint(prompt, sys.stdout, dim=True), nl=False)
             restorer = SpaceRestorer(model, ids)
         reply.follow(stream, lambda chunk: write_text(restorer.text(chunk) if restorer else chunk.text))
     if not wants_json():
         write_text("\n")
-        say_stats(stream.stats)
+        say_stats(stream.stats, params)
     if reply.finish_reason == "interrupted":
         raise click.exceptions.Exit(INTERRUPTED)
 
@@ -95,13 +140,14 @@ def show_several(model: Model, ids: list[int], params: dict[str, Any], raw_ids: 
     outs = cast("list[Generation]", result if isinstance(result, list) else [result])
     stats = outs[0].stats
     if wants_json():
-        print_json({"choices": [*map(choice_facts, outs)], "prompt_token_ids": ids, "stats": stats_facts(stats)})
+        facts = {"choices": [*map(choice_facts, outs)], "prompt_token_ids": ids, "stats": stats_facts(stats)}
+        print_json(facts | sampling_facts(params))
         return
     for number, out in enumerate(outs):
         if number:
             click.echo(paint("---", sys.stdout, dim=True))
         write_text((" ".join(map(str, out.token_ids)) if raw_ids else out.text) + "\n")
-    say_stats(stats)
+    say_stats(stats, params)
 
 
 def choice_facts(out: Generation) -> dict[str, Any]:
@@ -183,8 +229,8 @@ class SpaceRestorer:
         return f" {chunk.text}" if gap == " " and whole == before + gap + alone else chunk.text
 
 
-def say_stats(stats: GenerationStats) -> None:
-    """Backend, speeds and memory: one line on stderr."""
+def say_stats(stats: GenerationStats, params: Mapping[str, Any] | None = None) -> None:
+    """Backend, speeds, memory and how the text was sampled: one line on stderr."""
     parts = [f"{stats.prompt_tokens} prompt tokens at {stats.prompt_tokens_per_s:.1f} tok/s"] if stats.prefill_s else []
     new = f"{stats.generated_tokens} new token{'s' if stats.generated_tokens != 1 else ''}"
     parts.append(f"{new} at {stats.generated_tokens_per_s:.1f} tok/s" if stats.decode_tokens else new)
@@ -194,6 +240,8 @@ def say_stats(stats: GenerationStats) -> None:
         recomputed = f", {stats.recomputed_tokens} computed again" if stats.recomputed_tokens else ""
         parts.append(f"{stats.dropped_tokens} oldest tokens dropped{recomputed}")
     parts.append(f"peak memory {size_in_words(peak_memory_bytes())}")
+    if params and params.get("temperature"):
+        parts.append(describe_sampling(params))
     say(f"[{stats.backend}] {', '.join(parts)}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,6 +22,7 @@ from .shell import AnyFunction, LoadingBar, SectionOption, say
 
 if TYPE_CHECKING:
     from ..api import Model
+    from ..serving.engine_config import EngineConfig
     from ..system.workers import Opener, Workers
 
 # Parameters of `SamplingParams` that chat has not
@@ -78,6 +80,17 @@ def sampling_options(function: AnyFunction) -> AnyFunction:
     """The parameters of one text. `SamplingParams` has the defaults of those that are not given."""
     declared = declared_options(SamplingParams)
     return _sampling(function, [name for name, each in declared.items() if each.in_shell and name not in SEVERAL])
+
+
+def defaults_option(function: AnyFunction) -> AnyFunction:
+    """Whether the model's own sampling is taken for what is not given."""
+    return section("Model")(
+        "--generation-defaults",
+        type=click.Choice(["model", "plain"]),
+        default="model",
+        show_default=True,
+        help="Where you say nothing of sampling: as the model's generation_config.json recommends, or not.",
+    )(function)
 
 
 def several_options(function: AnyFunction) -> AnyFunction:
@@ -140,6 +153,17 @@ def load_model(options: dict[str, Any]) -> Model:
     load_options = {name: options.pop(name) for name in ("model", *chain(*LOADING.values())) if name in options}
     with LoadingBar(f"loading {load_options['model']}") as bar:
         return load(load_options.pop("model"), progress=bar, **load_options)
+
+
+def server_config(path: Path | None, **chosen: Any) -> EngineConfig:
+    """The engine's settings of `serve` and `batch`, which take the model's own sampling unless told otherwise.
+
+    chosen: by options of the command; None is not chosen. Raises ConfigError.
+    """
+    from ..serving.engine_config import EngineConfig
+
+    config = EngineConfig.load(path, **{name: value for name, value in chosen.items() if value is not None})
+    return replace(config, generation_defaults=config.generation_defaults or "model")
 
 
 def name_model(text: str) -> tuple[str, Path]:

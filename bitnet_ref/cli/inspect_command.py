@@ -115,7 +115,16 @@ def tokenizer_rows(facts: TokenizerFacts, cfg: ModelConfig | None) -> list[tuple
         ("tokenizer", f"{facts.kind}, {facts.vocab_size} tokens{' too' if same else ''}"),
         ("", f"{bos}; ends with {ends or 'nothing'}"),
         ("chat template", facts.template_style or "none: a base model, for generate"),
+        ("sampling", describe_defaults(facts.sampling)),
     ]
+
+
+def describe_defaults(sampling: dict[str, float]) -> str:
+    """What the model recommends, in words."""
+    if not sampling:
+        return "recommends nothing"
+    words = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in sampling.items())
+    return f"recommends {'greedy decoding: ' * (sampling.get('temperature') == 0)}{words}"
 
 
 def draw_sizes(inspection: Inspection, out: Console) -> None:

@@ -18,7 +18,7 @@ from ..backends.options import ComputeOptions
 from ..errors import BackendUnavailable, ConfigError, GenerationError, StorageError
 from ..serving.engine_config import EngineConfig
 from ..system.options import BYTES
-from .generation_options import content_of, declared_option, name_model
+from .generation_options import content_of, declared_option, name_model, server_config
 from .shell import common_options, print_json, say, wants_json
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def check_names(**names: tuple[str, ...]) -> None:
 @declared_option(EngineConfig, "backend", help="As in generate.  [default: the config's]")
 @declared_option(ComputeOptions, "threads", type=click.IntRange(min=1))
 @declared_option(EngineConfig, "replicas")
+@declared_option(EngineConfig, "generation_defaults")
 @click.option("--chat-template", metavar="JINJA", help="Instead of the models' own; @FILE reads it.")
 @click.option(
     "--memory-budget", callback=_read_size, metavar="BYTES", help="Of all loaded models.  [default: no limit]"
@@ -82,6 +83,7 @@ def check_names(**names: tuple[str, ...]) -> None:
 @click.option("--drain-s", type=int, default=30, show_default=True, help="After SIGTERM, finish requests for so long.")
 @click.option("--allow-origin", "origins", multiple=True, help="A web page that may use the server (CORS).")
 @click.option("--allow-host", "hosts", multiple=True, help="A name of the server, beside localhost.")
+@click.option("--verify", is_flag=True, help="Add /v1/verify, which computes an answer again and compares.")
 @common_options
 def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None:
     """Serve models by OpenAI's HTTP API: completions, chats, embeddings. The default model is storyteller.
@@ -104,9 +106,11 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     api_keys = check_keys(options["api_keys"])
     check_names(host=(host,), allow_host=options["hosts"], allow_origin=options["origins"])
     backend, threads = options["backend"], options["threads"]
-    chosen = {"backend": backend, "replicas": options["replicas"]}
-    config = EngineConfig.load(
-        options["config"], **{name: value for name, value in chosen.items() if value is not None}
+    config = server_config(
+        options["config"],
+        backend=backend,
+        replicas=options["replicas"],
+        generation_defaults=options["generation_defaults"],
     )
 
     def open_engine(path: Path) -> Engine:
@@ -129,6 +133,7 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
         origins=options["origins"],
         hosts=allowed_hosts(host, bound.getsockname()[0], options["hosts"]),
         version=__version__,
+        verify=options["verify"],
     )
     if not is_private and not api_keys:
         say(f"anyone who reaches {host} can use this server: set --api-key, or listen on 127.0.0.1")

@@ -75,6 +75,8 @@ class GroupTernaryLinear(LinearWeight):
         w = self.plain()
         yield name, w.packed
         yield f"{name}.scales {w.group}", w.scales
+        for part, array in ({} if w.rotation is None else w.rotation.arrays()).items():
+            yield name + part, array
 
     def plain(self) -> GroupTernaryWeight:
         packed, scales = self.packed_rows(slice(None))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ..errors import BitNetRefError
+from ..errors import BitNetRefError, GenerationError
 from ..formats.checkpoint import is_ternary
+from ..generation.params import SamplingParams
 from ..reference.config import ModelConfig
 from ..tokenizers import Tokenizer
 from .facts import Inspection, TokenizerFacts
@@ -112,10 +114,16 @@ def describe_tokenizer(out: Inspection, load: Callable[[], Tokenizer | None]) ->
             eos_tokens=tuple(tokenizer.id_to_token(token) for token in tokenizer.eos_ids),
             chat_template=template is not None,
             template_style=template_style(template),
+            sampling=tokenizer.recommended_sampling,
         )
     except BitNetRefError as error:
         out.report_error("tokenizer", error)
         return
+    try:
+        SamplingParams.of(**dict[str, Any](out.tokenizer.sampling))
+    except GenerationError as error:
+        message = f"generation_config.json recommends what no request may ask for: {error.message}"
+        out.report("warning", "tokenizer", f"{message}. Serve with --generation-defaults plain", field=error.field)
     if template is not None and OLD_TEMPLATE in template:
         message = (
             "the chat template is the one with Human: and BITNETAssistant:, which is in 2B-4T's published GGUF and is "

@@ -54,7 +54,7 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None, **settings: Any) -> None:
         if config is not None and settings:
             raise ConfigError(f"given beside a config: {', '.join(settings)}; use dataclasses.replace", field="config")
-        self.config = config if config is not None else EngineConfig.of(**settings)
+        self.config = (config if config is not None else EngineConfig.of(**settings)).for_model(model)
         self._worker = Worker(model, self.config)
         self.metrics: EngineMetrics = self._worker.metrics  # .snapshot(), or .register() for Prometheus
         self.timeline: deque[StepRecord] = self._worker.timeline  # the last steps; the engine appends: copy it to read

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..backends import NAMES
 from ..backends.loaded import LoadedModel
 from ..backends.options import ComputeOptions, DeviceOptions
 from ..errors import ConfigError, GenerationError
+from ..generation.defaults import recommended_sampling
 from ..generation.params import ALIASES, SamplingParams
 from ..system.json_file import read_bounded
 from ..system.options import (
@@ -72,6 +73,8 @@ class EngineConfig:
 
     Other:
     sampling: Defaults of `SamplingParams` for all requests.
+    generation_defaults: "model" takes the model's own sampling (generation_config.json) for what neither a request nor
+        `sampling` says, "plain" takes none. By default plain in Python, model in the shell's serve and batch.
     timeline_steps: Recent steps to keep in `Engine.timeline`; 0 is none.
     replicas: Engines that share the requests, each with its own cache. The least busy one takes the next. On the
         processor they share the weights, and its threads are divided among them; on cards each has its own devices.
@@ -96,6 +99,7 @@ class EngineConfig:
     devices: tuple[int, ...] | None = reuse_option(DeviceOptions, "devices")
     gpu_layers: int | str | None = reuse_option(DeviceOptions, "gpu_layers")
     sampling: Mapping[str, Any] = option({}, SAMPLING, is_hashable=False)
+    generation_defaults: str | None = option(None, choice("model", "plain", None))
     timeline_steps: int = option(2000, Number(0, whole=True))
     replicas: int = option(1, Number(1, 1024, whole=True))
 
@@ -113,6 +117,15 @@ class EngineConfig:
             SamplingParams.of(**self.sampling)
         except GenerationError as error:
             raise ConfigError(str(error), field="sampling") from error
+
+    def for_model(self, model: LoadedModel) -> EngineConfig:
+        """The same config with the model's own sampling among the defaults, where `generation_defaults` wants that.
+
+        Raises GenerationError where the model's files recommend what no request may ask for.
+        """
+        if self.generation_defaults != "model":
+            return self
+        return replace(self, sampling={**recommended_sampling(model), **self.sampling}, generation_defaults="plain")
 
     def params(self, given: Mapping[str, Any]) -> SamplingParams:
         """The parameters of one request: the given ones over the defaults. Raises GenerationError."""

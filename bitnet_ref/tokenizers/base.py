@@ -6,10 +6,13 @@ Overridden: how plain text becomes ids, and what a token stands for.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import operator
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal, overload
 
 from ..errors import TokenizerError
@@ -36,8 +39,9 @@ class Tokenizer(ABC):
     eos_ids: tuple[int, ...]
     vocab_size: int
 
-    def __init__(self, settings: TokenizerSettings, path: str | os.PathLike[str] | None) -> None:
-        """A kind calls this last, when its vocabulary is complete."""
+    def __init__(self, settings: TokenizerSettings, path: str | os.PathLike[str] | None, vocabulary: bytes) -> None:
+        """A kind calls this last, when its vocabulary is complete. vocabulary: the bytes of its file."""
+        self._vocabulary_hash = hashlib.sha256(vocabulary).hexdigest()
         self.path = None if path is None else os.fspath(path)
         self._settings = settings
         self.bos_id = self._find_named("bos_token", settings.bos_token)
@@ -150,11 +154,24 @@ class Tokenizer(ABC):
         named = self._settings.tool_template if with_tools else None
         return self.chat_template if named is None else named
 
+    @lazy_property
+    def digest(self) -> str:
+        """The hash of what decides ids and texts: the vocabulary's file, added, special and end tokens, and what is put
+        around a text. Chat templates and recommendations have no part in it."""
+        settings = self._settings
+        facts = {
+            "vocabulary": self._vocabulary_hash,
+            "ids": [self.bos_id, self.eos_ids, self._prefix, self._suffix],
+            "legacy": settings.legacy,
+            "added": [asdict(token) for token in settings.added_tokens],
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
     @property
     def recommended_sampling(self) -> dict[str, float]:
         """The parameters of `SamplingParams` that generation_config.json recommends: temperature, top_k, ...
 
-        Empty if it names none; {"temperature": 0.0} for greedy decoding.
+        Empty if it names none; {"temperature": 0.0} for greedy decoding. Their ranges are checked where they are used.
         """
         return dict(self._settings.sampling)
 

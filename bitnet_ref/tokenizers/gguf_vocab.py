@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from ..errors import TokenizerError
 from . import load_tokenizer_files
@@ -31,14 +34,22 @@ _IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # our n
 _STOPS = ("eos", "eot", "eom")  # llama.cpp ends a generation at each of them
 _CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
 _TEMPLATE_KEY = "tokenizer.chat_template"
+_SAMPLING = {  # llama.cpp's key, which its converter fills from generation_config.json -> that file's
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
 
 
 def tokenizer_files_from_gguf(metadata: Mapping[str, Any], path: AnyPath = None) -> dict[str, bytes]:
     """GGUF metadata -> {file name: bytes}, for `load_tokenizer_files`.
 
     metadata: str, bool, int, float, lists of them, or NumPy arrays. path: of its file, for errors to name.
-    Returns tokenizer.model or tokenizer.json, tokenizer_config.json, generation_config.json (all stop tokens), and
-    chat_template.jinja when there is a template, and the same for the one that is named tool_use.
+    Returns tokenizer.model or tokenizer.json, tokenizer_config.json, generation_config.json (all stop tokens, and what
+    general.sampling.* says), and chat_template.jinja when there is a template, and the same for the one that is named
+    tool_use.
 
     Raises TokenizerError naming the key: missing, of the wrong type or length, a token twice, a byte token that is no
     byte, a merge outside the vocabulary, an id out of range, an unknown model or pre-tokenizer.
@@ -72,6 +83,7 @@ def tokenizer_files_from_gguf(metadata: Mapping[str, Any], path: AnyPath = None)
         stops = list(dict.fromkeys(stops))
         if stops:
             generation["eos_token_id"] = stops if len(stops) > 1 else stops[0]
+        generation |= _sampling_from_gguf(metadata)
         files[_GENERATION] = _json(generation)
         for field, name in ((_TEMPLATE_KEY, _TEMPLATE), (f"{_TEMPLATE_KEY}.tool_use", TOOL_TEMPLATE)):
             template = metadata.get(field)
@@ -111,7 +123,26 @@ def gguf_from_tokenizer_files(files: Mapping[str, bytes]) -> dict[str, Any]:
         out[_TEMPLATE_KEY] = settings.chat_template
     if settings.tool_template is not None:
         out[f"{_TEMPLATE_KEY}.tool_use"] = settings.tool_template
-    return out
+    sampling = tokenizer.recommended_sampling
+    return out | {
+        key: int(sampling[name]) if name == "top_k" else float(sampling[name])
+        for key, name in _SAMPLING.items()
+        if name in sampling
+    }
+
+
+def _sampling_from_gguf(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """What generation_config.json says of sampling, as far as the file does. A float32 is read as its shortest decimal:
+    0.95, not 0.949999988079071."""
+    numbers: dict[str, float] = {}
+    for key, name in _SAMPLING.items():
+        value = metadata.get(key)
+        if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.number):
+            continue
+        if math.isfinite(value):
+            whole = isinstance(value, int | np.integer)
+            numbers[name] = int(value) if whole else float(str(np.float32(value)))
+    return numbers
 
 
 def _special_tokens(tokenizer: Tokenizer, settings: TokenizerSettings) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class HfTokenizer(Tokenizer):
                     raise TokenizerError(f"token {token} is not in the vocabulary", field="post_processor")
         self._decoding: Decoding = read_decoder(table.get("decoder"))
         self._measure_tokens(self._tokens.values(), self._limits.growth["decoder"])
-        super().__init__(settings, path)
+        super().__init__(settings, path, json_bytes)
 
     def _load(self, json_bytes: bytes) -> Any:
         try:

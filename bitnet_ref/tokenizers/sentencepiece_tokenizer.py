@@ -60,7 +60,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._sorted = list(self._prefixes)
         self._first = re.compile("[" + re.escape("".join({token[0] for token in cut_out})) + "]")
         self._bytes: dict[int, bytes] = {}
-        super().__init__(settings, path)
+        super().__init__(settings, path, model_bytes)
 
     def _add(self, token: AddedToken) -> int | None:
         """Give an added token its id; None for a token that is only named and not in the vocabulary."""

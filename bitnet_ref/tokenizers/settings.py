@@ -18,6 +18,7 @@ _CONFIG, _SPECIAL, _ADDED = "tokenizer_config.json", "special_tokens_map.json", 
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # as transformers 5 writes named templates
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+_PENALTIES = ("repetition_penalty",)  # of them, those that greedy decoding takes too
 
 
 @dataclass(frozen=True)
@@ -160,14 +161,18 @@ def _config_ids(files: TokenizerFiles, tables: Mapping[str, Mapping[str, Any]], 
 
 
 def _sampling(generation: Mapping[str, Any]) -> dict[str, float]:
-    """The parameters of `SamplingParams` that generation_config.json names, with transformers' defaults."""
-    do_sample = generation.get("do_sample")
-    if do_sample is False:
-        return {"temperature": 0.0}
-    defaults = {"temperature": 1.0, "top_k": 50} if do_sample is True else {}
+    """The parameters of `SamplingParams` that generation_config.json gives.
+
+    `do_sample` means what it means to transformers: false is greedy, whatever the temperature beside it, and true takes
+    transformers' temperature, 1, and top_k, 50, for those that are not given. A file that has a temperature and no
+    `do_sample` means to sample, as vLLM and llama.cpp read it; transformers warns, and is greedy.
+    """
     numbers = {key: generation[key] for key in _SAMPLING if type(generation.get(key)) in (int, float)}
-    given = defaults | numbers
-    return given if "temperature" in given else {}
+    if numbers.get("top_k", 0) < 0:  # vLLM's "no limit"
+        numbers["top_k"] = 0
+    if generation.get("do_sample") is False:
+        return {"temperature": 0.0} | {key: numbers[key] for key in numbers if key in _PENALTIES}
+    return ({"temperature": 1.0, "top_k": 50} if generation.get("do_sample") is True else {}) | numbers
 
 
 def _chat_template(files: TokenizerFiles, config: Mapping[str, Any]) -> str | None:

@@ -126,7 +126,11 @@ def test_answers_are_sampled_as_the_model_recommends(chat_model):
         ({"do_sample": False, "top_p": 0.9}, {}, {"temperature": 0.0}),
         ({"temperature": 0.5}, {"top_k": 3}, {"temperature": 0.5, "top_k": 3}),
         ({"temperature": "hot", "min_p": True}, {}, {"temperature": 0.7, "top_p": 0.95}),
-        ({"temperature": 0.5, "repetition_penalty": 1.2}, {"temperature": 0.0}, {"temperature": 0.0}),
+        ({"top_k": 9}, {}, {"temperature": 0.7, "top_p": 0.95, "top_k": 9}),
+        (
+            *({"temperature": 0.5, "repetition_penalty": 1.2}, {"temperature": 0.0}),
+            {"temperature": 0.0, "repetition_penalty": 1.2},
+        ),
     ],
 )
 def test_the_parameters_of_a_chat(generation, given, expected, tmp_path):
@@ -136,6 +140,8 @@ def test_the_parameters_of_a_chat(generation, given, expected, tmp_path):
     assert ("seed" in params) == (expected["temperature"] > 0)
     params.pop("seed", None)
     assert params == {"overflow": "truncate", **expected}
+    plain = choose_params(bitnet_ref.load(folder, backend="numpy"), given, "plain")
+    assert {**plain, "seed": 0} == {"overflow": "truncate", "temperature": 0.7, "top_p": 0.95, "seed": 0, **given}
 
 
 def test_ctrl_c_stops_only_the_answer(chat_model):

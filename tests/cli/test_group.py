@@ -32,6 +32,7 @@ def test_version_and_help():
         "chat",
         "serve",
         "batch",
+        "verify",
         "embed",
         "inspect",
         *models,

@@ -48,6 +48,7 @@ def test_the_defaults():
         "devices": None,
         "gpu_layers": None,
         "sampling": {},
+        "generation_defaults": None,
         "timeline_steps": 2000,
         "replicas": 1,
     }

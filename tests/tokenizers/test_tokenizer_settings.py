@@ -91,11 +91,13 @@ def test_everything_the_files_say(make_folder: Maker) -> None:
     ("generation", "sampling"),
     [
         ({}, {}),
-        ({"top_k": 3}, {}),  # without a temperature nothing is recommended
+        ({"top_k": 3, "min_p": None, "top_p": "0.9", "typical_p": True}, {"top_k": 3}),
+        ({"top_k": -1, "repetition_penalty": 1.1}, {"top_k": 0, "repetition_penalty": 1.1}),
         ({"temperature": 0.5, "top_k": 3, "max_length": 9}, {"temperature": 0.5, "top_k": 3}),
         ({"do_sample": True}, {"temperature": 1.0, "top_k": 50}),
         ({"do_sample": True, "temperature": 0.5, "top_p": 1}, {"temperature": 0.5, "top_k": 50, "top_p": 1}),
-        ({"do_sample": False, "temperature": 0.5}, {"temperature": 0.0}),
+        ({"do_sample": False, "temperature": 0.5, "top_p": 0.9}, {"temperature": 0.0}),  # as transformers
+        ({"do_sample": False, "repetition_penalty": 1.2}, {"temperature": 0.0, "repetition_penalty": 1.2}),
     ],
 )
 def test_recommended_sampling(make_folder: Maker, generation: dict[str, Any], sampling: dict[str, float]) -> None:

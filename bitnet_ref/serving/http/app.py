@@ -122,12 +122,13 @@ def create_app(
     origins: tuple[str, ...] = (),
     hosts: tuple[str, ...] = (),
     version: str = "0",
+    verify: bool = False,
 ) -> Starlette:
     """The application.
 
     api_keys: one of them is needed, if there are any. origins: web pages that may use the server (CORS). hosts: names
     under which it may be called, since a web page can give 127.0.0.1 a name of its own; none: all. version: of the
-    OpenAPI page.
+    OpenAPI page. verify: with `/v1/verify`.
     """
     server = Server(shelf, limits or ServerLimits(), chat_template, version)
 
@@ -172,6 +173,11 @@ def create_app(
     routes += [Route(path, function, methods=["GET"]) for path, function in gets.items()]
     for api in (responses, messages, ollama, llama_server, ranking):
         routes += api.make_routes(server)
+    if verify:
+        from . import verify as verification
+
+        routes += verification.make_routes(server)
+        server.more_paths.append(verification.PATH)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
     app.state.on_loaded = lambda error: None
     return app

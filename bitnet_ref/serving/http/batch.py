@@ -27,6 +27,7 @@ from ...system.workers import Workers
 from ..engine import Engine
 from . import schemas
 from .failures import blame, describe_failure
+from .fingerprint import fingerprint_of
 from .schemas import RequestError
 from .shapes import Choice, embedding_ids, embedding_response, read_chat, read_completion
 
@@ -160,6 +161,7 @@ def _start(server: BatchServer, job: Job, data: bytes, earlier: Sequence[Job]) -
         asked = read_completion(body, server.model_name, engine)
     else:
         asked = read_chat(body, server.model_name, engine, server.chat_template)
+    asked.fingerprint = fingerprint_of(engine, server.chat_template)
     if "seed" not in engine.config.sampling:
         asked.params.setdefault("seed", int(job.digest[:15], 16))
     for other in (*earlier, None):

@@ -94,7 +94,9 @@ def make_routes(server: Server) -> list[Route]:
             facts: dict[str, Any] = {
                 key: "" if token is None else tokenizer.id_to_token(token) for key, token in marks.items()
             }
-            settings = {"n_ctx": engine.model.context_length, "params": dict(engine.config.sampling)}
+            theirs = {ours: name for name, ours in RENAMED.items()}
+            params = {theirs.get(name, name): value for name, value in engine.config.sampling.items()}
+            settings = {"n_ctx": engine.model.context_length, "params": params}
             return JSONResponse(
                 {
                     "default_generation_settings": settings,

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from ...generation.results import Generation
 from ..engine import Engine
 from . import schemas
-from .schemas import FLAG, RequestError, describe_array, describe_number, describe_object, or_null
+from .schemas import FLAG, PASSED, RequestError, describe_array, describe_number, describe_object, or_null
 from .shapes import Asked, chat_ids
 from .translate import ask_chat, function_tool, join_system, read_parts, refuse_part
 from .writers import Block, BlockWriter, write_json
@@ -70,6 +70,7 @@ schemas.declare_body(
             "temperature": describe_number(0, 2),
             "top_p": describe_number(0, 1),
             "top_k": describe_number(-1, 2**31 - 1, "integer"),
+            "seed": PASSED["seed"],
         },
         ("messages", "max_tokens"),
     ),
@@ -129,6 +130,7 @@ def read_body(body: Mapping[str, Any]) -> dict[str, Any]:
         "temperature": body.get("temperature"),
         "top_p": body.get("top_p") or None,
         "top_k": body.get("top_k"),
+        "seed": body.get("seed"),
         "tools": tools or None,
         "tool_choice": _read_choice(choice) if tools or choice.get("type") not in (None, "auto", "none") else None,
         "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") is True else None,
@@ -248,7 +250,7 @@ class MessageWriter(BlockWriter):
         facts = {"id": self.id, "type": "message", "role": "assistant", "model": self.asked.model_name}
         ends = stop or {"stop_reason": None, "stop_sequence": None}
         usage = self._usage() if output_tokens is None else {**self._usage(), "output_tokens": output_tokens}
-        return {**facts, "content": content, **ends, "usage": usage}
+        return {**facts, "content": content, **ends, "usage": usage, "system_fingerprint": self.asked.fingerprint}
 
     def _stop(self) -> dict[str, Any]:
         is_sequence = self.finish == "stop" and isinstance(self.stop, str)

@@ -176,7 +176,7 @@ def make_routes(server: Server) -> list[Route]:
         async with server.borrow(given) as (name, engine):
             place = server.shelf.place(name)
             template = server.chat_template or engine.model.tokenizer.template_for(True)
-            return JSONResponse(await server.work(describe_model, place, engine.model, template))
+            return JSONResponse(await server.work(describe_model, place, engine, template))
 
     async def tags(request: Request) -> Response:
         places = list(server.shelf.places.values())
@@ -432,9 +432,13 @@ def _size_name(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
 
 
-def describe_model(place: Place, model: LoadedModel, template: str | None) -> dict[str, Any]:
-    """The answer of `/api/show`."""
+def describe_model(place: Place, engine: Engine, template: str | None) -> dict[str, Any]:
+    """The answer of `/api/show`. parameters: the server's defaults, which are usually the model's own."""
+    model = engine.model
     tokenizer, config = model.tokenizer, model.config
+    defaults = {
+        theirs: engine.config.sampling[ours] for theirs, ours in OPTIONS.items() if ours in engine.config.sampling
+    }
     name = config.model_type
     capabilities = ["completion", "embedding"]
     if template and "tools" in template:
@@ -455,7 +459,7 @@ def describe_model(place: Place, model: LoadedModel, template: str | None) -> di
     facts = describe_place(place)
     return {
         "modelfile": "",
-        "parameters": "\n".join(f"{key} {value}" for key, value in tokenizer.recommended_sampling.items()),
+        "parameters": "\n".join(f"{key} {value}" for key, value in defaults.items()),
         "template": template or "",
         "details": facts["details"],
         "model_info": info,

@@ -22,7 +22,7 @@ from ...generation.results import Generation
 from ..engine import Engine
 from . import schemas
 from .response_items import PREFIXES, new_id, read_choice, read_items, read_tools, text_part, write_item
-from .schemas import FLAG, RequestError, describe_array, describe_number, describe_object, or_null
+from .schemas import FLAG, PASSED, RequestError, describe_array, describe_number, describe_object, or_null
 from .shapes import Asked, Choice
 from .translate import ask_chat, join_system
 from .writers import Block, BlockWriter, write_json
@@ -48,6 +48,7 @@ schemas.declare_body(
             "max_output_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2**31 - 1},
             "temperature": describe_number(0, 2),
             "top_p": describe_number(0, 1),
+            "seed": PASSED["seed"],
             "tools": or_null(describe_array({"type": "object"}, 0, 128)),
             "tool_choice": {"type": ["string", "object", "null"]},
             "parallel_tool_calls": FLAG,
@@ -179,6 +180,7 @@ def read_response(
         "max_tokens": body.get("max_output_tokens"),
         "temperature": body.get("temperature"),
         "top_p": body.get("top_p") or None,
+        "seed": body.get("seed"),
         "tools": allowed or None,
         "tool_choice": choice if allowed or choice not in (None, "auto", "none") else None,
         "parallel_tool_calls": body.get("parallel_tool_calls"),
@@ -304,7 +306,7 @@ class ResponseWriter(BlockWriter):
         }
 
     def _response(self, status: str) -> dict[str, Any]:
-        body, params = self._body, self.asked.params
+        body, params = self._body, {**self.asked.defaults, **self.asked.params}
         return {
             "id": self.id,
             "object": "response",
@@ -329,6 +331,7 @@ class ResponseWriter(BlockWriter):
             "truncation": "disabled",
             "usage": None,
             "metadata": body.get("metadata") or {},
+            "system_fingerprint": self.asked.fingerprint,
         }
 
     def _block_event(self, kind: str, block: Block, **facts: Any) -> str:

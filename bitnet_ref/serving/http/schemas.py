@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any, NoReturn
 
@@ -230,6 +230,7 @@ BODIES: dict[str, tuple[str, Schema]] = {
     "/tokenize": ("The token ids of a text or a conversation.", TOKENIZE),
     "/detokenize": ("The text of token ids.", DETOKENIZE),
 }
+OFF_BY_DEFAULT: set[str] = set()  # paths of `BODIES` that a server has only if it is told so
 OTHER: dict[str, dict[str, str]] = {}  # path -> method -> what it does, for what has no body
 
 
@@ -267,14 +268,16 @@ PARAMETERS = {
 }
 
 
-def describe_api(version: str) -> Schema:
-    """The page, in OpenAPI 3.1."""
+def describe_api(version: str, more: Collection[str] = ()) -> Schema:
+    """The page, in OpenAPI 3.1. more: of `OFF_BY_DEFAULT`, the paths that this server has."""
     failure = _object(
         {"error": _object({"message": TEXT, "type": TEXT, "param": {}, "code": {}}, ("message",))}, ("error",)
     )
     bad = _reply("What was wrong.", {"application/json": failure})
     paths: dict[str, Any] = {}
     for path, (summary, schema) in BODIES.items():
+        if path in OFF_BY_DEFAULT and path not in more:
+            continue
         body = {"required": True, "content": {"application/json": {"schema": schema}}}
         kinds: Schema = {"application/json": {}} | {kind: {} for kind in _stream_kinds(path, schema)}
         paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": {"200": _reply("", kinds)}}}

@@ -30,6 +30,7 @@ from ..tickets import RequestHandle
 from . import schemas
 from .admission import Admission, ServerLimits
 from .failures import blame, describe_failure
+from .fingerprint import fingerprint_of
 from .page import describe_engine, render_page
 from .schemas import RequestError
 from .shapes import Asked, Choice, Writer, chat_ids, embedding_ids, embedding_response, read_chat, read_completion
@@ -48,6 +49,7 @@ class Server:
 
     def __init__(self, shelf: ModelShelf, limits: ServerLimits, chat_template: str | None, version: str) -> None:
         self.shelf, self.limits, self.chat_template, self.version = shelf, limits, chat_template, version
+        self.more_paths: list[str] = []  # of `schemas.OFF_BY_DEFAULT`, those that this server has
         self.admission = Admission(limits)
         self.work = self.admission.work  # in a thread
         self._embedding = asyncio.Semaphore(1)  # an embedding takes the processor beside the engines
@@ -74,6 +76,7 @@ class Server:
 
             def submit() -> tuple[Asked, list[Choice]]:
                 asked = read(body, place.name, engine)
+                asked.fingerprint = fingerprint_of(engine, self.chat_template)
                 return asked, asked.submit(engine, self.limits.request_timeout_s)
 
             asked, choices = await unless_gone(request, self.work(submit))
@@ -184,7 +187,7 @@ class Server:
         return JSONResponse(facts)
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(schemas.describe_api(self.version))
+        return JSONResponse(schemas.describe_api(self.version, self.more_paths))
 
     @asynccontextmanager
     async def borrow(self, body: Mapping[str, Any]) -> AsyncIterator[tuple[str, Engine]]:

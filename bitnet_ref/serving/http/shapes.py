@@ -50,10 +50,12 @@ class Asked:
     echo: bool = False
     top: int | None = None  # how many of the likeliest tokens to report; None: no log probabilities
     is_only_scored: bool = False  # max_tokens is 0
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # the server's, of what `params` does not say
     reply: ReplyReader | None = None  # of a chat: what turns its text into events
     writer: Callable[..., Writer] | None = None  # of another API than OpenAI's chats and completions
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = ""
+    fingerprint: str = ""  # of what computes the answer; see `fingerprint_of`
 
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -81,7 +83,7 @@ class Asked:
         """The object around the choices."""
         kind = f"chat.completion{'.chunk' * is_chunk}" if self.is_chat else "text_completion"
         facts = {"id": self.id, "object": kind, "created": self.created, "model": self.model_name}
-        return {**facts, "system_fingerprint": "bitnet_ref", "choices": list(choices)}
+        return {**facts, "system_fingerprint": self.fingerprint, "choices": list(choices)}
 
     def response(self, choices: Sequence[Choice], results: Sequence[Generation]) -> dict[str, Any]:
         """All texts in one object; the best `n` of each prompt where more were generated."""
@@ -303,6 +305,7 @@ def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
         "usage_in_stream": bool(options.get("include_usage")),
         "usage_in_chunks": bool(options.get("include_usage") and options.get("continuous_usage_stats")),
         "priority": body.get("priority") or 0,
+        "defaults": engine.config.sampling,
     }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ...backends.loaded import LoadedModel
 from ...errors import OutOfMemory
+from ...formats.hashes import weight_hash
 from ...system.sharing import model_files
 from ..engine import Engine
 from .schemas import RequestError
@@ -117,6 +118,7 @@ class ModelShelf:
         for engine in engines:
             engine.metrics.labels["model_name"] = place.name
         place.nbytes = await asyncio.to_thread(_bytes_of, engines)  # not here: a large model is finished for it
+        await asyncio.to_thread(weight_hash, place.engine.model.weights)  # for fingerprints; it is kept
         log.info("model %s loaded in %.1f s: %d bytes", place.name, time.monotonic() - started, place.nbytes)
 
     def _held(self) -> int:

@@ -1,0 +1,202 @@
+"""Where a served answer leaves what was computed again: the first token that differs, and the two probabilities.
+
+An answer holds texts, not tokens. So the computed tokens are read one after the other, as the server reads them, for as
+long as their text is the answer's. The answer's own token at that place is taken to be the longest with which its text
+may go on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...backends.loaded import LoadedModel
+from ...errors import BitNetRefError
+from ...generation.results import Generation
+from ...generation.score import score
+from .events import Event, Reply, merge_events
+from .replies import ReplyReader
+from .shapes import Asked, Choice
+
+
+@dataclass(frozen=True)
+class OneToken:
+    """id: None where it is not known. p: its probability there, as the model has it before temperature and rules."""
+
+    id: int | None
+    text: str
+    p: float | None = None
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """The first token that differs. position: in the reply, from 0. None: the reply has ended there."""
+
+    choice: int
+    position: int
+    computed: OneToken | None
+    answered: OneToken | None
+
+
+def read_replies(answer: Mapping[str, Any]) -> list[list[Any] | None]:
+    """The texts of each reply in an answer: thinking, text, then name and arguments of each call. None: unreadable.
+
+    Arguments that came as an object are one: how the model wrote them is not known.
+    """
+    if "choices" in answer:
+        return [_read_choice(choice) for choice in answer["choices"]] if isinstance(answer["choices"], list) else []
+    parts = answer.get("content", answer.get("output"))
+    texts, calls = ["", ""], list[Any]()
+    for part in parts if isinstance(parts, list) else []:
+        if not isinstance(part, Mapping):
+            return [None]
+        kind = part.get("type")
+        if kind in ("function_call", "tool_use", "custom_tool_call"):
+            arguments = part.get("arguments", part.get("partial_json", part.get("input")))
+            calls += [str(part.get("name")), arguments if isinstance(arguments, dict) else str(arguments)]
+            continue
+        inner = part.get("content") if isinstance(part.get("content"), list) else [part]
+        text = "".join(
+            str(each.get("text", each.get("thinking", ""))) for each in inner or [] if isinstance(each, dict)
+        )
+        texts[kind not in ("reasoning", "thinking")] += text
+    return [[*texts, *calls]]
+
+
+def _read_choice(choice: Any) -> list[str] | None:
+    if not isinstance(choice, Mapping):
+        return None
+    message = choice.get("message")
+    if not isinstance(message, Mapping):
+        return ["", choice["text"]] if isinstance(choice.get("text"), str) else None
+    texts = [str(message.get(name) or "") for name in ("reasoning_content", "content")]
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            return None
+        texts += [str(function.get("name")), str(function.get("arguments"))]
+    return texts
+
+
+def texts_of(reply: Reply) -> list[str]:
+    """The same of a computed reply."""
+    return [reply.reasoning, reply.text, *(text for call in reply.calls for text in (call.name, call.arguments))]
+
+
+def begins(whole: Sequence[str], part: Sequence[str]) -> bool:
+    """Whether the texts of a reply go on as `part` begins."""
+    last = max((index for index, text in enumerate(part) if text), default=-1)
+    if last < 0 or last >= len(whole):
+        return last < 0
+    return list(whole[:last]) == list(part[:last]) and whole[last].startswith(part[last])
+
+
+def find_first(
+    choice: Choice, result: Generation, reply: Sequence[Any] | None, model: LoadedModel
+) -> tuple[int, OneToken | None, OneToken | None] | None:
+    """(position, the computed token, the answer's) where an answer leaves what was computed. None: nowhere."""
+    asked, tokenizer = choice.asked, choice.tokenizer
+    if reply is None or asked.is_only_scored:
+        return None
+    if asked.echo:
+        echo = choice.handle.echo
+        if not reply[1].startswith(echo):
+            return None
+        reply = ["", reply[1][len(echo) :]]
+    decoder = tokenizer.stream_decoder(shown=asked.params.get("shown_tokens", ()))
+    if "echo" in asked.params:
+        for token in choice.handle.prompt_token_ids:
+            decoder.push(token)
+    whole = texts_of(Reply.of(_reader(asked).push(_new_text(choice, result), result.finish_reason)))
+    answered = [_write_like(whole[n : n + 1], each) if isinstance(each, dict) else each for n, each in enumerate(reply)]
+    if whole == answered:
+        return None
+    ids, reader, events = result.token_ids, _reader(asked), list[Event]()
+    agreed, agreed_texts = 0, [""] * len(whole)
+    for number, token in enumerate(ids):
+        text = decoder.push(token) if token < tokenizer.vocab_size else ""
+        events = merge_events([*events, *reader.push(text, None)])
+        texts = [part[: len(most)] for part, most in zip(texts_of(Reply.of(events)), whole, strict=False)]
+        if not begins(answered, texts):
+            if len(whole) > 2:  # the text of a call is held back, so its own tokens are not told apart
+                text = _rest(answered, agreed_texts).decode(errors="replace")
+                return number, _computed(result, number, model), OneToken(None, text[:40])
+            break
+        if texts != agreed_texts[: len(texts)]:
+            agreed, agreed_texts = number + 1, [*texts, *[""] * (len(whole) - len(texts))]
+    rest = _rest(answered, agreed_texts)
+    tokens = model.vocabulary.tokens
+    while agreed < len(ids) and ids[agreed] < len(tokens):  # tokens whose text was held back, as parts of a character
+        data = tokens[ids[agreed]]
+        if not data or not rest.startswith(data):
+            break
+        rest, agreed = rest[len(data) :], agreed + 1
+    before = [*choice.handle.prompt_token_ids, *ids[:agreed]]
+    return agreed, _computed(result, agreed, model), _answered(before, rest, agreed == 0, model)
+
+
+def _reader(asked: Asked) -> ReplyReader:
+    return ReplyReader() if asked.reply is None else asked.reply.copy()
+
+
+def _new_text(choice: Choice, result: Generation) -> str:
+    return result.text[len(choice.handle.echo) :] if "echo" in choice.asked.params else result.text
+
+
+def _rest(answered: Sequence[str], agreed: Sequence[str]) -> bytes:
+    """What the answer has after the texts that both have: of the first text that goes on."""
+    last = max((index for index, text in enumerate(agreed) if text), default=0)
+    for index in range(last, len(answered)):
+        shared = agreed[index] if index < len(agreed) else ""
+        if len(answered[index]) > len(shared):
+            return answered[index][len(shared) :].encode(errors="replace")
+    return b""
+
+
+def _computed(result: Generation, position: int, model: LoadedModel) -> OneToken | None:
+    if position >= len(result.token_ids):
+        return None
+    token = result.token_ids[position]
+    return OneToken(token, _show(token, model), math.exp(result.logprobs[position]))
+
+
+def _answered(before: list[int], rest: bytes, is_first: bool, model: LoadedModel) -> OneToken | None:
+    """The answer's token: the longest with which its text may go on; where it has ended, the likeliest end token."""
+    tokens = model.vocabulary.tokens
+    if rest:
+        starts = (rest, b" " + rest) if is_first else (rest,)  # a space at the beginning has no text
+        fitting = [n for n, each in enumerate(tokens) if each and any(start.startswith(each) for start in starts)]
+        ids = sorted(fitting, key=lambda token: len(tokens[token]))[-1:]
+    else:
+        ids = [token for token in model.tokenizer.eos_ids if token < model.config.vocab_size]
+    if not ids:
+        return OneToken(None, rest.decode("utf-8", "replace")[:40]) if rest else None
+    try:
+        scores = score(model, before, [[token] for token in ids])
+    except BitNetRefError:  # the text is longer than the context, by `overflow`
+        return OneToken(ids[-1], _show(ids[-1], model))
+    best = max(range(len(ids)), key=lambda index: scores[index].total)
+    return OneToken(ids[best], _show(ids[best], model), math.exp(scores[best].total))
+
+
+def _show(token: int, model: LoadedModel) -> str:
+    tokens, tokenizer = model.vocabulary.tokens, model.tokenizer
+    data = tokens[token] if token < len(tokens) else b""
+    if not data and token < tokenizer.vocab_size:
+        return tokenizer.id_to_token(token)
+    return data.decode("utf-8", "replace")
+
+
+def _write_like(texts: Sequence[str], value: Mapping[str, Any]) -> str:
+    """An object as JSON, in the form of the first of `texts`, if there is one and it is the same object."""
+    text = next(iter(texts), "")
+    try:
+        if json.loads(text) == value:
+            return text
+    except (ValueError, RecursionError):
+        pass
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
