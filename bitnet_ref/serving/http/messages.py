@@ -18,9 +18,10 @@ from starlette.routing import Route
 from ...generation.results import Generation
 from ..engine import Engine
 from . import schemas
+from .parts import read_parts, refuse_part
 from .schemas import FLAG, PASSED, RequestError, describe_array, describe_number, describe_object, or_null
 from .shapes import Asked, chat_ids
-from .translate import ask_chat, function_tool, join_system, read_parts, refuse_part
+from .translate import ask_chat, function_tool, join_system
 from .writers import Block, BlockWriter, write_json
 
 if TYPE_CHECKING:

@@ -6,8 +6,9 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .parts import read_parts, refuse_part
 from .schemas import RequestError
-from .translate import function_tool, join_system, read_parts, refuse_part
+from .translate import function_tool, join_system
 from .writers import Block
 
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}

@@ -44,7 +44,7 @@ ANYTHING, ANY_OBJECT = Schema(), {"type": ["object", "null"]}
 COUNT = _number(0, 2**31 - 1, "integer")
 IDS = _array({"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, 1, 1 << 17)
 TEXTS = {"anyOf": [TEXT, _array(TEXT, 1, 2048), IDS, _array(IDS, 1, 2048)]}
-PART = _object({"type": {"enum": ["text"]}, "text": TEXT}, ("type", "text"), additionalProperties=False)
+PART = _object({"type": TEXT, "text": TEXT, "refusal": TEXT}, ("type",))  # read by `read_parts`
 FUNCTION = _object({"name": {"type": "string", "minLength": 1, "maxLength": 64}, "parameters": ANY_OBJECT}, ("name",))
 TOOL = _object({"type": {"enum": ["function"]}, "function": FUNCTION}, ("type", "function"))
 CALL = _object({"name": TEXT, "arguments": TEXT}, ("name", "arguments"))
@@ -56,9 +56,19 @@ MESSAGE = _object(
     },
     ("role",),
 )
-IGNORED = dict.fromkeys(
-    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"), ANYTHING
+IGNORED = dict.fromkeys(  # fields that change nothing here: accounts, caches and services of OpenAI
+    (
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "moderation", "verbosity", "prediction"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    ),
+    ANYTHING,
 )
+REFUSED = {  # fields with a meaning that this server does not have, and what to do instead; null and [] are accepted
+    "audio": "audio is not supported; the models write text only",
+    "web_search_options": "web search is not supported; give the model a function that searches",
+    "functions": "was replaced by tools; use tools",
+    "function_call": "was replaced by tool_choice; use tool_choice",
+}
 PASSED = {name: each.schema for name, each in declared_options(SamplingParams).items() if each.in_http}
 SAMPLING = {
     **PASSED,
@@ -96,6 +106,8 @@ COMPLETION = _object(
 CHAT = _object(
     {
         **SAMPLING,
+        **dict.fromkeys(REFUSED, ANYTHING),
+        "modalities": _or_null(_array(TEXT, 0, 16)),
         "messages": _array(MESSAGE, 1, 4096),
         "max_completion_tokens": SAMPLING["max_tokens"],
         "logprobs": FLAG,

@@ -22,8 +22,9 @@ from ...tokenizers.base import Tokenizer
 from ..engine import Engine
 from ..tickets import BeamText, RequestHandle
 from .events import CallArguments, CallStart, Event, Reasoning, Reply, Text
+from .parts import CHAT_PARTS, read_parts
 from .replies import ReplyReader, ThinkingBudget, find_thinking
-from .schemas import PASSED, RequestError
+from .schemas import PASSED, REFUSED, RequestError
 from .tool_formats import find_format
 from .tools import choose_tools, close_objects
 
@@ -171,6 +172,7 @@ def infill_ids(tokenizer: Tokenizer, prefix: str, suffix: str, field: str) -> li
 
 def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_template: str | None) -> Asked:
     """The request of a body that passed its schema, with the conversation as token ids. Raises RequestError."""
+    check_supported(body)
     params, common = _read_common(body, engine)
     if body.get("max_completion_tokens") is not None:
         params["max_tokens"] = body["max_completion_tokens"]
@@ -215,6 +217,15 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
     return Asked(model_name, [ids], params, True, params.get("n", 1), **common, top=top, reply=reply)
 
 
+def check_supported(body: Mapping[str, Any]) -> None:
+    """Raise RequestError for a field of OpenAI's whose meaning this server does not have."""
+    for name, reason in REFUSED.items():
+        if body.get(name):
+            raise RequestError(f"{name}: {reason}", name)
+    if other := [kind for kind in body.get("modalities") or [] if kind != "text"]:
+        raise RequestError(f"modalities: {other[0][:40]} is not supported; the models write text only", "modalities")
+
+
 def _guides(params: Mapping[str, Any]) -> dict[str, Any]:
     return {name: params[name] for name in GUIDES if name in params}
 
@@ -239,7 +250,8 @@ def chat_text(model: LoadedModel, body: Mapping[str, Any], chat_template: str | 
     for name in ("messages", "tools", "documents", "add_generation_prompt"):
         if name in variables:
             raise RequestError(f"chat_template_kwargs: {name} is set by the server", "chat_template_kwargs")
-    messages, begins = [_plain_message(message) for message in body["messages"]], body.get("add_generation_prompt")
+    messages = [_plain_message(message, number) for number, message in enumerate(body["messages"])]
+    begins = body.get("add_generation_prompt")
     last, name = messages[-1], "continue_final_message"
     goes_on = bool(body.get(name))
     if goes_on and (begins or last["role"] != "assistant" or not last["content"].strip()):
@@ -264,10 +276,9 @@ def thinking_variables(body: Mapping[str, Any]) -> dict[str, Any]:
     return variables if thinks is None else {**variables, "enable_thinking": thinks, "thinking": thinks}
 
 
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     """As templates expect it: text in one piece, and the arguments of tool calls as values."""
-    content = message.get("content")
-    text = "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+    text = read_parts(message.get("content"), f"messages[{number}].content", CHAT_PARTS)
     plain = {**message, "content": text}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [{**call, "function": _with_values(call["function"])} for call in calls]
