@@ -75,10 +75,10 @@ def test_the_page_is_one_document_that_runs_nothing_else():
         policy = headers["content-security-policy"]
         assert "unsafe" not in policy
         assert policy.startswith("default-src 'none'; style-src 'sha256-")
-        assert (policy.count("sha256-"), text.count("<style>"), text.count("<script>")) == (5, 1, 4)
+        assert (policy.count("sha256-"), text.count("<style>"), text.count("<script>")) == (8, 1, 7)
         assert not any(word in text for word in ("{{", "innerHTML", "http-equiv", "src=", "eval("))
-        assert [each for each in text.split('"') if each.startswith("http")] == ["http://www.w3.org/2000/svg"] * 2
-        assert len(text) < 64_000
+        assert [each for each in text.split('"') if re.match("https?://", each)] == ["http://www.w3.org/2000/svg"] * 2
+        assert len(text) < 100_000
         for path in ("/engine", "/metrics", "/v1/models"):
             assert server.get(path)[0] == 401
         assert server.get("/engine", authorization="Bearer one")[2]["loaded"] is True
@@ -281,36 +281,109 @@ def test_chats_stop_and_go_on(server, open_page):
     page.click("#chat-text")
     page.type("Hello")
     page.press("Enter")
-    page.until("!chatting && messages.length === 2")
+    page.until("!chatting && conversation.nodes.length === 2")
     story = model(server.shelf.places["talker"].source, BACKEND, threads=1)
     talk = [{"role": "user", "content": "Hello"}]
     expected = story.generate(story.tokenizer.apply_chat_template(talk, tokenize=True), max_tokens=9).text
-    assert page.run("document.querySelector('.message.assistant .text').textContent") == expected
+    assert page.run("conversation.nodes[1].content") == expected
     settings(page, max_tokens=200)
     engine = server.engines["talker"]
     aborts = engine.metrics.finished["abort"]
     blocker = engine.submit("Alice", strategy=slowly, max_tokens=250, ignore_eos=True)  # steps take 20 ms
     page.type("<img src=x onerror=alert(1)>")
     page.press("Enter")
-    page.until("messages.length === 3 && document.querySelectorAll('.assistant .text')[1].textContent.length > 20")
-    page.click("#chat-stop")
+    page.until("document.querySelectorAll('.assistant > .text')[1]?.textContent.length > 20")
+    page.press("Escape")
     page.until("!chatting")
     until(lambda: engine.metrics.finished["abort"] == aborts + 1)
     blocker.close()
-    reply = page.run("messages[3].content")
-    assert 20 < len(reply) < 600
+    assert 20 < len(page.run("conversation.nodes[3].content")) < 600
     assert page.run("document.querySelector('.message img')") is None
     settings(page, max_tokens=255)
-    page.click("#chat-again")
-    page.until("!chatting")
-    assert "context is 256" in page.text(".problem")  # and the message is back, to be changed
-    assert page.run("[messages.length, $('chat-text').value]") == [2, "<img src=x onerror=alert(1)>"]
-    page.click("#chat-clear")
-    assert page.run("messages.length + $('messages').children.length") == 0
+    page.run("$('messages').lastChild.querySelector('.actions button:nth-child(3)').click()")
+    page.until("!chatting && problem")
+    assert "context is 256" in page.text("p.problem")
+    assert page.run("shownPath()") == [0, 1, 2, 3]  # the earlier reply is shown again
+    page.click("#chat-new")
+    assert page.run("conversation.nodes.length + $('messages').children.length") == 0
     with RunningServer({"talker": server.shelf.places["talker"].source}) as chats:
         page = open_page(chats.url)
         page.until("model !== null")
         assert page.run("[view, location.hash]") == ["chat", "#chat"]
+
+
+HOSTILE = """<script>window.bad = 1</script> <img src=x onerror="window.bad = 1"> [a](javascript:window.bad=1)
+[b](data:text/html,x) [c](JaVaScRiPt:x) [d](/engine) ![e](https://example.com/e.png) <svg onload=bad()> **<b>*x**
+
+| a | <iframe src=//x> |
+|---|---|
+| `<b>` | [f](vbscript:x) |
+
+> - <style>*{display:none}</style>
+
+```html" onclick="bad()
+<script>window.bad = 1</script>
+"""
+
+
+@needs_chromium
+def test_hostile_markdown_does_nothing(open_page):
+    page = open_page()
+    show = "showMarkdown($('messages'), %s); [...$('messages').querySelectorAll('*')].map((each) => each.localName)"
+    allowed = set(
+        [
+            "p",
+            "a",
+            "br",
+            "hr",
+            "strong",
+            "em",
+            "del",
+            "code",
+            "div",
+            "button",
+            "span",
+            "pre",
+            "blockquote",
+            "ul",
+            "ol",
+            "li",
+            "table",
+            "thead",
+            "tbody",
+            "tr",
+            "th",
+            "td",
+        ]
+    )
+    nested = [mark * 20_000 for mark in ("> ", "[", "*", "`", "- ", "](", "*a ", "_a", "`" * 3 + "\n")]
+    for text in (HOSTILE, *nested, "a" * 100_000, *(HOSTILE[:end] for end in range(0, len(HOSTILE), 7))):
+        begin = time.monotonic()
+        assert set(page.run(show % json.dumps(text))) <= allowed, text[:80]
+        assert time.monotonic() - begin < 10
+    page.run(show % json.dumps(HOSTILE))
+    assert page.run("[...$('messages').querySelectorAll('a')].map((a) => a.href)") == ["https://example.com/e.png"]
+    code = page.run("$('messages').querySelector('pre').textContent")
+    assert code == "<script>window.bad = 1</script>\n"
+    assert page.run("window.bad === undefined")
+
+
+@needs_chromium
+def test_a_conversation_outlives_a_reload(open_page):
+    page = open_page()
+    page.until("model !== null")
+    page.click("#tab-chat")
+    choose_model(page, "talker")
+    settings(page, temperature=0, max_tokens=4)
+    page.click("#chat-text")
+    page.type("Hello")
+    page.press("Enter")
+    page.until("!chatting && conversation.nodes.length === 2")
+    before = page.run("conversation.nodes")
+    page.call("Page.reload")
+    page.until("document.readyState === 'complete' && conversation.nodes.length === 2")
+    assert page.run("conversation.nodes") == before
+    page.until("document.querySelectorAll('.message').length === 2")
 
 
 @needs_chromium
@@ -439,7 +512,7 @@ def inspect_views(page, server):
             page.click("#chat-text")
             page.type("Hello, how are you? " * 3 + "a" * 70)
             page.press("Enter")
-            page.until("!chatting && messages.length === 2")
+            page.until("!chatting && conversation.nodes.length === 2")
         else:
             page.until("steps.length > 5 && requests.length")
             page.click("#requests button")

@@ -156,18 +156,27 @@ async function start() {
 async function chooseModel() {
   const id = $("model").value;
   forgetEngine();
-  const info = await getJson(`/tokenizer_info?model=${encodeURIComponent(id)}`).catch((error) => {
+  const info = await getJson(`/props?model=${encodeURIComponent(id)}`).catch((error) => {
     if (error.status === 401) throw error;
     say(explain(error));
     return {};
   });
   if (id !== $("model").value) return; // another one was chosen meanwhile
-  model = { id, chats: Boolean(info.chat_template), context: info.model_max_length };
+  const defaults = info.default_generation_settings ?? { params: {} };
+  model = { id, chats: Boolean(info.chat_template), context: defaults.n_ctx };
+  showDefaults(defaults.params);
+  $("thinking-row").hidden = !/enable_thinking|reasoning_effort/.test(info.chat_template);
   $("context").textContent = model.context ? `The model reads ${model.context.toLocaleString("en")} in all.` : "";
   $("chat-none-name").textContent = id;
   if (!isChosen) show(model.chats ? "chat" : "completion");
   isChosen = true;
   showChatState();
+}
+
+// The server's defaults for this model, as placeholders.
+function showDefaults({ repeat_penalty, ...params }) {
+  const given = { ...params, ...(repeat_penalty === undefined ? {} : { repetition_penalty: repeat_penalty }) };
+  for (const [name, plain] of Object.entries(PLAIN)) $(name).placeholder = given[name] ?? plain;
 }
 
 $("model").onchange = () => chooseModel().catch((error) => say(explain(error)));
@@ -181,7 +190,8 @@ function show(name) {
     $(`tab-${each}`).setAttribute("aria-selected", String(each === name));
     $(`tab-${each}`).tabIndex = each === name ? 0 : -1;
   }
-  $("settings").hidden = name === "engine";
+  $("side").hidden = name === "engine";
+  $("conversations").hidden = $("chat-settings").hidden = name !== "chat";
   $("max_tokens").placeholder = name === "chat" ? "512" : "64";
   document.querySelector("main").classList.toggle("with-settings", name !== "engine");
   if (location.hash !== `#${name}`) history.replaceState(null, "", `#${name}`);
@@ -200,7 +210,9 @@ addEventListener("hashchange", () => VIEWS.includes(location.hash.slice(1)) && s
 
 // -- settings ---------------------------------------------------------------------------------------------------------
 
-const SAMPLING = ["temperature", "top_k", "top_p", "seed", "max_tokens"];
+const SAMPLING = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_tokens"];
+const KEPT = [...SAMPLING, "tools", "schema", "thinking"];
+const PLAIN = { temperature: 1, top_k: "0, all", top_p: 1, min_p: 0, repetition_penalty: 1 };
 
 // The settings that are filled in; null, and the field shown, if one is wrong.
 function readSettings(defaults) {
@@ -213,17 +225,46 @@ function readSettings(defaults) {
   return { ...defaults, ...Object.fromEntries(filled) };
 }
 
-function keepSettings() {
-  sessionStorage.setItem("bitnet_ref settings", JSON.stringify(SAMPLING.map((name) => $(name).value)));
+// The tools and the schema that are filled in, as fields of a chat; null, and the field shown, if one is wrong.
+function readChatSettings() {
+  const fields = {};
+  for (const [name, kind] of [["tools", "a list of tools"], ["schema", "an object"]]) {
+    let value, problem = "";
+    try {
+      value = JSON.parse($(name).value || "null");
+      if (value !== null && (typeof value !== "object" || Array.isArray(value) !== (name === "tools"))) problem = `Expected ${kind}.`;
+    } catch (error) {
+      problem = `Not JSON: ${error.message}`;
+    }
+    $(name).setCustomValidity(problem);
+    if (value) fields[name] = value;
+  }
+  const { tools, schema } = fields, thinks = $("thinking").value;
+  if (readSettings({}) === null) return null;
+  return {
+    ...(tools?.length ? { tools } : {}),
+    ...(schema ? { response_format: { type: "json_schema", json_schema: { name: "answer", schema } } } : {}),
+    ...(thinks && !$("thinking-row").hidden ? { enable_thinking: thinks === "on" } : {}),
+  };
 }
 
-JSON.parse(sessionStorage.getItem("bitnet_ref settings") ?? "[]").forEach((value, index) => ($(SAMPLING[index]).value = value));
-$("sampling").oninput = keepSettings;
+function keepSettings() {
+  sessionStorage.setItem("bitnet_ref settings", JSON.stringify(KEPT.map((name) => $(name).value)));
+}
+
+JSON.parse(sessionStorage.getItem("bitnet_ref settings") ?? "[]").forEach((value, index) => ($(KEPT[index]).value = value));
+$("sampling").oninput = ({ target }) => {
+  target.setCustomValidity("");
+  keepSettings();
+};
+addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !$("key-dialog").open) document.querySelector(`#${view} .stop:not([hidden])`)?.click();
+});
 $("sampling").onreset = () => setTimeout(keepSettings);
 $("sampling").onsubmit = (event) => event.preventDefault();
 
 const wide = matchMedia("(min-width: 900px)");
-wide.onchange = () => ($("settings").open = wide.matches);
+wide.onchange = () => ($("settings").open = $("conversations").open = wide.matches);
 wide.onchange();
 
 addEventListener("DOMContentLoaded", () => {

@@ -1,5 +1,5 @@
 "use strict";
-// Chat, and completion with the probabilities of each token.
+// What chats and completions share, and completion with the probabilities of each token.
 
 // Runs `work` with a signal that the stop button aborts; it shows that button meanwhile. False if it was stopped.
 async function whileRunning(startButton, stopButton, work) {
@@ -43,113 +43,6 @@ class Pace {
     return parts.join(" · ");
   }
 }
-
-// -- chat -------------------------------------------------------------------------------------------------------------
-
-let messages = []; // {role, content}
-let chatting = false;
-
-function showChatState() {
-  const chats = model?.chats ?? true;
-  $("chat-none").hidden = chats;
-  $("chat-form").hidden = $("messages").hidden = !chats;
-  $("chat-empty").hidden = !chats || $("messages").children.length > 0;
-  $("chat-clear").hidden = chatting || messages.length === 0;
-  $("chat-again").hidden = chatting || messages.length === 0 || document.querySelector(".failed") !== null;
-}
-
-function addMessage(role, content) {
-  const text = make("span", { className: "text", textContent: content });
-  const facts = make("span", { className: "facts" });
-  const who = make("span", { className: "who", textContent: role === "user" ? "You" : (model?.id ?? "model") });
-  const element = make("div", { className: `message ${role}` }, who, text, facts);
-  $("messages").append(element);
-  return { element, text, facts };
-}
-
-// Changes the page; it stays at its end if it was there.
-function following(change) {
-  const follows = innerHeight + scrollY > document.documentElement.scrollHeight - 80;
-  change();
-  if (follows) scrollTo(0, document.documentElement.scrollHeight);
-}
-
-// After a failure without any text: the last message goes back to where it was written.
-function takeBack(element) {
-  const { content } = messages.pop();
-  element.previousSibling.remove();
-  element.classList.add("failed");
-  $("chat-text").value ||= content;
-}
-
-async function reply() {
-  const settings = readSettings({ max_tokens: undefined });
-  if (!settings || chatting) return;
-  chatting = true;
-  showChatState();
-  const { element, text, facts } = addMessage("assistant", "");
-  element.classList.add("busy");
-  $("messages").setAttribute("aria-busy", "true"); // so that it is read out when it is whole
-  const message = { role: "assistant", content: "" };
-  const pace = new Pace();
-  let failed = false;
-  const body = { model: model.id, messages: [...messages], stream: true, stream_options: { include_usage: true }, ...settings };
-  try {
-    const ended = await whileRunning($("chat-send"), $("chat-stop"), async (signal) => {
-      for await (const event of readEvents("/v1/chat/completions", body, signal)) {
-        pace.add(event);
-        message.content += event.choices[0]?.delta.content ?? "";
-        following(() => (text.textContent = message.content));
-      }
-    });
-    following(() => (facts.textContent = String(pace)));
-    failed = !ended && !message.content;
-  } catch (error) {
-    facts.className = "problem";
-    following(() => (facts.textContent = explain(error)));
-    failed = !message.content;
-  }
-  element.classList.remove("busy");
-  $("messages").setAttribute("aria-busy", "false");
-  if (failed) takeBack(element);
-  else messages.push(message);
-  chatting = false;
-  following(showChatState);
-  if (!$("chat").hidden && wide.matches) $("chat-text").focus();
-}
-
-$("chat-form").onsubmit = (event) => {
-  event.preventDefault();
-  const content = $("chat-text").value.trim();
-  if (!content || chatting || !model) return;
-  $("chat-text").value = "";
-  for (const each of document.querySelectorAll(".failed")) each.remove();
-  messages.push({ role: "user", content });
-  addMessage("user", content);
-  scrollTo(0, document.documentElement.scrollHeight);
-  reply();
-};
-$("chat-text").onkeydown = (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  $("chat-form").requestSubmit();
-};
-$("chat-again").onclick = () => {
-  for (const each of document.querySelectorAll(".failed")) each.remove();
-  messages.pop();
-  $("messages").lastChild.remove();
-  reply();
-};
-$("chat-clear").onclick = () => {
-  messages = [];
-  $("messages").replaceChildren();
-  showChatState();
-  $("chat-text").focus();
-};
-$("go-complete").onclick = () => {
-  show("completion");
-  $("prompt").focus();
-};
 
 // -- completion -------------------------------------------------------------------------------------------------------
 
