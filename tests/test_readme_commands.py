@@ -133,7 +133,9 @@ def parse(command):
         words = words[2:]
     while isinstance(node, click.Group):
         node = node.commands[words.pop(0)]
-    node.make_context(node.name, [word for word in words if word.strip("[].") not in ("MODEL", "")])
+    words = [word for word in words if word.strip("[].") not in ("MODEL", "")]
+    words = [__file__ if word in ("REQUEST", "ANSWER") else word for word in words]  # files that exist
+    node.make_context(node.name, words)
 
 
 @pytest.fixture

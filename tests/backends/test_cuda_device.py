@@ -1,5 +1,6 @@
 """The device layer: which device there is and why not, arrays, memory, graphs. On the emulation, and on any GPU."""
 
+import re
 import sys
 import types
 
@@ -7,9 +8,10 @@ import numpy as np
 import pytest
 
 from bitnet_ref.backends import cuda
-from bitnet_ref.backends.cuda import cupy_device
+from bitnet_ref.backends.cuda import cupy_device, early, sources
 from bitnet_ref.backends.cuda.emulation import build as emulated_build
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
+from bitnet_ref.backends.cuda.workspace import Workspace
 from bitnet_ref.errors import BackendUnavailable, DeviceError, OutOfMemory, ShapeError
 
 
@@ -252,3 +254,26 @@ def test_real_cupy_without_a_gpu_says_so(asked_anew):
     assert "CuPy finds no GPU" in reason or "there is no GPU" in reason
     with pytest.raises(BackendUnavailable):
         cupy_device.CupyDevice()
+
+
+@pytest.mark.parametrize("file", [file for file in sources.files() if early.starts_early(file)])
+def test_kernels_that_start_early_wait(file):
+    """Each by itself, or in the one function that it calls; see early.cuh."""
+    text = sources.find(file).read_text().replace("\\\n", "\n")
+    waits = r"wait_for_(end_of_)?earlier\(\);"
+    device = re.findall(r"^[^\n]*__device__ [^;{]*?(\w+)\([^{}]*\) \{(.*?)^\}", text, re.S | re.M)
+    functions = {name for name, body in device if re.search(waits, body)}
+    kernels = [each for each in re.split(r"__global__", text)[1:] if "{" in each]  # a macro's head may have no body
+    assert kernels
+    calls = "|".join([waits, *(rf"\b{name}[<(]" for name in functions)])
+    assert [kernel[:80] for kernel in kernels if not re.search(calls, kernel)] == []
+
+
+def test_the_emulation_refuses_what_a_card_would_compute_beside_its_stream():
+    """`x[rows]` by CuPy ran before the kernels that fill x had ended: seen on an H200, as NaN now and then."""
+    ws = Workspace(EmulatedDevice())
+    x = ws.upload(np.ones((3, 4), np.float32))
+    assert x[1:].shape == (2, 4)
+    for wrong in (lambda: x[[0, 2]], lambda: x[np.array([0])], lambda: x + 1, lambda: np.add(x, x)):
+        with pytest.raises(DeviceError, match=r"take_rows|beside its stream"):
+            wrong()

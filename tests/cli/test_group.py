@@ -23,7 +23,7 @@ def test_version_and_help():
     for command in ([], *([name] for name in cli.commands)):
         for flag in ("--help", "-h"):
             result = invoke(*command, flag)
-            assert result.exit_code == 0
+            assert result.exit_code == 0, result.stderr
             assert "--debug" in result.stdout
             assert "--json" in result.stdout
     models = ["pull", "list", "rm", "convert", "crossval"]

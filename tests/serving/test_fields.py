@@ -52,7 +52,7 @@ def test_other_modalities_and_parts(server):
     assert (status, "audio is not supported" in answer["error"]["message"]) == (400, True)
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     status, _, answer = ask(server, messages=[{"role": "user", "content": [image]}])
-    assert (status, answer["error"]["param"]) == (400, "messages[0].content[0]")
+    assert (status, answer["error"]["param"]) == (400, "messages.0.content[0]")
     assert "image_url is not supported; the models read text only" in answer["error"]["message"]
     status, _, answer = ask(server, messages=[{"role": "user", "content": [{"type": "text"}]}])
     assert status == 400

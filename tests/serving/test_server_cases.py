@@ -741,7 +741,7 @@ BAD = {
     ),
     "an image": (
         *(CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
-        *(400, "messages.0.content", "content"),
+        *(400, "messages.0.content[0]", "image_url is not supported"),
     ),
     "21 top logprobs": (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "most 20"),
     "top logprobs alone": (CHAT, {"messages": USER, "top_logprobs": 2}, 400, "top_logprobs", "logprobs=true"),

@@ -134,10 +134,11 @@ function download(name, type, text) {
 
 // The messages that are shown, as Markdown.
 function asMarkdown() {
+  const names = { user: "You", tool: "Result" };
   const parts = shownPath().map((at) => {
     const { role, content, model: name, calls } = conversation.nodes[at];
     const called = (calls ?? []).map((call) => `\`${call.function.name}(${call.function.arguments})\``);
-    return [`## ${{ user: "You", tool: "Result" }[role] ?? name}`, content, ...called].filter(Boolean).join("\n\n");
+    return [`## ${names[role] ?? name}`, content, ...called].filter(Boolean).join("\n\n");
   });
   return [`# ${conversation.title}`, ...(conversation.system ? [`> ${conversation.system.replaceAll("\n", "\n> ")}`] : []), ...parts, ""].join("\n\n");
 }

@@ -34,9 +34,7 @@ class EmulatedArray(np.ndarray):
     """
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
-        raise DeviceError(
-            f"{ufunc.__name__} of an array of the device, outside of its stream: use an op of the backend"
-        )
+        raise DeviceError(f"{ufunc.__name__} of an array of the device, beside its stream: use an op of the backend")
 
     def __getitem__(self, key: Any) -> Any:
         if any(isinstance(part, (list, np.ndarray)) for part in (key if isinstance(key, tuple) else (key,))):

@@ -9,9 +9,13 @@
 //     gated:  y[n] = gated(gate, y[n], y[n + N/2])                the matrix is gate and up, stacked
 //
 // A layer of 2B-4T takes 11 launches as one kernel per operation, each waiting for the one before. At some 2 us per
-// launch (assumed; none of this has run on a GPU yet) 30 layers are 0.7 ms, and reading the weights only 0.28 ms at 4.3
+// launch (assumed) 30 layers are 0.7 ms, and reading the weights only 0.28 ms at 4.3
 // TB/s. So every block computes the whole row for itself, from the second-level cache: all blocks do the same work at
 // the same time. With more than one token that would cost more than a launch.
+//
+// On an H200 such a launch takes 4.7 us (o_proj) to 7.5 us (gate and up), where its weights' bytes are 0.4 to 2.1 us:
+// the float64 sum of the norm, three barriers and the first loads follow each other. Started before the launch ahead of
+// it has ended (early.cuh), the step of one token takes 1.07 ms in place of 1.20.
 //
 // The grid has one block per multiprocessor. A block first asks for as many weight tiles as it has slots, by
 // asynchronous copies into shared memory; registers have no room for them. Ten slots per warp are 80 KB per

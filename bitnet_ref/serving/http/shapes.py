@@ -278,7 +278,7 @@ def thinking_variables(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain_message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     """As templates expect it: text in one piece, and the arguments of tool calls as values."""
-    text = read_parts(message.get("content"), f"messages[{number}].content", CHAT_PARTS)
+    text = read_parts(message.get("content"), f"messages.{number}.content", CHAT_PARTS)
     plain = {**message, "content": text}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [{**call, "function": _with_values(call["function"])} for call in calls]
