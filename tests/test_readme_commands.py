@@ -135,7 +135,7 @@ def parse(command):
         node = node.commands[words.pop(0)]
     words = [word for word in words if word.strip("[].") not in ("MODEL", "")]
     words = [__file__ if word in ("REQUEST", "ANSWER") else word for word in words]  # files that exist
-    node.make_context(node.name, words)
+    node.make_context(node.name, words, help_option_names=["-h", "--help"])  # as under the group: click keeps them
 
 
 @pytest.fixture
