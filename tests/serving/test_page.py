@@ -330,32 +330,30 @@ HOSTILE = """<script>window.bad = 1</script> <img src=x onerror="window.bad = 1"
 def test_hostile_markdown_does_nothing(open_page):
     page = open_page()
     show = "showMarkdown($('messages'), %s); [...$('messages').querySelectorAll('*')].map((each) => each.localName)"
-    allowed = set(
-        [
-            "p",
-            "a",
-            "br",
-            "hr",
-            "strong",
-            "em",
-            "del",
-            "code",
-            "div",
-            "button",
-            "span",
-            "pre",
-            "blockquote",
-            "ul",
-            "ol",
-            "li",
-            "table",
-            "thead",
-            "tbody",
-            "tr",
-            "th",
-            "td",
-        ]
-    )
+    allowed = {
+        "p",
+        "a",
+        "br",
+        "hr",
+        "strong",
+        "em",
+        "del",
+        "code",
+        "div",
+        "button",
+        "span",
+        "pre",
+        "blockquote",
+        "ul",
+        "ol",
+        "li",
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+    }
     nested = [mark * 20_000 for mark in ("> ", "[", "*", "`", "- ", "](", "*a ", "_a", "`" * 3 + "\n")]
     for text in (HOSTILE, *nested, "a" * 100_000, *(HOSTILE[:end] for end in range(0, len(HOSTILE), 7))):
         begin = time.monotonic()
