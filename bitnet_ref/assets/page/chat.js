@@ -3,7 +3,6 @@
 
 let chatting = false;
 
-
 function showChatState() {
   const chats = model?.chats ?? true;
   $("chat-none").hidden = chats;
@@ -22,7 +21,7 @@ function showConversation() {
 
 function showMessage(index, isLast) {
   const { role, content, reasoning, calls, facts, model: name } = conversation.nodes[index];
-  const who = make("span", { className: "who", textContent: { user: "You", tool: "Result" }[role] ?? name });
+  const who = make("span", { className: "who", textContent: AUTHORS[role] ?? name });
   const text = make("div", { className: "text" });
   const element = make("div", { className: `message ${role === "tool" ? "user" : role}` }, who);
   if (role === "assistant") showMarkdown(text, content);

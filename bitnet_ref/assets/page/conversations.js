@@ -3,6 +3,7 @@
 
 const PREFIX = "bitnet_ref chat ";
 const MAX_KEPT = 100;
+const AUTHORS = { user: "You", tool: "Result" }; // a reply has its model's name
 
 // nodes: {role, content, parent, ...}, parent: an index, -1 for the first. chosen: the child shown after each node.
 function newConversation() {
@@ -138,7 +139,7 @@ function asMarkdown() {
   const parts = shownPath().map((at) => {
     const { role, content, model: name, calls } = conversation.nodes[at];
     const called = (calls ?? []).map((call) => `\`${call.function.name}(${call.function.arguments})\``);
-    return [`## ${names[role] ?? name}`, content, ...called].filter(Boolean).join("\n\n");
+    return [`## ${AUTHORS[role] ?? name}`, content, ...called].filter(Boolean).join("\n\n");
   });
   return [`# ${conversation.title}`, ...(conversation.system ? [`> ${conversation.system.replaceAll("\n", "\n> ")}`] : []), ...parts, ""].join("\n\n");
 }
