@@ -135,7 +135,6 @@ function download(name, type, text) {
 
 // The messages that are shown, as Markdown.
 function asMarkdown() {
-  const names = { user: "You", tool: "Result" };
   const parts = shownPath().map((at) => {
     const { role, content, model: name, calls } = conversation.nodes[at];
     const called = (calls ?? []).map((call) => `\`${call.function.name}(${call.function.arguments})\``);
