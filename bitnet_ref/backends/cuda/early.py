@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from ...errors import ShapeError
-from .sources import find
+from .sources import flattened
 
-INCLUDE = '#include "early.cuh"'
+WAITS = "void wait_for_earlier()"  # early.cuh
 CAPABILITY, DRIVER = (9, 0), 12030  # griddepcontrol; its edges in graphs that are captured
 _SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -42,7 +42,7 @@ _ATTRIBUTE = _Attribute(id=_SERIALIZATION, value=1)
 @cache
 def starts_early(file: str) -> bool:
     """Whether the kernels of a file wait themselves for the launch before."""
-    return INCLUDE in find(file).read_text()
+    return WAITS in flattened(file)
 
 
 @cache
