@@ -355,8 +355,8 @@ STEP_TARGET static void STEP(all_rows_wide)(const attend_call *c, kv_range block
  *   (AVX2 1.10 to 1.22), of 64 tokens 0.95, for 240 lines more.
  * A Xeon (Sapphire Rapids, AMX), a prompt of 512, 2B-4T's shape, 4 layers, two threads: attention takes 0.36 of the samples,
  *   products by tiles 0.29; scores 0.13, values 0.10, softmax 0.05, the rest, mostly widening, 0.07. 128 query rows at a time
- *   instead of 32: prompts of 512 0.99 to 1.09 times as fast, median 1.035 (seven pairs in turn), of 64 and 24 0.95 to
- *   1.03, the median 1.00. Not taken: short prompts would give threads fewer parts.
+ *   instead of 32: prompts of 512 0.99 to 1.09 times as fast, median 1.035 (seven pairs in turn), of 64 and 24 0.94 to
+ *   1.03, median 0.99. Not taken: short prompts would give threads fewer parts.
  * Tried: a whole block of keys, 128 KB, widened once for all rows, Zen 4: no faster. Prefetching row by row, or computing addresses of rows,
  *   inside the loop over keys: values 0.74, because the compiler keeps addresses in vector registers. Four exponentials
  *   at a time: 1.0 ns for 1.05, AVX2 1.4 for 1.55. 64 query rows of a prompt at a time, not 32: no faster. */
