@@ -174,7 +174,7 @@ def test_a_model_that_differs_gets_no_speed(monkeypatch):
 
 def test_a_kernel_that_differs_gets_no_speed(monkeypatch):
     right = cuda_kernels.linear_of_row
-    monkeypatch.setattr(cuda_kernels, "linear_of_row", lambda *args: right(*args) * np.float32(1.1))
+    monkeypatch.setattr(cuda_kernels, "linear_of_row", lambda *args: np.asarray(right(*args)) * np.float32(1.1))
     found = measure_gpu(PLAN, ["kernels"])
     assert not found.equal
     assert "DIFFERS: ternary_row" in found.rows[0].why

@@ -475,6 +475,7 @@ def cupy_of_two_cards(monkeypatch):
     facts["sharedMemPerBlockOptin"] = 227 << 10
     runtime = SimpleNamespace(
         getDeviceCount=lambda: 2,
+        driverGetVersion=lambda: 13000,
         getDeviceProperties=lambda index: facts,
         memGetInfo=lambda: (10_000 - used[current[-1]], 10_000),
         CUDARuntimeError=error,
