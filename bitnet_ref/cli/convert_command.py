@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 # The names in conversion.TARGETS, which --help should not import; a test compares them.
 TARGET_NAMES = (
-    *("hf-packed", "hf-bf16", "hf-online", "hf-unpacked", "native", "native-base3", "onnx"),
-    *("gguf-i2_s", "gguf-tq1_0", "gguf-tq2_0", "gguf-tl1", "gguf-tl2"),
-    *("gguf-f16", "gguf-bf16", "gguf-f32", "gguf-q8_0", "gguf-q2_0", "gguf-pq2_0", "gguf-ptq1_0"),
+    *("hf-packed", "hf-bf16", "hf-online", "hf-unpacked", "mlx-2bit", "mlx-1bit", "native", "native-base3", "onnx"),
+    *("gguf-i2_s", "gguf-tq1_0", "gguf-tq2_0", "gguf-iq2_bn", "gguf-tl1", "gguf-tl2"),
+    *("gguf-f16", "gguf-bf16", "gguf-f32", "gguf-q8_0"),
+    *("gguf-q2_0", "gguf-pq2_0", "gguf-ptq1_0", "gguf-stq1_0", "gguf-q1_0"),
 )
 
 

@@ -56,7 +56,8 @@ bmm = 32
 """
 
 
-NOT_FOR_BITLINEARS = ("hf-unpacked", "gguf-q2_0", "gguf-pq2_0", "gguf-ptq1_0")
+NOT_FOR_BITLINEARS = ("hf-unpacked", "mlx-2bit", "mlx-1bit")
+NOT_FOR_BITLINEARS += ("gguf-q2_0", "gguf-pq2_0", "gguf-ptq1_0", "gguf-stq1_0", "gguf-q1_0")
 BITNET_TARGETS = [target for target in TARGETS if target not in NOT_FOR_BITLINEARS]
 
 

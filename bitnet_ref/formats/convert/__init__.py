@@ -22,7 +22,7 @@ from ..checkpoint import Checkpoint, LoadOptions, Progress
 from ..gguf.export import KINDS, write_gguf_model
 from ..gguf.file import Typed
 from ..hf.config import read_hf_config
-from ..hf.writer import write_hf
+from ..hf.writer import MLX_BITS, write_hf
 from ..native.model import SUFFIX as NATIVE_SUFFIX
 from ..native.model import write_native
 from ..onnx.export import write_onnx_folder
@@ -34,27 +34,47 @@ __all__ = ["TARGETS", "Proof", "Target", "convert", "gguf_tokenizer", "prove"]
 Phase = Callable[[str], Progress]  # "writing", "comparing", "computing" -> that phase's progress
 
 
+class WriteOptions(NamedTuple):
+    """What the user chooses about the result."""
+
+    tl_tiles: Path | None = None  # the kernel_config.ini with the tile sizes of TL1 or TL2
+    split_size: int | None = None  # bytes of a file, beyond which there is a further one
+
+
 class Target(NamedTuple):
     """A format to write."""
 
     name: str
     suffix: str | None  # of the file; None for a folder
-    write: Callable[[Checkpoint, Path, LoadOptions, Progress | None], object]
+    write: Callable[[Checkpoint, Path, WriteOptions, Progress | None], object]
+
+    @property
+    def can_split(self) -> bool:
+        """Whether the result can be several files in a folder."""
+        return self.name.startswith(("hf-", "mlx-", "gguf-"))
 
 
-def _gguf(kind: str, checkpoint: Checkpoint, path: Path, options: LoadOptions, progress: Progress | None) -> None:
+def _gguf(kind: str, checkpoint: Checkpoint, path: Path, options: WriteOptions, progress: Progress | None) -> None:
     dense_type = kind.upper() if kind in ("bf16", "f32") else "F16"  # of the embedding and the head
-    tokenizer, tiles = gguf_tokenizer(checkpoint), options.tl_tiles
     write_gguf_model(
-        checkpoint, path, kind, tokenizer=tokenizer, dense_type=dense_type, tl_tiles=tiles, progress=progress
+        checkpoint,
+        path,
+        kind,
+        tokenizer=gguf_tokenizer(checkpoint),
+        dense_type=dense_type,
+        tl_tiles=options.tl_tiles,
+        split_size=options.split_size,
+        progress=progress,
     )
 
 
+def _hf(kind: str, checkpoint: Checkpoint, path: Path, options: WriteOptions, progress: Progress | None) -> None:
+    write_hf(checkpoint, path, kind, progress, options.split_size)
+
+
+_HF_KINDS = ("hf-packed", "hf-bf16", "hf-online", "hf-unpacked", *MLX_BITS)
 _TARGETS = (
-    Target("hf-packed", None, lambda model, path, _, tick: write_hf(model, path, "hf-packed", tick)),
-    Target("hf-bf16", None, lambda model, path, _, tick: write_hf(model, path, "hf-bf16", tick)),
-    Target("hf-online", None, lambda model, path, _, tick: write_hf(model, path, "hf-online", tick)),
-    Target("hf-unpacked", None, lambda model, path, _, tick: write_hf(model, path, "hf-unpacked", tick)),
+    *(Target(kind, None, partial(_hf, kind)) for kind in _HF_KINDS),
     *(Target(f"gguf-{kind}", ".gguf", partial(_gguf, kind)) for kind in KINDS),
     Target("onnx", None, lambda model, path, _, tick: write_onnx_folder(model, path, tick)),
     Target("native", NATIVE_SUFFIX, lambda model, path, _, tick: write_native(model, path, "2bit", tick)),
@@ -97,6 +117,7 @@ def convert(
     *,
     options: LoadOptions | None = None,
     tl_tiles: str | os.PathLike[str] | None = None,
+    split_size: int | None = None,
     verify: bool = True,
     overwrite: bool = False,
     phase: Phase | None = None,
@@ -107,6 +128,8 @@ def convert(
     bytes depend on the model alone.
     options: what the user knows better about the source.
     tl_tiles: the kernel_config.ini with the tile sizes to write TL1 or TL2 in.
+    split_size: write further files beyond so many bytes each. The result is a folder then, of a GGUF too; native files
+        and ONNX are not split.
     verify: compare the result with the source and return the Proof; FormatError if the two differ.
     overwrite: replace an existing file. A folder is never replaced. Without it, one of several conversions to the same
         destination at a time gets the name, and the others raise StorageError.
@@ -116,7 +139,11 @@ def convert(
     if to not in TARGETS:
         raise ConfigError(f"no format is called {to!r}; there are: {', '.join(TARGETS)}")
     target, path = TARGETS[to], Path(destination)
-    written_options = LoadOptions(tl_tiles=None if tl_tiles is None else Path(tl_tiles))
+    chosen = WriteOptions(None if tl_tiles is None else Path(tl_tiles), split_size)
+    if split_size is not None:
+        if not target.can_split or split_size < 1:
+            raise ConfigError(f"expected 1 or more, of a hf-, mlx- or gguf- format, got {split_size} for {to}")
+        target = target._replace(suffix=None)
     with explain_os_errors(path):
         _check_destination(target, path, overwrite)
     proof = None
@@ -125,10 +152,10 @@ def convert(
         _check_size(checkpoint)
         writing = atomic_folder(path) if target.suffix is None else atomic_path(path, replace=overwrite)
         temporary = stack.enter_context(writing)
-        target.write(checkpoint, temporary, written_options, phase("writing") if phase else None)
+        target.write(checkpoint, temporary, chosen, phase("writing") if phase else None)
         if verify:
             try:
-                with open_checkpoint(temporary, written_options) as written:
+                with open_checkpoint(temporary, LoadOptions(tl_tiles=chosen.tl_tiles)) as written:
                     proof = prove(checkpoint, written, phase)
             except (FormatError, ConfigError, TokenizerError) as problem:
                 message = str(problem).replace(str(temporary), str(path))
