@@ -15,6 +15,7 @@ from itertools import permutations, product
 
 import numpy as np
 import pytest
+from cli_runs import invoke, invoke_json
 from helpers import BITNET as BITNET_CONFIG
 from helpers import GOLDEN, TINY, model, tiny_tensors, write_checkpoint
 
@@ -22,7 +23,7 @@ import bitnet_ref
 from bitnet_ref.cli.convert_command import TARGET_NAMES
 from bitnet_ref.errors import ConfigError, FormatError, StorageError
 from bitnet_ref.formats.checkpoint import LoadOptions
-from bitnet_ref.formats.convert import TARGETS, Target, convert, prove
+from bitnet_ref.formats.convert import TARGETS, Target, convert, fits, prove
 from bitnet_ref.formats.gguf.file import GgufFile
 from bitnet_ref.formats.open import open_checkpoint
 from bitnet_ref.formats.safetensors import DTYPES, SafetensorsFile
@@ -313,6 +314,39 @@ def test_what_a_proof_computes(tmp_path):
             proof = prove(source, written)
             assert (len(proof.problems), proof.tokens, proof.logits_equal) == (2, 0, False)
             assert (proof.planes.equal, proof.planes.total, proof.planes.first) == (12, 14, "blocks.0.mlp.up_proj")
+
+
+def test_which_formats_hold_a_model(tiles):
+    """Each is tried. What takes part of a BitNet: all but those whose inputs stay in float; of these none."""
+    rows = {fit.target: fit for fit in fits(BITNET, tl_tiles=tiles["gguf-tl1"])}
+    assert list(rows) == list(TARGETS)
+    held = {target for target, fit in rows.items() if fit.proof is not None}
+    assert held == {*BITNET_TARGETS} - {"gguf-tl2"}
+    assert "tile sizes" in rows["gguf-tl2"].reason
+    assert "activations stay floats, and here they are int8" in rows["gguf-q1_0"].reason
+    exact = {target for target in held if rows[target].proof.exact}
+    assert exact == held - {"gguf-q8_0"}  # its scales fit into float16
+    assert {rows[target].engine for target in held} == {
+        *("transformers", "bitnet.cpp", "ik_llama.cpp", "onnxruntime", "bitnet_ref")
+    }
+    dense = {fit.target: fit.reason for fit in fits(GOLDEN / "llama-dense") if fit.proof is None}
+    assert "this model is dense" in dense["gguf-tq1_0"]
+    assert "no matrix of this model is ternary by groups" in dense["mlx-2bit"]
+
+
+def test_the_table_of_formats():
+    rows = {row["target"]: row for row in invoke_json("convert", "--matrix", GOLDEN / "llama-dense")}
+    assert (rows["native"]["holds"], rows["gguf-q8_0"]["holds"], rows["gguf-i2_s"]["holds"]) == (
+        "exact",
+        "rounded",
+        "no",
+    )
+    assert rows["gguf-q8_0"]["reason"].startswith("rounds ")
+    assert rows["gguf-q8_0"]["engine"] == "llama.cpp"
+    assert rows["native"]["bytes"] > 10_000
+    assert invoke("convert", "--matrix", BITNET, "x").exit_code == 2
+    assert invoke("convert", BITNET).exit_code == 2
+    assert invoke("convert", BITNET, "x", "--to", "native", "--split-size", "2K").exit_code == 2
 
 
 @pytest.mark.slow

@@ -7,29 +7,32 @@ scale, every other tensor, the tokenizer, and the logits of a few tokens. If the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...errors import ConfigError, FormatError, TokenizerError
+from ...errors import BitNetRefError, ConfigError, FormatError, StorageError, TokenizerError, require
+from ...reference.config import ModelConfig
 from ...system.atomic import atomic_folder, atomic_path, explain_os_errors
 from ...system.sharing import model_files
 from ..checkpoint import Checkpoint, LoadOptions, Progress
+from ..gguf.config import architecture
 from ..gguf.export import KINDS, write_gguf_model
 from ..gguf.file import Typed
-from ..hf.config import read_hf_config
 from ..hf.writer import MLX_BITS, write_hf
 from ..native.model import SUFFIX as NATIVE_SUFFIX
 from ..native.model import write_native
 from ..onnx.export import write_onnx_folder
-from ..open import find_model, open_checkpoint
+from ..open import find_model, open_checkpoint, read_config
 from .proof import Proof, prove
 
-__all__ = ["TARGETS", "Proof", "Target", "convert", "gguf_tokenizer", "prove"]
+__all__ = ["TARGETS", "Fit", "Proof", "Target", "convert", "fits", "gguf_tokenizer", "prove"]
 
 Phase = Callable[[str], Progress]  # "writing", "comparing", "computing" -> that phase's progress
 
@@ -82,6 +85,17 @@ _TARGETS = (
         "native-base3", NATIVE_SUFFIX, lambda model, path, _, progress: write_native(model, path, "base3", progress)
     ),
 )
+# Who runs a format, where it does not depend on the model; "gguf-" is left out
+ENGINES = {
+    **dict.fromkeys(("i2_s", "tl1", "tl2"), "bitnet.cpp"),
+    **dict.fromkeys(("pq2_0", "ptq1_0"), "PrismML's llama.cpp"),
+    **dict.fromkeys(MLX_BITS, "mlx-lm"),
+    **dict.fromkeys(("native", "native-base3"), "bitnet_ref"),
+    "iq2_bn": "ik_llama.cpp",
+    "stq1_0": "AngelSlim's llama.cpp",
+    "onnx": "onnxruntime",
+}
+OF_BITNET_CPP = ("bitnet-25", "bitnet-b1.58")  # architectures that llama.cpp does not have
 MAX_WEIGHTS_PER_BYTE = 8  # binary ones
 TARGETS = {target.name: target for target in _TARGETS}
 
@@ -119,6 +133,7 @@ def convert(
     tl_tiles: str | os.PathLike[str] | None = None,
     split_size: int | None = None,
     verify: bool = True,
+    compute: bool = True,
     overwrite: bool = False,
     phase: Phase | None = None,
 ) -> Proof | None:
@@ -131,6 +146,7 @@ def convert(
     split_size: write further files beyond so many bytes each. The result is a folder then, of a GGUF too; native files
         and ONNX are not split.
     verify: compare the result with the source and return the Proof; FormatError if the two differ.
+    compute: also run a few tokens through both.
     overwrite: replace an existing file. A folder is never replaced. Without it, one of several conversions to the same
         destination at a time gets the name, and the others raise StorageError.
 
@@ -141,8 +157,10 @@ def convert(
     target, path = TARGETS[to], Path(destination)
     chosen = WriteOptions(None if tl_tiles is None else Path(tl_tiles), split_size)
     if split_size is not None:
-        if not target.can_split or split_size < 1:
-            raise ConfigError(f"expected 1 or more, of a hf-, mlx- or gguf- format, got {split_size} for {to}")
+        if not target.can_split:
+            message = f"{to} is not split; formats whose names begin with hf-, mlx- or gguf- are"
+            raise ConfigError(message, field="split_size")
+        require(split_size > 0, "split_size", "1 byte or more", split_size)
         target = target._replace(suffix=None)
     with explain_os_errors(path):
         _check_destination(target, path, overwrite)
@@ -156,7 +174,7 @@ def convert(
         if verify:
             try:
                 with open_checkpoint(temporary, LoadOptions(tl_tiles=chosen.tl_tiles)) as written:
-                    proof = prove(checkpoint, written, phase)
+                    proof = prove(checkpoint, written, phase, compute)
             except (FormatError, ConfigError, TokenizerError) as problem:
                 message = str(problem).replace(str(temporary), str(path))
                 raise FormatError(f"what was written cannot be read: {message}", path=path) from problem
@@ -165,17 +183,71 @@ def convert(
     return proof
 
 
+def engine_of(config: ModelConfig, to: str) -> str:
+    """Who is known to run a model of this config in the format `to`."""
+    kind = to.removeprefix("gguf-")
+    if kind in ENGINES or not to.startswith("gguf-"):
+        return ENGINES.get(kind, "transformers")
+    return "bitnet.cpp" if architecture(config) in OF_BITNET_CPP else "llama.cpp"
+
+
 def remark_on(path: Path, to: str) -> str | None:
-    """What a folder that was written as `to` is not, where its name may mislead."""
-    if to != "hf-bf16":
-        return None
-    quantization = read_hf_config(path / "config.json").quantization
-    if quantization is None or quantization.quantization_mode == "online":
+    """What a result that was written as `to` is not, where its name may mislead.   path: of the result"""
+    config = read_config(path)
+    if to.startswith("gguf-") and to.removeprefix("gguf-") not in ENGINES and architecture(config) in OF_BITNET_CPP:
+        return f"its architecture is {architecture(config)}, which bitnet.cpp runs and llama.cpp does not"
+    if to != "hf-bf16" or config.quantization is None or config.quantization.quantization_mode == "online":
         return None
     return (
         "hf-bf16 holds -1, 0, +1 beside weight_scale, and no masters: what quantises when it loads would take "
         "mean|W| of these for the scale; hf-online is for that, and for training on"
     )
+
+
+class Fit(NamedTuple):
+    """What a format makes of a model."""
+
+    target: str
+    nbytes: int | None  # of the result; None where there is none
+    proof: Proof | None
+    reason: str  # what is rounded, or why there is no result
+    engine: str
+
+
+def fits(
+    source: str | os.PathLike[str],
+    *,
+    options: LoadOptions | None = None,
+    tl_tiles: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Fit]:
+    """Each format of TARGETS: whether it holds the model exactly.
+
+    Each is written into a temporary folder, read again and compared, and deleted: it takes as long as all conversions,
+    without the logits, and the disk space of the largest.
+    """
+    with open_checkpoint(find_model(source), options) as checkpoint:
+        config = checkpoint.config
+    with TemporaryDirectory() as folder:
+        for number, (name, target) in enumerate(TARGETS.items(), 1):
+            path = Path(folder) / f"model{target.suffix or ''}"
+            try:
+                proof = convert(source, path, name, options=options, tl_tiles=tl_tiles, compute=False)
+            except StorageError:
+                raise
+            except BitNetRefError as error:
+                message = getattr(error, "message", str(error)).replace(f"{folder}{os.sep}", "")
+                field = getattr(error, "field", None)
+                reason = f"{field}: {message}" if field and not message.startswith(field) else message
+                yield Fit(name, None, None, reason, ENGINES.get(name.removeprefix("gguf-"), ""))
+            else:
+                files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
+                nbytes = sum(each.stat().st_size for each in files)
+                reason = "" if proof is None or proof.exact else f"rounds {proof.rounded}"
+                yield Fit(name, nbytes, proof, reason, engine_of(config, name))
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if progress is not None:
+                progress(number, len(TARGETS))
 
 
 def _check_size(checkpoint: Checkpoint) -> None:

@@ -103,7 +103,8 @@ def write_hf(
     config = checkpoint.config
     checkpoint.require_plain_basis("Hugging Face")
     if kind in MLX_BITS and config.quantization is not None:
-        message = "MLX has no int8 activations in its packing; mlx-lm reads a BitNet in hf-packed: convert to that"
+        message = "MLX's packing means that activations stay floats, and here they are int8"
+        message += "; convert to native, or to hf-packed, which mlx-lm reads of a BitNet"
         raise ConfigError(message, field="quantization")
     if kind == "hf-unpacked" and config.quantization is not None:
         message = "-s, 0, +s would be quantised once more when they are loaded; convert to native, hf-packed or hf-bf16"
