@@ -26,7 +26,7 @@ TARGET_NAMES = (
 )
 
 
-class ByteCount(click.ParamType):
+class ByteCount(click.ParamType[int]):
     """2000000000, 2G, 500M: bytes, G and M of powers of 1000, as the hub and llama.cpp's gguf-split count them."""
 
     name = "bytes"
@@ -96,8 +96,8 @@ def convert(
             return bars.enter_context(LoadingBar(name))
 
         options: dict[str, Any] = {"options": LoadOptions(**layout), "verify": not no_verify, "overwrite": force}
-        chosen = {"tl_tiles": to_tl_tiles, "split_size": split_size}
-        proof = convert_model(source, destination, target, phase=phase, **chosen, **options)
+        options |= {"tl_tiles": to_tl_tiles, "split_size": split_size}
+        proof = convert_model(source, destination, target, phase=phase, **options)
     files = sorted(destination.rglob("*")) if destination.is_dir() else [destination]
     nbytes = sum(file.stat().st_size for file in files)
     remark = remark_on(destination, target)

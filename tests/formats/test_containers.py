@@ -248,7 +248,11 @@ def test_sherrys_form(tmp_path):
         ("families/qwen3-groups128", "gguf-iq2_bn", "ternary with one scale for each row"),
         ("families/qwen3-groups128", "mlx-1bit", "binary, without zeros"),
         ("families/hunyuan", "mlx-2bit", "no matrix of this model is ternary by groups of 32, 64 or 128"),
-        ("golden/bitnet-packed-offline", "mlx-2bit", "activations stay floats, and here they are int8; convert to native, or to hf-packed"),
+        (
+            "golden/bitnet-packed-offline",
+            "mlx-2bit",
+            "activations stay floats, and here they are int8; convert to native, or to hf-packed",
+        ),
     ],
 )
 def test_why_a_form_does_not_hold_a_model(source, target, reason, tmp_path):

@@ -1,0 +1,82 @@
+"""`bitnet-ref golden`: every file that it writes gives the logits beside it, and no other rule's."""
+
+import json
+import warnings
+
+import gguf
+import numpy as np
+import pytest
+from cli_runs import invoke_json
+from helpers import rng
+from safetensors.numpy import load_file
+
+import bitnet_ref
+from bitnet_ref.crossval import golden
+from bitnet_ref.formats.convert import TARGETS
+
+NAMES = [(tiny.name, target) for tiny in golden.MODELS for target in tiny.targets]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("golden") / "files"
+    told = invoke_json("golden", path)
+    assert [(file["model"], file["target"]) for file in told["files"]] == NAMES
+    return path
+
+
+@pytest.mark.parametrize(("name", "target"), NAMES)
+def test_a_file_gives_its_logits(name, target, folder):
+    facts = json.loads((folder / "files.json").read_text())
+    file = next(each for each in facts["files"] if (each["model"], each["target"]) == (name, target))
+    expected = load_file(folder / name / "expected.safetensors")
+    tokens, path = expected.pop("tokens"), folder / file["path"]
+    tiles = path.with_suffix(".ini")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "PQ2_0 and PTQ1_0 planes without keys|.*taken as not rotated")
+        m = bitnet_ref.load(path, backend="numpy", tl_tiles=tiles if tiles.is_file() else None)
+    logits = m.logits(tokens)
+    for rule, values in expected.items():
+        away = np.abs(logits - values).max()
+        assert away < 1e-5 if rule in ("logits", "logits64") else away > 50 * facts["tolerance"], rule
+    assert np.abs(expected["logits"] - expected["logits64"]).max() > 0
+    assert golden.rounding_margin(m, tokens) > 2e-5
+
+
+def test_every_type_and_container_is_there_and_small(folder):
+    assert {target for _, target in NAMES} == {*TARGETS}
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 5e6
+    rules = {tiny.name: {*load_file(folder / tiny.name / "expected.safetensors")} for tiny in golden.MODELS}
+    plain = {"tokens", "logits", "logits64"}
+    assert rules == {
+        "bitnet": plain | {"logits_int8_by_256", "logits_float"},
+        "llama-bitnet": plain | {"logits_float"},
+        "groups": plain | {"logits_int8_by_32"},
+        "sherry": plain | {"logits_int8_by_32", "logits_int8_by_256"},
+        "binary": plain | {"logits_int8_by_32"},
+        "dense": plain,
+    }
+    assert all(rule in golden.README for rule in {each for rules_of in rules.values() for each in rules_of})
+
+
+def test_the_bytes_are_the_same_each_time(folder, tmp_path, monkeypatch):
+    small = [tiny for tiny in golden.MODELS if tiny.name in ("llama-bitnet", "binary")]
+    monkeypatch.setattr(golden, "MODELS", small)
+    golden.write_golden(tmp_path / "again")
+    for tiny in small:
+        files = [path.relative_to(folder) for path in (folder / tiny.name).rglob("*") if path.is_file()]
+        assert len(files) > len(tiny.targets)
+        for path in files:
+            assert (tmp_path / "again" / path).read_bytes() == (folder / path).read_bytes(), path
+
+
+def test_inputs_are_rounded_as_ggml_rounds_them():
+    x = rng(9).standard_normal((3, 512)).astype(np.float32)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    theirs = gguf.quants.dequantize(gguf.quants.quantize(x, kind), kind)
+    np.testing.assert_array_equal(golden.BlockInputs(32).round_inputs(x), theirs)
+    x[0, 256:] = 0
+    by_256 = golden.BlockInputs(256).round_inputs(x)
+    assert not by_256[0, 256:].any()
+    step = np.abs(x.reshape(3, 2, 256)).max(axis=2, keepdims=True) / 127
+    assert (np.abs(by_256 - x).reshape(3, 2, 256) <= step * 0.501).all()
