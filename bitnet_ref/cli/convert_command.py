@@ -26,18 +26,14 @@ TARGET_NAMES = (
 )
 
 
-class ByteCount(click.ParamType[int]):
+def read_byte_count(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     """2000000000, 2G, 500M: bytes, G and M of powers of 1000, as the hub and llama.cpp's gguf-split count them."""
-
-    name = "bytes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        digits, unit = (value[:-1], value[-1].upper()) if value[-1:].upper() in ("M", "G") else (value, "")
-        if not digits.isdecimal() or int(digits) < 1:
-            self.fail(f"expected a number of bytes, such as 2G or 500M, got {value!r}", param, ctx)
-        return int(digits) * {"": 1, "M": 10**6, "G": 10**9}[unit]
+    if value is None:
+        return None
+    digits, unit = (value[:-1], value[-1].upper()) if value[-1:].upper() in ("M", "G") else (value, "")
+    if not digits.isdecimal() or int(digits) < 1:
+        raise click.BadParameter(f"expected a number of bytes, such as 2G or 500M, got {value!r}", ctx, param)
+    return int(digits) * {"": 1, "M": 10**6, "G": 10**9}[unit]
 
 
 @click.command(short_help="Write a model in another format, and prove that it is the same.")
@@ -45,7 +41,9 @@ class ByteCount(click.ParamType[int]):
 @click.argument("destination", type=OutputPath(), required=False)
 @click.option("--to", "target", type=click.Choice(TARGET_NAMES), help="The format to write.")
 @click.option("--matrix", is_flag=True, help="Write nothing; show which formats hold SOURCE exactly, and why not.")
-@click.option("--split-size", type=ByteCount(), help="Write further files beyond so many bytes each.")
+@click.option(
+    "--split-size", callback=read_byte_count, metavar="BYTES", help="Write further files beyond so many bytes each."
+)
 @click.option("--no-verify", is_flag=True, help="Do not read the result again and compare it.")
 @click.option("--force", is_flag=True, help="Replace a file that is there. (A folder is never replaced.)")
 @layout_options
