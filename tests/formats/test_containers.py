@@ -196,7 +196,7 @@ def test_blocks_are_written_as_llama_cpp_writes_them(name, target, tmp_path):
     ("source", "target"),
     [
         ("families/qwen3-groups128", "mlx-2bit"),
-        ("families/qwen3_moe-groups128", "mlx-2bit"),
+        ("families/mixtral-groups128", "mlx-2bit"),
         ("containers/mlx-qwen35-ternary-2bit", "mlx-2bit"),
         ("containers/gguf-tq1_0-default/model.gguf", "mlx-2bit"),
         ("containers/gguf-tq1_0-default/model.gguf", "gguf-iq2_bn"),
@@ -209,7 +209,7 @@ def test_forms_of_ternary_groups(source, target, tmp_path):
     """Compared with the source's own logits; what one form cannot say (a scale for each row, no zeros) others can."""
     path = tmp_path / ("x.gguf" if target.startswith("gguf") else "x")
     proof = convert(DATA / source, path, target)
-    assert proof.planes.equal == proof.planes.total >= 14
+    assert proof.planes.equal == proof.planes.total >= 9
     logits = [bitnet_ref.load(each, backend="numpy").logits(TOKENS) for each in (DATA / source, path)]
     np.testing.assert_allclose(
         *logits, rtol=0, atol=0.01 if "tq1_0" in source else 1e-5
@@ -247,6 +247,11 @@ def test_sherrys_form(tmp_path):
         ("families/qwen3-groups128", "gguf-stq1_0", "with one zero in each four weights that are 16 apart"),
         ("families/qwen3-groups128", "gguf-iq2_bn", "ternary with one scale for each row"),
         ("families/qwen3-groups128", "mlx-1bit", "binary, without zeros"),
+        (
+            "families/qwen3_moe-groups128",
+            "mlx-2bit",
+            r"reads model.layers.0.mlp.experts.0.gate_proj and others stacked",
+        ),
         ("families/hunyuan", "mlx-2bit", "no matrix of this model is ternary by groups of 32, 64 or 128"),
         (
             "golden/bitnet-packed-offline",

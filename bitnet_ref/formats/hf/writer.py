@@ -70,6 +70,7 @@ from .packings import AffineMatrix, affine_from_groups
 from .wrappers import hf_form
 
 MLX_BITS = {"mlx-2bit": 2, "mlx-1bit": 1}
+_WRAPPED_BY_MLX = ("qwen3_5_text",)  # model types that mlx-lm has inside of a vision model's alone
 # What transformers calls the dtype of a file
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # transformers' names, where they are not ours
@@ -114,7 +115,9 @@ def write_hf(
     masters = kind == "hf-online" or (kind == "hf-bf16" and _has_masters(checkpoint))
     quantization = hf_quantization(checkpoint, kind, masters)
     plan_linear = partial(_plan_linear, checkpoint, kind, masters, quantization)
-    norm = _norm_less_one if hf_form(hf_model_type(config)).norms_add_one else np.asarray
+    is_wrapped = kind in MLX_BITS and hf_model_type(config) in _WRAPPED_BY_MLX
+    adds_one = hf_form(hf_model_type(config)).norms_add_one and not is_wrapped
+    norm = _norm_less_one if adds_one else np.asarray
     planned = plan_model(
         checkpoint,
         lambda name: f"{hf_modules(name, config)[0]}.weight",
@@ -122,11 +125,14 @@ def write_hf(
         partial(_plan_array, checkpoint),
         norm,
     )
+    if is_wrapped:
+        planned = {name: [_move_taps(tensor) for tensor in tensors] for name, tensors in planned.items()}
     packing = _pack_for_mlx(checkpoint, planned, MLX_BITS[kind]) if kind in MLX_BITS else {}
     narrow = ["F16", "BF16"] if packing else _narrow_dtypes(checkpoint)
     dtype = exact_dtype(checkpoint, planned, narrow)
     plan = in_one_dtype(planned, dtype)
-    text = json.dumps(hf_config_json(config, quantization, dtype) | packing, indent=2) + "\n"
+    stated = hf_config_json(config, quantization, dtype)
+    text = json.dumps((_wrapper_json(stated) if is_wrapped else stated) | packing, indent=2) + "\n"
     metadata = {"format": "mlx" if packing else "pt"}
     with _write_shards(folder, layout_of(plan), metadata, split_size, has_index=bool(packing)) as write:
         write_parts(checkpoint, plan, write, progress)
@@ -165,6 +171,26 @@ def _write_shards(
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
+def _wrapper_json(text: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a vision model without its tower, around that of its text model."""
+    wrapper, kinds = hf_form(text["model_type"]).wrapper, text["layer_types"]
+    assert wrapper is not None
+    interval = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
+    if any((kind == "full_attention") != ((index + 1) % interval == 0) for index, kind in enumerate(kinds)):
+        message = "mlx-lm has full attention in every n-th layer, and this model otherwise; convert to hf-unpacked"
+        raise ConfigError(message, field="layer_types")
+    text = {**text, "full_attention_interval": interval}
+    return {"architectures": [wrapper.architecture], "model_type": wrapper.model_type, "text_config": text}
+
+
+def _move_taps(tensor: PlannedTensor) -> PlannedTensor:
+    """A convolution as mlx-lm stores it, which says too that the 1 of norms is added: (channels, taps, 1)."""
+    if not tensor.name.endswith(".conv1d.weight"):
+        return tensor
+    channels, _, taps = tensor.shape
+    return tensor._replace(shape=(channels, taps, 1), make=lambda part: tensor.make(part).reshape(channels, taps, 1))
+
+
 def _pack_for_mlx(checkpoint: Checkpoint, plan: Plan, bits: int) -> dict[str, Any]:
     """Put packed tensors into the plan where MLX's groups hold a matrix. Returns what config.json says of them.
 
@@ -189,6 +215,11 @@ def _pack_for_mlx(checkpoint: Checkpoint, plan: Plan, bits: int) -> dict[str, An
     if not sizes:
         words = "ternary" if bits == 2 else "binary, without zeros,"
         message = f"no matrix of this model is {words} by groups of 32, 64 or 128 inputs; convert to hf-unpacked"
+        raise ConfigError(message)
+    if stacked := next((module for module in sizes if ".mlp.experts." in module), None):
+        message = (
+            f"mlx-lm reads {stacked} and others stacked (switch_mlp), which is not written; convert to hf-unpacked"
+        )
         raise ConfigError(message)
     usual = Counter(sizes.values()).most_common(1)[0][0]
     others = {module: {"group_size": size, "bits": bits} for module, size in sizes.items() if size != usual}
