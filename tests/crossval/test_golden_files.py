@@ -1,7 +1,10 @@
 """`bitnet-ref golden`: every file that it writes gives the logits beside it, and no other rule's."""
 
+import ast
 import json
+import re
 import warnings
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -19,7 +22,7 @@ NAMES = [(tiny.name, target) for tiny in golden.MODELS for target in tiny.target
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("golden") / "files"
+    path = tmp_path_factory.mktemp("golden") / "golden-files"
     told = invoke_json("golden", path)
     assert [(file["model"], file["target"]) for file in told["files"]] == NAMES
     return path
@@ -80,3 +83,15 @@ def test_inputs_are_rounded_as_ggml_rounds_them():
     assert not by_256[0, 256:].any()
     step = np.abs(x.reshape(3, 2, 256)).max(axis=2, keepdims=True) / 127
     assert (np.abs(by_256 - x).reshape(3, 2, 256) <= step * 0.501).all()
+
+
+def test_the_guide_is_true(folder, monkeypatch, capsys):
+    """docs/crossval.md: its example runs, and its table names the models."""
+    guide = (Path(__file__).parents[2] / "docs" / "crossval.md").read_text(encoding="utf-8")
+    guide = guide.partition("## Golden files for a kernel of your own")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL)
+    monkeypatch.chdir(folder.parent)
+    exec(compile(code, "crossval.md", "exec"), {})
+    distances = ast.literal_eval(capsys.readouterr().out)
+    assert min(distances, key=distances.get) in ("logits", "logits64")
+    assert re.findall(r"^\| `([a-z-]+)` \|", guide, flags=re.MULTILINE) == [tiny.name for tiny in golden.MODELS]

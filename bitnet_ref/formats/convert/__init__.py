@@ -184,8 +184,10 @@ def convert(
 
 
 def engine_of(config: ModelConfig, to: str) -> str:
-    """Who is known to run a model of this config in the format `to`."""
+    """Who is known to run a model of this config in the format `to`; "" where nobody is."""
     kind = to.removeprefix("gguf-")
+    if to.startswith("gguf-") and config.quantization is not None and config.quantization.use_rms_norm:
+        return ""
     if kind in ENGINES or not to.startswith("gguf-"):
         return ENGINES.get(kind, "transformers")
     return "bitnet.cpp" if architecture(config) in OF_BITNET_CPP else "llama.cpp"
@@ -194,7 +196,10 @@ def engine_of(config: ModelConfig, to: str) -> str:
 def remark_on(path: Path, to: str) -> str | None:
     """What a result that was written as `to` is not, where its name may mislead.   path: of the result"""
     config = read_config(path)
-    if to.startswith("gguf-") and to.removeprefix("gguf-") not in ENGINES and architecture(config) in OF_BITNET_CPP:
+    engine = engine_of(config, to)
+    if to.startswith("gguf-") and not engine:
+        return "its linears have norms inside (attn_q_norm_in), which llama.cpp does not load"
+    if engine == "bitnet.cpp" and to.removeprefix("gguf-") not in ENGINES:
         return f"its architecture is {architecture(config)}, which bitnet.cpp runs and llama.cpp does not"
     if to != "hf-bf16" or config.quantization is None or config.quantization.quantization_mode == "online":
         return None
