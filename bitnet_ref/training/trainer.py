@@ -30,7 +30,7 @@ from ..formats.open import find_model, open_checkpoint
 from ..formats.safetensors import SafetensorsWriter
 from ..reference.config import ModelConfig, QuantizationConfig
 from ..reference.layers import Array, Floats, Ints
-from ..reference.weights import DenseWeight, LinearWeight
+from ..reference.weights import DenseWeight
 from ..system.atomic import atomic_path
 from ..system.threads import resolve_threads
 from . import ops
@@ -148,10 +148,13 @@ class Trainer:
                 if isinstance(part, np.ndarray):
                     masters[f"{module}.weight"] = part
                     continue
-                own: Any = part if part.bit_linear is None else checkpoint.master(name)
-                if own is None and part.bit_linear is not None:
-                    own = masters_of(name, part.bit_linear.ternary(), part.bit_linear.w_dequant_scale)
-                masters[f"{module}.weight"] = own.array if isinstance(own, LinearWeight) else own
+                weight: Any = part
+                ternary, own = part.bit_linear, checkpoint.master(name)
+                if ternary is None:
+                    own = weight.array
+                elif own is None:
+                    own = masters_of(name, ternary.ternary(), ternary.w_dequant_scale)
+                masters[f"{module}.weight"] = own
                 if part.bias is not None:
                     masters[f"{module}.bias"] = part.bias
                 if part.norm is not None:

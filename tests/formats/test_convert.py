@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from cli_runs import invoke, invoke_json
 from helpers import BITNET as BITNET_CONFIG
-from helpers import GOLDEN, TINY, model, tiny_tensors, write_checkpoint
+from helpers import DATA, GOLDEN, TINY, model, tiny_tensors, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref.cli.convert_command import TARGET_NAMES
 from bitnet_ref.errors import ConfigError, FormatError, StorageError
 from bitnet_ref.formats.checkpoint import LoadOptions
-from bitnet_ref.formats.convert import TARGETS, Target, convert, fits, prove
+from bitnet_ref.formats.convert import TARGETS, Target, convert, fits, prove, remark_on
 from bitnet_ref.formats.gguf.file import GgufFile
 from bitnet_ref.formats.open import open_checkpoint
 from bitnet_ref.formats.safetensors import DTYPES, SafetensorsFile
@@ -332,6 +332,21 @@ def test_which_formats_hold_a_model(tiles):
     dense = {fit.target: fit.reason for fit in fits(GOLDEN / "llama-dense") if fit.proof is None}
     assert "this model is dense" in dense["gguf-tq1_0"]
     assert "no matrix of this model is ternary by groups" in dense["mlx-2bit"]
+
+
+def test_who_runs_what_was_written(tmp_path):
+    """What llama.cpp does not load is said: the architecture with relu2 and sub-norms, and norms inside of linears."""
+
+    def remark(source, target):
+        convert(source, tmp_path / "x.gguf", target, verify=False, overwrite=True)
+        return remark_on(tmp_path / "x.gguf", target)
+
+    assert (
+        remark(BITNET, "gguf-tq2_0") == "its architecture is bitnet-b1.58, which bitnet.cpp runs and llama.cpp does not"
+    )
+    assert remark(BITNET, "gguf-iq2_bn") is None
+    assert "norms inside (attn_q_norm_in)" in remark(DATA / "families" / "embedding-gemma3", "gguf-f16")
+    assert remark(GOLDEN / "llama-dense", "gguf-f16") is None
 
 
 def test_the_table_of_formats():
