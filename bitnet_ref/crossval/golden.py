@@ -33,12 +33,12 @@ from ..reference.layers import Array, Floats
 from ..system.atomic import atomic_folder
 from .engines.llama_cpp import dense_model
 from .explain.hypotheses.activations import BlockwiseBackend
-from .names import INT8, linear_input
+from .names import linear_input
 
 TILE_WIDTHS = {"gguf-tl1": 64, "gguf-tl2": 96}  # BK of the kernel_config.ini beside such a file
 TOLERANCE = 3e-4  # of a logit: float32 sums in another order
 _VOCABULARY, _TOKENS = 64, 8
-_MARGIN = 3e-5  # from a rounding boundary: no float32 engine rounds an activation to its other neighbour
+_MARGIN = 1e-5  # from a rounding boundary: no float32 engine rounds an activation to its other neighbour
 _Q8_K, _Q8_0 = 256, 32  # the blocks in which llama.cpp rounds activations
 
 _LLAMA = {
@@ -142,7 +142,8 @@ def draw_tensors(tiny: TinyModel, seed: int) -> dict[str, Array]:
     tensors: dict[str, Array] = {}
 
     def put_norm(name: str, size: int) -> None:
-        tensors[f"{name}.weight"] = (1 + rng.integers(-16, 17, size) / 64).astype(np.float16)
+        odd = 2 * rng.integers(-8, 8, size) + 1  # over 64: no ratio of two of them times an integer is n + 1/2
+        tensors[f"{name}.weight"] = (1 + odd / 64).astype(np.float16)
 
     def put_matrix(name: str, rows: int, columns: int, weights: str) -> None:
         w = _draw_signs(rng, rows, columns, weights)
@@ -233,32 +234,44 @@ class BlockInputs(Backend):
         return (blocks * steps[:, :, None]).reshape(x.shape)
 
 
+def block_rules(model: Model) -> dict[int, Backend]:
+    """Size of a block -> the backend that rounds the inputs of ternary matrices so, for the sizes that rows divide."""
+    linears = [w for _, w in model.weights.linears()]
+    widths = {w.bit_linear.in_features for w in linears if w.bit_linear is not None}
+    if widths:
+        return {} if any(width % _Q8_K for width in widths) else {_Q8_K: BlockwiseBackend(_Q8_K)}
+    if not any(isinstance(w, GroupTernaryLinear) for w in linears):
+        return {}
+    sizes = [_Q8_0, *[_Q8_K] * all(w.shape[1] % _Q8_K == 0 for w in linears)]
+    return {size: BlockInputs(size) for size in sizes}
+
+
 def expected_logits(path: Path, tokens: NDArray[np.int64]) -> dict[str, Floats]:
     """The logits (T, V) of a model by each rule: "logits" is the model's own, in float32, and "logits64" in float64."""
     model = load(path, backend="numpy")
     out = {"logits": model.logits(tokens), "logits64": load(path, backend="numpy", dtype="float64").logits(tokens)}
-    linears = [w for _, w in model.weights.linears()]
-    if any(w.bit_linear is not None for w in linears):
-        widths = {w.bit_linear.in_features for w in linears if w.bit_linear is not None}
-        if not any(width % _Q8_K for width in widths):
-            out["logits_int8_by_256"] = model.on(BlockwiseBackend(_Q8_K)).logits(tokens)
+    out |= {f"logits_int8_by_{size}": model.on(be).logits(tokens) for size, be in block_rules(model).items()}
+    if any(w.bit_linear is not None for _, w in model.weights.linears()):
         out["logits_float"] = dense_model(model).logits(tokens)
-    elif any(isinstance(w, GroupTernaryLinear) for w in linears):
-        out["logits_int8_by_32"] = model.on(BlockInputs(_Q8_0)).logits(tokens)
-        if all(w.shape[1] % _Q8_K == 0 for w in linears):
-            out["logits_int8_by_256"] = model.on(BlockInputs(_Q8_K)).logits(tokens)
     return out
 
 
 def rounding_margin(model: Model, tokens: NDArray[np.int64]) -> float:
-    """How near a BitLinear's input comes to where it rounds to another integer, of its steps; 1/2 if it has none."""
-    _, cache = model.run_with_cache(tokens.tolist())
-    margins = [0.5]
-    for name in (each for each in cache if each.endswith(INT8)):
-        linear = name.rpartition(".")[0]
-        x = np.asarray(cache[linear_input(linear, model.config)]).reshape(len(tokens), -1)
-        scaled = x.astype(np.float64) * np.asarray(cache[f"{linear}.hook_x_scale"], np.float64).reshape(len(tokens), -1)
-        margins.append(float(np.abs(np.abs(scaled - np.floor(scaled)) - 0.5).min()))
+    """How near the input of a ternary matrix comes to where it rounds to another integer, by any rule; 1/2 if there is
+    none."""
+    margins, ternary = [0.5], [name for name, w in model.weights.linears() if w.kind != "dense"]
+    rules: dict[int, Backend | None] = dict(block_rules(model))
+    if any(w.bit_linear is not None for _, w in model.weights.linears()):
+        rules[0] = None  # per token, as the model is
+    if isinstance(model.weights.embedding, GroupTernaryLinear):
+        ternary.append("lm_head")
+    for size, be in rules.items():
+        _, cache = (model if be is None else model.on(be)).run_with_cache(tokens.tolist())
+        for name in ternary:
+            x = np.asarray(cache[linear_input(name, model.config)], np.float64).reshape(len(tokens), -1)
+            blocks = np.abs(x.reshape(len(x), -1, size or x.shape[1]))
+            scaled = blocks * (127 / blocks.max(axis=2, keepdims=True))
+            margins.append(float(np.abs(scaled - np.floor(scaled) - 0.5).min()))
     return min(margins)
 
 
@@ -346,8 +359,8 @@ engine that is known to run each. All files of a model are one model: `expected.
 
 An engine that computes in float32 and as the model was trained gives `logits` within `tolerance` of `files.json`: a
 BitNet rounds the inputs of its ternary matrices to int8, 127 / max|x| of each token, half to even; the others leave
-them in float. If it is nearer to another array, that is what it does with activations. For `logits` no activation of a
-BitNet lies within 3e-5 of a rounding boundary, so the order of float32 sums changes none.
+them in float. If it is nearer to another array, that is what it does with activations. By no rule does an activation
+lie within 1e-5 of a rounding boundary, so the order of float32 sums changes none.
 
 Files are drawn from seeds by `bitnet-ref golden OUT`: the same version writes the same bytes. There is no tokenizer.
 """
