@@ -246,6 +246,7 @@ def test_sherrys_form(tmp_path):
         ),
         ("families/qwen3-groups128", "gguf-stq1_0", "with one zero in each four weights that are 16 apart"),
         ("families/qwen3-groups128", "gguf-iq2_bn", "ternary with one scale for each row"),
+        ("families/qwen3-groups128", "gguf-i2_s", "activations are int8, and here they stay floats; use gguf-q2_0"),
         ("families/qwen3-groups128", "mlx-1bit", "binary, without zeros"),
         (
             "families/qwen3_moe-groups128",

@@ -208,7 +208,7 @@ class _ModelTensors:
             message = f"gguf-{self.kind} means that activations are int8, and here they stay floats; use gguf-q2_0"
             raise ConfigError(message, field="int8_activations")
         if quantized is None and self.kind not in DENSE_KINDS:
-            self._refuse_dense()
+            self._refuse_floats()
         if not self.config.tie_word_embeddings and is_ternary(self.config, "lm_head"):
             message = "a ternary head is not written to GGUF, whose readers take it as dense; convert to native instead"
             raise FormatError(message, field="lm_head")
@@ -226,7 +226,10 @@ class _ModelTensors:
                 message = f"i2_s has blocks of 128 weights, and {name} has {n} x {k}; use gguf-f16"
                 raise FormatError(message, field=name)
 
-    def _refuse_dense(self) -> NoReturn:
+    def _refuse_floats(self) -> NoReturn:
+        if any(self._split(name) for name in linear_names(self.config)):
+            message = f"gguf-{self.kind} means that activations are int8, and here they stay floats"
+            raise FormatError(f"{message}; use gguf-q2_0 or gguf-f16")
         targets = ", ".join(f"gguf-{kind}" for kind in DENSE_KINDS)
         raise FormatError(f"this model is dense, and gguf-{self.kind} holds ternary matrices; use {targets}")
 
@@ -239,7 +242,7 @@ class _ModelTensors:
         scales = [np.unique(each[1][each[1] != 0])[:2] for each in split if each is not None]
         if not scales:
             if self.kind in EITHER_KINDS and not any(self._split(name) for name in linear_names(self.config)):
-                self._refuse_dense()
+                self._refuse_floats()
             message = f"no linear of this model is {_WORDS[self.kind]}, which {self.kind} has"
             raise FormatError(f"{message}; use gguf-f16", path=self.checkpoint.path)
         if self.kind in EITHER_KINDS and all(len(each) < 2 for each in scales):
