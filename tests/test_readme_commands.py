@@ -38,6 +38,7 @@ EXAMPLES = {
     "train-tokenizer FILE --out FOLDER": "train-tokenizer notebooks/alice.txt --out {folder}/tokenizer --vocab 400",
     "inspect PATH": "inspect storyteller",
     "convert SRC DST --to FORMAT": "convert {folder}/model {folder}/model.gguf --to gguf-i2_s",
+    "golden OUT": "golden {folder}/golden",
     "pull ORG/REPO": "pull {folder}/model --name org/repo",
     "rm ORG/REPO": "rm org/repo",
     "crossval backends": f"crossval backends {TINY_MODEL} --tokens 1,5 --only numpy",

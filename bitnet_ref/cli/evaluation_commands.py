@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,8 +74,18 @@ def perplexity(
         for each in protocols:
             with LoadingBar(f"{each}: windows") as bar:
                 results.append(measure(loaded, documents, each, length, state=state, workers=workers, progress=bar))
-    facts = [result.to_dict() for result in results]
-    report({"model": model, "results": facts}, lambda out: draw(results, out))
+    facts = {
+        "model": model,
+        "texts": [_identity(path, text) for path, text in zip(texts, documents, strict=True)],
+        "results": [result.to_dict() for result in results],
+    }
+    report(facts, lambda out: draw(results, out))
+
+
+def _identity(path: Path, text: str) -> dict[str, Any]:
+    """Which text it is: figures of other files of the same name do not compare."""
+    data = text.encode()  # the bytes of the file, which is UTF-8
+    return {"path": str(path), "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def draw(results: list[Perplexity], out: Console) -> None:

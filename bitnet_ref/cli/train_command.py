@@ -27,6 +27,7 @@ STEPS_BETWEEN_LINES = 20  # on a terminal a bar shows every step
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The run's folder.")
 @click.option("--resume", is_flag=True, help="Go on from the folder's checkpoint.")
 @click.option("--init", metavar="FOLDER", help="Start from the float masters of this folder.")
+@click.option("--ternary", is_flag=True, help="Make a ternary model of the one that --init names, whatever its form.")
 @click.option("--distil", "teacher", metavar="MODEL", help="Also learn the probabilities of this model.")
 @click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps, instead of the file's.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one a core]")
@@ -38,6 +39,7 @@ def train(
     out: Path,
     resume: bool,
     init: str | None,
+    ternary: bool,
     teacher: str | None,
     steps: int | None,
     threads: int | None,
@@ -53,7 +55,8 @@ def train(
 
     settings, model = read_run(config)
     teacher, init = teacher or settings.teacher, init or settings.init
-    settings = replace(settings, init=init, teacher=teacher, steps=steps or settings.steps)
+    ternary = ternary or settings.ternary
+    settings = replace(settings, init=init, ternary=ternary, teacher=teacher, steps=steps or settings.steps)
     with LoadingBar("encoding the texts") as bar:
         run = TrainingRun(settings, out, model, resume=resume, threads=threads, backend=backend, progress=bar)
     parameters = sum(master.size for master in run.trainer.masters.values())

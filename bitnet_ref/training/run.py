@@ -53,7 +53,9 @@ class RunSettings:
 
     train, validation: text files (.txt, .txt.xz), or one .npy of token ids. tokenizer: a folder.
     teacher: a model to learn from, with the weights of `Distillation`.
-    init: a folder to start from; its config is the model's, unless the file has a table [model].
+    init: a folder to start from; its config is the model's, unless the file has a table [model]. Its tokenizer is taken
+        where no other is named.
+    ternary: make a ternary model of init, which is any model that loads; without a table [model].
     steps, batch, context: optimiser steps, sequences per step, tokens per sequence.
     mix_steps: over how many steps quantisation fades in ("lambda warm-up"), for a float model that becomes ternary.
     validate_every, save_every, sample_every: steps between; 0: only at the end. spike: the run stops when a step's loss
@@ -64,6 +66,7 @@ class RunSettings:
     validation: tuple[str, ...] = ()
     tokenizer: str | None = None
     init: str | None = None
+    ternary: bool = False
     teacher: str | None = None
     logits_weight: float = 1.0
     temperature: float = 5.0
@@ -103,6 +106,10 @@ class RunSettings:
                 raise ConfigError(f"expected a finite number >= 0, got {value!r}", field=field.name)
         if not self.train:
             raise ConfigError("expected at least one text file or a .npy file of token ids", field="train")
+        if self.ternary not in (False, True):
+            raise ConfigError(f"expected true or false, got {self.ternary!r}", field="ternary")
+        if self.ternary and self.init is None:
+            raise ConfigError("expected init: the model of which to make a ternary one", field="ternary")
         if self.spike <= 1:
             raise ConfigError(f"expected a number above 1, got {self.spike}", field="spike")
 
@@ -207,10 +214,20 @@ class TrainingRun:
         if model is None:
             if settings.init is None:
                 raise ConfigError("expected a table [model], or init = a folder to start from", field="model")
-            self.trainer = Trainer.from_folder(settings.init, **options)
+            begin = Trainer.from_model if settings.ternary else Trainer.from_folder
+            self.trainer = begin(settings.init, **options)
         else:
+            if settings.ternary:
+                raise ConfigError(
+                    "is for init without a table [model], whose keys say what is ternary", field="ternary"
+                )
             config = parse_hf_config(model, Path("[model]"))
             self.trainer = Trainer(config, self._first_masters(config), **options)
+            if settings.init is not None:
+                self.trainer.tokenizer_files = read_tokenizer_folder(Path(settings.init))
+        if settings.mix_steps and self.trainer.config.quantization is None:
+            message = "fades quantisation in, and this model has none: say --ternary (ternary = true)"
+            raise ConfigError(message, field="mix_steps")
         if settings.tokenizer is not None:
             self.trainer.tokenizer_files = read_tokenizer_folder(Path(settings.tokenizer))
         files = self.trainer.tokenizer_files

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from ..backends import available_backends, choose_cpu
 from ..backends.backend import blas_threads
 from ..backends.cuda import open_device
 from ..errors import BackendUnavailable, ConfigError, FormatError, NumericsError, ShapeError
-from ..formats.checkpoint import scale_convention
+from ..formats.checkpoint import parts, scale_convention
 from ..formats.hf.config import read_hf_config
 from ..formats.hf.folder import SINGLE_FILE, HfCheckpoint, refuse_adapter
+from ..formats.hf.masters import masters_of
 from ..formats.hf.writer import hf_config_json
+from ..formats.names import hf_module
+from ..formats.open import find_model, open_checkpoint
 from ..formats.safetensors import SafetensorsWriter
-from ..reference.config import ModelConfig
+from ..reference.config import ModelConfig, QuantizationConfig
 from ..reference.layers import Array, Floats, Ints
 from ..reference.weights import DenseWeight
 from ..system.atomic import atomic_path
@@ -108,7 +112,7 @@ class Trainer:
         """
         path = Path(folder)
         if path.is_file():
-            message = "is a file; training begins from a Hugging Face folder (convert --to hf-bf16 makes one)"
+            message = "is a file; without --ternary, training begins from a Hugging Face folder (convert makes one)"
             raise FormatError(message, path=path)
         refuse_adapter(path)
         config = read_hf_config(path / "config.json")
@@ -120,6 +124,41 @@ class Trainer:
             if config.tie_word_embeddings:
                 checkpoint.check_tied_head(DenseWeight(masters[EMBEDDING]))
             checkpoint.finish()
+            files = checkpoint.tokenizer_files()
+        trainer = cls(config, masters, **settings)
+        trainer.tokenizer_files = files
+        return trainer
+
+    @classmethod
+    def from_model(cls, model: str | os.PathLike[str], **settings: Any) -> Trainer:
+        """A ternary model that begins from any model that loads: each linear of the blocks becomes a BitLinear.
+
+        Masters are the model's own floats; of a BitNet without masters values that round to its planes
+        (`masters_of`). settings: as of `Trainer`. Raises FormatError, ConfigError.
+        """
+        with open_checkpoint(find_model(model)) as checkpoint:
+            checkpoint.require_plain_basis("training's")
+            quantized = checkpoint.config.quantization or QuantizationConfig("autobitlinear", "online", ("lm_head",))
+            online = replace(quantized, linear_class="autobitlinear", quantization_mode="online")
+            config = replace(checkpoint.config, quantization=online)
+            master_shapes(config)  # before anything is read: what cannot be trained
+            masters = Masters()
+            for name, part in parts(checkpoint):
+                module = hf_module(name)
+                if isinstance(part, np.ndarray):
+                    masters[f"{module}.weight"] = part
+                    continue
+                weight: Any = part
+                ternary, own = part.bit_linear, checkpoint.master(name)
+                if ternary is None:
+                    own = weight.array
+                elif own is None:
+                    own = masters_of(name, ternary.ternary(), ternary.w_dequant_scale)
+                masters[f"{module}.weight"] = own
+                if part.bias is not None:
+                    masters[f"{module}.bias"] = part.bias
+                if part.norm is not None:
+                    masters[f"{module}.rms_norm.weight"] = part.norm.weight
             files = checkpoint.tokenizer_files()
         trainer = cls(config, masters, **settings)
         trainer.tokenizer_files = files

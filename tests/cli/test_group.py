@@ -36,6 +36,7 @@ def test_version_and_help():
         "embed",
         "inspect",
         *models,
+        "golden",
         "bench",
         "perplexity",
         "eval",

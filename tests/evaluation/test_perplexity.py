@@ -1,5 +1,6 @@
 """Each protocol against a plain text of its source, the state file, and the command."""
 
+import hashlib
 import json
 import math
 import re
@@ -289,6 +290,8 @@ def test_command(tmp_path):
     result = invoke_json(*args, "--protocol", "gptq", "--protocol", "lm-eval")
     expected = perplexity(model(ASSETS / "storyteller", BACKEND), TEXT, "gptq", LENGTH)
     assert result["results"][0]["perplexity"] == expected.perplexity
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert result["texts"] == [{"path": str(path), "bytes": path.stat().st_size, "sha256": digest}]
     table = invoke(*args).stdout
     assert "llama.cpp" in table
     assert "bits per byte" in table

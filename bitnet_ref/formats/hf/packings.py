@@ -18,15 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError, describe
-from ...families.blocks import BlockWeight
+from ...families.blocks import MASK_2, SHIFTS_2, BlockWeight
 from ...families.family import LinearPlace
-from ...families.groups import from_blocks
+from ...families.groups import cut_groups, from_blocks
 from ...families.hadamard import PREFIX, Rotation
 from ...reference.layers import Floats
 from ...reference.weights import DenseWeight, LinearWeight
@@ -101,6 +101,35 @@ def read_affine(
         by_group = q.reshape(len(q), -1, group)
         out[part] = (wide[part, :, None] * by_group + offset[part, :, None]).reshape(len(q), width)
     return DenseWeight(out, bias)
+
+
+class AffineMatrix(NamedTuple):
+    """A matrix as MLX packs it."""
+
+    words: NDArray[np.uint32]  # (N, K bits / 32)
+    scales: Floats  # (N, K / group)
+    biases: Floats  # (N, K / group)
+    group: int
+
+
+def affine_from_groups(
+    packed: NDArray[np.uint8], scales: Floats, group: int, width: int, bits: int
+) -> AffineMatrix | None:
+    """A ternary matrix in 2 bits, or a binary one in 1 bit, as `read_affine` reads it; None where it cannot be so.
+
+    packed (N, K/4), scales (N, ceil(K/group)). The largest of MLX's groups that do not mix scales are taken.
+    """
+    sizes = ((size, cut_groups(scales, group, width, size)) for size in reversed(GROUPS))
+    size, own = next(((size, own) for size, own in sizes if own is not None), (0, scales))
+    if not size:
+        return None
+    if bits == 2:
+        return AffineMatrix(packed.view(np.uint32), own, -own, size)
+    if (packed.reshape(*own.shape, -1) & _FOUR_ZEROS)[own != 0].any():  # a zero has no code
+        return None
+    codes = (packed[:, :, None] >> SHIFTS_2 & MASK_2).reshape(len(packed), -1)
+    words = np.packbits(codes >> np.uint8(1), axis=1, bitorder="little").view(np.uint32)
+    return AffineMatrix(words, own * own.dtype.type(2), -own, size)
 
 
 def affine_width(words: tuple[int, ...], scales: tuple[int, ...], group_size: Any) -> int:
