@@ -48,7 +48,7 @@ TOLERANCE = {"logits": 3e-4, "embedding": 2e-5}
 
 
 def case_of(name, backend="numpy", dtype="float32"):
-    if backend == "cupy" and ("gemma" in name or "qwen3_5" in name or name in MIXTURES):
+    if backend == "cupy" and ("gemma" in name or "qwen3_5" in name or name in (*MIXTURES, "granite")):
         pytest.skip("cupy refuses it: see test_cupy_refuses_by_name")
     return model(FAMILIES / name, backend, dtype=dtype), load_file(FAMILIES / name / "golden.safetensors")
 
@@ -148,7 +148,7 @@ def test_written_files_are_the_same_model(case, target, tmp_path):
     back = tmp_path / "back.bitnet.safetensors"
     convert(path, back, "native")
     np.testing.assert_array_equal(bitnet_ref.load(back, backend="numpy").logits(tokens), again.logits(tokens))
-    if groups:
+    if groups and not by_rows:  # of Maple the embedding and the head are most of the file
         assert path.stat().st_size < (FAMILIES / case / "model.safetensors").stat().st_size / 3
 
 

@@ -124,8 +124,8 @@ class Gemma3Layer(Qwen3Layer):
     attn_post_norm: Norm  # (D,)
     ffn_post_norm: Norm  # (D,)
 
-    attention_text = staticmethod(attention_block)
-    feed_forward_text = staticmethod(feed_forward)
+    attention_text: ClassVar[Any] = staticmethod(attention_block)
+    feed_forward_text: ClassVar[Any] = staticmethod(feed_forward)
     trace_names: ClassVar = {**HEAD_NORM_NAMES, "attn_post_norm": "ln1_post", "ffn_post_norm": "ln2_post"}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import ConfigError, require_number
 from ..reference.cache import KVCache, TokenBatch
@@ -66,8 +66,8 @@ def feed_forward(be: Ops, x: Floats, w: LayerWeights, cfg: MiniCpmConfig) -> Flo
 
 
 class MiniCpmLayer(LayerWeights):
-    attention_text = staticmethod(attention_block)
-    feed_forward_text = staticmethod(feed_forward)
+    attention_text: ClassVar[Any] = staticmethod(attention_block)
+    feed_forward_text: ClassVar[Any] = staticmethod(feed_forward)
 
 
 def _scaled(be: Ops, w: LayerWeights, cfg: MiniCpmConfig, y: Floats) -> Floats:
