@@ -95,7 +95,8 @@ def read_affine(
         return _planes(data, scales, width, bias)
     if bits == 1 and np.array_equal(2 * offset, -wide):
         return _planes(_pairs_of_bits(data), np.abs(biases) * np.sign(scales), width, bias)
-    halves = [np.ascontiguousarray(each.astype(np.float16)) for each in (wide, offset)]
+    with np.errstate(over="ignore"):  # a value that float16 cannot hold becomes infinite, and differs
+        halves = [np.ascontiguousarray(each.astype(np.float16)) for each in (wide, offset)]
     if bits <= 4 and all(map(np.array_equal, (each.astype(np.float32) for each in halves), (wide, offset))):
         return BlockWeight(_as_q4_1(data, bits, group, *halves), bias, block_type="Q4_1")
     out = np.empty((len(data), width), dtype=np.float32)
