@@ -254,9 +254,8 @@ def choose_experts(scores: Floats, cfg: MoeConfig) -> Floats:
     """
     p = layers.softmax(scores)
     ids = np.argsort(-p, axis=1, kind="stable")[:, : cfg.num_experts_per_tok]
-    shares = np.zeros_like(p)
-    chosen = np.maximum(np.take_along_axis(p, ids, axis=1), np.finfo(p.dtype).tiny)  # so that none is 0
-    np.put_along_axis(shares, ids, chosen, axis=1)
+    shares, tokens = np.zeros_like(p), np.arange(len(p))[:, None]
+    shares[tokens, ids] = np.maximum(p[tokens, ids], np.finfo(p.dtype).tiny)  # so that none is 0
     if cfg.norm_topk_prob:
         shares /= shares.astype(np.float64).sum(axis=1, keepdims=True).astype(p.dtype)
     return shares
@@ -264,6 +263,8 @@ def choose_experts(scores: Floats, cfg: MoeConfig) -> Floats:
 
 def chosen_ids(shares: Floats, k: int) -> NDArray[np.int64]:
     """The k experts of each token, ascending.   (N, E) -> (N, k)"""
+    if (np.count_nonzero(shares, axis=1) == k).all():
+        return np.nonzero(shares)[1].reshape(-1, k)
     return np.sort(np.argsort(-shares, axis=1, kind="stable")[:, :k], axis=1)
 
 
@@ -291,14 +292,14 @@ def gated(be: Ops, gate: Floats, up: Floats, activation: str, cfg: MoeConfig) ->
     """act(gate) * up, clamped first where the model does.   (N, k, F), (N, k, F) -> (N, k, F)"""
     if cfg.gate_clamp is not None:
         limit = gate.dtype.type(cfg.gate_clamp)
-        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        gate, up = np.minimum(gate, limit), np.minimum(np.maximum(up, -limit), limit)
     flat = (-1, gate.shape[-1])
     return be.gated(gate.reshape(flat), up.reshape(flat), activation).reshape(gate.shape)
 
 
 def mix(out: Floats, shares: Floats) -> Floats:
     """The sum of the experts' results by their shares, in float64 and rounded once.   (N, k, D), (N, E) -> (N, D)"""
-    own = np.take_along_axis(shares, chosen_ids(shares, out.shape[1]), axis=1)  # (N, k)
+    own = shares[np.arange(len(shares))[:, None], chosen_ids(shares, out.shape[1])]  # (N, k)
     mixed: Floats = np.einsum("nk,nkd->nd", own.astype(np.float64), out.astype(np.float64))
     return mixed.astype(out.dtype)
 
