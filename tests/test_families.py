@@ -458,6 +458,41 @@ def test_layers_of_qwen():
         parse(model_type="qwen3", layer_types=["chunked_attention"] * 2, use_sliding_window=True)
 
 
+def test_factors_of_granite():
+    """As Granite 3's 2B has them; and as transformers' class has them by default, whose scores are q k."""
+    sizes = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "bos_token_id": 0}
+    factors = {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+    config = parse(model_type="granite", **sizes, **factors, logits_scaling=8.0)
+    assert (config.query_scale, config.embedding_scale, config.residual_scale) == (0.125, 12.0, 0.22)
+    assert (config.head_scale, config.head_dim, config.bos_token_id) == (0.125, 64, 0)
+    plain = parse(model_type="granite")
+    assert (plain.query_scale, plain.residual_scale, plain.head_scale) == (np.sqrt(plain.head_dim), 1, 1)
+    written = hf_config_json(config, None, "F32")
+    assert {key: written[key] for key in factors} == factors
+    for key in (*factors, "logits_scaling"):
+        with pytest.raises(ConfigError) as caught:
+            parse(model_type="granite", **{key: 0})
+        assert caught.value.field == key
+        with pytest.raises(ConfigError, match="multiplied by a factor"):
+            parse(model_type="llama", **{key: 2})
+
+
+def test_granite_without_rope_is_refused(tmp_path):
+    """llama.cpp turns RoPE off where a Granite's rope.scaling.finetuned is false, as some hybrids have it."""
+    path = tmp_path / "x.gguf"
+    convert(FAMILIES / "granite", path, "gguf-f32")
+    data, key = path.read_bytes(), b"granite.attention.scale"
+    flag = b"granite.rope.scaling.finetuned"
+    entry = len(flag).to_bytes(8, "little") + flag + (7).to_bytes(4, "little") + bytes([0])
+    at = data.index(len(key).to_bytes(8, "little") + key)
+    count = int.from_bytes(data[16:24], "little") + 1
+    tail = data[at:]
+    path.write_bytes(data[:16] + count.to_bytes(8, "little") + data[24:at] + entry + tail)
+    with pytest.raises(ConfigError, match="layers without RoPE") as caught:
+        bitnet_ref.read_config(path)
+    assert caught.value.field == "granite.rope.scaling.finetuned"
+
+
 def test_layers_of_gemma():
     old = parse(
         model_type="gemma3_text", num_hidden_layers=7, sliding_window=8, rope_theta=7e5, rope_local_base_freq=5e3

@@ -544,7 +544,7 @@ def _read_mixtral_gguf(keys: GgufKeys, fields: dict[str, Any]) -> dict[str, Any]
     return _gguf_counts(keys, "feed_forward_length")
 
 
-def _write_mixtral_gguf(config: MixtralConfig, put: Put) -> None:
+def _write_mixtral_gguf(config: MoeConfig, put: Put) -> None:
     put("expert_count", "uint32", config.num_experts)
     put("expert_used_count", "uint32", config.num_experts_per_tok)
 
