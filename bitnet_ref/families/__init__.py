@@ -11,14 +11,29 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigError, require
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
-from . import blocks, gemma3, groups, hunyuan, linear_norms, llama, lora, minicpm, moe, qwen, qwen3_5, smollm3
+from . import (
+    blocks,
+    gemma3,
+    granite,
+    groups,
+    hunyuan,
+    linear_norms,
+    llama,
+    lora,
+    minicpm,
+    moe,
+    olmo2,
+    qwen,
+    qwen3_5,
+    smollm3,
+)
 from .family import AlsoRecorded, Family, TraceStep, WeightKind
 from .llama import llama_axes, llama_steps
 from .rope import StretchedRope
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for module in (llama, qwen, gemma3, minicpm, qwen3_5, smollm3, hunyuan, moe)
+    for module in (llama, qwen, gemma3, minicpm, qwen3_5, smollm3, hunyuan, moe, olmo2, granite)
     for family in module.FAMILIES
 }
 

@@ -60,7 +60,7 @@ def _kinds() -> tuple[tuple[str, str], ...]:
     return (
         (rf"({'|'.join(sorted(left_out))}).*", "left out"),
         (rf"{TOKENIZER_PREFIX}.*", "tokenizer"),
-        (r".*\.(weight_scale|w_dequant_scale|scales?|biases|qzeros|signs)", "scales"),
+        (r".*\.(weight_scale|w_dequant_scale|scales?|row_alpha|biases|qzeros|signs)", "scales"),
         (r".*\.bias", "biases"),
         (r"embedding|(.*\.)?embed_tokens\..*|token_embd\.weight", "embedding"),
         (r".*\.(packed|trits)", "ternary planes"),

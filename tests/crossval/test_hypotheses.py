@@ -30,6 +30,8 @@ CASES = (
     "../families/qwen3_moe-groups128",  # a mixture of experts, and a layer without
     "../adapters/alone/adapter",
     "../families/maple",  # gates that are clamped, a wider window
+    "../families/olmo2",  # norms of results alone, of q and k as a whole
+    "../families/granite",  # factors of queries and results
 )
 
 

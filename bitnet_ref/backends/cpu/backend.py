@@ -26,6 +26,7 @@ from ...errors import BackendUnavailable, NumericsError, ShapeError
 from ...families.groups import GroupTernaryLinear, GroupTernaryWeight, group_linear
 from ...families.linear_norms import NormedLinear
 from ...families.lora import AdaptedLinear, lora_term
+from ...families.moe import chosen_ids, expert_products
 from ...reference import quantization
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
@@ -358,6 +359,15 @@ class CythonBackend(KernelBackend):
             x, w = args
             return self._group_linears(x, [replace(self._group_panels(w), bias=None)])[0]
         return function(*args)
+
+    def compose(self, name: str, function: Callable[..., Floats], *args: Any) -> Floats:
+        """The experts of one token, if they are ternary by groups, in one call for every few."""
+        if function is expert_products:
+            x, shares, w = args
+            if len(shares) == 1 and w.experts[0].kind == "groups" and x.shape[-1] == w.shape[1]:
+                ws = [self._group_panels(w.experts[i]) for i in chosen_ids(shares, w.chosen)[0]]
+                return self.kernels.group_experts(x.reshape(-1, x.shape[-1]), ws)[None]
+        return super().compose(name, function, *args)
 
     def linears(self, x: Floats, ws: Sequence[LinearWeight]) -> tuple[Floats, ...]:
         """Weights of one kind go through one call, which quantises x once."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ...errors import NumericsError
 from ...families.blocks import BlockWeight
+from ...families.moe import TOGETHER
 from ...reference.cache import TokenBatch
 from ...reference.layers import Floats
 from ...reference.weights import DenseWeight, Norm
@@ -92,6 +93,19 @@ class CpuKernels:
         if row >= 0:
             raise NumericsError(f"group_matmul: the activation of token {row} holds NaN or Inf")
         return ys
+
+    def group_experts(self, x: Floats, ws: Sequence[GroupPanelWeight]) -> NDArray[np.float32]:
+        """Linears by groups, without biases, of one shape: all of one row x (1, K), or each of its own row (n, K).
+        -> (n, out)"""
+        y = self.results.empty((len(ws), ws[0].out_features))
+        views, rows = [w.kernel_view for w in ws], list(y[:, None])
+        for start in range(0, len(ws), TOGETHER):
+            part = slice(start, start + TOGETHER)
+            own = as_floats(x[part] if len(x) > 1 else x)
+            row = _cpu.group_linears(own, views[part], rows[part], self.threads, self.kernel_set, None, len(x) > 1)
+            if row >= 0:
+                raise NumericsError(f"group_matmul: the activation of row {start + row} holds NaN or Inf")
+        return y
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
