@@ -1,6 +1,6 @@
 """`system_fingerprint`: what an answer was computed from, in one short line.
 
-"br1-" and three hashes: of the weights and the config; of the tokenizer and the chat template; of the numbers' format
+"br1-" and three hashes: of the weights, the request's adapter and the config; of the tokenizer and the chat template; of the numbers' format
 and the server's defaults. The backend, its threads, the batch and the cached pages have no part in it, because the
 answer does not depend on them.
 """
@@ -17,7 +17,7 @@ from ..engine import Engine
 FORM = "br1"
 CONTRACT = 1  # raised when the same request to the same model may give other tokens than before
 PARTS = (  # in words, and the hexadecimal digits of each
-    ("the weights or the config", 12),
+    ("the weights, the adapter or the config", 12),
     ("the tokenizer or the chat template", 8),
     ("the dtypes, the rules of sampling or their defaults", 8),
 )
@@ -36,9 +36,11 @@ def fingerprint_of(engine: Engine, chat_template: str | None) -> str:
         "contract": CONTRACT,
         "dtype": model.backend.dtype.name,
         "cache_dtype": engine.cache.dtype.name,
-        "sampling": engine.config.sampling,
+        "sampling": {name: value for name, value in engine.config.sampling.items() if name != "adapter"},
     }
-    parts = ([weight_hash(model.weights), config_hash(model.config)], [tokenizer.digest, templates], numbers)
+    adapter = model.find_adapter(engine.config.sampling.get("adapter"))
+    weights = [weight_hash(model.weights), *([] if adapter is None else [adapter.digest])]
+    parts = ([*weights, config_hash(model.config)], [tokenizer.digest, templates], numbers)
     digests = [_digest(part)[:length] for part, (_, length) in zip(parts, PARTS, strict=True)]
     return "-".join([FORM, *digests])
 
