@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .generation_options import INPUT_FILE, layout_options
+from ..formats.checkpoint import LoadOptions
+from .generation_options import INPUT_FILE, declared_option, layout_options
 from .shell import LoadingBar, OutputPath, common_options, make_table, print_json, show, size_in_words, wants_json
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ TARGET_NAMES = (
 @click.option("--no-verify", is_flag=True, help="Do not read the result again and compare it.")
 @click.option("--force", is_flag=True, help="Replace a file that is there. (A folder is never replaced.)")
 @layout_options
+@declared_option(LoadOptions, "adapter", help="A LoRA adapter to merge into dense matrices, or none.")
 @click.option("--to-tl-tiles", type=INPUT_FILE, help="The kernel_config.ini to write TL1 or TL2 for.")
 @common_options
 def convert(
@@ -45,7 +47,7 @@ def convert(
     is bfloat16. hf-online makes masters, bfloat16 values that quantise to the same planes and whose mean|W| is the
     scale to 1e-7, for engines that quantise when they load.
     """
-    from ..formats.checkpoint import LoadOptions, Progress
+    from ..formats.checkpoint import Progress
     from ..formats.convert import convert as convert_model
     from ..formats.convert import remark_on
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from ..backends.loaded import LoadedModel
 from ..errors import ConfigError, ShapeError
 from ..families.linear_norms import NormedLinear
 from ..families.lora import Adapter, LoraTerm, OnLinear
-from ..formats.checkpoint import read_tokenizer_folder
+from ..formats.checkpoint import is_ternary, read_tokenizer_folder
 from ..formats.hf.adapter import CONFIG_FILE, WEIGHTS_FILE
 from ..formats.names import hf_module
 from ..formats.safetensors import SafetensorsWriter
+from ..reference.config import ModelConfig
 from ..reference.layers import Array, Floats
 from ..reference.weights import DenseWeight, LinearWeight, TernaryWeight, linear_name
 from ..system.atomic import atomic_path
@@ -45,7 +47,7 @@ class LoraTrainer(Trainer):
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: LoadedModel | FrozenModel,
         *,
         rank: int = 8,
         alpha: float = 16.0,
@@ -64,16 +66,15 @@ class LoraTrainer(Trainer):
         if rank < 1 or not targets or not alpha > 0:
             raise ConfigError("expected a rank of 1 or more, an alpha above 0, and targets", field="lora_rank")
         self.rank, self.alpha, self.targets = rank, alpha, tuple(dict.fromkeys(targets))
+        self.frozen = model if isinstance(model, FrozenModel) else FrozenModel.of(model)
         self.base = base or (str(model.path.resolve()) if model.path is not None else "")
-        self.frozen = FrozenModel(model)
         dice, factors = np.random.default_rng([seed, 2]), Masters()
-        for name, weight in model.weights.linears():
-            if name.rpartition(".")[2] in self.targets and name != "lm_head":
-                out, columns = weight.shape
+        for module, linear in self.frozen.linears.items():
+            if module.rpartition(".")[2] in self.targets:
+                (out, columns), dtype = linear.values.shape, linear.values.dtype
                 bound = columns**-0.5
-                a = dice.uniform(-bound, bound, (rank, columns)).astype(np.float32)
-                factors[lora_name(hf_module(name), "A")] = a
-                factors[lora_name(hf_module(name), "B")] = np.zeros((out, rank), dtype=np.float32)
+                factors[lora_name(module, "A")] = dice.uniform(-bound, bound, (rank, columns)).astype(dtype)
+                factors[lora_name(module, "B")] = np.zeros((out, rank), dtype=dtype)
         super().__init__(model.config, factors, **settings)
         if self.backend == "cupy":
             raise ConfigError("adapters are trained on the processor: numpy or cython", field="backend")
@@ -82,7 +83,7 @@ class LoraTrainer(Trainer):
 
     def check_masters(self, masters: Mapping[str, Floats]) -> Masters:
         master_shapes(self.config)  # raises for a model without gradients
-        return {name: np.array(array, dtype=np.float32) for name, array in masters.items()}
+        return {name: array.copy() for name, array in masters.items()}
 
     @property
     def factor(self) -> float:
@@ -90,15 +91,12 @@ class LoraTrainer(Trainer):
 
     def adapter(self) -> Adapter:
         """The adapter as it is now, for `LoadedModel.put_adapter`."""
-        modules = {hf_module(name): name for name in self.frozen.names}
-        pairs = {module: tuple(lora_name(module, letter) for letter in "AB") for module in modules}
-        return Adapter(
-            {
-                modules[module]: LoraTerm(self.masters[a].copy(), self.masters[b].copy(), self.factor)
-                for module, (a, b) in pairs.items()
-                if a in self.masters
-            }
-        )
+        terms: dict[str, LoraTerm] = {}
+        for module, name in self.frozen.names.items():
+            if lora_name(module, "A") in self.masters:
+                a, b = (self.masters[lora_name(module, letter)].astype(np.float32) for letter in "AB")
+                terms[name] = LoraTerm(a, b, self.factor)
+        return Adapter(terms)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the adapter as peft reads it: adapter_config.json and adapter_model.safetensors, float32."""
@@ -125,7 +123,7 @@ class LoraTrainer(Trainer):
         layout = {f"base_model.model.{name}": ("F32", array.shape) for name, array in self.masters.items()}
         with atomic_path(path / WEIGHTS_FILE) as target, SafetensorsWriter(target, layout, {"format": "pt"}) as writer:
             for name, array in self.masters.items():
-                writer.write(f"base_model.model.{name}", to_host(array))
+                writer.write(f"base_model.model.{name}", to_host(array).astype(np.float32, copy=False))
 
     def network(self, run: Callable[..., Any]) -> TrainingNetwork:
         return LoraNetwork(self, run)
@@ -136,31 +134,60 @@ def lora_name(module: str, letter: str) -> str:
     return f"{module}.lora_{letter}.weight"
 
 
+@dataclass(frozen=True, eq=False)
 class FrozenModel:
-    """What the passes read of the model below: its arrays by hub name, and its linears as a step takes them."""
+    """What the passes read of the model below, in float32, or in float64 to measure rounding.
 
-    def __init__(self, model: LoadedModel) -> None:
-        w, self.arrays = plain_weights(model.weights), Masters()
-        self.names = [name for name, _ in w.linears() if name != "lm_head"]
-        self.arrays[EMBEDDING] = _dense(w.embedding)
+    arrays: everything but the linears' matrices, by hub name. linears: these, by module. names: the linears' own, by
+    module.
+    """
+
+    config: ModelConfig
+    arrays: Masters
+    linears: dict[str, StepLinear]
+    names: dict[str, str]
+    path: Path | None = None
+
+    @classmethod
+    def of(cls, model: LoadedModel) -> FrozenModel:
+        """A loaded model, whatever its backend and format. Raises ConfigError."""
+        w, arrays = plain_weights(model.weights), Masters()
+        linears: dict[str, StepLinear] = {}
+        arrays[EMBEDDING] = _dense(w.embedding)
         if not w.tied:
-            self.arrays[f"{hf_module('lm_head')}.weight"] = _dense(w.lm_head)
-        self.arrays[f"{hf_module('final_norm')}.weight"] = w.final_norm.weight
-        self.linears: dict[str, StepLinear] = {}
+            arrays[f"{hf_module('lm_head')}.weight"] = _dense(w.lm_head)
+        arrays[f"{hf_module('final_norm')}.weight"] = w.final_norm.weight
         for index, layer in enumerate(w.layers):
             for short, norm in layer.norms():
-                self.arrays[f"{hf_module(f'blocks.{index}.{short}')}.weight"] = norm.weight
+                arrays[f"{hf_module(f'blocks.{index}.{short}')}.weight"] = norm.weight
             for short, weight in layer.linears():
                 module = hf_module(linear_name(index, short))
                 if isinstance(weight, OnLinear):
                     message = "the model has an adapter on already; load it with adapter='none'"
                     raise ConfigError(message, field="lora")
                 if weight.bias is not None:
-                    self.arrays[f"{module}.bias"] = weight.bias
+                    arrays[f"{module}.bias"] = weight.bias
                 if isinstance(weight, NormedLinear):
-                    self.arrays[f"{module}.rms_norm.weight"] = weight.own_norm.weight
+                    arrays[f"{module}.rms_norm.weight"] = weight.own_norm.weight
                     weight = weight.linear
-                self.linears[module] = _step_linear(weight)
+                linears[module] = _step_linear(weight)
+        return cls(model.config, arrays, linears, _linear_names(model.config), model.path)
+
+    @classmethod
+    def of_masters(cls, config: ModelConfig, masters: Masters, mix: float = 1.0) -> FrozenModel:
+        """The model that these masters of a `Trainer` make. mix: as of `StepLinear.quantize`; 0 leaves them dense."""
+        arrays, linears, names = dict(masters), dict[str, StepLinear](), _linear_names(config)
+        for module, name in names.items():
+            master = arrays.pop(f"{module}.weight")
+            quantized = mix > 0 and is_ternary(config, name)
+            linears[module] = StepLinear.quantize([master], mix) if quantized else StepLinear.dense([master])
+        return cls(config, arrays, linears, names)
+
+
+def _linear_names(config: ModelConfig) -> dict[str, str]:
+    """{"model.layers.0.self_attn.q_proj": "blocks.0.attn.q_proj", ...}"""
+    names = [linear_name(i, short) for i in range(config.num_hidden_layers) for short in config.linear_shapes(i)]
+    return {hf_module(name): name for name in names}
 
 
 def _dense(w: LinearWeight) -> Floats:
@@ -182,7 +209,7 @@ class LoraNetwork(TrainingNetwork):
     """The network with frozen linears, and a term of each that has factors."""
 
     def __init__(self, trainer: LoraTrainer, run: Callable[..., Any]) -> None:
-        self.factors, self.factor, self.frozen = trainer.masters, np.float32(trainer.factor), trainer.frozen
+        self.factors, self.factor, self.frozen = trainer.masters, trainer.factor, trainer.frozen
         super().__init__(trainer.config, trainer.frozen.arrays, functions=trainer.functions, run=run)
 
     def _step_linears(self, modules: tuple[str, ...], quantized: bool, mix: float) -> StepLinear:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +19,10 @@ import numpy as np
 from ...errors import ConfigError, FormatError, TokenizerError
 from ...system.atomic import atomic_folder, atomic_path, explain_os_errors
 from ...system.sharing import model_files
-from ..checkpoint import Checkpoint, LoadOptions, Progress
+from ..checkpoint import Checkpoint, LoadOptions, Progress, merge_adapter
 from ..gguf.export import KINDS, write_gguf_model
 from ..gguf.file import Typed
+from ..hf.adapter import NO_ADAPTER, find_adapter
 from ..hf.config import read_hf_config
 from ..hf.writer import write_hf
 from ..native.model import SUFFIX as NATIVE_SUFFIX
@@ -105,7 +107,8 @@ def convert(
 
     One tensor is in memory at a time. An interrupt, an error or a failed proof leaves `destination` unchanged. The
     bytes depend on the model alone.
-    options: what the user knows better about the source.
+    options: what the user knows better about the source. Its `adapter`, or the one beside the weights, is merged into
+        matrices that are dense, in float32; of ternary ones it is refused.
     tl_tiles: the kernel_config.ini with the tile sizes to write TL1 or TL2 in.
     verify: compare the result with the source and return the Proof; FormatError if the two differ.
     overwrite: replace an existing file. A folder is never replaced. Without it, one of several conversions to the same
@@ -121,7 +124,10 @@ def convert(
         _check_destination(target, path, overwrite)
     proof = None
     with ExitStack() as stack:
-        checkpoint = stack.enter_context(open_checkpoint(find_model(source), options))
+        model, adapter = find_adapter(find_model(source), None if options is None else options.adapter)
+        reading = replace(options or LoadOptions(), adapter=NO_ADAPTER if adapter is None else adapter)
+        checkpoint = stack.enter_context(open_checkpoint(find_model(model), reading))
+        merge_adapter(checkpoint)
         _check_size(checkpoint)
         writing = atomic_folder(path) if target.suffix is None else atomic_path(path, replace=overwrite)
         temporary = stack.enter_context(writing)
