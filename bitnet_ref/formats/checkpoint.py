@@ -28,7 +28,7 @@ from ..families.hadamard import Rotation
 from ..families.lora import LoraTerm
 from ..reference.config import ModelConfig, QuantizationConfig
 from ..reference.layers import Floats
-from ..reference.weights import LayerWeights, LinearWeight, ModelWeights, Norm, linear_name
+from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, linear_name
 from ..system.json_file import is_present, read_bounded
 from ..system.options import FLAG, Values, choice, option, read_options
 from .binary_file import Closeable

@@ -551,7 +551,9 @@ def _factor(w: LinearWeight, by_columns: bool = False) -> NDArray[Any]:
     """A factor of an adapter, or its transpose, as `_cpu.LoraFactors` takes it."""
     dense = w.plain()
     assert isinstance(dense, DenseWeight)
-    return view_bits(np.ascontiguousarray(dense.stored.T if by_columns else dense.stored))
+    floats = dense.stored if type(dense) is DenseWeight and dense.dtype == ml_dtypes.bfloat16 else dense.array
+    floats = floats if floats.dtype == ml_dtypes.bfloat16 else floats.astype(np.float32, copy=False)
+    return view_bits(np.ascontiguousarray(floats.T if by_columns else floats))
 
 
 def _token_parts(tokens: int, layout: str) -> list[slice]:
