@@ -232,7 +232,7 @@ def test_convert_merges_into_dense_matrices(tmp_path, target, name):
 
 def test_convert_leaves_ternary_matrices_alone(tmp_path):
     golden, path = GOLDEN[ADAPTERS / "alone"], tmp_path / "x.bitnet.safetensors"
-    with pytest.raises(ConfigError, match=r"q_proj is ternary.*serve --lora.*adapter='none'") as caught:
+    with pytest.raises(ConfigError, match=r"_proj is ternary.*serve --lora.*adapter='none'") as caught:
         convert(ALONE, path, "native")
     assert caught.value.field == "adapter"
     assert not path.exists()
