@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from helpers import DATA, model, rng
+from helpers import DATA, difference, model, rng
 from safetensors.numpy import load_file, save_file
 
 import bitnet_ref
@@ -48,10 +48,6 @@ def copy(tmp_path):
         return folder
 
     return change
-
-
-def difference(a, b):
-    return float(np.abs(a - b).max())
 
 
 def test_transformers_and_peft(case, backend_name):
