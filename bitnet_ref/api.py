@@ -321,8 +321,8 @@ class Model(LoadedModel):
         return summarize(self.config) if self.path is None else describe_model(self.path)
 
     def add_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
-        """Let calls name a LoRA adapter, as peft writes it, for this model: `generate(..., adapter="name")`. Its terms stay
-        apart from the weights, so each call has its own adapter, or none. `with_adapter(name)` is this model with it on.
+        """Let calls name a LoRA adapter, as peft writes it: `generate(..., adapter="name")`. Its terms stay apart from
+        the weights, so each call has its own adapter, or none. `with_adapter(name)` is this model with it on.
 
         Raises ConfigError, FormatError; also for an adapter of lm_head, which `load(..., adapter=FOLDER)` puts on.
         """

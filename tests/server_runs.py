@@ -26,7 +26,9 @@ from bitnet_ref.serving.http.shelf import ModelShelf  # noqa: E402
 class RunningServer:
     """uvicorn in a thread. `engines`: those that were opened, by path."""
 
-    def __init__(self, sources, limits=None, *, budget=None, idle_s=None, settings=None, drain_s=10, adapters=None, **options):
+    def __init__(
+        self, sources, limits=None, *, budget=None, idle_s=None, settings=None, drain_s=10, adapters=None, **options
+    ):
         self.engines = {}
         self.hold = threading.Event()  # clear it to let models wait before they load
         self.hold.set()

@@ -230,8 +230,8 @@ class LoadedModel:
         return self.adapters[name]
 
     def with_adapter(self, name: str | None) -> Self:
-        """This model with one of its adapters on for everything, as `load(..., adapter=FOLDER)` gives it; the weights are
-        shared. None: the model itself. Raises GenerationError."""
+        """This model with one of its adapters on for everything, as `load(..., adapter=FOLDER)` gives it, with the same
+        weights in memory. None: the model itself. Raises GenerationError."""
         if (adapter := self.find_adapter(name)) is None:
             return self
         made = copy.copy(self)

@@ -236,7 +236,7 @@ def _over_pages(model: Model, tokens: list[int], path: str | None) -> NDArray:
 def _several(
     model: Model, tokens: list[int], path: str | None, names: tuple[str | None, ...] = (None, None, None)
 ) -> Outcome:
-    """Three sequences decoded together, the third joining late, each against itself alone.   names: of their adapters"""
+    """Three sequences decoded together, the third joining late, each against itself alone. names: of their adapters."""
     adapters = {slot: model.find_adapter(name) for slot, name in enumerate(names) if name is not None}
     rows, prefill = _three(tokens), _prefill(tokens)
     steps = len(rows[0]) - prefill

@@ -472,8 +472,8 @@ def merge(checkpoint: Checkpoint, name: str, w: LinearWeight) -> DenseWeight:
 
 def _cannot_merge(checkpoint: Checkpoint, name: str, kind: str) -> ConfigError:
     return ConfigError(
-        f"{name} is {kind}, and with a term of low rank it would not be, so the adapter cannot be merged into this model. "
-        "Keep it apart (load, generate --adapter, serve --lora), or convert the model alone with adapter='none'",
+        f"{name} is {kind}, and with a term of low rank it would not be, so the adapter cannot be merged into this "
+        "model. Keep it apart (load, generate --adapter, serve --lora), or convert the model alone with adapter='none'",
         path=checkpoint.path,
         field="adapter",
     )

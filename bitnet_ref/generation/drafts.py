@@ -175,9 +175,7 @@ class LookupDrafts(Drafts):
 class ModelDrafts(Drafts):
     """The greedy tokens of a smaller model with the same vocabulary."""
 
-    def __init__(
-        self, model: LoadedModel, drafter: LoadedModel, capacity: int, adapter: str | None = None
-    ) -> None:
+    def __init__(self, model: LoadedModel, drafter: LoadedModel, capacity: int, adapter: str | None = None) -> None:
         """capacity: tokens of the continuation. adapter: of the request; the drafter takes its own of that name, if it
         has one. Raises GenerationError for another vocabulary."""
         super().__init__()

@@ -169,8 +169,8 @@ class SamplingParams:
         same, to the bit. Engines take "lookup" only. By default off.
 
     Adapter:
-    adapter: The name of a LoRA adapter that this model has (`Model.add_adapter`); by default none is on. Over HTTP it is
-        part of the model's name: "base:adapter".
+    adapter: A LoRA adapter that is on, by its name in the model. See `Model.add_adapter`; over HTTP it is part of the
+        model's name, "base:adapter". By default none.
 
     Functions:
     strategy: A function (token ids so far, logits (V,), numpy Generator) -> token id. It replaces temperature and the

@@ -3,8 +3,9 @@
 The cache of all sequences is one pool of pages of `page_size` tokens, as in vLLM (arXiv 2309.06180). A sequence holds a
 `Lease`: its pages, in order. Several leases may hold one page, which counts them:
 
-* A *full* page of computed tokens is indexed by its tokens and those before it, and by the adapter that computed it. A sequence that begins with the same
-  tokens takes the page instead of computing it. The index compares the tokens themselves, not hashes.
+* A *full* page of computed tokens is indexed by its tokens and those before it, and by the adapter that computed it. A
+  sequence that begins with the same tokens takes the page instead of computing it. The index compares the tokens
+  themselves, not hashes; of an adapter the hash of its numbers.
 * A page without holders stays in the index until its space is needed; the one unused for longest goes first.
 * A sequence that writes to a shared page gets its own copy first.
 

@@ -2,8 +2,9 @@
 
     y = linear(x) + c B (A x),  dB = c dy^T (A x),  dA = c (dy B)^T x,  dx += c (dy B) A
 
-The linears' own gradients stop at their inputs: straight through a quantisation, as in `ops`. A starts as peft draws it,
-uniform within 1/sqrt(K), and B as zeros, so that training begins at the model itself (Hu et al. 2021, arXiv:2106.09685).
+The linears' own gradients stop at their inputs: straight through a quantisation, as in `ops`. A is drawn as peft draws
+it, uniform within 1/sqrt(K), and B is zeros, so that training begins at the model itself (Hu et al. 2021,
+arXiv:2106.09685).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..formats.names import hf_module
 from ..formats.safetensors import SafetensorsWriter
 from ..reference.config import ModelConfig
 from ..reference.layers import Array, Floats
-from ..reference.weights import DenseWeight, LinearWeight, TernaryWeight, linear_name
+from ..reference.weights import LinearWeight, TernaryWeight, linear_name
 from ..system.atomic import atomic_path
 from .network import EMBEDDING, LinearGroup, Masters, SequencePass, TrainingNetwork, master_shapes
 from .ops import LinearInput, StepLinear
@@ -40,9 +41,9 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 class LoraTrainer(Trainer):
     """Trains an adapter with AdamW. `masters` are its factors, by peft's names.
 
-        trainer = LoraTrainer(bitnet_ref.load("storyteller"), rank=8)
-        loss = trainer.step(tokens)   # tokens (B, T) int
-        trainer.save("adapter")       # a folder that peft and `bitnet_ref.load` take
+    trainer = LoraTrainer(bitnet_ref.load("storyteller"), rank=8)
+    loss = trainer.step(tokens)   # tokens (B, T) int
+    trainer.save("adapter")       # a folder that peft and `bitnet_ref.load` take
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class LoraTrainer(Trainer):
 
 
 def lora_name(module: str, letter: str) -> str:
-    """"model.layers.0.self_attn.q_proj", "A" -> the factor's name, without peft's prefix."""
+    """ "model.layers.0.self_attn.q_proj", "A" -> the factor's name, without peft's prefix."""
     return f"{module}.lora_{letter}.weight"
 
 
@@ -195,7 +196,7 @@ def _dense(w: LinearWeight) -> Floats:
 
 
 def _step_linear(w: LinearWeight) -> StepLinear:
-    n_out, n_in = w.shape
+    n_out = w.shape[0]
     if isinstance(w, TernaryWeight):
         scales = np.full(n_out, w.w_dequant_scale, dtype=np.float32)
         return StepLinear(w.ternary().astype(np.float32), scales, (n_out,))

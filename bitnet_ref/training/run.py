@@ -112,7 +112,9 @@ class RunSettings:
                 raise ConfigError(f"expected a finite number >= 0, got {value!r}", field=field.name)
         if not self.train:
             raise ConfigError("expected at least one text file or a .npy file of token ids", field="train")
-        if self.lora is not None and (other := next((key for key in ("init", "mix_steps") if getattr(self, key)), None)):
+        if self.lora is not None and (
+            other := next((key for key in ("init", "mix_steps") if getattr(self, key)), None)
+        ):
             raise ConfigError("has no effect with lora: the model stays as it is", field=other)
         if self.spike <= 1:
             raise ConfigError(f"expected a number above 1, got {self.spike}", field="spike")
@@ -388,7 +390,12 @@ class TrainingRun:
         lora: dict[str, Any] = {}
         if settings.lora is not None:
             targets = list(settings.lora_targets)
-            lora = {"base": self._base_hash, "alpha": settings.lora_alpha, "rank": settings.lora_rank, "targets": targets}
+            lora = {
+                "base": self._base_hash,
+                "alpha": settings.lora_alpha,
+                "rank": settings.lora_rank,
+                "targets": targets,
+            }
         return {"config": config_to_dict(self.trainer.config), **data, **hashes, **({"lora": lora} if lora else {})}
 
     def _read_checkpoint(self, path: Path) -> None:

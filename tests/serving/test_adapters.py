@@ -1,4 +1,4 @@
-"""A server with LoRA adapters: "base:adapter" is a model in every API, and an answer is that of the model loaded with it."""
+"""A server with LoRA adapters: "base:adapter" is a model in every API, and answers as the model with it."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -77,9 +77,7 @@ def test_other_apis(server, loaded):
     status, _, answer = server.post("/api/generate", body)
     assert (status, answer["model"]) == (200, "m:one")
     assert answer["response"].lstrip() == loaded["one"].generate(PROMPT, max_tokens=6).text
-    vectors = [
-        server.post(path, {"model": "m:two", "input": PROMPT})[2] for path in ("/v1/embeddings", "/api/embed")
-    ]
+    vectors = [server.post(path, {"model": "m:two", "input": PROMPT})[2] for path in ("/v1/embeddings", "/api/embed")]
     expected = loaded["two"].embed(PROMPT).tolist()
     assert vectors[0]["data"][0]["embedding"] == vectors[1]["embeddings"][0] == expected
     assert server.post("/tokenize", {"model": "m:one", "prompt": PROMPT})[0] == 200

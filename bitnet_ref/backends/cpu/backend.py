@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ...errors import BackendUnavailable, NumericsError, ShapeError
 from ...families.groups import GroupTernaryLinear, GroupTernaryWeight, group_linear
 from ...families.linear_norms import NormedLinear
-from ...families.lora import AdaptedLinear, OnLinear, SelectedLinear, add_selected, lora_term
+from ...families.lora import OnLinear, SelectedLinear, add_selected, lora_term
 from ...reference import quantization
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
@@ -318,8 +318,8 @@ class CythonBackend(KernelBackend):
         return self.kernels.linear_add(h, down, x, w.ffn_sub_norm)  # (N, D)
 
     def _fusable(self, text: Any, *ws: LinearWeight) -> list[PanelWeight] | None:
-        """The weights as panels, of adapted linears those inside, where fused kernels take all of them; else None, and a
-        block is composed of ops. text: of the layer's family; fused kernels compute those of LLaMA and BitNet."""
+        """The weights as panels, of adapted linears those inside, where fused kernels take all; else None, and a block
+        is composed of ops. text: of the layer's family; fused kernels compute those of LLaMA and BitNet."""
         if not self.fuses or text is not None or self.layout == "table":  # tables take few tokens per call
             return None
         inner = [w.linear if isinstance(w, OnLinear) else w for w in ws]

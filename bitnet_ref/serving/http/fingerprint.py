@@ -1,8 +1,8 @@
 """`system_fingerprint`: what an answer was computed from, in one short line.
 
-"br1-" and three hashes: of the weights, the request's adapter and the config; of the tokenizer and the chat template; of the numbers' format
-and the server's defaults. The backend, its threads, the batch and the cached pages have no part in it, because the
-answer does not depend on them.
+"br1-" and three hashes: of the weights, the request's adapter and the config; of the tokenizer and the chat template;
+of the numbers' format and the server's defaults. The backend, its threads, the batch and the cached pages have no part
+in it, because the answer does not depend on them.
 """
 
 from __future__ import annotations
