@@ -324,11 +324,12 @@ def _adapters(model: Model, reference: Model, tokens: list[int]) -> Outcome:
     greedy = _greedy(subject, prompt)
     with subject.engine(max_batch=3, max_batch_tokens=8, page_size=PAGE_SIZE) as engine:
         for drafter in (None, "lookup"):
-            handles = [engine.submit(prompt, adapter=name, speculate=drafter, **greedy) for name in (*names, *names)]
-            for name, handle in zip((*names, *names), handles, strict=True):
+            asked = names * 2
+            handles = [engine.submit(prompt, adapter=each, speculate=drafter, **greedy) for each in asked]
+            for each, handle in zip(asked, handles, strict=True):
                 out = handle.result()
-                if (problem := _judge_text(subject.with_adapter(name), prompt, out)) is not None:
-                    return compared, f"text of adapter {name}: {problem}", ""
+                if (wrong := _judge_text(subject.with_adapter(each), prompt, out)) is not None:
+                    return compared, f"text of adapter {each}: {wrong}", ""
     return compared, None, f"{detail}; in one batch equal to each alone"
 
 

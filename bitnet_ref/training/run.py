@@ -227,7 +227,11 @@ class TrainingRun:
             base = load(settings.lora, backend="numpy")
             self._base_hash = weight_hash(base.weights)
             name = None if Path(settings.lora).exists() else settings.lora
-            adapter = {"rank": settings.lora_rank, "alpha": settings.lora_alpha, "targets": settings.lora_targets}
+            adapter: dict[str, Any] = {
+                "rank": settings.lora_rank,
+                "alpha": settings.lora_alpha,
+                "targets": settings.lora_targets,
+            }
             self.trainer: Trainer = LoraTrainer(base, **adapter, seed=settings.seed, base=name, **options)
         elif model is None:
             if settings.init is None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ...errors import BackendUnavailable, NumericsError, ShapeError
 from ...families.groups import GroupTernaryLinear, GroupTernaryWeight, group_linear
 from ...families.linear_norms import NormedLinear
-from ...families.lora import OnLinear, SelectedLinear, add_selected, lora_term
+from ...families.lora import AdaptedLinear, OnLinear, SelectedLinear, add_selected, lora_term
 from ...reference import quantization
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
@@ -308,8 +308,8 @@ class CythonBackend(KernelBackend):
             return super().feed_forward(x, w, cfg)
         gate, up, down = ws
         if any(isinstance(each, OnLinear) for each in (w.gate_proj, w.up_proj)):
-            products = self.linears(self.rms_norm(x, w.ffn_norm), (w.gate_proj, w.up_proj))
-            h = self.gated(*products, cfg.activation)  # (N, F)
+            y_gate, y_up = self.linears(self.rms_norm(x, w.ffn_norm), (w.gate_proj, w.up_proj))
+            h = self.gated(y_gate, y_up, cfg.activation)  # (N, F)
         else:
             h = self.kernels.gated_linears(x, gate, up, cfg.activation, w.ffn_norm)  # (N, F)
         if isinstance(w.down_proj, OnLinear):
@@ -394,11 +394,11 @@ class CythonBackend(KernelBackend):
             numbers = [i for i, w in enumerate(inner) if w.kind == kind]
             for i, y in zip(numbers, self._PRODUCTS[kind](self, x, [inner[i] for i in numbers]), strict=True):
                 outputs[i] = y
-        for y, w in zip(outputs, ws, strict=True):
+        ys = tuple(y for y in outputs if y is not None)
+        for y, w in zip(ys, ws, strict=True):
             if isinstance(w, OnLinear):
-                assert y is not None
                 self._add_term(x, y, w)
-        return tuple(y for y in outputs if y is not None)
+        return ys
 
     def append(self, cache: KVCache, layer: int, batch: TokenBatch, k: Floats, v: Floats) -> None:
         self._append(cache, layer, batch, k, v, None)
@@ -476,7 +476,7 @@ class CythonBackend(KernelBackend):
         selected = w if isinstance(w, SelectedLinear) else None
         factors = w.__dict__.get("_factors")
         if factors is None:  # made once for a weight, which is frozen
-            terms = (w,) if selected is None else selected.terms
+            terms = selected.terms if selected is not None else (w,) if isinstance(w, AdaptedLinear) else ()
             pairs = [None if each is None else (_factor(each.a), _factor(each.b, by_columns=True)) for each in terms]
             factors = w.__dict__["_factors"] = _cpu.LoraFactors(pairs)
         self.kernels.add_terms(x, y, factors, None if selected is None else selected.choice_of(x))

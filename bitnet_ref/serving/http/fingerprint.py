@@ -17,7 +17,7 @@ from ..engine import Engine
 FORM = "br1"
 CONTRACT = 1  # raised when the same request to the same model may give other tokens than before
 PARTS = (  # in words, and the hexadecimal digits of each
-    ("the weights, the adapter or the config", 12),
+    ("the weights or the config", 12),
     ("the tokenizer or the chat template", 8),
     ("the dtypes, the rules of sampling or their defaults", 8),
 )
