@@ -109,7 +109,12 @@ class SelectedLinear(OnLinear):
         return self.linear.nbytes
 
     def contents(self, name: str) -> Iterator[tuple[str, Array]]:
-        raise NotImplementedError("weights of one batch have no hash")
+        yield from self.linear.contents(name)
+        for number, adapted in enumerate(self.terms):
+            if adapted is not None:
+                yield from adapted.a.contents(f"{name}.lora_a.{number} {adapted.factor!r}")
+                yield from adapted.b.contents(f"{name}.lora_b.{number}")
+        yield f"{name}.choice", self.choice
 
     def choice_of(self, x: Floats) -> NDArray[np.int32]:
         """The adapters of the rows of x, all tokens of the batch or the wanted ones."""

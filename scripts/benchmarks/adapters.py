@@ -157,7 +157,7 @@ def draw(bench: AdapterBench, out: Console) -> None:
 @click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True)
 @common_options
-def adapters(
+def main(
     model: str,
     synthetic: str | None,
     layers: int | None,
@@ -179,4 +179,4 @@ def adapters(
 
 
 if __name__ == "__main__":
-    start(adapters)
+    start(main)

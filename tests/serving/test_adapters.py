@@ -35,7 +35,8 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folders):
     adapters = {("m", name): folder for name, folder in folders.items()}
-    with RunningServer({"m": BASE}, adapters=adapters, verify=True) as running:
+    template = "{% for each in messages %}{{ each.content }}{% endfor %}"
+    with RunningServer({"m": BASE}, adapters=adapters, verify=True, chat_template=template) as running:
         yield running
 
 
@@ -81,6 +82,24 @@ def test_other_apis(server, loaded):
     expected = loaded["two"].embed(PROMPT).tolist()
     assert vectors[0]["data"][0]["embedding"] == vectors[1]["embeddings"][0] == expected
     assert server.post("/tokenize", {"model": "m:one", "prompt": PROMPT})[0] == 200
+
+
+def test_chats(server):
+    """Of OpenAI, Anthropic and Responses, with one template: the same text, which is not the model's without."""
+    texts = {}
+    for name in ("m:one", "m"):
+        said = [{"role": "user", "content": PROMPT}]
+        chat = {"model": name, "messages": said, "temperature": 0, "max_tokens": 6}
+        answers = [
+            server.post("/v1/chat/completions", chat)[2],
+            server.post("/v1/messages", chat)[2],
+            server.post("/v1/responses", {"model": name, "input": PROMPT, "temperature": 0, "max_output_tokens": 6})[2],
+        ]
+        assert {answer["model"] for answer in answers} == {name}
+        openai, anthropic, responses = answers
+        texts[name] = openai["choices"][0]["message"]["content"]
+        assert anthropic["content"][0]["text"] == responses["output"][0]["content"][0]["text"] == texts[name]
+    assert texts["m:one"] != texts["m"]
 
 
 def test_models(server):

@@ -179,6 +179,7 @@ class Server:
     async def engine(self, request: Request) -> Response:
         """What the page's live view shows. It does not load the model."""
         place, numbers = self.shelf.place(request.query_params.get("model")), dict[str, int]()
+        place = place.base or place
         for name in ("replica", "after"):
             text = request.query_params.get(name, "0")
             if re.fullmatch("[0-9]{1,18}", text) is None:
