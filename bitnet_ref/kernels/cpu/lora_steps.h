@@ -3,7 +3,12 @@
  *
  * Plain version: families/lora.py, `lora_term`. Both products are summed in double and rounded once, also in a dense
  * model. A product of two floats is exact in double, so only the order of the sums differs between instruction sets:
- * of A x by the width of a vector; of B t it is that of the rank, everywhere. */
+ * of A x by the width of a vector; of B t it is that of the rank, everywhere.
+ *
+ * Measured, processor time of one thread of a Xeon beside other work, AVX-512, 2B-4T's shape, bfloat16 factors of all
+ * linears: rank 8 adds 3.0 ms to a token's 64.7, rank 16 4.7 to 64.0. Eight more ranks are 22 MB, read at 12.7 GB/s, the
+ * memory's rate; the rest are norms, gates and sums as calls of their own. 32 tokens with rank 8: 74 ms beside 414, as
+ * each token widens the factors anew. */
 
 /* a vector of weights as doubles, exactly. kind: 0 float32, 1 bfloat16 */
 STEP_INLINE STEP(f64v) STEP(wide_weights)(const void *row, size_t k, const int kind) {
