@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .generation_options import INPUT_FILE, layout_options
+from ..formats.checkpoint import LoadOptions
+from .generation_options import INPUT_FILE, declared_option, layout_options
 from .shell import LoadingBar, OutputPath, common_options, make_table, print_json, show, size_in_words, wants_json
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def read_byte_count(ctx: click.Context, param: click.Parameter, value: str | Non
 @click.option("--no-verify", is_flag=True, help="Do not read the result again and compare it.")
 @click.option("--force", is_flag=True, help="Replace a file that is there. (A folder is never replaced.)")
 @layout_options
+@declared_option(LoadOptions, "adapter", help="A LoRA adapter to merge into dense matrices, or none.")
 @click.option("--to-tl-tiles", type=INPUT_FILE, help="The kernel_config.ini to write TL1 or TL2 for.")
 @common_options
 def convert(
@@ -75,7 +77,7 @@ def convert(
     --matrix SOURCE shows for each format whether it holds this model exactly, and who runs it. Each is written into a
     temporary folder, read again, compared and deleted.
     """
-    from ..formats.checkpoint import LoadOptions, Progress
+    from ..formats.checkpoint import Progress
 
     if matrix:
         if destination is not None or target is not None or split_size is not None:

@@ -57,6 +57,22 @@ def check_names(**names: tuple[str, ...]) -> None:
             raise ConfigError(f"expected a name, got a blank one; give one, or leave {flag} out", field=flag)
 
 
+def read_adapters(texts: tuple[str, ...], models: list[str]) -> dict[tuple[str, str], Path]:
+    """The folders of --lora by (model, name). Raises UsageError."""
+    adapters: dict[tuple[str, str], Path] = {}
+    for text in texts:
+        names, _, folder = text.partition("=")
+        base, _, name = names.rpartition(":")
+        base = base or (models[0] if len(models) == 1 else "")
+        if not name or not folder or base not in models:
+            expected = "NAME=FOLDER" if len(models) == 1 else f"MODEL:NAME=FOLDER with one of {', '.join(models)}"
+            raise click.UsageError(f"--lora: expected {expected}, got {text!r}")
+        if (base, name) in adapters:
+            raise click.UsageError(f"--lora: two adapters of {base} have the name {name!r}")
+        adapters[base, name] = Path(folder)
+    return adapters
+
+
 @click.command(short_help="Serve models by OpenAI's HTTP API.")
 @click.argument("models", nargs=-1, metavar="[MODEL | NAME=MODEL]...")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every network.")
@@ -72,6 +88,13 @@ def check_names(**names: tuple[str, ...]) -> None:
 @declared_option(ComputeOptions, "threads", type=click.IntRange(min=1))
 @declared_option(EngineConfig, "replicas")
 @declared_option(EngineConfig, "generation_defaults")
+@click.option(
+    "--lora",
+    "adapters",
+    multiple=True,
+    metavar="NAME=FOLDER",
+    help="A LoRA adapter, asked for as model MODEL:NAME; with several models MODEL:NAME=FOLDER.",
+)
 @click.option("--chat-template", metavar="JINJA", help="Instead of the models' own; @FILE reads it.")
 @click.option(
     "--memory-budget", callback=_read_size, metavar="BYTES", help="Of all loaded models.  [default: no limit]"
@@ -122,11 +145,12 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
         if name in sources:
             raise click.UsageError(f"two models have the name {name!r}; write NAME=MODEL for one of them")
         sources[name] = path
+    adapters = read_adapters(options["adapters"], list(sources))
     limits = ServerLimits(options["max_body"], options["max_streams"], request_timeout_s=options["request_timeout_s"])
     bound = listen(host, port)
     is_private = is_loopback(bound.getsockname()[0])
     app = create_app(
-        ModelShelf(sources, open_engine, options["memory_budget"], options["idle_s"]),
+        ModelShelf(sources, open_engine, options["memory_budget"], options["idle_s"], adapters),
         limits,
         api_keys=api_keys,
         chat_template=content_of(options["chat_template"]),
@@ -143,7 +167,7 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
 
     def on_loaded(error: BaseException | None) -> None:
         if error is None:
-            announce(bound, list(sources))
+            announce(bound, [*sources, *(f"{base}:{name}" for base, name in adapters)])
         else:
             failures.append(error)
             server.should_exit = True

@@ -168,6 +168,10 @@ class SamplingParams:
         the same words earlier, a model with the same vocabulary guesses its own (see `drafts.py`). The text stays the
         same, to the bit. Engines take "lookup" only. By default off.
 
+    Adapter:
+    adapter: A LoRA adapter that is on, by its name in the model. See `Model.add_adapter`; over HTTP it is part of the
+        model's name, "base:adapter". By default none.
+
     Functions:
     strategy: A function (token ids so far, logits (V,), numpy Generator) -> token id. It replaces temperature and the
         limits.
@@ -221,6 +225,7 @@ class SamplingParams:
     shown_tokens: tuple[int, ...] = in_python((), ListOf(TOKEN_ID, "token ids"))
 
     speculate: str | LoadedModel | None = everywhere(None, DRAFTER, metavar="lookup|MODEL")
+    adapter: str | None = in_python(None, TEXT_OR_NONE)
     strategy: Strategy | None = in_python(None, STRATEGY)
     processors: tuple[Processor, ...] = in_python((), PROCESSORS)
 
@@ -324,6 +329,7 @@ class SamplingOptions(TypedDict, total=False):
     num_beams: int
     length_penalty: float
     early_stopping: bool | str
+    adapter: str | None
     strategy: Strategy | None
     processors: Sequence[Processor]
     speculate: str | LoadedModel | None

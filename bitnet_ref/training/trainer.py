@@ -79,14 +79,7 @@ class Trainer:
         BackendUnavailable.
         """
         self.config = config
-        self.masters: Masters = {}
-        for name, shape in master_shapes(config).items():
-            if name not in masters:
-                raise ConfigError(f"the master {name} is missing; expected an array of shape {shape}")
-            if masters[name].shape != shape:
-                raise ConfigError(f"the master {name} has shape {masters[name].shape}; expected {shape}")
-            dtype = np.float64 if masters[name].dtype == np.float64 else np.float32
-            self.masters[name] = to_host(masters[name]).astype(dtype)
+        self.masters = self.check_masters(masters)
         self.schedule = schedule or Schedule(lr=lr, weight_decay=weight_decay)
         self.optimizer = AdamW(betas, eps)
         self.max_norm = max_norm
@@ -103,6 +96,18 @@ class Trainer:
             self.threads, self._arrays = 1, card_arrays()
         self.masters = {name: self.to_device(master) for name, master in self.masters.items()}
         self.mix = 1.0  # how much the linears are quantised: see `ops.StepLinear`
+
+    def check_masters(self, masters: Mapping[str, Floats]) -> Masters:
+        """Copies of the masters, which must be all of this model's. Raises ConfigError."""
+        checked = Masters()
+        for name, shape in master_shapes(self.config).items():
+            if name not in masters:
+                raise ConfigError(f"the master {name} is missing; expected an array of shape {shape}")
+            if masters[name].shape != shape:
+                raise ConfigError(f"the master {name} has shape {masters[name].shape}; expected {shape}")
+            dtype = np.float64 if masters[name].dtype == np.float64 else np.float32
+            checked[name] = to_host(masters[name]).astype(dtype)
+        return checked
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str], **settings: Any) -> Trainer:
@@ -170,7 +175,7 @@ class Trainer:
         """The mean loss of a batch, without gradients; see `loss_and_gradients`."""
         rows = self._check(tokens)
         with self._workers() as pool:
-            return _mean([to_host(loss) for loss in pool.map(self._network(pool).sequence_loss, rows)])
+            return _mean([to_host(loss) for loss in pool.map(self.network(pool.map).sequence_loss, rows)])
 
     def loss_and_gradients(self, tokens: Batch) -> tuple[float, Masters]:
         """The mean of -log p of every token after the first of its sequence, and its gradients.
@@ -187,7 +192,7 @@ class Trainer:
         gradients: Masters = {}
         in_work: deque[Future[tuple[NDArray[np.float64], Masters]]] = deque()
         with self._workers() as pool:
-            network = self._network(pool)
+            network = self.network(pool.map)
             for row in [*rows, *[None] * (self.threads + 1)]:
                 if row is not None:
                     in_work.append(pool.submit(network.sequence_gradients, row, weight, self._lesson(row)))
@@ -224,7 +229,7 @@ class Trainer:
         """The logits of the training forward pass.   tokens (T,) -> (T, V)"""
         (row,) = self._check(tokens[None], min_tokens=1)
         with self._workers() as pool:
-            return to_host(self._network(pool).logits(row))
+            return to_host(self.network(pool.map).logits(row))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the masters as a Hugging Face folder, float32, with the tokenizer that was beside them.
@@ -250,8 +255,9 @@ class Trainer:
     def _lesson(self, row: Ints) -> Lesson | None:
         return None if self.distillation is None else (self.distillation, self.distillation.values(row[:-1]))
 
-    def _network(self, pool: ThreadPoolExecutor | Here) -> TrainingNetwork:
-        return TrainingNetwork(self.config, self.masters, self.mix, self.functions, pool.map)
+    def network(self, run: Callable[..., Any]) -> TrainingNetwork:
+        """The network of one step. run: `map`, or that of a pool of threads."""
+        return TrainingNetwork(self.config, self.masters, self.mix, self.functions, run)
 
     def _check(self, tokens: Batch, min_tokens: int = 2) -> list[Ints]:
         rows = [np.asarray(row) for row in tokens]

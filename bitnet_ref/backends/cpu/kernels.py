@@ -165,6 +165,14 @@ class CpuKernels:
         _cpu.add(as_floats(x), as_floats(y[None] if is_bias else y), z, self.threads, is_bias, self.tape)
         return z
 
+    def add_terms(self, x: Floats, y: NDArray[np.float32], factors: Any, choice: NDArray[np.int32] | None) -> None:
+        """Add the term of each token's adapter to y.   x (N, K), y (N, out)
+
+        factors: _cpu.LoraFactors. choice (N,): which of them, or -1; None: the first are everyone's.
+        """
+        t = self.results.empty((len(x), factors.max_r))
+        _cpu.lora(as_floats(x), y, t, factors, self.threads, self.kernel_set, self.tape, choice=choice)
+
     def dense_linears(self, x: Floats, ws: Sequence[DenseWeight]) -> tuple[NDArray[np.float32], ...]:
         """Dense linears without their biases, in one call.   x (N, K) -> (N, out) for each weight"""
         ys = tuple([self.results.empty((len(x), w.shape[0])) for w in ws])

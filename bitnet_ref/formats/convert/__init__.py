@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,10 +22,12 @@ from ...errors import BitNetRefError, ConfigError, FormatError, StorageError, To
 from ...reference.config import ModelConfig
 from ...system.atomic import atomic_folder, atomic_path, explain_os_errors
 from ...system.sharing import model_files
-from ..checkpoint import Checkpoint, LoadOptions, Progress
+from ..checkpoint import Checkpoint, LoadOptions, Progress, merge_adapter
 from ..gguf.config import architecture
 from ..gguf.export import KINDS, write_gguf_model
 from ..gguf.file import Typed
+from ..hf.adapter import NO_ADAPTER, find_adapter
+from ..hf.config import read_hf_config
 from ..hf.writer import MLX_BITS, write_hf
 from ..native.model import SUFFIX as NATIVE_SUFFIX
 from ..native.model import write_native
@@ -141,7 +144,8 @@ def convert(
 
     One tensor is in memory at a time. An interrupt, an error or a failed proof leaves `destination` unchanged. The
     bytes depend on the model alone.
-    options: what the user knows better about the source.
+    options: what the user knows better about the source. Its `adapter`, or the one beside the weights, is merged into
+        matrices that are dense, in float32; of ternary ones it is refused.
     tl_tiles: the kernel_config.ini with the tile sizes to write TL1 or TL2 in.
     split_size: write further files beyond so many bytes each. The result is a folder then, of a GGUF too; native files
         and ONNX are not split.
@@ -166,7 +170,10 @@ def convert(
         _check_destination(target, path, overwrite)
     proof = None
     with ExitStack() as stack:
-        checkpoint = stack.enter_context(open_checkpoint(find_model(source), options))
+        model, adapter = find_adapter(find_model(source), None if options is None else options.adapter)
+        reading = replace(options or LoadOptions(), adapter=NO_ADAPTER if adapter is None else adapter)
+        checkpoint = stack.enter_context(open_checkpoint(find_model(model), reading))
+        merge_adapter(checkpoint)
         _check_size(checkpoint)
         writing = atomic_folder(path) if target.suffix is None else atomic_path(path, replace=overwrite)
         temporary = stack.enter_context(writing)

@@ -1,8 +1,8 @@
 """`system_fingerprint`: what an answer was computed from, in one short line.
 
-"br1-" and three hashes: of the weights and the config; of the tokenizer and the chat template; of the numbers' format
-and the server's defaults. The backend, its threads, the batch and the cached pages have no part in it, because the
-answer does not depend on them.
+"br1-" and three hashes: of the weights, the request's adapter and the config; of the tokenizer and the chat template;
+of the numbers' format and the server's defaults. The backend, its threads, the batch and the cached pages have no part
+in it, because the answer does not depend on them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ def fingerprint_of(engine: Engine, chat_template: str | None) -> str:
         "contract": CONTRACT,
         "dtype": model.backend.dtype.name,
         "cache_dtype": engine.cache.dtype.name,
-        "sampling": engine.config.sampling,
+        "sampling": {name: value for name, value in engine.config.sampling.items() if name != "adapter"},
     }
-    parts = ([weight_hash(model.weights), config_hash(model.config)], [tokenizer.digest, templates], numbers)
+    adapter = model.find_adapter(engine.config.sampling.get("adapter"))
+    weights = [weight_hash(model.weights), *([] if adapter is None else [adapter.digest])]
+    parts = ([*weights, config_hash(model.config)], [tokenizer.digest, templates], numbers)
     digests = [_digest(part)[:length] for part, (_, length) in zip(parts, PARTS, strict=True)]
     return "-".join([FORM, *digests])
 

@@ -161,7 +161,7 @@ def make_routes(server: Server) -> list[Route]:
         if texts == []:
             return JSONResponse({"model": body.get("model"), "embeddings": []})
         async with server.borrow(body) as (name, engine):
-            vectors, tokens = await unless_gone(request, server.embed(engine.model, texts))
+            vectors, tokens = await unless_gone(request, server.embed(engine.adapted_model, texts))
         rows = vectors.tolist()
         if body.get("dimensions") not in (None, len(rows[0])):
             raise RequestError(f"dimensions: this model's vectors have {len(rows[0])}", "dimensions")
@@ -221,7 +221,7 @@ def read_seconds(value: str | float) -> float | None:
 def keep(place: Place, keep_alive: str | float | None) -> None:
     """Note how long the model is to stay after its last use; it has an effect where the server has `--idle-s`."""
     if keep_alive is not None:
-        place.keep_s = read_seconds(keep_alive)
+        (place.base or place).keep_s = read_seconds(keep_alive)
 
 
 def read_chat_body(body: Mapping[str, Any]) -> dict[str, Any]:

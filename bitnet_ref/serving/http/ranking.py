@@ -63,7 +63,7 @@ def make_routes(server: Server) -> list[Route]:
         texts = [each if isinstance(each, str) else each["text"] for each in body["documents"]]
         async with server.borrow(body) as (name, engine):
             pairs = [(body["query"], text) for text in texts]
-            scores, tokens = await unless_gone(request, score_pairs(server, engine.model, pairs, body))
+            scores, tokens = await unless_gone(request, score_pairs(server, engine.adapted_model, pairs, body))
         limit = int(body.get("top_n") or len(texts))  # JSON has 1.0 for 1
         order = sorted(range(len(texts)), key=lambda index: -scores[index])[:limit]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in order]
@@ -81,7 +81,7 @@ def make_routes(server: Server) -> list[Route]:
             raise RequestError(f"text_1: expected one text or {len(second)}, as text_2 has", "text_1")
         pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
         async with server.borrow(body) as (name, engine):
-            scores, tokens = await unless_gone(request, score_pairs(server, engine.model, pairs, body))
+            scores, tokens = await unless_gone(request, score_pairs(server, engine.adapted_model, pairs, body))
         data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         frame = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "model": name, "usage": usage}

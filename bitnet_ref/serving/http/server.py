@@ -96,7 +96,7 @@ class Server:
     async def embeddings(self, request: Request) -> Response:
         body = await self.body(request)
         async with self.borrow(body) as (name, engine):
-            vectors, tokens = await unless_gone(request, self.embed(engine.model, body["input"]))
+            vectors, tokens = await unless_gone(request, self.embed(engine.adapted_model, body["input"]))
         return JSONResponse(embedding_response(body, name, vectors, tokens))
 
     async def embed(self, model: LoadedModel, texts: Any) -> tuple[np.ndarray, int]:
@@ -155,9 +155,12 @@ class Server:
         return JSONResponse(self._model_facts(self.shelf.place(request.path_params["name"]).name))
 
     def _model_facts(self, name: str) -> dict[str, Any]:
-        engine = self.shelf.places[name].engine
+        place = self.shelf.places[name]
+        engine = (place.base or place).engine
         length = None if engine is None else engine.model.context_length
         facts = {"id": name, "object": "model", "created": 0, "owned_by": "bitnet_ref"}
+        if place.base is not None:  # a LoRA adapter; vLLM's name
+            facts["parent"] = place.base.name
         return {**facts, "loaded": engine is not None, "max_model_len": length}
 
     async def health(self, request: Request) -> Response:
@@ -176,6 +179,7 @@ class Server:
     async def engine(self, request: Request) -> Response:
         """What the page's live view shows. It does not load the model."""
         place, numbers = self.shelf.place(request.query_params.get("model")), dict[str, int]()
+        place = place.base or place
         for name in ("replica", "after"):
             text = request.query_params.get(name, "0")
             if re.fullmatch("[0-9]{1,18}", text) is None:

@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from ...backends.loaded import LoadedModel
 from ...errors import OutOfMemory
 from ...formats.hashes import weight_hash
 from ...system.sharing import model_files
-from ..engine import Engine
+from ..engine import AdaptedEngine, Engine
 from .schemas import RequestError
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ class Place:
     last_used_s: float = 0.0
     keep_s: float | None = None  # a client wants it to leave after so long, earlier than `idle_s`
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # while it is loaded or dropped
+    base: Place | None = None  # of a name "base:adapter": whose engine answers
+    adapter: str | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -54,15 +57,22 @@ class ModelShelf:
         open_engine: Callable[[Path], Engine],
         budget_bytes: int | None = None,
         idle_s: float | None = None,
+        adapters: Mapping[tuple[str, str], Path] = MappingProxyType({}),
     ) -> None:
+        """adapters: folders of LoRA adapters by (model, name); requests ask for the model "model:name"."""
         self.places = {name: Place(name, source) for name, source in sources.items()}
+        for (name, adapter), folder in adapters.items():
+            self.places[f"{name}:{adapter}"] = Place(
+                f"{name}:{adapter}", folder, base=self.places[name], adapter=adapter
+            )
         self._open, self._budget, self._idle_s = open_engine, budget_bytes, idle_s
         self.is_ready = False  # whether the first models are loaded
 
     def place(self, name: str | None) -> Place:
         """The model of this name; without a name the only one. Raises RequestError."""
-        if name is None and len(self.places) == 1:
-            return next(iter(self.places.values()))
+        bases = [each for each in self.places.values() if each.base is None]
+        if name is None and len(bases) == 1:
+            return bases[0]
         if name is None:
             raise RequestError(f"model: is missing; there are: {', '.join(self.places)}", "model")
         if name not in self.places and name.removesuffix(":latest") in self.places:  # as Ollama's clients write names
@@ -74,7 +84,7 @@ class ModelShelf:
 
     async def load_first(self) -> None:
         """Load the models in their order, as many as the budget allows: with several, at least the first."""
-        for number, place in enumerate(self.places.values()):
+        for number, place in enumerate([each for each in self.places.values() if each.base is None]):
             if number and self._budget is not None and self._held() + _file_bytes(place.source) > self._budget:
                 break
             async with self.borrow(place):
@@ -87,6 +97,10 @@ class ModelShelf:
 
         Raises RequestError where there is no room for it now, and what loading raises.
         """
+        if place.base is not None and place.adapter is not None:
+            async with self.borrow(place.base) as engine:
+                yield AdaptedEngine(engine, place.adapter)
+            return
         place.users += 1  # first, so that it is not dropped between
         try:
             async with place.lock:
@@ -111,7 +125,11 @@ class ModelShelf:
             await self._drop(min(idle, key=lambda each: each.last_used_s))
         started, place.nbytes, place.is_loading = time.monotonic(), needed, True
         try:
-            place.engine = await asyncio.to_thread(self._open, place.source)
+            engine = await asyncio.to_thread(self._open, place.source)
+            for each in self.places.values():
+                if each.base is place and each.adapter is not None:
+                    await asyncio.to_thread(engine.add_adapter, each.adapter, each.source)
+            place.engine = engine
         finally:
             place.is_loading = False
         engines = place.engine.engines
