@@ -154,7 +154,7 @@ def _start(server: BatchServer, job: Job, data: bytes, earlier: Sequence[Job]) -
     if body.get("stream"):
         raise RequestError("stream: a batch has no streams", "stream")
     if path == "/v1/embeddings":
-        rows = embedding_ids(engine.model, body["input"])
+        rows = embedding_ids(engine.model, body)
         job.body = embedding_response(body, server.model_name, embed(engine.model, rows), sum(map(len, rows)))
         return
     if path == "/v1/completions":

@@ -25,10 +25,12 @@ from ...generation.results import Generation
 from ...system.sharing import model_files
 from ..engine import Engine
 from . import schemas
+from .fields import ignored, refused
 from .replies import KNOWN_MARKS
 from .schemas import FLAG, RequestError, describe_array, describe_number, describe_object, or_null
 from .shapes import INFILL_TOKENS, Asked, infill_ids
-from .translate import ask_chat, ask_completion, function_tool
+from .tools import function_tool
+from .translate import ask_chat, ask_completion
 from .waiting import unless_gone
 from .writers import Block, BlockWriter, write_json
 
@@ -47,6 +49,8 @@ COMMON = {
     "options": {"type": ["object", "null"]},
     "think": {"enum": [True, False, "low", "medium", "high", "max", None]},
     "keep_alive": KEEP,
+    **ignored(("truncate", "shift")),
+    **refused(dict.fromkeys(("logprobs", "top_logprobs"), "are not in this API's answers; use /v1/chat/completions")),
 }
 MESSAGE = describe_object(
     {
@@ -77,10 +81,21 @@ BODIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
             "system": MAYBE,
             "raw": FLAG,
             **IMAGES,
+            **ignored(("width", "height", "steps")),
+            **refused(
+                {
+                    "template": "a request cannot bring a template; use raw, or the server's option --chat-template",
+                    "context": "token ids of an earlier answer are not taken up; use /api/chat",
+                }
+            ),
         },
         (),
     ),
-    "/api/show": ("What a model is, in Ollama's form.", {"model": MAYBE, "name": MAYBE, "verbose": FLAG}, ()),
+    "/api/show": (
+        "What a model is, in Ollama's form.",
+        {"model": MAYBE, "name": MAYBE, **ignored(("verbose", "system", "template", "options"))},
+        (),
+    ),
     "/api/embed": (
         "Texts as vectors, in Ollama's form.",
         {
@@ -89,12 +104,13 @@ BODIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
             "truncate": FLAG,
             "dimensions": describe_number(1, 2**20, "integer"),
             "keep_alive": KEEP,
+            **ignored(("options",)),
         },
         ("input",),
     ),
     "/api/embeddings": (
         "A text as a vector, in Ollama's older form.",
-        {"model": MAYBE, "prompt": TEXT, "keep_alive": KEEP},
+        {"model": MAYBE, "prompt": TEXT, "keep_alive": KEEP, **ignored(("options",))},
         ("prompt",),
     ),
 }
@@ -161,7 +177,7 @@ def make_routes(server: Server) -> list[Route]:
         if texts == []:
             return JSONResponse({"model": body.get("model"), "embeddings": []})
         async with server.borrow(body) as (name, engine):
-            vectors, tokens = await unless_gone(request, server.embed(engine.model, texts))
+            vectors, tokens = await unless_gone(request, server.embed(engine.model, {"input": texts}))
         rows = vectors.tolist()
         if body.get("dimensions") not in (None, len(rows[0])):
             raise RequestError(f"dimensions: this model's vectors have {len(rows[0])}", "dimensions")

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from ...backends.loaded import LoadedModel
 from ...generation.score import score_groups
 from . import schemas
+from .fields import ignored
 from .schemas import FLAG, RequestError, describe_array, describe_number, describe_object
 from .waiting import unless_gone
 
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
 TEXT = {"type": "string"}
 MAYBE = {"type": ["string", "null"]}
 DOCUMENT = {"anyOf": [TEXT, describe_object({"text": TEXT}, ("text",))]}
+IGNORED = ignored(  # vLLM's, Cohere's and Jina's
+    (
+        *("user", "priority", "request_id", "mm_processor_kwargs", "activation", "use_activation", "additional_data"),
+        *("max_tokens_per_doc", "max_chunks_per_doc", "rank_fields", "return_embeddings"),
+    )
+)
 RERANK = describe_object(
     {
         "model": MAYBE,
@@ -37,12 +44,14 @@ RERANK = describe_object(
         "top_n": describe_number(1, 2**31 - 1, "integer"),
         "return_documents": FLAG,
         "instruction": MAYBE,
+        **IGNORED,
     },
     ("query", "documents"),
 )
 ONE_OR_MORE = {"anyOf": [TEXT, describe_array(TEXT, 1, 1024)]}
 SCORE = describe_object(
-    {"model": MAYBE, "text_1": ONE_OR_MORE, "text_2": ONE_OR_MORE, "instruction": MAYBE}, ("text_1", "text_2")
+    {"model": MAYBE, "text_1": ONE_OR_MORE, "text_2": ONE_OR_MORE, "instruction": MAYBE, **IGNORED},
+    ("text_1", "text_2"),
 )
 RERANK_PATHS, SCORE_PATHS = ("/rerank", "/v1/rerank"), ("/score", "/v1/score")
 for path in RERANK_PATHS:
@@ -97,7 +106,7 @@ async def score_pairs(
     """The score of each pair, and the tokens that were read."""
     if is_embedding_model(model):
         texts = [*dict.fromkeys(text for pair in pairs for text in pair)]
-        vectors, tokens = await server.embed(model, texts)
+        vectors, tokens = await server.embed(model, {"input": texts})
         unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         rows = dict(zip(texts, unit, strict=True))
         return [float(rows[first] @ rows[second]) for first, second in pairs], tokens

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from ...errors import BitNetRefError, describe
 from ...generation.params import SamplingParams
 from ...system.options import Schema, declared_options, find_surrogate, suggest
+from .fields import OFF, REFUSED, WITHOUT_EFFECT, ignored, refused
 
 MAX_DEPTH = 64  # of the JSON in a request
 
@@ -43,33 +44,52 @@ TEXT, FLAG = {"type": "string"}, {"type": ["boolean", "null"]}
 ANYTHING, ANY_OBJECT = Schema(), {"type": ["object", "null"]}
 COUNT = _number(0, 2**31 - 1, "integer")
 IDS = _array({"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, 1, 1 << 17)
-TEXTS = {"anyOf": [TEXT, _array(TEXT, 1, 2048), IDS, _array(IDS, 1, 2048)]}
+TEXTS = {"anyOf": [TEXT, IDS, _array({"anyOf": [TEXT, IDS]}, 1, 2048)]}
 PART = _object({"type": TEXT, "text": TEXT, "refusal": TEXT}, ("type",))  # read by `read_parts`
 FUNCTION = _object({"name": {"type": "string", "minLength": 1, "maxLength": 64}, "parameters": ANY_OBJECT}, ("name",))
-TOOL = _object({"type": {"enum": ["function"]}, "function": FUNCTION}, ("type", "function"))
+NAME = _object({"name": {"type": "string", "minLength": 1, "maxLength": 64}}, ("name",))
+KINDS_OF_TOOLS = {"enum": ["function", "custom"]}
+TOOL = _object({"type": KINDS_OF_TOOLS, "function": FUNCTION, "custom": NAME}, ("type",))
 CALL = _object({"name": TEXT, "arguments": TEXT}, ("name", "arguments"))
+CUSTOM_CALL = _object({"name": TEXT, "input": TEXT}, ("name", "input"))
 MESSAGE = _object(
     {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
         "content": {"anyOf": [{"type": ["string", "null"]}, _array(PART, 0, 1024)]},
-        "tool_calls": _or_null(_array(_object({"function": CALL}, ("function",)), 0, 128)),
+        "tool_calls": _or_null(_array(_object({"function": CALL, "custom": CUSTOM_CALL}), 0, 128)),
+        "function_call": _or_null(CALL),
     },
     ("role",),
 )
-IGNORED = dict.fromkeys(  # fields that change nothing here: accounts, caches and services of OpenAI
-    (
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "moderation", "verbosity", "prediction"),
-        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    ),
-    ANYTHING,
-)
-REFUSED = {  # fields with a meaning that this server does not have, and what to do instead; null and [] are accepted
-    "audio": "audio is not supported; the models write text only",
-    "web_search_options": "web search is not supported; give the model a function that searches",
-    "functions": "was replaced by tools; use tools",
-    "function_call": "was replaced by tool_choice; use tool_choice",
-}
 PASSED = {name: each.schema for name, each in declared_options(SamplingParams).items() if each.in_http}
+NAMED_SCHEMA = _object(
+    {"name": TEXT, "schema": {"type": ["object", "boolean", "null"]}, "strict": FLAG}, ("name", "schema")
+)
+RESPONSE_FORMAT = _object(
+    {
+        "type": {"enum": ["text", "json_object", "json_schema"]},
+        "json_schema": _or_null(NAMED_SCHEMA),
+        "schema": {"type": ["object", "boolean", "null"]},
+    },
+    ("type",),
+)
+STRUCTURED_OUTPUTS = _object(  # vLLM's
+    {
+        "json": PASSED["guided_json"],
+        "regex": PASSED["guided_regex"],
+        "choice": PASSED["guided_choice"],
+        "grammar": PASSED["guided_grammar"],
+        "json_object": FLAG,
+        **ignored(("disable_any_whitespace", "disable_fallback", "disable_additional_properties")),
+        **refused(
+            {
+                "structural_tag": "is not supported; use tools, or json",
+                "whitespace_pattern": REFUSED["guided_whitespace_pattern"],
+            }
+        ),
+    },
+    additionalProperties=False,
+)
 SAMPLING = {
     **PASSED,
     "model": {"type": ["string", "null"]},
@@ -77,17 +97,35 @@ SAMPLING = {
     "stream_options": _or_null(_object({"include_usage": FLAG, "continuous_usage_stats": FLAG})),
     "use_beam_search": FLAG,
     "priority": _number(-1000, 1000, "integer"),
-    **IGNORED,
+    "echo": FLAG,
+    "response_format": _or_null(RESPONSE_FORMAT),
+    "structured_outputs": _or_null(STRUCTURED_OUTPUTS),
+    "allowed_token_ids": _or_null(IDS),
+    "prompt_logprobs": _number(0, 20, "integer"),
+    "return_token_ids": FLAG,
+    "return_tokens_as_token_ids": FLAG,
+    "skip_special_tokens": FLAG,
+    "add_special_tokens": FLAG,
+    "include_stop_str_in_output": FLAG,
+    "truncate_prompt_tokens": _number(-1, 2**31 - 1, "integer"),
+    "truncation_side": {"enum": ["left", "right", None]},
+    "n_predict": _number(-2, 2**31 - 1, "integer"),
+    "n_cmpl": PASSED["n"],
+    "repeat_penalty": PASSED["repetition_penalty"],
+    "json_schema": PASSED["guided_json"],
+    **{name: {"type": ["string", "null"]} for name in ("grammar", "regex", "ebnf")},
+    "no_stop_trim": FLAG,
+    **ignored(WITHOUT_EFFECT),
+    **refused(REFUSED),
 }
-NAMED_SCHEMA = _object(
-    {"name": TEXT, "schema": {"type": ["object", "boolean", "null"]}, "strict": FLAG}, ("name", "schema")
+NAMED_TOOL = _object({"type": KINDS_OF_TOOLS, "function": NAME, "custom": NAME}, ("type",))
+ALLOWED_TOOLS = _object(
+    {
+        "type": {"enum": ["allowed_tools"]},
+        "allowed_tools": _object({"mode": {"enum": ["auto", "required"]}, "tools": _array(NAMED_TOOL, 0, 128)}),
+    },
+    ("type", "allowed_tools"),
 )
-RESPONSE_FORMAT = _object(
-    {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": _or_null(NAMED_SCHEMA)}, ("type",)
-)
-NAME = _object({"name": TEXT}, ("name",))
-NAMED_TOOL = _object({"type": {"enum": ["function"]}, "function": NAME}, ("type", "function"))
-
 EFFORT = {"enum": ["none", "minimal", "low", "medium", "high", "xhigh", "max", None]}
 
 COMPLETION = _object(
@@ -95,36 +133,35 @@ COMPLETION = _object(
         **SAMPLING,
         "prompt": TEXTS,
         "max_tokens": COUNT,
-        "echo": FLAG,
         "logprobs": _number(0, 20, "integer"),
         "best_of": _number(1, 1024, "integer"),
         "suffix": {"type": ["string", "null"]},
     },
     ("prompt",),
-    additionalProperties=False,
 )
 CHAT = _object(
     {
         **SAMPLING,
-        **dict.fromkeys(REFUSED, ANYTHING),
         "modalities": _or_null(_array(TEXT, 0, 16)),
         "messages": _array(MESSAGE, 1, 4096),
         "max_completion_tokens": SAMPLING["max_tokens"],
         "logprobs": FLAG,
         "top_logprobs": _number(0, 20, "integer"),
-        "response_format": _or_null(RESPONSE_FORMAT),
         "tools": _or_null(_array(TOOL, 0, 128)),
-        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, NAMED_TOOL]},
+        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, NAMED_TOOL, ALLOWED_TOOLS]},
+        "functions": _or_null(_array(FUNCTION, 0, 128)),
+        "function_call": {"anyOf": [{"enum": ["none", "auto", None]}, NAME]},
         "parallel_tool_calls": FLAG,
         "chat_template_kwargs": ANY_OBJECT,
         "reasoning_effort": EFFORT,
         "enable_thinking": FLAG,
-        "thinking_token_budget": COUNT,
+        "include_reasoning": FLAG,
+        "thinking_token_budget": _number(-1, 2**31 - 1, "integer"),
+        "documents": _or_null(_array({"type": "object"}, 0, 1024)),
         "add_generation_prompt": FLAG,
         "continue_final_message": FLAG,
     },
     ("messages",),
-    additionalProperties=False,
 )
 EMBEDDING = _object(
     {
@@ -132,10 +169,11 @@ EMBEDDING = _object(
         "model": SAMPLING["model"],
         "encoding_format": {"enum": ["float", "base64", None]},
         "dimensions": _number(1, 2**20, "integer"),
-        **IGNORED,
+        **{name: SAMPLING[name] for name in ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")},
+        **ignored((*WITHOUT_EFFECT, "priority")),
+        **refused({name: REFUSED[name] for name in ("cache_salt", "lora_path", "chat_template")}),
     },
     ("input",),
-    additionalProperties=False,
 )
 TOKENIZE = _object(
     {
@@ -147,11 +185,13 @@ TOKENIZE = _object(
         "add_generation_prompt": FLAG,
         "continue_final_message": FLAG,
         "return_token_strs": FLAG,
+        "chat_template_kwargs": ANY_OBJECT,
+        **ignored(("mm_processor_kwargs",)),
+        **refused({"chat_template": REFUSED["chat_template"]}),
     },
-    additionalProperties=False,
 )
 DETOKENIZE = _object(
-    {"model": SAMPLING["model"], "tokens": {**IDS, "minItems": 0}}, ("tokens",), additionalProperties=False
+    {"model": SAMPLING["model"], "tokens": {**IDS, "minItems": 0}, **ignored(("mm_processor_kwargs",))}, ("tokens",)
 )
 
 
@@ -176,6 +216,15 @@ def parse_json(data: bytes) -> Any:
     return value
 
 
+def drop_unknown(body: dict[str, Any], path: str) -> list[str]:
+    """Remove the fields that this path does not know.   -> their names"""
+    known = BODIES[path][1]["properties"]
+    unknown = [name for name in body if name not in known]
+    for name in unknown:
+        del body[name]
+    return unknown
+
+
 def _values(value: dict[str, Any] | list[Any]) -> Any:
     return value.values() if isinstance(value, dict) else value
 
@@ -195,6 +244,8 @@ def check(value: Any, path: str) -> None:
         if error.rule == "required" and isinstance(error.value, dict):
             name = next(key for key in error.definition["required"] if key not in error.value)
             raise RequestError(f"{'.'.join([*map(str, error.path[1:]), name])}: is missing", name) from None
+        if error.rule == "enum" and error.rule_definition == OFF:
+            raise RequestError(f"{name}: {error.definition['description']}", name) from None
         rule = _RULES.get(str(error.rule))
         expected = _in_words(error.definition) if rule is None else rule.format(error.rule_definition)
         got = describe(error.value)
@@ -216,7 +267,7 @@ _RULES = {
 def _in_words(schema: Schema) -> str:
     """
     >>> _in_words(TEXTS)
-    'string, or a list of string, or a list of integer, or a list of a list of integer'
+    'string, or a list of integer, or a list of string, or a list of integer'
     """
     if "anyOf" in schema:
         return ", or ".join(map(_in_words, schema["anyOf"]))
@@ -235,20 +286,24 @@ def _checker(path: str) -> Callable[[Any], Any]:
 
 # -- the OpenAPI page --------------------------------------------------------------------------------------------------
 
-BODIES: dict[str, tuple[str, Schema]] = {
-    "/v1/completions": ("Continue texts.", COMPLETION),
-    "/v1/chat/completions": ("Reply to a conversation.", CHAT),
-    "/v1/embeddings": ("Texts as vectors.", EMBEDDING),
-    "/tokenize": ("The token ids of a text or a conversation.", TOKENIZE),
-    "/detokenize": ("The text of token ids.", DETOKENIZE),
-}
+BODIES: dict[str, tuple[str, Schema]] = {}
 OFF_BY_DEFAULT: set[str] = set()  # paths of `BODIES` that a server has only if it is told so
 OTHER: dict[str, dict[str, str]] = {}  # path -> method -> what it does, for what has no body
 
 
 def declare_body(path: str, summary: str, schema: Schema) -> None:
-    """Note what a POST to this path takes: for `check` and for the page."""
-    BODIES[path] = (summary, schema)
+    """Note what a POST to this path takes, and nothing else: for `check` and for the page."""
+    BODIES[path] = (summary, {**schema, "additionalProperties": False})
+
+
+for _path, _summary, _schema in (
+    ("/v1/completions", "Continue texts.", COMPLETION),
+    ("/v1/chat/completions", "Reply to a conversation.", CHAT),
+    ("/v1/embeddings", "Texts as vectors.", EMBEDDING),
+    ("/tokenize", "The token ids of a text or a conversation.", TOKENIZE),
+    ("/detokenize", "The text of token ids.", DETOKENIZE),
+):
+    declare_body(_path, _summary, _schema)
 
 
 def declare_call(path: str, method: str, summary: str) -> None:

@@ -96,12 +96,12 @@ class Server:
     async def embeddings(self, request: Request) -> Response:
         body = await self.body(request)
         async with self.borrow(body) as (name, engine):
-            vectors, tokens = await unless_gone(request, self.embed(engine.model, body["input"]))
+            vectors, tokens = await unless_gone(request, self.embed(engine.model, body))
         return JSONResponse(embedding_response(body, name, vectors, tokens))
 
-    async def embed(self, model: LoadedModel, texts: Any) -> tuple[np.ndarray, int]:
-        """The vectors of texts or of lists of token ids, and the tokens of all."""
-        rows = await self.work(embedding_ids, model, texts)
+    async def embed(self, model: LoadedModel, body: Mapping[str, Any]) -> tuple[np.ndarray, int]:
+        """The vectors of texts or of lists of token ids, the `input` of a body, and the tokens of all."""
+        rows = await self.work(embedding_ids, model, body)
         vectors = await self.compute_rows(partial(embed, model), rows)
         return np.concatenate(vectors), sum(map(len, rows))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -146,6 +147,70 @@ class ToolReader:
         if not self._follows_call and not self.is_forced:
             self._events.append(Text("".join(self._spaces)))
             self._events = [each for each in self._events if not isinstance(each, Text) or each.text]
+
+
+CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:
+    """A tool as chats have it."""
+    function = {"name": name, "parameters": parameters or {"type": "object", "properties": {}}}
+    return {"type": "function", "function": function | ({"description": description} if description else {})}
+
+
+def read_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], frozenset[str]]:
+    """The tools of a chat as functions, and the names of the custom ones: functions whose input is one text.
+
+    Raises RequestError.
+    """
+    functions: list[Mapping[str, Any]] = []
+    custom = set()
+    for number, tool in enumerate(tools):
+        inner = _inner(tool, f"tools.{number}")
+        if tool["type"] == "custom":
+            custom.add(inner["name"])
+            tool = function_tool(inner["name"], inner.get("description"), CUSTOM)
+        functions.append(tool)
+    return functions, frozenset(custom)
+
+
+def read_choice(choice: Any, functions: Sequence[Mapping[str, Any]]) -> tuple[Any, list[Mapping[str, Any]]]:
+    """`tool_choice` as `choose_tools` takes it, and the functions that it allows. Raises RequestError."""
+    if not isinstance(choice, Mapping):
+        return choice, list(functions)
+    inner = _inner(choice, "tool_choice")
+    if choice["type"] != "allowed_tools":
+        return {"function": {"name": inner["name"]}}, list(functions)
+    names = [_inner(tool, "tool_choice.allowed_tools")["name"] for tool in inner.get("tools") or []]
+    return inner.get("mode", "auto"), [each for each in functions if each["function"]["name"] in names]
+
+
+def _inner(value: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """What stands beside the type, under its name."""
+    inner = value.get(value["type"])
+    if not isinstance(inner, Mapping):
+        raise RequestError(f"{place}.{value['type']}: is missing", f"{place}.{value['type']}")
+    return inner
+
+
+def custom_arguments(text: str) -> str:
+    """The JSON of the arguments of a custom tool with this input."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+def custom_input(arguments: str) -> str:
+    """The input of a custom tool's call; of one that was cut, what came.
+
+    >>> custom_input('{"input": "two\\nli')
+    'two\nli'
+    """
+    for end in ("", "}", '"}'):
+        try:
+            text = json.loads(arguments + end)["input"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+        return str(text)
+    return ""
 
 
 def choose_tools(

@@ -60,9 +60,3 @@ def join_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return messages
     text = "\n\n".join(message["content"] for message in messages[:count])
     return [{"role": "system", "content": text}, *messages[count:]]
-
-
-def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:
-    """A tool as chats have it."""
-    function = {"name": name, "parameters": parameters or {"type": "object", "properties": {}}}
-    return {"type": "function", "function": function | ({"description": description} if description else {})}

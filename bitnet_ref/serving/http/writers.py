@@ -14,6 +14,8 @@ from ...generation.results import Generation, StreamChunk
 from .events import CallStart, Event, Reasoning, Text
 from .shapes import Asked, Choice, Writer, usage
 
+EMPTY: Mapping[str, Any] = {}
+
 
 def write_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -23,16 +25,18 @@ class OpenAIWriter(Writer):
     """For chats and completions, with any number of texts."""
 
     def opening(self) -> str:
-        return "".join(self.text(choice.opening()) for choice in self.choices if self.asked.is_chat)
+        facts = self.choices[0].prompt_facts()
+        openings = [choice.opening() for choice in self.choices if self.asked.is_chat]
+        return "".join(self.text(each, facts) for each in openings)
 
     def part(self, choice: Choice, chunk: StreamChunk) -> Any:
         return choice.part(chunk)
 
-    def text(self, part: Any) -> str:
+    def text(self, part: Any, facts: Mapping[str, Any] = EMPTY) -> str:
         asked = self.asked
         so_far = usage(asked, self.choices) if asked.usage_in_chunks else None
         counts = {"usage": so_far} if asked.usage_in_stream else {}
-        return self._event({**asked.frame([part], is_chunk=True), **counts})
+        return self._event({**asked.frame([part], is_chunk=True), **facts, **counts})
 
     def closing(self) -> str:
         end = ""
