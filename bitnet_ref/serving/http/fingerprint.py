@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
+from ...backends.loaded import LoadedModel
 from ...formats.hashes import config_hash, weight_hash
 from ..engine import Engine
 
@@ -26,9 +28,20 @@ PARTS = (  # in words, and the hexadecimal digits of each
 def fingerprint_of(engine: Engine, chat_template: str | None) -> str:
     """The fingerprint of all answers of this engine. chat_template: the server's, instead of the model's own.
 
-    The first call hashes the weights, about a second for each gigabyte.
+    It is kept for as long as the engine computes with the same model. The first call hashes the weights, about a second
+    for each gigabyte.
     """
-    model, tokenizer = engine.model, engine.model.tokenizer
+    model, key = engine.model, (ref(engine.model), chat_template)
+    if engine not in _kept or _kept[engine][0] != key:
+        _kept[engine] = key, _fingerprint(engine, model, chat_template)
+    return _kept[engine][1]
+
+
+_kept: WeakKeyDictionary[Engine, tuple[Any, str]] = WeakKeyDictionary()  # with the model and the template
+
+
+def _fingerprint(engine: Engine, model: LoadedModel, chat_template: str | None) -> str:
+    tokenizer = model.tokenizer
     templates = (
         [chat_template] if chat_template else [tokenizer.template_for(with_tools) for with_tools in (False, True)]
     )

@@ -21,6 +21,7 @@ from ...backends.loaded import LoadedModel
 from ...generation.score import score_groups
 from . import schemas
 from .fields import ignored
+from .request_log import record_of
 from .schemas import FLAG, RequestError, describe_array, describe_number, describe_object
 from .waiting import unless_gone
 
@@ -73,6 +74,7 @@ def make_routes(server: Server) -> list[Route]:
         async with server.borrow(body) as (name, engine):
             pairs = [(body["query"], text) for text in texts]
             scores, tokens = await unless_gone(request, score_pairs(server, engine.model, pairs, body))
+            record_of(request).prompt_tokens = tokens
         limit = int(body.get("top_n") or len(texts))  # JSON has 1.0 for 1
         order = sorted(range(len(texts)), key=lambda index: -scores[index])[:limit]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in order]
@@ -91,6 +93,7 @@ def make_routes(server: Server) -> list[Route]:
         pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
         async with server.borrow(body) as (name, engine):
             scores, tokens = await unless_gone(request, score_pairs(server, engine.model, pairs, body))
+            record_of(request).prompt_tokens = tokens
         data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         frame = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "model": name, "usage": usage}

@@ -640,9 +640,12 @@ class Choice:
             index, call = self._held
             calls[index], self._held = {"index": index, **self._write_call(call)}, None
 
-    def _prompt_entry(self, rank: int, entry: tuple[int, float]) -> tuple[str, dict[str, Any]]:
+    def _prompt_entry(self, index: int, entry: tuple[int, float]) -> tuple[str, dict[str, Any]]:
+        """A token in vLLM's form. The rank of the prompt's own token is not known where it is behind the likeliest."""
         token, logprob = entry
-        return str(token), {"logprob": logprob, "rank": rank, "decoded_token": self._text(token)}
+        rank = index + 1 if index < self.asked.params["prompt_logprobs"] else None
+        text = self._bytes(token).decode("utf-8", "replace")
+        return str(token), {"logprob": logprob, "rank": rank, "decoded_token": text}
 
     def _by_text(self, top: Mapping[int, float]) -> dict[str, float]:
         """By text; the likelier one of two tokens with the same text."""

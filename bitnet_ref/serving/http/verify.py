@@ -128,7 +128,6 @@ class Recomputation:
         self.fingerprint = fingerprint_of(engine, chat_template)
         body = {key: value for key, value in request.items() if key not in ("stream", "stream_options")}
         name = name or body.get("model") or str(answer.get("model"))
-        schemas.drop_unknown(body, self.path)  # of a server with --unknown-fields warn; they changed nothing
         try:
             schemas.check(body, self.path)
             self.asked = self._read(body, name, chat_template)
@@ -199,14 +198,16 @@ def make_routes(server: Server) -> list[Route]:
 
     async def check_answer(request: Request, asked: Mapping[str, Any], answer: Mapping[str, Any]) -> AnswerCheck:
         """Beside the other requests of the engine, which change nothing."""
-        find_path(answer)
-        name = asked.get("model")
+        path, name = find_path(answer), asked.get("model")
+        if server.warns:
+            asked = dict(asked)
+            schemas.drop_unknown(asked, path)
         async with AsyncExitStack() as stack:
-            place = server.shelf.place(name if isinstance(name, str) else None)
-            engine = await stack.enter_async_context(server.shelf.borrow(place))
+            name = server.shelf.name(name if isinstance(name, str) else None)
+            engine = await stack.enter_async_context(server.shelf.borrow(server.shelf.places[name]))
 
             def submit() -> tuple[Recomputation, list[Choice]]:
-                again = Recomputation(engine, server.chat_template, asked, answer, name=place.name)
+                again = Recomputation(engine, server.chat_template, asked, answer, name=name)
                 return again, again.submit(server.limits.request_timeout_s)
 
             again, choices = await unless_gone(request, server.work(submit))
