@@ -799,7 +799,7 @@ BAD = {
         {"messages": USER, "chat_template": "x"},
         400,
         "chat_template",
-        "no such parameter",
+        "the server's option --chat-template",
     ),
     "no input": (EMBED, {"input": []}, 400, "input", "input"),
     "input that is an object": (EMBED, {"input": {"content": "x"}}, 400, "input", "input"),

@@ -45,4 +45,4 @@ def refuse_part(kind: Any, place: str, kinds: Iterable[str]) -> RequestError:
     if isinstance(kind, str) and any(name in kind for name in ("image", "audio", "video", "file", "document")):
         return RequestError(f"{place}: {kind[:40]} is not supported; the models read text only", place)
     given = repr(kind[:60]) if isinstance(kind, str) else describe(kind)
-    return RequestError(f"{place}.type: expected one of {', '.join(kinds)}, got {given}", place)
+    return RequestError(f"{place}.type: expected one of {', '.join(kinds)}, got {given}", f"{place}.type")

@@ -136,6 +136,7 @@ COMPLETION = _object(
         "logprobs": _number(0, 20, "integer"),
         "best_of": _number(1, 1024, "integer"),
         "suffix": {"type": ["string", "null"]},
+        **refused({"thinking_token_budget": "thinking is told apart in chats only; use /v1/chat/completions"}),
     },
     ("prompt",),
 )

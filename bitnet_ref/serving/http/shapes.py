@@ -449,8 +449,7 @@ class Choice:
     def __init__(self, asked: Asked, index: int, handle: RequestHandle | BeamText, model: LoadedModel) -> None:
         self.asked, self.index, self.handle, self.tokenizer = asked, index, handle, model.tokenizer
         self._prompt_ids: list[int] = handle.prompt_token_ids
-        reads_tokens = asked.top is not None or asked.keeps_stop or asked.prompt_logprobs
-        self._tokens = model.vocabulary.tokens if reads_tokens else []
+        self._tokens = model.vocabulary.tokens if asked.top is not None or asked.prompt_logprobs else []
         self._decoder, self._offset, self._chunks = self.tokenizer.stream_decoder(), 0, 0
         self._reader: ReplyReader | None = None
         self._has_calls = False
@@ -543,12 +542,9 @@ class Choice:
         return self.events(self._new_text(result.text) + self._stop_text(result), result.finish_reason)
 
     def _stop_text(self, end: StreamChunk | Generation) -> str:
-        """The string or the token that ended the text, where the request wants it."""
-        stop = end.stop_reason if self.asked.keeps_stop and end.finish_reason == "stop" else None
-        if isinstance(stop, int):
-            wanted = stop in self.asked.params.get("stop_token_ids", ())
-            return self._bytes(stop).decode("utf-8", "replace") if wanted else ""
-        return stop or ""
+        """The string that ended the text, where the request wants it; a token of `stop_token_ids` is in the text."""
+        wanted = self.asked.keeps_stop and end.finish_reason == "stop" and isinstance(end.stop_reason, str)
+        return str(end.stop_reason) if wanted else ""
 
     def prompt_facts(self) -> dict[str, Any]:
         """What vLLM's fields ask about the prompt."""
