@@ -162,8 +162,8 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     handler.setFormatter(
         JsonLines() if is_json else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     )
-    logging.basicConfig(handlers=[handler], level=logging.INFO)
-    logging.getLogger("bitnet_ref.serving.worker").setLevel(logging.WARNING)  # its requests have a line already
+    handler.addFilter(lambda record: (record.name, record.levelno) != ("bitnet_ref.serving.worker", logging.INFO))
+    logging.basicConfig(handlers=[handler], level=logging.INFO)  # but for the engines' lines: requests have their own
     server = uvicorn.Server(uvicorn_config(app, options["drain_s"]))
     failures: list[BaseException] = []
 

@@ -1190,4 +1190,6 @@ def test_a_body_in_chunks(server):
 
 
 if __name__ == "__main__":
-    OPENAPI.write_text(json.dumps(describe_api("1.2.3"), indent=1) + "\n")
+    text = json.dumps(describe_api("1.2.3"), indent=1)
+    text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda part: " ".join(part.group().split()), text)  # the innermost in a line
+    OPENAPI.write_text(text + "\n")

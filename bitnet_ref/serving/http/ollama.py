@@ -174,7 +174,7 @@ def make_routes(server: Server) -> list[Route]:
         body = await server.body(request)
         is_old = request.scope["path"] == "/api/embeddings"
         texts = body["prompt"] if is_old else body["input"]
-        keep(server.shelf.places[server.shelf.name(body.get("model"))], body.get("keep_alive"))
+        keep(server.shelf.place(body.get("model")), body.get("keep_alive"))
         if texts == []:
             return JSONResponse({"model": body.get("model"), "embeddings": []})
         async with server.borrow(body) as (name, engine):

@@ -268,12 +268,13 @@ _RULES = {
 def _in_words(schema: Schema) -> str:
     """
     >>> _in_words(TEXTS)
-    'string, or a list of integer, or a list of string, or a list of integer'
+    'string, or a list of integer, or a list of (string, or a list of integer)'
     """
     if "anyOf" in schema:
         return ", or ".join(map(_in_words, schema["anyOf"]))
     if schema.get("type") == "array":
-        return f"a list of {_in_words(schema['items'])}"
+        items = _in_words(schema["items"])
+        return f"a list of ({items})" if "anyOf" in schema["items"] else f"a list of {items}"
     kinds: Any = schema.get("type", schema.get("enum", "something else"))
     return kinds if isinstance(kinds, str) else " or ".join("null" if kind is None else kind for kind in kinds)
 

@@ -185,14 +185,14 @@ class Server:
 
     async def engine(self, request: Request) -> Response:
         """What the page's live view shows. It does not load the model."""
-        name, numbers = self.shelf.name(request.query_params.get("model")), dict[str, int]()
-        place = self.shelf.places[name]
+        model, numbers = self.shelf.name(request.query_params.get("model")), dict[str, int]()
+        place = self.shelf.places[model]
         for name in ("replica", "after"):
             text = request.query_params.get(name, "0")
             if re.fullmatch("[0-9]{1,18}", text) is None:
                 raise RequestError(f"{name}: expected a whole number, got {text[:50]!r}", name)
             numbers[name] = int(text)
-        facts = {"model": name, "loaded": place.engine is not None}
+        facts = {"model": model, "loaded": place.engine is not None}
         if place.engine is not None:
             facts |= await asyncio.to_thread(describe_engine, place.engine, **numbers)
         return JSONResponse(facts)

@@ -78,6 +78,10 @@ class ModelShelf:
         message = f"model: there is no model {wanted[:200]!r}; there are: {', '.join(self.places)}"
         raise RequestError(message, "model", 404, "model_not_found")
 
+    def place(self, wanted: str | None) -> Place:
+        """The model of `name`."""
+        return self.places[self.name(wanted)]
+
     def known_name(self, wanted: object) -> str | None:
         """The same for the log: a name that means no model stays, and what is no text is none."""
         try:
