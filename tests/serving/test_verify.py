@@ -15,6 +15,7 @@ import bitnet_ref
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.serving import EngineConfig, start_engines
 from bitnet_ref.serving.http.batch import BatchServer
+from bitnet_ref.serving.http import fingerprint as fingerprint_module
 from bitnet_ref.serving.http.fingerprint import differing_parts, fingerprint_of
 from bitnet_ref.serving.http.verify import CannotCheck, Recomputation, check_line
 
@@ -344,6 +345,16 @@ def test_backends_and_threads_have_no_part_in_it(backend_name):
         assert fingerprint(STORY, backend=backend_name, **options) == first
     with start_engines(model(STORY, backend_name, threads=2), EngineConfig(replicas=1)) as engine:
         assert fingerprint_of(engine, None) == first
+
+
+def test_it_is_computed_once_for_an_engine_and_its_model(monkeypatch):
+    made, compute = [], fingerprint_module.config_hash
+    monkeypatch.setattr(fingerprint_module, "config_hash", lambda config: made.append(config) or compute(config))
+    with start_engines(model(STORY, "numpy"), EngineConfig()) as engine:
+        first = [fingerprint_of(engine, template) for template in (None, None, "x", "x")]
+        assert (first[0], first[2], len(made)) == (first[1], first[3], 2)
+        engine._worker.model = engine.model.renew()  # as after a failure of the device
+        assert (fingerprint_of(engine, "x"), len(made)) == (first[2], 3)
 
 
 def test_what_has_a_part_in_it(tmp_path):

@@ -26,13 +26,32 @@ from ...errors import (
 )
 from . import llama_server, messages, ollama, ranking, responses
 from .admission import LeaveAtTheEnd, ServerLimits
-from .failures import answer_failure, describe_failure
-from .request_log import ID_HEADER, RequestLog
+from .failures import describe_failure, shape_failure
+from .request_log import ID_HEADER, RequestLog, record_of
 from .schemas import RequestError
 from .server import Server
 from .shelf import ModelShelf
 
 OPEN_PATHS = ("/", "/health")  # need no key
+RETRY_AFTER_S = {429: "1", 503: "5"}
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+async def answer_failure(request: Request, error: Exception) -> Response:
+    """The answer to a request that failed, or was refused."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # nobody reads it
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException):
+        headers, error = dict(error.headers or {}), RequestError(error.detail, status=error.status_code)
+    status, facts = describe_failure(error)
+    details = facts["error"]
+    record_of(request).error = details["param"] or details["code"] or details["type"]
+    if status in RETRY_AFTER_S:
+        headers["retry-after"] = RETRY_AFTER_S[status]
+    return JSONResponse(shape_failure(request.scope["path"], status, facts), status, headers=headers)
 
 
 class Gate:
@@ -128,7 +147,7 @@ def create_app(
 
     handlers: dict[Any, Any] = {BitNetRefError: answer_failure, HTTPException: answer_failure}
     handlers[ClientDisconnect] = answer_failure
-    middleware = [Middleware(RequestLog), Middleware(LeaveAtTheEnd, admission=server.admission)]
+    middleware = [Middleware(RequestLog, answer=answer_failure), Middleware(LeaveAtTheEnd, admission=server.admission)]
     if hosts:
         middleware.append(Middleware(Gate, check=partial(check_host, hosts)))
     if origins:

@@ -5,10 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-
 from ...errors import (
     BackendError,
     BitNetRefError,
@@ -32,7 +28,6 @@ STATUSES: dict[type[BitNetRefError], int] = {  # the first that fits
     TokenizerError: 400,
     GenerationError: 400,
 }
-RETRY_AFTER_S = {429: "1", 503: "5"}
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -81,18 +76,3 @@ def shape_failure(path: str, status: int, facts: dict[str, Any]) -> dict[str, An
     if path.startswith("/api/"):
         return {"error": message}
     return facts
-
-
-async def answer_failure(request: Request, error: Exception) -> Response:
-    """The answer to a request that failed, or was refused."""
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=499)  # nobody reads it
-    headers: dict[str, str] = {}
-    if isinstance(error, HTTPException):
-        headers, error = dict(error.headers or {}), RequestError(error.detail, status=error.status_code)
-    status, facts = describe_failure(error)
-    if (record := request.scope.get("bitnet_ref.record")) is not None:
-        record.error = facts["error"]["param"] or facts["error"]["code"] or facts["error"]["type"]
-    if status in RETRY_AFTER_S:
-        headers["retry-after"] = RETRY_AFTER_S[status]
-    return JSONResponse(shape_failure(request.scope["path"], status, facts), status, headers=headers)

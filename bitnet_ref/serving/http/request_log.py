@@ -7,15 +7,14 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from .failures import answer_failure
 
 if TYPE_CHECKING:
     from .shapes import Choice
@@ -64,10 +63,13 @@ def record_of(request: Request) -> RequestRecord:
 
 
 class RequestLog:
-    """Middleware, the outermost: gives a request its id and its record, and writes its line when it has ended."""
+    """Middleware, the outermost: gives a request its id and its record, and writes its line when it has ended.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    answer: makes the response to a request that failed.
+    """
+
+    def __init__(self, app: ASGIApp, answer: Callable[[Request, Exception], Awaitable[Response]]) -> None:
+        self.app, self._answer = app, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -87,7 +89,7 @@ class RequestLog:
         except Exception as error:
             if record.status is not None:  # the answer has begun
                 raise
-            await (await answer_failure(Request(scope), error))(scope, receive, send_with_id)
+            await (await self._answer(Request(scope), error))(scope, receive, send_with_id)
         finally:
             write_line(scope, record, time.perf_counter() - started_s)
 
