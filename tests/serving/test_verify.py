@@ -14,8 +14,8 @@ from test_apis import CLOCK, CLOCK_ITEM, HELLO, TEMPLATE, ZONE
 import bitnet_ref
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.serving import EngineConfig, start_engines
-from bitnet_ref.serving.http.batch import BatchServer
 from bitnet_ref.serving.http import fingerprint as fingerprint_module
+from bitnet_ref.serving.http.batch import BatchServer
 from bitnet_ref.serving.http.fingerprint import differing_parts, fingerprint_of
 from bitnet_ref.serving.http.verify import CannotCheck, Recomputation, check_line
 
