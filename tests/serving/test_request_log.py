@@ -58,6 +58,11 @@ def test_a_request_has_one_line(server, last_line):
         assert line == facts | {"model": "storyteller", "prompt_tokens": 5, "completion_tokens": 8}
 
 
+def test_anthropics_clients_look_for_another_header(server, last_line):
+    headers = server.post("/v1/messages", {"messages": []}, **KEY)[1]
+    assert last_line()["id"] == headers["request-id"] == headers["x-request-id"]
+
+
 def test_beams_and_vectors(server, last_line):
     server.post("/v1/completions", {**PROMPT, "n": 3, "use_beam_search": True}, **KEY)
     line = last_line()

@@ -81,7 +81,10 @@ class RequestLog:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                MutableHeaders(scope=message)[ID_HEADER] = record.id
+                headers = MutableHeaders(scope=message)
+                headers[ID_HEADER] = record.id
+                if scope["path"].startswith("/v1/messages"):
+                    headers["request-id"] = record.id  # Anthropic's name
             await send(message)
 
         try:
