@@ -30,9 +30,9 @@ from bitnet_ref.errors import (
     TokenizerError,
 )
 from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.serving.http.choices import Choice
 from bitnet_ref.serving.http.failures import blame, describe_failure
 from bitnet_ref.serving.http.schemas import RequestError, describe_api, parse_json
-from bitnet_ref.serving.http.shapes import Choice
 
 OPENAPI = Path(__file__).parents[1] / "data" / "serving" / "openapi.json"
 STORY, P = ASSETS / "storyteller", "Once upon a time"

@@ -21,9 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...errors import (
-    BitNetRefError,
-)
+from ...errors import BitNetRefError
 from . import llama_server, messages, ollama, ranking, responses
 from .admission import LeaveAtTheEnd, ServerLimits
 from .failures import describe_failure, shape_failure

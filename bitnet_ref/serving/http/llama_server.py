@@ -16,16 +16,16 @@ from ...generation.chat import DEFAULT_REPLY_TOKENS
 from ...generation.results import Generation, StreamChunk
 from ..engine import Engine
 from . import schemas
-from .schemas import CHAT, COMPLETION, IDS, describe_number, describe_object
-from .shapes import Asked, Choice, Writer, chat_text, infill_ids
+from .chat_prompt import chat_text
+from .choices import Choice
+from .schemas import CHAT, COMPLETION, IDS, MAYBE, TEXT, describe_number, describe_object
+from .shapes import Asked, infill_ids
 from .translate import ask_completion
-from .writers import write_json
+from .writers import Writer, write_json
 
 if TYPE_CHECKING:
     from .server import Server
 
-TEXT = {"type": "string"}
-MAYBE = {"type": ["string", "null"]}
 OTHERS = ("prompt", "n", "n_cmpl", "best_of", "use_beam_search", "echo", "logprobs", "suffix", "stream_options")
 SAMPLING = {
     **{name: schema for name, schema in COMPLETION["properties"].items() if name not in OTHERS},

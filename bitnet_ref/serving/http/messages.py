@@ -18,10 +18,11 @@ from starlette.routing import Route
 from ...generation.results import Generation
 from ..engine import Engine
 from . import schemas
+from .chat_prompt import chat_ids
 from .fields import ignored, refused
 from .parts import read_field, read_parts, refuse_part
-from .schemas import FLAG, PASSED, RequestError, describe_array, describe_number, describe_object, or_null
-from .shapes import Asked, chat_ids
+from .schemas import FLAG, MAYBE, PASSED, RequestError, describe_array, describe_number, describe_object, or_null
+from .shapes import Asked
 from .tools import function_tool
 from .translate import ask_chat, join_system
 from .writers import Block, BlockWriter, write_json
@@ -35,7 +36,7 @@ TEXT_PARTS = {"text": "text"}
 BLOCKS = {"anyOf": [{"type": "string"}, describe_array({"type": "object"}, 0, 4096)]}
 TOOL = describe_object({"name": {"type": "string", "minLength": 1, "maxLength": 128}}, ("name",))
 CONVERSATION = {
-    "model": {"type": ["string", "null"]},
+    "model": MAYBE,
     "messages": describe_array(
         describe_object({"role": {"enum": ["user", "assistant", "system"]}, "content": BLOCKS}, ("role", "content")),
         *(1, 4096),
@@ -55,7 +56,7 @@ CONVERSATION = {
     "output_config": or_null(
         describe_object(
             {
-                "effort": {"type": ["string", "null"]},
+                "effort": MAYBE,
                 "format": or_null(describe_object({"type": {"enum": ["json_schema"]}, "schema": {}}, ("type",))),
             }
         )

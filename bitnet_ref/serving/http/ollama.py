@@ -28,7 +28,7 @@ from . import schemas
 from .fields import ignored, refused
 from .replies import KNOWN_MARKS
 from .request_log import record_of
-from .schemas import FLAG, RequestError, describe_array, describe_number, describe_object, or_null
+from .schemas import FLAG, MAYBE, TEXT, RequestError, describe_array, describe_number, describe_object, or_null
 from .shapes import INFILL_TOKENS, Asked, infill_ids
 from .tools import function_tool
 from .translate import ask_chat, ask_completion
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from .server import Server
     from .shelf import Place
 
-TEXT = {"type": "string"}
-MAYBE = {"type": ["string", "null"]}
 KEEP = {"type": ["string", "number", "null"]}
 IMAGES = {"images": {"type": ["array", "null"]}}
 COMMON = {

@@ -22,14 +22,12 @@ from ...generation.score import score_groups
 from . import schemas
 from .fields import ignored
 from .request_log import record_of
-from .schemas import FLAG, RequestError, describe_array, describe_number, describe_object
+from .schemas import FLAG, MAYBE, TEXT, RequestError, describe_array, describe_number, describe_object
 from .waiting import unless_gone
 
 if TYPE_CHECKING:
     from .server import Server
 
-TEXT = {"type": "string"}
-MAYBE = {"type": ["string", "null"]}
 DOCUMENT = {"anyOf": [TEXT, describe_object({"text": TEXT}, ("text",))]}
 IGNORED = ignored(  # vLLM's, Cohere's and Jina's
     (

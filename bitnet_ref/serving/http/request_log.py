@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 if TYPE_CHECKING:
-    from .shapes import Choice
+    from .choices import Choice
 
 log = logging.getLogger("bitnet_ref.requests")
 ID_HEADER = "x-request-id"

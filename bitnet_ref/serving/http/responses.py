@@ -20,10 +20,21 @@ from starlette.routing import Route
 from ...generation.results import Generation
 from ..engine import Engine
 from . import schemas
+from .choices import Choice
 from .fields import OF_ACCOUNTS, ignored, refused
 from .response_items import PREFIXES, nest_choice, nest_tools, new_id, read_items, text_part, write_item
-from .schemas import FLAG, PASSED, RequestError, describe_array, describe_number, describe_object, or_null
-from .shapes import Asked, Choice
+from .schemas import (
+    ANY_OBJECT,
+    FLAG,
+    MAYBE,
+    PASSED,
+    RequestError,
+    describe_array,
+    describe_number,
+    describe_object,
+    or_null,
+)
+from .shapes import Asked
 from .translate import ask_chat, join_system
 from .writers import Block, BlockWriter, write_json
 
@@ -32,16 +43,15 @@ if TYPE_CHECKING:
 
 PATH = "/v1/responses"
 STORED_RESPONSES, STORED_BYTES = 1024, 64 << 20
-ANY_OBJECT = {"type": ["object", "null"]}
 schemas.declare_body(
     PATH,
     "Reply to an input of items.",
     describe_object(
         {
-            "model": {"type": ["string", "null"]},
+            "model": MAYBE,
             "input": {"anyOf": [{"type": "string"}, describe_array({"type": "object"}, 1, 4096)]},
-            "instructions": {"type": ["string", "null"]},
-            "previous_response_id": {"type": ["string", "null"]},
+            "instructions": MAYBE,
+            "previous_response_id": MAYBE,
             "stream": FLAG,
             "store": FLAG,
             "max_output_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2**31 - 1},
@@ -51,7 +61,7 @@ schemas.declare_body(
             "tools": or_null(describe_array({"type": "object"}, 0, 128)),
             "tool_choice": {"type": ["string", "object", "null"]},
             "parallel_tool_calls": FLAG,
-            "reasoning": or_null(describe_object({"effort": {"type": ["string", "null"]}})),
+            "reasoning": or_null(describe_object({"effort": MAYBE})),
             "text": or_null(describe_object({"format": ANY_OBJECT})),
             "metadata": ANY_OBJECT,
             **ignored(

@@ -40,8 +40,8 @@ def _array(items: Schema, low: int = 0, high: int = 1 << 20) -> Schema:
 
 
 or_null, describe_number, describe_object, describe_array = _or_null, _number, _object, _array  # for the other APIs
-TEXT, FLAG = {"type": "string"}, {"type": ["boolean", "null"]}
-ANYTHING, ANY_OBJECT = Schema(), {"type": ["object", "null"]}
+TEXT, MAYBE, FLAG = {"type": "string"}, {"type": ["string", "null"]}, {"type": ["boolean", "null"]}
+ANY_OBJECT = {"type": ["object", "null"]}
 COUNT = _number(0, 2**31 - 1, "integer")
 IDS = _array({"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, 1, 1 << 17)
 TEXTS = {"anyOf": [TEXT, IDS, _array({"anyOf": [TEXT, IDS]}, 1, 2048)]}
@@ -55,7 +55,7 @@ CUSTOM_CALL = _object({"name": TEXT, "input": TEXT}, ("name", "input"))
 MESSAGE = _object(
     {
         "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
-        "content": {"anyOf": [{"type": ["string", "null"]}, _array(PART, 0, 1024)]},
+        "content": {"anyOf": [MAYBE, _array(PART, 0, 1024)]},
         "tool_calls": _or_null(_array(_object({"function": CALL, "custom": CUSTOM_CALL}), 0, 128)),
         "function_call": _or_null(CALL),
     },
@@ -92,7 +92,7 @@ STRUCTURED_OUTPUTS = _object(  # vLLM's
 )
 SAMPLING = {
     **PASSED,
-    "model": {"type": ["string", "null"]},
+    "model": MAYBE,
     "stream": FLAG,
     "stream_options": _or_null(_object({"include_usage": FLAG, "continuous_usage_stats": FLAG})),
     "use_beam_search": FLAG,
@@ -113,7 +113,7 @@ SAMPLING = {
     "n_cmpl": PASSED["n"],
     "repeat_penalty": PASSED["repetition_penalty"],
     "json_schema": PASSED["guided_json"],
-    **{name: {"type": ["string", "null"]} for name in ("grammar", "regex", "ebnf")},
+    **dict.fromkeys(("grammar", "regex", "ebnf"), MAYBE),
     "no_stop_trim": FLAG,
     **ignored(WITHOUT_EFFECT),
     **refused(REFUSED),
@@ -135,7 +135,7 @@ COMPLETION = _object(
         "max_tokens": COUNT,
         "logprobs": _number(0, 20, "integer"),
         "best_of": _number(1, 1024, "integer"),
-        "suffix": {"type": ["string", "null"]},
+        "suffix": MAYBE,
         **refused({"thinking_token_budget": "thinking is told apart in chats only; use /v1/chat/completions"}),
     },
     ("prompt",),
@@ -167,7 +167,7 @@ CHAT = _object(
 EMBEDDING = _object(
     {
         "input": TEXTS,
-        "model": SAMPLING["model"],
+        "model": MAYBE,
         "encoding_format": {"enum": ["float", "base64", None]},
         "dimensions": _number(1, 2**20, "integer"),
         **{name: SAMPLING[name] for name in ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")},
@@ -178,7 +178,7 @@ EMBEDDING = _object(
 )
 TOKENIZE = _object(
     {
-        "model": SAMPLING["model"],
+        "model": MAYBE,
         "prompt": _or_null(TEXT),
         "messages": _or_null(CHAT["properties"]["messages"]),
         "tools": CHAT["properties"]["tools"],
@@ -192,7 +192,7 @@ TOKENIZE = _object(
     },
 )
 DETOKENIZE = _object(
-    {"model": SAMPLING["model"], "tokens": {**IDS, "minItems": 0}, **ignored(("mm_processor_kwargs",))}, ("tokens",)
+    {"model": MAYBE, "tokens": {**IDS, "minItems": 0}, **ignored(("mm_processor_kwargs",))}, ("tokens",)
 )
 
 

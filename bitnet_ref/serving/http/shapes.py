@@ -1,15 +1,13 @@
-"""OpenAI's JSON: a request as this package's parameters, and results as OpenAI writes them."""
+"""OpenAI's requests as this package's parameters."""
 
 from __future__ import annotations
 
 import base64
-import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...backends.loaded import LoadedModel
 from ...generation.chat import DEFAULT_REPLY_TOKENS, default_reply_tokens
@@ -17,24 +15,25 @@ from ...generation.embed import token_rows
 from ...generation.generate import split_prompts
 from ...generation.guide_prover import prove_guide
 from ...generation.params import GUIDES, SamplingParams
-from ...generation.results import Generation, StreamChunk
+from ...generation.results import Generation
 from ...reference.layers import Floats
 from ...tokenizers.base import Tokenizer
 from ..engine import Engine
 from ..tickets import BeamText, RequestHandle
-from .events import Call, CallStart, Event, Reasoning, Reply, Text
+from .chat_prompt import chat_text, plain_message
+from .choices import Choice, usage
 from .fields import rename_fields
-from .parts import CHAT_PARTS, read_parts
 from .replies import AllowedTokens, ReplyReader, ThinkingBudget, find_thinking
 from .schemas import PASSED, RequestError
 from .tool_formats import find_format
-from .tools import choose_tools, close_objects, custom_arguments, custom_input, read_choice, read_tools
+from .tools import choose_tools, close_objects, read_choice, read_tools
+
+if TYPE_CHECKING:
+    from .writers import Writer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+FLAGS = ("include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids")  # attributes of `Asked` too
 COMPACT = {"whitespace_flexible": False}  # for llguidance: a small model may else write line ends until max_tokens
-SSE = "text/event-stream; charset=utf-8"
-FINISH = {"filtered": "content_filter"}
-Entry = tuple[int, float | None, Mapping[int, float] | None]  # token id, ln p, and those of the likeliest ones
 
 
 @dataclass
@@ -54,11 +53,11 @@ class Asked:
     top: int | None = None  # how many of the likeliest tokens to report; None: no log probabilities
     is_only_scored: bool = False  # max_tokens is 0
     prefix: str = ""  # a chat's reply begins with it, by vLLM's `echo`
-    keeps_stop: bool = False  # the string that ended the text is part of it
+    include_stop_str_in_output: bool = False
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False  # in log probabilities, in place of their texts
+    shows_prompt_logprobs: bool = False
     hides_reasoning: bool = False
-    token_ids: bool = False  # are reported
-    tokens_as_ids: bool = False  # in log probabilities, in place of their texts
-    prompt_logprobs: bool = False  # are reported
     custom: frozenset[str] = frozenset()  # tools whose input is a text
     has_functions: bool = False  # OpenAI's older form of tools, in which a reply has one call at most
     defaults: Mapping[str, Any] = field(default_factory=dict)  # the server's, of what `params` does not say
@@ -111,20 +110,6 @@ def _mean_logprob(pair: tuple[Choice, Generation]) -> float:
     return sum(pair[1].logprobs) / len(pair[1].logprobs)
 
 
-def usage(asked: Asked, choices: Sequence[Choice]) -> dict[str, Any]:
-    """Tokens of the request; a prompt with several texts counts once."""
-    first = [choice.handle.stats for choice in choices[:: asked.params.get("n", 1)]]
-    prompt = sum(stats.prompt_tokens for stats in first)
-    new = 0 if asked.is_only_scored else sum(choice.tokens for choice in choices)
-    details = {"cached_tokens": sum(stats.cached_tokens for stats in first)}
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "prompt_tokens_details": details,
-    }
-
-
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
@@ -139,12 +124,12 @@ def read_completion(body: Mapping[str, Any], model_name: str, engine: Engine) ->
         if many or not isinstance(prompt, str) or echo:
             raise RequestError("suffix: expected one prompt, a text, without echo", "suffix")
         prompt = infill_ids(engine.model.tokenizer, prompt, body["suffix"], "suffix")
+    params.setdefault("max_tokens", default)
     prompts = prompt if many else [prompt]
     if body.get("add_special_tokens") is False or body.get("truncate_prompt_tokens") is not None:
         adds, tokenizer = body.get("add_special_tokens") is not False, engine.model.tokenizer
         ids = [tokenizer.encode(each, adds) if isinstance(each, str) else each for each in prompts]
-        prompts = [truncate_ids(each, body, engine.model, params.get("max_tokens")) for each in ids]
-    params.setdefault("max_tokens", default)
+        prompts = [truncate_ids(each, body, engine.model, max(1, params["max_tokens"])) for each in ids]
     only_scored = params["max_tokens"] == 0
     if only_scored and not echo:
         raise RequestError("max_tokens: 0 asks for no text, unless echo is true; expected at least 1", "max_tokens")
@@ -208,7 +193,7 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
     _make_compact(params)
     text = chat_text(engine.model, body, chat_template, tools is not None)
     ids, thinking = tokenizer.encode(text, body.get("add_special_tokens") is True), find_thinking(template, text)
-    ids = truncate_ids(ids, body, engine.model, params.get("max_tokens"))
+    ids = truncate_ids(ids, body, engine.model, params.get("max_tokens") or 1)
     if body.get("continue_final_message"):
         params["echo"], thinking = True, None  # the echo is cut off again, but not the space after it
     if thinking is not None:
@@ -231,19 +216,19 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
     asked.hides_reasoning = body.get("include_reasoning") is False
     last = body["messages"][-1]
     if body.get("echo") and last["role"] == "assistant":
-        asked.prefix = _plain_message(last, len(body["messages"]) - 1)["content"]
+        asked.prefix = plain_message(last, len(body["messages"]) - 1)["content"]
     return asked
 
 
-def truncate_ids(ids: list[int], body: Mapping[str, Any], model: LoadedModel, max_tokens: int | None) -> list[int]:
+def truncate_ids(ids: list[int], body: Mapping[str, Any], model: LoadedModel, room: int) -> list[int]:
     """The last tokens of a prompt, or the first, by vLLM's `truncate_prompt_tokens` and `truncation_side`.
 
-    -1: as many as leave room for `max_tokens` in the context.
+    room: new tokens for which -1 leaves room in the context.
     """
     size = body.get("truncate_prompt_tokens")
     if size is None:
         return ids
-    size = int(size) if size >= 0 else max(1, model.context_length - (max_tokens or 1))
+    size = int(size) if size >= 0 else max(1, model.context_length - room)
     if size == 0:
         raise RequestError("truncate_prompt_tokens: expected at least 1, or -1", "truncate_prompt_tokens")
     return ids[:size] if body.get("truncation_side") == "right" else ids[-size:]
@@ -276,79 +261,6 @@ def token_ids_of(tokenizer: Tokenizer, mark: str) -> list[int]:
     """The ids of a mark in the middle of a text: its own token where it has one."""
     token = tokenizer.token_to_id(mark)
     return tokenizer.encode(mark, add_special_tokens=False) if token is None else [token]
-
-
-def chat_ids(model: LoadedModel, body: Mapping[str, Any], chat_template: str | None, with_tools: bool) -> list[int]:
-    """The conversation of a body in the form of the model's chat template, as token ids."""
-    return model.tokenizer.encode(chat_text(model, body, chat_template, with_tools), add_special_tokens=False)
-
-
-def chat_text(model: LoadedModel, body: Mapping[str, Any], chat_template: str | None, with_tools: bool) -> str:
-    """The conversation of a body in the form of the model's chat template."""
-    tokenizer, tools = model.tokenizer, read_tools(body.get("tools") or [])[0] if with_tools else None
-    if tools and "tools" not in (chat_template or tokenizer.template_for(True) or ""):
-        raise RequestError("tools: the chat template of this model has no place for tools", "tools")
-    variables = {**thinking_variables(body), **(body.get("chat_template_kwargs") or {})}
-    for name in ("messages", "tools", "documents", "add_generation_prompt"):
-        if name in variables:
-            raise RequestError(f"chat_template_kwargs: {name} is set by the server", "chat_template_kwargs")
-    if body.get("documents"):
-        variables["documents"] = body["documents"]
-    messages = [_plain_message(message, number) for number, message in enumerate(body["messages"])]
-    begins = body.get("add_generation_prompt")
-    last, name = messages[-1], "continue_final_message"
-    goes_on = bool(body.get(name))
-    if goes_on and (begins or last["role"] != "assistant" or not last["content"].strip()):
-        raise RequestError(f"{name}: expected a last message of the assistant, and add_generation_prompt=false", name)
-    text = tokenizer.apply_chat_template(
-        messages, not goes_on and begins is not False, tools=tools, chat_template=chat_template, variables=variables
-    )
-    if goes_on:
-        content = next((form for form in (last["content"], last["content"].strip()) if form in text), None)
-        if content is None:
-            raise RequestError(f"{name}: the chat template changes the text of the last message", name)
-        text = text[: text.rindex(content) + len(content)]
-    return text
-
-
-def thinking_variables(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What templates read of `reasoning_effort` and `enable_thinking`: the effort, and whether the model thinks."""
-    effort, thinks = body.get("reasoning_effort"), body.get("enable_thinking")
-    if thinks is None and effort is not None:
-        thinks = effort != "none"
-    variables = {} if effort is None else {"reasoning_effort": effort}
-    return variables if thinks is None else {**variables, "enable_thinking": thinks, "thinking": thinks}
-
-
-def _plain_message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """As templates expect it: text in one piece, and the arguments of tool calls as values."""
-    text = read_parts(message.get("content"), f"messages.{number}.content", CHAT_PARTS)
-    plain = {**message, "content": text}
-    calls = list(message.get("tool_calls") or [])
-    if plain["role"] == "function":
-        plain["role"] = "tool"
-    if function := plain.pop("function_call", None):
-        calls = [{"type": "function", "function": function}]
-    if calls:
-        plain["tool_calls"] = [_plain_call(call, f"messages.{number}.tool_calls.{n}") for n, call in enumerate(calls)]
-    return plain
-
-
-def _plain_call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
-    function = call.get("function")
-    if custom := call.get("custom"):
-        function = {"name": custom["name"], "arguments": custom_arguments(custom["input"])}
-    if function is None:
-        raise RequestError(f"{place}.function: is missing", f"{place}.function")
-    rest = {name: value for name, value in call.items() if name != "custom"}
-    return {**rest, "type": "function", "function": _with_values(function)}
-
-
-def _with_values(function: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        return {**function, "arguments": json.loads(function["arguments"])}
-    except (ValueError, RecursionError):
-        return dict(function)
 
 
 def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -389,10 +301,8 @@ def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
         "usage_in_chunks": bool(options.get("include_usage") and options.get("continuous_usage_stats")),
         "priority": body.get("priority") or 0,
         "defaults": engine.config.sampling,
-        "keeps_stop": bool(body.get("include_stop_str_in_output")),
-        "token_ids": bool(body.get("return_token_ids")),
-        "tokens_as_ids": bool(body.get("return_tokens_as_token_ids")),
-        "prompt_logprobs": body.get("prompt_logprobs") is not None,
+        "shows_prompt_logprobs": body.get("prompt_logprobs") is not None,
+        **{name: bool(body.get(name)) for name in FLAGS},
     }
 
 
@@ -438,275 +348,3 @@ def embedding_response(body: Mapping[str, Any], model_name: str, vectors: Floats
     data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(coded)]
     counts = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": data, "model": model_name, "usage": counts}
-
-
-# -- results -----------------------------------------------------------------------------------------------------------
-
-
-class Choice:
-    """One text of a response: its chunks or its result, as OpenAI writes them."""
-
-    def __init__(self, asked: Asked, index: int, handle: RequestHandle | BeamText, model: LoadedModel) -> None:
-        self.asked, self.index, self.handle, self.tokenizer = asked, index, handle, model.tokenizer
-        self._prompt_ids: list[int] = handle.prompt_token_ids
-        self._tokens = model.vocabulary.tokens if asked.top is not None or asked.prompt_logprobs else []
-        self._decoder, self._offset, self._chunks = self.tokenizer.stream_decoder(), 0, 0
-        self._reader: ReplyReader | None = None
-        self._has_calls = False
-        self._held: tuple[int, Call] | None = None  # a custom tool's call in a stream, until its input is whole
-
-    @property
-    def tokens(self) -> int:
-        """New tokens: all of them, or in a stream those of the chunks so far."""
-        return self._chunks if self.asked.stream else self.handle.stats.generated_tokens
-
-    def opening(self) -> dict[str, Any]:
-        """The first chunk of a chat's stream: the role."""
-        delta = {"role": "assistant", "content": ""}
-        return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def events(self, text: str, finish: str | None) -> list[Event]:
-        """What the next piece of the reply's text makes certain."""
-        events: list[Event] = []
-        if self._reader is None:
-            self._reader = ReplyReader() if self.asked.reply is None else self.asked.reply.copy()
-            events += [Text(self.asked.prefix)] if self.asked.prefix else []
-        events += self._reader.push(text, finish)
-        if self.asked.hides_reasoning:
-            events = [event for event in events if not isinstance(event, Reasoning)]
-        self._has_calls = self._has_calls or any(isinstance(event, CallStart) for event in events)
-        return events
-
-    def read(self, chunk: StreamChunk) -> list[Event]:
-        """The events of a chunk."""
-        events = self.events(self._new_text(chunk.text) + self._stop_text(chunk), chunk.finish_reason)
-        self._chunks += 1
-        return events
-
-    def finish(self, reason: str | None) -> str | None:
-        """Why the reply ended, as OpenAI writes it."""
-        if self._has_calls and reason == "stop":
-            return "function_call" if self.asked.has_functions else "tool_calls"
-        return FINISH.get(reason or "", reason)
-
-    def part(self, chunk: StreamChunk) -> dict[str, Any] | None:
-        """A chunk of a stream. None: it says nothing yet."""
-        entries, finish, is_first = self._entries([chunk]), chunk.finish_reason, not self._chunks
-        events = self.read(chunk)
-        if not (events or entries or finish or self.asked.top is not None or self.asked.token_ids):
-            return None
-        finish = self.finish(finish)
-        ends: dict[str, Any] = {
-            "logprobs": self._logprobs(entries),
-            "finish_reason": finish,
-            "stop_reason": chunk.stop_reason,
-        }
-        if self.asked.token_ids:
-            ends["token_ids"] = [] if self.asked.is_only_scored else [chunk.token_id]
-        if not self.asked.is_chat:
-            ends |= self.prompt_facts() if is_first else {}
-            return {"index": self.index, "text": Reply.of(events).text, **ends}
-        return {"index": self.index, "delta": self._write_delta(events, finish is not None), **ends}
-
-    def whole(self, result: Generation, index: int) -> dict[str, Any]:
-        """The whole text."""
-        tops = result.top_logprobs or []
-        logprobs = result.logprobs if self.asked.top is not None else []
-        steps = [
-            StreamChunk("", token, logprob, top_logprobs=top)
-            for token, logprob, top in zip(result.token_ids, logprobs, tops, strict=False)
-        ]
-        entries = self._entries(steps)
-        reply = Reply.of(self.read_whole(result))
-        finish = self.finish(result.finish_reason)
-        ends: dict[str, Any] = {
-            "logprobs": self._logprobs(entries),
-            "finish_reason": finish,
-            "stop_reason": result.stop_reason,
-        }
-        if self.asked.token_ids:
-            ends["token_ids"] = [] if self.asked.is_only_scored else result.token_ids
-        if not self.asked.is_chat:
-            return {"index": index, "text": reply.text, **ends, **self.prompt_facts()}
-        content = reply.text if reply.text or not (reply.calls or reply.reasoning) else None
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if reply.reasoning:
-            message["reasoning_content"] = reply.reasoning
-        if reply.calls:
-            calls = [self._write_call(call) for call in reply.calls]
-            message |= {"function_call": calls[0]["function"]} if self.asked.has_functions else {"tool_calls": calls}
-        return {"index": index, "message": message, **ends}
-
-    def read_whole(self, result: Generation) -> list[Event]:
-        """The events of a whole text."""
-        return self.events(self._new_text(result.text) + self._stop_text(result), result.finish_reason)
-
-    def _stop_text(self, end: StreamChunk | Generation) -> str:
-        """The string that ended the text, where the request wants it; a token of `stop_token_ids` is in the text."""
-        wanted = self.asked.keeps_stop and end.finish_reason == "stop" and isinstance(end.stop_reason, str)
-        return str(end.stop_reason) if wanted else ""
-
-    def prompt_facts(self) -> dict[str, Any]:
-        """What vLLM's fields ask about the prompt."""
-        facts: dict[str, Any] = {"prompt_token_ids": self._prompt_ids} if self.asked.token_ids else {}
-        if self.asked.prompt_logprobs:
-            facts["prompt_logprobs"] = [
-                None if each is None else dict(starmap(self._prompt_entry, enumerate(each.items())))
-                for each in self.handle.prompt_logprobs or []
-            ]
-        return facts
-
-    def _new_text(self, text: str) -> str:
-        """The text without what the engine echoes for the sake of spaces."""
-        if "echo" not in self.asked.params or self._chunks:
-            return "" if self.asked.is_only_scored else text
-        new = "" if self.asked.is_only_scored else text[len(self.handle.echo) :]
-        return self.handle.echo + new if self.asked.echo else new
-
-    def _entries(self, chunks: Sequence[StreamChunk]) -> list[Entry]:
-        """The tokens with their log probabilities; an echo's are before those of the first chunk."""
-        if self.asked.top is None:
-            return []
-        new: list[Entry] = [] if self.asked.is_only_scored else [_entry(chunk) for chunk in chunks]
-        if self._chunks or self.asked.is_chat:
-            return new
-        if not self.asked.echo:
-            for token in self._prompt_ids:
-                self._push(token)
-            self._offset = 0
-            return new
-        scores = self.handle.prompt_logprobs or [None] * len(self._prompt_ids)
-        pairs = zip(self._prompt_ids, scores, strict=True)
-        return [*((token, None if top is None else top[token], top) for token, top in pairs), *new]
-
-    def _push(self, token: int) -> int:
-        """Take the token into the text.   -> where in the text it begins"""
-        before = self._offset
-        if token < self.tokenizer.vocab_size:
-            self._offset += len(self._decoder.push(token))
-        return before
-
-    def _logprobs(self, entries: Sequence[Entry]) -> dict[str, Any] | None:
-        if self.asked.top is None:
-            return None
-        if self.asked.is_chat:
-            return {"content": [self._chat_entry(entry) for entry in entries], "refusal": None}
-        return {
-            "tokens": [self._text(token) for token, _, _ in entries],
-            "token_logprobs": [logprob for _, logprob, _ in entries],
-            "top_logprobs": [None if top is None else self._by_text(top) for _, _, top in entries],
-            "text_offset": [self._push(token) for token, _, _ in entries],
-        }
-
-    def _write_call(self, call: Call) -> dict[str, Any]:
-        if call.name in self.asked.custom:
-            custom = {"name": call.name, "input": custom_input(call.arguments)}
-            return {"id": call.id, "type": "custom", "custom": custom}
-        return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-    def _write_delta(self, events: Sequence[Event], is_last: bool) -> dict[str, Any]:
-        """The `delta` of a chat's chunk."""
-        delta: dict[str, Any] = {}
-        calls: dict[int, dict[str, Any]] = {}
-        for event in events:
-            if isinstance(event, Text):
-                delta["content"] = delta.get("content", "") + event.text
-            elif isinstance(event, Reasoning):
-                delta["reasoning_content"] = delta.get("reasoning_content", "") + event.text
-            elif isinstance(event, CallStart):
-                self._end_custom(calls)
-                call = Call(event.id, event.name)
-                if event.name in self.asked.custom:
-                    self._held = event.index, call
-                else:
-                    calls[event.index] = {"index": event.index, **self._write_call(call)}
-            elif self._held is not None:
-                self._held[1].arguments += event.text
-            else:
-                entry = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
-                entry["function"]["arguments"] += event.text
-        if is_last:
-            self._end_custom(calls)
-        if calls and self.asked.has_functions:
-            return {**delta, "function_call": next(iter(calls.values()))["function"]}
-        return {**delta, **({"tool_calls": list(calls.values())} if calls else {})}
-
-    def _end_custom(self, calls: dict[int, dict[str, Any]]) -> None:
-        if self._held is not None:
-            index, call = self._held
-            calls[index], self._held = {"index": index, **self._write_call(call)}, None
-
-    def _prompt_entry(self, index: int, entry: tuple[int, float]) -> tuple[str, dict[str, Any]]:
-        """A token in vLLM's form. The rank of the prompt's own token is not known where it is behind the likeliest."""
-        token, logprob = entry
-        rank = index + 1 if index < self.asked.params["prompt_logprobs"] else None
-        text = self._bytes(token).decode("utf-8", "replace")
-        return str(token), {"logprob": logprob, "rank": rank, "decoded_token": text}
-
-    def _by_text(self, top: Mapping[int, float]) -> dict[str, float]:
-        """By text; the likelier one of two tokens with the same text."""
-        return {self._text(token): logprob for token, logprob in reversed(list(top.items()))}
-
-    def _chat_entry(self, entry: Entry) -> dict[str, Any]:
-        token, logprob, top = entry
-        assert logprob is not None
-        likeliest = [self._token(each, ln_p) for each, ln_p in (top or {}).items()][: self.asked.top]
-        return {**self._token(token, logprob), "top_logprobs": likeliest}
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        data = self._bytes(token)
-        text = f"token_id:{token}" if self.asked.tokens_as_ids else data.decode("utf-8", "replace")
-        return {"token": text, "logprob": logprob, "bytes": list(data)}
-
-    def _text(self, token: int) -> str:
-        """The token's text, or as OpenAI writes it if it is no UTF-8: "bytes:\\xe2\\x82"."""
-        if self.asked.tokens_as_ids:
-            return f"token_id:{token}"
-        data = self._bytes(token)
-        try:
-            return data.decode("utf-8")
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-    def _bytes(self, token: int) -> bytes:
-        """Of a special token, those of its name."""
-        data = self._tokens[token] if token < len(self._tokens) else b""
-        return data or (self.tokenizer.id_to_token(token).encode() if token < self.tokenizer.vocab_size else b"")
-
-
-class Writer:
-    """Writes one response. quiet: what a stream without news sends, so that a proxy keeps it open."""
-
-    media_type = SSE
-    quiet = ": waiting\n\n"
-
-    def __init__(self, asked: Asked, choices: Sequence[Choice]) -> None:
-        self.asked, self.choices = asked, choices
-
-    def opening(self) -> str:
-        """What a stream begins with, once its first chunk is there."""
-        return ""
-
-    def part(self, choice: Choice, chunk: StreamChunk) -> Any:
-        """What a chunk says; None: nothing yet. It may run in a thread."""
-        raise NotImplementedError
-
-    def text(self, part: Any) -> str:
-        """The part as the stream writes it."""
-        return str(part)
-
-    def closing(self) -> str:
-        """What a stream ends with."""
-        return ""
-
-    def failure(self, status: int, facts: Mapping[str, Any]) -> str:
-        """The end of a stream that failed. facts: as of `describe_failure`."""
-        raise NotImplementedError
-
-    def whole(self, results: Sequence[Generation]) -> dict[str, Any]:
-        """The response that is no stream."""
-        raise NotImplementedError
-
-
-def _entry(chunk: StreamChunk) -> Entry:
-    return chunk.token_id, chunk.logprob, chunk.top_logprobs

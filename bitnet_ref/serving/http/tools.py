@@ -104,13 +104,13 @@ class ToolReader:
                 self._letters.send(letter)
             except StopIteration as stop:
                 self._take(section)
-                self.close_objects()
+                self._close()
                 return (stop.value or "") + text[index:]
             except NotACall:
                 self._take(section)
                 if not section.has_started and not self.is_forced:  # the last letter may begin a mark
                     self._say("".join(self._held[:-1]))
-                self.close_objects()
+                self._close()
                 return letter + text[index:]
         self._take(section)
         return ""
@@ -122,7 +122,7 @@ class ToolReader:
         self._events += [each for each in section.events if not self._one_call or getattr(each, "index", 0) == 0]
         section.events.clear()
 
-    def close_objects(self) -> None:
+    def _close(self) -> None:
         self._letters, self._section, self._held = None, None, []
 
     def _say(self, text: str) -> None:
@@ -140,7 +140,7 @@ class ToolReader:
         if section is not None and not section.has_started and not self.is_forced:
             self._say("".join(self._held))
         self._say(self._pending)
-        self.close_objects()
+        self._close()
         if self.is_forced and not self._calls and len(self.tools) == 1:  # cut before its name
             self._events.append(CallStart(0, *self.tools))
             self._calls = 1

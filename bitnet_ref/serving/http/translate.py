@@ -9,11 +9,12 @@ from ...generation.overflow import ContextWindow
 from ...generation.params import SamplingParams
 from ..engine import Engine
 from . import schemas
+from .choices import Choice
 from .schemas import RequestError
-from .shapes import Asked, Choice, read_chat, read_completion
+from .shapes import Asked, read_chat, read_completion
 
 if TYPE_CHECKING:
-    from .shapes import Writer
+    from .writers import Writer
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MakeWriter = Callable[[Asked, Sequence[Choice]], "Writer"]
