@@ -23,6 +23,7 @@ STORY = ASSETS / "storyteller"
 CHAT, COMPLETION, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 PROMPT = "Once upon a time"
 TOOL = {"type": "function", "function": {"name": "clock", "parameters": ZONE}}
+SHELL = {"type": "custom", "custom": {"name": "shell"}}
 USERS = [{"role": "user", "content": "The king and the wood"}]
 SEEDED = {"seed": 5, "temperature": 0.9}
 ASKED = {  # name -> path, request
@@ -36,6 +37,24 @@ ASKED = {  # name -> path, request
     "chat": (CHAT, {"messages": HELLO, "max_tokens": 12, "logprobs": True, "top_logprobs": 3, **SEEDED}),
     "call": (CHAT, {"messages": HELLO, "max_tokens": 40, "tools": [TOOL], "tool_choice": "required", **SEEDED}),
     "schema": (CHAT, {"messages": HELLO, "max_tokens": 20, "guided_json": {"type": "integer"}, **SEEDED}),
+    "function": (
+        *(CHAT,),
+        {
+            "messages": HELLO,
+            "max_tokens": 40,
+            "functions": [TOOL["function"]],
+            "function_call": {"name": "clock"},
+            **SEEDED,
+        },
+    ),
+    "custom tool": (
+        *(CHAT,),
+        {"messages": HELLO, "max_tokens": 24, "tools": [SHELL], "tool_choice": "required", **SEEDED},
+    ),
+    "of vllm": (
+        *(COMPLETION,),
+        {"prompt": "The", "max_tokens": 2, "temperature": 0, "return_token_ids": True, "prompt_logprobs": 1},
+    ),
     "response": (RESPONSES, {"input": "Hello", "max_output_tokens": 12, **SEEDED}),
     "response call": (RESPONSES, {"input": "Hi", "tools": [CLOCK_ITEM], "tool_choice": "required", "temperature": 0}),
     "message": (MESSAGES, {"messages": USERS, "max_tokens": 12, **SEEDED}),
