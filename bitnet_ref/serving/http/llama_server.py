@@ -35,30 +35,30 @@ SAMPLING = {
 schemas.declare_body(
     "/completion",
     "Continue a text, in llama-server's form.",
-    describe_object({**SAMPLING, "prompt": {"anyOf": [TEXT, IDS]}}, ("prompt",)),
+    {**SAMPLING, "prompt": {"anyOf": [TEXT, IDS]}},
+    ("prompt",),
 )
 schemas.declare_body(
     "/infill",
     "Fill in what is between two texts, in llama-server's form.",
-    describe_object(
-        {
-            **SAMPLING,
-            "input_prefix": TEXT,
-            "input_suffix": TEXT,
-            "prompt": MAYBE,
-            "input_extra": {
-                "type": ["array", "null"],
-                "maxItems": 256,
-                "items": describe_object({"text": TEXT, "filename": MAYBE}, ("text",)),
-            },
+    {
+        **SAMPLING,
+        "input_prefix": TEXT,
+        "input_suffix": TEXT,
+        "prompt": MAYBE,
+        "input_extra": {
+            "type": ["array", "null"],
+            "maxItems": 256,
+            "items": describe_object({"text": TEXT, "filename": MAYBE}, ("text",)),
         },
-        ("input_prefix", "input_suffix"),
-    ),
+    },
+    ("input_prefix", "input_suffix"),
 )
 schemas.declare_body(
     "/apply-template",
     "A conversation as the text that the model reads.",
-    describe_object({name: CHAT["properties"][name] for name in ("messages", "tools", "model")}, ("messages",)),
+    {name: CHAT["properties"][name] for name in ("messages", "tools", "model")},
+    ("messages",),
 )
 schemas.declare_call("/props", "get", "The model and its defaults, in llama-server's form.")
 schemas.declare_call("/slots", "get", "The requests that run, without their texts.")

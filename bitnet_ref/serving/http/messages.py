@@ -78,24 +78,23 @@ CONVERSATION = {
 schemas.declare_body(
     PATH,
     "Reply to a conversation, in Anthropic's form.",
-    describe_object(
-        {
-            **CONVERSATION,
-            "max_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
-            "stream": FLAG,
-            "stop_sequences": or_null(describe_array({"type": "string"}, 0, 64)),
-            "temperature": describe_number(0, 2),
-            "top_p": describe_number(0, 1),
-            "top_k": describe_number(-1, 2**31 - 1, "integer"),
-            "seed": PASSED["seed"],
-        },
-        ("messages", "max_tokens"),
-    ),
+    {
+        **CONVERSATION,
+        "max_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
+        "stream": FLAG,
+        "stop_sequences": or_null(describe_array({"type": "string"}, 0, 64)),
+        "temperature": describe_number(0, 2),
+        "top_p": describe_number(0, 1),
+        "top_k": describe_number(-1, 2**31 - 1, "integer"),
+        "seed": PASSED["seed"],
+    },
+    ("messages", "max_tokens"),
 )
 schemas.declare_body(
     COUNT_PATH,
     "The tokens of a conversation, in Anthropic's form.",
-    describe_object(CONVERSATION, ("messages",)),
+    CONVERSATION,
+    ("messages",),
 )
 
 

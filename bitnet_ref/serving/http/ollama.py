@@ -114,7 +114,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
 }
 for path, (summary, properties, required) in BODIES.items():
-    schemas.declare_body(path, summary, describe_object(properties, required))
+    schemas.declare_body(path, summary, properties, required)
 schemas.declare_call("/api/tags", "get", "The models, in Ollama's form.")
 schemas.declare_call("/api/ps", "get", "The loaded models, in Ollama's form.")
 schemas.declare_call("/api/version", "get", "The version of the server.")

@@ -35,28 +35,22 @@ IGNORED = ignored(  # vLLM's, Cohere's and Jina's
         *("max_tokens_per_doc", "max_chunks_per_doc", "rank_fields", "return_embeddings"),
     )
 )
-RERANK = describe_object(
-    {
-        "model": MAYBE,
-        "query": TEXT,
-        "documents": describe_array(DOCUMENT, 1, 1024),
-        "top_n": describe_number(1, 2**31 - 1, "integer"),
-        "return_documents": FLAG,
-        "instruction": MAYBE,
-        **IGNORED,
-    },
-    ("query", "documents"),
-)
+RERANK = {
+    "model": MAYBE,
+    "query": TEXT,
+    "documents": describe_array(DOCUMENT, 1, 1024),
+    "top_n": describe_number(1, 2**31 - 1, "integer"),
+    "return_documents": FLAG,
+    "instruction": MAYBE,
+    **IGNORED,
+}
 ONE_OR_MORE = {"anyOf": [TEXT, describe_array(TEXT, 1, 1024)]}
-SCORE = describe_object(
-    {"model": MAYBE, "text_1": ONE_OR_MORE, "text_2": ONE_OR_MORE, "instruction": MAYBE, **IGNORED},
-    ("text_1", "text_2"),
-)
+SCORE = {"model": MAYBE, "text_1": ONE_OR_MORE, "text_2": ONE_OR_MORE, "instruction": MAYBE, **IGNORED}
 RERANK_PATHS, SCORE_PATHS = ("/rerank", "/v1/rerank"), ("/score", "/v1/score")
 for path in RERANK_PATHS:
-    schemas.declare_body(path, "Documents in the order in which they fit a query.", RERANK)
+    schemas.declare_body(path, "Documents in the order in which they fit a query.", RERANK, ("query", "documents"))
 for path in SCORE_PATHS:
-    schemas.declare_body(path, "How well pairs of texts fit.", SCORE)
+    schemas.declare_body(path, "How well pairs of texts fit.", SCORE, ("text_1", "text_2"))
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 JUDGE = (

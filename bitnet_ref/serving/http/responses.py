@@ -46,42 +46,40 @@ STORED_RESPONSES, STORED_BYTES = 1024, 64 << 20
 schemas.declare_body(
     PATH,
     "Reply to an input of items.",
-    describe_object(
-        {
-            "model": MAYBE,
-            "input": {"anyOf": [{"type": "string"}, describe_array({"type": "object"}, 1, 4096)]},
-            "instructions": MAYBE,
-            "previous_response_id": MAYBE,
-            "stream": FLAG,
-            "store": FLAG,
-            "max_output_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2**31 - 1},
-            "temperature": describe_number(0, 2),
-            "top_p": describe_number(0, 1),
-            "seed": PASSED["seed"],
-            "tools": or_null(describe_array({"type": "object"}, 0, 128)),
-            "tool_choice": {"type": ["string", "object", "null"]},
-            "parallel_tool_calls": FLAG,
-            "reasoning": or_null(describe_object({"effort": MAYBE})),
-            "text": or_null(describe_object({"format": ANY_OBJECT})),
-            "metadata": ANY_OBJECT,
-            **ignored(
-                (
-                    *(name for name in OF_ACCOUNTS if name not in ("store", "metadata")),
-                    *("access_programs", "background_options", "context_management", "image", "include"),
-                    *("max_tool_calls", "stream_options", "truncation"),
-                )
-            ),
-            **refused(
-                {
-                    "background": "a response is made while its client waits; leave it out, or use stream",
-                    "conversation": "conversations are not kept; use previous_response_id",
-                    "prompt": "prompts are not kept; use input and instructions",
-                    "top_logprobs": "log probabilities are not in responses; use /v1/chat/completions",
-                }
-            ),
-        },
-        ("input",),
-    ),
+    {
+        "model": MAYBE,
+        "input": {"anyOf": [{"type": "string"}, describe_array({"type": "object"}, 1, 4096)]},
+        "instructions": MAYBE,
+        "previous_response_id": MAYBE,
+        "stream": FLAG,
+        "store": FLAG,
+        "max_output_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2**31 - 1},
+        "temperature": describe_number(0, 2),
+        "top_p": describe_number(0, 1),
+        "seed": PASSED["seed"],
+        "tools": or_null(describe_array({"type": "object"}, 0, 128)),
+        "tool_choice": {"type": ["string", "object", "null"]},
+        "parallel_tool_calls": FLAG,
+        "reasoning": or_null(describe_object({"effort": MAYBE})),
+        "text": or_null(describe_object({"format": ANY_OBJECT})),
+        "metadata": ANY_OBJECT,
+        **ignored(
+            (
+                *(name for name in OF_ACCOUNTS if name not in ("store", "metadata")),
+                *("access_programs", "background_options", "context_management", "image", "include"),
+                *("max_tool_calls", "stream_options", "truncation"),
+            )
+        ),
+        **refused(
+            {
+                "background": "a response is made while its client waits; leave it out, or use stream",
+                "conversation": "conversations are not kept; use previous_response_id",
+                "prompt": "prompts are not kept; use input and instructions",
+                "top_logprobs": "log probabilities are not in responses; use /v1/chat/completions",
+            }
+        ),
+    },
+    ("input",),
 )
 schemas.declare_call(f"{PATH}/{{id}}", "get", "A stored response.")
 schemas.declare_call(f"{PATH}/{{id}}", "delete", "Forget a response.")

@@ -28,7 +28,6 @@ from .choices import Choice
 from .failures import describe_failure
 from .fingerprint import differing_parts, fingerprint_of
 from .first_token import FirstToken, find_first, read_replies
-from .schemas import describe_object
 from .shapes import Asked, read_chat, read_completion
 from .translate import ask_chat
 from .waiting import unless_gone
@@ -41,7 +40,8 @@ PATH = "/v1/verify"
 schemas.declare_body(
     PATH,
     "Compute an answer again and compare; with --verify only.",
-    describe_object({"request": {"type": "object"}, "answer": {"type": "object"}}, ("request", "answer")),
+    {"request": {"type": "object"}, "answer": {"type": "object"}},
+    ("request", "answer"),
 )
 schemas.OFF_BY_DEFAULT.add(PATH)
 
