@@ -106,6 +106,21 @@ def read_adapters(texts: tuple[str, ...], models: list[str]) -> dict[tuple[str, 
 @click.option("--drain-s", type=int, default=30, show_default=True, help="After SIGTERM, finish requests for so long.")
 @click.option("--allow-origin", "origins", multiple=True, help="A web page that may use the server (CORS).")
 @click.option("--allow-host", "hosts", multiple=True, help="A name of the server, beside localhost.")
+@click.option("--default-model", metavar="NAME", help="Meant by requests that name none, or one that is not served.")
+@click.option(
+    "--unknown-fields",
+    type=click.Choice(["refuse", "warn"]),
+    default="refuse",
+    show_default=True,
+    help="Of a request: an error, or a warning in the log.",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Of the log on stderr, which has a line for each request.",
+)
 @click.option("--verify", is_flag=True, help="Add /v1/verify, which computes an answer again and compares.")
 @common_options
 def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None:
@@ -124,6 +139,7 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     from ..api import load_engine
     from ..serving.http.admission import ServerLimits
     from ..serving.http.app import create_app
+    from ..serving.http.request_log import JsonLines
     from ..serving.http.shelf import ModelShelf
 
     api_keys = check_keys(options["api_keys"])
@@ -146,11 +162,14 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
             raise click.UsageError(f"two models have the name {name!r}; write NAME=MODEL for one of them")
         sources[name] = path
     adapters = read_adapters(options["adapters"], list(sources))
+    default_model = options["default_model"]
+    if default_model is not None and default_model not in sources:
+        raise click.UsageError(f"--default-model: {default_model!r} is not served; there are: {', '.join(sources)}")
     limits = ServerLimits(options["max_body"], options["max_streams"], request_timeout_s=options["request_timeout_s"])
     bound = listen(host, port)
     is_private = is_loopback(bound.getsockname()[0])
     app = create_app(
-        ModelShelf(sources, open_engine, options["memory_budget"], options["idle_s"], adapters),
+        ModelShelf(sources, open_engine, options["memory_budget"], options["idle_s"], adapters, default_model),
         limits,
         api_keys=api_keys,
         chat_template=content_of(options["chat_template"]),
@@ -158,10 +177,17 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
         hosts=allowed_hosts(host, bound.getsockname()[0], options["hosts"]),
         version=__version__,
         verify=options["verify"],
+        unknown_fields=options["unknown_fields"],
     )
     if not is_private and not api_keys:
         say(f"anyone who reaches {host} can use this server: set --api-key, or listen on 127.0.0.1")
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    handler = logging.StreamHandler()
+    is_json = options["log_format"] == "json"
+    handler.setFormatter(
+        JsonLines() if is_json else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    )
+    handler.addFilter(lambda record: (record.name, record.levelno) != ("bitnet_ref.serving.worker", logging.INFO))
+    logging.basicConfig(handlers=[handler], level=logging.INFO)  # but for the engines' lines: requests have their own
     server = uvicorn.Server(uvicorn_config(app, options["drain_s"]))
     failures: list[BaseException] = []
 
@@ -203,7 +229,7 @@ def uvicorn_config(app: Any, drain_s: int) -> Any:
     return uvicorn.Config(
         app,
         log_config=None,
-        access_log=False,  # the engines log each request for text
+        access_log=False,  # `RequestLog` has a line for each request
         lifespan="on",
         proxy_headers=False,
         server_header=False,

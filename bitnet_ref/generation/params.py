@@ -144,7 +144,7 @@ class SamplingParams:
     guided_json: A JSON schema that the text must match.
     guided_regex: A regular expression that the text must match.
     guided_choice: Strings of which the text must be one.
-    guided_grammar: A Lark grammar that the text must match.
+    guided_grammar: A grammar that the text must match, of Lark or in llama.cpp's GBNF.
 
     guide_after: The guide holds for the text after these tokens; what is before them is free. For models that think
         before they answer: the ids of </think>.
@@ -209,7 +209,7 @@ class SamplingParams:
     )
     guided_regex: str | None = everywhere(None, TEXT_OR_NONE, metavar="REGEX")
     guided_choice: tuple[str, ...] = everywhere((), TEXTS)
-    guided_grammar: str | None = everywhere(None, TEXT_OR_NONE, metavar="LARK")
+    guided_grammar: str | None = everywhere(None, TEXT_OR_NONE, metavar="GRAMMAR")
     guide_after: tuple[int, ...] = in_python((), ListOf(TOKEN_ID, "token ids"))
 
     n: int = everywhere(1, Number(1, 1024, whole=True), flag="-n")

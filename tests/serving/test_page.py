@@ -173,7 +173,7 @@ def test_what_is_shown_of_much(server, monkeypatch):
 
 
 def test_looking_at_an_engine_does_not_load_it(server):
-    with RunningServer({"a": STORY, "b": STORY}, budget=200_000_000, idle_s=0.05) as other:
+    with RunningServer({"a": STORY, "b": ASSETS / "storychat"}, budget=200_000_000, idle_s=0.05) as other:
         until(lambda: all(place.engine is None for place in other.shelf.places.values()))
         assert other.get("/engine?model=a")[2] == {"model": "a", "loaded": False}
         assert other.shelf.places["a"].engine is None

@@ -27,7 +27,6 @@ from ..gguf.config import architecture
 from ..gguf.export import KINDS, write_gguf_model
 from ..gguf.file import Typed
 from ..hf.adapter import NO_ADAPTER, find_adapter
-from ..hf.config import read_hf_config
 from ..hf.writer import MLX_BITS, write_hf
 from ..native.model import SUFFIX as NATIVE_SUFFIX
 from ..native.model import write_native

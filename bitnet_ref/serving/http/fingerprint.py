@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from ...backends.loaded import LoadedModel
 from ...formats.hashes import config_hash, weight_hash
 from ..engine import Engine
 
@@ -26,20 +29,33 @@ PARTS = (  # in words, and the hexadecimal digits of each
 def fingerprint_of(engine: Engine, chat_template: str | None) -> str:
     """The fingerprint of all answers of this engine. chat_template: the server's, instead of the model's own.
 
-    The first call hashes the weights, about a second for each gigabyte.
+    It is kept for as long as the model is there. The first call hashes the weights, about a second for each gigabyte.
     """
-    model, tokenizer = engine.model, engine.model.tokenizer
-    templates = (
-        [chat_template] if chat_template else [tokenizer.template_for(with_tools) for with_tools in (False, True)]
-    )
+    model, sampling = engine.model, engine.config.sampling
+    adapter = model.find_adapter(sampling.get("adapter"))
+    digest = None if adapter is None else adapter.digest
     numbers = {
         "contract": CONTRACT,
         "dtype": model.backend.dtype.name,
         "cache_dtype": engine.cache.dtype.name,
-        "sampling": {name: value for name, value in engine.config.sampling.items() if name != "adapter"},
+        "sampling": {name: value for name, value in sampling.items() if name != "adapter"},
     }
-    adapter = model.find_adapter(engine.config.sampling.get("adapter"))
-    weights = [weight_hash(model.weights), *([] if adapter is None else [adapter.digest])]
+    key = _digest([chat_template, digest, numbers])
+    kept = _kept.setdefault(model, {})
+    if key not in kept:
+        kept[key] = _fingerprint(model, chat_template, digest, numbers)
+    return kept[key]
+
+
+_kept: WeakKeyDictionary[LoadedModel, dict[str, str]] = WeakKeyDictionary()
+
+
+def _fingerprint(model: LoadedModel, chat_template: str | None, adapter: str | None, numbers: Mapping[str, Any]) -> str:
+    tokenizer = model.tokenizer
+    templates = (
+        [chat_template] if chat_template else [tokenizer.template_for(with_tools) for with_tools in (False, True)]
+    )
+    weights = [weight_hash(model.weights), *([] if adapter is None else [adapter])]
     parts = ([*weights, config_hash(model.config)], [tokenizer.digest, templates], numbers)
     digests = [_digest(part)[:length] for part, (_, length) in zip(parts, PARTS, strict=True)]
     return "-".join([FORM, *digests])
