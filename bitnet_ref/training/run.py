@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ..api import load
-from ..errors import ConfigError, FormatError, NumericsError
+from ..errors import ConfigError, FormatError, NumericsError, TokenizerError
 from ..families import config_to_dict
 from ..formats.checkpoint import read_tokenizer_folder
 from ..formats.hashes import weight_hash
@@ -212,7 +212,11 @@ class TrainingRun:
             config = parse_hf_config(model, Path("[model]"))
             self.trainer = Trainer(config, self._first_masters(config), **options)
         if settings.tokenizer is not None:
-            self.trainer.tokenizer_files = read_tokenizer_folder(Path(settings.tokenizer))
+            folder = Path(settings.tokenizer)
+            self.trainer.tokenizer_files = read_tokenizer_folder(folder)
+            if not self.trainer.tokenizer_files:
+                missing = "the folder has no tokenizer" if folder.is_dir() else "there is no such folder"
+                raise TokenizerError(f"{missing}; expected tokenizer.model or tokenizer.json in it", path=folder)
         files = self.trainer.tokenizer_files
         self.tokenizer: Tokenizer | None = load_tokenizer_files(files) if files else None
         self._check_sizes()

@@ -160,7 +160,7 @@ def test_the_progress_of_a_training(monkeypatch):
 
 def test_checks_below_the_name_of_their_backend(monkeypatch, capsys):
     monkeypatch.setattr(doctor_command, "wants_json", lambda: False)
-    show_check = doctor_command.check_printer()
+    show_check = doctor_command.CheckRows()
     for backend, path in (("numpy", "ops"), ("numpy", "text"), ("cython", "ops")):
         show_check(backend, PathCheck(path, True, 7, "equal"))
     title, row = "{}: execution paths and known answers", "{:29}passed  7 compared: equal"
