@@ -24,11 +24,8 @@ if TYPE_CHECKING:
     from ..generation import ChatSession, GenerationStats, StreamChunk
 
 RESET, EXIT = "/reset", ("/exit", "/quit")
-LONGEST_PHRASE = 16  # tokens of what is looked for as a repetition
-MIN_REPEATS, MIN_REPEATED = (
-    6,
-    48,
-)  # times and tokens: "No, no, no" of 24 words is stopped, a verse sung three times is not
+# A phrase of up to 16 tokens is stopped after so many times and tokens: "No," 24 times, but no verse sung thrice.
+LONGEST_PHRASE, MIN_REPEATS, MIN_REPEATED = 16, 6, 48
 DEFAULT_SAMPLING = {"temperature": 0.7, "top_p": 0.95}  # of models that recommend nothing
 
 

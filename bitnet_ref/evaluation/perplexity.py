@@ -176,8 +176,9 @@ def perplexity(
 ) -> Perplexity:
     """The perplexity of a text, or of documents, by a protocol of PROTOCOLS.
 
-    length: tokens that the model reads at a time; None: the protocol's own, or the model's context if that is shorter. state: a file that is written every 5 s,
-    and from which a run that was interrupted goes on, to the same figures. workers: whose resource is the same model.
+    length: tokens that the model reads at a time; None: the protocol's own, or the model's context if that is shorter.
+    state: a file that is written every 5 s, and from which a run that was interrupted goes on, to the same figures.
+    workers: whose resource is the same model.
     progress: called with (windows done, all windows).
     Raises ConfigError, GenerationError, FormatError for a state of another run, and what `score_groups` raises.
     """
