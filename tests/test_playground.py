@@ -293,7 +293,7 @@ def test_the_sliders_give_the_packages_distributions(page):
         assert [each["id"] for each in ours] == ids[order].tolist()
         np.testing.assert_allclose([each["p"] for each in ours], probabilities[order], rtol=1e-9)
     write(page, temperature=0.8, top_k=5, max_tokens=4)
-    assert "drawn from 5 tokens" in page.text("#next-facts")
+    assert "draws one of 5 tokens by chance" in page.text("#next-facts")
     first = page.run("playground.reading.ids")
     write(page, temperature=0.8, top_k=5, max_tokens=4)
     assert page.run("playground.reading.ids") == first  # the same seed
