@@ -133,7 +133,7 @@ class CheckRows:
             show(lambda out: out.print(*rows, sep="\n"))
         else:
             self._status.console.print(*rows, sep="\n")
-            self._status.update(f"{self._count} checks done")
+            self._status.update(f"checks done: {self._count}")
 
     def __enter__(self) -> CheckRows:
         if not self._is_silent and sys.stdout.isatty():
