@@ -48,13 +48,13 @@ class SteppedWeights:
     weights are made at once.
     """
 
-    def __init__(self, steps: Iterator[ModelWeights], least: int = MIN_STEPPED_BYTES) -> None:
-        """least: bytes of weights that are made in steps."""
+    def __init__(self, steps: Iterator[ModelWeights], min_stepped_bytes: int = MIN_STEPPED_BYTES) -> None:
+        """min_stepped_bytes: smaller models are prepared at once."""
         self.current = next(steps)
         self._steps: Iterator[ModelWeights] | None = steps
         self._lock = ForkLock()
         self._is_used = False
-        if self.current.nbytes < least:
+        if self.current.nbytes < min_stepped_bytes:
             self.finished()
 
     def of_pass(self) -> ModelWeights:

@@ -155,7 +155,7 @@ class _ModelTensors:
         self.checkpoint, self.config, self.kind, self.dense_type = checkpoint, checkpoint.config, kind, dense_type
         self.architecture = architecture(self.config)
         self.tail = StaleTail()
-        self.scales: dict[str, np.float32] = {}  # of the TL matrices written so far
+        self.scales: dict[str, np.float32] = {}  # of the TL matrices that are written
         self.tl_tiles = tl_tiles
         self._check()
 
