@@ -53,13 +53,13 @@ class SteppedWeights:
     weights are made at once.
     """
 
-    def __init__(self, steps: Iterator[ModelWeights], least: int = MIN_STEPPED_BYTES) -> None:
-        """least: bytes of weights that are made in steps."""
+    def __init__(self, steps: Iterator[ModelWeights], min_stepped_bytes: int = MIN_STEPPED_BYTES) -> None:
+        """min_stepped_bytes: smaller models are prepared at once."""
         self.current = next(steps)
         self._steps: Iterator[ModelWeights] | None = steps
         self._lock = ForkLock()
         self._is_used = False
-        if self.current.nbytes < least:
+        if self.current.nbytes < min_stepped_bytes:
             self.finished()
 
     def of_pass(self) -> ModelWeights:
@@ -292,22 +292,25 @@ class LoadedModel:
         return run_hidden(self.backend, self._stepped.current, self.config, batch, cache)
 
     @overload
-    def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> Floats: ...
+    def logits(self, token_ids: str | Sequence[int] | NDArray[np.integer]) -> Floats: ...
 
     @overload
-    def logits(self, token_ids: Sequence[Sequence[int]]) -> list[Floats]: ...
+    def logits(self, token_ids: list[str] | Sequence[Sequence[int]]) -> list[Floats]: ...
 
-    def logits(self, token_ids: Sequence[int] | NDArray[np.integer] | Sequence[Sequence[int]]) -> Floats | list[Floats]:
-        """One full forward pass.   token_ids (T,) ints -> (T, V) in the backend's dtype
+    def logits(
+        self, token_ids: str | Sequence[int] | NDArray[np.integer] | list[str] | Sequence[Sequence[int]]
+    ) -> Floats | list[Floats]:
+        """One full forward pass.   token_ids (T,) ints, or a text for the model's tokenizer -> (T, V) in the backend's
+        dtype
 
-        A list of token lists gives a list of arrays, each equal to that of its tokens alone.
+        A list of token lists or texts gives a list of arrays, each equal to that of its tokens alone.
 
         Raises GenerationError for an empty list, an id outside the vocabulary, or more tokens than the model's context.
         """
         if not _is_batch(token_ids):
-            tokens = self.check_tokens(token_ids)
+            tokens = self._encode(token_ids)
             return self.run(TokenBatch.of([(0, 0, tokens)]), self.new_cache(1, len(tokens))).all()
-        rows = [self.check_tokens(row) for row in token_ids]
+        rows = [self._encode(row) for row in token_ids]
         batch = TokenBatch.of([(slot, 0, row) for slot, row in enumerate(rows)])
         logits = self.run(batch, self.new_cache(len(rows), max(map(len, rows)))).all()
         return np.split(logits, np.cumsum([len(row) for row in rows])[:-1])
@@ -322,7 +325,7 @@ class LoadedModel:
 
         Raises GenerationError for a filter that matches none of the model's tensors.
         """
-        tokens = self.check_tokens(self.tokenizer.encode(token_ids) if isinstance(token_ids, str) else token_ids)
+        tokens = self._encode(token_ids)
         recorder = Recorder(self.backend, self.config, names_filter)
         observed = observe(self.backend, recorder)
         cache = self.new_cache(1, len(tokens))
@@ -366,6 +369,10 @@ class LoadedModel:
         be = self.backend
         return self.on(choose_backend(backend or be.name, dtype=be.dtype.name, threads=be.threads))
 
+    def _encode(self, text: Any) -> NDArray[np.int64]:
+        """The checked token ids of a text, or of token ids."""
+        return self.check_tokens(self.tokenizer.encode(text) if isinstance(text, str) else text)
+
     def check_tokens(self, token_ids: Any, *, any_length: bool = False) -> NDArray[np.int64]:
         """token_ids as an int64 array: non-empty, within the vocabulary and (unless `any_length`) the context."""
         try:
@@ -394,11 +401,11 @@ class LoadedModel:
 
 
 def _is_batch(token_ids: Any) -> bool:
-    """Whether these are rows of token ids: a list of lists or arrays, or a two-dimensional array."""
+    """Whether these are rows: a list of texts, lists or arrays, or a two-dimensional array."""
     if isinstance(token_ids, np.ndarray):
         return token_ids.ndim == 2 and len(token_ids) > 0
     return (
         isinstance(token_ids, list | tuple)
         and len(token_ids) > 0
-        and isinstance(token_ids[0], list | tuple | np.ndarray)
+        and isinstance(token_ids[0], str | list | tuple | np.ndarray)
     )

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from ..evaluation import Perplexity
 
 PROTOCOLS = ("llama.cpp", "gptq", "1bitllm", "lm-eval")  # evaluation.PROTOCOLS, which --help need not import
-LENGTH_HELP = "Tokens read at a time; another length is another figure.  [default: 512 for llama.cpp, else 2048]"
+LENGTH_HELP = (
+    "Tokens read at a time; another length is another figure.  "
+    "[default: 512 for llama.cpp, else 2048; at most the model's context]"
+)
 STATE_HELP = "Written every 5 s; the same command goes on from there."
 
 
@@ -59,6 +62,7 @@ def perplexity(
 
     docs/evaluation.md says why their figures differ.
     """
+    from ..evaluation import PROTOCOLS as rules
     from ..evaluation import perplexity as measure
 
     protocols = protocol or ("llama.cpp",)
@@ -74,6 +78,9 @@ def perplexity(
         for each in protocols:
             with LoadingBar(f"{each}: windows") as bar:
                 results.append(measure(loaded, documents, each, length, state=state, workers=workers, progress=bar))
+    for result in results:
+        if length is None and result.length < (usual := rules[result.protocol].length):
+            say(f"{result.protocol}: windows of {result.length} tokens, the model's context, instead of {usual}")
     facts = {
         "model": model,
         "texts": [_identity(path, text) for path, text in zip(texts, documents, strict=True)],

@@ -211,7 +211,7 @@ def say(text: str) -> None:
 
 def say_error(message: str) -> None:
     with contextlib.suppress(OSError):
-        click.echo(f"{paint('error:', sys.stderr, fg='red', bold=True)} {printable(message)}", err=True)
+        click.echo(f"{paint('Error:', sys.stderr, fg='red', bold=True)} {printable(message)}", err=True)
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------

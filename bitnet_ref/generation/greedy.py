@@ -23,7 +23,7 @@ MOST_S = 0.02  # and a group takes at most about this long, for readers of strea
 
 
 def choose_steps(rows: Iterable[Continuation], step_s: float) -> int:
-    """How many steps of these rows to take in a row; 1: no more than one.   step_s: the time of the last step"""
+    """Number of greedy steps to run without returning to Python, at least 1.   step_s: the time of the last step"""
     longest = 0
     for row in rows:
         if not row.decodes_greedily:

@@ -279,7 +279,7 @@ class Scheduler:
         steps = choose_steps(jobs, self.step_s)
         if steps < 2 or (steps := min(steps, *(job.ticket.room for job in jobs))) < 2:
             return
-        missing, short = 0, []  # pages that leases are short of
+        missing, short = 0, []  # pages still to allocate; the leases that need them
         for job in jobs:
             start, stop = job.computed, job.computed + min(steps, job.tokens_left)
             if count := job.held.missing(start, stop):

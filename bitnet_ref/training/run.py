@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ..api import load
-from ..errors import ConfigError, FormatError, NumericsError
+from ..errors import ConfigError, FormatError, NumericsError, TokenizerError
 from ..families import config_to_dict
 from ..formats.checkpoint import read_tokenizer_folder
 from ..formats.hashes import weight_hash
@@ -258,7 +258,11 @@ class TrainingRun:
             message = "fades quantisation in, and this model has none: say --ternary (ternary = true)"
             raise ConfigError(message, field="mix_steps")
         if settings.tokenizer is not None:
-            self.trainer.tokenizer_files = read_tokenizer_folder(Path(settings.tokenizer))
+            folder = Path(settings.tokenizer)
+            self.trainer.tokenizer_files = read_tokenizer_folder(folder)
+            if not self.trainer.tokenizer_files:
+                missing = "the folder has no tokenizer" if folder.is_dir() else "there is no such folder"
+                raise TokenizerError(f"{missing}; expected tokenizer.model or tokenizer.json in it", path=folder)
         files = self.trainer.tokenizer_files
         self.tokenizer: Tokenizer | None = load_tokenizer_files(files) if files else None
         self._check_sizes()

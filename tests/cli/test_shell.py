@@ -16,6 +16,7 @@ import pytest
 from cli_runs import BACKEND, FAST, PROMPT, invoke, invoke_json
 from click.testing import CliRunner
 from helpers import GOLDEN, model
+from rich.console import Console
 
 from bitnet_ref import benchmark
 from bitnet_ref.backends import Backend
@@ -160,7 +161,7 @@ def test_the_progress_of_a_training(monkeypatch):
 
 def test_checks_below_the_name_of_their_backend(monkeypatch, capsys):
     monkeypatch.setattr(doctor_command, "wants_json", lambda: False)
-    show_check = doctor_command.check_printer()
+    show_check = doctor_command.CheckRows()
     for backend, path in (("numpy", "ops"), ("numpy", "text"), ("cython", "ops")):
         show_check(backend, PathCheck(path, True, 7, "equal"))
     title, row = "{}: execution paths and known answers", "{:29}passed  7 compared: equal"
@@ -168,6 +169,21 @@ def test_checks_below_the_name_of_their_backend(monkeypatch, capsys):
         *("", title.format("numpy"), row.format("ops"), row.format("text")),
         *("", title.format("cython"), row.format("ops")),
     ]
+
+
+def test_on_a_terminal_the_last_line_counts_the_checks(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(doctor_command, "wants_json", lambda: False)
+    monkeypatch.setattr(doctor_command, "console", lambda out: Console(file=out, force_terminal=True, width=80))
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with doctor_command.CheckRows() as show_check:
+        for path in ("ops", "text"):
+            show_check("numpy", PathCheck(path, True, 7, "equal"))
+    written = terminal.getvalue()
+    assert "checks done: 2" in written
+    assert written.count("passed") == 2
+    assert written.endswith(("\x1b[2K", "\x1b[0K")), "the status line is cleared at the end"
 
 
 # -- values of options -------------------------------------------------------------------------------------------------

@@ -405,6 +405,12 @@ def test_wrong_files(config, tmp_path):
     (tmp_path / "tokens.npy").write_bytes(b"not an array")
     with pytest.raises(FormatError, match="token ids"):
         start(config, tmp_path / "run")
+    config.write_text(text.replace("[data]", '[data]\ntokenizer = "tok"'))
+    with pytest.raises(TokenizerError, match=r"tok: there is no such folder; expected tokenizer\.model"):
+        start(config, tmp_path / "run")
+    (tmp_path / "tok").mkdir()
+    with pytest.raises(TokenizerError, match="tok: the folder has no tokenizer"):
+        start(config, tmp_path / "run")
 
 
 def test_a_checkpoint_of_another_corpus(config, tmp_path):

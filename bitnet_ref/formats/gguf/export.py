@@ -188,7 +188,7 @@ class _ModelTensors:
         self.checkpoint, self.config, self.kind, self.dense_type = checkpoint, checkpoint.config, kind, dense_type
         self.architecture = architecture(self.config)
         self.tail = StaleTail()
-        self.scales: dict[str, np.float32] = {}  # of the TL matrices written so far
+        self.scales: dict[str, np.float32] = {}  # of the TL matrices that are written
         self.tl_tiles = tl_tiles
         # whether matrices are in blocks (or rows) with scales of their own, and their inputs in float
         self.by_groups = kind in GROUP_KINDS or (kind in EITHER_KINDS and self.config.quantization is None)
