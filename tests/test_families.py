@@ -597,8 +597,8 @@ def test_maple_sees_one_key_more_than_llama_cpp(tmp_path, backend_name):
     assert [narrow.config.window_of(layer) for layer in (0, 1)] == [5, None]
 
 
-@pytest.mark.parametrize("case", MIXTURES)
-def test_mistakes_in_mixtures_are_named(case):
+@pytest.mark.parametrize("case", [*MIXTURES, "olmo2", "granite"])
+def test_mistakes_of_a_family_are_named(case):
     m, tokens = model(FAMILIES / case), rng(1).integers(0, 80, 24)
     setting = Setting.of(m, tokens)
     right = setting.run()

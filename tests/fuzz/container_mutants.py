@@ -1,26 +1,37 @@
-"""Mutants of models as other people's tools wrote them: tests/data/containers, mixtures of experts, an adapter."""
+"""Mutants of models as other people's tools wrote them: tests/data/containers, families, an adapter. Some families as
+GGUF files too."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import random
 import shutil
+import tempfile
 from pathlib import Path
 
 from gguf_mutants import change_gguf, change_numbers
 from helpers import DATA
 from json_mutants import flip_bytes, insert_bytes, mutate_json, mutate_safetensors, truncate
 
+from bitnet_ref.formats.convert import convert
+
 CASES = [
     *sorted((DATA / "containers").iterdir()),
     *(DATA / "families" / name for name in ("maple", "qwen3_moe-groups128", "mixtral-groups128", "olmo2", "granite")),
     DATA / "adapters" / "beside",
 ]
+WRITTEN = tempfile.TemporaryDirectory()  # GGUF files, made when they are first drawn
+atexit.register(WRITTEN.cleanup)
+CASES += [Path(WRITTEN.name) / name for name in ("mixtral-groups128", "olmo2", "granite")]
 NOT_OF_THE_MODEL = ("case.json", "golden.safetensors")
 
 
 def copy_container(folder: Path, dice: random.Random) -> Path:
     case = dice.choice(CASES)
+    if case.parent == Path(WRITTEN.name) and not case.exists():
+        case.mkdir()
+        convert(DATA / "families" / case.name, case / "model.gguf", "gguf-f32")
     for file in case.iterdir():
         if file.name not in NOT_OF_THE_MODEL:
             shutil.copy(file, folder / file.name)

@@ -49,13 +49,14 @@ INPUTS = {
     "mlp.down_proj": "mlp.hook_post",
     "linear_attn.out_proj": "attn.hook_gated_z",
 }
-# In a layer that has a norm after each half (Gemma), `post_attention_layernorm` is the first of these.
+# In a layer that has a norm after each half (Gemma, OLMo-2), `post_attention_layernorm` is the first of these.
 OUTPUTS_POST_NORMS = {
     "post_attention_layernorm": "ln1_post.hook_normalized",
     "pre_feedforward_layernorm": "ln2.hook_normalized",
     "post_feedforward_layernorm": "ln2_post.hook_normalized",
 }
 INPUTS_POST_NORMS = {"pre_feedforward_layernorm": "hook_resid_mid"}
+INPUTS_WITHOUT_NORMS = {"self_attn.q_proj": "hook_resid_pre", "mlp.gate_proj": "hook_resid_mid"}  # OLMo-2
 OUTSIDE = {"embed_tokens": "hook_embed", "norm": "ln_final.hook_normalized", "lm_head": "lm_head.hook_out"}
 _LAYER = re.compile(r"(?:.*\.)?(?:layers|blocks|h)\.(\d+)(?:\.(.*))?")
 
@@ -73,6 +74,7 @@ class Hooks:
     def __init__(self, model, names=None):
         self.seen = {}
         self.row, self.rows = 0, 1  # which sequence of a batch is recorded, of how many
+        self.head_divisor = getattr(getattr(model, "config", None), "logits_scaling", None) or 1  # Granite's
         modules = dict(model.named_modules())
         for path, module in modules.items():
             for pattern, name in (names or {}).items():
@@ -86,9 +88,11 @@ class Hooks:
             block, part = f"blocks.{match[1]}", match[2] or ""
             layer = path.removesuffix(part)
             outputs, inputs = OUTPUTS, INPUTS
-            if f"{layer}pre_feedforward_layernorm" in modules:
+            if f"{layer}post_feedforward_layernorm" in modules:
                 without = {each: name for each, name in INPUTS.items() if each not in OUTPUTS_POST_NORMS}
-                outputs, inputs = {**OUTPUTS, **OUTPUTS_POST_NORMS}, {**without, **INPUTS_POST_NORMS}
+                has_norms = f"{layer}pre_feedforward_layernorm" in modules
+                more = INPUTS_POST_NORMS if has_norms else INPUTS_WITHOUT_NORMS
+                outputs, inputs = {**OUTPUTS, **OUTPUTS_POST_NORMS}, {**without, **more}
             gate = is_gated(modules, f"{layer}self_attn")
             if part in inputs:
                 self.input(module, f"{block}.{'attn.hook_gated_z' if gate and 'o_proj' in part else inputs[part]}")
@@ -106,8 +110,13 @@ class Hooks:
                 self.pattern(module, f"{block}.attn.hook_pattern")
 
     def outside(self, module, part):
-        """A module outside of the layers. An embedding with a scale of its own (Gemma) gives the scaled rows."""
-        if part in OUTSIDE:
+        """A module outside of the layers. An embedding with a scale of its own (Gemma) gives the scaled rows; a head
+        whose result is divided afterwards (Granite) does not give the logits."""
+        if part == "lm_head" and self.head_divisor != 1:
+            module.register_forward_hook(
+                lambda _module, _inputs, out: self.keep(OUTSIDE[part], out / self.head_divisor)
+            )
+        elif part in OUTSIDE:
             scaled = part == "embed_tokens" and float(getattr(module, "embed_scale", 1)) != 1
             self.output(module, "hook_embed_scaled" if scaled else OUTSIDE[part])
 
