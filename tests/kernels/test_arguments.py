@@ -41,8 +41,14 @@ def good_calls():
     place = {"layer": _cpu.KVLayer(*arrays), "page_table": table, "slots": 0 * tokens, "positions": tokens}
     turns = {"cos": floats(M, d // 2), "sin": floats(M, d // 2)}
     run = {"threads": 2, "kernels": 0}
+    pairs = [(floats(5, K), floats(5, N)), None, (np.ones((3, K), np.uint16), np.ones((3, N), np.uint16))]
     return {
         "kernel_sets": {},
+        "LoraFactors": {"pairs": pairs},
+        "lora": {
+            "x": floats(M, K), "y": floats(M, N), "t": floats(M, 5), "factors": _cpu.LoraFactors(pairs),
+            "choice": np.array([0, 2, -1], dtype=np.int32), **run,
+        },
         "ternary_methods": {},
         "sum_words": {"words": np.arange(99, dtype=np.uint64), "threads": 2},
         "peak_multiply_adds": {"kernels": 0, "rounds": 1, "threads": 2},
