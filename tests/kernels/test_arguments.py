@@ -211,7 +211,7 @@ FREE_SIZES = {
 OUTPUTS = {
     "x_q", "x_quant_scale", "acc", "y", "z", "panels", "packed", "keys", "values", "key_scales", "value_scales", "q",
     "facts", "lower", "upper", "tokens", "states", "dx", "d_weight", "scores", "pattern", "d_scores",
-    "d_gate", "d_up",
+    "d_gate", "d_up", "t",
 }  # fmt: skip
 INPUTS_OF_THAT_NAME = {
     "packed": "pack_panels pack_strips group_pack_panels",
@@ -240,7 +240,7 @@ def test_no_bad_argument_passes_or_crashes():
     sizes = {(name, argument) for name, argument, problem in passed if problem.startswith("shape")}
     assert sizes == FREE_SIZES
     assert {argument for _, argument, problem in passed if problem == "absent"} == {
-        "bias", "norm_weight", "residual", "cos", "sin", "strips", "order"
+        "bias", "norm_weight", "residual", "cos", "sin", "strips", "order", "choice"
     }  # fmt: skip
     for name, argument, problem in passed:
         if problem == "read-only" and argument in OUTPUTS:
