@@ -41,8 +41,14 @@ def good_calls():
     place = {"layer": _cpu.KVLayer(*arrays), "page_table": table, "slots": 0 * tokens, "positions": tokens}
     turns = {"cos": floats(M, d // 2), "sin": floats(M, d // 2)}
     run = {"threads": 2, "kernels": 0}
+    pairs = [(floats(5, K), floats(5, N)), None, (np.ones((3, K), np.uint16), np.ones((3, N), np.uint16))]
     return {
         "kernel_sets": {},
+        "LoraFactors": {"pairs": pairs},
+        "lora": {
+            "x": floats(M, K), "y": floats(M, N), "t": floats(M, 5), "factors": _cpu.LoraFactors(pairs),
+            "choice": np.array([0, 2, -1], dtype=np.int32), **run,
+        },
         "ternary_methods": {},
         "sum_words": {"words": np.arange(99, dtype=np.uint64), "threads": 2},
         "peak_multiply_adds": {"kernels": 0, "rounds": 1, "threads": 2},
@@ -205,7 +211,7 @@ FREE_SIZES = {
 OUTPUTS = {
     "x_q", "x_quant_scale", "acc", "y", "z", "panels", "packed", "keys", "values", "key_scales", "value_scales", "q",
     "facts", "lower", "upper", "tokens", "states", "dx", "d_weight", "scores", "pattern", "d_scores",
-    "d_gate", "d_up",
+    "d_gate", "d_up", "t",
 }  # fmt: skip
 INPUTS_OF_THAT_NAME = {
     "packed": "pack_panels pack_strips group_pack_panels",
@@ -234,7 +240,7 @@ def test_no_bad_argument_passes_or_crashes():
     sizes = {(name, argument) for name, argument, problem in passed if problem.startswith("shape")}
     assert sizes == FREE_SIZES
     assert {argument for _, argument, problem in passed if problem == "absent"} == {
-        "bias", "norm_weight", "residual", "cos", "sin", "strips", "order"
+        "bias", "norm_weight", "residual", "cos", "sin", "strips", "order", "choice"
     }  # fmt: skip
     for name, argument, problem in passed:
         if problem == "read-only" and argument in OUTPUTS:

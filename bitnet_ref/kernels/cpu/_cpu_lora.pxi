@@ -112,6 +112,7 @@ def lora(const float[:, ::1] x, float[:, ::1] y, float[:, ::1] t, LoraFactors fa
     c.x, c.y, c.t, c.choice = &x[0, 0], &y[0, 0], &t[0, 0], NULL
     if choice is not None:
         c.choice = &choice[0]
+        check_aligned(<size_t> c.choice)
     c.factors, c.chosen, c.threads = factors.factors, check_set(kernels, threads), threads
     check_aligned(<size_t> c.x | <size_t> c.y | <size_t> c.t)
     with nogil:
