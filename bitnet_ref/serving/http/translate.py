@@ -9,12 +9,12 @@ from ...generation.overflow import ContextWindow
 from ...generation.params import SamplingParams
 from ..engine import Engine
 from . import schemas
-from .choices import Choice
+from .choices import Asked, Choice
 from .schemas import RequestError
-from .shapes import Asked, read_chat, read_completion
+from .shapes import read_chat, read_completion
 
 if TYPE_CHECKING:
-    from .writers import Writer
+    from .choices import Writer
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MakeWriter = Callable[[Asked, Sequence[Choice]], "Writer"]
