@@ -65,8 +65,8 @@ schemas.declare_body(
         **ignored(
             (
                 *(name for name in OF_ACCOUNTS if name not in ("store", "metadata")),
-                *("access_programs", "background_options", "context_management", "image", "include"),
-                *("max_tool_calls", "stream_options", "truncation"),
+                *("access_programs", "background_options", "client_metadata", "context_management", "image"),
+                *("include", "max_tool_calls", "stream_options", "truncation"),
             )
         ),
         **refused(
