@@ -108,7 +108,7 @@ def test_our_own_server_agrees():
         said = invoke_json("crossval", "openai", server.url, "storyteller", "--max-tokens", "12")
         vectors = invoke_json("crossval", "openai", f"{server.url}/v1", "storyteller", "--embeddings")
     assert said["agrees"], said["verdict"]
-    assert said["offers"] == "prompts of ids, log probabilities, those of the prompt"
+    assert said["offers"] == "prompts of ids, log probabilities, those of the prompt, token ids"
     assert all(each["logprobs"]["agrees"] and each["greedy"]["agrees"] for each in said["exchanges"])
     assert {each["sent"] for each in said["exchanges"]} == {"ids", "text"}
     assert vectors["agrees"], vectors["verdict"]

@@ -17,10 +17,9 @@ from ...backends.loaded import LoadedModel
 from ...errors import BitNetRefError
 from ...generation.results import Generation
 from ...generation.score import score
-from .choices import Choice
+from .choices import Asked, Choice
 from .events import Event, Reply, merge_events
 from .replies import ReplyReader
-from .shapes import Asked
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from ...generation.results import Generation, StreamChunk
 from ..engine import Engine
 from . import schemas
 from .chat_prompt import chat_text
-from .choices import Choice
+from .choices import Asked, Choice, Writer
 from .schemas import CHAT, COMPLETION, IDS, MAYBE, TEXT, describe_number, describe_object
-from .shapes import Asked, infill_ids
+from .shapes import infill_ids
 from .translate import ask_completion
-from .writers import Writer, write_json
+from .writers import write_json
 
 if TYPE_CHECKING:
     from .server import Server

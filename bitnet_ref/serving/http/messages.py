@@ -19,10 +19,10 @@ from ...generation.results import Generation
 from ..engine import Engine
 from . import schemas
 from .chat_prompt import chat_ids
+from .choices import Asked
 from .fields import ignored, refused
 from .parts import read_field, read_parts, refuse_part
 from .schemas import FLAG, MAYBE, PASSED, RequestError, describe_array, describe_number, describe_object, or_null
-from .shapes import Asked
 from .tools import function_tool
 from .translate import ask_chat, join_system
 from .writers import Block, BlockWriter, write_json

@@ -25,11 +25,12 @@ from ...generation.results import Generation
 from ...system.sharing import model_files
 from ..engine import Engine
 from . import schemas
+from .choices import Asked
 from .fields import ignored, refused
 from .replies import KNOWN_MARKS
 from .request_log import record_of
 from .schemas import FLAG, MAYBE, TEXT, RequestError, describe_array, describe_number, describe_object, or_null
-from .shapes import INFILL_TOKENS, Asked, infill_ids
+from .shapes import INFILL_TOKENS, infill_ids
 from .tools import function_tool
 from .translate import ask_chat, ask_completion
 from .waiting import unless_gone

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from ...generation.results import Generation
 from ..engine import Engine
 from . import schemas
-from .choices import Choice
+from .choices import Asked, Choice
 from .fields import OF_ACCOUNTS, ignored, refused
 from .response_items import PREFIXES, nest_choice, nest_tools, new_id, read_items, text_part, write_item
 from .schemas import (
@@ -34,7 +34,6 @@ from .schemas import (
     describe_object,
     or_null,
 )
-from .shapes import Asked
 from .translate import ask_chat, join_system
 from .writers import Block, BlockWriter, write_json
 
@@ -66,8 +65,8 @@ schemas.declare_body(
         **ignored(
             (
                 *(name for name in OF_ACCOUNTS if name not in ("store", "metadata")),
-                *("access_programs", "background_options", "context_management", "image", "include"),
-                *("max_tool_calls", "stream_options", "truncation"),
+                *("access_programs", "background_options", "client_metadata", "context_management", "image"),
+                *("include", "max_tool_calls", "stream_options", "truncation"),
             )
         ),
         **refused(

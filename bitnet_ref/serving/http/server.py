@@ -29,16 +29,16 @@ from ..tickets import RequestHandle
 from . import schemas
 from .admission import Admission, ServerLimits
 from .chat_prompt import chat_ids
-from .choices import Choice
+from .choices import Asked, Choice, Writer
 from .failures import blame, describe_failure
 from .fingerprint import fingerprint_of
 from .page import describe_engine, render_page
 from .request_log import record_of
 from .schemas import RequestError
-from .shapes import Asked, embedding_ids, embedding_response, read_chat, read_completion
+from .shapes import embedding_ids, embedding_response, read_chat, read_completion
 from .shelf import ModelShelf
 from .waiting import unless_gone
-from .writers import OpenAIWriter, Writer
+from .writers import OpenAIWriter
 
 log = logging.getLogger(__name__)
 MAX_WARNED = 1000  # names of unknown fields, each of which is logged once

@@ -3,114 +3,28 @@
 from __future__ import annotations
 
 import base64
-import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from ...backends.loaded import LoadedModel
 from ...generation.chat import DEFAULT_REPLY_TOKENS, default_reply_tokens
 from ...generation.embed import token_rows
 from ...generation.generate import split_prompts
-from ...generation.guide_prover import prove_guide
 from ...generation.params import GUIDES, SamplingParams
-from ...generation.results import Generation
 from ...reference.layers import Floats
 from ...tokenizers.base import Tokenizer
 from ..engine import Engine
-from ..tickets import BeamText, RequestHandle
 from .chat_prompt import chat_text, plain_message
-from .choices import Choice, usage
+from .choices import Asked
 from .fields import rename_fields
 from .replies import AllowedTokens, ReplyReader, ThinkingBudget, find_thinking
 from .schemas import PASSED, RequestError
 from .tool_formats import find_format
 from .tools import choose_tools, close_objects, read_choice, read_tools
 
-if TYPE_CHECKING:
-    from .writers import Writer
-
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 FLAGS = ("include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids")  # attributes of `Asked` too
 COMPACT = {"whitespace_flexible": False}  # for llguidance: a small model may else write line ends until max_tokens
-
-
-@dataclass
-class Asked:
-    """What a request for text asks for. `prompts` and `params` are for the engine."""
-
-    model_name: str
-    prompts: list[Any]
-    params: dict[str, Any]
-    is_chat: bool
-    n: int = 1
-    stream: bool = False
-    usage_in_stream: bool = False
-    usage_in_chunks: bool = False
-    priority: int = 0
-    echo: bool = False
-    top: int | None = None  # how many of the likeliest tokens to report; None: no log probabilities
-    is_only_scored: bool = False  # max_tokens is 0
-    prefix: str = ""  # a chat's reply begins with it, by vLLM's `echo`
-    include_stop_str_in_output: bool = False
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False  # in log probabilities, in place of their texts
-    shows_prompt_logprobs: bool = False
-    hides_reasoning: bool = False
-    custom: frozenset[str] = frozenset()  # tools whose input is a text
-    has_functions: bool = False  # OpenAI's older form of tools, in which a reply has one call at most
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # the server's, of what `params` does not say
-    reply: ReplyReader | None = None  # of a chat: what turns its text into events
-    writer: Callable[..., Writer] | None = None  # of another API than OpenAI's chats and completions
-    created: int = field(default_factory=lambda: int(time.time()))
-    id: str = ""
-    fingerprint: str = ""  # of what computes the answer; see `fingerprint_of`
-
-    def __post_init__(self) -> None:
-        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-
-    def submit(self, engine: Engine, timeout_s: float | None = None) -> list[Choice]:
-        """Queue all texts: n of each prompt. Raises what `Engine.submit` and `prove_guide` raise."""
-        texts = len(self.prompts) * self.params.get("n", 1)
-        if texts > engine.config.max_queue:
-            raise RequestError(f"prompt: {texts} texts are more than this server's queue holds", "prompt")
-        prove_guide(engine.config.params(self.params), engine.model.vocabulary)
-        choices: list[Choice] = []
-        submit: Callable[..., Sequence[RequestHandle | BeamText]]
-        submit = engine.beams if self.params.get("num_beams", 1) > 1 else engine.streams
-        try:
-            for prompt in self.prompts:
-                for handle in submit(prompt, priority=self.priority, timeout_s=timeout_s, **self.params):
-                    choices.append(Choice(self, len(choices), handle, engine.model))
-        except BaseException:
-            for choice in choices:
-                choice.handle.close()
-            raise
-        return choices
-
-    def frame(self, choices: Sequence[Mapping[str, Any]], is_chunk: bool = False) -> dict[str, Any]:
-        """The object around the choices."""
-        kind = f"chat.completion{'.chunk' * is_chunk}" if self.is_chat else "text_completion"
-        facts = {"id": self.id, "object": kind, "created": self.created, "model": self.model_name}
-        return {**facts, "system_fingerprint": self.fingerprint, "choices": list(choices)}
-
-    def response(self, choices: Sequence[Choice], results: Sequence[Generation]) -> dict[str, Any]:
-        """All texts in one object; the best `n` of each prompt where more were generated."""
-        total, every = usage(self, choices), list(zip(choices, results, strict=True))
-        size = self.params.get("n", 1)
-        if self.n < size:
-            groups = [every[first : first + size] for first in range(0, len(every), size)]
-            every = [pair for group in groups for pair in sorted(group, key=_mean_logprob, reverse=True)[: self.n]]
-        whole = [choice.whole(result, index) for index, (choice, result) in enumerate(every)]
-        return {**self.frame(whole), **(choices[0].prompt_facts() if self.is_chat else {}), "usage": total}
-
-
-def _mean_logprob(pair: tuple[Choice, Generation]) -> float:
-    return sum(pair[1].logprobs) / len(pair[1].logprobs)
-
-
-# -- requests ----------------------------------------------------------------------------------------------------------
 
 
 def read_completion(body: Mapping[str, Any], model_name: str, engine: Engine) -> Asked:

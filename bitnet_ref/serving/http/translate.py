@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...generation.overflow import ContextWindow
 from ...generation.params import SamplingParams
 from ..engine import Engine
 from . import schemas
-from .choices import Choice
+from .choices import Asked, Choice, Writer
 from .schemas import RequestError
-from .shapes import Asked, read_chat, read_completion
-
-if TYPE_CHECKING:
-    from .writers import Writer
+from .shapes import read_chat, read_completion
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-MakeWriter = Callable[[Asked, Sequence[Choice]], "Writer"]
+MakeWriter = Callable[[Asked, Sequence[Choice]], Writer]
 
 
 def ask_chat(

@@ -24,11 +24,11 @@ from ...generation.results import Generation
 from ..engine import Engine
 from . import messages, responses, schemas
 from .batch import BatchServer, answer_lines, batch_id, digest_of
-from .choices import Choice
+from .choices import Asked, Choice
 from .failures import describe_failure
 from .fingerprint import differing_parts, fingerprint_of
 from .first_token import FirstToken, find_first, read_replies
-from .shapes import Asked, read_chat, read_completion
+from .shapes import read_chat, read_completion
 from .translate import ask_chat
 from .waiting import unless_gone
 from .writers import OpenAIWriter

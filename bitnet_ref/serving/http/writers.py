@@ -11,50 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...generation.results import Generation, StreamChunk
-from .choices import Choice, usage
+from .choices import Asked, Choice, Writer, usage
 from .events import CallStart, Event, Reasoning, Text
-from .shapes import Asked
 
-SSE = "text/event-stream; charset=utf-8"
 EMPTY: Mapping[str, Any] = {}
 
 
 def write_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-class Writer:
-    """Writes one response. quiet: what a stream without news sends, so that a proxy keeps it open."""
-
-    media_type = SSE
-    quiet = ": waiting\n\n"
-
-    def __init__(self, asked: Asked, choices: Sequence[Choice]) -> None:
-        self.asked, self.choices = asked, choices
-
-    def opening(self) -> str:
-        """What a stream begins with, once its first chunk is there."""
-        return ""
-
-    def part(self, choice: Choice, chunk: StreamChunk) -> Any:
-        """What a chunk says; None: nothing yet. It may run in a thread."""
-        raise NotImplementedError
-
-    def text(self, part: Any) -> str:
-        """The part as the stream writes it."""
-        return str(part)
-
-    def closing(self) -> str:
-        """What a stream ends with."""
-        return ""
-
-    def failure(self, status: int, facts: Mapping[str, Any]) -> str:
-        """The end of a stream that failed. facts: as of `describe_failure`."""
-        raise NotImplementedError
-
-    def whole(self, results: Sequence[Generation]) -> dict[str, Any]:
-        """The response that is no stream."""
-        raise NotImplementedError
 
 
 class OpenAIWriter(Writer):
