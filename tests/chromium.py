@@ -229,7 +229,8 @@ CONTRAST = """(() => {
     return poor;
 })()"""
 WIDE = """[...document.querySelectorAll("*")]
-    .filter((each) => each.checkVisibility() && each.getBoundingClientRect().right > innerWidth + 1)
+    .filter((each) => each.checkVisibility() && !each.parentElement?.closest("pre")) // a block of code scrolls
+    .filter((each) => each.getBoundingClientRect().right > innerWidth + 1)
     .map((each) => each.outerHTML.slice(0, 80))"""
 NAMED = ("button", "textbox", "spinbutton", "checkbox", "combobox", "tab", "image", "dialog", "tabpanel")
 

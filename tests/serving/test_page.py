@@ -531,6 +531,6 @@ def test_a_server_that_is_killed_and_comes_back(browser):
 @needs_chromium
 @pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [320, 480, 899, 900, 1920])
+@pytest.mark.parametrize("width", [320, 390, 899, 900, 1280, 1920])
 def test_screens(server, open_page, width, dark):
     inspect_views(open_page(width=width, dark=dark), server)

@@ -1,9 +1,9 @@
-"""Conversations on the page of the server, in headless Chromium: what a person does with them, by pointer and by keys."""
+"""Conversations on the page of the server, in headless Chromium: what a person does with them, by pointer and keys."""
 
 import json
 
 import pytest
-from chromium import fill_in, needs_chromium
+from chromium import check_readable, fill_in, needs_chromium
 from helpers import chat_folder
 from server_runs import RunningServer, until
 
@@ -158,6 +158,10 @@ def test_tools_and_a_schema(page):
     change(page, "I look.")
     page.press("Enter")
     assert page.run("[conversation.nodes[2].content, conversation.nodes[2].calls]") == ["I look.", [call]]
+    for width in (320, 390, 1280, 1920):
+        page.look(width)
+        check_readable(page, width)
+    page.look(1200)
     fill_in(page, schema="", max_tokens=6)
     page.click("form textarea[aria-label='Result of clock']")
     page.type("Five.")
