@@ -14,7 +14,7 @@ import benchmark_scripts
 import click
 import pytest
 from bench_runs import SMALL, TINY, assert_positive
-from benchmark_scripts import FOLDER, ceilings, gate_zeros, models, serve, tokenizer
+from benchmark_scripts import FOLDER, ceilings, gate_zeros, models, serve, servers, tokenizer
 from click.testing import CliRunner
 from helpers import GOLDEN, model
 
@@ -22,8 +22,8 @@ from bitnet_ref import benchmark
 from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cpu.extension import simd_variants
 from bitnet_ref.benchmark.serve import Load
-from bitnet_ref.errors import ConfigError, ShapeError
-from bitnet_ref.formats.open import find_model
+from bitnet_ref.errors import BackendError, ConfigError, ShapeError
+from bitnet_ref.formats.open import ASSETS, find_model
 from bitnet_ref.serving import Engine, EngineConfig
 from bitnet_ref.tokenizers import load_tokenizer
 
@@ -190,3 +190,31 @@ def test_a_synthetic_model_has_the_zeros_that_are_asked_for():
         assert 0.77 < (gate <= 0).mean() < 0.83, name
     with pytest.raises(ConfigError, match="a shape with relu2"):
         gate_zeros.SparseGates(benchmark.SHAPES["700m"], gate_zeros=0.8)
+
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+
+
+def test_two_servers_in_turn():
+    """Ours twice, in place of another one: the same texts, a value for each round."""
+    from server_runs import RunningServer
+
+    with (
+        RunningServer({"model": ASSETS / "storyteller"}) as one,
+        RunningServer({"model": ASSETS / "storyteller"}) as other,
+    ):
+        ports = {servers.OURS: one.port, servers.THEIRS: other.port}
+        bench = servers.compare_servers(ports, (1, 3), new=4, rounds=2)
+        assert bench.equal_texts == bench.prompts == 16
+        assert [pair.streams for pair in bench.pairs] == [1, 3]
+        for pair in bench.pairs:
+            for field in ("tokens_per_s", "first_token_s"):
+                assert [ratio > 0 for ratio in pair.ratios(field)] == [True, True]
+        with pytest.raises(BackendError, match="status 400"):
+            servers.ask(one.port, "Alice", 5000)
+
+
+def test_a_server_that_does_not_start(tmp_path):
+    result = invoke(servers, tmp_path / "none.gguf", "--peer-python", sys.executable)
+    assert result.exit_code != 0
+    assert "does not start" in result.stderr

@@ -273,14 +273,15 @@ def use_pydantic_ai():
 
 
 def use_dspy():
-    """Texts, and a signature by JSON schema."""
+    """Texts, and a signature by JSON schema, which it sends to models of unknown names only if it is told."""
     import dspy
 
     made = {"api_base": f"{URL}/v1", "api_key": "any", "cache": False, "temperature": 0, "num_retries": 0}
     assert dspy.LM("openai/talker", **made, max_tokens=8)("Hello") == [plain_reply()]
     with dspy.context(lm=dspy.LM("openai/talker", **made, max_tokens=120), adapter=dspy.JSONAdapter()):
         signature = dspy.Signature({"text": (str, dspy.InputField()), "zone": (Zone, dspy.OutputField())})
-        assert dspy.Predict(signature)(text="Hello").zone in ZONES
+        form = {"type": "json_schema", "json_schema": {"name": "zone", "schema": PARAMETERS}}
+        assert dspy.Predict(signature)(text="Hello", config={"response_format": form}).zone in ZONES
 
 
 # -- structured outputs ------------------------------------------------------------------------------------------------
@@ -321,7 +322,7 @@ def use_guidance():
     with user():
         model += "Hello"
     with assistant():
-        replied = model + gen("text", max_tokens=8, temperature=0)
+        replied = model + gen("text", max_tokens=8, temperature=1e-4)  # it leaves out a zero
     assert replied["text"] == plain_reply()
     with assistant():
         typed = model + gen_json("clock", schema=clock_model(), max_tokens=60)

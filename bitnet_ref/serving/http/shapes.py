@@ -194,7 +194,7 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
     if guide is not None:
         params["guided_json"] = guide
     if isinstance(params.get("guided_json"), dict):
-        params["guided_json"] = {"x-guidance": COMPACT, **params["guided_json"]}
+        params["guided_json"] = {"x-guidance": COMPACT, **close_objects(params["guided_json"])}
     text = chat_text(engine.model, body, chat_template, tools is not None)
     ids, thinking = tokenizer.encode(text, add_special_tokens=False), find_thinking(template, text)
     if body.get("continue_final_message"):
