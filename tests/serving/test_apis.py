@@ -252,6 +252,7 @@ def test_the_events_of_a_response(ask):
 def test_calls_and_their_outputs(ask):
     pytest.importorskip("llguidance")
     body = {"input": "Hello", "max_output_tokens": 60, "tools": [CLOCK_ITEM, {"type": "web_search"}]}
+    body["tools"].append({"type": "namespace", "name": "agents", "tools": [CLOCK_ITEM]})  # as Codex sends
     for choice in ("required", {"type": "function", "name": "clock"}, ALLOWED):
         answer = ask(RESPONSES, {**body, "tool_choice": choice})
         (call,) = answer["output"]

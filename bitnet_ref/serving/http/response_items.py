@@ -14,6 +14,7 @@ from .writers import Block
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "computer", "mcp", "local_shell")
+LEFT_OUT = (*HOSTED, "namespace")  # the model does not hear of them; a namespace has the sub-agents of Codex
 FindItem = Callable[[str], dict[str, Any] | None]
 
 
@@ -89,12 +90,12 @@ CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "requir
 def read_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], frozenset[str]]:
     """The tools as a chat has them, and the names of the custom ones, whose calls are one text.
 
-    Tools that OpenAI runs itself, like web_search, are left out: the model does not hear of them. Raises RequestError.
+    Tools that OpenAI runs itself, like web_search, and namespaces of tools are left out. Raises RequestError.
     """
     functions, custom = [], set()
     for number, tool in enumerate(tools):
         kind, place = str(tool.get("type")), f"tools[{number}]"
-        if kind.startswith(HOSTED):
+        if kind.startswith(LEFT_OUT):
             continue
         if kind not in ("function", "custom") or not isinstance(tool.get("name"), str):
             raise RequestError(f"{place}: expected a function or a custom tool with a name, got {kind[:60]!r}", place)
