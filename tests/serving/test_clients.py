@@ -6,6 +6,7 @@ then stay for the next run.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from helpers import chat_folder
 from server_runs import RunningServer
 
 HERE = Path(__file__).parent
+CLIENTS_GUIDE = HERE.parents[1] / "docs" / "clients.md"
 PACKAGES = {
     "openai": ("openai", "pydantic"),
     "anthropic": ("anthropic",),
@@ -60,7 +62,7 @@ tests:
 def server(tmp_path_factory):
     folder = chat_folder(tmp_path_factory.mktemp("clients"))
     config = json.loads((folder / "config.json").read_text())
-    config["max_position_embeddings"] = 4096  # agents and adapters have long system texts
+    config["max_position_embeddings"] = 32768  # agents and adapters have long system texts
     (folder / "config.json").write_text(json.dumps(config))
     settings = {"sampling": {"stop": ["."]}, "cache_tokens": 32768}  # replies that end, as clients expect of them
     with RunningServer({"talker": folder}, chat_template=TEMPLATE, settings=settings) as running:
@@ -99,10 +101,12 @@ def install_for_node(folder, packages):
     install(["npm", "install", "--no-audit", "--no-fund", *packages], folder, cwd=folder)
 
 
-def check_client(command, **options):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = run(command, timeout_s=300, env=environment, **options)
+def check_client(command, cwd=None, **variables):
+    """Run it with these environment variables.   -> what it printed"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+    result = run(command, timeout_s=300, env=environment, cwd=cwd, stdin=subprocess.DEVNULL)
     assert result.returncode == 0, result.stdout + result.stderr
+    return result
 
 
 @pytest.mark.slow
@@ -137,6 +141,19 @@ def test_promptfoo(server, environments):
     check_client(["npx", "promptfoo", "eval", "-c", "promptfooconfig.yaml", *options], cwd=folder)
     stats = json.loads((folder / "out.json").read_text())["results"]["stats"]
     assert (stats["successes"], stats["failures"], stats["errors"]) == (2, 0, 0)
+
+
+@pytest.mark.slow
+def test_codex(server, environments, tmp_path):
+    """The settings of docs/clients.md: its system text and tools, 7,000 tokens, and a reply by responses."""
+    folder = environments / "codex"
+    install_for_node(folder, ("@openai/codex",))
+    (settings,) = re.findall(r"^```toml\n(.*?)^```", CLIENTS_GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+    settings = settings.replace("NAME", "talker").replace("http://127.0.0.1:8000", server.url)
+    (tmp_path / "config.toml").write_text(settings)
+    command = [str(folder / "node_modules" / ".bin" / "codex"), "exec", "--skip-git-repo-check", "-s", "read-only"]
+    done = check_client([*command, "Hello"], cwd=tmp_path, CODEX_HOME=str(tmp_path))
+    assert done.stdout.strip(), done.stderr
 
 
 def test_every_client_has_its_packages():
