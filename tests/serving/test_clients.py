@@ -7,6 +7,7 @@ then stay for the next run.
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -143,17 +144,34 @@ def test_promptfoo(server, environments):
     assert (stats["successes"], stats["failures"], stats["errors"]) == (2, 0, 0)
 
 
+def settings_of_guide(language, server):
+    """What docs/clients.md shows for this server and its model."""
+    (block,) = re.findall(rf"^```{language}\n(.*?)^```", CLIENTS_GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+    return block.replace("NAME", "talker").replace("http://127.0.0.1:8000", server.url)
+
+
 @pytest.mark.slow
 def test_codex(server, environments, tmp_path):
-    """The settings of docs/clients.md: its system text and tools, 7,000 tokens, and a reply by responses."""
+    """Its system text and tools, some 7,000 tokens, and a reply by responses."""
     folder = environments / "codex"
     install_for_node(folder, ("@openai/codex",))
-    (settings,) = re.findall(r"^```toml\n(.*?)^```", CLIENTS_GUIDE.read_text(), re.DOTALL | re.MULTILINE)
-    settings = settings.replace("NAME", "talker").replace("http://127.0.0.1:8000", server.url)
-    (tmp_path / "config.toml").write_text(settings)
+    (tmp_path / "config.toml").write_text(settings_of_guide("toml", server))
     command = [str(folder / "node_modules" / ".bin" / "codex"), "exec", "--skip-git-repo-check", "-s", "read-only"]
     done = check_client([*command, "Hello"], cwd=tmp_path, CODEX_HOME=str(tmp_path))
     assert done.stdout.strip(), done.stderr
+
+
+@pytest.mark.slow
+def test_claude_code(server, environments, tmp_path):
+    """Its system text and tools, and a reply by messages."""
+    folder = environments / "claude_code"
+    package = folder / "node_modules" / "@anthropic-ai" / "claude-code"
+    install_for_node(folder, ("@anthropic-ai/claude-code",))
+    install(["node", "install.cjs"], folder, cwd=package)  # npm runs no scripts of packages unless it is told
+    program = shlex.quote(str(folder / "node_modules" / ".bin" / "claude"))
+    script = settings_of_guide("sh", server).replace("\nclaude\n", f'\n{program} -p "Hello"\n')
+    quiet = {"CLAUDE_CONFIG_DIR": str(tmp_path), "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+    assert check_client(["bash", "-c", script], cwd=tmp_path, **quiet).stdout.strip()
 
 
 def test_every_client_has_its_packages():
