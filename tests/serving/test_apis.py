@@ -588,6 +588,16 @@ def test_every_path_is_in_the_documentation():
         )
 
 
+def test_errors_have_the_documented_form(server):
+    kinds = {"object": dict, "string": str}  # the latter is Ollama's
+    for path, methods in describe_api("1")["paths"].items():
+        if "requestBody" in methods.get("post", {}):
+            documented = methods["post"]["responses"]["4XX"]["content"]["application/json"]["schema"]
+            status, _, answer = server.request("POST", path, b"{", {"content-type": "application/json"})
+            assert status == 400
+            assert isinstance(answer["error"], kinds[documented["properties"]["error"]["type"]]), path
+
+
 def test_whole_numbers_may_have_a_point(ask):
     """JSON Schema takes 1.0 for an integer, where no list of parameters refuses it."""
     assert len(ask("/rerank", {"query": "a", "documents": ["b", "c"], "top_n": 1.0})["results"]) == 1

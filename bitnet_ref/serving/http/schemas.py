@@ -285,7 +285,7 @@ def describe_api(version: str, more: Collection[str] = ()) -> Schema:
     failure = _object(
         {"error": _object({"message": TEXT, "type": TEXT, "param": {}, "code": {}}, ("message",))}, ("error",)
     )
-    bad = _reply("What was wrong.", {"application/json": failure})
+    ollamas = _object({"error": TEXT}, ("error",))
     paths: dict[str, Any] = {}
     for path, (summary, schema) in BODIES.items():
         if path in OFF_BY_DEFAULT and path not in more:
@@ -305,7 +305,9 @@ def describe_api(version: str, more: Collection[str] = ()) -> Schema:
             if "{" in path:
                 names = [{"name": "id", "in": "path", "required": True, "schema": TEXT}]
                 paths[path][method]["parameters"] = names
-    for methods in paths.values():
+    for path, methods in paths.items():
+        kinds = {"application/json": ollamas if path.startswith("/api/") else failure}
+        bad = _reply("What was wrong.", kinds)
         for operation in methods.values():
             operation["responses"] |= {"4XX": bad, "503": _reply("Not now.", {"application/json": {}})}
     paths["/"]["get"]["security"] = paths["/health"]["get"]["security"] = []
