@@ -11,7 +11,10 @@ import subprocess
 import tempfile
 import time
 
+import pytest
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-extensions", "--mute-audio")
 QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage")
 KEYS = {
@@ -90,12 +93,13 @@ class Page:
 
     def __init__(self, browser, url, width, height, dark):
         self.browser, self.problems, self.requested = browser, [], []
-        context = browser.call("Target.createBrowserContext")["browserContextId"]
-        target = browser.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
+        self.context = browser.call("Target.createBrowserContext")["browserContextId"]
+        target = browser.call("Target.createTarget", url="about:blank", browserContextId=self.context)["targetId"]
         self.session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         browser.pages[self.session] = self
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)  # as the only window of a desk
         self.look(width, height, dark)
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete'")
@@ -164,13 +168,34 @@ class Page:
     def type(self, text):
         self.call("Input.insertText", text=text)
 
-    def press(self, key):
+    def press(self, key, shift=False):
         for kind in ("rawKeyDown", "char", "keyUp"):
             if kind != "char" or key == "Enter":
                 text = {"text": "\r"} if key == "Enter" else {}
+                text |= {"modifiers": 8} if shift else {}
                 self.call(
                     "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=KEYS[key], **text
                 )
+
+    def tab_to(self, selector, back=False):
+        """Press Tab until this element has the focus; it fails if it cannot be reached so."""
+        for _ in range(60):
+            if self.run(f"document.activeElement.matches({json.dumps(selector)})"):
+                return
+            self.press("Tab", shift=back)
+        raise AssertionError(f"{selector} cannot be reached with Tab")
+
+    def keep_downloads(self, folder):
+        """What the page offers for download is written to this folder."""
+        options = {"behavior": "allow", "downloadPath": str(folder), "browserContextId": self.context}
+        self.browser.call("Browser.setDownloadBehavior", **options)
+
+    def pasted(self):
+        """The text that was copied, read by pasting it into a field of its own."""
+        self.run("document.body.append(Object.assign(document.createElement('textarea'), {id: 'pasted'}))")
+        self.run("$('pasted').focus()")
+        self.call("Input.dispatchKeyEvent", type="rawKeyDown", key="v", commands=["paste"])
+        return self.run("(() => { const text = $('pasted').value; $('pasted').remove(); return text; })()")
 
     def screenshot(self, path, whole=False):
         data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
@@ -204,7 +229,8 @@ CONTRAST = """(() => {
     return poor;
 })()"""
 WIDE = """[...document.querySelectorAll("*")]
-    .filter((each) => each.checkVisibility() && each.getBoundingClientRect().right > innerWidth + 1)
+    .filter((each) => each.checkVisibility() && !each.parentElement?.closest("pre")) // a block of code scrolls
+    .filter((each) => each.getBoundingClientRect().right > innerWidth + 1)
     .map((each) => each.outerHTML.slice(0, 80))"""
 NAMED = ("button", "textbox", "spinbutton", "checkbox", "combobox", "tab", "image", "dialog", "tabpanel")
 
@@ -218,3 +244,14 @@ def check_readable(page, note=""):
     controls = [node for node in nodes if not node["ignored"] and node["role"]["value"] in NAMED]
     assert len(controls) > 5
     assert [node for node in controls if not node.get("name", {}).get("value")] == [], note
+
+
+def fill_in(page, **values):
+    """Write these values into the page's settings, named by their fields."""
+    for name, value in values.items():
+        page.run(f"$({json.dumps(name)}).value = {json.dumps(str(value))}")
+
+
+def choose_model(page, name):
+    page.run(f"$('model').value = {json.dumps(name)}; $('model').onchange()")
+    page.until(f"model.id === {json.dumps(name)}")

@@ -14,7 +14,7 @@ import benchmark_scripts
 import click
 import pytest
 from bench_runs import SMALL, TINY, assert_positive
-from benchmark_scripts import FOLDER, adapters, ceilings, gate_zeros, models, serve, tokenizer
+from benchmark_scripts import FOLDER, adapters, ceilings, gate_zeros, models, serve, servers, tokenizer
 from click.testing import CliRunner
 from helpers import GOLDEN, model
 
@@ -22,9 +22,9 @@ from bitnet_ref import benchmark
 from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cpu.extension import simd_variants
 from bitnet_ref.benchmark.serve import Load
-from bitnet_ref.errors import ConfigError, ShapeError
+from bitnet_ref.errors import BackendError, ConfigError, ShapeError
 from bitnet_ref.families.lora import SelectedLinear
-from bitnet_ref.formats.open import find_model
+from bitnet_ref.formats.open import ASSETS, find_model
 from bitnet_ref.serving import Engine, EngineConfig
 from bitnet_ref.tokenizers import load_tokenizer
 
@@ -210,3 +210,31 @@ def test_adapters_of_other_requests_are_found(monkeypatch):
     monkeypatch.setattr(SelectedLinear, "choice_of", lambda self, x: self.choice[::-1].copy())
     with pytest.raises(ShapeError, match="among others as alone"):
         adapters.check(subject.on(subject.backend), 4, drawn)
+
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+
+
+def test_two_servers_in_turn():
+    """Ours twice, in place of another one: the same texts, a value for each round."""
+    from server_runs import RunningServer
+
+    with (
+        RunningServer({"model": ASSETS / "storyteller"}) as one,
+        RunningServer({"model": ASSETS / "storyteller"}) as other,
+    ):
+        ports = {servers.OURS: one.port, servers.THEIRS: other.port}
+        bench = servers.compare_servers(ports, (1, 3), new=4, rounds=2)
+        assert bench.equal_texts == bench.prompts == 16
+        assert [pair.streams for pair in bench.pairs] == [1, 3]
+        for pair in bench.pairs:
+            for field in ("tokens_per_s", "first_token_s"):
+                assert [ratio > 0 for ratio in pair.ratios(field)] == [True, True]
+        with pytest.raises(BackendError, match="status 400"):
+            servers.ask(one.port, "Alice", 5000)
+
+
+def test_a_server_that_does_not_start(tmp_path):
+    result = invoke(servers, tmp_path / "none.gguf", "--peer-python", sys.executable)
+    assert result.exit_code != 0
+    assert "does not start" in result.stderr

@@ -40,7 +40,7 @@ DECIDE = ("dtype", "cache_dtype", "rotation", "dense", "allow_unquantized")  # o
 @click.command(cls=SectionedCommand, short_help="Answer a file of OpenAI batch requests.")
 @click.argument("source", metavar="IN.jsonl", type=INPUT_FILE)
 @click.argument("target", metavar="OUT.jsonl", type=OutputFile())
-@click.option("--config", type=click.Path(path_type=Path, exists=True), help="Engine settings (docs/serving.md).")
+@click.option("--config", type=click.Path(path_type=Path, exists=True), help="Engine settings (docs/operating.md).")
 @click.option("--chat-template", metavar="JINJA", help="Instead of the model's own; @FILE reads it.")
 @declared_option(EngineConfig, "generation_defaults")
 @model_options

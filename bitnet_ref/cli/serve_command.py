@@ -83,7 +83,7 @@ def read_adapters(texts: tuple[str, ...], models: list[str]) -> dict[tuple[str, 
     envvar=KEY_VARIABLE,
     help="Clients need one of these keys.",
 )
-@click.option("--config", type=click.Path(path_type=Path), help="Engine settings, a TOML file (docs/serving.md).")
+@click.option("--config", type=click.Path(path_type=Path), help="Engine settings, a TOML file (docs/operating.md).")
 @declared_option(EngineConfig, "backend", help="As in generate.  [default: the config's]")
 @declared_option(ComputeOptions, "threads", type=click.IntRange(min=1))
 @declared_option(EngineConfig, "replicas")

@@ -252,6 +252,7 @@ def test_the_events_of_a_response(ask):
 def test_calls_and_their_outputs(ask):
     pytest.importorskip("llguidance")
     body = {"input": "Hello", "max_output_tokens": 60, "tools": [CLOCK_ITEM, {"type": "web_search"}]}
+    body["tools"].append({"type": "namespace", "name": "agents", "tools": [CLOCK_ITEM]})  # as Codex sends
     for choice in ("required", {"type": "function", "name": "clock"}, ALLOWED):
         answer = ask(RESPONSES, {**body, "tool_choice": choice})
         (call,) = answer["output"]
@@ -587,6 +588,16 @@ def test_every_path_is_in_the_documentation():
         assert f"`{path.replace('{id}', 'ID').replace('{name}', 'NAME')}`" in text or path.endswith(
             ("cancel", "_items")
         )
+
+
+def test_errors_have_the_documented_form(server):
+    kinds = {"object": dict, "string": str}  # the latter is Ollama's
+    for path, methods in describe_api("1")["paths"].items():
+        if "requestBody" in methods.get("post", {}):
+            documented = methods["post"]["responses"]["4XX"]["content"]["application/json"]["schema"]
+            status, _, answer = server.request("POST", path, b"{", {"content-type": "application/json"})
+            assert status == 400
+            assert isinstance(answer["error"], kinds[documented["properties"]["error"]["type"]]), path
 
 
 def test_whole_numbers_may_have_a_point(ask):

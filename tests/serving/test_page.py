@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chromium import CHROMIUM, Chromium, check_readable
+from chromium import check_readable, choose_model, fill_in, needs_chromium
 from cli_runs import BACKEND, FAST, process
 from engine_checks import check, until
 from helpers import chat_folder, model
@@ -27,7 +27,6 @@ STORY, PROMPT, SECRET = (
 )
 GRAFANA = Path(__file__).parents[2] / "docs" / "grafana.json"
 GONE = ("ERR_CONNECTION_REFUSED", "ERR_EMPTY_RESPONSE", "ERR_CONNECTION_RESET")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -35,29 +34,6 @@ def server(tmp_path_factory):
     sources = {"storyteller": STORY, "talker": chat_folder(tmp_path_factory.mktemp("page"))}
     with RunningServer(sources, settings={"cache_tokens": 2048}) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with Chromium() as browser:
-        yield browser
-
-
-@pytest.fixture
-def open_page(server, browser):
-    """Opens a page, and checks at the end that it asked only the server, and that nothing went wrong in it."""
-    pages = []
-
-    def open_it(url=None, problems=(), **options):
-        page = browser.page(f"{url or server.url}/", **options)
-        pages.append((page, url or server.url, problems))
-        return page
-
-    yield open_it
-    for page, url, problems in pages:
-        page.run("1")  # takes in the last events
-        assert all(each.startswith((f"{url}/", "data:image/svg")) for each in page.requested), page.requested
-        assert [text for text in page.problems if not any(each in text for each in problems)] == []
 
 
 def slowly(ids, logits, generator):
@@ -210,21 +186,11 @@ def test_every_metric_of_the_dashboard_exists(server):
 # -- in a browser ------------------------------------------------------------------------------------------------------
 
 
-def settings(page, **values):
-    for name, value in values.items():
-        page.run(f"$({json.dumps(name)}).value = {json.dumps(str(value))}")
-
-
-def choose_model(page, name):
-    page.run(f"$('model').value = {json.dumps(name)}; $('model').onchange()")
-    page.until(f"model.id === {json.dumps(name)}")
-
-
 @needs_chromium
 def test_completion_and_what_a_token_might_have_been(open_page):
     page = open_page()
     page.until("model !== null")
-    settings(page, temperature=0, max_tokens=12)
+    fill_in(page, temperature=0, max_tokens=12)
     page.click("#complete")
     page.until("!completing && tokens.length === 12")
     story = model(STORY, BACKEND, threads=1)
@@ -277,7 +243,7 @@ def test_chats_stop_and_go_on(server, open_page):
     page.click("#tab-chat")
     assert "has no chat template" in page.text("#chat")
     choose_model(page, "talker")
-    settings(page, temperature=0, max_tokens=9)
+    fill_in(page, temperature=0, max_tokens=9)
     page.click("#chat-text")
     page.type("Hello")
     page.press("Enter")
@@ -286,7 +252,7 @@ def test_chats_stop_and_go_on(server, open_page):
     talk = [{"role": "user", "content": "Hello"}]
     expected = story.generate(story.tokenizer.apply_chat_template(talk, tokenize=True), max_tokens=9).text
     assert page.run("conversation.nodes[1].content") == expected
-    settings(page, max_tokens=200)
+    fill_in(page, max_tokens=200)
     engine = server.engines["talker"]
     aborts = engine.metrics.finished["abort"]
     blocker = engine.submit("Alice", strategy=slowly, max_tokens=250, ignore_eos=True)  # steps take 20 ms
@@ -299,7 +265,7 @@ def test_chats_stop_and_go_on(server, open_page):
     blocker.close()
     assert 20 < len(page.run("conversation.nodes[3].content")) < 600
     assert page.run("document.querySelector('.message img')") is None
-    settings(page, max_tokens=255)
+    fill_in(page, max_tokens=255)
     page.run("$('messages').lastChild.querySelector('.actions button:nth-child(3)').click()")
     page.until("!chatting && problem")
     assert "context is 256" in page.text("p.problem")
@@ -372,7 +338,7 @@ def test_a_conversation_outlives_a_reload(open_page):
     page.until("model !== null")
     page.click("#tab-chat")
     choose_model(page, "talker")
-    settings(page, temperature=0, max_tokens=4)
+    fill_in(page, temperature=0, max_tokens=4)
     page.click("#chat-text")
     page.type("Hello")
     page.press("Enter")
@@ -498,7 +464,7 @@ def test_a_key_and_a_server_that_is_busy_loads_or_is_gone(open_page):
 def inspect_views(page, server):
     """No view is wider than the screen, all text can be read, and all controls have names."""
     page.until("model !== null")
-    settings(page, temperature=1, max_tokens=30, seed=3)
+    fill_in(page, temperature=1, max_tokens=30, seed=3)
     for view in ("completion", "chat", "engine"):
         page.click(f"#tab-{view}")
         if view == "completion":
@@ -543,7 +509,7 @@ def test_a_server_that_is_killed_and_comes_back(browser):
     try:
         page = browser.page(f"{url}/")
         page.until("model !== null")
-        settings(page, max_tokens=250)
+        fill_in(page, max_tokens=250)
         page.run("$('prompt').value = 'Alice'")
         page.click("#complete")
         page.until("tokens.length > 2 && tokens.length < 200")
@@ -565,6 +531,6 @@ def test_a_server_that_is_killed_and_comes_back(browser):
 @needs_chromium
 @pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [320, 480, 899, 900, 1920])
+@pytest.mark.parametrize("width", [320, 390, 899, 900, 1280, 1920])
 def test_screens(server, open_page, width, dark):
     inspect_views(open_page(width=width, dark=dark), server)

@@ -293,6 +293,11 @@ def test_replies_that_match_a_schema(client):
     )
     assert json.loads(answer.choices[0].message.content)["n"] in (1, 2)
     assert answer.choices[0].finish_reason == "stop"
+    del schema["additionalProperties"]  # where it says nothing of others, there are none
+    guided = client.chat.completions.create(
+        model="talker", messages=HELLO, max_tokens=30, extra_body={"guided_json": schema}
+    )
+    assert json.loads(guided.choices[0].message.content).keys() == {"n"}
     free = client.chat.completions.create(
         model="talker", messages=HELLO, max_tokens=8, response_format={"type": "json_object"}
     )

@@ -57,7 +57,7 @@ function actionsOf(index, isLast, element, text) {
       showConversation();
       $("chat-status").textContent = `Branch ${place + step + 1} of ${all.length}`;
       const at = shownPath().indexOf(all[place + step]); // the same button, or the other one at the end
-      const buttons = $("messages").children[at].querySelectorAll(".branch:not(:disabled)");
+      const buttons = $("messages").children[at].querySelectorAll(".branch:not([hidden])");
       (buttons[step > 0 ? buttons.length - 1 : 0] ?? buttons[0])?.focus();
     };
     const back = smallButton("‹", go(-1), "Previous branch"), on = smallButton("›", go(1), "Next branch");
@@ -70,17 +70,18 @@ function actionsOf(index, isLast, element, text) {
   return row;
 }
 
-// A changed message is a new branch; one of a person gets a reply.
+// A changed message is a new branch, with the calls of the old one; one of a person gets a reply.
 function edit(index, element, text) {
-  const node = conversation.nodes[index], field = make("textarea", { value: node.content, rows: 3, "aria-label": "The message, changed" });
+  const { parent, facts, ...node } = conversation.nodes[index]; // facts: how fast the old text was written
+  const field = make("textarea", { value: node.content, rows: 3, "aria-label": "The message, changed" });
   const end = () => {
     showConversation();
     $("chat-text").focus();
   };
   const save = () => {
     const content = field.value.trim();
-    if (!content || content === node.content) return end();
-    const at = addNode(node.parent, { role: node.role, content, ...(node.model ? { model: node.model } : {}) });
+    if ((!content && !node.calls) || content === node.content) return end();
+    const at = addNode(parent, { ...node, content });
     keepConversation();
     end();
     if (node.role === "user") reply(at);
@@ -188,7 +189,7 @@ async function reply(index) {
 $("chat-form").onsubmit = (event) => {
   event.preventDefault();
   const content = $("chat-text").value.trim(), last = shownPath().at(-1) ?? -1;
-  if (!content || chatting || !model) return;
+  if (!content || chatting || !model || !readChatSettings()) return;
   $("chat-text").value = "";
   const isUnanswered = conversation.nodes[last]?.role === "user"; // then this one stands in its place
   const index = addNode(isUnanswered ? conversation.nodes[last].parent : last, { role: "user", content });

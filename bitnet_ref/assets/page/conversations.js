@@ -77,13 +77,21 @@ function listConversations() {
     const isOpen = each.id === conversation.id;
     const title = make("button", { type: "button", className: "title", textContent: each.title, title: each.title });
     title.setAttribute("aria-current", String(isOpen));
-    title.onclick = () => !chatting && openConversation(each);
+    title.onclick = () => {
+      if (chatting) return;
+      openConversation(each);
+      focusTitle();
+    };
     const row = make("li", {}, title);
     if (isOpen) row.append(smallButton("Rename", () => rename(row)), deleteButton());
     return row;
   });
   $("conversation-list").replaceChildren(...rows);
   $("export").hidden = !conversation.nodes.length;
+}
+
+function focusTitle() {
+  document.querySelector("#conversation-list [aria-current=true]")?.focus();
 }
 
 function smallButton(text, action, label = text) {
@@ -100,11 +108,12 @@ function rename(row) {
     keepConversation();
     listConversations();
   };
-  field.onkeydown = ({ key, isComposing }) => {
-    if (isComposing || (key !== "Enter" && key !== "Escape")) return;
-    isKept = key === "Enter";
+  field.onkeydown = (event) => {
+    if (event.isComposing || (event.key !== "Enter" && event.key !== "Escape")) return;
+    event.preventDefault(); // else Enter presses the button that gets the focus
+    isKept = event.key === "Enter";
     field.blur();
-    document.querySelector("#conversation-list [aria-current=true]")?.focus();
+    focusTitle();
   };
   row.replaceChildren(field);
   field.select();

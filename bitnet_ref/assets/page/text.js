@@ -34,7 +34,7 @@ class Pace {
     this.reason = facts.choices[0]?.finish_reason ?? this.reason;
   }
   toString() {
-    const words = { stop: "the text is complete", length: "max_tokens reached", content_filter: "filtered" };
+    const words = { stop: "the text is complete", length: "max_tokens reached", content_filter: "filtered", tool_calls: "waits for the result" };
     const speed = this.tokens / ((performance.now() - this.begin) / 1000); // of the whole: pieces may arrive together
     const parts = this.tokens ? [count(this.tokens, "token")] : ["stopped"];
     if (this.tokens > 1) parts.push(`${speed.toFixed(speed < 10 ? 1 : 0)} tokens/s`);

@@ -2,7 +2,7 @@
  *
  * Plain version: NumPy's isfinite and argmax for each row, and a gather. For storyteller's vocabulary of 4,096 they take
  * 2 us a row together, and the gather 20 us for a step, next to some 250 us of kernels. With all else that Python does
- * between two steps: docs/serving.md.
+ * between two steps: docs/operating.md.
  * Here each row is read once, in LANES independent maxima that the compiler turns into vectors. As in NumPy the first of
  * equal logits counts, so it is looked for afterwards; -0 equals 0. */
 #pragma once

@@ -16,6 +16,7 @@ TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refu
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 ITEMS = ("message", "reasoning", "function_call", "function_call_output", "item_reference")
 HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "computer", "mcp", "local_shell")
+LEFT_OUT = (*HOSTED, "namespace")  # the model does not hear of them; a namespace has the sub-agents of Codex
 FindItem = Callable[[str], dict[str, Any] | None]
 
 
@@ -86,12 +87,12 @@ def _read_call(item: Mapping[str, Any], place: str) -> dict[str, Any]:
 def nest_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The tools as a chat has them.
 
-    Tools that OpenAI runs itself, like web_search, are left out: the model does not hear of them. Raises RequestError.
+    Tools that OpenAI runs itself, like web_search, and namespaces of tools are left out. Raises RequestError.
     """
     nested = []
     for number, tool in enumerate(tools):
         kind, place = str(tool.get("type")), f"tools[{number}]"
-        if kind.startswith(HOSTED):
+        if kind.startswith(LEFT_OUT):
             continue
         if kind not in ("function", "custom") or not isinstance(tool.get("name"), str):
             raise RequestError(f"{place}: expected a function or a custom tool with a name, got {kind[:60]!r}", place)

@@ -350,7 +350,7 @@ def describe_api(version: str, more: Collection[str] = ()) -> Schema:
     failure = describe_object(
         {"error": describe_object({"message": TEXT, "type": TEXT, "param": {}, "code": {}}, ("message",))}, ("error",)
     )
-    bad = _reply("What was wrong.", {"application/json": failure})
+    ollamas = describe_object({"error": TEXT}, ("error",))
     paths: dict[str, Any] = {}
     for path, (summary, schema) in BODIES.items():
         if path in OFF_BY_DEFAULT and path not in more:
@@ -360,7 +360,9 @@ def describe_api(version: str, more: Collection[str] = ()) -> Schema:
         paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": {"200": _reply("", kinds)}}}
     for (path, method), operation in CALLS.items():
         paths.setdefault(path, {})[method] = {**operation}
-    for methods in paths.values():
+    for path, methods in paths.items():
+        kinds = {"application/json": ollamas if path.startswith("/api/") else failure}
+        bad = _reply("What was wrong.", kinds)
         for operation in methods.values():
             failures = {"4XX": bad, "503": _reply("Not now.", {"application/json": {}})}
             operation["responses"] = {**operation["responses"], **failures}

@@ -104,7 +104,7 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
     tools, guide = choose_tools(body["tools"], choice, one_call, form)
     if guide is not None:
         params["guided_json"] = guide
-    _make_compact(params)
+    _tighten(params)
     text = chat_text(engine.model, body, chat_template, tools is not None)
     ids, thinking = tokenizer.encode(text, body.get("add_special_tokens") is True), find_thinking(template, text)
     ids = truncate_ids(ids, body, engine.model, params.get("max_tokens") or 1)
@@ -229,18 +229,19 @@ def _read_guide(body: Mapping[str, Any], params: dict[str, Any]) -> None:
             if not form.get("json_schema"):
                 raise RequestError("response_format.json_schema: is missing", "response_format.json_schema")
             schema = form["json_schema"]["schema"] if form["json_schema"]["schema"] is not None else {}
-        params["guided_json"] = {"type": "object"} if schema is None else close_objects(schema)
-        _make_compact(params)
+        params["guided_json"] = {"type": "object"} if schema is None else schema
     if outputs.get("json_object"):
         params["guided_json"] = {"type": "object"}
     for guide in GUIDES:
         if outputs.get(guide.removeprefix("guided_")) not in (None, "", []):
             params[guide] = outputs[guide.removeprefix("guided_")]
+    _tighten(params)
 
 
-def _make_compact(params: dict[str, Any]) -> None:
+def _tighten(params: dict[str, Any]) -> None:
+    """A schema for JSON without white space or properties that it does not name."""
     if isinstance(params.get("guided_json"), dict):
-        params["guided_json"] = {"x-guidance": COMPACT, **params["guided_json"]}
+        params["guided_json"] = {"x-guidance": COMPACT, **close_objects(params["guided_json"])}
 
 
 def embedding_ids(model: LoadedModel, body: Mapping[str, Any]) -> list[list[int]]:

@@ -1,0 +1,181 @@
+"""The server beside llama-cpp-python's, on the same GGUF and threads: tokens per second, and time to first token.
+
+    python scripts/benchmarks/servers.py FILE.gguf --peer-python PYTHON
+
+PYTHON is one with `pip install 'llama-cpp-python[server]'`. Both servers run all the time; rounds of streams go to one
+and the other in turn, and only the ratios of these pairs say something on a machine that does other work. Greedy
+texts. llama-cpp-python's server computes one request at a time, llama.cpp's own llama-server several.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import click
+from commands import Script, start
+
+from bitnet_ref.benchmark.timing import Record
+from bitnet_ref.cli.bench_shared import report_bench
+from bitnet_ref.cli.shell import common_options
+from bitnet_ref.errors import BackendError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OURS, THEIRS = "bitnet_ref", "llama-cpp-python"
+STREAMS = (1, 16)
+START_S = 120.0
+TIMEOUT_S = 600.0
+PEOPLE = ("The old man", "Alice", "A little boy", "The king's daughter")
+PLACES = ("the sea", "the dark wood", "her mother", "the castle on the hill")
+PROMPTS = [f"{who} went to {where} and" for who in PEOPLE for where in PLACES]
+
+
+@dataclass(frozen=True)
+class Pair(Record):
+    """Both servers with this many streams at a time, measured in turn. Lists have a value for each round."""
+
+    streams: int
+    tokens_per_s: Mapping[str, list[float]]  # of all streams together
+    first_token_s: Mapping[str, list[float]]  # the median of the streams
+
+    def ratios(self, name: str) -> list[float]:
+        """Ours / theirs of each round."""
+        values = getattr(self, name)
+        return [ours / theirs for ours, theirs in zip(values[OURS], values[THEIRS], strict=True)]
+
+
+@dataclass(frozen=True)
+class ServerBench(Record):
+    """`equal_texts`: prompts of which both servers write the same text."""
+
+    new_tokens: int
+    prompts: int
+    equal_texts: int
+    pairs: tuple[Pair, ...]
+
+
+def ask(port: int, prompt: str, new: int) -> tuple[float, str]:
+    """Seconds to the first text of a stream, and the whole text. Raises BackendError unless it has `new` tokens."""
+    body = {"model": "model", "prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True}
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)) as connection:
+        begin, first_s, text, reason = time.perf_counter(), None, "", None
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise BackendError(f"port {port}: status {answer.status}: {answer.read()[:200]!r}")
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            (choice,) = json.loads(line[6:])["choices"]
+            if choice["text"] and first_s is None:
+                first_s = time.perf_counter() - begin
+            text += choice["text"]
+            reason = choice["finish_reason"] or reason
+    if reason != "length" or first_s is None:
+        raise BackendError(f"port {port}: {prompt!r} ended with {reason!r} before {new} tokens: choose fewer")
+    return first_s, text
+
+
+def time_streams(port: int, streams: int, new: int) -> tuple[float, float]:
+    """Tokens per second of so many streams at a time, and the median of their seconds to the first token."""
+    results: list[tuple[float, str]] = []
+    threads = [
+        threading.Thread(target=lambda prompt=prompt: results.append(ask(port, prompt, new)))
+        for prompt in PROMPTS[:streams]
+    ]
+    begin = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if len(results) != streams:
+        raise BackendError(f"port {port}: {streams - len(results)} of {streams} streams failed")
+    return streams * new / (time.perf_counter() - begin), median(first for first, _ in results)
+
+
+def compare_servers(ports: Mapping[str, int], streams: Sequence[int], new: int, rounds: int) -> ServerBench:
+    """Both servers in turn, the other one first in every second round. Their texts are compared first."""
+    texts = {name: [ask(port, prompt, new)[1].strip() for prompt in PROMPTS] for name, port in ports.items()}
+    equal = sum(ours == theirs for ours, theirs in zip(texts[OURS], texts[THEIRS], strict=True))
+    pairs = []
+    for count in streams:
+        pair = Pair(count, {OURS: [], THEIRS: []}, {OURS: [], THEIRS: []})
+        for number in range(rounds):
+            for name in (OURS, THEIRS) if number % 2 == 0 else (THEIRS, OURS):
+                tokens_per_s, first_s = time_streams(ports[name], count, new)
+                pair.tokens_per_s[name].append(tokens_per_s)
+                pair.first_token_s[name].append(first_s)
+        pairs.append(pair)
+    return ServerBench(new, len(PROMPTS), equal, tuple(pairs))
+
+
+@contextmanager
+def running(command: Sequence[str]) -> Iterator[int]:
+    """A server on a free port, which is added to the command; it ends with the block. Raises BackendError."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([*command, "--port", str(port)], stdout=-3, stderr=-3) as process:
+        try:
+            end = time.monotonic() + START_S
+            while not answers(port):
+                if process.poll() is not None or time.monotonic() > end:
+                    raise BackendError(f"{' '.join(command)}: does not start (exit code {process.poll()})")
+                time.sleep(0.2)
+            yield port
+        finally:
+            process.terminate()
+
+
+def answers(port: int) -> bool:
+    try:
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as connection:
+            connection.request("GET", "/v1/models")
+            return connection.getresponse().status == 200
+    except OSError:
+        return False
+
+
+@click.command(cls=Script)
+@click.argument("file")
+@click.option("--peer-python", required=True, help="A Python with llama-cpp-python[server].")
+@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of each server.")
+@click.option("--new", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens of each text.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Pairs of each size.")
+@common_options
+def main(file: str, peer_python: str, threads: int, new: int, rounds: int, **options: Any) -> None:
+    """Serve FILE by bitnet_ref and by llama-cpp-python, and time 1 and 16 streams in turn."""
+    ours = [sys.executable, "-m", "bitnet_ref", "serve", f"model={file}", "--threads", str(threads)]
+    theirs = [peer_python, "-m", "llama_cpp.server", "--model", file, "--n_threads", str(threads)]
+    theirs += ["--n_ctx", "0", "--interrupt_requests", "false"]
+    with running(ours) as port, running(theirs) as peer_port:
+        bench = compare_servers({OURS: port, THEIRS: peer_port}, STREAMS, new, rounds)
+
+    def draw(out: Console) -> None:
+        out.print(f"{bench.equal_texts} of {bench.prompts} texts are equal; {new} tokens each, {threads} threads")
+        for pair in bench.pairs:
+            for field, unit in (("tokens_per_s", "tokens/s"), ("first_token_s", "s to the first token")):
+                values = getattr(pair, field)
+                ratios = ", ".join(f"{ratio:.2f}" for ratio in pair.ratios(field))
+                out.print(
+                    f"{pair.streams} streams: {OURS} {median(values[OURS]):.3g} {unit}, {THEIRS} "
+                    f"{median(values[THEIRS]):.3g}; ours / theirs of each round: {ratios}"
+                )
+
+    report_bench(bench, draw)
+
+
+if __name__ == "__main__":
+    start(main)
