@@ -9,7 +9,7 @@ their ops one by one. The first op that fails its limit is `first_divergence`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -85,6 +85,7 @@ class Comparison:
     up_to: str = ""  # what the engine rounds by design, for which the tolerances allow
     calls: Calls = ()  # how many tokens each call of the candidate computed, where it says so
     implied_flips: int = 0  # of `flips`, the first so many are not recorded: the reference rounded as they say
+    undecided: str = ""  # of logits alone that do not agree: why they may be a correct engine's all the same
     missing: list[str] = field(default_factory=list)  # in the reference, not in the candidate
     # in the candidate, with a name that no run has -> the nearest name that runs have, if one is near
     unknown: dict[str, str | None] = field(default_factory=dict)
@@ -110,6 +111,9 @@ class Comparison:
         """One line."""
         if self.problem is not None:
             return f"NOT COMPARABLE: {self.problem}"
+        if self.undecided:
+            advice = "record hook_resid_post of every block next, which shows them"
+            return f"CANNOT TELL from the logits alone, {self.mode}: {self.undecided}; {advice}"
         if (bad := self.first_divergence) is not None:
             place = "" if bad.token is None else placed_by_calls(bad.token, self.calls)
             return f"DIFFERS, {self.mode}, {place + '; ' if place else ''}first at {bad}"
@@ -151,6 +155,12 @@ class Comparison:
         first = self.first_divergence
         out["first_divergence"] = None if first is None else first.name
         return _to_json(out)
+
+
+def all_agree(comparisons: Iterable[Comparison]) -> bool | None:
+    """Whether they all agree; None if one is undecided and none differs."""
+    left = [comparison for comparison in comparisons if not comparison.agrees]
+    return not left or (None if all(comparison.undecided for comparison in left) else False)
 
 
 def compare(
