@@ -244,6 +244,8 @@ class Walk:
         if name not in self.reference:
             return
         mine, depth = tensor_of(self.reference, name), self._depth(name)
+        if _is_head_norm(name) and mine.shape[0] != self.comparison.tokens:  # a recorded reference
+            mine = mine[:].reshape(self.comparison.tokens, -1)
         if name in self.candidate:
             self.comparison.ops.append(self.judge(name, mine, tensor_of(self.candidate, name), depth))
             return
@@ -272,7 +274,7 @@ class Walk:
         if kind == "logits" and given in ((shape[1],), (1, shape[1])) and shape[0] > 1:
             first_row, reached = shape[0] - 1, self.reached[-1:]
             mine, shape, note = whole[first_row:], (1, shape[1]), "of the last token only"
-        if not fits(shape, given):
+        if not fits(shape, given, name):
             return self.refuse(name, shape, f"{OTHER_SHAPE} {list(given)} instead of {list(shape)}")
         if shape != given:
             theirs = theirs[:].reshape(shape)
@@ -383,12 +385,21 @@ class View(Mapping[str, NDArray]):
         return len(self.names)
 
 
-def fits(shape: tuple[int, ...], given: tuple[int, ...]) -> bool:
-    """Whether an array of shape `given` can be read as one of `shape`: axes of 1 in front, heads joined or apart."""
+def _is_head_norm(name: str) -> bool:
+    return ".q_norm." in name or ".k_norm." in name
+
+
+def fits(shape: tuple[int, ...], given: tuple[int, ...], name: str = "") -> bool:
+    """Whether an array of shape `given` can be read as one of `shape`: axes of 1 in front, heads joined or apart.
+
+    name: of the tensor; a norm over heads may have a row for each head of each token, (N*H, d).
+    """
     while len(given) > len(shape) and given[0] == 1:
         given = given[1:]
     if given == shape or (1, *given) == shape:
         return True
+    if _is_head_norm(name) and len(given) == 2 and given[0] % shape[0] == 0:
+        return math.prod(given) == math.prod(shape)
     same_rows = given[:1] == shape[:1] and math.prod(given) == math.prod(shape)
     return same_rows and 2 in (len(shape), len(given)) and abs(len(shape) - len(given)) <= 1
 
