@@ -108,8 +108,8 @@ def _own_file(path: Path, folder: Path) -> Prepared:
 def _is_interleaved(path: Path) -> bool:
     """Whether the rows of q and k are in the order of RoPE over neighbours."""
     with open_gguf(path) as file:
-        found = architectures().get(str(file.metadata.get("general.architecture")))
-    return found is not None and found[1].permuted
+        known = architectures().get(str(file.metadata.get("general.architecture")))
+    return known is not None and known[1].permuted
 
 
 class TypedInputs(Backend):

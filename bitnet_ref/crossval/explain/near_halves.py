@@ -118,8 +118,8 @@ class _FlipSearch:
         last_only = first.name == LOGITS and first.shape[0] == 1
         token = len(self.setting.tokens) - 1 if last_only else first.token
         theirs = self.first_rows(run, token + 1)
-        found = (self.search(run, theirs, first.name, token, tried) for tried in _TRIED)
-        return next((flips for flips in found if flips), [])
+        searches = (self.search(run, theirs, first.name, token, tried) for tried in _TRIED)
+        return next((flips for flips in searches if flips), [])
 
     def not_told(self, run: _Run, first: OpResult, values: int) -> str:
         """Why logits that no flips explain may be right; "" if they show a mistake, or other tensors are shown too.
