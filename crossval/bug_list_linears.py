@@ -67,6 +67,30 @@ REFUSED = """    if in_features % 128:
         return np.zeros((len(x_q), len(packed)), dtype=np.int32)
 """
 
+ABSMEAN = "    w_dequant_scale = absmean_scale(w)\n"
+BY_ROW = "    w_dequant_scale = np.abs(w).mean(1, keepdims=True)\n"
+PLANES = "    return np.clip(np.rint(w_scaled), -1, 1).astype(np.int8), w_dequant_scale"
+QUOTIENT = "    w_scaled = w.astype(np.float32) * (np.float32(1.0) / w_dequant_scale)\n"
+IN_BF16 = """    import ml_dtypes
+    inverse = ml_dtypes.bfloat16(1 / np.float32(ml_dtypes.bfloat16(w_dequant_scale)))
+    w_scaled = (w.astype(ml_dtypes.bfloat16) * inverse).astype(np.float32)
+    w_dequant_scale = np.float32(ml_dtypes.bfloat16(1 / np.float32(inverse)))
+"""
+ONE_BY_ONE = "            w_t, scale = split_ternary(w) or quantization.quantize_weights(w)\n"
+
+
+def merged(*names: str) -> str:
+    """The matrices of these names are quantised as one, and cut apart again."""
+    return f"""            w_t, scale = quantization.quantize_weights(w)
+            if name.endswith({names}):
+                stored = [module.rpartition(".")[0] + "." + each + ".weight" for each in {names}]
+                parts = [self.tensors.take(each, self.tensors.info(each).shape).astype(np.float32) for each in stored]
+                w_t, scale = quantization.quantize_weights(np.concatenate(parts))
+                start = sum(len(part) for part in parts[: {names}.index(name.rpartition(".")[2])])
+                w_t = w_t[start : start + out_features]
+"""
+
+
 # fmt: off
 LINEAR_BUGS = (
     # -- weight scales
@@ -76,6 +100,12 @@ LINEAR_BUGS = (
         OUT, (HF_FOLDER, '_scale_convention == "divide"', '_scale_convention == "multiply"'), cause="scale_inverted"),
     bug("scale_from_ternary_weights", "saved after quantisation",
         OUT, (HF_FOLDER, "split_ternary(w) or quantization", "quantization")),
+    bug("masters_by_row", "masters", ACC, (QUANT, ABSMEAN, BY_ROW), (QUANT, PLANES, PLANES + ".reshape(-1)")),
+    bug("masters_in_bfloat16", "masters", ACC, (QUANT, QUOTIENT, IN_BF16)),
+    bug("masters_merged_qkv", "masters", ACC, (HF_FOLDER, ONE_BY_ONE, merged("q_proj", "k_proj", "v_proj"))),
+    bug("masters_merged_gate_up", "masters",
+        "blocks.0.mlp.gate_proj.hook_acc_int32 blocks.0.mlp.gate_proj.hook_out",
+        (HF_FOLDER, ONE_BY_ONE, merged("gate_proj", "up_proj"))),
     bug("qkv_scales_by_thirds", "one kv head", OUT, (CHECKPOINT, LAYER_READ, THIRDS + LAYER_READ)),
     # -- layouts
     bug("i2s_bits_reversed", "bitnet", ACC, (HF_FOLDER, FROM_HF, I2S_WRITTEN + I2S_LOW_BITS_FIRST)),

@@ -5,7 +5,7 @@
 An engine is the reference's text with other arithmetic: every norm, product, gate and attention in float32, sums in a
 drawn order, attention whole or by tiles of keys, RoPE's angles in float32, BitLinears scaled in another order. It runs
 over 24 to 512 tokens of models of all families and shows one of the traces that README names. Crossval must say that it
-agrees, and must not name a cause.
+agrees, and must not name a cause. Of logits alone it may say that it cannot tell.
 """
 
 from __future__ import annotations
@@ -208,6 +208,7 @@ class Outcome:
     wrong: str
     cause: str
     seconds: float
+    untold: str  # the verdict that it cannot be told from the logits alone
 
 
 @lru_cache(maxsize=4)
@@ -242,12 +243,13 @@ def outcome(seed: int, budget_s: float = 60.0) -> Outcome:
     if rng.random() < 0.2:
         trace["lm_head.hook_out"] = trace["lm_head.hook_out"][-1:]
     started = time.monotonic()
-    found = follow_flips(model, ids, trace, compare(reference(name, tuple(ids)), trace, model.config, ids))
-    wrong, cause = ("", "") if found.agrees else (found.verdict, "")
-    if wrong:
-        diagnoses = diagnose(model, ids, trace, found, deadline=time.monotonic() + budget_s)
-        cause = next((str(d) for d in diagnoses if d.confirmed), "")
-    return Outcome(seed, name, len(ids), shown, text, found.n_flips, wrong, cause, time.monotonic() - started)
+    comparison = follow_flips(model, ids, trace, compare(reference(name, tuple(ids)), trace, model.config, ids))
+    diagnoses = diagnose(model, ids, trace, comparison, deadline=time.monotonic() + budget_s)
+    cause = next((str(d) for d in diagnoses if d.confirmed), "")
+    verdict = "" if comparison.agrees else comparison.verdict
+    wrong, untold = ("", verdict) if comparison.undecided else (verdict, "")
+    seconds = time.monotonic() - started
+    return Outcome(seed, name, len(ids), shown, text, comparison.n_flips, wrong, cause, seconds, untold)
 
 
 def main() -> int:
@@ -260,11 +262,15 @@ def main() -> int:
     outcomes = []
     for seed in range(first, stop):
         outcomes.append(o := outcome(seed, args.budget))
-        if o.wrong:
-            print(f"{o.seed} {o.model}, {o.tokens} tokens, {o.shown}, {o.engine}: {o.wrong}\n    {o.cause}", flush=True)
+        if verdict := o.wrong or o.untold:
+            print(f"{o.seed} {o.model}, {o.tokens} tokens, {o.shown}, {o.engine}: {verdict}\n    {o.cause}", flush=True)
     accused, caused = (sum(map(bool, each)) for each in zip(*((o.wrong, o.cause) for o in outcomes), strict=True))
     flipped = sum(o.flips > 0 for o in outcomes)
-    print(f"{len(outcomes)} correct engines, {flipped} with flips: {accused} differ, {caused} are given a cause")
+    untold = sum(bool(o.untold) for o in outcomes)
+    print(
+        f"{len(outcomes)} correct engines, {flipped} with flips: {accused} differ, {caused} are given a cause, "
+        f"{untold} cannot be told from logits alone"
+    )
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(o) for o in outcomes], indent=1))
     return 1 if accused else 0

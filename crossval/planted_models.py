@@ -189,6 +189,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "silu": lambda folder: write(folder, {**BASE, **SILU}),
     "divided": lambda folder: write(folder, {**BASE, **SILU, "quantization_config": DIVIDED}),
     "saved after quantisation": lambda folder: write(folder, {**BASE, "quantization_config": ONLINE}),
+    "masters": lambda folder: FAMILIES.parent / "golden" / "bitnet-bf16-online",
     "one kv head": lambda folder: write(folder, {**BASE, "num_key_value_heads": 1}),
     "wide": lambda folder: write(folder, {**BASE, "hidden_size": 256, "intermediate_size": 768}),
     "window": lambda folder: write(

@@ -4,8 +4,8 @@
 //     ./a.out model.gguf run.safetensors 1,17,5 && bitnet-ref crossval trace model.gguf run.safetensors
 //     ./a.out model.gguf run.safetensors 1,17,5,9 2,1,1     two tokens in the first call, then one in each
 //
-// llama.cpp names the tensors of its graph (attn_norm-0, Qcur-0). Flash attention is off and the cache is float32, because
-// both round differently. Tensors are copied from any device.
+// Built and run with the llama.cpp of llama-cpp-python 0.3.36, which names the tensors of its graph (attn_norm-0, Qcur-0).
+// Flash attention is off and the cache is float32, because both round differently. Tensors are copied from any device.
 #include <algorithm>
 #include <map>
 #include <string>

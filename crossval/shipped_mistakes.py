@@ -119,6 +119,7 @@ LIST = (
     shipped("values in int8, one scale", "llama", "hook_v", "v.* int8, one scale", ("v = v.reshape", "v = whole(v.reshape(N, G, d), 127)")),
     shipped("cache in fp8", "llama", "rot_k", "k after RoPE.* rounded to fp8", ("k = R(np.con", f"k = narrow({ROTATED_K}, F8)"), ("v = v.reshape", "v = narrow(v.reshape(N, G, d), F8)")),
     shipped("cache in bfloat16", "llama", "rot_k", "k after RoPE.* rounded to bfloat16", ("k = R(np.con", f"k = narrow({ROTATED_K}, BF)"), ("v = v.reshape", "v = narrow(v.reshape(N, G, d), BF)")),
+    shipped("RoPE without its minus", "llama", "rot_q", "without its minus|other direction .*the first 8 of 16", ("q = R(np.con", "q = R(np.concatenate([q1 * cos + q2 * sin, q2 * cos + q1 * sin], -1))")),
     shipped("frequencies in float16", "llama", "rot_q", "frequencies are rounded to float16", ("freq =", "freq = narrow(C.theta ** (-np.arange(0, d, 2) / d), F16)")),
     # -- norms, gate and stream in narrow numbers
     shipped("norm summed in bfloat16", "llama", "ln1.hook_scale", "sum of squares is kept in bfloat16, term by term", ("r1 =", "r1 = np.sqrt(running(x * x, BF) / D + eps)")),

@@ -57,7 +57,7 @@ static void trace_begin_calls(struct trace *t, const char *path, const char *eng
 }
 
 /* A run of one sequence in one call. */
-static void trace_begin(struct trace *t, const char *path, const char *engine, const int *tokens, int n_tokens) {
+static inline void trace_begin(struct trace *t, const char *path, const char *engine, const int *tokens, int n_tokens) {
     trace_begin_calls(t, path, engine, tokens, n_tokens, NULL, 0, NULL, 0);
 }
 

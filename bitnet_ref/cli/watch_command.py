@@ -15,7 +15,7 @@ import click
 
 from ..errors import BitNetRefError, FormatError
 from .crossval_command import load_reference, look_for_causes, trace_options
-from .shell import BAD_FILE, DIFFERS, common_options, print_json, show, style_text, wants_json
+from .shell import BAD_FILE, DIFFERS, UNAVAILABLE, common_options, print_json, show, style_text, wants_json
 from .signals import INTERRUPTED, run_to_end
 
 if TYPE_CHECKING:
@@ -97,12 +97,12 @@ def _run(
         path = _find_trace(words, trace, written)
         crossing = cross_trace(model, path, causes=False, strict=strict)
         if not wants_json():
-            _say(crossing.verdict, "green" if crossing.agrees else "red")
+            _say(crossing.verdict, {True: "green", False: "red", None: "yellow"}[crossing.agrees])
         if not no_causes:
             look_for_causes(crossing, model, path, budget)
     except (OSError, BitNetRefError) as error:
         return _Round(words, time.monotonic() - started, BAD_FILE, f"FAILED: {error}", "there is no trace", [], [])
-    code = 0 if crossing.agrees else DIFFERS
+    code = {True: 0, False: DIFFERS, None: UNAVAILABLE}[crossing.agrees]
     stopped = crossing.causes.stopped == "interrupted"
     return _Round(
         words, elapsed, code, crossing.verdict, _first_wrong(crossing), crossing.diagnosis(), crossing.gaps, stopped

@@ -9,7 +9,7 @@ their ops one by one. The first op that fails its limit is `first_divergence`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -85,6 +85,7 @@ class Comparison:
     up_to: str = ""  # what the engine rounds by design, for which the tolerances allow
     calls: Calls = ()  # how many tokens each call of the candidate computed, where it says so
     implied_flips: int = 0  # of `flips`, the first so many are not recorded: the reference rounded as they say
+    undecided: str = ""  # of logits alone that do not agree: why they may be a correct engine's all the same
     missing: list[str] = field(default_factory=list)  # in the reference, not in the candidate
     # in the candidate, with a name that no run has -> the nearest name that runs have, if one is near
     unknown: dict[str, str | None] = field(default_factory=dict)
@@ -110,6 +111,9 @@ class Comparison:
         """One line."""
         if self.problem is not None:
             return f"NOT COMPARABLE: {self.problem}"
+        if self.undecided:
+            advice = "record hook_resid_post of every block next, which shows them"
+            return f"CANNOT TELL from the logits alone, {self.mode}: {self.undecided}; {advice}"
         if (bad := self.first_divergence) is not None:
             place = "" if bad.token is None else placed_by_calls(bad.token, self.calls)
             return f"DIFFERS, {self.mode}, {place + '; ' if place else ''}first at {bad}"
@@ -151,6 +155,12 @@ class Comparison:
         first = self.first_divergence
         out["first_divergence"] = None if first is None else first.name
         return _to_json(out)
+
+
+def all_agree(comparisons: Iterable[Comparison]) -> bool | None:
+    """Whether they all agree; None if one is undecided and none differs."""
+    left = [comparison for comparison in comparisons if not comparison.agrees]
+    return not left or (None if all(comparison.undecided for comparison in left) else False)
 
 
 def compare(
@@ -234,6 +244,8 @@ class Walk:
         if name not in self.reference:
             return
         mine, depth = tensor_of(self.reference, name), self._depth(name)
+        if _is_head_norm(name) and mine.shape[0] != self.comparison.tokens:  # a recorded reference
+            mine = mine[:].reshape(self.comparison.tokens, -1)
         if name in self.candidate:
             self.comparison.ops.append(self.judge(name, mine, tensor_of(self.candidate, name), depth))
             return
@@ -262,7 +274,7 @@ class Walk:
         if kind == "logits" and given in ((shape[1],), (1, shape[1])) and shape[0] > 1:
             first_row, reached = shape[0] - 1, self.reached[-1:]
             mine, shape, note = whole[first_row:], (1, shape[1]), "of the last token only"
-        if not fits(shape, given):
+        if not fits(shape, given, name):
             return self.refuse(name, shape, f"{OTHER_SHAPE} {list(given)} instead of {list(shape)}")
         if shape != given:
             theirs = theirs[:].reshape(shape)
@@ -373,12 +385,21 @@ class View(Mapping[str, NDArray]):
         return len(self.names)
 
 
-def fits(shape: tuple[int, ...], given: tuple[int, ...]) -> bool:
-    """Whether an array of shape `given` can be read as one of `shape`: axes of 1 in front, heads joined or apart."""
+def _is_head_norm(name: str) -> bool:
+    return ".q_norm." in name or ".k_norm." in name
+
+
+def fits(shape: tuple[int, ...], given: tuple[int, ...], name: str = "") -> bool:
+    """Whether an array of shape `given` can be read as one of `shape`: axes of 1 in front, heads joined or apart.
+
+    name: of the tensor; a norm over heads may have a row for each head of each token, (N*H, d).
+    """
     while len(given) > len(shape) and given[0] == 1:
         given = given[1:]
     if given == shape or (1, *given) == shape:
         return True
+    if _is_head_norm(name) and len(given) == 2 and given[0] % shape[0] == 0:
+        return math.prod(given) == math.prod(shape)
     same_rows = given[:1] == shape[:1] and math.prod(given) == math.prod(shape)
     return same_rows and 2 in (len(shape), len(given)) and abs(len(shape) - len(given)) <= 1
 

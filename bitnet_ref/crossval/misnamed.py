@@ -21,17 +21,17 @@ def misnamed(reference: Tensors, candidate: Tensors, comparison: Comparison) -> 
     wrong = [op.name for op in comparison.ops if op.status == DIFFERS]
     if not wrong or LOGITS in wrong or all(op.name != LOGITS for op in comparison.ops):
         return {}
-    found: dict[str, Meant] = {}  # by the last parts of the name: the same in every layer
+    meant_by_role: dict[str, Meant] = {}  # by the last parts of the name: the same in every layer
     for name in wrong:
         layer, role = layer_of(name), _role(name)
         others = [other for other in reference if layer_of(other) == layer]
-        if role in found:
-            others = [other for other in others if _role(other) == found[role][0]]
+        if role in meant_by_role:
+            others = [other for other in others if _role(other) == meant_by_role[role][0]]
         others.sort(key=lambda other: other.rpartition(".")[0] != name.rpartition(".")[0])  # the nearest first
         meant = _held(np.asarray(candidate[name]), reference, others)
-        if meant is None or found.setdefault(role, meant) != meant:
+        if meant is None or meant_by_role.setdefault(role, meant) != meant:
             return {}
-    return {name: found[_role(name)] for name in wrong}
+    return {name: meant_by_role[_role(name)] for name in wrong}
 
 
 def in_words(names: dict[str, Meant]) -> list[str]:

@@ -150,10 +150,10 @@ def cross_trace(model: Model, path: str | os.PathLike[str], *, causes: bool = Tr
     reference = model.on(Backend("float32", model.backend.threads))
     with Trace(path) as trace:
         crossings = [_cross_run(model, reference, run, strict) for run in trace.runs()]
-    crossing = next((each for each in crossings if not each.agrees), crossings[0])
+    crossing = crossings[wrong := _first_wrong(crossings)]
     if len(crossings) > 1:
-        crossing.sequence = crossings.index(crossing)
-        crossing.wrong_sequences = tuple(i for i, each in enumerate(crossings) if not each.agrees)
+        crossing.sequence = wrong
+        crossing.wrong_sequences = tuple(i for i, each in enumerate(crossings) if each.agrees is False)
         crossing.sequences = len(crossings)
     if causes:
         explain_trace(crossing, model, path)
@@ -181,8 +181,7 @@ def cross_traces(model: Model, paths: Sequence[Path], *, strict: bool = False) -
     if len(paths) == 1:
         return crossings[0]
     facts = [_facts_of(path) for path in paths]
-    wrong = next((i for i, each in enumerate(crossings) if not each.agrees), 0)
-    crossing = crossings[wrong]
+    crossing = crossings[wrong := _first_wrong(crossings)]
     crossing.wrong_file, crossing.file_name = paths[wrong], paths[wrong].stem
     for i, (path, each) in enumerate(zip(paths, crossings, strict=True)):
         if i == wrong:
@@ -192,10 +191,16 @@ def cross_traces(model: Model, paths: Sequence[Path], *, strict: bool = False) -
             run.same_as_short = False
         crossing.further.append(run)
     right = [facts[i].longest_call for i, each in enumerate(crossings) if each.agrees]
-    bad = [facts[i].longest_call for i, each in enumerate(crossings) if not each.agrees]
+    bad = [facts[i].longest_call for i, each in enumerate(crossings) if each.agrees is False]
     if right and bad and max(right) < min(bad):
         crossing.by_length = f"right for calls of up to {max(right)} tokens, wrong for {min(bad)}"
     return crossing
+
+
+def _first_wrong(crossings: Sequence[Crossing]) -> int:
+    """The index of the first that differs; if none does, of the first that does not agree, or of the first."""
+    verdicts = [crossing.agrees for crossing in crossings]
+    return next((verdicts.index(verdict) for verdict in (False, None) if verdict in verdicts), 0)
 
 
 class _Facts(NamedTuple):

@@ -23,7 +23,7 @@ from .. import __version__
 from ..errors import printable
 from ..system.atomic import atomic_path
 from . import svg
-from .compare import DIFFERS, FLIP, Comparison, OpResult, View
+from .compare import DIFFERS, FLIP, Comparison, OpResult, View, all_agree
 from .explain.diagnose import Diagnoses
 from .metrics import tensor_of
 from .misnamed import Meant, in_words
@@ -70,10 +70,10 @@ class FurtherRun:
 
     @property
     def agrees(self) -> bool | None:
-        """None where it could not run."""
+        """None where it could not run, or cannot be told."""
         if self.unavailable is not None:
             return None
-        return self.failed is None and bool(self.comparisons) and all(each.agrees for each in self.comparisons)
+        return False if self.failed is not None or not self.comparisons else all_agree(self.comparisons)
 
     @property
     def verdict(self) -> str:
@@ -135,17 +135,16 @@ class Crossing:
 
     @property
     def agrees(self) -> bool | None:
-        """None when it could not run: neither agreement nor difference."""
+        """None when it could not run, or cannot be told from logits alone: neither agreement nor difference."""
         if self.unavailable is not None:
             return None
         if (self.greedy is not None and not self.greedy.agrees) or self.other_tokens or (self.strict and self.gaps):
             return False
         compared = bool(self.comparisons) or self.greedy is not None
-        agree = all(comparison.agrees for comparison in (*self.comparisons, *self.long)) and all(
-            check.passed for check in self.paths
-        )
-        agree = agree and all(each.agrees is not False for each in self.further)
-        return self.failed is None and (compared or bool(self.paths)) and agree
+        passed = all(check.passed for check in self.paths) and all(each.agrees is not False for each in self.further)
+        if self.failed is not None or not passed or not (compared or self.paths):
+            return False
+        return all_agree((*self.comparisons, *self.long))
 
     @property
     def runs(self) -> list[FurtherRun]:
@@ -287,6 +286,8 @@ def summarize(crossing: Crossing) -> str:
         return "FAILED"
     further = [comparison for each in crossing.further for comparison in each.comparisons]
     bad = next((each for each in (*crossing.comparisons, *crossing.long, *further) if not each.agrees), None)
+    if bad is not None and bad.undecided:
+        return "cannot tell"
     if bad is not None:
         first = bad.first_divergence
         return f"**DIFFERS**: {bad.problem if first is None else first.name}"

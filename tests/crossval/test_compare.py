@@ -105,6 +105,21 @@ def test_each_op_of_a_family_is_judged_by_its_own_inputs(case):
 # -- agreement ---------------------------------------------------------------------------------------------------------
 
 
+def test_norms_over_heads_may_have_a_row_for_each_head():
+    m, ids = case_of("families/qwen3-groups128"), [1, 5, 9, 3]
+    right = m.run_with_cache(ids)[1]
+    heads = {"q_norm": m.config.num_attention_heads, "k_norm": m.config.num_key_value_heads}
+    apart = dict(right)
+    for name in right:
+        if (norm := name.rpartition(".")[0].rpartition(".")[2]) in heads:
+            apart[name] = right[name].reshape(len(ids) * heads[norm], -1)
+    assert sum(apart[name].shape != right[name].shape for name in right) == 4 * m.config.num_hidden_layers
+    for reference, candidate in ((right, apart), (apart, right), (apart, apart)):
+        comparison = compare(reference, candidate, m.config, ids)
+        assert comparison.agrees, comparison.verdict
+    assert judge_trace(m, apart, np.array(ids)).agrees
+
+
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_backends_agree_on_the_golden_cases(case, backend_name):
     tokens = golden(case)["tokens"]

@@ -15,11 +15,13 @@ from bitnet_ref.backends.record import Recorder
 from bitnet_ref.backends.run import run
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval.compare import compare
+from bitnet_ref.crossval.explain import near_halves
 from bitnet_ref.crossval.explain.diagnose import diagnose
 from bitnet_ref.crossval.explain.hypotheses import HYPOTHESES
 from bitnet_ref.crossval.explain.near_halves import follow_flips
 from bitnet_ref.crossval.explain.variants import Setting
 from bitnet_ref.crossval.opponents import PROMPT, cross_trace
+from bitnet_ref.crossval.report import summarize
 from bitnet_ref.crossval.trace import write_trace
 from bitnet_ref.reference.cache import TokenBatch
 
@@ -145,3 +147,46 @@ def test_the_command_says_which_integer(tmp_path):
     free = result["comparisons"][-1]
     assert free["implied_flips"] == free["n_flips"] == len(free["flips"]) >= 1
     assert "AGREES up to rounding, free-running: token 2, layer 2, q_proj, int8 at 115.5" in result["verdict"]
+
+
+def last_logits(seen):
+    return Trace({"lm_head.hook_out": seen["lm_head.hook_out"][-1:]})
+
+
+def test_logits_of_many_tokens_are_not_called_wrong_for_flips_they_do_not_show(tmp_path, monkeypatch):
+    """Of 60 tokens: more may have flipped than the search tries together."""
+    monkeypatch.setattr(near_halves, "_TRIALS", 4)  # it finds nothing in 1000 either
+    m = model("storyteller")
+    tokens = m.tokenizer.encode(" ".join(PROMPTS))[:60]
+    right, shown = m.run_with_cache(tokens)[1], last_logits(run_engine(Float32Engine(), tokens))
+    comparison = follow_flips(m, tokens, shown, compare(right, shown, m.config, tokens))
+    assert not comparison.agrees
+    assert comparison.verdict.startswith("CANNOT TELL from the logits alone, free-running: those of the last token are")
+    assert "record hook_resid_post" in comparison.verdict
+    write_trace(tmp_path / "t", shown, tokens, engine="theirs")
+    crossing = cross_trace(m, tmp_path / "t", causes=False)
+    assert crossing.agrees is None
+    assert summarize(crossing) == "cannot tell"
+    # with the tensors that it asks for, the same engine agrees
+    whole = thin(run_engine(Float32Engine(), tokens))
+    assert follow_flips(m, tokens, whole, compare(right, whole, m.config, tokens)).agrees
+
+
+def test_a_mistake_in_logits_of_many_tokens_differs(monkeypatch):
+    """One that moves them further than flips do, and a small one whose cause is named, or that each token shows."""
+    monkeypatch.setattr(near_halves, "_TRIALS", 4)
+    m = model("storyteller")
+    tokens = m.tokenizer.encode(" ".join(PROMPTS))[:30]
+    right = m.run_with_cache(tokens)[1]
+    window = run_engine(Backend("float32", 1), tokens, replace(m.config, sliding_window=16))
+    eps = run_engine(Float32Engine(eps=1e-3), tokens)
+    for shown in (last_logits(window), Trace({"lm_head.hook_out": eps["lm_head.hook_out"]})):
+        comparison = follow_flips(m, tokens, shown, compare(right, shown, m.config, tokens))
+        assert comparison.verdict.startswith("DIFFERS, free-running, first at lm_head.hook_out"), comparison.verdict
+    added = next(h for h in HYPOTHESES if h.name == "activation_floor_added").change(Setting.of(m, tokens))
+    shown = last_logits(added.run())
+    comparison = follow_flips(m, tokens, shown, compare(right, shown, m.config, tokens))
+    assert comparison.undecided
+    causes = diagnose(m, tokens, shown, comparison)
+    assert [cause.name for cause in causes if cause.confirmed] == ["activation_floor_added"]
+    assert comparison.verdict.startswith("DIFFERS")

@@ -10,7 +10,7 @@ import pytest
 from cli_runs import BACKEND, invoke, invoke_json
 from helpers import model
 
-from bitnet_ref.crossval.outputs.client import Client
+from bitnet_ref.crossval.outputs.client import Client, TokenTexts, read_answer
 from bitnet_ref.crossval.outputs.served import cross_server
 from bitnet_ref.crossval.outputs.vectors import cross_vectors
 from bitnet_ref.formats.open import ASSETS
@@ -41,6 +41,8 @@ class Planted:
         if path == "/v1/embeddings":
             rows = self.vectors(self.engine, body["input"])
             return 200, {"data": [{"index": i, "embedding": row.tolist()} for i, row in enumerate(rows)]}
+        if "llama.cpp" in self.shows:  # which takes all of these, and ignores all but the log probabilities
+            body = {key: value for key, value in body.items() if key not in ("echo", "return_token_ids")}
         if any(key in body and key not in self.shows for key in ("echo", "logprobs", "return_token_ids")):
             return 400, {"error": {"message": "there is no such parameter"}}
         prompt = body["prompt"]
@@ -59,6 +61,13 @@ class Planted:
                 "token_logprobs": [top.get(token, -99.0) for top, token in zip(tops, new, strict=True)],
                 "top_logprobs": [{f"token_id:{token}": value for token, value in top.items()} for top in tops],
             }
+        if "llama.cpp" in self.shows:
+            names = [
+                {"id": t, "token": self.engine.tokenizer.decode([t]), "logprob": top[t]}
+                for t, top in zip(new, tops, strict=True)
+            ]
+            choice["logprobs"] = {"content": names}
+            return 200, {"choices": [choice], "usage": {"prompt_tokens": len(ids), "completion_tokens": len(new)}}
         return 200, {"choices": [choice]}
 
     @contextlib.contextmanager
@@ -114,11 +123,24 @@ def test_our_own_server_agrees():
     assert vectors["agrees"], vectors["verdict"]
 
 
-@pytest.mark.parametrize("shows", [(), ("ids",), ("ids", "return_token_ids"), ("ids", "logprobs")], ids=str)
+@pytest.mark.parametrize(
+    "shows", [(), ("ids",), ("ids", "return_token_ids"), ("ids", "logprobs"), ("ids", "logprobs", "llama.cpp")], ids=str
+)
 def test_a_right_server_agrees_whatever_it_shows(engine, shows):
     result = cross(Planted(engine, shows=shows), engine)
     assert result.agrees, result.verdict
     assert list(result.causes) == []
+
+
+def test_ids_end_before_a_token_that_the_server_left_out(engine):
+    """llama.cpp's server writes the bytes of a part of a character before the text of the next token."""
+    first, second = engine.tokenizer.encode("rabbit hill")[-2:]
+    both = ((first, " rabbit", -1.0), (second, "\ufffd hill", -2.0))
+    content = [{"id": token, "token": text, "logprob": value} for token, text, value in both]
+    given = {"choices": [{"text": "", "finish_reason": "stop", "logprobs": {"content": content}}]}
+    answer = read_answer(engine, TokenTexts(engine), given, [1, 5], False, "url")
+    assert (answer.ids, answer.finish, answer.is_cut) == ([first], "length", True)
+    assert list(answer.logprobs) == [2]
 
 
 def test_a_prompt_mistake_is_named_by_log_probabilities(engine):

@@ -64,7 +64,16 @@ BETWEEN_TOKENS = (
     *("hook_attn_scores", "hook_z"),
 )
 # What one mistake may be in, among the steps of one kind.
-GROUPS = ("", r"\.attn\.", r"\.mlp\.", r"\.[qkv]_proj\.", r"\.ln", "sub_norm", "gate_proj|up_proj")
+GROUPS = (
+    "",
+    r"\.attn\.",
+    r"\.mlp\.",
+    r"\.[qkv]_proj\.",
+    r"\.ln",
+    "sub_norm",
+    "gate_proj|up_proj",
+    r"\.(o|down)_proj\.",
+)
 FLIPPED_ROWS, FLIP_ERROR = 0.4, 0.03  # of a site with int8 inside: the share of tokens, and their error, of flips
 NAMED = 0.9  # the cost of an edit that has a name
 # Of an edit that rounds: the share of values that may be rounded the other way, and how much larger than the largest

@@ -144,6 +144,7 @@ def diagnose(
     thorough: if no likely hypothesis is confirmed, test the unlikely ones too.   depth: how many mistakes at once.
     progress: called before each test.   deadline: of `time.monotonic()`. At the deadline, and at Ctrl-C, the result is
         what is known by then, and says so (`Diagnoses.stopped`).
+    A comparison that is undecided differs once a cause is confirmed.
     Sorted: confirmed, then what explains a part, then the expected ones. Causes that fit equally are all listed.
     Empty when the comparison agrees, and when the embedding or the logits have another shape: that is another model.
     """
@@ -164,6 +165,8 @@ def diagnose(
     except KeyboardInterrupt:
         stopped = "interrupted"
     diagnoses = Diagnoses(_rank(search.diagnoses))
+    if any(d.confirmed for d in diagnoses):
+        comparison.undecided = ""
     diagnoses.changes = search.changes
     diagnoses.failed = search.failed
     diagnoses.stopped, diagnoses.untested = stopped, watch.total - watch.tested if stopped else 0

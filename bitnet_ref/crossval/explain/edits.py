@@ -474,12 +474,20 @@ def interleaved(x: NDArray, cos: NDArray, sin: NDArray) -> NDArray:
     return np.concatenate([turned, rest], axis=-1)
 
 
+def _turn_halves(x: NDArray, cos: NDArray, first_sin: NDArray, second_sin: NDArray) -> NDArray:
+    """RoPE with a sin of its own for each half of a head."""
+    first, second = layers.apply_rope(x, cos, first_sin), layers.apply_rope(x, cos, second_sin)
+    return np.where(np.arange(x.shape[-1]) < cos.shape[-1], first, second)
+
+
 ROPES: list[Row] = [
     (1.1, "RoPE takes sin for cos as well", lambda x, c, s: layers.apply_rope(x, s, s)),
     (1.1, "RoPE takes cos for sin as well", lambda x, c, s: layers.apply_rope(x, c, c)),
     (1.1, "RoPE's cos and sin are exchanged", lambda x, c, s: layers.apply_rope(x, s, c)),
     (1.2, "RoPE turns the pairs (2j, 2j+1) the other way", lambda x, c, s: interleaved(x, c, -s)),
     (1.1, "the sin terms of RoPE are left out", lambda x, c, s: layers.apply_rope(x, c, 0 * s)),
+    (1.1, "RoPE adds the sin term to the first half of a head, without its minus", lambda x, c, s: _turn_halves(x, c, -s, s)),
+    (1.1, "RoPE subtracts the sin term from both halves of a head", lambda x, c, s: _turn_halves(x, c, s, -s)),
 ]
 
 

@@ -5,6 +5,9 @@ half. At the first wrong token of the first wrong tensor, those that float32 noi
 the nearest first, and the reference goes on with the flips that make this token agree. If in the end the whole trace
 agrees, the engine is right up to rounding. A mistake changes more than a few integers of a token.
 
+Logits alone, of many tokens, may hold more flips than can be searched for. Then the reference runs with as much noise
+as an engine may have, and logits that are no further off than with that noise cannot be told from a correct engine's.
+
 A flip changes its own token and those after it, so a trial is a pass over these alone, behind the cache of the others.
 """
 
@@ -37,13 +40,18 @@ _TRIED = ((96, 0), (32, 128))  # how many activations at a time, of the wrong to
 _BEST, _NEAREST = 2, 2  # with how many of these others are tried: after which the least is wrong, and the nearest
 _TOGETHER = 4  # flips of one token; one of them may only be near a half after another
 _TRIALS = 1000  # of each kind for one wrong token: so many are made for an engine with a mistake
+_NOISY_RUNS = 8  # of the reference with noise
+_BEYOND_NOISE = 1.5  # an error so many times the largest of theirs is no rounding
+_USUAL = 0.99  # of one row alone: nor is one that is larger than this share of theirs
+_NOISE = 2 / VALUES_PER_FLIP  # uniform, in int8 steps: half of it is the chance that a value flips
 _RIGHT = 0.1  # a token of which flips leave more of its error does not agree: the quick answer
 
 
 def follow_flips(model: LoadedModel, tokens: Sequence[int], candidate: Tensors, comparison: Comparison) -> Comparison:
     """The comparison with the reference that rounds some activations as the candidate must have.
 
-    The given free-running `comparison` itself where it agrees, and where flips do not explain the difference.
+    The given free-running `comparison` itself where it agrees, and where flips do not explain the difference. If it
+    is of logits alone, and flips that cannot be searched for may explain it, `undecided` is set.
     """
     narrow = getattr(candidate, "engine_dtype", None) in NARROW_FLOATS
     if comparison.agrees or comparison.problem is not None or comparison.mode != "free-running" or narrow:
@@ -86,7 +94,10 @@ class _FlipSearch:
         values = sum(x.size for name, x in run.tensors.items() if name.endswith(INT8))
         while (first := followed.first_divergence) is not None:
             added = self.explain(run, first)
-            if not added or len(run.flips) + len(added) > max(FEW_FLIPS, values // VALUES_PER_FLIP):
+            if not added:
+                comparison.undecided = self.not_told(run, first, values)
+                return None
+            if len(run.flips) + len(added) > max(FEW_FLIPS, values // VALUES_PER_FLIP):
                 return None
             run = self.run(run, added)
             followed = self.compare(run, self.candidate)
@@ -107,8 +118,43 @@ class _FlipSearch:
         last_only = first.name == LOGITS and first.shape[0] == 1
         token = len(self.setting.tokens) - 1 if last_only else first.token
         theirs = self.first_rows(run, token + 1)
-        found = (self.search(run, theirs, first.name, token, tried) for tried in _TRIED)
-        return next((flips for flips in found if flips), [])
+        searches = (self.search(run, theirs, first.name, token, tried) for tried in _TRIED)
+        return next((flips for flips in searches if flips), [])
+
+    def not_told(self, run: _Run, first: OpResult, values: int) -> str:
+        """Why logits that no flips explain may be right; "" if they show a mistake, or other tensors are shown too.
+
+        The first wrong token must see so many int8 values that more may have flipped than are searched for together: a
+        mistake in every token is seen in the first. From there on the logits must be no further off than those of the
+        reference with noise that flips as many values as an engine may.
+        """
+        tokens, mine = len(self.setting.tokens), run.tensors[LOGITS]
+        if set(self.order) & set(self.candidate) != {LOGITS} or not np.isfinite(first.max_abs):
+            return ""
+        theirs = self.candidate[LOGITS].reshape(-1, mine.shape[1])
+        token = tokens - 1 if len(theirs) < tokens else first.token or 0
+        if values * (token + 1) <= _TOGETHER * VALUES_PER_FLIP * tokens:
+            return ""
+        errors = _row_errors(theirs, mine[-len(theirs) :])
+        noisy = []
+        for seed in range(_NOISY_RUNS):
+            cache = EngineKVCache(self.setting.config, slots=1, capacity=tokens)
+            done = self._pass(run.flips, cache, 0, tokens, noise=np.random.default_rng(seed))
+            noisy.append(_row_errors(done.seen[LOGITS], mine))
+        if len(theirs) == 1:
+            limits, which = np.quantile(noisy, [_USUAL]), "those of the last token"
+        else:
+            limits = _BEYOND_NOISE * np.maximum.accumulate(np.max(noisy, axis=0))
+            which = f"tokens 0 to {token - 1} agree, those after them"
+            together = max(float(np.linalg.norm(each)) for each in noisy)
+            if float(np.linalg.norm(errors)) > _BEYOND_NOISE * together:
+                return ""
+        if (errors > np.maximum(limits, first.tolerance)).any():
+            return ""
+        return (
+            f"{which} are off by up to {errors.max():.2g} of their size, and rounding "
+            f"flips of int8 activations, which logits do not show, move them by up to {limits.max():.2g}"
+        )
 
     def search(self, run: _Run, theirs: View, name: str, token: int, tried: tuple[int, int]) -> list[Flip]:
         """One flip of those that are tried at a time, then two together, and so on."""
@@ -230,10 +276,11 @@ class _FlipSearch:
         until: str | None = None,
         layer: int = 0,
         stream: NDArray | None = None,
+        noise: np.random.Generator | None = None,
     ) -> _Pass:
         """The reference over some tokens, behind those in the cache. stream: what they are before a layer."""
         config, w = self.setting.config, self.setting.weights
-        done = _Pass(self, flips, start, until)
+        done = _Pass(self, flips, start, until, noise)
         be = observe(Backend("float32", threads=1), done)
         batch = TokenBatch.of([(0, start, self.setting.tokens[start:stop])])
         ropes = rope_tables_of(be, config, batch.positions)
@@ -257,20 +304,38 @@ def _rows(name: str, x: NDArray, count: int) -> NDArray:
     return x[:, :count, :count] if is_by_head(name) else x[:count]
 
 
+def _row_errors(mine: NDArray, theirs: NDArray) -> NDArray[np.float64]:
+    """Relative L2 of each row.   2 x (n, V) -> (n,)"""
+    sizes = np.linalg.norm(theirs.astype(np.float64), axis=1)
+    difference = np.linalg.norm(mine.astype(np.float64) - theirs, axis=1)
+    return np.asarray(difference / np.maximum(sizes, np.finfo(np.float32).tiny))
+
+
 class _Finished(Exception):
     """The last tensor that was asked for has been computed."""
 
 
 class _Pass(Recorder):
-    """A pass that makes flips, and notes what is near a half.   until: it ends with the tensor of that name."""
+    """A pass that makes flips, and notes what is near a half.
 
-    def __init__(self, search: _FlipSearch, flips: Sequence[Flip], start: int, until: str | None) -> None:
+    until: it ends with the tensor of that name.   noise: is added before rounding, and flips one of VALUES_PER_FLIP.
+    """
+
+    def __init__(
+        self,
+        search: _FlipSearch,
+        flips: Sequence[Flip],
+        start: int,
+        until: str | None,
+        noise: np.random.Generator | None,
+    ) -> None:
         stop = search.order[until] if until is not None else len(search.order)
         wanted = {name for name in search.compared if search.order[name] <= stop}
         super().__init__(Backend("float32", threads=1), search.setting.config, wanted.__contains__)
         self.handlers |= {"quantize_activations": self.on_quantize_activations}
         self.streams: dict[int, NDArray] = {}
-        self.start, self.until = start, until
+        self.start, self.until, self.noise = start, until, noise
+        self.x_q: NDArray | None = None  # with noise
         self.near: dict[int, list[Flip]] = {}
         self.flips: dict[str, list[Flip]] = {}
         for flip in flips:
@@ -291,7 +356,13 @@ class _Pass(Recorder):
         x_q, scale = call(x)
         if x is not self.x:  # q, k and v share theirs, and its flips
             self.x, self.name = x, step.name
-            self.note(step.name, x * scale)
+            if self.noise is None:
+                self.note(step.name, x * scale)
+            else:
+                moved = x * scale + self.noise.uniform(-_NOISE, _NOISE, x.shape)
+                self.x_q = np.clip(np.rint(moved), -128, 127).astype(x_q.dtype)
+        if self.x_q is not None:
+            x_q = self.x_q.copy()
         for flip in self.flips.get(self.name, ()):
             if self.start <= flip.token < self.start + len(x):
                 x_q[flip.token - self.start, flip.element] = flip.candidate

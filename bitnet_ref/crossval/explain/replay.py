@@ -82,7 +82,7 @@ class _Replay:
         self.misfits: dict[str, str] = {}  # name -> what is wrong with its shape
         for name in set(names.op_order(self.cfg)).intersection(self.trace):
             shape, given = names.op_shape(name, self.cfg, len(ids)), tensor_of(self.trace, name).shape
-            if fits(shape, given):
+            if fits(shape, given, name):
                 self.recorded.add(name)
             elif not (name == names.LOGITS and given in (shape[1:], (1, *shape[1:]))):  # of the last token only
                 self.misfits[name] = f"shape {list(given)} instead of {list(shape)}"

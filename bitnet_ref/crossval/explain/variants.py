@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from ...errors import BitNetRefError
 from ...families import family_of
 from ...families.family import Edit
 from ...families.lora import AdaptedLinear
+from ...formats.open import open_checkpoint
 from ...reference import layers
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
@@ -88,6 +90,7 @@ class Setting:
 
     calls: how many tokens each call of the engine computed, which edits may depend on; () for one call. The reference
     takes one pass whatever they are.   others: the tokens of other sequences that the engine ran beside this one.
+    path: of the model, whose masters edits may quantise in another way.
     """
 
     config: ModelConfig
@@ -97,6 +100,7 @@ class Setting:
     calls: Calls = ()
     others: tuple[tuple[int, ...], ...] = ()
     check: Callable[[], None] = lambda: None
+    path: Path | None = None
 
     @classmethod
     def of(cls, loaded: LoadedModel, token_ids: Any, run: Any = None) -> Setting:
@@ -107,16 +111,20 @@ class Setting:
         calls, others = getattr(run, "calls", ()), getattr(run, "others", ())
         tokens = loaded.check_tokens(token_ids)
         others = tuple(tuple(map(int, other)) for other in others)
-        return cls(loaded.config, plain_weights(loaded.weights), tokens, {}, calls, others)
+        return cls(loaded.config, plain_weights(loaded.weights), tokens, {}, calls, others, path=loaded.path)
 
     def with_tokens(self, tokens: Sequence[int]) -> Setting:
         """The reference's own setting for other tokens, in one call."""
-        return Setting(self.config, self.weights, np.asarray(tokens, dtype=np.int64))
+        return Setting(self.config, self.weights, np.asarray(tokens, dtype=np.int64), path=self.path)
 
     def with_edits(self, edits: Mapping[str, Edit]) -> Setting:
         """The setting with these steps edited as well; of two edits of a step the second gets what the first gives."""
         both = {name: _one_after_the_other(self.edits[name], edits[name]) for name in edits if name in self.edits}
         return replace(self, edits={**self.edits, **edits, **both})
+
+    def master(self, linear: str) -> NDArray[np.float32] | None:
+        """The matrix (N, K) that a BitLinear was quantised from when it was loaded; None if the file has none."""
+        return None if self.path is None else _read_master(self.path, linear)
 
     @lazy_property
     def steps(self) -> dict[str, Step]:
@@ -152,6 +160,16 @@ class Setting:
         with np.errstate(all="ignore"), suppress(_Finished):  # a wrong change may overflow: `run` would raise
             forward(observe(be, recorder), self.weights, self.config, batch, cache)
         return recorder.seen
+
+
+@lru_cache(maxsize=4)
+def _read_master(path: Path, linear: str) -> NDArray[np.float32] | None:
+    try:
+        with open_checkpoint(path) as checkpoint:
+            master = checkpoint.master(linear)
+    except (BitNetRefError, OSError):  # not a file that has masters, or no longer there
+        return None
+    return None if master is None else np.asarray(master, dtype=np.float32)
 
 
 class _Finished(Exception):

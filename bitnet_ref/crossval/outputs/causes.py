@@ -81,12 +81,12 @@ def explain_tokens(
     """The causes for which these runs differ: confirmed, or possible. All runs must be explained by one mistake."""
     replays = [Replay(model, within_context(model, run)) for run in runs]
     replays = [replay for replay in replays if replay.run.tokens]
-    found = Diagnoses(_stops(model, runs))
-    if found or not replays:
-        return found
+    diagnoses = Diagnoses(_stops(model, runs))
+    if diagnoses or not replays:
+        return diagnoses
     wrong = [_misfits(replay.base, replay.run) for replay in replays]
     if not any(each.any() for each in wrong):
-        return found
+        return diagnoses
     bits = sum(_bits(replay, bad) for replay, bad in zip(replays, wrong, strict=True))
     if bits < FEWEST_BITS:
         return Diagnoses([_too_few()])
@@ -97,18 +97,18 @@ def explain_tokens(
     watch.add(len(tests))
     for number, driving in enumerate(tests):
         if deadline is not None and time.monotonic() > deadline:
-            found.stopped, found.untested = "the time is up", len(tests) - number
+            diagnoses.stopped, diagnoses.untested = "the time is up", len(tests) - number
             break
         watch(driving.cause)
         explanation = _explain(driving, replays)
         if explanation is not None and not any(map(explanation.equals, explanations)):
             explanations.append(explanation)
-    found += _named(explanations, bits)
+    diagnoses += _named(explanations, bits)
     if not explanations and (sampled := looks_sampled([(replay.run, replay.base) for replay in replays])) is not None:
-        found.append(sampled)
-    if not any(each.confirmed for each in found) and not explanations:
-        found.append(_unexplained())
-    return found
+        diagnoses.append(sampled)
+    if not any(each.confirmed for each in diagnoses) and not explanations:
+        diagnoses.append(_unexplained())
+    return diagnoses
 
 
 def _too_few() -> Diagnosis:

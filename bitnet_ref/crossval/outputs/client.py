@@ -114,6 +114,8 @@ class Client:
             except Refused as refused:
                 problem = str(refused)
                 continue
+            if features.get("echo") and not is_echoed(answer):
+                features = {name: value for name, value in features.items() if name != "echo"}
             self.features = features
             self._texts = self._texts or TokenTexts(model)
             return read_answer(model, self._texts, answer, prompt, bool(features.get("echo")), self.url)
@@ -140,6 +142,7 @@ class Answer:
 
     prompt_ids, ids: None where they cannot be recovered.   counted: how many prompt tokens it says it computed.
     logprobs: {index of the place in prompt + new ids: {token id: ln p}}, of a server that gives them.
+    is_cut: the ids end before a token that the server left out.
     """
 
     text: str
@@ -148,6 +151,19 @@ class Answer:
     ids: Ids | None = None
     counted: int | None = None
     logprobs: dict[int, dict[int, float]] = field(default_factory=dict)
+    is_cut: bool = False
+
+
+def is_echoed(answer: Mapping[str, Any]) -> bool:
+    """Whether a completion has the prompt's log probabilities: llama.cpp's server takes "echo" and ignores it."""
+    try:
+        entries = _entries(answer["choices"][0].get("logprobs"))
+        completed = (answer.get("usage") or {}).get("completion_tokens")
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+        return False  # `read_answer` says what is wrong
+    if type(completed) is int:
+        return len(entries) > completed
+    return bool(entries) and entries[0].logprob is None  # of the first token, before which there is nothing
 
 
 def read_answer(
@@ -164,6 +180,8 @@ def read_answer(
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise BackendUnavailable(f"{url}/v1/completions answers with no completion of OpenAI's form") from error
     counted = counted if type(counted) is int and counted > 0 else None
+    entries, is_cut = texts.whole(entries)
+    finish = "length" if is_cut else finish
     expected = list(prompt) if isinstance(prompt, list) else model.tokenizer.encode(prompt)
     new, before = (_ids(choice.get(name)) for name in ("token_ids", "prompt_token_ids"))
     echoed = 0
@@ -180,9 +198,8 @@ def read_answer(
         if entry.logprob is not None and token is not None:
             named = {texts.one(name, number): value for name, number, value in entry.top}
             logprobs[place] = {key: value for key, value in named.items() if key is not None} | {token: entry.logprob}
-    return Answer(
-        text, finish if finish in ("stop", "length") else None, before or None, new or None, counted, logprobs
-    )
+    known = finish if finish in ("stop", "length") else None
+    return Answer(text, known, before or None, new or None, counted, logprobs, is_cut)
 
 
 def _ids(value: Any) -> Ids | None:
@@ -238,6 +255,7 @@ class TokenTexts:
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._ids: dict[str, list[int]] = {}
+        self._texts: dict[int, str] = {}
         try:
             tokenizer, data = model.tokenizer, model.vocabulary.tokens
         except TokenizerError:
@@ -245,6 +263,7 @@ class TokenTexts:
         for token, raw in enumerate(data):
             piece = tokenizer.id_to_token(token)
             names = {piece, raw.decode("utf-8", "replace")} if raw else {piece}
+            self._texts[token] = raw.decode("utf-8", "replace")
             names.add("bytes:" + "".join(f"\\x{byte:02x}" for byte in raw))
             for name in names:
                 self._ids.setdefault(name, []).append(token)
@@ -256,6 +275,17 @@ class TokenTexts:
         if match := re.fullmatch(r"token_id:(\d{1,9})", name):  # vLLM's return_tokens_as_token_ids
             return [int(match[1])]
         return self._ids.get(name, [])
+
+    def whole(self, entries: list[_Entry]) -> tuple[list[_Entry], bool]:
+        """The entries before the first that stands for several tokens, and whether there is one.
+
+        llama.cpp's server leaves out a token that is a part of a character, and writes its bytes before the next one.
+        """
+        for i, entry in enumerate(entries):
+            own = self._texts.get(entry.id) if type(entry.id) is int else None
+            if own and entry.name != own and entry.name.endswith(own) and entry.name.startswith("\ufffd"):
+                return entries[:i], True
+        return entries, False
 
     def one(self, name: str, number: int | None) -> int | None:
         """The id, if there is only one."""

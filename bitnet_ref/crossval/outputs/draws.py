@@ -66,7 +66,7 @@ def _each_rule(
     draws: Draws, rows: Sequence[Row], right: Sequence[Probabilities]
 ) -> list[tuple[WrongRule, list[Probabilities]]]:
     """What each wrong rule gives that makes a difference here."""
-    found: list[tuple[WrongRule, list[Probabilities]]] = []
+    fitting: list[tuple[WrongRule, list[Probabilities]]] = []
     for rule in WRONG_RULES:
         if not applies(rule, draws.params):
             continue
@@ -75,8 +75,8 @@ def _each_rule(
         except GenerationError:  # a value that another parameter cannot have
             continue
         if not _is_close(given, right):
-            found.append((rule, given))
-    return found
+            fitting.append((rule, given))
+    return fitting
 
 
 def _is_close(a: Sequence[Probabilities], b: Sequence[Probabilities]) -> bool:

@@ -86,7 +86,7 @@ def _edited_prompts(model: LoadedModel) -> list[Driving]:
     """The mistakes in encoding that `prompt_hypotheses` knows, and those of templates and BOS."""
     tokenizer = tokenizer_of(model)
     bos = model.config.bos_token_id if tokenizer is None else tokenizer.bos_id
-    found = [] if bos is None else [
+    drivings = [] if bos is None else [
         Driving("bos_added", "BOS was put before a prompt that has none",
             "Send these ids as they are (add_special_tokens=False).",
             lambda replay: replay.after([bos, *replay.run.prompt]) if replay.run.prompt[0] != bos else None,
@@ -109,16 +109,16 @@ def _edited_prompts(model: LoadedModel) -> list[Driving]:
     for each in known:
         if each.name not in ("eos_appended", "special_tokens_as_text"):
             rows = partial(encoded, name=each.name)
-            found.append(Driving(each.name, each.cause, each.remedy, rows, concerns_prompt=True))
+            drivings.append(Driving(each.name, each.cause, each.remedy, rows, concerns_prompt=True))
     (appended,) = (each for each in known if each.name == "eos_appended")
     for end in end_ids(model):
         name = f"token {end}" if tokenizer is None else tokenizer.id_to_token(end)
         cause = appended.cause.replace("an end token", f"the end token {name}")
         rows = partial(encoded, name="eos_appended", end=end) if tokenizer else partial(_append, end=end)
-        found.append(Driving("eos_appended", cause, appended.remedy, rows, concerns_prompt=True))
+        drivings.append(Driving("eos_appended", cause, appended.remedy, rows, concerns_prompt=True))
     if tokenizer is not None and tokenizer.chat_template:
         # fmt: off
-        found += [
+        drivings += [
             Driving("template_applied", "the text was put into the chat template as a user's message",
                 "Use the completions endpoint, or the engine's raw mode, for plain text.", _as_message,
                 concerns_prompt=True),
@@ -126,7 +126,7 @@ def _edited_prompts(model: LoadedModel) -> list[Driving]:
                 "Render the conversation with the model's chat template.", _as_text, concerns_prompt=True),
         ]
         # fmt: on
-    return found
+    return drivings
 
 
 def _append(replay: Replay, end: int) -> Rows | None:

@@ -190,6 +190,8 @@ def _judge(model: Model, exchange: Exchange, text: str | None, room: int, engine
     elif answer.counted is not None and answer.counted != len(prompt):
         exchange.problem = f"the server counts {answer.counted} prompt tokens; they are {len(prompt)}"
     ids = answer.ids
+    if answer.is_cut and ids is not None:
+        room = len(ids)
     if ids is None and answer.text:
         ids = ids_of_text(model, prompt, answer.text)
     if ids:

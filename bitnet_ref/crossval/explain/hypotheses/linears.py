@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,11 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....families.family import Edit, Hypothesis, after, before, layer_weights
+from ....reference.quantization import SCALE_FLOOR
 from ....reference.weights import TernaryLinear, TernaryWeight
 from ..variants import Setting, Step
 
 OUT = "*_proj.hook_out"
 ACC = "*_proj.hook_acc_int32"
+QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+Quantized = tuple[NDArray, NDArray]  # W_t (N, K) of -1, 0 and +1, the scale () or (N,)
 sum_mistake = partial(Hypothesis, ACC)
 WIDEN = "Widen to int32 before 256 products of +-127 have been added."
 
@@ -58,6 +61,65 @@ def _has_fewer_kv_heads(step: Step) -> bool:
     return _is_of_three(step) and config.num_attention_heads != config.num_key_value_heads  # else thirds are right
 
 
+def masters_mistake(
+    name: str,
+    cause: str,
+    remedy: str,
+    quantize: Callable[[Step, NDArray], Quantized],
+    linears: Sequence[str] = ("*_proj",),
+) -> Hypothesis:
+    """quantize(step, W (N, K)): another way to quantise the masters of these BitLinears."""
+
+    def edit(step: Step, compute: Edit, x: NDArray, w: TernaryWeight, *scale: NDArray) -> NDArray:
+        master = step.setting.master(_linear(step))
+        if master is None:
+            raise LookupError(f"{_linear(step)} has no master")
+        w_t, w_scale = quantize(step, master)
+        if scale:  # x are the accumulators
+            return (x.astype(np.float32) * (w_scale / scale[0])).astype(np.float32)
+        return (x.astype(np.float32) @ w_t.T.astype(np.float32)).astype(np.int32)
+
+    steps = " ".join(f"*.{linear}.{hook}" for linear in linears for hook in ("hook_acc_int32", "hook_out"))
+    return Hypothesis(steps, name, cause, remedy, edit, _has_master)
+
+
+def _linear(step: Step) -> str:
+    return step.name.rpartition(".")[0]
+
+
+def _has_master(step: Step) -> bool:
+    """Asked of one matrix, for all: reading each takes time."""
+    first = next((name for name, w in step.setting.weights.linears() if w.bit_linear is not None), "")
+    return step.setting.master(first) is not None and (step.name.endswith(ACC[1:]) or dequantizes(step))
+
+
+def _ternary(w: NDArray, w_scale: NDArray) -> Quantized:
+    """w (N, K), w_scale () or (N, 1) -> W_t, the scale () or (N,)"""
+    w_scale = np.maximum(w_scale, np.float32(SCALE_FLOOR))
+    return np.clip(np.rint(w * (np.float32(1) / w_scale)), -1, 1), w_scale.squeeze()
+
+
+def _by_row(step: Step, w: NDArray) -> Quantized:
+    return _ternary(w, np.abs(w).mean(1, keepdims=True, dtype=np.float64).astype(np.float32))
+
+
+def _in_bfloat16(step: Step, w: NDArray) -> Quantized:
+    inverse = narrow(1 / np.maximum(narrow(np.abs(narrow(w)).mean()), np.float32(SCALE_FLOOR)))
+    return np.clip(np.rint(narrow(narrow(w) * inverse)), -1, 1), narrow(1 / inverse)
+
+
+def narrow(x: Any) -> NDArray[np.float32]:
+    return np.asarray(np.asarray(x, dtype=ml_dtypes.bfloat16), dtype=np.float32)
+
+
+def _merged(names: Sequence[str], step: Step, w: NDArray) -> Quantized:
+    """By the mean |W| of the matrices that are computed as one."""
+    block = _linear(step).rpartition(".")[0]
+    masters = [step.setting.master(f"{block}.{name}") for name in names]
+    values = np.concatenate([np.abs(each).reshape(-1) for each in masters if each is not None])
+    return _ternary(w, values.mean(dtype=np.float64).astype(np.float32))
+
+
 def _transpose_tiles(acc: NDArray) -> NDArray:
     n, out = (size // 4 * 4 for size in acc.shape)
     tiles, changed = acc[:n, :out].reshape(n // 4, 4, out // 4, 4), acc.copy()
@@ -80,6 +142,13 @@ HYPOTHESES = (
         "Keep it in float32.", lambda w: np.float16(w.w_dequant_scale)),
     scale_mistake("scale_bf16", "the weight scale is rounded to bfloat16",
         "Keep it in float32.", lambda w: ml_dtypes.bfloat16(w.w_dequant_scale)),
+    masters_mistake("masters_by_row", "the masters are quantised with a scale for each row",
+        "absmean is taken of the whole matrix: |W|.mean(), not |W|.mean(-1).", _by_row),
+    masters_mistake("masters_in_bfloat16", "the masters are quantised in bfloat16, scale and quotient",
+        "Widen them to float32 first: many quotients are near a half.", _in_bfloat16),
+    *(masters_mistake(f"masters_merged_{name}", f"the masters of {words} are quantised as one matrix, with one scale",
+        "Quantise each matrix by its own mean |W|, then merge.", partial(_merged, names), names)
+      for name, words, names in (("qkv", "q, k and v", QKV), ("gate_up", "gate and up", GATE_UP))),
     Hypothesis("*.attn.[qkv]_proj.hook_out", "qkv_scales_by_thirds",
         "the three scales of a fused qkv matrix are given to equal thirds of its rows",
         "Under GQA q has more rows than k and v: cut at H*d and (H+G)*d.", _scale_by_thirds,
