@@ -11,7 +11,21 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigError, require
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
-from . import blocks, gemma3, groups, hunyuan, linear_norms, llama, lora, minicpm, moe, qwen, qwen3_5, smollm3
+from . import (
+    block_rule,
+    blocks,
+    gemma3,
+    groups,
+    hunyuan,
+    linear_norms,
+    llama,
+    lora,
+    minicpm,
+    moe,
+    qwen,
+    qwen3_5,
+    smollm3,
+)
 from .family import AlsoRecorded, Family, TraceStep, WeightKind
 from .llama import llama_axes, llama_steps
 from .rope import StretchedRope
@@ -24,7 +38,15 @@ FAMILIES: dict[str, Family] = {
 
 KINDS: dict[str, WeightKind] = {
     kind.name: kind
-    for kind in (linear_norms.TERNARY, blocks.KIND, linear_norms.NORMED, groups.KIND, moe.KIND, lora.KIND)
+    for kind in (
+        linear_norms.TERNARY,
+        blocks.KIND,
+        linear_norms.NORMED,
+        groups.KIND,
+        moe.KIND,
+        lora.KIND,
+        block_rule.KIND,
+    )
 }
 
 

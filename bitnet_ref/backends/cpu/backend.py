@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BackendUnavailable, NumericsError, ShapeError
+from ...families.block_rule import RuledLinear
 from ...families.groups import GroupTernaryLinear, GroupTernaryWeight, group_linear
 from ...families.linear_norms import NormedLinear
 from ...families.lora import AdaptedLinear, lora_term
@@ -443,6 +444,9 @@ class CythonBackend(KernelBackend):
         ys = self.linears(x, [w.linear for w in ws])
         return [self.add(y, lora_term(self, x, w)) for y, w in zip(ys, ws, strict=True)]
 
+    def _ruled_linears(self, x: Floats, ws: Sequence[RuledLinear]) -> list[Floats]:
+        return [self.one_linear(x, w, {}) for w in ws]
+
     def _group_panels(self, w: GroupTernaryLinear) -> GroupPanelWeight:
         """The weight in panels for this kernel set, prepared already or now."""
         layout = _cpu.group_layout(self.kernels.kernel_set)
@@ -507,6 +511,7 @@ class CythonBackend(KernelBackend):
         "dense": _dense_linears,
         "normed": _normed_linears,
         "adapted": _adapted_linears,
+        "ruled": _ruled_linears,
     }
 
 

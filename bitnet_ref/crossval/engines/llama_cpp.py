@@ -1,8 +1,10 @@
 """llama.cpp, through llama-cpp-python: on GGUF files that we write, and on a GGUF file as it is.
 
-A GGUF file that is given runs as it is (`_own_file`). The reference takes the weights that it holds, dequantised, with
-float activations. llama.cpp rounds the inputs of a matrix of quantised blocks to 8 bits, those of one in float16 or
-bfloat16 to that type, and no others: the type of the file's matrices says which tolerance holds.
+A GGUF file that is given runs as it is (`_own_file`). llama.cpp rounds the inputs of a matrix of quantised blocks to 8
+bits, those of one in float16 or bfloat16 to that type, and no others. The reference does the same where
+`families/block_rule` has all types of the file's matrices: each op must then agree as in float32, and the whole run but
+for inputs that float noise rounds to the other neighbour. Elsewhere it takes the dequantised weights with float
+activations, and the type of the matrices says which tolerance holds.
 
 On files of ours it differs from the contract by design in three places, and is compared with a reference that does the
 same:
@@ -30,6 +32,7 @@ from ...api import Model, load
 from ...backends import Backend
 from ...backends.backend import plain_weights
 from ...errors import ConfigError
+from ...families.block_rule import INPUTS
 from ...formats.checkpoint import Checkpoint, is_ternary, linear_names, linear_shape
 from ...formats.gguf.config import architecture, architectures
 from ...formats.gguf.export import write_gguf_model
@@ -59,7 +62,7 @@ def attempts(path: Path) -> list[Attempt]:
     if path.suffix == ".gguf":
         rounding = _activations_of(path)
         judge, explain = partial(_judge_own_file, rounding), partial(_explain_own_file, rounding)
-        return [Attempt("llama.cpp, the file as it is", partial(_own_file, path), judge, explain=explain)]
+        return [Attempt("llama.cpp, the file as it is", partial(_own_file, rounding, path), judge, explain=explain)]
     with open_checkpoint(path) as checkpoint:
         config = checkpoint.config
     ternary = [name for name in linear_names(config) if is_ternary(config, name)]
@@ -77,7 +80,7 @@ def attempts(path: Path) -> list[Attempt]:
     ]
 
 
-_EXACT, _EIGHT_BITS = "float32", "8-bit activations"
+_EXACT, _EIGHT_BITS, _RULE = "float32", "8-bit activations", "8-bit activations, by rule"
 _ROUNDS = {
     "F32": _EXACT,
     "F64": _EXACT,
@@ -94,11 +97,13 @@ def _activations_of(path: Path) -> str:
         if "output.weight" not in file.tensors and embedding is not None:
             matrices.append(embedding)  # it is the head too
     used = {_ROUNDS.get(tensor.type.name, _EIGHT_BITS) for tensor in matrices}
+    if _EIGHT_BITS in used and all(tensor.type.name in (*_ROUNDS, *INPUTS) for tensor in matrices):
+        return _RULE
     return next((each for each in (_EIGHT_BITS, _ROUNDS["BF16"], _ROUNDS["F16"]) if each in used), _EXACT)
 
 
-def _own_file(path: Path, folder: Path) -> Prepared:
-    model = load(path, backend="numpy")
+def _own_file(rounding: str, path: Path, folder: Path) -> Prepared:
+    model = load(path, backend="numpy", activations="blocks" if rounding == _RULE else "auto")
     config = model.config
     heads = [config.num_attention_heads, config.num_key_value_heads]
     job = {"model": str(path), "interleaved": _is_interleaved(path), "heads": heads}
@@ -113,12 +118,11 @@ def _is_interleaved(path: Path) -> bool:
 
 
 def _judge_own_file(rounding: str, crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> None:
-    """Against the file's dequantised weights with float activations, with the tolerance of llama.cpp's roundings."""
+    """By ggml's rule; or against dequantised weights with float activations, with the tolerance of its roundings."""
     reference = _dense(model.on(Backend("float32", model.backend.threads)))
     run, alone = View(trace), View(trace)
-    run.engine_dtype, alone.engine_dtype = rounding, rounding
-    if rounding == _EIGHT_BITS:
-        alone.engine_dtype = f"{rounding}, alone"
+    run.engine_dtype = rounding
+    alone.engine_dtype = {_EIGHT_BITS: f"{rounding}, alone", _RULE: _EXACT}.get(rounding, rounding)
     by_op = judge_trace(reference, alone)
     if by_op.ops:
         crossing.comparisons.append(by_op)

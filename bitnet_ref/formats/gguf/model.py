@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError
 from ...families import family_of
+from ...families.block_rule import INPUTS, by_rule
 from ...families.blocks import BLOCK_TYPES, BlockWeight, are_finite
 from ...families.family import LinearPlace
 from ...families.groups import from_blocks
@@ -144,6 +145,8 @@ class GgufCheckpoint(Checkpoint):
     ) -> LinearWeight:
         """A matrix whose input stays in float, packed where the blocks are ternary."""
         kind, (height, width) = tensor.type.name, tensor.shape
+        if self.options.activations == "blocks":
+            return by_rule(self._ruled_matrix(tensor, place, name, bias))
         if kind in _PLANES:
             split = groups_from_rows if kind in TERNARY_ROWS else groups_from_blocks
             with self.file.naming(tensor.name):
@@ -156,6 +159,22 @@ class GgufCheckpoint(Checkpoint):
             if are_finite(stored, kind):
                 return BlockWeight(self._in_our_order(place.take(stored), name), bias, block_type=kind)
         return DenseWeight(self._in_our_order(place.take(self._floats(tensor)), name), bias)
+
+    def _ruled_matrix(
+        self, tensor: GgufTensor, place: LinearPlace, name: str, bias: NDArray[np.float32] | None
+    ) -> DenseWeight:
+        """A matrix that is multiplied by ggml's rule, in the blocks or floats of the file."""
+        kind = tensor.type.name
+        if kind in _FLOATS:
+            return DenseWeight(self._in_our_order(place.take(self._floats(tensor)), name), bias)
+        if kind not in INPUTS or place.columns is not None:
+            why = f"{kind} is not among them" if kind not in INPUTS else "the columns of this one are in another order"
+            message = f'{tensor.name}: "blocks" is for matrices in {", ".join((*_FLOATS, *INPUTS))}; {why}'
+            raise ConfigError(message, path=self.path, field="activations")
+        stored = self.file.read_raw(tensor.name).reshape(tensor.shape[0], -1)
+        if not are_finite(stored, kind):
+            raise self.fail(tensor.name, "holds a scale that is NaN or Inf")
+        return BlockWeight(self._in_our_order(place.take(stored), name), bias, block_type=kind)
 
     def _read_bases(self) -> None:
         tensors = self.file.tensors.values()
