@@ -24,9 +24,10 @@ def by_loops(x, w):
             for start in range(0, len(row), size):
                 part = row[start : start + size]
                 block = w.stored[n].reshape(-1, w.block.nbytes)[start // w.block.values][None]
-                d, q, e, m = w.block.integers(block)
+                integers = w.block.integers(block)
+                d, e, m = integers.d, integers.e, integers.m
                 first = start % w.block.values
-                q = [int(value) for value in q[0, first : first + size]]
+                q = [int(value) for value in integers.scaled[0, first : first + size]]
                 largest = max(part, key=abs)  # the first of equal ones
                 if kind == "Q8_K":
                     scale = F(-127) / largest

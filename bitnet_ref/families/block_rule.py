@@ -10,10 +10,10 @@ says how its input x is rounded:
     F16, BF16                      x itself is rounded to that type
     F32                            x stays as it is
 
-Rounding is half to even. With the integers of `blocks`, W = d q + e m, and t, u sums over blocks from the first to the
-last, each step rounded to float32 and no product fused with a sum:
+Rounding is half to even. With the integers of `blocks`, W = d s q + e m, and t and u, sums over blocks from the first
+to the last, each step rounded to float32 and no product fused with a sum:
 
-    t += (d * dx) * sum(q x_q)       in a block of inputs; a sum of integers is exact in any order
+    t += (d * dx) * sum(s q x_q)       in a block of inputs; a sum of integers is exact in any order
     u += (e * dx) * sum(m x_q)       Q4_K, Q5_K; in Q4_1   u += e * s
     y  = t + u                       y = t where there is no e
 
@@ -34,7 +34,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import ml_dtypes
 import numpy as np
@@ -53,6 +53,7 @@ INPUTS = {
     "Q4_1": "Q8_1",
     **dict.fromkeys(("Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0"), "Q8_K"),
 }  # type of a matrix -> that of its inputs
+WIDTHS = {"Q8_0": 32, "Q8_1": 32, "Q8_K": 256}  # inputs with one scale
 NARROW = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 _SMALLEST = np.float32(2.0**-120)  # a block whose inputs are all below is 0: the scale's inverse would be Inf
 _CHUNK_VALUES = 1 << 20  # of a matrix, as integers
@@ -71,7 +72,7 @@ def round_inputs(x: Floats, kind: str) -> BlockInputs:
 
     Raises NumericsError for NaN, Inf, and a magnitude of 8.3e6 or more, whose scale float16 cannot hold.
     """
-    values = x.reshape(len(x), -1, 256 if kind == "Q8_K" else 32)
+    values = x.reshape(len(x), -1, WIDTHS[kind])
     first = np.abs(values).argmax(axis=2, keepdims=True)  # of equal ones the first
     largest = np.take_along_axis(values, first, axis=2)  # (M, K/B, 1), with its sign
     if not np.isfinite(largest).all():  # argmax finds a NaN
@@ -112,7 +113,7 @@ def _rows_of_product(x_q: Floats, dx: Floats, sums: Floats, stored: NDArray[np.u
     """stored: some rows of w -> (M, rows)"""
     count, size = dx.shape[1], x_q.shape[1] // dx.shape[1]  # blocks of inputs
     integers = w.block.integers(stored.reshape(-1, w.block.nbytes))
-    q = integers.q.reshape(len(stored), -1).astype(np.float64)  # (rows, K)
+    q = integers.scaled.reshape(len(stored), -1).astype(np.float64)  # (rows, K)
     d = _by_block(integers.d, len(stored), count)
     t = np.zeros((len(x_q), len(stored)), dtype=dx.dtype)
     for b in range(count):
@@ -151,21 +152,6 @@ class RuledLinear(LinearWeight):
         """What its input is rounded to: "Q8_0", "Q8_1", "Q8_K", "float16" or "bfloat16"."""
         return INPUTS[self.matrix.block_type] if isinstance(self.matrix, BlockWeight) else self.matrix.dtype.name
 
-    @abstractmethod
-    def plain(self) -> RuledWeight:
-        """The same weight, as the file has it."""
-
-    def product(self, be: Ops, x: Floats, shared: Shared) -> Floats:
-        require("ruled_linear", x.ndim == 2 and x.shape[1] == self.shape[1], f"x (N, {self.shape[1]})", x=x)
-        return be.compute(f"{self.name}.hook_out", ruled_linear, x, self)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class RuledWeight(RuledLinear):
-    """As the file has it."""
-
-    matrix: DenseWeight
-
     @property
     def name(self) -> str:  # type: ignore[override]
         return self.matrix.name
@@ -183,15 +169,8 @@ class RuledWeight(RuledLinear):
     def dtype(self) -> np.dtype[Any]:
         return self.matrix.dtype
 
-    @property
-    def nbytes(self) -> int:
-        return self.matrix.nbytes
-
-    def plain(self) -> RuledWeight:
-        return self
-
-    def called(self, name: str) -> RuledWeight:
-        return replace(self, matrix=self.matrix.called(name))
+    def called(self, name: str) -> Self:
+        return replace(self, matrix=self.matrix.called(name))  # type: ignore[type-var]
 
     def contents(self, name: str) -> Iterator[tuple[str, Array]]:
         return self.matrix.contents(f"{name} {self.inputs}")
@@ -200,20 +179,46 @@ class RuledWeight(RuledLinear):
         """Some rows as floats, exactly what the file means.   -> (n, K)"""
         return self.matrix.rows(index, dtype)
 
+    def without_bias(self) -> Self:
+        """The same weight without its bias."""
+        return replace(self, matrix=replace(self.matrix, bias=None))  # type: ignore[type-var]
+
+    @abstractmethod
+    def plain(self) -> RuledWeight:
+        """The same weight, as the file has it."""
+
+    def product(self, be: Ops, x: Floats, shared: Shared) -> Floats:
+        require("ruled_linear", x.ndim == 2 and x.shape[1] == self.shape[1], f"x (N, {self.shape[1]})", x=x)
+        return be.compute(f"{self.name}.hook_out", ruled_linear, x, self)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RuledWeight(RuledLinear):
+    """As the file has it."""
+
+    matrix: DenseWeight
+
+    @property
+    def nbytes(self) -> int:
+        return self.matrix.nbytes
+
+    def plain(self) -> RuledWeight:
+        return self
+
 
 def ruled_linear(x: Floats, w: RuledLinear) -> Floats:
     """The product of a linear by the rule, without its bias.   x (N, K) -> (N, out)"""
     matrix = w.plain().matrix
     if isinstance(matrix, BlockWeight):
         return block_matmul(round_inputs(x, w.inputs), matrix)
+    return layers.dense_matmul(narrow_inputs(x, w), matrix.stored, matrix.wide, matrix.widen)
+
+
+def narrow_inputs(x: Floats, w: RuledLinear) -> Floats:
+    """The input of a matrix in 16 bits, rounded to that type."""
     with np.errstate(over="ignore"):
-        narrow = x.astype(NARROW[w.inputs]).astype(x.dtype)
-    return layers.dense_matmul(narrow, matrix.stored, matrix.wide, matrix.widen)
-
-
-def rounded_inputs(x: Floats, w: RuledLinear) -> Array:
-    """The input as the product takes it: int8, or floats."""
-    return round_inputs(x, w.inputs).x_q if w.inputs not in NARROW else x.astype(NARROW[w.inputs])
+        narrow: Floats = x.astype(NARROW[w.inputs]).astype(x.dtype)
+    return narrow
 
 
 def by_rule(w: LinearWeight) -> LinearWeight:

@@ -40,12 +40,24 @@ def half_scales(d: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 class BlockIntegers(NamedTuple):
-    """What n blocks hold: value j is d q[j] + e m[j // 32]. Every product has at most 24 bits."""
+    """What n blocks hold: value j is d s q[j] + e m, where s and m are those of its part of the block.
+
+    Every product has at most 24 bits.
+    """
 
     d: NDArray[np.float32]  # (n, 1)
-    q: NDArray[np.integer]  # (n, values), with the scales of parts of a block multiplied in
+    q: NDArray[np.integer]  # (n, values)
+    s: NDArray[np.integer] | None = None  # (n, values / 16 or 32)
     e: NDArray[np.float32] | None = None  # (n, 1)
     m: NDArray[np.integer] | None = None  # (n, values / 32)
+
+    @property
+    def scaled(self) -> NDArray[np.integer]:
+        """s q, (n, values)"""
+        if self.s is None:
+            return self.q
+        parts = self.q.reshape(*self.s.shape, -1).astype(np.int16)
+        return (parts * self.s[:, :, None]).reshape(self.q.shape)
 
 
 def _q8_0(blocks: NDArray[np.uint8]) -> BlockIntegers:
@@ -71,7 +83,7 @@ def _q4_0(blocks: NDArray[np.uint8]) -> BlockIntegers:
 def _q4_1(blocks: NDArray[np.uint8]) -> BlockIntegers:
     """d | m | 16 bytes of nibbles"""
     ones = np.ones((len(blocks), 1), dtype=np.int8)
-    return BlockIntegers(half_scales(blocks[:, :2]), _nibbles(blocks[:, 4:]), half_scales(blocks[:, 2:4]), ones)
+    return BlockIntegers(half_scales(blocks[:, :2]), _nibbles(blocks[:, 4:]), None, half_scales(blocks[:, 2:4]), ones)
 
 
 def _q5_0(blocks: NDArray[np.uint8]) -> BlockIntegers:
@@ -85,9 +97,8 @@ def _q6_k(blocks: NDArray[np.uint8]) -> BlockIntegers:
     n = len(blocks)
     low = blocks[:, :128].reshape(n, 2, 1, 64) >> SHIFTS_4[:, None] & MASK_4  # (n, halves, 2, 64)
     high = blocks[:, 128:192].reshape(n, 2, 1, 32) >> SHIFTS_2[:, None] & MASK_2  # (n, halves, 4, 32)
-    q = (low.reshape(n, 16, 16) | high.reshape(n, 16, 16) << 4).astype(np.int16) - np.int16(32)
-    scales = blocks[:, 192:208].view(np.int8).reshape(n, 16, 1)
-    return BlockIntegers(half_scales(blocks[:, 208:]), (scales * q).reshape(n, 256))
+    q = (low.reshape(n, 256) | high.reshape(n, 256) << 4).view(np.int8) - np.int8(32)
+    return BlockIntegers(half_scales(blocks[:, 208:]), q, blocks[:, 192:208].view(np.int8))
 
 
 def _q4_k(blocks: NDArray[np.uint8]) -> BlockIntegers:
@@ -113,8 +124,8 @@ def _with_minima(blocks: NDArray[np.uint8], q: NDArray[np.uint8]) -> BlockIntege
     low6, high2 = np.uint8(63), np.uint8(6)
     scales = np.concatenate([first & low6, third & MASK_4 | first >> high2 << np.uint8(4)], axis=1)
     minima = np.concatenate([second & low6, third >> np.uint8(4) | second >> high2 << np.uint8(4)], axis=1)
-    scaled = (scales.astype(np.int16)[:, :, None] * q).reshape(len(blocks), 256)
-    return BlockIntegers(half_scales(blocks[:, :2]), scaled, -half_scales(blocks[:, 2:4]), minima)
+    q = q.reshape(len(blocks), 256)
+    return BlockIntegers(half_scales(blocks[:, :2]), q, scales, -half_scales(blocks[:, 2:4]), minima)
 
 
 def tq2_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -170,8 +181,9 @@ class BlockType(NamedTuple):
 
     def widen(self, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
         """(n, nbytes) uint8 -> (n, values)"""
-        d, q, e, m = self.integers(blocks)
-        values = d * q.astype(np.float32)
+        integers = self.integers(blocks)
+        e, m = integers.e, integers.m
+        values = integers.d * integers.scaled.astype(np.float32)
         if e is not None and m is not None:
             parts = values.reshape(*m.shape, -1)
             parts += (e * m.astype(np.float32))[:, :, None]

@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BackendUnavailable, NumericsError, ShapeError
-from ...families.block_rule import RuledLinear
+from ...families.block_rule import WIDTHS, RuledLinear, narrow_inputs, ruled_linear
+from ...families.blocks import BlockWeight
 from ...families.groups import GroupTernaryLinear, GroupTernaryWeight, group_linear
 from ...families.linear_norms import NormedLinear
 from ...families.lora import AdaptedLinear, lora_term
@@ -67,6 +68,7 @@ from .weights import (
     ROWS_PER_STEP,
     GroupPanelWeight,
     PanelWeight,
+    RuledPanelWeight,
     ScreenedHead,
     has_dense_kernel,
     kernels_take,
@@ -84,7 +86,7 @@ class CythonBackend(KernelBackend):
     dtypes = ("float32",)
     cache_dtypes = CACHE_DTYPES
     paths = ("ops", "blocks", "replayed")
-    weight_kinds = (PanelWeight, GroupPanelWeight, ScreenedHead)
+    weight_kinds = (PanelWeight, GroupPanelWeight, RuledPanelWeight, ScreenedHead)
     screens_head = True
 
     def __init__(
@@ -358,6 +360,9 @@ class CythonBackend(KernelBackend):
         if function is group_linear:
             x, w = args
             return self._group_linears(x, [replace(self._group_panels(w), bias=None)])[0]
+        if function is ruled_linear:
+            x, w = args
+            return self._ruled_linears(x, [self._ruled_panels(w).without_bias()])[0]
         return function(*args)
 
     def linears(self, x: Floats, ws: Sequence[LinearWeight]) -> tuple[Floats, ...]:
@@ -444,8 +449,25 @@ class CythonBackend(KernelBackend):
         ys = self.linears(x, [w.linear for w in ws])
         return [self.add(y, lora_term(self, x, w)) for y, w in zip(ys, ws, strict=True)]
 
+    def _ruled_panels(self, w: RuledLinear) -> RuledLinear:
+        """A matrix in blocks in panels; one in 16 bits as it is."""
+        matrix = w.matrix
+        is_packed = isinstance(w, RuledPanelWeight) or not isinstance(matrix, BlockWeight)
+        return w if is_packed else RuledPanelWeight.pack(matrix, self._memory)
+
     def _ruled_linears(self, x: Floats, ws: Sequence[RuledLinear]) -> list[Floats]:
-        return [self.one_linear(x, w, {}) for w in ws]
+        """Linears by ggml's rule and their biases: neighbours with equally wide blocks of inputs in one call."""
+        outputs: list[Floats] = []
+        for w in ws:
+            require("ruled_linear", x.ndim == 2 and x.shape[1] == w.shape[1], f"x (N, {w.shape[1]})", x=x)
+        for width, same in groupby(ws, lambda w: WIDTHS.get(w.inputs)):
+            if width is None:
+                outputs += [self.linear(narrow_inputs(x, w), w.matrix) for w in same]
+                continue
+            panels = [self._ruled_panels(w) for w in same]
+            ys = self.kernels.ruled_linears(x, [w for w in panels if isinstance(w, RuledPanelWeight)])
+            outputs += [y if w.bias is None else self.add(y, w.bias) for y, w in zip(ys, panels, strict=True)]
+        return outputs
 
     def _group_panels(self, w: GroupTernaryLinear) -> GroupPanelWeight:
         """The weight in panels for this kernel set, prepared already or now."""
@@ -504,6 +526,7 @@ class CythonBackend(KernelBackend):
         "ternary": _ternary_panels,
         "groups": _group_panels,
         "normed": _normed,
+        "ruled": _ruled_panels,
     }
     _PRODUCTS: ClassVar[dict[str, Callable[..., Sequence[Floats]]]] = {
         "ternary": _bit_linears,

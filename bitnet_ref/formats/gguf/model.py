@@ -81,6 +81,7 @@ class GgufCheckpoint(Checkpoint):
             check_dialect(self.file, self.evidence)
             quantization = find_ternary(self.file, self.evidence, self.options.activations)
             self.config = read_gguf_config(self.file, quantization, self.evidence)
+            self._describe_inputs()
             self._read_bases()
             self.taken = {ROPE_FREQS, *ROPE_FACTORS.values()} & set(self.file.tensors)  # read with the configuration
             first = next(block_linears(self.file), None)
@@ -91,6 +92,13 @@ class GgufCheckpoint(Checkpoint):
         except BaseException:
             self.close()
             raise
+
+    def _describe_inputs(self) -> None:
+        """A sentence about matrices in blocks whose inputs are floats here and 8 bits in llama.cpp."""
+        kinds = sorted({tensor.type.name for tensor in block_linears(self.file)} & {*BLOCK_TYPES})
+        if kinds and self.options.activations != "blocks":
+            words = f"inputs of matrices in {' and '.join(kinds)} stay floats; llama.cpp rounds them by blocks, as"
+            self.evidence.append(f'{words} activations="blocks" does')
 
     def close(self) -> None:
         self.file.close()
