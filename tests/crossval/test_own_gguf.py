@@ -56,7 +56,7 @@ def test_the_type_of_the_matrices_says_what_is_rounded(tmp_path):
 def test_a_run_by_the_rule_agrees_op_by_op_as_in_float32():
     crossing = judged(Backend("float32", 1), RULE)
     assert crossing.agrees, crossing.verdict
-    assert crossing.verdict.startswith(f"AGREES up to llama.cpp's {RULE}, free-running")
+    assert crossing.verdict.startswith("AGREES, free-running")
     by_op = {op.name: op for op in crossing.comparisons[0].ops}
     assert by_op["blocks.0.mlp.down_proj.hook_out"].tolerance < 1e-4
 
@@ -66,6 +66,23 @@ def test_eight_bit_activations_are_allowed_for_where_the_rule_lacks_a_type(block
     crossing = judged(EightBits(block), WIDE, by_rule=False)
     assert crossing.agrees, crossing.verdict
     assert crossing.verdict.startswith("AGREES up to llama.cpp's 8-bit activations, free-running")
+
+
+def test_flips_end_the_strict_part_and_the_rest_is_allowed_for():
+    class LateNoise(Backend):
+        """Half of a norm is 1.6% larger from the fifth token on, so that inputs round to their other neighbour."""
+
+        def rms_norm(self, x, norm):
+            y = super().rms_norm(x, norm)
+            if norm.name == "blocks.0.ln2":
+                y[4:, ::2] *= np.float32(1 + 2**-6)
+            return y
+
+    by_op, beginning, whole = judged(LateNoise("float32", 1), RULE).comparisons
+    assert beginning.agrees
+    assert "up to token 4, where" in beginning.mode
+    assert whole.verdict.startswith(f"AGREES up to llama.cpp's {RULE}, free-running")
+    assert by_op.first_divergence.name == "blocks.0.ln2.hook_normalized"
 
 
 def test_other_blocks_than_the_rule_says_differ():
