@@ -451,9 +451,9 @@ class CythonBackend(KernelBackend):
 
     def _ruled_panels(self, w: RuledLinear) -> RuledLinear:
         """A matrix in blocks in panels; one in 16 bits as it is."""
-        matrix = w.matrix
-        is_packed = isinstance(w, RuledPanelWeight) or not isinstance(matrix, BlockWeight)
-        return w if is_packed else RuledPanelWeight.pack(matrix, self._memory)
+        if isinstance(w, RuledPanelWeight) or not isinstance(w.matrix, BlockWeight):
+            return w
+        return RuledPanelWeight.pack(w.matrix, self._memory)
 
     def _ruled_linears(self, x: Floats, ws: Sequence[RuledLinear]) -> list[Floats]:
         """Linears by ggml's rule and their biases: neighbours with equally wide blocks of inputs in one call."""

@@ -14,7 +14,15 @@
  *
  * A token: K int8, then dx of each block, then Q8_1's s of each 32 or the sums of x_q of each 16 columns.
  *
- * A template, included by float_steps.h. */
+ * A template, included by float_steps.h.
+ *
+ * Measured, Xeon (AVX-512 VNNI), one thread, tokens per second of processor time beside seven other programs: these, float
+ *   activations (dense_rows.h), llama.cpp (ggml 0.25.3, built for the machine). SmolLM2-135M.
+ *     Q4_1     64 tokens 654, 385, 151; 512 tokens 573, 366, 145; decoding 93, 82, 57
+ *     Q8_0     660, 376, 288; 574, 356, 269; 82, 65, 46
+ *     Q4_K_M   628, 338, 277; 556, 344, 253; 82, 35, 53
+ * d and e are float32: 6 bits a weight in Q4_1 and 5 in Q4_0, where the file has 5 and 4.5. Not tried yet: float16 ones,
+ * eight tokens at a time with AVX-512, 5-bit codes packed, dpbusd with AVX-VNNI (that set multiplies as AVX2 does). */
 #ifndef BITNET_REF_RULED_STEPS_H
 #define BITNET_REF_RULED_STEPS_H
 
