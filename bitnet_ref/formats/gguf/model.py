@@ -97,8 +97,8 @@ class GgufCheckpoint(Checkpoint):
         """A sentence about matrices in blocks whose inputs are floats here and 8 bits in llama.cpp."""
         kinds = sorted({tensor.type.name for tensor in block_linears(self.file)} & {*BLOCK_TYPES})
         if kinds and self.options.activations != "blocks":
-            words = f"inputs of matrices in {' and '.join(kinds)} stay floats; llama.cpp rounds them by blocks, as"
-            self.evidence.append(f'{words} activations="blocks" does')
+            rule = f'activations="blocks" rounds them as llama.cpp does for {" and ".join(kinds)}'
+            self.evidence.append(f"activations: floats; {rule}")
 
     def close(self) -> None:
         self.file.close()
