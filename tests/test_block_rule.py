@@ -7,6 +7,8 @@ from helpers import DATA, GOLDEN, call, prepared, random_blocks, rng
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, NumericsError
 from bitnet_ref.families.block_rule import INPUTS, RuledWeight, block_matmul, by_rule, round_inputs, ruled_linear
+from bitnet_ref.formats.checkpoint import LoadOptions
+from bitnet_ref.formats.convert import convert
 from bitnet_ref.reference.weights import DenseWeight
 
 F = np.float32
@@ -152,7 +154,9 @@ def test_a_file_by_the_rule(name):
     np.testing.assert_allclose(compiled, mine, atol=2e-2 * np.abs(mine).max())
 
 
-def test_what_the_rule_is_not_for():
+def test_what_the_rule_is_not_for(tmp_path):
+    with pytest.raises(ConfigError, match="blocks"):
+        convert(DATA / "gguf" / "tq1_0.gguf", tmp_path / "x", "native", options=LoadOptions(activations="blocks"))
     for path in (GOLDEN / "llama-dense", DATA / "gguf" / "i2_s.gguf"):
         with pytest.raises(ConfigError, match="blocks") as caught:
             bitnet_ref.load(path, backend="numpy", activations="blocks")

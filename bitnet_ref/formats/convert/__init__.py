@@ -115,6 +115,8 @@ def convert(
     """
     if to not in TARGETS:
         raise ConfigError(f"no format is called {to!r}; there are: {', '.join(TARGETS)}")
+    if options is not None and options.activations == "blocks":
+        raise ConfigError('"blocks" is how a model computes; files hold the same either way', field="activations")
     target, path = TARGETS[to], Path(destination)
     written_options = LoadOptions(tl_tiles=None if tl_tiles is None else Path(tl_tiles))
     with explain_os_errors(path):
