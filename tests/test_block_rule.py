@@ -154,6 +154,14 @@ def test_a_file_by_the_rule(name):
     np.testing.assert_allclose(compiled, mine, atol=2e-2 * np.abs(mine).max())
 
 
+def test_prepared_weights_of_the_rule(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes((DATA / "gguf" / "tq2_0.gguf").read_bytes())
+    first, again = (bitnet_ref.load(path, backend="cython", activations="blocks", prepared=True) for _ in range(2))
+    np.testing.assert_array_equal(first.logits([1, 2, 3]), again.logits([1, 2, 3]))
+    assert {w.kind for _, w in again.weights.linears()} == {"ruled"}
+
+
 def test_what_the_rule_is_not_for(tmp_path):
     with pytest.raises(ConfigError, match="blocks"):
         convert(DATA / "gguf" / "tq1_0.gguf", tmp_path / "x", "native", options=LoadOptions(activations="blocks"))
