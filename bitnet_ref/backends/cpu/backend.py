@@ -553,9 +553,7 @@ def _fingerprint(layout: str, simd: str) -> int:
     panels = be._ternary_panels(ternary)
     by_groups = be._group_panels(GroupTernaryWeight(ternary.packed, 80, np.abs(values[:, 1:3]), 64))
     screened = be._add_screen(DenseWeight(values.astype(ml_dtypes.bfloat16)))
-    blocks = BlockWeight(np.arange(17 * 144, dtype=np.uint16).astype(np.uint8).reshape(17, 144), block_type="Q4_K")
-    ruled = RuledPanelWeight.pack(blocks, be._memory)
     checksum = 0
-    for array in (panels.panels, by_groups.panels, by_groups.scales, ruled.panels, screened.rows_q, screened.facts):
+    for array in (panels.panels, by_groups.panels, by_groups.scales, screened.rows_q, screened.facts):
         checksum = crc32(array.tobytes(), checksum)
     return checksum
