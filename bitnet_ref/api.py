@@ -28,8 +28,9 @@ from .errors import (
     GenerationError,
     OutOfMemory,
 )
+from .families.lora import Adapter
 from .formats.checkpoint import Checkpoint, LoadOptions, Progress, element_bytes, read_weights
-from .formats.hf.adapter import NO_ADAPTER, adapter_files, find_adapter
+from .formats.hf.adapter import NO_ADAPTER, adapter_files, find_adapter, read_adapter
 from .formats.open import find_model, open_checkpoint, read_tokenizer
 from .formats.prepared import PreparedFile
 from .formats.registry.describe import describe_model, summarize
@@ -318,6 +319,14 @@ class Model(LoadedModel):
     def metadata(self) -> dict[str, Any]:
         """What the files say: model_type, kind, licence, bytes, last_used, sizes; without files, the config."""
         return summarize(self.config) if self.path is None else describe_model(self.path)
+
+    def add_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
+        """Let calls name a LoRA adapter, as peft writes it: `generate(..., adapter="name")`. Its terms stay apart from
+        the weights, so each call has its own adapter, or none. `with_adapter(name)` is this model with it on.
+
+        Raises ConfigError, FormatError; also for an adapter of lm_head, which `load(..., adapter=FOLDER)` puts on.
+        """
+        self.put_adapter(name, Adapter(read_adapter(Path(folder), self.config)))
 
     @expand_params
     def generate(self, prompt: Prompts, **params: Unpack[SamplingOptions]) -> Generations:

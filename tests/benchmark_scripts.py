@@ -7,8 +7,8 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[1] / "scripts" / "benchmarks"
 path = list(sys.path)
 sys.path.insert(0, str(FOLDER))
-ceilings, cuda_kernels, gate_zeros, gpu, models, peers, report, serve, tokenizer = map(
+adapters, ceilings, cuda_kernels, gate_zeros, gpu, models, peers, report, serve, tokenizer = map(
     importlib.import_module,
-    ["ceilings", "cuda_kernels", "gate_zeros", "gpu", "models", "peers", "report", "serve", "tokenizer"],
+    ["adapters", "ceilings", "cuda_kernels", "gate_zeros", "gpu", "models", "peers", "report", "serve", "tokenizer"],
 )
 sys.path[:] = path  # its modules have names that others import

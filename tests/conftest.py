@@ -95,16 +95,15 @@ def is_of_cupy(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Without a GPU the CUDA backend's own tests (`card`) are `emulated`, and the cupy cases of the others `slow`, but
-    for those that are quick: in the folders of the backends, unless `long_emulated`, and the files marked
-    `quick_emulated`."""
+    """Without a GPU the CUDA backend's own tests (`card`) are `emulated`, and so are the cupy cases of the others in
+    folders of the backends and in files marked `quick_emulated`; the rest, and those `long_emulated`, are `slow`."""
     for item in items if EMULATED else ():
         marks = {mark.name for mark in item.iter_markers()}
-        if "card" in marks and "slow" not in marks:
-            item.add_marker(pytest.mark.emulated)
         quick = item.path.parent.name in FOLDERS_OF_BACKENDS or "quick_emulated" in marks
         if is_of_cupy(item) and ("long_emulated" in marks or not quick):
             item.add_marker(pytest.mark.slow)
+        elif ("card" in marks or is_of_cupy(item)) and "slow" not in marks:
+            item.add_marker(pytest.mark.emulated)
 
 
 def pytest_collection_finish():

@@ -34,6 +34,10 @@ GOLDEN_CASES = sorted(folder.name for folder in GOLDEN.iterdir() if folder.is_di
 SEED = 20240227  # the day the b1.58 paper appeared
 
 
+def difference(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a - b).max())
+
+
 def rng(*more: int) -> np.random.Generator:
     return np.random.default_rng([SEED, *more])
 

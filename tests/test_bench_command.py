@@ -2,7 +2,7 @@
 
 import pytest
 from bench_runs import FAST, NO_CYTHON, SMALL, TINY, OffByOne, assert_positive, invoke, invoke_json
-from helpers import BITNET, write_checkpoint
+from helpers import BITNET, DATA, write_checkpoint
 
 from bitnet_ref import benchmark
 
@@ -41,6 +41,18 @@ def test_bench_kernels_by_method():
     sizes = {result["layout"]: result["weight_bytes"] for result in facts["results"]}
     assert sizes == {"2-bit": 2 * 4 * 256, "table": 2 * 4 * 256, "1.6-bit": 2 * 4 * 256}  # 64 columns: 4 blocks of each
     assert facts["equal"]
+
+
+@pytest.mark.usefixtures("small_reader")
+@pytest.mark.parametrize("case", sorted(folder.name for folder in (DATA / "families").iterdir()))
+def test_bench_of_every_family(case):
+    """Layers of several kinds, states, experts: each has its bytes per token, and processor time beside wall time."""
+    result = invoke("model", DATA / "families" / case, "--prompt", "3", "--new", "2", "--threads", "1")
+    assert result.exit_code == 0, result.output
+    lines = {line[:17].strip(): line[17:] for line in result.stdout.splitlines()}
+    assert "s per decoded token" in lines["processor"]
+    assert lines["bytes per token"]
+    assert "logits off by" in lines["check"] or "equal" in lines["check"]
 
 
 @pytest.mark.usefixtures("small_reader")

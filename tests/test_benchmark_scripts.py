@@ -14,7 +14,7 @@ import benchmark_scripts
 import click
 import pytest
 from bench_runs import SMALL, TINY, assert_positive
-from benchmark_scripts import FOLDER, ceilings, gate_zeros, models, serve, tokenizer
+from benchmark_scripts import FOLDER, adapters, ceilings, gate_zeros, models, serve, tokenizer
 from click.testing import CliRunner
 from helpers import GOLDEN, model
 
@@ -23,6 +23,7 @@ from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cpu.extension import simd_variants
 from bitnet_ref.benchmark.serve import Load
 from bitnet_ref.errors import ConfigError, ShapeError
+from bitnet_ref.families.lora import SelectedLinear
 from bitnet_ref.formats.open import find_model
 from bitnet_ref.serving import Engine, EngineConfig
 from bitnet_ref.tokenizers import load_tokenizer
@@ -190,3 +191,22 @@ def test_a_synthetic_model_has_the_zeros_that_are_asked_for():
         assert 0.77 < (gate <= 0).mean() < 0.83, name
     with pytest.raises(ConfigError, match="a shape with relu2"):
         gate_zeros.SparseGates(benchmark.SHAPES["700m"], gate_zeros=0.8)
+
+
+def test_what_adapters_cost():
+    words = "--requests", 3, "--adapters", 2, "--rank", 2, "--rounds", 1
+    facts = invoke_json(adapters, "--model", GOLDEN / "bitnet-packed-offline", *words)
+    kinds = ["1 request", "1 request, adapter", "3 requests", "3 requests, 1 adapter", "3 requests, 2 adapters"]
+    assert list(facts["step_s"]) == kinds
+    assert_positive(facts["step_s"], *kinds)
+    assert_positive(facts, "one_of_none", "batch_of_none", "several_of_one")
+
+
+def test_adapters_of_other_requests_are_found(monkeypatch):
+    """An adapter that is on for the request beside the one that asked for it."""
+    subject = model(GOLDEN / "bitnet-packed-offline", "cython")
+    drawn = [adapters.draw_adapter(subject, 2, ("q_proj",), seed) for seed in range(2)]
+    adapters.check(subject, 4, drawn)
+    monkeypatch.setattr(SelectedLinear, "choice_of", lambda self, x: self.choice[::-1].copy())
+    with pytest.raises(ShapeError, match="among others as alone"):
+        adapters.check(subject.on(subject.backend), 4, drawn)

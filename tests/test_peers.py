@@ -112,13 +112,14 @@ def test_llama_cpp_is_measured():
 
 
 @pytest.mark.skipif(find_spec("ik_llama_cpp") is None, reason="needs ik-llama-cpp-python")
-@pytest.mark.parametrize("repack", [False, True])
-def test_ik_llama_cpp_computes_the_same_model(tmp_path, repack):
-    """Its logits of IQ2_BN, which it makes of our I2_S. It rounds in blocks, and attends in float16."""
+@pytest.mark.parametrize(("kind", "repack"), [("i2_s", False), ("i2_s", True), ("iq2_bn", True)])
+def test_ik_llama_cpp_computes_the_same_model(tmp_path, kind, repack):
+    """Its logits of IQ2_BN, which we write or it makes of our I2_S. It rounds in blocks, and attends in float16."""
     config = replace(TINY, hidden_size=512, intermediate_size=1024, num_attention_heads=8, head_dim=64)
-    peers.write_random_gguf(config, path := tmp_path / "model.gguf", "i2_s")
+    peers.write_random_gguf(config, path := tmp_path / "model.gguf", kind)
     asked = {"config": {"vocab_size": config.vocab_size}, "prompt": 5, "new": 3, "threads": 1, "repeats": 1}
-    asked |= {"file": str(path), "quantize": "IQ2_BN", "repack": repack, "logits": True}
+    asked |= {"file": str(path), "repack": repack, "logits": True}
+    asked |= {"quantize": "IQ2_BN"} if kind == "i2_s" else {}
     answer = peers.ask_peer("ik-llama-cpp-python", sys.executable, asked, 60)
     assert "IQ2_BN" in answer["weights"]
     assert len(answer["decode_s"]) == 3

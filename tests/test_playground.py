@@ -293,7 +293,7 @@ def test_the_sliders_give_the_packages_distributions(page):
         assert [each["id"] for each in ours] == ids[order].tolist()
         np.testing.assert_allclose([each["p"] for each in ours], probabilities[order], rtol=1e-9)
     write(page, temperature=0.8, top_k=5, max_tokens=4)
-    assert "drawn from 5 tokens" in page.text("#next-facts")
+    assert "draws one of 5 tokens by chance" in page.text("#next-facts")
     first = page.run("playground.reading.ids")
     write(page, temperature=0.8, top_k=5, max_tokens=4)
     assert page.run("playground.reading.ids") == first  # the same seed
@@ -323,7 +323,7 @@ def test_a_broken_model_beside_the_right_one(page, graphs):
     assert page.run("playground.broken.ids") == text[-12:]
     before = page.text("#next-facts"), page.text("#int8-facts")
     page.click("#look-broken")
-    assert "by the broken model" in page.text("#next-facts")
+    assert "the broken model" in page.text("#next-facts")
     page.click("#mend")
     assert (page.text("#next-facts"), page.text("#int8-facts")) == before
     assert page.run("$('broken').hidden")

@@ -1,4 +1,4 @@
-"""README.md: every command that it shows runs, it shows every command, and its Python runs."""
+"""README.md shows every command, and what it shows runs, its Python too; so do the commands of docs/."""
 
 import contextlib
 import io
@@ -38,6 +38,7 @@ EXAMPLES = {
     "train-tokenizer FILE --out FOLDER": "train-tokenizer notebooks/alice.txt --out {folder}/tokenizer --vocab 400",
     "inspect PATH": "inspect storyteller",
     "convert SRC DST --to FORMAT": "convert {folder}/model {folder}/model.gguf --to gguf-i2_s",
+    "golden OUT": "golden {folder}/golden",
     "pull ORG/REPO": "pull {folder}/model --name org/repo",
     "rm ORG/REPO": "rm org/repo",
     "crossval backends": f"crossval backends {TINY_MODEL} --tokens 1,5 --only numpy",
@@ -241,3 +242,112 @@ def test_serve_answers_as_its_help_says(tmp_path):
     assert answers, err.decode()
     answer = json.loads(answers[0])
     assert (answer["model"], bool(answer["choices"][0]["text"])) == ("storyteller", True)
+
+
+# -- docs --------------------------------------------------------------------------------------------------------------
+
+DOCS = [*sorted(ROOT.glob("docs/*.md")), ROOT / "crossval" / "README.md", ROOT / "notebooks" / "README.md"]
+OTHER_PAGES = [*ROOT.glob("docs/cases/*.md"), *ROOT.glob("bitnet_ref/assets/*/README.md"), ROOT / "CONTRIBUTING.md"]
+# Words of the docs' commands, and what stands in their place here.
+STAND_INS = {
+    "MODEL": "storyteller",
+    "models/2B-4T": "storyteller",
+    "Qwen3-Embedding": "storyteller",
+    "wiki.test.raw": "{folder}/text.txt",
+    "stories.txt": "{folder}/stories.txt",
+    "lines.txt": "{folder}/run.toml",
+    "requests.jsonl": "{folder}/in.jsonl",
+    "run.toml": "{folder}/run.toml",
+    "my_layers.py:BitLinear": "tests/crossval/numpy_layers.py:BitLinear",
+    "my_run.safetensors": "{folder}/right.safetensors",
+    "right.safetensors": "{folder}/right.safetensors",
+    "runs": "{folder}/right.safetensors",
+    "my_task": "tiny_choice",
+    "arc_easy,hellaswag,piqa": "tiny_choice --include {folder}",
+    "my_tasks/": "{folder}",
+    "NAME=MODEL": "name=storyteller",
+}
+SHORTER = {"generate": "--max-tokens 2", "train": "--steps 1", "perplexity --text wiki.test.raw": "--length 16"}
+SHORTER |= {"lab": "--no-launch", "train-tokenizer": "--vocab 400"}
+NOT_RUN_IN_DOCS = {
+    "doctor": "tests/cli/test_doctor_command.py",
+    "grade": "tests/cli/test_grade_command.py",
+    "eval": "the README's, above",
+    "serve": "serves until it is stopped; test_serve_answers_as_its_help_says",
+    "batch requests.jsonl answers.jsonl --model models/2B-4T --workers 4": "tests/serving/test_batch.py",
+    "batch requests.jsonl answers.jsonl --model /models/2B-4T --dask": "the same",
+    "crossval watch -- ./my_engine my_run.safetensors": "tests/crossval/test_crossval_command.py",
+    "crossval backends storyteller --html report.html": "the README's",
+    "crossval matrix storyteller FOLDER --python llama-cpp=PATH --out table.md": "tests/crossval/test_matrix.py",
+    "crossval onnxruntime storyteller": "tests/crossval/test_engines.py",
+    "crossval transformers storyteller --python PATH": "the same",
+    "crossval llama-cpp storyteller --python PATH": "the same",
+    "crossval llama-cpp model.gguf --python PATH": "tests/crossval/test_own_gguf.py",
+    "crossval bitnet-cpp model.gguf build/bin/llama-cli": "tests/crossval/test_bitnet_cpp.py",
+    "crossval tokens storyteller runs.json": "tests/crossval/test_given_tokens.py",
+    "crossval openai": "tests/crossval/test_openai.py",
+    "crossval verify receipt.json": "tests/crossval/test_matrix.py",
+    "crossval sample draws.npz": "tests/crossval/test_sampling_rules.py",
+}
+DIFFERS = {"crossval linear tests/crossval/numpy_layers.py:Truncates"}  # exit code 1: a layer that is wrong
+
+
+def commands_of(path):
+    """The commands of a page's console blocks, without comments."""
+    blocks = re.findall(r"^```console\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    lines = [line.partition("  # ")[0][2:].strip() for block in blocks for line in block.splitlines()]
+    return [
+        each.removeprefix("bitnet-ref ") for line in lines for each in line.split(" && ") if "bitnet-ref " in each[:11]
+    ]
+
+
+def unknown_name(command):
+    """The subcommand or option in a command line that does not exist, or None."""
+    node, words = cli, command.split()
+    while isinstance(node, click.Group) and words and not words[0].startswith("-"):
+        names = words.pop(0).replace(r"\|", "|").split("|")
+        if unknown := [name for name in names if name not in node.commands and name != "..."]:
+            return None if unknown == ["..."] else unknown[0]
+        node = node.commands[names[0]]
+    options = {option for param in node.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
+    named = [re.split(r"[=\].]", word.lstrip("["))[0] for word in words[: [*words, "--"].index("--")]]
+    return next((word for word in named if word.startswith("--") and word not in options), None)
+
+
+def test_every_command_in_the_docs_exists():
+    commands = []
+    for path in (*DOCS, *OTHER_PAGES, ROOT / "README.md"):
+        text = path.read_text(encoding="utf-8")
+        commands += re.findall(r"`bitnet-ref ([^`]+)`", text) + commands_of(path)
+    assert len(commands) > 120
+    assert [command for command in commands if unknown_name(command)] == []
+    assert unknown_name("crossval tracy x") == "tracy"
+    assert unknown_name("generate --no-such-option") == "--no-such-option"
+
+
+def is_run(command):
+    return not any(command.startswith(each) for each in NOT_RUN_IN_DOCS)
+
+
+@pytest.mark.parametrize("path", [path for path in DOCS if any(map(is_run, commands_of(path)))], ids=lambda p: p.stem)
+def test_commands_of_the_docs_run(path, clone):
+    (clone.parent / "tests").symlink_to(ROOT / "tests")
+    tiny = (ROOT / "scripts/training/tiny.toml").read_text()
+    (clone / "run.toml").write_text(tiny.replace("../../", f"{ROOT}/"))
+    (clone / "stories.txt").write_text((ROOT / "notebooks/alice.txt").read_text()[:6_000])
+    recorded = ["crossval", "record", "storyteller", f"{clone}/right.safetensors", "--tokens", "1,5"]
+    if any("my_run" in command for command in commands_of(path)):
+        assert CliRunner().invoke(cli, recorded).exit_code == 0
+    for command in filter(is_run, commands_of(path)):
+        words = " ".join(STAND_INS.get(word, word) for word in command.split(" "))
+        words += "".join(f" {more}" for start, more in SHORTER.items() if set(start.split()) <= set(command.split()))
+        result = CliRunner().invoke(cli, shlex.split(words.replace("{folder}", str(clone))))
+        if result.exit_code == 4 and re.search(r"not installed|pip install|not available", result.output):
+            continue
+        assert result.exit_code == int(command in DIFFERS), f"bitnet-ref {words}: {result.output}"
+
+
+def test_the_exceptions_are_of_the_docs():
+    commands = [command for path in DOCS for command in commands_of(path)]
+    for start in (*NOT_RUN_IN_DOCS, *DIFFERS):
+        assert any(command.startswith(start) for command in commands), start

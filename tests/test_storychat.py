@@ -1,11 +1,14 @@
 """The shipped chat model: it answers, ends its answers, and knows dialogues better than storyteller does."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from helpers import model
 
+import bitnet_ref
 from bitnet_ref.cli import cli
 
 DIALOGUE = [
@@ -25,6 +28,16 @@ def test_a_conversation_is_the_same_on_every_backend(backend_name):
     reference = model("storychat", "numpy")
     for reply in replies:
         assert reply.token_ids == reference.generate(reply.prompt_token_ids, max_tokens=40).token_ids
+
+
+def test_the_conversation_of_the_guide(capsys):
+    """The answers that docs/using.md shows beside its code are those that it prints."""
+    guide = (Path(__file__).parents[1] / "docs" / "using.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(model = bitnet_ref\.load\(\"storychat.*?)^```", guide, re.DOTALL | re.MULTILINE)
+    exec(compile(code, "using.md", "exec"), {"bitnet_ref": bitnet_ref})
+    shown = re.findall(r"  # ([A-Z].*)$", code, re.MULTILINE)
+    assert capsys.readouterr().out.splitlines() == shown
+    assert len(shown) == 2
 
 
 def test_it_has_learned_dialogues():

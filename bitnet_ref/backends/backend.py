@@ -112,6 +112,9 @@ class Backend(PlainBackend):
     def check_config(self, config: ModelConfig) -> None:
         """Raises BackendUnavailable for a model with an operation that this backend does not have."""
 
+    def check_mixed_adapters(self) -> None:
+        """Raises BackendUnavailable where tokens of one batch cannot have different adapters."""
+
     def prepare(self, w: LinearWeight) -> LinearWeight:
         """A linear's weight in the layout that this backend computes from. Called once per weight while loading."""
         return w

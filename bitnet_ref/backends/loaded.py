@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import BackendError, ContextOverflow, GenerationError, TokenizerError, describe
+from ..errors import BackendError, ConfigError, ContextOverflow, GenerationError, TokenizerError, describe
+from ..families.lora import AdaptedLinear, Adapter, select_adapters
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.layers import Floats
@@ -38,6 +41,8 @@ log = logging.getLogger(__name__)
 Watcher = Callable[[Backend, ModelConfig, TokenBatch, KVCache], AbstractContextManager[Backend]]
 
 MIN_STEPPED_BYTES = 256 << 20
+MAX_ADAPTED = 64  # adapters, and batches of several, whose weights are kept
+NO_ADAPTERS: Mapping[int, Adapter | None] = MappingProxyType({})
 _CLOSED = "this model was closed and its weights were freed; load it again"
 
 
@@ -48,13 +53,13 @@ class SteppedWeights:
     weights are made at once.
     """
 
-    def __init__(self, steps: Iterator[ModelWeights], least: int = MIN_STEPPED_BYTES) -> None:
-        """least: bytes of weights that are made in steps."""
+    def __init__(self, steps: Iterator[ModelWeights], min_stepped_bytes: int = MIN_STEPPED_BYTES) -> None:
+        """min_stepped_bytes: smaller models are prepared at once."""
         self.current = next(steps)
         self._steps: Iterator[ModelWeights] | None = steps
         self._lock = ForkLock()
         self._is_used = False
-        if self.current.nbytes < least:
+        if self.current.nbytes < min_stepped_bytes:
             self.finished()
 
     def of_pass(self) -> ModelWeights:
@@ -86,6 +91,46 @@ class SteppedWeights:
             self._steps = None
 
 
+class AdaptedWeights:
+    """A model's weights as a pass takes them whose tokens have adapters. The last ones are kept: the next step of the
+    same sequences takes the same object, and so replays what a backend recorded of it."""
+
+    def __init__(self, be: Backend) -> None:
+        self._be = be
+        self._lock = ForkLock()
+        self._kept: dict[Any, tuple[ModelWeights, ModelWeights]] = {}  # -> the model's weights, and those of the pass
+
+    def of_pass(self, w: ModelWeights, batch: TokenBatch, adapters: Mapping[int, Adapter | None]) -> ModelWeights:
+        """The weights for a batch. adapters: of its slots; a slot that is not there has none."""
+        digests = {adapter.digest: adapter for slot in batch.slots.tolist() if (adapter := adapters.get(slot))}
+        if not digests:
+            return w
+        models = [self.of_all(w, adapter) for adapter in digests.values()]
+        numbers = {digest: number for number, digest in enumerate(digests)}
+        of_slot = {slot: numbers[each.digest] for slot, each in adapters.items() if each and each.digest in numbers}
+        choice = np.array([of_slot.get(slot, -1) for slot in batch.slots.tolist()], dtype=np.int32)
+        if len(models) == 1 and not choice.any():
+            return models[0]
+        self._be.check_mixed_adapters()
+        wanted = b"" if batch.wanted is None else batch.wanted.tobytes()
+        key = id(w), tuple(digests), choice.tobytes(), wanted
+        return self._keep(key, w, lambda: select_adapters(w, models, choice, batch.wanted))
+
+    def of_all(self, w: ModelWeights, adapter: Adapter) -> ModelWeights:
+        """The weights with the adapter on for every token."""
+        return self._keep((id(w), adapter.digest), w, lambda: adapter.put_on(w, self._be.prepare_for))
+
+    def _keep(self, key: Any, w: ModelWeights, make: Callable[[], ModelWeights]) -> ModelWeights:
+        with self._lock:
+            known = self._kept.pop(key, None)
+            if known is None or known[0] is not w:
+                known = w, make()
+            self._kept[key] = known
+            while len(self._kept) > MAX_ADAPTED:
+                self._kept.pop(next(iter(self._kept)))
+        return known[1]
+
+
 class LoadedModel:
     """A model that computes. It holds no state between calls; any number of threads may use it."""
 
@@ -111,6 +156,8 @@ class LoadedModel:
         self._weights: SteppedWeights | None = stepped
         self._load_tokenizer = load_tokenizer
         self._load_again = load_again
+        self.adapters: dict[str, Adapter] = {}  # that requests may name
+        self._adapted = AdaptedWeights(backend)
 
     def __repr__(self) -> str:
         cfg, name = self.config, self.path.name if self.path is not None else "in memory"
@@ -157,6 +204,41 @@ class LoadedModel:
 
         return Vocabulary(self.tokenizer, self.config.vocab_size)
 
+    def put_adapter(self, name: str, adapter: Adapter) -> None:
+        """Let requests name this adapter; one of that name before stays with the requests that have begun.
+
+        Raises ConfigError for a name that is blank or has a colon, for a model that has an adapter on already, and for
+        an adapter of the head, which one pass computes for all of its tokens.
+        """
+        if not name.strip() or ":" in name:
+            raise ConfigError(f"expected a name without a colon, got {describe(name)}", field="adapter")
+        if any(isinstance(weight, AdaptedLinear) for _, weight in self._stepped.current.linears()):
+            message = "this model was loaded with an adapter on; load it with adapter='none', then requests choose"
+            raise ConfigError(message, field="adapter")
+        if "lm_head" in adapter.terms:
+            message = "this adapter changes lm_head, so requests cannot choose it; load the model with adapter=FOLDER"
+            raise ConfigError(message, field="adapter")
+        self.adapters[name] = adapter
+
+    def find_adapter(self, name: str | None) -> Adapter | None:
+        """The adapter of that name. Raises GenerationError."""
+        if name is None:
+            return None
+        if name not in self.adapters:
+            known = ", ".join(self.adapters) or "none; add_adapter(name, folder) adds one"
+            raise GenerationError(f"there is no adapter {name[:200]!r}; there are: {known}", field="adapter")
+        return self.adapters[name]
+
+    def with_adapter(self, name: str | None) -> Self:
+        """This model with one of its adapters on for everything, as `load(..., adapter=FOLDER)` gives it, with the same
+        weights in memory. None: the model itself. Raises GenerationError."""
+        if (adapter := self.find_adapter(name)) is None:
+            return self
+        made = copy.copy(self)
+        made._weights = SteppedWeights(iter([self._adapted.of_all(self.weights, adapter)]))
+        made.adapters, made._adapted = {}, AdaptedWeights(self.backend)
+        return made
+
     def new_cache(
         self,
         slots: int,
@@ -178,42 +260,57 @@ class LoadedModel:
         cache: KVCache,
         top: Sequence[tuple[int | None, Ids] | None] | None = None,
         path: str | None = None,
+        adapters: Mapping[int, Adapter | None] = NO_ADAPTERS,
     ) -> Logits:
         """One pass; see `backends.run.run`. This, `run_greedy` and `run_hidden` are the only ways in which this model
-        computes."""
+        computes.   adapters: of the batch's slots; a slot without one has none."""
         w = self._stepped.of_pass()
+        if adapters:
+            w = self._adapted.of_pass(w, batch, adapters)
         if self.watcher is None or path is not None:
             return run(self.backend, w, self.config, batch, cache, top, path)
         with self.watcher(self.backend, self.config, batch, cache) as observed:
             return run(observed, w, self.config, batch, cache, top)
 
-    def run_greedy(self, batch: TokenBatch, cache: KVCache, steps: GreedyRun) -> Iterator[list[TokenLogits]]:
+    def run_greedy(
+        self,
+        batch: TokenBatch,
+        cache: KVCache,
+        steps: GreedyRun,
+        adapters: Mapping[int, Adapter | None] = NO_ADAPTERS,
+    ) -> Iterator[list[TokenLogits]]:
         """Several passes; see `backends.run.run_greedy`. None while a profile watches, which looks into each pass."""
         if self.watcher is not None:
             return iter(())
-        return run_greedy(self.backend, self._stepped.of_pass(), self.config, batch, cache, steps)
+        w = self._stepped.of_pass()
+        if adapters:
+            w = self._adapted.of_pass(w, batch, adapters)
+        return run_greedy(self.backend, w, self.config, batch, cache, steps)
 
     def run_hidden(self, batch: TokenBatch, cache: KVCache) -> Floats:
         """One pass without the head, and without a step towards it; see `backends.run.run_hidden`."""
         return run_hidden(self.backend, self._stepped.current, self.config, batch, cache)
 
     @overload
-    def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> Floats: ...
+    def logits(self, token_ids: str | Sequence[int] | NDArray[np.integer]) -> Floats: ...
 
     @overload
-    def logits(self, token_ids: Sequence[Sequence[int]]) -> list[Floats]: ...
+    def logits(self, token_ids: list[str] | Sequence[Sequence[int]]) -> list[Floats]: ...
 
-    def logits(self, token_ids: Sequence[int] | NDArray[np.integer] | Sequence[Sequence[int]]) -> Floats | list[Floats]:
-        """One full forward pass.   token_ids (T,) ints -> (T, V) in the backend's dtype
+    def logits(
+        self, token_ids: str | Sequence[int] | NDArray[np.integer] | list[str] | Sequence[Sequence[int]]
+    ) -> Floats | list[Floats]:
+        """One full forward pass.   token_ids (T,) ints, or a text for the model's tokenizer -> (T, V) in the backend's
+        dtype
 
-        A list of token lists gives a list of arrays, each equal to that of its tokens alone.
+        A list of token lists or texts gives a list of arrays, each equal to that of its tokens alone.
 
         Raises GenerationError for an empty list, an id outside the vocabulary, or more tokens than the model's context.
         """
         if not _is_batch(token_ids):
-            tokens = self.check_tokens(token_ids)
+            tokens = self._encode(token_ids)
             return self.run(TokenBatch.of([(0, 0, tokens)]), self.new_cache(1, len(tokens))).all()
-        rows = [self.check_tokens(row) for row in token_ids]
+        rows = [self._encode(row) for row in token_ids]
         batch = TokenBatch.of([(slot, 0, row) for slot, row in enumerate(rows)])
         logits = self.run(batch, self.new_cache(len(rows), max(map(len, rows)))).all()
         return np.split(logits, np.cumsum([len(row) for row in rows])[:-1])
@@ -228,7 +325,7 @@ class LoadedModel:
 
         Raises GenerationError for a filter that matches none of the model's tensors.
         """
-        tokens = self.check_tokens(self.tokenizer.encode(token_ids) if isinstance(token_ids, str) else token_ids)
+        tokens = self._encode(token_ids)
         recorder = Recorder(self.backend, self.config, names_filter)
         observed = observe(self.backend, recorder)
         cache = self.new_cache(1, len(tokens))
@@ -253,7 +350,9 @@ class LoadedModel:
         steps = backend.prepare_in_steps(replace(w, layers=tuple(layers), lm_head=head), self.config)
         prepared = SteppedWeights(steps, 0 if in_steps else sys.maxsize)
         settings: dict[str, Any] = {"cache_dtype": self.cache_dtype, "load_tokenizer": self._load_tokenizer}
-        return type(self)(self.config, prepared, backend, self.path, **settings)
+        made = type(self)(self.config, prepared, backend, self.path, **settings)
+        made.adapters = self.adapters
+        return made
 
     def renew(self, backend: str | None = None) -> LoadedModel:
         """The same model on a new backend of that name, by default of this one's kind: read from its files again,
@@ -262,11 +361,17 @@ class LoadedModel:
         Raises what `load` raises.
         """
         if self._load_again is not None:
-            return self._load_again(backend)
+            made = self._load_again(backend)
+            made.adapters = self.adapters
+            return made
         from . import choose_backend
 
         be = self.backend
         return self.on(choose_backend(backend or be.name, dtype=be.dtype.name, threads=be.threads))
+
+    def _encode(self, text: Any) -> NDArray[np.int64]:
+        """The checked token ids of a text, or of token ids."""
+        return self.check_tokens(self.tokenizer.encode(text) if isinstance(text, str) else text)
 
     def check_tokens(self, token_ids: Any, *, any_length: bool = False) -> NDArray[np.int64]:
         """token_ids as an int64 array: non-empty, within the vocabulary and (unless `any_length`) the context."""
@@ -290,16 +395,17 @@ class LoadedModel:
     def close(self) -> None:
         """Free the weights and everything the backend holds. Any later use raises BackendError."""
         self._weights = None
+        self._adapted = AdaptedWeights(self.backend)
         gc.collect()  # the requests of an engine are cycles that hold the weights, and its cache on the backend
         self.backend.close()
 
 
 def _is_batch(token_ids: Any) -> bool:
-    """Whether these are rows of token ids: a list of lists or arrays, or a two-dimensional array."""
+    """Whether these are rows: a list of texts, lists or arrays, or a two-dimensional array."""
     if isinstance(token_ids, np.ndarray):
         return token_ids.ndim == 2 and len(token_ids) > 0
     return (
         isinstance(token_ids, list | tuple)
         and len(token_ids) > 0
-        and isinstance(token_ids[0], list | tuple | np.ndarray)
+        and isinstance(token_ids[0], str | list | tuple | np.ndarray)
     )

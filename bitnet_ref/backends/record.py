@@ -15,7 +15,8 @@ TransformerLens's, without a batch axis, plus BitNet's own under each linear:
 Of the families that have them (docs/families.md):
 
     hook_embed_scaled, ln_final.hook_scaled (N, D)       embeddings, and the head's input, times a factor
-    blocks.0.attn.q_norm.hook_scale (N, H), .hook_normalized (N, H*d)   of heads; likewise k_norm, delta_norm
+    blocks.0.attn.q_norm.hook_scale (N, H), .hook_normalized (N, H*d)   of heads; likewise k_norm, delta_norm;
+                                                         OLMo-2's are of all heads together, hook_scale (N, 1)
     blocks.0.attn.hook_scaled_q (N, H, d)                q times the query scale, after RoPE
     blocks.0.attn.hook_gated_z (N, H*d)                  attention's or DeltaNet's result times its gate
     blocks.0.ln1_post.hook_scale (N, 1), .hook_normalized (N, D)   of o_proj's result; ln2_post of down_proj's;

@@ -153,6 +153,10 @@ class SplitBackend(Backend):
         for part in self.parts:
             part.backend.check_config(config)
 
+    def check_mixed_adapters(self) -> None:
+        for part in self.parts:
+            part.backend.check_mixed_adapters()
+
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def prepare_for(self, layer: int | None) -> Callable[[LinearWeight], LinearWeight]:

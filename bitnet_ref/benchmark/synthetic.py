@@ -48,7 +48,7 @@ _LLAMA = replace(_BITNET, activation="silu", max_position_embeddings=2048, rope=
 
 
 def _shape(vocab: int, d: int, ffn: int, layers: int, heads: tuple[int, int, int], base: ModelConfig) -> ModelConfig:
-    """heads: how many, how many of keys and values, and their size."""
+    """heads: (query heads, kv heads, head_dim)."""
     query, kv, size = heads
     base = replace(base, vocab_size=vocab, hidden_size=d, intermediate_size=ffn, num_hidden_layers=layers)
     return replace(base, num_attention_heads=query, num_key_value_heads=kv, head_dim=size)

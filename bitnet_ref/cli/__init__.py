@@ -26,6 +26,7 @@ with QuietStart():
     from .embed_command import embed
     from .evaluation_commands import evaluate, perplexity
     from .generate_command import generate
+    from .golden_command import golden
     from .grade_command import grade
     from .inspect_command import inspect
     from .lab_command import lab
@@ -67,6 +68,7 @@ COMMANDS = (
     rm,
     convert,
     crossval,
+    golden,
     bench,
     perplexity,
     evaluate,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from .generation_options import (
     spread,
     worker_options,
 )
-from .shell import LoadingBar, OutputFile, SectionedCommand, common_options, report, say
+from .shell import LoadingBar, OutputFile, SectionedCommand, common_options, report, say, shell_line
 
 if TYPE_CHECKING:
     from ..api import Model
@@ -58,7 +59,6 @@ def batch(source: Path, target: Path, config: Path | None, chat_template: str | 
     """
     if find_spec("fastjsonschema") is None:
         raise BackendUnavailable("batch needs fastjsonschema: pip install 'bitnet-ref[server]'")
-    from ..formats.hashes import file_hash
     from ..serving.http.batch import run_batch
     from ..system.sharing import model_files
 
@@ -69,18 +69,28 @@ def batch(source: Path, target: Path, config: Path | None, chat_template: str | 
     template = content_of(chat_template)
     adapter = options.get("adapter")
     files = [*model_files(path), *(model_files(Path(adapter)) if adapter else ())]
-    run = {"version": __version__, "model": name, "template": template, "hashes": [*map(file_hash, files)]}
+    run: dict[str, Any] = {"version": __version__, "model": name, "template": template, "hashes": hash_files(files)}
     run |= {"files": [file.name for file in files], "config": None if config is None else read_text(config)}
     run |= {key: str(options[key]) for key in DECIDE if key in options}
     defaults = server_config(config, generation_defaults=options["generation_defaults"]).generation_defaults
     run["generation_defaults"] = defaults
     opener = (open_server, loading, name, config, template, defaults)
     alone = None if count or address else serve_lines(load_model(options), name, config, template, defaults)
+    answered = [0, 0]  # so many lines, of so many
+
+    def note(done: int, total: int) -> None:
+        answered[:] = done, total
+        bar(done, total)
+
     try:
         with spread(opener, count, address, alone) as workers, LoadingBar("requests") as bar:
-            summary = run_batch(source, target, workers, run, bar)
-    except KeyboardInterrupt:
-        say(f"what was answered is in {target}.partial; the same command goes on from there")
+            summary = run_batch(source, target, workers, run, note)
+    except BaseException:
+        if answered[1] and Path(f"{target}.partial").exists():
+            done, total = answered
+            say(
+                f"{done} of {total} answers are kept in {target}.partial; this goes on with the others:\n{shell_line()}"
+            )
         raise
     if alone is not None:
         alone.engine.close()
@@ -88,6 +98,21 @@ def batch(source: Path, target: Path, config: Path | None, chat_template: str | 
     text += f"; {summary.reused} are of an earlier run" * bool(summary.reused)
     text += f"; {summary.damaged} damaged ones of an earlier run were computed again" * bool(summary.damaged)
     report(vars(summary), lambda out: out.print(text))
+
+
+def hash_files(files: Sequence[Path]) -> list[str]:
+    """The hash of each file, with a bar where it takes long."""
+    from ..formats.hashes import file_hash
+
+    done, total = 0, sum(file.stat().st_size for file in files)
+
+    def note(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        bar(done, total)
+
+    with LoadingBar("hashing the model's files") as bar:
+        return [file_hash(file, note) for file in files]
 
 
 def serve_lines(

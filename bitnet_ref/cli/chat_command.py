@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ..generation import ChatSession, GenerationStats, StreamChunk
 
 RESET, EXIT = "/reset", ("/exit", "/quit")
+# A phrase of up to 16 tokens is stopped after so many times and tokens: "No," 24 times, but no verse sung thrice.
+LONGEST_PHRASE, MIN_REPEATS, MIN_REPEATED = 16, 6, 48
 DEFAULT_SAMPLING = {"temperature": 0.7, "top_p": 0.95}  # of models that recommend nothing
 
 
@@ -43,7 +45,7 @@ def chat(system: str | None, **options: Any) -> None:
     Answers are sampled as the model's generation_config.json recommends, else with temperature 0.7 and top-p 0.95
     (always so with --generation-defaults plain);
     --temperature 0 is greedy. The n-th answer takes --seed + n - 1. When the context is full, the oldest turns are
-    dropped; the --system text stays.
+    dropped; the --system text stays. An answer that repeats one phrase over and over is stopped.
     """
     model = load_model(options)
     defaults = options.pop("generation_defaults")
@@ -69,12 +71,29 @@ def choose_params(model: Model, given: dict[str, Any], defaults: str = "model") 
 
 
 def ask(
-    session: ChatSession, content: str, seed: int | None, on_chunk: Callable[[StreamChunk], None] | None = None
+    session: ChatSession,
+    content: str,
+    seed: int | None,
+    on_chunk: Callable[[StreamChunk], None] | None = None,
 ) -> tuple[Reply, GenerationStats, list[int]]:
     """One exchange: the reply, its statistics, and the token ids of its prompt."""
     ids, stream, reply = session.prompt(content), session.stream(content, seed=seed), Reply()
-    reply.follow(stream, on_chunk)
+    reply.follow(stream, on_chunk, repeats_itself)
     return reply, stream.stats, ids
+
+
+def repeats_itself(token_ids: list[int]) -> bool:
+    """Whether the last tokens are one phrase over and over, as small models end when they are greedy.
+
+    >>> repeats_itself([7, 8, 9] + [1, 2] * 24), repeats_itself([1, 2] * 23)
+    (True, False)
+    """
+    for period in range(1, LONGEST_PHRASE + 1):
+        span = max(MIN_REPEATED, MIN_REPEATS * period)
+        last = token_ids[-span:]
+        if len(last) == span and last[period:] == last[:-period]:
+            return True
+    return False
 
 
 def talk(session: ChatSession, seeds: Iterator[int]) -> None:
@@ -112,7 +131,12 @@ def talk(session: ChatSession, seeds: Iterator[int]) -> None:
             continue
         write_text("\n")
         say_dropped(stats)
-        remarks = {"interrupted": "stopped", "length": describe_cut(session, reply), "filtered": "[filtered]"}
+        remarks = {
+            "interrupted": "stopped",
+            "length": describe_cut(session, reply),
+            "filtered": "[filtered]",
+            "repetition": "[stopped: it says the same again and again]",
+        }
         if (remark := remarks.get(reply.finish_reason or "")) is not None:
             say(remark)
 

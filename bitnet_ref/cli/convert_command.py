@@ -8,33 +8,59 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .generation_options import INPUT_FILE, layout_options
+from ..formats.checkpoint import LoadOptions
+from .generation_options import INPUT_FILE, declared_option, layout_options
 from .shell import LoadingBar, OutputPath, common_options, make_table, print_json, show, size_in_words, wants_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..formats.checkpoint import LoadOptions
     from ..formats.convert import Proof
 
 # The names in conversion.TARGETS, which --help should not import; a test compares them.
 TARGET_NAMES = (
-    *("hf-packed", "hf-bf16", "hf-online", "hf-unpacked", "native", "native-base3", "onnx"),
-    *("gguf-i2_s", "gguf-tq1_0", "gguf-tq2_0", "gguf-tl1", "gguf-tl2"),
-    *("gguf-f16", "gguf-bf16", "gguf-f32", "gguf-q8_0", "gguf-q2_0", "gguf-pq2_0", "gguf-ptq1_0"),
+    *("hf-packed", "hf-bf16", "hf-online", "hf-unpacked", "mlx-2bit", "mlx-1bit", "native", "native-base3", "onnx"),
+    *("gguf-i2_s", "gguf-tq1_0", "gguf-tq2_0", "gguf-iq2_bn", "gguf-tl1", "gguf-tl2"),
+    *("gguf-f16", "gguf-bf16", "gguf-f32", "gguf-q8_0"),
+    *("gguf-q2_0", "gguf-pq2_0", "gguf-ptq1_0", "gguf-stq1_0", "gguf-q1_0"),
 )
+
+
+def read_byte_count(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """2000000000, 2G, 500M: bytes, G and M of powers of 1000, as the hub and llama.cpp's gguf-split count them."""
+    if value is None:
+        return None
+    digits, unit = (value[:-1], value[-1].upper()) if value[-1:].upper() in ("M", "G") else (value, "")
+    if not digits.isdecimal() or int(digits) < 1:
+        raise click.BadParameter(f"expected a number of bytes, such as 2G or 500M, got {value!r}", ctx, param)
+    return int(digits) * {"": 1, "M": 10**6, "G": 10**9}[unit]
 
 
 @click.command(short_help="Write a model in another format, and prove that it is the same.")
 @click.argument("source")
-@click.argument("destination", type=OutputPath())
-@click.option("--to", "target", required=True, type=click.Choice(TARGET_NAMES), help="The format to write.")
+@click.argument("destination", type=OutputPath(), required=False)
+@click.option("--to", "target", type=click.Choice(TARGET_NAMES), help="The format to write.")
+@click.option("--matrix", is_flag=True, help="Write nothing; show which formats hold SOURCE exactly, and why not.")
+@click.option(
+    "--split-size", callback=read_byte_count, metavar="BYTES", help="Write further files beyond so many bytes each."
+)
 @click.option("--no-verify", is_flag=True, help="Do not read the result again and compare it.")
 @click.option("--force", is_flag=True, help="Replace a file that is there. (A folder is never replaced.)")
 @layout_options
+@declared_option(LoadOptions, "adapter", help="A LoRA adapter to merge into dense matrices, or none.")
 @click.option("--to-tl-tiles", type=INPUT_FILE, help="The kernel_config.ini to write TL1 or TL2 for.")
 @common_options
 def convert(
-    source: str, destination: Path, target: str, no_verify: bool, force: bool, to_tl_tiles: Path | None, **layout: Any
+    source: str,
+    destination: Path | None,
+    target: str | None,
+    matrix: bool,
+    split_size: int | None,
+    no_verify: bool,
+    force: bool,
+    to_tl_tiles: Path | None,
+    **layout: Any,
 ) -> None:
     """Write the model SOURCE (a path, or the name of a shipped model) to DESTINATION in another format.
 
@@ -44,8 +70,22 @@ def convert(
     hf-bf16 keeps masters. Of a model without masters it holds -1, 0, +1 beside a weight_scale: no masters, though all
     is bfloat16. hf-online makes masters, bfloat16 values that quantise to the same planes and whose mean|W| is the
     scale to 1e-7, for engines that quantise when they load.
+
+    --split-size 2G writes files of at most 2,000,000,000 bytes into the folder DESTINATION: shards with their index, or
+    parts as llama.cpp's gguf-split names them, of which any loads the whole.
+
+    --matrix SOURCE shows for each format whether it holds this model exactly, and who runs it. Each is written into a
+    temporary folder, read again, compared and deleted.
     """
-    from ..formats.checkpoint import LoadOptions, Progress
+    from ..formats.checkpoint import Progress
+
+    if matrix:
+        if destination is not None or target is not None or split_size is not None:
+            raise click.UsageError("--matrix takes SOURCE alone")
+        draw_fits(source, LoadOptions(**layout), to_tl_tiles)
+        return
+    if destination is None or target is None:
+        raise click.UsageError("give DESTINATION and --to FORMAT, or --matrix")
     from ..formats.convert import convert as convert_model
     from ..formats.convert import remark_on
 
@@ -56,7 +96,8 @@ def convert(
             return bars.enter_context(LoadingBar(name))
 
         options: dict[str, Any] = {"options": LoadOptions(**layout), "verify": not no_verify, "overwrite": force}
-        proof = convert_model(source, destination, target, tl_tiles=to_tl_tiles, phase=phase, **options)
+        options |= {"tl_tiles": to_tl_tiles, "split_size": split_size}
+        proof = convert_model(source, destination, target, phase=phase, **options)
     files = sorted(destination.rglob("*")) if destination.is_dir() else [destination]
     nbytes = sum(file.stat().st_size for file in files)
     remark = remark_on(destination, target)
@@ -71,6 +112,24 @@ def convert(
         show(lambda out: draw(proof, out))
     if remark is not None:
         click.echo(remark)
+
+
+def draw_fits(source: str, options: LoadOptions, tl_tiles: Path | None) -> None:
+    from ..formats.convert import fits
+
+    with LoadingBar("converting") as bar:
+        rows = list(fits(source, options=options, tl_tiles=tl_tiles, progress=bar))
+    words = [("no" if row.proof is None else "exact" if row.proof.exact else "rounded") for row in rows]
+    if wants_json():
+        names = ("target", "bytes", "reason", "engine")
+        facts = [dict(zip(names, (r.target, r.nbytes, r.reason, r.engine), strict=True)) for r in rows]
+        print_json([each | {"holds": holds} for each, holds in zip(facts, words, strict=True)])
+        return
+    sizes = ["" if row.nbytes is None else size_in_words(row.nbytes) for row in rows]
+    cells = [
+        (r.target, h, n, r.reason.partition("; ")[0], r.engine) for r, h, n in zip(rows, words, sizes, strict=True)
+    ]
+    show(lambda out: out.print(make_table(("|format", "|holds it", ">|size", "why", "|runs in"), cells)))
 
 
 def draw(proof: Proof, out: Console) -> None:

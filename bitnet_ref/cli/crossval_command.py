@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..backends.options import ComputeOptions
-from .doctor_command import check_printer, draw_verdict
+from .doctor_command import CheckRows, draw_verdict
 from .generation_options import (
     apply_options,
     content_of,
@@ -262,7 +262,8 @@ def backends(model: str, text: str | list[int] | None, only: tuple[str, ...], **
 
     loaded, ids = load_and_encode(model, text)
     long = long_tokens(loaded.config) if text is None else None
-    crossings = cross_backends(loaded, ids, only or None, long=long, on_check=check_printer())
+    with CheckRows() as rows:
+        crossings = cross_backends(loaded, ids, only or None, long=long, on_check=rows)
     finish("backends", model, loaded, ids, crossings, draw_all=draw_backends, **options)
 
 
@@ -490,7 +491,7 @@ def draw(crossings: list[Crossing], required: list[str], out: Console, causes: b
 
 
 def draw_backends(crossings: list[Crossing], required: list[str], out: Console) -> None:
-    """As `draw`, below the rows that `check_printer` has shown, and last a line that counts them."""
+    """As `draw`, below the rows that `CheckRows` has shown, and last a line that counts them."""
     from ..crossval.paths import sum_up
 
     out.print()

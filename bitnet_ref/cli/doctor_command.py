@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,6 +10,7 @@ import click
 from .shell import (
     DIFFERS,
     common_options,
+    console,
     make_row,
     make_table,
     report,
@@ -19,13 +21,15 @@ from .shell import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
+    from rich.status import Status
     from rich.table import Table
     from rich.text import Text
 
     from ..crossval.doctor import BackendState, Installation
-    from ..crossval.paths import OnCheck, PathCheck
+    from ..crossval.paths import PathCheck
 
+READY = ' You are ready: bitnet-ref generate "Once upon a time"'
 PATH_WIDTH, STATE_WIDTH = 27, 6  # of the columns of a check's row; a longer name pushes its own row to the right
 
 
@@ -46,9 +50,11 @@ def doctor(full: bool) -> None:
     installation = describe_installation()
     if not wants_json():
         show(lambda out: draw_installation(installation, out))
-    health = DoctorReport(installation, self_check(full=full, on_check=check_printer()))
+    with CheckRows() as rows:
+        health = DoctorReport(installation, self_check(full=full, on_check=rows))
     code = 0 if health.healthy else DIFFERS
-    report(health.to_dict(), lambda out: draw_verdict(health.verdict, health.healthy, out), code)
+    verdict = health.verdict + (READY if health.healthy else "")
+    report(health.to_dict(), lambda out: draw_verdict(verdict, health.healthy, out), code)
 
 
 def draw_installation(health: Installation, out: Console) -> None:
@@ -105,20 +111,39 @@ def backend_row(backend: BackendState) -> tuple[str, Text, str]:
 # -- checks, also those of `crossval backends` -------------------------------------------------------------------------
 
 
-def check_printer() -> OnCheck:
-    """A function that shows each check as a row, below a title for each backend. With --json it shows nothing."""
-    from ..crossval.paths import ignore_check
+class CheckRows:
+    """Shows each check as a row when it is done, below a title for each backend; on a terminal the last line says how
+    many there are so far. With --json it shows nothing. An `OnCheck`."""
 
-    last_backend = None
+    def __init__(self) -> None:
+        self._last_backend: str | None = None
+        self._count = 0
+        self._status: Status | None = None
+        self._is_silent = wants_json()
 
-    def show_check(backend: str, check: PathCheck) -> None:
-        nonlocal last_backend
-        if backend != last_backend:
-            show(lambda out: out.print(style_text(f"\n{backend}: execution paths and known answers", "bold")))
-            last_backend = backend
-        show(lambda out: out.print(check_row(check)))
+    def __call__(self, backend: str, check: PathCheck) -> None:
+        if self._is_silent:
+            return
+        rows: list[RenderableType] = [check_row(check)]
+        if backend != self._last_backend:
+            rows.insert(0, style_text(f"\n{backend}: execution paths and known answers", "bold"))
+            self._last_backend = backend
+        self._count += 1
+        if self._status is None:
+            show(lambda out: out.print(*rows, sep="\n"))
+        else:
+            self._status.console.print(*rows, sep="\n")
+            self._status.update(f"checks done: {self._count}")
 
-    return ignore_check if wants_json() else show_check
+    def __enter__(self) -> CheckRows:
+        if not self._is_silent and sys.stdout.isatty():
+            self._status = console(sys.stdout).status("checking")
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
 
 
 def check_row(check: PathCheck) -> Table:

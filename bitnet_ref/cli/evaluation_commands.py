@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     from ..evaluation import Perplexity
 
 PROTOCOLS = ("llama.cpp", "gptq", "1bitllm", "lm-eval")  # evaluation.PROTOCOLS, which --help need not import
-LENGTH_HELP = "Tokens read at a time; another length is another figure.  [default: 512 for llama.cpp, else 2048]"
+LENGTH_HELP = (
+    "Tokens read at a time; another length is another figure.  "
+    "[default: 512 for llama.cpp, else 2048; at most the model's context]"
+)
 STATE_HELP = "Written every 5 s; the same command goes on from there."
 
 
@@ -58,6 +62,7 @@ def perplexity(
 
     docs/evaluation.md says why their figures differ.
     """
+    from ..evaluation import PROTOCOLS as rules
     from ..evaluation import perplexity as measure
 
     protocols = protocol or ("llama.cpp",)
@@ -73,8 +78,21 @@ def perplexity(
         for each in protocols:
             with LoadingBar(f"{each}: windows") as bar:
                 results.append(measure(loaded, documents, each, length, state=state, workers=workers, progress=bar))
-    facts = [result.to_dict() for result in results]
-    report({"model": model, "results": facts}, lambda out: draw(results, out))
+    for result in results:
+        if length is None and result.length < (usual := rules[result.protocol].length):
+            say(f"{result.protocol}: windows of {result.length} tokens, the model's context, instead of {usual}")
+    facts = {
+        "model": model,
+        "texts": [_identity(path, text) for path, text in zip(texts, documents, strict=True)],
+        "results": [result.to_dict() for result in results],
+    }
+    report(facts, lambda out: draw(results, out))
+
+
+def _identity(path: Path, text: str) -> dict[str, Any]:
+    """Which text it is: figures of other files of the same name do not compare."""
+    data = text.encode()  # the bytes of the file, which is UTF-8
+    return {"path": str(path), "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def draw(results: list[Perplexity], out: Console) -> None:

@@ -41,7 +41,11 @@ if TYPE_CHECKING:
 SHOWN = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "seed")
 
 
-@click.command(cls=SectionedCommand, short_help="Continue a text, and show it as it comes.")
+@click.command(
+    cls=SectionedCommand,
+    short_help="Continue a text, and show it as it comes.",
+    context_settings={"allow_extra_args": True},  # for a message of our own
+)
 @click.argument("prompt")
 @model_options
 @defaults_option
@@ -60,6 +64,9 @@ def generate(prompt: str, raw_ids: bool, profile: bool, **options: Any) -> None:
     says nothing. The line of figures names what was taken. Then the seed is 0 unless --seed gives another one, so that
     the command gives the same text again.
     """
+    if more_words := click.get_current_context().args:
+        together = " ".join([prompt, *more_words])
+        raise click.UsageError(f'put the prompt in quotes: bitnet-ref generate "{together}"')
     if prompt == "-":
         prompt = read_stdin()
     ids = parse_ids(prompt) if raw_ids else None
@@ -177,7 +184,13 @@ class Reply:
     stop_reason: str | int | None = None
     chunks: list[StreamChunk] = field(default_factory=list)
 
-    def follow(self, stream: TokenStream, on_chunk: Callable[[StreamChunk], None] | None = None) -> None:
+    def follow(
+        self,
+        stream: TokenStream,
+        on_chunk: Callable[[StreamChunk], None] | None = None,
+        repeats: Callable[[list[int]], bool] = lambda token_ids: False,
+    ) -> None:
+        """repeats: whether these token ids repeat themselves without end; the stream then ends."""
         try:
             for chunk in stream:
                 self.text += chunk.text
@@ -186,6 +199,9 @@ class Reply:
                 self.finish_reason, self.stop_reason = chunk.finish_reason, chunk.stop_reason
                 if on_chunk is not None:
                     on_chunk(chunk)
+                if chunk.finish_reason is None and repeats(self.token_ids):
+                    self.finish_reason = "repetition"
+                    break
         except KeyboardInterrupt:
             self.finish_reason = "interrupted"
         finally:

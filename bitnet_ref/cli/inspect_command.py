@@ -132,10 +132,13 @@ def draw_sizes(inspection: Inspection, out: Console) -> None:
         return
     ink, width = "█" if is_unicode(out) else "#", bar_width(out)
     rows = [
-        (size.kind, str(size.tensors), size_in_words(size.nbytes), f"{size.share:.1%}", ink * round(width * size.share))
+        (
+            *(size.kind, str(size.tensors), size.type_words, size_in_words(size.nbytes), f"{size.share:.1%}"),
+            ink * round(width * size.share),
+        )
         for size in inspection.sizes
     ]
-    out.print(make_table(("", ">tensors", ">size", ">share", ""), rows, title="Where the bytes are"))
+    out.print(make_table(("", ">tensors", "type", ">size", ">share", ""), rows, title="Where the bytes are"))
     out.print()
 
 

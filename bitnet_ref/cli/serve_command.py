@@ -57,6 +57,22 @@ def check_names(**names: tuple[str, ...]) -> None:
             raise ConfigError(f"expected a name, got a blank one; give one, or leave {flag} out", field=flag)
 
 
+def read_adapters(texts: tuple[str, ...], models: list[str]) -> dict[tuple[str, str], Path]:
+    """The folders of --lora by (model, name). Raises UsageError."""
+    adapters: dict[tuple[str, str], Path] = {}
+    for text in texts:
+        names, _, folder = text.partition("=")
+        base, _, name = names.rpartition(":")
+        base = base or (models[0] if len(models) == 1 else "")
+        if not name or not folder or base not in models:
+            expected = "NAME=FOLDER" if len(models) == 1 else f"MODEL:NAME=FOLDER with one of {', '.join(models)}"
+            raise click.UsageError(f"--lora: expected {expected}, got {text!r}")
+        if (base, name) in adapters:
+            raise click.UsageError(f"--lora: two adapters of {base} have the name {name!r}")
+        adapters[base, name] = Path(folder)
+    return adapters
+
+
 @click.command(short_help="Serve models by OpenAI's HTTP API.")
 @click.argument("models", nargs=-1, metavar="[MODEL | NAME=MODEL]...")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every network.")
@@ -72,6 +88,13 @@ def check_names(**names: tuple[str, ...]) -> None:
 @declared_option(ComputeOptions, "threads", type=click.IntRange(min=1))
 @declared_option(EngineConfig, "replicas")
 @declared_option(EngineConfig, "generation_defaults")
+@click.option(
+    "--lora",
+    "adapters",
+    multiple=True,
+    metavar="NAME=FOLDER",
+    help="A LoRA adapter, asked for as model MODEL:NAME; with several models MODEL:NAME=FOLDER.",
+)
 @click.option("--chat-template", metavar="JINJA", help="Instead of the models' own; @FILE reads it.")
 @click.option(
     "--memory-budget", callback=_read_size, metavar="BYTES", help="Of all loaded models.  [default: no limit]"
@@ -83,6 +106,21 @@ def check_names(**names: tuple[str, ...]) -> None:
 @click.option("--drain-s", type=int, default=30, show_default=True, help="After SIGTERM, finish requests for so long.")
 @click.option("--allow-origin", "origins", multiple=True, help="A web page that may use the server (CORS).")
 @click.option("--allow-host", "hosts", multiple=True, help="A name of the server, beside localhost.")
+@click.option("--default-model", metavar="NAME", help="Meant by requests that name none, or one that is not served.")
+@click.option(
+    "--unknown-fields",
+    type=click.Choice(["refuse", "warn"]),
+    default="refuse",
+    show_default=True,
+    help="Of a request: an error, or a warning in the log.",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Of the log on stderr, which has a line for each request.",
+)
 @click.option("--verify", is_flag=True, help="Add /v1/verify, which computes an answer again and compares.")
 @common_options
 def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None:
@@ -101,6 +139,7 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     from ..api import load_engine
     from ..serving.http.admission import ServerLimits
     from ..serving.http.app import create_app
+    from ..serving.http.request_log import JsonLines
     from ..serving.http.shelf import ModelShelf
 
     api_keys = check_keys(options["api_keys"])
@@ -122,11 +161,15 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
         if name in sources:
             raise click.UsageError(f"two models have the name {name!r}; write NAME=MODEL for one of them")
         sources[name] = path
+    adapters = read_adapters(options["adapters"], list(sources))
+    default_model = options["default_model"]
+    if default_model is not None and default_model not in sources:
+        raise click.UsageError(f"--default-model: {default_model!r} is not served; there are: {', '.join(sources)}")
     limits = ServerLimits(options["max_body"], options["max_streams"], request_timeout_s=options["request_timeout_s"])
     bound = listen(host, port)
     is_private = is_loopback(bound.getsockname()[0])
     app = create_app(
-        ModelShelf(sources, open_engine, options["memory_budget"], options["idle_s"]),
+        ModelShelf(sources, open_engine, options["memory_budget"], options["idle_s"], adapters, default_model),
         limits,
         api_keys=api_keys,
         chat_template=content_of(options["chat_template"]),
@@ -134,16 +177,23 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
         hosts=allowed_hosts(host, bound.getsockname()[0], options["hosts"]),
         version=__version__,
         verify=options["verify"],
+        unknown_fields=options["unknown_fields"],
     )
     if not is_private and not api_keys:
         say(f"anyone who reaches {host} can use this server: set --api-key, or listen on 127.0.0.1")
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    handler = logging.StreamHandler()
+    is_json = options["log_format"] == "json"
+    handler.setFormatter(
+        JsonLines() if is_json else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    )
+    handler.addFilter(lambda record: (record.name, record.levelno) != ("bitnet_ref.serving.worker", logging.INFO))
+    logging.basicConfig(handlers=[handler], level=logging.INFO)  # but for the engines' lines: requests have their own
     server = uvicorn.Server(uvicorn_config(app, options["drain_s"]))
     failures: list[BaseException] = []
 
     def on_loaded(error: BaseException | None) -> None:
         if error is None:
-            announce(bound, list(sources))
+            announce(bound, [*sources, *(f"{base}:{name}" for base, name in adapters)])
         else:
             failures.append(error)
             server.should_exit = True
@@ -179,7 +229,7 @@ def uvicorn_config(app: Any, drain_s: int) -> Any:
     return uvicorn.Config(
         app,
         log_config=None,
-        access_log=False,  # the engines log each request for text
+        access_log=False,  # `RequestLog` has a line for each request
         lifespan="on",
         proxy_headers=False,
         server_header=False,

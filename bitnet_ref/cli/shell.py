@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import sys
 import time
 import traceback
@@ -53,6 +54,7 @@ class State:
     json: bool = False
     debug: bool = False
     command: click.Command | None = None  # the one whose options messages name
+    shell_line: str = ""  # the whole command, as a shell reads it
 
 
 class OrderedGroup(click.Group):
@@ -141,6 +143,13 @@ def _is_read(source: Path, target: Path) -> bool:
 class Interface(ExitCodes, OrderedGroup):
     """A group of such commands."""
 
+    def make_context(self, info_name: str | None, args: list[str], *more: Any, **settings: Any) -> click.Context:
+        words = f"{info_name} {shlex.join(args)}"
+        context = super().make_context(info_name, args, *more, **settings)
+        if context.parent is None:
+            context.ensure_object(State).shell_line = words
+        return context
+
 
 def exit_code(error: BitNetRefError) -> int:
     """2 wrong usage, 3 a file that is bad or cannot be written, 4 backend."""
@@ -202,7 +211,7 @@ def say(text: str) -> None:
 
 def say_error(message: str) -> None:
     with contextlib.suppress(OSError):
-        click.echo(f"{paint('error:', sys.stderr, fg='red', bold=True)} {printable(message)}", err=True)
+        click.echo(f"{paint('Error:', sys.stderr, fg='red', bold=True)} {printable(message)}", err=True)
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -479,6 +488,11 @@ def common_options(function: AnyFunction) -> AnyFunction:
         "--json", is_flag=True, is_eager=True, expose_value=False, callback=_set_state, help="Write JSON for programs."
     )
     return cast(AnyFunction, option(debug_option(command)))
+
+
+def shell_line() -> str:
+    """The command that runs, as it was written."""
+    return click.get_current_context().ensure_object(State).shell_line
 
 
 def wants_json() -> bool:

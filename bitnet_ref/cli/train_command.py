@@ -27,6 +27,8 @@ STEPS_BETWEEN_LINES = 20  # on a terminal a bar shows every step
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The run's folder.")
 @click.option("--resume", is_flag=True, help="Go on from the folder's checkpoint.")
 @click.option("--init", metavar="FOLDER", help="Start from the float masters of this folder.")
+@click.option("--ternary", is_flag=True, help="Make a ternary model of the one that --init names, whatever its form.")
+@click.option("--lora", metavar="MODEL", help="Train an adapter of this model, which stays as it is.")
 @click.option("--distil", "teacher", metavar="MODEL", help="Also learn the probabilities of this model.")
 @click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps, instead of the file's.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one a core]")
@@ -38,6 +40,8 @@ def train(
     out: Path,
     resume: bool,
     init: str | None,
+    ternary: bool,
+    lora: str | None,
     teacher: str | None,
     steps: int | None,
     threads: int | None,
@@ -47,13 +51,15 @@ def train(
     """Train a model as the TOML file CONFIG says (see docs/training.md), into the folder --out.
 
     The folder gets metrics.csv, checkpoint.safetensors and, ready for `bitnet-ref generate`, the folder model. A run
-    that was interrupted, or killed, goes on with --resume as if nothing had happened.
+    that was interrupted, or killed, goes on with --resume as if nothing had happened. With --lora the folder is called
+    adapter, as peft writes it; it names its model, and loads with it.
     """
-    from ..training.run import MODEL, TrainingRun, read_run
+    from ..training.run import TrainingRun, read_run
 
     settings, model = read_run(config)
     teacher, init = teacher or settings.teacher, init or settings.init
-    settings = replace(settings, init=init, teacher=teacher, steps=steps or settings.steps)
+    ternary, lora = ternary or settings.ternary, lora or settings.lora
+    settings = replace(settings, init=init, ternary=ternary, lora=lora, teacher=teacher, steps=steps or settings.steps)
     with LoadingBar("encoding the texts") as bar:
         run = TrainingRun(settings, out, model, resume=resume, threads=threads, backend=backend, progress=bar)
     parameters = sum(master.size for master in run.trainer.masters.values())
@@ -61,13 +67,13 @@ def train(
     writer = open_writer(out) if tensorboard else None
     with TrainingBar(run.step, settings.steps) as progress:
         last = run.run(progress.show, writer)
-    facts = {"folder": str(out), "model": str(out / MODEL), "parameters": parameters, **asdict(last)}
+    facts = {"folder": str(out), run.output.name: str(run.output), "parameters": parameters, **asdict(last)}
     if wants_json():
         print_json(facts)
         return
     validation = "" if last.validation_loss is None else f", validation loss {last.validation_loss:.3f}"
     click.echo(f"step {last.step}: loss {last.loss:.3f}{validation}")
-    click.echo(f'bitnet-ref generate "Once upon a time" --model {shlex.quote(str(out / MODEL))}')
+    click.echo(f'bitnet-ref generate "Once upon a time" --model {shlex.quote(str(run.output))}')
 
 
 class TrainingBar:

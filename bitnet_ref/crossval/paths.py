@@ -12,6 +12,7 @@ divided layers, and as text. What is compared, and how strictly:
     others   the logits of every other path against those of "ops": equal, bit for bit
     caches   attention over a narrow cache against the reference's attention over the same stored numbers
     heads    the candidates of a screened head against the whole head: equal, and complete
+    adapters sequences with different LoRA adapters in one batch, each against itself alone: equal, bit for bit
     text     every greedy token against the largest logit of a pass over the whole text by "ops": equal
 """
 
@@ -32,9 +33,11 @@ from ..backends import Backend
 from ..backends.backend import GreedyRun
 from ..backends.paged_cache import PagedKVCache
 from ..backends.split import LayerRun, SplitBackend
+from ..errors import BackendUnavailable
 from ..families import KINDS
 from ..families.block_rule import INPUTS, RuledWeight, ruled_linear, ruled_weights
 from ..families.blocks import BLOCK_TYPES, BlockWeight, block_type, int8_weights
+from ..families.lora import Adapter, LoraTerm, OnLinear
 from ..generation import SamplingParams
 from ..generation.sampling import choose, distribution
 from ..reference import layers
@@ -69,23 +72,23 @@ def ignore_check(backend: str, check: PathCheck) -> None:
 
 
 def sum_up(checks: Iterable[tuple[str, PathCheck]]) -> str:
-    """One line on the checks of several backends, (backend, check) each: how many agree, or which of them differ.
+    """One line on the checks of several backends, (backend, check) each: how many passed, or which of them failed.
 
     >>> fine, wrong = PathCheck("ops", True, 1, "equal"), PathCheck("text", False, 1, "differs")
     >>> sum_up([("numpy", fine), ("cython", fine)])
-    'all 2 checks agree'
+    'All 2 checks passed.'
     >>> sum_up([("numpy", fine), ("cython", wrong)])
-    '1 of 2 differ: cython: text'
+    '1 of 2 checks FAILED: cython: text'
     >>> sum_up([])
-    'nothing was checked'
+    'Nothing was checked.'
     """
     names = [(f"{backend}: {check.path}", check.passed) for backend, check in checks]
     differing = [name for name, passed in names if not passed]
     if not names:
-        return "nothing was checked"
+        return "Nothing was checked."
     if not differing:
-        return f"all {len(names)} checks agree"
-    return f"{len(differing)} of {len(names)} differ: {'; '.join(differing)}"
+        return f"All {len(names)} checks passed."
+    return f"{len(differing)} of {len(names)} checks FAILED: {'; '.join(differing)}"
 
 
 MakeBackend = Callable[..., Backend]  # make(**settings) -> a new backend, settings as of its constructor
@@ -160,6 +163,7 @@ def _checks(
     yield "dense bfloat16", lambda: _dense_bfloat16(be)
     yield "recorded", lambda: _equal(model.run_with_cache(tokens, "hook_embed")[0], plain)
     yield "divided layers", lambda: _equal(_whole(_divide(make, reference), tokens, None), plain)
+    yield "adapters", lambda: _adapters(model, reference, tokens)
     if be.screens_head:
         yield "screened head", lambda: _screened(reference.on(make(head="screened")), tokens)
         yield "weights in steps", lambda: _in_steps(make, reference, tokens, plain)
@@ -235,15 +239,18 @@ def _over_pages(model: Model, tokens: list[int], path: str | None) -> NDArray:
     return np.concatenate(logits)
 
 
-def _several(model: Model, tokens: list[int], path: str | None) -> Outcome:
-    """Three sequences decoded together, the third joining late, each against itself alone."""
+def _several(
+    model: Model, tokens: list[int], path: str | None, names: tuple[str | None, ...] = (None, None, None)
+) -> Outcome:
+    """Three sequences decoded together, the third joining late, each against itself alone. names: of their adapters."""
+    adapters = {slot: model.find_adapter(name) for slot, name in enumerate(names) if name is not None}
     rows, prefill = _three(tokens), _prefill(tokens)
     steps = len(rows[0]) - prefill
     cache, start = model.new_cache(3, len(tokens)), [prefill, prefill + 1, 0]
     logits: list[list[NDArray]] = [[], [], []]
 
     def run(parts: list[tuple[int, int, list[int]]]) -> None:
-        result = model.run(TokenBatch.of(parts), cache, path=path).all()
+        result = model.run(TokenBatch.of(parts), cache, path=path, adapters=adapters).all()
         ends = np.cumsum([len(ids) for _, _, ids in parts])[:-1]
         for (slot, _, _), part in zip(parts, np.split(result, ends), strict=True):
             logits[slot].append(part)
@@ -254,9 +261,11 @@ def _several(model: Model, tokens: list[int], path: str | None) -> Outcome:
         third = rows[2][2 * step : 2 * step + 2]  # a prompt in pieces beside the others' tokens
         parts += [(2, 2 * step, third)] if third else []
         run([part for part in parts if part[2]])
-    pairs = [(row, each) for row, each in zip(rows, logits, strict=True) if each]  # the third may not have begun
-    alone = np.concatenate([_whole(model, row[: sum(map(len, each))], "ops") for row, each in pairs])
-    return _equal(np.concatenate([np.concatenate(each) for _, each in pairs]), alone)
+    begun = [slot for slot, each in enumerate(logits) if each]  # the third may not have
+    alone = [
+        _whole(model.with_adapter(names[slot]), rows[slot][: sum(map(len, logits[slot]))], "ops") for slot in begun
+    ]
+    return _equal(np.concatenate([np.concatenate(logits[slot]) for slot in begun]), np.concatenate(alone))
 
 
 def _prefill(tokens: list[int]) -> int:
@@ -280,6 +289,54 @@ def _divide(make: MakeBackend, reference: Model) -> Model:
 def _other_form(make: MakeBackend, other: Model, reference: Model, tokens: list[int]) -> Outcome:
     """The backend's logits of other weights against the reference's."""
     return _judge_logits(_whole(other.on(make()), tokens, None), reference, tokens)
+
+
+def _adapters(model: Model, reference: Model, tokens: list[int]) -> Outcome:
+    """Two adapters with drawn factors: each on the whole model, then both and none in one batch, on every path and in
+    an engine."""
+    added: dict[str, Adapter] = {}
+    linears = dict(reference.weights.linears())
+    for name, rank, kinds in (("one", 3, ("q_proj", "down_proj")), ("two", 5, ("v_proj", "up_proj", "down_proj"))):
+        dice, terms = np.random.default_rng(rank), dict[str, LoraTerm]()
+        for linear, w in linears.items():
+            if linear.endswith(kinds) and len(w.shape) == 2:
+                a = dice.standard_normal((rank, w.shape[1]), dtype=np.float32) / np.float32(w.shape[1] ** 0.5)
+                terms[linear] = LoraTerm(a, dice.standard_normal((w.shape[0], rank), dtype=np.float32), 0.3)
+        added[name] = Adapter(terms)
+    subject, plain = (Model(each.config, each.weights, each.backend) for each in (model, reference))
+    for name, adapter in added.items():
+        if not adapter.terms or any(isinstance(w, OnLinear) for w in linears.values()):
+            return 0, None, "the model has an adapter on, or no linear for one"
+        subject.put_adapter(name, adapter)
+        plain.put_adapter(name, adapter)
+    compared, detail = 0, ""
+    for name in added:
+        own = _whole(subject.with_adapter(name), tokens, "ops")
+        count, problem, detail = _judge_logits(own, plain.with_adapter(name), tokens)
+        compared += count
+        if problem is not None:
+            return compared, f"adapter {name}: {problem}", ""
+    try:
+        subject.backend.check_mixed_adapters()
+    except BackendUnavailable:
+        return compared, None, f"{detail}; one for all tokens of a batch"
+    names = ("one", None, "two")
+    for path in subject.backend.paths:
+        count, problem, _ = _several(subject, tokens, path, names)
+        compared += count
+        if problem is not None:
+            return compared, f"{path}: {problem}", ""
+    prompt = tokens[: _prefill(tokens)] * 3
+    greedy = _greedy(subject, prompt)
+    with subject.engine(max_batch=3, max_batch_tokens=8, page_size=PAGE_SIZE) as engine:
+        for drafter in (None, "lookup"):
+            asked = names * 2
+            handles = [engine.submit(prompt, adapter=each, speculate=drafter, **greedy) for each in asked]
+            for each, handle in zip(asked, handles, strict=True):
+                out = handle.result()
+                if (wrong := _judge_text(subject.with_adapter(each), prompt, out)) is not None:
+                    return compared, f"text of adapter {each}: {wrong}", ""
+    return compared, None, f"{detail}; in one batch equal to each alone"
 
 
 # -- judging -----------------------------------------------------------------------------------------------------------
@@ -308,7 +365,12 @@ def _judge_logits(logits: NDArray, reference: Model, tokens: list[int]) -> Outco
         token = int(beyond[0])
         limit = 2 * allowed[token] + LOGITS_FLOOR
         return logits.size, f"token {token} is {errors[token]:.1e} from float64, allowed {limit:.1e}", ""
-    return logits.size, None, f"within {errors.max():.1e} of float64 (numpy: {allowed.max():.1e})"
+    if not (crossed := allowed > LOGITS_FLOOR).any():
+        return logits.size, None, f"within {errors.max():.1e} of float64 (numpy: {allowed.max():.1e})"
+    distance = np.abs(logits - plain).max()
+    near = f"within {distance:.1e} of" if distance else "equal to"
+    detail = f"{near} numpy, whose int8 inputs round otherwise than float64's at {crossed.sum()} tokens"
+    return logits.size, None, detail
 
 
 def _other_layout(model: Model, tokens: list[int], plain: NDArray) -> Outcome:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ..reference.config import ModelConfig
 from ..training import Trainer
+from ..training.lora import TARGETS, FrozenModel, LoraTrainer
 from ..training.network import Masters, master_shapes
 from ..training.optimizer import global_norm
 from ..training.trainer import BACKENDS as TRAINING_BACKENDS
@@ -41,6 +42,10 @@ def check_training(backend: str, config: ModelConfig) -> tuple[int, str | None, 
     for small, masters, tokens in small_models(config):
         count += sum(w.size for w in masters.values())
         problem, error = _check(backend, small, masters, tokens)
+        if problem is None:
+            errors.append(error)
+            problem, error = _check_adapter(backend, small, masters, tokens)
+            problem = problem and f"an adapter: {problem}"
         if problem:
             return count, problem, ""
         errors.append(error)
@@ -66,6 +71,32 @@ def _check(backend: str, config: ModelConfig, masters: Masters, tokens: NDArray)
         return _slope(config, masters, tokens)
     narrow = {name: w.astype(np.float32) for name, w in masters.items()}
     ours, theirs = (Trainer(config, narrow, backend=name) for name in ("numpy", backend))
+    problem, error = _compare(ours, theirs, tokens)
+    return (problem, error) if problem else (_updates(ours, theirs, ours.loss_and_gradients(tokens)[1]), error)
+
+
+def _check_adapter(backend: str, config: ModelConfig, masters: Masters, tokens: NDArray) -> tuple[str | None, float]:
+    """The gradients of an adapter's factors: `_check` of these, with the masters as the model below."""
+    if backend == "cupy":
+        return None, 0.0
+
+    def trainer(name: str, dtype: Any, mix: float) -> LoraTrainer:
+        frozen = FrozenModel.of_masters(config, {n: w.astype(dtype) for n, w in masters.items()}, mix)
+        made = LoraTrainer(frozen, rank=3, targets=TARGETS, backend=name)
+        dice = np.random.default_rng(1)
+        for factor in made.masters.values():
+            factor[:] = dice.normal(0.0, 0.01, factor.shape)
+        return made
+
+    if backend == "numpy":
+        wide = trainer(backend, np.float64, 0.0)
+        return _slope_of(wide, wide.masters, tokens)
+    return _compare(trainer("numpy", np.float32, 1.0), trainer(backend, np.float32, 1.0), tokens)
+
+
+def _compare(ours: Trainer, theirs: Trainer, tokens: NDArray) -> tuple[str | None, float]:
+    """Loss and gradients.   -> the problem or None, the largest relative error"""
+    config, backend = ours.config, theirs.backend
     (loss, gradients), (their_loss, their_gradients) = (t.loss_and_gradients(tokens) for t in (ours, theirs))
     limit = GRADIENTS["dense" if config.quantization is None or backend == "cython" else "ternary"].relative_l2
     distances = {
@@ -76,7 +107,7 @@ def _check(backend: str, config: ModelConfig, masters: Masters, tokens: NDArray)
         return f"the loss is {their_loss}, NumPy's {loss}", 0.0
     if not distances[worst] <= limit:
         return f"the gradient of {worst} is {distances[worst]:.1e} from NumPy's", 0.0
-    return _updates(ours, theirs, gradients), distances[worst]
+    return None, distances[worst]
 
 
 def _updates(ours: Trainer, theirs: Trainer, gradients: Masters) -> str | None:
@@ -98,6 +129,10 @@ def _slope(config: ModelConfig, masters: Masters, tokens: NDArray) -> tuple[str 
     """Without quantisation, in float64: the loss's slope along the gradient is the gradient's squared length."""
     trainer = Trainer(config, masters, backend="numpy")
     trainer.mix = 0.0
+    return _slope_of(trainer, masters, tokens)
+
+
+def _slope_of(trainer: Trainer, masters: Masters, tokens: NDArray) -> tuple[str | None, float]:
     _, gradients = trainer.loss_and_gradients(tokens)
     squared, losses = sum(float(np.vdot(g, g)) for g in gradients.values()), []
     step = 1e-4 / squared**0.5

@@ -176,8 +176,9 @@ def perplexity(
 ) -> Perplexity:
     """The perplexity of a text, or of documents, by a protocol of PROTOCOLS.
 
-    length: tokens that the model reads at a time; None: the protocol's own. state: a file that is written every 5 s,
-    and from which a run that was interrupted goes on, to the same figures. workers: whose resource is the same model.
+    length: tokens that the model reads at a time; None: the protocol's own, or the model's context if that is shorter.
+    state: a file that is written every 5 s, and from which a run that was interrupted goes on, to the same figures.
+    workers: whose resource is the same model.
     progress: called with (windows done, all windows).
     Raises ConfigError, GenerationError, FormatError for a state of another run, and what `score_groups` raises.
     """
@@ -185,12 +186,10 @@ def perplexity(
         raise ConfigError(f"expected one of {', '.join(PROTOCOLS)}, got {protocol!r}", field="protocol")
     documents = [texts] if isinstance(texts, str) else list(texts)
     rule = PROTOCOLS[protocol]
-    length = rule.length if length is None else length
+    length = min(rule.length, model.context_length) if length is None else length
     if not 4 <= length <= model.context_length:
         message = f"expected 4 to {model.context_length} (the model's context), got {length}"
-        longest = f"length={model.context_length}"
-        hint = "" if length < 4 else f"; a shorter length is another protocol's figure: say {longest}"
-        raise ConfigError(message + hint, field="length", mentions=[longest])
+        raise ConfigError(message, field="length")
     windows = rule.cut(model.tokenizer, documents, length)
     if not windows:
         raise GenerationError("the text has no token to score; give a longer one")

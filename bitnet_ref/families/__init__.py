@@ -15,6 +15,7 @@ from . import (
     block_rule,
     blocks,
     gemma3,
+    granite,
     groups,
     hunyuan,
     linear_norms,
@@ -22,6 +23,7 @@ from . import (
     lora,
     minicpm,
     moe,
+    olmo2,
     qwen,
     qwen3_5,
     smollm3,
@@ -32,7 +34,7 @@ from .rope import StretchedRope
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for module in (llama, qwen, gemma3, minicpm, qwen3_5, smollm3, hunyuan, moe)
+    for module in (llama, qwen, gemma3, minicpm, qwen3_5, smollm3, hunyuan, moe, olmo2, granite)
     for family in module.FAMILIES
 }
 

@@ -244,6 +244,7 @@ class LinearPlace(NamedTuple):
     sharers: tuple[str, ...] = ()  # the linears in the tensor, in the order of a block's; (): this one alone
     parts: tuple[str, ...] = ()  # modules that have equal numbers of its rows, in order; (): `module` has all
     stacked: int = 1  # the tensor is so many matrices, one above another
+    stack: str = ""  # a module that some files have in the place of `parts`: all of them as one tensor, stacked
 
     def take(self, stored: Array) -> Array:
         """The linear, out of the tensor.   (height, K) -> (N, K)"""
@@ -418,12 +419,14 @@ class GgufForm:
     read: (keys, the fields that LLaMA has as well) -> fields beyond, or other values.
     write: (config, put) puts the keys for these. Raises ConfigError for what they cannot say.
     implied: (config) -> values that a reader would take for fields that have no key; other models are not written.
+    key: one below the architecture that its files have, and that other families' files of that architecture lack.
     """
 
     architectures: Mapping[str, Architecture]
     read: Callable[[GgufKeys, dict[str, Any]], dict[str, Any]] = lambda keys, fields: {}
     write: Callable[[Any, Put], None] = lambda config, put: None
     implied: Callable[[Any], dict[str, Any]] = lambda config: {}
+    key: str | None = None
 
 
 def activation_name(spelling: Any, field: str) -> str:

@@ -16,7 +16,7 @@ from ..reference.config import ModelConfig, RopeConfig, added
 from ..reference.layers import ACTIVATIONS, Activation, Floats
 from ..reference.model import RopeTables, attention_result, feed_forward_result, split_heads
 from ..reference.ops import Ops
-from ..reference.weights import Norm
+from ..reference.weights import LayerWeights, Norm
 from .family import (
     EMBEDDING_SCALE_MISSING,
     LEFT_OUT_VISION,
@@ -124,27 +124,36 @@ class Gemma3Layer(Qwen3Layer):
     attn_post_norm: Norm  # (D,)
     ffn_post_norm: Norm  # (D,)
 
-    attention_text = staticmethod(attention_block)
-    feed_forward_text = staticmethod(feed_forward)
+    attention_text: ClassVar[Any] = staticmethod(attention_block)
+    feed_forward_text: ClassVar[Any] = staticmethod(feed_forward)
     trace_names: ClassVar = {**HEAD_NORM_NAMES, "attn_post_norm": "ln1_post", "ffn_post_norm": "ln2_post"}
 
 
-def _scaled_q(be: Ops, w: Gemma3Layer, cfg: Gemma3Config, q: Floats) -> Floats:
+def _scaled_q(be: Ops, w: LayerWeights, cfg: Any, q: Floats) -> Floats:
     return be.scale(q, cfg.query_scale, f"{w.name}.attn.hook_scaled_q")
 
 
-def _steps(config: Gemma3Config, layer: int) -> list[TraceStep]:
-    steps = head_norm_steps(llama_steps(config, layer))
-    if config.query_scale != 1:
-        scaled = TraceStep(
-            "attn.hook_scaled_q", ("attn.hook_rot_q",), "scaling", "N H d", _scaled_q, "q times the query scale"
-        )
-        steps = put_after(steps, "attn.hook_rot_k", scaled)
-        steps = change_steps(steps, inputs=("attn.hook_scaled_q", "attn.hook_rot_k"))("attn.hook_attn_scores")
+def query_scale_steps(steps: list[TraceStep], scale: float) -> list[TraceStep]:
+    """The steps of a block whose q is multiplied by `scale` after RoPE."""
+    if scale == 1:
+        return steps
+    scaled = TraceStep(
+        "attn.hook_scaled_q", ("attn.hook_rot_q",), "scaling", "N H d", _scaled_q, "q times the query scale"
+    )
+    steps = put_after(steps, "attn.hook_rot_k", scaled)
+    return change_steps(steps, inputs=("attn.hook_scaled_q", "attn.hook_rot_k"))("attn.hook_attn_scores")
+
+
+def post_norm_steps(steps: list[TraceStep]) -> list[TraceStep]:
+    """The steps of a block with a norm of each half's result."""
     for half, linear, norm in (("attn", "attn.o_proj", "ln1_post"), ("mlp", "mlp.down_proj", "ln2_post")):
         steps = put_after(steps, linear, norm_step(norm, f"{linear}.hook_out"))
         steps = change_steps(steps, inputs=(f"{norm}.hook_normalized",), kind="norm")(f"hook_{half}_out")
     return steps
+
+
+def _steps(config: Gemma3Config, layer: int) -> list[TraceStep]:
+    return post_norm_steps(query_scale_steps(head_norm_steps(llama_steps(config, layer)), config.query_scale))
 
 
 def _lacks(config: Gemma3Config) -> list[str]:
@@ -309,16 +318,12 @@ def _is_full(step: Any) -> bool:
     return _has_two_ropes(step) and step.setting.config.rope_of(step.layer) == 0
 
 
-_rope_mistake = partial(Hypothesis, "*.attn.hook_rot_[qk]")
-MISTAKES = (
-    *HEAD_NORM_MISTAKES,
-    NORM_ONE_LEFT_OUT,
-    EMBEDDING_SCALE_MISSING,
+POST_NORM_MISTAKES = (
     Hypothesis(
         "*_post.hook_normalized",
         "post_norms_missing",
         "the norms of each block's result are left out",
-        "Normalise the result before it is added (Gemma3's post_attention_layernorm, post_feedforward_layernorm).",
+        "Normalise the result before it is added (post_attention_layernorm, post_feedforward_layernorm).",
         leave_out,
     ),
     Hypothesis(
@@ -328,13 +333,21 @@ MISTAKES = (
         "x + norm(y): only the block's result is normalised.",
         _of_the_sum,
     ),
-    Hypothesis(
-        "*.attn.hook_scaled_q",
-        "query_scale_missing",
-        "scores are divided by sqrt(head_dim) where the model has query_pre_attn_scalar",
-        "q k / sqrt(query_pre_attn_scalar).",
-        leave_out,
-    ),
+)
+QUERY_SCALE_MISSING = Hypothesis(
+    "*.attn.hook_scaled_q",
+    "query_scale_missing",
+    "scores are divided by sqrt(head_dim) where the model has another factor",
+    "q k / sqrt(query_pre_attn_scalar) (Gemma), q k attention_multiplier (Granite).",
+    leave_out,
+)
+_rope_mistake = partial(Hypothesis, "*.attn.hook_rot_[qk]")
+MISTAKES = (
+    *HEAD_NORM_MISTAKES,
+    NORM_ONE_LEFT_OUT,
+    EMBEDDING_SCALE_MISSING,
+    *POST_NORM_MISTAKES,
+    QUERY_SCALE_MISSING,
     _rope_mistake(
         "rope_of_layer_types_exchanged",
         "sliding layers have the RoPE of full ones, and full layers that of sliding ones",
@@ -358,11 +371,14 @@ MISTAKES = (
     ),
 )
 
-NAMES = {
-    **HEAD_NORMS,
-    "ffn_norm": PartNames(("pre_feedforward_layernorm",), "ffn_norm"),
+POST_NORM_NAMES = {
     "attn_post_norm": PartNames(("post_attention_layernorm",), "post_attention_norm"),
     "ffn_post_norm": PartNames(("post_feedforward_layernorm",), "post_ffw_norm"),
+}
+NAMES = {
+    **HEAD_NORMS,
+    **POST_NORM_NAMES,
+    "ffn_norm": PartNames(("pre_feedforward_layernorm",), "ffn_norm"),
 }
 FAMILIES = (
     Family(

@@ -242,6 +242,18 @@ def merge_groups(scales: Floats, group: int, in_features: int) -> tuple[Floats, 
     return scales, group
 
 
+def cut_groups(scales: Floats, group: int, in_features: int, size: int) -> Floats | None:
+    """The scale of each `size` inputs, (N, K/size), of scales (N, ceil(K/group)); None where such would mix scales."""
+    piece = math.gcd(group, size)
+    if in_features % size:
+        return None
+    pieces = np.repeat(scales, group // piece, axis=1)[:, : in_features // piece].reshape(
+        len(scales), -1, size // piece
+    )
+    whole: Floats = pieces.max(axis=2, keepdims=True)  # a group of zeros has the scale 0 and fits everywhere
+    return whole[:, :, 0] if ((pieces == whole) | (pieces == 0)).all() else None
+
+
 def _group_sizes(k: int) -> list[int]:
     """The sizes of groups that are looked for in rows of k inputs, the largest first."""
     divisors = {k // count for count in range(1, k // MIN_GROUP + 1) if k % count == 0}

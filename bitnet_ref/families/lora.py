@@ -7,32 +7,37 @@ Source: Hu et al. 2021, "LoRA" (arXiv:2106.09685), as in peft.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ..reference.layers import Array, Floats
+from ..reference.layers import Array, Floats, Ints
 from ..reference.ops import Ops
-from ..reference.weights import DenseWeight, LinearWeight, ModelWeights, Norm, Shared, TernaryLinear
+from ..reference.weights import (
+    DenseWeight,
+    LinearWeight,
+    ModelWeights,
+    Norm,
+    Shared,
+    TernaryLinear,
+    linear_name,
+)
 from .family import Edit, Hypothesis, WeightKind
 
 TERM = "hook_lora"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class AdaptedLinear(LinearWeight):
-    """y = linear(x), its bias included, + b (a x), where b is factor B."""
+class OnLinear(LinearWeight):
+    """What a linear with terms has of the linear itself."""
 
     kind = "adapted"
     bias: ClassVar[None] = None  # type: ignore[misc]  # the linear's is added before the term
-
     linear: LinearWeight
-    a: LinearWeight  # (r, K), dense
-    b: LinearWeight  # (out, r), dense
-    factor: float  # lora_alpha / r, or lora_alpha / sqrt(r)
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -43,16 +48,26 @@ class AdaptedLinear(LinearWeight):
         return self.linear.shape
 
     @property
-    def nbytes(self) -> int:
-        return self.linear.nbytes + self.a.nbytes + self.b.nbytes
-
-    @property
     def bit_linear(self) -> TernaryLinear | None:  # type: ignore[override]
         return self.linear.bit_linear
 
     @property
     def norm(self) -> Norm | None:  # type: ignore[override]
         return self.linear.norm
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AdaptedLinear(OnLinear):
+    """y = linear(x), its bias included, + b (a x), where b is factor B."""
+
+    linear: LinearWeight
+    a: LinearWeight  # (r, K), dense
+    b: LinearWeight  # (out, r), dense
+    factor: float  # lora_alpha / r, or lora_alpha / sqrt(r)
+
+    @property
+    def nbytes(self) -> int:
+        return self.linear.nbytes + self.a.nbytes + self.b.nbytes
 
     def each(self, change: Callable[[LinearWeight], LinearWeight]) -> Self:
         linear, a, b = self.linear.each(change), self.a.each(change), self.b.each(change)
@@ -80,6 +95,48 @@ def lora_term(be: Ops, x: Floats, w: AdaptedLinear) -> Floats:
     return be.dense_matmul(be.dense_matmul(x, w.a), w.b)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class SelectedLinear(OnLinear):
+    """A linear in a batch whose tokens have different adapters: y = linear(x) + the term of each token's adapter."""
+
+    linear: LinearWeight
+    terms: tuple[AdaptedLinear | None, ...]  # of each adapter of the batch; None: it has none for this linear
+    choice: NDArray[np.int32]  # (N,) the index of each token's adapter, or -1: its result is the linear's
+    wanted: Ints | None  # of the batch: the last layer's second half takes these tokens only
+
+    @property
+    def nbytes(self) -> int:
+        return self.linear.nbytes
+
+    def contents(self, name: str) -> Iterator[tuple[str, Array]]:
+        yield from self.linear.contents(name)
+        for number, adapted in enumerate(self.terms):
+            if adapted is not None:
+                yield from adapted.a.contents(f"{name}.lora_a.{number} {adapted.factor!r}")
+                yield from adapted.b.contents(f"{name}.lora_b.{number}")
+        yield f"{name}.choice", self.choice
+
+    def choice_of(self, x: Floats) -> NDArray[np.int32]:
+        """The adapters of the rows of x, all tokens of the batch or the wanted ones."""
+        if len(x) == len(self.choice) or self.wanted is None:
+            return self.choice
+        return self.choice[self.wanted]
+
+    def product(self, be: Ops, x: Floats, shared: Shared) -> Floats:
+        y = be.one_linear(x, self.linear, shared)
+        return be.compose(f"{self.name}.hook_out", add_selected, y, x, self)
+
+
+def add_selected(be: Ops, y: Floats, x: Floats, w: SelectedLinear) -> Floats:
+    """y + the term of each token's adapter; a token's row is what it is alone.   y (N, out), x (N, K) -> (N, out)"""
+    y, choice = y.copy(), w.choice_of(x)
+    for number, adapted in enumerate(w.terms):
+        rows = np.flatnonzero(choice == number)
+        if adapted is not None and len(rows):
+            y[rows] = be.add(y[rows], lora_term(be, x[rows], adapted))
+    return y
+
+
 class LoraTerm:
     """The term of one linear, as an adapter's file gives it.   a (r, K), b (out, r)"""
 
@@ -90,8 +147,78 @@ class LoraTerm:
         """The linear with the term, whose sums are wide beside a BitLinear: an int8 rounding comes after them."""
         wide = w.bit_linear is not None
         scaled = (self.b.astype(np.float64) * self.factor).astype(np.float32)
-        a, b = DenseWeight(self.a, wide=wide), DenseWeight(scaled, wide=wide)
+        by_columns = _narrowest(np.ascontiguousarray(scaled.T))  # as kernels read it
+        a, b = DenseWeight(_narrowest(self.a), wide=wide), DenseWeight(by_columns.T, wide=wide)
         return AdaptedLinear(linear=w, a=a, b=b, factor=self.factor)
+
+
+def _narrowest(array: NDArray[np.float32]) -> Array:
+    """The same numbers as bfloat16 where that holds them: half the bytes to read for each token."""
+    narrow: Array = array.astype(ml_dtypes.bfloat16)
+    return narrow if np.array_equal(narrow.astype(np.float32), array) else array
+
+
+class Adapter:
+    """A LoRA adapter that requests may ask for: its terms by the names of the linears.
+
+    digest: of its numbers. Two adapters with one digest compute the same, whatever their names are.
+    """
+
+    def __init__(self, terms: Mapping[str, LoraTerm]) -> None:
+        self.terms = dict(terms)
+        digest = hashlib.sha256()
+        for name, term in sorted(self.terms.items()):
+            for part, array in (("a", term.a), ("b", term.b)):
+                digest.update(f"{name} {part} {array.shape} {term.factor!r}\n".encode())
+                digest.update(np.ascontiguousarray(array, dtype=np.float32).tobytes())
+        self.digest = digest.hexdigest()
+
+    def __repr__(self) -> str:
+        return f"<Adapter {self.digest[:12]} on {len(self.terms)} linears>"
+
+    def put_on(
+        self, w: ModelWeights, prepare: Callable[[int | None], Callable[[LinearWeight], LinearWeight]] | None = None
+    ) -> ModelWeights:
+        """The model with the adapter on. prepare: as `Backend.prepare_for`, for the factors."""
+
+        def put(name: str, weight: LinearWeight, layer: int | None) -> LinearWeight:
+            if (term := self.terms.get(name)) is None:
+                return weight
+            adapted = term.put_on(weight)
+            if prepare is None:
+                return adapted
+            change = prepare(layer)
+            return replace(adapted, a=change(adapted.a), b=change(adapted.b))
+
+        return _map_named(w, put)
+
+
+def select_adapters(
+    w: ModelWeights, adapted: Sequence[ModelWeights], choice: NDArray[np.int32], wanted: Ints | None
+) -> ModelWeights:
+    """The weights of one batch: `choice` (N,) says which of the adapted models is each token's, -1 is w itself."""
+    of_models = [dict(each.linears()) for each in adapted]
+
+    def select(name: str, weight: LinearWeight, layer: int | None) -> LinearWeight:
+        linears = [each[name] for each in of_models]
+        terms = tuple(each if isinstance(each, AdaptedLinear) else None for each in linears)
+        return SelectedLinear(weight, terms, choice, wanted) if any(terms) else weight
+
+    return _map_named(w, select)
+
+
+def _map_named(w: ModelWeights, change: Callable[[str, LinearWeight, int | None], LinearWeight]) -> ModelWeights:
+    """The model with each linear changed by its name and layer; not the embedding, nor a head that is tied to it."""
+    layers = []
+    for index, layer in enumerate(w.layers):
+        own: dict[str, Any] = {}
+        for short, weight in layer.linears():
+            changed = change(linear_name(index, short), weight, index)
+            if changed is not weight:
+                own[short] = changed
+        layers.append(replace(layer, **own) if own else layer)
+    head = w.lm_head if w.tied else change("lm_head", w.lm_head, None)
+    return replace(w, layers=tuple(layers), lm_head=head)
 
 
 def without_adapters(w: ModelWeights) -> ModelWeights:

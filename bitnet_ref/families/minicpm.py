@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import ConfigError, require_number
 from ..reference.cache import KVCache, TokenBatch
@@ -21,9 +21,11 @@ from .family import (
     GgufKeys,
     HfForm,
     HfKeys,
+    Hypothesis,
     Put,
     TraceStep,
     change_steps,
+    leave_out,
     near,
 )
 from .llama import llama_steps
@@ -64,15 +66,16 @@ def feed_forward(be: Ops, x: Floats, w: LayerWeights, cfg: MiniCpmConfig) -> Flo
 
 
 class MiniCpmLayer(LayerWeights):
-    attention_text = staticmethod(attention_block)
-    feed_forward_text = staticmethod(feed_forward)
+    attention_text: ClassVar[Any] = staticmethod(attention_block)
+    feed_forward_text: ClassVar[Any] = staticmethod(feed_forward)
 
 
 def _scaled(be: Ops, w: LayerWeights, cfg: MiniCpmConfig, y: Floats) -> Floats:
     return be.scale(y, cfg.residual_scale, "")
 
 
-def _steps(config: MiniCpmConfig, layer: int) -> list[TraceStep]:
+def residual_scale_steps(config: MiniCpmConfig, layer: int) -> list[TraceStep]:
+    """The steps of a block whose halves' results are multiplied by `residual_scale`."""
     steps = llama_steps(config, layer)
     if config.residual_scale == 1:
         return steps
@@ -81,6 +84,16 @@ def _steps(config: MiniCpmConfig, layer: int) -> list[TraceStep]:
 
 def _lacks(config: MiniCpmConfig) -> list[str]:
     return ["scaled residuals"] * (config.residual_scale != 1)
+
+
+RESIDUAL_SCALE_MISSING = Hypothesis(
+    "*_proj_scaled *.hook_attn_out *.hook_mlp_out",
+    "residual_scale_missing",
+    "the results of attention and of the feed-forward are not scaled before they are added",
+    "Multiply them by scale_depth / sqrt(layers) (MiniCPM) or residual_multiplier (Granite).",
+    leave_out,
+    lambda step: getattr(step.setting.config, "residual_scale", 1) != 1,
+)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -134,7 +147,7 @@ FAMILIES = (
         "minicpm",
         MiniCpmConfig,
         layer_class=lambda config, layer: MiniCpmLayer,
-        steps=_steps,
+        steps=residual_scale_steps,
         constants=lambda config: {"residual_scale": config.residual_scale},
         lacks=_lacks,
         hf=HfForm("MiniCPMForCausalLM", _DEFAULTS, _read, _write),
@@ -144,7 +157,7 @@ FAMILIES = (
             _write_gguf,
             lambda config: {"embedding_scale": config.embedding_scale, "head_scale": config.head_scale},
         ),
-        mistakes=(EMBEDDING_SCALE_MISSING,),
+        mistakes=(EMBEDDING_SCALE_MISSING, RESIDUAL_SCALE_MISSING),
         example_fields={"residual_scale": 0.5},
     ),
 )

@@ -254,9 +254,8 @@ def choose_experts(scores: Floats, cfg: MoeConfig) -> Floats:
     """
     p = layers.softmax(scores)
     ids = np.argsort(-p, axis=1, kind="stable")[:, : cfg.num_experts_per_tok]
-    shares = np.zeros_like(p)
-    chosen = np.maximum(np.take_along_axis(p, ids, axis=1), np.finfo(p.dtype).tiny)  # so that none is 0
-    np.put_along_axis(shares, ids, chosen, axis=1)
+    shares, tokens = np.zeros_like(p), np.arange(len(p))[:, None]
+    shares[tokens, ids] = np.maximum(p[tokens, ids], np.finfo(p.dtype).tiny)  # so that none is 0
     if cfg.norm_topk_prob:
         shares /= shares.astype(np.float64).sum(axis=1, keepdims=True).astype(p.dtype)
     return shares
@@ -264,6 +263,8 @@ def choose_experts(scores: Floats, cfg: MoeConfig) -> Floats:
 
 def chosen_ids(shares: Floats, k: int) -> NDArray[np.int64]:
     """The k experts of each token, ascending.   (N, E) -> (N, k)"""
+    if (np.count_nonzero(shares, axis=1) == k).all():
+        return np.nonzero(shares)[1].reshape(-1, k)
     return np.sort(np.argsort(-shares, axis=1, kind="stable")[:, :k], axis=1)
 
 
@@ -291,14 +292,14 @@ def gated(be: Ops, gate: Floats, up: Floats, activation: str, cfg: MoeConfig) ->
     """act(gate) * up, clamped first where the model does.   (N, k, F), (N, k, F) -> (N, k, F)"""
     if cfg.gate_clamp is not None:
         limit = gate.dtype.type(cfg.gate_clamp)
-        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        gate, up = np.minimum(gate, limit), np.minimum(np.maximum(up, -limit), limit)
     flat = (-1, gate.shape[-1])
     return be.gated(gate.reshape(flat), up.reshape(flat), activation).reshape(gate.shape)
 
 
 def mix(out: Floats, shares: Floats) -> Floats:
     """The sum of the experts' results by their shares, in float64 and rounded once.   (N, k, D), (N, E) -> (N, D)"""
-    own = np.take_along_axis(shares, chosen_ids(shares, out.shape[1]), axis=1)  # (N, k)
+    own = shares[np.arange(len(shares))[:, None], chosen_ids(shares, out.shape[1])]  # (N, k)
     mixed: Floats = np.einsum("nk,nkd->nd", own.astype(np.float64), out.astype(np.float64))
     return mixed.astype(out.dtype)
 
@@ -423,7 +424,7 @@ def _axes(config: MoeConfig) -> dict[str, int]:
 
 
 def _place(module: str, names: tuple[str, str, str] = OF_EXPERTS) -> Callable[..., LinearPlace | None]:
-    """Files of transformers have a tensor for each expert, GGUF one for all.   names: of gate, up and down"""
+    """Files of transformers have a tensor for each expert, MLX and GGUF one for all.   names: of gate, up and down"""
     gguf = dict(zip(OF_EXPERTS, ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), strict=True))
     hf = dict(zip(OF_EXPERTS, names, strict=True))
 
@@ -438,7 +439,7 @@ def _place(module: str, names: tuple[str, str, str] = OF_EXPERTS) -> Callable[..
         if style == "gguf":
             return LinearPlace(gguf[linear], height, stacked=config.num_experts)
         modules = tuple(f"{module}.experts.{number}.{hf[linear]}" for number in range(config.num_experts))
-        return LinearPlace(f"{module}.experts.0.{hf[linear]}", height, parts=modules)
+        return LinearPlace(modules[0], height, parts=modules, stack=f"{module}.switch_mlp.{linear}")
 
     return place
 
@@ -532,12 +533,20 @@ def _write_maple(config: MapleConfig) -> dict[str, Any]:
     }
 
 
-def _gguf_counts(keys: GgufKeys) -> dict[str, Any]:
-    return {
-        "num_experts": keys.count("expert_count"),
-        "num_experts_per_tok": keys.count("expert_used_count"),
-        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
-    }
+def _gguf_counts(keys: GgufKeys, width: str = "expert_feed_forward_length") -> dict[str, Any]:
+    """width: the key of an expert's width"""
+    names = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count", "moe_intermediate_size": width}
+    return {field: keys.count(key) for field, key in names.items()}
+
+
+def _read_mixtral_gguf(keys: GgufKeys, fields: dict[str, Any]) -> dict[str, Any]:
+    """Of the architecture llama; the experts have the width of its feed-forward."""
+    return _gguf_counts(keys, "feed_forward_length")
+
+
+def _write_mixtral_gguf(config: MoeConfig, put: Put) -> None:
+    put("expert_count", "uint32", config.num_experts)
+    put("expert_used_count", "uint32", config.num_experts_per_tok)
 
 
 def _read_qwen3_gguf(keys: GgufKeys, fields: dict[str, Any]) -> dict[str, Any]:
@@ -563,8 +572,7 @@ def _read_maple_gguf(keys: GgufKeys, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_gguf_counts(config: MoeConfig, put: Put) -> None:
-    put("expert_count", "uint32", config.num_experts)
-    put("expert_used_count", "uint32", config.num_experts_per_tok)
+    _write_mixtral_gguf(config, put)
     put("expert_feed_forward_length", "uint32", config.moe_intermediate_size)
 
 
@@ -775,6 +783,13 @@ FAMILIES = (
         names=ROUTER,
         place=_place("block_sparse_moe", ("w1", "w3", "w2")),
         hf=HfForm("MixtralForCausalLM", _MIXTRAL, _read_mixtral, _write_mixtral, flags=()),
+        gguf=GgufForm(
+            {"llama": Architecture("silu", permuted=True)},
+            _read_mixtral_gguf,
+            _write_mixtral_gguf,
+            implied=lambda config: {"norm_topk_prob": True, "dense_layers": ()},
+            key="expert_count",
+        ),
         mistakes=MISTAKES,
         example_fields={**_EXAMPLE, "moe_intermediate_size": 48},
     ),
@@ -790,7 +805,8 @@ FAMILIES = (
         feed_forward_words=_in_words,
         names={**HEAD_NORMS, **ROUTER, "embedding": PartNames(("model.word_embeddings",), "token_embd")},
         place=_place("mlp"),
-        hf=HfForm("MapleForCausalLM", {}, _read_maple, _write_maple, flags=()),
+        # lm_head_flash: an approximate head in DeepGrove's MLX folder
+        hf=HfForm("MapleForCausalLM", {}, _read_maple, _write_maple, flags=(), left_out=("lm_head_flash.",)),
         gguf=GgufForm(
             {"maple": Architecture("silu")},
             _read_maple_gguf,

@@ -28,7 +28,7 @@ from ..families.hadamard import Rotation
 from ..families.lora import LoraTerm
 from ..reference.config import ModelConfig, QuantizationConfig
 from ..reference.layers import Floats
-from ..reference.weights import LayerWeights, LinearWeight, ModelWeights, Norm, linear_name
+from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, linear_name
 from ..system.json_file import is_present, read_bounded
 from ..system.options import FLAG, Values, choice, option, read_options
 from .binary_file import Closeable
@@ -119,6 +119,7 @@ class Checkpoint(Closeable, ABC):
     bases: Mapping[str, Rotation] = MappingProxyType({})
     folded: Mapping[str, Rotation] = MappingProxyType({})
     adapter: Mapping[str, LoraTerm] = MappingProxyType({})  # what `read_weights` puts on linears, by their names
+    merged: Mapping[str, LoraTerm] = MappingProxyType({})  # what `read_part` adds to matrices
     # `Backend.pack_plane` of the backend that the weights are read for; None: packed by NumPy
     pack_plane: Callable[[NDArray[np.uint8]], NDArray[np.uint8] | None] | None = None
     dense: str = "stored"  # how `read_weights` gives dense linears
@@ -180,7 +181,8 @@ class Checkpoint(Closeable, ABC):
 
     def given_dtype(self, name: str) -> np.dtype:
         """The dtype of a matrix that is not ternary (or of "embedding") as `fold` gives it."""
-        return np.dtype(np.float32) if name in self.folded else self.dense_dtype(name)
+        is_changed = name in self.folded or name in self.merged
+        return np.dtype(np.float32) if is_changed else self.dense_dtype(name)
 
     def check_tied_head(self, embedding: LinearWeight) -> None:
         """Raises FormatError where the file stores a head that differs from the embedding it is tied to."""
@@ -446,7 +448,37 @@ def read_part(checkpoint: Checkpoint, name: str) -> Any:
         return checkpoint.array(name)
     if name.endswith("norm"):
         return checkpoint.norm(name)
-    return fold(checkpoint, name, checkpoint.linear(name))
+    w = fold(checkpoint, name, checkpoint.linear(name))
+    return w if name not in checkpoint.merged else merge(checkpoint, name, w)
+
+
+def merge_adapter(checkpoint: Checkpoint) -> None:
+    """Let `read_part` give the matrices with the terms of the checkpoint's adapter in them: W + c B A.
+
+    Raises ConfigError for a matrix that is not dense: the sum would not be of its kind.
+    """
+    ternary = next((name for name in checkpoint.adapter if is_ternary(checkpoint.config, name)), None)
+    if ternary is not None:
+        raise _cannot_merge(checkpoint, ternary, "ternary")
+    checkpoint.merged, checkpoint.adapter = checkpoint.adapter, {}
+
+
+def merge(checkpoint: Checkpoint, name: str, w: LinearWeight) -> DenseWeight:
+    """W + c B A, summed in float64 and rounded once to float32."""
+    if not isinstance(w, DenseWeight):
+        raise _cannot_merge(checkpoint, name, w.kind)
+    term = checkpoint.merged[name]
+    delta = term.b.astype(np.float64) @ term.a.astype(np.float64) * term.factor
+    return DenseWeight((w.array.astype(np.float64) + delta).astype(np.float32), w.bias, name=w.name)
+
+
+def _cannot_merge(checkpoint: Checkpoint, name: str, kind: str) -> ConfigError:
+    return ConfigError(
+        f"{name} is {kind}, and with a term of low rank it would not be, so the adapter cannot be merged into this "
+        "model. Keep it apart (load, generate --adapter, serve --lora), or convert the model alone with adapter='none'",
+        path=checkpoint.path,
+        field="adapter",
+    )
 
 
 def parts(checkpoint: Checkpoint) -> Iterator[tuple[str, LinearWeight | NDArray[np.float32]]]:

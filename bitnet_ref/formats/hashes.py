@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,6 +17,7 @@ from ..reference.layers import Array
 from ..reference.weights import LinearWeight, ModelWeights
 from ..system.json_file import open_regular
 
+BLOCK_BYTES = 1 << 20
 _weight_hashes: WeakKeyDictionary[ModelWeights, str] = WeakKeyDictionary()  # of models in memory
 
 
@@ -46,10 +48,14 @@ def weight_hash(w: ModelWeights) -> str:
     return _weight_hashes[w]
 
 
-def file_hash(path: str | os.PathLike[str]) -> str:
-    """The hash of a file's bytes."""
+def file_hash(path: str | os.PathLike[str], progress: Callable[[int], None] = lambda nbytes: None) -> str:
+    """The hash of a file's bytes. progress: is called with the bytes of each part that was read."""
+    digest = hashlib.sha256()
     with open_regular(path, FormatError) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+            progress(len(block))
+    return digest.hexdigest()
 
 
 def _add(digest: hashlib._Hash, name: str, w: LinearWeight) -> None:

@@ -29,7 +29,8 @@ def linear_place(config: ModelConfig, name: str, style: Literal["hf", "gguf"]) -
     block = f"model.layers.{layer}" if style == "hf" else f"blk.{layer}"
     sharers = tuple(linear_name(int(layer), each) for each in own.sharers)
     parts = tuple(f"{block}.{each}" for each in own.parts)
-    return own._replace(module=f"{block}.{own.module}", sharers=sharers, parts=parts)
+    stack = own.stack and f"{block}.{own.stack}"
+    return own._replace(module=f"{block}.{own.module}", sharers=sharers, parts=parts, stack=stack)
 
 
 def stored_matrix(config: ModelConfig, name: str, style: Literal["hf", "gguf"], read: Callable[[str], Array]) -> Array:

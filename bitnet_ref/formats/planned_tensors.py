@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,6 +95,23 @@ def _is_exact(values: Floats, dtype: np.dtype) -> bool:
             if not np.array_equal(block.astype(dtype).astype(np.float32), block):
                 return False
     return True
+
+
+def cut_by_size(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
+    """The names in their order, cut so that each part has at most `limit` bytes; a larger tensor is a part alone.
+
+    >>> cut_by_size({"a": 2, "b": 2, "c": 5, "d": 1}, 4)
+    [['a', 'b'], ['c'], ['d']]
+    """
+    parts: list[list[str]] = [[]]
+    total = 0
+    for name, size in sizes.items():
+        if parts[-1] and limit is not None and total + size > limit:
+            parts.append([])
+            total = 0
+        parts[-1].append(name)
+        total += size
+    return parts
 
 
 def layout_of(plan: Plan) -> Layout:

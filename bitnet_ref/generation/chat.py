@@ -33,12 +33,14 @@ class PrefixCache:
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._cache: EngineKVCache | None = None
+        self._digest = ""  # of the adapter that computed it
         self._ids: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
-    def take(self, prompt: NDArray[np.int64], capacity: int) -> tuple[EngineKVCache, int]:
+    def take(self, prompt: NDArray[np.int64], capacity: int, digest: str = "") -> tuple[EngineKVCache, int]:
         """A cache for `capacity` tokens, and how many tokens of the prompt it holds: never the last one, whose logits
-        must be computed. The cache is forgotten beyond those until `keep`."""
-        shorter = min(len(self._ids), len(prompt) - 1)
+        must be computed. The cache is forgotten beyond those until `keep`. digest: of the prompt's adapter."""
+        shorter = min(len(self._ids), len(prompt) - 1) if digest == self._digest else 0
+        self._digest = digest
         same = int(np.argmin(np.append(self._ids[:shorter] == prompt[:shorter], False)))
         same = same if self._cache is None else self._cache.resumable(0, same)
         if self._cache is None or self._cache.capacity < capacity:
@@ -161,7 +163,7 @@ class ChatSession:
         return row, self._stream
 
     def _chunks(self, row: Continuation, messages: list[dict[str, str]]) -> Generator[StreamChunk, None, None]:
-        cache, same = self._prefix.take(row.context, row.request.capacity)
+        cache, same = self._prefix.take(row.context, row.request.capacity, row.adapter_digest)
         row.cached = row.computed = same
         replied = False
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from ..errors import GenerationError
 from ..reference.layers import Floats
 from ..tokenizers.base import Tokenizer
 from ..tokenizers.vocabulary import Vocabulary
-from .constraint_limits import check_choices, check_grammar, check_regex, read_schema, run_with_stack
+from .constraint_limits import check_choices, check_grammar, check_regex, check_size, read_schema, run_with_stack
 from .guide_helper import longest_tokens, wrap_vocabulary
 from .params import GUIDES
 
@@ -140,10 +141,27 @@ def write_grammar(guide: str, value: Any) -> str:
         if guide == "guided_regex":
             check_regex(value)
             return str(maker.grammar_from_regex(value))
+        if _GBNF.search(value):
+            value = write_lark(value)
         check_grammar(value)
         return str(maker.grammar_from_lark(value))
     except (ValueError, TypeError, RecursionError) as problem:
         raise GenerationError(first_line(str(problem)), field=guide) from problem
+
+
+_GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+
+
+def write_lark(text: str) -> str:
+    """A grammar in llama.cpp's GBNF as a Lark grammar. Raises GenerationError."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    check_size("guided_grammar", text)
+    try:
+        return str(gbnf_to_lark(text))
+    except Exception as problem:  # of several kinds, IndexError and RecursionError among them
+        message = f"the grammar in GBNF cannot be read: {first_line(str(problem))[:200]}"
+        raise GenerationError(message, field="guided_grammar") from problem
 
 
 def _import_llguidance() -> Any:

@@ -175,14 +175,16 @@ class LookupDrafts(Drafts):
 class ModelDrafts(Drafts):
     """The greedy tokens of a smaller model with the same vocabulary."""
 
-    def __init__(self, model: LoadedModel, drafter: LoadedModel, capacity: int) -> None:
-        """capacity: tokens of the continuation. Raises GenerationError for another vocabulary."""
+    def __init__(self, model: LoadedModel, drafter: LoadedModel, capacity: int, adapter: str | None = None) -> None:
+        """capacity: tokens of the continuation. adapter: of the request; the drafter takes its own of that name, if it
+        has one. Raises GenerationError for another vocabulary."""
         super().__init__()
         ours, theirs = model.config.vocab_size, drafter.config.vocab_size
         if ours != theirs:
             message = f"the draft model has a vocabulary of {theirs}, the model of {ours}"
             raise GenerationError(message, field="speculate")
         self.model, self.capacity = drafter, min(capacity, drafter.config.context_length)
+        self._adapters = {0: drafter.adapters.get(adapter)} if adapter is not None else {}
         self._cache = drafter.new_cache(1, self.capacity)
         self._seen = np.empty(0, dtype=np.int64)  # in the cache
 
@@ -200,7 +202,7 @@ class ModelDrafts(Drafts):
             piece = guesses[start : start + step]
             whole = start + len(piece) == len(guesses)
             batch = TokenBatch.of([(0, start, piece)], logits_of_last=[0] if whole else [])
-            logits = self.model.run(batch, self._cache, [(1, ())] if whole else [])
+            logits = self.model.run(batch, self._cache, [(1, ())] if whole else [], adapters=self._adapters)
             start += len(piece)
             if whole:
                 (best,) = logits.tokens

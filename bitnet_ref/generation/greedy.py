@@ -16,14 +16,14 @@ from ..backends.backend import GreedyRun
 from ..backends.loaded import LoadedModel
 from ..backends.run import TokenLogits
 from ..reference.cache import KVCache, TokenBatch
-from .sequence import Continuation
+from .sequence import Continuation, adapters_of
 
 MOST_STEPS = 4  # a row's tokens come in groups of at most so many
 MOST_S = 0.02  # and a group takes at most about this long, for readers of streams
 
 
 def choose_steps(rows: Iterable[Continuation], step_s: float) -> int:
-    """How many steps of these rows to take in a row; 1: no more than one.   step_s: the time of the last step"""
+    """Number of greedy steps to run without returning to Python, at least 1.   step_s: the time of the last step"""
     longest = 0
     for row in rows:
         if not row.decodes_greedily:
@@ -42,4 +42,4 @@ def run_steps(
     batch = TokenBatch.of([(row.slot, row.computed, row.newest) for row in rows], range(len(rows)))
     left = np.array([row.tokens_left for row in rows], dtype=np.int64)
     ends = np.array(sorted(frozenset[int]().union(*(row.request.end_tokens for row in rows))), dtype=np.int64)
-    return model.run_greedy(batch, cache, GreedyRun(steps, left, ends, bell))
+    return model.run_greedy(batch, cache, GreedyRun(steps, left, ends, bell), adapters_of(rows))

@@ -144,7 +144,7 @@ class SamplingParams:
     guided_json: A JSON schema that the text must match.
     guided_regex: A regular expression that the text must match.
     guided_choice: Strings of which the text must be one.
-    guided_grammar: A Lark grammar that the text must match.
+    guided_grammar: A grammar that the text must match, of Lark or in llama.cpp's GBNF.
 
     guide_after: The guide holds for the text after these tokens; what is before them is free. For models that think
         before they answer: the ids of </think>.
@@ -167,6 +167,10 @@ class SamplingParams:
     speculate: Verify guesses together: of earlier text, or of a smaller model. "lookup" guesses tokens that followed
         the same words earlier, a model with the same vocabulary guesses its own (see `drafts.py`). The text stays the
         same, to the bit. Engines take "lookup" only. By default off.
+
+    Adapter:
+    adapter: A LoRA adapter that is on, by its name in the model. See `Model.add_adapter`; over HTTP it is part of the
+        model's name, "base:adapter". By default none.
 
     Functions:
     strategy: A function (token ids so far, logits (V,), numpy Generator) -> token id. It replaces temperature and the
@@ -205,7 +209,7 @@ class SamplingParams:
     )
     guided_regex: str | None = everywhere(None, TEXT_OR_NONE, metavar="REGEX")
     guided_choice: tuple[str, ...] = everywhere((), TEXTS)
-    guided_grammar: str | None = everywhere(None, TEXT_OR_NONE, metavar="LARK")
+    guided_grammar: str | None = everywhere(None, TEXT_OR_NONE, metavar="GRAMMAR")
     guide_after: tuple[int, ...] = in_python((), ListOf(TOKEN_ID, "token ids"))
 
     n: int = everywhere(1, Number(1, 1024, whole=True), flag="-n")
@@ -221,6 +225,7 @@ class SamplingParams:
     shown_tokens: tuple[int, ...] = in_python((), ListOf(TOKEN_ID, "token ids"))
 
     speculate: str | LoadedModel | None = everywhere(None, DRAFTER, metavar="lookup|MODEL")
+    adapter: str | None = in_python(None, TEXT_OR_NONE)
     strategy: Strategy | None = in_python(None, STRATEGY)
     processors: tuple[Processor, ...] = in_python((), PROCESSORS)
 
@@ -324,6 +329,7 @@ class SamplingOptions(TypedDict, total=False):
     num_beams: int
     length_penalty: float
     early_stopping: bool | str
+    adapter: str | None
     strategy: Strategy | None
     processors: Sequence[Processor]
     speculate: str | LoadedModel | None

@@ -6,7 +6,7 @@ tokens depend on its own logits only, not on the rest of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +16,7 @@ from ..backends.backend import Ids
 from ..backends.loaded import LoadedModel
 from ..backends.run import TokenLogits
 from ..errors import ContextOverflow, GenerationError, TokenizerError, describe
+from ..families.lora import Adapter
 from ..reference.cache import TokenIds
 from ..reference.layers import Floats
 from ..tokenizers.base import Tokenizer
@@ -40,6 +41,7 @@ class Request:
         self, model: LoadedModel, prompt: str | TokenIds, params: SamplingParams, name: str = "the prompt"
     ) -> None:
         self.model, self.params = model, params
+        self.adapter = model.find_adapter(params.adapter)
         required = isinstance(prompt, str) or any(getattr(params, each) for each in NEEDS_TOKENIZER)
         self.tokenizer = _tokenizer(model, required=required)
         ids = self.tokenizer.encode(prompt) if self.tokenizer and isinstance(prompt, str) else prompt
@@ -96,7 +98,9 @@ class Request:
         speculate, model = self.params.speculate, self.model
         if speculate is None or self.window.moves or model.config.has_states:
             return None
-        return LookupDrafts() if isinstance(speculate, str) else ModelDrafts(model, speculate, self.capacity)
+        if isinstance(speculate, str):
+            return LookupDrafts()
+        return ModelDrafts(model, speculate, self.capacity, self.params.adapter)
 
     def rules(self) -> tuple[Rules, Constraint | None]:
         """The processors for one continuation; and the constraint among them, which knows when the text is complete."""
@@ -161,6 +165,11 @@ class Continuation:
         self._spans = request.window.keep(self.length)  # that the model sees; the last one grows with the text
         self._missing = self.length - _count(self._spans)  # tokens of `ids` that the model no longer sees
         self._dropped_some = self._missing > 0 or self.length < len(request.given)  # since the last chunk
+
+    @property
+    def adapter_digest(self) -> str:
+        """What keys and values depend on beside the tokens; "" without an adapter."""
+        return "" if self.request.adapter is None else self.request.adapter.digest
 
     @property
     def ids(self) -> NDArray[np.int64]:
@@ -361,6 +370,11 @@ class Continuation:
             prompt_logprobs=cast("list[dict[int, float] | None]", lambda: self.prompt_logprobs),
             overflows=Overflow.of(self.chunks),
         )
+
+
+def adapters_of(rows: Iterable[Continuation]) -> dict[int, Adapter]:
+    """The adapters of the rows that have one, by their slots."""
+    return {row.slot: row.request.adapter for row in rows if row.request.adapter is not None}
 
 
 def _count(spans: Spans) -> int:

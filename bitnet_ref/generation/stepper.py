@@ -25,7 +25,7 @@ from ..errors import NumericsError
 from ..reference.cache import KVCache, TokenBatch, TokenIds
 from .drafts import StepTimes
 from .greedy import run_steps
-from .sequence import Continuation
+from .sequence import Continuation, adapters_of
 
 NO_DRAFT = np.empty(0, dtype=np.int64)
 RowT = TypeVar("RowT", bound=Continuation)
@@ -70,9 +70,10 @@ def run_pieces(model: LoadedModel, cache: KVCache, pieces: Sequence[Piece]) -> l
     """One pass over the pieces, which also scores prompts.   -> the logits at the end of those that have a `need`"""
     ending = [index for index, piece in enumerate(pieces) if piece.need is not None]
     batch = TokenBatch.of([(slot, start, ids) for _, slot, start, ids, _ in pieces], ending)
+    adapters = adapters_of(piece.row for piece in pieces)
     counts = [piece.row.to_score(piece.start, len(piece.ids)) for piece in pieces]
     if not any(counts):
-        return model.run(batch, cache, [pieces[index].need for index in ending]).tokens
+        return model.run(batch, cache, [pieces[index].need for index in ending], adapters=adapters).tokens
     wanted: list[int] = []  # tokens of the batch, each with its row to score or its need
     rows: list[Continuation | None] = []
     needs: list[tuple[int | None, Ids] | None] = []
@@ -87,7 +88,8 @@ def run_pieces(model: LoadedModel, cache: KVCache, pieces: Sequence[Piece]) -> l
             wanted.append(stop - 1)
             rows.append(None)
             needs.append(need)
-    logits = model.run(replace(batch, wanted=np.array(wanted, dtype=np.int64)), cache, needs).tokens
+    batch = replace(batch, wanted=np.array(wanted, dtype=np.int64))
+    logits = model.run(batch, cache, needs, adapters=adapters).tokens
     ends = []
     for row_to_score, token_logits in zip(rows, logits, strict=True):
         if row_to_score is None:

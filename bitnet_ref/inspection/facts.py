@@ -79,6 +79,12 @@ class SizeOfKind:
     tensors: int
     nbytes: int
     share: float  # of all bytes, 0 to 1
+    types: dict[str, int]  # "Q4_K", "BF16" -> the number of tensors of it
+
+    @property
+    def type_words(self) -> str:
+        """One type, or several, each with the number of tensors."""
+        return next(iter(self.types)) if len(self.types) == 1 else ", ".join(f"{n} {t}" for t, n in self.types.items())
 
 
 @dataclass(frozen=True)

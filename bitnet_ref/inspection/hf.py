@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..formats.hf.adapter import describe_adapter, find_adapter, read_adapter
 from ..formats.hf.config import parse_hf_config, read_config_json
 from ..formats.hf.config_keys import Doubt
 from ..formats.hf.folder import CheckpointTensors, HfCheckpoint
-from ..formats.hf.packings import affine_width
+from ..formats.hf.packings import CODES_PER_WORD, affine_width
 from ..formats.hf.wrappers import text_part
 from ..formats.names import hf_module, linear_of_hf
 from ..formats.native.model import NativeCheckpoint
@@ -172,9 +173,12 @@ class HfInspector(Inspector):
     def weights_of(self, tensor: StoredTensor) -> int:
         if tensor.dtype == "I32":
             return super().weights_of(tensor) * 8  # of 4 bits
-        scales = f"{tensor.name.removesuffix('.weight')}.scales"
-        if tensor.dtype == "U32" and self.tensors is not None and scales in self.tensors:
-            return tensor.shape[0] * affine_width(tensor.shape, self.tensors.info(scales).shape, self.group_size)
+        module = tensor.name.removesuffix(".weight")
+        if tensor.dtype == "U32" and self.tensors is not None and f"{module}.scales" in self.tensors:
+            width = affine_width(tensor.shape, self.tensors.info(f"{module}.scales").shape, self.group_size)
+            return math.prod(tensor.shape[:-1]) * width
+        if tensor.dtype == "U32" and self.tensors is not None and f"{module}.row_alpha" in self.tensors:
+            return super().weights_of(tensor) * CODES_PER_WORD
         return super().weights_of(tensor) * (4 if tensor.kind == "ternary planes" else 1)
 
     def check_linear(self, checkpoint: HfCheckpoint, index: int, short: str, weight: LinearWeight) -> None:

@@ -60,7 +60,7 @@ def _kinds() -> tuple[tuple[str, str], ...]:
     return (
         (rf"({'|'.join(sorted(left_out))}).*", "left out"),
         (rf"{TOKENIZER_PREFIX}.*", "tokenizer"),
-        (r".*\.(weight_scale|w_dequant_scale|scales?|biases|qzeros|signs)", "scales"),
+        (r".*\.(weight_scale|w_dequant_scale|scales?|row_alpha|biases|qzeros|signs)", "scales"),
         (r".*\.bias", "biases"),
         (r"embedding|(.*\.)?embed_tokens\..*|token_embd\.weight", "embedding"),
         (r".*\.(packed|trits)", "ternary planes"),
@@ -168,11 +168,12 @@ class Inspector(ABC):
         out = self.out
         out.tensors = list(tensors)
         out.nbytes = sum(tensor.nbytes for tensor in out.tensors)
-        counts, nbytes = Counter(tensor.kind for tensor in out.tensors), Counter[str]()
+        types, nbytes = dict[str, Counter[str]](), Counter[str]()
         for tensor in out.tensors:
             nbytes[tensor.kind] += tensor.nbytes
+            types.setdefault(tensor.kind, Counter())[tensor.dtype] += 1
         out.sizes = [
-            SizeOfKind(kind, counts[kind], size, size / out.nbytes if out.nbytes else 0.0)
+            SizeOfKind(kind, types[kind].total(), size, size / out.nbytes if out.nbytes else 0.0, dict(types[kind]))
             for kind, size in nbytes.most_common()
         ]
 

@@ -32,7 +32,7 @@ class BeamNode:
     text: str  # "▁the"
     score: float
     parent: int | None  # index of the node that it continues; None: the prompt
-    fate: str  # "running": it went on; "ended"; "cut": others were better
+    fate: str  # "running", "ended", or "cut" (pruned)
     worth: float | None = None
     chosen: bool = False  # on the way to the best result
 

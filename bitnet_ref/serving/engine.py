@@ -11,16 +11,20 @@ a step, `worker.py` is the thread that repeats this, `tickets.py` has the user's
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Unpack
 
 from ..backends.loaded import LoadedModel
 from ..backends.paged_cache import PagedKVCache
 from ..errors import ConfigError, ContextOverflow, GenerationError, QueueFull
+from ..families.lora import Adapter
+from ..formats.hf.adapter import read_adapter
 from ..generation.chat import default_reply_tokens
 from ..generation.generate import Generations, Prompt, Prompts, check_streamable, is_single, split_prompts
 from ..generation.params import SamplingOptions, SamplingParams, expand_params
@@ -67,9 +71,21 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         return self._worker.model
 
     @property
+    def adapted_model(self) -> LoadedModel:
+        """The model with the adapter on that `EngineConfig.sampling` names, if it names one."""
+        return self.model.with_adapter(self.config.sampling.get("adapter"))
+
+    @property
     def engines(self) -> Sequence[Engine]:
         """The engines behind this one: itself, unless there are replicas."""
         return [self]
+
+    def add_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
+        """Let requests name a LoRA adapter, as peft writes it: `adapter="name"`. Requests with different adapters share
+        the running batch. Raises ConfigError, FormatError."""
+        adapter = Adapter(read_adapter(Path(folder), self.model.config))
+        for model in {id(engine.model): engine.model for engine in self.engines}.values():
+            model.put_adapter(name, adapter)
 
     def pick(self) -> Engine:
         """The engine for the next request."""
@@ -286,3 +302,45 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
 
     async def __aexit__(self, error: type[BaseException] | None, *_: object) -> None:
         await self.aclose(drain=error is None)
+
+
+class AdaptedEngine(Engine):
+    """An engine's face whose requests have one of its adapters on, unless they name another."""
+
+    def __init__(self, engine: Engine, adapter: str) -> None:
+        self._engine, self._worker = engine, engine._worker
+        self.config = replace(engine.config, sampling={**engine.config.sampling, "adapter": adapter})
+        self.metrics, self.timeline = engine.metrics, engine.timeline
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        return self._engine.engines
+
+    def pick(self) -> Engine:
+        return AdaptedEngine(self._engine.pick(), self.config.sampling["adapter"])
+
+    def _submit(self, *args: Any, **options: Any) -> RequestHandle:
+        return self._engine._submit(*args, **options)
+
+    @expand_params
+    def streams(
+        self, prompt: Prompt, *, priority: int = 0, timeout_s: float | None = None, **params: Unpack[SamplingOptions]
+    ) -> list[RequestHandle]:
+        """As of one engine: the continuations of a prompt share its pages."""
+        picked = AdaptedEngine(self._engine.pick(), self.config.sampling["adapter"])
+        return Engine.streams(picked, prompt, priority=priority, timeout_s=timeout_s, **params)
+
+    @property
+    def unfinished(self) -> int:
+        return self._engine.unfinished
+
+    @property
+    def requests(self) -> list[RequestProgress]:
+        return self._engine.requests
+
+    @property
+    def closed(self) -> bool:
+        return self._engine.closed
+
+    def close(self, drain: bool = False) -> None:
+        self._engine.close(drain)

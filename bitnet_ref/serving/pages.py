@@ -3,8 +3,9 @@
 The cache of all sequences is one pool of pages of `page_size` tokens, as in vLLM (arXiv 2309.06180). A sequence holds a
 `Lease`: its pages, in order. Several leases may hold one page, which counts them:
 
-* A *full* page of computed tokens is indexed by its tokens and those before it. A sequence that begins with the same
-  tokens takes the page instead of computing it. The index compares the tokens themselves, not hashes.
+* A *full* page of computed tokens is indexed by its tokens and those before it, and by the adapter that computed it. A
+  sequence that begins with the same tokens takes the page instead of computing it. The index compares the tokens
+  themselves, not hashes; of an adapter the hash of its numbers.
 * A page without holders stays in the index until its space is needed; the one unused for longest goes first.
 * A sequence that writes to a shared page gets its own copy first.
 
@@ -18,7 +19,7 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
-Key = tuple[int, bytes]  # (number of the content before this page, this page's tokens)
+Key = tuple[int | str, bytes]  # (number of the content before this page, or the adapter's digest; this page's tokens)
 NOTHING_BEFORE = 0
 
 
@@ -54,10 +55,10 @@ class PagePool:
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def open(self, ids: NDArray[np.int64], computes_all: bool = False) -> Lease:
+    def open(self, ids: NDArray[np.int64], computes_all: bool = False, adapter: str = "") -> Lease:
         """A lease for a sequence that begins with these tokens. It already holds the indexed pages, unless it has to
-        compute all of its tokens itself."""
-        lease = Lease(self, computes_all)
+        compute all of its tokens itself. adapter: the digest of the sequence's; others' pages are not its."""
+        lease = Lease(self, computes_all, adapter)
         lease.adopt(ids)
         return lease
 
@@ -109,7 +110,8 @@ class PagePool:
 class Lease:
     """The pages of one sequence, in order. `changed` is set when they change; the reader clears it."""
 
-    def __init__(self, pool: PagePool, computes_all: bool = False) -> None:
+    def __init__(self, pool: PagePool, computes_all: bool = False, adapter: str = "") -> None:
+        self.adapter = adapter
         self.pool, self.adopts = pool, pool.share and not computes_all
         self.pages: list[int] = []
         self.published = 0  # the first pages, as many as are indexed
@@ -188,7 +190,7 @@ class Lease:
             self.changed = True
 
     def fork(self) -> Lease:
-        other = Lease(self.pool)
+        other = Lease(self.pool, adapter=self.adapter)
         other.pages, other.published = list(self.pages), self.published
         for page in other.pages:
             self.pool.hold(page)
@@ -206,7 +208,7 @@ class Lease:
 
     def _key(self, ids: NDArray[np.int64], index: int) -> Key:
         size = self.pool.page_size
-        before = self.pool.contents[self.pages[index - 1]] if index else NOTHING_BEFORE
+        before = self.pool.contents[self.pages[index - 1]] if index else self.adapter or NOTHING_BEFORE
         return before, ids[index * size : (index + 1) * size].tobytes()
 
     def _shared(self, start: int, stop: int) -> list[int]:

@@ -172,7 +172,7 @@ class Scheduler:
             job = self.waiting[0]
             ids, is_new = job.context, job.lease is None
             scores = job.to_score(0, len(ids)) > 0  # only tokens that it computes itself
-            lease = job.lease = job.lease or self.pool.open(ids, scores)
+            lease = job.lease = job.lease or self.pool.open(ids, scores, job.adapter_digest)
             if is_new:
                 job.computed = len(lease.pages) * self.pool.page_size
             # Pages for its tokens and one more, besides those that running jobs need
@@ -279,7 +279,7 @@ class Scheduler:
         steps = choose_steps(jobs, self.step_s)
         if steps < 2 or (steps := min(steps, *(job.ticket.room for job in jobs))) < 2:
             return
-        missing, short = 0, []  # pages that leases are short of
+        missing, short = 0, []  # pages still to allocate; the leases that need them
         for job in jobs:
             start, stop = job.computed, job.computed + min(steps, job.tokens_left)
             if count := job.held.missing(start, stop):

@@ -251,6 +251,11 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
         return self._ticket.rows[0].prompt_logprobs
 
     @property
+    def story(self) -> RequestStory:
+        """What has happened to it so far."""
+        return self._ticket.story()
+
+    @property
     def done(self) -> bool:
         """Whether the request has ended, successfully or not."""
         return self._outbox.done.is_set()
@@ -392,6 +397,11 @@ class BeamText:
         """handle: of the search."""
         self._handle, self._index = handle, index
         self.close, self.prompt_token_ids, self.echo = handle.close, handle.prompt_token_ids, handle.echo
+
+    @property
+    def story(self) -> RequestStory:
+        """Of the whole search."""
+        return self._handle.story
 
     @property
     def stats(self) -> GenerationStats:

@@ -22,7 +22,7 @@ _VARIABLES = ("BITNET_REF_NUM_THREADS", "OMP_NUM_THREADS")
 _ROOT = Path("/")  # where /proc and /sys are
 LEAST_STACK_BYTES = 1 << 15  # that Python takes
 _stack_size_lock = ForkLock()
-_team = threading.local()  # .size: of the team that this thread may start
+_team = threading.local()  # .size: max OpenMP threads that this thread may start
 _bound_cpus: frozenset[int] = frozenset()  # the processors that OpenMP binds its threads to, if it binds them
 
 

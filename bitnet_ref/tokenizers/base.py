@@ -142,6 +142,11 @@ class Tokenizer(ABC):
         """Whether `decode` leaves the token out by default. Raises TokenizerError for an id not in the vocabulary."""
         return self._is_special(self._check_id(token_id, None))
 
+    @lazy_property
+    def special_ids(self) -> tuple[int, ...]:
+        """The ids that `decode` leaves out by default."""
+        return tuple(token for token in range(self.vocab_size) if self._is_special(token))
+
     @property
     def chat_template(self) -> str | None:
         """The Jinja source that `apply_chat_template` uses: the files' own, or 2B-4T's for its family, or None."""

@@ -114,13 +114,17 @@ class TrainingNetwork:
         apart = norms_inside or len({is_ternary(config, name) for name in names}) > 1
         for part in [[name] for name in names] if apart else [names]:
             modules = tuple(hf_module(name) for name in part)
-            masters = [self.masters[f"{module}.weight"] for module in modules]
             quantized = is_ternary(config, part[0])
-            kind = self.ops.StepLinear
-            weight = kind.quantize(masters, mix) if quantized and mix > 0 else kind.dense(masters)
+            weight = self._step_linears(modules, quantized, mix)
             norm = f"{modules[0]}.rms_norm.weight" if quantized and norms_inside else None
             eps = config.norm_eps if quantization is None else quantization.rms_norm_eps
             yield LinearGroup(modules, weight, norm, eps, has_bias(config, part[0]))
+
+    def _step_linears(self, modules: tuple[str, ...], quantized: bool, mix: float) -> StepLinear:
+        """The matrices of some linears of one input, stacked."""
+        masters, kind = [self.masters[f"{module}.weight"] for module in modules], self.ops.StepLinear
+        stacked: StepLinear = kind.quantize(masters, mix) if quantized and mix > 0 else kind.dense(masters)
+        return stacked
 
     # -- one sequence --------------------------------------------------------------------------------------------------
 
@@ -155,12 +159,18 @@ class TrainingNetwork:
             losses += settings.logits_weight * divergence
             d_logits += d_soft * d_soft.dtype.type(settings.logits_weight * weight)
         dx = backward(d_logits @ head)
+        self._outer_gradients(state, d_logits, hidden, dx, inputs)
+        return losses + state.relation_loss, state.gradients
+
+    def _outer_gradients(
+        self, state: SequencePass, d_logits: Floats, hidden: Floats, dx: Floats, inputs: NDArray[np.int64]
+    ) -> None:
+        """The gradients of the head and the embedding."""
         gradients = state.gradients
         gradients[self._head] = d_logits.T @ hidden
         if EMBEDDING not in gradients:  # the head is not tied to it
             gradients[EMBEDDING] = np.zeros_like(self.masters[EMBEDDING])
         self.ops.embed_backward(dx, inputs, gradients[EMBEDDING])
-        return losses + state.relation_loss, gradients
 
     def _hidden(self, tokens: NDArray[np.int64], state: SequencePass) -> tuple[Floats, Backward]:
         """The input of the head.   tokens (T,) -> (T, D), its backward pass"""
@@ -284,12 +294,19 @@ class TrainingNetwork:
             remaining, d_inputs = list(dys), []
             for group, saved, norm_backward in passes:
                 taken = [remaining.pop(0) for _ in group.modules]
-                dh, d_weights = self.ops.linear_backward(taken, saved, group.weight)
-                d_inputs.append(norm_backward(dh))
-                for module, d_weight, d_out in zip(group.modules, d_weights, taken, strict=True):
-                    state.gradients[f"{module}.weight"] = d_weight
-                    if group.biased:
-                        state.gradients[f"{module}.bias"] = d_out.sum(axis=0)
+                d_inputs.append(norm_backward(self._linear_backward(taken, saved, group, state)))
             return sum(d_inputs[1:], start=d_inputs[0])
 
         return outputs, backward
+
+    def _linear_backward(
+        self, dys: list[Floats], saved: LinearInput, group: LinearGroup, state: SequencePass
+    ) -> Floats:
+        """[dy (T, out) of each linear] -> dx (T, K); the gradients of the masters go into `state`."""
+        dh: Floats
+        dh, d_weights = self.ops.linear_backward(dys, saved, group.weight)
+        for module, d_weight, d_out in zip(group.modules, d_weights, dys, strict=True):
+            state.gradients[f"{module}.weight"] = d_weight
+            if group.biased:
+                state.gradients[f"{module}.bias"] = d_out.sum(axis=0)
+        return dh

@@ -1,7 +1,8 @@
 """`TrainingRun`: a training run from a TOML file, with checkpoints that it goes on from to the bit.
 
 In the run's folder: `metrics.csv` (a row per step), `checkpoint.safetensors` (masters, both moments, the step),
-`samples.txt`, the encoded texts, and `model`, a Hugging Face folder that `bitnet_ref.load` takes.
+`samples.txt`, the encoded texts, and `model`, a Hugging Face folder that `bitnet_ref.load` takes; of a run with `lora`
+`adapter` in its place, a folder as peft writes it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ..api import load
-from ..errors import ConfigError, FormatError, NumericsError
+from ..errors import ConfigError, FormatError, NumericsError, TokenizerError
 from ..families import config_to_dict
 from ..formats.checkpoint import read_tokenizer_folder
 from ..formats.hashes import weight_hash
@@ -36,11 +37,13 @@ from ..system.json_file import open_regular, read_bounded
 from ..tokenizers import Tokenizer, load_tokenizer_files
 from .data import Progress, TokenFile, open_tokens
 from .distil import Distillation
+from .lora import LoraTrainer
 from .network import Masters, master_shapes
 from .optimizer import Schedule
 from .trainer import Trainer, to_host
 
 CHECKPOINT, METRICS, SAMPLES, MODEL = "checkpoint.safetensors", "metrics.csv", "samples.txt", "model"
+ADAPTER = "adapter"  # in the place of MODEL
 COLUMNS = ("step", "tokens", "loss", "validation_loss", "lr", "weight_decay", "gradient_norm", "tokens_per_s")
 SAMPLE_TOKENS = 60
 MAX_TOML_BYTES = 1 << 20
@@ -53,7 +56,11 @@ class RunSettings:
 
     train, validation: text files (.txt, .txt.xz), or one .npy of token ids. tokenizer: a folder.
     teacher: a model to learn from, with the weights of `Distillation`.
-    init: a folder to start from; its config is the model's, unless the file has a table [model].
+    lora: a model, by path or name, that stays as it is while an adapter is trained, of rank lora_rank and the factor
+        lora_alpha / lora_rank on the linears lora_targets of every layer.
+    init: a folder to start from; its config is the model's, unless the file has a table [model]. Its tokenizer is taken
+        where no other is named.
+    ternary: make a ternary model of init, which is any model that loads; without a table [model].
     steps, batch, context: optimiser steps, sequences per step, tokens per sequence.
     mix_steps: over how many steps quantisation fades in ("lambda warm-up"), for a float model that becomes ternary.
     validate_every, save_every, sample_every: steps between; 0: only at the end. spike: the run stops when a step's loss
@@ -64,6 +71,11 @@ class RunSettings:
     validation: tuple[str, ...] = ()
     tokenizer: str | None = None
     init: str | None = None
+    ternary: bool = False
+    lora: str | None = None
+    lora_rank: int = 8
+    lora_alpha: float = 16.0
+    lora_targets: tuple[str, ...] = ("q_proj", "v_proj")
     teacher: str | None = None
     logits_weight: float = 1.0
     temperature: float = 5.0
@@ -92,7 +104,7 @@ class RunSettings:
     spike: float = 3.0
 
     def __post_init__(self) -> None:
-        lowest = dict.fromkeys(("steps", "batch", "context", "validation_sequences", "relation_heads"), 1)
+        lowest = dict.fromkeys(("steps", "batch", "context", "validation_sequences", "relation_heads", "lora_rank"), 1)
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type == "int" and (type(value) is not int or not lowest.get(field.name, 0) <= value < 1 << 40):
@@ -103,6 +115,14 @@ class RunSettings:
                 raise ConfigError(f"expected a finite number >= 0, got {value!r}", field=field.name)
         if not self.train:
             raise ConfigError("expected at least one text file or a .npy file of token ids", field="train")
+        if self.ternary not in (False, True):
+            raise ConfigError(f"expected true or false, got {self.ternary!r}", field="ternary")
+        if self.ternary and self.init is None:
+            raise ConfigError("expected init: the model of which to make a ternary one", field="ternary")
+        if self.lora is not None and (
+            other := next((key for key in ("init", "ternary", "mix_steps") if getattr(self, key)), None)
+        ):
+            raise ConfigError("has no effect with lora: the model stays as it is", field=other)
         if self.spike <= 1:
             raise ConfigError(f"expected a number above 1, got {self.spike}", field="spike")
 
@@ -132,6 +152,10 @@ def read_run(path: str | os.PathLike[str]) -> tuple[RunSettings, dict[str, Any] 
             values[key] = _paths(values[key], path.parent, key)
             if key in ("tokenizer", "init", "teacher"):
                 (values[key],) = values[key]
+    if isinstance(values.get("lora"), str) and (path.parent / values["lora"]).exists():  # else a model's name
+        values["lora"] = str(path.parent / values["lora"])
+    if "lora_targets" in values:
+        values["lora_targets"] = tuple(values["lora_targets"])
     if "train" not in values:
         raise ConfigError("expected the files to train on: train = [...]", path=path, field="data.train")
     try:
@@ -204,15 +228,41 @@ class TrainingRun:
         }
         options |= {"schedule": schedule, "max_norm": settings.max_norm or None, "threads": threads}
         options["backend"] = backend
-        if model is None:
+        if settings.lora is not None:
+            if model is not None:
+                raise ConfigError("expected no table [model] with lora: the model is that of lora", field="model")
+            base = load(settings.lora, backend="numpy")
+            self._base_hash = weight_hash(base.weights)
+            name = None if Path(settings.lora).exists() else settings.lora
+            adapter: dict[str, Any] = {
+                "rank": settings.lora_rank,
+                "alpha": settings.lora_alpha,
+                "targets": settings.lora_targets,
+            }
+            self.trainer: Trainer = LoraTrainer(base, **adapter, seed=settings.seed, base=name, **options)
+        elif model is None:
             if settings.init is None:
                 raise ConfigError("expected a table [model], or init = a folder to start from", field="model")
-            self.trainer = Trainer.from_folder(settings.init, **options)
+            begin = Trainer.from_model if settings.ternary else Trainer.from_folder
+            self.trainer = begin(settings.init, **options)
         else:
+            if settings.ternary:
+                raise ConfigError(
+                    "is for init without a table [model], whose keys say what is ternary", field="ternary"
+                )
             config = parse_hf_config(model, Path("[model]"))
             self.trainer = Trainer(config, self._first_masters(config), **options)
+            if settings.init is not None:
+                self.trainer.tokenizer_files = read_tokenizer_folder(Path(settings.init))
+        if settings.mix_steps and self.trainer.config.quantization is None:
+            message = "fades quantisation in, and this model has none: say --ternary (ternary = true)"
+            raise ConfigError(message, field="mix_steps")
         if settings.tokenizer is not None:
-            self.trainer.tokenizer_files = read_tokenizer_folder(Path(settings.tokenizer))
+            folder = Path(settings.tokenizer)
+            self.trainer.tokenizer_files = read_tokenizer_folder(folder)
+            if not self.trainer.tokenizer_files:
+                missing = "the folder has no tokenizer" if folder.is_dir() else "there is no such folder"
+                raise TokenizerError(f"{missing}; expected tokenizer.model or tokenizer.json in it", path=folder)
         files = self.trainer.tokenizer_files
         self.tokenizer: Tokenizer | None = load_tokenizer_files(files) if files else None
         self._check_sizes()
@@ -324,14 +374,19 @@ class TrainingRun:
         return self.trainer.loss([self.validation.window(index, context) for index in range(count)])
 
     def _sample(self) -> None:
-        self.trainer.save(self.folder / MODEL)
-        prompt, model = self.settings.sample_prompt, load(self.folder / MODEL)
+        self.trainer.save(self.output)
+        prompt, model = self.settings.sample_prompt, load(self.output)
         room = model.config.context_length - len(model.tokenizer.encode(prompt))
         text: Any = model.generate(prompt, max_tokens=max(1, min(SAMPLE_TOKENS, room)))
         with open(self.folder / SAMPLES, "a", encoding="utf-8") as file:
             file.write(f"step {self.step}: {prompt}{text.text}\n\n")
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @property
+    def output(self) -> Path:
+        """The folder of what is trained, ready to load."""
+        return self.folder / (MODEL if self.settings.lora is None else ADAPTER)
 
     def save(self) -> None:
         """Replace the checkpoint, then the model's folder. An interrupt leaves the old file or the new one."""
@@ -349,7 +404,7 @@ class TrainingRun:
         ):
             for name, array in arrays.items():
                 writer.write(name, to_host(array))
-        self.trainer.save(self.folder / MODEL)
+        self.trainer.save(self.output)
 
     def _identity(self) -> dict[str, Any]:
         """What must not differ between a checkpoint and the run that goes on from it; data and teacher by content."""
@@ -357,7 +412,16 @@ class TrainingRun:
         data = {"batch": settings.batch, "context": settings.context, "seed": settings.seed, "tokens": len(self.train)}
         hashes: dict[str, str | None] = {"corpus": self.train.content_hash, "teacher": self._teacher_hash}
         hashes["validation corpus"] = None if self.validation is None else self.validation.content_hash
-        return {"config": config_to_dict(self.trainer.config), **data, **hashes}
+        lora: dict[str, Any] = {}
+        if settings.lora is not None:
+            targets = list(settings.lora_targets)
+            lora = {
+                "base": self._base_hash,
+                "alpha": settings.lora_alpha,
+                "rank": settings.lora_rank,
+                "targets": targets,
+            }
+        return {"config": config_to_dict(self.trainer.config), **data, **hashes, **({"lora": lora} if lora else {})}
 
     def _read_checkpoint(self, path: Path) -> None:
         trainer, optimizer = self.trainer, self.trainer.optimizer

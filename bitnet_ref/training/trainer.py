@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from ..backends import available_backends, choose_cpu
 from ..backends.backend import blas_threads
 from ..backends.cuda import open_device
 from ..errors import BackendUnavailable, ConfigError, FormatError, NumericsError, ShapeError
-from ..formats.checkpoint import scale_convention
+from ..formats.checkpoint import parts, scale_convention
 from ..formats.hf.config import read_hf_config
 from ..formats.hf.folder import SINGLE_FILE, HfCheckpoint, refuse_adapter
+from ..formats.hf.masters import masters_of
 from ..formats.hf.writer import hf_config_json
+from ..formats.names import hf_module
+from ..formats.open import find_model, open_checkpoint
 from ..formats.safetensors import SafetensorsWriter
-from ..reference.config import ModelConfig
+from ..reference.config import ModelConfig, QuantizationConfig
 from ..reference.layers import Array, Floats, Ints
 from ..reference.weights import DenseWeight
 from ..system.atomic import atomic_path
@@ -75,14 +79,7 @@ class Trainer:
         BackendUnavailable.
         """
         self.config = config
-        self.masters: Masters = {}
-        for name, shape in master_shapes(config).items():
-            if name not in masters:
-                raise ConfigError(f"the master {name} is missing; expected an array of shape {shape}")
-            if masters[name].shape != shape:
-                raise ConfigError(f"the master {name} has shape {masters[name].shape}; expected {shape}")
-            dtype = np.float64 if masters[name].dtype == np.float64 else np.float32
-            self.masters[name] = to_host(masters[name]).astype(dtype)
+        self.masters = self.check_masters(masters)
         self.schedule = schedule or Schedule(lr=lr, weight_decay=weight_decay)
         self.optimizer = AdamW(betas, eps)
         self.max_norm = max_norm
@@ -100,6 +97,18 @@ class Trainer:
         self.masters = {name: self.to_device(master) for name, master in self.masters.items()}
         self.mix = 1.0  # how much the linears are quantised: see `ops.StepLinear`
 
+    def check_masters(self, masters: Mapping[str, Floats]) -> Masters:
+        """Copies of the masters, which must be all of this model's. Raises ConfigError."""
+        checked = Masters()
+        for name, shape in master_shapes(self.config).items():
+            if name not in masters:
+                raise ConfigError(f"the master {name} is missing; expected an array of shape {shape}")
+            if masters[name].shape != shape:
+                raise ConfigError(f"the master {name} has shape {masters[name].shape}; expected {shape}")
+            dtype = np.float64 if masters[name].dtype == np.float64 else np.float32
+            checked[name] = to_host(masters[name]).astype(dtype)
+        return checked
+
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str], **settings: Any) -> Trainer:
         """The masters of a Hugging Face folder: config.json beside *.safetensors in float32, bfloat16 or float16.
@@ -108,7 +117,7 @@ class Trainer:
         """
         path = Path(folder)
         if path.is_file():
-            message = "is a file; training begins from a Hugging Face folder (convert --to hf-bf16 makes one)"
+            message = "is a file; without --ternary, training begins from a Hugging Face folder (convert makes one)"
             raise FormatError(message, path=path)
         refuse_adapter(path)
         config = read_hf_config(path / "config.json")
@@ -125,13 +134,48 @@ class Trainer:
         trainer.tokenizer_files = files
         return trainer
 
+    @classmethod
+    def from_model(cls, model: str | os.PathLike[str], **settings: Any) -> Trainer:
+        """A ternary model that begins from any model that loads: each linear of the blocks becomes a BitLinear.
+
+        Masters are the model's own floats; of a BitNet without masters values that round to its planes
+        (`masters_of`). settings: as of `Trainer`. Raises FormatError, ConfigError.
+        """
+        with open_checkpoint(find_model(model)) as checkpoint:
+            checkpoint.require_plain_basis("training's")
+            quantized = checkpoint.config.quantization or QuantizationConfig("autobitlinear", "online", ("lm_head",))
+            online = replace(quantized, linear_class="autobitlinear", quantization_mode="online")
+            config = replace(checkpoint.config, quantization=online)
+            master_shapes(config)  # before anything is read: what cannot be trained
+            masters = Masters()
+            for name, part in parts(checkpoint):
+                module = hf_module(name)
+                if isinstance(part, np.ndarray):
+                    masters[f"{module}.weight"] = part
+                    continue
+                weight: Any = part
+                ternary, own = part.bit_linear, checkpoint.master(name)
+                if ternary is None:
+                    own = weight.array
+                elif own is None:
+                    own = masters_of(name, ternary.ternary(), ternary.w_dequant_scale)
+                masters[f"{module}.weight"] = own
+                if part.bias is not None:
+                    masters[f"{module}.bias"] = part.bias
+                if part.norm is not None:
+                    masters[f"{module}.rms_norm.weight"] = part.norm.weight
+            files = checkpoint.tokenizer_files()
+        trainer = cls(config, masters, **settings)
+        trainer.tokenizer_files = files
+        return trainer
+
     # -- losses and gradients ------------------------------------------------------------------------------------------
 
     def loss(self, tokens: Batch) -> float:
         """The mean loss of a batch, without gradients; see `loss_and_gradients`."""
         rows = self._check(tokens)
         with self._workers() as pool:
-            return _mean([to_host(loss) for loss in pool.map(self._network(pool).sequence_loss, rows)])
+            return _mean([to_host(loss) for loss in pool.map(self.network(pool.map).sequence_loss, rows)])
 
     def loss_and_gradients(self, tokens: Batch) -> tuple[float, Masters]:
         """The mean of -log p of every token after the first of its sequence, and its gradients.
@@ -148,7 +192,7 @@ class Trainer:
         gradients: Masters = {}
         in_work: deque[Future[tuple[NDArray[np.float64], Masters]]] = deque()
         with self._workers() as pool:
-            network = self._network(pool)
+            network = self.network(pool.map)
             for row in [*rows, *[None] * (self.threads + 1)]:
                 if row is not None:
                     in_work.append(pool.submit(network.sequence_gradients, row, weight, self._lesson(row)))
@@ -185,7 +229,7 @@ class Trainer:
         """The logits of the training forward pass.   tokens (T,) -> (T, V)"""
         (row,) = self._check(tokens[None], min_tokens=1)
         with self._workers() as pool:
-            return to_host(self._network(pool).logits(row))
+            return to_host(self.network(pool.map).logits(row))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the masters as a Hugging Face folder, float32, with the tokenizer that was beside them.
@@ -211,8 +255,9 @@ class Trainer:
     def _lesson(self, row: Ints) -> Lesson | None:
         return None if self.distillation is None else (self.distillation, self.distillation.values(row[:-1]))
 
-    def _network(self, pool: ThreadPoolExecutor | Here) -> TrainingNetwork:
-        return TrainingNetwork(self.config, self.masters, self.mix, self.functions, pool.map)
+    def network(self, run: Callable[..., Any]) -> TrainingNetwork:
+        """The network of one step. run: `map`, or that of a pool of threads."""
+        return TrainingNetwork(self.config, self.masters, self.mix, self.functions, run)
 
     def _check(self, tokens: Batch, min_tokens: int = 2) -> list[Ints]:
         rows = [np.asarray(row) for row in tokens]

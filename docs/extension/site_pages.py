@@ -15,7 +15,7 @@ COPIES = {
     "CHANGELOG.md": "repository/changelog.md",
     "SECURITY.md": "repository/security.md",
 }
-LINK = re.compile(r"(?<!!)\[(?P<text>[^]\n]+)]\((?P<path>[^)\s:#]+)(?P<anchor>#[^)\s]*)?\)")
+LINK = re.compile(r"\[(?P<text>[^]\n]+)]\((?P<path>[^)\s:#]+)(?P<anchor>#[^)\s]*)?\)")
 # A README lists its folder's pages; on the site they are also below it in the sidebar.
 FOLDER_PAGES = "\n\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
 

@@ -183,7 +183,9 @@ function showNext() {
   const likeliest = distribution(logits, { temperature: 1, top_k: SHOWN, top_p: 1 }).map(({ id }) => id);
   const largest = Math.max(...likeliest.map((id) => Math.max(own[id], drawn.get(id) ?? 0)));
   const after = state.reading.ids[state.at + 1];
-  $("next-facts").textContent = `After ${name(reading.ids[state.at])}${looksBroken() ? ", by the broken model" : ""}: drawn from ${count(choices.length, "token")}. Choose one to go on with it.`;
+  const model = looksBroken() ? "the broken model" : "the model";
+  const rule = choices.length > 1 ? `draws one of ${count(choices.length, "token")} by chance` : "always takes the likeliest token";
+  $("next-facts").textContent = `After ${name(reading.ids[state.at])} ${model} ${rule}. Choose one to go on with it.`;
   const items = likeliest.map((id) => {
     const p = drawn.get(id) ?? 0;
     const item = choiceRow(name(id), p, largest, id === after, looksBroken() ? null : () => goOn(id));
@@ -336,7 +338,7 @@ function drawInt8() {
   const canvas = $("int8"), columns = values.length > 256 ? 48 : 32, size = Math.min(24, canvas.clientWidth / columns);
   grid = { size, columns, total: values.length };
   const [context] = prepare(canvas, Math.ceil((values.length / columns) * size));
-  const plus = colour("--s0"), minus = colour("--s1"), line = colour("--line");
+  const plus = colour("--s1"), minus = colour("--s0"), line = colour("--line");
   values.forEach((value, i) => {
     const x = (i % columns) * size, y = Math.floor(i / columns) * size;
     context.globalAlpha = 1;
@@ -365,7 +367,7 @@ function drawHistogram(values) {
   for (const value of values) bins[(value + 128) >> 3] += 1;
   const [context, width] = prepare($("histogram"), height + 16), step = width / bins.length, largest = Math.max(...bins);
   bins.forEach((total, i) => {
-    context.fillStyle = colour(i < 16 ? "--s1" : "--s0");
+    context.fillStyle = colour(i < 16 ? "--s0" : "--s1");
     const bar = total ? Math.max(1, (height * total) / largest) : 0;
     context.fillRect(i * step, height - bar, step - 1, bar);
   });
@@ -390,7 +392,7 @@ function drawWeights() {
   map = { scale, turned, rows, columns };
   const image = new ImageData(across, down), tile = make("canvas", { width: across, height: down });
   const pen = tile.getContext("2d");
-  const colours = ["--s1", "--field", "--s0"].map((each) => {
+  const colours = ["--s0", "--field", "--s1"].map((each) => {
     pen.fillStyle = colour(each);
     pen.fillRect(0, 0, 1, 1);
     return pen.getImageData(0, 0, 1, 1).data;
@@ -425,7 +427,7 @@ function drawZoom(context, left, width, x, y, at) {
     for (let i = 0; i < ZOOM; i++) {
       const value = at(from[0] + i, from[1] + j);
       if (value === null) continue;
-      context.fillStyle = colour(["--s1", "--field", "--s0"][value + 1]);
+      context.fillStyle = colour(["--s0", "--field", "--s1"][value + 1]);
       context.fillRect(left + i * size, j * size, size - 1, size - 1);
       context.fillStyle = colour(value ? "--card" : "--quiet");
       context.fillText(["−1", "0", "+1"][value + 1], left + (i + 0.5) * size, (j + 0.5) * size);

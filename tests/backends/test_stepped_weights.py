@@ -80,7 +80,7 @@ def test_a_model_without_memory_for_second_copies_goes_on_without(story, caplog)
         yield story.weights
         raise MemoryError
 
-    weights = SteppedWeights(steps(), least=0)
+    weights = SteppedWeights(steps(), min_stepped_bytes=0)
     assert [weights.of_pass() for _ in range(3)] == [story.weights] * 3
     assert weights.finished() is story.weights
     assert [record.levelno for record in caplog.records] == [logging.WARNING]

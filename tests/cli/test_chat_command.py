@@ -11,7 +11,7 @@ from helpers import chat_folder
 from helpers import model as shared_model
 
 import bitnet_ref
-from bitnet_ref.cli.chat_command import choose_params
+from bitnet_ref.cli.chat_command import choose_params, repeats_itself
 
 GREEDY = ("--temperature", "0")
 
@@ -99,6 +99,23 @@ def test_why_an_answer_was_cut(chat_model):
     ):
         result = invoke("chat", "--model", chat_model, "--ignore-eos", *args, *FAST, stdin="Hello\n")
         assert remark in result.stderr
+
+
+def test_an_answer_that_repeats_itself_is_stopped():
+    """storychat, greedy, on the first question of docs/using.md; as it samples by default it does not do so."""
+    first = ("chat", "--system", "The old king sat by the fire.", *FAST)
+    question = "Are you afraid of the dragon?\n"
+    (answer,) = map(json.loads, invoke(*first, *GREEDY, "--json", stdin=question).stdout.splitlines())
+    assert (answer["finish_reason"], len(answer["token_ids"])) == ("repetition", 49)
+    shown = invoke(*first, *GREEDY, stdin=question)
+    assert "[stopped: it says the same again and again]" in shown.stderr
+    assert shown.stdout == answer["text"] + "\n"
+    for seed in range(4):
+        (answer,) = map(json.loads, invoke(*first, "--seed", seed, "--json", stdin=question).stdout.splitlines())
+        assert answer["finish_reason"] == "stop"
+    poem = [*range(100, 115)] * 3
+    assert not repeats_itself(poem)
+    assert repeats_itself(poem * 2)
 
 
 def test_answers_are_sampled_as_the_model_recommends(chat_model):

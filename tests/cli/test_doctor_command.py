@@ -58,7 +58,7 @@ def test_doctor_json():
         assert all(path["passed"] and path["compared"] > 0 for path in check["paths"])
     rows = {check["backend"]: {path["path"] for path in check["paths"]} for check in found["checks"]}
     assert set.union(*rows.values()) == set.union(*map(row_names, rows))
-    assert found["verdict"] == f"all {sum(len(check['paths']) for check in found['checks'])} checks agree"
+    assert found["verdict"] == f"All {sum(len(check['paths']) for check in found['checks'])} checks passed."
     assert found["versions"]["numpy"] == np.__version__
     assert found["versions"]["click"] == importlib.metadata.version("click")
     assert found["models"] == ["storychat", "storyteller"]
@@ -105,11 +105,11 @@ def test_crossval_backends_ends_with_a_verdict(monkeypatch):
     arguments = ("crossval", "backends", GOLDEN / "bitnet-packed-offline", "--only", "numpy", "--tokens", "1,5,9")
     result = invoke(*arguments)
     rows = [line for line in result.stdout.splitlines() if " passed " in line]
-    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, f"all {len(rows)} checks agree")
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, f"All {len(rows)} checks passed.")
     monkeypatch.setattr(paths, "_over_pages", lambda model, tokens, path: paths._whole(model, tokens, path) + 1)
     result = invoke(*arguments)
     assert result.exit_code == 1
-    assert result.stdout.splitlines()[-1] == f"1 of {len(rows)} differ: numpy: ops, pages"
+    assert result.stdout.splitlines()[-1] == f"1 of {len(rows)} checks FAILED: numpy: ops, pages"
     assert invoke_json(*arguments, code=1)["agrees"] is False  # one document, without the rows
 
 
@@ -120,7 +120,7 @@ def test_a_backend_that_does_not_load_is_a_failed_check(monkeypatch):
     assert not check.passed
     assert check.error == "ZeroDivisionError: division by zero"
     assert shown == [("numpy", check.paths[0])]
-    assert paths.sum_up(shown) == "1 of 1 differ: numpy: loads and runs"
+    assert paths.sum_up(shown) == "1 of 1 checks FAILED: numpy: loads and runs"
 
 
 def test_doctor_notices_wrong_accumulators():
@@ -145,7 +145,8 @@ def test_doctor_fails_when_a_backend_differs(monkeypatch):
     expected = ("FAILED", "BITNET_REF_NUM_THREADS", "storyteller", "equal to int64 arithmetic", "Backends")
     for words in (*expected, np.__version__, "ops, in chunks"):
         assert words in result.stdout
-    assert re.match(r"\d of \d+ differ: \w+: answers: logits", result.stdout.splitlines()[-1])
+    assert re.search(r"^\d of \d+ checks FAILED: \w+: answers: logits", result.stdout, re.MULTILINE)
+    assert "You are ready" not in result.stdout
 
 
 @pytest.mark.parametrize("there", [True, False])

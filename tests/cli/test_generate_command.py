@@ -52,6 +52,12 @@ def test_generate_options_reach_the_sampler():
         assert facts["token_ids"] != first["token_ids"]
 
 
+def test_a_prompt_without_quotes():
+    result = invoke("generate", "Once", "upon", "a", "--max-tokens", 5, "time")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert 'Error: put the prompt in quotes: bitnet-ref generate "Once upon a time"' in result.stderr
+
+
 def test_generate_reads_stdin(expected):
     result = invoke("generate", "-", "--max-tokens", 5, *FAST, stdin=expected["prompt"] + "\n")
     assert result.exit_code == 0

@@ -36,6 +36,7 @@ def test_version_and_help():
         "embed",
         "inspect",
         *models,
+        "golden",
         "bench",
         "perplexity",
         "eval",
@@ -97,7 +98,7 @@ def test_exit_codes(error, code):
 
     result = CliRunner().invoke(group, ["fail"])
     assert result.exit_code == code
-    assert ("error:" in result.stderr) == (code not in (0, 130))
+    assert ("Error:" in result.stderr) == (code not in (0, 130))
     assert ("Traceback" in result.stderr) == (code == 70)
 
 
@@ -138,7 +139,7 @@ def test_errors_are_one_message(args, code, words):
     result = invoke(*args)
     assert (result.exit_code, result.stdout) == (code, "")
     assert words in result.stderr
-    assert result.stderr.startswith("error: ")
+    assert result.stderr.startswith("Error: ")
     assert "Traceback" not in result.stderr
     facts = invoke_json(*args, code=code)["error"]
     assert words in facts["message"]
@@ -171,7 +172,7 @@ def test_a_full_disk_behind_stdout(args):
         command = [sys.executable, "-m", "bitnet_ref.cli", *args]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 3
-    assert done.stderr.startswith("error: standard output: No space left on device")
+    assert done.stderr.startswith("Error: standard output: No space left on device")
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -218,7 +219,7 @@ def test_debug_shows_the_traceback(args):
     result = invoke(*args)
     assert result.exit_code == 3
     assert "Traceback" in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("error: nothing")
+    assert result.stderr.splitlines()[-1].startswith("Error: nothing")
 
 
 def test_a_heading_keeps_its_own_bars():

@@ -16,6 +16,7 @@ import pytest
 from cli_runs import BACKEND, FAST, PROMPT, invoke, invoke_json
 from click.testing import CliRunner
 from helpers import GOLDEN, model
+from rich.console import Console
 
 from bitnet_ref import benchmark
 from bitnet_ref.backends import Backend
@@ -160,7 +161,7 @@ def test_the_progress_of_a_training(monkeypatch):
 
 def test_checks_below_the_name_of_their_backend(monkeypatch, capsys):
     monkeypatch.setattr(doctor_command, "wants_json", lambda: False)
-    show_check = doctor_command.check_printer()
+    show_check = doctor_command.CheckRows()
     for backend, path in (("numpy", "ops"), ("numpy", "text"), ("cython", "ops")):
         show_check(backend, PathCheck(path, True, 7, "equal"))
     title, row = "{}: execution paths and known answers", "{:29}passed  7 compared: equal"
@@ -168,6 +169,21 @@ def test_checks_below_the_name_of_their_backend(monkeypatch, capsys):
         *("", title.format("numpy"), row.format("ops"), row.format("text")),
         *("", title.format("cython"), row.format("ops")),
     ]
+
+
+def test_on_a_terminal_the_last_line_counts_the_checks(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(doctor_command, "wants_json", lambda: False)
+    monkeypatch.setattr(doctor_command, "console", lambda out: Console(file=out, force_terminal=True, width=80))
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with doctor_command.CheckRows() as show_check:
+        for path in ("ops", "text"):
+            show_check("numpy", PathCheck(path, True, 7, "equal"))
+    written = terminal.getvalue()
+    assert "checks done: 2" in written
+    assert written.count("passed") == 2
+    assert written.endswith(("\x1b[2K", "\x1b[0K")), "the status line is cleared at the end"
 
 
 # -- values of options -------------------------------------------------------------------------------------------------
@@ -364,6 +380,11 @@ def test_random_weights_are_the_same_each_time(monkeypatch):
         (("--allow-host", "a.example"), ("a.example", "localhost", "127.0.0.1", "::1"), False),
         (("--host", "0.0.0.0"), ("*",), True),
         (("--host", "0.0.0.0", "--allow-host", "b"), ("b",), True),
+        (
+            ("--log-format", "json", "--default-model", "x", "--unknown-fields", "warn"),
+            ("localhost", "127.0.0.1", "::1"),
+            False,
+        ),
         (("--host", "0.0.0.0", "--api-key", "k"), ("*",), False),
     ],
 )
@@ -389,11 +410,17 @@ def test_what_serve_sets_up(monkeypatch, arguments, hosts, warns):
     more = ("--memory-budget", "1GiB", "--idle-s", 9.0, "--allow-origin", "https://a.example")
     result = invoke("serve", "x=storyteller", "storychat", *options, *more, *arguments)
     assert result.exit_code == 0, result.output
-    assert logs == [{"format": "%(asctime)s %(levelname)s %(name)s: %(message)s", "level": logging.INFO}]
+    ((handler,), level) = logs[0]["handlers"], logs[0]["level"]
+    request = logging.makeLogRecord({"msg": "as words", "facts": {"status": 200}, "levelno": level, "name": "requests"})
+    assert (level, '"status": 200}' in handler.format(request)) == (logging.INFO, "json" in arguments)
+    assert ("as words" in handler.format(request)) == ("json" not in arguments)
+    assert handler.filter(request)
+    assert not handler.filter(logging.makeLogRecord({"levelno": level, "name": "bitnet_ref.serving.worker"}))
     ((shelf, limits, given),) = made
     assert limits == app.ServerLimits(2048, 5, request_timeout_s=1.5)
     assert (shelf._budget, shelf._idle_s, list(shelf.places)) == (1 << 30, 9.0, ["x", "storychat"])
     assert (given["hosts"], given["origins"], given["chat_template"]) == (hosts, ("https://a.example",), None)
+    assert (shelf.default, given["unknown_fields"]) == (("x", "warn") if "json" in arguments else (None, "refuse"))
     assert given["api_keys"] == (("k",) if "k" in arguments else ())
     assert ("anyone who reaches 0.0.0.0 can use this server" in result.stderr) == warns
     host = "0.0.0.0" if "--host" in arguments else "127.0.0.1"

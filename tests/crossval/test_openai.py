@@ -173,7 +173,7 @@ def test_failures_are_one_line(engine, tmp_path):
     assert "answers 401: no; give its key with --api-key" in refused.output
     gone = invoke("crossval", "openai", url, "storyteller")
     assert gone.exit_code == 4
-    assert f"error: {url} cannot be reached" in gone.output
+    assert f"Error: {url} cannot be reached" in gone.output
     assert invoke("crossval", "openai", "localhost:8000", "storyteller").exit_code == 2
     for result in (refused, gone):
         assert len(result.output.strip().splitlines()) == 1

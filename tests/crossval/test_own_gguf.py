@@ -39,7 +39,7 @@ def judged(backend, rounding, by_rule=True):
     """A run of that backend, of the file's matrices by ggml's rule or dequantised, as llama.cpp's."""
     ruled, plain = (bitnet_ref.load(FILE, backend="numpy", activations=each) for each in ("blocks", "auto"))
     tokens = default_tokens(plain)
-    run = Run((ruled if by_rule else llama_cpp._dense(plain)).on(backend).run_with_cache(tokens)[1])
+    run = Run((ruled if by_rule else llama_cpp.dense_model(plain)).on(backend).run_with_cache(tokens)[1])
     run.token_ids = tokens
     crossing, reference = Crossing("llama.cpp"), ruled if rounding == RULE else plain
     llama_cpp._judge_own_file(rounding, crossing, reference, run)

@@ -1,5 +1,6 @@
 """crossval/planted_bugs.py: every planted bug is named, op and cause. A quick part of them here, the rest as slow."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -62,6 +63,16 @@ def test_a_planted_bug_is_named_by_its_logits(hunt, name):
     (bug,) = [bug for bug in planted_bugs.BUGS if bug.name == name]
     outcome = hunt.find(bug, logits_only=True)
     assert outcome.right, outcome.causes
+
+
+def test_the_picture_of_the_readme_is_of_real_runs(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    path = FOLDER.parent / "scripts" / "make_picture.py"
+    spec = importlib.util.spec_from_file_location("make_picture", path)
+    make_picture = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_picture)
+    sys.path.remove(str(FOLDER))
+    assert make_picture.PICTURE.read_text(encoding="utf-8") == make_picture.draw()
 
 
 def test_there_are_enough_and_no_name_twice():

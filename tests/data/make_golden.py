@@ -1,4 +1,5 @@
-"""Makes the tiny checkpoints of tests/data/golden and asks Hugging Face transformers what they compute.
+"""Makes the tiny checkpoints of tests/data/golden, and some of tests/data/families, and asks Hugging Face transformers
+what they compute.
 
     python tests/data/make_golden.py [case ...]        # needs torch, transformers >= 5, accelerate; no test runs it
 
@@ -139,6 +140,22 @@ CASES = {
     "mistral-window1": Case(
         {**SMALL, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 1}, length=5
     ),
+    # -- families
+    "../families/olmo2": Case(  # a head whose norms are of all heads together
+        {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "num_key_value_heads": 1}, length=12
+    ),
+    "../families/granite": Case(  # no factor is a power of two, none is that of LLaMA
+        {
+            "model_type": "granite",
+            "architectures": ["GraniteForCausalLM"],
+            "tie_word_embeddings": True,
+            "attention_multiplier": 0.4,
+            "embedding_multiplier": 6.0,
+            "logits_scaling": 3.0,
+            "residual_multiplier": 0.22,
+        },
+        length=12,
+    ),
     # -- RoPE, in both spellings
     "rope-linear": Case(
         {**SMALL, "rope_theta": 5000.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
@@ -267,7 +284,12 @@ def make_tensors(case: Case, cfg: dict, seed: int) -> dict[str, torch.Tensor]:
     shapes = linear_shapes(cfg)
     for i in range(cfg["num_hidden_layers"]):
         block = f"model.layers.{i}."
-        norm(block + "input_layernorm.weight", d_model)
+        if cfg["model_type"] == "olmo2":
+            norm(block + "self_attn.q_norm.weight", shapes["q_proj"][0])
+            norm(block + "self_attn.k_norm.weight", shapes["k_proj"][0])
+            norm(block + "post_feedforward_layernorm.weight", d_model)
+        else:
+            norm(block + "input_layernorm.weight", d_model)
         norm(block + "post_attention_layernorm.weight", d_model)
         if case.one_bit_llm:
             norm(block + "self_attn.attn_sub_norm.weight", shapes["o_proj"][1])

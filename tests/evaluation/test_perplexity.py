@@ -1,5 +1,6 @@
 """Each protocol against a plain text of its source, the state file, and the command."""
 
+import hashlib
 import json
 import math
 import re
@@ -266,8 +267,8 @@ def test_what_cannot_be_cut(protocol, tokenizer, texts, error):
 
 
 def test_what_is_refused():
-    with pytest.raises(ConfigError, match=r"4 to 256.*got 2048; .*say length=256"):
-        perplexity(story(), TEXT, "gptq")
+    with pytest.raises(ConfigError, match=r"length: expected 4 to 256 \(the model's context\), got 512$"):
+        perplexity(story(), TEXT, "gptq", 512)
     with pytest.raises(ConfigError, match=r"length: expected 4 to 256 \(the model's context\), got 3$"):
         perplexity(story(), TEXT, "gptq", 3)
     assert perplexity(story(), TEXT[:60], "gptq", 4).length == 4
@@ -289,10 +290,15 @@ def test_command(tmp_path):
     result = invoke_json(*args, "--protocol", "gptq", "--protocol", "lm-eval")
     expected = perplexity(model(ASSETS / "storyteller", BACKEND), TEXT, "gptq", LENGTH)
     assert result["results"][0]["perplexity"] == expected.perplexity
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert result["texts"] == [{"path": str(path), "bytes": path.stat().st_size, "sha256": digest}]
     table = invoke(*args).stdout
     assert "llama.cpp" in table
     assert "bits per byte" in table
     assert invoke(*args, "--protocol", "gptq", "--protocol", "lm-eval", "--state", tmp_path / "s").exit_code == 2
-    assert invoke("perplexity", "--text", path, *FAST).exit_code == 2  # 512 tokens do not fit the storyteller
+    path.write_text(TEXT * 3)
+    usual = invoke("perplexity", "--text", path, *FAST)  # 512 tokens do not fit the storyteller
+    assert "llama.cpp: windows of 256 tokens, the model's context, instead of 512" in usual.stderr
+    assert usual.stdout.split()[:9] == invoke("perplexity", "--text", path, "--length", 256, *FAST).stdout.split()[:9]
     path.write_bytes(b"\xff\xfe")
     assert invoke(*args).exit_code == 3

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from helpers import DATA, model, rng
+from helpers import DATA, difference, model, rng
 from safetensors.numpy import load_file, save_file
 
 import bitnet_ref
@@ -17,10 +17,12 @@ from bitnet_ref.crossval.explain.replay import judge_trace
 from bitnet_ref.crossval.explain.variants import Setting
 from bitnet_ref.crossval.paths import check_paths
 from bitnet_ref.crossval.teacher import teacher_forced
-from bitnet_ref.errors import ConfigError, ConfigWarning, FormatError
-from bitnet_ref.families.lora import MISTAKES, AdaptedLinear, without_adapters
+from bitnet_ref.errors import BackendUnavailable, ConfigError, ConfigWarning, FormatError, GenerationError
+from bitnet_ref.families.lora import MISTAKES, AdaptedLinear, Adapter, LoraTerm, without_adapters
+from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.hashes import weight_hash
+from bitnet_ref.generation.chat import PrefixCache
 from bitnet_ref.inspection import inspect_model
 
 ADAPTERS = DATA / "adapters"
@@ -46,10 +48,6 @@ def copy(tmp_path):
         return folder
 
     return change
-
-
-def difference(a, b):
-    return float(np.abs(a - b).max())
 
 
 def test_transformers_and_peft(case, backend_name):
@@ -214,10 +212,33 @@ def test_tensors_that_do_not_fit(copy):
     assert bitnet_ref.load(folder, backend="numpy", adapter="none")
 
 
+MERGES = [("gguf-f32", "x.gguf"), ("native", "x.bitnet.safetensors"), ("hf-unpacked", "x"), ("gguf-f16", "y.gguf")]
+
+
+@pytest.mark.parametrize(("target", "name"), MERGES)
+def test_convert_merges_into_dense_matrices(tmp_path, target, name):
+    golden, path = GOLDEN[BESIDE], tmp_path / name
+    proof = convert(BESIDE, path, target)
+    assert proof.holds
+    assert (proof.tensors.equal < proof.tensors.total) == (target == "gguf-f16")  # which rounds, and the proof says so
+    merged = bitnet_ref.load(path, backend="numpy")
+    assert not any(isinstance(w, AdaptedLinear) for _, w in merged.weights.linears())
+    assert difference(merged.logits(golden["tokens"]), golden["logits"]) < (0.1 if target == "gguf-f16" else LIMIT)
+
+
+def test_convert_leaves_ternary_matrices_alone(tmp_path):
+    golden, path = GOLDEN[ADAPTERS / "alone"], tmp_path / "x.bitnet.safetensors"
+    with pytest.raises(ConfigError, match=r"_proj is ternary.*serve --lora.*adapter='none'") as caught:
+        convert(ALONE, path, "native")
+    assert caught.value.field == "adapter"
+    assert not path.exists()
+    with pytest.raises(ConfigError, match="is ternary"):
+        convert(ADAPTERS / "alone" / "base", path, "native", options=LoadOptions(adapter=ALONE))
+    convert(ADAPTERS / "alone" / "base", path, "native")
+    assert difference(bitnet_ref.load(path, backend="numpy").logits(golden["tokens"]), golden["logits"]) > LIMIT
+
+
 def test_what_does_not_apply_it_says_so(tmp_path):
-    for target, name in (("gguf-f32", "x.gguf"), ("native", "x.bitnet.safetensors"), ("hf-unpacked", "x")):
-        with pytest.raises(FormatError, match=r"LoRA adapter, which load applies and this does not.*[Mm]erge.*move"):
-            convert(BESIDE, tmp_path / name, target)
     with pytest.raises(ConfigError, match="without an adapter") as caught:
         bitnet_ref.load(BESIDE, backend="cython", prepared=True)
     assert caught.value.field == "prepared"
@@ -253,6 +274,87 @@ def test_shared_models_differ_by_adapter(copy):
     assert without is not with_it
     copy(lora_alpha=16)
     assert shared() is not with_it
+
+
+def test_calls_choose_an_adapter(backend_name, copy):
+    """By name, on or off, together or alone: the bits of the model that is loaded with it."""
+    m = bitnet_ref.load(BESIDE, backend=backend_name, adapter="none")
+    m.add_adapter("beside", BESIDE)
+    m.add_adapter("weak", copy(lora_alpha=2))
+    whole = {"beside": model(BESIDE, backend_name), "weak": bitnet_ref.load(copy(lora_alpha=2), backend=backend_name)}
+    whole[None] = bitnet_ref.load(BESIDE, backend=backend_name, adapter="none")
+    tokens = GOLDEN[BESIDE]["tokens"]
+    settings = {"max_tokens": 5, "temperature": 1.0, "seed": 3, "logprobs": 2, "prompt_logprobs": 1}
+    for name, other in whole.items():
+        assert np.array_equal(m.with_adapter(name).logits(tokens), other.logits(tokens))
+        assert np.array_equal(m.with_adapter(name).embed([1, 5, 9]), other.embed([1, 5, 9]))
+        mine = m.generate([1, 5, 9, 20], adapter=name, **settings)
+        theirs = other.generate([1, 5, 9, 20], **settings)
+        assert (mine.token_ids, mine.logprobs) == (theirs.token_ids, theirs.logprobs)
+        assert mine.prompt_logprobs == theirs.prompt_logprobs
+    if backend_name.startswith("cupy"):
+        with pytest.raises(BackendUnavailable, match="different adapters in one batch"):
+            m.backend.check_mixed_adapters()
+        return
+    names, prompts = ["beside", None, "weak", "beside"], [[1, 5, 9, 20], [1, 5, 9, 20], [1, 5, 9, 20], [3, 3]]
+    with m.engine(max_batch=4, max_batch_tokens=8, page_size=2) as engine:
+        handles = [engine.submit(p, adapter=n, **settings) for p, n in zip(prompts, names, strict=True)]
+        for prompt, name, handle in zip(prompts, names, handles, strict=True):
+            mine, theirs = handle.result(), whole[name].generate(prompt, **settings)
+            assert (mine.token_ids, mine.logprobs) == (theirs.token_ids, theirs.logprobs)
+
+
+def test_pages_belong_to_an_adapter(copy):
+    """By its numbers: one of the same name and others has none of them, one of another name and the same all."""
+    m = bitnet_ref.load(BESIDE, backend="cython", adapter="none")
+    m.add_adapter("a", BESIDE)
+    m.add_adapter("same", BESIDE)
+    cached = []
+    with m.engine(max_batch=2, page_size=2) as engine:
+        for name in ("a", None, "a", None, "same", "other"):
+            if name == "other":
+                engine.add_adapter("a", copy(lora_alpha=2))
+                name = "a"
+            out = engine.generate([1, 5, 9, 20, 4, 6, 8], max_tokens=2, adapter=name)
+            cached.append(out.stats.cached_tokens)
+    assert cached == [0, 0, 6, 6, 6, 0]
+
+
+def test_a_conversation_may_change_its_adapter():
+    m = bitnet_ref.load(BESIDE, backend="numpy", adapter="none")
+    m.add_adapter("a", BESIDE)
+    prefix, ids = PrefixCache(m), np.arange(6)
+    kept = []
+    for digest in ("", "", m.adapters["a"].digest, m.adapters["a"].digest, ""):
+        kept.append(prefix.take(ids, 8, digest)[1])
+        prefix.keep(ids)
+    assert kept == [0, 5, 0, 5, 0]
+
+
+def test_a_draft_model_takes_its_own_adapter():
+    m = bitnet_ref.load(BESIDE, backend="cython", adapter="none")
+    m.add_adapter("a", BESIDE)
+    out = m.generate([1, 5, 9, 20], max_tokens=12, adapter="a", speculate=m, ignore_eos=True)
+    assert out.token_ids == model(BESIDE, "cython").generate([1, 5, 9, 20], max_tokens=12, ignore_eos=True).token_ids
+    assert out.stats.accepted_tokens == out.stats.drafted_tokens > 0
+
+
+def test_names_that_are_refused(copy):
+    m = bitnet_ref.load(BESIDE, backend="numpy", adapter="none")
+    for name in ("", "a:b"):
+        with pytest.raises(ConfigError, match="without a colon"):
+            m.add_adapter(name, BESIDE)
+    with pytest.raises(GenerationError, match=r"no adapter 'x'; there are: none; add_adapter") as caught:
+        m.generate([1], adapter="x")
+    assert caught.value.field == "adapter"
+    with pytest.raises(ConfigError, match="loaded with an adapter on"):
+        model(BESIDE).add_adapter("a", BESIDE)
+    adapter = Adapter({"lm_head": LoraTerm(np.ones((1, 128), np.float32), np.ones((80, 1), np.float32), 1.0)})
+    with pytest.raises(ConfigError, match="changes lm_head"):
+        m.put_adapter("a", adapter)
+    with pytest.raises(ConfigError) as caught:
+        m.add_adapter("a", copy(use_dora=True))
+    assert caught.value.field == "use_dora"
 
 
 def test_a_batch_gives_what_each_gives_alone():

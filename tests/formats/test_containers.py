@@ -5,18 +5,26 @@ import json
 import shutil
 from itertools import product
 
+import gguf
 import numpy as np
 import pytest
 from helpers import DATA, model, rng
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from test_gguf_model import changed
 
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError
 from bitnet_ref.families.groups import GroupTernaryWeight
 from bitnet_ref.formats.convert import convert
-from bitnet_ref.formats.gguf.blocks import dequantize, groups_from_blocks, groups_from_rows
-from bitnet_ref.formats.gguf.file import GgufFile, Typed
+from bitnet_ref.formats.gguf.blocks import (
+    blocks_from_groups,
+    codes_fit,
+    dequantize,
+    groups_from_blocks,
+    groups_from_rows,
+    iq2_bn_rows,
+)
+from bitnet_ref.formats.gguf.file import GgufFile, Typed, open_gguf
 from bitnet_ref.formats.gguf.model import GgufCheckpoint
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.reference.quantization import unpack_ternary
@@ -104,6 +112,8 @@ def test_rows_of_ik_llama_cpp(kind, encode):
     np.testing.assert_array_equal(found[:, 0], np.where(np.arange(8) == 5, 0, scales))
     values = (codes.astype(np.float32) - 1) * scales[:, None]
     np.testing.assert_array_equal(dequantize(raw, kind, codes.shape), values)
+    if kind == "IQ2_BN":
+        np.testing.assert_array_equal(iq2_bn_rows(packed, scales[:, None]), raw)
 
 
 def test_bad_rows():
@@ -144,6 +154,11 @@ def test_sherrys_blocks():
     np.testing.assert_array_equal(unpack_ternary(packed, 512), w)
     np.testing.assert_array_equal(found.reshape(-1), scales)
     np.testing.assert_array_equal(dequantize(raw, "STQ1_0", w.shape), w * np.repeat(scales.reshape(4, 2), 256, axis=1))
+    np.testing.assert_array_equal(blocks_from_groups(packed, found, "STQ1_0"), raw)
+    assert codes_fit(packed, found, "STQ1_0")
+    packed[3, 5] = 0x55  # four zeros
+    assert not codes_fit(packed, found, "STQ1_0")
+    assert codes_fit(packed, found * [[1, 1], [1, 1], [1, 1], [0, 1]], "STQ1_0")
 
 
 def test_binary_blocks():
@@ -156,6 +171,100 @@ def test_binary_blocks():
         np.testing.assert_array_equal(unpack_ternary(packed, 256), signs)
         assert set(scales.reshape(-1).tolist()) == {0.25}
         np.testing.assert_array_equal(dequantize(raw, kind, signs.shape), signs * np.float32(0.25))
+        if kind == "Q1_0":
+            np.testing.assert_array_equal(blocks_from_groups(packed, scales, kind), raw)
+            packed[1, 40] ^= 1
+            assert not codes_fit(packed, scales, kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [("gguf-q1_0", "gguf-q1_0"), ("gguf-tq1_0-default", "gguf-tq1_0"), ("gguf-split", "gguf-q2_0")],
+)
+def test_blocks_are_written_as_llama_cpp_writes_them(name, target, tmp_path):
+    """Files of its quantiser: each ternary tensor has the same bytes."""
+    source = CASES / name / json.loads((CASES / name / "case.json").read_text())["path"]
+    assert convert(source, tmp_path / "x.gguf", target).holds
+    with open_gguf(source) as theirs, open_gguf(tmp_path / "x.gguf") as ours:
+        ternary = [each for each, tensor in theirs.tensors.items() if f"gguf-{tensor.type.kind}" == target]
+        assert len(ternary) >= 14
+        for each in ternary:
+            np.testing.assert_array_equal(ours.read_raw(each), theirs.read_raw(each))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("families/qwen3-groups128", "mlx-2bit"),
+        ("families/mixtral-groups128", "mlx-2bit"),
+        ("containers/mlx-qwen35-ternary-2bit", "mlx-2bit"),
+        ("containers/gguf-tq1_0-default/model.gguf", "mlx-2bit"),
+        ("containers/gguf-tq1_0-default/model.gguf", "gguf-iq2_bn"),
+        ("containers/gguf-q1_0/model.gguf", "mlx-2bit"),
+        ("containers/gguf-q1_0/model.gguf", "mlx-1bit"),
+        ("containers/mlx-binary-1bit", "gguf-q1_0"),
+    ],
+)
+def test_forms_of_ternary_groups(source, target, tmp_path):
+    """Compared with the source's own logits; what one form cannot say (a scale for each row, no zeros) others can."""
+    path = tmp_path / ("x.gguf" if target.startswith("gguf") else "x")
+    proof = convert(DATA / source, path, target)
+    assert proof.planes.equal == proof.planes.total >= 9
+    logits = [bitnet_ref.load(each, backend="numpy").logits(TOKENS) for each in (DATA / source, path)]
+    np.testing.assert_allclose(
+        *logits, rtol=0, atol=0.01 if "tq1_0" in source else 1e-5
+    )  # embedding in Q4_K -> float16
+    if path.is_dir():
+        stated = json.loads((path / "config.json").read_text())["quantization"]
+        assert stated == {"group_size": 128, "bits": int(target[4]), "mode": "affine"}
+        assert (path / "model.safetensors.index.json").is_file()
+
+
+def test_sherrys_form(tmp_path):
+    """A model whose matrices are so: made of Qwen3's, with a zero in each four weights and scales of 256 inputs."""
+    tensors = load_file(DATA / "families" / "qwen3-groups128" / "model.safetensors")
+    for name, w in tensors.items():
+        if w.ndim == 2:
+            wide = sherry(*w.shape) if w.shape[1] % 256 == 0 else np.sign(w)
+            tensors[name] = (wide * np.float16(0.125)).astype(np.float16)
+    folder = tmp_path / "model"
+    shutil.copytree(DATA / "families" / "qwen3-groups128", folder)
+    save_file(tensors, folder / "model.safetensors")
+    sherries = sum(w.ndim == 2 and w.shape[1] % 256 == 0 for w in tensors.values())
+    assert convert(folder, tmp_path / "x.gguf", "gguf-stq1_0").exact
+    with open_gguf(tmp_path / "x.gguf") as file:
+        assert sum(tensor.type.name == "STQ1_0" for tensor in file.tensors.values()) == sherries > 0
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "reason"),
+    [
+        (
+            "families/qwen3-groups128",
+            "gguf-q1_0",
+            "no linear of this model is -d or .d, without zeros, by groups of 128",
+        ),
+        ("families/qwen3-groups128", "gguf-stq1_0", "with one zero in each four weights that are 16 apart"),
+        ("families/qwen3-groups128", "gguf-iq2_bn", "ternary with one scale for each row"),
+        ("families/qwen3-groups128", "gguf-i2_s", "activations are int8, and here they stay floats; use gguf-q2_0"),
+        ("families/qwen3-groups128", "mlx-1bit", "binary, without zeros"),
+        (
+            "families/qwen3_moe-groups128",
+            "mlx-2bit",
+            r"reads model.layers.0.mlp.experts.0.gate_proj and others stacked",
+        ),
+        ("families/hunyuan", "mlx-2bit", "no matrix of this model is ternary by groups of 32, 64 or 128"),
+        (
+            "golden/bitnet-packed-offline",
+            "mlx-2bit",
+            "activations stay floats, and here they are int8; convert to native, or to hf-packed",
+        ),
+    ],
+)
+def test_why_a_form_does_not_hold_a_model(source, target, reason, tmp_path):
+    with pytest.raises((FormatError, ConfigError), match=reason):
+        convert(DATA / source, tmp_path / ("x.gguf" if target.startswith("gguf") else "x"), target)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -234,6 +343,51 @@ def test_several_scales_leave_the_inputs_in_float(tmp_path):
 
 
 # -- split files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("families/qwen3-groups128", "gguf-f16"),
+        ("families/qwen3-groups128", "mlx-2bit"),
+        ("golden/bitnet-packed-offline", "hf-packed"),
+        ("golden/bitnet-packed-offline", "gguf-tq2_0"),
+    ],
+)
+def test_written_in_parts(source, target, tmp_path):
+    limit, folder = 90_000, tmp_path / "x"
+    assert convert(DATA / source, folder, target, split_size=limit).exact
+    suffix = "gguf" if target.startswith("gguf") else "safetensors"
+    written = sorted(folder.glob(f"*.{suffix}"))
+    count = len(written)
+    assert count > 2
+    assert [path.name for path in written] == [f"model-{i + 1:05}-of-{count:05}.{suffix}" for i in range(count)]
+    expected = model(DATA / source).logits(TOKENS)
+    np.testing.assert_array_equal(bitnet_ref.load(folder, backend="numpy").logits(TOKENS), expected)
+    if suffix == "safetensors":
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        stored = {path.name: load_file(path) for path in written}
+        assert index["weight_map"] == {name: file for file, tensors in stored.items() for name in tensors}
+        sizes = [[w.nbytes for w in tensors.values()] for tensors in stored.values()]
+        assert index["metadata"]["total_size"] == sum(map(sum, sizes))
+        assert all(sum(each) <= limit or len(each) == 1 for each in sizes)
+        return
+    np.testing.assert_array_equal(bitnet_ref.load(written[-1], backend="numpy").logits(TOKENS), expected)
+    readers = [gguf.GGUFReader(path) for path in written]  # llama.cpp's own, of a part alone
+    values = [{key: field.contents() for key, field in reader.fields.items() if "split" in key} for reader in readers]
+    total = sum(len(reader.tensors) for reader in readers)
+    assert values == [{"split.no": i, "split.count": count, "split.tensors.count": total} for i in range(count)]
+    assert all(path.stat().st_size <= limit or len(r.tensors) == 1 for path, r in zip(written, readers, strict=True))
+    assert ["general.architecture" in reader.fields for reader in readers] == [True] + [False] * (count - 1)
+
+
+@pytest.mark.parametrize(
+    ("target", "size", "reason"),
+    [("native", 1 << 20, "native is not split"), ("onnx", 1, "onnx is not split"), ("gguf-tq2_0", 0, "1 byte or more")],
+)
+def test_what_is_not_split(target, size, reason, tmp_path):
+    with pytest.raises(ConfigError, match=reason):
+        convert(DATA / "golden" / "bitnet-packed-offline", tmp_path / "x", target, split_size=size)
 
 
 @pytest.fixture

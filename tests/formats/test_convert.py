@@ -15,14 +15,15 @@ from itertools import permutations, product
 
 import numpy as np
 import pytest
+from cli_runs import invoke, invoke_json
 from helpers import BITNET as BITNET_CONFIG
-from helpers import GOLDEN, TINY, model, tiny_tensors, write_checkpoint
+from helpers import DATA, GOLDEN, TINY, model, tiny_tensors, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref.cli.convert_command import TARGET_NAMES
 from bitnet_ref.errors import ConfigError, FormatError, StorageError
 from bitnet_ref.formats.checkpoint import LoadOptions
-from bitnet_ref.formats.convert import TARGETS, Target, convert, prove
+from bitnet_ref.formats.convert import TARGETS, Target, convert, fits, prove, remark_on
 from bitnet_ref.formats.gguf.file import GgufFile
 from bitnet_ref.formats.open import open_checkpoint
 from bitnet_ref.formats.safetensors import DTYPES, SafetensorsFile
@@ -56,7 +57,8 @@ bmm = 32
 """
 
 
-NOT_FOR_BITLINEARS = ("hf-unpacked", "gguf-q2_0", "gguf-pq2_0", "gguf-ptq1_0")
+NOT_FOR_BITLINEARS = ("hf-unpacked", "mlx-2bit", "mlx-1bit")
+NOT_FOR_BITLINEARS += ("gguf-q2_0", "gguf-pq2_0", "gguf-ptq1_0", "gguf-stq1_0", "gguf-q1_0")
 BITNET_TARGETS = [target for target in TARGETS if target not in NOT_FOR_BITLINEARS]
 
 
@@ -312,6 +314,54 @@ def test_what_a_proof_computes(tmp_path):
             proof = prove(source, written)
             assert (len(proof.problems), proof.tokens, proof.logits_equal) == (2, 0, False)
             assert (proof.planes.equal, proof.planes.total, proof.planes.first) == (12, 14, "blocks.0.mlp.up_proj")
+
+
+def test_which_formats_hold_a_model(tiles):
+    """Each is tried. What takes part of a BitNet: all but those whose inputs stay in float; of these none."""
+    rows = {fit.target: fit for fit in fits(BITNET, tl_tiles=tiles["gguf-tl1"])}
+    assert list(rows) == list(TARGETS)
+    held = {target for target, fit in rows.items() if fit.proof is not None}
+    assert held == {*BITNET_TARGETS} - {"gguf-tl2"}
+    assert "tile sizes" in rows["gguf-tl2"].reason
+    assert "activations stay floats, and here they are int8" in rows["gguf-q1_0"].reason
+    exact = {target for target in held if rows[target].proof.exact}
+    assert exact == held - {"gguf-q8_0"}  # its scales fit into float16
+    assert {rows[target].engine for target in held} == {
+        *("transformers", "bitnet.cpp", "ik_llama.cpp", "onnxruntime", "bitnet_ref")
+    }
+    dense = {fit.target: fit.reason for fit in fits(GOLDEN / "llama-dense") if fit.proof is None}
+    assert "this model is dense" in dense["gguf-tq1_0"]
+    assert "no matrix of this model is ternary by groups" in dense["mlx-2bit"]
+
+
+def test_who_runs_what_was_written(tmp_path):
+    """What llama.cpp does not load is said: the architecture with relu2 and sub-norms, and norms inside of linears."""
+
+    def remark(source, target):
+        convert(source, tmp_path / "x.gguf", target, verify=False, overwrite=True)
+        return remark_on(tmp_path / "x.gguf", target)
+
+    assert (
+        remark(BITNET, "gguf-tq2_0") == "its architecture is bitnet-b1.58, which bitnet.cpp runs and llama.cpp does not"
+    )
+    assert remark(BITNET, "gguf-iq2_bn") is None
+    assert "norms inside (attn_q_norm_in)" in remark(DATA / "families" / "embedding-gemma3", "gguf-f16")
+    assert remark(GOLDEN / "llama-dense", "gguf-f16") is None
+
+
+def test_the_table_of_formats():
+    rows = {row["target"]: row for row in invoke_json("convert", "--matrix", GOLDEN / "llama-dense")}
+    assert (rows["native"]["holds"], rows["gguf-q8_0"]["holds"], rows["gguf-i2_s"]["holds"]) == (
+        "exact",
+        "rounded",
+        "no",
+    )
+    assert rows["gguf-q8_0"]["reason"].startswith("rounds ")
+    assert rows["gguf-q8_0"]["engine"] == "llama.cpp"
+    assert rows["native"]["bytes"] > 10_000
+    assert invoke("convert", "--matrix", BITNET, "x").exit_code == 2
+    assert invoke("convert", BITNET).exit_code == 2
+    assert invoke("convert", BITNET, "x", "--to", "native", "--split-size", "2K").exit_code == 2
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ def test_without_huggingface_hub(cache, monkeypatch):
     assert bitnet_ref.load("org/tiny", backend="numpy").path == find_cached("org/tiny")
     for command in (["pull", "org/tiny"], ["rm", "org/tiny", "--yes"]):
         result = invoke(*command)
-        message = "error: huggingface_hub is not installed: pip install 'bitnet-ref[hub]'\n"
+        message = "Error: huggingface_hub is not installed: pip install 'bitnet-ref[hub]'\n"
         assert (result.exit_code, result.stderr) == (4, message)
 
 

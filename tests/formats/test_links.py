@@ -267,7 +267,7 @@ def test_commands(folder):
     assert "mine" in text
     assert "bitnet, 2 layers of 16" in text
     assert f"removed the name mine; its files stay: {folder}" in invoke("rm", "mine").stdout
-    assert invoke("rm", "org/c").stderr.startswith("error: there is no 'org/c' here; did you mean org/b?")
+    assert invoke("rm", "org/c").stderr.startswith("Error: there is no 'org/c' here; did you mean org/b?")
     assert invoke_json("rm", "org/b") == {"removed": [{"name": "org/b", "path": str(folder)}], "bytes": 0}
     assert invoke_json("list")["models"] == []
     assert "bitnet-ref list shows what there is" in invoke("rm", "mine").stderr

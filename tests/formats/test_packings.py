@@ -15,7 +15,15 @@ from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
 from bitnet_ref.families.blocks import BlockWeight
 from bitnet_ref.families.groups import GroupTernaryWeight
 from bitnet_ref.formats.hf.folder import CheckpointTensors
-from bitnet_ref.formats.hf.packings import BITS, GROUPS, affine_width, describe_mlx, read_affine, read_awq
+from bitnet_ref.formats.hf.packings import (
+    BITS,
+    GROUPS,
+    affine_width,
+    describe_mlx,
+    read_affine,
+    read_awq,
+    read_ternary_rows,
+)
 from bitnet_ref.formats.places import LinearPlace
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.reference.weights import DenseWeight
@@ -50,6 +58,8 @@ def affine(folder, codes, bits, scales, biases):
 def test_every_width_and_group(tmp_path, bits, group, dtype):
     codes = rng(bits).integers(0, 1 << bits, (6, 256)).astype(np.uint8)
     scales, biases = (rng(seed).standard_normal((6, 256 // group)).astype(dtype) for seed in (1, 2))
+    if dtype == np.float32:
+        scales[0, 0] = 1e6  # beyond float16
     weight = affine(tmp_path, codes, bits, scales, biases)
     wide = [np.repeat(each.astype(np.float32), group, axis=1) for each in (scales, biases)]
     np.testing.assert_array_equal(weight.array, wide[0] * codes + wide[1])
@@ -84,6 +94,34 @@ def test_shapes_that_fit_no_width(tmp_path, words, columns):
     save_file(tensors, tmp_path / "model.safetensors")
     with CheckpointTensors(tmp_path) as opened, pytest.raises(FormatError, match="1 to 8 bits in groups of 32"):
         read_affine(opened, "x", LinearPlace("x", 4), 128, None)
+
+
+def test_ternary_rows_of_experts(tmp_path):
+    """Two experts of three rows in one tensor, a scale for each row, one of them negative."""
+    codes = rng(1).integers(0, 3, (6, 32)).astype(np.uint8)
+    alpha = np.array([[0.5, -0.25, 1], [2, 0.125, 0]], dtype=np.float16)
+    tensors = {"x.weight": stream(codes, 2).reshape(2, 3, 2), "x.row_alpha": alpha}
+    place = LinearPlace("x", 6, stacked=2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with CheckpointTensors(tmp_path) as stored:
+        weight = read_ternary_rows(stored, "x", place, 32, None)
+        with pytest.raises(FormatError, match=r"expected U32 of shape \[6, 2\]"):
+            read_ternary_rows(stored, "x", LinearPlace("x", 6), 32, None)
+    np.testing.assert_array_equal(weight.array, (codes.astype(np.float32) - 1) * alpha.reshape(6, 1))
+    tensors["x.weight"][1, 2, 0] |= 3
+    save_file(tensors, tmp_path / "model.safetensors")
+    with CheckpointTensors(tmp_path) as stored, pytest.raises(FormatError, match="expected codes 0, 1 and 2"):
+        read_ternary_rows(stored, "x", place, 32, None)
+
+
+def test_parameters_of_stacked_experts():
+    """As many as the same model has with a tensor for each expert; a router's matrix is not counted in either."""
+    unpacked = inspect_model(DATA / "families" / "maple").parameters
+    assert inspect_model(CASES / "mlx-maple-rows").parameters == unpacked == 103_872
+    config = model(CASES / "mlx-qwen3_moe-4bit").config
+    linears = sum(n * k for i in (0, 1) for n, k in config.linear_shapes(i).values()) - 4 * 64
+    norms = sum(size for i in (0, 1) for size in config.norm_shapes(i).values()) + 64
+    assert inspect_model(CASES / "mlx-qwen3_moe-4bit").parameters == linears + norms + 2 * 64 * 64
 
 
 def test_modes_that_are_not_read_are_named():

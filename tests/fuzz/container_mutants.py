@@ -13,7 +13,7 @@ from json_mutants import flip_bytes, insert_bytes, mutate_json, mutate_safetenso
 
 CASES = [
     *sorted((DATA / "containers").iterdir()),
-    *(DATA / "families" / name for name in ("maple", "qwen3_moe-groups128")),
+    *(DATA / "families" / name for name in ("maple", "qwen3_moe-groups128", "mixtral-groups128", "olmo2", "granite")),
     DATA / "adapters" / "beside",
 ]
 NOT_OF_THE_MODEL = ("case.json", "golden.safetensors")

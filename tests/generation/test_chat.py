@@ -28,9 +28,9 @@ def test_replies_are_those_of_the_whole_conversation_and_shared_tokens_are_not_c
     computed = []
     run, run_greedy = bitnet_ref.Model.run, bitnet_ref.Model.run_greedy
 
-    def watched(self, batch, *rest):
+    def watched(self, batch, *rest, **options):
         computed.append(len(batch))
-        return run(self, batch, *rest)
+        return run(self, batch, *rest, **options)
 
     def watched_steps(self, batch, *rest):
         for step in run_greedy(self, batch, *rest):

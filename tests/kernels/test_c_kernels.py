@@ -25,18 +25,12 @@ BUILDS = {
     "clang": (["clang", "-O3", "-Wno-unknown-warning-option"], []),
     # optimising what is instrumented takes four times as long
     "gcc, address and undefined behaviour sanitizers": (["gcc", "-O0", "-g", "-fsanitize=address,undefined"], []),
-    "gcc, not optimised": (["gcc", "-O0"], []),
     "aarch64": (["aarch64-linux-gnu-gcc", "-O3", "-static"], ["qemu-aarch64", "-cpu", "max"]),
 }
 
 
-# The suite has the build that is done soonest; the project's own check, or -m "slow or not slow", has all of them.
-IN_SUITE = "gcc, not optimised"
-
-
-@pytest.mark.parametrize(
-    "build", [pytest.param(build, marks=[] if build == IN_SUITE else pytest.mark.slow) for build in BUILDS]
-)
+@pytest.mark.slow  # the suite checks the kernels in the extension, by the contract's tests
+@pytest.mark.parametrize("build", BUILDS)
 def test_every_kernel_set_equals_the_naive_version(build, tmp_path):
     compiler, runner = BUILDS[build]
     for program in (compiler[0], *runner[:1]):
@@ -44,7 +38,7 @@ def test_every_kernel_set_equals_the_naive_version(build, tmp_path):
             pytest.skip(f"{program} is not installed")
     program = tmp_path / "check_kernels"
     subprocess.run([*compiler, *FLAGS, "-o", str(program)], check=True)
-    rounds = 4 if build == IN_SUITE else 30
+    rounds = 30
     done = subprocess.run([*runner, str(program), str(rounds)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     sets = {"scalar", *(["dotprod"] if runner else [])}

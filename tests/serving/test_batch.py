@@ -1,7 +1,9 @@
 """`bitnet-ref batch`: the server's answers from a file, interrupted and spread over workers that are killed."""
 
+import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 
@@ -9,7 +11,8 @@ import pytest
 from cli_runs import BACKEND, FAST, invoke, invoke_json
 from helpers import model
 
-from bitnet_ref.cli.batch_command import open_server, serve_lines
+from bitnet_ref.cli import batch_command
+from bitnet_ref.cli.batch_command import hash_files, open_server, serve_lines
 from bitnet_ref.cli.generation_options import model_opener
 from bitnet_ref.errors import BackendUnavailable, FormatError, StorageError
 from bitnet_ref.formats.open import ASSETS
@@ -252,6 +255,30 @@ def test_an_interrupted_run_goes_on(tmp_path, server, monkeypatch, torn):
     summary, data = run(tmp_path, server, lines, progress=lambda *at: steps.append(at))
     assert (summary.reused, steps[0], data) == (4, (4, len(lines)), whole)
     assert not partial.exists()
+
+
+def test_the_bar_of_hashing_reaches_its_end(tmp_path, monkeypatch):
+    steps, files = [], [tmp_path / "a", tmp_path / "b"]
+    monkeypatch.setattr(batch_command.LoadingBar, "__call__", lambda bar, *at: steps.append(at))
+    for file, size in zip(files, (5, (1 << 20) + 1), strict=True):
+        file.write_bytes(bytes(size))
+    assert hash_files(files) == [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    total = (1 << 20) + 6
+    assert steps == [(5, total), (total - 1, total), (total, total)]
+
+
+def test_an_interrupted_command_says_how_to_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(batch_module, "LINES_AT_A_TIME", 2)
+    monkeypatch.setattr(batch_command, "spread", lambda *given: Interrupted(given[-1], 2))
+    source, target = write(tmp_path / "in put.jsonl", REQUESTS), tmp_path / "out.jsonl"
+    command = ["batch", source, target, "--model", f"story={STORY}", *FAST]
+    result = invoke(*command)
+    assert result.exit_code == 130
+    note, line = result.stderr.strip().splitlines()[-2:]
+    assert note == f"4 of 6 answers are kept in {target}.partial; this goes on with the others:"
+    monkeypatch.undo()
+    again = invoke_json(*shlex.split(line)[1:])
+    assert (again["reused"], again["lines"], target.exists()) == (4, 6, True)
 
 
 def test_answers_of_a_fault_are_not_reused(tmp_path, server, monkeypatch):

@@ -21,6 +21,8 @@ class Row(Job):
         self.rank, self.arrival_s, self.priority, self.ticket = rank, rank[0], priority, Reader()
         self.slot, self.computed, self.cached, self.generated = NO_SLOT, 0, 0, 0
 
+    adapter_digest = ""
+
     @property
     def may_guess(self):
         return self.guesses[0] > 0

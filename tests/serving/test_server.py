@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import shutil
 import socket
 import time
 from typing import Literal
@@ -463,7 +464,11 @@ def test_models_tokens_and_health(client, running):
 
 
 BAD = [
-    ({"prompt": 5}, "prompt: expected string, or a list of string, or a list of integer", "prompt"),
+    (
+        {"prompt": 5},
+        "prompt: expected string, or a list of integer, or a list of (string, or a list of integer)",
+        "prompt",
+    ),
     ({}, "prompt: is missing", "prompt"),
     ({"prompt": ""}, None, None),
     ({"prompt": []}, "prompt", "prompt"),
@@ -611,9 +616,10 @@ def test_models_come_and_go():
         assert server.shelf.places["a"].engine is None
 
 
-def test_the_model_that_was_unused_longest_leaves():
+def test_the_model_that_was_unused_longest_leaves(tmp_path):
     tiny = GOLDEN / "bitnet-packed-offline"
-    sources, file_bytes = dict.fromkeys("abcd", tiny), sum(file.stat().st_size for file in model_files(tiny))
+    sources = {name: shutil.copytree(tiny, tmp_path / name) for name in "abcd"}
+    file_bytes = sum(file.stat().st_size for file in model_files(tiny))
     with RunningServer(sources, budget=file_bytes, settings={"cache_tokens": 256}) as server:
         assert loaded(server) == ["a"]  # at first as many as the budget allows, and one at least
         server.shelf._budget = 3 * server.shelf.places["a"].nbytes

@@ -30,9 +30,9 @@ from bitnet_ref.errors import (
     TokenizerError,
 )
 from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.serving.http.choices import Choice
 from bitnet_ref.serving.http.failures import blame, describe_failure
 from bitnet_ref.serving.http.schemas import RequestError, describe_api, parse_json
-from bitnet_ref.serving.http.shapes import Choice
 
 OPENAPI = Path(__file__).parents[1] / "data" / "serving" / "openapi.json"
 STORY, P = ASSETS / "storyteller", "Once upon a time"
@@ -799,7 +799,7 @@ BAD = {
         {"messages": USER, "chat_template": "x"},
         400,
         "chat_template",
-        "no such parameter",
+        "the server's option --chat-template",
     ),
     "no input": (EMBED, {"input": []}, 400, "input", "input"),
     "input that is an object": (EMBED, {"input": {"content": "x"}}, 400, "input", "input"),
@@ -1190,4 +1190,6 @@ def test_a_body_in_chunks(server):
 
 
 if __name__ == "__main__":
-    OPENAPI.write_text(json.dumps(describe_api("1.2.3"), indent=1) + "\n")
+    text = json.dumps(describe_api("1.2.3"), indent=1)
+    text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda part: " ".join(part.group().split()), text)  # the innermost in a line
+    OPENAPI.write_text(text + "\n")

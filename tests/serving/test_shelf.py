@@ -1,6 +1,7 @@
 """The shelf of a server's models, without the server: what is loaded, counted and dropped when."""
 
 import asyncio
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -43,13 +44,17 @@ async def use(shelf, name):
         return engine
 
 
-def test_the_first_models_within_the_budget(opened):
+def copies(parent, names):
+    return {name: shutil.copytree(TINY, parent / name) for name in names}
+
+
+def test_the_first_models_within_the_budget(opened, tmp_path):
     """The one that is loaded counts with what it holds, the next one with its files."""
     one = ModelShelf({"a": TINY}, opened)
     asyncio.run(one.load_first())
-    held = one.places["a"].nbytes
+    held, sources = one.places["a"].nbytes, copies(tmp_path, "abc")
     for budget, names in ((held + FILE_BYTES, ["a", "b"]), (held + FILE_BYTES - 1, ["a"]), (None, ["a", "b", "c"])):
-        shelf = ModelShelf(dict.fromkeys("abc", TINY), opened, budget)
+        shelf = ModelShelf(sources, opened, budget)
         assert not shelf.is_ready
         asyncio.run(shelf.load_first())
         assert (loaded(shelf), shelf.is_ready) == (names, True)
@@ -67,9 +72,9 @@ def test_what_a_model_holds(opened, path, is_tied):
     assert engine.metrics.labels["model_name"] == "m"
 
 
-def test_room_is_made_by_the_one_that_was_idle_longest(opened):
+def test_room_is_made_by_the_one_that_was_idle_longest(tmp_path, opened):
     async def run():
-        shelf = ModelShelf(dict.fromkeys("abc", TINY), opened)
+        shelf = ModelShelf(copies(tmp_path, "abc"), opened)
         for name in "ab":
             await use(shelf, name)
         held = shelf.places["a"].nbytes
@@ -135,3 +140,18 @@ def test_which_model_is_meant(opened):
     with pytest.raises(RequestError, match="no model 'c'; there are: a, b") as error:
         two.place("c")
     assert (error.value.status, error.value.param, error.value.code) == (404, "model", "model_not_found")
+    with_default = ModelShelf({"a": TINY, "b": ASSETS / "storyteller"}, opened, default="b")
+    assert [with_default.name(name) for name in (None, "", "c", "a", "a:latest")] == ["b", "b", "b", "a", "a"]
+    assert (one.name(""), one.known_name("c"), one.known_name(5)) == ("a", "c", "a")
+    with pytest.raises(RequestError, match="no model 'c'"):
+        one.place("c")
+
+
+def test_names_of_one_model_share_its_engine(opened, tmp_path):
+    (tmp_path / "link").symlink_to(TINY)
+    shelf = ModelShelf({"a": TINY, "b": TINY / ".." / TINY.name, "c": tmp_path / "link", "d": UNTIED}, opened)
+    asyncio.run(shelf.load_first())
+    assert len({id(shelf.places[name].engine) for name in "abc"}) == 1
+    assert loaded(shelf) == ["a", "b", "c", "d"]
+    assert shelf._held() == shelf.places["a"].nbytes + shelf.places["d"].nbytes
+    assert shelf.places["a"].engine.metrics.labels["model_name"] == "a"

@@ -14,6 +14,7 @@ from test_apis import CLOCK, CLOCK_ITEM, HELLO, TEMPLATE, ZONE
 import bitnet_ref
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.serving import EngineConfig, start_engines
+from bitnet_ref.serving.http import fingerprint as fingerprint_module
 from bitnet_ref.serving.http.batch import BatchServer
 from bitnet_ref.serving.http.fingerprint import differing_parts, fingerprint_of
 from bitnet_ref.serving.http.verify import CannotCheck, Recomputation, check_line
@@ -22,6 +23,7 @@ STORY = ASSETS / "storyteller"
 CHAT, COMPLETION, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 PROMPT = "Once upon a time"
 TOOL = {"type": "function", "function": {"name": "clock", "parameters": ZONE}}
+SHELL = {"type": "custom", "custom": {"name": "shell"}}
 USERS = [{"role": "user", "content": "The king and the wood"}]
 SEEDED = {"seed": 5, "temperature": 0.9}
 ASKED = {  # name -> path, request
@@ -35,6 +37,24 @@ ASKED = {  # name -> path, request
     "chat": (CHAT, {"messages": HELLO, "max_tokens": 12, "logprobs": True, "top_logprobs": 3, **SEEDED}),
     "call": (CHAT, {"messages": HELLO, "max_tokens": 40, "tools": [TOOL], "tool_choice": "required", **SEEDED}),
     "schema": (CHAT, {"messages": HELLO, "max_tokens": 20, "guided_json": {"type": "integer"}, **SEEDED}),
+    "function": (
+        *(CHAT,),
+        {
+            "messages": HELLO,
+            "max_tokens": 40,
+            "functions": [TOOL["function"]],
+            "function_call": {"name": "clock"},
+            **SEEDED,
+        },
+    ),
+    "custom tool": (
+        *(CHAT,),
+        {"messages": HELLO, "max_tokens": 24, "tools": [SHELL], "tool_choice": "required", **SEEDED},
+    ),
+    "of vllm": (
+        *(COMPLETION,),
+        {"prompt": "The", "max_tokens": 2, "temperature": 0, "return_token_ids": True, "prompt_logprobs": 1},
+    ),
     "response": (RESPONSES, {"input": "Hello", "max_output_tokens": 12, **SEEDED}),
     "response call": (RESPONSES, {"input": "Hi", "tools": [CLOCK_ITEM], "tool_choice": "required", "temperature": 0}),
     "message": (MESSAGES, {"messages": USERS, "max_tokens": 12, **SEEDED}),
@@ -344,6 +364,16 @@ def test_backends_and_threads_have_no_part_in_it(backend_name):
         assert fingerprint(STORY, backend=backend_name, **options) == first
     with start_engines(model(STORY, backend_name, threads=2), EngineConfig(replicas=1)) as engine:
         assert fingerprint_of(engine, None) == first
+
+
+def test_it_is_computed_once_for_an_engine_and_its_model(monkeypatch):
+    made, compute = [], fingerprint_module.config_hash
+    monkeypatch.setattr(fingerprint_module, "config_hash", lambda config: made.append(config) or compute(config))
+    with start_engines(model(STORY, "numpy"), EngineConfig()) as engine:
+        first = [fingerprint_of(engine, template) for template in (None, None, "x", "x")]
+        assert (first[0], first[2], len(made)) == (first[1], first[3], 2)
+        engine._worker.model = engine.model.renew()  # as after a failure of the device
+        assert (fingerprint_of(engine, "x"), len(made)) == (first[2], 3)
 
 
 def test_what_has_a_part_in_it(tmp_path):

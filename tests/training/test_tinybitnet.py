@@ -143,6 +143,20 @@ def test_it_learns_and_writes(tiny, monkeypatch):
     assert list(tiny.write(masters, packed, list(range(8)), 8, rng(1), temperature=0.1)) == list(range(8))
 
 
+def test_the_command_of_the_readme(tiny, monkeypatch, capsys):
+    """`python notebooks/tinybitnet.py`, of a smaller model and few steps."""
+    for name, value in {"D": 16, "F": 32, "LAYERS": 1, "T": 16, "STEPS": 10}.items():
+        monkeypatch.setattr(tiny, name, value)
+    monkeypatch.setattr(sys, "argv", [str(FILE)])
+    tiny.main()
+    first, *steps, packed, _, text = capsys.readouterr().out.split("\n", 14)
+    assert first.startswith("alice.txt: ")
+    assert [line.split()[1] for line in steps] == [str(number) for number in range(11)]
+    assert "packed into" in packed
+    assert text.startswith(tiny.PROMPT)
+    assert len(text) == len(tiny.PROMPT) + 500
+
+
 def test_it_needs_numpy_alone_and_is_short():
     source = FILE.read_text(encoding="utf-8")
     assert sum(map(bool, source.splitlines())) <= 200  # four screens

@@ -317,7 +317,7 @@ def test_nan_names_the_master(bitnet):
 
 def test_what_training_does_not_begin_from(tmp_path):
     folder = folder_of(BITNET, tmp_path / "m")
-    with pytest.raises(FormatError, match="is a file; training begins from a Hugging Face folder"):
+    with pytest.raises(FormatError, match="is a file; without --ternary, training begins from a Hugging Face folder"):
         Trainer.from_folder(folder / "model.safetensors")
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(FormatError, match="LoRA adapter, which load applies and this does not"):

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from helpers import DATA, model
 
 import bitnet_ref
 from bitnet_ref.cli import cli
@@ -277,9 +278,10 @@ def test_the_defaults_are_those_of_the_docs():
     row = next(line for line in text.splitlines() if line.startswith("| `[training]`"))
     defaults = tomllib.loads("\n".join(re.findall(r"`([^`]* = [^`]*)`", row)))
     settings = RunSettings(train=("a.txt",))
-    assert defaults == {name: getattr(settings, name) for name in defaults}
+    values = {name: getattr(settings, name) for name in defaults}
+    assert defaults == {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     assert {field.name for field in fields(RunSettings)} - set(defaults) == {
-        *("train", "validation", "tokenizer", "init", "teacher", "second_lr")
+        *("train", "validation", "tokenizer", "init", "ternary", "lora", "teacher", "second_lr")
     }
 
 
@@ -300,6 +302,49 @@ def test_a_run_starts_from_masters(config, tmp_path):
     first = bitnet_ref.training.Trainer.from_folder(model)
     assert all(np.array_equal(run.trainer.masters[name], first.masters[name]) for name in first.masters)
     assert run.run().step == 12
+
+
+@pytest.mark.parametrize("source", ["golden/llama-dense", "gguf/tq2_0.gguf", "golden/llama-packed-rmsnorm"])
+def test_any_model_becomes_ternary(source, config, tmp_path):
+    """A dense folder, a BitNet's GGUF without masters, and packed planes with norms of their own and biases."""
+    path = DATA / source
+    config.write_text(RUN.replace("[training]", f'init = "{path}"\nternary = true\n[training]'))
+    run, before = start(config, tmp_path / "run"), model(path)
+    assert run.trainer.config.quantization.quantization_mode == "online"
+    assert run.trainer.config.linear_shapes() == before.config.linear_shapes()
+    if before.config.quantization is not None:  # it begins as the model that it was
+        expected, logits = before.logits([5, 9, 2]), run.trainer.logits(np.array([5, 9, 2]))
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+    run.trainer.save(tmp_path / "saved")
+    linear = bitnet_ref.load(tmp_path / "saved", backend="numpy").weights.layers[0].q_proj
+    assert linear.bit_linear is not None
+
+
+def test_settings_that_cannot_act(config, tmp_path):
+    dense = RUN.replace("[training]", f'init = "{DATA / "golden" / "llama-dense"}"\n[training]')
+    config.write_text(dense + "mix_steps = 8\n")
+    with pytest.raises(ConfigError, match="mix_steps: fades quantisation in, and this model has none: say --ternary"):
+        start(config, tmp_path / "run")
+    config.write_text(RUN + "ternary = true\n")
+    with pytest.raises(ConfigError, match="ternary: expected init"):
+        start(config, tmp_path / "run")
+    config.write_text(MODEL + dense.replace("[training]", "[training]\nternary = true"))
+    with pytest.raises(ConfigError, match=r"ternary: is for init without a table \[model\]"):
+        start(config, tmp_path / "run")
+
+
+def test_the_tokenizer_of_init(config, tmp_path):
+    """Of a run with a [model] too; one that is named comes first."""
+    table = json.loads((ASSETS / "storyteller" / "config.json").read_text())
+    settings = replace(read_run(config)[0], init=str(ASSETS / "storyteller"))
+    with pytest.raises(ConfigError, match=r"packed|masters"):
+        TrainingRun(settings, tmp_path / "run", table)
+    folder = tmp_path / "init"
+    TrainingRun(replace(settings, init=str(ASSETS / "storyteller"), ternary=True), tmp_path / "a").trainer.save(folder)
+    online = json.loads((folder / "config.json").read_text())
+    run = TrainingRun(replace(settings, init=str(folder)), tmp_path / "b", online)
+    assert run.tokenizer is not None
+    assert run.tokenizer.encode("Once") == load_tokenizer(ASSETS / "storyteller").encode("Once")
 
 
 def test_a_run_learns_from_a_teacher(config, tmp_path):
@@ -359,6 +404,12 @@ def test_wrong_files(config, tmp_path):
             start(config, tmp_path / "run")
     (tmp_path / "tokens.npy").write_bytes(b"not an array")
     with pytest.raises(FormatError, match="token ids"):
+        start(config, tmp_path / "run")
+    config.write_text(text.replace("[data]", '[data]\ntokenizer = "tok"'))
+    with pytest.raises(TokenizerError, match=r"tok: there is no such folder; expected tokenizer\.model"):
+        start(config, tmp_path / "run")
+    (tmp_path / "tok").mkdir()
+    with pytest.raises(TokenizerError, match="tok: the folder has no tokenizer"):
         start(config, tmp_path / "run")
 
 

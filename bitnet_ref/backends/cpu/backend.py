@@ -27,12 +27,13 @@ from ...families.block_rule import WIDTHS, RuledLinear, narrow_inputs, ruled_lin
 from ...families.blocks import BlockWeight
 from ...families.groups import GroupTernaryLinear, GroupTernaryWeight, group_linear
 from ...families.linear_norms import NormedLinear
-from ...families.lora import AdaptedLinear, lora_term
+from ...families.lora import AdaptedLinear, OnLinear, SelectedLinear, add_selected, lora_term
+from ...families.moe import chosen_ids, expert_products
 from ...reference import quantization
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
 from ...reference.layers import Floats
-from ...reference.model import RopeTables, final_hidden, split_heads
+from ...reference.model import RopeTables, attention_result, final_hidden, split_heads
 from ...reference.ops import check_attention, check_dequantize, check_norm, check_rope, require
 from ...reference.weights import (
     DenseWeight,
@@ -288,13 +289,20 @@ class CythonBackend(KernelBackend):
         cache: KVCache,
         layer: int,
     ) -> Floats:
-        ws = self._fusable(w.attention_text, w.q_proj, w.k_proj, w.v_proj, w.o_proj)
+        adapted = w.q_proj, w.k_proj, w.v_proj
+        ws = self._fusable(w.attention_text, *adapted, w.o_proj)
         if ws is None or not isinstance(cache, KernelKVCache):
             return super().attention_block(x, w, cfg, rope, batch, cache, layer)
         *qkv, o_proj = ws
-        q, k, v = split_heads(cfg, *self.kernels.bit_linears(x, qkv, w.attn_norm))  # (N, H, d), (N, G, d), (N, G, d)
+        if any(isinstance(each, OnLinear) for each in adapted):  # whose terms read the norm's result too
+            ys = self.linears(self.rms_norm(x, w.attn_norm), adapted)
+        else:
+            ys = self.kernels.bit_linears(x, qkv, w.attn_norm)
+        q, k, v = split_heads(cfg, *ys)  # (N, H, d), (N, G, d), (N, G, d)
         self._append(cache, layer, batch, k, v, rope)
         z = self._attend(q, cache, batch, layer, cfg.window_of(layer), rope)  # (N, H, d)
+        if isinstance(w.o_proj, OnLinear):
+            return self.add(x, attention_result(self, z, w))  # (N, D)
         z = z.reshape(len(x), o_proj.in_features)  # (N, H*d)
         return self.kernels.linear_add(z, o_proj, x, w.attn_sub_norm)  # (N, D)
 
@@ -303,15 +311,23 @@ class CythonBackend(KernelBackend):
         if ws is None or cfg.activation not in GATES:
             return super().feed_forward(x, w, cfg)
         gate, up, down = ws
-        h = self.kernels.gated_linears(x, gate, up, cfg.activation, w.ffn_norm)  # (N, F)
+        if any(isinstance(each, OnLinear) for each in (w.gate_proj, w.up_proj)):
+            y_gate, y_up = self.linears(self.rms_norm(x, w.ffn_norm), (w.gate_proj, w.up_proj))
+            h = self.gated(y_gate, y_up, cfg.activation)  # (N, F)
+        else:
+            h = self.kernels.gated_linears(x, gate, up, cfg.activation, w.ffn_norm)  # (N, F)
+        if isinstance(w.down_proj, OnLinear):
+            h = h if w.ffn_sub_norm is None else self.rms_norm(h, w.ffn_sub_norm)
+            return self.add(x, self.linear(h, w.down_proj))  # (N, D)
         return self.kernels.linear_add(h, down, x, w.ffn_sub_norm)  # (N, D)
 
     def _fusable(self, text: Any, *ws: LinearWeight) -> list[PanelWeight] | None:
-        """The weights as panels, where fused kernels take all of them; else None, and a block is composed of ops.
-        text: of the layer's family; fused kernels compute those of LLaMA and BitNet."""
+        """The weights as panels, of adapted linears those inside, where fused kernels take all; else None, and a block
+        is composed of ops. text: of the layer's family; fused kernels compute those of LLaMA and BitNet."""
         if not self.fuses or text is not None or self.layout == "table":  # tables take few tokens per call
             return None
-        panels = [w for w in ws if type(w) is PanelWeight and w.layout == self.layout]
+        inner = [w.linear if isinstance(w, OnLinear) else w for w in ws]
+        panels = [w for w in inner if type(w) is PanelWeight and w.layout == self.layout]
         return panels if len(panels) == len(ws) else None
 
     # -- ops -----------------------------------------------------------------------------------------------------------
@@ -365,14 +381,38 @@ class CythonBackend(KernelBackend):
             return self._ruled_linears(x, [self._ruled_panels(w).without_bias()])[0]
         return function(*args)
 
+    def compose(self, name: str, function: Callable[..., Floats], *args: Any) -> Floats:
+        """The experts of one token, if they are ternary by groups, in one call for every few; terms of adapters."""
+        if function is expert_products:
+            x, shares, w = args
+            if len(shares) == 1 and w.experts[0].kind == "groups" and x.shape[-1] == w.shape[1]:
+                ws = [self._group_panels(w.experts[i]) for i in chosen_ids(shares, w.chosen)[0]]
+                return self.kernels.group_experts(x.reshape(-1, x.shape[-1]), ws)[None]
+            return super().compose(name, function, *args)
+        if function is lora_term:
+            x, w = args
+            y = np.zeros((len(x), w.shape[0]), dtype=np.float32)
+        elif function is add_selected:
+            y, x, w = args
+            y = y.copy()
+        else:
+            return super().compose(name, function, *args)
+        self._add_term(x, y, w)
+        return y
+
     def linears(self, x: Floats, ws: Sequence[LinearWeight]) -> tuple[Floats, ...]:
         """Weights of one kind go through one call, which quantises x once."""
         outputs: list[Floats | None] = [None] * len(ws)
-        for kind in dict.fromkeys(w.kind for w in ws):
-            numbers = [i for i, w in enumerate(ws) if w.kind == kind]
-            for i, y in zip(numbers, self._PRODUCTS[kind](self, x, [ws[i] for i in numbers]), strict=True):
+        inner = [w.linear if isinstance(w, OnLinear) else w for w in ws]
+        for kind in dict.fromkeys(w.kind for w in inner):
+            numbers = [i for i, w in enumerate(inner) if w.kind == kind]
+            for i, y in zip(numbers, self._PRODUCTS[kind](self, x, [inner[i] for i in numbers]), strict=True):
                 outputs[i] = y
-        return tuple(y for y in outputs if y is not None)
+        ys = tuple(y for y in outputs if y is not None)
+        for y, w in zip(ys, ws, strict=True):
+            if isinstance(w, OnLinear):
+                self._add_term(x, y, w)
+        return ys
 
     def append(self, cache: KVCache, layer: int, batch: TokenBatch, k: Floats, v: Floats) -> None:
         self._append(cache, layer, batch, k, v, None)
@@ -445,9 +485,15 @@ class CythonBackend(KernelBackend):
     def _normed_linears(self, x: Floats, ws: Sequence[NormedLinear]) -> list[Floats]:
         return [self.linear(self.rms_norm(x, w.own_norm), w.linear) for w in ws]
 
-    def _adapted_linears(self, x: Floats, ws: Sequence[AdaptedLinear]) -> list[Floats]:
-        ys = self.linears(x, [w.linear for w in ws])
-        return [self.add(y, lora_term(self, x, w)) for y, w in zip(ys, ws, strict=True)]
+    def _add_term(self, x: Floats, y: Floats, w: OnLinear) -> None:
+        """Add an adapted linear's term to the linear's result, in place.   x (N, K), y (N, out)"""
+        selected = w if isinstance(w, SelectedLinear) else None
+        factors = w.__dict__.get("_factors")
+        if factors is None:  # made once for a weight, which is frozen
+            terms = selected.terms if selected is not None else (w,) if isinstance(w, AdaptedLinear) else ()
+            pairs = [None if each is None else (_factor(each.a), _factor(each.b, by_columns=True)) for each in terms]
+            factors = w.__dict__["_factors"] = _cpu.LoraFactors(pairs)
+        self.kernels.add_terms(x, y, factors, None if selected is None else selected.choice_of(x))
 
     def _ruled_panels(self, w: RuledLinear) -> RuledLinear:
         """A matrix in blocks in panels; one in 16 bits as it is."""
@@ -533,9 +579,17 @@ class CythonBackend(KernelBackend):
         "groups": _group_linears,
         "dense": _dense_linears,
         "normed": _normed_linears,
-        "adapted": _adapted_linears,
         "ruled": _ruled_linears,
     }
+
+
+def _factor(w: LinearWeight, by_columns: bool = False) -> NDArray[Any]:
+    """A factor of an adapter, or its transpose, as `_cpu.LoraFactors` takes it."""
+    dense = w.plain()
+    assert isinstance(dense, DenseWeight)
+    floats = dense.stored if type(dense) is DenseWeight and dense.dtype == ml_dtypes.bfloat16 else dense.array
+    floats = floats if floats.dtype == ml_dtypes.bfloat16 else floats.astype(np.float32, copy=False)
+    return view_bits(np.ascontiguousarray(floats.T if by_columns else floats))
 
 
 def _token_parts(tokens: int, layout: str) -> list[slice]:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ...errors import NumericsError
 from ...families.block_rule import round_inputs
 from ...families.blocks import BlockWeight
+from ...families.moe import TOGETHER
 from ...reference.cache import TokenBatch
 from ...reference.layers import Floats
 from ...reference.weights import DenseWeight, Norm
@@ -103,6 +104,19 @@ class CpuKernels:
                 round_inputs(as_floats(x), w.inputs)  # raises the error that says what is wrong
         return ys
 
+    def group_experts(self, x: Floats, ws: Sequence[GroupPanelWeight]) -> NDArray[np.float32]:
+        """Linears by groups, without biases, of one shape: all of one row x (1, K), or each of its own row (n, K).
+        -> (n, out)"""
+        y = self.results.empty((len(ws), ws[0].out_features))
+        views, rows = [w.kernel_view for w in ws], list(y[:, None])
+        for start in range(0, len(ws), TOGETHER):
+            part = slice(start, start + TOGETHER)
+            own = as_floats(x[part] if len(x) > 1 else x)
+            row = _cpu.group_linears(own, views[part], rows[part], self.threads, self.kernel_set, None, len(x) > 1)
+            if row >= 0:
+                raise NumericsError(f"group_matmul: the activation of row {start + row} holds NaN or Inf")
+        return y
+
     # -- attention -----------------------------------------------------------------------------------------------------
 
     def append(
@@ -160,6 +174,14 @@ class CpuKernels:
         z, is_bias = self.results.empty(x.shape), y.ndim == 1
         _cpu.add(as_floats(x), as_floats(y[None] if is_bias else y), z, self.threads, is_bias, self.tape)
         return z
+
+    def add_terms(self, x: Floats, y: NDArray[np.float32], factors: Any, choice: NDArray[np.int32] | None) -> None:
+        """Add the term of each token's adapter to y.   x (N, K), y (N, out)
+
+        factors: _cpu.LoraFactors. choice (N,): which of them, or -1; None: the first are everyone's.
+        """
+        t = self.results.empty((len(x), factors.max_r))
+        _cpu.lora(as_floats(x), y, t, factors, self.threads, self.kernel_set, self.tape, choice=choice)
 
     def dense_linears(self, x: Floats, ws: Sequence[DenseWeight]) -> tuple[NDArray[np.float32], ...]:
         """Dense linears without their biases, in one call.   x (N, K) -> (N, out) for each weight"""

@@ -116,6 +116,11 @@ class CupyBackend(Backend):
             message = f"{message}; load it with backend='cython' or 'numpy'"
             raise BackendUnavailable(message, mentions=["backend='cython'"])
 
+    def check_mixed_adapters(self) -> None:
+        message = "the backend cupy has no kernels for requests with different adapters in one batch"
+        message = f"{message}; use backend='cython', or load(..., adapter=FOLDER), which puts one on all requests"
+        raise BackendUnavailable(message, mentions=["backend='cython'"])
+
     def prepare(self, w: LinearWeight) -> LinearWeight:
         prepare = self._LAYOUTS.get(w.kind)
         if prepare is None:
@@ -456,6 +461,6 @@ class CupyBackend(Backend):
     _LINEARS: ClassVar[dict[str, Callable[..., Floats]]] = {"ternary": _bit_linear, "normed": _normed_linear}
 
 
-def _step_key(w: ModelWeights, batch: TokenBatch) -> tuple[int, int, bool]:
+def _step_key(w: ModelWeights, batch: TokenBatch) -> tuple[int, ModelWeights, bool]:
     """Names the recorded step that computes a batch: of 1, 2, 4, ... tokens, so that few serve every number."""
-    return 1 << (len(batch) - 1).bit_length(), id(w), decodes(batch)
+    return 1 << (len(batch) - 1).bit_length(), w, decodes(batch)

@@ -30,7 +30,7 @@ class Stack:
     parts: tuple[int, ...]
 
     def split(self, y: DeviceArray, tokens: int) -> tuple[DeviceArray, ...]:
-        """The results of each matrix, from y of a launch over the stack: as many numbers as (tokens, rows)."""
+        """Splits y (tokens, sum of rows), of a launch over the stack, into one array for each matrix."""
         return split(y, tokens, self.parts)
 
 

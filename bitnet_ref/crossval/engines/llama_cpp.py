@@ -121,7 +121,7 @@ def _is_interleaved(path: Path) -> bool:
 
 def _judge_own_file(rounding: str, crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> None:
     """By ggml's rule; or against dequantised weights with float activations, with the tolerance of its roundings."""
-    reference = _dense(model.on(Backend("float32", model.backend.threads)))
+    reference = dense_model(model.on(Backend("float32", model.backend.threads)))
     run, alone = View(trace), View(trace)
     run.engine_dtype = _EIGHT_BITS if rounding == _RULE else rounding
     alone.engine_dtype = {_EIGHT_BITS: f"{rounding}, alone", _RULE: _EXACT}.get(rounding, rounding)
@@ -143,7 +143,7 @@ def _judge_own_file(rounding: str, crossing: Crossing, model: Model, trace: Trac
 
 def _explain_own_file(rounding: str, crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> Diagnoses:
     """The causes of the difference that `_judge_own_file` has found last."""
-    reference, run = _dense(model.on(Backend("float32", model.backend.threads))), View(trace)
+    reference, run = dense_model(model.on(Backend("float32", model.backend.threads))), View(trace)
     run.engine_dtype = _EIGHT_BITS if rounding == _RULE else rounding
     return search_causes(reference, run, crossing.comparisons[-1])
 
@@ -174,7 +174,7 @@ def _adapt_config(checkpoint: Checkpoint) -> None:
 def _judge(kind: str | None, rule: str | None, crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> None:
     """By the engine's own rule: op by op on the run's own inputs, and free-running up to the first rounding flip."""
     plain = model.on(Backend("float32", model.backend.threads))
-    reference, tokens, crossing.rule = _dense(plain) if kind == "f32" else plain, len(trace.token_ids), rule
+    reference, tokens, crossing.rule = dense_model(plain) if kind == "f32" else plain, len(trace.token_ids), rule
     if kind in (None, "f32"):
         crossing.comparisons.append(judge_trace(reference, trace))
         _, right = reference.run_with_cache(trace.token_ids)
@@ -252,7 +252,7 @@ def _count_unflipped(right: dict[str, np.ndarray], trace: Trace | SequenceRun, b
     return first
 
 
-def _dense(model: Model) -> Model:
+def dense_model(model: Model) -> Model:
     """The model with dequantised float matrices, so without activation quantisation."""
 
     def dense(w: LinearWeight) -> LinearWeight:

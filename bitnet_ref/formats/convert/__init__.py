@@ -7,31 +7,43 @@ scale, every other tensor, the tokenizer, and the logits of a few tokens. If the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...errors import ConfigError, FormatError, TokenizerError
+from ...errors import BitNetRefError, ConfigError, FormatError, StorageError, TokenizerError, require
+from ...reference.config import ModelConfig
 from ...system.atomic import atomic_folder, atomic_path, explain_os_errors
 from ...system.sharing import model_files
-from ..checkpoint import Checkpoint, LoadOptions, Progress
+from ..checkpoint import Checkpoint, LoadOptions, Progress, merge_adapter
+from ..gguf.config import architecture
 from ..gguf.export import KINDS, write_gguf_model
 from ..gguf.file import Typed
-from ..hf.config import read_hf_config
-from ..hf.writer import write_hf
+from ..hf.adapter import NO_ADAPTER, find_adapter
+from ..hf.writer import MLX_BITS, write_hf
 from ..native.model import SUFFIX as NATIVE_SUFFIX
 from ..native.model import write_native
 from ..onnx.export import write_onnx_folder
-from ..open import find_model, open_checkpoint
+from ..open import find_model, open_checkpoint, read_config
 from .proof import Proof, prove
 
-__all__ = ["TARGETS", "Proof", "Target", "convert", "gguf_tokenizer", "prove"]
+__all__ = ["TARGETS", "Fit", "Proof", "Target", "convert", "fits", "gguf_tokenizer", "prove"]
 
 Phase = Callable[[str], Progress]  # "writing", "comparing", "computing" -> that phase's progress
+
+
+class WriteOptions(NamedTuple):
+    """What the user chooses about the result."""
+
+    tl_tiles: Path | None = None  # the kernel_config.ini with the tile sizes of TL1 or TL2
+    split_size: int | None = None  # bytes of a file, beyond which there is a further one
 
 
 class Target(NamedTuple):
@@ -39,22 +51,35 @@ class Target(NamedTuple):
 
     name: str
     suffix: str | None  # of the file; None for a folder
-    write: Callable[[Checkpoint, Path, LoadOptions, Progress | None], object]
+    write: Callable[[Checkpoint, Path, WriteOptions, Progress | None], object]
+
+    @property
+    def can_split(self) -> bool:
+        """Whether the result can be several files in a folder."""
+        return self.name.startswith(("hf-", "mlx-", "gguf-"))
 
 
-def _gguf(kind: str, checkpoint: Checkpoint, path: Path, options: LoadOptions, progress: Progress | None) -> None:
+def _gguf(kind: str, checkpoint: Checkpoint, path: Path, options: WriteOptions, progress: Progress | None) -> None:
     dense_type = kind.upper() if kind in ("bf16", "f32") else "F16"  # of the embedding and the head
-    tokenizer, tiles = gguf_tokenizer(checkpoint), options.tl_tiles
     write_gguf_model(
-        checkpoint, path, kind, tokenizer=tokenizer, dense_type=dense_type, tl_tiles=tiles, progress=progress
+        checkpoint,
+        path,
+        kind,
+        tokenizer=gguf_tokenizer(checkpoint),
+        dense_type=dense_type,
+        tl_tiles=options.tl_tiles,
+        split_size=options.split_size,
+        progress=progress,
     )
 
 
+def _hf(kind: str, checkpoint: Checkpoint, path: Path, options: WriteOptions, progress: Progress | None) -> None:
+    write_hf(checkpoint, path, kind, progress, options.split_size)
+
+
+_HF_KINDS = ("hf-packed", "hf-bf16", "hf-online", "hf-unpacked", *MLX_BITS)
 _TARGETS = (
-    Target("hf-packed", None, lambda model, path, _, tick: write_hf(model, path, "hf-packed", tick)),
-    Target("hf-bf16", None, lambda model, path, _, tick: write_hf(model, path, "hf-bf16", tick)),
-    Target("hf-online", None, lambda model, path, _, tick: write_hf(model, path, "hf-online", tick)),
-    Target("hf-unpacked", None, lambda model, path, _, tick: write_hf(model, path, "hf-unpacked", tick)),
+    *(Target(kind, None, partial(_hf, kind)) for kind in _HF_KINDS),
     *(Target(f"gguf-{kind}", ".gguf", partial(_gguf, kind)) for kind in KINDS),
     Target("onnx", None, lambda model, path, _, tick: write_onnx_folder(model, path, tick)),
     Target("native", NATIVE_SUFFIX, lambda model, path, _, tick: write_native(model, path, "2bit", tick)),
@@ -62,6 +87,17 @@ _TARGETS = (
         "native-base3", NATIVE_SUFFIX, lambda model, path, _, progress: write_native(model, path, "base3", progress)
     ),
 )
+# Who runs a format, where it does not depend on the model; "gguf-" is left out
+ENGINES = {
+    **dict.fromkeys(("i2_s", "tl1", "tl2"), "bitnet.cpp"),
+    **dict.fromkeys(("pq2_0", "ptq1_0"), "PrismML's llama.cpp"),
+    **dict.fromkeys(MLX_BITS, "mlx-lm"),
+    **dict.fromkeys(("native", "native-base3"), "bitnet_ref"),
+    "iq2_bn": "ik_llama.cpp",
+    "stq1_0": "AngelSlim's llama.cpp",
+    "onnx": "onnxruntime",
+}
+OF_BITNET_CPP = ("bitnet-25", "bitnet-b1.58")  # architectures that llama.cpp does not have
 MAX_WEIGHTS_PER_BYTE = 8  # binary ones
 TARGETS = {target.name: target for target in _TARGETS}
 
@@ -97,7 +133,9 @@ def convert(
     *,
     options: LoadOptions | None = None,
     tl_tiles: str | os.PathLike[str] | None = None,
+    split_size: int | None = None,
     verify: bool = True,
+    compute: bool = True,
     overwrite: bool = False,
     phase: Phase | None = None,
 ) -> Proof | None:
@@ -105,9 +143,13 @@ def convert(
 
     One tensor is in memory at a time. An interrupt, an error or a failed proof leaves `destination` unchanged. The
     bytes depend on the model alone.
-    options: what the user knows better about the source.
+    options: what the user knows better about the source. Its `adapter`, or the one beside the weights, is merged into
+        matrices that are dense, in float32; of ternary ones it is refused.
     tl_tiles: the kernel_config.ini with the tile sizes to write TL1 or TL2 in.
+    split_size: write further files beyond so many bytes each. The result is a folder then, of a GGUF too; native files
+        and ONNX are not split.
     verify: compare the result with the source and return the Proof; FormatError if the two differ.
+    compute: also run a few tokens through both.
     overwrite: replace an existing file. A folder is never replaced. Without it, one of several conversions to the same
         destination at a time gets the name, and the others raise StorageError.
 
@@ -118,20 +160,29 @@ def convert(
     if options is not None and options.activations == "blocks":
         raise ConfigError('"blocks" is how a model computes; files hold the same either way', field="activations")
     target, path = TARGETS[to], Path(destination)
-    written_options = LoadOptions(tl_tiles=None if tl_tiles is None else Path(tl_tiles))
+    chosen = WriteOptions(None if tl_tiles is None else Path(tl_tiles), split_size)
+    if split_size is not None:
+        if not target.can_split:
+            message = f"{to} is not split; formats whose names begin with hf-, mlx- or gguf- are"
+            raise ConfigError(message, field="split_size")
+        require(split_size > 0, "split_size", "1 byte or more", split_size)
+        target = target._replace(suffix=None)
     with explain_os_errors(path):
         _check_destination(target, path, overwrite)
     proof = None
     with ExitStack() as stack:
-        checkpoint = stack.enter_context(open_checkpoint(find_model(source), options))
+        model, adapter = find_adapter(find_model(source), None if options is None else options.adapter)
+        reading = replace(options or LoadOptions(), adapter=NO_ADAPTER if adapter is None else adapter)
+        checkpoint = stack.enter_context(open_checkpoint(find_model(model), reading))
+        merge_adapter(checkpoint)
         _check_size(checkpoint)
         writing = atomic_folder(path) if target.suffix is None else atomic_path(path, replace=overwrite)
         temporary = stack.enter_context(writing)
-        target.write(checkpoint, temporary, written_options, phase("writing") if phase else None)
+        target.write(checkpoint, temporary, chosen, phase("writing") if phase else None)
         if verify:
             try:
-                with open_checkpoint(temporary, written_options) as written:
-                    proof = prove(checkpoint, written, phase)
+                with open_checkpoint(temporary, LoadOptions(tl_tiles=chosen.tl_tiles)) as written:
+                    proof = prove(checkpoint, written, phase, compute)
             except (FormatError, ConfigError, TokenizerError) as problem:
                 message = str(problem).replace(str(temporary), str(path))
                 raise FormatError(f"what was written cannot be read: {message}", path=path) from problem
@@ -140,17 +191,76 @@ def convert(
     return proof
 
 
+def engine_of(config: ModelConfig, to: str) -> str:
+    """Who is known to run a model of this config in the format `to`; "" where nobody is."""
+    kind = to.removeprefix("gguf-")
+    if to.startswith("gguf-") and config.quantization is not None and config.quantization.use_rms_norm:
+        return ""
+    if kind in ENGINES or not to.startswith("gguf-"):
+        return ENGINES.get(kind, "transformers")
+    return "bitnet.cpp" if architecture(config) in OF_BITNET_CPP else "llama.cpp"
+
+
 def remark_on(path: Path, to: str) -> str | None:
-    """What a folder that was written as `to` is not, where its name may mislead."""
-    if to != "hf-bf16":
-        return None
-    quantization = read_hf_config(path / "config.json").quantization
-    if quantization is None or quantization.quantization_mode == "online":
+    """What a result that was written as `to` is not, where its name may mislead.   path: of the result"""
+    config = read_config(path)
+    engine = engine_of(config, to)
+    if to.startswith("gguf-") and not engine:
+        return "its linears have norms inside (attn_q_norm_in), which llama.cpp does not load"
+    if engine == "bitnet.cpp" and to.removeprefix("gguf-") not in ENGINES:
+        return f"its architecture is {architecture(config)}, which bitnet.cpp runs and llama.cpp does not"
+    if to != "hf-bf16" or config.quantization is None or config.quantization.quantization_mode == "online":
         return None
     return (
         "hf-bf16 holds -1, 0, +1 beside weight_scale, and no masters: what quantises when it loads would take "
         "mean|W| of these for the scale; hf-online is for that, and for training on"
     )
+
+
+class Fit(NamedTuple):
+    """What a format makes of a model."""
+
+    target: str
+    nbytes: int | None  # of the result; None where there is none
+    proof: Proof | None
+    reason: str  # what is rounded, or why there is no result
+    engine: str
+
+
+def fits(
+    source: str | os.PathLike[str],
+    *,
+    options: LoadOptions | None = None,
+    tl_tiles: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Fit]:
+    """Each format of TARGETS: whether it holds the model exactly.
+
+    Each is written into a temporary folder, read again and compared, and deleted: it takes as long as all conversions,
+    without the logits, and the disk space of the largest.
+    """
+    with open_checkpoint(find_model(source), options) as checkpoint:
+        config = checkpoint.config
+    with TemporaryDirectory() as folder:
+        for number, (name, target) in enumerate(TARGETS.items(), 1):
+            path = Path(folder) / f"model{target.suffix or ''}"
+            try:
+                proof = convert(source, path, name, options=options, tl_tiles=tl_tiles, compute=False)
+            except StorageError:
+                raise
+            except BitNetRefError as error:
+                message = getattr(error, "message", str(error)).replace(f"{folder}{os.sep}", "")
+                field = getattr(error, "field", None)
+                reason = f"{field}: {message}" if field and not message.startswith(field) else message
+                yield Fit(name, None, None, reason, ENGINES.get(name.removeprefix("gguf-"), ""))
+            else:
+                files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
+                nbytes = sum(each.stat().st_size for each in files)
+                reason = "" if proof is None or proof.exact else f"rounds {proof.rounded}"
+                yield Fit(name, nbytes, proof, reason, engine_of(config, name))
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if progress is not None:
+                progress(number, len(TARGETS))
 
 
 def _check_size(checkpoint: Checkpoint) -> None:

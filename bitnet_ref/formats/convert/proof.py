@@ -36,6 +36,7 @@ from ..hf.masters import MEAN_ERROR
 # bits, or of bfloat16's 8 bits, or of float16's smallest step.
 _ROUNDING, _BF16_ROUNDING, _SMALLEST = 2.0**-11, 2.0**-8, 2.0**-25
 _SUMMATION = 1e-5  # of the largest logit: float32 sums of a few thousand terms in another order
+_LEAST_KL = 1e-9  # that is told: less is summation in another order
 _TOKENS = 8
 _TEXT = "Once upon a time, 12 wörlds began.\n\n  Then \U0001f600 they   ended!"
 _BLOCK_VALUES = 1 << 22
@@ -72,6 +73,7 @@ class Proof:
     tokens: int = 0  # whose logits were compared
     logits_equal: bool = False
     logits_difference: float = 0.0  # largest absolute
+    kl: float = 0.0  # nats, of the probabilities at a position, the mean of all positions
     same_choice: bool = True  # the same most likely token at every position
     problems: list[str] = field(default_factory=list)
 
@@ -97,14 +99,22 @@ class Proof:
             if self.logits_equal:
                 return f"{identical}, and all logits"
             return f"{identical}; logits within {self.logits_difference:.1e}: float matrices have another dtype"
-        rounded = [
+        logits = f"; logits within {self.logits_difference:.1e}" if self.tokens else ""
+        if self.tokens and self.kl >= _LEAST_KL:
+            choice = "the same" if self.same_choice else "not always the same"
+            logits += f", KL {self.kl:.0e}, {choice} most likely token"
+        return f"all {self.planes.total} ternary planes identical; the format rounds {self.rounded}{logits}"
+
+    @property
+    def rounded(self) -> str:
+        """What came back rounded, in words."""
+        tallies = (("scales", self.scales), ("other tensors", self.tensors))
+        words = [
             f"{tally.total - tally.equal} {kind} (by {tally.largest:.1e} of their size at most)"
-            for kind, tally in (("scales", self.scales), ("other tensors", self.tensors))
+            for kind, tally in tallies
             if tally.equal < tally.total
         ]
-        rounded += [f"config.{name}" for name in self.config]
-        logits = f"; logits within {self.logits_difference:.1e}" if self.tokens else ""
-        return f"all {self.planes.total} ternary planes identical; the format rounds {' and '.join(rounded)}{logits}"
+        return " and ".join([*words, *(f"config.{name}" for name in self.config)])
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -288,6 +298,9 @@ def _compare_logits(source: Checkpoint, written: Checkpoint, proof: Proof, progr
     proof.logits_equal = np.array_equal(a, b)
     proof.logits_difference = float(np.abs(a - b).max())
     proof.same_choice = bool((a.argmax(axis=1) == b.argmax(axis=1)).all())
+    wide = (each.astype(np.float64) for each in (a, b))
+    p, q = (each - np.logaddexp.reduce(each, axis=1, keepdims=True) for each in wide)
+    proof.kl = float(max(0.0, (np.exp(p) * (p - q)).sum(axis=1).mean()))
     same = not proof.config and all(tally.equal == tally.total for tally in (proof.scales, proof.tensors))
     # A matrix of equal values in another dtype is summed by another kernel, in another order.
     other_sums = _float_dtypes(source) != _float_dtypes(written)

@@ -39,6 +39,7 @@ from ...families.blocks import (
     tq1_0_codes,
     tq2_0_codes,
 )
+from ...families.groups import cut_groups
 from ...reference.layers import Array, Floats
 from ...reference.quantization import CODES_PER_BYTE, SCALE_FLOOR
 
@@ -99,12 +100,37 @@ GROUP_TYPES = (*_CODES_LAST, "PTQ1_0", "STQ1_0")  # a float16 scale for each blo
 TERNARY_TYPES = ("I2_S", *TERNARY_BLOCKS, *TERNARY_ROWS, "TL1", "TL2/MXFP4")
 
 _CHUNK_BLOCKS = 1 << 12  # of 256 values, decoded at a time
+_TQ1_0_TRITS = ((0, 32, 5), (32, 48, 5), (48, 52, 4))  # (first byte, one past the last, trits of a byte)
 _PTQ1_0_TRITS = ((0, 16, 5), (16, 24, 5), (24, 26, 4))
 _FOUR_ZEROS = np.uint8(0x55)  # a byte of four codes 1
 _STQ1_0_SLOTS = np.frombuffer(bytes.fromhex("A9892909A68626069A921A126A624A42"), dtype=np.uint8)  # four codes each
+_NO_SLOT = np.uint8(255)
+_STQ1_0_SLOT_OF = np.full(256, _NO_SLOT)  # four codes -> their slot, + 16 where the sign turns them
+_STQ1_0_SLOT_OF[_STQ1_0_SLOTS] = np.arange(16)
+_STQ1_0_SLOT_OF[0xAA - _STQ1_0_SLOTS] = np.arange(16, 32)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _tq2_0_data(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    data: NDArray[np.uint8] = np.bitwise_or.reduce(codes.reshape(-1, 2, 4, 32) << SHIFTS_2[:, None], axis=2)
+    return data.reshape(-1, 64)
+
+
+def _trits_data(codes: NDArray[np.uint8], spans: tuple[tuple[int, int, int], ...]) -> NDArray[np.uint8]:
+    """The inverse of `read_trits`: q/243 of 256, rounded up."""
+    parts, first = [], 0
+    for start, end, trits in spans:
+        digits = codes[:, first : first + (end - start) * trits].reshape(len(codes), trits, -1)
+        weights = np.array([81, 27, 9, 3, 1], dtype=np.uint16)[:trits, None]
+        parts.append((digits * weights).sum(axis=1, dtype=np.uint16))
+        first += (end - start) * trits
+    return ((np.concatenate(parts, axis=1) * 256 + 242) // 243).astype(np.uint8)
+
+
+def _q1_0_data(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return np.packbits(codes >> np.uint8(1), axis=1, bitorder="little")
 
 
 def _stq1_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -120,6 +146,19 @@ def _stq1_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return lanes.reshape(-1, 4, 16, 4).swapaxes(2, 3).reshape(-1, 256)
 
 
+def _stq1_0_slots(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """(n, 64): the slot of each four weights, + 16 where the sign turns them; _NO_SLOT where not one alone is zero."""
+    lanes = codes.reshape(-1, 4, 4, 16).swapaxes(2, 3).reshape(len(codes), 64, 4)
+    return _STQ1_0_SLOT_OF[np.bitwise_or.reduce(lanes << SHIFTS_2, axis=2)]
+
+
+def _stq1_0_data(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    slots = _stq1_0_slots(codes)
+    pairs = (slots & np.uint8(15)).reshape(-1, 32, 2)
+    signs = np.packbits(slots >> np.uint8(4) & np.uint8(1), axis=1, bitorder="little")
+    return np.concatenate([pairs[:, :, 0] | pairs[:, :, 1] << np.uint8(4), signs], axis=1)
+
+
 # kind -> blocks (n, block_bytes) -> codes (n, block_values): the weight is code - 1, times the block's scale
 _CODES: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
     "TQ1_0": tq1_0_codes,
@@ -128,6 +167,14 @@ _CODES: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
     "STQ1_0": _stq1_0_codes,
     **dict.fromkeys(("Q2_0", "Q2_0 of 128", "PQ2_0"), q2_0_codes),
     **dict.fromkeys(("Q1_0", "Q1_0 of 32"), q1_0_codes),
+}
+# The inverse, without the scale: codes (n, block_values) -> (n, block_bytes - 2)
+_DATA: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
+    "TQ1_0": partial(_trits_data, spans=_TQ1_0_TRITS),
+    "TQ2_0": _tq2_0_data,
+    "PTQ1_0": partial(_trits_data, spans=_PTQ1_0_TRITS),
+    "STQ1_0": _stq1_0_data,
+    "Q1_0": _q1_0_data,
 }
 
 
@@ -244,6 +291,18 @@ def _iq1_bn_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def _iq2_bn_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """16 bytes: bits 0-1 are the first 16 weights, bits 2-3 the next"""
     return (blocks[:, None, :] >> SHIFTS_2[:, None] & MASK_2).reshape(-1, 64)
+
+
+def iq2_bn_rows(packed: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """packed (N, K/4), K a multiple of 64, and the scale of each row (N, 1) -> the bytes of a matrix in IQ2_BN."""
+    out = np.empty((len(packed), 4 + packed.shape[1]), dtype=np.uint8)
+    out[:, :4] = np.ascontiguousarray(scales, dtype=np.float32).view(np.uint8)
+    step = max(1, _CHUNK_BLOCKS * 64 // packed.shape[1])
+    for start in range(0, len(packed), step):
+        codes = packed[start : start + step, :, None] >> SHIFTS_2 & MASK_2
+        lanes = codes.reshape(len(codes), -1, 4, 16) << SHIFTS_2[:, None]
+        out[start : start + step, 4:] = np.bitwise_or.reduce(lanes, axis=2).reshape(len(codes), -1)
+    return out.reshape(-1)
 
 
 def _iq2_bn_r4_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -411,62 +470,60 @@ def blocks_from_ternary(w_t: NDArray[np.int8], w_dequant_scale: float, kind: str
     codes = (w_t.reshape(-1, 256) + np.int8(1)).view(np.uint8)
     if codes.size == 0 or codes.max() > 2:
         raise ShapeError("blocks_from_ternary", expected="a non-empty matrix of -1, 0, +1", got="other values")
-    n = len(codes)
-    if kind == "TQ2_0":
-        planes = codes.reshape(n, 2, 4, 32) << SHIFTS_2[:, None]
-        data = np.bitwise_or.reduce(planes, axis=2).reshape(n, 64)
-    else:
-        data = _pack_trits(codes, ((0, 160, 32), (160, 240, 16), (240, 256, 4)))
     scales = np.where((codes == 1).all(axis=1), np.float16(0), d)
-    return np.concatenate([data, scales[:, None].view(np.uint8)], axis=1).reshape(-1)
-
-
-def _pack_trits(codes: NDArray[np.uint8], spans: tuple[tuple[int, int, int], ...]) -> NDArray[np.uint8]:
-    """The inverse of `read_trits`, of (first weight, one past the last, bytes)."""
-    parts = []
-    for start, end, width in spans:
-        trits = codes[:, start:end].reshape(len(codes), -1, width)
-        weights = np.array([81, 27, 9, 3, 1], dtype=np.uint16)[: trits.shape[1], None]
-        parts.append((trits * weights).sum(axis=1, dtype=np.uint16))
-    return ((np.concatenate(parts, axis=1) * 256 + 242) // 243).astype(np.uint8)  # q/243 of 256, rounded up
+    return np.concatenate([_DATA[kind](codes), scales[:, None].view(np.uint8)], axis=1).reshape(-1)
 
 
 def block_scales(scales: Floats, group: int, in_features: int, kind: str) -> NDArray[np.float16] | None:
-    """The scale of each block of a type in GROUP_TYPES, (N, K/block), of scales (N, ceil(K/group)); None where a block
-    would mix scales.
+    """The scale of each block of a type in GROUP_TYPES or TERNARY_BLOCKS, (N, K/block), of scales (N, ceil(K/group));
+    None where a block would mix scales.
 
     Scales are rounded to float16. Raises NumericsError for a scale that is Inf or 0 there.
     """
-    block = BY_NAME[kind].block_values
-    size = math.gcd(group, block)
-    if in_features % block:
-        return None
-    pieces = np.repeat(scales, group // size, axis=1)[:, : in_features // size].reshape(len(scales), -1, block // size)
-    whole = pieces.max(axis=2, keepdims=True)  # a group of zeros has the scale 0 and fits everywhere
-    if not ((pieces == whole) | (pieces == 0)).all():
+    whole = cut_groups(scales, group, in_features, BY_NAME[kind].block_values)
+    if whole is None:
         return None
     with np.errstate(over="ignore"):
-        d: NDArray[np.float16] = whole[:, :, 0].astype(np.float16)
-    bad = ~np.isfinite(d) | ((d == 0) & (whole[:, :, 0] != 0))
+        d: NDArray[np.float16] = whole.astype(np.float16)
+    bad = ~np.isfinite(d) | ((d == 0) & (whole != 0))
     if bad.any():
-        raise NumericsError(f"the scale {whole[:, :, 0][bad][0]} is {d[bad][0]} in float16, which {kind} holds")
+        raise NumericsError(f"the scale {whole[bad][0]} is {d[bad][0]} in float16, which {kind} holds")
     return d
 
 
+def codes_fit(packed: NDArray[np.uint8], scales: NDArray[np.float16], kind: str) -> bool:
+    """Whether blocks of that type have a code for each of these weights: Q1_0 has none for zeros, and STQ1_0 only for
+    one zero in each four weights. Arguments as of `blocks_from_groups`."""
+    if kind not in ("Q1_0", "STQ1_0"):
+        return True
+    blocks = packed.reshape(-1, BY_NAME[kind].block_values // CODES_PER_BYTE)[scales.reshape(-1) != 0]
+    if kind == "Q1_0":
+        return not (blocks & _FOUR_ZEROS).any()
+    chunks = (blocks[start : start + _CHUNK_BLOCKS] for start in range(0, len(blocks), _CHUNK_BLOCKS))
+    return all((_stq1_0_slots(_unpack_codes(chunk)) != _NO_SLOT).all() for chunk in chunks)
+
+
 def blocks_from_groups(packed: NDArray[np.uint8], scales: NDArray[np.float16], kind: str) -> NDArray[np.uint8]:
-    """(packed (N, K/4), `block_scales`) -> the bytes (nbytes,) of a matrix in Q2_0, PQ2_0 or PTQ1_0."""
+    """(packed (N, K/4), `block_scales`) -> the bytes (nbytes,) of a matrix in TERNARY_BLOCKS, Q1_0, Q2_0, PQ2_0, PTQ1_0
+    or STQ1_0. Blocks whose scale is 0 are zeros."""
     block = BY_NAME[kind]
     codes = packed.reshape(-1, block.block_values // CODES_PER_BYTE)
-    out, d = np.empty((len(codes), block.block_bytes), dtype=np.uint8), scales.reshape(-1, 1).view(np.uint8)
-    if kind != "PTQ1_0":
-        out[:, :2], out[:, 2:] = d, codes
+    out = np.empty((len(codes), block.block_bytes), dtype=np.uint8)
+    data = out[:, 2:] if kind in _CODES_LAST else out[:, :-2]
+    _scales(kind, out)[:] = scales.reshape(-1, 1).view(np.uint8)
+    if kind not in _DATA:
+        data[:] = codes
         return out.reshape(-1)
-    out[:, -2:] = d
     for start in range(0, len(codes), _CHUNK_BLOCKS):
         part = slice(start, start + _CHUNK_BLOCKS)
-        trits = (codes[part, :, None] >> SHIFTS_2 & MASK_2).reshape(-1, block.block_values)
-        out[part, :-2] = _pack_trits(trits, ((0, 80, 16), (80, 120, 8), (120, 128, 2)))
+        data[part] = _DATA[kind](_unpack_codes(codes[part]))
     return out.reshape(-1)
+
+
+def _unpack_codes(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """(n, K/4) -> (n, K)"""
+    codes: NDArray[np.uint8] = packed[:, :, None] >> SHIFTS_2 & MASK_2
+    return codes.reshape(len(packed), -1)
 
 
 def scale_in_blocks(w_dequant_scale: float) -> np.float32:

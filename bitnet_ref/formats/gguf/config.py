@@ -63,6 +63,10 @@ class _Keys:
             raise self.fail("general.architecture", f"{expected}, got {arch!r}: others are not supported")
         self.arch = arch
         self.family, self.architecture = known[arch]
+        for family in FAMILIES.values():
+            form = family.gguf
+            if form is not None and form.key is not None and arch in form.architectures and self.has(form.key):
+                self.family, self.architecture = family, form.architectures[arch]
 
     def fail(self, key: str, message: str) -> ConfigError:
         return ConfigError(message, path=self.file.path, field=key)

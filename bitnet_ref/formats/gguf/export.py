@@ -2,10 +2,15 @@
 
     f16, bf16, f32, q8_0   matrices as dequantised numbers, in that type
     i2_s                   ternary matrices in bitnet.cpp's type (x86 layout)
-    tq1_0, tq2_0           ternary matrices in llama.cpp's types; the scale becomes a float16
+    tq1_0, tq2_0           ternary matrices in llama.cpp's types, in blocks of 256 inputs with a float16 scale
+    iq2_bn                 ternary matrices in ik_llama.cpp's type, with a float32 scale for each row
     tl1, tl2               ternary matrices in bitnet.cpp's lookup-table types
-    q2_0, pq2_0, ptq1_0    matrices that are ternary by groups, in blocks of 64 or 128 inputs with a float16 scale; the
-                           embedding and the head too where they are so; what is not ternary is dense
+    q2_0, pq2_0, ptq1_0    matrices that are ternary by groups, in blocks of 64 or 128 inputs with a float16 scale
+    stq1_0                 the same in blocks of 256, of four weights 16 apart one is zero
+    q1_0                   the same in blocks of 128, without zeros: binary
+
+Of a model whose inputs stay in float, the embedding and the head are in these blocks too where they can be; what cannot
+is dense. tq1_0, tq2_0 and iq2_bn hold such a model if a matrix has several scales: readers tell it from a BitNet so.
 
 The embedding and an untied head are float16 unless another type is asked for, norms and biases float32. `write_gguf`
 writes any metadata and tensors.
@@ -17,7 +22,9 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +34,7 @@ from ...families import family_of
 from ...families.groups import split_tensor
 from ...families.hadamard import gguf_keys
 from ...reference.layers import Array, Floats
+from ...reference.quantization import pack_ternary
 from ...reference.weights import TernaryLinear, linear_name
 from ...system.atomic import atomic_path, check_space
 from ..checkpoint import (
@@ -42,6 +50,7 @@ from ..checkpoint import (
 )
 from ..names import gguf_name
 from ..places import linear_place, stored_matrix
+from ..planned_tensors import cut_by_size
 from .blocks import (
     BY_KIND,
     BY_NAME,
@@ -49,6 +58,8 @@ from .blocks import (
     block_scales,
     blocks_from_groups,
     blocks_from_ternary,
+    codes_fit,
+    iq2_bn_rows,
     quantize,
 )
 from .config import (
@@ -61,7 +72,7 @@ from .config import (
     special_token_metadata,
 )
 from .evidence import permute_rows, permuted_heads
-from .file import ARRAY, DEFAULT_ALIGNMENT, MAGIC, NAME_OF, SCALARS, STRING, VERSIONS, Typed
+from .file import ARRAY, DEFAULT_ALIGNMENT, MAGIC, MAX_NAME, MAX_RANK, NAME_OF, SCALARS, STRING, VERSIONS, Typed
 from .i2_s import StaleTail, fits_layout, pack_i2_s
 from .tl import pack_tl, tl_nbytes
 from .tl_tiles import KNOWN_TILES, TLKind, read_kernel_config
@@ -70,10 +81,22 @@ DENSE_KINDS = ("f16", "bf16", "f32", "q8_0")
 BLOCK_KINDS = tuple(name.lower() for name in TERNARY_BLOCKS)
 TL_KINDS: tuple[TLKind, ...] = ("tl1", "tl2")
 BASIS_KINDS = ("pq2_0", "ptq1_0")  # of matrices that may be in a Hadamard basis
-GROUP_KINDS = ("q2_0", *BASIS_KINDS)
-KINDS = (*DENSE_KINDS, "i2_s", *BLOCK_KINDS, *TL_KINDS, *GROUP_KINDS)
-# llama_ftype: of llama.cpp, and for I2_S, TL1 and TL2 of bitnet.cpp
+GROUP_KINDS = ("q2_0", *BASIS_KINDS, "stq1_0", "q1_0")
+ROW_KIND = "iq2_bn"
+EITHER_KINDS = (*BLOCK_KINDS, ROW_KIND)  # of BitLinears, and of matrices whose inputs stay in float
+KINDS = (*DENSE_KINDS, "i2_s", *EITHER_KINDS, *TL_KINDS, *GROUP_KINDS)
+_WORDS = {  # of what a matrix must be whose input stays in float
+    **{
+        kind: f"ternary by groups of {BY_KIND[kind].block_values} inputs"
+        for kind in ("q2_0", *BASIS_KINDS, *BLOCK_KINDS)
+    },
+    ROW_KIND: "ternary with one scale for each row, of whole blocks of 64 inputs",
+    "stq1_0": "ternary by groups of 256 inputs with one zero in each four weights that are 16 apart",
+    "q1_0": "-d or +d, without zeros, by groups of 128 inputs",
+}
+# llama_ftype: of llama.cpp, for I2_S, TL1 and TL2 of bitnet.cpp, for IQ2_BN of ik_llama.cpp
 _FILE_TYPES = {"bf16": 32, "q8_0": 7, "i2_s": 40, "tl1": 38, "tl2": 39, "tq1_0": 36, "tq2_0": 37, "q2_0": 41}
+_FILE_TYPES |= {"q1_0": 40, "stq1_0": 42, ROW_KIND: 137}
 _QUANTIZATION_VERSION = 2  # of ggml's blocks
 # The order of bitnet.cpp's converter, which is that of the tensors' names in Hugging Face checkpoints; others follow
 _NORM_ORDER = (
@@ -99,6 +122,11 @@ class TensorToWrite(NamedTuple):
     produce: Callable[[], NDArray[np.uint8]]
     nbytes: int | None = None  # for the types whose size does not follow from the shape (TL1, TL2)
 
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return BY_NAME[self.type].nbytes(self.shape) if self.nbytes is None else self.nbytes
+
 
 def write_gguf_model(
     checkpoint: Checkpoint,
@@ -108,6 +136,7 @@ def write_gguf_model(
     tokenizer: Mapping[str, Typed] | None = None,
     dense_type: str = "F16",
     tl_tiles: str | os.PathLike[str] | None = None,
+    split_size: int | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Write an open checkpoint with one matrix in memory at a time.
@@ -118,6 +147,7 @@ def write_gguf_model(
     dense_type: of the embedding and an untied head: F16, BF16, F32 or Q8_0.
     tl_tiles: the kernel_config.ini of the bitnet.cpp that will run a tl1 or tl2 file; not needed for shapes that
         bitnet.cpp has tile sizes for.
+    split_size: write files of so many bytes each into the folder `path`: see `write_split_gguf`.
 
     Raises FormatError for a kind that cannot hold this model and for a shape that does not fit the kind, ConfigError
     for what GGUF cannot say, NumericsError for values beyond the type.
@@ -135,7 +165,10 @@ def write_gguf_model(
     if kind in BLOCK_KINDS:
         planned.sort(key=_llama_cpp_order)
     try:
-        write_gguf(path, metadata, planned, progress)
+        if split_size is None:
+            write_gguf(path, metadata, planned, progress)
+        else:
+            write_split_gguf(Path(path), metadata, planned, split_size, progress)
     except ShapeError as error:  # an embedding whose rows are no whole number of Q8_0 blocks
         raise FormatError(f"{error}; use gguf-f16") from None
 
@@ -155,8 +188,10 @@ class _ModelTensors:
         self.checkpoint, self.config, self.kind, self.dense_type = checkpoint, checkpoint.config, kind, dense_type
         self.architecture = architecture(self.config)
         self.tail = StaleTail()
-        self.scales: dict[str, np.float32] = {}  # of the TL matrices written so far
+        self.scales: dict[str, np.float32] = {}  # of the TL matrices that are written
         self.tl_tiles = tl_tiles
+        # whether matrices are in blocks (or rows) with scales of their own, and their inputs in float
+        self.by_groups = kind in GROUP_KINDS or (kind in EITHER_KINDS and self.config.quantization is None)
         self._check()
 
     def _check(self) -> None:
@@ -166,15 +201,14 @@ class _ModelTensors:
             raise ConfigError(message, field="rms_norm_eps")
         if self.kind not in BASIS_KINDS:
             self.checkpoint.require_plain_basis(f"gguf-{self.kind}")
-        if self.kind in GROUP_KINDS:
+        if self.by_groups:
             self._check_groups()
             return
         if quantized is not None and not quantized.int8_activations:
             message = f"gguf-{self.kind} means that activations are int8, and here they stay floats; use gguf-q2_0"
             raise ConfigError(message, field="int8_activations")
         if quantized is None and self.kind not in DENSE_KINDS:
-            targets = ", ".join(f"gguf-{kind}" for kind in DENSE_KINDS)
-            raise FormatError(f"this model is dense, and gguf-{self.kind} holds ternary matrices; use {targets}")
+            self._refuse_floats()
         if not self.config.tie_word_embeddings and is_ternary(self.config, "lm_head"):
             message = "a ternary head is not written to GGUF, whose readers take it as dense; convert to native instead"
             raise FormatError(message, field="lm_head")
@@ -185,22 +219,35 @@ class _ModelTensors:
                     message = f"is dense; in the architecture {self.architecture} every linear is ternary"
                     raise FormatError(message, field=name)
                 continue
-            if self.kind in BLOCK_KINDS and k % 256:
-                message = f"{self.kind} has blocks of 256 inputs, and {name} has {k}; use {self._fitting_kind()}"
+            if self.kind in EITHER_KINDS and k % (size := BY_KIND[self.kind].block_values):
+                message = f"{self.kind} has blocks of {size} inputs, and {name} has {k}; use {self._fitting_kind()}"
                 raise FormatError(message, field=name)
             if self.kind == "i2_s" and not fits_layout((n, k), "x86"):
                 message = f"i2_s has blocks of 128 weights, and {name} has {n} x {k}; use gguf-f16"
                 raise FormatError(message, field=name)
 
+    def _refuse_floats(self) -> NoReturn:
+        if any(self._split(name) for name in linear_names(self.config)):
+            message = f"gguf-{self.kind} means that activations are int8, and here they stay floats"
+            raise FormatError(f"{message}; use gguf-q2_0 or gguf-f16")
+        targets = ", ".join(f"gguf-{kind}" for kind in DENSE_KINDS)
+        raise FormatError(f"this model is dense, and gguf-{self.kind} holds ternary matrices; use {targets}")
+
     def _check_groups(self) -> None:
-        """Errors for a model without matrices that are ternary by groups."""
+        """Errors for a model without matrices that are ternary by groups, as this kind holds them."""
         if self.config.quantization is not None and self.config.quantization.int8_activations:
             message = f"gguf-{self.kind} means that activations stay floats, and here they are int8"
             raise FormatError(f"{message}; use native, or {self._fitting_kind()}", field="quantization")
-        if not any(self._groups(name) for name in linear_names(self.config)):
-            size = BY_KIND[self.kind].block_values
-            message = f"no linear of this model is ternary by groups of {size} inputs, which {self.kind} has"
+        split = (self._groups(name) for name in linear_names(self.config))
+        scales = [np.unique(each[1][each[1] != 0])[:2] for each in split if each is not None]
+        if not scales:
+            if self.kind in EITHER_KINDS and not any(self._split(name) for name in linear_names(self.config)):
+                self._refuse_floats()
+            message = f"no linear of this model is {_WORDS[self.kind]}, which {self.kind} has"
             raise FormatError(f"{message}; use gguf-f16", path=self.checkpoint.path)
+        if self.kind in EITHER_KINDS and all(len(each) < 2 for each in scales):
+            message = f"gguf-{self.kind} with one scale in each matrix means that activations are int8"
+            raise FormatError(f"{message}, and here they stay floats; use gguf-q2_0", path=self.checkpoint.path)
 
     def basis_metadata(self) -> dict[str, Typed]:
         """The keys that say in which basis matrices are; none where all are in the plain one."""
@@ -236,27 +283,31 @@ class _ModelTensors:
 
         return self._stack(name, floats)
 
-    def _groups(self, name: str) -> tuple[NDArray[np.uint8], NDArray[np.float16]] | None:
-        """(packed, the scale of each block) of a matrix that the kind's blocks can hold; else None."""
-        if self.kind not in GROUP_KINDS:
-            return None
+    def _split(self, name: str) -> tuple[NDArray[np.uint8], Floats, int] | None:
+        """(packed, scales, group) of a matrix that is ternary by groups; else None."""
         weights = self._weights(name)
         moves_columns = linear_place(self.config, name, "gguf").columns is not None
         stack = None if moves_columns else partial(self._stack, name)
-        split = split_tensor(weights, stack, partial(self._stored, name, weights))
-        if split is None:
+        return split_tensor(weights, stack, partial(self._stored, name, weights))
+
+    def _groups(self, name: str) -> tuple[NDArray[np.uint8], Floats] | None:
+        """(packed, the scale of each block or row) of a matrix that the kind can hold; else None."""
+        if not self.by_groups or (split := self._split(name)) is None:
             return None
         packed, scales, group = split
-        d = block_scales(scales, group, linear_shape(self.config, name)[1], self.kind.upper())
-        return None if d is None else (packed, d)
+        k, kind = linear_shape(self.config, name)[1], BY_KIND[self.kind]
+        if self.kind == ROW_KIND:
+            return (packed, scales) if scales.shape[1] == 1 and k % kind.block_values == 0 else None
+        d = block_scales(scales, group, k, kind.name)
+        return None if d is None or not codes_fit(packed, d, kind.name) else (packed, d)
 
     def _produce(self, name: str, kind: str) -> NDArray[np.uint8]:
-        """The bytes of a matrix that is dense or, of a kind in GROUP_KINDS, ternary by groups."""
-        if kind not in GROUP_KINDS:
+        """The bytes of a matrix that is dense or, of the file's kind, ternary by groups."""
+        if not self.by_groups or kind != self.kind:
             return quantize(self._stored(name, self._weights(name)), kind.upper())
         groups = self._groups(name)
         assert groups is not None  # it was asked when the file was planned
-        return blocks_from_groups(*groups, kind.upper())
+        return iq2_bn_rows(*groups) if kind == ROW_KIND else blocks_from_groups(*groups, kind.upper())
 
     def _fitting_kind(self) -> str:
         """The smallest type that holds ternary matrices of these shapes, as `convert` calls it."""
@@ -316,7 +367,7 @@ class _ModelTensors:
         if name != (place.sharers or (name,))[0]:
             return  # stored with the first
         theirs = place.module
-        if self.kind in GROUP_KINDS or not is_ternary(self.config, name):
+        if self.by_groups or not is_ternary(self.config, name):
             kind = self.kind if self.kind in DENSE_KINDS or self._groups(name) is not None else self.dense_type.lower()
             produce = partial(self._produce, name, kind)
             stack = () if place.stacked == 1 else (place.stacked,)
@@ -361,6 +412,8 @@ class _ModelTensors:
             return self.tail.apply(pack_i2_s(w_t, float(scale)))
         if kind in BLOCK_KINDS:
             return blocks_from_ternary(w_t, float(scale), kind.upper())
+        if kind == ROW_KIND:
+            return iq2_bn_rows(pack_ternary(w_t), np.full((len(w_t), 1), scale, dtype=np.float32))
         if kind in TL_KINDS:
             self.scales[name] = np.float32(scale)
             return self._tl(name, kind, w_t)
@@ -400,14 +453,13 @@ def write_gguf(
     if alignment < 1 or alignment & (alignment - 1):
         raise FormatError(f"the alignment {alignment} is no power of two", path=path, field="general.alignment")
     header = bytearray(MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(tensors), len(metadata)))
-    for key, typed in metadata.items():
-        header += _packed_string(key) + _packed_value(key, typed)
+    header += _packed_metadata(metadata)
     offset, sizes = 0, []
     for tensor in tensors:
-        kind = BY_NAME[tensor.type]
-        size = tensor.nbytes if tensor.nbytes is not None else kind.nbytes(tensor.shape)
+        size = tensor.size
         header += _packed_string(tensor.name) + struct.pack("<I", len(tensor.shape))
-        header += b"".join(struct.pack("<Q", n) for n in reversed(tensor.shape)) + struct.pack("<IQ", kind.id, offset)
+        header += b"".join(struct.pack("<Q", n) for n in reversed(tensor.shape))
+        header += struct.pack("<IQ", BY_NAME[tensor.type].id, offset)
         sizes.append(size)
         offset += size + -size % alignment
     header += bytes(-len(header) % alignment)
@@ -423,6 +475,34 @@ def write_gguf(
             file.write(np.ascontiguousarray(data).data)
             file.write(bytes(-size % alignment))
             tick()
+
+
+def write_split_gguf(
+    folder: Path, metadata: Mapping[str, Typed], tensors: Sequence[TensorToWrite], limit: int, progress: Progress | None
+) -> None:
+    """Write model-00001-of-0000N.gguf and so on into an existing folder, as llama.cpp's gguf-split does.
+
+    Each has at most `limit` bytes, unless one tensor has more. The first has the metadata, perhaps these alone.
+    """
+    largest_entry = MAX_NAME + 8 * MAX_RANK + DEFAULT_ALIGNMENT + 32  # of a tensor in the header, and its padding
+    sizes = {tensor.name: tensor.size + largest_entry for tensor in tensors}
+    beginning = len(_packed_metadata(metadata)) + 256
+    parts = cut_by_size({"": beginning, **sizes}, limit)
+    by_name, done = {tensor.name: tensor for tensor in tensors}, count(1)
+    for number, part in enumerate(parts):
+        split = {
+            "split.no": Typed("uint16", number),
+            "split.count": Typed("uint16", len(parts)),
+            "split.tensors.count": Typed("int32", len(tensors)),
+        }
+        path = folder / f"model-{number + 1:05}-of-{len(parts):05}.gguf"
+        own = [by_name[name] for name in part if name]
+        tick = None if progress is None else lambda *_: progress(next(done), len(tensors))
+        write_gguf(path, {**(metadata if number == 0 else {}), **split}, own, tick)
+
+
+def _packed_metadata(metadata: Mapping[str, Typed]) -> bytes:
+    return b"".join(_packed_string(key) + _packed_value(key, typed) for key, typed in metadata.items())
 
 
 def _packed_string(text: str) -> bytes:

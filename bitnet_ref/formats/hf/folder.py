@@ -44,7 +44,14 @@ from ..places import linear_place
 from ..safetensors import DTYPES, SafetensorsFile, TensorInfo
 from .adapter import ADAPTER_FILES
 from .config import MAX_CONFIG_BYTES, read_hf_config
-from .packings import HADAMARD_TYPE, describe_mlx, read_affine, read_awq, read_hadamard_modules
+from .packings import (
+    HADAMARD_TYPE,
+    describe_mlx,
+    read_affine,
+    read_awq,
+    read_hadamard_modules,
+    read_ternary_rows,
+)
 from .wrappers import hf_form
 
 MAX_INDEX_BYTES = 64 << 20
@@ -124,6 +131,11 @@ class CheckpointTensors(Closeable):
         if info.dtype in _FLOATS and (bad := first_not_finite(array)) is not None:
             raise self.fail(name, f"holds {bad[1]} at index {bad[0]}; expected finite numbers")
         return array
+
+    def take_rows(self, name: str, place: LinearPlace, columns: int, dtypes: tuple[str, ...] = _FLOATS) -> Array:
+        """`take` of a linear's tensor, of so many columns.   -> (place.height, columns)"""
+        rows = (place.height,) if place.stacked == 1 else (place.stacked, place.height // place.stacked)
+        return self.take(name, (*rows, columns), dtypes).reshape(place.height, columns)
 
     def _open(self, path: Path) -> None:
         shard_of: dict[str, str] | None = None
@@ -266,12 +278,19 @@ class HfCheckpoint(Checkpoint):
             self.close()
             raise
 
+    def _place(self, name: str) -> LinearPlace:
+        """Where these files have a linear or "embedding"; mlx-lm stacks the experts of a layer in one tensor."""
+        place = linear_place(self.config, name, "hf")
+        if f"{self.tensors.rename(place.stack)}.weight" not in self.tensors:
+            return place
+        return place._replace(module=place.stack, parts=(), stacked=len(place.parts))
+
     def _module(self, name: str) -> str:
-        return self.tensors.rename(linear_place(self.config, name, "hf").module)
+        return self.tensors.rename(self._place(name).module)
 
     def _dense(self, name: str, bias: NDArray[np.float32] | None) -> LinearWeight:
         """A matrix that is no BitLinear's, (N, K)."""
-        place, width = linear_place(self.config, name, "hf"), linear_shape(self.config, name)[1]
+        place, width = self._place(name), linear_shape(self.config, name)[1]
         if place.parts:
             height = place.height // len(place.parts)
             parts = [self._matrix(LinearPlace(module, height), width, None) for module in place.parts]
@@ -287,7 +306,9 @@ class HfCheckpoint(Checkpoint):
             return read_awq(self.tensors, module, place, width, bias)
         if f"{module}.scales" in self.tensors:
             return read_affine(self.tensors, module, place, width, bias)
-        return DenseWeight(place.take(self.tensors.take(f"{module}.weight", (place.height, width))), bias)
+        if f"{module}.row_alpha" in self.tensors:
+            return read_ternary_rows(self.tensors, module, place, width, bias)
+        return DenseWeight(place.take(self.tensors.take_rows(f"{module}.weight", place, width)), bias)
 
     def embedding(self) -> LinearWeight:
         return self._dense("embedding", None)
@@ -340,7 +361,7 @@ class HfCheckpoint(Checkpoint):
 
     def dense_dtype(self, name: str) -> np.dtype:
         tensor = f"{self._module(name)}.weight"
-        if f"{self._module(name)}.scales" in self.tensors:
+        if any(f"{self._module(name)}.{packed}" in self.tensors for packed in ("scales", "row_alpha")):
             return np.dtype(np.float32)
         if tensor not in self.tensors or self.tensors.info(tensor).dtype not in _FLOATS:
             return super().dense_dtype(name)  # which says what is wrong

@@ -3,7 +3,8 @@
 MLX, of a linear, the embedding or the head: `.weight` uint32 (N, K bits / 32), `.scales` and `.biases` (N, K / group).
 The codes q of a row are one stream of bits, the lowest first, and w = scale q + bias, of which nothing is rounded here.
 Codes 0, 1, 2 with bias = -scale are ternary, one bit with 2 bias = -scale is binary: these are packed as planes.
-Only shapes tell the number of bits and the group of a matrix: mixed models have several.
+Only shapes tell the number of bits and the group of a matrix: mixed models have several. The experts of a layer are one
+tensor of three dimensions. Maple's own packing has 2 bits and `.row_alpha` (N,): w = row_alpha (q - 1).
 
 AWQ, of a linear: `.qweight` int32 (K, N / 8), `.qzeros` int32 (K / group, N / 8), `.scales` (K / group, N), in which
 eight columns share a word in an order of their own, and w = (q - zero) scale.
@@ -18,21 +19,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError, describe
-from ...families.blocks import BlockWeight
+from ...families.blocks import MASK_2, SHIFTS_2, BlockWeight
 from ...families.family import LinearPlace
-from ...families.groups import from_blocks
+from ...families.groups import cut_groups, from_blocks
 from ...families.hadamard import PREFIX, Rotation
 from ...reference.layers import Floats
 from ...reference.weights import DenseWeight, LinearWeight
 from ...system.json_file import is_present, read_json_object
 
 FLOATS = ("F16", "BF16", "F32")
+CODES_PER_WORD = 16  # of 2 bits, in 32
 BITS = (1, 2, 3, 4, 5, 6, 8)
 GROUPS = (32, 64, 128)
 HADAMARD_TYPE, HADAMARD_FILE = "prism_hadamard_qwen35", "hadamard.json"
@@ -76,24 +78,25 @@ def read_affine(
     tensors: Any, module: str, place: LinearPlace, width: int, bias: NDArray[np.float32] | None
 ) -> LinearWeight:
     """A matrix of MLX, (N, width).   tensors: a `CheckpointTensors`. module: the tensors' names without ".weight"."""
-    height, weight = place.height, f"{module}.weight"
+    weight = f"{module}.weight"
     shape = tensors.info(f"{module}.scales").shape
-    columns = shape[1] if len(shape) == 2 else 0
+    columns = shape[-1] if len(shape) > 1 else 0
     words = tensors.info(weight).shape[-1:] if weight in tensors else (0,)
     bits, group = (words[0] * 32 // width if words else 0), (width // columns if columns else 0)
     if bits not in BITS or group not in GROUPS or words[0] * 32 != width * bits or columns * group != width:
         message = f"expected {BITS[0]} to {BITS[-1]} bits in groups of 32, 64 or 128 of {width} inputs"
         raise tensors.fail(f"{module}.scales", f"{message}, got {list(words)} words and {columns} scales in a row")
     rows = slice(None) if place.rows is None else place.rows
-    data = tensors.take(weight, (height, words[0]), ("U32",))[rows].view(np.uint8)
-    scales = tensors.take(f"{module}.scales", (height, columns), FLOATS)[rows]
-    biases = tensors.take(f"{module}.biases", (height, columns), FLOATS)[rows]
+    data = tensors.take_rows(weight, place, words[0], ("U32",))[rows].view(np.uint8)
+    scales = tensors.take_rows(f"{module}.scales", place, columns, FLOATS)[rows]
+    biases = tensors.take_rows(f"{module}.biases", place, columns, FLOATS)[rows]
     wide, offset = scales.astype(np.float32), biases.astype(np.float32)
     if bits == 2 and np.array_equal(offset, -wide) and not (data & data >> np.uint8(1) & _FOUR_ZEROS).any():
         return _planes(data, scales, width, bias)
     if bits == 1 and np.array_equal(2 * offset, -wide):
         return _planes(_pairs_of_bits(data), np.abs(biases) * np.sign(scales), width, bias)
-    halves = [np.ascontiguousarray(each.astype(np.float16)) for each in (wide, offset)]
+    with np.errstate(over="ignore"):  # a value that float16 cannot hold becomes infinite, and differs
+        halves = [np.ascontiguousarray(each.astype(np.float16)) for each in (wide, offset)]
     if bits <= 4 and all(map(np.array_equal, (each.astype(np.float32) for each in halves), (wide, offset))):
         return BlockWeight(_as_q4_1(data, bits, group, *halves), bias, block_type="Q4_1")
     out = np.empty((len(data), width), dtype=np.float32)
@@ -101,6 +104,48 @@ def read_affine(
         by_group = q.reshape(len(q), -1, group)
         out[part] = (wide[part, :, None] * by_group + offset[part, :, None]).reshape(len(q), width)
     return DenseWeight(out, bias)
+
+
+class AffineMatrix(NamedTuple):
+    """A matrix as MLX packs it."""
+
+    words: NDArray[np.uint32]  # (N, K bits / 32)
+    scales: Floats  # (N, K / group)
+    biases: Floats  # (N, K / group)
+    group: int
+
+
+def affine_from_groups(
+    packed: NDArray[np.uint8], scales: Floats, group: int, width: int, bits: int
+) -> AffineMatrix | None:
+    """A ternary matrix in 2 bits, or a binary one in 1 bit, as `read_affine` reads it; None where it cannot be so.
+
+    packed (N, K/4), scales (N, ceil(K/group)). The largest of MLX's groups that do not mix scales are taken.
+    """
+    sizes = ((size, cut_groups(scales, group, width, size)) for size in reversed(GROUPS))
+    size, own = next(((size, own) for size, own in sizes if own is not None), (0, scales))
+    if not size:
+        return None
+    if bits == 2:
+        return AffineMatrix(packed.view(np.uint32), own, -own, size)
+    if (packed.reshape(*own.shape, -1) & _FOUR_ZEROS)[own != 0].any():  # a zero has no code
+        return None
+    codes = (packed[:, :, None] >> SHIFTS_2 & MASK_2).reshape(len(packed), -1)
+    words = np.packbits(codes >> np.uint8(1), axis=1, bitorder="little").view(np.uint32)
+    return AffineMatrix(words, own * own.dtype.type(2), -own, size)
+
+
+def read_ternary_rows(
+    tensors: Any, module: str, place: LinearPlace, width: int, bias: NDArray[np.float32] | None
+) -> LinearWeight:
+    """A ternary matrix as DeepGrove packs Maple for MLX, (N, width).   tensors, module: as of `read_affine`"""
+    data = tensors.take_rows(f"{module}.weight", place, width // CODES_PER_WORD, ("U32",)).view(np.uint8)
+    rows = (place.height,) if place.stacked == 1 else (place.stacked, place.height // place.stacked)
+    alpha = tensors.take(f"{module}.row_alpha", rows, FLOATS).reshape(-1, 1)
+    if width % CODES_PER_WORD or (data & data >> np.uint8(1) & _FOUR_ZEROS).any():
+        message = f"expected codes 0, 1 and 2 of {width} inputs, {CODES_PER_WORD} in a word"
+        raise tensors.fail(f"{module}.weight", message)
+    return _planes(data, alpha, width, bias)
 
 
 def affine_width(words: tuple[int, ...], scales: tuple[int, ...], group_size: Any) -> int:

@@ -4,7 +4,8 @@ Ternary linears are stored exactly, as `autobitlinear`, mode "offline": "hf-pack
 +1 as floats), with a `weight_scale`. Packed planes whose scales divide (`bitlinear`) stay so in "hf-packed". Masters
 stay masters in "hf-bf16", mode "online", and "hf-online" makes some where there are none (see `masters`). A BitLinear's
 matrix is never written as -s, 0, +s: transformers would take its absmean, which is s times the share of non-zeros.
-Matrices whose inputs stay in float are written as they are; "hf-unpacked" takes models of these alone.
+Matrices whose inputs stay in float are written as they are; "hf-unpacked" takes models of these alone. "mlx-2bit" and
+"mlx-1bit" pack those that are ternary, or binary, by groups as mlx-lm does (see `packings`).
 
 All floats of a file have one dtype, which config.json names: transformers leaves a quantised model's tensors in the
 dtype of the file, and torch multiplies no float32 by bfloat16. It is the narrowest that changes no value (`_DTYPES`).
@@ -13,9 +14,12 @@ dtype of the file, and torch multiplies no float32 by bfloat16. It is the narrow
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ from numpy.typing import NDArray
 from ...errors import ConfigError
 from ...families import family_of
 from ...families.family import LinearPlace
+from ...families.groups import split_tensor
 from ...families.moe import some_rows
 from ...families.rope import rope_json
 from ...reference.config import ModelConfig, QuantizationConfig
@@ -46,13 +51,26 @@ from ..checkpoint import (
 from ..names import hf_module, hf_modules
 from ..packing import hf_from_ternary
 from ..places import linear_place, stored_matrix
-from ..planned_tensors import PlannedTensor, exact_dtype, in_one_dtype, layout_of, plan_model, write_parts
-from ..safetensors import SafetensorsWriter, dtype_name
+from ..planned_tensors import (
+    Layout,
+    Plan,
+    PlannedTensor,
+    cut_by_size,
+    exact_dtype,
+    in_one_dtype,
+    layout_of,
+    plan_model,
+    write_parts,
+)
+from ..safetensors import DTYPES, SafetensorsWriter, dtype_name
 from .config import parse_hf_config
-from .folder import MODULES, POOLINGS, SINGLE_FILE
+from .folder import INDEX_FILE, MODULES, POOLINGS, SINGLE_FILE
 from .masters import masters_of
+from .packings import AffineMatrix, affine_from_groups
 from .wrappers import hf_form
 
+MLX_BITS = {"mlx-2bit": 2, "mlx-1bit": 1}
+_WRAPPED_BY_MLX = ("qwen3_5_text",)  # model types that mlx-lm has inside of a vision model's alone
 # What transformers calls the dtype of a file
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # transformers' names, where they are not ours
@@ -69,14 +87,26 @@ _NO_SCALE = (
 _NO_NORM = "transformers stores w - 1 of each norm of this family, and no float32 gives these weights"
 
 
-def write_hf(checkpoint: Checkpoint, folder: Path, kind: str = "hf-packed", progress: Progress | None = None) -> None:
-    """Write the model into an existing, empty folder.   kind: "hf-packed", "hf-bf16", "hf-online" or "hf-unpacked"
+def write_hf(
+    checkpoint: Checkpoint,
+    folder: Path,
+    kind: str = "hf-packed",
+    progress: Progress | None = None,
+    split_size: int | None = None,
+) -> None:
+    """Write the model into an existing, empty folder.
 
+    kind: "hf-packed", "hf-bf16", "hf-online", "hf-unpacked", "mlx-2bit" or "mlx-1bit".
+    split_size: bytes of tensors in a file, beyond which there is a further one.
     Raises ConfigError for what no Hugging Face config can say, and for an hf-packed matrix whose number of outputs is
     no multiple of 4.
     """
     config = checkpoint.config
     checkpoint.require_plain_basis("Hugging Face")
+    if kind in MLX_BITS and config.quantization is not None:
+        message = "MLX's packing means that activations stay floats, and here they are int8"
+        message += "; convert to native, or to hf-packed, which mlx-lm reads of a BitNet"
+        raise ConfigError(message, field="quantization")
     if kind == "hf-unpacked" and config.quantization is not None:
         message = "-s, 0, +s would be quantised once more when they are loaded; convert to native, hf-packed or hf-bf16"
         raise ConfigError(message, field="quantization")
@@ -85,7 +115,9 @@ def write_hf(checkpoint: Checkpoint, folder: Path, kind: str = "hf-packed", prog
     masters = kind == "hf-online" or (kind == "hf-bf16" and _has_masters(checkpoint))
     quantization = hf_quantization(checkpoint, kind, masters)
     plan_linear = partial(_plan_linear, checkpoint, kind, masters, quantization)
-    norm = _norm_less_one if hf_form(hf_model_type(config)).norms_add_one else np.asarray
+    is_wrapped = kind in MLX_BITS and hf_model_type(config) in _WRAPPED_BY_MLX
+    adds_one = hf_form(hf_model_type(config)).norms_add_one and not is_wrapped
+    norm = _norm_less_one if adds_one else np.asarray
     planned = plan_model(
         checkpoint,
         lambda name: f"{hf_modules(name, config)[0]}.weight",
@@ -93,11 +125,17 @@ def write_hf(checkpoint: Checkpoint, folder: Path, kind: str = "hf-packed", prog
         partial(_plan_array, checkpoint),
         norm,
     )
-    dtype = exact_dtype(checkpoint, planned, _narrow_dtypes(checkpoint))
+    if is_wrapped:
+        planned = {name: [_move_taps(tensor) for tensor in tensors] for name, tensors in planned.items()}
+    packing = _pack_for_mlx(checkpoint, planned, MLX_BITS[kind]) if kind in MLX_BITS else {}
+    narrow = ["F16", "BF16"] if packing else _narrow_dtypes(checkpoint)
+    dtype = exact_dtype(checkpoint, planned, narrow)
     plan = in_one_dtype(planned, dtype)
-    text = json.dumps(hf_config_json(config, quantization, dtype), indent=2) + "\n"
-    with SafetensorsWriter(folder / SINGLE_FILE, layout_of(plan), {"format": "pt"}) as writer:
-        write_parts(checkpoint, plan, writer.write, progress)
+    stated = hf_config_json(config, quantization, dtype)
+    text = json.dumps((_wrapper_json(stated) if is_wrapped else stated) | packing, indent=2) + "\n"
+    metadata = {"format": "mlx" if packing else "pt"}
+    with _write_shards(folder, layout_of(plan), metadata, split_size, has_index=bool(packing)) as write:
+        write_parts(checkpoint, plan, write, progress)
     (folder / "config.json").write_text(text, encoding="utf-8")
     if config.pooling != "last":
         (folder / "1_Pooling").mkdir()
@@ -108,6 +146,99 @@ def write_hf(checkpoint: Checkpoint, folder: Path, kind: str = "hf-packed", prog
         (folder / "modules.json").write_text(json.dumps(kinds) + "\n", encoding="utf-8")
     for name, data in checkpoint.tokenizer_files().items():
         (folder / name).write_bytes(data)
+
+
+@contextmanager
+def _write_shards(
+    folder: Path, layout: Layout, metadata: Mapping[str, str], limit: int | None, has_index: bool
+) -> Iterator[Callable[[str, Array], None]]:
+    """Gives what writes a tensor: into model.safetensors or, if all are more than `limit` bytes, into one of several
+    files beside their index. has_index: write the index in any case."""
+    sizes = {name: math.prod(shape) * DTYPES[dtype].itemsize for name, (dtype, shape) in layout.items()}
+    parts = cut_by_size(sizes, limit)
+    names = [SINGLE_FILE]
+    if len(parts) > 1:
+        names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
+    shard_of = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+    with ExitStack() as stack:
+        files = {
+            name: stack.enter_context(SafetensorsWriter(folder / name, {each: layout[each] for each in part}, metadata))
+            for name, part in zip(names, parts, strict=True)
+        }
+        yield lambda tensor, array: files[shard_of[tensor]].write(tensor, array)
+    if len(parts) > 1 or has_index:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(shard_of.items()))}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _wrapper_json(text: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a vision model without its tower, around that of its text model."""
+    wrapper, kinds = hf_form(text["model_type"]).wrapper, text["layer_types"]
+    assert wrapper is not None
+    interval = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
+    if any((kind == "full_attention") != ((index + 1) % interval == 0) for index, kind in enumerate(kinds)):
+        message = "mlx-lm has full attention in every n-th layer, and this model otherwise; convert to hf-unpacked"
+        raise ConfigError(message, field="layer_types")
+    text = {**text, "full_attention_interval": interval}
+    return {"architectures": [wrapper.architecture], "model_type": wrapper.model_type, "text_config": text}
+
+
+def _move_taps(tensor: PlannedTensor) -> PlannedTensor:
+    """A convolution as mlx-lm stores it, which says too that the 1 of norms is added: (channels, taps, 1)."""
+    if not tensor.name.endswith(".conv1d.weight"):
+        return tensor
+    channels, _, taps = tensor.shape
+    return tensor._replace(shape=(channels, taps, 1), make=lambda part: tensor.make(part).reshape(channels, taps, 1))
+
+
+def _pack_for_mlx(checkpoint: Checkpoint, plan: Plan, bits: int) -> dict[str, Any]:
+    """Put packed tensors into the plan where MLX's groups hold a matrix. Returns what config.json says of them.
+
+    Raises ConfigError where no matrix is so.
+    """
+    pack = lru_cache(maxsize=1)(partial(_mlx_matrix, checkpoint, bits))  # each is asked for once for each tensor
+    sizes = {}
+    for name in ("embedding", *all_linears(checkpoint.config)):
+        if not plan[name] or (packed := pack(name)) is None:
+            continue
+        dense = [tensor for tensor in plan[name] if tensor.name.endswith(".weight")]
+        plan[name], first = [tensor for tensor in plan[name] if tensor not in dense], 0
+        for tensor in dense:
+            rows = slice(first, first + tensor.shape[0])
+            module, first = tensor.name.removesuffix(".weight"), rows.stop
+            sizes[module] = packed.group
+            for field, suffix in (("words", "weight"), ("scales", "scales"), ("biases", "biases")):
+                shape = tensor.shape[0], getattr(packed, field).shape[1]
+                dtype = "U32" if field == "words" else "F32"
+                make = partial(_rows_of_mlx, pack, name, field, rows)
+                plan[name].append(PlannedTensor(f"{module}.{suffix}", dtype, shape, make))
+    if not sizes:
+        words = "ternary" if bits == 2 else "binary, without zeros,"
+        message = f"no matrix of this model is {words} by groups of 32, 64 or 128 inputs; convert to hf-unpacked"
+        raise ConfigError(message)
+    if stacked := next((module for module in sizes if ".mlp.experts." in module), None):
+        message = (
+            f"mlx-lm reads {stacked} and others stacked (switch_mlp), which is not written; convert to hf-unpacked"
+        )
+        raise ConfigError(message)
+    usual = Counter(sizes.values()).most_common(1)[0][0]
+    others = {module: {"group_size": size, "bits": bits} for module, size in sizes.items() if size != usual}
+    stated = {"group_size": usual, "bits": bits, "mode": "affine", **others}
+    return {"quantization": stated, "quantization_config": stated}
+
+
+def _mlx_matrix(checkpoint: Checkpoint, bits: int, name: str) -> AffineMatrix | None:
+    """The tensor of a linear or "embedding" as MLX packs it; None where it cannot exactly."""
+    config = checkpoint.config
+    weights = {each: read_part(checkpoint, each) for each in linear_place(config, name, "hf").sharers or (name,)}
+    stack = partial(stored_matrix, config, name, "hf")
+    split = split_tensor(weights, stack, lambda: stack(lambda each: weights[each].array))
+    return None if split is None else affine_from_groups(*split, linear_shape(config, name)[1], bits)
+
+
+def _rows_of_mlx(pack: Callable[[str], AffineMatrix | None], name: str, field: str, rows: slice, _: Any) -> Array:
+    array: Array = getattr(pack(name), field)
+    return np.ascontiguousarray(array[rows])
 
 
 def _narrow_dtypes(checkpoint: Checkpoint) -> list[str]:

@@ -20,7 +20,7 @@ from ...families import differences_from_llama
 from ...reference import quantization
 from ...reference.layers import Array, Floats
 from ...reference.weights import Norm, TernaryLinear, linear_name
-from ..checkpoint import Checkpoint, Progress, part_count, ticker
+from ..checkpoint import Checkpoint, Progress, part_count, read_part, ticker
 from ..names import hf_module
 from .file import DATA_TYPES, PACKED_SUFFIX, SCALE_SUFFIX, import_onnx
 
@@ -294,7 +294,7 @@ class DecoderGraph:
 
     def linear(self, x: str, name: str) -> str:
         """x W^T + bias.   (B, S, K) -> (B, S, out)"""
-        w, name = self.source.linear(name), hf_module(name)
+        w, name = read_part(self.source, name), hf_module(name)
         self._tick()
         with self.g.scope(name.rpartition(".")[2]):
             ternary = w.bit_linear

@@ -115,6 +115,8 @@ cdef extern from "kernels.h" nogil:
                                      size_t, size_t, void *) noexcept nogil, void *) noexcept nogil
         void (*ruled_panel)(int, const uint8_t *, size_t, const uint8_t *, size_t, size_t, size_t, float *,
                             size_t) noexcept nogil
+        void (*lora_down)(int, const void *, size_t, size_t, const float *, float *) noexcept nogil
+        void (*lora_up)(int, const void *, size_t, size_t, size_t, size_t, const float *, float *) noexcept nogil
         void (*screen_rows)(const int8_t *, size_t, size_t, size_t, const float *, const int16_t *, size_t,
                             const double *, float *, float *, size_t) noexcept nogil
         void (*screen_arrange)(const int16_t *, size_t, size_t, int16_t *) noexcept nogil
@@ -407,4 +409,5 @@ include "_cpu_dense.pxi"
 include "_cpu_greedy.pxi"
 include "_cpu_group.pxi"
 include "_cpu_ruled.pxi"
+include "_cpu_lora.pxi"
 include "_cpu_training.pxi"

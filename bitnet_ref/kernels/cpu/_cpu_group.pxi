@@ -91,6 +91,7 @@ cdef struct group_call:
     const float *signs  # of a rotation, or NULL
     const int64_t *order  # of its inputs, or NULL
     Py_ssize_t M, K, block
+    bint apart  # matrix i is multiplied by token i alone, not by all
     group_shape shape  # of a token
     const kernel_set *chosen
     int threads
@@ -119,8 +120,12 @@ cdef inline const uint8_t *codes_at(const group_call *c, Py_ssize_t at) noexcept
 cdef inline void multiply_subpanels(const group_call *c, Py_ssize_t at, Py_ssize_t end, Py_ssize_t start,
                                     Py_ssize_t tokens, const group_chunk *chunks, double *acc,
                                     void *scratch) noexcept nogil:
-    """The subpanels at .. end of all matrices times `tokens` tokens from `start` on."""
+    """The subpanels at .. end of all matrices times `tokens` tokens from `start` on, or each times its own token.
+
+    chunks: of these tokens; apart: of one token after another.
+    """
     cdef Py_ssize_t i = 0, m, r, panel, row, rows, stored
+    cdef const group_chunk *own
     cdef const group_shape *shape
     cdef float *out
     while at < end:
@@ -132,7 +137,10 @@ cdef inline void multiply_subpanels(const group_call *c, Py_ssize_t at, Py_ssize
         # to the end of the panel, of the matrix, or of this thread's part
         stored = min((panel + 1) * <Py_ssize_t> shape.rows - row, (min(end, c.first[i + 1]) - at) * PANEL_ROWS)
         r = panel * shape.n_chunks * shape.rows + row % <Py_ssize_t> shape.rows  # of the scales
-        c.chosen.group_panel(shape, codes_at(c, at), c.scales[i] + r * (4 if c.kinds[i] == 0 else 2), c.kinds[i], stored, chunks, tokens, acc,
+        own = chunks + i * <Py_ssize_t> shape.n_chunks if c.apart else chunks
+        if at + stored // PANEL_ROWS < end:  # what comes next lies elsewhere
+            group_fetch(codes_at(c, at + stored // PANEL_ROWS), shape.n_chunks * shape.code_bytes)
+        c.chosen.group_panel(shape, codes_at(c, at), c.scales[i] + r * (4 if c.kinds[i] == 0 else 2), c.kinds[i], stored, own, tokens, acc,
                              c.chosen.ternary[0].run, scratch)
         rows = min(stored, c.n_out[i] - row)
         for m in range(tokens):
@@ -148,7 +156,7 @@ cdef Py_ssize_t run_group(const void *call) noexcept nogil:
     cdef const group_call *c = <const group_call *> call
     cdef Py_ssize_t K = c.K, n_chunks = c.shape.n_chunks, start, tokens, item, m, bad = OK
     cdef Py_ssize_t max_tokens = GROUP_TABLE_TOKENS if c.shape.layout == GROUP_BY_TABLES else GROUP_PLANE_TOKENS
-    max_tokens = min(max_tokens, c.M)
+    max_tokens = c.M if c.apart else min(max_tokens, c.M)
     cdef Py_ssize_t panel_rows = 0, n_subpanels = c.first[c.count], code_bytes = n_chunks * c.shape.subpanel_bytes
     for item in range(c.count):
         panel_rows = max(panel_rows, <Py_ssize_t> c.shapes[item].rows)
@@ -156,12 +164,12 @@ cdef Py_ssize_t run_group(const void *call) noexcept nogil:
     # Each thread's scratch: that of the int8 kernels, then sums in double.
     cdef size_t kernel_bytes = thread_bytes(0 if c.shape.layout == GROUP_BY_TABLES else SCRATCH_BYTES)
     cdef size_t own_bytes = kernel_bytes + thread_bytes(max_tokens * panel_rows * sizeof(double))
-    cdef int team = threads_for(n_subpanels * code_bytes * max_tokens, PANEL_BYTES_PER_THREAD, c.threads)
+    cdef int team = threads_for(n_subpanels * code_bytes * (1 if c.apart else max_tokens), PANEL_BYTES_PER_THREAD, c.threads)
     cdef char *threads_scratch = <char *> allocate(team, own_bytes)
     cdef uint8_t *payload = <uint8_t *> allocate(max_tokens * n_chunks, c.shape.token_bytes)
     cdef double *steps = <double *> allocate(max_tokens * n_chunks, sizeof(double))
     cdef int32_t *x_sum = <int32_t *> allocate(max_tokens * n_chunks * GROUP_PLANES, sizeof(int32_t))
-    cdef group_chunk *chunks = <group_chunk *> allocate(n_chunks, sizeof(group_chunk))
+    cdef group_chunk *chunks = <group_chunk *> allocate(n_chunks * (c.M if c.apart else 1), sizeof(group_chunk))
     cdef double *turned = <double *> allocate(max_tokens * K, sizeof(double)) if c.signs != NULL else NULL
     cdef char *scratch = NULL
     if (threads_scratch == NULL or payload == NULL or steps == NULL or x_sum == NULL or chunks == NULL
@@ -170,10 +178,11 @@ cdef Py_ssize_t run_group(const void *call) noexcept nogil:
     for part in range(parts if bad == OK else 0):
         start = part * c.M // parts
         tokens = (part + 1) * c.M // parts - start
-        for item in range(n_chunks):
-            chunks[item].tokens = payload + item * tokens * c.shape.token_bytes
-            chunks[item].steps = steps + item * tokens
-            chunks[item].x_sum = x_sum + item * tokens * GROUP_PLANES
+        for item in range(n_chunks * (tokens if c.apart else 1)):
+            m = item % n_chunks * tokens + item // n_chunks  # the token's place among the prepared ones
+            chunks[item].tokens = payload + m * c.shape.token_bytes
+            chunks[item].steps = steps + m
+            chunks[item].x_sum = x_sum + m * GROUP_PLANES
         # One region for all: each `prange` of it ends in a barrier. A bad token is multiplied too, and then reported.
         with parallel(num_threads=team):
             scratch = threads_scratch + threadid() * own_bytes
@@ -186,8 +195,8 @@ cdef Py_ssize_t run_group(const void *call) noexcept nogil:
                                                    item // tokens, payload + item * c.shape.token_bytes,
                                                    x_sum + item * GROUP_PLANES)
             for item in prange(team, schedule="static"):
-                multiply_subpanels(c, item * n_subpanels // team, (item + 1) * n_subpanels // team, start, tokens,
-                                   chunks, <double *> (scratch + kernel_bytes), scratch)
+                multiply_subpanels(c, item * n_subpanels // team, (item + 1) * n_subpanels // team, start,
+                                   1 if c.apart else tokens, chunks, <double *> (scratch + kernel_bytes), scratch)
         for item in range(tokens * n_chunks):
             if steps[item] != steps[item] and (bad == OK or start + item % tokens < bad):
                 bad = start + item % tokens
@@ -202,8 +211,10 @@ cdef Py_ssize_t run_group(const void *call) noexcept nogil:
     return bad
 
 
-def group_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels, Tape tape=None):
+def group_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels, Tape tape=None,
+                  bint apart=False):
     """Several matrices of one x (M, K) with the same groups and rotation: ys[i] (M, N_i) = x ws[i]^T + bias.
+    apart: of a row of x each, M of them: ys[i] (1, N_i) = x[i] ws[i]^T + bias.
 
     Returns -1, or the first row that holds NaN or Inf. Threads take equal numbers of rows of all.
     """
@@ -211,13 +222,13 @@ def group_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t ke
     cdef group_call c
     cdef GroupPanels w
     cdef float[:, ::1] y
-    c.M, c.K, c.threads, c.count, c.first[0] = M, K, threads, count, 0
+    c.M, c.K, c.threads, c.count, c.first[0], c.apart = M, K, threads, count, 0, apart
     c.chosen = check_set(kernels, threads)
     for weight in ws:
         if not isinstance(weight, GroupPanels):
             raise TypeError(f"group_linears: expected GroupPanels, got {type(weight).__name__}")
-    if count > MAX_LINEARS or len(ys) != count:
-        raise ValueError(f"group_linears: {count} weights, {len(ys)} results")
+    if count > MAX_LINEARS or len(ys) != count or (apart and M != count):
+        raise ValueError(f"group_linears: {M} rows, {count} weights, {len(ys)} results")
     if M == 0 or count == 0:
         return OK
     cdef GroupPanels one = ws[0]
@@ -232,7 +243,7 @@ def group_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t ke
                 or w.shape.layout != c.chosen.group_layout or w.block != c.block
                 or (w.signs is None) != (c.signs == NULL) or (c.signs != NULL and &w.signs[0] != c.signs)
                 or (w.order is None) != (c.order == NULL) or (c.order != NULL and &w.order[0] != c.order)
-                or y.shape[0] != M or y.shape[1] != w.n_out):
+                or y.shape[0] != (1 if apart else M) or y.shape[1] != w.n_out):
             raise ValueError(f"group_linears: x {M, K}, weight {w.n_out, w.shape.K}, groups of {w.shape.group}")
         c.shapes[i], c.first[i + 1] = w.shape, c.first[i] + (w.n_out + PANEL_ROWS - 1) // PANEL_ROWS
         c.panels[i], c.scales[i], c.kinds[i], c.n_out[i] = &w.panels[0, 0], <const char *> w.scale_values, w.kind, w.n_out

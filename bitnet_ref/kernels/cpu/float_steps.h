@@ -1,6 +1,6 @@
 /* The float steps per token: norm, quantise, dequantise, gate, RoPE. Includes the others at its end: attention_steps.h,
- * dense_rows.h, draw_steps.h, head_screen.h. A template: kernels.h includes it once per instruction set. STEP(name)
- * names the copies, STEP_BYTES is the width of a register, STEP_TARGET the target of the compiler. The text is portable
+ * dense_rows.h, draw_steps.h, head_screen.h, lora_steps.h. A template: kernels.h includes it once per instruction set.
+ * STEP(name) names the copies, STEP_BYTES is the width of a register, STEP_TARGET the target of the compiler. The text is portable
  * C with the vector types of GCC and clang. STEP_MULADD(a, b, c) is a * b + c in double, fused where the target can; only
  * sums use it, whose last bit is lost.
  *
@@ -256,6 +256,7 @@ STEP_TARGET static void STEP(rope)(const float *x, size_t heads, size_t half, co
 #include "head_screen.h"
 #include "group_steps.h"
 #include "ruled_steps.h"
+#include "lora_steps.h"
 #include "training_steps.h"
 
 #undef STEP_INLINE

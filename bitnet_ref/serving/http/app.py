@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -22,17 +21,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...errors import (
-    BitNetRefError,
-)
+from ...errors import BitNetRefError
 from . import llama_server, messages, ollama, ranking, responses
 from .admission import LeaveAtTheEnd, ServerLimits
 from .failures import describe_failure, shape_failure
+from .request_log import ID_HEADER, RequestLog, record_of
 from .schemas import RequestError
 from .server import Server
 from .shelf import ModelShelf
 
-log = logging.getLogger(__name__)
 OPEN_PATHS = ("/", "/health")  # need no key
 RETRY_AFTER_S = {429: "1", 503: "5"}
 
@@ -41,12 +38,15 @@ RETRY_AFTER_S = {429: "1", 503: "5"}
 
 
 async def answer_failure(request: Request, error: Exception) -> Response:
+    """The answer to a request that failed, or was refused."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # nobody reads it
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         headers, error = dict(error.headers or {}), RequestError(error.detail, status=error.status_code)
     status, facts = describe_failure(error)
+    details = facts["error"]
+    record_of(request).error = details["param"] or details["code"] or details["type"]
     if status in RETRY_AFTER_S:
         headers["retry-after"] = RETRY_AFTER_S[status]
     return JSONResponse(shape_failure(request.scope["path"], status, facts), status, headers=headers)
@@ -123,14 +123,15 @@ def create_app(
     hosts: tuple[str, ...] = (),
     version: str = "0",
     verify: bool = False,
+    unknown_fields: str = "refuse",
 ) -> Starlette:
     """The application.
 
     api_keys: one of them is needed, if there are any. origins: web pages that may use the server (CORS). hosts: names
     under which it may be called, since a web page can give 127.0.0.1 a name of its own; none: all. version: of the
-    OpenAPI page. verify: with `/v1/verify`.
+    OpenAPI page. verify: with `/v1/verify`. unknown_fields: "refuse", or "warn", which takes requests without them.
     """
-    server = Server(shelf, limits or ServerLimits(), chat_template, version)
+    server = Server(shelf, limits or ServerLimits(), chat_template, version, unknown_fields == "warn")
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -143,12 +144,13 @@ def create_app(
         await shelf.close(drain=False)  # the requests have ended: uvicorn waits for them first
 
     handlers: dict[Any, Any] = {BitNetRefError: answer_failure, HTTPException: answer_failure}
-    handlers |= {ClientDisconnect: answer_failure, Exception: answer_failure}
-    middleware = [Middleware(LeaveAtTheEnd, admission=server.admission)]
+    handlers[ClientDisconnect] = answer_failure
+    middleware = [Middleware(RequestLog, answer=answer_failure), Middleware(LeaveAtTheEnd, admission=server.admission)]
     if hosts:
         middleware.append(Middleware(Gate, check=partial(check_host, hosts)))
     if origins:
         allowed: dict[str, Any] = {"allow_origins": list(origins), "allow_methods": ["*"], "allow_headers": ["*"]}
+        allowed["expose_headers"] = [ID_HEADER]
         middleware.append(Middleware(OriginCheck, **allowed))
     if api_keys:
         middleware.append(Middleware(Gate, check=partial(check_key, api_keys)))

@@ -26,10 +26,11 @@ from ...system.json_file import open_regular
 from ...system.workers import Workers
 from ..engine import Engine
 from . import schemas
+from .choices import Choice
 from .failures import blame, describe_failure
 from .fingerprint import fingerprint_of
 from .schemas import RequestError
-from .shapes import Choice, embedding_ids, embedding_response, read_chat, read_completion
+from .shapes import embedding_ids, embedding_response, read_chat, read_completion
 
 LINES_AT_A_TIME = 16  # answered together: one item of a worker
 MAX_LINE_BYTES = 4 << 20  # as a request of the server
@@ -154,7 +155,7 @@ def _start(server: BatchServer, job: Job, data: bytes, earlier: Sequence[Job]) -
     if body.get("stream"):
         raise RequestError("stream: a batch has no streams", "stream")
     if path == "/v1/embeddings":
-        rows = embedding_ids(engine.model, body["input"])
+        rows = embedding_ids(engine.model, body)
         job.body = embedding_response(body, server.model_name, embed(engine.model, rows), sum(map(len, rows)))
         return
     if path == "/v1/completions":

@@ -1,16 +1,19 @@
 """`system_fingerprint`: what an answer was computed from, in one short line.
 
-"br1-" and three hashes: of the weights and the config; of the tokenizer and the chat template; of the numbers' format
-and the server's defaults. The backend, its threads, the batch and the cached pages have no part in it, because the
-answer does not depend on them.
+"br1-" and three hashes: of the weights, the request's adapter and the config; of the tokenizer and the chat template;
+of the numbers' format and the server's defaults. The backend, its threads, the batch and the cached pages have no part
+in it, because the answer does not depend on them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from ...backends.loaded import LoadedModel
 from ...formats.hashes import config_hash, weight_hash
 from ..engine import Engine
 
@@ -26,19 +29,34 @@ PARTS = (  # in words, and the hexadecimal digits of each
 def fingerprint_of(engine: Engine, chat_template: str | None) -> str:
     """The fingerprint of all answers of this engine. chat_template: the server's, instead of the model's own.
 
-    The first call hashes the weights, about a second for each gigabyte.
+    It is kept for as long as the model is there. The first call hashes the weights, about a second for each gigabyte.
     """
-    model, tokenizer = engine.model, engine.model.tokenizer
-    templates = (
-        [chat_template] if chat_template else [tokenizer.template_for(with_tools) for with_tools in (False, True)]
-    )
+    model, sampling = engine.model, engine.config.sampling
+    adapter = model.find_adapter(sampling.get("adapter"))
+    digest = None if adapter is None else adapter.digest
     numbers = {
         "contract": CONTRACT,
         "dtype": model.backend.dtype.name,
         "cache_dtype": engine.cache.dtype.name,
-        "sampling": engine.config.sampling,
+        "sampling": {name: value for name, value in sampling.items() if name != "adapter"},
     }
-    parts = ([weight_hash(model.weights), config_hash(model.config)], [tokenizer.digest, templates], numbers)
+    key = _digest([chat_template, digest, numbers])
+    kept = _kept.setdefault(model, {})
+    if key not in kept:
+        kept[key] = _fingerprint(model, chat_template, digest, numbers)
+    return kept[key]
+
+
+_kept: WeakKeyDictionary[LoadedModel, dict[str, str]] = WeakKeyDictionary()
+
+
+def _fingerprint(model: LoadedModel, chat_template: str | None, adapter: str | None, numbers: Mapping[str, Any]) -> str:
+    tokenizer = model.tokenizer
+    templates = (
+        [chat_template] if chat_template else [tokenizer.template_for(with_tools) for with_tools in (False, True)]
+    )
+    weights = [weight_hash(model.weights), *([] if adapter is None else [adapter])]
+    parts = ([*weights, config_hash(model.config)], [tokenizer.digest, templates], numbers)
     digests = [_digest(part)[:length] for part, (_, length) in zip(parts, PARTS, strict=True)]
     return "-".join([FORM, *digests])
 

@@ -17,9 +17,10 @@ from ...backends.loaded import LoadedModel
 from ...errors import BitNetRefError
 from ...generation.results import Generation
 from ...generation.score import score
+from .choices import Choice
 from .events import Event, Reply, merge_events
 from .replies import ReplyReader
-from .shapes import Asked, Choice
+from .shapes import Asked
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def read_replies(answer: Mapping[str, Any]) -> list[list[Any] | None]:
         kind = part.get("type")
         if kind in ("function_call", "tool_use", "custom_tool_call"):
             arguments = part.get("arguments", part.get("partial_json", part.get("input")))
+            arguments = {"input": arguments} if kind == "custom_tool_call" else arguments
             calls += [str(part.get("name")), arguments if isinstance(arguments, dict) else str(arguments)]
             continue
         inner = part.get("content") if isinstance(part.get("content"), list) else [part]
@@ -66,19 +68,25 @@ def read_replies(answer: Mapping[str, Any]) -> list[list[Any] | None]:
     return [[*texts, *calls]]
 
 
-def _read_choice(choice: Any) -> list[str] | None:
+def _read_choice(choice: Any) -> list[Any] | None:
     if not isinstance(choice, Mapping):
         return None
     message = choice.get("message")
     if not isinstance(message, Mapping):
         return ["", choice["text"]] if isinstance(choice.get("text"), str) else None
-    texts = [str(message.get(name) or "") for name in ("reasoning_content", "content")]
+    texts: list[Any] = [str(message.get(name) or "") for name in ("reasoning_content", "content")]
     calls = message.get("tool_calls")
+    if isinstance(message.get("function_call"), Mapping):
+        calls = [{"function": message["function_call"]}]
     for call in calls if isinstance(calls, list) else []:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping):
+        if not isinstance(call, Mapping):
             return None
-        texts += [str(function.get("name")), str(function.get("arguments"))]
+        if isinstance(custom := call.get("custom"), Mapping):
+            texts += [str(custom.get("name")), {"input": custom.get("input")}]
+        elif isinstance(function := call.get("function"), Mapping):
+            texts += [str(function.get("name")), str(function.get("arguments"))]
+        else:
+            return None
     return texts
 
 
@@ -102,6 +110,8 @@ def find_first(
     asked, tokenizer = choice.asked, choice.tokenizer
     if reply is None or asked.is_only_scored:
         return None
+    if asked.prefix and reply[1].startswith(asked.prefix):
+        reply = [reply[0], reply[1][len(asked.prefix) :], *reply[2:]]
     if asked.echo:
         echo = choice.handle.echo
         if not reply[1].startswith(echo):

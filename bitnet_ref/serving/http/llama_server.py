@@ -1,7 +1,6 @@
 """llama-server's own paths: `/completion`, `/infill`, `/apply-template`, `/props` and `/slots`.
 
-Source: llama.cpp's tools/server/README.md. What has no meaning here (`cache_prompt`, `id_slot`, `mirostat`, ...) is
-ignored. A `grammar` in GBNF is refused, since `guided_grammar` takes Lark.
+Source: llama.cpp's tools/server/README.md. The fields are those of `/v1/completions`, which know llama-server's names.
 """
 
 from __future__ import annotations
@@ -17,57 +16,49 @@ from ...generation.chat import DEFAULT_REPLY_TOKENS
 from ...generation.results import Generation, StreamChunk
 from ..engine import Engine
 from . import schemas
-from .schemas import CHAT, FLAG, IDS, PASSED, RequestError, describe_number, describe_object
-from .shapes import Asked, Choice, Writer, chat_text, infill_ids
+from .chat_prompt import chat_text
+from .choices import Choice
+from .schemas import CHAT, COMPLETION, IDS, MAYBE, TEXT, describe_number, describe_object
+from .shapes import Asked, infill_ids
 from .translate import ask_completion
-from .writers import write_json
+from .writers import Writer, write_json
 
 if TYPE_CHECKING:
     from .server import Server
 
-TEXT = {"type": "string"}
-MAYBE = {"type": ["string", "null"]}
-RENAMED = {"repeat_penalty": "repetition_penalty", "json_schema": "guided_json"}
+OTHERS = ("prompt", "n", "n_cmpl", "best_of", "use_beam_search", "echo", "logprobs", "suffix", "stream_options")
 SAMPLING = {
-    **{name: schema for name, schema in PASSED.items() if name not in ("n", "max_tokens", "temperature")},
-    "temperature": describe_number(0, 1e9),
-    "repeat_penalty": describe_number(1e-6, 1e6),
-    "n_predict": describe_number(-2, 2**31 - 1, "integer"),
+    **{name: schema for name, schema in COMPLETION["properties"].items() if name not in OTHERS},
     "max_tokens": describe_number(-2, 2**31 - 1, "integer"),
     "n_probs": describe_number(0, 20, "integer"),
-    "json_schema": {"type": ["object", "boolean", "null"]},
-    "grammar": MAYBE,
-    "stream": FLAG,
-    "return_tokens": FLAG,
-    "model": MAYBE,
 }
 schemas.declare_body(
     "/completion",
     "Continue a text, in llama-server's form.",
-    describe_object({**SAMPLING, "prompt": {"anyOf": [TEXT, IDS]}}, ("prompt",)),
+    {**SAMPLING, "prompt": {"anyOf": [TEXT, IDS]}},
+    ("prompt",),
 )
 schemas.declare_body(
     "/infill",
     "Fill in what is between two texts, in llama-server's form.",
-    describe_object(
-        {
-            **SAMPLING,
-            "input_prefix": TEXT,
-            "input_suffix": TEXT,
-            "prompt": MAYBE,
-            "input_extra": {
-                "type": ["array", "null"],
-                "maxItems": 256,
-                "items": describe_object({"text": TEXT, "filename": MAYBE}, ("text",)),
-            },
+    {
+        **SAMPLING,
+        "input_prefix": TEXT,
+        "input_suffix": TEXT,
+        "prompt": MAYBE,
+        "input_extra": {
+            "type": ["array", "null"],
+            "maxItems": 256,
+            "items": describe_object({"text": TEXT, "filename": MAYBE}, ("text",)),
         },
-        ("input_prefix", "input_suffix"),
-    ),
+    },
+    ("input_prefix", "input_suffix"),
 )
 schemas.declare_body(
     "/apply-template",
     "A conversation as the text that the model reads.",
-    describe_object({name: CHAT["properties"][name] for name in ("messages", "tools", "model")}, ("messages",)),
+    {name: CHAT["properties"][name] for name in ("messages", "tools", "model")},
+    ("messages",),
 )
 schemas.declare_call("/props", "get", "The model and its defaults, in llama-server's form.")
 schemas.declare_call("/slots", "get", "The requests that run, without their texts.")
@@ -94,8 +85,7 @@ def make_routes(server: Server) -> list[Route]:
             facts: dict[str, Any] = {
                 key: "" if token is None else tokenizer.id_to_token(token) for key, token in marks.items()
             }
-            theirs = {ours: name for name, ours in RENAMED.items()}
-            params = {theirs.get(name, name): value for name, value in engine.config.sampling.items()}
+            params = {name.replace("repetition", "repeat"): n for name, n in engine.config.sampling.items()}
             settings = {"n_ctx": engine.model.context_length, "params": params}
             return JSONResponse(
                 {
@@ -154,16 +144,12 @@ def read_infill(body: Mapping[str, Any], name: str, engine: Engine) -> Asked:
 
 
 def _read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
-    if body.get("grammar"):
-        message = "a grammar in GBNF is not supported; use json_schema, guided_regex, or guided_grammar with Lark"
-        raise RequestError(f"grammar: {message}", "grammar")
-    common = {name: body.get(name) for name in PASSED if name in SAMPLING}
-    common |= {ours: body[name] for name, ours in RENAMED.items() if body.get(name) is not None}
+    common = {name: body[name] for name in SAMPLING if name in body and name not in ("n_predict", "n_probs")}
     wanted = body.get("n_predict") if body.get("n_predict") is not None else body.get("max_tokens")
     common["max_tokens"] = DEFAULT_REPLY_TOKENS if wanted is None or wanted < 0 else max(1, wanted)
     if body.get("n_probs"):
         common["logprobs"] = body["n_probs"]
-    return {**common, "model": body.get("model"), "stream": body.get("stream")}
+    return common
 
 
 class CompletionWriter(Writer):

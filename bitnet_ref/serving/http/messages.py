@@ -1,7 +1,7 @@
 """Anthropic's API: `/v1/messages` and `/v1/messages/count_tokens`.
 
 Source: Anthropic's API reference, "Messages" and "Streaming Messages". Images and tools that run on a server are
-refused; `cache_control`, `metadata`, `service_tier` and other fields without a meaning here are ignored.
+refused; `cache_control`, `metadata`, `service_tier` and other published fields without a meaning here are ignored.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from starlette.routing import Route
 from ...generation.results import Generation
 from ..engine import Engine
 from . import schemas
-from .parts import read_parts, refuse_part
-from .schemas import FLAG, PASSED, RequestError, describe_array, describe_number, describe_object, or_null
-from .shapes import Asked, chat_ids
-from .translate import ask_chat, function_tool, join_system
+from .chat_prompt import chat_ids
+from .fields import ignored, refused
+from .parts import read_field, read_parts, refuse_part
+from .schemas import FLAG, MAYBE, PASSED, RequestError, describe_array, describe_number, describe_object, or_null
+from .shapes import Asked
+from .tools import function_tool
+from .translate import ask_chat, join_system
 from .writers import Block, BlockWriter, write_json
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ TEXT_PARTS = {"text": "text"}
 BLOCKS = {"anyOf": [{"type": "string"}, describe_array({"type": "object"}, 0, 4096)]}
 TOOL = describe_object({"name": {"type": "string", "minLength": 1, "maxLength": 128}}, ("name",))
 CONVERSATION = {
-    "model": {"type": ["string", "null"]},
+    "model": MAYBE,
     "messages": describe_array(
         describe_object({"role": {"enum": ["user", "assistant", "system"]}, "content": BLOCKS}, ("role", "content")),
         *(1, 4096),
@@ -53,33 +56,45 @@ CONVERSATION = {
     "output_config": or_null(
         describe_object(
             {
-                "effort": {"type": ["string", "null"]},
+                "effort": MAYBE,
                 "format": or_null(describe_object({"type": {"enum": ["json_schema"]}, "schema": {}}, ("type",))),
             }
         )
+    ),
+    **ignored(  # what Anthropic does on its own servers
+        (
+            *("betas", "billing_policy", "cache_control", "compaction", "context_management", "diagnostics"),
+            *("fallback_credit_token", "fallbacks", "inference_geo", "metadata", "service_tier", "speed", "thread"),
+            *("user_profile_id", "workspace_id"),
+        )
+    ),
+    **refused(
+        {
+            "container": "code is not run here; give the model a tool that runs it",
+            "mcp_servers": "the server calls no others; give the model the tools of an MCP server",
+        }
     ),
 }
 schemas.declare_body(
     PATH,
     "Reply to a conversation, in Anthropic's form.",
-    describe_object(
-        {
-            **CONVERSATION,
-            "max_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
-            "stream": FLAG,
-            "stop_sequences": or_null(describe_array({"type": "string"}, 0, 64)),
-            "temperature": describe_number(0, 2),
-            "top_p": describe_number(0, 1),
-            "top_k": describe_number(-1, 2**31 - 1, "integer"),
-            "seed": PASSED["seed"],
-        },
-        ("messages", "max_tokens"),
-    ),
+    {
+        **CONVERSATION,
+        "max_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
+        "stream": FLAG,
+        "stop_sequences": or_null(describe_array({"type": "string"}, 0, 64)),
+        "temperature": describe_number(0, 2),
+        "top_p": describe_number(0, 1),
+        "top_k": describe_number(-1, 2**31 - 1, "integer"),
+        "seed": PASSED["seed"],
+    },
+    ("messages", "max_tokens"),
 )
 schemas.declare_body(
     COUNT_PATH,
     "The tokens of a conversation, in Anthropic's form.",
-    describe_object(CONVERSATION, ("messages",)),
+    CONVERSATION,
+    ("messages",),
 )
 
 
@@ -153,12 +168,13 @@ def _read_message(message: Mapping[str, Any], place: str) -> list[dict[str, Any]
     text, thoughts, calls = [], [], []
     for number, block in enumerate(content):
         kind, where = block.get("type"), f"{place}[{number}]"
-        if kind == "text" and isinstance(block.get("text"), str):
-            text.append(block["text"])
-        elif kind == "thinking" and isinstance(block.get("thinking"), str):
-            thoughts.append(block["thinking"])
-        elif kind == "tool_use" and isinstance(block.get("name"), str):
-            function = {"name": block["name"], "arguments": json.dumps(block.get("input") or {}, ensure_ascii=False)}
+        if kind == "text":
+            text.append(read_field(block, "text", where))
+        elif kind == "thinking":
+            thoughts.append(read_field(block, "thinking", where))
+        elif kind == "tool_use":
+            name = read_field(block, "name", where)
+            function = {"name": name, "arguments": json.dumps(block.get("input") or {}, ensure_ascii=False)}
             calls.append({"id": str(block.get("id", "")), "type": "function", "function": function})
         elif kind == "tool_result":
             if text:
@@ -169,7 +185,7 @@ def _read_message(message: Mapping[str, Any], place: str) -> list[dict[str, Any]
         elif kind == "document" and isinstance(block.get("source"), Mapping) and block["source"].get("type") == "text":
             text.append(str(block["source"].get("data", "")))
         elif kind != "redacted_thinking":
-            raise refuse_part(kind, where)
+            raise refuse_part(kind, where, ("text", "thinking", "tool_use", "tool_result"))
     if text or thoughts or calls or not messages:
         joined: dict[str, Any] = {"role": role, "content": "".join(text) if role == "assistant" else "\n".join(text)}
         if thoughts:

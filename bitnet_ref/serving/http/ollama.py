@@ -25,10 +25,13 @@ from ...generation.results import Generation
 from ...system.sharing import model_files
 from ..engine import Engine
 from . import schemas
+from .fields import ignored, refused
 from .replies import KNOWN_MARKS
-from .schemas import FLAG, RequestError, describe_array, describe_number, describe_object, or_null
+from .request_log import record_of
+from .schemas import FLAG, MAYBE, TEXT, RequestError, describe_array, describe_number, describe_object, or_null
 from .shapes import INFILL_TOKENS, Asked, infill_ids
-from .translate import ask_chat, ask_completion, function_tool
+from .tools import function_tool
+from .translate import ask_chat, ask_completion
 from .waiting import unless_gone
 from .writers import Block, BlockWriter, write_json
 
@@ -36,8 +39,6 @@ if TYPE_CHECKING:
     from .server import Server
     from .shelf import Place
 
-TEXT = {"type": "string"}
-MAYBE = {"type": ["string", "null"]}
 KEEP = {"type": ["string", "number", "null"]}
 IMAGES = {"images": {"type": ["array", "null"]}}
 COMMON = {
@@ -47,6 +48,8 @@ COMMON = {
     "options": {"type": ["object", "null"]},
     "think": {"enum": [True, False, "low", "medium", "high", "max", None]},
     "keep_alive": KEEP,
+    **ignored(("truncate", "shift")),
+    **refused(dict.fromkeys(("logprobs", "top_logprobs"), "are not in this API's answers; use /v1/chat/completions")),
 }
 MESSAGE = describe_object(
     {
@@ -77,10 +80,21 @@ BODIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
             "system": MAYBE,
             "raw": FLAG,
             **IMAGES,
+            **ignored(("width", "height", "steps")),
+            **refused(
+                {
+                    "template": "a request cannot bring a template; use raw, or the server's option --chat-template",
+                    "context": "token ids of an earlier answer are not taken up; use /api/chat",
+                }
+            ),
         },
         (),
     ),
-    "/api/show": ("What a model is, in Ollama's form.", {"model": MAYBE, "name": MAYBE, "verbose": FLAG}, ()),
+    "/api/show": (
+        "What a model is, in Ollama's form.",
+        {"model": MAYBE, "name": MAYBE, **ignored(("verbose", "system", "template", "options"))},
+        (),
+    ),
     "/api/embed": (
         "Texts as vectors, in Ollama's form.",
         {
@@ -89,17 +103,18 @@ BODIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
             "truncate": FLAG,
             "dimensions": describe_number(1, 2**20, "integer"),
             "keep_alive": KEEP,
+            **ignored(("options",)),
         },
         ("input",),
     ),
     "/api/embeddings": (
         "A text as a vector, in Ollama's older form.",
-        {"model": MAYBE, "prompt": TEXT, "keep_alive": KEEP},
+        {"model": MAYBE, "prompt": TEXT, "keep_alive": KEEP, **ignored(("options",))},
         ("prompt",),
     ),
 }
 for path, (summary, properties, required) in BODIES.items():
-    schemas.declare_body(path, summary, describe_object(properties, required))
+    schemas.declare_body(path, summary, properties, required)
 schemas.declare_call("/api/tags", "get", "The models, in Ollama's form.")
 schemas.declare_call("/api/ps", "get", "The loaded models, in Ollama's form.")
 schemas.declare_call("/api/version", "get", "The version of the server.")
@@ -134,23 +149,23 @@ def make_routes(server: Server) -> list[Route]:
 
     async def answer(request: Request, field: str, read: Any) -> Response:
         body = await server.body(request)
-        place = server.shelf.place(body.get("model"))
-        keep(place, body.get("keep_alive"))
+        name = server.shelf.name(body.get("model"))
+        keep(server.shelf.places[name], body.get("keep_alive"))
         if not body.get(field):  # it asks to load the model, or with keep_alive 0 to drop it
-            return await load(place, field, body.get("keep_alive"))
+            return await load(name, field, body.get("keep_alive"))
         return await server.answer(request, body, read)
 
-    async def load(place: Place, field: str, keep_alive: Any) -> Response:
+    async def load(name: str, field: str, keep_alive: Any) -> Response:
         reason = "load"
         if keep_alive is not None and read_seconds(keep_alive) == 0:
             reason = "unload"
         else:
-            async with server.shelf.borrow(place):
+            async with server.shelf.borrow(server.shelf.places[name]):
                 pass
         empty: dict[str, Any] = {"response": ""}
         if field == "messages":
             empty = {"message": {"role": "assistant", "content": ""}}
-        return JSONResponse({"model": place.name, "created_at": now(), **empty, "done": True, "done_reason": reason})
+        return JSONResponse({"model": name, "created_at": now(), **empty, "done": True, "done_reason": reason})
 
     async def embed(request: Request) -> Response:
         started = time.perf_counter()
@@ -161,7 +176,8 @@ def make_routes(server: Server) -> list[Route]:
         if texts == []:
             return JSONResponse({"model": body.get("model"), "embeddings": []})
         async with server.borrow(body) as (name, engine):
-            vectors, tokens = await unless_gone(request, server.embed(engine.model, texts))
+            vectors, tokens = await unless_gone(request, server.embed(engine.adapted_model, {"input": texts}))
+            record_of(request).prompt_tokens = tokens
         rows = vectors.tolist()
         if body.get("dimensions") not in (None, len(rows[0])):
             raise RequestError(f"dimensions: this model's vectors have {len(rows[0])}", "dimensions")
@@ -174,18 +190,18 @@ def make_routes(server: Server) -> list[Route]:
         body = await server.body(request)
         given = {"model": body.get("model") or body.get("name")}
         async with server.borrow(given) as (name, engine):
-            place = server.shelf.place(name)
+            place = server.shelf.places[name]
             template = server.chat_template or engine.model.tokenizer.template_for(True)
             return JSONResponse(await server.work(describe_model, place, engine, template))
 
     async def tags(request: Request) -> Response:
-        places = list(server.shelf.places.values())
-        return JSONResponse({"models": await server.work(lambda: [describe_place(each) for each in places])})
+        places = server.shelf.places.items()
+        return JSONResponse({"models": await server.work(lambda: [describe_place(*each) for each in places])})
 
     async def running(request: Request) -> Response:
-        places = [each for each in server.shelf.places.values() if each.engine is not None]
-        facts = await server.work(lambda: [describe_place(each) for each in places])
-        for each, place in zip(facts, places, strict=True):
+        places = [(name, each) for name, each in server.shelf.places.items() if each.engine is not None]
+        facts = await server.work(lambda: [describe_place(*each) for each in places])
+        for each, (_, place) in zip(facts, places, strict=True):
             context = place.engine.model.context_length if place.engine is not None else 0
             each |= {"expires_at": FOREVER, "size_vram": 0, "context_length": context}
         return JSONResponse({"models": facts})
@@ -221,7 +237,7 @@ def read_seconds(value: str | float) -> float | None:
 def keep(place: Place, keep_alive: str | float | None) -> None:
     """Note how long the model is to stay after its last use; it has an effect where the server has `--idle-s`."""
     if keep_alive is not None:
-        place.keep_s = read_seconds(keep_alive)
+        (place.base or place).keep_s = read_seconds(keep_alive)
 
 
 def read_chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -387,14 +403,14 @@ class GenerateWriter(ChatWriter):
 FOREVER = "2318-01-01T00:00:00Z"
 
 
-def describe_place(place: Place) -> dict[str, Any]:
+def describe_place(name: str, place: Place) -> dict[str, Any]:
     """A model's entry in `/api/tags`. digest: of the names, sizes and times of its files."""
     files = [(file, file.stat()) for file in sorted(model_files(place.source))]
     identity = "\n".join(f"{file.name} {each.st_size} {each.st_mtime_ns}" for file, each in files)
     changed = max((each.st_mtime for _, each in files), default=0.0)
     return {
-        "name": place.name,
-        "model": place.name,
+        "name": name,
+        "model": name,
         "modified_at": datetime.fromtimestamp(changed, UTC).isoformat().replace("+00:00", "Z"),
         "size": sum(each.st_size for _, each in files),
         "digest": hashlib.sha256(identity.encode()).hexdigest(),
@@ -456,7 +472,7 @@ def describe_model(place: Place, engine: Engine, template: str | None) -> dict[s
         f"{name}.attention.head_count": config.num_attention_heads,
         f"{name}.attention.head_count_kv": config.num_key_value_heads,
     }
-    facts = describe_place(place)
+    facts = describe_place(place.name, place)
     return {
         "modelfile": "",
         "parameters": "\n".join(f"{key} {value}" for key, value in defaults.items()),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ...errors import describe
 from .schemas import RequestError
 
 CHAT_PARTS = {"text": "text", "refusal": "refusal"}  # kinds of OpenAI's chats, with the field that has their text
@@ -23,15 +24,25 @@ def read_parts(content: Any, place: str, kinds: Mapping[str, str]) -> str:
             texts.append(part)
             continue
         kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get(kinds[kind]) if isinstance(kind, str) and kind in kinds else None
-        if not isinstance(text, str):
-            raise refuse_part(kind, f"{place}[{number}]")
-        texts.append(text)
+        name = kinds.get(kind) if isinstance(kind, str) else None
+        if name is None:
+            raise refuse_part(kind, f"{place}[{number}]", kinds)
+        texts.append(read_field(part, name, f"{place}[{number}]"))
     return "".join(texts)
 
 
-def refuse_part(kind: Any, place: str) -> RequestError:
-    """The error for a part of a message that cannot be read."""
+def read_field(part: Mapping[str, Any], name: str, place: str) -> str:
+    """The text of a field of a part. Raises RequestError where it has none."""
+    text = part.get(name)
+    if not isinstance(text, str):
+        problem = "is missing" if text is None else f"expected a text, got {describe(text)}"
+        raise RequestError(f"{place}.{name}: {problem}", f"{place}.{name}")
+    return text
+
+
+def refuse_part(kind: Any, place: str, kinds: Iterable[str]) -> RequestError:
+    """The error for a part of a message whose type is none of `kinds`."""
     if isinstance(kind, str) and any(name in kind for name in ("image", "audio", "video", "file", "document")):
         return RequestError(f"{place}: {kind[:40]} is not supported; the models read text only", place)
-    return RequestError(f"{place}: expected a text, got {str(kind)[:60]!r}", place)
+    given = repr(kind[:60]) if isinstance(kind, str) else describe(kind)
+    return RequestError(f"{place}.type: expected one of {', '.join(kinds)}, got {given}", f"{place}.type")

@@ -20,35 +20,37 @@ from starlette.routing import Route
 from ...backends.loaded import LoadedModel
 from ...generation.score import score_groups
 from . import schemas
-from .schemas import FLAG, RequestError, describe_array, describe_number, describe_object
+from .fields import ignored
+from .request_log import record_of
+from .schemas import FLAG, MAYBE, TEXT, RequestError, describe_array, describe_number, describe_object
 from .waiting import unless_gone
 
 if TYPE_CHECKING:
     from .server import Server
 
-TEXT = {"type": "string"}
-MAYBE = {"type": ["string", "null"]}
 DOCUMENT = {"anyOf": [TEXT, describe_object({"text": TEXT}, ("text",))]}
-RERANK = describe_object(
-    {
-        "model": MAYBE,
-        "query": TEXT,
-        "documents": describe_array(DOCUMENT, 1, 1024),
-        "top_n": describe_number(1, 2**31 - 1, "integer"),
-        "return_documents": FLAG,
-        "instruction": MAYBE,
-    },
-    ("query", "documents"),
+IGNORED = ignored(  # vLLM's, Cohere's and Jina's
+    (
+        *("user", "priority", "request_id", "mm_processor_kwargs", "activation", "use_activation", "additional_data"),
+        *("max_tokens_per_doc", "max_chunks_per_doc", "rank_fields", "return_embeddings"),
+    )
 )
+RERANK = {
+    "model": MAYBE,
+    "query": TEXT,
+    "documents": describe_array(DOCUMENT, 1, 1024),
+    "top_n": describe_number(1, 2**31 - 1, "integer"),
+    "return_documents": FLAG,
+    "instruction": MAYBE,
+    **IGNORED,
+}
 ONE_OR_MORE = {"anyOf": [TEXT, describe_array(TEXT, 1, 1024)]}
-SCORE = describe_object(
-    {"model": MAYBE, "text_1": ONE_OR_MORE, "text_2": ONE_OR_MORE, "instruction": MAYBE}, ("text_1", "text_2")
-)
+SCORE = {"model": MAYBE, "text_1": ONE_OR_MORE, "text_2": ONE_OR_MORE, "instruction": MAYBE, **IGNORED}
 RERANK_PATHS, SCORE_PATHS = ("/rerank", "/v1/rerank"), ("/score", "/v1/score")
 for path in RERANK_PATHS:
-    schemas.declare_body(path, "Documents in the order in which they fit a query.", RERANK)
+    schemas.declare_body(path, "Documents in the order in which they fit a query.", RERANK, ("query", "documents"))
 for path in SCORE_PATHS:
-    schemas.declare_body(path, "How well pairs of texts fit.", SCORE)
+    schemas.declare_body(path, "How well pairs of texts fit.", SCORE, ("text_1", "text_2"))
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 JUDGE = (
@@ -63,7 +65,8 @@ def make_routes(server: Server) -> list[Route]:
         texts = [each if isinstance(each, str) else each["text"] for each in body["documents"]]
         async with server.borrow(body) as (name, engine):
             pairs = [(body["query"], text) for text in texts]
-            scores, tokens = await unless_gone(request, score_pairs(server, engine.model, pairs, body))
+            scores, tokens = await unless_gone(request, score_pairs(server, engine.adapted_model, pairs, body))
+            record_of(request).prompt_tokens = tokens
         limit = int(body.get("top_n") or len(texts))  # JSON has 1.0 for 1
         order = sorted(range(len(texts)), key=lambda index: -scores[index])[:limit]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in order]
@@ -81,7 +84,8 @@ def make_routes(server: Server) -> list[Route]:
             raise RequestError(f"text_1: expected one text or {len(second)}, as text_2 has", "text_1")
         pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
         async with server.borrow(body) as (name, engine):
-            scores, tokens = await unless_gone(request, score_pairs(server, engine.model, pairs, body))
+            scores, tokens = await unless_gone(request, score_pairs(server, engine.adapted_model, pairs, body))
+            record_of(request).prompt_tokens = tokens
         data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         frame = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "model": name, "usage": usage}
@@ -97,7 +101,7 @@ async def score_pairs(
     """The score of each pair, and the tokens that were read."""
     if is_embedding_model(model):
         texts = [*dict.fromkeys(text for pair in pairs for text in pair)]
-        vectors, tokens = await server.embed(model, texts)
+        vectors, tokens = await server.embed(model, {"input": texts})
         unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         rows = dict(zip(texts, unit, strict=True))
         return [float(rows[first] @ rows[second]) for first, second in pairs], tokens

@@ -114,6 +114,18 @@ class ReplyReader:
         return text[place + len(end) :]
 
 
+class AllowedTokens:
+    """A processor that makes all tokens but these impossible."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self._ids = np.unique(np.asarray(ids, np.int64))
+
+    def __call__(self, token_ids: NDArray[np.int64], logits: Floats) -> Floats:
+        allowed = np.full_like(logits, -np.inf)
+        allowed[self._ids] = logits[self._ids]
+        return allowed
+
+
 class ThinkingBudget:
     """A processor (see `generation.processors`) that ends the thinking after `budget` tokens.
 

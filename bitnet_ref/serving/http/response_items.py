@@ -8,11 +8,13 @@ from typing import Any
 
 from .parts import read_parts, refuse_part
 from .schemas import RequestError
-from .translate import function_tool, join_system
+from .tools import custom_arguments, custom_input, function_tool
+from .translate import join_system
 from .writers import Block
 
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ITEMS = ("message", "reasoning", "function_call", "function_call_output", "item_reference")
 HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "computer", "mcp", "local_shell")
 FindItem = Callable[[str], dict[str, Any] | None]
 
@@ -50,7 +52,7 @@ def read_items(items: Sequence[Any], find: FindItem) -> list[dict[str, Any]]:
             text = read_parts(_as_content(item.get("output"), place), f"{place}.output", TEXT_PARTS)
             message = {"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": text}
         else:
-            raise refuse_part(kind, place)
+            raise refuse_part(kind, place, ITEMS)
         if thoughts and message["role"] == "assistant":
             message["reasoning_content"] = thoughts
         thoughts = ""
@@ -73,9 +75,7 @@ def _read_reasoning(item: Mapping[str, Any], place: str) -> str:
 def _read_call(item: Mapping[str, Any], place: str) -> dict[str, Any]:
     name, arguments = item.get("name"), item.get("arguments")
     if item.get("type") == "custom_tool_call":
-        import json
-
-        arguments = json.dumps({"input": item.get("input", "")}, ensure_ascii=False)
+        arguments = custom_arguments(str(item.get("input", "")))
     if not isinstance(name, str) or not isinstance(arguments, str):
         raise RequestError(f"{place}: a call needs a name and arguments, both texts", place)
     call = {"id": str(item.get("call_id", "")), "type": "function"}
@@ -83,15 +83,12 @@ def _read_call(item: Mapping[str, Any], place: str) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-
-
-def read_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], frozenset[str]]:
-    """The tools as a chat has them, and the names of the custom ones, whose calls are one text.
+def nest_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The tools as a chat has them.
 
     Tools that OpenAI runs itself, like web_search, are left out: the model does not hear of them. Raises RequestError.
     """
-    functions, custom = [], set()
+    nested = []
     for number, tool in enumerate(tools):
         kind, place = str(tool.get("type")), f"tools[{number}]"
         if kind.startswith(HOSTED):
@@ -101,24 +98,27 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]]
         if not isinstance(tool.get("parameters"), Mapping | None):
             raise RequestError(f"{place}.parameters: expected an object", place)
         if kind == "custom":
-            custom.add(tool["name"])
-        parameters = CUSTOM if kind == "custom" else tool.get("parameters")
-        functions.append(function_tool(tool["name"], tool.get("description"), parameters))
-    return functions, frozenset(custom)
+            nested.append(_nest(tool))
+        else:
+            nested.append(function_tool(tool["name"], tool.get("description"), tool.get("parameters")))
+    return nested
 
 
-def read_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[Any, list[Mapping[str, Any]]]:
-    """`tool_choice` as a chat has it, and the tools that it allows. Raises RequestError."""
+def nest_choice(choice: Any) -> Any:
+    """`tool_choice` as a chat has it. Raises RequestError."""
     if not isinstance(choice, Mapping):
-        return choice, list(tools)
-    kind = choice.get("type")
-    if kind in ("function", "custom") and isinstance(choice.get("name"), str):
-        return {"type": "function", "function": {"name": choice["name"]}}, list(tools)
-    if kind == "allowed_tools" and isinstance(choice.get("tools"), list):
-        names = [each.get("name") for each in choice["tools"] if isinstance(each, Mapping)]
-        allowed = [tool for tool in tools if tool["function"]["name"] in names]
-        return choice.get("mode", "auto"), allowed
+        return choice
+    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        tools = [_nest(each) for each in choice["tools"] if isinstance(each, Mapping) and "name" in each]
+        return _nest({**choice, "tools": tools})
+    if choice.get("type") in ("function", "custom") and isinstance(choice.get("name"), str):
+        return _nest(choice)
     raise RequestError("tool_choice: expected auto, none, required, a function or allowed_tools", "tool_choice")
+
+
+def _nest(value: Mapping[str, Any]) -> dict[str, Any]:
+    kind = str(value.get("type"))
+    return {"type": kind, kind: {name: each for name, each in value.items() if name != "type"}}
 
 
 # -- replies -----------------------------------------------------------------------------------------------------------
@@ -142,8 +142,7 @@ def write_item(block: Block, item_id: str, status: str, custom: frozenset[str]) 
         return {"id": item_id, "type": "reasoning", "status": status, "summary": [], "content": content}
     call = {"id": item_id, "status": status, "call_id": block.call_id, "name": block.name}
     if block.name in custom:
-        given = (block.arguments or {}).get("input", "") if not is_empty else ""
-        return {**call, "type": "custom_tool_call", "input": given}
+        return {**call, "type": "custom_tool_call", "input": custom_input(text)}
     return {**call, "type": "function_call", "arguments": text}
 
 

@@ -1,7 +1,6 @@
 """OpenAI's Responses: `/v1/responses`, with a bounded store of the last ones.
 
-Source: OpenAI's API reference, "Responses" and "Streaming events". Without a meaning here, and ignored: `include`,
-`metadata`, `user`, `truncation`, `verbosity`, `service_tier`, `prompt_cache_key`, `max_tool_calls` and others.
+Source: OpenAI's API reference, "Responses" and "Streaming events".
 """
 
 from __future__ import annotations
@@ -21,9 +20,21 @@ from starlette.routing import Route
 from ...generation.results import Generation
 from ..engine import Engine
 from . import schemas
-from .response_items import PREFIXES, new_id, read_choice, read_items, read_tools, text_part, write_item
-from .schemas import FLAG, PASSED, RequestError, describe_array, describe_number, describe_object, or_null
-from .shapes import Asked, Choice
+from .choices import Choice
+from .fields import OF_ACCOUNTS, ignored, refused
+from .response_items import PREFIXES, nest_choice, nest_tools, new_id, read_items, text_part, write_item
+from .schemas import (
+    ANY_OBJECT,
+    FLAG,
+    MAYBE,
+    PASSED,
+    RequestError,
+    describe_array,
+    describe_number,
+    describe_object,
+    or_null,
+)
+from .shapes import Asked
 from .translate import ask_chat, join_system
 from .writers import Block, BlockWriter, write_json
 
@@ -32,34 +43,43 @@ if TYPE_CHECKING:
 
 PATH = "/v1/responses"
 STORED_RESPONSES, STORED_BYTES = 1024, 64 << 20
-ANY_OBJECT = {"type": ["object", "null"]}
 schemas.declare_body(
     PATH,
     "Reply to an input of items.",
-    describe_object(
-        {
-            "model": {"type": ["string", "null"]},
-            "input": {"anyOf": [{"type": "string"}, describe_array({"type": "object"}, 1, 4096)]},
-            "instructions": {"type": ["string", "null"]},
-            "previous_response_id": {"type": ["string", "null"]},
-            "stream": FLAG,
-            "store": FLAG,
-            "background": FLAG,
-            "max_output_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2**31 - 1},
-            "temperature": describe_number(0, 2),
-            "top_p": describe_number(0, 1),
-            "seed": PASSED["seed"],
-            "tools": or_null(describe_array({"type": "object"}, 0, 128)),
-            "tool_choice": {"type": ["string", "object", "null"]},
-            "parallel_tool_calls": FLAG,
-            "reasoning": or_null(describe_object({"effort": {"type": ["string", "null"]}})),
-            "text": or_null(describe_object({"format": ANY_OBJECT})),
-            "conversation": {},
-            "prompt": {},
-            "metadata": ANY_OBJECT,
-        },
-        ("input",),
-    ),
+    {
+        "model": MAYBE,
+        "input": {"anyOf": [{"type": "string"}, describe_array({"type": "object"}, 1, 4096)]},
+        "instructions": MAYBE,
+        "previous_response_id": MAYBE,
+        "stream": FLAG,
+        "store": FLAG,
+        "max_output_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2**31 - 1},
+        "temperature": describe_number(0, 2),
+        "top_p": describe_number(0, 1),
+        "seed": PASSED["seed"],
+        "tools": or_null(describe_array({"type": "object"}, 0, 128)),
+        "tool_choice": {"type": ["string", "object", "null"]},
+        "parallel_tool_calls": FLAG,
+        "reasoning": or_null(describe_object({"effort": MAYBE})),
+        "text": or_null(describe_object({"format": ANY_OBJECT})),
+        "metadata": ANY_OBJECT,
+        **ignored(
+            (
+                *(name for name in OF_ACCOUNTS if name not in ("store", "metadata")),
+                *("access_programs", "background_options", "context_management", "image", "include"),
+                *("max_tool_calls", "stream_options", "truncation"),
+            )
+        ),
+        **refused(
+            {
+                "background": "a response is made while its client waits; leave it out, or use stream",
+                "conversation": "conversations are not kept; use previous_response_id",
+                "prompt": "prompts are not kept; use input and instructions",
+                "top_logprobs": "log probabilities are not in responses; use /v1/chat/completions",
+            }
+        ),
+    },
+    ("input",),
 )
 schemas.declare_call(f"{PATH}/{{id}}", "get", "A stored response.")
 schemas.declare_call(f"{PATH}/{{id}}", "delete", "Forget a response.")
@@ -157,13 +177,6 @@ def read_response(
     body: Mapping[str, Any], name: str, engine: Engine, chat_template: str | None, store: ResponseStore
 ) -> Asked:
     """The request of a body that passed its schema. Raises RequestError."""
-    for field, reason in (
-        ("background", "a response is made while its client waits; leave it out, or use stream"),
-        ("conversation", "conversations are not kept; use previous_response_id"),
-        ("prompt", "prompts are not kept; use input and instructions"),
-    ):
-        if body.get(field):
-            raise RequestError(f"{field}: {reason}", field)
     items = body["input"] if isinstance(body["input"], list) else [{"role": "user", "content": body["input"]}]
     messages: list[dict[str, Any]] = []
     if body.get("previous_response_id") is not None:
@@ -171,8 +184,6 @@ def read_response(
     new = read_items(items, store.find_item)
     messages += new
     system = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
-    tools, custom = read_tools(body.get("tools") or [])
-    choice, allowed = read_choice(body.get("tool_choice"), tools)
     chat = {
         "model": body.get("model"),
         "messages": join_system([*system, *messages]),
@@ -181,15 +192,15 @@ def read_response(
         "temperature": body.get("temperature"),
         "top_p": body.get("top_p") or None,
         "seed": body.get("seed"),
-        "tools": allowed or None,
-        "tool_choice": choice if allowed or choice not in (None, "auto", "none") else None,
+        "tools": nest_tools(body.get("tools") or []) or None,
+        "tool_choice": nest_choice(body.get("tool_choice")),
         "parallel_tool_calls": body.get("parallel_tool_calls"),
         "reasoning_effort": (body.get("reasoning") or {}).get("effort"),
         "response_format": _read_format((body.get("text") or {}).get("format") or {}),
     }
 
     def writer(asked: Asked, choices: Sequence[Choice]) -> ResponseWriter:
-        return ResponseWriter(asked, choices, body, (items, messages), custom, store)
+        return ResponseWriter(asked, choices, body, (items, messages), store)
 
     return ask_chat(chat, name, engine, chat_template, writer)
 
@@ -211,12 +222,11 @@ class ResponseWriter(BlockWriter):
         choices: Sequence[Choice],
         body: Mapping[str, Any],
         conversation: tuple[list[Any], list[dict[str, Any]]],
-        custom: frozenset[str],
         store: ResponseStore,
     ) -> None:
         super().__init__(asked, choices)
         self.id, self._numbers, self._ids = new_id("resp"), 0, list[str]()
-        self._body, self._conversation, self._custom, self._store = body, conversation, custom, store
+        self._body, self._conversation, self._custom, self._store = body, conversation, asked.custom, store
         self._created = int(time.time())
         self.asked.id = self.id
         if asked.stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any, NoReturn
@@ -10,6 +11,7 @@ from typing import Any, NoReturn
 from ...errors import BitNetRefError, describe
 from ...generation.params import SamplingParams
 from ...system.options import Schema, declared_options, find_surrogate, suggest
+from .fields import OFF, REFUSED, WITHOUT_EFFECT, ignored, refused
 
 MAX_DEPTH = 64  # of the JSON in a request
 
@@ -22,136 +24,220 @@ class RequestError(BitNetRefError):
         super().__init__(message)
 
 
-def _or_null(schema: Schema) -> Schema:
+def or_null(schema: Schema) -> Schema:
     return {**schema, "type": [schema["type"], "null"]}
 
 
-def _number(low: float, high: float, kind: str = "number") -> Schema:
+def describe_number(low: float, high: float, kind: str = "number") -> Schema:
     return {"type": [kind, "null"], "minimum": low, "maximum": high}
 
 
-def _object(properties: Schema, required: tuple[str, ...] = (), **more: Any) -> Schema:
+def describe_object(properties: Schema, required: tuple[str, ...] = (), **more: Any) -> Schema:
     return {"type": "object", "properties": properties, "required": list(required), **more}
 
 
-def _array(items: Schema, low: int = 0, high: int = 1 << 20) -> Schema:
+def describe_array(items: Schema, low: int = 0, high: int = 1 << 20) -> Schema:
     return {"type": "array", "items": items, "minItems": low, "maxItems": high}
 
 
-or_null, describe_number, describe_object, describe_array = _or_null, _number, _object, _array  # for the other APIs
-TEXT, FLAG = {"type": "string"}, {"type": ["boolean", "null"]}
-ANYTHING, ANY_OBJECT = Schema(), {"type": ["object", "null"]}
-COUNT = _number(0, 2**31 - 1, "integer")
-IDS = _array({"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, 1, 1 << 17)
-TEXTS = {"anyOf": [TEXT, _array(TEXT, 1, 2048), IDS, _array(IDS, 1, 2048)]}
-PART = _object({"type": TEXT, "text": TEXT, "refusal": TEXT}, ("type",))  # read by `read_parts`
-FUNCTION = _object({"name": {"type": "string", "minLength": 1, "maxLength": 64}, "parameters": ANY_OBJECT}, ("name",))
-TOOL = _object({"type": {"enum": ["function"]}, "function": FUNCTION}, ("type", "function"))
-CALL = _object({"name": TEXT, "arguments": TEXT}, ("name", "arguments"))
-MESSAGE = _object(
+BODIES: dict[str, tuple[str, Schema]] = {}
+OFF_BY_DEFAULT: set[str] = set()  # paths of `BODIES` that a server has only if it is told so
+CALLS: dict[tuple[str, str], Schema] = {}  # path, method -> what is done, of paths without a body
+
+
+def declare_body(path: str, summary: str, properties: Schema, required: tuple[str, ...] = ()) -> Schema:
+    """Note what a POST to this path takes, and nothing else: for `check` and for the page."""
+    schema = describe_object(properties, required, additionalProperties=False)
+    BODIES[path] = (summary, schema)
+    return schema
+
+
+def declare_call(path: str, method: str, summary: str, kind: str = "application/json", **query: Schema) -> None:
+    """Note a path without a body, for the page. query: its parameters."""
+    places = [*((name, "path", TEXT) for name in re.findall(r"{(\w+)}", path))]
+    places += [(name, "query", schema) for name, schema in query.items()]
+    parameters = [
+        {"name": name, "in": place, "required": place == "path", "schema": schema} for name, place, schema in places
+    ]
+    CALLS[path, method] = {"summary": summary, "responses": {"200": _reply("", {kind: {}})}}
+    if parameters:
+        CALLS[path, method]["parameters"] = parameters
+
+
+def _reply(text: str, kinds: Schema) -> Schema:
+    return {
+        "description": text or "The result.",
+        "content": {kind: {"schema": schema} for kind, schema in kinds.items()},
+    }
+
+
+TEXT, MAYBE, FLAG = {"type": "string"}, {"type": ["string", "null"]}, {"type": ["boolean", "null"]}
+ANY_OBJECT = {"type": ["object", "null"]}
+COUNT = describe_number(0, 2**31 - 1, "integer")
+IDS = describe_array({"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, 1, 1 << 17)
+TEXTS = {"anyOf": [TEXT, IDS, describe_array({"anyOf": [TEXT, IDS]}, 1, 2048)]}
+PART = describe_object({"type": TEXT, "text": TEXT, "refusal": TEXT}, ("type",))  # read by `read_parts`
+SHORT_TEXT = {"type": "string", "minLength": 1, "maxLength": 64}
+FUNCTION = describe_object({"name": SHORT_TEXT, "parameters": ANY_OBJECT}, ("name",))
+NAME = describe_object({"name": SHORT_TEXT}, ("name",))
+KINDS_OF_TOOLS = {"enum": ["function", "custom"]}
+TOOL = describe_object({"type": KINDS_OF_TOOLS, "function": FUNCTION, "custom": NAME}, ("type",))
+CALL = describe_object({"name": TEXT, "arguments": TEXT}, ("name", "arguments"))
+CUSTOM_CALL = describe_object({"name": TEXT, "input": TEXT}, ("name", "input"))
+MESSAGE = describe_object(
     {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [{"type": ["string", "null"]}, _array(PART, 0, 1024)]},
-        "tool_calls": _or_null(_array(_object({"function": CALL}, ("function",)), 0, 128)),
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
+        "content": {"anyOf": [MAYBE, describe_array(PART, 0, 1024)]},
+        "tool_calls": or_null(describe_array(describe_object({"function": CALL, "custom": CUSTOM_CALL}), 0, 128)),
+        "function_call": or_null(CALL),
     },
     ("role",),
 )
-IGNORED = dict.fromkeys(  # fields that change nothing here: accounts, caches and services of OpenAI
-    (
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "moderation", "verbosity", "prediction"),
-        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    ),
-    ANYTHING,
-)
-REFUSED = {  # fields with a meaning that this server does not have, and what to do instead; null and [] are accepted
-    "audio": "audio is not supported; the models write text only",
-    "web_search_options": "web search is not supported; give the model a function that searches",
-    "functions": "was replaced by tools; use tools",
-    "function_call": "was replaced by tool_choice; use tool_choice",
-}
 PASSED = {name: each.schema for name, each in declared_options(SamplingParams).items() if each.in_http}
-SAMPLING = {
-    **PASSED,
-    "model": {"type": ["string", "null"]},
-    "stream": FLAG,
-    "stream_options": _or_null(_object({"include_usage": FLAG, "continuous_usage_stats": FLAG})),
-    "use_beam_search": FLAG,
-    "priority": _number(-1000, 1000, "integer"),
-    **IGNORED,
-}
-NAMED_SCHEMA = _object(
+NAMED_SCHEMA = describe_object(
     {"name": TEXT, "schema": {"type": ["object", "boolean", "null"]}, "strict": FLAG}, ("name", "schema")
 )
-RESPONSE_FORMAT = _object(
-    {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": _or_null(NAMED_SCHEMA)}, ("type",)
+RESPONSE_FORMAT = describe_object(
+    {
+        "type": {"enum": ["text", "json_object", "json_schema"]},
+        "json_schema": or_null(NAMED_SCHEMA),
+        "schema": {"type": ["object", "boolean", "null"]},
+    },
+    ("type",),
 )
-NAME = _object({"name": TEXT}, ("name",))
-NAMED_TOOL = _object({"type": {"enum": ["function"]}, "function": NAME}, ("type", "function"))
-
+STRUCTURED_OUTPUTS = describe_object(  # vLLM's
+    {
+        "json": PASSED["guided_json"],
+        "regex": PASSED["guided_regex"],
+        "choice": PASSED["guided_choice"],
+        "grammar": PASSED["guided_grammar"],
+        "json_object": FLAG,
+        **ignored(("disable_any_whitespace", "disable_fallback", "disable_additional_properties")),
+        **refused(
+            {
+                "structural_tag": "is not supported; use tools, or json",
+                "whitespace_pattern": REFUSED["guided_whitespace_pattern"],
+            }
+        ),
+    },
+    additionalProperties=False,
+)
+SAMPLING = {
+    **PASSED,
+    "model": MAYBE,
+    "stream": FLAG,
+    "stream_options": or_null(describe_object({"include_usage": FLAG, "continuous_usage_stats": FLAG})),
+    "use_beam_search": FLAG,
+    "priority": describe_number(-1000, 1000, "integer"),
+    "echo": FLAG,
+    "response_format": or_null(RESPONSE_FORMAT),
+    "structured_outputs": or_null(STRUCTURED_OUTPUTS),
+    "allowed_token_ids": or_null(IDS),
+    "prompt_logprobs": describe_number(0, 20, "integer"),
+    "return_token_ids": FLAG,
+    "return_tokens_as_token_ids": FLAG,
+    "skip_special_tokens": FLAG,
+    "add_special_tokens": FLAG,
+    "include_stop_str_in_output": FLAG,
+    "truncate_prompt_tokens": describe_number(-1, 2**31 - 1, "integer"),
+    "truncation_side": {"enum": ["left", "right", None]},
+    "n_predict": describe_number(-2, 2**31 - 1, "integer"),
+    "n_cmpl": PASSED["n"],
+    "repeat_penalty": PASSED["repetition_penalty"],
+    "json_schema": PASSED["guided_json"],
+    **dict.fromkeys(("grammar", "regex", "ebnf"), MAYBE),
+    "no_stop_trim": FLAG,
+    **ignored(WITHOUT_EFFECT),
+    **refused(REFUSED),
+}
+NAMED_TOOL = describe_object({"type": KINDS_OF_TOOLS, "function": NAME, "custom": NAME}, ("type",))
+ALLOWED_TOOLS = describe_object(
+    {
+        "type": {"enum": ["allowed_tools"]},
+        "allowed_tools": describe_object(
+            {"mode": {"enum": ["auto", "required"]}, "tools": describe_array(NAMED_TOOL, 0, 128)}
+        ),
+    },
+    ("type", "allowed_tools"),
+)
 EFFORT = {"enum": ["none", "minimal", "low", "medium", "high", "xhigh", "max", None]}
 
-COMPLETION = _object(
+COMPLETION = declare_body(
+    "/v1/completions",
+    "Continue texts.",
     {
         **SAMPLING,
         "prompt": TEXTS,
         "max_tokens": COUNT,
-        "echo": FLAG,
-        "logprobs": _number(0, 20, "integer"),
-        "best_of": _number(1, 1024, "integer"),
-        "suffix": {"type": ["string", "null"]},
+        "logprobs": describe_number(0, 20, "integer"),
+        "best_of": describe_number(1, 1024, "integer"),
+        "suffix": MAYBE,
+        **refused({"thinking_token_budget": "thinking is told apart in chats only; use /v1/chat/completions"}),
     },
     ("prompt",),
-    additionalProperties=False,
 )
-CHAT = _object(
+CHAT = declare_body(
+    "/v1/chat/completions",
+    "Reply to a conversation.",
     {
         **SAMPLING,
-        **dict.fromkeys(REFUSED, ANYTHING),
-        "modalities": _or_null(_array(TEXT, 0, 16)),
-        "messages": _array(MESSAGE, 1, 4096),
+        "modalities": or_null(describe_array(TEXT, 0, 16)),
+        "messages": describe_array(MESSAGE, 1, 4096),
         "max_completion_tokens": SAMPLING["max_tokens"],
         "logprobs": FLAG,
-        "top_logprobs": _number(0, 20, "integer"),
-        "response_format": _or_null(RESPONSE_FORMAT),
-        "tools": _or_null(_array(TOOL, 0, 128)),
-        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, NAMED_TOOL]},
+        "top_logprobs": describe_number(0, 20, "integer"),
+        "tools": or_null(describe_array(TOOL, 0, 128)),
+        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, NAMED_TOOL, ALLOWED_TOOLS]},
+        "functions": or_null(describe_array(FUNCTION, 0, 128)),
+        "function_call": {"anyOf": [{"enum": ["none", "auto", None]}, NAME]},
         "parallel_tool_calls": FLAG,
         "chat_template_kwargs": ANY_OBJECT,
         "reasoning_effort": EFFORT,
         "enable_thinking": FLAG,
-        "thinking_token_budget": COUNT,
+        "include_reasoning": FLAG,
+        "thinking_token_budget": describe_number(-1, 2**31 - 1, "integer"),
+        "documents": or_null(describe_array({"type": "object"}, 0, 1024)),
         "add_generation_prompt": FLAG,
         "continue_final_message": FLAG,
     },
     ("messages",),
-    additionalProperties=False,
 )
-EMBEDDING = _object(
+declare_body(
+    "/v1/embeddings",
+    "Texts as vectors.",
     {
         "input": TEXTS,
-        "model": SAMPLING["model"],
+        "model": MAYBE,
         "encoding_format": {"enum": ["float", "base64", None]},
-        "dimensions": _number(1, 2**20, "integer"),
-        **IGNORED,
+        "dimensions": describe_number(1, 2**20, "integer"),
+        **{name: SAMPLING[name] for name in ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")},
+        **ignored((*WITHOUT_EFFECT, "priority")),
+        **refused({name: REFUSED[name] for name in ("cache_salt", "lora_path", "chat_template")}),
     },
     ("input",),
-    additionalProperties=False,
 )
-TOKENIZE = _object(
+declare_body(
+    "/tokenize",
+    "The token ids of a text or a conversation.",
     {
-        "model": SAMPLING["model"],
-        "prompt": _or_null(TEXT),
-        "messages": _or_null(CHAT["properties"]["messages"]),
+        "model": MAYBE,
+        "prompt": or_null(TEXT),
+        "messages": or_null(CHAT["properties"]["messages"]),
         "tools": CHAT["properties"]["tools"],
         "add_special_tokens": FLAG,
         "add_generation_prompt": FLAG,
         "continue_final_message": FLAG,
         "return_token_strs": FLAG,
+        "chat_template_kwargs": ANY_OBJECT,
+        **ignored(("mm_processor_kwargs",)),
+        **refused({"chat_template": REFUSED["chat_template"]}),
     },
-    additionalProperties=False,
 )
-DETOKENIZE = _object(
-    {"model": SAMPLING["model"], "tokens": {**IDS, "minItems": 0}}, ("tokens",), additionalProperties=False
+declare_body(
+    "/detokenize",
+    "The text of token ids.",
+    {"model": MAYBE, "tokens": {**IDS, "minItems": 0}, **ignored(("mm_processor_kwargs",))},
+    ("tokens",),
 )
 
 
@@ -176,6 +262,15 @@ def parse_json(data: bytes) -> Any:
     return value
 
 
+def drop_unknown(body: dict[str, Any], path: str) -> list[str]:
+    """Remove the fields that this path does not know.   -> their names"""
+    known = BODIES[path][1]["properties"]
+    unknown = [name for name in body if name not in known]
+    for name in unknown:
+        del body[name]
+    return unknown
+
+
 def _values(value: dict[str, Any] | list[Any]) -> Any:
     return value.values() if isinstance(value, dict) else value
 
@@ -195,6 +290,8 @@ def check(value: Any, path: str) -> None:
         if error.rule == "required" and isinstance(error.value, dict):
             name = next(key for key in error.definition["required"] if key not in error.value)
             raise RequestError(f"{'.'.join([*map(str, error.path[1:]), name])}: is missing", name) from None
+        if error.rule == "enum" and error.rule_definition == OFF:
+            raise RequestError(f"{name}: {error.definition['description']}", name) from None
         rule = _RULES.get(str(error.rule))
         expected = _in_words(error.definition) if rule is None else rule.format(error.rule_definition)
         got = describe(error.value)
@@ -216,12 +313,13 @@ _RULES = {
 def _in_words(schema: Schema) -> str:
     """
     >>> _in_words(TEXTS)
-    'string, or a list of string, or a list of integer, or a list of a list of integer'
+    'string, or a list of integer, or a list of (string, or a list of integer)'
     """
     if "anyOf" in schema:
         return ", or ".join(map(_in_words, schema["anyOf"]))
     if schema.get("type") == "array":
-        return f"a list of {_in_words(schema['items'])}"
+        items = _in_words(schema["items"])
+        return f"a list of ({items})" if "anyOf" in schema["items"] else f"a list of {items}"
     kinds: Any = schema.get("type", schema.get("enum", "something else"))
     return kinds if isinstance(kinds, str) else " or ".join("null" if kind is None else kind for kind in kinds)
 
@@ -235,55 +333,22 @@ def _checker(path: str) -> Callable[[Any], Any]:
 
 # -- the OpenAPI page --------------------------------------------------------------------------------------------------
 
-BODIES: dict[str, tuple[str, Schema]] = {
-    "/v1/completions": ("Continue texts.", COMPLETION),
-    "/v1/chat/completions": ("Reply to a conversation.", CHAT),
-    "/v1/embeddings": ("Texts as vectors.", EMBEDDING),
-    "/tokenize": ("The token ids of a text or a conversation.", TOKENIZE),
-    "/detokenize": ("The text of token ids.", DETOKENIZE),
-}
-OFF_BY_DEFAULT: set[str] = set()  # paths of `BODIES` that a server has only if it is told so
-OTHER: dict[str, dict[str, str]] = {}  # path -> method -> what it does, for what has no body
-
-
-def declare_body(path: str, summary: str, schema: Schema) -> None:
-    """Note what a POST to this path takes: for `check` and for the page."""
-    BODIES[path] = (summary, schema)
-
-
-def declare_call(path: str, method: str, summary: str) -> None:
-    """Note a path without a body, for the page."""
-    OTHER.setdefault(path, {})[method] = summary
-
-
-READ = {
-    "/v1/models": "The models.",
-    "/v1/models/{name}": "One model.",
-    "/tokenizer_info": "A model's tokenizer.",
-    "/": "A page for people: chats, completions, and the engine at work.",
-    "/engine": "What an engine has done since step `after`, without its texts; for the page.",
-    "/health": "200 when the models are loaded, 503 before.",
-    "/metrics": "For Prometheus, as text.",
-    "/openapi.json": "This page.",
-}
-KINDS = {"/": "text/html", "/metrics": "text/plain"}
-PARAMETERS = {
-    "/v1/models/{name}": [{"name": "name", "in": "path", "required": True, "schema": TEXT}],
-    "/tokenizer_info": [{"name": "model", "in": "query", "required": False, "schema": TEXT}],
-    "/engine": [
-        {"name": "model", "in": "query", "required": False, "schema": TEXT},
-        *(
-            {"name": name, "in": "query", "required": False, "schema": {"type": "integer", "minimum": 0}}
-            for name in ("replica", "after")
-        ),
-    ],
-}
+declare_call("/v1/models", "get", "The models.")
+declare_call("/v1/models/{name}", "get", "One model.")
+declare_call("/tokenizer_info", "get", "A model's tokenizer.", model=TEXT)
+declare_call("/", "get", "A page for people: chats, completions, and the engine at work.", "text/html")
+PLACE: Schema = {"type": "integer", "minimum": 0}
+ENGINE = "What an engine has done since step `after`, without its texts; for the page."
+declare_call("/engine", "get", ENGINE, model=TEXT, replica=PLACE, after=PLACE)
+declare_call("/health", "get", "200 when the models are loaded, 503 before.")
+declare_call("/metrics", "get", "For Prometheus, as text.", "text/plain")
+declare_call("/openapi.json", "get", "This page.")
 
 
 def describe_api(version: str, more: Collection[str] = ()) -> Schema:
     """The page, in OpenAPI 3.1. more: of `OFF_BY_DEFAULT`, the paths that this server has."""
-    failure = _object(
-        {"error": _object({"message": TEXT, "type": TEXT, "param": {}, "code": {}}, ("message",))}, ("error",)
+    failure = describe_object(
+        {"error": describe_object({"message": TEXT, "type": TEXT, "param": {}, "code": {}}, ("message",))}, ("error",)
     )
     bad = _reply("What was wrong.", {"application/json": failure})
     paths: dict[str, Any] = {}
@@ -293,21 +358,12 @@ def describe_api(version: str, more: Collection[str] = ()) -> Schema:
         body = {"required": True, "content": {"application/json": {"schema": schema}}}
         kinds: Schema = {"application/json": {}} | {kind: {} for kind in _stream_kinds(path, schema)}
         paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": {"200": _reply("", kinds)}}}
-    for path, summary in READ.items():
-        good = _reply("", {KINDS.get(path, "application/json"): {}})
-        paths[path] = {"get": {"summary": summary, "responses": {"200": good}}}
-        if path in PARAMETERS:
-            paths[path]["get"]["parameters"] = PARAMETERS[path]
-    for path, methods in OTHER.items():
-        for method, summary in methods.items():
-            good = _reply("", {"application/json": {}})
-            paths.setdefault(path, {})[method] = {"summary": summary, "responses": {"200": good}}
-            if "{" in path:
-                names = [{"name": "id", "in": "path", "required": True, "schema": TEXT}]
-                paths[path][method]["parameters"] = names
+    for (path, method), operation in CALLS.items():
+        paths.setdefault(path, {})[method] = {**operation}
     for methods in paths.values():
         for operation in methods.values():
-            operation["responses"] |= {"4XX": bad, "503": _reply("Not now.", {"application/json": {}})}
+            failures = {"4XX": bad, "503": _reply("Not now.", {"application/json": {}})}
+            operation["responses"] = {**operation["responses"], **failures}
     paths["/"]["get"]["security"] = paths["/health"]["get"]["security"] = []
     return {
         "openapi": "3.1.0",
@@ -323,10 +379,3 @@ def _stream_kinds(path: str, schema: Schema) -> list[str]:
     if "stream" not in schema["properties"]:
         return []
     return ["application/x-ndjson" if path.startswith("/api/") else "text/event-stream"]
-
-
-def _reply(text: str, kinds: Schema) -> Schema:
-    return {
-        "description": text or "The result.",
-        "content": {kind: {"schema": schema} for kind, schema in kinds.items()},
-    }

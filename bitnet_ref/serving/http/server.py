@@ -8,9 +8,10 @@ that goes away is noticed at any time, and its texts are cancelled.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,24 +21,28 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ...backends.loaded import LoadedModel
-from ...errors import (
-    GenerationError,
-)
+from ...errors import GenerationError
 from ...generation.embed import embed
 from ..engine import Engine
 from ..metrics import render_metrics
 from ..tickets import RequestHandle
 from . import schemas
 from .admission import Admission, ServerLimits
+from .chat_prompt import chat_ids
+from .choices import Choice
 from .failures import blame, describe_failure
 from .fingerprint import fingerprint_of
 from .page import describe_engine, render_page
+from .request_log import record_of
 from .schemas import RequestError
-from .shapes import Asked, Choice, Writer, chat_ids, embedding_ids, embedding_response, read_chat, read_completion
+from .shapes import Asked, embedding_ids, embedding_response, read_chat, read_completion
 from .shelf import ModelShelf
 from .waiting import unless_gone
-from .writers import OpenAIWriter
+from .writers import OpenAIWriter, Writer
 
+log = logging.getLogger(__name__)
+MAX_WARNED = 1000  # names of unknown fields, each of which is logged once
+SHOWN_FIELDS = 20  # of them in one request
 QUIET_S = 15.0  # a stream without news sends a comment, so that a proxy keeps it open
 EMBEDDING_TEXTS = 16  # at a time; between them a client that went away is noticed
 T = TypeVar("T")
@@ -47,8 +52,12 @@ Read = Callable[[Mapping[str, Any], str, Engine], Asked]  # a checked body, the 
 class Server:
     """The routes. chat_template: Jinja source, instead of the models' own."""
 
-    def __init__(self, shelf: ModelShelf, limits: ServerLimits, chat_template: str | None, version: str) -> None:
+    def __init__(
+        self, shelf: ModelShelf, limits: ServerLimits, chat_template: str | None, version: str, warns: bool
+    ) -> None:
+        """warns: of fields that are not known, instead of refusing them."""
         self.shelf, self.limits, self.chat_template, self.version = shelf, limits, chat_template, version
+        self.warns, self._warned = warns, set[tuple[str, str]]()
         self.more_paths: list[str] = []  # of `schemas.OFF_BY_DEFAULT`, those that this server has
         self.admission = Admission(limits)
         self.work = self.admission.work  # in a thread
@@ -71,15 +80,15 @@ class Server:
     async def answer(self, request: Request, body: Mapping[str, Any], read: Read) -> Response:
         """The response to a checked body: its texts, whole or as a stream."""
         async with AsyncExitStack() as stack:
-            place = self.shelf.place(body.get("model"))
-            engine = await stack.enter_async_context(self.shelf.borrow(place))
+            name, engine = await stack.enter_async_context(self.borrow(body))
 
             def submit() -> tuple[Asked, list[Choice]]:
-                asked = read(body, place.name, engine)
+                asked = read(body, name, engine)
                 asked.fingerprint = fingerprint_of(engine, self.chat_template)
                 return asked, asked.submit(engine, self.limits.request_timeout_s)
 
             asked, choices = await unless_gone(request, self.work(submit))
+            record_of(request).choices = choices
             for choice in choices:
                 stack.callback(choice.handle.close)
             writer = (asked.writer or OpenAIWriter)(asked, choices)
@@ -96,12 +105,13 @@ class Server:
     async def embeddings(self, request: Request) -> Response:
         body = await self.body(request)
         async with self.borrow(body) as (name, engine):
-            vectors, tokens = await unless_gone(request, self.embed(engine.model, body["input"]))
+            vectors, tokens = await unless_gone(request, self.embed(engine.adapted_model, body))
+            record_of(request).prompt_tokens = tokens
         return JSONResponse(embedding_response(body, name, vectors, tokens))
 
-    async def embed(self, model: LoadedModel, texts: Any) -> tuple[np.ndarray, int]:
-        """The vectors of texts or of lists of token ids, and the tokens of all."""
-        rows = await self.work(embedding_ids, model, texts)
+    async def embed(self, model: LoadedModel, body: Mapping[str, Any]) -> tuple[np.ndarray, int]:
+        """The vectors of texts or of lists of token ids, the `input` of a body, and the tokens of all."""
+        rows = await self.work(embedding_ids, model, body)
         vectors = await self.compute_rows(partial(embed, model), rows)
         return np.concatenate(vectors), sum(map(len, rows))
 
@@ -152,12 +162,15 @@ class Server:
         return JSONResponse({"object": "list", "data": [self._model_facts(name) for name in self.shelf.places]})
 
     async def model(self, request: Request) -> Response:
-        return JSONResponse(self._model_facts(self.shelf.place(request.path_params["name"]).name))
+        return JSONResponse(self._model_facts(self.shelf.name(request.path_params["name"])))
 
     def _model_facts(self, name: str) -> dict[str, Any]:
-        engine = self.shelf.places[name].engine
+        place = self.shelf.places[name]
+        engine = (place.base or place).engine
         length = None if engine is None else engine.model.context_length
         facts = {"id": name, "object": "model", "created": 0, "owned_by": "bitnet_ref"}
+        if place.base is not None:  # a LoRA adapter; vLLM's name
+            facts["parent"] = place.base.name
         return {**facts, "loaded": engine is not None, "max_model_len": length}
 
     async def health(self, request: Request) -> Response:
@@ -165,7 +178,7 @@ class Server:
         return JSONResponse({"status": "ok" if is_ready else "loading"}, 200 if is_ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        loaded = [place.engine for place in self.shelf.places.values() if place.engine is not None]
+        loaded = [place.engine for place in self.shelf.unique_places if place.engine is not None]
         text, kind = render_metrics([engine.metrics for each in loaded for engine in each.engines])
         return Response(text, headers={"content-type": kind})
 
@@ -175,13 +188,15 @@ class Server:
 
     async def engine(self, request: Request) -> Response:
         """What the page's live view shows. It does not load the model."""
-        place, numbers = self.shelf.place(request.query_params.get("model")), dict[str, int]()
+        model, numbers = self.shelf.name(request.query_params.get("model")), dict[str, int]()
+        place = self.shelf.places[model]
+        place = place.base or place
         for name in ("replica", "after"):
             text = request.query_params.get(name, "0")
             if re.fullmatch("[0-9]{1,18}", text) is None:
                 raise RequestError(f"{name}: expected a whole number, got {text[:50]!r}", name)
             numbers[name] = int(text)
-        facts = {"model": place.name, "loaded": place.engine is not None}
+        facts = {"model": model, "loaded": place.engine is not None}
         if place.engine is not None:
             facts |= await asyncio.to_thread(describe_engine, place.engine, **numbers)
         return JSONResponse(facts)
@@ -191,9 +206,9 @@ class Server:
 
     @asynccontextmanager
     async def borrow(self, body: Mapping[str, Any]) -> AsyncIterator[tuple[str, Engine]]:
-        place = self.shelf.place(body.get("model"))
-        async with self.shelf.borrow(place) as engine:
-            yield place.name, engine
+        name = self.shelf.name(body.get("model"))
+        async with self.shelf.borrow(self.shelf.places[name]) as engine:
+            yield name, engine
 
     async def body(self, request: Request) -> dict[str, Any]:
         """The request's JSON, checked. Raises RequestError."""
@@ -206,10 +221,23 @@ class Server:
 
         def parse() -> dict[str, Any]:
             body: dict[str, Any] = schemas.parse_json(data)
+            if isinstance(body, dict):
+                record_of(request).model = self.shelf.known_name(body.get("model"))
+                if self.warns:
+                    self._drop_unknown(request, body)
             schemas.check(body, request.scope["path"])  # `request.url` is made of the Host header too
             return body
 
         return await self.work(parse)
+
+    def _drop_unknown(self, request: Request, body: dict[str, Any]) -> None:
+        path = request.scope["path"]
+        names = [name[:100] for name in schemas.drop_unknown(body, path)[:SHOWN_FIELDS]]
+        record_of(request).ignored_fields = names
+        new = [name for name in names if (path, name) not in self._warned]
+        if new and len(self._warned) < MAX_WARNED:
+            self._warned |= {(path, name) for name in new}
+            log.warning("%s: fields of a client are not known, and ignored: %s", path, ", ".join(map(repr, new)))
 
 
 # -- waiting for texts -------------------------------------------------------------------------------------------------
@@ -232,7 +260,7 @@ class StreamEvents:
         self._queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=1)  # parts, errors, None: a text has ended
         self._tasks = [asyncio.create_task(self._follow(choice)) for choice in writer.choices]
         self._running = len(writer.choices)
-        self._has_failed = False
+        self.has_failed = False
 
     async def _follow(self, choice: Choice) -> None:
         handle = choice.handle
@@ -265,7 +293,7 @@ class StreamEvents:
                 yield self._writer.quiet
                 continue
             yield self._write(event)
-        if not self._has_failed:
+        if not self.has_failed:
             yield self._writer.closing()
 
     def _write(self, event: Any) -> str:
@@ -273,7 +301,7 @@ class StreamEvents:
             self._running -= 1
             return ""
         if isinstance(event, BaseException):
-            self._running, self._has_failed = 0, True
+            self._running, self.has_failed = 0, True
             return self._writer.failure(*describe_failure(event))
         return self._writer.text(event)
 
@@ -299,7 +327,11 @@ class EventStream(Response):
                 if text:
                     await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+            if self._events.has_failed:
+                record_of(self._request).error = "failed_in_stream"
 
         async with self._stack:
-            with suppress(ClientDisconnect):
+            try:
                 await unless_gone(self._request, send_all())
+            except ClientDisconnect:
+                record_of(self._request).error = "client_gone"

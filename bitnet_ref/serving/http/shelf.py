@@ -10,20 +10,21 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from ...backends.loaded import LoadedModel
 from ...errors import OutOfMemory
 from ...formats.hashes import weight_hash
 from ...system.sharing import model_files
-from ..engine import Engine
+from ..engine import AdaptedEngine, Engine
 from .schemas import RequestError
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class Place:
-    """A model's place on the shelf."""
+    """A model's place on the shelf. name: the first one under which it is served."""
 
     name: str
     source: Path
@@ -34,6 +35,8 @@ class Place:
     last_used_s: float = 0.0
     keep_s: float | None = None  # a client wants it to leave after so long, earlier than `idle_s`
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # while it is loaded or dropped
+    base: Place | None = None  # of a name "base:adapter": whose engine answers
+    adapter: str | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -43,9 +46,10 @@ class Place:
 class ModelShelf:
     """The engines of a server.
 
-    sources: file or folder of each model. open_engine: loads one. budget_bytes: what all loaded models may hold
-    together, weights and caches; before another one is loaded, the idle ones longest unused are dropped. idle_s: one
-    that has been idle for so long is dropped. None: no limit.
+    sources: file or folder of each model; several names of one path share its engine. open_engine: loads one.
+    budget_bytes: what all loaded models may hold together, weights and caches; before another one is loaded, the idle
+    ones longest unused are dropped. idle_s: one that has been idle for so long is dropped. None: no limit. default: the
+    name that is meant where a request has none, or one that is not served.
     """
 
     def __init__(
@@ -54,27 +58,48 @@ class ModelShelf:
         open_engine: Callable[[Path], Engine],
         budget_bytes: int | None = None,
         idle_s: float | None = None,
+        adapters: Mapping[tuple[str, str], Path] = MappingProxyType({}),
+        default: str | None = None,
     ) -> None:
-        self.places = {name: Place(name, source) for name, source in sources.items()}
+        """adapters: folders of LoRA adapters by (model, name); requests ask for the model "model:name"."""
+        by_path: dict[Path, Place] = {}
+        self.places = {name: by_path.setdefault(path.resolve(), Place(name, path)) for name, path in sources.items()}
+        self.unique_places = list(by_path.values())
+        for (name, adapter), folder in adapters.items():
+            own = f"{name}:{adapter}"
+            self.places[own] = Place(own, folder, base=self.places[name], adapter=adapter)
+        self.default = default if default is not None or len(sources) > 1 else next(iter(sources))
+        self._has_default = default is not None
         self._open, self._budget, self._idle_s = open_engine, budget_bytes, idle_s
         self.is_ready = False  # whether the first models are loaded
 
-    def place(self, name: str | None) -> Place:
-        """The model of this name; without a name the only one. Raises RequestError."""
-        if name is None and len(self.places) == 1:
-            return next(iter(self.places.values()))
-        if name is None:
+    def name(self, wanted: str | None) -> str:
+        """The name of the model that a request means; None and "" mean the default. Raises RequestError."""
+        if wanted in self.places:
+            return wanted
+        if wanted and (name := wanted.removesuffix(":latest")) in self.places:  # as Ollama's clients write names
+            return name
+        if self.default is not None and (not wanted or self._has_default):
+            return self.default
+        if not wanted:
             raise RequestError(f"model: is missing; there are: {', '.join(self.places)}", "model")
-        if name not in self.places and name.removesuffix(":latest") in self.places:  # as Ollama's clients write names
-            name = name.removesuffix(":latest")
-        if name not in self.places:
-            message = f"model: there is no model {name[:200]!r}; there are: {', '.join(self.places)}"
-            raise RequestError(message, "model", 404, "model_not_found")
-        return self.places[name]
+        message = f"model: there is no model {wanted[:200]!r}; there are: {', '.join(self.places)}"
+        raise RequestError(message, "model", 404, "model_not_found")
+
+    def place(self, wanted: str | None) -> Place:
+        """The model of `name`."""
+        return self.places[self.name(wanted)]
+
+    def known_name(self, wanted: object) -> str | None:
+        """The same for the log: a name that means no model stays, and what is no text is none."""
+        try:
+            return self.name(wanted if isinstance(wanted, str) else None)
+        except RequestError:
+            return wanted[:200] if isinstance(wanted, str) else None
 
     async def load_first(self) -> None:
         """Load the models in their order, as many as the budget allows: with several, at least the first."""
-        for number, place in enumerate(self.places.values()):
+        for number, place in enumerate(self.unique_places):
             if number and self._budget is not None and self._held() + _file_bytes(place.source) > self._budget:
                 break
             async with self.borrow(place):
@@ -87,6 +112,10 @@ class ModelShelf:
 
         Raises RequestError where there is no room for it now, and what loading raises.
         """
+        if place.base is not None and place.adapter is not None:
+            async with self.borrow(place.base) as engine:
+                yield AdaptedEngine(engine, place.adapter)
+            return
         place.users += 1  # first, so that it is not dropped between
         try:
             async with place.lock:
@@ -101,9 +130,9 @@ class ModelShelf:
     async def _load(self, place: Place) -> None:
         needed = place.nbytes or _file_bytes(place.source)
         while self._budget is not None and self._held() + needed > self._budget:
-            idle = [each for each in self.places.values() if each.is_idle]
+            idle = [each for each in self.unique_places if each.is_idle]
             if not idle:
-                held = ", ".join(each.name for each in self.places.values() if each.engine or each.is_loading)
+                held = ", ".join(each.name for each in self.unique_places if each.engine or each.is_loading)
                 text = f"needs {needed:,} bytes, and the server's budget of {self._budget:,} is held by: {held}"
                 if not held:
                     raise OutOfMemory(f"model {place.name} needs {needed:,} bytes; the budget is {self._budget:,}")
@@ -111,7 +140,11 @@ class ModelShelf:
             await self._drop(min(idle, key=lambda each: each.last_used_s))
         started, place.nbytes, place.is_loading = time.monotonic(), needed, True
         try:
-            place.engine = await asyncio.to_thread(self._open, place.source)
+            engine = await asyncio.to_thread(self._open, place.source)
+            for each in self.places.values():
+                if each.base is place and each.adapter is not None:
+                    await asyncio.to_thread(engine.add_adapter, each.adapter, each.source)
+            place.engine = engine
         finally:
             place.is_loading = False
         engines = place.engine.engines
@@ -122,7 +155,7 @@ class ModelShelf:
         log.info("model %s loaded in %.1f s: %d bytes", place.name, time.monotonic() - started, place.nbytes)
 
     def _held(self) -> int:
-        return sum(place.nbytes for place in self.places.values() if place.engine is not None or place.is_loading)
+        return sum(place.nbytes for place in self.unique_places if place.engine is not None or place.is_loading)
 
     async def _drop(self, place: Place) -> None:
         async with place.lock:
@@ -137,13 +170,13 @@ class ModelShelf:
         """Drop idle models for ever; a task that the server cancels."""
         while self._idle_s is not None:
             await asyncio.sleep(min(self._idle_s / 4, 60.0))
-            for place in self.places.values():
+            for place in self.unique_places:
                 limit = self._idle_s if place.keep_s is None else min(self._idle_s, place.keep_s)
                 if place.is_idle and time.monotonic() - place.last_used_s > limit:
                     await self._drop(place)
 
     async def close(self, drain: bool) -> None:
-        for place in self.places.values():
+        for place in self.unique_places:
             if place.engine is not None:
                 await place.engine.aclose(drain)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -103,13 +104,13 @@ class ToolReader:
                 self._letters.send(letter)
             except StopIteration as stop:
                 self._take(section)
-                self.close_objects()
+                self._close()
                 return (stop.value or "") + text[index:]
             except NotACall:
                 self._take(section)
                 if not section.has_started and not self.is_forced:  # the last letter may begin a mark
                     self._say("".join(self._held[:-1]))
-                self.close_objects()
+                self._close()
                 return letter + text[index:]
         self._take(section)
         return ""
@@ -121,7 +122,7 @@ class ToolReader:
         self._events += [each for each in section.events if not self._one_call or getattr(each, "index", 0) == 0]
         section.events.clear()
 
-    def close_objects(self) -> None:
+    def _close(self) -> None:
         self._letters, self._section, self._held = None, None, []
 
     def _say(self, text: str) -> None:
@@ -139,13 +140,77 @@ class ToolReader:
         if section is not None and not section.has_started and not self.is_forced:
             self._say("".join(self._held))
         self._say(self._pending)
-        self.close_objects()
+        self._close()
         if self.is_forced and not self._calls and len(self.tools) == 1:  # cut before its name
             self._events.append(CallStart(0, *self.tools))
             self._calls = 1
         if not self._follows_call and not self.is_forced:
             self._events.append(Text("".join(self._spaces)))
             self._events = [each for each in self._events if not isinstance(each, Text) or each.text]
+
+
+CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:
+    """A tool as chats have it."""
+    function = {"name": name, "parameters": parameters or {"type": "object", "properties": {}}}
+    return {"type": "function", "function": function | ({"description": description} if description else {})}
+
+
+def read_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], frozenset[str]]:
+    """The tools of a chat as functions, and the names of the custom ones: functions whose input is one text.
+
+    Raises RequestError.
+    """
+    functions: list[Mapping[str, Any]] = []
+    custom = set()
+    for number, tool in enumerate(tools):
+        inner = _inner(tool, f"tools.{number}")
+        if tool["type"] == "custom":
+            custom.add(inner["name"])
+            tool = function_tool(inner["name"], inner.get("description"), CUSTOM)
+        functions.append(tool)
+    return functions, frozenset(custom)
+
+
+def read_choice(choice: Any, functions: Sequence[Mapping[str, Any]]) -> tuple[Any, list[Mapping[str, Any]]]:
+    """`tool_choice` as `choose_tools` takes it, and the functions that it allows. Raises RequestError."""
+    if not isinstance(choice, Mapping):
+        return choice, list(functions)
+    inner = _inner(choice, "tool_choice")
+    if choice["type"] != "allowed_tools":
+        return {"function": {"name": inner["name"]}}, list(functions)
+    names = [_inner(tool, "tool_choice.allowed_tools")["name"] for tool in inner.get("tools") or []]
+    return inner.get("mode", "auto"), [each for each in functions if each["function"]["name"] in names]
+
+
+def _inner(value: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """What stands beside the type, under its name."""
+    inner = value.get(value["type"])
+    if not isinstance(inner, Mapping):
+        raise RequestError(f"{place}.{value['type']}: is missing", f"{place}.{value['type']}")
+    return inner
+
+
+def custom_arguments(text: str) -> str:
+    """The JSON of the arguments of a custom tool with this input."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+def custom_input(arguments: str) -> str:
+    """The input of a custom tool's call; of one that was cut, what came.
+
+    >>> custom_input('{"input": "one')
+    'one'
+    """
+    for end in ("", "}", '"}'):
+        try:
+            text = json.loads(arguments + end)["input"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+        return str(text)
+    return ""
 
 
 def choose_tools(

@@ -9,11 +9,12 @@ from ...generation.overflow import ContextWindow
 from ...generation.params import SamplingParams
 from ..engine import Engine
 from . import schemas
+from .choices import Choice
 from .schemas import RequestError
-from .shapes import Asked, Choice, read_chat, read_completion
+from .shapes import Asked, read_chat, read_completion
 
 if TYPE_CHECKING:
-    from .shapes import Writer
+    from .writers import Writer
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MakeWriter = Callable[[Asked, Sequence[Choice]], "Writer"]
@@ -60,9 +61,3 @@ def join_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return messages
     text = "\n\n".join(message["content"] for message in messages[:count])
     return [{"role": "system", "content": text}, *messages[count:]]
-
-
-def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:
-    """A tool as chats have it."""
-    function = {"name": name, "parameters": parameters or {"type": "object", "properties": {}}}
-    return {"type": "function", "function": function | ({"description": description} if description else {})}

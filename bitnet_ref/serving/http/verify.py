@@ -24,11 +24,11 @@ from ...generation.results import Generation
 from ..engine import Engine
 from . import messages, responses, schemas
 from .batch import BatchServer, answer_lines, batch_id, digest_of
+from .choices import Choice
 from .failures import describe_failure
 from .fingerprint import differing_parts, fingerprint_of
 from .first_token import FirstToken, find_first, read_replies
-from .schemas import describe_object
-from .shapes import Asked, Choice, read_chat, read_completion
+from .shapes import Asked, read_chat, read_completion
 from .translate import ask_chat
 from .waiting import unless_gone
 from .writers import OpenAIWriter
@@ -40,9 +40,8 @@ PATH = "/v1/verify"
 schemas.declare_body(
     PATH,
     "Compute an answer again and compare; with --verify only.",
-    describe_object(
-        {"request": {"type": "object"}, "answer": {"type": "object"}}, ("request", "answer"), additionalProperties=False
-    ),
+    {"request": {"type": "object"}, "answer": {"type": "object"}},
+    ("request", "answer"),
 )
 schemas.OFF_BY_DEFAULT.add(PATH)
 
@@ -200,14 +199,16 @@ def make_routes(server: Server) -> list[Route]:
 
     async def check_answer(request: Request, asked: Mapping[str, Any], answer: Mapping[str, Any]) -> AnswerCheck:
         """Beside the other requests of the engine, which change nothing."""
-        find_path(answer)
-        name = asked.get("model")
+        path, name = find_path(answer), asked.get("model")
+        if server.warns:
+            asked = dict(asked)
+            schemas.drop_unknown(asked, path)
         async with AsyncExitStack() as stack:
-            place = server.shelf.place(name if isinstance(name, str) else None)
-            engine = await stack.enter_async_context(server.shelf.borrow(place))
+            name = server.shelf.name(name if isinstance(name, str) else None)
+            engine = await stack.enter_async_context(server.shelf.borrow(server.shelf.places[name]))
 
             def submit() -> tuple[Recomputation, list[Choice]]:
-                again = Recomputation(engine, server.chat_template, asked, answer, name=place.name)
+                again = Recomputation(engine, server.chat_template, asked, answer, name=name)
                 return again, again.submit(server.limits.request_timeout_s)
 
             again, choices = await unless_gone(request, server.work(submit))

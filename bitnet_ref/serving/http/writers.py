@@ -11,28 +11,68 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...generation.results import Generation, StreamChunk
+from .choices import Choice, usage
 from .events import CallStart, Event, Reasoning, Text
-from .shapes import Asked, Choice, Writer, usage
+from .shapes import Asked
+
+SSE = "text/event-stream; charset=utf-8"
+EMPTY: Mapping[str, Any] = {}
 
 
 def write_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
+class Writer:
+    """Writes one response. quiet: what a stream without news sends, so that a proxy keeps it open."""
+
+    media_type = SSE
+    quiet = ": waiting\n\n"
+
+    def __init__(self, asked: Asked, choices: Sequence[Choice]) -> None:
+        self.asked, self.choices = asked, choices
+
+    def opening(self) -> str:
+        """What a stream begins with, once its first chunk is there."""
+        return ""
+
+    def part(self, choice: Choice, chunk: StreamChunk) -> Any:
+        """What a chunk says; None: nothing yet. It may run in a thread."""
+        raise NotImplementedError
+
+    def text(self, part: Any) -> str:
+        """The part as the stream writes it."""
+        return str(part)
+
+    def closing(self) -> str:
+        """What a stream ends with."""
+        return ""
+
+    def failure(self, status: int, facts: Mapping[str, Any]) -> str:
+        """The end of a stream that failed. facts: as of `describe_failure`."""
+        raise NotImplementedError
+
+    def whole(self, results: Sequence[Generation]) -> dict[str, Any]:
+        """The response that is no stream."""
+        raise NotImplementedError
+
+
 class OpenAIWriter(Writer):
     """For chats and completions, with any number of texts."""
 
     def opening(self) -> str:
-        return "".join(self.text(choice.opening()) for choice in self.choices if self.asked.is_chat)
+        facts = self.choices[0].prompt_facts()
+        openings = [choice.opening() for choice in self.choices if self.asked.is_chat]
+        return "".join(self.text(each, facts) for each in openings)
 
     def part(self, choice: Choice, chunk: StreamChunk) -> Any:
         return choice.part(chunk)
 
-    def text(self, part: Any) -> str:
+    def text(self, part: Any, facts: Mapping[str, Any] = EMPTY) -> str:
         asked = self.asked
         so_far = usage(asked, self.choices) if asked.usage_in_chunks else None
         counts = {"usage": so_far} if asked.usage_in_stream else {}
-        return self._event({**asked.frame([part], is_chunk=True), **counts})
+        return self._event({**asked.frame([part], is_chunk=True), **facts, **counts})
 
     def closing(self) -> str:
         end = ""

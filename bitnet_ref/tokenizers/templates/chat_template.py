@@ -99,10 +99,10 @@ class ChatTemplate:
         any conversation of this size needs.
         """
         given = {
+            "documents": None,
             **_copy_plain(variables or {}, "variables", 0),
             "messages": copy_messages(messages),
             "tools": None if tools is None else _copy_plain(tools, "tools", 0),
-            "documents": None,
             "add_generation_prompt": bool(add_generation_prompt),
             **special_tokens,
         }

@@ -1,0 +1,271 @@
+"""`Choice`: one text of an answer, as OpenAI writes it, whole or chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import starmap
+from typing import TYPE_CHECKING, Any
+
+from ...backends.loaded import LoadedModel
+from ...generation.results import Generation, StreamChunk
+from ..tickets import BeamText, RequestHandle
+from .events import Call, CallStart, Event, Reasoning, Reply, Text
+from .replies import ReplyReader
+from .tools import custom_input
+
+if TYPE_CHECKING:
+    from .shapes import Asked
+
+FINISH = {"filtered": "content_filter"}
+Entry = tuple[int, float | None, Mapping[int, float] | None]  # token id, ln p, and those of the likeliest ones
+
+
+def usage(asked: Asked, choices: Sequence[Choice]) -> dict[str, Any]:
+    """Tokens of the request; a prompt with several texts counts once."""
+    first = [choice.handle.stats for choice in choices[:: asked.params.get("n", 1)]]
+    prompt = sum(stats.prompt_tokens for stats in first)
+    new = 0 if asked.is_only_scored else sum(choice.tokens for choice in choices)
+    details = {"cached_tokens": sum(stats.cached_tokens for stats in first)}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": details,
+    }
+
+
+class Choice:
+    """One text of a response: its chunks or its result, as OpenAI writes them."""
+
+    def __init__(self, asked: Asked, index: int, handle: RequestHandle | BeamText, model: LoadedModel) -> None:
+        self.asked, self.index, self.handle, self.tokenizer = asked, index, handle, model.tokenizer
+        self._prompt_ids: list[int] = handle.prompt_token_ids
+        self._tokens = model.vocabulary.tokens if asked.top is not None or asked.shows_prompt_logprobs else []
+        self._decoder, self._offset, self._chunks = self.tokenizer.stream_decoder(), 0, 0
+        self._reader: ReplyReader | None = None
+        self._has_calls = False
+        self._held: tuple[int, Call] | None = None  # a custom tool's call in a stream, until its input is whole
+
+    @property
+    def tokens(self) -> int:
+        """New tokens: all of them, or in a stream those of the chunks so far."""
+        return self._chunks if self.asked.stream else self.handle.stats.generated_tokens
+
+    def opening(self) -> dict[str, Any]:
+        """The first chunk of a chat's stream: the role."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def events(self, text: str, finish: str | None) -> list[Event]:
+        """What the next piece of the reply's text makes certain."""
+        events: list[Event] = []
+        if self._reader is None:
+            self._reader = ReplyReader() if self.asked.reply is None else self.asked.reply.copy()
+            events += [Text(self.asked.prefix)] if self.asked.prefix else []
+        events += self._reader.push(text, finish)
+        if self.asked.hides_reasoning:
+            events = [event for event in events if not isinstance(event, Reasoning)]
+        self._has_calls = self._has_calls or any(isinstance(event, CallStart) for event in events)
+        return events
+
+    def read(self, chunk: StreamChunk) -> list[Event]:
+        """The events of a chunk."""
+        events = self.events(self._new_text(chunk.text) + self._stop_text(chunk), chunk.finish_reason)
+        self._chunks += 1
+        return events
+
+    def finish(self, reason: str | None) -> str | None:
+        """Why the reply ended, as OpenAI writes it."""
+        if self._has_calls and reason == "stop":
+            return "function_call" if self.asked.has_functions else "tool_calls"
+        return FINISH.get(reason or "", reason)
+
+    def part(self, chunk: StreamChunk) -> dict[str, Any] | None:
+        """A chunk of a stream. None: it says nothing yet."""
+        entries, finish, is_first = self._entries([chunk]), chunk.finish_reason, not self._chunks
+        events = self.read(chunk)
+        if not (events or entries or finish or self.asked.top is not None or self.asked.return_token_ids):
+            return None
+        finish = self.finish(finish)
+        ends: dict[str, Any] = {
+            "logprobs": self._logprobs(entries),
+            "finish_reason": finish,
+            "stop_reason": chunk.stop_reason,
+        }
+        if self.asked.return_token_ids:
+            ends["token_ids"] = [] if self.asked.is_only_scored else [chunk.token_id]
+        if not self.asked.is_chat:
+            ends |= self.prompt_facts() if is_first else {}
+            return {"index": self.index, "text": Reply.of(events).text, **ends}
+        return {"index": self.index, "delta": self._write_delta(events, finish is not None), **ends}
+
+    def whole(self, result: Generation, index: int) -> dict[str, Any]:
+        """The whole text."""
+        tops = result.top_logprobs or []
+        logprobs = result.logprobs if self.asked.top is not None else []
+        steps = [
+            StreamChunk("", token, logprob, top_logprobs=top)
+            for token, logprob, top in zip(result.token_ids, logprobs, tops, strict=False)
+        ]
+        entries = self._entries(steps)
+        reply = Reply.of(self.read_whole(result))
+        finish = self.finish(result.finish_reason)
+        ends: dict[str, Any] = {
+            "logprobs": self._logprobs(entries),
+            "finish_reason": finish,
+            "stop_reason": result.stop_reason,
+        }
+        if self.asked.return_token_ids:
+            ends["token_ids"] = [] if self.asked.is_only_scored else result.token_ids
+        if not self.asked.is_chat:
+            return {"index": index, "text": reply.text, **ends, **self.prompt_facts()}
+        content = reply.text if reply.text or not (reply.calls or reply.reasoning) else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.calls:
+            calls = [self._write_call(call) for call in reply.calls]
+            message |= {"function_call": calls[0]["function"]} if self.asked.has_functions else {"tool_calls": calls}
+        return {"index": index, "message": message, **ends}
+
+    def read_whole(self, result: Generation) -> list[Event]:
+        """The events of a whole text."""
+        return self.events(self._new_text(result.text) + self._stop_text(result), result.finish_reason)
+
+    def _stop_text(self, end: StreamChunk | Generation) -> str:
+        """The string that ended the text, where the request wants it; a token of `stop_token_ids` is in the text."""
+        wanted = (
+            self.asked.include_stop_str_in_output and end.finish_reason == "stop" and isinstance(end.stop_reason, str)
+        )
+        return str(end.stop_reason) if wanted else ""
+
+    def prompt_facts(self) -> dict[str, Any]:
+        """What vLLM's fields ask about the prompt."""
+        facts: dict[str, Any] = {"prompt_token_ids": self._prompt_ids} if self.asked.return_token_ids else {}
+        if self.asked.shows_prompt_logprobs:
+            facts["prompt_logprobs"] = [
+                None if each is None else dict(starmap(self._prompt_entry, enumerate(each.items())))
+                for each in self.handle.prompt_logprobs or []
+            ]
+        return facts
+
+    def _new_text(self, text: str) -> str:
+        """The text without what the engine echoes for the sake of spaces."""
+        if "echo" not in self.asked.params or self._chunks:
+            return "" if self.asked.is_only_scored else text
+        new = "" if self.asked.is_only_scored else text[len(self.handle.echo) :]
+        return self.handle.echo + new if self.asked.echo else new
+
+    def _entries(self, chunks: Sequence[StreamChunk]) -> list[Entry]:
+        """The tokens with their log probabilities; an echo's are before those of the first chunk."""
+        if self.asked.top is None:
+            return []
+        new: list[Entry] = [] if self.asked.is_only_scored else [_entry(chunk) for chunk in chunks]
+        if self._chunks or self.asked.is_chat:
+            return new
+        if not self.asked.echo:
+            for token in self._prompt_ids:
+                self._push(token)
+            self._offset = 0
+            return new
+        scores = self.handle.prompt_logprobs or [None] * len(self._prompt_ids)
+        pairs = zip(self._prompt_ids, scores, strict=True)
+        return [*((token, None if top is None else top[token], top) for token, top in pairs), *new]
+
+    def _push(self, token: int) -> int:
+        """Take the token into the text.   -> where in the text it begins"""
+        before = self._offset
+        if token < self.tokenizer.vocab_size:
+            self._offset += len(self._decoder.push(token))
+        return before
+
+    def _logprobs(self, entries: Sequence[Entry]) -> dict[str, Any] | None:
+        if self.asked.top is None:
+            return None
+        if self.asked.is_chat:
+            return {"content": [self._chat_entry(entry) for entry in entries], "refusal": None}
+        return {
+            "tokens": [self._text(token) for token, _, _ in entries],
+            "token_logprobs": [logprob for _, logprob, _ in entries],
+            "top_logprobs": [None if top is None else self._by_text(top) for _, _, top in entries],
+            "text_offset": [self._push(token) for token, _, _ in entries],
+        }
+
+    def _write_call(self, call: Call) -> dict[str, Any]:
+        if call.name in self.asked.custom:
+            custom = {"name": call.name, "input": custom_input(call.arguments)}
+            return {"id": call.id, "type": "custom", "custom": custom}
+        return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+    def _write_delta(self, events: Sequence[Event], is_last: bool) -> dict[str, Any]:
+        """The `delta` of a chat's chunk."""
+        delta: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for event in events:
+            if isinstance(event, Text):
+                delta["content"] = delta.get("content", "") + event.text
+            elif isinstance(event, Reasoning):
+                delta["reasoning_content"] = delta.get("reasoning_content", "") + event.text
+            elif isinstance(event, CallStart):
+                self._end_custom(calls)
+                call = Call(event.id, event.name)
+                if event.name in self.asked.custom:
+                    self._held = event.index, call
+                else:
+                    calls[event.index] = {"index": event.index, **self._write_call(call)}
+            elif self._held is not None:
+                self._held[1].arguments += event.text
+            else:
+                entry = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
+                entry["function"]["arguments"] += event.text
+        if is_last:
+            self._end_custom(calls)
+        if calls and self.asked.has_functions:
+            return {**delta, "function_call": next(iter(calls.values()))["function"]}
+        return {**delta, **({"tool_calls": list(calls.values())} if calls else {})}
+
+    def _end_custom(self, calls: dict[int, dict[str, Any]]) -> None:
+        if self._held is not None:
+            index, call = self._held
+            calls[index], self._held = {"index": index, **self._write_call(call)}, None
+
+    def _prompt_entry(self, index: int, entry: tuple[int, float]) -> tuple[str, dict[str, Any]]:
+        """A token in vLLM's form. The rank of the prompt's own token is not known where it is behind the likeliest."""
+        token, logprob = entry
+        rank = index + 1 if index < self.asked.params["prompt_logprobs"] else None
+        text = self._bytes(token).decode("utf-8", "replace")
+        return str(token), {"logprob": logprob, "rank": rank, "decoded_token": text}
+
+    def _by_text(self, top: Mapping[int, float]) -> dict[str, float]:
+        """By text; the likelier one of two tokens with the same text."""
+        return {self._text(token): logprob for token, logprob in reversed(list(top.items()))}
+
+    def _chat_entry(self, entry: Entry) -> dict[str, Any]:
+        token, logprob, top = entry
+        assert logprob is not None
+        likeliest = [self._token(each, ln_p) for each, ln_p in (top or {}).items()][: self.asked.top]
+        return {**self._token(token, logprob), "top_logprobs": likeliest}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self._bytes(token)
+        text = f"token_id:{token}" if self.asked.return_tokens_as_token_ids else data.decode("utf-8", "replace")
+        return {"token": text, "logprob": logprob, "bytes": list(data)}
+
+    def _text(self, token: int) -> str:
+        """The token's text, or as OpenAI writes it if it is no UTF-8: "bytes:\\xe2\\x82"."""
+        if self.asked.return_tokens_as_token_ids:
+            return f"token_id:{token}"
+        data = self._bytes(token)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _bytes(self, token: int) -> bytes:
+        """Of a special token, those of its name."""
+        data = self._tokens[token] if token < len(self._tokens) else b""
+        return data or (self.tokenizer.id_to_token(token).encode() if token < self.tokenizer.vocab_size else b"")
+
+
+def _entry(chunk: StreamChunk) -> Entry:
+    return chunk.token_id, chunk.logprob, chunk.top_logprobs

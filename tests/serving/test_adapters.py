@@ -1,0 +1,131 @@
+"""A server with LoRA adapters: "base:adapter" is a model in every API, and answers as the model with it."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from cli_runs import BACKEND, invoke
+from helpers import model
+
+import bitnet_ref
+from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.training.lora import LoraTrainer
+
+pytest.importorskip("starlette", reason="starlette is not installed")
+from server_runs import RunningServer
+
+BASE = ASSETS / "storyteller"
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two adapters of a ternary model, drawn."""
+    made = {}
+    for seed, name in enumerate(("one", "two")):
+        trainer = LoraTrainer(model(BASE), rank=3, targets=("q_proj", "down_proj"), backend="numpy")
+        dice = np.random.default_rng(seed)
+        for factor in trainer.masters.values():
+            factor[:] = dice.standard_normal(factor.shape) * 0.2
+        made[name] = tmp_path_factory.mktemp(name)
+        trainer.save(made[name])
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(folders):
+    adapters = {("m", name): folder for name, folder in folders.items()}
+    template = "{% for each in messages %}{{ each.content }}{% endfor %}"
+    with RunningServer({"m": BASE}, adapters=adapters, verify=True, chat_template=template) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def loaded(folders):
+    whole = {name: bitnet_ref.load(BASE, backend=BACKEND, adapter=folder) for name, folder in folders.items()}
+    return {**whole, None: model(BASE, BACKEND)}
+
+
+def ask(server, name, **body):
+    body = {"model": name, "prompt": PROMPT, "max_tokens": 6, "temperature": 0, **body}
+    status, _, answer = server.post("/v1/completions", body)
+    assert status == 200, answer
+    return answer
+
+
+def test_each_request_has_its_own(server, loaded):
+    """At the same time, in one batch; twice, so that the second finds pages."""
+    names = [None, "one", "two", "one", None, "two"] * 2
+    with ThreadPoolExecutor(len(names)) as pool:
+        answers = list(pool.map(lambda name: ask(server, "m" if name is None else f"m:{name}"), names))
+    assert len({answer["choices"][0]["text"] for answer in answers}) == 3
+    prints = {}
+    for name, answer in zip(names, answers, strict=True):
+        expected = loaded[name].generate(PROMPT, max_tokens=6)
+        assert answer["choices"][0]["text"].lstrip() == expected.text
+        assert answer["model"] == ("m" if name is None else f"m:{name}")
+        prints.setdefault(name, set()).add(answer["system_fingerprint"])
+    assert [len(each) for each in prints.values()] == [1, 1, 1]
+    first = {name: min(each).split("-") for name, each in prints.items()}
+    assert len({each[1] for each in first.values()}) == 3  # the weights' part
+    assert len({(each[2], each[3]) for each in first.values()}) == 1
+
+
+def test_other_apis(server, loaded):
+    """Ollama's, and embeddings; the same place as the name without the adapter."""
+    options = {"num_predict": 6, "temperature": 0}
+    body = {"model": "m:one", "prompt": PROMPT, "raw": True, "stream": False, "options": options}
+    status, _, answer = server.post("/api/generate", body)
+    assert (status, answer["model"]) == (200, "m:one")
+    assert answer["response"].lstrip() == loaded["one"].generate(PROMPT, max_tokens=6).text
+    vectors = [server.post(path, {"model": "m:two", "input": PROMPT})[2] for path in ("/v1/embeddings", "/api/embed")]
+    expected = loaded["two"].embed(PROMPT).tolist()
+    assert vectors[0]["data"][0]["embedding"] == vectors[1]["embeddings"][0] == expected
+    assert server.post("/tokenize", {"model": "m:one", "prompt": PROMPT})[0] == 200
+
+
+def test_chats(server):
+    """Of OpenAI, Anthropic and Responses, with one template: the same text, which is not the model's without."""
+    texts = {}
+    for name in ("m:one", "m"):
+        said = [{"role": "user", "content": PROMPT}]
+        chat = {"model": name, "messages": said, "temperature": 0, "max_tokens": 6}
+        answers = [
+            server.post("/v1/chat/completions", chat)[2],
+            server.post("/v1/messages", chat)[2],
+            server.post("/v1/responses", {"model": name, "input": PROMPT, "temperature": 0, "max_output_tokens": 6})[2],
+        ]
+        assert {answer["model"] for answer in answers} == {name}
+        openai, anthropic, responses = answers
+        texts[name] = openai["choices"][0]["message"]["content"]
+        assert anthropic["content"][0]["text"] == responses["output"][0]["content"][0]["text"] == texts[name]
+    assert texts["m:one"] != texts["m"]
+
+
+def test_models(server):
+    data = server.get("/v1/models")[2]["data"]
+    assert [(each["id"], each.get("parent"), each["loaded"]) for each in data] == [
+        ("m", None, True),
+        ("m:one", "m", True),
+        ("m:two", "m", True),
+    ]
+    assert [each["name"] for each in server.get("/api/tags")[2]["models"]] == ["m", "m:one", "m:two"]
+    status, _, answer = server.post("/v1/completions", {"model": "m:three", "prompt": PROMPT})
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    assert server.post("/v1/completions", {"prompt": PROMPT})[2]["model"] == "m"
+
+
+def test_answers_can_be_verified(server):
+    request = {"model": "m:one", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    answer = ask(server, "m:one", max_tokens=4)
+    check = server.post("/v1/verify", {"request": request, "answer": answer})[2]
+    assert check["verdict"] == "equal", check
+    other = server.post("/v1/verify", {"request": {**request, "model": "m:two"}, "answer": answer})[2]
+    assert other["verdict"] == "differs"
+
+
+@pytest.mark.parametrize("text", ["x", "=x", "a:b=x", "x="])
+def test_the_option(text):
+    done = invoke("serve", BASE, "--lora", text)
+    assert done.exit_code == 2
+    assert "--lora: expected NAME=FOLDER" in done.output.replace("\n", " ")
