@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 import bitnet_ref
 from bitnet_ref.backends import Backend
-from bitnet_ref.families.blocks import BLOCK_TYPES, BlockWeight
+from bitnet_ref.families.blocks import BlockWeight, block_type
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.packing import hf_from_ternary
 from bitnet_ref.reference.cache import TokenBatch
@@ -247,7 +247,7 @@ def prepared(be: Backend, *ws: LinearWeight) -> tuple[LinearWeight, ...]:
 
 def random_blocks(kind: str, generator: Any, out: int, width: int) -> BlockWeight:
     """A matrix of any bytes in blocks, with scales of about 0.01."""
-    block = BLOCK_TYPES[kind]
+    block = block_type(kind)
     raw = generator.integers(0, 256, (out, width // block.values, block.nbytes), dtype=np.uint8)
     for at in block.halves:
         scales = (0.01 * generator.standard_normal(raw.shape[:2])).astype(np.float16)

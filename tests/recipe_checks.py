@@ -95,10 +95,10 @@ def sampling_rule(folder: Path) -> None:
 
 
 def gguf_type(folder: Path) -> None:
-    """Q5_0: matrices stay in blocks, and have the values that the package `gguf` gives."""
+    """Q5_1: matrices stay in blocks, and have the values that the package `gguf` gives."""
     from gguf import GGMLQuantizationType, quants
 
-    kind = GGMLQuantizationType.Q5_0
+    kind = GGMLQuantizationType.Q5_1
     config = {**TINY, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
     hf = write_checkpoint(folder / "hf", config, tiny_tensors(config))
     convert(hf, folder / "f32.gguf", "gguf-f32")
@@ -109,21 +109,21 @@ def gguf_type(folder: Path) -> None:
             in_blocks = raw
             if len(tensor.shape) == 2:
                 rows = quants.quantize(file.read(name), kind)
-                values = dequantize(rows.reshape(-1), "Q5_0", tensor.shape)
+                values = dequantize(rows.reshape(-1), "Q5_1", tensor.shape)
                 np.testing.assert_array_equal(values, quants.dequantize(rows, kind))
                 in_blocks, raw = rows.reshape(-1), values.reshape(-1).view(np.uint8)
-            stored_as = "F32" if in_blocks is raw else "Q5_0"
+            stored_as = "F32" if in_blocks is raw else "Q5_1"
             for tensors, data, its_type in ((narrow, in_blocks, stored_as), (wide, raw, "F32")):
                 tensors.append(TensorToWrite(name, tensor.shape, its_type, partial(np.asarray, data), data.nbytes))
-        write_gguf(folder / "q5_0.gguf", file.typed, narrow)
+        write_gguf(folder / "q5_1.gguf", file.typed, narrow)
         write_gguf(folder / "wide.gguf", file.typed, wide)
     expected = bitnet_ref.load(folder / "wide.gguf", backend="numpy").logits(TOKENS)
     for backend in ("numpy", "cython"):
-        m = bitnet_ref.load(folder / "q5_0.gguf", backend=backend)
-        assert {weight.block_type for _, weight in m.weights.linears()} == {"Q5_0"}
+        m = bitnet_ref.load(folder / "q5_1.gguf", backend=backend)
+        assert {weight.block_type for _, weight in m.weights.linears()} == {"Q5_1"}
         np.testing.assert_allclose(m.logits(TOKENS), expected, rtol=0, atol=2e-5)
-        every_path(backend, bitnet_ref.load(folder / "q5_0.gguf", backend="numpy"))
-    assert inspect_model(folder / "q5_0.gguf").errors == []
+        every_path(backend, bitnet_ref.load(folder / "q5_1.gguf", backend="numpy"))
+    assert inspect_model(folder / "q5_1.gguf").errors == []
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def test_trits_of_ptq1_0():
     np.testing.assert_array_equal(dequantize(raw, "PTQ1_0", (1, 128))[0], 0.5 * w_t)
 
 
-@pytest.mark.parametrize("kind", ["Q5_0", "Q5_1", "Q3_K", "IQ4_XS", "MXFP4", "NVFP4"])
+@pytest.mark.parametrize("kind", ["Q5_1", "Q3_K", "IQ4_XS", "MXFP4", "NVFP4"])
 def test_dense_types_of_the_gguf_package(kind):
     gguf = pytest.importorskip("gguf")
     qtype = gguf.GGMLQuantizationType[kind]

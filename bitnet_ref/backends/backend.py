@@ -84,6 +84,7 @@ class Backend(PlainBackend):
     cache_dtypes: tuple[str, ...] = ("float64", *CACHE_DTYPES)
     paths: tuple[str, ...] = ("ops",)  # names of the ways through a pass, the slowest and plainest first
     weight_kinds: tuple[type, ...] = ()  # classes of the weights that `prepare` and `prepare_model` make
+    takes_ruled = True  # whether it multiplies by ggml's rule, `families/block_rule`
     screens_head = False  # whether `head_rows` can do without most rows of the head
 
     def __init__(self, dtype: str = "float32", threads: int | None = None, *, head: str = "auto") -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SEVERAL = ("n", "num_beams", "length_penalty", "early_stopping", "logprobs", "echo")
 LOADING = {  # the options of `load` that commands have, beside those of `layout_options`
     ComputeOptions: ("backend", "threads", "dtype", "cache_dtype", "head"),
-    LoadOptions: ("adapter", "prepared", "rotation", "dense", "allow_unquantized"),
+    LoadOptions: ("adapter", "prepared", "activations", "rotation", "dense", "allow_unquantized"),
     DeviceOptions: ("devices", "gpu_layers", "memory_limit"),
 }
 MAX_TEXT_BYTES = 64 << 20  # of @FILE

@@ -6,6 +6,7 @@ divided layers, and as text. What is compared, and how strictly:
 
     ops      the plainest path: its logits against the reference's, by the contract's rule for float32
     int8     dense weights in int8: as "ops", of those; blocks: matrices of each type, equal to float32
+    ruled    the same by ggml's rule: each type equal to its plain text; a model as "ops", of it
     bfloat16 a matrix: by the contract's rule for float32; each token equal, alone or among others
     folded   a model in a Hadamard basis, folded into dense matrices: as "ops"
     others   the logits of every other path against those of "ops": equal, bit for bit
@@ -34,7 +35,8 @@ from ..backends.paged_cache import PagedKVCache
 from ..backends.split import LayerRun, SplitBackend
 from ..errors import BackendUnavailable
 from ..families import KINDS
-from ..families.blocks import BLOCK_TYPES, BlockWeight, int8_weights
+from ..families.block_rule import INPUTS, RuledWeight, ruled_linear, ruled_weights
+from ..families.blocks import BLOCK_TYPES, BlockWeight, block_type, int8_weights
 from ..families.lora import Adapter, LoraTerm, OnLinear
 from ..generation import SamplingParams
 from ..generation.sampling import choose, distribution
@@ -154,6 +156,10 @@ def _checks(
     own = Model(reference.config, int8_weights(reference.weights), reference.backend)
     yield "int8 weights", partial(_other_form, make, own, own, tokens)
     yield "dense blocks", lambda: _dense_blocks(be)
+    if be.takes_ruled:
+        ruled = Model(own.config, ruled_weights(own.weights), reference.backend)
+        yield "ggml's rule", partial(_other_form, make, ruled, ruled, tokens)
+        yield "ggml's rule, each type", lambda: _ruled_blocks(be)
     yield "dense bfloat16", lambda: _dense_bfloat16(be)
     yield "recorded", lambda: _equal(model.run_with_cache(tokens, "hook_embed")[0], plain)
     yield "divided layers", lambda: _equal(_whole(_divide(make, reference), tokens, None), plain)
@@ -293,7 +299,7 @@ def _adapters(model: Model, reference: Model, tokens: list[int]) -> Outcome:
     for name, rank, kinds in (("one", 3, ("q_proj", "down_proj")), ("two", 5, ("v_proj", "up_proj", "down_proj"))):
         dice, terms = np.random.default_rng(rank), dict[str, LoraTerm]()
         for linear, w in linears.items():
-            if linear.endswith(kinds) and len(w.shape) == 2:
+            if linear.endswith(kinds) and w.kind != "experts":
                 a = dice.standard_normal((rank, w.shape[1]), dtype=np.float32) / np.float32(w.shape[1] ** 0.5)
                 terms[linear] = LoraTerm(a, dice.standard_normal((w.shape[0], rank), dtype=np.float32), 0.3)
         added[name] = Adapter(terms)
@@ -388,19 +394,38 @@ def _in_steps(make: MakeBackend, reference: Model, tokens: list[int], plain: NDA
 
 def _dense_blocks(be: Backend) -> Outcome:
     """Matrices in blocks that have kernels: the bits of the same in float32, for one token, for a few and for many."""
-    known = {name: block for name, block in BLOCK_TYPES.items() if block.number is not None}
-    rng, compared = np.random.default_rng(0), 0
-    x = rng.standard_normal((20, 512), dtype=np.float32)
-    for name, block in known.items():
-        raw = rng.integers(0, 256, (35, 512 // block.values, block.nbytes), dtype=np.uint8)
-        raw[:, :, [at + 1 for at in block.halves]] &= 0xBB  # finite float16 numbers, below 1
-        w = BlockWeight(raw.reshape(35, -1), block_type=name)
+    known = [name for name, block in BLOCK_TYPES.items() if block.number is not None]
+    compared = 0
+    for w, x in map(_random_blocks, known):
         for tokens in (x[:1], x[:3], x):
             y, expected = (be.to_host(be.linear(be.from_host(tokens), each)) for each in (w, DenseWeight(w.array)))
             compared += y.size
             if not np.array_equal(y, expected):
-                return compared, f"{name} differs from float32 by {np.abs(y - expected).max():.1e}", ""
+                return compared, f"{w.block_type} differs from float32 by {np.abs(y - expected).max():.1e}", ""
     return compared, None, f"{', '.join(known)} equal to the same in float32"
+
+
+def _ruled_blocks(be: Backend) -> Outcome:
+    """Matrices in blocks by ggml's rule: the bits of its plain text, for one token, for a few and for many."""
+    compared = 0
+    for w, x in map(_random_blocks, INPUTS):
+        ruled = be.prepare(RuledWeight(w))
+        expected = ruled_linear(x, RuledWeight(w))
+        for count in (1, 3, len(x)):
+            y = be.linear(x[:count], ruled)
+            compared += y.size
+            if not np.array_equal(y, expected[:count]):
+                return compared, f"{w.block_type} differs by {np.abs(y - expected[:count]).max():.1e}", ""
+    return compared, None, f"{', '.join(INPUTS)} equal to the plain text"
+
+
+def _random_blocks(name: str) -> tuple[BlockWeight, NDArray[np.float32]]:
+    """A matrix (35, 512) of that type, and 20 tokens."""
+    rng, block = np.random.default_rng(0), block_type(name)
+    x = rng.standard_normal((20, 512), dtype=np.float32)
+    raw = rng.integers(0, 256, (35, 512 // block.values, block.nbytes), dtype=np.uint8)
+    raw[:, :, [at + 1 for at in block.halves]] &= 0xBB  # finite float16 numbers, below 1
+    return BlockWeight(raw.reshape(35, -1), block_type=name), x
 
 
 def _dense_bfloat16(be: Backend) -> Outcome:

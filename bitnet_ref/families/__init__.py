@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from ..errors import ConfigError, require
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from . import (
+    block_rule,
     blocks,
     gemma3,
     granite,
@@ -39,7 +40,15 @@ FAMILIES: dict[str, Family] = {
 
 KINDS: dict[str, WeightKind] = {
     kind.name: kind
-    for kind in (linear_norms.TERNARY, blocks.KIND, linear_norms.NORMED, groups.KIND, moe.KIND, lora.KIND)
+    for kind in (
+        linear_norms.TERNARY,
+        blocks.KIND,
+        linear_norms.NORMED,
+        groups.KIND,
+        moe.KIND,
+        lora.KIND,
+        block_rule.KIND,
+    )
 }
 
 

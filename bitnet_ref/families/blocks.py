@@ -1,11 +1,14 @@
 """Dense matrices in blocks, as GGUF files store them: a row is cut into blocks of small integers q with a scale d.
 
     Q8_0    d q                 32 values in 34 bytes           Q4_K    d s q - e m         256 in 144
-    Q4_0    d (q - 8)           32 in 18                        Q6_K    d s (q - 32)        256 in 210
-    Q4_1    d q + m             32 in 20
+    Q4_0    d (q - 8)           32 in 18                        Q5_K    d s q - e m         256 in 176
+    Q4_1    d q + m             32 in 20                        Q6_K    d s (q - 32)        256 in 210
+    Q5_0    d (q - 16)          32 in 22                        TQ1_0, TQ2_0  d (q - 1)     256 in 54 and 66
+                                                                Q2_0, Q1_0    d (q - 1)     64 and 128 in 18
 
-d, e and m are float16, s and m of Q4_K integers of 6 bits, s of Q6_K int8. Every product has at most 24 bits, so it is
-exact in float32; a value is rounded once, where two terms are added. `kernels/cpu/dense_blocks.h` widens them alike.
+d, e and m are float16, s and m of the K types integers of 6 bits, s of Q6_K int8. Every product has at most 24 bits, so
+it is exact in float32; a value is rounded once, where two terms are added. `kernels/cpu/dense_blocks.h` widens them
+alike. `block_rule` multiplies by the integers, as ggml does.
 
 Source: ggml, ggml-quants.c; bit for bit what the `gguf` package computes.
 """
@@ -27,6 +30,7 @@ from .family import WeightKind
 SHIFTS_2 = np.array([0, 2, 4, 6], dtype=np.uint8)
 SHIFTS_4 = np.array([0, 4], dtype=np.uint8)
 MASK_2, MASK_4 = np.uint8(3), np.uint8(15)
+POWERS_OF_3 = np.array([1, 3, 9, 27, 81], dtype=np.uint8)
 _CHUNK_VALUES = 1 << 20  # widened at a time
 
 
@@ -35,58 +39,155 @@ def half_scales(d: NDArray[np.uint8]) -> NDArray[np.float32]:
     return np.ascontiguousarray(d).view(np.float16).astype(np.float32)
 
 
-def _q8_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+class BlockIntegers(NamedTuple):
+    """What n blocks hold: value j is d s q[j] + e m, where s and m are those of its part of the block.
+
+    Every product has at most 24 bits.
+    """
+
+    d: NDArray[np.float32]  # (n, 1)
+    q: NDArray[np.integer]  # (n, values)
+    s: NDArray[np.integer] | None = None  # (n, values / 16 or 32)
+    e: NDArray[np.float32] | None = None  # (n, 1)
+    m: NDArray[np.integer] | None = None  # (n, values / 32)
+
+    @property
+    def scaled(self) -> NDArray[np.integer]:
+        """s q, (n, values)"""
+        if self.s is None:
+            return self.q
+        parts = self.q.reshape(*self.s.shape, -1).astype(np.int16)
+        return (parts * self.s[:, :, None]).reshape(self.q.shape)
+
+
+def _q8_0(blocks: NDArray[np.uint8]) -> BlockIntegers:
     """d | 32 int8"""
-    return blocks[:, 2:].view(np.int8).astype(np.float32) * half_scales(blocks[:, :2])
+    return BlockIntegers(half_scales(blocks[:, :2]), blocks[:, 2:].view(np.int8))
 
 
-def _q4_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """d | 16 bytes: value j in the low nibble of byte j, value j + 16 in the high one; 8 stands for zero"""
-    q = blocks[:, None, 2:] >> SHIFTS_4[:, None] & MASK_4  # (n, 2, 16)
-    return half_scales(blocks[:, :2]) * (q.reshape(-1, 32).astype(np.int8) - np.int8(8)).astype(np.float32)
+def _nibbles(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """(n, 16) -> (n, 32): value j in the low nibble of byte j, value j + 16 in the high one"""
+    return (data[:, None] >> SHIFTS_4[:, None] & MASK_4).reshape(-1, 32)
 
 
-def _q4_1(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """d | m | 16 bytes of nibbles, as in Q4_0"""
-    q = (blocks[:, None, 4:] >> SHIFTS_4[:, None] & MASK_4).reshape(-1, 32)
-    return half_scales(blocks[:, :2]) * q.astype(np.float32) + half_scales(blocks[:, 2:4])
+def _fifth_bits(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """(n, 4) -> (n, 32): bit j is worth 16 in value j"""
+    return np.unpackbits(data, axis=1, bitorder="little") << np.uint8(4)
 
 
-def _q6_k(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+def _q4_0(blocks: NDArray[np.uint8]) -> BlockIntegers:
+    """d | 16 bytes of nibbles; 8 stands for zero"""
+    return BlockIntegers(half_scales(blocks[:, :2]), _nibbles(blocks[:, 2:]).view(np.int8) - np.int8(8))
+
+
+def _q4_1(blocks: NDArray[np.uint8]) -> BlockIntegers:
+    """d | m | 16 bytes of nibbles"""
+    ones = np.ones((len(blocks), 1), dtype=np.int8)
+    return BlockIntegers(half_scales(blocks[:, :2]), _nibbles(blocks[:, 4:]), None, half_scales(blocks[:, 2:4]), ones)
+
+
+def _q5_0(blocks: NDArray[np.uint8]) -> BlockIntegers:
+    """d | 4 bytes of fifth bits | 16 bytes of nibbles; 16 stands for zero"""
+    q = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    return BlockIntegers(half_scales(blocks[:, :2]), q.view(np.int8) - np.int8(16))
+
+
+def _q6_k(blocks: NDArray[np.uint8]) -> BlockIntegers:
     """128 bytes of low nibbles | 64 bytes of high pairs of bits | 16 int8 scales, one for 16 values | d"""
     n = len(blocks)
     low = blocks[:, :128].reshape(n, 2, 1, 64) >> SHIFTS_4[:, None] & MASK_4  # (n, halves, 2, 64)
     high = blocks[:, 128:192].reshape(n, 2, 1, 32) >> SHIFTS_2[:, None] & MASK_2  # (n, halves, 4, 32)
-    q = (low.reshape(n, 16, 16) | high.reshape(n, 16, 16) << 4).astype(np.int8) - np.int8(32)
-    scales = blocks[:, 192:208].view(np.int8).astype(np.float32) * half_scales(blocks[:, 208:])
-    return (scales[:, :, None] * q.astype(np.float32)).reshape(n, 256)
+    q = (low.reshape(n, 256) | high.reshape(n, 256) << 4).view(np.int8) - np.int8(32)
+    return BlockIntegers(half_scales(blocks[:, 208:]), q, blocks[:, 192:208].view(np.int8))
 
 
-def _q4_k(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """d | dmin | 12 bytes: 8 scales and 8 minima of 6 bits | 128 bytes of nibbles, low ones first; d s q - dmin m
+def _q4_k(blocks: NDArray[np.uint8]) -> BlockIntegers:
+    """d | dmin | 12 bytes: 8 scales and 8 minima | 128 bytes of nibbles, of each 64 values the low ones first"""
+    q = (blocks[:, 16:].reshape(-1, 4, 1, 32) >> SHIFTS_4[:, None] & MASK_4).reshape(-1, 8, 32)
+    return _with_minima(blocks, q)
 
-    Each scale and minimum covers 32 values. The first four are the low 6 bits of bytes 0-3 and 4-7; the last four have
-    their low nibbles in bytes 8-11 and their high 2 bits on top of bytes 0-7.
+
+def _q5_k(blocks: NDArray[np.uint8]) -> BlockIntegers:
+    """as Q4_K, with 32 bytes of fifth bits before the nibbles: bit i is that of the i-th 32 values"""
+    low = (blocks[:, 48:].reshape(-1, 4, 1, 32) >> SHIFTS_4[:, None] & MASK_4).reshape(-1, 8, 32)
+    high = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)  # (n, 8, 32)
+    return _with_minima(blocks, low | high << np.uint8(4))
+
+
+def _with_minima(blocks: NDArray[np.uint8], q: NDArray[np.uint8]) -> BlockIntegers:
+    """d s q - dmin m of q (n, 8, 32), where each scale s and minimum m has 6 bits and covers 32 values.
+
+    The first four are the low 6 bits of bytes 0-3 and 4-7; the last four have their low nibbles in bytes 8-11 and their
+    high 2 bits on top of bytes 0-7.
     """
-    n = len(blocks)
     first, second, third = (blocks[:, start : start + 4] for start in (4, 8, 12))
     low6, high2 = np.uint8(63), np.uint8(6)
     scales = np.concatenate([first & low6, third & MASK_4 | first >> high2 << np.uint8(4)], axis=1)
     minima = np.concatenate([second & low6, third >> np.uint8(4) | second >> high2 << np.uint8(4)], axis=1)
-    d = (half_scales(blocks[:, :2]) * scales.astype(np.float32)).reshape(n, 8, 1)
-    offset = (half_scales(blocks[:, 2:4]) * minima.astype(np.float32)).reshape(n, 8, 1)
-    q = (blocks[:, 16:].reshape(n, 4, 1, 32) >> SHIFTS_4[:, None] & MASK_4).reshape(n, 8, 32)
-    return (d * q.astype(np.float32) - offset).reshape(n, 256)
+    q = q.reshape(len(blocks), 256)
+    return BlockIntegers(half_scales(blocks[:, :2]), q, scales, -half_scales(blocks[:, 2:4]), minima)
+
+
+def tq2_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """64 bytes | d: two halves of 32 bytes; bits 0-1 are the first 32 values of the half's 128, bits 2-3 the next"""
+    return (blocks[:, :64].reshape(-1, 2, 1, 32) >> SHIFTS_2[:, None] & MASK_2).reshape(-1, 256)
+
+
+def tq1_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """32 bytes of 5 trits (160 values) | 16 bytes of 5 (80) | 4 bytes of 4 (16) | d
+
+    A byte is the fraction 0.t0 t1 t2 t3 t4 in base 3, times 256, rounded up: multiplied by 3^n and wrapped to a byte,
+    it is the fraction that begins with t_n, and times 3 its whole part is t_n itself.
+    """
+    return read_trits(blocks, ((0, 32, 5), (32, 48, 5), (48, 52, 4)))
+
+
+def read_trits(blocks: NDArray[np.uint8], spans: tuple[tuple[int, int, int], ...]) -> NDArray[np.uint8]:
+    """The trits of (first byte, one past the last, trits of a byte): of each span the first of all bytes come first."""
+    parts = []
+    for start, end, trits in spans:
+        fractions = blocks[:, None, start:end] * POWERS_OF_3[:trits, None]  # (n, trits, bytes): uint8, so it wraps
+        parts.append((fractions.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(blocks), -1))
+    return np.concatenate(parts, axis=1)
+
+
+def q2_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """d, then 2 bits per weight, the first in the lowest bits. Code 3 means +2; no ternary file has it."""
+    return (blocks[:, 2:, None] >> SHIFTS_2 & MASK_2).reshape(len(blocks), -1)
+
+
+def q1_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """d, then a bit per weight, the first in the lowest: -1 or +1"""
+    return np.unpackbits(blocks[:, 2:], axis=1, bitorder="little") << np.uint8(1)
+
+
+def _ternary(codes_of: Callable[[NDArray[np.uint8]], NDArray[np.uint8]], at: int) -> Callable[..., BlockIntegers]:
+    """d (code - 1), d at byte `at`"""
+
+    def integers(blocks: NDArray[np.uint8]) -> BlockIntegers:
+        return BlockIntegers(half_scales(blocks[:, at : at + 2]), codes_of(blocks).view(np.int8) - np.int8(1))
+
+    return integers
 
 
 class BlockType(NamedTuple):
-    """How a block of `values` numbers lies in `nbytes` bytes. widen: blocks (n, nbytes) uint8 -> (n, values)"""
+    """How a block of `values` numbers lies in `nbytes` bytes. integers: blocks (n, nbytes) uint8 -> what they hold"""
 
     number: int | None  # in kernels/cpu/dense_blocks.h; None: NumPy multiplies by it
     values: int
     nbytes: int
     halves: tuple[int, ...]  # the places of its float16 numbers
-    widen: Callable[[NDArray[np.uint8]], NDArray[np.float32]]
+    integers: Callable[[NDArray[np.uint8]], BlockIntegers]
+
+    def widen(self, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """(n, nbytes) uint8 -> (n, values)"""
+        integers = self.integers(blocks)
+        e, m = integers.e, integers.m
+        values = integers.d * integers.scaled.astype(np.float32)
+        if e is not None and m is not None:
+            parts = values.reshape(*m.shape, -1)
+            parts += (e * m.astype(np.float32))[:, :, None]
+        return values
 
 
 BLOCK_TYPES = {
@@ -96,11 +197,25 @@ BLOCK_TYPES = {
     "Q4_K": BlockType(6, 256, 144, (0, 2), _q4_k),
     "Q6_K": BlockType(7, 256, 210, (208,), _q6_k),
 }
+# Those that stay in blocks by ggml's rule only: as floats they are faster, or packed in another way
+RULED_TYPES = {
+    "Q5_0": BlockType(None, 32, 22, (0,), _q5_0),
+    "Q5_K": BlockType(None, 256, 176, (0, 2), _q5_k),
+    "TQ1_0": BlockType(None, 256, 54, (52,), _ternary(tq1_0_codes, 52)),
+    "TQ2_0": BlockType(None, 256, 66, (64,), _ternary(tq2_0_codes, 64)),
+    "Q2_0": BlockType(None, 64, 18, (0,), _ternary(q2_0_codes, 0)),
+    "Q1_0": BlockType(None, 128, 18, (0,), _ternary(q1_0_codes, 0)),
+}
+
+
+def block_type(kind: str) -> BlockType:
+    """The type of that name, of either table."""
+    return BLOCK_TYPES.get(kind) or RULED_TYPES[kind]
 
 
 def widen_blocks(stored: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
     """Rows of blocks (n, bytes of a row) -> their values, exactly as the file means them, (n, K)."""
-    block = BLOCK_TYPES[kind]
+    block = block_type(kind)
     blocks = stored.reshape(-1, block.nbytes)
     out, step = np.empty((len(blocks), block.values), dtype=np.float32), _CHUNK_VALUES // block.values
     with np.errstate(invalid="ignore", over="ignore"):  # a NaN or Inf scale gives NaN, which the reader reports
@@ -111,8 +226,8 @@ def widen_blocks(stored: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
 
 def are_finite(stored: NDArray[np.uint8], kind: str) -> bool:
     """Whether no value of the blocks is NaN or Inf: none is beyond float32 unless a float16 number is."""
-    blocks = stored.reshape(-1, BLOCK_TYPES[kind].nbytes)
-    return all(np.isfinite(half_scales(blocks[:, at : at + 2])).all() for at in BLOCK_TYPES[kind].halves)
+    blocks = stored.reshape(-1, block_type(kind).nbytes)
+    return all(np.isfinite(half_scales(blocks[:, at : at + 2])).all() for at in block_type(kind).halves)
 
 
 def to_q8_0(values: NDArray[np.float32]) -> NDArray[np.uint8]:
@@ -138,7 +253,7 @@ def to_q8_0(values: NDArray[np.float32]) -> NDArray[np.uint8]:
 class BlockWeight(DenseWeight):
     """A dense matrix whose rows are stored in blocks: `stored` is (N, bytes of a row) uint8."""
 
-    block_type: str = "Q8_0"  # of BLOCK_TYPES
+    block_type: str = "Q8_0"  # of BLOCK_TYPES, or of RULED_TYPES
 
     def __post_init__(self) -> None:
         nbytes = self.block.nbytes
@@ -148,7 +263,7 @@ class BlockWeight(DenseWeight):
 
     @property
     def block(self) -> BlockType:
-        return BLOCK_TYPES[self.block_type]
+        return block_type(self.block_type)
 
     @property
     def shape(self) -> tuple[int, int]:

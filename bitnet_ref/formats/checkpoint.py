@@ -66,7 +66,9 @@ class LoadOptions:
     adapter: The folder of a LoRA adapter, or "none". By default the one beside the weights, if there is one.
     activations: What a GGUF's ternary linears do with their inputs, when its matrices do not show it. "int8", as in
         BitNets, or "float", as in TriLM and BitCPM. "auto": float if a matrix has several scales, or the model's name
-        says so; `inspect` says which was taken.
+        says so; `inspect` says which was taken. "blocks": as llama.cpp computes on a CPU, in a GGUF of any model: each
+        matrix in blocks gets its inputs in 8 bits, with a scale for each 32 or 256 of them, and one in 16 bits gets
+        them in its own type.
     rotation: Matrices in a Hadamard basis: run them as stored, or fold it into dense ones. "stored" runs those of
         Bonsai 2 on rotated inputs; "folded" makes dense float32 matrices in the plain basis of them.
     dense: Dense weights: as stored, or in int8, which changes the logits (crossval precision). "int8" is for the
@@ -83,7 +85,7 @@ class LoadOptions:
     i2_s_layout: str | None = option(None, choice(None, *LAYOUTS), flag="--i2s-layout")
     tl_tiles: str | os.PathLike[str] | None = option(None, PATH)
     adapter: str | os.PathLike[str] | None = option(None, PATH, metavar="FOLDER")
-    activations: str = option("auto", choice("auto", "int8", "float"))
+    activations: str = option("auto", choice("auto", "int8", "float", "blocks"))
     rotation: str = option("stored", choice("stored", "folded"))
     dense: str = option("stored", choice("stored", "int8"))
     share: bool = option(False, FLAG, in_shell=False)

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import FormatError, RegistryError
+from ..errors import ConfigError, FormatError, RegistryError
 from ..system.json_file import stays_inside
 from .checkpoint import Checkpoint, LoadOptions
 from .hf.adapter import NO_ADAPTER, describe_adapter, read_adapter
@@ -131,6 +131,9 @@ def open_checkpoint(path: Path, options: LoadOptions | None = None) -> Checkpoin
 
 def _open(path: Path, options: LoadOptions | None) -> Checkpoint:
     name, path = choose_format(path)
+    if name != "gguf" and options is not None and options.activations == "blocks":
+        message = '"blocks" is how llama.cpp computes from a GGUF file\'s blocks; load another without'
+        raise ConfigError(message, path=path, field="activations")
     if name == "native":
         from .native.model import NativeCheckpoint
 

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from helpers import GOLDEN, call, model, prepared, random_ternary, rng
+from helpers import GOLDEN, call, model, prepared, random_blocks, random_ternary, rng
 
 from bitnet_ref.backends.paged_cache import CacheSpec
+from bitnet_ref.families.block_rule import by_rule
 from bitnet_ref.families.groups import GroupTernaryWeight
 from bitnet_ref.families.linear_norms import NormedLinear
 from bitnet_ref.reference.cache import TokenBatch
@@ -134,6 +135,17 @@ NORMED = NormedLinear(Norm(WEIGHT, 1e-5), TERNARY)
 GROUPED = GroupTernaryWeight(TERNARY.packed, D, GEN.random((52, 2)).astype(np.float16), 48)
 TABLE = DenseWeight(GEN.standard_normal((30, D)).astype(np.float32))
 
+RULED = [by_rule(random_blocks(kind, GEN, 19, 256)) for kind in ("Q8_0", "Q4_1", "Q4_K", "TQ2_0")]
+LONG = GEN.standard_normal((N, 256)).astype(np.float32)
+
+
+def ruled(be, i):
+    """Linears by ggml's rule, two widths of blocks in one call; nothing where a backend has no kernels for them."""
+    if not be.takes_ruled:
+        return np.empty((len(i), 0), dtype=np.float32)
+    return np.concatenate(call(be, "linears", LONG[i], prepared(be, *RULED)), axis=1)
+
+
 OPS = {
     "embed": lambda be, i: call(be, "embed", TABLE, POSITIONS[i] % 30),
     "rms_norm": lambda be, i: call(be, "rms_norm", X[i], Norm(WEIGHT, 1e-5)),
@@ -147,6 +159,7 @@ OPS = {
     "dense linear": lambda be, i: call(be, "linear", X[i], prepared(be, DENSE)[0]),
     "ternary linear": lambda be, i: call(be, "linear", X[i], prepared(be, TERNARY)[0]),
     "group linear": lambda be, i: call(be, "linear", X[i], prepared(be, GROUPED)[0]),
+    "ruled linear": lambda be, i: ruled(be, i),
     "group embed": lambda be, i: call(be, "embed", prepared(be, GROUPED)[0], POSITIONS[i] % 52),
     "linears": lambda be, i: np.concatenate(
         call(be, "linears", X[i], prepared(be, TERNARY, NORMED, GROUPED, DENSE)), axis=1

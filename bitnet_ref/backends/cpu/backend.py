@@ -23,6 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BackendUnavailable, NumericsError, ShapeError
+from ...families.block_rule import WIDTHS, RuledLinear, narrow_inputs, ruled_linear
+from ...families.blocks import BlockWeight
 from ...families.groups import GroupTernaryLinear, GroupTernaryWeight, group_linear
 from ...families.linear_norms import NormedLinear
 from ...families.lora import AdaptedLinear, OnLinear, SelectedLinear, add_selected, lora_term
@@ -67,6 +69,7 @@ from .weights import (
     ROWS_PER_STEP,
     GroupPanelWeight,
     PanelWeight,
+    RuledPanelWeight,
     ScreenedHead,
     has_dense_kernel,
     kernels_take,
@@ -84,7 +87,7 @@ class CythonBackend(KernelBackend):
     dtypes = ("float32",)
     cache_dtypes = CACHE_DTYPES
     paths = ("ops", "blocks", "replayed")
-    weight_kinds = (PanelWeight, GroupPanelWeight, ScreenedHead)
+    weight_kinds = (PanelWeight, GroupPanelWeight, RuledPanelWeight, ScreenedHead)
     screens_head = True
 
     def __init__(
@@ -373,6 +376,9 @@ class CythonBackend(KernelBackend):
         if function is group_linear:
             x, w = args
             return self._group_linears(x, [replace(self._group_panels(w), bias=None)])[0]
+        if function is ruled_linear:
+            x, w = args
+            return self._ruled_linears(x, [self._ruled_panels(w).without_bias()])[0]
         return function(*args)
 
     def compose(self, name: str, function: Callable[..., Floats], *args: Any) -> Floats:
@@ -489,6 +495,26 @@ class CythonBackend(KernelBackend):
             factors = w.__dict__["_factors"] = _cpu.LoraFactors(pairs)
         self.kernels.add_terms(x, y, factors, None if selected is None else selected.choice_of(x))
 
+    def _ruled_panels(self, w: RuledLinear) -> RuledLinear:
+        """A matrix in blocks in panels; one in 16 bits as it is."""
+        if isinstance(w, RuledPanelWeight) or not isinstance(w.matrix, BlockWeight):
+            return w
+        return RuledPanelWeight.pack(w.matrix, self._memory)
+
+    def _ruled_linears(self, x: Floats, ws: Sequence[RuledLinear]) -> list[Floats]:
+        """Linears by ggml's rule and their biases: neighbours with equally wide blocks of inputs in one call."""
+        outputs: list[Floats] = []
+        for w in ws:
+            require("ruled_linear", x.ndim == 2 and x.shape[1] == w.shape[1], f"x (N, {w.shape[1]})", x=x)
+        for width, same in groupby(ws, lambda w: WIDTHS.get(w.inputs)):
+            if width is None:
+                outputs += [self.linear(narrow_inputs(x, w), w.matrix) for w in same]
+                continue
+            panels = [self._ruled_panels(w) for w in same]
+            ys = self.kernels.ruled_linears(x, [w for w in panels if isinstance(w, RuledPanelWeight)])
+            outputs += [y if w.bias is None else self.add(y, w.bias) for y, w in zip(ys, panels, strict=True)]
+        return outputs
+
     def _group_panels(self, w: GroupTernaryLinear) -> GroupPanelWeight:
         """The weight in panels for this kernel set, prepared already or now."""
         layout = _cpu.group_layout(self.kernels.kernel_set)
@@ -546,12 +572,14 @@ class CythonBackend(KernelBackend):
         "ternary": _ternary_panels,
         "groups": _group_panels,
         "normed": _normed,
+        "ruled": _ruled_panels,
     }
     _PRODUCTS: ClassVar[dict[str, Callable[..., Sequence[Floats]]]] = {
         "ternary": _bit_linears,
         "groups": _group_linears,
         "dense": _dense_linears,
         "normed": _normed_linears,
+        "ruled": _ruled_linears,
     }
 
 

@@ -18,13 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import NumericsError
+from ...families.block_rule import round_inputs
 from ...families.blocks import BlockWeight
 from ...families.moe import TOGETHER
 from ...reference.cache import TokenBatch
 from ...reference.layers import Floats
 from ...reference.weights import DenseWeight, Norm
 from .extension import _cpu
-from .weights import GroupPanelWeight, PanelWeight, view_bits
+from .weights import GroupPanelWeight, PanelWeight, RuledPanelWeight, view_bits
 
 GATES = {"relu2": 1, "silu": 2}  # activations with a kernel, by their numbers in _cpu_ternary.pxi
 
@@ -92,6 +93,15 @@ class CpuKernels:
         row = _cpu.group_linears(as_floats(x), views, ys, self.threads, self.kernel_set, self.tape)
         if row >= 0:
             raise NumericsError(f"group_matmul: the activation of token {row} holds NaN or Inf")
+        return ys
+
+    def ruled_linears(self, x: Floats, ws: Sequence[RuledPanelWeight]) -> tuple[NDArray[np.float32], ...]:
+        """Linears by ggml's rule without their biases, of equally wide blocks of inputs.   -> (N, out) for each"""
+        ys = tuple([self.results.empty((len(x), w.shape[0])) for w in ws])
+        views = [w.kernel_view for w in ws]
+        if _cpu.ruled_linears(as_floats(x), views, ys, self.threads, self.kernel_set, self.tape) >= 0:
+            for w in ws:
+                round_inputs(as_floats(x), w.inputs)  # raises the error that says what is wrong
         return ys
 
     def group_experts(self, x: Floats, ws: Sequence[GroupPanelWeight]) -> NDArray[np.float32]:

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ...families.block_rule import RuledLinear, RuledWeight
 from ...families.blocks import BlockWeight
 from ...families.groups import GroupLayout, GroupTernaryWeight
 from ...reference import quantization
@@ -23,6 +24,7 @@ from .memory import HugePages
 MIN_SCREENED_BYTES = 16 << 20
 # Smaller matrices stay in the processor's cache, where reading all of them in order costs no more.
 MIN_STRIPS_BYTES = 1 << 20
+PACKED_VALUES = 1 << 20  # of a matrix in blocks, at a time
 ROWS_PER_STEP = 1 << 13  # of a head whose screen is made in steps
 MAX_STRIP = 1 << 17  # rows, and columns: the kernels' sums fit int32
 # Beyond this share of the rows all of them are computed: single rows come from memory more slowly than rows in order.
@@ -165,6 +167,83 @@ class GroupPanelWeight(GroupLayout):
         _, _, chunks, per_group, rows = _cpu.group_sizes(*self.shape, self.group, self.layout)
         by_panel = self.scales.reshape(-1, chunks, rows)[:, ::per_group]
         return packed, np.ascontiguousarray(by_panel[ids // rows, :, ids % rows])
+
+
+# Types of a matrix -> the number of their form in kernels/cpu/ruled_steps.h
+_FORMS = (
+    ("Q8_0",),
+    ("Q4_0",),
+    ("Q4_1",),
+    ("Q5_0",),
+    ("Q2_0", "Q1_0"),
+    ("Q4_K",),
+    ("Q5_K",),
+    ("Q6_K",),
+    ("TQ1_0", "TQ2_0"),
+)
+RULED_FORMS = {kind: number for number, kinds in enumerate(_FORMS) for kind in kinds}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RuledPanelWeight(RuledLinear):
+    """A matrix in blocks for ggml's rule, in panels of 16 rows as well (`kernels/cpu/ruled_steps.h`)."""
+
+    matrix: BlockWeight  # as the file has it: rows of an embedding come from there
+    panels: NDArray[np.uint8]  # (ceil(N/16), bytes)
+    kernel_view: Any = field(init=False, repr=False)  # the same as an object of the extension
+
+    def __post_init__(self) -> None:
+        view = _cpu.RuledPanels(self.panels, RULED_FORMS[self.matrix.block_type], *self.matrix.shape)
+        object.__setattr__(self, "kernel_view", view)
+
+    @classmethod
+    def pack(cls, matrix: BlockWeight, memory: HugePages) -> RuledPanelWeight:
+        """The weight in panels, in `memory`."""
+        rows, form = _cpu.ruled_rows, _cpu.ruled_forms()[RULED_FORMS[matrix.block_type]]
+        (n, k), (_, _, block, *_, size) = matrix.shape, form
+        panels = memory.empty((-(-n // rows), k // block * size))
+        step = max(1, PACKED_VALUES // (rows * k))  # panels at a time
+        for start in range(0, len(panels), step):
+            stored = matrix.stored[start * rows : (start + step) * rows]
+            if missing := -len(stored) % rows:
+                stored = np.concatenate([stored, np.zeros((missing, stored.shape[1]), dtype=np.uint8)])
+            panels[start : start + step] = _ruled_panels(matrix, stored, form)
+        return cls(matrix, panels)
+
+    @property
+    def nbytes(self) -> int:
+        return self.panels.nbytes + self.matrix.nbytes
+
+    def plain(self) -> RuledWeight:
+        return RuledWeight(self.matrix)
+
+    @property
+    def bytes_of_token(self) -> int:
+        """Bytes read for one token."""
+        return self.panels.nbytes
+
+
+def _ruled_panels(matrix: BlockWeight, stored: NDArray[np.uint8], form: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Some rows as panels (see ruled_steps.h).   stored (P * 16, bytes of a row) -> (P, bytes of a panel)"""
+    bits, offset, block, _, term, _ = form
+    integers = matrix.block.integers(stored.reshape(-1, matrix.block.nbytes))
+    rows, units = _cpu.ruled_rows, matrix.shape[1] // block
+    panels = len(stored) // rows
+    codes = (integers.q.astype(np.int16) + offset).astype(np.uint8).reshape(panels, rows, units, block // 32, 8, 4)
+    codes = codes.transpose(0, 2, 3, 4, 1, 5)  # (panels, units, 32 columns, groups of 4 columns, rows, columns)
+    if bits == 4:
+        codes = codes[:, :, :, :4] | codes[:, :, :, 4:] << np.uint8(4)
+    elif bits == 2:
+        places = np.arange(0, 8, 2, dtype=np.uint8)[:, None, None, None]
+        codes = np.bitwise_or.reduce(codes.reshape(panels, units, block // 32, 4, 2, rows, 4) << places, axis=3)
+    parts = [codes.reshape(panels, units, -1)]
+    for values in (integers.d, integers.e, integers.s, integers.m if term == 2 else None):
+        if values is not None:
+            by_row = values.reshape(panels, rows, -1)
+            by_row = np.repeat(by_row, max(1, units // by_row.shape[2]), axis=2)  # a unit is a part of a larger block
+            by_unit = by_row.reshape(panels, rows, units, -1).transpose(0, 2, 3, 1)
+            parts.append(np.ascontiguousarray(by_unit).view(np.uint8).reshape(panels, units, -1))
+    return np.concatenate(parts, axis=2).reshape(panels, -1)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

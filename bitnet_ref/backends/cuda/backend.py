@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BackendUnavailable, ShapeError
-from ...families import family_of
+from ...families import KINDS, family_of
 from ...families.family import widest_window
 from ...families.groups import GroupTernaryLinear, group_linear
 from ...families.linear_norms import NormedLinear, model_norms
@@ -69,6 +69,7 @@ class CupyBackend(Backend):
     cache_dtypes = CACHE_DTYPES
     paths = ("ops", "blocks", "replayed")
     weight_kinds = (TiledWeight, DeviceDense)
+    takes_ruled = False
 
     def __init__(
         self,
@@ -121,7 +122,11 @@ class CupyBackend(Backend):
         raise BackendUnavailable(message, mentions=["backend='cython'"])
 
     def prepare(self, w: LinearWeight) -> LinearWeight:
-        return self._LAYOUTS[w.kind](self, w)
+        prepare = self._LAYOUTS.get(w.kind)
+        if prepare is None:
+            message = f"the backend cupy has no kernels for matrices {KINDS[w.kind].words.rstrip(',')}"
+            raise BackendUnavailable(f"{message}: {w!r}; load it with backend='cython' or 'numpy'")
+        return prepare(self, w)
 
     def _put_groups(self, w: GroupTernaryLinear) -> DeviceGroups | DeviceDense:
         """On the device; as a dense matrix where the kernels cannot compute from it."""

@@ -157,6 +157,8 @@ def convert(
     """
     if to not in TARGETS:
         raise ConfigError(f"no format is called {to!r}; there are: {', '.join(TARGETS)}")
+    if options is not None and options.activations == "blocks":
+        raise ConfigError('"blocks" is how a model computes; files hold the same either way', field="activations")
     target, path = TARGETS[to], Path(destination)
     chosen = WriteOptions(None if tl_tiles is None else Path(tl_tiles), split_size)
     if split_size is not None:

@@ -8,8 +8,7 @@ such a tensor extends to the next one, or to the end of the file. Ids 40 and 42 
 `MEANINGS`.
 
 A row is cut into blocks; each block has a float16 scale d and small integers q, and its values are d * q. These are
-the types in BitNet files (Q4_K and Q6_K hold the embedding and the head of llama.cpp's TQ1_0 and TQ2_0 files); other
-quantisations of dense models are not read.
+the types in BitNet files; `families/blocks` has those of dense models, and some are decoded by the package `gguf`.
 
 Source: ggml, ggml-quants.c; bit for bit what the `gguf` package computes.
 """
@@ -26,7 +25,20 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ...errors import FormatError, NumericsError, ShapeError
-from ...families.blocks import BLOCK_TYPES, MASK_2, SHIFTS_2, half_scales, to_q8_0
+from ...families.blocks import (
+    BLOCK_TYPES,
+    MASK_2,
+    POWERS_OF_3,
+    RULED_TYPES,
+    SHIFTS_2,
+    half_scales,
+    q1_0_codes,
+    q2_0_codes,
+    read_trits,
+    to_q8_0,
+    tq1_0_codes,
+    tq2_0_codes,
+)
 from ...families.groups import cut_groups
 from ...reference.layers import Array, Floats
 from ...reference.quantization import CODES_PER_BYTE, SCALE_FLOOR
@@ -88,7 +100,6 @@ GROUP_TYPES = (*_CODES_LAST, "PTQ1_0", "STQ1_0")  # a float16 scale for each blo
 TERNARY_TYPES = ("I2_S", *TERNARY_BLOCKS, *TERNARY_ROWS, "TL1", "TL2/MXFP4")
 
 _CHUNK_BLOCKS = 1 << 12  # of 256 values, decoded at a time
-_POWERS = np.array([1, 3, 9, 27, 81], dtype=np.uint8)
 _TQ1_0_TRITS = ((0, 32, 5), (32, 48, 5), (48, 52, 4))  # (first byte, one past the last, trits of a byte)
 _PTQ1_0_TRITS = ((0, 16, 5), (16, 24, 5), (24, 26, 4))
 _FOUR_ZEROS = np.uint8(0x55)  # a byte of four codes 1
@@ -102,36 +113,13 @@ _STQ1_0_SLOT_OF[0xAA - _STQ1_0_SLOTS] = np.arange(16, 32)
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _tq2_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """64 bytes | d: two halves of 32 bytes; bits 0-1 are the first 32 values of the half's 128, bits 2-3 the next"""
-    return (blocks[:, :64].reshape(-1, 2, 1, 32) >> SHIFTS_2[:, None] & MASK_2).reshape(-1, 256)
-
-
 def _tq2_0_data(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     data: NDArray[np.uint8] = np.bitwise_or.reduce(codes.reshape(-1, 2, 4, 32) << SHIFTS_2[:, None], axis=2)
     return data.reshape(-1, 64)
 
 
-def _tq1_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """32 bytes of 5 trits (160 values) | 16 bytes of 5 (80) | 4 bytes of 4 (16) | d
-
-    A byte is the fraction 0.t0 t1 t2 t3 t4 in base 3, times 256, rounded up: multiplied by 3^n and wrapped to a byte,
-    it is the fraction that begins with t_n, and times 3 its whole part is t_n itself.
-    """
-    return _trits(blocks, _TQ1_0_TRITS)
-
-
-def _trits(blocks: NDArray[np.uint8], spans: tuple[tuple[int, int, int], ...]) -> NDArray[np.uint8]:
-    """The trits of (first byte, one past the last, trits of a byte): of each span the first of all bytes come first."""
-    parts = []
-    for start, end, trits in spans:
-        fractions = blocks[:, None, start:end] * _POWERS[:trits, None]  # (n, trits, bytes): uint8, so it wraps
-        parts.append((fractions.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(blocks), -1))
-    return np.concatenate(parts, axis=1)
-
-
 def _trits_data(codes: NDArray[np.uint8], spans: tuple[tuple[int, int, int], ...]) -> NDArray[np.uint8]:
-    """The inverse of `_trits`: q/243 of 256, rounded up."""
+    """The inverse of `read_trits`: q/243 of 256, rounded up."""
     parts, first = [], 0
     for start, end, trits in spans:
         digits = codes[:, first : first + (end - start) * trits].reshape(len(codes), trits, -1)
@@ -139,16 +127,6 @@ def _trits_data(codes: NDArray[np.uint8], spans: tuple[tuple[int, int, int], ...
         parts.append((digits * weights).sum(axis=1, dtype=np.uint16))
         first += (end - start) * trits
     return ((np.concatenate(parts, axis=1) * 256 + 242) // 243).astype(np.uint8)
-
-
-def _q2_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """d, then 2 bits per weight, the first in the lowest bits. Code 3 means +2; no ternary file has it."""
-    return (blocks[:, 2:, None] >> SHIFTS_2 & MASK_2).reshape(len(blocks), -1)
-
-
-def _q1_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """d, then a bit per weight, the first in the lowest: -1 or +1"""
-    return np.unpackbits(blocks[:, 2:], axis=1, bitorder="little") << np.uint8(1)
 
 
 def _q1_0_data(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -183,12 +161,12 @@ def _stq1_0_data(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 # kind -> blocks (n, block_bytes) -> codes (n, block_values): the weight is code - 1, times the block's scale
 _CODES: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
-    "TQ1_0": _tq1_0_codes,
-    "TQ2_0": _tq2_0_codes,
-    "PTQ1_0": lambda blocks: _trits(blocks, _PTQ1_0_TRITS),  # 16 bytes of 5 trits | 8 of 5 | 2 of 4 | d
+    "TQ1_0": tq1_0_codes,
+    "TQ2_0": tq2_0_codes,
+    "PTQ1_0": lambda blocks: read_trits(blocks, _PTQ1_0_TRITS),  # 16 bytes of 5 trits | 8 of 5 | 2 of 4 | d
     "STQ1_0": _stq1_0_codes,
-    **dict.fromkeys(("Q2_0", "Q2_0 of 128", "PQ2_0"), _q2_0_codes),
-    **dict.fromkeys(("Q1_0", "Q1_0 of 32"), _q1_0_codes),
+    **dict.fromkeys(("Q2_0", "Q2_0 of 128", "PQ2_0"), q2_0_codes),
+    **dict.fromkeys(("Q1_0", "Q1_0 of 32"), q1_0_codes),
 }
 # The inverse, without the scale: codes (n, block_values) -> (n, block_bytes - 2)
 _DATA: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
@@ -214,14 +192,14 @@ _DEQUANTIZE: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.float32]]] = {
     "F32": lambda blocks: blocks.view(np.float32),
     "F16": lambda blocks: blocks.view(np.float16).astype(np.float32),
     "BF16": lambda blocks: blocks.view(ml_dtypes.bfloat16).astype(np.float32),
-    **{kind: block.widen for kind, block in BLOCK_TYPES.items()},
+    **{kind: block.widen for kind, block in (BLOCK_TYPES | RULED_TYPES).items()},
     **{kind: partial(_values, kind) for kind in _CODES},
 }
 DEQUANTIZABLE = (*_DEQUANTIZE, *TERNARY_ROWS)
 # Dense types that the package `gguf` decodes
 BY_PACKAGE = (
-    *("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"),
-    *("IQ3_S", "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4"),
+    *("Q5_1", "Q2_K", "Q3_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
+    *("IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4"),
 )
 
 
@@ -306,7 +284,7 @@ def _read_rows(
 
 def _iq1_bn_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """12 bytes of 5 trits, three for each 16 weights, and one of the last of each 16: the lowest digit first"""
-    trits = ((blocks[:, :, None] * _POWERS[::-1]).astype(np.uint16) * 3 >> 8).astype(np.uint8)  # (n, 13, 5)
+    trits = ((blocks[:, :, None] * POWERS_OF_3[::-1]).astype(np.uint16) * 3 >> 8).astype(np.uint8)  # (n, 13, 5)
     return np.concatenate([trits[:, :12].reshape(-1, 4, 15), trits[:, 12, :4, None]], axis=2).reshape(-1, 64)
 
 
@@ -400,7 +378,7 @@ def groups_from_blocks(
 def _split_codes(kind: str, blocks: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
     """(2-bit codes, four in a byte as `quantization.pack_ternary` has them, scale) of each block of such a type."""
     d = np.ascontiguousarray(_scales(kind, blocks)).view(np.float16)[:, 0]
-    if _CODES[kind] is _q2_0_codes:
+    if _CODES[kind] is q2_0_codes:
         return blocks[:, 2:], d
     return _pack_codes(_CODES[kind](blocks)), d
 

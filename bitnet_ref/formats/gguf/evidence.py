@@ -90,6 +90,9 @@ def find_ternary(file: GgufFile, evidence: list[str], activations: str = "auto")
     activations: see `LoadOptions`.
     """
     arch = file.metadata.get("general.architecture")
+    if activations == "blocks":
+        evidence.append("activations: rounded by blocks, as it was asked for (the rule of ggml, see docs/families.md)")
+        return None
     if file.metadata.get(f"{arch}.expert_count"):
         evidence.append("activations stay floats: experts are no BitLinears")
         return None

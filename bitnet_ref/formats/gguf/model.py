@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError, FormatError
 from ...families import family_of
+from ...families.block_rule import INPUTS, by_rule
 from ...families.blocks import BLOCK_TYPES, BlockWeight, are_finite
 from ...families.family import LinearPlace
 from ...families.groups import from_blocks
@@ -80,6 +81,7 @@ class GgufCheckpoint(Checkpoint):
             check_dialect(self.file, self.evidence)
             quantization = find_ternary(self.file, self.evidence, self.options.activations)
             self.config = read_gguf_config(self.file, quantization, self.evidence)
+            self._describe_inputs()
             self._read_bases()
             self.taken = {ROPE_FREQS, *ROPE_FACTORS.values()} & set(self.file.tensors)  # read with the configuration
             first = next(block_linears(self.file), None)
@@ -90,6 +92,13 @@ class GgufCheckpoint(Checkpoint):
         except BaseException:
             self.close()
             raise
+
+    def _describe_inputs(self) -> None:
+        """A sentence about matrices in blocks whose inputs are floats here and 8 bits in llama.cpp."""
+        kinds = sorted({tensor.type.name for tensor in block_linears(self.file)} & {*BLOCK_TYPES})
+        if kinds and self.options.activations != "blocks":
+            rule = f'activations="blocks" rounds them as llama.cpp does for {" and ".join(kinds)}'
+            self.evidence.append(f"activations: floats; {rule}")
 
     def close(self) -> None:
         self.file.close()
@@ -144,6 +153,8 @@ class GgufCheckpoint(Checkpoint):
     ) -> LinearWeight:
         """A matrix whose input stays in float, packed where the blocks are ternary."""
         kind, (height, width) = tensor.type.name, tensor.shape
+        if self.options.activations == "blocks":
+            return by_rule(self._ruled_matrix(tensor, place, name, bias))
         if kind in _PLANES:
             split = groups_from_rows if kind in TERNARY_ROWS else groups_from_blocks
             with self.file.naming(tensor.name):
@@ -156,6 +167,22 @@ class GgufCheckpoint(Checkpoint):
             if are_finite(stored, kind):
                 return BlockWeight(self._in_our_order(place.take(stored), name), bias, block_type=kind)
         return DenseWeight(self._in_our_order(place.take(self._floats(tensor)), name), bias)
+
+    def _ruled_matrix(
+        self, tensor: GgufTensor, place: LinearPlace, name: str, bias: NDArray[np.float32] | None
+    ) -> DenseWeight:
+        """A matrix that is multiplied by ggml's rule, in the blocks or floats of the file."""
+        kind = tensor.type.name
+        if kind in _FLOATS:
+            return DenseWeight(self._in_our_order(place.take(self._floats(tensor)), name), bias)
+        if kind not in INPUTS or place.columns is not None:
+            why = f"{kind} is not among them" if kind not in INPUTS else "the columns of this one are in another order"
+            message = f'{tensor.name}: "blocks" is for matrices in {", ".join((*_FLOATS, *INPUTS))}; {why}'
+            raise ConfigError(message, path=self.path, field="activations")
+        stored = self.file.read_raw(tensor.name).reshape(tensor.shape[0], -1)
+        if not are_finite(stored, kind):
+            raise self.fail(tensor.name, "holds a scale that is NaN or Inf")
+        return BlockWeight(self._in_our_order(place.take(stored), name), bias, block_type=kind)
 
     def _read_bases(self) -> None:
         tensors = self.file.tensors.values()

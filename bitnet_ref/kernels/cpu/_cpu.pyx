@@ -76,6 +76,14 @@ cdef extern from "kernels.h" nogil:
     void group_unpack_row(const group_shape *, const uint8_t *, size_t, uint8_t *)
     void group_fetch(const uint8_t *codes, size_t bytes)
     void group_turn(const float *, size_t, const float *, const int64_t *, size_t, double *)
+    ctypedef struct ruled_form:
+        int bits, offset, block, scaled, term, is_signed
+    const ruled_form RULED_FORMS[]
+    const int N_RULED_FORMS, RULED_ROWS
+    size_t ruled_unit_bytes(const ruled_form *)
+    size_t ruled_token_bytes(int block, size_t K)
+    int ruled_token(const float *, size_t, int, uint8_t *)
+    int ruled_token_overflows(const uint8_t *, size_t)
     ctypedef struct adamw_rates:
         float b1, rest1, b2, rest2, v_scale, eps, keep, step_size
     ctypedef struct strip_limits:
@@ -105,6 +113,8 @@ cdef extern from "kernels.h" nogil:
         void (*group_panel)(const group_shape *, const uint8_t *, const void *, int, size_t, const group_chunk *, size_t, double *,
                             void (*)(const uint8_t *, size_t, const int8_t *, size_t, size_t, const int32_t *, int32_t *,
                                      size_t, size_t, void *) noexcept nogil, void *) noexcept nogil
+        void (*ruled_panel)(int, const uint8_t *, size_t, const uint8_t *, size_t, size_t, size_t, float *,
+                            size_t) noexcept nogil
         void (*lora_down)(int, const void *, size_t, size_t, const float *, float *) noexcept nogil
         void (*lora_up)(int, const void *, size_t, size_t, size_t, size_t, const float *, float *) noexcept nogil
         void (*screen_rows)(const int8_t *, size_t, size_t, size_t, const float *, const int16_t *, size_t,
@@ -398,5 +408,6 @@ include "_cpu_cache.pxi"
 include "_cpu_dense.pxi"
 include "_cpu_greedy.pxi"
 include "_cpu_group.pxi"
+include "_cpu_ruled.pxi"
 include "_cpu_lora.pxi"
 include "_cpu_training.pxi"

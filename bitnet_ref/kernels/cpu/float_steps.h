@@ -255,6 +255,7 @@ STEP_TARGET static void STEP(rope)(const float *x, size_t heads, size_t half, co
 #include "draw_steps.h"
 #include "head_screen.h"
 #include "group_steps.h"
+#include "ruled_steps.h"
 #include "lora_steps.h"
 #include "training_steps.h"
 
