@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import weakref
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 import bitnet_ref
 from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.backends.cpu.extension import why_unavailable
-from bitnet_ref.backends.cpu.replay import MAX_STEPS, MAX_TOKENS
+from bitnet_ref.backends.cpu.memory import Pool
+from bitnet_ref.backends.cpu.replay import MAX_STEPS, MAX_TOKENS, KernelStep
 from bitnet_ref.backends.paged_cache import CacheSpec, PagedKVCache
 from bitnet_ref.errors import NumericsError, ShapeError
 from bitnet_ref.reference.cache import TokenBatch
@@ -53,6 +55,26 @@ def recorded(cache, n):
     """The step of n tokens that this cache can play, or None."""
     step = cache.steps._steps.get(n)
     return None if step is None or step._result is None else step
+
+
+def test_a_buffer_in_the_place_of_an_array_that_was_freed_makes_no_step_replayable():
+    """NumPy's results, such as the mixed experts of a router's choice, are not what a tape computes again."""
+    m, n = load(), 1 << 15
+    taken = set()
+    for _ in range(20):
+        step = KernelStep(m.backend.kernels, m.weights, m.config, 1, pool := Pool(math.inf))
+
+        def compute(be, pool=pool):
+            elsewhere = np.ones((1, n), dtype=np.float32)
+            y = be.kernels.add(elsewhere, elsewhere)
+            address = elsewhere.ctypes.data
+            del elsewhere
+            result = be.kernels.add(y, y)
+            taken.add(address in [buffer.ctypes.data for buffer in pool.buffers])
+            return result
+
+        assert step._record(m.backend, step._tape, compute) is None
+    assert True in taken
 
 
 @pytest.mark.parametrize("case", REPLAYED)

@@ -107,7 +107,7 @@ class CpuKernels:
     def group_experts(self, x: Floats, ws: Sequence[GroupPanelWeight]) -> NDArray[np.float32]:
         """Linears by groups, without biases, of one shape: all of one row x (1, K), or each of its own row (n, K).
         -> (n, out)"""
-        y = self.results.empty((len(ws), ws[0].out_features))
+        y = np.empty((len(ws), ws[0].out_features), dtype=np.float32)  # no tape has what the router chooses
         views, rows = [w.kernel_view for w in ws], list(y[:, None])
         for start in range(0, len(ws), TOGETHER):
             part = slice(start, start + TOGETHER)

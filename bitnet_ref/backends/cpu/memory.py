@@ -6,6 +6,7 @@ import math
 import mmap
 import sys
 import threading
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ class Pool:
     def __init__(self, max_free_bytes: float) -> None:
         """max_free_bytes: of buffers that no array refers to."""
         self.buffers: list[NDArray[np.uint8]] = []
+        self.before_growth: Callable[[], None] | None = None  # called when a new buffer is needed
         self._max_free_bytes = max_free_bytes
 
     def empty(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
@@ -37,6 +39,8 @@ class Pool:
                 buffers.append(buffers.pop(i))
                 break
         else:
+            if self.before_growth is not None:
+                self.before_growth()
             buffers.append(np.empty(nbytes, dtype=np.uint8))
             self._drop_free()
         return buffers[-1][:nbytes].view(np.float32).reshape(shape)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self
 
@@ -164,20 +165,34 @@ class KernelStep:
     def record(self, be: KernelBackend, cfg: ModelConfig, cache: KVCache) -> Floats | None:
         """Compute the step and record its kernel calls.   -> (n, D), or None where it cannot be replayed"""
         self.is_recorded, w = True, self.weights
-        be = be._with_kernels(replace(self.kernels, results=self._pool, tape=self._tape))
         ropes = [(cos, sin) for cos, sin in self._rope]
-        x = decoder_layers(be, self._x, w.layers, cfg, ropes, self._batch, cache)
-        result = head_input(be, w, cfg, x)
-        if not self._can_replay(self._tape, result):
-            return None
-        self._result = result
-        return result.copy()
 
-    def _can_replay(self, tape: Any, result: Floats) -> bool:
-        """Whether a tape computes this result, from arrays that later steps fill or compute again."""
-        memory: list[Array] = [*self._pool.buffers, self._x, self._rope, self._batch.slots, self._batch.positions]
-        ranges = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in memory]
-        return any(result.base is buffer for buffer in self._pool.buffers) and bool(tape.lies_in(ranges))
+        def compute(be: KernelBackend) -> Floats:
+            x = decoder_layers(be, self._x, w.layers, cfg, ropes, self._batch, cache)
+            return head_input(be, w, cfg, x)
+
+        self._result = self._record(be, self._tape, compute)
+        return None if self._result is None else self._result.copy()
+
+    def _record(self, be: KernelBackend, tape: Any, compute: Callable[[KernelBackend], Floats]) -> Floats | None:
+        """What `compute` computes by kernels that the tape records; None where the tape alone does not compute it, from
+        arrays that later steps fill or compute again."""
+        can_replay = True
+
+        def look() -> None:
+            """Before each new buffer, because it may take the place of an array from elsewhere that was freed."""
+            nonlocal can_replay
+            memory: list[Array] = [*self._pool.buffers, self._x, self._rope, self._batch.slots, self._batch.positions]
+            ranges = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in memory]
+            can_replay = can_replay and bool(tape.lies_in(ranges))
+
+        self._pool.before_growth = look
+        try:
+            result = compute(be._with_kernels(replace(self.kernels, results=self._pool, tape=tape)))
+        finally:
+            self._pool.before_growth = None
+        look()
+        return result if can_replay and any(result.base is buffer for buffer in self._pool.buffers) else None
 
     def play(self) -> Floats | None:
         """Replay the recorded calls.   -> (n, D), or None where there are none or one met NaN or Inf"""
@@ -186,11 +201,10 @@ class KernelStep:
     def record_head(self, be: KernelBackend) -> bool:
         """Whether the step and the head after it can be played together. Records the head the first time."""
         if self._head is None and self._result is not None:
-            tape, self._head = _cpu.Tape(), False
-            be = be._with_kernels(replace(self.kernels, results=self._pool, tape=tape))
-            logits = be.lm_head(self._result, self.weights.lm_head)
-            if self._can_replay(tape, logits):
-                self._head, self._logits = tape, logits
+            tape, self._head, x = _cpu.Tape(), False, self._result
+            self._logits = self._record(be, tape, lambda be: be.lm_head(x, self.weights.lm_head))
+            if self._logits is not None:
+                self._head = tape
         return bool(self._head)
 
     def play_greedy(self, cfg: ModelConfig, tables: list[Floats], run: GreedyRun) -> GreedySteps:
