@@ -110,9 +110,7 @@ def read_adapters(texts: tuple[str, ...], models: list[str]) -> dict[tuple[str, 
 @click.option(
     "--unknown-fields",
     type=click.Choice(["refuse", "warn"]),
-    default="refuse",
-    show_default=True,
-    help="Of a request: an error, or a warning in the log.",
+    help="Of a request: an error, or a warning in the log.  [default: warn on Responses, Messages and Ollama's paths]",
 )
 @click.option(
     "--log-format",

@@ -71,7 +71,7 @@ def test_names_quantisation_and_scale_direction(case, words, scales):
 
 WITHOUT_THETA = ("llama-bf16-biases", "llama-f16-sharded", "llama-f32-headdim", "llama-packed-rmsnorm", "rope-dynamic")
 WITHOUT_THETA += ("llama-packed-skips", "llama-tied-duplicate", "llama-unpacked-offline")
-WITHOUT_THETA += ("mistral-window1", "mistral-window3")
+WITHOUT_THETA += ("mistral-window1", "mistral-window3", "granite", "olmo2")
 
 
 @pytest.mark.parametrize("folder", [*(GOLDEN / case for case in GOLDEN_CASES), *FAMILIES], ids=lambda path: path.name)

@@ -94,6 +94,17 @@ def test_an_unknown_field_is_refused_on_every_path(path):
         check({**required, "tempature": 1}, path)
 
 
+def test_agents_may_send_fields_of_their_next_version(server):
+    """Elsewhere an unknown field is an error, unless the server's owner says otherwise."""
+    hello = {"model": "talker", "messages": HELLO, "max_tokens": 1, "zzz": 2}
+    assert server.post("/v1/messages", hello)[0] == 200
+    assert server.post("/v1/responses", {"model": "talker", "input": HELLO, "max_output_tokens": 1, "zzz": 2})[0] == 200
+    assert server.post("/api/chat", {**hello, "stream": False, "options": {"num_predict": 1}})[0] == 200
+    assert server.post(CHAT, hello)[0] == 400
+    with RunningServer({"talker": server.shelf.places["talker"].source}, unknown_fields="refuse") as other:
+        assert other.post("/v1/messages", hello)[0] == 400
+
+
 def test_unknown_fields_with_a_warning(server, caplog):
     with RunningServer({"talker": server.shelf.places["talker"].source}, unknown_fields="warn") as other:
         body = {"input": HELLO, "max_output_tokens": 2, "tempature": 1, "zzz": 2}

@@ -123,15 +123,16 @@ def create_app(
     hosts: tuple[str, ...] = (),
     version: str = "0",
     verify: bool = False,
-    unknown_fields: str = "refuse",
+    unknown_fields: str | None = None,
 ) -> Starlette:
     """The application.
 
     api_keys: one of them is needed, if there are any. origins: web pages that may use the server (CORS). hosts: names
     under which it may be called, since a web page can give 127.0.0.1 a name of its own; none: all. version: of the
-    OpenAPI page. verify: with `/v1/verify`. unknown_fields: "refuse", or "warn", which takes requests without them.
+    OpenAPI page. verify: with `/v1/verify`. unknown_fields: "refuse", or "warn", which takes requests without them;
+    None: "warn" on the paths of `server.UNKNOWN_IGNORED` alone.
     """
-    server = Server(shelf, limits or ServerLimits(), chat_template, version, unknown_fields == "warn")
+    server = Server(shelf, limits or ServerLimits(), chat_template, version, unknown_fields)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

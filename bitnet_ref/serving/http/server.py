@@ -41,6 +41,8 @@ from .waiting import unless_gone
 from .writers import OpenAIWriter
 
 log = logging.getLogger(__name__)
+# Agents and editors call these; their next version sends a field more. People write the requests of the others by hand.
+UNKNOWN_IGNORED = ("/v1/responses", "/v1/messages", "/api/")
 MAX_WARNED = 1000  # names of unknown fields, each of which is logged once
 SHOWN_FIELDS = 20  # of them in one request
 QUIET_S = 15.0  # a stream without news sends a comment, so that a proxy keeps it open
@@ -53,11 +55,16 @@ class Server:
     """The routes. chat_template: Jinja source, instead of the models' own."""
 
     def __init__(
-        self, shelf: ModelShelf, limits: ServerLimits, chat_template: str | None, version: str, warns: bool
+        self,
+        shelf: ModelShelf,
+        limits: ServerLimits,
+        chat_template: str | None,
+        version: str,
+        unknown_fields: str | None,
     ) -> None:
-        """warns: of fields that are not known, instead of refusing them."""
+        """unknown_fields: "refuse", "warn", or None: as `UNKNOWN_IGNORED` says."""
         self.shelf, self.limits, self.chat_template, self.version = shelf, limits, chat_template, version
-        self.warns, self._warned = warns, set[tuple[str, str]]()
+        self.unknown_fields, self._warned = unknown_fields, set[tuple[str, str]]()
         self.more_paths: list[str] = []  # of `schemas.OFF_BY_DEFAULT`, those that this server has
         self.admission = Admission(limits)
         self.work = self.admission.work  # in a thread
@@ -223,12 +230,16 @@ class Server:
             body: dict[str, Any] = schemas.parse_json(data)
             if isinstance(body, dict):
                 record_of(request).model = self.shelf.known_name(body.get("model"))
-                if self.warns:
+                if self.ignores_unknown(request.scope["path"]):
                     self._drop_unknown(request, body)
             schemas.check(body, request.scope["path"])  # `request.url` is made of the Host header too
             return body
 
         return await self.work(parse)
+
+    def ignores_unknown(self, path: str) -> bool:
+        """Whether fields that are not known are left out of a request, not refused."""
+        return self.unknown_fields == "warn" or (self.unknown_fields is None and path.startswith(UNKNOWN_IGNORED))
 
     def _drop_unknown(self, request: Request, body: dict[str, Any]) -> None:
         path = request.scope["path"]

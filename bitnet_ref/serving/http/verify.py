@@ -200,7 +200,7 @@ def make_routes(server: Server) -> list[Route]:
     async def check_answer(request: Request, asked: Mapping[str, Any], answer: Mapping[str, Any]) -> AnswerCheck:
         """Beside the other requests of the engine, which change nothing."""
         path, name = find_path(answer), asked.get("model")
-        if server.warns:
+        if server.ignores_unknown(path):
             asked = dict(asked)
             schemas.drop_unknown(asked, path)
         async with AsyncExitStack() as stack:
