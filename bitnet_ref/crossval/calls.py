@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..reference.layers import Array
 from .metrics import tensor_of
 from .names import LOGITS, SYNONYMS
 
@@ -69,7 +70,7 @@ def calls_metadata(calls: Sequence[Any] | None, sequences: Sequence[int] | None)
     return {key: json.dumps(value) for key, value in given.items() if value is not None}
 
 
-class SequenceRun(Mapping[str, NDArray]):
+class SequenceRun(Mapping[str, Array]):
     """One sequence of a trace that has several: its rows of every tensor, as a trace of it alone would have them.
 
     others: the tokens of the other sequences.
@@ -87,7 +88,7 @@ class SequenceRun(Mapping[str, NDArray]):
         self.carries_inputs = trace.carries_inputs
         self.prompt = None  # The trace's prompt is one text for all sequences.
 
-    def __getitem__(self, name: str) -> NDArray:
+    def __getitem__(self, name: str) -> Array:
         shape = tensor_of(self.trace, name).shape
         if name.endswith(_BY_HEAD):
             return np.asarray(self.trace[name])[..., self.rows, self.rows]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ..errors import printable
 from ..families.family import widest_window
 from ..reference.config import ModelConfig
+from ..reference.layers import Array
 from .calls import Calls, placed_by_calls
 from .flips import Flip, implied_int8, judge_flips
 from .metrics import Distance, Figures, LogitsDistance, Rows, measure, measure_logits, tensor_of
@@ -32,7 +33,7 @@ _MAX_FLIPS = 100  # how many are kept; the count is exact
 _MAX_NEAREST = 100  # unknown names whose nearest right name is looked up
 _LISTED, _NAME_LENGTH = 4, 100  # names in a sentence, characters of one that is not ours
 
-Tensors = Mapping[str, NDArray]
+Tensors = Mapping[str, Array]
 
 
 @dataclass(frozen=True)
@@ -352,7 +353,7 @@ class Walk:
         return layer if layer is not None else 0 if name == "hook_embed" else self.config.num_hidden_layers
 
 
-class View(Mapping[str, NDArray]):
+class View(Mapping[str, Array]):
     """A candidate's tensors, or those of some names, without synonyms: "logits" is "lm_head.hook_out"."""
 
     token_ids: list[int]  # those of a trace, if it is one
@@ -372,7 +373,7 @@ class View(Mapping[str, NDArray]):
     def tensor(self, name: str) -> Rows:
         return tensor_of(self.candidate, self.names[name])
 
-    def __getitem__(self, name: str) -> NDArray:
+    def __getitem__(self, name: str) -> Array:
         return self.candidate[self.names[name]]
 
     def __contains__(self, name: object) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..reference.config import ModelConfig
+from ..reference.layers import Array
 from ..reference.quantization import SCALE_FLOOR
 from .names import INT8, SCALE, layer_of, linear_input
 from .tolerances import EPSILON, FLIP_FLOOR, TIES_IN_A_ROW, tolerance_of
@@ -57,19 +58,19 @@ class Flip:
         )
 
 
-def distance_to_half(value: NDArray | float) -> NDArray:
+def distance_to_half(value: Array | float) -> Array:
     """How far values before rounding are from the nearest half."""
     return np.abs(value - np.floor(value) - 0.5)
 
 
-def before_rounding(x: NDArray) -> tuple[NDArray, NDArray]:
+def before_rounding(x: Array) -> tuple[Array, Array]:
     """x (N, K) -> (x * x_quant_scale (N, K), x_quant_scale (N, 1)), as `quantize_activations` computes them."""
     largest = np.abs(x).max(axis=-1, keepdims=True)
     x_quant_scale = x.dtype.type(127) / np.maximum(largest, x.dtype.type(SCALE_FLOOR))
     return x * x_quant_scale, x_quant_scale
 
 
-def implied_int8(x: NDArray) -> NDArray[np.int8]:
+def implied_int8(x: Array) -> NDArray[np.int8]:
     """x (N, K) quantised as the contract says."""
     with np.errstate(all="ignore"):
         return np.clip(np.nan_to_num(np.rint(before_rounding(x)[0])), -128, 127).astype(np.int8)
@@ -85,14 +86,14 @@ class FlipVerdict:
 
 
 def judge_flips(
-    reference: Mapping[str, NDArray],
-    candidate: Mapping[str, NDArray],
+    reference: Mapping[str, Array],
+    candidate: Mapping[str, Array],
     linear: str,
     config: ModelConfig,
     depth: int,
     rows: NDArray[np.bool_],
-    mine: NDArray,
-    theirs: NDArray,
+    mine: Array,
+    theirs: Array,
     own_engine: bool = True,
 ) -> FlipVerdict:
     """Judge each element at which `mine` and `theirs` (N, K), a linear's int8 input, differ in the given rows (N,).

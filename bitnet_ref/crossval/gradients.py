@@ -19,11 +19,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import FormatError
 from ..formats.names import hf_module
 from ..formats.safetensors import SafetensorsFile
+from ..reference.layers import Array
 from ..reference.weights import linear_name
 from ..training import AdamW, Trainer, ops
 from ..training.network import EMBEDDING, Masters
@@ -92,7 +92,7 @@ class Step:
     """A training step from given masters, which can be taken again with one thing changed."""
 
     trainer: Trainer
-    tokens: NDArray
+    tokens: Array
     settings: dict[str, Any]
 
     def take(self, mistake: Mistake | None = None, masters: bool = True) -> Masters:
@@ -113,7 +113,7 @@ class Step:
         return out
 
 
-def judge(step: Step, theirs: Mapping[str, NDArray], path: Path | None = None) -> GradientVerdict:
+def judge(step: Step, theirs: Mapping[str, Array], path: Path | None = None) -> GradientVerdict:
     """The verdict on another trainer's tensors of the same step."""
     wants_masters = any(name.startswith("master.") for name in theirs)
     ours = step.take(masters=wants_masters)
@@ -159,7 +159,7 @@ def backward_order(trainer: Trainer) -> Iterator[str]:
         yield from (f"{prefix}{name}" for name in names if name in trainer.masters)
 
 
-def _changes(trainer: Trainer, name: str, theirs: NDArray, ours: NDArray) -> tuple[NDArray, NDArray]:
+def _changes(trainer: Trainer, name: str, theirs: Array, ours: Array) -> tuple[Array, Array]:
     theirs = theirs.reshape(ours.shape).astype(np.float64)
     if not name.startswith("master."):
         return theirs, ours
@@ -167,7 +167,7 @@ def _changes(trainer: Trainer, name: str, theirs: NDArray, ours: NDArray) -> tup
     return theirs - before, ours - before
 
 
-def _distance(theirs: NDArray, ours: NDArray) -> float:
+def _distance(theirs: Array, ours: Array) -> float:
     """Relative L2; 1 for what should be zero and is not."""
     size = float(np.linalg.norm(ours))
     error = float(np.linalg.norm(theirs - ours))
@@ -183,11 +183,11 @@ class Mistake:
 
     description: str
     functions: Mapping[str, Any]
-    gradients: Callable[[Trainer, Masters, NDArray], Masters] | None = None
+    gradients: Callable[[Trainer, Masters, Array], Masters] | None = None
     update: Callable[[Masters, Masters, dict[str, Any]], None] | None = None
 
 
-def known_mistakes(step: Step, ours: Masters, theirs: Mapping[str, NDArray]) -> Iterator[Mistake]:
+def known_mistakes(step: Step, ours: Masters, theirs: Mapping[str, Array]) -> Iterator[Mistake]:
     """Every mistake on the list, and a common factor of all gradients if there is one."""
     names = [name for name in theirs if name.startswith("grad.")]
     ratios = [float(np.vdot(theirs[n], ours[n]) / np.vdot(ours[n], ours[n])) for n in names if ours[n].any()]
@@ -202,12 +202,12 @@ def known_mistakes(step: Step, ours: Masters, theirs: Mapping[str, NDArray]) -> 
     yield from MISTAKES
 
 
-def is_matrix(w: NDArray) -> bool:
+def is_matrix(w: Array) -> bool:
     return w.ndim > 1
 
 
 def plain_update(
-    masters: Masters, gradients: Masters, s: dict[str, Any], decays: Callable[[NDArray], bool] = is_matrix
+    masters: Masters, gradients: Masters, s: dict[str, Any], decays: Callable[[Array], bool] = is_matrix
 ) -> None:
     """The first step of AdamW with the settings `s`, in place."""
     clip_gradients(gradients, s["max_norm"] or math.inf)
@@ -234,25 +234,25 @@ def _update_with_l2(masters: Masters, gradients: Masters, s: dict[str, Any], cli
     AdamW(tuple(s["betas"]), s["eps"]).update(masters, total, s["lr"], 0.0)
 
 
-def _norm_without_mean(dy: NDArray, x: NDArray, weight: NDArray, r: NDArray) -> tuple[NDArray, NDArray]:
+def _norm_without_mean(dy: Array, x: Array, weight: Array, r: Array) -> tuple[Array, Array]:
     return dy * weight / r, np.einsum("td,td->d", dy, x / r)
 
 
-def _linear_keeping_x(x: NDArray, w: StepLinear) -> tuple[list[NDArray], LinearInput]:
+def _linear_keeping_x(x: Array, w: StepLinear) -> tuple[list[Array], LinearInput]:
     return ops.linear(x, w)[0], LinearInput(x)
 
 
-def _gate_without_two(dy: NDArray, gate: NDArray, up: NDArray, activation: str) -> tuple[NDArray, NDArray]:
+def _gate_without_two(dy: Array, gate: Array, up: Array, activation: str) -> tuple[Array, Array]:
     d_gate, d_up = ops.gated_backward(dy, gate, up, activation)
     return (d_gate / 2 if activation == "relu2" else d_gate), d_up
 
 
 def _of_ternary(
-    change: Callable[[NDArray, NDArray, NDArray, np.float32], NDArray],
-) -> Callable[[Trainer, Masters, NDArray], Masters]:
+    change: Callable[[Array, Array, Array, np.float32], Array],
+) -> Callable[[Trainer, Masters, Array], Masters]:
     """Changes the gradient of each ternary master: change(gradient, w, w_t, scale)."""
 
-    def apply(trainer: Trainer, gradients: Masters, tokens: NDArray) -> Masters:
+    def apply(trainer: Trainer, gradients: Masters, tokens: Array) -> Masters:
         out = dict(gradients)
         for name, w in trainer.masters.items():
             if name.endswith("_proj.weight") and trainer.config.quantization is not None:
@@ -262,19 +262,19 @@ def _of_ternary(
     return apply
 
 
-def _through_the_scale(g: NDArray, w: NDArray, w_t: NDArray, s: np.float32) -> NDArray:
+def _through_the_scale(g: Array, w: Array, w_t: Array, s: np.float32) -> Array:
     d_scale = np.einsum("nk,nk->", g, w_t - w / s, dtype=np.float64)
     return g + np.float32(d_scale / w.size) * np.sign(w)
 
 
-def _through_the_clip(g: NDArray, w: NDArray, w_t: NDArray, s: np.float32) -> NDArray:
+def _through_the_clip(g: Array, w: Array, w_t: Array, s: np.float32) -> Array:
     return g * (np.abs(w) <= s)
 
 
-def _tied_head_once(part: str) -> Callable[[Trainer, Masters, NDArray], Masters]:
+def _tied_head_once(part: str) -> Callable[[Trainer, Masters, Array], Masters]:
     """Only the "embedding" part, or only the "head" part, of a tied matrix's gradient."""
 
-    def apply(trainer: Trainer, gradients: Masters, tokens: NDArray) -> Masters:
+    def apply(trainer: Trainer, gradients: Masters, tokens: Array) -> Masters:
         if not trainer.config.tie_word_embeddings:
             return gradients
         masters = trainer.masters | {f"{hf_module('lm_head')}.weight": trainer.masters[EMBEDDING].copy()}

@@ -14,6 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..reference.layers import Array
+
 MASKED = -1e9  # a score at or below this is a mask, however an engine writes it
 _BLOCK_VALUES = 1 << 20
 
@@ -51,10 +53,10 @@ class Rows(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def __getitem__(self, rows: slice, /) -> NDArray: ...
+    def __getitem__(self, rows: slice, /) -> Array: ...
 
 
-def tensor_of(run: Mapping[str, NDArray], name: str) -> Rows:
+def tensor_of(run: Mapping[str, Array], name: str) -> Rows:
     """A tensor of a run. One of a trace is not read yet."""
     tensor = getattr(run, "tensor", None)
     return tensor(name) if tensor is not None else np.asarray(run[name])
@@ -67,7 +69,7 @@ def blocks_of(shape: tuple[int, ...]) -> Iterator[slice]:
         yield slice(start, min(start + rows, shape[0]))
 
 
-def measure(reference: Rows, candidate: Rows, relative: NDArray, by_head: bool, floor: float) -> Distance:
+def measure(reference: Rows, candidate: Rows, relative: Array, by_head: bool, floor: float) -> Distance:
     """Compare one tensor. The candidate's has as many values for each step of the first axis.
 
     relative: (tokens,) the error allowed as a share of the largest |reference| of the row, which counts as at least
@@ -133,7 +135,7 @@ def measure(reference: Rows, candidate: Rows, relative: NDArray, by_head: bool, 
     return Distance(*whole, finite, row_excess, row_l2)
 
 
-def _square(x: NDArray, by_head: bool) -> float:
+def _square(x: Array, by_head: bool) -> float:
     """The sum of squares without masked scores."""
     values = x.reshape(-1).astype(np.float32)
     if by_head:
@@ -141,11 +143,11 @@ def _square(x: NDArray, by_head: bool) -> float:
     return float(np.vdot(values, values))
 
 
-def _unmasked(scores: NDArray, by_head: bool) -> NDArray:
+def _unmasked(scores: Array, by_head: bool) -> Array:
     return np.where(scores <= MASKED, -np.inf, scores) if by_head else scores
 
 
-def _ratio(error: NDArray, size: NDArray) -> NDArray:
+def _ratio(error: Array, size: Array) -> Array:
     """error / size, where 0 / 0 is 0."""
     with np.errstate(all="ignore"):
         return np.where(error == 0, 0.0, error / size)
@@ -199,6 +201,6 @@ def measure_logits(
     )
 
 
-def _log_softmax(x: NDArray) -> NDArray:
+def _log_softmax(x: Array) -> Array:
     shifted = x - x.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

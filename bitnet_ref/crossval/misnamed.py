@@ -7,8 +7,8 @@ one of the same layer, as q after its norm under the name of q before, its autho
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..reference.layers import Array
 from .compare import DIFFERS, Comparison, Tensors, View
 from .names import LOGITS, layer_of
 from .tolerances import SAME_TENSOR
@@ -59,7 +59,7 @@ def _role(name: str) -> str:
     return name if layer_of(name) is None else name.split(".", 2)[2]
 
 
-def _held(theirs: NDArray, reference: Tensors, others: list[str]) -> Meant | None:
+def _held(theirs: Array, reference: Tensors, others: list[str]) -> Meant | None:
     """The tensor whose numbers, or whose inverse, these are."""
     wide = theirs.astype(np.float64).reshape(-1)
     if not wide.size or not np.isfinite(wide).all():

@@ -42,6 +42,7 @@ from ..generation import SamplingParams
 from ..generation.sampling import choose, distribution
 from ..reference import layers
 from ..reference.cache import TokenBatch
+from ..reference.layers import Array
 from ..reference.weights import DenseWeight
 from .tolerances import EPSILON, LOGITS_FLOOR, TABLE
 
@@ -108,7 +109,7 @@ def check_paths(
     return run_checks(_checks(make, reference, list(token_ids)[:longest], quick))
 
 
-def check_long(model: Model, token_ids: Sequence[int], expected: NDArray) -> PathCheck:
+def check_long(model: Model, token_ids: Sequence[int], expected: Array) -> PathCheck:
     """A long text by the usual path, in one call and in chunks that end within pages, against the logits of "ops"."""
     tokens = list(token_ids)
 
@@ -188,7 +189,7 @@ def _checks(
 
 
 def _path_checks(
-    model: Model, tokens: list[int], path: str, plain: NDArray
+    model: Model, tokens: list[int], path: str, plain: Array
 ) -> Iterator[tuple[str, Callable[[], Outcome]]]:
     """The path with a whole prompt, in chunks, decoding, beside other sequences, and over pages."""
     if path != "ops":
@@ -202,13 +203,13 @@ def _path_checks(
 # -- ways through a pass: logits (T, V) of one sequence ----------------------------------------------------------------
 
 
-def _whole(model: Model, tokens: list[int], path: str | None) -> NDArray:
+def _whole(model: Model, tokens: list[int], path: str | None) -> Array:
     return model.run(TokenBatch.of([(0, 0, tokens)]), model.new_cache(1, len(tokens)), path=path).all()
 
 
-def _in_chunks(model: Model, tokens: list[int], path: str | None) -> NDArray:
+def _in_chunks(model: Model, tokens: list[int], path: str | None) -> Array:
     cache, start = model.new_cache(1, len(tokens)), 0
-    logits: list[NDArray] = []
+    logits: list[Array] = []
     while start < len(tokens):
         chunk = tokens[start : start + CHUNKS[len(logits) % len(CHUNKS)]]
         logits.append(model.run(TokenBatch.of([(0, start, chunk)]), cache, path=path).all())
@@ -216,7 +217,7 @@ def _in_chunks(model: Model, tokens: list[int], path: str | None) -> NDArray:
     return np.concatenate(logits)
 
 
-def _decoding(model: Model, tokens: list[int], path: str | None) -> NDArray:
+def _decoding(model: Model, tokens: list[int], path: str | None) -> Array:
     """A short prompt, then one token at a time: from the third step on a replayed step is a replayed one."""
     cache, prefill = model.new_cache(1, len(tokens)), _prefill(tokens)
     logits = [model.run(TokenBatch.of([(0, 0, tokens[:prefill])]), cache, path=path).all()]
@@ -225,13 +226,13 @@ def _decoding(model: Model, tokens: list[int], path: str | None) -> NDArray:
     return np.concatenate(logits)
 
 
-def _over_pages(model: Model, tokens: list[int], path: str | None) -> NDArray:
+def _over_pages(model: Model, tokens: list[int], path: str | None) -> Array:
     """A pool of small pages in reverse order, which the sequence gets as it grows."""
     needed = -(-len(tokens) // PAGE_SIZE)
     cache, start = model.new_cache(2, len(tokens), page_size=PAGE_SIZE, pages=needed + 1), 0
     assert isinstance(cache, PagedKVCache)
     cache.page_table[1, :needed] = np.arange(needed, 0, -1)
-    logits: list[NDArray] = []
+    logits: list[Array] = []
     while start < len(tokens):
         stop = _prefill(tokens) if start == 0 else start + 1
         logits.append(model.run(TokenBatch.of([(1, start, tokens[start:stop])]), cache, path=path).all())
@@ -247,7 +248,7 @@ def _several(
     rows, prefill = _three(tokens), _prefill(tokens)
     steps = len(rows[0]) - prefill
     cache, start = model.new_cache(3, len(tokens)), [prefill, prefill + 1, 0]
-    logits: list[list[NDArray]] = [[], [], []]
+    logits: list[list[Array]] = [[], [], []]
 
     def run(parts: list[tuple[int, int, list[int]]]) -> None:
         result = model.run(TokenBatch.of(parts), cache, path=path, adapters=adapters).all()
@@ -342,7 +343,7 @@ def _adapters(model: Model, reference: Model, tokens: list[int]) -> Outcome:
 # -- judging -----------------------------------------------------------------------------------------------------------
 
 
-def _equal(logits: NDArray, expected: NDArray) -> Outcome:
+def _equal(logits: Array, expected: Array) -> Outcome:
     if logits.shape != expected.shape:
         return 0, f"expected logits {expected.shape}, got {logits.shape}", ""
     if np.array_equal(logits, expected):
@@ -352,7 +353,7 @@ def _equal(logits: NDArray, expected: NDArray) -> Outcome:
     return logits.size, f"differs from ops by {distance:.1e}, first at token {token}, logit {column}", ""
 
 
-def _judge_logits(logits: NDArray, reference: Model, tokens: list[int]) -> Outcome:
+def _judge_logits(logits: Array, reference: Model, tokens: list[int]) -> Outcome:
     """The contract's rule: at most twice the error of the float32 reference against float64, plus a floor.
 
     Up to the first int8 that rounds to the other side; `crossval.compare` finds and shows those.
@@ -373,7 +374,7 @@ def _judge_logits(logits: NDArray, reference: Model, tokens: list[int]) -> Outco
     return logits.size, None, detail
 
 
-def _other_layout(model: Model, tokens: list[int], plain: NDArray) -> Outcome:
+def _other_layout(model: Model, tokens: list[int], plain: Array) -> Outcome:
     """A whole prompt, in chunks, and one token at a time: kernels for many tokens, for few and for one."""
     compared = 0
     for name, way in (("whole", _whole), ("in chunks", _in_chunks), ("decoding", _decoding)):
@@ -384,7 +385,7 @@ def _other_layout(model: Model, tokens: list[int], plain: NDArray) -> Outcome:
     return compared, None, detail
 
 
-def _in_steps(make: MakeBackend, reference: Model, tokens: list[int], plain: NDArray) -> Outcome:
+def _in_steps(make: MakeBackend, reference: Model, tokens: list[int], plain: Array) -> Outcome:
     """Decoding, and text, while a screen and strips are made, a step with each pass."""
     stripped = make(head="screened").other_layouts()["stripped"]
     model, writer = (reference.on(stripped(), in_steps=True) for _ in range(2))
@@ -484,7 +485,7 @@ def _narrow_cache(model: Model, tokens: list[int], dtype: str) -> Outcome:
     return expected.size + z.size, None, "equal to ops; stored numbers equal to the reference's"
 
 
-def _stored(model: Model, k: NDArray, v: NDArray) -> tuple[NDArray, NDArray]:
+def _stored(model: Model, k: Array, v: Array) -> tuple[Array, Array]:
     """Keys and values (T, G, d) as a cache of the model keeps them."""
     be, cache, batch = model.backend, model.new_cache(1, len(k)), TokenBatch.of([(0, 0, [0] * len(k))])
     with be.running():
@@ -545,7 +546,7 @@ def _judge_text(model: Model, prompt: list[int], out: Any, top: int = 0) -> str 
     return None if top or out.top_logprobs is None else "top_logprobs were not asked for"
 
 
-def _log_softmax(logits: NDArray) -> NDArray[np.float64]:
+def _log_softmax(logits: Array) -> NDArray[np.float64]:
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
@@ -609,7 +610,7 @@ def _greedy_steps(model: Model, tokens: list[int]) -> Outcome:
     texts, lefts, taken = [list(prompt) for prompt in prompts], [max(1, new - 3), new, new], 0
     cache = model.new_cache(3, max(map(len, prompts)) + new, page_size=PAGE_SIZE)
     parts = [(slot, 0, prompt) for slot, prompt in enumerate(prompts)]
-    logits: list[list[NDArray]] = [[], [], []]
+    logits: list[list[Array]] = [[], [], []]
     while parts:
         left = np.array([lefts[slot] for slot, _, _ in parts], dtype=np.int64)
         run = GreedyRun(4, left, np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.uint8))
@@ -649,7 +650,7 @@ def _drafted(model: Model, tokens: list[int]) -> Outcome:
     return len(out.token_ids), None, f"every token has the largest logit; {right} were guessed"
 
 
-def _drawn(be: Backend, logits: NDArray) -> Outcome:
+def _drawn(be: Backend, logits: Array) -> Outcome:
     """Tokens drawn from these logits (T, V) against the sum of probabilities, one after another."""
     compared, by_backend, numbers = 0, 0, np.random.default_rng(0).random(8).tolist()
     for row, temperature in product(logits[:8], (0.7, 1.0)):

@@ -40,6 +40,7 @@ from ..errors import GenerationError
 from ..families.blocks import int8_weights
 from ..generation import Generation
 from ..reference.cache import TokenBatch
+from ..reference.layers import Array
 from .metrics import measure_logits
 from .token_ids import common_prefix
 
@@ -133,7 +134,7 @@ def _tokens_of(model: Model, text: str | Sequence[int] | None) -> NDArray[np.int
     return model.check_tokens(ids[: model.config.context_length])
 
 
-def _logits(model: Model, tokens: NDArray[np.int64], way: str) -> NDArray:
+def _logits(model: Model, tokens: NDArray[np.int64], way: str) -> Array:
     cache = model.new_cache(1, len(tokens))
     if way == "prompt":
         return model.run(TokenBatch.of([(0, 0, tokens)]), cache).all()

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from .. import __version__
 from ..errors import printable
+from ..reference.layers import Array
 from ..system.atomic import atomic_path
 from . import svg
 from .compare import DIFFERS, FLIP, Comparison, OpResult, View, all_agree
@@ -307,7 +308,7 @@ def summarize(crossing: Crossing) -> str:
     return f"explained*{kl}; without the rule {crossing.contract.logits.kl_max:.0e}"
 
 
-def evidence(reference: Mapping[str, NDArray], candidate: Mapping[str, NDArray], comparison: Comparison) -> Evidence:
+def evidence(reference: Mapping[str, Array], candidate: Mapping[str, Array], comparison: Comparison) -> Evidence:
     """The values for the plots of a comparison of these two runs. Reads a few rows of at most two tensors."""
     out, candidate = Evidence(), View(candidate)
     op = next((op for op in comparison.ops if op.name == LOGITS), None)
@@ -322,8 +323,8 @@ def evidence(reference: Mapping[str, NDArray], candidate: Mapping[str, NDArray],
     if bad.shape != shape or not bad.n_values:
         return out
     with np.errstate(all="ignore"):
-        mine: NDArray = np.asarray(reference[bad.name], dtype=np.float32)
-        theirs: NDArray = np.asarray(candidate[bad.name], dtype=np.float32).reshape(shape)
+        mine: Array = np.asarray(reference[bad.name], dtype=np.float32)
+        theirs: Array = np.asarray(candidate[bad.name], dtype=np.float32).reshape(shape)
     if len(shape) == 3 and bad.kind.startswith("attention") and bad.kind != "attention values":
         mine, theirs, at = mine[bad.worst[0]], theirs[bad.worst[0]], bad.worst[1:]  # the head with the largest error
     else:

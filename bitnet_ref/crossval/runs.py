@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
 from ..backends.observe import observe
@@ -20,6 +19,7 @@ from ..backends.record import NamesFilter, Recorder
 from ..backends.run import run
 from ..reference.cache import TokenBatch
 from ..reference.config import ModelConfig
+from ..reference.layers import Array
 from .calls import sizes_in_words
 from .token_ids import long_tokens
 from .trace import record_to_file, write_trace
@@ -99,10 +99,10 @@ def pieces_of(n: int) -> tuple[int, ...]:
 
 def run_in_calls(
     model: LoadedModel, tokens: Sequence[int], calls: Sequence[int], names: NamesFilter = None
-) -> dict[str, NDArray]:
+) -> dict[str, Array]:
     """The tensors of one sequence that is computed in several calls with a cache, joined.   -> {name: array}"""
     ids, cache, start = model.check_tokens(tokens), model.new_cache(1, len(tokens)), 0
-    parts: dict[str, list[NDArray]] = {}
+    parts: dict[str, list[Array]] = {}
     for size in calls:
         batch = TokenBatch.of([(0, start, ids[start : start + size])])
         recorder = Recorder(model.backend, model.config, names)
@@ -113,7 +113,7 @@ def run_in_calls(
     return {name: join_calls(name, arrays, start) for name, arrays in parts.items()}
 
 
-def join_calls(name: str, arrays: Sequence[NDArray], n: int) -> NDArray:
+def join_calls(name: str, arrays: Sequence[Array], n: int) -> Array:
     """What several calls give of one tensor; scores and patterns of a call over all n tokens."""
     if not name.endswith(_BY_HEAD):
         return np.concatenate(arrays)
@@ -122,7 +122,7 @@ def join_calls(name: str, arrays: Sequence[NDArray], n: int) -> NDArray:
     return np.concatenate(wide, axis=1)
 
 
-def run_batch(model: LoadedModel, parts: Sequence[Sequence[int]], names: NamesFilter = None) -> dict[str, NDArray]:
+def run_batch(model: LoadedModel, parts: Sequence[Sequence[int]], names: NamesFilter = None) -> dict[str, Array]:
     """The tensors of several sequences that are computed in one call, laid end to end."""
     ids = [model.check_tokens(part) for part in parts]
     batch = TokenBatch.of([(slot, 0, own) for slot, own in enumerate(ids)])
@@ -132,7 +132,7 @@ def run_batch(model: LoadedModel, parts: Sequence[Sequence[int]], names: NamesFi
     return {name: _apart(name, array, list(map(len, ids))) for name, array in recorder.seen.items()}
 
 
-def _apart(name: str, array: NDArray, lengths: Sequence[int]) -> NDArray:
+def _apart(name: str, array: Array, lengths: Sequence[int]) -> Array:
     """Scores and patterns, of each token over its own sequence, over all tokens; other tensors as they are."""
     if not name.endswith(_BY_HEAD):
         return array

@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+
+from ..reference.layers import Array
 
 COLOURS = {"ok": "#1a7f37", "flip": "#bf8700", "bad": "#cf222e"}
 _FLOOR, _TOP = -10, 1  # decades of relative error that the axes show
@@ -89,7 +90,7 @@ def error_bars(kinds: Sequence[tuple[str, int, int, list[float]]]) -> str:
     return _svg(width, height, parts, "errors by kind of op")
 
 
-def scatter(points: NDArray) -> str:
+def scatter(points: Array) -> str:
     """(n, 2) of reference and candidate, with the line on which they are equal."""
     size, edge = 320, 34
     finite = points[np.isfinite(points).all(axis=-1)]
@@ -109,7 +110,7 @@ def scatter(points: NDArray) -> str:
     return _svg(size, size, parts, "logits of both sides")
 
 
-def heat_maps(reference: NDArray, candidate: NDArray, corner: tuple[int, int]) -> str:
+def heat_maps(reference: Array, candidate: Array, corner: tuple[int, int]) -> str:
     """The same patch of both tensors, on one colour scale, and their difference on its own."""
     cell, gap, top = 6, 30, 34
     rows, columns = reference.shape
@@ -131,7 +132,7 @@ def heat_maps(reference: NDArray, candidate: NDArray, corner: tuple[int, int]) -
     return _svg(max(width, 480), top + rows * cell + 4, parts, "heat maps of both tensors")
 
 
-def _largest(values: NDArray) -> float:
+def _largest(values: Array) -> float:
     finite = values[np.isfinite(values)]
     return float(np.abs(finite).max(initial=0.0))
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..backends import Backend
 from ..backends.backend import plain_weights
@@ -26,6 +25,7 @@ from ..families.linear_norms import model_norms
 from ..reference import layers
 from ..reference.cache import TokenBatch
 from ..reference.config import ModelConfig
+from ..reference.layers import Array
 from ..reference.model import RopeTables, rope_tables_of
 from ..reference.weights import ModelWeights, TernaryLinear
 from .compare import DIFFERS, FLIP, OK, Comparison, Walk, compare
@@ -60,7 +60,7 @@ class _Side:
         self.linears = {**dict(weights.linears()), "embedding": weights.embedding}
         self.norms = {norm.name: norm for norm in model_norms(weights)}
 
-    def half_block(self, be: Backend, layer: int, half: str, x: NDArray) -> NDArray:
+    def half_block(self, be: Backend, layer: int, half: str, x: Array) -> Array:
         """The half of a block whose result is called `half`, on a residual stream x (N, D) -> (N, D)"""
         stream, w = self.be.from_host(x), self.weights.layers[layer]
         if half == POST:
@@ -75,7 +75,7 @@ class _Side:
         """The BitLinear to which an op belongs."""
         return self.linears[step.name.rpartition(".")[0]].bit_linear
 
-    def record_half(self, layer: int, half: str, x: NDArray) -> dict[str, NDArray]:
+    def record_half(self, layer: int, half: str, x: Array) -> dict[str, Array]:
         """Every tensor of that half, computed op by op."""
         recorder = Recorder(self.be, self.cfg)
         y = self.half_block(observe(self.be, recorder), layer, half, x)
@@ -104,7 +104,7 @@ class _Teacher:
             self.judge(name, mine, theirs)
         return result
 
-    def beside(self, step: ObservedStep, args: tuple[Any, ...], result: Any) -> Iterator[tuple[str, NDArray, NDArray]]:
+    def beside(self, step: ObservedStep, args: tuple[Any, ...], result: Any) -> Iterator[tuple[str, Array, Array]]:
         """(name, the reference's, the candidate's) of the tensors that an op computes."""
         be, side, on_device = self.candidate, self.side, self.candidate.from_host
         match step.op:
@@ -148,16 +148,16 @@ class _Teacher:
                 gate, up, _ = args
                 yield step.name, result, be.gated(on_device(gate), on_device(up), self.config.activation)
 
-    def by_token(self, array: NDArray) -> NDArray:
+    def by_token(self, array: Array) -> Array:
         """A row for each token, of a norm over each head too."""
         return array.reshape(len(self.right.batch), -1)
 
-    def judge(self, name: str, mine: NDArray, theirs: NDArray, only_if_wrong: bool = False, note: str = "") -> None:
+    def judge(self, name: str, mine: Array, theirs: Array, only_if_wrong: bool = False, note: str = "") -> None:
         result = self.walk.judge(name, mine, self.candidate.to_host(theirs), note=note)
         if not (only_if_wrong and result.status == OK):
             self.comparison.ops.append(result)
 
-    def judge_half(self, half: str, layer: int, x: NDArray, mine: NDArray) -> None:
+    def judge_half(self, half: str, layer: int, x: Array, mine: Array) -> None:
         """Judge the candidate's half of a block on the reference's residual stream x.
 
         It is a chain of ops, so it has the tolerance of one layer. If an int8 activation flips inside, the difference
@@ -173,7 +173,7 @@ class _Teacher:
                 result = replace(result, status=FLIP, note=f"expected, after a rounding flip: {free.flips[0]}")
         self.comparison.ops.append(result)
 
-    def judge_dequantize(self, step: ObservedStep, args: tuple[Any, ...], mine: NDArray) -> None:
+    def judge_dequantize(self, step: ObservedStep, args: tuple[Any, ...], mine: Array) -> None:
         """The last op of a BitLinear, which is listed only if it is wrong by itself."""
         acc, _, x_quant_scale = args
         w, on_device = self.side.ternary_of(step), self.candidate.from_host

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..backends import Backend
 from ..backends.backend import plain_weights
 from ..backends.loaded import LoadedModel
 from ..errors import TokenizerError
 from ..reference.config import ModelConfig
+from ..reference.layers import Array
 from .tolerances import NEAR_TIE, near_tie
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def token_parity(
     return f"other tokens: another prompt, template or tokenizer ({counts}; {here})"
 
 
-def used_ids(model: LoadedModel, rows: NDArray, ids: Sequence[int]) -> list[int | None] | None:
+def used_ids(model: LoadedModel, rows: Array, ids: Sequence[int]) -> list[int | None] | None:
     """The tokens whose rows of the embedding an engine used, from its hook_embed (N, D).   ids: which it should have.
 
     None for a row that the table does not have, and for all if the rows are those of `ids`. A row may be rounded.
@@ -231,7 +231,7 @@ def _fits(model: LoadedModel, tokens: Sequence[int], ids: Sequence[int]) -> bool
 
 
 def _stops_early(
-    ids: Sequence[int], logits: NDArray, ends: Sequence[int], finish: str | None, max_tokens: int | None
+    ids: Sequence[int], logits: Array, ends: Sequence[int], finish: str | None, max_tokens: int | None
 ) -> bool:
     """Whether a text ended although neither an end token nor its limit says so.   logits: also after the last id"""
     if len(logits) == len(ids) or ids[-1] in ends or int(logits[-1].argmax()) in ends:
@@ -290,7 +290,7 @@ def compare_text(model: Model, tokens: Sequence[int], theirs: str, count: int) -
     return _same(logits, len(mine))
 
 
-def _continue(model: Model, tokens: Sequence[int], count: int) -> tuple[list[int], NDArray]:
+def _continue(model: Model, tokens: Sequence[int], count: int) -> tuple[list[int], Array]:
     """The reference's greedy continuation, its end token included, and the logits (n, V) that chose each token."""
     result = model.generate(list(tokens), max_tokens=count, temperature=0.0)
     assert not isinstance(result, list)
@@ -304,16 +304,16 @@ def _within_word(text: str, index: int) -> bool:
     return 0 < index < len(text) and text[index - 1].isalnum() and text[index].isalnum()
 
 
-def _margins(logits: NDArray) -> NDArray:
+def _margins(logits: Array) -> Array:
     best = np.partition(logits, -2, axis=-1)[:, -2:]
     return np.asarray(best[:, 1] - best[:, 0])
 
 
-def _same(logits: NDArray, count: int) -> Greedy:
+def _same(logits: Array, count: int) -> Greedy:
     return Greedy(count, smallest_margin=float(_margins(logits[:count]).min()) if count else None)
 
 
-def _parted(logits: NDArray, index: int, mine: str, theirs: str, token: int | None) -> Greedy:
+def _parted(logits: Array, index: int, mine: str, theirs: str, token: int | None) -> Greedy:
     row = logits[min(index, len(logits) - 1)]
     behind = None if token is None or not 0 <= token < len(row) else float(row.max() - row[token])
     margins = _margins(logits)

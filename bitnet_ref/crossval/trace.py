@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..backends.loaded import LoadedModel
 from ..backends.observe import observe
@@ -32,6 +31,7 @@ from ..errors import FormatError, printable
 from ..formats.hashes import config_hash, weight_hash
 from ..formats.safetensors import DTYPES, SafetensorsFile
 from ..reference.cache import TokenBatch
+from ..reference.layers import Array
 from ..system.atomic import atomic_path
 from .calls import SequenceRun, calls_metadata, read_calls
 from .names import INT8, op_order
@@ -59,7 +59,7 @@ class TraceWriter:
         self._file = open(path, "wb", buffering=_COPY_BYTES)  # noqa: SIM115 - closed by close()
         self._file.seek(8 + self._header_bytes)
 
-    def add(self, name: str, array: NDArray) -> None:
+    def add(self, name: str, array: Array) -> None:
         """Append one tensor."""
         if name in self.entries:
             raise FormatError("this name was written before", path=self._path, field=name)
@@ -79,7 +79,7 @@ class TraceWriter:
             self._file.write(self._header_bytes.to_bytes(8, "little") + header.ljust(self._header_bytes))
 
 
-def storable(name: str, array: NDArray, path: Path) -> NDArray:
+def storable(name: str, array: Array, path: Path) -> Array:
     """The array as a trace holds it: in one piece, float64 as float32. Raises FormatError for other dtypes."""
     array = np.asarray(array)
     if array.dtype == np.float64:
@@ -96,7 +96,7 @@ class _FileRecorder(Recorder):
         super().__init__(model.backend, model.config, names)
         self.writer = writer
 
-    def keep(self, name: str, array: NDArray) -> None:
+    def keep(self, name: str, array: Array) -> None:
         if self.wants(name) and name not in self.writer.entries:  # a pass with NaN is run again to name the tensor
             self.writer.add(name, self.be.to_host(array))
         self.current = name
@@ -108,7 +108,7 @@ def record_to_file(
     path: str | os.PathLike[str],
     names: NamesFilter = None,
     prompt: str | None = None,
-) -> NDArray:
+) -> Array:
     """Run the model over the tokens and write the tensors whose names match (None: all) while they are computed.
 
     -> logits (T, V). The file appears under its name only when it is complete. Float64 tensors are rounded to float32.
@@ -150,7 +150,7 @@ def trace_metadata(
 
 def write_trace(
     path: str | os.PathLike[str],
-    tensors: Mapping[str, NDArray],
+    tensors: Mapping[str, Array],
     token_ids: Sequence[int],
     *,
     engine: str,
@@ -182,12 +182,12 @@ class TraceTensor:
     def shape(self) -> tuple[int, ...]:
         return self.file.tensors[self.name].shape
 
-    def __getitem__(self, rows: slice) -> NDArray:
+    def __getitem__(self, rows: slice) -> Array:
         start, stop, _ = rows.indices(self.shape[0])
         return self.file.read_rows(self.name, start, stop)
 
 
-class Trace(SafetensorsFile, Mapping[str, NDArray]):
+class Trace(SafetensorsFile, Mapping[str, Array]):
     """An open trace file: name -> array. Each access reads the tensor from the file.
 
     Raises FormatError for a file that is no trace or is truncated.
@@ -247,7 +247,7 @@ class Trace(SafetensorsFile, Mapping[str, NDArray]):
     def tensor(self, name: str) -> TraceTensor:
         return TraceTensor(self, name)
 
-    def __getitem__(self, name: str) -> NDArray:
+    def __getitem__(self, name: str) -> Array:
         return self.read(name)
 
     def __contains__(self, name: object) -> bool:

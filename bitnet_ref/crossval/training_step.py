@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..reference.config import ModelConfig
+from ..reference.layers import Array
 from ..training import Trainer
 from ..training.lora import TARGETS, FrozenModel, LoraTrainer
 from ..training.network import Masters, master_shapes
@@ -54,7 +54,7 @@ def check_training(backend: str, config: ModelConfig) -> tuple[int, str | None, 
     return count, None, f"gradients within {max(errors):.1e} of NumPy's"
 
 
-def small_models(config: ModelConfig) -> Iterator[tuple[ModelConfig, Masters, NDArray]]:
+def small_models(config: ModelConfig) -> Iterator[tuple[ModelConfig, Masters, Array]]:
     """(config, masters, tokens) of a model like this one and of one with odd sizes: few layers, drawn from a seed."""
     usual = replace(config, num_hidden_layers=min(2, config.num_hidden_layers), layer_types=())
     for small in usual, replace(usual, **ODD):
@@ -65,7 +65,7 @@ def small_models(config: ModelConfig) -> Iterator[tuple[ModelConfig, Masters, ND
         yield small, masters, rng.integers(0, small.vocab_size, (3, length))
 
 
-def _check(backend: str, config: ModelConfig, masters: Masters, tokens: NDArray) -> tuple[str | None, float]:
+def _check(backend: str, config: ModelConfig, masters: Masters, tokens: Array) -> tuple[str | None, float]:
     """The problem or None, and the largest relative error."""
     if backend == "numpy":
         return _slope(config, masters, tokens)
@@ -75,7 +75,7 @@ def _check(backend: str, config: ModelConfig, masters: Masters, tokens: NDArray)
     return (problem, error) if problem else (_updates(ours, theirs, ours.loss_and_gradients(tokens)[1]), error)
 
 
-def _check_adapter(backend: str, config: ModelConfig, masters: Masters, tokens: NDArray) -> tuple[str | None, float]:
+def _check_adapter(backend: str, config: ModelConfig, masters: Masters, tokens: Array) -> tuple[str | None, float]:
     """The gradients of an adapter's factors: `_check` of these, with the masters as the model below."""
     if backend == "cupy":
         return None, 0.0
@@ -94,7 +94,7 @@ def _check_adapter(backend: str, config: ModelConfig, masters: Masters, tokens: 
     return _compare(trainer("numpy", np.float32, 1.0), trainer(backend, np.float32, 1.0), tokens)
 
 
-def _compare(ours: Trainer, theirs: Trainer, tokens: NDArray) -> tuple[str | None, float]:
+def _compare(ours: Trainer, theirs: Trainer, tokens: Array) -> tuple[str | None, float]:
     """Loss and gradients.   -> the problem or None, the largest relative error"""
     config, backend = ours.config, theirs.backend
     (loss, gradients), (their_loss, their_gradients) = (t.loss_and_gradients(tokens) for t in (ours, theirs))
@@ -125,14 +125,14 @@ def _updates(ours: Trainer, theirs: Trainer, gradients: Masters) -> str | None:
     return None
 
 
-def _slope(config: ModelConfig, masters: Masters, tokens: NDArray) -> tuple[str | None, float]:
+def _slope(config: ModelConfig, masters: Masters, tokens: Array) -> tuple[str | None, float]:
     """Without quantisation, in float64: the loss's slope along the gradient is the gradient's squared length."""
     trainer = Trainer(config, masters, backend="numpy")
     trainer.mix = 0.0
     return _slope_of(trainer, masters, tokens)
 
 
-def _slope_of(trainer: Trainer, masters: Masters, tokens: NDArray) -> tuple[str | None, float]:
+def _slope_of(trainer: Trainer, masters: Masters, tokens: Array) -> tuple[str | None, float]:
     _, gradients = trainer.loss_and_gradients(tokens)
     squared, losses = sum(float(np.vdot(g, g)) for g in gradients.values()), []
     step = 1e-4 / squared**0.5

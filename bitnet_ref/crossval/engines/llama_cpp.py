@@ -28,7 +28,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...api import Model, load
 from ...backends import Backend
@@ -40,6 +39,7 @@ from ...formats.gguf.config import architecture, architectures
 from ...formats.gguf.export import write_gguf_model
 from ...formats.gguf.file import open_gguf
 from ...formats.open import open_checkpoint
+from ...reference.layers import Array
 from ...reference.weights import DenseWeight, LinearWeight
 from ..calls import SequenceRun
 from ..compare import Comparison, View, compare
@@ -122,7 +122,7 @@ def _is_interleaved(path: Path) -> bool:
 class TypedInputs(Backend):
     """Rounds the input of a product to the type of its matrix, as ggml does on x86 for float16 and bfloat16."""
 
-    def dense_matmul(self, x: NDArray, w: DenseWeight) -> NDArray:
+    def dense_matmul(self, x: Array, w: DenseWeight) -> Array:
         return super().dense_matmul(x.astype(w.stored.dtype).astype(np.float32), w)
 
 
@@ -219,7 +219,7 @@ def block_rule(model: Model) -> Backend:
     return Backend("float32", threads) if widths == {BLOCK} else BlockwiseBackend(BLOCK, threads)
 
 
-def first_tokens(run: Mapping[str, NDArray], count: int) -> dict[str, NDArray]:
+def first_tokens(run: Mapping[str, Array], count: int) -> dict[str, Array]:
     """A run cut to its first tokens: no token depends on a later one."""
     cut = {}
     for name in run:
@@ -230,7 +230,7 @@ def first_tokens(run: Mapping[str, NDArray], count: int) -> dict[str, NDArray]:
 
 
 def _compare_beginning(
-    right: Mapping[str, NDArray], trace: Trace | SequenceRun, reference: Model, tokens: int
+    right: Mapping[str, Array], trace: Trace | SequenceRun, reference: Model, tokens: int
 ) -> list[Comparison]:
     """Of the tokens before the first rounding flip, where there are any."""
     if not tokens:
@@ -242,7 +242,7 @@ def _compare_beginning(
     return [free]
 
 
-def _count_equally_rounded(right: Mapping[str, NDArray], trace: Trace | SequenceRun, model: Model) -> int:
+def _count_equally_rounded(right: Mapping[str, Array], trace: Trace | SequenceRun, model: Model) -> int:
     """The number of tokens before the first one with an input that ggml's rule rounds differently in the two runs."""
     first = len(trace.token_ids)
     for name, w in model.weights.linears():

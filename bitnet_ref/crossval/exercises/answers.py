@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from ...errors import describe
+from ...reference.layers import Array
 from .declare import Unanswered, Wrong
 
 CLOSE = 2e-6  # relative: a few roundings of float32
@@ -87,7 +88,7 @@ def expect_set(value: Any, expected: set[Any], choices: Mapping[Any, str]) -> No
         raise Wrong(f"One is missing. {choices[missing]}" if len(chosen) else "The set is empty.")
 
 
-def as_array(value: Any) -> NDArray[Any]:
+def as_array(value: Any) -> Array:
     """An array, or a list of numbers as one. Raises Wrong."""
     if value is None:
         raise Unanswered
@@ -123,7 +124,7 @@ def expect_array(
     raise Wrong(f"{first_wrong(wide, target, allowed)} {likely_mistake(wide, target, mistakes or {}, allowed)}".strip())
 
 
-def expect_shape(mine: NDArray[Any], shape: tuple[int, ...]) -> None:
+def expect_shape(mine: Array, shape: tuple[int, ...]) -> None:
     """Raises Wrong if the array has another shape."""
     if mine.shape == shape:
         return
@@ -135,19 +136,19 @@ def expect_shape(mine: NDArray[Any], shape: tuple[int, ...]) -> None:
     raise Wrong(text)
 
 
-def expect_booleans(mine: NDArray[Any]) -> None:
+def expect_booleans(mine: Array) -> None:
     """Raises Wrong if the array has other values than 0 and 1."""
     if mine.dtype.kind != "b" and not np.isin(mine, (0, 1)).all():
         infinite = " Minus infinity goes into the scores, where the mask is True." * bool(np.isinf(mine).any())
         raise Wrong(f"True and False are wanted (dtype bool); yours is an array of {mine.dtype}.{infinite}")
 
 
-def is_close(mine: NDArray[Any], right: NDArray[Any], allowed: float) -> bool:
+def is_close(mine: Array, right: Array, allowed: float) -> bool:
     with np.errstate(invalid="ignore"):
         return bool(((np.abs(mine - right) <= allowed) | (mine == right) | (np.isnan(mine) & np.isnan(right))).all())
 
 
-def first_wrong(mine: NDArray[Any], right: NDArray[Any], allowed: float = 0.0) -> str:
+def first_wrong(mine: Array, right: Array, allowed: float = 0.0) -> str:
     """How many values are wrong, and the first of them."""
     with np.errstate(invalid="ignore"):
         wrong = ~((np.abs(mine - right) <= allowed) | (mine == right))
@@ -157,7 +158,7 @@ def first_wrong(mine: NDArray[Any], right: NDArray[Any], allowed: float = 0.0) -
 
 
 def likely_mistake(
-    mine: NDArray[Any], right: NDArray[Any], mistakes: Mapping[str, ArrayLike], allowed: float, factors: bool = True
+    mine: Array, right: Array, mistakes: Mapping[str, ArrayLike], allowed: float, factors: bool = True
 ) -> str:
     """A sentence that names the mistake that gives these values: one of `mistakes`, or a rearrangement of the right
     ones, or one factor in all if `factors`; "" if none does."""
@@ -173,7 +174,7 @@ def likely_mistake(
     return one_factor(mine, right) if factors else ""
 
 
-def rearrangements(right: NDArray[Any]) -> Iterable[tuple[str, NDArray[Any]]]:
+def rearrangements(right: Array) -> Iterable[tuple[str, Array]]:
     """The right values in wrong orders."""
     if right.dtype == np.float64 and np.isin(right, (0, 1)).all():
         yield "True and False are exchanged", 1 - right
@@ -189,7 +190,7 @@ def rearrangements(right: NDArray[Any]) -> Iterable[tuple[str, NDArray[Any]]]:
         yield f"axis {axis} is shifted by one", np.roll(right, -1, axis)
 
 
-def one_factor(mine: NDArray[Any], right: NDArray[Any]) -> str:
+def one_factor(mine: Array, right: Array) -> str:
     """That all values are wrong by one factor, or by one summand."""
     good = np.isfinite(right) & (np.abs(right) > 1e-3 * np.abs(right[np.isfinite(right)]).max(initial=0))
     if good.sum() < 2:

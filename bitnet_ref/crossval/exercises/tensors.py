@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...backends.loaded import LoadedModel
+from ...reference.layers import Array
 from ..compare import compare
 from ..explain.diagnose import diagnose
 from ..names import nearest_name
@@ -40,11 +40,11 @@ def inputs_of(name: str, recorded: Sequence[str], since: str | None = None) -> l
 def expect_tensor(
     model: LoadedModel,
     tokens: Sequence[int],
-    recorded: Mapping[str, NDArray[Any]],
+    recorded: Mapping[str, Array],
     name: str,
     value: Any,
     since: str | None = None,
-    slips: Mapping[str, Callable[[], NDArray[Any]]] | None = None,
+    slips: Mapping[str, Callable[[], Array]] | None = None,
 ) -> str:
     """Raises Wrong, with the likely mistake, unless the array is the reference's tensor of that name.
 
@@ -87,7 +87,7 @@ def expect_tensor(
     raise Wrong(f"{where} Likely mistake: {confirmed.cause}.", *remedy)
 
 
-def by_row(mine: NDArray[Any], right: NDArray[Any]) -> str:
+def by_row(mine: Array, right: Array) -> str:
     """That only some tokens are wrong, where it is so."""
     rows = ~np.isclose(mine, right, rtol=1e-4, atol=1e-6).reshape(len(right), -1).all(axis=1)
     wrong = np.flatnonzero(rows)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...families.family import Edit, Hypothesis, after, before, instead, like
+from ...reference.layers import Array
 from ...reference.weights import LinearWeight
 from ...system.lazy import lazy_property
 from ..compare import View, fits
@@ -98,7 +99,7 @@ class Match:
 class Target:
     """An engine's tensor that is wrong, and what "equal" means for it."""
 
-    def __init__(self, name: str, right: NDArray, theirs: NDArray, alone: bool, dtype: str, ternary: bool) -> None:
+    def __init__(self, name: str, right: Array, theirs: Array, alone: bool, dtype: str, ternary: bool) -> None:
         self.name, self.theirs, self.alone = name, theirs.astype(np.float64), alone
         self.by_head = is_by_head(name)
         self.exact = right.dtype.kind == "i"
@@ -117,7 +118,7 @@ class Target:
         self.right_close = self.close(self.right)
         self.error = self.distance(self.right)
 
-    def close(self, mine: NDArray) -> NDArray[np.bool_]:
+    def close(self, mine: Array) -> NDArray[np.bool_]:
         mine = mine.reshape(self.theirs.shape).astype(np.float64)
         with np.errstate(all="ignore"):
             if self.exact:
@@ -125,7 +126,7 @@ class Target:
             both = np.isneginf(mine) & (self.theirs <= -1e9)
             return np.asarray((np.abs(mine - self.theirs) <= self.allowed) | both)
 
-    def distance(self, mine: NDArray) -> float:
+    def distance(self, mine: Array) -> float:
         """Relative L2, over what is finite in both."""
         a, b = self.theirs, mine.reshape(self.theirs.shape).astype(np.float64)
         good = np.isfinite(a) & np.isfinite(b)
@@ -137,7 +138,7 @@ class Target:
     def agrees(self) -> bool:
         return self.fits_but_for_flips(self.right_close, self.right)
 
-    def fits_but_for_flips(self, close: NDArray[np.bool_], mine: NDArray) -> bool:
+    def fits_but_for_flips(self, close: NDArray[np.bool_], mine: Array) -> bool:
         if close.all():
             return True
         if self.exact and self.name.endswith("hook_x_int8"):  # x * scale within rounding of a half
@@ -150,7 +151,7 @@ class Target:
             error = np.linalg.norm((mine.reshape(self.theirs.shape) - self.theirs)[rows])
         return bool(rows.mean() <= FLIPPED_ROWS and error <= FLIP_ERROR * np.linalg.norm(self.theirs[rows]))
 
-    def is_rounded(self, mine: NDArray, close: NDArray[np.bool_], without: Target) -> bool:
+    def is_rounded(self, mine: Array, close: NDArray[np.bool_], without: Target) -> bool:
         """Whether a tensor of an edit that rounds fits: a few values lie on the other side of a border.
 
         without: the same tensor without the edit.
@@ -169,7 +170,7 @@ class Target:
             apart = np.abs(self.theirs - self.right)
         return float(np.where(np.isfinite(apart), apart, 0).max())
 
-    def match(self, mine: NDArray, rounds: bool = False) -> Match | None:
+    def match(self, mine: Array, rounds: bool = False) -> Match | None:
         """None where the tensor explains nothing."""
         close = self.close(mine)
         if rounds and self.is_rounded(mine, close, self):
@@ -193,7 +194,7 @@ class Target:
 def regional(edit: Edit, axis: int, indices: tuple[int, ...]) -> Edit:
     """The edit, at these indices of an axis of the result only."""
 
-    def part(step: Step, compute: Edit, *inputs: Any) -> NDArray:
+    def part(step: Step, compute: Edit, *inputs: Any) -> Array:
         right, wrong = compute(*inputs), edit(step, compute, *inputs)
         places = [i for i in indices if i < right.shape[axis]]
         result = right.copy()
@@ -217,7 +218,7 @@ class Evidence:
         self.targets: dict[str, Target] = {}
         self.sources: dict[str, list[str]] = {}  # of each step: those that computed its inputs and were not recorded
         self.recorded: set[str] = set()
-        self.settled: dict[str, NDArray] = {}  # the tensors that the run goes on with
+        self.settled: dict[str, Array] = {}  # the tensors that the run goes on with
         setting.run(names_filter=(), settle=self._settle)
         self.wrong = [n for n, target in self.targets.items() if not (target.agrees or self._is_rounded(n, without))]
 
@@ -227,12 +228,12 @@ class Evidence:
         target = self.targets[name]
         return target.is_rounded(target.right, target.right_close, without.targets[name])
 
-    def _settle(self, step: Step) -> NDArray:
+    def _settle(self, step: Step) -> Array:
         self.settled[step.name] = result = self._judge(step)
         step.result = result  # a tape of these steps goes on with it as well
         return result
 
-    def _judge(self, step: Step) -> NDArray:
+    def _judge(self, step: Step) -> Array:
         step.seen = dict(step.seen)
         arrays = [x for x in step.inputs if isinstance(x, np.ndarray)]
         if step.name.endswith("hook_attn_scores"):
@@ -259,7 +260,7 @@ class Evidence:
         self.recorded.add(step.name)
         return like(theirs, step.result)
 
-    def _sources_of_own(self, step: Step) -> list[NDArray]:
+    def _sources_of_own(self, step: Step) -> list[Array]:
         """What a step of the model's family is computed from: its inputs may be copies of these."""
         config = self.setting.config
         if not step.name.startswith("blocks.") or step.name.endswith(("product", "proj_scaled")):
@@ -268,7 +269,7 @@ class Evidence:
             return []
         return [step.seen[name] for name in op_inputs(step.name, config) if name in step.seen]
 
-    def _recorded_as(self, step: Step) -> NDArray | None:
+    def _recorded_as(self, step: Step) -> Array | None:
         """The engine's tensor for a step, in the step's shape; logits may be the last token's."""
         name, shape = step.name, step.result.shape
         names = [name]
@@ -309,7 +310,7 @@ class Evidence:
         """The steps of this run with so many copies of the tokens."""
         tape: dict[str, Step] = {}
 
-        def settle(step: Step) -> NDArray:
+        def settle(step: Step) -> Array:
             one_each = (1,) * (step.result.ndim - 1)
             times = (1, self.copies, 1) if is_by_head(step.name) else (self.copies, *one_each)
             step.result = np.tile(self.settled[step.name], times)
@@ -319,7 +320,7 @@ class Evidence:
         self.setting.run(names_filter=(), settle=settle, copies=self.copies)
         return tape
 
-    def compute_all(self, target: str, trials: Sequence[Mapping[str, Edit]]) -> list[NDArray | None]:
+    def compute_all(self, target: str, trials: Sequence[Mapping[str, Edit]]) -> list[Array | None]:
         """`compute` of several edits, in as few runs as possible."""
         if self.copies == 1 or len(trials) == 1 or all(list(edits) == [target] for edits in trials):
             return [self.compute(target, edits) for edits in trials]
@@ -336,7 +337,7 @@ class Evidence:
         parts = np.split(whole, self.copies, axis=int(is_by_head(target)))
         return [None if i in failed else self._as_recorded(target, parts[i]) for i in range(len(trials))]
 
-    def compute(self, target: str, edits: Mapping[str, Edit]) -> NDArray | None:
+    def compute(self, target: str, edits: Mapping[str, Edit]) -> Array | None:
         """The tensor with these edits made; None where they cannot be."""
         with np.errstate(all="ignore"):
             try:
@@ -349,7 +350,7 @@ class Evidence:
                 return None  # not every edit can be made of every shape
         return self._as_recorded(target, result)
 
-    def _as_recorded(self, target: str, result: NDArray) -> NDArray | None:
+    def _as_recorded(self, target: str, result: Array) -> Array | None:
         shape = self.steps[target].result.shape
         if result.size != np.prod(shape):
             return None
@@ -373,7 +374,7 @@ class Explanation:
     error: float = 0.0
     known: Hypothesis | None = None
     rounds: bool = False
-    result: NDArray | None = None
+    result: Array | None = None
 
     def says_the_same(self, other: Explanation) -> bool:
         """Whether it rounds the same as another one, in other words."""
@@ -453,7 +454,7 @@ class Site:
         near = [e for e in good if e.error <= (3 * closest if e.rounds else 20 * closest) + 8 * EPSILON]
         return [e for i, e in enumerate(near) if not any(e.says_the_same(earlier) for earlier in near[:i])]
 
-    def _direction(self, nudged: NDArray) -> float | None:
+    def _direction(self, nudged: Array) -> float | None:
         """How well a small change of a constant points towards the engine's tensor, 0 to 1.
 
         None where the tensor stays as it is: a cap that is far from all values.
@@ -505,7 +506,7 @@ class Site:
             if len(names) > 1:
                 yield tuple(names)
 
-    def compute(self, unit: Iterable[str], edit: Edit) -> NDArray | None:
+    def compute(self, unit: Iterable[str], edit: Edit) -> Array | None:
         return self.evidence.compute(self.name, dict.fromkeys(unit, edit))
 
     def attempt(
@@ -514,7 +515,7 @@ class Site:
         edit: Edit,
         text: str,
         cost: float,
-        mine: NDArray | None = None,
+        mine: Array | None = None,
         rounds: bool = False,
     ) -> Explanation | None:
         mine = self.compute(unit, edit) if mine is None else mine
@@ -604,10 +605,10 @@ class Site:
             width /= 3
         return best
 
-    def _values(self, unit: tuple[str, ...], family: Family, constants: list[float]) -> list[NDArray | None]:
+    def _values(self, unit: tuple[str, ...], family: Family, constants: list[float]) -> list[Array | None]:
         """The differences from the engine's tensor with each constant; None where they are not finite."""
         trials = [dict.fromkeys(unit, family.edit(c)) for c in constants]
-        values: list[NDArray | None] = []
+        values: list[Array | None] = []
         for mine in self.evidence.compute_all(self.name, trials):
             theirs = self.target.theirs
             apart = None if mine is None else (theirs - mine.reshape(theirs.shape))[self.mask]
@@ -697,12 +698,12 @@ def _other_orders(step: Step, target: Target) -> Iterator[Description]:
             yield Description(1.8, text, after(change))
 
 
-def _in_order(x: NDArray, order: NDArray[np.int64], axis: int, joined: bool) -> NDArray:
+def _in_order(x: Array, order: NDArray[np.int64], axis: int, joined: bool) -> Array:
     """joined: the order is one of the rows of a norm over heads, which `after` passes by token and head."""
     return (x.reshape(-1, x.shape[-1]) if joined else x).take(order, axis)
 
 
-def _rounding(step: Step, theirs: NDArray) -> Iterator[Description]:
+def _rounding(step: Step, theirs: Array) -> Iterator[Description]:
     """round(x * scale + c) or round(x * scale * c): the constants that give every integer."""
     v = step.inputs[0].astype(np.float64) * step.inputs[1]
     inside = np.abs(theirs) < min(127, np.abs(theirs).max())
@@ -748,11 +749,11 @@ def _cut_rows(step: Step, target: Target) -> Iterator[Description]:
             yield Description(1.2, text, instead(partial(_length_of, columns=k + 1, divisor=n if words else k + 1)))
 
 
-def _columns(x: NDArray, part: slice) -> NDArray:
+def _columns(x: Array, part: slice) -> Array:
     return x[:, part]
 
 
-def _length_of(x: NDArray, eps: float, columns: int, divisor: int) -> NDArray:
+def _length_of(x: Array, eps: float, columns: int, divisor: int) -> Array:
     return np.asarray(np.sqrt(np.square(x[:, :columns].astype(np.float64)).sum(-1, keepdims=True) / divisor + eps))
 
 
@@ -812,7 +813,7 @@ def _name_of(factor: float, step: Step) -> tuple[str, step_edits.Constant]:
 
 
 def _sum_edit(names: tuple[str, str], factors: list[step_edits.Constant], origin: str) -> Edit:
-    def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
+    def edit(step: Step, compute: Edit, *inputs: Any) -> Array:
         right, numbers = compute(*inputs), constants(step)
         parts = [right if n == "" else step.seen[moved(n, origin, step)].reshape(right.shape) for n in names]
         first, second = (np.float32(f(numbers)) * part for f, part in zip(factors, parts, strict=True))
@@ -961,6 +962,6 @@ def differing_tensors(one: Setting, other: Setting) -> list[str]:
     return [name for name, x in first.items() if name in second and _differ(np.nan_to_num(x), second[name])]
 
 
-def _differ(x: NDArray, y: NDArray) -> bool:
+def _differ(x: Array, y: Array) -> bool:
     size = float(np.abs(np.where(np.abs(x) < 1e30, x, 0)).max())
     return not np.allclose(x, np.nan_to_num(y), rtol=1e-4, atol=1e-5 * size)

@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...backends.loaded import LoadedModel
 from ...backends.record import sibling
 from ...families.family import Hypothesis
+from ...reference.layers import Array
 from ..compare import OTHER_SHAPE, Comparison, View, compare
 from ..names import INT8, LOGITS, SCALE, layer_of
 from ..tolerances import EXPLAINED_SHARE, LOGITS_ROUNDING, ROUNDED_SHARE
@@ -129,7 +129,7 @@ class Watch:
 def diagnose(
     model: LoadedModel,
     tokens: Sequence[int],
-    candidate: Mapping[str, NDArray],
+    candidate: Mapping[str, Array],
     comparison: Comparison,
     *,
     thorough: bool = True,
@@ -422,7 +422,7 @@ class _Search:
             span.append(sibling(self.first, SCALE))
         return span
 
-    def _logit_error(self, tensors: Mapping[str, NDArray]) -> float | None:
+    def _logit_error(self, tensors: Mapping[str, Array]) -> float | None:
         """Relative L2 of the candidate's logits; of the last token's where it has only those."""
         logits = self.candidate.get(LOGITS)
         if logits is None or LOGITS not in tensors or logits.size % tensors[LOGITS].shape[-1]:

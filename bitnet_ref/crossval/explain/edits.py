@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from ...families import family_of
 from ...families.family import Edit, Hypothesis, after, before, heads_apart, instead, layer_weights, own_rope
 from ...reference import layers
-from ...reference.layers import ACTIVATIONS
+from ...reference.layers import ACTIVATIONS, Array
 from ...reference.weights import LinearWeight
 from ..names import linear_input
 from .variants import Step, all_scores, is_by_head
 
 # In the tables below a row is a line.
 # fmt: off
-Change = Callable[[NDArray], NDArray]
+Change = Callable[[Array], Array]
 Formula = Callable[..., Any]
 Row = tuple[float, str, Formula]  # cost, words, the formula of the step's inputs
 ConstantRow = tuple[Any, ...]  # of a Family: cost, words, the formula of c and the inputs, right (None: the second input), log and starts if there are any
@@ -68,7 +68,7 @@ class Family:
         return self.edit(self.right * 1.01 if self.log or self.right else 0.01)
 
 
-def wide(x: NDArray) -> NDArray[np.float64]:
+def wide(x: Array) -> NDArray[np.float64]:
     return x.astype(np.float64)
 
 
@@ -78,7 +78,7 @@ def wide(x: NDArray) -> NDArray[np.float64]:
 def from_run(index: int | None, name: str, origin: str) -> Edit:
     """The step with another tensor of the run as one of its inputs, or (None) as its result."""
 
-    def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
+    def edit(step: Step, compute: Edit, *inputs: Any) -> Array:
         right = compute(*inputs) if index is None else inputs[index]
         other = step.seen[moved(name, origin, step)].reshape(right.shape).astype(right.dtype)
         return other if index is None else compute(*inputs[:index], other, *inputs[index + 1 :])
@@ -123,7 +123,7 @@ def take_row(shift: int) -> Edit:
     return lambda step, compute, table, ids: compute(table, (ids + shift) % table.shape[0])
 
 
-def input_floats(step: Step) -> NDArray:
+def input_floats(step: Step) -> Array:
     """The floats that the input of a linear's product was quantised from, of a step of that linear.   (N, K)"""
     source = step.seen[linear_input(step.name.rpartition(".")[0], step.setting.config)]
     return source.reshape(len(step.inputs[0]), -1)
@@ -132,7 +132,7 @@ def input_floats(step: Step) -> NDArray:
 def scale_inputs(first: int, stop: int, factor: int, others: int = 1) -> Edit:
     """A product whose inputs from `first` to before `stop` are multiplied by `factor`, and the others by `others`."""
 
-    def change(x: NDArray) -> NDArray:
+    def change(x: Array) -> Array:
         factors = np.full(x.shape[1], others, dtype=np.int16)
         factors[first:stop] = factor
         return np.clip(x * factors, -128, 127).astype(x.dtype) if x.dtype == np.int8 else (x * factors).astype(x.dtype)
@@ -185,18 +185,18 @@ def orders(n: int) -> tuple[tuple[str, Order], ...]:
     return tuple(named)
 
 
-def _reordered(x: NDArray, order: Order, axis: int) -> NDArray:
+def _reordered(x: Array, order: Order, axis: int) -> Array:
     return x.take(order(x.shape[axis]), axis)
 
 
-def _shifted(x: NDArray, by: int, axis: int) -> NDArray:
+def _shifted(x: Array, by: int, axis: int) -> Array:
     """Moved by one, with zeros at the end."""
     rolled = np.roll(x, by, axis)
     np.moveaxis(rolled, axis, 0)[0 if by > 0 else -1] = 0
     return rolled
 
 
-def changes(x: NDArray, by_head: bool = False) -> Iterator[Row]:
+def changes(x: Array, by_head: bool = False) -> Iterator[Row]:
     """(cost, words, change) of a float or integer array: (N, C), (N, heads, d), or by_head (heads, N, keys)."""
     tokens, heads = (1, 0) if by_head else (0, 1)
 
@@ -236,19 +236,19 @@ def changes(x: NDArray, by_head: bool = False) -> Iterator[Row]:
 # -- the formula of each step ------------------------------------------------------------------------------------------
 
 
-def _ms(x: NDArray) -> NDArray:
+def _ms(x: Array) -> Array:
     return np.square(wide(x)).mean(-1, keepdims=True)
 
 
-def _absmax(x: NDArray) -> NDArray:
+def _absmax(x: Array) -> Array:
     return np.maximum(np.abs(x).max(-1, keepdims=True), np.float32(1e-5))
 
 
-def _int8(x: NDArray, low: float = -128, high: float = 127) -> NDArray:
+def _int8(x: Array, low: float = -128, high: float = 127) -> Array:
     return np.clip(np.rint(x), low, high)
 
 
-def _lengths_of_blocks(x: NDArray, size: int) -> NDArray:
+def _lengths_of_blocks(x: Array, size: int) -> Array:
     """The length of each `size` columns, for each of them."""
     return np.repeat(np.sqrt(_ms(x.reshape(len(x), -1, size)) + 1e-6)[..., 0], size, axis=1)
 
@@ -299,11 +299,11 @@ INT8_RULES: list[Row] = [
 ]
 
 
-def _sig(x: NDArray) -> NDArray:
+def _sig(x: Array) -> Array:
     return 1 / (1 + np.exp(-np.clip(x, -700, 700)))
 
 
-OTHER_ACTIVATIONS: dict[str, Callable[[NDArray], NDArray]] = {  # that no model has, beside those of ACTIVATIONS
+OTHER_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {  # that no model has, beside those of ACTIVATIONS
     "relu": lambda x: np.maximum(x, 0),
     "gelu (erf)": lambda x: 0.5 * x * (1 + np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2))),
     "quick gelu, x sigmoid(1.702 x)": lambda x: x * _sig(1.702 * x), "sigmoid": _sig, "tanh": np.tanh, "no activation": lambda x: x,
@@ -314,7 +314,7 @@ OTHER_ACTIVATIONS: dict[str, Callable[[NDArray], NDArray]] = {  # that no model 
 }
 
 
-def _act(x: NDArray, activation: str) -> NDArray:
+def _act(x: Array, activation: str) -> Array:
     return ACTIVATIONS[activation].function(wide(x))
 
 
@@ -345,31 +345,31 @@ RESIDUALS: list[Row] = [
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-def _softmax(s: NDArray, extra: float = 0.0, base: float = math.e, axis: int = -1) -> NDArray:
+def _softmax(s: Array, extra: float = 0.0, base: float = math.e, axis: int = -1) -> Array:
     """exp(s - max) / (sum + extra * exp(-max))."""
     top = np.maximum(np.where(np.isfinite(s), s, -np.inf).max(axis, keepdims=True), -1e30)
     e = np.power(base, wide(s) - top)
     return e / (e.sum(axis, keepdims=True) + extra * np.power(base, -top))
 
 
-def _softmax_without(s: NDArray, drop: NDArray) -> NDArray:
+def _softmax_without(s: Array, drop: Array) -> Array:
     """Softmax over what is left after `drop`, zeros where nothing is."""
     return np.nan_to_num(_softmax(np.where(drop, -np.inf, s)))
 
 
-def _ij(s: NDArray) -> tuple[NDArray, NDArray]:
+def _ij(s: Array) -> tuple[Array, Array]:
     return np.arange(s.shape[1])[:, None], np.arange(s.shape[2])[None, :]
 
 
-def _distance(s: NDArray) -> NDArray:
+def _distance(s: Array) -> Array:
     return np.arange(s.shape[1])[:, None] - np.arange(s.shape[2])
 
 
-def _e(s: NDArray) -> NDArray:
+def _e(s: Array) -> Array:
     return np.exp(wide(s) - s.max(-1, keepdims=True))
 
 
-def _shares(e: NDArray, counted: Any = 1) -> NDArray:
+def _shares(e: Array, counted: Any = 1) -> Array:
     return e / np.maximum((e * counted).sum(-1, keepdims=True), 1e-30)
 
 
@@ -390,17 +390,17 @@ PATTERNS: list[Row] = [
 ]
 
 
-def sees_by(rule: Callable[[NDArray, NDArray, int | None], NDArray]) -> Edit:
+def sees_by(rule: Callable[[Array, Array, int | None], Array]) -> Edit:
     """Scores of the pairs of tokens (i, j) for which rule(i, j, window) is true."""
 
-    def edit(step: Step, compute: Edit, q: NDArray, keys: NDArray, window: int | None) -> NDArray:
+    def edit(step: Step, compute: Edit, q: Array, keys: Array, window: int | None) -> Array:
         n = len(step.setting.tokens)
         return all_scores(n, q, keys, window, rule(np.arange(n)[:, None], np.arange(n)[None], window))
 
     return edit
 
 
-def _exchanged(step: Step, compute: Edit, q: NDArray, keys: NDArray, window: int | None) -> NDArray:
+def _exchanged(step: Step, compute: Edit, q: Array, keys: Array, window: int | None) -> Array:
     n = len(step.setting.tokens)
     free = all_scores(n, q, keys, window, np.ones((n, n), dtype=bool)).swapaxes(1, 2)
     return np.where(_distance(free) >= 0, free, -np.inf).astype(q.dtype)
@@ -408,7 +408,7 @@ def _exchanged(step: Step, compute: Edit, q: NDArray, keys: NDArray, window: int
 
 def _scores(step: Step) -> Iterator[Description]:
     n_tokens, window = len(step.inputs[0]), step.inputs[2]
-    rules: list[tuple[float, str, Callable[..., NDArray]]] = [
+    rules: list[tuple[float, str, Callable[..., Array]]] = [
         (1.2, "the mask is turned round: a token sees itself and those after it", lambda i, j, w: j >= i),
         *((1.2, f"a token sees {n} tokens only, itself included", lambda i, j, w, n=n: (j <= i) & (j > i - n)) for n in range(1, n_tokens) if n != window),
         *((1.3, f"a token sees {n} tokens after it", lambda i, j, w, n=n: j <= i + n) for n in range(2, min(n_tokens, 6))),
@@ -434,7 +434,7 @@ KV_HEADS: dict[str, Callable[..., int]] = {  # of query head i, of h query and g
 def reads_kv_head(kv_head: Callable[..., int]) -> Edit:
     """Query head i reads kv head kv_head(i, H, G), in a step whose second input is the keys or the values."""
 
-    def mapped(step: Step, compute: Edit, first: NDArray, kv: NDArray, *rest: Any) -> NDArray:
+    def mapped(step: Step, compute: Edit, first: Array, kv: Array, *rest: Any) -> Array:
         heads, groups = step.setting.config.num_attention_heads, kv.shape[1]
         axis, result = int(not is_by_head(step.name)), compute(first, kv, *rest).copy()
         for g in range(groups):  # with every kv head replaced by g, the heads that read g are right
@@ -454,19 +454,19 @@ def _kv_maps(noun: str) -> Iterator[Description]:
 # -- RoPE --------------------------------------------------------------------------------------------------------------
 
 
-def _angles(step: Step) -> tuple[NDArray, NDArray]:
+def _angles(step: Step) -> tuple[Array, Array]:
     """positions (N, 1), frequencies (d/2,)"""
     positions = np.arange(len(step.inputs[0]))[:, None].astype(np.float64)
     return positions, own_rope(step).frequencies(2 * step.inputs[1].shape[1])
 
 
-def _turn(x: NDArray, angles: NDArray, size: int | None = None) -> NDArray:
+def _turn(x: Array, angles: Array, size: int | None = None) -> Array:
     """The first `size` numbers of each head turned, all if None."""
     turned = layers.apply_rope(wide(x[..., :size]), np.cos(angles), np.sin(angles))
     return turned if size is None else np.concatenate([turned, wide(x[..., size:])], axis=-1)
 
 
-def interleaved(x: NDArray, cos: NDArray, sin: NDArray) -> NDArray:
+def interleaved(x: Array, cos: Array, sin: Array) -> Array:
     """Rotates the pairs (x[2j], x[2j+1]).   x (N, H, d), cos and sin (N, d/2), or narrower"""
     x, rest = np.split(x, [2 * cos.shape[-1]], axis=-1)
     even, odd, cos, sin = x[..., 0::2], x[..., 1::2], cos[:, None], sin[:, None]
@@ -474,7 +474,7 @@ def interleaved(x: NDArray, cos: NDArray, sin: NDArray) -> NDArray:
     return np.concatenate([turned, rest], axis=-1)
 
 
-def _turn_halves(x: NDArray, cos: NDArray, first_sin: NDArray, second_sin: NDArray) -> NDArray:
+def _turn_halves(x: Array, cos: Array, first_sin: Array, second_sin: Array) -> Array:
     """RoPE with a sin of its own for each half of a head."""
     first, second = layers.apply_rope(x, cos, first_sin), layers.apply_rope(x, cos, second_sin)
     return np.where(np.arange(x.shape[-1]) < cos.shape[-1], first, second)
@@ -512,7 +512,7 @@ def _ropes(step: Step) -> Iterator[Row]:
         "times 2 pi": f * 2 * np.pi,
     }
 
-    def by(angles: NDArray, size: int | None = None) -> Formula:
+    def by(angles: Array, size: int | None = None) -> Formula:
         return lambda x, c, s: _turn(x, angles, size)
 
     yield from ((1, f"RoPE's positions are {words}", by(places * f)) for words, places in positions.items())
@@ -538,7 +538,7 @@ def matrix(w: LinearWeight) -> NDArray[np.float32]:
     return w.rows(slice(None), np.float32)
 
 
-def product(x: NDArray, w: NDArray) -> NDArray:
+def product(x: Array, w: Array) -> Array:
     return wide(x) @ wide(w).T
 
 
@@ -555,7 +555,7 @@ TERNARY_MATRICES: list[Row] = [(1, f"the codes of {{w}} are {words}", lambda m, 
 def _in_the_highest_bits(rows: slice, columns: slice) -> Change:
     """A code of the two highest bits, 2 for +1, that is shifted down with its sign: -2, so -3."""
 
-    def change(m: NDArray) -> NDArray:
+    def change(m: Array) -> Array:
         places = m[rows, columns]
         m = m.copy()
         m[rows, columns] = np.where(places > 0, -3, places)
@@ -564,11 +564,11 @@ def _in_the_highest_bits(rows: slice, columns: slice) -> Change:
     return change
 
 
-def _last_quarter_of_rows(m: NDArray) -> NDArray:
+def _last_quarter_of_rows(m: Array) -> Array:
     return _in_the_highest_bits(slice(m.shape[0] // 4 * 3, None), slice(None))(m)
 
 
-def _first_32_of_128(m: NDArray) -> NDArray:
+def _first_32_of_128(m: Array) -> Array:
     blocks = m.reshape(-1, 128)
     return _in_the_highest_bits(slice(None), slice(0, 32))(blocks).reshape(m.shape)
 
@@ -584,7 +584,7 @@ TERNARY_MATRICES += [
 def _in_parts(size: int, limit: Change, running: bool = False) -> Formula:
     """Sums of `size` products each, of which limit() is taken, then added; running: limit() of each sum so far."""
 
-    def formula(x: NDArray, w: LinearWeight) -> NDArray:
+    def formula(x: Array, w: LinearWeight) -> Array:
         m = matrix(w)
         total = np.zeros((len(x), len(m)))
         for start in range(0, x.shape[1], size):
@@ -733,11 +733,11 @@ def descriptions(step: Step) -> Iterator[Description]:
 # -- constants ---------------------------------------------------------------------------------------------------------
 
 
-def _capped(c: float, x: NDArray) -> NDArray:
+def _capped(c: float, x: Array) -> Array:
     return c * np.tanh(wide(x) / c)
 
 
-def _leaky(c: float, x: NDArray) -> NDArray:
+def _leaky(c: float, x: Array) -> Array:
     return np.where(x > 0, x, c * wide(x))
 
 

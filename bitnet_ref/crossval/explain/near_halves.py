@@ -28,6 +28,7 @@ from ...backends.observe import Call, ObservedStep, observe
 from ...backends.paged_cache import EngineKVCache
 from ...backends.record import Recorder
 from ...reference.cache import TokenBatch
+from ...reference.layers import Array
 from ...reference.model import embeddings, head_input, rope_tables_of
 from ...reference.weights import LayerWeights, TernaryLinear
 from ..compare import Comparison, OpResult, Tensors, View, compare
@@ -71,10 +72,10 @@ class _Run:
     A trial has no streams and no cache.
     """
 
-    tensors: dict[str, NDArray] = field(default_factory=dict)
+    tensors: dict[str, Array] = field(default_factory=dict)
     flips: list[Flip] = field(default_factory=list)
     near: dict[int, list[Flip]] = field(default_factory=dict)
-    streams: dict[int, NDArray] = field(default_factory=dict)
+    streams: dict[int, Array] = field(default_factory=dict)
     cache: EngineKVCache | None = None
 
 
@@ -275,7 +276,7 @@ class _FlipSearch:
         stop: int,
         until: str | None = None,
         layer: int = 0,
-        stream: NDArray | None = None,
+        stream: Array | None = None,
         noise: np.random.Generator | None = None,
     ) -> _Pass:
         """The reference over some tokens, behind those in the cache. stream: what they are before a layer."""
@@ -293,18 +294,18 @@ class _FlipSearch:
         return done
 
 
-class _FirstRows(dict[str, NDArray]):
+class _FirstRows(dict[str, Array]):
     """A candidate's tensors, of some tokens."""
 
     own_engine = True
 
 
-def _rows(name: str, x: NDArray, count: int) -> NDArray:
+def _rows(name: str, x: Array, count: int) -> Array:
     """Of the first tokens."""
     return x[:, :count, :count] if is_by_head(name) else x[:count]
 
 
-def _row_errors(mine: NDArray, theirs: NDArray) -> NDArray[np.float64]:
+def _row_errors(mine: Array, theirs: Array) -> NDArray[np.float64]:
     """Relative L2 of each row.   2 x (n, V) -> (n,)"""
     sizes = np.linalg.norm(theirs.astype(np.float64), axis=1)
     difference = np.linalg.norm(mine.astype(np.float64) - theirs, axis=1)
@@ -333,26 +334,26 @@ class _Pass(Recorder):
         wanted = {name for name in search.compared if search.order[name] <= stop}
         super().__init__(Backend("float32", threads=1), search.setting.config, wanted.__contains__)
         self.handlers |= {"quantize_activations": self.on_quantize_activations}
-        self.streams: dict[int, NDArray] = {}
+        self.streams: dict[int, Array] = {}
         self.start, self.until, self.noise = start, until, noise
-        self.x_q: NDArray | None = None  # with noise
+        self.x_q: Array | None = None  # with noise
         self.near: dict[int, list[Flip]] = {}
         self.flips: dict[str, list[Flip]] = {}
         for flip in flips:
             self.flips.setdefault(flip.name, []).append(flip)
-        self.x: NDArray | None = None  # what was quantised last
+        self.x: Array | None = None  # what was quantised last
         self.name = ""  # of the first int8 tensor that was made of it
 
-    def keep(self, name: str, array: NDArray) -> None:
+    def keep(self, name: str, array: Array) -> None:
         super().keep(name, array)
         if name == self.until:
             raise _Finished
 
-    def on_attention_block(self, step: ObservedStep, call: Call, x: NDArray, w: LayerWeights, *rest: Any) -> Any:
+    def on_attention_block(self, step: ObservedStep, call: Call, x: Array, w: LayerWeights, *rest: Any) -> Any:
         self.streams[rest[-1]] = x
         return super().on_attention_block(step, call, x, w, *rest)
 
-    def on_quantize_activations(self, step: ObservedStep, call: Call, x: NDArray) -> Any:
+    def on_quantize_activations(self, step: ObservedStep, call: Call, x: Array) -> Any:
         x_q, scale = call(x)
         if x is not self.x:  # q, k and v share theirs, and its flips
             self.x, self.name = x, step.name
@@ -368,10 +369,10 @@ class _Pass(Recorder):
                 x_q[flip.token - self.start, flip.element] = flip.candidate
         return x_q, scale
 
-    def on_ternary_matmul(self, step: ObservedStep, call: Call, x_q: NDArray, w: TernaryLinear) -> Any:
+    def on_ternary_matmul(self, step: ObservedStep, call: Call, x_q: Array, w: TernaryLinear) -> Any:
         return super().on_ternary_matmul(step, quick_ternary_matmul(w, call), x_q, w)
 
-    def note(self, name: str, value: NDArray) -> None:
+    def note(self, name: str, value: Array) -> None:
         """The activations that noise can carry over a half, each as the flip that it would be."""
         noise = near_half(layer_of(name) or 0, self.start + len(value))[self.start :]
         for i, j in np.argwhere(distance_to_half(value) <= noise[:, None]).tolist():

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ...reference.layers import Floats
+from ...reference.layers import Array, Floats
 
 Rule = Callable[[Floats], Floats]
 Format = tuple[str, Rule]  # what the numbers are then, after "is"; the rule
@@ -28,15 +28,15 @@ FLOATS: dict[str, Any] = {
 NARROW = {name: FLOATS[name] for name in ("bfloat16", "float16")}
 
 
-def rounded(x: NDArray, dtype: Any) -> NDArray[np.float32]:
+def rounded(x: Array, dtype: Any) -> NDArray[np.float32]:
     """x rounded to a narrow float. Infinite values stay; fp8 stops at its largest value."""
     wide = x.astype(np.float64)
-    largest = 3e38 if np.dtype(dtype).itemsize == 2 else float(ml_dtypes.finfo(dtype).max)
+    largest = 3e38 if np.dtype(dtype).itemsize == 2 else float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
     narrow = np.clip(wide, -largest, largest).astype(dtype).astype(np.float32)
     return np.where(np.isinf(wide), x, narrow).astype(np.float32)
 
 
-def running_sum(x: NDArray, dtype: Any) -> NDArray[np.float32]:
+def running_sum(x: Array, dtype: Any) -> NDArray[np.float32]:
     """The sum over the last axis, kept in a narrow float term by term.   -> (..., 1)"""
     total = np.zeros(x.shape[:-1], dtype=dtype)
     for column in range(x.shape[-1]):
@@ -44,26 +44,26 @@ def running_sum(x: NDArray, dtype: Any) -> NDArray[np.float32]:
     return total.astype(np.float32)[..., None]
 
 
-def to_integers(x: NDArray, top: int, axis: int | tuple[int, ...] | None = -1) -> NDArray[np.float64]:
+def to_integers(x: Array, top: int, axis: int | tuple[int, ...] | None = -1) -> NDArray[np.float64]:
     """x as multiples, up to `top`, of its largest magnitude along `axis` / top. axis None: of the whole tensor."""
     largest = np.abs(x.astype(np.float64)).max(axis, keepdims=True)
     step = np.maximum(largest, 1e-30) / top
     return np.asarray(np.rint(x / step) * step)
 
 
-def in_blocks(x: NDArray, size: int, rule: Rule) -> Floats:
+def in_blocks(x: Array, size: int, rule: Rule) -> Floats:
     """A rule of blocks (n, size) of neighbours in a row."""
     if x.shape[-1] % size:
         raise ValueError(f"rows of {x.shape[-1]} are no whole blocks of {size}")
     return rule(x.reshape(-1, size)).reshape(x.shape)
 
 
-def half(x: NDArray) -> NDArray[np.float32]:
+def half(x: Array) -> NDArray[np.float32]:
     """A block's scale as GGUF stores it."""
     return x.astype(np.float16).astype(np.float32)
 
 
-def _inverse(step: NDArray) -> NDArray[np.float32]:
+def _inverse(step: Array) -> NDArray[np.float32]:
     return np.divide(np.float32(1), step, out=np.zeros_like(step), where=step != 0)
 
 

@@ -24,6 +24,7 @@ from ...families import KINDS
 from ...families.linear_norms import model_norms
 from ...families.lora import AdaptedLinear, lora_term
 from ...reference import layers
+from ...reference.layers import Array
 from ...reference.model import rope_tables_of
 from ...reference.weights import LinearWeight, Norm
 from .. import names
@@ -39,7 +40,7 @@ class _MissingInput(Exception):
 
 
 def judge_trace(
-    model: LoadedModel, trace: Mapping[str, NDArray], tokens: NDArray | None = None, backend: Backend | None = None
+    model: LoadedModel, trace: Mapping[str, Array], tokens: Array | None = None, backend: Backend | None = None
 ) -> Comparison:
     """Every op of a recorded run on its own inputs. mode "op by op".
 
@@ -75,7 +76,7 @@ class _Replay:
     """The reference's ops by the names of their results, each fed from the trace."""
 
     def __init__(
-        self, model: LoadedModel, trace: Mapping[str, NDArray], ids: NDArray[np.int64], backend: Backend | None
+        self, model: LoadedModel, trace: Mapping[str, Array], ids: NDArray[np.int64], backend: Backend | None
     ) -> None:
         self.trace, self.ids, self.cfg = View(trace), ids, model.config
         self.recorded: set[str] = set()  # names of the tensors that have the right shape
@@ -111,11 +112,11 @@ class _Replay:
             return self.rounding(name, mine, theirs, result, own)
         return result
 
-    def value(self, name: str, dtype: type = np.float32) -> NDArray:
+    def value(self, name: str, dtype: type = np.float32) -> Array:
         """A tensor of the run: as recorded, or computed from recorded ones."""
         if name in self.recorded:
             array = np.asarray(self.trace[name]).reshape(names.op_shape(name, self.cfg, len(self.ids)))
-            cast: NDArray = array.astype(dtype)
+            cast: Array = array.astype(dtype)
             if np.dtype(dtype).kind == "i" and not np.array_equal(cast, array):
                 raise NumericsError(f"{name} has values that {np.dtype(dtype)} cannot hold", tensor=name)
             return cast
@@ -127,13 +128,13 @@ class _Replay:
         self.recomputed.append(name)
         return array
 
-    def rows(self, name: str) -> NDArray:
+    def rows(self, name: str) -> Array:
         return self.value(name).reshape(len(self.ids), -1)
 
-    def heads(self, name: str) -> NDArray:
+    def heads(self, name: str) -> Array:
         return self.value(name).reshape(len(self.ids), -1, self.cfg.head_dim)
 
-    def compute(self, name: str) -> NDArray:
+    def compute(self, name: str) -> Array:
         """The op, computed by the reference from its inputs."""
         parent, _, hook = name.rpartition(".")
         block = name.rpartition(".attn.")[0] or name.rpartition(".mlp.")[0] or parent
@@ -169,7 +170,7 @@ class _Replay:
             return self.heads(inputs[0])
         return self.rows(inputs[0])  # the same numbers under another name
 
-    def _linear(self, linear: str, hook: str) -> NDArray:
+    def _linear(self, linear: str, hook: str) -> Array:
         w = self.linears[linear]
         if isinstance(w, AdaptedLinear):
             if hook == names.LORA:
@@ -179,7 +180,7 @@ class _Replay:
             w = w.linear
         return self._product(linear, w, hook)
 
-    def _product(self, linear: str, w: LinearWeight, hook: str) -> NDArray:
+    def _product(self, linear: str, w: LinearWeight, hook: str) -> Array:
         """A tensor of a linear without an adapter."""
         ternary = w.bit_linear
         if ternary is None:
@@ -200,7 +201,7 @@ class _Replay:
         y = self.be.dequantize(acc, ternary, scale.reshape(len(self.ids), -1))
         return y if w.bias is None else y + w.bias
 
-    def _attention(self, attn: str, hook: str) -> NDArray:
+    def _attention(self, attn: str, hook: str) -> Array:
         n, window = len(self.ids), self.cfg.window_of(int(attn.split(".")[1]))
         if hook == "hook_attn_scores":
             q, k = (self.heads(name) for name in names.op_inputs(f"{attn}.{hook}", self.cfg))
@@ -217,7 +218,7 @@ class _Replay:
             raise _MissingInput(name)
         return norm
 
-    def rounding(self, name: str, mine: NDArray, theirs: NDArray, result: OpResult, own: bool) -> OpResult:
+    def rounding(self, name: str, mine: Array, theirs: Array, result: OpResult, own: bool) -> OpResult:
         """Judge int8 values that differ from the rounded input: by the last bit of x * scale, or wrong."""
         linear = name.rpartition(".")[0]
         source = names.linear_input(linear, self.cfg)

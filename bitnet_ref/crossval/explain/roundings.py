@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ...families.family import Edit, after, before, instead
+from ...families.family import Edit, after, before, heads_apart, instead
 from ...reference import layers
 from ...reference.layers import ACTIVATIONS as GATES
+from ...reference.layers import Array
 from ...reference.weights import LinearWeight
-from .edits import Description, Row, _angles, _e, _ms, _shares, _turn, heads_apart, input_floats, matrix, product, wide
+from .edits import Description, Row, _angles, _e, _ms, _shares, _turn, input_floats, matrix, product, wide
 from .number_formats import (
     FLOATS,
     INT4_ROWS,
@@ -60,7 +60,7 @@ def descriptions(step: Step) -> Iterator[Description]:
                 yield Description(1.2, f"{{in{index}}} is {words}", before(index, rule), rounds=True)
 
 
-def _formats_of(x: NDArray, step: Step) -> list[Format]:
+def _formats_of(x: Array, step: Step) -> list[Format]:
     """The formats that a tensor may be in: scores and patterns, (heads, N, keys), are not quantised to integers."""
     apart = heads_apart(x, step)
     if apart.dtype.kind != "f":
@@ -74,7 +74,7 @@ def _formats_of(x: NDArray, step: Step) -> list[Format]:
 def with_matrix_in(rule: Rule, of_input: Rule = np.asarray) -> Edit:
     """A product, or the embedding, whose matrix is in another format.   of_input: changes what is multiplied."""
 
-    def edit(step: Step, compute: Edit, first: Any, second: Any) -> NDArray:
+    def edit(step: Step, compute: Edit, first: Any, second: Any) -> Array:
         if isinstance(first, LinearWeight):
             return rule(first.rows(second, np.float32)).astype(np.float32)
         return product(of_input(first), rule(matrix(second))).astype(np.float32)
@@ -109,7 +109,7 @@ def _bit_linears(step: Step) -> Iterator[Description]:
     formats = [*ROUNDED, *blocks_of([size for size in SIZES if size < width and width % size == 0])]
 
     def edit(rule: Rule) -> Edit:
-        def of_floats(step: Step, compute: Edit, acc: NDArray, w: Any, x_quant_scale: NDArray) -> NDArray:
+        def of_floats(step: Step, compute: Edit, acc: Array, w: Any, x_quant_scale: Array) -> Array:
             return (product(rule(input_floats(step)), matrix(w)) * w.w_dequant_scale).astype(np.float32)
 
         return of_floats

@@ -32,6 +32,7 @@ from ...formats.open import open_checkpoint
 from ...reference import layers
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
+from ...reference.layers import Array
 from ...reference.model import forward
 from ...reference.weights import (
     DenseWeight,
@@ -64,10 +65,10 @@ class Step:
 
     name: str
     setting: Setting
-    seen: Mapping[str, NDArray]
+    seen: Mapping[str, Array]
     inputs: tuple[Any, ...] = ()
-    result: NDArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    compute: Callable[..., NDArray] = np.asarray
+    result: Array = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    compute: Callable[..., Array] = np.asarray
 
     @property
     def layer(self) -> int | None:
@@ -131,7 +132,7 @@ class Setting:
         """The steps of a run, in the order of the computation."""
         steps: dict[str, Step] = {}
 
-        def settle(step: Step) -> NDArray:
+        def settle(step: Step) -> Array:
             steps[step.name] = step
             return step.result
 
@@ -143,9 +144,9 @@ class Setting:
         names_filter: NamesFilter = None,
         until: str | None = None,
         tape: Mapping[str, Step] | None = None,
-        settle: Callable[[Step], NDArray] | None = None,
+        settle: Callable[[Step], Array] | None = None,
         copies: int = 1,
-    ) -> dict[str, NDArray]:
+    ) -> dict[str, Array]:
         """One forward pass, recorded: {name: array} in the order of the computation.
 
         until: the pass ends when the tensor of that name has been computed.
@@ -177,7 +178,7 @@ class _Finished(Exception):
 
 
 def _one_after_the_other(first: Edit, second: Edit) -> Edit:
-    def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
+    def edit(step: Step, compute: Edit, *inputs: Any) -> Array:
         return second(step, partial(first, step, compute), *inputs)
 
     return edit
@@ -193,24 +194,24 @@ class _StepRecorder(Recorder):
         names_filter: NamesFilter,
         until: str | None,
         tape: Mapping[str, Step],
-        settle: Callable[[Step], NDArray] | None,
+        settle: Callable[[Step], Array] | None,
     ) -> None:
         super().__init__(be, setting.config, names_filter)
         self.setting, self.until, self.tape, self.settle = setting, until, tape, settle
-        self.steps: dict[str, NDArray] = {}
+        self.steps: dict[str, Array] = {}
         self.family = family_of(setting.config)
         self.adapted = {name for name, w in setting.weights.linears() if isinstance(w, AdaptedLinear)}
         self.handlers |= {"quantize_activations": self.on_quantize_activations, "append": self.on_append}
         self.handlers |= {"dense_matmul": self.on_dense_matmul}
 
-    def keep(self, name: str, array: NDArray) -> None:
+    def keep(self, name: str, array: Array) -> None:
         if name == LOGITS and name not in self.steps and self.setting.config.logit_softcap is not None:
             return  # `on_linears` has a step for it
         super().keep(name, array)
         if name == self.until:
             raise _Finished
 
-    def step(self, name: str, compute: Callable[..., NDArray], *inputs: Any) -> NDArray:
+    def step(self, name: str, compute: Callable[..., Array], *inputs: Any) -> Array:
         """One step: as in the tape, computed, or as the edit computes it."""
         self.setting.check()
         edit, earlier = self.setting.edits.get(name), self.tape.get(name)
@@ -227,23 +228,23 @@ class _StepRecorder(Recorder):
 
     # -- ops -----------------------------------------------------------------------------------------------------------
 
-    def on_result(self, step: ObservedStep, call: Call, *args: Any) -> NDArray:
+    def on_result(self, step: ObservedStep, call: Call, *args: Any) -> Array:
         if step.op == "scale":
             x, factor, name = args
             return self.step(name, lambda x, factor: call(x, factor, name), x, factor)
         return self.step(step.name, call, *args)
 
-    def on_rms_norm(self, step: ObservedStep, call: Call, x: NDArray, norm: Norm) -> Any:
+    def on_rms_norm(self, step: ObservedStep, call: Call, x: Array, norm: Norm) -> Any:
         if norm.name == "ln_final":
             self.tokens = x.shape[0]
         length = self.step(f"{norm.name}.hook_scale", layers.rms_scale, x, norm.eps)
         return self.step(step.name, lambda x, length, weight: x / length * weight, x, length, norm.weight)
 
-    def keep_output(self, name: str, y: NDArray) -> None:
+    def keep_output(self, name: str, y: Array) -> None:
         if name == LOGITS and (cap := self.setting.config.logit_softcap) is not None:
             self.step(name, layers.softcap, y, cap)
 
-    def keep_heads(self, ws: Sequence[LinearWeight], outputs: list[NDArray]) -> None:
+    def keep_heads(self, ws: Sequence[LinearWeight], outputs: list[Array]) -> None:
         """q and k, cut into heads, are steps: the block goes on with what they give."""
         if not ws[-1].name.endswith(".v_proj"):
             return
@@ -253,9 +254,7 @@ class _StepRecorder(Recorder):
             heads = self.step(name, np.asarray, y.reshape(len(y), -1, self.cfg.head_dim))
             outputs[i] = heads.reshape(y.shape)
 
-    def on_compute(
-        self, step: ObservedStep, call: Call, name: str, function: Callable[..., NDArray], *args: Any
-    ) -> Any:
+    def on_compute(self, step: ObservedStep, call: Call, name: str, function: Callable[..., Array], *args: Any) -> Any:
         """An op of a family: a step whose inputs are the arrays of the run, and the layer's weights."""
         if step.name.endswith(".hook_out"):
             product = partial(super().on_compute, step, call, name, function)
@@ -265,47 +264,45 @@ class _StepRecorder(Recorder):
         kinds = (np.ndarray, LayerWeights, str)  # what follows is where states are, or the config
         count = sum(isinstance(arg, kinds) for arg in args)
 
-        def compute(*inputs: NDArray) -> NDArray:
-            result: NDArray = call(name, function, *inputs, *args[count:])
+        def compute(*inputs: Array) -> Array:
+            result: Array = call(name, function, *inputs, *args[count:])
             return result
 
         if self._has_states(step, function):  # two steps: the states, and what they give
             hook, further = self.also_recorded[function]
 
-            def states_of(*inputs: NDArray) -> NDArray:
+            def states_of(*inputs: Array) -> Array:
                 return np.asarray(further(*inputs, *args[count:]))
 
             states = self.step(sibling(step.name, hook), states_of, *args[:count])
             return self.step(step.name, self.family.from_recorded[function], states, *args[:count])
         return self.step(step.name, compute, *args[:count])
 
-    def _has_states(self, step: ObservedStep, function: Callable[..., NDArray]) -> bool:
+    def _has_states(self, step: ObservedStep, function: Callable[..., Array]) -> bool:
         """Whether an op is computed from the states that are recorded beside it, which are then held for all tokens."""
         if function not in self.family.from_recorded:
             return False
         hook, _ = self.also_recorded[function]
         return math.prod(op_shape(sibling(step.name, hook), self.cfg, self.tokens)) < _MOST_STATES
 
-    def on_quantize_activations(self, step: ObservedStep, call: Call, x: NDArray) -> Any:
+    def on_quantize_activations(self, step: ObservedStep, call: Call, x: Array) -> Any:
         scale_name = sibling(step.name, "hook_x_scale")
         self.x_scale = scale = self.step(scale_name, lambda x: call(x)[1], x)
         return self.step(step.name, _to_int8, x, scale), scale
 
-    def on_ternary_matmul(self, step: ObservedStep, call: Call, x_q: NDArray, w: TernaryLinear) -> Any:
+    def on_ternary_matmul(self, step: ObservedStep, call: Call, x_q: Array, w: TernaryLinear) -> Any:
         self.keep(sibling(step.name, "hook_x_int8"), x_q)
         self.keep(sibling(step.name, "hook_x_scale"), self.x_scale)
         return self.step(step.name, quick_ternary_matmul(w, call), x_q, w)
 
-    def on_dequantize(
-        self, step: ObservedStep, call: Call, acc: NDArray, w: TernaryLinear, x_quant_scale: NDArray
-    ) -> Any:
+    def on_dequantize(self, step: ObservedStep, call: Call, acc: Array, w: TernaryLinear, x_quant_scale: Array) -> Any:
         return self._product(step.name, call, acc, w, x_quant_scale)
 
-    def on_dense_matmul(self, step: ObservedStep, call: Call, x: NDArray, w: DenseWeight) -> Any:
+    def on_dense_matmul(self, step: ObservedStep, call: Call, x: Array, w: DenseWeight) -> Any:
         is_quick = self.tape and w.nbytes < SMALL  # in another order of summation: in a search only
         return self._product(step.name, _small_product if is_quick else call, x, w)
 
-    def _product(self, name: str, call: Call, x: NDArray, w: LinearWeight, *scale: NDArray) -> NDArray:
+    def _product(self, name: str, call: Call, x: Array, w: LinearWeight, *scale: Array) -> Array:
         """A linear's output; without its bias or cap, which are other steps, it has another name."""
         if w.bias is not None or name.rpartition(".")[0] in self.adapted:
             name = sibling(name, "product")
@@ -313,7 +310,7 @@ class _StepRecorder(Recorder):
             name = "lm_head.hook_uncapped"
         return self.step(name, call, x, w, *scale)
 
-    def on_add(self, step: ObservedStep, call: Call, x: NDArray, y: NDArray) -> Any:
+    def on_add(self, step: ObservedStep, call: Call, x: Array, y: Array) -> Any:
         if step.name.endswith(".hook_out"):  # a linear's bias, or an adapter's term
             is_last = y.ndim == 2 or step.name.rpartition(".")[0] not in self.adapted
             return self.step(step.name if is_last else sibling(step.name, "with_bias"), call, x, y)
@@ -321,12 +318,12 @@ class _StepRecorder(Recorder):
         y = self.step(sibling(step.name, f"hook_{half}_out"), np.asarray, y)
         return self.step(step.name, call, x, y)
 
-    def on_rope(self, step: ObservedStep, call: Call, q: NDArray, k: NDArray, cos: NDArray, sin: NDArray) -> Any:
+    def on_rope(self, step: ObservedStep, call: Call, q: Array, k: Array, cos: Array, sin: Array) -> Any:
         q = self.step(step.name, layers.apply_rope, q, cos, sin)
         return q, self.step(sibling(step.name, "hook_rot_k"), layers.apply_rope, k, cos, sin)
 
     def on_append(
-        self, step: ObservedStep, call: Call, cache: KVCache, layer: int, batch: TokenBatch, k: NDArray, v: NDArray
+        self, step: ObservedStep, call: Call, cache: KVCache, layer: int, batch: TokenBatch, k: Array, v: Array
     ) -> None:
         self.keys, self.values = k, self.step(step.name, np.asarray, v)
         call(cache, layer, batch, k, v)
@@ -335,18 +332,18 @@ class _StepRecorder(Recorder):
         self,
         step: ObservedStep,
         call: Call,
-        q: NDArray,
+        q: Array,
         cache: KVCache,
         batch: TokenBatch,
         layer: int,
         window: int | None,
-    ) -> NDArray:
+    ) -> Array:
         attn, n = step.name.removesuffix(".hook_z"), len(self.setting.tokens)
         given = self.step(f"{attn}.hook_attn_scores", partial(all_scores, n), q, self.keys, window)
         pattern = self.step(f"{attn}.hook_pattern", layers.softmax, given)
         return self.step(step.name, partial(all_values, n), pattern, self.values)
 
-    def on_gated(self, step: ObservedStep, call: Call, gate: NDArray, up: NDArray, activation: str) -> Any:
+    def on_gated(self, step: ObservedStep, call: Call, gate: Array, up: Array, activation: str) -> Any:
         gate = self.step(sibling(step.name, "hook_pre"), np.asarray, gate)
         up = self.step(sibling(step.name, "hook_pre_linear"), np.asarray, up)
         return self.step(step.name, call, gate, up, activation)
@@ -364,7 +361,7 @@ def edit_copies(edits: Sequence[Edit | None], tokens: int, failed: set[int]) -> 
         of_copy = len(x) // len(edits)  # a norm over heads has several rows for each token
         return x[i * of_copy : (i + 1) * of_copy] if len(x) >= rows and len(x) % rows == 0 else x
 
-    def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
+    def edit(step: Step, compute: Edit, *inputs: Any) -> Array:
         right = compute(*inputs)
         result = right.copy()
         for i, own in enumerate(edits):
@@ -386,13 +383,13 @@ def edit_copies(edits: Sequence[Edit | None], tokens: int, failed: set[int]) -> 
     return edit
 
 
-class _Parts(Mapping[str, NDArray]):
+class _Parts(Mapping[str, Array]):
     """One copy's part of each tensor."""
 
-    def __init__(self, seen: Mapping[str, NDArray], part: Callable[[NDArray], NDArray]) -> None:
+    def __init__(self, seen: Mapping[str, Array], part: Callable[[Array], Array]) -> None:
         self.seen, self.part = seen, part
 
-    def __getitem__(self, name: str) -> NDArray:
+    def __getitem__(self, name: str) -> Array:
         return self.part(self.seen[name])
 
     def __iter__(self) -> Iterator[str]:
@@ -420,7 +417,7 @@ SMALL = 1 << 17  # bytes of a matrix
 _MOST_STATES = 1 << 24  # numbers: of a layer whose states are steps
 
 
-def _to_int8(x: NDArray, x_quant_scale: NDArray) -> NDArray[np.int8]:
+def _to_int8(x: Array, x_quant_scale: Array) -> NDArray[np.int8]:
     return np.clip(np.rint(x * x_quant_scale), -128, 127).astype(np.int8)
 
 
@@ -431,7 +428,7 @@ def _transposed(w: TernaryLinear | DenseWeight) -> NDArray[np.floating]:
     return np.ascontiguousarray(w.array.T.astype(np.float64 if w.wide else np.float32))
 
 
-def _small_product(x: NDArray, w: TernaryLinear | DenseWeight) -> NDArray:
+def _small_product(x: Array, w: TernaryLinear | DenseWeight) -> Array:
     """The product of a small matrix that is not unpacked or widened each time: a search multiplies often."""
     w_t = _transposed(w)
     return (x.astype(w_t.dtype) @ w_t).astype(x.dtype if w.bit_linear is None else np.int32)
@@ -448,7 +445,7 @@ def is_seen(n: int, window: int | None) -> NDArray[np.bool_]:
     return (j <= i) & (i - j < (n if window is None else window))
 
 
-def all_scores(n: int, q: NDArray, keys: NDArray, window: int | None, sees: NDArray | None = None) -> NDArray:
+def all_scores(n: int, q: Array, keys: Array, window: int | None, sees: Array | None = None) -> Array:
     """Attention scores of sequences of n tokens, laid end to end.   q (N, H, d), keys (N, G, d) -> (H, N, n)
 
     sees: (n, n), which token sees which; None: as it should.
@@ -462,7 +459,7 @@ def all_scores(n: int, q: NDArray, keys: NDArray, window: int | None, sees: NDAr
     return given.reshape(q.shape[1], len(q), n)
 
 
-def all_values(n: int, pattern: NDArray, v: NDArray) -> NDArray:
+def all_values(n: int, pattern: Array, v: Array) -> Array:
     """pattern (H, N, n), v (N, G, d) -> (N, H, d)"""
     heads = len(pattern)
     p_of = pattern.astype(np.float64).reshape(heads, -1, n, n)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...families import all_steps, family_table
 from ...reference import layers, model, ops, quantization
 from ...reference.config import ModelConfig
+from ...reference.layers import Array
 from .variants import Step
 
 NOUNS = {
@@ -155,7 +155,7 @@ def remedy(step: Step) -> str:
     return f"Compare with {'/'.join(path.parts[-3:])}:{first + index}, {function.__name__}: {lines[index].strip().split('  #')[0]}"
 
 
-def _some(values: NDArray) -> str:
+def _some(values: Array) -> str:
     flat = np.asarray(values).reshape(-1)
     return f"[{', '.join(f'{v:.5g}' for v in flat[:4].tolist())}{f', ... {flat.size} numbers' * (flat.size > 4)}]"
 
@@ -182,6 +182,10 @@ def _scaled_worked(a: Any, i: tuple[int, ...], right: float) -> str:
 
 
 # One value of a step: its inputs and the reference's steps, of the step's inputs, the value's index and right value.
+def _result_alone(inputs: Any, i: tuple[int, ...], right: float) -> str:
+    return f"the reference computes {right:.6g}"
+
+
 WORKED: dict[str, Callable[[Any, tuple[int, ...], float], str]] = {
     "hook_scale": _length_worked, "hook_attn_scores": _score_worked, "hook_resid_mid": _sum_worked, "hook_resid_post": _sum_worked, "hook_out": _scaled_worked, "product": _scaled_worked,
     "hook_normalized": lambda a, i, right: f"x = {a[0][i]:.6g}, length = {float(a[1][i[0], 0]):.6g}, weight = {float(a[2][i[-1]]):.6g}\nx / length * weight = {right:.6g}",
@@ -193,12 +197,12 @@ WORKED: dict[str, Callable[[Any, tuple[int, ...], float], str]] = {
 }  # fmt: skip
 
 
-def example(step: Step, theirs: NDArray, right: NDArray) -> str:
+def example(step: Step, theirs: Array, right: Array) -> str:
     """One value: its inputs, the reference's steps, the engine's value."""
     with np.errstate(all="ignore"):
         error = np.where(np.isfinite(right), np.abs(np.nan_to_num(theirs, nan=np.inf) - right), 0)
     i = tuple(int(n) for n in np.unravel_index(int(error.argmax()), error.shape))
-    worked = WORKED.get(step.name.rpartition(".")[2], lambda a, i, right: f"the reference computes {right:.6g}")
+    worked = WORKED.get(step.name.rpartition(".")[2], _result_alone)
     comparable = right[i] and np.isfinite(theirs[i]) and not np.isneginf(right[i])
     ratio = f", {theirs[i] / right[i]:.6g} times as much" if comparable else ""
     place = f"{step.name}[{', '.join(map(str, i))}]"

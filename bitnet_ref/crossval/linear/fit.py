@@ -9,8 +9,8 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ...reference.layers import Array
 from .probes import LEVELS, TINY, Answers, Call, read_activations
 from .rules import (
     NORMS,
@@ -68,24 +68,24 @@ def _activation_rules() -> list[Rules]:
     return out
 
 
-def distance(measured: NDArray, simulated: NDArray, levels: float | None) -> NDArray:
+def distance(measured: Array, simulated: Array, levels: float | None) -> Array:
     """Of each value, in steps of its token's quantisation."""
     step = np.abs(simulated).max(axis=-1, keepdims=True) / (levels or 1000)
     return np.abs(measured - simulated) / np.maximum(step, SMALL)
 
 
-def read_calls(calls: Mapping[str, Call], answers: Answers) -> dict[str, NDArray]:
+def read_calls(calls: Mapping[str, Call], answers: Answers) -> dict[str, Array]:
     """Of the calls whose weights are all of one size: what was multiplied by them, times an unknown factor"""
     names = [name for name in calls if name.split()[0] in ("tokens", "ties", "tiny", "zeros", "huge")]
     ys = {name: answers.get(name) for name in names}
     return {name: read_activations(y) for name, y in ys.items() if y is not None and np.isfinite(y).all()}
 
 
-def factor_between(measured: NDArray, simulated: NDArray) -> float:
+def factor_between(measured: Array, simulated: Array) -> float:
     return float((measured * simulated).sum() / max((simulated * simulated).sum(), SMALL))
 
 
-def fit_activations(calls: Mapping[str, Call], seen: Mapping[str, NDArray], random: bool) -> tuple[Rules, float] | None:
+def fit_activations(calls: Mapping[str, Call], seen: Mapping[str, Array], random: bool) -> tuple[Rules, float] | None:
     """(rules of the activations, the factor of `seen`), or None if no rules give what was seen.
 
     random: equal calls gave different values, so that a value may be a step away.
@@ -108,7 +108,7 @@ def _is_nearest(rules: Rules) -> bool:
 
 
 def _fit_activations(
-    calls: Mapping[str, Call], seen: Mapping[str, NDArray], candidates: Sequence[Rules], near: float
+    calls: Mapping[str, Call], seen: Mapping[str, Array], candidates: Sequence[Rules], near: float
 ) -> tuple[Rules, float] | None:
     for rules in candidates:
         factor = 0.0
@@ -131,7 +131,7 @@ def _fit_activations(
     return None
 
 
-def fit_floor(calls: Mapping[str, Call], seen: Mapping[str, NDArray], rules: Rules, factor: float) -> Rules | None:
+def fit_floor(calls: Mapping[str, Call], seen: Mapping[str, Array], rules: Rules, factor: float) -> Rules | None:
     """The rules with the floor of max|x| that the faint tokens show; None: no floor that was tried does."""
     names = [name for size in TINY if (name := f"tiny {size}") in seen]
     for added, floor in [(0.0, each) for each in FLOORS] + [(each, 0.0) for each in FLOORS if each]:
@@ -150,7 +150,7 @@ def fit_floor(calls: Mapping[str, Call], seen: Mapping[str, NDArray], rules: Rul
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def effective_weights(y: NDArray, multiplied: NDArray) -> NDArray:
+def effective_weights(y: Array, multiplied: Array) -> Array:
     """W (N, K) with y = x W^T.   y (1, T, N), multiplied (1, T, K)"""
     solved = np.linalg.lstsq(multiplied[0].astype(np.float64), y[0], rcond=None)[0]
     return np.asarray(solved.T)
@@ -162,7 +162,7 @@ def _weight_rules() -> list[dict[str, Any]]:
     return by_difference({"w_scale": tuple(SCALES), "w_round": rounding, "w_clip": (True, False)}, {})
 
 
-def fit_weights(found: Mapping[str, NDArray], drawn: Mapping[str, NDArray], rules: Rules) -> Rules | None:
+def fit_weights(found: Mapping[str, Array], drawn: Mapping[str, Array], rules: Rules) -> Rules | None:
     """The rules of weights that give every one of the effective weights `found`, by name of the matrix `drawn`."""
     patterns = {name: np.abs(w[:32]) > 1e-3 * np.abs(w).max() for name, w in found.items()}
     candidates = (replace(rules, **each) for each in _weight_rules())
@@ -172,11 +172,11 @@ def fit_weights(found: Mapping[str, NDArray], drawn: Mapping[str, NDArray], rule
 
 def _first(
     candidates: Iterator[Rules],
-    found: Mapping[str, NDArray],
-    drawn: Mapping[str, NDArray],
-    patterns: Mapping[str, NDArray],
+    found: Mapping[str, Array],
+    drawn: Mapping[str, Array],
+    patterns: Mapping[str, Array],
 ) -> Rules | None:
-    scales: dict[str, dict[str, NDArray]] = {}
+    scales: dict[str, dict[str, Array]] = {}
     for rules in candidates:
         if rules.w_scale not in scales:
             scales[rules.w_scale] = {name: scale_of(w, rules) for name, w in drawn.items()}
@@ -189,7 +189,7 @@ def _first(
 
 
 def _has_pattern(
-    rules: Rules, scales: Mapping[str, NDArray], drawn: Mapping[str, NDArray], patterns: Mapping[str, NDArray]
+    rules: Rules, scales: Mapping[str, Array], drawn: Mapping[str, Array], patterns: Mapping[str, Array]
 ) -> bool:
     """Whether the same weights are zero, in the first rows."""
     if rules.w_round == "sign of w - mean":
@@ -205,7 +205,7 @@ def _has_pattern(
 
 
 def _fit_output(
-    rules: Rules, scales: Mapping[str, NDArray], found: Mapping[str, NDArray], drawn: Mapping[str, NDArray]
+    rules: Rules, scales: Mapping[str, Array], found: Mapping[str, Array], drawn: Mapping[str, Array]
 ) -> Rules | None:
     """With the factor of the output; the one without a constant first."""
     ternary = {name: quantize_w(w, rules, scales[name]) for name, w in drawn.items()}
@@ -227,7 +227,7 @@ def _fit_output(
     return fitted
 
 
-def _thresholds(found: Mapping[str, NDArray], drawn: Mapping[str, NDArray], rules: Rules) -> Iterator[Rules]:
+def _thresholds(found: Mapping[str, Array], drawn: Mapping[str, Array], rules: Rules) -> Iterator[Rules]:
     """Rules that take -1, 0, +1 by a threshold, which is read off: below it effective weights are zero."""
     for name in SCALES:
         tried = replace(rules, w_scale=name, w_round="threshold")
@@ -245,7 +245,7 @@ def _thresholds(found: Mapping[str, NDArray], drawn: Mapping[str, NDArray], rule
 
 # -- the bias ----------------------------------------------------------------------------------------------------------
 
-Factor = Callable[[NDArray, NDArray], NDArray]
+Factor = Callable[[Array, Array], Array]
 BIASES: dict[str, Factor] = {  # (the activations' scale (B, T, 1), the weights' scale) -> what multiplies the bias
     "added as it is": lambda a, s: np.ones_like(a),
     "left out": lambda a, s: 0 * a,
@@ -263,7 +263,7 @@ BIASES: dict[str, Factor] = {  # (the activations' scale (B, T, 1), the weights'
 WITHOUT_SCALES = ("added as it is", "left out", "subtracted", "added twice")
 
 
-def fit_bias(added: NDArray, bias: NDArray, a: NDArray | None, s: NDArray) -> str | None:
+def fit_bias(added: Array, bias: Array, a: Array | None, s: Array) -> str | None:
     """The name in BIASES of what was added (B, T, N) to the outputs. a, s: the scales, (B, T, 1) and (1, 1)"""
     has_scales = a is not None and s.shape == (1, 1)
     a = np.ones((*added.shape[:2], 1)) if a is None else a

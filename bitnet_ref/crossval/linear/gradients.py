@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ...reference.layers import Array
 from .rules import NORMS, OUTPUTS, OVER, SMALL, Rules, activations, quantize_w, quantize_x, scale_of, weights
 
 NEAR = 2e-3  # relative L2: float32 sums, and a norm's eps
 RIGHT = "straight through the rounding"
 
 
-def back_through_norm(x: NDArray, dn: NDArray, norm: str) -> NDArray:
+def back_through_norm(x: Array, dn: Array, norm: str) -> Array:
     """dX of a norm inside, without its weight and its eps."""
     if norm == "none":
         return dn
@@ -26,7 +26,7 @@ def back_through_norm(x: NDArray, dn: NDArray, norm: str) -> NDArray:
     return np.asarray((out - (out.mean(axis=-1, keepdims=True) if centred else 0)) / r)
 
 
-def input_gradients(x: NDArray, w: NDArray, dy: NDArray, rules: Rules) -> Iterator[tuple[str, NDArray]]:
+def input_gradients(x: Array, w: Array, dy: Array, rules: Rules) -> Iterator[tuple[str, Array]]:
     """name -> dX of each way to differentiate the layer"""
     n = NORMS[rules.norm](x)
     q, a = (each.astype(np.float64) for each in quantize_x(n, rules))
@@ -35,7 +35,7 @@ def input_gradients(x: NDArray, w: NDArray, dy: NDArray, rules: Rules) -> Iterat
     largest = np.abs(n).max(axis=OVER[rules.over], keepdims=True)
     peak = (np.abs(n) == largest) * np.sign(n) / largest
 
-    def through(values: NDArray) -> NDArray:
+    def through(values: Array) -> Array:
         """What reaches the largest |x| through the scale."""
         return peak * (g * values).sum(axis=OVER[rules.over], keepdims=True)
 
@@ -60,7 +60,7 @@ def input_gradients(x: NDArray, w: NDArray, dy: NDArray, rules: Rules) -> Iterat
         yield name, back_through_norm(x, dn, rules.norm)
 
 
-def _wrong_factor(w: NDArray, rules: Rules) -> NDArray:
+def _wrong_factor(w: Array, rules: Rules) -> Array:
     """What the output's factor is to the scale: 1 for a right layer."""
     s = scale_of(w, rules).astype(np.float64)
     out = OUTPUTS[rules.out](s, w.astype(np.float64), quantize_w(w, rules, scale_of(w, rules)))
@@ -71,7 +71,7 @@ def _top(rules: Rules) -> float:
     return float("inf") if rules.x_clip is None or rules.levels is None else rules.x_clip[1]
 
 
-def weight_gradients(x: NDArray, w: NDArray, dy: NDArray, rules: Rules) -> Iterator[tuple[str, NDArray]]:
+def weight_gradients(x: Array, w: Array, dy: Array, rules: Rules) -> Iterator[tuple[str, Array]]:
     """name -> dW of each way to differentiate the layer"""
     n = NORMS[rules.norm](x)
     flat = dy.reshape(-1, dy.shape[-1]).astype(np.float64)
@@ -82,7 +82,7 @@ def weight_gradients(x: NDArray, w: NDArray, dy: NDArray, rules: Rules) -> Itera
     t = quantize_w(w, rules, scale_of(w, rules)).astype(np.float64)
     sizes = np.abs(w) / s
 
-    def through(values: NDArray) -> NDArray:
+    def through(values: Array) -> Array:
         """What each |w| gets through the mean of all: d mean|W| / dw = sign(w) / size."""
         return np.sign(w) * (g * values).sum() / w.size
 
@@ -105,7 +105,7 @@ def weight_gradients(x: NDArray, w: NDArray, dy: NDArray, rules: Rules) -> Itera
     yield "averaged over the sequences, where their sum belongs", g / len(dy)
 
 
-def name_gradient(given: NDArray, ways: Iterator[tuple[str, NDArray]]) -> tuple[str | None, NDArray]:
+def name_gradient(given: Array, ways: Iterator[tuple[str, Array]]) -> tuple[str | None, Array]:
     """(the name of the way that gives the gradient, or None; the right gradient)"""
     right, best = None, None
     for name, each in ways:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ...reference.layers import Array
 from .fit import (
     STEP,
     effective_weights,
@@ -351,7 +351,7 @@ class _Judge:
         lines += self._narrow(train)
         return lines
 
-    def _stored(self, train: NDArray | None) -> list[LineVerdict]:
+    def _stored(self, train: Array | None) -> list[LineVerdict]:
         """The output after the weights were stored, once and twice."""
         if train is None or self.random:
             return []
@@ -373,7 +373,7 @@ class _Judge:
             return [worst]
         return [LineVerdict("stored weights", RIGHT_STATUS, f"{', '.join(names)} change nothing")] if names else []
 
-    def _narrow(self, train: NDArray | None) -> list[LineVerdict]:
+    def _narrow(self, train: Array | None) -> list[LineVerdict]:
         """What 16 bits cost: no verdict but NaN and failure."""
         texts, status = [], RIGHT_STATUS
         for dtype in ("bfloat16", "float16"):

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
+
+from ...reference.layers import Array
 
 K, N = 256, 320  # inputs, outputs
 LEVELS = (127, 128, 127.5)
@@ -23,10 +24,10 @@ class Call:
     """One run of the layer. All arrays float32: x (B, T, K), w (N, K), bias (N,), dy (B, T, N)."""
 
     name: str
-    x: NDArray
-    w: NDArray
-    bias: NDArray | None = None
-    dy: NDArray | None = None
+    x: Array
+    w: Array
+    bias: Array | None = None
+    dy: Array | None = None
     in_eval: bool = False
     dtype: str = "float32"
     storage: bool = False
@@ -41,9 +42,9 @@ class Call:
 class Answers:
     """What the layer gave: call -> name -> array ("y", "dx", "dw", "db"), or "failed" -> a text"""
 
-    by_call: dict[str, dict[str, NDArray]] = field(default_factory=dict)
+    by_call: dict[str, dict[str, Array]] = field(default_factory=dict)
 
-    def get(self, call: str, name: str = "y") -> NDArray | None:
+    def get(self, call: str, name: str = "y") -> Array | None:
         found = self.by_call.get(call, {}).get(name)
         return None if found is None else found.astype(np.float64)
 
@@ -53,7 +54,7 @@ class Answers:
 
 
 @cache
-def signs() -> NDArray:
+def signs() -> Array:
     """(N, K) of -1 and 1: a Hadamard matrix, and its first rows once more, negated"""
     h = np.ones((1, 1), dtype=np.float32)
     while len(h) < K:
@@ -61,17 +62,17 @@ def signs() -> NDArray:
     return np.vstack([h, -h[: N - K]]).astype(np.float32)
 
 
-def read_activations(y: NDArray) -> NDArray:
+def read_activations(y: Array) -> Array:
     """Outputs with `signs` as weights -> what they were multiplied by.   (B, T, N) -> (B, T, K)"""
     return y @ _inverse_signs()
 
 
 @cache
-def _inverse_signs() -> NDArray:
+def _inverse_signs() -> Array:
     return np.linalg.pinv(signs().astype(np.float64)).T
 
 
-def ties(levels: float) -> NDArray:
+def ties(levels: float) -> Array:
     """(1, 1, K): a token whose largest value is 2 levels, and most of whose others lie on a half when it is scaled.
 
     Its mean is 0 and its root mean square 128 times a power of two, so a norm inside changes no bit of it either.
@@ -102,7 +103,7 @@ def _three_squares(total: int, top: int) -> list[int] | None:
 
 
 @cache
-def matrices() -> dict[str, NDArray]:
+def matrices() -> dict[str, Array]:
     """The weights that are quantised: name -> (N, K)"""
     rng = np.random.default_rng(42)
     rows, columns = rng.uniform(0.5, 2, (N, 1)), np.repeat(rng.uniform(0.5, 2, (1, K // 16)), 16, axis=1)
@@ -114,7 +115,7 @@ def matrices() -> dict[str, NDArray]:
     return {name: w.astype(np.float32) for name, w in out.items()}
 
 
-def tokens(seed: int, count: tuple[int, int] = (2, 6)) -> NDArray:
+def tokens(seed: int, count: tuple[int, int] = (2, 6)) -> Array:
     """(B, T, K): tokens of different sizes, with means that are not zero"""
     rng = np.random.default_rng(seed)
     sizes = 2.0 ** rng.integers(-2, 3, (*count, 1))
@@ -122,7 +123,7 @@ def tokens(seed: int, count: tuple[int, int] = (2, 6)) -> NDArray:
     return x.astype(np.float32)
 
 
-def one_hot() -> NDArray:
+def one_hot() -> Array:
     return np.eye(K, dtype=np.float32)[None]
 
 

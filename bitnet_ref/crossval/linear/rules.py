@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ...reference.layers import Array
 from ...reference.quantization import SCALE_FLOOR
 
-Rounding = Callable[[NDArray], NDArray]
+Rounding = Callable[[Array], Array]
 HALF, SMALL = np.float32(0.5), 1e-30
 
 
@@ -49,11 +49,11 @@ class Rules:
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 
-def _rms(x: NDArray) -> NDArray:
+def _rms(x: Array) -> Array:
     return x / np.sqrt(np.maximum((x * x).mean(axis=-1, keepdims=True), SMALL))
 
 
-NORMS: dict[str, Callable[[NDArray], NDArray]] = {
+NORMS: dict[str, Callable[[Array], Array]] = {
     "none": lambda x: x,
     "RMSNorm": _rms,
     "LayerNorm": lambda x: _rms(x - x.mean(axis=-1, keepdims=True)),
@@ -91,7 +91,7 @@ ROUNDED_AS = {
 OVER: dict[str, tuple[int, ...]] = {"token": (-1,), "sequence": (-2, -1), "tensor": (0, 1, 2), "column": (0, 1)}
 
 
-def quantize_x(n: NDArray, rules: Rules) -> tuple[NDArray, NDArray]:
+def quantize_x(n: Array, rules: Rules) -> tuple[Array, Array]:
     """n (B, T, K), behind the norm -> the integers as floats, and what multiplied them"""
     if rules.levels is None:
         return n, np.ones(1, dtype=n.dtype)
@@ -102,14 +102,14 @@ def quantize_x(n: NDArray, rules: Rules) -> tuple[NDArray, NDArray]:
     return q if rules.x_clip is None else np.clip(q, *rules.x_clip), a
 
 
-X_OUT: dict[str, Callable[[NDArray, NDArray], NDArray]] = {
+X_OUT: dict[str, Callable[[Array, Array], Array]] = {
     "divided by": lambda q, a: q / a,
     "not divided by": lambda q, a: q + 0 * a,
     "multiplied by": lambda q, a: q * a,
 }
 
 
-def activations(x: NDArray, rules: Rules) -> NDArray:
+def activations(x: Array, rules: Rules) -> Array:
     """x -> what is multiplied by the weights, with the activation scale taken out again as the layer does"""
     return X_OUT[rules.x_out](*quantize_x(NORMS[rules.norm](x), rules))
 
@@ -117,20 +117,20 @@ def activations(x: NDArray, rules: Rules) -> NDArray:
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def _of_groups(size: int, reduce: Callable[..., NDArray]) -> Callable[[NDArray], NDArray]:
-    def scale(w: NDArray) -> NDArray:
+def _of_groups(size: int, reduce: Callable[..., Array]) -> Callable[[Array], Array]:
+    def scale(w: Array) -> Array:
         groups = np.abs(w).reshape(len(w), -1, size)
         return np.repeat(reduce(groups, axis=2), size, axis=1)
 
     return scale
 
 
-def _lower_median(w: NDArray) -> NDArray:
+def _lower_median(w: Array) -> Array:
     """As torch.median: of an even number of values the lower one of the two in the middle."""
     return np.sort(np.abs(w), axis=None)[[[(w.size - 1) // 2]]]
 
 
-SCALES: dict[str, Callable[[NDArray], NDArray]] = {
+SCALES: dict[str, Callable[[Array], Array]] = {
     "mean|W|": lambda w: np.abs(w).mean(keepdims=True),
     "median|W|": _lower_median,
     "median|W|, between the two in the middle": lambda w: np.median(np.abs(w), keepdims=True),
@@ -148,12 +148,12 @@ SCALES: dict[str, Callable[[NDArray], NDArray]] = {
 }
 
 
-def scale_of(w: NDArray, rules: Rules) -> NDArray:
+def scale_of(w: Array, rules: Rules) -> Array:
     """The scale by which W is divided: of a shape that broadcasts with W"""
     return np.maximum(SCALES[rules.w_scale](w.astype(np.float64)), SCALE_FLOOR).astype(w.dtype)
 
 
-def quantize_w(w: NDArray, rules: Rules, s: NDArray) -> NDArray:
+def quantize_w(w: Array, rules: Rules, s: Array) -> Array:
     """The quantised weights as floats"""
     if rules.w_round == "none":
         return w / s
@@ -166,7 +166,7 @@ def quantize_w(w: NDArray, rules: Rules, s: NDArray) -> NDArray:
     return np.clip(q, -1, 1) if rules.w_clip else q
 
 
-OUTPUTS: dict[str, Callable[[NDArray, NDArray, NDArray], NDArray]] = {  # (s, w, quantised w) -> a factor of the output
+OUTPUTS: dict[str, Callable[[Array, Array, Array], Array]] = {  # (s, w, quantised w) -> a factor of the output
     "the weights' scale": lambda s, w, t: s,
     "nothing: the scale is missing": lambda s, w, t: np.ones_like(s),
     "1 / scale: it divides where it multiplies": lambda s, w, t: 1 / s,
@@ -182,13 +182,13 @@ OUTPUTS: dict[str, Callable[[NDArray, NDArray, NDArray], NDArray]] = {  # (s, w,
 }
 
 
-def weights(w: NDArray, rules: Rules) -> NDArray:
+def weights(w: Array, rules: Rules) -> Array:
     """W (N, K) -> what the activations are multiplied by, with the output's factor"""
     s = scale_of(w, rules)
     t = quantize_w(w, rules, s)
     return (t * OUTPUTS[rules.out](s, w, t) * w.dtype.type(rules.constant)).astype(w.dtype)
 
 
-def output(x: NDArray, w: NDArray, rules: Rules) -> NDArray:
+def output(x: Array, w: Array, rules: Rules) -> Array:
     """y (B, T, N) of the layer without its bias"""
     return activations(x, rules).astype(np.float64) @ weights(w, rules).T.astype(np.float64)

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ...reference.layers import Array
 from .rules import SMALL
 
 RIGHT_STATUS, WRONG, CHOICE, UNKNOWN, ABSENT = "right", "WRONG", "a choice", "not explained", "-"
@@ -66,7 +66,7 @@ class LinearVerdict:
         return {**asdict(self), "agrees": self.agrees, "sentence": self.sentence}
 
 
-def equal_outputs(line: str, way: str, before: NDArray, after: NDArray, random: bool) -> LineVerdict:
+def equal_outputs(line: str, way: str, before: Array, after: Array, random: bool) -> LineVerdict:
     gap = np.abs(after - before)
     at = tuple(map(int, np.unravel_index(int(np.argmax(np.nan_to_num(gap, nan=np.inf))), gap.shape)))
     limit = (0.1 if random else 1e-3) * np.abs(before).max()

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ....api import Model
+from ....reference.layers import Array
 from ...compare import compare
 from ..answers import as_number, expect_number, expect_set, expect_word
 from ..declare import Unanswered, Wrong, exercise
@@ -121,7 +121,7 @@ def name_of(file):
 guess = {name: name_of(file) for name, file in files.items()}
 """,
 )
-def which_file(answer: Any, files: Mapping[str, Mapping[str, NDArray[Any]]], answers: Sequence[str]) -> str:
+def which_file(answer: Any, files: Mapping[str, Mapping[str, Array]], answers: Sequence[str]) -> str:
     if not isinstance(answer, Mapping) or None in answer.values():
         raise Unanswered
     names = {" ".join(name.split()): name for name in DIALECTS}

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ....errors import BitNetRefError
+from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number
 from ..declare import Unanswered, Wrong, draws, exercise, run
 
@@ -75,7 +75,7 @@ def pairs_in_int16(answer: Any) -> str:
 codes_of_row = (neighbours[0, :4, None] >> np.array([0, 2, 4, 6]) & 3).ravel()
 """,
 )
-def codes_of_neighbours(answer: Any, codes: NDArray[Any]) -> str:
+def codes_of_neighbours(answer: Any, codes: Array) -> str:
     right = codes[0, :16]
     table = right.reshape(4, 4)
     mistakes = {
@@ -178,7 +178,7 @@ def int32_overflows(answer: Any) -> str:
 your_tree = TREE.replace("if (i < half)", "__syncthreads(); if (i < half)").replace("y[i] =", "__syncthreads(); y[i] =")
 """,
 )
-def race_mended(answer: Any, run_kernel: Callable[..., NDArray[Any]], orders: Mapping[str, int]) -> str:
+def race_mended(answer: Any, run_kernel: Callable[..., Array], orders: Mapping[str, int]) -> str:
     """run_kernel: (text, name, x, order) -> y."""
     if answer is None:
         raise Unanswered

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ....reference.layers import Array
 from ..answers import as_array, expect_array, expect_word
 from ..declare import Wrong, draws, exercise, run
 
 
-def softmax(scores: NDArray[Any]) -> NDArray[Any]:
+def softmax(scores: Array) -> Array:
     e = np.exp(scores - scores.max(-1, keepdims=True))
     return np.asarray(e / e.sum(-1, keepdims=True))
 
@@ -46,7 +46,7 @@ def averaging_matrix(answer: Any) -> str:
     hints=("The score of query i and key j is the dot product q[i] @ k[j].", "All of them at once: q @ k.T."),
     solution="scores = q @ k.T / np.sqrt(2)",
 )
-def all_scores(answer: Any, q: NDArray[Any], k: NDArray[Any]) -> str:
+def all_scores(answer: Any, q: Array, k: Array) -> str:
     right = q @ k.T / np.sqrt(q.shape[-1])
     mistakes = {
         "the scores are not divided by √d": q @ k.T,

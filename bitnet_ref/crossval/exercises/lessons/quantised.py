@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ....reference import quantization
+from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number
 from ..declare import Unanswered, Wrong, draws, exercise, run
 
@@ -71,7 +71,7 @@ def five_in_a_byte(answer: Any) -> str:
     hints=("Write down a matrix of −s, 0 and +s: what is the mean of its absolute values?", "The zeros count in it."),
     solution="factor = shares[0] + shares[2]",
 )
-def scale_again(answer: Any, ternary: NDArray[Any]) -> str:
+def scale_again(answer: Any, ternary: Array) -> str:
     used = float((ternary != 0).mean())
     mistakes = {
         1 / used: "The new scale is smaller, not larger: yours is the true scale divided by the new one.",
@@ -256,7 +256,7 @@ def absmax(answer: Any) -> str:
     ),
     solution="answer = (333, 2)",
 )
-def place_in_i2_s(answer: Any, addresses: NDArray[Any]) -> str:
+def place_in_i2_s(answer: Any, addresses: Array) -> str:
     if answer is None:
         raise Unanswered
     pair = as_array(answer).ravel()

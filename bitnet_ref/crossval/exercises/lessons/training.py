@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ....reference import quantization
+from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array
 from ..declare import Unanswered, Wrong, draws, exercise, run
 
@@ -52,7 +52,7 @@ size = np.abs(untrained[WATCHED])
 fewest_steps = np.median(scale / 2 - size[size < scale / 2]) / 0.01
 """,
 )
-def steps_to_a_threshold(answer: Any, master: NDArray[Any]) -> str:
+def steps_to_a_threshold(answer: Any, master: Array) -> str:
     scale, size = quantization.absmean_scale(master), np.abs(master)
     inside = size[size < scale / 2]
     right = float(np.median(scale / 2 - inside) / 0.01)

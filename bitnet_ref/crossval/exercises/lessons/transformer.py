@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....api import Model
+from ....reference.layers import Array
 from ..answers import as_array, expect_array, expect_shape
 from ..declare import EXERCISES, Wrong, exercise, run
 from ..tensors import expect_tensor
 
-Recorded = Mapping[str, NDArray[Any]]
+Recorded = Mapping[str, Array]
 
 
 def with_edit(model: Model, name: str, old: str, new: str) -> Callable[..., Any]:
@@ -47,7 +48,7 @@ def embed(tokens, embedding):
 )
 def rows_of_the_embedding(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
     matrix: Any = model.weights.embedding
-    table: NDArray[Any] = matrix.array  # (V, D) bfloat16
+    table: Array = matrix.array  # (V, D) bfloat16
     mine, right = as_array(run(answer, list(tokens), table)), recorded["hook_embed"]
     expect_shape(mine, right.shape)
     wide = table.astype(np.float32)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ....backends import Backend
 from ....families.family import Edit, Hypothesis, instead
 from ....reference import layers
+from ....reference.layers import Array
 from ....reference.quantization import SCALE_FLOOR
 from ....reference.weights import TernaryLinear
 from ..edits import input_floats
@@ -22,20 +23,20 @@ scale_mistake = partial(Hypothesis, "*_proj.hook_x_scale")
 product_mistake = partial(Hypothesis, OUT)
 
 
-def _rounded(rule: Callable[[NDArray], NDArray]) -> Edit:
+def _rounded(rule: Callable[[Array], Array]) -> Edit:
     return instead(lambda x, scale: np.clip(rule(x * scale), -128, 127))
 
 
-def _scaled(scale_of: Callable[[NDArray], NDArray]) -> Edit:
+def _scaled(scale_of: Callable[[Array], Array]) -> Edit:
     """The scale of each token's largest value (N, 1)."""
     return instead(lambda x: scale_of(np.abs(x).max(axis=-1, keepdims=True)))
 
 
-def _absmax(largest: NDArray) -> NDArray:
+def _absmax(largest: Array) -> Array:
     return np.float32(127) / np.maximum(largest, np.float32(SCALE_FLOOR))
 
 
-def scale_per_tensor(x: NDArray) -> NDArray:
+def scale_per_tensor(x: Array) -> Array:
     """The largest value of the whole call, not of each token, sets the scale."""
     return np.full((len(x), 1), _absmax(np.abs(x).max()))
 
@@ -48,7 +49,7 @@ class BlockwiseBackend(Backend):
         super().__init__("float32", threads=threads)
         self.size = size
 
-    def quantize_activations(self, x: NDArray) -> tuple[NDArray[np.int8], NDArray]:
+    def quantize_activations(self, x: Array) -> tuple[NDArray[np.int8], Array]:
         """x (N, K) -> x_q (N, K) int8, scales (N, blocks)"""
         blocks = x.reshape(len(x), -1, self.size)
         index = np.abs(blocks).argmax(axis=-1)[..., None]
@@ -64,7 +65,7 @@ class BlockwiseBackend(Backend):
         acc = x_q.reshape(len(x_q), -1, self.size).transpose(1, 0, 2).astype(np.float32) @ weights
         return acc.transpose(1, 0, 2).astype(np.int32)
 
-    def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
+    def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: Array) -> Array:
         """(N, blocks, out), (N, blocks) -> (N, out)"""
         step = np.divide(np.float32(1), x_quant_scale, out=np.zeros_like(x_quant_scale), where=x_quant_scale != 0)
         return (acc * step[..., None]).sum(axis=1, dtype=np.float32) * w.w_dequant_scale
@@ -73,7 +74,7 @@ class BlockwiseBackend(Backend):
 def _blockwise(size: int) -> Edit:
     be = BlockwiseBackend(size)
 
-    def edit(step: Step, compute: Edit, acc: NDArray, w: TernaryLinear, scale: NDArray) -> NDArray:
+    def edit(step: Step, compute: Edit, acc: Array, w: TernaryLinear, scale: Array) -> Array:
         x_q, scales = be.quantize_activations(input_floats(step))
         return be.dequantize(be.ternary_matmul(x_q, w), w, scales)
 
@@ -90,12 +91,12 @@ def in_blocks(size: int) -> Callable[[Step], bool]:
     return fits
 
 
-def _unquantized(step: Step, compute: Edit, acc: NDArray, w: TernaryLinear, scale: NDArray) -> NDArray:
+def _unquantized(step: Step, compute: Edit, acc: Array, w: TernaryLinear, scale: Array) -> Array:
     exact = layers.dense_matmul(input_floats(step), w.ternary().astype(np.float32))
     return compute(exact, w, np.ones_like(scale))
 
 
-def _of_128_wrapping(step: Step, compute: Edit, x: NDArray, *scale: NDArray) -> NDArray:
+def _of_128_wrapping(step: Step, compute: Edit, x: Array, *scale: Array) -> Array:
     """128 / max|x|, and the largest value as the int8 -128."""
     if not scale:
         return _absmax(np.abs(x).max(axis=-1, keepdims=True)) * np.float32(128 / 127)

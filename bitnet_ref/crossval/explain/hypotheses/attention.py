@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ....families.family import Edit, Hypothesis, before, instead, leave_out, own_rope, turned_by
 from ....reference.config import RopeConfig
+from ....reference.layers import Array
 from ..edits import interleaved, reads_kv_head, sees_by
 from ..variants import Step
 
@@ -39,12 +39,12 @@ def _theta(value: float) -> Hypothesis:
     )
 
 
-def _causal(i: NDArray, j: NDArray, window: int | None) -> NDArray:
+def _causal(i: Array, j: Array, window: int | None) -> Array:
     """The token itself and the tokens before it, as far as the window reaches."""
     return (j <= i) & (i - j < (1 << 40 if window is None else window))
 
 
-def _sees(name: str, cause: str, remedy: str, rule: Callable[[NDArray, NDArray, int | None], NDArray]) -> Hypothesis:
+def _sees(name: str, cause: str, remedy: str, rule: Callable[[Array, Array, int | None], Array]) -> Hypothesis:
     """Token i sees the tokens j for which rule(i, j, window) is true. Does not apply where that is right."""
 
     def fits(step: Step) -> bool:
@@ -64,7 +64,7 @@ def _width(step: Step) -> float:
     return step.setting.config.hidden_size / step.setting.config.num_attention_heads
 
 
-def _scaled_by_width(step: Step, compute: Edit, q: NDArray, *rest: NDArray) -> NDArray:
+def _scaled_by_width(step: Step, compute: Edit, q: Array, *rest: Array) -> Array:
     return compute(q, *rest) * np.float32((q.shape[2] / _width(step)) ** 0.5)
 
 

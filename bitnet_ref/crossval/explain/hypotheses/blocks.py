@@ -8,11 +8,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from ....families.family import Edit, Hypothesis, after, before, instead, is_listed_norm, leave_out
 from ....reference import layers
-from ....reference.layers import ACTIVATIONS
+from ....reference.layers import ACTIVATIONS, Array
 from ....reference.quantization import quantize_activations
 from ....reference.weights import LinearWeight
 from ..number_formats import INT8_ROWS, Q8_0
@@ -42,13 +41,13 @@ def _lacks_sub_norms(step: Step) -> bool:
     return reads and not step.setting.config.sub_norms and not step.setting.config.has_states
 
 
-def _sub_norm_per_head(step: Step, compute: Edit, x: NDArray, length: NDArray, weight: NDArray) -> NDArray:
+def _sub_norm_per_head(step: Step, compute: Edit, x: Array, length: Array, weight: Array) -> Array:
     heads = x.reshape(-1, step.setting.config.head_dim)
     lengths = layers.rms_scale(heads, step.setting.config.norm_eps)
     return (heads / lengths).reshape(x.shape) * weight
 
 
-def _eps_outside(step: Step, compute: Edit, x: NDArray, eps: float) -> NDArray:
+def _eps_outside(step: Step, compute: Edit, x: Array, eps: float) -> Array:
     return compute(x, 0.0) + np.float32(eps)
 
 
@@ -78,7 +77,7 @@ def _has_blocks_of_32(step: Step) -> bool:
     return _is_dense(step) and _table(step).shape[1] % 32 == 0
 
 
-def _int8_head(step: Step, compute: Edit, x: NDArray, w: LinearWeight) -> NDArray:
+def _int8_head(step: Step, compute: Edit, x: Array, w: LinearWeight) -> Array:
     x_q, x_quant_scale = quantize_activations(x)
     return with_matrix_in(INT8_ROWS)(step, compute, x_q.astype(np.float32) / x_quant_scale, w)
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ....families.family import Edit, Hypothesis, own_rope
 from ....reference import layers
+from ....reference.layers import Array
 from ...calls import Calls, call_of_tokens, start_of_tokens
 from ...names import LOGITS
 from ..number_formats import rounded
@@ -56,7 +57,7 @@ Positions = Callable[[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], 
 def turned_at(positions_of: Positions) -> Edit:
     """RoPE at positions_of(the right positions, the first one of each token's call, the number of that call)."""
 
-    def edit(step: Step, compute: Edit, x: NDArray, *tables: NDArray) -> NDArray:
+    def edit(step: Step, compute: Edit, x: Array, *tables: Array) -> Array:
         calls = step.setting.calls or (len(x),)
         positions = np.asarray(positions_of(np.arange(len(x)), _starts(step), call_of_tokens(calls)))
         return compute(x, *own_rope(step).tables(positions, step.setting.config.rotary_size, np.float32))
@@ -94,7 +95,7 @@ Sees = Callable[..., NDArray[np.bool_]]
 def sees_in_calls(rule: Sees) -> Edit:
     """Scores of the pairs of tokens that the rule lets see each other, beyond the causal mask too."""
 
-    def edit(step: Step, compute: Edit, q: NDArray, keys: NDArray, window: int | None) -> NDArray:
+    def edit(step: Step, compute: Edit, q: Array, keys: Array, window: int | None) -> Array:
         n = len(step.setting.tokens)
         distance = np.arange(n)[:, None] - np.arange(n)
         sees = _matrix(rule, step.setting.calls) & (distance < (n if window is None else window))
@@ -129,7 +130,7 @@ _SEES: tuple[tuple[str, str, Sees], ...] = (
 )  # fmt: skip
 
 
-def _of_last_call(starts: NDArray, of_seen: NDArray) -> NDArray[np.bool_]:
+def _of_last_call(starts: Array, of_seen: Array) -> NDArray[np.bool_]:
     """Whether the seen token's call is the looking token's or the one before."""
     order = np.unique(of_seen)
     return np.searchsorted(order, starts) - np.searchsorted(order, of_seen) <= 1
@@ -147,13 +148,13 @@ def _narrow(size: int) -> Sees:
 # -- rows that are read from the cache ---------------------------------------------------------------------------------
 
 
-Rows = Callable[[NDArray, Step, bool], NDArray]  # (keys or values (N, G, d), step, whether they are keys) -> as read
+Rows = Callable[[Array, Step, bool], Array]  # (keys or values (N, G, d), step, whether they are keys) -> as read
 
 
 def reads(rows_of: Rows, keys: bool = True, values: bool = True) -> Edit:
     """Attention that reads rows_of(...) of the tokens of earlier calls, and those of its own call as they are."""
 
-    def edit(step: Step, compute: Edit, first: NDArray, rows: NDArray, *rest: Any) -> NDArray:
+    def edit(step: Step, compute: Edit, first: Array, rows: Array, *rest: Any) -> Array:
         of_keys = step.name.endswith("hook_attn_scores")
         right = compute(first, rows, *rest)
         if not (keys if of_keys else values):
@@ -164,26 +165,26 @@ def reads(rows_of: Rows, keys: bool = True, values: bool = True) -> Edit:
             return np.where(cached, compute(first, read, *rest), right)
         none = first.dtype.type(0)
         own, old = np.where(cached, none, first), np.where(cached, first, none)
-        mixed: NDArray = compute(own, rows, *rest) + compute(old, read, *rest)
+        mixed: Array = compute(own, rows, *rest) + compute(old, read, *rest)
         return mixed
 
     return edit
 
 
-def _turned_again(keys: NDArray, step: Step, is_keys: bool) -> NDArray:
+def _turned_again(keys: Array, step: Step, is_keys: bool) -> Array:
     positions = np.arange(len(keys))
     tables = own_rope(step).tables(positions, step.setting.config.rotary_size, np.float32)
     return layers.apply_rope(keys, *tables) if is_keys else keys
 
 
-def _before_rope(keys: NDArray, step: Step, is_keys: bool) -> NDArray:
+def _before_rope(keys: Array, step: Step, is_keys: bool) -> Array:
     attn = step.name.rpartition(".")[0]
     return step.seen[
         f"{attn}.k_norm.hook_normalized" if f"{attn}.k_norm.hook_normalized" in step.seen else f"{attn}.hook_k"
     ]
 
 
-def _normed_again(keys: NDArray, step: Step, is_keys: bool) -> NDArray:
+def _normed_again(keys: Array, step: Step, is_keys: bool) -> Array:
     norm = getattr(step.setting.weights.layers[step.layer or 0], "k_norm", None)
     if norm is None:
         raise LookupError("no norm of keys")
@@ -192,7 +193,7 @@ def _normed_again(keys: NDArray, step: Step, is_keys: bool) -> NDArray:
 
 
 def _moved(by: int) -> Rows:
-    def rows_of(rows: NDArray, step: Step, is_keys: bool) -> NDArray:
+    def rows_of(rows: Array, step: Step, is_keys: bool) -> Array:
         moved = np.roll(rows, by, axis=0)
         if by > 0:
             moved[:by] = rows[:1]  # the slots before the first are read as the first
@@ -204,10 +205,10 @@ def _moved(by: int) -> Rows:
 def _of_other(index: int) -> Rows:
     """The rows that the other sequence of that number has at the same positions; its last for longer ones."""
 
-    def rows_of(rows: NDArray, step: Step, is_keys: bool) -> NDArray:
+    def rows_of(rows: Array, step: Step, is_keys: bool) -> Array:
         attn = step.name.rpartition(".")[0]
         steps = _steps_of(step.setting, step.setting.others[index])
-        other: NDArray = steps[f"{attn}.{'hook_rot_k' if is_keys else 'hook_v'}"].result
+        other: Array = steps[f"{attn}.{'hook_rot_k' if is_keys else 'hook_v'}"].result
         return other[np.minimum(np.arange(len(rows)), len(other) - 1)]
 
     return rows_of
@@ -228,7 +229,7 @@ _FP8 = ml_dtypes.float8_e4m3fn
 
 
 def _int8_of(axes: tuple[int, ...]) -> Rows:
-    def rows_of(rows: NDArray, step: Step, is_keys: bool) -> NDArray:
+    def rows_of(rows: Array, step: Step, is_keys: bool) -> Array:
         scale = np.maximum(np.abs(rows).max(axis=axes, keepdims=True), np.float32(1e-12)) / np.float32(127)
         return np.rint(rows / scale) * scale
 
@@ -273,7 +274,7 @@ _PLACES = {MOVED: "", FROM_0: ", both from position 0", ALL_AT_0: ", at position
 def sees_in_front(tokens: Callable[[Setting], Sequence[int]], place: str, from_call: int = 0) -> Edit:
     """Attention that also sees these tokens, laid in front of the sequence.   from_call: only from that call on."""
 
-    def edit(step: Step, compute: Edit, *inputs: Any) -> NDArray:
+    def edit(step: Step, compute: Edit, *inputs: Any) -> Array:
         attn, setting = step.name.rpartition(".")[0], step.setting
         front = tokens(setting)
         if not step.name.endswith("hook_z"):  # RoPE
@@ -332,7 +333,7 @@ def _other_in_words(setting: Setting, index: int) -> str:
 
 
 def call_hypotheses(
-    setting: Setting, candidate: Mapping[str, NDArray], known: Sequence[Hypothesis]
+    setting: Setting, candidate: Mapping[str, Array], known: Sequence[Hypothesis]
 ) -> tuple[Hypothesis, ...]:
     """The mistakes of calls, caches and other sequences for a run that has them; () for a run of one call.
 
@@ -366,7 +367,7 @@ def _distinct(calls: Calls) -> Iterator[Hypothesis]:
     starts, call = start_of_tokens(calls), call_of_tokens(calls)
     n = len(starts)
     seen = {np.arange(n).tobytes(), np.tril(np.ones((n, n), dtype=np.bool_)).tobytes()}
-    made: list[tuple[str, NDArray[Any]]]
+    made: list[tuple[str, Array]]
     made = [(f"positions_{name}", np.asarray(rule(np.arange(n), starts, call))) for name, _, rule in _POSITIONS]
     made += [(f"calls_{name}", _matrix(sees, calls)) for name, _, sees in _SEES]
     for name, array in made:
@@ -422,7 +423,7 @@ def _limits(setting: Setting, first: int) -> Iterator[Hypothesis]:
         )
 
 
-def first_wrong_token(setting: Setting, candidate: Mapping[str, NDArray]) -> int | None:
+def first_wrong_token(setting: Setting, candidate: Mapping[str, Array]) -> int | None:
     """The first token with a wrong row in the residual stream or the logits; None if none is, or neither is recorded."""
     first = None
     for name, step in setting.steps.items():
@@ -479,7 +480,7 @@ def _at_tokens(edit: Edit, tokens: bytes) -> Edit:
     """The edit in the rows of some tokens, a byte each; the others are right."""
     chosen = np.frombuffer(tokens, dtype=bool)
 
-    def part(step: Step, compute: Edit, *inputs: Any) -> NDArray:
+    def part(step: Step, compute: Edit, *inputs: Any) -> Array:
         right = compute(*inputs)
         wrong = edit(step, compute, *inputs)
         axis = int(is_by_head(step.name))

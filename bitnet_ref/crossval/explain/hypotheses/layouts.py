@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ....families import family_of
 from ....families.family import Edit, Hypothesis, before, instead
+from ....reference.layers import Array
 from ....reference.weights import LinearWeight
 from ..edits import interleaved
 from ..variants import Step, with_matrix
@@ -20,12 +21,12 @@ layout_mistake = partial(Hypothesis, "*_proj.hook_acc_int32")
 query_steps = " ".join(f"*.{letter}_proj.{hook}" for letter in "qk" for hook in ("hook_acc_int32", "hook_out", "added"))
 
 
-def _stored(change: Callable[[NDArray], NDArray]) -> Edit:
+def _stored(change: Callable[[Array], Array]) -> Edit:
     """The product with the ternary matrix (N, K) that a reader gets who takes the codes in another order."""
     return before(1, lambda w: with_matrix(w, change(w.ternary())))
 
 
-def _row_groups(w: NDArray, shape: tuple[int, int]) -> NDArray:
+def _row_groups(w: Array, shape: tuple[int, int]) -> Array:
     """The rows of w in `shape`, one of (4, -1) and (-1, 4), read in the order of the transposed shape."""
     return w.reshape(*shape, w.shape[1]).swapaxes(0, 1).reshape(w.shape)
 
@@ -34,7 +35,7 @@ def _has_groups_of_4(step: Step) -> bool:
     return bool(step.inputs[1].shape[0] % 4 == 0)
 
 
-def _in_blocks(size: int, order: NDArray) -> Edit:
+def _in_blocks(size: int, order: Array) -> Edit:
     """Each run of `size` weights, in storage order, taken in another order."""
     return _stored(lambda w: w.reshape(-1, size)[:, order].reshape(w.shape))
 
@@ -58,7 +59,7 @@ def interleaving(heads: int, head_dim: int) -> NDArray[np.int64]:
 def permuted(back: bool) -> Edit:
     """A product or a bias of q or k with its rows in llama.cpp's order; back: with that order undone once too often."""
 
-    def edit(step: Step, compute: Edit, x: NDArray, second: Any, *rest: Any) -> NDArray:
+    def edit(step: Step, compute: Edit, x: Array, second: Any, *rest: Any) -> Array:
         y = compute(x, second, *rest)
         order = interleaving(y.shape[1] // step.setting.config.head_dim, step.setting.config.head_dim)
         order = np.argsort(order) if back else order
@@ -76,7 +77,7 @@ def _is_query_product(step: Step) -> bool:
     return len(step.inputs) == 2 and config.head_dim > 2 and not has_state
 
 
-def _permuted_and_interleaved(step: Step, compute: Edit, *inputs: Any) -> NDArray:
+def _permuted_and_interleaved(step: Step, compute: Edit, *inputs: Any) -> Array:
     turns = step.name.endswith(("hook_rot_q", "hook_rot_k"))
     return instead(interleaved)(step, compute, *inputs) if turns else permuted(back=False)(step, compute, *inputs)
 

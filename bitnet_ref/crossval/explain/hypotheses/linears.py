@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....families.family import Edit, Hypothesis, after, before, layer_weights
+from ....reference.layers import Array
 from ....reference.quantization import SCALE_FLOOR
 from ....reference.weights import TernaryLinear, TernaryWeight
 from ..variants import Setting, Step
@@ -19,7 +20,7 @@ from ..variants import Setting, Step
 OUT = "*_proj.hook_out"
 ACC = "*_proj.hook_acc_int32"
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-Quantized = tuple[NDArray, NDArray]  # W_t (N, K) of -1, 0 and +1, the scale () or (N,)
+Quantized = tuple[Array, Array]  # W_t (N, K) of -1, 0 and +1, the scale () or (N,)
 sum_mistake = partial(Hypothesis, ACC)
 WIDEN = "Widen to int32 before 256 products of +-127 have been added."
 
@@ -40,7 +41,7 @@ def _qkv(step: Step) -> list[TernaryLinear]:
     return [w.q_proj.bit_linear, w.k_proj.bit_linear, w.v_proj.bit_linear]
 
 
-def _scale_by_thirds(step: Step, compute: Edit, acc: NDArray, w: TernaryLinear, x_quant_scale: NDArray) -> NDArray:
+def _scale_by_thirds(step: Step, compute: Edit, acc: Array, w: TernaryLinear, x_quant_scale: Array) -> Array:
     sizes = [each.shape[0] for each in _qkv(step)]
     scales = np.array([each.w_dequant_scale for each in _qkv(step)], dtype=np.float32)
     thirds = np.minimum(np.arange(sum(sizes)) * 3 // sum(sizes), 2)  # of the rows of the fused matrix
@@ -48,7 +49,7 @@ def _scale_by_thirds(step: Step, compute: Edit, acc: NDArray, w: TernaryLinear, 
     return acc.astype(np.float32) * (scales[own][None, :] / x_quant_scale)
 
 
-def _scale_of_q(step: Step, compute: Edit, acc: NDArray, w: TernaryWeight, x_quant_scale: NDArray) -> NDArray:
+def _scale_of_q(step: Step, compute: Edit, acc: Array, w: TernaryWeight, x_quant_scale: Array) -> Array:
     return compute(acc, replace(w, w_dequant_scale=_qkv(step)[0].w_dequant_scale), x_quant_scale)
 
 
@@ -65,12 +66,12 @@ def masters_mistake(
     name: str,
     cause: str,
     remedy: str,
-    quantize: Callable[[Step, NDArray], Quantized],
+    quantize: Callable[[Step, Array], Quantized],
     linears: Sequence[str] = ("*_proj",),
 ) -> Hypothesis:
     """quantize(step, W (N, K)): another way to quantise the masters of these BitLinears."""
 
-    def edit(step: Step, compute: Edit, x: NDArray, w: TernaryWeight, *scale: NDArray) -> NDArray:
+    def edit(step: Step, compute: Edit, x: Array, w: TernaryWeight, *scale: Array) -> Array:
         master = step.setting.master(_linear(step))
         if master is None:
             raise LookupError(f"{_linear(step)} has no master")
@@ -93,17 +94,17 @@ def _has_master(step: Step) -> bool:
     return step.setting.master(first) is not None and (step.name.endswith(ACC[1:]) or dequantizes(step))
 
 
-def _ternary(w: NDArray, w_scale: NDArray) -> Quantized:
+def _ternary(w: Array, w_scale: Array) -> Quantized:
     """w (N, K), w_scale () or (N, 1) -> W_t, the scale () or (N,)"""
     w_scale = np.maximum(w_scale, np.float32(SCALE_FLOOR))
     return np.clip(np.rint(w * (np.float32(1) / w_scale)), -1, 1), w_scale.squeeze()
 
 
-def _by_row(step: Step, w: NDArray) -> Quantized:
+def _by_row(step: Step, w: Array) -> Quantized:
     return _ternary(w, np.abs(w).mean(1, keepdims=True, dtype=np.float64).astype(np.float32))
 
 
-def _in_bfloat16(step: Step, w: NDArray) -> Quantized:
+def _in_bfloat16(step: Step, w: Array) -> Quantized:
     inverse = narrow(1 / np.maximum(narrow(np.abs(narrow(w)).mean()), np.float32(SCALE_FLOOR)))
     return np.clip(np.rint(narrow(narrow(w) * inverse)), -1, 1), narrow(1 / inverse)
 
@@ -112,7 +113,7 @@ def narrow(x: Any) -> NDArray[np.float32]:
     return np.asarray(np.asarray(x, dtype=ml_dtypes.bfloat16), dtype=np.float32)
 
 
-def _merged(names: Sequence[str], step: Step, w: NDArray) -> Quantized:
+def _merged(names: Sequence[str], step: Step, w: Array) -> Quantized:
     """By the mean |W| of the matrices that are computed as one."""
     block = _linear(step).rpartition(".")[0]
     masters = [step.setting.master(f"{block}.{name}") for name in names]
@@ -120,7 +121,7 @@ def _merged(names: Sequence[str], step: Step, w: NDArray) -> Quantized:
     return _ternary(w, values.mean(dtype=np.float64).astype(np.float32))
 
 
-def _transpose_tiles(acc: NDArray) -> NDArray:
+def _transpose_tiles(acc: Array) -> Array:
     n, out = (size // 4 * 4 for size in acc.shape)
     tiles, changed = acc[:n, :out].reshape(n // 4, 4, out // 4, 4), acc.copy()
     changed[:n, :out] = tiles.swapaxes(1, 3).reshape(n, out)
@@ -185,7 +186,7 @@ def _zeros(subject: str, names: list[str]) -> Hypothesis:
     return Hypothesis(steps, "unsupported_shape_gives_zeros", cause, remedy, after(np.zeros_like))
 
 
-def zero_hypotheses(s: Setting, candidate: Mapping[str, NDArray]) -> Iterator[Hypothesis]:
+def zero_hypotheses(s: Setting, candidate: Mapping[str, Array]) -> Iterator[Hypothesis]:
     """Linears that give zeros: those whose recorded results are zeros or, if none is recorded, those of each shape."""
     blocks = {name: w for name, w in s.weights.linears() if name != "lm_head"}
     outputs = {
