@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-
 from ....families import FAMILIES, KINDS, family_of
 from ....families.family import Hypothesis
 from ....reference.layers import Array
