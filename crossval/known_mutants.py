@@ -35,11 +35,6 @@ KNOWN: dict[str, str] = {
     "training/data.py TokenFile.__init__: block = self.ids[start : start + (1 << 22)] -> "
     "block = self.ids[start : start + (1 << (23))]": "ids that are looked at twice",
     # -- evaluation
-    'evaluation/perplexity.py perplexity: hint = "" if length < 4 else f"; a shorter length is another '
-    'protocol\'s figure: say {longest}" -> hint = "" if (length <= 4) else f"; a shorter length is another '
-    "protocol's figure: say {longest}\"": (
-        "a length of 4 is refused only by a model whose context is shorter than 4 tokens"
-    ),
     "evaluation/perplexity.py _blocks: return np.array(ids[: count * length], dtype=np.int64).reshape(count, "
     "length) -> return (np.array(ids[:count * length])).reshape(count, length)": (
         "int64 is NumPy's own choice for integers"
@@ -113,10 +108,10 @@ KNOWN: dict[str, str] = {
         "a name of a commit has 40 characters"
     ),
     # -- serving/http
-    "serving/http/shapes.py Asked: stream: bool = False -> stream: bool = (True)": "every place that makes one says it",
+    "serving/http/choices.py Asked: stream: bool = False -> stream: bool = (True)": "every place that makes one says it",
     "serving/http/batch.py: LINES_AT_A_TIME = 16 # answered together: one item of a worker -> LINES_AT_A_TIME = "
     "(17) # answered together: one item of a worker": ("how much one item of a worker is; the answers are the same"),
-    'serving/http/shapes.py usage: first = [choice.handle.stats for choice in choices[:: asked.params.get("n", 1)]] -> '
+    'serving/http/choices.py usage: first = [choice.handle.stats for choice in choices[:: asked.params.get("n", 1)]] -> '
     'first = [choice.handle.stats for choice in choices[:: asked.params.get("n", (2))]]': (
         "without an n there is one prompt and one choice"
     ),

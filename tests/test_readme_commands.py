@@ -286,6 +286,9 @@ NOT_RUN_IN_DOCS = {
     "crossval bitnet-cpp model.gguf build/bin/llama-cli": "tests/crossval/test_bitnet_cpp.py",
     "crossval tokens storyteller runs.json": "tests/crossval/test_given_tokens.py",
     "crossval openai": "tests/crossval/test_openai.py",
+    "verify request.json answer.json": "tests/test_serving_docs.py",
+    "train lora.toml": "tests/training/test_lora.py",
+    'generate "Once upon a time" --model run/adapter': "the same",
     "crossval verify receipt.json": "tests/crossval/test_matrix.py",
     "crossval sample draws.npz": "tests/crossval/test_sampling_rules.py",
 }

@@ -37,7 +37,7 @@ from ..errors import BackendUnavailable
 from ..families import KINDS
 from ..families.block_rule import INPUTS, RuledWeight, ruled_linear, ruled_weights
 from ..families.blocks import BLOCK_TYPES, BlockWeight, block_type, int8_weights
-from ..families.lora import Adapter, LoraTerm, OnLinear
+from ..families.lora import Adapter, LoraTerm, OnLinear, without_adapters
 from ..generation import SamplingParams
 from ..generation.sampling import choose, distribution
 from ..reference import layers
@@ -158,7 +158,7 @@ def _checks(
     yield "int8 weights", partial(_other_form, make, own, own, tokens)
     yield "dense blocks", lambda: _dense_blocks(be)
     if be.takes_ruled:
-        ruled = Model(own.config, ruled_weights(own.weights), reference.backend)
+        ruled = Model(own.config, ruled_weights(without_adapters(own.weights)), reference.backend)
         yield "ggml's rule", partial(_other_form, make, ruled, ruled, tokens)
         yield "ggml's rule, each type", lambda: _ruled_blocks(be)
     yield "dense bfloat16", lambda: _dense_bfloat16(be)

@@ -41,6 +41,7 @@ def limits(vocab_size):
         "stop_token_ids": [ids[3000:], [vocab_size - 1] * 200_000],
         "ignore_eos": [True],
         "guide_after": [ids[3000:]],
+        "adapter": [],  # its cost is that of its kernels: scripts/benchmarks/adapters.py
         "shown_tokens": [ids[3000:]],
         "overflow": ["sliding", "sinks", "truncate"],
         "window": [8, 200],

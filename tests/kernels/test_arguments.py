@@ -34,6 +34,9 @@ def good_calls():
     _cpu.group_pack_panels(packed, K, 16, 0, group_panels, 1)
     by_groups = {"panels": group_panels, "scales": group_scales, "n_out": N, "n_in": K, "group": 16, "layout": 0}
     by_groups |= {"bias": floats(N), "signs": np.ones(K, np.float32), "order": np.arange(K), "block": 16}
+    form = _cpu.ruled_forms()[0]  # of Q8_0
+    ruled = {"panels": np.zeros((-(-N // _cpu.ruled_rows), K // form[2] * form[5]), np.uint8), "form": 0}
+    ruled |= {"n_out": N, "n_in": K}
     int8, tokens = np.ones((M, K), dtype=np.int8), np.arange(M)
     keys, scales = np.zeros((pages, size, G, d), dtype=np.int8), np.ones((pages, size, G), dtype=np.float32)
     arrays = floats(pages, size, G, d), floats(pages, size, G, d)
@@ -89,6 +92,11 @@ def good_calls():
         "append": {**place, "k": floats(M, G, d), "v": floats(M, G, d), "tape": None, **turns, **run},
         "attention": {
             "q": floats(M, 4, d), "window": 2, "z": floats(M, 4, d), "tape": None, **place, **turns, **run
+        },
+        "ruled_forms": {},
+        "RuledPanels": ruled,
+        "ruled_linears": {
+            "x": floats(M, K), "ws": [_cpu.RuledPanels(**ruled)], "ys": [floats(M, N)], "tape": _cpu.Tape(), **run
         },
         "dense_linears": {
             "x": floats(M, K), "ws": [floats(N, K)], "ys": [floats(M, N)], "tape": _cpu.Tape(), "blocks": [0], **run
@@ -206,6 +214,7 @@ FREE_SIZES = {
     ("append", "page_table"), ("attention", "page_table"), ("dense_rows", "w"), ("screen_pack", "w"),
     ("greedy_steps", "ends"), ("greedy_steps", "table"), ("greedy_steps", "full"), ("greedy_steps", "local"),
     ("screen_rows", "x"), ("pack_strips", "packed"), ("group_pack_panels", "packed"), ("group_linears", "x"),
+    ("ruled_linears", "x"),
     ("sum_of_squares", "x"), ("draw", "logits"),
 }  # fmt: skip
 OUTPUTS = {
@@ -215,7 +224,7 @@ OUTPUTS = {
 }  # fmt: skip
 INPUTS_OF_THAT_NAME = {
     "packed": "pack_panels pack_strips group_pack_panels",
-    "panels": "unpack_panels ternary_matmul Panels GroupPanels",
+    "panels": "unpack_panels ternary_matmul Panels GroupPanels RuledPanels",
     "x_q": "ternary_matmul",
 }
 INPUTS_OF_THAT_NAME |= {"q": "attention screen_rows", "facts": "screen_rows", "y": "add"}
