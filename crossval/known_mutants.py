@@ -108,11 +108,11 @@ KNOWN: dict[str, str] = {
         "a name of a commit has 40 characters"
     ),
     # -- serving/http
-    "serving/http/choices.py Asked: stream: bool = False -> stream: bool = (True)": "every place that makes one says it",
+    "serving/http/choices.py Asked: stream: bool = False -> stream: bool = (True)": "all that make one say it",
     "serving/http/batch.py: LINES_AT_A_TIME = 16 # answered together: one item of a worker -> LINES_AT_A_TIME = "
     "(17) # answered together: one item of a worker": ("how much one item of a worker is; the answers are the same"),
-    'serving/http/choices.py usage: first = [choice.handle.stats for choice in choices[:: asked.params.get("n", 1)]] -> '
-    'first = [choice.handle.stats for choice in choices[:: asked.params.get("n", (2))]]': (
+    'serving/http/choices.py usage: first = [choice.handle.stats for choice in choices[:: asked.params.get("n", 1)]] '
+    '-> first = [choice.handle.stats for choice in choices[:: asked.params.get("n", (2))]]': (
         "without an n there is one prompt and one choice"
     ),
     "serving/http/shelf.py Place: last_used_s: float = 0.0 -> last_used_s: float = (1.0)": (

@@ -226,6 +226,7 @@ def test_the_keyboard_alone(page):
     page.tab_to("#tab-chat", back=True)
     page.press("ArrowLeft")
     assert page.run("[view, document.activeElement.id]") == ["engine", "tab-engine"]
+    page.until("!document.querySelector('#engine-live').hidden")
     page.tab_to("#steps")
     page.tab_to("#tab-engine", back=True)
     page.press("ArrowLeft")
