@@ -420,7 +420,7 @@ def test_what_serve_sets_up(monkeypatch, arguments, hosts, warns):
     assert limits == app.ServerLimits(2048, 5, request_timeout_s=1.5)
     assert (shelf._budget, shelf._idle_s, list(shelf.places)) == (1 << 30, 9.0, ["x", "storychat"])
     assert (given["hosts"], given["origins"], given["chat_template"]) == (hosts, ("https://a.example",), None)
-    assert (shelf.default, given["unknown_fields"]) == (("x", "warn") if "json" in arguments else (None, "refuse"))
+    assert (shelf.default, given["unknown_fields"]) == (("x", "warn") if "json" in arguments else (None, None))
     assert given["api_keys"] == (("k",) if "k" in arguments else ())
     assert ("anyone who reaches 0.0.0.0 can use this server" in result.stderr) == warns
     host = "0.0.0.0" if "--host" in arguments else "127.0.0.1"
