@@ -122,7 +122,7 @@ def convert(
     remark = remark_on(destination, target)
     in_engine = None
     if proof is not None and not no_engine:
-        from ..crossval.engines.written import run_written
+        from ..crossval import run_written
 
         in_engine = run_written(destination, target, python=python)
     if wants_json():

@@ -16,11 +16,11 @@ from helpers import DATA, GOLDEN, golden, model, rng
 import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.cli import cli
-from bitnet_ref.crossval import cross_engine, cross_engine_on, long_tokens, make_receipt, verify_receipt
+from bitnet_ref.crossval import cross_engine, cross_engine_on, long_tokens, make_receipt, run_written, verify_receipt
 from bitnet_ref.crossval.engines.engine import ExternalEngine, Outcome
 from bitnet_ref.crossval.engines.llama_cpp import _count_unflipped, block_rule, first_tokens
 from bitnet_ref.crossval.engines.outside import ENGINES
-from bitnet_ref.crossval.engines.written import MLX_LM, run_written
+from bitnet_ref.crossval.engines.written import MLX_LM
 from bitnet_ref.crossval.explain.replay import judge_trace
 from bitnet_ref.crossval.explain.variants import Setting
 from bitnet_ref.crossval.receipt import write_receipt
