@@ -168,7 +168,10 @@ def test_a_written_file_whose_engine_is_not_here(tmp_path):
             (ENGINES["transformers"], GOLDEN / "rope-dynamic", "hf-packed", None),
             (MLX_LM, DATA / "families" / "qwen3-groups128", "mlx-2bit", None),
             (ENGINES["llama_cpp"], DATA / "families" / "qwen3-groups128", "gguf-q2_0", None),
-            (ENGINES["llama_cpp"], GOLDEN / "llama-dense", "gguf-f16", None),
+            (ENGINES["llama_cpp"], DATA / "families" / "mixtral-groups128", "gguf-q8_0", None),
+            (ENGINES["llama_cpp"], DATA / "families" / "qwen3_5-groups128-hybrid", "gguf-q2_0", None),
+            (ENGINES["llama_cpp"], DATA / "families" / "granite", "gguf-q8_0", None),
+            (ENGINES["llama_cpp"], DATA / "families" / "granite", "gguf-f16", None),
             (ENGINES["llama_cpp"], GOLDEN / "llama-dense", "gguf-f32", 500_000),
         ]
     ],
