@@ -136,7 +136,8 @@ def convert(
         else:
             show(lambda out: draw(proof, out))
         if in_engine is not None and not in_engine.is_wrong:
-            click.echo(in_engine.sentence)
+            sentence = in_engine.sentence
+            show(lambda out: out.print(sentence))
         if remark is not None:
             click.echo(remark)
     if in_engine is not None and in_engine.is_wrong:
