@@ -167,6 +167,7 @@ def test_a_written_file_whose_engine_is_not_here(tmp_path):
             (ENGINES["transformers"], CASE, "hf-online", None),
             (ENGINES["transformers"], DATA / "families" / "qwen3-groups128", "hf-unpacked", None),
             (ENGINES["transformers"], GOLDEN / "rope-dynamic", "hf-packed", None),
+            (ENGINES["transformers"], DATA / "families" / "smollm3", "hf-bf16", None),
             (MLX_LM, DATA / "families" / "qwen3-groups128", "mlx-2bit", None),
             (ENGINES["llama_cpp"], DATA / "families" / "qwen3-groups128", "gguf-q2_0", None),
             (ENGINES["llama_cpp"], DATA / "families" / "mixtral-groups128", "gguf-q8_0", None),
