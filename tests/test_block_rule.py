@@ -154,6 +154,17 @@ def test_a_file_by_the_rule(name):
     np.testing.assert_allclose(compiled, mine, atol=2e-2 * np.abs(mine).max())
 
 
+@pytest.mark.parametrize("kind", ["q2_0", "q8_0", "f16"])
+def test_experts_by_the_rule(kind, tmp_path):
+    convert(DATA / "families" / "mixtral-groups128", tmp_path / "m.gguf", f"gguf-{kind}", verify=False)
+    exact, mine, compiled = (
+        bitnet_ref.load(tmp_path / "m.gguf", backend=backend, activations=each).logits([1, 17, 3, 9])
+        for backend, each in (("numpy", "float"), ("numpy", "blocks"), ("cython", "blocks"))
+    )
+    assert 0 < np.abs(mine - exact).max() < 0.05 * np.abs(exact).max()
+    np.testing.assert_allclose(compiled, mine, atol=2e-2 * np.abs(mine).max())
+
+
 def test_prepared_weights_of_the_rule(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes((DATA / "gguf" / "tq2_0.gguf").read_bytes())

@@ -10,7 +10,18 @@ import click
 
 from ..formats.checkpoint import LoadOptions
 from .generation_options import INPUT_FILE, declared_option, layout_options
-from .shell import LoadingBar, OutputPath, common_options, make_table, print_json, show, size_in_words, wants_json
+from .shell import (
+    DIFFERS,
+    LoadingBar,
+    OutputPath,
+    common_options,
+    make_table,
+    print_json,
+    say_error,
+    show,
+    size_in_words,
+    wants_json,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,6 +57,8 @@ def read_byte_count(ctx: click.Context, param: click.Parameter, value: str | Non
     "--split-size", callback=read_byte_count, metavar="BYTES", help="Write further files beyond so many bytes each."
 )
 @click.option("--no-verify", is_flag=True, help="Do not read the result again and compare it.")
+@click.option("--no-engine", is_flag=True, help="Do not run the result in the engine that it is meant for.")
+@click.option("--python", help="The interpreter that has the engine.  [default: this one]")
 @click.option("--force", is_flag=True, help="Replace a file that is there. (A folder is never replaced.)")
 @layout_options
 @declared_option(LoadOptions, "adapter", help="A LoRA adapter to merge into dense matrices, or none.")
@@ -58,6 +71,8 @@ def convert(
     matrix: bool,
     split_size: int | None,
     no_verify: bool,
+    no_engine: bool,
+    python: str | None,
     force: bool,
     to_tl_tiles: Path | None,
     **layout: Any,
@@ -66,6 +81,10 @@ def convert(
 
     The new file is read again and compared with the source: every ternary plane bit for bit, every scale, every other
     tensor, the tokenizer, and the logits of a few tokens. DESTINATION does not exist before that.
+
+    Then the engine that the format is meant for runs it, where it is installed: transformers, llama.cpp
+    (llama-cpp-python), mlx-lm or onnxruntime. If that fails or gives other logits, a warning says so: the file stays,
+    as it holds the model, and the exit code is 1.
 
     hf-bf16 keeps masters. Of a model without masters it holds -1, 0, +1 beside a weight_scale: no masters, though all
     is bfloat16. hf-online makes masters, bfloat16 values that quantise to the same planes and whose mean|W| is the
@@ -101,17 +120,29 @@ def convert(
     files = sorted(destination.rglob("*")) if destination.is_dir() else [destination]
     nbytes = sum(file.stat().st_size for file in files)
     remark = remark_on(destination, target)
+    in_engine = None
+    if proof is not None and not no_engine:
+        from ..crossval import run_written
+
+        in_engine = run_written(destination, target, python=python)
     if wants_json():
-        facts = None if proof is None else proof.to_dict()
-        print_json({"path": str(destination), "to": target, "bytes": nbytes, "remark": remark, "proof": facts})
-        return
-    click.echo(f"{destination}: {target}, {size_in_words(nbytes)}")
-    if proof is None:
-        click.echo("not verified, as asked")
+        facts: dict[str, Any] = {"path": str(destination), "to": target, "bytes": nbytes, "remark": remark}
+        facts["proof"] = None if proof is None else proof.to_dict()
+        print_json(facts | {"engine": None if in_engine is None else in_engine._asdict()})
     else:
-        show(lambda out: draw(proof, out))
-    if remark is not None:
-        click.echo(remark)
+        click.echo(f"{destination}: {target}, {size_in_words(nbytes)}")
+        if proof is None:
+            click.echo("not verified, as asked")
+        else:
+            show(lambda out: draw(proof, out))
+        if in_engine is not None and not in_engine.is_wrong:
+            sentence = in_engine.sentence
+            show(lambda out: out.print(sentence))
+        if remark is not None:
+            click.echo(remark)
+    if in_engine is not None and in_engine.is_wrong:
+        say_error(in_engine.sentence, "Warning")
+        raise click.exceptions.Exit(DIFFERS)
 
 
 def draw_fits(source: str, options: LoadOptions, tl_tiles: Path | None) -> None:

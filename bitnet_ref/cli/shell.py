@@ -209,9 +209,9 @@ def say(text: str) -> None:
         click.echo(paint(printable(text), sys.stderr, dim=True), err=True)
 
 
-def say_error(message: str) -> None:
+def say_error(message: str, label: str = "Error") -> None:
     with contextlib.suppress(OSError):
-        click.echo(f"{paint('Error:', sys.stderr, fg='red', bold=True)} {printable(message)}", err=True)
+        click.echo(f"{paint(f'{label}:', sys.stderr, fg='red', bold=True)} {printable(message)}", err=True)
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ May import everything below it: `api` and the rooms that it uses. Engines are in
 
 from .engines.bitnet_cpp import cross_bitnet_cpp
 from .engines.outside import cross_engine, cross_engine_on
+from .engines.written import EngineRun, run_written
 from .opponents import cross_backends, cross_trace, default_tokens
 from .precision import PrecisionBench, measure_precision
 from .receipt import Verification, make_receipt, verify_receipt
@@ -13,6 +14,7 @@ from .token_ids import long_tokens
 
 __all__ = [
     "Crossing",
+    "EngineRun",
     "PrecisionBench",
     "Verification",
     "cross_backends",
@@ -24,6 +26,7 @@ __all__ = [
     "long_tokens",
     "make_receipt",
     "measure_precision",
+    "run_written",
     "verify_receipt",
     "write_html",
 ]

@@ -183,10 +183,15 @@ AnyWeight = TypeVar("AnyWeight", bound=LinearWeight)
 
 
 def some_rows(w: AnyWeight, rows: slice) -> AnyWeight:
-    """The weight of some outputs of a linear, of any kind whose arrays have a row for each output."""
+    """The weight of some outputs of a linear, of a kind whose arrays have a row for each output, or that wraps one."""
     count = w.shape[0]
-    arrays = {name: each[rows] for name, each in vars(w).items() if isinstance(each, np.ndarray) and len(each) == count}
-    return replace(w, **arrays)  # type: ignore[type-var]
+    cut: dict[str, Any] = {}
+    for name, each in vars(w).items():
+        if isinstance(each, LinearWeight):
+            cut[name] = some_rows(each, rows)
+        elif isinstance(each, np.ndarray) and len(each) == count:
+            cut[name] = each[rows]
+    return replace(w, **cut)  # type: ignore[type-var]
 
 
 def stack_rows(parts: Sequence[LinearWeight]) -> LinearWeight:

@@ -101,8 +101,12 @@ def _read(keys: HfKeys) -> dict[str, Any]:
     return {**keys.layer_types(window, types), "no_rope_layers": tuple(listed[:layers])}
 
 
+_PAD = 128004  # the class's default, for which PyTorch builds no embedding of fewer tokens
+
+
 def _write(config: SmolLm3Config) -> dict[str, Any]:
-    return {
+    no_pad = {} if config.vocab_size > _PAD else {"pad_token_id": None}
+    return no_pad | {
         "no_rope_layers": list(config.no_rope_layers) or [1] * config.num_hidden_layers,
         "use_sliding_window": config.sliding_window is not None,
         "sliding_window": config.sliding_window,

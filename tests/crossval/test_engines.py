@@ -2,26 +2,32 @@
 
 import os
 import sys
+import venv
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_runs import invoke, invoke_json
 from click.testing import CliRunner
 from helpers import DATA, GOLDEN, golden, model, rng
 
 import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.cli import cli
-from bitnet_ref.crossval import cross_engine, cross_engine_on, long_tokens, make_receipt, verify_receipt
+from bitnet_ref.crossval import cross_engine, cross_engine_on, long_tokens, make_receipt, run_written, verify_receipt
 from bitnet_ref.crossval.engines.engine import ExternalEngine, Outcome
 from bitnet_ref.crossval.engines.llama_cpp import _count_unflipped, block_rule, first_tokens
 from bitnet_ref.crossval.engines.outside import ENGINES
+from bitnet_ref.crossval.engines.written import MLX_LM
 from bitnet_ref.crossval.explain.replay import judge_trace
 from bitnet_ref.crossval.explain.variants import Setting
 from bitnet_ref.crossval.receipt import write_receipt
+from bitnet_ref.crossval.tolerances import LOGITS_FLOOR
 from bitnet_ref.crossval.trace import Trace
 from bitnet_ref.errors import ConfigError
+from bitnet_ref.formats.convert import TARGETS, Target, convert
 
 CASE = GOLDEN / "bitnet-packed-offline"
 RECORDERS = Path(bitnet_ref.__file__).parent / "crossval" / "engines" / "recorders"
@@ -88,6 +94,96 @@ def test_the_shell_runs_an_engine():
     result = CliRunner().invoke(cli, ["crossval", "onnxruntime", str(CASE), "--tokens", "1,5,9"])
     assert result.exit_code == 0, result.output
     assert "AGREES" in result.stdout
+
+
+# -- what `convert` has written ----------------------------------------------------------------------------------------
+
+
+@needs_onnx
+def test_a_written_file_runs_in_its_engine(tmp_path):
+    facts = invoke_json("convert", CASE, tmp_path / "right", "--to", "onnx")
+    assert facts["proof"]["exact"]
+    assert (facts["engine"]["name"], facts["engine"]["status"]) == ("onnxruntime", "agrees")
+    sentence = f"run in onnxruntime {version('onnxruntime')}: logits of 8 tokens within "
+    assert facts["engine"]["sentence"].startswith(sentence)
+    assert float(facts["engine"]["sentence"].removeprefix(sentence)) <= LOGITS_FLOOR
+    for option in ("--no-engine", "--no-verify"):
+        assert invoke_json("convert", CASE, tmp_path / option, "--to", "onnx", option)["engine"] is None
+
+
+@needs_onnx
+@pytest.mark.parametrize(
+    ("op", "status", "says"),
+    [
+        ("Sub", "differs", "computes something else from it: DIFFERS, free-running, first at lm_head.hook_out"),
+        ("NoSuchOp", "fails", "onnxruntime fails on it: "),
+    ],
+)
+def test_an_engine_that_does_not_run_a_written_file(op, status, says, tmp_path, monkeypatch):
+    """The weights are proven, which our reader takes without the graph; the engine computes by the graph."""
+    good = TARGETS["onnx"]
+
+    def write(checkpoint, path, options, progress):
+        good.write(checkpoint, path, options, progress)
+        graph = onnx.load(str(path / "model.onnx"), load_external_data=False)
+        adds = [n for n in graph.graph.node if n.op_type == "Add" and n.name.startswith("/model/layers.1/mlp/")]
+        adds[-1].op_type = op
+        onnx.save(graph, str(path / "model.onnx"))
+
+    import onnx
+
+    monkeypatch.setitem(TARGETS, "onnx", Target("onnx", None, write))
+    facts = invoke_json("convert", CASE, tmp_path / "a", "--to", "onnx", code=1)
+    assert (facts["proof"]["exact"], facts["engine"]["status"]) == (True, status)
+    shown = invoke("convert", CASE, tmp_path / "b", "--to", "onnx")
+    assert shown.exit_code == 1
+    assert shown.stderr.startswith("Warning: ")
+    assert says in shown.stderr
+    assert "proven: identical" in shown.stdout
+    assert (tmp_path / "b" / "model.onnx").is_file()
+
+
+def test_a_written_file_whose_engine_is_not_here(tmp_path):
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    shown = invoke("convert", CASE, tmp_path / "a", "--to", "hf-packed", "--python", python)
+    assert shown.exit_code == 0
+    sentence = " ".join(shown.stdout.split()).partition("not run in transformers: ")[2]
+    assert sentence.startswith("transformers, torch, accelerate is not installed in ")
+    assert "pip install" in sentence
+    shown = invoke("convert", CASE, tmp_path / "b.gguf", "--to", "gguf-i2_s")
+    assert "not run in bitnet.cpp, which has no Python package" in shown.stdout
+    assert invoke_json("convert", CASE, tmp_path / "c.bitnet.safetensors", "--to", "native")["engine"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "source", "target", "split_size"),
+    [
+        pytest.param(engine, *case, marks=needs(engine))
+        for engine, *case in [
+            (ENGINES["transformers"], CASE, "hf-packed", None),
+            (ENGINES["transformers"], CASE, "hf-bf16", 500_000),
+            (ENGINES["transformers"], CASE, "hf-online", None),
+            (ENGINES["transformers"], DATA / "families" / "qwen3-groups128", "hf-unpacked", None),
+            (ENGINES["transformers"], GOLDEN / "rope-dynamic", "hf-packed", None),
+            (ENGINES["transformers"], DATA / "families" / "smollm3", "hf-bf16", None),
+            (MLX_LM, DATA / "families" / "qwen3-groups128", "mlx-2bit", None),
+            (ENGINES["llama_cpp"], DATA / "families" / "qwen3-groups128", "gguf-q2_0", None),
+            (ENGINES["llama_cpp"], DATA / "families" / "mixtral-groups128", "gguf-q8_0", None),
+            (ENGINES["llama_cpp"], DATA / "families" / "qwen3_5-groups128-hybrid", "gguf-q2_0", None),
+            (ENGINES["llama_cpp"], DATA / "families" / "granite", "gguf-q8_0", None),
+            (ENGINES["llama_cpp"], DATA / "families" / "granite", "gguf-f16", None),
+            (ENGINES["llama_cpp"], GOLDEN / "llama-dense", "gguf-f32", 500_000),
+        ]
+    ],
+)
+def test_written_files_run_by_plain_loaders(engine, source, target, split_size, tmp_path):
+    path = tmp_path / ("model.gguf" if target.startswith("gguf-") and split_size is None else "model")
+    convert(source, path, target, split_size=split_size)
+    result = run_written(path, target, python=PYTHON)
+    assert result.status == "agrees", result.sentence
+    assert result.sentence.startswith(f"run in {result.name}"), result.sentence
 
 
 # -- what is missing or breaks -----------------------------------------------------------------------------------------

@@ -170,3 +170,9 @@ def test_gemma3_has_a_window_even_where_no_layer_uses_it():
     config = parse_hf_config(raw, Path("config.json"), allow_unquantized=True)
     assert config.sliding_window is None
     assert hf_config_json(config, config.quantization, "BF16")["sliding_window"] == config.max_position_embeddings
+
+
+def test_a_small_smollm3_has_no_padding_token(tmp_path):
+    """The class's default is token 128004, with which transformers builds no model of fewer tokens."""
+    convert(DATA / "families" / "smollm3", tmp_path / "out", "hf-bf16")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["pad_token_id"] is None

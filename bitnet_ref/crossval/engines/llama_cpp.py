@@ -91,6 +91,11 @@ _ROUNDS = {
 }  # what a type of matrix does to its input
 
 
+# Experts, whose inputs are not recorded one by one, and Qwen3.5's output linear, whose columns `load` reorders
+_WITHOUT_RULE = ("_exps.", ".ssm_out.")
+_SCALED_LOGITS = "granite.logit_scale"  # the result of its head is scaled; the reference scales the input
+
+
 def _activations_of(path: Path) -> str:
     """What llama.cpp rounds activations to, by the types of the file's matrices: the coarsest of them."""
     with open_gguf(path) as file:
@@ -98,8 +103,11 @@ def _activations_of(path: Path) -> str:
         embedding = file.tensors.get("token_embd.weight")
         if "output.weight" not in file.tensors and embedding is not None:
             matrices.append(embedding)  # it is the head too
+        has_rule = _SCALED_LOGITS not in file.metadata
     used = {_ROUNDS.get(tensor.type.name, _EIGHT_BITS) for tensor in matrices}
-    if _EIGHT_BITS in used and all(tensor.type.name in (*_ROUNDS, *INPUTS) for tensor in matrices):
+    has_rule &= all(tensor.type.name in (*_ROUNDS, *INPUTS) for tensor in matrices)
+    has_rule &= not any(part in tensor.name for tensor in matrices for part in _WITHOUT_RULE)
+    if _EIGHT_BITS in used and has_rule:
         return _RULE
     return next((each for each in (_EIGHT_BITS, _ROUNDS["BF16"], _ROUNDS["F16"]) if each in used), _EXACT)
 

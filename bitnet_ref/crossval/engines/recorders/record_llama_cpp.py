@@ -106,7 +106,8 @@ class Watch:
         """Our name of a tensor of the graph; None if it has none."""
         given, op = self.lib.ggml_get_name(tensor).decode(), self.lib.ggml_op_desc(tensor).decode()
         if given in WHOLE:
-            return WHOLE[given]
+            is_scaled = WHOLE[given] == "hook_embed" and op == "SCALE"  # Granite's rows have their scale by now
+            return "hook_embed_scaled" if is_scaled else WHOLE[given]
         kind, _, layer = given.rpartition("-")
         if op in MOVES or not layer.isdigit():
             return None
@@ -139,16 +140,15 @@ class Watch:
 def record(job):
     """-> name -> array"""
     path, tokens, parts = job["model"], job["tokens"], plain_trace.parts(job)
-    print_errors = api.llama_log_callback(
-        lambda level, text, _u: sys.stderr.write(text.decode()) if level >= 4 else None
-    )
-    api.llama_log_set(print_errors, None)
+    errors: list[str] = []
+    keep_errors = api.llama_log_callback(lambda level, text, _u: errors.append(text.decode()) if level == 4 else None)
+    api.llama_log_set(keep_errors, None)
     api.llama_backend_init()
     options = api.llama_model_default_params()
     options.n_gpu_layers = 0
     model = api.llama_model_load_from_file(path.encode(), options)
     if not model:
-        sys.exit("llama.cpp cannot load the file")
+        sys.exit(f"llama.cpp cannot load the file: {' '.join(''.join(errors).split())}")
     watch = Watch(load_ggml(), job)
     settings = api.llama_context_default_params()
     settings.n_ctx = settings.n_batch = settings.n_ubatch = max(64, len(tokens))

@@ -3,7 +3,8 @@ r"""Runs an exported decoder in onnxruntime and records its logits and the inner
     echo '[{"model": FILE, "watched": FILE, "outputs": {"hook_embed": "NAME"}, "cache": [6, 2, 64], ...}]' \
         | python record_onnxruntime.py
 
-model: the exported file, whose logits are recorded.   watched: a copy with the inner tensors as outputs.
+model: the exported file, whose logits are recorded.   watched: a copy with the inner tensors as outputs;
+without it the logits are all.
 outputs: our name -> the graph's name.   cache: [layers, kv heads, head_dim].
 """
 
@@ -45,7 +46,7 @@ def run(job):
     if job.get("sequences"):
         raise plain_trace.Unavailable("two sequences at once: the recorder pads no batch for onnxruntime")
     tokens, calls = job["tokens"], job.get("calls") or [len(job["tokens"])]
-    plain, watched = open_session(job["model"]), open_session(job["watched"])
+    plain, watched = open_session(job["model"]), open_session(job["watched"]) if "watched" in job else None
     names = [name for name in job["outputs"] if plain_trace.wants(job, name)]
     parts: dict[str, list] = {}
     start, caches = 0, [empty_cache(*job["cache"])] * 2
@@ -53,8 +54,10 @@ def run(job):
     for size in calls:
         ids = tokens[start : start + size]
         logits, *now = plain.run(["logits", *presents], make_inputs(ids, start, caches[0]))
-        wanted = [job["outputs"][name] for name in names]
-        arrays = watched.run([*wanted, *presents], make_inputs(ids, start, caches[1]))
+        arrays = now
+        if watched is not None:
+            wanted = [job["outputs"][name] for name in names]
+            arrays = watched.run([*wanted, *presents], make_inputs(ids, start, caches[1]))
         caches = [dict(zip(caches[0], own, strict=True)) for own in (now, arrays[len(names) :])]
         parts.setdefault("lm_head.hook_out", []).append(logits[0])
         for name, array in zip(names, arrays, strict=False):

@@ -2,6 +2,7 @@
 
     echo '[{"model": FOLDER, "tokens": [1, 17, 5], "out": FILE, "dtype": "float32"}]' | python record_transformers.py
 
+dtype: null is the folder's own, by `from_pretrained` without further arguments.
 one_at_a_time: one call per token, with a cache; for RoPE that depends on the length of the call.
 calls: how many tokens each call takes, with a cache.   sequences: lengths of several sequences, in one padded batch.
 """
@@ -67,6 +68,8 @@ def load(folder, dtype):
     model_type = transformers.PretrainedConfig.get_config_dict(folder)[0].get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise plain_trace.Unavailable(f"transformers {transformers.__version__} has no model type {model_type!r}")
+    if dtype is None:
+        return AutoModelForCausalLM.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", local_files_only=True
     )
@@ -74,10 +77,8 @@ def load(folder, dtype):
 
 
 @torch.no_grad()
-def record(job, dtype, patterns=True):
+def record(job, model, patterns=True):
     """-> name -> array"""
-    torch.set_num_threads(min(4, torch.get_num_threads()))
-    model = load(job["model"], dtype)
     hooks, tokens, calls = BitLinearHooks(model), job["tokens"], job.get("calls")
     if job.get("sequences"):
         return record_batch(model, hooks, plain_trace.parts(job))
@@ -107,9 +108,11 @@ def record_batch(model, hooks, parts):
 
 
 def run(job):
-    dtype, patterns = getattr(torch, job["dtype"]), plain_trace.wants(job, "blocks.0.attn.hook_pattern")
-    seen = record(job, dtype, patterns)
-    return seen, f"transformers {transformers.__version__}, torch {torch.__version__}", job["dtype"]
+    torch.set_num_threads(min(4, torch.get_num_threads()))
+    model = load(job["model"], None if job["dtype"] is None else getattr(torch, job["dtype"]))
+    seen = record(job, model, plain_trace.wants(job, "blocks.0.attn.hook_pattern"))
+    dtype = str(model.dtype).removeprefix("torch.")
+    return seen, f"transformers {transformers.__version__}, torch {torch.__version__}", dtype
 
 
 if __name__ == "__main__":
