@@ -7,8 +7,8 @@
  * A panel is its units one after another, of 32 columns or of 256 (K types). What a unit has, in this order:
  *     codes    q + offset in 8, 4 or 2 bits, of 4 columns of 16 rows in 64 bytes: byte 4 r + j is column j of row r. Of 4
  *              bits the low ones are columns 0-15 of each 32, the high ones 16-31; of 2 bits each pair the next 8.
- *     d        16 float32
- *     e        16 float32, where there is an offset
+ *     d        16 float16, which hold those of the file exactly
+ *     e        16 float16, where there is an offset
  *     s        16 int8 (uint8) scales of each 16 or 32 columns
  *     m        16 uint8 minima of each 32 columns
  *
@@ -49,7 +49,7 @@ static const ruled_form RULED_FORMS[N_RULED_FORMS] = {
 
 static inline size_t ruled_unit_bytes(const ruled_form *f) {
     const size_t codes = (size_t)(f->block * f->bits * RULED_ROWS / 8);
-    return codes + 64 + (f->term ? 64 : 0) + (f->scaled ? f->block / f->scaled * 16 : 0) + (f->term == 2 ? 128 : 0);
+    return codes + (f->term ? 64 : 32) + (f->scaled ? f->block / f->scaled * 16 : 0) + (f->term == 2 ? 128 : 0);
 }
 
 /* bytes of a token, a multiple of 64 */
@@ -155,7 +155,7 @@ RULED_INLINE void STEP(ruled_rows)(const ruled_form f, const uint8_t *unit, cons
     for (int i = 0; i < T; i++) t[i] = u[i] = (STEP(f32v)){0};
     for (size_t k = 0; k < K; k += (size_t)f.block, unit += bytes) {
         STEP(i32v) total[RULED_TOKENS], minima[RULED_TOKENS];
-        const uint8_t *scales = unit + codes + 64 + (f.term ? 64 : 0) + lane;
+        const uint8_t *scales = unit + codes + (f.term ? 64 : 32) + lane;
         const uint8_t *mins = scales + (f.scaled ? f.block / f.scaled * 16 : 0);
         STEP_UNROLL
         for (int i = 0; i < T; i++) total[i] = minima[i] = (STEP(i32v)){0};
@@ -199,9 +199,7 @@ RULED_INLINE void STEP(ruled_rows)(const ruled_form f, const uint8_t *unit, cons
                 if (f.term == 2) minima[i] += m * sum;
             }
         }
-        STEP(f32v) d, e;
-        memcpy(&d, unit + codes + 4 * lane, sizeof d);
-        memcpy(&e, unit + codes + (f.term ? 64 : 0) + 4 * lane, sizeof e);
+        const STEP(f32v) d = STEP(weights)(unit + codes, (size_t)lane, 2), e = STEP(weights)(unit + codes, (size_t)lane + (f.term ? 16 : 0), 2);
         STEP_UNROLL
         for (int i = 0; i < T; i++) {
             const float *dx = (const float *)(tokens + (size_t)i * token_bytes + K);
