@@ -158,6 +158,7 @@ def test_a_file_by_the_rule(name):
     for each, own in compiled.weights.linears():  # panels take the place of blocks, and give them back
         assert (type(own) is RuledWeight) == (type(weights[each].matrix) is DenseWeight)
         np.testing.assert_array_equal(own.plain().matrix.stored, weights[each].matrix.stored)
+        assert own.nbytes <= 1.25 * weights[each].nbytes  # TQ1_0 in two bits
 
 
 def test_prepared_weights_of_the_rule(tmp_path):
