@@ -1,10 +1,13 @@
 """bitnet-ref bench: its tables, its JSON and its exit codes."""
 
 import pytest
-from bench_runs import FAST, NO_CYTHON, SMALL, TINY, OffByOne, assert_positive, invoke, invoke_json
-from helpers import BITNET, DATA, write_checkpoint
+from bench_runs import FAST, NO_CYTHON, SMALL, TINY, OffByOne, WrongWhenFused, assert_positive, invoke, invoke_json
+from helpers import BITNET, DATA, GOLDEN, write_checkpoint
 
+import bitnet_ref
 from bitnet_ref import benchmark
+from bitnet_ref.api import Model
+from bitnet_ref.formats.convert import convert
 
 
 @pytest.fixture
@@ -79,6 +82,31 @@ def test_bench_model(tmp_path):
     assert result.exit_code == 0, result.output
     assert "linears gate_proj up_proj" in result.stdout
     assert "outside the operations" in result.stdout
+
+
+@pytest.mark.usefixtures("small_reader")
+def test_bench_of_both_rules_for_activations(tmp_path):
+    """A GGUF by llama.cpp's rule: its own speed, that with float activations, and what the rule changes."""
+    path, options = tmp_path / "m.gguf", ("--prompt", "6", "--new", "3", "--threads", "1")
+    convert(GOLDEN / "llama-dense", path, "gguf-q8_0")
+    facts = invoke_json("model", path, *options, "--activations", "blocks")
+    assert facts["equal"]
+    assert facts["check"]["floats"] >= 4 * (64 + 2 * 96)  # its linears, to the bit
+    assert facts["step_bytes"]["ternary"] == 0
+    rule = facts["rule"]
+    assert rule["floats"]["equal"]
+    assert_positive(rule, "kl_mean", "kl_max", "perplexity", "floats_perplexity", "same_top")
+    assert_positive(rule["floats"], "prompt_tokens_per_s", "decode_tokens_per_s")
+    text = [rule["tokens"], rule["kl_mean"] <= rule["kl_max"] < 0.1, rule["perplexity"] != rule["floats_perplexity"]]
+    assert text == [9, True, True]
+    result = invoke("model", path, *options, "--activations", "blocks", "--backend", "numpy")
+    assert result.exit_code == 0, result.output
+    assert "nats mean" in result.stdout
+    assert "--activations blocks" in invoke("model", path, *options).stdout
+    assert invoke("model", "--synthetic", "1b", "--activations", "blocks").exit_code == 2
+    loaded = bitnet_ref.load(path, backend="numpy", activations="blocks")
+    wrong = Model(loaded.config, loaded.weights, WrongWhenFused(threads=1))
+    assert benchmark.check_model(wrong, [1, 2, 3]).unequal_floats >= 4 * (64 + 2 * 96)
 
 
 @pytest.mark.usefixtures("small_reader")

@@ -15,7 +15,7 @@ What compares this package with others, or with targets of its own, is in the re
 
 from .kernels import candidates, measure_kernels
 from .limits import MemoryReader
-from .models import bytes_of_step, measure_model
+from .models import bytes_of_step, measure_model, measure_rule
 from .serve import Load, measure_serve
 from .synthetic import SHAPES, random_ternary_weight, synthetic_model
 from .validate import check_linear, check_model
@@ -30,6 +30,7 @@ __all__ = [
     "check_model",
     "measure_kernels",
     "measure_model",
+    "measure_rule",
     "measure_serve",
     "random_ternary_weight",
     "synthetic_model",

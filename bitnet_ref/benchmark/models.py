@@ -20,10 +20,12 @@ from ..backends.run import TokenLogits
 from ..errors import GenerationError
 from ..families import config_to_dict, family_of
 from ..families.linear_norms import model_norms
+from ..generation.results import Generation
 from ..generation.sampling import log_probability
 from ..notebook.profiling import Profile
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
+from ..reference.layers import Floats
 from ..reference.weights import ModelWeights
 from ..system.memory import peak_memory_bytes
 from .limits import MemoryReader, last_level_cache_bytes, peak_of
@@ -40,7 +42,7 @@ class StepBytes(Record):
     """Bytes that decoding one token reads."""
 
     ternary: int  # planes, with their padding, and biases
-    dense: int  # linears that are not quantised
+    dense: int  # linears that are not ternary, and those by ggml's rule
     head: int  # all of it, or its screen and the rows computed after screening
     cache: int  # keys and values that the token sees, states of layers without them
     other: int  # norms, and one row of the embedding
@@ -61,7 +63,7 @@ def bytes_of_step(
     norms = sum(norm.weight.nbytes for norm in model_norms(weights))
     for layer in weights.layers:
         for _, weight in layer.linears():
-            if weight.kind == "dense":
+            if weight.kind in ("dense", "ruled"):
                 dense += weight.nbytes
             else:
                 ternary += getattr(weight.bit_linear or weight, "bytes_of_token", weight.nbytes)
@@ -288,6 +290,49 @@ def measure_model(
         peak_memory_bytes=memory_bytes,
         conditions=conditions,
     )
+
+
+@dataclass(frozen=True)
+class RuleBench(Record):
+    """ggml's rule beside float activations (`families/block_rule`): what it gains is the difference of their speeds."""
+
+    floats: ModelBench  # the same file with float activations
+    tokens: int  # of a text that the model with float activations has drawn
+    kl_mean: float  # nats: KL(floats || rule) of the next token, over the text's positions
+    kl_max: float
+    same_top: float  # share of positions with the same most likely token
+    perplexity: float  # of the text, by the rule
+    floats_perplexity: float
+
+
+def measure_rule(ruled: Model, floats: Model, prompt_tokens: int, new_tokens: int, **options: Any) -> RuleBench:
+    """`measure_model` of the same file with float activations, and what rounding them by blocks changes.
+
+    options: of `measure_model`
+    """
+    bench = measure_model(floats, prompt_tokens, new_tokens, **options)
+    start, length = random_prompt(floats, 1), prompt_tokens + new_tokens
+    drawn = floats.generate(start, max_tokens=length - 1, temperature=1, seed=1, ignore_eos=True)
+    assert isinstance(drawn, Generation)
+    text = [*start, *drawn.token_ids]
+    p, q = (log_softmax(model.logits(text)) for model in (floats, ruled))
+    kl, places, following = (np.exp(p) * (p - q)).sum(axis=1), np.arange(len(text) - 1), text[1:]
+    return RuleBench(
+        bench,
+        tokens=len(text),
+        kl_mean=float(kl.mean()),
+        kl_max=float(kl.max()),
+        same_top=float((p.argmax(axis=1) == q.argmax(axis=1)).mean()),
+        perplexity=float(np.exp(-q[places, following].mean())),
+        floats_perplexity=float(np.exp(-p[places, following].mean())),
+    )
+
+
+def log_softmax(logits: Floats) -> Floats:
+    """(N, V) -> (N, V) float64"""
+    wide = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    result: Floats = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    return result
 
 
 def random_prompt(model: Model, tokens: int) -> list[int]:

@@ -14,6 +14,7 @@ from ..backends.backend import plain_weights
 from ..crossval.tolerances import EPSILON, MODEL_FLOOR_IN_EPSILONS, NARROW_FLOATS
 from ..errors import NumericsError
 from ..families import family_of
+from ..families.block_rule import WIDTHS, RuledWeight
 from ..reference.cache import TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.layers import Array, Floats
@@ -87,14 +88,24 @@ def check_linear(be: Backend, w: LinearWeight, expected: Expected) -> Check:
     return Check(expected.acc.size, unequal[0], expected.y.size, unequal[1])
 
 
+def check_ruled(be: Backend, w: LinearWeight, plain: RuledWeight, rng: np.random.Generator) -> Check:
+    """A linear by ggml's rule on random activations: where inputs are in blocks, its plain text to the bit."""
+    if plain.inputs not in WIDTHS:
+        return Check()
+    x = rng.standard_normal((CHECKED_TOKENS, w.shape[1]), dtype=np.float32)
+    with be.running():
+        y = be.to_host(be.linear(be.from_host(x), w))
+    return Check(floats=y.size, unequal_floats=count_unequal(y, Backend("float32", threads=1).linear(x, plain)))
+
+
 def first_of_each_type(config: ModelConfig) -> list[int]:
     """The first layer of each type; [0] where all layers are alike."""
     return sorted({config.layer_types.index(kind) for kind in config.layer_types}) or [0]
 
 
 def check_model(model: Model, tokens: Sequence[int]) -> Check:
-    """The ternary linears of the first block of each type of layer on random activations, and the logits of a model of
-    these blocks alone.
+    """The ternary linears of the first block of each type of layer on random activations, or those by ggml's rule, and
+    the logits of a model of these blocks alone.
 
     All blocks of a type run through the same code. One block of a large model takes the reference seconds, all of them
     minutes; `bitnet-ref doctor` compares a whole model. A 16-bit backend is allowed the error of an engine in that
@@ -111,6 +122,8 @@ def check_model(model: Model, tokens: Sequence[int]) -> Check:
         if ternary is not None and plain_ternary is not None:
             x = rng.standard_normal((CHECKED_TOKENS, ternary.in_features), dtype=np.float32)
             check += check_linear(model.backend, ternary, Expected.of(x, plain_ternary.plain()))
+        elif isinstance(theirs, RuledWeight):
+            check += check_ruled(model.backend, mine, theirs, rng)
     batch = TokenBatch.of([(0, 0, tokens[:CHECKED_TOKENS])])
     subject = Model(first, weights, model.backend)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -22,7 +23,7 @@ from .shell import LoadingBar, common_options, size_in_words
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..benchmark.models import ModelBench
+    from ..benchmark.models import ModelBench, RuleBench
     from ..benchmark.validate import Check
     from ..notebook.profiling import Profile
 
@@ -33,26 +34,66 @@ if TYPE_CHECKING:
 @click.option("--profile", is_flag=True, help="Run once more, op by op, and show the time of each operation.")
 @common_options
 def model(subject: Subject, prompt: int, new: int, profile: bool) -> None:
-    """Time MODEL (default: storyteller), or a synthetic one: its prompt, and decoding one token at a time."""
-    from ..benchmark.models import measure_model, profile_model
+    """Time MODEL (default: storyteller), or a synthetic one: its prompt, and decoding one token at a time.
+
+    A GGUF by llama.cpp's rule (--activations blocks) is timed with float activations too, and what the rule changes is
+    measured on a text that the model draws."""
+    from ..benchmark.models import measure_model, measure_rule, profile_model
+    from ..families.block_rule import INPUTS
+    from ..families.blocks import BlockWeight
 
     loaded = subject.load()
     with LoadingBar("measuring") as bar:
         bench = measure_model(loaded, prompt, new, progress=bar)
     ops = profile_model(loaded, prompt, new) if profile and bench.equal else None
+    rule = None
+    if subject.activations == "blocks" and bench.equal:
+        floats = replace(subject, activations="float").load()
+        with LoadingBar("measuring with float activations") as bar:
+            rule = measure_rule(loaded, floats, prompt, new, progress=bar)
+    has_blocks = any(isinstance(w, BlockWeight) and w.block_type in INPUTS for _, w in loaded.weights.linears())
 
     def draw(out: Console) -> None:
         draw_model(bench, subject, out)
+        if rule is not None:
+            draw_rule(rule, out)
+        elif has_blocks:
+            out.print(
+                "Activations stay floats. For llama.cpp's rule, and what it costs: --activations blocks", style="dim"
+            )
         if ops is not None:
             draw_profile(ops, out)
 
     facts = {} if ops is None else {"profile": ops.to_dict()}
+    facts |= {} if rule is None else {"rule": rule.to_dict()}
     report_bench(bench, draw, model=subject.synthetic or subject.name, **facts)
 
 
 def draw_model(bench: ModelBench, subject: Subject, out: Console) -> None:
     draw_table(out, ("", ""), model_rows(bench, subject), left=2, header=False)
     describe_conditions(bench.conditions, out)
+
+
+def draw_rule(rule: RuleBench, out: Console) -> None:
+    """Both rules for activations, and their difference."""
+    title = f"With float activations, and the difference on {rule.tokens} tokens that it drew"
+    out.print(f"\n{title}", style="bold")
+    draw_table(out, ("", ""), rule_rows(rule), left=2, header=False)
+
+
+def rule_rows(rule: RuleBench) -> Iterator[tuple[str, str]]:
+    floats = rule.floats
+    yield "check", describe_check(floats.check)
+    if floats.prompt is not None and floats.decode is not None:
+        yield "prompt", f"{floats.prompt_tokens_per_s:.1f} tok/s best ({floats.prompt_tokens} tokens)"
+        decode = f"{floats.decode_tokens_per_s:.2f} tok/s best, {floats.decode_tokens_per_s_median:.2f} median"
+        yield "decode", f"{decode} ({floats.new_tokens} tokens)"
+        prompt = processor_time(floats.prompt.processor_s, floats.prompt_tokens)
+        yield "processor", f"{processor_time(floats.decode.processor_s)} per decoded token; prompt: {prompt} per token"
+    yield "weights", size_in_words(floats.weight_bytes)
+    yield "KL divergence", f"{rule.kl_mean:.1e} nats mean, {rule.kl_max:.1e} max"
+    yield "perplexity", f"{rule.perplexity:.4f} by blocks, {rule.floats_perplexity:.4f} with floats"
+    yield "most likely", f"the same token at {rule.same_top:.0%} of the places"
 
 
 def model_rows(bench: ModelBench, subject: Subject) -> Iterator[tuple[str, str]]:

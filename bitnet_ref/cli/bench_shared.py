@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..backends import HEADS, NAMES
-from .generation_options import apply_options, dense_option
+from ..formats.checkpoint import LoadOptions
+from .generation_options import apply_options, declared_option, dense_option
 from .shell import DIFFERS, AnyFunction, LoadingBar, make_table, report
 
 if TYPE_CHECKING:
@@ -123,12 +124,15 @@ class Subject:
     dense: str
     threads: int | None
     simd: str | None
+    activations: str = "auto"
 
     def __post_init__(self) -> None:
         if self.model is not None and self.synthetic is not None:
             raise click.UsageError("give a MODEL or --synthetic, not both")
         if self.layers is not None and self.synthetic is None:
             raise click.UsageError("--layers shortens a synthetic model; give --synthetic too")
+        if self.activations != "auto" and self.synthetic is not None:
+            raise click.UsageError("--activations says how a GGUF is read; --synthetic is none")
         refuse_simd(self.simd, self.backend)
 
     @property
@@ -166,6 +170,7 @@ class Subject:
                 return synthetic_model(SHAPES[self.synthetic], chosen, 0, bar, self.layers, self.dense)
         with LoadingBar(f"loading {self.name}") as bar:
             same: dict[str, Any] = {"threads": self.threads, "head": self.head, "dense": self.dense}
+            same["activations"] = self.activations
             loaded = load(self.name, backend=chosen.name, progress=bar, **same)
         return Model(loaded.config, loaded.weights, chosen, loaded.path)  # all kernel sets read one layout
 
@@ -195,6 +200,7 @@ def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--backend", type=click.Choice(("auto", *NAMES)), default="auto", show_default=True),
             click.option("--head", type=click.Choice(HEADS), default="auto", show_default=True, help="As in generate."),
             dense_option(),
+            declared_option(LoadOptions, "activations", default="auto"),
             machine_options,
         ],
     )

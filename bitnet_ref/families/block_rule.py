@@ -33,8 +33,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -145,11 +145,32 @@ class RuledLinear(LinearWeight):
     """A matrix that is multiplied as ggml multiplies it, in any layout."""
 
     kind = "ruled"
+
+    @property
+    @abstractmethod
+    def inputs(self) -> str:
+        """What its input is rounded to: "Q8_0", "Q8_1", "Q8_K", "float16" or "bfloat16"."""
+
+    @abstractmethod
+    def plain(self) -> RuledWeight:
+        """The same weight, as the file has it."""
+
+    def contents(self, name: str) -> Iterator[tuple[str, Array]]:
+        return self.plain().matrix.contents(f"{name} {self.inputs}")
+
+    def product(self, be: Ops, x: Floats, shared: Shared) -> Floats:
+        require("ruled_linear", x.ndim == 2 and x.shape[1] == self.shape[1], f"x (N, {self.shape[1]})", x=x)
+        return be.compute(f"{self.name}.hook_out", ruled_linear, x, self)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RuledWeight(RuledLinear):
+    """As the file has it."""
+
     matrix: DenseWeight  # a BlockWeight, or one in float16 or bfloat16; with the bias and the name
 
     @property
     def inputs(self) -> str:
-        """What its input is rounded to: "Q8_0", "Q8_1", "Q8_K", "float16" or "bfloat16"."""
         return INPUTS[self.matrix.block_type] if isinstance(self.matrix, BlockWeight) else self.matrix.dtype.name
 
     @property
@@ -166,41 +187,15 @@ class RuledLinear(LinearWeight):
         return self.matrix.shape
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.matrix.dtype
+    def nbytes(self) -> int:
+        return self.matrix.nbytes
 
-    def called(self, name: str) -> Self:
-        return replace(self, matrix=self.matrix.called(name))  # type: ignore[type-var]
-
-    def contents(self, name: str) -> Iterator[tuple[str, Array]]:
-        return self.matrix.contents(f"{name} {self.inputs}")
+    def called(self, name: str) -> RuledWeight:
+        return RuledWeight(self.matrix.called(name))
 
     def rows(self, index: Any, dtype: DTypeLike) -> Floats:
         """Some rows as floats, exactly what the file means.   -> (n, K)"""
         return self.matrix.rows(index, dtype)
-
-    def without_bias(self) -> Self:
-        """The same weight without its bias."""
-        return replace(self, matrix=replace(self.matrix, bias=None))  # type: ignore[type-var]
-
-    @abstractmethod
-    def plain(self) -> RuledWeight:
-        """The same weight, as the file has it."""
-
-    def product(self, be: Ops, x: Floats, shared: Shared) -> Floats:
-        require("ruled_linear", x.ndim == 2 and x.shape[1] == self.shape[1], f"x (N, {self.shape[1]})", x=x)
-        return be.compute(f"{self.name}.hook_out", ruled_linear, x, self)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class RuledWeight(RuledLinear):
-    """As the file has it."""
-
-    matrix: DenseWeight
-
-    @property
-    def nbytes(self) -> int:
-        return self.matrix.nbytes
 
     def plain(self) -> RuledWeight:
         return self

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ SHIFTS_2 = np.array([0, 2, 4, 6], dtype=np.uint8)
 SHIFTS_4 = np.array([0, 4], dtype=np.uint8)
 MASK_2, MASK_4 = np.uint8(3), np.uint8(15)
 POWERS_OF_3 = np.array([1, 3, 9, 27, 81], dtype=np.uint8)
+TQ1_0_TRITS = ((0, 32, 5), (32, 48, 5), (48, 52, 4))  # (first byte, one past the last, trits of a byte)
 _CHUNK_VALUES = 1 << 20  # widened at a time
 
 
@@ -58,6 +60,15 @@ class BlockIntegers(NamedTuple):
             return self.q
         parts = self.q.reshape(*self.s.shape, -1).astype(np.int16)
         return (parts * self.s[:, :, None]).reshape(self.q.shape)
+
+    @property
+    def floats(self) -> NDArray[np.float32]:
+        """(n, values)"""
+        values = self.d * self.scaled.astype(np.float32)
+        if self.e is not None and self.m is not None:
+            parts = values.reshape(*self.m.shape, -1)
+            parts += (self.e * self.m.astype(np.float32))[:, :, None]
+        return values
 
 
 def _q8_0(blocks: NDArray[np.uint8]) -> BlockIntegers:
@@ -139,7 +150,7 @@ def tq1_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
     A byte is the fraction 0.t0 t1 t2 t3 t4 in base 3, times 256, rounded up: multiplied by 3^n and wrapped to a byte,
     it is the fraction that begins with t_n, and times 3 its whole part is t_n itself.
     """
-    return read_trits(blocks, ((0, 32, 5), (32, 48, 5), (48, 52, 4)))
+    return read_trits(blocks, TQ1_0_TRITS)
 
 
 def read_trits(blocks: NDArray[np.uint8], spans: tuple[tuple[int, int, int], ...]) -> NDArray[np.uint8]:
@@ -170,6 +181,97 @@ def _ternary(codes_of: Callable[[NDArray[np.uint8]], NDArray[np.uint8]], at: int
     return integers
 
 
+# -- the inverses: integers -> the parts of their blocks, in order -----------------------------------------------------
+
+Parts = tuple[NDArray[np.uint8], ...]
+
+
+def join_bits(codes: NDArray[np.uint8], bits: int, *shape: int) -> NDArray[np.uint8]:
+    """codes as (n, rows, parts, columns), the shape without n -> (n, rows * columns): part i is in the bits from
+    i * bits on of its byte."""
+    parts = codes.reshape(len(codes), *shape) << (np.arange(shape[1], dtype=np.uint8) * np.uint8(bits))[:, None]
+    joined: NDArray[np.uint8] = np.bitwise_or.reduce(parts, axis=2)
+    return joined.reshape(len(codes), -1)
+
+
+def join_trits(codes: NDArray[np.uint8], spans: tuple[tuple[int, int, int], ...]) -> NDArray[np.uint8]:
+    """The inverse of `read_trits`: q/243 of 256, rounded up."""
+    parts, first = [], 0
+    for start, end, trits in spans:
+        digits = codes[:, first : first + (end - start) * trits].reshape(len(codes), trits, -1)
+        weights = np.array([81, 27, 9, 3, 1], dtype=np.uint16)[:trits, None]
+        parts.append((digits * weights).sum(axis=1, dtype=np.uint16))
+        first += (end - start) * trits
+    return ((np.concatenate(parts, axis=1) * 256 + 242) // 243).astype(np.uint8)
+
+
+def join_signs(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The inverse of `q1_0_codes`, without the scale."""
+    return np.packbits(codes >> np.uint8(1), axis=1, bitorder="little")
+
+
+def _halves(d: NDArray[np.float32]) -> NDArray[np.uint8]:
+    return d.astype(np.float16).view(np.uint8)
+
+
+def _codes(v: BlockIntegers, offset: int) -> NDArray[np.uint8]:
+    return v.q.astype(np.uint8) + np.uint8(offset)  # modulo 256
+
+
+def _q8_0_parts(v: BlockIntegers) -> Parts:
+    return _halves(v.d), _codes(v, 0)
+
+
+def _q4_0_parts(v: BlockIntegers) -> Parts:
+    return _halves(v.d), join_bits(_codes(v, 8), 4, 1, 2, 16)
+
+
+def _q5_0_parts(v: BlockIntegers) -> Parts:
+    q = _codes(v, 16)
+    return _halves(v.d), np.packbits(q >> 4, axis=1, bitorder="little"), join_bits(q & MASK_4, 4, 1, 2, 16)
+
+
+def _q4_1_parts(v: BlockIntegers) -> Parts:
+    assert v.e is not None
+    return _halves(v.d), _halves(v.e), join_bits(_codes(v, 0), 4, 1, 2, 16)
+
+
+def _q6_k_parts(v: BlockIntegers) -> Parts:
+    q = _codes(v, 32)
+    assert v.s is not None
+    low, high = join_bits(q & MASK_4, 4, 2, 2, 64), join_bits(q >> np.uint8(4), 2, 2, 4, 32)
+    return low, high, v.s.view(np.uint8), _halves(v.d)
+
+
+def _q4_k_parts(v: BlockIntegers, has_fifth_bits: bool = False) -> Parts:
+    q = _codes(v, 0)
+    assert v.e is not None
+    assert v.s is not None
+    assert v.m is not None
+    s, m = v.s.view(np.uint8), v.m.view(np.uint8)
+    first, second = (each[:, :4] | each[:, 4:] >> 4 << 6 for each in (s, m))
+    third = s[:, 4:] & MASK_4 | (m[:, 4:] & MASK_4) << 4
+    fifth = (join_bits(q >> np.uint8(4), 1, 1, 8, 32),) if has_fifth_bits else ()
+    return _halves(v.d), _halves(-v.e), first, second, third, *fifth, join_bits(q & MASK_4, 4, 4, 2, 32)
+
+
+def _tq1_0_parts(v: BlockIntegers) -> Parts:
+    """As ggml writes it: other bytes may mean the same."""
+    return join_trits(_codes(v, 1), TQ1_0_TRITS), _halves(v.d)
+
+
+def _tq2_0_parts(v: BlockIntegers) -> Parts:
+    return join_bits(_codes(v, 1), 2, 2, 4, 32), _halves(v.d)
+
+
+def _q2_0_parts(v: BlockIntegers) -> Parts:
+    return _halves(v.d), join_bits(_codes(v, 1), 2, 16, 4, 1)
+
+
+def _q1_0_parts(v: BlockIntegers) -> Parts:
+    return _halves(v.d), join_signs(_codes(v, 1))
+
+
 class BlockType(NamedTuple):
     """How a block of `values` numbers lies in `nbytes` bytes. integers: blocks (n, nbytes) uint8 -> what they hold"""
 
@@ -178,33 +280,28 @@ class BlockType(NamedTuple):
     nbytes: int
     halves: tuple[int, ...]  # the places of its float16 numbers
     integers: Callable[[NDArray[np.uint8]], BlockIntegers]
+    parts: Callable[[BlockIntegers], Parts]  # its inverse: arrays (n, bytes), side by side a block
 
     def widen(self, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
         """(n, nbytes) uint8 -> (n, values)"""
-        integers = self.integers(blocks)
-        e, m = integers.e, integers.m
-        values = integers.d * integers.scaled.astype(np.float32)
-        if e is not None and m is not None:
-            parts = values.reshape(*m.shape, -1)
-            parts += (e * m.astype(np.float32))[:, :, None]
-        return values
+        return self.integers(blocks).floats
 
 
 BLOCK_TYPES = {
-    "Q8_0": BlockType(3, 32, 34, (0,), _q8_0),
-    "Q4_0": BlockType(4, 32, 18, (0,), _q4_0),
-    "Q4_1": BlockType(5, 32, 20, (0, 2), _q4_1),
-    "Q4_K": BlockType(6, 256, 144, (0, 2), _q4_k),
-    "Q6_K": BlockType(7, 256, 210, (208,), _q6_k),
+    "Q8_0": BlockType(3, 32, 34, (0,), _q8_0, _q8_0_parts),
+    "Q4_0": BlockType(4, 32, 18, (0,), _q4_0, _q4_0_parts),
+    "Q4_1": BlockType(5, 32, 20, (0, 2), _q4_1, _q4_1_parts),
+    "Q4_K": BlockType(6, 256, 144, (0, 2), _q4_k, _q4_k_parts),
+    "Q6_K": BlockType(7, 256, 210, (208,), _q6_k, _q6_k_parts),
 }
 # Those that stay in blocks by ggml's rule only: as floats they are faster, or packed in another way
 RULED_TYPES = {
-    "Q5_0": BlockType(None, 32, 22, (0,), _q5_0),
-    "Q5_K": BlockType(None, 256, 176, (0, 2), _q5_k),
-    "TQ1_0": BlockType(None, 256, 54, (52,), _ternary(tq1_0_codes, 52)),
-    "TQ2_0": BlockType(None, 256, 66, (64,), _ternary(tq2_0_codes, 64)),
-    "Q2_0": BlockType(None, 64, 18, (0,), _ternary(q2_0_codes, 0)),
-    "Q1_0": BlockType(None, 128, 18, (0,), _ternary(q1_0_codes, 0)),
+    "Q5_0": BlockType(None, 32, 22, (0,), _q5_0, _q5_0_parts),
+    "Q5_K": BlockType(None, 256, 176, (0, 2), _q5_k, partial(_q4_k_parts, has_fifth_bits=True)),
+    "TQ1_0": BlockType(None, 256, 54, (52,), _ternary(tq1_0_codes, 52), _tq1_0_parts),
+    "TQ2_0": BlockType(None, 256, 66, (64,), _ternary(tq2_0_codes, 64), _tq2_0_parts),
+    "Q2_0": BlockType(None, 64, 18, (0,), _ternary(q2_0_codes, 0), _q2_0_parts),
+    "Q1_0": BlockType(None, 128, 18, (0,), _ternary(q1_0_codes, 0), _q1_0_parts),
 }
 
 

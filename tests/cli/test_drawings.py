@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.segment import Segment
 
 from bitnet_ref.benchmark.kernels import KernelBench, KernelResult
-from bitnet_ref.benchmark.models import ModelBench, StepBytes
+from bitnet_ref.benchmark.models import ModelBench, RuleBench, StepBytes
 from bitnet_ref.benchmark.serve import Load, LoadPoint, Quantiles, ServeBench
 from bitnet_ref.benchmark.timing import Conditions, Timing
 from bitnet_ref.benchmark.validate import Check
@@ -172,6 +172,7 @@ PLAIN = replace(
     threads=1,
     conditions=None,
 )
+RULE = RuleBench(PLAIN, tokens=96, kl_mean=3.2e-4, kl_max=0.0125, same_top=0.97, perplexity=7.3, floats_perplexity=7.25)
 UNEQUAL = replace(PLAIN, check=replace(EQUAL, unequal_floats=1234), prompt=None)
 STORY = Subject(None, None, None, "auto", "auto", "stored", None, None)
 SHORT = Subject(None, "1b", 3, "auto", "auto", "stored", None, None)
@@ -298,6 +299,7 @@ DRAWINGS = {
     "model": lambda out: bench_model.draw_model(MODEL, SHORT, out),
     "model, plain": lambda out: bench_model.draw_model(PLAIN, STORY, out),
     "model, unequal": lambda out: bench_model.draw_model(UNEQUAL, STORY, out),
+    "model, both rules": lambda out: bench_model.draw_rule(RULE, out),
     "profile": lambda out: bench_model.draw_profile(PROFILE, out),
     "serve": lambda out: bench_command.draw_serve(SERVE, STORY, out),
     "serve, idle": lambda out: bench_command.draw_serve(replace(SERVE, points=(IDLE,), conditions=BUSY), SHORT, out),

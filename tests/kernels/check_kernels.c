@@ -656,6 +656,94 @@ static void check_groups(const kernel_set *set, size_t rows, size_t K, size_t gr
     free(token), free(packed), free(again), free(x);
 }
 
+/* Number j of a row of a unit, an integer, and the scale of its 16 or 32 columns */
+static int ruled_code(const ruled_form *f, const uint8_t *unit, size_t r, int j) {
+    const int fours = j % 32 / 4; /* of the 8 in 32 columns; those that share bytes are f->bits of them apart */
+    const int byte = unit[j / 32 * f->bits * 64 + fours % f->bits * 64 + 4 * (int)r + j % 4];
+    return (byte >> fours / f->bits * f->bits & ((1 << f->bits) - 1)) - f->offset;
+}
+
+/* A token as ggml rounds it (families/block_rule.py), one number after another */
+static void check_ruled_token(const kernel_set *set, const float *x, size_t K, int block, const uint8_t *token) {
+    const int8_t *q = (const int8_t *)token;
+    const float *dx = (const float *)(token + K);
+    const int32_t *sums = (const int32_t *)(dx + K / block);
+    for (size_t b = 0; b < K / block; b++, x += block, q += block) {
+        float largest = 0, scale = 0, d = 0, expected = 0;
+        for (int j = 0; j < block; j++) largest = fabsf(x[j]) > fabsf(largest) ? x[j] : largest;
+        if (fabsf(largest) >= 0x1p-120f) scale = block == 32 ? 127 / fabsf(largest) : -127 / largest;
+        uint16_t half;
+        if (scale != 0 && block == 32) d = fabsf(largest) / 127, kv_halves(&d, 1, &half), expected = half_value(half);
+        else if (scale != 0) expected = 1 / scale;
+        if (dx[b] != expected) fail(set, "a token's scale", K, block, b);
+        int32_t whole = 0, of_16 = 0;
+        for (int j = 0; j < block; j++) {
+            const float v = fminf(nearbyintf(x[j] * scale), 127);
+            if (q[j] != v) fail(set, "a token's integers", K, block, b);
+            whole += q[j], of_16 += q[j];
+            if (block == 256 && j % 16 == 15) {
+                if (sums[16 * b + j / 16] != of_16) fail(set, "a token's sums", K, block, b);
+                of_16 = 0;
+            }
+        }
+        if (block == 256) continue;
+        float s = d * (float)whole, stored;
+        kv_halves(&s, 1, &half), memcpy(&stored, sums + 2 * b + 1, sizeof stored);
+        if (sums[2 * b] != whole || stored != half_value(half)) fail(set, "a token's sums", K, block, b);
+    }
+}
+
+/* A panel of matrices in blocks by ggml's rule. extreme: all bits of the codes and scales are set, all inputs alike */
+static void check_ruled(const kernel_set *set, int form, size_t units, size_t rows, size_t M, int extreme) {
+    const ruled_form *f = &RULED_FORMS[form];
+    const size_t bytes = ruled_unit_bytes(f), K = units * f->block, token_bytes = ruled_token_bytes(f->block, K);
+    const size_t codes = f->block * f->bits * RULED_ROWS / 8, stride = rows + between(0, 20);
+    const size_t at_scales = codes + (f->term ? 64 : 32), at_minima = at_scales + (f->scaled ? f->block / f->scaled * RULED_ROWS : 0);
+    uint8_t *panel = allocate(units * bytes), *tokens = allocate(M * token_bytes);
+    float *x = random_floats(M * K), *y = allocate(((M - 1) * stride + rows) * sizeof *y);
+    for (size_t i = 0; i < units * bytes; i++) panel[i] = (uint8_t)(extreme ? 255 : random_u32());
+    for (size_t i = 0; i < units; i++)
+        for (size_t at = codes; at < at_scales; at += 2) random_weight(2, (char *)panel + i * bytes + at);
+    for (size_t i = 0; extreme && i < M * K; i++) x[i] = (float)extreme;
+    if (!extreme && random_u32() % 4 == 0) memset(x, 0, f->block * sizeof *x);
+    for (size_t i = 0; !extreme && random_u32() % 4 == 0 && i < (size_t)f->block; i++) x[i] = ldexpf(x[i], -(int)between(20, 125));
+    for (size_t m = 0; m < M; m++) {
+        if (ruled_token(x + m * K, K, f->block, tokens + m * token_bytes)) fail(set, "ruled_token", form, K, m);
+        check_ruled_token(set, x + m * K, K, f->block, tokens + m * token_bytes);
+    }
+    set->ruled_panel(form, panel, K, tokens, token_bytes, M, rows, y, stride);
+    for (size_t m = 0; m < M; m++)
+        for (size_t r = 0; r < rows; r++) {
+            const int8_t *q = (const int8_t *)(tokens + m * token_bytes);
+            const float *dx = (const float *)(q + K);
+            float t = 0, u = 0;
+            for (size_t k = 0, b = 0; b < units; b++, k += f->block) {
+                const uint8_t *unit = panel + b * bytes;
+                int64_t total = 0, minima = 0;
+                for (int j = 0; j < f->block; j++) {
+                    const uint8_t s = f->scaled ? unit[at_scales + j / f->scaled * RULED_ROWS + r] : 1;
+                    total += ruled_code(f, unit, r, j) * (f->is_signed ? (int8_t)s : s) * q[k + j];
+                    if (f->term == 2) minima += unit[at_minima + j / 32 * RULED_ROWS + r] * q[k + j];
+                }
+                uint16_t d, e;
+                memcpy(&d, unit + codes + 2 * r, 2), memcpy(&e, unit + at_scales - 32 + 2 * r, 2);
+                t += half_value(d) * dx[b] * (float)total;
+                if (f->term == 1) u += half_value(e) * dx[units + 2 * b + 1]; /* Q8_1's s */
+                if (f->term == 2) u += half_value(e) * dx[b] * (float)minima;
+            }
+            const float expected = f->term ? t + u : t;
+            must_equal(set, "ruled_panel", y + m * stride + r, &expected, sizeof expected, form, K, M);
+        }
+    const float bad[] = {NAN, INFINITY, -INFINITY};
+    x[random_u32() % K] = bad[random_u32() % 3];
+    if (!ruled_token(x, K, f->block, tokens)) fail(set, "NaN is lost in a token", form, K, 0);
+    for (size_t i = 0; i < K; i++) x[i] = 4e3f;
+    if (ruled_token(x, K, f->block, tokens) || (f->block == 32 && !ruled_token_overflows(tokens, K))) fail(set, "a token's large sum", form, K, 0);
+    x[K - 1] = 8.4e6f;
+    if (ruled_token(x, K, f->block, tokens) != (f->block == 32)) fail(set, "a token's large scale", form, K, 0);
+    free(panel), free(tokens), free(x), free(y);
+}
+
 int main(int argc, char **argv) {
     const int rounds = argc > 1 ? atoi(argv[1]) : 100;
     check_halves();
@@ -687,6 +775,8 @@ int main(int argc, char **argv) {
                 check_dense(set, round / 4 % 3, between(1, 40), between(DENSE_COLUMNS, 3 * DENSE_COLUMNS), between(2, 20));
             check_dense(set, Q8_0 + round % 5, between(1, 20), 32 * between(1, 20), between(1, 8));
             check_dense(set, Q4_K + round % 2, between(1, 20), 256 * between(1, 3), between(1, 8));
+            for (int form = 0; form < N_RULED_FORMS; form++)
+                check_ruled(set, form, between(1, RULED_FORMS[form].block == 32 ? 9 : 3), between(1, RULED_ROWS), between(1, 9), 0);
             check_tiles(set, between(1, 70), 32 * between(1, 12), between(1, round % 4 ? 20 : 70), round % 3);
             check_screen(set, round % 3, between(1, 70), between(1, 300), between(1, 20));
             check_screen(set, 1, between(1, 70), 32 * between(1, 9), between(1, 20));
@@ -703,6 +793,8 @@ int main(int argc, char **argv) {
             }
         for (int extreme = -1; extreme <= 1; extreme += 2) check_ternary(set, METHODS + MULTIPLY_ADD, 2, 17, 1 << 17, extreme);
         for (int extreme = -1; extreme <= 1; extreme += 2) check_strips(set, 2, 131071, 100, extreme);
+        for (int form = 0; form < N_RULED_FORMS; form++)
+            for (int extreme = -1; extreme <= 1; extreme += 2) check_ruled(set, form, 3, RULED_ROWS, 5, extreme);
         check_tiles(set, 17, 32 * 170, 35, 0); /* more than TILE_CHUNK_BYTES of tokens */
         check_screen(set, 1, 5, (1 << 16) + 70, SCREEN_TILE_TOKENS + 1); /* more columns than a sum of int32 takes at once */
         if (set->peak && set->peak(2) % 32) fail(set, "peak", 0, 0, 0);

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BackendUnavailable, NumericsError, ShapeError
-from ...families.block_rule import WIDTHS, RuledLinear, narrow_inputs, ruled_linear
+from ...families.block_rule import WIDTHS, RuledLinear, RuledWeight, narrow_inputs, ruled_linear
 from ...families.blocks import BlockWeight
 from ...families.groups import GroupTernaryLinear, GroupTernaryWeight, group_linear
 from ...families.linear_norms import NormedLinear
@@ -378,7 +378,7 @@ class CythonBackend(KernelBackend):
             return self._group_linears(x, [replace(self._group_panels(w), bias=None)])[0]
         if function is ruled_linear:
             x, w = args
-            return self._ruled_linears(x, [self._ruled_panels(w).without_bias()])[0]
+            return self._ruled_products(x, [w])[0]
         return function(*args)
 
     def compose(self, name: str, function: Callable[..., Floats], *args: Any) -> Floats:
@@ -497,22 +497,25 @@ class CythonBackend(KernelBackend):
 
     def _ruled_panels(self, w: RuledLinear) -> RuledLinear:
         """A matrix in blocks in panels; one in 16 bits as it is."""
-        if isinstance(w, RuledPanelWeight) or not isinstance(w.matrix, BlockWeight):
+        if not isinstance(w, RuledWeight) or not isinstance(w.matrix, BlockWeight):
             return w
         return RuledPanelWeight.pack(w.matrix, self._memory)
 
     def _ruled_linears(self, x: Floats, ws: Sequence[RuledLinear]) -> list[Floats]:
-        """Linears by ggml's rule and their biases: neighbours with equally wide blocks of inputs in one call."""
-        outputs: list[Floats] = []
+        """Linears by ggml's rule and their biases."""
         for w in ws:
             require("ruled_linear", x.ndim == 2 and x.shape[1] == w.shape[1], f"x (N, {w.shape[1]})", x=x)
-        for width, same in groupby(ws, lambda w: WIDTHS.get(w.inputs)):
+        products = self._ruled_products(x, ws)
+        return [y if w.bias is None else self.add(y, w.bias) for y, w in zip(products, ws, strict=True)]
+
+    def _ruled_products(self, x: Floats, ws: Sequence[RuledLinear]) -> list[Floats]:
+        """Without biases: neighbours with equally wide blocks of inputs in one call."""
+        outputs: list[Floats] = []
+        for width, same in groupby(map(self._ruled_panels, ws), lambda w: WIDTHS.get(w.inputs)):
             if width is None:
-                outputs += [self.linear(narrow_inputs(x, w), w.matrix) for w in same]
-                continue
-            panels = [self._ruled_panels(w) for w in same]
-            ys = self.kernels.ruled_linears(x, [w for w in panels if isinstance(w, RuledPanelWeight)])
-            outputs += [y if w.bias is None else self.add(y, w.bias) for y, w in zip(ys, panels, strict=True)]
+                outputs += [self.dense_matmul(narrow_inputs(x, w), w.plain().matrix) for w in same]
+            else:
+                outputs += self.kernels.ruled_linears(x, [w for w in same if isinstance(w, RuledPanelWeight)])
         return outputs
 
     def _group_panels(self, w: GroupTernaryLinear) -> GroupPanelWeight:
@@ -606,8 +609,10 @@ def _fingerprint(layout: str, simd: str) -> int:
     ternary = TernaryWeight.from_ternary(np.sign(values).astype(np.int8), 1.0)
     panels = be._ternary_panels(ternary)
     by_groups = be._group_panels(GroupTernaryWeight(ternary.packed, 80, np.abs(values[:, 1:3]), 64))
+    in_blocks = RuledPanelWeight.pack(BlockWeight(np.full((16, 144), 3, np.uint8), block_type="Q4_K"), be._memory)
     screened = be._add_screen(DenseWeight(values.astype(ml_dtypes.bfloat16)))
     checksum = 0
-    for array in (panels.panels, by_groups.panels, by_groups.scales, screened.rows_q, screened.facts):
+    arrays = panels.panels, by_groups.panels, by_groups.scales, in_blocks.panels, screened.rows_q, screened.facts
+    for array in arrays:
         checksum = crc32(array.tobytes(), checksum)
     return checksum

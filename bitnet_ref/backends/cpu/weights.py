@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from ...families.block_rule import RuledLinear, RuledWeight
-from ...families.blocks import BlockWeight
+from ...families.block_rule import INPUTS, RuledLinear, RuledWeight
+from ...families.blocks import BlockIntegers, BlockWeight, block_type
 from ...families.groups import GroupLayout, GroupTernaryWeight
 from ...reference import quantization
 from ...reference.layers import Array, Floats
@@ -186,14 +186,18 @@ RULED_FORMS = {kind: number for number, kinds in enumerate(_FORMS) for kind in k
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RuledPanelWeight(RuledLinear):
-    """A matrix in blocks for ggml's rule, in panels of 16 rows as well (`kernels/cpu/ruled_steps.h`)."""
+    """A matrix in blocks for ggml's rule, in panels of 16 rows (`kernels/cpu/ruled_steps.h`), which hold all of it."""
 
-    matrix: BlockWeight  # as the file has it: rows of an embedding come from there
     panels: NDArray[np.uint8]  # (ceil(N/16), bytes)
+    block_type: str
+    out_features: int
+    in_features: int
+    bias: NDArray[np.float32] | None = None
+    name: str = ""
     kernel_view: Any = field(init=False, repr=False)  # the same as an object of the extension
 
     def __post_init__(self) -> None:
-        view = _cpu.RuledPanels(self.panels, RULED_FORMS[self.matrix.block_type], *self.matrix.shape)
+        view = _cpu.RuledPanels(self.panels, RULED_FORMS[self.block_type], *self.shape)
         object.__setattr__(self, "kernel_view", view)
 
     @classmethod
@@ -208,19 +212,58 @@ class RuledPanelWeight(RuledLinear):
             if missing := -len(stored) % rows:
                 stored = np.concatenate([stored, np.zeros((missing, stored.shape[1]), dtype=np.uint8)])
             panels[start : start + step] = _ruled_panels(matrix, stored, form)
-        return cls(matrix, panels)
+        return cls(panels, matrix.block_type, n, k, matrix.bias, matrix.name)
 
     @property
-    def nbytes(self) -> int:
-        return self.panels.nbytes + self.matrix.nbytes
+    def inputs(self) -> str:
+        return INPUTS[self.block_type]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    def rows(self, index: Any, dtype: DTypeLike) -> Floats:
+        ids = np.arange(self.out_features)[index]
+        return self._integers(ids).floats.reshape(len(ids), self.in_features).astype(dtype, copy=False)
 
     def plain(self) -> RuledWeight:
-        return RuledWeight(self.matrix)
+        (n, k), block = self.shape, block_type(self.block_type)
+        stored = np.empty((n, k // block.values * block.nbytes), dtype=np.uint8)
+        step = max(1, PACKED_VALUES // k)
+        for start in range(0, n, step):
+            ids = np.arange(start, min(n, start + step))
+            parts = block.parts(self._integers(ids))
+            stored[start : start + step] = np.concatenate(parts, axis=1).reshape(len(ids), -1)
+        return RuledWeight(BlockWeight(stored, self.bias, name=self.name, block_type=self.block_type))
 
-    @property
-    def bytes_of_token(self) -> int:
-        """Bytes read for one token."""
-        return self.panels.nbytes
+    def _integers(self, ids: NDArray[np.int64]) -> BlockIntegers:
+        """The blocks of some rows.   ids (n,) -> n K / values blocks"""
+        values = block_type(self.block_type).values
+        bits, offset, block, scaled, term, size = _cpu.ruled_forms()[RULED_FORMS[self.block_type]]
+        rows, units = _cpu.ruled_rows, self.in_features // block
+        by_unit, panel, row = self.panels.reshape(-1, units, size), ids // rows, ids % rows
+        at = block * bits * rows // 8
+        codes = by_unit[:, :, :at].reshape(-1, units, block // 32, 1, bits, rows, 4)[panel, :, :, :, :, row]
+        codes = codes >> _shifts(bits)[:, None, None] & np.uint8((1 << bits) - 1)
+        q = (codes - np.uint8(offset)).view(np.int8).reshape(-1, values)  # the difference wraps
+
+        def following(count: int, dtype: DTypeLike) -> Any:
+            """The next `count` numbers of each unit.   -> (blocks, numbers)"""
+            nonlocal at
+            start, at = at, at + count * rows * np.dtype(dtype).itemsize
+            by_row = by_unit[:, :, start:at].view(dtype).reshape(-1, units, count, rows)[panel, :, :, row]
+            return by_row[:, :: max(1, values // block)].reshape(-1, count)  # a unit is a part of a larger block
+
+        d = following(1, np.float16).astype(np.float32)
+        e = following(1, np.float16).astype(np.float32) if term else None
+        s = following(block // scaled, np.int8 if self.block_type == "Q6_K" else np.uint8) if scaled else None
+        m = following(block // 32, np.uint8) if term == 2 else np.ones(d.shape, dtype=np.int8)
+        return BlockIntegers(d, q, s, e, m)
+
+
+def _shifts(bits: int) -> NDArray[np.uint8]:
+    """Where codes begin that share a byte."""
+    return np.arange(0, 8, bits, dtype=np.uint8)
 
 
 def _ruled_panels(matrix: BlockWeight, stored: NDArray[np.uint8], form: tuple[int, ...]) -> NDArray[np.uint8]:
@@ -229,15 +272,12 @@ def _ruled_panels(matrix: BlockWeight, stored: NDArray[np.uint8], form: tuple[in
     integers = matrix.block.integers(stored.reshape(-1, matrix.block.nbytes))
     rows, units = _cpu.ruled_rows, matrix.shape[1] // block
     panels = len(stored) // rows
-    codes = (integers.q.astype(np.int16) + offset).astype(np.uint8).reshape(panels, rows, units, block // 32, 8, 4)
-    codes = codes.transpose(0, 2, 3, 4, 1, 5)  # (panels, units, 32 columns, groups of 4 columns, rows, columns)
-    if bits == 4:
-        codes = codes[:, :, :, :4] | codes[:, :, :, 4:] << np.uint8(4)
-    elif bits == 2:
-        places = np.arange(0, 8, 2, dtype=np.uint8)[:, None, None, None]
-        codes = np.bitwise_or.reduce(codes.reshape(panels, units, block // 32, 4, 2, rows, 4) << places, axis=3)
+    codes = (integers.q.astype(np.int16) + offset).astype(np.uint8)
+    codes = codes.reshape(panels, rows, units, block // 32, 8 // bits, bits, 4).transpose(0, 2, 3, 4, 5, 1, 6)
+    codes = np.bitwise_or.reduce(codes << _shifts(bits)[:, None, None, None], axis=3)
     parts = [codes.reshape(panels, units, -1)]
-    for values in (integers.d, integers.e, integers.s, integers.m if term == 2 else None):
+    d, e = (None if each is None else each.astype(np.float16) for each in (integers.d, integers.e))
+    for values in (d, e, integers.s, integers.m if term == 2 else None):
         if values is not None:
             by_row = values.reshape(panels, rows, -1)
             by_row = np.repeat(by_row, max(1, units // by_row.shape[2]), axis=2)  # a unit is a part of a larger block

@@ -31,7 +31,11 @@ from ...families.blocks import (
     POWERS_OF_3,
     RULED_TYPES,
     SHIFTS_2,
+    TQ1_0_TRITS,
     half_scales,
+    join_bits,
+    join_signs,
+    join_trits,
     q1_0_codes,
     q2_0_codes,
     read_trits,
@@ -100,8 +104,7 @@ GROUP_TYPES = (*_CODES_LAST, "PTQ1_0", "STQ1_0")  # a float16 scale for each blo
 TERNARY_TYPES = ("I2_S", *TERNARY_BLOCKS, *TERNARY_ROWS, "TL1", "TL2/MXFP4")
 
 _CHUNK_BLOCKS = 1 << 12  # of 256 values, decoded at a time
-_TQ1_0_TRITS = ((0, 32, 5), (32, 48, 5), (48, 52, 4))  # (first byte, one past the last, trits of a byte)
-_PTQ1_0_TRITS = ((0, 16, 5), (16, 24, 5), (24, 26, 4))
+_PTQ1_0_TRITS = ((0, 16, 5), (16, 24, 5), (24, 26, 4))  # as TQ1_0_TRITS
 _FOUR_ZEROS = np.uint8(0x55)  # a byte of four codes 1
 _STQ1_0_SLOTS = np.frombuffer(bytes.fromhex("A9892909A68626069A921A126A624A42"), dtype=np.uint8)  # four codes each
 _NO_SLOT = np.uint8(255)
@@ -111,26 +114,6 @@ _STQ1_0_SLOT_OF[0xAA - _STQ1_0_SLOTS] = np.arange(16, 32)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
-
-
-def _tq2_0_data(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    data: NDArray[np.uint8] = np.bitwise_or.reduce(codes.reshape(-1, 2, 4, 32) << SHIFTS_2[:, None], axis=2)
-    return data.reshape(-1, 64)
-
-
-def _trits_data(codes: NDArray[np.uint8], spans: tuple[tuple[int, int, int], ...]) -> NDArray[np.uint8]:
-    """The inverse of `read_trits`: q/243 of 256, rounded up."""
-    parts, first = [], 0
-    for start, end, trits in spans:
-        digits = codes[:, first : first + (end - start) * trits].reshape(len(codes), trits, -1)
-        weights = np.array([81, 27, 9, 3, 1], dtype=np.uint16)[:trits, None]
-        parts.append((digits * weights).sum(axis=1, dtype=np.uint16))
-        first += (end - start) * trits
-    return ((np.concatenate(parts, axis=1) * 256 + 242) // 243).astype(np.uint8)
-
-
-def _q1_0_data(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return np.packbits(codes >> np.uint8(1), axis=1, bitorder="little")
 
 
 def _stq1_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -170,11 +153,11 @@ _CODES: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
 }
 # The inverse, without the scale: codes (n, block_values) -> (n, block_bytes - 2)
 _DATA: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
-    "TQ1_0": partial(_trits_data, spans=_TQ1_0_TRITS),
-    "TQ2_0": _tq2_0_data,
-    "PTQ1_0": partial(_trits_data, spans=_PTQ1_0_TRITS),
+    "TQ1_0": partial(join_trits, spans=TQ1_0_TRITS),
+    "TQ2_0": lambda codes: join_bits(codes, 2, 2, 4, 32),
+    "PTQ1_0": partial(join_trits, spans=_PTQ1_0_TRITS),
     "STQ1_0": _stq1_0_data,
-    "Q1_0": _q1_0_data,
+    "Q1_0": join_signs,
 }
 
 
