@@ -24,7 +24,7 @@
  * Bits per weight, before (panels with float32 scales, the file's blocks beside them) and now (panels alone): Q8_0 17.5,
  *   8.5; Q4_0 9.5, 4.5; Q4_1 11, 5; Q4_K 9.25, 4.63; Q6_K 15.2, 8.56; TQ2_0 4.19, 2.06.
  * Processor time before over that of now, the same Xeon, one thread, 1536 x 1536, pairs in turn, median: one token,
- *   matrices from memory, Q8_0 1.00, Q4_0 1.01, Q4_1 1.01, Q4_K 1.02, Q6_K 1.00; 64 tokens 0.98 to 1.01; AVX2 0.97 to 1.01.
+ *   matrices from memory, Q8_0 1.00, Q4_0 and Q4_1 1.01, Q2_0 0.92 and 0.99, Q4_K 1.02, Q6_K 1.00; 64 tokens 0.98 to 1.01; AVX2 0.97 to 1.01.
  *   A row of an embedding takes 4 to 12 us more from panels than from blocks.
  * 64 tokens by AVX-512: 120 G multiply-adds/s, of 389 of vpdpbusd alone; a seventh of the time goes to rounding tokens.
  * Tried, 64 tokens by AVX-512, other programs beside: eight tokens at a time, 0.97 to 1.01; two sums for each token, so
