@@ -21,14 +21,16 @@
  *     Q4_1     64 tokens 654, 385, 151; 512 tokens 573, 366, 145; decoding 93, 82, 57
  *     Q8_0     660, 376, 288; 574, 356, 269; 82, 65, 46
  *     Q4_K_M   628, 338, 277; 556, 344, 253; 82, 35, 53
- * Bits a weight, panels in float32 scales with the file's blocks beside them, and now panels alone: Q8_0 17.5, 8.5; Q4_0
- *   9.5, 4.5; Q4_1 11, 5; Q4_K 9.25, 4.63; Q6_K 15.2, 8.56; TQ2_0 4.19, 2.06. Processor time of float32 scales over that of
- *   float16, the same Xeon, one thread, 1536 x 1536, pairs in turn, median: one token, matrices from memory, Q8_0 1.00, Q4_0
- *   1.01 to 1.02, Q4_1 1.01, Q4_K 1.02, Q6_K 1.00; 64 tokens 0.98 to 1.01; with AVX2 0.97 to 1.01. A row of an embedding
- *   takes 5 to 12 us more from panels than from blocks.
- * 64 tokens by AVX-512: 120 G multiply-adds/s of the 389 of vpdpbusd alone; a seventh of the time goes to rounding tokens.
- * Tried: eight tokens at a time with AVX-512, 0.97 to 1.01. Not tried yet: rounding tokens by vectors, 5-bit codes packed,
- *   dpbusd with AVX-VNNI (that set multiplies as AVX2 does). */
+ * Bits per weight, before (panels with float32 scales, the file's blocks beside them) and now (panels alone): Q8_0 17.5,
+ *   8.5; Q4_0 9.5, 4.5; Q4_1 11, 5; Q4_K 9.25, 4.63; Q6_K 15.2, 8.56; TQ2_0 4.19, 2.06.
+ * Processor time before over that of now, the same Xeon, one thread, 1536 x 1536, pairs in turn, median: one token,
+ *   matrices from memory, Q8_0 1.00, Q4_0 and Q4_1 1.01, Q2_0 0.92 and 0.99, Q4_K 1.02, Q6_K 1.00; 64 tokens 0.98 to 1.01; AVX2 0.97 to 1.01.
+ *   A row of an embedding takes 4 to 12 us more from panels than from blocks.
+ * 64 tokens by AVX-512: 120 G multiply-adds/s, of 389 of vpdpbusd alone; a seventh of the time goes to rounding tokens.
+ * Tried, 64 tokens by AVX-512, other programs beside: eight tokens at a time, 0.97 to 1.01; two sums for each token, so
+ *   that a product need not wait for the last, 0.98 to 1.04; these in a function for each form, where GCC 12 keeps all
+ *   sums in registers, 0.98 and 1.02.
+ * Not tried yet: rounding tokens by vectors, 5-bit codes packed, dpbusd with AVX-VNNI (that set multiplies as AVX2 does). */
 #ifndef BITNET_REF_RULED_STEPS_H
 #define BITNET_REF_RULED_STEPS_H
 
@@ -205,7 +207,8 @@ RULED_INLINE void STEP(ruled_rows)(const ruled_form f, const uint8_t *unit, cons
                 if (f.term == 2) minima[i] += m * sum;
             }
         }
-        const STEP(f32v) d = STEP(weights)(unit + codes, (size_t)lane, 2), e = STEP(weights)(unit + codes, (size_t)lane + (f.term ? 16 : 0), 2);
+        const STEP(f32v) d = STEP(weights)(unit + codes, (size_t)lane, 2);
+        const STEP(f32v) e = STEP(weights)(unit + codes, (size_t)lane + (f.term ? 16 : 0), 2);
         STEP_UNROLL
         for (int i = 0; i < T; i++) {
             const float *dx = (const float *)(tokens + (size_t)i * token_bytes + K);
