@@ -280,7 +280,8 @@ class BlockType(NamedTuple):
     nbytes: int
     halves: tuple[int, ...]  # the places of its float16 numbers
     integers: Callable[[NDArray[np.uint8]], BlockIntegers]
-    parts: Callable[[BlockIntegers], Parts]  # its inverse: arrays (n, bytes), side by side a block
+    # its inverse: arrays (n, bytes), side by side a block; of the types that `kernels/cpu/ruled_steps.h` has
+    parts: Callable[[BlockIntegers], Parts] | None = None
 
     def widen(self, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
         """(n, nbytes) uint8 -> (n, values)"""

@@ -232,6 +232,7 @@ class RuledPanelWeight(RuledLinear):
         step = max(1, PACKED_VALUES // k)
         for start in range(0, n, step):
             ids = np.arange(start, min(n, start + step))
+            assert block.parts is not None
             parts = block.parts(self._integers(ids))
             stored[start : start + step] = np.concatenate(parts, axis=1).reshape(len(ids), -1)
         return RuledWeight(BlockWeight(stored, self.bias, name=self.name, block_type=self.block_type))
