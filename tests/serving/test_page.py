@@ -126,7 +126,7 @@ def test_what_is_shown_of_much(server, monkeypatch):
             states.append(page_module.describe_engine(engine))
             first = states[-1]["requests"][:2]
             running = [each["request_id"] for each in first if each["state"] == "running"]
-            return len(running) == 2 and waiting[2].request_id in running and states[-1]["replicas"] == [4]
+            return len(running) == 2 and waiting[2].request_id in running
 
         until(shows_the_urgent_one)
         state = states[-1]
@@ -134,6 +134,7 @@ def test_what_is_shown_of_much(server, monkeypatch):
         assert len(state["steps"]) == 3
         assert last - 1 <= state["steps"][-1]["number"] <= last
         assert (state["replica"], state["closed"]) == (0, False)
+        assert state["replicas"] in ([4], [3])  # one that gives its place away is not counted for a moment
         assert state["limits"] == {"max_batch": 2, "max_batch_tokens": 512}
         shown, ended = state["requests"][:2], state["requests"][2:]
         assert waiting[2].request_id in [each["request_id"] for each in shown]
