@@ -104,6 +104,8 @@ def lora(const float[:, ::1] x, float[:, ::1] y, float[:, ::1] t, LoraFactors fa
     if (x.shape[1] != c.K or y.shape[0] != c.M or y.shape[1] != c.N or t.shape[0] != c.M or t.shape[1] != c.max_r
             or factors.count == 0 or (choice is not None and choice.shape[0] != c.M)):
         raise ValueError(f"lora: x {c.M, x.shape[1]}, y {y.shape[0], y.shape[1]}, factors {c.N, c.K}")
+    if choice is not None and c.M:
+        check_aligned(<size_t> &choice[0])
     for i in range(c.M if choice is not None else 0):
         if choice[i] >= factors.count:
             raise ValueError(f"lora: token {i} takes factors {choice[i]} of {factors.count}")
@@ -112,7 +114,6 @@ def lora(const float[:, ::1] x, float[:, ::1] y, float[:, ::1] t, LoraFactors fa
     c.x, c.y, c.t, c.choice = &x[0, 0], &y[0, 0], &t[0, 0], NULL
     if choice is not None:
         c.choice = &choice[0]
-        check_aligned(<size_t> c.choice)
     c.factors, c.chosen, c.threads = factors.factors, check_set(kernels, threads), threads
     check_aligned(<size_t> c.x | <size_t> c.y | <size_t> c.t)
     with nogil:
