@@ -64,11 +64,13 @@ cdef Py_ssize_t run_ruled(const void *call) noexcept nogil:
     if tokens == NULL or is_bad == NULL:
         bad = NO_MEMORY
     else:
-        with parallel(num_threads=team):  # a bad token is multiplied too, and then reported
+        with parallel(num_threads=team):  # a bad token is multiplied too, as zeros, and then reported
             for m in prange(c.M, schedule="static"):
                 is_bad[m] = ruled_token(c.x + m * c.K, c.K, c.block, tokens + m * token_bytes)
                 if c.has_sums and not is_bad[m]:
                     is_bad[m] = ruled_token_overflows(tokens + m * token_bytes, c.K)
+                if is_bad[m]:
+                    memset(tokens + m * token_bytes, 0, token_bytes)
             for item in prange(c.first[c.count], schedule="static"):
                 multiply_ruled(c, item, tokens, token_bytes)
         for m in range(c.M):
