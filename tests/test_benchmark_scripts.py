@@ -19,11 +19,11 @@ from click.testing import CliRunner
 from helpers import GOLDEN, model
 
 from bitnet_ref import benchmark
-from bitnet_ref.backends import Backend
+from bitnet_ref.backends import Backend, loaded
 from bitnet_ref.backends.cpu.extension import simd_variants
 from bitnet_ref.benchmark.serve import Load
 from bitnet_ref.errors import BackendError, ConfigError, ShapeError
-from bitnet_ref.families.lora import SelectedLinear
+from bitnet_ref.families.lora import select_adapters
 from bitnet_ref.formats.open import ASSETS, find_model
 from bitnet_ref.serving import Engine, EngineConfig
 from bitnet_ref.tokenizers import load_tokenizer
@@ -207,7 +207,11 @@ def test_adapters_of_other_requests_are_found(monkeypatch):
     subject = model(GOLDEN / "bitnet-packed-offline", "cython")
     drawn = [adapters.draw_adapter(subject, 2, ("q_proj",), seed) for seed in range(2)]
     adapters.check(subject, 4, drawn)
-    monkeypatch.setattr(SelectedLinear, "choice_of", lambda self, x: self.choice[::-1].copy())
+    monkeypatch.setattr(
+        loaded,
+        "select_adapters",
+        lambda w, models, choice, wanted: select_adapters(w, models, choice[::-1].copy(), wanted),
+    )
     with pytest.raises(ShapeError, match="among others as alone"):
         adapters.check(subject.on(subject.backend), 4, drawn)
 

@@ -264,9 +264,7 @@ class LoadedModel:
     ) -> Logits:
         """One pass; see `backends.run.run`. This, `run_greedy` and `run_hidden` are the only ways in which this model
         computes.   adapters: of the batch's slots; a slot without one has none."""
-        w = self._stepped.of_pass()
-        if adapters:
-            w = self._adapted.of_pass(w, batch, adapters)
+        w = self._weights_of(batch, adapters)
         if self.watcher is None or path is not None:
             return run(self.backend, w, self.config, batch, cache, top, path)
         with self.watcher(self.backend, self.config, batch, cache) as observed:
@@ -282,10 +280,11 @@ class LoadedModel:
         """Several passes; see `backends.run.run_greedy`. None while a profile watches, which looks into each pass."""
         if self.watcher is not None:
             return iter(())
+        return run_greedy(self.backend, self._weights_of(batch, adapters), self.config, batch, cache, steps)
+
+    def _weights_of(self, batch: TokenBatch, adapters: Mapping[int, Adapter | None]) -> ModelWeights:
         w = self._stepped.of_pass()
-        if adapters:
-            w = self._adapted.of_pass(w, batch, adapters)
-        return run_greedy(self.backend, w, self.config, batch, cache, steps)
+        return self._adapted.of_pass(w, batch, adapters) if adapters else w
 
     def run_hidden(self, batch: TokenBatch, cache: KVCache) -> Floats:
         """One pass without the head, and without a step towards it; see `backends.run.run_hidden`."""

@@ -195,9 +195,9 @@ class SplitBackend(Backend):
             x = be.from_host(x)
             if number == 0 and cfg.embedding_scale != 1:
                 x = be.scale(x, cfg.embedding_scale, "hook_embed_scaled")
-            x = decoder_layers(be, x, w.layers[part.first : part.stop], own, ropes, placed, own_cache)
+            wanted = placed.wanted if part is self.parts[-1] else None
+            x = decoder_layers(be, x, w.layers[part.first : part.stop], own, ropes, placed, own_cache, wanted)
             if part is self.parts[-1]:
-                x = x if placed.wanted is None else be.take_rows(x, placed.wanted)
                 return head_input(be, w, cfg, x)
             x = be.to_host(x)
         raise AssertionError("a split backend has parts")

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ..reference.layers import Array, Floats, Ints
 from ..reference.ops import Ops
 from ..reference.weights import (
+    FEED_FORWARD,
     DenseWeight,
     LinearWeight,
     ModelWeights,
@@ -38,6 +39,8 @@ class OnLinear(LinearWeight):
     kind = "adapted"
     bias: ClassVar[None] = None  # type: ignore[misc]  # the linear's is added before the term
     linear: LinearWeight
+    terms: tuple[AdaptedLinear | None, ...]  # the adapted linears that it chooses from; None: no term
+    choice: NDArray[np.int32] | None = None  # (N,) for each row of x the index of its term, or -1; None: 0 for all
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -64,6 +67,10 @@ class AdaptedLinear(OnLinear):
     a: LinearWeight  # (r, K), dense
     b: LinearWeight  # (out, r), dense
     factor: float  # lora_alpha / r, or lora_alpha / sqrt(r)
+
+    @property
+    def terms(self) -> tuple[AdaptedLinear]:  # type: ignore[override]
+        return (self,)
 
     @property
     def nbytes(self) -> int:
@@ -101,8 +108,7 @@ class SelectedLinear(OnLinear):
 
     linear: LinearWeight
     terms: tuple[AdaptedLinear | None, ...]  # of each adapter of the batch; None: it has none for this linear
-    choice: NDArray[np.int32]  # (N,) the index of each token's adapter, or -1: its result is the linear's
-    wanted: Ints | None  # of the batch: the last layer's second half takes these tokens only
+    choice: NDArray[np.int32]  # (N,) the index of each row's adapter, or -1: its result is the linear's
 
     @property
     def nbytes(self) -> int:
@@ -116,12 +122,6 @@ class SelectedLinear(OnLinear):
                 yield from adapted.b.contents(f"{name}.lora_b.{number}")
         yield f"{name}.choice", self.choice
 
-    def choice_of(self, x: Floats) -> NDArray[np.int32]:
-        """The adapters of the rows of x, all tokens of the batch or the wanted ones."""
-        if len(x) == len(self.choice) or self.wanted is None:
-            return self.choice
-        return self.choice[self.wanted]
-
     def product(self, be: Ops, x: Floats, shared: Shared) -> Floats:
         y = be.one_linear(x, self.linear, shared)
         return be.compose(f"{self.name}.hook_out", add_selected, y, x, self)
@@ -129,9 +129,9 @@ class SelectedLinear(OnLinear):
 
 def add_selected(be: Ops, y: Floats, x: Floats, w: SelectedLinear) -> Floats:
     """y + the term of each token's adapter; a token's row is what it is alone.   y (N, out), x (N, K) -> (N, out)"""
-    y, choice = y.copy(), w.choice_of(x)
+    y = y.copy()
     for number, adapted in enumerate(w.terms):
-        rows = np.flatnonzero(choice == number)
+        rows = np.flatnonzero(w.choice == number)
         if adapted is not None and len(rows):
             y[rows] = be.add(y[rows], lora_term(be, x[rows], adapted))
     return y
@@ -196,13 +196,18 @@ class Adapter:
 def select_adapters(
     w: ModelWeights, adapted: Sequence[ModelWeights], choice: NDArray[np.int32], wanted: Ints | None
 ) -> ModelWeights:
-    """The weights of one batch: `choice` (N,) says which of the adapted models is each token's, -1 is w itself."""
+    """The weights of one batch: `choice` (N,) says which of the adapted models is each token's, -1 is w itself.
+
+    wanted: of the batch, the tokens that the last feed-forward computes (see `model.decoder_layers`); None: all.
+    """
     of_models = [dict(each.linears()) for each in adapted]
+    choice_at_end = choice if wanted is None else choice[wanted]
 
     def select(name: str, weight: LinearWeight, layer: int | None) -> LinearWeight:
         linears = [each[name] for each in of_models]
         terms = tuple(each if isinstance(each, AdaptedLinear) else None for each in linears)
-        return SelectedLinear(weight, terms, choice, wanted) if any(terms) else weight
+        is_at_end = layer == len(w.layers) - 1 and name.rpartition(".")[2] in FEED_FORWARD
+        return SelectedLinear(weight, terms, choice_at_end if is_at_end else choice) if any(terms) else weight
 
     return _map_named(w, select)
 

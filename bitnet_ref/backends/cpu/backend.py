@@ -27,7 +27,7 @@ from ...families.block_rule import WIDTHS, RuledLinear, RuledWeight, narrow_inpu
 from ...families.blocks import BlockWeight
 from ...families.groups import GroupTernaryLinear, GroupTernaryWeight, group_linear
 from ...families.linear_norms import NormedLinear
-from ...families.lora import AdaptedLinear, OnLinear, SelectedLinear, add_selected, lora_term
+from ...families.lora import OnLinear, add_selected, lora_term
 from ...families.moe import chosen_ids, expert_products
 from ...reference import quantization
 from ...reference.cache import KVCache, TokenBatch
@@ -487,13 +487,11 @@ class CythonBackend(KernelBackend):
 
     def _add_term(self, x: Floats, y: Floats, w: OnLinear) -> None:
         """Add an adapted linear's term to the linear's result, in place.   x (N, K), y (N, out)"""
-        selected = w if isinstance(w, SelectedLinear) else None
         factors = w.__dict__.get("_factors")
         if factors is None:  # made once for a weight, which is frozen
-            terms = selected.terms if selected is not None else (w,) if isinstance(w, AdaptedLinear) else ()
-            pairs = [None if each is None else (_factor(each.a), _factor(each.b, by_columns=True)) for each in terms]
+            pairs = [None if each is None else (_factor(each.a), _factor(each.b, by_columns=True)) for each in w.terms]
             factors = w.__dict__["_factors"] = _cpu.LoraFactors(pairs)
-        self.kernels.add_terms(x, y, factors, None if selected is None else selected.choice_of(x))
+        self.kernels.add_terms(x, y, factors, w.choice)
 
     def _ruled_panels(self, w: RuledLinear) -> RuledLinear:
         """A matrix in blocks in panels; one in 16 bits as it is."""
