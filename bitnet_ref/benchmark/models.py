@@ -17,6 +17,7 @@ import numpy as np
 from ..api import Model
 from ..backends.cpu.weights import mean_skipped, strip_bytes, strip_uses
 from ..backends.run import TokenLogits
+from ..crossval.metrics import measure_logits
 from ..errors import GenerationError
 from ..families import config_to_dict, family_of
 from ..families.linear_norms import model_norms
@@ -25,7 +26,6 @@ from ..generation.sampling import log_probability
 from ..notebook.profiling import Profile
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig
-from ..reference.layers import Floats
 from ..reference.weights import ModelWeights
 from ..system.memory import peak_memory_bytes
 from .limits import MemoryReader, last_level_cache_bytes, peak_of
@@ -301,8 +301,8 @@ class RuleBench(Record):
     kl_mean: float  # nats: KL(floats || rule) of the next token, over the text's positions
     kl_max: float
     same_top: float  # share of positions with the same most likely token
-    perplexity: float  # of the text, by the rule
-    floats_perplexity: float
+    perplexity: float | None  # of the text, by the rule; None of a single token
+    floats_perplexity: float | None
 
 
 def measure_rule(ruled: Model, floats: Model, prompt_tokens: int, new_tokens: int, **options: Any) -> RuleBench:
@@ -315,24 +315,16 @@ def measure_rule(ruled: Model, floats: Model, prompt_tokens: int, new_tokens: in
     drawn = floats.generate(start, max_tokens=length - 1, temperature=1, seed=1, ignore_eos=True)
     assert isinstance(drawn, Generation)
     text = [*start, *drawn.token_ids]
-    p, q = (log_softmax(model.logits(text)) for model in (floats, ruled))
-    kl, places, following = (np.exp(p) * (p - q)).sum(axis=1), np.arange(len(text) - 1), text[1:]
+    change = measure_logits(floats.logits(text), ruled.logits(text), np.array(text))
     return RuleBench(
         bench,
         tokens=len(text),
-        kl_mean=float(kl.mean()),
-        kl_max=float(kl.max()),
-        same_top=float((p.argmax(axis=1) == q.argmax(axis=1)).mean()),
-        perplexity=float(np.exp(-q[places, following].mean())),
-        floats_perplexity=float(np.exp(-p[places, following].mean())),
+        kl_mean=change.kl_mean,
+        kl_max=change.kl_max,
+        same_top=change.top1_agreement,
+        perplexity=change.perplexity_candidate,
+        floats_perplexity=change.perplexity_reference,
     )
-
-
-def log_softmax(logits: Floats) -> Floats:
-    """(N, V) -> (N, V) float64"""
-    wide = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    result: Floats = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
-    return result
 
 
 def random_prompt(model: Model, tokens: int) -> list[int]:

@@ -92,7 +92,8 @@ def rule_rows(rule: RuleBench) -> Iterator[tuple[str, str]]:
         yield "processor", f"{processor_time(floats.decode.processor_s)} per decoded token; prompt: {prompt} per token"
     yield "weights", size_in_words(floats.weight_bytes)
     yield "KL divergence", f"{rule.kl_mean:.1e} nats mean, {rule.kl_max:.1e} max"
-    yield "perplexity", f"{rule.perplexity:.4f} by blocks, {rule.floats_perplexity:.4f} with floats"
+    if rule.perplexity is not None and rule.floats_perplexity is not None:
+        yield "perplexity", f"{rule.perplexity:.4f} by blocks, {rule.floats_perplexity:.4f} with floats"
     yield "most likely", f"the same token at {rule.same_top:.0%} of the places"
 
 

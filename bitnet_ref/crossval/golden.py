@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from ..api import Model, load
 from ..backends import Backend
 from ..errors import BackendUnavailable
+from ..families.block_rule import round_inputs
 from ..families.groups import GroupTernaryLinear, group_linear
 from ..formats.convert import TARGETS, convert, engine_of
-from ..formats.gguf.blocks import dequantize, quantize
 from ..formats.packing import hf_from_ternary
 from ..formats.safetensors import SafetensorsWriter, dtype_name
 from ..reference.layers import Array, Floats
@@ -226,12 +226,9 @@ class BlockInputs(Backend):
 
     def round_inputs(self, x: Floats) -> Floats:
         """x (N, K) as Q8_0 (blocks of 32) or Q8_K (blocks of 256) holds it, in float32."""
-        if self.size == _Q8_0:
-            return dequantize(quantize(x, "Q8_0"), "Q8_0", x.shape)
-        x_q, scales = BlockwiseBackend(self.size).quantize_activations(x)
+        x_q, dx, _ = round_inputs(x, "Q8_0" if self.size == _Q8_0 else "Q8_K")
         blocks = x_q.reshape(len(x), -1, self.size).astype(np.float32)
-        steps = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)
-        return (blocks * steps[:, :, None]).reshape(x.shape)
+        return (blocks * dx[:, :, None]).reshape(x.shape)
 
 
 def block_rules(model: Model) -> dict[int, Backend]:

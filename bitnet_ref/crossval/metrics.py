@@ -178,7 +178,7 @@ def measure_logits(
         absolute = slice(rows.start + first_row, rows.stop + first_row)
         r = reference[absolute].astype(np.float64)
         c = candidate[rows].reshape(r.shape).astype(np.float64)
-        log_p, log_q = _log_softmax(r), _log_softmax(c)
+        log_p, log_q = log_softmax(r), log_softmax(c)
         with np.errstate(all="ignore"):
             kl += np.where(np.exp(log_p) > 0, np.exp(log_p) * (log_p - log_q), 0.0).sum(axis=-1).tolist()
         same += (r.argmax(-1) == c.argmax(-1)).tolist()
@@ -201,6 +201,7 @@ def measure_logits(
     )
 
 
-def _log_softmax(x: Array) -> Array:
+def log_softmax(x: Array) -> Array:
+    """Along the last axis, in the dtype of x."""
     shifted = x - x.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

@@ -44,6 +44,7 @@ from ..reference import layers
 from ..reference.cache import TokenBatch
 from ..reference.layers import Array
 from ..reference.weights import DenseWeight
+from .metrics import log_softmax
 from .tolerances import EPSILON, LOGITS_FLOOR, TABLE
 
 PAGE_SIZE = 8
@@ -535,7 +536,7 @@ def _judge_text(model: Model, prompt: list[int], out: Any, top: int = 0) -> str 
     for at, (token, expected) in enumerate(zip(out.token_ids, logits.argmax(axis=1).tolist(), strict=True)):
         if token != expected:
             return f"new token {at} is {token}, and the largest logit is that of {expected}"
-    logprobs = _log_softmax(logits)
+    logprobs = log_softmax(logits.astype(np.float64))
     if np.abs(np.array(out.logprobs) - logprobs.max(axis=1)).max() > LOGITS_FLOOR:
         return "the log probabilities of the new tokens are not those of the logits"
     likeliest = np.argsort(-logprobs, axis=1, kind="stable")[:, :top]
@@ -546,14 +547,9 @@ def _judge_text(model: Model, prompt: list[int], out: Any, top: int = 0) -> str 
     return None if top or out.top_logprobs is None else "top_logprobs were not asked for"
 
 
-def _log_softmax(logits: Array) -> NDArray[np.float64]:
-    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-
-
 def _judge_scores(model: Model, tokens: list[int], first: int, given: Any, is_greedy: bool | None = None) -> str | None:
     """The problem with the ln p of tokens[first:], or None: they are those of a pass by ops over all tokens."""
-    rows = _log_softmax(_whole(model, tokens, "ops"))[first - 1 : -1]
+    rows = log_softmax(_whole(model, tokens, "ops").astype(np.float64))[first - 1 : -1]
     targets = np.array(tokens[first:], dtype=np.int64)
     expected = rows[np.arange(len(rows)), targets]
     if is_greedy not in (None, bool((rows.argmax(axis=1) == targets).all())):

@@ -162,9 +162,15 @@ def read_trits(blocks: NDArray[np.uint8], spans: tuple[tuple[int, int, int], ...
     return np.concatenate(parts, axis=1)
 
 
+def unpack_codes(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """2 bits per weight, the first in the lowest bits.   (n, K/4) -> (n, K)"""
+    codes: NDArray[np.uint8] = packed[:, :, None] >> SHIFTS_2 & MASK_2
+    return codes.reshape(len(packed), -1)
+
+
 def q2_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """d, then 2 bits per weight, the first in the lowest bits. Code 3 means +2; no ternary file has it."""
-    return (blocks[:, 2:, None] >> SHIFTS_2 & MASK_2).reshape(len(blocks), -1)
+    """d, then `unpack_codes`. Code 3 means +2; no ternary file has it."""
+    return unpack_codes(blocks[:, 2:])
 
 
 def q1_0_codes(blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -280,8 +286,6 @@ class BlockType(NamedTuple):
     nbytes: int
     halves: tuple[int, ...]  # the places of its float16 numbers
     integers: Callable[[NDArray[np.uint8]], BlockIntegers]
-    # its inverse: arrays (n, bytes), side by side a block; of the types that `kernels/cpu/ruled_steps.h` has
-    parts: Callable[[BlockIntegers], Parts] | None = None
 
     def widen(self, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
         """(n, nbytes) uint8 -> (n, values)"""
@@ -289,20 +293,35 @@ class BlockType(NamedTuple):
 
 
 BLOCK_TYPES = {
-    "Q8_0": BlockType(3, 32, 34, (0,), _q8_0, _q8_0_parts),
-    "Q4_0": BlockType(4, 32, 18, (0,), _q4_0, _q4_0_parts),
-    "Q4_1": BlockType(5, 32, 20, (0, 2), _q4_1, _q4_1_parts),
-    "Q4_K": BlockType(6, 256, 144, (0, 2), _q4_k, _q4_k_parts),
-    "Q6_K": BlockType(7, 256, 210, (208,), _q6_k, _q6_k_parts),
+    "Q8_0": BlockType(3, 32, 34, (0,), _q8_0),
+    "Q4_0": BlockType(4, 32, 18, (0,), _q4_0),
+    "Q4_1": BlockType(5, 32, 20, (0, 2), _q4_1),
+    "Q4_K": BlockType(6, 256, 144, (0, 2), _q4_k),
+    "Q6_K": BlockType(7, 256, 210, (208,), _q6_k),
 }
 # Those that stay in blocks by ggml's rule only: as floats they are faster, or packed in another way
 RULED_TYPES = {
-    "Q5_0": BlockType(None, 32, 22, (0,), _q5_0, _q5_0_parts),
-    "Q5_K": BlockType(None, 256, 176, (0, 2), _q5_k, partial(_q4_k_parts, has_fifth_bits=True)),
-    "TQ1_0": BlockType(None, 256, 54, (52,), _ternary(tq1_0_codes, 52), _tq1_0_parts),
-    "TQ2_0": BlockType(None, 256, 66, (64,), _ternary(tq2_0_codes, 64), _tq2_0_parts),
-    "Q2_0": BlockType(None, 64, 18, (0,), _ternary(q2_0_codes, 0), _q2_0_parts),
-    "Q1_0": BlockType(None, 128, 18, (0,), _ternary(q1_0_codes, 0), _q1_0_parts),
+    "Q5_0": BlockType(None, 32, 22, (0,), _q5_0),
+    "Q5_K": BlockType(None, 256, 176, (0, 2), _q5_k),
+    "TQ1_0": BlockType(None, 256, 54, (52,), _ternary(tq1_0_codes, 52)),
+    "TQ2_0": BlockType(None, 256, 66, (64,), _ternary(tq2_0_codes, 64)),
+    "Q2_0": BlockType(None, 64, 18, (0,), _ternary(q2_0_codes, 0)),
+    "Q1_0": BlockType(None, 128, 18, (0,), _ternary(q1_0_codes, 0)),
+}
+
+# Of the types that kernels/cpu/ruled_steps.h has: integers -> arrays (n, bytes), which side by side are the blocks
+INVERSES: dict[str, Callable[[BlockIntegers], Parts]] = {
+    "Q8_0": _q8_0_parts,
+    "Q4_0": _q4_0_parts,
+    "Q4_1": _q4_1_parts,
+    "Q4_K": _q4_k_parts,
+    "Q6_K": _q6_k_parts,
+    "Q5_0": _q5_0_parts,
+    "Q5_K": partial(_q4_k_parts, has_fifth_bits=True),
+    "TQ1_0": _tq1_0_parts,
+    "TQ2_0": _tq2_0_parts,
+    "Q2_0": _q2_0_parts,
+    "Q1_0": _q1_0_parts,
 }
 
 

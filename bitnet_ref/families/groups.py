@@ -25,7 +25,7 @@ from ..reference.layers import Array, Floats, Ints
 from ..reference.ops import Ops, require
 from ..reference.quantization import CODES_PER_BYTE, pack_ternary, unpack_ternary
 from ..reference.weights import DenseWeight, LinearWeight, ModelWeights, Shared, TernaryWeight
-from .blocks import MASK_2, SHIFTS_2, BlockWeight, half_scales
+from .blocks import BlockWeight, half_scales, q2_0_codes
 from .family import Edit, Hypothesis, NativeForm, WeightKind
 from .hadamard import Rotation, hadamard
 
@@ -466,8 +466,7 @@ def _read_as_64(w: GroupTernaryWeight) -> NDArray[np.float32]:
     data = np.concatenate([scales, w.packed.reshape(-1, 32)], axis=1).reshape(-1)
     data = np.concatenate([data, np.zeros(2 * len(scales), dtype=np.uint8)])
     blocks = data[: len(data) // 18 * 18].reshape(-1, 18)
-    codes = (blocks[:, 2:, None] >> SHIFTS_2 & MASK_2).reshape(len(blocks), -1)
-    matrix = half_scales(blocks[:, :2]) * (codes.astype(np.int8) - np.int8(1)).astype(np.float32)
+    matrix = half_scales(blocks[:, :2]) * (q2_0_codes(blocks).astype(np.int8) - np.int8(1)).astype(np.float32)
     return matrix.reshape(w.shape)
 
 

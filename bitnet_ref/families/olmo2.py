@@ -35,9 +35,8 @@ from .qwen import HEAD_NORM_STEPS, HEAD_NORMS
 
 @dataclass(frozen=True)
 class Olmo2Config(ModelConfig):
-    result_norms_alone: bool = added(
-        True, absent=False
-    )  # no norm before a half, one after it; whole q and k normalised
+    # No norm before a half, but one after it, and norms of q and of k as wholes: what other families do not have
+    result_norms_alone: bool = added(True, absent=False)
 
     def norm_shapes(self, layer: int = 0) -> dict[str, int]:
         heads = {"q_norm": self.query_size, "k_norm": self.kv_size}

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ...families.block_rule import INPUTS, RuledLinear, RuledWeight
-from ...families.blocks import BlockIntegers, BlockWeight, block_type
+from ...families.blocks import INVERSES, BlockIntegers, BlockWeight, block_type
 from ...families.groups import GroupLayout, GroupTernaryWeight
 from ...reference import quantization
 from ...reference.layers import Array, Floats
@@ -232,8 +232,7 @@ class RuledPanelWeight(RuledLinear):
         step = max(1, PACKED_VALUES // k)
         for start in range(0, n, step):
             ids = np.arange(start, min(n, start + step))
-            assert block.parts is not None
-            parts = block.parts(self._integers(ids))
+            parts = INVERSES[self.block_type](self._integers(ids))
             stored[start : start + step] = np.concatenate(parts, axis=1).reshape(len(ids), -1)
         return RuledWeight(BlockWeight(stored, self.bias, name=self.name, block_type=self.block_type))
 

@@ -192,7 +192,7 @@ def convert(
 
 
 def engine_of(config: ModelConfig, to: str) -> str:
-    """Who is known to run a model of this config in the format `to`; "" where nobody is."""
+    """The name of the engine that runs a model of this config written as `to`; "" where none is known."""
     kind = to.removeprefix("gguf-")
     if to.startswith("gguf-") and config.quantization is not None and config.quantization.use_rms_norm:
         return ""

@@ -42,6 +42,7 @@ from ...families.blocks import (
     to_q8_0,
     tq1_0_codes,
     tq2_0_codes,
+    unpack_codes,
 )
 from ...families.groups import cut_groups
 from ...reference.layers import Array, Floats
@@ -282,9 +283,8 @@ def iq2_bn_rows(packed: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDArr
     out[:, :4] = np.ascontiguousarray(scales, dtype=np.float32).view(np.uint8)
     step = max(1, _CHUNK_BLOCKS * 64 // packed.shape[1])
     for start in range(0, len(packed), step):
-        codes = packed[start : start + step, :, None] >> SHIFTS_2 & MASK_2
-        lanes = codes.reshape(len(codes), -1, 4, 16) << SHIFTS_2[:, None]
-        out[start : start + step, 4:] = np.bitwise_or.reduce(lanes, axis=2).reshape(len(codes), -1)
+        codes = unpack_codes(packed[start : start + step])
+        out[start : start + step, 4:] = join_bits(codes, 2, codes.shape[1] // 64, 4, 16)
     return out.reshape(-1)
 
 
@@ -483,7 +483,7 @@ def codes_fit(packed: NDArray[np.uint8], scales: NDArray[np.float16], kind: str)
     if kind == "Q1_0":
         return not (blocks & _FOUR_ZEROS).any()
     chunks = (blocks[start : start + _CHUNK_BLOCKS] for start in range(0, len(blocks), _CHUNK_BLOCKS))
-    return all((_stq1_0_slots(_unpack_codes(chunk)) != _NO_SLOT).all() for chunk in chunks)
+    return all((_stq1_0_slots(unpack_codes(chunk)) != _NO_SLOT).all() for chunk in chunks)
 
 
 def blocks_from_groups(packed: NDArray[np.uint8], scales: NDArray[np.float16], kind: str) -> NDArray[np.uint8]:
@@ -499,14 +499,8 @@ def blocks_from_groups(packed: NDArray[np.uint8], scales: NDArray[np.float16], k
         return out.reshape(-1)
     for start in range(0, len(codes), _CHUNK_BLOCKS):
         part = slice(start, start + _CHUNK_BLOCKS)
-        data[part] = _DATA[kind](_unpack_codes(codes[part]))
+        data[part] = _DATA[kind](unpack_codes(codes[part]))
     return out.reshape(-1)
-
-
-def _unpack_codes(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """(n, K/4) -> (n, K)"""
-    codes: NDArray[np.uint8] = packed[:, :, None] >> SHIFTS_2 & MASK_2
-    return codes.reshape(len(packed), -1)
 
 
 def scale_in_blocks(w_dequant_scale: float) -> np.float32:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError, describe
-from ...families.blocks import MASK_2, SHIFTS_2, BlockWeight
+from ...families.blocks import BlockWeight, join_signs, unpack_codes
 from ...families.family import LinearPlace
 from ...families.groups import cut_groups, from_blocks
 from ...families.hadamard import PREFIX, Rotation
@@ -130,8 +130,7 @@ def affine_from_groups(
         return AffineMatrix(packed.view(np.uint32), own, -own, size)
     if (packed.reshape(*own.shape, -1) & _FOUR_ZEROS)[own != 0].any():  # a zero has no code
         return None
-    codes = (packed[:, :, None] >> SHIFTS_2 & MASK_2).reshape(len(packed), -1)
-    words = np.packbits(codes >> np.uint8(1), axis=1, bitorder="little").view(np.uint32)
+    words = join_signs(unpack_codes(packed)).view(np.uint32)
     return AffineMatrix(words, own * own.dtype.type(2), -own, size)
 
 

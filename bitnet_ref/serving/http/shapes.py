@@ -104,7 +104,7 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
     tools, guide = choose_tools(body["tools"], choice, one_call, form)
     if guide is not None:
         params["guided_json"] = guide
-    _tighten(params)
+        _tighten(params)
     text = chat_text(engine.model, body, chat_template, tools is not None)
     ids, thinking = tokenizer.encode(text, body.get("add_special_tokens") is True), find_thinking(template, text)
     ids = truncate_ids(ids, body, engine.model, params.get("max_tokens") or 1)
