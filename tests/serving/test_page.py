@@ -118,7 +118,7 @@ def test_what_is_shown_of_much(server, monkeypatch):
         engine.generate("Alice", max_tokens=30)
         with pytest.raises(RequestError, match="replica: expected at most 0, got 1"):
             page_module.describe_engine(engine, 1)
-        waiting = [engine.submit("Alice", strategy=slowly, max_tokens=100, priority=int(n == 2)) for n in range(4)]
+        waiting = [engine.submit("Alice", strategy=slowly, max_tokens=200, priority=int(n == 2)) for n in range(4)]
         states = []
 
         def shows_the_urgent_one():
@@ -139,11 +139,13 @@ def test_what_is_shown_of_much(server, monkeypatch):
         shown, ended = state["requests"][:2], state["requests"][2:]
         assert waiting[2].request_id in [each["request_id"] for each in shown]
         assert [each["state"] for each in shown] == ["running"] * 2
-        assert ([each["state"] for each in ended], state["hidden_requests"]) == (["length"], 2)
+        hidden = state["hidden_requests"]
+        assert {each["state"] for each in ended} == {"length"}
+        assert len(ended) + hidden == 3  # a slow machine may have ended one more
+        assert state["metrics"]["num_requests_waiting"] == hidden
         assert state["pages"]["holders"][-1] is not None
         assert 1 <= len(state["pages"]["holders"]) <= 5
         assert state["metrics"]["device_utilization"] is None
-        assert state["metrics"]["num_requests_waiting"] == 2
         assert 0 <= time.perf_counter() - state["now_s"] < 60
         for handle in waiting:
             handle.close()
