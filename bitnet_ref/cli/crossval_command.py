@@ -27,6 +27,7 @@ from .shell import (
     DIFFERS,
     UNAVAILABLE,
     AnyFunction,
+    Commands,
     LoadingBar,
     OrderedGroup,
     OutputFile,
@@ -150,7 +151,10 @@ def look_for_causes(crossing: Crossing, model: Model, file: Path, budget: float)
         crossing.causes.stopped = "interrupted"
 
 
-@click.group(cls=OrderedGroup, short_help="Compare the reference with other engines, op by op.")
+COMMANDS = Commands()
+
+
+@click.group(cls=OrderedGroup, commands=COMMANDS, short_help="Compare the reference with other engines, op by op.")
 @common_options
 def crossval() -> None:
     """Compare the reference with another engine, op by op, and name the first op that is wrong.
@@ -557,3 +561,7 @@ def _draw_verification(verification: Verification, out: Console) -> None:
     for title, lines in (("refuted", verification.refuted), ("not checked", verification.unchecked)):
         for line in lines:
             out.print(f"  {title}: {line}")
+
+
+COMMANDS["watch"] = "watch_command:watch"
+COMMANDS |= {name: f"crossval_outputs:{name}_command" for name in ("tokens", "openai", "sample")}

@@ -174,6 +174,3 @@ def sample_command(file: Path) -> None:
         draw_outputs(rows, verdict.causes, out)
 
     report(verdict.to_dict(), draw, code)
-
-
-COMMANDS = (tokens_command, openai_command, sample_command)

@@ -10,9 +10,11 @@ import shlex
 import sys
 import time
 import traceback
+from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, cast
 
@@ -55,6 +57,18 @@ class State:
     debug: bool = False
     command: click.Command | None = None  # the one whose options messages name
     shell_line: str = ""  # the whole command, as a shell reads it
+
+
+class Commands(UserDict[str, Any]):
+    """The commands of a group by name. One that is written as its place, "module:attribute", is imported when it is
+    asked for: all of them together take half a second."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        if isinstance(place := self.data[name], str):
+            module, attribute = place.split(":")
+            self.data[name] = getattr(import_module(f".{module}", __package__), attribute)
+        command: click.Command = self.data[name]
+        return command
 
 
 class OrderedGroup(click.Group):

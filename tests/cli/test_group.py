@@ -14,7 +14,7 @@ from helpers import BITNET, DATA, GOLDEN, run_python, tiny_tensors, write_checkp
 
 import bitnet_ref
 from bitnet_ref import errors
-from bitnet_ref.cli import cli
+from bitnet_ref.cli import COMMANDS, cli
 from bitnet_ref.cli.shell import Interface, console, make_table
 
 
@@ -46,6 +46,8 @@ def test_version_and_help():
         "lab",
         "grade",
     ]
+    for name, (_, sentence) in COMMANDS.items():
+        assert cli.commands[name].get_short_help_str(1000) == sentence
 
 
 @pytest.mark.parametrize("module", ["bitnet_ref", "bitnet_ref.cli"])
@@ -57,12 +59,13 @@ def test_runs_as_a_module(module):
 
 
 def test_imports_little():
-    code = "import sys, json; import bitnet_ref; first = set(sys.modules); import bitnet_ref.cli\n"
-    code += "names = ['click', 'rich', 'jinja2', 'sentencepiece', 'tokenizers', 'readline']\n"
+    code = "import sys, json; import bitnet_ref; first = set(sys.modules); from bitnet_ref.cli import cli\n"
+    code += "cli.main(['--help'], standalone_mode=False)\n"
+    code += "names = ['click', 'numpy', 'rich', 'jinja2', 'sentencepiece', 'tokenizers', 'readline']\n"
     code += "print(json.dumps([[n in first for n in names], [n in sys.modules for n in names]]))"
     package, shell = run_python(code)
-    assert package == [False] * 6
-    assert shell == [True] + [False] * 5
+    assert package == [False] * 7
+    assert shell == [True] + [False] * 6
 
 
 FAMILIES = [
