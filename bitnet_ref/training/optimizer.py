@@ -1,8 +1,8 @@
 """AdamW and Muon, clipping by the global norm, and learning-rate schedules.
 
 Sources: "Decoupled Weight Decay Regularization" (arXiv:1711.05101), as torch.optim.AdamW computes it; "Muon: An
-optimizer for hidden layers in neural networks" (Jordan et al., 2024), with the step size and the weight decay of "Muon is
-Scalable for LLM Training" (arXiv:2502.16982).
+optimizer for hidden layers in neural networks" (Jordan et al., 2024), with the step size and the weight decay of "Muon
+is Scalable for LLM Training" (arXiv:2502.16982).
 """
 
 from __future__ import annotations
