@@ -88,13 +88,13 @@ def main() -> None:
     model = bitnet_ref.load(args.model)
     names = list(grid)
     print(" ".join(f"{name:>11.11}" for name in names) + "".join(f"{rule:>9}" for rule in RULES) + "      all")
-    for values in itertools.product(*(getattr(args, name) for name in names)):
-        sampling = dict(zip(names, values, strict=True))
+    for point in itertools.product(*(getattr(args, name) for name in names)):
+        sampling = dict(zip(names, point, strict=True))
         texts = texts_of(model, args.tokens, args.seed, **sampling)
         verdicts = [judge(text, hero) for text, (_, hero) in zip(texts, PROMPTS, strict=True)]
         counts = [sum(verdict[rule] for verdict in verdicts) for rule in RULES]
         counts.append(sum(all(verdict.values()) for verdict in verdicts))
-        row = " ".join(f"{value:11.2f}" for value in values) + "".join(f"{count:9}" for count in counts)
+        row = " ".join(f"{value:11.2f}" for value in point) + "".join(f"{count:9}" for count in counts)
         print(row, flush=True)
         if args.out:
             with args.out.open("a", encoding="utf-8") as file:

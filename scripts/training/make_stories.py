@@ -5,9 +5,9 @@
 
 Books are divided at their headings. Each chapter, tale or fable becomes a document, without headings, verse, plays,
 notes and front matter, with one form of quotes and dashes. One that stands in two files is taken once, one of the
-held-out text not at all. What is left is ordered by reading level: words per sentence, and the share of words that are not among the
-`COMMON` most frequent of the whole text. `--keep` drops the hardest. `--again` writes the plainest once more, so that
-training sees them twice as often: a trainer that shuffles has no other curriculum.
+held-out text not at all. What is left is ordered by reading level: words per sentence, and the share of words that are
+not among the `COMMON` most frequent of the whole text. `--keep` drops the hardest. `--again` writes the plainest once
+more, so that training sees them twice as often: a trainer that shuffles has no other curriculum.
 """
 
 from __future__ import annotations
