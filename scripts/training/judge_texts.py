@@ -70,7 +70,8 @@ def texts_of(model: Any, tokens: int, first_seed: int, **sampling: float) -> lis
     """The forty texts of one setting."""
     texts = []
     for seed, (prompt, _) in enumerate(PROMPTS, first_seed):
-        texts.append(prompt + model.generate(prompt, max_tokens=tokens, seed=seed, **sampling).text)
+        result = model.generate(prompt, max_tokens=tokens, seed=seed, **sampling)
+        texts.append(model.tokenizer.decode([*result.prompt_token_ids, *result.token_ids]))  # with the space between
     return texts
 
 
