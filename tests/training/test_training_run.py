@@ -125,6 +125,22 @@ def test_resuming_gives_the_same_bits(after, optimizer, config, tmp_path):
         assert (tmp_path / "broken" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+def test_a_run_without_an_end_ends_from_its_checkpoint(config, tmp_path):
+    config.write_text(config.read_text() + 'schedule = "warmup-stable-decay"\ndecay_steps = 4\n')
+
+    def stop(row):
+        if row.step == 5:
+            raise Stop
+
+    with pytest.raises(Stop):
+        start(config, tmp_path / "run").run(stop)
+    config.write_text(config.read_text().replace("steps = 12", "steps = 8", 1))
+    assert start(config, tmp_path / "run", resume=True).run().step == 8
+    rates = [float(row["lr"]) for row in rows_of(tmp_path / "run")]
+    expected = [0.5, 1, 1, 1] + [1 - (done / 4) ** 0.5 for done in range(4)]
+    assert rates == pytest.approx([5e-3 * share for share in expected])
+
+
 def killed(config, folder, wait_s):
     """Train in a process of its own; kill it after so long.   -> whether it was killed in time"""
     command = [sys.executable, "-m", "bitnet_ref", "train", str(config), "--out", str(folder), "--threads", "1"]
