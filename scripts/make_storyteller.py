@@ -47,11 +47,13 @@ def main() -> None:
     config["torch_dtype"] = "bfloat16"
     with atomic_path(args.destination / "config.json") as temporary:
         temporary.write_text(json.dumps(config, indent=1) + "\n")
-    # Without the master's sampling: the shipped model's text is the greedy one, which docs, notebooks and tests show.
+    # The sampling stays as it was chosen by scripts/training/judge_texts.py: a master's folder does not know it.
+    shipped = args.destination / "generation_config.json"
+    chosen = json.loads(shipped.read_text()) if shipped.is_file() else {}
     generation = json.loads((args.master / "generation_config.json").read_text())
-    with atomic_path(args.destination / "generation_config.json") as temporary:
+    with atomic_path(shipped) as temporary:
         ends = {name: generation[name] for name in ("bos_token_id", "eos_token_id")}
-        temporary.write_text(json.dumps(ends, indent=1) + "\n")
+        temporary.write_text(json.dumps(chosen | ends, indent=1) + "\n")
     for name in ("tokenizer.model", "tokenizer_config.json", "chat_template.jinja"):
         if (args.master / name).is_file():
             with atomic_path(args.destination / name) as temporary:

@@ -15,6 +15,7 @@ PROMPT = "Once upon a time"
 needs_cython = pytest.mark.skipif(bitnet_ref.available_backends()["cython"] is not None, reason="no extension here")
 BACKEND = "numpy" if bitnet_ref.available_backends()["cython"] else "cython"
 FAST = ("--backend", BACKEND, "--threads", "1")  # one thread: the suite may share its cores
+PLAIN = (*FAST, "--generation-defaults", "plain")  # greedy, whatever the model recommends
 SLOW = ("--backend", "numpy", "--threads", "1")  # for what is to be interrupted
 # A task of lm-eval; DATA is a file of JSON lines
 CHOICE = """task: tiny_choice

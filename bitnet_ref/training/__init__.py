@@ -1,7 +1,7 @@
 """Training ternary models: gradients in NumPy, beside the forward pass whose they are.
 
 ops.py        each op and its gradient        network.py    one sequence forwards and backwards
-optimizer.py  AdamW, clipping, schedules      trainer.py    batches, steps, saving
+optimizer.py  AdamW, Muon, schedules          trainer.py    batches, steps, saving
 data.py       texts as rows of tokens         run.py        a run from a TOML file, with checkpoints
 """
 

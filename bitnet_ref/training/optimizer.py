@@ -1,6 +1,8 @@
-"""AdamW, clipping by the global norm, and learning-rate schedules.
+"""AdamW and Muon, clipping by the global norm, and learning-rate schedules.
 
-Source: "Decoupled Weight Decay Regularization" (arXiv:1711.05101), as torch.optim.AdamW computes it.
+Sources: "Decoupled Weight Decay Regularization" (arXiv:1711.05101), as torch.optim.AdamW computes it; "Muon: An
+optimizer for hidden layers in neural networks" (Jordan et al., 2024), with the step size and the weight decay of "Muon
+is Scalable for LLM Training" (arXiv:2502.16982).
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ import numpy as np
 from ..errors import ConfigError
 from ..reference.layers import Floats
 from . import ops
+
+MUON_MOMENTUM = 0.95
+LAYERS = ".layers."  # in the names of their masters, as opposed to the embedding, the last norm and the head
 
 
 @dataclass
@@ -49,13 +54,34 @@ class AdamW:
 
         def update_one(name: str) -> None:
             w = masters[name]
-            if name not in self.m:
-                self.m[name], self.v[name] = np.zeros_like(w), np.zeros_like(w)
+            for moments in self.moments(name, w):
+                if name not in moments:
+                    moments[name] = np.zeros_like(w)
             keep = 1 - lr * weight_decay if w.ndim > 1 else 1.0
+            if len(self.moments(name, w)) == 1:
+                ops.muon(w, gradients[name], self.m[name], MUON_MOMENTUM, keep, lr)
+                return
             rates = ops.AdamRates(b1, b2, v_scale, self.eps, keep, step_size)
             functions.adamw(w, gradients[name], self.m[name], self.v[name], rates)
 
         list(run(update_one, masters))
+
+    def moments(self, name: str, master: Floats) -> tuple[dict[str, Floats], ...]:
+        """The running means that a master has: m and v; of Muon's matrices m alone."""
+        return self.m, self.v
+
+
+class Muon(AdamW):
+    """Muon for the matrices of the layers, AdamW for the embedding, the head, norms and biases.
+
+        m = 0.95 m + g        u = g + 0.95 m, made orthogonal: U V^T of its singular value decomposition U S V^T, nearly
+        w = w (1 - lr decay) - lr 0.2 sqrt(max(rows, columns)) u
+
+    So each value of u moves by about 0.2 lr, as AdamW's do, and one learning rate is for both.
+    """
+
+    def moments(self, name: str, master: Floats) -> tuple[dict[str, Floats], ...]:
+        return (self.m,) if master.ndim == 2 and LAYERS in name else (self.m, self.v)
 
 
 def global_norm(
@@ -87,6 +113,9 @@ class Schedule:
     two-stage: the recipe published for b1.58. The rate falls linearly from `lr` towards half way, there drops to
         `second_lr`, and falls linearly to 0; weight decay ends half way. The loss falls once more at the switch.
         Source: "The Era of 1-bit LLMs: Training Tips, Code and FAQ", 2024.
+    warmup-stable-decay: `lr` until the last `decay_steps`, in which it falls to `min_lr` as 1 - sqrt(done). It can run
+        on without an end in sight, and end from any checkpoint: more steps, of which the last ones decay.
+        Source: "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations" (arXiv:2405.18392).
     The first `warmup_steps` raise the rate linearly from 0.
     """
 
@@ -97,6 +126,7 @@ class Schedule:
     min_lr: float = 0.0
     second_lr: float | None = None  # None: two thirds of lr, as in the published 1.5e-3 -> 1e-3
     weight_decay: float = 0.1
+    decay_steps: int | None = None  # of "warmup-stable-decay"; None: a fifth of all
 
     def __post_init__(self) -> None:
         if self.kind not in SCHEDULES:
@@ -131,8 +161,17 @@ def _two_stage(schedule: Schedule, step: int) -> tuple[float, float]:
     return second * remaining, 0.0
 
 
+def _warmup_stable_decay(schedule: Schedule, step: int) -> tuple[float, float]:
+    steps = schedule.total_steps // 5 if schedule.decay_steps is None else schedule.decay_steps
+    done = max(0.0, 1 - (schedule.total_steps - step) / max(1, steps))
+    return schedule.min_lr + (schedule.lr - schedule.min_lr) * (1 - math.sqrt(min(1.0, done))), schedule.weight_decay
+
+
 SCHEDULES: dict[str, Callable[[Schedule, int], tuple[float, float]]] = {
     "constant": lambda schedule, step: (schedule.lr, schedule.weight_decay),
     "cosine": _cosine,
     "two-stage": _two_stage,
+    "warmup-stable-decay": _warmup_stable_decay,
 }
+
+OPTIMIZERS: dict[str, type[AdamW]] = {"adamw": AdamW, "muon": Muon}

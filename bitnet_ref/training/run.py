@@ -85,12 +85,15 @@ class RunSettings:
     batch: int = 8
     context: int = 256
     seed: int = 0
+    optimizer: str = "adamw"
     schedule: str = "two-stage"
     lr: float = 1.5e-3
     second_lr: float | None = None
     min_lr: float = 0.0
     warmup_steps: int = 100
+    decay_steps: int | None = None
     weight_decay: float = 0.1
+    init_std: float = 0.02
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
@@ -110,6 +113,8 @@ class RunSettings:
             if field.type == "int" and (type(value) is not int or not lowest.get(field.name, 0) <= value < 1 << 40):
                 message = f"expected a whole number from {lowest.get(field.name, 0)} to 2^40, got {value!r}"
                 raise ConfigError(message, field=field.name)
+            if field.name == "decay_steps" and value is not None and (type(value) is not int or value < 0):
+                raise ConfigError(f"expected a whole number from 0, got {value!r}", field=field.name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if field.type == "float" and not (number and 0 <= value < math.inf):
                 raise ConfigError(f"expected a finite number >= 0, got {value!r}", field=field.name)
@@ -215,7 +220,7 @@ class TrainingRun:
         if checkpoint.exists() and not resume:
             raise FormatError("a run is here already; resume it, or choose another folder", path=checkpoint)
         rates = (settings.lr, settings.steps, settings.warmup_steps, settings.min_lr, settings.second_lr)
-        schedule = Schedule(settings.schedule, *rates, settings.weight_decay)
+        schedule = Schedule(settings.schedule, *rates, settings.weight_decay, settings.decay_steps)
         distillation, self._teacher_hash = None, ""
         if settings.teacher is not None:
             weights = (settings.logits_weight, settings.temperature, settings.relations_weight, settings.relation_heads)
@@ -225,6 +230,7 @@ class TrainingRun:
             "distillation": distillation,
             "betas": (settings.beta1, settings.beta2),
             "eps": settings.eps,
+            "optimizer": settings.optimizer,
         }
         options |= {"schedule": schedule, "max_norm": settings.max_norm or None, "threads": threads}
         options["backend"] = backend
@@ -274,7 +280,7 @@ class TrainingRun:
         self._cut_metrics()
 
     def _first_masters(self, config: ModelConfig) -> Masters:
-        """Of `init` where it has them, else drawn: norms 1, biases 0, matrices N(0, 0.02^2)."""
+        """Of `init` where it has them, else drawn: norms 1, biases 0, matrices N(0, init_std^2)."""
         init, masters = self.settings.init, Masters()
         initial = Masters() if init is None else Trainer.from_folder(init, backend="numpy").masters
         rng = np.random.default_rng([self.settings.seed, 1])
@@ -284,7 +290,7 @@ class TrainingRun:
             elif name in initial or (initial and len(shape) > 1):
                 raise ConfigError(f"{init} has no {name} of shape {shape}", field="init")
             elif len(shape) > 1:
-                masters[name] = rng.standard_normal(shape, dtype=np.float32) * np.float32(0.02)
+                masters[name] = rng.standard_normal(shape, dtype=np.float32) * np.float32(self.settings.init_std)
             else:
                 masters[name] = np.full(shape, 0 if name.endswith(".bias") else 1, dtype=np.float32)
         return masters
@@ -409,7 +415,8 @@ class TrainingRun:
     def _identity(self) -> dict[str, Any]:
         """What must not differ between a checkpoint and the run that goes on from it; data and teacher by content."""
         settings = self.settings
-        data = {"batch": settings.batch, "context": settings.context, "seed": settings.seed, "tokens": len(self.train)}
+        data: dict[str, Any] = {key: getattr(settings, key) for key in ("batch", "context", "seed", "optimizer")}
+        data["tokens"] = len(self.train)
         hashes: dict[str, str | None] = {"corpus": self.train.content_hash, "teacher": self._teacher_hash}
         hashes["validation corpus"] = None if self.validation is None else self.validation.content_hash
         lora: dict[str, Any] = {}
@@ -432,6 +439,7 @@ class TrainingRun:
             except (KeyError, ValueError, TypeError) as problem:
                 raise FormatError("this is no checkpoint of a training run", path=path) from problem
             ours = json.loads(json.dumps(self._identity()))
+            identity.setdefault("optimizer", "adamw")  # as of version 0.1
             if "corpus" not in identity:  # of version 0.1
                 warnings.warn(
                     f"{path}: the checkpoint does not say of which texts it is; they must be the same", stacklevel=2
@@ -441,6 +449,8 @@ class TrainingRun:
                 raise FormatError(f"the checkpoint is of another run: {', '.join(different)}", path=path)
             for kind, part in (("master", trainer.masters), ("m", optimizer.m), ("v", optimizer.v)):
                 for name, master in trainer.masters.items():
+                    if part is optimizer.v and len(optimizer.moments(name, master)) == 1:
+                        continue
                     tensor = f"{kind}.{name}"
                     if tensor not in file.tensors or file.tensors[tensor].shape != master.shape:
                         raise FormatError("the tensor is missing, or of another shape", path=path, field=tensor)

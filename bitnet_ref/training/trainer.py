@@ -36,14 +36,14 @@ from ..system.threads import resolve_threads
 from . import ops
 from .distil import Distillation
 from .network import EMBEDDING, Lesson, Masters, TrainingNetwork, master_shapes
-from .optimizer import AdamW, Schedule, clip_gradients
+from .optimizer import OPTIMIZERS, Schedule, clip_gradients
 
 Batch = Ints | Sequence[Ints]
 BACKENDS = ("numpy", "cython", "cupy")
 
 
 class Trainer:
-    """Trains the masters of a model with AdamW.
+    """Trains the masters of a model with AdamW or Muon.
 
         trainer = Trainer.from_folder("model", lr=1e-3)
         loss = trainer.step(tokens)  # tokens (B, T) int
@@ -67,11 +67,13 @@ class Trainer:
         distillation: Distillation | None = None,
         threads: int | None = None,
         backend: str = "auto",
+        optimizer: str = "adamw",
     ) -> None:
         """masters: hub name -> array of float32, or of float64 to measure rounding; they are copied.
 
         schedule: the rates of each step; by default `lr` and `weight_decay` throughout.
         max_norm: of all gradients together, larger ones are scaled down to it.
+        optimizer: "adamw", or "muon", which takes Muon for the matrices of the layers.
         distillation: a teacher, whose divergences are added to the loss.
         backend: "numpy" (the functions of `ops.py`), "cython" (kernels, float32 only), "auto": the faster of these two,
         or "cupy": the functions of `ops.py` on a card, where masters, gradients and moments then are; no threads.
@@ -81,7 +83,9 @@ class Trainer:
         self.config = config
         self.masters = self.check_masters(masters)
         self.schedule = schedule or Schedule(lr=lr, weight_decay=weight_decay)
-        self.optimizer = AdamW(betas, eps)
+        if optimizer not in OPTIMIZERS:
+            raise ConfigError(f"expected one of {', '.join(OPTIMIZERS)}, got {optimizer!r}", field="optimizer")
+        self.optimizer = OPTIMIZERS[optimizer](betas, eps)
         self.max_norm = max_norm
         if distillation is not None:
             distillation.check(config)
@@ -212,13 +216,13 @@ class Trainer:
         return _mean(losses), gradients
 
     def step(self, tokens: Batch) -> float:
-        """One AdamW step on a batch, as of `loss_and_gradients`.   -> the loss before the step"""
+        """One optimiser step on a batch, as of `loss_and_gradients`.   -> the loss before the step"""
         loss, gradients = self.loss_and_gradients(tokens)
         self.apply(gradients)
         return loss
 
     def apply(self, gradients: Masters) -> float:
-        """One AdamW step with gradients of your own, such as a mean over micro-batches.   -> their global norm"""
+        """One optimiser step with gradients of your own, such as a mean over micro-batches.   -> their global norm"""
         with self._workers() as pool:
             tools = pool.map, self.functions
             norm = clip_gradients(gradients, math.inf if self.max_norm is None else self.max_norm, *tools)

@@ -9,7 +9,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from cli_runs import BACKEND, FAST, PROMPT, SLOW, invoke, invoke_json, process
+from cli_runs import BACKEND, PLAIN, PROMPT, SLOW, invoke, invoke_json, process
 from helpers import BITNET, GOLDEN, tiny_tensors, write_checkpoint
 from helpers import model as shared_model
 
@@ -18,7 +18,7 @@ from bitnet_ref.generation import SamplingParams
 
 
 def test_generate_writes_the_continuation(expected):
-    result = invoke("generate", expected["prompt"], "--max-tokens", len(expected["token_ids"]), *FAST)
+    result = invoke("generate", expected["prompt"], "--max-tokens", len(expected["token_ids"]), *PLAIN)
     assert result.exit_code == 0
     assert result.stdout == expected["text"] + "\n"
     (stats,) = result.stderr.splitlines()
@@ -28,7 +28,7 @@ def test_generate_writes_the_continuation(expected):
 
 
 def test_generate_json_equals_the_library():
-    facts = invoke_json("generate", PROMPT, "--max-tokens", 12, "--stop", "boy", *FAST)
+    facts = invoke_json("generate", PROMPT, "--max-tokens", 12, "--stop", "boy", *PLAIN)
     out = shared_model("storyteller", BACKEND, threads=1).generate(PROMPT, max_tokens=12, stop=["boy"])
     for name in ("text", "token_ids", "logprobs", "finish_reason", "stop_reason", "prompt_token_ids"):
         assert facts[name] == getattr(out, name)
@@ -41,13 +41,13 @@ def test_generate_json_equals_the_library():
 def test_generate_options_reach_the_sampler():
     options = {"max_tokens": 6, "temperature": 1.5, "top_k": 50, "top_p": 0.9, "seed": 3}
     flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
-    first, second = (invoke_json("generate", PROMPT, *flags, *FAST) for _ in range(2))
+    first, second = (invoke_json("generate", PROMPT, *flags, *PLAIN) for _ in range(2))
     assert first["token_ids"] == second["token_ids"]
     model = shared_model("storyteller", BACKEND, threads=1)
     assert first["token_ids"] == model.generate(PROMPT, **options).token_ids
     for change in ({"temperature": 0.1}, {"top_k": 1}, {"top_p": 0.01}, {"seed": 4}):
         changed = [text for n, v in (options | change).items() for text in (f"--{n.replace('_', '-')}", v)]
-        facts = invoke_json("generate", PROMPT, *changed, *FAST)
+        facts = invoke_json("generate", PROMPT, *changed, *PLAIN)
         assert facts["token_ids"] == model.generate(PROMPT, **options | change).token_ids
         assert facts["token_ids"] != first["token_ids"]
 
@@ -59,7 +59,7 @@ def test_a_prompt_without_quotes():
 
 
 def test_generate_reads_stdin(expected):
-    result = invoke("generate", "-", "--max-tokens", 5, *FAST, stdin=expected["prompt"] + "\n")
+    result = invoke("generate", "-", "--max-tokens", 5, *PLAIN, stdin=expected["prompt"] + "\n")
     assert result.exit_code == 0
     assert expected["text"].startswith(result.stdout.rstrip("\n"))
     assert len(result.stdout) > 5
@@ -70,13 +70,13 @@ def test_generate_reads_stdin(expected):
 
 @pytest.mark.parametrize("text", ["1 3797 537 262 577", "[1, 3797, 537, 262, 577]"])
 def test_generate_raw_ids(expected, text):
-    result = invoke("generate", text, "--raw-ids", "--max-tokens", 6, *FAST)
+    result = invoke("generate", text, "--raw-ids", "--max-tokens", 6, *PLAIN)
     assert [int(word) for word in result.stdout.split()] == expected["token_ids"][:6]
 
 
 def test_generate_raw_ids_needs_no_tokenizer():
     folder = GOLDEN / "llama-dense"
-    facts = invoke_json("generate", "5 6 7", "--raw-ids", "--model", folder, "--max-tokens", 4, *FAST)
+    facts = invoke_json("generate", "5 6 7", "--raw-ids", "--model", folder, "--max-tokens", 4, *PLAIN)
     out = shared_model(folder, BACKEND, threads=1).generate([5, 6, 7], max_tokens=4)
     assert (facts["token_ids"], facts["text"], facts["prompt_token_ids"]) == (out.token_ids, "", [5, 6, 7])
 
@@ -88,13 +88,13 @@ def test_generate_allow_unquantized(tmp_path):
         if array.dtype == np.uint8:
             tensors[name] = np.ones((4 * array.shape[0], array.shape[1]), dtype=np.float32)
     folder = write_checkpoint(tmp_path / "m", config, tensors)
-    args = ("generate", "1 2", "--raw-ids", "--max-tokens", 1, "--model", folder, *FAST)
+    args = ("generate", "1 2", "--raw-ids", "--max-tokens", 1, "--model", folder, *PLAIN)
     assert invoke_json(*args, code=3)["error"]["field"] == "quantization_config"
     assert invoke_json(*args, "--allow-unquantized")["finish_reason"] == "length"
 
 
 def test_ctrl_c_keeps_what_was_written(expected):
-    child = process("generate", PROMPT, "--max-tokens", 250, *SLOW, stdout=subprocess.PIPE)
+    child = process("generate", PROMPT, "--max-tokens", 250, "--temperature", 0, *SLOW, stdout=subprocess.PIPE)
     first = child.stdout.read(3)
     child.send_signal(signal.SIGINT)
     rest, err = child.communicate(timeout=60)
@@ -107,7 +107,7 @@ def test_ctrl_c_keeps_what_was_written(expected):
 
 
 def test_a_reader_that_leaves_ends_it_quietly():
-    child = process("generate", PROMPT, "--max-tokens", 250, *SLOW, stdout=subprocess.PIPE)
+    child = process("generate", PROMPT, "--max-tokens", 250, "--temperature", 0, *SLOW, stdout=subprocess.PIPE)
     assert child.stdout.read(3)
     child.stdout.close()
     assert child.wait(timeout=60) == 0
@@ -126,7 +126,7 @@ def test_a_reader_that_left_before_the_report():
 
 def test_a_stdout_that_is_not_utf8():
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "100"}
-    child = process("generate", "Æ", "--max-tokens", 1, *FAST, "--json", stdout=subprocess.PIPE, env=env)
+    child = process("generate", "Æ", "--max-tokens", 1, *PLAIN, "--json", stdout=subprocess.PIPE, env=env)
     out, err = child.communicate(timeout=60)
     assert (child.returncode, err) == (0, b"")
     assert json.loads(out.decode("ascii"))["prompt_token_ids"] == shared_model(
@@ -141,7 +141,7 @@ def test_a_stdout_that_is_not_utf8():
 def test_on_a_terminal_the_prompt_comes_first_and_the_words_stay_apart():
     main, side = pty.openpty()
     env = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    child = process("generate", "Alice was", "--max-tokens", 4, *FAST, stdout=side, env=env)
+    child = process("generate", "Alice was", "--max-tokens", 4, *PLAIN, stdout=side, env=env)
     os.close(side)
     shown = b""
     while True:
@@ -197,8 +197,8 @@ def test_generate_takes_every_sampling_parameter():
 
 def test_generate_profile():
     """The table goes to stderr; what is on stdout stays what it is."""
-    plain = invoke("generate", PROMPT, "--max-tokens", "6", *FAST)
-    result = invoke("generate", PROMPT, "--max-tokens", "6", "--profile", *FAST)
+    plain = invoke("generate", PROMPT, "--max-tokens", "6", *PLAIN)
+    result = invoke("generate", PROMPT, "--max-tokens", "6", "--profile", *PLAIN)
     assert result.exit_code == 0
     assert result.stdout == plain.stdout
     for words in ("decode: 5 steps", "linears gate_proj up_proj", "outside the model"):
@@ -210,7 +210,7 @@ def test_generate_several_texts():
     model = shared_model("storyteller", BACKEND, threads=1)
     outs = model.generate(PROMPT, max_tokens=6, num_beams=3, n=2, early_stopping="never", logit_bias={262: -3})
     args = ("generate", PROMPT, "--max-tokens", 6, "--num-beams", 3, "-n", 2, "--early-stopping", "never")
-    args = (*args, "--logit-bias", "262=-3", *FAST)
+    args = (*args, "--logit-bias", "262=-3", *PLAIN)
     facts = invoke_json(*args)
     assert [choice["token_ids"] for choice in facts["choices"]] == [out.token_ids for out in outs]
     assert [choice["score"] for choice in facts["choices"]] == [out.score for out in outs]
@@ -223,11 +223,11 @@ def test_generate_rules_reach_the_model(tmp_path):
     model = shared_model("storyteller", BACKEND, threads=1)
     free = model.generate(PROMPT, max_tokens=12)
     word = free.text[8:12]
-    facts = invoke_json("generate", PROMPT, "--max-tokens", 12, "--filter", word, "--logprobs", 2, "--echo", *FAST)
+    facts = invoke_json("generate", PROMPT, "--max-tokens", 12, "--filter", word, "--logprobs", 2, "--echo", *PLAIN)
     out = model.generate(PROMPT, max_tokens=12, filter=word, logprobs=2, echo=True)
     assert (facts["text"], facts["finish_reason"], facts["stop_reason"]) == (out.text, "filtered", word)
     assert facts["top_logprobs"] == [{str(t): p for t, p in top.items()} for top in out.top_logprobs]
-    facts = invoke_json("generate", PROMPT, "--max-tokens", 12, "--bad-word", word, "--min-tokens", 3, *FAST)
+    facts = invoke_json("generate", PROMPT, "--max-tokens", 12, "--bad-word", word, "--min-tokens", 3, *PLAIN)
     assert facts["token_ids"] == model.generate(PROMPT, max_tokens=12, bad_words=[word], min_tokens=3).token_ids
     assert invoke("generate", PROMPT, "--logit-bias", "x=y").exit_code == 2
     assert invoke("generate", PROMPT, "--guided-json", f"@{tmp_path}/none").exit_code == 2

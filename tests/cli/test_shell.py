@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import click
 import numpy as np
 import pytest
-from cli_runs import BACKEND, FAST, PROMPT, invoke, invoke_json
+from cli_runs import BACKEND, PLAIN, PROMPT, invoke, invoke_json
 from click.testing import CliRunner
 from helpers import GOLDEN, model
 from rich.console import Console
@@ -286,29 +286,29 @@ def test_token_ids_in_and_out():
     ids = story.tokenizer.encode(PROMPT)
     out = story.generate(ids, max_tokens=5).token_ids
     text = " ".join(map(str, ids))
-    assert invoke("generate", text, "--raw-ids", "--max-tokens", 5, *FAST).stdout.split() == list(map(str, out))
+    assert invoke("generate", text, "--raw-ids", "--max-tokens", 5, *PLAIN).stdout.split() == list(map(str, out))
     for options in (["-n", 2, "--temperature", 1.0, "--seed", 3], ["--num-beams", 2]):
         params = {"n": 2, "temperature": 1.0, "seed": 3} if options[0] == "-n" else {"num_beams": 2}
         outs = story.generate(ids, max_tokens=5, **params)
         outs = outs if isinstance(outs, list) else [outs]
         lines = [" ".join(map(str, each.token_ids)) for each in outs]
-        shown = invoke("generate", text, "--raw-ids", "--max-tokens", 5, *options, *FAST).stdout
+        shown = invoke("generate", text, "--raw-ids", "--max-tokens", 5, *options, *PLAIN).stdout
         assert shown == "\n---\n".join(lines) + "\n"
         texts = [each.text for each in outs]
-        assert invoke("generate", PROMPT, "--max-tokens", 5, *options, *FAST).stdout == "\n---\n".join(texts) + "\n"
-        facts = invoke_json("generate", PROMPT, "--max-tokens", 5, *options, *FAST)
+        assert invoke("generate", PROMPT, "--max-tokens", 5, *options, *PLAIN).stdout == "\n---\n".join(texts) + "\n"
+        facts = invoke_json("generate", PROMPT, "--max-tokens", 5, *options, *PLAIN)
         assert [each["token_ids"] for each in facts["choices"]] == [each.token_ids for each in outs]
 
 
 def test_what_overflowed_is_in_the_json():
     story = model("storyteller", BACKEND, threads=1)
     options = ("--overflow", "sliding", "--window", 9, "--max-tokens", 12)
-    facts = invoke_json("generate", PROMPT, *options, *FAST)
+    facts = invoke_json("generate", PROMPT, *options, *PLAIN)
     out = story.generate(PROMPT, overflow="sliding", window=9, max_tokens=12)
     assert len(facts["overflows"]) == len(out.overflows) > 0
     assert facts["token_ids"] == out.token_ids
-    assert "overflows" not in invoke_json("generate", PROMPT, "--max-tokens", 2, *FAST)
-    assert "oldest tokens dropped" in invoke("generate", PROMPT, *options, *FAST).stderr
+    assert "overflows" not in invoke_json("generate", PROMPT, "--max-tokens", 2, *PLAIN)
+    assert "oldest tokens dropped" in invoke("generate", PROMPT, *options, *PLAIN).stderr
 
 
 def test_the_line_after_a_text(capsys, monkeypatch):
@@ -330,7 +330,7 @@ def test_the_line_after_a_text(capsys, monkeypatch):
 
 
 def test_a_profile_on_standard_error():
-    result = invoke("generate", PROMPT, "--max-tokens", 2, "--profile", *FAST)
+    result = invoke("generate", PROMPT, "--max-tokens", 2, "--profile", *PLAIN)
     assert result.exit_code == 0
     assert "linears" in result.stderr
     assert "linears" not in result.stdout

@@ -61,7 +61,9 @@ def test_steps(card, family, mix, tmp_path):
     case, changes = MODELS[family]
     folder = folder_of(case, tmp_path / "m", **changes)
     save_random(folder)
-    on_card, on_host = (Trainer.from_folder(folder, backend=name, max_norm=0.5) for name in ("cupy", "numpy"))
+    optimizer = "muon" if mix == 1.0 else "adamw"
+    options = {"max_norm": 0.5, "optimizer": optimizer}
+    on_card, on_host = (Trainer.from_folder(folder, backend=name, **options) for name in ("cupy", "numpy"))
     on_card.mix = on_host.mix = mix
     assert_equal_steps(on_card, on_host, [rng(i).integers(0, 96, (2, 20)) for i in range(2)])
     on_card.save(tmp_path / "card")

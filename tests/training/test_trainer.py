@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 import bitnet_ref
 from bitnet_ref import families
 from bitnet_ref.errors import BackendUnavailable, ConfigError, FormatError, NumericsError, ShapeError
-from bitnet_ref.training import Schedule, Trainer
+from bitnet_ref.training import Schedule, Trainer, ops
 from bitnet_ref.training.distil import Distillation
 from bitnet_ref.training.optimizer import clip_gradients, global_norm
 
@@ -255,6 +255,40 @@ def test_training_learns(bitnet):
     assert losses[-1] < 0.3 * losses[0]
 
 
+@pytest.mark.parametrize("shape", [(6, 16), (16, 6), (8, 8)])
+def test_muon_makes_the_step_orthogonal(shape):
+    """The singular vectors of the gradient, with singular values near 1."""
+    gradient = rng(2).standard_normal(shape).astype(np.float32)
+    result = ops.orthogonalize(gradient)
+    assert (result.dtype, result.shape) == (np.float32, shape)
+    left, _, right = np.linalg.svd(gradient.astype(np.float64), full_matrices=False)
+    in_its_basis = left.T @ result @ right.T
+    np.testing.assert_allclose(in_its_basis, np.diag(np.diag(in_its_basis)), rtol=0, atol=1e-5)
+    assert 0.65 < np.diag(in_its_basis).min() < np.diag(in_its_basis).max() < 1.25
+
+
+def test_a_step_of_muon(bitnet):
+    """Matrices of the layers move by 0.2 lr sqrt(max(rows, columns)) of the orthogonal step; the rest as AdamW's do."""
+    tokens = np.tile(np.arange(8), (2, 2))
+    muon = Trainer(bitnet.config, bitnet.masters, lr=1e-2, optimizer="muon", backend="numpy")
+    adamw = Trainer(bitnet.config, bitnet.masters, lr=1e-2, backend="numpy")
+    before = {name: master.copy() for name, master in muon.masters.items()}
+    _, gradients = muon.loss_and_gradients(tokens)
+    muon.apply(gradients)
+    adamw.step(tokens)
+    assert set(muon.optimizer.m) == set(muon.masters)
+    for name, master in muon.masters.items():
+        if name not in muon.optimizer.v:
+            u = ops.orthogonalize(np.float32(1.95) * gradients[name])
+            expected = before[name] * (1 - 1e-3) - 2e-3 * np.sqrt(max(master.shape)) * u
+            np.testing.assert_allclose(master, expected, rtol=0, atol=1e-6, err_msg=name)
+        else:
+            np.testing.assert_array_equal(master, adamw.masters[name], err_msg=name)
+    linears = {name for name, master in muon.masters.items() if master.ndim == 2 and ".layers." in name}
+    assert set(muon.masters) - set(muon.optimizer.v) == linears
+    assert len(linears) == 7 * bitnet.config.num_hidden_layers
+
+
 def test_clipping():
     gradients = {"a": np.full(4, 3.0, np.float32), "b": np.full((2, 2), 4.0, np.float32)}
     assert clip_gradients(gradients, 1.0) == pytest.approx(10.0)
@@ -270,6 +304,11 @@ def test_schedules():
     assert two.at(50) == (pytest.approx(1e-3 * 0.5), 0.0)
     cosine = Schedule("cosine", lr=1.0, min_lr=0.1, total_steps=10)
     assert [cosine.at(step)[0] for step in (0, 5, 10, 20)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    stable = Schedule("warmup-stable-decay", lr=1.0, total_steps=100, warmup_steps=10, decay_steps=40)
+    rates = [stable.at(step)[0] for step in (4, 10, 60, 70, 100, 110)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.0, 0.0])
+    fifth = Schedule("warmup-stable-decay", lr=1.0, total_steps=100)
+    assert [fifth.at(step)[0] for step in (80, 85)] == pytest.approx([1.0, 0.5])
     for wrong in ({"kind": "linear"}, {"lr": -1.0}, {"lr": float("nan")}, {"kind": "cosine"}):
         with pytest.raises(ConfigError):
             Schedule(**wrong)

@@ -108,8 +108,9 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("after", [1, 5, 11])
-def test_resuming_gives_the_same_bits(after, config, tmp_path):
+@pytest.mark.parametrize(("after", "optimizer"), [(1, "adamw"), (5, "adamw"), (11, "adamw"), (5, "muon")])
+def test_resuming_gives_the_same_bits(after, optimizer, config, tmp_path):
+    config.write_text(config.read_text() + f'optimizer = "{optimizer}"\n')
     start(config, tmp_path / "whole").run()
 
     def stop(row):
@@ -122,6 +123,22 @@ def test_resuming_gives_the_same_bits(after, config, tmp_path):
     assert rows_of(tmp_path / "broken") == rows_of(tmp_path / "whole")
     for name in ("checkpoint.safetensors", "model/model.safetensors"):
         assert (tmp_path / "broken" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_run_without_an_end_ends_from_its_checkpoint(config, tmp_path):
+    config.write_text(config.read_text() + 'schedule = "warmup-stable-decay"\ndecay_steps = 4\n')
+
+    def stop(row):
+        if row.step == 5:
+            raise Stop
+
+    with pytest.raises(Stop):
+        start(config, tmp_path / "run").run(stop)
+    config.write_text(config.read_text().replace("steps = 12", "steps = 8", 1))
+    assert start(config, tmp_path / "run", resume=True).run().step == 8
+    rates = [float(row["lr"]) for row in rows_of(tmp_path / "run")]
+    expected = [0.5, 1, 1, 1] + [1 - (done / 4) ** 0.5 for done in range(4)]
+    assert rates == pytest.approx([5e-3 * share for share in expected])
 
 
 def killed(config, folder, wait_s):
@@ -264,11 +281,13 @@ def test_a_model_that_has_more_than_its_masters(config, tmp_path):
 def test_settings_reach_the_trainer(config, tmp_path):
     values = {"lr": 2e-3, "second_lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 3, "weight_decay": 0.2, "steps": 9}
     settings, table = read_run(config)
-    settings = replace(settings, **values, beta1=0.8, beta2=0.9, eps=1e-6, max_norm=0.5, schedule="cosine")
+    values_of_others = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "max_norm": 0.5, "init_std": 0.05}
+    settings = replace(settings, **values, **values_of_others, schedule="cosine")
     trainer = TrainingRun(settings, tmp_path / "run", table).trainer
     values["total_steps"] = values.pop("steps")
     assert trainer.schedule == Schedule("cosine", **values)
     assert (trainer.optimizer.betas, trainer.optimizer.eps, trainer.max_norm) == ((0.8, 0.9), 1e-6, 0.5)
+    assert trainer.masters["model.embed_tokens.weight"].std() == pytest.approx(0.05, rel=0.15)
     unclipped = TrainingRun(replace(settings, max_norm=0.0), tmp_path / "unclipped", table).trainer
     assert unclipped.max_norm is None
 
@@ -281,7 +300,7 @@ def test_the_defaults_are_those_of_the_docs():
     values = {name: getattr(settings, name) for name in defaults}
     assert defaults == {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     assert {field.name for field in fields(RunSettings)} - set(defaults) == {
-        *("train", "validation", "tokenizer", "init", "ternary", "lora", "teacher", "second_lr")
+        *("train", "validation", "tokenizer", "init", "ternary", "lora", "teacher", "second_lr", "decay_steps")
     }
 
 
@@ -368,6 +387,8 @@ def test_a_run_learns_from_a_teacher(config, tmp_path):
         ("lr = 5e-3", "lr = nan", r"lr: expected a finite number"),
         ("lr = 5e-3", "lr = -1.0", r"lr: expected a finite number"),
         ("lr = 5e-3", "lr = true", r"lr: expected a finite number"),
+        ("lr = 5e-3", 'optimizer = "sgd"', r"optimizer: expected one of adamw, muon, got 'sgd'"),
+        ("lr = 5e-3", "decay_steps = -1", r"decay_steps: expected a whole number from 0"),
         ("lr = 5e-3", "spike = 1", r"spike: expected a number above 1"),
         ('train = "tokens.npy"', "", r"data\.train: expected the files"),
         ('train = "tokens.npy"', "train = 3", r"train: expected a path"),
@@ -448,6 +469,9 @@ def test_a_checkpoint_of_another_run(config, tmp_path):
     text = config.read_text()
     config.write_text(text.replace("intermediate_size = 32", "intermediate_size = 48"))
     with pytest.raises(FormatError, match=r"of another run: intermediate_size 32, here 48, batch 3, here 2$"):
+        start(config, tmp_path / "run", resume=True)
+    config.write_text(text.replace("batch = 2", 'batch = 3\noptimizer = "muon"'))
+    with pytest.raises(FormatError, match=r"of another run: optimizer adamw, here muon$"):
         start(config, tmp_path / "run", resume=True)
     config.write_text(text)
     path = tmp_path / "run" / "checkpoint.safetensors"
