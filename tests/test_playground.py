@@ -383,6 +383,73 @@ def test_keys_and_names_on_a_phone_and_a_desk(page):
     page.look(1200)
 
 
+@needs_chromium
+def test_the_first_text_plays_by_itself_and_an_empty_one_is_refused(browser, address, page):
+    greedy = model("storyteller").generate(PROMPT, max_tokens=32).token_ids
+    with open_page(browser, address) as first:
+        until_idle(first)
+        assert first.run("playground.reading.ids.slice(playground.given)") == list(greedy)
+        assert "the model will always choose the first of these" in first.text("#next-facts")
+        for text in ("", "  \n"):
+            first.run(f"$('prompt').value = {json.dumps(text)}; $('prompt').oninput()")
+            first.click("#write")
+            first.until("!playground.busy && $('banner').className === 'problem'")
+            assert "The field is empty" in first.text("#banner")
+        write(first, max_tokens=2)
+
+
+@needs_chromium
+def test_the_tour_lights_up_what_it_tells_and_tells_the_models_numbers(page):
+    m, ids = model("storyteller"), model("storyteller").tokenizer.encode(PROMPT)
+    write(page, max_tokens=1)
+    page.run("document.querySelectorAll('.token')[4].click()")  # the last that was given
+    _, seen = m.run_with_cache(ids, names_filter=["blocks.0.attn.q_proj.hook_x_int8", "blocks.0.attn.hook_pattern"])
+    weights = m.weights.layers[0].q_proj.ternary()[0]
+    pattern = seen["blocks.0.attn.hook_pattern"][0, -1]
+    zeros = int((seen["blocks.0.attn.q_proj.hook_x_int8"][-1] == 0).sum())
+    expected = {
+        1: "the embedding",
+        3: f" {zeros} of 256 became 0",
+        4: f"adds {(weights > 0).sum()} of the 256 numbers, subtracts {(weights < 0).sum()}",
+        5: "place of the token, here 4",
+        6: f"most: {pattern.max():.2f}",
+        8: m.tokenizer.decode(m.generate(ids, max_tokens=1).token_ids).strip(),
+    }
+    page.run(
+        "document.querySelector('#layer [data-step=\"1\"] rect').dispatchEvent(new Event('click', {bubbles: true}))"
+    )
+    for step in range(1, 9):
+        assert page.text("#tour-step").startswith(f"{step} of 8")
+        assert expected.get(step, "") in page.text("#tour-text")
+        assert page.run("[...$('layer').querySelectorAll('.lit')].map((part) => part.dataset.step)") == [str(step)]
+        page.click("#tour-next")
+    assert page.text("#tour-step").startswith("1 of 8")
+    assert page.run("$('tour-back').disabled")
+
+
+@needs_chromium
+def test_the_game_counts_what_the_reader_finds(page):
+    found, counted = 0, 0
+    for number in range(1, 6):
+        page.click("#game-next")
+        page.until("!playground.busy && !$('choose-a').hidden && !$('choose-a').disabled", 60)
+        game = page.run("playground.game")
+        assert game["round"] == number
+        texts = page.text("#game-a"), page.text("#game-b")
+        assert (texts[0] == texts[1]) == game["isSame"]
+        other = "b" if game["broken"] == "a" else "a"
+        right = number != 2
+        page.click(f"#choose-{game['broken'] if right else other}")
+        counted += not game["isSame"]
+        found += right and not game["isSame"]
+        answer = page.text("#game-answer")
+        assert f"{found} of {counted} found" in answer
+        assert game["bug"]["title"] in answer
+        assert page.run("playground.game.nats") > 0
+    assert "The game is over" in answer
+    assert page.text("#game-next") == "Play again"
+
+
 # -- the reader's own model --------------------------------------------------------------------------------------------
 
 GOLDEN, GGUF = DATA / "golden", DATA / "gguf"
@@ -477,7 +544,15 @@ def test_what_the_page_cannot_run_it_refuses(browser, address, own_models, tmp_p
         for name, words in folders.items():
             assert words in (facts := drop(page, in_folder(GOLDEN / name))), facts
         assert "one .gguf or .safetensors file" in drop(page, in_folder(GOLDEN / "llama-f16-sharded"))
-        drop(page, own_models["story.gguf"][0])  # and it still runs the next
+        x, y = page.run("""(() => {
+            $('own-drop').scrollIntoView({block: 'center'});
+            const box = $('own-drop').getBoundingClientRect();
+            return [box.left + 20, box.top + 20];
+        })()""")
+        data = {"items": [], "files": [str(each) for each in own_models["story.gguf"][0]], "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):  # a file that is dropped with the pointer is run after all these
+            page.call("Input.dispatchDragEvent", type=kind, x=x, y=y, data=data)
+        page.until("!$('own-form').hidden", 30)
         page.run("$('own-prompt').value = ''; $('max_tokens').value = 4; playground.own = null")
         page.click("#own-write")
         assert page.until("playground.own", 30)["given"] == [1]

@@ -9,7 +9,8 @@ const ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"], FEED_FORWARD = ["gat
 const LINEARS = [...ATTENTION.map((part) => `attn.${part}`), ...FEED_FORWARD.map((part) => `mlp.${part}`)];
 const round = Math.fround;
 
-export async function openModel(files, matrices) {
+// tell: gets a line of progress
+export async function openModel(files, matrices, tell = () => {}) {
   const weights = files.filter(({ name }) => /\.(gguf|safetensors)$/.test(name));
   if (weights.length !== 1) throw new Error(`Expected one .gguf or .safetensors file, got ${weights.length}. A model in several files: ${CONVERT}.`);
   const [file] = weights, isGguf = file.name.endsWith(".gguf");
@@ -27,6 +28,7 @@ export async function openModel(files, matrices) {
   if (config.subNorms) Object.assign(norms, { attn_sub_norm: query, ffn_sub_norm: config.ffn });
   if (config.headNorms) Object.assign(norms, { q_norm: config.headSize, k_norm: config.headSize });
   for (let i = 0; i < config.layers; i++) {
+    tell(`Reading layer ${i + 1} of ${config.layers}.`);
     for (const [name, size] of Object.entries(norms)) parts[`blocks.${i}.${name}`] = await reader.norm(`blocks.${i}.${name}`, size);
     for (const [j, name] of LINEARS.entries()) await put(`blocks.${i}.${name}`, ...shapes[j]);
   }

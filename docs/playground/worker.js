@@ -11,9 +11,10 @@ const pause = () => new Promise((resolve) => setTimeout(resolve));
 
 async function open(files) {
   model = null;
-  postMessage({ step: "Reading the file." });
-  const matrices = new TernaryMatrices(), opened = await openModel(files, matrices);
-  postMessage({ step: "Comparing each ternary product with plain JavaScript." });
+  const tell = (step) => postMessage({ step });
+  tell("Reading the file.");
+  const matrices = new TernaryMatrices(), opened = await openModel(files, matrices, tell);
+  tell("Comparing each ternary product with plain JavaScript.");
   await pause();
   const ternary = Object.entries(opened.parts).filter(([, part]) => part.matrix);
   const wrong = ternary.find(([, part]) => !matrices.isExact(part.matrix));
