@@ -88,7 +88,7 @@ def test_teachers_get_solutions_and_a_plan(tmp_path):
         assert f"**{points}** |" in "".join(added[0]["source"])
         assert len({cell["id"] for cell in theirs["cells"]}) == len(theirs["cells"])
     assert facts["copied"]
-    assert copy_notebooks(find_notebooks(), tmp_path, teacher=True).copied == []
+    assert copy_notebooks(find_notebooks(), tmp_path, edition="teacher").copied == []
     assert copy_notebooks(find_notebooks(), tmp_path).kept  # a student's notebooks do not overwrite them
 
 
@@ -99,3 +99,25 @@ def test_the_teachers_edition_is_a_copy():
     assert json.dumps(notebook) == before
     assert len(edition["cells"]) > len(notebook["cells"])
     assert "| Exercises |" in plan_text(notebook)
+
+
+def test_nbgrader_gets_cells_to_solve_and_locked_checks(tmp_path):
+    facts = invoke_json("lab", "--nbgrader", "--dir", tmp_path)
+    names = [path.stem for path in sorted(find_notebooks().glob("*.ipynb"))]
+    assert not facts["launched"]
+    points = {}
+    for name in names:
+        cells = json.loads((tmp_path / "source" / name / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+        assert len({cell["id"] for cell in cells}) == len(cells)
+        fields = [cell["metadata"].get("nbgrader") for cell in cells]
+        for i, cell in enumerate(cells):
+            for each in exercises_in(cell):
+                assert (fields[i]["grade"], fields[i]["locked"], fields[i]["solution"]) == (True, True, False)
+                assert "TODO" not in "".join(cell["source"])
+                points[each.name] = fields[i]["points"]
+                begun, solution = "".join(cells[i - 1]["source"]).split("### BEGIN SOLUTION")
+                assert fields[i - 1]["solution"]
+                assert "TODO" in begun
+                assert "check" not in begun.replace("checkpoint", "")
+                assert each.solution in solution
+    assert points == {each.name: each.points for each in EXERCISES.values()}

@@ -3,6 +3,23 @@
 from __future__ import annotations
 
 QUESTIONS: dict[str, tuple[tuple[str, str, dict[str, str]], ...]] = {
+    "0": (
+        ("Which pair does byte-pair encoding merge first?", "the most frequent one",
+         {"the longest one": "Lengths play no part: pairs are counted.",
+          "the first of the text": "Where a pair stands plays no part: pairs are counted."}),
+        ("What becomes of a character that is in no piece?", "tokens for its bytes",
+         {"an unknown token": "There are 256 pieces for bytes, so nothing is unknown.",
+          "nothing, it is left out": "The text comes back whole: see the assert with 日."}),
+        ("What does the number of a token say?", "which row of the table is its vector",
+         {"how important it is": "It is a name, not a size.",
+          "what it means": "The number means nothing; the row that it points to does."}),
+        ("When do two tokens get similar vectors?", "when they occur in similar places",
+         {"when they are spelled alike": "The model never sees letters, only numbers of tokens.",
+          "when their numbers are near": "Numbers are names: 3 is no nearer to 4 than to 4000."}),
+        ("What does a language model give for a text?", "a probability for every token",
+         {"the next word": "It gives probabilities; to choose by them is a step of its own.",
+          "a better text": "It changes nothing in the text: it says what may come next."}),
+    ),
     "1": (
         ("What sets the scale of a BitNet b1.58 matrix?", "the mean of |w|",
          {"the largest |w|": "The maximum would make nearly all weights 0.",
