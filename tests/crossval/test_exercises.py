@@ -15,7 +15,7 @@ import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.crossval.exercises import EXERCISES, Check, tensors
-from bitnet_ref.crossval.exercises.lessons import text
+from bitnet_ref.crossval.exercises.lessons import byte_pairs
 from bitnet_ref.crossval.exercises.quiz import LETTERS, QUIZZES, quiz_code, quiz_text
 from bitnet_ref.notebook import NextToken
 from bitnet_ref.reference import layers, quantization
@@ -59,17 +59,17 @@ CASES = {
             (Edit("i += 2", "i += 1"), "one was used twice"),
             (Edit("            i += 2", "            return [*out, *symbols[i + 2:]]"), "Only the first pair"),
             (Edit("i < len(symbols)", "i < len(symbols) - 1"), "The pieces together are"),
-            (lambda symbols, pair: text.merged_from_the_right(symbols, pair), "from the left"),
+            (lambda symbols, pair: byte_pairs.merged_from_the_right(symbols, pair), "from the left"),
             (lambda symbols, pair: "".join(symbols), "A list of pieces is wanted"),
         ],
-        [lambda symbols, pair: tuple(text.merge(symbols, pair))],
+        [lambda symbols, pair: tuple(byte_pairs.merge(symbols, pair))],
     ),
     "0.2": Case(
         [
             (lambda word, merges: list(word), "apply the merges"),
             (Edit("in merges", "in merges[::-1]"), "in reverse"),
             (Edit("in merges", "in merges[:1]"), "Only the first merge"),
-            (lambda word, merges: text.from_the_left(word), "learned first"),
+            (lambda word, merges: byte_pairs.from_the_left(word), "learned first"),
             (lambda word, merges: word, "A list of pieces is wanted"),
             (Edit("list(word)", "list(word[1:])"), "The pieces together are"),
         ],
@@ -77,9 +77,9 @@ CASES = {
     "0.3": Case(
         [
             (Edit("    cosine[i] = -np.inf\n", ""), "nearest to itself"),
-            (lambda table, i: text.others(table @ table[i], i).argmax(), "prefers long rows"),
+            (lambda table, i: byte_pairs.others(table @ table[i], i).argmax(), "prefers long rows"),
             (Edit("cosine[i] = -np.inf\n    return cosine.argmax()", "return cosine.argmin()"), "least like it"),
-            (lambda table, i: text.others(-((table - table[i]) ** 2).sum(1), i).argmax(), "nearest by distance"),
+            (lambda table, i: byte_pairs.others(-((table - table[i]) ** 2).sum(1), i).argmax(), "nearest by distance"),
             (Edit("argmax", "max"), "the row's number is wanted"),
             (lambda table, i: table[i], "One number is wanted"),
         ],
