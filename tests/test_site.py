@@ -227,6 +227,19 @@ def test_the_picture_of_a_layer_shows_the_whole_trace():
     assert site_diagrams.draw_layer().count(" int32</text>") == 7  # one for each BitLinear
 
 
+def test_figures_of_notebooks_have_their_texts_on_the_site():
+    """myst-nb writes the file's name where a cell does not say what its picture shows."""
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            texts = [
+                output["metadata"]["image/png"]["alt"]
+                for output in cell.get("outputs", [])
+                if "image/png" in output.get("data", {})
+            ]
+            site_pages.describe_figures(cell)
+            assert cell["metadata"].get("mystnb", {}).get("image", {}).get("alt", "") == " ".join(texts)
+
+
 @needs_chromium
 def test_slides_are_slides_and_need_no_network(tmp_path):
     """Opened as files, without a server. A figure is on a slide of its own; few slides scroll, and none to the side."""
