@@ -1,6 +1,7 @@
 """bitnet-ref grade: students' notebooks are run, and their points counted. And the teacher's edition of `lab`."""
 
 import json
+import re
 
 import pytest
 from cli_runs import invoke, invoke_json
@@ -121,3 +122,14 @@ def test_nbgrader_gets_cells_to_solve_and_locked_checks(tmp_path):
                 assert "check" not in begun.replace("checkpoint", "")
                 assert each.solution in solution
     assert points == {each.name: each.points for each in EXERCISES.values()}
+
+
+def test_the_guides_minutes_and_points_are_those_of_the_plans():
+    guide = (find_notebooks().parent / "docs" / "teaching.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| (\S+ · .+?) \| (\d+ \| \d+ \| \d+) \| \d+ \|$", guide, re.MULTILINE))
+    plans = {}
+    for path in sorted(find_notebooks().glob("*.ipynb")):
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        title = "".join(notebook["cells"][0]["source"]).partition("\n")[0].removeprefix("# ")
+        plans[title] = re.search(r"\*\*together\*\* \| (.+) \|", plan_text(notebook))[1].replace("*", "")
+    assert told == plans
