@@ -13,7 +13,7 @@ project = "bitnet_ref"
 author = "The bitnet_ref authors"
 version = release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 extensions = ["myst_nb", "sphinx.ext.autodoc"]
-extensions += ["site_pages", "site_docstrings", "site_diagrams", "site_formulas", "site_playground"]
+extensions += ["site_pages", "site_docstrings", "site_diagrams", "site_formulas", "site_playground", "site_slides"]
 exclude_patterns = ["extension"]
 
 # Links from a page to a file that is not on the site lead here. Without it they are plain text.

@@ -31,10 +31,10 @@ def cells(path: Path, kind: str) -> list[dict]:
 
 
 def test_they_are_numbered_in_reading_order():
-    """01, 02, 03a, 03b, 03c, 04, ...: the names sort as they are read."""
+    """00, 01, 02, 03a, 03b, 03c, 04, ...: the names sort as they are read."""
     assert NOTEBOOKS, "no notebooks found"
     numbers = [re.fullmatch(r"(\d\d)([a-z]?)_[a-z0-9_]+\.ipynb", path.name).groups() for path in NOTEBOOKS]
-    assert sorted({int(number) for number, _ in numbers}) == list(range(1, int(numbers[-1][0]) + 1))
+    assert sorted({int(number) for number, _ in numbers}) == list(range(int(numbers[-1][0]) + 1))
     for number in {number for number, _ in numbers}:
         letters = [letter for each, letter in numbers if each == number]
         assert letters in ([""], list("abcdefgh"[: len(letters)])), number

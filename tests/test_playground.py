@@ -15,14 +15,19 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
+import tokenizers
 from chromium import CHROMIUM, Chromium, check_readable
+from cli_runs import invoke
 from helpers import DATA, model
 from test_site import DOCS
 
-from bitnet_ref import SamplingParams
+from bitnet_ref import SamplingParams, load
 from bitnet_ref.crossval.explain.hypotheses import HYPOTHESES
 from bitnet_ref.crossval.explain.variants import Setting
+from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.generation.sampling import distribution
+from bitnet_ref.tokenizers import load_tokenizer_files
+from bitnet_ref.tokenizers.regex_cost import GPT2, LLAMA3, QWEN2
 
 sys.path.append(str(DOCS / "extension"))
 site_playground = importlib.import_module("site_playground")
@@ -376,3 +381,218 @@ def test_keys_and_names_on_a_phone_and_a_desk(page):
     page.until("!playground.busy && $('banner').className === 'problem'")
     assert "the model reads 256" in page.text("#banner")
     page.look(1200)
+
+
+@needs_chromium
+def test_the_first_text_plays_by_itself_and_an_empty_one_is_refused(browser, address, page):
+    greedy = model("storyteller").generate(PROMPT, max_tokens=32).token_ids
+    with open_page(browser, address) as first:
+        until_idle(first)
+        assert first.run("playground.reading.ids.slice(playground.given)") == list(greedy)
+        assert "the model will always choose the first of these" in first.text("#next-facts")
+        for text in ("", "  \n"):
+            first.run(f"$('prompt').value = {json.dumps(text)}; $('prompt').oninput()")
+            first.click("#write")
+            first.until("!playground.busy && $('banner').className === 'problem'")
+            assert "The field is empty" in first.text("#banner")
+        write(first, max_tokens=2)
+
+
+@needs_chromium
+def test_the_tour_lights_up_what_it_tells_and_tells_the_models_numbers(page):
+    m, ids = model("storyteller"), model("storyteller").tokenizer.encode(PROMPT)
+    write(page, max_tokens=1)
+    page.run("document.querySelectorAll('.token')[4].click()")  # the last that was given
+    _, seen = m.run_with_cache(ids, names_filter=["blocks.0.attn.q_proj.hook_x_int8", "blocks.0.attn.hook_pattern"])
+    weights = m.weights.layers[0].q_proj.ternary()[0]
+    pattern = seen["blocks.0.attn.hook_pattern"][0, -1]
+    zeros = int((seen["blocks.0.attn.q_proj.hook_x_int8"][-1] == 0).sum())
+    expected = {
+        1: "the embedding",
+        3: f" {zeros} of 256 became 0",
+        4: f"adds {(weights > 0).sum()} of the 256 numbers, subtracts {(weights < 0).sum()}",
+        5: "place of the token, here 4",
+        6: f"most: {pattern.max():.2f}",
+        8: m.tokenizer.decode(m.generate(ids, max_tokens=1).token_ids).strip(),
+    }
+    page.run(
+        "document.querySelector('#layer [data-step=\"1\"] rect').dispatchEvent(new Event('click', {bubbles: true}))"
+    )
+    for step in range(1, 9):
+        assert page.text("#tour-step").startswith(f"{step} of 8")
+        assert expected.get(step, "") in page.text("#tour-text")
+        assert page.run("[...$('layer').querySelectorAll('.lit')].map((part) => part.dataset.step)") == [str(step)]
+        page.click("#tour-next")
+    assert page.text("#tour-step").startswith("1 of 8")
+    assert page.run("$('tour-back').disabled")
+
+
+@needs_chromium
+def test_the_game_counts_what_the_reader_finds(page):
+    found, counted = 0, 0
+    for number in range(1, 6):
+        page.click("#game-next")
+        page.until("!playground.busy && !$('choose-a').hidden && !$('choose-a').disabled", 60)
+        game = page.run("playground.game")
+        assert game["round"] == number
+        texts = page.text("#game-a"), page.text("#game-b")
+        assert (texts[0] == texts[1]) == game["isSame"]
+        other = "b" if game["broken"] == "a" else "a"
+        right = number != 2
+        page.click(f"#choose-{game['broken'] if right else other}")
+        counted += not game["isSame"]
+        found += right and not game["isSame"]
+        answer = page.text("#game-answer")
+        assert f"{found} of {counted} found" in answer
+        assert game["bug"]["title"] in answer
+        assert page.run("playground.game.nats") > 0
+    assert "The game is over" in answer
+    assert page.text("#game-next") == "Play again"
+
+
+# -- the reader's own model --------------------------------------------------------------------------------------------
+
+GOLDEN, GGUF = DATA / "golden", DATA / "gguf"
+IDS = [1, 17, 45, 9]
+
+
+def in_folder(folder):
+    return [path for path in sorted(folder.iterdir()) if path.name != "golden.safetensors" and path.suffix != ".md"]
+
+
+@pytest.fixture(scope="module")
+def own_models(tmp_path_factory):
+    """name -> (files to drop, what the package loads)"""
+    folder, story = tmp_path_factory.mktemp("own"), ASSETS / "storyteller"
+    out = {path.stem: ([path], path) for path in (GGUF / "f16.gguf", GGUF / "tq1_0.gguf", GGUF / "tq2_0.gguf")}
+    for name in ("bitnet-bf16-online", "bitnet-packed-offline", "llama-packed-bitlinear", "llama-packed-skips"):
+        out[name] = (in_folder(GOLDEN / name), GOLDEN / name)
+    native, qwen = DATA / "native" / "tiny-v1.bitnet.safetensors", DATA / "families" / "qwen3-groups128" / "q2_0.gguf"
+    out |= {"native": ([native], native), "storyteller": (in_folder(story), story), "groups": ([qwen], qwen)}
+    for source, kind, name in (
+        (story, "gguf-tq2_0", "story.gguf"),
+        (story, "native-base3", "story.bitnet.safetensors"),
+        (GOLDEN / "llama-packed-bitlinear", "gguf-f16", "llama.gguf"),  # rows of q and k are permuted there
+    ):
+        path = folder / name
+        assert invoke("convert", source, path, "--to", kind, "--no-engine").exit_code == 0
+        out[name] = ([path], path)
+    return out
+
+
+def drop(page, files):
+    document = page.call("DOM.getDocument")["root"]["nodeId"]
+    node = page.call("DOM.querySelector", nodeId=document, selector="#own-files")["nodeId"]
+    page.call("DOM.setFileInputFiles", nodeId=node, files=[str(path) for path in files])
+    page.until("!$('own-files').disabled", 60)
+    return page.text("#own-facts")
+
+
+@needs_chromium
+def test_own_models_give_the_packages_tokens(browser, address, own_models):
+    with open_page(browser, address) as page:
+        page.run("$('max_tokens').value = 12")
+        for name, (files, path) in own_models.items():
+            facts, m = drop(page, files), load(path, backend="numpy")
+            kind = "matrices have a scale for each group" if name == "groups" else "equals plain JavaScript’s"
+            assert kind in facts, (name, facts)
+            tokenizer = m.tokenizer if "no tokenizer" not in facts else None
+            assert tokenizer is not None or "story" not in name
+            ids = IDS if tokenizer is None else tokenizer.encode(PROMPT)
+            ids = [each % m.config.vocab_size for each in ids]
+            text = " ".join(map(str, ids)) if tokenizer is None else PROMPT
+            page.run(f"$('own-prompt').value = {json.dumps(text)}; playground.own = null")
+            page.click("#own-write")
+            own = page.until("playground.own", 60)
+            assert own["given"] == ids, name
+            greedy = m.generate(ids, max_tokens=12)
+            assert own["ids"] == list(greedy.token_ids), name
+            last = m.logits([*ids, *own["ids"][: -1 if len(own["ids"]) == 12 else None]])[-1]
+            np.testing.assert_allclose(own["logits"], last, rtol=0, atol=1e-5, err_msg=name)
+            if tokenizer is not None:
+                assert page.text("#own-text") == tokenizer.decode([*ids, *own["ids"]]), name
+
+
+@needs_chromium
+def test_what_the_page_cannot_run_it_refuses(browser, address, own_models, tmp_path):
+    data = (GGUF / "tq2_0.gguf").read_bytes()
+    files = {"cut.gguf": data[:5000], "short.gguf": data[:-100], "text.gguf": b"no model", "empty.safetensors": b""}
+    files["code3.gguf"] = data[:-66] + b"\xff" * 66
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    golden = DATA / "families" / "qwen3-groups128"
+    cases = {
+        GGUF / "i2_s.gguf": "I2_S, whose three layouts no field tells apart",
+        tmp_path / "cut.gguf": "beyond the end of the file|damaged or cut off",
+        tmp_path / "short.gguf": "goes beyond the end of the file",
+        tmp_path / "text.gguf": "not a GGUF file",
+        tmp_path / "empty.safetensors": "header: of 0 bytes",
+        tmp_path / "code3.gguf": "invalid ternary code 3",
+        golden / "q2_0-legacy128.gguf": "id 42 has blocks of another size",
+        golden / "pq2_0-hadamard.gguf": "is of type 142",
+        GOLDEN / "bitnet-packed-offline" / "model.safetensors": "config.json: is missing",
+    }
+    folders = {
+        "llama-packed-rmsnorm": "use_rms_norm",
+        "llama-unpacked-offline": "does not run",
+        "llama-dense": "quant_method",
+    }
+    with open_page(browser, address) as page:
+        for path, words in cases.items():
+            assert re.search(words, facts := drop(page, [path])), facts
+            assert page.run("$('own-form').hidden && $('own-facts').className.includes('problem')")
+        for name, words in folders.items():
+            assert words in (facts := drop(page, in_folder(GOLDEN / name))), facts
+        assert "one .gguf or .safetensors file" in drop(page, in_folder(GOLDEN / "llama-f16-sharded"))
+        x, y = page.run("""(() => {
+            $('own-drop').scrollIntoView({block: 'center'});
+            const box = $('own-drop').getBoundingClientRect();
+            return [box.left + 20, box.top + 20];
+        })()""")
+        data = {"items": [], "files": [str(each) for each in own_models["story.gguf"][0]], "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):  # a file that is dropped with the pointer is run after all these
+            page.call("Input.dispatchDragEvent", type=kind, x=x, y=y, data=data)
+        page.until("!$('own-form').hidden", 30)
+        page.run("$('own-prompt').value = ''; $('max_tokens').value = 4; playground.own = null")
+        page.click("#own-write")
+        assert page.until("playground.own", 30)["given"] == [1]
+        for look in ({"width": 390, "height": 844}, {"width": 1200, "dark": True}):
+            page.look(**look)
+            check_readable(page, str(look))
+
+
+def byte_level_bpe(pattern, ignore_merges):
+    """tokenizer.json of a small byte-level BPE that cuts texts by a pattern."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=ignore_merges))
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    last = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, last])
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    options = {"initial_alphabet": last.alphabet(), "special_tokens": ["<s>"], "show_progress": False}
+    tokenizer.train_from_iterator(texts(), tokenizers.trainers.BpeTrainer(vocab_size=900, **options))
+    begin = {"single": "<s> $A", "pair": "<s> $A $B", "special_tokens": [("<s>", 0)]}
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(**begin)
+    return tokenizer.to_str()
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    ("name", "pattern"), [("gpt-2", GPT2), ("llama-bpe", LLAMA3), ("qwen2", QWEN2)], ids=("gpt-2", "llama-3", "qwen2")
+)
+def test_byte_level_bpe_in_the_browser_is_the_packages(name, pattern, browser, address):
+    data = byte_level_bpe(pattern, ignore_merges=name == "llama-bpe")
+    files = {"tokenizer.json": data.encode()}
+    tokenizer, cases = load_tokenizer_files(files), list(texts())[::4]
+    own = json.loads(data)["model"]
+    pieces, merges = sorted(own["vocab"], key=own["vocab"].get), [" ".join(merge) for merge in own["merges"]]
+    gguf = json.dumps([pieces, merges, [3] + [1] * (len(pieces) - 1), name, True, 0])  # 3: a control token
+    page = browser.page(f"{address}facts.json")
+    script = """(async () => {
+        const { BytePairTokenizer } = await import("./tokenizer.js");
+        const both = [BytePairTokenizer.fromJson(%s), BytePairTokenizer.open(...%s)];
+        return %s.map((text) => both.map((each) => [each.encode(text), each.decode(each.encode(text))]));
+    })()"""
+    for text, both in zip(cases, page.run(script % (data, gguf, json.dumps(cases))), strict=True):
+        for ids, decoded in both:
+            assert ids == tokenizer.encode(text), repr(text)
+            assert decoded == tokenizer.decode(ids), repr(text)

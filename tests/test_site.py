@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from chromium import Chromium, needs_chromium
 from test_imports import MODULES, PACKAGE, RANK, imported, room
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 sys.path.append(str(DOCS / "extension"))
 
-site_diagrams, site_docstrings, site_pages = map(
-    importlib.import_module, ("site_diagrams", "site_docstrings", "site_pages")
+site_diagrams, site_docstrings, site_pages, site_slides = map(
+    importlib.import_module, ("site_diagrams", "site_docstrings", "site_pages", "site_slides")
 )
 
 ROOMS = ("generation", "serving", "training", "crossval", "notebook", "errors")
@@ -224,3 +225,57 @@ def test_the_picture_of_a_layer_shows_the_whole_trace():
     ]
     assert {group for group, _ in steps if group} == set(site_diagrams.STEPS)
     assert site_diagrams.draw_layer().count(" int32</text>") == 7  # one for each BitLinear
+
+
+def test_figures_of_notebooks_have_their_texts_on_the_site():
+    """myst-nb writes the file's name where a cell does not say what its picture shows."""
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            texts = [
+                output["metadata"]["image/png"]["alt"]
+                for output in cell.get("outputs", [])
+                if "image/png" in output.get("data", {})
+            ]
+            site_pages.describe_figures(cell)
+            assert cell["metadata"].get("mystnb", {}).get("image", {}).get("alt", "") == " ".join(texts)
+
+
+@needs_chromium
+def test_slides_are_slides_and_need_no_network(tmp_path):
+    """Opened as files, without a server. A figure is on a slide of its own; few slides scroll, and none to the side."""
+    try:
+        site_slides.write_slides(tmp_path / "slides")
+    except OSError as missing:
+        pytest.skip(str(missing))
+    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    script = """(async () => {
+        const seen = [];
+        for (const slide of Reveal.getSlides()) {
+            const { h, v } = Reveal.getIndices(slide);
+            Reveal.slide(h, v ?? 0);
+            const pictures = [...slide.querySelectorAll("img")];
+            await Promise.all(pictures.map((each) => each.decode()));
+            const figure = pictures.map((each) => [each.alt, each.clientHeight, slide.children.length]);
+            const high = slide.scrollHeight > slide.clientHeight + 6, wide = slide.scrollWidth > slide.clientWidth + 2;
+            seen.push({ figure, high, wide });
+        }
+        return seen;
+    })()"""
+    with Chromium() as browser:
+        index = browser.page((tmp_path / "slides" / "index.html").as_uri())
+        assert index.run("[...document.links].map((link) => link.getAttribute('href'))") == [
+            f"{path.stem}.html" for path in notebooks
+        ]
+        for path in notebooks[:4]:
+            page = browser.page((tmp_path / "slides" / f"{path.stem}.html").as_uri(), width=1280, height=720)
+            page.until("globalThis.Reveal?.isReady()")
+            seen = page.run(script)
+            assert len(seen) > 20
+            assert sum(slide["high"] for slide in seen) <= 0.1 * len(seen), path.stem
+            assert not any(slide["wide"] for slide in seen)
+            figures = [figure for slide in seen for figure in slide["figure"]]
+            pictures = path.read_text(encoding="utf-8").count('"image/png": "')
+            assert len(figures) == pictures > 1
+            assert all(len(alt) > 20 and 300 < height < 720 and parts == 1 for alt, height, parts in figures)
+            assert all(url.startswith(("file://", "data:")) for url in page.requested)
+            assert page.problems == []

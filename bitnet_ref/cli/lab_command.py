@@ -17,7 +17,7 @@ from ..system.json_file import open_regular
 from .shell import UNAVAILABLE, common_options, paint, print_json, say_error, wants_json
 
 PACKAGE = Path(__file__).resolve().parent.parent
-DEFAULT_FOLDER, TEACHER_FOLDER = "bitnet_ref_notebooks", "bitnet_ref_teacher"
+DEFAULT_FOLDER, TEACHER_FOLDER, NBGRADER_FOLDER = "bitnet_ref_notebooks", "bitnet_ref_teacher", "bitnet_ref_nbgrader"
 NO_JUPYTERLAB = 'JupyterLab is not installed: pip install "bitnet-ref[notebooks]"'
 
 
@@ -34,11 +34,14 @@ class Copied(NamedTuple):
     "--dir", "folder", type=click.Path(file_okay=False, path_type=Path), default=DEFAULT_FOLDER, show_default=True
 )
 @click.option("--teacher", is_flag=True, help="With solutions, hints, minutes and points; into a folder of its own.")
+@click.option("--nbgrader", is_flag=True, help="As source/NAME/NAME.ipynb of an nbgrader course; not opened.")
 @click.option("--no-launch", is_flag=True, help="Copy only.")
 @click.option("--force", is_flag=True, help="Overwrite notebooks that were changed.")
 @click.argument("jupyter_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- JUPYTERLAB_OPTIONS]")
 @common_options
-def lab(folder: Path, teacher: bool, no_launch: bool, force: bool, jupyter_options: tuple[str, ...]) -> None:
+def lab(
+    folder: Path, teacher: bool, nbgrader: bool, no_launch: bool, force: bool, jupyter_options: tuple[str, ...]
+) -> None:
     """Copy the notebooks and open them in JupyterLab. A notebook that you changed is left as it is.
 
     \b
@@ -47,9 +50,10 @@ def lab(folder: Path, teacher: bool, no_launch: bool, force: bool, jupyter_optio
     source = find_notebooks()
     if source is None:
         raise FormatError("this installation has no notebooks; install bitnet-ref again", path=PACKAGE)
-    if teacher and folder == Path(DEFAULT_FOLDER):
-        folder = Path(TEACHER_FOLDER)
-    done = copy_notebooks(source, folder, force, teacher)
+    if (teacher or nbgrader) and folder == Path(DEFAULT_FOLDER):
+        folder = Path(NBGRADER_FOLDER if nbgrader else TEACHER_FOLDER)
+    no_launch |= nbgrader
+    done = copy_notebooks(source, folder, force, "nbgrader" if nbgrader else "teacher" if teacher else None)
     missing = not no_launch and find_spec("jupyterlab") is None
     if wants_json():
         report = {"directory": str(folder), **done._asdict(), "launched": not no_launch and not missing}
@@ -86,19 +90,23 @@ def _read(file: Path) -> bytes:
         return opened.read()
 
 
-def copy_notebooks(source: Path, target: Path, force: bool = False, teacher: bool = False) -> Copied:
+def copy_notebooks(source: Path, target: Path, force: bool = False, edition: str | None = None) -> Copied:
     """Copy the notebooks and the modules they import. A changed file is not overwritten unless `force`.
 
-    teacher: notebooks have solutions, hints, minutes and points."""
-    done = Copied([], [], [])
+    edition: "teacher": notebooks have solutions, hints, minutes and points. "nbgrader": the notebooks alone, each in a
+    folder of its own under source/, as the source of an assignment."""
+    done, nbgrader = Copied([], [], []), edition == "nbgrader"
     with explain_os_errors(target):
         target.mkdir(parents=True, exist_ok=True)
         for file in sorted(source.iterdir()):
-            if not file.is_file() or file.suffix not in (".ipynb", ".py", ".md", ".txt"):
+            if not file.is_file() or file.suffix not in ((".ipynb",) if nbgrader else (".ipynb", ".py", ".md", ".txt")):
                 continue
             copy, content = target / file.name, _read(file)
-            if teacher and file.suffix == ".ipynb":
-                content = _for_teachers(content)
+            if edition is not None and file.suffix == ".ipynb":
+                content = _in_edition(content, edition)
+            if nbgrader:
+                copy = target / "source" / file.stem / file.name
+                copy.parent.mkdir(parents=True, exist_ok=True)
             if copy.exists() and _read(copy) == content:
                 done.unchanged.append(file.name)
             elif copy.exists() and not force:
@@ -110,7 +118,8 @@ def copy_notebooks(source: Path, target: Path, force: bool = False, teacher: boo
     return done
 
 
-def _for_teachers(notebook: bytes) -> bytes:
-    from ..crossval.exercises.teacher import teacher_edition
+def _in_edition(notebook: bytes, edition: str) -> bytes:
+    from ..crossval.exercises.teacher import nbgrader_edition, teacher_edition
 
-    return (json.dumps(teacher_edition(json.loads(notebook)), indent=1, ensure_ascii=False) + "\n").encode()
+    change = nbgrader_edition if edition == "nbgrader" else teacher_edition
+    return (json.dumps(change(json.loads(notebook)), indent=1, ensure_ascii=False) + "\n").encode()

@@ -85,7 +85,16 @@ def read_page(app, docname, source):
     elif path.endswith(".ipynb"):  # Sphinx wants to know the lexer of the cells
         notebook = json.loads(source[0])
         notebook["metadata"]["language_info"]["pygments_lexer"] = "python"
+        for cell in notebook["cells"]:
+            describe_figures(cell)
         source[0] = json.dumps(notebook)
+
+
+def describe_figures(cell):
+    """Put the text of a cell's figures where myst-nb looks for it; without it, it would write their file names."""
+    metadata = [output.get("metadata", {}).get("image/png", {}) for output in cell.get("outputs", [])]
+    if texts := [each["alt"] for each in metadata if "alt" in each]:
+        cell["metadata"]["mystnb"] = {"image": {"alt": " ".join(texts)}}
 
 
 def read_include(app, relative_path, docname, content):

@@ -50,34 +50,33 @@ READ_BY = {
 
 def download_runtime():
     """The folder with RUNTIME_FILES. Raises OSError with one line that says why there is none."""
-    folder = ROOT / "build" / RUNTIME.replace("@", "-")
-    if all((folder / name).is_file() for name in RUNTIME_FILES):
+    return download(RUNTIME, INTEGRITY, {name: f"dist/{name.removesuffix('.gz')}" for name in RUNTIME_FILES})
+
+
+def download(package, integrity, files):
+    """A folder with files {our name: path in the package} of an npm package; what ends in .gz is compressed by us.
+
+    Raises OSError with one line that says why there is none.
+    """
+    folder = ROOT / "build" / package.replace("@", "-")
+    if all((folder / name).is_file() for name in files):
         return folder
     if (npm := shutil.which("npm")) is None:
         raise OSError("npm is not installed")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as part:
-        command = [
-            npm,
-            "pack",
-            RUNTIME,
-            "--ignore-scripts",
-            "--silent",
-            "--fetch-retries=1",
-            "--pack-destination",
-            part,
-        ]
+        options = ("--ignore-scripts", "--silent", "--fetch-retries=1", "--pack-destination", part)
         try:
-            subprocess.run(command, check=True, capture_output=True, timeout=60, cwd=part)
+            subprocess.run([npm, "pack", package, *options], check=True, capture_output=True, timeout=60, cwd=part)
         except (subprocess.SubprocessError, OSError) as problem:
-            raise OSError(f"npm pack {RUNTIME} failed: {problem}") from problem
+            raise OSError(f"npm pack {package} failed: {problem}") from problem
         archive = next(Path(part).glob("*.tgz"))
         digest = "sha512-" + base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
-        if digest != INTEGRITY:
-            raise OSError(f"{RUNTIME} from npm: expected {INTEGRITY}, got {digest}")
-        with tarfile.open(archive) as package:
-            for name in RUNTIME_FILES:
-                data = package.extractfile(f"package/dist/{name.removesuffix('.gz')}").read()
+        if digest != integrity:
+            raise OSError(f"{package} from npm: expected {integrity}, got {digest}")
+        with tarfile.open(archive) as packed:
+            for name, path in files.items():
+                data = packed.extractfile(f"package/{path}").read()
                 (Path(part) / name).write_bytes(gzip.compress(data, mtime=0) if name.endswith(".gz") else data)
                 os.replace(Path(part) / name, folder / name)
     return folder

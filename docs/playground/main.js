@@ -7,7 +7,7 @@ import { Tokenizer } from "./tokenizer.js";
 const SHOWN = 10; // of the likeliest tokens
 const ZOOM = 16; // weights across
 const READ_AFTER_MS = 300; // without a key
-const state = {
+export const state = {
   facts: null, tokenizer: null, ort: null, weights: null, graphs: {},
   model: null, // the right one
   reading: null, // of the text, by the right model
@@ -16,12 +16,13 @@ const state = {
   at: 0, // the token that the panels show
   broken: null, // {bug, reading of the same text, nats: after each token, ids: its own text}
   busy: false, isStopped: false,
+  playsItself: false, // the first text is being written, which nobody asked for
 };
 globalThis.playground = state; // for the console, and for the tests
 const SLIDERS = ["temperature", "top_k", "top_p", "max_tokens"];
 const settings = () => Object.fromEntries(SLIDERS.map((name) => [name, Number($(name).value)]));
-const pause = () => new Promise((resolve) => setTimeout(resolve));
-const name = (id) => visible(state.tokenizer.text(id));
+export const pause = () => new Promise((resolve) => setTimeout(resolve));
+export const name = (id) => visible(state.tokenizer.text(id));
 
 function say(text, isProblem = false) {
   $("banner").textContent = text;
@@ -30,7 +31,7 @@ function say(text, isProblem = false) {
 }
 
 // One thing at a time: the buttons wait meanwhile.
-async function work(what) {
+export async function work(what) {
   if (state.busy) return;
   Object.assign(state, { busy: true, isStopped: false });
   enable();
@@ -46,13 +47,16 @@ async function work(what) {
 
 function enable() {
   const isReady = state.model !== null && !state.busy;
-  for (const button of [$("write"), $("one"), $("mend"), ...$("bugs").children]) button.disabled = !isReady;
+  for (const button of [$("write"), $("one"), $("mend"), ...$("bugs").children, ...document.querySelectorAll("#game button")]) button.disabled = !isReady;
   if (state.reading) $("one").disabled ||= state.reading.ids.length >= state.facts.config.context;
 }
+
+const isEmpty = () => !$("prompt").value.trim();
 
 // -- reading and writing ----------------------------------------------------------------------------------------------
 
 function promptIds() {
+  if (isEmpty()) throw new Error("The field is empty: write a beginning, as “Once upon a time”.");
   const ids = state.tokenizer.encode($("prompt").value), { context } = state.facts.config;
   if (ids.length >= context) throw new Error(`The text has ${ids.length} tokens; the model reads ${context}, with those that it writes.`);
   return ids;
@@ -71,9 +75,9 @@ async function readGiven(ids) {
 }
 
 // The ids that a model writes after a reading, as they come; the reading goes on with them.
-async function* writeOn(reading, count, draws) {
+export async function* writeOn(reading, count, draws, sampling) {
   for (let i = 0; i < count && reading.ids.length < state.facts.config.context && !state.isStopped; i++) {
-    const id = choose(distribution(reading.logits.at(-1), settings()), draws.next().value);
+    const id = choose(distribution(reading.logits.at(-1), sampling ?? settings()), draws.next().value);
     if (state.facts.ends.includes(id)) return;
     await reading.read([id]);
     await pause(); // for the screen and the stop button
@@ -159,6 +163,7 @@ function select(i) {
   drawAttention();
   drawInt8();
   drawKl();
+  document.dispatchEvent(new Event("token")); // for the tour
 }
 
 $("tokens").onkeydown = (event) => {
@@ -184,8 +189,8 @@ function showNext() {
   const largest = Math.max(...likeliest.map((id) => Math.max(own[id], drawn.get(id) ?? 0)));
   const after = state.reading.ids[state.at + 1];
   const model = looksBroken() ? "the broken model" : "the model";
-  const rule = choices.length > 1 ? `draws one of ${count(choices.length, "token")} by chance` : "always takes the likeliest token";
-  $("next-facts").textContent = `After ${name(reading.ids[state.at])} ${model} ${rule}. Choose one to go on with it.`;
+  const rule = choices.length > 1 ? `draws one of ${count(choices.length, "token")} by chance` : "will always choose the first of these";
+  $("next-facts").textContent = `After “${name(reading.ids[state.at])}” ${model} ${rule}. Choose one yourself to go on with it.`;
   const items = likeliest.map((id) => {
     const p = drawn.get(id) ?? 0;
     const item = choiceRow(name(id), p, largest, id === after, looksBroken() ? null : () => goOn(id));
@@ -255,7 +260,7 @@ function showKl() {
   const mean = nats.reduce((a, b) => a + b) / nats.length;
   const first = (logits) => distribution(logits, { temperature: 0 })[0].id;
   const others = right.logits.filter((logits, i) => first(logits) !== first(reading.logits[i])).length;
-  $("kl-facts").textContent = `KL divergence: ${mean.toFixed(4)} nats per token, at most ${Math.max(...nats).toFixed(3)}. Another likeliest token after ${others} of ${count(nats.length, "token")}.`;
+  $("kl-facts").textContent = `It would choose another first token after ${others} of ${count(nats.length, "token")}. Its probabilities are ${mean.toFixed(4)} nats per token from the right ones, at most ${Math.max(...nats).toFixed(3)} (KL divergence; 0 is the same).`;
   drawKl();
 }
 
@@ -515,6 +520,8 @@ $("prompt").oninput = () => {
     Object.assign(state, { given: Infinity });
     showTokens(state.tokenizer.encode($("prompt").value));
   }
+  if (state.playsItself) state.isStopped = true;
+  if (isEmpty()) return say("");
   waiting = setTimeout(() => (state.busy ? $("prompt").oninput() : state.model && work(() => readGiven(promptIds()))), READ_AFTER_MS);
 };
 $("write-form").onsubmit = (event) => {
@@ -570,7 +577,13 @@ async function start() {
   const graphs = await Promise.all(names.map((each) => fetchBytes(`${each}.onnx.gz`)));
   state.graphs = Object.fromEntries(names.map((each, i) => [each, graphs[i]]));
   state.model = await Model.open(state.ort, state.graphs.right, state.weights, state.facts.config);
-  await work(() => readGiven(promptIds()));
+  state.playsItself = true;
+  await work(async () => {
+    const before = $("prompt").value;
+    await readGiven(promptIds());
+    if ($("prompt").value === before) await write(settings().max_tokens);
+  });
+  state.playsItself = false;
 }
 
 start().catch((error) => say(error.message, true));

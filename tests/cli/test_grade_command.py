@@ -1,6 +1,7 @@
 """bitnet-ref grade: students' notebooks are run, and their points counted. And the teacher's edition of `lab`."""
 
 import json
+import re
 
 import pytest
 from cli_runs import invoke, invoke_json
@@ -88,7 +89,7 @@ def test_teachers_get_solutions_and_a_plan(tmp_path):
         assert f"**{points}** |" in "".join(added[0]["source"])
         assert len({cell["id"] for cell in theirs["cells"]}) == len(theirs["cells"])
     assert facts["copied"]
-    assert copy_notebooks(find_notebooks(), tmp_path, teacher=True).copied == []
+    assert copy_notebooks(find_notebooks(), tmp_path, edition="teacher").copied == []
     assert copy_notebooks(find_notebooks(), tmp_path).kept  # a student's notebooks do not overwrite them
 
 
@@ -99,3 +100,36 @@ def test_the_teachers_edition_is_a_copy():
     assert json.dumps(notebook) == before
     assert len(edition["cells"]) > len(notebook["cells"])
     assert "| Exercises |" in plan_text(notebook)
+
+
+def test_nbgrader_gets_cells_to_solve_and_locked_checks(tmp_path):
+    facts = invoke_json("lab", "--nbgrader", "--dir", tmp_path)
+    names = [path.stem for path in sorted(find_notebooks().glob("*.ipynb"))]
+    assert not facts["launched"]
+    points = {}
+    for name in names:
+        cells = json.loads((tmp_path / "source" / name / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+        assert len({cell["id"] for cell in cells}) == len(cells)
+        fields = [cell["metadata"].get("nbgrader") for cell in cells]
+        for i, cell in enumerate(cells):
+            for each in exercises_in(cell):
+                assert (fields[i]["grade"], fields[i]["locked"], fields[i]["solution"]) == (True, True, False)
+                assert "TODO" not in "".join(cell["source"])
+                points[each.name] = fields[i]["points"]
+                begun, solution = "".join(cells[i - 1]["source"]).split("### BEGIN SOLUTION")
+                assert fields[i - 1]["solution"]
+                assert "TODO" in begun
+                assert "check" not in begun.replace("checkpoint", "")
+                assert each.solution in solution
+    assert points == {each.name: each.points for each in EXERCISES.values()}
+
+
+def test_the_guides_minutes_and_points_are_those_of_the_plans():
+    guide = (find_notebooks().parent / "docs" / "teaching.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| (\S+ · .+?) \| (\d+ \| \d+ \| \d+) \| \d+ \|$", guide, re.MULTILINE))
+    plans = {}
+    for path in sorted(find_notebooks().glob("*.ipynb")):
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        title = "".join(notebook["cells"][0]["source"]).partition("\n")[0].removeprefix("# ")
+        plans[title] = re.search(r"\*\*together\*\* \| (.+) \|", plan_text(notebook))[1].replace("*", "")
+    assert told == plans

@@ -15,6 +15,7 @@ import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.crossval.exercises import EXERCISES, Check, tensors
+from bitnet_ref.crossval.exercises.lessons import byte_pairs
 from bitnet_ref.crossval.exercises.quiz import LETTERS, QUIZZES, quiz_code, quiz_text
 from bitnet_ref.notebook import NextToken
 from bitnet_ref.reference import layers, quantization
@@ -52,6 +53,37 @@ class Case:
 
 
 CASES = {
+    "0.1": Case(
+        [
+            (lambda symbols, pair: symbols, "Nothing was merged"),
+            (Edit("i += 2", "i += 1"), "one was used twice"),
+            (Edit("            i += 2", "            return [*out, *symbols[i + 2:]]"), "Only the first pair"),
+            (Edit("i < len(symbols)", "i < len(symbols) - 1"), "The pieces together are"),
+            (lambda symbols, pair: byte_pairs.merged_from_the_right(symbols, pair), "from the left"),
+            (lambda symbols, pair: "".join(symbols), "A list of pieces is wanted"),
+        ],
+        [lambda symbols, pair: tuple(byte_pairs.merge(symbols, pair))],
+    ),
+    "0.2": Case(
+        [
+            (lambda word, merges: list(word), "apply the merges"),
+            (Edit("in merges", "in merges[::-1]"), "in reverse"),
+            (Edit("in merges", "in merges[:1]"), "Only the first merge"),
+            (lambda word, merges: byte_pairs.from_the_left(word), "learned first"),
+            (lambda word, merges: word, "A list of pieces is wanted"),
+            (Edit("list(word)", "list(word[1:])"), "The pieces together are"),
+        ],
+    ),
+    "0.3": Case(
+        [
+            (Edit("    cosine[i] = -np.inf\n", ""), "nearest to itself"),
+            (lambda table, i: byte_pairs.others(table @ table[i], i).argmax(), "prefers long rows"),
+            (Edit("cosine[i] = -np.inf\n    return cosine.argmax()", "return cosine.argmin()"), "least like it"),
+            (lambda table, i: byte_pairs.others(-((table - table[i]) ** 2).sum(1), i).argmax(), "nearest by distance"),
+            (Edit("argmax", "max"), "the row's number is wanted"),
+            (lambda table, i: table[i], "One number is wanted"),
+        ],
+    ),
     "1.1": Case(
         [
             (0.4307, "the scale is twice that"),
@@ -658,7 +690,7 @@ def notebook():
     names = {**check._pieces, **vars(given()), "Backend": Backend, "quantization": quantization, "replace": replace}
     names |= {"model": story, "L": 6, "N": len(ids), "compare": None}
     for exercise in EXERCISES.values():
-        if exercise.lesson == "3b":
+        if exercise.lesson in ("0", "3b"):
             exec(exercise.solution, names)
     return check, names
 

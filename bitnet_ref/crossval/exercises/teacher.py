@@ -1,4 +1,4 @@
-"""The teacher's edition of a notebook: minutes and points of its sections, and solutions below the exercises."""
+"""Editions of a notebook: for teachers, with minutes, points and solutions; and as the source of an nbgrader course."""
 
 from __future__ import annotations
 
@@ -38,6 +38,37 @@ def teacher_edition(notebook: dict[str, Any]) -> dict[str, Any]:
     cells.insert(1, note("teacher-plan", plan_text(notebook)))
     out["cells"] = cells
     return out
+
+
+def nbgrader_edition(notebook: dict[str, Any]) -> dict[str, Any]:
+    """A copy as the source of an nbgrader assignment: each exercise is a cell with its solution, which
+    `nbgrader generate_assignment` takes out, and a locked cell with the check, which has the points.
+
+    Source: nbgrader's documentation, "Cell metadata", schema 3.
+    """
+    out = copy.deepcopy(notebook)
+    cells: list[dict[str, Any]] = []
+    for cell in out["cells"]:
+        cells.append(cell)
+        for each in exercises_in(cell):
+            begun, check = source_of(cell).rsplit("\n", 1)
+            solved = f"{begun.rstrip()}\n\n### BEGIN SOLUTION\n{each.solution}\n### END SOLUTION"
+            answered = f'check.answers["{each.name}"]'
+            tested = f'{check}\nassert {answered}.status == "right", {answered}.text'
+            cells.append(copy.deepcopy(cell) | {"id": f"{cell['id']}-check"})
+            for part, text, points in ((cell, solved, None), (cells[-1], tested, each.points)):
+                part |= {"source": text.splitlines(keepends=True), "outputs": [], "execution_count": None}
+                part["metadata"]["nbgrader"] = _nbgrader_fields(part["id"], points)
+    out["cells"] = cells
+    return out
+
+
+def _nbgrader_fields(cell_id: str, points: int | None) -> dict[str, Any]:
+    """points: of a cell with tests; None: of a cell that the student writes."""
+    fields = {"schema_version": 3, "grade_id": cell_id, "task": False}
+    if points is None:
+        return fields | {"grade": False, "locked": False, "solution": True}
+    return fields | {"grade": True, "locked": True, "solution": False, "points": points}
 
 
 def note(name: str, text: str) -> dict[str, Any]:

@@ -1,0 +1,190 @@
+"""Notebook 0: from text to tokens, and from tokens to vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ....reference.layers import Array
+from ..answers import as_number
+from ..declare import Wrong, draws, exercise, run
+
+Symbols = list[str]
+Pair = tuple[str, str]
+
+
+def merge(symbols: Sequence[str], pair: Pair, step: int = 2, limit: int = 1 << 30) -> Symbols:
+    """Each occurrence of the pair as one symbol. step, limit: for mistakes, how far it goes on, and how often."""
+    out, i = Symbols(), 0
+    while i < len(symbols):
+        if tuple(symbols[i : i + 2]) == pair and limit > 0:
+            out.append("".join(pair))
+            i, limit = i + step, limit - 1
+        else:
+            out.append(symbols[i])
+            i += 1
+    return out
+
+
+def merged_from_the_right(symbols: Sequence[str], pair: Pair) -> Symbols:
+    turned = merge([each[::-1] for each in symbols[::-1]], (pair[1][::-1], pair[0][::-1]))
+    return [each[::-1] for each in turned[::-1]]
+
+
+def expect_symbols(given: Any, right: Symbols, mistakes: dict[str, Symbols]) -> None:
+    """Raises Wrong unless the pieces are these. mistakes: sentence -> the pieces that this mistake gives."""
+    if isinstance(given, str) or not isinstance(given, (list, tuple, np.ndarray)):
+        raise Wrong(f"A list of pieces is wanted, not {type(given).__name__}.")
+    mine = [str(each) for each in given]
+    if mine == right:
+        return
+    for sentence, wrong in mistakes.items():
+        if mine == wrong:
+            raise Wrong(f"{sentence}: {wrong}; it is {right}.")
+    if "".join(mine) != "".join(right):
+        raise Wrong(f"The pieces together are {''.join(mine)!r}; the text is {''.join(right)!r}.")
+    raise Wrong(f"Your pieces are {mine}; they are {right}.")
+
+
+@exercise(
+    "0.1",
+    "merge",
+    hints=(
+        "Go through the list with an index i. If symbols[i] and symbols[i + 1] are the pair, append both as one.",
+        "After a merge go on at i + 2, otherwise at i + 1. A slice such as symbols[i:i + 2] never goes too far.",
+    ),
+    solution="""
+def merge(symbols, pair):
+    out, i = [], 0
+    while i < len(symbols):
+        if tuple(symbols[i:i + 2]) == tuple(pair):
+            out.append(pair[0] + pair[1])
+            i += 2
+        else:
+            out.append(symbols[i])
+            i += 1
+    return out
+""",
+    minutes=10,
+)
+def merge_pairs(answer: Any) -> str:
+    for text, pair in (("that cat", ("a", "t")), ("aaab", ("a", "a")), ("abab", ("a", "b")), ("xyz", ("a", "b"))):
+        symbols = list(text)
+        mistakes = {
+            "Nothing was merged": symbols,
+            "After a merge go on behind both symbols: one was used twice": merge(symbols, pair, step=1),
+            "Only the first pair was merged": merge(symbols, pair, limit=1),
+            "Go from the left to the right": merged_from_the_right(symbols, pair),
+        }
+        right = merge(symbols, pair)
+        expect_symbols(
+            run(answer, symbols, pair), right, {say: wrong for say, wrong in mistakes.items() if wrong != right}
+        )
+    return "Also of aaa it makes aa and a."
+
+
+MERGES: list[Pair] = [("a", "t"), ("t", "h"), ("th", "e"), ("c", "at"), ("s", "c"), ("h", "at")]
+
+
+@exercise(
+    "0.2",
+    "encode",
+    hints=(
+        "Begin with list(word), its characters.",
+        "Take the merges in the order in which they were learned, and apply merge to the whole word for each.",
+    ),
+    solution="""
+def encode(word, merges):
+    symbols = list(word)
+    for pair in merges:
+        symbols = merge(symbols, pair)
+    return symbols
+""",
+)
+def encode_by_merges(answer: Any) -> str:
+    words = ("that", "scat", "thehat", "q")
+    mistakes: dict[str, Callable[[str], Symbols]] = {
+        "These are the characters; apply the merges": list,
+        "Only the first merge was applied": lambda word: apply(word, MERGES[:1]),
+        "The merges were applied in reverse": lambda word: apply(word, MERGES[::-1]),
+        "The pair at the left was merged first; take the merge that was learned first": from_the_left,
+    }
+    given = {word: run(answer, word, MERGES) for word in words}
+    fitting = {say: wrong for say, wrong in mistakes.items() if all(list(given[word]) == wrong(word) for word in words)}
+    for word in words:
+        right = apply(word, MERGES)
+        expect_symbols(given[word], right, {say: wrong(word) for say, wrong in fitting.items()})
+    return "The order of the merges decides, not the order of the letters."
+
+
+def apply(word: str, merges: Sequence[Pair]) -> Symbols:
+    symbols = list(word)
+    for pair in merges:
+        symbols = merge(symbols, pair)
+    return symbols
+
+
+def from_the_left(word: str) -> Symbols:
+    symbols = list(word)
+    while pairs := [each for each in pairwise(symbols) if each in MERGES]:
+        symbols = merge(symbols, pairs[0], limit=1)
+    return symbols
+
+
+def cosines(table: Array, i: int) -> Array:
+    return np.asarray(table @ table[i] / np.linalg.norm(table, axis=1))
+
+
+def others(values: Array, i: int) -> Array:
+    """The values with that of row i itself made the smallest."""
+    return np.where(np.arange(len(values)) == i, -np.inf, values)
+
+
+# What a student may compute in place of the nearest row's number: the sentence, and how
+NEAREST: dict[str, Callable[[Array, int], Any]] = {
+    "Every row is nearest to itself: leave it out.": lambda table, i: i,
+    "The dot product alone prefers long rows: divide by the lengths.": lambda table, i: others(
+        table @ table[i], i
+    ).argmax(),
+    "That is the nearest by distance; the direction counts, not the length.": lambda table, i: others(
+        -np.linalg.norm(table - table[i], axis=1), i
+    ).argmax(),
+    "That row is the least like it: take the largest cosine.": lambda table, i: cosines(table, i).argmin(),
+    "That is the cosine itself; the row's number is wanted: argmax.": lambda table, i: (
+        others(cosines(table, i), i).max() / np.linalg.norm(table[i])
+    ),
+}
+
+
+@exercise(
+    "0.3",
+    "nearest",
+    hints=(
+        "table @ table[i] has the dot product of row i with each row. np.linalg.norm(table, axis=1) has the lengths.",
+        "Set the value of row i itself to -np.inf, then take argmax.",
+    ),
+    solution="""
+def nearest(table, i):
+    cosine = table @ table[i] / np.linalg.norm(table, axis=1) / np.linalg.norm(table[i])
+    cosine[i] = -np.inf
+    return cosine.argmax()
+""",
+    minutes=10,
+)
+def nearest_row(answer: Any) -> str:
+    for seed in (3, 4, 5):
+        draw = draws(seed)
+        while True:  # until each mistake gives another row
+            table, i = draw.normal(size=(12, 4)) * draw.uniform(0.3, 3, (12, 1)), int(draw.integers(12))
+            right = int(others(cosines(table, i), i).argmax())
+            wrong = {say: float(mistake(table, i)) for say, mistake in NEAREST.items()}
+            if len({right, *wrong.values()}) == 1 + len(wrong):
+                break
+        mine = as_number(run(answer, table, i))
+        if mine != right:
+            say = next((say for say, value in wrong.items() if abs(value - mine) < 1e-6), "")
+            raise Wrong(say or f"Row {mine:g} is not the nearest of row {i}; it is row {right}.")
+    return "It compares directions, whatever the lengths."

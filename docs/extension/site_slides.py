@@ -1,0 +1,166 @@
+"""Slides of the notebooks: a page for each, with reveal.js beside it, so that they need no network.
+
+    python docs/extension/site_slides.py FOLDER     writes the slides alone; reveal.js is downloaded by npm, once
+
+A heading begins a slide, and what does not fit on it goes on below. A figure has a slide of its own. Cells that only
+assert, and the code of figures, are left out; a long source scrolls. Without npm the site has no slides, and the
+build says so.
+"""
+
+import json
+import os
+import shutil
+import sys
+from html import escape
+from pathlib import Path
+
+from latex2mathml.converter import convert
+from markdown_it import MarkdownIt
+from mdit_py_plugins.dollarmath import dollarmath_plugin
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
+from site_playground import ROOT, download
+
+REVEAL = "reveal.js@5.2.1"
+INTEGRITY = "sha512-r7//6mIM5p34hFiDMvYfXgyjXqGRta+/psd9YtytsgRlrpRzFv4RbH76TXd2qD+7ZPZEbpBDhdRhJaFgfQ7zNQ=="
+FILES = {"reveal.js": "dist/reveal.js", "reveal.css": "dist/reveal.css"}
+LINES = 15  # of a slide
+LETTERS = 84  # of a line of text
+MARKDOWN = (
+    MarkdownIt("commonmark")
+    .enable("table")
+    .use(
+        dollarmath_plugin,
+        renderer=lambda formula, options: convert(formula, display="block" if options["display_mode"] else "inline"),
+    )
+)
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><link rel="stylesheet" href="reveal.css"><link rel="stylesheet" href="slides.css"></head>
+<body><div class="reveal"><div class="slides">
+{slides}
+</div></div>
+<script src="reveal.js"></script>
+<script>Reveal.initialize({{
+  width: 1280, height: 720, margin: 0.04, hash: true, center: false, transition: "none", slideNumber: "c/t",
+}});</script>
+</body></html>
+"""
+INDEX = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Slides of the course</title><link rel="stylesheet" href="slides.css"></head>
+<body class="index"><h1>Slides of the course</h1><p>Arrows move, Esc shows all slides, ? the keys.</p><ul>
+{links}
+</ul></body></html>
+"""
+
+
+def slides_of(notebook):
+    """Slides, each a list of pages that follow downwards; a page is a list of HTML."""
+    slides, room = [], 0
+    for begins, height, html in parts_of(notebook):
+        if begins:
+            slides.append([[]])
+            room = LINES
+        elif height > room and slides[-1][-1]:
+            slides[-1].append([])
+            room = LINES
+        slides[-1][-1].append(html)
+        room -= height
+    return slides
+
+
+def parts_of(notebook):
+    """(whether it begins a slide, its lines, HTML) of what is shown of the cells."""
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            for paragraph in paragraphs(source):
+                begins = paragraph.startswith("#")
+                yield (
+                    begins,
+                    1 + len(paragraph) / LETTERS + paragraph.count("\n- ") + begins,
+                    MARKDOWN.render(paragraph),
+                )
+            continue
+        hidden = cell["metadata"].get("jupyter", {}).get("source_hidden") or cell["id"] == "colab"
+        lines = [line for line in source.splitlines() if line.strip() and not line.startswith(("assert ", "show("))]
+        if lines and not hidden:
+            yield (
+                False,
+                1 + 0.75 * (source.count("\n") + 1),
+                highlight(source, PythonLexer(), HtmlFormatter(nowrap=False)),
+            )
+        for output in cell["outputs"]:
+            yield from shown_output(output)
+
+
+def paragraphs(source):
+    """A cell's text cut at empty lines, without the badges; a heading stays with what follows it."""
+    parts = [part for part in source.split("\n\n") if not part.startswith("[![") and part.strip()]
+    while parts:
+        part = parts.pop(0)
+        yield f"{part}\n\n{parts.pop(0)}" if part.startswith("#") and "\n" not in part and parts else part
+
+
+def shown_output(output):
+    """(False, lines, HTML) of a picture, a table or a text."""
+    data = output.get("data", {})
+    if "image/png" in data:
+        alt = output["metadata"].get("image/png", {}).get("alt", "")
+        picture = f"data:image/png;base64,{data['image/png'].strip()}"
+        yield False, LINES, f'<div class="figure"><img alt="{escape(alt)}" src="{picture}"></div>'
+    elif "text/markdown" in data:
+        text = "".join(data["text/markdown"])
+        yield False, 1 + 0.75 * text.count("\n"), MARKDOWN.render(text)
+    elif text := "".join(output.get("text", data.get("text/plain", ""))).rstrip():
+        yield False, 1 + 0.75 * (text.count("\n") + 1), f'<pre class="output">{escape(text)}</pre>'
+
+
+def page_of(notebook):
+    """(title, HTML) of a notebook."""
+    title = "".join(notebook["cells"][0]["source"]).partition("\n")[0].removeprefix("# ")
+    slides = []
+    for pages in slides_of(notebook):
+        inner = "".join(f"<section>{''.join(parts)}</section>\n" for parts in pages)
+        slides.append(f"<section>{inner}</section>" if len(pages) > 1 else inner)
+    return title, PAGE.format(title=escape(title), slides="\n".join(slides))
+
+
+def write_slides(folder):
+    """Write the slides of all notebooks into a folder. Raises OSError where reveal.js cannot be had."""
+    reveal = download(REVEAL, INTEGRITY, FILES)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name in FILES:
+        shutil.copy2(reveal / name, folder)
+    light, dark = (HtmlFormatter(style=name).get_style_defs(".highlight") for name in ("friendly", "monokai"))
+    style = f"{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}\n"
+    style += (Path(__file__).parent / "slides.css").read_text(encoding="utf-8")
+    (folder / "slides.css").write_text(style, encoding="utf-8")
+    links = []
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        title, page = page_of(json.loads(path.read_text(encoding="utf-8")))
+        (folder / f"{path.stem}.html").write_text(page, encoding="utf-8")
+        links.append(f'<li><a href="{path.stem}.html">{escape(title)}</a></li>')
+    (folder / "index.html").write_text(INDEX.format(links="\n".join(links)), encoding="utf-8")
+
+
+def write(app, problem):
+    if problem is None and app.builder.name == "html":
+        try:
+            write_slides(Path(app.outdir) / "slides")
+        except OSError as missing:
+            if os.environ.get("BITNET_REF_PLAYGROUND") == "required":
+                raise
+            print(f"slides: none ({missing})")
+
+
+def setup(app):
+    app.connect("build-finished", write)
+    return {"parallel_read_safe": True}
+
+
+if __name__ == "__main__":
+    write_slides(Path(sys.argv[1]))

@@ -1,0 +1,498 @@
+// A model's files, dropped on the page -> {config, parts, tokenizer}. GGUF, and safetensors of Hugging Face or bitnet_ref.
+// What this page cannot run as the package would is refused, with the reason; every tensor of a file must be used.
+
+import { roundHalfToEven } from "./transformer.js";
+import { BytePairTokenizer, Tokenizer, readSentencePieces } from "./tokenizer.js";
+
+const MAX_HEADER = 64 << 20, MAX_CONTEXT = 2048, CONVERT = "`bitnet-ref convert FILE OUT --to native` writes a file that it can";
+const ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"], FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"];
+const LINEARS = [...ATTENTION.map((part) => `attn.${part}`), ...FEED_FORWARD.map((part) => `mlp.${part}`)];
+const round = Math.fround;
+
+// tell: gets a line of progress
+export async function openModel(files, matrices, tell = () => {}) {
+  const weights = files.filter(({ name }) => /\.(gguf|safetensors)$/.test(name));
+  if (weights.length !== 1) throw new Error(`Expected one .gguf or .safetensors file, got ${weights.length}. A model in several files: ${CONVERT}.`);
+  const [file] = weights, isGguf = file.name.endsWith(".gguf");
+  const reader = isGguf ? await Gguf.open(file) : await Safetensors.open(file, files);
+  const config = reader.config, parts = {};
+  const put = async (name, rows, columns) => (parts[name] = arrange(await reader.linear(name, rows, columns), matrices));
+  await put("embedding", config.vocabulary, config.hidden);
+  parts.lm_head = parts.embedding;
+  if (!config.tied) await put("lm_head", config.vocabulary, config.hidden);
+  parts.final_norm = await reader.norm("final_norm", config.hidden);
+  const query = config.heads * config.headSize, keys = config.kvHeads * config.headSize;
+  const shapes = [[query, config.hidden], [keys, config.hidden], [keys, config.hidden], [config.hidden, query]];
+  shapes.push([config.ffn, config.hidden], [config.ffn, config.hidden], [config.hidden, config.ffn]);
+  const norms = { attn_norm: config.hidden, ffn_norm: config.hidden };
+  if (config.subNorms) Object.assign(norms, { attn_sub_norm: query, ffn_sub_norm: config.ffn });
+  if (config.headNorms) Object.assign(norms, { q_norm: config.headSize, k_norm: config.headSize });
+  for (let i = 0; i < config.layers; i++) {
+    tell(`Reading layer ${i + 1} of ${config.layers}.`);
+    for (const [name, size] of Object.entries(norms)) parts[`blocks.${i}.${name}`] = await reader.norm(`blocks.${i}.${name}`, size);
+    for (const [j, name] of LINEARS.entries()) await put(`blocks.${i}.${name}`, ...shapes[j]);
+  }
+  const rest = reader.names.filter((name) => !reader.taken.has(name));
+  if (rest.length) throw reader.refuse(rest[0], `is a tensor that this page does not run (${rest.length} are left)`);
+  return { config, parts, tokenizer: reader.tokenizer() };
+}
+
+// What a reader gives of a linear, in the form that it is multiplied in.
+function arrange({ codes, values, rows, columns, scale, scales, group, bias }, matrices) {
+  if (values) return { values, rows, columns, bias };
+  if (group) return { codes, scales, group, rows, columns, bias };
+  return { matrix: matrices.add(codes, rows, columns), scale, bias };
+}
+
+class Reader {
+  constructor(file) {
+    Object.assign(this, { file, taken: new Set(), tokenizerFiles: {} });
+  }
+
+  refuse(field, message) {
+    return new Error(`${this.file.name}: ${field}: ${message}`);
+  }
+
+  async bytes(start, size) {
+    return new Uint8Array(await this.file.slice(start, start + size).arrayBuffer());
+  }
+
+  // The tensor's entry, which must have this shape.
+  entry(name, shape) {
+    const tensor = this.tensors.get(name);
+    if (!tensor) throw this.refuse(name, "the tensor is missing");
+    if (tensor.shape.join() !== shape.join()) throw this.refuse(name, `expected the shape ${shape}, got ${tensor.shape}`);
+    this.taken.add(name);
+    return tensor;
+  }
+
+  get names() {
+    return [...this.tensors.keys()];
+  }
+
+  check(fields) {
+    for (const [field, value] of Object.entries(fields))
+      if (!(Number.isInteger(value) && value > 0)) throw this.refuse(field, `expected a whole number above 0, got ${value}`);
+    if (fields.heads % fields.kvHeads || fields.headSize % 2) throw this.refuse("heads", `${fields.heads} over ${fields.kvHeads} of ${fields.headSize} numbers`);
+    return { ...fields, context: Math.min(fields.context, MAX_CONTEXT) };
+  }
+
+  checkScale(name, scale) {
+    if (!(scale > 0 && scale < Infinity)) throw this.refuse(name, `expected a scale above 0, got ${scale}`);
+    return scale;
+  }
+
+  checkCodes(name, codes) {
+    if (codes.some((code) => code > 2)) throw this.refuse(name, "holds the invalid ternary code 3");
+    return codes;
+  }
+}
+
+// Floats of -s, 0 and +s -> {codes, scale}; null for others.
+function splitTernary(values) {
+  const scale = values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
+  if (scale < 1e-5 || !values.every((value) => value === 0 || Math.abs(value) === scale)) return null;
+  return { codes: Uint8Array.from(values, (value) => Math.sign(value) + 1), scale };
+}
+
+// Masters, by their absmean.
+function quantize(values) {
+  const scale = Math.max(round(values.reduce((sum, value) => sum + Math.abs(value), 0) / values.length), round(1e-5));
+  const inverse = round(1 / scale);
+  return { codes: Uint8Array.from(values, (value) => Math.max(-1, Math.min(1, roundHalfToEven(round(value * inverse)))) + 1), scale };
+}
+
+// -- number formats ---------------------------------------------------------------------------------------------------
+
+const words = (bytes, Type) => new Type(bytes.buffer, bytes.byteOffset, bytes.byteLength / Type.BYTES_PER_ELEMENT);
+const bits = new Uint32Array(1), bitsAsFloat = new Float32Array(bits.buffer);
+
+function bfloat16(value) {
+  bits[0] = value << 16;
+  return bitsAsFloat[0];
+}
+
+function float16(value) {
+  const sign = value & 0x8000 ? -1 : 1, exponent = (value >> 10) & 31, fraction = value & 1023;
+  if (exponent === 31) return fraction ? NaN : sign * Infinity;
+  return sign * (exponent ? (1 + fraction / 1024) * 2 ** (exponent - 15) : fraction * 2 ** -24);
+}
+
+const FLOATS = {
+  F32: (bytes) => words(bytes, Float32Array),
+  F16: (bytes) => Float32Array.from(words(bytes, Uint16Array), float16),
+  BF16: (bytes) => Float32Array.from(words(bytes, Uint16Array), bfloat16),
+};
+
+// Ternary blocks: values of a block, its bytes, where the float16 scale is, and code(block, j) of a value.
+const BLOCKS = {
+  TQ1_0: { values: 256, bytes: 54, scaleAt: 52, code: tq1_0 },
+  TQ2_0: { values: 256, bytes: 66, scaleAt: 64, code: (block, j) => block[32 * (j >> 7) + (j & 31)] >> (2 * ((j >> 5) & 3)) },
+  Q2_0: { values: 64, bytes: 18, scaleAt: 0, code: (block, j) => block[2 + (j >> 2)] >> (2 * (j & 3)) },
+};
+const SPANS = [[0, 32, 0], [32, 16, 160], [48, 4, 240]]; // of TQ1_0: first byte, bytes, first value
+
+// Five trits of a byte: the fraction 0.t0 t1 t2 t3 t4 in base 3, times 256.
+function tq1_0(block, j) {
+  const [first, bytes, start] = SPANS[j < 160 ? 0 : j < 240 ? 1 : 2], at = j - start;
+  return (((block[first + (at % bytes)] * 3 ** Math.floor(at / bytes)) & 255) * 3) >> 8;
+}
+
+function decodeBlocks(bytes, { values, bytes: size, scaleAt, code }) {
+  const blocks = bytes.length / size, codes = new Uint8Array(blocks * values), scales = new Float32Array(blocks);
+  for (let i = 0; i < blocks; i++) {
+    const block = bytes.subarray(i * size, (i + 1) * size);
+    scales[i] = float16(block[scaleAt] | (block[scaleAt + 1] << 8));
+    for (let j = 0; j < values; j++) codes[i * values + j] = code(block, j) & 3;
+  }
+  return { codes, scales };
+}
+
+// -- GGUF -------------------------------------------------------------------------------------------------------------
+
+const TYPES = { 0: ["F32", 1, 4], 1: ["F16", 1, 2], 30: ["BF16", 1, 2], 34: ["TQ1_0", 256, 54], 35: ["TQ2_0", 256, 66], 42: ["Q2_0", 64, 18] };
+const KNOWN = { 2: "Q4_0", 8: "Q8_0", 12: "Q4_K", 14: "Q6_K", 36: "I2_S", 38: "TL1", 39: "TL2" }; // and not run
+const ARCHITECTURES = {
+  "bitnet-b1.58": { activation: "relu2", subNorms: true },
+  "bitnet-25": { activation: "relu2", subNorms: true },
+  bitnet: { activation: "silu", subNorms: true },
+  llama: { activation: "silu", isPermuted: true },
+  qwen3: { activation: "silu", headNorms: true },
+};
+const READ_KEYS = [
+  ...["context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size", "hidden_activation"],
+  ...["attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"],
+  ...["attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count", "rope.scaling.type"],
+];
+const GGUF_LINEARS = { q_proj: "attn_q", k_proj: "attn_k", v_proj: "attn_v", o_proj: "attn_output", gate_proj: "ffn_gate", up_proj: "ffn_up", down_proj: "ffn_down" };
+const GGUF_NAMES = { embedding: "token_embd", final_norm: "output_norm", lm_head: "output", q_norm: "attn_q_norm", k_norm: "attn_k_norm", ...GGUF_LINEARS };
+const FLOAT_INPUTS = /trilm|spectra|bitcpm|maple/i; // names of models that are trained with inputs in float
+
+class Cursor {
+  constructor(bytes, name) {
+    Object.assign(this, { bytes, name, at: 0, view: new DataView(bytes.buffer) });
+  }
+  take(size) {
+    if (!(size <= this.bytes.length - this.at)) throw new Error(`${this.name}: the header is damaged or cut off near byte ${this.at}`);
+    this.at += size;
+    return this.at - size;
+  }
+  number(method, size) {
+    return Number(this.view[method](this.take(size), true));
+  }
+  count = () => this.number("getBigUint64", 8);
+  type = () => this.number("getUint32", 4);
+  text() {
+    const size = this.count(), at = this.take(size);
+    return new TextDecoder().decode(this.bytes.subarray(at, at + size));
+  }
+  value(type) {
+    const sizes = ["getUint8 1", "getInt8 1", "getUint16 2", "getInt16 2", "getUint32 4", "getInt32 4", "getFloat32 4", "getUint8 1", , , "getBigUint64 8", "getBigInt64 8", "getFloat64 8"];
+    if (type === 8) return this.text();
+    if (type === 9) {
+      const inner = this.type(), size = this.count();
+      if (size > this.bytes.length - this.at) this.take(size);
+      return Array.from({ length: size }, () => this.value(inner));
+    }
+    if (!sizes[type]) throw new Error(`${this.name}: unknown type ${type} of metadata near byte ${this.at}`);
+    const [method, size] = sizes[type].split(" ");
+    return type === 7 ? this.number(method, 1) !== 0 : this.number(method, Number(size));
+  }
+}
+
+class Gguf extends Reader {
+  static async open(file) {
+    const reader = new Gguf(file), cursor = new Cursor(await reader.bytes(0, Math.min(file.size, MAX_HEADER)), file.name);
+    if (cursor.type() !== 0x46554747) throw reader.refuse("magic", "not a GGUF file");
+    const version = cursor.type(), tensors = cursor.count(), keys = cursor.count();
+    if (version !== 2 && version !== 3) throw reader.refuse("version", `expected 2 or 3, got ${version}`);
+    reader.metadata = {};
+    for (let i = 0; i < keys; i++) {
+      const key = cursor.text();
+      reader.metadata[key] = cursor.value(cursor.type());
+    }
+    reader.tensors = new Map();
+    for (let i = 0; i < tensors; i++) {
+      const name = cursor.text(), shape = Array.from({ length: Math.min(cursor.type(), 5) }, cursor.count).reverse();
+      reader.tensors.set(name, { shape, type: cursor.type(), offset: cursor.count() });
+    }
+    const alignment = reader.metadata["general.alignment"] ?? 32;
+    reader.start = Math.ceil(cursor.at / alignment) * alignment;
+    await reader.checkTypes();
+    reader.readConfig();
+    return reader;
+  }
+
+  async checkTypes() {
+    for (const [name, tensor] of this.tensors) {
+      if (!TYPES[tensor.type]) {
+        const type = KNOWN[tensor.type] ?? `of type ${tensor.type}`, why = type === "I2_S" ? ", whose three layouts no field tells apart" : "";
+        throw this.refuse(name, `is ${type}${why}. This page runs ${Object.values(TYPES).map(([kind]) => kind).join(", ")}; ${CONVERT}`);
+      }
+      const [kind, values, bytes] = TYPES[tensor.type], total = tensor.shape.reduce((a, b) => a * b, 1);
+      Object.assign(tensor, { kind, size: (total / values) * bytes });
+      if (tensor.shape.at(-1) % values) throw this.refuse(name, `rows of ${tensor.shape.at(-1)} are no whole blocks of ${kind}`);
+      if (this.start + tensor.offset + tensor.size > this.file.size) throw this.refuse(name, "goes beyond the end of the file");
+    }
+    const ends = [...this.tensors.values()].map(({ offset }) => offset).sort((a, b) => a - b);
+    for (const [name, { kind, offset, size }] of this.tensors) {
+      const next = ends.find((other) => other > offset) ?? this.file.size - this.start;
+      if (kind === "Q2_0" && (next - offset < size || next - offset >= size + 64)) throw this.refuse(name, "id 42 has blocks of another size here than Q2_0 of 64");
+    }
+  }
+
+  readConfig() {
+    const { metadata } = this, name = metadata["general.architecture"], architecture = ARCHITECTURES[name];
+    if (!architecture) throw this.refuse("general.architecture", `expected one of ${Object.keys(ARCHITECTURES).join(", ")}, got ${name}; the package runs more`);
+    const get = (key, other) => metadata[`${name}.${key}`] ?? other, heads = get("attention.head_count");
+    const scaling = get("rope.scaling.type", "none");
+    if (scaling !== "none") throw this.refuse(`${name}.rope.scaling.type`, `${scaling} is not run in this page`);
+    const activation = get("hidden_activation", architecture.activation);
+    if (!["relu2", "silu", "swish"].includes(activation)) throw this.refuse(`${name}.hidden_activation`, `expected relu2 or silu, got ${activation}`);
+    const others = Object.keys(metadata).filter((key) => key.startsWith("prism.") || (key.startsWith(`${name}.`) && !READ_KEYS.includes(key.slice(name.length + 1))));
+    for (const key of others) if (metadata[key]) throw this.refuse(key, "is not run in this page; the package does, or says why not");
+    const headSize = get("attention.key_length", get("embedding_length") / heads);
+    for (const key of ["attention.value_length", "rope.dimension_count"])
+      if (get(key, headSize) !== headSize) throw this.refuse(`${name}.${key}`, `differs from the size of a head, ${headSize}`);
+    const sizes = { layers: get("block_count"), heads, kvHeads: get("attention.head_count_kv", heads), headSize, hidden: get("embedding_length") };
+    const vocabulary = this.tensors.get("token_embd.weight")?.shape[0];
+    const fields = this.check({ ...sizes, ffn: get("feed_forward_length"), vocabulary, context: get("context_length") });
+    this.isPermuted = architecture.isPermuted;
+    const numbers = { eps: shortest(get("attention.layer_norm_rms_epsilon")), theta: shortest(get("rope.freq_base", 10000)) };
+    const ends = ["eos", "eot", "eom"].map((key) => metadata[`tokenizer.ggml.${key}_token_id`]).filter((id) => id !== undefined);
+    this.config = { ...fields, ...numbers, ...architecture, activation, tied: !this.tensors.has("output.weight"), ends, kind: `GGUF, ${name}` };
+    if (!architecture.subNorms) this.findInputs();
+  }
+
+  // Where the architecture does not say it: a matrix of several scales is no BitLinear, so all inputs stay floats.
+  findInputs() {
+    const named = ["name", "basename", "source.url"].some((key) => FLOAT_INPUTS.test(this.metadata[`general.${key}`] ?? ""));
+    this.hasFloatInputs = named || [...this.tensors.values()].some(({ kind }) => kind === "Q2_0");
+  }
+
+  async raw(name, shape) {
+    const tensor = this.entry(name, shape);
+    return [tensor.kind, await this.bytes(this.start + tensor.offset, tensor.size)];
+  }
+
+  theirs(name) {
+    const [, layer, part] = name.match(/^blocks\.(\d+)\.(?:attn\.|mlp\.)?(\w+)$/) ?? [null, null, name];
+    return (layer === null ? "" : `blk.${layer}.`) + (GGUF_NAMES[part] ?? part);
+  }
+
+  async norm(name, size) {
+    return this.vector(`${this.theirs(name)}.weight`, size);
+  }
+
+  async vector(name, size) {
+    const [kind, bytes] = await this.raw(name, [size]);
+    if (!FLOATS[kind]) throw this.refuse(name, `expected floats, got ${kind}`);
+    return FLOATS[kind](bytes);
+  }
+
+  async linear(name, rows, columns) {
+    const theirs = this.theirs(name), [kind, bytes] = await this.raw(`${theirs}.weight`, [rows, columns]);
+    const heads = !this.isPermuted ? 0 : name.endsWith("q_proj") ? this.config.heads : name.endsWith("k_proj") ? this.config.kvHeads : 0;
+    const linear = { rows, columns, ...(await this.matrix(name, kind, bytes, columns)) };
+    if (this.tensors.has(`${theirs}.scale`)) linear.scale = round(linear.scale * this.checkScale(`${theirs}.scale`, (await this.vector(`${theirs}.scale`, 1))[0]));
+    if (this.tensors.has(`${theirs}.bias`)) linear.bias = await this.vector(`${theirs}.bias`, rows);
+    for (const [key, width] of [["codes", columns], ["values", columns], ["scales", columns / linear.group], ["bias", 1]])
+      if (heads && linear[key]) linear[key] = halves(linear[key], rows, width, heads);
+    return linear;
+  }
+
+  async matrix(name, kind, bytes, columns) {
+    const isLinear = name.startsWith("blocks."), isBitNet = this.config.subNorms;
+    if (BLOCKS[kind]) {
+      const { codes, scales } = decodeBlocks(bytes, BLOCKS[kind]), own = [...new Set(scales.filter((scale) => scale !== 0))];
+      this.checkCodes(name, codes);
+      if (!scales.every(Number.isFinite)) throw this.refuse(name, "holds a scale that is not finite");
+      if (isLinear && isBitNet && (kind === "Q2_0" || own.length > 1)) throw this.refuse(name, `is ${kind} with several scales: no BitLinear has them`);
+      if (isLinear && !this.hasFloatInputs && own.length > 1) throw this.refuse(name, `has several scales, so its inputs are floats; ${CONVERT}`);
+      if (isLinear && !this.hasFloatInputs) return { codes, scale: own.length ? this.checkScale(name, own[0]) : round(1e-5) };
+      return { codes, scales, group: Math.min(BLOCKS[kind].values, columns) };
+    }
+    const values = FLOATS[kind](bytes);
+    if (!isLinear || this.hasFloatInputs) return { values };
+    return splitTernary(values) ?? (isBitNet ? quantize(values) : { values });
+  }
+
+  tokenizer() {
+    const { metadata } = this, get = (key) => metadata[`tokenizer.ggml.${key}`], model = get("model"), pieces = get("tokens");
+    if (!pieces) return null;
+    if (pieces.length > this.config.vocabulary) throw this.refuse("tokenizer.ggml.tokens", `${pieces.length} tokens for ${this.config.vocabulary} rows`);
+    const types = get("token_type") ?? pieces.map(() => 1);
+    if (model === "gpt2") return BytePairTokenizer.open(pieces, get("merges"), types, get("pre"), get("add_bos_token"), get("bos_token_id"));
+    if (model !== "llama" || get("add_space_prefix") === false || get("remove_extra_whitespaces") || get("precompiled_charsmap")) return null;
+    return new Tokenizer({ pieces, scores: get("scores"), types }, get("add_bos_token") === false ? null : get("bos_token_id"));
+  }
+}
+
+// The shortest decimal that is the same float32, as the number was meant: 9.99999974e-06 is 1e-05.
+function shortest(value) {
+  for (let digits = 1; digits < 10; digits++) if (round(Number(value.toPrecision(digits))) === value) return Number(value.toPrecision(digits));
+  return value;
+}
+
+// Rows of q or k from neighbouring pairs, as llama.cpp has them under "llama", to halves.
+function halves(array, rows, width, heads) {
+  const size = rows / heads, out = array.slice();
+  for (let row = 0; row < rows; row++) {
+    const j = row % size, from = row - j + (j < size / 2 ? 2 * j : 2 * (j - size / 2) + 1);
+    out.set(array.subarray(from * width, (from + 1) * width), row * width);
+  }
+  return out;
+}
+
+// -- safetensors ------------------------------------------------------------------------------------------------------
+
+const SIZES = { F32: 4, F16: 2, BF16: 2, U8: 1, I64: 8 };
+const HF_NORMS = { attn_norm: "input_layernorm", ffn_norm: "post_attention_layernorm", attn_sub_norm: "self_attn.attn_sub_norm", ffn_sub_norm: "mlp.ffn_sub_norm", q_norm: "self_attn.q_norm", k_norm: "self_attn.k_norm" };
+const HF_NAMES = { embedding: "model.embed_tokens", final_norm: "model.norm", lm_head: "lm_head" };
+const DEFAULTS = { sliding_window: null, layer_types: [], embedding_scale: 1, head_scale: 1, logit_softcap: null, pooling: "last" };
+
+class Safetensors extends Reader {
+  static async open(file, files) {
+    const size = file.size < 8 ? 0 : Number(new DataView(await file.slice(0, 8).arrayBuffer()).getBigUint64(0, true));
+    const reader = file.name.endsWith(".bitnet.safetensors") ? new Native(file) : new HuggingFace(file);
+    if (!size || size > Math.min(MAX_HEADER, file.size - 8)) throw reader.refuse("header", `of ${size} bytes in a file of ${file.size}`);
+    let header;
+    try {
+      header = JSON.parse(new TextDecoder().decode(await reader.bytes(8, size)));
+    } catch {
+      throw reader.refuse("header", "is not JSON: the file is damaged");
+    }
+    reader.metadata = header.__metadata__ ?? {};
+    delete header.__metadata__;
+    reader.tensors = new Map(Object.entries(header));
+    for (const [name, { dtype, shape, data_offsets: [begin, end] }] of reader.tensors) {
+      const expected = shape.reduce((a, b) => a * b, 1) * (SIZES[dtype] ?? NaN);
+      if (!SIZES[dtype]) throw reader.refuse(name, `is ${dtype}, which this page does not read`);
+      if (end - begin !== expected || begin < 0 || 8 + size + end > file.size) throw reader.refuse(name, `bytes ${begin} to ${end} for ${dtype} of shape ${shape}`);
+    }
+    reader.start = 8 + size;
+    await reader.readConfig(files);
+    return reader;
+  }
+
+  async raw(name, shape) {
+    const { dtype, data_offsets: [begin, end] } = this.entry(name, shape);
+    return [dtype, await this.bytes(this.start + begin, end - begin)];
+  }
+
+  async floats(name, shape) {
+    const [dtype, bytes] = await this.raw(name, shape);
+    if (!FLOATS[dtype]) throw this.refuse(name, `expected floats, got ${dtype}`);
+    return FLOATS[dtype](bytes);
+  }
+
+  shape(name) {
+    return this.tensors.get(name)?.shape ?? [];
+  }
+
+  tokenizer() {
+    const files = this.tokenizerFiles, parse = (name) => JSON.parse(new TextDecoder().decode(files[name] ?? new Uint8Array([0x7b, 0x7d])));
+    const bos = parse("tokenizer_config.json").add_bos_token === false ? null : this.config.bos;
+    if (!files["tokenizer.model"]) return BytePairTokenizer.fromJson(parse("tokenizer.json"));
+    const pieces = readSentencePieces(files["tokenizer.model"]);
+    return pieces && new Tokenizer(pieces, bos);
+  }
+}
+
+// bitnet_ref's own file: config and tokenizer are in it.
+class Native extends Safetensors {
+  async readConfig() {
+    const { format, format_version, config } = this.metadata;
+    if (format !== "bitnet_ref" || Number(format_version) > 2) throw this.refuse("__metadata__", `expected a native file of version 1 or 2, got ${format} ${format_version}`);
+    const own = JSON.parse(config);
+    if (!["bitnet", "llama", "qwen3"].includes(own.model_type)) throw this.refuse("model_type", `expected bitnet, llama or qwen3, got ${own.model_type}; the package runs more`);
+    for (const [key, value] of Object.entries(DEFAULTS))
+      if (JSON.stringify(own[key] ?? value) !== JSON.stringify(value)) throw this.refuse(key, `${own[key]} is not run in this page`);
+    if (own.rope.rope_type !== "default") throw this.refuse("rope_type", `${own.rope.rope_type} is not run in this page`);
+    if (own.quantization?.use_rms_norm) throw this.refuse("use_rms_norm", "norms of each linear are not run in this page");
+    const sizes = { layers: own.num_hidden_layers, heads: own.num_attention_heads, kvHeads: own.num_key_value_heads, headSize: own.head_dim };
+    const fields = this.check({ ...sizes, hidden: own.hidden_size, ffn: own.intermediate_size, vocabulary: own.vocab_size, context: own.max_position_embeddings });
+    const flags = { activation: own.activation, subNorms: own.sub_norms, headNorms: own.model_type === "qwen3", tied: own.tie_word_embeddings };
+    this.config = { ...fields, ...flags, eps: own.norm_eps, theta: own.rope.theta, ends: own.eos_token_ids, bos: own.bos_token_id, kind: `bitnet_ref, ${own.model_type}` };
+    for (const name of this.names.filter((each) => each.startsWith("tokenizer/")))
+      this.tokenizerFiles[name.slice("tokenizer/".length)] = (await this.raw(name, this.shape(name)))[1];
+  }
+
+  norm(name, size) {
+    return this.floats(name, [size]);
+  }
+
+  async linear(name, rows, columns) {
+    const linear = { rows, columns };
+    if (this.tensors.has(`${name}.bias`)) linear.bias = await this.floats(`${name}.bias`, [rows]);
+    const perByte = this.tensors.has(`${name}.trits`) ? 5 : this.tensors.has(`${name}.packed`) ? 4 : 0;
+    if (!perByte) return { ...linear, values: await this.floats(name === "embedding" ? name : `${name}.weight`, [rows, columns]) };
+    const across = Math.ceil(columns / perByte), [, bytes] = await this.raw(`${name}.${perByte === 5 ? "trits" : "packed"}`, [rows, across]);
+    linear.codes = new Uint8Array(rows * columns);
+    for (let row = 0, at = 0; row < rows; row++)
+      for (let j = 0; j < columns; j++, at++) {
+        const byte = bytes[row * across + Math.floor(j / perByte)], place = j % perByte;
+        linear.codes[at] = perByte === 4 ? (byte >> (2 * place)) & 3 : Math.floor(byte / 3 ** place) % 3;
+      }
+    this.checkCodes(name, linear.codes);
+    if (this.tensors.has(`${name}.scales`)) {
+      const [, group] = await this.raw(`${name}.group`, []);
+      linear.group = Number(words(group, BigInt64Array)[0]);
+      return { ...linear, scales: await this.floats(`${name}.scales`, [rows, Math.ceil(columns / linear.group)]) };
+    }
+    return { ...linear, scale: this.checkScale(name, (await this.floats(`${name}.w_dequant_scale`, []))[0]) };
+  }
+}
+
+// model.safetensors of a folder of the hub; config.json and the tokenizer are dropped with it.
+class HuggingFace extends Safetensors {
+  async readConfig(files) {
+    const find = (name) => files.find((each) => each.name === name);
+    if (!find("config.json")) throw this.refuse("config.json", "is missing: drop it, the tokenizer's file and the weights together");
+    const own = JSON.parse(await find("config.json").text()), stated = own.quantization_config, type = own.model_type;
+    if (!["bitnet", "llama"].includes(type)) throw this.refuse("model_type", `expected bitnet or llama, got ${type}; the package runs more`);
+    if (stated?.quant_method !== "bitnet") throw this.refuse("quantization_config", `expected the quant_method bitnet, got ${stated?.quant_method}`);
+    const rope = own.rope_parameters ?? own.rope_scaling ?? {}, ropeType = rope.rope_type ?? rope.type ?? "default";
+    if (ropeType !== "default") throw this.refuse("rope_type", `${ropeType} is not run in this page`);
+    for (const key of ["sliding_window", "weight_bits"]) if (own[key]) throw this.refuse(key, "is not run in this page");
+    if (stated.use_rms_norm) throw this.refuse("use_rms_norm", "norms of each linear are not run in this page");
+    const activation = own.hidden_act ?? (type === "bitnet" ? "relu2" : "silu"), heads = own.num_attention_heads;
+    if (!["relu2", "silu"].includes(activation)) throw this.refuse("hidden_act", `expected relu2 or silu, got ${activation}`);
+    const headSize = own.head_dim ?? own.hidden_size / heads, sizes = { layers: own.num_hidden_layers, heads, kvHeads: own.num_key_value_heads ?? heads, headSize };
+    const fields = this.check({ ...sizes, hidden: own.hidden_size, ffn: own.intermediate_size, vocabulary: own.vocab_size, context: own.max_position_embeddings ?? 2048 });
+    const numbers = { eps: own.rms_norm_eps ?? (type === "bitnet" ? 1e-5 : 1e-6), theta: rope.rope_theta ?? own.rope_theta ?? (type === "bitnet" ? 500000 : 10000) };
+    const tied = own.tie_word_embeddings ?? false, isOnline = stated.quantization_mode === "online" && stated.linear_class === "autobitlinear";
+    this.convention = (stated.linear_class ?? "bitlinear") === "bitlinear" ? "divide" : isOnline ? "absmean" : "multiply";
+    const dense = (stated.modules_to_not_convert ?? []).filter((name) => name !== "lm_head");
+    if (isOnline && dense.length) throw this.refuse("modules_to_not_convert", `${dense[0]} among masters is not run in this page`);
+    this.config = { ...fields, ...numbers, activation, subNorms: type === "bitnet", tied, ends: [own.eos_token_id ?? []].flat(), bos: own.bos_token_id, kind: `safetensors, ${type}` };
+    if (tied) this.taken.add("lm_head.weight"); // a copy that some files have
+    for (const name of ["tokenizer.model", "tokenizer.json", "tokenizer_config.json"])
+      if (find(name)) this.tokenizerFiles[name] = await new Reader(find(name)).bytes(0, MAX_HEADER);
+  }
+
+  theirs(name) {
+    const [, layer, kind, part] = name.match(/^blocks\.(\d+)\.(?:(attn|mlp)\.)?(\w+)$/) ?? [];
+    if (layer === undefined) return HF_NAMES[name];
+    return `model.layers.${layer}.${kind ? `${kind === "attn" ? "self_attn" : "mlp"}.${part}` : HF_NORMS[part]}`;
+  }
+
+  norm(name, size) {
+    return this.floats(`${this.theirs(name)}.weight`, [size]);
+  }
+
+  async linear(name, rows, columns) {
+    const theirs = this.theirs(name), weight = `${theirs}.weight`, linear = { rows, columns };
+    if (this.tensors.has(`${theirs}.bias`)) linear.bias = await this.floats(`${theirs}.bias`, [rows]);
+    if (this.tensors.get(weight)?.dtype !== "U8") {
+      const values = await this.floats(weight, [rows, columns]), isMaster = this.convention === "absmean" && name.startsWith("blocks.");
+      return { ...linear, ...(isMaster ? quantize(values) : { values }) };
+    }
+    const quarter = rows / 4, [, plane] = await this.raw(weight, [quarter, columns]), codes = new Uint8Array(rows * columns);
+    for (let at = 0; at < codes.length; at++) codes[at] = (plane[at % plane.length] >> (2 * Math.floor(at / plane.length))) & 3;
+    const stored = this.checkScale(theirs, (await this.floats(`${theirs}.weight_scale`, this.shape(`${theirs}.weight_scale`)))[0]);
+    const scale = this.convention === "divide" ? round(1 / stored) : stored;
+    if (linear.bias && this.convention === "multiply") linear.bias = linear.bias.map((value) => value * scale);
+    return { ...linear, codes: this.checkCodes(name, codes), scale };
+  }
+}

@@ -1,0 +1,66 @@
+// "Can you see the bug?": two texts, one by a model with a mistake. Five rounds, and a score.
+
+import { pause, state, work, writeOn } from "./main.js";
+import { Model, divergence, uniforms } from "./model.js";
+
+const ROUNDS = 5, TOKENS = 28, SAMPLING = { temperature: 0.6, top_k: 40, top_p: 1 };
+const BEGINNINGS = ["Once upon a time", "The king said", "In the middle of the wood", "Alice looked", "The old woman", "When the sun rose", "There was a little"];
+const game = (state.game = { round: 0, score: 0, counted: 0, missed: [], broken: "", bug: null });
+const pick = (list) => list[Math.floor(Math.random() * list.length)];
+let drawn = []; // the mistakes of this game, each once
+
+// The ids after a beginning, and the logits of the right model and of this one where the right model is.
+async function writeText(model, given, draws) {
+  const reading = await model.read(given), ids = [];
+  for await (const id of writeOn(reading, TOKENS, draws, SAMPLING)) ids.push(id);
+  return { reading, ids };
+}
+
+async function play() {
+  if (game.round === ROUNDS) Object.assign(game, { round: 0, score: 0, counted: 0, missed: [] });
+  if (game.round === 0) drawn = [];
+  const bug = pick(state.facts.bugs.filter((each) => !drawn.includes(each))), seed = Math.floor(Math.random() * 2 ** 32);
+  drawn.push(bug);
+  $("game-next").hidden = true;
+  $("game-answer").textContent = "They are writing.";
+  await pause();
+  const given = state.tokenizer.encode(pick(BEGINNINGS)), right = await writeText(state.model, given, uniforms(seed));
+  const model = await Model.open(state.ort, state.graphs[bug.name], state.weights, state.facts.config);
+  let wrong, same;
+  try {
+    wrong = await writeText(model, given, uniforms(seed));
+    same = await model.read(right.reading.ids);
+  } finally {
+    await model.close();
+  }
+  const nats = right.reading.logits.map((logits, i) => divergence(logits, same.logits[i]));
+  const broken = pick(["a", "b"]), texts = { [broken]: wrong.ids, [broken === "a" ? "b" : "a"]: right.ids };
+  Object.assign(game, { round: game.round + 1, broken, bug, isSame: wrong.ids.join() === right.ids.join(), nats: nats.reduce((a, b) => a + b) / nats.length });
+  for (const side of ["a", "b"]) {
+    $(`game-${side}`).textContent = state.tokenizer.decode([...given, ...texts[side]]);
+    $(`choose-${side}`).hidden = false;
+  }
+  $("game-texts").hidden = false;
+  $("game-answer").textContent = `Round ${game.round} of ${ROUNDS}. Which one is broken?`;
+  setTimeout(() => $("choose-a").focus({ preventScroll: true })); // when the buttons are enabled again
+}
+
+function answer(side) {
+  const { bug, broken, isSame, nats } = game, isRight = side === broken;
+  if (!isSame) {
+    game.counted += 1;
+    game.score += isRight;
+    if (!isRight) game.missed.push(bug.title);
+  }
+  const verdict = isSame ? "The two texts are the same, so this round does not count" : isRight ? "Yes" : `No, ${broken.toUpperCase()} is`;
+  const score = `${game.score} of ${game.counted} found.`;
+  const end = game.round < ROUNDS ? "" : ` The game is over: a coin finds half. ${game.missed.length ? `You missed: ${game.missed.join("; ")}.` : "You missed none."} Comparing numbers finds all of them.`;
+  $("game-answer").textContent = `${verdict}. The mistake: ${bug.title}. ${nats.toFixed(4)} nats per token from the right model. ${score}${end}`;
+  $("choose-a").hidden = $("choose-b").hidden = true;
+  $("game-next").hidden = false;
+  $("game-next").textContent = game.round < ROUNDS ? "Next round" : "Play again";
+  $("game-next").focus({ preventScroll: true });
+}
+
+$("game-next").onclick = () => work(play);
+for (const side of ["a", "b"]) $(`choose-${side}`).onclick = () => answer(side);

@@ -1,0 +1,81 @@
+// "Your own model": files go to the worker, which answers with what it read and wrote.
+
+let worker = null, opened = null;
+
+const say = (text, isProblem = false) => Object.assign($("own-facts"), { textContent: text, className: isProblem ? "facts problem" : "facts" });
+
+function setBusy(isBusy) {
+  $("own-files").disabled = $("own-write").disabled = isBusy;
+  $("own-stop").hidden = !isBusy || opened === null;
+  $("own-write").hidden = !$("own-stop").hidden;
+}
+
+function describe({ config, matrices, weights, grouped, hasTokenizer }) {
+  const { kind, layers, hidden, heads, vocabulary, context } = config;
+  const exact = matrices ? ` ${count(weights, "weight")} in ${count(matrices, "ternary matrix").replace("matrixs", "matrices")}: each product by WebAssembly equals plain JavaScript’s.` : "";
+  const floats = grouped ? ` ${grouped} matrices have a scale for each group; their inputs stay floats.` : "";
+  const words = hasTokenizer ? "" : " It has no tokenizer that this page knows, so write token ids, as in 1 15 7.";
+  return `${kind}: ${layers} layers of ${hidden} numbers, ${heads} heads, ${vocabulary.toLocaleString("en")} tokens, texts of up to ${context}.${exact}${floats}${words}`;
+}
+
+const answers = {
+  step: (text) => say(text),
+  opened(facts) {
+    opened = facts;
+    say(describe(facts));
+    $("own-form").hidden = false;
+    $("own-text").textContent = "";
+    if (!facts.hasTokenizer) $("own-prompt").value = "1 15 7";
+    setBusy(false);
+  },
+  token: ({ text }) => ($("own-text").textContent = text),
+  done({ given, ids, logits, msPerToken }) {
+    globalThis.playground.own = { given, ids, logits }; // for the tests
+    $("own-speed").textContent = `${count(ids.length, "new token")}, ${seconds(msPerToken / 1000)} each. Always the likeliest.`;
+    setBusy(false);
+  },
+  problem(text) {
+    say(text, true);
+    setBusy(false);
+  },
+};
+
+function ask(message) {
+  if (!worker) {
+    worker = new Worker(new URL("worker.js", import.meta.url), { type: "module" });
+    worker.onmessage = ({ data }) => Object.entries(data).forEach(([kind, value]) => answers[kind](value));
+    worker.onerror = (event) => answers.problem(event.message || "The worker could not be started.");
+  }
+  setBusy(true);
+  worker.postMessage(message);
+}
+
+function open(files) {
+  if (!files.length || $("own-files").disabled) return;
+  worker?.terminate(); // and with it the memory of the model before
+  worker = opened = null;
+  $("own-form").hidden = true;
+  $("own-speed").textContent = "";
+  ask({ open: [...files] });
+}
+
+$("own-files").onchange = () => open($("own-files").files);
+$("own-form").onsubmit = (event) => {
+  event.preventDefault();
+  $("own-text").textContent = $("own-speed").textContent = "";
+  say(describe(opened));
+  ask({ write: $("own-prompt").value, count: $("max_tokens").valueAsNumber });
+};
+$("own-stop").onclick = () => worker.postMessage({ stop: true });
+
+// A file that misses the field would replace the page.
+document.addEventListener("dragover", (event) => {
+  event.preventDefault();
+  $("own-drop").classList.toggle("over", $("own-drop").contains(event.target));
+});
+document.addEventListener("dragleave", () => $("own-drop").classList.remove("over"));
+document.addEventListener("drop", (event) => {
+  event.preventDefault();
+  $("own-drop").classList.remove("over");
+  if ($("own-drop").contains(event.target)) open(event.dataTransfer.files);
+});

@@ -1,0 +1,66 @@
+// The reader's own model, off the page's thread. In: {open: files}, {write: text, count}, {stop: true}.
+// Out: {step}, {opened}, {token}, {done}, {problem}.
+
+import { openModel } from "./files.js";
+import { TernaryMatrices } from "./ternary.js";
+import { Transformer } from "./transformer.js";
+
+let model = null, tokenizer = null, isStopped = false;
+
+const pause = () => new Promise((resolve) => setTimeout(resolve));
+
+async function open(files) {
+  model = null;
+  const tell = (step) => postMessage({ step });
+  tell("Reading the file.");
+  const matrices = new TernaryMatrices(), opened = await openModel(files, matrices, tell);
+  tell("Comparing each ternary product with plain JavaScript.");
+  await pause();
+  const ternary = Object.entries(opened.parts).filter(([, part]) => part.matrix);
+  const wrong = ternary.find(([, part]) => !matrices.isExact(part.matrix));
+  if (wrong) throw new Error(`${wrong[0]}: WebAssembly and plain JavaScript gave different integers. This browser cannot run the model.`);
+  model = new Transformer(opened.config, opened.parts, matrices);
+  tokenizer = opened.tokenizer;
+  const weights = ternary.reduce((total, [, { matrix }]) => total + matrix.rows * matrix.columns, 0);
+  const grouped = Object.values(opened.parts).filter((part) => part.group).length;
+  postMessage({ opened: { config: opened.config, matrices: ternary.length, weights, grouped, hasTokenizer: tokenizer !== null } });
+}
+
+// Without a tokenizer the text is of ids.
+function readIds(text) {
+  if (tokenizer) return tokenizer.encode(text);
+  const ids = text.split(/[\s,]+/).filter(Boolean).map(Number);
+  if (!ids.every((id) => Number.isInteger(id))) throw new Error("The file has no tokenizer that this page knows: write token ids, as in 1 15 7.");
+  return ids;
+}
+
+async function write(text, count) {
+  const given = readIds(text), { context, ends } = model.config, begin = performance.now();
+  if (!given.length) throw new Error("Write a beginning: this model has no token that begins a text by itself.");
+  if (given.length >= context) throw new Error(`The text has ${given.length} tokens; the page reads ${context}, with those that are written.`);
+  model.clear();
+  isStopped = false;
+  let logits;
+  for (const id of given) logits = model.read(id);
+  const ids = [], readMs = performance.now() - begin;
+  while (ids.length < count && !isStopped && given.length + ids.length < context) {
+    const id = logits.indexOf(logits.reduce((a, b) => Math.max(a, b)));
+    if (ends.includes(id)) break;
+    ids.push(id);
+    postMessage({ token: { ids, text: tokenizer ? tokenizer.decode([...given, ...ids]) : [...given, ...ids].join(" ") } });
+    await pause(); // for {stop}
+    if (ids.length < count) logits = model.read(id);
+  }
+  const msPerToken = (performance.now() - begin - readMs) / Math.max(1, ids.length - 1);
+  postMessage({ done: { given, ids, logits: Array.from(logits), msPerToken } });
+}
+
+onmessage = async ({ data }) => {
+  if (data.stop) isStopped = true;
+  else
+    try {
+      await (data.open ? open(data.open) : write(data.write, data.count));
+    } catch (error) {
+      postMessage({ problem: error.message });
+    }
+};
