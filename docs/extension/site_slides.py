@@ -84,7 +84,7 @@ def parts_of(notebook):
                     MARKDOWN.render(paragraph),
                 )
             continue
-        hidden = cell["metadata"].get("jupyter", {}).get("source_hidden") or cell["id"] == "colab"
+        hidden = cell["metadata"].get("jupyter", {}).get("source_hidden")
         lines = [line for line in source.splitlines() if line.strip() and not line.startswith(("assert ", "show("))]
         if lines and not hidden:
             yield (
