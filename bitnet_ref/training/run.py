@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ..api import load
-from ..errors import ConfigError, FormatError, NumericsError, TokenizerError
+from ..errors import ConfigError, ConfigWarning, FormatError, NumericsError, TokenizerError
 from ..families import config_to_dict
 from ..formats.checkpoint import read_tokenizer_folder
 from ..formats.hashes import weight_hash
@@ -428,14 +428,17 @@ class TrainingRun:
         with SafetensorsFile(path) as file:
             try:
                 facts = json.loads(file.metadata["bitnet_ref.training"])
-                step, recent, identity = int(facts["step"]), [float(x) for x in facts["recent"]], facts["identity"]
-            except (KeyError, ValueError, TypeError) as problem:
+                step, recent, identity = (
+                    int(facts["step"]),
+                    [float(x) for x in facts["recent"]],
+                    dict(facts["identity"]),
+                )
+            except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as problem:
                 raise FormatError("this is no checkpoint of a training run", path=path) from problem
             ours = json.loads(json.dumps(self._identity()))
             if "corpus" not in identity:  # of version 0.1
-                warnings.warn(
-                    f"{path}: the checkpoint does not say of which texts it is; they must be the same", stacklevel=2
-                )
+                message = f"{path}: the checkpoint does not say of which texts it is; they must be the same"
+                warnings.warn(message, ConfigWarning, stacklevel=2)
                 ours = {key: value for key, value in ours.items() if key in identity}
             if different := _differences(identity, ours):
                 raise FormatError(f"the checkpoint is of another run: {', '.join(different)}", path=path)

@@ -22,7 +22,7 @@ from helpers import DATA, model
 
 import bitnet_ref
 from bitnet_ref.cli import cli
-from bitnet_ref.errors import ConfigError, FormatError, NumericsError, TokenizerError
+from bitnet_ref.errors import ConfigError, ConfigWarning, FormatError, NumericsError, TokenizerError
 from bitnet_ref.formats.checkpoint import read_tokenizer_folder
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.safetensors import SafetensorsFile, SafetensorsWriter
@@ -433,10 +433,17 @@ def test_a_checkpoint_of_version_0_1_says_nothing_of_the_corpus(config, tmp_path
     for key in ("corpus", "validation corpus", "teacher"):
         del facts["identity"][key]
     layout = {name: ("F32", array.shape) for name, array in arrays.items()}
-    with SafetensorsWriter(path, layout, {"bitnet_ref.training": json.dumps(facts)}) as writer:
-        for name, array in arrays.items():
-            writer.write(name, array)
-    with pytest.warns(UserWarning, match="does not say of which texts it is"):
+
+    def write(facts):
+        with SafetensorsWriter(path, layout, {"bitnet_ref.training": json.dumps(facts)}) as writer:
+            for name, array in arrays.items():
+                writer.write(name, array)
+
+    write(facts | {"identity": 5})
+    with pytest.raises(FormatError, match="is no checkpoint"):
+        start(config, tmp_path / "run", resume=True)
+    write(facts)
+    with pytest.warns(ConfigWarning, match="does not say of which texts it is"):
         start(config, tmp_path / "run", resume=True)
 
 
