@@ -17,7 +17,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from numbers import Integral
 from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
@@ -325,7 +324,7 @@ def parse_bytes(value: Any) -> int | None:
     >>> parse_bytes("1.5 GiB")
     1610612736
     """
-    is_whole = isinstance(value, Integral) and not isinstance(value, bool) and 0 < value < 2**63
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 < value < 2**63
     text = str(value).strip() if isinstance(value, str) or is_whole else ""
     match = re.fullmatch(r"(\d{1,19}(?:\.\d{1,19})?)\s*([KMGT]?)(i?)B?", text, re.IGNORECASE)
     if match is None:

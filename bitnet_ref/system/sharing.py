@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Hashable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -47,6 +48,11 @@ def split_names(name: str) -> list[str]:
     if match is None:
         return [name]
     return [f"{match[1]}-{number:05}-of-{match[2]}.gguf" for number in range(1, int(match[2]) + 1)] or [name]
+
+
+def date_of(seconds: float) -> datetime:
+    """A file's time, in UTC. Archives bring along years that Python's dates do not have: these are 1970 or 9999."""
+    return datetime.fromtimestamp(min(max(seconds, 0.0), 253402300799.0), UTC)
 
 
 def file_identity(path: Path) -> tuple[str, int, int, int, int]:

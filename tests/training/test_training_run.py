@@ -22,7 +22,7 @@ from helpers import DATA, model
 
 import bitnet_ref
 from bitnet_ref.cli import cli
-from bitnet_ref.errors import ConfigError, ConfigWarning, FormatError, NumericsError, TokenizerError
+from bitnet_ref.errors import ConfigError, ConfigWarning, FormatError, NumericsError, StorageError, TokenizerError
 from bitnet_ref.formats.checkpoint import read_tokenizer_folder
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.safetensors import SafetensorsFile, SafetensorsWriter
@@ -422,6 +422,14 @@ def test_a_checkpoint_of_another_corpus(config, tmp_path):
     np.save(tmp_path / "tokens.npy", ids)
     with pytest.raises(FormatError, match=r"of another run: corpus [0-9a-f]{64}, here [0-9a-f]{64}"):
         start(config, tmp_path / "run", resume=True)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_an_error_about_the_file(config, tmp_path):
+    run = start(config, tmp_path / "run")
+    os.symlink("/dev/full", tmp_path / "run" / "metrics.csv")
+    with pytest.raises(StorageError, match=r"metrics\.csv: No space left on device"):
+        run.run()
 
 
 def test_a_checkpoint_of_version_0_1_says_nothing_of_the_corpus(config, tmp_path):
