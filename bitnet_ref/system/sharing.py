@@ -32,10 +32,12 @@ def share_by_key(key: Hashable, make: Callable[[], Shared], is_usable: Callable[
 
 
 def model_files(path: Path) -> list[Path]:
-    """The regular files that a model may be read from: the file itself if it holds all; else all beside it."""
+    """The regular files that a model may be read from: the file itself if it holds all; else all beside it.
+    None once the path is gone."""
     if path.is_file() and path.name.endswith((".gguf", ".bitnet.safetensors")):
         return [file for name in split_names(path.name) if (file := path.with_name(name)).is_file()]
-    return sorted(file for file in (path if path.is_dir() else path.parent).iterdir() if file.is_file())
+    folder = path if path.is_dir() else path.parent
+    return sorted(file for file in folder.iterdir() if file.is_file()) if path.exists() else []
 
 
 def split_names(name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Requests of every API with changed, missing and hostile fields: an answer or a refusal, and one line of the log each."""
+"""Requests of every API with changed, missing and hostile fields: an answer or a refusal, and one line of the log."""
 
 import http.client
 import json
