@@ -186,7 +186,8 @@ def _check_place(file: Path, reference: str) -> None:
     if file.is_symlink() and not stays_inside(file.parent, file):
         target = file.resolve()
         file.unlink()
-        raise HubError(f"the hub has placed {file.name} of {reference} outside of the cache, at {target}: remove that")
+        message = f"the hub has placed {file.name} of {reference} outside of the cache, at {target}"
+        raise HubError(f"{message}: do not use this hub, and delete that file unless it is your own")
 
 
 def _compare(file: Path, listed: Listed, reference: str) -> None:
