@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 _SHOWN = 60  # characters
+_MAX_MESSAGE, _MAX_FIELD = 1000, 200  # characters of an error about a file, which may quote that
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = _SHOWN
 
@@ -82,6 +83,12 @@ def printable(text: str, keep: str = "\n\t") -> str:
     )
 
 
+def _without_middle(text: str, size: int) -> str:
+    """At most `size` characters: the start says what is wrong, the end what to do."""
+    half = (size - 5) // 2
+    return text if len(text) <= size else f"{text[:half]} ... {text[-half:]}"
+
+
 class BitNetRefError(Exception):
     """Base of all errors raised on purpose by this package. Its text is `printable`: much of it may be a file's.
 
@@ -117,7 +124,8 @@ class _FileError(BitNetRefError):
         field: str | None = None,
         mentions: Sequence[str] = (),
     ) -> None:
-        super().__init__(printable(message, keep=""), field=field, mentions=mentions)
+        field = field and _without_middle(field, _MAX_FIELD)
+        super().__init__(_without_middle(printable(message, keep=""), _MAX_MESSAGE), field=field, mentions=mentions)
         self.path = None if path is None else os.fspath(path)
         self.offset = offset
 

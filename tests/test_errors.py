@@ -59,3 +59,10 @@ def test_errors_cross_process_boundaries(error):
     assert type(back) is type(error)
     assert str(back) == str(error)
     assert vars(back) == vars(error)
+
+
+def test_a_message_about_a_file_is_short_whatever_the_file_holds():
+    error = errors.ConfigError(f"expected a number, got {'x' * 10**6}; correct it", path="a", field="k" * 10**6)
+    assert len(str(error)) < 1300
+    assert "expected a number, got xxx" in str(error)
+    assert str(error).endswith("; correct it")

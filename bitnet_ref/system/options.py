@@ -324,8 +324,9 @@ def parse_bytes(value: Any) -> int | None:
     >>> parse_bytes("1.5 GiB")
     1610612736
     """
-    text = "" if isinstance(value, bool | float) else str(value)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 < value < 2**63
+    text = str(value).strip() if isinstance(value, str) or is_whole else ""
+    match = re.fullmatch(r"(\d{1,19}(?:\.\d{1,19})?)\s*([KMGT]?)(i?)B?", text, re.IGNORECASE)
     if match is None:
         return None
     unit = (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Hashable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -31,10 +32,12 @@ def share_by_key(key: Hashable, make: Callable[[], Shared], is_usable: Callable[
 
 
 def model_files(path: Path) -> list[Path]:
-    """The regular files that a model may be read from: the file itself if it holds all; else all beside it."""
+    """The regular files that a model may be read from: the file itself if it holds all; else all beside it.
+    None once the path is gone."""
     if path.is_file() and path.name.endswith((".gguf", ".bitnet.safetensors")):
         return [file for name in split_names(path.name) if (file := path.with_name(name)).is_file()]
-    return sorted(file for file in (path if path.is_dir() else path.parent).iterdir() if file.is_file())
+    folder = path if path.is_dir() else path.parent
+    return sorted(file for file in folder.iterdir() if file.is_file()) if path.exists() else []
 
 
 def split_names(name: str) -> list[str]:
@@ -47,6 +50,11 @@ def split_names(name: str) -> list[str]:
     if match is None:
         return [name]
     return [f"{match[1]}-{number:05}-of-{match[2]}.gguf" for number in range(1, int(match[2]) + 1)] or [name]
+
+
+def date_of(seconds: float) -> datetime:
+    """A file's time, in UTC. Archives bring along years that Python's dates do not have: these are 1970 or 9999."""
+    return datetime.fromtimestamp(min(max(seconds, 0.0), 253402300799.0), UTC)
 
 
 def file_identity(path: Path) -> tuple[str, int, int, int, int]:

@@ -79,7 +79,7 @@ def openmp_stack_bytes() -> int:
     A value that OpenMP does not understand is ignored by it.
     """
     for name in ("OMP_STACKSIZE", "GOMP_STACKSIZE"):
-        match = re.fullmatch(r"\s*([0-9]{1,20})\s*([bkmgBKMG]?)\s*", os.environ.get(name, ""))
+        match = re.fullmatch(r"([0-9]{1,20})\s*([bkmgBKMG]?)", os.environ.get(name, "").strip())
         if match is not None:
             size = int(match[1]) << {"b": 0, "": 10, "k": 10, "m": 20, "g": 30}[match[2].lower()]
             if LEAST_STACK_BYTES <= size < 1 << 64:

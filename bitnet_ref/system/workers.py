@@ -69,20 +69,25 @@ class DaskWorkers(AbstractContextManager["DaskWorkers", None]):
             raise ConfigError("expected a number of workers or a scheduler's address, and not both", field="workers")
         if address is not None and not address.strip():
             raise ConfigError("expected a scheduler's address, got a blank one; leave it out", field="dask")
-        if find_spec("distributed") is None:
-            raise BackendUnavailable("workers need distributed: pip install 'bitnet-ref[dask]'")
+        for package in ("distributed", "cryptography") if address is None else ("distributed",):
+            if find_spec(package) is None:
+                raise BackendUnavailable(f"workers need {package}: pip install 'bitnet-ref[dask]'")
         from distributed import Client, LocalCluster
+        from distributed.security import Security
 
         self.opener = opener
         with ExitStack() as stack:
             if address is None:
-                quiet = {"dashboard_address": "127.0.0.1:0", "silence_logs": logging.CRITICAL}
+                # A scheduler runs what a client sends, and any user of this machine can open a connection to it: TLS
+                # with a key of this run alone refuses all others.
+                settings = {"security": Security.temporary(), "silence_logs": logging.CRITICAL}
+                settings["dashboard_address"] = "127.0.0.1:0"
                 with _without_interrupts():
-                    cluster = LocalCluster(n_workers=count, threads_per_worker=1, memory_limit=0, **quiet)
+                    cluster = LocalCluster(n_workers=count, threads_per_worker=1, memory_limit=0, **settings)
                     stack.enter_context(cluster)
             try:
                 client = Client(address or cluster, timeout=CONNECT_S, set_as_default=False)
-            except (OSError, ValueError) as problem:
+            except (OSError, ValueError, TypeError) as problem:  # TypeError: tls:// without certificates
                 raise BackendUnavailable(f"there is no Dask scheduler at {address}: {problem}") from problem
             self.client = stack.enter_context(client)
             self._stack = stack.pop_all()

@@ -16,23 +16,24 @@ import time
 import tomllib
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
 from ..api import load
-from ..errors import ConfigError, FormatError, NumericsError, TokenizerError
+from ..errors import ConfigError, ConfigWarning, FormatError, NumericsError, TokenizerError
 from ..families import config_to_dict
 from ..formats.checkpoint import read_tokenizer_folder
 from ..formats.hashes import weight_hash
 from ..formats.hf.config import parse_hf_config
 from ..formats.safetensors import SafetensorsFile, SafetensorsWriter
 from ..reference.config import ModelConfig
-from ..system.atomic import atomic_path
+from ..system.atomic import atomic_path, explain_os_errors
 from ..system.json_file import open_regular, read_bounded
 from ..tokenizers import Tokenizer, load_tokenizer_files
 from .data import Progress, TokenFile, open_tokens
@@ -324,26 +325,27 @@ class TrainingRun:
         Raises NumericsError, naming the tensor, for NaN and for a loss that leaps; the last checkpoint stays as it is.
         """
         settings, row = self.settings, None
-        with open(self.folder / METRICS, "a", newline="", encoding="utf-8") as file:
-            out = csv.writer(file)
-            if file.tell() == 0:
-                out.writerow(COLUMNS)
-            while self.step < settings.steps:
-                row = self._one_step()
+        while self.step < settings.steps:
+            row = self._one_step()
+            is_saved = self.step == settings.steps or (settings.save_every and self.step % settings.save_every == 0)
+            with self._appending(METRICS) as file:
+                out = csv.writer(file)
+                if file.tell() == 0:
+                    out.writerow(COLUMNS)
                 out.writerow(["" if value is None else value for value in asdict(row).values()])
-                file.flush()
-                last = self.step == settings.steps
-                if last or (settings.save_every and self.step % settings.save_every == 0):
+                if is_saved:
+                    file.flush()
                     os.fsync(file.fileno())
-                    self.save()
-                if self.tokenizer is not None and settings.sample_every and self.step % settings.sample_every == 0:
-                    self._sample()
-                if writer is not None:
-                    for name, value in asdict(row).items():
-                        if value is not None and name != "step":
-                            writer.add_scalar(name, value, row.step)
-                if report is not None:
-                    report(row)
+            if is_saved:
+                self.save()
+            if self.tokenizer is not None and settings.sample_every and self.step % settings.sample_every == 0:
+                self._sample()
+            if writer is not None:
+                for name, value in asdict(row).items():
+                    if value is not None and name != "step":
+                        writer.add_scalar(name, value, row.step)
+            if report is not None:
+                report(row)
         if row is None:
             raise ConfigError(f"the run is finished: {self.step} of {settings.steps} steps are done", field="steps")
         return row
@@ -384,8 +386,15 @@ class TrainingRun:
         prompt, model = self.settings.sample_prompt, load(self.output)
         room = model.config.context_length - len(model.tokenizer.encode(prompt))
         text: Any = model.generate(prompt, max_tokens=max(1, min(SAMPLE_TOKENS, room)))
-        with open(self.folder / SAMPLES, "a", encoding="utf-8") as file:
+        with self._appending(SAMPLES) as file:
             file.write(f"step {self.step}: {prompt}{text.text}\n\n")
+
+    @contextmanager
+    def _appending(self, name: str) -> Iterator[TextIO]:
+        """A file of the run's folder, open to add to it. Raises StorageError."""
+        path = self.folder / name
+        with explain_os_errors(path), open(path, "a", newline="", encoding="utf-8") as file:
+            yield file
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -435,15 +444,18 @@ class TrainingRun:
         with SafetensorsFile(path) as file:
             try:
                 facts = json.loads(file.metadata["bitnet_ref.training"])
-                step, recent, identity = int(facts["step"]), [float(x) for x in facts["recent"]], facts["identity"]
-            except (KeyError, ValueError, TypeError) as problem:
+                step, recent, identity = (
+                    int(facts["step"]),
+                    [float(x) for x in facts["recent"]],
+                    dict(facts["identity"]),
+                )
+            except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as problem:
                 raise FormatError("this is no checkpoint of a training run", path=path) from problem
             ours = json.loads(json.dumps(self._identity()))
             identity.setdefault("optimizer", "adamw")  # as of version 0.1
             if "corpus" not in identity:  # of version 0.1
-                warnings.warn(
-                    f"{path}: the checkpoint does not say of which texts it is; they must be the same", stacklevel=2
-                )
+                message = f"{path}: the checkpoint does not say of which texts it is; they must be the same"
+                warnings.warn(message, ConfigWarning, stacklevel=2)
                 ours = {key: value for key, value in ours.items() if key in identity}
             if different := _differences(identity, ours):
                 raise FormatError(f"the checkpoint is of another run: {', '.join(different)}", path=path)

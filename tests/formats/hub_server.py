@@ -23,6 +23,8 @@ class Hub:
         self.repos = {}
         self.sent = []  # the files whose content was asked for
         self.corrupt = set()  # files that arrive otherwise than listed
+        self.says = {}  # key of a listed file -> the value that it says
+        self.etag = None  # of each file; by default its SHA-256
         self.gates = {}  # file -> an Event to wait for before sending
 
     def put(self, repo, revision, files):
@@ -75,7 +77,7 @@ def serving(hub):
                 entry = {"rfilename": name, "size": len(data), "blobId": git_blob_id(data)}
                 if name.endswith(LFS):
                     entry["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
-                siblings.append(entry)
+                siblings.append(entry | hub.says)
             return json.dumps({"id": repo, "modelId": repo, "sha": commit, "siblings": siblings}).encode()
 
         def tree(self, files):
@@ -92,7 +94,7 @@ def serving(hub):
                 return self.reply(404, X_Error_Code="EntryNotFound", X_Error_Message="Entry not found")
             data = files[name]
             headers = {
-                "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+                "ETag": f'"{hashlib.sha256(data).hexdigest() if hub.etag is None else hub.etag}"',
                 "X_Repo_Commit": commit,
                 "Accept_Ranges": "bytes",
             }

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 from cli_runs import invoke, invoke_json
@@ -11,7 +12,8 @@ from helpers import DATA, GOLDEN
 
 import bitnet_ref
 from bitnet_ref.errors import FormatError, RegistryError
-from bitnet_ref.formats.registry.describe import describe_model, licence_of
+from bitnet_ref.formats.registry import describe
+from bitnet_ref.formats.registry.describe import describe_model, licence_of, usage_of
 from bitnet_ref.formats.registry.hub_cache import CachedModel, cached_models, find_cached, hub_cache
 
 COMMIT, OTHER = "0123456789" * 4, "a" * 40
@@ -172,3 +174,13 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.delenv("HF_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert hub_cache() == tmp_path / "huggingface" / "hub"
+
+
+@pytest.mark.parametrize(("seconds", "date"), [(10**12, "9999-12-31"), (-(10**10), "1970-01-01")])
+def test_a_time_that_no_date_has(tmp_path, monkeypatch, seconds, date):
+    """A file system may keep times of other years, which archives bring along."""
+    (tmp_path / "config.json").write_text("{}")
+    status = os.stat(tmp_path / "config.json")
+    times = os.stat_result((*status[:7], seconds, seconds, seconds))
+    monkeypatch.setattr(describe, "model_files", lambda path: [SimpleNamespace(stat=lambda: times)])
+    assert usage_of(tmp_path) == {"bytes": 2, "last_used": date}

@@ -211,6 +211,8 @@ def test_a_basis_that_is_not_whole_is_an_error(tmp_path):
     fails("gdn_activation_layout: expected 'grouped'", config | {"gdn_activation_layout": "tiled"})
     fails("schema_version", config | {"schema_version": 3})
     fails("names other matrices", keys=keys | {f"{prefix}weight_names": keys[f"{prefix}weight_names"][1:]})
+    for name in ("weight_names", "inverse_weight_names"):
+        fails(f"{name}: expected a list of names", keys=keys | {f"{prefix}{name}": [["x"]]})
     fails("sign_values: expected -1 or 1", keys=keys | {f"{prefix}sign_values": [0.5]})
     fails("version: expected 1", keys=keys | {f"{prefix}version": 2})
     signs = {name: -array if name.endswith("lm_head.signs") else array for name, array in tensors.items()}

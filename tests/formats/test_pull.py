@@ -236,6 +236,34 @@ def test_a_hub_with_a_commit_that_is_none(hub, model_files, commit):
     assert not hub_cache().exists()
 
 
+@pytest.mark.parametrize("etag", ["../../../own.txt", "a/../../../own.txt", "..", ".", ""])
+def test_a_hub_that_names_a_file_outside_of_the_cache(hub, model_files, tmp_path, etag):
+    """The client calls a blob as the ETag says. A file of the user's own that is there stays as it is."""
+    own = hub_cache() / "models--org--tiny" / "blobs" / etag
+    if own.name == "own.txt":
+        own = Path(os.path.normpath(own))
+        own.parent.mkdir(parents=True, exist_ok=True)
+        own.write_text("mine")
+    hub.put("org/tiny", "main", model_files)
+    hub.etag = etag
+    with pytest.raises(HubError, match="as an ETag, which is no plain name"):
+        pull("org/tiny")
+    repository = repository_folder("org/tiny")
+    outside = {path.name for path in tmp_path.rglob("*") if path.is_file() and not path.is_relative_to(repository)}
+    assert outside <= {*model_files, "CACHEDIR.TAG", "own.txt"}
+    assert own.name != "own.txt" or own.read_text() == "mine"
+
+
+@pytest.mark.parametrize("key", ["rfilename", "size", "blobId", "lfs"])
+@pytest.mark.parametrize("value", [-1, 1.5, "x", [1], {"sha256": 1, "size": 1, "pointerSize": 1}, 10**30])
+def test_a_hub_whose_listing_is_none(hub, model_files, key, value):
+    hub.put("org/tiny", "main", model_files)
+    hub.says = {key: value}
+    with pytest.raises((HubError, RegistryError, FormatError, StorageError)):
+        pull("org/tiny")
+    assert list(cached_models()) == [] or key == "blobId"
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"], ids=["LFS", "Git"])
 def test_a_file_that_differs_from_what_the_hub_lists(hub, model_files, name):
     hub.put("org/tiny", "main", model_files)

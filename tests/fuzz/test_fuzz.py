@@ -82,7 +82,7 @@ def test_mutants_within_their_limits(kind, tmp_path):
 
 @needs_linux
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FORKED_KINDS)
+@pytest.mark.parametrize("kind", [*FORKED_KINDS, "container"])
 def test_more_mutants_within_their_limits(kind, tmp_path):
     run_forked(kind, 100_000 + FORKED_COUNT, 1000, tmp_path)
 

@@ -320,6 +320,22 @@ def test_without_dask(monkeypatch):
         DaskWorkers((print,), 1)
 
 
+def refuses_strangers(address):
+    """A scheduler runs code: no other process may connect, be it without TLS or with a key of its own."""
+    from distributed import Client
+    from distributed.security import Security
+
+    for stranger in (address.replace("tls://", "tcp://"), address):
+        with pytest.raises(OSError, match=r"TLS|closed|tcp|handshake|connect"):
+            Client(stranger, timeout=3, security=Security.temporary() if stranger == address else None)
+
+
+def test_an_address_with_tls_and_no_certificate():
+    pytest.importorskip("distributed", reason="distributed is not installed: pip install 'bitnet-ref[dask]'")
+    with pytest.raises(BackendUnavailable, match=r"no Dask scheduler at tls://127\.0\.0\.1:1"):
+        DaskWorkers((print,), address="tls://127.0.0.1:1")
+
+
 def test_workers_that_are_killed_change_no_byte(tmp_path, server, monkeypatch):
     """kill -9 of a worker, twice; the nanny starts another, and its items are computed again."""
     pytest.importorskip("distributed", reason="distributed is not installed: pip install 'bitnet-ref[dask]'")
@@ -336,6 +352,7 @@ def test_workers_that_are_killed_change_no_byte(tmp_path, server, monkeypatch):
             os.kill(killed[-1], signal.SIGKILL)
 
     with DaskWorkers((open_server, loading, "story", None, CHAT), 2) as workers:
+        refuses_strangers(workers.client.scheduler.address)
         summary, data = run(tmp_path, server, lines, workers=workers, progress=kill)
     assert len(set(killed)) == 2
     assert (summary.lines, summary.failed) == (60, 0)

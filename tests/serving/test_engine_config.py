@@ -126,6 +126,8 @@ def test_a_request_overrides_the_defaults_by_any_of_their_names():
         ({"backend": "cuda"}, "backend"),
         ({"fallback": ["gpu"]}, "fallback: expected a list of backends: auto, numpy, cython, cupy, got 'gpu'"),
         ({"devices": [0, 0]}, "devices: expected different numbers of cards"),
+        ({"memory_limit": "9" * 400}, "memory_limit: expected bytes"),
+        ({"memory_limit": 10**5000}, "memory_limit: expected bytes"),
         ({"memory_limit": "8Gob"}, "memory_limit: expected bytes, or a text like '8GiB', got '8Gob'"),
         ({"cache_dtype": "int4"}, "cache_dtype: expected one of float32, float16, int8"),
         ({"sampling": {"temprature": 1}}, "sampling: .*temperature"),

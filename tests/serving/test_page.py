@@ -1,6 +1,7 @@
 """The page of the server, in headless Chromium, and the state of an engine that it shows."""
 
 import json
+import random
 import re
 import socket
 import time
@@ -328,6 +329,16 @@ def test_hostile_markdown_does_nothing(open_page):
         begin = time.monotonic()
         assert set(page.run(show % json.dumps(text))) <= allowed, text[:80]
         assert time.monotonic() - begin < 10
+    dice = random.Random(0)
+    marks = [*"`*_~[]()<>!#|-+>\\ \n\t", "\n\n", "\n  ", "\n   ", "1. ", "- ", "* ", "](", "```", "a", *HOSTILE.split()]
+    for _ in range(40):  # each block must end after it begins, or the tab hangs
+        texts = ["".join(dice.choice(marks) for _ in range(dice.choice([2, 6, 40]))) for _ in range(100)]
+        names = page.run(f"{json.dumps(texts)}.flatMap((text) => ({show % 'text'}))".replace("; [", ", ["))
+        assert set(names) <= allowed | {"h3", "h4", "h5", "h6"}
+    for text, tag in (("  * x", "ul"), ("a\n\n  * x", "ul"), ("   1. x\n   2. y", "ol"), ("- a\n\n   * b\nc", "ul")):
+        assert tag in page.run(show % json.dumps(text))
+    heading = page.run(f"{show % json.dumps('## a # b ##')}; $('messages').firstChild.textContent")
+    assert heading == "a # b"
     page.run(show % json.dumps(HOSTILE))
     assert page.run("[...$('messages').querySelectorAll('a')].map((a) => a.href)") == ["https://example.com/e.png"]
     code = page.run("$('messages').querySelector('pre').textContent")

@@ -9,6 +9,7 @@ import pytest
 from helpers import BITNET, write_checkpoint
 
 import bitnet_ref
+from bitnet_ref.system.sharing import model_files
 
 
 @pytest.fixture
@@ -73,3 +74,8 @@ def test_a_failed_load_is_not_remembered(folder):
         load(folder)
     (folder / "model.safetensors").write_bytes(good)
     assert load(folder) is load(folder)
+
+
+def test_a_model_that_is_gone_has_no_files(tmp_path):
+    (tmp_path / "of another").write_text("x")
+    assert model_files(tmp_path / "gone") == []

@@ -22,7 +22,7 @@ from helpers import DATA, model
 
 import bitnet_ref
 from bitnet_ref.cli import cli
-from bitnet_ref.errors import ConfigError, FormatError, NumericsError, TokenizerError
+from bitnet_ref.errors import ConfigError, ConfigWarning, FormatError, NumericsError, StorageError, TokenizerError
 from bitnet_ref.formats.checkpoint import read_tokenizer_folder
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.safetensors import SafetensorsFile, SafetensorsWriter
@@ -445,6 +445,14 @@ def test_a_checkpoint_of_another_corpus(config, tmp_path):
         start(config, tmp_path / "run", resume=True)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_an_error_about_the_file(config, tmp_path):
+    run = start(config, tmp_path / "run")
+    os.symlink("/dev/full", tmp_path / "run" / "metrics.csv")
+    with pytest.raises(StorageError, match=r"metrics\.csv: No space left on device"):
+        run.run()
+
+
 def test_a_checkpoint_of_version_0_1_says_nothing_of_the_corpus(config, tmp_path):
     start(config, tmp_path / "run").run()
     path = tmp_path / "run" / "checkpoint.safetensors"
@@ -454,10 +462,17 @@ def test_a_checkpoint_of_version_0_1_says_nothing_of_the_corpus(config, tmp_path
     for key in ("corpus", "validation corpus", "teacher"):
         del facts["identity"][key]
     layout = {name: ("F32", array.shape) for name, array in arrays.items()}
-    with SafetensorsWriter(path, layout, {"bitnet_ref.training": json.dumps(facts)}) as writer:
-        for name, array in arrays.items():
-            writer.write(name, array)
-    with pytest.warns(UserWarning, match="does not say of which texts it is"):
+
+    def write(facts):
+        with SafetensorsWriter(path, layout, {"bitnet_ref.training": json.dumps(facts)}) as writer:
+            for name, array in arrays.items():
+                writer.write(name, array)
+
+    write(facts | {"identity": 5})
+    with pytest.raises(FormatError, match="is no checkpoint"):
+        start(config, tmp_path / "run", resume=True)
+    write(facts)
+    with pytest.warns(ConfigWarning, match="does not say of which texts it is"):
         start(config, tmp_path / "run", resume=True)
 
 

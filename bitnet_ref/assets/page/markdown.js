@@ -6,7 +6,7 @@ const MAX_INLINE = 20000; // a longer paragraph stays as it is
 const MAX_DEPTH = 6; // of lists and quotes in each other
 const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])( +|$)/;
-const HEADING = /^ {0,3}(#{1,6})(?: +(.*?))?(?: +#+)? *$/;
+const HEADING = /^ {0,3}(#{1,6})(?: (.*))?$/;
 const QUOTE = /^ {0,3}> ?/;
 const RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/;
 const TABLE_RULE = /^ {0,3}\|?(?: *:?-+:? *\|)+(?: *:?-+:? *)?$/;
@@ -53,7 +53,7 @@ function readBlock(lines, at, depth) {
   const fence = FENCE.exec(lines[at]);
   if (fence) return readFence(lines, at, fence);
   const heading = HEADING.exec(lines[at]);
-  if (heading) return [at + 1, () => withInline(`h${Math.min(6, heading[1].length + 2)}`, heading[2] ?? "")];
+  if (heading) return [at + 1, () => withInline(`h${Math.min(6, heading[1].length + 2)}`, (heading[2] ?? "").trim().replace(/(?:^| )#+$/, "").trimEnd())];
   if (RULE.test(lines[at])) return [at + 1, () => make("hr")];
   if (depth < MAX_DEPTH && QUOTE.test(lines[at])) return readQuote(lines, at, depth);
   if (depth < MAX_DEPTH && ITEM.test(lines[at])) return readList(lines, at, depth);
@@ -96,7 +96,7 @@ function readList(lines, at, depth) {
   for (; end < lines.length; end += 1) {
     const line = lines[end], item = ITEM.exec(line);
     const depthOfLine = line.length - line.trimStart().length;
-    if (item && depthOfLine < Math.max(2, width) && !RULE.test(line)) {
+    if (end === at || (item && depthOfLine < Math.max(2, width) && !RULE.test(line))) {
       if (item[2].length > 1 !== isNumbered) break;
       width = item[0].length;
       items.push([line.slice(width)]);

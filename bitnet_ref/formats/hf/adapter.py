@@ -161,6 +161,14 @@ def _check(raw: Mapping[str, Any], path: Path) -> None:
         if not is_off(raw.get(key)) and raw[key] != "none":
             message = f"{describe(raw[key])} means that {meaning}, which is not done"
             raise ConfigError(message, path=path, field=key)
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = raw.get(key) or {}
+        if not isinstance(patterns, dict):
+            raise ConfigError(f"expected an object, got {describe(patterns)}", path=path, field=key)
+        for ending in patterns:
+            if not re.fullmatch(r"[A-Za-z0-9_.]+", ending):
+                message = f"expected the ends of modules' names, got {describe(ending)}: others are not supported"
+                raise ConfigError(message, path=path, field=key)
     known = {*OTHER_FUNCTION, *_WITHOUT_EFFECT, *_READ}
     if unknown := [key[:100] for key in raw if key not in known and not is_off(raw[key])]:
         words = f"{path}: {', '.join(unknown[:6])}: ignored; no LoRA known here has it"
@@ -215,15 +223,12 @@ def _read_term(
 def _of_module(raw: Mapping[str, Any], pattern: str, key: str, module: str, path: Path) -> float:
     """The value of a module: of the first pattern that is the end of its name, else the one for all."""
     patterns = raw.get(pattern) or {}
-    if not isinstance(patterns, dict):
-        raise ConfigError(f"expected an object, got {describe(patterns)}", path=path, field=pattern)
     value, field = raw.get(key), key
-    for ending, own in patterns.items():
-        if not re.fullmatch(r"[A-Za-z0-9_.]+", ending):
-            message = f"expected the ends of modules' names, got {describe(ending)}: other patterns are not supported"
-            raise ConfigError(message, path=path, field=pattern)
-        if module == ending or module.endswith(f".{ending}"):
-            value, field = own, f"{pattern}.{ending}"
+    words = module.split(".")
+    endings = {".".join(words[start:]) for start in range(len(words))}
+    for ending in patterns if endings & patterns.keys() else ():
+        if ending in endings:
+            value, field = patterns[ending], f"{pattern}.{ending}"
             break
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
         raise ConfigError(f"expected a number above 0, got {describe(value)}", path=path, field=field)

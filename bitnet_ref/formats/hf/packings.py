@@ -266,6 +266,9 @@ def _hadamard_keys(path: Path) -> dict[str, Any]:
         if not isinstance(keys.get(key), list):
             raise ConfigError("expected a list", path=path, field=f"{PREFIX}{key}")
     widths, values = keys["sign_widths"], keys["sign_values"]
+    for key in ("weight_names", "inverse_weight_names"):
+        if not all(isinstance(name, str) for name in keys[key]):
+            raise ConfigError("expected a list of names", path=path, field=f"{PREFIX}{key}")
     whole = all(isinstance(width, int) and 0 < width <= len(values) for width in widths)
     if not whole or sum(widths) != len(values) or not all(value in (-1, 1) for value in values):
         raise ConfigError("expected -1 or 1 for each input of each width", path=path, field=f"{PREFIX}sign_values")

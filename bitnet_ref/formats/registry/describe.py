@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, FormatError
 from ...reference.config import ModelConfig
 from ...system.json_file import read_bounded
-from ...system.sharing import model_files
+from ...system.sharing import date_of, model_files
 from ..gguf.file import open_gguf
 from ..open import open_checkpoint
 from .names import MODEL_CARD
 
 MAX_CARD_BYTES = 1 << 20
-_FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)
+_FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?)\n---[ \t]*(?:\n|\Z)", re.DOTALL)
 _LICENCE = re.compile(r"^license:[ \t]*['\"]?([\w.+-]{1,64})['\"]?[ \t]*$", re.MULTILINE)
 
 
@@ -42,7 +41,7 @@ def describe_model(path: Path) -> dict[str, Any]:
 def usage_of(path: Path) -> dict[str, Any]:
     """bytes of the model's files, and last_used: the date (UTC) when one was last read, if the system notes it."""
     stats = [file.stat() for file in model_files(path)]
-    last = datetime.fromtimestamp(max((each.st_atime for each in stats), default=0.0), UTC)
+    last = date_of(max((each.st_atime for each in stats), default=0.0))
     return {"bytes": sum(each.st_size for each in stats), "last_used": last.date().isoformat()}
 
 

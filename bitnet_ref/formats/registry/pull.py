@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ...errors import FormatError, HubError, RegistryError, StorageError
+from ...errors import FormatError, HubError, RegistryError, StorageError, describe
 from ...system.atomic import DISK_FULL, check_space, explain_os_errors
-from ...system.json_file import read_bounded
+from ...system.json_file import read_bounded, stays_inside
 from ..hashes import file_hash
 from ..hf.folder import SINGLE_FILE
 from ..open import open_checkpoint
@@ -30,6 +30,7 @@ from .names import check_name, choose_files, model_in, parse_reference, split_ch
 INSTALL = "pip install 'bitnet-ref[hub]'"
 MAX_GIT_BYTES = 64 << 20  # of a file that is not in LFS
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_ETAG = re.compile(r'(?:W/)?"?[A-Za-z0-9_=+-]{1,128}"?')
 # OSErrors of the disk, not of the network
 _OF_THE_DISK = (
     *DISK_FULL,
@@ -60,21 +61,22 @@ def pull(reference: str, *, name: str | None = None, file: str | None = None) ->
     commit = str(info.sha)
     if not _COMMIT.fullmatch(commit):
         raise HubError(f"the hub gave {commit[:80]!r} as the commit of {reference}; expected 40 hexadecimal digits")
-    listed = {each.rfilename: each for each in info.siblings or ()}
+    listed = _read_listing(info.siblings, reference)
     names, main = choose_files(listed, file)
     cache, home = hub_cache(), repository_folder(repository)
     folder = home / "snapshots" / commit
     path = folder if main is None else folder / main
     with explain_os_errors(cache):
         cache.mkdir(parents=True, exist_ok=True)
-        check_space(home, sum(listed[each].size or 0 for each in names if not (folder / each).exists()))
+        check_space(home, sum(listed[each].size for each in names if not (folder / each).exists()))
         for are_weights in (False, True):
             patterns = [each for each in names if each.endswith(WEIGHTS) == are_weights]
             if not patterns:  # a file alone: the client would warn that nothing matches
                 continue
-            with _explain_errors(hub, reference):
+            with _explain_errors(hub, reference), _plain_etags(hub):
                 hub.snapshot_download(repository, revision=commit, cache_dir=cache, allow_patterns=patterns)
         for each in names:
+            _check_place(folder / each, reference)
             _compare(folder / each, listed[each], reference)
         open_checkpoint(path).close()  # raises if it is no model
         if revision != commit:
@@ -132,16 +134,74 @@ def delete_models(models: Sequence[CachedModel], plan: Any) -> None:
                 remove_link(name)
 
 
-def _compare(file: Path, listed: Any, reference: str) -> None:
+class Listed(NamedTuple):
+    """What the hub says of a file. sha256: of an LFS file; blob_id: Git's SHA-1 of another."""
+
+    size: int
+    sha256: str | None
+    blob_id: str | None
+
+
+def _read_listing(siblings: Any, reference: str) -> dict[str, Listed]:
+    """File name -> what the hub says of it. Raises HubError for a listing that is none."""
+    out: dict[str, Listed] = {}
+    try:
+        for each in siblings or ():
+            lfs = getattr(each, "lfs", None)
+            out[each.rfilename] = Listed(each.size or 0, lfs and lfs.sha256, getattr(each, "blob_id", None))
+    except (AttributeError, TypeError) as problem:
+        raise HubError(f"the hub's list of the files of {reference} is none: {problem}") from problem
+    for name, (size, *hashes) in out.items():
+        if not isinstance(name, str) or not isinstance(size, int) or size < 0:
+            raise HubError(f"the hub lists {describe(name)} of {reference} with a size of {describe(size)}")
+        if not all(each is None or isinstance(each, str) for each in hashes):
+            raise HubError(f"the hub lists {describe(name)} of {reference} with the hashes {describe(hashes)}")
+    return out
+
+
+@contextmanager
+def _plain_etags(hub: Any) -> Iterator[None]:
+    """Raise HubError for an answer whose ETag is no plain name: huggingface_hub calls a file of the cache by it, and
+    "../../x" is a file elsewhere. Before version 1 it has no such hook, and `_check_place` finds what has come."""
+    session = hub.get_session()
+    before = getattr(session, "event_hooks", None)
+    if before is None:
+        yield
+        return
+
+    def check(response: Any) -> None:
+        given = response.headers.get("X-Linked-Etag", response.headers.get("ETag"))
+        if response.request.method == "HEAD" and given is not None and not _ETAG.fullmatch(given):
+            raise HubError(f"the hub gave {given[:80]!r} as an ETag, which is no plain name: do not use this hub")
+
+    session.event_hooks = {**before, "response": [*before.get("response", ()), check]}
+    try:
+        yield
+    finally:
+        session.event_hooks = before
+
+
+def _check_place(file: Path, reference: str) -> None:
+    """Raise HubError for a link out of the repository's folder, to what may be a file of the user's own."""
+    if file.is_symlink() and not stays_inside(file.parent, file):
+        target = file.resolve()
+        file.unlink()
+        message = f"the hub has placed {file.name} of {reference} outside of the cache, at {target}"
+        raise HubError(f"{message}: do not use this hub, and delete that file unless it is your own")
+
+
+def _compare(file: Path, listed: Listed, reference: str) -> None:
     """Raise if the file has another size or hash than the hub lists: SHA-256 for LFS files, else Git's SHA-1."""
     if not file.exists():
         raise HubError(f"{file.name} of {reference} did not come; pull again")
-    lfs, blob_id = getattr(listed, "lfs", None), getattr(listed, "blob_id", None)
-    if lfs is not None:
-        is_equal = file_hash(file) == lfs.sha256
+    if listed.sha256 is not None:
+        is_equal = file_hash(file) == listed.sha256
     else:
         data = read_bounded(file, FormatError, MAX_GIT_BYTES)
-        is_equal = blob_id in (None, hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest())
+        is_equal = listed.blob_id in (
+            None,
+            hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest(),
+        )
     if not is_equal:
         file.resolve().unlink()
         file.unlink(missing_ok=True)
@@ -178,6 +238,8 @@ def _explain_errors(hub: Any, reference: str) -> Iterator[None]:
         raise HubError(f"the hub did not give {reference}: {_first_line(problem)}") from problem
     except errors.HFValidationError as problem:
         raise RegistryError(f"{reference} is no name on the hub: {_first_line(problem)}") from problem
+    except HubError:
+        raise
     except Exception as problem:
         if isinstance(problem, OSError) and problem.errno in _OF_THE_DISK:
             raise

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from ...backends.loaded import LoadedModel
 from ...generation.chat import DEFAULT_REPLY_TOKENS
 from ...generation.results import Generation
-from ...system.sharing import model_files
+from ...system.sharing import date_of, model_files
 from ..engine import Engine
 from . import schemas
 from .choices import Asked
@@ -412,7 +412,7 @@ def describe_place(name: str, place: Place) -> dict[str, Any]:
     return {
         "name": name,
         "model": name,
-        "modified_at": datetime.fromtimestamp(changed, UTC).isoformat().replace("+00:00", "Z"),
+        "modified_at": date_of(changed).isoformat().replace("+00:00", "Z"),
         "size": sum(each.st_size for _, each in files),
         "digest": hashlib.sha256(identity.encode()).hexdigest(),
         "details": _details(place.source, None if place.engine is None else place.engine.model),
