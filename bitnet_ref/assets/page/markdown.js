@@ -53,7 +53,10 @@ function readBlock(lines, at, depth) {
   const fence = FENCE.exec(lines[at]);
   if (fence) return readFence(lines, at, fence);
   const heading = HEADING.exec(lines[at]);
-  if (heading) return [at + 1, () => withInline(`h${Math.min(6, heading[1].length + 2)}`, (heading[2] ?? "").trim().replace(/(?:^| )#+$/, "").trimEnd())];
+  if (heading) {
+    const text = (heading[2] ?? "").trim().replace(/(?:^| )#+$/, "").trimEnd();
+    return [at + 1, () => withInline(`h${Math.min(6, heading[1].length + 2)}`, text)];
+  }
   if (RULE.test(lines[at])) return [at + 1, () => make("hr")];
   if (depth < MAX_DEPTH && QUOTE.test(lines[at])) return readQuote(lines, at, depth);
   if (depth < MAX_DEPTH && ITEM.test(lines[at])) return readList(lines, at, depth);
