@@ -89,12 +89,16 @@ class Server:
         async with AsyncExitStack() as stack:
             name, engine = await stack.enter_async_context(self.borrow(body))
 
-            def submit() -> tuple[Asked, list[Choice]]:
+            def prepare() -> Asked:
                 asked = read(body, name, engine)
                 asked.fingerprint = fingerprint_of(engine, self.chat_template)
-                return asked, asked.submit(engine, self.limits.request_timeout_s)
+                return asked
 
-            asked, choices = await unless_gone(request, self.work(submit))
+            is_small = self.admission.is_small and body.get("previous_response_id") is None
+            asked = prepare() if is_small else await unless_gone(request, self.work(prepare))
+            submit = partial(asked.submit, engine, self.limits.request_timeout_s)
+            is_quick = is_small and asked.is_quick(engine)
+            choices = submit() if is_quick else await unless_gone(request, self.work(submit))
             record_of(request).choices = choices
             for choice in choices:
                 stack.callback(choice.handle.close)
@@ -235,7 +239,7 @@ class Server:
             schemas.check(body, request.scope["path"])  # `request.url` is made of the Host header too
             return body
 
-        return await self.work(parse)
+        return parse() if self.admission.is_small else await self.work(parse)
 
     def ignores_unknown(self, path: str) -> bool:
         """Whether fields that are not known are left out of a request, not refused."""
