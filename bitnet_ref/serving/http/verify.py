@@ -202,7 +202,7 @@ def make_routes(server: Server) -> list[Route]:
         path, name = find_path(answer), asked.get("model")
         if server.ignores_unknown(path):
             asked = dict(asked)
-            schemas.drop_unknown(asked, path)
+            server.unknown.drop(asked, path)
         async with AsyncExitStack() as stack:
             name = server.shelf.name(name if isinstance(name, str) else None)
             engine = await stack.enter_async_context(server.shelf.borrow(server.shelf.places[name]))
