@@ -130,16 +130,7 @@ STRUCTURED_OUTPUTS = describe_object(  # vLLM's
     },
     additionalProperties=False,
 )
-BIAS = PASSED["logit_bias"]["additionalProperties"]  # of a token
-BIAS_PAIR = {  # llama-server's: a token id or a text, and its bias or false
-    "type": "array",
-    "items": [
-        {"anyOf": [TEXT, {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}]},
-        {"anyOf": [BIAS, {"enum": [False]}]},
-    ],
-    "minItems": 2,
-    "maxItems": 2,
-}
+BIAS_PAIR = describe_array({"type": ["string", "number", "boolean"]}, 2, 2)  # llama-server's, read by `read_biases`
 SAMPLING = {
     **PASSED,
     "logit_bias": {"anyOf": [PASSED["logit_bias"], describe_array(BIAS_PAIR, 0, 1 << 16)]},

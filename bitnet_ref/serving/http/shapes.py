@@ -233,10 +233,14 @@ def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
 def read_biases(pairs: list[list[Any]], tokenizer: Tokenizer) -> dict[int, float]:
     """`logit_bias` as llama-server has it, pairs of a token id or a text and a number or false, as OpenAI has it.
 
-    The tokens of a text each get its number, and false is -100, which no model outweighs.
+    The tokens of a text each get its number, and false is -100, which no model outweighs. Raises RequestError.
     """
     biases = dict[int, float]()
-    for target, bias in pairs:
+    for number, (target, bias) in enumerate(pairs):
+        is_id = isinstance(target, int | float) and not isinstance(target, bool) and target >= 0 and target % 1 == 0
+        if not (is_id or isinstance(target, str)) or isinstance(bias, str) or bias is True:
+            message = "expected a token id or a text, and a number from -100 to 100 or false"
+            raise RequestError(f"logit_bias[{number}]: {message}", f"logit_bias[{number}]")
         ids = tokenizer.encode(target, add_special_tokens=False) if isinstance(target, str) else [int(target)]
         biases |= dict.fromkeys(ids, -100.0 if bias is False else bias)
     return biases
