@@ -403,6 +403,25 @@ def test_the_format_of_a_custom_tool(server, ask, syntax, definition):
     assert error[0] == 400, error
 
 
+def test_the_fields_that_zed_sends(server):
+    """By the `Request` of its crate open_ai; the program itself has a window and is not run."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": '{"zone":"utc"}'}}
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": "What time"}, {"type": "text", "text": "is it?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "I look."},
+        {"role": "tool", "content": "noon", "tool_call_id": "call_1"},
+    ]
+    body = {"model": "talker", "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+    body |= {"max_completion_tokens": 6, "stop": ["."], "temperature": 0.0, "tools": [function(CLOCK)]}
+    body |= {"tool_choice": "auto", "parallel_tool_calls": False, "prompt_cache_key": "a", "reasoning_effort": "low"}
+    status, _, answer = server.post(CHAT, body)
+    assert status == 200, answer
+    *parts, last = events(answer)
+    assert all({"index", "delta", "finish_reason"} <= part["choices"][0].keys() for part in parts)
+    assert last["usage"].keys() >= {"prompt_tokens", "completion_tokens", "total_tokens"}
+
+
 def test_biases_as_pairs(ask):
     """llama-server's form gives what OpenAI's gives; a text means its tokens, and false none of them."""
     base = ask(COMPLETION, return_token_ids=True)["choices"][0]["token_ids"]
