@@ -83,7 +83,7 @@ def infill_ids(tokenizer: Tokenizer, prefix: str, suffix: str, field: str) -> li
             front = tokenizer.encode("")[:1] if tokenizer.bos_id in tokenizer.encode("")[:1] else []
             return [*front, *marks[:1], *before, *marks[1:2], *after, *marks[2:]]  # type: ignore[list-item]
     message = "this model's tokenizer has no tokens for filling in the middle, so it can only continue a text"
-    raise RequestError(f"{field}: {message}; leave it out", field)
+    raise RequestError(f"{field}: {message}", field)
 
 
 def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_template: str | None) -> Asked:
