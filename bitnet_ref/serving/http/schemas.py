@@ -133,7 +133,11 @@ STRUCTURED_OUTPUTS = describe_object(  # vLLM's
 BIAS_PAIR = describe_array({"type": ["string", "number", "boolean"]}, 2, 2)  # llama-server's, read by `read_biases`
 SAMPLING = {
     **PASSED,
-    "logit_bias": {"anyOf": [PASSED["logit_bias"], describe_array(BIAS_PAIR, 0, 1 << 16)]},
+    "logit_bias": {
+        **describe_array(BIAS_PAIR, 0, 1 << 16),
+        **PASSED["logit_bias"],
+        "type": ["object", "array", "null"],
+    },
     "model": MAYBE,
     "stream": FLAG,
     "stream_options": or_null(describe_object({"include_usage": FLAG, "continuous_usage_stats": FLAG})),
