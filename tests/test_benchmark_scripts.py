@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -219,6 +220,9 @@ def test_adapters_of_other_requests_are_found(monkeypatch):
 # -- servers -----------------------------------------------------------------------------------------------------------
 
 
+NAMES = (servers.OURS, servers.THEIRS)
+
+
 def test_two_servers_in_turn():
     """Ours twice, in place of another one: the same texts, a value for each round."""
     from server_runs import RunningServer
@@ -227,12 +231,12 @@ def test_two_servers_in_turn():
         RunningServer({"model": ASSETS / "storyteller"}) as one,
         RunningServer({"model": ASSETS / "storyteller"}) as other,
     ):
-        ports = {servers.OURS: one.port, servers.THEIRS: other.port}
-        bench = servers.compare_servers(ports, (1, 3), new=4, rounds=2)
+        both = {name: servers.Served(each.port, os.getpid()) for name, each in zip(NAMES, (one, other), strict=True)}
+        bench = servers.compare_servers(both, (1, 3), new=4, rounds=2)
         assert bench.equal_texts == bench.prompts == 16
         assert [pair.streams for pair in bench.pairs] == [1, 3]
         for pair in bench.pairs:
-            for field in ("tokens_per_s", "first_token_s"):
+            for field in ("tokens_per_s", "first_token_s", "cpu_s_per_text"):
                 assert [ratio > 0 for ratio in pair.ratios(field)] == [True, True]
         with pytest.raises(BackendError, match="status 400"):
             servers.ask(one.port, "Alice", 5000)

@@ -43,6 +43,13 @@ DECIDE = ("dtype", "cache_dtype", "rotation", "dense", "allow_unquantized")  # o
 @click.option("--config", type=click.Path(path_type=Path, exists=True), help="Engine settings (docs/operating.md).")
 @click.option("--chat-template", metavar="JINJA", help="Instead of the model's own; @FILE reads it.")
 @declared_option(EngineConfig, "generation_defaults")
+@click.option(
+    "--unknown-fields",
+    type=click.Choice(["refuse", "warn"]),
+    default="refuse",
+    show_default=True,
+    help="Make a line with one an error, or leave it out and say so.",
+)
 @model_options
 @worker_options
 @common_options
@@ -73,9 +80,10 @@ def batch(source: Path, target: Path, config: Path | None, chat_template: str | 
     run |= {"files": [file.name for file in files], "config": None if config is None else read_text(config)}
     run |= {key: str(options[key]) for key in DECIDE if key in options}
     defaults = server_config(config, generation_defaults=options["generation_defaults"]).generation_defaults
-    run["generation_defaults"] = defaults
-    opener = (open_server, loading, name, config, template, defaults)
-    alone = None if count or address else serve_lines(load_model(options), name, config, template, defaults)
+    run |= {"generation_defaults": defaults, "unknown_fields": options["unknown_fields"]}
+    settings = (name, config, template, defaults, options["unknown_fields"] == "warn")
+    opener = (open_server, loading, *settings)
+    alone = None if count or address else serve_lines(load_model(options), *settings)
     answered = [0, 0]  # so many lines, of so many
 
     def note(done: int, total: int) -> None:
@@ -116,13 +124,20 @@ def hash_files(files: Sequence[Path]) -> list[str]:
 
 
 def serve_lines(
-    model: Model, name: str, config: Path | None, chat_template: str | None, defaults: str | None = None
+    model: Model,
+    name: str,
+    config: Path | None,
+    chat_template: str | None,
+    defaults: str | None = None,
+    ignores_unknown: bool = False,
 ) -> BatchServer:
     """defaults: of `EngineConfig.generation_defaults`."""
     from ..serving.http.batch import BatchServer
+    from ..serving.http.schemas import UnknownFields
 
     settings = server_config(config, generation_defaults=defaults)
-    return BatchServer(model.engine(config=settings), name, chat_template)
+    unknown = UnknownFields() if ignores_unknown else None
+    return BatchServer(model.engine(config=settings), name, chat_template, unknown)
 
 
 def open_server(loading: tuple[tuple[str, Any], ...], *settings: Any) -> BatchServer:

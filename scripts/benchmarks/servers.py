@@ -4,13 +4,16 @@
 
 PYTHON is one with `pip install 'llama-cpp-python[server]'`. Both servers run all the time; rounds of streams go to one
 and the other in turn, and only the ratios of these pairs say something on a machine that does other work. Greedy
-texts. llama-cpp-python's server computes one request at a time, llama.cpp's own llama-server several.
+texts, each of another prompt: llama-cpp-python's server keeps the tokens of the last one, and would compute one token
+of a prompt that comes twice. It computes one request at a time, llama.cpp's own llama-server several.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
+import random
 import socket
 import subprocess
 import sys
@@ -37,9 +40,27 @@ OURS, THEIRS = "bitnet_ref", "llama-cpp-python"
 STREAMS = (1, 16)
 START_S = 120.0
 TIMEOUT_S = 600.0
-PEOPLE = ("The old man", "Alice", "A little boy", "The king's daughter")
-PLACES = ("the sea", "the dark wood", "her mother", "the castle on the hill")
-PROMPTS = [f"{who} went to {where} and" for who in PEOPLE for where in PLACES]
+COMPARED = 16  # texts
+REQUESTS = 20  # of one stream in a round, one after the other
+WORDS = (
+    "old",
+    "man",
+    "went",
+    "sea",
+    "and",
+    "a",
+    "king",
+    "saw",
+    "his",
+    "daughter",
+    "in",
+    "wood",
+    "by",
+    "fire",
+    "with",
+    "bread",
+)
+PROMPT_WORDS = 10
 
 
 @dataclass(frozen=True)
@@ -49,6 +70,7 @@ class Pair(Record):
     streams: int
     tokens_per_s: Mapping[str, list[float]]  # of all streams together
     first_token_s: Mapping[str, list[float]]  # the median of the streams
+    cpu_s_per_text: Mapping[str, list[float]]  # processor time of the server
 
     def ratios(self, name: str) -> list[float]:
         """Ours / theirs of each round."""
@@ -88,41 +110,69 @@ def ask(port: int, prompt: str, new: int) -> tuple[float, str]:
     return first_s, text
 
 
-def time_streams(port: int, streams: int, new: int) -> tuple[float, float]:
+@dataclass(frozen=True)
+class Served:
+    """A server that runs."""
+
+    port: int
+    process: int
+
+    def cpu_s(self) -> float:
+        """Its processor time so far; 0.0 where the system does not show it as Linux does."""
+        try:
+            with open(f"/proc/{self.process}/stat") as file:
+                ticks = file.read().rpartition(")")[2].split()[11:13]
+        except OSError:
+            return 0.0
+        return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
+def make_prompts(count: int, seed: str) -> list[str]:
+    rng = random.Random(seed)
+    return [" ".join(["Once", *rng.choices(WORDS, k=PROMPT_WORDS)]) for _ in range(count)]
+
+
+def time_streams(port: int, streams: int, new: int, prompts: Sequence[str]) -> tuple[float, float]:
     """Tokens per second of so many streams at a time, and the median of their seconds to the first token."""
     results: list[tuple[float, str]] = []
-    threads = [
-        threading.Thread(target=lambda prompt=prompt: results.append(ask(port, prompt, new)))
-        for prompt in PROMPTS[:streams]
-    ]
+
+    def follow(own: Sequence[str]) -> None:
+        for prompt in own:
+            results.append(ask(port, prompt, new))
+
+    threads = [threading.Thread(target=follow, args=[prompts[number::streams]]) for number in range(streams)]
     begin = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if len(results) != streams:
-        raise BackendError(f"port {port}: {streams - len(results)} of {streams} streams failed")
-    return streams * new / (time.perf_counter() - begin), median(first for first, _ in results)
+    if len(results) != len(prompts):
+        raise BackendError(f"port {port}: {len(prompts) - len(results)} of {len(prompts)} texts failed")
+    return len(prompts) * new / (time.perf_counter() - begin), median(first for first, _ in results)
 
 
-def compare_servers(ports: Mapping[str, int], streams: Sequence[int], new: int, rounds: int) -> ServerBench:
+def compare_servers(servers: Mapping[str, Served], streams: Sequence[int], new: int, rounds: int) -> ServerBench:
     """Both servers in turn, the other one first in every second round. Their texts are compared first."""
-    texts = {name: [ask(port, prompt, new)[1].strip() for prompt in PROMPTS] for name, port in ports.items()}
+    prompts = make_prompts(COMPARED, "texts")
+    texts = {name: [ask(each.port, prompt, new)[1].strip() for prompt in prompts] for name, each in servers.items()}
     equal = sum(ours == theirs for ours, theirs in zip(texts[OURS], texts[THEIRS], strict=True))
     pairs = []
     for count in streams:
-        pair = Pair(count, {OURS: [], THEIRS: []}, {OURS: [], THEIRS: []})
+        pair = Pair(count, *({OURS: [], THEIRS: []} for _ in range(3)))
         for number in range(rounds):
+            prompts = make_prompts(max(count, REQUESTS), f"{count} {number}")
             for name in (OURS, THEIRS) if number % 2 == 0 else (THEIRS, OURS):
-                tokens_per_s, first_s = time_streams(ports[name], count, new)
+                before_s = servers[name].cpu_s()
+                tokens_per_s, first_s = time_streams(servers[name].port, count, new, prompts)
                 pair.tokens_per_s[name].append(tokens_per_s)
                 pair.first_token_s[name].append(first_s)
+                pair.cpu_s_per_text[name].append((servers[name].cpu_s() - before_s) / len(prompts))
         pairs.append(pair)
-    return ServerBench(new, len(PROMPTS), equal, tuple(pairs))
+    return ServerBench(new, COMPARED, equal, tuple(pairs))
 
 
 @contextmanager
-def running(command: Sequence[str]) -> Iterator[int]:
+def running(command: Sequence[str]) -> Iterator[Served]:
     """A server on a free port, which is added to the command; it ends with the block. Raises BackendError."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -134,7 +184,7 @@ def running(command: Sequence[str]) -> Iterator[int]:
                 if process.poll() is not None or time.monotonic() > end:
                     raise BackendError(f"{' '.join(command)}: does not start (exit code {process.poll()})")
                 time.sleep(0.2)
-            yield port
+            yield Served(port, process.pid)
         finally:
             process.terminate()
 
@@ -159,14 +209,19 @@ def main(file: str, peer_python: str, threads: int, new: int, rounds: int, **opt
     """Serve FILE by bitnet_ref and by llama-cpp-python, and time 1 and 16 streams in turn."""
     ours = [sys.executable, "-m", "bitnet_ref", "serve", f"model={file}", "--threads", str(threads)]
     theirs = [peer_python, "-m", "llama_cpp.server", "--model", file, "--n_threads", str(threads)]
+    theirs += ["--n_threads_batch", str(threads)]  # by default all processors compute a prompt
     theirs += ["--n_ctx", "0", "--interrupt_requests", "false"]
-    with running(ours) as port, running(theirs) as peer_port:
-        bench = compare_servers({OURS: port, THEIRS: peer_port}, STREAMS, new, rounds)
+    with running(ours) as server, running(theirs) as peer:
+        bench = compare_servers({OURS: server, THEIRS: peer}, STREAMS, new, rounds)
 
     def draw(out: Console) -> None:
         out.print(f"{bench.equal_texts} of {bench.prompts} texts are equal; {new} tokens each, {threads} threads")
         for pair in bench.pairs:
-            for field, unit in (("tokens_per_s", "tokens/s"), ("first_token_s", "s to the first token")):
+            for field, unit in (
+                ("tokens_per_s", "tokens/s"),
+                ("first_token_s", "s to the first token"),
+                ("cpu_s_per_text", "s of processor time per text"),
+            ):
                 values = getattr(pair, field)
                 ratios = ", ".join(f"{ratio:.2f}" for ratio in pair.ratios(field))
                 out.print(

@@ -6,8 +6,11 @@ that answers are read, are equal where they must be, and fit their schemas.
 
 import json
 import os
+import socket
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -377,6 +380,70 @@ def use_lm_eval():
     options = {"until": ["\n\n\n"], "max_gen_toks": 8, "temperature": 0}
     asked = [Instance("generate_until", {}, (model.apply_chat_template(HELLO), options), n) for n in range(8)]
     assert model.generate_until(asked) == [plain_reply()] * 8
+
+
+def use_guidellm():
+    """A run of chats, two streams at a time."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "prompts.csv").write_text("prompt\nHello\nWho are you?\nTell me a story\n")
+    backend = f"kind=openai_http,target={URL},model=talker"
+    command = [str(Path(sys.executable).with_name("guidellm")), "run", "--backend", backend]
+    command += ["--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=3"]
+    command += ["--data", f"kind=csv_file,path={folder / 'prompts.csv'}", "--disable-console"]
+    subprocess.run([*command, "--output", f"kind=json,path={folder / 'out.json'}"], check=True, timeout=500)
+    (bench,) = json.loads((folder / "out.json").read_text())["benchmarks"]
+    requests = bench["requests"]
+    assert (len(requests["successful"]), len(requests["errored"])) == (3, 0)
+    assert all(each["output"] for each in requests["successful"])
+
+
+def use_open_webui():
+    """Its own backend, which downloads nothing: the list of models, chats whole and as a stream, embeddings."""
+    import urllib.error
+    import urllib.request
+
+    folder = tempfile.mkdtemp()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {"OPENAI_API_BASE_URL": f"{URL}/v1", "OPENAI_API_KEY": "any", "ENABLE_OLLAMA_API": "False"}
+    settings |= {"RAG_EMBEDDING_ENGINE": "openai", "RAG_EMBEDDING_MODEL": "talker", "RAG_OPENAI_API_KEY": "any"}
+    settings |= {"RAG_OPENAI_API_BASE_URL": f"{URL}/v1", "OFFLINE_MODE": "True", "HF_HUB_OFFLINE": "1"}
+    settings |= {"WEBUI_AUTH": "False", "WEBUI_SECRET_KEY": "any", "DATA_DIR": folder}
+    token = ""
+
+    def ask(path, body=None):
+        headers = {"content-type": "application/json", "authorization": f"Bearer {token}"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
+        with urllib.request.urlopen(request, timeout=120) as reply:
+            return reply.read().decode()
+
+    command = [str(Path(sys.executable).with_name("open-webui")), "serve", "--host", "127.0.0.1", "--port", str(port)]
+    with subprocess.Popen(command, env={**os.environ, **settings}, cwd=folder, stdout=-3, stderr=-3) as program:
+        try:
+            end = time.monotonic() + 400
+            while True:
+                try:
+                    ask("/health")
+                    break
+                except (urllib.error.URLError, OSError):
+                    assert program.poll() is None
+                    assert time.monotonic() < end
+                    time.sleep(1)
+            token = json.loads(ask("/api/v1/auths/signin", {"email": "", "password": ""}))["token"]
+            assert [each["id"] for each in json.loads(ask("/api/models"))["data"]] == ["talker"]
+            asked = {"model": "talker", "messages": HELLO, "temperature": 0, "max_tokens": 8}
+            whole = json.loads(ask("/api/chat/completions", {**asked, "stream": False}))
+            assert whole["choices"][0]["message"]["content"] == plain_reply()
+            lines = ask("/api/chat/completions", {**asked, "stream": True}).split("\n")
+            chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            deltas = [choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]]
+            assert "".join(deltas) == plain_reply()
+            vectors = json.loads(ask("/api/embeddings", {"model": "talker", "input": ["a boat", "a ship"]}))
+            assert len(vectors["data"]) == 2
+        finally:
+            program.terminate()
 
 
 if __name__ == "__main__":

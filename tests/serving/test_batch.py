@@ -359,3 +359,24 @@ def test_workers_that_are_killed_change_no_byte(tmp_path, server, monkeypatch):
     assert data == serial
     if BACKEND == "cython":
         assert list((folder / ".bitnet_ref").iterdir())  # one copy for all workers
+
+
+def test_unknown_fields(tmp_path, caplog):
+    """Lines with one are errors, or with `warn` the answers of lines without it; then one warning is logged."""
+    lines = [
+        request("a", prompt="The", max_tokens=2, seed=1, colour="red"),
+        request("b", prompt="The", max_tokens=2, seed=1),
+    ]
+    source = write(tmp_path / "in.jsonl", lines)
+    texts = {}
+    for rule in ("refuse", "warn"):
+        target = tmp_path / f"{rule}.jsonl"
+        summary = invoke_json("batch", source, target, "--model", STORY, "--unknown-fields", rule, *FAST)
+        assert summary["failed"] == (rule == "refuse")
+        texts[rule] = [json.loads(line)["response"] for line in target.read_text().splitlines()]
+    verdict = invoke("verify", source, tmp_path / "warn.jsonl", "--model", STORY, *FAST)
+    assert verdict.exit_code == 0, verdict.output
+    refused, plain = texts["refuse"]
+    assert (refused["status_code"], refused["body"]["error"]["param"]) == (400, "colour")
+    assert [each["body"]["choices"] for each in texts["warn"]] == [plain["body"]["choices"]] * 2
+    assert caplog.text.count("'colour'") == 2  # one of the batch, one of verify

@@ -35,6 +35,8 @@ PACKAGES = {
     "litellm": ("litellm",),
     "llm": ("llm",),
     "lm_eval": ("lm-eval[api]",),
+    "guidellm": ("guidellm", "torch==2.13.0"),
+    "open_webui": ("open-webui", "torch==2.13.0"),
 }
 NODE_PACKAGES = {
     "vercel": ("ai", "@ai-sdk/openai", "zod"),
@@ -102,10 +104,10 @@ def install_for_node(folder, packages):
     install(["npm", "install", "--no-audit", "--no-fund", *packages], folder, cwd=folder)
 
 
-def check_client(command, cwd=None, **variables):
+def check_client(command, cwd=None, timeout_s=300, **variables):
     """Run it with these environment variables.   -> what it printed"""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
-    result = run(command, timeout_s=300, env=environment, cwd=cwd, stdin=subprocess.DEVNULL)
+    result = run(command, timeout_s=timeout_s, env=environment, cwd=cwd, stdin=subprocess.DEVNULL)
     assert result.returncode == 0, result.stdout + result.stderr
     return result
 
@@ -119,7 +121,7 @@ def test_a_python_client(server, environments, name):
     if not python.exists():
         install([sys.executable, "-m", "venv", str(folder)], folder)
         install([str(python), "-m", "pip", "install", "--quiet", "--no-input", *PACKAGES[name]], folder)
-    check_client([str(python), str(HERE / "client_scripts.py"), name, server.url])
+    check_client([str(python), str(HERE / "client_scripts.py"), name, server.url], timeout_s=600)
 
 
 @pytest.mark.slow
@@ -148,6 +150,17 @@ def settings_of_guide(language, server):
     """What docs/clients.md shows for this server and its model."""
     (block,) = re.findall(rf"^```{language}\n(.*?)^```", CLIENTS_GUIDE.read_text(), re.DOTALL | re.MULTILINE)
     return block.replace("NAME", "talker").replace("http://127.0.0.1:8000", server.url)
+
+
+@pytest.mark.slow
+def test_continue(server, environments, tmp_path):
+    """Its command line: its system text and tools, and a reply by chats."""
+    folder = environments / "continue"
+    install_for_node(folder, ("@continuedev/cli",))
+    (tmp_path / "config.yaml").write_text(settings_of_guide("yaml", server))
+    command = [str(folder / "node_modules" / ".bin" / "cn"), "--config", str(tmp_path / "config.yaml"), "-p", "Hello"]
+    home = {"HOME": str(tmp_path), "CONTINUE_GLOBAL_DIR": str(tmp_path)}
+    assert check_client(command, cwd=tmp_path, **home).stdout.strip()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -355,6 +356,84 @@ def test_only_allowed_tools_are_called(ask):
         assert message["tool_calls"][0][kind]["name"] == name
     choice["allowed_tools"] = {"mode": "required", "tools": [{"type": "function", "function": {"name": "other"}}]}
     assert ask(status=400, tools=tools, tool_choice=choice)["error"]["param"] == "tool_choice"
+
+
+SUM_IN_LARK = """start: number " + " number
+number: /[1-9]/"""
+
+
+@pytest.mark.parametrize(("syntax", "definition"), [("lark", SUM_IN_LARK), ("regex", r"[1-9] \+ [1-9]")])
+def test_the_format_of_a_custom_tool(server, ask, syntax, definition):
+    """Its input matches the grammar, in every API that has such tools; also a regular expression beside other tools."""
+    pytest.importorskip("llguidance")
+    format_ = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
+    add = {"type": "custom", "custom": {"name": "add", "format": format_}}
+    named = {"type": "custom", "custom": {"name": "add"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    for body in (
+        {"tools": [add], "tool_choice": "required"},
+        {"tools": [add, function(CLOCK)], "tool_choice": named, "max_tokens": 40},
+        {"tools": [add, function(CLOCK)], "tool_choice": allowed, "response_format": {"type": "json_object"}},
+    ):
+        base = {"messages": HELLO, "model": "talker", "max_tokens": 40, "temperature": 1, "seed": 3} | body
+        choice = server.post(CHAT, base)[2]["choices"][0]
+        (call,) = choice["message"]["tool_calls"]
+        assert re.fullmatch(r"[1-9] \+ [1-9]", call["custom"]["input"]), call
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+        stream = events(server.post(CHAT, base | {"stream": True})[2])
+        parts = [each for event in stream for each in event["choices"][0]["delta"].get("tool_calls", ())]
+        assert [part["custom"] for part in parts] == [call["custom"]]
+    flat = {"type": "custom", "name": "add", "format": {"type": "grammar", "syntax": syntax, "definition": definition}}
+    body = {"model": "talker", "input": "Hello", "tools": [flat], "tool_choice": "required", "max_output_tokens": 40}
+    item = server.post("/v1/responses", body)[2]["output"][-1]
+    assert item["type"] == "custom_tool_call"
+    assert re.fullmatch(r"[1-9] \+ [1-9]", item["input"])
+    body = {"tools": [add, function(CLOCK)], "tool_choice": "required"}
+    if syntax == "lark":
+        assert ask(status=400, **body)["error"]["param"] == "tool_choice"
+    else:
+        ask(**body)
+    cut = ask(tools=[add], tool_choice="required", max_tokens=1)["choices"][0]
+    assert cut["message"]["tool_calls"][0]["custom"]["input"] in "123456789"
+    assert cut["finish_reason"] == "length"
+    format_["grammar"] = {"syntax": syntax, "definition": "start: (" if syntax == "lark" else "("}
+    ask(status=400, tools=[add], tool_choice="required")
+    flat["format"] = {"type": "grammar", "syntax": "abnf", "definition": "x"}
+    error = server.post("/v1/responses", {"model": "talker", "input": "Hello", "tools": [flat]})
+    assert error[0] == 400, error
+
+
+def test_the_fields_that_zed_sends(server):
+    """By the `Request` of its crate open_ai; the program itself has a window and is not run."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": '{"zone":"utc"}'}}
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": "What time"}, {"type": "text", "text": "is it?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "I look."},
+        {"role": "tool", "content": "noon", "tool_call_id": "call_1"},
+    ]
+    body = {"model": "talker", "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+    body |= {"max_completion_tokens": 6, "stop": ["."], "temperature": 0.0, "tools": [function(CLOCK)]}
+    body |= {"tool_choice": "auto", "parallel_tool_calls": False, "prompt_cache_key": "a", "reasoning_effort": "low"}
+    status, _, answer = server.post(CHAT, body)
+    assert status == 200, answer
+    *parts, last = events(answer)
+    assert all({"index", "delta", "finish_reason"} <= part["choices"][0].keys() for part in parts)
+    assert last["usage"].keys() >= {"prompt_tokens", "completion_tokens", "total_tokens"}
+
+
+def test_biases_as_pairs(ask):
+    """llama-server's form gives what OpenAI's gives; a text means its tokens, and false none of them."""
+    base = ask(COMPLETION, return_token_ids=True)["choices"][0]["token_ids"]
+    plain = ask(COMPLETION, logit_bias={str(base[0]): -100}, return_token_ids=True)["choices"][0]["token_ids"]
+    assert plain[0] != base[0]
+    for bias in (-100, False):
+        pairs = [[base[0], bias]]
+        assert ask(COMPLETION, logit_bias=pairs, return_token_ids=True)["choices"][0]["token_ids"] == plain
+    ask(logit_bias=[["dragon", -5], [3, 1.5]])
+    for wrong in ([[-1, 1]], [[1, True]], [[1, "x"]], [[1.5, 1]], [[1]], [1], [[1, 101]], [[1 << 30, 1]]):
+        error = ask(COMPLETION, status=400, logit_bias=wrong)["error"]
+        assert error["param"].startswith("logit_bias"), error
 
 
 def test_a_custom_tool(server, ask):

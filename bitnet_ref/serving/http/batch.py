@@ -49,6 +49,7 @@ class BatchServer:
     engine: Engine
     model_name: str
     chat_template: str | None = None
+    unknown: schemas.UnknownFields | None = None  # leaves them out; None: they are errors
 
 
 @dataclass
@@ -147,6 +148,8 @@ def _start(server: BatchServer, job: Job, data: bytes, earlier: Sequence[Job]) -
     if entry.get("method", "POST") != "POST" or entry.get("url") not in PATHS:
         raise RequestError(f"url: expected POST to {' or '.join(PATHS)}", "url", 404)
     path, body, engine = entry["url"], entry.get("body"), server.engine
+    if server.unknown is not None and isinstance(body, dict):
+        server.unknown.drop(body, path)
     schemas.check(body, path)
     assert isinstance(body, dict)
     if body.get("model") not in (None, server.model_name):

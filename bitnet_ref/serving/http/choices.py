@@ -14,6 +14,7 @@ from typing import Any
 
 from ...backends.loaded import LoadedModel
 from ...generation.guide_prover import prove_guide
+from ...generation.params import GUIDES
 from ...generation.results import Generation, StreamChunk
 from ..engine import Engine
 from ..tickets import BeamText, RequestHandle
@@ -60,6 +61,11 @@ class Asked:
 
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+
+    def is_quick(self, engine: Engine) -> bool:
+        """Whether `submit` takes no time: one text, and no guide, which would be compiled."""
+        names = {**engine.config.sampling, **self.params}
+        return len(self.prompts) == 1 and self.params.get("n", 1) == 1 and names.keys().isdisjoint(GUIDES)
 
     def submit(self, engine: Engine, timeout_s: float | None = None) -> list[Choice]:
         """Queue all texts: n of each prompt. Raises what `Engine.submit` and `prove_guide` raise."""

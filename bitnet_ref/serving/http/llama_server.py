@@ -139,7 +139,7 @@ def read_infill(body: Mapping[str, Any], name: str, engine: Engine) -> Asked:
     """The same for what is between two texts. `input_extra` stands before the prefix, `prompt` after it."""
     extra = "".join(f"{part['text']}\n" for part in body.get("input_extra") or [])
     prefix = extra + body["input_prefix"] + (body.get("prompt") or "")
-    ids = infill_ids(engine.model.tokenizer, prefix, body["input_suffix"], "infill")
+    ids = infill_ids(engine.model.tokenizer, prefix, body["input_suffix"], "input_suffix")
     return ask_completion({**_read_sampling(body), "prompt": ids}, name, engine, CompletionWriter)
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ...reference.layers import Floats
 from .events import Event, Reasoning, Text, merge_events
-from .tools import ToolReader
+from .tools import InputReader, ToolReader
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def find_thinking(template: str, prompt: str) -> ThinkingMarks | None:
 class ReplyReader:
     """Reads the text of one reply, piece by piece."""
 
-    def __init__(self, thinking: ThinkingMarks | None = None, tools: ToolReader | None = None) -> None:
+    def __init__(self, thinking: ThinkingMarks | None = None, tools: ToolReader | InputReader | None = None) -> None:
         self._thinking, self._tools = thinking, tools
         self._pending = ""
         self._spaces: list[str] = []  # at the end of the thinking

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Collection
 from functools import cache
@@ -14,6 +15,10 @@ from ...system.options import Schema, declared_options, find_surrogate, suggest
 from .fields import OFF, REFUSED, WITHOUT_EFFECT, ignored, refused
 
 MAX_DEPTH = 64  # of the JSON in a request
+MAX_WARNED = 1000  # names of unknown fields, each of which is logged once
+SHOWN_FIELDS = 20  # of them in one request
+
+log = logging.getLogger(__name__)
 
 
 class RequestError(BitNetRefError):
@@ -81,7 +86,10 @@ SHORT_TEXT = {"type": "string", "minLength": 1, "maxLength": 64}
 FUNCTION = describe_object({"name": SHORT_TEXT, "parameters": ANY_OBJECT}, ("name",))
 NAME = describe_object({"name": SHORT_TEXT}, ("name",))
 KINDS_OF_TOOLS = {"enum": ["function", "custom"]}
-TOOL = describe_object({"type": KINDS_OF_TOOLS, "function": FUNCTION, "custom": NAME}, ("type",))
+GRAMMAR = describe_object({"syntax": {"enum": ["lark", "regex"]}, "definition": TEXT}, ("syntax", "definition"))
+FORMAT = describe_object({"type": {"enum": ["text", "grammar"]}, "grammar": or_null(GRAMMAR)}, ("type",))
+CUSTOM_TOOL = describe_object({"name": SHORT_TEXT, "format": or_null(FORMAT)}, ("name",))
+TOOL = describe_object({"type": KINDS_OF_TOOLS, "function": FUNCTION, "custom": CUSTOM_TOOL}, ("type",))
 CALL = describe_object({"name": TEXT, "arguments": TEXT}, ("name", "arguments"))
 CUSTOM_CALL = describe_object({"name": TEXT, "input": TEXT}, ("name", "input"))
 MESSAGE = describe_object(
@@ -122,8 +130,14 @@ STRUCTURED_OUTPUTS = describe_object(  # vLLM's
     },
     additionalProperties=False,
 )
+BIAS_PAIR = describe_array({"type": ["string", "number", "boolean"]}, 2, 2)  # llama-server's, read by `read_biases`
 SAMPLING = {
     **PASSED,
+    "logit_bias": {
+        **describe_array(BIAS_PAIR, 0, 1 << 16),
+        **PASSED["logit_bias"],
+        "type": ["object", "array", "null"],
+    },
     "model": MAYBE,
     "stream": FLAG,
     "stream_options": or_null(describe_object({"include_usage": FLAG, "continuous_usage_stats": FLAG})),
@@ -262,13 +276,24 @@ def parse_json(data: bytes) -> Any:
     return value
 
 
-def drop_unknown(body: dict[str, Any], path: str) -> list[str]:
-    """Remove the fields that this path does not know.   -> their names"""
-    known = BODIES[path][1]["properties"]
-    unknown = [name for name in body if name not in known]
-    for name in unknown:
-        del body[name]
-    return unknown
+class UnknownFields:
+    """Leaves out the fields of requests that are not known, and logs each name once for each path."""
+
+    def __init__(self) -> None:
+        self._warned = set[tuple[str, str]]()
+
+    def drop(self, body: dict[str, Any], path: str) -> list[str]:
+        """Remove the fields that this path does not know.   -> their names, at most `SHOWN_FIELDS`"""
+        known = BODIES[path][1]["properties"]
+        unknown = [name for name in body if name not in known]
+        for name in unknown:
+            del body[name]
+        names = [name[:100] for name in unknown[:SHOWN_FIELDS]]
+        new = [name for name in names if (path, name) not in self._warned]
+        if new and len(self._warned) < MAX_WARNED:
+            self._warned |= {(path, name) for name in new}
+            log.warning("%s: fields of a client are not known, and ignored: %s", path, ", ".join(map(repr, new)))
+        return names
 
 
 def _values(value: dict[str, Any] | list[Any]) -> Any:

@@ -8,7 +8,6 @@ that goes away is noticed at any time, and its texts are cancelled.
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -40,11 +39,8 @@ from .shelf import ModelShelf
 from .waiting import unless_gone
 from .writers import OpenAIWriter
 
-log = logging.getLogger(__name__)
 # Agents and editors call these; their next version sends a field more. People write the requests of the others by hand.
 UNKNOWN_IGNORED = ("/v1/responses", "/v1/messages", "/api/")
-MAX_WARNED = 1000  # names of unknown fields, each of which is logged once
-SHOWN_FIELDS = 20  # of them in one request
 QUIET_S = 15.0  # a stream without news sends a comment, so that a proxy keeps it open
 EMBEDDING_TEXTS = 16  # at a time; between them a client that went away is noticed
 T = TypeVar("T")
@@ -64,7 +60,7 @@ class Server:
     ) -> None:
         """unknown_fields: "refuse", "warn", or None: as `UNKNOWN_IGNORED` says."""
         self.shelf, self.limits, self.chat_template, self.version = shelf, limits, chat_template, version
-        self.unknown_fields, self._warned = unknown_fields, set[tuple[str, str]]()
+        self.unknown_fields, self.unknown = unknown_fields, schemas.UnknownFields()
         self.more_paths: list[str] = []  # of `schemas.OFF_BY_DEFAULT`, those that this server has
         self.admission = Admission(limits)
         self.work = self.admission.work  # in a thread
@@ -89,12 +85,16 @@ class Server:
         async with AsyncExitStack() as stack:
             name, engine = await stack.enter_async_context(self.borrow(body))
 
-            def submit() -> tuple[Asked, list[Choice]]:
+            def prepare() -> Asked:
                 asked = read(body, name, engine)
                 asked.fingerprint = fingerprint_of(engine, self.chat_template)
-                return asked, asked.submit(engine, self.limits.request_timeout_s)
+                return asked
 
-            asked, choices = await unless_gone(request, self.work(submit))
+            is_small = self.admission.is_small and body.get("previous_response_id") is None
+            asked = prepare() if is_small else await unless_gone(request, self.work(prepare))
+            submit = partial(asked.submit, engine, self.limits.request_timeout_s)
+            is_quick = is_small and asked.is_quick(engine)
+            choices = submit() if is_quick else await unless_gone(request, self.work(submit))
             record_of(request).choices = choices
             for choice in choices:
                 stack.callback(choice.handle.close)
@@ -231,24 +231,15 @@ class Server:
             if isinstance(body, dict):
                 record_of(request).model = self.shelf.known_name(body.get("model"))
                 if self.ignores_unknown(request.scope["path"]):
-                    self._drop_unknown(request, body)
+                    record_of(request).ignored_fields = self.unknown.drop(body, request.scope["path"])
             schemas.check(body, request.scope["path"])  # `request.url` is made of the Host header too
             return body
 
-        return await self.work(parse)
+        return parse() if self.admission.is_small else await self.work(parse)
 
     def ignores_unknown(self, path: str) -> bool:
         """Whether fields that are not known are left out of a request, not refused."""
         return self.unknown_fields == "warn" or (self.unknown_fields is None and path.startswith(UNKNOWN_IGNORED))
-
-    def _drop_unknown(self, request: Request, body: dict[str, Any]) -> None:
-        path = request.scope["path"]
-        names = [name[:100] for name in schemas.drop_unknown(body, path)[:SHOWN_FIELDS]]
-        record_of(request).ignored_fields = names
-        new = [name for name in names if (path, name) not in self._warned]
-        if new and len(self._warned) < MAX_WARNED:
-            self._warned |= {(path, name) for name in new}
-            log.warning("%s: fields of a client are not known, and ignored: %s", path, ", ".join(map(repr, new)))
 
 
 # -- waiting for texts -------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from .fields import rename_fields
 from .replies import AllowedTokens, ReplyReader, ThinkingBudget, find_thinking
 from .schemas import PASSED, RequestError
 from .tool_formats import find_format
-from .tools import choose_tools, close_objects, read_choice, read_tools
+from .tools import InputReader, ToolReader, choose_input, choose_tools, close_objects, read_choice, read_tools
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 FLAGS = ("include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids")  # attributes of `Asked` too
@@ -83,7 +83,7 @@ def infill_ids(tokenizer: Tokenizer, prefix: str, suffix: str, field: str) -> li
             front = tokenizer.encode("")[:1] if tokenizer.bos_id in tokenizer.encode("")[:1] else []
             return [*front, *marks[:1], *before, *marks[1:2], *after, *marks[2:]]  # type: ignore[list-item]
     message = "this model's tokenizer has no tokens for filling in the middle, so it can only continue a text"
-    raise RequestError(f"{field}: {message}; leave it out", field)
+    raise RequestError(f"{field}: {message}", field)
 
 
 def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_template: str | None) -> Asked:
@@ -101,8 +101,12 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
     one_call, form = body.get("parallel_tool_calls") is False, find_format(template)
     functions, custom = read_tools(body.get("tools") or [])
     choice, body["tools"] = read_choice(body.get("tool_choice"), functions)
+    tools: ToolReader | InputReader | None
     tools, guide = choose_tools(body["tools"], choice, one_call, form)
-    if guide is not None:
+    if whole := choose_input(body["tools"], choice, custom):
+        tools = whole[0]
+        params = {name: value for name, value in params.items() if name not in GUIDES} | whole[1]
+    elif guide is not None:
         params["guided_json"] = guide
         _tighten(params)
     text = chat_text(engine.model, body, chat_template, tools is not None)
@@ -126,7 +130,11 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
         params["max_tokens"] = default_reply_tokens(engine.model, len(ids), sampling)
     top = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
     asked = Asked(model_name, [ids], params, True, params.get("n", 1), **common, top=top)
-    asked.reply, asked.custom, asked.has_functions = ReplyReader(thinking, tools), custom, bool(body.get("functions"))
+    asked.reply, asked.custom, asked.has_functions = (
+        ReplyReader(thinking, tools),
+        frozenset(custom),
+        bool(body.get("functions")),
+    )
     asked.hides_reasoning = body.get("include_reasoning") is False
     last = body["messages"][-1]
     if body.get("echo") and last["role"] == "assistant":
@@ -179,6 +187,8 @@ def token_ids_of(tokenizer: Tokenizer, mark: str) -> list[int]:
 
 def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any], dict[str, Any]]:
     params = {name: body[name] for name in PASSED if body.get(name) is not None}
+    if isinstance(params.get("logit_bias"), list):
+        params["logit_bias"] = read_biases(params["logit_bias"], engine.model.tokenizer)
     if params.get("top_k") == -1:  # vLLM's "no limit"
         params["top_k"] = 0
     if "seed" in params:
@@ -218,6 +228,22 @@ def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
         "shows_prompt_logprobs": body.get("prompt_logprobs") is not None,
         **{name: bool(body.get(name)) for name in FLAGS},
     }
+
+
+def read_biases(pairs: list[list[Any]], tokenizer: Tokenizer) -> dict[int, float]:
+    """`logit_bias` as llama-server has it, pairs of a token id or a text and a number or false, as OpenAI has it.
+
+    The tokens of a text each get its number, and false is -100, which no model outweighs. Raises RequestError.
+    """
+    biases = dict[int, float]()
+    for number, (target, bias) in enumerate(pairs):
+        is_id = isinstance(target, int | float) and not isinstance(target, bool) and target >= 0 and target % 1 == 0
+        if not (is_id or isinstance(target, str)) or isinstance(bias, str) or bias is True:
+            message = "expected a token id or a text, and a number from -100 to 100 or false"
+            raise RequestError(f"logit_bias[{number}]: {message}", f"logit_bias[{number}]")
+        ids = tokenizer.encode(target, add_special_tokens=False) if isinstance(target, str) else [int(target)]
+        biases |= dict.fromkeys(ids, -100.0 if bias is False else bias)
+    return biases
 
 
 def _read_guide(body: Mapping[str, Any], params: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .events import CallStart, Event, Text, merge_events
+from .events import CallArguments, CallStart, Event, Text, merge_events
 from .letters import Letters, NotACall
 from .schemas import RequestError
 from .tool_formats import HERMES, CallFormat, Reader, Section, read_json_call
@@ -158,20 +158,75 @@ def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any
     return {"type": "function", "function": function | ({"description": description} if description else {})}
 
 
-def read_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], frozenset[str]]:
-    """The tools of a chat as functions, and the names of the custom ones: functions whose input is one text.
+class InputReader:
+    """Makes the whole reply the input of one custom tool."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._has_started = name, False
+
+    def copy(self) -> InputReader:
+        """A reader for another reply."""
+        return InputReader(self._name)
+
+    def push(self, text: str, finish: str | None) -> list[Event]:
+        """As of `ToolReader`: the arguments are an object of JSON with the `input`."""
+        events: list[Event] = []
+        piece = json.dumps(text, ensure_ascii=False)[1:-1]
+        if not self._has_started:
+            self._has_started, piece = True, '{"input": "' + piece
+            events.append(CallStart(0, self._name))
+        return [*events, CallArguments(0, piece + '"}' * (finish is not None and finish != "length"))]
+
+
+def read_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], dict[str, tuple[str, str]]]:
+    """The tools of a chat as functions; and of the custom ones, functions whose input is one text, each name with what
+    the text has to match: a guide of `GUIDES` and its value, or ("", "").
 
     Raises RequestError.
     """
     functions: list[Mapping[str, Any]] = []
-    custom = set()
+    custom = dict[str, tuple[str, str]]()
     for number, tool in enumerate(tools):
         inner = _inner(tool, f"tools.{number}")
         if tool["type"] == "custom":
-            custom.add(inner["name"])
-            tool = function_tool(inner["name"], inner.get("description"), CUSTOM)
+            custom[inner["name"]] = guide, text = _read_format(inner.get("format"), f"tools.{number}.custom.format")
+            schema = {"type": "string", **({"pattern": f"^(?:{text})$"} if guide == "guided_regex" else {})}
+            tool = function_tool(inner["name"], inner.get("description"), {**CUSTOM, "properties": {"input": schema}})
         functions.append(tool)
-    return functions, frozenset(custom)
+    return functions, custom
+
+
+def _read_format(form: Any, place: str) -> tuple[str, str]:
+    if form is None or form.get("type") == "text":
+        return "", ""
+    grammar = form if "definition" in form else form.get("grammar") or {}  # /v1/responses has both on one level
+    guides = {"lark": "guided_grammar", "regex": "guided_regex"}
+    syntax, definition = grammar.get("syntax"), grammar.get("definition")
+    if form.get("type") != "grammar" or syntax not in guides or not isinstance(definition, str):
+        raise RequestError(f"{place}: expected a grammar with the syntax lark or regex, and its definition", place)
+    return guides[syntax], definition
+
+
+def choose_input(
+    functions: Sequence[Mapping[str, Any]], choice: Any, custom: Mapping[str, tuple[str, str]]
+) -> tuple[InputReader, dict[str, str]] | None:
+    """A reader of a reply that has to be the input of one custom tool, and the guide of its `format`.
+
+    None where another tool may be called, or none, or there is no such format. Raises RequestError for a grammar that
+    is one choice of several, since the text of a JSON string cannot be held to it.
+    """
+    names = [each["function"]["name"] for each in functions]
+    if isinstance(choice, Mapping):
+        names = [name for name in names if name == choice["function"]["name"]]
+    elif choice != "required":
+        return None
+    guide, text = custom.get(names[0], ("", "")) if len(names) == 1 else ("", "")
+    if guide:
+        return InputReader(names[0]), {guide: text}
+    if len(names) > 1 and any(custom.get(name, ("", ""))[0] == "guided_grammar" for name in names):
+        message = "with a tool whose format is a grammar in Lark, name that tool, or allow it alone"
+        raise RequestError(f"tool_choice: {message}", "tool_choice")
+    return None
 
 
 def read_choice(choice: Any, functions: Sequence[Mapping[str, Any]]) -> tuple[Any, list[Mapping[str, Any]]]:
