@@ -10,7 +10,8 @@ tape; the functions are in the `.pxi` files.
 import os
 
 from cython.parallel cimport parallel, prange, threadid
-from libc.math cimport NAN
+from libc.float cimport FLT_MIN
+from libc.math cimport INFINITY, NAN
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint32_t, uint8_t, uint16_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, memset
@@ -408,6 +409,7 @@ include "_cpu_cache.pxi"
 include "_cpu_dense.pxi"
 include "_cpu_greedy.pxi"
 include "_cpu_group.pxi"
+include "_cpu_experts.pxi"
 include "_cpu_ruled.pxi"
 include "_cpu_lora.pxi"
 include "_cpu_training.pxi"
