@@ -113,7 +113,7 @@ cdef extern from "kernels.h" nogil:
                               int32_t *) noexcept nogil
         void (*group_panel)(const group_shape *, const uint8_t *, const void *, int, size_t, const group_chunk *, size_t, double *,
                             void (*)(const uint8_t *, size_t, const int8_t *, size_t, size_t, const int32_t *, int32_t *,
-                                     size_t, size_t, void *) noexcept nogil, void *) noexcept nogil
+                                     size_t, size_t, void *) noexcept nogil, void *, const uint8_t *) noexcept nogil
         void (*ruled_panel)(int, const uint8_t *, size_t, const uint8_t *, size_t, size_t, size_t, float *,
                             size_t) noexcept nogil
         void (*lora_down)(int, const void *, size_t, size_t, const float *, float *) noexcept nogil

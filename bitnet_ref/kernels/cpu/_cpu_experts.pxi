@@ -68,9 +68,10 @@ cdef void add_expert(group_call *c, const expert_stack *stack, Py_ssize_t expert
 
 
 cdef group_call start_call(const mixture_call *c, const group_shape *shape, const float *x, Py_ssize_t M,
-                           bint apart) noexcept nogil:
+                           bint apart, const uint8_t *after) noexcept nogil:
+    """after: the codes that the next call reads first"""
     cdef group_call call
-    call.x, call.M, call.K, call.shape, call.apart = x, M, <Py_ssize_t> shape.K, shape[0], apart
+    call.x, call.M, call.K, call.shape, call.apart, call.after = x, M, <Py_ssize_t> shape.K, shape[0], apart, after
     call.signs, call.order, call.block, call.count, call.first[0] = NULL, NULL, 0, 0, 0
     call.chosen, call.threads = c.chosen, c.threads
     return call
@@ -141,20 +142,20 @@ cdef Py_ssize_t mix_token(const mixture_call *c, const int32_t *ids, const float
     for part in range((c.k + MAX_LINEARS - 1) // MAX_LINEARS):
         start = part * MAX_LINEARS
         count = min(<Py_ssize_t> MAX_LINEARS, c.k - start)
-        call = start_call(c, &c.gate.shape, c.h, 1, False)
+        call = start_call(c, &c.gate.shape, c.h, 1, False, c.up.panels[ids[start]])
         for i in range(start, start + count):
             add_expert(&call, &c.gate, ids[i], gate + i * c.F)
         bad = run_group(&call)
         if bad != OK:
             return bad
-        call.count = 0
+        call.count, call.after = 0, c.down.panels[ids[start]]
         for i in range(start, start + count):
             add_expert(&call, &c.up, ids[i], up + i * c.F)
         bad = run_group(&call)
         if bad != OK:
             return bad
         gate_rows(c, gate + start * c.F, up + start * c.F, count * c.F)
-        call = start_call(c, &c.down.shape, gate + start * c.F, count, True)
+        call = start_call(c, &c.down.shape, gate + start * c.F, count, True, NULL)
         for i in range(start, start + count):
             add_expert(&call, &c.down, ids[i], out + (i - start) * c.D)
         bad = run_group(&call)
@@ -187,13 +188,13 @@ cdef Py_ssize_t mix_tokens(const mixture_call *c, const int32_t *ids, const floa
             continue
         for i in range(n):
             memcpy(rows + i * c.D, c.h + places[first[e] + i] // c.k * c.D, c.D * sizeof(float))
-        call = start_call(c, &c.gate.shape, rows, n, False)
+        call = start_call(c, &c.gate.shape, rows, n, False, c.down.panels[e])
         add_expert(&call, &c.gate, e, gate)
         add_expert(&call, &c.up, e, up)
         bad = run_group(&call)
         if bad == OK:
             gate_rows(c, gate, up, n * c.F)
-            call = start_call(c, &c.down.shape, gate, n, False)
+            call = start_call(c, &c.down.shape, gate, n, False, NULL)
             add_expert(&call, &c.down, e, out)
             bad = run_group(&call)
         if bad != OK:

@@ -91,6 +91,7 @@ cdef struct group_call:
     const float *signs  # of a rotation, or NULL
     const int64_t *order  # of its inputs, or NULL
     Py_ssize_t M, K, block
+    const uint8_t *after  # what the next call reads first, or NULL
     bint apart  # matrix i is multiplied by token i alone, not by all
     group_shape shape  # of a token
     const kernel_set *chosen
@@ -127,6 +128,7 @@ cdef inline void multiply_subpanels(const group_call *c, Py_ssize_t at, Py_ssize
     cdef Py_ssize_t i = 0, m, r, panel, row, rows, stored
     cdef const group_chunk *own
     cdef const group_shape *shape
+    cdef const uint8_t *following
     cdef float *out
     while at < end:
         while at >= c.first[i + 1]:
@@ -138,10 +140,9 @@ cdef inline void multiply_subpanels(const group_call *c, Py_ssize_t at, Py_ssize
         stored = min((panel + 1) * <Py_ssize_t> shape.rows - row, (min(end, c.first[i + 1]) - at) * PANEL_ROWS)
         r = panel * shape.n_chunks * shape.rows + row % <Py_ssize_t> shape.rows  # of the scales
         own = chunks + i * <Py_ssize_t> shape.n_chunks if c.apart else chunks
-        if at + stored // PANEL_ROWS < end:  # what comes next lies elsewhere
-            group_fetch(codes_at(c, at + stored // PANEL_ROWS), shape.n_chunks * shape.code_bytes)
+        following = codes_at(c, at + stored // PANEL_ROWS) if at + stored // PANEL_ROWS < end else c.after
         c.chosen.group_panel(shape, codes_at(c, at), c.scales[i] + r * (4 if c.kinds[i] == 0 else 2), c.kinds[i], stored, own, tokens, acc,
-                             c.chosen.ternary[0].run, scratch)
+                             c.chosen.ternary[0].run, scratch, following)
         rows = min(stored, c.n_out[i] - row)
         for m in range(tokens):
             out = c.ys[i] + (start + m) * c.n_out[i] + row
@@ -220,7 +221,7 @@ def group_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t ke
     cdef group_call c
     cdef GroupPanels w
     cdef float[:, ::1] y
-    c.M, c.K, c.threads, c.count, c.first[0], c.apart = M, K, threads, count, 0, False
+    c.M, c.K, c.threads, c.count, c.first[0], c.apart, c.after = M, K, threads, count, 0, False, NULL
     c.chosen = check_set(kernels, threads)
     for weight in ws:
         if not isinstance(weight, GroupPanels):
