@@ -112,7 +112,9 @@ class CpuKernels:
         """
         y, limit = self.results.empty(h.shape), math.inf if cfg.gate_clamp is None else cfg.gate_clamp
         rule = cfg.num_experts_per_tok, cfg.norm_topk_prob, limit, cfg.activation == "silu"
-        bad = _cpu.mixture(as_floats(h), as_floats(scores), *experts, *rule, y, self.threads, self.kernel_set, self.tape)
+        bad = _cpu.mixture(
+            as_floats(h), as_floats(scores), *experts, *rule, y, self.threads, self.kernel_set, self.tape
+        )
         return y if bad < 0 else None
 
     # -- attention -----------------------------------------------------------------------------------------------------
