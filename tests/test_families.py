@@ -9,7 +9,7 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import BITNET, DATA, TINY, model, rng, tiny_tensors, write_checkpoint
+from helpers import BITNET, DATA, TINY, divide_experts, model, rng, tiny_tensors, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
 import bitnet_ref
@@ -688,6 +688,28 @@ def test_a_mixtral_gguf_is_a_llama_with_experts(tmp_path):
         np.testing.assert_array_equal(file.read("blk.0.attn_q.weight"), permuted)
     again = model(tmp_path / "x.gguf").config
     assert again == replace(model(FAMILIES / "mixtral-groups128").config, bos_token_id=again.bos_token_id)
+
+
+@pytest.mark.parametrize(("kind", "rule"), [("f32", "auto"), ("q8_0", "auto"), ("q2_0", "auto"), ("q8_0", "blocks")])
+def test_a_mixtral_gguf_of_2023_has_a_tensor_for_each_expert(kind, rule, tmp_path):
+    new, old = tmp_path / "new.gguf", tmp_path / "old.gguf"
+    convert(FAMILIES / "mixtral-groups128", new, f"gguf-{kind}", verify=False)
+    divide_experts(new, old)
+    expected, got = (bitnet_ref.load(path, backend="numpy", activations=rule).logits([1, 2, 3]) for path in (new, old))
+    np.testing.assert_array_equal(got, expected)
+    assert inspect_model(old).errors == []
+    if rule == "auto":
+        convert(old, tmp_path / "again.bitnet.safetensors", "native")
+
+
+def test_experts_of_2023_that_differ_or_lack(tmp_path):
+    new, old = tmp_path / "new.gguf", tmp_path / "old.gguf"
+    convert(FAMILIES / "mixtral-groups128", new, "gguf-f32")
+    divide_experts(new, old)
+    whole = old.read_bytes()
+    old.write_bytes(whole.replace(b"blk.0.ffn_up.2.weight", b"blk.0.ffn_up.9.weight"))
+    with pytest.raises(FormatError, match=r"blk\.0\.ffn_up\.2\.weight"):
+        model(old)
 
 
 def test_mixtures_that_are_not_done_are_named(tmp_path):

@@ -201,8 +201,10 @@ def stack_rows(parts: Sequence[LinearWeight]) -> LinearWeight:
     alike = all(_form(part) == _form(first) for part in parts)
     if not alike:
         raise ValueError("its experts are stored in different ways")
-    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    return replace(first, **arrays)  # type: ignore[type-var]
+    stacked: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    inner = [name for name, each in vars(first).items() if isinstance(each, LinearWeight)]
+    stacked |= {name: stack_rows([getattr(part, name) for part in parts]) for name in inner}
+    return replace(first, **stacked)  # type: ignore[type-var]
 
 
 def _form(w: LinearWeight) -> tuple[Any, ...]:
@@ -429,7 +431,8 @@ def _axes(config: MoeConfig) -> dict[str, int]:
 
 
 def _place(module: str, names: tuple[str, str, str] = OF_EXPERTS) -> Callable[..., LinearPlace | None]:
-    """Files of transformers have a tensor for each expert, MLX and GGUF one for all.   names: of gate, up and down"""
+    """Files of transformers, and GGUF files of 2023, have a tensor for each expert; MLX and newer GGUF one for all.
+    names: of gate, up and down"""
     gguf = dict(zip(OF_EXPERTS, ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), strict=True))
     hf = dict(zip(OF_EXPERTS, names, strict=True))
 
@@ -442,7 +445,9 @@ def _place(module: str, names: tuple[str, str, str] = OF_EXPERTS) -> Callable[..
             return None
         height = config.linear_shapes(layer)[linear][0]
         if style == "gguf":
-            return LinearPlace(gguf[linear], height, stacked=config.num_experts)
+            alone = gguf[linear].removesuffix("_exps")
+            older = tuple(f"{alone}.{number}" for number in range(config.num_experts))
+            return LinearPlace(gguf[linear], height, parts=older, stacked=config.num_experts)
         modules = tuple(f"{module}.experts.{number}.{hf[linear]}" for number in range(config.num_experts))
         return LinearPlace(modules[0], height, parts=modules, stack=f"{module}.switch_mlp.{linear}")
 

@@ -339,11 +339,10 @@ class CythonBackend(KernelBackend):
         stacks = w.__dict__.setdefault("_stacks", {})
         if layout not in stacks:
             experts = w.experts if isinstance(w, Experts) else ()
-            ways = {(type(each), each.shape, getattr(each, "dtype", None)) for each in experts}
-            ways |= {(each.layout, each.group) for each in experts if isinstance(each, GroupPanelWeight)}
-            plain = all(isinstance(each, GroupPanelWeight) and each.bias is each.rotation is None for each in experts)
-            fits = plain and len(ways) == 2 and experts[0].layout == layout
-            stacks[layout] = _cpu.ExpertPanels([each.kernel_view for each in experts]) if fits else None
+            panels = [each for each in experts if isinstance(each, GroupPanelWeight) and each.layout == layout]
+            plain = [each.kernel_view for each in panels if each.bias is None and each.rotation is None]
+            alike = len({(each.shape, each.group, each.dtype) for each in panels}) == 1
+            stacks[layout] = _cpu.ExpertPanels(plain) if alike and len(plain) == len(experts) else None
         return stacks[layout]
 
     def _fusable(self, text: Any, *ws: LinearWeight) -> list[PanelWeight] | None:
