@@ -25,7 +25,7 @@ from bitnet_ref.errors import BackendUnavailable, ConfigError, FormatError, Nume
 from bitnet_ref.families import config_from_dict, config_to_dict, differences_from_llama, family_of
 from bitnet_ref.families.family import widest_window
 from bitnet_ref.families.groups import GroupTernaryWeight, group_matmul, split_groups
-from bitnet_ref.families.moe import choose_experts, chosen_ids
+from bitnet_ref.families.moe import MoeLayer, choose_experts, chosen_ids
 from bitnet_ref.families.qwen3_5 import DeltaInputs, delta_recurrence
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf.file import GgufFile
@@ -688,6 +688,25 @@ def test_a_mixtral_gguf_is_a_llama_with_experts(tmp_path):
         np.testing.assert_array_equal(file.read("blk.0.attn_q.weight"), permuted)
     again = model(tmp_path / "x.gguf").config
     assert again == replace(model(FAMILIES / "mixtral-groups128").config, bos_token_id=again.bos_token_id)
+
+
+@pytest.mark.parametrize("case", ["mixtral-groups128", "qwen3_moe-groups128"])
+def test_a_mixture_in_one_call_gives_the_bits_of_its_ops(case):
+    m = bitnet_ref.load(FAMILIES / case, backend="cython", threads=2)
+    be, config = m.backend, m.config
+    for w in m.weights.layers:
+        for tokens in (1, 2, 9):
+            x = rng(tokens).standard_normal((tokens, config.hidden_size)).astype(np.float32)
+            for limit in (None, 0.25):
+                cfg = replace(config, gate_clamp=limit)
+                own = be.op_by_op().feed_forward(x, w, cfg)
+                np.testing.assert_array_equal(be.feed_forward(x, w, cfg), own)
+        if isinstance(w, MoeLayer):
+            assert be._stack_experts(w.gate_proj) is not None
+            equal = replace(w, router=DenseWeight(np.zeros(w.router.shape, dtype=np.float32)))  # the first k are chosen
+            np.testing.assert_array_equal(be.feed_forward(x, equal, cfg), be.op_by_op().feed_forward(x, equal, cfg))
+            with pytest.raises(NumericsError):
+                be.feed_forward(np.full_like(x, np.nan), w, cfg)
 
 
 @pytest.mark.parametrize(("kind", "rule"), [("f32", "auto"), ("q8_0", "auto"), ("q2_0", "auto"), ("q8_0", "blocks")])
