@@ -735,6 +735,7 @@ def test_mixtures_that_are_not_done_are_named(tmp_path):
     for keys, field in (
         ({"quantization_config": {"quant_method": "bitnet"}}, "quantization_config"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({"num_experts": 2**31}, "num_experts"),
         ({"mlp_only_layers": ["1"]}, "mlp_only_layers"),
         ({"norm_topk_prob": "yes"}, "norm_topk_prob"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step"),

@@ -53,6 +53,7 @@ from .family import (
 from .llama import llama_steps
 from .qwen import END_OF_TEXT, HEAD_NORM_MISTAKES, HEAD_NORMS, Qwen3Config, Qwen3Layer, head_norm_steps, norm_heads
 
+MAX_EXPERTS = 4096  # published models have up to some 500; files have a name for each
 CLAMP = 7.0  # of Maple's gates, in its code
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -73,6 +74,7 @@ class MoeConfig(ModelConfig):
         super().__post_init__()
         for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
             require_int(name, getattr(self, name))
+        require(self.num_experts <= MAX_EXPERTS, "num_experts", f"at most {MAX_EXPERTS} experts", self.num_experts)
         fits = self.num_experts_per_tok <= self.num_experts
         require(fits, "num_experts_per_tok", f"at most {self.num_experts} experts", self.num_experts_per_tok)
         known = all(isinstance(layer, int) and 0 <= layer < self.num_hidden_layers for layer in self.dense_layers)
