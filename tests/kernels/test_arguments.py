@@ -83,8 +83,8 @@ def good_calls():
         },
         "ExpertPanels": {"ws": [_cpu.GroupPanels(**plain)]},
         "mixture": {
-            "h": floats(M, K), "scores": floats(M, 3), "gate": experts, "up": experts, "down": down, "k": 2, "divides": 1,
-            "limit": 7.0, "is_silu": 1, "y": floats(M, K), "tape": _cpu.Tape(), **run,
+            "h": floats(M, K), "scores": floats(M, 3), "gate": experts, "up": experts, "down": down, "k": 2,
+            "divides": 1, "limit": 7.0, "is_silu": 1, "y": floats(M, K), "tape": _cpu.Tape(), **run,
         },
         "bit_linears": {
             "x": floats(M, K), "ws": [_cpu.Panels(**weight)], "ys": [floats(M, N)], "tape": _cpu.Tape(),
