@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from safetensors.numpy import load_file
 import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.families.blocks import BlockWeight, block_type
+from bitnet_ref.formats.gguf.export import TensorToWrite, write_gguf
+from bitnet_ref.formats.gguf.file import GgufFile
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.packing import hf_from_ternary
 from bitnet_ref.reference.cache import TokenBatch
@@ -293,3 +295,17 @@ def put(index, value):
         return array
 
     return change
+
+
+def divide_experts(path: Path, out: Path) -> None:
+    """A mixture's GGUF as files of 2023 have it: a tensor for each expert."""
+    with GgufFile(path) as file:
+        tensors = []
+        for name, tensor in file.tensors.items():
+            raw, shape, names = file.read_raw(name), tensor.shape, [name]
+            if name.endswith("_exps.weight"):
+                names = [name.replace("_exps.weight", f".{number}.weight") for number in range(shape[0])]
+                shape = shape[1:]
+            for each, part in zip(names, np.split(raw, len(names)), strict=True):
+                tensors.append(TensorToWrite(each, shape, tensor.type.name, partial(np.asarray, part), part.nbytes))
+        write_gguf(out, file.typed, tensors)

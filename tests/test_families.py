@@ -9,7 +9,7 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import BITNET, DATA, TINY, model, rng, tiny_tensors, write_checkpoint
+from helpers import BITNET, DATA, TINY, divide_experts, model, rng, tiny_tensors, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
 import bitnet_ref
@@ -25,7 +25,7 @@ from bitnet_ref.errors import BackendUnavailable, ConfigError, FormatError, Nume
 from bitnet_ref.families import config_from_dict, config_to_dict, differences_from_llama, family_of
 from bitnet_ref.families.family import widest_window
 from bitnet_ref.families.groups import GroupTernaryWeight, group_matmul, split_groups
-from bitnet_ref.families.moe import choose_experts, chosen_ids
+from bitnet_ref.families.moe import MoeLayer, choose_experts, chosen_ids
 from bitnet_ref.families.qwen3_5 import DeltaInputs, delta_recurrence
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf.file import GgufFile
@@ -690,10 +690,52 @@ def test_a_mixtral_gguf_is_a_llama_with_experts(tmp_path):
     assert again == replace(model(FAMILIES / "mixtral-groups128").config, bos_token_id=again.bos_token_id)
 
 
+@pytest.mark.parametrize("case", ["mixtral-groups128", "qwen3_moe-groups128"])
+def test_a_mixture_in_one_call_gives_the_bits_of_its_ops(case):
+    m = bitnet_ref.load(FAMILIES / case, backend="cython", threads=2)
+    be, config = m.backend, m.config
+    for w in m.weights.layers:
+        for tokens in (1, 2, 9):
+            x = rng(tokens).standard_normal((tokens, config.hidden_size)).astype(np.float32)
+            for limit in (None, 0.25):
+                cfg = replace(config, gate_clamp=limit)
+                own = be.op_by_op().feed_forward(x, w, cfg)
+                np.testing.assert_array_equal(be.feed_forward(x, w, cfg), own)
+        if isinstance(w, MoeLayer):
+            assert be._stack_experts(w.gate_proj) is not None
+            equal = replace(w, router=DenseWeight(np.zeros(w.router.shape, dtype=np.float32)))  # the first k are chosen
+            np.testing.assert_array_equal(be.feed_forward(x, equal, cfg), be.op_by_op().feed_forward(x, equal, cfg))
+            with pytest.raises(NumericsError):
+                be.feed_forward(np.full_like(x, np.nan), w, cfg)
+
+
+@pytest.mark.parametrize(("kind", "rule"), [("f32", "auto"), ("q8_0", "auto"), ("q2_0", "auto"), ("q8_0", "blocks")])
+def test_a_mixtral_gguf_of_2023_has_a_tensor_for_each_expert(kind, rule, tmp_path):
+    new, old = tmp_path / "new.gguf", tmp_path / "old.gguf"
+    convert(FAMILIES / "mixtral-groups128", new, f"gguf-{kind}", verify=False)
+    divide_experts(new, old)
+    expected, got = (bitnet_ref.load(path, backend="numpy", activations=rule).logits([1, 2, 3]) for path in (new, old))
+    np.testing.assert_array_equal(got, expected)
+    assert inspect_model(old).errors == []
+    if rule == "auto":
+        convert(old, tmp_path / "again.bitnet.safetensors", "native")
+
+
+def test_experts_of_2023_that_differ_or_lack(tmp_path):
+    new, old = tmp_path / "new.gguf", tmp_path / "old.gguf"
+    convert(FAMILIES / "mixtral-groups128", new, "gguf-f32")
+    divide_experts(new, old)
+    whole = old.read_bytes()
+    old.write_bytes(whole.replace(b"blk.0.ffn_up.2.weight", b"blk.0.ffn_up.9.weight"))
+    with pytest.raises(FormatError, match=r"blk\.0\.ffn_up\.2\.weight"):
+        model(old)
+
+
 def test_mixtures_that_are_not_done_are_named(tmp_path):
     for keys, field in (
         ({"quantization_config": {"quant_method": "bitnet"}}, "quantization_config"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({"num_experts": 2**31}, "num_experts"),
         ({"mlp_only_layers": ["1"]}, "mlp_only_layers"),
         ({"norm_topk_prob": "yes"}, "norm_topk_prob"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step"),

@@ -20,6 +20,7 @@ from .shell import (
     say_error,
     show,
     size_in_words,
+    waiting,
     wants_json,
 )
 
@@ -59,6 +60,14 @@ def read_byte_count(ctx: click.Context, param: click.Parameter, value: str | Non
 @click.option("--no-verify", is_flag=True, help="Do not read the result again and compare it.")
 @click.option("--no-engine", is_flag=True, help="Do not run the result in the engine that it is meant for.")
 @click.option("--python", help="The interpreter that has the engine.  [default: this one]")
+@click.option(
+    "--engine-timeout-s",
+    type=click.FloatRange(min=1),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Give up on the engine after so long.",
+)
 @click.option("--force", is_flag=True, help="Replace a file that is there. (A folder is never replaced.)")
 @layout_options
 @declared_option(LoadOptions, "adapter", help="A LoRA adapter to merge into dense matrices, or none.")
@@ -73,6 +82,7 @@ def convert(
     no_verify: bool,
     no_engine: bool,
     python: str | None,
+    engine_timeout_s: float,
     force: bool,
     to_tl_tiles: Path | None,
     **layout: Any,
@@ -124,7 +134,8 @@ def convert(
     if proof is not None and not no_engine:
         from ..crossval import run_written
 
-        in_engine = run_written(destination, target, python=python)
+        with waiting("running it in the engine that it is meant for"):
+            in_engine = run_written(destination, target, python=python, timeout_s=engine_timeout_s)
     if wants_json():
         facts: dict[str, Any] = {"path": str(destination), "to": target, "bytes": nbytes, "remark": remark}
         facts["proof"] = None if proof is None else proof.to_dict()

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
@@ -428,6 +428,20 @@ class LoadingBar:
     def __exit__(self, *_: object) -> None:
         if self.bar is not None:
             self.bar.stop()
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Shows on stderr, if that is a terminal, that something goes on whose length nobody knows, and for how long."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=console(sys.stderr), transient=True) as progress:
+        progress.add_task(what, total=None)
+        yield
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

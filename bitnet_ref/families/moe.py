@@ -53,6 +53,7 @@ from .family import (
 from .llama import llama_steps
 from .qwen import END_OF_TEXT, HEAD_NORM_MISTAKES, HEAD_NORMS, Qwen3Config, Qwen3Layer, head_norm_steps, norm_heads
 
+MAX_EXPERTS = 4096  # published models have up to some 500; files have a name for each
 CLAMP = 7.0  # of Maple's gates, in its code
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -73,6 +74,7 @@ class MoeConfig(ModelConfig):
         super().__post_init__()
         for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
             require_int(name, getattr(self, name))
+        require(self.num_experts <= MAX_EXPERTS, "num_experts", f"at most {MAX_EXPERTS} experts", self.num_experts)
         fits = self.num_experts_per_tok <= self.num_experts
         require(fits, "num_experts_per_tok", f"at most {self.num_experts} experts", self.num_experts_per_tok)
         known = all(isinstance(layer, int) and 0 <= layer < self.num_hidden_layers for layer in self.dense_layers)
@@ -201,8 +203,10 @@ def stack_rows(parts: Sequence[LinearWeight]) -> LinearWeight:
     alike = all(_form(part) == _form(first) for part in parts)
     if not alike:
         raise ValueError("its experts are stored in different ways")
-    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    return replace(first, **arrays)  # type: ignore[type-var]
+    stacked: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    inner = [name for name, each in vars(first).items() if isinstance(each, LinearWeight)]
+    stacked |= {name: stack_rows([getattr(part, name) for part in parts]) for name in inner}
+    return replace(first, **stacked)  # type: ignore[type-var]
 
 
 def _form(w: LinearWeight) -> tuple[Any, ...]:
@@ -429,7 +433,8 @@ def _axes(config: MoeConfig) -> dict[str, int]:
 
 
 def _place(module: str, names: tuple[str, str, str] = OF_EXPERTS) -> Callable[..., LinearPlace | None]:
-    """Files of transformers have a tensor for each expert, MLX and GGUF one for all.   names: of gate, up and down"""
+    """Files of transformers, and GGUF files of 2023, have a tensor for each expert; MLX and newer GGUF one for all.
+    names: of gate, up and down"""
     gguf = dict(zip(OF_EXPERTS, ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), strict=True))
     hf = dict(zip(OF_EXPERTS, names, strict=True))
 
@@ -442,7 +447,9 @@ def _place(module: str, names: tuple[str, str, str] = OF_EXPERTS) -> Callable[..
             return None
         height = config.linear_shapes(layer)[linear][0]
         if style == "gguf":
-            return LinearPlace(gguf[linear], height, stacked=config.num_experts)
+            alone = gguf[linear].removesuffix("_exps")
+            older = tuple(f"{alone}.{number}" for number in range(config.num_experts))
+            return LinearPlace(gguf[linear], height, parts=older, stacked=config.num_experts)
         modules = tuple(f"{module}.experts.{number}.{hf[linear]}" for number in range(config.num_experts))
         return LinearPlace(modules[0], height, parts=modules, stack=f"{module}.switch_mlp.{linear}")
 

@@ -131,6 +131,14 @@ def test_a_bar_on_a_terminal_that_waits_long_enough(monkeypatch):
     assert sys.stdout.getvalue() == ""
 
 
+def test_waiting_for_something_of_unknown_length(monkeypatch):
+    use_terminal(monkeypatch)
+    with shell.waiting("the engine"):
+        pass
+    assert "the engine" in sys.stderr.getvalue()
+    assert "0:00:0" in sys.stderr.getvalue()
+
+
 def test_no_bar_elsewhere(monkeypatch):
     monkeypatch.setattr(shell.LoadingBar, "PATIENCE_S", -1.0)
     with shell.LoadingBar("x") as bar:

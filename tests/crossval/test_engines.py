@@ -107,6 +107,8 @@ def test_a_written_file_runs_in_its_engine(tmp_path):
     sentence = f"run in onnxruntime {version('onnxruntime')}: logits of 8 tokens within "
     assert facts["engine"]["sentence"].startswith(sentence)
     assert float(facts["engine"]["sentence"].removeprefix(sentence)) <= LOGITS_FLOOR
+    late = run_written(tmp_path / "right", "onnx", timeout_s=0.01)
+    assert late.sentence == "onnxruntime fails on it: onnxruntime had not finished after 0.01 s"
     for option in ("--no-engine", "--no-verify"):
         assert invoke_json("convert", CASE, tmp_path / option, "--to", "onnx", option)["engine"] is None
 

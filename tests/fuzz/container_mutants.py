@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from gguf_mutants import change_gguf, change_numbers
-from helpers import DATA
+from helpers import DATA, divide_experts
 from json_mutants import flip_bytes, insert_bytes, mutate_json, mutate_safetensors, truncate
 
 from bitnet_ref.formats.convert import convert
@@ -32,6 +32,9 @@ def copy_container(folder: Path, dice: random.Random) -> Path:
     if case.parent == Path(WRITTEN.name) and not case.exists():
         case.mkdir()
         convert(DATA / "families" / case.name, case / "model.gguf", "gguf-f32")
+        if dice.random() < 0.5 and case.name.startswith("mixtral"):
+            divide_experts(case / "model.gguf", case / "divided")
+            (case / "divided").replace(case / "model.gguf")
     for file in case.iterdir():
         if file.name not in NOT_OF_THE_MODEL:
             shutil.copy(file, folder / file.name)

@@ -34,6 +34,11 @@ def good_calls():
     _cpu.group_pack_panels(packed, K, 16, 0, group_panels, 1)
     by_groups = {"panels": group_panels, "scales": group_scales, "n_out": N, "n_in": K, "group": 16, "layout": 0}
     by_groups |= {"bias": floats(N), "signs": np.ones(K, np.float32), "order": np.arange(K), "block": 16}
+    plain = {**by_groups, "bias": None, "signs": None, "order": None, "block": 0}
+    count, size, chunks, _, rows = _cpu.group_sizes(K, N, 16, 0)
+    down = {"panels": np.zeros((count, size), np.uint8), "scales": np.ones((count * chunks, rows), np.float32)}
+    down = _cpu.ExpertPanels(3 * [_cpu.GroupPanels(**{**plain, **down, "n_out": K, "n_in": N})])
+    experts = _cpu.ExpertPanels(3 * [_cpu.GroupPanels(**plain)])
     form = _cpu.ruled_forms()[0]  # of Q8_0
     ruled = {"panels": np.zeros((-(-N // _cpu.ruled_rows), K // form[2] * form[5]), np.uint8), "form": 0}
     ruled |= {"n_out": N, "n_in": K}
@@ -75,6 +80,11 @@ def good_calls():
         "GroupPanels": by_groups,
         "group_linears": {
             "x": floats(M, K), "ws": [_cpu.GroupPanels(**by_groups)], "ys": [floats(M, N)], "tape": _cpu.Tape(), **run
+        },
+        "ExpertPanels": {"ws": [_cpu.GroupPanels(**plain)]},
+        "mixture": {
+            "h": floats(M, K), "scores": floats(M, 3), "gate": experts, "up": experts, "down": down, "k": 2,
+            "divides": 1, "limit": 7.0, "is_silu": 1, "y": floats(M, K), "tape": _cpu.Tape(), **run,
         },
         "bit_linears": {
             "x": floats(M, K), "ws": [_cpu.Panels(**weight)], "ys": [floats(M, N)], "tape": _cpu.Tape(),
@@ -228,6 +238,7 @@ INPUTS_OF_THAT_NAME = {
     "x_q": "ternary_matmul",
 }
 INPUTS_OF_THAT_NAME |= {"q": "attention screen_rows", "facts": "screen_rows", "y": "add"}
+INPUTS_OF_THAT_NAME |= {"scores": "mixture"}
 INPUTS_OF_THAT_NAME |= {"x_quant_scale": "dequantize rescale"}
 INPUTS_OF_THAT_NAME |= {"acc": "dequantize", "x_q": "ternary_matmul rescale", "pattern": "softmax_backward"}
 OUTPUTS_OF = {"rescale": "x", "adamw": "wmv"}  # arguments whose names are inputs' in other functions

@@ -28,7 +28,7 @@ from ...families.blocks import BlockWeight
 from ...families.groups import GroupTernaryLinear, GroupTernaryWeight, group_linear
 from ...families.linear_norms import NormedLinear
 from ...families.lora import OnLinear, add_selected, lora_term
-from ...families.moe import chosen_ids, expert_products
+from ...families.moe import Experts, MoeConfig, MoeLayer
 from ...reference import quantization
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
@@ -307,6 +307,8 @@ class CythonBackend(KernelBackend):
         return self.kernels.linear_add(z, o_proj, x, w.attn_sub_norm)  # (N, D)
 
     def feed_forward(self, x: Floats, w: LayerWeights, cfg: ModelConfig) -> Floats:
+        if isinstance(w, MoeLayer) and isinstance(cfg, MoeConfig):
+            return self._mixture(x, w, cfg)
         ws = self._fusable(w.feed_forward_text, w.gate_proj, w.up_proj, w.down_proj)
         if ws is None or cfg.activation not in GATES:
             return super().feed_forward(x, w, cfg)
@@ -320,6 +322,28 @@ class CythonBackend(KernelBackend):
             h = h if w.ffn_sub_norm is None else self.rms_norm(h, w.ffn_sub_norm)
             return self.add(x, self.linear(h, w.down_proj))  # (N, D)
         return self.kernels.linear_add(h, down, x, w.ffn_sub_norm)  # (N, D)
+
+    def _mixture(self, x: Floats, w: MoeLayer, cfg: MoeConfig) -> Floats:
+        """The feed-forward of a mixture. All after the router in one call, if the experts are ternary by groups."""
+        stacks = [self._stack_experts(each) for each in (w.gate_proj, w.up_proj, w.down_proj)] if self.fuses else [None]
+        if None not in stacks and cfg.activation in GATES:
+            h = self.rms_norm(x, w.ffn_norm)  # (N, D)
+            y = self.kernels.mixture(h, self.linear(h, w.router), stacks, cfg)
+            if y is not None:
+                return self.add(x, y)
+        return super().feed_forward(x, w, cfg)
+
+    def _stack_experts(self, w: LinearWeight) -> Any:
+        """The experts as one object of the extension, made once for a weight; None if they are of other kinds."""
+        layout = _cpu.group_layout(self.kernels.kernel_set)
+        stacks = w.__dict__.setdefault("_stacks", {})
+        if layout not in stacks:
+            experts = w.experts if isinstance(w, Experts) else ()
+            panels = [each for each in experts if isinstance(each, GroupPanelWeight) and each.layout == layout]
+            plain = [each.kernel_view for each in panels if each.bias is None and each.rotation is None]
+            alike = len({(each.shape, each.group, each.dtype) for each in panels}) == 1
+            stacks[layout] = _cpu.ExpertPanels(plain) if alike and len(plain) == len(experts) else None
+        return stacks[layout]
 
     def _fusable(self, text: Any, *ws: LinearWeight) -> list[PanelWeight] | None:
         """The weights as panels, of adapted linears those inside, where fused kernels take all; else None, and a block
@@ -382,13 +406,7 @@ class CythonBackend(KernelBackend):
         return function(*args)
 
     def compose(self, name: str, function: Callable[..., Floats], *args: Any) -> Floats:
-        """The experts of one token, if they are ternary by groups, in one call for every few; terms of adapters."""
-        if function is expert_products:
-            x, shares, w = args
-            if len(shares) == 1 and w.experts[0].kind == "groups" and x.shape[-1] == w.shape[1]:
-                ws = [self._group_panels(w.experts[i]) for i in chosen_ids(shares, w.chosen)[0]]
-                return self.kernels.group_experts(x.reshape(-1, x.shape[-1]), ws)[None]
-            return super().compose(name, function, *args)
+        """Terms of adapters."""
         if function is lora_term:
             x, w = args
             y = np.zeros((len(x), w.shape[0]), dtype=np.float32)

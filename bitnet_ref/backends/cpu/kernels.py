@@ -10,6 +10,7 @@ replayed step of storyteller: 0.149 ms instead of 0.183.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from ...errors import NumericsError
 from ...families.block_rule import round_inputs
 from ...families.blocks import BlockWeight
-from ...families.moe import TOGETHER
+from ...families.moe import MoeConfig
 from ...reference.cache import TokenBatch
 from ...reference.layers import Floats
 from ...reference.weights import DenseWeight, Norm
@@ -104,18 +105,17 @@ class CpuKernels:
                 round_inputs(as_floats(x), w.inputs)  # raises the error that says what is wrong
         return ys
 
-    def group_experts(self, x: Floats, ws: Sequence[GroupPanelWeight]) -> NDArray[np.float32]:
-        """Linears by groups, without biases, of one shape: all of one row x (1, K), or each of its own row (n, K).
-        -> (n, out)"""
-        y = np.empty((len(ws), ws[0].out_features), dtype=np.float32)  # no tape has what the router chooses
-        views, rows = [w.kernel_view for w in ws], list(y[:, None])
-        for start in range(0, len(ws), TOGETHER):
-            part = slice(start, start + TOGETHER)
-            own = as_floats(x[part] if len(x) > 1 else x)
-            row = _cpu.group_linears(own, views[part], rows[part], self.threads, self.kernel_set, None, len(x) > 1)
-            if row >= 0:
-                raise NumericsError(f"group_matmul: the activation of row {start + row} holds NaN or Inf")
-        return y
+    def mixture(self, h: Floats, scores: Floats, experts: Sequence[Any], cfg: MoeConfig) -> NDArray[np.float32] | None:
+        """choose_experts + expert_products + gated + mix.   h (N, D), scores (N, E) -> (N, D)
+
+        experts: _cpu.ExpertPanels of gate, up and down. None: a number on the way is not finite.
+        """
+        y, limit = self.results.empty(h.shape), math.inf if cfg.gate_clamp is None else cfg.gate_clamp
+        rule = cfg.num_experts_per_tok, cfg.norm_topk_prob, limit, cfg.activation == "silu"
+        bad = _cpu.mixture(
+            as_floats(h), as_floats(scores), *experts, *rule, y, self.threads, self.kernel_set, self.tape
+        )
+        return y if bad < 0 else None
 
     # -- attention -----------------------------------------------------------------------------------------------------
 

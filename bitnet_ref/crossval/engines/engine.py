@@ -27,7 +27,7 @@ from ..report import Crossing
 from ..trace import Trace
 
 _RECORDERS = Path(__file__).parent / "recorders"
-_TIMEOUT_S = 600
+TIMEOUT_S = 600.0
 _TAIL = 300  # characters of an engine's error output that are shown
 
 Prepared = tuple[Model, Mapping[str, Any]]  # the model to compare with, the job for the recorder
@@ -72,18 +72,20 @@ class ExternalEngine:
             "with --python"
         )
 
-    def record(self, jobs: Sequence[Mapping[str, Any]], python: str | None = None) -> list[Outcome]:
-        """Run the recorder on the jobs; each writes its trace to its "out".
+    def record(
+        self, jobs: Sequence[Mapping[str, Any]], python: str | None = None, timeout_s: float = TIMEOUT_S
+    ) -> list[Outcome]:
+        """Run the recorder on the jobs, for `timeout_s` seconds at most; each writes its trace to its "out".
 
         When the engine ends before its last job, its error output is the reason for the jobs that are left.
         """
         script = _RECORDERS / f"record_{self.name}.py"
         try:
-            done = _run([python or sys.executable, str(script)], _TIMEOUT_S, json.dumps([dict(job) for job in jobs]))
+            done = _run([python or sys.executable, str(script)], timeout_s, json.dumps([dict(job) for job in jobs]))
             printed, errors = done.stdout, " ".join(done.stderr.split())[-_TAIL:] or "without an error message"
             end = f"{self.name} ended with status {done.returncode}: {errors}"
         except subprocess.TimeoutExpired:
-            printed, end = "", f"{self.name} had not finished after {_TIMEOUT_S} s"
+            printed, end = "", f"{self.name} had not finished after {timeout_s:g} s"
         outcomes = [Outcome(**json.loads(line)) for line in printed.splitlines() if line.startswith('{"failed":')]
         return [outcomes[i] if i < len(outcomes) else Outcome(end) for i in range(len(jobs))]
 

@@ -19,7 +19,7 @@ from ..report import Crossing
 from ..tolerances import LOGITS_FLOOR
 from ..trace import Trace
 from . import llama_cpp, onnxruntime, transformers
-from .engine import ExternalEngine, Judge, judge_by_contract
+from .engine import TIMEOUT_S, ExternalEngine, Judge, judge_by_contract
 
 MLX_LM = ExternalEngine("mlx_lm", ("mlx_lm", "mlx", "numpy"), "'mlx[cpu]' mlx-lm")
 _TOKENS = 8
@@ -41,11 +41,13 @@ class EngineRun(NamedTuple):
         return self.status in ("differs", "fails")
 
 
-def run_written(path: str | os.PathLike[str], to: str, *, python: str | None = None) -> EngineRun | None:
+def run_written(
+    path: str | os.PathLike[str], to: str, *, python: str | None = None, timeout_s: float = TIMEOUT_S
+) -> EngineRun | None:
     """Run a few tokens of what `convert` wrote to `path` as `to`, and compare with the reference on the same file.
 
     The engine runs in a process of its own; the whole model is in memory there, and then here.
-    python: the interpreter that has the engine; None: this one.
+    python: the interpreter that has the engine; None: this one.   timeout_s: how many seconds the engine may take.
 
     Returns None where this package is the engine, or no engine is known. Raises what reading the configuration raises.
     """
@@ -64,7 +66,7 @@ def run_written(path: str | os.PathLike[str], to: str, *, python: str | None = N
             model, job, judge = prepare(path)
             out = Path(folder) / "candidate.safetensors"
             tokens = default_tokens(model)[:_TOKENS]
-            (outcome,) = engine.record([{**job, "tokens": tokens, "out": str(out)}], python)
+            (outcome,) = engine.record([{**job, "tokens": tokens, "out": str(out)}], python, timeout_s)
             if outcome.failed is not None:
                 return EngineRun(name, "fails", f"{name} fails on it: {printable(outcome.failed, keep='')}")
             if outcome.unavailable is not None:

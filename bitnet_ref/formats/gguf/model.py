@@ -20,6 +20,7 @@ from ...families.family import LinearPlace
 from ...families.groups import from_blocks
 from ...families.hadamard import read_gguf_bases
 from ...families.linear_norms import put_norm
+from ...families.moe import stack_rows
 from ...reference import quantization
 from ...reference.layers import Array, Floats
 from ...reference.weights import DenseWeight, LinearWeight, TernaryWeight
@@ -222,6 +223,8 @@ class GgufCheckpoint(Checkpoint):
     def linear(self, name: str) -> LinearWeight:
         shape, place = linear_shape(self.config, name), self._place(name)
         theirs = place.module
+        if place.parts and f"{theirs}.weight" not in self.file.tensors:
+            return self._stack_parts(place, name, shape[1])
         tensor = self._stack(f"{theirs}.weight", place, shape[1])
         bias = self._vector(f"{theirs}.bias", shape[0]) if has_bias(self.config, name) else None
         bias = None if bias is None else self._in_our_order(bias, name)
@@ -236,6 +239,20 @@ class GgufCheckpoint(Checkpoint):
             scale = np.float32(scale * self.checked_scale(apart, self._vector(apart, 1)[0]))
         return put_norm(TernaryWeight(packed, shape[1], scale, bias), norm, eps)
 
+    def _stack_parts(self, place: LinearPlace, name: str, width: int) -> LinearWeight:
+        """A linear of all experts, of a file with a tensor for each."""
+        height = place.height // len(place.parts)
+        tensors = [self._tensor(f"{part}.weight", (height, width)) for part in place.parts]
+        try:
+            return stack_rows([self._matrix(each, LinearPlace("", height), name, None) for each in tensors])
+        except ValueError as problem:
+            raise self.fail(tensors[0].name, f"and the same of the layer's other experts: {problem}") from None
+
+    def _stored(self, place: LinearPlace) -> GgufTensor | None:
+        """The tensor of a linear, or the first of several."""
+        modules = place.module, *place.parts[:1]
+        return next((t for module in modules if (t := self.file.tensors.get(f"{module}.weight"))), None)
+
     def master(self, name: str) -> Floats | None:
         if not self._online or not is_ternary(self.config, name):
             return None
@@ -244,7 +261,7 @@ class GgufCheckpoint(Checkpoint):
         return self._in_our_order(w, name) if is_master else None
 
     def dense_dtype(self, name: str) -> np.dtype:
-        tensor = self.file.tensors.get(f"{self._place(name).module}.weight")
+        tensor = self._stored(self._place(name))
         if tensor is not None and tensor.type.name in (*DEQUANTIZABLE, *BY_PACKAGE):
             floats = np.dtype(np.float16 if tensor.type.name in GROUP_TYPES else np.float32)
             return PLAIN_DTYPES.get(tensor.type.name, floats)
@@ -252,7 +269,7 @@ class GgufCheckpoint(Checkpoint):
 
     def rounded(self, name: str, values: Floats) -> Floats:
         place = self._place(name)
-        tensor = self.file.tensors.get(f"{place.module}.weight")
+        tensor = self._stored(place)
         if tensor is None or tensor.type.name != "Q8_0" or values.shape != linear_shape(self.config, name):
             return values
         stored = values if place.columns is None else values[:, np.argsort(place.columns)]

@@ -10,7 +10,8 @@ tape; the functions are in the `.pxi` files.
 import os
 
 from cython.parallel cimport parallel, prange, threadid
-from libc.math cimport NAN
+from libc.float cimport FLT_MIN
+from libc.math cimport INFINITY, NAN
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint32_t, uint8_t, uint16_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, memset
@@ -112,7 +113,7 @@ cdef extern from "kernels.h" nogil:
                               int32_t *) noexcept nogil
         void (*group_panel)(const group_shape *, const uint8_t *, const void *, int, size_t, const group_chunk *, size_t, double *,
                             void (*)(const uint8_t *, size_t, const int8_t *, size_t, size_t, const int32_t *, int32_t *,
-                                     size_t, size_t, void *) noexcept nogil, void *) noexcept nogil
+                                     size_t, size_t, void *) noexcept nogil, void *, const uint8_t *) noexcept nogil
         void (*ruled_panel)(int, const uint8_t *, size_t, const uint8_t *, size_t, size_t, size_t, float *,
                             size_t) noexcept nogil
         void (*lora_down)(int, const void *, size_t, size_t, const float *, float *) noexcept nogil
@@ -408,6 +409,7 @@ include "_cpu_cache.pxi"
 include "_cpu_dense.pxi"
 include "_cpu_greedy.pxi"
 include "_cpu_group.pxi"
+include "_cpu_experts.pxi"
 include "_cpu_ruled.pxi"
 include "_cpu_lora.pxi"
 include "_cpu_training.pxi"

@@ -91,6 +91,7 @@ cdef struct group_call:
     const float *signs  # of a rotation, or NULL
     const int64_t *order  # of its inputs, or NULL
     Py_ssize_t M, K, block
+    const uint8_t *after  # what the next call reads first, or NULL
     bint apart  # matrix i is multiplied by token i alone, not by all
     group_shape shape  # of a token
     const kernel_set *chosen
@@ -127,6 +128,7 @@ cdef inline void multiply_subpanels(const group_call *c, Py_ssize_t at, Py_ssize
     cdef Py_ssize_t i = 0, m, r, panel, row, rows, stored
     cdef const group_chunk *own
     cdef const group_shape *shape
+    cdef const uint8_t *following
     cdef float *out
     while at < end:
         while at >= c.first[i + 1]:
@@ -138,10 +140,9 @@ cdef inline void multiply_subpanels(const group_call *c, Py_ssize_t at, Py_ssize
         stored = min((panel + 1) * <Py_ssize_t> shape.rows - row, (min(end, c.first[i + 1]) - at) * PANEL_ROWS)
         r = panel * shape.n_chunks * shape.rows + row % <Py_ssize_t> shape.rows  # of the scales
         own = chunks + i * <Py_ssize_t> shape.n_chunks if c.apart else chunks
-        if at + stored // PANEL_ROWS < end:  # what comes next lies elsewhere
-            group_fetch(codes_at(c, at + stored // PANEL_ROWS), shape.n_chunks * shape.code_bytes)
+        following = codes_at(c, at + stored // PANEL_ROWS) if at + stored // PANEL_ROWS < end else c.after
         c.chosen.group_panel(shape, codes_at(c, at), c.scales[i] + r * (4 if c.kinds[i] == 0 else 2), c.kinds[i], stored, own, tokens, acc,
-                             c.chosen.ternary[0].run, scratch)
+                             c.chosen.ternary[0].run, scratch, following)
         rows = min(stored, c.n_out[i] - row)
         for m in range(tokens):
             out = c.ys[i] + (start + m) * c.n_out[i] + row
@@ -211,10 +212,8 @@ cdef Py_ssize_t run_group(const void *call) noexcept nogil:
     return bad
 
 
-def group_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels, Tape tape=None,
-                  bint apart=False):
+def group_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t kernels, Tape tape=None):
     """Several matrices of one x (M, K) with the same groups and rotation: ys[i] (M, N_i) = x ws[i]^T + bias.
-    apart: of a row of x each, M of them: ys[i] (1, N_i) = x[i] ws[i]^T + bias.
 
     Returns -1, or the first row that holds NaN or Inf. Threads take equal numbers of rows of all.
     """
@@ -222,13 +221,13 @@ def group_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t ke
     cdef group_call c
     cdef GroupPanels w
     cdef float[:, ::1] y
-    c.M, c.K, c.threads, c.count, c.first[0], c.apart = M, K, threads, count, 0, apart
+    c.M, c.K, c.threads, c.count, c.first[0], c.apart, c.after = M, K, threads, count, 0, False, NULL
     c.chosen = check_set(kernels, threads)
     for weight in ws:
         if not isinstance(weight, GroupPanels):
             raise TypeError(f"group_linears: expected GroupPanels, got {type(weight).__name__}")
-    if count > MAX_LINEARS or len(ys) != count or (apart and M != count):
-        raise ValueError(f"group_linears: {M} rows, {count} weights, {len(ys)} results")
+    if count > MAX_LINEARS or len(ys) != count:
+        raise ValueError(f"group_linears: {count} weights, {len(ys)} results")
     if M == 0 or count == 0:
         return OK
     cdef GroupPanels one = ws[0]
@@ -243,7 +242,7 @@ def group_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t ke
                 or w.shape.layout != c.chosen.group_layout or w.block != c.block
                 or (w.signs is None) != (c.signs == NULL) or (c.signs != NULL and &w.signs[0] != c.signs)
                 or (w.order is None) != (c.order == NULL) or (c.order != NULL and &w.order[0] != c.order)
-                or y.shape[0] != (1 if apart else M) or y.shape[1] != w.n_out):
+                or y.shape[0] != M or y.shape[1] != w.n_out):
             raise ValueError(f"group_linears: x {M, K}, weight {w.n_out, w.shape.K}, groups of {w.shape.group}")
         c.shapes[i], c.first[i + 1] = w.shape, c.first[i] + (w.n_out + PANEL_ROWS - 1) // PANEL_ROWS
         c.panels[i], c.scales[i], c.kinds[i], c.n_out[i] = &w.panels[0, 0], <const char *> w.scale_values, w.kind, w.n_out

@@ -118,21 +118,22 @@ GROUP_INLINE __m512i group_look_up(__m512i sum, __m512i low, __m512i high, __m51
             sum[4 * t + q] = group_look_up(sum[4 * t + q], low, high, index[q]);                                       \
     }
 
-/* 64 rows of one chunk for T tokens: acc[t * rows + r] += their sums */
+/* 64 rows of one chunk for T tokens: acc[t * rows + r] += their sums. near, far: what is prefetched meanwhile */
 GROUP_INLINE void group_chunk_of(const int T, const group_shape *s, const uint8_t *codes, const group_chunk *x,
-                                 const void *scales, int kind, size_t rows, double *acc) {
+                                 const void *scales, int kind, size_t rows, double *acc, const uint8_t *near,
+                                 const uint8_t *far) {
     __m512i sum[4 * GROUP_TABLE_TOKENS];
     const int32_t *tables = (const int32_t *)x->tokens;
     const size_t stride = s->token_bytes / sizeof *tables;
     GROUP_UNROLL
     for (int i = 0; i < 4 * T; i++) sum[i] = _mm512_setzero_si512();
-    for (size_t j = 0; j < s->words; j++, codes += 4 * PANEL_ROWS, tables += TRIPLES_PER_WORD * TRIPLE_ENTRIES) {
+    for (size_t j = 0; j < s->words; j++, codes += 4 * PANEL_ROWS, near += 4 * PANEL_ROWS, far += 4 * PANEL_ROWS, tables += TRIPLES_PER_WORD * TRIPLE_ENTRIES) {
         __m512i word[4];
         GROUP_UNROLL
         for (int q = 0; q < 4; q++) {
             word[q] = _mm512_loadu_si512(codes + q * VECTOR_BYTES);
-            _mm_prefetch((const char *)codes + GROUP_NEAR + q * VECTOR_BYTES, _MM_HINT_T0);
-            _mm_prefetch((const char *)codes + GROUP_FAR + q * VECTOR_BYTES, _MM_HINT_T1);
+            _mm_prefetch((const char *)near + q * VECTOR_BYTES, _MM_HINT_T0);
+            _mm_prefetch((const char *)far + q * VECTOR_BYTES, _MM_HINT_T1);
         }
         GROUP_UNROLL
         for (int f = 0; f < TRIPLES_PER_WORD; f++) {
@@ -162,15 +163,24 @@ GROUP_INLINE void group_chunk_of(const int T, const group_shape *s, const uint8_
 }
 #undef LOOK_UP_IN
 
+/* the codes so many bytes further on, which are those of `next` beyond the end */
+static inline const uint8_t *group_ahead(const uint8_t *codes, ptrdiff_t bytes, const uint8_t *end, const uint8_t *next) {
+    return next && bytes >= end - codes ? next + (bytes - (end - codes)) : codes + bytes;
+}
+
 /* `rows` rows of a panel for T tokens, 1 to GROUP_TABLE_TOKENS: `group_panel` of group_steps.h. acc is aligned. */
 #define GROUP_PANEL_OF(T)                                                                                              \
     GROUP_TARGET static void group_panel_avx512_##T(const group_shape *s, const uint8_t *panel, const void *scales,    \
-                                                    int kind, size_t rows, const group_chunk *x, double *acc) {        \
+                                                    int kind, size_t rows, const group_chunk *x, double *acc,          \
+                                                    const uint8_t *next) {                                             \
         const size_t size = kind == 0 ? 4 : 2;                                                                         \
+        const uint8_t *end = panel + s->n_chunks * s->code_bytes;                                                      \
         for (size_t c = 0; c < s->n_chunks; c++, x++, panel += s->code_bytes)                                          \
-            for (size_t r = 0; r < rows; r += PANEL_ROWS)                                                              \
-                group_chunk_of(T, s, panel + r / PANEL_ROWS * s->subpanel_bytes, x,                                    \
-                               (const char *)scales + (c * s->rows + r) * size, kind, rows, acc + r);                  \
+            for (size_t r = 0; r < rows; r += PANEL_ROWS) {                                                            \
+                const uint8_t *codes = panel + r / PANEL_ROWS * s->subpanel_bytes;                                     \
+                group_chunk_of(T, s, codes, x, (const char *)scales + (c * s->rows + r) * size, kind, rows, acc + r,   \
+                               group_ahead(codes, GROUP_NEAR, end, next), group_ahead(codes, GROUP_FAR, end, next));   \
+            }                                                                                                          \
     }
 GROUP_PANEL_OF(1)
 GROUP_PANEL_OF(2)
@@ -178,14 +188,15 @@ GROUP_PANEL_OF(3)
 GROUP_PANEL_OF(4)
 
 static void group_panel_avx512(const group_shape *s, const uint8_t *panel, const void *scales, int kind, size_t rows,
-                               const group_chunk *x, size_t T, double *acc, ternary_panel_fn product, void *scratch) {
+                               const group_chunk *x, size_t T, double *acc, ternary_panel_fn product, void *scratch,
+                               const uint8_t *next) {
     (void)product, (void)scratch;
     memset(acc, 0, T * rows * sizeof *acc);
     switch (T) {
-    case 1: group_panel_avx512_1(s, panel, scales, kind, rows, x, acc); break;
-    case 2: group_panel_avx512_2(s, panel, scales, kind, rows, x, acc); break;
-    case 3: group_panel_avx512_3(s, panel, scales, kind, rows, x, acc); break;
-    default: group_panel_avx512_4(s, panel, scales, kind, rows, x, acc);
+    case 1: group_panel_avx512_1(s, panel, scales, kind, rows, x, acc, next); break;
+    case 2: group_panel_avx512_2(s, panel, scales, kind, rows, x, acc, next); break;
+    case 3: group_panel_avx512_3(s, panel, scales, kind, rows, x, acc, next); break;
+    default: group_panel_avx512_4(s, panel, scales, kind, rows, x, acc, next);
     }
 }
 

@@ -80,10 +80,12 @@ STEP_TARGET static void STEP(group_add)(const int32_t *sums, double step, const 
 }
 
 /* `rows` rows of a panel, whole subpanels, for T tokens, 1 to GROUP_PLANE_TOKENS: acc (T, rows). panel, scales: of the
- * first row in the first chunk. product: the set's int8 kernel, and its scratch memory. */
+ * first row in the first chunk. product: the set's int8 kernel, and its scratch memory. next: the codes that are
+ * multiplied by after these, or NULL. */
 STEP_TARGET static void STEP(group_panel)(const group_shape *s, const uint8_t *panel, const void *scales, int kind,
                                           size_t rows, const group_chunk *x, size_t T, double *acc,
-                                          ternary_panel_fn product, void *scratch) {
+                                          ternary_panel_fn product, void *scratch, const uint8_t *next) {
+    (void)next;
     int32_t sums[GROUP_PLANE_TOKENS * GROUP_PLANES * PANEL_ROWS];
     const size_t size = kind == 0 ? 4 : 2;
     memset(acc, 0, T * rows * sizeof *acc);

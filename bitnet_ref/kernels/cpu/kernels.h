@@ -88,7 +88,7 @@ typedef struct {
     int group_layout;
     double (*group_token)(const group_shape *, const float *, const double *, size_t, uint8_t *, int32_t *);
     void (*group_panel)(const group_shape *, const uint8_t *, const void *, int, size_t, const group_chunk *, size_t,
-                        double *, ternary_panel_fn, void *);
+                        double *, ternary_panel_fn, void *, const uint8_t *next);
     void (*ruled_panel)(int, const uint8_t *, size_t, const uint8_t *, size_t, size_t, size_t, float *, size_t);
     void (*lora_down)(int, const void *, size_t, size_t, const float *, float *);
     void (*lora_up)(int, const void *, size_t, size_t, size_t, size_t, const float *, float *);

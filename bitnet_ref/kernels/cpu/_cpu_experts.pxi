@@ -1,0 +1,270 @@
+# Part of _cpu.pyx: a mixture of experts that are ternary by groups (group.h), from the router's scores to the sum.
+# Plain version: `feed_forward` in families/moe.py, operation by operation.
+
+cdef class ExpertPanels:
+    """One linear of every expert of a layer: matrices of one shape, without biases and rotations."""
+    cdef readonly Py_ssize_t count, n_out
+    cdef int kind
+    cdef group_shape shape
+    cdef const uint8_t **panels
+    cdef const char **scales
+    cdef tuple held
+
+    def __cinit__(self, ws):
+        cdef GroupPanels w, first
+        cdef Py_ssize_t i
+        self.held, self.count = tuple(ws), len(ws)
+        if not self.count or not all(isinstance(each, GroupPanels) for each in self.held):
+            raise TypeError("ExpertPanels: expected GroupPanels")
+        self.panels = <const uint8_t **> malloc(2 * self.count * sizeof(void *))
+        if self.panels == NULL:
+            raise MemoryError(f"no memory for {self.count} experts")
+        self.scales = <const char **> (self.panels + self.count)
+        first = self.held[0]
+        self.n_out, self.kind, self.shape = first.n_out, first.kind, first.shape
+        for i in range(self.count):
+            w = self.held[i]
+            if (w.n_out != self.n_out or w.kind != self.kind or w.shape.K != self.shape.K or w.shape.group != self.shape.group
+                    or w.shape.layout != self.shape.layout or w.bias is not None or w.signs is not None):
+                raise ValueError(f"ExpertPanels: expert {i} is stored in another way than expert 0")
+            self.panels[i], self.scales[i] = &w.panels[0, 0], <const char *> w.scale_values
+
+    def __dealloc__(self):
+        free(self.panels)
+
+
+cdef struct expert_stack:
+    const uint8_t **panels
+    const char **scales
+    int kind
+    Py_ssize_t n_out
+    group_shape shape
+
+
+cdef expert_stack stack_of(ExpertPanels w):
+    cdef expert_stack stack
+    stack.panels, stack.scales, stack.kind, stack.n_out, stack.shape = w.panels, w.scales, w.kind, w.n_out, w.shape
+    return stack
+
+
+cdef struct mixture_call:
+    const float *h
+    const float *scores
+    float *y
+    Py_ssize_t M, D, F, E, k
+    expert_stack gate, up, down
+    bint is_silu, divides
+    float limit  # of gate and up; infinity: none
+    const kernel_set *chosen
+    int threads
+
+
+cdef void add_expert(group_call *c, const expert_stack *stack, Py_ssize_t expert, float *y) noexcept nogil:
+    """Another matrix of the call, whose result is y."""
+    cdef Py_ssize_t i = c.count
+    c.shapes[i], c.kinds[i], c.n_out[i], c.biases[i], c.ys[i] = stack.shape, stack.kind, stack.n_out, NULL, y
+    c.panels[i], c.scales[i] = stack.panels[expert], stack.scales[expert]
+    c.first[i + 1], c.count = c.first[i] + (stack.n_out + PANEL_ROWS - 1) // PANEL_ROWS, i + 1
+
+
+cdef group_call start_call(const mixture_call *c, const group_shape *shape, const float *x, Py_ssize_t M,
+                           bint apart, const uint8_t *after) noexcept nogil:
+    """after: the codes that the next call reads first"""
+    cdef group_call call
+    call.x, call.M, call.K, call.shape, call.apart, call.after = x, M, <Py_ssize_t> shape.K, shape[0], apart, after
+    call.signs, call.order, call.block, call.count, call.first[0] = NULL, NULL, 0, 0, 0
+    call.chosen, call.threads = c.chosen, c.threads
+    return call
+
+
+cdef bint choose_experts(const mixture_call *c, const float *scores, double *wide, float *p, int32_t *ids,
+                         float *shares) noexcept nogil:
+    """The k experts of a token, ascending, and their shares. False if the scores hold NaN or Inf.
+
+    Insertion keeps the k largest in their order: of equal ones the lower number is first.
+    """
+    cdef Py_ssize_t e, i, count = 0
+    cdef double total = 0
+    cdef float share
+    cdef int32_t held
+    for e in range(c.E):
+        wide[e] = scores[e]
+    c.chosen.softmax_row(wide, c.E, 1, p)
+    for e in range(c.E):
+        if p[e] != p[e]:
+            return False
+        if count == c.k and p[e] <= p[ids[count - 1]]:
+            continue
+        i = count if count < c.k else count - 1
+        while i > 0 and p[e] > p[ids[i - 1]]:
+            ids[i] = ids[i - 1]
+            i = i - 1
+        ids[i], count = <int32_t> e, min(count + 1, c.k)
+    for e in range(1, c.k):
+        held = ids[e]
+        i = e
+        while i > 0 and ids[i - 1] > held:
+            ids[i] = ids[i - 1]
+            i = i - 1
+        ids[i] = held
+    for i in range(c.k):
+        shares[i] = max(p[ids[i]], FLT_MIN)  # so that none is 0
+        total += shares[i]
+    share = <float> total
+    for i in range(c.k if c.divides else 0):
+        shares[i] = shares[i] / share
+    return True
+
+
+cdef void gate_rows(const mixture_call *c, float *gate, float *up, Py_ssize_t n) noexcept nogil:
+    """gate = act(gate) * up, of n numbers, clamped first"""
+    cdef Py_ssize_t i
+    cdef float limit = c.limit
+    if limit < INFINITY:
+        for i in range(n):  # NaN stays NaN
+            gate[i] = limit if gate[i] > limit else gate[i]
+            up[i] = -limit if up[i] < -limit else up[i]
+            up[i] = limit if up[i] > limit else up[i]
+    c.chosen.gated(gate, up, n, c.is_silu, gate)
+
+
+cdef void add_share(const float *x, Py_ssize_t n, double share, double *total) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(n):
+        total[i] += share * <double> x[i]
+
+
+cdef Py_ssize_t mix_token(const mixture_call *c, const int32_t *ids, const float *shares, float *gate, float *up,
+                          float *out, double *total) noexcept nogil:
+    """One token: its experts side by side, MAX_LINEARS at a time."""
+    cdef group_call call
+    cdef Py_ssize_t part, start, i, count, bad
+    for part in range((c.k + MAX_LINEARS - 1) // MAX_LINEARS):
+        start = part * MAX_LINEARS
+        count = min(<Py_ssize_t> MAX_LINEARS, c.k - start)
+        call = start_call(c, &c.gate.shape, c.h, 1, False, c.up.panels[ids[start]])
+        for i in range(start, start + count):
+            add_expert(&call, &c.gate, ids[i], gate + i * c.F)
+        bad = run_group(&call)
+        if bad != OK:
+            return bad
+        call.count, call.after = 0, c.down.panels[ids[start]]
+        for i in range(start, start + count):
+            add_expert(&call, &c.up, ids[i], up + i * c.F)
+        bad = run_group(&call)
+        if bad != OK:
+            return bad
+        gate_rows(c, gate + start * c.F, up + start * c.F, count * c.F)
+        call = start_call(c, &c.down.shape, gate + start * c.F, count, True, NULL)
+        for i in range(start, start + count):
+            add_expert(&call, &c.down, ids[i], out + (i - start) * c.D)
+        bad = run_group(&call)
+        if bad != OK:
+            return 0 if bad >= 0 else bad
+        for i in range(count):
+            add_share(out + i * c.D, c.D, shares[start + i], total)
+    return OK
+
+
+cdef Py_ssize_t mix_tokens(const mixture_call *c, const int32_t *ids, const float *shares, float *gate, float *up,
+                           float *out, double *totals, float *rows, int32_t *places, int32_t *first) noexcept nogil:
+    """Several tokens: each expert with all that chose it, in the order of the experts.   rows (M, D)
+
+    places: tokens' choices m k + i, sorted by expert; first (E + 1): where those of each expert begin.
+    """
+    cdef group_call call
+    cdef Py_ssize_t e, i, m, n, bad
+    memset(first, 0, (c.E + 1) * sizeof(int32_t))
+    for i in range(c.M * c.k):
+        first[ids[i]] += 1
+    for e in range(1, c.E + 1):
+        first[e] += first[e - 1]
+    for i in range(c.M * c.k - 1, -1, -1):
+        first[ids[i]] -= 1
+        places[first[ids[i]]] = <int32_t> i
+    for e in range(c.E):
+        n = first[e + 1] - first[e]
+        if n == 0:
+            continue
+        for i in range(n):
+            memcpy(rows + i * c.D, c.h + places[first[e] + i] // c.k * c.D, c.D * sizeof(float))
+        call = start_call(c, &c.gate.shape, rows, n, False, c.down.panels[e])
+        add_expert(&call, &c.gate, e, gate)
+        add_expert(&call, &c.up, e, up)
+        bad = run_group(&call)
+        if bad == OK:
+            gate_rows(c, gate, up, n * c.F)
+            call = start_call(c, &c.down.shape, gate, n, False, NULL)
+            add_expert(&call, &c.down, e, out)
+            bad = run_group(&call)
+        if bad != OK:
+            return bad if bad < 0 else places[first[e] + bad] // c.k
+        for i in range(n):
+            m = places[first[e] + i]
+            add_share(out + i * c.D, c.D, shares[m], totals + m // c.k * c.D)
+    return OK
+
+
+cdef Py_ssize_t run_mixture(const void *given) noexcept nogil:
+    cdef const mixture_call *c = <const mixture_call *> given
+    cdef Py_ssize_t M = c.M, k = c.k, i, bad = OK, at_once = k if M == 1 else M
+    cdef double *totals = <double *> allocate(M * c.D + c.E, sizeof(double))
+    cdef float *floats = <float *> allocate(at_once * (2 * c.F + c.D) + M * (c.D + k) + c.E, sizeof(float))
+    cdef int32_t *ids = <int32_t *> allocate(2 * M * k + c.E + 1, sizeof(int32_t))
+    cdef float *gate = floats  # aligned
+    cdef float *up = gate + at_once * c.F
+    cdef float *out = up + at_once * c.F
+    cdef float *rows = out + at_once * c.D
+    cdef float *shares = rows + M * c.D
+    if totals == NULL or floats == NULL or ids == NULL:
+        bad = NO_MEMORY
+    for i in range(M if bad == OK else 0):
+        if not choose_experts(c, c.scores + i * c.E, totals + M * c.D, shares + M * k, ids + i * k, shares + i * k):
+            bad = i
+            break
+    if bad == OK:
+        memset(totals, 0, M * c.D * sizeof(double))
+        if M == 1:
+            bad = mix_token(c, ids, shares, gate, up, out, totals)
+        else:
+            bad = mix_tokens(c, ids, shares, gate, up, out, totals, rows, ids + M * k, ids + 2 * M * k)
+    for i in range(M * c.D if bad == OK else 0):
+        c.y[i] = <float> totals[i]
+    free(totals)
+    free(floats)
+    free(ids)
+    return bad
+
+
+def mixture(const float[:, ::1] h, const float[:, ::1] scores, ExpertPanels gate, ExpertPanels up, ExpertPanels down,
+            Py_ssize_t k, bint divides, float limit, bint is_silu, float[:, ::1] y, int threads, Py_ssize_t kernels,
+            Tape tape=None):
+    """h (M, D), scores (M, E) of the router -> y (M, D): the sum of the k best experts of each token by their shares.
+
+    divides: the shares, by their sum.   limit: of gate and up, or infinity.
+    Returns -1, or the row that has a number that is not finite on its way.
+    """
+    cdef mixture_call c
+    cdef Py_ssize_t bad
+    c.M, c.D, c.E, c.k, c.F = h.shape[0], h.shape[1], scores.shape[1], k, gate.n_out
+    c.gate, c.up, c.down = stack_of(gate), stack_of(up), stack_of(down)
+    c.divides, c.limit, c.is_silu, c.chosen, c.threads = divides, limit, is_silu, check_set(kernels, threads), threads
+    if (not 1 <= k <= c.E or scores.shape[0] != c.M or y.shape[0] != c.M or y.shape[1] != c.D or up.n_out != c.F
+            or down.n_out != c.D or <Py_ssize_t> down.shape.K != c.F):
+        raise ValueError(f"mixture: h {c.M, c.D}, scores {scores.shape[0], c.E}, {k} experts of {c.F}")
+    for each in (gate, up, down):
+        if (<ExpertPanels> each).count != c.E or (<ExpertPanels> each).shape.layout != c.chosen.group_layout:
+            raise ValueError(f"mixture: {(<ExpertPanels> each).count} experts for {c.E} scores, or in another layout")
+    if <Py_ssize_t> gate.shape.K != c.D or <Py_ssize_t> up.shape.K != c.D or gate.shape.group != up.shape.group:
+        raise ValueError(f"mixture: gate and up of {gate.shape.K} and {up.shape.K} columns for h {c.M, c.D}")
+    if c.M == 0:
+        return OK
+    c.h, c.scores, c.y = &h[0, 0], &scores[0, 0], &y[0, 0]
+    check_aligned(<size_t> c.h | <size_t> c.scores | <size_t> c.y)
+    with nogil:
+        bad = run_mixture(&c)
+    if bad == NO_MEMORY:
+        raise MemoryError(f"no memory for {c.M} tokens of {c.E} experts")
+    if tape is not None:
+        tape.record(run_mixture, &c, sizeof(c), (<size_t> c.h, <size_t> c.scores, <size_t> c.y), (gate, up, down))
+    return bad
