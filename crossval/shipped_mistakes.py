@@ -182,7 +182,7 @@ def judge(mistake: Shipped, is_thin: bool = False, budget_s: float = 90) -> Judg
     comparison, started = compare(model.run_with_cache(ids)[1], shown, model.config, ids), time.process_time()
     if comparison.agrees:
         return Judgement(True, None, None, False, False, 0.0)
-    diagnoses = diagnose(model, ids, shown, comparison, deadline=time.monotonic() + budget_s)
+    diagnoses = diagnose(model, ids, shown, comparison, budget_s=budget_s)
     first = comparison.first_divergence.name if comparison.first_divergence else None
     cause = next((d.cause for d in diagnoses if d.confirmed), None)
     named, holds = cause is not None and re.search(mistake.words, cause) is not None, False

@@ -408,6 +408,7 @@ class Site:
         trials: list[tuple[float, int, tuple[str, ...], Description | Family]] = []
         first_right = not self.target.by_head and bool(self.target.right_close[:1].all())
         for unit in self.units():
+            self.evidence.setting.check()
             step = self.evidence.steps[unit[0]]
             distance = 0.02 * min(10, self.stretch.index(unit[0])) if len(self.stretch) > 1 else 0.0
             if len(self.stretch) > 1 and first_right != any(name.endswith(BETWEEN_TOKENS) for name in unit):

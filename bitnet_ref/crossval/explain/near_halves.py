@@ -40,7 +40,10 @@ from .variants import IMPOSSIBLE, Setting, is_by_head, quick_ternary_matmul
 _TRIED = ((96, 0), (32, 128))  # how many activations at a time, of the wrong token and of those that it sees
 _BEST, _NEAREST = 2, 2  # with how many of these others are tried: after which the least is wrong, and the nearest
 _TOGETHER = 4  # flips of one token; one of them may only be near a half after another
-_TRIALS = 1000  # of each kind for one wrong token: so many are made for an engine with a mistake
+# What the trials of each kind may compute for one wrong token, in rows times layers: an engine with a mistake, and one
+# with more flips than can be searched for, cost so much. A count and not a time, so that verdicts are the same on every
+# machine. A trial's calls cost as much as some rows.
+_WORK, _ROWS_OF_CALLS = 40_000, 20
 _NOISY_RUNS = 8  # of the reference with noise
 _BEYOND_NOISE = 1.5  # an error so many times the largest of theirs is no rounding
 _USUAL = 0.99  # of one row alone: nor is one that is larger than this share of theirs
@@ -87,6 +90,7 @@ class _FlipSearch:
         self.order = {name: i for i, name in enumerate(op_order(setting.config))}
         linears = [name.rpartition(".")[0] for name in self.order if name.endswith(INT8)]
         sources = {linear_input(linear, setting.config) for linear in linears}  # `compare` judges flips by them
+        self.work = 0  # of all trials, in rows times layers
         self.compared = {name for name in self.order if name in candidate or name.endswith(INT8) or name in sources}
 
     def follow(self, comparison: Comparison) -> Comparison | None:
@@ -160,7 +164,7 @@ class _FlipSearch:
     def search(self, run: _Run, theirs: View, name: str, token: int, tried: tuple[int, int]) -> list[Flip]:
         """One flip of those that are tried at a time, then two together, and so on."""
         wrong = self.error(run, theirs, name, token)
-        trials, queue = 0, deque[tuple[Flip, ...]]([()])
+        stop, queue = self.work + _WORK, deque[tuple[Flip, ...]]([()])
         while queue:
             made = queue.popleft()
             before = self.trial(run, made, name, token) if made else run
@@ -171,8 +175,7 @@ class _FlipSearch:
                 if error <= _RIGHT * wrong and self.agrees(changed, theirs, token):
                     return [*made, flip]
                 left.append((error, flip))
-                trials += 1
-                if trials == _TRIALS:
+                if self.work > stop:
                     return []
             best = sorted(left, key=lambda each: each[0])[:_BEST]
             if len(made) + 1 < _TOGETHER:
@@ -254,6 +257,7 @@ class _FlipSearch:
         if cache.has_states:  # which cannot go back
             start, layer, cache = 0, 0, EngineKVCache(self.setting.config, slots=1, capacity=token + 1)
         changed = slice(start, token + 1)
+        self.work += (_ROWS_OF_CALLS + token + 1 - start) * (self.setting.config.num_hidden_layers - layer)
         kept = [pool[layer:, 0, changed].copy() for pool in (cache.keys, cache.values)]
         stream = base.streams[layer][changed] if layer else None
         done = self._pass(flips, cache, start, token + 1, until, layer, stream)
