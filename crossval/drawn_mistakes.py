@@ -508,11 +508,7 @@ def false_alarm(seed: int) -> str | None:
     trace = run(tokens, weights, engine, None, dtype)
     for shown in (trace, thin(trace)):
         comparison = compare(model.run_with_cache(tokens)[1], shown, model.config, tokens)
-        confirmed = [
-            d
-            for d in diagnose(model, tokens, shown, comparison, budget_s=10)
-            if d.confirmed or d.partly
-        ]
+        confirmed = [d for d in diagnose(model, tokens, shown, comparison, budget_s=10) if d.confirmed or d.partly]
         if confirmed:
             return f"{dtype} {engine.sums} {family}: {comparison.verdict[:150]}: {confirmed[0].cause}"
     return None

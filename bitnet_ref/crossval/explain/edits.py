@@ -523,6 +523,8 @@ def _ropes(step: Step) -> Iterator[Row]:
         yield 1, f"{text}, with the first frequencies", by(p * f[: part // 2], part)
         yield 1.1, f"RoPE leaves out the pairs from {part // 2} on", by(p * f * (j < part // 2))
         yield 1.1, f"RoPE leaves out the pairs before {part // 2}", by(p * f * (j >= part // 2))
+    if 2 * half < step.inputs[0].shape[-1]:
+        yield 1, f"RoPE turns the last {2 * half} numbers of a head, not the first", lambda x, c, s: np.roll(layers.apply_rope(np.roll(x, 2 * half, -1), c, s), -2 * half, -1)
     yield from ROPES
     yield 1.2, "RoPE takes the head's number for the position", lambda x, c, s: _turn(x.swapaxes(0, 1), np.arange(x.shape[1])[:, None] * f).swapaxes(0, 1)
 
@@ -690,6 +692,8 @@ def own_descriptions(step: Step) -> Iterator[Description]:
         width = len(x[2])
         sizes = [size for size in sorted({step.setting.config.head_dim, 16, 32, 64, 128, width // 2}) if width % size == 0 and size < width]
         rows += [(1.2, f"each {size} columns are divided by their own length", lambda x, r, w, size=size: x / _lengths_of_blocks(x, size) * w) for size in sizes]
+    if kind == "hook_scale" and (heads := len(x[0]) // len(step.setting.tokens)) > 1:  # a norm over heads
+        rows.append((1.2, "the mean of squares runs over all heads of a token together", lambda x, eps: np.repeat(np.sqrt(_ms(x.reshape(len(x) // heads, -1)) + eps), heads, 0)))
     yield from (Description(cost, text, instead(formula)) for cost, text, formula in rows)
     if kind == "hook_normalized":
         yield from with_part(1.1, "the weight of {} is taken", step, lambda other: isinstance(other, np.ndarray) and other.shape == x[2].shape, lambda compute, other, x, r, w: compute(x, r, other))
