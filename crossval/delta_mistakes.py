@@ -58,7 +58,7 @@ def forward(ids, W, embed, head, final, C, record):  # type: ignore[no-untyped-d
         h = norm(x, w["attn_norm"], eps)
         record(b + "ln1.hook_normalized", h)
         q, k, v, z = (mul(h, w[n + "_proj"]) for n in "qkvz")
-        for n, y in zip("qkvz", (q, k, v, z)):
+        for n, y in zip("qkvz", (q, k, v, z), strict=True):
             record(b + f"attn.{n}_proj.hook_out", y)
         if "conv" in w:
             a, beta = mul(h, w["a_proj"]), mul(h, w["b_proj"])
@@ -137,18 +137,32 @@ def forward(ids, W, embed, head, final, C, record):  # type: ignore[no-untyped-d
     record("lm_head.hook_out", mul(x, head))
 
 
-TEXT = """
-def norm(x, weight, eps):
+def norm(x, weight, eps):  # type: ignore[no-untyped-def]
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
-def mul(x, w):
+
+
+def mul(x, w):  # type: ignore[no-untyped-def]
     return x @ w.T.astype(np.float64)
-def silu(x):
+
+
+def silu(x):  # type: ignore[no-untyped-def]
     return x / (1 + np.exp(-x))
-def turn(x, angles, part):
-    a, b, rest = x[..., :part // 2], x[..., part // 2:part], x[..., part:]
+
+
+def turn(x, angles, part):  # type: ignore[no-untyped-def]
+    a, b, rest = x[..., : part // 2], x[..., part // 2 : part], x[..., part:]
     c, s = np.cos(angles), np.sin(angles)
     return np.concatenate([a * c - b * s, b * c + a * s, rest], -1)
-"""
+
+
+def regrouped(w, change):  # type: ignore[no-untyped-def]
+    """A matrix in groups of 128 with other scales: change(scales (rows, groups)). The head is left as it is."""
+    groups = w.reshape(len(w), -1, 128)
+    s = np.abs(groups).max(-1)
+    return w if len(w) == 320 else (groups / np.maximum(s, 1e-30)[..., None] * change(s)[..., None]).reshape(w.shape)
+
+
+TEXT = "\n".join(map(inspect.getsource, (norm, mul, silu, turn, regrouped)))
 SOURCE = inspect.getsource(forward)
 UNIT = "/ np.sqrt(({0} * {0}).sum(-1, keepdims=True) + 1e-6)"
 # fmt: off
@@ -197,17 +211,42 @@ LIST: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "RoPE of the last numbers": ("", (("q = turn", "q = np.roll(turn(np.roll(q, part, -1), angles[:, None], part), -part, -1)"), ("k = turn", "k = np.roll(turn(np.roll(k, part, -1), angles[:, None], part), -part, -1)"))),
     "RoPE's frequencies over the whole head": ("", (("freq =", "freq = C.rope.theta ** (-np.arange(0, part, 2) / d)"),)),
     "q normed after RoPE": ("", (("q = norm", "q = q"), ("q = turn", "q = norm(turn(q, angles[:, None], part), w['q_norm'], eps)"))),
+    # -- written when the edits for those above were there, and before any for these
+    "scales of the group before": ("", (("return x @", "return x @ regrouped(w, lambda s: np.roll(s, 1, 1)).T.astype(np.float64)"),)),
+    "scales of rows 16 too far": ("", (("return x @", "return x @ regrouped(w, lambda s: np.roll(s, 16, 0)).T.astype(np.float64)"),)),
+    "scales stored group by group": ("", (("return x @", "return x @ regrouped(w, lambda s: s.reshape(s.shape[::-1]).T).T.astype(np.float64)"),)),
+    "the first group's scale for all": ("", (("return x @", "return x @ regrouped(w, lambda s: s[:, :1].repeat(s.shape[1], 1)).T.astype(np.float64)"),)),
+    "scales in fp8": ("", (("return x @", "return x @ regrouped(w, lambda s: narrow(s, F8)).T.astype(np.float64)"),)),
+    "scales in bfloat16": ("", (("return x @", "return x @ regrouped(w, lambda s: narrow(s, BF)).T.astype(np.float64)"),)),
+    "the mean of a row's scales": ("", (("return x @", "return x @ regrouped(w, lambda s: s * 0 + s.mean(1, keepdims=True)).T.astype(np.float64)"),)),
+    "k divided by head_k_dim": ("", (("k = np.repeat", "k = np.repeat(k, Hv // Hk, 1) / dk"),)),
+    "silu of the gate, squared": ("", (("y = y * silu", "y = y * silu(z) ** 2"),)),
+    "a convolution over every second token": ("", (("padded =", "padded = np.concatenate([np.zeros((6, qkv.shape[1])), qkv])"), ("mixed = sum", "mixed = sum(padded[2 * i : 2 * i + N] * taps[:, i] for i in range(4))"))),
+    "the delta norm's eps": ("", (("y = norm(y", "y = norm(y, w['delta_norm'], 1e-3).reshape(N, -1)"),)),
+    "v of the token before": ("", (("v = mixed", "v = np.roll(mixed[:, 2 * Hk * dk :].reshape(N, Hv, dv), 1, 0)"),)),
+    "key heads in reverse": ("", (("k = np.repeat", "k = np.repeat(k, Hv // Hk, 1)[:, ::-1]"),)),
+    "queries of the next head": ("", (("q = np.repeat", "q = np.roll(np.repeat(q, Hv // Hk, 1) / np.sqrt(dk), 1, 1)"),)),
+    "chunks of 16 that lose the memory": ("", (("S = S * np", "S = S * np.exp(g[t])[:, None, None] * (t % 16 > 0)"),)),
+    "what is written is rounded to bfloat16": ("", (("S = S + ", "S = S + narrow(np.einsum('hk,hv->hkv', k[t], beta[t][:, None] * error), BF)"),)),
+    "the error in bfloat16": ("", (("error =", "error = narrow(v[t] - np.einsum('hk,hkv->hv', k[t], S), BF)"),)),
+    "alpha in bfloat16": ("", (("S = S * np", "S = S * narrow(np.exp(g[t]), BF)[:, None, None]"),)),
+    "softmax in bfloat16": ("", (("p = e", "p = narrow(e / e.sum(-1, keepdims=True), BF)"),)),
+    "attention's gate of k's heads": ("", (("y = y * (1", "y = (y.reshape(N, H, d) / (1 + np.exp(-z.reshape(N, H, d)[:, :1]))).reshape(N, -1)"),)),
+    "the decay's floor e^-0.5": ("", (("S = S * np", "S = S * np.maximum(np.exp(g[t]), 0.6)[:, None, None]"),)),
+    "beta not above 0.5": ("", (("beta = 1", "beta = np.minimum(1 / (1 + np.exp(-beta)), 0.5)"),)),
+    "beta tanh and conv relu": ("", (("beta = 1", "beta = np.tanh(beta)"), ("mixed = silu", "mixed = np.maximum(mixed, 0)"))),
+    "gate missing and dt_bias subtracted": ("", (("y = y * silu", "y = y"), ("g =", "g = -w['decay'] * np.logaddexp(0, a - w['decay_bias'])"))),
 }
 # fmt: on
 
 
 def run(name: str | None, ids: Sequence[int]) -> EngineTrace:
     """The engine's tensors, with the mistake of that name; None: without one."""
-    text = SOURCE
+    text = TEXT + SOURCE
     for line, new in LIST[name][1] if name else ():
         text = edited(text, Mistake("forward", line, new, "", ""))
     scope: dict[str, Any] = {"np": np, "ml_dtypes": ml_dtypes}
-    exec(HELPERS + TEXT + text, scope)
+    exec(HELPERS + text, scope)
     trace = EngineTrace()
     model, layers = model_of_family()
     w = model.weights
@@ -221,7 +260,7 @@ def run(name: str | None, ids: Sequence[int]) -> EngineTrace:
     return trace
 
 
-def judge(name: str, is_thin: bool = False, budget_s: float = 60) -> Any:
+def judge(name: str, is_thin: bool = False, budget_s: float = 25) -> Any:
     """Run the engine, and let crossval explain its tensors."""
     return judge_engine(model_of_family()[0], partial(run, name), LIST[name][0], is_thin, budget_s)
 

@@ -676,7 +676,15 @@ def _steps(config: Qwen35Config, layer: int) -> list[TraceStep]:
             "DeltaNet's beta",
             (write_strength, "return"),
         ),
-        TraceStep("attn.hook_state", rule, "delta rule", "N Hv dk dv", _state),
+        TraceStep(
+            "attn.hook_state",
+            rule,
+            "delta rule",
+            "N Hv dk dv",
+            _state,
+            "DeltaNet's memory",
+            (delta_recurrence, "memory[:]"),
+        ),
         TraceStep(
             "attn.hook_delta_out",
             rule,
@@ -1117,11 +1125,14 @@ DELTA_MISTAKES = (
 # fmt: on
 
 
-def taps(qkv: Floats, conv: Floats) -> NDArray[np.float64]:
-    """The convolution of a sequence from its beginning, without silu.   (N, C) -> (N, C)"""
+def taps(qkv: Floats, conv: Floats, apart: int = 1) -> NDArray[np.float64]:
+    """The convolution of a sequence from its beginning, without silu.   (N, C) -> (N, C)
+
+    apart: the distance of the tokens that it is over.
+    """
     n, wide = conv.shape[1], qkv.astype(np.float64)
-    padded = np.concatenate([np.zeros((n - 1, qkv.shape[1])), wide])
-    return sum((padded[i : i + len(qkv)] * conv[:, i] for i in range(n)), np.zeros_like(wide))
+    padded = np.concatenate([np.zeros(((n - 1) * apart, qkv.shape[1])), wide])
+    return sum((padded[i * apart : i * apart + len(qkv)] * conv[:, i] for i in range(n)), np.zeros_like(wide))
 
 
 MISTAKES = (

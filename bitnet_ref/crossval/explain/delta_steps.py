@@ -65,7 +65,7 @@ LENGTHS: list[tuple[str, Change]] = [
     ("the sum of |x|", lambda x: np.abs(x).sum(-1, keepdims=True)),
     ("the largest |x|", lambda x: np.abs(x).max(-1, keepdims=True)),
     ("the sum of squares, without its root", lambda x: np.square(x).sum(-1, keepdims=True)),
-    ("the length of all heads together", lambda x: np.sqrt(np.square(x).sum((1, 2), keepdims=True))),
+    ("the length of all heads together", lambda x: np.sqrt(np.square(x).sum((1, 2), keepdims=True) + 1e-6)),
     ("the mean of |x|", lambda x: np.abs(x).mean(-1, keepdims=True)),
 ]
 
@@ -185,6 +185,15 @@ def _memories(step: Step) -> Iterator[Description]:
             return np.asarray(rounded((a * S + k * (b * (v - recall(k, a * S)))).astype(np.float32))).astype(np.float64)
 
         yield Description(1.1, f"the memory is {words}, after each token", _by_memory(lambda x, update=update: memory_states(x, update)), rounds=True)
+    for words, rounded in ROUNDED:
+        def error(S: Floats, a: Floats, k: Floats, v: Floats, b: Floats, rounded: Any = rounded) -> Floats:
+            return np.asarray(a * S + k * (b * wide(rounded((v - recall(k, a * S)).astype(np.float32)))))
+
+        def written(S: Floats, a: Floats, k: Floats, v: Floats, b: Floats, rounded: Any = rounded) -> Floats:
+            return np.asarray(a * S + wide(rounded((k * (b * (v - recall(k, a * S)))).astype(np.float32))))
+
+        for part, update in (("the error v - k a S", error), ("what is written", written)):
+            yield Description(1.2, f"{part} is {words}", _by_memory(lambda x, update=update: memory_states(x, update)), rounds=True)
     yield from _inputs(step)
 
 
@@ -199,6 +208,8 @@ def _convolutions(step: Step) -> Iterator[Description]:
             yield Description(1.1, f"the convolution's activation is {words} where silu belongs", instead(lambda qkv, w, f=function: f(taps(qkv, w.conv))))
     yield Description(1.1, "the convolution's input is added to its sum", instead(lambda qkv, w: silu(taps(qkv, w.conv) + qkv)))
     yield Description(1.1, "the convolution's input is added to its result", instead(lambda qkv, w: silu(taps(qkv, w.conv)) + qkv))
+    for apart in (2, 3, 4, 8):
+        yield Description(1.2, f"the convolution is over tokens that are {apart} apart", instead(lambda qkv, w, apart=apart: silu(taps(qkv, w.conv, apart))))
     matrices: list[tuple[float, str, Change]] = [
         *((1.1, f"the convolution lacks its weight {i} of {n}", lambda m, i=i: m * (np.arange(m.shape[1]) != i)) for i in range(n)),
         *((1.2, f"the convolution has its last {i} weights only", lambda m, i=i: m * (np.arange(m.shape[1]) >= m.shape[1] - i)) for i in range(1, n - 1)),
@@ -231,8 +242,9 @@ def _decays(step: Step) -> Iterator[Description]:
     yield Description(1.1, "dt_bias multiplies, and is not added", by(lambda a, A, bias: -A * softplus(a * bias)))
     yield Description(1.1, "all heads have the mean of their decays", after(lambda x: np.broadcast_to(x.mean(1, keepdims=True), x.shape)))
     for words, order in orders(len(step.inputs[1].decay)):
+        places = order(len(step.inputs[1].decay))
         for part, (of_A, of_bias) in {"A_log": (1, 0), "dt_bias": (0, 1), "A_log and dt_bias": (1, 1)}.items():
-            yield Description(1.2, f"heads of {part} are {words}", by(lambda a, A, bias, p=order(len(step.inputs[1].decay)), x=of_A, y=of_bias: -(A[p] if x else A) * softplus(a + (bias[p] if y else bias))))
+            yield Description(1.2, f"heads of {part} are {words}", by(lambda a, A, bias, p=places, x=of_A, y=of_bias: -(A[p] if x else A) * softplus(a + (bias[p] if y else bias))))
 
 
 def _strengths(step: Step) -> Iterator[Description]:
@@ -249,6 +261,7 @@ def _gates(step: Step) -> Iterator[Description]:
         if words != right:
             yield Description(1.1, f"the output gate's activation is {words} where {right} belongs", instead(lambda z, gate, f=function: wide(z).reshape(gate.shape) * f(wide(gate))))
     function = GATES[right]
+    yield Description(1.1, "the output gate's activation is squared", instead(lambda z, gate: wide(z).reshape(gate.shape) * function(wide(gate)) ** 2))
     yield Description(1.2, "the output gate is added, and does not multiply", instead(lambda z, gate: z.reshape(gate.shape) + function(wide(gate))))
     for words, order in orders(heads):
         for part, index in (("the output gate", 1), ("what the output gate multiplies", 0)):

@@ -456,6 +456,7 @@ class Site:
                     good.append(result)
         closest = min((e.error for e in good), default=0.0)
         near = [e for e in good if e.error <= (3 * closest if e.rounds else 20 * closest) + 8 * EPSILON]
+        near.sort(key=lambda e: e.cost)
         return [e for i, e in enumerate(near) if not any(e.says_the_same(earlier) for earlier in near[:i])]
 
     def _direction(self, nudged: Array) -> float | None:

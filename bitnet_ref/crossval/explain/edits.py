@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -627,6 +627,7 @@ def _products(step: Step) -> Iterator[Description]:
     if ternary:
         yield from (Description(cost, text, after(change)) for cost, text, change in ACCUMULATORS)
         yield from (Description(cost, text, instead(formula)) for cost, text, formula in PARTIAL_SUMS)
+    yield from _scale_maps(w)
     if not step.name.startswith("lm_head"):
         yield from (Description(1.3, f"rows of {{w}} are {by} too far: a tile's place is wrong", after(partial(np.roll, shift=by, axis=1))) for k in (2, 4, 8, 16, 32, 64) for by in (k, -k) if k < w.shape[0] // 2)
     for k in sorted({n - n % 256, n - n % 128, n // 2, n // 4, 3 * n // 4, *(n - b for b in (1, 2, 3, 4, 8, 16, 32, 64, 128, 256))}):
@@ -642,6 +643,21 @@ def _products(step: Step) -> Iterator[Description]:
     embedding = step.setting.weights.embedding
     if embedding is not w and embedding.shape == w.shape and not ternary:
         yield Description(1, "the embedding is taken for {w}, as if they were tied", instead(lambda x, w: product(x, matrix(embedding))))
+
+
+def _scale_maps(w: LinearWeight) -> Iterator[Description]:
+    """Scales of groups of weights, (rows, groups), read at other places."""
+    scales = getattr(w, "scales", None)
+    if not isinstance(scales, np.ndarray) or scales.ndim != 2:
+        return
+    maps: list[Row] = [(1.2, f"are those of {abs(by)} rows {'before' if by > 0 else 'after'}", partial(np.roll, shift=by, axis=0)) for size in (2, 4, 8, 16, 32, 64, 128) for by in (size, -size) if size < len(scales)]
+    maps += [(1.2, f"are those of the {words} row", lambda s, i=i: s[[i] * len(s)]) for words, i in (("first", 0), ("last", -1))]
+    if scales.shape[1] > 1:
+        maps += [(1.2, f"of a row are those of its {words} group", lambda s, i=i: s[:, [i] * s.shape[1]]) for words, i in (("first", 0), ("last", -1))]
+        maps += [(1.2, f"of a row are {words}", lambda s, order=order: s[:, order(s.shape[1])]) for words, order in orders(scales.shape[1])]
+        maps += [(1.1, "are stored group by group and read row by row", lambda s: s.reshape(s.shape[::-1]).T), (1.1, "are stored row by row and read group by group", lambda s: s.T.reshape(s.shape))]
+    for cost, words, change in maps:
+        yield Description(cost, f"the scales of {{w}} {words}", before(1, lambda w, change=change: replace(w, scales=np.ascontiguousarray(change(w.scales)))))
 
 
 DEQUANTIZED: list[Row] = [  # acc * (w_scale / x_scale): other scales, other places for them
