@@ -13,6 +13,7 @@ A flip changes its own token and those after it, so a trial is a pass over these
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -40,8 +41,9 @@ from .variants import IMPOSSIBLE, Setting, is_by_head, quick_ternary_matmul
 _TRIED = ((96, 0), (32, 128))  # how many activations at a time, of the wrong token and of those that it sees
 _BEST, _NEAREST = 2, 2  # with how many of these others are tried: after which the least is wrong, and the nearest
 _TOGETHER = 4  # flips of one token; one of them may only be near a half after another
-# What the trials of each kind may compute for one wrong token, in rows times layers: an engine with a mistake, and one
-# with more flips than can be searched for, cost so much. A count and not a time, so that verdicts are the same on every
+_TRIALS = 1000  # of each kind for one wrong token: so many are made for an engine with a mistake
+# Of logits, which each trial computes through all layers, what the trials of each kind may compute, in rows times layers:
+# there may be more flips than can be searched for. A count and not a time, so that verdicts are the same on every
 # machine. A trial's calls cost as much as some rows.
 _WORK, _ROWS_OF_CALLS = 40_000, 20
 _NOISY_RUNS = 8  # of the reference with noise
@@ -164,7 +166,8 @@ class _FlipSearch:
     def search(self, run: _Run, theirs: View, name: str, token: int, tried: tuple[int, int]) -> list[Flip]:
         """One flip of those that are tried at a time, then two together, and so on."""
         wrong = self.error(run, theirs, name, token)
-        stop, queue = self.work + _WORK, deque[tuple[Flip, ...]]([()])
+        trials, queue = 0, deque[tuple[Flip, ...]]([()])
+        stop = self.work + _WORK if name == LOGITS else math.inf
         while queue:
             made = queue.popleft()
             before = self.trial(run, made, name, token) if made else run
@@ -175,7 +178,8 @@ class _FlipSearch:
                 if error <= _RIGHT * wrong and self.agrees(changed, theirs, token):
                     return [*made, flip]
                 left.append((error, flip))
-                if self.work > stop:
+                trials += 1
+                if trials == _TRIALS or self.work > stop:
                     return []
             best = sorted(left, key=lambda each: each[0])[:_BEST]
             if len(made) + 1 < _TOGETHER:
