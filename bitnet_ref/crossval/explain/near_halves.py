@@ -42,8 +42,8 @@ _TRIED = ((96, 0), (32, 128))  # how many activations at a time, of the wrong to
 _BEST, _NEAREST = 2, 2  # with how many of these others are tried: after which the least is wrong, and the nearest
 _TOGETHER = 4  # flips of one token; one of them may only be near a half after another
 _TRIALS = 1000  # of each kind for one wrong token: so many are made for an engine with a mistake
-# Of logits, which each trial computes through all layers, what the trials of each kind may compute, in rows times layers:
-# there may be more flips than can be searched for. A count and not a time, so that verdicts are the same on every
+# Of logits, which each trial computes through all layers: what the trials of each kind may compute, in rows times
+# layers, as there may be more flips than can be searched for. A count and not a time, so that verdicts are the same on every
 # machine. A trial's calls cost as much as some rows.
 _WORK, _ROWS_OF_CALLS = 40_000, 20
 _NOISY_RUNS = 8  # of the reference with noise
