@@ -254,8 +254,8 @@ def _strengths(step: Step) -> Iterator[Description]:
 
 
 def _gates(step: Step) -> Iterator[Description]:
-    cfg, layer = step.setting.config, step.layer
-    attends = cfg.attends(layer)
+    cfg: Any = step.setting.config
+    attends = cfg.attends(step.layer)
     right, heads = ("sigmoid", cfg.num_attention_heads) if attends else ("silu", cfg.delta.value_heads)
     for words, function in GATES.items():
         if words != right:
