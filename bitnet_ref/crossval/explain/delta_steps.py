@@ -134,7 +134,7 @@ def _updates() -> Iterator[Description]:
             return np.asarray(kept(S, a) + k * (written(a, b) * (taken(v, a, b) - known(k, S, a, b))))
 
         text = f"{names[0]} + k {names[1]} ({names[2]} - {names[3]})".replace("k  (", "k (")
-        yield Description(1 + 0.1 * others, f"the memory S becomes {text}, where a S + k b (v - k a S) belongs", _by_memory(lambda x, update=update: memory_states(x, update)))
+        yield Description(1 + 0.1 * others, f"the memory S becomes {text}, where a S + k b (v - k a S) belongs", _by_memory(partial(memory_states, update=update)))
     yield Description(1.2, "the memory is transposed when it is written: v k, not k v", _by_memory(lambda x: memory_states(x, lambda S, a, k, v, b: a * S + (k * (b * (v - recall(k, a * S)))).swapaxes(1, 2))))
 
 
@@ -184,7 +184,7 @@ def _memories(step: Step) -> Iterator[Description]:
         def update(S: Floats, a: Floats, k: Floats, v: Floats, b: Floats, rounded: Any = rounded) -> Floats:
             return np.asarray(rounded((a * S + k * (b * (v - recall(k, a * S)))).astype(np.float32))).astype(np.float64)
 
-        yield Description(1.1, f"the memory is {words}, after each token", _by_memory(lambda x, update=update: memory_states(x, update)), rounds=True)
+        yield Description(1.1, f"the memory is {words}, after each token", _by_memory(partial(memory_states, update=update)), rounds=True)
     for words, rounded in ROUNDED:
         def error(S: Floats, a: Floats, k: Floats, v: Floats, b: Floats, rounded: Any = rounded) -> Floats:
             return np.asarray(a * S + k * (b * wide(rounded((v - recall(k, a * S)).astype(np.float32)))))
@@ -193,7 +193,7 @@ def _memories(step: Step) -> Iterator[Description]:
             return np.asarray(a * S + wide(rounded((k * (b * (v - recall(k, a * S)))).astype(np.float32))))
 
         for part, update in (("the error v - k a S", error), ("what is written", written)):
-            yield Description(1.2, f"{part} is {words}", _by_memory(lambda x, update=update: memory_states(x, update)), rounds=True)
+            yield Description(1.2, f"{part} is {words}", _by_memory(partial(memory_states, update=update)), rounds=True)
     yield from _inputs(step)
 
 
