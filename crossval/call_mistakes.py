@@ -296,7 +296,7 @@ def hunt(mistake: Mistake, shown: str) -> Outcome:
     started = time.process_time()
     found = follow_flips(model, ids, trace, compare(reference_of(mistake.model, tuple(ids)), trace, model.config, ids))
     first = None if found.first_divergence is None else found.first_divergence
-    diagnoses = diagnose(model, ids, trace, found, deadline=time.monotonic() + 120)
+    diagnoses = diagnose(model, ids, trace, found, budget_s=120)
     confirmed = [d for d in diagnoses if d.confirmed]
     names = [d.name for d in confirmed]
     place = "" if first is None or first.token is None else placed_by_calls(first.token, mistake.calls)

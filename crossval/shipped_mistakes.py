@@ -13,8 +13,9 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -58,6 +59,9 @@ def signed_shift(w, rows_, columns):
     w[rows_, columns] = np.where(w[rows_, columns] > 0, -3, w[rows_, columns])
     return w
 """  # the text that the engine's changed lines call
+
+
+Engine = Callable[[Sequence[int]], EngineTrace]
 
 
 @dataclass(frozen=True)
@@ -173,19 +177,18 @@ class Judgement:
     seconds: float  # of the processor
 
 
-def judge(mistake: Shipped, is_thin: bool = False, budget_s: float = 90) -> Judgement:
-    """Run the engine, and let crossval explain its tensors."""
-    model, weights, engine = model_of(mistake.family, 1 if mistake.family == "bitnet" else 0)
+def judge_engine(model: Any, engine: Engine, words: str, is_thin: bool = False, budget_s: float = 90) -> Judgement:
+    """Let crossval explain an engine's tensors: engine(ids) -> its trace.   words: of the right cause."""
     rng = np.random.default_rng(5)
     ids, others = (rng.integers(0, 64, 20).tolist() for _ in range(2))
-    shown, unseen = (thin(trace) if is_thin else trace for trace in (run(mistake, each, weights, engine) for each in (ids, others)))  # fmt: skip
+    shown, unseen = (thin(trace) if is_thin else trace for trace in map(engine, (ids, others)))
     comparison, started = compare(model.run_with_cache(ids)[1], shown, model.config, ids), time.process_time()
     if comparison.agrees:
         return Judgement(True, None, None, False, False, 0.0)
-    diagnoses = diagnose(model, ids, shown, comparison, deadline=time.monotonic() + budget_s)
+    diagnoses = diagnose(model, ids, shown, comparison, budget_s=budget_s)
     first = comparison.first_divergence.name if comparison.first_divergence else None
     cause = next((d.cause for d in diagnoses if d.confirmed), None)
-    named, holds = cause is not None and re.search(mistake.words, cause) is not None, False
+    named, holds = cause is not None and re.search(words, cause) is not None, False
     if cause is not None:
         right = Setting.of(model, others)
         changed = diagnoses.changes[cause](right)
@@ -193,23 +196,36 @@ def judge(mistake: Shipped, is_thin: bool = False, budget_s: float = 90) -> Judg
     return Judgement(False, first, cause, named, holds, time.process_time() - started)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def judge(mistake: Shipped, is_thin: bool = False, budget_s: float = 90) -> Judgement:
+    """Run the engine, and let crossval explain its tensors."""
+    model, weights, engine = model_of(mistake.family, 1 if mistake.family == "bitnet" else 0)
+    return judge_engine(model, lambda ids: run(mistake, ids, weights, engine), mistake.words, is_thin, budget_s)
+
+
+def campaign(mistakes: dict[str, tuple[str, Callable[[bool], Judgement]]], arguments: Sequence[str] | None) -> int:
+    """Judge the mistakes that are asked for, print each, and count. By name: the first wrong op's end, and the judge."""
     parser = argparse.ArgumentParser(description="Plant mistakes that engines shipped with, count what is explained.")
     parser.add_argument("names", nargs="*", help="of the list; all if none is given")
     parser.add_argument("--thin", action="store_true", help="show hook_resid_post and the logits alone")
     options = parser.parse_args(arguments)
-    chosen = [each for each in LIST if not options.names or each.name in options.names]
-    results = {}
-    for mistake in chosen:
-        results[mistake.name] = j = judge(mistake, options.thin)
-        verdict = "not seen" if j.agrees else "named" if j.named and j.unseen else "WRONG" if j.cause else "no cause"
-        print(f"{verdict:8} {mistake.name:32} {j.first}: {j.cause} ({j.seconds:.1f} s)", flush=True)
-    seen = [j for j in results.values() if not j.agrees]
-    named, wrong = (sum(bool(j.cause) and (j.named and j.unseen) == right for j in seen) for right in (True, False))
-    firsts = sum(j.first is not None and j.first.endswith(m.first) for m in chosen if not (j := results[m.name]).agrees)
+    firsts, named, wrong, seen = 0, 0, 0, 0
+    chosen = {name: each for name, each in mistakes.items() if not options.names or name in options.names}
+    for name, (end, judge_it) in chosen.items():
+        j = judge_it(options.thin)
+        right = j.named and j.unseen
+        verdict = "not seen" if j.agrees else "named" if right else "WRONG" if j.cause else "no cause"
+        print(f"{verdict:8} {name:34} {j.first}: {j.cause} ({j.seconds:.1f} s)", flush=True)
+        seen += not j.agrees
+        named += right
+        wrong += j.cause is not None and not right
+        firsts += j.first is not None and j.first.endswith(end)
     first = "" if options.thin else f", first op right {firsts}"
-    print(f"{len(seen)} mistakes of {len(chosen)} show{first}, cause named {named}, another cause {wrong}")
-    return int(named < len(seen))
+    print(f"{seen} mistakes of {len(chosen)} show{first}, cause named {named}, another cause {wrong}")
+    return int(named < seen)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return campaign({each.name: (each.first, partial(judge, each)) for each in LIST}, arguments)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ budget_option = click.option(
     show_default=True,
     metavar="TIME",
     callback=seconds,
-    help="How long to look for the cause of a difference, by the clock: 90, 60s, 2m.",
+    help="Processor time for the search for the cause of a difference: 90, 60s, 2m.",
 )
 
 

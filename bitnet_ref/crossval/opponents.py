@@ -257,11 +257,11 @@ def explain_trace(
 ) -> None:
     """Look for the causes of the difference of a trace's `crossing`, which runs the reference once for each test.
 
-    progress: called before each test.   budget_s: the search ends after so many seconds, with what is known by then.
+    progress: called before each test.   budget_s: of processor time: then the search ends with what is known.
     """
     if crossing.failed is not None or not crossing.comparisons:
         return
-    deadline = None if budget_s is None else time.monotonic() + budget_s
+    started = time.process_time()
     reference = model.on(Backend("float32", model.backend.threads))
     with Trace(path) as whole:
         trace = whole.runs()[crossing.sequence]
@@ -270,7 +270,8 @@ def explain_trace(
         if not free.agrees and free.problem is None:
             with suppress(*IMPOSSIBLE):  # it only illustrates the verdict
                 crossing.worked = work_through(Setting.of(reference, run.token_ids, run), run)
-        causes = diagnose(reference, run.token_ids, run, free, progress=progress, deadline=deadline)
+        left_s = None if budget_s is None else budget_s - (time.process_time() - started)
+        causes = diagnose(reference, run.token_ids, run, free, progress=progress, budget_s=left_s)
         if crossing.other_tokens is not None:
             prompt = diagnose_prompt(model, trace.token_ids, run.token_ids, trace.prompt)
             causes[:0] = [cause for cause in prompt if cause.confirmed]

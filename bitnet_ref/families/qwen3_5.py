@@ -676,7 +676,15 @@ def _steps(config: Qwen35Config, layer: int) -> list[TraceStep]:
             "DeltaNet's beta",
             (write_strength, "return"),
         ),
-        TraceStep("attn.hook_state", rule, "delta rule", "N Hv dk dv", _state),
+        TraceStep(
+            "attn.hook_state",
+            rule,
+            "delta rule",
+            "N Hv dk dv",
+            _state,
+            "DeltaNet's memory",
+            (delta_recurrence, "memory[:]"),
+        ),
         TraceStep(
             "attn.hook_delta_out",
             rule,
@@ -926,20 +934,20 @@ def _gate_before_norm(step: Any, compute: Edit, x: Floats, *rest: Any) -> Floats
 Update = Callable[[Floats, Floats, Floats, Floats, Floats], Floats]
 
 
-def _recall(k: Floats, S: Floats) -> Floats:
+def recall(k: Floats, S: Floats) -> Floats:
     known: Floats = (k * S).sum(axis=1, keepdims=True)
     return known
 
 
 def _right_update(S: Floats, a: Floats, k: Floats, v: Floats, b: Floats) -> Floats:
-    return a * S + k * (b * (v - _recall(k, a * S)))
+    return a * S + k * (b * (v - recall(k, a * S)))
 
 
 def _rounded_to(dtype: Any) -> Update:
     return lambda *inputs: _right_update(*inputs).astype(dtype).astype(np.float64)
 
 
-def _states(x: DeltaInputs, update: Update = _right_update) -> Floats:
+def memory_states(x: DeltaInputs, update: Update = _right_update) -> Floats:
     """The memory after each token.   -> (T, Hv, dk, dv)"""
     memory, after_token = np.zeros((*x.k.shape[1:], x.v.shape[2])), []
     for _, k, v, log_alpha, beta in zip(*x, strict=True):
@@ -949,11 +957,19 @@ def _states(x: DeltaInputs, update: Update = _right_update) -> Floats:
 
 
 def _by_update(update: Update) -> Edit:
-    return instead(lambda mixed, log_alpha, beta, w: _states(delta_inputs(mixed, log_alpha, beta, w.delta), update))
+    return instead(
+        lambda mixed, log_alpha, beta, w: memory_states(delta_inputs(mixed, log_alpha, beta, w.delta), update)
+    )
 
 
-def _by_inputs(change: Callable[[DeltaInputs, DeltaInputs, DeltaConfig], DeltaInputs]) -> Edit:
-    """The memory and its answers from other inputs: change(the right ones, those of other lengths than one, shape)."""
+def by_inputs(
+    change: Callable[[DeltaInputs, DeltaInputs, DeltaConfig], DeltaInputs],
+    states_of: Callable[[DeltaInputs], Floats] | None = None,
+) -> Edit:
+    """The memory and its answers from other inputs: change(the right ones, those of other lengths than one, shape).
+
+    states_of: computes the memory after each token in another way.
+    """
 
     def edit(step: Any, compute: Edit, *inputs: Any) -> Floats:
         *states, mixed, log_alpha, beta, w = inputs
@@ -965,7 +981,9 @@ def _by_inputs(change: Callable[[DeltaInputs, DeltaInputs, DeltaConfig], DeltaIn
         group = shape.value_heads // shape.key_heads
         long = long._replace(**{name: np.repeat(getattr(long, name), group, axis=1) for name in "qk"})
         x = change(right, long, shape)
-        return _ask(states[0], x.q) if states else _states(x)
+        if states:
+            return _ask(states[0], x.q)
+        return memory_states(x) if states_of is None else states_of(x)
 
     return edit
 
@@ -1059,25 +1077,25 @@ _UNIT = "q and k are divided by their lengths, head by head, and q by sqrt(head_
 _DECAY = "log alpha = -exp(A_log) softplus(a + dt_bias); GGUF files hold -exp(A_log) itself."
 # fmt: off
 DELTA_MISTAKES = (
-    _state_mistake("decay_after_update", "the memory is decayed after it is corrected, not before", _RULE, _by_update(lambda S, a, k, v, b: a * (S + k * (b * (v - _recall(k, S)))))),
-    _state_mistake("error_of_undecayed", "the error is that of the memory before its decay", _RULE, _by_update(lambda S, a, k, v, b: a * S + k * (b * (v - _recall(k, S))))),
+    _state_mistake("decay_after_update", "the memory is decayed after it is corrected, not before", _RULE, _by_update(lambda S, a, k, v, b: a * (S + k * (b * (v - recall(k, S)))))),
+    _state_mistake("error_of_undecayed", "the error is that of the memory before its decay", _RULE, _by_update(lambda S, a, k, v, b: a * S + k * (b * (v - recall(k, S))))),
     _state_mistake("delta_rule_missing", "v is written without what the memory knows already: there is no delta rule", _RULE, _by_update(lambda S, a, k, v, b: a * S + k * (b * v))),
-    _state_mistake("beta_on_v_only", "beta multiplies v alone, not the error", _RULE, _by_update(lambda S, a, k, v, b: a * S + k * (b * v - _recall(k, a * S)))),
-    _state_mistake("decay_of_the_error", "the decay multiplies what is written, not the memory", _RULE, _by_update(lambda S, a, k, v, b: S + a * k * (b * (v - _recall(k, S))))),
-    _state_mistake("error_sign", "what the memory knows is added to v, not subtracted", _RULE, _by_update(lambda S, a, k, v, b: a * S + k * (b * (v + _recall(k, a * S))))),
+    _state_mistake("beta_on_v_only", "beta multiplies v alone, not the error", _RULE, _by_update(lambda S, a, k, v, b: a * S + k * (b * v - recall(k, a * S)))),
+    _state_mistake("decay_of_the_error", "the decay multiplies what is written, not the memory", _RULE, _by_update(lambda S, a, k, v, b: S + a * k * (b * (v - recall(k, S))))),
+    _state_mistake("error_sign", "what the memory knows is added to v, not subtracted", _RULE, _by_update(lambda S, a, k, v, b: a * S + k * (b * (v + recall(k, a * S))))),
     _state_mistake("memory_not_carried", "each token begins with an empty memory", "Carry the memory from token to token.", _by_update(lambda S, a, k, v, b: k * (b * v))),
     *(_state_mistake(f"memory_in_{words}", f"the memory is kept in {words}", "Keep it in float32.", _by_update(_rounded_to(to))) for words, to in (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16))),
     _answer_mistake("read_before_update", "the memory is asked before the token is written", "y = q S of the memory after the token.", before(0, _before_token)),
     _answer_mistake("read_of_the_decayed", "the memory is asked after its decay, before the token is written", "y = q S of the memory after the token.", instead(_ask_decayed)),
     _answer_mistake("memory_transposed", "the memory is transposed when it is asked", "It has key_dim rows and value_dim columns.", before(0, lambda S: S.swapaxes(2, 3)), lambda step: step.setting.config.delta.key_dim == step.setting.config.delta.value_dim),
-    _inputs_mistake("l2_missing", "q and k are not brought to unit length", _UNIT, _by_inputs(lambda x, long, shape: long)),
-    _inputs_mistake("l2_missing_on_q", "q is not brought to unit length", _UNIT, _by_inputs(lambda x, long, shape: x._replace(q=long.q))),
-    _inputs_mistake("l2_missing_on_k", "k is not brought to unit length", _UNIT, _by_inputs(lambda x, long, shape: x._replace(k=long.k))),
-    _inputs_mistake("l2_is_rms", "q and k are divided by the root of their mean of squares, not by their length", _UNIT, _by_inputs(_by_rms)),
-    _inputs_mistake("query_scale_missing_in_delta", "q is not divided by sqrt(head_k_dim)", _UNIT, _by_inputs(lambda x, long, shape: x._replace(q=x.q * shape.key_dim**0.5))),
-    _inputs_mistake("key_scaled_too", "k is divided by sqrt(head_k_dim) as well", _UNIT, _by_inputs(lambda x, long, shape: x._replace(k=x.k * shape.key_dim**-0.5))),
-    _inputs_mistake("delta_q_and_k_exchanged", "q and k are exchanged after the convolution", "Its channels are q, k, v.", _by_inputs(lambda x, long, shape: x._replace(q=x.k * shape.key_dim**-0.5, k=x.q * shape.key_dim**0.5))),
-    _inputs_mistake("heads_tiled", "key heads are repeated as a whole: value head h reads key head h modulo their number", "Each key head serves neighbouring value heads (repeat_interleave); GGUF files reorder the rows of v for the other.", _by_inputs(lambda x, long, shape: x._replace(q=_tiled(x.q, shape), k=_tiled(x.k, shape))), lambda step: step.setting.config.delta.value_heads > step.setting.config.delta.key_heads > 1),
+    _inputs_mistake("l2_missing", "q and k are not brought to unit length", _UNIT, by_inputs(lambda x, long, shape: long)),
+    _inputs_mistake("l2_missing_on_q", "q is not brought to unit length", _UNIT, by_inputs(lambda x, long, shape: x._replace(q=long.q))),
+    _inputs_mistake("l2_missing_on_k", "k is not brought to unit length", _UNIT, by_inputs(lambda x, long, shape: x._replace(k=long.k))),
+    _inputs_mistake("l2_is_rms", "q and k are divided by the root of their mean of squares, not by their length", _UNIT, by_inputs(_by_rms)),
+    _inputs_mistake("query_scale_missing_in_delta", "q is not divided by sqrt(head_k_dim)", _UNIT, by_inputs(lambda x, long, shape: x._replace(q=x.q * shape.key_dim**0.5))),
+    _inputs_mistake("key_scaled_too", "k is divided by sqrt(head_k_dim) as well", _UNIT, by_inputs(lambda x, long, shape: x._replace(k=x.k * shape.key_dim**-0.5))),
+    _inputs_mistake("delta_q_and_k_exchanged", "q and k are exchanged after the convolution", "Its channels are q, k, v.", by_inputs(lambda x, long, shape: x._replace(q=x.k * shape.key_dim**-0.5, k=x.q * shape.key_dim**0.5))),
+    _inputs_mistake("heads_tiled", "key heads are repeated as a whole: value head h reads key head h modulo their number", "Each key head serves neighbouring value heads (repeat_interleave); GGUF files reorder the rows of v for the other.", by_inputs(lambda x, long, shape: x._replace(q=_tiled(x.q, shape), k=_tiled(x.k, shape))), lambda step: step.setting.config.delta.value_heads > step.setting.config.delta.key_heads > 1),
     _decay_mistake("softplus_is_relu", "relu stands for softplus in the decay", _DECAY, _by_decay(lambda a, A, bias: -A * np.maximum(a + bias, 0))),
     _decay_mistake("softplus_is_exp", "exp stands for softplus in the decay", _DECAY, _by_decay(lambda a, A, bias: -A * np.exp(np.minimum(a + bias, 80)))),
     _decay_mistake("softplus_is_sigmoid", "the sigmoid stands for softplus in the decay", _DECAY, _by_decay(lambda a, A, bias: -A * sigmoid(a + bias))),
@@ -1087,10 +1105,10 @@ DELTA_MISTAKES = (
     _decay_mistake("a_log_without_exp", "A_log is taken without its exp", _DECAY, _by_decay(lambda a, A, bias: -np.log(A) * _softplus(a + bias))),
     _decay_mistake("a_log_of_gguf", "exp is taken of the -exp(A_log) that a GGUF file holds", _DECAY, _by_decay(lambda a, A, bias: -np.exp(-A) * _softplus(a + bias))),
     Hypothesis("*.attn.hook_beta", "beta_without_sigmoid", "beta is b itself, without the sigmoid", "beta = sigmoid(b).", instead(lambda b, w: b)),
-    _conv_mistake("conv_silu_missing", "silu is left out after the convolution", "silu(conv(x)).", instead(lambda qkv, w: _taps(qkv, w.conv))),
-    _conv_mistake("conv_silu_before", "silu is taken before the convolution, not after", "silu(conv(x)).", instead(lambda qkv, w: _taps(silu(qkv), w.conv))),
+    _conv_mistake("conv_silu_missing", "silu is left out after the convolution", "silu(conv(x)).", instead(lambda qkv, w: taps(qkv, w.conv))),
+    _conv_mistake("conv_silu_before", "silu is taken before the convolution, not after", "silu(conv(x)).", instead(lambda qkv, w: taps(silu(qkv), w.conv))),
     _conv_mistake("conv_missing", "the convolution is left out: each token has only its own weight", "Keep the last conv_size - 1 inputs of each sequence.", instead(lambda qkv, w: silu(qkv * w.conv[:, -1]))),
-    _conv_mistake("conv_of_q_and_k_only", "v is not convolved", "The convolution is over q, k and v together.", instead(lambda qkv, w: np.concatenate([silu(_taps(qkv, w.conv))[:, : sum(w.delta.sizes[:2])], qkv[:, sum(w.delta.sizes[:2]) :]], axis=1))),
+    _conv_mistake("conv_of_q_and_k_only", "v is not convolved", "The convolution is over q, k and v together.", instead(lambda qkv, w: np.concatenate([silu(taps(qkv, w.conv))[:, : sum(w.delta.sizes[:2])], qkv[:, sum(w.delta.sizes[:2]) :]], axis=1))),
     _carry_mistake("state_lost", "the memory is not carried from call to call: each begins with an empty one", _CARRY, _by_carry(lambda S, old: np.zeros_like(S))),
     _carry_mistake("state_of_call_before", "a call begins with the memory from before the call before it", _CARRY, _by_carry(lambda S, old: old)),
     _carry_mistake("state_transposed", "the memory is transposed between calls", _CARRY, _by_carry(lambda S, old: S.swapaxes(1, 2)), fits=lambda step: _has_calls(step) and step.setting.config.delta.key_dim == step.setting.config.delta.value_dim),
@@ -1107,11 +1125,14 @@ DELTA_MISTAKES = (
 # fmt: on
 
 
-def _taps(qkv: Floats, conv: Floats) -> NDArray[np.float64]:
-    """The convolution of a sequence from its beginning, without silu.   (N, C) -> (N, C)"""
+def taps(qkv: Floats, conv: Floats, apart: int = 1) -> NDArray[np.float64]:
+    """The convolution of a sequence from its beginning, without silu.   (N, C) -> (N, C)
+
+    apart: the distance of the tokens that it is over.
+    """
     n, wide = conv.shape[1], qkv.astype(np.float64)
-    padded = np.concatenate([np.zeros((n - 1, qkv.shape[1])), wide])
-    return sum((padded[i : i + len(qkv)] * conv[:, i] for i in range(n)), np.zeros_like(wide))
+    padded = np.concatenate([np.zeros(((n - 1) * apart, qkv.shape[1])), wide])
+    return sum((padded[i * apart : i * apart + len(qkv)] * conv[:, i] for i in range(n)), np.zeros_like(wide))
 
 
 MISTAKES = (

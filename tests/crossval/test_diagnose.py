@@ -1,6 +1,7 @@
 """Diagnosis: what is wrong is confirmed, what is right is not, and what cannot be told apart is all listed."""
 
 import json
+import time
 from functools import cache
 
 import numpy as np
@@ -219,9 +220,13 @@ def test_a_search_reports_each_test_and_ends_at_its_deadline_or_at_ctrl_c(load):
     assert whole.stopped == ""
     assert [tested for tested, _, _ in steps] == list(range(len(steps)))
     assert any(text == whole[0].cause and tested < total for tested, total, text in steps)
-    late = diagnosed(m, candidate, deadline=0.0)
+    late = diagnosed(m, candidate, budget_s=0.0)
     assert (list(late), late.stopped) == ([], "the time is up")
     assert late.untested > 0
+    started = time.process_time()
+    some = diagnosed(m, {"lm_head.hook_out": np.roll(candidate["lm_head.hook_out"], 1, 1)}, budget_s=0.5)
+    assert some.stopped == "the time is up"
+    assert time.process_time() - started < 0.7  # most of what is above the budget is the first run
 
     def interrupt(tested: int, total: int, text: str) -> None:
         if tested == 2:

@@ -155,7 +155,7 @@ def last_logits(seen):
 
 def test_logits_of_many_tokens_are_not_called_wrong_for_flips_they_do_not_show(tmp_path, monkeypatch):
     """Of 60 tokens: more may have flipped than the search tries together."""
-    monkeypatch.setattr(near_halves, "_TRIALS", 4)  # it finds nothing in 1000 either
+    monkeypatch.setattr(near_halves, "_WORK", 500)  # it finds nothing with a hundred times as much either
     m = model("storyteller")
     tokens = m.tokenizer.encode(" ".join(PROMPTS))[:60]
     right, shown = m.run_with_cache(tokens)[1], last_logits(run_engine(Float32Engine(), tokens))
@@ -174,7 +174,7 @@ def test_logits_of_many_tokens_are_not_called_wrong_for_flips_they_do_not_show(t
 
 def test_a_mistake_in_logits_of_many_tokens_differs(monkeypatch):
     """One that moves them further than flips do, and a small one whose cause is named, or that each token shows."""
-    monkeypatch.setattr(near_halves, "_TRIALS", 4)
+    monkeypatch.setattr(near_halves, "_WORK", 500)
     m = model("storyteller")
     tokens = m.tokenizer.encode(" ".join(PROMPTS))[:30]
     right = m.run_with_cache(tokens)[1]

@@ -18,6 +18,7 @@ from bitnet_ref.crossval.explain.number_formats import (
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "crossval"))
 
+import delta_mistakes
 import shipped_mistakes
 
 RULES = dict(MATRICES)
@@ -85,5 +86,15 @@ def test_a_mistake_that_engines_shipped_is_named(mistake: shipped_mistakes.Shipp
 @EACH
 def test_it_is_named_from_a_thin_trace(mistake: shipped_mistakes.Shipped) -> None:
     judgement = shipped_mistakes.judge(mistake, is_thin=True)
+    assert judgement.named, judgement
+    assert judgement.unseen, judgement
+
+
+DELTA_SAMPLE = ("conv with relu", "beta is tanh", "A of the next head", "memory in int8, a scale per head")
+
+
+@pytest.mark.parametrize("name", DELTA_SAMPLE)
+def test_a_mistake_of_a_deltanet_on_no_list_is_described(name: str) -> None:
+    judgement = delta_mistakes.judge(name)
     assert judgement.named, judgement
     assert judgement.unseen, judgement

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ _TAIL = 300  # characters of an engine's error output that are shown
 Prepared = tuple[Model, Mapping[str, Any]]  # the model to compare with, the job for the recorder
 Judge = Callable[[Crossing, Model, Trace | SequenceRun], None]
 Explain = Callable[[Crossing, Model, Trace | SequenceRun], Diagnoses]
-_CAUSES_S = 60.0  # how long the cause of a difference is looked for
+_CAUSES_S = 60.0  # of processor time, for the cause of a difference
 
 
 class Outcome(NamedTuple):
@@ -118,7 +117,7 @@ def search_causes(reference: Model, run: View, comparison: Comparison) -> Diagno
     """The causes of a run's difference that can be found in a minute."""
     if comparison.agrees or comparison.problem is not None:
         return Diagnoses()
-    return diagnose(reference, run.token_ids, run, comparison, deadline=time.monotonic() + _CAUSES_S)
+    return diagnose(reference, run.token_ids, run, comparison, budget_s=_CAUSES_S)
 
 
 def explain_by_contract(crossing: Crossing, model: Model, trace: Trace | SequenceRun) -> Diagnoses:

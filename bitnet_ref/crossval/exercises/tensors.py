@@ -7,7 +7,6 @@ input of the piece that he writes; the steps between are his.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -77,8 +76,7 @@ def expect_tensor(
     for sentence, make in (slips or {}).items():
         if is_close(wide, make().astype(np.float64), 10 * CLOSE * size):
             raise Wrong(f"{where} Likely mistake: {sentence}.")
-    deadline = time.monotonic() + SEARCH_S
-    diagnoses = diagnose(model, tokens, candidate, comparison, thorough=False, depth=1, deadline=deadline)
+    diagnoses = diagnose(model, tokens, candidate, comparison, thorough=False, depth=1, budget_s=SEARCH_S)
     confirmed = next((each for each in diagnoses if each.confirmed), None)
     if confirmed is None:
         raise Wrong(f"{where} {one_factor(wide, target) or by_row(wide, target)}".strip())

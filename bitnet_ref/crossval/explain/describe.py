@@ -25,8 +25,8 @@ from ...system.lazy import lazy_property
 from ..compare import View, fits
 from ..names import find_step, op_inputs, op_kind
 from ..tolerances import EPSILON, tolerance_of
+from . import delta_steps, roundings
 from . import edits as step_edits
-from . import roundings
 from .edits import Description, Family, constants, matrix, moved, names_of, scale_inputs
 from .variants import IMPOSSIBLE, Setting, Step, edit_copies, is_by_head
 from .wording import axis_words, example, layer_of, noun, place_in_words, remedy, role, scope_in_words
@@ -50,6 +50,7 @@ RELATED = (
     {"hook_embed", "hook_out"},
     {"hook_attn_scores", "hook_z"},
     {"hook_q", "hook_k", "hook_v"},
+    {"hook_state", "hook_delta_out"},
 )  # one mistake in all
 # Steps that one mistake may be in together.
 PAIRS = (
@@ -58,6 +59,7 @@ PAIRS = (
     ("hook_attn_scores", "hook_z"),
     ("hook_rot_k", "hook_v"),
     ("hook_resid_mid", "hook_resid_post"),
+    ("hook_state", "hook_delta_out"),
 )
 BETWEEN_TOKENS = (
     "hook_pattern",
@@ -408,12 +410,14 @@ class Site:
         trials: list[tuple[float, int, tuple[str, ...], Description | Family]] = []
         first_right = not self.target.by_head and bool(self.target.right_close[:1].all())
         for unit in self.units():
+            self.evidence.setting.check()
             step = self.evidence.steps[unit[0]]
             distance = 0.02 * min(10, self.stretch.index(unit[0])) if len(self.stretch) > 1 else 0.0
             if len(self.stretch) > 1 and first_right != any(name.endswith(BETWEEN_TOKENS) for name in unit):
                 distance += 1  # the first token sees only itself: it tells attention from all else
             own: list[Description | Family] = [_named(each) for each, names in self.known if set(unit) <= set(names)]
-            own += [*step_edits.descriptions(step), *roundings.descriptions(step), *step_edits.families(step)]
+            own += [*step_edits.descriptions(step), *delta_steps.descriptions(step), *roundings.descriptions(step)]
+            own += [*step_edits.families(step), *delta_steps.families(step)]
             own += solved(step, self.target) if unit == (self.name,) else ()
             for d in own:
                 changes_input = "{in" in d.text and "is taken for" not in d.text
@@ -452,6 +456,7 @@ class Site:
                     good.append(result)
         closest = min((e.error for e in good), default=0.0)
         near = [e for e in good if e.error <= (3 * closest if e.rounds else 20 * closest) + 8 * EPSILON]
+        near.sort(key=lambda e: e.cost)
         return [e for i, e in enumerate(near) if not any(e.says_the_same(earlier) for earlier in near[:i])]
 
     def _direction(self, nudged: Array) -> float | None:

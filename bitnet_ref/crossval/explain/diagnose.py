@@ -96,7 +96,7 @@ class Diagnoses(list[Diagnosis]):
 Progress = Callable[[int, int, str], None]  # (how many were tested, of how many, what is tested now)
 
 
-class _Stopped(Exception):
+class OutOfTime(Exception):
     """The search's time is up."""
 
 
@@ -105,21 +105,24 @@ class Watch:
     """Counts the tests of a search, reports each before it starts, and ends the search in time."""
 
     progress: Progress | None = None
-    deadline: float | None = None  # of `time.monotonic()`
+    budget_s: float | None = None  # of processor time, from now on
     tested: int = 0
     total: int = 0
+
+    def __post_init__(self) -> None:
+        self.deadline = math.inf if self.budget_s is None else time.process_time() + self.budget_s
 
     def add(self, count: int) -> None:
         """So many tests are to come."""
         self.total += count
 
     def check(self) -> None:
-        """Raises _Stopped after the deadline, once it is known how many tests there are."""
-        if self.total and self.deadline is not None and time.monotonic() > self.deadline:
-            raise _Stopped
+        """Raises OutOfTime when the time is up, once it is known how many tests there are."""
+        if self.total and time.process_time() > self.deadline:
+            raise OutOfTime
 
     def __call__(self, text: str) -> None:
-        """Before a test. Raises _Stopped after the deadline."""
+        """Before a test. Raises OutOfTime when the time is up."""
         self.check()
         if self.progress is not None:
             self.progress(self.tested, self.total, text)
@@ -135,15 +138,15 @@ def diagnose(
     thorough: bool = True,
     depth: int = 2,
     progress: Progress | None = None,
-    deadline: float | None = None,
+    budget_s: float | None = None,
 ) -> Diagnoses:
     """The possible causes of a `comparison` that differs, of a candidate with the reference (`model`, on `tokens`).
 
     candidate: {op name: array} or a trace; logits alone are enough. If its token ids differ, the prompt is diagnosed.
         A teacher-forced run is judged up to the first op that differs.
     thorough: if no likely hypothesis is confirmed, test the unlikely ones too.   depth: how many mistakes at once.
-    progress: called before each test.   deadline: of `time.monotonic()`. At the deadline, and at Ctrl-C, the result is
-        what is known by then, and says so (`Diagnoses.stopped`).
+    progress: called before each test.   budget_s: of processor time. When it is over, and at Ctrl-C, the result is what
+        is known by then, and says so (`Diagnoses.stopped`).
     A comparison that is undecided differs once a cause is confirmed.
     Sorted: confirmed, then what explains a part, then the expected ones. Causes that fit equally are all listed.
     Empty when the comparison agrees, and when the embedding or the logits have another shape: that is another model.
@@ -154,13 +157,13 @@ def diagnose(
     if comparison.problem is not None:
         ids = getattr(candidate, "token_ids", None)
         return Diagnoses([] if ids is None else diagnose_prompt(model, tokens, ids, getattr(candidate, "prompt", None)))
-    watch, stopped = Watch(progress, deadline), ""
+    watch, stopped = Watch(progress, budget_s), ""
     forced = comparison.mode == "teacher-forced"
     setting = replace(Setting.of(model, tokens, candidate), check=watch.check)
     search = _Search(setting, View(candidate), _first_name(comparison), thorough, forced, watch, [])
     try:
         _search_causes(search, depth)
-    except _Stopped:
+    except OutOfTime:
         stopped = "the time is up"
     except KeyboardInterrupt:
         stopped = "interrupted"

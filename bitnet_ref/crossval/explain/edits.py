@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -523,6 +523,8 @@ def _ropes(step: Step) -> Iterator[Row]:
         yield 1, f"{text}, with the first frequencies", by(p * f[: part // 2], part)
         yield 1.1, f"RoPE leaves out the pairs from {part // 2} on", by(p * f * (j < part // 2))
         yield 1.1, f"RoPE leaves out the pairs before {part // 2}", by(p * f * (j >= part // 2))
+    if 2 * half < step.inputs[0].shape[-1]:
+        yield 1, f"RoPE turns the last {2 * half} numbers of a head, not the first", lambda x, c, s: np.roll(layers.apply_rope(np.roll(x, 2 * half, -1), c, s), -2 * half, -1)
     yield from ROPES
     yield 1.2, "RoPE takes the head's number for the position", lambda x, c, s: _turn(x.swapaxes(0, 1), np.arange(x.shape[1])[:, None] * f).swapaxes(0, 1)
 
@@ -625,6 +627,7 @@ def _products(step: Step) -> Iterator[Description]:
     if ternary:
         yield from (Description(cost, text, after(change)) for cost, text, change in ACCUMULATORS)
         yield from (Description(cost, text, instead(formula)) for cost, text, formula in PARTIAL_SUMS)
+    yield from _scale_maps(w)
     if not step.name.startswith("lm_head"):
         yield from (Description(1.3, f"rows of {{w}} are {by} too far: a tile's place is wrong", after(partial(np.roll, shift=by, axis=1))) for k in (2, 4, 8, 16, 32, 64) for by in (k, -k) if k < w.shape[0] // 2)
     for k in sorted({n - n % 256, n - n % 128, n // 2, n // 4, 3 * n // 4, *(n - b for b in (1, 2, 3, 4, 8, 16, 32, 64, 128, 256))}):
@@ -640,6 +643,21 @@ def _products(step: Step) -> Iterator[Description]:
     embedding = step.setting.weights.embedding
     if embedding is not w and embedding.shape == w.shape and not ternary:
         yield Description(1, "the embedding is taken for {w}, as if they were tied", instead(lambda x, w: product(x, matrix(embedding))))
+
+
+def _scale_maps(w: LinearWeight) -> Iterator[Description]:
+    """Scales of groups of weights, (rows, groups), read at other places."""
+    scales = getattr(w, "scales", None)
+    if not isinstance(scales, np.ndarray) or scales.ndim != 2:
+        return
+    maps: list[Row] = [(1.2, f"are those of {abs(by)} rows {'before' if by > 0 else 'after'}", partial(np.roll, shift=by, axis=0)) for size in (2, 4, 8, 16, 32, 64, 128) for by in (size, -size) if size < len(scales)]
+    maps += [(1.2, f"are those of the {words} row", lambda s, i=i: s[[i] * len(s)]) for words, i in (("first", 0), ("last", -1))]
+    if scales.shape[1] > 1:
+        maps += [(1.2, f"of a row are those of its {words} group", lambda s, i=i: s[:, [i] * s.shape[1]]) for words, i in (("first", 0), ("last", -1))]
+        maps += [(1.2, f"of a row are {words}", lambda s, order=order: s[:, order(s.shape[1])]) for words, order in orders(scales.shape[1])]
+        maps += [(1.1, "are stored group by group and read row by row", lambda s: s.reshape(s.shape[::-1]).T), (1.1, "are stored row by row and read group by group", lambda s: s.T.reshape(s.shape))]
+    for cost, words, change in maps:
+        yield Description(cost, f"the scales of {{w}} {words}", before(1, lambda w, change=change: replace(w, scales=np.ascontiguousarray(change(w.scales)))))
 
 
 DEQUANTIZED: list[Row] = [  # acc * (w_scale / x_scale): other scales, other places for them
@@ -690,6 +708,8 @@ def own_descriptions(step: Step) -> Iterator[Description]:
         width = len(x[2])
         sizes = [size for size in sorted({step.setting.config.head_dim, 16, 32, 64, 128, width // 2}) if width % size == 0 and size < width]
         rows += [(1.2, f"each {size} columns are divided by their own length", lambda x, r, w, size=size: x / _lengths_of_blocks(x, size) * w) for size in sizes]
+    if kind == "hook_scale" and (heads := len(x[0]) // len(step.setting.tokens)) > 1:  # a norm over heads
+        rows.append((1.2, "the mean of squares runs over all heads of a token together", lambda x, eps: np.repeat(np.sqrt(_ms(x.reshape(len(x) // heads, -1)) + eps), heads, 0)))
     yield from (Description(cost, text, instead(formula)) for cost, text, formula in rows)
     if kind == "hook_normalized":
         yield from with_part(1.1, "the weight of {} is taken", step, lambda other: isinstance(other, np.ndarray) and other.shape == x[2].shape, lambda compute, other, x, r, w: compute(x, r, other))

@@ -13,6 +13,7 @@ A flip changes its own token and those after it, so a trial is a pass over these
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -41,6 +42,10 @@ _TRIED = ((96, 0), (32, 128))  # how many activations at a time, of the wrong to
 _BEST, _NEAREST = 2, 2  # with how many of these others are tried: after which the least is wrong, and the nearest
 _TOGETHER = 4  # flips of one token; one of them may only be near a half after another
 _TRIALS = 1000  # of each kind for one wrong token: so many are made for an engine with a mistake
+# Of logits, which each trial computes through all layers: what the trials of each kind may compute, in rows times
+# layers, as there may be more flips than can be searched for. A count and not a time, so that verdicts are the
+# same on every machine. A trial's calls cost as much as some rows.
+_WORK, _ROWS_OF_CALLS = 40_000, 20
 _NOISY_RUNS = 8  # of the reference with noise
 _BEYOND_NOISE = 1.5  # an error so many times the largest of theirs is no rounding
 _USUAL = 0.99  # of one row alone: nor is one that is larger than this share of theirs
@@ -87,6 +92,7 @@ class _FlipSearch:
         self.order = {name: i for i, name in enumerate(op_order(setting.config))}
         linears = [name.rpartition(".")[0] for name in self.order if name.endswith(INT8)]
         sources = {linear_input(linear, setting.config) for linear in linears}  # `compare` judges flips by them
+        self.work = 0  # of all trials, in rows times layers
         self.compared = {name for name in self.order if name in candidate or name.endswith(INT8) or name in sources}
 
     def follow(self, comparison: Comparison) -> Comparison | None:
@@ -161,6 +167,7 @@ class _FlipSearch:
         """One flip of those that are tried at a time, then two together, and so on."""
         wrong = self.error(run, theirs, name, token)
         trials, queue = 0, deque[tuple[Flip, ...]]([()])
+        stop = self.work + _WORK if name == LOGITS else math.inf
         while queue:
             made = queue.popleft()
             before = self.trial(run, made, name, token) if made else run
@@ -172,7 +179,7 @@ class _FlipSearch:
                     return [*made, flip]
                 left.append((error, flip))
                 trials += 1
-                if trials == _TRIALS:
+                if trials == _TRIALS or self.work > stop:
                     return []
             best = sorted(left, key=lambda each: each[0])[:_BEST]
             if len(made) + 1 < _TOGETHER:
@@ -254,6 +261,7 @@ class _FlipSearch:
         if cache.has_states:  # which cannot go back
             start, layer, cache = 0, 0, EngineKVCache(self.setting.config, slots=1, capacity=token + 1)
         changed = slice(start, token + 1)
+        self.work += (_ROWS_OF_CALLS + token + 1 - start) * (self.setting.config.num_hidden_layers - layer)
         kept = [pool[layer:, 0, changed].copy() for pool in (cache.keys, cache.values)]
         stream = base.streams[layer][changed] if layer else None
         done = self._pass(flips, cache, start, token + 1, until, layer, stream)

@@ -92,7 +92,8 @@ def axis_words(shape: tuple[int, ...], by_head: bool) -> tuple[str, ...]:
     """What the axes of a tensor count: (N, C), (N, heads, d), or by_head (heads, N, keys)."""
     if by_head:
         return "head", "token", "key"
-    return ("token", "head", "number") if len(shape) == 3 else ("token", "column")[: len(shape)]
+    words = {3: ("token", "head", "number"), 4: ("token", "head", "row", "column")}  # 4: a DeltaNet's memory
+    return words.get(len(shape), ("token", "column")[: len(shape)])
 
 
 def place_in_words(

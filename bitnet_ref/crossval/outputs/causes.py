@@ -8,7 +8,6 @@ it explains are too unlikely to be chance; else it is *possible*, and all that e
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from ...backends.loaded import LoadedModel
 from ...errors import BitNetRefError
 from ...generation.sampling import log_probabilities
-from ..explain.diagnose import Diagnoses, Diagnosis, Progress, Watch
+from ..explain.diagnose import Diagnoses, Diagnosis, OutOfTime, Progress, Watch
 from ..token_ids import Greedy, compare_ids, end_ids, name_of
 from ..tolerances import near_tie
 from .driving import Driving, bos_drivings, drivings
@@ -92,17 +91,16 @@ def explain_tokens(
         return Diagnoses([_too_few()])
     explanations: list[Explanation] = []
     tests = list(drivings([replay.run for replay in replays], model))
-    deadline = None if budget_s is None else time.monotonic() + budget_s
-    watch = Watch(progress)
+    watch = Watch(progress, budget_s)
     watch.add(len(tests))
-    for number, driving in enumerate(tests):
-        if deadline is not None and time.monotonic() > deadline:
-            diagnoses.stopped, diagnoses.untested = "the time is up", len(tests) - number
-            break
-        watch(driving.cause)
-        explanation = _explain(driving, replays)
-        if explanation is not None and not any(map(explanation.equals, explanations)):
-            explanations.append(explanation)
+    try:
+        for driving in tests:
+            watch(driving.cause)
+            explanation = _explain(driving, replays)
+            if explanation is not None and not any(map(explanation.equals, explanations)):
+                explanations.append(explanation)
+    except OutOfTime:
+        diagnoses.stopped, diagnoses.untested = "the time is up", len(tests) - watch.tested
     diagnoses += _named(explanations, bits)
     if not explanations and (sampled := looks_sampled([(replay.run, replay.base) for replay in replays])) is not None:
         diagnoses.append(sampled)

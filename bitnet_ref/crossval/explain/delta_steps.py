@@ -1,0 +1,273 @@
+"""Small edits of a DeltaNet's own steps, beside those that apply to every step (`edits.py`).
+
+Most are one part of a formula exchanged for another: the function of a gate, the order of heads or channels of one
+factor, the length that q and k are divided by, a factor of the memory's update. The file of the family has those that
+engines shipped with, under names of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import permutations, product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...families.family import Edit, after, before, instead
+from ...families.qwen3_5 import DeltaConfig, DeltaInputs, DeltaLayer, by_inputs, memory_states, recall, sigmoid, taps
+from ...reference.layers import ACTIVATIONS, silu
+from .edits import OTHER_ACTIVATIONS, Change, Description, Family, changes, orders, wide
+from .number_formats import ROUNDED, Format, in_blocks, to_integers
+from .variants import Step
+
+Floats = NDArray[np.floating]
+# fmt: off
+GATES = {each.words: each.function for each in ACTIVATIONS.values()} | OTHER_ACTIVATIONS | {"2 sigmoid": lambda x: 2 * sigmoid(x)}
+
+
+def descriptions(step: Step) -> Iterator[Description]:
+    """Other formulas of a DeltaNet's step, and of the output gate that attention has as well."""
+    kind = step.name.rpartition(".")[2]
+    if kind == "hook_gated_z":
+        yield from _gates(step)
+    elif kind in _OWN and any(isinstance(x, DeltaLayer) for x in step.inputs):
+        yield from _OWN[kind](step)
+
+
+def families(step: Step) -> Iterator[Family]:
+    """Constants in the memory's inputs."""
+    kind, shape = step.name.rpartition(".")[2], next((x.delta for x in step.inputs if isinstance(x, DeltaLayer)), None)
+    parts = {"hook_state": "kv", "hook_delta_out": "q"}.get(kind, "") if shape is not None else ""
+    for part in parts:
+        yield Family(1.1, f"DeltaNet's {part} is multiplied by {{c}}", partial(_scaled, part), 1, False, (0.1, 8))
+    for part in parts.replace("v", ""):
+        yield Family(1.2, f"eps of DeltaNet's {_both(part)} is {{c}} where 1e-06 belongs", partial(_eps, "qk"), 1e-6, True, (1e-12, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1))
+
+
+def _both(part: str) -> str:
+    return "q and k" if part in "qk" else part
+
+
+def _scaled(part: str, c: float) -> Edit:
+    return by_inputs(lambda x, long, shape: x._replace(**{part: getattr(x, part) * c}))
+
+
+def _eps(parts: str, c: float) -> Edit:
+    return _by_length(parts, lambda x: np.sqrt(np.square(x).sum(-1, keepdims=True) + c))
+
+
+# -- what a token gives to the memory ----------------------------------------------------------------------------------
+
+LENGTHS: list[tuple[str, Change]] = [
+    ("the sum of |x|", lambda x: np.abs(x).sum(-1, keepdims=True)),
+    ("the largest |x|", lambda x: np.abs(x).max(-1, keepdims=True)),
+    ("the sum of squares, without its root", lambda x: np.square(x).sum(-1, keepdims=True)),
+    ("the length of all heads together", lambda x: np.sqrt(np.square(x).sum((1, 2), keepdims=True) + 1e-6)),
+    ("the mean of |x|", lambda x: np.abs(x).mean(-1, keepdims=True)),
+]
+
+
+def _by_length(parts: str, length: Change) -> Edit:
+    """q or k, as they come from the convolution, divided by length(x), x (T, Hk, dk); v divided as well."""
+
+    def change(x: DeltaInputs, long: DeltaInputs, shape: DeltaConfig) -> DeltaInputs:
+        group, root = shape.value_heads // shape.key_heads, shape.key_dim**-0.5
+        given = {"q": long.q[:, ::group] / root, "k": long.k[:, ::group], "v": x.v}
+        divided = {part: given[part] / length(given[part]) for part in parts}
+        return x._replace(**{part: y if part == "v" else np.repeat(y, group, axis=1) * (root if part == "q" else 1) for part, y in divided.items()})
+
+    return by_inputs(change)
+
+
+def _inputs(step: Step) -> Iterator[Description]:
+    """The lengths of q and k, and each of q, k, v and beta moved, rounded or exchanged."""
+    shape = step.inputs[-1].delta
+    of_state = step.name.endswith("hook_state")
+    for words, length in LENGTHS:
+        for parts in ("qk", "k" if of_state else "q"):
+            yield Description(1.2 + 0.05 * (len(parts) == 1), f"DeltaNet's {' and '.join(parts)} {'are' if len(parts) > 1 else 'is'} divided by {words}", _by_length(parts, length))
+        if of_state:
+            yield Description(1.3, f"DeltaNet's v is divided by {words}", _by_length("v", length))
+    if of_state:
+        yield Description(1.1, "DeltaNet's v is brought to unit length as well", _by_length("v", lambda x: np.sqrt(np.square(x).sum(-1, keepdims=True) + 1e-6)))
+        yield Description(1.3, "DeltaNet's beta is that of the previous token, the first has its own", _part("beta", lambda x: np.concatenate([x[:1], x[:-1]])))
+    else:
+        yield Description(1.1, "the memory is asked with k, not with q", by_inputs(lambda x, long, shape: x._replace(q=x.k)))
+        yield Description(1.1, "the memory is asked with k / sqrt(head_k_dim), not with q", by_inputs(lambda x, long, shape: x._replace(q=x.k * shape.key_dim**-0.5)))
+    for part, size in (("k", shape.key_dim), ("v", shape.value_dim)) if of_state else (("q", shape.key_dim),):
+        like = np.zeros((len(step.inputs[-2]), shape.value_heads, size), dtype=np.float32)
+        for cost, text, change in changes(like):
+            yield Description(cost + 0.2, text.replace("{x}", f"DeltaNet's {part}"), _part(part, change))
+        for words, rule in ROUNDED:
+            yield Description(1.2, f"DeltaNet's {part} is {words}", _part(part, rule), rounds=True)
+
+
+def _part(part: str, change: Change) -> Edit:
+    return by_inputs(lambda x, long, shape: x._replace(**{part: change(getattr(x, part))}))
+
+
+# -- the memory --------------------------------------------------------------------------------------------------------
+
+# S becomes KEPT + k (WRITTEN (TAKEN - KNOWN)), each in the words of its formula. The first of each is right.
+KEPT: dict[str, Callable[..., Floats]] = {"a S": lambda S, a: a * S, "S": lambda S, a: S, "a^2 S": lambda S, a: a * a * S}
+WRITTEN: dict[str, Callable[..., Any]] = {"b": lambda a, b: b, "": lambda a, b: 1, "b^2": lambda a, b: b * b, "a b": lambda a, b: a * b, "sqrt(b)": lambda a, b: np.sqrt(np.abs(b)), "(1 - b)": lambda a, b: 1 - b}
+TAKEN: dict[str, Callable[..., Floats]] = {"v": lambda v, a, b: v, "b v": lambda v, a, b: b * v, "a v": lambda v, a, b: a * v}
+KNOWN: dict[str, Callable[..., Any]] = {
+    "k a S": lambda k, S, a, b: recall(k, a * S), "k S": lambda k, S, a, b: recall(k, S), "b k a S": lambda k, S, a, b: b * recall(k, a * S), "b k S": lambda k, S, a, b: b * recall(k, S),
+    "k a S / sqrt(head_k_dim)": lambda k, S, a, b: recall(k, a * S) * k.shape[1] ** -0.5, "k a S sqrt(head_k_dim)": lambda k, S, a, b: recall(k, a * S) * k.shape[1] ** 0.5, "k a^2 S": lambda k, S, a, b: recall(k, a * a * S),
+    "2 k a S": lambda k, S, a, b: 2 * recall(k, a * S), "0": lambda k, S, a, b: 0 * k[:, :1], "-k a S": lambda k, S, a, b: -recall(k, a * S),
+}
+RIGHT_UPDATE = ("a S", "b", "v", "k a S")
+
+
+def _updates() -> Iterator[Description]:
+    for names in product(KEPT, WRITTEN, TAKEN, KNOWN):
+        others = sum(name != right for name, right in zip(names, RIGHT_UPDATE, strict=True))
+        if others not in (1, 2):
+            continue
+        kept, written, taken, known = KEPT[names[0]], WRITTEN[names[1]], TAKEN[names[2]], KNOWN[names[3]]
+
+        def update(S: Floats, a: Floats, k: Floats, v: Floats, b: Floats, kept: Any = kept, written: Any = written, taken: Any = taken, known: Any = known) -> Floats:
+            return np.asarray(kept(S, a) + k * (written(a, b) * (taken(v, a, b) - known(k, S, a, b))))
+
+        text = f"{names[0]} + k {names[1]} ({names[2]} - {names[3]})".replace("k  (", "k (")
+        yield Description(1 + 0.1 * others, f"the memory S becomes {text}, where a S + k b (v - k a S) belongs", _by_memory(partial(memory_states, update=update)))
+    yield Description(1.2, "the memory is transposed when it is written: v k, not k v", _by_memory(lambda x: memory_states(x, lambda S, a, k, v, b: a * S + (k * (b * (v - recall(k, a * S)))).swapaxes(1, 2))))
+
+
+def _by_memory(states: Callable[[DeltaInputs], Floats]) -> Edit:
+    return by_inputs(lambda x, long, shape: x, states)
+
+
+def _in_chunks(size: int, rule: str) -> Callable[[DeltaInputs], Floats]:
+    """The memory after each token, of an engine that works by chunks of so many tokens."""
+
+    def states(x: DeltaInputs) -> Floats:
+        S, after_token = np.zeros((*x.k.shape[1:], x.v.shape[2])), []
+        start, decay = S, np.ones((S.shape[0], 1, 1))
+        for t, (_, k, v, log_alpha, beta) in enumerate(zip(*x, strict=True)):
+            k, a = k[:, :, None], np.exp(log_alpha)[:, None, None]
+            if t % size == 0:
+                S = np.zeros_like(S) if rule == "emptied" else S
+                start, decay = S, np.ones_like(a)
+                a = np.ones_like(a) if rule == "undecayed" else a
+            decay = decay * a
+            known = {"start": decay * start, "start undecayed": start}.get(rule, a * S)
+            S = a * S + k * (beta[:, None, None] * (v[:, None] - recall(k, known)))
+            after_token.append(S)
+        return np.stack(after_token).astype(np.float32)
+
+    return states
+
+
+CHUNKS = {
+    "emptied": "the memory is emptied every {} tokens", "undecayed": "the memory is not decayed by the first of each {} tokens",
+    "start": "v is corrected by the memory at the beginning of each {} tokens, decayed since: what the tokens of a chunk write does not correct each other",
+    "start undecayed": "v is corrected by the memory at the beginning of each {} tokens, as it was there",
+}
+MEMORY_FORMATS: list[Format] = [
+    *ROUNDED, *((f"quantised to int8, a scale for each {words}", partial(to_integers, top=127, axis=axis)) for words, axis in (("row of a head", -1), ("column of a head", -2), ("head", (1, 2)))),
+    ("quantised to int8, one scale", partial(to_integers, top=127, axis=None)), *((f"quantised to int8 in blocks of {size}", partial(in_blocks, size=size, rule=partial(to_integers, top=127))) for size in (16, 32, 64)),
+]
+
+
+def _memories(step: Step) -> Iterator[Description]:
+    yield from _updates()
+    tokens = len(step.inputs[0])
+    for (rule, text), size in product(CHUNKS.items(), (2, 4, 8, 16, 32, 64, 128)):
+        if size < tokens:
+            yield Description(1.3, text.format(size), _by_memory(_in_chunks(size, rule)))
+    for words, rounded in MEMORY_FORMATS:
+        def update(S: Floats, a: Floats, k: Floats, v: Floats, b: Floats, rounded: Any = rounded) -> Floats:
+            return np.asarray(rounded((a * S + k * (b * (v - recall(k, a * S)))).astype(np.float32))).astype(np.float64)
+
+        yield Description(1.1, f"the memory is {words}, after each token", _by_memory(partial(memory_states, update=update)), rounds=True)
+    for words, rounded in ROUNDED:
+        def error(S: Floats, a: Floats, k: Floats, v: Floats, b: Floats, rounded: Any = rounded) -> Floats:
+            return np.asarray(a * S + k * (b * wide(rounded((v - recall(k, a * S)).astype(np.float32)))))
+
+        def written(S: Floats, a: Floats, k: Floats, v: Floats, b: Floats, rounded: Any = rounded) -> Floats:
+            return np.asarray(a * S + wide(rounded((k * (b * (v - recall(k, a * S)))).astype(np.float32))))
+
+        for part, update in (("the error v - k a S", error), ("what is written", written)):
+            yield Description(1.2, f"{part} is {words}", _by_memory(partial(memory_states, update=update)), rounds=True)
+    yield from _inputs(step)
+
+
+# -- convolution, decay, beta, gates -----------------------------------------------------------------------------------
+
+
+def _convolutions(step: Step) -> Iterator[Description]:
+    w = step.inputs[1]
+    n, sizes, starts = w.conv.shape[1], w.delta.sizes, np.cumsum((0, *w.delta.sizes))
+    for words, function in GATES.items():
+        if words != "silu":
+            yield Description(1.1, f"the convolution's activation is {words} where silu belongs", instead(lambda qkv, w, f=function: f(taps(qkv, w.conv))))
+    yield Description(1.1, "the convolution's input is added to its sum", instead(lambda qkv, w: silu(taps(qkv, w.conv) + qkv)))
+    yield Description(1.1, "the convolution's input is added to its result", instead(lambda qkv, w: silu(taps(qkv, w.conv)) + qkv))
+    for apart in (2, 3, 4, 8):
+        yield Description(1.2, f"the convolution is over tokens that are {apart} apart", instead(lambda qkv, w, apart=apart: silu(taps(qkv, w.conv, apart))))
+    matrices: list[tuple[float, str, Change]] = [
+        *((1.1, f"the convolution lacks its weight {i} of {n}", lambda m, i=i: m * (np.arange(m.shape[1]) != i)) for i in range(n)),
+        *((1.2, f"the convolution has its last {i} weights only", lambda m, i=i: m * (np.arange(m.shape[1]) >= m.shape[1] - i)) for i in range(1, n - 1)),
+        *((1.2, f"the convolution's channels have weights that are {order_words}", lambda m, order=order: m[order(len(m))]) for order_words, order in orders(len(w.conv))),
+        (1.2, "the convolution's weights are stored as (tokens, channels) and read as (channels, tokens)", lambda m: m.reshape(m.shape[::-1]).T),
+    ]
+    for order in permutations(range(3)):  # of the parts q, k and v
+        if order != (0, 1, 2):
+            places = np.argsort(np.concatenate([np.arange(starts[i], starts[i] + sizes[i]) for i in order]))
+            matrices.append((1.2, f"the convolution's weights are read for channels in the order {', '.join('qkv'[i] for i in order)}", lambda m, places=places: m[places]))
+    for cost, text, change in matrices:
+        yield Description(cost, text, before(1, lambda w, change=change: replace(w, conv=np.ascontiguousarray(change(w.conv)))))
+    for words, rule in ROUNDED:
+        yield Description(1.1, f"the convolution's weights are {words}", before(1, lambda w, rule=rule: replace(w, conv=np.asarray(rule(w.conv), dtype=np.float32))), rounds=True)
+
+
+def _decays(step: Step) -> Iterator[Description]:
+    """Parts of -A f(a + bias), f softplus."""
+    def by(formula: Callable[..., Floats]) -> Edit:
+        return instead(lambda a, w: formula(wide(a), wide(w.decay), wide(w.decay_bias)))
+
+    def softplus(x: Floats) -> Floats:
+        return np.logaddexp(0.0, x)
+
+    for words, function in GATES.items():
+        yield Description(1.1, f"{words} stands for softplus in the decay", by(lambda a, A, bias, f=function: -A * f(a + bias)))
+    for words, other in (("the inverse of exp(A_log)", lambda A: 1 / A), ("exp(A_log)^2", lambda A: A * A), ("1", np.ones_like), ("exp(exp(A_log))", np.exp)):
+        yield Description(1.1, f"{words} stands for exp(A_log)", by(lambda a, A, bias, other=other: -other(A) * softplus(a + bias)))
+    yield Description(1.1, "dt_bias is subtracted, not added", by(lambda a, A, bias: -A * softplus(a - bias)))
+    yield Description(1.1, "dt_bias multiplies, and is not added", by(lambda a, A, bias: -A * softplus(a * bias)))
+    yield Description(1.1, "all heads have the mean of their decays", after(lambda x: np.broadcast_to(x.mean(1, keepdims=True), x.shape)))
+    for words, order in orders(len(step.inputs[1].decay)):
+        places = order(len(step.inputs[1].decay))
+        for part, (of_A, of_bias) in {"A_log": (1, 0), "dt_bias": (0, 1), "A_log and dt_bias": (1, 1)}.items():
+            yield Description(1.2, f"heads of {part} are {words}", by(lambda a, A, bias, p=places, x=of_A, y=of_bias: -(A[p] if x else A) * softplus(a + (bias[p] if y else bias))))
+
+
+def _strengths(step: Step) -> Iterator[Description]:
+    for words, function in GATES.items():
+        if words != "sigmoid":
+            yield Description(1.1, f"beta's activation is {words} where sigmoid belongs", instead(lambda b, w, f=function: f(wide(b))))
+
+
+def _gates(step: Step) -> Iterator[Description]:
+    cfg: Any = step.setting.config
+    attends = cfg.attends(step.layer)
+    right, heads = ("sigmoid", cfg.num_attention_heads) if attends else ("silu", cfg.delta.value_heads)
+    for words, function in GATES.items():
+        if words != right:
+            yield Description(1.1, f"the output gate's activation is {words} where {right} belongs", instead(lambda z, gate, f=function: wide(z).reshape(gate.shape) * f(wide(gate))))
+    function = GATES[right]
+    yield Description(1.1, "the output gate's activation is squared", instead(lambda z, gate: wide(z).reshape(gate.shape) * function(wide(gate)) ** 2))
+    yield Description(1.2, "the output gate is added, and does not multiply", instead(lambda z, gate: z.reshape(gate.shape) + function(wide(gate))))
+    for words, order in orders(heads):
+        for part, index in (("the output gate", 1), ("what the output gate multiplies", 0)):
+            yield Description(1.2, f"heads of {part} are {words}", before(index, lambda x, order=order: x.reshape(len(x), heads, -1)[:, order(heads)].reshape(x.shape)))
+
+
+_OWN: dict[str, Callable[[Step], Iterator[Description]]] = {
+    "hook_conv": _convolutions, "hook_log_decay": _decays, "hook_beta": _strengths, "hook_state": _memories, "hook_delta_out": _inputs,
+}
