@@ -8,7 +8,6 @@ engines shipped with, under names of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import permutations, product
 from typing import Any
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from ...families.family import Edit, after, before, instead
 from ...families.qwen3_5 import DeltaConfig, DeltaInputs, DeltaLayer, by_inputs, memory_states, recall, sigmoid, taps
 from ...reference.layers import ACTIVATIONS, silu
-from .edits import OTHER_ACTIVATIONS, Change, Description, Family, changes, orders, wide
+from .edits import OTHER_ACTIVATIONS, Change, Description, Family, changes, orders, wide, with_other
 from .number_formats import ROUNDED, Format, in_blocks, to_integers
 from .variants import Step
 
@@ -210,20 +209,23 @@ def _convolutions(step: Step) -> Iterator[Description]:
     yield Description(1.1, "the convolution's input is added to its result", instead(lambda qkv, w: silu(taps(qkv, w.conv)) + qkv))
     for apart in (2, 3, 4, 8):
         yield Description(1.2, f"the convolution is over tokens that are {apart} apart", instead(lambda qkv, w, apart=apart: silu(taps(qkv, w.conv, apart))))
-    matrices: list[tuple[float, str, Change]] = [
-        *((1.1, f"the convolution lacks its weight {i} of {n}", lambda m, i=i: m * (np.arange(m.shape[1]) != i)) for i in range(n)),
-        *((1.2, f"the convolution has its last {i} weights only", lambda m, i=i: m * (np.arange(m.shape[1]) >= m.shape[1] - i)) for i in range(1, n - 1)),
-        *((1.2, f"the convolution's channels have weights that are {order_words}", lambda m, order=order: m[order(len(m))]) for order_words, order in orders(len(w.conv))),
+    matrices: list[tuple[float, str, Callable[..., Floats]]] = [
         (1.2, "the convolution's weights are stored as (tokens, channels) and read as (channels, tokens)", lambda m: m.reshape(m.shape[::-1]).T),
     ]
+    for i in range(n):
+        matrices.append((1.1, f"the convolution lacks its weight {i} of {n}", partial(np.multiply, np.arange(n) != i)))
+    for i in range(1, n - 1):
+        matrices.append((1.2, f"the convolution has its last {i} weights only", partial(np.multiply, np.arange(n) >= n - i)))
+    for words, place_of in orders(len(w.conv)):
+        matrices.append((1.2, f"the convolution's channels have weights that are {words}", partial(np.take, indices=place_of(len(w.conv)), axis=0)))
     for order in permutations(range(3)):  # of the parts q, k and v
         if order != (0, 1, 2):
             places = np.argsort(np.concatenate([np.arange(starts[i], starts[i] + sizes[i]) for i in order]))
             matrices.append((1.2, f"the convolution's weights are read for channels in the order {', '.join('qkv'[i] for i in order)}", lambda m, places=places: m[places]))
     for cost, text, change in matrices:
-        yield Description(cost, text, before(1, lambda w, change=change: replace(w, conv=np.ascontiguousarray(change(w.conv)))))
+        yield Description(cost, text, with_other("conv", change))
     for words, rule in ROUNDED:
-        yield Description(1.1, f"the convolution's weights are {words}", before(1, lambda w, rule=rule: replace(w, conv=np.asarray(rule(w.conv), dtype=np.float32))), rounds=True)
+        yield Description(1.1, f"the convolution's weights are {words}", with_other("conv", rule), rounds=True)
 
 
 def _decays(step: Step) -> Iterator[Description]:
@@ -236,8 +238,12 @@ def _decays(step: Step) -> Iterator[Description]:
 
     for words, function in GATES.items():
         yield Description(1.1, f"{words} stands for softplus in the decay", by(lambda a, A, bias, f=function: -A * f(a + bias)))
-    for words, other in (("the inverse of exp(A_log)", lambda A: 1 / A), ("exp(A_log)^2", lambda A: A * A), ("1", np.ones_like), ("exp(exp(A_log))", np.exp)):
-        yield Description(1.1, f"{words} stands for exp(A_log)", by(lambda a, A, bias, other=other: -other(A) * softplus(a + bias)))
+    others: list[tuple[str, Callable[..., Any]]] = [
+        ("the inverse of exp(A_log)", np.reciprocal), ("exp(A_log)^2", np.square), ("1", np.ones_like), ("exp(exp(A_log))", np.exp),
+    ]
+    for words, other in others:
+        formula = partial(lambda other, a, A, bias: -other(A) * softplus(a + bias), other)
+        yield Description(1.1, f"{words} stands for exp(A_log)", by(formula))
     yield Description(1.1, "dt_bias is subtracted, not added", by(lambda a, A, bias: -A * softplus(a - bias)))
     yield Description(1.1, "dt_bias multiplies, and is not added", by(lambda a, A, bias: -A * softplus(a * bias)))
     yield Description(1.1, "all heads have the mean of their decays", after(lambda x: np.broadcast_to(x.mean(1, keepdims=True), x.shape)))
@@ -253,6 +259,10 @@ def _strengths(step: Step) -> Iterator[Description]:
             yield Description(1.1, f"beta's activation is {words} where sigmoid belongs", instead(lambda b, w, f=function: f(wide(b))))
 
 
+def _heads_at(places: NDArray[np.intp], x: Floats) -> Floats:
+    return x.reshape(len(x), len(places), -1)[:, places].reshape(x.shape)
+
+
 def _gates(step: Step) -> Iterator[Description]:
     cfg: Any = step.setting.config
     attends = cfg.attends(step.layer)
@@ -265,7 +275,7 @@ def _gates(step: Step) -> Iterator[Description]:
     yield Description(1.2, "the output gate is added, and does not multiply", instead(lambda z, gate: z.reshape(gate.shape) + function(wide(gate))))
     for words, order in orders(heads):
         for part, index in (("the output gate", 1), ("what the output gate multiplies", 0)):
-            yield Description(1.2, f"heads of {part} are {words}", before(index, lambda x, order=order: x.reshape(len(x), heads, -1)[:, order(heads)].reshape(x.shape)))
+            yield Description(1.2, f"heads of {part} are {words}", before(index, partial(_heads_at, order(heads))))
 
 
 _OWN: dict[str, Callable[[Step], Iterator[Description]]] = {

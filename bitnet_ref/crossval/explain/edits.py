@@ -645,6 +645,16 @@ def _products(step: Step) -> Iterator[Description]:
         yield Description(1, "the embedding is taken for {w}, as if they were tied", instead(lambda x, w: product(x, matrix(embedding))))
 
 
+def with_other(field: str, change: Formula) -> Edit:
+    """The step's weight with another array in the place of this one."""
+
+    def edit(w: Any) -> Any:
+        array = getattr(w, field)
+        return replace(w, **{field: np.ascontiguousarray(change(array), dtype=array.dtype)})
+
+    return before(1, edit)
+
+
 def _scale_maps(w: LinearWeight) -> Iterator[Description]:
     """Scales of groups of weights, (rows, groups), read at other places."""
     scales = getattr(w, "scales", None)
@@ -654,10 +664,11 @@ def _scale_maps(w: LinearWeight) -> Iterator[Description]:
     maps += [(1.2, f"are those of the {words} row", lambda s, i=i: s[[i] * len(s)]) for words, i in (("first", 0), ("last", -1))]
     if scales.shape[1] > 1:
         maps += [(1.2, f"of a row are those of its {words} group", lambda s, i=i: s[:, [i] * s.shape[1]]) for words, i in (("first", 0), ("last", -1))]
-        maps += [(1.2, f"of a row are {words}", lambda s, order=order: s[:, order(s.shape[1])]) for words, order in orders(scales.shape[1])]
+        for words, order in orders(scales.shape[1]):
+            maps.append((1.2, f"of a row are {words}", partial(np.take, indices=order(scales.shape[1]), axis=1)))
         maps += [(1.1, "are stored group by group and read row by row", lambda s: s.reshape(s.shape[::-1]).T), (1.1, "are stored row by row and read group by group", lambda s: s.T.reshape(s.shape))]
     for cost, words, change in maps:
-        yield Description(cost, f"the scales of {{w}} {words}", before(1, lambda w, change=change: replace(w, scales=np.ascontiguousarray(change(w.scales)))))
+        yield Description(cost, f"the scales of {{w}} {words}", with_other("scales", change))
 
 
 DEQUANTIZED: list[Row] = [  # acc * (w_scale / x_scale): other scales, other places for them
