@@ -9,6 +9,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import gc
+import signal
 import weakref
 
 import pytest
@@ -21,6 +22,10 @@ from bitnet_ref.backends import Backend, choose_backend, cuda
 from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.backends.cpu.extension import DEFAULT_LAYOUT, layouts, simd_variants
 from bitnet_ref.backends.loaded import LoadedModel
+
+# A shell without job control starts what runs behind it without SIGINT, which the tests of Ctrl-C send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "suite",

@@ -22,6 +22,7 @@ def short_runs(monkeypatch):
     monkeypatch.setattr(report, "SUBJECTS", subjects)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("short_runs")
 def test_a_report(tmp_path):
     result = invoke("--out", tmp_path / "r", "--json")

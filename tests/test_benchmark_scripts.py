@@ -194,6 +194,7 @@ def test_a_synthetic_model_has_the_zeros_that_are_asked_for():
         gate_zeros.SparseGates(benchmark.SHAPES["700m"], gate_zeros=0.8)
 
 
+@pytest.mark.thorough
 def test_what_adapters_cost():
     words = "--requests", 3, "--adapters", 2, "--rank", 2, "--rounds", 1
     facts = invoke_json(adapters, "--model", GOLDEN / "bitnet-packed-offline", *words)

@@ -41,6 +41,7 @@ from bitnet_ref.reference.ops import Ops
 from bitnet_ref.reference.weights import DenseWeight
 
 FAMILIES = DATA / "families"
+BACKENDS = sorted(bitnet_ref.available_backends(), reverse=True)  # numpy, cython, cupy
 CASES = sorted(folder.name for folder in FAMILIES.iterdir())
 MIXTURES = ("maple", "mixtral-groups128", "qwen3_moe-groups128")
 HYBRID = "qwen3_5-groups128-hybrid"
@@ -76,7 +77,13 @@ def test_float64(case):
         np.testing.assert_allclose(m.embed(expected["tokens"]), expected["embedding64"], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("case", CASES)
+def of_backends_in_turn() -> list:
+    """Every family by every backend; the suite has each family by one of NumPy and cython, the rest is thorough."""
+    pairs = [(i + j, case, name) for i, case in enumerate(CASES) for j, name in enumerate(BACKENDS)]
+    return [pytest.param(case, name, marks=pytest.mark.thorough if n % 2 else ()) for n, case, name in pairs]
+
+
+@pytest.mark.parametrize(("case", "backend_name"), of_backends_in_turn(), indirect=["backend_name"])
 def test_every_path(case, backend_name):
     reference, _ = case_of(case)
     case_of(case, backend_name)

@@ -37,6 +37,7 @@ def test_a_peer_is_asked_for_the_same_shape(tmp_path, monkeypatch):
         peers.measure_peer("echo", replace(TINY, mlp_bias=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("transformers") is not None, reason="transformers is installed")
 def test_a_peer_that_is_not_installed_costs_one_line():
     with pytest.raises(BackendUnavailable, match="pip install torch transformers"):

@@ -332,7 +332,12 @@ def is_run(command):
     return not any(command.startswith(each) for each in NOT_RUN_IN_DOCS)
 
 
-@pytest.mark.parametrize("path", [path for path in DOCS if any(map(is_run, commands_of(path)))], ids=lambda p: p.stem)
+def docs_with_commands():
+    paths = [path for path in DOCS if any(map(is_run, commands_of(path)))]
+    return [pytest.param(each, marks=pytest.mark.thorough if each.stem == "crossval" else ()) for each in paths]
+
+
+@pytest.mark.parametrize("path", docs_with_commands(), ids=lambda p: p.stem)
 def test_commands_of_the_docs_run(path, clone):
     (clone.parent / "tests").symlink_to(ROOT / "tests")
     tiny = (ROOT / "scripts/training/tiny.toml").read_text()

@@ -169,6 +169,7 @@ def has(module, path):
     return True
 
 
+@pytest.mark.thorough
 def test_every_name_in_backticks_exists():
     texts = pages() | {PACKAGE / path: (PACKAGE / path).read_text() for path in MODULES}
     del texts[ROOT / "CHANGELOG.md"]  # names of its time
@@ -204,6 +205,7 @@ def test_links_to_files_that_are_not_on_the_site():
     assert site_pages.rewrite_links("[u](docs/using.md)", "README.md", "first_text.md", None) == "[u](using.md)"
 
 
+@pytest.mark.thorough
 def test_the_picture_of_the_house_is_true():
     rooms = site_diagrams.room_order()
     assert rooms == sorted(RANK, key=RANK.get)

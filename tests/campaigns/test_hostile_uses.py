@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import sampled
 
 import bitnet_ref
 
@@ -30,7 +31,7 @@ def run_campaign(kind, first, count, folder):
     assert used < count or kind == "prepared", "none is refused"
 
 
-@pytest.mark.parametrize("kind", ["prepared", "trace", "sizes"])
+@pytest.mark.parametrize("kind", sampled(["sizes", "prepared", "trace"]))
 def test_a_few(kind, tmp_path):
     run_campaign(kind, 50, 8 if kind == "trace" else 20, tmp_path)
 

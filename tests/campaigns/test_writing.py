@@ -65,6 +65,7 @@ def run(campaign, writers, folder, *arguments, library=None):
     return results
 
 
+@pytest.mark.thorough
 @linux_only
 def test_some_system_calls_fail(faults_library, memory):
     receipt, names, _ = run("faults", ["receipt", "names:give", "old-store"], memory, library=faults_library)

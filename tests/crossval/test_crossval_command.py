@@ -36,6 +36,7 @@ def no_card(monkeypatch):
     monkeypatch.setattr("bitnet_ref.backends.cuda.why_unavailable", lambda index=0: "there is no GPU")
 
 
+@pytest.mark.thorough
 def test_a_missing_opponent(no_card):
     """Never agreement: 4 when nothing ran, 1 where it is required; beside others that agree, it is said."""
     some = "--only", "numpy", "--only", "cupy"
@@ -74,6 +75,7 @@ def test_record_trace_receipt_verify(tmp_path):
     assert invoke("verify", receipt, "--require").exit_code == 1
 
 
+@pytest.mark.thorough
 def test_a_trace_that_differs(tmp_path):
     m = model(CASE)
     _, seen = m.run_with_cache([1, 5, 9])

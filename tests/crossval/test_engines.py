@@ -366,6 +366,7 @@ def test_llama_cpp_is_explained(case):
             assert crossing.contract.logits.kl_max > 1e4 * by_rule
 
 
+@pytest.mark.thorough
 @needs_onnx
 def test_onnxruntime_agrees_over_the_whole_context():
     (crossing,) = cross_engine("onnxruntime", CASE, [1, 5, 9], long=long_tokens(model(CASE).config))

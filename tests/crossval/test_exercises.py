@@ -600,6 +600,7 @@ for lesson, questions in QUIZZES.items():
 # The emulated device compiles, which takes seconds; 8.3 runs on it.
 SLOW = {"8.3": pytest.mark.emulated, "6.1": pytest.mark.slow, "3b.8": pytest.mark.slow}
 each_exercise = pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in CASES])
+LONG = dict.fromkeys(("6.hunt", "3b.2", "3b.3", "3c.3"), pytest.mark.thorough)  # of their wrong answers
 PASSAGE = [1, 356, 510, 1011, 785, 359, 264, 290, 350]
 
 
@@ -717,7 +718,7 @@ def test_every_exercise_has_five_wrong_answers():
     assert {name: len(case.wrong) for name, case in CASES.items() if len(case.wrong) < 5} == {}
 
 
-@each_exercise
+@pytest.mark.parametrize("name", [pytest.param(name, marks=(SLOW | LONG).get(name, ())) for name in CASES])
 def test_wrong_answers_are_refused_with_the_sentence_that_helps(name, notebook):
     for answer, says in CASES[name].wrong:
         answered = judge(notebook, name, answer)
@@ -768,6 +769,7 @@ def test_a_quiz_has_five_questions_and_stands_in_its_notebook(lesson):
     assert quiz_code(lesson) in sources
 
 
+@pytest.mark.thorough
 def test_a_tensor_of_the_run(notebook):
     check, _ = notebook
     right = check.recorded["blocks.0.attn.hook_q"]

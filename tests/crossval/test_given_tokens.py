@@ -67,6 +67,7 @@ def test_a_planted_mistake_is_named(label):
     assert outcome.outcome == "named", outcome
 
 
+@pytest.mark.thorough
 def test_sampling_is_named_by_two_continuations(engine):
     prompt = tuple(engine.tokenizer.encode(PROMPT))
     runs = [GivenRun(prompt, generated(engine, prompt, temperature=1.0, seed=seed), PROMPT) for seed in (1, 2)]

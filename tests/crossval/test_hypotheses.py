@@ -78,7 +78,9 @@ RARE = {
 }
 
 
-@pytest.mark.parametrize("each_model", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "each_model", [pytest.param(False, marks=pytest.mark.thorough), pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_each_shows_where_it_is_made(each_model: bool) -> None:
     """The first tensor that an edit moves is of a step of its own, on the first model (every model) where it moves
     anything."""

@@ -7,6 +7,7 @@ import numpy as np
 import numpy_layers
 import pytest
 from click.testing import CliRunner
+from helpers import sampled
 
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval.linear import cross_linear
@@ -73,7 +74,7 @@ def of(name, **options):
     return cross_linear(f"{LAYERS}:{name}", **options)
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", sampled(RIGHT))
 def test_right_layers_agree(name):
     verdict = of(name)
     assert verdict.agrees, [each for each in verdict.lines if each.status not in ("right", "a choice", "-")]
@@ -87,9 +88,11 @@ def test_right_layers_agree(name):
     )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if i % 4 else ()) for i, name in enumerate(MISTAKES)]
-)
+def slow_or_thorough(i):
+    return pytest.mark.slow if i % 4 else pytest.mark.thorough if i % 12 else ()
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow_or_thorough(i)) for i, name in enumerate(MISTAKES)])
 def test_the_wrong_line_is_named(name):
     verdict = of(name)
     line, words = MISTAKES[name]

@@ -44,6 +44,7 @@ def test_the_ids_of_a_long_run(tiny):
     assert long_tokens(model(GOLDEN / "rope-dynamic").config) is None  # its context is 16
 
 
+@pytest.mark.thorough
 @needs_cython
 def test_a_backend_agrees_over_520_tokens_and_its_receipt_holds(tiny, tmp_path):
     crossings = cross_backends(tiny, TOKENS, ["cython"], long=long_tokens(tiny.config))

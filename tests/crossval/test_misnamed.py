@@ -34,7 +34,10 @@ def crossed(m, tensors, path, **options):
 CASES = [(f, given) for f in FAMILIES for given in WRONG if f == "storyteller" or "sub_norm" not in WRONG[given]]
 
 
-@pytest.mark.parametrize(("family", "given"), CASES)
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [pytest.param(*case, marks=pytest.mark.thorough if i % 4 else ()) for i, case in enumerate(CASES)],
+)
 def test_a_tensor_under_another_name_is_said_to_be_so(family, given, tmp_path):
     m, right = recorded(family)
     held = WRONG[given]

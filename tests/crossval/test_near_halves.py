@@ -153,6 +153,7 @@ def last_logits(seen):
     return Trace({"lm_head.hook_out": seen["lm_head.hook_out"][-1:]})
 
 
+@pytest.mark.thorough
 def test_logits_of_many_tokens_are_not_called_wrong_for_flips_they_do_not_show(tmp_path, monkeypatch):
     """Of 60 tokens: more may have flipped than the search tries together."""
     monkeypatch.setattr(near_halves, "_WORK", 500)  # it finds nothing with a hundred times as much either
@@ -172,6 +173,7 @@ def test_logits_of_many_tokens_are_not_called_wrong_for_flips_they_do_not_show(t
     assert follow_flips(m, tokens, whole, compare(right, whole, m.config, tokens)).agrees
 
 
+@pytest.mark.thorough
 def test_a_mistake_in_logits_of_many_tokens_differs(monkeypatch):
     """One that moves them further than flips do, and a small one whose cause is named, or that each token shows."""
     monkeypatch.setattr(near_halves, "_WORK", 500)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from helpers import BITNET, write_checkpoint
 
 FOLDER = Path(__file__).parents[2] / "crossval"
@@ -19,6 +20,7 @@ ROW = '    "relu": Activation(lambda x: np.maximum(x, 0), "relu(gate) * up", "re
 RECIPE = [planting.Edit("reference/layers.py", "ACTIVATIONS = {\n", f"ACTIVATIONS = {{\n{ROW}")]
 
 
+@pytest.mark.thorough
 def test_a_model_with_relu_is_compared_and_explained(tmp_path):
     config = {**BITNET, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "hidden_act": "relu"}
     folder = write_checkpoint(tmp_path / "m", config)

@@ -48,6 +48,7 @@ def check_random_models(folder, seeds, only=None):
     return opponents_seen
 
 
+@pytest.mark.thorough
 def test_no_false_alarm_on_random_models(tmp_path):
     variants = [f"cython {name}" for name, lacks in simd_variants().items() if lacks is None]
     assert check_random_models(tmp_path, range(2), variants) == 2 * len(variants)
@@ -58,6 +59,7 @@ def test_no_false_alarm_on_many_random_models(tmp_path):
     check_random_models(tmp_path, range(1000, 1200))
 
 
+@pytest.mark.thorough
 def test_every_backend_and_kernel_set_is_there(crossings_of_tiny):
     names = {"numpy", "cython", "cupy"} | {f"cython {name}" for name in simd_variants()}
     assert {name for name, *_ in opponents.list_backends(2)} == names
@@ -169,6 +171,7 @@ def test_the_prompt_of_a_trace_may_be_a_message_in_a_chat_template(tmp_path):
 ODD = st.sampled_from([0.0, 1.0, -1.5, 1e-30, 300.0, 3e38, 1e300, np.inf, -np.inf, np.nan])
 
 
+@pytest.mark.thorough
 @settings(max_examples=20)
 @given(data=st.data())
 def test_traces_of_any_contents_are_judged(tmp_path, data):
@@ -203,6 +206,7 @@ def svgs(page):
     return [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)]
 
 
+@pytest.mark.thorough
 @needs_cython
 def test_the_report_is_one_file_with_plots(tmp_path, monkeypatch):
     def attention(self, q, cache, batch, layer, window):
@@ -324,6 +328,7 @@ def test_a_receipt_of_other_weights_is_refuted(receipt):
     assert found.refuted[0].startswith("weights_sha256")
 
 
+@pytest.mark.thorough
 def test_a_receipt_without_its_model_confirms_nothing(receipt):
     (receipt.parent / "m").rename(receipt.parent / "elsewhere")
     found = verify_receipt(receipt)

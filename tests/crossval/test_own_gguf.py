@@ -73,7 +73,9 @@ def test_eight_bit_activations_are_allowed_for_where_the_rule_lacks_a_type(block
     assert crossing.verdict.startswith("AGREES up to llama.cpp's 8-bit activations, free-running")
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("f16", np.float16), ("bf16", ml_dtypes.bfloat16)])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("f16", np.float16), pytest.param("bf16", ml_dtypes.bfloat16, marks=pytest.mark.thorough)]
+)
 def test_sixteen_bit_matrices_are_judged_by_the_rule_of_their_products(tmp_path, kind, dtype):
     """Inputs rounded to the matrix's type give llama.cpp's tensors to 1e-7; sums in float16 only its tolerance."""
     file = tmp_path / "m.gguf"

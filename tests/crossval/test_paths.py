@@ -69,6 +69,7 @@ def test_greedy_steps_with_the_angles_of_the_position_before(monkeypatch):
     assert not any(path.startswith(("ops", "blocks", "replayed")) for path in problems)
 
 
+@pytest.mark.thorough
 @cython_only
 def test_a_score_of_the_wrong_token(monkeypatch):
     right = score._log_probabilities
@@ -76,6 +77,7 @@ def test_a_score_of_the_wrong_token(monkeypatch):
     assert failed() == ["scores"]
 
 
+@pytest.mark.thorough
 @cython_only
 def test_a_prompt_whose_scores_belong_to_the_token_before(monkeypatch):
     def shift(self, logits):
@@ -86,6 +88,7 @@ def test_a_prompt_whose_scores_belong_to_the_token_before(monkeypatch):
     assert failed() == ["text, engine, prompt scored"]
 
 
+@pytest.mark.thorough
 @cython_only
 def test_a_replayed_step_that_keeps_its_positions(monkeypatch):
     fill = replay.KernelStep.fill
@@ -109,12 +112,14 @@ def test_a_screen_that_loses_a_row(monkeypatch):
     assert "screened head" in failed()
 
 
+@pytest.mark.thorough
 def test_pages_in_another_order(monkeypatch):
     right = paged_cache.PagedKVCache.pages_of
     monkeypatch.setattr(paged_cache.PagedKVCache, "pages_of", lambda *args: right(*args)[..., ::-1])
     assert "ops, pages" in failed("numpy")
 
 
+@pytest.mark.thorough
 def test_a_narrow_cache_that_truncates(monkeypatch):
     def truncate(x, dtype):
         return (np.trunc(x * 4) / 4).astype(dtype), None

@@ -65,6 +65,7 @@ def test_a_planted_bug_is_named_by_its_logits(hunt, name):
     assert outcome.right, outcome.causes
 
 
+@pytest.mark.thorough
 def test_the_picture_of_the_readme_is_of_real_runs(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     path = FOLDER.parent / "scripts" / "make_picture.py"

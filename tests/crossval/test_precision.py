@@ -27,6 +27,7 @@ def test_a_backend_that_is_the_reference_is_exact():
     assert (found.tokens, found.device) == (66, None)
 
 
+@pytest.mark.thorough
 @needs_cuda
 def test_errors_grow_as_bits_go(monkeypatch):
     """bfloat16 some eight times as far as float16, and the figures are those of the logits."""

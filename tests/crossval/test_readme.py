@@ -240,6 +240,7 @@ def run(script, *arguments):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_the_scripts(tmp_path):
     case = GOLDEN / "bitnet-packed-offline"
     code, said = run("backends.py", case, "--tokens", "1,5,9")

@@ -95,6 +95,7 @@ def test_a_strict_top_p_shows_where_sums_are_exact():
     assert judge_draws(Draws(*given, truth(row, params)[None])).agrees
 
 
+@pytest.mark.thorough
 def test_correct_engines_are_not_accused():
     for seed in range(40):
         params = SamplingParams(**{**EVERYTHING, "top_p": (0.9, 1.0)[seed % 2], "min_p": (0.0, 0.05)[seed % 3 > 0]})

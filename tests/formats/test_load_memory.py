@@ -8,7 +8,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import BITNET, TINY, raw_safetensors, rng, run_python
+from helpers import BITNET, TINY, raw_safetensors, rng, run_python, sampled
 
 from bitnet_ref.backends import cuda
 from bitnet_ref.formats.convert import convert
@@ -99,7 +99,7 @@ def write_large_checkpoint(folder: Path, config: dict) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
-@pytest.mark.parametrize("kind", ["packed", "dense"])
+@pytest.mark.parametrize("kind", sampled(["packed", "dense"], 2))
 def test_peak_of_a_load(tmp_path, backend_name, kind):
     emulated = backend_name == "cupy" and cuda.emulation_wanted()  # the memory of that device is the host's
     if backend_name == "cupy" and not emulated:
@@ -149,7 +149,7 @@ def write_large_gguf(path: Path, kind: str) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 @pytest.mark.filterwarnings("ignore:.*taken as not rotated")
-@pytest.mark.parametrize("kind", ["Q2_0", "PTQ1_0"])
+@pytest.mark.parametrize("kind", sampled(["Q2_0", "PTQ1_0"], 2))
 def test_peak_of_a_load_of_groups(tmp_path, kind):
     """The blocks become the packed form in pieces, never floats; those are 15 times as many bytes."""
     path = tmp_path / "x.gguf"
@@ -163,6 +163,7 @@ def test_peak_of_a_load_of_groups(tmp_path, kind):
     assert 0.8 * size < growth < LIMIT * size + constant, f"{growth / size:.2f} times, native"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 @pytest.mark.filterwarnings("ignore:.*taken as not rotated")
 def test_peaks_of_a_dense_matrix_in_ternary_blocks_and_of_blocks_that_are_written(tmp_path):

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers import run_python
+from helpers import run_python, sampled
 
 CAMPAIGN = Path(__file__).parent / "campaign.py"
 COUNTS = {
@@ -67,14 +67,14 @@ def run_in_one_process(kind, first, last, timeout_s):
     return outcomes
 
 
-@pytest.mark.parametrize("kind", COUNTS)
+@pytest.mark.parametrize("kind", sampled(COUNTS))
 def test_mutants_with_every_backend(kind):
     needs_package(kind)
     check_variety(run_in_one_process(kind, 0, COUNTS[kind], timeout_s=300))
 
 
 @needs_linux
-@pytest.mark.parametrize("kind", FORKED_KINDS)
+@pytest.mark.parametrize("kind", sampled(FORKED_KINDS))
 def test_mutants_within_their_limits(kind, tmp_path):
     """Each in a child with 5 CPU-seconds and 1 GiB beyond the files' size: a model or one of our errors."""
     run_forked(kind, 100_000, FORKED_COUNT, tmp_path)

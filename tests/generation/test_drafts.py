@@ -98,6 +98,7 @@ def test_the_text_is_that_of_plain_decoding(options, backend, by_model, start):
     check(engine)
 
 
+@pytest.mark.thorough
 @settings(max_examples=8, deadline=None)
 @given(
     options=st.fixed_dictionaries({"max_tokens": st.integers(1, 60), "ignore_eos": st.booleans()}, optional=GREEDY),

@@ -251,6 +251,7 @@ print(json.dumps(attack()))
 """
 
 
+@pytest.mark.thorough
 def test_no_bad_argument_passes_or_crashes():
     here = Path(__file__).parent
     total, passed = run_python(CODE, here, here.parent)

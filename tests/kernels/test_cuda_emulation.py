@@ -159,6 +159,7 @@ def failure(file, kernel, threads=64, shared_mem=0):
     return str(caught.value)
 
 
+@pytest.mark.thorough
 def test_a_barrier_that_some_never_reach(file):
     message = failure(file, "divergent_barrier")
     assert "32 of 64 have exited; thread 0 waits in __syncthreads at line 8" in message
@@ -397,6 +398,7 @@ def test_a_file_that_does_not_compile(tmp_path):
         EmulatedDevice().kernel(str(path), "f")
 
 
+@pytest.mark.thorough
 def test_old_builds_of_a_file_are_removed(tmp_path, monkeypatch):
     """But for those used last, of each file; and not from under who has loaded one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

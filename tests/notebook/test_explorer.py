@@ -17,6 +17,7 @@ def after():
     return NextToken(model("storyteller"), "The rabbit ran")
 
 
+@pytest.mark.thorough
 def test_a_moved_slider_draws_again(after):
     pytest.importorskip("ipywidgets")
     explorer = after.explore(top_p=0.9)

@@ -336,6 +336,7 @@ def test_an_address_with_tls_and_no_certificate():
         DaskWorkers((print,), address="tls://127.0.0.1:1")
 
 
+@pytest.mark.thorough
 def test_workers_that_are_killed_change_no_byte(tmp_path, server, monkeypatch):
     """kill -9 of a worker, twice; the nanny starts another, and its items are computed again."""
     pytest.importorskip("distributed", reason="distributed is not installed: pip install 'bitnet-ref[dask]'")

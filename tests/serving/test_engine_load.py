@@ -81,6 +81,7 @@ def test_whatever_comes_every_request_gives_what_it_gives_alone(arrivals, batch,
     check_load("auto", arrivals, batch, more, pool, sharing)
 
 
+@pytest.mark.thorough
 @settings(max_examples=8)
 @loads
 def test_so_in_plain_numpy(arrivals, batch, more, pool, sharing):

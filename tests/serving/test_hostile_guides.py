@@ -43,6 +43,7 @@ def server():
         yield running
 
 
+@pytest.mark.thorough
 def test_each_is_refused_and_the_others_do_not_wait(server, monkeypatch):
     monkeypatch.setattr(guide_prover, "_prover", guide_prover.Prover())
     faults, slowest_s, done = [], [0.0], threading.Event()

@@ -499,6 +499,7 @@ def inspect_views(page, server):
         check_readable(page, view)
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_a_phone(server, open_page, tmp_path):
     page = open_page(width=360, height=740, dark=True)

@@ -190,6 +190,7 @@ def test_copies(page):
     assert page.pasted() == code.rstrip("\n")
 
 
+@pytest.mark.thorough
 def test_the_keyboard_alone(page):
     """From the start of the page: a message, another reply, branches, an edit, settings, a title, the other views."""
     for _ in range(2):  # the first gives the focus to the document

@@ -233,6 +233,7 @@ def calls() -> Iterator[tuple[str, str]]:
             yield from ((f"is {name}", f"{value} is {name}({given})") for given in ARGUMENTS[:5])
 
 
+@pytest.mark.thorough
 def test_no_single_call_is_long() -> None:
     """A call is not interrupted, so it must pay before it works. Each with one of its arguments, another each time."""
     check_calls(list(calls())[::23])
