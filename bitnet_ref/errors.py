@@ -124,7 +124,6 @@ class _FileError(BitNetRefError):
         field: str | None = None,
         mentions: Sequence[str] = (),
     ) -> None:
-        field = field and _without_middle(field, _MAX_FIELD)
         super().__init__(_without_middle(printable(message, keep=""), _MAX_MESSAGE), field=field, mentions=mentions)
         self.path = None if path is None else os.fspath(path)
         self.offset = offset
@@ -132,7 +131,8 @@ class _FileError(BitNetRefError):
     @property
     def place(self) -> str:
         byte = None if self.offset is None else f"byte {self.offset}"
-        return printable(", ".join(part for part in (self.path, byte, self.field) if part is not None), keep="")
+        field = None if self.field is None else _without_middle(self.field, _MAX_FIELD)
+        return printable(", ".join(part for part in (self.path, byte, field) if part is not None), keep="")
 
 
 class FormatError(_FileError):

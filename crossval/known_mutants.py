@@ -99,9 +99,6 @@ KNOWN: dict[str, str] = {
     'listed = ", ".join((chosen or single)[:(21)]) or "none"': "how many names a message has",
     "formats/registry/pull.py: MAX_GIT_BYTES = 64 << 20 # of a file that is not in LFS -> "
     "MAX_GIT_BYTES = 64 << (21) # of a file that is not in LFS": "files that large are in LFS",
-    "formats/registry/pull.py pull: check_space(home, sum(listed[each].size or 0 for each in names if not "
-    "(folder / each).exists())) -> check_space(home, sum(listed[each].size or (1) for each in names if not "
-    "(folder / each).exists()))": ("a byte of room more for each empty file"),
     "formats/registry/hub_cache.py cached_models: "
     'commit = read_bounded(file, FormatError, 100).decode(errors="replace").strip() -> '
     'commit = read_bounded(file, FormatError, (101)).decode(errors="replace").strip()': (

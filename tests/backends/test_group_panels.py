@@ -7,7 +7,6 @@ from helpers import random_ternary, rng
 from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.backends.cpu.extension import simd_variants, why_unavailable
 from bitnet_ref.backends.cpu.weights import GroupPanelWeight
-from bitnet_ref.errors import NumericsError
 from bitnet_ref.families.groups import GroupTernaryWeight, group_matmul
 from bitnet_ref.reference.quantization import pack_ternary
 
@@ -41,21 +40,3 @@ def test_threads_and_panels_change_nothing(simd):
         np.testing.assert_array_equal(y[2:3], CythonBackend(threads=1, simd="scalar").linears(x[2:3], [w])[0])
         exact = group_matmul(x.astype(np.float64), w.packed, k, w.scales, group)
         np.testing.assert_allclose(y, exact, rtol=0, atol=2**-22 * np.abs(exact).max())
-
-
-@pytest.mark.parametrize("simd", [name for name, lacks in simd_variants().items() if lacks is None])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_matrices_of_their_own_rows(simd, threads):
-    """The experts of a token: 11 matrices, more than one call takes, each of a row of x, or all of one row."""
-    dice, n, k = rng(8), 130, 300
-    packed = [pack_ternary(random_ternary(dice, n, k)) for _ in range(11)]
-    scales = dice.uniform(0.01, 0.1, (11, n, 1)).astype(np.float16)
-    be = CythonBackend(threads=threads, simd=simd)
-    ws = [be.prepare(GroupTernaryWeight(p, k, s, k)) for p, s in zip(packed, scales, strict=True)]
-    x = dice.standard_normal((11, k)).astype(np.float32)
-    for rows in (x, x[:1]):
-        expected = [be.linear(rows[i % len(rows)][None], w)[0] for i, w in enumerate(ws)]
-        np.testing.assert_array_equal(be.kernels.group_experts(rows, ws), expected)
-    x[9, 5] = np.nan
-    with pytest.raises(NumericsError, match="row 9 holds NaN"):
-        be.kernels.group_experts(x, ws)

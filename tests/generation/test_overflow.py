@@ -263,6 +263,8 @@ def test_the_shell_says_what_was_dropped(talker):
         "20",
         "--sink-tokens",
         "2",
+        "--temperature",
+        "0",
     ]
     arguments += ["--ignore-eos", "--backend", FAST]
     result = CliRunner().invoke(cli, arguments)
