@@ -391,6 +391,7 @@ def test_a_state_is_continued_or_begun_again():
     np.testing.assert_array_equal(logits(0, 0, tokens), whole)
 
 
+@pytest.mark.thorough
 def test_several_rows_of_a_hybrid(backend_name):
     m, golden = case_of(HYBRID, backend_name)
     prompt, greedy = golden["tokens"].tolist()[:6], {"max_tokens": 5, "temperature": 0.0, "ignore_eos": True}

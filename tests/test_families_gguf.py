@@ -153,6 +153,7 @@ def test_identity_signs_and_no_keys(tmp_path):
         bitnet_ref.load(plain, backend="numpy")
 
 
+@pytest.mark.thorough
 def test_a_rotated_model_in_other_files(tmp_path, backend_name):
     """As stored: native, PQ2_0 and PTQ1_0 files. Folded into dense matrices: any. Elsewhere refused."""
     tokens = [1, 2, 3, 300, 7]
@@ -333,6 +334,7 @@ def test_a_rotated_hybrid_keeps_its_order_of_inputs(tmp_path):
         np.testing.assert_array_equal(bitnet_ref.load(again, backend="numpy").logits(tokens), m.logits(tokens))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*taken as not rotated")
 def test_value_heads_in_the_order_of_hugging_face(tmp_path):
     """prism.hadamard.gdn_v_grouped: the inputs of ssm_out alone are not in the file's order of heads."""

@@ -126,6 +126,7 @@ def test_what_the_page_consists_of(site):
     assert all(bug["title"] and bug["text"].endswith(".") for bug in facts["bugs"])
 
 
+@pytest.mark.thorough
 def test_without_npm_the_site_has_the_page_and_it_says_so(tmp_path, monkeypatch, request):
     monkeypatch.setattr(site_playground, "RUNTIME", "onnxruntime-web@0.0.0")
     monkeypatch.setattr(site_playground.shutil, "which", lambda name: None)
@@ -184,6 +185,7 @@ def test_each_button_makes_the_mistake_that_crossval_names(name, graphs):
     assert np.abs(wrong - m.logits(ids)).max() > 0.1
 
 
+@pytest.mark.thorough
 def test_the_divergences_that_the_guide_tells(graphs):
     rows = re.findall(
         r"^\| (.+?) \| ([\d.]+) \| (\d+|the same) \|$", (DOCS / "playground.md").read_text(), re.MULTILINE
@@ -308,6 +310,7 @@ def test_the_sliders_give_the_packages_distributions(page):
     assert page.run("playground.given") == len(first) + 1
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_a_broken_model_beside_the_right_one(page, graphs):
     m = model("storyteller")
@@ -384,6 +387,7 @@ def test_keys_and_names_on_a_phone_and_a_desk(page):
     page.look(1200)
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_the_first_text_plays_by_itself_and_an_empty_one_is_refused(browser, address, page):
     greedy = model("storyteller").generate(PROMPT, max_tokens=32).token_ids
@@ -428,6 +432,7 @@ def test_the_tour_lights_up_what_it_tells_and_tells_the_models_numbers(page):
     assert page.run("$('tour-back').disabled")
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_the_game_counts_what_the_reader_finds(page):
     found, counted = 0, 0
@@ -489,6 +494,7 @@ def drop(page, files):
     return page.text("#own-facts")
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_own_models_give_the_packages_tokens(browser, address, own_models):
     with open_page(browser, address) as page:
@@ -514,6 +520,7 @@ def test_own_models_give_the_packages_tokens(browser, address, own_models):
                 assert page.text("#own-text") == tokenizer.decode([*ids, *own["ids"]]), name
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_what_the_page_cannot_run_it_refuses(browser, address, own_models, tmp_path):
     data = (GGUF / "tq2_0.gguf").read_bytes()

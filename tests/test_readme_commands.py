@@ -165,6 +165,7 @@ def clone(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("commands", group_params())
 def test_commands_run(commands, clone):
     unavailable = []
@@ -213,6 +214,7 @@ def test_python_runs(clone):
     assert str(names["seen"]["blocks.0.attn.q_proj.hook_acc_int32"].shape) == shown_shape[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("curl") is None or shutil.which("bash") is None, reason="needs curl and bash")
 def test_serve_answers_as_its_help_says(tmp_path):
     """The lines of `bitnet-ref serve --help`, pasted into a shell, on a free port."""
@@ -337,6 +339,7 @@ def docs_with_commands():
     return [pytest.param(each, marks=pytest.mark.thorough if each.stem == "crossval" else ()) for each in paths]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", docs_with_commands(), ids=lambda p: p.stem)
 def test_commands_of_the_docs_run(path, clone):
     (clone.parent / "tests").symlink_to(ROOT / "tests")

@@ -65,6 +65,7 @@ def run(command, folder, address):
     return done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", PAGES)
 def test_commands(page, tmp_path, address):
     """Those that start a server and install packages are looked at by the next tests."""

@@ -242,6 +242,7 @@ def test_figures_of_notebooks_have_their_texts_on_the_site():
             assert cell["metadata"].get("mystnb", {}).get("image", {}).get("alt", "") == " ".join(texts)
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_slides_are_slides_and_need_no_network(tmp_path):
     """Opened as files, without a server. A figure is on a slide of its own; few slides scroll, and none to the side."""

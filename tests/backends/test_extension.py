@@ -84,6 +84,7 @@ def test_linears_of_every_method_equal_the_reference(layout, tokens):
         be.linears(x, prepared(be, *ws))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wish", ["1.6", "table"])
 def test_a_model_writes_the_same_text_by_every_method(wish):
     code = (

@@ -77,12 +77,14 @@ def port():
         yield taken.getsockname()[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("option", ["--api-key", "--allow-host", "--allow-origin", "--host"])
 def test_an_empty_option_of_security_is_an_error(tmp_path, port, option):
     pytest.importorskip("uvicorn")
     assert fault_of("serve", option, "", tmp_path, port) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("value", VALUES)
 def test_a_blank_address_of_workers_is_an_error(tmp_path, value):
     assert fault_of("embed", "--dask", value, tmp_path, 0) is None

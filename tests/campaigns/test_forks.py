@@ -43,6 +43,7 @@ def fork_after(delay_s, what):
     return None if done.returncode == 0 else f"{what} after {delay_s * 1000:.0f} ms: {done.stderr[-1500:]}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", ["own", "shared"])
 def test_a_fork_during_the_first_text(what):
     assert fork_after(0.03, what) is None

@@ -141,6 +141,7 @@ def attack(tmp_path, lines, seeds):
     print(f"{dict(statuses)}, {len(lines)} lines of the log")
 
 
+@pytest.mark.thorough
 def test_some_mutated_requests(tmp_path, log):
     attack(tmp_path, log, 60)
 

@@ -74,6 +74,7 @@ def test_some_system_calls_fail(faults_library, memory):
     run("faults", [*PREPARED, "convert:hf-packed"], memory, 20, library=faults_library)
 
 
+@pytest.mark.thorough
 @linux_only
 def test_small_limits_and_a_few_kills(tmp_path):
     run("limits", ["receipt", "names:give", "convert:hf-packed"], tmp_path, 2)

@@ -41,6 +41,7 @@ def row_names(backend, quick=False):
     return {"accumulators", *(name for name, _ in checks), *(name for name, _ in answers)}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("no_emulation")
 def test_doctor_json():
     """The default takes every path of every backend, and every check of `--full` on one backend at least."""
@@ -89,6 +90,7 @@ def test_numpy_runs_every_check_where_no_compiled_backend_does(monkeypatch, fast
     assert quick == ({"numpy": True, "cython": False} if fast else {"numpy": False})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", [["doctor"], ["crossval", "backends", "--only", "numpy"]])
 def test_rows_come_when_they_are_done(command):
     """Also into a pipe: the first row is there while the others are computed."""
@@ -101,6 +103,7 @@ def test_rows_come_when_they_are_done(command):
             running.kill()
 
 
+@pytest.mark.thorough
 def test_crossval_backends_ends_with_a_verdict(monkeypatch):
     arguments = ("crossval", "backends", GOLDEN / "bitnet-packed-offline", "--only", "numpy", "--tokens", "1,5,9")
     result = invoke(*arguments)
@@ -136,6 +139,7 @@ def test_doctor_notices_wrong_accumulators():
     assert 1 <= unequal <= 3  # one accumulator of each token
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("no_emulation", "one_backend")
 def test_doctor_fails_when_a_backend_differs(monkeypatch):
     """And shows an impossible thread count, and computes all the same."""

@@ -65,6 +65,7 @@ def gguf(tmp_path_factory):
     return path
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("prints", "options"),
     [("text", []), ("ids", ["--ids"])],
@@ -77,6 +78,7 @@ def test_the_same_tokens(program, gguf, prints, options):
     assert crossing.verdict.startswith("AGREES: equal for 4 tokens, smallest margin")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("prints", ["text", "ids"])
 def test_a_planted_token_is_named_with_its_margin(program, gguf, prints):
     options = ["--wrong-at", "2", *(["--ids"] if prints == "ids" else ["--no-display-prompt"])]
@@ -104,6 +106,7 @@ def test_a_program_that_fails_or_is_not_there(program, gguf, tmp_path):
     assert "cannot be converted for it" in no_tokenizer.verdict
 
 
+@pytest.mark.thorough
 def test_from_the_shell(program, gguf):
     arguments = ["crossval", "bitnet-cpp", str(gguf), program, "--prompt", PROMPT, "--max-tokens", "2", "--json"]
     result = CliRunner().invoke(cli, arguments)

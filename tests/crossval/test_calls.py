@@ -211,6 +211,7 @@ def test_record_writes_a_folder_of_runs(tmp_path):
 SAMPLE = ("positions_restart", "ring_of_20", "row_before", "cache_of_other", "padding_bleeds", "conv_after_silu")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sampled(SAMPLE))
 def test_a_mistake_of_calls_is_named(name):
     (mistake,) = [each for each in call_mistakes.MISTAKES if each.name == name]

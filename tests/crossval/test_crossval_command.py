@@ -19,6 +19,7 @@ def invoke(*args):
     return CliRunner().invoke(cli, ["crossval", *map(str, args)])
 
 
+@pytest.mark.thorough
 @needs_cython
 def test_backends_agree():
     some = "--only", "numpy", "--only", "cython"  # tests/crossval/test_opponents.py has the others
@@ -51,6 +52,7 @@ def test_a_missing_opponent(no_card):
     assert json.loads(invoke("backends", CASE, "--only", "cupy", "--json").stdout)["agrees"] is False
 
 
+@pytest.mark.thorough
 @needs_cython
 def test_a_missing_opponent_beside_others(no_card):
     assert invoke("backends", CASE, "--only", "cupy", "--only", "cython").exit_code == 0

@@ -62,6 +62,7 @@ def tokens_of(case):
 # -- onnxruntime -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @needs_onnx
 def test_onnxruntime_agrees_and_its_receipt_holds(tmp_path):
     cases = ["bitnet-packed-offline", "llama-packed-rmsnorm", "rope-dynamic"]  # the others: slow
@@ -113,6 +114,7 @@ def test_a_written_file_runs_in_its_engine(tmp_path):
         assert invoke_json("convert", CASE, tmp_path / option, "--to", "onnx", option)["engine"] is None
 
 
+@pytest.mark.thorough
 @needs_onnx
 @pytest.mark.parametrize(
     ("op", "status", "says"),

@@ -60,6 +60,7 @@ def test_a_near_tie_is_no_difference(engine):
     assert judge_tokens(engine, GivenRun(prompt, (*ids[:at], int(order[at, 1])), engine_dtype="bfloat16")).parted == at
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("label", QUICK)
 def test_a_planted_mistake_is_named(label):
     (planted,) = [each for each in generation_causes.PLANTED if each.label == label]

@@ -92,6 +92,7 @@ def slow_or_thorough(i):
     return pytest.mark.slow if i % 4 else pytest.mark.thorough if i % 12 else ()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param(name, marks=slow_or_thorough(i)) for i, name in enumerate(MISTAKES)])
 def test_the_wrong_line_is_named(name):
     verdict = of(name)
@@ -176,6 +177,7 @@ def test_the_guide_shows_what_the_command_prints(monkeypatch):
     assert f"a right layer and {len(MISTAKES)} with one mistake each" in guide
 
 
+@pytest.mark.thorough
 def test_command():
     result = CliRunner().invoke(cli, ["crossval", "linear", f"{LAYERS}:Truncates", "--json"])
     assert result.exit_code == 1

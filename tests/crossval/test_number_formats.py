@@ -93,6 +93,7 @@ def test_it_is_named_from_a_thin_trace(mistake: shipped_mistakes.Shipped) -> Non
 DELTA_SAMPLE = ("conv with relu", "beta is tanh", "A of the next head", "memory in int8, a scale per head")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", DELTA_SAMPLE)
 def test_a_mistake_of_a_deltanet_on_no_list_is_described(name: str) -> None:
     judgement = delta_mistakes.judge(name)

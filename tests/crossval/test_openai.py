@@ -151,6 +151,7 @@ def test_a_prompt_mistake_is_named_by_log_probabilities(engine):
     assert confirmed(result) == ["bos_twice"]
 
 
+@pytest.mark.thorough
 def test_a_mistake_is_named_by_tokens(engine):
     shows = ("ids", "return_token_ids")
     ended = cross(Planted(engine, lambda ids: [*ids, 2], shows=shows), engine)

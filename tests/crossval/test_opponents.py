@@ -97,6 +97,7 @@ def crossed(change, monkeypatch, m=None):
     return crossing
 
 
+@pytest.mark.thorough
 def test_a_wrong_backend_is_named(monkeypatch, tmp_path):
     def gated(self, gate, up, activation):
         return Backend.gated(self, gate, up, "silu")
@@ -277,6 +278,7 @@ def receipt(tmp_path, crossings_of_tiny):
     return tmp_path / "receipt.json"
 
 
+@pytest.mark.thorough
 def test_a_receipt_holds(receipt, monkeypatch):
     monkeypatch.setattr("bitnet_ref.backends.cuda.why_unavailable", lambda index=0: "there is no GPU")
     kept = read_receipt(receipt)

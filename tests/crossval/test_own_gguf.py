@@ -73,6 +73,7 @@ def test_eight_bit_activations_are_allowed_for_where_the_rule_lacks_a_type(block
     assert crossing.verdict.startswith("AGREES up to llama.cpp's 8-bit activations, free-running")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("f16", np.float16), pytest.param("bf16", ml_dtypes.bfloat16, marks=pytest.mark.thorough)]
 )

@@ -40,6 +40,7 @@ def test_every_path_agrees_on_cupy():
     assert all(each.compared > 0 for each in check.paths)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["bitnet-packed-offline", "llama-dense", "mistral-dense-window8", "rope-dynamic"])
 def test_every_path_of_other_models_agrees(case):
     reference = model(GOLDEN / case)
@@ -49,6 +50,7 @@ def test_every_path_of_other_models_agrees(case):
     assert [check for check in checks if not check.passed] == []
 
 
+@pytest.mark.thorough
 @cython_only
 def test_another_gate_in_the_fused_block(monkeypatch):
     """What doctor and crossval did not see when generate had a path of its own."""
@@ -56,6 +58,7 @@ def test_another_gate_in_the_fused_block(monkeypatch):
     assert "blocks" in failed()
 
 
+@pytest.mark.thorough
 @cython_only
 def test_greedy_steps_with_the_angles_of_the_position_before(monkeypatch):
     play = replay.KernelStep.play_greedy
@@ -105,6 +108,7 @@ def test_a_replayed_step_that_keeps_its_positions(monkeypatch):
     assert not any(path.startswith("blocks") for path in problems)
 
 
+@pytest.mark.thorough
 @cython_only
 def test_a_screen_that_loses_a_row(monkeypatch):
     right = cpu_backend.surviving_rows
@@ -150,6 +154,7 @@ def test_a_check_that_breaks_fails_alone():
     assert (first.passed, first.detail, second.passed) == (False, "ZeroDivisionError: no", True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_short_prompts_have_every_path(count):
     reference = model(GOLDEN / "bitnet-packed-offline")

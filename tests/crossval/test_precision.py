@@ -46,6 +46,7 @@ def test_errors_grow_as_bits_go(monkeypatch):
     assert found.largest_logit == np.abs(exact).max()
 
 
+@pytest.mark.thorough
 @needs_cuda
 def test_the_command():
     arguments = ["crossval", "precision", str(CASE), "--dtype", "bfloat16", "--tokens", "1,17,5,9"]

@@ -247,6 +247,7 @@ print(json.dumps([size, recorded - before, peak_memory_bytes() - recorded, found
 """
 
 
+@pytest.mark.thorough
 def test_recording_and_comparing_stream(tmp_path):
     """Layers of 2B-4T's shape: a trace of 120 MB is written and compared in memory for a few tensors."""
     size, recording, comparing, agrees, tensors = run_python(WIDE, tmp_path / "trace", "2")

@@ -235,6 +235,7 @@ def in_terminal(args, interrupt_at=None, columns=80):
     return shown, done.wait(10)
 
 
+@pytest.mark.thorough
 def test_the_verdict_comes_first_and_ctrl_c_keeps_what_is_known(unexplained):
     shown, code = in_terminal(["trace", "storyteller", unexplained], interrupt_at="testing ")
     assert code == 1

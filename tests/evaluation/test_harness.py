@@ -65,6 +65,7 @@ def tasks(tmp_path, monkeypatch):
     return write_tasks(tmp_path, documents), documents
 
 
+@pytest.mark.thorough
 def test_multiple_choice_texts_and_rolling(tasks):
     folder, documents = tasks
     facts = invoke_json(

@@ -120,6 +120,7 @@ def test_the_bytes_are_reproducible(target, every_format, tmp_path, tiles):
         assert (again / name).read_bytes() == (before / name).read_bytes()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", sampled(BITNET_TARGETS))
 def test_storyteller_still_tells_its_story(target, tmp_path):
     if target in ("gguf-tl1", "gguf-tl2"):
@@ -372,6 +373,7 @@ def test_killed_at_random_the_target_is_absent_or_whole(target, tmp_path):
     kills_at_random(target, tmp_path, 500)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on this system")
 def test_killed_a_few_times(tmp_path):
     kills_at_random("gguf-i2_s", tmp_path, 6)

@@ -361,6 +361,7 @@ def test_ends_of_turn(tmp_path):
 # -- TL1 and TL2 -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["tl1", "tl2"])
 def test_lookup_table_types(kind, tmp_path):
     pytest.importorskip("bitnet_ref.formats.gguf.tl", reason="the TL codecs are not here")

@@ -98,6 +98,7 @@ def write_large_checkpoint(folder: Path, config: dict) -> int:
     return (folder / "model.safetensors").stat().st_size
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 @pytest.mark.parametrize("kind", sampled(["packed", "dense"], 2))
 def test_peak_of_a_load(tmp_path, backend_name, kind):

@@ -138,6 +138,7 @@ def test_names_and_versions_that_are_newer_stay(store, tmp_path):
     assert {f"mine-{store[n]['digest'][:8]}" for n in (1, 4)} <= set(names)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("step", range(49))
 def test_stopped_anywhere_and_repeated(store, contents, monkeypatch, step):
     """The n-th change of the disk fails: the next move ends what the first began."""

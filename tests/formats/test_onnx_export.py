@@ -96,6 +96,7 @@ def test_storyteller_logits(storyteller):
     np.testing.assert_allclose(logits[0], m.logits(tokens), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", EXPECTED["cases"], ids=lambda case: case["prompt"][:20])
 def test_storyteller_greedy_text(case, storyteller):
     cfg = model("storyteller").config

@@ -332,6 +332,7 @@ def test_what_cannot_be_deleted(hub, model_files, monkeypatch, number, message):
     assert "mine" in links()
 
 
+@pytest.mark.thorough
 def test_no_server(hub):
     done = run(hub, "pull", "org/tiny", code=4, HF_ENDPOINT="http://127.0.0.1:9")
     assert "the hub cannot be reached" in done.stderr
@@ -351,6 +352,7 @@ def kill_while_fetching_weights(hub, commit):
     child.wait()
 
 
+@pytest.mark.thorough
 def test_kill_9_in_the_middle_then_again(hub, model_files):
     """Nothing can be loaded; the second pull ends what the first began, without fetching again what had come."""
     commit = hub.put("org/tiny", "main", model_files)
@@ -374,6 +376,7 @@ def test_kill_9_in_an_update(hub, model_files):
     assert bitnet_ref.load("org/tiny", backend="numpy").logits([1]).shape == (1, BITNET["vocab_size"])
 
 
+@pytest.mark.thorough
 def test_two_pulls_at_once(hub, model_files):
     """The second waits for the first and fetches nothing."""
     hub.put("org/tiny", "main", model_files)

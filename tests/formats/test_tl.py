@@ -141,6 +141,7 @@ def test_there_and_back(data):
     np.testing.assert_array_equal(decode_tl(kind, packed, n, k, tiles=tiles).w_t, w_t)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "shape"), [case for case in KNOWN if np.prod(case[1]) < 2e7])
 def test_every_known_shape(kind, shape):
     tiles = KNOWN_TILES[kind][shape][0]

@@ -81,6 +81,7 @@ def steady(monkeypatch):
         monkeypatch.setattr(module, "StepTimes", SteadyTimes)
 
 
+@pytest.mark.thorough
 @settings(max_examples=6, deadline=None)
 @given(options=OPTIONS, backend=st.sampled_from(["numpy", "cython"]), by_model=st.booleans(), start=st.integers(0, 20))
 def test_the_text_is_that_of_plain_decoding(options, backend, by_model, start):

@@ -165,6 +165,7 @@ def test_a_barrier_that_some_never_reach(file):
     assert "32 of 64 have exited; thread 0 waits in __syncthreads at line 8" in message
 
 
+@pytest.mark.thorough
 def test_threads_at_different_barriers(file):
     message = failure(file, "two_barriers")
     assert "thread 0 waits in __syncthreads at line 13" in message

@@ -145,6 +145,7 @@ def test_a_function_of_a_kernel_file():
         read_function(PACKAGE / "kernels/cuda/ternary.cuh", "nothing")
 
 
+@pytest.mark.thorough
 def test_a_server_for_a_cell_ends_with_it_even_when_it_fails():
     pytest.importorskip("uvicorn")
     pytest.importorskip("fastjsonschema")

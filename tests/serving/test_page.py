@@ -240,6 +240,7 @@ def test_completion_and_what_a_token_might_have_been(open_page):
     assert page.run("$('prompt').value").startswith("\U0001f407 Alice \U0001f3a9 said")
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_chats_stop_and_go_on(server, open_page):
     page = open_page(problems=("400",))
@@ -408,6 +409,7 @@ def test_the_engine_live(server, open_page):
     check(engine)
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_each_of_several_engines(open_page, tmp_path):
     with RunningServer({"storyteller": STORY}, settings={"replicas": 3, "cache_tokens": 2048}) as server:
@@ -439,6 +441,7 @@ def test_each_of_several_engines(open_page, tmp_path):
         check(engine)
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_a_key_and_a_server_that_is_busy_loads_or_is_gone(open_page):
     problems = ("401", "429", "503", *GONE)

@@ -177,6 +177,7 @@ def test_tools_and_a_schema(page):
     assert json.loads(shown(page)[-1])["zone"] in ("utc", "cet")
 
 
+@pytest.mark.thorough
 def test_copies(page):
     send(page, "Hello")
     push(page, 1, "Copy")

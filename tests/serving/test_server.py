@@ -408,6 +408,7 @@ def test_calls_in_a_text_that_comes_in_pieces(text, content, zones, size):
     assert [json.loads(call.arguments)["zone"] for call in reply.calls] == zones
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "text",
     [
@@ -732,6 +733,7 @@ def test_the_command_drains_when_it_is_ended(whole):
         command.communicate()
 
 
+@pytest.mark.thorough
 def test_chains_of_references_end_no_server(talker, tmp_path):
     """Each was a stack overflow, which ends the process: so the server is one of its own."""
     pytest.importorskip("llguidance")

@@ -171,6 +171,7 @@ def test_arguments_are_only_those_that_are_declared():
     assert found["properties"]["w"] == {"type": "object", "allOf": [inner]}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", [form.name for form in FORMATS])
 @pytest.mark.parametrize(
     "text",

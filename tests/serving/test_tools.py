@@ -80,6 +80,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", sampled(SHAPES))
 @pytest.mark.parametrize("pieces", [1, 1 << 20], ids=["whole", "in characters"])
 def test_the_time_grows_with_the_length(shape, pieces):

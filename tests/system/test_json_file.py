@@ -52,6 +52,7 @@ def test_a_pipe_and_a_folder(tmp_path):
             read_bounded(path, FormatError, 10)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("item", [b"[],", b"{},", b"0,"])
 def test_many_small_values(tmp_path, item):
     """An empty list is 3 bytes of text and 64 of memory."""

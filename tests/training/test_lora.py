@@ -190,6 +190,7 @@ def section(file, title):
     return dict(re.findall(r"^```(\w+)\n(.*?)^```", body, re.DOTALL | re.MULTILINE))
 
 
+@pytest.mark.thorough
 def test_the_guides(tmp_path, monkeypatch):
     """Their settings, commands and Python run as they stand."""
     monkeypatch.chdir(tmp_path)

@@ -569,6 +569,7 @@ def test_texts_become_tokens_once(tmp_path):
         open_tokens(files, {}, 4096, tmp_path)
 
 
+@pytest.mark.thorough
 def test_encoded_texts_are_named_by_what_they_are_made_of(tmp_path):
     """Another text or tokenizer of the same size and time, or a damaged byte anywhere: they are encoded anew."""
     text, folder = tmp_path / "a.txt", tmp_path / "run"
