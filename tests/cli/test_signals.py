@@ -55,6 +55,7 @@ def test_what_watch_has_started_ends_with_it(tmp_path, number):
         assert not any(map(is_alive, children))
     finally:
         process.kill()
+        process.communicate()  # else its pipe and its end are noticed in a later test
 
 
 def test_a_signal_that_is_ignored_stays_so(tmp_path):
