@@ -196,6 +196,7 @@ def run_pytest(file: str, plugin: object, *options: str) -> int:
     sys.modules["__main__"] = ModuleType("__main__")  # a process that a test spawns would import the script again
     with tempfile.TemporaryDirectory(dir=os.environ.get(TEMPORARY), ignore_cleanup_errors=True) as folder:
         os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
+        options = ("-m", "not slow and not emulated and not notebooks", *options)  # the thorough ones too
         return pytest.main([file, "-n0", "-q", "--tb=no", "-p", "no:cacheprovider", *options], plugins=[plugin])
 
 

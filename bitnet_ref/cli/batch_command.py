@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from ..serving.http.batch import BatchServer
 
 
-DECIDE = ("dtype", "cache_dtype", "rotation", "dense", "allow_unquantized")  # options that change answers
+# options that change answers
+DECIDE = ("dtype", "cache_dtype", "activations", "rotation", "dense", "allow_unquantized")
 
 
 @click.command(cls=SectionedCommand, short_help="Answer a file of OpenAI batch requests.")
@@ -78,7 +79,7 @@ def batch(source: Path, target: Path, config: Path | None, chat_template: str | 
     files = [*model_files(path), *(model_files(Path(adapter)) if adapter else ())]
     run: dict[str, Any] = {"version": __version__, "model": name, "template": template, "hashes": hash_files(files)}
     run |= {"files": [file.name for file in files], "config": None if config is None else read_text(config)}
-    run |= {key: str(options[key]) for key in DECIDE if key in options}
+    run |= {key: str(options[key]) for key in DECIDE}
     defaults = server_config(config, generation_defaults=options["generation_defaults"]).generation_defaults
     run |= {"generation_defaults": defaults, "unknown_fields": options["unknown_fields"]}
     settings = (name, config, template, defaults, options["unknown_fields"] == "warn")

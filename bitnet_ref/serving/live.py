@@ -40,7 +40,7 @@ class Frame:
     speeds: tuple[float, ...]  # tokens per second between two snapshots, oldest first
     latencies: Mapping[str, tuple[float | None, ...]]
     requests: list[RequestProgress]
-    ended: bool = False
+    ended: bool
 
     def lines(self) -> list[tuple[str, str]]:
         """(name, value) of everything but the requests."""

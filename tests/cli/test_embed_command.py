@@ -38,6 +38,8 @@ def test_similarities_vectors_and_files(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
     assert [row["text"] for row in rows] == TEXTS
     np.testing.assert_array_equal([row["embedding"] for row in rows], np.packbits(expected > 0, axis=1))
+    assert invoke("Zoë", "--out", tmp_path / "z.jsonl").exit_code == 0
+    assert "Zoë".encode() in (tmp_path / "z.jsonl").read_bytes()
 
 
 def test_prompts(tmp_path):

@@ -43,6 +43,8 @@ def test_generate_options_reach_the_sampler():
     flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
     first, second = (invoke_json("generate", PROMPT, *flags, *PLAIN) for _ in range(2))
     assert first["token_ids"] == second["token_ids"]
+    told = invoke("generate", PROMPT, *flags, *PLAIN).stderr
+    assert told.endswith(", temperature 1.5, top-k 50, top-p 0.9, seed 3\n")
     model = shared_model("storyteller", BACKEND, threads=1)
     assert first["token_ids"] == model.generate(PROMPT, **options).token_ids
     for change in ({"temperature": 0.1}, {"top_k": 1}, {"top_p": 0.01}, {"seed": 4}):

@@ -320,6 +320,32 @@ def test_without_dask(monkeypatch):
         DaskWorkers((print,), 1)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--dtype=float64",
+        "--cache-dtype=int8",
+        "--activations=float",
+        "--rotation=folded",
+        "--dense=int8",
+        "--allow-unquantized",
+        "--generation-defaults=plain",
+        "--unknown-fields=warn",
+        "--chat-template=x",
+    ],
+)
+def test_a_journal_is_of_the_options_that_change_answers(tmp_path, monkeypatch, option):
+    runs = []
+    monkeypatch.setattr(batch_command, "load_model", lambda options: None)
+    monkeypatch.setattr(batch_command, "serve_lines", lambda *settings: None)
+    monkeypatch.setattr(batch_module, "run_batch", lambda source, target, workers, run, note: runs.append(run))
+    (tmp_path / "in").write_text("")
+    for options in ([], [option]):
+        invoke("batch", tmp_path / "in", tmp_path / "out", *options)
+    assert len(runs) == 2
+    assert runs[0] != runs[1]
+
+
 def refuses_strangers(address):
     """A scheduler runs code: no other process may connect, be it without TLS or with a key of its own."""
     from distributed import Client
