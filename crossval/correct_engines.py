@@ -269,7 +269,7 @@ def main() -> int:
     untold = sum(bool(o.untold) for o in outcomes)
     print(
         f"{len(outcomes)} correct engines, {flipped} with flips: {accused} differ, {caused} are given a cause, "
-        f"{untold} cannot be told from logits alone"
+        f"{untold} cannot be told"
     )
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(o) for o in outcomes], indent=1))

@@ -23,7 +23,7 @@ from ..reference.layers import Array
 from .calls import Calls, placed_by_calls
 from .flips import Flip, implied_int8, judge_flips
 from .metrics import Distance, Figures, LogitsDistance, Rows, measure, measure_logits, tensor_of
-from .names import INT8, SYNONYMS, layer_of, linear_input, nearest_name, op_kind, op_order
+from .names import INT8, LOGITS, SYNONYMS, layer_of, linear_input, nearest_name, op_inputs, op_kind, op_order
 from .token_ids import token_parity
 from .tolerances import FLIP_CEILING, NARROW_FLOATS, angle_drift, tolerance_of
 
@@ -86,7 +86,7 @@ class Comparison:
     up_to: str = ""  # what the engine rounds by design, for which the tolerances allow
     calls: Calls = ()  # how many tokens each call of the candidate computed, where it says so
     implied_flips: int = 0  # of `flips`, the first so many are not recorded: the reference rounded as they say
-    undecided: str = ""  # of logits alone that do not agree: why they may be a correct engine's all the same
+    undecided: str = ""  # why tensors that do not agree may be a correct engine's all the same
     missing: list[str] = field(default_factory=list)  # in the reference, not in the candidate
     # in the candidate, with a name that no run has -> the nearest name that runs have, if one is near
     unknown: dict[str, str | None] = field(default_factory=dict)
@@ -113,8 +113,10 @@ class Comparison:
         if self.problem is not None:
             return f"NOT COMPARABLE: {self.problem}"
         if self.undecided:
-            advice = "record hook_resid_post of every block next, which shows them"
-            return f"CANNOT TELL from the logits alone, {self.mode}: {self.undecided}; {advice}"
+            is_alone = [op.name for op in self.ops] == [LOGITS]
+            source, names = ("the logits alone", "hook_resid_post") if is_alone else ("these tensors", INT8)
+            advice = f"record {names} of every block next, which shows them"
+            return f"CANNOT TELL from {source}, {self.mode}: {self.undecided}; {advice}"
         if (bad := self.first_divergence) is not None:
             place = "" if bad.token is None else placed_by_calls(bad.token, self.calls)
             return f"DIFFERS, {self.mode}, {place + '; ' if place else ''}first at {bad}"
@@ -281,6 +283,9 @@ class Walk:
             theirs = theirs[:].reshape(shape)
         tolerance = tolerance_of(kind, self.own_engine)
         relative = tolerance.relative(depth)
+        if kind == "dense linear" and depth is not None:  # its result is as far off as what it reads may be
+            read = [op_kind(each, self._is_ternary, self.config) for each in op_inputs(name, self.config)]
+            relative = max(relative, *(tolerance_of(each, self.own_engine).relative(depth) for each in read))
         allowed = np.full(len(self.reached), relative)
         if not self.own_engine:
             allowed += angle_drift(kind, depth, len(allowed))

@@ -56,8 +56,8 @@ _RIGHT = 0.1  # a token of which flips leave more of its error does not agree: t
 def follow_flips(model: LoadedModel, tokens: Sequence[int], candidate: Tensors, comparison: Comparison) -> Comparison:
     """The comparison with the reference that rounds some activations as the candidate must have.
 
-    The given free-running `comparison` itself where it agrees, and where flips do not explain the difference. If it
-    is of logits alone, and flips that cannot be searched for may explain it, `undecided` is set.
+    The given free-running `comparison` itself where it agrees, and where flips do not explain the difference. If flips
+    that cannot be searched for may explain it, `undecided` is set: of logits alone, and where flips explain a part.
     """
     narrow = getattr(candidate, "engine_dtype", None) in NARROW_FLOATS
     if comparison.agrees or comparison.problem is not None or comparison.mode != "free-running" or narrow:
@@ -129,16 +129,19 @@ class _FlipSearch:
         return next((flips for flips in searches if flips), [])
 
     def not_told(self, run: _Run, first: OpResult, values: int) -> str:
-        """Why logits that no flips explain may be right; "" if they show a mistake, or other tensors are shown too.
+        """Why what no flips explain may be right; "" if it shows a mistake.
 
         The first wrong token must see so many int8 values that more may have flipped than are searched for together: a
-        mistake in every token is seen in the first. From there on the logits must be no further off than those of the
-        reference with noise that flips as many values as an engine may.
+        mistake in every token is seen in the first. So logits must be all that is shown, or some flips have brought
+        agreement before. From there on the tensor must be no further off than that of the reference with noise that
+        flips as many values as an engine may.
         """
-        tokens, mine = len(self.setting.tokens), run.tensors[LOGITS]
-        if set(self.order) & set(self.candidate) != {LOGITS} or not np.isfinite(first.max_abs):
+        tokens, mine = len(self.setting.tokens), run.tensors[first.name]
+        is_alone = set(self.order) & set(self.candidate) == {LOGITS}
+        if not (is_alone or len(run.flips) >= FEW_FLIPS) or not np.isfinite(first.max_abs):
             return ""
-        theirs = self.candidate[LOGITS].reshape(-1, mine.shape[1])
+        mine = mine.reshape(tokens, -1)
+        theirs = self.candidate[first.name].reshape(-1, mine.shape[1])
         token = tokens - 1 if len(theirs) < tokens else first.token or 0
         if values * (token + 1) <= _TOGETHER * VALUES_PER_FLIP * tokens:
             return ""
@@ -146,8 +149,8 @@ class _FlipSearch:
         noisy = []
         for seed in range(_NOISY_RUNS):
             cache = EngineKVCache(self.setting.config, slots=1, capacity=tokens)
-            done = self._pass(run.flips, cache, 0, tokens, noise=np.random.default_rng(seed))
-            noisy.append(_row_errors(done.seen[LOGITS], mine))
+            done = self._pass(run.flips, cache, 0, tokens, first.name, noise=np.random.default_rng(seed))
+            noisy.append(_row_errors(done.seen[first.name].reshape(mine.shape), mine))
         if len(theirs) == 1:
             limits, which = np.quantile(noisy, [_USUAL]), "those of the last token"
         else:
@@ -158,9 +161,10 @@ class _FlipSearch:
                 return ""
         if (errors > np.maximum(limits, first.tolerance)).any():
             return ""
+        found, shown = ("", "logits do") if is_alone else (f"with {len(run.flips)} flips, in {first.name} ", "it does")
         return (
-            f"{which} are off by up to {errors.max():.2g} of their size, and rounding "
-            f"flips of int8 activations, which logits do not show, move them by up to {limits.max():.2g}"
+            f"{found}{which} are off by up to {errors.max():.2g} of their size, and rounding "
+            f"flips of int8 activations, which {shown} not show, move them by up to {limits.max():.2g}"
         )
 
     def search(self, run: _Run, theirs: View, name: str, token: int, tried: tuple[int, int]) -> list[Flip]:
