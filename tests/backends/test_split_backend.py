@@ -443,6 +443,7 @@ def test_an_engine_keeps_to_the_limit(deep):
 @two_cards
 def test_the_command_line_says_it_too():
     more = ["--backend", "cupy", "--devices", "0,1", "--gpu-layers", "2", "--memory-limit", "8GiB", "--json"]
+    more += ["--temperature", "0"]
     result = CliRunner().invoke(cli, ["generate", "Once", "--max-tokens", "1", *more])
     assert result.exit_code == 0
     assert '"cython+cupy"' in result.stdout
