@@ -630,7 +630,7 @@ static void check_groups(const kernel_set *set, size_t rows, size_t K, size_t gr
         const size_t from = s == 2 ? last : 0;
         if (shape.rows != all) fail(set, "rows of a panel", rows, K, group);
         sets[s]->group_panel(&shape, panel + from / PANEL_ROWS * shape.subpanel_bytes, scales + from * size, kind, all - from,
-                             chunks, tokens, acc[s], sets[s]->ternary[0].run, scratch);
+                             chunks, tokens, acc[s], sets[s]->ternary[0].run, scratch, panel);
         free(panel), free(payload), free(scales), free(x_sum), free(steps), free(chunks), free(scratch);
     }
     for (size_t r = 0; r < rows; r++)
