@@ -432,7 +432,7 @@ class LoadingBar:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Shows on stderr, if that is a terminal, that something goes on whose length nobody knows, and for how long."""
+    """A spinner and the elapsed time on stderr, for work whose length is unknown; nothing if stderr is no terminal."""
     if not sys.stderr.isatty():
         yield
         return

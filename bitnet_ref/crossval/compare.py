@@ -284,8 +284,9 @@ class Walk:
         tolerance = tolerance_of(kind, self.own_engine)
         relative = tolerance.relative(depth)
         if kind == "dense linear" and depth is not None:  # its result is as far off as what it reads may be
-            read = [op_kind(each, self._is_ternary, self.config) for each in op_inputs(name, self.config)]
-            relative = max(relative, *(tolerance_of(each, self.own_engine).relative(depth) for each in read))
+            for each in op_inputs(name, self.config):
+                source = tolerance_of(op_kind(each, self._is_ternary, self.config), self.own_engine)
+                relative = max(relative, source.relative(depth))
         allowed = np.full(len(self.reached), relative)
         if not self.own_engine:
             allowed += angle_drift(kind, depth, len(allowed))

@@ -939,15 +939,15 @@ def recall(k: Floats, S: Floats) -> Floats:
     return known
 
 
-def _right_update(S: Floats, a: Floats, k: Floats, v: Floats, b: Floats) -> Floats:
+def right_update(S: Floats, a: Floats, k: Floats, v: Floats, b: Floats) -> Floats:
     return a * S + k * (b * (v - recall(k, a * S)))
 
 
 def _rounded_to(dtype: Any) -> Update:
-    return lambda *inputs: _right_update(*inputs).astype(dtype).astype(np.float64)
+    return lambda *inputs: right_update(*inputs).astype(dtype).astype(np.float64)
 
 
-def memory_states(x: DeltaInputs, update: Update = _right_update) -> Floats:
+def memory_states(x: DeltaInputs, update: Update = right_update) -> Floats:
     """The memory after each token.   -> (T, Hv, dk, dv)"""
     memory, after_token = np.zeros((*x.k.shape[1:], x.v.shape[2])), []
     for _, k, v, log_alpha, beta in zip(*x, strict=True):
@@ -1009,12 +1009,12 @@ def _ask_decayed(S: Floats, mixed: Floats, log_alpha: Floats, beta: Floats, w: D
     return _ask(decayed, delta_inputs(mixed, log_alpha, beta, w.delta).q)
 
 
-def _by_decay(formula: Callable[[Floats, Floats, Floats], Floats]) -> Edit:
+def by_decay(formula: Callable[..., Floats]) -> Edit:
     """formula(a, exp(A_log), dt_bias) for the log of the decay."""
     return instead(lambda a, w: formula(a.astype(np.float64), w.decay.astype(np.float64), w.decay_bias))
 
 
-def _softplus(x: Floats) -> Floats:
+def softplus(x: Floats) -> Floats:
     return np.logaddexp(0.0, x)
 
 
@@ -1033,7 +1033,7 @@ def _by_carry(change: Callable[[Floats, Floats], Floats]) -> Edit:
         for t, (_, k, v, log_a, b) in enumerate(zip(*x, strict=True)):
             if t in first:
                 memory, earlier = change(memory, earlier), memory
-            memory = _right_update(memory, np.exp(log_a)[:, None, None], k[:, :, None], v[:, None], b[:, None, None])
+            memory = right_update(memory, np.exp(log_a)[:, None, None], k[:, :, None], v[:, None], b[:, None, None])
             after.append(memory)
         return np.stack(after).astype(np.float32)
 
@@ -1096,14 +1096,14 @@ DELTA_MISTAKES = (
     _inputs_mistake("key_scaled_too", "k is divided by sqrt(head_k_dim) as well", _UNIT, by_inputs(lambda x, long, shape: x._replace(k=x.k * shape.key_dim**-0.5))),
     _inputs_mistake("delta_q_and_k_exchanged", "q and k are exchanged after the convolution", "Its channels are q, k, v.", by_inputs(lambda x, long, shape: x._replace(q=x.k * shape.key_dim**-0.5, k=x.q * shape.key_dim**0.5))),
     _inputs_mistake("heads_tiled", "key heads are repeated as a whole: value head h reads key head h modulo their number", "Each key head serves neighbouring value heads (repeat_interleave); GGUF files reorder the rows of v for the other.", by_inputs(lambda x, long, shape: x._replace(q=_tiled(x.q, shape), k=_tiled(x.k, shape))), lambda step: step.setting.config.delta.value_heads > step.setting.config.delta.key_heads > 1),
-    _decay_mistake("softplus_is_relu", "relu stands for softplus in the decay", _DECAY, _by_decay(lambda a, A, bias: -A * np.maximum(a + bias, 0))),
-    _decay_mistake("softplus_is_exp", "exp stands for softplus in the decay", _DECAY, _by_decay(lambda a, A, bias: -A * np.exp(np.minimum(a + bias, 80)))),
-    _decay_mistake("softplus_is_sigmoid", "the sigmoid stands for softplus in the decay", _DECAY, _by_decay(lambda a, A, bias: -A * sigmoid(a + bias))),
-    _decay_mistake("softplus_missing", "softplus is left out of the decay", _DECAY, _by_decay(lambda a, A, bias: -A * (a + bias))),
-    _decay_mistake("dt_bias_after_softplus", "dt_bias is added after softplus", _DECAY, _by_decay(lambda a, A, bias: -A * (_softplus(a) + bias))),
-    _decay_mistake("dt_bias_missing", "dt_bias is not added", _DECAY, _by_decay(lambda a, A, bias: -A * _softplus(a))),
-    _decay_mistake("a_log_without_exp", "A_log is taken without its exp", _DECAY, _by_decay(lambda a, A, bias: -np.log(A) * _softplus(a + bias))),
-    _decay_mistake("a_log_of_gguf", "exp is taken of the -exp(A_log) that a GGUF file holds", _DECAY, _by_decay(lambda a, A, bias: -np.exp(-A) * _softplus(a + bias))),
+    _decay_mistake("softplus_is_relu", "relu stands for softplus in the decay", _DECAY, by_decay(lambda a, A, bias: -A * np.maximum(a + bias, 0))),
+    _decay_mistake("softplus_is_exp", "exp stands for softplus in the decay", _DECAY, by_decay(lambda a, A, bias: -A * np.exp(np.minimum(a + bias, 80)))),
+    _decay_mistake("softplus_is_sigmoid", "the sigmoid stands for softplus in the decay", _DECAY, by_decay(lambda a, A, bias: -A * sigmoid(a + bias))),
+    _decay_mistake("softplus_missing", "softplus is left out of the decay", _DECAY, by_decay(lambda a, A, bias: -A * (a + bias))),
+    _decay_mistake("dt_bias_after_softplus", "dt_bias is added after softplus", _DECAY, by_decay(lambda a, A, bias: -A * (softplus(a) + bias))),
+    _decay_mistake("dt_bias_missing", "dt_bias is not added", _DECAY, by_decay(lambda a, A, bias: -A * softplus(a))),
+    _decay_mistake("a_log_without_exp", "A_log is taken without its exp", _DECAY, by_decay(lambda a, A, bias: -np.log(A) * softplus(a + bias))),
+    _decay_mistake("a_log_of_gguf", "exp is taken of the -exp(A_log) that a GGUF file holds", _DECAY, by_decay(lambda a, A, bias: -np.exp(-A) * softplus(a + bias))),
     Hypothesis("*.attn.hook_beta", "beta_without_sigmoid", "beta is b itself, without the sigmoid", "beta = sigmoid(b).", instead(lambda b, w: b)),
     _conv_mistake("conv_silu_missing", "silu is left out after the convolution", "silu(conv(x)).", instead(lambda qkv, w: taps(qkv, w.conv))),
     _conv_mistake("conv_silu_before", "silu is taken before the convolution, not after", "silu(conv(x)).", instead(lambda qkv, w: taps(silu(qkv), w.conv))),

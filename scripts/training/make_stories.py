@@ -17,6 +17,7 @@ import re
 import statistics
 from collections import Counter
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from bitnet_ref.training.data import DOCUMENT_END, read_text
@@ -107,13 +108,9 @@ def by_level(texts: list[str]) -> list[Story]:
 
 def plainest(stories: list[Story], share: float) -> list[Story]:
     """The first of them, up to that share of all characters."""
-    room, kept = share * sum(len(story.text) for story in stories), []
-    for story in stories:
-        room -= len(story.text)
-        if room < 0:
-            break
-        kept.append(story)
-    return kept
+    ends = accumulate(len(story.text) for story in stories)
+    characters = sum(len(story.text) for story in stories)
+    return [story for story, end in zip(stories, ends, strict=True) if end <= share * characters]
 
 
 def describe(name: str, stories: list[Story]) -> str:

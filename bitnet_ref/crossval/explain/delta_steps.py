@@ -16,7 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...families.family import Edit, after, before, instead
-from ...families.qwen3_5 import DeltaConfig, DeltaInputs, DeltaLayer, by_inputs, memory_states, recall, sigmoid, taps
+from ...families.qwen3_5 import (
+    DeltaConfig,
+    DeltaInputs,
+    DeltaLayer,
+    by_decay,
+    by_inputs,
+    memory_states,
+    recall,
+    right_update,
+    sigmoid,
+    softplus,
+    taps,
+)
 from ...reference.layers import ACTIVATIONS, silu
 from .edits import OTHER_ACTIVATIONS, Change, Description, Family, changes, orders, wide, with_other
 from .number_formats import ROUNDED, Format, in_blocks, to_integers
@@ -123,11 +135,11 @@ RIGHT_UPDATE = ("a S", "b", "v", "k a S")
 
 
 def _updates() -> Iterator[Description]:
-    for names in product(KEPT, WRITTEN, TAKEN, KNOWN):
+    for parts in product(KEPT.items(), WRITTEN.items(), TAKEN.items(), KNOWN.items()):
+        names, (kept, written, taken, known) = zip(*parts, strict=True)
         others = sum(name != right for name, right in zip(names, RIGHT_UPDATE, strict=True))
         if others not in (1, 2):
             continue
-        kept, written, taken, known = KEPT[names[0]], WRITTEN[names[1]], TAKEN[names[2]], KNOWN[names[3]]
 
         def update(S: Floats, a: Floats, k: Floats, v: Floats, b: Floats, kept: Any = kept, written: Any = written, taken: Any = taken, known: Any = known) -> Floats:
             return np.asarray(kept(S, a) + k * (written(a, b) * (taken(v, a, b) - known(k, S, a, b))))
@@ -181,7 +193,7 @@ def _memories(step: Step) -> Iterator[Description]:
             yield Description(1.3, text.format(size), _by_memory(_in_chunks(size, rule)))
     for words, rounded in MEMORY_FORMATS:
         def update(S: Floats, a: Floats, k: Floats, v: Floats, b: Floats, rounded: Any = rounded) -> Floats:
-            return np.asarray(rounded((a * S + k * (b * (v - recall(k, a * S)))).astype(np.float32))).astype(np.float64)
+            return np.asarray(rounded(right_update(S, a, k, v, b).astype(np.float32))).astype(np.float64)
 
         yield Description(1.1, f"the memory is {words}, after each token", _by_memory(partial(memory_states, update=update)), rounds=True)
     for words, rounded in ROUNDED:
@@ -230,27 +242,21 @@ def _convolutions(step: Step) -> Iterator[Description]:
 
 def _decays(step: Step) -> Iterator[Description]:
     """Parts of -A f(a + bias), f softplus."""
-    def by(formula: Callable[..., Floats]) -> Edit:
-        return instead(lambda a, w: formula(wide(a), wide(w.decay), wide(w.decay_bias)))
-
-    def softplus(x: Floats) -> Floats:
-        return np.logaddexp(0.0, x)
-
     for words, function in GATES.items():
-        yield Description(1.1, f"{words} stands for softplus in the decay", by(lambda a, A, bias, f=function: -A * f(a + bias)))
+        yield Description(1.1, f"{words} stands for softplus in the decay", by_decay(lambda a, A, bias, f=function: -A * f(a + bias)))
     others: list[tuple[str, Callable[..., Any]]] = [
         ("the inverse of exp(A_log)", np.reciprocal), ("exp(A_log)^2", np.square), ("1", np.ones_like), ("exp(exp(A_log))", np.exp),
     ]
     for words, other in others:
         formula = partial(lambda other, a, A, bias: -other(A) * softplus(a + bias), other)
-        yield Description(1.1, f"{words} stands for exp(A_log)", by(formula))
-    yield Description(1.1, "dt_bias is subtracted, not added", by(lambda a, A, bias: -A * softplus(a - bias)))
-    yield Description(1.1, "dt_bias multiplies, and is not added", by(lambda a, A, bias: -A * softplus(a * bias)))
+        yield Description(1.1, f"{words} stands for exp(A_log)", by_decay(formula))
+    yield Description(1.1, "dt_bias is subtracted, not added", by_decay(lambda a, A, bias: -A * softplus(a - bias)))
+    yield Description(1.1, "dt_bias multiplies, and is not added", by_decay(lambda a, A, bias: -A * softplus(a * bias)))
     yield Description(1.1, "all heads have the mean of their decays", after(lambda x: np.broadcast_to(x.mean(1, keepdims=True), x.shape)))
     for words, order in orders(len(step.inputs[1].decay)):
         places = order(len(step.inputs[1].decay))
         for part, (of_A, of_bias) in {"A_log": (1, 0), "dt_bias": (0, 1), "A_log and dt_bias": (1, 1)}.items():
-            yield Description(1.2, f"heads of {part} are {words}", by(lambda a, A, bias, p=places, x=of_A, y=of_bias: -(A[p] if x else A) * softplus(a + (bias[p] if y else bias))))
+            yield Description(1.2, f"heads of {part} are {words}", by_decay(lambda a, A, bias, p=places, x=of_A, y=of_bias: -(A[p] if x else A) * softplus(a + (bias[p] if y else bias))))
 
 
 def _strengths(step: Step) -> Iterator[Description]:

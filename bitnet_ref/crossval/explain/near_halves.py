@@ -42,9 +42,9 @@ _TRIED = ((96, 0), (32, 128))  # how many activations at a time, of the wrong to
 _BEST, _NEAREST = 2, 2  # with how many of these others are tried: after which the least is wrong, and the nearest
 _TOGETHER = 4  # flips of one token; one of them may only be near a half after another
 _TRIALS = 1000  # of each kind for one wrong token: so many are made for an engine with a mistake
-# Of logits, which each trial computes through all layers: what the trials of each kind may compute, in rows times
-# layers, as there may be more flips than can be searched for. A count and not a time, so that verdicts are the
-# same on every machine. A trial's calls cost as much as some rows.
+# A trial for logits computes all layers, and logits may hold more flips than can be searched for: so the trials of each
+# kind may compute so many rows times layers. This is a count and not a time, so that verdicts are the same on every
+# machine. The calls of a trial cost as much as so many rows.
 _WORK, _ROWS_OF_CALLS = 40_000, 20
 _NOISY_RUNS = 8  # of the reference with noise
 _BEYOND_NOISE = 1.5  # an error so many times the largest of theirs is no rounding

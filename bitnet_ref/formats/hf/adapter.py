@@ -226,10 +226,9 @@ def _of_module(raw: Mapping[str, Any], pattern: str, key: str, module: str, path
     value, field = raw.get(key), key
     words = module.split(".")
     endings = {".".join(words[start:]) for start in range(len(words))}
-    for ending in patterns if endings & patterns.keys() else ():
-        if ending in endings:
-            value, field = patterns[ending], f"{pattern}.{ending}"
-            break
+    if endings & patterns.keys():  # else the patterns, which may be many, are not gone through
+        ending = next(each for each in patterns if each in endings)
+        value, field = patterns[ending], f"{pattern}.{ending}"
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
         raise ConfigError(f"expected a number above 0, got {describe(value)}", path=path, field=field)
     return float(value)

@@ -130,11 +130,8 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
         params["max_tokens"] = default_reply_tokens(engine.model, len(ids), sampling)
     top = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
     asked = Asked(model_name, [ids], params, True, params.get("n", 1), **common, top=top)
-    asked.reply, asked.custom, asked.has_functions = (
-        ReplyReader(thinking, tools),
-        frozenset(custom),
-        bool(body.get("functions")),
-    )
+    asked.reply, asked.custom = ReplyReader(thinking, tools), frozenset(custom)
+    asked.has_functions = bool(body.get("functions"))
     asked.hides_reasoning = body.get("include_reasoning") is False
     last = body["messages"][-1]
     if body.get("echo") and last["role"] == "assistant":
