@@ -3,13 +3,16 @@
 import json
 import logging
 import re
+import threading
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import pytest
 from helpers import chat_folder
 from server_runs import RunningServer, events, until
 
 from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.serving.http import fingerprint as fingerprint_module
 from bitnet_ref.serving.http.fields import OFF, REFUSED, WITHOUT_EFFECT
 from bitnet_ref.serving.http.schemas import BODIES, RequestError, check
 
@@ -93,6 +96,9 @@ def test_an_unknown_field_is_refused_on_every_path(path):
     check({"model": "talker", **required} if path != "/v1/verify" else required, path)
     with pytest.raises(RequestError, match="tempature: there is no such parameter"):
         check({**required, "tempature": 1}, path)
+    with pytest.raises(RequestError, match="zzz: there is no such parameter; there are: ") as caught:
+        check({**required, "zzz": 1}, path)
+    assert not {"verbosity", "audio", "user", "mcp_servers"} & set(re.findall(r"\w+", str(caught.value)))
 
 
 def test_agents_may_send_fields_of_their_next_version(server):
@@ -420,6 +426,58 @@ def test_the_fields_that_zed_sends(server):
     *parts, last = events(answer)
     assert all({"index", "delta", "finish_reason"} <= part["choices"][0].keys() for part in parts)
     assert last["usage"].keys() >= {"prompt_tokens", "completion_tokens", "total_tokens"}
+    body["messages"][3]["content"] = []  # a tool without a result
+    assert server.post(CHAT, body)[0] == 200
+    # With "chat_completions": false in its settings: by responses, which it keeps itself
+    said = [
+        {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "Be short."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "What time is it?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "I look."}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "phase": "commentary",
+            "content": [{"type": "output_text", "text": "One moment.", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "call_1", "name": "clock", "arguments": '{"zone":"utc"}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "noon"}]},
+    ]
+    body = {"model": "talker", "input": said, "store": False, "stream": True, "temperature": 0.0, "tool_choice": "auto"}
+    body |= {"include": ["reasoning.encrypted_content"], "max_output_tokens": 6, "parallel_tool_calls": False}
+    body |= {"prompt_cache_key": "a", "reasoning": {"effort": "low", "summary": "auto"}}
+    body["tools"] = [{"type": "function", **CLOCK}]
+    status, _, answer = server.post("/v1/responses", body)
+    assert status == 200, answer
+    got = [json.loads(line.removeprefix("data: ")) for line in answer.splitlines() if line.startswith("data: ")]
+    assert got[-1]["type"] in ("response.completed", "response.incomplete")
+    assert got[-1]["response"]["usage"].keys() >= {"input_tokens", "output_tokens", "total_tokens"}
+    assert {each["type"] for each in got} >= {"response.output_item.added", "response.output_item.done"}
+    # Its predictions of edits, by "open_ai_compatible_api" and by Ollama's API
+    stops = [f"<|stop_{number}|>" for number in range(14)]
+    body = {"model": "talker", "prompt": "def f", "max_tokens": 6, "stop": stops}
+    status, _, answer = server.post(COMPLETION, body)
+    assert status == 200, answer
+    assert answer.keys() >= {"id", "object", "created", "model", "choices", "usage"}
+    body = {"model": "talker", "prompt": "def f", "raw": True, "stream": False}
+    status, _, answer = server.post("/api/generate", {**body, "options": {"num_predict": 6, "stop": stops}})
+    assert (status, "response" in answer) == (200, True), answer
+
+
+def test_the_event_loop_hashes_no_weights(server, ask, monkeypatch):
+    """After a device failed the engine has another model, whose fingerprint no request has asked for yet."""
+    ask(COMPLETION)
+    threads, compute = [], fingerprint_module._fingerprint
+
+    def note(*args):
+        threads.append(threading.current_thread())
+        return compute(*args)
+
+    monkeypatch.setattr(fingerprint_module, "_fingerprint", note)
+    monkeypatch.setattr(fingerprint_module, "_kept", WeakKeyDictionary())
+    for _ in range(2):
+        ask(COMPLETION)
+    assert len(threads) == 1
+    assert threads[0] is not server.thread
 
 
 def test_biases_as_pairs(ask):

@@ -8,7 +8,8 @@ import pytest
 from cli_runs import BACKEND
 from helpers import GOLDEN, model
 
-from bitnet_ref.errors import OutOfMemory
+import bitnet_ref
+from bitnet_ref.errors import BitNetRefError, OutOfMemory
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.serving import start_engines
 from bitnet_ref.system.sharing import model_files
@@ -155,3 +156,27 @@ def test_names_of_one_model_share_its_engine(opened, tmp_path):
     assert loaded(shelf) == ["a", "b", "c", "d"]
     assert shelf._held() == shelf.places["a"].nbytes + shelf.places["d"].nbytes
     assert shelf.places["a"].engine.metrics.labels["model_name"] == "a"
+
+
+def test_a_model_whose_files_are_gone(tmp_path):
+    """A request gets a 503 without the path; at the start the error is that of the files."""
+
+    def open_engine(path):
+        return start_engines(bitnet_ref.load(path, backend=BACKEND, threads=1), cache_tokens=64, max_batch=2)
+
+    async def run():
+        shelf = ModelShelf(copies(tmp_path, "ab"), open_engine)
+        await shelf.load_first()
+        for name in "ab":
+            await shelf._drop(shelf.places[name])
+        shutil.rmtree(tmp_path / "a")
+        (tmp_path / "b" / "config.json").write_text("{")
+        for name in "ab":
+            with pytest.raises(RequestError, match=f"model: {name} cannot be loaded now; the server's log") as error:
+                await use(shelf, name)
+            assert (error.value.status, error.value.param, error.value.code) == (503, "model", "model_unavailable")
+            assert shelf.places[name].is_idle is False
+        with pytest.raises(BitNetRefError, match=str(tmp_path)):
+            await ModelShelf({"a": tmp_path / "a"}, open_engine).load_first()
+
+    asyncio.run(run())

@@ -76,14 +76,22 @@ REFUSED = {  # a field -> what to do instead
 OFF: list[Any] = [None, False, 0, -1, "", [], {}]
 
 
+IGNORED = "Accepted, and changes nothing."
+
+
 def ignored(names: Iterable[str]) -> dict[str, Any]:
     """JSON schemas of fields without effect."""
-    return {name: {"description": "Accepted, and changes nothing."} for name in names}
+    return {name: {"description": IGNORED} for name in names}
 
 
 def refused(reasons: Mapping[str, str]) -> dict[str, Any]:
     """JSON schemas of fields that may only have a value that turns them off; `schemas.check` gives the reason."""
     return {name: {"enum": OFF, "description": why} for name, why in reasons.items()}
+
+
+def is_unused(schema: Mapping[str, Any]) -> bool:
+    """Whether a field with this schema is ignored or refused."""
+    return schema.get("description") == IGNORED or schema.get("enum") == OFF
 
 
 def rename_fields(body: Mapping[str, Any]) -> dict[str, Any]:

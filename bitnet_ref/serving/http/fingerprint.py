@@ -47,6 +47,11 @@ def fingerprint_of(engine: Engine, chat_template: str | None) -> str:
     return kept[key]
 
 
+def has_fingerprint(model: LoadedModel) -> bool:
+    """Whether its weights are hashed already. They are not after a device failed: the engine has another model then."""
+    return model in _kept
+
+
 _kept: WeakKeyDictionary[LoadedModel, dict[str, str]] = WeakKeyDictionary()
 
 

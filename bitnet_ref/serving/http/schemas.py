@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from ...errors import BitNetRefError, describe
 from ...generation.params import SamplingParams
 from ...system.options import Schema, declared_options, find_surrogate, suggest
-from .fields import OFF, REFUSED, WITHOUT_EFFECT, ignored, refused
+from .fields import OFF, REFUSED, WITHOUT_EFFECT, ignored, is_unused, refused
 
 MAX_DEPTH = 64  # of the JSON in a request
 MAX_WARNED = 1000  # names of unknown fields, each of which is logged once
@@ -311,7 +311,8 @@ def check(value: Any, path: str) -> None:
         if error.rule == "additionalProperties" and isinstance(error.value, dict):
             wrong = next(key for key in error.value if key not in error.definition["properties"])
             known = error.definition["properties"]
-            raise RequestError(f"{wrong}: there is no such parameter; {suggest(wrong, known)}", wrong) from None
+            used = [key for key, schema in known.items() if not is_unused(schema)]
+            raise RequestError(f"{wrong}: there is no such parameter; {suggest(wrong, used, known)}", wrong) from None
         if error.rule == "required" and isinstance(error.value, dict):
             name = next(key for key in error.definition["required"] if key not in error.value)
             raise RequestError(f"{'.'.join([*map(str, error.path[1:]), name])}: is missing", name) from None

@@ -30,7 +30,7 @@ from .admission import Admission, ServerLimits
 from .chat_prompt import chat_ids
 from .choices import Asked, Choice, Writer
 from .failures import blame, describe_failure
-from .fingerprint import fingerprint_of
+from .fingerprint import fingerprint_of, has_fingerprint
 from .page import describe_engine, render_page
 from .request_log import record_of
 from .schemas import RequestError
@@ -91,6 +91,7 @@ class Server:
                 return asked
 
             is_small = self.admission.is_small and body.get("previous_response_id") is None
+            is_small = is_small and has_fingerprint(engine.model)
             asked = prepare() if is_small else await unless_gone(request, self.work(prepare))
             submit = partial(asked.submit, engine, self.limits.request_timeout_s)
             is_quick = is_small and asked.is_quick(engine)

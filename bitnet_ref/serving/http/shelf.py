@@ -7,13 +7,13 @@ import gc
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 from ...backends.loaded import LoadedModel
-from ...errors import OutOfMemory
+from ...errors import BitNetRefError, OutOfMemory, describe_error
 from ...formats.hashes import weight_hash
 from ...system.sharing import model_files
 from ..engine import AdaptedEngine, Engine
@@ -102,15 +102,16 @@ class ModelShelf:
         for number, place in enumerate(self.unique_places):
             if number and self._budget is not None and self._held() + _file_bytes(place.source) > self._budget:
                 break
-            async with self.borrow(place):
-                pass
+            async with place.lock:
+                if place.engine is None:  # no request was earlier
+                    await self._load(place)
         self.is_ready = True
 
     @asynccontextmanager
     async def borrow(self, place: Place) -> AsyncIterator[Engine]:
         """The model's engine, loaded if it is not; it stays while it is borrowed.
 
-        Raises RequestError where there is no room for it now, and what loading raises.
+        Raises RequestError where there is no room for it now, or its files are gone or wrong.
         """
         if place.base is not None and place.adapter is not None:
             async with self.borrow(place.base) as engine:
@@ -120,12 +121,22 @@ class ModelShelf:
         try:
             async with place.lock:
                 if place.engine is None or place.engine.closed:
-                    await self._load(place)
+                    await self._load_for_request(place)
             assert place.engine is not None
             yield place.engine
         finally:
             place.users -= 1
             place.last_used_s = time.monotonic()
+
+    async def _load_for_request(self, place: Place) -> None:
+        try:
+            await self._load(place)
+        except (RequestError, OutOfMemory):
+            raise
+        except (BitNetRefError, OSError) as error:
+            log.error("model %s cannot be loaded: %s", place.name, describe_error(error))
+            text = "cannot be loaded now; the server's log has the cause"
+            raise RequestError(f"model: {place.name} {text}", "model", 503, "model_unavailable") from error
 
     async def _load(self, place: Place) -> None:
         needed = place.nbytes or _file_bytes(place.source)
@@ -140,11 +151,7 @@ class ModelShelf:
             await self._drop(min(idle, key=lambda each: each.last_used_s))
         started, place.nbytes, place.is_loading = time.monotonic(), needed, True
         try:
-            engine = await asyncio.to_thread(self._open, place.source)
-            for each in self.places.values():
-                if each.base is place and each.adapter is not None:
-                    await asyncio.to_thread(engine.add_adapter, each.adapter, each.source)
-            place.engine = engine
+            place.engine = await asyncio.to_thread(self._open_adapted, place)
         finally:
             place.is_loading = False
         engines = place.engine.engines
@@ -153,6 +160,17 @@ class ModelShelf:
         place.nbytes = await asyncio.to_thread(_bytes_of, engines)  # not here: a large model is finished for it
         await asyncio.to_thread(weight_hash, place.engine.model.weights)  # for fingerprints; it is kept
         log.info("model %s loaded in %.1f s: %d bytes", place.name, time.monotonic() - started, place.nbytes)
+
+    def _open_adapted(self, place: Place) -> Engine:
+        """The engine of a model, with its adapters."""
+        with ExitStack() as stack:
+            engine = self._open(place.source)
+            stack.callback(engine.close)
+            for each in self.places.values():
+                if each.base is place and each.adapter is not None:
+                    engine.add_adapter(each.adapter, each.source)
+            stack.pop_all()
+        return engine
 
     def _held(self) -> int:
         return sum(place.nbytes for place in self.unique_places if place.engine is not None or place.is_loading)
