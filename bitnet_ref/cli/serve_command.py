@@ -67,8 +67,8 @@ def read_adapters(texts: tuple[str, ...], models: list[str]) -> dict[tuple[str, 
         if not name or not folder or base not in models:
             expected = "NAME=FOLDER" if len(models) == 1 else f"MODEL:NAME=FOLDER with one of {', '.join(models)}"
             raise click.UsageError(f"--lora: expected {expected}, got {text!r}")
-        if (base, name) in adapters:
-            raise click.UsageError(f"--lora: two adapters of {base} have the name {name!r}")
+        if (base, name) in adapters or f"{base}:{name}" in models:
+            raise click.UsageError(f"--lora: {base}:{name} would be the name of two models")
         adapters[base, name] = Path(folder)
     return adapters
 

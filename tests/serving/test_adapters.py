@@ -124,6 +124,24 @@ def test_answers_can_be_verified(server):
     assert other["verdict"] == "differs"
 
 
+def test_two_names_of_one_model(folders, loaded):
+    """Each has its own adapter of the name."""
+    adapters = {(model, "x"): folder for model, folder in zip("mn", folders.values(), strict=True)}
+    with RunningServer({"m": BASE, "n": BASE}, adapters=adapters) as server:
+        for name, adapter in (("m:x", "one"), ("n:x", "two"), ("m", None)):
+            text = loaded[adapter].generate(PROMPT, max_tokens=6).text
+            assert ask(server, name)["choices"][0]["text"].lstrip() == text
+        answers = [server.post("/v1/completions", {"model": name, "prompt": PROMPT}) for name in ("m:y", "n:m:x", "x")]
+        assert [(status, answer["error"]["code"]) for status, _, answer in answers] == [(404, "model_not_found")] * 3
+
+
+def test_one_name_means_one_model(folders):
+    models = (f"m={BASE}", f"m:one={BASE}")
+    done = invoke("serve", *models, "--lora", f"m:one={folders['one']}")
+    assert done.exit_code == 2
+    assert "m:one would be the name of two models" in done.output
+
+
 @pytest.mark.parametrize("text", ["x", "=x", "a:b=x", "x="])
 def test_the_option(text):
     done = invoke("serve", BASE, "--lora", text)

@@ -230,5 +230,5 @@ def _of_module(raw: Mapping[str, Any], pattern: str, key: str, module: str, path
         ending = next(each for each in patterns if each in endings)
         value, field = patterns[ending], f"{pattern}.{ending}"
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
-        raise ConfigError(f"expected a number above 0, got {describe(value)}", path=path, field=field)
+        raise ConfigError(f"expected a number above 0 and below 1e6, got {describe(value)}", path=path, field=field)
     return float(value)

@@ -36,7 +36,11 @@ class Place:
     keep_s: float | None = None  # a client wants it to leave after so long, earlier than `idle_s`
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # while it is loaded or dropped
     base: Place | None = None  # of a name "base:adapter": whose engine answers
-    adapter: str | None = None
+
+    @property
+    def adapter(self) -> str:
+        """The engine's name of its adapter. Two names of one model may have adapters of one name."""
+        return self.name.replace(":", "/")
 
     @property
     def is_idle(self) -> bool:
@@ -67,7 +71,7 @@ class ModelShelf:
         self.unique_places = list(by_path.values())
         for (name, adapter), folder in adapters.items():
             own = f"{name}:{adapter}"
-            self.places[own] = Place(own, folder, base=self.places[name], adapter=adapter)
+            self.places[own] = Place(own, folder, base=self.places[name])
         self.default = default if default is not None or len(sources) > 1 else next(iter(sources))
         self._has_default = default is not None
         self._open, self._budget, self._idle_s = open_engine, budget_bytes, idle_s
@@ -113,7 +117,7 @@ class ModelShelf:
 
         Raises RequestError where there is no room for it now, or its files are gone or wrong.
         """
-        if place.base is not None and place.adapter is not None:
+        if place.base is not None:
             async with self.borrow(place.base) as engine:
                 yield AdaptedEngine(engine, place.adapter)
             return
@@ -167,7 +171,7 @@ class ModelShelf:
             engine = self._open(place.source)
             stack.callback(engine.close)
             for each in self.places.values():
-                if each.base is place and each.adapter is not None:
+                if each.base is place:
                     engine.add_adapter(each.adapter, each.source)
             stack.pop_all()
         return engine
