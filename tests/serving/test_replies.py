@@ -36,8 +36,8 @@ def test_thinking_in_pieces(marks, text, reasoning, answer, size):
     reader = ReplyReader(marks).copy()
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     found = [event for piece in pieces for event in reader.push(piece, None)] + reader.push("", "stop")
-    reply = Reply.of(found)
-    assert (reply.reasoning, reply.text) == (reasoning, answer)
+    reply = Reply(found)
+    assert (reply.join("reasoning"), reply.join("text")) == (reasoning, answer)
 
 
 def test_a_call_after_the_thinking():

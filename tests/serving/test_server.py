@@ -399,13 +399,13 @@ REPLIES = [
 def test_calls_in_a_text_that_comes_in_pieces(text, content, zones, size):
     def read(reader):
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
-        return Reply.of([event for piece in pieces for event in reader.push(piece, None)] + reader.push("", "stop"))
+        return Reply([event for piece in pieces for event in reader.push(piece, None)] + reader.push("", "stop"))
 
     reply = read(ToolReader({"clock": {}}, is_forced=False))
     first = read(ToolReader({"clock": {}}, is_forced=False, one_call=True))
-    assert [(call.name, call.arguments) for call in first.calls] == [("clock", CLOCK_ARGUMENTS)] * bool(reply.calls)
-    assert reply.text.strip() == (text if content is None else content).strip()
-    assert [json.loads(call.arguments)["zone"] for call in reply.calls] == zones
+    assert [(call.name, call.text) for call in first.calls] == [("clock", CLOCK_ARGUMENTS)] * bool(reply.calls)
+    assert reply.join("text").strip() == (text if content is None else content).strip()
+    assert [json.loads(call.text)["zone"] for call in reply.calls] == zones
 
 
 @pytest.mark.thorough
@@ -428,8 +428,8 @@ def test_calls_are_found_in_one_pass(text):
     for size in (100, len(text)):
         reader = ToolReader({"clock": {}}, is_forced=False)
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
-        reply = Reply.of([event for piece in pieces for event in reader.push(piece, None)] + reader.push("", "stop"))
-        assert (reply.text, reply.calls) == (text, [])
+        reply = Reply([event for piece in pieces for event in reader.push(piece, None)] + reader.push("", "stop"))
+        assert (reply.join("text"), reply.calls) == (text, [])
 
 
 # -- the rest of the API -----------------------------------------------------------------------------------------------

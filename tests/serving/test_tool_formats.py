@@ -101,9 +101,9 @@ def read(text, size, form, **options):
 @pytest.mark.parametrize(("form", "text", "rest", "calls"), TEXTS, ids=[f"{t[0]} {n}" for n, t in enumerate(TEXTS)])
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_the_calls_of_each_form(form, text, rest, calls, size):
-    reply = Reply.of(read(text, size, form))
-    assert [(call.name, json.loads(call.arguments)) for call in reply.calls] == calls
-    assert reply.text.strip() == (text if rest is None else rest).strip()
+    reply = Reply(read(text, size, form))
+    assert [(call.name, json.loads(call.text)) for call in reply.calls] == calls
+    assert reply.join("text").strip() == (text if rest is None else rest).strip()
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -141,8 +141,8 @@ def test_a_forced_call_that_is_cut_is_a_part():
     clock = {"type": "function", "function": {"name": "clock", "parameters": {"properties": {"zone": {}}}}}
     other = {"type": "function", "function": {"name": "other"}}
     reader, _ = choose_tools([clock], "required")
-    assert Reply.of(reader.copy().push('{"na', "length")).calls[0].name == "clock"
-    assert Reply.of(reader.copy().push('{"name":"clock","arguments":{"zo', "length")).calls[0].arguments == '{"zo'
+    assert Reply(reader.copy().push('{"na', "length")).calls[0].name == "clock"
+    assert Reply(reader.copy().push('{"name":"clock","arguments":{"zo', "length")).calls[0].text == '{"zo'
     reader, _ = choose_tools([clock, other], "required")
     assert reader.copy().push('{"na', "length") == []  # which one is not known
     assert reader.copy().push('{"name":"clock",', "length") == [CallStart(0, "clock")]
@@ -181,7 +181,8 @@ def test_arguments_are_only_those_that_are_declared():
 def test_a_text_is_read_once(form, text):
     """A search that begins again with each piece or mark takes minutes here, and this test would not end."""
     for size in (100, len(text)):
-        assert Reply.of(read(text, size, form)) == Reply(text=text)
+        reply = Reply(read(text, size, form))
+        assert (reply.join("text"), reply.calls) == (text, [])
 
 
 def test_deep_nesting_is_no_call():

@@ -18,7 +18,7 @@ from ...generation.params import GUIDES
 from ...generation.results import Generation, StreamChunk
 from ..engine import Engine
 from ..tickets import BeamText, RequestHandle
-from .events import Call, CallStart, Event, Reasoning, Reply, Text
+from .events import Block, CallStart, Event, Reasoning, Reply, Text
 from .replies import ReplyReader
 from .schemas import RequestError
 from .tools import custom_input
@@ -131,7 +131,7 @@ class Choice:
         self._decoder, self._offset, self._chunks = self.tokenizer.stream_decoder(), 0, 0
         self._reader: ReplyReader | None = None
         self._has_calls = False
-        self._held: tuple[int, Call] | None = None  # a custom tool's call in a stream, until its input is whole
+        self._held: tuple[int, Block] | None = None  # a custom tool's call in a stream, until its input is whole
 
     @property
     def tokens(self) -> int:
@@ -169,22 +169,16 @@ class Choice:
 
     def part(self, chunk: StreamChunk) -> dict[str, Any] | None:
         """A chunk of a stream. None: it says nothing yet."""
-        entries, finish, is_first = self._entries([chunk]), chunk.finish_reason, not self._chunks
+        entries, is_first = self._entries([chunk]), not self._chunks
         events = self.read(chunk)
-        if not (events or entries or finish or self.asked.top is not None or self.asked.return_token_ids):
+        is_last = chunk.finish_reason is not None
+        if not (events or entries or is_last or self.asked.top is not None or self.asked.return_token_ids):
             return None
-        finish = self.finish(finish)
-        ends: dict[str, Any] = {
-            "logprobs": self._logprobs(entries),
-            "finish_reason": finish,
-            "stop_reason": chunk.stop_reason,
-        }
-        if self.asked.return_token_ids:
-            ends["token_ids"] = [] if self.asked.is_only_scored else [chunk.token_id]
+        ends = self._ends(chunk, entries, [chunk.token_id])
         if not self.asked.is_chat:
             ends |= self.prompt_facts() if is_first else {}
-            return {"index": self.index, "text": Reply.of(events).text, **ends}
-        return {"index": self.index, "delta": self._write_delta(events, finish is not None), **ends}
+            return {"index": self.index, "text": Reply(events).join("text"), **ends}
+        return {"index": self.index, "delta": self._write_delta(events, is_last), **ends}
 
     def whole(self, result: Generation, index: int) -> dict[str, Any]:
         """The whole text."""
@@ -195,25 +189,24 @@ class Choice:
             for token, logprob, top in zip(result.token_ids, logprobs, tops, strict=False)
         ]
         entries = self._entries(steps)
-        reply = Reply.of(self.read_whole(result))
-        finish = self.finish(result.finish_reason)
-        ends: dict[str, Any] = {
-            "logprobs": self._logprobs(entries),
-            "finish_reason": finish,
-            "stop_reason": result.stop_reason,
-        }
-        if self.asked.return_token_ids:
-            ends["token_ids"] = [] if self.asked.is_only_scored else result.token_ids
+        reply = Reply(self.read_whole(result))
+        text, reasoning, calls = reply.join("text"), reply.join("reasoning"), list(map(self._write_call, reply.calls))
+        ends = self._ends(result, entries, result.token_ids)
         if not self.asked.is_chat:
-            return {"index": index, "text": reply.text, **ends, **self.prompt_facts()}
-        content = reply.text if reply.text or not (reply.calls or reply.reasoning) else None
+            return {"index": index, "text": text, **ends, **self.prompt_facts()}
+        content = text if text or not (calls or reasoning) else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if reply.reasoning:
-            message["reasoning_content"] = reply.reasoning
-        if reply.calls:
-            calls = [self._write_call(call) for call in reply.calls]
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
             message |= {"function_call": calls[0]["function"]} if self.asked.has_functions else {"tool_calls": calls}
         return {"index": index, "message": message, **ends}
+
+    def _ends(self, end: StreamChunk | Generation, entries: Sequence[Entry], ids: list[int]) -> dict[str, Any]:
+        """What stands after the text of a chunk or of the whole. ids: of its tokens."""
+        facts = {"logprobs": self._logprobs(entries), "finish_reason": self.finish(end.finish_reason)}
+        tokens = {"token_ids": [] if self.asked.is_only_scored else ids} if self.asked.return_token_ids else {}
+        return {**facts, "stop_reason": end.stop_reason, **tokens}
 
     def read_whole(self, result: Generation) -> list[Event]:
         """The events of a whole text."""
@@ -278,11 +271,11 @@ class Choice:
             "text_offset": [self._push(token) for token, _, _ in entries],
         }
 
-    def _write_call(self, call: Call) -> dict[str, Any]:
+    def _write_call(self, call: Block) -> dict[str, Any]:
         if call.name in self.asked.custom:
-            custom = {"name": call.name, "input": custom_input(call.arguments)}
-            return {"id": call.id, "type": "custom", "custom": custom}
-        return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            custom = {"name": call.name, "input": custom_input(call.text)}
+            return {"id": call.call_id, "type": "custom", "custom": custom}
+        return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
 
     def _write_delta(self, events: Sequence[Event], is_last: bool) -> dict[str, Any]:
         """The `delta` of a chat's chunk."""
@@ -295,13 +288,13 @@ class Choice:
                 delta["reasoning_content"] = delta.get("reasoning_content", "") + event.text
             elif isinstance(event, CallStart):
                 self._end_custom(calls)
-                call = Call(event.id, event.name)
+                call = Block(event.kind, event.index, event.name, event.id)
                 if event.name in self.asked.custom:
                     self._held = event.index, call
                 else:
                     calls[event.index] = {"index": event.index, **self._write_call(call)}
             elif self._held is not None:
-                self._held[1].arguments += event.text
+                self._held[1].text += event.text
             else:
                 entry = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
                 entry["function"]["arguments"] += event.text

@@ -1,10 +1,16 @@
-"""What a reply consists of, in order, for every API: reasoning, text, and calls of tools with their arguments."""
+"""What a reply consists of, in order, for every API: reasoning, text, and calls of tools with their arguments.
+
+An `Event` is a piece of it as it comes; a `Reply` has all of them together, as blocks.
+"""
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True)
@@ -12,6 +18,7 @@ class Reasoning:
     """A piece of the thinking before the answer."""
 
     text: str
+    kind: ClassVar = "reasoning"
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,7 @@ class Text:
     """A piece of the answer."""
 
     text: str
+    kind: ClassVar = "text"
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,7 @@ class CallStart:
     index: int
     name: str
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}", compare=False)
+    kind: ClassVar = "call"
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,7 @@ class CallArguments:
 
     index: int
     text: str
+    kind: ClassVar = "call"
 
 
 Event = Reasoning | Text | CallStart | CallArguments
@@ -47,51 +57,57 @@ def merge_events(events: Iterable[Event]) -> list[Event]:
     >>> merge_events([Text("a"), Text("b"), Reasoning("c")])
     [Text(text='ab'), Reasoning(text='c')]
     """
-    groups: list[list[Event]] = []
-    for event in events:
-        last = groups[-1][0] if groups else None
-        joins = type(last) is type(event) and not isinstance(event, CallStart)
-        if joins and (not isinstance(event, CallArguments) or event.index == last.index):  # type: ignore[union-attr]
-            groups[-1].append(event)
-        else:
-            groups.append([event])
-    return [group[0] if len(group) == 1 else _join(group) for group in groups]
-
-
-def _join(group: list[Event]) -> Event:
-    text, first = "".join(each.text for each in group if not isinstance(each, CallStart)), group[0]
-    if isinstance(first, CallArguments):
-        return CallArguments(first.index, text)
-    return Reasoning(text) if isinstance(first, Reasoning) else Text(text)
+    merged: list[Event] = []
+    for _, group in groupby(events, lambda event: (type(event), getattr(event, "index", 0))):
+        first, *rest = group
+        if rest and not isinstance(first, CallStart):  # no two calls begin with one index
+            first = replace(first, text="".join([first.text, *(event.text for event in rest)]))  # type: ignore[union-attr]
+        merged.append(first)
+    return merged
 
 
 @dataclass
-class Call:
-    """A call, as far as it came."""
+class Block:
+    """A part of a reply. kind: "reasoning", "text" or "call". text: of a call, the JSON of its arguments."""
 
-    id: str
-    name: str
-    arguments: str = ""
-
-
-@dataclass
-class Reply:
-    """All events of a reply together."""
-
-    reasoning: str = ""
+    kind: str
+    index: int
+    name: str = ""
+    call_id: str = ""
     text: str = ""
-    calls: list[Call] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, events: Iterable[Event]) -> Reply:
-        reply = cls()
+    @property
+    def arguments(self) -> dict[str, Any] | None:
+        """Of a call; None where it was cut, or its JSON is wrong."""
+        try:
+            value = json.loads(self.text)
+        except (ValueError, RecursionError):
+            return None
+        return value if isinstance(value, dict) else None
+
+
+class Reply:
+    """The blocks of a reply, as far as it came."""
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self.blocks: list[Block] = []
         for event in merge_events(events):
-            if isinstance(event, Reasoning):
-                reply.reasoning += event.text
-            elif isinstance(event, Text):
-                reply.text += event.text
-            elif isinstance(event, CallStart):
-                reply.calls.append(Call(event.id, event.name))
-            else:
-                reply.calls[event.index].arguments += event.text
-        return reply
+            self.add(event)
+
+    def add(self, event: Event) -> bool:
+        """Take a piece.   -> whether it begins a new block"""
+        is_new = isinstance(event, CallStart) or not self.blocks or self.blocks[-1].kind != event.kind
+        if is_new:
+            start = (event.name, event.id) if isinstance(event, CallStart) else ()
+            self.blocks.append(Block(event.kind, len(self.blocks), *start))
+        if not isinstance(event, CallStart):
+            self.blocks[-1].text += event.text
+        return is_new
+
+    def join(self, kind: str) -> str:
+        """The texts of all blocks of this kind."""
+        return "".join(block.text for block in self.blocks if block.kind == kind)
+
+    @property
+    def calls(self) -> list[Block]:
+        return [block for block in self.blocks if block.kind == "call"]

@@ -18,7 +18,7 @@ from ...errors import BitNetRefError
 from ...generation.results import Generation
 from ...generation.score import score
 from .choices import Asked, Choice
-from .events import Event, Reply, merge_events
+from .events import Reply
 from .replies import ReplyReader
 
 
@@ -91,7 +91,8 @@ def _read_choice(choice: Any) -> list[Any] | None:
 
 def texts_of(reply: Reply) -> list[str]:
     """The same of a computed reply."""
-    return [reply.reasoning, reply.text, *(text for call in reply.calls for text in (call.name, call.arguments))]
+    calls = [text for call in reply.calls for text in (call.name, call.text)]
+    return [reply.join("reasoning"), reply.join("text"), *calls]
 
 
 def begins(whole: Sequence[str], part: Sequence[str]) -> bool:
@@ -120,16 +121,17 @@ def find_first(
     if "echo" in asked.params:
         for token in choice.handle.prompt_token_ids:
             decoder.push(token)
-    whole = texts_of(Reply.of(_reader(asked).push(_new_text(choice, result), result.finish_reason)))
+    whole = texts_of(Reply(_reader(asked).push(_new_text(choice, result), result.finish_reason)))
     answered = [_write_like(whole[n : n + 1], each) if isinstance(each, dict) else each for n, each in enumerate(reply)]
     if whole == answered:
         return None
-    ids, reader, events = result.token_ids, _reader(asked), list[Event]()
+    ids, reader, reply_so_far = result.token_ids, _reader(asked), Reply()
     agreed, agreed_texts = 0, [""] * len(whole)
     for number, token in enumerate(ids):
         text = decoder.push(token) if token < tokenizer.vocab_size else ""
-        events = merge_events([*events, *reader.push(text, None)])
-        texts = [part[: len(most)] for part, most in zip(texts_of(Reply.of(events)), whole, strict=False)]
+        for event in reader.push(text, None):
+            reply_so_far.add(event)
+        texts = [part[: len(most)] for part, most in zip(texts_of(reply_so_far), whole, strict=False)]
         if not begins(answered, texts):
             if len(whole) > 2:  # the text of a call is held back, so its own tokens are not told apart
                 text = _rest(answered, agreed_texts).decode(errors="replace")

@@ -20,12 +20,13 @@ from ..engine import Engine
 from . import schemas
 from .chat_prompt import chat_ids
 from .choices import Asked
+from .events import Block
 from .fields import ignored, refused
 from .parts import read_field, read_parts, refuse_part
 from .schemas import FLAG, MAYBE, PASSED, RequestError, describe_array, describe_number, describe_object, or_null
 from .tools import function_tool
 from .translate import ask_chat, join_system
-from .writers import Block, BlockWriter, write_json
+from .writers import BlockWriter, write_json
 
 if TYPE_CHECKING:
     from .server import Server

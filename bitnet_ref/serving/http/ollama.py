@@ -26,6 +26,7 @@ from ...system.sharing import date_of, model_files
 from ..engine import Engine
 from . import schemas
 from .choices import Asked
+from .events import Block
 from .fields import ignored, refused
 from .replies import KNOWN_MARKS
 from .request_log import record_of
@@ -34,7 +35,7 @@ from .shapes import INFILL_TOKENS, infill_ids
 from .tools import function_tool
 from .translate import ask_chat, ask_completion
 from .waiting import unless_gone
-from .writers import Block, BlockWriter, write_json
+from .writers import BlockWriter, write_json
 
 if TYPE_CHECKING:
     from .server import Server

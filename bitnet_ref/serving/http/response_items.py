@@ -6,11 +6,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .events import Block
 from .parts import read_parts, refuse_part
 from .schemas import RequestError
 from .tools import custom_arguments, custom_input, function_tool
 from .translate import join_system
-from .writers import Block
 
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

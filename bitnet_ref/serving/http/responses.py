@@ -21,6 +21,7 @@ from ...generation.results import Generation
 from ..engine import Engine
 from . import schemas
 from .choices import Asked, Choice
+from .events import Block
 from .fields import OF_ACCOUNTS, ignored, refused
 from .response_items import PREFIXES, nest_choice, nest_tools, new_id, read_items, text_part, write_item
 from .schemas import (
@@ -35,7 +36,7 @@ from .schemas import (
     or_null,
 )
 from .translate import ask_chat, join_system
-from .writers import Block, BlockWriter, write_json
+from .writers import BlockWriter, write_json
 
 if TYPE_CHECKING:
     from .server import Server

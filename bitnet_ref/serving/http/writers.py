@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ...generation.results import Generation, StreamChunk
 from .choices import Asked, Choice, Writer, usage
-from .events import CallStart, Event, Reasoning, Text
+from .events import Block, CallStart, Event, Reply, Text
 
 EMPTY: Mapping[str, Any] = {}
 
@@ -55,34 +54,13 @@ class OpenAIWriter(Writer):
         return f"data: {write_json(value)}\n\n"
 
 
-@dataclass
-class Block:
-    """A part of a reply. kind: "reasoning", "text" or "call". text: of a call, the JSON of its arguments."""
-
-    kind: str
-    index: int
-    name: str = ""
-    call_id: str = ""
-    text: str = ""
-    is_complete: bool = False
-
-    @property
-    def arguments(self) -> dict[str, Any] | None:
-        """Of a call; None where it was cut, or its JSON is wrong."""
-        try:
-            value = json.loads(self.text)
-        except (ValueError, RecursionError):
-            return None
-        return value if isinstance(value, dict) else None
-
-
 class BlockWriter(Writer):
     """For one text. Subclasses say what the beginning, a piece and the end of a block look like."""
 
     def __init__(self, asked: Asked, choices: Sequence[Choice]) -> None:
         super().__init__(asked, choices)
-        self.choice = choices[0]
-        self.blocks: list[Block] = []
+        self.choice, self.reply = choices[0], Reply()
+        self.blocks = self.reply.blocks
         self.finish: str | None = None  # as OpenAI writes it, at the end
         self.stop: str | int | None = None
 
@@ -104,24 +82,12 @@ class BlockWriter(Writer):
         """Add events to the blocks.   -> what a stream writes for them"""
         parts = []
         for event in events:
-            kind = "reasoning" if isinstance(event, Reasoning) else "text" if isinstance(event, Text) else "call"
-            last = self.blocks[-1] if self.blocks else None
-            if last is None or last.kind != kind or isinstance(event, CallStart):
-                parts.append(self._close_last())
-                name, call_id = (event.name, event.id) if isinstance(event, CallStart) else ("", "")
-                last = Block(kind, len(self.blocks), name, call_id)
-                self.blocks.append(last)
-                parts.append(self.open_block(last))
-            if not isinstance(event, CallStart):
-                last.text += event.text
-                parts.append(self.add_text(last, event.text))
+            before = self.blocks[-1:]
+            if self.reply.add(event):
+                parts += [*map(self.close_block, before), self.open_block(self.blocks[-1])]
+            if not isinstance(event, CallStart) and event.text:
+                parts.append(self.add_text(self.blocks[-1], event.text))
         return "".join(parts)
-
-    def _close_last(self) -> str:
-        if not self.blocks or self.blocks[-1].is_complete:
-            return ""
-        self.blocks[-1].is_complete = True
-        return self.close_block(self.blocks[-1])
 
     def _note_end(self, finish: str | None, stop: str | int | None) -> None:
         if finish is not None:
@@ -129,13 +95,8 @@ class BlockWriter(Writer):
 
     def end_blocks(self) -> str:
         """Close the last block; a reply without any has one, an empty text."""
-        opening = "" if any(block.kind != "reasoning" for block in self.blocks) else self._open_empty()
-        return opening + self._close_last()
-
-    def _open_empty(self) -> str:
-        closing = self._close_last()
-        self.blocks.append(Block("text", len(self.blocks)))
-        return closing + self.open_block(self.blocks[-1])
+        opening = "" if any(block.kind != "reasoning" for block in self.blocks) else self.take([Text("")])
+        return opening + self.close_block(self.blocks[-1])
 
     def read_whole(self, result: Generation) -> None:
         """Make the blocks of a reply that is no stream."""
@@ -152,5 +113,4 @@ class BlockWriter(Writer):
     @property
     def reasoning_tokens(self) -> int:
         """About how many tokens of the reply are thinking."""
-        texts = [block.text for block in self.blocks if block.kind == "reasoning"]
-        return sum(len(self.choice.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return len(self.choice.tokenizer.encode(self.reply.join("reasoning"), add_special_tokens=False))
