@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..errors import EngineClosed, GenerationError
 from ..generation.results import Generation, GenerationStats, StreamChunk
@@ -22,6 +22,9 @@ from ..generation.sequence import Request
 from ..system.options import LARGEST, LONGEST_S, Number
 from .records import RequestProgress
 from .scheduler import Job
+
+if TYPE_CHECKING:
+    from .worker import Worker
 
 NEWEST_CHUNKS = 16
 WAIT = Number(0, LONGEST_S, optional=True)
@@ -196,16 +199,6 @@ class Ticket:
 Delivery = tuple[Ticket, StreamChunk | None]  # a chunk, or the end, on its way to an outbox after the step
 
 
-class Driver(Protocol):
-    """What a handle asks of the engine. The first two take no lock, since a destructor may call them anywhere."""
-
-    def cancel(self, ticket: Ticket) -> None: ...
-
-    def resume(self, ticket: Ticket) -> None: ...
-
-    def check_may_wait(self) -> None: ...
-
-
 class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     """One request: its chunks as they come, by `for` or `async for`, or its whole result.
 
@@ -215,9 +208,9 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     chunks too slowly pauses the request (`EngineConfig.max_unread`); one that waits for the result does not.
     """
 
-    def __init__(self, ticket: Ticket, driver: Driver, engine: object) -> None:
+    def __init__(self, ticket: Ticket, worker: Worker, engine: object) -> None:
         """engine: kept alive as long as the handle."""
-        self._ticket, self._driver, self._engine, self._outbox = ticket, driver, engine, ticket.outbox
+        self._ticket, self._worker, self._engine, self._outbox = ticket, worker, engine, ticket.outbox
         self._closed, self._process = False, os.getpid()
 
     def __repr__(self) -> str:
@@ -263,7 +256,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     def cancel(self) -> None:
         """End it. The chunks generated so far can still be read, followed by RequestCancelled."""
         if self._ticket.submitted and not self.done:
-            self._driver.cancel(self._ticket)
+            self._worker.cancel(self._ticket)
 
     def close(self) -> None:
         """End it and give no further chunk."""
@@ -283,7 +276,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
         try:
             chunk = self._outbox.chunks.get_nowait()
         except Empty:
-            self._driver.check_may_wait()
+            self._worker.check_may_wait()
             try:
                 chunk = self._outbox.chunks.get()
             except BaseException:  # Ctrl-C
@@ -348,7 +341,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
         self.close()
 
     async def _wait(self, news: asyncio.Event) -> None:
-        self._driver.check_may_wait()
+        self._worker.check_may_wait()
         try:
             await news.wait()
         except BaseException:  # the task was cancelled
@@ -379,13 +372,13 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
         """A caller waits for the result: from now on the request does not pause for its reader."""
         check_process(self._process, SUBJECT)
         if not self.done:
-            self._driver.check_may_wait()
+            self._worker.check_may_wait()
         self._ticket.wanted = "all"
         self._let_go_on()
 
     def _let_go_on(self) -> None:
         if self._ticket.held and self._ticket.has_caught_up:
-            self._driver.resume(self._ticket)
+            self._worker.resume(self._ticket)
 
 
 class BeamText:

@@ -17,7 +17,6 @@ from bitnet_ref.serving.http import messages, ollama
 from bitnet_ref.serving.http.failures import describe_failure
 from bitnet_ref.serving.http.responses import ResponseStore, read_response
 from bitnet_ref.serving.http.schemas import RequestError, describe_api
-from bitnet_ref.serving.http.translate import ask_chat
 
 TEMPLATE = (
     "{{ bos_token }}{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
@@ -613,12 +612,8 @@ def test_a_stream_that_fails_says_so_in_its_own_form(tmp_path):
     story, facts = model(chat_folder(tmp_path), BACKEND, threads=1), describe_failure(EngineClosed("it was closed"))
     store = ResponseStore()
     with story.engine() as engine:
-        for ask, expected in (
-            (lambda: messages.read_body({"messages": HELLO, "max_tokens": 4}), "overloaded_error"),
-            (lambda: ollama.read_chat_body({"messages": HELLO}), '{"error":"'),
-        ):
-            writer = messages.MessageWriter if expected == "overloaded_error" else ollama.ChatWriter
-            asked = ask_chat(ask(), "talker", engine, None, writer)
+        for read, expected in ((messages.read_message, "overloaded_error"), (ollama.read_chat, '{"error":"')):
+            asked = read({"messages": HELLO, "max_tokens": 4}, "talker", engine, None)
             assert expected in asked.writer(asked, asked.submit(engine)).failure(*facts)
         asked = read_response({"input": "Hello", "stream": True}, "talker", engine, None, store)
         writer = asked.writer(asked, asked.submit(engine))

@@ -28,6 +28,7 @@ from .failures import describe_failure, shape_failure
 from .request_log import ID_HEADER, RequestLog, record_of
 from .schemas import RequestError
 from .server import Server
+from .shapes import read_chat, read_completion
 from .shelf import ModelShelf
 
 OPEN_PATHS = ("/", "/health")  # need no key
@@ -156,8 +157,6 @@ def create_app(
     if api_keys:
         middleware.append(Middleware(Gate, check=partial(check_key, api_keys)))
     posts = {
-        "/v1/completions": server.completions,
-        "/v1/chat/completions": server.chat,
         "/v1/embeddings": server.embeddings,
         "/tokenize": server.tokenize,
         "/detokenize": server.detokenize,
@@ -172,7 +171,9 @@ def create_app(
         "/metrics": server.metrics,
         "/openapi.json": server.openapi,
     }
-    routes = [Route(path, function, methods=["POST"]) for path, function in posts.items()]
+    routes = [server.route_texts("/v1/completions", read_completion)]
+    routes.append(server.route_texts("/v1/chat/completions", read_chat))
+    routes += [Route(path, function, methods=["POST"]) for path, function in posts.items()]
     routes += [Route(path, function, methods=["GET"]) for path, function in gets.items()]
     for api in (responses, messages, ollama, llama_server, ranking):
         routes += api.make_routes(server)

@@ -161,10 +161,8 @@ def _start(server: BatchServer, job: Job, data: bytes, earlier: Sequence[Job]) -
         rows = embedding_ids(engine.model, body)
         job.body = embedding_response(body, server.model_name, embed(engine.model, rows), sum(map(len, rows)))
         return
-    if path == "/v1/completions":
-        asked = read_completion(body, server.model_name, engine)
-    else:
-        asked = read_chat(body, server.model_name, engine, server.chat_template)
+    read = read_completion if path == "/v1/completions" else read_chat
+    asked = read(body, server.model_name, engine, server.chat_template)
     asked.fingerprint = fingerprint_of(engine, server.chat_template)
     if "seed" not in engine.config.sampling:
         asked.params.setdefault("seed", int(job.digest[:15], 16))

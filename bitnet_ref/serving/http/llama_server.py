@@ -65,12 +65,6 @@ schemas.declare_call("/slots", "get", "The requests that run, without their text
 
 
 def make_routes(server: Server) -> list[Route]:
-    async def completion(request: Request) -> Response:
-        return await server.generate(request, read_completion)
-
-    async def infill(request: Request) -> Response:
-        return await server.generate(request, read_infill)
-
     async def apply_template(request: Request) -> Response:
         body = await server.body(request)
         async with server.borrow(body) as (_, engine):
@@ -119,15 +113,15 @@ def make_routes(server: Server) -> list[Route]:
             return JSONResponse(rows)
 
     return [
-        Route("/completion", completion, methods=["POST"]),
-        Route("/infill", infill, methods=["POST"]),
+        server.route_texts("/completion", read_completion),
+        server.route_texts("/infill", read_infill),
         Route("/apply-template", apply_template, methods=["POST"]),
         Route("/props", props, methods=["GET"]),
         Route("/slots", slots, methods=["GET"]),
     ]
 
 
-def read_completion(body: Mapping[str, Any], name: str, engine: Engine) -> Asked:
+def read_completion(body: Mapping[str, Any], name: str, engine: Engine, chat_template: str | None) -> Asked:
     """The request of a body that passed its schema. Raises RequestError."""
     prompt = body["prompt"]
     if isinstance(prompt, list):
@@ -135,7 +129,7 @@ def read_completion(body: Mapping[str, Any], name: str, engine: Engine) -> Asked
     return ask_completion({**_read_sampling(body), "prompt": prompt}, name, engine, CompletionWriter)
 
 
-def read_infill(body: Mapping[str, Any], name: str, engine: Engine) -> Asked:
+def read_infill(body: Mapping[str, Any], name: str, engine: Engine, chat_template: str | None) -> Asked:
     """The same for what is between two texts. `input_extra` stands before the prefix, `prompt` after it."""
     extra = "".join(f"{part['text']}\n" for part in body.get("input_extra") or [])
     prefix = extra + body["input_prefix"] + (body.get("prompt") or "")

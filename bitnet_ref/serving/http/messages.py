@@ -100,14 +100,7 @@ schemas.declare_body(
 
 
 def make_routes(server: Server) -> list[Route]:
-    async def create(request: Request) -> Response:
-        def read(body: Mapping[str, Any], name: str, engine: Engine) -> Asked:
-            return ask_chat(read_body(body), name, engine, server.chat_template, MessageWriter)
-
-        return await server.generate(request, read)
-
     async def count(request: Request) -> Response:
-
         body = await server.body(request)
         async with server.borrow(body) as (_, engine):
 
@@ -118,10 +111,15 @@ def make_routes(server: Server) -> list[Route]:
 
             return JSONResponse({"input_tokens": await server.work(tokens)})
 
-    return [Route(PATH, create, methods=["POST"]), Route(COUNT_PATH, count, methods=["POST"])]
+    return [server.route_texts(PATH, read_message), Route(COUNT_PATH, count, methods=["POST"])]
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def read_message(body: Mapping[str, Any], name: str, engine: Engine, chat_template: str | None) -> Asked:
+    """The request of a body that passed its schema. Raises RequestError."""
+    return ask_chat(read_body(body), name, engine, chat_template, MessageWriter)
 
 
 def read_body(body: Mapping[str, Any]) -> dict[str, Any]:

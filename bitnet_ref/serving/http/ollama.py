@@ -53,103 +53,76 @@ COMMON = {
     **ignored(("truncate", "shift")),
     **refused(dict.fromkeys(("logprobs", "top_logprobs"), "are not in this API's answers; use /v1/chat/completions")),
 }
+TOOL = describe_object({"function": describe_object({"name": TEXT}, ("name",))}, ("function",))
 MESSAGE = describe_object(
     {
         "role": {"enum": ["system", "user", "assistant", "tool"]},
         "content": MAYBE,
         "thinking": MAYBE,
         **IMAGES,
-        "tool_calls": or_null(
-            describe_array(describe_object({"function": describe_object({"name": TEXT}, ("name",))}, ("function",)))
-        ),
+        "tool_calls": or_null(describe_array(TOOL)),
     },
     ("role",),
 )
-TOOL = describe_object({"function": describe_object({"name": TEXT}, ("name",))}, ("function",))
 TOOLS = or_null(describe_array(TOOL, 0, 128))
-BODIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "/api/chat": (
-        "Reply to a conversation, in Ollama's form.",
-        {**COMMON, "messages": or_null(describe_array(MESSAGE, 0, 4096)), "tools": TOOLS},
-        (),
-    ),
-    "/api/generate": (
-        "Continue a text, in Ollama's form.",
-        {
-            **COMMON,
-            "prompt": MAYBE,
-            "suffix": MAYBE,
-            "system": MAYBE,
-            "raw": FLAG,
-            **IMAGES,
-            **ignored(("width", "height", "steps")),
-            **refused(
-                {
-                    "template": "a request cannot bring a template; use raw, or the server's option --chat-template",
-                    "context": "token ids of an earlier answer are not taken up; use /api/chat",
-                }
-            ),
-        },
-        (),
-    ),
-    "/api/show": (
-        "What a model is, in Ollama's form.",
-        {"model": MAYBE, "name": MAYBE, **ignored(("verbose", "system", "template", "options"))},
-        (),
-    ),
-    "/api/embed": (
-        "Texts as vectors, in Ollama's form.",
-        {
-            "model": MAYBE,
-            "input": {"anyOf": [TEXT, describe_array(TEXT, 0, 2048)]},
-            "truncate": FLAG,
-            "dimensions": describe_number(1, 2**20, "integer"),
-            "keep_alive": KEEP,
-            **ignored(("options",)),
-        },
-        ("input",),
-    ),
-    "/api/embeddings": (
-        "A text as a vector, in Ollama's older form.",
-        {"model": MAYBE, "prompt": TEXT, "keep_alive": KEEP, **ignored(("options",))},
-        ("prompt",),
-    ),
-}
-for path, (summary, properties, required) in BODIES.items():
-    schemas.declare_body(path, summary, properties, required)
+schemas.declare_body(
+    "/api/chat",
+    "Reply to a conversation, in Ollama's form.",
+    {**COMMON, "messages": or_null(describe_array(MESSAGE, 0, 4096)), "tools": TOOLS},
+)
+schemas.declare_body(
+    "/api/generate",
+    "Continue a text, in Ollama's form.",
+    {
+        **COMMON,
+        **dict.fromkeys(("prompt", "suffix", "system"), MAYBE),
+        "raw": FLAG,
+        **IMAGES,
+        **ignored(("width", "height", "steps")),
+        **refused(
+            {
+                "template": "a request cannot bring a template; use raw, or the server's option --chat-template",
+                "context": "token ids of an earlier answer are not taken up; use /api/chat",
+            }
+        ),
+    },
+)
+schemas.declare_body(
+    "/api/show",
+    "What a model is, in Ollama's form.",
+    {"model": MAYBE, "name": MAYBE, **ignored(("verbose", "system", "template", "options"))},
+)
+schemas.declare_body(
+    "/api/embed",
+    "Texts as vectors, in Ollama's form.",
+    {
+        "model": MAYBE,
+        "input": {"anyOf": [TEXT, describe_array(TEXT, 0, 2048)]},
+        "truncate": FLAG,
+        "dimensions": describe_number(1, 2**20, "integer"),
+        "keep_alive": KEEP,
+        **ignored(("options",)),
+    },
+    ("input",),
+)
+schemas.declare_body(
+    "/api/embeddings",
+    "A text as a vector, in Ollama's older form.",
+    {"model": MAYBE, "prompt": TEXT, "keep_alive": KEEP, **ignored(("options",))},
+    ("prompt",),
+)
 schemas.declare_call("/api/tags", "get", "The models, in Ollama's form.")
 schemas.declare_call("/api/ps", "get", "The loaded models, in Ollama's form.")
 schemas.declare_call("/api/version", "get", "The version of the server.")
 
-OPTIONS = {  # Ollama's name -> ours
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "typical_p": "typical_p",
-    "repeat_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "seed": "seed",
-    "stop": "stop",
-}
+SAME = ("temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "seed", "stop")
+OPTIONS = {**{name: name for name in SAME}, "repeat_penalty": "repetition_penalty"}  # Ollama's name -> ours
 NS = 1_000_000_000
 
 
 def make_routes(server: Server) -> list[Route]:
-    async def chat(request: Request) -> Response:
-        def read(body: Mapping[str, Any], name: str, engine: Engine) -> Asked:
-            return ask_chat(read_chat_body(body), name, engine, server.chat_template, ChatWriter)
-
-        return await answer(request, "messages", read)
-
     async def generate(request: Request) -> Response:
-        def read(body: Mapping[str, Any], name: str, engine: Engine) -> Asked:
-            return read_generate(body, name, engine, server.chat_template)
-
-        return await answer(request, "prompt", read)
-
-    async def answer(request: Request, field: str, read: Any) -> Response:
+        field, read = ("messages", read_chat) if request.scope["path"] == "/api/chat" else ("prompt", read_generate)
         body = await server.body(request)
         name = server.shelf.name(body.get("model"))
         keep(server.shelf.places[name], body.get("keep_alive"))
@@ -164,9 +137,8 @@ def make_routes(server: Server) -> list[Route]:
         else:
             async with server.shelf.borrow(server.shelf.places[name]):
                 pass
-        empty: dict[str, Any] = {"response": ""}
-        if field == "messages":
-            empty = {"message": {"role": "assistant", "content": ""}}
+        empty: dict[str, Any] = {"message": {"role": "assistant", "content": ""}}
+        empty = empty if field == "messages" else {"response": ""}
         return JSONResponse({"model": name, "created_at": now(), **empty, "done": True, "done_reason": reason})
 
     async def embed(request: Request) -> Response:
@@ -211,7 +183,7 @@ def make_routes(server: Server) -> list[Route]:
     async def version(request: Request) -> Response:
         return JSONResponse({"version": server.version})
 
-    posts = {"/api/chat": chat, "/api/generate": generate, "/api/show": show, "/api/embed": embed}
+    posts = {"/api/chat": generate, "/api/generate": generate, "/api/show": show, "/api/embed": embed}
     posts["/api/embeddings"] = embed
     gets = {"/api/tags": tags, "/api/ps": running, "/api/version": version}
     routes = [Route(path, function, methods=["POST"]) for path, function in posts.items()]
@@ -242,8 +214,8 @@ def keep(place: Place, keep_alive: str | float | None) -> None:
         (place.base or place).keep_s = read_seconds(keep_alive)
 
 
-def read_chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The same request as a chat. Raises RequestError."""
+def read_chat(body: Mapping[str, Any], name: str, engine: Engine, chat_template: str | None) -> Asked:
+    """The request of a body that passed its schema. Raises RequestError."""
     messages = [_read_message(message, f"messages[{n}]") for n, message in enumerate(body["messages"])]
     tools = []
     for tool in body.get("tools") or []:
@@ -251,7 +223,8 @@ def read_chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(function.get("parameters"), Mapping | None):
             raise RequestError("tools: the parameters of a function are no object", "tools")
         tools.append(function_tool(function["name"], function.get("description"), function.get("parameters")))
-    return {**_read_common(body), "messages": messages, "tools": tools or None}
+    chat = {**_read_common(body), "messages": messages, "tools": tools or None}
+    return ask_chat(chat, name, engine, chat_template, ChatWriter)
 
 
 def _read_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:

@@ -63,19 +63,14 @@ def make_routes(server: Server) -> list[Route]:
     async def rerank(request: Request) -> Response:
         body = await server.body(request)
         texts = [each if isinstance(each, str) else each["text"] for each in body["documents"]]
-        async with server.borrow(body) as (name, engine):
-            pairs = [(body["query"], text) for text in texts]
-            scores, tokens = await unless_gone(request, score_pairs(server, engine.adapted_model, pairs, body))
-            record_of(request).prompt_tokens = tokens
+        scores, facts = await score_pairs(request, body, "rerank", [(body["query"], text) for text in texts])
         limit = int(body.get("top_n") or len(texts))  # JSON has 1.0 for 1
         order = sorted(range(len(texts)), key=lambda index: -scores[index])[:limit]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in order]
         if body.get("return_documents"):
             for each in results:
                 each["document"] = {"text": texts[each["index"]]}
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        frame = {"id": f"rerank-{uuid.uuid4().hex}", "object": "list", "model": name, "usage": usage}
-        return JSONResponse({**frame, "results": results})
+        return JSONResponse({**facts, "results": results})
 
     async def score(request: Request) -> Response:
         body = await server.body(request)
@@ -83,20 +78,27 @@ def make_routes(server: Server) -> list[Route]:
         if len(first) not in (1, len(second)):
             raise RequestError(f"text_1: expected one text or {len(second)}, as text_2 has", "text_1")
         pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
-        async with server.borrow(body) as (name, engine):
-            scores, tokens = await unless_gone(request, score_pairs(server, engine.adapted_model, pairs, body))
-            record_of(request).prompt_tokens = tokens
+        scores, facts = await score_pairs(request, body, "score", pairs)
         data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
+        return JSONResponse({**facts, "data": data})
+
+    async def score_pairs(
+        request: Request, body: Mapping[str, Any], kind: str, pairs: list[tuple[str, str]]
+    ) -> tuple[list[float], dict[str, Any]]:
+        """The score of each pair, and what else the answer says."""
+        async with server.borrow(body) as (name, engine):
+            work = score_all(server, engine.adapted_model, pairs, body.get("instruction") or INSTRUCTION)
+            scores, tokens = await unless_gone(request, work)
+            record_of(request).prompt_tokens = tokens
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        frame = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "model": name, "usage": usage}
-        return JSONResponse({**frame, "data": data})
+        return scores, {"id": f"{kind}-{uuid.uuid4().hex}", "object": "list", "model": name, "usage": usage}
 
     routes = [Route(path, rerank, methods=["POST"]) for path in RERANK_PATHS]
     return routes + [Route(path, score, methods=["POST"]) for path in SCORE_PATHS]
 
 
-async def score_pairs(
-    server: Server, model: LoadedModel, pairs: list[tuple[str, str]], body: Mapping[str, Any]
+async def score_all(
+    server: Server, model: LoadedModel, pairs: list[tuple[str, str]], instruction: str
 ) -> tuple[list[float], int]:
     """The score of each pair, and the tokens that were read."""
     if is_embedding_model(model):
@@ -105,8 +107,7 @@ async def score_pairs(
         unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         rows = dict(zip(texts, unit, strict=True))
         return [float(rows[first] @ rows[second]) for first, second in pairs], tokens
-    judge = partial(judge_pairs, model, body.get("instruction") or INSTRUCTION)
-    parts = await server.compute_rows(judge, pairs)
+    parts = await server.compute_rows(partial(judge_pairs, model, instruction), pairs)
     return [score for scores, _ in parts for score in scores], sum(tokens for _, tokens in parts)
 
 

@@ -121,9 +121,14 @@ class AllowedTokens:
         self._ids = np.unique(np.asarray(ids, np.int64))
 
     def __call__(self, token_ids: NDArray[np.int64], logits: Floats) -> Floats:
-        allowed = np.full_like(logits, -np.inf)
-        allowed[self._ids] = logits[self._ids]
-        return allowed
+        return keep_only(self._ids, logits)
+
+
+def keep_only(ids: NDArray[np.int64] | int, logits: Floats) -> Floats:
+    """The logits in which all tokens but these are impossible."""
+    kept = np.full_like(logits, -np.inf)
+    kept[ids] = logits[ids]
+    return kept
 
 
 class ThinkingBudget:
@@ -147,9 +152,7 @@ class ThinkingBudget:
             return logits
         if _holds(new[: self._limit], self._end):
             return logits
-        allowed = np.full_like(logits, -np.inf)
-        allowed[self._end[done]] = logits[self._end[done]]
-        return allowed
+        return keep_only(self._end[done], logits)
 
 
 def _holds(ids: list[int], part: list[int]) -> bool:

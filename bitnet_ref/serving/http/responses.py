@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -139,12 +140,6 @@ class ResponseStore:
 def make_routes(server: Server) -> list[Route]:
     store = ResponseStore()
 
-    async def create(request: Request) -> Response:
-        def read(body: Mapping[str, Any], name: str, engine: Engine) -> Asked:
-            return read_response(body, name, engine, server.chat_template, store)
-
-        return await server.generate(request, read)
-
     async def stored(request: Request) -> Response:
         name = request.path_params["id"]
         if request.method == "DELETE":
@@ -166,7 +161,7 @@ def make_routes(server: Server) -> list[Route]:
         return JSONResponse({"object": "list", "data": items, "has_more": False, **ends})
 
     return [
-        Route(PATH, create, methods=["POST"]),
+        server.route_texts(PATH, partial(read_response, store=store)),
         Route(f"{PATH}/{{id}}", stored, methods=["GET", "DELETE"]),
         Route(f"{PATH}/{{id}}/cancel", cancel, methods=["POST"]),
         Route(f"{PATH}/{{id}}/input_items", input_items, methods=["GET"]),

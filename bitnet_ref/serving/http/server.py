@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ...backends.loaded import LoadedModel
@@ -34,7 +35,7 @@ from .fingerprint import fingerprint_of, has_fingerprint
 from .page import describe_engine, render_page
 from .request_log import record_of
 from .schemas import RequestError
-from .shapes import embedding_ids, embedding_response, read_chat, read_completion
+from .shapes import Read, embedding_ids, embedding_response
 from .shelf import ModelShelf
 from .waiting import unless_gone
 from .writers import OpenAIWriter
@@ -44,7 +45,6 @@ UNKNOWN_IGNORED = ("/v1/responses", "/v1/messages", "/api/")
 QUIET_S = 15.0  # a stream without news sends a comment, so that a proxy keeps it open
 EMBEDDING_TEXTS = 16  # at a time; between them a client that went away is noticed
 T = TypeVar("T")
-Read = Callable[[Mapping[str, Any], str, Engine], Asked]  # a checked body, the model's name and its engine
 
 
 class Server:
@@ -68,17 +68,13 @@ class Server:
 
     # -- text ------------------------------------------------------------------------------------------------------
 
-    async def completions(self, request: Request) -> Response:
-        return await self.generate(request, read_completion)
+    def route_texts(self, path: str, read: Read) -> Route:
+        """The route of requests for texts that `read` reads."""
 
-    async def chat(self, request: Request) -> Response:
-        def read(body: Mapping[str, Any], name: str, engine: Engine) -> Asked:
-            return read_chat(body, name, engine, self.chat_template)
+        async def generate(request: Request) -> Response:
+            return await self.answer(request, await self.body(request), read)
 
-        return await self.generate(request, read)
-
-    async def generate(self, request: Request, read: Read) -> Response:
-        return await self.answer(request, await self.body(request), read)
+        return Route(path, generate, methods=["POST"])
 
     async def answer(self, request: Request, body: Mapping[str, Any], read: Read) -> Response:
         """The response to a checked body: its texts, whole or as a stream."""
@@ -86,7 +82,7 @@ class Server:
             name, engine = await stack.enter_async_context(self.borrow(body))
 
             def prepare() -> Asked:
-                asked = read(body, name, engine)
+                asked = read(body, name, engine, self.chat_template)
                 asked.fingerprint = fingerprint_of(engine, self.chat_template)
                 return asked
 

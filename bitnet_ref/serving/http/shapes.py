@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...backends.loaded import LoadedModel
@@ -27,8 +27,12 @@ FLAGS = ("include_stop_str_in_output", "return_token_ids", "return_tokens_as_tok
 COMPACT = {"whitespace_flexible": False}  # for llguidance: a small model may else write line ends until max_tokens
 
 
-def read_completion(body: Mapping[str, Any], model_name: str, engine: Engine) -> Asked:
-    """The request of a body that passed its schema. Raises RequestError."""
+Read = Callable[[Mapping[str, Any], str, Engine, str | None], Asked]
+"""Reads a body that passed its schema, for a model's name and its engine; with the chat template of the server."""
+
+
+def read_completion(body: Mapping[str, Any], model_name: str, engine: Engine, chat_template: str | None) -> Asked:
+    """The request of a body that passed its schema; without any template. Raises RequestError."""
     default = DEFAULT_REPLY_TOKENS if (body.get("n_predict") or 0) < 0 else DEFAULT_COMPLETION_TOKENS
     body = rename_fields(body)
     params, common = _read_common(body, engine)

@@ -13,7 +13,6 @@ from .choices import Asked, Choice, Writer
 from .schemas import RequestError
 from .shapes import read_chat, read_completion
 
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MakeWriter = Callable[[Asked, Sequence[Choice]], Writer]
 
 
@@ -22,33 +21,29 @@ def ask_chat(
 ) -> Asked:
     """The request of a body in the form of a chat, which is checked here. `max_tokens` is cut to what fits."""
     body = {key: value for key, value in chat.items() if value is not None}
-    schemas.check(body, CHAT)
-    asked = read_chat(body, name, engine, chat_template)
-    asked.writer = writer
-    cut_tokens(asked, engine, len(asked.prompts[0]))
-    return asked
+    schemas.check(body, "/v1/chat/completions")
+    return cut_tokens(read_chat(body, name, engine, chat_template), engine, writer)
 
 
-def ask_completion(body: Mapping[str, Any], name: str, engine: Engine, writer: MakeWriter) -> Asked:
+def ask_completion(given: Mapping[str, Any], name: str, engine: Engine, writer: MakeWriter) -> Asked:
     """The same for the continuation of one prompt."""
-    given = {key: value for key, value in body.items() if value is not None}
-    schemas.check(given, COMPLETION)
-    asked = read_completion(given, name, engine)
-    asked.writer = writer
+    body = {key: value for key, value in given.items() if value is not None}
+    schemas.check(body, "/v1/completions")
+    return cut_tokens(read_completion(body, name, engine, None), engine, writer)
+
+
+def cut_tokens(asked: Asked, engine: Engine, writer: MakeWriter) -> Asked:
+    """Lower `max_tokens` to what the context has room for, as most other servers do. Raises RequestError."""
     if len(asked.prompts) != 1:
         raise RequestError("prompt: expected one", "prompt")
-    prompt = asked.prompts[0]
-    cut_tokens(asked, engine, len(engine.model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt))
-    return asked
-
-
-def cut_tokens(asked: Asked, engine: Engine, prompt_tokens: int) -> None:
-    """Lower `max_tokens` to what the context has room for, as most other servers do."""
+    prompt, asked.writer = asked.prompts[0], writer
     sampling = SamplingParams.of(**{**engine.config.sampling, **asked.params})
     window = ContextWindow.of(engine.model, sampling)
-    room = min(window.size, engine.cache.capacity) - prompt_tokens
+    tokens = len(engine.model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    room = min(window.size, engine.cache.capacity) - tokens
     if sampling.max_tokens is not None and not window.moves and 1 <= room < sampling.max_tokens:
         asked.params["max_tokens"] = room
+    return asked
 
 
 def join_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +25,11 @@ from ...generation.results import Generation
 from ..engine import Engine
 from . import messages, responses, schemas
 from .batch import BatchServer, answer_lines, batch_id, digest_of
-from .choices import Asked, Choice
+from .choices import Choice
 from .failures import describe_failure
 from .fingerprint import differing_parts, fingerprint_of
 from .first_token import FirstToken, find_first, read_replies
-from .shapes import read_chat, read_completion
-from .translate import ask_chat
+from .shapes import Read, read_chat, read_completion
 from .waiting import unless_gone
 from .writers import OpenAIWriter
 
@@ -50,6 +50,12 @@ KINDS = {  # what an answer says it is -> the path that gave it
     "text_completion": "/v1/completions",
     "response": responses.PATH,
     "message": messages.PATH,
+}
+READERS: dict[str, Read] = {
+    "/v1/chat/completions": read_chat,
+    "/v1/completions": read_completion,
+    responses.PATH: partial(responses.read_response, store=responses.ResponseStore(max_responses=0)),
+    messages.PATH: messages.read_message,
 }
 OF_STREAMS = ("chat.completion.chunk",)
 # In nats. One flipped int8 value, which the rounding of another backend may cause, moves a logit by so much: see
@@ -131,7 +137,7 @@ class Recomputation:
         name = name or body.get("model") or str(answer.get("model"))
         try:
             schemas.check(body, self.path)
-            self.asked = self._read(body, name, chat_template)
+            self.asked = READERS[self.path](body, name, engine, chat_template)
             if seed is not None and "seed" not in engine.config.sampling:
                 self.asked.params.setdefault("seed", seed)
             sampling = engine.config.params(self.asked.params)
@@ -141,15 +147,6 @@ class Recomputation:
         if sampling.temperature > 0 and sampling.seed is None and not self.asked.is_only_scored:
             text = f"was sampled at temperature {sampling.temperature:g} without a seed, so it cannot come again"
             raise CannotCheck(f"the answer {text}; ask with a seed, or at temperature 0")
-
-    def _read(self, body: Mapping[str, Any], name: str, chat_template: str | None) -> Asked:
-        if self.path == KINDS["text_completion"]:
-            return read_completion(body, name, self.engine)
-        if self.path == KINDS["chat.completion"]:
-            return read_chat(body, name, self.engine, chat_template)
-        if self.path == KINDS["message"]:
-            return ask_chat(messages.read_body(body), name, self.engine, chat_template, messages.MessageWriter)
-        return responses.read_response(body, name, self.engine, chat_template, responses.ResponseStore())
 
     def submit(self, timeout_s: float | None = None) -> list[Choice]:
         """Queue the texts. Raises CannotCheck for what the request gets wrong, and QueueFull."""
