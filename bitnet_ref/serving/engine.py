@@ -161,13 +161,13 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         self, prompt: Prompt, *, priority: int = 0, timeout_s: float | None = None, **params: Unpack[SamplingOptions]
     ) -> list[RequestHandle]:
         """`submit` for the n continuations of a prompt, each to read on its own: chunk by chunk, or as a result. They
-        equal the list that `submit` gives."""
-        sampling, handles = self.config.params(params), list[RequestHandle]()
+        equal the list that `submit` gives. One engine has them all: they share the prompt's pages."""
+        sampling, handles, engine = self.config.params(params), list[RequestHandle](), self.pick()
         if sampling.num_beams > 1:
             raise GenerationError(f"num_beams: a stream is one continuation, got {sampling.num_beams}; use beams")
         with ExitStack() as stack:
             for choice in range(sampling.n):
-                handles.append(self._submit(prompt, priority, timeout_s, sampling, choice=choice))
+                handles.append(engine._submit(prompt, priority, timeout_s, sampling, choice=choice))
                 stack.callback(handles[-1].close)
             stack.pop_all()
         return handles
@@ -317,18 +317,10 @@ class AdaptedEngine(Engine):
         return self._engine.engines
 
     def pick(self) -> Engine:
-        return AdaptedEngine(self._engine.pick(), self.config.sampling["adapter"])
+        return self._engine.pick()
 
     def _submit(self, *args: Any, **options: Any) -> RequestHandle:
         return self._engine._submit(*args, **options)
-
-    @expand_params
-    def streams(
-        self, prompt: Prompt, *, priority: int = 0, timeout_s: float | None = None, **params: Unpack[SamplingOptions]
-    ) -> list[RequestHandle]:
-        """As of one engine: the continuations of a prompt share its pages."""
-        picked = AdaptedEngine(self._engine.pick(), self.config.sampling["adapter"])
-        return Engine.streams(picked, prompt, priority=priority, timeout_s=timeout_s, **params)
 
     @property
     def unfinished(self) -> int:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any
 
 from ..backends.loaded import LoadedModel
-from ..generation.generate import Prompt
-from ..generation.params import SamplingOptions
 from .engine import Engine
 from .engine_config import EngineConfig
 from .records import RequestProgress
@@ -39,12 +37,6 @@ class Replicas(Engine):
 
     def _submit(self, *args: Any, **options: Any) -> RequestHandle:
         return self.pick()._submit(*args, **options)
-
-    def streams(
-        self, prompt: Prompt, *, priority: int = 0, timeout_s: float | None = None, **params: Unpack[SamplingOptions]
-    ) -> list[RequestHandle]:
-        """As of one engine: the continuations of a prompt share its pages."""
-        return self.pick().streams(prompt, priority=priority, timeout_s=timeout_s, **params)
 
     @property
     def unfinished(self) -> int:
