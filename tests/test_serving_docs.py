@@ -130,8 +130,9 @@ def test_settings_can_be_read(tmp_path):
     (codex,) = blocks("clients", "toml")
     settings = tomllib.loads(codex)
     assert settings["model_providers"][settings["model_provider"]]["wire_api"] == "responses"
-    (zed,) = blocks("clients", "json")
-    assert json.loads(zed)["language_models"]["openai_compatible"]
+    zed, edits = map(json.loads, blocks("clients", "json"))
+    assert zed["language_models"]["openai_compatible"]
+    assert edits["edit_predictions"]["open_ai_compatible_api"]["api_url"].endswith("/v1/completions")
     yaml = pytest.importorskip("yaml")
     (continued,) = blocks("clients", "yaml")
     assert yaml.safe_load(continued)["models"][0]["provider"] == "openai"
