@@ -21,6 +21,8 @@ from .choices import Asked, Choice
 from .events import Reply
 from .replies import ReplyReader
 
+BREAK = "\0\0"  # between two texts; a stray one in a text can only make an answer differ later
+
 
 @dataclass(frozen=True)
 class OneToken:
@@ -95,12 +97,9 @@ def texts_of(reply: Reply) -> list[str]:
     return [reply.join("reasoning"), reply.join("text"), *calls]
 
 
-def begins(whole: Sequence[str], part: Sequence[str]) -> bool:
-    """Whether the texts of a reply go on as `part` begins."""
-    last = max((index for index, text in enumerate(part) if text), default=-1)
-    if last < 0 or last >= len(whole):
-        return last < 0
-    return list(whole[:last]) == list(part[:last]) and whole[last].startswith(part[last])
+def flatten(texts: Sequence[str]) -> str:
+    """The texts as one. Two replies are equal, or one begins as the other, where these are or do."""
+    return BREAK.join(texts).rstrip(BREAK)
 
 
 def find_first(
@@ -126,20 +125,20 @@ def find_first(
     if whole == answered:
         return None
     ids, reader, reply_so_far = result.token_ids, _reader(asked), Reply()
-    agreed, agreed_texts = 0, [""] * len(whole)
+    agreed, agreed_text, expected = 0, "", flatten(answered)
     for number, token in enumerate(ids):
         text = decoder.push(token) if token < tokenizer.vocab_size else ""
         for event in reader.push(text, None):
             reply_so_far.add(event)
-        texts = [part[: len(most)] for part, most in zip(texts_of(reply_so_far), whole, strict=False)]
-        if not begins(answered, texts):
+        got = flatten([part[: len(most)] for part, most in zip(texts_of(reply_so_far), whole, strict=False)])
+        if not expected.startswith(got):
             if len(whole) > 2:  # the text of a call is held back, so its own tokens are not told apart
-                text = _rest(answered, agreed_texts).decode(errors="replace")
+                text = _rest(expected, agreed_text).decode(errors="replace")
                 return number, _computed(result, number, model), OneToken(None, text[:40])
             break
-        if texts != agreed_texts[: len(texts)]:
-            agreed, agreed_texts = number + 1, [*texts, *[""] * (len(whole) - len(texts))]
-    rest = _rest(answered, agreed_texts)
+        if got != agreed_text:
+            agreed, agreed_text = number + 1, got
+    rest = _rest(expected, agreed_text)
     tokens = model.vocabulary.tokens
     while agreed < len(ids) and ids[agreed] < len(tokens):  # tokens whose text was held back, as parts of a character
         data = tokens[ids[agreed]]
@@ -158,14 +157,10 @@ def _new_text(choice: Choice, result: Generation) -> str:
     return result.text[len(choice.handle.echo) :] if "echo" in choice.asked.params else result.text
 
 
-def _rest(answered: Sequence[str], agreed: Sequence[str]) -> bytes:
-    """What the answer has after the texts that both have: of the first text that goes on."""
-    last = max((index for index, text in enumerate(agreed) if text), default=0)
-    for index in range(last, len(answered)):
-        shared = agreed[index] if index < len(agreed) else ""
-        if len(answered[index]) > len(shared):
-            return answered[index][len(shared) :].encode(errors="replace")
-    return b""
+def _rest(expected: str, agreed: str) -> bytes:
+    """What the answer has after the text that both have: of the first of its texts that goes on."""
+    rest = expected[len(agreed) :].lstrip(BREAK).partition(BREAK)[0]
+    return rest.encode(errors="replace")
 
 
 def _computed(result: Generation, position: int, model: LoadedModel) -> OneToken | None:
