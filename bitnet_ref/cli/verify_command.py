@@ -131,7 +131,7 @@ def check_alone(server: BatchServer, request: dict[str, Any], answer: dict[str, 
         choices = again.submit()
     except CannotCheck as error:
         return AnswerCheck.unchecked(error.message)
-    return again.judge([choice.handle.result() for choice in choices])
+    return again.judge([choice.result() for choice in choices])
 
 
 def check_lines(server: BatchServer, asked: str, answers: list[str]) -> Iterator[tuple[str, AnswerCheck]]:

@@ -34,7 +34,7 @@ from .engine_config import EngineConfig
 from .live import LiveView
 from .metrics import EngineMetrics
 from .records import RequestProgress, StepRecord
-from .tickets import BeamText, RequestHandle, RequestStory, Ticket, check_process
+from .tickets import RequestHandle, RequestStory, Ticket, check_process
 from .worker import Worker
 
 PRIORITY, TIMEOUT = Number(-LARGEST, whole=True), Number(0, LONGEST_S, above=True, optional=True)
@@ -164,22 +164,13 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         equal the list that `submit` gives. One engine has them all: they share the prompt's pages."""
         sampling, handles, engine = self.config.params(params), list[RequestHandle](), self.pick()
         if sampling.num_beams > 1:
-            raise GenerationError(f"num_beams: a stream is one continuation, got {sampling.num_beams}; use beams")
+            raise GenerationError(f"num_beams: a stream is one continuation, got {sampling.num_beams}; use submit")
         with ExitStack() as stack:
             for choice in range(sampling.n):
                 handles.append(engine._submit(prompt, priority, timeout_s, sampling, choice=choice))
                 stack.callback(handles[-1].close)
             stack.pop_all()
         return handles
-
-    @expand_params
-    def beams(
-        self, prompt: Prompt, *, priority: int = 0, timeout_s: float | None = None, **params: Unpack[SamplingOptions]
-    ) -> list[BeamText]:
-        """The n best texts of a search with `num_beams`, each to wait for; they equal those of `generate`."""
-        sampling = self.config.params(params)
-        handle = self._submit(prompt, priority, timeout_s, sampling)
-        return [BeamText(handle, index) for index in range(sampling.n)]
 
     @expand_params
     def chat(

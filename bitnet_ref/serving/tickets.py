@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from ..errors import EngineClosed, GenerationError
-from ..generation.results import Generation, GenerationStats, StreamChunk
+from ..generation.results import GenerationStats, StreamChunk
 from ..generation.search import BeamSearch
 from ..generation.sequence import Request
 from ..system.options import LARGEST, LONGEST_S, Number
@@ -379,38 +379,6 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     def _let_go_on(self) -> None:
         if self._ticket.held and self._ticket.has_caught_up:
             self._worker.resume(self._ticket)
-
-
-class BeamText:
-    """One of the `n` texts of a search by beams, with what the server reads of a `RequestHandle`."""
-
-    prompt_logprobs = None
-
-    def __init__(self, handle: RequestHandle, index: int) -> None:
-        """handle: of the search."""
-        self._handle, self._index = handle, index
-        self.close, self.prompt_token_ids, self.echo = handle.close, handle.prompt_token_ids, handle.echo
-
-    @property
-    def story(self) -> RequestStory:
-        """Of the whole search."""
-        return self._handle.story
-
-    @property
-    def stats(self) -> GenerationStats:
-        """Of the whole search, but with this text's tokens; at its end."""
-        return replace(self._handle.stats, generated_tokens=len(self.result().token_ids))
-
-    def result(self) -> Generation:
-        """Wait for the end of the search."""
-        return self._pick(self._handle.result())
-
-    async def aresult(self) -> Generation:
-        """`result`, for asyncio."""
-        return self._pick(await self._handle.aresult())
-
-    def _pick(self, results: Generation | list[Generation]) -> Generation:
-        return results[self._index] if isinstance(results, list) else results
 
 
 def check_process(process: int, subject: str = "this engine belongs") -> None:

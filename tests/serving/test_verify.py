@@ -99,7 +99,7 @@ def alone(folder):
 def check(engine, request, answer, **options):
     again = Recomputation(engine, TEMPLATE, request, answer, **options)
     choices = again.submit()
-    return again.judge([choice.handle.result() for choice in choices])
+    return again.judge([choice.result() for choice in choices])
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -151,7 +151,7 @@ def test_every_altered_field_is_caught(name, answers, alone):
     request, answer = answers[name]
     count = 0
     again = Recomputation(alone, TEMPLATE, request, answer)
-    results = [choice.handle.result() for choice in again.submit()]
+    results = [choice.result() for choice in again.submit()]
     for place, leaf in places(answer):
         if place[-1] in UNSAID or place[0] in ("object", "type") or "cache_creation_input_tokens" in place:
             continue
@@ -316,7 +316,7 @@ def test_an_answer_may_be_anything(answers, alone):
     for name in ("several", "call", "response", "message call"):
         request, answer = answers[name]
         again = Recomputation(alone, TEMPLATE, request, answer)
-        results = [choice.handle.result() for choice in again.submit()]
+        results = [choice.result() for choice in again.submit()]
         every = [place for place, _ in places(answer)]
         for _ in range(150):
             place = shuffled.choice(every)
@@ -487,7 +487,7 @@ def files(tmp_path, folder):
         answer = {"object": "text_completion", "model": "storyteller"}
         again = Recomputation(engine, None, request, answer)
         choices = again.submit()
-        whole = again.asked.response(choices, [choice.handle.result() for choice in choices])
+        whole = again.asked.response(choices, [choice.result() for choice in choices])
     (tmp_path / "request.json").write_text(json.dumps(request))
     (tmp_path / "answer.json").write_text(json.dumps(whole, indent=1))
     return tmp_path / "request.json", tmp_path / "answer.json"

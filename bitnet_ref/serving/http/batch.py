@@ -89,7 +89,7 @@ class Job:
         asked = self.choices[0].asked
         asked.id, asked.created = f"{asked.id.partition('-')[0]}-{self.digest[:32]}", 0
         try:
-            self.body = asked.response(self.choices, [choice.handle.result() for choice in self.choices])
+            self.body = asked.response(self.choices, [choice.result() for choice in self.choices])
         except Exception as error:
             self.fail(blame(error) if isinstance(error, BitNetRefError) else error)
             return

@@ -17,7 +17,7 @@ from ...generation.guide_prover import prove_guide
 from ...generation.params import GUIDES
 from ...generation.results import Generation, StreamChunk
 from ..engine import Engine
-from ..tickets import BeamText, RequestHandle
+from ..tickets import RequestHandle
 from .events import Block, CallStart, Event, Reasoning, Reply, Text
 from .replies import ReplyReader
 from .schemas import RequestError
@@ -74,12 +74,13 @@ class Asked:
             raise RequestError(f"prompt: {texts} texts are more than this server's queue holds", "prompt")
         prove_guide(engine.config.params(self.params), engine.model.vocabulary)
         choices: list[Choice] = []
-        submit: Callable[..., Sequence[RequestHandle | BeamText]]
-        submit = engine.beams if self.params.get("num_beams", 1) > 1 else engine.streams
+        options: dict[str, Any] = {"priority": self.priority, "timeout_s": timeout_s, **self.params}
+        beams = self.params.get("n", 1) if self.params.get("num_beams", 1) > 1 else 0
         try:
             for prompt in self.prompts:
-                for handle in submit(prompt, priority=self.priority, timeout_s=timeout_s, **self.params):
-                    choices.append(Choice(self, len(choices), handle, engine.model))
+                handles = [engine.submit(prompt, **options)] * beams if beams else engine.streams(prompt, **options)
+                for rank, handle in enumerate(handles):
+                    choices.append(Choice(self, len(choices), handle, engine.model, rank))
         except BaseException:
             for choice in choices:
                 choice.handle.close()
@@ -124,8 +125,10 @@ def usage(asked: Asked, choices: Sequence[Choice]) -> dict[str, Any]:
 class Choice:
     """One text of a response: its chunks or its result, as OpenAI writes them."""
 
-    def __init__(self, asked: Asked, index: int, handle: RequestHandle | BeamText, model: LoadedModel) -> None:
+    def __init__(self, asked: Asked, index: int, handle: RequestHandle, model: LoadedModel, rank: int) -> None:
+        """rank: among the n texts of its prompt."""
         self.asked, self.index, self.handle, self.tokenizer = asked, index, handle, model.tokenizer
+        self._rank, self._result_tokens = rank, 0
         self._prompt_ids: list[int] = handle.prompt_token_ids
         self._tokens = model.vocabulary.tokens if asked.top is not None or asked.shows_prompt_logprobs else []
         self._decoder, self._offset, self._chunks = self.tokenizer.stream_decoder(), 0, 0
@@ -136,7 +139,20 @@ class Choice:
     @property
     def tokens(self) -> int:
         """New tokens: all of them, or in a stream those of the chunks so far."""
-        return self._chunks if self.asked.stream else self.handle.stats.generated_tokens
+        return self._chunks if self.asked.stream else self._result_tokens
+
+    def result(self) -> Generation:
+        """Wait for the end of the text."""
+        return self._pick(self.handle.result())
+
+    async def aresult(self) -> Generation:
+        """`result`, for asyncio."""
+        return self._pick(await self.handle.aresult())
+
+    def _pick(self, results: Generation | list[Generation]) -> Generation:
+        result = results[self._rank] if isinstance(results, list) else results
+        self._result_tokens = len(result.token_ids)
+        return result
 
     def opening(self) -> dict[str, Any]:
         """The first chunk of a chat's stream: the role."""

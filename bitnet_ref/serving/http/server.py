@@ -25,7 +25,6 @@ from ...errors import GenerationError
 from ...generation.embed import embed
 from ..engine import Engine
 from ..metrics import render_metrics
-from ..tickets import RequestHandle
 from . import schemas
 from .admission import Admission, ServerLimits
 from .chat_prompt import chat_ids
@@ -245,7 +244,7 @@ class Server:
 async def wait_for_all(choices: list[Choice]) -> list[Any]:
     """The results. Raises the error of the first that fails."""
     try:
-        return [await choice.handle.aresult() for choice in choices]
+        return [await choice.aresult() for choice in choices]
     except GenerationError as error:
         raise blame(error) from error
 
@@ -263,7 +262,6 @@ class StreamEvents:
 
     async def _follow(self, choice: Choice) -> None:
         handle = choice.handle
-        assert isinstance(handle, RequestHandle)  # beams are no streams
         try:
             async for chunk in handle:
                 if self._writer.asked.top is None:

@@ -29,6 +29,7 @@ from .choices import Choice
 from .failures import describe_failure
 from .fingerprint import differing_parts, fingerprint_of
 from .first_token import FirstToken, find_first, read_replies
+from .request_log import record_of
 from .shapes import Read, read_chat, read_completion
 from .waiting import unless_gone
 from .writers import OpenAIWriter
@@ -201,8 +202,9 @@ def make_routes(server: Server) -> list[Route]:
             asked = dict(asked)
             server.unknown.drop(asked, path)
         async with AsyncExitStack() as stack:
-            name = server.shelf.name(name if isinstance(name, str) else None)
-            engine = await stack.enter_async_context(server.shelf.borrow(server.shelf.places[name]))
+            wanted = {"model": name if isinstance(name, str) else None}
+            name, engine = await stack.enter_async_context(server.borrow(wanted))
+            record_of(request).model = name
 
             def submit() -> tuple[Recomputation, list[Choice]]:
                 again = Recomputation(engine, server.chat_template, asked, answer, name=name)
@@ -211,7 +213,7 @@ def make_routes(server: Server) -> list[Route]:
             again, choices = await unless_gone(request, server.work(submit))
             for choice in choices:
                 stack.callback(choice.handle.close)
-            results = [await unless_gone(request, choice.handle.aresult()) for choice in choices]
+            results = [await unless_gone(request, choice.aresult()) for choice in choices]
             return await server.work(again.judge, results)
 
     return [Route(PATH, verify, methods=["POST"])]
@@ -336,7 +338,7 @@ def check_line(server: BatchServer, line: bytes, answered: bytes) -> AnswerCheck
         )
         choices = again.submit()
         try:
-            return again.judge([choice.handle.result() for choice in choices])
+            return again.judge([choice.result() for choice in choices])
         finally:
             for choice in choices:
                 choice.handle.close()
