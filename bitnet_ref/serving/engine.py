@@ -10,6 +10,7 @@ a step, `worker.py` is the thread that repeats this, `tickets.py` has the user's
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import weakref
@@ -55,6 +56,8 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
     Raises ConfigError, OutOfMemory.
     """
 
+    _original: Engine | None = None  # of one `with_adapter`: its end would close the engine
+
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None, **settings: Any) -> None:
         if config is not None and settings:
             raise ConfigError(f"given beside a config: {', '.join(settings)}; use dataclasses.replace", field="config")
@@ -86,6 +89,13 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
         adapter = Adapter(read_adapter(Path(folder), self.model.config))
         for model in {id(engine.model): engine.model for engine in self.engines}.values():
             model.put_adapter(name, adapter)
+
+    def with_adapter(self, name: str) -> Engine:
+        """The same engine, whose requests have one of its adapters on, unless they name another."""
+        other = copy.copy(self)
+        other.config = replace(self.config, sampling={**self.config.sampling, "adapter": name})
+        other._original = self
+        return other
 
     def pick(self) -> Engine:
         """The engine for the next request."""
@@ -293,37 +303,3 @@ class Engine(AbstractContextManager["Engine", None], AbstractAsyncContextManager
 
     async def __aexit__(self, error: type[BaseException] | None, *_: object) -> None:
         await self.aclose(drain=error is None)
-
-
-class AdaptedEngine(Engine):
-    """An engine's face whose requests have one of its adapters on, unless they name another."""
-
-    def __init__(self, engine: Engine, adapter: str) -> None:
-        self._engine, self._worker = engine, engine._worker
-        self.config = replace(engine.config, sampling={**engine.config.sampling, "adapter": adapter})
-        self.metrics, self.timeline = engine.metrics, engine.timeline
-
-    @property
-    def engines(self) -> Sequence[Engine]:
-        return self._engine.engines
-
-    def pick(self) -> Engine:
-        return self._engine.pick()
-
-    def _submit(self, *args: Any, **options: Any) -> RequestHandle:
-        return self._engine._submit(*args, **options)
-
-    @property
-    def unfinished(self) -> int:
-        return self._engine.unfinished
-
-    @property
-    def requests(self) -> list[RequestProgress]:
-        return self._engine.requests
-
-    @property
-    def closed(self) -> bool:
-        return self._engine.closed
-
-    def close(self, drain: bool = False) -> None:
-        self._engine.close(drain)

@@ -16,7 +16,7 @@ from ...backends.loaded import LoadedModel
 from ...errors import BitNetRefError, OutOfMemory, describe_error
 from ...formats.hashes import weight_hash
 from ...system.sharing import model_files
-from ..engine import AdaptedEngine, Engine
+from ..engine import Engine
 from .schemas import RequestError
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class ModelShelf:
         """
         if place.base is not None:
             async with self.borrow(place.base) as engine:
-                yield AdaptedEngine(engine, place.adapter)
+                yield engine.with_adapter(place.adapter)
             return
         place.users += 1  # first, so that it is not dropped between
         try:
