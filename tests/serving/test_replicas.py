@@ -115,7 +115,7 @@ def test_beams_obey_the_engines_limits(story):
                 engine.generate("Alice", **params)
         with pytest.raises(GenerationError, match=r"num_beams: a stream is one .* use result\(\)"):
             next(engine.submit("Alice", num_beams=2))
-        with pytest.raises(GenerationError, match=r"num_beams: a stream is one .* use beams"):
+        with pytest.raises(GenerationError, match=r"num_beams: a stream is one .* use submit"):
             engine.streams("Alice", num_beams=2)
         with pytest.raises(GenerationError, match="was not finished within"):
             engine.generate("Alice", num_beams=2, max_tokens=200, timeout_s=0.001)
