@@ -17,7 +17,7 @@ from bitnet_ref.serving import EngineConfig, start_engines
 from bitnet_ref.serving.http import fingerprint as fingerprint_module
 from bitnet_ref.serving.http.batch import BatchServer
 from bitnet_ref.serving.http.fingerprint import differing_parts, fingerprint_of
-from bitnet_ref.serving.http.verify import CannotCheck, Recomputation, check_line
+from bitnet_ref.serving.http.verify import CannotCheck, Recomputation, check_line, compare
 
 STORY = ASSETS / "storyteller"
 CHAT, COMPLETION, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -100,6 +100,15 @@ def check(engine, request, answer, **options):
     again = Recomputation(engine, TEMPLATE, request, answer, **options)
     choices = again.submit()
     return again.judge([choice.result() for choice in choices])
+
+
+def test_a_token_may_be_called_as_a_field_is():
+    """What is not compared elsewhere is, where the keys are texts of tokens or what a request said."""
+    for name, path in (("top_logprobs", "/v1/completions"), ("metadata", "/v1/responses")):
+        answers = [{name: {"id": value, "created": None}} for value in (-1.0, -5.0)]
+        assert [each.field for each in compare(*answers, path).differences] == [f"{name}.id"]
+    answers = [{"id": value, "usage": {"prompt_tokens_details": value}, "x": None} for value in (1, 2)]
+    assert compare(*answers, "/v1/completions").verdict == "equal"
 
 
 @pytest.mark.parametrize("name", ASKED)

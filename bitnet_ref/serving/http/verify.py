@@ -236,49 +236,40 @@ def compare(computed: Mapping[str, Any], answer: Mapping[str, Any], path: str) -
     return check
 
 
+# Ids, times, and counts of cached tokens
+NOT_COMPARED = {
+    "id",
+    "call_id",
+    "created",
+    "created_at",
+    "completed_at",
+    "prompt_tokens_details",
+    "input_tokens_details",
+}
+# A call's arguments, what the request said, and objects whose keys are texts of tokens
+AS_GIVEN = ("input", "tools", "metadata", "text", "top_logprobs", "prompt_logprobs")
+
+
 def plain_answer(answer: Mapping[str, Any], path: str) -> dict[str, Any]:
     """What of an answer depends on the request and the model alone; null is the same as absent."""
-    body = {key: value for key, value in answer.items() if key not in ("id", "created", "created_at", "completed_at")}
-    usage = body.get("usage")
-    if isinstance(usage, Mapping):
-        usage = dict(usage)
-        for name in ("prompt_tokens_details", "input_tokens_details"):
-            usage.pop(name, None)
-        if path == messages.PATH:  # whose input tokens are those that were not in the cache
-            cached = [usage.pop(f"cache_{word}_input_tokens", None) for word in ("read", "creation")]
-            if isinstance(usage.get("input_tokens"), int):
-                usage["input_tokens"] += sum(count for count in cached if isinstance(count, int))
-        body["usage"] = usage
-    for name in ("output", "content"):
-        if isinstance(body.get(name), list):
-            body[name] = [_without(part, "id", "call_id") for part in body[name]]
-    if isinstance(body.get("choices"), list):
-        body["choices"] = [_plain_choice(choice) for choice in body["choices"]]
-    plain: dict[str, Any] = _without_nulls(body)
+    plain: dict[str, Any] = _plain(answer)
+    usage = plain.get("usage")
+    if path == messages.PATH and isinstance(usage, dict):  # whose input tokens are those that were not in the cache
+        cached = [usage.pop(f"cache_{word}_input_tokens", None) for word in ("read", "creation")]
+        if isinstance(usage.get("input_tokens"), int):
+            usage["input_tokens"] += sum(count for count in cached if isinstance(count, int))
     return plain
 
 
-def _plain_choice(choice: Any) -> Any:
-    message = choice.get("message") if isinstance(choice, Mapping) else None
-    if not isinstance(message, Mapping) or not isinstance(message.get("tool_calls"), list):
-        return choice
-    calls = [_without(call, "id") for call in message["tool_calls"]]
-    return {**choice, "message": {**message, "tool_calls": calls}}
-
-
-def _without(value: Any, *names: str) -> Any:
-    return {key: each for key, each in value.items() if key not in names} if isinstance(value, Mapping) else value
-
-
-def _without_nulls(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, list):
-        return [_without_nulls(each) for each in value]
+        return [_plain(each) for each in value]
     if not isinstance(value, Mapping):
         return value
     return {
-        key: each if key == "input" else _without_nulls(each)  # arguments of a call mean what they say
+        key: each if key in AS_GIVEN else _plain(each)
         for key, each in value.items()
-        if each is not None
+        if each is not None and key not in NOT_COMPARED
     }
 
 
@@ -349,7 +340,8 @@ def check_line(server: BatchServer, line: bytes, answered: bytes) -> AnswerCheck
 
 def _check_error(server: BatchServer, line: bytes, response: Mapping[str, Any]) -> AnswerCheck:
     computed = json.loads(answer_lines(server, [line])[0])["response"]
-    differences = list(_differences(_without(computed, "request_id"), _without(response, "request_id"), "response", []))
+    expected, given = ({**each, "request_id": None} for each in (computed, response))
+    differences = list(_differences(expected, given, "response", []))
     if differences:
         return AnswerCheck("differs", "the answer is an error, and computed is another one", differences=differences)
     return AnswerCheck("equal", "the same error")
