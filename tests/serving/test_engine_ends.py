@@ -181,7 +181,7 @@ def test_the_story_of_a_request(engine):
 
 def test_all_ways_to_ask_have_the_same_defaults(engine):
     for kind in (Engine, Replicas):
-        for name in ("submit", "stream", "streams", "beams", "chat", "generate", "agenerate"):
+        for name in ("submit", "stream", "streams", "chat", "generate", "agenerate"):
             parameters = signature(getattr(kind, name)).parameters
             assert (parameters["priority"].default, parameters["timeout_s"].default) == (0, None)
             assert {parameters[each].kind for each in ("priority", "timeout_s")} == {Parameter.KEYWORD_ONLY}
