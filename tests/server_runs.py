@@ -27,13 +27,23 @@ class RunningServer:
     """uvicorn in a thread. `engines`: those that were opened, by path."""
 
     def __init__(
-        self, sources, limits=None, *, budget=None, idle_s=None, settings=None, drain_s=10, adapters=None, **options
+        self,
+        sources,
+        limits=None,
+        *,
+        budget=None,
+        idle_s=None,
+        settings=None,
+        drain_s=10,
+        adapters=None,
+        default=None,
+        **options,
     ):
         self.engines = {}
         self.hold = threading.Event()  # clear it to let models wait before they load
         self.hold.set()
         self.settings = {"max_batch": 8, "page_size": 4, **(settings or {})}
-        self.shelf = ModelShelf(sources, self.open_engine, budget, idle_s, adapters or {})
+        self.shelf = ModelShelf(sources, self.open_engine, budget, idle_s, adapters or {}, default)
         self.app = create_app(self.shelf, limits or ServerLimits(), **options)
         self.socket = listen("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
