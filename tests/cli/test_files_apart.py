@@ -92,7 +92,8 @@ def test_a_run_does_not_replace_what_it_reads(tmp_path):
 @pytest.mark.parametrize("name", ["tokenizer.model", "generation_config.json"])
 def test_a_tokenizer_does_not_replace_its_texts(tmp_path, name):
     (tmp_path / name).write_text("a cat and a hat. " * 50)
-    result = CliRunner().invoke(cli, ["train-tokenizer", str(tmp_path / name), "--out", str(tmp_path), "--vocab", "300"])
+    words = ["train-tokenizer", str(tmp_path / name), "--out", str(tmp_path), "--vocab", "300"]
+    result = CliRunner().invoke(cli, words)
     assert (result.exit_code, "would be replaced" in result.output) == (2, True), result.output
     assert (tmp_path / name).read_text().startswith("a cat")
 
