@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,8 @@ class RecordedTensors(dict[str, Array]):
         return f"<{len(self)} recorded tensors: {', '.join(names)}>"
 
     def _repr_html_(self) -> str:
-        rows = [f"<tr><td>{name}</td><td>{a.dtype} {a.shape}</td></tr>" for name, a in list(self.items())[:SHOWN_ROWS]]
+        shown = list(self.items())[:SHOWN_ROWS]
+        rows = [f"<tr><td>{escape(name)}</td><td>{a.dtype} {a.shape}</td></tr>" for name, a in shown]
         rows += [f"<tr><td colspan=2>and {len(self) - SHOWN_ROWS} more</td></tr>"] * (len(self) > SHOWN_ROWS)
         return f"<table style='white-space:nowrap'>{''.join(rows)}</table>"
 

@@ -27,20 +27,19 @@ from .generation_options import (
     spread,
     worker_options,
 )
-from .shell import LoadingBar, SectionedCommand, common_options, print_json, say, wants_json
+from .shell import LoadingBar, OutputFile, SectionedCommand, common_options, print_json, say, wants_json
 
 if TYPE_CHECKING:
     from ..api import Model
     from ..system.workers import Workers
 
-OUTPUT_FILE = click.Path(path_type=Path, dir_okay=False)
 BATCH = 32  # texts between two reports of progress
 
 
 @click.command(cls=SectionedCommand, short_help="Turn texts into vectors.")
 @click.argument("texts", nargs=-1)
 @click.option("--file", "file", type=INPUT_FILE, help="Texts, one for each line.")
-@click.option("--out", type=OUTPUT_FILE, help="Write the vectors there: .npy, or .jsonl with the texts.")
+@click.option("--out", type=OutputFile(), help="Write the vectors there: .npy, or .jsonl with the texts.")
 @click.option("--instruct", metavar="TASK", help='Put "Instruct: TASK\\nQuery:" before each text (queries, Qwen3).')
 @click.option("--prompt", metavar="TEXT", help="Put TEXT before each text. Default: the model's default prompt.")
 @click.option("--prompt-name", metavar="NAME", help="Put the model's own prompt of that name before each text.")

@@ -31,7 +31,7 @@ from ..errors import (
     TokenizerError,
     printable,
 )
-from ..system.atomic import check_target, storage_error
+from ..system.atomic import check_target, is_same_file, storage_error
 from .signals import INTERRUPTED, was_interrupted
 
 if TYPE_CHECKING:
@@ -146,12 +146,9 @@ _OF_MODELS = (".safetensors", ".gguf", ".onnx", ".json", ".model", ".bin", ".jin
 
 
 def _is_read(source: Path, target: Path) -> bool:
-    try:
-        if source.is_dir():
-            return target.is_file() and target.suffix in _OF_MODELS and source.samefile(target.parent)
-        return source.exists() and source.samefile(target)
-    except (OSError, ValueError):  # a text that is no path
-        return False
+    if is_same_file(source, target.parent):
+        return target.is_file() and target.suffix in _OF_MODELS
+    return is_same_file(source, target)
 
 
 class Interface(ExitCodes, OrderedGroup):

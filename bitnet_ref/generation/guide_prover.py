@@ -14,6 +14,7 @@ import json
 import marshal
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..errors import GenerationError, RequestTimeout
+from ..errors import GenerationError, OutOfMemory, RequestTimeout
 from ..tokenizers.vocabulary import Vocabulary
 from . import guide_helper
 from .constraints import first_line, write_grammar
@@ -34,6 +35,7 @@ HELPERS = 2  # processes at a time
 WALL_S = 20.0  # for one guide, on a busy machine; the helper itself limits its processor time
 WAIT_S = 20.0  # for a free helper
 REMEMBERED = 1024  # guides
+FOREIGN_SIGNALS = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT")  # no limit of the helper's own sends them
 Digest = bytes
 
 
@@ -46,7 +48,7 @@ class Helper:
 
     def try_guide(self, vocabulary: tuple[Digest, Any], grammar: str) -> str | None:
         """None when the guide compiles and its first steps end; else what is wrong. GenerationError when that takes
-        too long."""
+        too long, OutOfMemory when the system ends the process, as it does where memory is short."""
         for _ in range(2):  # an idle process may end while it is written to
             process = self._start()
             digest, content = vocabulary
@@ -62,20 +64,23 @@ class Helper:
                 answer: str | None = json.loads(line)
                 return answer
             code = self.stop()
-            if code != 0:
+            if code != 0 and -(code or 0) not in [getattr(signal, name, None) for name in FOREIGN_SIGNALS]:
                 return self._describe_death(code)
-        return "the process that compiles guides does not stay alive"
+        raise OutOfMemory("the system ended the process that compiles guides, twice: is memory short? Try again later")
 
     def _start(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self.stop()
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(guide_helper.__file__))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C ends this process, whose end then ends that one
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", str(Path(guide_helper.__file__))],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    process_group=0,  # Ctrl-C ends this process, whose end then ends that one
+                )
+            except OSError as problem:  # no memory, or too many processes or files
+                raise OutOfMemory(f"no process that compiles guides could be started: {problem}") from problem
         return self._process
 
     def _send(self, process: subprocess.Popen[bytes], message: Any) -> None:

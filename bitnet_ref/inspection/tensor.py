@@ -29,7 +29,7 @@ from ..formats.names import gguf_name, hf_module, hf_modules
 from ..formats.onnx.file import OnnxFile
 from ..formats.open import choose_format, find_model, open_checkpoint
 from ..formats.safetensors import SafetensorsFile
-from ..notebook.figures import FLOAT, MINUS, PLUS, Figure, new_figure
+from ..notebook.figures import FLOAT, MINUS, PLUS, Figure, new_figure, plain
 from ..reference.layers import Array
 from ..reference.weights import LinearWeight, linear_name
 
@@ -280,7 +280,7 @@ class TensorView:
         if not self.is_ternary:
             counts, edges = self.histogram(bins=64)
             left.stairs(counts, edges, fill=True, color=FLOAT)
-            left.set(title=self.name, xlabel="value", ylabel="count")
+            left.set(title=plain(self.name), xlabel="value", ylabel="count")
             return figure
         from matplotlib.colors import ListedColormap
 

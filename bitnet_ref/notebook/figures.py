@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BackendUnavailable
+from ..errors import BackendUnavailable, printable
 from ..reference.layers import Floats
 from ..system.atomic import atomic_path
 
@@ -110,8 +110,8 @@ def figure_class() -> Any:
 
 
 def plain(text: str) -> str:
-    """Text for a figure: a dollar sign starts no formula, and line ends are visible."""
-    return text.replace("$", r"\$").replace("\n", "⏎")
+    """Text for a figure: a dollar sign starts no formula; line ends are visible, other control characters escaped."""
+    return printable(text.replace("$", r"\$").replace("\n", "⏎"), keep="")
 
 
 def token_bars(texts: Sequence[str], stages: Sequence[tuple[str, Floats]]) -> Figure:

@@ -71,6 +71,14 @@ def storage_error(problem: OSError, path: str | os.PathLike[str] | None = None) 
     return error
 
 
+def is_same_file(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    """Whether both exist and are one file or folder, by links or other spellings too."""
+    try:
+        return os.path.samefile(path, other)
+    except (OSError, ValueError):  # one is missing, or a text that is no path
+        return False
+
+
 def check_target(path: str | os.PathLike[str], nbytes: int = _LEAST_BYTES) -> None:
     """Raise StorageError if a file of so many bytes cannot be written to `path`: call it before the work begins.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .memory import CGROUP_FILES
+from .memory import cgroup_files
 
 CPU_FEATURES = {
     "x86": ("sse2", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "amx_int8"),
@@ -79,9 +79,9 @@ def total_bytes() -> int | None:
     sizes = []
     with contextlib.suppress(OSError, ValueError):
         sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for limit, _ in CGROUP_FILES:
+    for limit, _ in cgroup_files():
         with contextlib.suppress(OSError, ValueError):  # no such cgroup, or no limit ("max")
-            sizes.append(int(Path(limit).read_text()))
+            sizes.append(int(limit.read_text()))
     return min(sizes, default=None)
 
 

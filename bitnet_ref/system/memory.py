@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-CGROUP_FILES = (  # (limit, use) of cgroups 2 and 1
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def peak_memory_bytes() -> int:
@@ -28,6 +27,29 @@ def memory_bytes() -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def cgroup_files() -> Iterator[tuple[Path, Path]]:
+    """The files of the limit and of the use, in bytes, of this process's memory cgroup and of each one around it.
+
+    A service's limit (systemd's MemoryMax) is that of its own cgroup, a container's is often seen at the root.
+    """
+    try:
+        lines = OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, own = line.split(":", 2)
+        if controllers == "":
+            root, names = CGROUPS, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root, names = CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        place = root / own.lstrip("/")
+        for folder in (place, *place.parents):
+            if folder.is_relative_to(root):
+                yield folder / names[0], folder / names[1]
+
+
 def available_bytes() -> int | None:
     """Memory available without swapping, in the system and in the cgroup. None where the system does not say."""
     sizes = []
@@ -36,9 +58,16 @@ def available_bytes() -> int | None:
         sizes.append(int(lines["MemAvailable"].split()[0]) * 1024)
     except (OSError, ValueError, KeyError):
         pass
-    for limit, used in CGROUP_FILES:
+    for limit, used in cgroup_files():
         try:
-            sizes.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # "max": no limit
+            sizes.append(int(limit.read_text()) - int(used.read_text()) + _file_bytes(used.with_name("memory.stat")))
+        except (OSError, ValueError, KeyError):  # "max": no limit
             continue
     return max(0, min(sizes)) if sizes else None
+
+
+def _file_bytes(path: Path) -> int:
+    """Of a cgroup's use, the contents of files that the system gives up when a process needs memory."""
+    lines = dict(line.split() for line in path.read_text().splitlines())
+    prefix = "total_" if "total_inactive_file" in lines else ""  # cgroups 1: with those below it
+    return sum(int(lines[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))

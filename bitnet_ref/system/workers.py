@@ -23,6 +23,7 @@ AHEAD = 2  # items with the scheduler for each thread of a worker
 MAX_DEATHS = 5  # times that the scheduler gave an item up, each after 3 or 4 dead workers
 CONNECT_S = 30.0
 LOOK_S = 1.0  # how often the workers are counted
+ALONE_S = 60.0  # without any worker of our own: Dask starts none in the place of one that died while it started
 Opener = tuple[Any, ...]  # a function of a module, and its arguments: hashable, and the same in each process
 T = TypeVar("T")
 R = TypeVar("R")
@@ -75,7 +76,7 @@ class DaskWorkers(AbstractContextManager["DaskWorkers", None]):
         from distributed import Client, LocalCluster
         from distributed.security import Security
 
-        self.opener = opener
+        self.opener, self.is_own = opener, address is None
         with ExitStack() as stack:
             if address is None:
                 # A scheduler runs what a client sends, and any user of this machine can open a connection to it: TLS
@@ -103,7 +104,7 @@ class DaskWorkers(AbstractContextManager["DaskWorkers", None]):
 
         waiting, places, deaths = iter(enumerate(items)), dict[str, tuple[int, T]](), dict[int, int]()
         running = as_completed([], loop=self.client.loop, with_results=True, raise_errors=False)
-        room, counted_s = 0, -LOOK_S
+        room, counted_s, seen_s = 0, -LOOK_S, time.monotonic()
 
         def submit(index: int, item: T) -> None:
             future = self.client.submit(call, self.opener, function, item, pure=False)
@@ -112,12 +113,20 @@ class DaskWorkers(AbstractContextManager["DaskWorkers", None]):
 
         while True:
             if time.monotonic() - counted_s > LOOK_S:
-                room = max(1, AHEAD * sum(self.client.nthreads().values()))
-                counted_s = time.monotonic()
+                threads = sum(self.client.nthreads().values())
+                room, counted_s = max(1, AHEAD * threads), time.monotonic()
+                if threads:
+                    seen_s = counted_s
+                elif self.is_own and counted_s - seen_s > ALONE_S:
+                    raise BackendUnavailable("all workers have ended, and none starts: too little memory for them?")
             while len(places) < room and (entry := next(waiting, None)) is not None:
                 submit(*entry)
             if not places:
                 return
+            if not running.has_ready():
+                with running.thread_condition:
+                    running.thread_condition.wait(0.1)
+                continue
             future, result = next(running)
             index, item = places.pop(future.key)
             if future.status == "cancelled":

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..errors import ConfigError, FormatError, TokenizerError
 from ..formats.hashes import file_hash
 from ..reference.layers import Array
-from ..system.atomic import atomic_path
+from ..system.atomic import atomic_path, is_same_file
 from ..system.json_file import open_regular
 from ..tokenizers import Tokenizer, load_tokenizer, load_tokenizer_files
 
@@ -204,14 +204,21 @@ def _paragraph_blocks(text: str) -> Iterator[str]:
         start = end
 
 
+TOKENIZER_OUTPUTS = ("tokenizer.model", "tokenizer_config.json", "generation_config.json")
+
+
 def train_sentencepiece(files: Sequence[Path], folder: Path, vocab_size: int, progress: Progress | None = None) -> int:
     """A byte-pair tokenizer of the texts, in `folder`: BOS 1, EOS 2, a newline as a token of its own, bytes for all
     characters that are rare.   -> the size of its vocabulary
 
-    Raises FormatError, and TokenizerError for texts too short for that many tokens.
+    Raises FormatError, TokenizerError for texts too short for that many tokens, and ConfigError for one that would be
+    replaced by the tokenizer.
     """
     import sentencepiece
 
+    for file in files:
+        if any(is_same_file(file, folder / name) for name in TOKENIZER_OUTPUTS):
+            raise ConfigError(f"{file} would be replaced by the tokenizer; name another folder", field="texts")
     paragraphs: list[str] = []
     for number, file in enumerate(files):
         paragraphs += filter(str.strip, read_text(file).split("\n"))
@@ -240,9 +247,8 @@ def train_sentencepiece(files: Sequence[Path], folder: Path, vocab_size: int, pr
     folder.mkdir(parents=True, exist_ok=True)
     config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
     config |= {"add_eos_token": False, "legacy": False}
-    files_out = {"tokenizer.model": model.getvalue(), "tokenizer_config.json": json.dumps(config, indent=1).encode()}
-    files_out["generation_config.json"] = json.dumps({"bos_token_id": 1, "eos_token_id": 2}, indent=1).encode()
-    for name, data in files_out.items():
+    facts = [json.dumps(each, indent=1).encode() for each in (config, {"bos_token_id": 1, "eos_token_id": 2})]
+    for name, data in zip(TOKENIZER_OUTPUTS, [model.getvalue(), *facts], strict=True):
         with atomic_path(folder / name) as target:
             target.write_bytes(data)
     return load_tokenizer(folder).vocab_size

@@ -33,7 +33,7 @@ from ..formats.hashes import weight_hash
 from ..formats.hf.config import parse_hf_config
 from ..formats.safetensors import SafetensorsFile, SafetensorsWriter
 from ..reference.config import ModelConfig
-from ..system.atomic import atomic_path, explain_os_errors
+from ..system.atomic import atomic_path, explain_os_errors, is_same_file
 from ..system.json_file import open_regular, read_bounded
 from ..tokenizers import Tokenizer, load_tokenizer_files
 from .data import Progress, TokenFile, open_tokens
@@ -217,6 +217,7 @@ class TrainingRun:
         """
         self.settings, self.folder = settings, Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._check_files_apart()
         checkpoint = self.folder / CHECKPOINT
         if checkpoint.exists() and not resume:
             raise FormatError("a run is here already; resume it, or choose another folder", path=checkpoint)
@@ -279,6 +280,16 @@ class TrainingRun:
         if checkpoint.exists():
             self._read_checkpoint(checkpoint)
         self._cut_metrics()
+
+    def _check_files_apart(self) -> None:
+        """Raise ConfigError where the run would replace what it reads."""
+        names = (CHECKPOINT, METRICS, SAMPLES, MODEL if self.settings.lora is None else ADAPTER)
+        for field in ("train", "validation", "tokenizer", "init", "teacher", "lora"):
+            value = getattr(self.settings, field)
+            for path in map(Path, value if isinstance(value, tuple) else [value] if value else []):
+                for name in names:
+                    if is_same_file(path, target := self.folder / name) or is_same_file(path.parent, target):
+                        raise ConfigError(f"{path} would be replaced by the run; name another folder", field=field)
 
     def _first_masters(self, config: ModelConfig) -> Masters:
         """Of `init` where it has them, else drawn: norms 1, biases 0, matrices N(0, init_std^2)."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import bitnet_ref
-from bitnet_ref.errors import GenerationError
+from bitnet_ref.errors import GenerationError, OutOfMemory
 from bitnet_ref.generation import guide_helper, guide_prover
 from bitnet_ref.generation.params import SamplingParams
 
@@ -87,6 +87,24 @@ def test_a_helper_that_was_killed_is_started_again(vocabulary, prover):
             os.kill(helper._process.pid, signal.SIGKILL)
             helper._process.wait()
     prove(vocabulary, guided_regex="y+")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_helper_that_others_kill_says_nothing_about_the_guide(vocabulary, prover, monkeypatch, tmp_path, number):
+    """The system kills it first where memory is short; a guide must not be refused for that, now or later."""
+    source, compiles = Path(guide_helper.__file__).read_text(encoding="utf-8"), "    matcher = in_thread("
+    copy = tmp_path / "helper.py"
+    copy.write_text(source.replace(compiles, f"    os.kill(os.getpid(), {number:d})\n{compiles}"), encoding="utf-8")
+    with monkeypatch.context() as patch:
+        patch.setattr(guide_helper, "__file__", str(copy))
+        with pytest.raises(OutOfMemory, match="is memory short"):
+            prove(vocabulary, guided_regex="k+")
+        assert prover.compiled == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(guide_prover.subprocess, "Popen", lambda *_, **__: os.open("/nowhere/at/all", 0))
+        with pytest.raises(OutOfMemory, match="could be started"):
+            prove(vocabulary, guided_regex="k+")
+    prove(vocabulary, guided_regex="k+")
 
 
 def test_a_forked_child_has_helpers_of_its_own(vocabulary):

@@ -388,6 +388,22 @@ def test_workers_that_are_killed_change_no_byte(tmp_path, server, monkeypatch):
         assert list((folder / ".bitnet_ref").iterdir())  # one copy for all workers
 
 
+def kill_workers(_server, _line):
+    """An item that ends its worker, whose followers end before they begin: what lack of memory does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.thorough
+def test_workers_that_do_not_start_again(monkeypatch):
+    """Dask gives a worker up that dies while it starts; a run that has none left must not wait for ever."""
+    pytest.importorskip("distributed", reason="distributed is not installed: pip install 'bitnet-ref[dask]'")
+    monkeypatch.setattr("bitnet_ref.system.workers.ALONE_S", 1.0)
+    with DaskWorkers((dict,), 1) as workers:
+        monkeypatch.setenv("PYTHONHOME", "/nowhere")  # no interpreter starts with this
+        with pytest.raises(BackendUnavailable, match="all workers have ended"):
+            list(workers.map(kill_workers, [b"line"]))
+
+
 def test_unknown_fields(tmp_path, caplog):
     """Lines with one are errors, or with `warn` the answers of lines without it; then one warning is logged."""
     lines = [
