@@ -17,7 +17,7 @@ from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.crossval.exercises import EXERCISES, Check, tensors
 from bitnet_ref.crossval.exercises.lessons import byte_pairs
-from bitnet_ref.crossval.exercises.quiz import LETTERS, QUIZZES, quiz_code, quiz_text
+from bitnet_ref.crossval.exercises.quiz import LETTERS, QUIZZES
 from bitnet_ref.notebook import NextToken
 from bitnet_ref.reference import layers, quantization
 
@@ -820,6 +820,15 @@ def test_each_exercise_stands_in_its_notebook_once():
     assert sorted(used) == sorted(EXERCISES)
 
 
+def quiz_text(lesson):
+    """The questions as the notebook has them."""
+    lines = ["## Quiz", "", 'Five letters, such as `"abcab"`. One choice of each is right.', ""]
+    for number, question in enumerate(QUIZZES[lesson], start=1):
+        choices = [f"- {letter}: {choice}" for letter, choice in zip(LETTERS, question.choices, strict=True)]
+        lines += [f"**{number}.** {question.text}", "", *choices, ""]
+    return "\n".join(lines).rstrip()
+
+
 @pytest.mark.parametrize("lesson", QUIZZES)
 def test_a_quiz_has_five_questions_and_stands_in_its_notebook(lesson):
     assert len(QUIZZES[lesson]) == 5
@@ -828,7 +837,7 @@ def test_a_quiz_has_five_questions_and_stands_in_its_notebook(lesson):
     (path,) = NOTEBOOKS.glob(f"{lesson.zfill(3 if lesson[-1] in 'abc' else 2)}_*.ipynb")
     sources = ["".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
     assert quiz_text(lesson) in sources
-    assert quiz_code(lesson) in sources
+    assert f'quiz = None  # TODO\n\ncheck("{lesson}.quiz", quiz)' in sources
 
 
 @pytest.mark.thorough

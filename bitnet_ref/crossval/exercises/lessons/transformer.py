@@ -100,13 +100,14 @@ def rms_norm(x, norm):
 def norm_of_the_stream(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
     x, norm = recorded["hook_embed"], model.weights.layers[0].attn_norm
     mine = as_array(run(answer, x, norm))
-    over_tokens = x / np.sqrt(np.square(x, dtype=np.float64).mean(0) + norm.eps) * norm.weight
-    if mine.shape == x.shape and np.allclose(mine, over_tokens, rtol=1e-5):
-        raise Wrong("The mean is taken over the tokens (axis 0). Each token has its own: over its features, axis=-1.")
     slips = {
         "x is divided by the mean square: the root is missing": (
             "np.sqrt(mean_square + norm.eps)",
             "(mean_square + norm.eps)",
+        ),
+        "the mean is taken over the tokens (axis 0); each has its own, over its features: axis=-1": (
+            "mean(axis=-1, keepdims=True)",
+            "mean(axis=0)",
         ),
         "one mean is taken of all tokens together: axis=-1, keepdims=True": ("mean(axis=-1, keepdims=True)", "mean()"),
         "the mean is squared; the mean of the squares is wanted": (
@@ -425,7 +426,7 @@ def _text_mistake(model: Model, prompt: str, ids: Sequence[int], new: Sequence[i
         "all new tokens are fed again; feed only the new token": ("fed = [token]", "fed = new"),
         "the prompt is fed again; after the first step feed only the new token": ("fed = [token]", "fed = ids + new"),
     }
-    same = len(_common(got, right))
+    same = next((i for i, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), min(len(got), len(right)))
     first = f"Your text leaves the package's after “{right[max(0, same - 24) : same]}”."
     for sentence, edit in slips.items():
         if with_edit(model, "3b.8", *edit)(prompt, len(new)).strip() == got:
@@ -435,9 +436,3 @@ def _text_mistake(model: Model, prompt: str, ids: Sequence[int], new: Sequence[i
     if same > len(prompt) + 1:
         return f"{first} The first new token is right: are the caches kept, one for each block, and all blocks run?"
     return f"{first} Is the last norm there, and the head of the last token?"
-
-
-def _common(a: str, b: str) -> str:
-    """What two texts begin with."""
-    length = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return a[:length]
