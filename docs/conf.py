@@ -20,6 +20,7 @@ exclude_patterns = ["extension"]
 if "GITHUB_REPOSITORY" in os.environ:
     repository_url = "{GITHUB_SERVER_URL}/{GITHUB_REPOSITORY}/blob/{GITHUB_SHA}".format(**os.environ)
 
+nb_render_markdown_format = "gfm"  # outputs have tables
 nb_execution_mode = "off"  # the notebooks are shown as they are stored
 nb_mime_priority_overrides = [("*", "application/vnd.jupyter.widget-view+json", None)]  # the stored picture instead
 myst_enable_extensions = ["dollarmath"]

@@ -1,4 +1,4 @@
-"""Write into each notebook where slides begin, and its pictures in 256 colours, which take a third of the bytes.
+"""Write into each notebook where slides begin, which code is folded, and its pictures in 256 colours, which take a third of the bytes.
 
     python scripts/prepare_notebooks.py        # after a change of a heading, or after a run
 
@@ -16,8 +16,12 @@ NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 
 
 def prepare(notebook: dict) -> None:
-    """For `nbconvert --to slides` a heading begins a slide, and every other text the next one below it."""
+    """For `nbconvert --to slides` a heading begins a slide, and every other text the next one below it.
+
+    Code that JupyterLab folds is folded on the site, too."""
     for cell in notebook["cells"]:
+        if cell["metadata"].get("jupyter", {}).get("source_hidden"):
+            cell["metadata"]["tags"] = ["hide-input"]
         cell["metadata"].pop("slideshow", None)
         if cell["cell_type"] == "markdown":
             heading = "".join(cell["source"]).startswith("#")

@@ -24,6 +24,9 @@ from test_site import DOCS
 from bitnet_ref import SamplingParams, load
 from bitnet_ref.crossval.explain.hypotheses import HYPOTHESES
 from bitnet_ref.crossval.explain.variants import Setting
+from bitnet_ref.formats.gguf.blocks import BY_NAME, dequantize
+from bitnet_ref.formats.gguf.file import open_gguf
+from bitnet_ref.formats.gguf.i2_s import i2_s_scale, pack_i2_s, unpack_i2_s
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.generation.sampling import distribution
 from bitnet_ref.tokenizers import load_tokenizer_files
@@ -96,6 +99,7 @@ def write(page, prompt=PROMPT, **sliders):
         "temperature": 0,
         "top_k": 0,
         "top_p": 1,
+        "min_p": 0,
         "max_tokens": TOKENS,
         **sliders,
     }.items():
@@ -291,10 +295,11 @@ def test_the_sliders_give_the_packages_distributions(page):
         {"temperature": 1.3, "top_p": 0.9},
         {"temperature": 0.5, "top_k": 7, "top_p": 0.6},
         {"temperature": 2.0},
+        {"temperature": 0.8, "min_p": 0.1},
+        {"temperature": 1.5, "top_k": 50, "top_p": 0.95, "min_p": 0.02},
     ):
         ids, probabilities = distribution(row, SamplingParams(**settings))
-        given = json.dumps({"top_k": 0, "top_p": 1, **settings})
-        script = f"import('./model.js').then(({{ distribution }}) => distribution({json.dumps(row.tolist())}, {given}))"
+        script = f"import('./model.js').then((m) => m.distribution({json.dumps(row.tolist())}, {json.dumps(settings)}))"
         ours = page.run(script)
         order = np.argsort(-probabilities, kind="stable")
         assert [each["id"] for each in ours] == ids[order].tolist()
@@ -470,20 +475,44 @@ def in_folder(folder):
 def own_models(tmp_path_factory):
     """name -> (files to drop, what the package loads)"""
     folder, story = tmp_path_factory.mktemp("own"), ASSETS / "storyteller"
-    out = {path.stem: ([path], path) for path in (GGUF / "f16.gguf", GGUF / "tq1_0.gguf", GGUF / "tq2_0.gguf")}
+    out = {
+        path.stem: ([path], path)
+        for path in (GGUF / "f16.gguf", GGUF / "i2_s.gguf", GGUF / "tq1_0.gguf", GGUF / "tq2_0.gguf")
+    }
     for name in ("bitnet-bf16-online", "bitnet-packed-offline", "llama-packed-bitlinear", "llama-packed-skips"):
         out[name] = (in_folder(GOLDEN / name), GOLDEN / name)
     native, qwen = DATA / "native" / "tiny-v1.bitnet.safetensors", DATA / "families" / "qwen3-groups128" / "q2_0.gguf"
     out |= {"native": ([native], native), "storyteller": (in_folder(story), story), "groups": ([qwen], qwen)}
     for source, kind, name in (
         (story, "gguf-tq2_0", "story.gguf"),
+        (story, "gguf-i2_s", "story-i2_s.gguf"),
+        (story, "gguf-q8_0", "story-q8_0.gguf"),
         (story, "native-base3", "story.bitnet.safetensors"),
         (GOLDEN / "llama-packed-bitlinear", "gguf-f16", "llama.gguf"),  # rows of q and k are permuted there
     ):
         path = folder / name
         assert invoke("convert", source, path, "--to", kind, "--no-engine").exit_code == 0
         out[name] = ([path], path)
+    assert invoke("convert", story, folder / "story-parts", "--to", "hf-packed", "--split-size", "2M").exit_code == 0
+    out["story-parts"] = (in_folder(folder / "story-parts"), folder / "story-parts")
+    for layout in ("arm", "interleaved"):
+        path = folder / f"story-{layout}.gguf"
+        path.write_bytes(in_layout(folder / "story-i2_s.gguf", layout))
+        out[path.name] = ([path], path)
     return out
+
+
+def in_layout(path, layout):
+    """The bytes of an I2_S file, as another build of bitnet.cpp would have written it."""
+    data = bytearray(path.read_bytes())
+    with open_gguf(path) as file:
+        for name, tensor in file.tensors.items():
+            if tensor.type.name == "I2_S":
+                raw = file.read_raw(name)
+                packed = pack_i2_s(unpack_i2_s(raw, tensor.shape), i2_s_scale(raw), layout).tobytes()
+                at = data.index(raw.tobytes())
+                data[at : at + len(packed)] = packed
+    return bytes(data)
 
 
 def drop(page, files):
@@ -501,6 +530,8 @@ def test_own_models_give_the_packages_tokens(browser, address, own_models):
         page.run("$('max_tokens').value = 12")
         for name, (files, path) in own_models.items():
             facts, m = drop(page, files), load(path, backend="numpy")
+            for layout in ("arm", "interleaved"):
+                assert (layout in name) == (f"order of {layout}, as the weights show" in facts), facts
             kind = "matrices have a scale for each group" if name == "groups" else "equals plain JavaScript’s"
             assert kind in facts, (name, facts)
             tokenizer = m.tokenizer if "no tokenizer" not in facts else None
@@ -530,7 +561,6 @@ def test_what_the_page_cannot_run_it_refuses(browser, address, own_models, tmp_p
         (tmp_path / name).write_bytes(content)
     golden = DATA / "families" / "qwen3-groups128"
     cases = {
-        GGUF / "i2_s.gguf": "I2_S, whose three layouts no field tells apart",
         tmp_path / "cut.gguf": "beyond the end of the file|damaged or cut off",
         tmp_path / "short.gguf": "goes beyond the end of the file",
         tmp_path / "text.gguf": "not a GGUF file",
@@ -544,6 +574,7 @@ def test_what_the_page_cannot_run_it_refuses(browser, address, own_models, tmp_p
         "llama-packed-rmsnorm": "use_rms_norm",
         "llama-unpacked-offline": "does not run",
         "llama-dense": "quant_method",
+        "llama-f16-sharded": "quant_method",
     }
     with open_page(browser, address) as page:
         for path, words in cases.items():
@@ -551,7 +582,9 @@ def test_what_the_page_cannot_run_it_refuses(browser, address, own_models, tmp_p
             assert page.run("$('own-form').hidden && $('own-facts').className.includes('problem')")
         for name, words in folders.items():
             assert words in (facts := drop(page, in_folder(GOLDEN / name))), facts
-        assert "one .gguf or .safetensors file" in drop(page, in_folder(GOLDEN / "llama-f16-sharded"))
+        assert "one .gguf or .safetensors file" in drop(page, [GGUF / "tq1_0.gguf", GGUF / "tq2_0.gguf"])
+        first_only = [path for path in own_models["story-parts"][0] if "-00002-" not in path.name]
+        assert "the tensor is missing" in drop(page, first_only)
         x, y = page.run("""(() => {
             $('own-drop').scrollIntoView({block: 'center'});
             const box = $('own-drop').getBoundingClientRect();
@@ -567,6 +600,42 @@ def test_what_the_page_cannot_run_it_refuses(browser, address, own_models, tmp_p
         for look in ({"width": 390, "height": 844}, {"width": 1200, "dark": True}):
             page.look(**look)
             check_readable(page, str(look))
+
+
+@needs_chromium
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K"])
+def test_blocks_of_floats_are_the_packages(kind, browser, address):
+    size = BY_NAME[kind]
+    raw = np.random.default_rng(3).integers(0, 256, (40, size.block_bytes), dtype=np.uint8)
+    for at in {"Q8_0": [0], "Q4_K": [0, 2], "Q6_K": [208]}[kind]:  # the scales are finite
+        raw[:, at : at + 2] = np.random.default_rng(4).normal(size=40).astype(np.float16)[:, None].view(np.uint8)
+    expected = dequantize(raw.ravel(), kind, (40, size.block_values))
+    page = browser.page(f"{address}facts.json")
+    script = "import('./files.js').then((m) => Array.from(m.decodeFloats(%s, Uint8Array.from(%s))))"
+    values = page.run(script % (json.dumps(kind), raw.ravel().tolist()))
+    np.testing.assert_array_equal(np.array(values, dtype=np.float32), expected.ravel())
+
+
+@pytest.mark.thorough
+@needs_chromium
+def test_own_models_sample_by_the_settings(browser, address, own_models):
+    files, _ = own_models["story.gguf"]
+    with open_page(browser, address) as page:
+        drop(page, files)
+        texts = []
+        for sliders in (
+            {"temperature": 1},
+            {"temperature": 1},
+            {"temperature": 1, "seed": 2},
+            {"min_p": 0.5, "top_k": 1},
+        ):
+            for name, value in {"max_tokens": 12, **sliders}.items():
+                page.run(f"$('{name}').value = '{value}'")
+            page.run("playground.own = null")
+            page.click("#own-write")
+            texts.append(page.until("playground.own", 60)["ids"])
+        assert texts[0] == texts[1] != texts[2]
+        assert texts[3] == list(model("storyteller").generate(PROMPT, max_tokens=12).token_ids)
 
 
 def byte_level_bpe(pattern, ignore_merges):

@@ -285,3 +285,10 @@ def test_slides_are_slides_and_need_no_network(tmp_path):
             assert all(len(alt) > 20 and 300 < height < 720 and parts == 1 for alt, height, parts in figures)
             assert all(url.startswith(("file://", "data:")) for url in page.requested)
             assert page.problems == []
+
+
+def test_tables_that_notebooks_print_are_tables_on_the_site():
+    """myst-nb reads Markdown of outputs as CommonMark, which has no tables, unless it is told otherwise."""
+    outputs = [path for path in (ROOT / "notebooks").glob("*.ipynb") if "|---|" in path.read_text(encoding="utf-8")]
+    assert outputs
+    assert 'nb_render_markdown_format = "gfm"' in (DOCS / "conf.py").read_text(encoding="utf-8")

@@ -47,6 +47,8 @@ def lab(
     \b
     Options after -- go to JupyterLab:  bitnet-ref lab -- --port 9999 --no-browser
     """
+    if teacher and nbgrader:
+        raise click.UsageError("--teacher and --nbgrader are two editions: choose one. nbgrader's has solutions, too.")
     source = find_notebooks()
     if source is None:
         raise FormatError("this installation has no notebooks; install bitnet-ref again", path=PACKAGE)

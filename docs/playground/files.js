@@ -11,10 +11,10 @@ const round = Math.fround;
 
 // tell: gets a line of progress
 export async function openModel(files, matrices, tell = () => {}) {
-  const weights = files.filter(({ name }) => /\.(gguf|safetensors)$/.test(name));
-  if (weights.length !== 1) throw new Error(`Expected one .gguf or .safetensors file, got ${weights.length}. A model in several files: ${CONVERT}.`);
-  const [file] = weights, isGguf = file.name.endsWith(".gguf");
-  const reader = isGguf ? await Gguf.open(file) : await Safetensors.open(file, files);
+  const weights = files.filter(({ name }) => /\.(gguf|safetensors)$/.test(name)), isGguf = weights[0]?.name.endsWith(".gguf");
+  if (!weights.length || (weights.length > 1 && !weights.every(({ name }) => /-\d+-of-\d+\.safetensors$/.test(name))))
+    throw new Error(`Expected one .gguf or .safetensors file, or all parts of a model.safetensors, got ${weights.length}. Otherwise ${CONVERT}.`);
+  const reader = isGguf ? await Gguf.open(weights[0]) : await Safetensors.open(weights, files);
   const config = reader.config, parts = {};
   const put = async (name, rows, columns) => (parts[name] = arrange(await reader.linear(name, rows, columns), matrices));
   await put("embedding", config.vocabulary, config.hidden);
@@ -34,7 +34,7 @@ export async function openModel(files, matrices, tell = () => {}) {
   }
   const rest = reader.names.filter((name) => !reader.taken.has(name));
   if (rest.length) throw reader.refuse(rest[0], `is a tensor that this page does not run (${rest.length} are left)`);
-  return { config, parts, tokenizer: reader.tokenizer() };
+  return { config, parts, tokenizer: reader.tokenizer(), note: reader.note ?? "" };
 }
 
 // What a reader gives of a linear, in the form that it is multiplied in.
@@ -53,8 +53,8 @@ class Reader {
     return new Error(`${this.file.name}: ${field}: ${message}`);
   }
 
-  async bytes(start, size) {
-    return new Uint8Array(await this.file.slice(start, start + size).arrayBuffer());
+  async bytes(start, size, file = this.file) {
+    return new Uint8Array(await file.slice(start, start + size).arrayBuffer());
   }
 
   // The tensor's entry, which must have this shape.
@@ -124,6 +124,49 @@ const FLOATS = {
   BF16: (bytes) => Float32Array.from(words(bytes, Uint16Array), bfloat16),
 };
 
+// Blocks of floats: values of a block, its bytes, and read(block, out), which writes its values. As ggml dequantises them.
+const FLOAT_BLOCKS = {
+  Q8_0: { values: 32, bytes: 34, read: q8_0 },
+  Q4_K: { values: 256, bytes: 144, read: q4_k },
+  Q6_K: { values: 256, bytes: 210, read: q6_k },
+};
+const half = (block, at) => float16(block[at] | (block[at + 1] << 8)), signedByte = (value) => (value << 24) >> 24;
+
+function q8_0(block, out) {
+  const scale = half(block, 0);
+  for (let j = 0; j < 32; j++) out[j] = scale * signedByte(block[2 + j]);
+}
+
+// Eight groups of 32 values of 4 bits; each has a scale and a minimum of 6 bits, which lie in 12 bytes.
+function q4_k(block, out) {
+  const scale = half(block, 0), minimum = half(block, 2), six = block.subarray(4, 16);
+  for (let group = 0; group < 8; group++) {
+    const late = group - 4, low = late < 0 ? six[group] & 63 : (six[group + 4] & 15) | ((six[late] >> 6) << 4);
+    const least = late < 0 ? six[group + 4] & 63 : (six[group + 4] >> 4) | ((six[group] >> 6) << 4);
+    for (let j = 0; j < 32; j++) {
+      const code = (block[16 + 32 * (group >> 1) + j] >> (4 * (group & 1))) & 15;
+      out[32 * group + j] = scale * low * code - minimum * least;
+    }
+  }
+}
+
+// Two halves of 128 values: 4 low bits in 64 bytes, 2 high bits in 32; a scale of 8 bits for each 16 values.
+function q6_k(block, out) {
+  const scale = half(block, 208);
+  for (let j = 0; j < 256; j++) {
+    const part = j >> 7, quarter = (j >> 5) & 3, at = j & 31;
+    const low = (block[64 * part + 32 * (quarter & 1) + at] >> (4 * (quarter >> 1))) & 15, high = (block[128 + 32 * part + at] >> (2 * quarter)) & 3;
+    out[j] = scale * signedByte(block[192 + (j >> 4)]) * ((low | (high << 4)) - 32);
+  }
+}
+
+export function decodeFloats(kind, bytes) {
+  if (FLOATS[kind]) return FLOATS[kind](bytes);
+  const { values, bytes: size, read } = FLOAT_BLOCKS[kind], out = new Float32Array((bytes.length / size) * values);
+  for (let i = 0; i * size < bytes.length; i++) read(bytes.subarray(i * size, (i + 1) * size), out.subarray(i * values, (i + 1) * values));
+  return out;
+}
+
 // Ternary blocks: values of a block, its bytes, where the float16 scale is, and code(block, j) of a value.
 const BLOCKS = {
   TQ1_0: { values: 256, bytes: 54, scaleAt: 52, code: tq1_0 },
@@ -148,10 +191,34 @@ function decodeBlocks(bytes, { values, bytes: size, scaleAt, code }) {
   return { codes, scales };
 }
 
+// I2_S, of bitnet.cpp: a line of 2-bit codes and one scale. The order of the codes is that of the machine that wrote the
+// file, and no field says which: blocks of 128 (x86) or 64 weights (arm), or four rows in a byte (interleaved).
+const I2_S_LAYOUTS = { x86: 32, arm: 16, interleaved: 0 }, I2_S_TAIL = 32;
+
+function fitsI2S(layout, rows, columns) {
+  return layout === "interleaved" ? rows % 4 === 0 : (rows * columns) % (4 * I2_S_LAYOUTS[layout]) === 0;
+}
+
+function decodeI2S(bytes, layout, columns) {
+  const size = bytes.length - I2_S_TAIL, across = I2_S_LAYOUTS[layout] || columns, codes = new Uint8Array(4 * size);
+  for (let at = 0; at < size; at++)
+    for (let part = 0, first = 4 * at - 3 * (at % across); part < 4; part++) codes[first + part * across] = (bytes[at] >> (6 - 2 * part)) & 3;
+  return codes;
+}
+
+// Squared z-score of the correlation of two vectors, after the mean of each 128 is taken off: x86 and arm differ within these.
+function squaredZ(a, b) {
+  const width = a.length % 128 ? a.length : 128;
+  const centred = (v) => v.map((value, i) => value - v.subarray(i - (i % width), i - (i % width) + width).reduce((x, y) => x + y) / width);
+  const [x, y] = [centred(Float64Array.from(a)), centred(Float64Array.from(b))], dot = (u, v) => u.reduce((total, value, i) => total + value * v[i], 0);
+  const power = dot(x, x) * dot(y, y);
+  return power > 0 ? (dot(x, y) ** 2 / power) * a.length : 0;
+}
+
 // -- GGUF -------------------------------------------------------------------------------------------------------------
 
-const TYPES = { 0: ["F32", 1, 4], 1: ["F16", 1, 2], 30: ["BF16", 1, 2], 34: ["TQ1_0", 256, 54], 35: ["TQ2_0", 256, 66], 42: ["Q2_0", 64, 18] };
-const KNOWN = { 2: "Q4_0", 8: "Q8_0", 12: "Q4_K", 14: "Q6_K", 36: "I2_S", 38: "TL1", 39: "TL2" }; // and not run
+const TYPES = { 0: ["F32", 1, 4], 1: ["F16", 1, 2], 30: ["BF16", 1, 2], 34: ["TQ1_0", 256, 54], 35: ["TQ2_0", 256, 66], 42: ["Q2_0", 64, 18], 8: ["Q8_0", 32, 34], 12: ["Q4_K", 256, 144], 14: ["Q6_K", 256, 210], 36: ["I2_S", 4, 1] };
+const KNOWN = { 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 38: "TL1", 39: "TL2" }; // and not run
 const ARCHITECTURES = {
   "bitnet-b1.58": { activation: "relu2", subNorms: true },
   "bitnet-25": { activation: "relu2", subNorms: true },
@@ -220,17 +287,17 @@ class Gguf extends Reader {
     reader.start = Math.ceil(cursor.at / alignment) * alignment;
     await reader.checkTypes();
     reader.readConfig();
+    await reader.findI2SLayout();
     return reader;
   }
 
   async checkTypes() {
     for (const [name, tensor] of this.tensors) {
       if (!TYPES[tensor.type]) {
-        const type = KNOWN[tensor.type] ?? `of type ${tensor.type}`, why = type === "I2_S" ? ", whose three layouts no field tells apart" : "";
-        throw this.refuse(name, `is ${type}${why}. This page runs ${Object.values(TYPES).map(([kind]) => kind).join(", ")}; ${CONVERT}`);
+        throw this.refuse(name, `is ${KNOWN[tensor.type] ?? `of type ${tensor.type}`}. This page runs ${Object.values(TYPES).map(([kind]) => kind).join(", ")}; ${CONVERT}`);
       }
       const [kind, values, bytes] = TYPES[tensor.type], total = tensor.shape.reduce((a, b) => a * b, 1);
-      Object.assign(tensor, { kind, size: (total / values) * bytes });
+      Object.assign(tensor, { kind, size: (total / values) * bytes + (kind === "I2_S" ? I2_S_TAIL : 0) });
       if (tensor.shape.at(-1) % values) throw this.refuse(name, `rows of ${tensor.shape.at(-1)} are no whole blocks of ${kind}`);
       if (this.start + tensor.offset + tensor.size > this.file.size) throw this.refuse(name, "goes beyond the end of the file");
     }
@@ -268,6 +335,38 @@ class Gguf extends Reader {
   findInputs() {
     const named = ["name", "basename", "source.url"].some((key) => FLOAT_INPUTS.test(this.metadata[`general.${key}`] ?? ""));
     this.hasFloatInputs = named || [...this.tensors.values()].some(({ kind }) => kind === "Q2_0");
+  }
+
+  // By what only the right order shows, as the package finds it: an input that a layer uses little has few weights that are
+  // not 0. So these shares go with the weights of the norm before it, and those of down_proj with the rows of gate and up.
+  async findI2SLayout() {
+    const sums = { x86: 0, arm: 0, interleaved: 0 }, { layers, subNorms } = this.config;
+    const before = { q_proj: "attn", k_proj: "attn", v_proj: "attn", gate_proj: "ffn", up_proj: "ffn", ...(subNorms && { o_proj: "attn_sub", down_proj: "ffn_sub" }) };
+    const add = (columns, vectors) => Object.keys(sums).forEach((layout) => (sums[layout] += columns[layout] ? squaredZ(columns[layout], vectors[layout] ?? vectors) : -Infinity));
+    let best = "x86", isDecided = false;
+    if (![...this.tensors.values()].some(({ kind }) => kind === "I2_S")) return;
+    for (let layer = 0; layer < layers && !isDecided; layer += Math.ceil(layers / 8)) {
+      const rows = {};
+      for (const part of Object.keys(GGUF_LINEARS)) {
+        const theirs = `blk.${layer}.${GGUF_LINEARS[part]}.weight`, { kind, shape } = this.tensors.get(theirs) ?? {};
+        if (kind !== "I2_S" || shape.length !== 2) continue; // what is wrong with it is said when it is read
+        const [, bytes] = await this.raw(theirs, shape), columns = {};
+        rows[part] = {};
+        for (const layout of Object.keys(sums).filter((each) => fitsI2S(each, ...shape))) {
+          const codes = decodeI2S(bytes, layout, shape[1]), down = (columns[layout] = new Float64Array(shape[1])), across = (rows[part][layout] = new Float64Array(shape[0]));
+          codes.forEach((code, at) => {
+            if (code !== 1) (down[at % shape[1]] += 1), (across[Math.floor(at / shape[1])] += 1);
+          });
+        }
+        if (before[part]) add(columns, await this.norm(`blocks.${layer}.${before[part]}_norm`, shape[1]));
+        if (part === "down_proj") for (const other of ["gate_proj", "up_proj"]) if (rows[other]) add(columns, rows[other]);
+      }
+      const [first, second] = Object.keys(sums).sort((a, b) => sums[b] - sums[a]);
+      isDecided = sums[first] > 0 && (sums[second] === -Infinity || (sums[first] - sums[second] >= 40 && sums[first] >= 2 * sums[second]));
+      best = isDecided || sums.x86 === -Infinity ? first : "x86";
+    }
+    this.layout = best;
+    this.note = `I2_S in the order of ${best}, ${isDecided ? "as the weights show" : "assumed: the weights do not tell"}.`;
   }
 
   async raw(name, shape) {
@@ -312,7 +411,12 @@ class Gguf extends Reader {
       if (isLinear && !this.hasFloatInputs) return { codes, scale: own.length ? this.checkScale(name, own[0]) : round(1e-5) };
       return { codes, scales, group: Math.min(BLOCKS[kind].values, columns) };
     }
-    const values = FLOATS[kind](bytes);
+    if (kind === "I2_S") {
+      if (!isLinear || !fitsI2S(this.layout, bytes.length - I2_S_TAIL, 4)) throw this.refuse(name, `is I2_S, which does not fit a matrix of rows of ${columns} in the order of ${this.layout}`);
+      const scale = words(bytes.slice(-I2_S_TAIL, -I2_S_TAIL + 4), Float32Array)[0];
+      return { codes: this.checkCodes(name, decodeI2S(bytes, this.layout, columns)), scale: this.checkScale(name, scale) };
+    }
+    const values = decodeFloats(kind, bytes);
     if (!isLinear || this.hasFloatInputs) return { values };
     return splitTernary(values) ?? (isBitNet ? quantize(values) : { values });
   }
@@ -352,32 +456,39 @@ const HF_NAMES = { embedding: "model.embed_tokens", final_norm: "model.norm", lm
 const DEFAULTS = { sliding_window: null, layer_types: [], embedding_scale: 1, head_scale: 1, logit_softcap: null, pooling: "last" };
 
 class Safetensors extends Reader {
-  static async open(file, files) {
-    const size = file.size < 8 ? 0 : Number(new DataView(await file.slice(0, 8).arrayBuffer()).getBigUint64(0, true));
-    const reader = file.name.endsWith(".bitnet.safetensors") ? new Native(file) : new HuggingFace(file);
-    if (!size || size > Math.min(MAX_HEADER, file.size - 8)) throw reader.refuse("header", `of ${size} bytes in a file of ${file.size}`);
-    let header;
-    try {
-      header = JSON.parse(new TextDecoder().decode(await reader.bytes(8, size)));
-    } catch {
-      throw reader.refuse("header", "is not JSON: the file is damaged");
-    }
-    reader.metadata = header.__metadata__ ?? {};
-    delete header.__metadata__;
-    reader.tensors = new Map(Object.entries(header));
-    for (const [name, { dtype, shape, data_offsets: [begin, end] }] of reader.tensors) {
-      const expected = shape.reduce((a, b) => a * b, 1) * (SIZES[dtype] ?? NaN);
-      if (!SIZES[dtype]) throw reader.refuse(name, `is ${dtype}, which this page does not read`);
-      if (end - begin !== expected || begin < 0 || 8 + size + end > file.size) throw reader.refuse(name, `bytes ${begin} to ${end} for ${dtype} of shape ${shape}`);
-    }
-    reader.start = 8 + size;
+  // parts: the files of the weights; files: all that were dropped
+  static async open(parts, files) {
+    const reader = parts[0].name.endsWith(".bitnet.safetensors") ? new Native(parts[0]) : new HuggingFace(parts[0]);
+    reader.tensors = new Map();
+    for (const file of parts) await reader.readHeader(file);
     await reader.readConfig(files);
     return reader;
   }
 
+  async readHeader(file) {
+    this.file = file; // for what is refused
+    const size = file.size < 8 ? 0 : Number(new DataView(await file.slice(0, 8).arrayBuffer()).getBigUint64(0, true));
+    if (!size || size > Math.min(MAX_HEADER, file.size - 8)) throw this.refuse("header", `of ${size} bytes in a file of ${file.size}`);
+    let header;
+    try {
+      header = JSON.parse(new TextDecoder().decode(await this.bytes(8, size)));
+    } catch {
+      throw this.refuse("header", "is not JSON: the file is damaged");
+    }
+    const { __metadata__: metadata = {}, ...tensors } = header;
+    this.metadata = metadata;
+    for (const [name, tensor] of Object.entries(tensors)) {
+      const { dtype, shape, data_offsets: [begin, end] } = tensor, expected = shape.reduce((a, b) => a * b, 1) * (SIZES[dtype] ?? NaN);
+      if (!SIZES[dtype]) throw this.refuse(name, `is ${dtype}, which this page does not read`);
+      if (end - begin !== expected || begin < 0 || 8 + size + end > file.size) throw this.refuse(name, `bytes ${begin} to ${end} for ${dtype} of shape ${shape}`);
+      if (this.tensors.has(name)) throw this.refuse(name, "is in two of the files");
+      this.tensors.set(name, { ...tensor, file, start: 8 + size });
+    }
+  }
+
   async raw(name, shape) {
-    const { dtype, data_offsets: [begin, end] } = this.entry(name, shape);
-    return [dtype, await this.bytes(this.start + begin, end - begin)];
+    const { dtype, data_offsets: [begin, end], file, start } = this.entry(name, shape);
+    return [dtype, await this.bytes(start + begin, end - begin, file)];
   }
 
   async floats(name, shape) {

@@ -3,7 +3,7 @@
 import { pause, state, work, writeOn } from "./main.js";
 import { Model, divergence, uniforms } from "./model.js";
 
-const ROUNDS = 5, TOKENS = 28, SAMPLING = { temperature: 0.6, top_k: 40, top_p: 1 };
+const ROUNDS = 5, TOKENS = 28, SAMPLING = { temperature: 0.6, top_k: 40 };
 const BEGINNINGS = ["Once upon a time", "The king said", "In the middle of the wood", "Alice looked", "The old woman", "When the sun rose", "There was a little"];
 const game = (state.game = { round: 0, score: 0, counted: 0, missed: [], broken: "", bug: null });
 const pick = (list) => list[Math.floor(Math.random() * list.length)];

@@ -19,8 +19,8 @@ export const state = {
   playsItself: false, // the first text is being written, which nobody asked for
 };
 globalThis.playground = state; // for the console, and for the tests
-const SLIDERS = ["temperature", "top_k", "top_p", "max_tokens"];
-const settings = () => Object.fromEntries(SLIDERS.map((name) => [name, Number($(name).value)]));
+const SLIDERS = ["temperature", "top_k", "top_p", "min_p", "max_tokens"];
+export const settings = () => Object.fromEntries([...SLIDERS, "seed"].map((name) => [name, Number($(name).value)]));
 export const pause = () => new Promise((resolve) => setTimeout(resolve));
 export const name = (id) => visible(state.tokenizer.text(id));
 
@@ -69,7 +69,7 @@ async function readGiven(ids) {
     state.reading = await state.model.read(ids);
   }
   state.given = ids.length;
-  state.draws = uniforms($("seed").valueAsNumber || 0);
+  state.draws = uniforms(settings().seed);
   select(ids.length - 1);
   showTokens();
 }
@@ -185,7 +185,7 @@ function showNext() {
   if (!reading?.logits[state.at]) return;
   const logits = reading.logits[state.at], own = softmax(logits);
   const choices = distribution(logits, settings()), drawn = new Map(choices.map(({ id, p }) => [id, p]));
-  const likeliest = distribution(logits, { temperature: 1, top_k: SHOWN, top_p: 1 }).map(({ id }) => id);
+  const likeliest = distribution(logits, { temperature: 1, top_k: SHOWN }).map(({ id }) => id);
   const largest = Math.max(...likeliest.map((id) => Math.max(own[id], drawn.get(id) ?? 0)));
   const after = state.reading.ids[state.at + 1];
   const model = looksBroken() ? "the broken model" : "the model";
@@ -206,8 +206,8 @@ function showNext() {
 }
 
 function showSettings() {
-  const { temperature, top_k, top_p, max_tokens } = settings();
-  const texts = [temperature ? temperature.toFixed(2) : "0, the likeliest", top_k || "0, all", top_p === 1 ? "1, all" : top_p.toFixed(2), max_tokens];
+  const { temperature, top_k, top_p, min_p, max_tokens } = settings();
+  const texts = [temperature ? temperature.toFixed(2) : "0, the likeliest", top_k || "0, all", top_p === 1 ? "1, all" : top_p.toFixed(2), min_p ? min_p.toFixed(2) : "0, all", max_tokens];
   SLIDERS.forEach((slider, i) => (document.querySelector(`output[for=${slider}]`).textContent = texts[i]));
   for (const id of SLIDERS) $(id).setAttribute("aria-valuetext", texts[SLIDERS.indexOf(id)]);
 }
@@ -230,7 +230,7 @@ async function breakIt(bug) {
     $("bug-text").textContent = bug.text;
     $("broken-name").textContent = bug.title;
     showKl();
-    const own = await model.read(reading.ids.slice(0, state.given)), draws = uniforms($("seed").valueAsNumber || 0);
+    const own = await model.read(reading.ids.slice(0, state.given)), draws = uniforms(settings().seed);
     const right = reading.ids.slice(state.given), wrong = state.broken.ids;
     showTexts(right, wrong);
     for await (const id of writeOn(own, right.length, draws)) {
@@ -282,7 +282,7 @@ function drawKl() {
   });
   context.fillStyle = colour("--quiet");
   context.fillText(`nats after each token, at most ${largest.toPrecision(2)}`, 0, height + 8);
-  const [right, wrong] = [state.reading, reading].map(({ logits }) => distribution(logits[state.at], { temperature: 1, top_k: 0, top_p: 1 })[0]);
+  const [right, wrong] = [state.reading, reading].map(({ logits }) => distribution(logits[state.at], { temperature: 1 })[0]);
   $("kl").setAttribute("aria-label", "KL divergence after each token. Arrow keys read the tokens.");
   $("kl-detail").textContent = `After ${name(state.reading.ids[state.at])}: ${nats[state.at].toPrecision(3)} nats. Right: ${name(right.id)} ${percent(right.p)}; broken: ${name(wrong.id)} ${percent(wrong.p)}.`;
 }

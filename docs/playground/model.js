@@ -88,11 +88,11 @@ export function softmax(logits) {
   return values.map((value) => value / sum);
 }
 
-// The distribution to draw from, as the package's `distribution`: temperature, then top_k, then top_p.
+// The distribution to draw from, as the package's `distribution`: temperature, then top_k, top_p and min_p.
 // -> [{id, p}], likeliest first; among equals the smaller id first
-export function distribution(logits, { temperature, top_k, top_p }) {
+export function distribution(logits, { temperature, top_k = 0, top_p = 1, min_p = 0 }) {
+  if (temperature === 0) return [{ id: logits.indexOf(logits.reduce((a, b) => Math.max(a, b))), p: 1 }];
   const order = Array.from(logits, (_, id) => id).sort((a, b) => logits[b] - logits[a] || a - b);
-  if (temperature === 0) return [{ id: order[0], p: 1 }];
   const ids = top_k > 0 ? order.slice(0, top_k) : order;
   const probabilities = softmax(Float64Array.from(ids, (id) => logits[id] / temperature));
   let size = ids.length;
@@ -101,6 +101,7 @@ export function distribution(logits, { temperature, top_k, top_p }) {
     size = ids.findIndex((_, i) => (i && (before += probabilities[i - 1])) >= top_p);
     size = size < 0 ? ids.length : Math.max(1, size);
   }
+  while (probabilities[size - 1] < min_p * probabilities[0]) size--;
   const total = probabilities.slice(0, size).reduce((a, b) => a + b);
   return ids.slice(0, size).map((id, i) => ({ id, p: probabilities[i] / total }));
 }

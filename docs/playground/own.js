@@ -1,5 +1,7 @@
 // "Your own model": files go to the worker, which answers with what it read and wrote.
 
+import { settings } from "./main.js";
+
 let worker = null, opened = null;
 
 const say = (text, isProblem = false) => Object.assign($("own-facts"), { textContent: text, className: isProblem ? "facts problem" : "facts" });
@@ -10,12 +12,13 @@ function setBusy(isBusy) {
   $("own-write").hidden = !$("own-stop").hidden;
 }
 
-function describe({ config, matrices, weights, grouped, hasTokenizer }) {
+function describe({ config, matrices, weights, grouped, note, hasTokenizer }) {
   const { kind, layers, hidden, heads, vocabulary, context } = config;
   const exact = matrices ? ` ${count(weights, "weight")} in ${count(matrices, "ternary matrix").replace("matrixs", "matrices")}: each product by WebAssembly equals plain JavaScript’s.` : "";
   const floats = grouped ? ` ${grouped} matrices have a scale for each group; their inputs stay floats.` : "";
   const words = hasTokenizer ? "" : " It has no tokenizer that this page knows, so write token ids, as in 1 15 7.";
-  return `${kind}: ${layers} layers of ${hidden} numbers, ${heads} heads, ${vocabulary.toLocaleString("en")} tokens, texts of up to ${context}.${exact}${floats}${words}`;
+  const order = note && ` ${note}`;
+  return `${kind}: ${layers} layers of ${hidden} numbers, ${heads} heads, ${vocabulary.toLocaleString("en")} tokens, texts of up to ${context}.${exact}${floats}${order}${words}`;
 }
 
 const answers = {
@@ -31,7 +34,7 @@ const answers = {
   token: ({ text }) => ($("own-text").textContent = text),
   done({ given, ids, logits, msPerToken }) {
     globalThis.playground.own = { given, ids, logits }; // for the tests
-    $("own-speed").textContent = `${count(ids.length, "new token")}, ${seconds(msPerToken / 1000)} each. Always the likeliest.`;
+    $("own-speed").textContent = `${count(ids.length, "new token")}, ${seconds(msPerToken / 1000)} each.`;
     setBusy(false);
   },
   problem(text) {
@@ -64,7 +67,7 @@ $("own-form").onsubmit = (event) => {
   event.preventDefault();
   $("own-text").textContent = $("own-speed").textContent = "";
   say(describe(opened));
-  ask({ write: $("own-prompt").value, count: $("max_tokens").valueAsNumber });
+  ask({ write: $("own-prompt").value, settings: settings() });
 };
 $("own-stop").onclick = () => worker.postMessage({ stop: true });
 

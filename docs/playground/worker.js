@@ -1,7 +1,8 @@
-// The reader's own model, off the page's thread. In: {open: files}, {write: text, count}, {stop: true}.
+// The reader's own model, off the page's thread. In: {open: files}, {write: text, settings}, {stop: true}.
 // Out: {step}, {opened}, {token}, {done}, {problem}.
 
 import { openModel } from "./files.js";
+import { choose, distribution, uniforms } from "./model.js";
 import { TernaryMatrices } from "./ternary.js";
 import { Transformer } from "./transformer.js";
 
@@ -23,7 +24,7 @@ async function open(files) {
   tokenizer = opened.tokenizer;
   const weights = ternary.reduce((total, [, { matrix }]) => total + matrix.rows * matrix.columns, 0);
   const grouped = Object.values(opened.parts).filter((part) => part.group).length;
-  postMessage({ opened: { config: opened.config, matrices: ternary.length, weights, grouped, hasTokenizer: tokenizer !== null } });
+  postMessage({ opened: { config: opened.config, matrices: ternary.length, weights, grouped, note: opened.note, hasTokenizer: tokenizer !== null } });
 }
 
 // Without a tokenizer the text is of ids.
@@ -34,8 +35,9 @@ function readIds(text) {
   return ids;
 }
 
-async function write(text, count) {
-  const given = readIds(text), { context, ends } = model.config, begin = performance.now();
+// settings: of the page's sliders
+async function write(text, { seed, max_tokens: count, ...sampling }) {
+  const given = readIds(text), { context, ends } = model.config, draws = uniforms(seed), begin = performance.now();
   if (!given.length) throw new Error("Write a beginning: this model has no token that begins a text by itself.");
   if (given.length >= context) throw new Error(`The text has ${given.length} tokens; the page reads ${context}, with those that are written.`);
   model.clear();
@@ -44,7 +46,7 @@ async function write(text, count) {
   for (const id of given) logits = model.read(id);
   const ids = [], readMs = performance.now() - begin;
   while (ids.length < count && !isStopped && given.length + ids.length < context) {
-    const id = logits.indexOf(logits.reduce((a, b) => Math.max(a, b)));
+    const id = choose(distribution(logits, sampling), draws.next().value);
     if (ends.includes(id)) break;
     ids.push(id);
     postMessage({ token: { ids, text: tokenizer ? tokenizer.decode([...given, ...ids]) : [...given, ...ids].join(" ") } });
@@ -59,7 +61,7 @@ onmessage = async ({ data }) => {
   if (data.stop) isStopped = true;
   else
     try {
-      await (data.open ? open(data.open) : write(data.write, data.count));
+      await (data.open ? open(data.open) : write(data.write, data.settings));
     } catch (error) {
       postMessage({ problem: error.message });
     }

@@ -71,6 +71,13 @@ def test_lab_passes_options_on(tmp_path, monkeypatch, user):
     assert started[1] == ["jupyterlab", str(tmp_path), "--allow-root"]
 
 
+def test_lab_writes_one_edition(tmp_path):
+    result = invoke("lab", "--teacher", "--nbgrader", "--no-launch", "--dir", tmp_path / "both")
+    assert result.exit_code == 2
+    assert "--teacher and --nbgrader are two editions: choose one" in " ".join(result.stderr.split())
+    assert not (tmp_path / "both").exists()
+
+
 def test_lab_into_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     assert invoke("lab", "--no-launch", "--dir", tmp_path / "file").exit_code == 2

@@ -6,7 +6,7 @@ Right answers may be of another type: a list for an array, "transposed" for "tra
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -49,20 +49,23 @@ def as_number(value: Any) -> float:
 
 
 def expect_word(value: Any, stems: Iterable[str], mistakes: Mapping[str, str], hint: str) -> None:
-    """Raises Wrong unless a word of the text begins with one of `stems`. mistakes: what to say of other stems."""
+    """Raises Wrong unless a word of the text begins with one of `stems`, and none with that of a mistake.
+
+    mistakes: stem -> what to say of it.
+    """
     if value is None:
         raise Unanswered
     if not isinstance(value, str):
         raise Wrong(f"A text is wanted, not {describe(value)}.")
     words = re.findall(r"[a-z0-9]+", value.lower())
-    if {"not", "no", "never"} & set(words):
-        raise Wrong("Say what it is, not what it is not.")
-    if any(word.startswith(tuple(stems)) for word in words):
-        return
+    is_right = any(word.startswith(tuple(stems)) for word in words)
     for stem, sentence in mistakes.items():
         if any(word.startswith(stem) for word in words):
-            raise Wrong(sentence)
-    raise Wrong(hint)
+            raise Wrong(f"Name one thing only. {sentence}" if is_right else sentence)
+    if {"not", "no", "never", "but", "except", "neither", "nor", "without"} & set(words):
+        raise Wrong("Say what it is, not what it is not.")
+    if not is_right:
+        raise Wrong(hint)
 
 
 def expect_set(value: Any, expected: set[Any], choices: Mapping[Any, str]) -> None:
@@ -71,17 +74,18 @@ def expect_set(value: Any, expected: set[Any], choices: Mapping[Any, str]) -> No
     if value is None:
         raise Unanswered
     if isinstance(value, str):
-        given: set[Any] = {value} if value in choices else set(re.split(r"\s*,\s*", value.strip()))
-    elif isinstance(value, (set, frozenset, list, tuple, np.ndarray)):
-        given = {each.item() if isinstance(each, np.generic) else each for each in value}
+        given: Iterable[Any] = [value] if value in choices else re.split(r"[,;]|\band\b", value)
+    elif isinstance(value, (Set, list, tuple, np.ndarray)):
+        given = value
     else:
         raise Wrong(f"A set is wanted, as {{...}}, not {describe(value)}.")
     names = {str(choice).lower(): choice for choice in choices}
     chosen = set()
     for each in given:
-        if str(each).lower() not in names:
-            raise Wrong(f"{each!r} is none of the choices: {', '.join(map(repr, choices))}.")
-        chosen.add(names[str(each).lower()])
+        name = str(each).strip(" .").lower()
+        if name not in names:
+            raise Wrong(f"{describe(each)} is none of the choices: {', '.join(map(repr, choices))}.")
+        chosen.add(names[name])
     for extra in sorted(chosen - expected, key=str):
         raise Wrong(f"{extra!r} is one too many: {choices[extra]}")
     for missing in sorted(expected - chosen, key=str):
@@ -89,13 +93,17 @@ def expect_set(value: Any, expected: set[Any], choices: Mapping[Any, str]) -> No
 
 
 def as_array(value: Any) -> Array:
-    """An array, or a list of numbers as one. Raises Wrong."""
+    """An array, or a list or set of numbers as one. Raises Wrong."""
     if value is None:
         raise Unanswered
     try:
-        array = np.asarray(value)
+        array = np.asarray(sorted(value) if isinstance(value, Set) else value)
+        if array.dtype.kind == "O" and array.ndim:  # fractions, say
+            array = array.astype(np.float64)
     except ValueError:
         raise Wrong("The rows have different lengths; an array is wanted.") from None
+    except TypeError:
+        raise Wrong(f"An array of numbers is wanted; yours is {describe(value)}.") from None
     if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
         raise Wrong(f"An array of numbers is wanted; yours is {describe(value)}.")
     return array
@@ -118,7 +126,7 @@ def expect_array(
     wide, target = mine.astype(np.float64), right.astype(np.float64)
     if np.array_equal(wide, target, equal_nan=True):
         return "equal"
-    allowed = CLOSE * max(float(np.abs(target[np.isfinite(target)]).max(initial=0)), 1e-30)
+    allowed = 0.0 if exact else CLOSE * max(float(np.abs(target[np.isfinite(target)]).max(initial=0)), 1e-30)
     if not exact and right.dtype.kind == "f" and is_close(wide, target, allowed):
         return f"close: the largest difference is {np.abs(wide - target)[np.isfinite(target)].max():.1e}"
     raise Wrong(f"{first_wrong(wide, target, allowed)} {likely_mistake(wide, target, mistakes or {}, allowed)}".strip())
@@ -139,7 +147,7 @@ def expect_shape(mine: Array, shape: tuple[int, ...]) -> None:
 def expect_booleans(mine: Array) -> None:
     """Raises Wrong if the array has other values than 0 and 1."""
     if mine.dtype.kind != "b" and not np.isin(mine, (0, 1)).all():
-        infinite = " Minus infinity goes into the scores, where the mask is True." * bool(np.isinf(mine).any())
+        infinite = " Minus infinity goes into the scores, where the mask is True." * bool((mine < 0).any())
         raise Wrong(f"True and False are wanted (dtype bool); yours is an array of {mine.dtype}.{infinite}")
 
 
@@ -196,6 +204,8 @@ def one_factor(mine: Array, right: Array) -> str:
     if good.sum() < 2:
         return ""
     factors, differences = mine[good] / right[good], mine[good] - right[good]
+    if factors.mean() in (0, 1):  # all are 0, or what is wrong is where 0 is right
+        return "All of yours are 0." * (not mine.any())
     if np.ptp(factors) <= 1e-4 * abs(factors.mean()):
         return f"Every value is {factors.mean():.6g} times the right one: a scale is missing or is one too many."
     if np.ptp(differences) <= 1e-4 * abs(differences.mean()):

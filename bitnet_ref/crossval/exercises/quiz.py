@@ -32,20 +32,6 @@ class Question:
 QUIZZES = {lesson: tuple(Question(*each) for each in questions) for lesson, questions in QUESTIONS.items()}
 
 
-def quiz_text(lesson: str) -> str:
-    """The questions as Markdown, for the notebook."""
-    lines = ["## Quiz", "", 'Five letters, such as `"abcab"`. One choice of each is right.', ""]
-    for number, question in enumerate(QUIZZES[lesson], start=1):
-        lines += [f"**{number}.** {question.text}", ""]
-        lines += [f"- {letter}: {choice}" for letter, choice in zip(LETTERS, question.choices, strict=True)]
-        lines += [""]
-    return "\n".join(lines).rstrip()
-
-
-def quiz_code(lesson: str) -> str:
-    return f'quiz = None  # TODO\n\ncheck("{lesson}.quiz", quiz)'
-
-
 def judge_letters(lesson: str, answer: Any) -> str:
     """Raises Wrong, with the reason for each wrong choice. The letters may be a list, or upper case, or have commas."""
     if answer is None:

@@ -82,7 +82,8 @@ def expect_tensor(
         raise Wrong(f"{where} {one_factor(wide, target) or by_row(wide, target)}".strip())
     # the remedy of a description names a line of the package, which is the solution
     remedy = (confirmed.remedy,) * (confirmed.name != "described")
-    raise Wrong(f"{where} Likely mistake: {confirmed.cause}.", *remedy)
+    cause = confirmed.cause.replace(", in every layer", "")  # he writes one piece
+    raise Wrong(f"{where} Likely mistake: {cause}.", *remedy)
 
 
 def by_row(mine: Array, right: Array) -> str:

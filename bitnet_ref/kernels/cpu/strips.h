@@ -1,5 +1,5 @@
-/* Products with vectors that are mostly zeros: what all tokens of a call would multiply by zero is not read, and each
- * token is not multiplied by its own zeros.
+/* Products with vectors that are mostly zeros. Weights that meet zeros in all tokens of a call are not read, and each
+ * token also skips its own zeros.
  *
  * The gate of ReLU^2 is zero for most of a feed-forward's F values. So of up_proj only the rows with a gate above zero
  * are needed, and of down_proj only the columns that meet an int8 other than zero. Panels hold 64 rows interleaved, of

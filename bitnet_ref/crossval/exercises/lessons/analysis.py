@@ -122,7 +122,11 @@ guess = {name: name_of(file) for name, file in files.items()}
 """,
 )
 def which_file(answer: Any, files: Mapping[str, Mapping[str, Array]], answers: Sequence[str]) -> str:
-    if not isinstance(answer, Mapping) or None in answer.values():
+    if answer is None:
+        raise Unanswered
+    if not isinstance(answer, Mapping):
+        raise Wrong(f"A dict with the keys {', '.join(files)} is wanted.")
+    if None in answer.values():
         raise Unanswered
     names = {" ".join(name.split()): name for name in DIALECTS}
     right = dict(zip(files, answers, strict=True))
@@ -173,7 +177,9 @@ def fluent(answer: Any) -> str:
     mistakes = {
         "norm": "The sub-norm comes after hook_post, the other norm before the gate.",
         "matrix": "The products are hook_pre and hook_pre_linear, and they are equal.",
-        "product": "The products are hook_pre and hook_pre_linear, and they are equal.",
+        **dict.fromkeys(
+            ("product", "proj", "weight"), "The products are hook_pre and hook_pre_linear, and they are equal."
+        ),
         "round": "Rounding to int8 is before the products, and they are equal.",
         "quanti": "Quantisation is before the products, and they are equal.",
     }
@@ -212,11 +218,13 @@ def squares(answer: Any) -> str:
         "revers": "Reversed rows would move the elements (i, i), too.",
         "rotat": "A rotated square would move the corner (0, 0).",
         "shift": "A shift would move the elements (i, i), too.",
-        "mirror": "At which line? The elements (i, i) stay.",
-        "negat": "The values are the right ones, at other places.",
-        "scal": "The values are the right ones, at other places.",
+        **dict.fromkeys(("negat", "sign", "scal"), "The values are the right ones, at other places."),
+        "anti": "The elements (i, i) stay: that is the other diagonal.",
+        **dict.fromkeys(("byte", "bit", "hal"), "Look at the places of whole elements, in a square of 4 × 4."),
     }
-    stems = ("transpos", "swap", "exchang")
+    if isinstance(answer, str) and "diagonal" not in answer:
+        mistakes["mirror"] = "At which line? The elements (i, i) stay."
+    stems = ("transpos", "swap", "exchang", "diagonal")
     expect_word(answer, stems, mistakes, "Rows become columns: what is the word for it?")
     return "Transposed, in tiles of 4 × 4."
 

@@ -65,6 +65,8 @@ def half_of_the_probability(answer: Any, after: NextToken) -> str:
     t = as_number(answer)
     if not 0 < t <= 2:
         raise Wrong("A temperature between 0 and 2 is wanted. At 0 the likeliest token has all of the probability.")
+    if t != round(t, 2):
+        raise Wrong(f"Two decimals are wanted; {t:g} has more.")
     at, hotter = (float(after.stages(temperature=each)[-1].probabilities.max()) for each in (t, round(t + 0.01, 2)))
     if at <= 0.5:
         raise Wrong(f"At {t:g} its probability is {at:.3f}: not more than half. Colder.")

@@ -32,6 +32,7 @@ def averaging_matrix(answer: Any) -> str:
         "every token averages all four, also those after it": np.full((4, 4), 0.25),
         "the rows are not divided by their sums": ones,
         "the columns sum to 1; the rows must": ones / ones.sum(0),
+        "each column is divided by a row's sum: let the sums be a column, by keepdims=True": ones / ones.sum(1),
         "every row is divided by 4; row i has i + 1 tokens": ones / 4,
         "a token must not look at those after it: the triangle is the upper one": right[::-1, ::-1],
         "a token leaves itself out": np.tril(np.ones((4, 4)), -1) / np.maximum(np.arange(4), 1)[:, None],
@@ -98,13 +99,19 @@ def softmax_of_rows(answer: Any) -> str:
     scores = draws(34).normal(size=(4, 4)) * 2
     scores[np.triu_indices(4, 1)] = -np.inf
     e, finite = np.exp(scores), np.where(np.isinf(scores), 0, scores)
+    less, shifted = np.exp(scores - scores.max(-1)), np.exp(scores - scores.max(-1, keepdims=True))
     mistakes = {
+        "each column is divided by a row's sum: keepdims=True makes the sums a column": e / e.sum(-1),
+        "each column loses a row's maximum: keepdims=True makes the maxima a column": less
+        / less.sum(-1, keepdims=True),
+        "each column is divided by a row's sum: the sum needs keepdims=True, too": shifted / shifted.sum(-1),
+        "keepdims=True is missing in both, the maximum and the sum": less / less.sum(-1),
         "the columns sum to 1; each row must (axis=-1)": e / e.sum(0, keepdims=True),
         "all sixteen together sum to 1; each row must": e / e.sum(),
         "the exponentials are not divided by their sum": e,
         "the shares are proportional to the scores: exp is missing": finite / finite.sum(-1, keepdims=True),
         "the powers are of 2, not of e": np.exp2(scores) / np.exp2(scores).sum(-1, keepdims=True),
-        "the maximum was taken away and no sum divided by": np.exp(scores - scores.max(-1, keepdims=True)),
+        "the maximum was taken away and no sum divided by": shifted,
     }
     expect_array(run(answer, scores), softmax(scores), mistakes=mistakes)
     large = np.array([[1000.0, 999.0], [0.0, -np.inf]])
@@ -146,6 +153,9 @@ def whole_head(answer: Any) -> str:
             "the mask is applied after softmax: the rows no longer sum to 1": np.where(hidden, 0, softmax(scores)) @ v,
             "hidden scores are 0, which softmax makes a share; they must be −∞": softmax(np.where(hidden, 0, scores))
             @ v,
+            "d is the width of q, here not 2": softmax(np.where(hidden, -np.inf, q @ k.T / np.sqrt(2))) @ v,
+            "d is the width of q, not the number of tokens": softmax(np.where(hidden, -np.inf, q @ k.T / np.sqrt(n)))
+            @ v,
             "the scores are not divided by √d": softmax(np.where(hidden, -np.inf, q @ k.T)) @ v,
             "the keys are averaged, not the values": shares @ k,
             "the past is hidden instead of the future": softmax(np.where(hidden.T, -np.inf, scores)) @ v,
@@ -168,8 +178,8 @@ def who_notices(answer: Any) -> str:
         "all": "Tokens 0 to 2 cannot see token 3: nothing of theirs changes.",
         "none": "Token 3 itself sees the change.",
         "first": "Token 0 sees itself only.",
-        "third": "Token 2 comes before token 3, and sees tokens 0 to 2.",
-        "2": "Token 2 comes before token 3, and sees tokens 0 to 2.",
+        "second": "Token 1 comes before token 3, and sees tokens 0 and 1.",
+        **dict.fromkeys(("third", "2", "before", "next"), "Token 2 comes before token 3, and sees tokens 0 to 2."),
     }
     right = ("last", "fourth", "3", "token3")
     expect_word(answer, right, mistakes, "Who can see token 3? Answer with first, second, third, last or all.")

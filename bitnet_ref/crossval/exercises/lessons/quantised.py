@@ -55,6 +55,9 @@ def five_in_a_byte(answer: Any) -> str:
     powers = 3 ** np.arange(4, -1, -1)
     got = [as_number(run(answer, each)) for each in tests]
     mistakes = {
+        "the sum overflows int8, the type of the weights: make a wider one first, as int(w)": (
+            ((tests + 1) @ powers).astype(np.int8)
+        ),
         "the first weight must be the highest digit, and yours is the lowest": (tests + 1) @ powers[::-1],
         "add 1 to the weights first: the digits are 0, 1 and 2": tests @ powers,
         "the digits are worth powers of 3; yours are powers of 4": (tests + 1) @ 4 ** np.arange(4, -1, -1),
@@ -234,7 +237,9 @@ def absmax(answer: Any) -> str:
         "the values are cut off, not rounded": np.trunc(scaled),
         "the values are rounded down": np.floor(scaled),
         "ties are rounded away from zero; np.rint rounds them to even": np.trunc(scaled + np.copysign(0.5, scaled)),
+        "ties are rounded up; np.rint rounds them to even": np.floor(scaled + np.float32(0.5)),
         "they are not rounded": scaled,
+        "they are divided by a again; the integers themselves are wanted": np.rint(scaled) / right_a,
         "x is divided by a instead of multiplied": np.rint(x / right_a),
     }
     try:

@@ -118,6 +118,7 @@ def backward_of_a_bitlinear(answer: Any) -> str:
         "the mean over tokens is taken; the sum is right": dy.T @ x_float / len(x),
         "it is divided by s": dy.T @ x_float / s,
         "what would flip a weight is set to 0; straight through, nothing is": np.where(w_t == 0, 0, dy.T @ x_float),
+        "large masters get no gradient; straight through, all get theirs": np.where(np.abs(w) < s, dy.T @ x_float, 0),
     }
     for name, got, right, mistakes in (
         ("dx", result[0], dy @ (w_t * s), of_x),

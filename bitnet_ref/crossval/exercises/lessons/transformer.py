@@ -30,6 +30,22 @@ def with_edit(model: Model, name: str, old: str, new: str) -> Callable[..., Any]
     return function
 
 
+def edited(
+    model: Model, name: str, slips: Mapping[str, tuple[str, str]], *arguments: Any
+) -> dict[str, Callable[[], Array]]:
+    """sentence -> what the solution of `name` gives with an (old, new) edit in it, run when it is asked for.
+
+    A block gets an empty cache besides its arguments.
+    """
+
+    def make(edit: tuple[str, str]) -> Array:
+        cache = (empty_cache(model),) * (name == "3b.7")
+        result: Array = with_edit(model, name, *edit)(*arguments, *cache)
+        return result
+
+    return {sentence: partial(make, edit) for sentence, edit in slips.items()}
+
+
 def sizes(model: Model) -> dict[str, Any]:
     """The names that the pieces may use besides each other, as the notebook has them."""
     c = model.config
@@ -84,13 +100,23 @@ def rms_norm(x, norm):
 def norm_of_the_stream(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
     x, norm = recorded["hook_embed"], model.weights.layers[0].attn_norm
     mine = as_array(run(answer, x, norm))
-    over_tokens = x / np.sqrt(np.square(x, dtype=np.float64).mean(0) + norm.eps) * norm.weight
-    if mine.shape == x.shape and np.allclose(mine, over_tokens, rtol=1e-5):
-        raise Wrong("The mean is taken over the tokens (axis 0). Each token has its own: over its features, axis=-1.")
-    squared = x / (np.square(x, dtype=np.float64).mean(-1, keepdims=True) + norm.eps) * norm.weight
-    if mine.shape == x.shape and np.allclose(mine, squared, rtol=1e-5):
-        raise Wrong("x is divided by the mean square: the root is missing.")
-    return expect_tensor(model, tokens, recorded, "blocks.0.ln1.hook_normalized", mine, "hook_embed")
+    slips = {
+        "x is divided by the mean square: the root is missing": (
+            "np.sqrt(mean_square + norm.eps)",
+            "(mean_square + norm.eps)",
+        ),
+        "the mean is taken over the tokens (axis 0); each has its own, over its features: axis=-1": (
+            "mean(axis=-1, keepdims=True)",
+            "mean(axis=0)",
+        ),
+        "one mean is taken of all tokens together: axis=-1, keepdims=True": ("mean(axis=-1, keepdims=True)", "mean()"),
+        "the mean is squared; the mean of the squares is wanted": (
+            "np.square(x, dtype=np.float64).mean(axis=-1, keepdims=True)",
+            "np.square(x.mean(axis=-1, keepdims=True, dtype=np.float64))",
+        ),
+    }
+    made = edited(model, "3b.2", slips, x, norm)
+    return expect_tensor(model, tokens, recorded, "blocks.0.ln1.hook_normalized", mine, "hook_embed", made)
 
 
 @exercise(
@@ -114,7 +140,9 @@ def linear_of_q(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
     x, layer = recorded["blocks.0.ln1.hook_normalized"], model.weights.layers[0]
     mine = run(answer, x, layer.q_proj)
     name = "blocks.0.attn.q_proj.hook_out"
-    sentence = expect_tensor(model, tokens, recorded, name, mine, "blocks.0.ln1.hook_normalized")
+    slips = {"the maximum is of |x|; yours is of x": ("np.abs(x).max", "x.max")}
+    made = edited(model, "3b.3", slips, x, layer.q_proj)
+    sentence = expect_tensor(model, tokens, recorded, name, mine, "blocks.0.ln1.hook_normalized", made)
     x, name = recorded["blocks.0.ln2.hook_normalized"], "blocks.0.mlp.up_proj.hook_out"
     expect_tensor(model, tokens, recorded, name, run(answer, x, layer.up_proj), "blocks.0.ln2.hook_normalized")
     return sentence
@@ -146,7 +174,7 @@ def turned_queries(answer: Any, model: Model, tokens: Sequence[int], recorded: R
         "the exponent is that of pair 2j: use np.arange(0, d, 2) / d": ("(0, d, 2) / d", "(d // 2) / d"),
         "cos is used for sin": ("np.sin(angles)", "np.cos(angles)"),
     }
-    made = {text: partial(lambda e: with_edit(model, "3b.4", *e)(q, positions), edit) for text, edit in slips.items()}
+    made = edited(model, "3b.4", slips, q, positions)
     sentence = expect_tensor(model, tokens, recorded, name, run(answer, q, positions), "blocks.0.attn.hook_k", made)
     last = run(answer, q[-1:], positions[-1:])  # alone, as in generation
     try:
@@ -187,11 +215,12 @@ def attention_of_heads(answer: Any, model: Model, tokens: Sequence[int], recorde
     name = "blocks.0.attn.hook_z"
     slips = {
         "the scores are divided by d, not by its root": ("/ np.sqrt(d)", "/ d"),
+        "the scores are multiplied by √d": ("/ np.sqrt(d)", "* np.sqrt(d)"),
         "the mask is turned round: it hides the past and shows the future": ("[None, :] > np", "[None, :] < np"),
         "hidden scores are 0, which softmax makes a share; they must be −∞": ("-np.inf", "0"),
         "softmax sums over the queries; it must sum over the keys, axis=-1": ("e.sum(axis=-1", "e.sum(axis=-2"),
     }
-    made = {text: partial(lambda e: with_edit(model, "3b.5", *e)(q, k, v), edit) for text, edit in slips.items()}
+    made = edited(model, "3b.5", slips, q, k, v)
     sentence = expect_tensor(model, tokens, recorded, name, run(answer, q, k, v), "blocks.0.attn.hook_v", made)
     for n in (1, 3):
         try:
@@ -215,7 +244,11 @@ def gated(gate, up):
 )
 def gate_of_the_feed_forward(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
     gate, up = recorded["blocks.0.mlp.hook_pre"], recorded["blocks.0.mlp.hook_pre_linear"]
-    return expect_tensor(model, tokens, recorded, "blocks.0.mlp.hook_post", run(answer, gate, up))
+    slips = {
+        "relu is taken of the product; it is of the gate": ("np.maximum(gate, 0)) * up", "gate) * np.maximum(up, 0)")
+    }
+    made = edited(model, "3b.6", slips, gate, up)
+    return expect_tensor(model, tokens, recorded, "blocks.0.mlp.hook_post", run(answer, gate, up), slips=made)
 
 
 @exercise(
@@ -248,6 +281,7 @@ def whole_block(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
     layer, x = model.weights.layers[0], recorded["hook_embed"]
     name = "blocks.0.hook_resid_post"
     cache = empty_cache(model)
+    q_alone = "bit_linear(h, layer.q_proj).reshape(n, H, d)"
     turned = (
         "rope(bit_linear(h, layer.k_proj).reshape(n, G, d), positions)",
         "bit_linear(h, layer.k_proj).reshape(n, G, d)",
@@ -262,15 +296,31 @@ def whole_block(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
             "v = rope(bit_linear(h, layer.v_proj).reshape(n, G, d), positions)",
         ),
         "the first norm is missing: q, k and v read x itself": ("h = rms_norm(x, layer.attn_norm)", "h = x"),
+        "the second norm is missing: gate and up read what q, k and v read": (
+            "h = rms_norm(x, layer.ffn_norm)",
+            "pass",
+        ),
+        "the queries are not turned: rope is for q and k": (turned[0].replace("k_", "q_").replace("G", "H"), q_alone),
+        "k_proj and v_proj are exchanged": ("h, layer.k_proj", "h, layer.v_proj"),
+        "the attention has attn_norm twice; before o_proj comes attn_sub_norm": ("attn_sub_norm", "attn_norm"),
+        "attn_sub_norm comes before o_proj, not after it": (
+            "bit_linear(rms_norm(z, layer.attn_sub_norm), layer.o_proj)",
+            "rms_norm(bit_linear(z, layer.o_proj), layer.attn_sub_norm)",
+        ),
+        "the feed-forward is added to its normalised input; it must be added to x": (
+            "return x + bit",
+            "return h + bit",
+        ),
+        "the heads are put together in another order: z is (n, H, d), reshape it as it is": (
+            ".reshape(n, H * d)",
+            ".swapaxes(0, 1).reshape(n, H * d)",
+        ),
         "gate and up are exchanged": (
             "layer.gate_proj), bit_linear(h, layer.up_proj",
             "layer.up_proj), bit_linear(h, layer.gate_proj",
         ),
     }
-    made = {
-        text: partial(lambda e: with_edit(model, "3b.7", *e)(x, layer, empty_cache(model)), edit)
-        for text, edit in slips.items()
-    }
+    made = edited(model, "3b.7", slips, x, layer)
     sentence = expect_tensor(model, tokens, recorded, name, run(answer, x, layer, cache), "hook_embed", made)
     if len(cache["k"]) != len(x) or len(cache["v"]) != len(x):
         raise Wrong(
@@ -287,6 +337,8 @@ def whole_block(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
             f"Right for the whole text at once, wrong token by token: positions begin at the number of keys in "
             f"the cache, and the cache keeps what is turned. {wrong}"
         ) from None
+    if not np.allclose(cache["v"], recorded["blocks.0.attn.hook_v"], atol=1e-5):
+        raise Wrong("x is right, but the cache has the tokens in another order: put the new ones at its end.")
     return f"{sentence} Also token by token."
 
 
@@ -349,8 +401,7 @@ def greedy(model: Model, prompt: str, max_tokens: int) -> list[int]:
 
 def _text_mistake(model: Model, prompt: str, ids: Sequence[int], new: Sequence[int], got: str, right: str) -> str:
     """What may be wrong with a generated text."""
-    written, got = got, got.strip()
-    decode, logits = model.tokenizer.decode, model.logits(list(ids))
+    got, decode = got.strip(), model.tokenizer.decode
     if got == decode(list(new)).strip():
         return "The prompt is missing: decode the prompt's ids and the new ones together."
     if got == prompt:
@@ -360,19 +411,28 @@ def _text_mistake(model: Model, prompt: str, ids: Sequence[int], new: Sequence[i
         return "One token too many: max_tokens counts the new ones."
     if got == shorter.strip():
         return "One token too few: max_tokens counts the new ones, and the one after the prompt is the first."
-    same = len(_common(got, right))
+    slips = {
+        "argmin instead of argmax": ("argmax", "argmin"),
+        "the logits of the first token are used; the last one's say what comes next": ("x[-1:]", "x[:1]"),
+        "the last norm, w.final_norm, is missing": ("rms_norm(x[-1:], w.final_norm)", "x[-1:]"),
+        "all blocks share one cache; each has its own": (
+            "for _ in w.layers]",
+            "for _ in w.layers][:1] * len(w.layers)",
+        ),
+        "the caches are made anew for every token; they must be kept": (
+            "next_token(fed, caches)",
+            'next_token(fed, [{"k": empty, "v": empty} for _ in w.layers])',
+        ),
+        "all new tokens are fed again; feed only the new token": ("fed = [token]", "fed = new"),
+        "the prompt is fed again; after the first step feed only the new token": ("fed = [token]", "fed = ids + new"),
+    }
+    same = next((i for i, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), min(len(got), len(right)))
     first = f"Your text leaves the package's after “{right[max(0, same - 24) : same]}”."
-    if same > len(prompt) + 1:
-        return f"{first} The first new token is right: after it feed only the new token, and keep the caches."
-    chosen = {"the logits of the first token are used; the last one's say what comes next": logits[0].argmax()}
-    chosen["argmin instead of argmax"] = logits[-1].argmin()
-    for sentence, token in chosen.items():
-        if written.startswith(text := decode([*ids, int(token)])) and len(text) > len(prompt):
+    for sentence, edit in slips.items():
+        if with_edit(model, "3b.8", *edit)(prompt, len(new)).strip() == got:
             return f"{first} Likely mistake: {sentence}."
+    if not got.startswith(prompt):
+        return f"It does not begin with the prompt, {prompt!r}: decode the prompt's ids and the new ones together."
+    if same > len(prompt) + 1:
+        return f"{first} The first new token is right: are the caches kept, one for each block, and all blocks run?"
     return f"{first} Is the last norm there, and the head of the last token?"
-
-
-def _common(a: str, b: str) -> str:
-    """What two texts begin with."""
-    length = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return a[:length]

@@ -43,8 +43,12 @@ def size_of_the_cache(answer: Any, model: Model) -> str:
     solution="changed_rows = [N - 1]",
 )
 def future_is_hidden(answer: Any, tokens: list[int]) -> str:
-    rows = {int(as_number(each)) % len(tokens) for each in as_array(answer).ravel()}
+    given = as_array(answer)
+    given = np.flatnonzero(given) if given.dtype == bool and given.size == len(tokens) else given.ravel()
     last = len(tokens) - 1
+    if any(not -len(tokens) <= as_number(each) <= last for each in given):
+        raise Wrong(f"The rows are 0 to {last}.")
+    rows = {int(as_number(each)) % len(tokens) for each in given}
     if rows == {last}:
         return "Every other token sees itself and those before it only."
     if not rows:
