@@ -25,7 +25,7 @@ from ...system.lazy import lazy_property
 from ..compare import View, fits
 from ..names import find_step, op_inputs, op_kind
 from ..tolerances import EPSILON, tolerance_of
-from . import delta_steps, roundings
+from . import delta_steps, expert_steps, roundings
 from . import edits as step_edits
 from .edits import Description, Family, constants, matrix, moved, names_of, scale_inputs
 from .variants import IMPOSSIBLE, Setting, Step, edit_copies, is_by_head
@@ -51,6 +51,7 @@ RELATED = (
     {"hook_attn_scores", "hook_z"},
     {"hook_q", "hook_k", "hook_v"},
     {"hook_state", "hook_delta_out"},
+    {"hook_x_scale", "hook_x_int8"},
 )  # one mistake in all
 # Steps that one mistake may be in together.
 PAIRS = (
@@ -416,7 +417,7 @@ class Site:
             if len(self.stretch) > 1 and first_right != any(name.endswith(BETWEEN_TOKENS) for name in unit):
                 distance += 1  # the first token sees only itself: it tells attention from all else
             own: list[Description | Family] = [_named(each) for each, names in self.known if set(unit) <= set(names)]
-            own += [*step_edits.descriptions(step), *delta_steps.descriptions(step), *roundings.descriptions(step)]
+            own += [*step_edits.descriptions(step), *delta_steps.descriptions(step), *expert_steps.descriptions(step), *roundings.descriptions(step)]
             own += [*step_edits.families(step), *delta_steps.families(step)]
             own += solved(step, self.target) if unit == (self.name,) else ()
             for d in own:
@@ -697,10 +698,21 @@ def _other_orders(step: Step, target: Target) -> Iterator[Description]:
                 break
             order[i] = equal[0]
         else:
+            if wrong and wrong == list(range(wrong[0], len(order))) and len(apart := set((order - np.arange(len(order)))[wrong])) == 1:
+                by = int(apart.pop())
+                text = f"its last {len(wrong)} {word}s are those {abs(by)} {'before' if by < 0 else 'after'}"
+                yield Description(1.7, text, after(partial(_last_moved, count=len(wrong), by=by, axis=axis)))
+                continue
             pairs = ", ".join(f"{i} has that of {order[i]}" for i in wrong[:4])
             text = f"its {word}s are in another order: {word} {pairs}{', ...' * (len(wrong) > 4)}"
             change = partial(_in_order, order=order, axis=axis, joined=target.right.ndim == 2)
             yield Description(1.8, text, after(change))
+
+
+def _last_moved(x: Array, count: int, by: int, axis: int) -> Array:
+    places = np.arange(x.shape[axis])
+    places[-count:] += by
+    return x.take(places, axis)
 
 
 def _in_order(x: Array, order: NDArray[np.int64], axis: int, joined: bool) -> Array:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,10 @@ def descriptions(step: Step) -> Iterator[Description]:
         yield from _dense_products()
     elif weights == [1] and len(step.inputs) == 3:
         yield from _bit_linears(step)
+    if len(step.inputs) == 2 and isinstance(step.inputs[1], float) and step.name.endswith("scaled"):
+        for name, to in NARROW.items():
+            factor = before(1, lambda factor, to=to: float(rounded(np.asarray(factor), to)))
+            yield Description(1, f"the factor is rounded to {name}", factor)
     for words, rule in _formats_of(step.result, step):
         yield Description(1, f"{{it}} is {words}", after(rule), rounds=True)
     turns = step.name.endswith(("hook_rot_q", "hook_rot_k"))  # cos and sin have rows of their own
@@ -190,6 +195,12 @@ def _of_scores(step: Step) -> Iterator[Row]:
 
 
 def _of_patterns(step: Step) -> Iterator[Row]:
+    for name, to in NARROW.items():
+        yield (
+            1.3,
+            f"the scores, less the largest, are rounded to {name} before exp",
+            lambda s, to=to: _shares(np.exp(wide(rounded(s - s.max(-1, keepdims=True), to)))),
+        )
     for name, to in FLOATS.items():
         yield 1.3, f"exp(s) is rounded to {name}", lambda s, to=to: _shares(wide(rounded(_e(s), to)))
     for top in (127, 255):
@@ -212,6 +223,12 @@ def _of_gates(step: Step) -> Iterator[Row]:
 def _of_outputs(step: Step) -> Iterator[Row]:
     if len(step.inputs) < 3:
         return
+    for name, to in NARROW.items():
+        cast = partial(rounded, dtype=to)
+        for words, formula in _PRODUCTS.items():
+            for narrow, of_scale in (("", np.asarray), (", as is the activation scale", cast)):
+                text = f"accumulators and scales are in {name}, and so is each product: {words}{narrow}"
+                yield 1.3, text, lambda a, w, s, f=formula, r=cast, n=of_scale: f(r(a), r(w.w_dequant_scale), n(s), r)
     for name, to in FLOATS.items():
         yield (
             1.1,
@@ -229,6 +246,13 @@ def _of_outputs(step: Step) -> Iterator[Row]:
             lambda a, w, s, to=to: a * rounded(w.w_dequant_scale / s, to),
         )
 
+
+# The order in which accumulators a and the scales are multiplied, rounded by r after each product but the last.
+_PRODUCTS: dict[str, Callable[..., Array]] = {
+    "acc w_scale / x_scale": lambda a, w, s, r: r(a * w) / s,
+    "acc / x_scale w_scale": lambda a, w, s, r: r(a / s) * w,
+    "acc (w_scale / x_scale)": lambda a, w, s, r: a * r(w / s),
+}
 
 _BETWEEN: dict[str, Callable[[Step], Iterable[Row]]] = {  # by kind of step
     "hook_scale": _of_lengths, "hook_normalized": _of_norms, "hook_x_scale": _of_activation_scales, "hook_x_int8": _of_integers,
