@@ -52,6 +52,7 @@ RELATED = (
     {"hook_q", "hook_k", "hook_v"},
     {"hook_state", "hook_delta_out"},
     {"hook_x_scale", "hook_x_int8"},
+    {"hook_pre", "hook_pre_linear", "hook_expert_out"},
 )  # one mistake in all
 # Steps that one mistake may be in together.
 PAIRS = (
@@ -848,6 +849,8 @@ class Finding:
 
     name: of a known mistake, else "described".   edits: by step, for the whole run.   left: the tensors that are still
     wrong with these edits, in order.   whole: a known mistake, in all its steps.
+    shows_flips: the engine's int8 activations are all known, so flips of them that move its logits do not speak
+    against the cause.
     """
 
     name: str
@@ -858,6 +861,7 @@ class Finding:
     left: list[str]
     whole: bool = False
     rounds: bool = False
+    shows_flips: bool = False
 
 
 @np.errstate(all="ignore")  # most descriptions are wrong, and some overflow
@@ -880,6 +884,9 @@ def find(setting: Setting, view: View, report: Report, known: Sequence[Hypothesi
             break
     if any(finding.whole for finding in findings):  # other known mistakes do it in a part of their steps
         findings = [finding for finding in findings if finding.whole or finding.name == "described"]
+    int8 = [n for n in evidence.steps if n.endswith("hook_x_int8")]
+    for finding in findings:
+        finding.shows_flips = bool(int8) and evidence.recorded.issuperset(int8) and not finding.left
     return sorted(findings, key=lambda finding: len(finding.left))
 
 
@@ -931,8 +938,19 @@ def wider_scopes(evidence: Evidence, explanation: Explanation, edits: dict[str, 
     for kinds_only, every_layer in ((True, True), (False, True), (True, False)):
         names = [n for n in evidence.steps if (n.rpartition(".")[2] in kinds if kinds_only else role(n) in roles)]
         names = [n for n in names if (every_layer or layer_of(n) in layers) and shapes == _shape_of(evidence.steps[n])]
+        if kinds_only:  # not in a step that it cannot change: it would undo another mistake there
+            names = [n for n in names if role(n) in roles or _changes(evidence.steps[n], explanation.edit)]
         if len(names) > len(edits) and (len(edits) > 1 or not kinds_only):
             yield {**dict.fromkeys(names, explanation.edit), **edits}
+
+
+def _changes(step: Step, edit: Edit) -> bool:
+    """Whether an edit changes a step, if only by a bit."""
+    try:
+        right = step.compute(*step.inputs)
+        return not np.array_equal(edit(step, step.compute, *step.inputs), right, equal_nan=right.dtype.kind == "f")
+    except IMPOSSIBLE:
+        return False
 
 
 def _shape_of(step: Step) -> list[type]:

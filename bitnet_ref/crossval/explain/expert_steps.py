@@ -82,11 +82,9 @@ _MATRICES = {"hook_pre": "gate_proj", "hook_pre_linear": "up_proj", "hook_expert
 
 
 def _products(kind: str, experts: int) -> Iterator[Description]:
-    name = _MATRICES[kind]
-
     def of(change: Callable[[Floats, Floats, Any], tuple[Floats, Any]]) -> Edit:
         def edit(step: Step, compute: Edit, x: Floats, shares: Floats) -> Floats:
-            w = getattr(layer_weights(step), name)
+            w = getattr(layer_weights(step), _MATRICES[step.name.rpartition(".")[2]])
             x, w = change(x, np.take_along_axis(shares, chosen_ids(shares, w.chosen), 1), w)
             return expert_products(Ops(), np.ascontiguousarray(x, dtype=np.float32), shares, w)
 
@@ -101,7 +99,7 @@ def _products(kind: str, experts: int) -> Iterator[Description]:
         def moved(x: Floats, share: Floats, w: Any, order: Any = order) -> tuple[Floats, Any]:
             return x, replace(w, experts=tuple(w.experts[i] for i in order(len(w.experts))))
 
-        yield Description(1.2, f"experts' {name} are {words}", of(moved))
+        yield Description(1.2, f"the matrices of {_MATRICES[kind]} are those of other experts: {words}", of(moved))
 
 
 def _mixtures(tokens: int) -> Iterator[Description]:
