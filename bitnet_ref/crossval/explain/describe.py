@@ -62,6 +62,7 @@ PAIRS = (
     ("hook_rot_k", "hook_v"),
     ("hook_resid_mid", "hook_resid_post"),
     ("hook_state", "hook_delta_out"),
+    ("hook_scale", "hook_normalized"),
 )
 BETWEEN_TOKENS = (
     "hook_pattern",
@@ -643,7 +644,7 @@ def say(text: str, step: Step, several: bool = False) -> str:
         if key.startswith("in"):
             x = step.inputs[int(key[2:])]
             names = [n for n, y in step.seen.items() if isinstance(x, np.ndarray) and np.may_share_memory(x, y)]
-            return noun(names[-1]) if names else ("the stream" if key == "in0" else f"input {int(key[2:]) + 1}")
+            return noun(names[-1]) if names else ("its input" if key == "in0" else f"input {int(key[2:]) + 1}")
         own = layer_of(step.name)
         return noun(key) + ("" if layer_of(key) in (None, own) else f" of layer {layer_of(key)}")
 

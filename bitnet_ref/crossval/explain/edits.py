@@ -381,6 +381,12 @@ def _shares(e: Array, counted: Any = 1) -> Array:
     return e / np.maximum((e * counted).sum(-1, keepdims=True), 1e-30)
 
 
+def _not_rescaled(s: Array, size: int) -> Array:
+    """exp(s - the largest score up to the end of its block of keys), divided by its sum."""
+    ends = np.minimum((np.arange(s.shape[2]) // size + 1) * size, s.shape[2]) - 1
+    return _shares(np.exp(wide(s) - np.maximum.accumulate(s, axis=2)[..., ends]))
+
+
 PATTERNS: list[Row] = [
     (1, "the softmax is not divided by its sum", _e),
     (1, "the softmax is of exp(s) without its sum", lambda s: np.exp(np.minimum(wide(s), 80))),
@@ -388,6 +394,7 @@ PATTERNS: list[Row] = [
     (1.1, "the softmax's sum lacks the first token", lambda s: _shares(_e(s), _ij(s)[1] > 0)),
     (1, "the softmax takes 2^s, not e^s", lambda s: _softmax(s, base=2)),
     (1, "the softmax runs over the wrong axis: over the tokens that look, not over those seen", lambda s: np.nan_to_num(_softmax(s, axis=1)) * (s > -np.inf)),
+    *((1.2, f"the softmax goes by blocks of {n} keys, and sums of earlier blocks are not rescaled when the largest score grows", lambda s, n=n: _not_rescaled(s, n)) for n in (1, 2, 4, 8, 16, 32, 64, 128)),
     (1.2, "the softmax runs over the heads", lambda s: np.nan_to_num(_softmax(s, axis=0)) * (s > -np.inf)),
     (1.1, "a sigmoid stands for the softmax", lambda s: _sig(wide(s)) * (s > -np.inf)),
     (1.1, "the average of all tokens seen stands for the softmax", lambda s: (s > -np.inf) / (s > -np.inf).sum(-1, keepdims=True)),
@@ -639,6 +646,7 @@ def _products(step: Step) -> Iterator[Description]:
         yield from _from_norm(step)
     yield from _fused(step)
     yield from _scale_maps(w)
+    yield from _whole_tiles()
     if not step.name.startswith("lm_head"):
         yield from (Description(1.3, f"rows of {{w}} are {by} too far: a tile's place is wrong", after(partial(np.roll, shift=by, axis=1))) for k in (2, 4, 8, 16, 32, 64) for by in (k, -k) if k < w.shape[0] // 2)
     for k in sorted({n - n % 256, n - n % 128, n // 2, n // 4, 3 * n // 4, *(n - b for b in (1, 2, 3, 4, 8, 16, 32, 64, 128, 256))}):
@@ -714,6 +722,12 @@ def _absmean_again(axis: int | None, size: int = 1) -> Change:
     return change
 
 
+def _whole_tiles() -> Iterator[Description]:
+    """A kernel that has no code for what is left behind the last whole tile of rows."""
+    for size in (4, 8, 16, 32, 64, 128, 256):
+        yield Description(1.2, f"rows of {{w}} behind the last whole tile of {size} give zeros", after(lambda y, size=size: y * (np.arange(y.shape[1]) < y.shape[1] // size * size)))
+
+
 def _from_norm(step: Step) -> Iterator[Description]:
     """The input of a product without the weight of the norm that it comes from."""
     x = step.inputs[0]
@@ -743,6 +757,8 @@ def _scale_maps(w: LinearWeight) -> Iterator[Description]:
     for words, again in (("matrix", _absmean_again(None)), ("row", _absmean_again(1)), (f"group of {group}", _absmean_again(2, group))):
         text = f"absmean was taken again, of each {words} of {{w}}, which was ternary already"
         yield Description(1.1, text, instead(lambda x, w, again=again: product(x, again(matrix(w)))))
+    for words, codes in (("0, 1 and 2", 1), ("-2, -1 and 0", -1)):
+        yield Description(1.1, f"the codes of {{w}} are taken as {words}", instead(lambda x, w, by=codes: product(x, matrix(w) + by * np.repeat(w.scales.astype(np.float32), group, 1))))
     maps: list[Row] = [(1.2, f"are those of {abs(by)} rows {'before' if by > 0 else 'after'}", partial(np.roll, shift=by, axis=0)) for size in (2, 4, 8, 16, 32, 64, 128) for by in (size, -size) if size < len(scales)]
     maps += [(1.2, f"are those of the {words} row", lambda s, i=i: s[[i] * len(s)]) for words, i in (("first", 0), ("last", -1))]
     if scales.shape[1] > 1:
@@ -797,12 +813,14 @@ def own_descriptions(step: Step) -> Iterator[Description]:
     of_linear = len(x) > 1 and isinstance(x[1], LinearWeight) and kind != "hook_embed"
     if of_linear and len(x) == 3:
         rows += DEQUANTIZED
+        yield from _whole_tiles()
         yield from _merged(step)
     if kind == "hook_normalized":
         width = len(x[2])
         sizes = [size for size in sorted({step.setting.config.head_dim, 16, 32, 64, 128, width // 2}) if width % size == 0 and size < width]
         eps = norms_of(step)[step.name.rpartition(".")[0]].eps
         rows += [(1.2, f"each {size} columns are divided by their own length", lambda x, r, w, size=size: x / _lengths_of_blocks(x, size, eps) * w) for size in sizes]
+        rows.append((1.2, "the weight multiplies the norm's input, before its length is taken", lambda x, r, w: layers.rms_norm(x * w, np.ones_like(w), eps)))
         rows.append((1.4, "the norm is applied twice", lambda x, r, w: layers.rms_norm(x / r * w, w, eps)))
     if kind == "hook_scale" and (heads := len(x[0]) // len(step.setting.tokens)) > 1:  # a norm over heads
         rows.append((1.2, "the mean of squares runs over all heads of a token together", lambda x, eps: np.repeat(np.sqrt(_ms(x.reshape(len(x) // heads, -1)) + eps), heads, 0)))
@@ -813,6 +831,10 @@ def own_descriptions(step: Step) -> Iterator[Description]:
         yield from _scores(step)
     if kind == "hook_z":
         yield from _kv_maps("the values")
+    if kind in ("hook_resid_mid", "hook_resid_post"):
+        for norm in norms_of(step).values():
+            if norm.weight.shape == step.result.shape[1:] and norm.name.startswith(step.name.rpartition(".")[0] + "."):
+                yield Description(1.2, f"the sum is normed, with the weight of {norm.name.split('.')[-1]}", after(lambda x, norm=norm: layers.rms_norm(x, norm.weight, norm.eps)))
     if kind == "hook_v":
         yield Description(1.1, "v is turned by RoPE as well", after(lambda v: _turn(v, np.arange(len(v))[:, None] * own_rope(step).frequencies(step.setting.config.rotary_size))))
     if of_linear and len(x) == 3:
@@ -906,6 +928,8 @@ CONSTANTS: dict[str, list[ConstantRow]] = {
         (1.3, "the activation is relu to the power {c}", lambda c, g, u, n: np.maximum(wide(g), 0) ** c * u, 2, True, (1.5, 3)),
     ],
     "hook_log_decay": [
+        (1.2, "softplus is {c} at most in the decay", lambda c, a, w: -w.decay * np.minimum(np.logaddexp(0, wide(a) + w.decay_bias), c), 1e3, True, (0.1, 0.5, 1, 2)),
+        (1.2, "softplus is {c} at least in the decay", lambda c, a, w: -w.decay * np.maximum(np.logaddexp(0, wide(a) + w.decay_bias), c), 1e-6, True, (0.1, 0.5, 1)),
         (1.2, "softplus is that of {c} x, divided by {c}", lambda c, a, w: -w.decay * np.logaddexp(0, c * (wide(a) + w.decay_bias)) / c, 1, True, (2,)),
     ],
     "hook_acc_int32": [
@@ -931,6 +955,8 @@ SUMS: list[ConstantRow] = [
 FLOATS: list[ConstantRow] = [
     (1.1, "{it} is multiplied by {c}", lambda c, x: x * x.dtype.type(c), 1, False, (0.1, 8)),
     (1.3, "{c} is added to {it}", lambda c, x: x + x.dtype.type(c), 0),
+    (1.3, "{it} is {c} at most", lambda c, x: np.minimum(x, c), 1e4, False, (0, 0.1, 1, 10)),
+    (1.3, "{it} is {c} at least", lambda c, x: np.maximum(x, c), -1e4, False, (-0.1, -1, -10)),
     (1.3, "{it} is clipped to {c}", lambda c, x: np.clip(x, -c, c), 1e4, True, (0.01, 0.1, 1, 10)),
     (1.3, "{it} is capped by {c} tanh(x / {c})", _capped, 1e4, True, (0.1, 1, 10, 30)),
 ]
