@@ -55,6 +55,8 @@ def families(step: Step) -> Iterator[Family]:
     for part in parts:
         yield Family(1.1, f"DeltaNet's {part} is multiplied by {{c}}", partial(_scaled, part), 1, False, (0.1, 8))
     for part in parts.replace("v", ""):
+        for words, length in (("{c} is added to the length of", _longer), ("{c} is the least length of", _at_least)):
+            yield Family(1.2, f"DeltaNet's {_both(part)} are divided by another length: {words} each", partial(length, "qk"), 0, False, (1e-6, 1e-3, 0.1))
         yield Family(1.2, f"eps of DeltaNet's {_both(part)} is {{c}} where 1e-06 belongs", partial(_eps, "qk"), 1e-6, True, (1e-12, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1))
 
 
@@ -64,6 +66,14 @@ def _both(part: str) -> str:
 
 def _scaled(part: str, c: float) -> Edit:
     return by_inputs(lambda x, long, shape: x._replace(**{part: getattr(x, part) * c}))
+
+
+def _longer(parts: str, c: float) -> Edit:
+    return _by_length(parts, lambda x: np.sqrt(np.square(x).sum(-1, keepdims=True)) + c)
+
+
+def _at_least(parts: str, c: float) -> Edit:
+    return _by_length(parts, lambda x: np.maximum(np.sqrt(np.square(x).sum(-1, keepdims=True)), c))
 
 
 def _eps(parts: str, c: float) -> Edit:
@@ -106,6 +116,8 @@ def _inputs(step: Step) -> Iterator[Description]:
         yield Description(1.1, "DeltaNet's v is brought to unit length as well", _by_length("v", lambda x: np.sqrt(np.square(x).sum(-1, keepdims=True) + 1e-6)))
         yield Description(1.3, "DeltaNet's beta is that of the previous token, the first has its own", _part("beta", lambda x: np.concatenate([x[:1], x[:-1]])))
     else:
+        for name, factor in (("its decay", lambda x: np.exp(x.log_alpha)), ("beta", lambda x: x.beta), ("1 - beta", lambda x: 1 - x.beta)):
+            yield Description(1.2, f"the memory's answer is multiplied by {name}", by_inputs(lambda x, long, shape, f=factor: x._replace(q=x.q * f(x)[:, :, None])))
         yield Description(1.1, "the memory is asked with k, not with q", by_inputs(lambda x, long, shape: x._replace(q=x.k)))
         yield Description(1.1, "the memory is asked with k / sqrt(head_k_dim), not with q", by_inputs(lambda x, long, shape: x._replace(q=x.k * shape.key_dim**-0.5)))
     for part, size in (("k", shape.key_dim), ("v", shape.value_dim)) if of_state else (("q", shape.key_dim),):
@@ -149,6 +161,13 @@ def _updates() -> Iterator[Description]:
     yield Description(1.2, "the memory is transposed when it is written: v k, not k v", _by_memory(lambda x: memory_states(x, lambda S, a, k, v, b: a * S + (k * (b * (v - recall(k, a * S)))).swapaxes(1, 2))))
 
 
+# What stands for alpha = exp(log alpha) in the update.
+ALPHAS: dict[str, Change] = {
+    "1 + log alpha": lambda a: 1 + np.log(np.maximum(a, 1e-300)), "1 - alpha": lambda a: 1 - a, "1 / (1 - log alpha)": lambda a: 1 / (1 - np.log(np.maximum(a, 1e-300))),
+    "sqrt(alpha)": np.sqrt, "1 / alpha": np.reciprocal, "log alpha": lambda a: np.log(np.maximum(a, 1e-300)), "the sigmoid of log alpha": lambda a: a / (1 + a),
+}
+
+
 def _by_memory(states: Callable[[DeltaInputs], Floats]) -> Edit:
     return by_inputs(lambda x, long, shape: x, states)
 
@@ -187,6 +206,8 @@ MEMORY_FORMATS: list[Format] = [
 
 def _memories(step: Step) -> Iterator[Description]:
     yield from _updates()
+    for words, change in ALPHAS.items():
+        yield Description(1.1, f"{words} stands for alpha in the memory's update", _by_memory(partial(memory_states, update=lambda S, a, k, v, b, f=change: right_update(S, f(a), k, v, b))))
     tokens = len(step.inputs[0])
     for (rule, text), size in product(CHUNKS.items(), (2, 4, 8, 16, 32, 64, 128)):
         if size < tokens:
@@ -217,6 +238,10 @@ def _convolutions(step: Step) -> Iterator[Description]:
     for words, function in GATES.items():
         if words != "silu":
             yield Description(1.1, f"the convolution's activation is {words} where silu belongs", instead(lambda qkv, w, f=function: f(taps(qkv, w.conv))))
+    yield Description(1.1, "the convolution's silu is taken twice", instead(lambda qkv, w: silu(silu(taps(qkv, w.conv)))))
+    for ahead in range(1, n):
+        yield Description(1.1, f"the convolution sees {ahead} token{'s' * (ahead > 1)} after the current one", instead(lambda qkv, w, ahead=ahead: silu(taps(np.concatenate([qkv, 0 * qkv[:ahead]]), w.conv)[ahead:])))
+    yield Description(1.2, "the convolution has the first token for those before it", instead(lambda qkv, w: silu(taps(np.concatenate([np.repeat(qkv[:1], n - 1, 0), qkv]), w.conv)[n - 1 :])))
     yield Description(1.1, "the convolution's input is added to its sum", instead(lambda qkv, w: silu(taps(qkv, w.conv) + qkv)))
     yield Description(1.1, "the convolution's input is added to its result", instead(lambda qkv, w: silu(taps(qkv, w.conv)) + qkv))
     for apart in (2, 3, 4, 8):
@@ -250,6 +275,14 @@ def _decays(step: Step) -> Iterator[Description]:
     for words, other in others:
         formula = partial(lambda other, a, A, bias: -other(A) * softplus(a + bias), other)
         yield Description(1.1, f"{words} stands for exp(A_log)", by_decay(formula))
+    for words, rule in ROUNDED:
+        narrow: Any = lambda x, rule=rule: wide(rule(x.astype(np.float32)))
+        for part, rounded in (
+            ("A_log", lambda a, A, bias, r: -np.exp(r(np.log(A))) * softplus(a + bias)), ("exp(A_log)", lambda a, A, bias, r: -r(A) * softplus(a + bias)),
+            ("dt_bias", lambda a, A, bias, r: -A * softplus(a + r(bias))), ("a + dt_bias", lambda a, A, bias, r: -A * softplus(r(a + bias))),
+            ("softplus", lambda a, A, bias, r: -A * r(softplus(a + bias))),
+        ):  # fmt: skip
+            yield Description(1.2, f"{part} is {words} in the decay", by_decay(lambda a, A, bias, f=rounded, r=narrow: f(a, A, bias, r)), rounds=True)
     yield Description(1.1, "dt_bias is subtracted, not added", by_decay(lambda a, A, bias: -A * softplus(a - bias)))
     yield Description(1.1, "dt_bias multiplies, and is not added", by_decay(lambda a, A, bias: -A * softplus(a * bias)))
     yield Description(1.1, "all heads have the mean of their decays", after(lambda x: np.broadcast_to(x.mean(1, keepdims=True), x.shape)))
@@ -260,7 +293,7 @@ def _decays(step: Step) -> Iterator[Description]:
 
 
 def _strengths(step: Step) -> Iterator[Description]:
-    for words, function in GATES.items():
+    for words, function in {**GATES, "the sigmoid of a sigmoid": lambda b: sigmoid(sigmoid(b))}.items():
         if words != "sigmoid":
             yield Description(1.1, f"beta's activation is {words} where sigmoid belongs", instead(lambda b, w, f=function: f(wide(b))))
 

@@ -25,7 +25,7 @@ from ...system.lazy import lazy_property
 from ..compare import View, fits
 from ..names import find_step, op_inputs, op_kind
 from ..tolerances import EPSILON, tolerance_of
-from . import delta_steps, roundings
+from . import delta_steps, expert_steps, roundings
 from . import edits as step_edits
 from .edits import Description, Family, constants, matrix, moved, names_of, scale_inputs
 from .variants import IMPOSSIBLE, Setting, Step, edit_copies, is_by_head
@@ -51,6 +51,8 @@ RELATED = (
     {"hook_attn_scores", "hook_z"},
     {"hook_q", "hook_k", "hook_v"},
     {"hook_state", "hook_delta_out"},
+    {"hook_x_scale", "hook_x_int8"},
+    {"hook_pre", "hook_pre_linear", "hook_expert_out"},
 )  # one mistake in all
 # Steps that one mistake may be in together.
 PAIRS = (
@@ -60,6 +62,7 @@ PAIRS = (
     ("hook_rot_k", "hook_v"),
     ("hook_resid_mid", "hook_resid_post"),
     ("hook_state", "hook_delta_out"),
+    ("hook_scale", "hook_normalized"),
 )
 BETWEEN_TOKENS = (
     "hook_pattern",
@@ -416,7 +419,7 @@ class Site:
             if len(self.stretch) > 1 and first_right != any(name.endswith(BETWEEN_TOKENS) for name in unit):
                 distance += 1  # the first token sees only itself: it tells attention from all else
             own: list[Description | Family] = [_named(each) for each, names in self.known if set(unit) <= set(names)]
-            own += [*step_edits.descriptions(step), *delta_steps.descriptions(step), *roundings.descriptions(step)]
+            own += [*step_edits.descriptions(step), *delta_steps.descriptions(step), *expert_steps.descriptions(step), *roundings.descriptions(step)]
             own += [*step_edits.families(step), *delta_steps.families(step)]
             own += solved(step, self.target) if unit == (self.name,) else ()
             for d in own:
@@ -641,7 +644,7 @@ def say(text: str, step: Step, several: bool = False) -> str:
         if key.startswith("in"):
             x = step.inputs[int(key[2:])]
             names = [n for n, y in step.seen.items() if isinstance(x, np.ndarray) and np.may_share_memory(x, y)]
-            return noun(names[-1]) if names else ("the stream" if key == "in0" else f"input {int(key[2:]) + 1}")
+            return noun(names[-1]) if names else ("its input" if key == "in0" else f"input {int(key[2:]) + 1}")
         own = layer_of(step.name)
         return noun(key) + ("" if layer_of(key) in (None, own) else f" of layer {layer_of(key)}")
 
@@ -697,10 +700,21 @@ def _other_orders(step: Step, target: Target) -> Iterator[Description]:
                 break
             order[i] = equal[0]
         else:
+            if wrong and wrong == list(range(wrong[0], len(order))) and len(apart := set((order - np.arange(len(order)))[wrong])) == 1:
+                by = int(apart.pop())
+                text = f"its last {len(wrong)} {word}s are those {abs(by)} {'before' if by < 0 else 'after'}"
+                yield Description(1.7, text, after(partial(_last_moved, count=len(wrong), by=by, axis=axis)))
+                continue
             pairs = ", ".join(f"{i} has that of {order[i]}" for i in wrong[:4])
             text = f"its {word}s are in another order: {word} {pairs}{', ...' * (len(wrong) > 4)}"
             change = partial(_in_order, order=order, axis=axis, joined=target.right.ndim == 2)
             yield Description(1.8, text, after(change))
+
+
+def _last_moved(x: Array, count: int, by: int, axis: int) -> Array:
+    places = np.arange(x.shape[axis])
+    places[-count:] += by
+    return x.take(places, axis)
 
 
 def _in_order(x: Array, order: NDArray[np.int64], axis: int, joined: bool) -> Array:
@@ -836,6 +850,8 @@ class Finding:
 
     name: of a known mistake, else "described".   edits: by step, for the whole run.   left: the tensors that are still
     wrong with these edits, in order.   whole: a known mistake, in all its steps.
+    shows_flips: the engine's int8 activations are all known, so flips of them that move its logits do not speak
+    against the cause.
     """
 
     name: str
@@ -846,6 +862,7 @@ class Finding:
     left: list[str]
     whole: bool = False
     rounds: bool = False
+    shows_flips: bool = False
 
 
 @np.errstate(all="ignore")  # most descriptions are wrong, and some overflow
@@ -868,6 +885,9 @@ def find(setting: Setting, view: View, report: Report, known: Sequence[Hypothesi
             break
     if any(finding.whole for finding in findings):  # other known mistakes do it in a part of their steps
         findings = [finding for finding in findings if finding.whole or finding.name == "described"]
+    int8 = [n for n in evidence.steps if n.endswith("hook_x_int8")]
+    for finding in findings:
+        finding.shows_flips = bool(int8) and evidence.recorded.issuperset(int8) and not finding.left
     return sorted(findings, key=lambda finding: len(finding.left))
 
 
@@ -919,8 +939,19 @@ def wider_scopes(evidence: Evidence, explanation: Explanation, edits: dict[str, 
     for kinds_only, every_layer in ((True, True), (False, True), (True, False)):
         names = [n for n in evidence.steps if (n.rpartition(".")[2] in kinds if kinds_only else role(n) in roles)]
         names = [n for n in names if (every_layer or layer_of(n) in layers) and shapes == _shape_of(evidence.steps[n])]
+        if kinds_only:  # not in a step that it cannot change: it would undo another mistake there
+            names = [n for n in names if role(n) in roles or _changes(evidence.steps[n], explanation.edit)]
         if len(names) > len(edits) and (len(edits) > 1 or not kinds_only):
             yield {**dict.fromkeys(names, explanation.edit), **edits}
+
+
+def _changes(step: Step, edit: Edit) -> bool:
+    """Whether an edit changes a step, if only by a bit."""
+    try:
+        right = step.compute(*step.inputs)
+        return not np.array_equal(edit(step, step.compute, *step.inputs), right, equal_nan=right.dtype.kind == "f")
+    except IMPOSSIBLE:
+        return False
 
 
 def _shape_of(step: Step) -> list[type]:

@@ -334,7 +334,9 @@ class _Search:
         """What the first wrong tensor is: by every edit of its steps, those with a name first."""
         for finding in find(self.setting, self.candidate, self.watch, known):
             if finding.cause in self.changes:  # tested, and not confirmed
-                continue
+                if not finding.shows_flips:
+                    continue
+                self.diagnoses[:] = [d for d in self.diagnoses if d.cause != finding.cause]
             changed = self.setting.with_edits(finding.edits)
             self.changes[finding.cause] = partial(Setting.with_edits, edits=finding.edits)
             tensors = changed.run(self.candidate.__contains__)
@@ -376,7 +378,8 @@ class _Search:
         example: str = "",
     ) -> Diagnosis:
         """A test's result. What makes the logits worse explains no part, but a second mistake may be behind it."""
-        share = ROUNDED_SHARE if isinstance(made, Finding) and made.rounds else EXPLAINED_SHARE
+        is_loose = isinstance(made, Finding) and (made.rounds or made.shows_flips)
+        share = ROUNDED_SHARE if is_loose else EXPLAINED_SHARE
         end, confirmed = len(self.order), confirmed and self._explains_logits(error, share)
         moved = not confirmed and first is not None and self._place(first, end) > self._place(self.first, end)
         worse = error is not None and self.error_before is not None and error > self.error_before

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from ...families import family_of
 from ...families.family import Edit, Hypothesis, after, before, heads_apart, instead, layer_weights, own_rope
 from ...reference import layers
 from ...reference.layers import ACTIVATIONS, Array
-from ...reference.weights import LinearWeight
+from ...reference.weights import LinearWeight, Norm
 from ..names import linear_input
 from .variants import Step, all_scores, is_by_head
 
@@ -248,9 +249,17 @@ def _int8(x: Array, low: float = -128, high: float = 127) -> Array:
     return np.clip(np.rint(x), low, high)
 
 
-def _lengths_of_blocks(x: Array, size: int) -> Array:
+def _lengths_of_blocks(x: Array, size: int, eps: float) -> Array:
     """The length of each `size` columns, for each of them."""
-    return np.repeat(np.sqrt(_ms(x.reshape(len(x), -1, size)) + 1e-6)[..., 0], size, axis=1)
+    return np.repeat(np.sqrt(_ms(x.reshape(len(x), -1, size)) + eps)[..., 0], size, axis=1)
+
+
+def norms_of(step: Step) -> dict[str, Norm]:
+    """Every norm of the model, by name."""
+    w = step.setting.weights
+    norms = [norm for layer in w.layers for _, norm in layer.norms()]
+    norms += [each.norm for _, each in w.linears() if each.norm is not None]
+    return {norm.name: norm for norm in (*norms, w.final_norm)}
 
 
 PARTS: list[tuple[str, Change]] = [
@@ -279,7 +288,6 @@ NORMS: list[Row] = [
     (1.3, "the weight of the norm is one too far", lambda x, r, w: x / r * np.roll(w, 1)),
     (1.3, "the weight of the norm is one too early", lambda x, r, w: x / r * np.roll(w, -1)),
     (1.3, "the input is added to the norm's result", lambda x, r, w: x / r * w + x),
-    (1.4, "the norm is applied twice", lambda x, r, w: layers.rms_norm(x / r * w, w, 1e-6)),
 ]
 ACTIVATION_SCALES: list[Row] = [
     (1.1, "the activation scale takes max x, not max |x|", lambda x: 127 / np.maximum(x.max(-1, keepdims=True), 1e-5)),
@@ -373,6 +381,12 @@ def _shares(e: Array, counted: Any = 1) -> Array:
     return e / np.maximum((e * counted).sum(-1, keepdims=True), 1e-30)
 
 
+def _not_rescaled(s: Array, size: int) -> Array:
+    """exp(s - the largest score up to the end of its block of keys), divided by its sum."""
+    ends = np.minimum((np.arange(s.shape[2]) // size + 1) * size, s.shape[2]) - 1
+    return _shares(np.exp(wide(s) - np.maximum.accumulate(s, axis=2)[..., ends]))
+
+
 PATTERNS: list[Row] = [
     (1, "the softmax is not divided by its sum", _e),
     (1, "the softmax is of exp(s) without its sum", lambda s: np.exp(np.minimum(wide(s), 80))),
@@ -380,6 +394,7 @@ PATTERNS: list[Row] = [
     (1.1, "the softmax's sum lacks the first token", lambda s: _shares(_e(s), _ij(s)[1] > 0)),
     (1, "the softmax takes 2^s, not e^s", lambda s: _softmax(s, base=2)),
     (1, "the softmax runs over the wrong axis: over the tokens that look, not over those seen", lambda s: np.nan_to_num(_softmax(s, axis=1)) * (s > -np.inf)),
+    *((1.2, f"the softmax goes by blocks of {n} keys, and sums of earlier blocks are not rescaled when the largest score grows", lambda s, n=n: _not_rescaled(s, n)) for n in (1, 2, 4, 8, 16, 32, 64, 128)),
     (1.2, "the softmax runs over the heads", lambda s: np.nan_to_num(_softmax(s, axis=0)) * (s > -np.inf)),
     (1.1, "a sigmoid stands for the softmax", lambda s: _sig(wide(s)) * (s > -np.inf)),
     (1.1, "the average of all tokens seen stands for the softmax", lambda s: (s > -np.inf) / (s > -np.inf).sum(-1, keepdims=True)),
@@ -494,7 +509,7 @@ ROPES: list[Row] = [
 def _ropes(step: Step) -> Iterator[Row]:
     """Other angles for the two halves of each head."""
     p, f = _angles(step)
-    n, half, theta, hidden = len(p), len(f), step.setting.config.rope.theta, step.setting.config.hidden_size
+    n, half, theta, hidden = len(p), len(f), own_rope(step).theta, step.setting.config.hidden_size
     d, j = 2 * half, np.arange(half, dtype=np.float64)
     positions = {
         "in reverse": p[::-1], "halved and rounded down": p // 2, "those of the last token for all": p * 0 + n - 1,
@@ -627,7 +642,11 @@ def _products(step: Step) -> Iterator[Description]:
     if ternary:
         yield from (Description(cost, text, after(change)) for cost, text, change in ACCUMULATORS)
         yield from (Description(cost, text, instead(formula)) for cost, text, formula in PARTIAL_SUMS)
+    else:
+        yield from _from_norm(step)
+    yield from _fused(step)
     yield from _scale_maps(w)
+    yield from _whole_tiles()
     if not step.name.startswith("lm_head"):
         yield from (Description(1.3, f"rows of {{w}} are {by} too far: a tile's place is wrong", after(partial(np.roll, shift=by, axis=1))) for k in (2, 4, 8, 16, 32, 64) for by in (k, -k) if k < w.shape[0] // 2)
     for k in sorted({n - n % 256, n - n % 128, n // 2, n // 4, 3 * n // 4, *(n - b for b in (1, 2, 3, 4, 8, 16, 32, 64, 128, 256))}):
@@ -645,6 +664,80 @@ def _products(step: Step) -> Iterator[Description]:
         yield Description(1, "the embedding is taken for {w}, as if they were tied", instead(lambda x, w: product(x, matrix(embedding))))
 
 
+# Of linears that are computed as one matrix, and the order of their parts in a file.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def _fused_rows(order: Callable[[list[NDArray[np.int64]], int, int], Any]) -> Edit:
+    """A product whose rows are cut from a fused matrix in another order.
+
+    order(the rows of each part, heads of q for a kv head, head_dim): all rows, in the order in which they are taken.
+    """
+
+    def edit(step: Step, compute: Edit, x: Array, w: LinearWeight) -> Array:
+        own, layer, cfg = step.name.split(".")[-2], layer_weights(step), step.setting.config
+        names = next(names for names in FUSED if own in names)
+        matrices = [matrix(getattr(layer, name)) for name in names]
+        stops = np.cumsum([len(m) for m in matrices])
+        parts = np.split(np.arange(stops[-1]), stops[:-1])
+        rows = order(parts, cfg.num_attention_heads // cfg.num_key_value_heads, cfg.head_dim)
+        return product(x, np.concatenate(matrices)[rows[parts[names.index(own)]]]).astype(step.result.dtype)
+
+    return edit
+
+
+def _by_kv_head(parts: list[NDArray[np.int64]], group: int, d: int) -> NDArray[np.int64]:
+    """q's heads of a kv head, its k, its v, then those of the next one."""
+    q, k, v = parts
+    return np.concatenate([x.reshape(len(k) // d, -1) for x in (q, k, v)], axis=1).reshape(-1)
+
+
+def _by_pair(parts: list[NDArray[np.int64]], group: int, d: int) -> NDArray[np.int64]:
+    return np.stack(parts, axis=1).reshape(-1)
+
+
+def _fused(step: Step) -> Iterator[Description]:
+    names = next((names for names in FUSED if step.name.split(".")[-2] in names), ())
+    orders_of: list[tuple[str, Callable[..., Any]]] = []
+    for order in permutations(range(len(names))) if names else ():
+        if list(order) != sorted(order):
+            words = ", ".join(names[i] for i in order)
+            orders_of.append((f"taken as if they were in the order {words}", lambda p, group, d, order=order: np.argsort(np.concatenate([p[i] for i in order]))))
+    if len(names) == 3:
+        orders_of += [("stored by kv head (its queries, its k, its v) and read part by part", _by_kv_head), ("stored part by part and read by kv head", lambda *a: np.argsort(_by_kv_head(*a)))]
+    elif names:
+        orders_of += [("stored in turn, gate and up, and read as halves", _by_pair), ("stored as halves and read in turn, gate and up", lambda *a: np.argsort(_by_pair(*a)))]
+    for words, rows in orders_of:
+        yield Description(1.2, f"rows of {' and '.join(names)}, in one matrix, are {words}", _fused_rows(rows))
+
+
+def _absmean_again(axis: int | None, size: int = 1) -> Change:
+    """A matrix of few values ternary once more, with the mean of |w| along `axis` of blocks of `size` columns."""
+
+    def change(m: Array) -> Array:
+        blocks = m.reshape(len(m), -1, size) if size > 1 else m
+        scale = np.maximum(np.abs(wide(blocks)).mean(axis, keepdims=True), 1e-30)
+        return (np.clip(np.rint(blocks / scale), -1, 1) * scale).reshape(m.shape)
+
+    return change
+
+
+def _whole_tiles() -> Iterator[Description]:
+    """A kernel that has no code for what is left behind the last whole tile of rows."""
+    for size in (4, 8, 16, 32, 64, 128, 256):
+        yield Description(1.2, f"rows of {{w}} behind the last whole tile of {size} give zeros", after(lambda y, size=size: y * (np.arange(y.shape[1]) < y.shape[1] // size * size)))
+
+
+def _from_norm(step: Step) -> Iterator[Description]:
+    """The input of a product without the weight of the norm that it comes from."""
+    x = step.inputs[0]
+    names = [name for name, other in step.seen.items() if name.endswith("hook_normalized") and np.may_share_memory(x, other)]
+    weight = norms_of(step)[names[-1].rpartition(".")[0]].weight if names else None
+    if weight is not None and weight.size == x.shape[1]:
+        yield Description(1.2, "its input is not multiplied by the norm's weight", before(0, lambda x: x / weight))
+        yield Description(1.2, "its input is multiplied by the norm's weight twice", before(0, lambda x: x * weight))
+
+
 def with_other(field: str, change: Formula) -> Edit:
     """The step's weight with another array in the place of this one."""
 
@@ -660,6 +753,12 @@ def _scale_maps(w: LinearWeight) -> Iterator[Description]:
     scales = getattr(w, "scales", None)
     if not isinstance(scales, np.ndarray) or scales.ndim != 2:
         return
+    group = w.shape[1] // scales.shape[1]
+    for words, again in (("matrix", _absmean_again(None)), ("row", _absmean_again(1)), (f"group of {group}", _absmean_again(2, group))):
+        text = f"absmean was taken again, of each {words} of {{w}}, which was ternary already"
+        yield Description(1.1, text, instead(lambda x, w, again=again: product(x, again(matrix(w)))))
+    for words, codes in (("0, 1 and 2", 1), ("-2, -1 and 0", -1)):
+        yield Description(1.1, f"the codes of {{w}} are taken as {words}", instead(lambda x, w, by=codes: product(x, matrix(w) + by * np.repeat(w.scales.astype(np.float32), group, 1))))
     maps: list[Row] = [(1.2, f"are those of {abs(by)} rows {'before' if by > 0 else 'after'}", partial(np.roll, shift=by, axis=0)) for size in (2, 4, 8, 16, 32, 64, 128) for by in (size, -size) if size < len(scales)]
     maps += [(1.2, f"are those of the {words} row", lambda s, i=i: s[[i] * len(s)]) for words, i in (("first", 0), ("last", -1))]
     if scales.shape[1] > 1:
@@ -714,11 +813,15 @@ def own_descriptions(step: Step) -> Iterator[Description]:
     of_linear = len(x) > 1 and isinstance(x[1], LinearWeight) and kind != "hook_embed"
     if of_linear and len(x) == 3:
         rows += DEQUANTIZED
+        yield from _whole_tiles()
         yield from _merged(step)
     if kind == "hook_normalized":
         width = len(x[2])
         sizes = [size for size in sorted({step.setting.config.head_dim, 16, 32, 64, 128, width // 2}) if width % size == 0 and size < width]
-        rows += [(1.2, f"each {size} columns are divided by their own length", lambda x, r, w, size=size: x / _lengths_of_blocks(x, size) * w) for size in sizes]
+        eps = norms_of(step)[step.name.rpartition(".")[0]].eps
+        rows += [(1.2, f"each {size} columns are divided by their own length", lambda x, r, w, size=size: x / _lengths_of_blocks(x, size, eps) * w) for size in sizes]
+        rows.append((1.2, "the weight multiplies the norm's input, before its length is taken", lambda x, r, w: layers.rms_norm(x * w, np.ones_like(w), eps)))
+        rows.append((1.4, "the norm is applied twice", lambda x, r, w: layers.rms_norm(x / r * w, w, eps)))
     if kind == "hook_scale" and (heads := len(x[0]) // len(step.setting.tokens)) > 1:  # a norm over heads
         rows.append((1.2, "the mean of squares runs over all heads of a token together", lambda x, eps: np.repeat(np.sqrt(_ms(x.reshape(len(x) // heads, -1)) + eps), heads, 0)))
     yield from (Description(cost, text, instead(formula)) for cost, text, formula in rows)
@@ -728,6 +831,12 @@ def own_descriptions(step: Step) -> Iterator[Description]:
         yield from _scores(step)
     if kind == "hook_z":
         yield from _kv_maps("the values")
+    if kind in ("hook_resid_mid", "hook_resid_post"):
+        for norm in norms_of(step).values():
+            if norm.weight.shape == step.result.shape[1:] and norm.name.startswith(step.name.rpartition(".")[0] + "."):
+                yield Description(1.2, f"the sum is normed, with the weight of {norm.name.split('.')[-1]}", after(lambda x, norm=norm: layers.rms_norm(x, norm.weight, norm.eps)))
+    if kind == "hook_v":
+        yield Description(1.1, "v is turned by RoPE as well", after(lambda v: _turn(v, np.arange(len(v))[:, None] * own_rope(step).frequencies(step.setting.config.rotary_size))))
     if of_linear and len(x) == 3:
         yield from with_part(1.1, "the scale of {} is taken", step, lambda other: isinstance(other, LinearWeight) and other.bit_linear is not None, lambda compute, other, acc, w, s: acc.astype(np.float32) * (other.bit_linear.w_dequant_scale / s))
     elif of_linear:
@@ -772,6 +881,11 @@ def _leaky(c: float, x: Array) -> Array:
     return np.where(x > 0, x, c * wide(x))
 
 
+def _gelu(x: Array, slope: float = math.sqrt(2 / math.pi), cubic: float = 0.044715) -> Array:
+    x = wide(x)
+    return 0.5 * x * (1 + np.tanh(slope * (x + cubic * x**3)))
+
+
 CONSTANTS: dict[str, list[ConstantRow]] = {
     "hook_scale": [
         (1, "eps is {c} where {right} belongs", lambda c, x, eps: np.sqrt(_ms(x) + c), None, True, (1e-12, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)),
@@ -813,11 +927,20 @@ CONSTANTS: dict[str, list[ConstantRow]] = {
         (1.3, "{c} is added to the activation", lambda c, g, u, n: (_act(g, n) + c) * wide(u), 0),
         (1.3, "the activation is relu to the power {c}", lambda c, g, u, n: np.maximum(wide(g), 0) ** c * u, 2, True, (1.5, 3)),
     ],
+    "hook_log_decay": [
+        (1.2, "softplus is {c} at most in the decay", lambda c, a, w: -w.decay * np.minimum(np.logaddexp(0, wide(a) + w.decay_bias), c), 1e3, True, (0.1, 0.5, 1, 2)),
+        (1.2, "softplus is {c} at least in the decay", lambda c, a, w: -w.decay * np.maximum(np.logaddexp(0, wide(a) + w.decay_bias), c), 1e-6, True, (0.1, 0.5, 1)),
+        (1.2, "softplus is that of {c} x, divided by {c}", lambda c, a, w: -w.decay * np.logaddexp(0, c * (wide(a) + w.decay_bias)) / c, 1, True, (2,)),
+    ],
     "hook_acc_int32": [
         (1.1, "{c} is added to the inputs, a zero point that is not taken off the sums", lambda c, x, w: product(wide(x) + c, matrix(w)), 0, False, (128, -128, 127)),
         (1.2, "{c} times the sum of the inputs is added to the accumulators: codes have an offset", lambda c, x, w: product(x, matrix(w)) + c * wide(x).sum(1, keepdims=True), 0, False, (1, -1)),
     ],
 }
+GELUS: list[ConstantRow] = [
+    (1, "gelu's tanh is of x + {c} x^3 where 0.044715 belongs", lambda c, g, u, n: _gelu(g, cubic=c) * u, 0.044715),
+    (1, "gelu's tanh is multiplied by {c} inside where sqrt(2 / pi) belongs", lambda c, g, u, n: _gelu(g, slope=c) * u, math.sqrt(2 / math.pi), True),
+]
 SCORES: list[ConstantRow] = [  # a change of the step's result
     (1, "scores are multiplied by {c} more than 1/sqrt(head_dim)", lambda c, x: x * np.float32(c), 1, True, (0.1, 4)),
     (1.1, "scores are capped by {c} tanh(s / {c})", lambda c, x: np.where(x > -np.inf, c * np.tanh(x / np.float32(c)), x), 1e4, True, (1, 5, 30)),
@@ -832,6 +955,8 @@ SUMS: list[ConstantRow] = [
 FLOATS: list[ConstantRow] = [
     (1.1, "{it} is multiplied by {c}", lambda c, x: x * x.dtype.type(c), 1, False, (0.1, 8)),
     (1.3, "{c} is added to {it}", lambda c, x: x + x.dtype.type(c), 0),
+    (1.3, "{it} is {c} at most", lambda c, x: np.minimum(x, c), 1e4, False, (0, 0.1, 1, 10)),
+    (1.3, "{it} is {c} at least", lambda c, x: np.maximum(x, c), -1e4, False, (-0.1, -1, -10)),
     (1.3, "{it} is clipped to {c}", lambda c, x: np.clip(x, -c, c), 1e4, True, (0.01, 0.1, 1, 10)),
     (1.3, "{it} is capped by {c} tanh(x / {c})", _capped, 1e4, True, (0.1, 1, 10, 30)),
 ]
@@ -839,7 +964,7 @@ FLOATS: list[ConstantRow] = [
 
 def _rope_constants(step: Step) -> list[ConstantRow]:
     p, f = _angles(step)
-    e, theta = np.arange(len(f)) / len(f), step.setting.config.rope.theta
+    e, theta = np.arange(len(f)) / len(f), own_rope(step).theta
     return [
         (1.2, "RoPE's cos is multiplied by {c}", lambda c, x, co, si: layers.apply_rope(x, co * np.float32(c), si), 1),
         (1.2, "RoPE's sin is multiplied by {c}", lambda c, x, co, si: layers.apply_rope(x, co, si * np.float32(c)), 1),
@@ -864,6 +989,8 @@ def families(step: Step) -> Iterator[Family]:
             yield Family(cost, text.replace("{right}", f"{right:g}"), edit(formula), right, *search)
 
     yield from of(_rope_constants(step) if rotates else CONSTANTS.get(kind, ()), instead)
+    if kind == "hook_post" and step.inputs[2] == "gelu_tanh":
+        yield from of(GELUS, instead)
     for index, x in enumerate(step.inputs):
         if of_scores and index < 2:
             yield from of([(1.2, f"{{in{index}}} is normalised to the length {{c}}", lambda c, x: x / np.sqrt(_ms(x)) * c / math.sqrt(x.shape[-1]), 1, True)], partial(before, index))
@@ -876,16 +1003,27 @@ def families(step: Step) -> Iterator[Family]:
 
 
 def constants(step: Step) -> dict[str, float]:
-    """The numbers that this step's model has, by their names."""
-    cfg, layer = step.setting.config, step.name.split(".")
-    numbers = {
-        "2": 2, "3": 3, "10": 10, "127": 127, "128": 128, "255": 255, "pi": math.pi, "ln 2": math.log(2), "head_dim": cfg.head_dim, "hidden_size": cfg.hidden_size,
-        "heads": cfg.num_attention_heads, "kv heads": cfg.num_key_value_heads, "heads per kv head": cfg.num_attention_heads / cfg.num_key_value_heads,
-        "intermediate_size": cfg.intermediate_size, "layers": cfg.num_hidden_layers, "vocab_size": cfg.vocab_size, "tokens": len(step.setting.tokens),
-        "theta": cfg.rope.theta, "eps": cfg.norm_eps, "embedding_scale": cfg.embedding_scale, **family_of(cfg).constants(cfg),
-        "this matrix's scale": float(getattr(step.inputs[1], "w_dequant_scale", 1)) if len(step.inputs) > 1 else 1,
-        "layer number + 1": int(layer[1]) + 1 if layer[0] == "blocks" else 1,
-    }
+    """The numbers that belong to this step, by their names: a constant is not one of numbers from elsewhere."""
+    cfg, place, kind = step.setting.config, step.name.split("."), step.name.rpartition(".")[2]
+    w = step.inputs[1] if len(step.inputs) > 1 else None
+    numbers: dict[str, float] = {"2": 2, "hidden_size": cfg.hidden_size, "layers": cfg.num_hidden_layers, "pi": math.pi}
+    if place[0] == "blocks":
+        numbers["layer number + 1"] = int(place[1]) + 1
+    if ".attn" in step.name or "attn_out" in kind or "resid_mid" in kind:
+        heads, kv_heads = cfg.num_attention_heads, cfg.num_key_value_heads
+        numbers |= {"head_dim": cfg.head_dim, "heads": heads, "kv heads": kv_heads, "heads per kv head": heads / kv_heads}
+        numbers |= {"tokens": len(step.setting.tokens), "ln 2": math.log(2), "255": 255, "theta": own_rope(step).theta}
+    elif place[0] == "blocks":
+        numbers["intermediate_size"] = cfg.intermediate_size
+    else:
+        numbers |= {"vocab_size": cfg.vocab_size, "embedding_scale": cfg.embedding_scale}
+    if kind in ("hook_scale", "hook_normalized"):
+        numbers["eps"] = cfg.norm_eps
+    if "_proj." in step.name and kind != "hook_scale":
+        numbers |= {"127": 127, "128": 128, "255": 255}
+    if isinstance(w, LinearWeight) and w.bit_linear is not None:
+        numbers |= {"this matrix's scale": w.bit_linear.w_dequant_scale, "this matrix's share of non-zeros": np.abs(matrix(w)).mean()}
+    numbers |= family_of(cfg).constants(cfg)
     return {name: float(value) for name, value in numbers.items() if value not in (0, 1)}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,13 +52,24 @@ def descriptions(step: Step) -> Iterator[Description]:
         yield from _dense_products()
     elif weights == [1] and len(step.inputs) == 3:
         yield from _bit_linears(step)
+    if len(step.inputs) == 2 and isinstance(step.inputs[1], float) and step.name.endswith("scaled"):
+        for name, to in NARROW.items():
+            factor = before(1, lambda factor, to=to: float(rounded(np.asarray(factor), to)))
+            yield Description(1, f"the factor is rounded to {name}", factor)
     for words, rule in _formats_of(step.result, step):
         yield Description(1, f"{{it}} is {words}", after(rule), rounds=True)
+    if kind == "hook_attn_scores":
+        for words, rule in _formats_of(step.inputs[1], step):
+            yield Description(1.2, f"{{in0}} and {{in1}} are {words}", partial(_both_in, rule), rounds=True)
     turns = step.name.endswith(("hook_rot_q", "hook_rot_k"))  # cos and sin have rows of their own
     for index, x in enumerate(step.inputs[:1] if turns else step.inputs):
         if isinstance(x, np.ndarray) and x.ndim > 1 and x.dtype.kind == "f":
             for words, rule in _formats_of(x, step):
                 yield Description(1.2, f"{{in{index}}} is {words}", before(index, rule), rounds=True)
+
+
+def _both_in(rule: Rule, step: Step, compute: Edit, x: Array, y: Array, *rest: Any) -> Array:
+    return compute(rule(x).astype(np.float32), rule(y).astype(np.float32), *rest)
 
 
 def _formats_of(x: Array, step: Step) -> list[Format]:
@@ -92,13 +104,21 @@ def _tables() -> Iterator[Description]:
 _BOTH: list[tuple[str, Rule, Rule]] = [  # of products whose matrix and input are quantised
     ("the matrix and its input are quantised to int8, a scale per row and token", INT8_ROWS, INT8_ROWS),
     ("the matrix is quantised to int4, a scale per row, its input to int8", INT4_ROWS, INT8_ROWS),
+    *((f"the matrix and its input are {words}", rule, rule) for words, rule in ROUNDED),
     *((f"the matrix is {words}, its input as Q8_0", rule, Q8_0) for words, rule in MATRICES if "as Q" in words),
 ]  # fmt: skip
+
+
+def _all_in(rule: Rule) -> Edit:
+    product_in = with_matrix_in(rule, rule)
+    return lambda step, compute, *inputs: rule(product_in(step, compute, *inputs)).astype(np.float32)
 
 
 def _dense_products() -> Iterator[Description]:
     for words, rule in MATRICES:
         yield Description(1.1, f"the matrix is {words}", with_matrix_in(rule), rounds=True)
+    for words, rule in ROUNDED:
+        yield Description(1.3, f"the matrix, its input and the result are {words}", _all_in(rule), rounds=True)
     for words, rule, of_input in _BOTH:
         yield Description(1.3, words, with_matrix_in(rule, of_input), rounds=True)
 
@@ -145,6 +165,11 @@ def _of_lengths(step: Step) -> Iterator[Row]:
 def _of_norms(step: Step) -> Iterator[Row]:
     for name, to in NARROW.items():
         yield 1.3, f"the weight of the norm is rounded to {name}", lambda x, r, w, to=to: x / r * rounded(w, to)
+        yield (
+            1.2,
+            f"a norm is computed in {name}: its input, x / length and their product with the weight",
+            lambda x, r, w, to=to: rounded(rounded(rounded(x, to) / r, to) * rounded(w, to), to),
+        )
         yield 1.3, f"x / length is rounded to {name} before its weight", lambda x, r, w, to=to: rounded(x / r, to) * w
 
 
@@ -175,6 +200,14 @@ def _of_ropes(step: Step) -> Iterator[Row]:
             lambda x, c, s, to=to: layers.apply_rope(x, rounded(c, to), rounded(s, to)),
         )
         yield 1, f"RoPE's frequencies are rounded to {name}", lambda x, c, s, to=to: _turn(x, p * wide(rounded(f, to)))
+        narrow = partial(rounded, dtype=to)
+        angles = narrow(narrow(p) * narrow(f))
+        yield 1.1, f"RoPE's frequencies and angles are in {name}", lambda x, c, s, a=angles: _turn(x, wide(a))
+        yield (
+            1.2,
+            f"RoPE's frequencies, angles, cos and sin are in {name}",
+            lambda x, c, s, a=angles, r=narrow: layers.apply_rope(x, r(np.cos(a)), r(np.sin(a))),
+        )
         yield 1.1, f"RoPE's angles are rounded to {name}", lambda x, c, s, to=to: _turn(x, wide(rounded(p * f, to)))
         yield 1.1, f"RoPE's positions are rounded to {name}", lambda x, c, s, to=to: _turn(x, wide(rounded(p, to)) * f)
 
@@ -190,6 +223,12 @@ def _of_scores(step: Step) -> Iterator[Row]:
 
 
 def _of_patterns(step: Step) -> Iterator[Row]:
+    for name, to in NARROW.items():
+        yield (
+            1.3,
+            f"the scores, less the largest, are rounded to {name} before exp",
+            lambda s, to=to: _shares(np.exp(wide(rounded(s - s.max(-1, keepdims=True), to)))),
+        )
     for name, to in FLOATS.items():
         yield 1.3, f"exp(s) is rounded to {name}", lambda s, to=to: _shares(wide(rounded(_e(s), to)))
     for top in (127, 255):
@@ -207,11 +246,22 @@ def _of_gates(step: Step) -> Iterator[Row]:
             f"the activation is rounded to {name}",
             lambda g, u, n, to=to: wide(GATES[n].function(wide(g)).astype(to)) * u,
         )
+        yield (
+            1.3,
+            f"the activation is a table of {name}: its argument and its value are rounded",
+            lambda g, u, n, to=to: wide(GATES[n].function(wide(rounded(g, to))).astype(to)) * u,
+        )
 
 
 def _of_outputs(step: Step) -> Iterator[Row]:
     if len(step.inputs) < 3:
         return
+    for name, to in NARROW.items():
+        cast = partial(rounded, dtype=to)
+        for words, formula in _PRODUCTS.items():
+            for narrow, of_scale in (("", np.asarray), (", as is the activation scale", cast)):
+                text = f"accumulators and scales are in {name}, and so is each product: {words}{narrow}"
+                yield 1.3, text, lambda a, w, s, f=formula, r=cast, n=of_scale: f(r(a), r(w.w_dequant_scale), n(s), r)
     for name, to in FLOATS.items():
         yield (
             1.1,
@@ -229,6 +279,13 @@ def _of_outputs(step: Step) -> Iterator[Row]:
             lambda a, w, s, to=to: a * rounded(w.w_dequant_scale / s, to),
         )
 
+
+# The order in which accumulators a and the scales are multiplied, rounded by r after each product but the last.
+_PRODUCTS: dict[str, Callable[..., Array]] = {
+    "acc w_scale / x_scale": lambda a, w, s, r: r(a * w) / s,
+    "acc / x_scale w_scale": lambda a, w, s, r: r(a / s) * w,
+    "acc (w_scale / x_scale)": lambda a, w, s, r: a * r(w / s),
+}
 
 _BETWEEN: dict[str, Callable[[Step], Iterable[Row]]] = {  # by kind of step
     "hook_scale": _of_lengths, "hook_normalized": _of_norms, "hook_x_scale": _of_activation_scales, "hook_x_int8": _of_integers,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,9 +92,43 @@ def in_blocks(size: int) -> Callable[[Step], bool]:
     return fits
 
 
+def _has_blocks(step: Step, size: int) -> bool:
+    """Whether a step is of a BitLinear's integers or output, and its rows are whole blocks, and more than one."""
+    width = step.inputs[0].shape[1] if step.name.endswith("hook_x_int8") else input_floats(step).shape[1] if dequantizes(step) else 0
+    return width > size and width % size == 0
+
+
 def _unquantized(step: Step, compute: Edit, acc: Array, w: TernaryLinear, scale: Array) -> Array:
     exact = layers.dense_matmul(input_floats(step), w.ternary().astype(np.float32))
     return compute(exact, w, np.ones_like(scale))
+
+
+def _in_plain_blocks(size: int) -> Edit:
+    """int8 values with a scale for each block; what is computed from them is computed from the blocks' own."""
+
+    def edit(step: Step, compute: Edit, x: Array, *rest: Any) -> Array:
+        floats = x if len(rest) == 1 else input_floats(step)
+        blocks = floats.reshape(len(floats), -1, size)
+        scales = _absmax(np.abs(blocks).max(axis=-1, keepdims=True))
+        codes = np.rint(blocks * scales)
+        if len(rest) == 1:
+            return codes.reshape(x.shape).astype(np.int8)
+        w, scale = rest
+        return compute(layers.dense_matmul((codes / scales).reshape(floats.shape), w.ternary().astype(np.float32)), w, np.ones_like(scale))
+
+    return edit
+
+
+def _asymmetric(step: Step, compute: Edit, x: Array, *rest: Any) -> Array:
+    """A scale and a zero point for a token: its least value is -128, its largest 127."""
+    is_product = len(rest) == 1 and isinstance(rest[0], TernaryLinear)
+    floats = input_floats(step) if is_product else x
+    low, high = floats.min(axis=-1, keepdims=True), floats.max(axis=-1, keepdims=True)
+    scale = np.float32(255) / np.maximum(high - low, np.float32(SCALE_FLOOR))
+    if not rest:
+        return scale
+    zero = np.rint(-low * scale) - 128
+    return compute(x - zero, *rest) if is_product else np.clip(np.rint(x * scale) + zero, -128, 127).astype(np.int8)
 
 
 def _of_128_wrapping(step: Step, compute: Edit, x: Array, *scale: Array) -> Array:
@@ -132,6 +167,12 @@ HYPOTHESES = (
         _blockwise(256), in_blocks(256)),
     product_mistake("activation_blocks_of_32", "activations are quantised in blocks of 32 (Q8_0)",
         "One scale per token.", _blockwise(32), in_blocks(32)),
+    *(Hypothesis("*_proj.hook_x_int8 *_proj.hook_out", f"activation_scales_by_{size}",
+        f"each {size} activations of a token have a scale of their own",
+        "One scale per token.", _in_plain_blocks(size), partial(_has_blocks, size=size)) for size in (16, 32, 64, 128, 256)),
+    Hypothesis("*_proj.hook_x_scale *_proj.hook_x_int8 *_proj.hook_acc_int32", "activations_asymmetric",
+        "activations are asymmetric, with a zero point: their least value is -128, their largest 127",
+        "The scale is 127 / max|x|, and 0 is 0.", _asymmetric),
     product_mistake("activations_not_quantised",
         "activations are not quantised: dense products with the dequantised weights",
         "Quantise the input of every BitLinear to int8.", _unquantized, dequantizes),

@@ -21,7 +21,7 @@ from ....reference import layers
 from ....reference.layers import Array
 from ...calls import Calls, call_of_tokens, start_of_tokens
 from ...names import LOGITS
-from ..number_formats import rounded
+from ..number_formats import rounded, to_integers
 from ..variants import Setting, Step, all_scores, is_by_head
 
 _CACHE = "The cache holds, for each token of its own sequence, the rotated key and the value at its own position."
@@ -228,12 +228,8 @@ _RUNS: dict[tuple[int, tuple[int, ...]], tuple[Any, Mapping[str, Step]]] = {}  #
 _FP8 = ml_dtypes.float8_e4m3fn
 
 
-def _int8_of(axes: tuple[int, ...]) -> Rows:
-    def rows_of(rows: Array, step: Step, is_keys: bool) -> Array:
-        scale = np.maximum(np.abs(rows).max(axis=axes, keepdims=True), np.float32(1e-12)) / np.float32(127)
-        return np.rint(rows / scale) * scale
-
-    return rows_of
+def _integers_of(top: int, axes: tuple[int, ...]) -> Rows:
+    return lambda rows, step, is_keys: to_integers(rows, top, axes).astype(np.float32)
 
 
 def _to(dtype: Any) -> Rows:
@@ -255,11 +251,15 @@ _READS: tuple[tuple[str, str, Rows, bool, bool], ...] = (  # name, words, rows, 
     ("zero_values", "the values of the cache are zeros in later calls", lambda rows, step, is_keys: 0 * rows, False, True),
     ("heads_next", "kv heads of the cache are read one too far", lambda rows, step, is_keys: np.roll(rows, 1, axis=1), True, True),
     ("transposed", "the cache is written as (tokens, heads, head_dim) and read as (heads, tokens, head_dim)", lambda rows, step, is_keys: np.ascontiguousarray(rows).reshape(rows.shape[1], rows.shape[0], -1).swapaxes(0, 1), True, True),
-    ("bfloat16", "the cache is in bfloat16", _to(ml_dtypes.bfloat16), True, True),
-    ("float16", "the cache is in float16", _to(np.float16), True, True),
-    ("fp8", "the cache is in fp8 (e4m3)", _to(_FP8), True, True),
-    ("int8", "the cache is in int8, with a scale for each head of each token", _int8_of((2,)), True, True),
-    ("int8_by_token", "the cache is in int8, with a scale for each token", _int8_of((1, 2)), True, True),
+    *(
+        (f"{name}{'' if k and v else '_keys' if k else '_values'}", f"the {'cache is' if k and v else 'keys of the cache are' if k else 'values of the cache are'} in {words}", rule, k, v)
+        for k, v in ((True, True), (True, False), (False, True))
+        for name, words, rule in (
+            ("bfloat16", "bfloat16", _to(ml_dtypes.bfloat16)), ("float16", "float16", _to(np.float16)), ("fp8", "fp8 (e4m3)", _to(_FP8)),
+            ("int8", "int8, with a scale for each head of each token", _integers_of(127, (2,))), ("int8_by_token", "int8, with a scale for each token", _integers_of(127, (1, 2))),
+            ("int4", "int4, with a scale for each head of each token", _integers_of(7, (2,))),
+        )
+    ),
 )  # fmt: skip
 
 
