@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,10 +19,12 @@ from .generation_options import (
     declared_option,
     load_in_worker,
     load_model,
+    lora_option,
     model_opener,
     model_options,
     name_model,
     pop_workers,
+    read_adapters,
     read_text,
     server_config,
     spread,
@@ -44,6 +47,7 @@ DECIDE = ("dtype", "cache_dtype", "activations", "rotation", "dense", "allow_unq
 @click.option("--config", type=click.Path(path_type=Path, exists=True), help="Engine settings (docs/operating.md).")
 @click.option("--chat-template", metavar="JINJA", help="Instead of the model's own; @FILE reads it.")
 @declared_option(EngineConfig, "generation_defaults")
+@lora_option
 @click.option(
     "--unknown-fields",
     type=click.Choice(["refuse", "warn"]),
@@ -54,7 +58,14 @@ DECIDE = ("dtype", "cache_dtype", "activations", "rotation", "dense", "allow_unq
 @model_options
 @worker_options
 @common_options
-def batch(source: Path, target: Path, config: Path | None, chat_template: str | None, **options: Any) -> None:
+def batch(
+    source: Path,
+    target: Path,
+    config: Path | None,
+    chat_template: str | None,
+    adapters: tuple[str, ...],
+    **options: Any,
+) -> None:
     """Answer each request of IN.jsonl, in OpenAI's batch format, as `bitnet-ref serve` does. OUT.jsonl has the answers,
     in the same order.
 
@@ -62,8 +73,8 @@ def batch(source: Path, target: Path, config: Path | None, chat_template: str | 
     {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once upon a time"}}
 
     The urls are /v1/completions, /v1/chat/completions and /v1/embeddings. --model may be NAME=MODEL, for the name that
-    requests use. What was interrupted goes on from OUT.jsonl.partial, if the model's files have the same contents, and
-    the settings are the same.
+    requests use; they ask for an adapter of --lora as the model MODEL:NAME. What was interrupted goes on from
+    OUT.jsonl.partial, if the model's files have the same contents, and the settings are the same.
     """
     if find_spec("fastjsonschema") is None:
         raise BackendUnavailable("batch needs fastjsonschema: pip install 'bitnet-ref[server]'")
@@ -82,7 +93,10 @@ def batch(source: Path, target: Path, config: Path | None, chat_template: str | 
     run |= {key: str(options[key]) for key in DECIDE}
     defaults = server_config(config, generation_defaults=options["generation_defaults"]).generation_defaults
     run |= {"generation_defaults": defaults, "unknown_fields": options["unknown_fields"]}
-    settings = (name, config, template, defaults, options["unknown_fields"] == "warn")
+    folders = {adapter: str(folder) for (_, adapter), folder in read_adapters(adapters, [name]).items()}
+    if folders:
+        run["adapters"] = {key: hash_files(model_files(Path(folder))) for key, folder in folders.items()}
+    settings = (name, config, template, defaults, options["unknown_fields"] == "warn", folders)
     opener = (open_server, loading, *settings)
     alone = None if count or address else serve_lines(load_model(options), *settings)
     answered = [0, 0]  # so many lines, of so many
@@ -131,14 +145,18 @@ def serve_lines(
     chat_template: str | None,
     defaults: str | None = None,
     ignores_unknown: bool = False,
+    adapters: Mapping[str, str] = MappingProxyType({}),
 ) -> BatchServer:
-    """defaults: of `EngineConfig.generation_defaults`."""
+    """defaults: of `EngineConfig.generation_defaults`. adapters: folders of LoRA adapters by their names."""
     from ..serving.http.batch import BatchServer
     from ..serving.http.schemas import UnknownFields
 
     settings = server_config(config, generation_defaults=defaults)
     unknown = UnknownFields() if ignores_unknown else None
-    return BatchServer(model.engine(config=settings), name, chat_template, unknown)
+    engine = model.engine(config=settings)
+    for adapter, folder in adapters.items():
+        engine.add_adapter(adapter, folder)
+    return BatchServer(engine, name, chat_template, unknown, tuple(adapters))
 
 
 def open_server(loading: tuple[tuple[str, Any], ...], *settings: Any) -> BatchServer:

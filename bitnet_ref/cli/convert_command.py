@@ -147,7 +147,8 @@ def convert(
         else:
             show(lambda out: draw(proof, out))
         if in_engine is not None and not in_engine.is_wrong:
-            sentence = in_engine.sentence
+            longer = "; --engine-timeout-s gives it longer" * (in_engine.status == "not finished")
+            sentence = in_engine.sentence + longer
             show(lambda out: out.print(sentence))
         if remark is not None:
             click.echo(remark)

@@ -272,6 +272,31 @@ def _read_content(ctx: click.Context, param: click.Parameter, value: str | None)
     return content_of(value)
 
 
+lora_option = click.option(
+    "--lora",
+    "adapters",
+    multiple=True,
+    metavar="NAME=FOLDER",
+    help="A LoRA adapter, asked for as model MODEL:NAME; with several models MODEL:NAME=FOLDER.",
+)
+
+
+def read_adapters(texts: tuple[str, ...], models: list[str]) -> dict[tuple[str, str], Path]:
+    """The folders of --lora by (model, name). Raises UsageError."""
+    adapters: dict[tuple[str, str], Path] = {}
+    for text in texts:
+        names, _, folder = text.partition("=")
+        base, _, name = names.rpartition(":")
+        base = base or (models[0] if len(models) == 1 else "")
+        if not name or not folder or base not in models:
+            expected = "NAME=FOLDER" if len(models) == 1 else f"MODEL:NAME=FOLDER with one of {', '.join(models)}"
+            raise click.UsageError(f"--lora: expected {expected}, got {text!r}")
+        if (base, name) in adapters or f"{base}:{name}" in models:
+            raise click.UsageError(f"--lora: {base}:{name} would be the name of two models")
+        adapters[base, name] = Path(folder)
+    return adapters
+
+
 def content_of(value: str | None) -> str | None:
     """A text, or with @FILE the file's content."""
     if value is None or not value.startswith("@"):

@@ -18,7 +18,7 @@ from ..backends.options import ComputeOptions
 from ..errors import BackendUnavailable, ConfigError, GenerationError, StorageError
 from ..serving.engine_config import EngineConfig
 from ..system.options import BYTES
-from .generation_options import content_of, declared_option, name_model, server_config
+from .generation_options import content_of, declared_option, lora_option, name_model, read_adapters, server_config
 from .shell import common_options, print_json, say, wants_json
 
 if TYPE_CHECKING:
@@ -57,22 +57,6 @@ def check_names(**names: tuple[str, ...]) -> None:
             raise ConfigError(f"expected a name, got a blank one; give one, or leave {flag} out", field=flag)
 
 
-def read_adapters(texts: tuple[str, ...], models: list[str]) -> dict[tuple[str, str], Path]:
-    """The folders of --lora by (model, name). Raises UsageError."""
-    adapters: dict[tuple[str, str], Path] = {}
-    for text in texts:
-        names, _, folder = text.partition("=")
-        base, _, name = names.rpartition(":")
-        base = base or (models[0] if len(models) == 1 else "")
-        if not name or not folder or base not in models:
-            expected = "NAME=FOLDER" if len(models) == 1 else f"MODEL:NAME=FOLDER with one of {', '.join(models)}"
-            raise click.UsageError(f"--lora: expected {expected}, got {text!r}")
-        if (base, name) in adapters or f"{base}:{name}" in models:
-            raise click.UsageError(f"--lora: {base}:{name} would be the name of two models")
-        adapters[base, name] = Path(folder)
-    return adapters
-
-
 @click.command(short_help="Serve models by OpenAI's HTTP API.")
 @click.argument("models", nargs=-1, metavar="[MODEL | NAME=MODEL]...")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every network.")
@@ -88,13 +72,7 @@ def read_adapters(texts: tuple[str, ...], models: list[str]) -> dict[tuple[str, 
 @declared_option(ComputeOptions, "threads", type=click.IntRange(min=1))
 @declared_option(EngineConfig, "replicas")
 @declared_option(EngineConfig, "generation_defaults")
-@click.option(
-    "--lora",
-    "adapters",
-    multiple=True,
-    metavar="NAME=FOLDER",
-    help="A LoRA adapter, asked for as model MODEL:NAME; with several models MODEL:NAME=FOLDER.",
-)
+@lora_option
 @click.option("--chat-template", metavar="JINJA", help="Instead of the models' own; @FILE reads it.")
 @click.option(
     "--memory-budget", callback=_read_size, metavar="BYTES", help="Of all loaded models.  [default: no limit]"

@@ -77,7 +77,9 @@ def _steps(config: HunyuanConfig, layer: int) -> list[TraceStep]:
 
 
 def _read(keys: HfKeys) -> dict[str, Any]:
-    """RoPE of type "dynamic" with an alpha: theta times alpha^(d / (d - 2)). Other numbers are not read."""
+    """RoPE of type "dynamic" with an alpha: theta times alpha^(d / (d - 2)). Other numbers are not read. The norms of q
+    and k are in every layer, whatever use_qk_norm says."""
+    keys.ignore("use_qk_norm")
     scaling = keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters")
     scaling = scaling if isinstance(scaling, dict) else {}
     alpha = scaling.get("alpha")

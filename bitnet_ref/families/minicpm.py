@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..errors import ConfigError, require_number
+from ..errors import require_number
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, added
 from ..reference.layers import Floats
@@ -101,9 +101,7 @@ RESIDUAL_SCALE_MISSING = Hypothesis(
 
 def _read(keys: HfKeys) -> dict[str, Any]:
     layers, hidden = keys.count("num_hidden_layers"), keys.count("hidden_size")
-    if keys.get("mup_denominator", layers) != layers:
-        message = f"expected num_hidden_layers ({layers}), got {keys.get('mup_denominator')!r}"
-        raise ConfigError(message, field="mup_denominator")
+    keys.ignore("mup_denominator")  # for heads that draft
     return {
         "embedding_scale": keys.number("scale_emb", 1.0),
         "residual_scale": keys.number("scale_depth", 1.0) / math.sqrt(layers),

@@ -473,9 +473,17 @@ def _window(keys: HfKeys) -> dict[str, Any]:
     return {} if window is None else {"sliding_window": window}
 
 
+def _count_experts(keys: HfKeys, by_default: str) -> int:
+    """transformers 5 reads both names, and writes the first."""
+    names = "num_local_experts", "num_experts"
+    keys.ignore(*names)
+    return keys.count(next((name for name in names if keys.raw.get(name) is not None), by_default))
+
+
 def _read_mixtral(keys: HfKeys) -> dict[str, Any]:
     """Shares are always divided by their sum; the width of an expert is intermediate_size."""
-    counts = {"num_experts": keys.count("num_local_experts"), "num_experts_per_tok": keys.count("num_experts_per_tok")}
+    experts, chosen = _count_experts(keys, "num_local_experts"), keys.count("num_experts_per_tok")
+    counts = {"num_experts": experts, "num_experts_per_tok": chosen}
     return {**counts, "moe_intermediate_size": keys.count("intermediate_size"), **_window(keys)}
 
 
@@ -495,7 +503,7 @@ def _read_qwen3_moe(keys: HfKeys) -> dict[str, Any]:
         raise ConfigError(f"expected a list of numbers of layers, got {listed!r}"[:200], field="mlp_only_layers")
     keys.ignore("use_qk_norm", "max_window_layers")
     dense = tuple(i for i in range(layers) if i in listed or (i + 1) % step)
-    counts = {key: keys.count(key) for key in _COUNTS}
+    counts = {key: keys.count(key) for key in _COUNTS[1:]} | {"num_experts": _count_experts(keys, "num_experts")}
     window = _window(keys) if _flag(keys, "use_sliding_window", False) else {}
     keys.ignore("sliding_window")
     return {**counts, "norm_topk_prob": _flag(keys, "norm_topk_prob", False), "dense_layers": dense, **window}

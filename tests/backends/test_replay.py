@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import GOLDEN, GOLDEN_CASES, model, rng
+from helpers import DATA, GOLDEN, GOLDEN_CASES, model, rng
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,6 +116,16 @@ def test_every_layout(layout, tokens):
     outputs = decode(m, cache, prompts, 4)
     assert bool(recorded(cache, tokens)) == (layout != "table" or tokens <= 16)
     np.testing.assert_array_equal(outputs, decode(m, m.new_cache(tokens, CAPACITY), prompts, 4, "ops"))
+
+
+@pytest.mark.parametrize("case", ["hunyuan", "maple", "mixtral-groups128", "olmo2", "qwen3-groups128", "smollm3"])
+def test_families_whose_steps_are_replayed(case):
+    """All of Maple's: RoPE turns a part of each head, and the router chooses experts, in kernels."""
+    m = model(DATA / "families" / case, "cython")
+    cache = m.new_cache(1, CAPACITY)
+    outputs = decode(m, cache, [[1, 2, 3]], 3)
+    assert recorded(cache, 1)
+    np.testing.assert_array_equal(outputs, decode(m, m.new_cache(1, CAPACITY), [[1, 2, 3]], 3, "ops"))
 
 
 def test_what_kernels_do_not_compute_alone_is_not_replayed():

@@ -96,6 +96,17 @@ def test_a_familys_own_keys():
     assert doubts_of(model_type="qwen3", use_qk_norm=True) == []
     assert doubts_of(model_type="gemma3_text", use_qk_norm=True, hidden_act="gelu") == []
     assert field_of_error(use_qk_norm=True) == "use_qk_norm"
+    assert doubts_of(model_type="hunyuan_v1_dense", use_qk_norm=True) == []
+    assert doubts_of(model_type="minicpm", mup_denominator=32) == []
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_both_names_of_the_count_of_experts(model_type, key):
+    """transformers 5 writes the second for both, and reads it first."""
+    raw = {**TINY, "model_type": model_type, "num_experts_per_tok": 2}
+    assert parse_hf_config({**raw, key: 6}, PATH).num_experts == 6
+    assert parse_hf_config({**raw, "num_experts": 5, "num_local_experts": 6}, PATH).num_experts == 6
 
 
 # -- doubts ------------------------------------------------------------------------------------------------------------
@@ -108,6 +119,7 @@ def test_a_familys_own_keys():
         ("group_size", 128, "ignored"),
         ("use_mrope", True, "ignored"),
         ("attention_type", "linear", "ignored"),
+        ("eos_token_id", [2, 4000000, -1], "[4000000, -1] ignored"),
         ("activation", "geglu", "ignored"),
         ("odd", {"a": 1}, "ignored"),
         ("dims_per_head", 8, "head_dim alone, and that means 4"),

@@ -232,9 +232,7 @@ def test_hostile_sizes(key, value):
         ({"tie_word_embeddings": "true"}, "tie_word_embeddings"),
         ({"attention_bias": 1}, "attention_bias"),
         ({"num_attention_heads": 3, "num_key_value_heads": 3}, "head_dim"),  # 16 / 3
-        ({"bos_token_id": 40}, "bos_token_id"),
         ({"bos_token_id": [1]}, "bos_token_id"),
-        ({"eos_token_id": [2, 40]}, "eos_token_id"),
         ({"eos_token_id": [[2]]}, "eos_token_id"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

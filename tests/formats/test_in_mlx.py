@@ -22,6 +22,7 @@ TOKENS = [1, 5, 9, 2, 7, 30, 11, 4]
 CASES = [
     ("families/qwen3-groups128", "mlx-2bit"),
     ("families/mixtral-groups128", "mlx-2bit"),
+    ("families/qwen3_moe-groups128", "mlx-2bit"),
     ("families/qwen3_5-groups128-hybrid", "mlx-2bit"),
     ("containers/mlx-qwen35-ternary-2bit", "mlx-2bit"),
     ("containers/gguf-tq1_0-default/model.gguf", "mlx-2bit"),  # LLaMA

@@ -1,5 +1,6 @@
 """A server with LoRA adapters: "base:adapter" is a model in every API, and answers as the model with it."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -142,8 +143,27 @@ def test_one_name_means_one_model(folders):
     assert "m:one would be the name of two models" in done.output
 
 
+def test_a_line_of_a_batch_names_one(folders, loaded, tmp_path):
+    bodies = [{"model": name, "prompt": PROMPT, "max_tokens": 6, "temperature": 0} for name in ("m", "m:one", "m:x")]
+    line = {"method": "POST", "url": "/v1/completions"}
+    lines = [json.dumps({**line, "custom_id": body["model"], "body": body}) for body in bodies]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    options = ("--model", f"m={BASE}", "--backend", BACKEND, "--lora", f"one={folders['one']}")
+    done = invoke("batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", *options)
+    assert done.exit_code == 0, done.output
+    answers = [json.loads(each)["response"] for each in (tmp_path / "out.jsonl").read_text().splitlines()]
+    for answer, adapter, body in zip(answers, (None, "one"), bodies, strict=False):
+        assert answer["body"]["choices"][0]["text"].lstrip() == loaded[adapter].generate(PROMPT, max_tokens=6).text
+        assert answer["body"]["model"] == body["model"]
+    assert answers[2]["status_code"] == 404
+    assert answers[2]["body"]["error"]["message"].endswith("there are: m, m:one")
+
+
+@pytest.mark.parametrize("command", ["serve", "batch"])
 @pytest.mark.parametrize("text", ["x", "=x", "a:b=x", "x="])
-def test_the_option(text):
-    done = invoke("serve", BASE, "--lora", text)
+def test_the_option(text, command, tmp_path):
+    (tmp_path / "in.jsonl").touch()
+    arguments = (BASE,) if command == "serve" else (tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    done = invoke(command, *arguments, "--lora", text)
     assert done.exit_code == 2
     assert "--lora: expected NAME=FOLDER" in done.output.replace("\n", " ")

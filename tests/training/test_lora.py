@@ -14,7 +14,7 @@ from helpers import DATA, GOLDEN, difference, model
 from safetensors.numpy import load_file
 
 import bitnet_ref
-from bitnet_ref.cli.serve_command import read_adapters
+from bitnet_ref.cli.generation_options import read_adapters
 from bitnet_ref.crossval.tolerances import GRADIENTS
 from bitnet_ref.errors import ConfigError, FormatError
 from bitnet_ref.formats.hashes import weight_hash

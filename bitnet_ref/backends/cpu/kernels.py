@@ -158,8 +158,6 @@ class CpuKernels:
 
     def rope(self, x: Floats, cos: Floats, sin: Floats) -> NDArray[np.float32]:
         """x (N, heads, d), cos and sin (N, r/2) -> x, the first r numbers of each head rotated"""
-        if (turned := 2 * cos.shape[-1]) < x.shape[-1]:
-            return np.concatenate([self.rope(x[..., :turned], cos, sin), x[..., turned:]], axis=-1)
         y = self.results.empty(x.shape)
         _cpu.rope(as_floats(x), cos, sin, y, self.threads, self.kernel_set, self.tape)
         return y

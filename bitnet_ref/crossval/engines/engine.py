@@ -36,10 +36,14 @@ _CAUSES_S = 60.0  # of processor time, for the cause of a difference
 
 
 class Outcome(NamedTuple):
-    """What became of a recorder's job: why it failed, or why the engine has nothing for this model."""
+    """What became of a recorder's job: why it failed, or why the engine has nothing for this model.
+
+    timed_out: it failed because its time was over.
+    """
 
     failed: str | None = None
     unavailable: str | None = None
+    timed_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,15 +82,15 @@ class ExternalEngine:
 
         When the engine ends before its last job, its error output is the reason for the jobs that are left.
         """
-        script = _RECORDERS / f"record_{self.name}.py"
+        script, timed_out = _RECORDERS / f"record_{self.name}.py", False
         try:
             done = _run([python or sys.executable, str(script)], timeout_s, json.dumps([dict(job) for job in jobs]))
             printed, errors = done.stdout, " ".join(done.stderr.split())[-_TAIL:] or "without an error message"
             end = f"{self.name} ended with status {done.returncode}: {errors}"
         except subprocess.TimeoutExpired:
-            printed, end = "", f"{self.name} had not finished after {timeout_s:g} s"
+            printed, end, timed_out = "", f"{self.name} had not finished after {timeout_s:g} s", True
         outcomes = [Outcome(**json.loads(line)) for line in printed.splitlines() if line.startswith('{"failed":')]
-        return [outcomes[i] if i < len(outcomes) else Outcome(end) for i in range(len(jobs))]
+        return [outcomes[i] if i < len(outcomes) else Outcome(end, None, timed_out) for i in range(len(jobs))]
 
 
 def _run(command: list[str], timeout: float, text: str = "") -> subprocess.CompletedProcess[str]:

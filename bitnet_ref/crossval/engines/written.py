@@ -28,7 +28,8 @@ _TOKENS = 8
 class EngineRun(NamedTuple):
     """What came of it.
 
-    status: "agrees"; "cannot tell", where a rounding flip may explain the logits; "differs"; "fails"; "not run".
+    status: "agrees"; "cannot tell", where a rounding flip may explain the logits; "differs"; "fails"; "not run"; "not
+    finished", in its time.
     """
 
     name: str  # "transformers", "llama.cpp", ...
@@ -67,6 +68,8 @@ def run_written(
             out = Path(folder) / "candidate.safetensors"
             tokens = default_tokens(model)[:_TOKENS]
             (outcome,) = engine.record([{**job, "tokens": tokens, "out": str(out)}], python, timeout_s)
+            if outcome.timed_out:
+                return EngineRun(name, "not finished", f"not finished in {timeout_s:g} s by {name}")
             if outcome.failed is not None:
                 return EngineRun(name, "fails", f"{name} fails on it: {printable(outcome.failed, keep='')}")
             if outcome.unavailable is not None:

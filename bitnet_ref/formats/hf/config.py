@@ -102,7 +102,7 @@ class Keys:
     """The keys of a config.json: see `HfKeys`. It remembers which were read: another may change the arithmetic."""
 
     def __init__(self, raw: dict[str, Any], form: HfForm, allow_unquantized: bool, doubts: list[Doubt]) -> None:
-        self.raw, self.defaults, self.allow_unquantized = raw, form.defaults, allow_unquantized
+        self.raw, self.defaults, self.allow_unquantized, self.doubts = raw, form.defaults, allow_unquantized, doubts
         self.read: set[str] = set()
         self.one_bit_llm = "weight_bits" in raw or "input_bits" in raw
         stated = raw.get("quantization_config")
@@ -130,10 +130,14 @@ class Keys:
         return int(value)
 
     def token_ids(self, key: str) -> Any:
-        """The value; but not a class's default id that is beyond a smaller vocabulary."""
+        """The value, without ids that the vocabulary does not have. A doubt about these, unless they are a default."""
         value, vocab = self.get(key), self.raw["vocab_size"]
-        beyond = key not in self.raw and _is_int(vocab) and _is_int(value) and value >= vocab
-        return None if beyond else value
+        ids = value if isinstance(value, list) else [value]
+        beyond = [each for each in ids if _is_int(each) and _is_int(vocab) and not 0 <= each < vocab]
+        if beyond and key in self.raw:
+            self.doubts.append(Doubt(key, f"{describe(beyond)} ignored: no ids of a vocabulary of {vocab} tokens"))
+        inside = [each for each in ids if each not in beyond]
+        return inside if isinstance(value, list) else next(iter(inside), None)
 
     def ignore(self, *keys: str) -> None:
         self.read.update(keys)

@@ -71,6 +71,7 @@ from .wrappers import hf_form
 
 MLX_BITS = {"mlx-2bit": 2, "mlx-1bit": 1}
 _WRAPPED_BY_MLX = ("qwen3_5_text",)  # model types that mlx-lm has inside of a vision model's alone
+_NOT_IN_MLX = ("maple",)  # that it does not have
 # What transformers calls the dtype of a file
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # transformers' names, where they are not ours
@@ -107,6 +108,9 @@ def write_hf(
         message = "MLX's packing means that activations stay floats, and here they are int8"
         message += "; convert to native, or to hf-packed, which mlx-lm reads of a BitNet"
         raise ConfigError(message, field="quantization")
+    if kind in MLX_BITS and config.model_type in _NOT_IN_MLX:
+        message = f"mlx-lm has no {config.model_type} model; convert to hf-unpacked or gguf-tq2_0"
+        raise ConfigError(message, field="model_type")
     if kind == "hf-unpacked" and config.quantization is not None:
         message = "-s, 0, +s would be quantised once more when they are loaded; convert to native, hf-packed or hf-bf16"
         raise ConfigError(message, field="quantization")
@@ -199,27 +203,25 @@ def _pack_for_mlx(checkpoint: Checkpoint, plan: Plan, bits: int) -> dict[str, An
     pack = lru_cache(maxsize=1)(partial(_mlx_matrix, checkpoint, bits))  # each is asked for once for each tensor
     sizes = {}
     for name in ("embedding", *all_linears(checkpoint.config)):
+        place = linear_place(checkpoint.config, name, "hf")
+        if place.stack:
+            plan[name] = [_stack_experts(place, plan[name])]
         if not plan[name] or (packed := pack(name)) is None:
             continue
         dense = [tensor for tensor in plan[name] if tensor.name.endswith(".weight")]
         plan[name], first = [tensor for tensor in plan[name] if tensor not in dense], 0
         for tensor in dense:
-            rows = slice(first, first + tensor.shape[0])
+            rows = slice(first, first + math.prod(tensor.shape[:-1]))
             module, first = tensor.name.removesuffix(".weight"), rows.stop
             sizes[module] = packed.group
             for field, suffix in (("words", "weight"), ("scales", "scales"), ("biases", "biases")):
-                shape = tensor.shape[0], getattr(packed, field).shape[1]
+                shape = *tensor.shape[:-1], getattr(packed, field).shape[1]
                 dtype = "U32" if field == "words" else "F32"
-                make = partial(_rows_of_mlx, pack, name, field, rows)
+                make = partial(_rows_of_mlx, pack, name, field, rows, shape)
                 plan[name].append(PlannedTensor(f"{module}.{suffix}", dtype, shape, make))
     if not sizes:
         words = "ternary" if bits == 2 else "binary, without zeros,"
         message = f"no matrix of this model is {words} by groups of 32, 64 or 128 inputs; convert to hf-unpacked"
-        raise ConfigError(message)
-    if stacked := next((module for module in sizes if ".mlp.experts." in module), None):
-        message = (
-            f"mlx-lm reads {stacked} and others stacked (switch_mlp), which is not written; convert to hf-unpacked"
-        )
         raise ConfigError(message)
     usual = Counter(sizes.values()).most_common(1)[0][0]
     others = {module: {"group_size": size, "bits": bits} for module, size in sizes.items() if size != usual}
@@ -236,9 +238,17 @@ def _mlx_matrix(checkpoint: Checkpoint, bits: int, name: str) -> AffineMatrix | 
     return None if split is None else affine_from_groups(*split, linear_shape(config, name)[1], bits)
 
 
-def _rows_of_mlx(pack: Callable[[str], AffineMatrix | None], name: str, field: str, rows: slice, _: Any) -> Array:
+def _rows_of_mlx(
+    pack: Callable[[str], AffineMatrix | None], name: str, field: str, rows: slice, shape: tuple[int, ...], _: Any
+) -> Array:
     array: Array = getattr(pack(name), field)
-    return np.ascontiguousarray(array[rows])
+    return np.ascontiguousarray(array[rows]).reshape(shape)
+
+
+def _stack_experts(place: LinearPlace, tensors: list[PlannedTensor]) -> PlannedTensor:
+    """One tensor of all experts' matrices, as mlx-lm has them in its model."""
+    shape = len(place.parts), *tensors[0].shape
+    return PlannedTensor(f"{place.stack}.weight", tensors[0].dtype, shape, lambda w: w.array.reshape(shape))
 
 
 def _narrow_dtypes(checkpoint: Checkpoint) -> list[str]:

@@ -102,19 +102,26 @@ def add(const float[:, ::1] x, const float[:, ::1] y, float[:, ::1] z, int threa
 
 
 cdef void rope_row(const rows_call *c, Py_ssize_t m) noexcept nogil:
-    cdef Py_ssize_t half = c.y_stride, start = m * 2 * c.D
-    c.chosen.rope(c.x + start, c.heads, half, c.y + m * half, c.sin + m * half, c.out + start)
+    cdef Py_ssize_t half = c.y_stride, size = c.D // c.heads, start = m * c.D, h
+    cdef const float *cos = c.y + m * half
+    cdef const float *sin = c.sin + m * half
+    if 2 * half == size:
+        c.chosen.rope(c.x + start, c.heads, half, cos, sin, c.out + start)
+        return
+    for h in range(c.heads):
+        c.chosen.rope(c.x + start + h * size, 1, half, cos, sin, c.out + start + h * size)
+        memcpy(c.out + start + h * size + 2 * half, c.x + start + h * size + 2 * half, (size - 2 * half) * sizeof(float))
 
 
 def rope(const float[:, :, ::1] x, const float[:, ::1] cos, const float[:, ::1] sin, float[:, :, ::1] y, int threads,
          Py_ssize_t kernels, Tape tape=None):
-    """x (M, heads, d), cos and sin (M, d/2) -> y, rotated"""
+    """x (M, heads, d), cos and sin (M, r/2) -> y, the first r numbers of each head rotated"""
     cdef rows_call c
-    cdef Py_ssize_t half = x.shape[2] // 2
+    cdef Py_ssize_t half = cos.shape[1]
     c.run_row, c.M, c.heads, c.chosen, c.threads = rope_row, x.shape[0], x.shape[1], check_set(kernels, threads), threads
-    c.D, c.y_stride = c.heads * half, half  # D counts pairs of numbers
-    if (cos.shape[0] != c.M or sin.shape[0] != c.M or cos.shape[1] != half or sin.shape[1] != half
-            or x.shape[2] != 2 * half or y.shape[0] != c.M or y.shape[1] != c.heads or y.shape[2] != 2 * half):
+    c.D, c.y_stride = c.heads * x.shape[2], half
+    if (cos.shape[0] != c.M or sin.shape[0] != c.M or sin.shape[1] != half or 2 * half > x.shape[2] or y.shape[0] != c.M
+            or y.shape[1] != c.heads or y.shape[2] != x.shape[2]):
         raise ValueError(f"rope: x {c.M, c.heads, x.shape[2]}, cos {cos.shape[0], cos.shape[1]}")
     c.x, c.y, c.sin, c.out = &x[0, 0, 0], &cos[0, 0], &sin[0, 0], &y[0, 0, 0]
     compute_rows(&c, tape, (<size_t> c.y, <size_t> c.sin))

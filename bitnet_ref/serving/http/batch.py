@@ -50,6 +50,18 @@ class BatchServer:
     model_name: str
     chat_template: str | None = None
     unknown: schemas.UnknownFields | None = None  # leaves them out; None: they are errors
+    adapters: tuple[str, ...] = ()  # of the engine, which requests name as MODEL:ADAPTER
+
+    def engine_for(self, name: str) -> Engine:
+        """The engine that answers for this model. RequestError where there is none."""
+        base, _, adapter = name.rpartition(":")
+        if base == self.model_name and adapter in self.adapters:
+            return self.engine.with_adapter(adapter)
+        if name != self.model_name:
+            names = ", ".join([self.model_name, *(f"{self.model_name}:{each}" for each in self.adapters)])
+            message = f"model: there is no model {name[:200]!r}; there are: {names}"
+            raise RequestError(message, "model", 404, "model_not_found")
+        return self.engine
 
 
 @dataclass
@@ -147,22 +159,22 @@ def _start(server: BatchServer, job: Job, data: bytes, earlier: Sequence[Job]) -
     job.custom_id = entry["custom_id"]
     if entry.get("method", "POST") != "POST" or entry.get("url") not in PATHS:
         raise RequestError(f"url: expected POST to {' or '.join(PATHS)}", "url", 404)
-    path, body, engine = entry["url"], entry.get("body"), server.engine
+    path, body = entry["url"], entry.get("body")
     if server.unknown is not None and isinstance(body, dict):
         server.unknown.drop(body, path)
     schemas.check(body, path)
     assert isinstance(body, dict)
-    if body.get("model") not in (None, server.model_name):
-        message = f"model: there is no model {body['model'][:200]!r}; there are: {server.model_name}"
-        raise RequestError(message, "model", 404, "model_not_found")
+    name = server.model_name if body.get("model") is None else body["model"]
+    engine = server.engine_for(name)
     if body.get("stream"):
         raise RequestError("stream: a batch has no streams", "stream")
     if path == "/v1/embeddings":
-        rows = embedding_ids(engine.model, body)
-        job.body = embedding_response(body, server.model_name, embed(engine.model, rows), sum(map(len, rows)))
+        model = engine.adapted_model
+        rows = embedding_ids(model, body)
+        job.body = embedding_response(body, name, embed(model, rows), sum(map(len, rows)))
         return
     read = read_completion if path == "/v1/completions" else read_chat
-    asked = read(body, server.model_name, engine, server.chat_template)
+    asked = read(body, name, engine, server.chat_template)
     asked.fingerprint = fingerprint_of(engine, server.chat_template)
     if "seed" not in engine.config.sampling:
         asked.params.setdefault("seed", int(job.digest[:15], 16))
