@@ -87,6 +87,7 @@ def test_targets_are_checked_before_any_work(name, option, tmp_path):
         assert words in result.stderr
 
 
+@pytest.mark.sample(3)
 def test_a_command_runs_as_a_program():
     command = [sys.executable, FOLDER / "tokenizer.py", "--texts", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -154,6 +155,7 @@ def test_prompts_together_and_one_after_another():
     assert all(ratio > 0 and math.isfinite(ratio) for ratio in found.ratios)
 
 
+@pytest.mark.thorough
 def test_the_command_of_the_engine(tmp_path):
     pytest.importorskip("matplotlib")
     result = invoke(serve, *FAST, *RATES, "--plot", tmp_path / "load.svg")

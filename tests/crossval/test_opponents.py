@@ -139,6 +139,7 @@ def test_a_trace_of_another_engine(tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_logits_alone(tmp_path):
     m = model(CASE)
     for logits in (m.logits(TOKENS), m.logits(TOKENS)[-1]):

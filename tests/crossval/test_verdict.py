@@ -244,6 +244,7 @@ def test_the_verdict_comes_first_and_ctrl_c_keeps_what_is_known(unexplained):
     assert "Traceback" not in shown
 
 
+@pytest.mark.thorough
 def test_the_budget_ends_the_search(unexplained, tmp_path):
     started = time.monotonic()
     result = crossval("trace", "storyteller", unexplained, "--budget", "0.05s", "--json", "--html", tmp_path / "page")

@@ -289,6 +289,7 @@ def test_a_chain_is_never_longer_than_measured():
     assert measure_chain([1] * 50_000, [[node + 1] for node in range(49_999)] + [[]]) == 50_000
 
 
+@pytest.mark.thorough
 def test_the_work_grows_with_the_size_alone(monkeypatch):
     """Texts that search again and again for an end, and graphs with one large component, take one pass."""
     monkeypatch.setattr(constraint_limits, "MAX_CHAIN", 1 << 30)

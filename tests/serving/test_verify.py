@@ -102,6 +102,7 @@ def check(engine, request, answer, **options):
     return again.judge([choice.handle.result() for choice in choices])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ASKED)
 def test_what_was_served_comes_again(name, answers, alone, server):
     request, answer = answers[name]
@@ -145,6 +146,7 @@ def changed(value, place, leaf):
 UNSAID = ("id", "call_id", "created", "created_at", "cached_tokens", "cache_read_input_tokens")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ASKED)
 def test_every_altered_field_is_caught(name, answers, alone):
     """Each leaf of the answer in turn, but ids, times and what was cached."""
