@@ -245,6 +245,7 @@ def test_two_servers_in_turn():
             servers.ask(one.port, "Alice", 5000)
 
 
+@pytest.mark.thorough
 def test_a_server_that_does_not_start(tmp_path):
     result = invoke(servers, tmp_path / "none.gguf", "--peer-python", sys.executable)
     assert result.exit_code != 0

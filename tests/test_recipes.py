@@ -206,7 +206,7 @@ def test_every_code_block_is_carried_out():
     assert len(BLOCKS) == TEXT.count("```python")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", EDITS)
 def test_an_edit_of_the_package(recipe, tmp_path):
     """recipe_checks.py runs in a copy of the package that has the recipe's lines, and no others."""

@@ -88,7 +88,7 @@ def test_the_order_of_ops_is_the_recorders(case):
     assert (len(replayed.ops), replayed.missing) == (len(seen), [])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", FAMILY_CASES)
 def test_each_op_of_a_family_is_judged_by_its_own_inputs(case):
     """A tensor changed by a thousandth is named, or the first that is computed from it."""

@@ -273,7 +273,7 @@ def test_a_known_mistake_in_some_layers_is_named(names, layers, words, three_lay
     assert count == len(names) or count > 30
 
 
-@pytest.mark.sample(5)
+@pytest.mark.thorough
 @pytest.mark.parametrize("hook", ["hook_beta", "hook_conv", "hook_log_decay", "hook_delta_out", "hook_gated_z"])
 def test_a_mistake_in_a_delta_net_is_described(hook):
     """In the second of three DeltaNet layers: half of each token's numbers is zero."""

@@ -20,7 +20,7 @@ MENDED = (15, 44, 54, 71, 74, 75, 77, 78, 109, 137, 144, 188, 228, 279, 302, 330
 MISSED = (25, 50, 472, 475)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("seed", SAMPLE)
 def test_the_cause_of_a_drawn_mistake_is_named(seed):
     outcome = drawn_mistakes.outcome(seed, budget_s=120)

@@ -109,6 +109,7 @@ def test_every_layer_is_judged():
     assert own == {*RIGHT, *MISTAKES, "Of128NotCut"}
 
 
+@pytest.mark.thorough
 def test_two_mistakes_are_both_named():
     verdict = of("Of128NotCut")
     assert {each.line for each in verdict.lines if each.status == "WRONG"} == {

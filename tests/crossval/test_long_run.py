@@ -74,6 +74,7 @@ def test_a_mistake_at_late_positions_is_found(tiny):
     assert crossing.long[0].first_divergence.token >= 100
 
 
+@pytest.mark.thorough
 @needs_cython
 def test_the_command_runs_both(tiny):
     arguments = ["crossval", "backends", str(tiny.path), "--only", "cython", "--json"]

@@ -145,6 +145,7 @@ def test_ids_end_before_a_token_that_the_server_left_out(engine):
     assert list(answer.logprobs) == [2]
 
 
+@pytest.mark.thorough
 def test_a_prompt_mistake_is_named_by_log_probabilities(engine):
     """BOS twice, which changes few tokens."""
     result = cross(Planted(engine, lambda ids: [ids[0], *ids], shows=("ids", "logprobs")), engine)

@@ -293,6 +293,7 @@ def test_a_receipt_holds(receipt, monkeypatch):
     assert any("cupy" in line for line in found.unchecked)
 
 
+@pytest.mark.thorough
 def test_a_changed_receipt_is_refused(receipt):
     text = receipt.read_text()
     receipt.write_text(text.replace('"differ": 0', '"differ": 1', 1))

@@ -74,7 +74,7 @@ def test_mutants_with_every_backend(kind):
     check_variety(run_in_one_process(kind, 0, COUNTS[kind], timeout_s=300))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.thorough
 @needs_linux
 @pytest.mark.parametrize("kind", FORKED_KINDS)
 def test_mutants_within_their_limits(kind, tmp_path):

@@ -203,6 +203,7 @@ LARGEST = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LARGEST)
 def test_the_largest_that_are_accepted_compile_and_run_on_a_small_stack(name, said_of_largest):
     said = said_of_largest[name]
