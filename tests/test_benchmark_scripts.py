@@ -226,6 +226,7 @@ def test_adapters_of_other_requests_are_found(monkeypatch):
 NAMES = (servers.OURS, servers.THEIRS)
 
 
+@pytest.mark.thorough
 def test_two_servers_in_turn():
     """Ours twice, in place of another one: the same texts, a value for each round."""
     from server_runs import RunningServer

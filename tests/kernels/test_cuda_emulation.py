@@ -183,6 +183,7 @@ def test_collectives_that_do_not_match(file):
     assert "thread 0 waits in __shfl_sync with mask 0xffffffff; thread 3 waits in __syncthreads" in message
 
 
+@pytest.mark.thorough
 def test_writes_past_shared_memory(file):
     assert "a write past the 100 bytes of dynamic shared memory, at byte 100" in failure(
         file, "past_shared_memory", shared_mem=100
