@@ -3,7 +3,7 @@
 A place is a piece of source text that occurs once in its file, with the edit marked: `total / ⟦D → (D + 1)⟧`. In a
 scratch copy of the kernels each marked expression A becomes `(bitnet_ref_mutant == 17 ? (B) : (A))`. The environment
 variable BITNET_REF_MUTANT=17 then selects that mutant as the extension is loaded, so all of them cost one build. The
-headers that are templates are mutated for every instruction set at once.
+headers that are templates are mutated for every instruction set at once. `python crossval/kernel_mutants.py` builds it.
 """
 
 from __future__ import annotations
@@ -427,3 +427,7 @@ def _edited(kernels: Path) -> dict[str, str]:
     declared = 'cdef extern from "mutant.h" nogil:\n    const int bitnet_ref_mutant\n\n'
     texts["_cpu.pyx"] = texts["_cpu.pyx"].replace("cdef extern from", declared + "cdef extern from", 1)
     return texts | {"mutant.h": _HEADER}
+
+
+if __name__ == "__main__":  # so that a campaign finds it built
+    print(build(Path(__file__).parents[1]))

@@ -11,6 +11,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import gc
 import signal
 import weakref
+from collections import Counter
 
 import pytest
 from engine_checks import check
@@ -111,6 +112,25 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
         elif ("card" in marks or is_of_cupy(item)) and "slow" not in marks:
             item.add_marker(pytest.mark.emulated)
+    leave_samples(items)
+
+
+def leave_samples(items):
+    """Of the cases of a test that is marked `sample(N)` the suite runs every Nth; the others become `thorough`.
+
+    The Nth moves on by one with each N cases: where parameters are multiplied, each value of each has its turn.
+    """
+    counts = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sample")
+        if mark is None or any(item.get_closest_marker(name) for name in ("slow", "emulated", "thorough")):
+            continue
+        (every,) = mark.args
+        test = item.nodeid.partition("[")[0]
+        group, place = divmod(counts[test], every)
+        counts[test] += 1
+        if place != group % every:
+            item.add_marker(pytest.mark.thorough)
 
 
 def pytest_collection_finish():

@@ -56,11 +56,6 @@ def model(path: str | Path, backend: str = "numpy", threads: int = 2, dtype: str
     return bitnet_ref.load(path, backend=backend, threads=threads, dtype=dtype)
 
 
-def sampled(values: Iterable[Any], every: int = 3) -> list[Any]:
-    """Parameters of a test: the suite runs each `every`th of them, the others are `thorough`."""
-    return [pytest.param(value, marks=pytest.mark.thorough if i % every else ()) for i, value in enumerate(values)]
-
-
 # -- tiny checkpoints --------------------------------------------------------------------------------------------------
 
 TINY: dict[str, Any] = {

@@ -46,6 +46,7 @@ def test_bench_kernels_by_method():
     assert facts["equal"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("small_reader")
 @pytest.mark.parametrize("case", sorted(folder.name for folder in (DATA / "families").iterdir()))
 def test_bench_of_every_family(case):

@@ -51,6 +51,7 @@ def test_a_path_or_a_shipped_model_as_a_shape(tmp_path):
 MINICPM = TINY_CONFIG | {"model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 4}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", [*(path.name for path in sorted((DATA / "families").iterdir())), "minicpm"])
 def test_a_family(family, tmp_path):
     folder = DATA / "families" / family

@@ -87,6 +87,7 @@ def test_targets_are_checked_before_any_work(name, option, tmp_path):
         assert words in result.stderr
 
 
+@pytest.mark.sample(3)
 def test_a_command_runs_as_a_program():
     command = [sys.executable, FOLDER / "tokenizer.py", "--texts", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -154,6 +155,7 @@ def test_prompts_together_and_one_after_another():
     assert all(ratio > 0 and math.isfinite(ratio) for ratio in found.ratios)
 
 
+@pytest.mark.thorough
 def test_the_command_of_the_engine(tmp_path):
     pytest.importorskip("matplotlib")
     result = invoke(serve, *FAST, *RATES, "--plot", tmp_path / "load.svg")
@@ -224,6 +226,7 @@ def test_adapters_of_other_requests_are_found(monkeypatch):
 NAMES = (servers.OURS, servers.THEIRS)
 
 
+@pytest.mark.thorough
 def test_two_servers_in_turn():
     """Ours twice, in place of another one: the same texts, a value for each round."""
     from server_runs import RunningServer
@@ -243,6 +246,7 @@ def test_two_servers_in_turn():
             servers.ask(one.port, "Alice", 5000)
 
 
+@pytest.mark.thorough
 def test_a_server_that_does_not_start(tmp_path):
     result = invoke(servers, tmp_path / "none.gguf", "--peer-python", sys.executable)
     assert result.exit_code != 0

@@ -60,6 +60,7 @@ def test_the_text_is_the_rule(kind):
     np.testing.assert_array_equal(ruled_linear(x, by_rule(w)), by_loops(x, w))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", TYPES)
 def test_backends_equal_the_text(kind, be):
     if be.name == "cupy":

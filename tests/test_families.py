@@ -77,13 +77,9 @@ def test_float64(case):
         np.testing.assert_allclose(m.embed(expected["tokens"]), expected["embedding64"], rtol=0, atol=2e-5)
 
 
-def of_backends_in_turn() -> list:
-    """Every family by every backend; the suite has each family by one of NumPy and cython, the rest is thorough."""
-    pairs = [(i + j, case, name) for i, case in enumerate(CASES) for j, name in enumerate(BACKENDS)]
-    return [pytest.param(case, name, marks=pytest.mark.thorough if n % 2 else ()) for n, case, name in pairs]
-
-
-@pytest.mark.parametrize(("case", "backend_name"), of_backends_in_turn(), indirect=["backend_name"])
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("backend_name", BACKENDS, indirect=True)
+@pytest.mark.parametrize("case", CASES)
 def test_every_path(case, backend_name):
     reference, _ = case_of(case)
     case_of(case, backend_name)
@@ -105,6 +101,7 @@ def test_each_op_on_the_references_inputs(case):
         assert any(name.endswith("attn.q_norm.hook_normalized") for name in names)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CASES)
 def test_a_native_file_is_the_same_model(case, tmp_path):
     m, expected = case_of(case)
@@ -130,6 +127,7 @@ def written() -> list:
     return [pytest.param(case, target, marks=pytest.mark.slow if n % 3 else ()) for n, case, target in pairs]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:.*taken as not rotated")
 @pytest.mark.parametrize(("case", "target"), written())
 def test_written_files_are_the_same_model(case, target, tmp_path):
@@ -605,6 +603,7 @@ def test_maple_sees_one_key_more_than_llama_cpp(tmp_path, backend_name):
     assert [narrow.config.window_of(layer) for layer in (0, 1)] == [5, None]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", [*MIXTURES, "olmo2", "granite"])
 def test_mistakes_of_a_family_are_named(case):
     m, tokens = model(FAMILIES / case), rng(1).integers(0, 80, 24)

@@ -176,6 +176,7 @@ def test_loading_and_computing_needs_no_more():
 BACKENDS = ("bitnet_ref.kernels.cpu._cpu", "bitnet_ref.backends.cpu", "bitnet_ref.backends.cuda", "cupy")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "more",
     [

@@ -164,20 +164,47 @@ def with_solutions(notebook):
     return notebook
 
 
+def answered_at_the_end(notebook):
+    """The notebook as it is, and behind it the cells of its exercises again, solved, and the one that counts them."""
+    solved = with_solutions(copy.deepcopy(notebook))["cells"]
+    pairs = zip(notebook["cells"], solved, strict=True)
+    again = [after for before, after in pairs if before != after or "check.progress()" in after["source"]]
+    for number, cell in enumerate(again):
+        cell["id"] = f"answer-{number}"
+    notebook["cells"] += again
+    return notebook
+
+
+def builds_on_answers(path):
+    """Whether later cells of a notebook run what a student has written."""
+    return any("check.use(" in "".join(cell["source"]) for cell in cells(path, "code"))
+
+
+def runs():
+    """(path, what is done to the notebook before it runs, for each count of right answers whether all are right)"""
+    for path in NOTEBOOKS:
+        if builds_on_answers(path):
+            yield pytest.param(path, copy.copy, [False], id=f"{path.stem}-as it is")
+            yield pytest.param(path, with_solutions, [True], id=f"{path.stem}-solved")
+        else:
+            yield pytest.param(path, answered_at_the_end, [False, True], id=path.stem)
+
+
 @pytest.mark.notebooks
 @pytest.mark.filterwarnings("ignore")  # Jupyter's own
-@pytest.mark.parametrize("filled", [False, True], ids=["as it is", "solved"])
-@each_notebook
-def test_runs(path, filled, tmp_path, monkeypatch):
-    """In a fresh kernel and an empty folder: a failed assert in a cell fails the test. Solved: each answer is right."""
+@pytest.mark.parametrize(("path", "change", "right"), [*runs()])
+def test_runs(path, change, right, tmp_path, monkeypatch):
+    """In a fresh kernel and an empty folder: a failed assert in a cell fails the test. Solved, each answer is right.
+
+    A notebook in which nothing is built on the answers runs once: it is solved when its end has been reached.
+    """
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):  # many small products: threads only wait for each other
         monkeypatch.setenv(name, os.environ.get(name, "1"))
-    notebook = nbformat.read(path, as_version=4)
-    notebook = with_solutions(notebook) if filled else notebook
+    notebook = change(nbformat.read(path, as_version=4))
     client = nbclient.NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
@@ -189,5 +216,7 @@ def test_runs(path, filled, tmp_path, monkeypatch):
             assert output.output_type != "error", output
     assert not list(tmp_path.iterdir()), "a notebook leaves files behind"
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
-    done, total = re.search(r"(\d+) of (\d+) exercises are right", printed).groups()
-    assert done == (total if filled else "0"), printed
+    counts = re.findall(r"(\d+) of (\d+) exercises are right", printed)
+    assert [(done, total) for done, total in counts] == [
+        (total if filled else "0", total) for filled, (_, total) in zip(right, counts, strict=True)
+    ], printed

@@ -18,7 +18,7 @@ import pytest
 import tokenizers
 from chromium import CHROMIUM, Chromium, check_readable
 from cli_runs import invoke
-from helpers import DATA, model, sampled
+from helpers import DATA, model
 from test_site import DOCS
 
 from bitnet_ref import SamplingParams, load
@@ -179,7 +179,8 @@ def graphs(site, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", sampled(BUGS, 4))
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", BUGS)
 def test_each_button_makes_the_mistake_that_crossval_names(name, graphs):
     m, ids = model("storyteller"), EXPECTED[0]["prompt_ids"][:3] + EXPECTED[0]["token_ids"][:3]
     hypothesis = next(each for each in HYPOTHESES if each.name == name)

@@ -13,7 +13,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import TINY, rng, sampled, tiny_tensors, write_checkpoint
+from helpers import TINY, rng, tiny_tensors, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref import families
@@ -130,6 +130,7 @@ def test_the_family_in_files(target, name, folder, m, tmp_path):
             assert "blk.1.attn_result_norm.weight" in file.tensors
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", ["numpy", "cython"])
 def test_the_family_on_every_path(backend, m):
     checks = list(check_paths(partial(choose_backend, backend, threads=2), m, TOKENS))
@@ -205,7 +206,8 @@ def test_every_code_block_is_carried_out():
     assert len(BLOCKS) == TEXT.count("```python")
 
 
-@pytest.mark.parametrize("recipe", sampled(EDITS))
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", EDITS)
 def test_an_edit_of_the_package(recipe, tmp_path):
     """recipe_checks.py runs in a copy of the package that has the recipe's lines, and no others."""
     shutil.copytree(ROOT / "bitnet_ref", tmp_path / "bitnet_ref")

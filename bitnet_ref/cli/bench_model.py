@@ -70,7 +70,7 @@ def model(subject: Subject, prompt: int, new: int, profile: bool) -> None:
 
 
 def draw_model(bench: ModelBench, subject: Subject, out: Console) -> None:
-    draw_table(out, ("", ""), model_rows(bench, subject), left=2, header=False)
+    draw_table(out, ("", ""), model_rows(bench, subject), left=2)
     describe_conditions(bench.conditions, out)
 
 
@@ -78,7 +78,7 @@ def draw_rule(rule: RuleBench, out: Console) -> None:
     """Both rules for activations, and their difference."""
     title = f"With float activations, and the difference on {rule.tokens} tokens that it drew"
     out.print(f"\n{title}", style="bold")
-    draw_table(out, ("", ""), rule_rows(rule), left=2, header=False)
+    draw_table(out, ("", ""), rule_rows(rule), left=2)
 
 
 def rule_rows(rule: RuleBench) -> Iterator[tuple[str, str]]:

@@ -214,12 +214,9 @@ def report_bench(result: Record | CacheBench, draw: Callable[[Console], None], *
     report({**facts, **result.to_dict()}, draw, 0 if getattr(result, "equal", True) else DIFFERS)
 
 
-def draw_table(
-    out: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1, header: bool = True
-) -> None:
+def draw_table(out: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> None:
     """The first `left` columns as text, wrapped; the others as numbers, aligned right."""
-    titles = columns if header else [""] * len(columns)
-    out.print(make_table([title if i < left else f">|{title}" for i, title in enumerate(titles)], rows))
+    out.print(make_table([title if i < left else f">|{title}" for i, title in enumerate(columns)], rows))
 
 
 def draw_by_shape(

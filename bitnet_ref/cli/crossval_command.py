@@ -526,8 +526,10 @@ def _draw_neighbourhood(opponent: str, comparison: Comparison, out: Console) -> 
         rows.append((op.name, status, *figures, f"{op.cosine:.5f}", f"{op.scale_ratio:.5f}"))
     out.print(style_text(f"\n{opponent}, {comparison.mode}", "bold"))
     columns = ("tensor", "|status", ">|differ", ">|max abs", ">|rel. L2", ">|cosine", ">|scale")
-    tables = [make_table(columns[:shown], [row[:shown] for row in rows]) for shown in (7, 5)]
-    out.print(next((table for table in tables if table.fits(out, out.width)), tables[0]))
+    tables = [make_table(columns[:shown], [row[:shown] for row in rows]) for shown in (len(columns), 5)]
+    out.print(
+        next((table for table in tables if table.fits(out, out.width)), tables[0])
+    )  # stacked: there is room for all
 
 
 def _draw_linear(verdict: LinearVerdict, out: Console) -> None:

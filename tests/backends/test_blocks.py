@@ -47,6 +47,7 @@ def check_blocks(m, lengths, dtype=None):
             np.testing.assert_array_equal(mine[:, slot, :length], theirs[:, slot, :length])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 def test_every_golden_model(case, dtype):
@@ -103,6 +104,7 @@ def random_layer(be, cfg, generator, *, biases, sub_norms, odd_one=None):
     )
 
 
+@pytest.mark.thorough
 @settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_blocks_of_any_shape(data):

@@ -139,6 +139,7 @@ def test_launches_that_block_run_at_once(monkeypatch, blocking, late):
     assert array.tolist() == [0] * 4
 
 
+@pytest.mark.thorough
 def test_an_error_comes_when_it_is_waited_for(tmp_path):
     """And what was to come after it does not, as on a card."""
     source = tmp_path / "stops.cu"

@@ -106,6 +106,7 @@ def test_paths_give_equal_logits_through_run(case):
         np.testing.assert_array_equal(logits, m.logits(tokens))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", ["2-bit", "table", "1.6-bit"])
 @pytest.mark.parametrize("tokens", [1, 16, 17])
 def test_every_layout(layout, tokens):

@@ -144,6 +144,7 @@ def test_the_rounding_of_the_exact_logits_is_in_the_bounds(compiled):
 finite_floats = st.floats(-1e6, 1e6, width=32, allow_subnormal=True)
 
 
+@pytest.mark.thorough
 @given(st.data())
 @settings(max_examples=100)
 def test_bounds_and_choices_on_any_head(data):
@@ -177,6 +178,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_choices_equal_those_of_all_logits(compiled, kind):
     w = adversarial(kind)
@@ -301,6 +303,7 @@ def pair():
     return [bitnet_ref.load("storyteller", backend="cython", threads=2, head=head) for head in ("exact", "screened")]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("params", PARAMS[:-1])
 def test_generation_is_the_same_to_the_bit(pair, params):
     prompts = ["Once upon a time", "Alice", "The old man of the sea"]

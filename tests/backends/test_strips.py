@@ -50,6 +50,7 @@ def both(layer, config, simd, threads):
             yield be, replace(layer, **weights)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("simd", SETS)
 @pytest.mark.parametrize(("hidden", "ffn"), [(64, 64), (70, 333), (513, 300), (300, 1100)])
 def test_the_bits_do_not_depend_on_what_is_skipped(simd, hidden, ffn):
@@ -71,6 +72,7 @@ def test_the_bits_do_not_depend_on_what_is_skipped(simd, hidden, ffn):
     assert read_whole == {True, False}  # both ways were taken
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("simd", SETS)
 @pytest.mark.parametrize(("hidden", "ffn"), [(70, 333), (513, 300), (300, 1100)])
 def test_several_tokens_do_not_multiply_by_zeros(simd, hidden, ffn):

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import sampled
 
 import bitnet_ref
 
@@ -31,7 +30,8 @@ def run_campaign(kind, first, count, folder):
     assert used < count or kind == "prepared", "none is refused"
 
 
-@pytest.mark.parametrize("kind", sampled(["sizes", "prepared", "trace"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["sizes", "prepared", "trace"])
 def test_a_few(kind, tmp_path):
     run_campaign(kind, 50, 8 if kind == "trace" else 20, tmp_path)
 

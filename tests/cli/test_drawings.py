@@ -311,6 +311,7 @@ DRAWINGS = {
     "crossval": lambda out: crossval_command.draw(CROSSINGS, ["gone"], out),
     "crossval, no causes": lambda out: crossval_command.draw(CROSSINGS[:2], [], out, causes=False),
     "crossval, narrow": (lambda out: crossval_command.draw(CROSSINGS[:1], [], out), 60),
+    "crossval, very narrow": (lambda out: crossval_command.draw(CROSSINGS[:1], [], out), 30),
     "crossval, backends": lambda out: crossval_command.draw_backends(CROSSINGS[:2], [], out),
     "precision": lambda out: crossval_command._draw_precision(PRECISION, out),
     "precision, without a card": lambda out: crossval_command._draw_precision(replace(PRECISION, device=None), out),

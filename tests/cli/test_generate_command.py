@@ -126,6 +126,7 @@ def test_a_reader_that_left_before_the_report():
     assert (child.returncode, err) == (0, b"")
 
 
+@pytest.mark.thorough
 def test_a_stdout_that_is_not_utf8():
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "100"}
     child = process("generate", "Æ", "--max-tokens", 1, *PLAIN, "--json", stdout=subprocess.PIPE, env=env)

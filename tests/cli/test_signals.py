@@ -34,6 +34,7 @@ def is_alive(pid):
         return file.read().split()[2] != "Z"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_what_watch_has_started_ends_with_it(tmp_path, number):

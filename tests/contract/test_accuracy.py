@@ -63,6 +63,7 @@ def test_dense_linear_and_lm_head(be, reference, in_double, n, out, k):
     both(be, reference, in_double, lambda b, x: call(b, "lm_head", x, w), x)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize(
     ("n", "out", "k", "group"),

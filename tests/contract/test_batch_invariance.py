@@ -21,9 +21,10 @@ MODELS = {
 }
 
 
-@pytest.fixture(
-    params=[pytest.param(name, marks=pytest.mark.long_emulated) if name == "storyteller" else name for name in MODELS]
-)
+LARGE = (pytest.mark.long_emulated, pytest.mark.thorough)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=LARGE if name == "storyteller" else ()) for name in MODELS])
 def m(request, backend_name):
     return model(MODELS[request.param], backend_name)
 

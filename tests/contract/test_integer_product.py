@@ -28,6 +28,7 @@ def check_product(be, x_q, w_t):
     np.testing.assert_array_equal(acc, oracle(x_q, w_t))
 
 
+@pytest.mark.sample(3)
 @given(
     m=st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 33, 64, 65]),
     n=st.integers(1, 70),
@@ -134,6 +135,7 @@ def test_a_tiny_row_is_scaled_by_the_floor(be):
     assert x_q[0].tolist() == [13, -5, 0]
 
 
+@pytest.mark.sample(3)
 @given(
     hnp.arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(1, 40)), elements=st.floats(-9e4, 9e4, width=32))
 )
@@ -158,6 +160,7 @@ def test_non_finite_activations_are_refused(be, bad, column):
 # -- BitLinear ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @given(m=st.integers(0, 9), n=st.integers(1, 40), k=st.integers(1, 90), seed=st.integers(0, 2**32 - 1))
 def test_linear_equals_numpy_to_the_bit(be, reference, m, n, k, seed):
     generator = rng(seed)
@@ -198,6 +201,7 @@ def test_dequantize_is_one_division_and_one_product(be):
     np.testing.assert_array_equal(call(be, "dequantize", acc, mine, scale), expected)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("tokens", [383, 384, 385, 800])
 def test_more_tokens_than_a_kernel_takes_at_once(be, reference, tokens):
     random = rng(tokens)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import DATA, GOLDEN, GOLDEN_CASES, golden, model, sampled
+from helpers import DATA, GOLDEN, GOLDEN_CASES, golden, model
 from tracing_engines import TOKENS, NoisyBackend, QuickBackend, load_random, record
 
 import bitnet_ref
@@ -68,6 +68,7 @@ def run(backend, m, tokens):
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", ["storyteller", *GOLDEN_CASES, *FAMILY_CASES, *WITH_FACTORS])
 def test_the_order_of_ops_is_the_recorders(case):
     m = WITH_FACTORS[case]() if case in WITH_FACTORS else case_of(case)
@@ -87,7 +88,8 @@ def test_the_order_of_ops_is_the_recorders(case):
     assert (len(replayed.ops), replayed.missing) == (len(seen), [])
 
 
-@pytest.mark.parametrize("case", sampled(FAMILY_CASES, 2))
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("case", FAMILY_CASES)
 def test_each_op_of_a_family_is_judged_by_its_own_inputs(case):
     """A tensor changed by a thousandth is named, or the first that is computed from it."""
     m = case_of(case)
@@ -120,6 +122,7 @@ def test_norms_over_heads_may_have_a_row_for_each_head():
     assert judge_trace(m, apart, np.array(ids)).agrees
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_backends_agree_on_the_golden_cases(case, backend_name):
     tokens = golden(case)["tokens"]

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import sampled
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "crossval"))
 
@@ -16,7 +15,8 @@ MENDED = (64, 121, 44)
 SAMPLE = (8, 10, 16, 29, 36)
 
 
-@pytest.mark.parametrize("seed", sampled([*SAMPLE, *MENDED], 2))
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("seed", [*SAMPLE, *MENDED])
 def test_a_correct_engine_agrees(seed):
     outcome = correct_engines.outcome(seed)
     assert not outcome.wrong, outcome

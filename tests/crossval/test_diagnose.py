@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from helpers import BITNET, GOLDEN, model, sampled, write_checkpoint
+from helpers import BITNET, GOLDEN, model, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref.cli import cli
@@ -59,6 +59,7 @@ def confirmed(diagnoses: list) -> set[str]:
     return {diagnosis.name for diagnosis in diagnoses if diagnosis.confirmed}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_confirmed_of_a_correct_engine(case, load, backend_name):
     """A backend of ours has nothing wrong, and no reference with a mistake that shows agrees with it."""
@@ -77,6 +78,7 @@ def test_nothing_is_confirmed_of_a_correct_engine(case, load, backend_name):
             assert compare(right, wrong, m.config, TOKENS).agrees, hypothesis.name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_each_mistake_is_confirmed_and_no_other(case, load):
     m = load(case)
@@ -104,6 +106,7 @@ def test_each_mistake_is_confirmed_and_no_other(case, load):
     assert found > 15
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name",
     ["silu_for_relu2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("scale_inverted", "gqa_heads_interleaved"))],
@@ -131,6 +134,7 @@ def test_a_harmless_order_of_q_and_k_is_named_as_such(load):
     assert "Nothing is wrong" in str(found[0])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mistakes", [("rope_interleaved", "silu_for_relu2"), ("scale_inverted", "head_int8_rows")])
 def test_two_mistakes_at_once(mistakes, load):
     candidate = made_by(load(), *mistakes)
@@ -269,9 +273,8 @@ def test_a_known_mistake_in_some_layers_is_named(names, layers, words, three_lay
     assert count == len(names) or count > 30
 
 
-@pytest.mark.parametrize(
-    "hook", sampled(["hook_beta", "hook_conv", "hook_log_decay", "hook_delta_out", "hook_gated_z"], 5)
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("hook", ["hook_beta", "hook_conv", "hook_log_decay", "hook_delta_out", "hook_gated_z"])
 def test_a_mistake_in_a_delta_net_is_described(hook):
     """In the second of three DeltaNet layers: half of each token's numbers is zero."""
     m = model(GOLDEN.parent / "families" / "qwen3_5-groups128-hybrid")

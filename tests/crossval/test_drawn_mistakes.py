@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import sampled
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "crossval"))
 
@@ -21,7 +20,8 @@ MENDED = (15, 44, 54, 71, 74, 75, 77, 78, 109, 137, 144, 188, 228, 279, 302, 330
 MISSED = (25, 50, 472, 475)
 
 
-@pytest.mark.parametrize("seed", sampled(SAMPLE, 2))
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("seed", SAMPLE)
 def test_the_cause_of_a_drawn_mistake_is_named(seed):
     outcome = drawn_mistakes.outcome(seed, budget_s=120)
     assert outcome.first_right, outcome

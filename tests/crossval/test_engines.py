@@ -90,6 +90,7 @@ def test_onnxruntime_on_every_case():
         assert crossing.agrees, f"{subject}: {crossing.verdict}"
 
 
+@pytest.mark.thorough
 @needs_onnx
 def test_the_shell_runs_an_engine():
     result = CliRunner().invoke(cli, ["crossval", "onnxruntime", str(CASE), "--tokens", "1,5,9"])

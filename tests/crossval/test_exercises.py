@@ -780,6 +780,7 @@ def test_every_exercise_has_five_wrong_answers():
     assert {name: len(case.wrong) for name, case in CASES.items() if len(case.wrong) < 5} == {}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=(SLOW | LONG).get(name, ())) for name in CASES])
 def test_wrong_answers_are_refused_with_the_sentence_that_helps(name, notebook):
     for answer, says in CASES[name].wrong:
@@ -792,6 +793,7 @@ def test_wrong_answers_are_refused_with_the_sentence_that_helps(name, notebook):
 IN_THE_NOTEBOOK = {"6.hunt", "6.1", "10.files", "5.1"}
 
 
+@pytest.mark.sample(4)
 @each_exercise
 def test_right_answers_are_taken_in_other_words_and_types(name, notebook):
     solution = [] if name in IN_THE_NOTEBOOK else [Edit("", "")]
@@ -800,6 +802,7 @@ def test_right_answers_are_taken_in_other_words_and_types(name, notebook):
         assert answered.status == "right", (name, answer, answered.text)
 
 
+@pytest.mark.sample(3)
 @each_exercise
 def test_none_is_no_answer(name, notebook):
     nothing = {"file 0": None, "file 1": None} if name == "10.files" else None

@@ -121,6 +121,7 @@ def test_the_whole_list_and_200_correct_runs(capsys):
 # -- files and the shell -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_files_of_every_form(engine, tmp_path):
     prompt = engine.tokenizer.encode(PROMPT)
     ids = list(generated(engine, prompt, 8))

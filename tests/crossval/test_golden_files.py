@@ -33,6 +33,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "target"), NAMES)
 def test_a_file_gives_its_logits(name, target, folder):
     facts = json.loads((folder / "files.json").read_text())

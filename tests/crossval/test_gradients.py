@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from helpers import sampled
 from safetensors.numpy import save_file
 from training.test_trainer import CASES, folder_of, golden_of
 
@@ -47,7 +46,8 @@ FIRST = {
 }
 
 
-@pytest.mark.parametrize("mistake", sampled(MISTAKES, 4), ids=lambda mistake: mistake.description[:40])
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.description[:40])
 def test_each_mistake_is_named(mistake, step):
     verdict = judge(step, step.take(mistake))
     assert verdict.cause == mistake.description

@@ -7,7 +7,6 @@ import numpy as np
 import numpy_layers
 import pytest
 from click.testing import CliRunner
-from helpers import sampled
 
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval.linear import cross_linear
@@ -74,7 +73,8 @@ def of(name, **options):
     return cross_linear(f"{LAYERS}:{name}", **options)
 
 
-@pytest.mark.parametrize("name", sampled(RIGHT))
+@pytest.mark.sample(9)
+@pytest.mark.parametrize("name", RIGHT)
 def test_right_layers_agree(name):
     verdict = of(name)
     assert verdict.agrees, [each for each in verdict.lines if each.status not in ("right", "a choice", "-")]
@@ -109,6 +109,7 @@ def test_every_layer_is_judged():
     assert own == {*RIGHT, *MISTAKES, "Of128NotCut"}
 
 
+@pytest.mark.thorough
 def test_two_mistakes_are_both_named():
     verdict = of("Of128NotCut")
     assert {each.line for each in verdict.lines if each.status == "WRONG"} == {
@@ -153,6 +154,7 @@ def test_tokens_of_ties_stay_ties_behind_a_norm(levels):
     assert np.linalg.cond(signs()) < 2
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_built_is_said():
     assert "has no attribute 'Missing'" in of("Missing").sentence
     assert of("Missing").agrees is None
@@ -161,6 +163,7 @@ def test_what_cannot_be_built_is_said():
         cross_linear("bitlinear")
 
 
+@pytest.mark.thorough
 def test_arguments_can_be_given():
     assert of("Turned", args="in_features, size_out=out_features, use_bias=bias").agrees
     assert "malformed" in of("Turned", args="open('x')").sentence  # nothing is executed

@@ -60,6 +60,7 @@ def test_a_backend_agrees_over_520_tokens_and_its_receipt_holds(tiny, tmp_path):
     assert not verification.unchecked
 
 
+@pytest.mark.thorough
 def test_a_mistake_at_late_positions_is_found(tiny):
     crossing = Crossing("late")
     with (
@@ -73,6 +74,7 @@ def test_a_mistake_at_late_positions_is_found(tiny):
     assert crossing.long[0].first_divergence.token >= 100
 
 
+@pytest.mark.thorough
 @needs_cython
 def test_the_command_runs_both(tiny):
     arguments = ["crossval", "backends", str(tiny.path), "--only", "cython", "--json"]

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from helpers import GOLDEN
 
 from bitnet_ref.cli import main
@@ -19,6 +20,7 @@ def run(arguments, capsys):
     return code, json.loads(captured.out), captured.err
 
 
+@pytest.mark.thorough
 def test_cells_are_kept_and_failures_have_their_reason(tmp_path, capsys, monkeypatch):
     table = tmp_path / "table.md"
     arguments = [MODEL, str(tmp_path / "none"), "--engine", "numpy", "--engine", "llama-cpp", "--out", str(table)]

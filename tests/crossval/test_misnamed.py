@@ -34,6 +34,7 @@ def crossed(m, tensors, path, **options):
 CASES = [(f, given) for f in FAMILIES for given in WRONG if f == "storyteller" or "sub_norm" not in WRONG[given]]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("family", "given"),
     [pytest.param(*case, marks=pytest.mark.thorough if i % 4 else ()) for i, case in enumerate(CASES)],

@@ -91,6 +91,7 @@ def pair(request):
     return tokens, m.run_with_cache(tokens)[1], run_engine(Float32Engine(), tokens)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("more", [(), FIVE])
 def test_a_correct_engine_agrees_up_to_rounding(pair, more):
     tokens, right, seen = pair

@@ -73,6 +73,7 @@ EACH = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sample(4)
 @EACH
 def test_a_mistake_that_engines_shipped_is_named(mistake: shipped_mistakes.Shipped) -> None:
     judgement = shipped_mistakes.judge(mistake)

@@ -109,6 +109,7 @@ def confirmed(result):
     return [cause.name for cause in result.causes if cause.confirmed]
 
 
+@pytest.mark.thorough
 def test_our_own_server_agrees():
     pytest.importorskip("uvicorn", reason="uvicorn is not installed")
     from server_runs import RunningServer
@@ -123,6 +124,7 @@ def test_our_own_server_agrees():
     assert vectors["agrees"], vectors["verdict"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "shows", [(), ("ids",), ("ids", "return_token_ids"), ("ids", "logprobs"), ("ids", "logprobs", "llama.cpp")], ids=str
 )
@@ -143,6 +145,7 @@ def test_ids_end_before_a_token_that_the_server_left_out(engine):
     assert list(answer.logprobs) == [2]
 
 
+@pytest.mark.thorough
 def test_a_prompt_mistake_is_named_by_log_probabilities(engine):
     """BOS twice, which changes few tokens."""
     result = cross(Planted(engine, lambda ids: [ids[0], *ids], shows=("ids", "logprobs")), engine)
@@ -163,6 +166,7 @@ def test_a_mistake_is_named_by_tokens(engine):
     assert all(name.startswith("repetition_penalty") for name in names), names
 
 
+@pytest.mark.thorough
 def test_sampling_is_noticed(engine):
     result = cross(Planted(engine, shows=("ids", "return_token_ids"), temperature=1.0), engine)
     assert confirmed(result) == ["sampling"]

@@ -139,6 +139,7 @@ def test_a_trace_of_another_engine(tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_logits_alone(tmp_path):
     m = model(CASE)
     for logits in (m.logits(TOKENS), m.logits(TOKENS)[-1]):
@@ -292,6 +293,7 @@ def test_a_receipt_holds(receipt, monkeypatch):
     assert any("cupy" in line for line in found.unchecked)
 
 
+@pytest.mark.thorough
 def test_a_changed_receipt_is_refused(receipt):
     text = receipt.read_text()
     receipt.write_text(text.replace('"differ": 0', '"differ": 1', 1))
@@ -308,6 +310,7 @@ def test_a_changed_receipt_is_refused(receipt):
         verify_receipt(receipt)
 
 
+@pytest.mark.thorough
 @needs_cython
 def test_a_receipt_that_says_otherwise_is_refuted(receipt):
     kept = read_receipt(receipt)
@@ -323,6 +326,7 @@ def test_a_receipt_that_says_otherwise_is_refuted(receipt):
     assert "accumulators" in found.refuted[1]
 
 
+@pytest.mark.thorough
 def test_a_receipt_of_other_weights_is_refuted(receipt):
     write_checkpoint(receipt.parent / "m", BITNET, tiny_tensors(BITNET, seed=9))
     found = verify_receipt(receipt)
@@ -340,6 +344,7 @@ def test_a_receipt_without_its_model_confirms_nothing(receipt):
     assert not verify_receipt(receipt, str(receipt.parent / "elsewhere")).refuted
 
 
+@pytest.mark.thorough
 def test_the_trace_of_a_receipt_may_have_a_name_that_no_file_can_have(receipt):
     sealed = read_receipt(receipt)
     sealed["kind"], sealed["subject"]["trace"] = "trace", "x" * 5000

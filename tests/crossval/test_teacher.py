@@ -40,6 +40,7 @@ def test_bitlinears_are_equal_on_every_golden_case(case, backend_name):
     assert blocks <= {op.name for op in found.ops}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_a_run_holds_against_itself(case, backend_name):
     m = model(GOLDEN / case, backend_name)
@@ -54,6 +55,7 @@ HEADS = defaultdict(set, v_proj={"blocks.0.attn.hook_v", "blocks.1.attn.hook_v"}
 LINEARS = [name for name, _ in model(GOLDEN / CASE).weights.linears() if name != "lm_head"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("linear", LINEARS)
 def test_a_changed_weight_is_named(linear):
     """One of the matrix's -1, 0, +1 changed to another."""
@@ -132,6 +134,7 @@ WRONG_OPS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("op", WRONG_OPS)
 def test_a_wrong_op_is_named(op):
     change, name = WRONG_OPS[op]

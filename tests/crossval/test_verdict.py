@@ -244,6 +244,7 @@ def test_the_verdict_comes_first_and_ctrl_c_keeps_what_is_known(unexplained):
     assert "Traceback" not in shown
 
 
+@pytest.mark.thorough
 def test_the_budget_ends_the_search(unexplained, tmp_path):
     started = time.monotonic()
     result = crossval("trace", "storyteller", unexplained, "--budget", "0.05s", "--json", "--html", tmp_path / "page")
@@ -256,6 +257,7 @@ def test_the_budget_ends_the_search(unexplained, tmp_path):
         assert crossval("trace", CASE, unexplained, "--budget", bad).exit_code == 2
 
 
+@pytest.mark.thorough
 def test_progress_is_told(unexplained):
     m, told = model("storyteller"), []
     crossing = cross_trace(m, unexplained, causes=False)
@@ -311,6 +313,7 @@ def test_watch(tmp_path, seen):
     assert "exited with 9" in lines[2]["verdict"]
 
 
+@pytest.mark.thorough
 def test_watch_without_a_trace(tmp_path):
     child = process("crossval", "watch", "--model", CASE, "true", stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     assert "has not written a file *.safetensors here; name the trace with --trace" in child.stdout.readline()

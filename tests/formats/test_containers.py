@@ -43,6 +43,7 @@ def read_all(raw):
 # -- golden files ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_golden(name, backend_name):
     case = json.loads((CASES / name / "case.json").read_text())
@@ -51,6 +52,7 @@ def test_golden(name, backend_name):
     np.testing.assert_allclose(m.logits(golden["tokens"]), golden["logits"], rtol=0, atol=case["tolerance"])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_native_file_of_it_is_the_same_model(name, tmp_path):
     path = CASES / name / json.loads((CASES / name / "case.json").read_text())["path"]
@@ -192,6 +194,7 @@ def test_blocks_are_written_as_llama_cpp_writes_them(name, target, tmp_path):
             np.testing.assert_array_equal(ours.read_raw(each), theirs.read_raw(each))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -342,6 +345,7 @@ def test_several_scales_leave_the_inputs_in_float(tmp_path):
 # -- split files -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("source", "target"),
     [

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from cli_runs import invoke, invoke_json
 from helpers import BITNET as BITNET_CONFIG
-from helpers import DATA, GOLDEN, TINY, model, sampled, tiny_tensors, write_checkpoint
+from helpers import DATA, GOLDEN, TINY, model, tiny_tensors, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref.cli.convert_command import TARGET_NAMES
@@ -98,6 +98,7 @@ def pairs():
         yield pytest.param(BITNET_TARGETS[first], BITNET_TARGETS[second], marks=marks)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("first", "second"), list(pairs()))
 def test_every_pair_keeps_every_plane(first, second, every_format, tmp_path, tiles):
     """Compared with the golden BitNet itself, so what `convert` proves of each step is not taken for granted."""
@@ -120,8 +121,9 @@ def test_the_bytes_are_reproducible(target, every_format, tmp_path, tiles):
         assert (again / name).read_bytes() == (before / name).read_bytes()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.thorough
-@pytest.mark.parametrize("target", sampled(BITNET_TARGETS))
+@pytest.mark.parametrize("target", BITNET_TARGETS)
 def test_storyteller_still_tells_its_story(target, tmp_path):
     if target in ("gguf-tl1", "gguf-tl2"):
         pytest.skip("another ini than the golden model's")

@@ -149,6 +149,7 @@ def write_family(folder, config):
     return write_checkpoint(folder, config, tensors)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family, tmp_path):
     """f32 loses nothing: the same configuration, the same weights to the bit, q and k in our order again."""

@@ -112,6 +112,7 @@ def put(kind, path, outside):
     kind(path, outside)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_file_of_a_folder(kind, tmp_path):
     """Refused by what reads it, in each use; and nothing of a file outside is in what is written."""
@@ -254,6 +255,7 @@ def raw_reads(path):
             yield node.lineno, name
 
 
+@pytest.mark.thorough
 def test_files_are_opened_in_one_place():
     seen = {}
     for path in PACKAGE.rglob("*.py"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import BITNET, TINY, raw_safetensors, rng, run_python, sampled
+from helpers import BITNET, TINY, raw_safetensors, rng, run_python
 
 from bitnet_ref.backends import cuda
 from bitnet_ref.formats.convert import convert
@@ -98,9 +98,10 @@ def write_large_checkpoint(folder: Path, config: dict) -> int:
     return (folder / "model.safetensors").stat().st_size
 
 
+@pytest.mark.sample(2)
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
-@pytest.mark.parametrize("kind", sampled(["packed", "dense"], 2))
+@pytest.mark.parametrize("kind", ["packed", "dense"])
 def test_peak_of_a_load(tmp_path, backend_name, kind):
     emulated = backend_name == "cupy" and cuda.emulation_wanted()  # the memory of that device is the host's
     if backend_name == "cupy" and not emulated:
@@ -148,9 +149,10 @@ def write_large_gguf(path: Path, kind: str) -> int:
     return path.stat().st_size
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 @pytest.mark.filterwarnings("ignore:.*taken as not rotated")
-@pytest.mark.parametrize("kind", sampled(["Q2_0", "PTQ1_0"], 2))
+@pytest.mark.parametrize("kind", ["Q2_0", "PTQ1_0"])
 def test_peak_of_a_load_of_groups(tmp_path, kind):
     """The blocks become the packed form in pieces, never floats; those are 15 times as many bytes."""
     path = tmp_path / "x.gguf"

@@ -74,6 +74,7 @@ def native(tmp_path):
 # -- what is in it -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", GOLDEN_CASES)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_the_same_model(case, storage, tmp_path):

@@ -50,6 +50,7 @@ def copied(case, to):
 FAMILIES = [f"families/{folder.name}" for folder in sorted((DATA / "families").iterdir())]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", [*GOLDEN_CASES, *FAMILIES])
 def test_every_kind_of_model_computes_the_same_from_its_file(case, tmp_path):
     folder = copied(case, tmp_path)
@@ -155,6 +156,7 @@ def damaged(data, how, dice):
     return bytes(out)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", ["cut", "bit", "bytes", "letters"])
 def test_a_damaged_file_is_made_again(how, tmp_path):
     folder = write_checkpoint(tmp_path / "hf", BITNET)

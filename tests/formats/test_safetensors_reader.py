@@ -225,6 +225,7 @@ def test_bad_files(case, tmp_path):
         assert caught.value.offset >= 8
 
 
+@pytest.mark.thorough
 def test_more_tensors_than_any_model_has(tmp_path):
     text = b'"%x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
     header = b"{" + b",".join(text % number for number in range(MAX_TENSORS + 1)) + b"}"

@@ -208,6 +208,7 @@ def test_without_a_pattern_nothing_is_guessed(kind):
             infer_tiles(kind, pack_tl(kind, np.full((n, k), constant, dtype=np.int8), tiles), n, k)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_known_shape(kind):
     n, k = 1536, 1536

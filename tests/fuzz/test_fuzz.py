@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers import run_python, sampled
+from helpers import run_python
 
 CAMPAIGN = Path(__file__).parent / "campaign.py"
 COUNTS = {
@@ -67,14 +67,16 @@ def run_in_one_process(kind, first, last, timeout_s):
     return outcomes
 
 
-@pytest.mark.parametrize("kind", sampled(COUNTS))
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("kind", COUNTS)
 def test_mutants_with_every_backend(kind):
     needs_package(kind)
     check_variety(run_in_one_process(kind, 0, COUNTS[kind], timeout_s=300))
 
 
+@pytest.mark.thorough
 @needs_linux
-@pytest.mark.parametrize("kind", sampled(FORKED_KINDS))
+@pytest.mark.parametrize("kind", FORKED_KINDS)
 def test_mutants_within_their_limits(kind, tmp_path):
     """Each in a child with 5 CPU-seconds and 1 GiB beyond the files' size: a model or one of our errors."""
     run_forked(kind, 100_000, FORKED_COUNT, tmp_path)
@@ -96,6 +98,7 @@ def run_forked(kind, first, count, folder):
     check_variety(outcomes)
 
 
+@pytest.mark.thorough
 @needs_linux
 def test_the_limits_are_limits():
     """What the forked campaign reports of children that do that."""

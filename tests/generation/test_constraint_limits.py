@@ -203,6 +203,7 @@ LARGEST = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LARGEST)
 def test_the_largest_that_are_accepted_compile_and_run_on_a_small_stack(name, said_of_largest):
     said = said_of_largest[name]
@@ -289,6 +290,7 @@ def test_a_chain_is_never_longer_than_measured():
     assert measure_chain([1] * 50_000, [[node + 1] for node in range(49_999)] + [[]]) == 50_000
 
 
+@pytest.mark.thorough
 def test_the_work_grows_with_the_size_alone(monkeypatch):
     """Texts that search again and again for an end, and graphs with one large component, take one pass."""
     monkeypatch.setattr(constraint_limits, "MAX_CHAIN", 1 << 30)

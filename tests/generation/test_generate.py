@@ -33,6 +33,7 @@ def test_greedy_decoding_equals_recomputing_every_prefix(story):
         ids.append(token)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "params", [{}, {"temperature": 0.9, "top_k": 50, "seed": 3}, {"temperature": 1.2, "top_p": 0.8, "seed": 5}]
 )
@@ -158,6 +159,7 @@ def test_several_python_threads_may_use_one_model(story):
     assert [(row.token_ids, row.logprobs) for row in together] == [(row.token_ids, row.logprobs) for row in alone]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # Python 3.12 and later: that is the point
 def test_a_forked_child_can_compute(be):

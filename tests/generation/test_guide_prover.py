@@ -56,6 +56,7 @@ def test_bad_guides_of_every_kind_are_the_requests_own_error(vocabulary, prover)
     assert prover.compiled >= 3
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "value"),
     [("CPU_S", 0.3), ("MEMORY_BYTES", 1 << 22), ("STACK_BYTES", 1 << 16)],

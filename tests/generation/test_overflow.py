@@ -55,6 +55,7 @@ def test_what_is_kept(length, window, sinks):
             assert len(kept) == first + (window - first) // 2
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("backend", "policy", "more", "words", "new"),
     [("numpy", "sinks", {}, 20, 24), *((FAST, *case, words, 50) for case in MOVING for words in (4, 40))],
@@ -290,6 +291,7 @@ def test_the_shell_says_what_was_dropped(talker):
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])
 def test_an_engine_gives_what_generate_gives(cache_dtype):
     """Texts that drop tokens run beside others that do not, in pages of which there are few."""

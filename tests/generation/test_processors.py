@@ -52,6 +52,7 @@ def test_count_penalties_count_what_was_generated():
     np.testing.assert_allclose(CountPenalties(0.5, 0.25, 3)(ids, logits), expected, rtol=1e-6)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("params", [*PARAMS, *WHOLE], ids=in_words)
 def test_a_batch_gives_what_each_row_gives_alone(params, story):
     batch = story.generate(PROMPTS, max_tokens=10, seed=3, **params)
@@ -66,6 +67,7 @@ def pair():
     return [bitnet_ref.load("storyteller", backend="cython", threads=2, head=head) for head in ("exact", "screened")]
 
 
+@pytest.mark.sample(3)
 @needs_kernels
 @pytest.mark.parametrize("params", PARAMS, ids=in_words)
 def test_the_screened_head_gives_the_same_from_fewer_rows(pair, params):

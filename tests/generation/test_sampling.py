@@ -109,6 +109,7 @@ def test_greedy_takes_the_smallest_id_among_the_largest(logits):
     assert choose(logits, SamplingParams(temperature=0.7, top_k=1), rng.random()) == expected
 
 
+@pytest.mark.thorough
 def test_sampling_follows_the_distribution():
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
     rng = np.random.default_rng(1)

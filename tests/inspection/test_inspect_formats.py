@@ -72,6 +72,7 @@ def changed(path, source, values=None, drop=(), data=None, types=None):
 # -- what it says of good files ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_format_is_what_load_makes_of_it(formats, target):
     found, model = inspect_model(formats[target]), bitnet_ref.load(formats[target], backend="numpy", threads=1)

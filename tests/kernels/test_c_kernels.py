@@ -76,6 +76,7 @@ INSTRUCTIONS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="x86-64 Linux only")
 def test_the_extension_holds_the_instructions_of_every_set():
     _cpu = pytest.importorskip("bitnet_ref.kernels.cpu._cpu")

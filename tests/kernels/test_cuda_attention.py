@@ -41,6 +41,7 @@ def cases(draw):
     return kv_heads, group, head_dim, kind, window, page_size, pieces
 
 
+@pytest.mark.thorough
 @settings(max_examples=20, deadline=None)
 @given(cases())
 def test_a_token_attends_alike_in_any_company(be, case):
@@ -113,6 +114,7 @@ def decodings(draw):
     )
 
 
+@pytest.mark.thorough
 @settings(max_examples=25, deadline=None)
 @given(decodings())
 def test_attention_that_rotates_and_appends_changes_no_bit(be, case):

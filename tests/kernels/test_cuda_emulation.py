@@ -172,6 +172,7 @@ def test_threads_at_different_barriers(file):
     assert "thread 32 waits in __syncthreads at line 15" in message
 
 
+@pytest.mark.thorough
 def test_collectives_that_do_not_match(file):
     message = failure(file, "masks_that_differ", 32)
     assert "different collectives: __shfl_sync with mask 0xffff8000 and __shfl_sync with mask 0xffffffff" in message
@@ -182,6 +183,7 @@ def test_collectives_that_do_not_match(file):
     assert "thread 0 waits in __shfl_sync with mask 0xffffffff; thread 3 waits in __syncthreads" in message
 
 
+@pytest.mark.thorough
 def test_writes_past_shared_memory(file):
     assert "a write past the 100 bytes of dynamic shared memory, at byte 100" in failure(
         file, "past_shared_memory", shared_mem=100
@@ -392,6 +394,7 @@ def test_a_kernel_that_is_not_there(file):
         device.kernel("absent.cu", "absent")
 
 
+@pytest.mark.thorough
 def test_a_file_that_does_not_compile(tmp_path):
     path = tmp_path / "wrong.cu"
     path.write_text('extern "C" __global__ void f(int *y) { y[0] = missing; }')

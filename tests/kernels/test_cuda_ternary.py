@@ -65,6 +65,7 @@ def check(kernels, weight, x_q, x_scale, names, prepared=None):
         np.testing.assert_array_equal(found.view(np.int32), y.view(np.int32), err_msg=str(name))
 
 
+@pytest.mark.thorough
 @settings(max_examples=150)
 @given(st.integers(0, 1000), st.integers(1, 40), st.integers(1, 70), st.integers(1, 700))
 @example(0, 1, 1, 1)
@@ -89,6 +90,7 @@ def test_the_order_of_threads_does_not_matter(order):
         check(kernels, *random_case(order, tokens, 40, 1300), kernels_for(tokens))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("n_in", "tokens"), [(6912, 1), (6912, 9), (27648, 2), (27648, 33)])
 @pytest.mark.parametrize("value", [127, -128])
 def test_the_largest_sums(kernels, n_in, tokens, value):
@@ -120,6 +122,7 @@ def test_every_token_alone_and_together(kernels):
         np.testing.assert_array_equal(device.to_host(alone), together[part])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rows", [(48, 16, 9), (32, 7)])
 @pytest.mark.parametrize(("tokens", "n_in"), [(1, 260), (3, 260), (40, 260), (40, 9000)])
 def test_a_stack_is_its_matrices(kernels, rows, tokens, n_in):

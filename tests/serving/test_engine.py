@@ -134,6 +134,23 @@ def test_asyncio_streams_many_at_once(story):
     check(engine)
 
 
+async def chunks_of(stream):
+    return [chunk.token_id async for chunk in stream]
+
+
+async def result_of(stream):
+    return (await stream.aresult()).token_ids
+
+
+@pytest.mark.parametrize("read", [chunks_of, result_of])
+def test_a_paused_stream_goes_on_when_asyncio_reads_it(story, read):
+    with story.engine(max_unread=2) as engine:
+        stream = engine.stream("Alice", max_tokens=12)
+        until(lambda: stream._ticket.held)
+        assert asyncio.run(asyncio.wait_for(read(stream), 20)) == story.generate("Alice", max_tokens=12).token_ids
+    check(engine)
+
+
 def test_a_cancelled_task_cancels_its_request(engine):
     async def main():
         stream = engine.stream("Alice", max_tokens=200)

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 from engine_checks import PROMPTS, gist, until
-from helpers import GOLDEN, model, run_python
+from helpers import BITNET, GOLDEN, model, run_python, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref.errors import (
@@ -36,6 +36,14 @@ def test_the_cache_takes_what_it_is_given():
         story.engine(memory_limit=1000, cache_tokens=100)
     with pytest.raises(ConfigError, match="cache_bytes"):
         story.engine(cache_bytes=10)
+
+
+def test_the_default_cache_is_for_131072_tokens_of_a_longer_context(tmp_path, monkeypatch):
+    longest = write_checkpoint(tmp_path / "long", {**BITNET, "max_position_embeddings": 1 << 20})
+    tiny = bitnet_ref.load(longest, backend="numpy")
+    monkeypatch.setattr(tiny.backend, "memory", lambda: (None, None))
+    with tiny.engine(max_batch=1, page_size=1 << 10) as engine:
+        assert (engine.cache.pages, engine.cache.capacity) == (128, 131_072)
 
 
 def test_the_default_cache_takes_a_quarter_of_the_free_memory(backend_name, monkeypatch):

@@ -192,6 +192,10 @@ def test_a_latch_is_waited_for_until_it_is_set():
     closed, latch._closed = latch._closed, SimpleNamespace(acquire=lambda timeout: limits.append(timeout))
     assert [latch.wait(limit) for limit in (None, 0.5, -3.0)] == [False] * 3
     assert limits == [-1, 0.5, 0.0]  # -1: for ever
+    steps = []
+    latch._closed = SimpleNamespace(acquire=lambda timeout: True, release=lambda: steps.append("for the next"))
+    latch.wait()
+    assert steps == ["for the next"]  # threads wait one behind the other
     latch._closed = closed
     assert not latch.wait(0.01)
     threading.Timer(0.01, latch.set).start()
@@ -234,6 +238,7 @@ def test_company_is_waited_for():
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("op", ["embed", "rms_norm", "linears", "rope", "attention", "gated", "head_rows", "append"])
 def test_a_fault_in_an_op_fails_its_step_only(story, monkeypatch, op):
     monkeypatch.setattr(story, "backend", story.backend.op_by_op())  # replayed steps and fused blocks call few ops

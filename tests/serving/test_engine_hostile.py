@@ -200,6 +200,7 @@ def test_memory_follows_the_cache_not_the_context(story, settings):
         assert memory_bytes() - before < 200 << 20
 
 
+@pytest.mark.thorough
 def test_a_lack_of_memory_at_any_line_ends_no_engine():
     tiny = model(GOLDEN / "bitnet-packed-offline", threads=1)
     lines, _ = check_fault(tiny, 10**9)
@@ -214,6 +215,7 @@ def computed(handle):
     return handle.stats.generated_tokens
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("cache_tokens", [800, 240])
 def test_a_reader_that_stops_pauses_its_stream_only(story, cache_tokens):
     """With 800 tokens of cache the streams keep their pages; with 240 others need them."""
@@ -263,6 +265,7 @@ def test_a_paused_stream_is_late_in_time(story):
         assert engine.metrics.counters["engine_steps"] == 1
 
 
+@pytest.mark.thorough
 def test_cancelled_requests_leave_no_deadlines(story):
     with story.engine(max_batch=1, max_queue=10**5) as engine:
         first = engine.stream("Alice", max_tokens=2, timeout_s=500)

@@ -121,6 +121,7 @@ def check_load(backend, arrivals, batch, more, pool, sharing):
     assert engine._worker.pool.in_use == 0
 
 
+@pytest.mark.thorough
 def test_many_asyncio_streams_with_cancellations():
     """A short form of the soak below."""
     soak(streams=16, count=60, max_tokens=12)

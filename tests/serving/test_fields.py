@@ -166,6 +166,7 @@ COLOUR = {"type": "object", "properties": {"colour": {"enum": ["red"]}}, "requir
 NAMED = {"type": "json_schema", "json_schema": {"name": "x", "schema": COLOUR}}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 @pytest.mark.parametrize(
     ("theirs", "ours"),

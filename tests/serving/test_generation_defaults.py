@@ -171,6 +171,7 @@ def test_what_no_request_may_ask_for(tmp_path):
     assert "recommends what no request may ask for" in " ".join(invoke("inspect", folder).stdout.split())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "recommended",
     [{"do_sample": True, **OWN}, {"do_sample": True}, {"do_sample": False, "repetition_penalty": 1.1}, {}],

@@ -365,6 +365,7 @@ def test_a_conversation_outlives_a_reload(open_page):
     page.until("document.querySelectorAll('.message').length === 2")
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_the_engine_live(server, open_page):
     page = open_page()

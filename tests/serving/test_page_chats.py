@@ -134,6 +134,7 @@ def test_edited_messages_are_branches(page):
     assert page.run("messagesTo(shownPath()[2]).map(({ content }) => content)") == [*shown(page)[:3]]
 
 
+@pytest.mark.thorough
 def test_tools_and_a_schema(page):
     """The schema asks for an object that is a call of the tool, which this model would not write by itself."""
     fill_in(page, max_tokens=60, tools="[{", schema="[]")

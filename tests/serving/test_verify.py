@@ -111,6 +111,7 @@ def test_a_token_may_be_called_as_a_field_is():
     assert compare(*answers, "/v1/completions").verdict == "equal"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ASKED)
 def test_what_was_served_comes_again(name, answers, alone, server):
     request, answer = answers[name]
@@ -154,6 +155,7 @@ def changed(value, place, leaf):
 UNSAID = ("id", "call_id", "created", "created_at", "cached_tokens", "cache_read_input_tokens")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ASKED)
 def test_every_altered_field_is_caught(name, answers, alone):
     """Each leaf of the answer in turn, but ids, times and what was cached."""

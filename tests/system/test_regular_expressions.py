@@ -11,6 +11,8 @@ import re
 import time
 from pathlib import Path
 
+import pytest
+
 import bitnet_ref
 
 try:
@@ -145,6 +147,7 @@ def slowest(regex, method):
     return worst
 
 
+@pytest.mark.thorough
 def test_time_grows_with_the_text():
     slow, count = {}, 0
     for module, name, pattern, method in calls():

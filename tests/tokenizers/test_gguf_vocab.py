@@ -215,6 +215,7 @@ def test_tokens_numbered_where_the_library_would_not() -> None:
     assert tokenizer.vocab_size == 3 + len(tokens)
 
 
+@pytest.mark.thorough
 def test_llama_3s_vocabulary_without_a_pre_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
     """As in the published GGUF of BitNet 2B-4T."""
     out = gguf_from_tokenizer_files(byte_level("llama-bpe"))

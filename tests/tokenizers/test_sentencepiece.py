@@ -228,6 +228,7 @@ print(seen["loaded"], seen["refused"])
 """
 
 
+@pytest.mark.thorough
 def test_no_damaged_model_ends_the_process() -> None:
     # In a process of its own: what is feared of a C++ library is a crash, which no `except` sees.
     command = [sys.executable, "-c", FUZZ, str(STORYTELLER / "tokenizer.model")]

@@ -121,6 +121,7 @@ FORBIDDEN = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_too_much_is_stopped(name: str) -> None:
     source, message = TOO_MUCH[name]

@@ -134,6 +134,7 @@ def test_refused_at_load(name: str) -> None:
     assert time.process_time() - start < 5
 
 
+@pytest.mark.thorough
 def test_growth_of_the_text_at_hand() -> None:
     grows = load(normalizer=replace("a", "a" * 1000))
     assert grows.encode("a") == grows.encode("a " * 400 + "a")[:500]
@@ -437,6 +438,7 @@ def test_the_longest_runs_of_a_text() -> None:
             search.check(text)
 
 
+@pytest.mark.thorough
 def test_the_cost_of_what_is_accepted() -> None:
     """The slowest of each kind stays within seconds."""
     for tokenizer, text in (

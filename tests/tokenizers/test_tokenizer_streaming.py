@@ -29,6 +29,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int], skip: bool = True) -> tuple[l
     return [decoder.push(token) for token in ids], decoder.flush()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["sentencepiece", "byte_level", "llama"])
 @settings(
     max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]

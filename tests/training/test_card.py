@@ -55,6 +55,7 @@ def assert_equal_steps(on_card, on_host, tokens):
     np.testing.assert_array_equal(on_card.logits(tokens[0][0]), on_host.logits(tokens[0][0]))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mix", [1.0, 0.5])
 @pytest.mark.parametrize("family", MODELS)
 def test_steps(card, family, mix, tmp_path):

@@ -112,6 +112,7 @@ def test_the_command(config, tmp_path):
     )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "base", [TERNARY, NORMED, DENSE, BIASED, ONLINE, DATA / "adapters" / "beside"], ids=lambda p: p.name
 )

@@ -109,6 +109,7 @@ def test_threads_and_company_change_no_bit(bitnet):
     assert bitnet.loss(tokens[:1]) == bitnet.loss([tokens[0]])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.skipif(bool(bitnet_ref.available_backends()["cython"]), reason="the extension is not built")
 @pytest.mark.parametrize("family", ["bitnet", "silu", "window", "norms"])
 @pytest.mark.parametrize("simd", ["scalar", None])
@@ -247,6 +248,7 @@ def test_norms_inside_each_bitlinear(tmp_path):
     )
 
 
+@pytest.mark.sample(2)
 def test_training_learns(bitnet):
     """A text that repeats: the loss falls to a fraction."""
     bitnet.schedule = Schedule(lr=5e-3)
