@@ -8,9 +8,7 @@ In the run's folder: `metrics.csv` (a row per step), `checkpoint.safetensors` (m
 from __future__ import annotations
 
 import csv
-import difflib
 import json
-import math
 import os
 import time
 import tomllib
@@ -18,7 +16,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
@@ -35,12 +33,13 @@ from ..formats.safetensors import SafetensorsFile, SafetensorsWriter
 from ..reference.config import ModelConfig
 from ..system.atomic import atomic_path, explain_os_errors, is_same_file
 from ..system.json_file import open_regular, read_bounded
+from ..system.options import FLAG, TEXT, TEXT_OR_NONE, ListOf, Number, choice, option, read_options, suggest
 from ..tokenizers import Tokenizer, load_tokenizer_files
 from .data import Progress, TokenFile, open_tokens
 from .distil import Distillation
 from .lora import LoraTrainer
 from .network import Masters, master_shapes
-from .optimizer import Schedule
+from .optimizer import OPTIMIZERS, SCHEDULES, Schedule
 from .trainer import Trainer, to_host
 
 CHECKPOINT, METRICS, SAMPLES, MODEL = "checkpoint.safetensors", "metrics.csv", "samples.txt", "model"
@@ -49,6 +48,11 @@ COLUMNS = ("step", "tokens", "loss", "validation_loss", "lr", "weight_decay", "g
 SAMPLE_TOKENS = 60
 MAX_TOML_BYTES = 1 << 20
 _SPIKE_STEPS = 32  # steps whose median a spike is measured by
+MAX_NUMBER, MAX_AMOUNT = 2**40 - 1, 1e100
+NUMBER, COUNT = Number(0, MAX_NUMBER, whole=True), Number(1, MAX_NUMBER, whole=True)
+AMOUNT = Number(0, MAX_AMOUNT)
+PATHS = ListOf(TEXT, "paths", or_one=True)
+FILES, FOLDERS = ("train", "validation"), ("tokenizer", "init", "teacher")  # settings that are paths
 
 
 @dataclass(frozen=True)
@@ -68,69 +72,55 @@ class RunSettings:
     is so many times the median of the last 32.
     """
 
-    train: tuple[str, ...]
-    validation: tuple[str, ...] = ()
-    tokenizer: str | None = None
-    init: str | None = None
-    ternary: bool = False
-    lora: str | None = None
-    lora_rank: int = 8
-    lora_alpha: float = 16.0
-    lora_targets: tuple[str, ...] = ("q_proj", "v_proj")
-    teacher: str | None = None
-    logits_weight: float = 1.0
-    temperature: float = 5.0
-    relations_weight: float = 0.0
-    relation_heads: int = 1
-    steps: int = 1000
-    batch: int = 8
-    context: int = 256
-    seed: int = 0
-    optimizer: str = "adamw"
-    schedule: str = "two-stage"
-    lr: float = 1.5e-3
-    second_lr: float | None = None
-    min_lr: float = 0.0
-    warmup_steps: int = 100
-    decay_steps: int | None = None
-    weight_decay: float = 0.1
-    init_std: float = 0.02
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    max_norm: float = 1.0
-    mix_steps: int = 0
-    validate_every: int = 500
-    validation_sequences: int = 64
-    save_every: int = 200
-    sample_every: int = 0
-    sample_prompt: str = "Once upon a time"
-    spike: float = 3.0
+    train: tuple[str, ...] = option((), PATHS)
+    validation: tuple[str, ...] = option((), PATHS)
+    tokenizer: str | None = option(None, TEXT_OR_NONE)
+    init: str | None = option(None, TEXT_OR_NONE)
+    ternary: bool = option(False, FLAG)
+    lora: str | None = option(None, TEXT_OR_NONE)
+    lora_rank: int = option(8, COUNT)
+    lora_alpha: float = option(16.0, AMOUNT)
+    lora_targets: tuple[str, ...] = option(("q_proj", "v_proj"), ListOf(TEXT, "linears"))
+    teacher: str | None = option(None, TEXT_OR_NONE)
+    logits_weight: float = option(1.0, AMOUNT)
+    temperature: float = option(5.0, AMOUNT)
+    relations_weight: float = option(0.0, AMOUNT)
+    relation_heads: int = option(1, COUNT)
+    steps: int = option(1000, COUNT)
+    batch: int = option(8, COUNT)
+    context: int = option(256, COUNT)
+    seed: int = option(0, NUMBER)
+    optimizer: str = option("adamw", choice(*OPTIMIZERS))
+    schedule: str = option("two-stage", choice(*SCHEDULES))
+    lr: float = option(1.5e-3, AMOUNT)
+    second_lr: float | None = option(None, Number(0, MAX_AMOUNT, optional=True))
+    min_lr: float = option(0.0, AMOUNT)
+    warmup_steps: int = option(100, NUMBER)
+    decay_steps: int | None = option(None, Number(0, MAX_NUMBER, whole=True, optional=True))
+    weight_decay: float = option(0.1, AMOUNT)
+    init_std: float = option(0.02, AMOUNT)
+    beta1: float = option(0.9, AMOUNT)
+    beta2: float = option(0.95, AMOUNT)
+    eps: float = option(1e-8, AMOUNT)
+    max_norm: float = option(1.0, AMOUNT)
+    mix_steps: int = option(0, NUMBER)
+    validate_every: int = option(500, NUMBER)
+    validation_sequences: int = option(64, COUNT)
+    save_every: int = option(200, NUMBER)
+    sample_every: int = option(0, NUMBER)
+    sample_prompt: str = option("Once upon a time", TEXT)
+    spike: float = option(3.0, Number(1, MAX_AMOUNT, above=True))
 
     def __post_init__(self) -> None:
-        lowest = dict.fromkeys(("steps", "batch", "context", "validation_sequences", "relation_heads", "lora_rank"), 1)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "int" and (type(value) is not int or not lowest.get(field.name, 0) <= value < 1 << 40):
-                message = f"expected a whole number from {lowest.get(field.name, 0)} to 2^40, got {value!r}"
-                raise ConfigError(message, field=field.name)
-            if field.name == "decay_steps" and value is not None and (type(value) is not int or value < 0):
-                raise ConfigError(f"expected a whole number from 0, got {value!r}", field=field.name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if field.type == "float" and not (number and 0 <= value < math.inf):
-                raise ConfigError(f"expected a finite number >= 0, got {value!r}", field=field.name)
+        read_options(self, ConfigError)
         if not self.train:
             raise ConfigError("expected at least one text file or a .npy file of token ids", field="train")
-        if self.ternary not in (False, True):
-            raise ConfigError(f"expected true or false, got {self.ternary!r}", field="ternary")
         if self.ternary and self.init is None:
             raise ConfigError("expected init: the model of which to make a ternary one", field="ternary")
         if self.lora is not None and (
             other := next((key for key in ("init", "ternary", "mix_steps") if getattr(self, key)), None)
         ):
             raise ConfigError("has no effect with lora: the model stays as it is", field=other)
-        if self.spike <= 1:
-            raise ConfigError(f"expected a number above 1, got {self.spike}", field="spike")
 
 
 def read_run(path: str | os.PathLike[str]) -> tuple[RunSettings, dict[str, Any] | None]:
@@ -149,32 +139,19 @@ def read_run(path: str | os.PathLike[str]) -> tuple[RunSettings, dict[str, Any] 
     for table in ("data", "training"):
         for key, value in dict(tables.get(table, {})).items():
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise ConfigError(f"is no setting of a run{hint}", path=path, field=f"{table}.{key}"[:100])
+                message = f"is no setting of a run; {suggest(key, known)}"
+                raise ConfigError(message, path=path, field=f"{table}.{key}"[:100])
             values[key] = value
-    for key in ("train", "validation", "tokenizer", "init", "teacher"):
-        if key in values:
-            values[key] = _paths(values[key], path.parent, key)
-            if key in ("tokenizer", "init", "teacher"):
-                (values[key],) = values[key]
-    if isinstance(values.get("lora"), str) and (path.parent / values["lora"]).exists():  # else a model's name
-        values["lora"] = str(path.parent / values["lora"])
-    if "lora_targets" in values:
-        values["lora_targets"] = tuple(values["lora_targets"])
-    if "train" not in values:
-        raise ConfigError("expected the files to train on: train = [...]", path=path, field="data.train")
     try:
-        return RunSettings(**values), tables.get("model")
+        settings = RunSettings(**values)
     except ConfigError as error:
         raise ConfigError(error.message, path=path, field=error.field) from None
-
-
-def _paths(value: Any, folder: Path, field: str) -> tuple[str, ...]:
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"expected a path or a list of paths, got {value!r}", field=field)
-    return tuple(str(folder / name) for name in names)
+    folder = path.parent
+    paths: dict[str, Any] = {key: [str(folder / name) for name in getattr(settings, key)] for key in FILES}
+    paths |= {key: str(folder / name) for key in FOLDERS if (name := getattr(settings, key)) is not None}
+    if settings.lora is not None and (folder / settings.lora).exists():  # else a model's name
+        paths["lora"] = str(folder / settings.lora)
+    return replace(settings, **paths), tables.get("model")
 
 
 @dataclass(frozen=True)
