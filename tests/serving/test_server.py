@@ -509,6 +509,16 @@ def test_bad_requests_say_what_was_wrong(running, body, message, param):
     assert answer["error"]["type"] in ("invalid_request_error", "not_found_error")
 
 
+@pytest.mark.parametrize("name", ["tools", "functions"])
+def test_a_template_without_a_place_for_tools(running, name):
+    clock = {"name": "clock"}
+    given = clock if name == "functions" else {"type": "function", "function": clock}
+    body = {"model": "talker", "messages": HELLO, name: [given]}
+    status, _, answer = running.post("/v1/chat/completions", body)
+    assert (status, answer["error"]["param"]) == (400, name)
+    assert answer["error"]["message"] == f"{name}: the chat template of this model has no place for tools"
+
+
 def test_bad_http(running):
     json_type = {"content_type": "application/json"}
     for body, headers, status, message in [

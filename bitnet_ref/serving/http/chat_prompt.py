@@ -21,7 +21,8 @@ def chat_text(model: LoadedModel, body: Mapping[str, Any], chat_template: str | 
     """The conversation of a body in the form of the model's chat template."""
     tokenizer, tools = model.tokenizer, read_tools(body.get("tools") or [])[0] if with_tools else None
     if tools and "tools" not in (chat_template or tokenizer.template_for(True) or ""):
-        raise RequestError("tools: the chat template of this model has no place for tools", "tools")
+        name = "functions" if body.get("functions") else "tools"
+        raise RequestError(f"{name}: the chat template of this model has no place for tools", name)
     variables = {**thinking_variables(body), **(body.get("chat_template_kwargs") or {})}
     for name in ("messages", "tools", "documents", "add_generation_prompt"):
         if name in variables:
