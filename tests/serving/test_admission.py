@@ -70,7 +70,7 @@ REFUSED = {
 
 
 def test_a_client_that_sends_too_much_reads_why_it_is_refused():
-    """Many times the largest body, at its own speed: the server reads on, and closes after the client has the answer."""
+    """Many times the largest body, in its own time: the server reads on, and closes when the client has the answer."""
     limits = ServerLimits(max_body_bytes=1 << 20)
     with RunningServer({"storyteller": STORY}, limits, api_keys=("right",), hosts=("127.0.0.1",)) as running:
         for status, (method, path, headers) in REFUSED.items():
