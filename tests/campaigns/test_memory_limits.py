@@ -1,7 +1,7 @@
 """Commands in a memory cgroup that is too small: pytest -m slow -n0 -s tests/campaigns/test_memory_limits.py
 
-The system kills processes of such a cgroup, whichever it likes: workers, helpers, or the command. Needs the right to make
-a cgroup.
+The system kills processes of such a cgroup, whichever it likes: workers, helpers, or the command. Skipped where no
+cgroup can be made.
 """
 
 import json
