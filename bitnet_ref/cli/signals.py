@@ -16,7 +16,7 @@ from .start import INTERRUPTED as INTERRUPTED
 from .start import is_deaf
 
 GRACE_S = 3.0  # for a child that was asked to end
-ENDING = ("SIGTERM", "SIGHUP")
+ENDING = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGXCPU", "SIGUSR1", "SIGUSR2", "SIGALRM")
 RECENT_S = 5.0
 LATER_S = 0.02
 _state = {"interrupted_s": -1e9}
@@ -32,8 +32,8 @@ class Ended(BaseException):
 
 @contextlib.contextmanager
 def ending_signals() -> Iterator[None]:
-    """Within, SIGTERM and SIGHUP raise `Ended`, so that files and child processes are cleaned up; then the process ends
-    by that signal. Those that are ignored, as by nohup, stay so."""
+    """Within, the signals of ENDING raise `Ended`, so that files and child processes are cleaned up; then the process
+    ends by that signal. Those that are ignored, as by nohup, stay so."""
 
     def end(number: int, frame: FrameType | None) -> None:
         if not _send_later(number, frame):

@@ -47,8 +47,8 @@ class Helper:
         self._vocabulary: Digest | None = None  # that the process has
 
     def try_guide(self, vocabulary: tuple[Digest, Any], grammar: str) -> str | None:
-        """None when the guide compiles and its first steps end; else what is wrong. GenerationError when that takes
-        too long, OutOfMemory when the system ends the process, as it does where memory is short."""
+        """None when the guide compiles and its first steps end; else what is wrong. RequestTimeout when the machine is
+        too busy for that, OutOfMemory when the system ends the process, as it does where memory is short."""
         for _ in range(2):  # an idle process may end while it is written to
             process = self._start()
             digest, content = vocabulary
@@ -96,7 +96,8 @@ class Helper:
             ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.stop()
-                raise GenerationError(f"it was not compiled within {WALL_S:g} s; use a smaller or flatter one")
+                message = f"the guide was not compiled within {WALL_S:g} s; is the machine busy? Try again later"
+                raise RequestTimeout(message)  # it has not had CPU_S of processor time, so nothing is known of it
             block = os.read(process.stdout.fileno(), 1 << 16)
             if not block:
                 return b""
@@ -177,17 +178,13 @@ class Prover:
 def prove_guide(params: SamplingParams, vocabulary: Vocabulary) -> None:
     """Let a helper compile what the text must match, if there is such a parameter.
 
-    Raises GenerationError for a guide that does not compile within the limits, and RequestTimeout if no helper was free
-    for a while. On Windows, which has no such limits, the bounds of `constraint_limits` have to do.
+    Raises GenerationError for a guide that does not compile within the limits, RequestTimeout if no helper was free for
+    a while or the machine is too busy, and OutOfMemory if no helper runs. On Windows, which has no such limits, the
+    bounds of `constraint_limits` have to do.
     """
     for guide, value in params.guides.items():
         grammar = write_grammar(guide, value)
-        try:
-            problem = None if os.name == "nt" else _prover.prove(grammar, vocabulary)
-        except RequestTimeout:
-            raise
-        except GenerationError as error:
-            problem = error.message
+        problem = None if os.name == "nt" else _prover.prove(grammar, vocabulary)
         if problem is not None:
             raise GenerationError(first_line(problem), field=guide)
 

@@ -36,7 +36,7 @@ def is_alive(pid):
 
 @pytest.mark.sample(3)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1])
 def test_what_watch_has_started_ends_with_it(tmp_path, number):
     script = tmp_path / "engine.sh"
     script.write_text(f"sleep 300 &\necho $! > {tmp_path}/inner\necho $$ > {tmp_path}/outer\nwait\n")

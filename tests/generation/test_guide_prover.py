@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import bitnet_ref
-from bitnet_ref.errors import GenerationError, OutOfMemory
+from bitnet_ref.errors import GenerationError, OutOfMemory, RequestTimeout
 from bitnet_ref.generation import guide_helper, guide_prover
 from bitnet_ref.generation.params import SamplingParams
 
@@ -88,6 +88,17 @@ def test_a_helper_that_was_killed_is_started_again(vocabulary, prover):
             os.kill(helper._process.pid, signal.SIGKILL)
             helper._process.wait()
     prove(vocabulary, guided_regex="y+")
+
+
+def test_a_machine_that_stands_still_says_nothing_about_the_guide(vocabulary, prover, monkeypatch):
+    prove(vocabulary, guided_regex="s+")
+    (helper,) = [each for each in prover._free if each._process is not None]
+    os.kill(helper._process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(guide_prover, "WALL_S", 0.1)
+        with pytest.raises(RequestTimeout, match="is the machine busy"):
+            prove(vocabulary, guided_regex="t+")
+    prove(vocabulary, guided_regex="t+")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -1,5 +1,6 @@
 """One admission for every route: count, bytes and time; and /health beside whatever the others do."""
 
+import socket
 import threading
 import time
 
@@ -58,10 +59,29 @@ def test_a_request_leaves_when_it_has_ended(server, path):
         until(lambda: (admission(server).running, admission(server).nbytes) == (0, 0))
 
 
-def test_a_client_that_sends_too_much_reads_its_413(server):
-    """Many times the largest body: the server reads on, and closes after the client has the answer."""
-    status, _, answer = server.request("POST", "/tokenize", b"x" * (12 << 20), KINDS)
-    assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+REFUSED = {
+    413: ("POST", "/tokenize", KINDS),
+    404: ("POST", "/nothing", KINDS),
+    405: ("PUT", "/v1/models", KINDS),
+    415: ("POST", "/tokenize", {"content-type": "text/plain"}),
+    400: ("POST", "/tokenize", {**KINDS, "host": "example.com"}),
+    401: ("POST", "/tokenize", {**KINDS, "authorization": "Bearer wrong"}),
+}
+
+
+def test_a_client_that_sends_too_much_reads_why_it_is_refused():
+    """Many times the largest body, in its own time: the server reads on, and closes when the client has the answer."""
+    limits = ServerLimits(max_body_bytes=1 << 20)
+    with RunningServer({"storyteller": STORY}, limits, api_keys=("right",), hosts=("127.0.0.1",)) as running:
+        for status, (method, path, headers) in REFUSED.items():
+            fields = {"host": "127.0.0.1", "authorization": "Bearer right", "content-length": 12 << 20, **headers}
+            with socket.create_connection(("127.0.0.1", running.port), timeout=30) as client:
+                lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
+                client.sendall("\r\n".join(lines).encode())
+                time.sleep(0.1)  # the answer could be there
+                for _ in range(12):
+                    client.sendall(b"x" * (1 << 20))
+                assert client.recv(1 << 10).startswith(f"HTTP/1.1 {status} ".encode()), status
 
 
 def test_long_work_ends_in_time_and_leaves_the_others_alone():

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import RequestTimeout
 from .schemas import RequestError
@@ -24,7 +25,7 @@ from .schemas import RequestError
 SMALL_BODY = 4 << 10  # bytes
 LARGE_BODY = 64 << 10
 BODIES = 16  # so many of the largest size are held at a time
-DRAINED = 16  # times the largest body: of one that is too large so much is read, that its client reads the answer
+DRAINED = 16  # times the largest body: so much is read of one that is refused, that its client reads the answer
 T = TypeVar("T")
 
 
@@ -59,26 +60,20 @@ class Admission:
     async def read(self, request: Request) -> bytes:
         """The body of a request, which is admitted then until its response has ended. Raises RequestError."""
         data, limit = bytearray(), self.limits.max_body_bytes
-        expects = request.headers.get("expect", "").lower() == "100-continue"
-        announced = request.headers.get("content-length", "")
         too_large = RequestError(f"the body has more than {limit} bytes, which is the maximum", status=413)
-        if expects and announced.isdecimal() and int(announced[:20]) > limit:
+        announced = request.headers.get("content-length", "")
+        if "expect" in request.headers and announced.isdecimal() and int(announced[:20]) > limit:
             raise too_large  # the client has not sent it yet
         try:
             async with asyncio.timeout(self.limits.body_timeout_s):
-                size = 0
                 async for part in request.stream():
-                    size += len(part)
-                    if size <= limit:
-                        data += part
-                    elif size > DRAINED * limit:
-                        break
+                    data += part
+                    if len(data) > limit:
+                        raise too_large
         except TimeoutError:
-            if size <= limit:
-                message = f"the body did not arrive within {self.limits.body_timeout_s:g} s"
-                raise RequestError(message, status=408) from None
-        if size > limit:
-            raise too_large
+            request.scope[SCOPE_KEY].is_read = True  # nobody waits for the rest
+            message = f"the body did not arrive within {self.limits.body_timeout_s:g} s"
+            raise RequestError(message, status=408) from None
         self._enter(request, len(data))
         return bytes(data)
 
@@ -92,7 +87,7 @@ class Admission:
         deadline_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         admitted = _Admitted(nbytes, deadline_s)
         _current.set(admitted)
-        request.scope[SCOPE_KEY].append(admitted)
+        request.scope[SCOPE_KEY].admitted.append(admitted)
         self.running += 1
         self.nbytes += nbytes
 
@@ -119,20 +114,52 @@ class Admission:
             raise RequestTimeout(message) from None
 
 
-SCOPE_KEY = "bitnet_ref.admitted"
+SCOPE_KEY = "bitnet_ref.intake"
+
+
+@dataclass
+class _Intake:
+    """Of one request: what was admitted, and whether its body has been read to its end."""
+
+    is_read: bool
+    nbytes: int = 0
+    admitted: list[_Admitted] = field(default_factory=list)
 
 
 class LeaveAtTheEnd:
-    """Middleware: a request that was admitted leaves when its response has been sent, or failed."""
+    """Middleware: a request that was admitted leaves when its response has been sent, or failed.
+
+    Before a response begins, the rest of its request's body is read: a client that still sends would meet a closed
+    connection, and not read why it was refused. A client that expects 100-continue has not begun to send.
+    """
 
     def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self.app, self._admission = app, admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        admitted: list[_Admitted] = []
-        scope[SCOPE_KEY] = admitted
-        try:
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
+            return
+        intake = _Intake(is_read=any(name.lower() == b"expect" for name, _ in scope["headers"]))
+        scope[SCOPE_KEY] = intake
+
+        async def receive_part() -> Message:
+            message = await receive()
+            intake.nbytes += len(message.get("body", b""))
+            intake.is_read = not message.get("more_body", False)
+            return message
+
+        async def send_after_body(message: Message) -> None:
+            limits = self._admission.limits
+            if message["type"] == "http.response.start" and not intake.is_read:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(limits.body_timeout_s):
+                        while not intake.is_read and intake.nbytes <= DRAINED * limits.max_body_bytes:
+                            await receive_part()
+            await send(message)
+
+        try:
+            await self.app(scope, receive_part, send_after_body)
         finally:
-            for each in admitted:
+            for each in intake.admitted:
                 self._admission.leave(each)
