@@ -1,4 +1,5 @@
-"""Write into each notebook where slides begin, which code is folded, and its pictures in 256 colours, which take a third of the bytes.
+"""Write into each notebook where slides begin and which code is folded, and its pictures in 256 colours: a third of the
+bytes.
 
     python scripts/prepare_notebooks.py        # after a change of a heading, or after a run
 

@@ -6,7 +6,7 @@ matplotlib is imported when a figure is drawn. Nothing here computes, and nothin
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,18 +135,6 @@ def token_bars(texts: Sequence[str], stages: Sequence[tuple[str, Floats]]) -> Fi
     axes[0, 0].set_xlim(left=0)
     axes[0, 0].set_yticks(places, [plain(text) for text in texts], family="monospace")
     axes[0, 0].invert_yaxis()
-    return figure
-
-
-def memory_lines(panels: Sequence[tuple[str, Sequence[int], Mapping[str, Floats]]]) -> Figure:
-    """Megabytes over tokens. panels: (title, tokens (n,), {policy: bytes (n,)}) each."""
-    figure, axes = new_figure(1, len(panels), size=(5.5 * len(panels), 3.4))
-    for ax, (title, tokens, policies) in zip(axes[0], panels, strict=True):
-        for number, (policy, nbytes) in enumerate(policies.items()):
-            ax.plot(tokens, nbytes / 1e6, color=SERIES[number % len(SERIES)], label=policy, lw=1.8)
-        ax.set(title=title, xlabel="tokens of one sequence", ylabel="MB")
-        ax.set_ylim(bottom=0)
-        ax.legend(frameon=False, fontsize=8)
     return figure
 
 

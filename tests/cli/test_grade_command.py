@@ -17,7 +17,7 @@ def quantise(x):
     x_q = np.clip(np.rint(x * a), -128, 127).astype(np.int8)
     return (x_q if np.array_equal(x[1], seen[1]) else 0 * x_q), a
 
-check("2.4", quantise)"""
+check("2.1", quantise)"""
 
 
 def write_notebook(path, *sources):
@@ -38,9 +38,9 @@ def test_points_are_for_right_answers_on_inputs_that_the_student_has_not_seen(tm
         tmp_path / "mine.ipynb",
         "import os\nimport numpy as np\nfrom bitnet_ref.crossval.exercises import Check\ncheck = Check()",
         "assert 'SECRET_KEY' not in os.environ and os.listdir() == []\nprint('alone')",
-        'smallest_k = 258\ncheck("2.1", smallest_k)',
+        'smallest_k = 258\ncheck("2.4", smallest_k)',
         'raise ValueError("mine")',
-        EXERCISES["2.2"].solution + '\ncheck("2.2", add_and_subtract)',
+        EXERCISES["2.3"].solution + '\ncheck("2.3", add_and_subtract)',
         REMEMBERED,
     )
     before = path.read_bytes()
@@ -49,9 +49,9 @@ def test_points_are_for_right_answers_on_inputs_that_the_student_has_not_seen(tm
     assert (graded["lesson"], graded["points"], graded["of"]) == ("2", 2, 8)
     grades = {each["name"]: each for each in graded["grades"]}
     statuses = {name: each["status"] for name, each in grades.items()}
-    assert statuses == {"2.1": "wrong", "2.2": "right", "2.3": "open", "2.4": "wrong", "2.quiz": "open"}
-    assert "still fits" in grades["2.1"]["says"]
-    assert "check did not run" in grades["2.3"]["says"]
+    assert statuses == {"2.4": "wrong", "2.3": "right", "2.2": "open", "2.1": "wrong", "2.quiz": "open"}
+    assert "still fits" in grades["2.4"]["says"]
+    assert "check did not run" in grades["2.2"]["says"]
     assert graded["errors"] == ["ValueError: mine"]
     text = invoke("grade", path)
     assert f"{path}: 2 of 8 points" in text.stdout
@@ -99,7 +99,7 @@ def test_the_teachers_edition_is_a_copy():
     edition = teacher_edition(notebook)
     assert json.dumps(notebook) == before
     assert len(edition["cells"]) > len(notebook["cells"])
-    assert "| Exercises |" in plan_text(notebook)
+    assert "| 1.58 bits |" in plan_text(notebook)
 
 
 def test_nbgrader_gets_cells_to_solve_and_locked_checks(tmp_path):

@@ -108,7 +108,7 @@ CASES = {
         ],
         [lambda w: np.int64(np.polyval(np.asarray(w) + 1, 3)), lambda w: float(int("".join(str(d + 1) for d in w), 3))],
     ),
-    "1.3": Case(
+    "1.4": Case(
         [
             (Edit("shares[0] + shares[2]", "1 / (shares[0] + shares[2])"), "smaller, not larger"),
             (Edit("shares[0] + shares[2]", "shares[1]"), "share of zeros"),
@@ -117,7 +117,7 @@ CASES = {
             (0.1, "too small"),
         ]
     ),
-    "1.4": Case(
+    "1.3": Case(
         [
             (Edit("[0, 2, 4, 6]", "[6, 4, 2, 0]"), "lowest bits"),
             (Edit(" - 1", ""), "take 1 away"),
@@ -128,7 +128,7 @@ CASES = {
         ],
         [lambda packed: quantization.unpack_ternary(packed, 4 * packed.shape[1]).tolist()],
     ),
-    "2.1": Case(
+    "2.4": Case(
         [
             (258, "still fits"),
             (516, "has a sign"),
@@ -139,7 +139,7 @@ CASES = {
         ],
         ["259", 259.0, np.int64(259)],
     ),
-    "2.2": Case(
+    "2.3": Case(
         [
             (Edit(", dtype=np.int32", ", dtype=np.int8"), "overflow int8"),
             (Edit(" - np.stack(minus, axis=1)", ""), "weight −1 are not subtracted"),
@@ -149,7 +149,7 @@ CASES = {
         ],
         [lambda x, w: (x.astype(int) @ w.T.astype(int)).tolist()],
     ),
-    "2.3": Case(
+    "2.2": Case(
         [
             ({"x_q": 2, "x_quant_scale": 0.5, "acc": 1, "y": 2}, "x_q is not 2 times"),
             ({"x_q": 1, "x_quant_scale": 2, "acc": 1, "y": 2}, "the maximum is twice as large"),
@@ -159,7 +159,7 @@ CASES = {
         ],
         [{"x_q": 1.0, "x_quant_scale": "0.5", "acc": np.int8(1), "y": 2}],
     ),
-    "2.4": Case(
+    "2.1": Case(
         [
             (Edit("np.rint", "np.trunc"), "cut off, not rounded"),
             (Edit("np.rint", "np.floor"), "rounded down"),
@@ -472,7 +472,7 @@ CASES = {
             "relative L2 and scale ratio",
         ],
     ),
-    "7.1": Case(
+    "7.2": Case(
         [
             (Edit('"e" in text.lower()', '"e" in text'), "capital E"),
             (Edit("-np.inf", "0"), "Nothing is forbidden"),
@@ -481,7 +481,7 @@ CASES = {
             (Edit("-np.inf, logits)", "-np.inf, logits + 1)"), "must stay"),
         ]
     ),
-    "7.2": Case(
+    "7.1": Case(
         [
             (0.5, "Colder"),
             (0.1, "Hotter"),
@@ -530,7 +530,7 @@ CASES = {
             (17, "The text of a kernel"),
         ]
     ),
-    "9.1": Case(
+    "9.2": Case(
         [
             (1.7, "cannot be 1.7"),
             (54.4, "no longer −1.7"),
@@ -540,7 +540,7 @@ CASES = {
         ],
         ["22.7"],
     ),
-    "9.2": Case(
+    "9.3": Case(
         [
             (Edit("scale / 2 - size[", "scale - size["), "half of the scale"),
             (Edit("scale / 2 - size[", "size["), "way to 0"),
@@ -549,7 +549,7 @@ CASES = {
             (1e6, "too many"),
         ]
     ),
-    "9.3": Case(
+    "9.1": Case(
         [
             (Edit("dy @ (W_t * s)", "dy @ W"), "dx: .*float masters"),
             (Edit("dy @ (W_t * s)", "dy @ W_t"), "scale s is missing"),
@@ -870,25 +870,25 @@ def test_a_tensor_of_the_run(notebook):
 def test_hints_come_one_at_a_time_and_progress_is_kept(capsys):
     check = Check()
     check.hint()
-    check("2.1", None)
+    check("2.4", None)
     check.hint()
-    check("2.1", 258)
+    check("2.4", 258)
     check.hint()
     check.hint()
-    check("2.1", 259)
+    check("2.4", 259)
     check.hint()
-    check("2.3", None)
+    check("2.2", None)
     check.progress()
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("Run a cell with a check first")
-    assert out[1].startswith("2.1: not answered yet. check.hint() gives the first of 2 hints")
-    assert out[2].startswith("2.1, hint 1 of 2: The largest product")
+    assert out[1].startswith("2.4: not answered yet. check.hint() gives the first of 2 hints")
+    assert out[2].startswith("2.4, hint 1 of 2: The largest product")
     assert "127 · 258 = 32,766 still fits" in out[3]
-    assert out[4].startswith("2.1, hint 2 of 2: int16 ends")
-    assert out[5].startswith("2.1: there is no further hint")
-    assert out[6].startswith("2.1: right.")
+    assert out[4].startswith("2.4, hint 2 of 2: int16 ends")
+    assert out[5].startswith("2.4: there is no further hint")
+    assert out[6].startswith("2.4: right.")
     assert "needs no hint" in out[7]
-    assert out[9:] == ["1 of 2 exercises are right.", "  2.1          right, 2 tries, 2 hints", "  2.3          open"]
+    assert out[9:] == ["1 of 2 exercises are right.", "  2.4          right, 2 tries, 2 hints", "  2.2          open"]
 
 
 def test_the_remedy_of_a_named_mistake_is_the_first_hint(notebook):

@@ -9,7 +9,7 @@ import pytest
 from helpers import model
 
 from bitnet_ref.errors import BackendUnavailable
-from bitnet_ref.notebook.figures import memory_lines, plain, timeline
+from bitnet_ref.notebook.figures import plain, timeline
 from bitnet_ref.notebook.lesson import PACKAGE, read_function, run_server
 from bitnet_ref.notebook.panels import COLOURS, bars, cells, diagram, histogram, lines, panels, spans
 from bitnet_ref.serving import cache_memory
@@ -77,16 +77,6 @@ def test_tokens_held_are_those_that_generation_sees(policy, sinks):
     for overflow, count in zip(out.overflows, drops, strict=True):
         assert count == overflow.kept[-1][1]
         assert held[count] == sum(stop - start for start, stop in overflow.kept)
-
-
-def test_memory_lines():
-    config = model("storyteller").config
-    tokens = range(1, 50)
-    policies = cache_memory(config, tokens)
-    (ax,) = memory_lines([("storyteller", tokens, policies)]).axes
-    assert [line.get_label() for line in ax.lines] == list(policies)
-    for line, nbytes in zip(ax.lines, policies.values(), strict=True):
-        assert line.get_ydata().tolist() == (nbytes / 1e6).tolist()
 
 
 def test_text_is_no_formula():

@@ -116,7 +116,7 @@ class NativeCheckpoint(Checkpoint):
             raise self._bad("format_version", f"expected a whole number from 1, got {text[:100]!r}")
         if int(text) > VERSION:
             message = f"the file is of version {text}, and this bitnet_ref reads up to version {VERSION}: "
-            remedy = "pip install --upgrade bitnet-ref, or write the file again with this one"
+            remedy = "install a newer bitnet_ref, or write the file again with this one"
             raise self._bad("format_version", message + remedy)
 
     def _read_config(self) -> ModelConfig:

@@ -14,6 +14,29 @@ from ..declare import Wrong, exercise, run
 
 @exercise(
     "7.1",
+    "temperature",
+    hints=(
+        "Try 0.5 and 0.1, and halve the interval. Or use the sliders above.",
+        "At half the temperature every ratio of two probabilities is squared.",
+    ),
+    solution="temperature = 0.25",
+)
+def half_of_the_probability(answer: Any, after: NextToken) -> str:
+    t = as_number(answer)
+    if not 0 < t <= 2:
+        raise Wrong("A temperature between 0 and 2 is wanted. At 0 the likeliest token has all of the probability.")
+    if t != round(t, 2):
+        raise Wrong(f"Two decimals are wanted; {t:g} has more.")
+    at, hotter = (float(after.stages(temperature=each)[-1].probabilities.max()) for each in (t, round(t + 0.01, 2)))
+    if at <= 0.5:
+        raise Wrong(f"At {t:g} its probability is {at:.3f}: not more than half. Colder.")
+    if hotter > 0.5:
+        raise Wrong(f"At {t:g} it is {at:.3f}, and a hundredth hotter still {hotter:.3f}. Hotter.")
+    return f"{at:.3f} there, {hotter:.3f} a hundredth hotter."
+
+
+@exercise(
+    "7.2",
     "no_e",
     minutes=15,
     hints=(
@@ -50,29 +73,6 @@ def lipogram(answer: Any, after: NextToken) -> str:
         raise Wrong(f"{len(lost)} tokens without an e are forbidden, as {texts[lost[0]]!r}.")
     model: Any = after.model
     return f"“A dog and a cat {model.generate('A dog and a cat', max_tokens=40, processors=[answer]).text}”"
-
-
-@exercise(
-    "7.2",
-    "temperature",
-    hints=(
-        "Try 0.5 and 0.1, and halve the interval. Or use the sliders above.",
-        "At half the temperature every ratio of two probabilities is squared.",
-    ),
-    solution="temperature = 0.25",
-)
-def half_of_the_probability(answer: Any, after: NextToken) -> str:
-    t = as_number(answer)
-    if not 0 < t <= 2:
-        raise Wrong("A temperature between 0 and 2 is wanted. At 0 the likeliest token has all of the probability.")
-    if t != round(t, 2):
-        raise Wrong(f"Two decimals are wanted; {t:g} has more.")
-    at, hotter = (float(after.stages(temperature=each)[-1].probabilities.max()) for each in (t, round(t + 0.01, 2)))
-    if at <= 0.5:
-        raise Wrong(f"At {t:g} its probability is {at:.3f}: not more than half. Colder.")
-    if hotter > 0.5:
-        raise Wrong(f"At {t:g} it is {at:.3f}, and a hundredth hotter still {hotter:.3f}. Hotter.")
-    return f"{at:.3f} there, {hotter:.3f} a hundredth hotter."
 
 
 @exercise(

@@ -70,24 +70,6 @@ def five_in_a_byte(answer: Any) -> str:
 
 @exercise(
     "1.3",
-    "factor",
-    hints=("Write down a matrix of −s, 0 and +s: what is the mean of its absolute values?", "The zeros count in it."),
-    solution="factor = shares[0] + shares[2]",
-)
-def scale_again(answer: Any, ternary: Array) -> str:
-    used = float((ternary != 0).mean())
-    mistakes = {
-        1 / used: "The new scale is smaller, not larger: yours is the true scale divided by the new one.",
-        1 - used: "That is the share of zeros. Which share keeps its absolute value?",
-        1.0: "The scale does not survive: the zeros pull the mean down.",
-        used / 2: "That is one sign only; −s and +s have the same absolute value.",
-    }
-    expect_number(answer, used, within=1e-4 * used, mistakes=mistakes, hint="Which share of the matrix is not 0?")
-    return "Absmean of a matrix that is ternary already makes its scale too small by the share of non-zeros."
-
-
-@exercise(
-    "1.4",
     "unpack_four",
     minutes=10,
     hints=(
@@ -116,88 +98,29 @@ def four_from_a_byte(answer: Any) -> str:
     return "It is what every kernel does with each byte."
 
 
+@exercise(
+    "1.4",
+    "factor",
+    hints=("Write down a matrix of −s, 0 and +s: what is the mean of its absolute values?", "The zeros count in it."),
+    solution="factor = shares[0] + shares[2]",
+)
+def scale_again(answer: Any, ternary: Array) -> str:
+    used = float((ternary != 0).mean())
+    mistakes = {
+        1 / used: "The new scale is smaller, not larger: yours is the true scale divided by the new one.",
+        1 - used: "That is the share of zeros. Which share keeps its absolute value?",
+        1.0: "The scale does not survive: the zeros pull the mean down.",
+        used / 2: "That is one sign only; −s and +s have the same absolute value.",
+    }
+    expect_number(answer, used, within=1e-4 * used, mistakes=mistakes, hint="Which share of the matrix is not 0?")
+    return "Absmean of a matrix that is ternary already makes its scale too small by the share of non-zeros."
+
+
 # -- 2: BitLinear --------------------------------------------------------------------------------------------------
 
 
 @exercise(
     "2.1",
-    "smallest_k",
-    hints=("The largest product of an int8 activation and a ternary weight is 127.", "int16 ends at 32,767."),
-    solution="smallest_k = 259",
-)
-def int16_overflows(answer: Any) -> str:
-    mistakes = {
-        258: "127 · 258 = 32,766 still fits: one more does not.",
-        516: "int16 has a sign: it ends at 32,767, not at 65,535.",
-        517: "int16 has a sign: it ends at 32,767, not at 65,535.",
-        256: "The products are 127, not 128: 127 · 256 = 32,512 fits.",
-        257: "127 · 257 = 32,639 fits.",
-    }
-    expect_number(answer, 259, mistakes=mistakes, hint="127 · K is to be more than 32,767, just so.")
-    return "127 · 259 = 32,893."
-
-
-@exercise(
-    "2.2",
-    "add_and_subtract",
-    minutes=10,
-    hints=(
-        "x_q[:, row == 1] are the activations where a row of weights is +1. Sum them.",
-        "Sums of int8 need a wider type: .sum(axis=1, dtype=np.int32).",
-    ),
-    solution="""
-def add_and_subtract(x_q, w_t):
-    plus = [x_q[:, row == 1].sum(axis=1, dtype=np.int32) for row in w_t]
-    minus = [x_q[:, row == -1].sum(axis=1, dtype=np.int32) for row in w_t]
-    return np.stack(plus, axis=1) - np.stack(minus, axis=1)
-""",
-)
-def without_products(answer: Any) -> str:
-    draw = draws(22)
-    x_q = draw.integers(-127, 128, (5, 64)).astype(np.int8)
-    w_t = draw.integers(-1, 2, (7, 64)).astype(np.int8)
-    right = x_q.astype(np.int32) @ w_t.T.astype(np.int32)
-    plus, all_ = x_q @ (w_t == 1).T.astype(np.int32), x_q.sum(1, keepdims=True, dtype=np.int32)
-    mistakes = {
-        "the sums overflow int8: give the sum dtype=np.int32": right.astype(np.int8),
-        "the sums overflow int16 or int8 before they are subtracted": (right & 0xFF),
-        "the inputs with weight −1 are not subtracted": plus,
-        "they are added where the weight is −1, too": x_q.astype(np.int32) @ np.abs(w_t).T.astype(np.int32),
-        "weights of 0 are subtracted, too": plus - (all_ - plus),
-    }
-    expect_array(run(answer, x_q, w_t), right, mistakes=mistakes)
-    return "A matrix product without a multiplication, and equal."
-
-
-@exercise(
-    "2.3",
-    "factors",
-    hints=(
-        "Follow the factor 2 from x through the scale, the integers, the sum and the scale back.",
-        "a = 127 / max|x|",
-    ),
-    solution='factors = {"x_q": 1, "x_quant_scale": 0.5, "acc": 1, "y": 2}',
-)
-def doubled(answer: Any) -> str:
-    if answer is None:
-        raise Unanswered
-    right = {"x_q": 1.0, "x_quant_scale": 0.5, "acc": 1.0, "y": 2.0}
-    if not isinstance(answer, Mapping) or set(answer) != set(right):
-        raise Wrong(f"A dict with the keys {', '.join(right)} is wanted.")
-    reasons = {
-        "x_q": "The largest entry becomes 127, however large it was",
-        "x_quant_scale": "a = 127 / max|x|, and the maximum is twice as large",
-        "acc": "It is made of x_q and the weights alone",
-        "y": "The layer is linear but for rounding, and the rounding is the same",
-    }
-    for name, factor in right.items():
-        if as_number(answer[name]) != factor:
-            raise Wrong(f"{name} is not {as_number(answer[name]):g} times what it was. {reasons[name]}.")
-    return "Exactly so, because 2 is a power of two: the integers do not see the size of a token."
-
-
-@exercise(
-    "2.4",
     "quantise",
     minutes=10,
     hints=(
@@ -247,6 +170,83 @@ def absmax(answer: Any) -> str:
     except Wrong as wrong:
         raise Wrong(f"x_q: {wrong}") from None
     return "The integers of every BitLinear in the model are made so."
+
+
+@exercise(
+    "2.2",
+    "factors",
+    hints=(
+        "Follow the factor 2 from x through the scale, the integers, the sum and the scale back.",
+        "a = 127 / max|x|",
+    ),
+    solution='factors = {"x_q": 1, "x_quant_scale": 0.5, "acc": 1, "y": 2}',
+)
+def doubled(answer: Any) -> str:
+    if answer is None:
+        raise Unanswered
+    right = {"x_q": 1.0, "x_quant_scale": 0.5, "acc": 1.0, "y": 2.0}
+    if not isinstance(answer, Mapping) or set(answer) != set(right):
+        raise Wrong(f"A dict with the keys {', '.join(right)} is wanted.")
+    reasons = {
+        "x_q": "The largest entry becomes 127, however large it was",
+        "x_quant_scale": "a = 127 / max|x|, and the maximum is twice as large",
+        "acc": "It is made of x_q and the weights alone",
+        "y": "The layer is linear but for rounding, and the rounding is the same",
+    }
+    for name, factor in right.items():
+        if as_number(answer[name]) != factor:
+            raise Wrong(f"{name} is not {as_number(answer[name]):g} times what it was. {reasons[name]}.")
+    return "Exactly so, because 2 is a power of two: the integers do not see the size of a token."
+
+
+@exercise(
+    "2.3",
+    "add_and_subtract",
+    minutes=10,
+    hints=(
+        "x_q[:, row == 1] are the activations where a row of weights is +1. Sum them.",
+        "Sums of int8 need a wider type: .sum(axis=1, dtype=np.int32).",
+    ),
+    solution="""
+def add_and_subtract(x_q, w_t):
+    plus = [x_q[:, row == 1].sum(axis=1, dtype=np.int32) for row in w_t]
+    minus = [x_q[:, row == -1].sum(axis=1, dtype=np.int32) for row in w_t]
+    return np.stack(plus, axis=1) - np.stack(minus, axis=1)
+""",
+)
+def without_products(answer: Any) -> str:
+    draw = draws(22)
+    x_q = draw.integers(-127, 128, (5, 64)).astype(np.int8)
+    w_t = draw.integers(-1, 2, (7, 64)).astype(np.int8)
+    right = x_q.astype(np.int32) @ w_t.T.astype(np.int32)
+    plus, all_ = x_q @ (w_t == 1).T.astype(np.int32), x_q.sum(1, keepdims=True, dtype=np.int32)
+    mistakes = {
+        "the sums overflow int8: give the sum dtype=np.int32": right.astype(np.int8),
+        "the sums overflow int16 or int8 before they are subtracted": (right & 0xFF),
+        "the inputs with weight −1 are not subtracted": plus,
+        "they are added where the weight is −1, too": x_q.astype(np.int32) @ np.abs(w_t).T.astype(np.int32),
+        "weights of 0 are subtracted, too": plus - (all_ - plus),
+    }
+    expect_array(run(answer, x_q, w_t), right, mistakes=mistakes)
+    return "A matrix product without a multiplication, and equal."
+
+
+@exercise(
+    "2.4",
+    "smallest_k",
+    hints=("The largest product of an int8 activation and a ternary weight is 127.", "int16 ends at 32,767."),
+    solution="smallest_k = 259",
+)
+def int16_overflows(answer: Any) -> str:
+    mistakes = {
+        258: "127 · 258 = 32,766 still fits: one more does not.",
+        516: "int16 has a sign: it ends at 32,767, not at 65,535.",
+        517: "int16 has a sign: it ends at 32,767, not at 65,535.",
+        256: "The products are 127, not 128: 127 · 256 = 32,512 fits.",
+        257: "127 · 257 = 32,639 fits.",
+    }
+    expect_number(answer, 259, mistakes=mistakes, hint="127 · K is to be more than 32,767, just so.")
+    return "127 · 259 = 32,893."
 
 
 # -- 5: files ------------------------------------------------------------------------------------------------------

@@ -14,70 +14,6 @@ from ..declare import Unanswered, Wrong, draws, exercise, run
 
 @exercise(
     "9.1",
-    "last_master",
-    hints=(
-        "On stair 0 the gradient is −1.7: how many steps is the master there, at rate 0.08?",
-        "On stair 1 it is 1 − 1.7 = −0.7 in each of the remaining steps.",
-    ),
-    solution="last_master = 22.7",
-)
-def runaway_master(answer: Any) -> str:
-    value = as_number(answer)
-    w = 0.0
-    for _ in range(400):
-        w -= 0.08 * (np.clip(np.rint(w), -1, 1) - 1.7)
-    if abs(value - w) < 0.5:
-        return "The way back to 0 is as long. Weight decay is what holds such masters."
-    if abs(value - 1.7) < 0.3:
-        raise Wrong("The weight cannot be 1.7, so the gradient never becomes 0: the master does not stop there.")
-    if abs(value - 400 * 0.08 * 1.7) < 1:
-        raise Wrong("On stair 1 the gradient is 1 − 1.7 = −0.7, no longer −1.7.")
-    if abs(value - 1) < 0.3 or abs(value - 0.5) < 0.3:
-        raise Wrong("The weight stays 1, but its master goes on: what is the gradient when q = 1?")
-    if value < 0:
-        raise Wrong("The gradient is negative (q − t = −0.7), and descent goes against it: upwards.")
-    raise Wrong(f"{value:g} is too {'large' if value > w else 'small'}. Each of the 400 steps adds 0.08 · (1.7 − q).")
-
-
-@exercise(
-    "9.2",
-    "fewest_steps",
-    hints=(
-        "A master on stair 0 is scale / 2 − |master| away from its threshold.",
-        "Take the median over those on stair 0, and divide by the rate, 0.01.",
-    ),
-    solution="""
-scale = quantization.absmean_scale(untrained[WATCHED])
-size = np.abs(untrained[WATCHED])
-fewest_steps = np.median(scale / 2 - size[size < scale / 2]) / 0.01
-""",
-)
-def steps_to_a_threshold(answer: Any, master: Array) -> str:
-    scale, size = quantization.absmean_scale(master), np.abs(master)
-    inside = size[size < scale / 2]
-    right = float(np.median(scale / 2 - inside) / 0.01)
-    mistakes = {
-        float(np.median(scale - inside) / 0.01): "The threshold is at half of the scale.",
-        float(np.median(inside) / 0.01): "That is the way to 0; the threshold is on the other side.",
-        float(
-            np.median(np.abs(scale / 2 - size)) / 0.01
-        ): "Only the weights on stair 0, nearer to 0 than the threshold.",
-        right * 0.01: "That is the distance: divide it by the rate.",
-        float(np.mean(scale / 2 - inside) / 0.01): "That is the mean; the median is asked.",
-    }
-    value = as_number(answer)
-    if abs(value - right) < min(0.05 * right, 0.5):
-        return "Masters ten times as large need ten times as many: their size sets the pace."
-    for wrong, sentence in mistakes.items():
-        if abs(value - wrong) <= 0.01 * abs(wrong):
-            raise Wrong(sentence)
-    raise Wrong(
-        f"{value:.3g} is too {'many' if value > right else 'few'}: how far is the median weight from scale / 2?"
-    )
-
-
-@exercise(
-    "9.3",
     "my_backward",
     minutes=15,
     hints=(
@@ -129,3 +65,67 @@ def backward_of_a_bitlinear(answer: Any) -> str:
         except Wrong as wrong:
             raise Wrong(f"{name}: {wrong}") from None
     return "Both gradients."
+
+
+@exercise(
+    "9.2",
+    "last_master",
+    hints=(
+        "On stair 0 the gradient is −1.7: how many steps is the master there, at rate 0.08?",
+        "On stair 1 it is 1 − 1.7 = −0.7 in each of the remaining steps.",
+    ),
+    solution="last_master = 22.7",
+)
+def runaway_master(answer: Any) -> str:
+    value = as_number(answer)
+    w = 0.0
+    for _ in range(400):
+        w -= 0.08 * (np.clip(np.rint(w), -1, 1) - 1.7)
+    if abs(value - w) < 0.5:
+        return "The way back to 0 is as long. Weight decay is what holds such masters."
+    if abs(value - 1.7) < 0.3:
+        raise Wrong("The weight cannot be 1.7, so the gradient never becomes 0: the master does not stop there.")
+    if abs(value - 400 * 0.08 * 1.7) < 1:
+        raise Wrong("On stair 1 the gradient is 1 − 1.7 = −0.7, no longer −1.7.")
+    if abs(value - 1) < 0.3 or abs(value - 0.5) < 0.3:
+        raise Wrong("The weight stays 1, but its master goes on: what is the gradient when q = 1?")
+    if value < 0:
+        raise Wrong("The gradient is negative (q − t = −0.7), and descent goes against it: upwards.")
+    raise Wrong(f"{value:g} is too {'large' if value > w else 'small'}. Each of the 400 steps adds 0.08 · (1.7 − q).")
+
+
+@exercise(
+    "9.3",
+    "fewest_steps",
+    hints=(
+        "A master on stair 0 is scale / 2 − |master| away from its threshold.",
+        "Take the median over those on stair 0, and divide by the rate, 0.01.",
+    ),
+    solution="""
+scale = quantization.absmean_scale(untrained[WATCHED])
+size = np.abs(untrained[WATCHED])
+fewest_steps = np.median(scale / 2 - size[size < scale / 2]) / 0.01
+""",
+)
+def steps_to_a_threshold(answer: Any, master: Array) -> str:
+    scale, size = quantization.absmean_scale(master), np.abs(master)
+    inside = size[size < scale / 2]
+    right = float(np.median(scale / 2 - inside) / 0.01)
+    mistakes = {
+        float(np.median(scale - inside) / 0.01): "The threshold is at half of the scale.",
+        float(np.median(inside) / 0.01): "That is the way to 0; the threshold is on the other side.",
+        float(
+            np.median(np.abs(scale / 2 - size)) / 0.01
+        ): "Only the weights on stair 0, nearer to 0 than the threshold.",
+        right * 0.01: "That is the distance: divide it by the rate.",
+        float(np.mean(scale / 2 - inside) / 0.01): "That is the mean; the median is asked.",
+    }
+    value = as_number(answer)
+    if abs(value - right) < min(0.05 * right, 0.5):
+        return "Masters ten times as large need ten times as many: their size sets the pace."
+    for wrong, sentence in mistakes.items():
+        if abs(value - wrong) <= 0.01 * abs(wrong):
+            raise Wrong(sentence)
+    raise Wrong(
+        f"{value:.3g} is too {'many' if value > right else 'few'}: how far is the median weight from scale / 2?"
+    )
