@@ -107,7 +107,8 @@ def _mixtures(tokens: int) -> Iterator[Description]:
         yield Description(1.1, f"the experts' shares are {words} when results are added", before(1, power))
     for size in range(1, tokens):
 
-        def capped(p: Floats, size: int = size) -> Floats:
-            return np.where(np.cumsum(p > 0, axis=0) <= size, p, np.where(p > 0, np.finfo(np.float32).tiny, 0))
+        def capped(step: Step, compute: Edit, out: Floats, p: Floats, size: int = size) -> Floats:
+            has_place = np.take_along_axis(np.cumsum(p > 0, axis=0) <= size, chosen_ids(p, out.shape[1]), 1)
+            return np.asarray(compute(out * has_place[..., None].astype(out.dtype), p))
 
-        yield Description(1.3, f"an expert computes {size} tokens only, of later ones it gives zeros", before(1, capped))
+        yield Description(1.3, f"an expert computes {size} tokens only, of later ones it gives zeros", capped)

@@ -59,7 +59,7 @@ def descriptions(step: Step) -> Iterator[Description]:
     for words, rule in _formats_of(step.result, step):
         yield Description(1, f"{{it}} is {words}", after(rule), rounds=True)
     if kind == "hook_attn_scores":
-        for words, rule in _formats_of(step.inputs[1], step):
+        for words, rule in activation_formats(step.inputs[1].shape):
             yield Description(1.2, f"{{in0}} and {{in1}} are {words}", partial(_both_in, rule), rounds=True)
     turns = step.name.endswith(("hook_rot_q", "hook_rot_k"))  # cos and sin have rows of their own
     for index, x in enumerate(step.inputs[:1] if turns else step.inputs):
