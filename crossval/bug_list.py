@@ -35,7 +35,14 @@ class Bug:
 
 
 def bug(
-    name: str, model: str, ops: str, *edits: tuple[str, str, str], cause: str = "", also: str = "", twin: str = "", **fields: Any
+    name: str,
+    model: str,
+    ops: str,
+    *edits: tuple[str, str, str],
+    cause: str = "",
+    also: str = "",
+    twin: str = "",
+    **fields: Any,
 ) -> Bug:
     """A `Bug` from (file, old text, new text) edits. Its cause has the bug's name unless another is given.
 

@@ -63,7 +63,8 @@ def descriptions(step: Step) -> Iterator[Description]:
 
 
 def _shares(step: Step) -> Iterator[Description]:
-    k = step.setting.config.num_experts_per_tok
+    config: Any = step.setting.config
+    k = config.num_experts_per_tok
     for (which, order), (what, function), (how, norm) in product(CHOICES.items(), FUNCTIONS.items(), NORMS.items()):
 
         def formula(s: Array, *rest: Any, order: Any = order, function: Any = function, norm: Any = norm) -> Floats:
