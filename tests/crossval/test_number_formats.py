@@ -130,7 +130,7 @@ def test_a_mistake_of_a_mixture_of_experts_is_described(name: str, words: str) -
     tokens = [1, 17, 5, 23, 9, 42, 3, 3]
     right = Setting.of(model, tokens)
     step = right.steps[f"blocks.0.{name}"]
-    (edit,) = (d.edit for d in expert_steps.descriptions(step) if words in d.text)
+    edit = next(d.edit for d in expert_steps.descriptions(step) if words in d.text)
     trace = right.with_edits({step.name: edit}).run()
     comparison = compare(right.run(), trace, model.config, tokens)
     causes = [d.cause for d in diagnose(model, tokens, trace, comparison) if d.confirmed]
