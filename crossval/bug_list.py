@@ -35,11 +35,21 @@ class Bug:
 
 
 def bug(
-    name: str, model: str, ops: str, *edits: tuple[str, str, str], cause: str = "", twin: str = "", **fields: Any
+    name: str,
+    model: str,
+    ops: str,
+    *edits: tuple[str, str, str],
+    cause: str = "",
+    also: str = "",
+    twin: str = "",
+    **fields: Any,
 ) -> Bug:
-    """A `Bug` from (file, old text, new text) edits. Its cause has the bug's name unless another is given."""
+    """A `Bug` from (file, old text, new text) edits. Its cause has the bug's name unless another is given.
+
+    also: causes that give the same tensors.   twin: those that give the same logits.
+    """
     planted = tuple(Edit(*edit) for edit in edits)
-    return Bug(name, model, tuple(ops.split()), planted, (cause or name,), tuple(twin.split()), **fields)
+    return Bug(name, model, tuple(ops.split()), planted, (cause or name, *also.split()), tuple(twin.split()), **fields)
 
 
 LAYERS, MODEL, CACHE, RECORD = "reference/layers.py", "reference/model.py", "reference/cache.py", "backends/record.py"

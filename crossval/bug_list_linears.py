@@ -124,7 +124,7 @@ LINEAR_BUGS = (
         (QUANT, CLIPPED, "np.rint(x * x_quant_scale).astype(np.int64)")),
     bug("activation_floor_missing", "faint token",
         X_INT8, (QUANT, "np.maximum(largest, x.dtype.type(SCALE_FLOOR))", "largest"), tokens=(5, 1, 17, 23, 5, 9)),
-    bug("activation_blocks_of_256", "wide", "blocks.0.*_proj.hook_out", (WEIGHTS, PRODUCT, Q8_K)),
+    bug("activation_blocks_of_256", "wide", "blocks.0.*_proj.hook_out", (WEIGHTS, PRODUCT, Q8_K), also="activation_scales_by_256"),
     bug("activations_not_quantised", "bitnet", OUT, (WEIGHTS, PRODUCT, DENSE)),
     # -- accumulators
     bug("int16_accumulators_wrap", "aligned sums",

@@ -234,6 +234,13 @@ LIST: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "attention's gate of k's heads": ("", (("y = y * (1", "y = (y.reshape(N, H, d) / (1 + np.exp(-z.reshape(N, H, d)[:, :1]))).reshape(N, -1)"),)),
     "the decay's floor e^-0.5": ("", (("S = S * np", "S = S * np.maximum(np.exp(g[t]), 0.6)[:, None, None]"),)),
     "beta not above 0.5": ("", (("beta = 1", "beta = np.minimum(1 / (1 + np.exp(-beta)), 0.5)"),)),
+    # -- written when the edits for those above were there
+    "decay on the answer": ("its decay", (("S = S * np", "S = S"), ("y[t] =", "y[t] = np.einsum('hk,hkv->hv', q[t], S) * np.exp(g[t])[:, None]"))),
+    "conv centred": ("2 tokens after the current one", (("padded =", "padded = np.concatenate([np.zeros((1, qkv.shape[1])), qkv, np.zeros((2, qkv.shape[1]))])"),)),
+    "1 + g for exp(g)": (r"1 \+ log alpha", (("S = S * np", "S = S * (1 + g[t])[:, None, None]"),)),
+    "L2 eps outside the root": ("0.01 is added to the length", (("q = q / ", "q = q / (np.sqrt((q * q).sum(-1, keepdims=True)) + 1e-2)"), ("k = k / ", "k = k / (np.sqrt((k * k).sum(-1, keepdims=True)) + 1e-2)"))),
+    "dt at most 0.5": ("softplus is 0.5 at most", (("g =", "g = -w['decay'] * np.minimum(np.logaddexp(0, a + w['decay_bias']), 0.5)"),)),
+    "A_log in bfloat16": ("A_log is rounded to bfloat16", (("g =", "g = -np.exp(narrow(np.log(w['decay']), BF)) * np.logaddexp(0, a + w['decay_bias'])"),)),
     "beta tanh and conv relu": ("", (("beta = 1", "beta = np.tanh(beta)"), ("mixed = silu", "mixed = np.maximum(mixed, 0)"))),
     "gate missing and dt_bias subtracted": ("", (("y = y * silu", "y = y"), ("g =", "g = -w['decay'] * np.logaddexp(0, a - w['decay_bias'])"))),
 }

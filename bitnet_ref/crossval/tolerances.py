@@ -136,8 +136,10 @@ NARROW_FLOATS: dict[str, EngineTolerance] = {
 EXPLAINED_SHARE = 0.1
 # The same for a cause that rounds to a narrow format and leaves no recorded tensor wrong: a value near a border of two
 # numbers is rounded the other way in the last bit's noise, and such values are few, but as wrong as all the others.
-# And for a cause that gives every tensor of a trace with all int8 activations: the logits then show what flips do.
 ROUNDED_SHARE = 0.5
+# The same for a cause that gives every tensor of a trace that has all int8 activations, each from the engine's own
+# inputs: how far the logits of two whole runs are apart then shows what flips do.
+FLIPPED_SHARE = 0.9
 # By the engine's dtype: an error of the logits that is its rounding and need not fall. float32: CHAIN roundings, of
 # which one layer may add as many. Narrow floats: twice what was measured at storyteller's logits.
 LOGITS_ROUNDING = {"float32": CHAIN * EPSILON, "bfloat16": 0.018, "float16": 0.018}

@@ -1232,6 +1232,9 @@ FAMILIES = (
         hf=HF,
         gguf=GgufForm({"qwen35": Architecture("silu")}, _read_gguf, _write_gguf),
         mistakes=MISTAKES,
+        constants=lambda config: (
+            {} if config.delta is None else {"head_k_dim": config.delta.key_dim, "head_v_dim": config.delta.value_dim}
+        ),
         end_of_embedded=END_OF_TEXT,
         array_shapes=_array_shapes,
         arrays=ARRAYS,

@@ -7,6 +7,10 @@ import gguf
 import numpy as np
 import pytest
 
+import bitnet_ref
+from bitnet_ref.crossval.compare import compare
+from bitnet_ref.crossval.explain import expert_steps
+from bitnet_ref.crossval.explain.diagnose import diagnose
 from bitnet_ref.crossval.explain.number_formats import (
     FLOATS,
     MATRICES,
@@ -15,6 +19,7 @@ from bitnet_ref.crossval.explain.number_formats import (
     rounded,
     to_integers,
 )
+from bitnet_ref.crossval.explain.variants import Setting
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "crossval"))
 
@@ -65,7 +70,10 @@ def test_integers_have_as_many_levels_as_they_say() -> None:
         in_blocks(x, 24, lambda blocks: blocks)
 
 
-SAMPLE = ("sums of 4 saturate", "128 is -128", "quantised twice by row", "cache in fp8", "embedding in Q4_0")
+SAMPLE = (
+    *("sums of 4 saturate", "128 is -128", "quantised twice by row", "cache in fp8", "embedding in Q4_0"),
+    *("rows behind the last tile of 64", "an online softmax is not rescaled", "the norms of a block exchanged"),
+)
 EACH = pytest.mark.parametrize(
     "mistake",
     [pytest.param(m, marks=[] if m.name in SAMPLE else pytest.mark.slow) for m in shipped_mistakes.LIST],
@@ -91,7 +99,13 @@ def test_it_is_named_from_a_thin_trace(mistake: shipped_mistakes.Shipped) -> Non
     assert judgement.unseen, judgement
 
 
-DELTA_SAMPLE = ("conv with relu", "beta is tanh", "A of the next head", "memory in int8, a scale per head")
+DELTA_SAMPLE = (
+    "1 + g for exp(g)",
+    "conv with relu",
+    "beta is tanh",
+    "A of the next head",
+    "memory in int8, a scale per head",
+)
 
 
 @pytest.mark.thorough
@@ -100,3 +114,25 @@ def test_a_mistake_of_a_deltanet_on_no_list_is_described(name: str) -> None:
     judgement = delta_mistakes.judge(name)
     assert judgement.named, judgement
     assert judgement.unseen, judgement
+
+
+MOE = Path(__file__).parents[1] / "data/families/qwen3_moe-groups128"
+MIXTURE = (
+    ("mlp.hook_expert_weights", "sigmoids, as they are"),
+    ("mlp.hook_mixed", "squared when results are added"),
+    ("mlp.hook_mixed", "computes 3 tokens only"),
+)
+
+
+@pytest.mark.parametrize(("name", "words"), MIXTURE)
+def test_a_mistake_of_a_mixture_of_experts_is_described(name: str, words: str) -> None:
+    """The edit's own run is the engine, in the layers that have experts."""
+    model = bitnet_ref.load(MOE, backend="numpy", threads=1)
+    tokens = [1, 17, 5, 23, 9, 42, 3, 3]
+    right = Setting.of(model, tokens)
+    step = right.steps[f"blocks.0.{name}"]
+    edit = next(d.edit for d in expert_steps.descriptions(step) if words in d.text)
+    trace = right.with_edits({step.name: edit}).run()
+    comparison = compare(right.run(), trace, model.config, tokens)
+    causes = [d.cause for d in diagnose(model, tokens, trace, comparison) if d.confirmed]
+    assert any(words in cause for cause in causes), causes

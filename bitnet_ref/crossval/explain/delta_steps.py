@@ -103,6 +103,10 @@ def _by_length(parts: str, length: Change) -> Edit:
     return by_inputs(change)
 
 
+def _asked_times(factor: Any, x: DeltaInputs, long: DeltaInputs, shape: DeltaConfig) -> DeltaInputs:
+    return x._replace(q=x.q * factor(x)[:, :, None])
+
+
 def _inputs(step: Step) -> Iterator[Description]:
     """The lengths of q and k, and each of q, k, v and beta moved, rounded or exchanged."""
     shape = step.inputs[-1].delta
@@ -117,7 +121,7 @@ def _inputs(step: Step) -> Iterator[Description]:
         yield Description(1.3, "DeltaNet's beta is that of the previous token, the first has its own", _part("beta", lambda x: np.concatenate([x[:1], x[:-1]])))
     else:
         for name, factor in (("its decay", lambda x: np.exp(x.log_alpha)), ("beta", lambda x: x.beta), ("1 - beta", lambda x: 1 - x.beta)):
-            yield Description(1.2, f"the memory's answer is multiplied by {name}", by_inputs(lambda x, long, shape, f=factor: x._replace(q=x.q * f(x)[:, :, None])))
+            yield Description(1.2, f"the memory's answer is multiplied by {name}", by_inputs(partial(_asked_times, factor)))
         yield Description(1.1, "the memory is asked with k, not with q", by_inputs(lambda x, long, shape: x._replace(q=x.k)))
         yield Description(1.1, "the memory is asked with k / sqrt(head_k_dim), not with q", by_inputs(lambda x, long, shape: x._replace(q=x.k * shape.key_dim**-0.5)))
     for part, size in (("k", shape.key_dim), ("v", shape.value_dim)) if of_state else (("q", shape.key_dim),):
@@ -168,6 +172,10 @@ ALPHAS: dict[str, Change] = {
 }
 
 
+def _with_alpha(change: Change, S: Floats, a: Floats, k: Floats, v: Floats, b: Floats) -> Floats:
+    return right_update(S, change(a), k, v, b)
+
+
 def _by_memory(states: Callable[[DeltaInputs], Floats]) -> Edit:
     return by_inputs(lambda x, long, shape: x, states)
 
@@ -207,7 +215,7 @@ MEMORY_FORMATS: list[Format] = [
 def _memories(step: Step) -> Iterator[Description]:
     yield from _updates()
     for words, change in ALPHAS.items():
-        yield Description(1.1, f"{words} stands for alpha in the memory's update", _by_memory(partial(memory_states, update=lambda S, a, k, v, b, f=change: right_update(S, f(a), k, v, b))))
+        yield Description(1.1, f"{words} stands for alpha in the memory's update", _by_memory(partial(memory_states, update=partial(_with_alpha, change))))
     tokens = len(step.inputs[0])
     for (rule, text), size in product(CHUNKS.items(), (2, 4, 8, 16, 32, 64, 128)):
         if size < tokens:
@@ -276,7 +284,10 @@ def _decays(step: Step) -> Iterator[Description]:
         formula = partial(lambda other, a, A, bias: -other(A) * softplus(a + bias), other)
         yield Description(1.1, f"{words} stands for exp(A_log)", by_decay(formula))
     for words, rule in ROUNDED:
-        narrow: Any = lambda x, rule=rule: wide(rule(x.astype(np.float32)))
+
+        def narrow(x: Floats, rule: Any = rule) -> Floats:
+            return wide(rule(x.astype(np.float32)))
+
         for part, rounded in (
             ("A_log", lambda a, A, bias, r: -np.exp(r(np.log(A))) * softplus(a + bias)), ("exp(A_log)", lambda a, A, bias, r: -r(A) * softplus(a + bias)),
             ("dt_bias", lambda a, A, bias, r: -A * softplus(a + r(bias))), ("a + dt_bias", lambda a, A, bias, r: -A * softplus(r(a + bias))),

@@ -419,7 +419,12 @@ class Site:
             if len(self.stretch) > 1 and first_right != any(name.endswith(BETWEEN_TOKENS) for name in unit):
                 distance += 1  # the first token sees only itself: it tells attention from all else
             own: list[Description | Family] = [_named(each) for each, names in self.known if set(unit) <= set(names)]
-            own += [*step_edits.descriptions(step), *delta_steps.descriptions(step), *expert_steps.descriptions(step), *roundings.descriptions(step)]
+            own += [
+                *step_edits.descriptions(step),
+                *delta_steps.descriptions(step),
+                *expert_steps.descriptions(step),
+                *roundings.descriptions(step),
+            ]
             own += [*step_edits.families(step), *delta_steps.families(step)]
             own += solved(step, self.target) if unit == (self.name,) else ()
             for d in own:
@@ -700,7 +705,11 @@ def _other_orders(step: Step, target: Target) -> Iterator[Description]:
                 break
             order[i] = equal[0]
         else:
-            if wrong and wrong == list(range(wrong[0], len(order))) and len(apart := set((order - np.arange(len(order)))[wrong])) == 1:
+            if (
+                wrong
+                and wrong == list(range(wrong[0], len(order)))
+                and len(apart := set((order - np.arange(len(order)))[wrong])) == 1
+            ):
                 by = int(apart.pop())
                 text = f"its last {len(wrong)} {word}s are those {abs(by)} {'before' if by < 0 else 'after'}"
                 yield Description(1.7, text, after(partial(_last_moved, count=len(wrong), by=by, axis=axis)))

@@ -23,7 +23,7 @@ from ...families.family import Hypothesis
 from ...reference.layers import Array
 from ..compare import OTHER_SHAPE, Comparison, View, compare
 from ..names import INT8, LOGITS, SCALE, layer_of
-from ..tolerances import EXPLAINED_SHARE, LOGITS_ROUNDING, ROUNDED_SHARE
+from ..tolerances import EXPLAINED_SHARE, FLIPPED_SHARE, LOGITS_ROUNDING, ROUNDED_SHARE
 from .describe import Finding, differing_tensors, find
 from .hypotheses import forward_hypotheses
 from .hypotheses.prompts import TokenHypothesis, prompt_hypotheses, tokenizer_of
@@ -292,7 +292,7 @@ class _Search:
         """What raises, as on a model that the mistake was not written for, is noted and not tested."""
         try:
             yield
-        except (*IMPOSSIBLE, AttributeError) as error:
+        except IMPOSSIBLE as error:
             self.failed[cause] = f"{type(error).__name__}: {error}"
 
     def _test_one(self, hypothesis: Hypothesis, expected: bool) -> None:
@@ -378,8 +378,9 @@ class _Search:
         example: str = "",
     ) -> Diagnosis:
         """A test's result. What makes the logits worse explains no part, but a second mistake may be behind it."""
-        is_loose = isinstance(made, Finding) and (made.rounds or made.shows_flips)
-        share = ROUNDED_SHARE if is_loose else EXPLAINED_SHARE
+        share = EXPLAINED_SHARE
+        if isinstance(made, Finding):
+            share = FLIPPED_SHARE if made.shows_flips else ROUNDED_SHARE if made.rounds else share
         end, confirmed = len(self.order), confirmed and self._explains_logits(error, share)
         moved = not confirmed and first is not None and self._place(first, end) > self._place(self.first, end)
         worse = error is not None and self.error_before is not None and error > self.error_before

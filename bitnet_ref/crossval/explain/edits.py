@@ -722,10 +722,14 @@ def _absmean_again(axis: int | None, size: int = 1) -> Change:
     return change
 
 
+def _whole_tiles_only(y: Array, size: int) -> Array:
+    return y * (np.arange(y.shape[1]) < y.shape[1] // size * size)
+
+
 def _whole_tiles() -> Iterator[Description]:
     """A kernel that has no code for what is left behind the last whole tile of rows."""
     for size in (4, 8, 16, 32, 64, 128, 256):
-        yield Description(1.2, f"rows of {{w}} behind the last whole tile of {size} give zeros", after(lambda y, size=size: y * (np.arange(y.shape[1]) < y.shape[1] // size * size)))
+        yield Description(1.2, f"rows of {{w}} behind the last whole tile of {size} give zeros", after(partial(_whole_tiles_only, size=size)))
 
 
 def _from_norm(step: Step) -> Iterator[Description]:
@@ -834,7 +838,7 @@ def own_descriptions(step: Step) -> Iterator[Description]:
     if kind in ("hook_resid_mid", "hook_resid_post"):
         for norm in norms_of(step).values():
             if norm.weight.shape == step.result.shape[1:] and norm.name.startswith(step.name.rpartition(".")[0] + "."):
-                yield Description(1.2, f"the sum is normed, with the weight of {norm.name.split('.')[-1]}", after(lambda x, norm=norm: layers.rms_norm(x, norm.weight, norm.eps)))
+                yield Description(1.2, f"the sum is normed, with the weight of {norm.name.split('.')[-1]}", after(partial(layers.rms_norm, weight=norm.weight, eps=norm.eps)))
     if kind == "hook_v":
         yield Description(1.1, "v is turned by RoPE as well", after(lambda v: _turn(v, np.arange(len(v))[:, None] * own_rope(step).frequencies(step.setting.config.rotary_size))))
     if of_linear and len(x) == 3:
@@ -1006,7 +1010,9 @@ def constants(step: Step) -> dict[str, float]:
     """The numbers that belong to this step, by their names: a constant is not one of numbers from elsewhere."""
     cfg, place, kind = step.setting.config, step.name.split("."), step.name.rpartition(".")[2]
     w = step.inputs[1] if len(step.inputs) > 1 else None
-    numbers: dict[str, float] = {"2": 2, "hidden_size": cfg.hidden_size, "layers": cfg.num_hidden_layers, "pi": math.pi}
+    numbers: dict[str, float] = {"2": 2, "hidden_size": cfg.hidden_size, "pi": math.pi}
+    if "resid" in kind or kind.endswith(("attn_out", "mlp_out")) or "o_proj" in step.name or "down_proj" in step.name:
+        numbers["layers"] = cfg.num_hidden_layers
     if place[0] == "blocks":
         numbers["layer number + 1"] = int(place[1]) + 1
     if ".attn" in step.name or "attn_out" in kind or "resid_mid" in kind:
@@ -1022,7 +1028,7 @@ def constants(step: Step) -> dict[str, float]:
     if "_proj." in step.name and kind != "hook_scale":
         numbers |= {"127": 127, "128": 128, "255": 255}
     if isinstance(w, LinearWeight) and w.bit_linear is not None:
-        numbers |= {"this matrix's scale": w.bit_linear.w_dequant_scale, "this matrix's share of non-zeros": np.abs(matrix(w)).mean()}
+        numbers |= {"this matrix's scale": float(w.bit_linear.w_dequant_scale), "this matrix's share of non-zeros": float(np.abs(matrix(w)).mean())}
     numbers |= family_of(cfg).constants(cfg)
     return {name: float(value) for name, value in numbers.items() if value not in (0, 1)}
 

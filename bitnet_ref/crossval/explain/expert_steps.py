@@ -63,7 +63,8 @@ def descriptions(step: Step) -> Iterator[Description]:
 
 
 def _shares(step: Step) -> Iterator[Description]:
-    k = step.setting.config.num_experts_per_tok
+    config: Any = step.setting.config
+    k = config.num_experts_per_tok
     for (which, order), (what, function), (how, norm) in product(CHOICES.items(), FUNCTIONS.items(), NORMS.items()):
 
         def formula(s: Array, *rest: Any, order: Any = order, function: Any = function, norm: Any = norm) -> Floats:
@@ -107,7 +108,8 @@ def _mixtures(tokens: int) -> Iterator[Description]:
         yield Description(1.1, f"the experts' shares are {words} when results are added", before(1, power))
     for size in range(1, tokens):
 
-        def capped(p: Floats, size: int = size) -> Floats:
-            return np.where(np.cumsum(p > 0, axis=0) <= size, p, np.where(p > 0, np.finfo(np.float32).tiny, 0))
+        def capped(step: Step, compute: Edit, out: Floats, p: Floats, size: int = size) -> Floats:
+            has_place = np.take_along_axis(np.cumsum(p > 0, axis=0) <= size, chosen_ids(p, out.shape[1]), 1)
+            return np.asarray(compute(out * has_place[..., None].astype(out.dtype), p))
 
-        yield Description(1.3, f"an expert computes {size} tokens only, of later ones it gives zeros", before(1, capped))
+        yield Description(1.3, f"an expert computes {size} tokens only, of later ones it gives zeros", capped)

@@ -54,18 +54,21 @@ def descriptions(step: Step) -> Iterator[Description]:
         yield from _bit_linears(step)
     if len(step.inputs) == 2 and isinstance(step.inputs[1], float) and step.name.endswith("scaled"):
         for name, to in NARROW.items():
-            factor = before(1, lambda factor, to=to: float(rounded(np.asarray(factor), to)))
-            yield Description(1, f"the factor is rounded to {name}", factor)
+            yield Description(1, f"the factor is rounded to {name}", before(1, partial(_factor_in, to)))
     for words, rule in _formats_of(step.result, step):
         yield Description(1, f"{{it}} is {words}", after(rule), rounds=True)
     if kind == "hook_attn_scores":
-        for words, rule in _formats_of(step.inputs[1], step):
+        for words, rule in activation_formats(step.inputs[1].shape):
             yield Description(1.2, f"{{in0}} and {{in1}} are {words}", partial(_both_in, rule), rounds=True)
     turns = step.name.endswith(("hook_rot_q", "hook_rot_k"))  # cos and sin have rows of their own
     for index, x in enumerate(step.inputs[:1] if turns else step.inputs):
         if isinstance(x, np.ndarray) and x.ndim > 1 and x.dtype.kind == "f":
             for words, rule in _formats_of(x, step):
                 yield Description(1.2, f"{{in{index}}} is {words}", before(index, rule), rounds=True)
+
+
+def _factor_in(dtype: Any, factor: float) -> float:
+    return float(rounded(np.asarray(factor), dtype))
 
 
 def _both_in(rule: Rule, step: Step, compute: Edit, x: Array, y: Array, *rest: Any) -> Array:

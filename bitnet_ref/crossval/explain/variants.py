@@ -48,7 +48,7 @@ from ..calls import Calls
 from ..names import layer_of, op_shape
 
 # What an edit raises that does not fit a step's shapes.
-IMPOSSIBLE = (BitNetRefError, ArithmeticError, LookupError, TypeError, ValueError)
+IMPOSSIBLE = (BitNetRefError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def is_by_head(name: str) -> bool:

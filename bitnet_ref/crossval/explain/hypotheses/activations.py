@@ -94,7 +94,13 @@ def in_blocks(size: int) -> Callable[[Step], bool]:
 
 def _has_blocks(step: Step, size: int) -> bool:
     """Whether a step is of a BitLinear's integers or output, and its rows are whole blocks, and more than one."""
-    width = step.inputs[0].shape[1] if step.name.endswith("hook_x_int8") else input_floats(step).shape[1] if dequantizes(step) else 0
+    width = (
+        step.inputs[0].shape[1]
+        if step.name.endswith("hook_x_int8")
+        else input_floats(step).shape[1]
+        if dequantizes(step)
+        else 0
+    )
     return width > size and width % size == 0
 
 
@@ -114,7 +120,11 @@ def _in_plain_blocks(size: int) -> Edit:
         if len(rest) == 1:
             return codes.reshape(x.shape).astype(np.int8)
         w, scale = rest
-        return compute(layers.dense_matmul((codes / scales).reshape(floats.shape), w.ternary().astype(np.float32)), w, np.ones_like(scale))
+        return compute(
+            layers.dense_matmul((codes / scales).reshape(floats.shape), w.ternary().astype(np.float32)),
+            w,
+            np.ones_like(scale),
+        )
 
     return edit
 
@@ -169,7 +179,8 @@ HYPOTHESES = (
         "One scale per token.", _blockwise(32), in_blocks(32)),
     *(Hypothesis("*_proj.hook_x_int8 *_proj.hook_out", f"activation_scales_by_{size}",
         f"each {size} activations of a token have a scale of their own",
-        "One scale per token.", _in_plain_blocks(size), partial(_has_blocks, size=size)) for size in (16, 32, 64, 128, 256)),
+        "One scale per token.", _in_plain_blocks(size), partial(_has_blocks, size=size))
+        for size in (16, 32, 64, 128, 256)),
     Hypothesis("*_proj.hook_x_scale *_proj.hook_x_int8 *_proj.hook_acc_int32", "activations_asymmetric",
         "activations are asymmetric, with a zero point: their least value is -128, their largest 127",
         "The scale is 127 / max|x|, and 0 is 0.", _asymmetric),
