@@ -122,6 +122,7 @@ def test_both_names_of_the_count_of_experts(model_type, key):
         ("eos_token_id", [2, 4000000, -1], "[4000000, -1] ignored"),
         ("activation", "geglu", "ignored"),
         ("odd", {"a": 1}, "ignored"),
+        ("sparse_config", {"dense_len": 8192}, "here a token sees all before it"),
         ("dims_per_head", 8, "head_dim alone, and that means 4"),
         ("layer_norm_eps", 1e-3, "rms_norm_eps alone, and that means 1e-05"),
         ("rotary_emb_base", 500000, "rope_theta alone, and that means 10000"),
