@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -148,16 +149,17 @@ def reached_share(measured: Sequence[TestLines]) -> float:
 def plan(mutant: Mutant, measured: Sequence[TestLines]) -> Plan:
     """The tests that judge a mutant, of the files in which a test reaches its line.
 
-    First the tests that reach the line, then the others: what a fixture made once is measured with the first test that
-    asked for it, and a constant is executed as its file is imported. The quickest come first: one, and more for
-    TESTS_LIMIT_S.
+    First the tests that reach the line, or one that uses the constant which the line gives: it is executed as its file
+    is imported. Then the others: what a fixture made once is measured with the first test that asked for it. The
+    quickest come first: one, and more for TESTS_LIMIT_S.
     """
     ranked = []
+    telling = telling_lines(mutant)
     for each in measured:
         lines = each.lines.get(mutant.file, {})
         if str(mutant.line) not in lines:
             continue
-        reach_line = set(lines[str(mutant.line)])
+        reach_line = {test for line in telling for test in lines.get(line, ())}
         for i, test in enumerate(each.tests):
             ranked.append((i not in reach_line, each.seconds[i], each.file, test))
     chosen: dict[str, dict[str, float]] = {}
@@ -168,6 +170,14 @@ def plan(mutant: Mutant, measured: Sequence[TestLines]) -> Plan:
             break
         chosen.setdefault(file, {})[test] = seconds
     return list(chosen.items())
+
+
+def telling_lines(mutant: Mutant) -> list[str]:
+    """The mutant's line, and those of its file that use the constant which it gives, if it does."""
+    text = (PACKAGE / mutant.file).read_text().splitlines()
+    constant = re.match(r"([A-Z_][A-Z0-9_]*)\b.* = ", text[mutant.line - 1])
+    uses = [] if constant is None else [n for n, line in enumerate(text, 1) if re.search(rf"\b{constant[1]}\b", line)]
+    return [str(line) for line in {mutant.line, *uses}]
 
 
 def judge_by_tests(tests: Plan) -> Iterator[tuple[str, str]]:

@@ -87,7 +87,7 @@ def test_targets_are_checked_before_any_work(name, option, tmp_path):
         assert words in result.stderr
 
 
-@pytest.mark.sample(3)
+@pytest.mark.thorough
 def test_a_command_runs_as_a_program():
     command = [sys.executable, FOLDER / "tokenizer.py", "--texts", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -115,6 +115,7 @@ def test_ceilings():
         ceilings.measure_ceiling(1, repeats=0)
 
 
+@pytest.mark.thorough
 def test_the_command_of_ceilings(tmp_path):
     pytest.importorskip("matplotlib")
     facts = invoke_json(ceilings, "--threads", 1, "--repeats", 1, "--plot", tmp_path / "roof.svg")

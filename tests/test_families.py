@@ -77,7 +77,7 @@ def test_float64(case):
         np.testing.assert_allclose(m.embed(expected["tokens"]), expected["embedding64"], rtol=0, atol=2e-5)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("backend_name", BACKENDS, indirect=True)
 @pytest.mark.parametrize("case", CASES)
 def test_every_path(case, backend_name):

@@ -321,6 +321,7 @@ def rotated_hybrid(path, **more):
     return path
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*taken as not rotated")
 def test_a_rotated_hybrid_keeps_its_order_of_inputs(tmp_path):
     """ssm_out reads R x of the inputs in the file's order of heads."""

@@ -274,6 +274,7 @@ def test_flips_whose_source_has_another_shape_are_no_flips_by_noise(story):
     assert any("noise of" in op.note for op in found.ops)
 
 
+@pytest.mark.thorough
 def test_random_models_with_noise_give_no_false_alarm(tmp_path):
     flips, worst = 0, 0.0
     for seed in range(20):

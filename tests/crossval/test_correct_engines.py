@@ -15,7 +15,7 @@ MENDED = (64, 121, 44)
 SAMPLE = (8, 10, 16, 29, 36)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [*SAMPLE, *MENDED])
 def test_a_correct_engine_agrees(seed):
     outcome = correct_engines.outcome(seed)

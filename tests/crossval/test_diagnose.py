@@ -106,7 +106,7 @@ def test_each_mistake_is_confirmed_and_no_other(case, load):
     assert found > 15
 
 
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     ["silu_for_relu2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("scale_inverted", "gqa_heads_interleaved"))],

@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.sample(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "target"), NAMES)
 def test_a_file_gives_its_logits(name, target, folder):
     facts = json.loads((folder / "files.json").read_text())
@@ -52,6 +52,7 @@ def test_a_file_gives_its_logits(name, target, folder):
     assert golden.rounding_margin(m, tokens) > 0.9e-5
 
 
+@pytest.mark.thorough
 def test_every_type_and_container_is_there_and_small(folder):
     assert {target for _, target in NAMES} == {*TARGETS}
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 5e6
@@ -68,6 +69,7 @@ def test_every_type_and_container_is_there_and_small(folder):
     assert all(rule in golden.README for rule in {each for rules_of in rules.values() for each in rules_of})
 
 
+@pytest.mark.thorough
 def test_the_bytes_are_the_same_each_time(folder, tmp_path, monkeypatch):
     small = [tiny for tiny in golden.MODELS if tiny.name in ("llama-bitnet", "binary")]
     monkeypatch.setattr(golden, "MODELS", small)
@@ -91,6 +93,7 @@ def test_inputs_are_rounded_as_ggml_rounds_them():
     assert (np.abs(by_256 - x).reshape(3, 2, 256) <= step * 0.501).all()
 
 
+@pytest.mark.thorough
 def test_the_guide_is_true(folder, monkeypatch, capsys):
     """docs/crossval.md: its example runs, and its table names the models."""
     guide = (Path(__file__).parents[2] / "docs" / "crossval.md").read_text(encoding="utf-8")

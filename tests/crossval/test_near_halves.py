@@ -115,6 +115,7 @@ def test_the_prompts_have_flips():
     assert differ >= 3
 
 
+@pytest.mark.thorough
 def test_a_small_mistake_is_no_rounding():
     """Small ones: another eps, a window of all but one token, another theta, 1e-5 added to max|x|."""
     m = model("storyteller")

@@ -364,6 +364,7 @@ def recorded(path, activation="relu2", before=(), names=None):
     return cross_trace(m, path)
 
 
+@pytest.mark.thorough
 def test_the_cause_of_a_difference_is_tested_and_said(tmp_path):
     found = recorded(tmp_path / "t", activation="silu")
     assert found.agrees is False

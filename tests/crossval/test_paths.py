@@ -134,6 +134,7 @@ def test_a_narrow_cache_that_truncates(monkeypatch):
         assert failed() == ["cache float16"]
 
 
+@pytest.mark.thorough
 def test_a_mistake_that_the_reference_shares(monkeypatch):
     """RoPE's tables serve every backend on the CPU: only the known answers can tell."""
     right = RopeConfig.frequencies

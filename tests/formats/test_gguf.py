@@ -202,6 +202,7 @@ def test_there_and_back(values, shapes, alignment, tmp_path_factory):
             assert file.read(name).shape == expected.shape
 
 
+@pytest.mark.thorough
 def test_a_large_vocabulary_is_read_fast(tmp_path):
     words = [f"word{i}é" for i in range(128_256)]
     merges = [f"wo rd{i}" for i in range(280_147)]

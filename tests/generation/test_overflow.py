@@ -93,6 +93,7 @@ def test_past_the_context_of_the_model():
     replay(m, out)
 
 
+@pytest.mark.thorough
 def test_rows_of_a_batch_drop_each_by_itself():
     m = model("storyteller", FAST)
     prompts = [PROMPT, "Alice", " ".join([PROMPT] * 4)]

@@ -1,6 +1,7 @@
 """Many strings in one pass, and rules that use it: what they find does not depend on how, nor the cost on how many."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,6 +60,7 @@ def as_ids(ids):
     return np.array(ids, dtype=np.int64)
 
 
+@pytest.mark.thorough
 def test_a_steps_cost_does_not_grow_with_the_number_or_length_of_words(monkeypatch):
     few = count_steps(monkeypatch, ["zzz"])
     assert count_steps(monkeypatch, [f"{number:09d}" for number in range(6000)]) == few

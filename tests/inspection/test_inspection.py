@@ -145,6 +145,7 @@ def test_parameter_count_of_a_tied_model_with_a_stored_head():
     assert found.parameters == weights.embedding.array.size + linears + norms
 
 
+@pytest.mark.thorough
 def test_holds_one_layer_at_a_time(tmp_path):
     config = {**BITNET, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 24}
     folder = write_checkpoint(tmp_path / "deep", config)

@@ -347,6 +347,7 @@ def test_hostile_markdown_does_nothing(open_page):
     assert page.run("window.bad === undefined")
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_a_conversation_outlives_a_reload(open_page):
     page = open_page()

@@ -261,6 +261,7 @@ def test_growth_of_added_tokens() -> None:
         HfTokenizer(table, TokenizerSettings(added_tokens=tokens))
 
 
+@pytest.mark.thorough
 def test_thousands_of_added_tokens_of_both_kinds() -> None:
     tokens = tuple(AddedToken(f"<{n}>", 4 + n, special=n % 2 == 0) for n in range(8000))
     start = time.process_time()
@@ -271,6 +272,7 @@ def test_thousands_of_added_tokens_of_both_kinds() -> None:
     assert not tokenizer.is_special(8003)
 
 
+@pytest.mark.thorough
 def test_thousands_of_special_pieces() -> None:
     row = ["<unk>", "a", "b", "\u2581", *(f"a{n:05d}" for n in range(40_000)), "a00001b"]
     model = SentencePieceModel(row, [0.0] * len(row), [UNKNOWN, *[NORMAL] * 3, *[CONTROL] * 40_001])
