@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..formats.checkpoint import LoadOptions
-from .generation_options import INPUT_FILE, declared_option, layout_options
+from .generation_options import INPUT_FILE, declared_option, layout_options, read_bytes
 from .shell import (
     DIFFERS,
     LoadingBar,
@@ -39,23 +39,13 @@ TARGET_NAMES = (
 )
 
 
-def read_byte_count(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """2000000000, 2G, 500M: bytes, G and M of powers of 1000, as the hub and llama.cpp's gguf-split count them."""
-    if value is None:
-        return None
-    digits, unit = (value[:-1], value[-1].upper()) if value[-1:].upper() in ("M", "G") else (value, "")
-    if not digits.isdecimal() or int(digits) < 1:
-        raise click.BadParameter(f"expected a number of bytes, such as 2G or 500M, got {value!r}", ctx, param)
-    return int(digits) * {"": 1, "M": 10**6, "G": 10**9}[unit]
-
-
 @click.command(short_help="Write a model in another format, and prove that it is the same.")
 @click.argument("source")
 @click.argument("destination", type=OutputPath(), required=False)
 @click.option("--to", "target", type=click.Choice(TARGET_NAMES), help="The format to write.")
 @click.option("--matrix", is_flag=True, help="Write nothing; show which formats hold SOURCE exactly, and why not.")
 @click.option(
-    "--split-size", callback=read_byte_count, metavar="BYTES", help="Write further files beyond so many bytes each."
+    "--split-size", callback=read_bytes, metavar="BYTES", help="Write further files beyond so many bytes each."
 )
 @click.option("--no-verify", is_flag=True, help="Do not read the result again and compare it.")
 @click.option("--no-engine", is_flag=True, help="Do not run the result in the engine that it is meant for.")

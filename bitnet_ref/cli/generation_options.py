@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..backends.options import ComputeOptions, DeviceOptions
-from ..errors import FormatError
+from ..errors import FormatError, GenerationError
 from ..formats.checkpoint import LoadOptions
 from ..generation.params import Biases, SamplingParams
 from ..system.json_file import read_bounded
-from ..system.options import FLAG, ListOf, Number, Option, declared_options
+from ..system.options import BYTES, FLAG, ListOf, Number, Option, declared_options
 from .shell import AnyFunction, LoadingBar, SectionOption, say
 
 if TYPE_CHECKING:
@@ -239,6 +239,15 @@ def read_numbers(ctx: click.Context, param: click.Parameter, value: str | None) 
         return None if value is None else [int(number) for number in value.replace(",", " ").split()]
     except ValueError:
         raise click.BadParameter(f"expected whole numbers like 0,1,5, got {value!r}") from None
+
+
+def read_bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """The bytes of "500000000", "500M" (powers of 1000) or "1.5GiB"."""
+    try:
+        size: int | None = BYTES.read(value, str(param.name))
+    except GenerationError as error:
+        raise click.BadParameter(error.message) from None
+    return size
 
 
 def _read_layers(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:

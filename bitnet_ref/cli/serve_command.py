@@ -15,10 +15,17 @@ import click
 
 from .. import __version__
 from ..backends.options import ComputeOptions
-from ..errors import BackendUnavailable, ConfigError, GenerationError, StorageError
+from ..errors import BackendUnavailable, ConfigError, StorageError
 from ..serving.engine_config import EngineConfig
-from ..system.options import BYTES
-from .generation_options import content_of, declared_option, lora_option, name_model, read_adapters, server_config
+from .generation_options import (
+    content_of,
+    declared_option,
+    lora_option,
+    name_model,
+    read_adapters,
+    read_bytes,
+    server_config,
+)
 from .shell import common_options, print_json, say, wants_json
 
 if TYPE_CHECKING:
@@ -30,14 +37,6 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 SEND_BUFFER_BYTES = 1 << 16  # of a connection: a client that does not read is noticed soon
 CONNECTIONS = 2048
 KEEP_ALIVE_S = 75  # more than clients keep idle connections (httpx 5 s, proxies 60 s): the first to close must be them
-
-
-def _read_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    try:
-        size: int | None = BYTES.read(value, str(param.name))
-    except GenerationError as error:
-        raise click.BadParameter(error.message) from None
-    return size
 
 
 def check_keys(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -75,11 +74,11 @@ def check_names(**names: tuple[str, ...]) -> None:
 @lora_option
 @click.option("--chat-template", metavar="JINJA", help="Instead of the models' own; @FILE reads it.")
 @click.option(
-    "--memory-budget", callback=_read_size, metavar="BYTES", help="Of all loaded models.  [default: no limit]"
+    "--memory-budget", callback=read_bytes, metavar="BYTES", help="Of all loaded models.  [default: no limit]"
 )
 @click.option("--idle-s", type=click.FloatRange(min=0, min_open=True), help="Drop a model that is idle for so long.")
 @click.option("--max-streams", type=click.IntRange(min=1), default=256, show_default=True, help="Requests at a time.")
-@click.option("--max-body", callback=_read_size, default="4MiB", show_default=True, help="Bytes of a request.")
+@click.option("--max-body", callback=read_bytes, default="4MiB", show_default=True, help="Bytes of a request.")
 @click.option("--request-timeout-s", type=click.FloatRange(min=0, min_open=True), help="Then a request gets 504.")
 @click.option("--drain-s", type=int, default=30, show_default=True, help="After SIGTERM, finish requests for so long.")
 @click.option("--allow-origin", "origins", multiple=True, help="A web page that may use the server (CORS).")

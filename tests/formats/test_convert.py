@@ -364,7 +364,7 @@ def test_the_table_of_formats():
     assert rows["native"]["bytes"] > 10_000
     assert invoke("convert", "--matrix", BITNET, "x").exit_code == 2
     assert invoke("convert", BITNET).exit_code == 2
-    assert invoke("convert", BITNET, "x", "--to", "native", "--split-size", "2K").exit_code == 2
+    assert invoke("convert", BITNET, "x", "--to", "native", "--split-size", "2X").exit_code == 2
 
 
 @pytest.mark.slow
