@@ -150,8 +150,8 @@ def plan(mutant: Mutant, measured: Sequence[TestLines]) -> Plan:
     """The tests that judge a mutant, of the files in which a test reaches its line.
 
     First the tests that reach the line, or one that uses the constant which the line gives: it is executed as its file
-    is imported. Then the others: what a fixture made once is measured with the first test that asked for it. The
-    quickest come first: one, and more for TESTS_LIMIT_S.
+    is imported. Then the others: what a fixture made once is measured with the first test that asked for it. Of both
+    the quickest come first: one, and more for TESTS_LIMIT_S.
     """
     ranked = []
     telling = telling_lines(mutant)
@@ -163,19 +163,19 @@ def plan(mutant: Mutant, measured: Sequence[TestLines]) -> Plan:
         for i, test in enumerate(each.tests):
             ranked.append((i not in reach_line, each.seconds[i], each.file, test))
     chosen: dict[str, dict[str, float]] = {}
-    total = 0.0
-    for *_, seconds, file, test in sorted(ranked):
-        total += seconds
-        if chosen and total > TESTS_LIMIT_S:
-            break
+    totals = {False: 0.0, True: 0.0}
+    for is_other, seconds, file, test in sorted(ranked):
+        totals[is_other] += seconds
+        if chosen and totals[is_other] > TESTS_LIMIT_S:
+            continue
         chosen.setdefault(file, {})[test] = seconds
     return list(chosen.items())
 
 
 def telling_lines(mutant: Mutant) -> list[str]:
     """The mutant's line, and those of its file that use the constant which it gives, if it does."""
-    text = (PACKAGE / mutant.file).read_text().splitlines()
-    constant = re.match(r"([A-Z_][A-Z0-9_]*)\b.* = ", text[mutant.line - 1])
+    text = mutant.text.splitlines()
+    constant = re.match(r"([A-Z_][A-Z0-9_]*)\b.* = ", "".join(text[mutant.line - 1 : mutant.line]))
     uses = [] if constant is None else [n for n, line in enumerate(text, 1) if re.search(rf"\b{constant[1]}\b", line)]
     return [str(line) for line in {mutant.line, *uses}]
 

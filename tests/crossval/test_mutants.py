@@ -126,7 +126,10 @@ def test_a_mutant_is_judged_by_the_tests_that_reach_it(monkeypatch):
         ("t2", {"t2::0": 0.2}),
     ]
     monkeypatch.setattr(room_mutants, "TESTS_LIMIT_S", 0.05)
-    assert room_mutants.plan(mutant, both) == [("t1", {"t1::1": 0.1})]
+    assert room_mutants.plan(mutant, both) == [("t1", {"t1::1": 0.1, "t1::3": 0.0})]  # of each kind
+    monkeypatch.setattr(room_mutants, "TESTS_LIMIT_S", 0.15)
+    constant = python_mutants.Mutant("a.py", "", "", "", text="LIMIT: int = 3\n\nx = LIMIT\n", line=1)
+    assert next(iter(room_mutants.plan(constant, both)[0][1])) == "t1::2"  # reaches line 3, which uses it
     assert room_mutants.reached_share(both) == 0.75
 
 
