@@ -4,6 +4,7 @@ The system kills processes of such a cgroup, whichever it likes: workers, helper
 cgroup can be made.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -33,6 +34,8 @@ def limited():
         for name, root in ROOTS.items():
             folder = root / f"bitnet_ref-{os.getpid()}-{len(folders)}"
             try:
+                if not (root / "cgroup.procs").exists():  # a plain folder
+                    continue
                 folder.mkdir()
                 (folder / name).write_text(str(limit))
             except OSError:
@@ -50,7 +53,8 @@ def limited():
         process.communicate()
     for folder in folders:
         for pid in (folder / "cgroup.procs").read_text().split():
-            os.kill(int(pid), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def test_a_batch_goes_on_where_memory_ended_it(limited, tmp_path):
@@ -59,7 +63,7 @@ def test_a_batch_goes_on_where_memory_ended_it(limited, tmp_path):
     lines = [{"custom_id": str(n), "url": "/v1/completions", "body": {**body, "seed": n}} for n in range(200)]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     subprocess.run([*COMMAND, "batch", str(source), str(tmp_path / "right")], check=True, capture_output=True)
-    for limit in range(120, 360, 20):
+    for limit in range(150, 390, 30):
         out = tmp_path / f"{limit}"
         process = limited(["batch", "--workers", "2", str(source), str(out)], limit * MIB)
         _, said = process.communicate(timeout=300)
@@ -69,7 +73,7 @@ def test_a_batch_goes_on_where_memory_ended_it(limited, tmp_path):
         if process.returncode:
             subprocess.run([*COMMAND, "batch", str(source), str(out)], check=True, capture_output=True)
         assert out.read_bytes() == (tmp_path / "right").read_bytes()
-    print(f"\nexit codes of 12 limits: {dict(results)}")
+    print(f"\nexit codes of 8 limits: {dict(results)}")
 
 
 def test_a_helper_that_is_killed_refuses_its_request_alone(limited):
