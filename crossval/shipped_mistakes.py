@@ -106,7 +106,7 @@ LIST = (
     shipped("w_scale in fp8", "bitnet", "hook_out", "scale of the matrix is rounded to fp8", ("y = R(acc", OUT + "(narrow(m[1], F8) / xs))")),
     shipped("quantised twice", "bitnet", "hook_out", "share of non-zeros", ("y = R(acc", OUT + "(m[1] * np.abs(m[0]).mean() / xs))")),
     shipped("quantised twice by row", "bitnet", "hook_out", "of each row .* share of non-zeros", ("y = R(acc", OUT + "(m[1] * np.abs(m[0]).mean(1) / xs))")),
-    shipped("divided by density", "bitnet", "hook_out", "divided by the share of its non-zero", ("y = R(acc", OUT + "(m[1] / np.abs(m[0]).mean() / xs))")),
+    shipped("divided by density", "bitnet", "hook_out", "1/this matrix's share of non-zeros", ("y = R(acc", OUT + "(m[1] / np.abs(m[0]).mean() / xs))")),
     # -- codes
     shipped("tiles of 16 rows moved", "bitnet", "acc_int32", "rows of the matrix are 16 too far", ("acc =", "acc = np.roll(parts(xq, m[0], 999, np.asarray), 16, 1)")),
     shipped("signed shift, quarters", "bitnet", "acc_int32", "last quarter of rows, are shifted", ("acc =", "acc = parts(xq, signed_shift(m[0], slice(len(m[0]) // 4 * 3, None), slice(None)), 999, np.asarray)")),
