@@ -106,7 +106,7 @@ LIST = (
     shipped("w_scale in fp8", "bitnet", "hook_out", "scale of the matrix is rounded to fp8", ("y = R(acc", OUT + "(narrow(m[1], F8) / xs))")),
     shipped("quantised twice", "bitnet", "hook_out", "share of non-zeros", ("y = R(acc", OUT + "(m[1] * np.abs(m[0]).mean() / xs))")),
     shipped("quantised twice by row", "bitnet", "hook_out", "of each row .* share of non-zeros", ("y = R(acc", OUT + "(m[1] * np.abs(m[0]).mean(1) / xs))")),
-    shipped("divided by density", "bitnet", "hook_out", "divided by the share of its non-zero", ("y = R(acc", OUT + "(m[1] / np.abs(m[0]).mean() / xs))")),
+    shipped("divided by density", "bitnet", "hook_out", "1/this matrix's share of non-zeros", ("y = R(acc", OUT + "(m[1] / np.abs(m[0]).mean() / xs))")),
     # -- codes
     shipped("tiles of 16 rows moved", "bitnet", "acc_int32", "rows of the matrix are 16 too far", ("acc =", "acc = np.roll(parts(xq, m[0], 999, np.asarray), 16, 1)")),
     shipped("signed shift, quarters", "bitnet", "acc_int32", "last quarter of rows, are shifted", ("acc =", "acc = parts(xq, signed_shift(m[0], slice(len(m[0]) // 4 * 3, None), slice(None)), 999, np.asarray)")),
@@ -117,7 +117,7 @@ LIST = (
     shipped("scales one after the other in bfloat16", "bitnet", "hook_out", "in bfloat16, and so is each product: acc w_scale / x_scale", ("y = R(acc", "y = R(narrow(narrow(acc, BF) * narrow(m[1], BF), BF) / xs)")),
     shipped("quantised twice by the root of squares", "bitnet", "hook_out", "sqrt\\(this matrix's share of non-zeros\\)", ("y = R(acc", OUT + "(m[1] * np.sqrt((m[0] ** 2).mean()) / xs))")),
     shipped("rows behind the last tile of 64", "bitnet", "acc_int32", "behind the last whole tile of 64 give zeros", ("acc =", "acc = parts(xq, m[0], 999, np.asarray) * (np.arange(len(m[0])) < len(m[0]) // 64 * 64)")),
-    shipped("the last row is the one before", "bitnet", "acc_int32", "its last 1 columns are those 1 before", ("acc =", "acc = parts(xq, np.concatenate([m[0][:-1], m[0][-2:-1]]), 999, np.asarray)")),
+    shipped("the last row is the one before", "bitnet", "acc_int32", "its last column is that 1 before", ("acc =", "acc = parts(xq, np.concatenate([m[0][:-1], m[0][-2:-1]]), 999, np.asarray)")),
     shipped("q and k in int8 for the scores", "llama", "attn_scores", "q after RoPE and k after RoPE are quantised to int8", ("s = R(C.dot", 's = R(C.dot("ihd,jhd->hij", rows(q, 127), rows(k, 127)[:, kvmap]) / np.sqrt(d))')),
     shipped("an online softmax is not rescaled", "llama", "pattern", "blocks of 4 keys, and sums of earlier blocks are not rescaled", ("e =", "e = np.nan_to_num(np.exp(s - np.repeat(np.maximum.accumulate(s.reshape(*s.shape[:2], -1, 4).max(-1), -1), 4, -1)))")),
     shipped("silu by a table", "llama", "hook_post", "the activation is a table of float16", ("a = R(C.act", "a = narrow(C.act(narrow(g, F16)), F16) * u")),

@@ -711,7 +711,8 @@ def _other_orders(step: Step, target: Target) -> Iterator[Description]:
                 and len(apart := set((order - np.arange(len(order)))[wrong])) == 1
             ):
                 by = int(apart.pop())
-                text = f"its last {len(wrong)} {word}s are those {abs(by)} {'before' if by < 0 else 'after'}"
+                last = f"last {word} is that" if len(wrong) == 1 else f"last {len(wrong)} {word}s are those"
+                text = f"its {last} {abs(by)} {'before' if by < 0 else 'after'}"
                 yield Description(1.7, text, after(partial(_last_moved, count=len(wrong), by=by, axis=axis)))
                 continue
             pairs = ", ".join(f"{i} has that of {order[i]}" for i in wrong[:4])

@@ -780,8 +780,6 @@ DEQUANTIZED: list[Row] = [  # acc * (w_scale / x_scale): other scales, other pla
     (1, "the result is multiplied by the activation scale, not divided", lambda a, w, s: a * w.w_dequant_scale * s),
     (1.1, "the activation scale is applied once more", lambda a, w, s: a * (w.w_dequant_scale / s / s)),
     (1.1, "both scales are left out", lambda a, w, s: a),
-    (1.2, "the result is divided by 127 twice", lambda a, w, s: a * (w.w_dequant_scale / s) / 127),
-    (1.2, "the scale of {w} is divided by the share of its non-zero weights", lambda a, w, s: a * (w.w_dequant_scale / np.abs(matrix(w)).mean() / s)),
     (1.2, "the largest activation scale is taken for all tokens", lambda a, w, s: a * (w.w_dequant_scale / s.max())),
     (1.1, "absmean was taken again, of each row of {w}, which was ternary already: its scale times the row's share of non-zeros", lambda a, w, s: a * (w.w_dequant_scale * np.abs(matrix(w)).mean(1) / s)),
 ]
