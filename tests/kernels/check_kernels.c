@@ -458,8 +458,10 @@ static void check_dense(const kernel_set *set, int kind, size_t rows, size_t K, 
         else block[kind == Q6_K ? 209 : 1] &= (char)0xBB, block[kind == Q4_1 || kind == Q4_K ? 3 : 1] &= (char)0xBB; /* finite */
     }
     float *x = random_floats(M * K), *y = allocate(M * rows * sizeof *y), *row = allocate(K * sizeof *row);
-    float *wide = M > 1 ? allocate(rows * K * sizeof *wide) : NULL;
-    set->dense_rows(kind, w, rows, K, x, M, y, rows, wide);
+    float *wide = M > 1 ? allocate((rows < 32 ? 32 : rows) * K * sizeof *wide) : NULL;
+    float *packed = allocate(M * K * sizeof *packed);
+    set->dense_pack(x, M, K, packed);
+    set->dense_rows(kind, w, rows, K, packed, M, y, rows, wide);
     const int fuses = SCALAR_FUSES || set != &KERNEL_SETS[0];
     for (size_t r = 0; r < rows; r++) {
         const uint8_t *of_row = (const uint8_t *)w + r * row_bytes;
@@ -474,7 +476,7 @@ static void check_dense(const kernel_set *set, int kind, size_t rows, size_t K, 
             must_equal(set, "dense_rows", &expected, y + m * rows + r, sizeof expected, rows, K, M);
         }
     }
-    free(w), free(x), free(y), free(row), free(wide);
+    free(w), free(x), free(y), free(row), free(wide), free(packed);
 }
 
 /* y (M, rows) = the products of dense_amx.h, in two calls, the second with what is left beyond the first `first` rows */
@@ -773,6 +775,9 @@ int main(int argc, char **argv) {
             check_dense(set, round % 3, between(1, 20), between(1, 300), between(1, 20));
             if (round % 4 == 0) /* sums of several parts of the columns */
                 check_dense(set, round / 4 % 3, between(1, 40), between(DENSE_COLUMNS, 3 * DENSE_COLUMNS), between(2, 20));
+            if (round % 3 == 0) /* lanes of rows, with what is left of 32 columns, and without */
+                check_dense(set, round / 3 % 3, between(1, 40), between(1, 700), between(7, 60));
+            check_dense(set, Q8_0 + round % 5, between(1, 40), 256 * between(1, 3), between(7, 40));
             check_dense(set, Q8_0 + round % 5, between(1, 20), 32 * between(1, 20), between(1, 8));
             check_dense(set, Q4_K + round % 2, between(1, 20), 256 * between(1, 3), between(1, 8));
             for (int form = 0; form < N_RULED_FORMS; form++)

@@ -104,6 +104,7 @@ cdef extern from "kernels.h" nogil:
         void (*rope)(const float *, size_t, size_t, const float *, const float *, float *) noexcept nogil
         attend_fn attend
         ptrdiff_t (*draw)(const float *, size_t, double, double, double *) noexcept nogil
+        void (*dense_pack)(const float *, size_t, size_t, float *) noexcept nogil
         void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t,
                            float *) noexcept nogil
         void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *) noexcept nogil

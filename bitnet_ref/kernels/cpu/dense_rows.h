@@ -9,7 +9,7 @@
  * are in flight to hide the latency of an addition. A pass takes one or two vectors of each sum, one token with AVX2
  * all four. Several tokens are multiplied with some columns of 16 rows at a time, which stay in L1; between them the 32
  * sums of each row and token are in memory. For many tokens the rows are first widened and packed tile by tile, in the
- * order of their reading.
+ * order of their reading; for more than FEW_TOKENS rows and tokens are packed so that a lane is a row (below).
  *
  * A template, included by float_steps.h. GCC 12 keeps the tile's array of sums in registers because one flat, unrolled
  * loop iterates over it; with nested loops it stayed in memory.
@@ -34,10 +34,26 @@
  *   pass 12.4 GB/s (two threads 23.4); four rows in two passes, which with the next four exceed L1, 9.4 (18.3).
  *   Packed: prefetching 8 steps ahead 0.82 to 0.93, the next tile 0.9, the next rows in memory 0.94 to 1.0; 8 rows in
  *   L1 0.94 to 1.02. Alone in a loop, 2 rows x 12 tokens or 3 x 8: 0.75 of 4 x 6; tokens packed too: 1.05.
+ * A lane for each row, Emerald Rapids beside busy neighbours, one thread's processor time, minimum of up to 60 runs, equal
+ *   bits, G multiply-adds/s (AVX-512 89 at most, AVX2 45): before (a tile's rows packed), now.
+ *     tokens                        16            32            64           256
+ *     bfloat16 1536 x 576       44, 45        53, 57        59, 67        54, 66
+ *     bfloat16 576 x 1536       46, 41        49, 53        54, 62        46, 66
+ *     bfloat16 2048 x 2048      34, 32        41, 44        52, 55        53, 69
+ *     Q4_1 1536 x 576           47, 46        57, 61        60, 67        63, 68
+ *     Q4_1 576 x 1536           47, 42        49, 57        54, 68        58, 74
+ *     Q4_1 2048 x 2048          47, 36        48, 48        58, 57        53, 69
+ *     bfloat16 1536 x 576, AVX2 22, 28        24, 34        25, 37        25, 39
+ *   Hence FEW_TOKENS. A packed panel alone, from L2, reaches 80 (576 columns) to 86 (2048); packing takes 0.14 to 0.21 ns
+ *   per weight, as long as 12 to 18 tokens, because it stores to 32 places, which miss L1. Tried there: a transposition of
+ *   16 x 16 in registers, stored column by column, 0.25 to 0.29 ns; that of 4 columns, so stored, 0.20 to 0.30; 512
+ *   columns at a time, or lines prefetched while rows are widened, 0.21 to 0.24. Panels prefetched 512 to 2048 bytes ahead:
+ *   the same.
  *   An exact fused multiply-add in SSE2 (double products and sums, rounded to odd): 0.04 to 0.09 of two instructions. */
 
 /* per tile: what fits 32 registers, or 16 */
 enum { STEP(DENSE_TOKENS) = STEP_BYTES == 64 ? 6 : 3, STEP(TILE_ROWS) = STEP_BYTES == 64 ? 4 : 2 };
+enum { STEP(FEW_TOKENS) = STEP_BYTES == 64 ? 24 : 6 }; /* with more, a lane is a row */
 #ifndef BITNET_REF_DENSE_ROWS_H
 #define BITNET_REF_DENSE_ROWS_H
 enum { DENSE_ROWS = 16, DENSE_COLUMNS = 640 }; /* whose sums and tokens are in L1 */
@@ -337,12 +353,182 @@ STEP_INLINE void STEP(widen_floats)(const int kind, const char *row, size_t K, f
         }
 }
 
-/* y[m * y_stride + n] = w[n] . x[m], for `rows` rows of w (rows, K) and x (M, K). wide: room for the rows in float32, in
- * which they are packed first if there are more tokens than a tile takes (of float32: than 16; of blocks: than one, but with
- * AVX-512 a tile's): 32 columns of TILE_ROWS rows, then the next 32. NULL: they never are. */
+/* -- many tokens: rows and tokens packed, a lane for each row --
+ *
+ * The same 32 sums of a row and a token, one after another: sum j of PANEL rows and T tokens at a time is in registers,
+ * and is added to those before it, by the same halves, as soon as both are there: in the order 0, 16, 8, 24, 4, ... (the
+ * bits of j reversed) after the n-th sum as many additions follow as n ends in ones. Columns and tokens are packed in the
+ * order of their reading: all columns of the first sum, of the second, ..., then those beyond the last 32. */
+enum { STEP(PANEL) = 2 * STEP(FLOATS), STEP(PANEL_TOKENS) = STEP_BYTES == 64 ? 12 : STEP_BYTES == 32 ? 6 : 4 };
+#if STEP_BYTES == 64 /* the sizes of parts of more than FEW_TOKENS tokens */
+#define EACH_PART(DO) DO(8) DO(9) DO(10) DO(11) DO(12)
+#elif STEP_BYTES == 32
+#define EACH_PART(DO) DO(3) DO(4) DO(5) DO(6)
+#else
+#define EACH_PART(DO) DO(3) DO(4)
+#endif
+
+/* FLOATS rows of 4 columns, `stride` floats apart -> to[c], column c of the rows, of which `count` are stored */
+STEP_INLINE void STEP(transpose_4)(const float *from, size_t stride, size_t count, float *const *to) {
+#if STEP_BYTES == 64
+    __m512 v[4], w[4];
+    STEP_UNROLL
+    for (size_t r = 0; r < 4; r++) { /* rows r, 4 + r, 8 + r and 12 + r */
+        const float *row = from + r * stride;
+        v[r] = _mm512_castps128_ps512(_mm_load_ps(row));
+        v[r] = _mm512_mask_broadcast_f32x4(v[r], 0x00F0, _mm_load_ps(row + 4 * stride));
+        v[r] = _mm512_mask_broadcast_f32x4(v[r], 0x0F00, _mm_load_ps(row + 8 * stride));
+        v[r] = _mm512_mask_broadcast_f32x4(v[r], 0xF000, _mm_load_ps(row + 12 * stride));
+    }
+    for (int r = 0; r < 4; r += 2) w[r] = _mm512_unpacklo_ps(v[r], v[r + 1]), w[r + 1] = _mm512_unpackhi_ps(v[r], v[r + 1]);
+    const __mmask16 some = (__mmask16)((1u << count) - 1);
+#define STORE(c, unpack, w) _mm512_mask_storeu_ps(to[c], some, (__m512)unpack((__m512d)(w)[0], (__m512d)(w)[2]));
+    STORE(0, _mm512_unpacklo_pd, w) STORE(1, _mm512_unpackhi_pd, w) STORE(2, _mm512_unpacklo_pd, w + 1)
+    STORE(3, _mm512_unpackhi_pd, w + 1)
+#elif STEP_BYTES == 32
+    __m256 v[4], w[4];
+    STEP_UNROLL
+    for (size_t r = 0; r < 4; r++) { /* rows r and 4 + r */
+        const float *row = from + r * stride;
+        v[r] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_load_ps(row)), _mm_load_ps(row + 4 * stride), 1);
+    }
+    for (int r = 0; r < 4; r += 2) w[r] = _mm256_unpacklo_ps(v[r], v[r + 1]), w[r + 1] = _mm256_unpackhi_ps(v[r], v[r + 1]);
+    for (int c = 0; c < 4; c++) {
+        const __m256d a = (__m256d)w[c / 2], b = (__m256d)w[2 + c / 2];
+        const __m256 column = (__m256)(c % 2 ? _mm256_unpackhi_pd(a, b) : _mm256_unpacklo_pd(a, b));
+        memcpy(to[c], &column, count * sizeof(float));
+    }
+#else
+    for (size_t c = 0; c < 4; c++)
+        for (size_t r = 0; r < count; r++) to[c][r] = from[r * stride + c];
+#endif
+}
+
+/* `rows` rows (or tokens) of K numbers -> `packed`, K times `width` of them, at most FLOATS; missing rows are 0 */
+STEP_INLINE void STEP(pack_rows)(const int kind, const char *w, size_t rows, size_t K, float *packed, size_t width) {
+    enum { F = STEP(FLOATS), COLUMNS = 256, STRIDE = COLUMNS + 16 /* rows lie in other sets of L1 */ };
+    float some[F * STRIDE] __attribute__((aligned(64)));
+    if (rows < F) memset(some, 0, sizeof some);
+    for (size_t k = 0, n; k < K; k += n) {
+        n = K - k < COLUMNS ? K - k : COLUMNS;
+        const size_t whole = n - n % 32;
+        for (size_t r = 0; r < rows; r++) {
+            const char *row = w + r * dense_row_bytes(kind, K) + dense_row_bytes(kind, k);
+            if (kind >= Q8_0) STEP(widen_blocks)(kind, (const uint8_t *)row, n, some + r * STRIDE, 32);
+            else STEP(widen_floats)(kind, row, whole, some + r * STRIDE, 32);
+            for (size_t i = whole; kind < Q8_0 && i < n; i++) some[r * STRIDE + i] = STEP(weight)(row, i, kind);
+        }
+        for (size_t group = 0; group < 8; group++) { /* four sums, of which adjacent columns are stored one after another */
+            const size_t order[8] = {0, 4, 2, 6, 1, 5, 3, 7}; /* the bits of a group reversed */
+            float *to[4], *next = packed + (order[(group + 1) % 8] * (K / 32) + (k + (group == 7) * COLUMNS) / 32) * width;
+            for (size_t c = 0; c < 4; c++)
+                to[c] = packed + ((order[group] + (c % 2 * 16 + c / 2 * 8)) * (K / 32) + k / 32) * width;
+            for (size_t i = 0; i < whole; i += 32, next += width) {
+                STEP_UNROLL
+                for (size_t c = 0; c < 4; c++) __builtin_prefetch(next + (c % 2 * 16 + c / 2 * 8) * (K / 32) * width, 1);
+                if (width == F) STEP(transpose_4)(some + i + 4 * group, STRIDE, F, to);
+                else STEP(transpose_4)(some + i + 4 * group, STRIDE, width, to);
+                STEP_UNROLL
+                for (size_t c = 0; c < 4; c++) to[c] += width;
+            }
+        }
+        for (size_t i = whole; i < n; i++)
+            for (size_t r = 0; r < width; r++) packed[(k + i) * width + r] = some[r * STRIDE + i];
+    }
+}
+
+/* at most PANEL rows -> two times FLOATS of them, packed */
+STEP_INLINE void STEP(pack_panel)(const int kind, const char *w, size_t rows, size_t K, float *wide) {
+    enum { F = STEP(FLOATS) };
+    STEP(pack_rows)(kind, w, rows < F ? rows : F, K, wide, F);
+    STEP(pack_rows)(kind, w + F * dense_row_bytes(kind, K), rows < F ? 0 : rows - F, K, wide + F * K, F);
+}
+
+/* x (M, K) -> what `dense_rows` reads: a copy, or for many tokens parts of at most PANEL_TOKENS, of equal size or nearly,
+ * packed. 64-byte aligned, so that loads cross no cache lines. */
+STEP_TARGET static void STEP(dense_pack)(const float *x, size_t M, size_t K, float *packed) {
+    if (M <= STEP(FEW_TOKENS)) {
+        memcpy(packed, x, M * K * sizeof *x);
+        return;
+    }
+    const size_t parts = (M + STEP(PANEL_TOKENS) - 1) / STEP(PANEL_TOKENS);
+    for (size_t part = 0; part < parts; part++) {
+        const size_t m = part * M / parts, T = (part + 1) * M / parts - m;
+        STEP(pack_rows)(0, (const char *)(x + m * K), T, K, packed + m * K, T);
+    }
+}
+
+/* out (T, PANEL) = a packed panel times T packed tokens */
+STEP_INLINE void STEP(packed_panel)(const int T, const float *w, const float *x, size_t K, float *out) {
+    enum { F = STEP(FLOATS) };
+    STEP(f32v) sum[2 * STEP(PANEL_TOKENS)], pending[5][2 * STEP(PANEL_TOKENS)];
+#define MULTIPLY(columns)                                                                                              \
+    for (size_t k = 0; k < columns; k++, w += F, x += T) {                                                             \
+        const STEP(f32v) weights[2] = {STEP(floats)(w), STEP(floats)(w + K * F)};                                      \
+        STEP_UNROLL                                                                                                    \
+        for (int i = 0; i < 2 * T; i++)                                                                                \
+            sum[i] = STEP(fused)(weights[i % 2], x[i / 2] - (STEP(f32v)){0}, sum[i]);                                  \
+    }
+    for (int n = 0; n < 32; n++) {
+        STEP_UNROLL
+        for (int i = 0; i < 2 * T; i++) sum[i] = (STEP(f32v)){0};
+        MULTIPLY(K / 32)
+        int level = 0;
+        for (; n >> level & 1; level++)
+            STEP_UNROLL
+            for (int i = 0; i < 2 * T; i++) sum[i] += pending[level][i];
+        if (n < 31)
+            STEP_UNROLL
+            for (int i = 0; i < 2 * T; i++) pending[level][i] = sum[i];
+    }
+    MULTIPLY(K % 32)
+#undef MULTIPLY
+    memcpy(out, sum, 2 * T * sizeof *sum);
+}
+
+/* Functions of their own, so that registers suffice */
+#define PANEL(T)                                                                                                       \
+    STEP_TARGET static __attribute__((noinline)) void STEP(packed_panel_##T)(const float *w, const float *x, size_t K, \
+                                                                            float *out) {                              \
+        STEP(packed_panel)(T, w, x, K, out);                                                                           \
+    }
+EACH_PART(PANEL)
+#undef PANEL
+
+/* y = the products of at most PANEL rows, which `wide` holds packed, and M tokens, which `packed` holds packed */
+STEP_TARGET static void STEP(multiply_panel)(const float *wide, size_t rows, size_t K, const float *packed, size_t M, float *y,
+                                           size_t y_stride) {
+    const size_t parts = (M + STEP(PANEL_TOKENS) - 1) / STEP(PANEL_TOKENS);
+    float out[STEP(PANEL_TOKENS) * STEP(PANEL)] __attribute__((aligned(64)));
+    for (size_t part = 0; part < parts; part++) {
+        const size_t m = part * M / parts, T = (part + 1) * M / parts - m;
+#define PANEL(T) case T: STEP(packed_panel_##T)(wide, packed + m * K, K, out); break;
+        switch (T) {
+            EACH_PART(PANEL)
+        }
+#undef PANEL
+        for (size_t t = 0; t < T; t++) copy_mostly(y + (m + t) * y_stride, out + t * STEP(PANEL), rows * 4, STEP(PANEL) * 4);
+    }
+}
+
+/* y[m * y_stride + n] = w[n] . x[m], for `rows` rows of w (rows, K) and x (M, K). wide: room for 32 rows in
+ * float32, or NULL. With it, for more than FEW_TOKENS tokens, x is what `dense_pack` packed, and rows are packed alike; for
+ * fewer, if they are more than a tile takes (of float32: than 16; of blocks: than one, but with AVX-512 a tile's), rows are
+ * packed as 32 columns of TILE_ROWS rows, then the next 32. */
 STEP_TARGET static void STEP(dense_rows)(int kind, const void *w, size_t rows, size_t K, const float *x, size_t M,
                                          float *y, size_t y_stride, float *wide) {
     enum { R = STEP(TILE_ROWS) };
+    for (size_t n = 0, count; M > STEP(FEW_TOKENS) && wide && n < rows; n += count) {
+        count = rows - n < STEP(PANEL) ? rows - n : STEP(PANEL);
+        const char *from = (const char *)w + n * dense_row_bytes(kind, K);
+        switch (kind) {
+#define PACK(kind) case kind: STEP(pack_panel)(kind, from, count, K, wide); break;
+            PACK(0) PACK(1) PACK(2) PACK(Q8_0) PACK(Q4_0) PACK(Q4_1) PACK(Q4_K) PACK(Q6_K)
+#undef PACK
+        }
+        STEP(multiply_panel)(wide, count, K, x, M, y + n, y_stride);
+    }
+    if (M > STEP(FEW_TOKENS) && wide) return;
     const size_t few = kind == 0 ? 16 : kind < Q8_0 || STEP_BYTES == 64 ? STEP(DENSE_TOKENS) : 1;
     const size_t K32 = K - K % 32;
     if (wide && M > few) {
@@ -370,3 +556,4 @@ STEP_TARGET static void STEP(dense_rows)(int kind, const void *w, size_t rows, s
     }
 }
 #undef EACH_BLOCKS
+#undef EACH_PART
