@@ -359,7 +359,8 @@ PLACES = {
         c.chosen.gated(c.x + start, c.y + ⟦start → 0⟧, min(
         z[i] = x[i] + ⟦y[i] → 0⟧
         add_arrays(c.x + m * c.D, c.y + m * ⟦c.y_stride → c.D⟧, c.D
-        c.y + ⟦m * half → 0⟧, c.sin""",
+        cos = c.y + ⟦m * half → 0⟧
+        c.x + start + h * size + ⟦2 * half → half⟧, (""",
 }
 
 

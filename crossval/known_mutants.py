@@ -27,9 +27,12 @@ KNOWN: dict[str, str] = {
     "training/data.py TokenFile._order: self._drawn = count, seed, epoch -> pass": (
         "how often the order is drawn, not which"
     ),
-    'training/data.py train_sentencepiece: files_out["generation_config.json"] = json.dumps({"bos_token_id": 1, '
-    '"eos_token_id": 2}, indent=1).encode() -> files_out["generation_config.json"] = '
-    "(json.dumps({'bos_token_id': 1, 'eos_token_id': 2})).encode()": ("how the JSON is laid out"),
+    "training/data.py train_sentencepiece: facts = [json.dumps(each, indent=1).encode() for each in (config, "
+    '{"bos_token_id": 1, "eos_token_id": 2})] -> facts = [(json.dumps(each)).encode() for each in (config, '
+    '{"bos_token_id": 1, "eos_token_id": 2})]': "how the JSON is laid out",
+    "training/data.py train_sentencepiece: facts = [json.dumps(each, indent=1).encode() for each in (config, "
+    '{"bos_token_id": 1, "eos_token_id": 2})] -> facts = [json.dumps(each, indent=(2)).encode() for each in (config, '
+    '{"bos_token_id": 1, "eos_token_id": 2})]': "how the JSON is laid out",
     "training/data.py _paragraph_blocks: end = len(text) if end < 0 else end + 2 -> "
     "end = len(text) if end < (1) else end + 2": "the search begins far behind 0",
     "training/data.py TokenFile.__init__: block = self.ids[start : start + (1 << 22)] -> "

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..errors import EngineClosed, GenerationError
 from ..generation.results import GenerationStats, StreamChunk
@@ -22,9 +22,6 @@ from ..generation.sequence import Request
 from ..system.options import LARGEST, LONGEST_S, Number
 from .records import RequestProgress
 from .scheduler import Job
-
-if TYPE_CHECKING:
-    from .worker import Worker
 
 NEWEST_CHUNKS = 16
 WAIT = Number(0, LONGEST_S, optional=True)
@@ -199,6 +196,16 @@ class Ticket:
 Delivery = tuple[Ticket, StreamChunk | None]  # a chunk, or the end, on its way to an outbox after the step
 
 
+class Driver(Protocol):
+    """What a handle asks of the worker. The first two take no lock, since a destructor may call them anywhere."""
+
+    def cancel(self, ticket: Ticket) -> None: ...
+
+    def resume(self, ticket: Ticket) -> None: ...
+
+    def check_may_wait(self) -> None: ...
+
+
 class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     """One request: its chunks as they come, by `for` or `async for`, or its whole result.
 
@@ -208,7 +215,7 @@ class RequestHandle(Iterator[StreamChunk], AsyncIterator[StreamChunk]):
     chunks too slowly pauses the request (`EngineConfig.max_unread`); one that waits for the result does not.
     """
 
-    def __init__(self, ticket: Ticket, worker: Worker, engine: object) -> None:
+    def __init__(self, ticket: Ticket, worker: Driver, engine: object) -> None:
         """engine: kept alive as long as the handle."""
         self._ticket, self._worker, self._engine, self._outbox = ticket, worker, engine, ticket.outbox
         self._closed, self._process = False, os.getpid()
