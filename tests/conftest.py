@@ -24,11 +24,13 @@ from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.backends.cpu.extension import DEFAULT_LAYOUT, layouts, simd_variants
 from bitnet_ref.backends.loaded import LoadedModel
 
-# A shell without job control starts what runs behind it without SIGINT, and nohup without SIGHUP. Tests send both.
+# A shell without job control starts what runs behind it without SIGINT and SIGQUIT, and nohup without SIGHUP. Tests
+# send all of them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+for name in ("SIGHUP", "SIGQUIT"):
+    if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_IGN:
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
 
 settings.register_profile(
     "suite",
