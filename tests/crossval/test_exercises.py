@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers import model
+from ml_dtypes import bfloat16
 
 import bitnet_ref
 from bitnet_ref.backends import Backend
@@ -35,6 +36,20 @@ extern "C" __global__ void tree(const int* x, int* y) {
 }
 """
 MASK = N4[None, :] > N4[:, None]
+PUBLISHED = {"a": "int8, multiply", "b": "int8, divide", "c": "int8, multiply", "d": "groups, float", "e": "rotated"}
+CONFIGS = {  # as in notebook 10
+    "a": {"quantization_config": {"quant_method": "bitnet", "linear_class": "autobitlinear"}},
+    "b": {"quantization_config": {"quant_method": "bitnet"}},
+    "c": {"weight_bits": 1},
+    "d": {"model_type": "qwen3", "quantization": {"group_size": 128}},
+    "e": {"model_type": "prism_hadamard_qwen35", "quantization": {"group_size": 128}},
+}
+LENS = np.array([[7, 7, 7], [1, 9, 2], [5, 9, 3], [1, 8, 3], [1, 9, 4], [1, 9, 3], [1, 9, 4]])
+
+
+class Silu(Backend):
+    def gated(self, gate, up, activation):
+        return layers.silu(gate) * up
 
 
 @dataclass(frozen=True)
@@ -379,6 +394,28 @@ CASES = {
             (lambda block: loss_of(model("storyteller", "numpy").logits(PASSAGE), PASSAGE), "no block is left out"),
         ]
     ),
+    "3c.4": Case(
+        [
+            (lambda q, k: (q, k), "inherits from Backend"),
+            (type("Same", (Backend,), {}), "nothing is planted"),
+            (type("Both", (Backend,), {"rope": lambda self, q, k, cos, sin: (q, k)}), "queries are not turned"),
+            (type("Queries", (Backend,), {"rope": lambda self, q, k, *t: (q, layers.apply_rope(k, *t))}), "not turned"),
+            (type("Other", (Backend,), {"rope": lambda self, q, k, *t: (-layers.apply_rope(q, *t), k)}), "are others"),
+            (type("Back", (Backend,), {"rope": lambda self, q, k, *t: (layers.apply_rope(q, *t), -k)}), "k itself"),
+            (Silu, "replace rope alone"),
+            (type("Broken", (Backend,), {"rope": lambda self, q, k, *t: q}), "raised"),
+        ]
+    ),
+    "3c.5": Case(
+        [
+            ((LENS[-1] == LENS).argmax(0), "for the first time"),
+            ((LENS[-1] == LENS).sum(0), "counted"),
+            ([2, 3, 5], "embedding is depth 0"),
+            ([3, 2, 0], "not from the end"),
+            ([6], "shape"),
+        ],
+        [np.array([3.0, 4, 6]), (3, 4, 6)],
+    ),
     "4.1": Case(
         [
             (15, "reaches its own limit"),
@@ -412,6 +449,18 @@ CASES = {
         ],
         [(0, 4, 8, 12), {"a": 0} and range(0, 16, 4), np.arange(0, 16, 4.0)],
     ),
+    "4.5": Case(
+        [
+            (Edit(" - x.sum(dtype=np.int64)", ""), "still in it"),
+            (Edit("acc - x", "acc + x"), "added, not taken away"),
+            (Edit("data >> 2 * shift", "data >> 6 - 2 * shift"), "run the other way"),
+            (Edit("x[start : start + 4]", "x[start - 3 * shift : start - 3 * shift + 16 : 4]"), "not neighbours"),
+            (Edit("start = 16 * block + 4 * shift", "start = 4 * shift"), "first 16 activations"),
+            (Edit("acc - x.sum(dtype=np.int64)", "(acc - x.sum()).astype(np.int16)"), "too narrow"),
+            (Edit("np.zeros(64, dtype=np.int64)", "np.zeros(64, dtype=np.int16)"), "raised"),
+            (lambda panel, x: np.zeros(64), "All of yours are 0"),
+        ]
+    ),
     "5.1": Case(
         [
             ([1357 // 4, 2], "weights 32 apart"),
@@ -443,6 +492,18 @@ CASES = {
             (2560 * 6912 // 4, "halves what is left"),
         ],
         ["23"],
+    ),
+    "5.4": Case(
+        [
+            (Edit("(codes - 1)", "codes"), "a code is w"),
+            (Edit("[0, 2, 4, 6]", "[6, 4, 2, 0]"), "lowest bits"),
+            (Edit("(-1, 2, 1, 32) >>", "(-1, 1, 1, 64) >>"), "64"),
+            (Edit("(codes - 1)", "(codes - 1) * scale"), "scaled already"),
+            (Edit("blocks[0, 64:].copy()", "blocks[0, :63:-1].copy()"), "exchanged"),
+            (Edit(".view(np.float16)[0]", ".view(np.uint16)[0]"), "its bits as an integer"),
+            (Edit(", scale\n", "\n"), "Two results"),
+            (Edit(".view(np.float16)[0]", ".view(bfloat16)[0]"), "bfloat16"),
+        ]
     ),
     "6.hunt": Case(
         [
@@ -503,6 +564,25 @@ CASES = {
         [30.0],
     ),
     "7.4": Case(
+        [
+            (lambda lengths, places: sum(lengths), "one request after the other"),
+            (
+                Edit("while waiting and len(running) < places", "while not running and waiting"),
+                "raised|yours are|batches",
+            ),
+            (lambda lengths, places: max(lengths), "a place for every request"),
+            (lambda lengths, places: len(lengths), "the number of requests"),
+            (Edit("list(lengths)", "sorted(lengths)"), "shortest first"),
+            (Edit("list(lengths)", "sorted(lengths, reverse=True)"), "longest first"),
+            (Edit("if left > 1", "if left > 0"), "a step too many"),
+            (lambda lengths, places: -(-sum(lengths) // places), "all places taken"),
+            (
+                lambda lengths, n: sum(max(lengths[i : i + n]) for i in range(0, len(lengths), n)),
+                "whole batches",
+            ),
+        ]
+    ),
+    "7.5": Case(
         [(5, "all steps"), (8, "all parts"), (2, "had one request"), (6, "not their parts"), (100, "too large")], ["3"]
     ),
     "8.1": Case(
@@ -529,6 +609,18 @@ CASES = {
             ),
             (17, "The text of a kernel"),
         ]
+    ),
+    "8.4": Case(
+        [
+            (21.12, "percentage"),
+            (4.733, "how many times"),
+            (887.218, "GB/s that a step reads"),
+            (0.0931, "The head is read"),
+            (0.118, "ternary weights are read"),
+            (0.16, "between two steps"),
+            (0.5, "too large"),
+        ],
+        ["0.21", 0.2112],
     ),
     "9.2": Case(
         [
@@ -570,6 +662,19 @@ CASES = {
             ("int8, multiply", "A dict"),
         ],
         [{"file 0": "INT8,  multiply", "file 1": "int8, divide"}],
+    ),
+    "10.published": Case(
+        [
+            ({"a": "rotated"}, "The keys|dict with the keys"),
+            (dict.fromkeys("abcde", "bitnet"), "no name of the table"),
+            ({**PUBLISHED, "a": "int8, divide"}, "multiplied by"),
+            ({**PUBLISHED, "b": "int8, multiply"}, "divided by"),
+            ({**PUBLISHED, "c": "int8, divide"}, "No scale is stored"),
+            ({**PUBLISHED, "d": "rotated"}, "a scale for each group"),
+            ({**PUBLISHED, "e": "groups, float"}, "Read its model_type"),
+            ("rotated", "dict"),
+        ],
+        [{name: word.upper() for name, word in PUBLISHED.items()}],
     ),
     "10.keys": Case(
         [
@@ -677,11 +782,6 @@ def broken(weights=None, **config):
     return bitnet_ref.Model(replace(story.config, **config), weights or story.weights, story.backend, story.path)
 
 
-class Silu(Backend):
-    def gated(self, gate, up, activation):
-        return layers.silu(gate) * up
-
-
 def run_kernel(text, name, x, order):
     """As notebook 8 has it: a kernel on the emulated device, with its threads in some order."""
     device = EmulatedDevice(order=order)
@@ -731,6 +831,8 @@ def given():
         broken=broken,
         loss_of=loss_of,
         passage_ids=PASSAGE,
+        lens_best=LENS,
+        published=CONFIGS,
         TREE=TREE,
         untrained={"W": w},
         WATCHED="W",
@@ -751,7 +853,7 @@ def notebook():
     ids = story.tokenizer.encode("The little girl looked at the lion and said,")
     check = Check(story, ids)
     names = {**check._pieces, **vars(given()), "Backend": Backend, "quantization": quantization, "replace": replace}
-    names |= {"model": story, "L": 6, "N": len(ids), "compare": None}
+    names |= {"model": story, "L": 6, "N": len(ids), "compare": None, "bfloat16": bfloat16}
     for exercise in EXERCISES.values():
         if exercise.lesson in ("0", "3b"):
             exec(exercise.solution, names)

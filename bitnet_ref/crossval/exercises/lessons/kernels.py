@@ -110,6 +110,60 @@ def columns_of_a_shift(answer: Any) -> str:
     return "The activations would have to be gathered from four places, for every register."
 
 
+@exercise(
+    "4.5",
+    "panel_sums",
+    minutes=20,
+    hints=(
+        "panel.reshape(-1, 64, 4) is 64 rows of 4 bytes for each 16 columns. Shift s of byte i is column 4 s + i.",
+        "(data >> 2 * s & 3) has the codes of columns 4 s to 4 s + 3, for 64 rows at once.",
+        "The sum of a long row does not fit an int16: add in a wider type. At last, take the sum of x away.",
+    ),
+    solution="""
+def panel_sums(panel, x):
+    acc = np.zeros(64, dtype=np.int64)
+    for block, data in enumerate(panel.reshape(-1, 64, 4)):
+        for shift in range(4):
+            start = 16 * block + 4 * shift
+            acc += (data >> 2 * shift & 3).astype(np.int64) @ x[start : start + 4].astype(np.int64)
+    return acc - x.sum(dtype=np.int64)
+""",
+)
+def kernel_of_a_panel(answer: Any) -> str:
+    draw = draws(45)
+    w_t = draw.integers(-1, 2, (64, 64), dtype=np.int8)
+    x = draw.integers(-127, 128, 64, dtype=np.int8)
+    wide, blocks = x.astype(np.int64), x.reshape(4, 4, 4).astype(np.int64)
+    right = w_t @ wide
+    mistakes = {
+        "a code is w + 1, so the sum of the activations is still in it": right + wide.sum(),
+        "the sum of the activations is added, not taken away": right + 2 * wide.sum(),
+        "the fields of a byte run the other way: the lowest bits are the first four columns": w_t
+        @ np.flip(blocks, 1).ravel(),
+        "the four codes of a byte are four columns apart, not neighbours": w_t @ blocks.swapaxes(1, 2).ravel(),
+        "every block meets the first 16 activations": w_t @ np.tile(wide[:16], 4)
+        + np.tile(wide[:16], 4).sum()
+        - wide.sum(),
+        "one block of 16 columns is not all of them": (w_t[:, :16] + 1) @ wide[:16] - wide.sum(),
+    }
+    expect_array(run(answer, panel_of(w_t), x), right, mistakes=mistakes, exact=True)
+    worst = np.ones((64, 4096), dtype=np.int8)
+    sums = as_array(run(answer, panel_of(worst), np.full(4096, -128, dtype=np.int8)))
+    if not (sums == -128 * 4096).all():
+        raise Wrong(
+            f"Right on random numbers. But 4,096 weights of +1 and activations of −128 give {sums.ravel()[0]}, not "
+            f"{-128 * 4096}: a sum is too narrow. Which of your arrays is int8 or int16?"
+        )
+    return "Exact, also on the worst input. Two loops, two instructions, and a subtraction: that is the kernel."
+
+
+def panel_of(w_t: Array) -> Array:
+    """w_t (64, K) -> (16 K,) uint8, the panel as the kernels read it: 256 bytes for each 16 columns."""
+    codes = (w_t + 1).astype(np.uint8).reshape(64, -1, 4, 4)  # row, block, shift, byte
+    joined = (codes << np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]).sum(axis=2, dtype=np.uint8)
+    return np.ascontiguousarray(joined.swapaxes(0, 1)).ravel()
+
+
 # -- 8: CUDA kernels -----------------------------------------------------------------------------------------------
 
 
@@ -204,3 +258,26 @@ def race_mended(answer: Any, run_kernel: Callable[..., Array], orders: Mapping[s
             "before all threads have finished the one before."
         )
     return "In every order, for every thread, on numbers that you have not seen."
+
+
+@exercise(
+    "8.4",
+    "share_of_memory",
+    hints=(
+        "Bytes over seconds are the speed at which a step reads. Mind the milliseconds.",
+        "(0.52 + 0.66) GB / 1.33 ms = 887 GB/s. And the memory gives 4,200.",
+    ),
+    solution="share_of_memory = (0.52 + 0.66) / 1.33e-3 / 4200",
+)
+def share_of_the_memory(answer: Any) -> str:
+    right = 1.18 / 1.33e-3 / 4200
+    mistakes = {
+        100 * right: "That is the percentage; a share between 0 and 1 is wanted.",
+        1 / right: "That is how many times as fast the memory is: the share is 1 over it.",
+        1.18 / 1.33e-3: "Those are the GB/s that a step reads. What share of 4,200 GB/s is that?",
+        0.52 / 1.33e-3 / 4200: "The head is read, too: 0.66 GB.",
+        0.66 / 1.33e-3 / 4200: "The ternary weights are read, too: 0.52 GB.",
+        1.18 * 568 / 4200: "That is with the time between two steps, in which the card waits; take a step on the card.",
+    }
+    expect_number(answer, right, within=0.005, mistakes=mistakes, hint="GB over seconds, over 4,200 GB/s.")
+    return "A fifth. The rest is waiting: for loads of small kernels, for float64, for one another."
