@@ -392,6 +392,14 @@ CASES = {
             (Edit("i != block", "i != 5 - block"), "from the end"),
             (Edit("return loss_of", "return -loss_of"), "sign"),
             (lambda block: loss_of(model("storyteller", "numpy").logits(PASSAGE), PASSAGE), "no block is left out"),
+            (
+                Edit("return loss_of(engine.logits(passage_ids), passage_ids)", "return engine.logits(passage_ids)"),
+                "One number",
+            ),
+            (
+                Edit("for i, layer in enumerate(w.layers) if i != block", "for layer in w.layers[:block]"),
+                "raised|values",
+            ),
         ]
     ),
     "3c.4": Case(
@@ -515,7 +523,16 @@ CASES = {
         ],
         [["blocks.0.mlp.hook_post", " SiLU "]],
     ),
-    "6.1": Case([(1, "too"), (100, "too large"), (-1, "too small"), ([1, 2], "One number"), ("none", "One number")]),
+    "6.1": Case(
+        [
+            (1, "too"),
+            (100, "too large"),
+            (-1, "too small"),
+            ([True, False], "One number"),
+            ("none", "One number"),
+            (np.nan, "finite"),
+        ]
+    ),
     "6.2": Case(
         [
             ({"cosine"}, "does not turn"),
@@ -607,8 +624,15 @@ CASES = {
                 TREE.replace("all[i] += all[i + half];", "{ __syncthreads(); all[i] += all[i + half]; }"),
                 "inside the if",
             ),
+            (TREE.replace("all[i + half];\n", "all[i + half];\n        __syncthreads();\n"), "A round must not begin"),
+            (TREE.replace("half > 0", "half > 1"), "A round must not begin"),
             (17, "The text of a kernel"),
-        ]
+        ],
+        [
+            TREE.replace("all[i] = x[i];", "all[i] = x[i];\n    __syncthreads();").replace(
+                "all[i + half];\n", "all[i + half];\n        __syncthreads();\n"
+            )
+        ],
     ),
     "8.4": Case(
         [
@@ -684,7 +708,7 @@ CASES = {
             ({"d"}, "none of the choices"),
             (set(), "empty"),
         ],
-        ["c", ["C"], ("c",)],
+        ["c", ["C"], ("c",), "(c)"],
     ),
     "11.case1": Case(
         [
@@ -743,6 +767,7 @@ CASES = {
     "11.2": Case(
         [
             (type("Same", (Backend,), {}), "no mistake on this prompt"),
+            (Silu("float32", threads=1), "without brackets"),
             (type("Huge", (Backend,), {"rms_norm": lambda self, x, norm: x}), "NumericsError|Too large"),
             (type("Shape", (Backend,), {"rms_norm": lambda self, x, norm: x[:1]}), "raised"),
             (type("Zero", (Backend,), {"gated": lambda self, g, u, a: 0 * g}), "Too large|raised"),
@@ -762,7 +787,8 @@ for lesson, questions in QUIZZES.items():
         for choice, why in question.wrong.items()
     ]
     others = [(17, "Five letters"), ("abc", "5 letters"), ("abcdx", "of a, b and c")]
-    CASES[f"{lesson}.quiz"] = Case(wrong + others, [letters, ", ".join(letters).upper()])
+    numbered = " ".join(f"{number}{letter}" for number, letter in enumerate(letters, start=1))
+    CASES[f"{lesson}.quiz"] = Case(wrong + others, [letters, ", ".join(letters).upper(), numbered])
 
 # The emulated device compiles, which takes seconds; 8.3 runs on it.
 SLOW = {"8.3": pytest.mark.emulated, "6.1": pytest.mark.slow, "3b.8": pytest.mark.slow}

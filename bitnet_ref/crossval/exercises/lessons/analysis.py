@@ -321,6 +321,8 @@ def own_suspect(answer: Any, model: Model, tokens: Sequence[int]) -> str:
     make: Callable[..., Any] | None = answer
     if make is None:
         raise Unanswered
+    if not isinstance(make, type):
+        raise Wrong("Give the class itself: your_suspect = YourSuspect, without brackets.")
     try:
         logits, tensors = model.on(make("float32", threads=1)).run_with_cache(list(tokens))
     except Exception as error:
