@@ -465,7 +465,7 @@ CASES = {
             (Edit("x[start : start + 4]", "x[start - 3 * shift : start - 3 * shift + 16 : 4]"), "not neighbours"),
             (Edit("start = 16 * block + 4 * shift", "start = 4 * shift"), "first 16 activations"),
             (Edit("acc - x.sum(dtype=np.int64)", "(acc - x.sum()).astype(np.int16)"), "too narrow"),
-            (Edit("np.zeros(64, dtype=np.int64)", "np.zeros(64, dtype=np.int16)"), "raised"),
+            (Edit("np.zeros(64, dtype=np.int64)", "np.zeros(64, dtype=np.int16)"), "too narrow"),
             (lambda panel, x: np.zeros(64), "All of yours are 0"),
         ]
     ),
@@ -506,10 +506,10 @@ CASES = {
             (Edit("(codes - 1)", "codes"), "a code is w"),
             (Edit("[0, 2, 4, 6]", "[6, 4, 2, 0]"), "lowest bits"),
             (Edit("(-1, 2, 1, 32) >>", "(-1, 1, 1, 64) >>"), "64"),
-            (Edit("(codes - 1)", "(codes - 1) * scale"), "scaled already"),
+            (Edit("reshape(shape),", "reshape(shape) * scale,"), "scaled already"),
             (Edit("blocks[0, 64:].copy()", "blocks[0, :63:-1].copy()"), "exchanged"),
             (Edit(".view(np.float16)[0]", ".view(np.uint16)[0]"), "its bits as an integer"),
-            (Edit(", scale\n", "\n"), "Two results"),
+            (Edit("reshape(shape), scale", "reshape(shape)"), "Two results"),
             (Edit(".view(np.float16)[0]", ".view(bfloat16)[0]"), "bfloat16"),
         ]
     ),
