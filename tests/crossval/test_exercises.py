@@ -424,7 +424,7 @@ CASES = {
         ],
         [np.array([3.0, 4, 6]), (3, 4, 6)],
     ),
-    "4.1": Case(
+    "4.4": Case(
         [
             (15, "reaches its own limit"),
             (37.5, "2-bit kernel is faster"),
@@ -434,11 +434,11 @@ CASES = {
         ],
         ["18.75"],
     ),
-    "4.2": Case(
+    "4.3": Case(
         [(131, "one too many"), (260, "two products"), (520, "two products"), (128, "63, not 64"), (65, "half of it")],
         [130.0],
     ),
-    "4.3": Case(
+    "4.1": Case(
         [
             (Edit("[0, 2, 4, 6]", "[6, 4, 2, 0]"), "opposite order"),
             (Edit(").ravel()", ").T.ravel()"), "same place of all four"),
@@ -447,7 +447,7 @@ CASES = {
             (Edit(":4, None", "4:8, None"), "columns 16 to 31"),
         ]
     ),
-    "4.4": Case(
+    "4.2": Case(
         [
             ([0, 1, 2, 3], "one byte"),
             ([3, 7, 11, 15], "highest bits"),
@@ -602,7 +602,7 @@ CASES = {
     "7.5": Case(
         [(5, "all steps"), (8, "all parts"), (2, "had one request"), (6, "not their parts"), (100, "too large")], ["3"]
     ),
-    "8.1": Case(
+    "8.2": Case(
         [
             (Edit("row % 8", "row // 2"), "the lane"),
             (Edit("row // 8 +", "row % 2 +"), "the word"),
@@ -611,7 +611,7 @@ CASES = {
             (Edit("2 * (column // 64)", "column // 64"), "the word"),
         ]
     ),
-    "8.2": Case(
+    "8.1": Case(
         [(2**18 - 1, "fits"), (2**24, "64 times"), (2**25, "64 times"), (2**19, "has a sign"), (2**18 + 1, "One less")],
         [2.0**18],
     ),

@@ -17,54 +17,6 @@ from ..declare import Unanswered, Wrong, draws, exercise, run
 
 @exercise(
     "4.1",
-    "gb_per_s",
-    hints=(
-        "The speed of each is the lower of two limits. One byte holds 5 weights, or 4: at b GB/s that is 5 b and 4 b.",
-        "Draw both roofs over b. Which part of which roof meets which?",
-    ),
-    solution="gb_per_s = 18.75",
-)
-def roofs_meet(answer: Any) -> str:
-    b = as_number(answer)
-    five, four = min(75.0, 5 * b), min(150.0, 4 * b)
-    if b <= 0:
-        raise Wrong("At 0 GB/s neither computes anything.")
-    if five == four:
-        return "Below, fewer bytes win, by a quarter up to b = 15."
-    mistakes = {
-        15.0: " There the 1.6-bit kernel reaches its own limit.",
-        37.5: " There the 2-bit kernel reaches its own.",
-    }
-    faster = "1.6-bit" if five > four else "2-bit"
-    raise Wrong(
-        f"At {b:g} GB/s they do {five:g} and {four:g} G per second: the {faster} kernel is faster.{mistakes.get(b, '')}"
-    )
-
-
-@exercise(
-    "4.2",
-    "pairs",
-    hints=(
-        "A pair is two products of a code (2 at most) and an activation: 2 · 2 · 63.",
-        "Which end of int16 is nearer now? How often does a pair fit into 32,767?",
-    ),
-    solution="pairs = 32767 // 252",
-)
-def pairs_in_int16(answer: Any) -> str:
-    mistakes = {
-        131: "131 pairs are 33,012: one too many.",
-        260: "A pair is two products, so 2 · 2 · 63.",
-        520: "A code is 2 at most, and a pair has two products.",
-        128: "The limit is 63, not 64: a few more fit.",
-        65: "int16 ends at 32,767 on either side; that is half of it.",
-        64: "That is with activations up to 127 or −128.",
-    }
-    expect_number(answer, 130, mistakes=mistakes, hint="How many times 252 fit into 32,767?")
-    return "Twice as many as before, and two more."
-
-
-@exercise(
-    "4.3",
     "codes_of_row",
     minutes=10,
     hints=(
@@ -90,7 +42,7 @@ def codes_of_neighbours(answer: Any, codes: Array) -> str:
 
 
 @exercise(
-    "4.4",
+    "4.2",
     "columns_of_shift_0",
     hints=(
         "(bytes 0-3 of row 0) & 3 has the first column of each byte.",
@@ -108,6 +60,54 @@ def columns_of_a_shift(answer: Any) -> str:
     }
     expect_array(np.sort(as_array(answer).ravel()), [0, 4, 8, 12], mistakes=mistakes)
     return "The activations would have to be gathered from four places, for every register."
+
+
+@exercise(
+    "4.3",
+    "pairs",
+    hints=(
+        "A pair is two products of a code (2 at most) and an activation: 2 · 2 · 63.",
+        "Which end of int16 is nearer now? How often does a pair fit into 32,767?",
+    ),
+    solution="pairs = 32767 // 252",
+)
+def pairs_in_int16(answer: Any) -> str:
+    mistakes = {
+        131: "131 pairs are 33,012: one too many.",
+        260: "A pair is two products, so 2 · 2 · 63.",
+        520: "A code is 2 at most, and a pair has two products.",
+        128: "The limit is 63, not 64: a few more fit.",
+        65: "int16 ends at 32,767 on either side; that is half of it.",
+        64: "That is with activations up to 127 or −128.",
+    }
+    expect_number(answer, 130, mistakes=mistakes, hint="How many times 252 fit into 32,767?")
+    return "Twice as many as before, and two more."
+
+
+@exercise(
+    "4.4",
+    "gb_per_s",
+    hints=(
+        "The speed of each is the lower of two limits. One byte holds 5 weights, or 4: at b GB/s that is 5 b and 4 b.",
+        "Draw both roofs over b. Which part of which roof meets which?",
+    ),
+    solution="gb_per_s = 18.75",
+)
+def roofs_meet(answer: Any) -> str:
+    b = as_number(answer)
+    five, four = min(75.0, 5 * b), min(150.0, 4 * b)
+    if b <= 0:
+        raise Wrong("At 0 GB/s neither computes anything.")
+    if five == four:
+        return "Below, fewer bytes win, by a quarter up to b = 15."
+    mistakes = {
+        15.0: " There the 1.6-bit kernel reaches its own limit.",
+        37.5: " There the 2-bit kernel reaches its own.",
+    }
+    faster = "1.6-bit" if five > four else "2-bit"
+    raise Wrong(
+        f"At {b:g} GB/s they do {five:g} and {four:g} G per second: the {faster} kernel is faster.{mistakes.get(b, '')}"
+    )
 
 
 @exercise(
@@ -169,6 +169,25 @@ def panel_of(w_t: Array) -> Array:
 
 @exercise(
     "8.1",
+    "first_k_too_long",
+    hints=("The largest product is 128 · 64, and an int32 ends at 2³¹ − 1.", "128 · 64 · K is to reach 2³¹."),
+    solution="first_k_too_long = 2**31 // (128 * 64)",
+)
+def int32_overflows(answer: Any) -> str:
+    mistakes = {
+        2**18 - 1: "128 · 64 · 262,143 is 2³¹ − 8,192: it fits.",
+        2**24: "The sum is 64 times the true one.",
+        2**25: "The sum is 64 times the true one, and |x_q| may be 128.",
+        2**19: "int32 has a sign: it ends at 2³¹ − 1.",
+        2**18 + 1: "One less does not fit either.",
+        264208: "|x_q| may be 128, not 127.",
+    }
+    expect_number(answer, 2**18, mistakes=mistakes, hint="At which K does 128 · 64 · K reach 2³¹?")
+    return "From 262,144 columns on, the package takes the plain kernel."
+
+
+@exercise(
+    "8.2",
     "place_of",
     minutes=15,
     hints=(
@@ -198,25 +217,6 @@ def place_in_a_tile(answer: Any) -> str:
         swapped = " Crumb and byte are exchanged." * bool((got[[0, 1, 3, 2]] == right[r, c]).all())
         raise Wrong(f"Row {r}, column {c}: the {names[bad]} is {right[r, c, bad]}, yours is {got[bad]}.{swapped}")
     return "All 2,048 weights."
-
-
-@exercise(
-    "8.2",
-    "first_k_too_long",
-    hints=("The largest product is 128 · 64, and an int32 ends at 2³¹ − 1.", "128 · 64 · K is to reach 2³¹."),
-    solution="first_k_too_long = 2**31 // (128 * 64)",
-)
-def int32_overflows(answer: Any) -> str:
-    mistakes = {
-        2**18 - 1: "128 · 64 · 262,143 is 2³¹ − 8,192: it fits.",
-        2**24: "The sum is 64 times the true one.",
-        2**25: "The sum is 64 times the true one, and |x_q| may be 128.",
-        2**19: "int32 has a sign: it ends at 2³¹ − 1.",
-        2**18 + 1: "One less does not fit either.",
-        264208: "|x_q| may be 128, not 127.",
-    }
-    expect_number(answer, 2**18, mistakes=mistakes, hint="At which K does 128 · 64 · K reach 2³¹?")
-    return "From 262,144 columns on, the package takes the plain kernel."
 
 
 @exercise(
