@@ -488,7 +488,6 @@ def own_models(tmp_path_factory):
         (story, "gguf-tq2_0", "story.gguf"),
         (story, "gguf-i2_s", "story-i2_s.gguf"),
         (story, "gguf-q8_0", "story-q8_0.gguf"),
-        (story, "gguf-q4_0", "story-q4_0.gguf"),
         (story, "native-base3", "story.bitnet.safetensors"),
         (GOLDEN / "llama-packed-bitlinear", "gguf-f16", "llama.gguf"),  # rows of q and k are permuted there
     ):
