@@ -65,7 +65,8 @@ def _describe_axes(ax: Any) -> str:
         (ax.get_xlabel(), ax.xaxis, ax.dataLim.intervalx),
         (ax.get_ylabel(), ax.yaxis, ax.dataLim.intervaly),
     ):
-        texts = [tick.get_text().replace(r"$\mathdefault{", "") for tick in axis.get_ticklabels()]  # 10^-3 on a log axis
+        # on a logarithmic axis matplotlib writes $\mathdefault{10^{-3}}$
+        texts = [tick.get_text().replace(r"$\mathdefault{", "") for tick in axis.get_ticklabels()]
         ticks = [text for text in texts if text]
         named = ticks and not any(text.lstrip("−-$")[:1].isdigit() for text in ticks[:2])
         extent = f"from {limits[0]:.3g} to {limits[1]:.3g}" if all(abs(each) < 1e300 for each in limits) else ""

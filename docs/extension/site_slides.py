@@ -37,7 +37,8 @@ MARKDOWN = (
 )
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><link rel="icon" href="favicon.svg"><link rel="stylesheet" href="reveal.css"><link rel="stylesheet" href="slides.css"></head>
+<title>{title}</title><link rel="icon" href="favicon.svg">
+<link rel="stylesheet" href="reveal.css"><link rel="stylesheet" href="slides.css"></head>
 <body><div class="reveal"><div class="slides">
 {slides}
 </div></div>
