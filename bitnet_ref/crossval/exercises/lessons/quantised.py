@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ....formats.gguf.blocks import blocks_from_ternary, ternary_from_blocks
+from ....formats.gguf.blocks import blocks_from_ternary
 from ....reference import quantization
 from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number
@@ -351,7 +351,9 @@ def read_tq2_0(data, shape):
 def reader_of_tq2_0(answer: Any) -> str:
     draw = draws(54)
     w_t = draw.integers(-1, 2, (6, 512), dtype=np.int8)
-    data = blocks_from_ternary(w_t, np.float32(draw.uniform(0.01, 0.1)), "TQ2_0").ravel()
+    data = blocks_from_ternary(w_t, float(draw.uniform(0.01, 0.1)), "TQ2_0").ravel()
+    scale = data[64:66]
+    right = float(scale.view(np.float16)[0])
     result = run(answer, data, w_t.shape)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise Wrong("Two results are wanted: the weights, of the given shape, and the scale.")
@@ -367,12 +369,9 @@ def reader_of_tq2_0(answer: Any) -> str:
             (fields.reshape(-1, 1, 64) >> np.array([0, 2, 4, 6])[:, None] & 3).astype(np.int8) - 1
         ).reshape(6, 512),
         "1 is taken from an unsigned byte: 0 − 1 is 255": (w_t.astype(np.int64)) % 256,
-        "the weights are scaled already; −1, 0 and +1 are wanted": w_t
-        * ternary_from_blocks(data, "TQ2_0", w_t.shape)[1],
+        "the weights are scaled already; −1, 0 and +1 are wanted": w_t * right,
     }
     expect_array(result[0], w_t, mistakes=mistakes)
-    scale = data[64:66]
-    right = float(scale.view(np.float16)[0])
     wrong = {
         float(scale[::-1].copy().view(np.float16)[0]): "Its two bytes are exchanged: the lower one comes first.",
         float(scale.view(np.uint16)[0]): "Those are its bits as an integer; read them as float16.",
