@@ -33,6 +33,7 @@ python_use_unqualified_type_names = True
 highlight_language = "text"
 html_theme = "furo"
 html_title = f"bitnet_ref {version}"
+html_favicon = "extension/favicon.svg"
 html_static_path = ["extension/site.css"]
 html_css_files = ["site.css"]
 html_show_sphinx = html_show_copyright = False

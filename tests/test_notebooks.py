@@ -123,6 +123,20 @@ def test_teaches_with_asserts_and_the_source_itself(path):
     assert not too_long, too_long
 
 
+def test_the_speeds_of_notebook_8_are_those_of_the_guide():
+    source = "".join("".join(cell["source"]) for cell in cells(FOLDER / "08_cuda_kernels.ipynb", "code"))
+    shown = re.findall(r"^    (\d+): \((\d+), ([\d.]+)\),$", source, re.MULTILINE)
+    guide = (FOLDER.parent / "docs" / "gpu.md").read_text(encoding="utf-8").replace(",", "")
+    rates = re.findall(r"^\| (?:one|(\d+)) sequences?[^|]*tok/s \| \d+ \| (\d+) \|", guide, re.MULTILINE)
+    times = re.findall(
+        r"^\| (?:time of a step on the card|the same) \D*(\d+) .*?\| [\d.]+ \| ([\d.]+) \|", guide, re.MULTILINE
+    )
+    assert len(shown) == len(rates) == len(times) == 4
+    for (n, rate, ms), (of_rate, now), (of_time, step) in zip(shown, rates, times, strict=True):
+        assert (n, rate, float(ms)) == (of_rate or "1", now, float(step))
+        assert n == of_time
+
+
 @each_notebook
 def test_its_figures_say_in_words_what_they_show(path):
     """For readers who do not see them: a text in each picture's metadata."""

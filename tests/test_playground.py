@@ -496,6 +496,10 @@ def own_models(tmp_path_factory):
         out[name] = ([path], path)
     assert invoke("convert", story, folder / "story-parts", "--to", "hf-packed", "--split-size", "2M").exit_code == 0
     out["story-parts"] = (in_folder(folder / "story-parts"), folder / "story-parts")
+    options = ("--to", "gguf-tq2_0", "--split-size", "2M")
+    assert invoke("convert", story, folder / "story-gguf-parts", *options).exit_code == 0
+    parts = sorted((folder / "story-gguf-parts").glob("*.gguf"))
+    out["story-gguf-parts"] = (parts[::-1], parts[0])
     for layout in ("arm", "interleaved"):
         path = folder / f"story-{layout}.gguf"
         path.write_bytes(in_layout(folder / "story-i2_s.gguf", layout))
@@ -586,6 +590,9 @@ def test_what_the_page_cannot_run_it_refuses(browser, address, own_models, tmp_p
         assert "one .gguf or .safetensors file" in drop(page, [GGUF / "tq1_0.gguf", GGUF / "tq2_0.gguf"])
         first_only = [path for path in own_models["story-parts"][0] if "-00002-" not in path.name]
         assert "the tensor is missing" in drop(page, first_only)
+        first, *others = sorted(own_models["story-gguf-parts"][0])
+        assert f"one of {len(others) + 1} parts, and 1 is here" in drop(page, [first])
+        assert "one of" in drop(page, others)
         x, y = page.run("""(() => {
             $('own-drop').scrollIntoView({block: 'center'});
             const box = $('own-drop').getBoundingClientRect();
@@ -604,11 +611,11 @@ def test_what_the_page_cannot_run_it_refuses(browser, address, own_models, tmp_p
 
 
 @needs_chromium
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
 def test_blocks_of_floats_are_the_packages(kind, browser, address):
     size = BY_NAME[kind]
     raw = np.random.default_rng(3).integers(0, 256, (40, size.block_bytes), dtype=np.uint8)
-    for at in {"Q8_0": [0], "Q4_K": [0, 2], "Q6_K": [208]}[kind]:  # the scales are finite
+    for at in {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}.get(kind, [0]):  # the scales are finite
         raw[:, at : at + 2] = np.random.default_rng(4).normal(size=40).astype(np.float16)[:, None].view(np.uint8)
     expected = dequantize(raw.ravel(), kind, (40, size.block_values))
     page = browser.page(f"{address}facts.json")

@@ -16,7 +16,9 @@ from helpers import DATA, model
 from safetensors.numpy import load_file, save_file
 
 import bitnet_ref
+from bitnet_ref.crossval.exercises.lessons.analysis import published_dialect
 from bitnet_ref.errors import ConfigError, FormatError
+from bitnet_ref.formats.checkpoint import scale_convention
 from bitnet_ref.inspection import inspect_model
 
 PUBLISHED = DATA / "published"
@@ -50,6 +52,23 @@ def read(path):
         return bitnet_ref.read_config(path), None
     except ConfigError as error:
         return None, error
+
+
+def test_the_published_files_of_notebook_10(tmp_path):
+    """Its excerpts are of published files, and the package reads these as the exercise judges them."""
+    notebook = json.loads((DATA.parents[1] / "notebooks" / "10_dialects.ipynb").read_text(encoding="utf-8"))
+    sources = ["".join(cell["source"]) for cell in notebook["cells"]]
+    names = {}
+    exec(next(source for source in sources if source.startswith("published = {")), names)
+    for name, excerpt in names["published"].items():
+        text = CONFIGS[name.replace("/", "--")]["text"]
+        whole = json.loads(text)
+        assert {key: whole[key] for key in excerpt} == excerpt, name
+        if "quantization" not in whole:
+            (tmp_path / "config.json").write_text(text)
+            rule = scale_convention(read(tmp_path / "config.json")[0].quantization)
+            said = {"divide": "divide", "multiply": "multiply", "absmean": "multiply"}[rule]
+            assert published_dialect(excerpt)[0] == f"int8, {said}"
 
 
 def test_the_reasons_of_refusals(tmp_path):

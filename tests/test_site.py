@@ -180,6 +180,14 @@ def test_every_name_in_backticks_exists():
     ]
 
 
+def test_the_site_and_its_slides_have_an_icon():
+    """Without one each browser asks for /favicon.ico, and gets a 404."""
+    (name,) = re.findall(r'^html_favicon = "(.+)"', (DOCS / "conf.py").read_text(), re.MULTILINE)
+    assert (DOCS / name).read_text().startswith("<svg ")
+    slides = (DOCS / "extension" / "site_slides.py").read_text()
+    assert slides.count(f'<link rel="icon" href="{Path(name).name}">') == slides.count("<title>")
+
+
 def test_every_guide_is_in_the_table_of_contents():
     listed = re.findall(r"^([\w/]+)$", (DOCS / "index.md").read_text(), re.MULTILINE)
     copies = [path.removesuffix(".md") for path in site_pages.COPIES.values() if path.endswith(".md")]

@@ -40,6 +40,21 @@ def test_the_conversation_of_the_guide(capsys):
     assert len(shown) == 2
 
 
+def test_the_first_conversation_of_the_guide():
+    """docs/using.md shows what `bitnet-ref chat` prints, and the other pages begin with the same question."""
+    root = Path(__file__).parents[1]
+    guide = (root / "docs" / "using.md").read_text(encoding="utf-8")
+    command, talk = re.search(r"^\$ bitnet-ref (chat .*)\n((?:> .*\n.*\n)+)```", guide, re.MULTILINE).groups()
+    said = talk.splitlines()
+    result = CliRunner().invoke(cli, command.split(), input="".join(f"{line[2:]}\n" for line in said[::2]))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == said[1::2]
+    first = said[0][2:]
+    for path in ("README.md", "docs/serving.md", "bitnet_ref/assets/page/index.html"):
+        assert first in (root / path).read_text(encoding="utf-8"), path
+    assert first in " ".join(CliRunner().invoke(cli, ["chat", "--help"]).output.split())
+
+
 def test_it_has_learned_dialogues():
     chat, story = model("storychat"), model("storyteller")
     ids = chat.tokenizer.apply_chat_template(DIALOGUE, add_generation_prompt=False, tokenize=True)

@@ -37,7 +37,7 @@ DEFAULT_SAMPLING = {"temperature": 0.7, "top_p": 0.95}  # of models that recomme
 @common_options
 def chat(system: str | None, **options: Any) -> None:
     """Talk with a model, by its own chat template. The shipped one answers as people do in old children's books; its
-    --system text is a scene: "The old king sat by the fire."
+    --system text is a scene: "The old king sat by the fire." To begin: "Shall we go into the forest?"
 
     /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer. With --json each line of
     standard input is a message (plain text, or {"content": "..."} for one with line ends), and each answer one line.

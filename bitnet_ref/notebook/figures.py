@@ -65,7 +65,9 @@ def _describe_axes(ax: Any) -> str:
         (ax.get_xlabel(), ax.xaxis, ax.dataLim.intervalx),
         (ax.get_ylabel(), ax.yaxis, ax.dataLim.intervaly),
     ):
-        ticks = [text for text in (tick.get_text() for tick in axis.get_ticklabels()) if text]
+        # on a logarithmic axis matplotlib writes $\mathdefault{10^{-3}}$
+        texts = [tick.get_text().replace(r"$\mathdefault{", "") for tick in axis.get_ticklabels()]
+        ticks = [text for text in texts if text]
         named = ticks and not any(text.lstrip("−-$")[:1].isdigit() for text in ticks[:2])
         extent = f"from {limits[0]:.3g} to {limits[1]:.3g}" if all(abs(each) < 1e300 for each in limits) else ""
         facts.append(f"{label} {', '.join(ticks[:12]) if named else extent}".strip())

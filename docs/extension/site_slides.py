@@ -37,7 +37,8 @@ MARKDOWN = (
 )
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><link rel="stylesheet" href="reveal.css"><link rel="stylesheet" href="slides.css"></head>
+<title>{title}</title><link rel="icon" href="favicon.svg">
+<link rel="stylesheet" href="reveal.css"><link rel="stylesheet" href="slides.css"></head>
 <body><div class="reveal"><div class="slides">
 {slides}
 </div></div>
@@ -49,7 +50,7 @@ PAGE = """<!doctype html>
 """
 INDEX = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Slides of the course</title><link rel="stylesheet" href="slides.css"></head>
+<title>Slides of the course</title><link rel="icon" href="favicon.svg"><link rel="stylesheet" href="slides.css"></head>
 <body class="index"><h1>Slides of the course</h1><p>Arrows move, Esc shows all slides, ? the keys.</p><ul>
 {links}
 </ul></body></html>
@@ -135,6 +136,7 @@ def write_slides(folder):
     folder.mkdir(parents=True)
     for name in FILES:
         shutil.copy2(reveal / name, folder)
+    shutil.copy2(Path(__file__).parent / "favicon.svg", folder)
     light, dark = (HtmlFormatter(style=name).get_style_defs(".highlight") for name in ("friendly", "monokai"))
     style = f"{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}\n"
     style += (Path(__file__).parent / "slides.css").read_text(encoding="utf-8")

@@ -12,9 +12,10 @@ const round = Math.fround;
 // tell: gets a line of progress
 export async function openModel(files, matrices, tell = () => {}) {
   const weights = files.filter(({ name }) => /\.(gguf|safetensors)$/.test(name)), isGguf = weights[0]?.name.endsWith(".gguf");
-  if (!weights.length || (weights.length > 1 && !weights.every(({ name }) => /-\d+-of-\d+\.safetensors$/.test(name))))
-    throw new Error(`Expected one .gguf or .safetensors file, or all parts of a model.safetensors, got ${weights.length}. Otherwise ${CONVERT}.`);
-  const reader = isGguf ? await Gguf.open(weights[0]) : await Safetensors.open(weights, files);
+  const ends = new Set(weights.map(({ name }) => name.replace(/^.*?(-\d+-of-(\d+))?\.(\w+)$/, "$2.$3"))); // of a part: "00003.gguf"
+  if (!weights.length || (weights.length > 1 && (ends.size > 1 || [...ends][0].startsWith("."))))
+    throw new Error(`Expected one .gguf or .safetensors file, or all parts of one model, NAME-00001-of-00003.gguf and so on, got ${weights.length}. Otherwise ${CONVERT}.`);
+  const reader = isGguf ? await Gguf.open(weights) : await Safetensors.open(weights, files);
   const config = reader.config, parts = {};
   const put = async (name, rows, columns) => (parts[name] = arrange(await reader.linear(name, rows, columns), matrices));
   await put("embedding", config.vocabulary, config.hidden);
@@ -126,26 +127,34 @@ const FLOATS = {
 
 // Blocks of floats: values of a block, its bytes, and read(block, out), which writes its values. As ggml dequantises them.
 const FLOAT_BLOCKS = {
+  Q4_0: { values: 32, bytes: 18, read: q4_0 },
   Q8_0: { values: 32, bytes: 34, read: q8_0 },
   Q4_K: { values: 256, bytes: 144, read: q4_k },
+  Q5_K: { values: 256, bytes: 176, read: (block, out) => q4_k(block, out, 48) },
   Q6_K: { values: 256, bytes: 210, read: q6_k },
 };
 const half = (block, at) => float16(block[at] | (block[at + 1] << 8)), signedByte = (value) => (value << 24) >> 24;
+
+function q4_0(block, out) {
+  const scale = half(block, 0);
+  for (let j = 0; j < 32; j++) out[j] = scale * (((block[2 + (j & 15)] >> (4 * (j >> 4))) & 15) - 8);
+}
 
 function q8_0(block, out) {
   const scale = half(block, 0);
   for (let j = 0; j < 32; j++) out[j] = scale * signedByte(block[2 + j]);
 }
 
-// Eight groups of 32 values of 4 bits; each has a scale and a minimum of 6 bits, which lie in 12 bytes.
-function q4_k(block, out) {
+// Eight groups of 32 values of 4 bits; each has a scale and a minimum of 6 bits, which lie in 12 bytes. Q5_K has 32 bytes
+// more before the nibbles: bit g of byte j is worth 16 in value j of group g.
+function q4_k(block, out, nibbles = 16) {
   const scale = half(block, 0), minimum = half(block, 2), six = block.subarray(4, 16);
   for (let group = 0; group < 8; group++) {
     const late = group - 4, low = late < 0 ? six[group] & 63 : (six[group + 4] & 15) | ((six[late] >> 6) << 4);
     const least = late < 0 ? six[group + 4] & 63 : (six[group + 4] >> 4) | ((six[group] >> 6) << 4);
     for (let j = 0; j < 32; j++) {
-      const code = (block[16 + 32 * (group >> 1) + j] >> (4 * (group & 1))) & 15;
-      out[32 * group + j] = scale * low * code - minimum * least;
+      const code = (block[nibbles + 32 * (group >> 1) + j] >> (4 * (group & 1))) & 15, fifth = nibbles > 16 ? (block[16 + j] >> group) & 1 : 0;
+      out[32 * group + j] = scale * low * (code + 16 * fifth) - minimum * least;
     }
   }
 }
@@ -217,8 +226,8 @@ function squaredZ(a, b) {
 
 // -- GGUF -------------------------------------------------------------------------------------------------------------
 
-const TYPES = { 0: ["F32", 1, 4], 1: ["F16", 1, 2], 30: ["BF16", 1, 2], 34: ["TQ1_0", 256, 54], 35: ["TQ2_0", 256, 66], 42: ["Q2_0", 64, 18], 8: ["Q8_0", 32, 34], 12: ["Q4_K", 256, 144], 14: ["Q6_K", 256, 210], 36: ["I2_S", 4, 1] };
-const KNOWN = { 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 38: "TL1", 39: "TL2" }; // and not run
+const TYPES = { 0: ["F32", 1, 4], 1: ["F16", 1, 2], 30: ["BF16", 1, 2], 34: ["TQ1_0", 256, 54], 35: ["TQ2_0", 256, 66], 42: ["Q2_0", 64, 18], 2: ["Q4_0", 32, 18], 8: ["Q8_0", 32, 34], 12: ["Q4_K", 256, 144], 13: ["Q5_K", 256, 176], 14: ["Q6_K", 256, 210], 36: ["I2_S", 4, 1] };
+const KNOWN = { 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 38: "TL1", 39: "TL2" }; // and not run
 const ARCHITECTURES = {
   "bitnet-b1.58": { activation: "relu2", subNorms: true },
   "bitnet-25": { activation: "relu2", subNorms: true },
@@ -268,43 +277,60 @@ class Cursor {
 }
 
 class Gguf extends Reader {
-  static async open(file) {
-    const reader = new Gguf(file), cursor = new Cursor(await reader.bytes(0, Math.min(file.size, MAX_HEADER)), file.name);
-    if (cursor.type() !== 0x46554747) throw reader.refuse("magic", "not a GGUF file");
-    const version = cursor.type(), tensors = cursor.count(), keys = cursor.count();
-    if (version !== 2 && version !== 3) throw reader.refuse("version", `expected 2 or 3, got ${version}`);
-    reader.metadata = {};
-    for (let i = 0; i < keys; i++) {
-      const key = cursor.text();
-      reader.metadata[key] = cursor.value(cursor.type());
-    }
+  // parts: the file, or all files that the model is split over, in any order
+  static async open(parts) {
+    const reader = new Gguf(parts[0]), numbers = new Set();
     reader.tensors = new Map();
-    for (let i = 0; i < tensors; i++) {
-      const name = cursor.text(), shape = Array.from({ length: Math.min(cursor.type(), 5) }, cursor.count).reverse();
-      reader.tensors.set(name, { shape, type: cursor.type(), offset: cursor.count() });
+    for (const file of parts) {
+      const metadata = await reader.readHeader(file), number = metadata["split.no"] ?? 0, count = metadata["split.count"] ?? 1;
+      if (count !== parts.length) throw reader.refuse("split.count", `is one of ${count} parts, and ${parts.length} ${parts.length > 1 ? "are" : "is"} here`);
+      if (numbers.has(number)) throw reader.refuse("split.no", `another file is part ${number + 1} too`);
+      numbers.add(number);
+      if (number === 0) reader.metadata = metadata; // the other parts have little but tensors
     }
-    const alignment = reader.metadata["general.alignment"] ?? 32;
-    reader.start = Math.ceil(cursor.at / alignment) * alignment;
     await reader.checkTypes();
     reader.readConfig();
     await reader.findI2SLayout();
     return reader;
   }
 
+  // Notes the tensors of a file. -> its metadata
+  async readHeader(file) {
+    this.file = file; // for what is refused
+    const cursor = new Cursor(await this.bytes(0, Math.min(file.size, MAX_HEADER)), file.name), metadata = {}, own = [];
+    if (cursor.type() !== 0x46554747) throw this.refuse("magic", "not a GGUF file");
+    const version = cursor.type(), tensors = cursor.count(), keys = cursor.count();
+    if (version !== 2 && version !== 3) throw this.refuse("version", `expected 2 or 3, got ${version}`);
+    for (let i = 0; i < keys; i++) {
+      const key = cursor.text();
+      metadata[key] = cursor.value(cursor.type());
+    }
+    for (let i = 0; i < tensors; i++) {
+      const name = cursor.text(), shape = Array.from({ length: Math.min(cursor.type(), 5) }, cursor.count).reverse();
+      if (this.tensors.has(name)) throw this.refuse(name, "stands in another part too");
+      own.push({ file, shape, type: cursor.type(), offset: cursor.count() });
+      this.tensors.set(name, own.at(-1));
+    }
+    const alignment = metadata["general.alignment"] ?? 32, start = Math.ceil(cursor.at / alignment) * alignment;
+    for (const tensor of own) tensor.start = start + tensor.offset;
+    return metadata;
+  }
+
   async checkTypes() {
     for (const [name, tensor] of this.tensors) {
+      this.file = tensor.file;
       if (!TYPES[tensor.type]) {
         throw this.refuse(name, `is ${KNOWN[tensor.type] ?? `of type ${tensor.type}`}. This page runs ${Object.values(TYPES).map(([kind]) => kind).join(", ")}; ${CONVERT}`);
       }
       const [kind, values, bytes] = TYPES[tensor.type], total = tensor.shape.reduce((a, b) => a * b, 1);
       Object.assign(tensor, { kind, size: (total / values) * bytes + (kind === "I2_S" ? I2_S_TAIL : 0) });
       if (tensor.shape.at(-1) % values) throw this.refuse(name, `rows of ${tensor.shape.at(-1)} are no whole blocks of ${kind}`);
-      if (this.start + tensor.offset + tensor.size > this.file.size) throw this.refuse(name, "goes beyond the end of the file");
+      if (tensor.start + tensor.size > tensor.file.size) throw this.refuse(name, "goes beyond the end of the file");
     }
-    const ends = [...this.tensors.values()].map(({ offset }) => offset).sort((a, b) => a - b);
-    for (const [name, { kind, offset, size }] of this.tensors) {
-      const next = ends.find((other) => other > offset) ?? this.file.size - this.start;
-      if (kind === "Q2_0" && (next - offset < size || next - offset >= size + 64)) throw this.refuse(name, "id 42 has blocks of another size here than Q2_0 of 64");
+    const starts = [...this.tensors.values()].sort((a, b) => a.start - b.start);
+    for (const [name, { kind, file, start, size }] of this.tensors) {
+      const next = starts.find((other) => other.file === file && other.start > start)?.start ?? file.size;
+      if (kind === "Q2_0" && (next - start < size || next - start >= size + 64)) throw this.refuse(name, "id 42 has blocks of another size here than Q2_0 of 64");
     }
   }
 
@@ -371,7 +397,7 @@ class Gguf extends Reader {
 
   async raw(name, shape) {
     const tensor = this.entry(name, shape);
-    return [tensor.kind, await this.bytes(this.start + tensor.offset, tensor.size)];
+    return [tensor.kind, await this.bytes(tensor.start, tensor.size, tensor.file)];
   }
 
   theirs(name) {

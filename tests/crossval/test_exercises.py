@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers import model
+from ml_dtypes import bfloat16
 
 import bitnet_ref
 from bitnet_ref.backends import Backend
@@ -35,6 +36,20 @@ extern "C" __global__ void tree(const int* x, int* y) {
 }
 """
 MASK = N4[None, :] > N4[:, None]
+PUBLISHED = {"a": "int8, multiply", "b": "int8, divide", "c": "int8, multiply", "d": "groups, float", "e": "rotated"}
+CONFIGS = {  # as in notebook 10
+    "a": {"quantization_config": {"quant_method": "bitnet", "linear_class": "autobitlinear"}},
+    "b": {"quantization_config": {"quant_method": "bitnet"}},
+    "c": {"weight_bits": 1},
+    "d": {"model_type": "qwen3", "quantization": {"group_size": 128}},
+    "e": {"model_type": "prism_hadamard_qwen35", "quantization": {"group_size": 128}},
+}
+LENS = np.array([[7, 7, 7], [1, 9, 2], [5, 9, 3], [1, 8, 3], [1, 9, 4], [1, 9, 3], [1, 9, 4]])
+
+
+class Silu(Backend):
+    def gated(self, gate, up, activation):
+        return layers.silu(gate) * up
 
 
 @dataclass(frozen=True)
@@ -377,9 +392,39 @@ CASES = {
             (Edit("i != block", "i != 5 - block"), "from the end"),
             (Edit("return loss_of", "return -loss_of"), "sign"),
             (lambda block: loss_of(model("storyteller", "numpy").logits(PASSAGE), PASSAGE), "no block is left out"),
+            (
+                Edit("return loss_of(engine.logits(passage_ids), passage_ids)", "return engine.logits(passage_ids)"),
+                "One number",
+            ),
+            (
+                Edit("for i, layer in enumerate(w.layers) if i != block", "for layer in w.layers[:block]"),
+                "raised|values",
+            ),
         ]
     ),
-    "4.1": Case(
+    "3c.4": Case(
+        [
+            (lambda q, k: (q, k), "inherits from Backend"),
+            (type("Same", (Backend,), {}), "nothing is planted"),
+            (type("Both", (Backend,), {"rope": lambda self, q, k, cos, sin: (q, k)}), "queries are not turned"),
+            (type("Queries", (Backend,), {"rope": lambda self, q, k, *t: (q, layers.apply_rope(k, *t))}), "not turned"),
+            (type("Other", (Backend,), {"rope": lambda self, q, k, *t: (-layers.apply_rope(q, *t), k)}), "are others"),
+            (type("Back", (Backend,), {"rope": lambda self, q, k, *t: (layers.apply_rope(q, *t), -k)}), "k itself"),
+            (Silu, "replace rope alone"),
+            (type("Broken", (Backend,), {"rope": lambda self, q, k, *t: q}), "raised"),
+        ]
+    ),
+    "3c.5": Case(
+        [
+            ((LENS[-1] == LENS).argmax(0), "for the first time"),
+            ((LENS[-1] == LENS).sum(0), "counted"),
+            ([2, 3, 5], "embedding is depth 0"),
+            ([3, 2, 0], "not from the end"),
+            ([6], "shape"),
+        ],
+        [np.array([3.0, 4, 6]), (3, 4, 6)],
+    ),
+    "4.4": Case(
         [
             (15, "reaches its own limit"),
             (37.5, "2-bit kernel is faster"),
@@ -389,11 +434,11 @@ CASES = {
         ],
         ["18.75"],
     ),
-    "4.2": Case(
+    "4.3": Case(
         [(131, "one too many"), (260, "two products"), (520, "two products"), (128, "63, not 64"), (65, "half of it")],
         [130.0],
     ),
-    "4.3": Case(
+    "4.1": Case(
         [
             (Edit("[0, 2, 4, 6]", "[6, 4, 2, 0]"), "opposite order"),
             (Edit(").ravel()", ").T.ravel()"), "same place of all four"),
@@ -402,7 +447,7 @@ CASES = {
             (Edit(":4, None", "4:8, None"), "columns 16 to 31"),
         ]
     ),
-    "4.4": Case(
+    "4.2": Case(
         [
             ([0, 1, 2, 3], "one byte"),
             ([3, 7, 11, 15], "highest bits"),
@@ -411,6 +456,18 @@ CASES = {
             ([0], "shape"),
         ],
         [(0, 4, 8, 12), {"a": 0} and range(0, 16, 4), np.arange(0, 16, 4.0)],
+    ),
+    "4.5": Case(
+        [
+            (Edit(" - x.sum(dtype=np.int64)", ""), "still in it"),
+            (Edit("acc - x", "acc + x"), "added, not taken away"),
+            (Edit("data >> 2 * shift", "data >> 6 - 2 * shift"), "run the other way"),
+            (Edit("x[start : start + 4]", "x[start - 3 * shift : start - 3 * shift + 16 : 4]"), "not neighbours"),
+            (Edit("start = 16 * block + 4 * shift", "start = 4 * shift"), "first 16 activations"),
+            (Edit("acc - x.sum(dtype=np.int64)", "(acc - x.sum()).astype(np.int16)"), "too narrow"),
+            (Edit("np.zeros(64, dtype=np.int64)", "np.zeros(64, dtype=np.int16)"), "too narrow"),
+            (lambda panel, x: np.zeros(64), "All of yours are 0"),
+        ]
     ),
     "5.1": Case(
         [
@@ -444,6 +501,18 @@ CASES = {
         ],
         ["23"],
     ),
+    "5.4": Case(
+        [
+            (Edit("(codes - 1)", "codes"), "a code is w"),
+            (Edit("[0, 2, 4, 6]", "[6, 4, 2, 0]"), "lowest bits"),
+            (Edit("(-1, 2, 1, 32) >>", "(-1, 1, 1, 64) >>"), "64"),
+            (Edit("reshape(shape),", "reshape(shape) * scale,"), "scaled already"),
+            (Edit("blocks[0, 64:].copy()", "blocks[0, :63:-1].copy()"), "exchanged"),
+            (Edit(".view(np.float16)[0]", ".view(np.uint16)[0]"), "its bits as an integer"),
+            (Edit("reshape(shape), scale", "reshape(shape)"), "Two results"),
+            (Edit(".view(np.float16)[0]", ".view(bfloat16)[0]"), "bfloat16"),
+        ]
+    ),
     "6.hunt": Case(
         [
             (("blocks.0.attn.hook_z", "silu"), "before it|after it"),
@@ -454,7 +523,16 @@ CASES = {
         ],
         [["blocks.0.mlp.hook_post", " SiLU "]],
     ),
-    "6.1": Case([(1, "too"), (100, "too large"), (-1, "too small"), ([1, 2], "One number"), ("none", "One number")]),
+    "6.1": Case(
+        [
+            (1, "too"),
+            (100, "too large"),
+            (-1, "too small"),
+            ([True, False], "One number"),
+            ("none", "One number"),
+            (np.nan, "finite"),
+        ]
+    ),
     "6.2": Case(
         [
             ({"cosine"}, "does not turn"),
@@ -503,9 +581,28 @@ CASES = {
         [30.0],
     ),
     "7.4": Case(
+        [
+            (lambda lengths, places: sum(lengths), "one request after the other"),
+            (
+                Edit("while waiting and len(running) < places", "while not running and waiting"),
+                "raised|yours are|batches",
+            ),
+            (lambda lengths, places: max(lengths), "a place for every request"),
+            (lambda lengths, places: len(lengths), "the number of requests"),
+            (Edit("list(lengths)", "sorted(lengths)"), "shortest first"),
+            (Edit("list(lengths)", "sorted(lengths, reverse=True)"), "longest first"),
+            (Edit("if left > 1", "if left > 0"), "a step too many"),
+            (lambda lengths, places: -(-sum(lengths) // places), "all places taken"),
+            (
+                lambda lengths, n: sum(max(lengths[i : i + n]) for i in range(0, len(lengths), n)),
+                "whole batches",
+            ),
+        ]
+    ),
+    "7.5": Case(
         [(5, "all steps"), (8, "all parts"), (2, "had one request"), (6, "not their parts"), (100, "too large")], ["3"]
     ),
-    "8.1": Case(
+    "8.2": Case(
         [
             (Edit("row % 8", "row // 2"), "the lane"),
             (Edit("row // 8 +", "row % 2 +"), "the word"),
@@ -514,7 +611,7 @@ CASES = {
             (Edit("2 * (column // 64)", "column // 64"), "the word"),
         ]
     ),
-    "8.2": Case(
+    "8.1": Case(
         [(2**18 - 1, "fits"), (2**24, "64 times"), (2**25, "64 times"), (2**19, "has a sign"), (2**18 + 1, "One less")],
         [2.0**18],
     ),
@@ -527,8 +624,27 @@ CASES = {
                 TREE.replace("all[i] += all[i + half];", "{ __syncthreads(); all[i] += all[i + half]; }"),
                 "inside the if",
             ),
+            (TREE.replace("all[i + half];\n", "all[i + half];\n        __syncthreads();\n"), "A round must not begin"),
+            (TREE.replace("half > 0", "half > 1"), "A round must not begin"),
             (17, "The text of a kernel"),
-        ]
+        ],
+        [
+            TREE.replace("all[i] = x[i];", "all[i] = x[i];\n    __syncthreads();").replace(
+                "all[i + half];\n", "all[i + half];\n        __syncthreads();\n"
+            )
+        ],
+    ),
+    "8.4": Case(
+        [
+            (21.12, "percentage"),
+            (4.733, "how many times"),
+            (887.218, "GB/s that a step reads"),
+            (0.0931, "The head is read"),
+            (0.118, "ternary weights are read"),
+            (0.16, "between two steps"),
+            (0.5, "too large"),
+        ],
+        ["0.21", 0.2112],
     ),
     "9.2": Case(
         [
@@ -571,6 +687,19 @@ CASES = {
         ],
         [{"file 0": "INT8,  multiply", "file 1": "int8, divide"}],
     ),
+    "10.published": Case(
+        [
+            ({"a": "rotated"}, "The keys|dict with the keys"),
+            (dict.fromkeys("abcde", "bitnet"), "no name of the table"),
+            ({**PUBLISHED, "a": "int8, divide"}, "multiplied by"),
+            ({**PUBLISHED, "b": "int8, multiply"}, "divided by"),
+            ({**PUBLISHED, "c": "int8, divide"}, "No scale is stored"),
+            ({**PUBLISHED, "d": "rotated"}, "a scale for each group"),
+            ({**PUBLISHED, "e": "groups, float"}, "Read its model_type"),
+            ("rotated", "dict"),
+        ],
+        [{name: word.upper() for name, word in PUBLISHED.items()}],
+    ),
     "10.keys": Case(
         [
             ({"a"}, "as ternary as any other"),
@@ -579,7 +708,7 @@ CASES = {
             ({"d"}, "none of the choices"),
             (set(), "empty"),
         ],
-        ["c", ["C"], ("c",)],
+        ["c", ["C"], ("c",), "(c)"],
     ),
     "11.case1": Case(
         [
@@ -638,6 +767,7 @@ CASES = {
     "11.2": Case(
         [
             (type("Same", (Backend,), {}), "no mistake on this prompt"),
+            (Silu("float32", threads=1), "without brackets"),
             (type("Huge", (Backend,), {"rms_norm": lambda self, x, norm: x}), "NumericsError|Too large"),
             (type("Shape", (Backend,), {"rms_norm": lambda self, x, norm: x[:1]}), "raised"),
             (type("Zero", (Backend,), {"gated": lambda self, g, u, a: 0 * g}), "Too large|raised"),
@@ -657,7 +787,8 @@ for lesson, questions in QUIZZES.items():
         for choice, why in question.wrong.items()
     ]
     others = [(17, "Five letters"), ("abc", "5 letters"), ("abcdx", "of a, b and c")]
-    CASES[f"{lesson}.quiz"] = Case(wrong + others, [letters, ", ".join(letters).upper()])
+    numbered = " ".join(f"{number}{letter}" for number, letter in enumerate(letters, start=1))
+    CASES[f"{lesson}.quiz"] = Case(wrong + others, [letters, ", ".join(letters).upper(), numbered])
 
 # The emulated device compiles, which takes seconds; 8.3 runs on it.
 SLOW = {"8.3": pytest.mark.emulated, "6.1": pytest.mark.slow, "3b.8": pytest.mark.slow}
@@ -675,11 +806,6 @@ def loss_of(z, tokens):
 def broken(weights=None, **config):
     story = model("storyteller", "numpy")
     return bitnet_ref.Model(replace(story.config, **config), weights or story.weights, story.backend, story.path)
-
-
-class Silu(Backend):
-    def gated(self, gate, up, activation):
-        return layers.silu(gate) * up
 
 
 def run_kernel(text, name, x, order):
@@ -731,6 +857,8 @@ def given():
         broken=broken,
         loss_of=loss_of,
         passage_ids=PASSAGE,
+        lens_best=LENS,
+        published=CONFIGS,
         TREE=TREE,
         untrained={"W": w},
         WATCHED="W",
@@ -751,7 +879,7 @@ def notebook():
     ids = story.tokenizer.encode("The little girl looked at the lion and said,")
     check = Check(story, ids)
     names = {**check._pieces, **vars(given()), "Backend": Backend, "quantization": quantization, "replace": replace}
-    names |= {"model": story, "L": 6, "N": len(ids), "compare": None}
+    names |= {"model": story, "L": 6, "N": len(ids), "compare": None, "bfloat16": bfloat16}
     for exercise in EXERCISES.values():
         if exercise.lesson in ("0", "3b"):
             exec(exercise.solution, names)

@@ -9,7 +9,7 @@ import pytest
 from helpers import model
 
 from bitnet_ref.errors import BackendUnavailable
-from bitnet_ref.notebook.figures import plain, timeline
+from bitnet_ref.notebook.figures import describe_figure, plain, timeline
 from bitnet_ref.notebook.lesson import PACKAGE, read_function, run_server
 from bitnet_ref.notebook.panels import COLOURS, bars, cells, diagram, histogram, lines, panels, spans
 from bitnet_ref.serving import cache_memory
@@ -42,6 +42,11 @@ def test_a_box_for_each_part_of_each_step(steps, by_step):
     assert [bar.get_height() for bar in below.patches] == [sum(part.tokens for part in s.parts) for s in steps]
     labels = {text.get_text().strip() for text in top.texts}
     assert labels == {str(part.request_id) for _, _, part in parts} == {"0", "1", "2", "3"}
+
+
+def test_a_logarithmic_axis_is_described_by_its_ends():
+    figure = panels(lines({"loss": ([1, 100], [1e-3, 2.5])}, xscale="log", yscale="log", xlabel="step"))
+    assert describe_figure(figure) == "a chart (step from 1 to 100; from 0.001 to 2.5)"
 
 
 def test_no_steps_is_an_empty_figure():

@@ -82,7 +82,7 @@ def expect_set(value: Any, expected: set[Any], choices: Mapping[Any, str]) -> No
     names = {str(choice).lower(): choice for choice in choices}
     chosen = set()
     for each in given:
-        name = str(each).strip(" .").lower()
+        name = str(each).strip(" .()").lower()
         if name not in names:
             raise Wrong(f"{describe(each)} is none of the choices: {', '.join(map(repr, choices))}.")
         chosen.add(names[name])

@@ -33,12 +33,13 @@ QUIZZES = {lesson: tuple(Question(*each) for each in questions) for lesson, ques
 
 
 def judge_letters(lesson: str, answer: Any) -> str:
-    """Raises Wrong, with the reason for each wrong choice. The letters may be a list, or upper case, or have commas."""
+    """Raises Wrong, with the reason for each wrong choice. The letters may be a list, upper case, or
+    have commas and numbers, as in "1a 2b"."""
     if answer is None:
         raise Unanswered
     if not isinstance(answer, (str, list, tuple)):
         raise Wrong('Five letters are wanted, such as "abcab".')
-    letters = [each for each in "".join(map(str, answer)).lower() if each.isalnum()]
+    letters = [each for each in "".join(map(str, answer)).lower() if each.isalpha()]
     questions = QUIZZES[lesson]
     if len(letters) != len(questions) or not set(letters) <= set(LETTERS):
         raise Wrong(f"{len(questions)} letters of a, b and c are wanted.")

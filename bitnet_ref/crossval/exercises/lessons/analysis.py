@@ -164,6 +164,57 @@ def without_keys(answer: Any) -> str:
     return "So the package warns when it loads such a file and cannot know."
 
 
+@exercise(
+    "10.published",
+    "dialects",
+    minutes=10,
+    hints=(
+        "quantization with a group_size means a scale for each group. quant_method bitnet means int8 activations.",
+        "linear_class decides between multiply and divide; the name of one model_type says in which basis it lives.",
+    ),
+    solution="""
+def dialect_of(config):
+    if "quantization" in config:
+        return "rotated" if "hadamard" in config["model_type"] else "groups, float"
+    packed = config.get("quantization_config")
+    return "int8, multiply" if packed is None or "linear_class" in packed else "int8, divide"
+
+
+dialects = {name: dialect_of(config) for name, config in published.items()}
+""",
+)
+def published_files(answer: Any, published: Mapping[str, Mapping[str, Any]]) -> str:
+    if answer is None:
+        raise Unanswered
+    if not isinstance(answer, Mapping) or set(answer) != set(published):
+        raise Wrong(f"A dict with the keys {', '.join(published)} is wanted.")
+    if None in answer.values():
+        raise Unanswered
+    names = {" ".join(name.split()): name for name in DIALECTS}
+    for model, config in published.items():
+        given = names.get(" ".join(str(answer[model]).lower().split()))
+        if given is None:
+            raise Wrong(f"{model}: {answer[model]!r} is no name of the table ({', '.join(DIALECTS)}).")
+        right, why = published_dialect(config)
+        if given != right:
+            raise Wrong(f"{model} is not {given!r}. {why}")
+    return "All five, from what their publishers wrote. A recorded run would prove it."
+
+
+def published_dialect(config: Mapping[str, Any]) -> tuple[str, str]:
+    """The dialect of a published config.json, and what says so."""
+    if "quantization" in config:
+        if "hadamard" in config["model_type"]:
+            return "rotated", "Read its model_type: in which basis are its weights ternary?"
+        return "groups, float", "Its quantization has a group_size: a scale for each group, and nothing of int8."
+    packed = config.get("quantization_config")
+    if packed is None:
+        return "int8, multiply", "No scale is stored: it is mean|W|, computed on loading, and W is s times t."
+    if packed.get("linear_class") == "autobitlinear":
+        return "int8, multiply", "Its linear_class is autobitlinear: weight_scale is multiplied by."
+    return "int8, divide", "quant_method is bitnet, and no linear_class says autobitlinear: weight_scale is divided by."
+
+
 # -- 11: case files ------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +321,8 @@ def own_suspect(answer: Any, model: Model, tokens: Sequence[int]) -> str:
     make: Callable[..., Any] | None = answer
     if make is None:
         raise Unanswered
+    if not isinstance(make, type):
+        raise Wrong("Give the class itself: your_suspect = YourSuspect, without brackets.")
     try:
         logits, tensors = model.on(make("float32", threads=1)).run_with_cache(list(tokens))
     except Exception as error:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ....notebook.next_token import NextToken
 from ..answers import as_array, as_number, expect_number
-from ..declare import Wrong, exercise, run
+from ..declare import Wrong, draws, exercise, run
 
 
 @exercise(
@@ -100,6 +100,63 @@ def steps_of_an_engine(answer: Any, lengths: Sequence[int]) -> str:
 
 @exercise(
     "7.4",
+    "steps_of",
+    minutes=15,
+    hints=(
+        "Keep two lists: of the requests that wait, and of what the running ones still have to write.",
+        "One round: fill the free places from the front of the queue, count a step, take 1 from each running request, "
+        "drop those that have none left.",
+    ),
+    solution="""
+def steps_of(lengths, places):
+    waiting, running, steps = list(lengths), [], 0
+    while waiting or running:
+        while waiting and len(running) < places:
+            running.append(waiting.pop(0))
+        steps += 1
+        running = [left - 1 for left in running if left > 1]
+    return steps
+""",
+)
+def scheduler(answer: Any, lengths: Sequence[int]) -> str:
+    draw = draws(75)
+    cases = [(list(lengths), 4), ([5], 3), ([3, 3, 3, 3], 2), ([12, 1, 1, 1, 1, 2], 2)]
+    cases += [(draw.integers(1, 30, 12).tolist(), int(draw.integers(2, 6))) for _ in range(4)]
+    for queue, places in cases:
+        right = steps_of_engine(queue, places)
+        batches = [queue[i : i + places] for i in range(0, len(queue), places)]
+        mistakes = {
+            sum(queue): "one request after the other",
+            sum(
+                max(batch) for batch in batches
+            ): "whole batches: a place that is free is to be filled in the next step",
+            max(queue): "a place for every request",
+            len(queue): "the number of requests",
+            steps_of_engine(sorted(queue), places): "the shortest first; they are to be taken as they came",
+            steps_of_engine(
+                sorted(queue, reverse=True), places
+            ): "the longest first; they are to be taken as they came",
+            steps_of_engine([n + 1 for n in queue], places): "a step too many for each request",
+            -(-sum(queue) // places): "all places taken in every step",
+        }
+        steps = as_number(run(answer, list(queue), places))
+        if steps != right:
+            why = next((f": {text}" for wrong, text in mistakes.items() if steps == wrong), "")
+            raise Wrong(f"Lengths {queue}, {places} places: {right} steps, and yours are {steps:g}{why}.")
+    return f"The ten requests of above take {steps_of_engine(lengths, 4)} steps if no prompt has to be cut."
+
+
+def steps_of_engine(lengths: Sequence[int], places: int) -> int:
+    """The steps of continuous batching, with no limit on prompts: each request takes the place that is free first."""
+    free_at = [0] * places
+    for length in lengths:
+        place = free_at.index(min(free_at))
+        free_at[place] += length
+    return max(free_at)
+
+
+@exercise(
+    "7.5",
     "both",
     hints=(
         "A step has one part for each request that took part in it.",

@@ -17,54 +17,6 @@ from ..declare import Unanswered, Wrong, draws, exercise, run
 
 @exercise(
     "4.1",
-    "gb_per_s",
-    hints=(
-        "The speed of each is the lower of two limits. One byte holds 5 weights, or 4: at b GB/s that is 5 b and 4 b.",
-        "Draw both roofs over b. Which part of which roof meets which?",
-    ),
-    solution="gb_per_s = 18.75",
-)
-def roofs_meet(answer: Any) -> str:
-    b = as_number(answer)
-    five, four = min(75.0, 5 * b), min(150.0, 4 * b)
-    if b <= 0:
-        raise Wrong("At 0 GB/s neither computes anything.")
-    if five == four:
-        return "Below, fewer bytes win, by a quarter up to b = 15."
-    mistakes = {
-        15.0: " There the 1.6-bit kernel reaches its own limit.",
-        37.5: " There the 2-bit kernel reaches its own.",
-    }
-    faster = "1.6-bit" if five > four else "2-bit"
-    raise Wrong(
-        f"At {b:g} GB/s they do {five:g} and {four:g} G per second: the {faster} kernel is faster.{mistakes.get(b, '')}"
-    )
-
-
-@exercise(
-    "4.2",
-    "pairs",
-    hints=(
-        "A pair is two products of a code (2 at most) and an activation: 2 · 2 · 63.",
-        "Which end of int16 is nearer now? How often does a pair fit into 32,767?",
-    ),
-    solution="pairs = 32767 // 252",
-)
-def pairs_in_int16(answer: Any) -> str:
-    mistakes = {
-        131: "131 pairs are 33,012: one too many.",
-        260: "A pair is two products, so 2 · 2 · 63.",
-        520: "A code is 2 at most, and a pair has two products.",
-        128: "The limit is 63, not 64: a few more fit.",
-        65: "int16 ends at 32,767 on either side; that is half of it.",
-        64: "That is with activations up to 127 or −128.",
-    }
-    expect_number(answer, 130, mistakes=mistakes, hint="How many times 252 fit into 32,767?")
-    return "Twice as many as before, and two more."
-
-
-@exercise(
-    "4.3",
     "codes_of_row",
     minutes=10,
     hints=(
@@ -90,7 +42,7 @@ def codes_of_neighbours(answer: Any, codes: Array) -> str:
 
 
 @exercise(
-    "4.4",
+    "4.2",
     "columns_of_shift_0",
     hints=(
         "(bytes 0-3 of row 0) & 3 has the first column of each byte.",
@@ -110,11 +62,132 @@ def columns_of_a_shift(answer: Any) -> str:
     return "The activations would have to be gathered from four places, for every register."
 
 
+@exercise(
+    "4.3",
+    "pairs",
+    hints=(
+        "A pair is two products of a code (2 at most) and an activation: 2 · 2 · 63.",
+        "Which end of int16 is nearer now? How often does a pair fit into 32,767?",
+    ),
+    solution="pairs = 32767 // 252",
+)
+def pairs_in_int16(answer: Any) -> str:
+    mistakes = {
+        131: "131 pairs are 33,012: one too many.",
+        260: "A pair is two products, so 2 · 2 · 63.",
+        520: "A code is 2 at most, and a pair has two products.",
+        128: "The limit is 63, not 64: a few more fit.",
+        65: "int16 ends at 32,767 on either side; that is half of it.",
+        64: "That is with activations up to 127 or −128.",
+    }
+    expect_number(answer, 130, mistakes=mistakes, hint="How many times 252 fit into 32,767?")
+    return "Twice as many as before, and two more."
+
+
+@exercise(
+    "4.4",
+    "gb_per_s",
+    hints=(
+        "The speed of each is the lower of two limits. One byte holds 5 weights, or 4: at b GB/s that is 5 b and 4 b.",
+        "Draw both roofs over b. Which part of which roof meets which?",
+    ),
+    solution="gb_per_s = 18.75",
+)
+def roofs_meet(answer: Any) -> str:
+    b = as_number(answer)
+    five, four = min(75.0, 5 * b), min(150.0, 4 * b)
+    if b <= 0:
+        raise Wrong("At 0 GB/s neither computes anything.")
+    if five == four:
+        return "Below, fewer bytes win, by a quarter up to b = 15."
+    mistakes = {
+        15.0: " There the 1.6-bit kernel reaches its own limit.",
+        37.5: " There the 2-bit kernel reaches its own.",
+    }
+    faster = "1.6-bit" if five > four else "2-bit"
+    raise Wrong(
+        f"At {b:g} GB/s they do {five:g} and {four:g} G per second: the {faster} kernel is faster.{mistakes.get(b, '')}"
+    )
+
+
+@exercise(
+    "4.5",
+    "panel_sums",
+    minutes=20,
+    hints=(
+        "panel.reshape(-1, 64, 4) is 64 rows of 4 bytes for each 16 columns. Shift s of byte i is column 4 s + i.",
+        "(data >> 2 * s & 3) has the codes of columns 4 s to 4 s + 3, for 64 rows at once.",
+        "The sum of a long row does not fit an int16: add in a wider type. At last, take the sum of x away.",
+    ),
+    solution="""
+def panel_sums(panel, x):
+    acc = np.zeros(64, dtype=np.int64)
+    for block, data in enumerate(panel.reshape(-1, 64, 4)):
+        for shift in range(4):
+            start = 16 * block + 4 * shift
+            acc += (data >> 2 * shift & 3).astype(np.int64) @ x[start : start + 4].astype(np.int64)
+    return acc - x.sum(dtype=np.int64)
+""",
+)
+def kernel_of_a_panel(answer: Any) -> str:
+    draw = draws(45)
+    w_t = draw.integers(-1, 2, (64, 64), dtype=np.int8)
+    x = draw.integers(-127, 128, 64, dtype=np.int8)
+    wide, blocks = x.astype(np.int64), x.reshape(4, 4, 4).astype(np.int64)
+    right = w_t @ wide
+    mistakes = {
+        "a code is w + 1, so the sum of the activations is still in it": right + wide.sum(),
+        "the sum of the activations is added, not taken away": right + 2 * wide.sum(),
+        "the fields of a byte run the other way: the lowest bits are the first four columns": w_t
+        @ np.flip(blocks, 1).ravel(),
+        "the four codes of a byte are four columns apart, not neighbours": w_t @ blocks.swapaxes(1, 2).ravel(),
+        "every block meets the first 16 activations": w_t @ np.tile(wide[:16], 4)
+        + np.tile(wide[:16], 4).sum()
+        - wide.sum(),
+        "one block of 16 columns is not all of them": (w_t[:, :16] + 1) @ wide[:16] - wide.sum(),
+    }
+    expect_array(run(answer, panel_of(w_t), x), right, mistakes=mistakes, exact=True)
+    worst = np.ones((64, 4096), dtype=np.int8)
+    sums = as_array(run(answer, panel_of(worst), np.full(4096, -128, dtype=np.int8)))
+    if not (sums == -128 * 4096).all():
+        raise Wrong(
+            f"Right on random numbers. But 4,096 weights of +1 and activations of −128 give {sums.ravel()[0]}, not "
+            f"{-128 * 4096}: a sum is too narrow. Which of your arrays is int8 or int16?"
+        )
+    return "Exact, also on the worst input. Two loops, two instructions, and a subtraction: that is the kernel."
+
+
+def panel_of(w_t: Array) -> Array:
+    """w_t (64, K) -> (16 K,) uint8, the panel as the kernels read it: 256 bytes for each 16 columns."""
+    codes = (w_t + 1).astype(np.uint8).reshape(64, -1, 4, 4)  # row, block, shift, byte
+    joined = (codes << np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]).sum(axis=2, dtype=np.uint8)
+    return np.ascontiguousarray(joined.swapaxes(0, 1)).ravel()
+
+
 # -- 8: CUDA kernels -----------------------------------------------------------------------------------------------
 
 
 @exercise(
     "8.1",
+    "first_k_too_long",
+    hints=("The largest product is 128 · 64, and an int32 ends at 2³¹ − 1.", "128 · 64 · K is to reach 2³¹."),
+    solution="first_k_too_long = 2**31 // (128 * 64)",
+)
+def int32_overflows(answer: Any) -> str:
+    mistakes = {
+        2**18 - 1: "128 · 64 · 262,143 is 2³¹ − 8,192: it fits.",
+        2**24: "The sum is 64 times the true one.",
+        2**25: "The sum is 64 times the true one, and |x_q| may be 128.",
+        2**19: "int32 has a sign: it ends at 2³¹ − 1.",
+        2**18 + 1: "One less does not fit either.",
+        264208: "|x_q| may be 128, not 127.",
+    }
+    expect_number(answer, 2**18, mistakes=mistakes, hint="At which K does 128 · 64 · K reach 2³¹?")
+    return "From 262,144 columns on, the package takes the plain kernel."
+
+
+@exercise(
+    "8.2",
     "place_of",
     minutes=15,
     hints=(
@@ -144,25 +217,6 @@ def place_in_a_tile(answer: Any) -> str:
         swapped = " Crumb and byte are exchanged." * bool((got[[0, 1, 3, 2]] == right[r, c]).all())
         raise Wrong(f"Row {r}, column {c}: the {names[bad]} is {right[r, c, bad]}, yours is {got[bad]}.{swapped}")
     return "All 2,048 weights."
-
-
-@exercise(
-    "8.2",
-    "first_k_too_long",
-    hints=("The largest product is 128 · 64, and an int32 ends at 2³¹ − 1.", "128 · 64 · K is to reach 2³¹."),
-    solution="first_k_too_long = 2**31 // (128 * 64)",
-)
-def int32_overflows(answer: Any) -> str:
-    mistakes = {
-        2**18 - 1: "128 · 64 · 262,143 is 2³¹ − 8,192: it fits.",
-        2**24: "The sum is 64 times the true one.",
-        2**25: "The sum is 64 times the true one, and |x_q| may be 128.",
-        2**19: "int32 has a sign: it ends at 2³¹ − 1.",
-        2**18 + 1: "One less does not fit either.",
-        264208: "|x_q| may be 128, not 127.",
-    }
-    expect_number(answer, 2**18, mistakes=mistakes, hint="At which K does 128 · 64 · K reach 2³¹?")
-    return "From 262,144 columns on, the package takes the plain kernel."
 
 
 @exercise(
@@ -204,3 +258,26 @@ def race_mended(answer: Any, run_kernel: Callable[..., Array], orders: Mapping[s
             "before all threads have finished the one before."
         )
     return "In every order, for every thread, on numbers that you have not seen."
+
+
+@exercise(
+    "8.4",
+    "share_of_memory",
+    hints=(
+        "Bytes over seconds are the speed at which a step reads. Mind the milliseconds.",
+        "(0.52 + 0.66) GB / 1.33 ms = 887 GB/s. And the memory gives 4,200.",
+    ),
+    solution="share_of_memory = (0.52 + 0.66) / 1.33e-3 / 4200",
+)
+def share_of_the_memory(answer: Any) -> str:
+    right = 1.18 / 1.33e-3 / 4200
+    mistakes = {
+        100 * right: "That is the percentage; a share between 0 and 1 is wanted.",
+        1 / right: "That is how many times as fast the memory is: the share is 1 over it.",
+        1.18 / 1.33e-3: "Those are the GB/s that a step reads. What share of 4,200 GB/s is that?",
+        0.52 / 1.33e-3 / 4200: "The head is read, too: 0.66 GB.",
+        0.66 / 1.33e-3 / 4200: "The ternary weights are read, too: 0.52 GB.",
+        1.18 * 568 / 4200: "That is with the time between two steps, in which the card waits; take a step on the card.",
+    }
+    expect_number(answer, right, within=0.005, mistakes=mistakes, hint="GB over seconds, over 4,200 GB/s.")
+    return "A fifth. The rest is waiting: for loads of small kernels, for float64, for one another."

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ....formats.gguf.blocks import blocks_from_ternary
 from ....reference import quantization
 from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number
@@ -328,3 +329,53 @@ def how_many_questions(answer: Any) -> str:
     }
     expect_number(answer, 23, mistakes=mistakes, hint="Count the bits of the largest address.")
     return "The property: each weight is decided by one byte alone. TL2's signs break it, so its low value is 0."
+
+
+@exercise(
+    "5.4",
+    "read_tq2_0",
+    minutes=15,
+    hints=(
+        "data.reshape(-1, 66) is a row for each 256 weights: 64 bytes of codes, then two bytes of scale.",
+        "Weight w of a half of 128 is in byte w % 32 of its 32, at shift 2 · (w // 32).",
+        "codes = blocks[:, :64].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6])[:, None] & 3 is in the weights' order.",
+    ),
+    solution="""
+def read_tq2_0(data, shape):
+    blocks = data.reshape(-1, 66)
+    codes = blocks[:, :64].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6])[:, None] & 3
+    scale = blocks[0, 64:].copy().view(np.float16)[0]
+    return (codes - 1).reshape(shape), scale
+""",
+)
+def reader_of_tq2_0(answer: Any) -> str:
+    draw = draws(54)
+    w_t = draw.integers(-1, 2, (6, 512), dtype=np.int8)
+    data = blocks_from_ternary(w_t, float(draw.uniform(0.01, 0.1)), "TQ2_0").ravel()
+    scale = data[64:66]
+    right = float(scale.view(np.float16)[0])
+    result = run(answer, data, w_t.shape)
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise Wrong("Two results are wanted: the weights, of the given shape, and the scale.")
+    halves = w_t.reshape(-1, 2, 4, 32)
+    fields = data.reshape(-1, 66)[:, :64].reshape(-1, 2, 32)
+    mistakes = {
+        "those are the codes; a code is w + 1": w_t + 1,
+        "the lowest bits hold the first 32 weights of a half, as the picture has it": np.flip(halves, 2).reshape(
+            6, 512
+        ),
+        "the four codes of a byte are 32 weights apart, not neighbours": halves.swapaxes(2, 3).reshape(6, 512),
+        "a byte's codes are 32 weights apart, not 64: a block has two halves of 32 bytes": (
+            (fields.reshape(-1, 1, 64) >> np.array([0, 2, 4, 6])[:, None] & 3).astype(np.int8) - 1
+        ).reshape(6, 512),
+        "1 is taken from an unsigned byte: 0 − 1 is 255": (w_t.astype(np.int64)) % 256,
+        "the weights are scaled already; −1, 0 and +1 are wanted": w_t * right,
+    }
+    expect_array(result[0], w_t, mistakes=mistakes)
+    wrong = {
+        float(scale[::-1].copy().view(np.float16)[0]): "Its two bytes are exchanged: the lower one comes first.",
+        float(scale.view(np.uint16)[0]): "Those are its bits as an integer; read them as float16.",
+        float((scale.view(np.uint16).astype(np.uint32) << 16).view(np.float32)[0]): "That is read as bfloat16.",
+    }
+    expect_number(result[1], right, mistakes=wrong, hint="The scale is the float16 in the last two bytes of a block.")
+    return "A reader of a GGUF type, in four lines."

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from ....api import Model
+from ....backends import Backend
+from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number
-from ..declare import Wrong, exercise, run
+from ..declare import Unanswered, Wrong, exercise, run
 
 
 @exercise(
@@ -103,3 +105,71 @@ def ablation(
     expect_array(losses, right, mistakes=mistakes)
     least = int(right.argmin())
     return f"Block 0 hurts the most ({right[0]:.1f} nats), block {least} the least ({right[least]:.2f})."
+
+
+@exercise(
+    "3c.4",
+    "KeysNotTurned",
+    minutes=10,
+    hints=(
+        "InterleavedRope above replaces one method, rope(q, k, cos, sin), which returns both, turned.",
+        "turned, _ = super().rope(q, k, cos, sin) gives you the turned queries; k is still as it was.",
+    ),
+    solution="""
+class KeysNotTurned(Backend):
+    def rope(self, q, k, cos, sin):
+        turned, _ = super().rope(q, k, cos, sin)
+        return turned, k
+""",
+)
+def own_bug(answer: Any, model: Model, tokens: list[int], recorded: dict[str, Array]) -> str:
+    if answer is None:
+        raise Unanswered
+    if not (isinstance(answer, type) and issubclass(answer, Backend)):
+        raise Wrong("A class is wanted that inherits from Backend: class KeysNotTurned(Backend).")
+    try:
+        logits, theirs = model.on(answer("float32", threads=1)).run_with_cache(list(tokens))
+    except Exception as error:
+        raise Wrong(f"Your engine raised {type(error).__name__}: {error}") from None
+    first = next((name for name in recorded if not np.array_equal(theirs[name], recorded[name])), None)
+    if first is None:
+        raise Wrong("Every tensor is equal, to the last bit: nothing is planted yet.")
+    of_block = "blocks.0.attn.hook_"
+    if first == f"{of_block}rot_q":
+        forgotten = np.array_equal(theirs[first], recorded[f"{of_block}q"])
+        raise Wrong(f"The queries are {'not turned' if forgotten else 'others'}: they are to be turned as they were.")
+    if first != f"{of_block}rot_k":
+        raise Wrong(f"The first tensor that differs is {first}: replace rope alone.")
+    if not np.array_equal(theirs[first], recorded[f"{of_block}k"]):
+        raise Wrong("The keys are others, and yet not those that went in: return k itself.")
+    changed = (logits.argmax(axis=-1) != recorded["lm_head.hook_out"].argmax(axis=-1)).sum()
+    return f"The first difference is in {first}; the likeliest next token changes at {changed} of {len(tokens)} tokens."
+
+
+@exercise(
+    "3c.5",
+    "settled",
+    minutes=10,
+    hints=(
+        "lens_best has a row for each depth, the embedding first, and a column for each token.",
+        "lens_best == lens_best[-1] says where the lens speaks as the model does; it must stay so to the end.",
+    ),
+    solution="""
+agrees = lens_best == lens_best[-1]
+settled = [min(i for i in range(len(column)) if column[i:].all()) for column in agrees.T]
+""",
+)
+def when_it_is_settled(answer: Any, lens_best: Array) -> str:
+    """lens_best: (blocks + 1, tokens), the likeliest next token at each depth."""
+    agrees = lens_best == lens_best[-1]
+    stays = np.flip(np.logical_and.accumulate(np.flip(agrees, 0)), 0)
+    right = stays.argmax(axis=0)
+    mistakes = {
+        "that is where it agrees for the first time; later it may change its mind again": agrees.argmax(axis=0),
+        "the embedding is depth 0, so block 0 is depth 1": right - 1,
+        "those are the depths at which it agrees, counted; they need not be the last ones": agrees.sum(axis=0),
+        "count from the embedding, not from the end": len(lens_best) - 1 - right,
+    }
+    expect_array(answer, right, mistakes=mistakes)
+    late = int((right == len(lens_best) - 1).sum())
+    return f"{late} of {len(right)} predictions are settled by the last block only."
