@@ -47,6 +47,7 @@ RELATED = (
     {"hook_rot_q", "hook_rot_k"},
     {"hook_rot_k", "hook_v"},
     {"hook_resid_mid", "hook_resid_post"},
+    {"hook_attn_out", "hook_mlp_out"},
     {"hook_embed", "hook_out"},
     {"hook_attn_scores", "hook_z"},
     {"hook_q", "hook_k", "hook_v"},
