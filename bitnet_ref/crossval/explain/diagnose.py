@@ -135,7 +135,7 @@ def diagnose(
     comparison: Comparison,
     *,
     thorough: bool = True,
-    depth: int = 2,
+    depth: int = 3,
     progress: Progress | None = None,
     budget_s: float | None = None,
 ) -> Diagnoses:
