@@ -312,6 +312,7 @@ class EngineTrace(dict[str, np.ndarray]):
 
     own_engine = False
     engine_dtype = "float32"
+    calls: tuple[int, ...] = ()
 
 
 SOURCE = {"forward": inspect.getsource(forward), "linear": inspect.getsource(linear)}
@@ -447,7 +448,7 @@ class Outcome:
 
 def thin(trace: EngineTrace) -> EngineTrace:
     kept = EngineTrace({n: x for n, x in trace.items() if n.endswith("hook_resid_post") or n == "lm_head.hook_out"})
-    kept.engine_dtype = trace.engine_dtype
+    kept.engine_dtype, kept.calls = trace.engine_dtype, trace.calls
     return kept
 
 

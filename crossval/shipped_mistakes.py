@@ -200,7 +200,7 @@ def judge_engine(model: Any, engine: Engine, words: str, is_thin: bool = False, 
     cause = next((d.cause for d in diagnoses if d.confirmed), None)
     named, holds = cause is not None and re.search(words, cause) is not None, False
     if cause is not None:
-        right = Setting.of(model, others)
+        right = Setting.of(model, others, unseen)
         changed = diagnoses.changes[cause](right)
         holds = changed is not None and not Evidence(changed, View(unseen), Evidence(right, View(unseen))).wrong
     return Judgement(False, first, cause, named, holds, time.process_time() - started)

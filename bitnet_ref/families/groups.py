@@ -422,10 +422,6 @@ def _can_have_scales_by_column(step: Any) -> bool:
     return w is not None and _is_plain(step) and len(w.packed) % w.group == 0 and w.in_features % w.group == 0
 
 
-def _mean_of_row(w: GroupTernaryWeight) -> Floats:
-    return np.broadcast_to(w.scales.astype(np.float64).mean(axis=1, keepdims=True), w.shape)
-
-
 def _neighbouring_scales(owner: str, by: int, axis: int) -> Hypothesis:
     """The scales of a neighbouring group (axis 1) or row (axis 0) in the place of each."""
     return _group_mistake(
@@ -544,11 +540,7 @@ MISTAKES = (
     _group_size(64, 128, False, "groups_of_64_for_128_rows_too"),
     _group_size(128, 64, True, "groups_of_128_for_64"),
     _group_size(128, 64, False, "groups_of_128_for_64_rows_too"),
-    _group_mistake("group_scales_averaged", "one scale for the row, the mean of its groups' scales",
-        "Apply each group's own scale.", _with_scales(_mean_of_row), _has_several_groups),
     _neighbouring_scales("previous group", 1, 1),
-    _neighbouring_scales("next group", -1, 1),
-    _neighbouring_scales("previous row", 1, 0),
     _neighbouring_scales("next row", -1, 0),
     _group_mistake("last_group_scale_missing",
         "the last group of a row, which is not whole, has the scale of the one before",

@@ -614,13 +614,6 @@ def _not_normed(step: Any, compute: Edit, scores: Floats, *rest: Any) -> Floats:
     return choose_experts(scores, replace(config, norm_topk_prob=not config.norm_topk_prob))
 
 
-def _sigmoid_shares(step: Any, compute: Edit, scores: Floats, *rest: Any) -> Floats:
-    right = compute(scores, *rest)
-    p = np.where(right > 0, 1 / (1 + np.exp(-scores.astype(np.float64))), 0)
-    shares: Floats = p / p.sum(axis=1, keepdims=True)
-    return shares.astype(scores.dtype)
-
-
 def _one_fewer(step: Any, compute: Edit, scores: Floats, *rest: Any) -> Floats:
     """The last of the chosen has no share."""
     config = step.setting.config
@@ -664,13 +657,6 @@ MISTAKES = (
         "norm_topk_prob says it (Qwen3-MoE's class default is false); Mixtral and Maple always divide.",
         _not_normed,
         lambda step: step.setting.config.num_experts_per_tok < step.setting.config.num_experts,
-    ),
-    Hypothesis(
-        SHARES,
-        "sigmoid_router",
-        "the experts' shares are sigmoids of their scores, not a softmax",
-        "This family's router is a softmax over all experts.",
-        _sigmoid_shares,
     ),
     Hypothesis(
         SHARES,

@@ -51,7 +51,6 @@ from .family import (
     Put,
     TraceStep,
     Wrapper,
-    after,
     before,
     change_steps,
     config_of_layers,
@@ -882,18 +881,8 @@ def _turned_whole(step: Any, compute: Edit, x: Floats, *tables: Floats) -> Float
     return compute(x, *own_rope(step).tables(np.arange(len(x)), x.shape[2], np.float32))
 
 
-def _shifted(by: int) -> Edit:
-    """The convolution of the inputs of `by` tokens before; of a negative number, after."""
-
-    def move(qkv: Floats) -> Floats:
-        moved = np.zeros_like(qkv)
-        if by > 0:
-            moved[by:] = qkv[:-by]
-        else:
-            moved[:by] = qkv[-by:]
-        return moved
-
-    return before(0, move)
+def _one_late(qkv: Floats) -> Floats:
+    return np.concatenate([0 * qkv[:1], qkv[:-1]])
 
 
 def _reverse_conv(w: DeltaLayer) -> DeltaLayer:
@@ -941,10 +930,6 @@ def recall(k: Floats, S: Floats) -> Floats:
 
 def right_update(S: Floats, a: Floats, k: Floats, v: Floats, b: Floats) -> Floats:
     return a * S + k * (b * (v - recall(k, a * S)))
-
-
-def _rounded_to(dtype: Any) -> Update:
-    return lambda *inputs: right_update(*inputs).astype(dtype).astype(np.float64)
 
 
 def memory_states(x: DeltaInputs, update: Update = right_update) -> Floats:
@@ -1018,10 +1003,6 @@ def softplus(x: Floats) -> Floats:
     return np.logaddexp(0.0, x)
 
 
-def _other_gate(step: Any, compute: Edit, z: Floats, gate: Floats) -> Floats:
-    return silu_gate(z, gate) if step.setting.config.attends(step.layer) else sigmoid_gate(z, gate)
-
-
 def _by_carry(change: Callable[[Floats, Floats], Floats]) -> Edit:
     """change(the memory after the call before, the memory before that call) at the beginning of each later call."""
 
@@ -1084,7 +1065,6 @@ DELTA_MISTAKES = (
     _state_mistake("decay_of_the_error", "the decay multiplies what is written, not the memory", _RULE, _by_update(lambda S, a, k, v, b: S + a * k * (b * (v - recall(k, S))))),
     _state_mistake("error_sign", "what the memory knows is added to v, not subtracted", _RULE, _by_update(lambda S, a, k, v, b: a * S + k * (b * (v + recall(k, a * S))))),
     _state_mistake("memory_not_carried", "each token begins with an empty memory", "Carry the memory from token to token.", _by_update(lambda S, a, k, v, b: k * (b * v))),
-    *(_state_mistake(f"memory_in_{words}", f"the memory is kept in {words}", "Keep it in float32.", _by_update(_rounded_to(to))) for words, to in (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16))),
     _answer_mistake("read_before_update", "the memory is asked before the token is written", "y = q S of the memory after the token.", before(0, _before_token)),
     _answer_mistake("read_of_the_decayed", "the memory is asked after its decay, before the token is written", "y = q S of the memory after the token.", instead(_ask_decayed)),
     _answer_mistake("memory_transposed", "the memory is transposed when it is asked", "It has key_dim rows and value_dim columns.", before(0, lambda S: S.swapaxes(2, 3)), lambda step: step.setting.config.delta.key_dim == step.setting.config.delta.value_dim),
@@ -1098,14 +1078,10 @@ DELTA_MISTAKES = (
     _inputs_mistake("heads_tiled", "key heads are repeated as a whole: value head h reads key head h modulo their number", "Each key head serves neighbouring value heads (repeat_interleave); GGUF files reorder the rows of v for the other.", by_inputs(lambda x, long, shape: x._replace(q=_tiled(x.q, shape), k=_tiled(x.k, shape))), lambda step: step.setting.config.delta.value_heads > step.setting.config.delta.key_heads > 1),
     _decay_mistake("softplus_is_relu", "relu stands for softplus in the decay", _DECAY, by_decay(lambda a, A, bias: -A * np.maximum(a + bias, 0))),
     _decay_mistake("softplus_is_exp", "exp stands for softplus in the decay", _DECAY, by_decay(lambda a, A, bias: -A * np.exp(np.minimum(a + bias, 80)))),
-    _decay_mistake("softplus_is_sigmoid", "the sigmoid stands for softplus in the decay", _DECAY, by_decay(lambda a, A, bias: -A * sigmoid(a + bias))),
-    _decay_mistake("softplus_missing", "softplus is left out of the decay", _DECAY, by_decay(lambda a, A, bias: -A * (a + bias))),
     _decay_mistake("dt_bias_after_softplus", "dt_bias is added after softplus", _DECAY, by_decay(lambda a, A, bias: -A * (softplus(a) + bias))),
     _decay_mistake("dt_bias_missing", "dt_bias is not added", _DECAY, by_decay(lambda a, A, bias: -A * softplus(a))),
     _decay_mistake("a_log_without_exp", "A_log is taken without its exp", _DECAY, by_decay(lambda a, A, bias: -np.log(A) * softplus(a + bias))),
     _decay_mistake("a_log_of_gguf", "exp is taken of the -exp(A_log) that a GGUF file holds", _DECAY, by_decay(lambda a, A, bias: -np.exp(-A) * softplus(a + bias))),
-    Hypothesis("*.attn.hook_beta", "beta_without_sigmoid", "beta is b itself, without the sigmoid", "beta = sigmoid(b).", instead(lambda b, w: b)),
-    _conv_mistake("conv_silu_missing", "silu is left out after the convolution", "silu(conv(x)).", instead(lambda qkv, w: taps(qkv, w.conv))),
     _conv_mistake("conv_silu_before", "silu is taken before the convolution, not after", "silu(conv(x)).", instead(lambda qkv, w: taps(silu(qkv), w.conv))),
     _conv_mistake("conv_missing", "the convolution is left out: each token has only its own weight", "Keep the last conv_size - 1 inputs of each sequence.", instead(lambda qkv, w: silu(qkv * w.conv[:, -1]))),
     _conv_mistake("conv_of_q_and_k_only", "v is not convolved", "The convolution is over q, k and v together.", instead(lambda qkv, w: np.concatenate([silu(taps(qkv, w.conv))[:, : sum(w.delta.sizes[:2])], qkv[:, sum(w.delta.sizes[:2]) :]], axis=1))),
@@ -1161,32 +1137,11 @@ MISTAKES = (
         "in_proj_a is of the decay, in_proj_b of beta.",
         _other_matrix,
     ),
-    Hypothesis(
-        "*.attn.hook_log_decay",
-        "decay_missing",
-        "the memory is not decayed",
-        "S becomes alpha S before it is corrected.",
-        after(np.zeros_like),
-    ),
-    Hypothesis(
-        "*.attn.hook_beta",
-        "beta_missing",
-        "the whole error is written, without beta",
-        "Write beta (v - k S).",
-        after(np.ones_like),
-    ),
     _conv_mistake(
         "conv_one_late",
         "the convolution is off by one: it ends before the current token",
         "Its last weight is for the current token.",
-        _shifted(1),
-    ),
-    _conv_mistake(
-        "conv_one_early",
-        "the convolution is off by one: it sees the next token",
-        "Pad conv_size - 1 tokens in front, none behind.",
-        _shifted(-1),
-        lambda step: len(step.setting.tokens) > 1,
+        before(0, _one_late),
     ),
     _conv_mistake(
         "conv_reversed",
@@ -1199,12 +1154,6 @@ MISTAKES = (
         "the result is not multiplied by its gate before o_proj",
         "Multiply by sigmoid (attention) or silu (DeltaNet) of the gate's product.",
         leave_out,
-    ),
-    _gate_mistake(
-        "output_gates_exchanged",
-        "the output gates of attention and DeltaNet have each other's activation",
-        "sigmoid for attention, silu for DeltaNet.",
-        _other_gate,
     ),
 )
 

@@ -187,8 +187,14 @@ class NoFloor(BitLinear):
 
 
 class EpsAdded(BitLinear):
+    eps = 1e-5
+
     def x_scale(self, x):
-        return np.float32(127) / (np.abs(x).max(axis=-1, keepdims=True) + np.float32(1e-5))
+        return np.float32(127) / (np.abs(x).max(axis=-1, keepdims=True) + np.float32(self.eps))
+
+
+class LowEpsAdded(EpsAdded):
+    eps = 1e-8
 
 
 class HalvesUp(BitLinear):

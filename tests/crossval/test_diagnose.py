@@ -268,7 +268,7 @@ def test_a_known_mistake_in_some_layers_is_named(names, layers, words, three_lay
             continue
         causes = [d for d in diagnosed(three_layers, candidate, depth=1) if d.confirmed]
         assert causes, name
-        assert any(d.name == name and d.cause.endswith(words) for d in causes) or causes[0].name == "described"
+        assert any(d.name == name and words in d.cause for d in causes) or causes[0].name == "described"
         count += 1
     assert count == len(names) or count > 30
 
@@ -289,8 +289,7 @@ def test_a_mistake_in_a_delta_net_is_described(hook):
     comparison = compare(m.run_with_cache(TOKENS)[1], candidate, m.config, TOKENS)
     assert comparison.first_divergence.name == name or hook == "hook_delta_out"
     causes = [d for d in diagnose(m, TOKENS, candidate, comparison) if d.confirmed]
-    what = "the memory is not decayed" if hook == "hook_log_decay" else "it is all zeros"
-    assert f"in layer 1 only: {what} (in " in causes[0].cause
+    assert "in layer 1 only: it is all zeros (in " in causes[0].cause
     assert "Compare with " in causes[0].remedy
 
 

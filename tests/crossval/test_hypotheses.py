@@ -69,8 +69,6 @@ RARE = {
     "round_half_away",
     "round_half_up",
     "activation_floor_missing",
-    "scale_bf16",  # the golden scales are bf16 already
-    "head_bf16",
     "query_scale_missing",
     "lora_of_normed_input",  # shows with an adapter on a linear that has a norm inside
     "groups_of_128_for_64",

@@ -16,7 +16,7 @@ from bitnet_ref.errors import ConfigError
 from bitnet_ref.reference import quantization
 
 LAYERS = Path(numpy_layers.__file__)
-RIGHT = ("BitLinear", "Turned", "WithRMSNorm", "WithLayerNorm", "LowFloor", "ForInference")
+RIGHT = ("BitLinear", "Turned", "WithRMSNorm", "WithLayerNorm", "LowFloor", "LowEpsAdded", "ForInference")
 MISTAKES = {  # class -> the one line that is wrong, and words of its verdict
     "PerTensor": ("activation scale", "one scale for each tensor"),
     "PerSequence": ("activation scale", "one scale for each sequence"),
@@ -81,11 +81,9 @@ def test_right_layers_agree(name):
     assert verdict.sentence.startswith("AGREES: ")
     assert verdict.line("norm inside").text.startswith(name.removeprefix("With") if "Norm" in name else "none")
     choices = {each.line for each in verdict.lines if each.status == "a choice"}
-    assert (
-        choices == {"norm inside"}
-        if "Norm" in name
-        else choices == ({"activation scale"} if name == "LowFloor" else set())
-    )
+    low = {"LowFloor": "max|x| is at least 1e-08", "LowEpsAdded": "1e-08 is added to max|x|"}.get(name)
+    assert choices == ({"norm inside"} if "Norm" in name else {"activation scale"} if low else set())
+    assert low is None or f"; {low}, in the reference it is at least 1e-5" in verdict.line("activation scale").text
 
 
 def slow_or_thorough(i):

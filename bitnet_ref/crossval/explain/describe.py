@@ -47,6 +47,7 @@ RELATED = (
     {"hook_rot_q", "hook_rot_k"},
     {"hook_rot_k", "hook_v"},
     {"hook_resid_mid", "hook_resid_post"},
+    {"hook_attn_out", "hook_mlp_out"},
     {"hook_embed", "hook_out"},
     {"hook_attn_scores", "hook_z"},
     {"hook_q", "hook_k", "hook_v"},
@@ -85,6 +86,7 @@ NAMED = 0.9  # the cost of an edit that has a name
 # Of an edit that rounds: the share of values that may be rounded the other way, and how much larger than the largest
 # error without it they may be; of a thin site, the share of the error that may be left.
 ROUNDED_OTHERWISE, FLIP_SIZE, ROUNDING_LEFT = 0.03, 2.5, 0.15
+ALL_AT_ONCE = 0.2  # how much less an edit of many steps of one kind costs: an engine has one function for them
 ENOUGH = 0.35  # descriptions that cost so much more than the simplest that explains a site are not tried
 
 
@@ -418,6 +420,8 @@ class Site:
             distance = 0.02 * min(10, self.stretch.index(unit[0])) if len(self.stretch) > 1 else 0.0
             if len(self.stretch) > 1 and first_right != any(name.endswith(BETWEEN_TOKENS) for name in unit):
                 distance += 1  # the first token sees only itself: it tells attention from all else
+            if len(unit) > 2:
+                distance -= ALL_AT_ONCE
             own: list[Description | Family] = [_named(each) for each, names in self.known if set(unit) <= set(names)]
             own += [
                 *step_edits.descriptions(step),
@@ -435,8 +439,10 @@ class Site:
                 slow = 0.15 if isinstance(d, Family) and not self.target.alone else 0.0
                 trials.append((d.cost + distance + slow, len(trials), unit, d))
         for each, names in self.known:
-            if len({name.rpartition(".")[2] for name in names}) > 1:  # no unit has steps of several kinds
-                trials.append((NAMED, len(trials), tuple(names), _named(each)))
+            parts = [tuple(n for n in names if re.search(group, n)) for group in GROUPS]
+            for part in dict.fromkeys(parts):
+                if len({name.rpartition(".")[2] for name in part}) > 1:  # no unit has steps of several kinds
+                    trials.append((NAMED, len(trials), part, _named(each)))
         trials.sort(key=lambda trial: trial[:2])
         self.report.add(len(trials))
         good: list[Explanation] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,13 +22,12 @@ from ...backends.record import sibling
 from ...families.family import Hypothesis
 from ...reference.layers import Array
 from ..compare import OTHER_SHAPE, Comparison, View, compare
-from ..names import INT8, LOGITS, SCALE, layer_of
+from ..names import INT8, LOGITS, SCALE
 from ..tolerances import EXPLAINED_SHARE, FLIPPED_SHARE, LOGITS_ROUNDING, ROUNDED_SHARE
 from .describe import Finding, differing_tensors, find
 from .hypotheses import forward_hypotheses
 from .hypotheses.prompts import TokenHypothesis, prompt_hypotheses, tokenizer_of
 from .variants import IMPOSSIBLE, Setting
-from .wording import numbers_in_words
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def diagnose(
     comparison: Comparison,
     *,
     thorough: bool = True,
-    depth: int = 2,
+    depth: int = 3,
     progress: Progress | None = None,
     budget_s: float | None = None,
 ) -> Diagnoses:
@@ -280,7 +279,7 @@ class _Search:
         return self.order.get(name or "", absent)
 
     def _test_all(self, hypotheses: Sequence[Hypothesis], expected: bool) -> None:
-        """Each mistake in all its steps, or in those of some layers."""
+        """Each mistake in all its steps."""
         self.watch.add(len(hypotheses))
         for hypothesis in hypotheses:
             self.watch(hypothesis.cause)
@@ -299,36 +298,7 @@ class _Search:
         changed = hypothesis.change(self.setting)
         if changed is None:
             return
-        self.diagnoses.append(diagnosis := self._test(hypothesis, changed, expected))
-        of_layer_0 = {layer_of(self.first or ""), layer_of(diagnosis.first_difference or "")} == {0}
-        if not diagnosis.confirmed and not of_layer_0 and not self.forced:
-            with suppress(*IMPOSSIBLE):  # a layer of another shape among the others
-                self._test_in_layers(hypothesis, expected)
-
-    def _test_in_layers(self, hypothesis: Hypothesis, expected: bool) -> None:
-        """The mistake in some layers: in the first wrong one, then in each one that is the first wrong one with it."""
-        layers, layer, total = list[int](), layer_of(self.first or ""), self.setting.config.num_hidden_layers
-        first = self.first
-        while total > 1 and layer is not None and (not layers or layer > layers[-1]):
-            layers.append(layer)
-            restricted = hypothesis.change(self.setting, layers)
-            if restricted is None:
-                return
-            comparison = self._compare_beginning(restricted, first)
-            if comparison is None or comparison.agrees:
-                tensors = restricted.run(self.candidate.__contains__)
-                comparison = compare(tensors, self.candidate, restricted.config, restricted.tokens)
-            first = _first_name(comparison)
-            if comparison.agrees:
-                words = numbers_in_words(layers, total)
-                cause = f"{hypothesis.cause}, in layer{'s' * (len(layers) > 1)} {words} only"
-                self.changes[cause] = partial(hypothesis.change, layers=tuple(layers))
-                error = self._logit_error(tensors)
-                self.diagnoses.append(self._judge(replace(hypothesis, cause=cause), True, expected, None, error))
-                return
-            if first is None or self._place(first, 0) <= self._place(self.first, 0):
-                return
-            layer = layer_of(first)
+        self.diagnoses.append(self._test(hypothesis, changed, expected))
 
     def _describe(self, known: Sequence[Hypothesis]) -> None:
         """What the first wrong tensor is: by every edit of its steps, those with a name first."""
@@ -399,22 +369,22 @@ class _Search:
 
     def _test(self, hypothesis: Hypothesis, changed: Setting, expected: bool) -> Diagnosis:
         self.changes[hypothesis.cause] = hypothesis.change
-        comparison, error = self._compare_beginning(changed, self.first), None
+        comparison, error = self._compare_beginning(changed), None
         if comparison is None or (comparison.agrees and not self.forced):  # now the whole run
             tensors = changed.run(self.candidate.__contains__)
             comparison = compare(tensors, self.candidate, changed.config, changed.tokens)
             error = self._logit_error(tensors)
         return self._judge(hypothesis, bool(comparison.agrees), expected, _first_name(comparison), error)
 
-    def _compare_beginning(self, changed: Setting, first: str | None) -> Comparison | None:
-        """The comparison up to the op `first`, which differs without the change. It costs little.
+    def _compare_beginning(self, changed: Setting) -> Comparison | None:
+        """The comparison up to the first op that differs without the change. It costs little.
 
         None where no op differs, or only the last.
         """
-        if first not in self.order or self.order[first] + 1 == len(self.order):
+        if self.first not in self.order or self.order[self.first] + 1 == len(self.order):
             return None
-        names = set(list(self.order)[: self.order[first] + 1])
-        tensors = changed.run(lambda name: name in names and name in self.candidate, until=first)
+        names = set(list(self.order)[: self.order[self.first] + 1])
+        tensors = changed.run(lambda name: name in names and name in self.candidate, until=self.first)
         return compare(tensors, View(self.candidate, names), changed.config, changed.tokens)
 
     def _span(self) -> list[str]:

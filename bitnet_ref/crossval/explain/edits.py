@@ -442,7 +442,7 @@ KV_HEADS: dict[str, Callable[..., int]] = {  # of query head i, of h query and g
     "(h // (H/G) + 1) mod G, the next one": lambda i, h, g: (i * g // h + 1) % g,
     "G - 1 - h // (H/G), in reverse": lambda i, h, g: g - 1 - i * g // h,
     "G - 1, the last": lambda i, h, g: g - 1,
-    **{f"{n}, for all heads": lambda i, h, g, n=n: n % g for n in range(1, 4)},
+    **{f"{n}, for all heads": lambda i, h, g, n=n: n % g for n in range(4)},
 }
 
 
@@ -499,6 +499,7 @@ ROPES: list[Row] = [
     (1.1, "RoPE takes sin for cos as well", lambda x, c, s: layers.apply_rope(x, s, s)),
     (1.1, "RoPE takes cos for sin as well", lambda x, c, s: layers.apply_rope(x, c, c)),
     (1.1, "RoPE's cos and sin are exchanged", lambda x, c, s: layers.apply_rope(x, s, c)),
+    (1, "RoPE rotates in the other direction", lambda x, c, s: layers.apply_rope(x, c, -s)),
     (1.2, "RoPE turns the pairs (2j, 2j+1) the other way", lambda x, c, s: interleaved(x, c, -s)),
     (1.1, "the sin terms of RoPE are left out", lambda x, c, s: layers.apply_rope(x, c, 0 * s)),
     (1.1, "RoPE adds the sin term to the first half of a head, without its minus", lambda x, c, s: _turn_halves(x, c, -s, s)),
@@ -763,10 +764,11 @@ def _scale_maps(w: LinearWeight) -> Iterator[Description]:
         yield Description(1.1, text, instead(lambda x, w, again=again: product(x, again(matrix(w)))))
     for words, codes in (("0, 1 and 2", 1), ("-2, -1 and 0", -1)):
         yield Description(1.1, f"the codes of {{w}} are taken as {words}", instead(lambda x, w, by=codes: product(x, matrix(w) + by * np.repeat(w.scales.astype(np.float32), group, 1))))
-    maps: list[Row] = [(1.2, f"are those of {abs(by)} rows {'before' if by > 0 else 'after'}", partial(np.roll, shift=by, axis=0)) for size in (2, 4, 8, 16, 32, 64, 128) for by in (size, -size) if size < len(scales)]
+    maps: list[Row] = [(1.2, f"are those of {abs(by)} rows {'before' if by > 0 else 'after'}", partial(np.roll, shift=by, axis=0)) for size in (1, 2, 4, 8, 16, 32, 64, 128) for by in (size, -size) if size < len(scales)]
     maps += [(1.2, f"are those of the {words} row", lambda s, i=i: s[[i] * len(s)]) for words, i in (("first", 0), ("last", -1))]
     if scales.shape[1] > 1:
         maps += [(1.2, f"of a row are those of its {words} group", lambda s, i=i: s[:, [i] * s.shape[1]]) for words, i in (("first", 0), ("last", -1))]
+        maps.append((1.2, "of a row are all their mean", lambda s: np.broadcast_to(wide(s).mean(1, keepdims=True), s.shape)))
         for words, order in orders(scales.shape[1]):
             maps.append((1.2, f"of a row are {words}", partial(np.take, indices=order(scales.shape[1]), axis=1)))
         maps += [(1.1, "are stored group by group and read row by row", lambda s: s.reshape(s.shape[::-1]).T), (1.1, "are stored row by row and read group by group", lambda s: s.T.reshape(s.shape))]

@@ -85,13 +85,13 @@ class _Judge:
         lines = [self._norm(), self._activation_scale(floored is None), self._activation_rounding()]
         drawn = matrices()
         multiplied = activations(self.calls["weights normal"].x, self.rules)
-        self.found = {}
+        self.effective = {}  # by the name of a drawn matrix: what the layer multiplies by in its place
         for name in drawn:
             y = self.answers.get(f"weights {name}")
             if y is not None and np.isfinite(y).all():
-                self.found[name] = effective_weights(y, multiplied)
-        usual = {name: w for name, w in drawn.items() if name in self.found and name != "ternary"}
-        fit = fit_weights({name: self.found[name] for name in usual}, usual, self.rules) if usual else None
+                self.effective[name] = effective_weights(y, multiplied)
+        usual = {name: w for name, w in drawn.items() if name in self.effective and name != "ternary"}
+        fit = fit_weights({name: self.effective[name] for name in usual}, usual, self.rules) if usual else None
         if fit is None:
             text = "no rule that was tried gives what the layer makes of its weights"
             return [*lines, LineVerdict("weight scale", UNKNOWN, text), *self._modes()]
@@ -102,8 +102,8 @@ class _Judge:
 
     # -- activations
 
-    def _value(self, alternative: Rules, name: str, line: str = "") -> tuple[tuple[int, ...], float, float, float]:
-        """Where a call differs most from other rules, the value there before quantisation, expected, found"""
+    def _value(self, alternative: Rules, name: str) -> tuple[tuple[int, ...], float, float, float]:
+        """Where a call differs most from other rules, the value there before quantisation, expected, found."""
         x = self.calls[name].x
         simulated = activations(x, alternative).astype(np.float64)
         found = self.seen[name] / self.factor
@@ -123,21 +123,20 @@ class _Judge:
     def _activation_scale(self, unknown_floor: bool) -> LineVerdict:
         rules, line = self.rules, "activation scale"
         right = replace(rules, over="token", levels=127, floor=1e-5, added=0.0, x_clip=(-128, 127))
-        over, x = rules.over, "max|x|"
         name = "tokens"
         if rules.levels is None:
             at, value, expected, found = self._value(right, name)
             text = "none: the activations are not quantised"
             return LineVerdict(line, WRONG, text, f"x{list(at)} = {value:.6g}", expected, found)
         wrong = []
-        if over != "token":
-            wrong.append(f"one scale for each {over}, where each token has its own")
+        if rules.over != "token":
+            wrong.append(f"one scale for each {rules.over}, where each token has its own")
         if rules.levels != 127:
-            wrong.append(f"{rules.levels:g} / {x}, where 127 / {x} belongs")
+            wrong.append(f"{rules.levels:g} / max|x|, where 127 / max|x| belongs")
         if rules.added and rules.added > 1e-6:
-            wrong.append(f"{rules.added:g} is added to {x}, where {x} is at least 1e-5")
+            wrong.append(f"{rules.added:g} is added to max|x|, where max|x| is at least 1e-5")
         if unknown_floor:
-            wrong.append(f"tokens with {x} below 1e-5 are scaled by no rule that was tried")
+            wrong.append("tokens with max|x| below 1e-5 are scaled by no rule that was tried")
         zeros = self.answers.get("zeros")
         if zeros is not None and not np.isfinite(zeros).all():
             wrong.append("a token of zeros gives NaN: max|x| has no floor")
@@ -145,16 +144,17 @@ class _Judge:
             wrong.append("a token of zeros does not give zeros")
         if (huge := self.answers.get("huge")) is not None and not np.isfinite(huge).all() and rules.norm == "none":
             wrong.append("a token of 1e12 gives NaN or Inf")
-        text = f"{rules.levels:g} / {x} of each {over}"
+        text = f"{rules.levels:g} / max|x| of each {rules.over}"
         choice = ""
         floor = rules.floor or rules.added
         if rules.norm == "none" and not unknown_floor and (floor != 1e-5 or rules.added):
-            choice = f"; {x} is at least {rules.floor:g}, the reference's 1e-5"
+            bottom = f"{rules.added:g} is added to max|x|" if rules.added else f"max|x| is at least {rules.floor:g}"
+            choice = f"; {bottom}, in the reference it is at least 1e-5"
             if rules.floor > 1e-5:
-                wrong.append(choice[2:])
-            name = "tiny 3e-06" if "tiny 3e-06" in self.seen and over == "token" and rules.levels == 127 else name
+                wrong.append(f"{bottom}, where 1e-5 belongs")
+            name = "tiny 3e-06" if "tiny 3e-06" in self.seen and rules.over == "token" and rules.levels == 127 else name
         elif rules.norm == "none" and not unknown_floor:
-            text += f", {x} at least 1e-5"
+            text += ", max|x| at least 1e-5"
         at, value, expected, found = self._value(right, name)
         status = WRONG if wrong else CHOICE if choice else RIGHT_STATUS
         text = "; ".join(wrong) if wrong else text + choice
@@ -197,7 +197,7 @@ class _Judge:
 
     def _matrix(self, alternative: Rules, name: str) -> tuple[str, float, float]:
         w = matrices()[name]
-        expected, found = weights(w, alternative).astype(np.float64), self.found[name]
+        expected, found = weights(w, alternative).astype(np.float64), self.effective[name]
         at = tuple(map(int, np.unravel_index(int(np.argmax(np.abs(found - expected))), w.shape)))
         return f"W{list(at)} = {w[at]:.6g}, mean|W| = {np.abs(w).mean():.6g}", float(expected[at]), float(found[at])
 
@@ -226,7 +226,7 @@ class _Judge:
 
     def _weight_rounding(self) -> LineVerdict:
         rules, line = self.rules, "weight rounding"
-        name = "ties" if "ties" in self.found else "normal"
+        name = "ties" if "ties" in self.effective else "normal"
         w = matrices()[name]
         right = replace(rules, w_round="half to even", w_clip=True)
         s = scale_of(w, rules)
@@ -237,7 +237,7 @@ class _Judge:
             s = scale_of(w, rules)
         t = quantize_w(w, rules, s)
         out = OUTPUTS[rules.out](s.astype(np.float64), w, t) * rules.constant
-        found, expected = self.found[name] / out, quantize_w(w, right, s)
+        found, expected = self.effective[name] / out, quantize_w(w, right, s)
         gap = np.abs(found - expected)
         if gap.max() < STEP:
             gap = (np.abs(np.abs(w / s) - 0.5) < 1e-6).astype(float)
@@ -287,11 +287,9 @@ class _Judge:
             return LineVerdict(line, UNKNOWN, "the layer failed with a bias")
         added = with_bias - without
         n = NORMS[self.rules.norm](call.x)
-        a = (
-            np.broadcast_to(quantize_x(n, self.rules)[1], (*call.x.shape[:2], 1))
-            if self.rules.over != "column"
-            else None
-        )
+        a = None  # the activations' scale of each token
+        if self.rules.over != "column":
+            a = np.broadcast_to(quantize_x(n, self.rules)[1], (*call.x.shape[:2], 1))
         s = scale_of(call.w, self.rules)
         name = fit_bias(added, call.bias, a, s)
         gap = np.abs(added - call.bias)

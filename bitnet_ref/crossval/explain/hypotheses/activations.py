@@ -166,8 +166,6 @@ HYPOTHESES = (
     scale_mistake("activation_floor_added", "1e-5 is added to max|x|",
         "It is a floor: max(max|x|, 1e-5).",
         _scaled(lambda largest: np.float32(127) / (largest + np.float32(SCALE_FLOOR)))),
-    scale_mistake("activation_scale_128", "activations are scaled by 128 / max|x|",
-        "The factor is 127.", _scaled(lambda largest: _absmax(largest) * np.float32(128 / 127))),
     Hypothesis("*_proj.hook_x_scale *_proj.hook_x_int8", "activation_scale_128_wraps",
         "activations are scaled by 128 / max|x|, and 128 becomes the int8 -128",
         "The factor is 127.", _of_128_wrapping),
@@ -175,8 +173,6 @@ HYPOTHESES = (
         "activations are quantised in blocks of 256 features, as llama.cpp does for TQ1_0 and TQ2_0 (Q8_K)",
         "The model was trained with one scale per token; expect small differences everywhere.",
         _blockwise(256), in_blocks(256)),
-    product_mistake("activation_blocks_of_32", "activations are quantised in blocks of 32 (Q8_0)",
-        "One scale per token.", _blockwise(32), in_blocks(32)),
     *(Hypothesis("*_proj.hook_x_int8 *_proj.hook_out", f"activation_scales_by_{size}",
         f"each {size} activations of a token have a scale of their own",
         "One scale per token.", _in_plain_blocks(size), partial(_has_blocks, size=size))

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from ....families.family import Edit, Hypothesis, before, instead, leave_out, own_rope, turned_by
+from ....families.family import Edit, Hypothesis, instead, leave_out, own_rope, turned_by
 from ....reference.config import RopeConfig
 from ....reference.layers import Array
 from ..edits import interleaved, reads_kv_head, sees_by
@@ -27,16 +27,6 @@ def _is_first_rope(step: Step) -> bool:
 
 def _plain(step: Step) -> RopeConfig:
     return RopeConfig(own_rope(step).theta)
-
-
-def _theta(value: float) -> Hypothesis:
-    return rope_mistake(
-        f"rope_theta_{value:.0f}",
-        f"RoPE's theta is {value:.0f}, not the model's own",
-        "Read rope_theta (or rope_parameters.rope_theta) from the config; 10000 is only a class default.",
-        turned_by(lambda step: replace(own_rope(step), theta=value)),
-        lambda step: _is_first_rope(step) and own_rope(step).theta != value,
-    )
 
 
 def _causal(i: Array, j: Array, window: int | None) -> Array:
@@ -73,15 +63,15 @@ HYPOTHESES = (
     rope_mistake("rope_interleaved", "RoPE rotates the pairs (2j, 2j+1) instead of (j, j + d/2)",
         "Use the half-split (NeoX) form, or permute q and k to match the interleaved one.",
         instead(interleaved), lambda step: step.setting.config.head_dim > 2),
-    *(_theta(value) for value in (10000.0, 500000.0, 1000000.0)),
+    rope_mistake("rope_theta_10000", "RoPE's theta is 10000, not the model's own",
+        "Read rope_theta (or rope_parameters.rope_theta) from the config; 10000 is only a class default.",
+        turned_by(lambda step: replace(own_rope(step), theta=10000.0)),
+        lambda step: _is_first_rope(step) and own_rope(step).theta != 10000),
     rope_mistake("rope_scaling_ignored", "RoPE's scaling is ignored",
         "Apply rope_scaling (linear, dynamic, llama3, yarn) as the config says.",
         turned_by(_plain), lambda step: _is_first_rope(step) and own_rope(step) != _plain(step)),
     rope_mistake("rope_missing", "q and k are not rotated at all",
         "Apply RoPE to q and k.", leave_out),
-    rope_mistake("rope_backwards", "RoPE rotates in the other direction",
-        "x' = x cos - y sin, y' = y cos + x sin.",
-        before(2, np.negative)),
     rope_mistake("positions_from_one", "positions are one too high: the first token's is 1",
         "The first token is at position 0; count the tokens already cached, not those plus one.",
         turned_by(first=1)),
@@ -104,9 +94,6 @@ HYPOTHESES = (
     kv_head_mistake("gqa_heads_interleaved", "query heads are grouped wrongly: head h reads kv head h mod G",
         "Head h reads kv head h // (H/G): repeat each kv head H/G times in a row.",
         reads_kv_head(lambda i, h, g: i % g), _shares_kv_heads),
-    kv_head_mistake("gqa_first_kv_head_for_all", "all query heads read the first kv head",
-        "Head h reads kv head h // (H/G).",
-        reads_kv_head(lambda i, h, g: 0), lambda step: step.inputs[1].shape[1] > 1),
     scores_mistake("scores_not_scaled", "scores are not divided by sqrt(d)",
         "q k / sqrt(head_dim).", lambda step, compute, q, *rest: compute(q, *rest) * np.float32(q.shape[2] ** 0.5)),
     scores_mistake("scores_scaled_by_width", "scores are divided by sqrt(D / H) where head_dim is something else",

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ....families.family import Edit, Hypothesis, after, before, instead, is_listed_norm, leave_out
 from ....reference import layers
 from ....reference.layers import ACTIVATIONS, Array
-from ....reference.quantization import quantize_activations
 from ....reference.weights import LinearWeight
-from ..number_formats import INT8_ROWS, Q8_0
+from ..number_formats import INT8_ROWS
 from ..roundings import with_matrix_in
 from ..variants import Step
 
@@ -23,9 +20,7 @@ attn_sub_norm_mistake = partial(Hypothesis, "*.attn.sub_norm.hook_normalized")
 ffn_sub_norm_mistake = partial(Hypothesis, "*.mlp.sub_norm.hook_normalized")
 length_mistake = partial(Hypothesis, "*.hook_scale")
 norm_mistake = partial(Hypothesis, "*.hook_normalized")
-embedding_mistake = partial(Hypothesis, "hook_embed")
 head_mistake = partial(Hypothesis, "lm_head.hook_out")
-table_mistake = partial(Hypothesis, "hook_embed lm_head.hook_out")
 
 # -- the gate and the norms --------------------------------------------------------------------------------------------
 
@@ -58,41 +53,6 @@ def _eps(value: float) -> Hypothesis:
         "Read rms_norm_eps from the config; class defaults differ.",
         before(1, lambda eps: value),
         lambda step: step.inputs[1] != value and is_listed_norm(step),
-    )
-
-
-# -- the embedding and the head ----------------------------------------------------------------------------------------
-
-
-def _table(step: Step) -> Any:
-    """The matrix that the embedding or the head reads."""
-    return next(x for x in step.inputs if isinstance(x, LinearWeight))
-
-
-def _is_dense(step: Step) -> bool:
-    return bool(_table(step).kind == "dense")
-
-
-def _has_blocks_of_32(step: Step) -> bool:
-    return _is_dense(step) and _table(step).shape[1] % 32 == 0
-
-
-def _int8_head(step: Step, compute: Edit, x: Array, w: LinearWeight) -> Array:
-    x_q, x_quant_scale = quantize_activations(x)
-    return with_matrix_in(INT8_ROWS)(step, compute, x_q.astype(np.float32) / x_quant_scale, w)
-
-
-def _has_neighbours(step: Step) -> bool:
-    return len(step.setting.tokens) > 1
-
-
-def _shifted_logits(shift: int, neighbour: str) -> Hypothesis:
-    return head_mistake(
-        f"logits_of_the_{neighbour}_position",
-        f"row i of the logits is that of the {neighbour} token",
-        "After a batched prefill, the row to read is (first row of the sequence) + length - 1.",
-        after(lambda y: np.roll(y, shift, axis=0)),
-        _has_neighbours,
     )
 
 
@@ -135,25 +95,10 @@ HYPOTHESES = (
         "Multiply by the weight.", before(2, np.ones_like), is_listed_norm),
     Hypothesis("*.hook_scale *.hook_normalized", "layer_norm_for_rms_norm", "the mean is subtracted, as in LayerNorm",
         "RMSNorm does not subtract the mean.", before(0, lambda x: x - x.mean(axis=-1, keepdims=True))),
-    embedding_mistake("embedding_scaled", "the embedding is multiplied by sqrt(D), as in Gemma",
-        "Use it unscaled.",
-        after(lambda x: x * np.float32(x.shape[1] ** 0.5))),
     head_mistake("head_int8_rows", "lm_head is quantised to int8, with one scale per row",
-        "lm_head is not quantised.", with_matrix_in(INT8_ROWS), _is_dense),
-    head_mistake("head_q8_0", "lm_head is stored as Q8_0 (int8 blocks of 32)",
-        "Keep lm_head in bf16 or f32.", with_matrix_in(Q8_0), _has_blocks_of_32),
-    table_mistake("head_and_embedding_q8_0", "the embedding, tied to the head, is stored as Q8_0",
-        "Keep token_embd in bf16 or f16.",
-        with_matrix_in(Q8_0), lambda step: step.setting.weights.tied and _has_blocks_of_32(step)),
-    head_mistake("head_activations_int8", "lm_head runs with int8 weights and int8 activations",
-        "lm_head is a plain float product: no activation quantisation there.", _int8_head, _is_dense),
-    table_mistake("head_f16", "embedding and head are rounded to float16",
-        "bf16 has a wider range.", with_matrix_in(lambda w: w.astype(np.float16)), _is_dense),
-    table_mistake("head_bf16", "embedding and head are rounded to bfloat16",
-        "Keep the file's dtype.", with_matrix_in(lambda w: w.astype(ml_dtypes.bfloat16)), _is_dense),
-    _shifted_logits(1, "previous"),
-    _shifted_logits(-1, "next"),
-    head_mistake("logits_of_one_position_for_all", "every row of the logits is the last token's",
-        "Index the hidden states by token before the head.",
-        after(lambda y: np.repeat(y[-1:], len(y), axis=0)), _has_neighbours),
+        "lm_head is not quantised.", with_matrix_in(INT8_ROWS),
+        lambda step: bool(step.inputs[1].kind == "dense")),
+    head_mistake("logits_of_the_previous_position", "row i of the logits is that of the previous token",
+        "After a batched prefill, the row to read is (first row of the sequence) + length - 1.",
+        after(lambda y: np.roll(y, 1, axis=0)), lambda step: len(step.setting.tokens) > 1),
 )

@@ -49,10 +49,6 @@ def _scale_by_thirds(step: Step, compute: Edit, acc: Array, w: TernaryLinear, x_
     return acc.astype(np.float32) * (scales[own][None, :] / x_quant_scale)
 
 
-def _scale_of_q(step: Step, compute: Edit, acc: Array, w: TernaryWeight, x_quant_scale: Array) -> Array:
-    return compute(acc, replace(w, w_dequant_scale=_qkv(step)[0].w_dequant_scale), x_quant_scale)
-
-
 def _is_of_three(step: Step) -> bool:
     return dequantizes(step) and all(each is not None for each in _qkv(step))
 
@@ -139,10 +135,6 @@ HYPOTHESES = (
         "absmean was taken of matrices that were ternary already: the scale is too small by the share of non-zeros",
         "A matrix that holds only -s, 0 and +s has the scale s; absmean is for master weights.",
         lambda w: w.w_dequant_scale * np.float32(np.abs(w.ternary()).mean(dtype=np.float64))),
-    scale_mistake("scale_f16", "the weight scale is rounded to float16",
-        "Keep it in float32.", lambda w: np.float16(w.w_dequant_scale)),
-    scale_mistake("scale_bf16", "the weight scale is rounded to bfloat16",
-        "Keep it in float32.", lambda w: ml_dtypes.bfloat16(w.w_dequant_scale)),
     masters_mistake("masters_by_row", "the masters are quantised with a scale for each row",
         "absmean is taken of the whole matrix: |W|.mean(), not |W|.mean(-1).", _by_row),
     masters_mistake("masters_in_bfloat16", "the masters are quantised in bfloat16, scale and quotient",
@@ -154,9 +146,6 @@ HYPOTHESES = (
         "the three scales of a fused qkv matrix are given to equal thirds of its rows",
         "Under GQA q has more rows than k and v: cut at H*d and (H+G)*d.", _scale_by_thirds,
         _has_fewer_kv_heads),
-    Hypothesis("*.attn.[kv]_proj.hook_out", "qkv_share_one_scale", "q's weight scale is used for k and v too",
-        "q, k and v were quantised separately: keep three scales.",
-        _scale_of_q, _is_of_three),
     sum_mistake("int16_accumulators_wrap", "sums are kept in int16 and wrap at 32,768",
         WIDEN, after(lambda acc: (acc + 0x8000) % 0x10000 - 0x8000)),
     sum_mistake("int16_accumulators_saturate", "sums are kept in int16 and stop at 32,767",
