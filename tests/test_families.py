@@ -9,7 +9,7 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import BITNET, DATA, TINY, divide_experts, model, rng, tiny_tensors, write_checkpoint
+from helpers import BITNET, DATA, TINY, divide_experts, model, random_blocks, rng, tiny_tensors, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
 import bitnet_ref
@@ -23,9 +23,10 @@ from bitnet_ref.crossval.paths import check_paths
 from bitnet_ref.crossval.teacher import teacher_forced
 from bitnet_ref.errors import BackendUnavailable, ConfigError, FormatError, NumericsError, ShapeError
 from bitnet_ref.families import config_from_dict, config_to_dict, differences_from_llama, family_of
+from bitnet_ref.families.block_rule import by_rule
 from bitnet_ref.families.family import widest_window
 from bitnet_ref.families.groups import GroupTernaryWeight, group_matmul, split_groups
-from bitnet_ref.families.moe import MoeLayer, choose_experts, chosen_ids
+from bitnet_ref.families.moe import Experts, MoeLayer, choose_experts, chosen_ids
 from bitnet_ref.families.qwen3_5 import DeltaInputs, delta_recurrence
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf.file import GgufFile
@@ -38,7 +39,7 @@ from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import ModelConfig
 from bitnet_ref.reference.layers import gated
 from bitnet_ref.reference.ops import Ops
-from bitnet_ref.reference.weights import DenseWeight
+from bitnet_ref.reference.weights import DenseWeight, Norm
 
 FAMILIES = DATA / "families"
 BACKENDS = sorted(bitnet_ref.available_backends(), reverse=True)  # numpy, cython, cupy
@@ -714,6 +715,35 @@ def test_a_mixture_in_one_call_gives_the_bits_of_its_ops(case):
             np.testing.assert_array_equal(be.feed_forward(x, equal, cfg), be.op_by_op().feed_forward(x, equal, cfg))
             with pytest.raises(NumericsError):
                 be.feed_forward(np.full_like(x, np.nan), w, cfg)
+
+
+@pytest.mark.parametrize("kinds", [("Q4_1", "Q4_0", "Q8_0"), ("Q4_K", "Q6_K", "TQ2_0"), ("Q8_0", "Q4_K", "Q2_0")])
+def test_experts_by_ggmls_rule_give_the_bits_of_the_text(kinds):
+    """In one call if gate and up take one form of the input, else op by op."""
+    m = bitnet_ref.load(FAMILIES / "mixtral-groups128", backend="cython", threads=2)
+    cfg, be, text = replace(m.config, hidden_size=256, moe_intermediate_size=512), m.backend, choose_backend("numpy")
+    generator = rng(5)
+    shapes = ((512, 256), (512, 256), (256, 512))
+    weights = [
+        Experts(tuple(by_rule(random_blocks(kind, generator, *shape)) for _ in range(cfg.num_experts)), 2, name="x")
+        for kind, shape in zip(kinds, shapes, strict=True)
+    ]
+    router = DenseWeight(generator.standard_normal((cfg.num_experts, 256)).astype(np.float32))
+    norm = Norm(np.ones(256, dtype=np.float32), 1e-5)
+    names = ("gate_proj", "up_proj", "down_proj")
+    plain = replace(m.weights.layers[0], ffn_norm=norm, router=router, **dict(zip(names, weights, strict=True)))
+    own = replace(plain, **{name: w.each(be.prepare) for name, w in zip(names, weights, strict=True)})
+    stacks = [be._stack_experts(getattr(own, name)) for name in names]
+    assert (stacks[0].input_form == stacks[1].input_form) == (kinds[0] != "Q8_0")
+    for tokens in (1, 2, 9):
+        x = generator.standard_normal((tokens, 256)).astype(np.float32)
+        expected = be.op_by_op().feed_forward(x, own, cfg)
+        np.testing.assert_array_equal(be.feed_forward(x, own, cfg), expected)
+        of_text = text.feed_forward(x, plain, cfg)  # its shares differ: the router's are float sums
+        np.testing.assert_allclose(of_text, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    x[1] = np.nan
+    with pytest.raises(NumericsError, match="token 1"):
+        be.feed_forward(x, own, cfg)
 
 
 @pytest.mark.parametrize(("kind", "rule"), [("f32", "auto"), ("q8_0", "auto"), ("q2_0", "auto"), ("q8_0", "blocks")])

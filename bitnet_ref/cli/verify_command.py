@@ -19,7 +19,9 @@ from .generation_options import (
     declared_option,
     load_model,
     loading_options,
+    lora_option,
     name_model,
+    read_adapters,
     read_text,
     section,
     server_config,
@@ -47,6 +49,7 @@ NEAR = 1e-3  # of two probabilities, relative: another backend's rounding may ch
 @click.option("--config", type=click.Path(path_type=Path, exists=True), help="The server's engine settings.")
 @click.option("--chat-template", metavar="JINJA", help="The server's, if it has one; @FILE reads it.")
 @declared_option(EngineConfig, "generation_defaults")
+@lora_option
 @common_options
 def verify(
     request: Path,
@@ -55,6 +58,7 @@ def verify(
     config: Path | None,
     chat_template: str | None,
     generation_defaults: str | None,
+    adapters: tuple[str, ...],
     **options: Any,
 ) -> None:
     """Compute ANSWER again, alone, and compare it with what REQUEST asks for: the text, the calls, why it ended, the
@@ -73,20 +77,27 @@ def verify(
     is_batch = bool(lines) and custom_id_of(lines[0]) is not None
     first = parse_json_object((lines[0] if is_batch else answered).encode(), FormatError, answer)
     told = name_in(first)
+    base, _, adapter = told.rpartition(":")
+    if any(text.startswith((f"{adapter}=", f"{told}=")) for text in adapters):
+        told = base
     source = model or told
     if not source:
         raise click.UsageError("the answer names no model; give --model")
     name, path = name_model(source)
     is_named = model is not None and "=" in model and not Path(model).exists()
+    served_as = name if is_named or not told else told
+    folders = {adapter: folder for (_, adapter), folder in read_adapters(adapters, [served_as]).items()}
     settings = replace(server_config(config, generation_defaults=generation_defaults), prefix_sharing=False)
     loaded = load_model({**options, "model": str(path)})
     with loaded.engine(config=settings) as engine:
-        server = BatchServer(engine, name if is_named or not told else told, content_of(chat_template))
+        for adapter, folder in folders.items():
+            engine.add_adapter(adapter, folder)
+        server = BatchServer(engine, served_as, content_of(chat_template), adapters=tuple(folders))
         if is_batch:
             checks = list(check_lines(server, asked, lines))
         else:
             entry = parse_json_object(asked.encode(), FormatError, request)
-            checks = [("", check_alone(server, entry, first, name if is_named else None))]
+            checks = [("", check_alone(server, entry, first, is_named))]
     verdicts = [check.verdict for _, check in checks]
     facts: dict[str, Any] = {"backend": loaded.backend.name}
     if is_batch:
@@ -123,11 +134,12 @@ def name_in(answer: dict[str, Any]) -> str:
     return told if isinstance(told, str) else ""
 
 
-def check_alone(server: BatchServer, request: dict[str, Any], answer: dict[str, Any], name: str | None) -> AnswerCheck:
-    from ..serving.http.verify import AnswerCheck, CannotCheck, Recomputation
+def check_alone(server: BatchServer, request: dict[str, Any], answer: dict[str, Any], is_named: bool) -> AnswerCheck:
+    from ..serving.http.verify import AnswerCheck, CannotCheck, Recomputation, engine_for
 
     try:
-        again = Recomputation(server.engine, server.chat_template, request, answer, name=name)
+        name, engine = engine_for(server, request)
+        again = Recomputation(engine, server.chat_template, request, answer, name=name if is_named else None)
         choices = again.submit()
     except CannotCheck as error:
         return AnswerCheck.unchecked(error.message)

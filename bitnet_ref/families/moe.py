@@ -47,11 +47,20 @@ from .family import (
     instead,
     layer_weights,
     linear_step,
-    own_rope,
     types_of_layers,
 )
 from .llama import llama_steps
-from .qwen import END_OF_TEXT, HEAD_NORM_MISTAKES, HEAD_NORMS, Qwen3Config, Qwen3Layer, head_norm_steps, norm_heads
+from .qwen import (
+    END_OF_TEXT,
+    HEAD_NORM_MISTAKES,
+    HEAD_NORMS,
+    PartialRopeConfig,
+    Qwen3Config,
+    Qwen3Layer,
+    head_norm_steps,
+    norm_heads,
+)
+from .smollm3 import turned_scores
 
 MAX_EXPERTS = 4096  # published models have up to some 500; files have a name for each
 CLAMP = 7.0  # of Maple's gates, in its code
@@ -104,21 +113,8 @@ class Qwen3MoeConfig(MoeConfig, Qwen3Config): ...
 
 
 @dataclass(frozen=True)
-class MapleConfig(Qwen3MoeConfig):
-    rotary_dim: int | None = added(None)  # how many numbers of a head RoPE turns; None: all
+class MapleConfig(Qwen3MoeConfig, PartialRopeConfig):
     global_positions: bool = added(True)  # whether layers without a window have RoPE
-
-    def __post_init__(self) -> None:
-        if self.rotary_dim is not None:
-            require_int("head_dim", self.head_dim, low=2)
-            require_int("partial_rotary_factor", self.rotary_dim, low=2)
-            fits = self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0
-            require(fits, "partial_rotary_factor", f"an even part of a head of {self.head_dim}", self.rotary_dim)
-        super().__post_init__()
-
-    @property
-    def rotary_size(self) -> int:
-        return self.rotary_dim or self.head_dim
 
     def turns(self, layer: int) -> bool:
         """Whether a layer has RoPE."""
@@ -200,7 +196,7 @@ def stack_rows(parts: Sequence[LinearWeight]) -> LinearWeight:
     """The inverse: linears of one input and one kind, one above another. ValueError for several kinds."""
     first = parts[0]
     names = [name for name, each in vars(first).items() if isinstance(each, np.ndarray)]
-    alike = all(_form(part) == _form(first) for part in parts)
+    alike = all(form_of(part) == form_of(first) for part in parts)
     if not alike:
         raise ValueError("its experts are stored in different ways")
     stacked: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
@@ -209,7 +205,7 @@ def stack_rows(parts: Sequence[LinearWeight]) -> LinearWeight:
     return replace(first, **stacked)  # type: ignore[type-var]
 
 
-def _form(w: LinearWeight) -> tuple[Any, ...]:
+def form_of(w: LinearWeight) -> tuple[Any, ...]:
     """What weights have in common that can be stacked."""
     of_arrays = [(name, each.dtype, each.shape) for name, each in vars(w).items() if isinstance(each, np.ndarray)]
     return type(w), getattr(w, "group", None), getattr(w, "block_type", None), tuple(of_arrays)
@@ -643,11 +639,6 @@ def _is_clamped(step: Any) -> bool:
     return getattr(step.setting.config, "gate_clamp", None) is not None
 
 
-def _turned_scores(step: Any, compute: Edit, q: Floats, k: Floats, window: int | None) -> Floats:
-    tables = own_rope(step).tables(np.arange(len(q)), step.setting.config.rotary_size, np.float32)
-    return compute(layers.apply_rope(q, *tables), layers.apply_rope(k, *tables), window)
-
-
 SHARES = "*.mlp.hook_expert_weights"
 MISTAKES = (
     Hypothesis(
@@ -711,7 +702,7 @@ MAPLE_MISTAKES = (
         "rope_in_global_layers",
         "q and k are turned in layers that have no positions",
         "Maple: RoPE in sliding layers only (nope_on_global_attention).",
-        _turned_scores,
+        turned_scores,
         lambda step: not step.setting.config.turns(step.layer),
     ),
 )

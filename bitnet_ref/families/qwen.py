@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..errors import require, require_int
 from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, added
@@ -46,6 +47,25 @@ class Qwen3Config(ModelConfig):
 
     def norm_shapes(self, layer: int = 0) -> dict[str, int]:
         return super().norm_shapes(layer) | {"q_norm": self.head_dim, "k_norm": self.head_dim}
+
+
+@dataclass(frozen=True)
+class PartialRopeConfig(ModelConfig):
+    """A model whose RoPE may turn a part of each head."""
+
+    rotary_dim: int | None = added(None)  # how many numbers of a head; None: all
+
+    def __post_init__(self) -> None:
+        if self.rotary_dim is not None:
+            require_int("head_dim", self.head_dim, low=2)
+            require_int("partial_rotary_factor", self.rotary_dim, low=2)
+            fits = self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0
+            require(fits, "partial_rotary_factor", f"an even part of a head of {self.head_dim}", self.rotary_dim)
+        super().__post_init__()
+
+    @property
+    def rotary_size(self) -> int:
+        return self.rotary_dim or self.head_dim
 
 
 def attention_block(

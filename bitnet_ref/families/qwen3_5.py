@@ -70,6 +70,7 @@ from .qwen import (
     HEAD_NORM_MISTAKES,
     HEAD_NORM_NAMES,
     HEAD_NORMS,
+    PartialRopeConfig,
     Qwen3Layer,
     head_norm_steps,
     norm_heads,
@@ -106,27 +107,17 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True)
-class Qwen35Config(ModelConfig):
+class Qwen35Config(PartialRopeConfig):
     qk_norms: bool = added(True, absent=False)
     output_gate: bool = added(True, absent=False)  # attention's result times sigmoid of a linear, before o_proj
-    rotary_dim: int | None = added(None)  # how many numbers of a head RoPE turns; None: all
     delta: DeltaConfig | None = added(None)  # None: every layer attends
 
     kinds_of_layers: ClassVar[tuple[str, ...]] = (*ModelConfig.kinds_of_layers, DELTA)
 
     def __post_init__(self) -> None:
-        if self.rotary_dim is not None:
-            require_int("head_dim", self.head_dim, low=2)
-            require_int("partial_rotary_factor", self.rotary_dim, low=2)
-            fits = self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0
-            require(fits, "partial_rotary_factor", f"an even part of a head of {self.head_dim}", self.rotary_dim)
         super().__post_init__()
         has_delta = DELTA in self.layer_types
         require(has_delta == (self.delta is not None), "delta", "the shape of the linear layers, if any", self.delta)
-
-    @property
-    def rotary_size(self) -> int:
-        return self.rotary_dim or self.head_dim
 
     def attends(self, layer: int) -> bool:
         """Whether the layer has keys and values."""

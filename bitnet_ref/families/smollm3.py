@@ -135,7 +135,7 @@ _DEFAULTS = {
 }
 
 
-def _turned_scores(step: Any, compute: Edit, q: Floats, k: Floats, window: int | None) -> Floats:
+def turned_scores(step: Any, compute: Edit, q: Floats, k: Floats, window: int | None) -> Floats:
     """Scores of q and k with RoPE."""
     tables = own_rope(step).tables(np.arange(len(q)), step.setting.config.rotary_size, np.float32)
     return compute(layers.apply_rope(q, *tables), layers.apply_rope(k, *tables), window)
@@ -160,7 +160,7 @@ FAMILIES = (
                 "rope_in_layers_without_positions",
                 "q and k are turned in layers that have no positions",
                 "No RoPE where no_rope_layers is 0.",
-                _turned_scores,
+                turned_scores,
                 lambda step: not step.setting.config.turns(step.layer),
             ),
         ),

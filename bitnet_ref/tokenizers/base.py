@@ -10,12 +10,13 @@ import hashlib
 import json
 import operator
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal, overload
 
-from ..errors import TokenizerError
+from ..errors import ConfigWarning, TokenizerError, describe, printable
 from ..system.lazy import lazy_property
 from .files import check_unicode
 from .settings import TokenizerSettings
@@ -47,7 +48,7 @@ class Tokenizer(ABC):
         self.bos_id = self._find_named("bos_token", settings.bos_token)
         if self.bos_id is None:
             own_bos, _ = self._own_ids()
-            self.bos_id = self._check_in_vocabulary("bos_token_id", settings.bos_id) if own_bos is None else own_bos
+            self.bos_id = self._find_number("bos_token_id", settings.bos_id) if own_bos is None else own_bos
         self.pad_id = None if settings.pad_token is None else self.token_to_id(settings.pad_token)
         if self.pad_id is None:
             self.pad_id = settings.pad_id  # models write any id here, and nothing reads the token
@@ -304,16 +305,19 @@ class Tokenizer(ABC):
             raise TokenizerError(message, path=self._settings.path, field=key)
         return number
 
-    def _check_in_vocabulary(self, key: str, number: int | None) -> int | None:
-        if number is not None and (number >= self.vocab_size or self._token(number) is None):
-            message = f"token {number} is not in the vocabulary (vocab_size {self.vocab_size})"
-            raise TokenizerError(message, path=self._settings.path, field=key)
-        return number
+    def _find_number(self, key: str, number: int | None) -> int | None:
+        """An id that config.json or generation_config.json gives; None, and a warning, if the vocabulary lacks it."""
+        if number is None or (number < self.vocab_size and self._token(number) is not None):
+            return number
+        message = f"{describe(number)} ignored: it is not in the vocabulary of {self.vocab_size} tokens"
+        error = TokenizerError(message, path=self._settings.path, field=key)
+        warnings.warn(printable(str(error), keep=""), ConfigWarning, stacklevel=2)
+        return None
 
     def _find_eos_ids(self) -> tuple[int, ...]:
         """Every stop token that any file names: without one of them a model may never stop."""
         settings = self._settings
-        ids = [self._check_in_vocabulary("eos_token_id", number) for number in settings.eos_ids]
+        ids = [self._find_number("eos_token_id", number) for number in settings.eos_ids]
         named = self._find_named("eos_token", settings.eos_token)
         ids.append(self._own_ids()[1] if named is None else named)
         turn = self.token_to_id(END_OF_TURN)

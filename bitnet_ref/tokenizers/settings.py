@@ -155,8 +155,9 @@ def _config_ids(files: TokenizerFiles, tables: Mapping[str, Mapping[str, Any]], 
     for name, table in tables.items():
         value = table.get(key)
         values = value if isinstance(value, list) else [] if value is None else [value]
-        with errors_at(files.path(name)):  # old LLaMA configs write -1 for "none"
-            ids += [check_token_id(value, key) for value in values if value != -1 or isinstance(value, bool)]
+        with errors_at(files.path(name)):
+            numbers = [check_type(value, int, key, "a token id") for value in values]
+        ids += [number for number in numbers if number >= 0]  # old LLaMA configs write -1 for "none"
     return tuple(dict.fromkeys(ids))
 
 

@@ -246,7 +246,7 @@ TEXT = {key: value for key, value in TINY.items() if key not in ("model_type", "
 
 
 def test_the_text_part_of_a_vision_model():
-    outer = {"vision_config": {"hidden_size": 3}, "image_token_index": 99, "eos_token_id": [3, 99]}
+    outer = {"vision_config": {"hidden_size": 3}, "image_token_index": 99, "eos_token_id": [3]}
     gemma = {"model_type": "gemma3", "text_config": TEXT, **outer}
     config = parse_hf_config(gemma, PATH)
     inner = TEXT | {"model_type": "gemma3_text", "eos_token_id": TEXT.get("eos_token_id", [3])}

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from cli_runs import BACKEND, invoke
+from cli_runs import BACKEND, invoke, invoke_json
 from helpers import model
 
 import bitnet_ref
@@ -157,6 +157,15 @@ def test_a_line_of_a_batch_names_one(folders, loaded, tmp_path):
         assert answer["body"]["model"] == body["model"]
     assert answers[2]["status_code"] == 404
     assert answers[2]["body"]["error"]["message"].endswith("there are: m, m:one")
+    files = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    assert invoke_json("verify", *files, *options)["lines"] == {"equal": 3, "differs": 0, "unchecked": 0}
+    without = invoke_json("verify", *files, *options[:-2], code=1)
+    assert without["lines"] == {"equal": 1, "differs": 1, "unchecked": 1}
+    assert "the request names the adapter 'one'; give its folder with --lora" in str(without["checks"])
+    for path, content in zip(files, (bodies[1], answers[1]["body"]), strict=True):
+        path.write_text(json.dumps(content))
+    alone = invoke_json("verify", *files, *options)
+    assert (alone["verdict"], alone["tokens"]) == ("equal", 6)
 
 
 @pytest.mark.parametrize("command", ["serve", "batch"])

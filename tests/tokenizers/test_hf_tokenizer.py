@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from bitnet_ref.errors import TokenizerError
+from bitnet_ref.errors import ConfigWarning, TokenizerError
 from bitnet_ref.tokenizers import Tokenizer, TokenizerSettings, load_tokenizer
 from bitnet_ref.tokenizers.hf_tokenizer import HfTokenizer
 
@@ -237,5 +237,9 @@ def test_settings_that_contradict_the_vocabulary(byte_level_json: Table) -> None
         load(byte_level_json, TokenizerSettings(bos_token="<s>"))
     with pytest.raises(TokenizerError, match="eos_token: '</s>' is not in the vocabulary"):
         load(byte_level_json, TokenizerSettings(eos_token="</s>"))
-    with pytest.raises(TokenizerError, match="eos_token_id: token 5000 is not in the vocabulary"):
-        load(byte_level_json, TokenizerSettings(eos_ids=(5000,)))
+    ids = TokenizerSettings(eos_ids=(5000, 2), bos_id=5000, add_bos=True)
+    with pytest.warns(ConfigWarning, match="token_id: 5000 ignored: it is not in the vocabulary of 332") as warned:
+        tokenizer = load(byte_level_json, ids)
+    assert len(warned) == 2
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (None, (2,))
+    assert tokenizer.encode("a") == load(byte_level_json).encode("a", add_special_tokens=False)

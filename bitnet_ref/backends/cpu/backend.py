@@ -28,7 +28,7 @@ from ...families.blocks import BlockWeight
 from ...families.groups import GroupTernaryLinear, GroupTernaryWeight, group_linear
 from ...families.linear_norms import NormedLinear
 from ...families.lora import OnLinear, add_selected, lora_term
-from ...families.moe import Experts, MoeConfig, MoeLayer
+from ...families.moe import Experts, MoeConfig, MoeLayer, form_of
 from ...reference import quantization
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
@@ -324,9 +324,9 @@ class CythonBackend(KernelBackend):
         return self.kernels.linear_add(h, down, x, w.ffn_sub_norm)  # (N, D)
 
     def _mixture(self, x: Floats, w: MoeLayer, cfg: MoeConfig) -> Floats:
-        """The feed-forward of a mixture. All after the router in one call, if the experts are ternary by groups."""
+        """The feed-forward of a mixture. All after the router in one call, if the experts have kernels for it."""
         stacks = [self._stack_experts(each) for each in (w.gate_proj, w.up_proj, w.down_proj)] if self.fuses else [None]
-        if None not in stacks and cfg.activation in GATES:
+        if None not in stacks and cfg.activation in GATES and stacks[0].input_form == stacks[1].input_form:
             h = self.rms_norm(x, w.ffn_norm)  # (N, D)
             y = self.kernels.mixture(h, self.linear(h, w.router), stacks, cfg)
             if y is not None:
@@ -339,10 +339,15 @@ class CythonBackend(KernelBackend):
         stacks = w.__dict__.setdefault("_stacks", {})
         if layout not in stacks:
             experts = w.experts if isinstance(w, Experts) else ()
-            panels = [each for each in experts if isinstance(each, GroupPanelWeight) and each.layout == layout]
-            plain = [each.kernel_view for each in panels if each.bias is None and each.rotation is None]
-            alike = len({(each.shape, each.group, each.dtype) for each in panels}) == 1
-            stacks[layout] = _cpu.ExpertPanels(plain) if alike and len(plain) == len(experts) else None
+            plain = [
+                each.kernel_view
+                for each in experts
+                if (isinstance(each, GroupPanelWeight) and each.layout == layout and each.rotation is None)
+                or isinstance(each, RuledPanelWeight)
+                if each.bias is None
+            ]
+            alike = len(plain) == len(experts) and len({*map(form_of, experts)}) == 1
+            stacks[layout] = _cpu.ExpertPanels(plain) if alike else None
         return stacks[layout]
 
     def _fusable(self, text: Any, *ws: LinearWeight) -> list[PanelWeight] | None:

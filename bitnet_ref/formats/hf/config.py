@@ -135,7 +135,7 @@ class Keys:
         ids = value if isinstance(value, list) else [value]
         beyond = [each for each in ids if _is_int(each) and _is_int(vocab) and not 0 <= each < vocab]
         if beyond and key in self.raw:
-            self.doubts.append(Doubt(key, f"{describe(beyond)} ignored: no ids of a vocabulary of {vocab} tokens"))
+            self.doubts.append(Doubt(key, f"{describe(beyond)} ignored: not in the vocabulary of {vocab} tokens"))
         inside = [each for each in ids if each not in beyond]
         return inside if isinstance(value, list) else next(iter(inside), None)
 

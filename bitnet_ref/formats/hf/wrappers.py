@@ -59,22 +59,7 @@ def text_part(raw: dict[str, Any], doubts: list[Doubt] | None = None) -> dict[st
     if doubts is not None:
         doubts += unread
     shared = {key: raw[key] for key in _OF_WRAPPER if key in raw and text.get(key) is None}
-    vocab_size = text.get("vocab_size", wrapper.sizes["vocab_size"])
-    for key in ("bos_token_id", "eos_token_id"):
-        if key in shared:
-            shared[key] = _drop_ids_beyond(shared[key], vocab_size)
     return {**wrapper.sizes, **text, **shared, "model_type": text_type}
-
-
-def _drop_ids_beyond(ids: Any, vocab_size: Any) -> Any:
-    """The token ids that a smaller text model has, as for the ids that are class defaults."""
-
-    def is_beyond(token: Any) -> bool:
-        return isinstance(token, int) and isinstance(vocab_size, int) and token >= vocab_size
-
-    if isinstance(ids, list):
-        return [token for token in ids if not is_beyond(token)]
-    return None if is_beyond(ids) else ids
 
 
 def _model_type_of_class(raw: dict[str, Any]) -> str | None:

@@ -1,50 +1,62 @@
-# Part of _cpu.pyx: a mixture of experts that are ternary by groups (group.h), from the router's scores to the sum.
+# Part of _cpu.pyx: a mixture of experts, from the router's scores to the sum. The experts are ternary by groups (group.h), or
+# matrices in blocks by ggml's rule (ruled_steps.h).
 # Plain version: `feed_forward` in families/moe.py, operation by operation.
 
+cdef struct expert_stack:
+    bint is_ruled
+    int kind  # groups: of the scales; ruled: the form
+    Py_ssize_t n_out, n_in, bytes  # ruled: bytes of a panel
+    group_shape shape
+    const uint8_t **panels
+    const char **scales
+
+
 cdef class ExpertPanels:
-    """One linear of every expert of a layer: matrices of one shape, without biases and rotations."""
-    cdef readonly Py_ssize_t count, n_out
-    cdef int kind
-    cdef group_shape shape
-    cdef const uint8_t **panels
-    cdef const char **scales
+    """One linear of every expert of a layer: GroupPanels or RuledPanels of one shape, without biases and rotations."""
+    cdef readonly Py_ssize_t count
+    cdef expert_stack stack
     cdef tuple held
 
     def __cinit__(self, ws):
-        cdef GroupPanels w, first
         cdef Py_ssize_t i
         self.held, self.count = tuple(ws), len(ws)
-        if not self.count or not all(isinstance(each, GroupPanels) for each in self.held):
-            raise TypeError("ExpertPanels: expected GroupPanels")
-        self.panels = <const uint8_t **> malloc(2 * self.count * sizeof(void *))
-        if self.panels == NULL:
+        kind = type(self.held[0]) if self.held else None
+        if kind not in (GroupPanels, RuledPanels) or not all(type(each) is kind for each in self.held):
+            raise TypeError("ExpertPanels: expected GroupPanels, or RuledPanels")
+        self.stack.panels = <const uint8_t **> malloc(2 * self.count * sizeof(void *))
+        if self.stack.panels == NULL:
             raise MemoryError(f"no memory for {self.count} experts")
-        self.scales = <const char **> (self.panels + self.count)
-        first = self.held[0]
-        self.n_out, self.kind, self.shape = first.n_out, first.kind, first.shape
+        self.stack.scales = <const char **> (self.stack.panels + self.count)
         for i in range(self.count):
-            w = self.held[i]
-            if (w.n_out != self.n_out or w.kind != self.kind or w.shape.K != self.shape.K or w.shape.group != self.shape.group
-                    or w.shape.layout != self.shape.layout or w.bias is not None or w.signs is not None):
+            fits = self._add_ruled(i, self.held[i]) if kind is RuledPanels else self._add_groups(i, self.held[i])
+            if not fits:
                 raise ValueError(f"ExpertPanels: expert {i} is stored in another way than expert 0")
-            self.panels[i], self.scales[i] = &w.panels[0, 0], <const char *> w.scale_values
+
+    cdef bint _add_groups(self, Py_ssize_t i, GroupPanels w):
+        cdef expert_stack *own = &self.stack
+        if i == 0:
+            own.is_ruled, own.kind, own.n_out, own.n_in, own.shape = False, w.kind, w.n_out, <Py_ssize_t> w.shape.K, w.shape
+        own.panels[i], own.scales[i] = &w.panels[0, 0], <const char *> w.scale_values
+        return (w.n_out == own.n_out and w.kind == own.kind and w.shape.K == own.shape.K and w.shape.group == own.shape.group
+                and w.shape.layout == own.shape.layout and w.bias is None and w.signs is None)
+
+    cdef bint _add_ruled(self, Py_ssize_t i, RuledPanels w):
+        cdef expert_stack *own = &self.stack
+        if i == 0:
+            own.is_ruled, own.kind, own.n_out, own.n_in, own.bytes = True, w.form, w.n_out, w.n_in, w.panels.shape[1]
+        own.panels[i] = &w.panels[0, 0]
+        return w.n_out == own.n_out and w.n_in == own.n_in and w.form == own.kind
 
     def __dealloc__(self):
-        free(self.panels)
+        free(self.stack.panels)
 
-
-cdef struct expert_stack:
-    const uint8_t **panels
-    const char **scales
-    int kind
-    Py_ssize_t n_out
-    group_shape shape
-
-
-cdef expert_stack stack_of(ExpertPanels w):
-    cdef expert_stack stack
-    stack.panels, stack.scales, stack.kind, stack.n_out, stack.shape = w.panels, w.scales, w.kind, w.n_out, w.shape
-    return stack
+    @property
+    def input_form(self):
+        """Equal for experts whose kernels take the same form of an input."""
+        cdef Py_ssize_t size = <Py_ssize_t> self.stack.shape.group
+        if self.stack.is_ruled:
+            size = RULED_FORMS[self.stack.kind].block
+        return bool(self.stack.is_ruled), size
 
 
 cdef struct mixture_call:
@@ -59,22 +71,46 @@ cdef struct mixture_call:
     int threads
 
 
-cdef void add_expert(group_call *c, const expert_stack *stack, Py_ssize_t expert, float *y) noexcept nogil:
+cdef struct expert_call:  # several experts of one input, or each of its own
+    bint is_ruled
+    group_call groups
+    ruled_call ruled
+
+
+cdef void add_expert(expert_call *call, const expert_stack *stack, Py_ssize_t expert, float *y) noexcept nogil:
     """Another matrix of the call, whose result is y."""
-    cdef Py_ssize_t i = c.count
+    cdef group_call *c = &call.groups
+    cdef ruled_call *r = &call.ruled
+    cdef Py_ssize_t i
+    if call.is_ruled:
+        i = r.count
+        r.forms[i], r.n_out[i], r.panels[i], r.bytes[i], r.ys[i] = stack.kind, stack.n_out, stack.panels[expert], stack.bytes, y
+        r.has_sums = r.has_sums or RULED_FORMS[stack.kind].term == 1
+        r.first[i + 1], r.count = r.first[i] + (stack.n_out + RULED_ROWS - 1) // RULED_ROWS, i + 1
+        return
+    i = c.count
     c.shapes[i], c.kinds[i], c.n_out[i], c.biases[i], c.ys[i] = stack.shape, stack.kind, stack.n_out, NULL, y
     c.panels[i], c.scales[i] = stack.panels[expert], stack.scales[expert]
     c.first[i + 1], c.count = c.first[i] + (stack.n_out + PANEL_ROWS - 1) // PANEL_ROWS, i + 1
 
 
-cdef group_call start_call(const mixture_call *c, const group_shape *shape, const float *x, Py_ssize_t M,
-                           bint apart, const uint8_t *after) noexcept nogil:
+cdef void start_call(expert_call *call, const mixture_call *c, const expert_stack *stack, const float *x, Py_ssize_t M,
+                     bint apart, const uint8_t *after) noexcept nogil:
     """after: the codes that the next call reads first"""
-    cdef group_call call
-    call.x, call.M, call.K, call.shape, call.apart, call.after = x, M, <Py_ssize_t> shape.K, shape[0], apart, after
-    call.signs, call.order, call.block, call.count, call.first[0] = NULL, NULL, 0, 0, 0
-    call.chosen, call.threads = c.chosen, c.threads
-    return call
+    cdef group_call *g = &call.groups
+    cdef ruled_call *r = &call.ruled
+    call.is_ruled = stack.is_ruled
+    if stack.is_ruled:
+        r.x, r.M, r.K, r.block, r.apart = x, M, stack.n_in, RULED_FORMS[stack.kind].block, apart
+        r.has_sums, r.count, r.first[0], r.chosen, r.threads = False, 0, 0, c.chosen, c.threads
+        return
+    g.x, g.M, g.K, g.shape, g.apart, g.after = x, M, stack.n_in, stack.shape, apart, after
+    g.signs, g.order, g.block, g.count, g.first[0] = NULL, NULL, 0, 0, 0
+    g.chosen, g.threads = c.chosen, c.threads
+
+
+cdef Py_ssize_t run_experts(const expert_call *call) noexcept nogil:
+    return run_ruled(&call.ruled) if call.is_ruled else run_group(&call.groups)
 
 
 cdef bint choose_experts(const mixture_call *c, const float *scores, double *wide, float *p, int32_t *ids,
@@ -137,28 +173,28 @@ cdef void add_share(const float *x, Py_ssize_t n, double share, double *total) n
 cdef Py_ssize_t mix_token(const mixture_call *c, const int32_t *ids, const float *shares, float *gate, float *up,
                           float *out, double *total) noexcept nogil:
     """One token: its experts side by side, MAX_LINEARS at a time."""
-    cdef group_call call
+    cdef expert_call call
     cdef Py_ssize_t part, start, i, count, bad
     for part in range((c.k + MAX_LINEARS - 1) // MAX_LINEARS):
         start = part * MAX_LINEARS
         count = min(<Py_ssize_t> MAX_LINEARS, c.k - start)
-        call = start_call(c, &c.gate.shape, c.h, 1, False, c.up.panels[ids[start]])
+        start_call(&call, c, &c.gate, c.h, 1, False, c.up.panels[ids[start]])
         for i in range(start, start + count):
             add_expert(&call, &c.gate, ids[i], gate + i * c.F)
-        bad = run_group(&call)
+        bad = run_experts(&call)
         if bad != OK:
             return bad
-        call.count, call.after = 0, c.down.panels[ids[start]]
+        start_call(&call, c, &c.up, c.h, 1, False, c.down.panels[ids[start]])
         for i in range(start, start + count):
             add_expert(&call, &c.up, ids[i], up + i * c.F)
-        bad = run_group(&call)
+        bad = run_experts(&call)
         if bad != OK:
             return bad
         gate_rows(c, gate + start * c.F, up + start * c.F, count * c.F)
-        call = start_call(c, &c.down.shape, gate + start * c.F, count, True, NULL)
+        start_call(&call, c, &c.down, gate + start * c.F, count, True, NULL)
         for i in range(start, start + count):
             add_expert(&call, &c.down, ids[i], out + (i - start) * c.D)
-        bad = run_group(&call)
+        bad = run_experts(&call)
         if bad != OK:
             return 0 if bad >= 0 else bad
         for i in range(count):
@@ -172,7 +208,7 @@ cdef Py_ssize_t mix_tokens(const mixture_call *c, const int32_t *ids, const floa
 
     places: tokens' choices m k + i, sorted by expert; first (E + 1): where those of each expert begin.
     """
-    cdef group_call call
+    cdef expert_call call
     cdef Py_ssize_t e, i, m, n, bad
     memset(first, 0, (c.E + 1) * sizeof(int32_t))
     for i in range(c.M * c.k):
@@ -188,15 +224,15 @@ cdef Py_ssize_t mix_tokens(const mixture_call *c, const int32_t *ids, const floa
             continue
         for i in range(n):
             memcpy(rows + i * c.D, c.h + places[first[e] + i] // c.k * c.D, c.D * sizeof(float))
-        call = start_call(c, &c.gate.shape, rows, n, False, c.down.panels[e])
+        start_call(&call, c, &c.gate, rows, n, False, c.down.panels[e])
         add_expert(&call, &c.gate, e, gate)
         add_expert(&call, &c.up, e, up)
-        bad = run_group(&call)
+        bad = run_experts(&call)
         if bad == OK:
             gate_rows(c, gate, up, n * c.F)
-            call = start_call(c, &c.down.shape, gate, n, False, NULL)
+            start_call(&call, c, &c.down, gate, n, False, NULL)
             add_expert(&call, &c.down, e, out)
-            bad = run_group(&call)
+            bad = run_experts(&call)
         if bad != OK:
             return bad if bad < 0 else places[first[e] + bad] // c.k
         for i in range(n):
@@ -246,17 +282,21 @@ def mixture(const float[:, ::1] h, const float[:, ::1] scores, ExpertPanels gate
     """
     cdef mixture_call c
     cdef Py_ssize_t bad
-    c.M, c.D, c.E, c.k, c.F = h.shape[0], h.shape[1], scores.shape[1], k, gate.n_out
-    c.gate, c.up, c.down = stack_of(gate), stack_of(up), stack_of(down)
+    cdef expert_stack *stack
+    c.gate, c.up, c.down = gate.stack, up.stack, down.stack
+    c.M, c.D, c.E, c.k, c.F = h.shape[0], h.shape[1], scores.shape[1], k, c.gate.n_out
     c.divides, c.limit, c.is_silu, c.chosen, c.threads = divides, limit, is_silu, check_set(kernels, threads), threads
-    if (not 1 <= k <= c.E or scores.shape[0] != c.M or y.shape[0] != c.M or y.shape[1] != c.D or up.n_out != c.F
-            or down.n_out != c.D or <Py_ssize_t> down.shape.K != c.F):
-        raise ValueError(f"mixture: h {c.M, c.D}, scores {scores.shape[0], c.E}, {k} experts of {c.F}")
+    if not 1 <= k <= c.E or scores.shape[0] != c.M or y.shape[0] != c.M or y.shape[1] != c.D:
+        raise ValueError(f"mixture: h {c.M, c.D}, scores {scores.shape[0], c.E}, {k} experts, y {y.shape[0], y.shape[1]}")
     for each in (gate, up, down):
-        if (<ExpertPanels> each).count != c.E or (<ExpertPanels> each).shape.layout != c.chosen.group_layout:
-            raise ValueError(f"mixture: {(<ExpertPanels> each).count} experts for {c.E} scores, or in another layout")
-    if <Py_ssize_t> gate.shape.K != c.D or <Py_ssize_t> up.shape.K != c.D or gate.shape.group != up.shape.group:
-        raise ValueError(f"mixture: gate and up of {gate.shape.K} and {up.shape.K} columns for h {c.M, c.D}")
+        stack = &(<ExpertPanels> each).stack
+        inner, outer = (c.F, c.D) if each is down else (c.D, c.F)
+        if ((<ExpertPanels> each).count != c.E or stack.n_in != inner or stack.n_out != outer
+                or (not stack.is_ruled and stack.shape.layout != c.chosen.group_layout)):
+            raise ValueError(f"mixture: {each.count} experts {stack.n_out, stack.n_in} for {c.E} scores and h {c.M, c.D}, or in "
+                             f"another layout")
+    if gate.input_form != up.input_form:
+        raise ValueError(f"mixture: gate and up take inputs of the forms {gate.input_form} and {up.input_form}")
     if c.M == 0:
         return OK
     c.h, c.scores, c.y = &h[0, 0], &scores[0, 0], &y[0, 0]

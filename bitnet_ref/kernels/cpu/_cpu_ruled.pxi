@@ -33,6 +33,7 @@ cdef struct ruled_call:
     const kernel_set *chosen
     int threads, block
     bint has_sums  # whether some matrix reads Q8_1's s
+    bint apart  # matrix i is multiplied by token i alone, not by all
     Py_ssize_t M, K, count
     int forms[MAX_LINEARS]
     const uint8_t *panels[MAX_LINEARS]
@@ -43,12 +44,13 @@ cdef struct ruled_call:
 
 
 cdef inline void multiply_ruled(const ruled_call *c, Py_ssize_t at, const uint8_t *tokens, size_t token_bytes) noexcept nogil:
-    """Panel `at` of all matrices times all tokens"""
+    """Panel `at` of all matrices times all tokens, or its own"""
     cdef Py_ssize_t i = 0, row
     while at >= c.first[i + 1]:
         i = i + 1
     row = (at - c.first[i]) * RULED_ROWS
-    c.chosen.ruled_panel(c.forms[i], c.panels[i] + (at - c.first[i]) * c.bytes[i], c.K, tokens, token_bytes, c.M,
+    c.chosen.ruled_panel(c.forms[i], c.panels[i] + (at - c.first[i]) * c.bytes[i], c.K, tokens + (<size_t> i * token_bytes if c.apart else 0),
+                         token_bytes, 1 if c.apart else c.M,
                          min(<Py_ssize_t> RULED_ROWS, c.n_out[i] - row), c.ys[i] + row, c.n_out[i])
 
 
@@ -57,7 +59,7 @@ cdef Py_ssize_t run_ruled(const void *call) noexcept nogil:
     cdef size_t token_bytes = ruled_token_bytes(c.block, c.K)
     cdef Py_ssize_t m, item, work = 0, bad = OK
     for item in range(c.count):
-        work = work + (c.first[item + 1] - c.first[item]) * c.bytes[item] * c.M
+        work = work + (c.first[item + 1] - c.first[item]) * c.bytes[item] * (1 if c.apart else c.M)
     cdef int team = threads_for(work, PANEL_BYTES_PER_THREAD, c.threads)
     cdef uint8_t *tokens = <uint8_t *> allocate(c.M, token_bytes)
     cdef uint8_t *is_bad = <uint8_t *> allocate(c.M, 1)
@@ -90,7 +92,7 @@ def ruled_linears(const float[:, ::1] x, list ws, ys, int threads, Py_ssize_t ke
     cdef ruled_call c
     cdef RuledPanels w
     cdef float[:, ::1] y
-    c.M, c.K, c.threads, c.count, c.first[0], c.has_sums = M, K, threads, count, 0, False
+    c.M, c.K, c.threads, c.count, c.first[0], c.has_sums, c.apart = M, K, threads, count, 0, False, False
     c.chosen = check_set(kernels, threads)
     for weight in ws:
         if not isinstance(weight, RuledPanels):

@@ -101,6 +101,16 @@ class AnswerCheck:
         return cls("unchecked", reason)
 
 
+def engine_for(server: BatchServer, request: Mapping[str, Any]) -> tuple[str, Engine]:
+    """The model that a request names, and its engine: an adapter's, or that of any other name. Raises CannotCheck."""
+    base, _, adapter = str(request.get("model")).rpartition(":")
+    if adapter in server.adapters:
+        return f"{server.model_name}:{adapter}", server.engine.with_adapter(adapter)
+    if base == server.model_name:
+        raise CannotCheck(f"the request names the adapter {describe(adapter)}; give its folder with --lora")
+    return server.model_name, server.engine
+
+
 def find_path(answer: Mapping[str, Any]) -> str:
     """The path that gave an answer. Raises CannotCheck."""
     kind = answer.get("object", answer.get("type"))
@@ -319,14 +329,8 @@ def check_line(server: BatchServer, line: bytes, answered: bytes) -> AnswerCheck
         if (path := find_path(body)) != url:
             other = Difference("url", url, path)
             return AnswerCheck("differs", "the answer is that of another path", differences=[other])
-        again = Recomputation(
-            server.engine,
-            server.chat_template,
-            asked,
-            body,
-            name=server.model_name,
-            seed=seed,
-        )
+        name, engine = engine_for(server, asked)
+        again = Recomputation(engine, server.chat_template, asked, body, name=name, seed=seed)
         choices = again.submit()
         try:
             return again.judge([choice.result() for choice in choices])
