@@ -45,6 +45,7 @@ from .trainer import Trainer, to_host
 CHECKPOINT, METRICS, SAMPLES, MODEL = "checkpoint.safetensors", "metrics.csv", "samples.txt", "model"
 ADAPTER = "adapter"  # in the place of MODEL
 COLUMNS = ("step", "tokens", "loss", "validation_loss", "lr", "weight_decay", "gradient_norm", "tokens_per_s")
+LOSS = ("logits_weight", "temperature", "relations_weight", "relation_heads", "mix_steps")  # settings that decide it
 SAMPLE_TOKENS = 60
 MAX_TOML_BYTES = 1 << 20
 _SPIKE_STEPS = 32  # steps whose median a spike is measured by
@@ -414,6 +415,7 @@ class TrainingRun:
         settings = self.settings
         data: dict[str, Any] = {key: getattr(settings, key) for key in ("batch", "context", "seed", "optimizer")}
         data["tokens"] = len(self.train)
+        data["loss"] = {key: getattr(settings, key) for key in LOSS}
         hashes: dict[str, str | None] = {"corpus": self.train.content_hash, "teacher": self._teacher_hash}
         hashes["validation corpus"] = None if self.validation is None else self.validation.content_hash
         lora: dict[str, Any] = {}
@@ -441,6 +443,7 @@ class TrainingRun:
                 raise FormatError("this is no checkpoint of a training run", path=path) from problem
             ours = json.loads(json.dumps(self._identity()))
             identity.setdefault("optimizer", "adamw")  # as of version 0.1
+            identity.setdefault("loss", ours["loss"])  # of checkpoints before 28 November 2026
             if "corpus" not in identity:  # of version 0.1
                 message = f"{path}: the checkpoint does not say of which texts it is; they must be the same"
                 warnings.warn(message, ConfigWarning, stacklevel=2)

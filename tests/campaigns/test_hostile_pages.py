@@ -1,12 +1,14 @@
-"""Hostile files, names, tokens and texts in the playground and in notebooks, in Chromium:
+"""Hostile files, names, tokens and texts in the playground, in Chromium:
 pytest -m slow -n0 -s tests/campaigns/test_hostile_pages.py
 
-Each file that is dropped on the page must give a text, or one line that says what is wrong with it; the tab lives, takes
-less than a gigabyte more, and no name becomes an element. test_crafted_files is in the default suite.
+Each file that is dropped on the page must give a text, or one line that says what is wrong with it; the tab lives,
+takes less than a gigabyte more, and no name becomes an element. test_crafted_files is in the thorough suite.
 """
 
+import contextlib
 import functools
 import http.server
+import importlib
 import json
 import os
 import random
@@ -27,10 +29,11 @@ from test_site import DOCS
 from bitnet_ref.formats.open import ASSETS
 
 sys.path += [str(DOCS / "extension"), str(Path(__file__).parent.parent / "fuzz")]
-from checkpoint_mutants import mutate_native  # noqa: E402
-from gguf_mutants import mutate_gguf  # noqa: E402
-from json_mutants import cut_out, flip_bytes, insert_bytes, mutate_json, mutate_safetensors, truncate  # noqa: E402
+from checkpoint_mutants import mutate_native
+from gguf_mutants import mutate_gguf
+from json_mutants import cut_out, flip_bytes, insert_bytes, mutate_json, mutate_safetensors, truncate
 
+site_playground = importlib.import_module("site_playground")
 pytestmark = needs_chromium
 STORY, GOLDEN, FAMILIES = ASSETS / "storyteller", DATA / "golden", DATA / "families"
 NAME = "<img src=x onerror=bad=1>"
@@ -51,7 +54,7 @@ HOSTILE = [
 RAW = r"Cannot |is not a |not iterable|undefined|not defined|call stack|nvalid|Unexpected token|\[object|are damaged \("
 MAX_S, MAX_BYTES = 30, 1 << 30
 DOM = """[typeof bad, document.querySelectorAll(
-    'iframe, svg[onload], img, script:not([src]), [onerror], a[href^=java], main > :not(section, div, form, canvas)').length,
+    'iframe, svg[onload], img, script:not([src]), [onerror], a[href^=java]').length,
     document.documentElement.scrollWidth <= innerWidth]"""
 
 
@@ -62,6 +65,12 @@ def address(tmp_path_factory):
     for path in (*(DOCS / "playground").iterdir(), ASSETS / "page" / "parts.js", ASSETS / "page" / "page.css"):
         shutil.copy(path, folder)
     (folder / "facts.json").write_text('{"vocabulary": {"pieces": [], "scores": [], "types": []}, "bos": 1}')
+    with serve(folder) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def serve(folder):
     handler = functools.partial(QuietHandler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever).start()
@@ -203,7 +212,10 @@ CRAFTED = {
     "text-eps.gguf": (gguf({"llama.attention.layer_norm_rms_epsilon": NAME}), "eps"),
     "nan-theta.gguf": (gguf({"llama.rope.freq_base": float("nan")}), "theta"),
     "ends.gguf": (gguf({"tokenizer.ggml.eos_token_id": [1, 2]}), "eos_token_id"),
-    "empty-piece.gguf": (gguf(words={"tokens": ["<unk>", "<s>", "", *"abcde"], "token_type": [2, 3, 4, *[1] * 5]}), "GGUF"),
+    "empty-piece.gguf": (
+        gguf(words={"tokens": ["<unk>", "<s>", "", *"abcde"], "token_type": [2, 3, 4, *[1] * 5]}),
+        "GGUF",
+    ),
     "empty-control.gguf": (gguf(words={"tokens": ["", "", "</s>", *"abcde"]}), "GGUF, llama"),
     "no-control.gguf": (gguf(words={"token_type": [1] * 8}), "GGUF, llama"),
     "numbers.gguf": (gguf(words={"tokens": [1, 2, 3]}), "tokens: expected a list of texts"),
@@ -214,7 +226,7 @@ CRAFTED = {
     "merges.gguf": (gguf(words={"model": "gpt2", "pre": "qwen2", "merges": NAME}), "merges: expected a list of texts"),
     "bos.gguf": (gguf(words={"bos_token_id": [1]}), "bos_token_id"),
     "long-piece.gguf": (gguf(words={"tokens": [*PIECES[:7], "x" * 5_000_000]}), "token 7 has 5000000 characters"),
-    "pieces.gguf": (gguf(words={"tokens": HOSTILE[:7] + ["a"]}), "GGUF, llama"),
+    "pieces.gguf": (gguf(words={"tokens": [*HOSTILE[:7], "a"]}), "GGUF, llama"),
     "name.gguf": (gguf(tensors={"x" * 1_000_000: (1,)}), "is a tensor that this page does not run"),
     "html.gguf": (gguf(tensors={NAME: (1,)}), "is a tensor that this page does not run"),
     "rank5.gguf": (gguf(tensors={"y": (1, 1, 1, 1, 1)}), "is a tensor that this page does not run"),
@@ -224,7 +236,10 @@ CRAFTED = {
     "tensor.safetensors": (safetensors({NAME: None}), "expected an object, got null"),
     "shape.safetensors": (safetensors({"x": {**TENSOR, "shape": "1"}}, bytes(4)), "expected a list of whole numbers"),
     "minus.safetensors": (safetensors({"x": {**TENSOR, "shape": [-1, -1]}}, bytes(4)), "expected a list of whole"),
-    "texts.safetensors": (safetensors({"x": {**TENSOR, "data_offsets": ["0", "4"]}}, bytes(4)), "expected a list of whole"),
+    "texts.safetensors": (
+        safetensors({"x": {**TENSOR, "data_offsets": ["0", "4"]}}, bytes(4)),
+        "expected a list of whole",
+    ),
     "three.safetensors": (safetensors({"x": {**TENSOR, "data_offsets": [0, 4, 4]}}, bytes(4)), "bytes 0 to 4"),
     "dtype.safetensors": (safetensors({"x": {**TENSOR, "dtype": "constructor"}}, bytes(4)), "does not read"),
     "html.safetensors": (safetensors({"x": {**TENSOR, "dtype": {"a": NAME}}}, bytes(4)), "does not read"),
@@ -232,7 +247,12 @@ CRAFTED = {
     "x.bitnet.safetensors": (safetensors({"__metadata__": {"format": NAME}}), "expected a native file"),
 }
 CONFIG = {"format": "bitnet_ref", "format_version": "2"}
-for name, own in {"none": "null", "text": NAME, "empty": "{}", "rope": '{"model_type": "bitnet", "rope": null}'}.items():
+for name, own in {
+    "none": "null",
+    "text": NAME,
+    "empty": "{}",
+    "rope": '{"model_type": "bitnet", "rope": null}',
+}.items():
     CRAFTED[f"{name}.bitnet.safetensors"] = (safetensors({"__metadata__": {**CONFIG, "config": own}}), ": ")
 
 
@@ -257,12 +277,18 @@ def mutate_folder(dice, folder):
     """A folder of the hub: storyteller with its tokenizer.model, or small ones; any of its files is changed."""
     names = ("bitnet-bf16-online", "bitnet-packed-offline", "llama-packed-bitlinear", "llama-packed-skips")
     source = dice.choice([STORY, *(GOLDEN / name for name in names)])
-    files = [path for path in source.iterdir() if path.suffix in (".json", ".model") or path.name == "model.safetensors"]
+    files = [
+        path for path in source.iterdir() if path.suffix in (".json", ".model") or path.name == "model.safetensors"
+    ]
     for path in files:
         shutil.copy(path, folder)
     if source != STORY and dice.randrange(2):
         pieces = dict.fromkeys([*map(chr, range(33, 127)), *HOSTILE, "\u0120a"])
-        model = {"type": "BPE", "vocab": {piece: id for id, piece in enumerate(pieces)}, "merges": ["\u0120 a", ["a", "b"]]}
+        model = {
+            "type": "BPE",
+            "vocab": {piece: id for id, piece in enumerate(pieces)},
+            "merges": ["\u0120 a", ["a", "b"]],
+        }
         added = [{"id": 5, "content": NAME, "special": True}]
         whole = {"model": model, "added_tokens": added, "pre_tokenizer": {"type": "ByteLevel"}, "normalizer": None}
         (folder / "tokenizer.json").write_text(json.dumps(whole))
@@ -296,7 +322,8 @@ MUTATORS = {"gguf": mutate_gguf, "native": mutate_native, "folder": mutate_folde
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MUTATORS)
-def test_mutated_files(kind, address, tmp_path, count=150):
+def test_mutated_files(kind, address, tmp_path):
+    count = 150
     outcomes, folder = Counter(), tmp_path / "files"
     with Chromium() as browser:
         own = OwnModel(browser, address)
@@ -318,3 +345,40 @@ def test_mutated_files(kind, address, tmp_path, count=150):
             shutil.rmtree(folder)
     print(f"\n{kind}: {dict(outcomes)} of {count}, {(own.bytes_taken - own.first_bytes) >> 20} MiB")
     assert min(outcomes["wrote"], outcomes["refused"]) > count // 20
+
+
+@pytest.mark.slow
+def test_hostile_tokens(tmp_path):
+    """The page's own model with another vocabulary: in the text, the bars, the tour, the game, a broken model."""
+    folder = tmp_path / "playground"
+    if missing := site_playground.write_playground(folder):
+        pytest.skip(f"no onnxruntime-web: {missing}")
+    facts = json.loads((folder / "facts.json").read_text())
+    words = facts["vocabulary"]
+    names = [name for name in HOSTILE if len(name) < 100]
+    for id, (piece, kind) in enumerate(zip(words["pieces"], words["types"], strict=True)):
+        if kind == 1 and len(piece) > 1:
+            words["pieces"][id] = f"{names[id % len(names)]}{id}"
+    (folder / "facts.json").write_text(json.dumps(facts))
+    with serve(folder) as address, Chromium() as browser:
+        page = browser.page(address)
+        page.until("playground.model && !playground.busy && playground.reading", 60)
+        seen = set()
+        for seed in range(20):
+            page.run(f"$('temperature').value = 2; $('max_tokens').value = 16; $('seed').value = {seed}")
+            page.click("#write")
+            page.until("!playground.busy", 60)
+            seen |= set(page.run("playground.reading.ids"))
+            page.run("[...$('tokens').children].forEach((token) => token.onclick())")
+            if seed % 5 == 0:
+                page.run(f"$('bugs').children[{seed // 5}].click()")
+                page.until("!playground.busy && playground.broken", 60)
+                page.run("$('game-next').click()")
+                page.until("!playground.busy && playground.game.round", 60)
+                page.run("$('choose-a').click()")
+            page.click("#tour-next")
+            assert page.text("#banner") == ""
+            assert page.run(DOM) == ["undefined", 0, True]
+        assert page.problems == []
+    print(f"\n{len(seen)} tokens in 20 texts")
+    assert len(seen) > 100

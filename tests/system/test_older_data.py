@@ -1,8 +1,8 @@
 """What the version of 23 November 2026 left on a disk: each is read, converted, or refused with what to do.
 
-tests/data/older was written by that version, with NumPy, in its `crossval record`, `crossval trace --receipt`, `pull`,
-`train`, `perplexity --state`, `generate --prepared` (cython) and in a `batch` that was killed. The receipt does not name
-the machine, and the store not the folder that its model came from.
+tests/data/older was written by that version: `crossval record`, `crossval trace --receipt`, `pull`, `train`,
+`perplexity --state`, `generate --prepared` (cython), and a `batch` that was killed. The receipt does not name the
+machine, and the store not the folder that its model came from.
 """
 
 import json
@@ -33,9 +33,14 @@ def test_a_journal_is_refused_and_stays(tmp_path):
     """It names the model by its files' sizes, so that its answers may be another model's."""
     for name in ("in.jsonl", "out.jsonl.partial"):
         shutil.copy(OLDER / name, tmp_path)
-    result = invoke("batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", "storyteller", "--backend", "numpy")
+    result = invoke(
+        "batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", "storyteller", "--backend", "numpy"
+    )
     assert result.exit_code == 3
-    assert "out.jsonl.partial: is of another run (other model, settings or version), or damaged; delete it" in result.output
+    assert (
+        "out.jsonl.partial: is of another run (other model, settings or version), or damaged; delete it"
+        in result.output
+    )
     assert (tmp_path / "out.jsonl.partial").read_bytes() == (OLDER / "out.jsonl.partial").read_bytes()
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -96,7 +101,9 @@ def test_a_store_is_moved(tmp_path, monkeypatch):
     assert "bitnet-ref pull --move-old-store" in result.output + result.stderr
     assert [name for name, _ in move_old_store()] == ["mine"]
     ids = [1, 17, 5]
-    np.testing.assert_array_equal(bitnet_ref.load("mine", backend="numpy").logits(ids), model(TINY, "numpy").logits(ids))
+    np.testing.assert_array_equal(
+        bitnet_ref.load("mine", backend="numpy").logits(ids), model(TINY, "numpy").logits(ids)
+    )
     assert not (tmp_path / "home" / "index.json").exists()
 
 

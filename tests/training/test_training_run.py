@@ -488,6 +488,10 @@ def test_a_checkpoint_of_another_run(config, tmp_path):
     config.write_text(text.replace("batch = 2", 'batch = 3\noptimizer = "muon"'))
     with pytest.raises(FormatError, match=r"of another run: optimizer adamw, here muon$"):
         start(config, tmp_path / "run", resume=True)
+    for setting, value in (("temperature", "5.0, here 4.0"), ("mix_steps", "0, here 5")):
+        config.write_text(text.replace("batch = 2", f"batch = 3\n{setting} = {value.split()[-1]}"))
+        with pytest.raises(FormatError, match=rf"of another run: {setting} {value}$"):
+            start(config, tmp_path / "run", resume=True)
     config.write_text(text)
     path = tmp_path / "run" / "checkpoint.safetensors"
     with SafetensorsFile(path) as file:
