@@ -139,7 +139,7 @@ const KINDS = {
 };
 
 function quote(value) {
-  const text = String(JSON.stringify(value));
+  const text = JSON.stringify(value) ?? "nothing";
   return text.length > 80 ? `${text.slice(0, 80)} ...` : text;
 }
 
@@ -366,8 +366,8 @@ class Gguf extends Reader {
   }
 
   readConfig() {
-    const { metadata } = this, name = String(metadata["general.architecture"]), architecture = ARCHITECTURES[name];
-    if (!Object.hasOwn(ARCHITECTURES, name)) throw this.refuse("general.architecture", `expected one of ${Object.keys(ARCHITECTURES).join(", ")}, got ${name}; the package runs more`);
+    const { metadata } = this, name = metadata["general.architecture"], architecture = ARCHITECTURES[name];
+    if (typeof name !== "string" || !Object.hasOwn(ARCHITECTURES, name)) throw this.refuse("general.architecture", `expected one of ${Object.keys(ARCHITECTURES).join(", ")}, got ${quote(name)}; the package runs more`);
     const get = (key, other) => metadata[`${name}.${key}`] ?? other, heads = get("attention.head_count");
     const scaling = get("rope.scaling.type", "none");
     if (scaling !== "none") throw this.refuse(`${name}.rope.scaling.type`, `${quote(scaling)} is not run in this page`);
@@ -574,7 +574,7 @@ class Safetensors extends Reader {
 class Native extends Safetensors {
   async readConfig() {
     const { format, format_version, config } = this.metadata;
-    if (format !== "bitnet_ref" || Number(format_version) > 2) throw this.refuse("__metadata__", `expected a native file of version 1 or 2, got ${format} ${format_version}`);
+    if (format !== "bitnet_ref" || Number(format_version) > 2) throw this.refuse("__metadata__", `expected a native file of version 1 or 2, got ${quote(format)} ${quote(format_version)}`);
     const own = this.parse("config", new TextEncoder().encode(config)), rope = this.expect("rope", own.rope, "an object");
     if (!["bitnet", "llama", "qwen3"].includes(own.model_type)) throw this.refuse("model_type", `expected bitnet, llama or qwen3, got ${quote(own.model_type)}; the package runs more`);
     for (const [key, value] of Object.entries(DEFAULTS))

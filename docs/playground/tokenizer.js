@@ -45,7 +45,7 @@ export class Tokenizer {
       if (best < 0) break;
       symbols.splice(best, 2, { text: symbols[best].text + symbols[best + 1].text });
     }
-    return symbols.flatMap(({ text }) => this.ids.get(text) ?? [...new TextEncoder().encode(text)].map((byte) => this.bytes.get(byte)));
+    return symbols.flatMap(({ text }) => this.ids.get(text) ?? [...new TextEncoder().encode(text)].map((byte) => known(this.bytes.get(byte), text)));
   }
 
   // Characters, and user-defined pieces, which stay as they are.
@@ -78,6 +78,12 @@ export class Tokenizer {
     });
     return new TextDecoder("utf-8", { ignoreBOM: true }).decode(new Uint8Array(bytes));
   }
+}
+
+// The id of a token for a part of the text, which must be there.
+function known(id, text) {
+  if (id === undefined) throw new Error(`The vocabulary has no token for “${text}”.`);
+  return id;
 }
 
 // An expression of these texts, the first that fits; as a group, so that split() keeps them.
@@ -190,7 +196,7 @@ export class BytePairTokenizer {
     for (;;) {
       const ranks = symbols.slice(1).map((symbol, i) => this.ranks.get(`${symbols[i]} ${symbol}`) ?? Infinity);
       const best = ranks.indexOf(ranks.reduce((a, b) => Math.min(a, b), Infinity));
-      if (best < 0 || ranks[best] === Infinity) return symbols.map((symbol) => this.ids.get(symbol));
+      if (best < 0 || ranks[best] === Infinity) return symbols.map((symbol) => known(this.ids.get(symbol), word));
       symbols.splice(best, 2, symbols[best] + symbols[best + 1]);
     }
   }

@@ -51,7 +51,8 @@ HOSTILE = [
     "x" * 3000,
 ]
 # What JavaScript says of itself. Of memory that is short it may.
-RAW = r"Cannot |is not a |not iterable|undefined|not defined|call stack|nvalid|Unexpected token|\[object|are damaged \("
+RAW = r"Cannot |is not a |not iterable|undefined|not defined|call stack|Invalid |Unexpected token|\[object|are damaged \("
+PROMPT = "a b 3 4"  # letters of all these vocabularies; without one, ids
 MAX_S, MAX_BYTES = 30, 1 << 30
 DOM = """[typeof bad, document.querySelectorAll(
     'iframe, svg[onload], img, script:not([src]), [onerror], a[href^=java]').length,
@@ -88,7 +89,7 @@ class OwnModel:
 
     def __init__(self, browser, address):
         self.browser, self.page, self.bytes_taken = browser, browser.page(address), 0
-        self.page.until("typeof playground !== 'undefined' && document.getElementById('own-files').onchange")
+        self.page.until("typeof playground !== 'undefined' && !!$('own-files').onchange")
         self.page.problems.clear()  # facts.json is not the page's
 
     def use(self, files):
@@ -99,7 +100,7 @@ class OwnModel:
         self.wait()
         if self.page.run("$('own-form').hidden"):
             return self.page.text("#own-facts"), None
-        self.page.run("$('max_tokens').value = 4; $('own-form').requestSubmit()")
+        self.page.run(f"$('own-prompt').value = {PROMPT!r}; $('max_tokens').value = 4; $('own-form').requestSubmit()")
         self.wait()
         return self.page.text("#own-facts"), self.page.text("#own-text")
 
@@ -161,7 +162,7 @@ def typed(value):
 
 SIZES = {"block_count": 1, "embedding_length": 32, "feed_forward_length": 32, "context_length": 64, "vocab_size": 8}
 SIZES |= {"attention.head_count": 2, "attention.layer_norm_rms_epsilon": 1e-5}
-PIECES = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "c", "d"]
+PIECES = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "3", "4"]
 WORDS = {"model": "llama", "tokens": PIECES, "scores": [0.0] * 8, "token_type": [2, 3, 3, 1, 1, 1, 1, 1]}
 
 
@@ -213,10 +214,10 @@ CRAFTED = {
     "nan-theta.gguf": (gguf({"llama.rope.freq_base": float("nan")}), "theta"),
     "ends.gguf": (gguf({"tokenizer.ggml.eos_token_id": [1, 2]}), "eos_token_id"),
     "empty-piece.gguf": (
-        gguf(words={"tokens": ["<unk>", "<s>", "", *"abcde"], "token_type": [2, 3, 4, *[1] * 5]}),
+        gguf(words={"tokens": ["<unk>", "<s>", "", *PIECES[3:]], "token_type": [2, 3, 4, *[1] * 5]}),
         "GGUF",
     ),
-    "empty-control.gguf": (gguf(words={"tokens": ["", "", "</s>", *"abcde"]}), "GGUF, llama"),
+    "empty-control.gguf": (gguf(words={"tokens": ["", "", "</s>", *PIECES[3:]]}), "GGUF, llama"),
     "no-control.gguf": (gguf(words={"token_type": [1] * 8}), "GGUF, llama"),
     "numbers.gguf": (gguf(words={"tokens": [1, 2, 3]}), "tokens: expected a list of texts"),
     "text.gguf": (gguf(words={"tokens": NAME}), "tokens: expected a list of texts"),
@@ -226,10 +227,10 @@ CRAFTED = {
     "merges.gguf": (gguf(words={"model": "gpt2", "pre": "qwen2", "merges": NAME}), "merges: expected a list of texts"),
     "bos.gguf": (gguf(words={"bos_token_id": [1]}), "bos_token_id"),
     "long-piece.gguf": (gguf(words={"tokens": [*PIECES[:7], "x" * 5_000_000]}), "token 7 has 5000000 characters"),
-    "pieces.gguf": (gguf(words={"tokens": [*HOSTILE[:7], "a"]}), "GGUF, llama"),
-    "name.gguf": (gguf(tensors={"x" * 1_000_000: (1,)}), "is a tensor that this page does not run"),
-    "html.gguf": (gguf(tensors={NAME: (1,)}), "is a tensor that this page does not run"),
-    "rank5.gguf": (gguf(tensors={"y": (1, 1, 1, 1, 1)}), "is a tensor that this page does not run"),
+    "pieces.gguf": (gguf(words={"tokens": [*HOSTILE[:3], *PIECES[3:]]}), "GGUF, llama"),
+    "name.gguf": (gguf(tensors={"x" * 1_000_000: (1,)}), "name.gguf: xxx"),
+    "html.gguf": (gguf(tensors={NAME: (1,)}), "goes beyond the end of the file"),
+    "rank5.gguf": (gguf(tensors={"y": (1, 1, 1, 1, 1)}), "y: goes beyond the end of the file"),
     "null.safetensors": (safetensors(b"null"), "header: expected an object, got null"),
     "list.safetensors": (safetensors([1]), "header: expected an object"),
     "metadata.safetensors": (safetensors({"__metadata__": None}), "__metadata__: expected an object"),
