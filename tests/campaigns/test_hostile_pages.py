@@ -51,7 +51,9 @@ HOSTILE = [
     "x" * 3000,
 ]
 # What JavaScript says of itself. Of memory that is short it may.
-RAW = r"Cannot |is not a |not iterable|undefined|not defined|call stack|Invalid |Unexpected token|\[object|are damaged \("
+RAW = (
+    r"Cannot |is not a |not iterable|undefined|not defined|call stack|Invalid |Unexpected token|\[object|are damaged \("
+)
 PROMPT = "a b 3 4"  # letters of all these vocabularies; without one, ids
 MAX_S, MAX_BYTES = 30, 1 << 30
 DOM = """[typeof bad, document.querySelectorAll(
