@@ -54,7 +54,7 @@ HOSTILE = [
 RAW = (
     r"Cannot |is not a |not iterable|undefined|not defined|call stack|Invalid |Unexpected token|\[object|are damaged \("
 )
-PROMPT = "a b 3 4"  # letters of all these vocabularies; without one, ids
+PROMPT = "3 4"  # in all these vocabularies; without one, ids
 MAX_S, MAX_BYTES = 30, 1 << 30
 DOM = """[typeof bad, document.querySelectorAll(
     'iframe, svg[onload], img, script:not([src]), [onerror], a[href^=java]').length,
