@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -96,7 +95,7 @@ def batch(
     folders = {adapter: str(folder) for (_, adapter), folder in read_adapters(adapters, [name]).items()}
     if folders:
         run["adapters"] = {key: hash_files(model_files(Path(folder))) for key, folder in folders.items()}
-    settings = (name, config, template, defaults, options["unknown_fields"] == "warn", folders)
+    settings = (name, config, template, defaults, options["unknown_fields"] == "warn", tuple(folders.items()))
     opener = (open_server, loading, *settings)
     alone = None if count or address else serve_lines(load_model(options), *settings)
     answered = [0, 0]  # so many lines, of so many
@@ -145,18 +144,18 @@ def serve_lines(
     chat_template: str | None,
     defaults: str | None = None,
     ignores_unknown: bool = False,
-    adapters: Mapping[str, str] = MappingProxyType({}),
+    adapters: Sequence[tuple[str, str]] = (),
 ) -> BatchServer:
-    """defaults: of `EngineConfig.generation_defaults`. adapters: folders of LoRA adapters by their names."""
+    """defaults: of `EngineConfig.generation_defaults`. adapters: names of LoRA adapters and their folders."""
     from ..serving.http.batch import BatchServer
     from ..serving.http.schemas import UnknownFields
 
     settings = server_config(config, generation_defaults=defaults)
     unknown = UnknownFields() if ignores_unknown else None
     engine = model.engine(config=settings)
-    for adapter, folder in adapters.items():
+    for adapter, folder in adapters:
         engine.add_adapter(adapter, folder)
-    return BatchServer(engine, name, chat_template, unknown, tuple(adapters))
+    return BatchServer(engine, name, chat_template, unknown, tuple(adapter for adapter, _ in adapters))
 
 
 def open_server(loading: tuple[tuple[str, Any], ...], *settings: Any) -> BatchServer:

@@ -254,6 +254,10 @@ def _key(model: LoadedModel, protocol: str, length: int, windows: Sequence[Windo
     return {**facts, **computing, "protocol": protocol, "length": length, "windows_sha256": digest.hexdigest()}
 
 
+def _hash(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
 class _Journal:
     """The sums of the windows that are done; in a file, if there is one, which is replaced every 5 s and at the end."""
 
@@ -262,6 +266,9 @@ class _Journal:
         self.done: dict[int, Sums] = {}
         if path is not None and path.exists():
             stored = read_json_object(path, FormatError, MAX_STATE_BYTES)
+            whole = {name: value for name, value in stored.items() if name != "sha256"}
+            if set(stored) != {"run", "done"} and stored.get("sha256") != _hash(whole):  # older states have no hash
+                raise FormatError("is damaged; delete it", path=path, field="sha256")
             if stored.get("run") != self.key:
                 old = stored.get("run")
                 same = old.items() if isinstance(old, dict) else ()
@@ -282,7 +289,8 @@ class _Journal:
 
     def save(self) -> None:
         if self.path is not None:
-            write_json(self.path, {"run": self.key, "done": {str(index): sums for index, sums in self.done.items()}})
+            state = {"run": self.key, "done": {str(index): sums for index, sums in self.done.items()}}
+            write_json(self.path, {**state, "sha256": _hash(state)})
         self._saved_s = time.monotonic()
 
     def __enter__(self) -> _Journal:

@@ -262,6 +262,16 @@ def part_count(config: ModelConfig) -> int:
     return heads + config.num_hidden_layers * _parts_of_layer(config, 0)
 
 
+def check_room(config: ModelConfig, nbytes: int, path: Path) -> None:
+    """FormatError for matrices that tensors of so many bytes cannot hold, as each weight takes a bit at least. To be
+    called before anything of a row's or a column's size is made."""
+    for layer in range(len(config.layer_types)) if config.layer_types else (0,):
+        for name, (n, k) in config.linear_shapes(layer).items():
+            if n * k > 8 * nbytes:
+                message = f"by the configuration it has {n} x {k} weights, and all tensors have {nbytes} bytes"
+                raise FormatError(message, path=path, field=linear_name(layer, name))
+
+
 def _parts_of_layer(config: ModelConfig, layer: int) -> int:
     return len(config.linear_shapes(layer)) + len(config.norm_shapes(layer)) + len(arrays_of_layer(config, layer))
 

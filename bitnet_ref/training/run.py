@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any, TextIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..api import load
 from ..errors import ConfigError, ConfigWarning, FormatError, NumericsError, TokenizerError
@@ -29,7 +30,8 @@ from ..families import config_to_dict
 from ..formats.checkpoint import read_tokenizer_folder
 from ..formats.hashes import weight_hash
 from ..formats.hf.config import parse_hf_config
-from ..formats.safetensors import SafetensorsFile, SafetensorsWriter
+from ..formats.prepared import sum_pages
+from ..formats.safetensors import SafetensorsFile, SafetensorsWriter, content_hash
 from ..reference.config import ModelConfig
 from ..system.atomic import atomic_path, explain_os_errors, is_same_file
 from ..system.json_file import open_regular, read_bounded
@@ -45,6 +47,8 @@ from .trainer import Trainer, to_host
 CHECKPOINT, METRICS, SAMPLES, MODEL = "checkpoint.safetensors", "metrics.csv", "samples.txt", "model"
 ADAPTER = "adapter"  # in the place of MODEL
 COLUMNS = ("step", "tokens", "loss", "validation_loss", "lr", "weight_decay", "gradient_norm", "tokens_per_s")
+FACTS = "bitnet_ref.training"  # of a checkpoint's metadata
+LOSS = ("logits_weight", "temperature", "relations_weight", "relation_heads", "mix_steps")  # settings that decide it
 SAMPLE_TOKENS = 60
 MAX_TOML_BYTES = 1 << 20
 _SPIKE_STEPS = 32  # steps whose median a spike is measured by
@@ -401,9 +405,12 @@ class TrainingRun:
         }
         facts = {"step": optimizer.step, "recent": list(self._recent), "identity": self._identity()}
         layout = {name: ("F32", array.shape) for name, array in arrays.items()}
+        metadata = {FACTS: json.dumps(facts)}
+        hashes = {name: ("F32", array.shape, _hash_array(to_host(array))) for name, array in arrays.items()}
+        metadata["content_hash"] = content_hash(metadata, hashes)
         with (
             atomic_path(self.folder / CHECKPOINT) as target,
-            SafetensorsWriter(target, layout, {"bitnet_ref.training": json.dumps(facts)}) as writer,
+            SafetensorsWriter(target, layout, metadata) as writer,
         ):
             for name, array in arrays.items():
                 writer.write(name, to_host(array))
@@ -414,6 +421,7 @@ class TrainingRun:
         settings = self.settings
         data: dict[str, Any] = {key: getattr(settings, key) for key in ("batch", "context", "seed", "optimizer")}
         data["tokens"] = len(self.train)
+        data["loss"] = {key: getattr(settings, key) for key in LOSS}
         hashes: dict[str, str | None] = {"corpus": self.train.content_hash, "teacher": self._teacher_hash}
         hashes["validation corpus"] = None if self.validation is None else self.validation.content_hash
         lora: dict[str, Any] = {}
@@ -431,7 +439,7 @@ class TrainingRun:
         trainer, optimizer = self.trainer, self.trainer.optimizer
         with SafetensorsFile(path) as file:
             try:
-                facts = json.loads(file.metadata["bitnet_ref.training"])
+                facts = json.loads(file.metadata[FACTS])
                 step, recent, identity = (
                     int(facts["step"]),
                     [float(x) for x in facts["recent"]],
@@ -439,8 +447,15 @@ class TrainingRun:
                 )
             except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as problem:
                 raise FormatError("this is no checkpoint of a training run", path=path) from problem
+            if set(file.metadata) != {FACTS}:  # only checkpoints before 28 November 2026 have no hash
+                infos = file.tensors.items()
+                hashes = {name: (info.dtype, info.shape, _hash_array(file.read(name))) for name, info in infos}
+                if file.metadata.get("content_hash") != content_hash(file.metadata, hashes):
+                    message = "the checkpoint is damaged: its content is not what its hash says"
+                    raise FormatError(message, path=path, field="content_hash")
             ours = json.loads(json.dumps(self._identity()))
             identity.setdefault("optimizer", "adamw")  # as of version 0.1
+            identity.setdefault("loss", ours["loss"])  # of checkpoints before 28 November 2026
             if "corpus" not in identity:  # of version 0.1
                 message = f"{path}: the checkpoint does not say of which texts it is; they must be the same"
                 warnings.warn(message, ConfigWarning, stacklevel=2)
@@ -469,6 +484,10 @@ class TrainingRun:
         rows = [row for row in rows if not row[0].isdecimal() or int(row[0]) <= self.step]
         with atomic_path(path) as target, open(target, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows)
+
+
+def _hash_array(array: NDArray[Any]) -> str:
+    return sum_pages(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@
 import { roundHalfToEven } from "./transformer.js";
 import { BytePairTokenizer, Tokenizer, readSentencePieces } from "./tokenizer.js";
 
-const MAX_HEADER = 64 << 20, MAX_CONTEXT = 2048, CONVERT = "`bitnet-ref convert FILE OUT --to native` writes a file that it can";
+const MAX_HEADER = 64 << 20, MAX_TENSORS = 1 << 17, MAX_KEYS = 1 << 16, MAX_CONTEXT = 2048, CONVERT = "`bitnet-ref convert FILE OUT --to native` writes a file that it can";
 const ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"], FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"];
 const LINEARS = [...ATTENTION.map((part) => `attn.${part}`), ...FEED_FORWARD.map((part) => `mlp.${part}`)];
 const round = Math.fround;
@@ -19,6 +19,7 @@ export async function openModel(files, matrices, tell = () => {}) {
   const config = reader.config, parts = {};
   const put = async (name, rows, columns) => (parts[name] = arrange(await reader.linear(name, rows, columns), matrices));
   await put("embedding", config.vocabulary, config.hidden);
+  if (parts.embedding.matrix) throw reader.refuse("embedding", "is ternary with one scale; this page reads a table of floats, or with a scale for each group");
   parts.lm_head = parts.embedding;
   if (!config.tied) await put("lm_head", config.vocabulary, config.hidden);
   parts.final_norm = await reader.norm("final_norm", config.hidden);
@@ -54,6 +55,28 @@ class Reader {
     return new Error(`${this.file.name}: ${field}: ${message}`);
   }
 
+  // The value, which must be of one of KINDS.
+  expect(field, value, kind) {
+    if (!KINDS[kind](value)) throw this.refuse(field, `expected ${kind}, got ${quote(value)}`);
+    return value;
+  }
+
+  // The JSON object that is in the bytes.
+  parse(field, bytes) {
+    let value;
+    try {
+      value = JSON.parse(new TextDecoder().decode(bytes));
+    } catch {
+      throw this.refuse(field, "is not JSON: the file is damaged");
+    }
+    return this.expect(field, value, "an object");
+  }
+
+  addTensor(name, tensor) {
+    if (this.tensors.has(name)) throw this.refuse(name, "is there twice");
+    this.tensors.set(name, tensor);
+  }
+
   async bytes(start, size, file = this.file) {
     return new Uint8Array(await file.slice(start, start + size).arrayBuffer());
   }
@@ -71,11 +94,25 @@ class Reader {
     return [...this.tensors.keys()];
   }
 
-  check(fields) {
-    for (const [field, value] of Object.entries(fields))
-      if (!(Number.isInteger(value) && value > 0)) throw this.refuse(field, `expected a whole number above 0, got ${value}`);
+  check({ eps, theta, ...fields }) {
+    for (const [field, value] of Object.entries(fields)) this.expect(field, value, "a whole number above 0");
+    this.expect("eps", eps, "a finite number of at least 0");
+    if (!this.expect("theta", theta, "a finite number of at least 0")) throw this.refuse("theta", "is 0");
     if (fields.heads % fields.kvHeads || fields.headSize % 2) throw this.refuse("heads", `${fields.heads} over ${fields.kvHeads} of ${fields.headSize} numbers`);
-    return { ...fields, context: Math.min(fields.context, MAX_CONTEXT) };
+    return { ...fields, eps, theta, context: Math.min(fields.context, MAX_CONTEXT) };
+  }
+
+  // What a tokenizer is made of, checked before it is used. -> pieces
+  checkPieces(pieces, scores = [], types = [], merges = []) {
+    this.expect("tokens", pieces, "a list of texts");
+    if (pieces.length > this.config.vocabulary) throw this.refuse("tokens", `${pieces.length} tokens for ${this.config.vocabulary} rows`);
+    const long = pieces.findIndex((piece) => piece.length > MAX_PIECE);
+    if (long >= 0) throw this.refuse("tokens", `token ${long} has ${pieces[long].length} characters; this page takes up to ${MAX_PIECE}`);
+    this.expect("scores", scores, "a list of numbers");
+    this.expect("token_type", types, "a list of numbers");
+    this.expect("merges", merges, "a list of texts");
+    for (const list of [scores, types]) if (list.length && list.length !== pieces.length) throw this.refuse("tokens", `${list.length} scores or types for ${pieces.length} tokens`);
+    return pieces;
   }
 
   checkScale(name, scale) {
@@ -87,6 +124,24 @@ class Reader {
     if (codes.some((code) => code > 2)) throw this.refuse(name, "holds the invalid ternary code 3");
     return codes;
   }
+}
+
+const isFinite = Number.isFinite, isWhole = (value) => Number.isSafeInteger(value) && value >= 0, MAX_PIECE = 4096;
+const listOf = (test) => (value) => Array.isArray(value) && value.every(test);
+const KINDS = {
+  "an object": (value) => value !== null && typeof value === "object" && !Array.isArray(value),
+  "a text": (value) => typeof value === "string",
+  "a list of texts": listOf((value) => typeof value === "string"),
+  "a list of numbers": listOf((value) => typeof value === "number"),
+  "a list of whole numbers": listOf(isWhole),
+  "a whole number above 0": (value) => isWhole(value) && value > 0,
+  "a finite number of at least 0": (value) => isFinite(value) && value >= 0,
+  "a token's id, or none": (value) => value === undefined || value === null || isWhole(value),
+};
+
+function quote(value) {
+  const text = JSON.stringify(value) ?? "nothing";
+  return text.length > 80 ? `${text.slice(0, 80)} ...` : text;
 }
 
 // Floats of -s, 0 and +s -> {codes, scale}; null for others.
@@ -235,6 +290,7 @@ const ARCHITECTURES = {
   llama: { activation: "silu", isPermuted: true },
   qwen3: { activation: "silu", headNorms: true },
 };
+const SCALARS = { 0: ["getUint8", 1], 1: ["getInt8", 1], 2: ["getUint16", 2], 3: ["getInt16", 2], 4: ["getUint32", 4], 5: ["getInt32", 4], 6: ["getFloat32", 4], 7: ["getUint8", 1], 10: ["getBigUint64", 8], 11: ["getBigInt64", 8], 12: ["getFloat64", 8] };
 const READ_KEYS = [
   ...["context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size", "hidden_activation"],
   ...["attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"],
@@ -263,16 +319,16 @@ class Cursor {
     return new TextDecoder().decode(this.bytes.subarray(at, at + size));
   }
   value(type) {
-    const sizes = ["getUint8 1", "getInt8 1", "getUint16 2", "getInt16 2", "getUint32 4", "getInt32 4", "getFloat32 4", "getUint8 1", , , "getBigUint64 8", "getBigInt64 8", "getFloat64 8"];
     if (type === 8) return this.text();
     if (type === 9) {
       const inner = this.type(), size = this.count();
+      if (inner === 9) throw new Error(`${this.name}: lists in lists of metadata near byte ${this.at}`); // nobody writes them
       if (size > this.bytes.length - this.at) this.take(size);
       return Array.from({ length: size }, () => this.value(inner));
     }
-    if (!sizes[type]) throw new Error(`${this.name}: unknown type ${type} of metadata near byte ${this.at}`);
-    const [method, size] = sizes[type].split(" ");
-    return type === 7 ? this.number(method, 1) !== 0 : this.number(method, Number(size));
+    if (!SCALARS[type]) throw new Error(`${this.name}: unknown type ${type} of metadata near byte ${this.at}`);
+    const value = this.number(...SCALARS[type]);
+    return type === 7 ? value !== 0 : value;
   }
 }
 
@@ -297,21 +353,21 @@ class Gguf extends Reader {
   // Notes the tensors of a file. -> its metadata
   async readHeader(file) {
     this.file = file; // for what is refused
-    const cursor = new Cursor(await this.bytes(0, Math.min(file.size, MAX_HEADER)), file.name), metadata = {}, own = [];
+    const cursor = new Cursor(await this.bytes(0, Math.min(file.size, MAX_HEADER)), file.name), metadata = Object.create(null), own = [];
     if (cursor.type() !== 0x46554747) throw this.refuse("magic", "not a GGUF file");
     const version = cursor.type(), tensors = cursor.count(), keys = cursor.count();
     if (version !== 2 && version !== 3) throw this.refuse("version", `expected 2 or 3, got ${version}`);
+    if (tensors > MAX_TENSORS || keys > MAX_KEYS) throw this.refuse("header", `${tensors} tensors and ${keys} keys; expected up to ${MAX_TENSORS} and ${MAX_KEYS}`);
     for (let i = 0; i < keys; i++) {
       const key = cursor.text();
       metadata[key] = cursor.value(cursor.type());
     }
     for (let i = 0; i < tensors; i++) {
       const name = cursor.text(), shape = Array.from({ length: Math.min(cursor.type(), 5) }, cursor.count).reverse();
-      if (this.tensors.has(name)) throw this.refuse(name, "stands in another part too");
       own.push({ file, shape, type: cursor.type(), offset: cursor.count() });
-      this.tensors.set(name, own.at(-1));
+      this.addTensor(name, own.at(-1));
     }
-    const alignment = metadata["general.alignment"] ?? 32, start = Math.ceil(cursor.at / alignment) * alignment;
+    const alignment = this.expect("general.alignment", metadata["general.alignment"] ?? 32, "a whole number above 0"), start = Math.ceil(cursor.at / alignment) * alignment;
     for (const tensor of own) tensor.start = start + tensor.offset;
     return metadata;
   }
@@ -336,12 +392,12 @@ class Gguf extends Reader {
 
   readConfig() {
     const { metadata } = this, name = metadata["general.architecture"], architecture = ARCHITECTURES[name];
-    if (!architecture) throw this.refuse("general.architecture", `expected one of ${Object.keys(ARCHITECTURES).join(", ")}, got ${name}; the package runs more`);
+    if (typeof name !== "string" || !Object.hasOwn(ARCHITECTURES, name)) throw this.refuse("general.architecture", `expected one of ${Object.keys(ARCHITECTURES).join(", ")}, got ${quote(name)}; the package runs more`);
     const get = (key, other) => metadata[`${name}.${key}`] ?? other, heads = get("attention.head_count");
     const scaling = get("rope.scaling.type", "none");
-    if (scaling !== "none") throw this.refuse(`${name}.rope.scaling.type`, `${scaling} is not run in this page`);
+    if (scaling !== "none") throw this.refuse(`${name}.rope.scaling.type`, `${quote(scaling)} is not run in this page`);
     const activation = get("hidden_activation", architecture.activation);
-    if (!["relu2", "silu", "swish"].includes(activation)) throw this.refuse(`${name}.hidden_activation`, `expected relu2 or silu, got ${activation}`);
+    if (!["relu2", "silu", "swish"].includes(activation)) throw this.refuse(`${name}.hidden_activation`, `expected relu2 or silu, got ${quote(activation)}`);
     const others = Object.keys(metadata).filter((key) => key.startsWith("prism.") || (key.startsWith(`${name}.`) && !READ_KEYS.includes(key.slice(name.length + 1))));
     for (const key of others) if (metadata[key]) throw this.refuse(key, "is not run in this page; the package does, or says why not");
     const headSize = get("attention.key_length", get("embedding_length") / heads);
@@ -349,11 +405,11 @@ class Gguf extends Reader {
       if (get(key, headSize) !== headSize) throw this.refuse(`${name}.${key}`, `differs from the size of a head, ${headSize}`);
     const sizes = { layers: get("block_count"), heads, kvHeads: get("attention.head_count_kv", heads), headSize, hidden: get("embedding_length") };
     const vocabulary = this.tensors.get("token_embd.weight")?.shape[0];
-    const fields = this.check({ ...sizes, ffn: get("feed_forward_length"), vocabulary, context: get("context_length") });
-    this.isPermuted = architecture.isPermuted;
     const numbers = { eps: shortest(get("attention.layer_norm_rms_epsilon")), theta: shortest(get("rope.freq_base", 10000)) };
+    const fields = this.check({ ...sizes, ...numbers, ffn: get("feed_forward_length"), vocabulary, context: get("context_length") });
+    this.isPermuted = architecture.isPermuted;
     const ends = ["eos", "eot", "eom"].map((key) => metadata[`tokenizer.ggml.${key}_token_id`]).filter((id) => id !== undefined);
-    this.config = { ...fields, ...numbers, ...architecture, activation, tied: !this.tensors.has("output.weight"), ends, kind: `GGUF, ${name}` };
+    this.config = { ...fields, ...architecture, activation, tied: !this.tensors.has("output.weight"), ends: this.expect("eos_token_id", ends, "a list of whole numbers"), kind: `GGUF, ${name}` };
     if (!architecture.subNorms) this.findInputs();
   }
 
@@ -450,16 +506,18 @@ class Gguf extends Reader {
   tokenizer() {
     const { metadata } = this, get = (key) => metadata[`tokenizer.ggml.${key}`], model = get("model"), pieces = get("tokens");
     if (!pieces) return null;
-    if (pieces.length > this.config.vocabulary) throw this.refuse("tokenizer.ggml.tokens", `${pieces.length} tokens for ${this.config.vocabulary} rows`);
-    const types = get("token_type") ?? pieces.map(() => 1);
-    if (model === "gpt2") return BytePairTokenizer.open(pieces, get("merges"), types, get("pre"), get("add_bos_token"), get("bos_token_id"));
-    if (model !== "llama" || get("add_space_prefix") === false || get("remove_extra_whitespaces") || get("precompiled_charsmap")) return null;
-    return new Tokenizer({ pieces, scores: get("scores"), types }, get("add_bos_token") === false ? null : get("bos_token_id"));
+    const scores = get("scores"), bos = get("bos_token_id"), merges = get("merges"), types = get("token_type") ?? this.checkPieces(pieces).map(() => 1);
+    this.checkPieces(pieces, scores, types, merges);
+    this.expect("bos_token_id", bos, "a token's id, or none");
+    if (model === "gpt2") return BytePairTokenizer.open(pieces, merges, types, get("pre"), get("add_bos_token"), bos);
+    if (model !== "llama" || !scores || get("add_space_prefix") === false || get("remove_extra_whitespaces") || get("precompiled_charsmap")) return null;
+    return new Tokenizer({ pieces, scores, types }, get("add_bos_token") === false ? null : bos);
   }
 }
 
 // The shortest decimal that is the same float32, as the number was meant: 9.99999974e-06 is 1e-05.
 function shortest(value) {
+  if (!isFinite(value)) return value; // is refused
   for (let digits = 1; digits < 10; digits++) if (round(Number(value.toPrecision(digits))) === value) return Number(value.toPrecision(digits));
   return value;
 }
@@ -495,20 +553,15 @@ class Safetensors extends Reader {
     this.file = file; // for what is refused
     const size = file.size < 8 ? 0 : Number(new DataView(await file.slice(0, 8).arrayBuffer()).getBigUint64(0, true));
     if (!size || size > Math.min(MAX_HEADER, file.size - 8)) throw this.refuse("header", `of ${size} bytes in a file of ${file.size}`);
-    let header;
-    try {
-      header = JSON.parse(new TextDecoder().decode(await this.bytes(8, size)));
-    } catch {
-      throw this.refuse("header", "is not JSON: the file is damaged");
-    }
-    const { __metadata__: metadata = {}, ...tensors } = header;
-    this.metadata = metadata;
+    const { __metadata__: metadata = {}, ...tensors } = this.parse("header", await this.bytes(8, size));
+    this.metadata = this.expect("__metadata__", metadata, "an object");
     for (const [name, tensor] of Object.entries(tensors)) {
-      const { dtype, shape, data_offsets: [begin, end] } = tensor, expected = shape.reduce((a, b) => a * b, 1) * (SIZES[dtype] ?? NaN);
-      if (!SIZES[dtype]) throw this.refuse(name, `is ${dtype}, which this page does not read`);
-      if (end - begin !== expected || begin < 0 || 8 + size + end > file.size) throw this.refuse(name, `bytes ${begin} to ${end} for ${dtype} of shape ${shape}`);
-      if (this.tensors.has(name)) throw this.refuse(name, "is in two of the files");
-      this.tensors.set(name, { ...tensor, file, start: 8 + size });
+      const { dtype, shape, data_offsets: place } = this.expect(name, tensor, "an object");
+      const expected = this.expect(name, shape, "a list of whole numbers").reduce((a, b) => a * b, 1) * SIZES[dtype];
+      if (!Object.hasOwn(SIZES, dtype)) throw this.refuse(name, `is ${quote(dtype)}, which this page does not read`);
+      const [begin, end] = this.expect(name, place, "a list of whole numbers");
+      if (end - begin !== expected || place.length !== 2 || 8 + size + end > file.size) throw this.refuse(name, `bytes ${begin} to ${end} for ${dtype} of shape ${shape}`);
+      this.addTensor(name, { dtype, shape, data_offsets: place, file, start: 8 + size });
     }
   }
 
@@ -528,11 +581,17 @@ class Safetensors extends Reader {
   }
 
   tokenizer() {
-    const files = this.tokenizerFiles, parse = (name) => JSON.parse(new TextDecoder().decode(files[name] ?? new Uint8Array([0x7b, 0x7d])));
-    const bos = parse("tokenizer_config.json").add_bos_token === false ? null : this.config.bos;
-    if (!files["tokenizer.model"]) return BytePairTokenizer.fromJson(parse("tokenizer.json"));
-    const pieces = readSentencePieces(files["tokenizer.model"]);
-    return pieces && new Tokenizer(pieces, bos);
+    const files = this.tokenizerFiles, parse = (name) => (files[name] ? this.parse(name, files[name]) : {});
+    const bos = this.expect("bos_token_id", parse("tokenizer_config.json").add_bos_token === false ? null : this.config.bos, "a token's id, or none");
+    if (!files["tokenizer.model"]) {
+      const tokenizer = BytePairTokenizer.fromJson(parse("tokenizer.json"), this.config.vocabulary);
+      if (tokenizer) this.checkPieces(tokenizer.pieces), this.expect("post_processor", tokenizer.bos, "a token's id, or none");
+      return tokenizer;
+    }
+    const vocabulary = readSentencePieces(files["tokenizer.model"], this.config.vocabulary);
+    if (!vocabulary) return null;
+    this.checkPieces(vocabulary.pieces, vocabulary.scores, vocabulary.types);
+    return new Tokenizer(vocabulary, bos);
   }
 }
 
@@ -540,17 +599,19 @@ class Safetensors extends Reader {
 class Native extends Safetensors {
   async readConfig() {
     const { format, format_version, config } = this.metadata;
-    if (format !== "bitnet_ref" || Number(format_version) > 2) throw this.refuse("__metadata__", `expected a native file of version 1 or 2, got ${format} ${format_version}`);
-    const own = JSON.parse(config);
-    if (!["bitnet", "llama", "qwen3"].includes(own.model_type)) throw this.refuse("model_type", `expected bitnet, llama or qwen3, got ${own.model_type}; the package runs more`);
+    if (format !== "bitnet_ref" || Number(format_version) > 2) throw this.refuse("__metadata__", `expected a native file of version 1 or 2, got ${quote(format)} ${quote(format_version)}`);
+    const own = this.parse("config", new TextEncoder().encode(config)), rope = this.expect("rope", own.rope, "an object");
+    if (!["bitnet", "llama", "qwen3"].includes(own.model_type)) throw this.refuse("model_type", `expected bitnet, llama or qwen3, got ${quote(own.model_type)}; the package runs more`);
     for (const [key, value] of Object.entries(DEFAULTS))
-      if (JSON.stringify(own[key] ?? value) !== JSON.stringify(value)) throw this.refuse(key, `${own[key]} is not run in this page`);
-    if (own.rope.rope_type !== "default") throw this.refuse("rope_type", `${own.rope.rope_type} is not run in this page`);
+      if (JSON.stringify(own[key] ?? value) !== JSON.stringify(value)) throw this.refuse(key, `${quote(own[key])} is not run in this page`);
+    if (rope.rope_type !== "default") throw this.refuse("rope_type", `${quote(rope.rope_type)} is not run in this page`);
+    if (!["relu2", "silu"].includes(own.activation)) throw this.refuse("activation", `expected relu2 or silu, got ${quote(own.activation)}`);
     if (own.quantization?.use_rms_norm) throw this.refuse("use_rms_norm", "norms of each linear are not run in this page");
     const sizes = { layers: own.num_hidden_layers, heads: own.num_attention_heads, kvHeads: own.num_key_value_heads, headSize: own.head_dim };
-    const fields = this.check({ ...sizes, hidden: own.hidden_size, ffn: own.intermediate_size, vocabulary: own.vocab_size, context: own.max_position_embeddings });
+    const numbers = { eps: own.norm_eps, theta: rope.theta, context: own.max_position_embeddings };
+    const fields = this.check({ ...sizes, ...numbers, hidden: own.hidden_size, ffn: own.intermediate_size, vocabulary: own.vocab_size });
     const flags = { activation: own.activation, subNorms: own.sub_norms, headNorms: own.model_type === "qwen3", tied: own.tie_word_embeddings };
-    this.config = { ...fields, ...flags, eps: own.norm_eps, theta: own.rope.theta, ends: own.eos_token_ids, bos: own.bos_token_id, kind: `bitnet_ref, ${own.model_type}` };
+    this.config = { ...fields, ...flags, ends: this.expect("eos_token_ids", own.eos_token_ids, "a list of whole numbers"), bos: own.bos_token_id, kind: `bitnet_ref, ${own.model_type}` };
     for (const name of this.names.filter((each) => each.startsWith("tokenizer/")))
       this.tokenizerFiles[name.slice("tokenizer/".length)] = (await this.raw(name, this.shape(name)))[1];
   }
@@ -586,23 +647,24 @@ class HuggingFace extends Safetensors {
   async readConfig(files) {
     const find = (name) => files.find((each) => each.name === name);
     if (!find("config.json")) throw this.refuse("config.json", "is missing: drop it, the tokenizer's file and the weights together");
-    const own = JSON.parse(await find("config.json").text()), stated = own.quantization_config, type = own.model_type;
-    if (!["bitnet", "llama"].includes(type)) throw this.refuse("model_type", `expected bitnet or llama, got ${type}; the package runs more`);
-    if (stated?.quant_method !== "bitnet") throw this.refuse("quantization_config", `expected the quant_method bitnet, got ${stated?.quant_method}`);
-    const rope = own.rope_parameters ?? own.rope_scaling ?? {}, ropeType = rope.rope_type ?? rope.type ?? "default";
-    if (ropeType !== "default") throw this.refuse("rope_type", `${ropeType} is not run in this page`);
+    const own = this.parse("config.json", await this.bytes(0, MAX_HEADER, find("config.json"))), stated = own.quantization_config, type = own.model_type;
+    if (!["bitnet", "llama"].includes(type)) throw this.refuse("model_type", `expected bitnet or llama, got ${quote(type)}; the package runs more`);
+    if (stated?.quant_method !== "bitnet") throw this.refuse("quantization_config", `expected the quant_method bitnet, got ${quote(stated?.quant_method)}`);
+    const rope = this.expect("rope_parameters", own.rope_parameters ?? own.rope_scaling ?? {}, "an object"), ropeType = rope.rope_type ?? rope.type ?? "default";
+    if (ropeType !== "default") throw this.refuse("rope_type", `${quote(ropeType)} is not run in this page`);
     for (const key of ["sliding_window", "weight_bits"]) if (own[key]) throw this.refuse(key, "is not run in this page");
     if (stated.use_rms_norm) throw this.refuse("use_rms_norm", "norms of each linear are not run in this page");
     const activation = own.hidden_act ?? (type === "bitnet" ? "relu2" : "silu"), heads = own.num_attention_heads;
-    if (!["relu2", "silu"].includes(activation)) throw this.refuse("hidden_act", `expected relu2 or silu, got ${activation}`);
+    if (!["relu2", "silu"].includes(activation)) throw this.refuse("hidden_act", `expected relu2 or silu, got ${quote(activation)}`);
     const headSize = own.head_dim ?? own.hidden_size / heads, sizes = { layers: own.num_hidden_layers, heads, kvHeads: own.num_key_value_heads ?? heads, headSize };
-    const fields = this.check({ ...sizes, hidden: own.hidden_size, ffn: own.intermediate_size, vocabulary: own.vocab_size, context: own.max_position_embeddings ?? 2048 });
     const numbers = { eps: own.rms_norm_eps ?? (type === "bitnet" ? 1e-5 : 1e-6), theta: rope.rope_theta ?? own.rope_theta ?? (type === "bitnet" ? 500000 : 10000) };
+    const fields = this.check({ ...sizes, ...numbers, hidden: own.hidden_size, ffn: own.intermediate_size, vocabulary: own.vocab_size, context: own.max_position_embeddings ?? 2048 });
     const tied = own.tie_word_embeddings ?? false, isOnline = stated.quantization_mode === "online" && stated.linear_class === "autobitlinear";
     this.convention = (stated.linear_class ?? "bitlinear") === "bitlinear" ? "divide" : isOnline ? "absmean" : "multiply";
-    const dense = (stated.modules_to_not_convert ?? []).filter((name) => name !== "lm_head");
+    const dense = this.expect("modules_to_not_convert", stated.modules_to_not_convert ?? [], "a list of texts").filter((name) => name !== "lm_head");
     if (isOnline && dense.length) throw this.refuse("modules_to_not_convert", `${dense[0]} among masters is not run in this page`);
-    this.config = { ...fields, ...numbers, activation, subNorms: type === "bitnet", tied, ends: [own.eos_token_id ?? []].flat(), bos: own.bos_token_id, kind: `safetensors, ${type}` };
+    const ends = this.expect("eos_token_id", [own.eos_token_id ?? []].flat(), "a list of whole numbers");
+    this.config = { ...fields, activation, subNorms: type === "bitnet", tied, ends, bos: own.bos_token_id, kind: `safetensors, ${type}` };
     if (tied) this.taken.add("lm_head.weight"); // a copy that some files have
     for (const name of ["tokenizer.model", "tokenizer.json", "tokenizer_config.json"])
       if (find(name)) this.tokenizerFiles[name] = await new Reader(find(name)).bytes(0, MAX_HEADER);

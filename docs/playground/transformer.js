@@ -1,7 +1,7 @@
 // BitNet b1.58 and LLaMA, one token at a time, as bitnet_ref/reference computes them: numbers are float32, and sums before
 // an int8 rounding are float64, rounded once, so that the integers are the package's.
 
-const round = Math.fround, FLOOR = round(1e-5);
+const round = Math.fround, FLOOR = round(1e-5), NOT_FINITE = "The model computed a number that is not finite.";
 
 export class Transformer {
   // parts: of files.js: config, and by our names "embedding", "lm_head", norms (Float32Array) and linears
@@ -19,14 +19,16 @@ export class Transformer {
   // The logits after one more token.   -> (vocabulary)
   read(id) {
     const { config, parts } = this, { hidden, layers } = config;
-    if (!(id >= 0 && id < config.vocabulary)) throw new Error(`Token ${id}: the model knows 0 to ${config.vocabulary - 1}.`);
+    if (!(Number.isInteger(id) && id >= 0 && id < config.vocabulary)) throw new Error(`Token ${id}: the model knows 0 to ${config.vocabulary - 1}.`);
     let x = tableRow(parts.embedding, id, hidden);
     for (let i = 0; i < layers; i++) {
       x = sum(x, this.attention(x, i));
       x = sum(x, this.feedForward(x, i));
     }
     this.position += 1;
-    return this.linear(rmsNorm(x, parts.final_norm, config.eps), "lm_head");
+    const logits = this.linear(rmsNorm(x, parts.final_norm, config.eps), "lm_head");
+    if (!logits.every(Number.isFinite)) throw new Error(NOT_FINITE);
+    return logits;
   }
 
   attention(x, layer) {
@@ -82,7 +84,7 @@ const sum = (x, y) => x.map((value, i) => value + y[i]);
 
 function rmsNorm(x, weight, eps) {
   const square = x.reduce((total, value) => total + value * value, 0);
-  if (!Number.isFinite(square)) throw new Error("The model computed a number that is not finite.");
+  if (!Number.isFinite(square)) throw new Error(NOT_FINITE);
   const length = round(Math.sqrt(square / x.length + eps));
   return x.map((value, i) => round(value / length) * weight[i]);
 }

@@ -8,6 +8,13 @@ import { Transformer } from "./transformer.js";
 
 let model = null, tokenizer = null, isStopped = false;
 
+// At most so many characters: names in a file can be as long as the file. An error of JavaScript itself is that of a file
+// that nothing above has foreseen, or of memory.
+function describe({ name, message }) {
+  const text = name === "Error" ? message : name === "RangeError" ? `The files need more memory than this page has (${message}).` : `The files are damaged (${message}).`;
+  return text.length > 600 ? `${text.slice(0, 600)} ...` : text;
+}
+
 const pause = () => new Promise((resolve) => setTimeout(resolve));
 
 async function open(files) {
@@ -63,6 +70,6 @@ onmessage = async ({ data }) => {
     try {
       await (data.open ? open(data.open) : write(data.write, data.settings));
     } catch (error) {
-      postMessage({ problem: error.message });
+      postMessage({ problem: describe(error) });
     }
 };

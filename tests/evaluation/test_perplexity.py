@@ -177,6 +177,7 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
         with pytest.raises(FormatError, match=f"the state of another run: {names} differs; delete it"):
             perplexity(story(), **{"texts": TEXT, "protocol": "gptq", "length": LENGTH, "state": state, **other})
     good = json.loads(state.read_text())
+    del good["sha256"]  # as states were before
     state.write_text(json.dumps({**good, "run": 1}))
     with pytest.raises(FormatError, match=r"the state of another run: config_sha256, weights_sha256, .* differs"):
         perplexity(story(), TEXT, "gptq", LENGTH, state=state)
@@ -188,6 +189,22 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
         state.write_text(json.dumps({**good, **damage}))
         with pytest.raises(FormatError, match="damaged"):
             perplexity(story(), TEXT, "gptq", LENGTH, state=state)
+
+
+def test_one_damaged_byte_anywhere_in_a_state(tmp_path):
+    """The sums are those that were written, or the file is refused."""
+    module, path, key = sys.modules[perplexity.__module__], tmp_path / "state.json", {"length": 8}
+    with module._Journal(path, key) as journal:
+        journal.add([(0, [1.5, 2.25, 3.0]), (1, [0.125, 1e-7, 4.0])])
+    whole, done, refused = path.read_bytes(), journal.done, 0
+    for offset, byte in enumerate(whole):
+        for other in (byte ^ 1, byte ^ 0x80, 32):
+            path.write_bytes(whole[:offset] + bytes([other]) + whole[offset + 1 :])
+            try:
+                assert module._Journal(path, key).done == done, offset
+            except FormatError:
+                refused += 1
+    assert refused > 2 * len(whole)
 
 
 def test_the_state_is_written_every_few_seconds(tmp_path, monkeypatch):

@@ -8,7 +8,19 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import BITNET, GOLDEN, TINY, golden, model, rng, tiny_tensors, write_checkpoint, write_index, write_shards
+from helpers import (
+    BITNET,
+    DATA,
+    GOLDEN,
+    TINY,
+    golden,
+    model,
+    rng,
+    tiny_tensors,
+    write_checkpoint,
+    write_index,
+    write_shards,
+)
 
 import bitnet_ref
 from bitnet_ref.errors import FormatError
@@ -407,6 +419,15 @@ def test_a_link_out_of_a_hub_cache(tmp_path):
     shard.unlink()
     shard.symlink_to(outside)
     check_error(snapshot, "link out of the folder", "weight_map", snapshot / INDEX_FILE)
+
+
+def test_a_matrix_that_the_file_cannot_hold(tmp_path):
+    """Qwen3.5's attention has the places of its rows in an array, which is not made."""
+    folder = shutil.copytree(DATA / "containers" / "mlx-prism-hadamard", tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["num_attention_heads"] = 2**32
+    (folder / "config.json").write_text(json.dumps(config))
+    check_error(folder, r"it has \d+ x 512 weights, and all tensors have \d+ bytes", "blocks.1.attn.q_proj")
 
 
 def test_a_config_of_a_trillion_layers(tmp_path):

@@ -1,5 +1,6 @@
 """What a notebook or a browser shows of names and texts that others chose: HTML that runs nothing, in Chromium."""
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -29,15 +30,23 @@ NAMES = [
 ]
 
 
+def random_names(count):
+    """Pieces of hostile names in any order."""
+    dice = random.Random(7)
+    pieces = [*NAMES, *"<>&'\"`$\\{}%=/ \n", "<!--", "-->", "]]>", "<b", "style=", "&#60;", "<math>", "<template>", "a"]
+    return ["".join(dice.choices(pieces, k=dice.randint(1, 8))) for _ in range(count)]
+
+
 @needs_chromium
-def test_names_and_texts_run_nothing(tmp_path):
+@pytest.mark.parametrize("names", [NAMES, pytest.param(random_names(200), marks=pytest.mark.slow)], ids=["8", "200"])
+def test_names_and_texts_run_nothing(names, tmp_path):
     """And a name that is no formula draws the figure all the same."""
     text, facts = model(STORY).generate("Once", max_tokens=1), inspect_model(STORY)
     views = [show_tensor(STORY, name) for name in ("model.layers.0.self_attn.k_proj.weight", "model.norm.weight")]
     with model(STORY).engine() as engine:
         metrics = engine.metrics.snapshot()
     pages = []
-    for name in NAMES:
+    for name in names:
         frame = History().frame(0.0, metrics, [RequestProgress(1, name, 1, 1, 1.0, name)], False)
         shown = [replace(text, text=name), RecordedTensors({name: np.zeros(3, np.float32)})]
         shown += [replace(view, name=name) for view in views]
@@ -47,7 +56,7 @@ def test_names_and_texts_run_nothing(tmp_path):
         pages.append((tmp_path / "page.html").read_text(encoding="utf-8"))
         write_matrix(tmp_path / "page.html", [Cell(name, name, False, name, tmp_path / "r.json")])
         pages.append((tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert len(pages) == 3 * len(NAMES)
+    assert len(pages) == 3 * len(names)
     check_in_chromium(tmp_path / "page.html", pages)
 
 

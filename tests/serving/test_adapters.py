@@ -143,12 +143,17 @@ def test_one_name_means_one_model(folders):
     assert "m:one would be the name of two models" in done.output
 
 
-def test_a_line_of_a_batch_names_one(folders, loaded, tmp_path):
+@pytest.mark.parametrize(
+    "workers", [(), pytest.param(("--workers", 1), marks=pytest.mark.thorough)], ids=["here", "dask"]
+)
+def test_a_line_of_a_batch_names_one(workers, folders, loaded, tmp_path):
+    if workers:
+        pytest.importorskip("distributed", reason="distributed is not installed: pip install 'bitnet-ref[dask]'")
     bodies = [{"model": name, "prompt": PROMPT, "max_tokens": 6, "temperature": 0} for name in ("m", "m:one", "m:x")]
     line = {"method": "POST", "url": "/v1/completions"}
     lines = [json.dumps({**line, "custom_id": body["model"], "body": body}) for body in bodies]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
-    options = ("--model", f"m={BASE}", "--backend", BACKEND, "--lora", f"one={folders['one']}")
+    options = ("--model", f"m={BASE}", "--backend", BACKEND, "--lora", f"one={folders['one']}", *workers)
     done = invoke("batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", *options)
     assert done.exit_code == 0, done.output
     answers = [json.loads(each)["response"] for each in (tmp_path / "out.jsonl").read_text().splitlines()]

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 from cli_runs import BACKEND, FAST, invoke, invoke_json
-from helpers import model
+from helpers import DATA, model
 
 from bitnet_ref.cli import batch_command
 from bitnet_ref.cli.batch_command import hash_files, open_server, serve_lines
@@ -344,6 +344,35 @@ def test_a_journal_is_of_the_options_that_change_answers(tmp_path, monkeypatch, 
         invoke("batch", tmp_path / "in", tmp_path / "out", *options)
     assert len(runs) == 2
     assert runs[0] != runs[1]
+
+
+@pytest.mark.parametrize("options", [(), ("--lora", f"one={DATA / 'adapters' / 'beside'}")], ids=["", "lora"])
+def test_a_worker_keeps_what_it_has_opened(options, tmp_path, monkeypatch):
+    """By its opener, which is hashed there."""
+    openers = []
+    monkeypatch.setattr(batch_command, "spread", lambda opener, *rest: openers.append(hash(opener)))
+    (tmp_path / "in").write_text("")
+    invoke("batch", tmp_path / "in", tmp_path / "out", "--workers", 1, *options)
+    assert len(openers) == 1
+
+
+def test_a_journal_names_the_models_files_by_their_content(tmp_path, monkeypatch):
+    """And an adapter's: a byte of any of them makes another run, though sizes and times are the same."""
+    folder = shutil.copytree(DATA / "adapters" / "beside", tmp_path / "m")
+    adapter = shutil.copytree(DATA / "adapters" / "beside", tmp_path / "a")
+    runs = []
+    monkeypatch.setattr(batch_command, "load_model", lambda options: None)
+    monkeypatch.setattr(batch_command, "serve_lines", lambda *settings: None)
+    monkeypatch.setattr(batch_module, "run_batch", lambda source, target, workers, run, note: runs.append(run))
+    (tmp_path / "in").write_text("")
+    for path in (None, folder / "model.safetensors", folder / "config.json", adapter / "adapter_model.safetensors"):
+        if path is not None:
+            times, data = path.stat(), bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        invoke("batch", tmp_path / "in", tmp_path / "out", "--model", folder, "--lora", f"one={adapter}")
+    assert len({json.dumps(run, sort_keys=True) for run in runs}) == 4
 
 
 def refuses_strangers(address):

@@ -5,9 +5,12 @@ import time
 
 import pytest
 
-from bitnet_ref.serving.http.events import CallArguments, CallStart, Text
+from bitnet_ref.serving.http.chat_prompt import _plain_call
+from bitnet_ref.serving.http.events import Block, CallArguments, CallStart, Text
+from bitnet_ref.serving.http.ollama import _arguments_of
 from bitnet_ref.serving.http.schemas import RequestError, parse_json
 from bitnet_ref.serving.http.tools import ToolReader
+from bitnet_ref.serving.http.writers import write_json
 
 TOOLS = {"look": {"type": "object"}}
 
@@ -60,6 +63,17 @@ def test_an_object_that_is_no_json_is_handed_on(arguments):
     text, calls = read(f'{{"name": "look", "arguments": {arguments}}}')
     assert (text, calls) == ("", [arguments])
     json.loads(json.dumps(calls), parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("arguments", ['{"x": 1e999}', '{"x": NaN}', '{"x": "\\ud800"}', '{"x": ' + "[" * 5000 + "}"])
+def test_arguments_that_json_cannot_say_again_stay_text(arguments):
+    """Ollama's and Anthropic's replies, and templates, have the value of the arguments."""
+    block = Block("call", 0, "look", text=arguments)
+    reply = {"tool_calls": [{"function": {"name": "look", "arguments": _arguments_of(block)}}]}
+    assert json.loads(write_json(reply).encode())["tool_calls"][0]["function"]["arguments"] == arguments
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    assert _plain_call(call, "messages[0]")["function"]["arguments"] == arguments
+    assert Block("call", 0, text='{"x": [1, "\\ud83d\\ude00"]}').arguments == {"x": [1, "\U0001f600"]}
 
 
 def test_no_arguments_are_an_empty_object():

@@ -1,6 +1,7 @@
 """A child process that was forked at a bad moment uses what its parent's threads were in the middle of."""
 
 import os
+import re
 import sys
 import threading
 import time
@@ -111,3 +112,11 @@ def test_no_property_of_the_package_holds_a_lock_while_it_is_computed():
     for path in folder.rglob("*.py"):
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if "import" in line]
         assert not any("cached_property" in line for line in lines), path
+
+
+def test_no_module_of_the_package_has_a_lock_that_a_child_would_get_held():
+    """Those of objects are made anew with them. The emulated device, which is for tests, does not fork."""
+    for path in Path(bitnet_ref.__file__).parent.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        plain = re.findall(r"^\w+ = (?:threading\.)?(?:R?Lock|Condition|Semaphore)\(.*", text, re.MULTILINE)
+        assert plain == [] or "emulation" in path.parts, path

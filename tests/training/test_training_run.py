@@ -445,6 +445,31 @@ def test_a_checkpoint_of_another_corpus(config, tmp_path):
         start(config, tmp_path / "run", resume=True)
 
 
+@pytest.mark.thorough
+def test_one_damaged_byte_anywhere_in_a_checkpoint(config, tmp_path):
+    """It is refused, or it is in the spaces and names of the header, and the masters are those that were saved."""
+    start(config, tmp_path / "run").run()
+    path = tmp_path / "run" / "checkpoint.safetensors"
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    run = start(config, tmp_path / "other")
+    run._read_checkpoint(path)
+    masters, refused = {name: array.copy() for name, array in run.trainer.masters.items()}, 0
+    offsets = [*range(0, header, 7), *range(header, len(whole), 331), len(whole) - 1]
+    for offset in offsets:
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
+        try:
+            run._read_checkpoint(path)
+        except FormatError:
+            refused += 1
+            continue
+        assert offset < header
+        for name, array in run.trainer.masters.items():
+            np.testing.assert_array_equal(array, masters[name])
+    print(f"{refused} of {len(offsets)} refused")
+    assert refused > 0.99 * len(offsets)
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_an_error_about_the_file(config, tmp_path):
     run = start(config, tmp_path / "run")
@@ -488,10 +513,15 @@ def test_a_checkpoint_of_another_run(config, tmp_path):
     config.write_text(text.replace("batch = 2", 'batch = 3\noptimizer = "muon"'))
     with pytest.raises(FormatError, match=r"of another run: optimizer adamw, here muon$"):
         start(config, tmp_path / "run", resume=True)
+    for setting, value in (("temperature", "5.0, here 4.0"), ("mix_steps", "0, here 5")):
+        config.write_text(text.replace("batch = 2", f"batch = 3\n{setting} = {value.split()[-1]}"))
+        with pytest.raises(FormatError, match=rf"of another run: {setting} {value}$"):
+            start(config, tmp_path / "run", resume=True)
     config.write_text(text)
     path = tmp_path / "run" / "checkpoint.safetensors"
     with SafetensorsFile(path) as file:
         arrays, metadata = {name: file.read(name).copy() for name in file.tensors}, dict(file.metadata)
+    del metadata["content_hash"]  # as checkpoints were before
     config.write_text(text.replace("batch = 2", "batch = 3"))
     name = "m.model.layers.1.mlp.up_proj.weight"
     for changed in ({**arrays, name: arrays[name].T.copy()}, {each: arrays[each] for each in arrays if each != name}):
@@ -587,7 +617,8 @@ def test_encoded_texts_are_named_by_what_they_are_made_of(tmp_path):
     assert open_tokens([text], parts, 4096, folder).ids.tolist() != first
     text.write_text("The fox.\n")
     made = set(folder.glob("tokens-*.npy"))
-    other = {**parts, "tokenizer_config.json": parts["tokenizer_config.json"] + b" "}
+    other = {**parts, "tokenizer_config.json": parts["tokenizer_config.json"].replace(b"\n", b" ", 1)}
+    assert other != parts
     open_tokens([text], other, 4096, folder)
     assert len(set(folder.glob("tokens-*.npy")) - made) == 1
 

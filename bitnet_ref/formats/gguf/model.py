@@ -30,6 +30,7 @@ from ..checkpoint import (
     LoadOptions,
     all_linears,
     arrays_of_layer,
+    check_room,
     has_bias,
     is_ternary,
     linear_shape,
@@ -82,6 +83,7 @@ class GgufCheckpoint(Checkpoint):
             check_dialect(self.file, self.evidence)
             quantization = find_ternary(self.file, self.evidence, self.options.activations)
             self.config = read_gguf_config(self.file, quantization, self.evidence)
+            check_room(self.config, sum(tensor.nbytes for tensor in self.file.tensors.values()), path)
             self._describe_inputs()
             self._read_bases()
             self.taken = {ROPE_FREQS, *ROPE_FACTORS.values()} & set(self.file.tensors)  # read with the configuration

@@ -31,6 +31,7 @@ from ..checkpoint import (
     LoadOptions,
     all_linears,
     arrays_of_layer,
+    check_room,
     has_bias,
     is_ternary,
     linear_shape,
@@ -238,10 +239,14 @@ class HfCheckpoint(Checkpoint):
         self.tensors = CheckpointTensors(path)
         self.taken = self.tensors.taken
         layers, names = self.config.num_hidden_layers, self.tensors.names
-        if config is None and layers > len(names):  # before anything is counted or named layer by layer
+        try:
+            if config is None and layers > len(names):  # before anything is counted or named layer by layer
+                message = f"{self.folder / 'config.json'} says {layers} layers, and there are {len(names)} tensors"
+                raise FormatError(message, path=self.tensors.main, field="num_hidden_layers")
+            check_room(self.config, sum(self.tensors.info(name).nbytes for name in names), self.tensors.main)
+        except FormatError:
             self.close()
-            message = f"{self.folder / 'config.json'} says {layers} layers, and there are {len(names)} tensors"
-            raise FormatError(message, path=self.tensors.main, field="num_hidden_layers")
+            raise
         if self.config.quantization is None and any(name.endswith("q_proj.norm.weight") for name in names):
             # BitNet-Embedding: masters of BitLinears, each with a norm inside, which only the tensors' names show
             online = QuantizationConfig("autobitlinear", "online", use_rms_norm=True)

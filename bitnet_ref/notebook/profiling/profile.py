@@ -13,13 +13,14 @@ from ...backends.cpu.weights import strip_uses
 from ...backends.loaded import LoadedModel
 from ...backends.observe import PATHS
 from ...errors import GenerationError
+from ...system.forks import ForkLock
 from ..figures import Figure
 from .report import TableRow, as_html, as_table, as_text, icicles, table_rows, write_trace
 from .timed import StepTimer
 from .tree import KINDS, OpTime, Phase, Step
 
 KEPT_CALLS = 100_000  # of the first steps, for `save`: some 15 MB
-_lock = threading.Lock()  # guards which profiles watch which model
+_lock = ForkLock()  # guards which profiles watch which model
 
 
 class Profile:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from ...backends.loaded import LoadedModel
+from .events import read_value
 from .parts import CHAT_PARTS, read_parts
 from .schemas import RequestError
 from .tools import custom_arguments, read_tools
@@ -81,6 +81,6 @@ def _plain_call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 def _with_values(function: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return {**function, "arguments": json.loads(function["arguments"])}
-    except (ValueError, RecursionError):
+        return {**function, "arguments": read_value(function["arguments"])}
+    except ValueError:
         return dict(function)

@@ -66,6 +66,17 @@ def merge_events(events: Iterable[Event]) -> list[Event]:
     return merged
 
 
+def read_value(text: str) -> Any:
+    """The value of a JSON text. ValueError for other texts, and for what a reply in JSON and UTF-8 cannot say again: an
+    infinite number (1e999), half of a surrogate pair ("\\ud800")."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except RecursionError as problem:
+        raise ValueError("it is nested too deep") from problem
+    return value
+
+
 @dataclass
 class Block:
     """A part of a reply. kind: "reasoning", "text" or "call". text: of a call, the JSON of its arguments."""
@@ -78,10 +89,10 @@ class Block:
 
     @property
     def arguments(self) -> dict[str, Any] | None:
-        """Of a call; None where it was cut, or its JSON is wrong."""
+        """Of a call; None where it was cut, or is no JSON that a reply can hold."""
         try:
-            value = json.loads(self.text)
-        except (ValueError, RecursionError):
+            value = read_value(self.text)
+        except ValueError:
             return None
         return value if isinstance(value, dict) else None
 
