@@ -986,8 +986,8 @@ def work_through(setting: Setting, view: View) -> str:
 def spread(evidence: Evidence, explanation: Explanation) -> dict[str, Edit]:
     """The explanation's edit in all steps where it explains the engine's tensors."""
     edits = dict.fromkeys(explanation.names, explanation.edit)
-    kinds = {name.rpartition(".")[2] for name in explanation.names}
-    kinds |= {kind for group in RELATED if kinds & group for kind in group}
+    own_kinds = {name.rpartition(".")[2] for name in explanation.names}
+    kinds = own_kinds.union(*(group for group in RELATED if own_kinds & group))
     for name in evidence.wrong[1:]:
         if name in edits:
             continue
@@ -996,6 +996,7 @@ def spread(evidence: Evidence, explanation: Explanation) -> dict[str, Edit]:
             n if layer is None or layer_of(n) is None else f"blocks.{layer}.{role(n)}" for n in explanation.names
         )
         tries = [[n for n in moved_there if n in stretch]]
+        tries.append([n for n in stretch if n.rpartition(".")[2] in own_kinds])
         tries += [[n] for n in stretch[:8] if n.rpartition(".")[2] in kinds]
         for unit in tries:
             if unit and all(n in evidence.steps for n in unit):
