@@ -213,13 +213,15 @@ PLACES = {
         of_token += ⟦step → 0⟧;
         STEP(floats)(of_token + ⟦t → 0⟧ * K + column)
         y[i % T * y_stride + i / T] = (four[0] + ⟦four[2] → four[0]⟧)
-        STEP(weights)(row, ⟦k + i → i⟧, kind);
-        wide + n / R * R * K32 + ⟦n % R → 0⟧ * 32;
+        four[i] >> (8 * byte + 4 * (part / 4 | ⟦is_high → 0⟧))
+        memcpy(to + ⟦sum → c⟧ * 8 * width, &v, sizeof v);
+        PACK(0, 0, b + 4, factors + ⟦2 * i → i⟧, factors[2 * i + 1])
+        MULTIPLY((K / 32 + 7) / 8 * 256, ⟦K % 32 → 0⟧)
         return (four[0] + four[2]) + (four[1] + ⟦four[3] → four[1]⟧);
         SUM(third, ⟦fourth → third⟧, 0x44, 0xEE), 0x88, 0xDD)
         y[t * y_stride + r] = STEP(total)(lanes + ⟦(r * T + t) → 0⟧ * 32);
         far, x + k, K, some, ⟦k == 0 → 1⟧, lanes
-        *tokens = x + ⟦m * K → 0⟧;
+        packed + ⟦m → 0⟧ * packed_columns(K), K, out); break;
         STEP(dense_token)(kind, 1, 2, w + n * row_bytes, far, K, x + ⟦m → 0⟧ * K""",
     "draw_steps.h": r"""
         (STEP(wide)(logits + (i + k) * STEP(DOUBLES)) - top) / ⟦temperature → 1.0⟧;

@@ -447,6 +447,30 @@ static float dense_sum(const float *w, const float *x, size_t K, int fuses) {
     return lanes[0];
 }
 
+/* The weights of a row of blocks, 32 at a time */
+static void widen_blocks(int kind, const uint8_t *row, size_t K, float *out) {
+    float factors[24];
+    int8_t quants[256];
+    const size_t count = kind < Q4_K ? 32 : 256, step = kind == Q4_K ? 64 : 32;
+    for (size_t k = 0; k < K; k += count) {
+        const uint8_t *b = row + dense_row_bytes(kind, k);
+        switch (kind) {
+#define WIDEN(kind)                                                                                                    \
+    case kind:                                                                                                         \
+        block_factors_plain(b, kind < Q4_K ? 1 : 8, kind, factors, quants);                                            \
+        for (size_t at = 0; at < count; at += step)                                                                    \
+            for (size_t i = 0; i < step; i += 4) {                                                                     \
+                const f32v_plain v = block_weights_plain(b + at / step * BLOCK_STEP_BYTES(kind), (int)i, kind,         \
+                                                         factors + at / step * BLOCK_STEP_FACTORS(kind), quants + at); \
+                memcpy(out + k + at + i, &v, sizeof v);                                                                \
+            }                                                                                                          \
+        break;
+            WIDEN(Q8_0) WIDEN(Q4_0) WIDEN(Q4_1) WIDEN(Q4_K) WIDEN(Q6_K)
+#undef WIDEN
+        }
+    }
+}
+
 static void check_dense(const kernel_set *set, int kind, size_t rows, size_t K, size_t M) {
     const size_t size = DENSE_KINDS[kind].bytes, n = K / DENSE_KINDS[kind].values, row_bytes = n * size;
     if (n * DENSE_KINDS[kind].values != K) return;
@@ -458,19 +482,15 @@ static void check_dense(const kernel_set *set, int kind, size_t rows, size_t K, 
         else block[kind == Q6_K ? 209 : 1] &= (char)0xBB, block[kind == Q4_1 || kind == Q4_K ? 3 : 1] &= (char)0xBB; /* finite */
     }
     float *x = random_floats(M * K), *y = allocate(M * rows * sizeof *y), *row = allocate(K * sizeof *row);
-    float *wide = M > 1 ? allocate((rows < 32 ? 32 : rows) * K * sizeof *wide) : NULL;
-    float *packed = allocate(M * K * sizeof *packed);
+    float *wide = M > 1 ? allocate(32 * packed_columns(K) * sizeof *wide) : NULL;
+    float *packed = allocate(M * packed_columns(K) * sizeof *packed);
     set->dense_pack(x, M, K, packed);
     set->dense_rows(kind, w, rows, K, packed, M, y, rows, wide);
     const int fuses = SCALAR_FUSES || set != &KERNEL_SETS[0];
     for (size_t r = 0; r < rows; r++) {
         const uint8_t *of_row = (const uint8_t *)w + r * row_bytes;
         for (size_t k = 0; kind < Q8_0 && k < K; k++) row[k] = weight_plain(of_row, k, kind);
-        switch (kind) {
-#define BLOCKS(kind) case kind: widen_blocks_plain(kind, of_row, K, row, 32); break;
-            BLOCKS(Q8_0) BLOCKS(Q4_0) BLOCKS(Q4_1) BLOCKS(Q4_K) BLOCKS(Q6_K)
-#undef BLOCKS
-        }
+        if (kind >= Q8_0) widen_blocks(kind, of_row, K, row);
         for (size_t m = 0; m < M; m++) {
             const float expected = dense_sum(row, x + m * K, K, fuses);
             must_equal(set, "dense_rows", &expected, y + m * rows + r, sizeof expected, rows, K, M);
@@ -572,7 +592,7 @@ static void check_screen(const kernel_set *set, int kind, size_t rows, size_t K,
     plain->screen_rows(p, rows, K, wide, other, Y, M, x_facts, ends[2], ends[3], rows);
     must_equal(set, "screen_rows, lower", ends[0], ends[2], M * rows * sizeof(float), rows, K, M);
     must_equal(set, "screen_rows, upper", ends[1], ends[3], M * rows * sizeof(float), rows, K, M);
-    set->dense_rows(kind, w, rows, K, x, M, y, rows, NULL);
+    for (size_t m = 0; m < M; m++) set->dense_rows(kind, w, rows, K, x + m * K, 1, y + m * rows, rows, NULL);
     for (size_t i = 0; i < M * rows; i++)
         if (!(ends[0][i] <= y[i] && y[i] <= ends[1][i])) fail(set, "the bound", rows, K, M);
     if (set->dense_tiles && kind == 1 && K % 32 == 0) multiply_by_tiles(set, (uint16_t *)w, rows, rows / 16 * 16, K, x, M, y);

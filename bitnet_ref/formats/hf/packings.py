@@ -91,7 +91,9 @@ def read_affine(
     scales = tensors.take_rows(f"{module}.scales", place, columns, FLOATS)[rows]
     biases = tensors.take_rows(f"{module}.biases", place, columns, FLOATS)[rows]
     wide, offset = scales.astype(np.float32), biases.astype(np.float32)
-    if bits == 2 and np.array_equal(offset, -wide) and not (data & data >> np.uint8(1) & _FOUR_ZEROS).any():
+    pieces = (data[start : start + 1024] for start in range(0, len(data), 1024))
+    has_threes = bits == 2 and any((each & each >> np.uint8(1) & _FOUR_ZEROS).any() for each in pieces)
+    if bits == 2 and np.array_equal(offset, -wide) and not has_threes:
         return _planes(data, scales, width, bias)
     if bits == 1 and np.array_equal(2 * offset, -wide):
         return _planes(_pairs_of_bits(data), np.abs(biases) * np.sign(scales), width, bias)
@@ -156,12 +158,19 @@ def affine_width(words: tuple[int, ...], scales: tuple[int, ...], group_size: An
 
 def _planes(data: NDArray[np.uint8], scales: Floats, width: int, bias: NDArray[np.float32] | None) -> LinearWeight:
     """A ternary matrix of codes (N, K/4), each the weight + 1, and scales of either sign."""
-    by_group = data.reshape(*scales.shape, -1)
-    by_group = np.where((scales < 0)[:, :, None], _FOUR_TWOS - by_group, by_group)
-    by_group = np.where((scales == 0)[:, :, None], _FOUR_ZEROS, by_group)
-    empty = (by_group == _FOUR_ZEROS).all(axis=2)
-    sizes = np.where(empty, scales.dtype.type(0), np.abs(scales))
-    return from_blocks(by_group.reshape(len(data), -1), sizes, width, bias)
+    codes = data if (scales > 0).all() else np.empty_like(data)
+    sizes = np.empty_like(scales)
+    step = max(1, _CHUNK_VALUES // width)  # no copy of the whole matrix
+    for start in range(0, len(data), step):
+        part = slice(start, start + step)
+        by_group, of_group = data[part].reshape(*scales[part].shape, -1), scales[part]
+        if codes is not data:
+            by_group = np.where((of_group < 0)[:, :, None], _FOUR_TWOS - by_group, by_group)
+            by_group = np.where((of_group == 0)[:, :, None], _FOUR_ZEROS, by_group)
+            codes[part] = by_group.reshape(len(by_group), -1)
+        empty = (by_group == _FOUR_ZEROS).all(axis=2)
+        sizes[part] = np.where(empty, scales.dtype.type(0), np.abs(of_group))
+    return from_blocks(codes, sizes, width, bias)
 
 
 def _pairs_of_bits(data: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -64,6 +64,7 @@ cdef extern from "kernels.h" nogil:
     const dense_kind DENSE_KINDS[]
     const int Q8_0, N_DENSE_KINDS
     size_t dense_row_bytes(int kind, size_t K)
+    size_t packed_columns(size_t K)
     ctypedef struct group_shape:
         size_t K, group, per_group, n_chunks, rows, subpanel_bytes, code_bytes, token_bytes
         int layout

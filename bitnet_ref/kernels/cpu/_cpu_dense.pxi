@@ -90,10 +90,10 @@ cdef Py_ssize_t run_dense(const void *call) noexcept nogil:
         tiles, rows = tiles or by_tiles(c.chosen, c.kinds[i], K), rows or not by_tiles(c.chosen, c.kinds[i], K)
     cdef int team = threads_for(work, DENSE_BYTES_PER_THREAD, c.threads)
     cdef size_t parts_bytes = (c.chosen.tile_bytes(M, K) + 63) // 64 * 64 if tiles else 0
-    cdef Py_ssize_t wide = DENSE_UNIT * K if rows and M > 1 else 0  # of each thread
+    cdef Py_ssize_t wide = DENSE_UNIT * packed_columns(K) if rows and M > 1 else 0  # of each thread
     cdef char *parts = <char *> allocate(parts_bytes + (c.count * 16 * K * 2 if tiles else 0), 1)
     cdef char *last_rows = parts + parts_bytes
-    cdef Py_ssize_t of_tokens = (M * K + 15) // 16 * 16 if rows else 0
+    cdef Py_ssize_t of_tokens = M * packed_columns(K) if rows else 0
     cdef float *tokens = <float *> allocate(of_tokens + team * wide, sizeof(float))
     if parts == NULL or tokens == NULL:
         free(parts)

@@ -244,26 +244,3 @@ STEP_INLINE STEP(f32v) STEP(block_weights)(const uint8_t *b, const int i, const 
     size_t k = 0;                                                                                                      \
     for (; k + 256 <= K; k += 256) DO(8)                                                                               \
     for (; k < K; k += 32) DO(1)
-
-/* K weights of a row as float32, each 32 of them `stride` floats apart */
-STEP_INLINE void STEP(widen_blocks)(const int kind, const uint8_t *row, size_t K, float *out, size_t stride) {
-    float factors[16];
-    int8_t quants[256];
-    const int step = BLOCK_STEP(kind);
-#define WIDEN(n)                                                                                                       \
-    {                                                                                                                  \
-        const uint8_t *b = row + dense_row_bytes(kind, k);                                                             \
-        STEP(block_factors)(b, n, kind, factors, quants);                                                              \
-        const float *f = factors;                                                                                      \
-        for (size_t at = 0; at < 32 * n; at += step, out += step / 32 * stride) {                                      \
-            STEP_UNROLL                                                                                                \
-            for (int i = 0; i < step; i += STEP(FLOATS)) {                                                             \
-                const STEP(f32v) v = STEP(block_weights)(b, i, kind, f, quants + at);                                  \
-                memcpy(out + i / 32 * stride + i % 32, &v, sizeof v);                                                  \
-            }                                                                                                          \
-            b += BLOCK_STEP_BYTES(kind), f += BLOCK_STEP_FACTORS(kind);                                                \
-        }                                                                                                              \
-    }
-    EACH_BLOCKS(WIDEN)
-#undef WIDEN
-}

@@ -5,11 +5,11 @@
  * 16, 8 + 8, ...), then come the columns beyond the last 32. This order is the same on every machine, for any number of
  * rows and tokens; an x86 processor without AVX2 rounds each product too, having no fused multiply-add.
  *
- * A tile of rows and tokens is computed at once: a weight is widened once for all tokens of the tile, and enough sums
- * are in flight to hide the latency of an addition. A pass takes one or two vectors of each sum, one token with AVX2
- * all four. Several tokens are multiplied with some columns of 16 rows at a time, which stay in L1; between them the 32
- * sums of each row and token are in memory. For many tokens the rows are first widened and packed tile by tile, in the
- * order of their reading; for more than FEW_TOKENS rows and tokens are packed so that a lane is a row (below).
+ * For up to DENSE_TOKENS tokens, a tile of rows and tokens is computed at once: a weight is widened once for all tokens
+ * of the tile, and enough sums are in flight to hide the latency of an addition. A pass takes one or two vectors of each
+ * sum, one token with AVX2 all four. Several tokens are multiplied with some columns of 16 rows at a time, which stay in
+ * L1; between them the 32 sums of each row and token are in memory. For more tokens, rows and tokens are packed so that
+ * a lane is a row (below).
  *
  * A template, included by float_steps.h. GCC 12 keeps the tile's array of sums in registers because one flat, unrolled
  * loop iterates over it; with nested loops it stayed in memory.
@@ -19,44 +19,40 @@
  *   tokens 21.4; 4096 x 256, 64 tokens 16.6. One row and token at a time: 6.2 for any number of tokens. The max with
  *   products and sums rounded apart is 36. Half of the gain came from aligning sums and activations to cache lines, the
  *   rest from vpmovzxwd for the weights. Of that, 2 rows x 6 tokens of two vectors, and all columns at once.
- * Parts of the columns, Emerald Rapids, 256 of 2048: 0.96 to 1.08 of the speed of no parts; 512 1.11 to 1.26, 1024
- *   1.04 to 1.16; now (packed) 1024 and 640 are equal.
- * Emerald Rapids, one core beside busy neighbours, AVX-512, G multiply-adds/s (90 at most): products and sums apart;
- *   fused; fused and packed.
- *     tokens                        1            4            16            64            512
- *     bfloat16 1536 x 576    14, 16, 16   22, 31, 30    23, 28, 34    32, 47, 55    32, 44, 49
- *     bfloat16 5632 x 2048   13, 13, 13   25, 30, 30    21, 27, 31    28, 35, 41    31, 37, 44
- *     Q4_0 1536 x 576        14, 17, 17   22, 31, 30    27, 36, 36    32, 46, 51    27, 36, 46
- *   AVX2: 1.10 to 1.35 times as fast with one token, 1.15 to 1.25 with more.
- *   Half of the last gain is that a token's vector is loaded once, not once per row. Packing loses for few tokens of
- *   float32.
+ * Emerald Rapids, one core beside busy neighbours, AVX-512, G multiply-adds/s (90 at most), one and 4 tokens: bfloat16
+ *   1536 x 576 16, 31; 5632 x 2048 13, 30; Q4_0 1536 x 576 17, 31. Fused sums were 1.10 to 1.35 times as fast as products and
+ *   sums rounded apart.
  * Tried: 4 rows x 3 tokens: 15 (twice the weights to widen per product). AVX2, 1 token, 60000 x 2560: two rows in one
  *   pass 12.4 GB/s (two threads 23.4); four rows in two passes, which with the next four exceed L1, 9.4 (18.3).
- *   Packed: prefetching 8 steps ahead 0.82 to 0.93, the next tile 0.9, the next rows in memory 0.94 to 1.0; 8 rows in
- *   L1 0.94 to 1.02. Alone in a loop, 2 rows x 12 tokens or 3 x 8: 0.75 of 4 x 6; tokens packed too: 1.05.
  * A lane for each row, Emerald Rapids beside busy neighbours, one thread's processor time, minimum of up to 60 runs, equal
- *   bits, G multiply-adds/s (AVX-512 89 at most, AVX2 45): before (a tile's rows packed), now.
- *     tokens                        16            32            64           256
- *     bfloat16 1536 x 576       44, 45        53, 57        59, 67        54, 66
- *     bfloat16 576 x 1536       46, 41        49, 53        54, 62        46, 66
- *     bfloat16 2048 x 2048      34, 32        41, 44        52, 55        53, 69
- *     Q4_1 1536 x 576           47, 46        57, 61        60, 67        63, 68
- *     Q4_1 576 x 1536           47, 42        49, 57        54, 68        58, 74
- *     Q4_1 2048 x 2048          47, 36        48, 48        58, 57        53, 69
- *     bfloat16 1536 x 576, AVX2 22, 28        24, 34        25, 37        25, 39
- *   Hence FEW_TOKENS. A packed panel alone, from L2, reaches 80 (576 columns) to 86 (2048); packing takes 0.14 to 0.21 ns
- *   per weight, as long as 12 to 18 tokens, because it stores to 32 places, which miss L1. Tried there: a transposition of
- *   16 x 16 in registers, stored column by column, 0.25 to 0.29 ns; that of 4 columns, so stored, 0.20 to 0.30; 512
- *   columns at a time, or lines prefetched while rows are widened, 0.21 to 0.24. Panels prefetched 512 to 2048 bytes ahead:
- *   the same.
+ *   bits, G multiply-adds/s (AVX-512 89 at most, AVX2 50): lanes of columns with 4 rows packed (16 tokens) or weights widened
+ *   to memory, then transposed (more); transposed in registers.
+ *     tokens                         7            16            32            64
+ *     bfloat16 1536 x 576       28, 32        44, 47        56, 59        64, 66
+ *     bfloat16 576 x 1536       27, 33        42, 48        52, 61        63, 68
+ *     bfloat16 2048 x 2048      25, 29        38, 46        44, 58        56, 63
+ *     Q4_1 1536 x 576           27, 33        46, 49        58, 60        67, 68
+ *     Q4_1 576 x 1536           27, 33        43, 50        55, 62        66, 70
+ *     Q4_1 2048 x 2048          27, 33        47, 50        50, 62        57, 67
+ *     bfloat16 1536 x 576, AVX2              29, 32        33, 37        36, 39
+ *     Q4_1 2048 x 2048, AVX2                 22, 29        27, 32        33, 36
+ *   A packed panel alone reaches 80 (576 columns) to 86 (2048). Packing takes 0.11 to 0.13 ns per weight, as long as 10
+ *   tokens; it was 0.15 to 0.22. Its instructions are 4 per 16 weights; its stores are the limit: 64 bytes take 0.8 to 1.3 ns
+ *   on this machine wherever they go, 16 KB in a row in L1 too. Not tried: few tokens that widen bytes each time, so that
+ *   2 or 8 times fewer bytes are stored.
+ *   Tried: all columns of a sum one after another, not 8 of each 256: 0.20 to 0.30 ns, for at 2048 columns the 32
+ *   places are in one set of L1. 512 columns at a time, or lines prefetched while rows are widened, 0.21 to 0.24. Panels
+ *   prefetched 512 to 2048 bytes ahead: the same.
  *   An exact fused multiply-add in SSE2 (double products and sums, rounded to odd): 0.04 to 0.09 of two instructions. */
 
 /* per tile: what fits 32 registers, or 16 */
 enum { STEP(DENSE_TOKENS) = STEP_BYTES == 64 ? 6 : 3, STEP(TILE_ROWS) = STEP_BYTES == 64 ? 4 : 2 };
-enum { STEP(FEW_TOKENS) = STEP_BYTES == 64 ? 24 : 6 }; /* with more, a lane is a row */
 #ifndef BITNET_REF_DENSE_ROWS_H
 #define BITNET_REF_DENSE_ROWS_H
 enum { DENSE_ROWS = 16, DENSE_COLUMNS = 640 }; /* whose sums and tokens are in L1 */
+
+/* floats for each packed row (or token) of K columns */
+static inline size_t packed_columns(size_t K) { return (K + 255) / 256 * 256 + 32; }
 #endif
 
 STEP_INLINE STEP(f32v) STEP(floats)(const float *x) {
@@ -201,22 +197,19 @@ STEP_INLINE void STEP(dense_token)(const int kind, const int R, const int V, con
     STEP(finish_sums)(kind, R, 1, w, K, x, lanes, y, y_stride);
 }
 
-/* `rows` rows, a multiple of TILE_ROWS and at most DENSE_ROWS, and T tokens, DENSE_COLUMNS at a time, which stay in L1.
- * packed: the rows as `dense_rows` packed them */
-STEP_INLINE void STEP(dense_part)(const int kind, const int T, const int is_packed, const char *w, const float *packed,
-                                  size_t rows, size_t K, const float *x, float *y, size_t y_stride) {
+/* `rows` rows, a multiple of TILE_ROWS and at most DENSE_ROWS, and T tokens, DENSE_COLUMNS at a time, which stay in L1 */
+STEP_INLINE void STEP(dense_part)(const int kind, const int T, const char *w, size_t rows, size_t K, const float *x,
+                                  float *y, size_t y_stride) {
     enum { R = STEP(TILE_ROWS) };
-    const int V = STEP_BYTES == 64 && (T > 3 || is_packed) ? 1 : 2;
+    const int V = STEP_BYTES == 64 && T > 3 ? 1 : 2;
     float lanes[DENSE_ROWS * STEP(DENSE_TOKENS) * 32] __attribute__((aligned(64)));
-    const size_t K32 = K - K % 32, row = is_packed ? 128 : dense_row_bytes(kind, K);
-    const size_t step = is_packed ? R * 128 : dense_row_bytes(kind, 32), of_tile = is_packed ? K32 / 32 * step : R * row;
+    const size_t K32 = K - K % 32, row = dense_row_bytes(kind, K), step = dense_row_bytes(kind, 32);
     const size_t count = K32 > 0 ? (K32 + DENSE_COLUMNS - 1) / DENSE_COLUMNS : 1, n = (K32 / 32 + count - 1) / count * 32;
     for (size_t part = 0; part < count; part++) {
         const size_t k = part * n < K32 ? part * n : K32, some = K32 - k < n ? K32 - k : n;
         for (size_t r = 0; r < rows; r += R) {
-            const char *at = (is_packed ? (const char *)packed : w) + r / R * of_tile + k / 32 * step;
-            const size_t far = is_packed ? 0 : r + R < rows ? of_tile : n / 32 * step - r / R * of_tile;
-            STEP(dense_tile)(is_packed ? 0 : kind, R, T, V, at, row, step, far, x + k, K, some, k == 0, lanes + r * T * 32);
+            const size_t far = r + R < rows ? R * row : n / 32 * step - r * row;
+            STEP(dense_tile)(kind, R, T, V, w + r * row + k / 32 * step, row, step, far, x + k, K, some, k == 0, lanes + r * T * 32);
         }
     }
     STEP(finish_sums)(kind, (int)rows, T, w, K, x, lanes, y, y_stride);
@@ -275,35 +268,7 @@ STEP_INLINE void STEP(block_tile)(const int kind, const int R, const int T, cons
     }
 }
 
-/* any tokens; `rows` a multiple of TILE_ROWS */
-STEP_INLINE void STEP(dense_parts)(const int kind, const int is_packed, const char *w, const float *packed, size_t rows,
-                                   size_t K, const float *x, size_t M, float *y, size_t y_stride) {
-    const size_t row_bytes = dense_row_bytes(kind, K), parts = (M + STEP(DENSE_TOKENS) - 1) / STEP(DENSE_TOKENS);
-    for (size_t part = 0; part < parts; part++) { /* of equal size or nearly; its tokens stay in L2 for all rows */
-        const size_t m = part * M / parts;
-        const float *tokens = x + m * K;
-        for (size_t n = 0, some; (some = rows - n < DENSE_ROWS ? rows - n : DENSE_ROWS) > 0; n += some) {
-            const char *from = w + n * row_bytes;
-            const float *from_packed = is_packed ? packed + n * (K - K % 32) : NULL;
-            float *to = y + m * y_stride + n;
-#define PART(T) case T: STEP(dense_part)(kind, T, is_packed, from, from_packed, some, K, tokens, to, y_stride); break;
-            switch ((part + 1) * M / parts - m) { /* M > 1: no part is one token */
-                PART(2) PART(3)
-#if STEP_BYTES == 64
-                PART(4) PART(5) PART(6)
-#endif
-            }
-#undef PART
-        }
-    }
-}
-
-/* one text for all kinds, which are float32 by now; w is for the columns beyond the last 32 */
-STEP_TARGET static void STEP(dense_packed)(int kind, const char *w, const float *packed, size_t rows, size_t K,
-                                           const float *x, size_t M, float *y, size_t y_stride) {
-    STEP(dense_parts)(kind, 1, w, packed, rows, K, x, M, y, y_stride);
-}
-
+/* at most DENSE_TOKENS tokens */
 STEP_INLINE void STEP(dense_rows_of)(const int kind, const char *w, size_t rows, size_t K, const float *x, size_t M,
                                      float *y, size_t y_stride) {
     const size_t row_bytes = dense_row_bytes(kind, K), far = bytes_ahead(4, row_bytes);
@@ -314,147 +279,238 @@ STEP_INLINE void STEP(dense_rows_of)(const int kind, const char *w, size_t rows,
     if (M == 1) /* four rows, so that enough sums are in flight */
         for (; first + 4 <= rows; first += 4)
             STEP(dense_token)(kind, 4, 2, w + first * row_bytes, far, K, x, y + first, y_stride);
-    if (M > 1) {
-        first = rows / 4 * 4;
-        STEP(dense_parts)(kind, 0, w, NULL, first, K, x, M, y, y_stride);
+    for (size_t some, all = M > 1 ? rows / 4 * 4 : 0; first < all; first += some) {
+        some = all - first < DENSE_ROWS ? all - first : DENSE_ROWS;
+#define PART(T) case T: STEP(dense_part)(kind, T, w + first * row_bytes, some, K, x, y + first, y_stride); break;
+        switch (M) {
+            PART(2) PART(3)
+#if STEP_BYTES == 64
+            PART(4) PART(5) PART(6)
+#endif
+        }
+#undef PART
     }
     for (size_t n = first; n < rows; n++)
         for (size_t m = 0; m < M; m++)
             STEP(dense_token)(kind, 1, 2, w + n * row_bytes, far, K, x + m * K, y + m * y_stride + n, y_stride);
 }
 
-/* blocks, for one token, or with AVX-512 for as many as a tile takes */
+/* the same of blocks */
 STEP_INLINE void STEP(block_rows_of)(const int kind, const char *w, size_t rows, size_t K, const float *x, size_t M, float *y,
                                      size_t y_stride) {
-    enum { R = STEP_BYTES / 16 };
+    enum { R = STEP_BYTES / 16, SOME = STEP_BYTES == 64 ? 2 : 1 };
     const size_t row_bytes = dense_row_bytes(kind, K), far = bytes_ahead(R, row_bytes);
     size_t n = 0;
     if (M == 1)
         for (; n + R <= rows; n += R) STEP(block_tile)(kind, R, 1, w + n * row_bytes, far, K, x, y + n, y_stride);
+    for (; M > 1 && n + SOME <= rows; n += SOME) {
+#define TILE(T) case T: STEP(block_tile)(kind, SOME, T, w + n * row_bytes, SOME * row_bytes, K, x, y + n, y_stride); break;
+        switch (M) {
+            TILE(2) TILE(3)
 #if STEP_BYTES == 64
-    for (; M > 1 && M <= STEP(DENSE_TOKENS) && n + 2 <= rows; n += 2) {
-#define TILE(T) case T: STEP(block_tile)(kind, 2, T, w + n * row_bytes, 2 * row_bytes, K, x, y + n, y_stride); break;
-        switch (M) { TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
+            TILE(4) TILE(5) TILE(6)
+#endif
+        }
 #undef TILE
     }
-#endif
     for (; n < rows; n++)
         for (size_t m = 0; m < M; m++)
             STEP(block_tile)(kind, 1, 1, w + n * row_bytes, far, K, x + m * K, y + m * y_stride + n, y_stride);
-}
-
-/* K weights of a row, a multiple of 32, as float32, each 32 of them `stride` floats apart */
-STEP_INLINE void STEP(widen_floats)(const int kind, const char *row, size_t K, float *out, size_t stride) {
-    for (size_t k = 0; k < K; k += 32, out += stride)
-        STEP_UNROLL
-        for (int i = 0; i < 32; i += STEP(FLOATS)) {
-            const STEP(f32v) v = STEP(weights)(row, k + i, kind);
-            memcpy(out + i, &v, sizeof v);
-        }
 }
 
 /* -- many tokens: rows and tokens packed, a lane for each row --
  *
  * The same 32 sums of a row and a token, one after another: sum j of PANEL rows and T tokens at a time is in registers,
  * and is added to those before it, by the same halves, as soon as both are there: in the order 0, 16, 8, 24, 4, ... (the
- * bits of j reversed) after the n-th sum as many additions follow as n ends in ones. Columns and tokens are packed in the
- * order of their reading: all columns of the first sum, of the second, ..., then those beyond the last 32. */
+ * bits of j reversed) after the n-th sum as many additions follow as n ends in ones. Of each 256 columns all 8 of the
+ * first sum are packed, those of the second, ...; after them come the columns beyond the last 32. So the 32 places to
+ * which a packing stores are in few pages and different sets of L1.
+ *
+ * FLOATS rows are packed together: 16 bytes of each are transposed in registers, by 32 bits, and weights are cut out of
+ * these and widened, a lane for each row. */
 enum { STEP(PANEL) = 2 * STEP(FLOATS), STEP(PANEL_TOKENS) = STEP_BYTES == 64 ? 12 : STEP_BYTES == 32 ? 6 : 4 };
-#if STEP_BYTES == 64 /* the sizes of parts of more than FEW_TOKENS tokens */
-#define EACH_PART(DO) DO(8) DO(9) DO(10) DO(11) DO(12)
+#if STEP_BYTES == 64 /* the sizes of parts of more than DENSE_TOKENS tokens */
+#define EACH_PART(DO) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
 #elif STEP_BYTES == 32
 #define EACH_PART(DO) DO(3) DO(4) DO(5) DO(6)
 #else
-#define EACH_PART(DO) DO(3) DO(4)
+#define EACH_PART(DO) DO(2) DO(3) DO(4)
 #endif
 
-/* FLOATS rows of 4 columns, `stride` floats apart -> to[c], column c of the rows, of which `count` are stored */
-STEP_INLINE void STEP(transpose_4)(const float *from, size_t stride, size_t count, float *const *to) {
+/* 16 bytes of each of FLOATS rows, `stride` bytes apart -> v[i], the i-th 32 bits of all */
+STEP_INLINE void STEP(transpose)(const char *from, size_t stride, STEP(u32v) *v) {
 #if STEP_BYTES == 64
-    __m512 v[4], w[4];
+    __m512i rows[4];
+#define ROW(i) _mm_loadu_si128((const __m128i *)(from + (r + 4 * i) * stride))
     STEP_UNROLL
     for (size_t r = 0; r < 4; r++) { /* rows r, 4 + r, 8 + r and 12 + r */
-        const float *row = from + r * stride;
-        v[r] = _mm512_castps128_ps512(_mm_load_ps(row));
-        v[r] = _mm512_mask_broadcast_f32x4(v[r], 0x00F0, _mm_load_ps(row + 4 * stride));
-        v[r] = _mm512_mask_broadcast_f32x4(v[r], 0x0F00, _mm_load_ps(row + 8 * stride));
-        v[r] = _mm512_mask_broadcast_f32x4(v[r], 0xF000, _mm_load_ps(row + 12 * stride));
+        rows[r] = _mm512_castsi128_si512(ROW(0));
+        rows[r] = _mm512_mask_broadcast_i32x4(rows[r], 0x00F0, ROW(1));
+        rows[r] = _mm512_mask_broadcast_i32x4(rows[r], 0x0F00, ROW(2));
+        rows[r] = _mm512_mask_broadcast_i32x4(rows[r], 0xF000, ROW(3));
     }
-    for (int r = 0; r < 4; r += 2) w[r] = _mm512_unpacklo_ps(v[r], v[r + 1]), w[r + 1] = _mm512_unpackhi_ps(v[r], v[r + 1]);
-    const __mmask16 some = (__mmask16)((1u << count) - 1);
-#define STORE(c, unpack, w) _mm512_mask_storeu_ps(to[c], some, (__m512)unpack((__m512d)(w)[0], (__m512d)(w)[2]));
-    STORE(0, _mm512_unpacklo_pd, w) STORE(1, _mm512_unpackhi_pd, w) STORE(2, _mm512_unpacklo_pd, w + 1)
-    STORE(3, _mm512_unpackhi_pd, w + 1)
+#define UNPACK(how, a, b) _mm512_unpack##how(a, b)
+#define VECTOR __m512i
 #elif STEP_BYTES == 32
-    __m256 v[4], w[4];
+    __m256i rows[4];
+#define ROW(i) _mm_loadu_si128((const __m128i *)(from + (r + 4 * i) * stride))
     STEP_UNROLL
-    for (size_t r = 0; r < 4; r++) { /* rows r and 4 + r */
-        const float *row = from + r * stride;
-        v[r] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_load_ps(row)), _mm_load_ps(row + 4 * stride), 1);
-    }
-    for (int r = 0; r < 4; r += 2) w[r] = _mm256_unpacklo_ps(v[r], v[r + 1]), w[r + 1] = _mm256_unpackhi_ps(v[r], v[r + 1]);
-    for (int c = 0; c < 4; c++) {
-        const __m256d a = (__m256d)w[c / 2], b = (__m256d)w[2 + c / 2];
-        const __m256 column = (__m256)(c % 2 ? _mm256_unpackhi_pd(a, b) : _mm256_unpacklo_pd(a, b));
-        memcpy(to[c], &column, count * sizeof(float));
-    }
+    for (size_t r = 0; r < 4; r++) /* rows r and 4 + r */
+        rows[r] = _mm256_inserti128_si256(_mm256_castsi128_si256(ROW(0)), ROW(1), 1);
+#define UNPACK(how, a, b) _mm256_unpack##how(a, b)
+#define VECTOR __m256i
+#endif
+#if STEP_BYTES > 16
+    const VECTOR low01 = UNPACK(lo_epi32, rows[0], rows[1]), low23 = UNPACK(lo_epi32, rows[2], rows[3]);
+    const VECTOR high01 = UNPACK(hi_epi32, rows[0], rows[1]), high23 = UNPACK(hi_epi32, rows[2], rows[3]);
+    v[0] = (STEP(u32v))UNPACK(lo_epi64, low01, low23), v[1] = (STEP(u32v))UNPACK(hi_epi64, low01, low23);
+    v[2] = (STEP(u32v))UNPACK(lo_epi64, high01, high23), v[3] = (STEP(u32v))UNPACK(hi_epi64, high01, high23);
+#undef ROW
+#undef UNPACK
+#undef VECTOR
 #else
-    for (size_t c = 0; c < 4; c++)
-        for (size_t r = 0; r < count; r++) to[c][r] = from[r * stride + c];
+    uint32_t rows[4][4];
+    for (size_t r = 0; r < 4; r++) memcpy(rows[r], from + r * stride, 16);
+    for (size_t i = 0; i < 4; i++) v[i] = (STEP(u32v)){rows[0][i], rows[1][i], rows[2][i], rows[3][i]};
 #endif
 }
 
-/* `rows` rows (or tokens) of K numbers -> `packed`, K times `width` of them, at most FLOATS; missing rows are 0 */
+/* scale q + offset of the low nibbles q of all lanes */
+STEP_INLINE STEP(f32v) STEP(low_nibbles)(STEP(u32v) q, const int kind, STEP(f32v) scale, STEP(f32v) offset) {
+#if STEP_BYTES == 64 /* looked up by the low 4 bits */
+    const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const int less = kind == Q4_0 ? 8 : 0;
+    const STEP(f32v) v = (STEP(f32v))_mm512_permutexvar_ps((__m512i)q, _mm512_sub_ps(table, _mm512_set1_ps((float)less)));
+#else
+    const STEP(f32v) v = STEP(to_floats)((STEP(i32v))(q & 15) - (kind == Q4_0 ? 8 : 0));
+#endif
+    return kind == Q4_0 ? v * scale : STEP(fused)(v, scale, offset);
+}
+
+/* The at-th 16 bytes of 32 columns of FLOATS rows -> their columns: 4 of float32, 8 of bfloat16, 16 of int8, 32 of Q4_0 and
+ * Q4_1, 16 of Q4_K, the low or the high nibbles. The `width` first rows of column c are stored to the first of the 8
+ * places of its sum. factors: of these 32 columns; offset: Q4_1's and Q4_K's */
+STEP_INLINE void STEP(pack_16_bytes)(const int kind, const size_t at, const int is_high, const char *from, size_t stride,
+                                     const STEP(f32v) *factors, STEP(f32v) offset, float *to, size_t width) {
+    const size_t values = kind == 0 ? 1 : kind == 1 ? 2 : kind == Q4_0 || kind == Q4_1 ? 8 : 4; /* in 32 bits */
+    STEP(u32v) four[4];
+    STEP(transpose)(from, stride, four);
+    STEP_UNROLL
+    for (size_t n = 0; n < 4 * values; n++) {
+        const size_t i = n / values, part = n % values, byte = part % 4;
+        size_t c = at * 4 * values + n;
+        STEP(f32v) v;
+        if (kind == 0) v = (STEP(f32v))four[i];
+        else if (kind == 1) v = (STEP(f32v))(part ? four[i] & 0xFFFF0000u : four[i] << 16);
+        else if (kind == Q8_0 || kind == Q6_K)
+            v = STEP(to_floats)((STEP(i32v))(four[i] << (24 - 8 * byte)) >> 24) * factors[kind == Q6_K ? at : 0];
+        else {
+            v = STEP(low_nibbles)(four[i] >> (8 * byte + 4 * (part / 4 | is_high)), kind, factors[0], offset);
+            if (values == 8) c = part / 4 * 16 + i * 4 + byte;
+        }
+        const size_t sum = (c & 1) << 4 | (c & 2) << 2 | (c & 4) | (c & 8) >> 2 | c >> 4; /* its bits reversed */
+        if (width == STEP(FLOATS)) memcpy(to + sum * 8 * width, &v, sizeof v);
+#if STEP_BYTES == 64
+        else _mm512_mask_storeu_ps(to + sum * 8 * width, (__mmask16)((1u << width) - 1), (__m512)v);
+#else
+        else memcpy(to + sum * 8 * width, &v, width * sizeof(float));
+#endif
+    }
+}
+
+STEP_INLINE void STEP(float16_row)(const char *row, size_t n, float *out) { /* float16 */
+    size_t i = 0;
+    for (; i + STEP(FLOATS) <= n; i += STEP(FLOATS)) {
+        const STEP(f32v) v = STEP(weights)(row, i, 2);
+        memcpy(out + i, &v, sizeof v);
+    }
+    for (; i < n; i++) out[i] = STEP(weight)(row, i, 2);
+}
+
+/* `rows` rows (or tokens) of K numbers -> `packed`, `packed_columns` times `width` of them, at most FLOATS; missing rows
+ * are 0 */
 STEP_INLINE void STEP(pack_rows)(const int kind, const char *w, size_t rows, size_t K, float *packed, size_t width) {
-    enum { F = STEP(FLOATS), COLUMNS = 256, STRIDE = COLUMNS + 16 /* rows lie in other sets of L1 */ };
-    float some[F * STRIDE] __attribute__((aligned(64)));
-    if (rows < F) memset(some, 0, sizeof some);
+    enum { F = STEP(FLOATS), COLUMNS = 256 };
+    float copies[F][COLUMNS + 16] __attribute__((aligned(64))); /* of missing rows, and of float16, which is widened */
+    float of_rows[F][32] __attribute__((aligned(64)));          /* what `block_factors` gives */
+    int8_t quants[F][COLUMNS + 64] __attribute__((aligned(64)));
+    STEP(f32v) factors[16];
+    if (rows < F) memset(copies, 0, sizeof copies);
     for (size_t k = 0, n; k < K; k += n) {
         n = K - k < COLUMNS ? K - k : COLUMNS;
         const size_t whole = n - n % 32;
-        for (size_t r = 0; r < rows; r++) {
-            const char *row = w + r * dense_row_bytes(kind, K) + dense_row_bytes(kind, k);
-            if (kind >= Q8_0) STEP(widen_blocks)(kind, (const uint8_t *)row, n, some + r * STRIDE, 32);
-            else STEP(widen_floats)(kind, row, whole, some + r * STRIDE, 32);
-            for (size_t i = whole; kind < Q8_0 && i < n; i++) some[r * STRIDE + i] = STEP(weight)(row, i, kind);
+        const char *from = w + dense_row_bytes(kind, k);
+        size_t stride = dense_row_bytes(kind, K);
+        if (rows < F || kind == 2) {
+            for (size_t r = 0; r < rows; r++)
+                if (kind == 2) STEP(float16_row)(from + r * stride, n, copies[r]);
+                else memcpy(copies[r], from + r * stride, dense_row_bytes(kind, n));
+            from = (const char *)copies, stride = sizeof copies[0];
         }
-        for (size_t group = 0; group < 8; group++) { /* four sums, of which adjacent columns are stored one after another */
-            const size_t order[8] = {0, 4, 2, 6, 1, 5, 3, 7}; /* the bits of a group reversed */
-            float *to[4], *next = packed + (order[(group + 1) % 8] * (K / 32) + (k + (group == 7) * COLUMNS) / 32) * width;
-            for (size_t c = 0; c < 4; c++)
-                to[c] = packed + ((order[group] + (c % 2 * 16 + c / 2 * 8)) * (K / 32) + k / 32) * width;
-            for (size_t i = 0; i < whole; i += 32, next += width) {
-                STEP_UNROLL
-                for (size_t c = 0; c < 4; c++) __builtin_prefetch(next + (c % 2 * 16 + c / 2 * 8) * (K / 32) * width, 1);
-                if (width == F) STEP(transpose_4)(some + i + 4 * group, STRIDE, F, to);
-                else STEP(transpose_4)(some + i + 4 * group, STRIDE, width, to);
-                STEP_UNROLL
-                for (size_t c = 0; c < 4; c++) to[c] += width;
+        if (kind >= Q8_0) {
+            for (size_t r = 0; r < F; r++) {
+                const uint8_t *b = (const uint8_t *)from + r * stride;
+                if (n == COLUMNS) STEP(block_factors)(b, 8, kind, of_rows[r], quants[r]);
+                for (size_t i = 0; n < COLUMNS && i < n / 32; i++)
+                    STEP(block_factors)(b + i * dense_row_bytes(kind, 32), 1, kind, of_rows[r] + (kind == Q4_1 ? 2 * i : i), quants[r]);
             }
+            for (size_t i = 0; i < 4; i++)
+                STEP(transpose)((const char *)(of_rows[0] + 4 * i), sizeof of_rows[0], (STEP(u32v) *)factors + 4 * i);
         }
+        float *to = packed + k * width;
+        for (size_t i = 0; i < whole / 32; i++, to += width) {
+#define PACK(at, is_high, start, f, offset) \
+    STEP(pack_16_bytes)(kind == 2 ? 0 : kind, at, is_high, (const char *)(start) + 16 * at, stride, f, offset, to, width);
+            const char *b = from + dense_row_bytes(kind == 2 ? 0 : kind, 32) * i;
+            const STEP(f32v) none = {0};
+            if (kind == 0 || kind == 2) {
+                PACK(0, 0, b, NULL, none) PACK(1, 0, b, NULL, none) PACK(2, 0, b, NULL, none) PACK(3, 0, b, NULL, none)
+                PACK(4, 0, b, NULL, none) PACK(5, 0, b, NULL, none) PACK(6, 0, b, NULL, none) PACK(7, 0, b, NULL, none)
+            } else if (kind == 1) {
+                PACK(0, 0, b, NULL, none) PACK(1, 0, b, NULL, none) PACK(2, 0, b, NULL, none) PACK(3, 0, b, NULL, none)
+            } else if (kind == Q8_0) {
+                PACK(0, 0, b + 2, factors + i, none) PACK(1, 0, b + 2, factors + i, none)
+            } else if (kind == Q6_K) {
+                stride = sizeof quants[0];
+                PACK(0, 0, quants[0] + 32 * i, factors + 2 * i, none) PACK(1, 0, quants[0] + 32 * i, factors + 2 * i, none)
+            } else if (kind == Q4_0) {
+                PACK(0, 0, b + 2, factors + i, none)
+            } else if (kind == Q4_1) {
+                PACK(0, 0, b + 4, factors + 2 * i, factors[2 * i + 1])
+            } else if (i % 2) { /* Q4_K */
+                PACK(0, 1, from + 16 + i / 2 * 32, factors + i, factors[8 + i])
+                PACK(1, 1, from + 16 + i / 2 * 32, factors + i, factors[8 + i])
+            } else {
+                PACK(0, 0, from + 16 + i / 2 * 32, factors + i, factors[8 + i])
+                PACK(1, 0, from + 16 + i / 2 * 32, factors + i, factors[8 + i])
+            }
+#undef PACK
+        }
+        to = packed + (k + whole + COLUMNS - 1) / COLUMNS * COLUMNS * width;
         for (size_t i = whole; i < n; i++)
-            for (size_t r = 0; r < width; r++) packed[(k + i) * width + r] = some[r * STRIDE + i];
+            for (size_t r = 0; r < width; r++) *to++ = STEP(weight)(from + r * stride, i, kind == 2 ? 0 : kind);
     }
 }
 
 /* at most PANEL rows -> two times FLOATS of them, packed */
 STEP_INLINE void STEP(pack_panel)(const int kind, const char *w, size_t rows, size_t K, float *wide) {
     enum { F = STEP(FLOATS) };
-    STEP(pack_rows)(kind, w, rows < F ? rows : F, K, wide, F);
-    STEP(pack_rows)(kind, w + F * dense_row_bytes(kind, K), rows < F ? 0 : rows - F, K, wide + F * K, F);
+    for (size_t r = 0; r < STEP(PANEL); r += F, w += F * dense_row_bytes(kind, K), wide += F * packed_columns(K))
+        if (r < rows) STEP(pack_rows)(kind, w, rows - r < F ? rows - r : F, K, wide, F);
+        else memset(wide, 0, F * packed_columns(K) * sizeof *wide);
 }
 
 /* x (M, K) -> what `dense_rows` reads: a copy, or for many tokens parts of at most PANEL_TOKENS, of equal size or nearly,
  * packed. 64-byte aligned, so that loads cross no cache lines. */
 STEP_TARGET static void STEP(dense_pack)(const float *x, size_t M, size_t K, float *packed) {
-    if (M <= STEP(FEW_TOKENS)) {
+    if (M <= STEP(DENSE_TOKENS)) {
         memcpy(packed, x, M * K * sizeof *x);
         return;
     }
     const size_t parts = (M + STEP(PANEL_TOKENS) - 1) / STEP(PANEL_TOKENS);
     for (size_t part = 0; part < parts; part++) {
         const size_t m = part * M / parts, T = (part + 1) * M / parts - m;
-        STEP(pack_rows)(0, (const char *)(x + m * K), T, K, packed + m * K, T);
+        STEP(pack_rows)(0, (const char *)(x + m * K), T, K, packed + m * packed_columns(K), T);
     }
 }
 
@@ -462,17 +518,18 @@ STEP_TARGET static void STEP(dense_pack)(const float *x, size_t M, size_t K, flo
 STEP_INLINE void STEP(packed_panel)(const int T, const float *w, const float *x, size_t K, float *out) {
     enum { F = STEP(FLOATS) };
     STEP(f32v) sum[2 * STEP(PANEL_TOKENS)], pending[5][2 * STEP(PANEL_TOKENS)];
-#define MULTIPLY(columns)                                                                                              \
-    for (size_t k = 0; k < columns; k++, w += F, x += T) {                                                             \
-        const STEP(f32v) weights[2] = {STEP(floats)(w), STEP(floats)(w + K * F)};                                      \
+#define MULTIPLY(at, columns)                                                                                          \
+    for (size_t c = at, end = c + (columns); c < end; c++) {                                                           \
+        const STEP(f32v) weights[2] = {STEP(floats)(w + c * F), STEP(floats)(second + c * F)};                         \
         STEP_UNROLL                                                                                                    \
         for (int i = 0; i < 2 * T; i++)                                                                                \
-            sum[i] = STEP(fused)(weights[i % 2], x[i / 2] - (STEP(f32v)){0}, sum[i]);                                  \
+            sum[i] = STEP(fused)(weights[i % 2], x[c * T + i / 2] - (STEP(f32v)){0}, sum[i]);                          \
     }
-    for (int n = 0; n < 32; n++) {
+    const float *second = w + F * packed_columns(K);
+    for (size_t n = 0; n < 32; n++) {
         STEP_UNROLL
         for (int i = 0; i < 2 * T; i++) sum[i] = (STEP(f32v)){0};
-        MULTIPLY(K / 32)
+        for (size_t k = 0; k < K / 32; k += 8) MULTIPLY(k * 32 + n * 8, K / 32 - k < 8 ? K / 32 - k : 8)
         int level = 0;
         for (; n >> level & 1; level++)
             STEP_UNROLL
@@ -481,7 +538,7 @@ STEP_INLINE void STEP(packed_panel)(const int T, const float *w, const float *x,
             STEP_UNROLL
             for (int i = 0; i < 2 * T; i++) pending[level][i] = sum[i];
     }
-    MULTIPLY(K % 32)
+    MULTIPLY((K / 32 + 7) / 8 * 256, K % 32)
 #undef MULTIPLY
     memcpy(out, sum, 2 * T * sizeof *sum);
 }
@@ -502,7 +559,7 @@ STEP_TARGET static void STEP(multiply_panel)(const float *wide, size_t rows, siz
     float out[STEP(PANEL_TOKENS) * STEP(PANEL)] __attribute__((aligned(64)));
     for (size_t part = 0; part < parts; part++) {
         const size_t m = part * M / parts, T = (part + 1) * M / parts - m;
-#define PANEL(T) case T: STEP(packed_panel_##T)(wide, packed + m * K, K, out); break;
+#define PANEL(T) case T: STEP(packed_panel_##T)(wide, packed + m * packed_columns(K), K, out); break;
         switch (T) {
             EACH_PART(PANEL)
         }
@@ -511,14 +568,12 @@ STEP_TARGET static void STEP(multiply_panel)(const float *wide, size_t rows, siz
     }
 }
 
-/* y[m * y_stride + n] = w[n] . x[m], for `rows` rows of w (rows, K) and x (M, K). wide: room for 32 rows in
- * float32, or NULL. With it, for more than FEW_TOKENS tokens, x is what `dense_pack` packed, and rows are packed alike; for
- * fewer, if they are more than a tile takes (of float32: than 16; of blocks: than one, but with AVX-512 a tile's), rows are
- * packed as 32 columns of TILE_ROWS rows, then the next 32. */
+/* y[m * y_stride + n] = w[n] . x[m], for `rows` rows of w (rows, K) and x (M, K). For more than
+ * DENSE_TOKENS tokens, x is what `dense_pack` packed, and rows are packed alike. wide: room for 32 rows of `packed_columns`,
+ * or NULL for one token. */
 STEP_TARGET static void STEP(dense_rows)(int kind, const void *w, size_t rows, size_t K, const float *x, size_t M,
                                          float *y, size_t y_stride, float *wide) {
-    enum { R = STEP(TILE_ROWS) };
-    for (size_t n = 0, count; M > STEP(FEW_TOKENS) && wide && n < rows; n += count) {
+    for (size_t n = 0, count; M > STEP(DENSE_TOKENS) && n < rows; n += count) {
         count = rows - n < STEP(PANEL) ? rows - n : STEP(PANEL);
         const char *from = (const char *)w + n * dense_row_bytes(kind, K);
         switch (kind) {
@@ -528,26 +583,8 @@ STEP_TARGET static void STEP(dense_rows)(int kind, const void *w, size_t rows, s
         }
         STEP(multiply_panel)(wide, count, K, x, M, y + n, y_stride);
     }
-    if (M > STEP(FEW_TOKENS) && wide) return;
-    const size_t few = kind == 0 ? 16 : kind < Q8_0 || STEP_BYTES == 64 ? STEP(DENSE_TOKENS) : 1;
-    const size_t K32 = K - K % 32;
-    if (wide && M > few) {
-        const size_t packed = rows / 4 * 4;
-        for (size_t n = 0; n < packed; n++) {
-            const void *row = (const char *)w + n * dense_row_bytes(kind, K);
-            float *to = wide + n / R * R * K32 + n % R * 32;
-            switch (kind) {
-#define FLOATS(kind) case kind: STEP(widen_floats)(kind, row, K32, to, R * 32); break;
-#define BLOCKS(kind) case kind: STEP(widen_blocks)(kind, row, K, to, R * 32); break;
-                FLOATS(0) FLOATS(1) FLOATS(2) BLOCKS(Q8_0) BLOCKS(Q4_0) BLOCKS(Q4_1) BLOCKS(Q4_K) BLOCKS(Q6_K)
-            }
-        }
-        STEP(dense_packed)(kind, w, wide, packed, K, x, M, y, y_stride);
-        w = (const char *)w + packed * dense_row_bytes(kind, K), y += packed, rows -= packed;
-    }
+    if (M > STEP(DENSE_TOKENS)) return;
     switch (kind) {
-#undef FLOATS
-#undef BLOCKS
 #define FLOATS(kind) case kind: STEP(dense_rows_of)(kind, w, rows, K, x, M, y, y_stride); break;
 #define BLOCKS(kind) case kind: STEP(block_rows_of)(kind, w, rows, K, x, M, y, y_stride); break;
         FLOATS(0) FLOATS(1) FLOATS(2) BLOCKS(Q8_0) BLOCKS(Q4_0) BLOCKS(Q4_1) BLOCKS(Q4_K) BLOCKS(Q6_K)
