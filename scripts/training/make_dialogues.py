@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from make_stories import SLUR
 
 from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.system.atomic import atomic_path
@@ -47,6 +48,8 @@ def dialogues_of(document: str) -> Iterator[tuple[str | None, list[str]]]:
     scene: str | None = None
     turns: list[str] = []
     for paragraph in [*(" ".join(text.split()) for text in document.split("\n\n")), ""]:
+        if SLUR.search(paragraph):
+            paragraph = ""
         speech = speech_of(paragraph)
         if speech is not None:
             turns.append(speech)

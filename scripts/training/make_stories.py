@@ -29,6 +29,8 @@ HEADING = re.compile(r"(chapter|part|book|section|volume|story the)\b|[ivxlc]+\.
 FRONT = re.compile(r"translat|illustrat|copyright|preface|contents|gutenberg|edition|dedicat|footnote", re.IGNORECASE)
 SPEAKER = re.compile(r"[A-Z][A-Z .]{3,}\.\s")  # of a play
 ODD = re.compile(r"[^\w\s.,;:!?'\"()&-]|_")
+# Old books have such words; a paragraph with one is left out.
+SLUR = re.compile(r"\b(niggers?|niggering|dark(y|ies)|injuns?|chinam[ae]n|squaws?)\b", re.IGNORECASE)
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
 QUOTED = re.compile(r"(^|(?<=[\s(]))'(?=\w)(.+?[,.!?;:-])'(?=\s|$|[);,.])")
 
@@ -58,7 +60,7 @@ def is_heading(paragraph: str) -> bool:
 def is_prose(paragraph: str) -> bool:
     lines = paragraph.split("\n")
     verse = len(lines) > 1 and statistics.mean(map(len, lines)) < 65
-    return not (verse or SPEAKER.match(paragraph) or ODD.search(paragraph))
+    return not (verse or SPEAKER.match(paragraph) or ODD.search(paragraph) or SLUR.search(paragraph))
 
 
 def sections(text: str) -> list[list[str]]:

@@ -24,6 +24,8 @@ Then the fox -- went home. He was glad --very glad.
 
 {"The fox saw the cat. The cat saw him. " * 8}
 
+He met a squaw, who was not corn.
+
 CHAPTER II. The Cat
 
 {"Notwithstanding innumerable embarrassments, perambulating philosophers contemplated magnificent architecture " * 5}.
@@ -46,12 +48,22 @@ def test_the_plainest_stories(make_stories, tmp_path, monkeypatch, capsys):
     assert first == again  # the plain one twice; of the second file nothing, it is the first
     assert 'said, "Give me a hen," and' in first
     assert "He was glad--very glad." in first
-    assert not any(word in first for word in ("corn", "translat", "CHAPTER"))
+    assert not any(word in first for word in ("corn", "translat", "CHAPTER", "squaw"))
     assert hard.startswith("Notwithstanding")
     assert "twice          1 stories" in capsys.readouterr().out
     held_out = tmp_path / "held_out.txt"
     held_out.write_text(first)
     assert len(make_stories["stories_of"]([BOOK], held_out.read_text())) == 1
+
+
+def test_dialogues(make_stories, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    dialogues_of = runpy.run_path(str(SCRIPTS / "make_dialogues.py"))["dialogues_of"]
+    book = '{}\n\n"Come in," said he. "Sit down."\n\n"Thank you."\n\nHe sat down.'
+    turns = ["Come in. Sit down.", "Thank you."]
+    assert list(dialogues_of(book.format("It rained on the old house."))) == [("It rained on the old house.", turns)]
+    assert list(dialogues_of(book.format("The squaw came to the old house."))) == [(None, turns)]
+    assert list(dialogues_of(book.format("").replace("you", "you, squaw"))) == []
 
 
 @pytest.mark.parametrize(
