@@ -1,4 +1,4 @@
-"""Hostile files, names, tokens and texts in the playground, in Chromium:
+"""Hostile files and names in the playground, in Chromium:
 pytest -m slow -n0 -s tests/campaigns/test_hostile_pages.py
 
 Each file that is dropped on the page must give a text, or one line that says what is wrong with it; the tab lives,
@@ -8,7 +8,6 @@ takes less than a gigabyte more, and no name becomes an element. test_crafted_fi
 import contextlib
 import functools
 import http.server
-import importlib
 import json
 import os
 import random
@@ -28,12 +27,11 @@ from test_site import DOCS
 
 from bitnet_ref.formats.open import ASSETS
 
-sys.path += [str(DOCS / "extension"), str(Path(__file__).parent.parent / "fuzz")]
+sys.path.append(str(Path(__file__).parent.parent / "fuzz"))
 from checkpoint_mutants import mutate_native
 from gguf_mutants import mutate_gguf
 from json_mutants import cut_out, flip_bytes, insert_bytes, mutate_json, mutate_safetensors, truncate
 
-site_playground = importlib.import_module("site_playground")
 pytestmark = needs_chromium
 STORY, GOLDEN, FAMILIES = ASSETS / "storyteller", DATA / "golden", DATA / "families"
 NAME = "<img src=x onerror=bad=1>"
@@ -348,40 +346,3 @@ def test_mutated_files(kind, address, tmp_path):
             shutil.rmtree(folder)
     print(f"\n{kind}: {dict(outcomes)} of {count}, {(own.bytes_taken - own.first_bytes) >> 20} MiB")
     assert min(outcomes["wrote"], outcomes["refused"]) > count // 20
-
-
-@pytest.mark.slow
-def test_hostile_tokens(tmp_path):
-    """The page's own model with another vocabulary: in the text, the bars, the tour, the game, a broken model."""
-    folder = tmp_path / "playground"
-    if missing := site_playground.write_playground(folder):
-        pytest.skip(f"no onnxruntime-web: {missing}")
-    facts = json.loads((folder / "facts.json").read_text())
-    words = facts["vocabulary"]
-    names = [name for name in HOSTILE if len(name) < 100]
-    for id, (piece, kind) in enumerate(zip(words["pieces"], words["types"], strict=True)):
-        if kind == 1 and len(piece) > 1:
-            words["pieces"][id] = f"{names[id % len(names)]}{id}"
-    (folder / "facts.json").write_text(json.dumps(facts))
-    with serve(folder) as address, Chromium() as browser:
-        page = browser.page(address)
-        page.until("playground.model && !playground.busy && playground.reading", 60)
-        seen = set()
-        for seed in range(20):
-            page.run(f"$('temperature').value = 2; $('max_tokens').value = 16; $('seed').value = {seed}")
-            page.click("#write")
-            page.until("!playground.busy", 60)
-            seen |= set(page.run("playground.reading.ids"))
-            page.run("[...$('tokens').children].forEach((token) => token.onclick())")
-            if seed % 5 == 0:
-                page.run(f"$('bugs').children[{seed // 5}].click()")
-                page.until("!playground.busy && playground.broken", 60)
-                page.run("$('game-next').click()")
-                page.until("!playground.busy && playground.game.round", 60)
-                page.run("$('choose-a').click()")
-            page.click("#tour-next")
-            assert page.text("#banner") == ""
-            assert page.run(DOM) == ["undefined", 0, True]
-        assert page.problems == []
-    print(f"\n{len(seen)} tokens in 20 texts")
-    assert len(seen) > 100
