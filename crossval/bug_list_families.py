@@ -156,5 +156,5 @@ FAMILY_BUGS = (
         (QWEN3_5, "return z * silu(gate)", "return z")),
     bug("rope_of_the_whole_head", "qwen3_5",
         "blocks.3.attn.hook_rot_q",
-        (QWEN3_5, "return self.rotary_dim or self.head_dim", "return self.head_dim")),
+        (QWEN, "return self.rotary_dim or self.head_dim", "return self.head_dim")),
 )
