@@ -325,7 +325,9 @@ class CythonBackend(KernelBackend):
 
     def _mixture(self, x: Floats, w: MoeLayer, cfg: MoeConfig) -> Floats:
         """The feed-forward of a mixture. All after the router in one call, if the experts have kernels for it."""
-        stacks = [self._stack_experts(each) for each in (w.gate_proj, w.up_proj, w.down_proj)] if self.fuses else [None]
+        stacks: list[Any] = [None]
+        if self.fuses:
+            stacks = [self._stack_experts(each) for each in (w.gate_proj, w.up_proj, w.down_proj)]
         if None not in stacks and cfg.activation in GATES and stacks[0].input_form == stacks[1].input_form:
             h = self.rms_norm(x, w.ffn_norm)  # (N, D)
             y = self.kernels.mixture(h, self.linear(h, w.router), stacks, cfg)
