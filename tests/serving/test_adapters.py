@@ -153,8 +153,8 @@ def test_a_line_of_a_batch_names_one(workers, folders, loaded, tmp_path):
     line = {"method": "POST", "url": "/v1/completions"}
     lines = [json.dumps({**line, "custom_id": body["model"], "body": body}) for body in bodies]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
-    options = ("--model", f"m={BASE}", "--backend", BACKEND, "--lora", f"one={folders['one']}", *workers)
-    done = invoke("batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", *options)
+    options = ("--model", f"m={BASE}", "--backend", BACKEND, "--lora", f"one={folders['one']}")
+    done = invoke("batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", *options, *workers)
     assert done.exit_code == 0, done.output
     answers = [json.loads(each)["response"] for each in (tmp_path / "out.jsonl").read_text().splitlines()]
     for answer, adapter, body in zip(answers, (None, "one"), bodies, strict=False):
