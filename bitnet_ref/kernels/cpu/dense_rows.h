@@ -434,7 +434,7 @@ STEP_INLINE void STEP(pack_rows)(const int kind, const char *w, size_t rows, siz
     float copies[F][COLUMNS + 16] __attribute__((aligned(64))); /* of missing rows, and of float16, which is widened */
     float of_rows[F][32] __attribute__((aligned(64)));          /* what `block_factors` gives */
     int8_t quants[F][COLUMNS + 64] __attribute__((aligned(64)));
-    STEP(f32v) factors[16];
+    STEP(f32v) factors[16] = {0}; /* zeros for the compiler, which does not see that each is written before it is read */
     if (rows < F) memset(copies, 0, sizeof copies);
     for (size_t k = 0, n; k < K; k += n) {
         n = K - k < COLUMNS ? K - k : COLUMNS;
