@@ -45,11 +45,11 @@ def test_the_first_conversation_of_the_guide():
     root = Path(__file__).parents[1]
     guide = (root / "docs" / "using.md").read_text(encoding="utf-8")
     command, talk = re.search(r"^\$ bitnet-ref (chat .*)\n((?:> .*\n.*\n)+)```", guide, re.MULTILINE).groups()
-    said = talk.splitlines()
-    result = CliRunner().invoke(cli, command.split(), input="".join(f"{line[2:]}\n" for line in said[::2]))
+    lines = talk.splitlines()
+    result = CliRunner().invoke(cli, command.split(), input="".join(f"{line[2:]}\n" for line in lines[::2]))
     assert result.exit_code == 0, result.output
-    assert result.stdout.splitlines() == said[1::2]
-    first = said[0][2:]
+    assert result.stdout.splitlines() == lines[1::2]
+    first = lines[0][2:]
     for path in ("README.md", "docs/serving.md", "bitnet_ref/assets/page/index.html"):
         assert first in (root / path).read_text(encoding="utf-8"), path
     assert first in " ".join(CliRunner().invoke(cli, ["chat", "--help"]).output.split())

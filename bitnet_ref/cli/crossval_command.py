@@ -527,9 +527,8 @@ def _draw_neighbourhood(opponent: str, comparison: Comparison, out: Console) -> 
     out.print(style_text(f"\n{opponent}, {comparison.mode}", "bold"))
     columns = ("tensor", "|status", ">|differ", ">|max abs", ">|rel. L2", ">|cosine", ">|scale")
     tables = [make_table(columns[:shown], [row[:shown] for row in rows]) for shown in (len(columns), 5)]
-    out.print(
-        next((table for table in tables if table.fits(out, out.width)), tables[0])
-    )  # stacked: there is room for all
+    # If neither fits, rows are stacked, and then there is room for all columns.
+    out.print(next((table for table in tables if table.fits(out, out.width)), tables[0]))
 
 
 def _draw_linear(verdict: LinearVerdict, out: Console) -> None:

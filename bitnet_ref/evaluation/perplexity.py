@@ -24,7 +24,7 @@ from ..backends.loaded import LoadedModel
 from ..errors import ConfigError, FormatError, GenerationError, TokenizerError
 from ..formats.hashes import config_hash, weight_hash
 from ..generation.score import score_groups
-from ..system.json_file import read_json_object, write_json
+from ..system.json_file import json_hash, read_json_object, write_json
 from ..system.workers import Here, Workers
 from ..tokenizers.base import Tokenizer
 
@@ -254,10 +254,6 @@ def _key(model: LoadedModel, protocol: str, length: int, windows: Sequence[Windo
     return {**facts, **computing, "protocol": protocol, "length": length, "windows_sha256": digest.hexdigest()}
 
 
-def _hash(state: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
 class _Journal:
     """The sums of the windows that are done; in a file, if there is one, which is replaced every 5 s and at the end."""
 
@@ -267,7 +263,7 @@ class _Journal:
         if path is not None and path.exists():
             stored = read_json_object(path, FormatError, MAX_STATE_BYTES)
             whole = {name: value for name, value in stored.items() if name != "sha256"}
-            if set(stored) != {"run", "done"} and stored.get("sha256") != _hash(whole):  # older states have no hash
+            if set(stored) != {"run", "done"} and stored.get("sha256") != json_hash(whole):  # older states have no hash
                 raise FormatError("is damaged; delete it", path=path, field="sha256")
             if stored.get("run") != self.key:
                 old = stored.get("run")
@@ -290,7 +286,7 @@ class _Journal:
     def save(self) -> None:
         if self.path is not None:
             state = {"run": self.key, "done": {str(index): sums for index, sums in self.done.items()}}
-            write_json(self.path, {**state, "sha256": _hash(state)})
+            write_json(self.path, {**state, "sha256": json_hash(state)})
         self._saved_s = time.monotonic()
 
     def __enter__(self) -> _Journal:

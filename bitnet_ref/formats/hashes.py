@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
@@ -15,7 +14,7 @@ from ..families import config_to_dict
 from ..reference.config import ModelConfig
 from ..reference.layers import Array
 from ..reference.weights import LinearWeight, ModelWeights
-from ..system.json_file import open_regular
+from ..system.json_file import json_hash, open_regular
 
 BLOCK_BYTES = 1 << 20
 _weight_hashes: WeakKeyDictionary[ModelWeights, str] = WeakKeyDictionary()  # of models in memory
@@ -23,7 +22,7 @@ _weight_hashes: WeakKeyDictionary[ModelWeights, str] = WeakKeyDictionary()  # of
 
 def config_hash(config: ModelConfig) -> str:
     """The hash of every field of the config, as JSON with sorted keys."""
-    return hashlib.sha256(json.dumps(config_to_dict(config), sort_keys=True).encode()).hexdigest()
+    return json_hash(config_to_dict(config))
 
 
 def weight_hash(w: ModelWeights) -> str:

@@ -3,6 +3,7 @@ duplicate keys unless the caller takes them, clear errors), and writing it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
@@ -111,6 +112,11 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write a JSON file, which is complete or not there at all. StorageError if it cannot be written."""
     with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def json_hash(value: Any) -> str:
+    """The SHA-256 of a value as JSON with sorted keys, in hexadecimal."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def read_json_object(

@@ -7,7 +7,6 @@ Overridden: how plain text becomes ids, and what a token stands for.
 from __future__ import annotations
 
 import hashlib
-import json
 import operator
 import os
 import warnings
@@ -17,6 +16,7 @@ from dataclasses import asdict
 from typing import Any, Literal, overload
 
 from ..errors import ConfigWarning, TokenizerError, describe, printable
+from ..system.json_file import json_hash
 from ..system.lazy import lazy_property
 from .files import check_unicode
 from .settings import TokenizerSettings
@@ -171,7 +171,7 @@ class Tokenizer(ABC):
             "legacy": settings.legacy,
             "added": [asdict(token) for token in settings.added_tokens],
         }
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return json_hash(facts)
 
     @property
     def recommended_sampling(self) -> dict[str, float]:

@@ -71,11 +71,11 @@ def test_a_batch_goes_on_where_memory_ended_it(limited, tmp_path):
     for limit in limits:
         out = tmp_path / f"{limit}"
         process = limited(["batch", "--workers", "2", str(source), str(out)], limit * MIB)
-        _, said = process.communicate(timeout=600)
+        _, errors = process.communicate(timeout=600)
         results[process.returncode] += 1
-        assert process.returncode in (0, 4, -signal.SIGKILL), said
+        assert process.returncode in (0, 4, -signal.SIGKILL), errors
         print(f"{limit} MiB: exit code {process.returncode}")
-        assert "Traceback" not in said
+        assert "Traceback" not in errors
         if process.returncode:
             subprocess.run([*COMMAND, "batch", str(source), str(out)], check=True, capture_output=True)
         assert out.read_bytes() == (tmp_path / "right").read_bytes()

@@ -47,8 +47,8 @@ def test_what_watch_has_started_ends_with_it(tmp_path, number):
     try:
         children = [wait_for(tmp_path / name) for name in ("outer", "inner")]
         process.send_signal(number)
-        _, said = process.communicate(timeout=30)
-        assert b"Traceback" not in said
+        _, errors = process.communicate(timeout=30)
+        assert b"Traceback" not in errors
         assert process.returncode == (130 if number == signal.SIGINT else -number)
         deadline = time.monotonic() + 10
         while any(map(is_alive, children)) and time.monotonic() < deadline:

@@ -510,7 +510,8 @@ ROPES: list[Row] = [
 def _ropes(step: Step) -> Iterator[Row]:
     """Other angles for the two halves of each head."""
     p, f = _angles(step)
-    n, half, theta, hidden = len(p), len(f), own_rope(step).theta, step.setting.config.hidden_size
+    n, half = len(p), len(f)
+    theta, hidden = own_rope(step).theta, step.setting.config.hidden_size
     d, j = 2 * half, np.arange(half, dtype=np.float64)
     positions = {
         "in reverse": p[::-1], "halved and rounded down": p // 2, "those of the last token for all": p * 0 + n - 1,
@@ -665,7 +666,7 @@ def _products(step: Step) -> Iterator[Description]:
         yield Description(1, "the embedding is taken for {w}, as if they were tied", instead(lambda x, w: product(x, matrix(embedding))))
 
 
-# Of linears that are computed as one matrix, and the order of their parts in a file.
+# Linears that many files hold as one matrix, in the order of its parts.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 

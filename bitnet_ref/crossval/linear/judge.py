@@ -197,9 +197,9 @@ class _Judge:
 
     def _matrix(self, alternative: Rules, name: str) -> tuple[str, float, float]:
         w = matrices()[name]
-        expected, found = weights(w, alternative).astype(np.float64), self.effective[name]
-        at = tuple(map(int, np.unravel_index(int(np.argmax(np.abs(found - expected))), w.shape)))
-        return f"W{list(at)} = {w[at]:.6g}, mean|W| = {np.abs(w).mean():.6g}", float(expected[at]), float(found[at])
+        expected, effective = weights(w, alternative).astype(np.float64), self.effective[name]
+        at = tuple(map(int, np.unravel_index(int(np.argmax(np.abs(effective - expected))), w.shape)))
+        return f"W{list(at)} = {w[at]:.6g}, mean|W| = {np.abs(w).mean():.6g}", float(expected[at]), float(effective[at])
 
     def _weight_scale(self) -> LineVerdict:
         rules, line = self.rules, "weight scale"

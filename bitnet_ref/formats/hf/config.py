@@ -102,7 +102,8 @@ class Keys:
     """The keys of a config.json: see `HfKeys`. It remembers which were read: another may change the arithmetic."""
 
     def __init__(self, raw: dict[str, Any], form: HfForm, allow_unquantized: bool, doubts: list[Doubt]) -> None:
-        self.raw, self.defaults, self.allow_unquantized, self.doubts = raw, form.defaults, allow_unquantized, doubts
+        self.raw, self.defaults, self.allow_unquantized = raw, form.defaults, allow_unquantized
+        self.doubts = doubts
         self.read: set[str] = set()
         self.one_bit_llm = "weight_bits" in raw or "input_bits" in raw
         stated = raw.get("quantization_config")

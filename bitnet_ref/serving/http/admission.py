@@ -71,7 +71,7 @@ class Admission:
                     if len(data) > limit:
                         raise too_large
         except TimeoutError:
-            request.scope[SCOPE_KEY].is_read = True  # nobody waits for the rest
+            request.scope[SCOPE_KEY].is_read = True  # so that nothing waits for the rest of the body
             message = f"the body did not arrive within {self.limits.body_timeout_s:g} s"
             raise RequestError(message, status=408) from None
         self._enter(request, len(data))

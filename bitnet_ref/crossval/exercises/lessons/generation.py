@@ -143,7 +143,7 @@ def scheduler(answer: Any, lengths: Sequence[int]) -> str:
         if steps != right:
             why = next((f": {text}" for wrong, text in mistakes.items() if steps == wrong), "")
             raise Wrong(f"Lengths {queue}, {places} places: {right} steps, and yours are {steps:g}{why}.")
-    return f"The ten requests of above take {steps_of_engine(lengths, 4)} steps if no prompt has to be cut."
+    return f"The ten requests above take {steps_of_engine(lengths, 4)} steps if no prompt has to be cut."
 
 
 def steps_of_engine(lengths: Sequence[int], places: int) -> int:
