@@ -434,7 +434,7 @@ STEP_INLINE void STEP(pack_rows)(const int kind, const char *w, size_t rows, siz
     float copies[F][COLUMNS + 16] __attribute__((aligned(64))); /* of missing rows, and of float16, which is widened */
     float of_rows[F][32] __attribute__((aligned(64)));          /* what `block_factors` gives */
     int8_t quants[F][COLUMNS + 64] __attribute__((aligned(64)));
-    STEP(f32v) factors[16] = {0}; /* zeros for the compiler, which does not see that each is written before it is read */
+    STEP(f32v) factors[16];
     if (rows < F) memset(copies, 0, sizeof copies);
     for (size_t k = 0, n; k < K; k += n) {
         n = K - k < COLUMNS ? K - k : COLUMNS;
@@ -454,8 +454,11 @@ STEP_INLINE void STEP(pack_rows)(const int kind, const char *w, size_t rows, siz
                 for (size_t i = 0; n < COLUMNS && i < n / 32; i++)
                     STEP(block_factors)(b + i * dense_row_bytes(kind, 32), 1, kind, of_rows[r] + (kind == Q4_1 ? 2 * i : i), quants[r]);
             }
-            for (size_t i = 0; i < 4; i++)
-                STEP(transpose)((const char *)(of_rows[0] + 4 * i), sizeof of_rows[0], (STEP(u32v) *)factors + 4 * i);
+            for (size_t i = 0; i < 4; i++) {
+                STEP(u32v) bits[4]; /* an array of its own: a compiler may take writes of integers to leave floats alone */
+                STEP(transpose)((const char *)(of_rows[0] + 4 * i), sizeof of_rows[0], bits);
+                for (size_t j = 0; j < 4; j++) factors[4 * i + j] = (STEP(f32v))bits[j];
+            }
         }
         float *to = packed + k * width;
         for (size_t i = 0; i < whole / 32; i++, to += width) {
