@@ -289,6 +289,22 @@ def test_the_browsers_tokens_and_integers_equal_numpys(page):
 
 
 @needs_chromium
+def test_bad_words_ids_are_kept_out(page):
+    generation = json.loads((ASSETS / "storyteller/generation_config.json").read_text())
+    assert page.run("playground.facts.banned") == generation["bad_words_ids"]
+    script = """(async () => {
+        const { ban } = await import("./model.js");
+        return %s.map((ids) => Array.from(ban([0, 1, 2, 3], ids, [[1, 2], [3], [2, 1, 0]])).map(Number.isFinite));
+    })()"""
+    assert page.run(script % json.dumps([[0, 1], [2, 1], [0, 2], [1]])) == [
+        [True, True, False, False],
+        [False, True, False, False],
+        [True, True, True, False],
+        [True, True, False, False],
+    ]
+
+
+@needs_chromium
 def test_the_sliders_give_the_packages_distributions(page):
     row = np.asarray(model("storyteller").logits(model("storyteller").tokenizer.encode(PROMPT))[-1])
     for settings in (

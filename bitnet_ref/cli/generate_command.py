@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ..generation import Generation, GenerationStats, StreamChunk, TokenStream
 
 
+WITH_BEAMS = ("repetition_penalty", "bad_words", "logit_bias")  # of what a model recommends
 SHOWN = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "seed")
 
 
@@ -92,7 +93,7 @@ def choose_sampling(model: Model, given: dict[str, Any], defaults: str) -> dict[
         return given
     recommended = recommended_sampling(model)
     if given.get("num_beams", 1) > 1:
-        recommended = {name: recommended[name] for name in recommended if name == "repetition_penalty"}
+        recommended = {name: recommended[name] for name in recommended if name in WITH_BEAMS}
     if recommended.get("temperature") and "temperature" not in given:
         recommended["seed"] = 0
     return recommended | given

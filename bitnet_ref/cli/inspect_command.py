@@ -119,11 +119,15 @@ def tokenizer_rows(facts: TokenizerFacts, cfg: ModelConfig | None) -> list[tuple
     ]
 
 
-def describe_defaults(sampling: dict[str, float]) -> str:
-    """What the model recommends, in words."""
+def describe_defaults(sampling: dict[str, Any]) -> str:
+    """What the model recommends, in words; of texts and tokens only how many."""
     if not sampling:
         return "recommends nothing"
-    words = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in sampling.items())
+    named = {name.replace("_", "-"): value for name, value in sampling.items()}
+    words = ", ".join(
+        f"{name} {value:g}" if isinstance(value, int | float) else f"{len(value)} {name}"
+        for name, value in named.items()
+    )
     return f"recommends {'greedy decoding: ' * (sampling.get('temperature') == 0)}{words}"
 
 

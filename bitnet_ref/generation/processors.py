@@ -40,7 +40,10 @@ class LogitsRule:
         return -np.inf
 
     def __call__(self, token_ids: Ids, logits: Floats) -> Floats:
-        moved, out = self.moves(token_ids), logits.copy()
+        moved = self.moves(token_ids)
+        if not len(moved):
+            return logits
+        out = logits.copy()
         out[moved] = self.change(token_ids, logits[moved])
         return out
 
@@ -204,6 +207,8 @@ class Rules:
         """All rules on all logits.   (V,) -> (V,).  Raises GenerationError for a rule that returns something else."""
         for processor in self.processors:
             moved = np.asarray(processor(token_ids, logits))
+            if moved is logits and isinstance(processor, LogitsRule):
+                continue  # it changes none
             if moved.shape != logits.shape or not np.issubdtype(moved.dtype, np.floating):
                 raise GenerationError(
                     f"processor {_name(processor)}: expected logits {logits.shape} of floats, "

@@ -121,7 +121,7 @@ class TokenizerFacts:
     eos_tokens: tuple[str, ...]
     chat_template: bool
     template_style: str | None = None  # the name of a known template
-    sampling: dict[str, float] = field(default_factory=dict)  # as generation_config.json recommends
+    sampling: dict[str, Any] = field(default_factory=dict)  # as generation_config.json recommends
 
 
 @dataclass

@@ -174,12 +174,21 @@ class Tokenizer(ABC):
         return json_hash(facts)
 
     @property
-    def recommended_sampling(self) -> dict[str, float]:
+    def recommended_sampling(self) -> dict[str, Any]:
         """The parameters of `SamplingParams` that generation_config.json recommends: temperature, top_k, ...
 
         Empty if it names none; {"temperature": 0.0} for greedy decoding. Their ranges are checked where they are used.
+        Its bad_words_ids are the texts `bad_words`, so that other tokens of the same text do not pass; a special token,
+        which has no text, has a `logit_bias`. Raises TokenizerError for an id that is not in the vocabulary.
         """
-        return dict(self._settings.sampling)
+        banned = [ids for ids in self._settings.bad_words if not all(map(self.is_special, ids))]
+        words = tuple(dict.fromkeys(self.decode(ids) for ids in banned))
+        special = {ids[0]: -100.0 for ids in self._settings.bad_words if len(ids) == 1 and self.is_special(ids[0])}
+        return (
+            dict(self._settings.sampling)
+            | ({"bad_words": words} if words else {})
+            | ({"logit_bias": special} if special else {})
+        )
 
     @overload
     def apply_chat_template(

@@ -123,7 +123,9 @@ def gguf_from_tokenizer_files(files: Mapping[str, bytes]) -> dict[str, Any]:
         out[_TEMPLATE_KEY] = settings.chat_template
     if settings.tool_template is not None:
         out[f"{_TEMPLATE_KEY}.tool_use"] = settings.tool_template
-    sampling = tokenizer.recommended_sampling
+    if settings.bad_words:
+        log.warning("GGUF cannot hold generation_config.json's `bad_words_ids`; they are left out")
+    sampling = settings.sampling
     return out | {
         key: int(sampling[name]) if name == "top_k" else float(sampling[name])
         for key, name in _SAMPLING.items()

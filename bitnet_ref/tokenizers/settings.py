@@ -55,6 +55,7 @@ class TokenizerSettings:
     chat_template: str | None = None
     tool_template: str | None = None  # the one named "tool_use": of conversations with tools
     sampling: Mapping[str, float] = field(default_factory=dict, hash=False)  # see `Tokenizer.recommended_sampling`
+    bad_words: tuple[tuple[int, ...], ...] = ()  # generation_config.json's bad_words_ids
     path: str | None = field(default=None, compare=False)  # the folder, for messages
 
 
@@ -105,6 +106,7 @@ def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
         chat_template=_chat_template(files, config),
         tool_template=_tool_template(files, config),
         sampling=_sampling(tables["generation_config.json"]),
+        bad_words=_bad_words(files, tables["generation_config.json"]),
         path=str(files.root),
     )
 
@@ -174,6 +176,16 @@ def _sampling(generation: Mapping[str, Any]) -> dict[str, float]:
     if generation.get("do_sample") is False:
         return {"temperature": 0.0} | {key: numbers[key] for key in numbers if key in _PENALTIES}
     return ({"temperature": 1.0, "top_k": 50} if generation.get("do_sample") is True else {}) | numbers
+
+
+def _bad_words(files: TokenizerFiles, generation: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
+    key, words = "bad_words_ids", []
+    with errors_at(files.path("generation_config.json")):
+        for number, ids in enumerate(get_optional(generation, key, list) or []):
+            if not check_type(ids, list, f"{key}[{number}]", "a list of token ids"):
+                raise TokenizerError("expected token ids, got an empty list", field=f"{key}[{number}]")
+            words.append(tuple(check_token_id(token, f"{key}[{number}]") for token in ids))
+    return tuple(words)
 
 
 def _chat_template(files: TokenizerFiles, config: Mapping[str, Any]) -> str | None:

@@ -164,6 +164,7 @@ def write_playground(folder):
         },
         "bos": config.bos_token_id,
         "ends": list(config.eos_token_ids),
+        "banned": json.loads(checkpoint.tokenizer_files()["generation_config.json"]).get("bad_words_ids", []),
         "readBy": READ_BY,
         "linears": {part: linear_name(0, part).split(".")[2] for part in NAMES},
         "matrices": matrices,

@@ -1,7 +1,7 @@
 // The page: what the reader does, and what is shown of it. The numbers come from model.js and tokenizer.js.
 // $, make, choiceRow, prepare and others are those of the server's page: parts.js
 
-import { Model, choose, distribution, divergence, fetchBytes, loadRuntime, softmax, uniforms, unpackTernary } from "./model.js";
+import { Model, ban, choose, distribution, divergence, fetchBytes, loadRuntime, softmax, uniforms, unpackTernary } from "./model.js";
 import { Tokenizer } from "./tokenizer.js";
 
 const SHOWN = 10; // of the likeliest tokens
@@ -77,7 +77,8 @@ async function readGiven(ids) {
 // The ids that a model writes after a reading, as they come; the reading goes on with them.
 export async function* writeOn(reading, count, draws, sampling) {
   for (let i = 0; i < count && reading.ids.length < state.facts.config.context && !state.isStopped; i++) {
-    const id = choose(distribution(reading.logits.at(-1), sampling ?? settings()), draws.next().value);
+    const logits = ban(reading.logits.at(-1), reading.ids, state.facts.banned);
+    const id = choose(distribution(logits, sampling ?? settings()), draws.next().value);
     if (state.facts.ends.includes(id)) return;
     await reading.read([id]);
     await pause(); // for the screen and the stop button

@@ -106,6 +106,14 @@ export function distribution(logits, { temperature, top_k = 0, top_p = 1, min_p 
   return ids.slice(0, size).map((id, i) => ({ id, p: probabilities[i] / total }));
 }
 
+// Logits without the tokens that would complete one of `sequences` of ids, as transformers' bad_words_ids.
+export function ban(logits, ids, sequences) {
+  const ends = sequences.filter((sequence) => sequence.slice(0, -1).every((id, i) => id === ids[ids.length - sequence.length + 1 + i]));
+  const allowed = Float64Array.from(logits);
+  for (const sequence of ends) allowed[sequence.at(-1)] = -Infinity;
+  return allowed;
+}
+
 // The token of a distribution for a number of [0, 1).
 export function choose(choices, uniform) {
   let sum = 0;

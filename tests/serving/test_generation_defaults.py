@@ -101,6 +101,35 @@ def test_settings_go_before_them_and_plain_takes_none(folder, story):
             assert chat(server) == reply_to_hello(story, **expected)
 
 
+@pytest.mark.parametrize("body", [{}, {"temperature": 0}, {"use_beam_search": True, "n": 2}])
+def test_bad_words_ids_are_texts_that_no_reply_has(story, tmp_path, body):
+    """bad_words_ids of transformers are tokens; here other tokens of the same text do not pass either."""
+    folder = chat_folder(tmp_path)
+    text = story.generate(PROMPT, max_tokens=3).text
+    ids, special = story.tokenizer.encode(text)[1:], story.tokenizer.bos_id
+    generation = {"eos_token_id": 2, "do_sample": True, "top_k": 1, "bad_words_ids": [ids, [special]]}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    own = bitnet_ref.load(folder, backend="numpy").tokenizer.recommended_sampling
+    assert own["bad_words"] == (story.tokenizer.decode(ids),)
+    assert own["logit_bias"] == {special: -100.0}
+    with RunningServer({"talker": folder}, settings={"generation_defaults": "model"}) as server:
+        _, _, answer = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 12, **body})
+        _, _, props = server.get("/props")
+    for choice in answer["choices"]:
+        assert own["bad_words"][0] not in choice["text"]
+    assert "bad_words" not in props["default_generation_settings"]["params"]
+    done = invoke_json("generate", PROMPT, "--model", folder, "--max-tokens", 12, *FAST)
+    assert text not in done["text"]
+
+
+@pytest.mark.parametrize("name", ["storyteller", "storychat"])
+def test_the_shipped_models_keep_insults_out(name):
+    tokenizer = model(name, BACKEND).tokenizer
+    words = tokenizer.recommended_sampling["bad_words"]
+    assert len(words) == 4
+    assert all(word.lower().startswith(tokenizer.decode([298, 484])) for word in words)
+
+
 def test_python_is_greedy_unless_it_is_told(story):
     assert story.generate(PROMPT, max_tokens=12).text == story.generate(PROMPT, max_tokens=12, temperature=0).text
     own = story.tokenizer.recommended_sampling

@@ -104,6 +104,21 @@ def test_recommended_sampling(make_folder: Maker, generation: dict[str, Any], sa
     assert read_settings(make_folder({"generation_config.json": generation})).sampling == sampling
 
 
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        ([5], r"bad_words_ids\[0\]"),
+        ([[5], []], r"bad_words_ids\[1\]"),
+        ([["5"]], "bad_words_ids"),
+        (5, "bad_words_ids"),
+    ],
+)
+def test_bad_words_that_are_no_lists_of_ids(make_folder: Maker, words: Any, field: str) -> None:
+    with pytest.raises(TokenizerError, match=field) as error:
+        read_settings(make_folder({"generation_config.json": {"bad_words_ids": words}}))
+    assert "generation_config.json" in str(error.value)
+
+
 def test_the_jinja_file_comes_first(make_folder: Maker) -> None:
     folder = make_folder({"chat_template.jinja": "é{{ 1 }}", "tokenizer_config.json": {"chat_template": "other"}})
     assert read_settings(folder).chat_template == "é{{ 1 }}"

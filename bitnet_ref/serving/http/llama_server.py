@@ -79,7 +79,8 @@ def make_routes(server: Server) -> list[Route]:
             facts: dict[str, Any] = {
                 key: "" if token is None else tokenizer.id_to_token(token) for key, token in marks.items()
             }
-            params = {name.replace("repetition", "repeat"): n for name, n in engine.config.sampling.items()}
+            sampling = engine.config.sampling.items()
+            params = {name.replace("repetition", "repeat"): n for name, n in sampling if isinstance(n, int | float)}
             settings = {"n_ctx": engine.model.context_length, "params": params}
             return JSONResponse(
                 {
