@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -362,6 +363,18 @@ def test_shapes_of_another_model_are_damage(tmp_path, caplog):
     mine.write_bytes(sealed(header, data[8 + length :]))
     assert not is_kept(load(folder))
     assert "is damaged (" in caplog.text
+
+
+@pytest.mark.parametrize("field", ["embedding", "lm_head", "final_norm"])
+def test_each_shape_is_that_of_the_config(field, tmp_path):
+    model = load(write_checkpoint(tmp_path / "hf", {**BITNET, "tie_word_embeddings": False}))
+    part = getattr(model.weights, field)
+    array = "weight" if field == "final_norm" else "stored"
+    shorter = replace(part, **{array: getattr(part, array)[:-1]})
+    prepared._check(model.weights, model.config)
+    with pytest.raises(errors.FormatError) as caught:
+        prepared._check(replace(model.weights, **{field: shorter}), model.config)
+    assert caught.value.field == field
 
 
 def test_a_model_file_that_is_wrong_still_says_so(tmp_path):
