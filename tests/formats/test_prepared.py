@@ -178,6 +178,13 @@ def test_a_damaged_file_is_made_again(how, tmp_path):
     assert again > 10
 
 
+def test_a_sum_is_of_a_page():
+    """What moves from one page to the next changes it; the numbers are those that files hold."""
+    pages = np.arange(2 * 512, dtype=np.uint64).reshape(2, 512)
+    expected = prepared.sha256(pages.sum(axis=1).tobytes() + b"rest")
+    assert prepared.sum_pages(pages.tobytes() + b"rest") == expected
+
+
 def swap_words(file):
     """Exchange two different words of a page of data: the sums stay the same."""
     with SafetensorsFile(file) as opened:
