@@ -6,6 +6,7 @@ The extension is optional: without a working C compiler the package installs as 
 """
 
 import os
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -90,12 +91,48 @@ class BuildPy(build_py):
         return [*super().get_source_files(), *self.notebooks()]
 
 
+def declare_types(kernels: Path) -> None:
+    """Write `_types.pxi`: the structs and function types of the C headers that the Cython files use."""
+    headers = "\n".join(path.read_text() for path in sorted(kernels.glob("*.h")))
+    headers = re.sub(r"/\*.*?\*/|//[^\n]*", "", headers, flags=re.DOTALL)
+    for name, arguments in re.findall(r"#define (\w+_ARGS) ((?:[^\n]*\\\n)*[^\n]*)", headers):
+        headers = headers.replace(f"({name},", f"({arguments},".replace("\\\n", ""))
+
+    def declare(declaration: str) -> str:
+        text = re.sub(r"\[\w+\]", "[1]", " ".join(declaration.split()))  # Cython wants a number and does not use it
+        text = re.sub(r"\bfrom\b", 'from_ "from"', text)  # a word of Python's own
+        return text + (" noexcept nogil" if "(*" in text else "")
+
+    types = {}
+    for members, name in re.findall(r"typedef struct \{([^{}]*)\} (\w+);", headers):
+        lines = [f"        {declare(member)}" for member in members.split(";") if member.strip()]
+        types[name] = "\n".join([f"    ctypedef struct {name}:", *lines])
+    for function, name in re.findall(r"typedef ([\w ]+\(\*(\w+)\)\([^;]*\));", headers):
+        types[name] = f"    ctypedef {declare(function)}"
+
+    used: list[str] = []  # each after those that it is made of
+
+    def use(text: str) -> None:
+        for name in re.findall(r"\w+", text):
+            if name in types and name not in used:
+                use(types[name].replace(name, ""))
+                used.append(name)
+
+    sources = [path for path in sorted(kernels.glob("_cpu*.p*")) if path.suffix in (".pyx", ".pxi")]
+    use("\n".join(path.read_text() for path in sources))
+    text = "\n".join(['cdef extern from "kernels.h" nogil:', *(types[name] for name in used), ""])
+    file = kernels / "_types.pxi"
+    if not file.exists() or file.read_text() != text:  # with a new time the extension would be compiled again
+        file.write_text(text)
+
+
 def extensions() -> list[Extension]:
     if WISH == "off":
         return []
     from Cython.Build import cythonize
 
     kernels = Path("bitnet_ref/kernels/cpu")
+    declare_types(kernels)
     extension = Extension(
         "bitnet_ref.kernels.cpu._cpu",
         [str(kernels / "_cpu.pyx")],

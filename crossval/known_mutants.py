@@ -97,6 +97,11 @@ KNOWN: dict[str, str] = {
     "formats/gguf/model.py GgufCheckpoint.read_ahead: self.file.read_all_ahead() -> pass": (
         "how soon the system reads the file"
     ),
+    "formats/hf/packings.py: _CHUNK_VALUES = 1 << 22 -> _CHUNK_VALUES = 1 << (23)": (
+        "how many values are read at a time"
+    ),
+    "formats/hf/packings.py read_affine: by_group = q.reshape(len(q), -1, group) -> by_group = q.reshape(len(q), "
+    "-(2), group)": ("NumPy takes any negative size as the one to compute"),
     # -- registry
     'formats/registry/names.py choose_files: listed = ", ".join((chosen or single)[:20]) or "none" -> '
     'listed = ", ".join((chosen or single)[:(21)]) or "none"': "how many names a message has",

@@ -72,7 +72,7 @@ ROOMS = {
             *(f"tests/evaluation/test_{name}.py" for name in ("harness", "perplexity")),
             *(f"tests/formats/test_{name}.py" for name in ("convert", "hub_cache", "links", "old_store", "pull")),
             "tests/inspection/test_reports.py",
-            *(f"tests/serving/test_{name}.py" for name in ("batch", "server")),
+            *(f"tests/serving/test_{name}.py" for name in ("adapters", "batch", "server", "verify")),
             *(f"tests/test_bench_{name}.py" for name in ("command", "report", "serve")),
             "tests/training/test_training_run.py",
         ),

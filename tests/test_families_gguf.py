@@ -335,6 +335,15 @@ def test_a_rotated_hybrid_keeps_its_order_of_inputs(tmp_path):
         np.testing.assert_array_equal(bitnet_ref.load(again, backend="numpy").logits(tokens), m.logits(tokens))
 
 
+def test_a_packed_hybrid_in_the_order_of_inputs_of_gguf_files(tmp_path):
+    """The inputs of ssm_out are in another order there, in which its codes cannot stay packed."""
+    native, path, tokens = tmp_path / "x.bitnet.safetensors", tmp_path / "x.gguf", [1, 2, 3, 4, 5, 6]
+    for source, target, kind in ((HYBRID, native, "native"), (native, path, "gguf-q2_0")):
+        convert(source, target, kind, verify=False)
+    first, again = (bitnet_ref.load(each, backend="numpy").logits(tokens) for each in (HYBRID, path))
+    np.testing.assert_array_equal(again, first)
+
+
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*taken as not rotated")
 def test_value_heads_in_the_order_of_hugging_face(tmp_path):

@@ -87,12 +87,34 @@ def run_to_end(command: Sequence[str]) -> int:
     Whatever ends the wait, a signal or Ctrl-C, ends the whole group. Raises OSError.
     """
     group: dict[str, Any] = {} if os.name == "nt" else {"process_group": 0}
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, **group) as process:
-        try:
-            return process.wait()
-        except BaseException:
+    process = None
+    try:
+        with _signals_later():  # else one that comes while it starts leaves a process that nobody knows
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, **group)
+        return process.wait()
+    except BaseException:
+        if process is not None:
             end_group(process)
-            raise
+        raise
+
+
+@contextlib.contextmanager
+def _signals_later() -> Iterator[None]:
+    """Signals that a function of Python handles wait until the end of the block."""
+    waiting: list[int] = []
+    before: dict[int, Any] = {}
+    if _is_main_thread():
+        numbers = [getattr(signal, name) for name in ("SIGINT", *ENDING) if hasattr(signal, name)]
+        before = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
+    for number in before:
+        signal.signal(number, lambda number, frame: waiting.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in waiting:
+            signal.raise_signal(number)
 
 
 def end_group(process: subprocess.Popen[Any]) -> None:

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, TypeVar
 CPU_S = 2.0  # of processor time for one guide
 STEP_S = 0.5  # of processor time for one step
 MEMORY_BYTES = 1 << 30  # beyond what the process has at its start
-STACK_BYTES = 64 << 20  # for compiling, as `constraint_limits.run_with_stack`
+STACK_BYTES = 192 << 20  # for compiling, there and in the process that asks; reserved, not used, until it is needed
 STEP_STACK_BYTES = 256 << 10  # for the steps: less than any thread has
 TEXTS = 4
 STEPS = 12  # of each text

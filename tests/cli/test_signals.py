@@ -59,6 +59,33 @@ def test_what_watch_has_started_ends_with_it(tmp_path, number):
         process.communicate()  # else its pipe and its end are noticed in a later test
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT])
+def test_a_signal_that_comes_while_a_command_starts(number, tmp_path):
+    code = (
+        "import os, subprocess\n"
+        "from bitnet_ref.cli.signals import ending_signals, run_to_end\n"
+        "class Struck(subprocess.Popen):\n"
+        "    def __init__(self, *command, **options):\n"
+        "        super().__init__(*command, **options)\n"
+        "        print(self.pid, flush=True)\n"
+        f"        os.kill(os.getpid(), {int(number)})\n"
+        "        for _ in range(100): pass\n"
+        "subprocess.Popen = Struck\n"
+        "with ending_signals():\n"
+        "    run_to_end(['sleep', '300'])\n"
+    )
+    with open(tmp_path / "pid", "w") as out:
+        done = subprocess.run([sys.executable, "-c", code], stdout=out, stderr=subprocess.DEVNULL, check=False)
+    assert done.returncode == -number
+    pid = wait_for(tmp_path / "pid")
+    try:
+        assert not is_alive(pid)
+    finally:
+        if is_alive(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
 def test_a_signal_that_is_ignored_stays_so(tmp_path):
     """As nohup starts a program."""
     code = "import signal, runpy, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); sys.argv[0] = 'x';"

@@ -131,6 +131,7 @@ def test_the_files_of_a_model(names, file, chosen):
         (["sub/x.gguf", "../x.gguf", "/x.gguf"], None, "no model"),
         (["a.gguf"], "b.gguf", "there are: a.gguf"),
         (["x.bin"], "x.bin", "no model file"),
+        (["m-00002-of-00002.gguf", "n.gguf"], None, "several models.*: m-00002-of-00002.gguf, n.gguf"),
         (["a-Q2_0.gguf", "b-Q2_0.gguf"], "Q2_0", "several model files 'Q2_0'; there are: a-Q2_0.gguf, b-Q2_0.gguf"),
     ],
 )

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -175,6 +176,13 @@ def test_a_damaged_file_is_made_again(how, tmp_path):
         assert np.array_equal(model.logits([1, 2, 3]), expected)
         assert file.read_bytes() == data
     assert again > 10
+
+
+def test_a_sum_is_of_a_page():
+    """What moves from one page to the next changes it; the numbers are those that files hold."""
+    pages = np.arange(2 * 512, dtype=np.uint64).reshape(2, 512)
+    expected = prepared.sha256(pages.sum(axis=1).tobytes() + b"rest")
+    assert prepared.sum_pages(pages.tobytes() + b"rest") == expected
 
 
 def swap_words(file):
@@ -362,6 +370,18 @@ def test_shapes_of_another_model_are_damage(tmp_path, caplog):
     mine.write_bytes(sealed(header, data[8 + length :]))
     assert not is_kept(load(folder))
     assert "is damaged (" in caplog.text
+
+
+@pytest.mark.parametrize("field", ["embedding", "lm_head", "final_norm"])
+def test_each_shape_is_that_of_the_config(field, tmp_path):
+    model = load(write_checkpoint(tmp_path / "hf", {**BITNET, "tie_word_embeddings": False}))
+    part = getattr(model.weights, field)
+    array = "weight" if field == "final_norm" else "stored"
+    shorter = replace(part, **{array: getattr(part, array)[:-1]})
+    prepared._check(model.weights, model.config)
+    with pytest.raises(errors.FormatError) as caught:
+        prepared._check(replace(model.weights, **{field: shorter}), model.config)
+    assert caught.value.field == field
 
 
 def test_a_model_file_that_is_wrong_still_says_so(tmp_path):

@@ -532,6 +532,10 @@ def test_names_of_models(files, folder):
     found = invoke("verify", request, answer, "--model", f"other={folder}", *FAST)
     assert found.exit_code == 1  # a server that calls its model `other` says so
     assert "model: computed 'other', the answer has 'storyteller'" in found.stdout
+    for path in files:  # a server may call it anything: what --model gives is loaded
+        path.write_text(json.dumps({**json.loads(path.read_text()), "model": "no-model-here"}))
+    plain = ("--generation-defaults", "plain", *FAST)
+    assert invoke("verify", request, answer, "--model", folder, *plain).exit_code == 0
     answer.write_text(json.dumps({name: served[name] for name in served if name != "model"}))
     assert "give --model" in invoke("verify", request, answer, *FAST).stderr
     answer.write_text("[]")

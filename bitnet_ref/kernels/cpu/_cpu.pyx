@@ -19,35 +19,12 @@ from libc.string cimport memcpy, memset
 cdef extern from "stdlib.h" nogil:
     int posix_memalign(void **memory, size_t alignment, size_t size)
 
+include "_types.pxi"  # the structs and function types of the headers, written by setup.py
+
 cdef extern from "kernels.h" nogil:
     uint64_t read_words(const uint64_t *, size_t) noexcept nogil
-    ctypedef struct ternary_method:
-        const char *name
-        size_t block_k, x_bytes
-        void (*pack)(const uint8_t *, size_t, size_t, uint8_t *) noexcept nogil
-        void (*unpack)(const uint8_t *, size_t, size_t, uint8_t *) noexcept nogil
-        void (*expand)(const int8_t *, size_t, uint8_t *) noexcept nogil
-    ctypedef struct ternary_kernel:
-        void (*run)(const uint8_t *, size_t, const int8_t *, size_t, size_t, const int32_t *, int32_t *, size_t, size_t,
-                    void *) noexcept nogil
-        size_t max_k
-    ctypedef struct kv_pool:
-        const void *rows
-        const float *scales
-    ctypedef struct kv_view:
-        kv_pool keys, values
-        const int32_t *pages
-        size_t page_size, stride, scale_stride, first, n_keys
-        int kind
     const int KV_FLOAT32, KV_FLOAT16, KV_INT8, ATTEND_ROWS, SUM_KEYS
     const int ATTEND_BEGIN, ATTEND_SCORES, ATTEND_SOFTMAX, ATTEND_VALUES, ATTEND_END
-    ctypedef struct attend_call:
-        const float *q
-        float *z
-        size_t T, R, d, q_stride, z_stride, window, slots
-        double scale
-        kv_view kv
-    ctypedef void (*attend_fn)(const attend_call *, int, size_t, size_t) noexcept nogil
     size_t attend_workspace(size_t rows, size_t d, size_t n_keys, size_t slots)
     void attend_place(attend_call *, double *workspace)
     size_t attend_blocks(const kv_view *)
@@ -59,91 +36,22 @@ cdef extern from "kernels.h" nogil:
     long l2_bytes()
     const ternary_method METHODS[]
     const int N_METHODS
-    ctypedef struct dense_kind:
-        size_t values, bytes
     const dense_kind DENSE_KINDS[]
     const int Q8_0, N_DENSE_KINDS
     size_t dense_row_bytes(int kind, size_t K)
     size_t packed_columns(size_t K)
-    ctypedef struct group_shape:
-        size_t K, group, per_group, n_chunks, rows, subpanel_bytes, code_bytes, token_bytes
-        int layout
-    ctypedef struct group_chunk:
-        const uint8_t *tokens
-        const int32_t *x_sum
-        const double *steps
     const int GROUP_PLANES, GROUP_BY_TABLES, GROUP_TABLE_TOKENS, GROUP_PLANE_TOKENS, N_GROUP_LAYOUTS
     group_shape make_group_shape(size_t, size_t, size_t, int)
     void group_pack(const group_shape *, const uint8_t *, size_t, size_t, uint8_t *)
     void group_unpack_row(const group_shape *, const uint8_t *, size_t, uint8_t *)
     void group_fetch(const uint8_t *codes, size_t bytes)
     void group_turn(const float *, size_t, const float *, const int64_t *, size_t, double *)
-    ctypedef struct ruled_form:
-        int bits, offset, block, scaled, term, is_signed
     const ruled_form RULED_FORMS[]
     const int N_RULED_FORMS, RULED_ROWS
     size_t ruled_unit_bytes(const ruled_form *)
     size_t ruled_token_bytes(int block, size_t K)
     int ruled_token(const float *, size_t, int, uint8_t *)
     int ruled_token_overflows(const uint8_t *, size_t)
-    ctypedef struct adamw_rates:
-        float b1, rest1, b2, rest2, v_scale, eps, keep, step_size
-    ctypedef struct strip_limits:
-        int few_tokens, few_rows, rows, columns
-    ctypedef void (*strip_rows_fn)(const uint8_t *, size_t, const int8_t *, int32_t, const int32_t *, size_t, int32_t *,
-                                   const int32_t *, size_t) noexcept nogil
-    ctypedef void (*strip_columns_fn)(const uint8_t *, size_t, size_t, const int32_t *, const int8_t *, size_t, int32_t *,
-                                      const int32_t *, size_t) noexcept nogil
-    ctypedef struct kernel_set:
-        const char *name
-        ternary_kernel ternary[3]  # N_METHODS
-        size_t (*peak)(size_t) noexcept nogil
-        int (*rms_norm)(const float *, const float *, size_t, double, float *) noexcept nogil
-        int (*quantize)(const float *, size_t, int8_t *, float *, int32_t *) noexcept nogil
-        void (*dequantize)(const int32_t *, size_t, float, float, const float *, float *) noexcept nogil
-        void (*gated)(const float *, const float *, size_t, int, float *) noexcept nogil
-        void (*rope)(const float *, size_t, size_t, const float *, const float *, float *) noexcept nogil
-        attend_fn attend
-        ptrdiff_t (*draw)(const float *, size_t, double, double, double *) noexcept nogil
-        void (*dense_pack)(const float *, size_t, size_t, float *) noexcept nogil
-        void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t,
-                           float *) noexcept nogil
-        void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *) noexcept nogil
-        int (*screen_token)(const float *, size_t, size_t, int16_t *, double *) noexcept nogil
-        int group_layout
-        double (*group_token)(const group_shape *, const float *, const double *, size_t, uint8_t *,
-                              int32_t *) noexcept nogil
-        void (*group_panel)(const group_shape *, const uint8_t *, const void *, int, size_t, const group_chunk *, size_t, double *,
-                            void (*)(const uint8_t *, size_t, const int8_t *, size_t, size_t, const int32_t *, int32_t *,
-                                     size_t, size_t, void *) noexcept nogil, void *, const uint8_t *) noexcept nogil
-        void (*ruled_panel)(int, const uint8_t *, size_t, const uint8_t *, size_t, size_t, size_t, float *,
-                            size_t) noexcept nogil
-        void (*lora_down)(int, const void *, size_t, size_t, const float *, float *) noexcept nogil
-        void (*lora_up)(int, const void *, size_t, size_t, size_t, size_t, const float *, float *) noexcept nogil
-        void (*screen_rows)(const int8_t *, size_t, size_t, size_t, const float *, const int16_t *, size_t,
-                            const double *, float *, float *, size_t) noexcept nogil
-        void (*screen_arrange)(const int16_t *, size_t, size_t, int16_t *) noexcept nogil
-        strip_rows_fn strip_rows
-        strip_columns_fn strip_columns
-        size_t (*list_columns)(const int8_t *, size_t, int32_t *, int8_t *) noexcept nogil
-        size_t (*list_gates)(const float *, size_t, int32_t, int32_t *, float *) noexcept nogil
-        strip_rows_fn strip_rows_near
-        strip_columns_fn strip_columns_near
-        void (*strip_order)(int32_t *, size_t) noexcept nogil
-        strip_limits limits
-        void (*norm_backward)(const float *, const float *, const float *, size_t, double, float *,
-                              double *) noexcept nogil
-        void (*softmax_row)(double *, size_t, double, float *) noexcept nogil
-        void (*softmax_backward)(float *, const float *, size_t, float) noexcept nogil
-        void (*relu2_backward)(const float *, const float *, const float *, size_t, float *, float *) noexcept nogil
-        void (*ternarize)(const float *, size_t, float, float, uint8_t *, float *) noexcept nogil
-        void (*rescale)(const int8_t *, size_t, float, float *) noexcept nogil
-        double (*sum_of_squares)(const float *, size_t) noexcept nogil
-        void (*adamw)(float *, const float *, float *, float *, size_t, const adamw_rates *) noexcept nogil
-        size_t (*tile_bytes)(size_t M, size_t K) noexcept nogil
-        void (*dense_split)(const float *x, size_t M, size_t K, size_t m, void *parts) noexcept nogil
-        void (*dense_tiles)(const void *w, size_t rows, size_t K, const void *parts, size_t M, float *y,
-                            size_t y_stride) noexcept nogil
     const kernel_set KERNEL_SETS[]
     const int N_KERNEL_SETS
     const char *kernel_set_lacks(size_t index)

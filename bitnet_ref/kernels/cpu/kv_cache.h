@@ -110,7 +110,7 @@ typedef struct {
     kv_range *seen;  /* (T * R) */
 } attend_call;
 
-typedef void (*attend_fn)(const attend_call *, int step, size_t from, size_t to);
+typedef void (*attend_fn)(const attend_call *, int step, size_t first, size_t end);
 
 /* in doubles */
 static inline size_t attend_workspace(size_t rows, size_t d, size_t n_keys, size_t slots) {
