@@ -31,7 +31,7 @@ from .errors import (
 from .families.lora import Adapter
 from .formats.checkpoint import Checkpoint, LoadOptions, Progress, element_bytes, read_weights
 from .formats.hf.adapter import NO_ADAPTER, adapter_files, find_adapter, read_adapter
-from .formats.open import find_model, open_checkpoint, read_tokenizer
+from .formats.open import describe_ignored, find_model, open_checkpoint, read_tokenizer
 from .formats.prepared import PreparedFile
 from .formats.registry.describe import describe_model, summarize
 from .generation import ChatSession, TokenStream, generate, stream
@@ -167,6 +167,8 @@ class _Load:
                 return self.again(choose_cpu())
             weights = self.read(checkpoint, be)
             config = checkpoint.config
+        if words := describe_ignored(self.path):
+            log.warning("%s", words)
         if prepared is not None:
             prepared.write(config, weights.finished())
             if prepared.is_mapped and (stored := prepared.read()) is not None:

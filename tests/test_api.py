@@ -25,7 +25,8 @@ from bitnet_ref.errors import (
     GenerationError,
     TokenizerError,
 )
-from bitnet_ref.formats.open import shipped_models
+from bitnet_ref.formats.open import describe_ignored, shipped_models
+from bitnet_ref.inspection import inspect_model
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.system.options import declared_options
 
@@ -91,6 +92,18 @@ def test_other_formats(tmp_path):
         with pytest.raises(FormatError) as caught:
             bitnet_ref.load(tmp_path / name)
         assert caught.value.path == str(tmp_path / name)
+
+
+def test_weights_beside_those_that_are_read_are_told(tmp_path, caplog):
+    folder = write_checkpoint(tmp_path / "m", TINY)
+    assert describe_ignored(folder) is None
+    for name in ("pytorch_model.bin", "x.gguf", "training_args.bin", "mmproj-f16.gguf", "adapter.bin"):
+        (folder / name).touch()
+    words = "of m is read model.safetensors; beside it, and not read: pytorch_model.bin, x.gguf"
+    bitnet_ref.load(folder, backend="numpy")
+    assert words in caplog.text
+    assert words in [finding.message for finding in inspect_model(folder).findings]
+    assert describe_ignored(folder / "model.safetensors") is None
 
 
 def test_a_folder_without_a_config(tmp_path):

@@ -465,6 +465,14 @@ def test_layers_of_qwen():
         parse(model_type="qwen3", layer_types=["chunked_attention"] * 2, use_sliding_window=True)
 
 
+def test_the_turned_part_of_a_head_stands_beside_ropes_parameters_or_in_them():
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 16}
+    beside = parse(model_type="maple", **sizes, partial_rotary_factor=0.5, rope_theta=500.0)
+    inside = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    assert beside.rotary_dim == 8
+    assert parse(model_type="maple", **sizes, rope_parameters=inside, partial_rotary_factor=1.0) == beside
+
+
 def test_factors_of_granite():
     """As Granite 3's 2B has them; and as transformers' class has them by default, whose scores are q k."""
     sizes = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "bos_token_id": 0}

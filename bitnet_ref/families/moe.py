@@ -59,6 +59,7 @@ from .qwen import (
     Qwen3Layer,
     head_norm_steps,
     norm_heads,
+    read_partial_rope,
 )
 from .smollm3 import turned_scores
 
@@ -520,11 +521,9 @@ _MAPLE_UNUSED = ("quantize", "preaffine", "max_window_layers", "moe_router_enabl
 
 def _read_maple(keys: HfKeys) -> dict[str, Any]:
     """Its class clamps at 7, whatever the file says. intermediate_size is the width of nothing."""
-    keys.ignore(*_MAPLE_UNUSED, "use_rmsnorm", "use_qk_norm", "num_shared_experts", "partial_rotary_factor")
+    keys.ignore(*_MAPLE_UNUSED, "use_rmsnorm", "use_qk_norm", "num_shared_experts")
     if keys.raw.get("num_shared_experts"):
         raise ConfigError("experts that every token takes are not supported", field="num_shared_experts")
-    factor = keys.number("partial_rotary_factor", 1.0)
-    head_dim = keys.count("head_dim")
     window = keys.get("sliding_window")
     alike = "full_attention" if window is None else "sliding_attention"
     types = keys.layer_types(window, [alike] * keys.count("num_hidden_layers"))
@@ -533,9 +532,8 @@ def _read_maple(keys: HfKeys) -> dict[str, Any]:
         **types,
         "norm_topk_prob": _flag(keys, "norm_topk_prob", True),
         "gate_clamp": CLAMP,
-        "rotary_dim": None if factor == 1 else int(head_dim * factor),
         "global_positions": not _flag(keys, "nope_on_global_attention", False),
-        "rope": keys.rope({**keys.raw, "partial_rotary_factor": None}),
+        **read_partial_rope(keys),
     }
 
 

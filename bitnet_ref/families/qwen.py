@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..errors import require, require_int
+from ..errors import ConfigError, require, require_int
 from ..reference import layers
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, added
@@ -172,6 +172,21 @@ HEAD_NORMS = {
     "q_norm": PartNames(("self_attn.q_norm",), "attn_q_norm"),
     "k_norm": PartNames(("self_attn.k_norm",), "attn_k_norm"),
 }
+
+
+def read_partial_rope(keys: HfKeys) -> dict[str, Any]:
+    """The fields `rotary_dim` and `rope`. The share of a head that turns stands beside RoPE's parameters or in them."""
+    field = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
+    parameters, share = keys.raw.get(field), keys.get("partial_rotary_factor", 1.0)
+    if isinstance(parameters, dict):
+        share = parameters.get("partial_rotary_factor", share)
+        parameters = {key: value for key, value in parameters.items() if key != "partial_rotary_factor"}
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ConfigError(f"expected a number from 0 to 1, got {share!r}", field="partial_rotary_factor")
+    return {
+        "rotary_dim": None if share == 1 else int(keys.count("head_dim") * share),
+        "rope": keys.rope({**keys.raw, field: parameters, "partial_rotary_factor": None}),
+    }
 
 
 def _window(keys: HfKeys) -> dict[str, Any]:

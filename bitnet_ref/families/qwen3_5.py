@@ -74,6 +74,7 @@ from .qwen import (
     Qwen3Layer,
     head_norm_steps,
     norm_heads,
+    read_partial_rope,
 )
 from .rope import rope_json
 
@@ -770,19 +771,11 @@ def _read(keys: HfKeys) -> dict[str, Any]:
     if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
         raise ConfigError(f"expected a number of layers, got {interval!r}", field="full_attention_interval")
     types = keys.layer_types(None, [DELTA if (i + 1) % interval else "full_attention" for i in range(layers)])
-    parameters, share = keys.raw.get("rope_parameters") or keys.raw.get("rope_scaling") or {}, None
-    if isinstance(parameters, dict):
-        share = parameters.get("partial_rotary_factor")
-        parameters = {key: value for key, value in parameters.items() if key != "partial_rotary_factor"}
-    share = keys.get("partial_rotary_factor") if share is None else share
-    if not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ConfigError(f"expected a number from 0 to 1, got {share!r}", field="partial_rotary_factor")
     delta = DeltaConfig(*(keys.count(key) for key in _HF_SHAPE))
     return {
         **types,
-        "rotary_dim": None if share == 1 else int(keys.count("head_dim") * share),
+        **read_partial_rope(keys),
         "delta": delta if DELTA in types.get("layer_types", ()) else None,
-        "rope": keys.rope({"rope_parameters": parameters}),
     }
 
 

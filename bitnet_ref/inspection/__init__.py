@@ -10,7 +10,7 @@ that loads but is probably not what was meant; a *note* is worth knowing.
 import os
 
 from ..formats.checkpoint import LoadOptions, Progress
-from ..formats.open import choose_format, find_model
+from ..formats.open import choose_format, describe_ignored, find_model
 from .facts import Finding, Inspection, SizeOfKind, StoredTensor, TernaryMatrix, TokenizerFacts, shape_in_words
 from .gguf import GgufInspector
 from .hf import HfInspector, NativeInspector
@@ -49,5 +49,9 @@ def inspect_model(
     that reads it is missing; everything else that is wrong becomes a finding. One layer is in memory at a time (of an
     .onnx file without external data, the whole file).
     """
-    name, model_path = choose_format(find_model(path))
-    return _INSPECTORS[name](model_path, options, progress).run()
+    given = find_model(path)
+    name, model_path = choose_format(given)
+    inspector = _INSPECTORS[name](model_path, options, progress)
+    if words := describe_ignored(given):
+        inspector.out.report("note", "weights", words)
+    return inspector.run()

@@ -149,6 +149,51 @@ def test_scales(copy):
 
 
 @pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("q_proj", ["q_proj"]),
+        ("_proj", []),
+        ("^model.layers.0.mlp.down_proj", ["down_proj"]),
+        ("^mlp.down_proj", []),
+        (r"layers\.\d+\..*", ["q_proj", "v_proj", "down_proj"]),
+        (r"self_attn\.[qk]_proj$", ["q_proj"]),
+        (r".*\.(v|down)_proj", ["v_proj", "down_proj"]),
+    ],
+)
+def test_patterns_of_modules(copy, pattern, names):
+    """As peft's get_pattern_key: a pattern is the whole name, or its end after a dot."""
+    linears = bitnet_ref.load(copy(alpha_pattern={pattern: 64}), backend="numpy").weights.linears()
+    factors = {name: w.factor for name, w in linears if isinstance(w, AdaptedLinear)}
+    changed = [name for name, factor in factors.items() if factor == 64 / 4]
+    assert {name.rpartition(".")[2] for name in changed} == set(names)
+    assert len(factors) > len(changed) or "layers" in pattern
+
+
+def test_linears_that_share_a_tensor(tmp_path):
+    """Of Qwen3.5: an adapter of a module is one of each linear in it, as if it were merged into the tensor."""
+    base = shutil.copytree(DATA / "families" / "qwen3_5-groups128-hybrid", tmp_path / "base")
+    path, dice = base / "model.safetensors", rng(1)
+    stored, adapter = load_file(path), {}
+    for module in ("layers.0.linear_attn.in_proj_qkv", "layers.0.linear_attn.in_proj_b", "layers.3.self_attn.q_proj"):
+        name = next(name for name in stored if name.endswith(f"{module}.weight"))
+        w = stored[name].astype(np.float32)
+        a, b = (dice.normal(size=shape).astype(np.float32) * 0.2 for shape in ((3, w.shape[1]), (len(w), 3)))
+        stored[name] = w + 2 * b @ a
+        adapter |= {f"base_model.model.model.{module}.lora_{letter}.weight": m for letter, m in (("A", a), ("B", b))}
+    adapter |= {f"base_model.model.model.visual.x.lora_{letter}.weight": np.ones((1, 1), np.float32) for letter in "AB"}
+    merged = shutil.copytree(base, tmp_path / "merged")
+    save_file({name: w.astype(np.float32) for name, w in stored.items()}, merged / "model.safetensors")
+    save_file(adapter, base / "adapter_model.safetensors")
+    (base / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 3, "lora_alpha": 6}))
+    with pytest.warns(ConfigWarning, match="1 terms of modules that text does not need"):
+        adapted = bitnet_ref.load(base, backend="numpy", dtype="float64")
+    tokens = rng(2).integers(0, adapted.config.vocab_size, 9)
+    wanted = model(merged, dtype="float64").logits(tokens)
+    assert difference(adapted.logits(tokens), wanted) < 1e-6
+    assert difference(bitnet_ref.load(base, adapter="none").logits(tokens), wanted) > 0.1
+
+
+@pytest.mark.parametrize(
     ("keys", "field"),
     [
         ({"peft_type": "IA3"}, "peft_type"),
@@ -160,7 +205,10 @@ def test_scales(copy):
         ({"target_parameters": ["experts"]}, "target_parameters"),
         ({"lora_alpha": 0}, "lora_alpha"),
         ({"r": "4"}, "r"),
-        ({"rank_pattern": {"q.*proj": 2}}, "rank_pattern"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
+        ({"rank_pattern": {"(q.*)+proj": 2}}, "rank_pattern"),
+        ({"alpha_pattern": {"q(proj": 2}}, "alpha_pattern"),
+        ({"alpha_pattern": {r".*\..*\.q.*": 2}}, "alpha_pattern"),
         ({"alpha_pattern": [1]}, "alpha_pattern"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from helpers import BITNET, TINY
 
 import bitnet_ref
-from bitnet_ref.errors import ConfigError, FormatError
+from bitnet_ref.errors import ConfigError, ConfigWarning, FormatError
 from bitnet_ref.formats.checkpoint import scale_convention
 from bitnet_ref.formats.hf.config import MAX_CONFIG_BYTES, parse_hf_config, read_hf_config
 from bitnet_ref.reference.config import QuantizationConfig, RopeConfig
@@ -169,14 +169,16 @@ def test_old_and_new_spelling_of_rope(old, new):
     assert parse(TINY, **old) == parse(TINY, rope_parameters=new)
 
 
-def test_of_both_spellings_of_rope_the_old_one_wins():
-    """As in transformers. A theta that only the new one has is not lost."""
-    cfg = parse(
-        without(TINY, "rope_theta"),
-        rope_scaling={"type": "linear", "factor": 4.0},
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-    )
-    assert (cfg.rope.rope_type, cfg.rope.factor, cfg.rope.theta) == ("linear", 4.0, 5e5)
+@pytest.mark.parametrize("theta", [None, 7000.0])
+def test_of_both_spellings_of_rope_the_old_one_wins(theta):
+    """As in transformers, which does not read the other's theta either."""
+    with pytest.warns(ConfigWarning, match=r"rope_scaling: counts, as in transformers, with rope_theta (10000|7000);"):
+        cfg = parse(
+            {**TINY, "rope_theta": theta},
+            rope_scaling={"type": "linear", "factor": 4.0},
+            rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        )
+    assert (cfg.rope.rope_type, cfg.rope.factor, cfg.rope.theta) == ("linear", 4.0, theta or 10000.0)
 
 
 def test_original_length_defaults_to_the_whole_context():
@@ -236,6 +238,8 @@ def test_hostile_sizes(key, value):
         ({"eos_token_id": [[2]]}, "eos_token_id"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types"),
         ({"rope_theta": -1.0}, "rope.theta"),
         ({"rope_theta": "big"}, "rope.theta"),
         ({"rope_scaling": "linear"}, "rope_scaling"),

@@ -14,17 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...errors import ConfigError, ConfigWarning, FormatError, describe, printable
+from ...families.family import LinearPlace
 from ...families.lora import LoraTerm
 from ...reference.config import ModelConfig
+from ...reference.weights import linear_name
 from ...system.json_file import is_present, read_json_object
 from ..binary_file import first_not_finite
 from ..checkpoint import linear_shape
-from ..names import linear_of_hf
+from ..names import HF_PREFIXES
 from ..places import linear_place
 from ..safetensors import SafetensorsFile
 from .config_keys import is_off
+from .wrappers import hf_form
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, "adapter_model.bin")
@@ -58,6 +62,13 @@ _WITHOUT_EFFECT = {
 }
 _READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
+_PREFIXES = "|".join(map(re.escape, HF_PREFIXES))
+_MODULE = re.compile(rf"(?:{_PREFIXES})(layers\.([0-9]{{1,18}})\..+)")
+# Ways to begin (init_lora_weights) that subtract the first B A from the matrix, so the adapter is for another base
+_CHANGE_THE_BASE = ("corda", "loftq", "lora_ga", "olora", "pissa")
+# Patterns of modules' names: no repeat of a group, and few of anything, so that none takes long
+_PATTERN = re.compile(r"(?:(?:[\w.]|\\[.dw]|\[[\w-]+\])[*+?]?|[\^$|()])*")
+_MAX_REPEATS, _MAX_PATTERN, MAX_PATTERNS = 2, 500, 64
 
 
 def is_adapter_alone(path: Path) -> bool:
@@ -118,6 +129,8 @@ def read_adapter(folder: Path, config: ModelConfig) -> dict[str, LoraTerm]:
         pickled = is_present(folder / "adapter_model.bin")
         hint = "; adapter_model.bin is a pickle, which runs code and is not read" if pickled else ""
         raise FormatError(f"there is no {WEIGHTS_FILE}{hint}", path=folder)
+    ranks = _Values(raw, "r", "rank_pattern", path)
+    alphas = _Values(raw, "lora_alpha", "alpha_pattern", path)
     terms: dict[str, LoraTerm] = {}
     with SafetensorsFile(folder / WEIGHTS_FILE, folder) as file:
         parts: dict[str, dict[str, str]] = {}
@@ -127,15 +140,26 @@ def read_adapter(folder: Path, config: ModelConfig) -> dict[str, LoraTerm]:
                 message = f"is no term of a linear, base_model.model.<module>.lora_A.weight or lora_B: {_what(tensor)}"
                 raise FormatError(message, path=file.path, field=tensor)
             parts.setdefault(match[1], {})[match[2]] = tensor
+        unused = [module for module in parts if module.startswith(hf_form(config.model_type).left_out)]
         for module, names in parts.items():
-            linear = _linear_of(module, config)
-            if linear is None:
+            if module in unused:
+                continue
+            places = _places_of(module, config)
+            if not places:
                 first = next(iter(names.values()))
                 message = f"{module} is no linear with a tensor of its own in this {config.model_type} model"
                 raise FormatError(message, path=file.path, field=first)
-            terms[linear] = _read_term(file, module, names, raw, linear_shape(config, linear), path)
+            shape = next(iter(places.values())).height, linear_shape(config, next(iter(places)))[1]
+            a, b = _read_factors(file, names, ranks.of(module), shape)
+            factor = alphas.of(module) / (len(a) ** 0.5 if raw.get("use_rslora") else len(a))
+            for linear, place in places.items():
+                columns = a if place.columns is None else a[:, place.columns]
+                terms[linear] = LoraTerm(columns, b if place.rows is None else b[place.rows], factor)
     if not terms:
-        raise FormatError("holds no tensor", path=folder / WEIGHTS_FILE)
+        raise FormatError("holds no tensor" if not unused else "holds no term of the text model", path=file.path)
+    if unused:
+        words = f"{file.path}: {len(unused)} terms of modules that text does not need are left out ({unused[0]}, ...)"
+        warnings.warn(printable(words, keep=""), ConfigWarning, stacklevel=3)
     return terms
 
 
@@ -149,7 +173,11 @@ def describe_adapter(folder: Path, terms: Mapping[str, LoraTerm]) -> str:
 
 
 def _what(tensor: str) -> str:
-    kinds = {"lora_magnitude_vector": "DoRA's magnitudes", "lora_embedding_": "a term of an embedding"}
+    kinds = {
+        "base_layer.": "the matrix itself, which peft saves beside an adapter of the head or the embedding",
+        "lora_magnitude_vector": "DoRA's magnitudes",
+        "lora_embedding_": "a term of an embedding",
+    }
     return next((words for part, words in kinds.items() if part in tensor), "it is not supported")
 
 
@@ -161,50 +189,37 @@ def _check(raw: Mapping[str, Any], path: Path) -> None:
         if not is_off(raw.get(key)) and raw[key] != "none":
             message = f"{describe(raw[key])} means that {meaning}, which is not done"
             raise ConfigError(message, path=path, field=key)
-    for key in ("rank_pattern", "alpha_pattern"):
-        patterns = raw.get(key) or {}
-        if not isinstance(patterns, dict):
-            raise ConfigError(f"expected an object, got {describe(patterns)}", path=path, field=key)
-        for ending in patterns:
-            if not re.fullmatch(r"[A-Za-z0-9_.]+", ending):
-                message = f"expected the ends of modules' names, got {describe(ending)}: others are not supported"
-                raise ConfigError(message, path=path, field=key)
+    begun = raw.get("init_lora_weights")
+    if isinstance(begun, str) and begun.lower().startswith(_CHANGE_THE_BASE):
+        message = f"{describe(begun)} means that the model's matrices were changed before it was trained; convert it"
+        message = f"{message} to LoRA (peft: save_pretrained with path_initial_model_for_weight_conversion)"
+        raise ConfigError(message, path=path, field="init_lora_weights")
     known = {*OTHER_FUNCTION, *_WITHOUT_EFFECT, *_READ}
     if unknown := [key[:100] for key in raw if key not in known and not is_off(raw[key])]:
         words = f"{path}: {', '.join(unknown[:6])}: ignored; no LoRA known here has it"
         warnings.warn(printable(words, keep=""), ConfigWarning, stacklevel=4)
 
 
-def _linear_of(module: str, config: ModelConfig) -> str | None:
-    """Our name of a module that is one of the model's linears, with a tensor of its own."""
+def _places_of(module: str, config: ModelConfig) -> dict[str, LinearPlace]:
+    """Our names of the linears that a module holds, and where: one of its own, or several that share its tensor."""
     if module == "lm_head":
-        return None if config.tie_word_embeddings else module
-    name = linear_of_hf(f"{module}.weight")
-    if name is None:
-        return None
-    layer, short = int(name.split(".")[1]), name.rpartition(".")[2]
-    if layer >= config.num_hidden_layers or short not in config.linear_shapes(layer):
-        return None
-    place = linear_place(config, name, "hf")
-    whole = place.rows is None and place.columns is None and not place.parts
-    return name if whole and place.module.endswith(module.rpartition(".layers.")[2]) else None
+        return {} if config.tie_word_embeddings else {module: linear_place(config, module, "hf")}
+    match = _MODULE.fullmatch(module)
+    if match is None or (layer := int(match[2])) >= config.num_hidden_layers:
+        return {}
+    names = (linear_name(layer, short) for short in config.linear_shapes(layer))
+    places = {name: linear_place(config, name, "hf") for name in names}
+    own = f"model.{match[1]}"
+    return {name: place for name, place in places.items() if place.module == own and not place.parts}
 
 
-def _read_term(
-    file: SafetensorsFile,
-    module: str,
-    names: Mapping[str, str],
-    raw: Mapping[str, Any],
-    shape: tuple[int, int],
-    path: Path,
-) -> LoraTerm:
+def _read_factors(
+    file: SafetensorsFile, names: Mapping[str, str], rank: float, shape: tuple[int, int]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """A (r, n_in) and B (n_out, r) of a module of shape (n_out, n_in)."""
     if set(names) != {"A", "B"}:
         message = f"has no lora_{'B' if 'A' in names else 'A'} beside it"
         raise FormatError(message, path=file.path, field=next(iter(names.values())))
-    rank = _of_module(raw, "rank_pattern", "r", module, path)
-    alpha = _of_module(raw, "alpha_pattern", "lora_alpha", module, path)
-    if rank != int(rank):
-        raise ConfigError(f"expected a whole number, got {rank}", path=path, field="r")
     n_out, n_in = shape
     arrays = {}
     for letter, expected in (("A", (int(rank), n_in)), ("B", (n_out, int(rank)))):
@@ -217,18 +232,51 @@ def _read_term(
             message = f"holds {bad[1]} at index {bad[0]}; expected finite numbers"
             raise FormatError(message, path=file.path, offset=info.offset, field=names[letter])
         arrays[letter] = array.astype(np.float32)
-    return LoraTerm(arrays["A"], arrays["B"], alpha / (rank**0.5 if raw.get("use_rslora") else rank))
+    return arrays["A"], arrays["B"]
 
 
-def _of_module(raw: Mapping[str, Any], pattern: str, key: str, module: str, path: Path) -> float:
-    """The value of a module: of the first pattern that is the end of its name, else the one for all."""
-    patterns = raw.get(pattern) or {}
-    value, field = raw.get(key), key
-    words = module.split(".")
-    endings = {".".join(words[start:]) for start in range(len(words))}
-    if endings & patterns.keys():  # else the patterns, which may be many, are not gone through
-        ending = next(each for each in patterns if each in endings)
-        value, field = patterns[ending], f"{pattern}.{ending}"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
-        raise ConfigError(f"expected a number above 0 and below 1e6, got {describe(value)}", path=path, field=field)
-    return float(value)
+class _Values:
+    """A number for every module: of the first pattern that is, after a dot, the end of its name; else the one for all.
+
+    Source: peft's get_pattern_key.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], key: str, pattern_key: str, path: Path) -> None:
+        self.raw, self.key, self.pattern_key, self.path = raw, key, pattern_key, path
+        given = raw.get(pattern_key) or {}
+        if not isinstance(given, dict):
+            raise ConfigError(f"expected an object, got {describe(given)}", path=path, field=pattern_key)
+        self.values: dict[str, Any] = given
+        plain = [pattern for pattern in given if re.fullmatch(r"[A-Za-z0-9_.]+", pattern)]
+        self.order = {pattern: number for number, pattern in enumerate(given)}
+        self.plain = set(plain)
+        self.others = {pattern: self._compile(pattern) for pattern in given if pattern not in self.plain}
+        if len(self.others) > MAX_PATTERNS:
+            message = f"expected at most {MAX_PATTERNS} patterns that are no names, got {len(self.others)}"
+            raise ConfigError(message, path=path, field=pattern_key)
+
+    def of(self, module: str) -> float:
+        """The value of a module, above 0; ranks are whole numbers. Raises ConfigError."""
+        value, field = self.raw.get(self.key), self.key
+        words = module.split(".")
+        ends = {".".join(words[start:]) for start in range(len(words))} & self.plain
+        ends |= {pattern for pattern, compiled in self.others.items() if compiled.match(module)}
+        if ends:
+            first = min(ends, key=self.order.__getitem__)
+            value, field = self.values[first], f"{self.pattern_key}.{first}"
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+            message = f"expected a number above 0 and below 1e6, got {describe(value)}"
+            raise ConfigError(message, path=self.path, field=field)
+        if self.key == "r" and value != int(value):
+            raise ConfigError(f"expected a whole number, got {value}", path=self.path, field="r")
+        return float(value)
+
+    def _compile(self, pattern: str) -> re.Pattern[str]:
+        known = len(pattern) <= _MAX_PATTERN and _PATTERN.fullmatch(pattern) is not None
+        if known and len(re.findall(r"[*+]", pattern)) <= _MAX_REPEATS:
+            try:
+                return re.compile(rf"(?:.*\.)?(?:{pattern})$")
+            except re.error:
+                pass
+        message = f"expected names of modules, or simple patterns of them, got {describe(pattern)}: others are refused"
+        raise ConfigError(message, path=self.path, field=self.pattern_key)

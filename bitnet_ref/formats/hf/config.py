@@ -144,8 +144,14 @@ class Keys:
         self.read.update(keys)
 
     def rope(self, raw: Mapping[str, Any] | None = None, theta_key: str = "rope_theta") -> RopeConfig:
-        theta = self.get(theta_key, 10000.0)
-        return _rope(self.raw if raw is None else raw, theta, self.get("max_position_embeddings"))
+        raw = self.raw if raw is None else raw
+        rope = _rope(raw, self.get(theta_key, 10000.0), self.get("max_position_embeddings"))
+        scaling, parameters = raw.get("rope_scaling"), raw.get("rope_parameters")
+        theta = parameters.get("rope_theta") if scaling and isinstance(parameters, dict) else None
+        if theta not in (None, rope.theta):
+            words = f"counts, as in transformers, with rope_theta {rope.theta:g}; that of rope_parameters is ignored"
+            self.doubts.append(Doubt("rope_scaling", words))
+        return rope
 
     def layer_types(self, window: Any, by_default: list[str]) -> dict[str, Any]:
         types = self.get("layer_types", by_default)
@@ -153,7 +159,7 @@ class Keys:
             raise ConfigError(f"expected a list of names, got {types!r}"[:200], field="layer_types")
         if set(types) == {"full_attention"}:
             return {}
-        alike = set(types) == {"sliding_attention"}
+        alike = set(types) == {"sliding_attention"} and len(types) == self.raw["num_hidden_layers"]
         return {"sliding_window": window, "layer_types": () if alike else tuple(types)}
 
 
@@ -209,8 +215,15 @@ def _parse(raw: dict[str, Any], allow_unquantized: bool, doubts: list[Doubt]) ->
 def _check_layer_types(keys: Keys, taken: tuple[str, ...]) -> None:
     """ConfigError for types of layers that this family's class does not compute."""
     given = keys.get("layer_types")
-    if given is not None and not taken and (not isinstance(given, list) or len({*map(str, given)}) > 1):
-        raise ConfigError(f"layers of several kinds are not supported here, got {given!r}"[:200], field="layer_types")
+    if is_off(given) or taken:  # which the family's config has checked
+        return
+    layers = keys.raw["num_hidden_layers"]
+    if not isinstance(given, list) or len(given) != layers:
+        raise ConfigError(f"expected a name for each of {layers} layers, got {given!r}"[:200], field="layer_types")
+    kinds = {*map(str, given)}
+    if kinds not in ({"full_attention"}, {"sliding_attention"}):
+        words = f"layers of such kinds are not supported here: {', '.join(sorted(kinds))}"
+        raise ConfigError(words[:200], field="layer_types")
 
 
 def _is_int(value: Any) -> bool:
@@ -265,10 +278,7 @@ def _rope(raw: Mapping[str, Any], theta: Any, max_positions: Any) -> RopeConfig:
     if not isinstance(params, dict) or any(isinstance(value, dict) for value in params.values()):
         raise ConfigError(f"expected one flat object for all layers, got {params!r}", field=field)
     rope_type = params.get("rope_type", params.get("type", "default"))
-    for source in (params, raw.get("rope_parameters")):
-        if isinstance(source, dict) and source.get("rope_theta") is not None:
-            theta = source["rope_theta"]
-            break
+    theta = theta if params.get("rope_theta") is None else params["rope_theta"]
     partial = params.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise ConfigError(f"partial rotary embedding ({partial!r}) is not supported", field="partial_rotary_factor")
