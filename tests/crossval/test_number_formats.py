@@ -72,7 +72,8 @@ def test_integers_have_as_many_levels_as_they_say() -> None:
 
 SAMPLE = (
     *("sums of 4 saturate", "128 is -128", "quantised twice by row", "cache in fp8", "embedding in Q4_0"),
-    *("rows behind the last tile of 64", "an online softmax is not rescaled", "the norms of a block exchanged"),
+    *("rows behind the last tile of 64", "an online softmax is not rescaled", "the norms exchanged, and v turned"),
+    "the input in bfloat16, and its product with the scale in float16",
 )
 EACH = pytest.mark.parametrize(
     "mistake",

@@ -515,7 +515,7 @@ class Site:
                 if mine is None or match is None or not match.whole:
                     continue
                 left = self.target.distance(mine)
-                if left > ROUNDING_LEFT / 3 * min(error, self.target.error) or self._makes_less(first, second, left):
+                if left >= ROUNDING_LEFT / 3 * min(error, self.target.error) or self._makes_less(first, second, left):
                     continue
                 text = f"{first.text}; and {second.text}"
                 cost = first.cost + second.cost
@@ -527,7 +527,7 @@ class Site:
     def _makes_less(self, first: Description, second: Description, left: float) -> bool:
         """Whether the second edit alone leaves as little."""
         alone = self.compute((self.name,), second.edit)
-        return alone is not None and left > ROUNDING_LEFT / 3 * self.target.distance(alone)
+        return alone is not None and left >= ROUNDING_LEFT / 3 * self.target.distance(alone)
 
     def _direction(self, nudged: Array) -> float | None:
         """How well a small change of a constant points towards the engine's tensor, 0 to 1.
@@ -923,7 +923,8 @@ class Finding:
     name: of a known mistake, else "described".   edits: by step, for the whole run.   left: the tensors that are still
     wrong with these edits, in order.   whole: a known mistake, in all its steps.
     shows_flips: the engine's int8 activations are all known, so flips of them that move its logits do not speak
-    against the cause.   made: the edit, for other steps.   moved: the first tensor that is left wrong is a later one.
+    against the cause.   made: the edit, for other steps.   tensor: the one that it explains, which is not `left`.
+    moved: the first one left is a later one.
     """
 
     name: str
@@ -936,6 +937,7 @@ class Finding:
     rounds: bool = False
     shows_flips: bool = False
     made: Description | None = None
+    tensor: str = ""
     moved: bool = False
 
 
@@ -964,6 +966,7 @@ def find(
             continue
         d = explanation
         finding.made = Description(d.cost, d.known.cause if d.known else d.text, d.edit, d.known, d.rounds)
+        finding.tensor = name
         finding.moved = bool(finding.left) and order.index(finding.left[0]) > order.index(name)
         findings.append(finding)
         if not finding.left and len(findings) >= 3:

@@ -257,12 +257,15 @@ class _Search:
     parts: list[Diagnosis] = field(default_factory=list)  # that move the first difference to a later op
     edits: dict[str, Description] = field(default_factory=dict)  # of the findings, by cause
     made: list[Description] = field(default_factory=list)  # of those that are made in the setting
+    reached: int = -1  # how far the setting goes without a further mistake: the place of the first difference
 
     def run(self) -> list[Diagnosis]:
         self.reference = self.setting.run()
         self.order = {name: i for i, name in enumerate(self.reference)}
         if self.error_before is None:
             self.error_before = self._logit_error(self.reference)
+        unchanged = compare(self.reference, self.candidate, self.setting.config, self.setting.tokens)
+        self.reached = max(self._place(self.first), self._place(_first_name(unchanged)))
         span, hypotheses = self._span(), forward_hypotheses(self.setting, self.candidate)
         likely = [h for h in hypotheses if any(map(h.is_at, span))]
         self._test_all(likely, expected=True)
@@ -334,7 +337,14 @@ class _Search:
             error = self._logit_error(tensors)
             if finding.made is not None:
                 self.edits[finding.cause] = finding.made
-            self.diagnoses.append(self._judge(finding, first is None, True, first, error, finding.example))
+            diagnosis = self._judge(finding, first is None, True, first, error, finding.example)
+            if finding.rounds and first is None and not diagnosis.confirmed:
+                # the values that seemed to be rounded the other way are those of another mistake
+                finding.left = tensors_left(changed, self.candidate) or []
+                finding.moved = bool(finding.left) and finding.tensor not in finding.left
+                first = next(iter(finding.left), None)
+                diagnosis = self._judge(finding, False, True, first, error, finding.example)
+            self.diagnoses.append(diagnosis)
 
     def _tell_apart(self) -> None:
         """Of several confirmed causes: which tensor to record next. Descriptions of one computation become one."""
@@ -373,7 +383,7 @@ class _Search:
         if isinstance(made, Finding):
             share = FLIPPED_SHARE if made.shows_flips else ROUNDED_SHARE if made.rounds else share
         end, confirmed = len(self.order), confirmed and self._explains_logits(error, share)
-        moved = not confirmed and first is not None and self._place(first, end) > self._place(self.first, end)
+        moved = not confirmed and first is not None and self._place(first, end) > self.reached
         moved = moved or (isinstance(made, Finding) and made.moved and not confirmed)
         worse = error is not None and self.error_before is not None and error > self.error_before
         test = Diagnosis(made.name, made.cause, made.remedy, confirmed, moved and not worse, expected, first)
