@@ -270,6 +270,14 @@ def _memories(step: Step) -> Iterator[Description]:
 # -- what is kept from call to call ------------------------------------------------------------------------------------
 
 
+def _of_first(change: Change) -> Callable[[Floats, Floats], Floats]:
+    return lambda memory, earlier: wide(change(memory.astype(np.float32)))
+
+
+def _of_last(change: Change, n: int) -> Callable[[Floats, Floats], Floats]:
+    return lambda window, y: change(window[-n:].astype(np.float32))
+
+
 def _carried(step: Step) -> Iterator[Description]:
     """The memory that a call leaves to the next one: moved, or in another format."""
     if len(step.setting.calls) < 2:
@@ -278,9 +286,9 @@ def _carried(step: Step) -> Iterator[Description]:
     like = np.zeros((shape.value_heads, shape.key_dim, shape.value_dim), dtype=np.float32)
     for cost, text, change in changes(like, by_head=True):
         if "token" not in text and "keys" not in text:  # it has none
-            yield Description(cost + 0.1, f"between calls {text.replace('{x}', 'the memory')}", by_carry(lambda S, old, change=change: change(S)))
+            yield Description(cost + 0.1, f"between calls {text.replace('{x}', 'the memory')}", by_carry(_of_first(change)))
     for words, rounded in MEMORY_FORMATS:
-        yield Description(1.1, f"the memory is {words} between calls", by_carry(lambda S, old, rule=rounded: wide(rule(S.astype(np.float32)))), rounds=True)
+        yield Description(1.1, f"the memory is {words} between calls", by_carry(_of_first(rounded)), rounds=True)
 
 
 def _kept(step: Step) -> Iterator[Description]:
@@ -299,12 +307,12 @@ def _kept(step: Step) -> Iterator[Description]:
         (1.1, "lack their oldest token: zeros stand for it", lambda window, y: np.concatenate([0 * window[:1], window[1 - n :]]) if n > 1 else 0 * window[-1:]),
     ]
     for cost, text, change in changes(qkv[:n]):
-        others.append((cost + 0.1, text.replace("{x}", "them"), lambda window, y, change=change: change(window[-n:])))
+        others.append((cost + 0.1, text.replace("{x}", "them"), _of_last(change, n)))
     for cost, text, keep in others:
         joined = f"the inputs that the convolution keeps from call to call {text}" if text.startswith(("are ", "lack ")) else f"of the inputs that the convolution keeps from call to call, {text}"
         yield Description(cost, joined, by_kept(keep))
     for words, rule in ROUNDED:
-        yield Description(1, f"the inputs that the convolution keeps from call to call are {words}", by_kept(lambda window, y, rule=rule: rule(window[-n:].astype(np.float32))), rounds=True)
+        yield Description(1, f"the inputs that the convolution keeps from call to call are {words}", by_kept(_of_last(rule, n)), rounds=True)
 
 
 # -- convolution, decay, beta, gates -----------------------------------------------------------------------------------
