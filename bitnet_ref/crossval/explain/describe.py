@@ -82,6 +82,7 @@ GROUPS = (
     r"\.(o|down)_proj\.",
 )
 FLIPPED_ROWS, FLIP_ERROR = 0.4, 0.03  # of a site with int8 inside: the share of tokens, and their error, of flips
+SAME_CONSTANT = 1e-5  # how near to the right constant, relative, one is the right one
 NAMED = 0.9  # the cost of an edit that has a name
 # Of an edit that rounds: the share of values that may be rounded the other way, and how much larger than the largest
 # error without it they may be; of a thin site, the share of the error that may be left.
@@ -656,7 +657,7 @@ class Site:
                 best, best_error = c, error
             if best_error < 1e-4 * whole:
                 break
-        if not best_error < 0.5 * whole or best == family.right:
+        if not best_error < 0.5 * whole or abs(best - family.right) <= SAME_CONSTANT * abs(family.right):
             return None
         if not target.alone and 1e-3 * whole < best_error < 0.2 * whole:
             best = self._refine(unit, family, best, best_error)

@@ -326,7 +326,7 @@ class _Search:
         """
         for finding in find(self.setting, self.candidate, self.watch, known, made):
             if finding.cause in self.changes:  # tested, and not confirmed
-                if not finding.shows_flips:
+                if not (finding.shows_flips or finding.rounds):
                     continue
                 self.diagnoses[:] = [d for d in self.diagnoses if d.cause != finding.cause]
             changed = self.setting.with_edits(finding.edits)
