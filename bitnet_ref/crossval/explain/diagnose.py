@@ -209,7 +209,7 @@ def _combine(mistakes: list[Diagnosis]) -> Diagnosis:
     return Diagnosis(
         " + ".join(d.name for d in mistakes),
         "; and ".join(d.cause for d in mistakes),
-        " ".join(d.remedy for d in mistakes),
+        " ".join(d.remedy.rstrip(".") + "." for d in mistakes),
         confirmed=True,
         logit_error_before=mistakes[0].logit_error_before,
         logit_error=mistakes[-1].logit_error,
