@@ -123,6 +123,11 @@ LIST = (
     shipped("silu by a table", "llama", "hook_post", "the activation is a table of float16", ("a = R(C.act", "a = narrow(C.act(narrow(g, F16)), F16) * u")),
     shipped("frequencies and angles in bfloat16", "llama", "rot_q", "frequencies and angles are in bfloat16", ("ang =", "ang = narrow(pos[:, None] * narrow(freq, BF), BF)")),
     shipped("the norms of a block exchanged", "llama", "ln1.hook_normalized", "weight of blocks.0.ffn_norm is taken; and .* weight of blocks.0.attn_norm is taken", ("h = R(x / r1", "h = R(x / r1 * w['ffn_norm'])"), ("h = R(x / r3", "h = R(x / r3 * w['attn_norm'])")),
+    # -- several at once: in one step, and in three, of which the second is in the way of the third
+    shipped("the input in bfloat16, and its product with the scale in float16", "bitnet", "x_int8", "input is rounded to bfloat16; and .*x \\* scale is rounded to float16|attn_norm is rounded to bfloat16.*x \\* scale is rounded to float16",
+        ("xs =", "x = narrow(x, BF)\namax = np.maximum(np.abs(x).max(-1, keepdims=True), np.float32(1e-5))\nxs = np.float32(127) / amax"), ("xq =", "xq = np.clip(np.rint(narrow(x * xs, F16)), -128, 127)")),
+    shipped("the norms exchanged, and v turned", "llama", "ln1.hook_normalized", "weight of blocks.0.ffn_norm is taken; and v, .* is turned by RoPE as well; and .* weight of blocks.0.attn_norm is taken",
+        ("h = R(x / r1", "h = R(x / r1 * w['ffn_norm'])"), ("h = R(x / r3", "h = R(x / r3 * w['attn_norm'])"), ("k = R(np.con", f"k = {ROTATED_K}; k1, k2 = v[..., : d // 2], v[..., d // 2 :]; v = {ROTATED_K}")),
     # -- attention in narrow numbers
     shipped("exp in float16", "llama", "pattern", r"exp\(s\) is rounded to float16", ("e =", "e = narrow(np.exp(s - s.max(-1, keepdims=True)), F16)")),
     shipped("pattern in bfloat16", "llama", "pattern", "pattern.* rounded to bfloat16", ("p =", "p = narrow(e / e.sum(-1, keepdims=True), BF)")),

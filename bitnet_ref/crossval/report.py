@@ -232,8 +232,13 @@ class Crossing:
         )
 
     def diagnosis(self) -> list[str]:
-        """One sentence for each cause that is confirmed or explains a part, or one that says that none does."""
-        sentences = [str(cause) for cause in self.causes if cause.confirmed or cause.partly or cause.possible]
+        """One sentence for each cause that is confirmed or explains a part, or one that says that none does.
+
+        What is a part of a confirmed cause is not repeated.
+        """
+        told = "; ".join(cause.cause for cause in self.causes if cause.confirmed)
+        parts = [cause for cause in self.causes if cause.partly and cause.cause not in told]
+        sentences = [str(cause) for cause in self.causes if cause.confirmed or cause in parts or cause.possible]
         if self.causes and not sentences:
             sentences = [f"none of the {len(self.causes)} mistakes that were tested explains the difference"]
         if stopped := self.causes.stopped:

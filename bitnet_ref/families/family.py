@@ -96,6 +96,7 @@ class Hypothesis:
         linear's product is its hook_out, with or without a bias or a cap that comes after it.
     name: short, stable.
     fits: (step) -> whether the edit can be made in a step of that name, and changes it.
+    rounds: it rounds, so that a few values may be rounded the other way by an engine that is right but for this.
     """
 
     steps: str
@@ -104,6 +105,7 @@ class Hypothesis:
     remedy: str
     edit: Edit
     fits: Callable[[Any], bool] = lambda step: True
+    rounds: bool = False
 
     @property
     def _names(self) -> re.Pattern[str]:
@@ -149,6 +151,16 @@ def instead(formula: Callable[..., Any]) -> Edit:
     return edit
 
 
+@dataclass(frozen=True, eq=False)
+class Around:
+    """An edit around a step's formula, of an input or of the result. One of the formula can be made beside it."""
+
+    edit: Edit
+
+    def __call__(self, step: Any, compute: Edit, *inputs: Any) -> Array:
+        return self.edit(step, compute, *inputs)
+
+
 def after(change: Callable[[Floats], Floats]) -> Edit:
     """The step's result, changed."""
 
@@ -156,7 +168,7 @@ def after(change: Callable[[Floats], Floats]) -> Edit:
         right = compute(*inputs)
         return like(np.asarray(change(heads_apart(right, step))).reshape(right.shape), right)
 
-    return edit
+    return Around(edit)
 
 
 def before(index: int, change: Callable[[Any], Any]) -> Edit:
@@ -168,7 +180,7 @@ def before(index: int, change: Callable[[Any], Any]) -> Edit:
         changed = change(apart) if apart is x else change(apart).reshape(x.shape)
         return compute(*inputs[:index], changed, *inputs[index + 1 :])
 
-    return edit
+    return Around(edit)
 
 
 def leave_out(step: Any, compute: Edit, x: Array, *rest: Any) -> Array:

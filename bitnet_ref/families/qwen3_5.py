@@ -987,7 +987,7 @@ def softplus(x: Floats) -> Floats:
     return np.logaddexp(0.0, x)
 
 
-def _by_carry(change: Callable[[Floats, Floats], Floats]) -> Edit:
+def by_carry(change: Callable[[Floats, Floats], Floats]) -> Edit:
     """change(the memory after the call before, the memory before that call) at the beginning of each later call."""
 
     def edit(step: Any, compute: Edit, mixed: Floats, log_alpha: Floats, beta: Floats, w: DeltaLayer) -> Floats:
@@ -1001,6 +1001,21 @@ def _by_carry(change: Callable[[Floats, Floats], Floats]) -> Edit:
             memory = right_update(memory, np.exp(log_a)[:, None, None], k[:, :, None], v[:, None], b[:, None, None])
             after.append(memory)
         return np.stack(after).astype(np.float32)
+
+    return edit
+
+
+def by_kept(keep: Callable[[Floats, Floats], Floats]) -> Edit:
+    """keep(inputs of a call, those kept before it first; the convolution's results of it): what the next one gets."""
+
+    def edit(step: Any, compute: Edit, qkv: Floats, w: DeltaLayer) -> Floats:
+        kept, parts = np.zeros((w.conv.shape[1] - 1, qkv.shape[1]), dtype=np.float64), []
+        starts = np.cumsum((0, *step.setting.calls[:-1])).tolist()
+        for start, size in zip(starts, step.setting.calls, strict=True):
+            window = np.concatenate([kept, qkv[start : start + size]])
+            parts.append(causal_conv(window, w.conv))
+            kept = keep(window, parts[-1])
+        return np.concatenate(parts).astype(np.float32)
 
     return edit
 
@@ -1069,10 +1084,10 @@ DELTA_MISTAKES = (
     _conv_mistake("conv_silu_before", "silu is taken before the convolution, not after", "silu(conv(x)).", instead(lambda qkv, w: taps(silu(qkv), w.conv))),
     _conv_mistake("conv_missing", "the convolution is left out: each token has only its own weight", "Keep the last conv_size - 1 inputs of each sequence.", instead(lambda qkv, w: silu(qkv * w.conv[:, -1]))),
     _conv_mistake("conv_of_q_and_k_only", "v is not convolved", "The convolution is over q, k and v together.", instead(lambda qkv, w: np.concatenate([silu(taps(qkv, w.conv))[:, : sum(w.delta.sizes[:2])], qkv[:, sum(w.delta.sizes[:2]) :]], axis=1))),
-    _carry_mistake("state_lost", "the memory is not carried from call to call: each begins with an empty one", _CARRY, _by_carry(lambda S, old: np.zeros_like(S))),
-    _carry_mistake("state_of_call_before", "a call begins with the memory from before the call before it", _CARRY, _by_carry(lambda S, old: old)),
-    _carry_mistake("state_transposed", "the memory is transposed between calls", _CARRY, _by_carry(lambda S, old: S.swapaxes(1, 2)), fits=lambda step: _has_calls(step) and step.setting.config.delta.key_dim == step.setting.config.delta.value_dim),
-    *(_carry_mistake(f"state_in_{words}", f"the memory is rounded to {words} between calls", _CARRY, _by_carry(_kept_in(to))) for words, to in (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16))),
+    _carry_mistake("state_lost", "the memory is not carried from call to call: each begins with an empty one", _CARRY, by_carry(lambda S, old: np.zeros_like(S))),
+    _carry_mistake("state_of_call_before", "a call begins with the memory from before the call before it", _CARRY, by_carry(lambda S, old: old)),
+    _carry_mistake("state_transposed", "the memory is transposed between calls", _CARRY, by_carry(lambda S, old: S.swapaxes(1, 2)), fits=lambda step: _has_calls(step) and step.setting.config.delta.key_dim == step.setting.config.delta.value_dim),
+    *(_carry_mistake(f"state_in_{words}", f"the memory is rounded to {words} between calls", _CARRY, by_carry(_kept_in(to)), rounds=True) for words, to in (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16))),
     _conv_carry_mistake("conv_state_lost", "the convolution's inputs are not carried from call to call: zeros stand for them", _CARRY, _by_inputs_before(lambda x, old: np.zeros_like(x))),
     _conv_carry_mistake("conv_state_after_silu", "the convolution's inputs are kept after silu", _CARRY, _by_inputs_before(lambda x, old: silu(x))),
     _conv_carry_mistake("conv_state_of_call_before", "a call begins with the convolution's inputs from before the call before it", _CARRY, _by_inputs_before(lambda x, old: old)),

@@ -1,6 +1,8 @@
 """The formats that engines round to: those of GGUF as its own package rounds, and what they do to mistakes' causes."""
 
 import sys
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import gguf
@@ -9,7 +11,7 @@ import pytest
 
 import bitnet_ref
 from bitnet_ref.crossval.compare import compare
-from bitnet_ref.crossval.explain import expert_steps
+from bitnet_ref.crossval.explain import delta_steps, edits, expert_steps
 from bitnet_ref.crossval.explain.diagnose import diagnose
 from bitnet_ref.crossval.explain.number_formats import (
     FLOATS,
@@ -72,7 +74,8 @@ def test_integers_have_as_many_levels_as_they_say() -> None:
 
 SAMPLE = (
     *("sums of 4 saturate", "128 is -128", "quantised twice by row", "cache in fp8", "embedding in Q4_0"),
-    *("rows behind the last tile of 64", "an online softmax is not rescaled", "the norms of a block exchanged"),
+    *("rows behind the last tile of 64", "an online softmax is not rescaled", "the norms exchanged, and v turned"),
+    "the input in bfloat16, and its product with the scale in float16",
 )
 EACH = pytest.mark.parametrize(
     "mistake",
@@ -116,23 +119,36 @@ def test_a_mistake_of_a_deltanet_on_no_list_is_described(name: str) -> None:
     assert judgement.unseen, judgement
 
 
-MOE = Path(__file__).parents[1] / "data/families/qwen3_moe-groups128"
-MIXTURE = (
-    ("mlp.hook_expert_weights", "sigmoids, as they are"),
-    ("mlp.hook_mixed", "squared when results are added"),
-    ("mlp.hook_mixed", "computes 3 tokens only"),
+FAMILIES = Path(__file__).parents[1] / "data/families"
+MOE, HYBRID = FAMILIES / "qwen3_moe-groups128", FAMILIES / "qwen3_5-groups128-hybrid"
+EDITS = (  # of a mixture's steps, of a DeltaNet's, and of what that keeps from call to call
+    (MOE, "mlp.hook_expert_weights", "sigmoids, as they are"),
+    (MOE, "mlp.hook_mixed", "squared when results are added"),
+    (MOE, "mlp.hook_mixed", "computes 3 tokens only"),
+    (HYBRID, "attn.hook_log_decay", "-A_log stands for exp"),
+    (HYBRID, "attn.hook_delta_out", "heads of {in0} are one too far"),
+    (HYBRID, "attn.hook_conv", "call to call are the convolution's results"),
 )
 
 
-@pytest.mark.parametrize(("name", "words"), MIXTURE)
-def test_a_mistake_of_a_mixture_of_experts_is_described(name: str, words: str) -> None:
-    """The edit's own run is the engine, in the layers that have experts."""
-    model = bitnet_ref.load(MOE, backend="numpy", threads=1)
-    tokens = [1, 17, 5, 23, 9, 42, 3, 3]
-    right = Setting.of(model, tokens)
+@pytest.mark.parametrize(("path", "name", "words"), EDITS)
+def test_a_mistake_of_a_family_s_step_is_described(path: Path, name: str, words: str) -> None:
+    """The edit's own run is the engine, in the first layer."""
+    model = bitnet_ref.load(path, backend="numpy", threads=1)
+    tokens, calls = [1, 17, 5, 23, 9, 42, 3, 3], (5, 1, 1, 1) if path == HYBRID else ()
+    right = replace(Setting.of(model, tokens), calls=calls)
     step = right.steps[f"blocks.0.{name}"]
-    edit = next(d.edit for d in expert_steps.descriptions(step) if words in d.text)
-    trace = right.with_edits({step.name: edit}).run()
+    every = chain(*(module.descriptions(step) for module in (expert_steps, delta_steps, edits)))
+    edit = next(d.edit for d in every if words in d.text)
+    trace = Run(right.with_edits({step.name: edit}).run())
+    trace.calls = calls
     comparison = compare(right.run(), trace, model.config, tokens)
     causes = [d.cause for d in diagnose(model, tokens, trace, comparison) if d.confirmed]
+    words = words.replace("{in0}", "DeltaNet's memory")
     assert any(words in cause for cause in causes), causes
+
+
+class Run(dict[str, np.ndarray]):
+    """The tensors of a run, with the calls that computed them."""
+
+    calls: tuple[int, ...] = ()

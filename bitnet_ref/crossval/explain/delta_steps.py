@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...families.family import Edit, after, before, instead
+from ...families.family import Edit, before, instead
 from ...families.qwen3_5 import (
     DeltaConfig,
     DeltaInputs,
     DeltaLayer,
+    by_carry,
     by_decay,
     by_inputs,
+    by_kept,
     memory_states,
     recall,
     right_update,
@@ -52,12 +54,26 @@ def families(step: Step) -> Iterator[Family]:
     """Constants in the memory's inputs."""
     kind, shape = step.name.rpartition(".")[2], next((x.delta for x in step.inputs if isinstance(x, DeltaLayer)), None)
     parts = {"hook_state": "kv", "hook_delta_out": "q"}.get(kind, "") if shape is not None else ""
+    if parts == "kv":
+        for words, right, change in _ALPHAS_BY:
+            yield Family(1.2, words, partial(_with_log_alpha, change), right, True, (0.1, 0.5, 0.9))
     for part in parts:
         yield Family(1.1, f"DeltaNet's {part} is multiplied by {{c}}", partial(_scaled, part), 1, False, (0.1, 8))
     for part in parts.replace("v", ""):
         for words, length in (("{c} is added to the length of", _longer), ("{c} is the least length of", _at_least)):
             yield Family(1.2, f"DeltaNet's {_both(part)} are divided by another length: {words} each", partial(length, "qk"), 0, False, (1e-6, 1e-3, 0.1))
         yield Family(1.2, f"eps of DeltaNet's {_both(part)} is {{c}} where 1e-06 belongs", partial(_eps, "qk"), 1e-6, True, (1e-12, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1))
+
+
+_ALPHAS_BY: tuple[tuple[str, float, Callable[[float, Floats], Floats]], ...] = (
+    ("alpha is {c} at least in the memory's update", 1e-9, lambda c, log: np.maximum(log, np.log(c))),
+    ("alpha is {c} at most in the memory's update", 1.0, lambda c, log: np.minimum(log, np.log(c))),
+    ("alpha is taken to the power {c} in the memory's update", 1.0, lambda c, log: log * c),
+)
+
+
+def _with_log_alpha(change: Callable[[float, Floats], Floats], c: float) -> Edit:
+    return by_inputs(lambda x, long, shape: x._replace(log_alpha=change(c, x.log_alpha)))
 
 
 def _both(part: str) -> str:
@@ -150,7 +166,7 @@ KNOWN: dict[str, Callable[..., Any]] = {
 RIGHT_UPDATE = ("a S", "b", "v", "k a S")
 
 
-def _updates() -> Iterator[Description]:
+def _updates(tokens: int) -> Iterator[Description]:
     for parts in product(KEPT.items(), WRITTEN.items(), TAKEN.items(), KNOWN.items()):
         names, (kept, written, taken, known) = zip(*parts, strict=True)
         others = sum(name != right for name, right in zip(names, RIGHT_UPDATE, strict=True))
@@ -162,7 +178,20 @@ def _updates() -> Iterator[Description]:
 
         text = f"{names[0]} + k {names[1]} ({names[2]} - {names[3]})".replace("k  (", "k (")
         yield Description(1 + 0.1 * others, f"the memory S becomes {text}, where a S + k b (v - k a S) belongs", _by_memory(partial(memory_states, update=update)))
+        for size in (4, 8, 16, 32, 64) if others == 1 else ():
+            for words, is_first in (("the first", True), ("those behind the first", False)) if size < tokens else ():
+                yield Description(1.3, f"by {words} of each {size} tokens the memory S becomes {text}, where a S + k b (v - k a S) belongs", _by_memory(partial(_by_turns, update, size, is_first)))
     yield Description(1.2, "the memory is transposed when it is written: v k, not k v", _by_memory(lambda x: memory_states(x, lambda S, a, k, v, b: a * S + (k * (b * (v - recall(k, a * S)))).swapaxes(1, 2))))
+
+
+def _by_turns(update: Callable[..., Floats], size: int, is_first: bool, x: DeltaInputs) -> Floats:
+    """The memory after each token, with another update by the first of each `size` tokens, or by the others."""
+    turns = iter(range(len(x.v)))
+
+    def by_turn(*arguments: Floats) -> Floats:
+        return (update if (next(turns) % size == 0) == is_first else right_update)(*arguments)
+
+    return memory_states(x, by_turn)
 
 
 # What stands for alpha = exp(log alpha) in the update.
@@ -213,7 +242,8 @@ MEMORY_FORMATS: list[Format] = [
 
 
 def _memories(step: Step) -> Iterator[Description]:
-    yield from _updates()
+    yield from _carried(step)
+    yield from _updates(len(step.inputs[0]))
     for words, change in ALPHAS.items():
         yield Description(1.1, f"{words} stands for alpha in the memory's update", _by_memory(partial(memory_states, update=partial(_with_alpha, change))))
     tokens = len(step.inputs[0])
@@ -237,10 +267,59 @@ def _memories(step: Step) -> Iterator[Description]:
     yield from _inputs(step)
 
 
+# -- what is kept from call to call ------------------------------------------------------------------------------------
+
+
+def _of_first(change: Change) -> Callable[[Floats, Floats], Floats]:
+    return lambda memory, earlier: wide(change(memory.astype(np.float32)))
+
+
+def _of_last(change: Change, n: int) -> Callable[[Floats, Floats], Floats]:
+    return lambda window, y: change(window[-n:].astype(np.float32))
+
+
+def _carried(step: Step) -> Iterator[Description]:
+    """The memory that a call leaves to the next one: moved, or in another format."""
+    if len(step.setting.calls) < 2:
+        return
+    shape = step.inputs[-1].delta
+    like = np.zeros((shape.value_heads, shape.key_dim, shape.value_dim), dtype=np.float32)
+    for cost, text, change in changes(like, by_head=True):
+        if "token" not in text and "keys" not in text:  # it has none
+            yield Description(cost + 0.1, f"between calls {text.replace('{x}', 'the memory')}", by_carry(_of_first(change)))
+    for words, rounded in MEMORY_FORMATS:
+        yield Description(1.1, f"the memory is {words} between calls", by_carry(_of_first(rounded)), rounds=True)
+
+
+def _kept(step: Step) -> Iterator[Description]:
+    """The inputs of the convolution that a call leaves to the next one."""
+    if len(step.setting.calls) < 2:
+        return
+    qkv, w = step.inputs
+    n = w.conv.shape[1] - 1
+    others: list[tuple[float, str, Callable[..., Floats]]] = [
+        (1, "are the convolution's results", lambda window, y: np.concatenate([window[:n], y])[-n:]),
+        (1, "are the convolution's sums, before silu", lambda window, y: np.concatenate([window[:n], taps(window, w.conv)[n:]])[-n:]),
+        (1, "are one token too old", lambda window, y: window[-n - 1 : -1]),
+        (1.1, "are those of the current call only, zeros before them", lambda window, y: np.concatenate([0 * window[:n], window[n:]])[-n:]),
+        (1.1, "are the first of the call, not the last", lambda window, y: window[n : 2 * n] if len(window) >= 2 * n else window[-n:]),
+        (1.1, "lack their newest token: zeros stand for it", lambda window, y: np.concatenate([window[-n:-1], 0 * window[:1]])),
+        (1.1, "lack their oldest token: zeros stand for it", lambda window, y: np.concatenate([0 * window[:1], window[1 - n :]]) if n > 1 else 0 * window[-1:]),
+    ]
+    for cost, text, change in changes(qkv[:n]):
+        others.append((cost + 0.1, text.replace("{x}", "them"), _of_last(change, n)))
+    for cost, text, keep in others:
+        joined = f"the inputs that the convolution keeps from call to call {text}" if text.startswith(("are ", "lack ")) else f"of the inputs that the convolution keeps from call to call, {text}"
+        yield Description(cost, joined, by_kept(keep))
+    for words, rule in ROUNDED:
+        yield Description(1, f"the inputs that the convolution keeps from call to call are {words}", by_kept(_of_last(rule, n)), rounds=True)
+
+
 # -- convolution, decay, beta, gates -----------------------------------------------------------------------------------
 
 
 def _convolutions(step: Step) -> Iterator[Description]:
+    yield from _kept(step)
     w = step.inputs[1]
     n, sizes, starts = w.conv.shape[1], w.delta.sizes, np.cumsum((0, *w.delta.sizes))
     for words, function in GATES.items():
@@ -275,12 +354,13 @@ def _convolutions(step: Step) -> Iterator[Description]:
 
 def _decays(step: Step) -> Iterator[Description]:
     """Parts of -A f(a + bias), f softplus."""
-    for words, function in GATES.items():
+    for words, function in {**GATES, "softplus squared": lambda x: softplus(x) ** 2, "the root of softplus": lambda x: np.sqrt(softplus(x))}.items():
         yield Description(1.1, f"{words} stands for softplus in the decay", by_decay(lambda a, A, bias, f=function: -A * f(a + bias)))
-    others: list[tuple[str, Callable[..., Any]]] = [
-        ("the inverse of exp(A_log)", np.reciprocal), ("exp(A_log)^2", np.square), ("1", np.ones_like), ("exp(exp(A_log))", np.exp),
-    ]
-    for words, other in others:
+    others: dict[str, Callable[..., Any]] = {
+        "exp(-A_log)": np.reciprocal, "exp(A_log)^2": np.square, "1": np.ones_like, "exp(exp(A_log))": np.exp, "-A_log": lambda A: -np.log(A), "|A_log|": lambda A: np.abs(np.log(A)),
+        "softplus(A_log)": lambda A: softplus(np.log(A)),
+    }
+    for words, other in others.items():
         formula = partial(lambda other, a, A, bias: -other(A) * softplus(a + bias), other)
         yield Description(1.1, f"{words} stands for exp(A_log)", by_decay(formula))
     for words, rule in ROUNDED:
@@ -296,7 +376,6 @@ def _decays(step: Step) -> Iterator[Description]:
             yield Description(1.2, f"{part} is {words} in the decay", by_decay(lambda a, A, bias, f=rounded, r=narrow: f(a, A, bias, r)), rounds=True)
     yield Description(1.1, "dt_bias is subtracted, not added", by_decay(lambda a, A, bias: -A * softplus(a - bias)))
     yield Description(1.1, "dt_bias multiplies, and is not added", by_decay(lambda a, A, bias: -A * softplus(a * bias)))
-    yield Description(1.1, "all heads have the mean of their decays", after(lambda x: np.broadcast_to(x.mean(1, keepdims=True), x.shape)))
     for words, order in orders(len(step.inputs[1].decay)):
         places = order(len(step.inputs[1].decay))
         for part, (of_A, of_bias) in {"A_log": (1, 0), "dt_bias": (0, 1), "A_log and dt_bias": (1, 1)}.items():

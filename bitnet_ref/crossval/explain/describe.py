@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, islice
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from ..tolerances import EPSILON, tolerance_of
 from . import delta_steps, expert_steps, roundings
 from . import edits as step_edits
 from .edits import Description, Family, constants, matrix, moved, names_of, scale_inputs
-from .variants import IMPOSSIBLE, Setting, Step, edit_copies, is_by_head
+from .variants import IMPOSSIBLE, Setting, Step, both_edits, edit_copies, is_by_head
 from .wording import axis_words, example, layer_of, noun, place_in_words, remedy, role, scope_in_words
 
 
@@ -82,11 +82,15 @@ GROUPS = (
     r"\.(o|down)_proj\.",
 )
 FLIPPED_ROWS, FLIP_ERROR = 0.4, 0.03  # of a site with int8 inside: the share of tokens, and their error, of flips
+SAME_CONSTANT = 1e-5  # how near to the right constant, relative, one is the right one
 NAMED = 0.9  # the cost of an edit that has a name
 # Of an edit that rounds: the share of values that may be rounded the other way, and how much larger than the largest
 # error without it they may be; of a thin site, the share of the error that may be left.
 ROUNDED_OTHERWISE, FLIP_SIZE, ROUNDING_LEFT = 0.03, 2.5, 0.15
 ALL_AT_ONCE = 0.2  # how much less an edit of many steps of one kind costs: an engine has one function for them
+# Of two edits of one step: what each costs at most, the share of the error that is left by the first of them, and how
+# many such are tried with every other one.
+MOST_OF_A_PAIR, NEARER, NEAREST = 1.4, 0.97, 6
 ENOUGH = 0.35  # descriptions that cost so much more than the simplest that explains a site are not tried
 
 
@@ -324,18 +328,22 @@ class Evidence:
             tape[step.name] = step
             return step.result
 
-        self.setting.run(names_filter=(), settle=settle, copies=self.copies)
+        self._of_copies([{}] * self.copies, set()).run(names_filter=(), settle=settle, copies=self.copies)
         return tape
+
+    def _of_copies(self, trials: Sequence[Mapping[str, Edit]], failed: set[int]) -> Setting:
+        """The setting for a run of copies, each with its own edits as well; `failed`: see `edit_copies`."""
+        each = [self.setting.with_edits(edits).edits for edits in trials]
+        names = {name for edits in each for name in edits}
+        edits = {n: edit_copies([one.get(n) for one in each], len(self.setting.tokens), failed) for n in names}
+        return replace(self.setting, edits=edits)
 
     def compute_all(self, target: str, trials: Sequence[Mapping[str, Edit]]) -> list[Array | None]:
         """`compute` of several edits, in as few runs as possible."""
         if self.copies == 1 or len(trials) == 1 or all(list(edits) == [target] for edits in trials):
             return [self.compute(target, edits) for edits in trials]
         trials, failed = list(trials)[: self.copies], set[int]()
-        names = {name for edits in trials for name in edits}
-        padded = [*trials, *[{}] * (self.copies - len(trials))]
-        edits = {n: edit_copies([each.get(n) for each in padded], len(self.setting.tokens), failed) for n in names}
-        changed = self.setting.with_edits(edits)
+        changed = self._of_copies([*trials, *[{}] * (self.copies - len(trials))], failed)
         try:
             whole = changed.run(target.__eq__, target, self.tape, copies=self.copies)[target]
         except IMPOSSIBLE:
@@ -350,7 +358,8 @@ class Evidence:
             try:
                 if list(edits) == [target]:
                     step = self.steps[target]
-                    result = edits[target](step, step.compute, *step.inputs)
+                    edit = self.setting.with_edits(edits).edits[target]
+                    result = edit(step, step.compute, *step.inputs)
                 else:
                     result = self.setting.with_edits(edits).run(target.__eq__, target, self.steps)[target]
             except IMPOSSIBLE:
@@ -391,6 +400,9 @@ class Explanation:
         return bool(np.isclose(self.result, other.result, rtol=1e-5, atol=1e-6 * size).mean() > 0.99)
 
 
+Trial = tuple[float, int, tuple[str, ...], Description | Family]  # cost, number, steps
+
+
 class Site:
     """A wrong tensor, and the search for what explains it."""
 
@@ -410,9 +422,9 @@ class Site:
         half = np.arange(shape[axis]) < -(-shape[axis] // 2)
         return np.broadcast_to(half.reshape([-1 if i == axis else 1 for i in range(len(shape))]), shape)
 
-    def explanations(self) -> list[Explanation]:
-        """What explains the whole tensor, the simplest first; empty if nothing does."""
-        trials: list[tuple[float, int, tuple[str, ...], Description | Family]] = []
+    def _trials(self) -> list[Trial]:
+        """What is tried, the simplest first."""
+        trials: list[Trial] = []
         first_right = not self.target.by_head and bool(self.target.right_close[:1].all())
         for unit in self.units():
             self.evidence.setting.check()
@@ -443,9 +455,12 @@ class Site:
             for part in dict.fromkeys(parts):
                 if len({name.rpartition(".")[2] for name in part}) > 1:  # no unit has steps of several kinds
                     trials.append((NAMED, len(trials), part, _named(each)))
-        trials.sort(key=lambda trial: trial[:2])
+        return sorted(trials, key=lambda trial: trial[:2])
+
+    def explanations(self) -> list[Explanation]:
+        """What explains the whole tensor, the simplest first; empty if nothing does."""
+        trials, good = self._trials(), list[Explanation]()
         self.report.add(len(trials))
-        good: list[Explanation] = []
         size = self.evidence.copies
         for start in range(0, len(trials), size):
             if good and trials[start][0] > good[0].cost + ENOUGH:
@@ -472,6 +487,48 @@ class Site:
         near = [e for e in good if e.error <= (3 * closest if e.rounds else 20 * closest) + 8 * EPSILON]
         near.sort(key=lambda e: e.cost)
         return [e for i, e in enumerate(near) if not any(e.says_the_same(earlier) for earlier in near[:i])]
+
+    def pairs(self, made: Sequence[Description]) -> list[Explanation]:
+        """What explains the tensor of one step by two edits of it: neither does alone.
+
+        made: the edits that explain other tensors. One of the two is one of these, or among those that come nearest.
+        """
+        if not self.target.alone:
+            return []
+        step, near, good = self.evidence.steps[self.name], list[tuple[float, Description]](), list[Explanation]()
+        own = [d for cost, _, unit, d in self._trials() if isinstance(d, Description) and unit == (self.name,)]
+        own = [d for d in own if d.cost <= MOST_OF_A_PAIR]
+        self.report.add(len(own))
+        for d in own:
+            self.report(say(d.text, step))
+            mine = self.compute((self.name,), d.edit)
+            if mine is not None and (error := self.target.distance(mine)) < NEARER * self.target.error:
+                near.append((error, d))
+        near.sort(key=lambda pair: pair[0])
+        firsts = [(self.target.error, d) for d in made] + near[:NEAREST]
+        self.report.add(len(firsts) * len(own))
+        for error, first in firsts:
+            for second in own:
+                self.report(f"{say(first.text, step)}; and {say(second.text, step)}")
+                edit, rounds = both_edits(first.edit, second.edit), first.rounds or second.rounds
+                mine = self.compute((self.name,), edit)
+                match = None if mine is None else self.target.match(mine, rounds)
+                if mine is None or match is None or not match.whole:
+                    continue
+                left = self.target.distance(mine)
+                if left >= ROUNDING_LEFT / 3 * min(error, self.target.error) or self._makes_less(first, second, left):
+                    continue
+                text = f"{first.text}; and {second.text}"
+                cost = first.cost + second.cost
+                good.append(Explanation(cost, text, edit, (self.name,), error=left, rounds=rounds, result=mine))
+            if good:
+                break
+        return sorted(good, key=lambda e: e.cost)
+
+    def _makes_less(self, first: Description, second: Description, left: float) -> bool:
+        """Whether the second edit alone leaves as little."""
+        alone = self.compute((self.name,), second.edit)
+        return alone is not None and left >= ROUNDING_LEFT / 3 * self.target.distance(alone)
 
     def _direction(self, nudged: Array) -> float | None:
         """How well a small change of a constant points towards the engine's tensor, 0 to 1.
@@ -600,7 +657,7 @@ class Site:
                 best, best_error = c, error
             if best_error < 1e-4 * whole:
                 break
-        if not best_error < 0.5 * whole or best == family.right:
+        if not best_error < 0.5 * whole or abs(best - family.right) <= SAME_CONSTANT * abs(family.right):
             return None
         if not target.alone and 1e-3 * whole < best_error < 0.2 * whole:
             best = self._refine(unit, family, best, best_error)
@@ -636,7 +693,7 @@ class Site:
 
 
 def _named(mistake: Hypothesis) -> Description:
-    return Description(NAMED, mistake.cause, mistake.edit, mistake)
+    return Description(NAMED, mistake.cause, mistake.edit, mistake, mistake.rounds)
 
 
 def _by_constants(family: Family, constant: Callable[[dict[str, float]], float]) -> Edit:
@@ -867,7 +924,8 @@ class Finding:
     name: of a known mistake, else "described".   edits: by step, for the whole run.   left: the tensors that are still
     wrong with these edits, in order.   whole: a known mistake, in all its steps.
     shows_flips: the engine's int8 activations are all known, so flips of them that move its logits do not speak
-    against the cause.
+    against the cause.   made: the edit, for other steps.   tensor: the one that it explains, which is not `left`.
+    moved: the first one left is a later one.
     """
 
     name: str
@@ -879,23 +937,38 @@ class Finding:
     whole: bool = False
     rounds: bool = False
     shows_flips: bool = False
+    made: Description | None = None
+    tensor: str = ""
+    moved: bool = False
 
 
 @np.errstate(all="ignore")  # most descriptions are wrong, and some overflow
-def find(setting: Setting, view: View, report: Report, known: Sequence[Hypothesis] = ()) -> list[Finding]:
+def find(
+    setting: Setting,
+    view: View,
+    report: Report,
+    known: Sequence[Hypothesis] = (),
+    made: Sequence[Description] | None = None,
+) -> list[Finding]:
     """Explanations of the engine's first wrong tensor. Those that leave the fewest tensors wrong come first.
 
     known: the edits that have a name, which are tried before others.
+    made: None for explanations by one edit; by two, these among them (`Site.pairs`).
     """
     evidence = Evidence(setting, view)
     if not evidence.wrong:
         return []
     name, findings = evidence.wrong[0], []
     shown = evidence.example(name)
-    for explanation in Site(evidence, name, report, known).explanations()[:6]:
+    site, order = Site(evidence, name, report, known), list(evidence.steps)
+    for explanation in (site.explanations() if made is None else site.pairs(made))[:6]:
         finding = _whole(evidence, explanation, shown) or _spread_out(evidence, explanation, shown)
         if finding is None or name in finding.left:
             continue
+        d = explanation
+        finding.made = Description(d.cost, d.known.cause if d.known else d.text, d.edit, d.known, d.rounds)
+        finding.tensor = name
+        finding.moved = bool(finding.left) and order.index(finding.left[0]) > order.index(name)
         findings.append(finding)
         if not finding.left and len(findings) >= 3:
             break
@@ -913,21 +986,21 @@ def _whole(evidence: Evidence, explanation: Explanation, shown: str) -> Finding 
     if known is None or explanation.place:
         return None
     edits = {name: known.edit for name, step in evidence.steps.items() if known.is_in(step)}
-    left = _left(evidence.setting.with_edits(edits), evidence.view)
+    left = tensors_left(evidence.setting.with_edits(edits), evidence.view, evidence if known.rounds else None)
     if left != []:
         return None
-    return Finding(known.name, known.cause, known.remedy, shown, edits, [], whole=True)
+    return Finding(known.name, known.cause, known.remedy, shown, edits, [], whole=True, rounds=known.rounds)
 
 
 def _spread_out(evidence: Evidence, explanation: Explanation, shown: str) -> Finding | None:
     """An edit in all steps in which it holds."""
     setting, view = evidence.setting, evidence.view
     edits, without = spread(evidence, explanation), evidence if explanation.rounds else None
-    left = _left(setting.with_edits(edits), view, without)
+    left = tensors_left(setting.with_edits(edits), view, without)
     if left is None:
         return None
     for wider in wider_scopes(evidence, explanation, edits) if len(edits) > 1 or not left else ():
-        if _left(setting.with_edits(wider), view, without) == left:
+        if tensors_left(setting.with_edits(wider), view, without) == left:
             edits = wider
             break
     first, known = evidence.steps[explanation.names[0]], explanation.known
@@ -936,10 +1009,10 @@ def _spread_out(evidence: Evidence, explanation: Explanation, shown: str) -> Fin
     cause = f"{scope}: {say(explanation.text, first, len(set(map(role, edits))) > 1)}{place}"
     if known is None:
         return Finding("described", cause, remedy(first), shown, edits, left, rounds=explanation.rounds)
-    return Finding(known.name, cause, f"{known.remedy} {remedy(first)}", shown, edits, left)
+    return Finding(known.name, cause, f"{known.remedy} {remedy(first)}", shown, edits, left, rounds=explanation.rounds)
 
 
-def _left(setting: Setting, view: View, without: Evidence | None = None) -> list[str] | None:
+def tensors_left(setting: Setting, view: View, without: Evidence | None = None) -> list[str] | None:
     """The tensors that are wrong in this setting; None where it cannot be computed.   without: see `Evidence`."""
     try:
         return Evidence(setting, view, without).wrong

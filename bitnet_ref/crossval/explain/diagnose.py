@@ -24,7 +24,8 @@ from ...reference.layers import Array
 from ..compare import OTHER_SHAPE, Comparison, View, compare
 from ..names import INT8, LOGITS, SCALE
 from ..tolerances import EXPLAINED_SHARE, FLIPPED_SHARE, LOGITS_ROUNDING, ROUNDED_SHARE
-from .describe import Finding, differing_tensors, find
+from .describe import Finding, differing_tensors, find, tensors_left
+from .edits import Description
 from .hypotheses import forward_hypotheses
 from .hypotheses.prompts import TokenHypothesis, prompt_hypotheses, tokenizer_of
 from .variants import IMPOSSIBLE, Setting
@@ -184,7 +185,8 @@ def _search_causes(search: _Search, depth: int) -> None:
         changed = changes[part.cause](search.setting)
         assert changed is not None
         further: list[Diagnosis] = []
-        search = replace(search, setting=changed, first=part.first_difference, diagnoses=further, parts=[])
+        made = [search.edits[d.cause] for d in assumed if d.cause in search.edits]
+        search = replace(search, setting=changed, first=part.first_difference, diagnoses=further, parts=[], made=made)
         try:
             last = search.run()
         finally:
@@ -207,7 +209,7 @@ def _combine(mistakes: list[Diagnosis]) -> Diagnosis:
     return Diagnosis(
         " + ".join(d.name for d in mistakes),
         "; and ".join(d.cause for d in mistakes),
-        " ".join(d.remedy for d in mistakes),
+        " ".join(d.remedy.rstrip(".") + "." for d in mistakes),
         confirmed=True,
         logit_error_before=mistakes[0].logit_error_before,
         logit_error=mistakes[-1].logit_error,
@@ -253,12 +255,17 @@ class _Search:
     changes: dict[str, Change] = field(default_factory=dict)  # what was tested, by cause
     failed: dict[str, str] = field(default_factory=dict)  # by cause: why it could not be tested
     parts: list[Diagnosis] = field(default_factory=list)  # that move the first difference to a later op
+    edits: dict[str, Description] = field(default_factory=dict)  # of the findings, by cause
+    made: list[Description] = field(default_factory=list)  # of those that are made in the setting
+    reached: int = -1  # how far the setting goes without a further mistake: the place of the first difference
 
     def run(self) -> list[Diagnosis]:
         self.reference = self.setting.run()
         self.order = {name: i for i, name in enumerate(self.reference)}
         if self.error_before is None:
             self.error_before = self._logit_error(self.reference)
+        unchanged = compare(self.reference, self.candidate, self.setting.config, self.setting.tokens)
+        self.reached = max(self._place(self.first), self._place(_first_name(unchanged)))
         span, hypotheses = self._span(), forward_hypotheses(self.setting, self.candidate)
         likely = [h for h in hypotheses if any(map(h.is_at, span))]
         self._test_all(likely, expected=True)
@@ -267,12 +274,24 @@ class _Search:
                 self._describe(hypotheses)
         if self.thorough and not any(d.confirmed for d in self.diagnoses):
             self._test_all([h for h in hypotheses if h not in likely], expected=False)
+        if not (self.forced or self.parts or any(d.confirmed for d in self.diagnoses)):
+            with self._noting("two edits of the first wrong tensor"):
+                self._describe(hypotheses, self.made)
         with self._noting("which tensor tells the causes apart"):
             self._tell_apart()
         # of those that explain a part: the further one moves the first difference, the earlier in the list
         for parts in (self.diagnoses, self.parts):
             parts.sort(key=lambda d: -self._place(d.first_difference) if d.partly or d in self.parts else 0)
+        furthest = [d for d in self.parts if d.first_difference == self.parts[0].first_difference]
+        if 1 < len(furthest) < 8:  # a mistake may be in a part of the steps that it has a name for
+            self.parts[: len(furthest)] = sorted(furthest, key=self._count_left)
         return _rank(self.diagnoses)
+
+    def _count_left(self, part: Diagnosis) -> float:
+        """How many tensors are wrong with a mistake."""
+        changed = self.changes[part.cause](self.setting)
+        left = None if changed is None else tensors_left(changed, self.candidate)
+        return math.inf if left is None else len(left)
 
     def _place(self, name: str | None, absent: int = -1) -> int:
         """Where in the computation a tensor stands."""
@@ -300,11 +319,14 @@ class _Search:
             return
         self.diagnoses.append(self._test(hypothesis, changed, expected))
 
-    def _describe(self, known: Sequence[Hypothesis]) -> None:
-        """What the first wrong tensor is: by every edit of its steps, those with a name first."""
-        for finding in find(self.setting, self.candidate, self.watch, known):
+    def _describe(self, known: Sequence[Hypothesis], made: Sequence[Description] | None = None) -> None:
+        """What the first wrong tensor is: by every edit of its steps, those with a name first.
+
+        made: by two edits, see `find`.
+        """
+        for finding in find(self.setting, self.candidate, self.watch, known, made):
             if finding.cause in self.changes:  # tested, and not confirmed
-                if not finding.shows_flips:
+                if not (finding.shows_flips or finding.rounds):
                     continue
                 self.diagnoses[:] = [d for d in self.diagnoses if d.cause != finding.cause]
             changed = self.setting.with_edits(finding.edits)
@@ -313,7 +335,16 @@ class _Search:
             agrees = compare(tensors, self.candidate, changed.config, changed.tokens).agrees
             first = None if agrees or not finding.left else finding.left[0]
             error = self._logit_error(tensors)
-            self.diagnoses.append(self._judge(finding, first is None, True, first, error, finding.example))
+            if finding.made is not None:
+                self.edits[finding.cause] = finding.made
+            diagnosis = self._judge(finding, first is None, True, first, error, finding.example)
+            if finding.rounds and first is None and not diagnosis.confirmed:
+                # the values that seemed to be rounded the other way are those of another mistake
+                finding.left = tensors_left(changed, self.candidate) or []
+                finding.moved = bool(finding.left) and finding.tensor not in finding.left
+                first = next(iter(finding.left), None)
+                diagnosis = self._judge(finding, False, True, first, error, finding.example)
+            self.diagnoses.append(diagnosis)
 
     def _tell_apart(self) -> None:
         """Of several confirmed causes: which tensor to record next. Descriptions of one computation become one."""
@@ -352,7 +383,8 @@ class _Search:
         if isinstance(made, Finding):
             share = FLIPPED_SHARE if made.shows_flips else ROUNDED_SHARE if made.rounds else share
         end, confirmed = len(self.order), confirmed and self._explains_logits(error, share)
-        moved = not confirmed and first is not None and self._place(first, end) > self._place(self.first, end)
+        moved = not confirmed and first is not None and self._place(first, end) > self.reached
+        moved = moved or (isinstance(made, Finding) and made.moved and not confirmed)
         worse = error is not None and self.error_before is not None and error > self.error_before
         test = Diagnosis(made.name, made.cause, made.remedy, confirmed, moved and not worse, expected, first)
         diagnosis = replace(test, logit_error_before=self.error_before, logit_error=error, example=example)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...families import family_of
-from ...families.family import Edit, Hypothesis, after, before, heads_apart, instead, layer_weights, own_rope
+from ...families.family import Around, Edit, Hypothesis, after, before, heads_apart, instead, layer_weights, own_rope
 from ...reference import layers
 from ...reference.layers import ACTIVATIONS, Array
 from ...reference.weights import LinearWeight, Norm
@@ -85,6 +85,17 @@ def from_run(index: int | None, name: str, origin: str) -> Edit:
         return other if index is None else compute(*inputs[:index], other, *inputs[index + 1 :])
 
     return edit
+
+
+def normed_by(index: int | None, name: str, origin: str) -> Edit:
+    """The step with one of its inputs, or (None) its result, brought through a norm of the step's block."""
+
+    def edit(step: Step, compute: Edit, *inputs: Any) -> Array:
+        norm = norms_of(step)[moved(name, origin, step)]
+        normed = partial(layers.rms_norm, weight=norm.weight, eps=norm.eps)
+        return (after(normed) if index is None else before(index, normed))(step, compute, *inputs)
+
+    return Around(edit)
 
 
 def moved(name: str, origin: str, step: Step) -> str:
@@ -197,6 +208,20 @@ def _shifted(x: Array, by: int, axis: int) -> Array:
     return rolled
 
 
+def _shared(x: Array, axis: int, words: str) -> Iterator[Row]:
+    """Some neighbours that have one value: the first's, or their mean."""
+    n = x.shape[axis]
+    for size in [size for size in range(2, n + 1) if n % size == 0] if n <= 64 else ():
+
+        def mean(x: Array, size: int = size) -> Array:
+            first = np.moveaxis(wide(x), axis, 0)
+            means = first.reshape(-1, size, *first.shape[1:]).mean(1)
+            return np.moveaxis(np.repeat(means, size, 0), 0, axis)
+
+        yield 1.4, f"each {size} {words} of {{x}} have the first one's" if size < n else f"all {words} of {{x}} have the first one's", lambda x, size=size: x.take(np.arange(n) // size * size, axis)
+        yield 1.4, f"each {size} {words} of {{x}} have their mean" if size < n else f"all {words} of {{x}} have their mean", mean
+
+
 def changes(x: Array, by_head: bool = False) -> Iterator[Row]:
     """(cost, words, change) of a float or integer array: (N, C), (N, heads, d), or by_head (heads, N, keys)."""
     tokens, heads = (1, 0) if by_head else (0, 1)
@@ -219,10 +244,13 @@ def changes(x: Array, by_head: bool = False) -> Iterator[Row]:
     if x.ndim == 2 and x.shape[1] > 1:
         yield from reorder(1.4, "columns of {x}", 1)
         yield 2, "{x} is stored column by column and read row by row", lambda x: np.ascontiguousarray(x.T)
+    if x.ndim == 2 and not by_head:
+        yield from _shared(x, 1, "columns")
+    if x.ndim > 2 and x.shape[heads] > 1:
+        yield from reorder(1.3, "heads of {x}", heads)
+        yield 1.3, "every head has {x} of the first", lambda x: np.repeat(x.take([0], heads), x.shape[heads], heads)
+        yield from _shared(x, heads, "heads")
     if x.ndim == 3:
-        if x.shape[heads] > 1:
-            yield from reorder(1.3, "heads of {x}", heads)
-            yield 1.3, "every head has {x} of the first", lambda x: np.repeat(x.take([0], heads), x.shape[heads], heads)
         if not by_head:
             yield from reorder(1.4, "numbers of each head of {x}", 2)
             yield 1.4, "{x} is stored as (head_dim, heads) and read as (heads, head_dim)", lambda x: x.swapaxes(1, 2)
@@ -839,7 +867,8 @@ def own_descriptions(step: Step) -> Iterator[Description]:
     if kind in ("hook_resid_mid", "hook_resid_post"):
         for norm in norms_of(step).values():
             if norm.weight.shape == step.result.shape[1:] and norm.name.startswith(step.name.rpartition(".")[0] + "."):
-                yield Description(1.2, f"the sum is normed, with the weight of {norm.name.split('.')[-1]}", after(partial(layers.rms_norm, weight=norm.weight, eps=norm.eps)))
+                for words, index in (("the sum", None), ("{in0}", 0), ("{in1}", 1)):
+                    yield Description(1.2, f"{words} is normed, with the weight of {norm.name.split('.')[-1]}", normed_by(index, norm.name, step.name))
     if kind == "hook_v":
         yield Description(1.1, "v is turned by RoPE as well", after(lambda v: _turn(v, np.arange(len(v))[:, None] * own_rope(step).frequencies(step.setting.config.rotary_size))))
     if of_linear and len(x) == 3:

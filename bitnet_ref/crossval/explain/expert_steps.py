@@ -100,7 +100,7 @@ def _products(kind: str, experts: int) -> Iterator[Description]:
         def moved(x: Floats, share: Floats, w: Any, order: Any = order) -> tuple[Floats, Any]:
             return x, replace(w, experts=tuple(w.experts[i] for i in order(len(w.experts))))
 
-        yield Description(1.2, f"the matrices of {_MATRICES[kind]} are those of other experts: {words}", of(moved))
+        yield Description(1.2, f"the matrices of experts are those of others: {words}", of(moved))
 
 
 def _mixtures(tokens: int) -> Iterator[Description]:

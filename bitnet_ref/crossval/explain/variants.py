@@ -26,7 +26,7 @@ from ...backends.paged_cache import EngineKVCache
 from ...backends.record import LOGITS, NamesFilter, Recorder, sibling
 from ...errors import BitNetRefError
 from ...families import family_of
-from ...families.family import Edit
+from ...families.family import Around, Edit
 from ...families.lora import AdaptedLinear
 from ...formats.open import open_checkpoint
 from ...reference import layers
@@ -119,8 +119,8 @@ class Setting:
         return Setting(self.config, self.weights, np.asarray(tokens, dtype=np.int64), path=self.path)
 
     def with_edits(self, edits: Mapping[str, Edit]) -> Setting:
-        """The setting with these steps edited as well; of two edits of a step the second gets what the first gives."""
-        both = {name: _one_after_the_other(self.edits[name], edits[name]) for name in edits if name in self.edits}
+        """The setting with these steps edited as well; of two edits of a step both are made, see `both_edits`."""
+        both = {name: both_edits(self.edits[name], edits[name]) for name in edits if name in self.edits}
         return replace(self, edits={**self.edits, **edits, **both})
 
     def master(self, linear: str) -> NDArray[np.float32] | None:
@@ -177,11 +177,14 @@ class _Finished(Exception):
     """The last tensor that was asked for has been computed."""
 
 
-def _one_after_the_other(first: Edit, second: Edit) -> Edit:
-    def edit(step: Step, compute: Edit, *inputs: Any) -> Array:
-        return second(step, partial(first, step, compute), *inputs)
+def both_edits(first: Edit, second: Edit) -> Edit:
+    """Two edits of one step: the second of what the first gives, but one of the formula inside one around it."""
+    inner, outer = (second, first) if isinstance(first, Around) and not isinstance(second, Around) else (first, second)
 
-    return edit
+    def edit(step: Step, compute: Edit, *inputs: Any) -> Array:
+        return outer(step, partial(inner, step, compute), *inputs)
+
+    return Around(edit) if isinstance(inner, Around) else edit
 
 
 class _StepRecorder(Recorder):

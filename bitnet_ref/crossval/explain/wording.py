@@ -115,30 +115,69 @@ def place_in_words(
     return f"{wrong}; {others} {'is' if len(rest) == 1 else 'are'} right"
 
 
-def _roles_in_words(roles: Sequence[str]) -> str:
-    """ "q and k"; "the output of q_proj, k_proj and v_proj", whose nouns differ in the last word only."""
-    nouns = [noun(r) for r in roles]
-    beginnings = {each.rpartition(" ")[0] for each in nouns}
-    if len(nouns) > 1 and len(beginnings) == 1 and (beginning := beginnings.pop()):
-        nouns = [nouns[0], *(each.removeprefix(f"{beginning} ") for each in nouns[1:])]
-    return " and ".join(", ".join(nouns).rsplit(", ", 1))
+def _module_of(part: str) -> tuple[str, str]:
+    """ "attn.q_proj.hook_out" -> "the output of {}", "q_proj". A tensor with a noun of its own: "{}", the noun."""
+    owner, _, hook = part.rpartition(".")
+    if part in _nouns() or hook not in HOOKS:
+        return "{}", noun(part)
+    return HOOKS[hook], _nouns().get(owner, owner.removesuffix(".rms_norm").rpartition(".")[2] or owner)
+
+
+def _joined(words: Sequence[str]) -> str:
+    if len(words) > 5:
+        return f"{', '.join(words[:3])} and {len(words) - 3} others"
+    return " and ".join(", ".join(words).rsplit(", ", 1))
+
+
+def _modules_in_words(chosen: Sequence[str], every: Sequence[str]) -> str:
+    """Modules, of every one that has such a tensor: "q_proj and k_proj", "every linear but o_proj"."""
+    others = [module for module in every if module not in chosen]
+    if others == ["lm_head"] and len(chosen) > 3:
+        return "every linear of the blocks"
+    kind = "linear" if all(module.endswith(("_proj", "router", "lm_head")) for module in every) else "norm"
+    if len(chosen) < 4 or len(others) > 2:
+        return _joined(chosen)
+    return f"every {kind}" + (f" but {_joined(others)}" if others else "")
+
+
+def _roles_in_words(roles: Sequence[str], every: Sequence[str]) -> str:
+    """ "q and k"; "the output of q_proj and k_proj"; "the activation scale and the int8 input of every linear"."""
+    modules: dict[str, list[str]] = {}
+    possible: dict[str, list[str]] = {}
+    for parts, by_template in ((roles, modules), (every, possible)):
+        for part in parts:
+            template, module = _module_of(part)
+            by_template.setdefault(template, []).append(module)
+    texts = {t: (_modules_in_words(m, possible[t]) if len(t) > 4 else _joined(m)) for t, m in modules.items()}
+    of_several = [template for template in texts if list(texts.values()).count(texts[template]) > 1]
+    if of_several and len(of_several) == len(texts) and all(template.endswith(" of {}") for template in texts):
+        return f"{_joined([template.removesuffix(' of {}') for template in texts])} of {texts[of_several[0]]}"
+    return _joined([template.format(words) for template, words in texts.items()])
+
+
+def _layers_in_words(chosen: Sequence[int], possible: Sequence[int]) -> str:
+    """ "in every layer", "in layer 1 only", "in every layer but 3", "in 7 of 12 layers: 0, 1, 4, ..."."""
+    others = [layer for layer in possible if layer not in chosen]
+    if not others:
+        return "in every layer"
+    if len(others) <= 2 and len(chosen) > 3:
+        return f"in every layer but {_joined([str(layer) for layer in others])}"
+    numbers = numbers_in_words(chosen, len(possible))
+    if len(chosen) > 3 and "to" not in numbers and "every" not in numbers:
+        return f"in {len(chosen)} of {len(possible)} layers: {', '.join(map(str, chosen[:3]))}, ..."
+    return f"in layer{'s' * (len(chosen) > 1)} {numbers} only"
 
 
 def scope_in_words(names: Iterable[str], every: Iterable[str]) -> str:
     """Which steps, of every one that a run has: "q_proj and k_proj, in layer 1 only"."""
     chosen, every = list(names), list(every)
-    same_kind = [name for name in every if name.rpartition(".")[2] in {n.rpartition(".")[2] for n in chosen}]
-    roles = list(dict.fromkeys(role(name) for name in chosen))
-    if len(chosen) == len(same_kind) > 2 and len(roles) > 2:
-        return f"everywhere ({noun(chosen[0])} and all others)"
+    roles, possible_roles = (list(dict.fromkeys(map(role, steps))) for steps in (chosen, every))
     in_layers = sorted({layer for name in chosen if (layer := layer_of(name)) is not None})
     possible = sorted({layer for name in every if role(name) in roles and (layer := layer_of(name)) is not None})
-    words = _roles_in_words(roles)
-    if not in_layers or len(possible) == 1:
+    words = _roles_in_words(roles, possible_roles)
+    if not in_layers or len(possible) == 1 or (" every " in words and in_layers == possible):
         return words
-    if in_layers == possible:
-        return f"{words}, in every layer"
-    return f"{words}, in layer{'s' * (len(in_layers) > 1)} {numbers_in_words(in_layers, len(possible))} only"
+    return f"{words}, {_layers_in_words(in_layers, possible)}"
 
 
 def remedy(step: Step) -> str:
