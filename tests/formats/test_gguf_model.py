@@ -131,7 +131,7 @@ FAMILIES = {
     "yarn, own factor": {
         **TINY,
         **WIDE,
-        "rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5, "beta_fast": 20.0},
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5, "beta_fast": 20.0, "beta_slow": 2.0},
     },
     "linear": {**TINY, **WIDE, "rope_scaling": {"type": "linear", "factor": 2.0}},
     "mistral": {**TINY, **WIDE, "model_type": "mistral", "sliding_window": 3},

@@ -258,6 +258,7 @@ def test_hostile_sizes(key, value):
         ),
         ({"rope_parameters": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1}}, "rope.high_freq_factor"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": []}}, "rope_parameters.factor"),
+        ({"rope_parameters": {"rope_type": "yarn"}, "max_position_embeddings": 0}, "rope_parameters.factor"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": -1}}, "rope_parameters.mscale"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": "no"}}, "rope.truncate"),
         (

@@ -45,6 +45,15 @@ def test_a_size_that_bfloat16_has_is_no_ternary_matrix():
     assert quantize_weights(masters)[1] == np.float32(0.5)
 
 
+def test_what_one_weight_cannot_have_is_shared_by_many_zeros():
+    """Each stays below half of the scale, and so rounds to zero."""
+    w_t = np.zeros((64, 96), dtype=np.int8)
+    w_t[3, 5] = -1
+    masters = masters_of("q_proj", w_t, np.float32(0.3)).astype(np.float32)
+    np.testing.assert_array_equal(quantize_weights(masters)[0], w_t)
+    assert (masters > 0).sum() > 10
+
+
 @pytest.mark.parametrize(
     ("w_t", "scale", "reason"),
     [

@@ -102,7 +102,7 @@ class Reply:
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.blocks: list[Block] = []
-        for event in merge_events(events):
+        for event in events:
             self.add(event)
 
     def add(self, event: Event) -> bool:
