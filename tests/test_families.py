@@ -463,6 +463,8 @@ def test_layers_of_qwen():
         parse(model_type="qwen3", layer_types=["sliding_attention", "full_attention"])
     with pytest.raises(ConfigError, match="layer_types"):
         parse(model_type="qwen3", layer_types=["chunked_attention"] * 2, use_sliding_window=True)
+    with pytest.raises(ConfigError, match="max_window_layers: expected a number of layers"):
+        parse(model_type="qwen3", use_sliding_window=True, sliding_window=4, max_window_layers={"a": 1})
 
 
 def test_the_turned_part_of_a_head_stands_beside_ropes_parameters_or_in_them():

@@ -574,6 +574,9 @@ def _read_maple_gguf(keys: GgufKeys, fields: dict[str, Any]) -> dict[str, Any]:
     slides = keys.flags("attention.sliding_window_pattern", layers)
     types = tuple("sliding_attention" if each else "full_attention" for each in slides)
     turned = keys.count("rope.dimension_count_swa", head_dim)
+    clamps = keys.get("swiglu_clamp_exp", [CLAMP])
+    if any(each != CLAMP for each in np.atleast_1d(clamps).tolist()):
+        raise keys.fail(f"{keys.arch}.swiglu_clamp_exp", f"expected {CLAMP} for each layer, where Maple's class clamps")
     return {
         **_gguf_counts(keys),
         "norm_topk_prob": bool(keys.get("expert_weights_norm", True)),

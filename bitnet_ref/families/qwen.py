@@ -195,6 +195,8 @@ def _window(keys: HfKeys) -> dict[str, Any]:
     if window is None:
         return {}
     first, layers = keys.get("max_window_layers"), keys.count("num_hidden_layers")
+    if not isinstance(first, int) or isinstance(first, bool):
+        raise ConfigError(f"expected a number of layers, got {first!r}"[:200], field="max_window_layers")
     return keys.layer_types(window, ["sliding_attention" if i >= first else "full_attention" for i in range(layers)])
 
 

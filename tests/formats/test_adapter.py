@@ -220,6 +220,13 @@ def test_other_functions_are_refused_by_name(copy, keys, field):
     assert [error.field for error in inspect_model(folder).errors] == [field]
 
 
+def test_an_adapter_of_mlx_lm_is_named(copy):
+    folder = copy()
+    (folder / "adapter_config.json").write_text('{"fine_tune_type": "lora", "lora_parameters": {"rank": 8}}')
+    with pytest.raises(ConfigError, match="an adapter of mlx-lm"):
+        bitnet_ref.load(folder, backend="numpy")
+
+
 def test_unknown_keys_are_doubts(copy):
     with pytest.warns(ConfigWarning, match="sparkle: ignored"):
         bitnet_ref.load(copy(sparkle=3, another=None), backend="numpy")

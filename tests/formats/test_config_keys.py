@@ -96,6 +96,7 @@ def test_a_familys_own_keys():
     assert doubts_of(model_type="qwen3", use_qk_norm=True) == []
     assert doubts_of(model_type="gemma3_text", use_qk_norm=True, hidden_act="gelu") == []
     assert field_of_error(use_qk_norm=True) == "use_qk_norm"
+    assert field_of_error(use_cla=True, cla_share_factor=2) == "use_cla"
     assert doubts_of(model_type="hunyuan_v1_dense", use_qk_norm=True) == []
     assert doubts_of(model_type="minicpm", mup_denominator=32) == []
 

@@ -9,6 +9,7 @@ import bitnet_ref
 from bitnet_ref.errors import ConfigError, FormatError, NumericsError
 from bitnet_ref.families.groups import GroupTernaryWeight
 from bitnet_ref.formats.checkpoint import LoadOptions, parts, read_weights, scale_convention
+from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf.config import llama3_divisors, shortest
 from bitnet_ref.formats.gguf.evidence import block_linears, permute_rows, unpermute_rows
 from bitnet_ref.formats.gguf.export import KINDS, TensorToWrite, write_gguf, write_gguf_model
@@ -430,6 +431,7 @@ BAD_METADATA = {
         "whole number",
         f"{ARCH}.attention.head_count",
     ),
+    "an encoder": ({f"{ARCH}.attention.causal": Typed("bool", False)}, [], "encoder", f"{ARCH}.attention.causal"),
     "no eps": ({}, [f"{ARCH}.attention.layer_norm_rms_epsilon"], "absent", f"{ARCH}.attention.layer_norm_rms_epsilon"),
     "NaN": ({f"{ARCH}.rope.freq_base": Typed("float32", float("nan"))}, [], "nan", f"{ARCH}.rope.freq_base"),
     "another width": ({f"{ARCH}.embedding_length": Typed("uint32", 128)}, [], "says 128", f"{ARCH}.embedding_length"),
@@ -484,6 +486,19 @@ def test_bad_metadata(case, tmp_path):
     assert message in caught.value.message, caught.value
     assert caught.value.path == str(path)
     assert field is None or caught.value.field == field
+
+
+def test_another_clamp_of_maple(tmp_path):
+    convert(DATA / "families" / "maple", tmp_path / "m.gguf", "gguf-f32", verify=False)
+    for value, is_read in ((7.0, True), (5.0, False)):
+        path = changed(
+            tmp_path / "x.gguf", tmp_path / "m.gguf", {"maple.swiglu_clamp_exp": Typed("[float32]", [value])}
+        )
+        if is_read:
+            assert bitnet_ref.read_config(path).gate_clamp == value
+        else:
+            with pytest.raises(ConfigError, match=r"swiglu_clamp_exp: expected 7\.0"):
+                bitnet_ref.read_config(path)
 
 
 def test_bad_tensors(tmp_path):

@@ -23,7 +23,7 @@ from helpers import (
 import bitnet_ref
 from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
 from bitnet_ref.families.linear_norms import model_norms
-from bitnet_ref.formats.open import ASSETS
+from bitnet_ref.formats.open import ASSETS, describe_ignored
 from bitnet_ref.inspection import inspect_model, inspector, judge, show_tensor
 from bitnet_ref.inspection.facts import Inspection, TernaryMatrix
 
@@ -78,6 +78,8 @@ WITHOUT_THETA += ("mistral-window1", "mistral-window3", "granite", "olmo2")
 def test_every_finding_about_a_good_checkpoint(folder):
     found = inspect_model(folder)
     expected = [("warning", "there is none (tokenizer.json, tokenizer.model): only token ids can go in")]
+    if beside := describe_ignored(folder):
+        expected.append(("note", beside))
     if folder in FAMILIES and not found.config.eos_token_ids:
         expected.append(("warning", "no end token is named anywhere: generation ends at max_tokens only"))
     if folder.name == "llama-packed-skips":
@@ -85,7 +87,8 @@ def test_every_finding_about_a_good_checkpoint(folder):
     if folder.name in WITHOUT_THETA:
         message = "absent from config.json, so transformers' defaults hold: rope_theta 10000.0"
         expected.append(("note", message))
-    assert [(finding.severity, finding.message) for finding in found.findings] == expected
+    assert sorted((finding.severity, finding.message) for finding in found.findings) == sorted(expected)
+    assert (beside is not None) == any(folder.glob("*.gguf"))
     assert found.architecture == json.loads((folder / "config.json").read_text())["model_type"]
 
 

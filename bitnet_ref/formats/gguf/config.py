@@ -156,6 +156,9 @@ def read_gguf_config(
         raise keys.fail(f"{keys.arch}.pooling_type", f"expected 1 (mean) or 3 (last token), got {pooling!r}")
     if quantization is not None and LINEAR_NORM in file.tensors:
         quantization = replace(quantization, use_rms_norm=True, rms_norm_eps=LINEAR_NORM_EPS)
+    if keys.get("attention.causal", True) is not True:
+        message = "expected true: with false a token also sees those after it, and the model is an encoder"
+        raise keys.fail(f"{keys.arch}.attention.causal", message)
     window = keys.count("attention.sliding_window") if keys.has("attention.sliding_window") else None
     if evidence is not None and ROPE_FACTORS["long_factors"] in file.tensors and not keys.has(_ORIGINAL):
         evidence.append(f"longrope without {keys.arch}.{_ORIGINAL}: the whole context is taken as the trained one")

@@ -183,6 +183,8 @@ def _what(tensor: str) -> str:
 
 def _check(raw: Mapping[str, Any], path: Path) -> None:
     """ConfigError for an adapter of another function."""
+    if "peft_type" not in raw and {"fine_tune_type", "lora_parameters"} & raw.keys():
+        raise ConfigError("is absent: an adapter of mlx-lm, which is not read", path=path, field="peft_type")
     if raw.get("peft_type") != "LORA":
         raise ConfigError(f'expected "LORA", got {describe(raw.get("peft_type"))}', path=path, field="peft_type")
     for key, meaning in OTHER_FUNCTION.items():

@@ -52,6 +52,7 @@ OTHER_FUNCTION = {
     "rope_interleaved": Function(_NOT_SET, "RoPE turns neighbouring values, not the two halves of a head"),
     "rotary_pct": Function((1,), "RoPE turns a part of each head"),
     "use_bidirectional_attention": Function(_NOT_SET, "a token also sees those after it"),
+    "use_cla": Function(_NOT_SET, "layers share keys and values"),
     "use_mup": Function(_NOT_SET, "activations are multiplied by mu-P's factors"),
     "use_parallel_residual": _PARALLEL,
     "use_qk_norm": Function(_NOT_SET, "queries and keys are normalised"),
