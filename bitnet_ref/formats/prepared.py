@@ -230,6 +230,10 @@ def _check(w: Any, config: ModelConfig) -> None:
     def expect_floats(field: str, size: int, got: Any) -> None:
         expect(field, (np.dtype(np.float32), (size,)), None if got is None else (got.dtype, got.shape))
 
+    def expect_norm(field: str, size: int, norm: Any) -> None:
+        expect_floats(field, size, None if norm is None else norm.weight)
+        expect(f"{field}.eps", True, isinstance(norm.eps, int | float))
+
     expect("weights", ModelWeights, type(w))
     expect("layers", config.num_hidden_layers, len(w.layers))
     expect("embedding", (config.vocab_size, config.hidden_size), w.embedding.shape)
@@ -239,15 +243,13 @@ def _check(w: Any, config: ModelConfig) -> None:
         expect(name, shape, weight.shape)
         if weight.bias is not None:
             expect_floats(f"{name}.bias", shape[0], weight.bias)
-        if (norm := weight.norm) is not None:
-            expect_floats(f"{name}.input_norm", shape[1], norm.weight)
-            expect(f"{name}.eps", True, isinstance(norm.eps, int | float))
-    expect_floats("final_norm", config.hidden_size, w.final_norm.weight)
+        if weight.norm is not None:
+            expect_norm(f"{name}.input_norm", shape[1], weight.norm)
+    expect_norm("final_norm", config.hidden_size, w.final_norm)
     for index, layer in enumerate(w.layers):
         expect(f"blocks.{index}", family_of(config).layer_class(config, index), type(layer))
         for name, size in norms_of_layer(config, index).items():
-            norm = getattr(layer, name.rpartition(".")[2])
-            expect_floats(name, size, None if norm is None else norm.weight)
+            expect_norm(name, size, getattr(layer, name.rpartition(".")[2]))
         for name, array_shape in family_of(config).array_shapes(config, index).items():
             array = getattr(layer, name.rpartition(".")[2], None)
             if array is not None:

@@ -202,6 +202,7 @@ def use_trace(dice, folder):
             ValueError,
             KeyError,
             TypeError,
+            RecursionError,
             AttributeError,
             IndexError,
             OverflowError,

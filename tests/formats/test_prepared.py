@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -354,6 +355,24 @@ def test_names_of_a_forged_file_are_logged_with_escapes(tmp_path, caplog):
     assert not is_kept(load(folder))
     assert "\\x1b[2J\\nok" in caplog.text
     assert "\x1b" not in caplog.text
+
+
+def test_a_forged_eps_of_any_norm_is_damage(tmp_path, caplog):
+    folder = write_checkpoint(tmp_path / "hf", BITNET)
+    load(folder)
+    [file] = kept(folder)
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    weights = json.loads(data[8 : 8 + length])["__metadata__"]["weights"]
+    places = [match.span(1) for match in re.finditer(r'"eps": ?([^,}]+)', weights)]
+    assert len(places) > 4 * BITNET["num_hidden_layers"]
+    for start, stop in places:
+        header = json.loads(data[8 : 8 + length])
+        header["__metadata__"]["weights"] = f'{weights[:start]}"x"{weights[stop:]}'
+        file.write_bytes(sealed(header, data[8 + length :]))
+        assert not is_kept(load(folder))
+        assert "eps" in caplog.text
+        caplog.clear()
 
 
 def test_shapes_of_another_model_are_damage(tmp_path, caplog):
