@@ -171,6 +171,9 @@ class Target:
             return True
         if not self.alone:
             return False
+        wrong = ~without.right_close
+        if 2 * (wrong & close).sum() < wrong.sum():  # it leaves most of what was wrong
+            return False
         apart = np.abs(mine.reshape(self.theirs.shape) - self.theirs)[~close]
         return bool((~close).mean() <= ROUNDED_OTHERWISE and (apart <= FLIP_SIZE * without.largest).all())
 
@@ -646,6 +649,8 @@ class Site:
                 longest = float(slope @ y) / norm
                 steps = [longest, longest / 3, longest / 9, longest / 27]
                 trial = [c * float(np.exp(np.clip(s / c, -3, 3))) if family.log else c + s for s in steps]
+                if family.log and c + longest > 0:  # exact for a limit
+                    trial.append(c + longest)
                 tried = self._values(unit, family, trial)
                 lower = [(float(np.linalg.norm(v)), t, v) for t, v in zip(trial, tried, strict=True) if v is not None]
                 if not lower or min(lower, key=lambda item: item[0])[0] >= error:
@@ -657,7 +662,9 @@ class Site:
                 best, best_error = c, error
             if best_error < 1e-4 * whole:
                 break
-        if not best_error < 0.5 * whole or abs(best - family.right) <= SAME_CONSTANT * abs(family.right):
+        changes_nothing = starts[0] == family.right and errors[0] >= 0.99 * whole
+        same = changes_nothing and abs(best - family.right) <= SAME_CONSTANT * abs(family.right)
+        if not best_error < 0.5 * whole or best == family.right or same:
             return None
         if not target.alone and 1e-3 * whole < best_error < 0.2 * whole:
             best = self._refine(unit, family, best, best_error)
@@ -858,7 +865,7 @@ def _cut_sums(step: Step, target: Target) -> Iterator[Description]:
     for k in np.flatnonzero(np.abs(sums - target.theirs[i, j]) <= slack)[:20].tolist():
         yield Description(1.1, f"the sums stop after {k + 1} of {n} inputs", scale_inputs(0, k + 1, 1, others=0))
     for k in np.flatnonzero(np.abs(sums[-1] - sums - target.theirs[i, j]) <= slack)[:20].tolist():
-        yield Description(1.1, f"the sums start at input {k + 1} of {n}", scale_inputs(k + 1, n, 1, others=0))
+        yield Description(1.1, f"the sums start at input {k + 1} of {n}", scale_inputs(k + 1, None, 1, others=0))
     missing = sums[-1] - target.theirs[i, j]
     before_sum = np.concatenate([[0.0], sums])
     for width in (1, 2, 4, 8, 16, 32, 64, 128, 256):
@@ -1029,7 +1036,8 @@ def wider_scopes(evidence: Evidence, explanation: Explanation, edits: dict[str, 
         names = [n for n in evidence.steps if (n.rpartition(".")[2] in kinds if kinds_only else role(n) in roles)]
         names = [n for n in names if (every_layer or layer_of(n) in layers) and shapes == _shape_of(evidence.steps[n])]
         if kinds_only:  # not in a step that it cannot change: it would undo another mistake there
-            names = [n for n in names if role(n) in roles or _changes(evidence.steps[n], explanation.edit)]
+            made = evidence.setting.edits
+            names = [n for n in names if n not in made or n in edits or _changes(evidence.steps[n], explanation.edit)]
         if len(names) > len(edits) and (len(edits) > 1 or not kinds_only):
             yield {**dict.fromkeys(names, explanation.edit), **edits}
 

@@ -141,8 +141,11 @@ def input_floats(step: Step) -> Array:
     return source.reshape(len(step.inputs[0]), -1)
 
 
-def scale_inputs(first: int, stop: int, factor: int, others: int = 1) -> Edit:
-    """A product whose inputs from `first` to before `stop` are multiplied by `factor`, and the others by `others`."""
+def scale_inputs(first: int, stop: int | None, factor: int, others: int = 1) -> Edit:
+    """A product whose inputs from `first` to before `stop` are multiplied by `factor`, and the others by `others`.
+
+    stop None: to the last.
+    """
 
     def change(x: Array) -> Array:
         factors = np.full(x.shape[1], others, dtype=np.int16)
@@ -682,7 +685,7 @@ def _products(step: Step) -> Iterator[Description]:
     for k in sorted({n - n % 256, n - n % 128, n // 2, n // 4, 3 * n // 4, *(n - b for b in (1, 2, 3, 4, 8, 16, 32, 64, 128, 256))}):
         if 0 < k < n:
             yield Description(1.1, f"the sums stop after {k} of {n} inputs", scale_inputs(0, k, 1, others=0))
-            yield Description(1.2, f"the sums start at input {n - k}", scale_inputs(n - k, n, 1, others=0))
+            yield Description(1.2, f"the sums start at input {n - k}", scale_inputs(n - k, None, 1, others=0))
     yield Description(1.3, "every second input is left out", before(0, lambda x: x * (np.arange(x.shape[1]) % 2 == 0).astype(x.dtype)))
     for k in (8, 16, 32, 64, 128):
         for first in range(0, n, k) if n % k == 0 and n > k else ():
