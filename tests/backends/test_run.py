@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import GOLDEN, GOLDEN_CASES, model, rng
+from helpers import GOLDEN, GOLDEN_CASES, TINY, model, rng, tiny_tensors, write_checkpoint
 
 import bitnet_ref
 from bitnet_ref.backends import choose_backend
@@ -157,3 +157,16 @@ def test_a_batch_that_does_not_fit_the_cache(backend_name):
     for path in (None, *m.backend.paths):
         with pytest.raises(ShapeError, match="positions < 3"):
             m.run(PROMPT, m.new_cache(1, 3), path=path)
+
+
+def test_a_window_that_no_integer_of_a_kernel_holds_is_no_window(tmp_path, backend_name):
+    shape = {**TINY, "model_type": "mistral"}
+    logits = [
+        bitnet_ref.load(
+            write_checkpoint(tmp_path / str(window), {**shape, "sliding_window": window}, tiny_tensors(TINY)),
+            backend=backend_name,
+            allow_unquantized=True,
+        ).logits(TOKENS)
+        for window in (2**40, None)
+    ]
+    np.testing.assert_array_equal(*logits)

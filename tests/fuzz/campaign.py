@@ -123,6 +123,7 @@ def run(kind: str, first: int, last: int) -> None:
     """All seeds in this process."""
     warnings.simplefilter("error")
     warnings.simplefilter("ignore", ConfigWarning)
+    warnings.filterwarnings("ignore", ".* layers fit in ")  # of an emulated card
     backends = [name for name, why_not in bitnet_ref.available_backends().items() if why_not is None]
     tracemalloc.start()
     for seed in range(first, last):

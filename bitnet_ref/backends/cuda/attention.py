@@ -117,7 +117,7 @@ class Attention:
         for start in range(0, len(batch), step):
             part = slice(start, start + step)
             slots, positions, pages = batch.slots[part], batch.positions[part], cache.page_arguments()
-            yield Queries(part, cache.kind, slots, positions, len(slots), each, window or 0, heads, pages)
+            yield Queries(part, cache.kind, slots, positions, len(slots), each, min(window or 0, 2**31 - 1), heads, pages)
 
     def _scores(
         self, some: Queries, q: DeviceArray, keys: DeviceArray, scales: Any, scores: DeviceArray, chunks: int
