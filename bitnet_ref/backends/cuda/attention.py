@@ -114,10 +114,11 @@ class Attention:
     ) -> Iterator[Queries]:
         """The tokens of the batch, as many at a time as SCORES_BYTES has room for."""
         step = max(1, SCORES_BYTES // (4 * heads * stride) // each) * each
+        window = min(window or 0, 2**31 - 1)  # the kernels' integers
         for start in range(0, len(batch), step):
             part = slice(start, start + step)
             slots, positions, pages = batch.slots[part], batch.positions[part], cache.page_arguments()
-            yield Queries(part, cache.kind, slots, positions, len(slots), each, min(window or 0, 2**31 - 1), heads, pages)
+            yield Queries(part, cache.kind, slots, positions, len(slots), each, window, heads, pages)
 
     def _scores(
         self, some: Queries, q: DeviceArray, keys: DeviceArray, scales: Any, scores: DeviceArray, chunks: int
