@@ -32,6 +32,8 @@ OTHER_SHAPE = "shape"  # how the note on a tensor of another shape begins
 _MAX_FLIPS = 100  # how many are kept; the count is exact
 _MAX_NEAREST = 100  # unknown names whose nearest right name is looked up
 _LISTED, _NAME_LENGTH = 4, 100  # names in a sentence, characters of one that is not ours
+_NEXT = 6  # tensors to record next: floats, which every engine has
+_WITHOUT_THESE, _BLOCK_END = ("hook_x_int8", "hook_x_scale", "hook_acc_int32", "hook_scale"), "hook_resid_post"
 
 Tensors = Mapping[str, Array]
 
@@ -88,6 +90,8 @@ class Comparison:
     implied_flips: int = 0  # of `flips`, the first so many are not recorded: the reference rounded as they say
     undecided: str = ""  # why tensors that do not agree may be a correct engine's all the same
     missing: list[str] = field(default_factory=list)  # in the reference, not in the candidate
+    # of them, those computed after the last tensor that agrees and before the first one that differs
+    missing_between: list[str] = field(default_factory=list)
     # in the candidate, with a name that no run has -> the nearest name that runs have, if one is near
     unknown: dict[str, str | None] = field(default_factory=dict)
 
@@ -137,6 +141,16 @@ class Comparison:
             parts.insert(0, f"{self.n_flips} flips, expected, the first is {self.flips[0]}")
         up_to = f" up to {self.up_to}" if self.up_to else " up to rounding" * bool(self.n_flips)
         return f"AGREES{up_to}, {self.mode}: {'; '.join(parts)}"
+
+    @property
+    def record_next(self) -> list[str]:
+        """Some of `missing_between`, spread over it: with them the first wrong op is known more closely.
+
+        Of several layers the ends of blocks."""
+        names = [name for name in self.missing_between if not name.endswith(_WITHOUT_THESE)]
+        names = [name for name in names if name.endswith(_BLOCK_END)] or names
+        count = min(len(names), _NEXT)
+        return [names[(2 * i + 1) * len(names) // (2 * count)] for i in range(count)]
 
     @property
     def gaps(self) -> list[str]:
@@ -240,6 +254,7 @@ class Walk:
         self._is_ternary = self.is_ternary or self._recorded_as_ternary
         self._any_int8 = any(name.endswith(INT8) for name in self.reference)
         self.reached = np.zeros(self.comparison.tokens, dtype=bool)
+        self._unseen: list[str] = []  # since the last tensor that agrees
 
     def step(self, name: str) -> None:
         if name.endswith("hook_attn_scores"):
@@ -250,9 +265,14 @@ class Walk:
         if _is_head_norm(name) and mine.shape[0] != self.comparison.tokens:  # a recorded reference
             mine = mine[:].reshape(self.comparison.tokens, -1)
         if name in self.candidate:
-            self.comparison.ops.append(self.judge(name, mine, tensor_of(self.candidate, name), depth))
+            result = self.judge(name, mine, tensor_of(self.candidate, name), depth)
+            if result.status == DIFFERS and self.comparison.first_divergence is None:
+                self.comparison.missing_between = self._unseen
+            self.comparison.ops.append(result)
+            self._unseen = []
             return
         self.comparison.missing.append(name)
+        self._unseen.append(name)
         if name.endswith(INT8) and self._is_ternary(linear := name.rpartition(".")[0]):
             source = linear_input(linear, self.config)
             tokens = self.comparison.tokens

@@ -241,6 +241,11 @@ class Crossing:
         sentences = [str(cause) for cause in self.causes if cause.confirmed or cause in parts or cause.possible]
         if self.causes and not sentences:
             sentences = [f"none of the {len(self.causes)} mistakes that were tested explains the difference"]
+            first = next((each for each in self.comparisons if each.first_divergence is not None), None)
+            if first is not None and first.record_next:
+                total = len(first.missing_between)
+                words = f"record next, of the {total} tensors before the first that differs: "
+                sentences.append(words + ", ".join(first.record_next))
         if stopped := self.causes.stopped:
             sentences.append(f"the search for causes ended early, {stopped}: {self.causes.untested} are not tested")
         if failed := self.causes.failed:

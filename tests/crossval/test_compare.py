@@ -13,7 +13,7 @@ from tracing_engines import TOKENS, NoisyBackend, QuickBackend, load_random, rec
 import bitnet_ref
 from bitnet_ref.crossval.compare import FLIP, OK, compare
 from bitnet_ref.crossval.explain.replay import judge_trace
-from bitnet_ref.crossval.names import LOGITS, linear_input, op_inputs, op_kind, op_order, op_shape
+from bitnet_ref.crossval.names import LOGITS, layer_of, linear_input, op_inputs, op_kind, op_order, op_shape
 from bitnet_ref.crossval.token_ids import token_parity
 from bitnet_ref.crossval.tolerances import FLIP_CEILING, NARROW_FLOATS, TABLE
 from bitnet_ref.families import FAMILIES
@@ -210,6 +210,20 @@ def test_what_cannot_be_right_differs(story, change, what):
     assert found.first_divergence.name == name
     assert what in found.verdict
     assert json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_what_to_record_next_lies_before_the_first_difference(story):
+    m, tokens, seen = story
+    ends = [name for name in seen if name.endswith("hook_resid_post")]
+    thin = {name: seen[name] for name in (*ends, LOGITS)}
+    found = compare(seen, {**thin, ends[2]: thin[ends[2]] + 1}, m.config, tokens)
+    assert found.first_divergence.name == ends[2]
+    names = list(seen)
+    assert found.missing_between == names[names.index(ends[1]) + 1 : names.index(ends[2])]
+    assert len(found.record_next) == 6
+    assert {layer_of(name) for name in found.record_next} == {2}
+    assert compare(seen, {LOGITS: seen[LOGITS] + 1}, m.config, tokens).record_next == ends
+    assert compare(seen, seen, m.config, tokens).record_next == []
 
 
 def test_nothing_in_common_is_no_agreement(story):
