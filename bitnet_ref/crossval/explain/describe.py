@@ -1036,8 +1036,8 @@ def wider_scopes(evidence: Evidence, explanation: Explanation, edits: dict[str, 
         names = [n for n in evidence.steps if (n.rpartition(".")[2] in kinds if kinds_only else role(n) in roles)]
         names = [n for n in names if (every_layer or layer_of(n) in layers) and shapes == _shape_of(evidence.steps[n])]
         if kinds_only:  # not in a step that it cannot change: it would undo another mistake there
-            made = evidence.setting.edits
-            names = [n for n in names if n not in made or n in edits or _changes(evidence.steps[n], explanation.edit)]
+            own = {n for n in names if n in edits or (role(n) in roles and n not in evidence.setting.edits)}
+            names = [n for n in names if n in own or _changes(evidence.steps[n], explanation.edit)]
         if len(names) > len(edits) and (len(edits) > 1 or not kinds_only):
             yield {**dict.fromkeys(names, explanation.edit), **edits}
 
