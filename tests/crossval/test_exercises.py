@@ -109,7 +109,7 @@ CASES = {
             (-0.86, "larger than 0"),
             ([1, 2], "One number"),
         ],
-        [0.861, "0.861", np.float32(0.86), np.array([0.862])],
+        [0.861, "0.861", "861/1000", np.float32(0.86), np.array([0.862])],
     ),
     "1.2": Case(
         [
@@ -139,6 +139,7 @@ CASES = {
             (Edit("codes.reshape", "codes.swapaxes(1, 2).reshape"), "quarter of a row"),
             (Edit(".astype(np.int8) - 1", " - np.uint8(1)"), "0 − 1 is 255"),
             (Edit(".reshape(len(packed), -1)", ""), "reshape it"),
+            (Edit(" & 3", ""), "& 3 is missing"),
             (Edit(" - 1", " + 1"), "code 0 is −1"),
         ],
         [lambda packed: quantization.unpack_ternary(packed, 4 * packed.shape[1]).tolist()],
@@ -182,6 +183,7 @@ CASES = {
             (Edit("np.rint(x * a)", "np.floor(x * a + 0.5)"), "ties are rounded up"),
             (Edit("127)", "128)"), "127, not 128"),
             (Edit("axis=-1, ", ""), "one scale for all"),
+            (Edit("axis=-1, ", "axis=0, "), "scale for each feature"),
             (Edit("np.abs(x)", "x"), "maximum is of |x|"),
             (Edit("x * a", "x / a"), "divided by a"),
         ]
@@ -231,6 +233,7 @@ CASES = {
             (Edit("e / e.sum(axis=-1, keepdims=True)", "e"), "maximum was taken away"),
             (Edit(" - scores.max(axis=-1, keepdims=True)", ""), "take each row's maximum away"),
             (Edit("np.exp(", "np.exp2("), "powers are of 2"),
+            (Edit("e.sum(axis=-1", "e.sum(axis=0"), "each row has its own"),
             (Edit("e.sum(axis=-1, keepdims=True)", "e.sum(axis=-1)"), "keepdims=True"),
             (Edit("scores.max(axis=-1, keepdims=True)", "scores.max(axis=-1)"), "keepdims=True"),
             (Edit("e / e.sum(axis=-1, keepdims=True)", "e / e.sum()"), "values are wrong"),
@@ -243,6 +246,7 @@ CASES = {
             (Edit("/ np.sqrt(d)", ""), "not divided by √d"),
             (Edit("np.sqrt(d)", "np.sqrt(2)"), "width 8: .*here not 2"),
             (Edit("@ v", "@ k"), "keys are averaged"),
+            (lambda q, k, v: v.cumsum(0) / np.arange(1, len(v) + 1)[:, None], "the same for every q"),
             (Edit("[None, :] >", "[None, :] <"), "past is hidden"),
         ]
     ),
@@ -353,6 +357,7 @@ CASES = {
     "3b.8": Case(
         [
             (Edit("argmax", "argmin"), "argmin"),
+            (Edit("if token in tokenizer.eos_ids:", "if token < 0:"), "does not stop before"),
             (Edit("ids + new)", "new)"), "prompt is missing"),
             (Edit("len(new) < max", "len(new) <= max"), "too many"),
             (Edit("len(new) < max_tokens", "len(new) < max_tokens - 1"), "too few"),
