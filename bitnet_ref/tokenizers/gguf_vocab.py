@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import TokenizerError
+from ..errors import TokenizerError, describe
 from . import load_tokenizer_files
 from .base import Tokenizer
 from .files import AnyPath, errors_at
@@ -41,6 +41,9 @@ _SAMPLING = {  # llama.cpp's key, which its converter fills from generation_conf
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
+_BAD_WORDS = (
+    "bitnet_ref.bad_words_ids"  # generation_config.json's: a string of ids for each text; no one else has a key
+)
 
 
 def tokenizer_files_from_gguf(metadata: Mapping[str, Any], path: AnyPath = None) -> dict[str, bytes]:
@@ -83,7 +86,7 @@ def tokenizer_files_from_gguf(metadata: Mapping[str, Any], path: AnyPath = None)
         stops = list(dict.fromkeys(stops))
         if stops:
             generation["eos_token_id"] = stops if len(stops) > 1 else stops[0]
-        generation |= _sampling_from_gguf(metadata)
+        generation |= _sampling_from_gguf(metadata) | _bad_words_from_gguf(metadata)
         files[_GENERATION] = _json(generation)
         for field, name in ((_TEMPLATE_KEY, _TEMPLATE), (f"{_TEMPLATE_KEY}.tool_use", TOOL_TEMPLATE)):
             template = metadata.get(field)
@@ -124,7 +127,7 @@ def gguf_from_tokenizer_files(files: Mapping[str, bytes]) -> dict[str, Any]:
     if settings.tool_template is not None:
         out[f"{_TEMPLATE_KEY}.tool_use"] = settings.tool_template
     if settings.bad_words:
-        log.warning("GGUF cannot hold generation_config.json's `bad_words_ids`; they are left out")
+        out[_BAD_WORDS] = [" ".join(map(str, ids)) for ids in settings.bad_words]
     sampling = settings.sampling
     return out | {
         key: int(sampling[name]) if name == "top_k" else float(sampling[name])
@@ -145,6 +148,15 @@ def _sampling_from_gguf(metadata: Mapping[str, Any]) -> dict[str, float]:
             whole = isinstance(value, int | np.integer)
             numbers[name] = int(value) if whole else float(str(np.float32(value)))
     return numbers
+
+
+def _bad_words_from_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    if (texts := metadata.get(_BAD_WORDS)) is None:
+        return {}
+    try:
+        return {"bad_words_ids": [[int(token) for token in text.split()] for text in texts]}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise TokenizerError(f"expected strings of token ids, got {describe(texts)}", field=_BAD_WORDS) from error
 
 
 def _special_tokens(tokenizer: Tokenizer, settings: TokenizerSettings) -> dict[str, Any]:

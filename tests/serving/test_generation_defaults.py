@@ -203,7 +203,13 @@ def test_what_no_request_may_ask_for(tmp_path):
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "recommended",
-    [{"do_sample": True, **OWN}, {"do_sample": True}, {"do_sample": False, "repetition_penalty": 1.1}, {}],
+    [
+        {"do_sample": True, **OWN},
+        {"do_sample": True},
+        {"do_sample": False, "repetition_penalty": 1.1},
+        {"bad_words_ids": [[356, 510], [1]]},
+        {},
+    ],
 )
 def test_a_gguf_keeps_them(recommended, tmp_path):
     """Under llama.cpp's keys, as its converter writes them."""

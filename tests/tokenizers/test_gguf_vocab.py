@@ -330,6 +330,12 @@ def test_metadata_that_must_not_be_believed(base: dict[str, Any], key: str, valu
     assert caught.value.field.startswith(G)
 
 
+@pytest.mark.parametrize("value", [5, ["1 x"], [7], ["9" * 5000]])
+def test_bad_words_that_are_no_ids(value: Any) -> None:
+    with pytest.raises(TokenizerError, match=r"bitnet_ref.bad_words_ids: expected strings of token ids"):
+        tokenizer_files_from_gguf({**LLAMA, "bitnet_ref.bad_words_ids": value})
+
+
 def test_many_unknown_tokens() -> None:
     """phi-3's vocabulary in llama.cpp has 53 of type 2: `<unk>`, and others that act as control tokens."""
     types = LLAMA[G + "token_type"].copy()
