@@ -213,4 +213,6 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer in a model's folder or file. Raises TokenizerError."""
     from ..tokenizers import load_tokenizer, load_tokenizer_files
 
+    if path.is_dir() and (chosen := choose_format(path)[1]).suffix == ".gguf":  # the folder of a split one, for example
+        path = chosen
     return load_tokenizer(path) if path.is_dir() else load_tokenizer_files(read_tokenizer_files(path), path=path)

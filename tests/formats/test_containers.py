@@ -382,6 +382,15 @@ def test_written_in_parts(source, target, tmp_path):
     assert ["general.architecture" in reader.fields for reader in readers] == [True] + [False] * (count - 1)
 
 
+@pytest.mark.parametrize("size", [None, 1 << 20], ids=["one", "split"])
+def test_the_tokenizer_of_a_folder_of_gguf_files(size, tmp_path):
+    (tmp_path / "m").mkdir()
+    convert("storyteller", tmp_path / "m" / ("s" if size else "s.gguf"), "gguf-tq2_0", split_size=size)
+    folder = tmp_path / "m" / "s" if size else tmp_path / "m"
+    expected = model("storyteller").tokenizer.encode("Once upon a time")
+    assert bitnet_ref.load(folder, backend="numpy").tokenizer.encode("Once upon a time") == expected
+
+
 @pytest.mark.parametrize(
     ("target", "size", "reason"),
     [("native", 1 << 20, "native is not split"), ("onnx", 1, "onnx is not split"), ("gguf-tq2_0", 0, "1 byte or more")],
