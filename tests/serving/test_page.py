@@ -461,7 +461,7 @@ def test_a_key_and_a_server_that_is_busy_loads_or_is_gone(open_page):
         page.press("Enter")
         page.until("model !== null && !$('key-dialog').open")
         assert page.run("[sessionStorage.getItem(KEY), localStorage.length, document.cookie]") == ["one", 0, ""]
-        body = {"prompt": "Alice", "max_tokens": 250, "stream": True, "ignore_eos": True, "logprobs": 20}
+        body = {"prompt": "Alice", "n": 8, "max_tokens": 250, "stream": True, "ignore_eos": True, "logprobs": 20}
         with socket.create_connection(("127.0.0.1", server.port)) as reader:  # one that does not read
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             data = json.dumps(body).encode()
