@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Set
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,10 @@ def as_number(value: Any) -> float:
     if value is None:
         raise Unanswered
     try:
-        array = np.asarray(float(value) if isinstance(value, str) else value, dtype=np.float64)
-    except (TypeError, ValueError):
+        if isinstance(value, str):
+            value = Fraction(value) if "/" in value else float(value)
+        array = np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError, ArithmeticError):
         raise Wrong(f"One number is wanted, not {describe(value)}.") from None
     if array.size != 1:
         raise Wrong(f"One number is wanted; yours are {array.size}.")
@@ -183,7 +186,7 @@ def likely_mistake(
 
 
 def rearrangements(right: Array) -> Iterable[tuple[str, Array]]:
-    """The right values in wrong orders."""
+    """The right values in wrong orders, or rounded."""
     if right.dtype == np.float64 and np.isin(right, (0, 1)).all():
         yield "True and False are exchanged", 1 - right
     yield "the sign is the other one", -right
@@ -192,6 +195,8 @@ def rearrangements(right: Array) -> Iterable[tuple[str, Array]]:
     if right.ndim >= 3:
         heads = right.reshape(*right.shape[:-2], right.shape[-1], right.shape[-2]).swapaxes(-1, -2)
         yield "the heads are cut with the wrong axis first: reshape to (..., heads, width)", heads
+    for digits in (1, 2, 3):
+        yield f"the values are rounded to {digits} digit{'s' * (digits > 1)}", right.round(digits)
     for axis in range(right.ndim):
         yield f"axis {axis} runs backwards", np.flip(right, axis)
         yield f"axis {axis} is shifted by one", np.roll(right, 1, axis)

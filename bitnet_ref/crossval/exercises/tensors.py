@@ -70,7 +70,9 @@ def expect_tensor(
         return (
             f"Close: {(apart > 0).sum():,} of {apart.size:,} values differ by rounding, at most by {apart.max():.1e}."
         )
-    where, size = first_wrong(wide, target), float(np.abs(target[np.isfinite(target)]).max(initial=0))
+    size = float(np.abs(target[np.isfinite(target)]).max(initial=0))
+    rounding = 0.0 if is_close(wide, target, CLOSE * size) else CLOSE * size  # of values that print alike none is named
+    where = first_wrong(wide, target, rounding)
     if simple := likely_mistake(wide, target, {}, CLOSE * size, factors=False):
         raise Wrong(f"{where} {simple}")
     for sentence, make in (slips or {}).items():

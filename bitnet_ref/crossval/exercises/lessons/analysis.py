@@ -135,7 +135,7 @@ def which_file(answer: Any, files: Mapping[str, Mapping[str, Array]], answers: S
     for file, given in answer.items():
         name = names.get(" ".join(str(given).lower().split()))
         if name is None:
-            raise Wrong(f"{file}: {given!r} is no name of the table ({', '.join(DIALECTS)}).")
+            raise Wrong(f"{file}: {given!r} is no name of the table: {'; '.join(map(repr, DIALECTS))}.")
         one_scale = files[file]["scale"].ndim == 0
         if one_scale != name.startswith("int8"):
             raise Wrong(f"{file} has {'one scale' if one_scale else 'a scale for each group'}: it cannot be {name!r}.")
@@ -194,7 +194,7 @@ def published_files(answer: Any, published: Mapping[str, Mapping[str, Any]]) -> 
     for model, config in published.items():
         given = names.get(" ".join(str(answer[model]).lower().split()))
         if given is None:
-            raise Wrong(f"{model}: {answer[model]!r} is no name of the table ({', '.join(DIALECTS)}).")
+            raise Wrong(f"{model}: {answer[model]!r} is no name of the table: {'; '.join(map(repr, DIALECTS))}.")
         right, why = published_dialect(config)
         if given != right:
             raise Wrong(f"{model} is not {given!r}. {why}")

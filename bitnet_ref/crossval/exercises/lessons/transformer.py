@@ -333,10 +333,13 @@ def whole_block(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
     try:
         expect_array(one_by_one, recorded[name])
     except Wrong as wrong:
-        raise Wrong(
-            f"Right for the whole text at once, wrong token by token: positions begin at the number of keys in "
-            f"the cache, and the cache keeps what is turned. {wrong}"
-        ) from None
+        if len(cache["k"]) != len(x) or len(cache["v"]) != len(x):
+            cause = "put the new keys and values behind those that are in the cache, not in their place"
+        elif not np.allclose(cache["k"], recorded["blocks.0.attn.hook_rot_k"], atol=1e-4):
+            cause = "positions begin at the number of keys in the cache, and the cache keeps what is turned"
+        else:
+            cause = "the cache is right; let attend read all of its keys and values, not the new ones alone"
+        raise Wrong(f"Right for the whole text at once, wrong token by token: {cause}. {wrong}") from None
     if not np.allclose(cache["v"], recorded["blocks.0.attn.hook_v"], atol=1e-5):
         raise Wrong("x is right, but the cache has the tokens in another order: put the new ones at its end.")
     return f"{sentence} Also token by token."
@@ -390,6 +393,14 @@ def head_and_loop(answer: Any, model: Model) -> str:
         if got.strip() == right.strip():
             continue
         raise Wrong(_text_mistake(model, prompt, ids, new, got, right.strip()))
+    ends, tokenizer = model.tokenizer.eos_ids, model.tokenizer
+    tokenizer.eos_ids = (new[3],)  # as if the text ended there
+    try:
+        got = run(answer, prompt, count)
+    finally:
+        tokenizer.eos_ids = ends
+    if got.strip() != tokenizer.decode(ids + new[:3]).strip():
+        raise Wrong("The text is right, but it does not stop before a token of tokenizer.eos_ids.")
     return "The package's text, token for token."
 
 
@@ -427,7 +438,8 @@ def _text_mistake(model: Model, prompt: str, ids: Sequence[int], new: Sequence[i
         "the prompt is fed again; after the first step feed only the new token": ("fed = [token]", "fed = ids + new"),
     }
     same = next((i for i, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), min(len(got), len(right)))
-    first = f"Your text leaves the package's after “{right[max(0, same - 24) : same]}”."
+    words = right[:same].split(" ")
+    first = f"Your text leaves the package's after “{'… ' * (len(words) > 5)}{' '.join(words[-5:])}”."
     for sentence, edit in slips.items():
         if with_edit(model, "3b.8", *edit)(prompt, len(new)).strip() == got:
             return f"{first} Likely mistake: {sentence}."
