@@ -91,6 +91,14 @@ def test_is_committed_as_executed_from_top_to_bottom(path):
 
 
 @each_notebook
+def test_what_a_check_has_printed_is_of_its_own_exercise(path):
+    for cell in cells(path, "code"):
+        names = set(re.findall(r'check(?:\.use)?\("([^"]+)"', "".join(cell["source"])))
+        printed = "".join("".join(output.get("text", "")) for output in cell["outputs"])
+        assert set(re.findall(r"^(\S+): not answered yet", printed, re.MULTILINE)) <= names, f"cell {cell['id']}"
+
+
+@each_notebook
 def test_is_small_and_of_no_particular_machine(path):
     assert path.stat().st_size < 1_000_000
     notebook = json.loads(path.read_text(encoding="utf-8"))

@@ -130,7 +130,8 @@ CASES = {
             (Edit("shares[0] + shares[2]", "(shares[0] + shares[2]) / 2"), "one sign only"),
             (1, "does not survive"),
             (0.1, "too small"),
-        ]
+        ],
+        [Edit("shares[0] + shares[2]", "round(shares[0] + shares[2], 3)")],
     ),
     "1.3": Case(
         [
@@ -141,6 +142,7 @@ CASES = {
             (Edit(".reshape(len(packed), -1)", ""), "reshape it"),
             (Edit(" & 3", ""), "& 3 is missing"),
             (Edit(" - 1", " + 1"), "code 0 is −1"),
+            (Edit(" & 3", ""), "& 3 is missing"),
         ],
         [lambda packed: quantization.unpack_ternary(packed, 4 * packed.shape[1]).tolist()],
     ),
@@ -162,8 +164,16 @@ CASES = {
             (Edit(" - np.stack", " + np.stack"), "added where the weight is −1"),
             (Edit("row == -1", "row != 1"), "weights of 0"),
             (Edit("axis=1) - np.stack(minus, axis=1)", "axis=0) - np.stack(minus, axis=0)"), "transpose it"),
+            (lambda x, w: x.astype(int) @ w.T.astype(int), "it multiplies"),
+            (lambda x, w: np.einsum("mk,nk->mn", x, w, dtype=np.int32), "it multiplies"),
+            (lambda x, w: (x[:, None].astype(int) * w).sum(axis=-1), "it multiplies"),
         ],
-        [lambda x, w: (x.astype(int) @ w.T.astype(int)).tolist()],
+        [
+            lambda x, w: [
+                [sum(int(a) if b == 1 else -int(a) for a, b in zip(t, r, strict=True) if b) for r in w] for t in x
+            ],
+            lambda x, w: np.where(w == 1, x[:, None], np.where(w == -1, -x[:, None], 0)).sum(axis=-1, dtype=np.int32),
+        ],
     ),
     "2.2": Case(
         [
@@ -173,7 +183,7 @@ CASES = {
             ({"x_q": 1, "x_quant_scale": 0.5, "acc": 1, "y": 1}, "y is not 1 times"),
             ({"x_q": 1}, "keys"),
         ],
-        [{"x_q": 1.0, "x_quant_scale": "0.5", "acc": np.int8(1), "y": 2}],
+        [{"x_q": 1.0, "x_quant_scale": half, "acc": np.int8(1), "y": 2} for half in ("0.5", "1/2")],
     ),
     "2.1": Case(
         [
@@ -186,6 +196,7 @@ CASES = {
             (Edit("axis=-1, ", "axis=0, "), "scale for each feature"),
             (Edit("np.abs(x)", "x"), "maximum is of |x|"),
             (Edit("x * a", "x / a"), "divided by a"),
+            (Edit("axis=-1", "axis=0"), "a scale for each feature"),
         ]
     ),
     "3a.1": Case(
@@ -197,6 +208,7 @@ CASES = {
             (np.tril(np.ones((4, 4))) / np.arange(4, 0, -1), "columns sum to 1"),
             (np.tril(np.ones((4, 4))) / np.arange(1, 5), "keepdims=True"),
             (np.zeros((4, 4)), "All of yours are 0"),
+            ((np.tril(np.ones((4, 4))) / np.arange(1, 5)[:, None]).round(2), "rounded to 2 digits"),
             (np.ones(4), "shape is"),
         ],
         [[[Fraction(j <= i, i + 1) for j in range(4)] for i in range(4)], (np.tri(4).T / np.arange(1, 5)).T.tolist()],
@@ -207,6 +219,7 @@ CASES = {
             (Edit("np.sqrt(2)", "2"), "divided by d"),
             (Edit("q @ k.T", "k @ q.T"), "exchanged"),
             (Edit("q @ k.T", "q @ q.T"), "compared with queries"),
+            (Edit("q @ k.T", "k @ k.T"), "keys are compared with keys"),
             (Edit("/ np", "* np"), "multiplied by √d"),
         ]
     ),
@@ -237,6 +250,7 @@ CASES = {
             (Edit("e.sum(axis=-1, keepdims=True)", "e.sum(axis=-1)"), "keepdims=True"),
             (Edit("scores.max(axis=-1, keepdims=True)", "scores.max(axis=-1)"), "keepdims=True"),
             (Edit("e / e.sum(axis=-1, keepdims=True)", "e / e.sum()"), "values are wrong"),
+            (Edit("e.sum(axis=-1, keepdims=True)", "e.sum(axis=0)"), "run over the columns"),
         ]
     ),
     "3a.5": Case(
@@ -248,6 +262,7 @@ CASES = {
             (Edit("@ v", "@ k"), "keys are averaged"),
             (lambda q, k, v: v.cumsum(0) / np.arange(1, len(v) + 1)[:, None], "the same for every q"),
             (Edit("[None, :] >", "[None, :] <"), "past is hidden"),
+            (lambda q, k, v: np.tri(len(v)) @ v, "the same for every q"),
         ]
     ),
     "3a.6": Case(
@@ -307,6 +322,7 @@ CASES = {
             (Edit("positions[:, None]", "(positions[:, None] + 1)"), "one too high"),
             (Edit("theta **", "500000.0 **"), "theta"),
             (Edit("positions[:, None]", "np.arange(len(x))[:, None]"), "positions that you are given"),
+            (Edit("positions[:, None]", "(2 * positions[:, None])"), r"is (\S+), not (?!\1\.)"),
         ]
     ),
     "3b.5": Case(
@@ -339,7 +355,9 @@ CASES = {
                 ),
                 "keys are not turned",
             ),
-            (Edit("np.arange(start, start + n)", "np.arange(n)"), "wrong token by token"),
+            (Edit("np.arange(start, start + n)", "np.arange(n)"), "wrong token by token: positions begin"),
+            (Edit('np.concatenate([cache["k"], k])', "k"), "token by token: put the new keys"),
+            (Edit('attend(q, cache["k"], cache["v"])', "attend(q, k, v)"), "token by token: the cache is right"),
             (Edit('cache["k"], cache["v"] = ', "_ = "), "raised"),
             (Edit("h = rms_norm(x, layer.attn_norm)", "h = x"), "first norm is missing"),
             (Edit("h = rms_norm(x, layer.ffn_norm)", "pass"), "second norm is missing"),
@@ -366,6 +384,7 @@ CASES = {
             (Edit("rms_norm(x[-1:], w.final_norm)", "x[-1:]"), "last norm, w.final_norm, is missing"),
             (Edit("w.layers]", "w.layers][:1] * 6"), "share one cache"),
             (Edit("decode(ids + new)", "decode(new + ids)"), "does not begin with the prompt"),
+            (Edit("in tokenizer.eos_ids", "is None"), "does not stop before"),
         ]
     ),
     "3c.1": Case(
@@ -450,6 +469,7 @@ CASES = {
             (Edit(".ravel()", ".ravel() - 1"), "those are weights"),
             (Edit("neighbours[0", "neighbours[1"), "row 1"),
             (Edit(":4, None", "4:8, None"), "columns 16 to 31"),
+            (Edit(" & 3", ""), "& 3 is missing"),
         ]
     ),
     "4.2": Case(
@@ -458,6 +478,7 @@ CASES = {
             ([3, 7, 11, 15], "highest bits"),
             ([1, 5, 9, 13], "begin at 0"),
             ([0, 2, 4, 6], "not two"),
+            ([0, 16, 32, 48], "four bytes apart"),
             ([0], "shape"),
         ],
         [(0, 4, 8, 12), {"a": 0} and range(0, 16, 4), np.arange(0, 16, 4.0)],
@@ -471,6 +492,7 @@ CASES = {
             (Edit("start = 16 * block + 4 * shift", "start = 4 * shift"), "first 16 activations"),
             (Edit("acc - x.sum(dtype=np.int64)", "(acc - x.sum()).astype(np.int16)"), "too narrow"),
             (Edit("np.zeros(64, dtype=np.int64)", "np.zeros(64, dtype=np.int16)"), "too narrow"),
+            (Edit("acc - x.sum(dtype=np.int64)", "(acc - x.sum()).astype(np.int8)"), "kept in int8"),
             (lambda panel, x: np.zeros(64), "All of yours are 0"),
         ]
     ),
@@ -559,7 +581,7 @@ CASES = {
         [
             (Edit('"e" in text.lower()', '"e" in text'), "capital E"),
             (Edit("-np.inf", "0"), "Nothing is forbidden"),
-            (Edit('"e" in text.lower()', 'text == "e"'), "with an e are allowed"),
+            (Edit('"e" in text.lower()', 'text == "e"'), "with an e are allowed, as '[^E]*'"),
             (Edit('"e" in text.lower()', '"e" in text.lower() or "a" in text'), "without an e are forbidden"),
             (Edit("-np.inf, logits)", "-np.inf, logits + 1)"), "must stay"),
         ]
@@ -668,7 +690,8 @@ CASES = {
             (Edit("[size < scale / 2]", ""), "values|stair 0|too"),
             (Edit(" / 0.01", ""), "divide it by the rate"),
             (1e6, "too many"),
-        ]
+        ],
+        [Edit("/ 0.01", "/ 0.01 // 1 + 1")],
     ),
     "9.1": Case(
         [
@@ -969,7 +992,8 @@ def quiz_text(lesson):
 def test_a_quiz_has_five_questions_and_stands_in_its_notebook(lesson):
     assert len(QUIZZES[lesson]) == 5
     assert all(len(set(question.choices)) == len(LETTERS) for question in QUIZZES[lesson])
-    assert len({question.letter for question in QUIZZES[lesson]}) > 1
+    letters = [question.letter for question in QUIZZES[lesson]]
+    assert max(map(letters.count, letters)) <= 3, "one letter is right too often"
     (path,) = NOTEBOOKS.glob(f"{lesson.zfill(3 if lesson[-1] in 'abc' else 2)}_*.ipynb")
     sources = ["".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
     assert quiz_text(lesson) in sources

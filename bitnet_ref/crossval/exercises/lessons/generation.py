@@ -66,8 +66,9 @@ def lipogram(answer: Any, after: NextToken) -> str:
         raise Wrong("The logits of the allowed tokens must stay as they were.")
     free = np.flatnonzero(has_e & ~banned & ~special)
     if len(free):
-        capital = " A capital E counts, too." if all("e" not in texts[i] for i in free) else ""
-        raise Wrong(f"{len(free)} tokens with an e are allowed, as {texts[free[0]]!r}.{capital}")
+        small = [i for i in free if "e" in texts[i]]
+        capital = "" if small else " A capital E counts, too."
+        raise Wrong(f"{len(free)} tokens with an e are allowed, as {texts[[*small, *free][0]]!r}.{capital}")
     lost = np.flatnonzero(banned & ~has_e)
     if len(lost):
         raise Wrong(f"{len(lost)} tokens without an e are forbidden, as {texts[lost[0]]!r}.")

@@ -34,6 +34,9 @@ def codes_of_neighbours(answer: Any, codes: Array) -> str:
         "the columns of a byte are in the opposite order: the first is in the lowest bits": table[:, ::-1].ravel(),
         "you took the same place of all four bytes first; a byte holds neighbours": table.T.ravel(),
         "those are weights (−1, 0, 1), and codes are wanted": right - 1,
+        "& 3 is missing: the codes above it are still there": (
+            (table @ 4 ** np.arange(4))[:, None] // 4 ** np.arange(4)
+        ).ravel(),
         "those are the codes of row 1": codes[1, :16],
         "those are columns 16 to 31": codes[0, 16:32],
     }
@@ -57,6 +60,7 @@ def columns_of_a_shift(answer: Any) -> str:
         "those are the numbers of the bytes; a byte holds four columns": [0, 1, 2, 3],
         "they begin at 0": [1, 5, 9, 13],
         "a byte holds four columns, not two": [0, 2, 4, 6],
+        "those are four bytes apart; the bytes are neighbours": [0, 16, 32, 48],
     }
     expect_array(np.sort(as_array(answer).ravel()), [0, 4, 8, 12], mistakes=mistakes)
     return "The activations would have to be gathered from four places, for every register."
@@ -141,6 +145,7 @@ def kernel_of_a_panel(answer: Any) -> str:
         "the fields of a byte run the other way: the lowest bits are the first four columns": w_t
         @ np.flip(blocks, 1).ravel(),
         "the four codes of a byte are four columns apart, not neighbours": w_t @ blocks.swapaxes(1, 2).ravel(),
+        "a sum or a product is too narrow: it is kept in int8": right.astype(np.int8),
         "every block meets the first 16 activations": w_t @ np.tile(wide[:16], 4)
         + np.tile(wide[:16], 4).sum()
         - wide.sum(),

@@ -203,6 +203,31 @@ def doubled(answer: Any) -> str:
     return "Exactly so, because 2 is a power of two: the integers do not see the size of a token."
 
 
+class Unmultiplied(np.ndarray[Any, Any]):
+    """An array that raises Wrong where it is multiplied."""
+
+    PRODUCTS = (np.multiply, np.matmul, np.dot, np.einsum, np.inner, np.tensordot)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        self.expect_no_product(ufunc)
+        if "out" in options:
+            options["out"] = tuple(np.asarray(each) for each in options["out"])
+        plain = (np.asarray(each) if isinstance(each, Unmultiplied) else each for each in inputs)
+        result = getattr(ufunc, method)(*plain, **options)
+        return result.view(Unmultiplied) if isinstance(result, np.ndarray) else result
+
+    def __array_function__(self, function: Any, *rest: Any) -> Any:
+        self.expect_no_product(function)
+        return super().__array_function__(function, *rest)
+
+    def dot(self, *_: Any) -> Any:
+        self.expect_no_product(np.dot)
+
+    def expect_no_product(self, function: Any) -> None:
+        if function in self.PRODUCTS:
+            raise Wrong("It is equal, but it multiplies. Sum the activations whose weight is +1, and those of −1.")
+
+
 @exercise(
     "2.3",
     "add_and_subtract",
@@ -232,6 +257,7 @@ def without_products(answer: Any) -> str:
         "weights of 0 are subtracted, too": plus - (all_ - plus),
     }
     expect_array(run(answer, x_q, w_t), right, mistakes=mistakes)
+    expect_array(run(answer, x_q.view(Unmultiplied), w_t.view(Unmultiplied)), right)
     return "A matrix product without a multiplication, and equal."
 
 

@@ -121,7 +121,7 @@ def steps_to_a_threshold(answer: Any, master: Array) -> str:
         float(np.mean(scale / 2 - inside) / 0.01): "That is the mean; the median is asked.",
     }
     value = as_number(answer)
-    if abs(value - right) < min(0.05 * right, 0.5):
+    if abs(value - right) < min(0.05 * right, 0.5) or value == np.ceil(right):  # steps are whole, too
         return "Masters ten times as large need ten times as many: their size sets the pace."
     for wrong, sentence in mistakes.items():
         if abs(value - wrong) <= 0.01 * abs(wrong):
