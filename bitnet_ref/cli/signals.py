@@ -89,7 +89,7 @@ def run_to_end(command: Sequence[str]) -> int:
     group: dict[str, Any] = {} if os.name == "nt" else {"process_group": 0}
     process = None
     try:
-        with _signals_later():  # else one that comes while it starts leaves a process that nobody knows
+        with _signals_later():  # a signal before the assignment would leave a running process that nothing ends
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, **group)
         return process.wait()
     except BaseException:

@@ -90,7 +90,7 @@ class Comparison:
     implied_flips: int = 0  # of `flips`, the first so many are not recorded: the reference rounded as they say
     undecided: str = ""  # why tensors that do not agree may be a correct engine's all the same
     missing: list[str] = field(default_factory=list)  # in the reference, not in the candidate
-    # of them, those computed after the last tensor that agrees and before the first one that differs
+    # The part of `missing` that the reference computes between the last tensor that agrees and the first that differs.
     missing_between: list[str] = field(default_factory=list)
     # in the candidate, with a name that no run has -> the nearest name that runs have, if one is near
     unknown: dict[str, str | None] = field(default_factory=dict)
@@ -146,7 +146,8 @@ class Comparison:
     def record_next(self) -> list[str]:
         """Some of `missing_between`, spread over it: with them the first wrong op is known more closely.
 
-        Of several layers the ends of blocks."""
+        If they are of several layers, these are the ends of blocks.
+        """
         names = [name for name in self.missing_between if not name.endswith(_WITHOUT_THESE)]
         names = [name for name in names if name.endswith(_BLOCK_END)] or names
         count = min(len(names), _NEXT)

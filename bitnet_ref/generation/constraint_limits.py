@@ -110,7 +110,7 @@ _LEXEME = re.compile(
     |(?P<mark>::|.)""",
     re.VERBOSE,
 )
-_BRACKETS = {"(": 1, "[": 1, "{": 1}
+_OPENING, _CLOSING = "([{", ")]}"
 
 
 class _Lexeme(NamedTuple):
@@ -132,7 +132,7 @@ def check_grammar(text: str, guide: str = "guided_grammar") -> None:
         _refuse(guide, "parts that may be missing or repeated", repeats, 2 * MAX_REPEATS)
     if marks[":"] > MAX_RULES:  # each has one after its name
         _refuse(guide, "rules and terminals", marks[":"], MAX_RULES)
-    links = marks[":"] + sum(marks[bracket] for bracket in _BRACKETS)
+    links = marks[":"] + sum(marks[bracket] for bracket in _OPENING)
     depth = 0
     for lexeme in lexemes:
         if lexeme.kind == "json" and lexeme.text == "%json":
@@ -142,7 +142,7 @@ def check_grammar(text: str, guide: str = "guided_grammar") -> None:
         elif lexeme.kind == "literal" and len(lexeme.text) > MAX_LITERAL:
             _refuse(guide, "characters of a string", len(lexeme.text), MAX_LITERAL)
         elif lexeme.kind == "mark":
-            depth = max(0, depth + _BRACKETS.get(lexeme.text, 0) - (lexeme.text in ")]}"))
+            depth = max(0, depth + (lexeme.text in _OPENING) - (lexeme.text in _CLOSING))
             if depth > MAX_NESTING:
                 _refuse(guide, "brackets in each other", depth, MAX_NESTING)
     if links > MAX_LINKS:

@@ -216,12 +216,12 @@ def test_what_to_record_next_lies_before_the_first_difference(story):
     m, tokens, seen = story
     ends = [name for name in seen if name.endswith("hook_resid_post")]
     thin = {name: seen[name] for name in (*ends, LOGITS)}
-    found = compare(seen, {**thin, ends[2]: thin[ends[2]] + 1}, m.config, tokens)
-    assert found.first_divergence.name == ends[2]
+    comparison = compare(seen, {**thin, ends[2]: thin[ends[2]] + 1}, m.config, tokens)
+    assert comparison.first_divergence.name == ends[2]
     names = list(seen)
-    assert found.missing_between == names[names.index(ends[1]) + 1 : names.index(ends[2])]
-    assert len(found.record_next) == 6
-    assert {layer_of(name) for name in found.record_next} == {2}
+    assert comparison.missing_between == names[names.index(ends[1]) + 1 : names.index(ends[2])]
+    assert len(comparison.record_next) == 6
+    assert {layer_of(name) for name in comparison.record_next} == {2}
     assert compare(seen, {LOGITS: seen[LOGITS] + 1}, m.config, tokens).record_next == ends
     assert compare(seen, seen, m.config, tokens).record_next == []
 

@@ -313,6 +313,13 @@ def test_a_pipe_among_the_prepared_weights(tmp_path):
     assert is_kept(load(folder))
 
 
+def parts(file):
+    """The header and the arrays of a safetensors file."""
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:end]), data[end:]
+
+
 def sealed(header, data, alignment=64):
     """A file of this header and data whose hashes are right: what a forger makes, not an accident."""
     metadata = header["__metadata__"]
@@ -331,12 +338,11 @@ def test_a_forged_file_whose_arrays_are_not_aligned(tmp_path, caplog):
     folder = write_checkpoint(tmp_path / "hf", BITNET)
     expected = load(folder).logits([1, 2, 3])
     [file] = kept(folder)
-    data = file.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    forged = sealed(json.loads(data[8 : 8 + length]), data[8 + length :], alignment=1)
+    header, data = parts(file)
+    forged = sealed(header, data, alignment=1)
     for pad in range(64):  # whatever the header's length is
         text = forged[8 : 8 + int.from_bytes(forged[:8], "little")] + b" " * pad
-        file.write_bytes(raw_safetensors(text, data[8 + length :]))
+        file.write_bytes(raw_safetensors(text, data))
         model = load(folder)
         assert np.array_equal(model.logits([1, 2, 3]), expected)
         assert is_kept(model) == ((8 + len(text)) % 4 == 0)
@@ -347,11 +353,9 @@ def test_names_of_a_forged_file_are_logged_with_escapes(tmp_path, caplog):
     folder = write_checkpoint(tmp_path / "hf", BITNET)
     load(folder)
     [file] = kept(folder)
-    data = file.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
+    header, data = parts(file)
     header["__metadata__"]["weights"] = json.dumps({"kind": "DenseWeight", "name": "x", "fields": {"\x1b[2J\nok": 1}})
-    file.write_bytes(sealed(header, data[8 + length :]))
+    file.write_bytes(sealed(header, data))
     assert not is_kept(load(folder))
     assert "\\x1b[2J\\nok" in caplog.text
     assert "\x1b" not in caplog.text
@@ -361,15 +365,13 @@ def test_a_forged_eps_of_any_norm_is_damage(tmp_path, caplog):
     folder = write_checkpoint(tmp_path / "hf", BITNET)
     load(folder)
     [file] = kept(folder)
-    data = file.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    weights = json.loads(data[8 : 8 + length])["__metadata__"]["weights"]
+    header, data = parts(file)
+    weights = header["__metadata__"]["weights"]
     places = [match.span(1) for match in re.finditer(r'"eps": ?([^,}]+)', weights)]
     assert len(places) > 4 * BITNET["num_hidden_layers"]
     for start, stop in places:
-        header = json.loads(data[8 : 8 + length])
         header["__metadata__"]["weights"] = f'{weights[:start]}"x"{weights[stop:]}'
-        file.write_bytes(sealed(header, data[8 + length :]))
+        file.write_bytes(sealed(header, data))
         assert not is_kept(load(folder))
         assert "eps" in caplog.text
         caplog.clear()
@@ -381,12 +383,10 @@ def test_shapes_of_another_model_are_damage(tmp_path, caplog):
     for path in (folder, other):
         load(path)
     [mine], [theirs] = kept(folder), kept(other)
-    data = theirs.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
+    header, data = parts(theirs)
     with SafetensorsFile(mine) as file:
         header["__metadata__"] |= {key: file.metadata[key] for key in ("made_from", "config")}
-    mine.write_bytes(sealed(header, data[8 + length :]))
+    mine.write_bytes(sealed(header, data))
     assert not is_kept(load(folder))
     assert "is damaged (" in caplog.text
 

@@ -972,8 +972,8 @@ def find(
         finding = _whole(evidence, explanation, shown) or _spread_out(evidence, explanation, shown)
         if finding is None or name in finding.left:
             continue
-        d = explanation
-        finding.made = Description(d.cost, d.known.cause if d.known else d.text, d.edit, d.known, d.rounds)
+        cause = explanation.known.cause if explanation.known else explanation.text
+        finding.made = Description(explanation.cost, cause, explanation.edit, explanation.known, explanation.rounds)
         finding.tensor = name
         finding.moved = bool(finding.left) and order.index(finding.left[0]) > order.index(name)
         findings.append(finding)

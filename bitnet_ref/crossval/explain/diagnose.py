@@ -256,7 +256,7 @@ class _Search:
     failed: dict[str, str] = field(default_factory=dict)  # by cause: why it could not be tested
     parts: list[Diagnosis] = field(default_factory=list)  # that move the first difference to a later op
     edits: dict[str, Description] = field(default_factory=dict)  # of the findings, by cause
-    made: list[Description] = field(default_factory=list)  # of those that are made in the setting
+    made: list[Description] = field(default_factory=list)  # what the setting already edits
     reached: int = -1  # how far the setting goes without a further mistake: the place of the first difference
 
     def run(self) -> list[Diagnosis]:

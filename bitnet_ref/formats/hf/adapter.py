@@ -244,14 +244,14 @@ class _Values:
     """
 
     def __init__(self, raw: Mapping[str, Any], key: str, pattern_key: str, path: Path) -> None:
-        self.raw, self.key, self.pattern_key, self.path = raw, key, pattern_key, path
+        self.raw, self.path = raw, path
+        self.key, self.pattern_key = key, pattern_key
         given = raw.get(pattern_key) or {}
         if not isinstance(given, dict):
             raise ConfigError(f"expected an object, got {describe(given)}", path=path, field=pattern_key)
         self.values: dict[str, Any] = given
-        plain = [pattern for pattern in given if re.fullmatch(r"[A-Za-z0-9_.]+", pattern)]
         self.order = {pattern: number for number, pattern in enumerate(given)}
-        self.plain = set(plain)
+        self.plain = {pattern for pattern in given if re.fullmatch(r"[A-Za-z0-9_.]+", pattern)}
         self.others = {pattern: self._compile(pattern) for pattern in given if pattern not in self.plain}
         if len(self.others) > MAX_PATTERNS:
             message = f"expected at most {MAX_PATTERNS} patterns that are no names, got {len(self.others)}"
