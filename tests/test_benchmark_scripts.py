@@ -237,11 +237,11 @@ def test_two_servers_in_turn():
         RunningServer({"model": ASSETS / "storyteller"}) as other,
     ):
         both = {name: servers.Served(each.port, os.getpid()) for name, each in zip(NAMES, (one, other), strict=True)}
-        bench = servers.compare_servers(both, (1, 3), new=4, rounds=2)
+        bench = servers.compare_servers(both, (1, 3), words=6, shared=3, new=4, rounds=2)
         assert bench.equal_texts == bench.prompts == 16
         assert [pair.streams for pair in bench.pairs] == [1, 3]
         for pair in bench.pairs:
-            for field in ("tokens_per_s", "first_token_s", "cpu_s_per_text"):
+            for field in ("tokens_per_s", "first_token_s", "slow_first_token_s", "cpu_s_per_text"):
                 assert [ratio > 0 for ratio in pair.ratios(field)] == [True, True]
         with pytest.raises(BackendError, match="status 400"):
             servers.ask(one.port, "Alice", 5000)
@@ -252,3 +252,5 @@ def test_a_server_that_does_not_start(tmp_path):
     result = invoke(servers, tmp_path / "none.gguf", "--peer-python", sys.executable)
     assert result.exit_code != 0
     assert "does not start" in result.stderr
+    result = invoke(servers, tmp_path / "none.gguf")
+    assert "expected --llama-server or --peer-python" in result.stderr

@@ -1,17 +1,20 @@
-"""The server beside llama-cpp-python's, on the same GGUF and threads: tokens per second, and time to first token.
+"""The server beside another one, on the same GGUF and threads: tokens per second, and time to first token.
+
+    python scripts/benchmarks/servers.py FILE.gguf --llama-server PROGRAM --activations blocks
 
     python scripts/benchmarks/servers.py FILE.gguf --peer-python PYTHON
 
-PYTHON is one with `pip install 'llama-cpp-python[server]'`. Both servers run all the time; rounds of streams go to one
-and the other in turn, and only the ratios of these pairs say something on a machine that does other work. Greedy
-texts, each of another prompt: llama-cpp-python's server keeps the tokens of the last one, and would compute one token
-of a prompt that comes twice. It computes one request at a time, llama.cpp's own llama-server several.
+PROGRAM is llama.cpp's own server, PYTHON one with `pip install 'llama-cpp-python[server]'`. Both servers run all the
+time; rounds of streams go to one and the other in turn, and only the ratios of these pairs say something on a machine
+that does other work. Greedy texts, each of another prompt: llama-cpp-python's server keeps the tokens of the last one,
+and would compute one token of a prompt that comes twice. It computes one request at a time, llama-server several.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import random
 import socket
@@ -36,8 +39,7 @@ from bitnet_ref.errors import BackendError
 if TYPE_CHECKING:
     from rich.console import Console
 
-OURS, THEIRS = "bitnet_ref", "llama-cpp-python"
-STREAMS = (1, 16)
+OURS, THEIRS = "bitnet_ref", "peer"
 START_S = 120.0
 TIMEOUT_S = 600.0
 COMPARED = 16  # texts
@@ -59,8 +61,7 @@ WORDS = (
     "fire",
     "with",
     "bread",
-)
-PROMPT_WORDS = 10
+)  # each a token of most vocabularies
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Pair(Record):
 
     streams: int
     tokens_per_s: Mapping[str, list[float]]  # of all streams together
-    first_token_s: Mapping[str, list[float]]  # the median of the streams
+    first_token_s: Mapping[str, list[float]]  # the median of the texts
+    slow_first_token_s: Mapping[str, list[float]]  # that of the slowest text but one in a hundred
     cpu_s_per_text: Mapping[str, list[float]]  # processor time of the server
 
     def ratios(self, name: str) -> list[float]:
@@ -127,13 +129,15 @@ class Served:
         return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
-def make_prompts(count: int, seed: str) -> list[str]:
+def make_prompts(count: int, words: int, shared: int, seed: str) -> list[str]:
+    """Prompts of so many words, of which the first `shared` are the same."""
     rng = random.Random(seed)
-    return [" ".join(["Once", *rng.choices(WORDS, k=PROMPT_WORDS)]) for _ in range(count)]
+    first = rng.choices(WORDS, k=shared)
+    return [" ".join(["Once", *first, *rng.choices(WORDS, k=words - shared)]) for _ in range(count)]
 
 
-def time_streams(port: int, streams: int, new: int, prompts: Sequence[str]) -> tuple[float, float]:
-    """Tokens per second of so many streams at a time, and the median of their seconds to the first token."""
+def time_streams(port: int, streams: int, new: int, prompts: Sequence[str]) -> tuple[float, list[float]]:
+    """Tokens per second of so many streams at a time, and each text's seconds to its first token, the least first."""
     results: list[tuple[float, str]] = []
 
     def follow(own: Sequence[str]) -> None:
@@ -148,24 +152,27 @@ def time_streams(port: int, streams: int, new: int, prompts: Sequence[str]) -> t
         thread.join()
     if len(results) != len(prompts):
         raise BackendError(f"port {port}: {len(prompts) - len(results)} of {len(prompts)} texts failed")
-    return len(prompts) * new / (time.perf_counter() - begin), median(first for first, _ in results)
+    return len(prompts) * new / (time.perf_counter() - begin), sorted(first for first, _ in results)
 
 
-def compare_servers(servers: Mapping[str, Served], streams: Sequence[int], new: int, rounds: int) -> ServerBench:
+def compare_servers(
+    servers: Mapping[str, Served], streams: Sequence[int], words: int, shared: int, new: int, rounds: int
+) -> ServerBench:
     """Both servers in turn, the other one first in every second round. Their texts are compared first."""
-    prompts = make_prompts(COMPARED, "texts")
+    prompts = make_prompts(COMPARED, words, shared, "texts")
     texts = {name: [ask(each.port, prompt, new)[1].strip() for prompt in prompts] for name, each in servers.items()}
     equal = sum(ours == theirs for ours, theirs in zip(texts[OURS], texts[THEIRS], strict=True))
     pairs = []
     for count in streams:
-        pair = Pair(count, *({OURS: [], THEIRS: []} for _ in range(3)))
+        pair = Pair(count, *({OURS: [], THEIRS: []} for _ in range(4)))
         for number in range(rounds):
-            prompts = make_prompts(max(count, REQUESTS), f"{count} {number}")
+            prompts = make_prompts(max(count, REQUESTS), words, shared, f"{count} {number}")
             for name in (OURS, THEIRS) if number % 2 == 0 else (THEIRS, OURS):
                 before_s = servers[name].cpu_s()
                 tokens_per_s, first_s = time_streams(servers[name].port, count, new, prompts)
                 pair.tokens_per_s[name].append(tokens_per_s)
-                pair.first_token_s[name].append(first_s)
+                pair.first_token_s[name].append(median(first_s))
+                pair.slow_first_token_s[name].append(first_s[math.ceil(0.99 * len(first_s)) - 1])
                 pair.cpu_s_per_text[name].append((servers[name].cpu_s() - before_s) / len(prompts))
         pairs.append(pair)
     return ServerBench(new, COMPARED, equal, tuple(pairs))
@@ -200,19 +207,44 @@ def answers(port: int) -> bool:
 
 @click.command(cls=Script)
 @click.argument("file")
-@click.option("--peer-python", required=True, help="A Python with llama-cpp-python[server].")
+@click.option("--llama-server", help="The program of llama.cpp.")
+@click.option("--peer-python", help="A Python with llama-cpp-python[server].")
+@click.option("--activations", type=click.Choice(["auto", "float", "blocks"]), default="auto", show_default=True)
+@click.option("--streams", type=click.IntRange(min=1), multiple=True, default=(1, 16), show_default=True)
+@click.option("--words", type=click.IntRange(min=1), default=10, show_default=True, help="Of each prompt.")
+@click.option("--shared", type=click.IntRange(min=0), default=0, show_default=True, help="Words that all begin with.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of each server.")
 @click.option("--new", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens of each text.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Pairs of each size.")
 @common_options
-def main(file: str, peer_python: str, threads: int, new: int, rounds: int, **options: Any) -> None:
-    """Serve FILE by bitnet_ref and by llama-cpp-python, and time 1 and 16 streams in turn."""
+def main(
+    file: str,
+    llama_server: str | None,
+    peer_python: str | None,
+    activations: str,
+    streams: Sequence[int],
+    words: int,
+    shared: int,
+    threads: int,
+    new: int,
+    rounds: int,
+    **options: Any,
+) -> None:
+    """Serve FILE by bitnet_ref and by a peer, and time streams in turn."""
+    if shared > words or (llama_server is None) == (peer_python is None):
+        raise click.UsageError("expected --llama-server or --peer-python, and --shared of at most --words")
     ours = [sys.executable, "-m", "bitnet_ref", "serve", f"model={file}", "--threads", str(threads)]
-    theirs = [peer_python, "-m", "llama_cpp.server", "--model", file, "--n_threads", str(threads)]
-    theirs += ["--n_threads_batch", str(threads)]  # by default all processors compute a prompt
-    theirs += ["--n_ctx", "0", "--interrupt_requests", "false"]
+    ours += ["--activations", activations]
+    if llama_server is not None:
+        context = max(streams) * (2 * words + new + 64)  # of all its slots
+        theirs = [llama_server, "-m", file, "-t", str(threads), "-tb", str(threads), "-np", str(max(streams))]
+        theirs += ["-c", str(context), "--no-warmup"]
+    else:
+        theirs = [str(peer_python), "-m", "llama_cpp.server", "--model", file, "--n_threads", str(threads)]
+        theirs += ["--n_threads_batch", str(threads)]  # by default all processors compute a prompt
+        theirs += ["--n_ctx", "0", "--interrupt_requests", "false"]
     with running(ours) as server, running(theirs) as peer:
-        bench = compare_servers({OURS: server, THEIRS: peer}, STREAMS, new, rounds)
+        bench = compare_servers({OURS: server, THEIRS: peer}, streams, words, shared, new, rounds)
 
     def draw(out: Console) -> None:
         out.print(f"{bench.equal_texts} of {bench.prompts} texts are equal; {new} tokens each, {threads} threads")
@@ -220,6 +252,7 @@ def main(file: str, peer_python: str, threads: int, new: int, rounds: int, **opt
             for field, unit in (
                 ("tokens_per_s", "tokens/s"),
                 ("first_token_s", "s to the first token"),
+                ("slow_first_token_s", "s to the first token of the slowest in a hundred"),
                 ("cpu_s_per_text", "s of processor time per text"),
             ):
                 values = getattr(pair, field)
