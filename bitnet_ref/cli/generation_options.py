@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 # Parameters of `SamplingParams` that chat has not
 SEVERAL = ("n", "num_beams", "length_penalty", "early_stopping", "logprobs", "echo")
+READING = ("prepared", "activations", "rotation", "dense", "allow_unquantized")
 LOADING = {  # the options of `load` that commands have, beside those of `layout_options`
     ComputeOptions: ("backend", "threads", "dtype", "cache_dtype", "head"),
-    LoadOptions: ("adapter", "prepared", "activations", "rotation", "dense", "allow_unquantized"),
+    LoadOptions: ("adapter", *READING),
     DeviceOptions: ("devices", "gpu_layers", "memory_limit"),
 }
 MAX_TEXT_BYTES = 64 << 20  # of @FILE
@@ -55,14 +56,19 @@ def model_options(function: AnyFunction, default: str = "storyteller") -> AnyFun
 
 def loading_options(function: AnyFunction) -> AnyFunction:
     """The parameters of `bitnet_ref.load` but the model itself."""
-    options = []
-    for declaration, names in LOADING.items():
-        for name in names:
-            attributes = {"default": declared_options(declaration)[name].default}
-            if name == "threads":
-                attributes["type"] = click.IntRange(min=1)
-            options.append(declared_option(declaration, name, section="Model", **attributes))
-    return apply_options(function, options)
+    return apply_options(function, [_loading(each, name) for each, names in LOADING.items() for name in names])
+
+
+def reading_options(function: AnyFunction) -> AnyFunction:
+    """How the weights are read and multiplied."""
+    return apply_options(function, [_loading(LoadOptions, name) for name in READING])
+
+
+def _loading(declaration: type, name: str) -> Callable[..., Any]:
+    attributes = {"default": declared_options(declaration)[name].default}
+    if name == "threads":
+        attributes["type"] = click.IntRange(min=1)
+    return declared_option(declaration, name, section="Model", **attributes)
 
 
 def layout_options(function: AnyFunction) -> AnyFunction:

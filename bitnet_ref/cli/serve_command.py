@@ -18,12 +18,14 @@ from ..backends.options import ComputeOptions
 from ..errors import BackendUnavailable, ConfigError, StorageError
 from ..serving.engine_config import EngineConfig
 from .generation_options import (
+    READING,
     content_of,
     declared_option,
     lora_option,
     name_model,
     read_adapters,
     read_bytes,
+    reading_options,
     server_config,
 )
 from .shell import common_options, print_json, say, wants_json
@@ -69,6 +71,7 @@ def check_names(**names: tuple[str, ...]) -> None:
 @click.option("--config", type=click.Path(path_type=Path), help="Engine settings, a TOML file (docs/operating.md).")
 @declared_option(EngineConfig, "backend", help="As in generate.  [default: the config's]")
 @declared_option(ComputeOptions, "threads", type=click.IntRange(min=1))
+@reading_options
 @declared_option(EngineConfig, "replicas")
 @declared_option(EngineConfig, "generation_defaults")
 @lora_option
@@ -120,6 +123,7 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     api_keys = check_keys(options["api_keys"])
     check_names(host=(host,), allow_host=options["hosts"], allow_origin=options["origins"])
     backend, threads = options["backend"], options["threads"]
+    reading: Any = {name: options[name] for name in READING}
     config = server_config(
         options["config"],
         backend=backend,
@@ -128,7 +132,7 @@ def serve(models: tuple[str, ...], host: str, port: int, **options: Any) -> None
     )
 
     def open_engine(path: Path) -> Engine:
-        return load_engine(path, config, threads=threads)
+        return load_engine(path, config, threads=threads, **reading)
 
     sources: dict[str, Path] = {}
     for text in models or ("storyteller",):

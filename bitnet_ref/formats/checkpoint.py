@@ -64,11 +64,11 @@ class LoadOptions:
     i2_s_layout: The layout of a GGUF's I2_S matrices, when they do not show it.
     tl_tiles: The kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 matrices.
     adapter: The folder of a LoRA adapter, or "none". By default the one beside the weights, if there is one.
-    activations: What a GGUF's ternary linears do with their inputs, when its matrices do not show it. "int8", as in
-        BitNets, or "float", as in TriLM and BitCPM. "auto": float if a matrix has several scales, or the model's name
-        says so; `inspect` says which was taken. "blocks": as llama.cpp computes on a CPU, in a GGUF of any model: each
-        matrix in blocks gets its inputs in 8 bits, with a scale for each 32 or 256 of them, and one in 16 bits gets
-        them in its own type.
+    activations: What a GGUF's matrices do with their inputs: as the file shows, or "int8", "float", llama.cpp's "blocks".
+        "int8", as in BitNets, and "float", as in TriLM and BitCPM, are of ternary matrices that do not show it. "auto":
+        float if a matrix has several scales, or the model's name says so; `inspect` says which was taken. "blocks": as
+        llama.cpp computes on a CPU, in a GGUF of any model: each matrix in blocks gets its inputs in 8 bits, with a
+        scale for each 32 or 256 of them, and one in 16 bits gets them in its own type.
     rotation: Matrices in a Hadamard basis: run them as stored, or fold it into dense ones. "stored" runs those of
         Bonsai 2 on rotated inputs; "folded" makes dense float32 matrices in the plain basis of them.
     dense: Dense weights: as stored, or in int8, which changes the logits (crossval precision). "int8" is for the

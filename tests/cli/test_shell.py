@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from cli_runs import BACKEND, PLAIN, PROMPT, invoke, invoke_json
 from click.testing import CliRunner
-from helpers import GOLDEN, model
+from helpers import DATA, GOLDEN, model
 from rich.console import Console
 
-from bitnet_ref import benchmark
+from bitnet_ref import benchmark, load
 from bitnet_ref.backends import Backend
 from bitnet_ref.cli import (
     cli,
@@ -434,6 +434,33 @@ def test_what_serve_sets_up(monkeypatch, arguments, hosts, warns):
     host = "0.0.0.0" if "--host" in arguments else "127.0.0.1"
     assert result.stdout.startswith(f"serving x, storychat at http://{host}:")
     assert "/v1, with a page at http://" in result.stdout
+
+
+def test_serve_reads_weights_as_it_is_told(monkeypatch):
+    """By llama.cpp's rule; `serve` and `load` give the same logits, which are not those of the plain rule."""
+    app = pytest.importorskip("bitnet_ref.serving.http.app", reason="starlette is not installed")
+    uvicorn, create, shelves = pytest.importorskip("uvicorn"), app.create_app, []
+
+    def create_app(shelf, *limits, **options):
+        shelves.append(shelf)
+        return create(shelf, *limits, **options)
+
+    def run(server, sockets):
+        server.config.app.state.on_loaded(None)
+        sockets[0].close()
+
+    monkeypatch.setattr(app, "create_app", create_app)
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    monkeypatch.setattr(serve_command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(serve_command.logging, "basicConfig", lambda **_: None)
+    path = DATA / "gguf" / "tq2_0.gguf"
+    result = invoke("serve", path, "--port", 0, "--activations", "blocks", "--backend", "numpy")
+    assert result.exit_code == 0, result.output
+    with shelves[0]._open(path) as engine:
+        served = engine.model.logits([1, 444, 300])
+    rules = [load(path, backend="numpy", activations=each).logits([1, 444, 300]) for each in ("blocks", "auto")]
+    np.testing.assert_array_equal(served, rules[0])
+    assert not np.array_equal(*rules)
 
 
 ENGINE = "import shutil, sys\nshutil.copyfile(sys.argv[1] + {which!r}, sys.argv[2])\n"
