@@ -52,7 +52,7 @@ from mutant_texts import same, small_models, write_texts
 from python_mutants import PACKAGE, Mutant, executed_lines, python_mutants
 from room_mutants import ROOMS, TEMPORARY, Plan, TestLines, judge_by_tests, measure, plan, reached_share, room_mutants
 
-TIMEOUT_S, TEXTS_LIMIT_S, CHECKS_LIMIT_S = 600, 40, 200  # of one mutant: of the clock, and of the processor
+TIMEOUT_S, TEXTS_LIMIT_S, CHECKS_LIMIT_S = 1800, 40, 200  # of one mutant: of the clock, and of the processor
 TESTS_LIMIT_S = 400  # of the processor, for the tests of one file without a mutant
 
 
