@@ -167,8 +167,8 @@ class _Load:
                 return self.again(choose_cpu())
             weights = self.read(checkpoint, be)
             config = checkpoint.config
-        if words := describe_ignored(self.path):
-            log.warning("%s", words)
+            if words := describe_ignored(self.path, checkpoint.path):
+                log.warning("%s", words)
         if prepared is not None:
             prepared.write(config, weights.finished())
             if prepared.is_mapped and (stored := prepared.read()) is not None:
