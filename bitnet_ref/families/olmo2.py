@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..reference import layers
-from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, added
 from ..reference.layers import Floats
-from ..reference.model import RopeTables, attention_result, split_heads
+from ..reference.model import BlockPlace, attention_result, split_heads
 from ..reference.ops import Ops
 from .family import (
     Architecture,
@@ -43,24 +42,15 @@ class Olmo2Config(ModelConfig):
         return {**heads, "attn_post_norm": self.hidden_size, "ffn_post_norm": self.hidden_size}
 
 
-def attention_block(
-    be: Ops,
-    x: Floats,
-    w: Olmo2Layer,
-    cfg: ModelConfig,
-    rope: RopeTables,
-    batch: TokenBatch,
-    cache: KVCache,
-    layer: int,
-) -> Floats:
+def attention_block(be: Ops, x: Floats, w: Olmo2Layer, cfg: ModelConfig, at: BlockPlace) -> Floats:
     """(N, D) -> (N, D), residual included"""
     q, k, v = be.linears(x, (w.q_proj, w.k_proj, w.v_proj))  # (N, H*d), (N, G*d), (N, G*d)
     q = be.rms_norm(q, w.q_norm)
     k = be.rms_norm(k, w.k_norm)
     q, k, v = split_heads(cfg, q, k, v)  # (N, H, d), (N, G, d), (N, G, d)
-    q, k = be.rope(q, k, *rope)
-    be.append(cache, layer, batch, k, v)
-    z = be.attention(q, cache, batch, layer, cfg.window_of(layer))  # (N, H, d)
+    q, k = be.rope(q, k, *at.rope)
+    be.append(at.cache, at.layer, at.batch, k, v)
+    z = be.attention(q, at.cache, at.batch, at.layer, cfg.window_of(at.layer))  # (N, H, d)
     return be.add(x, be.rms_norm(attention_result(be, z, w), w.attn_post_norm))  # (N, D)
 
 
