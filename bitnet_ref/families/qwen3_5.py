@@ -979,36 +979,28 @@ def by_carry(change: Callable[[Floats, Floats], Floats]) -> Edit:
     return edit
 
 
-def by_kept(keep: Callable[[Floats, Floats], Floats]) -> Edit:
-    """keep(inputs of a call, those kept before it first; the convolution's results of it): what the next one gets."""
+def by_kept(keep: Callable[[Floats, Floats, Floats], Floats]) -> Edit:
+    """keep(window, y, earlier): what the next call gets of the convolution's inputs.
 
-    def edit(step: Any, compute: Edit, qkv: Floats, w: DeltaLayer) -> Floats:
-        kept, parts = np.zeros((w.conv.shape[1] - 1, qkv.shape[1]), dtype=np.float64), []
-        starts = np.cumsum((0, *step.setting.calls[:-1])).tolist()
-        for start, size in zip(starts, step.setting.calls, strict=True):
-            window = np.concatenate([kept, qkv[start : start + size]])
-            parts.append(causal_conv(window, w.conv))
-            kept = keep(window, parts[-1])
-        return np.concatenate(parts).astype(np.float32)
-
-    return edit
-
-
-def _by_inputs_before(change: Callable[[Floats, Floats], Floats]) -> Edit:
-    """change(the convolution's last inputs of the call before, those before that call) for each later call."""
+    window: those that this call was given, then its own.   y: the convolution's results.   earlier: the last inputs of
+    the call before this one.
+    """
 
     def edit(step: Any, compute: Edit, qkv: Floats, w: DeltaLayer) -> Floats:
         n, parts = w.conv.shape[1] - 1, []
-        kept = earlier = np.zeros((n, qkv.shape[1]), dtype=qkv.dtype)
-        starts = np.cumsum((0, *step.setting.calls[:-1])).tolist()
-        for start, size in zip(starts, step.setting.calls, strict=True):
-            own = qkv[start : start + size]
-            before = change(kept, earlier) if start else kept
-            parts.append(causal_conv(np.concatenate([before, own]), w.conv))
-            kept, earlier = np.concatenate([before, own])[-n:], kept
+        kept = earlier = np.zeros((n, qkv.shape[1]), dtype=np.float64)
+        for own in np.split(qkv, np.cumsum(step.setting.calls)[:-1]):
+            window = np.concatenate([kept, own])
+            parts.append(causal_conv(window, w.conv))
+            kept, earlier = keep(window, parts[-1], earlier), window[-n:]
         return np.concatenate(parts).astype(np.float32)
 
     return edit
+
+
+def changed_last(change: Callable[[Floats], Floats]) -> Edit:
+    """`by_kept` of the last inputs, changed."""
+    return by_kept(lambda window, y, earlier: change(window[len(y) :]))
 
 
 def _kept_in(dtype: Any) -> Callable[[Floats, Floats], Floats]:
@@ -1062,12 +1054,12 @@ DELTA_MISTAKES = (
     _carry_mistake("state_of_call_before", "a call begins with the memory from before the call before it", _CARRY, by_carry(lambda S, old: old)),
     _carry_mistake("state_transposed", "the memory is transposed between calls", _CARRY, by_carry(lambda S, old: S.swapaxes(1, 2)), fits=lambda step: _has_calls(step) and step.setting.config.delta.key_dim == step.setting.config.delta.value_dim),
     *(_carry_mistake(f"state_in_{words}", f"the memory is rounded to {words} between calls", _CARRY, by_carry(_kept_in(to)), rounds=True) for words, to in (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16))),
-    _conv_carry_mistake("conv_state_lost", "the convolution's inputs are not carried from call to call: zeros stand for them", _CARRY, _by_inputs_before(lambda x, old: np.zeros_like(x))),
-    _conv_carry_mistake("conv_state_after_silu", "the convolution's inputs are kept after silu", _CARRY, _by_inputs_before(lambda x, old: silu(x))),
-    _conv_carry_mistake("conv_state_of_call_before", "a call begins with the convolution's inputs from before the call before it", _CARRY, _by_inputs_before(lambda x, old: old)),
-    _conv_carry_mistake("conv_state_one_late", "the convolution's kept inputs are one place late in later calls", _CARRY, _by_inputs_before(lambda x, old: np.roll(x, 1, axis=0))),
-    _conv_carry_mistake("conv_state_one_early", "the convolution's kept inputs are one place early in later calls", _CARRY, _by_inputs_before(lambda x, old: np.roll(x, -1, axis=0))),
-    _conv_carry_mistake("conv_state_reversed", "the convolution's kept inputs are in reverse in later calls", _CARRY, _by_inputs_before(lambda x, old: x[::-1])),
+    _conv_carry_mistake("conv_state_lost", "the convolution's inputs are not carried from call to call: zeros stand for them", _CARRY, changed_last(lambda x: np.zeros_like(x))),
+    _conv_carry_mistake("conv_state_after_silu", "the convolution's inputs are kept after silu", _CARRY, changed_last(lambda x: silu(x))),
+    _conv_carry_mistake("conv_state_of_call_before", "a call begins with the convolution's inputs from before the call before it", _CARRY, by_kept(lambda window, y, earlier: earlier)),
+    _conv_carry_mistake("conv_state_one_late", "the convolution's kept inputs are one place late in later calls", _CARRY, changed_last(lambda x: np.roll(x, 1, axis=0))),
+    _conv_carry_mistake("conv_state_one_early", "the convolution's kept inputs are one place early in later calls", _CARRY, changed_last(lambda x: np.roll(x, -1, axis=0))),
+    _conv_carry_mistake("conv_state_reversed", "the convolution's kept inputs are in reverse in later calls", _CARRY, changed_last(lambda x: x[::-1])),
     Hypothesis("*.attn.delta_norm.* *.attn.hook_gated_z", "gate_before_norm", "the gate multiplies before the norm, not after it", "norm(y) * silu(z).", _gate_before_norm, lambda step: not step.setting.config.attends(step.layer)),
     Hypothesis("*.attn.q_proj.hook_out *.attn.z_proj.hook_out", "query_and_gate_in_halves", "q_proj's rows are read as all queries and then all gates", "They are in turn, head by head: view(.., heads, 2 * head_dim), then chunk.", _halves, lambda step: step.setting.config.attends(step.layer) and step.setting.config.num_attention_heads > 1 and len(step.inputs) > 1 and isinstance(step.inputs[1], LinearWeight)),
 )
