@@ -160,7 +160,7 @@ def test_attention_that_rotates_and_appends_changes_no_bit(be, dtype, head_dim, 
     )
     rope = be.rope_tables(batch.positions, RopeConfig(), head_dim)
     before = be.ws.device.launches if be.ws.device.emulated else 0
-    together = be.to_host(be._attend_new(q, k, v, rope, window, batch, caches[0], 0))
+    together = be.to_host(be._attend_new(q, k, v, BlockPlace(rope, batch, caches[0], 0), window))
     assert not be.ws.device.emulated or be.ws.device.launches - before == 2
     q, k = be.rope(q, k, *rope)
     be.append(caches[1], 0, batch, k, v)
