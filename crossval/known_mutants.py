@@ -167,4 +167,19 @@ KNOWN: dict[str, str] = {
     ),
     "cli/watch_command.py _sources: arguments = [Path(word) for word in command[1:] if len(word) < 4096] -> "
     "arguments = [Path(word) for word in command[1:] if len(word) < (4097)]": "longer than any path may be",
+    "tokenizers/base.py: MAX_DECODED_BYTES = 1 << 29 -> MAX_DECODED_BYTES = 1 << (30)": (
+        "how large a decoded text may be: no test makes half a gigabyte"
+    ),
+    "formats/hf/adapter.py _check: if unknown := [key[:100] for key in raw if key not in known and not "
+    "is_off(raw[key])]: -> if unknown := [key[:(101)] for key in raw if key not in known and not "
+    "is_off(raw[key])]:": ("how much of a key a message has"),
+    "formats/gguf/tl2.py _three_weights: table = np.full((32, 3), 2, dtype=np.int8) -> table = "
+    "np.full(((33), 3), 2, dtype=np.int8)": ("a row of the table that no code of five bits reaches"),
+    "formats/gguf/file.py: MAX_HEADER = 1 << 28 # a vocabulary of a million tokens with merges is far "
+    "below -> MAX_HEADER = (2) << 28 # a vocabulary of a million tokens with merges is far below": (
+        "the largest header that is read: no test writes a quarter of a gigabyte"
+    ),
+    "formats/gguf/tl_tiles.py: MAX_INI_BYTES = 1 << 20 -> MAX_INI_BYTES = (2) << 20": (
+        "the largest file of tile sizes that is read: none comes near it"
+    ),
 }

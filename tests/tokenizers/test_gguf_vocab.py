@@ -22,6 +22,8 @@ from bitnet_ref.formats.gguf.export import write_gguf
 from bitnet_ref.formats.gguf.file import Typed
 from bitnet_ref.formats.open import read_tokenizer_files
 from bitnet_ref.tokenizers import Tokenizer, load_tokenizer, load_tokenizer_files
+from bitnet_ref.tokenizers.gguf_keys import GgufVocabulary
+from bitnet_ref.tokenizers.gguf_sentencepiece import ADDED_SCORE, model_from_vocabulary
 from bitnet_ref.tokenizers.gguf_vocab import gguf_from_tokenizer_files, tokenizer_files_from_gguf
 from bitnet_ref.tokenizers.sentencepiece_model import UNIGRAM, UNKNOWN, read_model, write_model
 from bitnet_ref.tokenizers.settings import TOOL_TEMPLATE
@@ -354,6 +356,21 @@ def test_many_unknown_tokens() -> None:
     assert read_model(last["tokenizer.model"], "x").types[others[-1]] == UNKNOWN
     first = tokenizer_files_from_gguf(LLAMA | {G + "token_type": types, G + "unknown_token_id": 400})  # of no such type
     assert read_model(first["tokenizer.model"], "x").types[0] == UNKNOWN
+
+
+def test_a_vocabulary_of_one_token() -> None:
+    assert GgufVocabulary({G + "model": "gpt2", G + "tokens": ["a"]}).tokens == ["a"]
+
+
+def test_what_is_cut_off_the_end_of_a_vocabulary() -> None:
+    """Added tokens and their padding, both of the score -1000; an unused piece with a score of its own stays."""
+    tokens, types = ["<unk>", "a", "b", "old", "<x>", "pad", "<y>"], [2, 1, 1, 5, 3, 5, 3]
+    scores = [0.0, -1.0, -2.0, -3.0, *[ADDED_SCORE] * 3]
+    metadata = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores}
+    vocabulary = GgufVocabulary({G + key: value for key, value in metadata.items()})
+    model, added = model_from_vocabulary(vocabulary, {"unk": 0})
+    assert read_model(model, "x").pieces == tokens[:4]
+    assert added == [4, 6]
 
 
 def test_a_template_that_is_no_text() -> None:
