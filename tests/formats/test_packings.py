@@ -132,6 +132,9 @@ def test_modes_that_are_not_read_are_named():
             describe_mlx({"quantization": {"bits": 4, "group_size": 32, "lm_head": {"mode": mode}}})
     assert describe_mlx({"quantization": {"bits": 4, "group_size": 32, "lm_head": False}}) is not None
     assert describe_mlx({}) is None
+    folder = CASES / "mlx-qwen3_moe-4bit"
+    words = describe_mlx(json.loads((folder / "config.json").read_text()))
+    assert words in inspect_model(folder).evidence
 
 
 # -- AWQ ---------------------------------------------------------------------------------------------------------------
