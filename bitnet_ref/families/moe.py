@@ -41,7 +41,6 @@ from .family import (
     TraceStep,
     WeightKind,
     after,
-    change_steps,
     config_of_layers,
     instead,
     layer_weights,
@@ -60,7 +59,7 @@ from .qwen import (
     norm_heads,
     read_partial_rope,
 )
-from .smollm3 import turned_scores
+from .smollm3 import turned_scores, without_rope
 
 MAX_EXPERTS = 4096  # published models have up to some 500; files have a name for each
 CLAMP = 7.0  # of Maple's gates, in its code
@@ -405,11 +404,7 @@ def _qwen3_steps(config: Qwen3MoeConfig, layer: int) -> list[TraceStep]:
 
 def _maple_steps(config: MapleConfig, layer: int) -> list[TraceStep]:
     steps = _qwen3_steps(config, layer)
-    if config.turns(layer):
-        return steps
-    steps = [step for step in steps if step.name not in ("attn.hook_rot_q", "attn.hook_rot_k")]
-    normed = ("attn.q_norm.hook_normalized", "attn.k_norm.hook_normalized")
-    return change_steps(steps, inputs=normed)("attn.hook_attn_scores")
+    return steps if config.turns(layer) else without_rope(steps)
 
 
 def _axes(config: MoeConfig) -> dict[str, int]:

@@ -24,12 +24,10 @@ from .family import (
     change_steps,
     layer_weights,
     leave_out,
-    norm_step,
-    put_after,
 )
 from .gemma3 import POST_NORM_MISTAKES, POST_NORM_NAMES, Gemma3Layer, post_norm_steps
 from .llama import llama_steps
-from .qwen import HEAD_NORM_STEPS, HEAD_NORMS
+from .qwen import HEAD_NORM_STEPS, HEAD_NORMS, head_norm_steps
 
 
 @dataclass(frozen=True)
@@ -77,11 +75,7 @@ def _steps(config: Olmo2Config, layer: int) -> list[TraceStep]:
     steps = [step for step in llama_steps(config, layer) if step.name not in ("ln1", "ln2")]
     steps = change_steps(steps, inputs=("hook_resid_pre",))("attn.q_proj", "attn.k_proj", "attn.v_proj")
     steps = change_steps(steps, inputs=("hook_resid_mid",))("mlp.gate_proj", "mlp.up_proj")
-    norms = [norm_step(f"attn.{x}_norm", f"attn.hook_{x}", width, f"{x}_norm") for x, width in ("qQ", "kK")]
-    steps = put_after(steps, "attn.hook_k", *norms)
-    steps = change_steps(steps, inputs=("attn.q_norm.hook_normalized",))("attn.hook_rot_q")
-    steps = change_steps(steps, inputs=("attn.k_norm.hook_normalized",))("attn.hook_rot_k")
-    return post_norm_steps(steps)
+    return post_norm_steps(head_norm_steps(steps, ("Q", "K")))
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------

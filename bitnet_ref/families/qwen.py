@@ -93,9 +93,10 @@ class Qwen3Layer(LayerWeights):
     trace_names: ClassVar = HEAD_NORM_NAMES
 
 
-def head_norm_steps(steps: list[TraceStep]) -> list[TraceStep]:
-    """The steps of a block that norms the heads of q and k before RoPE."""
-    norms = [norm_step(f"attn.{x}_norm", f"attn.hook_{x}", f"{heads} d", f"{x}_norm") for x, heads in ("qH", "kG")]
+def head_norm_steps(steps: list[TraceStep], shapes: tuple[str, str] = ("H d", "G d")) -> list[TraceStep]:
+    """The steps of a block that norms the heads of q and k before RoPE. shapes: of what the norms are over."""
+    pairs = zip("qk", shapes, strict=True)
+    norms = [norm_step(f"attn.{x}_norm", f"attn.hook_{x}", shape, f"{x}_norm") for x, shape in pairs]
     steps = put_after(steps, "attn.hook_k", *norms)
     steps = change_steps(steps, inputs=("attn.q_norm.hook_normalized",))("attn.hook_rot_q")
     return change_steps(steps, inputs=("attn.k_norm.hook_normalized",))("attn.hook_rot_k")

@@ -296,14 +296,21 @@ def _ask(states: Floats, q: Floats) -> Floats:
 
 def memories(mixed: Floats, log_alpha: Floats, beta: Floats, w: DeltaLayer, at: BlockPlace) -> Floats:
     """The memory after each token, of which `delta_rule` leaves only the last.   -> (N, Hv, dk, dv)"""
-    inputs = delta_inputs(mixed, log_alpha, beta, w.delta)
-    after, states = [], states_of(at.cache)
-    for slot, position, rows in sequences(at.batch.on_host):
-        memory = states.memory_of(at.layer, slot, position).copy()
-        for i in range(rows.start, rows.stop):
-            delta_recurrence(DeltaInputs(*(each[i : i + 1] for each in inputs)), memory)
-            after.append(memory.copy())
-    return np.stack(after)
+    inputs, states = delta_inputs(mixed, log_alpha, beta, w.delta), states_of(at.cache)
+    parts = [
+        token_by_token(DeltaInputs(*(each[rows] for each in inputs)), states.memory_of(at.layer, slot, position).copy())
+        for slot, position, rows in sequences(at.batch.on_host)
+    ]
+    return np.concatenate([after for after, _ in parts])
+
+
+def token_by_token(x: DeltaInputs, memory: Floats) -> tuple[Floats, Floats]:
+    """The memory after each token of a sequence, and its answers.   -> (T, Hv, dk, dv), (T, Hv, dv)"""
+    after, out = [], []
+    for t in range(len(x.v)):
+        out.append(delta_recurrence(DeltaInputs(*(each[t : t + 1] for each in x)), memory)[0].astype(np.float32))
+        after.append(memory.copy())
+    return np.stack(after), np.stack(out)
 
 
 class DeltaInputs(NamedTuple):
@@ -706,15 +713,9 @@ def _delta_out(be: Ops, w: DeltaLayer, cfg: Qwen35Config, mixed: Floats, log_alp
 
 
 def _replayed(shape: DeltaConfig, mixed: Floats, log_alpha: Floats, beta: Floats) -> tuple[Floats, Floats]:
-    """The memory after each token and its answers, of one sequence from its beginning."""
-    given = delta_inputs(mixed, log_alpha, beta, shape)
+    """`token_by_token` of one sequence from its beginning."""
     memory = np.zeros((shape.value_heads, shape.key_dim, shape.value_dim), dtype=np.float32)
-    states, out = [], []
-    for t in range(len(mixed)):
-        one = DeltaInputs(*(each[t : t + 1] for each in given))
-        out.append(delta_recurrence(one, memory)[0].astype(np.float32))
-        states.append(memory.copy())
-    return np.stack(states), np.stack(out)
+    return token_by_token(delta_inputs(mixed, log_alpha, beta, shape), memory)
 
 
 def _axes(config: Qwen35Config) -> dict[str, int]:

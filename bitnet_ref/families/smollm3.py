@@ -32,6 +32,7 @@ from .family import (
 )
 from .llama import llama_steps
 
+ROTATED = ("attn.hook_rot_q", "attn.hook_rot_k")
 INTERVAL = 4  # between layers without positions, where a file does not list them
 
 
@@ -70,10 +71,13 @@ class NoPositionsLayer(LayerWeights):
 
 def _steps(config: SmolLm3Config, layer: int) -> list[TraceStep]:
     steps = llama_steps(config, layer)
-    if config.turns(layer):
-        return steps
-    steps = [step for step in steps if step.name not in ("attn.hook_rot_q", "attn.hook_rot_k")]
-    return change_steps(steps, inputs=("attn.hook_q", "attn.hook_k"))("attn.hook_attn_scores")
+    return steps if config.turns(layer) else without_rope(steps)
+
+
+def without_rope(steps: list[TraceStep]) -> list[TraceStep]:
+    """The same steps of a block that turns neither q nor k."""
+    inputs = tuple(step.inputs[0] for step in steps if step.name in ROTATED)
+    return change_steps([step for step in steps if step.name not in ROTATED], inputs=inputs)("attn.hook_attn_scores")
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
