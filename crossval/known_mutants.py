@@ -182,4 +182,18 @@ KNOWN: dict[str, str] = {
     "formats/gguf/tl_tiles.py: MAX_INI_BYTES = 1 << 20 -> MAX_INI_BYTES = (2) << 20": (
         "the largest file of tile sizes that is read: none comes near it"
     ),
+    "tokenizers/gguf_vocab.py _json: return json.dumps(value, ensure_ascii=False, "
+    'indent=1).encode("utf-8") -> return json.dumps(value, ensure_ascii=False, '
+    'indent=(2)).encode("utf-8")': ("how far the lines of a file are indented"),
+    "tokenizers/base.py Tokenizer._find_number: if number is None or (number < self.vocab_size and "
+    "self._token(number) is not None): -> if number is None or ((number <= self.vocab_size) and "
+    "self._token(number) is not None):": ("no kind of tokenizer has a token of that number"),
+    "tokenizers/gguf_sentencepiece.py model_from_vocabulary: if size in (0, len(tokens)) or max(added, "
+    "default=-1) < size: -> if size in (0, len(tokens)) or max(added, default=-(2)) < size:": (
+        "a size is 0 at least, and both are below"
+    ),
+    "tokenizers/sentencepiece_model.py read_model: if (growth := charsmap_growth(model.charsmap)) > "
+    "MAX_CHARSMAP_BYTES: -> if ((growth := charsmap_growth(model.charsmap)) >= MAX_CHARSMAP_BYTES):": (
+        "a character that becomes 64 bytes; Unicode makes 33 of one at most"
+    ),
 }

@@ -22,6 +22,7 @@ from bitnet_ref.formats.gguf.export import write_gguf
 from bitnet_ref.formats.gguf.file import Typed
 from bitnet_ref.formats.open import read_tokenizer_files
 from bitnet_ref.tokenizers import Tokenizer, load_tokenizer, load_tokenizer_files
+from bitnet_ref.tokenizers.gguf_bpe import _pre_of
 from bitnet_ref.tokenizers.gguf_keys import GgufVocabulary
 from bitnet_ref.tokenizers.gguf_sentencepiece import ADDED_SCORE, model_from_vocabulary
 from bitnet_ref.tokenizers.gguf_vocab import gguf_from_tokenizer_files, tokenizer_files_from_gguf
@@ -151,6 +152,10 @@ def test_the_name_of_the_pre_tokenizer(pre: str) -> None:
     after = json.loads(tokenizer_files_from_gguf(out)["tokenizer.json"])
     assert after["model"] == before["model"]
     assert after["added_tokens"] == before["added_tokens"]
+
+
+def test_a_pre_tokenizer_that_leaves_its_expression_out() -> None:
+    assert _pre_of({"type": "ByteLevel", "add_prefix_space": False}, False, None) == ("gpt-2", False)
 
 
 @pytest.mark.parametrize("pre", ["default", "smollm", "llama3", "falcon3", "stablelm2"])

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from bitnet_ref.errors import ConfigWarning, TokenizerError
 from bitnet_ref.tokenizers import Tokenizer, TokenizerSettings, load_tokenizer
-from bitnet_ref.tokenizers.hf_json import post_processor_affixes
+from bitnet_ref.tokenizers.hf_json import MAX_TOKEN_ID, check_tokenizer_json, post_processor_affixes
 from bitnet_ref.tokenizers.hf_tokenizer import HfTokenizer
 
 BOS, EOS, EOT = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
@@ -253,3 +253,14 @@ def test_the_ids_before_and_after_a_text() -> None:
     template = {"type": "TemplateProcessing", "single": single, "special_tokens": specials}
     assert post_processor_affixes(template) == ([1], [2, 3, 4])
     assert post_processor_affixes({"type": "Sequence", "processors": [template, template]}) == ([1, 1], [2, 3, 4] * 2)
+
+
+def test_the_largest_id_and_a_file_without_a_name() -> None:
+    table = {"model": {"type": "WordLevel", "vocab": {"a": MAX_TOKEN_ID - 1}}}
+    check_tokenizer_json(table)
+    table["model"]["vocab"]["b"] = MAX_TOKEN_ID
+    with pytest.raises(TokenizerError, match="is not in"):
+        check_tokenizer_json(table)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json, byte 1: not valid JSON"):
+        HfTokenizer(b"{", TokenizerSettings())
+    assert hash(TokenizerSettings()) == hash(TokenizerSettings())
