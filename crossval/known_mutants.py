@@ -196,4 +196,9 @@ KNOWN: dict[str, str] = {
     "MAX_CHARSMAP_BYTES: -> if ((growth := charsmap_growth(model.charsmap)) >= MAX_CHARSMAP_BYTES):": (
         "a character that becomes 64 bytes; Unicode makes 33 of one at most"
     ),
+    "formats/binary_file.py: _BLOCK = 1 << 18 # values checked at a time -> _BLOCK = (2) << 18 # values "
+    "checked at a time": ("how many values are looked at at a time"),
+    "formats/gguf/export.py _ModelTensors._matrix: return iq2_bn_rows(pack_ternary(w_t), "
+    "np.full((len(w_t), 1), scale, dtype=np.float32)) -> return iq2_bn_rows(pack_ternary(w_t), "
+    "(np.full((len(w_t), 1), scale)))": ("the scale is a float32"),
 }

@@ -210,6 +210,7 @@ def test_linears_that_share_a_tensor(tmp_path):
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"target_parameters": ["experts"]}, "target_parameters"),
         ({"lora_alpha": 0}, "lora_alpha"),
+        ({"lora_alpha": 1e6}, "lora_alpha"),
         ({"r": "4"}, "r"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
         ({"rank_pattern": {"(q.*)+proj": 2}}, "rank_pattern"),
