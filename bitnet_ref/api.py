@@ -167,8 +167,8 @@ class _Load:
                 return self.again(choose_cpu())
             weights = self.read(checkpoint, be)
             config = checkpoint.config
-        if words := describe_ignored(self.path):
-            log.warning("%s", words)
+            if words := describe_ignored(self.path, checkpoint.path):
+                log.warning("%s", words)
         if prepared is not None:
             prepared.write(config, weights.finished())
             if prepared.is_mapped and (stored := prepared.read()) is not None:
@@ -293,29 +293,8 @@ def load_engine(
 class Model(LoadedModel):
     """A loaded model: logits, intermediates, text, chats, profiles, an engine."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: ModelWeights | SteppedWeights,
-        backend: Backend,
-        path: Path | None = None,
-        *,
-        cache_dtype: str | None = None,
-        load_tokenizer: Callable[[], Tokenizer] | None = None,
-        load_again: Callable[[str | None], LoadedModel] | None = None,
-    ) -> None:
-        """See `LoadedModel`. A model with a path reads its tokenizer from there."""
-        if load_tokenizer is None and path is not None:
-            load_tokenizer = partial(read_tokenizer, path)
-        super().__init__(
-            config,
-            weights,
-            backend,
-            path,
-            cache_dtype=cache_dtype,
-            load_tokenizer=load_tokenizer,
-            load_again=load_again,
-        )
+    def _read_tokenizer(self) -> Tokenizer:
+        return super()._read_tokenizer() if self.path is None else read_tokenizer(self.path)
 
     @lazy_property
     def metadata(self) -> dict[str, Any]:

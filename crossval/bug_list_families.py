@@ -10,7 +10,7 @@ QWEN, GEMMA3, QWEN3_5 = "families/qwen.py", "families/gemma3.py", "families/qwen
 HEAD_NORMS = """    q = norm_heads(be, q, w.q_norm)
     k = norm_heads(be, k, w.k_norm)
 """
-ROPE = "    q, k = be.rope(q, k, *rope)\n"
+ROPE = "    q, k = be.rope(q, k, *at.rope)\n"
 ATTN_RESULT = "be.add(x, be.rms_norm(attention_result(be, z, w), w.attn_post_norm))"
 FFN_RESULT = "be.add(x, be.rms_norm(feed_forward_result(be, x, w, cfg), w.ffn_post_norm))"
 GROUPS_IN_PRODUCT = "expand_groups(packed[part], in_features, scales[part], group, np.float64)"

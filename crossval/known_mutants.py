@@ -167,4 +167,38 @@ KNOWN: dict[str, str] = {
     ),
     "cli/watch_command.py _sources: arguments = [Path(word) for word in command[1:] if len(word) < 4096] -> "
     "arguments = [Path(word) for word in command[1:] if len(word) < (4097)]": "longer than any path may be",
+    "tokenizers/base.py: MAX_DECODED_BYTES = 1 << 29 -> MAX_DECODED_BYTES = 1 << (30)": (
+        "how large a decoded text may be: no test makes half a gigabyte"
+    ),
+    "formats/hf/adapter.py _check: if unknown := [key[:100] for key in raw if key not in known and not "
+    "is_off(raw[key])]: -> if unknown := [key[:(101)] for key in raw if key not in known and not "
+    "is_off(raw[key])]:": ("how much of a key a message has"),
+    "formats/gguf/tl2.py _three_weights: table = np.full((32, 3), 2, dtype=np.int8) -> table = "
+    "np.full(((33), 3), 2, dtype=np.int8)": ("a row of the table that no code of five bits reaches"),
+    "formats/gguf/file.py: MAX_HEADER = 1 << 28 # a vocabulary of a million tokens with merges is far "
+    "below -> MAX_HEADER = (2) << 28 # a vocabulary of a million tokens with merges is far below": (
+        "the largest header that is read: no test writes a quarter of a gigabyte"
+    ),
+    "formats/gguf/tl_tiles.py: MAX_INI_BYTES = 1 << 20 -> MAX_INI_BYTES = (2) << 20": (
+        "the largest file of tile sizes that is read: none comes near it"
+    ),
+    "tokenizers/gguf_vocab.py _json: return json.dumps(value, ensure_ascii=False, "
+    'indent=1).encode("utf-8") -> return json.dumps(value, ensure_ascii=False, '
+    'indent=(2)).encode("utf-8")': ("how far the lines of a file are indented"),
+    "tokenizers/base.py Tokenizer._find_number: if number is None or (number < self.vocab_size and "
+    "self._token(number) is not None): -> if number is None or ((number <= self.vocab_size) and "
+    "self._token(number) is not None):": ("no kind of tokenizer has a token of that number"),
+    "tokenizers/gguf_sentencepiece.py model_from_vocabulary: if size in (0, len(tokens)) or max(added, "
+    "default=-1) < size: -> if size in (0, len(tokens)) or max(added, default=-(2)) < size:": (
+        "a size is 0 at least, and both are below"
+    ),
+    "tokenizers/sentencepiece_model.py read_model: if (growth := charsmap_growth(model.charsmap)) > "
+    "MAX_CHARSMAP_BYTES: -> if ((growth := charsmap_growth(model.charsmap)) >= MAX_CHARSMAP_BYTES):": (
+        "a character that becomes 64 bytes; Unicode makes 33 of one at most"
+    ),
+    "formats/binary_file.py: _BLOCK = 1 << 18 # values checked at a time -> _BLOCK = (2) << 18 # values "
+    "checked at a time": ("how many values are looked at at a time"),
+    "formats/gguf/export.py _ModelTensors._matrix: return iq2_bn_rows(pack_ternary(w_t), "
+    "np.full((len(w_t), 1), scale, dtype=np.float32)) -> return iq2_bn_rows(pack_ternary(w_t), "
+    "(np.full((len(w_t), 1), scale)))": ("the scale is a float32"),
 }

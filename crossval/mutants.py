@@ -52,7 +52,7 @@ from mutant_texts import same, small_models, write_texts
 from python_mutants import PACKAGE, Mutant, executed_lines, python_mutants
 from room_mutants import ROOMS, TEMPORARY, Plan, TestLines, judge_by_tests, measure, plan, reached_share, room_mutants
 
-TIMEOUT_S, TEXTS_LIMIT_S, CHECKS_LIMIT_S = 600, 40, 200  # of one mutant: of the clock, and of the processor
+TIMEOUT_S, TEXTS_LIMIT_S, CHECKS_LIMIT_S = 1800, 40, 200  # of one mutant: of the clock, and of the processor
 TESTS_LIMIT_S = 400  # of the processor, for the tests of one file without a mutant
 
 
@@ -301,8 +301,7 @@ def texts_of(models: dict[str, str], extension: Path | None) -> dict[str, Any]:
 def judge_rooms(names: Sequence[str], wish: argparse.Namespace) -> int:
     """Judge mutants of rooms by the tests of each. Returns the exit code."""
     room_of, chosen = {}, []
-    for name in names:
-        measured = measure_room(name, wish.jobs)
+    for name, measured in measure_rooms(names, wish.jobs).items():
         print(f"{name}: its tests reach {reached_share(measured):.1%} of its statements", flush=True)
         for mutant in choose(room_mutants(measured), wish.only, wish.count, wish.seed):
             room_of[mutant.file] = name
@@ -328,17 +327,19 @@ def check_tests(plans: Sequence[Plan], jobs: int) -> None:
         raise RuntimeError("without an edit a test fails, see above")
 
 
-def measure_room(name: str, jobs: int) -> list[TestLines]:
-    """Which lines of a room each of its tests reaches."""
-    room = ROOMS[name]
-    files = room.test_files()
+def measure_rooms(names: Sequence[str], jobs: int) -> dict[str, list[TestLines]]:
+    """Which lines of each room each of its tests reaches."""
+    runs = [(name, file) for name in names for file in ROOMS[name].test_files()]
+    runs.sort(key=lambda run: len(ROOMS[run[0]].test_files()))  # not a room of one long file alone, at last
     answers: dict[int, Any] = {}
-    run_all([partial(measured_alone, file, room.files()) for file in files], jobs, answers.__setitem__)
-    for index, file in enumerate(files):
+    run_all([partial(measured_alone, file, ROOMS[name].files()) for name, file in runs], jobs, answers.__setitem__)
+    measured: dict[str, list[TestLines]] = {name: [] for name in names}
+    for index, (name, file) in enumerate(runs):
         answer = answers[index]
         if answer is None or "failed" in answer:
             raise RuntimeError(answer["failed"] if answer else f"{file} crashed or did not end without any mutant")
-    return [TestLines(**answers[index]["result"]) for index in range(len(files))]
+        measured[name].append(TestLines(**answer["result"]))
+    return measured
 
 
 def measured_alone(file: str, sources: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,6 @@ import resource
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +27,10 @@ from python_mutants import PACKAGE, Mutant, file_mutants
 
 ROOT = PACKAGE.parent
 TEMPORARY = "BITNET_REF_MUTANTS_FOLDER"  # the variable with the folder of all temporary files of a campaign
-TESTS_LIMIT_S = 30.0  # a mutant is judged by so many seconds of tests at most: the quickest
+# A mutant is judged by so many seconds of tests at most: the quickest. Of the processor, as all times of tests here, so
+# that it does not matter how busy the machine was when they were measured.
+TESTS_LIMIT_S = 60.0
+HANGS_S = 200.0  # of the clock: a test that waits for so long, and 20 times its seconds, does not end
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class TestLines:
 
     file: str
     tests: list[str]
-    seconds: list[float]  # of each test
+    seconds: list[float]  # of the processor, of each test
     lines: dict[str, dict[str, list[int]]]  # source -> line -> indices of tests; none: executed as it was imported
     statements: dict[str, list[int]]  # source -> its lines with statements
 
@@ -105,7 +107,8 @@ def measure(file: str, sources: Sequence[str]) -> dict[str, Any]:
     cannot be run. The measurement is kept in the folder of temporary files until a source or the test file changes.
     """
     texts = [(PACKAGE / source).read_bytes() for source in sources] + [(ROOT / file).read_bytes()]
-    key = hashlib.sha256(b"\0".join([sys.version.encode(), *map(str.encode, sources), *texts])).hexdigest()[:20]
+    parts = [sys.version.encode(), b"processor_s", *map(str.encode, sources), *texts]
+    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
     kept = Path(tempfile.gettempdir(), f"bitnet_ref_test_lines_{key}.json")
     if kept.exists():
         return dict(json.loads(kept.read_text()))
@@ -199,15 +202,22 @@ def judge_by_tests(tests: Plan) -> Iterator[tuple[str, str]]:
 
 
 def run_pytest(file: str, plugin: object, *options: str) -> int:
-    """Its exit code for a test file, with its temporary files in a folder of this process."""
-    os.chdir(ROOT)
+    """Its exit code for a test file, with its temporary files and working directory in a folder of this process: what
+    a mutant writes by a wrong name is gone with it."""
     scripts = str(Path(__file__).parent)  # has files of the names of packages
     sys.path[:] = [path for path in sys.path if path != scripts]
     sys.modules["__main__"] = ModuleType("__main__")  # a process that a test spawns would import the script again
     with tempfile.TemporaryDirectory(dir=os.environ.get(TEMPORARY), ignore_cleanup_errors=True) as folder:
         os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
+        working = Path(folder, "working")
+        working.mkdir()
+        os.chdir(working)
         options = ("-m", "not slow and not emulated and not notebooks", *options)  # the thorough ones too
-        return pytest.main([file, "-n0", "-q", "--tb=no", "-p", "no:cacheprovider", *options], plugins=[plugin])
+        project = (f"--rootdir={ROOT}", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider")
+        try:
+            return pytest.main([str(ROOT / file), *project, "-n0", "-q", "--tb=no", *options], plugins=[plugin])
+        finally:
+            os.chdir(ROOT)
 
 
 class Failures:
@@ -228,6 +238,11 @@ class Failures:
         )
 
 
+def processor_s() -> float:
+    """The seconds of the processor that this process and the ones that it waited for have used."""
+    return sum(os.times()[:4])
+
+
 class Watch(Failures):
     """Tells coverage.py which test runs, and times it."""
 
@@ -240,10 +255,10 @@ class Watch(Failures):
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self.meter.switch_context(str(len(self.tests)))
-        began = time.perf_counter()
+        began = processor_s()
         result = yield
         self.tests.append(item.nodeid)
-        self.seconds.append(round(time.perf_counter() - began, 4))
+        self.seconds.append(round(processor_s() - began, 4))
         self.meter.switch_context("")
         return result
 
@@ -268,4 +283,4 @@ class Choice(Failures):
             used = resource.getrusage(resource.RUSAGE_SELF)
             hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
             resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + 10 + 5 * seconds), hard))
-        signal.alarm(int(60 + 20 * seconds))
+        signal.alarm(int(HANGS_S + 20 * seconds))

@@ -96,14 +96,15 @@ def test_other_formats(tmp_path):
 
 def test_weights_beside_those_that_are_read_are_told(tmp_path, caplog):
     folder = write_checkpoint(tmp_path / "m", TINY)
-    assert describe_ignored(folder) is None
+    assert describe_ignored(folder, folder) is None
     for name in ("pytorch_model.bin", "x.gguf", "training_args.bin", "mmproj-f16.gguf", "adapter.bin"):
         (folder / name).touch()
     words = "of m is read model.safetensors; beside it, and not read: pytorch_model.bin, x.gguf"
     bitnet_ref.load(folder, backend="numpy")
     assert words in caplog.text
     assert words in [finding.message for finding in inspect_model(folder).findings]
-    assert describe_ignored(folder / "model.safetensors") is None
+    file = folder / "model.safetensors"
+    assert describe_ignored(file, file) is None
 
 
 def test_a_folder_without_a_config(tmp_path):

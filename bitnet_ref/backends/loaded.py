@@ -193,9 +193,11 @@ class LoadedModel:
     @lazy_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer in the model's folder or file. Raises TokenizerError when there is none."""
-        if self._load_tokenizer is None:
-            raise TokenizerError("this model was not loaded from a file, so it has no tokenizer")
-        return self._load_tokenizer()
+        return self._read_tokenizer() if self._load_tokenizer is None else self._load_tokenizer()
+
+    def _read_tokenizer(self) -> Tokenizer:
+        """That of a model which was made without `load_tokenizer`."""
+        raise TokenizerError("this model was not loaded from a file, so it has no tokenizer")
 
     @lazy_property
     def vocabulary(self) -> Vocabulary:

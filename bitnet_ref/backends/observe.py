@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, RopeConfig
 from ..reference.layers import Array, Floats
-from ..reference.model import RopeTables
+from ..reference.model import BlockPlace
 from ..reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, Shared, TernaryLinear
 from .backend import Backend, HeadNeed, HeadRows
 from .paged_cache import CacheSpec, EngineKVCache
@@ -82,19 +82,10 @@ class Observed(Backend):
             return self._pass("hidden", "ln_final.hook_normalized", self.inner.hidden, w, cfg, batch, cache, path)
         return super().hidden(w, cfg, batch, cache, path)
 
-    def attention_block(
-        self,
-        x: Floats,
-        w: LayerWeights,
-        cfg: ModelConfig,
-        rope: RopeTables,
-        batch: TokenBatch,
-        cache: KVCache,
-        layer: int,
-    ) -> Floats:
+    def attention_block(self, x: Floats, w: LayerWeights, cfg: ModelConfig, at: BlockPlace) -> Floats:
         self.block, self.result = w.name, f"{w.name}.hook_resid_mid"
         block = self.inner.attention_block if self.path == "blocks" else super().attention_block
-        return self._pass("attention_block", self.result, block, x, w, cfg, rope, batch, cache, layer)
+        return self._pass("attention_block", self.result, block, x, w, cfg, at)
 
     def feed_forward(self, x: Floats, w: LayerWeights, cfg: ModelConfig) -> Floats:
         self.block, self.result = w.name, f"{w.name}.hook_resid_post"

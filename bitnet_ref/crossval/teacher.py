@@ -26,7 +26,7 @@ from ..reference import layers
 from ..reference.cache import TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.layers import Array
-from ..reference.model import RopeTables, rope_tables_of
+from ..reference.model import BlockPlace, RopeTables, rope_tables_of
 from ..reference.weights import ModelWeights, TernaryLinear
 from .compare import DIFFERS, FLIP, OK, Comparison, Walk, compare
 from .names import NORM_SCALE, OUT, SCALE
@@ -65,8 +65,8 @@ class _Side:
         stream, w = self.be.from_host(x), self.weights.layers[layer]
         if half == POST:
             return self.be.to_host(be.feed_forward(stream, w, self.cfg))
-        y = be.attention_block(stream, w, self.cfg, self.rope_of(layer), self.batch, self.cache, layer)
-        return self.be.to_host(y)
+        at = BlockPlace(self.rope_of(layer), self.batch, self.cache, layer)
+        return self.be.to_host(be.attention_block(stream, w, self.cfg, at))
 
     def rope_of(self, layer: int) -> RopeTables:
         return self.ropes[self.cfg.rope_of(layer)]
@@ -95,7 +95,7 @@ class _Teacher:
     def __call__(self, step: ObservedStep, call: Call, args: tuple[Any, ...]) -> Any:
         result = call(*args)
         if step.op == "attention_block":
-            self.judge_half(MID, args[-1], args[0], result)
+            self.judge_half(MID, args[-1].layer, args[0], result)
         elif step.op == "feed_forward":
             self.judge_half(POST, int(args[1].name.removeprefix("blocks.")), args[0], result)
         elif step.op == "dequantize":

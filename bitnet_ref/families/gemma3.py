@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import ConfigError, require_number
-from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, RopeConfig, added
 from ..reference.layers import ACTIVATIONS, Activation, Floats
-from ..reference.model import RopeTables, attention_result, feed_forward_result, split_heads
+from ..reference.model import BlockPlace, attention_result, feed_forward_result, split_heads
 from ..reference.ops import Ops
 from ..reference.weights import LayerWeights, Norm
 from .family import (
@@ -91,26 +90,17 @@ class Gemma3Config(ModelConfig):
         return super().norm_shapes(layer) | heads | results
 
 
-def attention_block(
-    be: Ops,
-    x: Floats,
-    w: Gemma3Layer,
-    cfg: Gemma3Config,
-    rope: RopeTables,
-    batch: TokenBatch,
-    cache: KVCache,
-    layer: int,
-) -> Floats:
+def attention_block(be: Ops, x: Floats, w: Gemma3Layer, cfg: Gemma3Config, at: BlockPlace) -> Floats:
     """(N, D) -> (N, D), residual included"""
     h = be.rms_norm(x, w.attn_norm)  # (N, D)
     q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
     q = norm_heads(be, q, w.q_norm)
     k = norm_heads(be, k, w.k_norm)
-    q, k = be.rope(q, k, *rope)
+    q, k = be.rope(q, k, *at.rope)
     if cfg.query_scale != 1:  # scores are q k / sqrt(query_pre_attn_scalar), not q k / sqrt(d)
         q = be.scale(q, cfg.query_scale, f"{w.name}.attn.hook_scaled_q")
-    be.append(cache, layer, batch, k, v)
-    z = be.attention(q, cache, batch, layer, cfg.window_of(layer))  # (N, H, d)
+    be.append(at.cache, at.layer, at.batch, k, v)
+    z = be.attention(q, at.cache, at.batch, at.layer, cfg.window_of(at.layer))  # (N, H, d)
     return be.add(x, be.rms_norm(attention_result(be, z, w), w.attn_post_norm))  # (N, D)
 
 

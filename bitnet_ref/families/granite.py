@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import require_number
-from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import added
 from ..reference.layers import Floats
-from ..reference.model import RopeTables, attention_result, split_heads
+from ..reference.model import BlockPlace, attention_result, split_heads
 from ..reference.ops import Ops
 from ..reference.weights import LayerWeights
 from .family import (
@@ -39,24 +38,15 @@ class GraniteConfig(MiniCpmConfig):
         require_number("query_scale", self.query_scale)
 
 
-def attention_block(
-    be: Ops,
-    x: Floats,
-    w: LayerWeights,
-    cfg: GraniteConfig,
-    rope: RopeTables,
-    batch: TokenBatch,
-    cache: KVCache,
-    layer: int,
-) -> Floats:
+def attention_block(be: Ops, x: Floats, w: LayerWeights, cfg: GraniteConfig, at: BlockPlace) -> Floats:
     """(N, D) -> (N, D), residual included"""
     h = be.rms_norm(x, w.attn_norm)  # (N, D)
     q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
-    q, k = be.rope(q, k, *rope)
+    q, k = be.rope(q, k, *at.rope)
     if cfg.query_scale != 1:  # scores are q k attention_multiplier, not q k / sqrt(d)
         q = be.scale(q, cfg.query_scale, f"{w.name}.attn.hook_scaled_q")
-    be.append(cache, layer, batch, k, v)
-    z = be.attention(q, cache, batch, layer, cfg.window_of(layer))  # (N, H, d)
+    be.append(at.cache, at.layer, at.batch, k, v)
+    z = be.attention(q, at.cache, at.batch, at.layer, cfg.window_of(at.layer))  # (N, H, d)
     return be.add(x, be.scale(attention_result(be, z, w), cfg.residual_scale, f"{w.name}.o_proj_scaled"))  # (N, D)
 
 

@@ -12,10 +12,9 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..reference import layers
-from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, RopeConfig
 from ..reference.layers import Floats
-from ..reference.model import RopeTables, attention_result, split_heads
+from ..reference.model import BlockPlace, attention_result, split_heads
 from ..reference.ops import Ops
 from .family import (
     Architecture,
@@ -40,24 +39,15 @@ from .qwen import HEAD_NORM_STEPS, Qwen3Config, Qwen3Layer, norm_heads
 class HunyuanConfig(Qwen3Config): ...
 
 
-def attention_block(
-    be: Ops,
-    x: Floats,
-    w: HunyuanLayer,
-    cfg: ModelConfig,
-    rope: RopeTables,
-    batch: TokenBatch,
-    cache: KVCache,
-    layer: int,
-) -> Floats:
+def attention_block(be: Ops, x: Floats, w: HunyuanLayer, cfg: ModelConfig, at: BlockPlace) -> Floats:
     """`reference.model.attention_block` with norms over heads that are turned already.   (N, D) -> (N, D)"""
     h = be.rms_norm(x, w.attn_norm)  # (N, D)
     q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
-    q, k = be.rope(q, k, *rope)
+    q, k = be.rope(q, k, *at.rope)
     q = norm_heads(be, q, w.q_norm)
     k = norm_heads(be, k, w.k_norm)
-    be.append(cache, layer, batch, k, v)
-    z = be.attention(q, cache, batch, layer, cfg.window_of(layer))  # (N, H, d)
+    be.append(at.cache, at.layer, at.batch, k, v)
+    z = be.attention(q, at.cache, at.batch, at.layer, cfg.window_of(at.layer))  # (N, H, d)
     return be.add(x, attention_result(be, z, w))  # (N, D)
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..errors import require_number
-from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, added
 from ..reference.layers import Floats
-from ..reference.model import RopeTables, attention_result, feed_forward_result, split_heads
+from ..reference.model import BlockPlace, attention_result, feed_forward_result, split_heads
 from ..reference.ops import Ops
 from ..reference.weights import LayerWeights
 from .family import (
@@ -40,22 +39,13 @@ class MiniCpmConfig(ModelConfig):
         require_number("residual_scale", self.residual_scale)
 
 
-def attention_block(
-    be: Ops,
-    x: Floats,
-    w: LayerWeights,
-    cfg: MiniCpmConfig,
-    rope: RopeTables,
-    batch: TokenBatch,
-    cache: KVCache,
-    layer: int,
-) -> Floats:
+def attention_block(be: Ops, x: Floats, w: LayerWeights, cfg: MiniCpmConfig, at: BlockPlace) -> Floats:
     """(N, D) -> (N, D), residual included"""
     h = be.rms_norm(x, w.attn_norm)  # (N, D)
     q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
-    q, k = be.rope(q, k, *rope)
-    be.append(cache, layer, batch, k, v)
-    z = be.attention(q, cache, batch, layer, cfg.window_of(layer))  # (N, H, d)
+    q, k = be.rope(q, k, *at.rope)
+    be.append(at.cache, at.layer, at.batch, k, v)
+    z = be.attention(q, at.cache, at.batch, at.layer, cfg.window_of(at.layer))  # (N, H, d)
     return be.add(x, be.scale(attention_result(be, z, w), cfg.residual_scale, f"{w.name}.o_proj_scaled"))  # (N, D)
 
 

@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 
 from ..errors import ConfigError, ShapeError, require, require_int
 from ..reference import layers
-from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, added
 from ..reference.layers import Array, Floats
-from ..reference.model import RopeTables, attention_result, split_heads
+from ..reference.model import BlockPlace, attention_result, split_heads
 from ..reference.ops import Ops
 from ..reference.weights import LayerWeights, LinearWeight, Shared
 from .family import (
@@ -42,7 +41,6 @@ from .family import (
     TraceStep,
     WeightKind,
     after,
-    change_steps,
     config_of_layers,
     instead,
     layer_weights,
@@ -61,7 +59,7 @@ from .qwen import (
     norm_heads,
     read_partial_rope,
 )
-from .smollm3 import turned_scores
+from .smollm3 import turned_scores, without_rope
 
 MAX_EXPERTS = 4096  # published models have up to some 500; files have a name for each
 CLAMP = 7.0  # of Maple's gates, in its code
@@ -310,23 +308,14 @@ def mix(out: Floats, shares: Floats) -> Floats:
     return mixed.astype(out.dtype)
 
 
-def block_without_positions(
-    be: Ops,
-    x: Floats,
-    w: Qwen3MoeLayer,
-    cfg: ModelConfig,
-    rope: RopeTables,
-    batch: TokenBatch,
-    cache: KVCache,
-    layer: int,
-) -> Floats:
+def block_without_positions(be: Ops, x: Floats, w: Qwen3MoeLayer, cfg: ModelConfig, at: BlockPlace) -> Floats:
     """Qwen3's attention, of a Maple layer without RoPE.   (N, D) -> (N, D), residual included"""
     h = be.rms_norm(x, w.attn_norm)  # (N, D)
     q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
     q = norm_heads(be, q, w.q_norm)
     k = norm_heads(be, k, w.k_norm)
-    be.append(cache, layer, batch, k, v)
-    z = be.attention(q, cache, batch, layer, cfg.window_of(layer))  # (N, H, d)
+    be.append(at.cache, at.layer, at.batch, k, v)
+    z = be.attention(q, at.cache, at.batch, at.layer, cfg.window_of(at.layer))  # (N, H, d)
     return be.add(x, attention_result(be, z, w))  # (N, D)
 
 
@@ -415,11 +404,7 @@ def _qwen3_steps(config: Qwen3MoeConfig, layer: int) -> list[TraceStep]:
 
 def _maple_steps(config: MapleConfig, layer: int) -> list[TraceStep]:
     steps = _qwen3_steps(config, layer)
-    if config.turns(layer):
-        return steps
-    steps = [step for step in steps if step.name not in ("attn.hook_rot_q", "attn.hook_rot_k")]
-    normed = ("attn.q_norm.hook_normalized", "attn.k_norm.hook_normalized")
-    return change_steps(steps, inputs=normed)("attn.hook_attn_scores")
+    return steps if config.turns(layer) else without_rope(steps)
 
 
 def _axes(config: MoeConfig) -> dict[str, int]:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..reference import layers
-from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, added
 from ..reference.layers import Floats
-from ..reference.model import RopeTables, attention_result, split_heads
+from ..reference.model import BlockPlace, attention_result, split_heads
 from ..reference.ops import Ops
 from .family import (
     Architecture,
@@ -25,12 +24,10 @@ from .family import (
     change_steps,
     layer_weights,
     leave_out,
-    norm_step,
-    put_after,
 )
 from .gemma3 import POST_NORM_MISTAKES, POST_NORM_NAMES, Gemma3Layer, post_norm_steps
 from .llama import llama_steps
-from .qwen import HEAD_NORM_STEPS, HEAD_NORMS
+from .qwen import HEAD_NORM_STEPS, HEAD_NORMS, head_norm_steps
 
 
 @dataclass(frozen=True)
@@ -43,24 +40,15 @@ class Olmo2Config(ModelConfig):
         return {**heads, "attn_post_norm": self.hidden_size, "ffn_post_norm": self.hidden_size}
 
 
-def attention_block(
-    be: Ops,
-    x: Floats,
-    w: Olmo2Layer,
-    cfg: ModelConfig,
-    rope: RopeTables,
-    batch: TokenBatch,
-    cache: KVCache,
-    layer: int,
-) -> Floats:
+def attention_block(be: Ops, x: Floats, w: Olmo2Layer, cfg: ModelConfig, at: BlockPlace) -> Floats:
     """(N, D) -> (N, D), residual included"""
     q, k, v = be.linears(x, (w.q_proj, w.k_proj, w.v_proj))  # (N, H*d), (N, G*d), (N, G*d)
     q = be.rms_norm(q, w.q_norm)
     k = be.rms_norm(k, w.k_norm)
     q, k, v = split_heads(cfg, q, k, v)  # (N, H, d), (N, G, d), (N, G, d)
-    q, k = be.rope(q, k, *rope)
-    be.append(cache, layer, batch, k, v)
-    z = be.attention(q, cache, batch, layer, cfg.window_of(layer))  # (N, H, d)
+    q, k = be.rope(q, k, *at.rope)
+    be.append(at.cache, at.layer, at.batch, k, v)
+    z = be.attention(q, at.cache, at.batch, at.layer, cfg.window_of(at.layer))  # (N, H, d)
     return be.add(x, be.rms_norm(attention_result(be, z, w), w.attn_post_norm))  # (N, D)
 
 
@@ -87,11 +75,7 @@ def _steps(config: Olmo2Config, layer: int) -> list[TraceStep]:
     steps = [step for step in llama_steps(config, layer) if step.name not in ("ln1", "ln2")]
     steps = change_steps(steps, inputs=("hook_resid_pre",))("attn.q_proj", "attn.k_proj", "attn.v_proj")
     steps = change_steps(steps, inputs=("hook_resid_mid",))("mlp.gate_proj", "mlp.up_proj")
-    norms = [norm_step(f"attn.{x}_norm", f"attn.hook_{x}", width, f"{x}_norm") for x, width in ("qQ", "kK")]
-    steps = put_after(steps, "attn.hook_k", *norms)
-    steps = change_steps(steps, inputs=("attn.q_norm.hook_normalized",))("attn.hook_rot_q")
-    steps = change_steps(steps, inputs=("attn.k_norm.hook_normalized",))("attn.hook_rot_k")
-    return post_norm_steps(steps)
+    return post_norm_steps(head_norm_steps(steps, ("Q", "K")))
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------

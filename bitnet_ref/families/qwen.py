@@ -12,10 +12,9 @@ import numpy as np
 
 from ..errors import ConfigError, require, require_int
 from ..reference import layers
-from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, added
 from ..reference.layers import Floats
-from ..reference.model import RopeTables, attention_result, split_heads
+from ..reference.model import BlockPlace, attention_result, split_heads
 from ..reference.ops import Ops
 from ..reference.weights import TRACE_NAMES, LayerWeights, Norm
 from .family import (
@@ -68,24 +67,15 @@ class PartialRopeConfig(ModelConfig):
         return self.rotary_dim or self.head_dim
 
 
-def attention_block(
-    be: Ops,
-    x: Floats,
-    w: Qwen3Layer,
-    cfg: ModelConfig,
-    rope: RopeTables,
-    batch: TokenBatch,
-    cache: KVCache,
-    layer: int,
-) -> Floats:
+def attention_block(be: Ops, x: Floats, w: Qwen3Layer, cfg: ModelConfig, at: BlockPlace) -> Floats:
     """`reference.model.attention_block` with norms over heads.   (N, D) -> (N, D)"""
     h = be.rms_norm(x, w.attn_norm)  # (N, D)
     q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
     q = norm_heads(be, q, w.q_norm)
     k = norm_heads(be, k, w.k_norm)
-    q, k = be.rope(q, k, *rope)
-    be.append(cache, layer, batch, k, v)
-    z = be.attention(q, cache, batch, layer, cfg.window_of(layer))  # (N, H, d)
+    q, k = be.rope(q, k, *at.rope)
+    be.append(at.cache, at.layer, at.batch, k, v)
+    z = be.attention(q, at.cache, at.batch, at.layer, cfg.window_of(at.layer))  # (N, H, d)
     return be.add(x, attention_result(be, z, w))  # (N, D)
 
 
@@ -103,9 +93,10 @@ class Qwen3Layer(LayerWeights):
     trace_names: ClassVar = HEAD_NORM_NAMES
 
 
-def head_norm_steps(steps: list[TraceStep]) -> list[TraceStep]:
-    """The steps of a block that norms the heads of q and k before RoPE."""
-    norms = [norm_step(f"attn.{x}_norm", f"attn.hook_{x}", f"{heads} d", f"{x}_norm") for x, heads in ("qH", "kG")]
+def head_norm_steps(steps: list[TraceStep], shapes: tuple[str, str] = ("H d", "G d")) -> list[TraceStep]:
+    """The steps of a block that norms the heads of q and k before RoPE. shapes: of what the norms are over."""
+    pairs = zip("qk", shapes, strict=True)
+    norms = [norm_step(f"attn.{x}_norm", f"attn.hook_{x}", shape, f"{x}_norm") for x, shape in pairs]
     steps = put_after(steps, "attn.hook_k", *norms)
     steps = change_steps(steps, inputs=("attn.q_norm.hook_normalized",))("attn.hook_rot_q")
     return change_steps(steps, inputs=("attn.k_norm.hook_normalized",))("attn.hook_rot_k")

@@ -29,7 +29,7 @@ from ..errors import ConfigError, ShapeError, require, require_int
 from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, added
 from ..reference.layers import Array, Floats, silu
-from ..reference.model import RopeTables, attention_result, split_heads
+from ..reference.model import BlockPlace, attention_result, split_heads
 from ..reference.ops import Ops
 from ..reference.ops import require as require_shapes
 from ..reference.weights import LayerWeights, LinearWeight, Norm
@@ -164,24 +164,15 @@ def sigmoid(x: Floats) -> Floats:
     return (np.where(wide >= 0, 1.0, e) / (1.0 + e)).astype(x.dtype)
 
 
-def attention_block(
-    be: Ops,
-    x: Floats,
-    w: GatedLayer,
-    cfg: Qwen35Config,
-    rope: RopeTables,
-    batch: TokenBatch,
-    cache: KVCache,
-    layer: int,
-) -> Floats:
+def attention_block(be: Ops, x: Floats, w: GatedLayer, cfg: Qwen35Config, at: BlockPlace) -> Floats:
     """Attention whose result is multiplied by a gate; RoPE turns a part of each head.   (N, D) -> (N, D)"""
     h = be.rms_norm(x, w.attn_norm)  # (N, D)
     q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
     q = norm_heads(be, q, w.q_norm)
     k = norm_heads(be, k, w.k_norm)
-    q, k = be.rope(q, k, *rope)
-    be.append(cache, layer, batch, k, v)
-    z = be.attention(q, cache, batch, layer, cfg.window_of(layer))  # (N, H, d)
+    q, k = be.rope(q, k, *at.rope)
+    be.append(at.cache, at.layer, at.batch, k, v)
+    z = be.attention(q, at.cache, at.batch, at.layer, cfg.window_of(at.layer))  # (N, H, d)
     gate = be.linear(h, w.z_proj)  # (N, H*d)
     z = be.compute(f"{w.name}.attn.hook_gated_z", sigmoid_gate, z.reshape(gate.shape), gate)
     return be.add(x, attention_result(be, z.reshape(-1, cfg.num_attention_heads, cfg.head_dim), w))  # (N, D)
@@ -197,44 +188,26 @@ def silu_gate(z: Floats, gate: Floats) -> Floats:
     return z * silu(gate)
 
 
-def delta_block(
-    be: Ops,
-    x: Floats,
-    w: DeltaLayer,
-    cfg: Qwen35Config,
-    rope: RopeTables,
-    batch: TokenBatch,
-    cache: KVCache,
-    layer: int,
-) -> Floats:
+def delta_block(be: Ops, x: Floats, w: DeltaLayer, cfg: Qwen35Config, at: BlockPlace) -> Floats:
     """Each token asks a memory of the tokens before it, and corrects it.   (N, D) -> (N, D), residual included"""
     h = be.rms_norm(x, w.attn_norm)  # (N, D)
     q, k, v, z, a, b = be.linears(h, (w.q_proj, w.k_proj, w.v_proj, w.z_proj, w.a_proj, w.b_proj))
-    states = Place(cache, layer, batch)
     attn = f"{w.name}.attn"
     qkv = np.concatenate([q, k, v], axis=1)  # (N, C)
-    mixed = be.compute(f"{attn}.hook_conv", delta_conv, qkv, w, states)  # (N, C)
+    mixed = be.compute(f"{attn}.hook_conv", delta_conv, qkv, w, at)  # (N, C)
     log_alpha = be.compute(f"{attn}.hook_log_decay", log_decay, a, w)  # (N, Hv)
     beta = be.compute(f"{attn}.hook_beta", write_strength, b, w)  # (N, Hv)
-    y = be.compute(f"{attn}.hook_delta_out", delta_rule, mixed, log_alpha, beta, w, states)  # (N, Hv, dv)
+    y = be.compute(f"{attn}.hook_delta_out", delta_rule, mixed, log_alpha, beta, w, at)  # (N, Hv, dv)
     y = be.rms_norm(y.reshape(-1, w.delta.value_dim), w.delta_norm).reshape(z.shape)  # (N, Hv*dv)
     y = be.compute(f"{attn}.hook_gated_z", silu_gate, y, z)
     return be.add(x, be.linear(y, w.o_proj))  # (N, D)
 
 
-class Place(NamedTuple):
-    """Where a pass finds the states of its sequences."""
-
-    cache: KVCache
-    layer: int
-    batch: TokenBatch
-
-    @property
-    def states(self) -> DeltaStates:
-        """The states of the cache. ShapeError where it has none."""
-        if not isinstance(self.cache.states, DeltaStates):
-            raise ShapeError("delta_rule", expected="a cache of a model with DeltaNet layers", got="one without states")
-        return self.cache.states
+def states_of(cache: KVCache) -> DeltaStates:
+    """The states of a cache. ShapeError where it has none."""
+    if not isinstance(cache.states, DeltaStates):
+        raise ShapeError("delta_rule", expected="a cache of a model with DeltaNet layers", got="one without states")
+    return cache.states
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -273,13 +246,13 @@ def sequences(batch: TokenBatch) -> Iterator[tuple[int, int, slice]]:
         yield int(batch.slots[first]), int(batch.positions[first]), slice(first, stop)
 
 
-def delta_conv(qkv: Floats, w: DeltaLayer, place: Place) -> Floats:
+def delta_conv(qkv: Floats, w: DeltaLayer, at: BlockPlace) -> Floats:
     """silu of each channel's convolution over the last tokens.   qkv (N, C) -> (N, C)"""
-    ok = qkv.shape == (len(place.batch), len(w.conv))
+    ok = qkv.shape == (len(at.batch), len(w.conv))
     require_shapes("delta_conv", ok, f"qkv (N, {len(w.conv)})", qkv=qkv)
-    mixed = np.empty_like(qkv)
-    for slot, position, rows in sequences(place.batch):
-        before = place.states.begin(place.layer, slot, position)
+    mixed, states = np.empty_like(qkv), states_of(at.cache)
+    for slot, position, rows in sequences(at.batch):
+        before = states.begin(at.layer, slot, position)
         mixed[rows] = causal_conv(np.concatenate([before, qkv[rows]]), w.conv)
         before[:] = np.concatenate([before, qkv[rows]])[len(qkv[rows]) :]
     return mixed
@@ -297,16 +270,17 @@ def write_strength(b: Floats, w: DeltaLayer) -> Floats:
     return (1.0 / (1.0 + np.exp(-b.astype(np.float64)))).astype(b.dtype)
 
 
-def delta_rule(mixed: Floats, log_alpha: Floats, beta: Floats, w: DeltaLayer, place: Place) -> Floats:
+def delta_rule(mixed: Floats, log_alpha: Floats, beta: Floats, w: DeltaLayer, at: BlockPlace) -> Floats:
     """The memory, asked and updated.   mixed (N, C), log_alpha and beta (N, Hv) -> (N, Hv, dv)"""
     shape = w.delta
-    ok = mixed.shape == (len(place.batch), sum(shape.sizes))
+    ok = mixed.shape == (len(at.batch), sum(shape.sizes))
     require_shapes("delta_rule", ok, f"mixed (N, {sum(shape.sizes)})", mixed=mixed)
     y = np.empty((len(mixed), shape.value_heads, shape.value_dim), dtype=mixed.dtype)
-    for slot, position, rows in sequences(place.batch):
+    states = states_of(at.cache)
+    for slot, position, rows in sequences(at.batch):
         inputs = delta_inputs(mixed[rows], log_alpha[rows], beta[rows], shape)
-        y[rows] = delta_recurrence(inputs, place.states.memory_of(place.layer, slot, position))
-        place.states.end(place.layer, slot, position + len(inputs.v))
+        y[rows] = delta_recurrence(inputs, states.memory_of(at.layer, slot, position))
+        states.end(at.layer, slot, position + len(inputs.v))
     return y
 
 
@@ -320,16 +294,23 @@ def _ask(states: Floats, q: Floats) -> Floats:
     return (q[:, :, None] @ states.astype(np.float64))[:, :, 0].astype(np.float32)
 
 
-def memories(mixed: Floats, log_alpha: Floats, beta: Floats, w: DeltaLayer, place: Place) -> Floats:
+def memories(mixed: Floats, log_alpha: Floats, beta: Floats, w: DeltaLayer, at: BlockPlace) -> Floats:
     """The memory after each token, of which `delta_rule` leaves only the last.   -> (N, Hv, dk, dv)"""
-    inputs = delta_inputs(mixed, log_alpha, beta, w.delta)
-    after = []
-    for slot, position, rows in sequences(place.batch.on_host):
-        memory = place.states.memory_of(place.layer, slot, position).copy()
-        for i in range(rows.start, rows.stop):
-            delta_recurrence(DeltaInputs(*(each[i : i + 1] for each in inputs)), memory)
-            after.append(memory.copy())
-    return np.stack(after)
+    inputs, states = delta_inputs(mixed, log_alpha, beta, w.delta), states_of(at.cache)
+    parts = [
+        token_by_token(DeltaInputs(*(each[rows] for each in inputs)), states.memory_of(at.layer, slot, position).copy())
+        for slot, position, rows in sequences(at.batch.on_host)
+    ]
+    return np.concatenate([after for after, _ in parts])
+
+
+def token_by_token(x: DeltaInputs, memory: Floats) -> tuple[Floats, Floats]:
+    """The memory after each token of a sequence, and its answers.   -> (T, Hv, dk, dv), (T, Hv, dv)"""
+    after, out = [], []
+    for t in range(len(x.v)):
+        out.append(delta_recurrence(DeltaInputs(*(each[t : t + 1] for each in x)), memory)[0].astype(np.float32))
+        after.append(memory.copy())
+    return np.stack(after), np.stack(out)
 
 
 class DeltaInputs(NamedTuple):
@@ -732,15 +713,9 @@ def _delta_out(be: Ops, w: DeltaLayer, cfg: Qwen35Config, mixed: Floats, log_alp
 
 
 def _replayed(shape: DeltaConfig, mixed: Floats, log_alpha: Floats, beta: Floats) -> tuple[Floats, Floats]:
-    """The memory after each token and its answers, of one sequence from its beginning."""
-    given = delta_inputs(mixed, log_alpha, beta, shape)
+    """`token_by_token` of one sequence from its beginning."""
     memory = np.zeros((shape.value_heads, shape.key_dim, shape.value_dim), dtype=np.float32)
-    states, out = [], []
-    for t in range(len(mixed)):
-        one = DeltaInputs(*(each[t : t + 1] for each in given))
-        out.append(delta_recurrence(one, memory)[0].astype(np.float32))
-        states.append(memory.copy())
-    return np.stack(states), np.stack(out)
+    return token_by_token(delta_inputs(mixed, log_alpha, beta, shape), memory)
 
 
 def _axes(config: Qwen35Config) -> dict[str, int]:
@@ -1005,36 +980,28 @@ def by_carry(change: Callable[[Floats, Floats], Floats]) -> Edit:
     return edit
 
 
-def by_kept(keep: Callable[[Floats, Floats], Floats]) -> Edit:
-    """keep(inputs of a call, those kept before it first; the convolution's results of it): what the next one gets."""
+def by_kept(keep: Callable[[Floats, Floats, Floats], Floats]) -> Edit:
+    """keep(window, y, earlier): what the next call gets of the convolution's inputs.
 
-    def edit(step: Any, compute: Edit, qkv: Floats, w: DeltaLayer) -> Floats:
-        kept, parts = np.zeros((w.conv.shape[1] - 1, qkv.shape[1]), dtype=np.float64), []
-        starts = np.cumsum((0, *step.setting.calls[:-1])).tolist()
-        for start, size in zip(starts, step.setting.calls, strict=True):
-            window = np.concatenate([kept, qkv[start : start + size]])
-            parts.append(causal_conv(window, w.conv))
-            kept = keep(window, parts[-1])
-        return np.concatenate(parts).astype(np.float32)
-
-    return edit
-
-
-def _by_inputs_before(change: Callable[[Floats, Floats], Floats]) -> Edit:
-    """change(the convolution's last inputs of the call before, those before that call) for each later call."""
+    window: those that this call was given, then its own.   y: the convolution's results.   earlier: the last inputs of
+    the call before this one.
+    """
 
     def edit(step: Any, compute: Edit, qkv: Floats, w: DeltaLayer) -> Floats:
         n, parts = w.conv.shape[1] - 1, []
-        kept = earlier = np.zeros((n, qkv.shape[1]), dtype=qkv.dtype)
-        starts = np.cumsum((0, *step.setting.calls[:-1])).tolist()
-        for start, size in zip(starts, step.setting.calls, strict=True):
-            own = qkv[start : start + size]
-            before = change(kept, earlier) if start else kept
-            parts.append(causal_conv(np.concatenate([before, own]), w.conv))
-            kept, earlier = np.concatenate([before, own])[-n:], kept
+        kept = earlier = np.zeros((n, qkv.shape[1]), dtype=np.float64)
+        for own in np.split(qkv, np.cumsum(step.setting.calls)[:-1]):
+            window = np.concatenate([kept, own])
+            parts.append(causal_conv(window, w.conv))
+            kept, earlier = keep(window, parts[-1], earlier), window[-n:]
         return np.concatenate(parts).astype(np.float32)
 
     return edit
+
+
+def changed_last(change: Callable[[Floats], Floats]) -> Edit:
+    """`by_kept` of the last inputs, changed."""
+    return by_kept(lambda window, y, earlier: change(window[len(y) :]))
 
 
 def _kept_in(dtype: Any) -> Callable[[Floats, Floats], Floats]:
@@ -1088,12 +1055,12 @@ DELTA_MISTAKES = (
     _carry_mistake("state_of_call_before", "a call begins with the memory from before the call before it", _CARRY, by_carry(lambda S, old: old)),
     _carry_mistake("state_transposed", "the memory is transposed between calls", _CARRY, by_carry(lambda S, old: S.swapaxes(1, 2)), fits=lambda step: _has_calls(step) and step.setting.config.delta.key_dim == step.setting.config.delta.value_dim),
     *(_carry_mistake(f"state_in_{words}", f"the memory is rounded to {words} between calls", _CARRY, by_carry(_kept_in(to)), rounds=True) for words, to in (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16))),
-    _conv_carry_mistake("conv_state_lost", "the convolution's inputs are not carried from call to call: zeros stand for them", _CARRY, _by_inputs_before(lambda x, old: np.zeros_like(x))),
-    _conv_carry_mistake("conv_state_after_silu", "the convolution's inputs are kept after silu", _CARRY, _by_inputs_before(lambda x, old: silu(x))),
-    _conv_carry_mistake("conv_state_of_call_before", "a call begins with the convolution's inputs from before the call before it", _CARRY, _by_inputs_before(lambda x, old: old)),
-    _conv_carry_mistake("conv_state_one_late", "the convolution's kept inputs are one place late in later calls", _CARRY, _by_inputs_before(lambda x, old: np.roll(x, 1, axis=0))),
-    _conv_carry_mistake("conv_state_one_early", "the convolution's kept inputs are one place early in later calls", _CARRY, _by_inputs_before(lambda x, old: np.roll(x, -1, axis=0))),
-    _conv_carry_mistake("conv_state_reversed", "the convolution's kept inputs are in reverse in later calls", _CARRY, _by_inputs_before(lambda x, old: x[::-1])),
+    _conv_carry_mistake("conv_state_lost", "the convolution's inputs are not carried from call to call: zeros stand for them", _CARRY, changed_last(lambda x: np.zeros_like(x))),
+    _conv_carry_mistake("conv_state_after_silu", "the convolution's inputs are kept after silu", _CARRY, changed_last(lambda x: silu(x))),
+    _conv_carry_mistake("conv_state_of_call_before", "a call begins with the convolution's inputs from before the call before it", _CARRY, by_kept(lambda window, y, earlier: earlier)),
+    _conv_carry_mistake("conv_state_one_late", "the convolution's kept inputs are one place late in later calls", _CARRY, changed_last(lambda x: np.roll(x, 1, axis=0))),
+    _conv_carry_mistake("conv_state_one_early", "the convolution's kept inputs are one place early in later calls", _CARRY, changed_last(lambda x: np.roll(x, -1, axis=0))),
+    _conv_carry_mistake("conv_state_reversed", "the convolution's kept inputs are in reverse in later calls", _CARRY, changed_last(lambda x: x[::-1])),
     Hypothesis("*.attn.delta_norm.* *.attn.hook_gated_z", "gate_before_norm", "the gate multiplies before the norm, not after it", "norm(y) * silu(z).", _gate_before_norm, lambda step: not step.setting.config.attends(step.layer)),
     Hypothesis("*.attn.q_proj.hook_out *.attn.z_proj.hook_out", "query_and_gate_in_halves", "q_proj's rows are read as all queries and then all gates", "They are in turn, head by head: view(.., heads, 2 * head_dim), then chunk.", _halves, lambda step: step.setting.config.attends(step.layer) and step.setting.config.num_attention_heads > 1 and len(step.inputs) > 1 and isinstance(step.inputs[1], LinearWeight)),
 )

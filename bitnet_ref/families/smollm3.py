@@ -10,10 +10,9 @@ import numpy as np
 
 from ..errors import ConfigError, require
 from ..reference import layers
-from ..reference.cache import KVCache, TokenBatch
 from ..reference.config import ModelConfig, added
 from ..reference.layers import Floats
-from ..reference.model import RopeTables, attention_result, split_heads
+from ..reference.model import BlockPlace, attention_result, split_heads
 from ..reference.ops import Ops
 from ..reference.weights import LayerWeights
 from .family import (
@@ -33,6 +32,7 @@ from .family import (
 )
 from .llama import llama_steps
 
+ROTATED = ("attn.hook_rot_q", "attn.hook_rot_k")
 INTERVAL = 4  # between layers without positions, where a file does not list them
 
 
@@ -56,21 +56,12 @@ def _of_layers(config: SmolLm3Config, layers: Sequence[int]) -> SmolLm3Config:
     return config_of_layers(config, layers, no_rope_layers=listed)
 
 
-def block_without_positions(
-    be: Ops,
-    x: Floats,
-    w: LayerWeights,
-    cfg: ModelConfig,
-    rope: RopeTables,
-    batch: TokenBatch,
-    cache: KVCache,
-    layer: int,
-) -> Floats:
+def block_without_positions(be: Ops, x: Floats, w: LayerWeights, cfg: ModelConfig, at: BlockPlace) -> Floats:
     """(N, D) -> (N, D), residual included"""
     h = be.rms_norm(x, w.attn_norm)  # (N, D)
     q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
-    be.append(cache, layer, batch, k, v)
-    z = be.attention(q, cache, batch, layer, cfg.window_of(layer))  # (N, H, d)
+    be.append(at.cache, at.layer, at.batch, k, v)
+    z = be.attention(q, at.cache, at.batch, at.layer, cfg.window_of(at.layer))  # (N, H, d)
     return be.add(x, attention_result(be, z, w))  # (N, D)
 
 
@@ -80,10 +71,13 @@ class NoPositionsLayer(LayerWeights):
 
 def _steps(config: SmolLm3Config, layer: int) -> list[TraceStep]:
     steps = llama_steps(config, layer)
-    if config.turns(layer):
-        return steps
-    steps = [step for step in steps if step.name not in ("attn.hook_rot_q", "attn.hook_rot_k")]
-    return change_steps(steps, inputs=("attn.hook_q", "attn.hook_k"))("attn.hook_attn_scores")
+    return steps if config.turns(layer) else without_rope(steps)
+
+
+def without_rope(steps: list[TraceStep]) -> list[TraceStep]:
+    """The same steps of a block that turns neither q nor k."""
+    inputs = tuple(step.inputs[0] for step in steps if step.name in ROTATED)
+    return change_steps([step for step in steps if step.name not in ROTATED], inputs=inputs)("attn.hook_attn_scores")
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

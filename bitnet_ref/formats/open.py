@@ -120,13 +120,15 @@ def choose_format(path: Path) -> tuple[str, Path]:
     raise FormatError(f"expected {READABLE}; other formats are not read", path=path)
 
 
-def describe_ignored(path: Path) -> str | None:
-    """A sentence about files of weights in a folder that are not read because others are; None: there are none."""
+def describe_ignored(path: Path, chosen: Path) -> str | None:
+    """A sentence about files of weights in a folder that are not read because others are; None: there are none.
+
+    chosen: what `choose_format` gave of it.
+    """
     from .hf.folder import SINGLE_FILE
 
     if not path.is_dir():
         return None
-    _, chosen = choose_format(path)
     names = sorted(each.name for each in path.iterdir() if _WEIGHTS.fullmatch(each.name))
     if chosen != path:
         read = [name for name in names if Path(name).suffix == chosen.suffix]

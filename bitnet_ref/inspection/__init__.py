@@ -52,6 +52,6 @@ def inspect_model(
     given = find_model(path)
     name, model_path = choose_format(given)
     inspector = _INSPECTORS[name](model_path, options, progress)
-    if words := describe_ignored(given):
+    if words := describe_ignored(given, model_path):
         inspector.out.report("note", "weights", words)
     return inspector.run()

@@ -8,6 +8,7 @@ block has two more norms (attn_sub_norm, ffn_sub_norm), and 2B-4T squares a ReLU
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from .cache import KVCache, TokenBatch
 from .config import ModelConfig
@@ -18,22 +19,22 @@ from .weights import LayerWeights, ModelWeights
 RopeTables = tuple[Floats, Floats]  # cos and sin (N, d/2) of the batch's tokens
 
 
-def attention_block(
-    be: Ops,
-    x: Floats,
-    w: LayerWeights,
-    cfg: ModelConfig,
-    rope: RopeTables,
-    batch: TokenBatch,
-    cache: KVCache,
-    layer: int,
-) -> Floats:
+class BlockPlace(NamedTuple):
+    """Where a block computes: its layer, the tokens, their positions' RoPE, and the keys and values before them."""
+
+    rope: RopeTables
+    batch: TokenBatch
+    cache: KVCache
+    layer: int
+
+
+def attention_block(be: Ops, x: Floats, w: LayerWeights, cfg: ModelConfig, at: BlockPlace) -> Floats:
     """Each token attends to the tokens before it in its own sequence.   (N, D) -> (N, D), residual included"""
     h = be.rms_norm(x, w.attn_norm)  # (N, D)
     q, k, v = split_heads(cfg, *be.linears(h, (w.q_proj, w.k_proj, w.v_proj)))  # (N, H, d), (N, G, d), (N, G, d)
-    q, k = be.rope(q, k, *rope)
-    be.append(cache, layer, batch, k, v)
-    z = be.attention(q, cache, batch, layer, cfg.window_of(layer))  # (N, H, d)
+    q, k = be.rope(q, k, *at.rope)
+    be.append(at.cache, at.layer, at.batch, k, v)
+    z = be.attention(q, at.cache, at.batch, at.layer, cfg.window_of(at.layer))  # (N, H, d)
     return be.add(x, attention_result(be, z, w))  # (N, D)
 
 
@@ -71,18 +72,9 @@ def feed_forward_result(be: Ops, x: Floats, w: LayerWeights, cfg: ModelConfig) -
 class PlainBackend(Ops):
     """The plain ops, and the two halves of a block as compositions of them. A fast backend may override a half."""
 
-    def attention_block(
-        self,
-        x: Floats,
-        w: LayerWeights,
-        cfg: ModelConfig,
-        rope: RopeTables,
-        batch: TokenBatch,
-        cache: KVCache,
-        layer: int,
-    ) -> Floats:
+    def attention_block(self, x: Floats, w: LayerWeights, cfg: ModelConfig, at: BlockPlace) -> Floats:
         """The text above, or that of the layer's family."""
-        return (w.attention_text or attention_block)(self, x, w, cfg, rope, batch, cache, layer)
+        return (w.attention_text or attention_block)(self, x, w, cfg, at)
 
     def feed_forward(self, x: Floats, w: LayerWeights, cfg: ModelConfig) -> Floats:
         """The text above, or that of the layer's family."""
@@ -109,7 +101,7 @@ def decoder_layers(
     wanted: the tokens for which the last feed-forward is computed. None: all.
     """
     for index, layer in enumerate(layers):
-        x = be.attention_block(x, layer, cfg, ropes[cfg.rope_of(index)], batch, cache, index)
+        x = be.attention_block(x, layer, cfg, BlockPlace(ropes[cfg.rope_of(index)], batch, cache, index))
         if wanted is not None and index == len(layers) - 1:
             x = be.take_rows(x, wanted)
         if len(x):  # of most pieces of a long prompt no token is wanted

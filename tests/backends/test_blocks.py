@@ -16,6 +16,7 @@ from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.errors import NumericsError, ShapeError
 from bitnet_ref.families.linear_norms import NormedLinear
 from bitnet_ref.reference.cache import TokenBatch
+from bitnet_ref.reference.model import BlockPlace
 from bitnet_ref.reference.weights import DenseWeight, LayerWeights, Norm, TernaryWeight
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
@@ -140,7 +141,7 @@ def test_blocks_of_any_shape(data):
     for blocks, cache in zip((be, be.op_by_op()), caches, strict=True):
         cache.fill_with_zeros()
         cache.append(0, history, *old)
-        middle = blocks.attention_block(x, w, cfg, rope, batch, cache, 0)
+        middle = blocks.attention_block(x, w, cfg, BlockPlace(rope, batch, cache, 0))
         outputs.append((middle, blocks.feed_forward(middle, w, cfg), *cache.pools))
     assert not be.op_by_op().fuses
     for fused, composed in zip(*outputs, strict=True):

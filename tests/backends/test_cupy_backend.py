@@ -23,6 +23,7 @@ from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.errors import BackendUnavailable, NumericsError, OutOfMemory, ShapeError
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import RopeConfig
+from bitnet_ref.reference.model import BlockPlace
 from bitnet_ref.reference.weights import DenseWeight, Norm, TernaryWeight
 
 pytestmark = [
@@ -68,7 +69,7 @@ def test_a_fused_block_equals_the_composed_one(case, kind):
         rope = fused.rope_tables(batch.positions, cfg.rope, cfg.head_dim)
         for layer, w in enumerate(m.weights.layers[:2]):
             results = [
-                be.to_host(be.attention_block(x, w, cfg, rope, batch, cache, layer))
+                be.to_host(be.attention_block(x, w, cfg, BlockPlace(rope, batch, cache, layer)))
                 for be, cache in zip((fused, ops), caches, strict=True)
             ]
             np.testing.assert_array_equal(*results)
@@ -93,7 +94,7 @@ def test_the_kernels_of_a_fused_block(monkeypatch):
         rope = be.rope_tables(batch.positions, cfg.rope, cfg.head_dim)
         x = be.from_host(rng(n).standard_normal((n, cfg.hidden_size)).astype(np.float32))
         launched.clear()
-        be.attention_block(x, w, cfg, rope, batch, cache, 0)
+        be.attention_block(x, w, cfg, BlockPlace(rope, batch, cache, 0))
         assert len(launched) == len(attention)
         assert all(name.startswith(kernel) for name, kernel in zip(launched, attention, strict=True))
         launched.clear()
@@ -159,7 +160,7 @@ def test_attention_that_rotates_and_appends_changes_no_bit(be, dtype, head_dim, 
     )
     rope = be.rope_tables(batch.positions, RopeConfig(), head_dim)
     before = be.ws.device.launches if be.ws.device.emulated else 0
-    together = be.to_host(be._attend_new(q, k, v, rope, window, batch, caches[0], 0))
+    together = be.to_host(be._attend_new(q, k, v, BlockPlace(rope, batch, caches[0], 0), window))
     assert not be.ws.device.emulated or be.ws.device.launches - before == 2
     q, k = be.rope(q, k, *rope)
     be.append(caches[1], 0, batch, k, v)

@@ -710,7 +710,7 @@ CASES = {
             ({"file 0": "int8, divide", "file 1": "int8, divide"}, "file 0 is not"),
             ({"file 0": "int8, multiply", "file 1": "int8, multiply"}, "file 1 is not"),
             ({"file 0": "bitnet", "file 1": "int8, divide"}, "no name of the table"),
-            ({"file 0": "int8, multiply"}, "The keys are"),
+            ({"file 0": "int8, multiply"}, "A dict with the keys file 0, file 1"),
             ("int8, multiply", "A dict"),
         ],
         [{"file 0": "INT8,  multiply", "file 1": "int8, divide"}],

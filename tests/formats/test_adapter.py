@@ -169,6 +169,12 @@ def test_patterns_of_modules(copy, pattern, names):
     assert len(factors) > len(changed) or "layers" in pattern
 
 
+def test_so_many_patterns_of_modules(copy):
+    bitnet_ref.load(copy(alpha_pattern={f"^x{number}": 64 for number in range(64)}), backend="numpy")
+    with pytest.raises(ConfigError, match="expected at most 64 patterns"):
+        bitnet_ref.load(copy(alpha_pattern={f"^x{number}": 64 for number in range(65)}), backend="numpy")
+
+
 def test_linears_that_share_a_tensor(tmp_path):
     """Of Qwen3.5: an adapter of a module is one of each linear in it, as if it were merged into the tensor."""
     base = shutil.copytree(DATA / "families" / "qwen3_5-groups128-hybrid", tmp_path / "base")
@@ -204,6 +210,7 @@ def test_linears_that_share_a_tensor(tmp_path):
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"target_parameters": ["experts"]}, "target_parameters"),
         ({"lora_alpha": 0}, "lora_alpha"),
+        ({"lora_alpha": 1e6}, "lora_alpha"),
         ({"r": "4"}, "r"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
         ({"rank_pattern": {"(q.*)+proj": 2}}, "rank_pattern"),

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import permutations, product
 
 import numpy as np
@@ -23,9 +24,9 @@ import bitnet_ref
 from bitnet_ref.cli.convert_command import TARGET_NAMES
 from bitnet_ref.errors import ConfigError, FormatError, StorageError
 from bitnet_ref.formats.checkpoint import LoadOptions
-from bitnet_ref.formats.convert import TARGETS, Target, convert, fits, prove, remark_on
+from bitnet_ref.formats.convert import TARGETS, Target, convert, fits, gguf_tokenizer, prove, remark_on
 from bitnet_ref.formats.gguf.file import GgufFile
-from bitnet_ref.formats.open import open_checkpoint
+from bitnet_ref.formats.open import ASSETS, open_checkpoint
 from bitnet_ref.formats.safetensors import DTYPES, SafetensorsFile
 
 BITNET = GOLDEN / "bitnet-packed-offline"
@@ -430,3 +431,12 @@ def kills_at_random(target, folder, count):
     assert killed
     convert(BITNET, path, target, verify=False)
     assert os.listdir(folder) == [path.name]
+
+
+def test_end_tokens_that_the_config_alone_names_take_the_free_keys():
+    with open_checkpoint(ASSETS / "storyteller") as checkpoint:
+        named = checkpoint.config.eos_token_ids[:1]
+        checkpoint.config = replace(checkpoint.config, eos_token_ids=(*named, 7, 9))
+        metadata = gguf_tokenizer(checkpoint)
+    ids = [metadata[f"tokenizer.ggml.{name}_token_id"].value for name in ("eos", "eot", "eom")]
+    assert ids == [*named, 7, 9]

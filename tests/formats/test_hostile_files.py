@@ -15,10 +15,12 @@ import bitnet_ref
 from bitnet_ref.cli.generation_options import content_of
 from bitnet_ref.crossval.receipt import read_receipt
 from bitnet_ref.crossval.trace import Trace
-from bitnet_ref.errors import BitNetRefError
+from bitnet_ref.errors import BitNetRefError, FormatError
+from bitnet_ref.formats.checkpoint import check_room
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.formats.gguf.tl_tiles import read_kernel_config
 from bitnet_ref.formats.hashes import file_hash
+from bitnet_ref.formats.hf.config import parse_hf_config
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
 from bitnet_ref.inspection import inspect_model, show_tensor
 from bitnet_ref.serving import EngineConfig
@@ -266,3 +268,11 @@ def test_files_are_opened_in_one_place():
             assert allowed, f"{relative}:{line} reads with {what}; read with open_regular or read_bounded"
     assert seen[OPENER] == {"os.open", "FileIO"}
     assert set(seen) == OWN_FILES | DESCRIPTORS  # that the walk sees them, and no name here is stale
+
+
+def test_a_matrix_needs_a_bit_for_each_weight():
+    config = parse_hf_config(TINY, Path("config.json"))
+    largest = max(n * k for n, k in config.linear_shapes().values())
+    check_room(config, largest // 8, Path("x"))
+    with pytest.raises(FormatError, match="by the configuration it has"):
+        check_room(config, largest // 8 - 1, Path("x"))

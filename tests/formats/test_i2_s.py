@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bitnet_ref.errors import FormatError, ShapeError
+from bitnet_ref.formats.gguf import evidence
 from bitnet_ref.formats.gguf.file import GgufFile
 from bitnet_ref.formats.gguf.i2_s import (
     LAYOUTS,
@@ -16,6 +17,7 @@ from bitnet_ref.formats.gguf.i2_s import (
     pack_i2_s,
     unpack_i2_s,
 )
+from bitnet_ref.formats.gguf.model import GgufCheckpoint
 
 
 def place(n_in, row, column, layout):
@@ -148,3 +150,11 @@ def test_a_shape_that_one_layout_cannot_have_rules_it_out():
 
 def test_nothing_to_compare():
     assert LayoutEvidence().judge()[:2] == ("x86", False)
+
+
+def test_what_is_compared_in_a_layer():
+    """The columns of each of seven matrices with its norm, those of down_proj also with the rows of gate and of up."""
+    comparison = LayoutEvidence()
+    with GgufCheckpoint(DATA / "gguf" / "i2_s.gguf") as checkpoint:
+        evidence._compare_layouts(checkpoint.file, checkpoint.config, 0, checkpoint.norm, comparison)
+    assert comparison.comparisons == 7 + 2

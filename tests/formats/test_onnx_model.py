@@ -143,6 +143,9 @@ def test_only_constants_are_tensors(tmp_path):
     (tmp_path / "m.onnx").write_bytes(helper.make_model(graph).SerializeToString())
     file = OnnxFile(tmp_path / "m.onnx")
     assert {name: file.read(name).tolist() for name in file.tensors} == {"shape": [2, 2], "three": [3.0]}
+    for name in ("x", "filled"):  # an input, and what a node makes
+        with pytest.raises(FormatError, match=f"{name}: is computed as the model runs"):
+            Constants(file).value(name)
 
 
 @pytest.mark.parametrize(

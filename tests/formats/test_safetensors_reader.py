@@ -413,3 +413,12 @@ def test_the_streaming_writer_insists_on_its_layout(tmp_path):
     with SafetensorsFile(tmp_path / "x") as file:
         assert file.metadata == {"format": "np"}
         np.testing.assert_array_equal(file.read("b"), [0, 1, 2])
+
+
+def test_the_disk_is_asked_for_the_whole_file(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("bitnet_ref.formats.safetensors.check_space", lambda path, nbytes: asked.append(nbytes))
+    with SafetensorsWriter(tmp_path / "x", {"a": ("F32", (3, 5)), "b": ("U8", (7,))}) as writer:
+        writer.write("a", np.zeros((3, 5), dtype=np.float32))
+        writer.write("b", np.zeros(7, dtype=np.uint8))
+    assert asked == [(tmp_path / "x").stat().st_size]

@@ -23,7 +23,7 @@ from helpers import (
 import bitnet_ref
 from bitnet_ref.errors import BitNetRefError, ConfigError, FormatError
 from bitnet_ref.families.linear_norms import model_norms
-from bitnet_ref.formats.open import ASSETS, describe_ignored
+from bitnet_ref.formats.open import ASSETS, choose_format, describe_ignored
 from bitnet_ref.inspection import inspect_model, inspector, judge, show_tensor
 from bitnet_ref.inspection.facts import Inspection, TernaryMatrix
 
@@ -78,7 +78,7 @@ WITHOUT_THETA += ("mistral-window1", "mistral-window3", "granite", "olmo2")
 def test_every_finding_about_a_good_checkpoint(folder):
     found = inspect_model(folder)
     expected = [("warning", "there is none (tokenizer.json, tokenizer.model): only token ids can go in")]
-    if beside := describe_ignored(folder):
+    if beside := describe_ignored(folder, choose_format(folder)[1]):
         expected.append(("note", beside))
     if folder in FAMILIES and not found.config.eos_token_ids:
         expected.append(("warning", "no end token is named anywhere: generation ends at max_tokens only"))

@@ -22,6 +22,9 @@ from bitnet_ref.formats.gguf.export import write_gguf
 from bitnet_ref.formats.gguf.file import Typed
 from bitnet_ref.formats.open import read_tokenizer_files
 from bitnet_ref.tokenizers import Tokenizer, load_tokenizer, load_tokenizer_files
+from bitnet_ref.tokenizers.gguf_bpe import _pre_of
+from bitnet_ref.tokenizers.gguf_keys import GgufVocabulary
+from bitnet_ref.tokenizers.gguf_sentencepiece import ADDED_SCORE, model_from_vocabulary
 from bitnet_ref.tokenizers.gguf_vocab import gguf_from_tokenizer_files, tokenizer_files_from_gguf
 from bitnet_ref.tokenizers.sentencepiece_model import UNIGRAM, UNKNOWN, read_model, write_model
 from bitnet_ref.tokenizers.settings import TOOL_TEMPLATE
@@ -149,6 +152,10 @@ def test_the_name_of_the_pre_tokenizer(pre: str) -> None:
     after = json.loads(tokenizer_files_from_gguf(out)["tokenizer.json"])
     assert after["model"] == before["model"]
     assert after["added_tokens"] == before["added_tokens"]
+
+
+def test_a_pre_tokenizer_that_leaves_its_expression_out() -> None:
+    assert _pre_of({"type": "ByteLevel", "add_prefix_space": False}, False, None) == ("gpt-2", False)
 
 
 @pytest.mark.parametrize("pre", ["default", "smollm", "llama3", "falcon3", "stablelm2"])
@@ -354,6 +361,21 @@ def test_many_unknown_tokens() -> None:
     assert read_model(last["tokenizer.model"], "x").types[others[-1]] == UNKNOWN
     first = tokenizer_files_from_gguf(LLAMA | {G + "token_type": types, G + "unknown_token_id": 400})  # of no such type
     assert read_model(first["tokenizer.model"], "x").types[0] == UNKNOWN
+
+
+def test_a_vocabulary_of_one_token() -> None:
+    assert GgufVocabulary({G + "model": "gpt2", G + "tokens": ["a"]}).tokens == ["a"]
+
+
+def test_what_is_cut_off_the_end_of_a_vocabulary() -> None:
+    """Added tokens and their padding, both of the score -1000; an unused piece with a score of its own stays."""
+    tokens, types = ["<unk>", "a", "b", "old", "<x>", "pad", "<y>"], [2, 1, 1, 5, 3, 5, 3]
+    scores = [0.0, -1.0, -2.0, -3.0, *[ADDED_SCORE] * 3]
+    metadata = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores}
+    vocabulary = GgufVocabulary({G + key: value for key, value in metadata.items()})
+    model, added = model_from_vocabulary(vocabulary, {"unk": 0})
+    assert read_model(model, "x").pieces == tokens[:4]
+    assert added == [4, 6]
 
 
 def test_a_template_that_is_no_text() -> None:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from bitnet_ref.errors import ConfigWarning, TokenizerError
 from bitnet_ref.tokenizers import Tokenizer, TokenizerSettings, load_tokenizer
+from bitnet_ref.tokenizers.hf_json import MAX_TOKEN_ID, check_tokenizer_json, post_processor_affixes
 from bitnet_ref.tokenizers.hf_tokenizer import HfTokenizer
 
 BOS, EOS, EOT = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
@@ -243,3 +244,23 @@ def test_settings_that_contradict_the_vocabulary(byte_level_json: Table) -> None
     assert len(warned) == 2
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (None, (2,))
     assert tokenizer.encode("a") == load(byte_level_json).encode("a", add_special_tokens=False)
+
+
+def test_the_ids_before_and_after_a_text() -> None:
+    parts: list[dict[str, Any]] = [{"SpecialToken": {"id": name}} for name in "abc"]
+    specials = {name: {"ids": ids} for name, ids in {"a": [1], "b": [2, 3], "c": [4]}.items()}
+    single = [parts[0], {"Sequence": {"id": "A"}}, *parts[1:]]
+    template = {"type": "TemplateProcessing", "single": single, "special_tokens": specials}
+    assert post_processor_affixes(template) == ([1], [2, 3, 4])
+    assert post_processor_affixes({"type": "Sequence", "processors": [template, template]}) == ([1, 1], [2, 3, 4] * 2)
+
+
+def test_the_largest_id_and_a_file_without_a_name() -> None:
+    table = {"model": {"type": "WordLevel", "vocab": {"a": MAX_TOKEN_ID - 1}}}
+    check_tokenizer_json(table)
+    table["model"]["vocab"]["b"] = MAX_TOKEN_ID
+    with pytest.raises(TokenizerError, match="is not in"):
+        check_tokenizer_json(table)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json, byte 1: not valid JSON"):
+        HfTokenizer(b"{", TokenizerSettings())
+    assert hash(TokenizerSettings()) == hash(TokenizerSettings())

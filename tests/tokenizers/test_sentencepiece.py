@@ -279,3 +279,9 @@ def test_the_largest_token_id() -> None:
     for value in (1 << 24, -1):
         with pytest.raises(TokenizerError, match=f"x: token id {value} is not in 0..16777215"):
             check_token_id(value, "x")
+
+
+def test_an_integer_that_ends_with_its_message():
+    piece = b"\x0a\x02\x18\x80"  # a piece of two bytes: its type, which goes on behind it
+    with pytest.raises(TokenizerError, match="truncated inside an integer"):
+        read_model(piece + b"\x01" * 8, "x")

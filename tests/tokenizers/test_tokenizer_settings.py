@@ -146,7 +146,13 @@ def test_the_jinja_file_comes_first(make_folder: Maker) -> None:
         ("tokenizer_config.json", {"chat_template": "\ud800"}, "lone surrogate"),
         ("tokenizer_config.json", {"chat_template": [{"name": "rag", "template": "x"}]}, "named 'default': rag"),
         ("tokenizer_config.json", {"chat_template": [{"template": "x"}]}, r"chat_template\[0\]\.name"),
+        ("tokenizer_config.json", {"chat_template": ["x"]}, r"chat_template\[0\]: expected an object with 'name'"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": {}}}, "expected a token id as the key"),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"1" * 11: {"content": "a"}}},
+            "expected a token id as the key",
+        ),
         ("tokenizer_config.json", {"added_tokens_decoder": {"1": {"content": "a"}, "2": {"content": "a"}}}, "twice"),
         ("added_tokens.json", {"<a>": 1 << 40}, "<a>: token id 1099511627776 is not in"),
         ("added_tokens.json", {"<a>": "1"}, "expected a token id, got '1'"),

@@ -33,7 +33,7 @@ from ...reference import quantization
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig
 from ...reference.layers import Floats
-from ...reference.model import RopeTables, attention_result, final_hidden, split_heads
+from ...reference.model import BlockPlace, RopeTables, attention_result, final_hidden, split_heads
 from ...reference.ops import check_attention, check_dequantize, check_norm, check_rope, require
 from ...reference.weights import (
     DenseWeight,
@@ -279,28 +279,19 @@ class CythonBackend(KernelBackend):
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
-    def attention_block(
-        self,
-        x: Floats,
-        w: LayerWeights,
-        cfg: ModelConfig,
-        rope: RopeTables,
-        batch: TokenBatch,
-        cache: KVCache,
-        layer: int,
-    ) -> Floats:
+    def attention_block(self, x: Floats, w: LayerWeights, cfg: ModelConfig, at: BlockPlace) -> Floats:
         adapted = w.q_proj, w.k_proj, w.v_proj
         ws = self._fusable(w.attention_text, *adapted, w.o_proj)
-        if ws is None or not isinstance(cache, KernelKVCache):
-            return super().attention_block(x, w, cfg, rope, batch, cache, layer)
+        if ws is None or not isinstance(at.cache, KernelKVCache):
+            return super().attention_block(x, w, cfg, at)
         *qkv, o_proj = ws
         if any(isinstance(each, OnLinear) for each in adapted):  # whose terms read the norm's result too
             ys = self.linears(self.rms_norm(x, w.attn_norm), adapted)
         else:
             ys = self.kernels.bit_linears(x, qkv, w.attn_norm)
         q, k, v = split_heads(cfg, *ys)  # (N, H, d), (N, G, d), (N, G, d)
-        self._append(cache, layer, batch, k, v, rope)
-        z = self._attend(q, cache, batch, layer, cfg.window_of(layer), rope)  # (N, H, d)
+        self._append(at.cache, at.layer, at.batch, k, v, at.rope)
+        z = self._attend(q, at.cache, at.batch, at.layer, cfg.window_of(at.layer), at.rope)  # (N, H, d)
         if isinstance(w.o_proj, OnLinear):
             return self.add(x, attention_result(self, z, w))  # (N, D)
         z = z.reshape(len(x), o_proj.in_features)  # (N, H*d)

@@ -27,7 +27,7 @@ from ...families.linear_norms import NormedLinear, model_norms
 from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig, RopeConfig
 from ...reference.layers import Array, Floats
-from ...reference.model import RopeTables, attention_result, final_hidden, split_heads
+from ...reference.model import BlockPlace, RopeTables, attention_result, final_hidden, split_heads
 from ...reference.ops import check_attention, check_dequantize, check_norm, check_rope, require
 from ...reference.weights import DenseWeight, LayerWeights, LinearWeight, ModelWeights, Norm, Shared, TernaryLinear
 from ...system.options import BYTES
@@ -245,55 +245,36 @@ class CupyBackend(Backend):
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
-    def attention_block(
-        self,
-        x: Floats,
-        w: LayerWeights,
-        cfg: ModelConfig,
-        rope: RopeTables,
-        batch: TokenBatch,
-        cache: KVCache,
-        layer: int,
-    ) -> Floats:
+    def attention_block(self, x: Floats, w: LayerWeights, cfg: ModelConfig, at: BlockPlace) -> Floats:
         """Products of ternary weights are fused with the norm before and the residual stream after them; RoPE and the
         append are one launch, or for decoded tokens part of attention."""
         if not self.fuses or w.attention_text is not None:
-            return super().attention_block(x, w, cfg, rope, batch, cache, layer)
+            return super().attention_block(x, w, cfg, at)
         ws = w.q_proj, w.k_proj, w.v_proj
         if (stack := self._ternary_stack(ws)) is not None:
             q, k, v = self._fused.norm_linears(x, self._norm(w.attn_norm), stack)
         else:
             q, k, v = self.linears(self.rms_norm(x, w.attn_norm), ws)
         q, k, v = split_heads(cfg, q, k, v)  # (N, H, d), (N, G, d), (N, G, d)
-        z = self._attend_new(q, k, v, rope, cfg.window_of(layer), batch, cache, layer)  # (N, H, d)
+        z = self._attend_new(q, k, v, at, cfg.window_of(at.layer))  # (N, H, d)
         if has_tiles(w.o_proj):
             sub_norm = None if w.attn_sub_norm is None else self._norm(w.attn_sub_norm)
             return self._fused.norm_linear_add(z.reshape(-1, cfg.query_size), sub_norm, w.o_proj, x)  # (N, D)
         return self.add(x, attention_result(self, z, w))  # (N, D)
 
-    def _attend_new(
-        self,
-        q: Floats,
-        k: Floats,
-        v: Floats,
-        rope: RopeTables,
-        window: int | None,
-        batch: TokenBatch,
-        cache: KVCache,
-        layer: int,
-    ) -> Floats:
+    def _attend_new(self, q: Floats, k: Floats, v: Floats, at: BlockPlace, window: int | None) -> Floats:
         """`rope`, `append` and `attention`.   q (N, H, d), k and v (N, G, d) -> z (N, H, d)"""
-        cache, batch = on_device(cache, batch)
+        cache, batch = on_device(at.cache, at.batch)
         if batch.decodes and cache.kind != "int8":
             cache.begin_append(batch, k, v)
-            longest = self._longest(cache, batch, layer, window)
-            return self._attention(q, cache, batch, layer, window, longest, (k, v, *rope))
+            longest = self._longest(cache, batch, at.layer, window)
+            return self._attention(q, cache, batch, at.layer, window, longest, (k, v, *at.rope))
         if cache.kind == "int8":
-            q, k = self.rope(q, k, *rope)
-            self.append(cache, layer, batch, k, v)
+            q, k = self.rope(q, k, *at.rope)
+            self.append(cache, at.layer, batch, k, v)
         else:
-            q = cache.rope_append(layer, batch, q, k, v, rope)
-        return self.attention(q, cache, batch, layer, window)
+            q = cache.rope_append(at.layer, batch, q, k, v, at.rope)
+        return self.attention(q, cache, batch, at.layer, window)
 
     def feed_forward(self, x: Floats, w: LayerWeights, cfg: ModelConfig) -> Floats:
         """Fused where all three linears are ternary, without a norm of their own."""

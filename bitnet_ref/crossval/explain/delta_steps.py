@@ -24,6 +24,7 @@ from ...families.qwen3_5 import (
     by_decay,
     by_inputs,
     by_kept,
+    changed_last,
     memory_states,
     recall,
     right_update,
@@ -274,10 +275,6 @@ def _of_first(change: Change) -> Callable[[Floats, Floats], Floats]:
     return lambda memory, earlier: wide(change(memory.astype(np.float32)))
 
 
-def _of_last(change: Change, n: int) -> Callable[[Floats, Floats], Floats]:
-    return lambda window, y: change(window[-n:].astype(np.float32))
-
-
 def _carried(step: Step) -> Iterator[Description]:
     """The memory that a call leaves to the next one: moved, or in another format."""
     if len(step.setting.calls) < 2:
@@ -297,22 +294,21 @@ def _kept(step: Step) -> Iterator[Description]:
         return
     qkv, w = step.inputs
     n = w.conv.shape[1] - 1
-    others: list[tuple[float, str, Callable[..., Floats]]] = [
-        (1, "are the convolution's results", lambda window, y: np.concatenate([window[:n], y])[-n:]),
-        (1, "are the convolution's sums, before silu", lambda window, y: np.concatenate([window[:n], taps(window, w.conv)[n:]])[-n:]),
-        (1, "are one token too old", lambda window, y: window[-n - 1 : -1]),
-        (1.1, "are those of the current call only, zeros before them", lambda window, y: np.concatenate([0 * window[:n], window[n:]])[-n:]),
-        (1.1, "are the first of the call, not the last", lambda window, y: window[n : 2 * n] if len(window) >= 2 * n else window[-n:]),
-        (1.1, "lack their newest token: zeros stand for it", lambda window, y: np.concatenate([window[-n:-1], 0 * window[:1]])),
-        (1.1, "lack their oldest token: zeros stand for it", lambda window, y: np.concatenate([0 * window[:1], window[1 - n :]]) if n > 1 else 0 * window[-1:]),
+    kept: list[tuple[float, str, Callable[..., Floats]]] = [
+        (1, "are the convolution's results", lambda window, y, earlier: np.concatenate([window[:n], y])[-n:]),
+        (1, "are the convolution's sums, before silu", lambda window, y, earlier: np.concatenate([window[:n], taps(window, w.conv)[n:]])[-n:]),
+        (1, "are one token too old", lambda window, y, earlier: window[-n - 1 : -1]),
+        (1.1, "are those of the current call only, zeros before them", lambda window, y, earlier: np.concatenate([0 * window[:n], window[n:]])[-n:]),
+        (1.1, "are the first of the call, not the last", lambda window, y, earlier: window[n : 2 * n] if len(window) >= 2 * n else window[-n:]),
+        (1.1, "lack their newest token: zeros stand for it", lambda window, y, earlier: np.concatenate([window[-n:-1], 0 * window[:1]])),
+        (1.1, "lack their oldest token: zeros stand for it", lambda window, y, earlier: np.concatenate([0 * window[:1], window[1 - n :]]) if n > 1 else 0 * window[-1:]),
     ]
+    for cost, text, keep in kept:
+        yield Description(cost, f"the inputs that the convolution keeps from call to call {text}", by_kept(keep))
     for cost, text, change in changes(qkv[:n]):
-        others.append((cost + 0.1, text.replace("{x}", "them"), _of_last(change, n)))
-    for cost, text, keep in others:
-        joined = f"the inputs that the convolution keeps from call to call {text}" if text.startswith(("are ", "lack ")) else f"of the inputs that the convolution keeps from call to call, {text}"
-        yield Description(cost, joined, by_kept(keep))
+        yield Description(cost + 0.1, f"of the inputs that the convolution keeps from call to call, {text.replace('{x}', 'them')}", changed_last(change))
     for words, rule in ROUNDED:
-        yield Description(1, f"the inputs that the convolution keeps from call to call are {words}", by_kept(_of_last(rule, n)), rounds=True)
+        yield Description(1, f"the inputs that the convolution keeps from call to call are {words}", changed_last(rule), rounds=True)
 
 
 # -- convolution, decay, beta, gates -----------------------------------------------------------------------------------

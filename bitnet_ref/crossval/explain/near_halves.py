@@ -30,7 +30,7 @@ from ...backends.paged_cache import EngineKVCache
 from ...backends.record import Recorder
 from ...reference.cache import TokenBatch
 from ...reference.layers import Array
-from ...reference.model import embeddings, head_input, rope_tables_of
+from ...reference.model import BlockPlace, embeddings, head_input, rope_tables_of
 from ...reference.weights import LayerWeights, TernaryLinear
 from ..compare import Comparison, OpResult, Tensors, View, compare
 from ..flips import Flip, distance_to_half
@@ -300,7 +300,8 @@ class _FlipSearch:
         with np.errstate(all="ignore"), suppress(_Finished):
             x = embeddings(be, w, config, batch.tokens) if stream is None else stream
             for index in range(layer, config.num_hidden_layers):
-                x = be.attention_block(x, w.layers[index], config, ropes[config.rope_of(index)], batch, cache, index)
+                at = BlockPlace(ropes[config.rope_of(index)], batch, cache, index)
+                x = be.attention_block(x, w.layers[index], config, at)
                 x = be.feed_forward(x, w.layers[index], config)
             be.lm_head(head_input(be, w, config, x), w.lm_head)
         return done
@@ -362,7 +363,7 @@ class _Pass(Recorder):
             raise _Finished
 
     def on_attention_block(self, step: ObservedStep, call: Call, x: Array, w: LayerWeights, *rest: Any) -> Any:
-        self.streams[rest[-1]] = x
+        self.streams[rest[-1].layer] = x
         return super().on_attention_block(step, call, x, w, *rest)
 
     def on_quantize_activations(self, step: ObservedStep, call: Call, x: Array) -> Any:

@@ -37,8 +37,6 @@ from .number_formats import (
 )
 from .variants import Step, is_by_head
 
-Kind = tuple[str, Any]  # a narrow float: its name and dtype
-
 
 def descriptions(step: Step) -> Iterator[Description]:
     """Every description that rounds in this step. Those of its own formula come first."""

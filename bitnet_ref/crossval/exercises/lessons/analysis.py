@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -122,20 +122,8 @@ guess = {name: name_of(file) for name, file in files.items()}
 """,
 )
 def which_file(answer: Any, files: Mapping[str, Mapping[str, Array]], answers: Sequence[str]) -> str:
-    if answer is None:
-        raise Unanswered
-    if not isinstance(answer, Mapping):
-        raise Wrong(f"A dict with the keys {', '.join(files)} is wanted.")
-    if None in answer.values():
-        raise Unanswered
-    names = {" ".join(name.split()): name for name in DIALECTS}
     right = dict(zip(files, answers, strict=True))
-    if set(answer) != set(right):
-        raise Wrong(f"The keys are {', '.join(right)}.")
-    for file, given in answer.items():
-        name = names.get(" ".join(str(given).lower().split()))
-        if name is None:
-            raise Wrong(f"{file}: {given!r} is no name of the table: {'; '.join(map(repr, DIALECTS))}.")
+    for file, name in dialects_of(answer, files):
         one_scale = files[file]["scale"].ndim == 0
         if one_scale != name.startswith("int8"):
             raise Wrong(f"{file} has {'one scale' if one_scale else 'a scale for each group'}: it cannot be {name!r}.")
@@ -143,6 +131,21 @@ def which_file(answer: Any, files: Mapping[str, Mapping[str, Array]], answers: S
             other = "multiply" if one_scale else "use x as it is, or turn it"
             raise Wrong(f"{file} is not {name!r}: its y is not what that rule gives. Try the other ({other}).")
     return "All four. Now try another seed."
+
+
+def dialects_of(answer: Any, keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, a name of DIALECTS) of each entry of a student's dict, in the order of `keys`. Raises Unanswered, Wrong."""
+    if answer is None:
+        raise Unanswered
+    if not isinstance(answer, Mapping) or set(answer) != set(keys):
+        raise Wrong(f"A dict with the keys {', '.join(keys)} is wanted.")
+    if None in answer.values():
+        raise Unanswered
+    for key in keys:
+        name = " ".join(str(answer[key]).lower().split())
+        if name not in DIALECTS:
+            raise Wrong(f"{key}: {answer[key]!r} is no name of the table: {'; '.join(map(repr, DIALECTS))}.")
+        yield key, name
 
 
 @exercise(
@@ -184,18 +187,8 @@ dialects = {name: dialect_of(config) for name, config in published.items()}
 """,
 )
 def published_files(answer: Any, published: Mapping[str, Mapping[str, Any]]) -> str:
-    if answer is None:
-        raise Unanswered
-    if not isinstance(answer, Mapping) or set(answer) != set(published):
-        raise Wrong(f"A dict with the keys {', '.join(published)} is wanted.")
-    if None in answer.values():
-        raise Unanswered
-    names = {" ".join(name.split()): name for name in DIALECTS}
-    for model, config in published.items():
-        given = names.get(" ".join(str(answer[model]).lower().split()))
-        if given is None:
-            raise Wrong(f"{model}: {answer[model]!r} is no name of the table: {'; '.join(map(repr, DIALECTS))}.")
-        right, why = published_dialect(config)
+    for model, given in dialects_of(answer, published):
+        right, why = published_dialect(published[model])
         if given != right:
             raise Wrong(f"{model} is not {given!r}. {why}")
     return "All five, from what their publishers wrote. A recorded run would prove it."
