@@ -1000,6 +1000,18 @@ def test_a_quiz_has_five_questions_and_stands_in_its_notebook(lesson):
     assert f'quiz = None  # TODO\n\ncheck("{lesson}.quiz", quiz)' in sources
 
 
+def test_neither_length_nor_letter_gives_a_right_choice_away():
+    """Over all quizzes, the right choice is about as often the longest, the shortest and the one between, and as often
+    a, b and c: whoever guesses by such a rule has two of five at most."""
+    questions = [question for lesson in QUIZZES.values() for question in lesson]
+    longer = [[np.sign(len(question.right) - len(wrong)) for wrong in question.wrong] for question in questions]
+    ranks = [signs[0] if len(set(signs)) == 1 else 0 for signs in longer]  # 1: the longest, -1: the shortest
+    letters = [question.letter for question in questions]
+    for each in (ranks, letters):
+        assert len(set(each)) == len(LETTERS)
+        assert max(map(each.count, each)) <= 0.4 * len(questions), {value: each.count(value) for value in set(each)}
+
+
 @pytest.mark.thorough
 def test_a_tensor_of_the_run(notebook):
     check, _ = notebook
