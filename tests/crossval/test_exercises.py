@@ -148,14 +148,16 @@ CASES = {
     ),
     "2.4": Case(
         [
-            (258, "still fits"),
-            (516, "has a sign"),
-            (256, "127, not 128"),
-            (257, "127 · 257"),
-            (1000, "too large"),
+            (4128, "still fits"),
+            (8257, "is the sign"),
+            (4096, "127, not 128"),
+            (4127, "127 · 4,127"),
+            (259, "an int16"),
+            (2**19, "the first sum"),
+            (5000, "too large"),
             ("many", "One number is wanted"),
         ],
-        ["259", 259.0, np.int64(259)],
+        ["4129", 4129.0, np.int64(4129)],
     ),
     "2.3": Case(
         [
@@ -394,6 +396,11 @@ CASES = {
             (3072, "each query head"),
             (24, "has d numbers"),
             (5, "too small"),
+            (4, "vectors of one block"),
+            (2304, "Queries are not kept"),
+            (384, "both factors"),
+            (6144, "bytes in float32"),
+            (1536 * 256, "full cache"),
         ],
         [1536.0, "1536"],
     ),
@@ -538,6 +545,12 @@ CASES = {
             (Edit(".view(np.float16)[0]", ".view(np.uint16)[0]"), "its bits as an integer"),
             (Edit("reshape(shape), scale", "reshape(shape)"), "Two results"),
             (Edit(".view(np.float16)[0]", ".view(bfloat16)[0]"), "bfloat16"),
+            (Edit(" & 3", ""), "& 3 is missing"),
+            (Edit("(codes - 1)", "np.array([0, 1, -1])[codes]"), "took them for 0, 1 and −1"),
+            (Edit("[:, :64]", "[:, 2:]"), "the scale comes last"),
+            (Edit(".reshape(shape)", ".reshape(shape[::-1]).T"), "you filled columns"),
+            (Edit("blocks[0, 64:]", "blocks[0, :2]"), "which are codes"),
+            (Edit("scale = blocks", "scale = 1 / blocks"), "1 over the scale"),
         ]
     ),
     "6.hunt": Case(
@@ -620,6 +633,14 @@ CASES = {
             (Edit("list(lengths)", "sorted(lengths, reverse=True)"), "longest first"),
             (Edit("if left > 1", "if left > 0"), "a step too many"),
             (lambda lengths, places: -(-sum(lengths) // places), "all places taken"),
+            (Edit("while waiting and len(", "if waiting and len("), "one request begins in a step"),
+            (Edit(".pop(0)", ".pop()"), "from the back of the queue"),
+            (Edit("< places", "<= places"), "one running request too many"),
+            (Edit("< places", "< places - 1"), "a place always stays empty"),
+            (Edit("while waiting or running:", "while waiting:"), "write on"),
+            (Edit("steps = list(lengths), [], 0", "steps = list(lengths), [], 1"), "nothing runs is counted"),
+            (Edit("return steps", "return steps - 1"), "last step is missing"),
+            (lambda lengths, n: max(sum(lengths[i::n]) for i in range(n)), "a queue for each place"),
             (
                 lambda lengths, n: sum(max(lengths[i : i + n]) for i in range(0, len(lengths), n)),
                 "whole batches",
@@ -687,11 +708,22 @@ CASES = {
         [
             (Edit("scale / 2 - size[", "scale - size["), "half of the scale"),
             (Edit("scale / 2 - size[", "size["), "way to 0"),
-            (Edit("[size < scale / 2]", ""), "values|stair 0|too"),
+            (Edit("[size < scale / 2]", ""), "stair 0"),
             (Edit(" / 0.01", ""), "divide it by the rate"),
+            (Edit("/ 0.01", "* 0.01"), "divide by it"),
+            (Edit("np.median", "np.mean"), "the median is asked"),
+            (Edit("- size[", "- untrained[WATCHED]["), "both signs"),
+            (Edit("np.median(scale / 2 - size[size < scale / 2])", "scale / 4"), "half of the stair"),
+            (Edit("/ 0.01", "/ 0.01 // 1"), "rounded up"),
             (1e6, "too many"),
         ],
-        [Edit("/ 0.01", "/ 0.01 // 1 + 1")],
+        [
+            Edit("/ 0.01", "/ 0.01 // 1 + 1"),
+            Edit(
+                "fewest_steps = np.median(scale / 2 - size[size < scale / 2]) / 0.01",
+                "fewest_steps = round(float(np.median(scale / 2 - size[size < scale / 2]) / 0.01), 2)",
+            ),
+        ],
     ),
     "9.1": Case(
         [
@@ -702,6 +734,12 @@ CASES = {
             (Edit("(x_q / a)", "(x_q / a) * s"), "does not belong"),
             (Edit("(x_q / a)", "(x_q / a) / len(x)"), "mean over tokens"),
             (Edit("(x_q / a)", "(x_q / a) * (np.abs(W) < s)"), "all get theirs"),
+            (Edit("dy @ (W_t * s), dy.T @ (x_q / a)", "dy.T @ (x_q / a), dy @ (W_t * s)"), "exchanged"),
+            (Edit("dy @ (W_t * s)", "dy @ (np.sign(W) * s)"), "dx: .*may also be 0"),
+            (Edit("dy @ (W_t * s)", "0 * x"), "dx: .*counts as 1"),
+            (Edit("(x_q / a)", "(x_q * a)"), "dW: .*multiplied by its scale a"),
+            (Edit("(x_q / a)", "(x_q / a.min())"), "dW: .*its own a"),
+            (Edit("dy.T @ (x_q / a)", "0 * W"), "dW: .*counts as 1"),
         ]
     ),
     "10.files": Case(
@@ -1041,19 +1079,19 @@ def test_hints_come_one_at_a_time_and_progress_is_kept(capsys):
     check.hint()
     check("2.4", None)
     check.hint()
-    check("2.4", 258)
+    check("2.4", 4128)
     check.hint()
     check.hint()
-    check("2.4", 259)
+    check("2.4", 4129)
     check.hint()
     check("2.2", None)
     check.progress()
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("Run a cell with a check first")
     assert out[1].startswith("2.4: not answered yet. check.hint() gives the first of 2 hints")
-    assert out[2].startswith("2.4, hint 1 of 2: The largest product")
-    assert "127 · 258 = 32,766 still fits" in out[3]
-    assert out[4].startswith("2.4, hint 2 of 2: int16 ends")
+    assert out[2].startswith("2.4, hint 1 of 2: A register of n bits")
+    assert "127 · 4,128 = 524,256 still fits" in out[3]
+    assert out[4].startswith("2.4, hint 2 of 2: It ends at 524,287")
     assert out[5].startswith("2.4: there is no further hint")
     assert out[6].startswith("2.4: right.")
     assert "needs no hint" in out[7]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -123,37 +123,63 @@ def scheduler(answer: Any, lengths: Sequence[int]) -> str:
     draw = draws(75)
     cases = [(list(lengths), 4), ([5], 3), ([3, 3, 3, 3], 2), ([12, 1, 1, 1, 1, 2], 2)]
     cases += [(draw.integers(1, 30, 12).tolist(), int(draw.integers(2, 6))) for _ in range(4)]
-    for queue, places in cases:
+    answers = [as_number(run(answer, list(queue), places)) for queue, places in cases]
+    for steps, (queue, places) in zip(answers, cases, strict=True):
         right = steps_of_engine(queue, places)
-        batches = [queue[i : i + places] for i in range(0, len(queue), places)]
-        mistakes = {
-            sum(queue): "one request after the other",
-            sum(
-                max(batch) for batch in batches
-            ): "whole batches: a place that is free is to be filled in the next step",
-            max(queue): "a place for every request",
-            len(queue): "the number of requests",
-            steps_of_engine(sorted(queue), places): "the shortest first; they are to be taken as they came",
-            steps_of_engine(
-                sorted(queue, reverse=True), places
-            ): "the longest first; they are to be taken as they came",
-            steps_of_engine([n + 1 for n in queue], places): "a step too many for each request",
-            -(-sum(queue) // places): "all places taken in every step",
-        }
-        steps = as_number(run(answer, list(queue), places))
         if steps != right:
-            why = next((f": {text}" for wrong, text in mistakes.items() if steps == wrong), "")
+            agree = {
+                text: sum(given == wrong(*case) for given, case in zip(answers, cases, strict=True))
+                for text, wrong in SCHEDULERS.items()
+                if steps == wrong(queue, places)
+            }
+            # one number may have several causes; one that gives most of the others, too, is likely
+            text = max(agree, key=lambda each: agree[each], default="")
+            why = f": {text}" if text and agree[text] > len(cases) // 2 else ""
             raise Wrong(f"Lengths {queue}, {places} places: {right} steps, and yours are {steps:g}{why}.")
     return f"The ten requests above take {steps_of_engine(lengths, 4)} steps if no prompt has to be cut."
 
 
-def steps_of_engine(lengths: Sequence[int], places: int) -> int:
-    """The steps of continuous batching, with no limit on prompts: each request takes the place that is free first."""
-    free_at = [0] * places
-    for length in lengths:
-        place = free_at.index(min(free_at))
-        free_at[place] += length
-    return max(free_at)
+def steps_of_engine(
+    lengths: Sequence[int], places: int, begun_in_a_step: int | None = None, to_the_end: bool = True
+) -> int:
+    """The steps of continuous batching, with no limit on prompts.
+
+    begun_in_a_step: how many requests may begin in one step; by default, as many as there are free places.
+    to_the_end: False stops when the queue is empty, as if no request were running. 0 steps without places."""
+    waiting, steps = list(lengths) if places else [], 0
+    running: list[int] = []
+    while waiting or (running and to_the_end):
+        free = places - len(running)
+        begun = min(free, begun_in_a_step or free)
+        running += waiting[:begun]
+        waiting = waiting[begun:]
+        running = [left - 1 for left in running if left > 1]
+        steps += 1
+    return steps
+
+
+SCHEDULERS: dict[str, Callable[[list[int], int], int]] = {  # wrong ones: what such an engine does
+    "one request after the other": lambda queue, n: sum(queue),
+    "whole batches: a place that is free is to be filled in the next step": lambda queue, n: sum(
+        max(queue[i : i + n]) for i in range(0, len(queue), n)
+    ),
+    "a place for every request": lambda queue, n: max(queue),
+    "the number of requests": lambda queue, n: len(queue),
+    "the shortest first; they are to be taken as they came": lambda queue, n: steps_of_engine(sorted(queue), n),
+    "the longest first; they are to be taken as they came": lambda queue, n: steps_of_engine(sorted(queue)[::-1], n),
+    "from the back of the queue; they are to be taken as they came": lambda queue, n: steps_of_engine(queue[::-1], n),
+    "a step too many for each request": lambda queue, n: steps_of_engine([length + 1 for length in queue], n),
+    "all places taken in every step": lambda queue, n: -(-sum(queue) // n),
+    "one request begins in a step; all free places are to be filled": lambda queue, n: steps_of_engine(queue, n, 1),
+    "one running request too many": lambda queue, n: steps_of_engine(queue, n + 1),
+    "a place always stays empty": lambda queue, n: steps_of_engine(queue, n - 1),
+    "a queue for each place; all places share one": lambda queue, n: max(sum(queue[i::n]) for i in range(n)),
+    "you stop when nobody waits: the running ones write on": lambda queue, n: steps_of_engine(
+        queue, n, to_the_end=False
+    ),
+    "the last step is missing": lambda queue, n: steps_of_engine(queue, n) - 1,
+    "a step in which nothing runs is counted": lambda queue, n: steps_of_engine(queue, n) + 1,
+}
 
 
 @exercise(

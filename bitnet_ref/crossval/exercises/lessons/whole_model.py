@@ -30,6 +30,12 @@ def size_of_the_cache(answer: Any, model: Model) -> str:
         2 * shared * width: "That is one block; each of them has a cache.",
         2 * blocks * heads * width: "That is a key for each query head; two of them share one (G, not H).",
         2 * blocks * shared: "Those are vectors; each has d numbers.",
+        2 * shared: "Those are the vectors of one block; each has d numbers, and every block has a cache.",
+        3 * blocks * shared * width: "Queries are not kept: no later token reads them.",
+        blocks * width: "A key and a value are kept, and for each of G heads: both factors are missing.",
+        2 * blocks * heads: "Those are vectors of d numbers, and two query heads share a key (G, not H).",
+        4 * right: "Those are its bytes in float32; numbers are asked.",
+        right * model.config.context_length: "That is a full cache; one token is asked.",
     }
     expect_number(answer, right, mistakes=mistakes, hint="2 of them (key, value), in each of L blocks ...")
     return f"With a key/value head for each query head it would be {heads // shared} times as many."
