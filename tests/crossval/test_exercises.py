@@ -389,7 +389,7 @@ CASES = {
             (Edit("in tokenizer.eos_ids", "is None"), "does not stop before"),
         ]
     ),
-    "3c.1": Case(
+    "3c.3": Case(
         [
             (768, "one of these is missing"),
             (256, "one block"),
@@ -404,7 +404,7 @@ CASES = {
         ],
         [1536.0, "1536"],
     ),
-    "3c.2": Case(
+    "3c.1": Case(
         [
             ([], "One row must change"),
             (list(range(11)), "other way round"),
@@ -416,7 +416,7 @@ CASES = {
         ],
         [11, [-1], np.array([11]), (11.0,), {11}, np.arange(12) == 11],
     ),
-    "3c.3": Case(
+    "3c.4": Case(
         [
             (Edit("if i != block", ""), "raised|no block"),
             (Edit("i != block", "i != (block + 1) % 6"), "block after it"),
@@ -433,7 +433,7 @@ CASES = {
             ),
         ]
     ),
-    "3c.4": Case(
+    "3c.5": Case(
         [
             (lambda q, k: (q, k), "inherits from Backend"),
             (type("Same", (Backend,), {}), "nothing is planted"),
@@ -445,7 +445,7 @@ CASES = {
             (type("Broken", (Backend,), {"rope": lambda self, q, k, *t: q}), "raised"),
         ]
     ),
-    "3c.5": Case(
+    "3c.2": Case(
         [
             ((LENS[-1] == LENS).argmax(0), "for the first time"),
             ((LENS[-1] == LENS).sum(0), "counted"),
@@ -456,6 +456,17 @@ CASES = {
         [np.array([3.0, 4, 6]), (3, 4, 6)],
     ),
     "4.4": Case(
+        [
+            (Edit("(c0 - 1) * x0 + (c1 - 1) * x1", "c0 * x0 + c1 * x1"), "its code less 1"),
+            (Edit("for c1 in range(3) for c0 in range(3)", "for c0 in range(3) for c1 in range(3)"), "exchanged"),
+            (Edit("* x1 for", "* x1 + 256 for"), "256 is added"),
+            (Edit(" + (c1 - 1) * x1", ""), "only column 0"),
+            (Edit("x0 + (c1", "x0 * (c1"), "they are added"),
+            (Edit("range(3)", "range(4)"), "Nine entries"),
+        ],
+        [lambda x0, x1: np.add.outer([-x1, 0, x1], [-x0, 0, x0]).ravel()],
+    ),
+    "4.5": Case(
         [
             (15, "reaches its own limit"),
             (37.5, "2-bit kernel is faster"),
@@ -490,7 +501,7 @@ CASES = {
         ],
         [(0, 4, 8, 12), {"a": 0} and range(0, 16, 4), np.arange(0, 16, 4.0)],
     ),
-    "4.5": Case(
+    "4.6": Case(
         [
             (Edit(" - x.sum(dtype=np.int64)", ""), "still in it"),
             (Edit("acc - x", "acc + x"), "added, not taken away"),
@@ -684,6 +695,18 @@ CASES = {
     ),
     "8.4": Case(
         [
+            (Edit("sum / 64", "sum"), "divided by 64"),
+            (Edit("(signed char)", ""), "11 counts as 3"),
+            (Edit("(k + 1)", "(4 - k)"), "run the other way"),
+            (Edit("(k + 1)", "1"), "all activations are 1"),
+            (Edit("(k + 1)", "k"), "count from 1"),
+            (Edit(" & 0xC0", ""), "& 0xC0 is missing"),
+            (Edit("sum / 64;", "sum / 64"), "does not run"),
+            ("y = x", "named crumbs"),
+        ]
+    ),
+    "8.5": Case(
+        [
             (21.12, "percentage"),
             (4.733, "how many times"),
             (887.218, "GB/s that a step reads"),
@@ -857,9 +880,9 @@ for lesson, questions in QUIZZES.items():
     CASES[f"{lesson}.quiz"] = Case(wrong + others, [letters, ", ".join(letters).upper(), numbered])
 
 # The emulated device compiles, which takes seconds; 8.3 runs on it.
-SLOW = {"8.3": pytest.mark.emulated, "6.1": pytest.mark.slow, "3b.8": pytest.mark.slow}
+SLOW = {"8.3": pytest.mark.emulated, "8.4": pytest.mark.emulated, "6.1": pytest.mark.slow, "3b.8": pytest.mark.slow}
 each_exercise = pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in CASES])
-LONG = dict.fromkeys(("6.hunt", "3b.2", "3b.3", "3c.3"), pytest.mark.thorough)  # of their wrong answers
+LONG = dict.fromkeys(("6.hunt", "3b.2", "3b.3", "3c.4"), pytest.mark.thorough)  # of their wrong answers
 PASSAGE = [1, 356, 510, 1011, 785, 359, 264, 290, 350]
 
 

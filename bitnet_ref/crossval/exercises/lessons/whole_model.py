@@ -16,7 +16,7 @@ from ..declare import Unanswered, Wrong, exercise, run
 
 
 @exercise(
-    "3c.1",
+    "3c.3",
     "numbers_per_token",
     hints=("A key and a value, in each block, for each key/value head.", "2 · L · G · d"),
     solution="numbers_per_token = 2 * L * G * d",
@@ -42,7 +42,7 @@ def size_of_the_cache(answer: Any, model: Model) -> str:
 
 
 @exercise(
-    "3c.2",
+    "3c.1",
     "changed_rows",
     hints=(
         "Row i of the logits is the prediction made after reading tokens 0 to i.",
@@ -71,7 +71,7 @@ def future_is_hidden(answer: Any, tokens: list[int]) -> str:
 
 
 @exercise(
-    "3c.3",
+    "3c.4",
     "loss_without",
     minutes=15,
     hints=(
@@ -114,7 +114,7 @@ def ablation(
 
 
 @exercise(
-    "3c.4",
+    "3c.5",
     "KeysNotTurned",
     minutes=10,
     hints=(
@@ -153,7 +153,7 @@ def own_bug(answer: Any, model: Model, tokens: list[int], recorded: dict[str, Ar
 
 
 @exercise(
-    "3c.5",
+    "3c.2",
     "settled",
     minutes=10,
     hints=(
