@@ -105,9 +105,9 @@ DIALECTS = ("int8, multiply", "int8, divide", "groups, float", "rotated")
     "guess",
     minutes=20,
     hints=(
-        "Two files have one scale, two have 64 × 4. That divides them into pairs.",
-        "In the first pair, look at the ratio of y to the rule above: equal, or the same wrong factor everywhere?",
-        "In the second pair compute x @ W.T with W = stored * np.repeat(scale, 64, axis=1), once with x and once with "
+        "Some files have one scale, some 64 × 4. That leaves two names for each.",
+        "Where there is one, look at the ratio of y to the rule above: equal, or the same wrong factor everywhere?",
+        "Elsewhere compute x @ W.T with W = stored * np.repeat(scale, 64, axis=1), once with x and once with "
         "groups.hadamard(x, 64).",
     ),
     solution="""
@@ -142,7 +142,7 @@ def which_file(answer: Any, files: Mapping[str, Mapping[str, Array]], answers: S
         if name != right[file]:
             other = "multiply" if one_scale else "use x as it is, or turn it"
             raise Wrong(f"{file} is not {name!r}: its y is not what that rule gives. Try the other ({other}).")
-    return "All four. Now try another seed."
+    return "All of them. Now try another seed."
 
 
 @exercise(
