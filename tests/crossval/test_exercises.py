@@ -564,6 +564,17 @@ CASES = {
             (Edit("scale = blocks", "scale = 1 / blocks"), "1 over the scale"),
         ]
     ),
+    "5.5": Case(
+        [
+            ({"a"}, "One is missing. Three codes"),
+            ({"b"}, "NaN is none"),
+            ({"a", "b", "c"}, "one too many: Codes 0 and 1"),
+            ({"c"}, "one too many"),
+            ("d", "none of the choices"),
+            (set(), "empty"),
+        ],
+        ["a, b", ["B", "A"], "(a) and (b)"],
+    ),
     "6.hunt": Case(
         [
             (("blocks.0.attn.hook_z", "silu"), "before it|after it"),
@@ -728,6 +739,19 @@ CASES = {
         ["22.7"],
     ),
     "9.3": Case(
+        [
+            (Edit("W - rate", "W + rate"), "up the slope"),
+            (Edit(" / len(x)", ""), "mean over tokens is missing"),
+            (Edit("len(x)", "target.size"), "divided by all outputs"),
+            (Edit("rate * (", "2 * rate * ("), "factor 2"),
+            (Edit("(W_t * s).T", "W.T"), "takes the float masters"),
+            (Edit("(dy.T @ (x_q / a))", "(dy.T @ x)"), "gradient takes x"),
+            (Edit("return W -", "return W_t * s -"), "the master is"),
+            (Edit("return W - rate *", "return"), "that is the gradient"),
+            (Edit("rate * ", ""), "the rate is missing"),
+        ]
+    ),
+    "9.4": Case(
         [
             (Edit("scale / 2 - size[", "scale - size["), "half of the scale"),
             (Edit("scale / 2 - size[", "size["), "way to 0"),

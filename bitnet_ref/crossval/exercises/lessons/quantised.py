@@ -11,7 +11,7 @@ import numpy as np
 from ....formats.gguf.blocks import blocks_from_ternary
 from ....reference import quantization
 from ....reference.layers import Array
-from ..answers import as_array, as_number, expect_array, expect_number
+from ..answers import as_array, as_number, expect_array, expect_number, expect_set
 from ..declare import Unanswered, Wrong, draws, exercise, run
 
 # -- 1: ternary weights --------------------------------------------------------------------------------------------
@@ -432,3 +432,19 @@ def reader_of_tq2_0(answer: Any) -> str:
     }
     expect_number(result[1], right, mistakes=wrong, hint="The scale is the float16 in the last two bytes of a block.")
     return "A reader of a GGUF type, in four lines."
+
+
+@exercise(
+    "5.5",
+    "seen",
+    hints=("Which values can a scale have, and which codes?", "A weight of 0 is as good as one of −1."),
+    solution='seen = {"a", "b"}',
+)
+def faults_that_show(answer: Any) -> str:
+    choices = {
+        "a": "A scale is a number above zero, and NaN is none.",
+        "b": "Three codes are weights; the fourth is none.",
+        "c": "Codes 0 and 1 are both weights: only who knows the right one can tell.",
+    }
+    expect_set(answer, {"a", "b"}, choices)
+    return "The third is the one that a hash of the content is for."

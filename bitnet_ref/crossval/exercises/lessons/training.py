@@ -105,6 +105,53 @@ def runaway_master(answer: Any) -> str:
 
 @exercise(
     "9.3",
+    "my_step",
+    minutes=15,
+    hints=(
+        "Round both, compute the error of the product and the gradient with respect to W as in 9.1, and go against it.",
+        "dy = (X_q @ W_q.T - target) / len(x), with X_q = x_q / a and W_q = W_t * s.",
+        "Return W - rate * (dy.T @ X_q): the master goes on, not the rounded weight.",
+    ),
+    solution="""
+def my_step(W, x, target, rate):
+    W_t, s = quantization.quantize_weights(W)
+    x_q, a = quantization.quantize_activations(x)
+    dy = ((x_q / a) @ (W_t * s).T - target) / len(x)
+    return W - rate * (dy.T @ (x_q / a))
+""",
+)
+def step_of_a_bitlinear(answer: Any) -> str:
+    draw = draws(94)
+    w, x, target = (draw.normal(size=shape).astype(np.float32) for shape in ((6, 24), (5, 24), (5, 6)))
+    w_t, s = quantization.quantize_weights(w)
+    x_q, a = quantization.quantize_activations(x)
+    x_float, rate = x_q / a, 0.25
+    dy = (x_float @ (w_t * s).T - target) / len(x)
+    right = w - rate * (dy.T @ x_float)
+    mistakes = {
+        "the step goes up the slope: the gradient is subtracted": w + rate * (dy.T @ x_float),
+        "the mean over tokens is missing: dy is the error divided by their number": w
+        - rate * len(x) * (dy.T @ x_float),
+        "dy is divided by all outputs; the mean is over tokens": w - rate / len(target.T) * (dy.T @ x_float),
+        "the square's factor 2 is in it; the loss has one half": w - 2 * rate * (dy.T @ x_float),
+        "the forward pass takes the float masters; it rounds them": w
+        - rate * ((x_float @ w.T - target) / len(x)).T @ x_float,
+        "the forward pass takes x before rounding": w - rate * ((x @ (w_t * s).T - target) / len(x)).T @ x_float,
+        "the gradient takes x before rounding": w - rate * (dy.T @ x),
+        "x is taken before rounding, in both passes": w - rate * ((x @ (w_t * s).T - target) / len(x)).T @ x,
+        "the scale s is missing in the forward pass": w - rate * ((x_float @ w_t.T - target) / len(x)).T @ x_float,
+        "the rounded weight is moved; the master is": w_t * s - rate * (dy.T @ x_float),
+        "the new master is rounded; it stays a float": np.multiply(*quantization.quantize_weights(right)),
+        "that is the gradient; the new master is wanted": dy.T @ x_float,
+        "the rate is missing": w - dy.T @ x_float,
+        "nothing moved": w,
+    }
+    expect_array(run(answer, w, x, target, rate), right, mistakes=mistakes)
+    return "All of training is this step, for every matrix, some thousand times."
+
+
+@exercise(
+    "9.4",
     "fewest_steps",
     hints=(
         "A master on stair 0 is scale / 2 − |master| away from its threshold.",
