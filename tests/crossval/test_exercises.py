@@ -612,7 +612,30 @@ CASES = {
             "relative L2 and scale ratio",
         ],
     ),
-    "7.2": Case(
+    "7a.1": Case(
+        [
+            (Edit(" / p[kept].sum()", ""), "divided by its sum"),
+            (Edit("p, 0) / p[kept].sum()", "p, 0)[order] / p[kept].sum()"), "at its token's place"),
+            (Edit("argsort(-p)", "argsort(p)"), "least likely"),
+            (Edit(" - p[order]", ""), "reaches the limit"),
+            (lambda p, limit: np.where(p >= limit * p.max(), p, 0) / p[p >= limit * p.max()].sum(), "that is min_p"),
+            (lambda p, limit: np.where(p > limit, p, 0), "their sum that counts|nothing is left"),
+            (lambda p, limit: p, "nothing is cut"),
+            (lambda p, limit: 0 * p, "always kept"),
+        ],
+        [lambda p, limit: (q := p * [p[p > each].sum() < limit for each in p]) / q.sum()],
+    ),
+    "7b.4": Case(
+        [
+            (12, "float16 takes half"),
+            (26, "one too many"),
+            (50, "float16 takes two"),
+            (52083, "a text has 2,048"),
+            (762, "30 layers"),
+        ],
+        ["25", 25.0],
+    ),
+    "7a.3": Case(
         [
             (Edit('"e" in text.lower()', '"e" in text'), "capital E"),
             (Edit("-np.inf", "0"), "Nothing is forbidden"),
@@ -621,7 +644,7 @@ CASES = {
             (Edit("-np.inf, logits)", "-np.inf, logits + 1)"), "must stay"),
         ]
     ),
-    "7.1": Case(
+    "7a.2": Case(
         [
             (0.5, "Colder"),
             (0.1, "Hotter"),
@@ -632,7 +655,7 @@ CASES = {
         ],
         ["0.25"],
     ),
-    "7.3": Case(
+    "7b.1": Case(
         [
             (31, "not one more"),
             (4, "number of requests"),
@@ -642,7 +665,7 @@ CASES = {
         ],
         [30.0],
     ),
-    "7.4": Case(
+    "7b.2": Case(
         [
             (lambda lengths, places: sum(lengths), "one request after the other"),
             (
@@ -669,7 +692,7 @@ CASES = {
             ),
         ]
     ),
-    "7.5": Case(
+    "7b.3": Case(
         [(5, "all steps"), (8, "all parts"), (2, "had one request"), (6, "not their parts"), (100, "too large")], ["3"]
     ),
     "8.2": Case(

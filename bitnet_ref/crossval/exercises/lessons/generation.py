@@ -1,4 +1,4 @@
-"""Notebook 7: choosing tokens, and an engine's steps."""
+"""Notebooks 7a and 7b: choosing tokens, and an engine's steps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,59 @@ from typing import Any
 import numpy as np
 
 from ....notebook.next_token import NextToken
-from ..answers import as_array, as_number, expect_number
+from ..answers import as_array, as_number, expect_array, expect_number
 from ..declare import Wrong, draws, exercise, run
 
 
 @exercise(
-    "7.1",
+    "7a.1",
+    "top_p",
+    minutes=10,
+    hints=(
+        "np.argsort(-p) has the places of the tokens, the likeliest first. What is the sum before each of them?",
+        "A token is kept if the sum of those before it is below the limit. The zeros belong at the tokens' own places.",
+    ),
+    solution="""
+def top_p(p, limit):
+    order = np.argsort(-p)
+    before = np.cumsum(p[order]) - p[order]
+    kept = np.zeros(len(p), dtype=bool)
+    kept[order[before < limit]] = True
+    return np.where(kept, p, 0) / p[kept].sum()
+""",
+)
+def nucleus(answer: Any) -> str:
+    z = draws(71).normal(size=12)
+    p = np.exp(z) / np.exp(z).sum()
+    cases = [(p, 0.8), (np.array([0.67, 0.24, 0.09]), 0.9), (np.array([0.1, 0.8, 0.1]), 0.5)]
+    for p, limit in cases:
+        order = np.argsort(-p)
+        below = np.cumsum(p[order])
+        kept, short, least = (np.zeros(len(p), dtype=bool) for _ in range(3))
+        kept[order[below - p[order] < limit]] = True
+        short[order[below <= limit]] = True
+        least[order[::-1][np.cumsum(p[order[::-1]]) - p[order[::-1]] < limit]] = True
+        right = np.where(kept, p, 0) / p[kept].sum()
+        mistakes = {
+            "what is left must be divided by its sum": np.where(kept, p, 0),
+            "they stand in the order of their size; each belongs at its token's place": right[order],
+            "the least likely tokens are kept": np.where(least, p, 0) / p[least].sum(),
+            "tokens are compared with a share of the largest: that is min_p": np.where(p >= limit * p.max(), p, 0)
+            / p[p >= limit * p.max()].sum(),
+            "only tokens of more than the limit each are kept; it is their sum that counts": np.where(p > limit, p, 0),
+            "nothing is cut": p,
+        }
+        if short.any():
+            mistakes["the token that reaches the limit is kept, too"] = np.where(short, p, 0) / p[short].sum()
+        got = as_array(run(answer, p, limit))
+        if got.size == len(p) and not np.nan_to_num(got).any():
+            raise Wrong(f"For p = {p.tolist()} and the limit {limit} nothing is left: the likeliest is always kept.")
+        expect_array(got, right, mistakes=mistakes)
+    return "That is nucleus sampling."
+
+
+@exercise(
+    "7a.2",
     "temperature",
     hints=(
         "Try 0.5 and 0.1, and halve the interval. Or use the sliders above.",
@@ -36,7 +83,7 @@ def half_of_the_probability(answer: Any, after: NextToken) -> str:
 
 
 @exercise(
-    "7.2",
+    "7a.3",
     "no_e",
     minutes=15,
     hints=(
@@ -77,7 +124,7 @@ def lipogram(answer: Any, after: NextToken) -> str:
 
 
 @exercise(
-    "7.3",
+    "7b.1",
     "steps_needed",
     hints=(
         "The first new token comes with the prompt.",
@@ -100,7 +147,7 @@ def steps_of_an_engine(answer: Any, lengths: Sequence[int]) -> str:
 
 
 @exercise(
-    "7.4",
+    "7b.2",
     "steps_of",
     minutes=15,
     hints=(
@@ -183,7 +230,7 @@ SCHEDULERS: dict[str, Callable[[list[int], int], int]] = {  # wrong ones: what s
 
 
 @exercise(
-    "7.5",
+    "7b.3",
     "both",
     hints=(
         "A step has one part for each request that took part in it.",
@@ -202,3 +249,24 @@ def shared_steps(answer: Any, steps: Sequence[Any]) -> str:
     }
     expect_number(answer, right, mistakes=mistakes, hint=f"{len(parts)} steps have {sum(parts)} parts together.")
     return f"{len(parts)} steps instead of {sum(parts)}."
+
+
+@exercise(
+    "7b.4",
+    "texts_that_fit",
+    hints=(
+        "A token takes 153,600 bytes in float32. And in float16?",
+        "A text takes 2,048 times that. How many whole texts fit into 4 · 10⁹ bytes?",
+    ),
+    solution="texts_that_fit = 4_000_000_000 // (153_600 // 2 * 2048)",
+)
+def caches_that_fit(answer: Any) -> str:
+    mistakes = {
+        12: "That is in float32; float16 takes half.",
+        26: "26 texts take 4.09 GB: one too many.",
+        50: "That is with one byte for each number; float16 takes two.",
+        52083: "That is tokens; a text has 2,048.",
+        762: "Keys and values are kept in each of 30 layers.",
+    }
+    expect_number(answer, 25, mistakes=mistakes, hint="4 · 10⁹ bytes, over 2,048 tokens of 76,800 bytes.")
+    return "With pages, a text takes what it has written so far, so more can begin."
