@@ -566,6 +566,24 @@ CASES = {
     ),
     "5.5": Case(
         [
+            (lambda before, after: [], "all signs are turned"),
+            (lambda before, after: sorted(before), "differ in nothing"),
+            (Edit("{*before, *after}", "before"), "the first has not"),
+            (Edit("{*before, *after}", "after"), "is missing in the second"),
+            (Edit(" or before[name][1] != after[name][1]", ""), "a scale is not"),
+            (Edit("before[name][1] != after[name][1]", "not np.isclose(before[name][1], after[name][1])"), "last bit"),
+            (
+                Edit(
+                    "np.array_equal(before[name][0], after[name][0])", "before[name][0].sum() == after[name][0].sum()"
+                ),
+                "places",
+            ),
+            (lambda before, after: before == after, "raised|list of names"),
+            (lambda before, after: "k", "A list of names"),
+        ],
+    ),
+    "5.6": Case(
+        [
             ({"a"}, "One is missing. Three codes"),
             ({"b"}, "NaN is none"),
             ({"a", "b", "c"}, "one too many: Codes 0 and 1"),
@@ -835,6 +853,17 @@ CASES = {
             ("rotated", "dict"),
         ],
         [{name: word.upper() for name, word in PUBLISHED.items()}],
+    ),
+    "10.hadamard": Case(
+        [
+            (Edit(" / np.sqrt(2)", ""), "so that lengths stay"),
+            (Edit("np.sqrt(2)", "2"), "not by n"),
+            (Edit("return H", "return np.sign(H) / np.sqrt(2)"), "each doubling divides again"),
+            (Edit("[[H, H], [H, -H]]", "[[H, -H], [H, H]]"), "the last one|is wrong|values are wrong"),
+            (Edit("-H", "H"), "nothing is negated"),
+            (Edit("< n", "<= n"), "shape is"),
+        ],
+        [lambda n: [[(-1) ** (i & j).bit_count() / n**0.5 for j in range(n)] for i in range(n)]],
     ),
     "10.keys": Case(
         [

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
 
+from ....errors import describe
 from ....formats.gguf.blocks import blocks_from_ternary
 from ....reference import quantization
 from ....reference.layers import Array
@@ -435,7 +436,7 @@ def reader_of_tq2_0(answer: Any) -> str:
 
 
 @exercise(
-    "5.5",
+    "5.6",
     "seen",
     hints=("Which values can a scale have, and which codes?", "A weight of 0 is as good as one of −1."),
     solution='seen = {"a", "b"}',
@@ -448,3 +449,54 @@ def faults_that_show(answer: Any) -> str:
     }
     expect_set(answer, {"a", "b"}, choices)
     return "The third is the one that a hash of the content is for."
+
+
+@exercise(
+    "5.5",
+    "differing",
+    minutes=10,
+    hints=(
+        "Which names must be looked at? Those of the one file, of the other, or of both together?",
+        "np.array_equal(t, u) compares shape and all places. Two scales are the same only if they are equal.",
+    ),
+    solution="""
+def differing(before, after):
+    names = []
+    for name in sorted({*before, *after}):
+        if name not in before or name not in after:
+            names.append(name)
+        elif not np.array_equal(before[name][0], after[name][0]) or before[name][1] != after[name][1]:
+            names.append(name)
+    return names
+""",
+)
+def proof_of_a_conversion(answer: Any) -> str:
+    draw = draws(55)
+    before = {
+        name: (draw.integers(-1, 2, (8, 16), dtype=np.int8), np.float32(draw.uniform(0.01, 0.1))) for name in "qkv"
+    }
+    t, s = before["k"]
+    n, m = np.argwhere(t != t[0, 0])[0]
+    swapped = t.copy()
+    swapped[0, 0], swapped[n, m] = t[n, m], t[0, 0]
+    cases: list[tuple[dict[str, Any], set[str], str]] = [
+        (dict(before), set(), "Two equal files differ in nothing."),
+        (before | {"k": (-t, s)}, {"k"}, "In one of the matrices all signs are turned."),
+        (before | {"k": (swapped, s)}, {"k"}, "Two weights have changed places: all shares and sums are the same."),
+        (before | {"k": (t, 1 / s)}, {"k"}, "The weights are equal, and a scale is not."),
+        (
+            before | {"k": (t, np.nextafter(s, np.float32(1)))},
+            {"k"},
+            "A scale is off by its last bit: that is not equal.",
+        ),
+        ({"q": before["q"], "v": before["v"]}, {"k"}, "A matrix of the first file is missing in the second."),
+        (before | {"new": before["q"]}, {"new"}, "The second file has a matrix that the first has not."),
+        (before | {"q": (before["q"][0].T, s), "v": (-t, s)}, {"q", "v"}, "Two matrices differ, one of them in shape."),
+    ]
+    for after, right, what in cases:
+        names = run(answer, before, after)
+        if not isinstance(names, (list, tuple, Set)):
+            raise Wrong(f"A list of names is wanted, not {describe(names)}.")
+        if set(names) != right:
+            raise Wrong(f"{what} The names are {sorted(right)}, and yours are {sorted(map(str, names))}.")
+    return "That is most of what convert does before it gives a file its name."
