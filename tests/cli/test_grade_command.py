@@ -38,7 +38,7 @@ def test_points_are_for_right_answers_on_inputs_that_the_student_has_not_seen(tm
         tmp_path / "mine.ipynb",
         "import os\nimport numpy as np\nfrom bitnet_ref.crossval.exercises import Check\ncheck = Check()",
         "assert 'SECRET_KEY' not in os.environ and os.listdir() == []\nprint('alone')",
-        'smallest_k = 258\ncheck("2.4", smallest_k)',
+        'smallest_k = 4128\ncheck("2.4", smallest_k)',
         'raise ValueError("mine")',
         EXERCISES["2.3"].solution + '\ncheck("2.3", add_and_subtract)',
         REMEMBERED,

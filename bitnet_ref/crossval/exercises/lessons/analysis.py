@@ -10,8 +10,8 @@ import numpy as np
 from ....api import Model
 from ....reference.layers import Array
 from ...compare import compare
-from ..answers import as_number, expect_number, expect_set, expect_word
-from ..declare import Unanswered, Wrong, exercise
+from ..answers import as_number, expect_array, expect_number, expect_set, expect_word
+from ..declare import Unanswered, Wrong, exercise, run
 
 # -- 6: crossval ---------------------------------------------------------------------------------------------------
 
@@ -105,9 +105,9 @@ DIALECTS = ("int8, multiply", "int8, divide", "groups, float", "rotated")
     "guess",
     minutes=20,
     hints=(
-        "Two files have one scale, two have 64 × 4. That divides them into pairs.",
-        "In the first pair, look at the ratio of y to the rule above: equal, or the same wrong factor everywhere?",
-        "In the second pair compute x @ W.T with W = stored * np.repeat(scale, 64, axis=1), once with x and once with "
+        "Some files have one scale, some 64 × 4. That leaves two names for each.",
+        "Where there is one, look at the ratio of y to the rule above: equal, or the same wrong factor everywhere?",
+        "Elsewhere compute x @ W.T with W = stored * np.repeat(scale, 64, axis=1), once with x and once with "
         "groups.hadamard(x, 64).",
     ),
     solution="""
@@ -130,7 +130,39 @@ def which_file(answer: Any, files: Mapping[str, Mapping[str, Array]], answers: S
         if name != right[file]:
             other = "multiply" if one_scale else "use x as it is, or turn it"
             raise Wrong(f"{file} is not {name!r}: its y is not what that rule gives. Try the other ({other}).")
-    return "All four. Now try another seed."
+    return "All of them. Now try another seed."
+
+
+@exercise(
+    "10.hadamard",
+    "hadamard_of",
+    minutes=10,
+    hints=(
+        "H of size 1 is [[1]]. H of size 2 n is four copies of H of size n: which of them is negated?",
+        "np.block([[H, H], [H, -H]]), and a division by √2 each time.",
+    ),
+    solution="""
+def hadamard_of(n):
+    H = np.ones((1, 1))
+    while len(H) < n:
+        H = np.block([[H, H], [H, -H]]) / np.sqrt(2)
+    return H
+""",
+)
+def hadamard_matrix(answer: Any) -> str:
+    for n in (2, 4, 16):
+        signs = np.ones((1, 1))
+        while len(signs) < n:
+            signs = np.block([[signs, signs], [signs, -signs]])
+        mistakes = {
+            "the entries are divided by √n, so that lengths stay": signs,
+            "they are divided by √n, not by n": signs / n,
+            "√2 is divided by once; each doubling divides again": signs / np.sqrt(2),
+            "the negated quarter is the last one, in row and in column": signs[::-1] / np.sqrt(n),
+            "nothing is negated, so all rows are the same": np.ones((n, n)) / np.sqrt(n),
+        }
+        expect_array(run(answer, n), signs / np.sqrt(n), mistakes=mistakes)
+    return "H @ H is the identity: turned twice, nothing is left of the turn."
 
 
 def dialects_of(answer: Any, keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -1,19 +1,66 @@
-"""Notebook 7: choosing tokens, and an engine's steps."""
+"""Notebooks 7a and 7b: choosing tokens, and an engine's steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ....notebook.next_token import NextToken
-from ..answers import as_array, as_number, expect_number
+from ..answers import as_array, as_number, expect_array, expect_number
 from ..declare import Wrong, draws, exercise, run
 
 
 @exercise(
-    "7.1",
+    "7a.1",
+    "top_p",
+    minutes=10,
+    hints=(
+        "np.argsort(-p) has the places of the tokens, the likeliest first. What is the sum before each of them?",
+        "A token is kept if the sum of those before it is below the limit. The zeros belong at the tokens' own places.",
+    ),
+    solution="""
+def top_p(p, limit):
+    order = np.argsort(-p)
+    before = np.cumsum(p[order]) - p[order]
+    kept = np.zeros(len(p), dtype=bool)
+    kept[order[before < limit]] = True
+    return np.where(kept, p, 0) / p[kept].sum()
+""",
+)
+def nucleus(answer: Any) -> str:
+    z = draws(71).normal(size=12)
+    p = np.exp(z) / np.exp(z).sum()
+    cases = [(p, 0.8), (np.array([0.67, 0.24, 0.09]), 0.9), (np.array([0.1, 0.8, 0.1]), 0.5)]
+    for p, limit in cases:
+        order = np.argsort(-p)
+        below = np.cumsum(p[order])
+        kept, short, least = (np.zeros(len(p), dtype=bool) for _ in range(3))
+        kept[order[below - p[order] < limit]] = True
+        short[order[below <= limit]] = True
+        least[order[::-1][np.cumsum(p[order[::-1]]) - p[order[::-1]] < limit]] = True
+        right = np.where(kept, p, 0) / p[kept].sum()
+        mistakes = {
+            "what is left must be divided by its sum": np.where(kept, p, 0),
+            "they stand in the order of their size; each belongs at its token's place": right[order],
+            "the least likely tokens are kept": np.where(least, p, 0) / p[least].sum(),
+            "tokens are compared with a share of the largest: that is min_p": np.where(p >= limit * p.max(), p, 0)
+            / p[p >= limit * p.max()].sum(),
+            "only tokens of more than the limit each are kept; it is their sum that counts": np.where(p > limit, p, 0),
+            "nothing is cut": p,
+        }
+        if short.any():
+            mistakes["the token that reaches the limit is kept, too"] = np.where(short, p, 0) / p[short].sum()
+        got = as_array(run(answer, p, limit))
+        if got.size == len(p) and not np.nan_to_num(got).any():
+            raise Wrong(f"For p = {p.tolist()} and the limit {limit} nothing is left: the likeliest is always kept.")
+        expect_array(got, right, mistakes=mistakes)
+    return "That is nucleus sampling."
+
+
+@exercise(
+    "7a.2",
     "temperature",
     hints=(
         "Try 0.5 and 0.1, and halve the interval. Or use the sliders above.",
@@ -36,7 +83,7 @@ def half_of_the_probability(answer: Any, after: NextToken) -> str:
 
 
 @exercise(
-    "7.2",
+    "7a.3",
     "no_e",
     minutes=15,
     hints=(
@@ -77,7 +124,7 @@ def lipogram(answer: Any, after: NextToken) -> str:
 
 
 @exercise(
-    "7.3",
+    "7b.1",
     "steps_needed",
     hints=(
         "The first new token comes with the prompt.",
@@ -100,7 +147,7 @@ def steps_of_an_engine(answer: Any, lengths: Sequence[int]) -> str:
 
 
 @exercise(
-    "7.4",
+    "7b.2",
     "steps_of",
     minutes=15,
     hints=(
@@ -123,41 +170,67 @@ def scheduler(answer: Any, lengths: Sequence[int]) -> str:
     draw = draws(75)
     cases = [(list(lengths), 4), ([5], 3), ([3, 3, 3, 3], 2), ([12, 1, 1, 1, 1, 2], 2)]
     cases += [(draw.integers(1, 30, 12).tolist(), int(draw.integers(2, 6))) for _ in range(4)]
-    for queue, places in cases:
+    answers = [as_number(run(answer, list(queue), places)) for queue, places in cases]
+    for steps, (queue, places) in zip(answers, cases, strict=True):
         right = steps_of_engine(queue, places)
-        batches = [queue[i : i + places] for i in range(0, len(queue), places)]
-        mistakes = {
-            sum(queue): "one request after the other",
-            sum(
-                max(batch) for batch in batches
-            ): "whole batches: a place that is free is to be filled in the next step",
-            max(queue): "a place for every request",
-            len(queue): "the number of requests",
-            steps_of_engine(sorted(queue), places): "the shortest first; they are to be taken as they came",
-            steps_of_engine(
-                sorted(queue, reverse=True), places
-            ): "the longest first; they are to be taken as they came",
-            steps_of_engine([n + 1 for n in queue], places): "a step too many for each request",
-            -(-sum(queue) // places): "all places taken in every step",
-        }
-        steps = as_number(run(answer, list(queue), places))
         if steps != right:
-            why = next((f": {text}" for wrong, text in mistakes.items() if steps == wrong), "")
+            agree = {
+                text: sum(given == wrong(*case) for given, case in zip(answers, cases, strict=True))
+                for text, wrong in SCHEDULERS.items()
+                if steps == wrong(queue, places)
+            }
+            # one number may have several causes; one that gives most of the others, too, is likely
+            text = max(agree, key=lambda each: agree[each], default="")
+            why = f": {text}" if text and agree[text] > len(cases) // 2 else ""
             raise Wrong(f"Lengths {queue}, {places} places: {right} steps, and yours are {steps:g}{why}.")
     return f"The ten requests above take {steps_of_engine(lengths, 4)} steps if no prompt has to be cut."
 
 
-def steps_of_engine(lengths: Sequence[int], places: int) -> int:
-    """The steps of continuous batching, with no limit on prompts: each request takes the place that is free first."""
-    free_at = [0] * places
-    for length in lengths:
-        place = free_at.index(min(free_at))
-        free_at[place] += length
-    return max(free_at)
+def steps_of_engine(
+    lengths: Sequence[int], places: int, begun_in_a_step: int | None = None, to_the_end: bool = True
+) -> int:
+    """The steps of continuous batching, with no limit on prompts.
+
+    begun_in_a_step: how many requests may begin in one step; by default, as many as there are free places.
+    to_the_end: False stops when the queue is empty, as if no request were running. 0 steps without places."""
+    waiting, steps = list(lengths) if places else [], 0
+    running: list[int] = []
+    while waiting or (running and to_the_end):
+        free = places - len(running)
+        begun = min(free, begun_in_a_step or free)
+        running += waiting[:begun]
+        waiting = waiting[begun:]
+        running = [left - 1 for left in running if left > 1]
+        steps += 1
+    return steps
+
+
+SCHEDULERS: dict[str, Callable[[list[int], int], int]] = {  # wrong ones: what such an engine does
+    "one request after the other": lambda queue, n: sum(queue),
+    "whole batches: a place that is free is to be filled in the next step": lambda queue, n: sum(
+        max(queue[i : i + n]) for i in range(0, len(queue), n)
+    ),
+    "a place for every request": lambda queue, n: max(queue),
+    "the number of requests": lambda queue, n: len(queue),
+    "the shortest first; they are to be taken as they came": lambda queue, n: steps_of_engine(sorted(queue), n),
+    "the longest first; they are to be taken as they came": lambda queue, n: steps_of_engine(sorted(queue)[::-1], n),
+    "from the back of the queue; they are to be taken as they came": lambda queue, n: steps_of_engine(queue[::-1], n),
+    "a step too many for each request": lambda queue, n: steps_of_engine([length + 1 for length in queue], n),
+    "all places taken in every step": lambda queue, n: -(-sum(queue) // n),
+    "one request begins in a step; all free places are to be filled": lambda queue, n: steps_of_engine(queue, n, 1),
+    "one running request too many": lambda queue, n: steps_of_engine(queue, n + 1),
+    "a place always stays empty": lambda queue, n: steps_of_engine(queue, n - 1),
+    "a queue for each place; all places share one": lambda queue, n: max(sum(queue[i::n]) for i in range(n)),
+    "you stop when nobody waits: the running ones write on": lambda queue, n: steps_of_engine(
+        queue, n, to_the_end=False
+    ),
+    "the last step is missing": lambda queue, n: steps_of_engine(queue, n) - 1,
+    "a step in which nothing runs is counted": lambda queue, n: steps_of_engine(queue, n) + 1,
+}
 
 
 @exercise(
-    "7.5",
+    "7b.3",
     "both",
     hints=(
         "A step has one part for each request that took part in it.",
@@ -176,3 +249,24 @@ def shared_steps(answer: Any, steps: Sequence[Any]) -> str:
     }
     expect_number(answer, right, mistakes=mistakes, hint=f"{len(parts)} steps have {sum(parts)} parts together.")
     return f"{len(parts)} steps instead of {sum(parts)}."
+
+
+@exercise(
+    "7b.4",
+    "texts_that_fit",
+    hints=(
+        "A token takes 153,600 bytes in float32. And in float16?",
+        "A text takes 2,048 times that. How many whole texts fit into 4 · 10⁹ bytes?",
+    ),
+    solution="texts_that_fit = 4_000_000_000 // (153_600 // 2 * 2048)",
+)
+def caches_that_fit(answer: Any) -> str:
+    mistakes = {
+        12: "That is in float32; float16 takes half.",
+        26: "26 texts take 4.09 GB: one too many.",
+        50: "That is with one byte for each number; float16 takes two.",
+        52083: "That is tokens; a text has 2,048.",
+        762: "Keys and values are kept in each of 30 layers.",
+    }
+    expect_number(answer, 25, mistakes=mistakes, hint="4 · 10⁹ bytes, over 2,048 tokens of 76,800 bytes.")
+    return "With pages, a text takes what it has written so far, so more can begin."

@@ -90,6 +90,36 @@ def pairs_in_int16(answer: Any) -> str:
 
 @exercise(
     "4.4",
+    "table_of",
+    hints=(
+        "Index i is the pair of codes (i % 3, i // 3), of the columns 0 and 1. A weight is its code less 1.",
+        "[(c0 - 1) * x0 + (c1 - 1) * x1 for ...]: which of the two loops is the inner one?",
+    ),
+    solution="""
+def table_of(x0, x1):
+    return [(c0 - 1) * x0 + (c1 - 1) * x1 for c1 in range(3) for c0 in range(3)]
+""",
+)
+def table_of_a_pair(answer: Any) -> str:
+    draw = draws(44)
+    codes = np.indices((3, 3)).reshape(2, 9)[::-1]  # (2, 9): of column 0, then of column 1
+    for x in (np.array([5, -2]), np.array([-128, -128]), draw.integers(-127, 128, 2)):
+        right = x @ (codes - 1)
+        mistakes = {
+            "codes are multiplied; a weight is its code less 1": x @ codes,
+            "the columns are exchanged: the code of column 0 runs first": x @ (codes[::-1] - 1),
+            "256 is added; that is the package's, so that halves of 5 bits do without a sign": right + 256,
+            "only column 0 is in it": x[0] * (codes[0] - 1),
+            "the two products are multiplied; they are added": np.prod(x[:, None] * (codes - 1), axis=0),
+        }
+        if as_array(run(answer, *x.tolist())).size == 16:
+            raise Wrong("Nine entries are wanted, at c0 + 3 c1; vpshufb's table of 16 comes after.")
+        expect_array(run(answer, *x.tolist()), right, mistakes=mistakes)
+    return "A row of K weights is K / 2 look-ups, and no product."
+
+
+@exercise(
+    "4.5",
     "gb_per_s",
     hints=(
         "The speed of each is the lower of two limits. One byte holds 5 weights, or 4: at b GB/s that is 5 b and 4 b.",
@@ -115,7 +145,7 @@ def roofs_meet(answer: Any) -> str:
 
 
 @exercise(
-    "4.5",
+    "4.6",
     "panel_sums",
     minutes=20,
     hints=(
@@ -246,11 +276,8 @@ def race_mended(answer: Any, run_kernel: Callable[..., Array], orders: Mapping[s
     draw = draws(83)
     for order, seed in orders.items():
         numbers = draw.integers(-1000, 1000, 64)
-        try:
-            got = run_kernel(answer, "tree", numbers, seed)
-        except BitNetRefError as error:
-            reason = " A barrier must be reached by all threads: it cannot stand inside the if." * ("__sync" in answer)
-            raise Wrong(f"It does not run: {str(error)[:300]}.{reason}") from None
+        hint = " A barrier must be reached by all threads: it cannot stand inside the if." * ("__sync" in answer)
+        got = run_text(run_kernel, answer, "tree", numbers, seed, hint)
         if (got == numbers.sum()).all():
             continue
         if got[0] == numbers.sum():
@@ -267,6 +294,59 @@ def race_mended(answer: Any, run_kernel: Callable[..., Array], orders: Mapping[s
 
 @exercise(
     "8.4",
+    "your_kernel",
+    minutes=15,
+    hints=(
+        "threadIdx.x is the thread's number: it reads x[threadIdx.x] and writes y[threadIdx.x].",
+        "times 64: (signed char)(byte << 6 & 0xC0) is 64 times the weight of crumb 0. Which shift is that of crumb k?",
+        "Add up the four, each times its activation 1, 2, 3, 4, and divide by 64 at the end.",
+    ),
+    solution='''
+your_kernel = """
+extern "C" __global__ void crumbs(const int* x, int* y) {
+    int sum = 0;
+    for (int k = 0; k < 4; k++) sum += (k + 1) * (signed char)(x[threadIdx.x] << (6 - 2 * k) & 0xC0);
+    y[threadIdx.x] = sum / 64;
+}
+"""
+''',
+)
+def own_kernel(answer: Any, run_kernel: Callable[..., Array]) -> str:
+    """run_kernel: (text, name, x, order) -> y."""
+    if answer is None:
+        raise Unanswered
+    if not isinstance(answer, str) or "crumbs" not in answer:
+        raise Wrong("The text of a kernel named crumbs is wanted.")
+    weights = draws(84).permutation(np.indices((3, 3, 3, 3)).reshape(4, 81) - 1, axis=1).T  # (81, 4)
+    crumbs, activations = weights & 3, np.arange(1, 5)
+    right = weights @ activations
+    mistakes = {
+        "it is divided by 64 once too little": 64 * right,
+        "the sign is lost, and 11 counts as 3: (signed char) is missing": crumbs @ activations,
+        "crumb 0 is in the lowest bits; yours run the other way": weights @ activations[::-1],
+        "a crumb is no code: 01 is +1 and 00 is 0, so nothing is taken away": (crumbs - 1) @ activations,
+        "all activations are 1": weights.sum(axis=1),
+        "one crumb is taken, not four": weights[:, 0],
+        "activations count from 1": weights @ (activations - 1),
+        "the other crumbs are still there: & 0xC0 is missing": np.trunc(
+            ((crumbs @ 4 ** np.arange(4))[:, None] << np.array([6, 4, 2, 0])).astype(np.int8) @ activations / 64
+        ),
+    }
+    got = run_text(run_kernel, answer, "crumbs", crumbs @ 4 ** np.arange(4), 1)
+    expect_array(got, right, mistakes=mistakes)
+    return "For every byte that four weights can make. The package's kernels do it with four crumbs in one instruction."
+
+
+def run_text(run_kernel: Callable[..., Array], text: str, name: str, x: Array, order: int, hint: str = "") -> Array:
+    """y of the student's kernel. Raises Wrong if it does not compile or run."""
+    try:
+        return run_kernel(text, name, x, order)
+    except BitNetRefError as error:
+        raise Wrong(f"It does not run: {str(error)[:300]}.{hint}") from None
+
+
+@exercise(
+    "8.5",
     "share_of_memory",
     hints=(
         "Bytes over seconds are the speed at which a step reads. Mind the milliseconds.",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
 
+from ....errors import describe
 from ....formats.gguf.blocks import blocks_from_ternary
 from ....reference import quantization
 from ....reference.layers import Array
-from ..answers import as_array, as_number, expect_array, expect_number
+from ..answers import as_array, as_number, expect_array, expect_number, expect_set
 from ..declare import Unanswered, Wrong, draws, exercise, run
 
 # -- 1: ternary weights --------------------------------------------------------------------------------------------
@@ -264,19 +265,25 @@ def without_products(answer: Any) -> str:
 @exercise(
     "2.4",
     "smallest_k",
-    hints=("The largest product of an int8 activation and a ternary weight is 127.", "int16 ends at 32,767."),
-    solution="smallest_k = 259",
+    hints=(
+        "A register of n bits, one of them for the sign, ends at 2ⁿ⁻¹ − 1. Here it has 20.",
+        "It ends at 524,287. How often does 127 fit into that?",
+    ),
+    solution="smallest_k = (2**19 - 1) // 127 + 1",
 )
-def int16_overflows(answer: Any) -> str:
+def register_overflows(answer: Any) -> str:
     mistakes = {
-        258: "127 · 258 = 32,766 still fits: one more does not.",
-        516: "int16 has a sign: it ends at 32,767, not at 65,535.",
-        517: "int16 has a sign: it ends at 32,767, not at 65,535.",
-        256: "The products are 127, not 128: 127 · 256 = 32,512 fits.",
-        257: "127 · 257 = 32,639 fits.",
+        4128: "127 · 4,128 = 524,256 still fits: one more does not.",
+        4127: "127 · 4,127 = 524,129 fits.",
+        8256: "One of the 20 bits is the sign: it ends at 524,287, not at 1,048,575.",
+        8257: "One of the 20 bits is the sign: it ends at 524,287, not at 1,048,575.",
+        4096: "The products are 127, not 128: 127 · 4,096 = 520,192 fits.",
+        4097: "The products are 127, not 128: 127 · 4,097 = 520,319 fits.",
+        259: "That is an int16, of 16 bits; the register has 20.",
+        524288: "That is the first sum that does not fit. How many terms of 127 does it take?",
     }
-    expect_number(answer, 259, mistakes=mistakes, hint="127 · K is to be more than 32,767, just so.")
-    return "127 · 259 = 32,893."
+    expect_number(answer, 4129, mistakes=mistakes, hint="127 · K is to be more than 524,287, just so.")
+    return "127 · 4,129 = 524,383. So K = 2,560 is safe in such a register, and K = 6,912 is not."
 
 
 # -- 5: files ------------------------------------------------------------------------------------------------------
@@ -399,12 +406,97 @@ def reader_of_tq2_0(answer: Any) -> str:
         ).reshape(6, 512),
         "1 is taken from an unsigned byte: 0 − 1 is 255": (w_t.astype(np.int64)) % 256,
         "the weights are scaled already; −1, 0 and +1 are wanted": w_t * right,
+        "the codes above it are still there: & 3 is missing": (
+            (fields[:, :, None] >> np.array([0, 2, 4, 6])[:, None]).astype(np.int16) - 1
+        ).reshape(6, 512),
+        "code 0 is −1, 1 is 0 and 2 is +1; you took them for 0, 1 and −1": np.array([0, 1, -1])[w_t + 1],
+        "the scale comes last: a block begins with its 64 bytes of codes": (
+            (data.reshape(-1, 66)[:, 2:].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6])[:, None] & 3).astype(np.int8)
+            - 1
+        ).reshape(6, 512),
+        "the weights of the file are rows, one after the other; you filled columns": w_t.reshape(512, 6).T,
+        "the codes of a byte are 32 weights apart, not neighbours, and the first is in the lowest bits": np.flip(
+            halves, 2
+        )
+        .swapaxes(2, 3)
+        .reshape(6, 512),
     }
     expect_array(result[0], w_t, mistakes=mistakes)
     wrong = {
         float(scale[::-1].copy().view(np.float16)[0]): "Its two bytes are exchanged: the lower one comes first.",
         float(scale.view(np.uint16)[0]): "Those are its bits as an integer; read them as float16.",
         float((scale.view(np.uint16).astype(np.uint32) << 16).view(np.float32)[0]): "That is read as bfloat16.",
+        float(
+            data[:2].view(np.float16)[0]
+        ): "Those are the block's first two bytes, which are codes; it ends in the scale.",
+        float(1 / np.float16(right)): "That is 1 over the scale; it is stored as it is.",
     }
     expect_number(result[1], right, mistakes=wrong, hint="The scale is the float16 in the last two bytes of a block.")
     return "A reader of a GGUF type, in four lines."
+
+
+@exercise(
+    "5.6",
+    "seen",
+    hints=("Which values can a scale have, and which codes?", "A weight of 0 is as good as one of −1."),
+    solution='seen = {"a", "b"}',
+)
+def faults_that_show(answer: Any) -> str:
+    choices = {
+        "a": "A scale is a number above zero, and NaN is none.",
+        "b": "Three codes are weights; the fourth is none.",
+        "c": "Codes 0 and 1 are both weights: only who knows the right one can tell.",
+    }
+    expect_set(answer, {"a", "b"}, choices)
+    return "The third is the one that a hash of the content is for."
+
+
+@exercise(
+    "5.5",
+    "differing",
+    minutes=10,
+    hints=(
+        "Which names must be looked at? Those of the one file, of the other, or of both together?",
+        "np.array_equal(t, u) compares shape and all places. Two scales are the same only if they are equal.",
+    ),
+    solution="""
+def differing(before, after):
+    names = []
+    for name in sorted({*before, *after}):
+        if name not in before or name not in after:
+            names.append(name)
+        elif not np.array_equal(before[name][0], after[name][0]) or before[name][1] != after[name][1]:
+            names.append(name)
+    return names
+""",
+)
+def proof_of_a_conversion(answer: Any) -> str:
+    draw = draws(55)
+    before = {
+        name: (draw.integers(-1, 2, (8, 16), dtype=np.int8), np.float32(draw.uniform(0.01, 0.1))) for name in "qkv"
+    }
+    t, s = before["k"]
+    n, m = np.argwhere(t != t[0, 0])[0]
+    swapped = t.copy()
+    swapped[0, 0], swapped[n, m] = t[n, m], t[0, 0]
+    cases: list[tuple[dict[str, Any], set[str], str]] = [
+        (dict(before), set(), "Two equal files differ in nothing."),
+        (before | {"k": (-t, s)}, {"k"}, "In one of the matrices all signs are turned."),
+        (before | {"k": (swapped, s)}, {"k"}, "Two weights have changed places: all shares and sums are the same."),
+        (before | {"k": (t, 1 / s)}, {"k"}, "The weights are equal, and a scale is not."),
+        (
+            before | {"k": (t, np.nextafter(s, np.float32(1)))},
+            {"k"},
+            "A scale is off by its last bit: that is not equal.",
+        ),
+        ({"q": before["q"], "v": before["v"]}, {"k"}, "A matrix of the first file is missing in the second."),
+        (before | {"new": before["q"]}, {"new"}, "The second file has a matrix that the first has not."),
+        (before | {"q": (before["q"][0].T, s), "v": (-t, s)}, {"q", "v"}, "Two matrices differ, one of them in shape."),
+    ]
+    for after, right, what in cases:
+        names = run(answer, before, after)
+        if not isinstance(names, (list, tuple, Set)):
+            raise Wrong(f"A list of names is wanted, not {describe(names)}.")
+        if set(names) != right:
+            raise Wrong(f"{what} The names are {sorted(right)}, and yours are {sorted(map(str, names))}.")
+    return "That is most of what convert does before it gives a file its name."

@@ -39,6 +39,8 @@ def backward_of_a_bitlinear(answer: Any) -> str:
         raise Wrong("Two gradients are wanted, dx and dW.")
     if any(each is None for each in result):
         raise Unanswered
+    if as_array(result[0]).shape == w.shape and as_array(result[1]).shape == x.shape:
+        raise Wrong("The two gradients are exchanged: dx, of the shape of x, comes first.")
     x_float = x_q / a
     of_x = {
         "the float masters are used; the forward pass used the rounded weights, W_t · s": dy @ w,
@@ -46,10 +48,17 @@ def backward_of_a_bitlinear(answer: Any) -> str:
         "it is divided by s instead of multiplied": dy @ w_t / s,
         "the activations' scale a does not belong here": dy @ (w_t * s) / a,
         "the activations' scale a does not belong here (and multiplies)": dy @ (w_t * s) * a,
+        "only the signs of W are used; a rounded weight may also be 0": dy @ (np.sign(w) * s),
+        "the slope of rounding is taken, 0; straight through, it counts as 1": 0 * x,
+        "the mean over outputs is taken; the sum is right": dy @ (w_t * s) / len(w),
     }
     of_w = {
         "x is used as it was before rounding; the forward pass used x_q / a": dy.T @ x,
         "x_q is to be divided by its scale a": dy.T @ x_q.astype(np.float32),
+        "x_q is multiplied by its scale a instead of divided": dy.T @ (x_q * a),
+        "x_q is divided by one scale for all; each token has its own a": dy.T @ (x_q / a.min()),
+        "x is used as it was before rounding, and the scale s does not belong here": dy.T @ x * s,
+        "the slope of rounding is taken, 0; straight through, it counts as 1": 0 * w,
         "the scale s does not belong here: straight through, W_q stands for W": dy.T @ x_float * s,
         "the mean over tokens is taken; the sum is right": dy.T @ x_float / len(x),
         "it is divided by s": dy.T @ x_float / s,
@@ -96,6 +105,53 @@ def runaway_master(answer: Any) -> str:
 
 @exercise(
     "9.3",
+    "my_step",
+    minutes=15,
+    hints=(
+        "Round both, compute the error of the product and the gradient with respect to W as in 9.1, and go against it.",
+        "dy = (X_q @ W_q.T - target) / len(x), with X_q = x_q / a and W_q = W_t * s.",
+        "Return W - rate * (dy.T @ X_q): the master goes on, not the rounded weight.",
+    ),
+    solution="""
+def my_step(W, x, target, rate):
+    W_t, s = quantization.quantize_weights(W)
+    x_q, a = quantization.quantize_activations(x)
+    dy = ((x_q / a) @ (W_t * s).T - target) / len(x)
+    return W - rate * (dy.T @ (x_q / a))
+""",
+)
+def step_of_a_bitlinear(answer: Any) -> str:
+    draw = draws(94)
+    w, x, target = (draw.normal(size=shape).astype(np.float32) for shape in ((6, 24), (5, 24), (5, 6)))
+    w_t, s = quantization.quantize_weights(w)
+    x_q, a = quantization.quantize_activations(x)
+    x_float, rate = x_q / a, 0.25
+    dy = (x_float @ (w_t * s).T - target) / len(x)
+    right = w - rate * (dy.T @ x_float)
+    mistakes = {
+        "the step goes up the slope: the gradient is subtracted": w + rate * (dy.T @ x_float),
+        "the mean over tokens is missing: dy is the error divided by their number": w
+        - rate * len(x) * (dy.T @ x_float),
+        "dy is divided by all outputs; the mean is over tokens": w - rate / len(target.T) * (dy.T @ x_float),
+        "the square's factor 2 is in it; the loss has one half": w - 2 * rate * (dy.T @ x_float),
+        "the forward pass takes the float masters; it rounds them": w
+        - rate * ((x_float @ w.T - target) / len(x)).T @ x_float,
+        "the forward pass takes x before rounding": w - rate * ((x @ (w_t * s).T - target) / len(x)).T @ x_float,
+        "the gradient takes x before rounding": w - rate * (dy.T @ x),
+        "x is taken before rounding, in both passes": w - rate * ((x @ (w_t * s).T - target) / len(x)).T @ x,
+        "the scale s is missing in the forward pass": w - rate * ((x_float @ w_t.T - target) / len(x)).T @ x_float,
+        "the rounded weight is moved; the master is": w_t * s - rate * (dy.T @ x_float),
+        "the new master is rounded; it stays a float": np.multiply(*quantization.quantize_weights(right)),
+        "that is the gradient; the new master is wanted": dy.T @ x_float,
+        "the rate is missing": w - dy.T @ x_float,
+        "nothing moved": w,
+    }
+    expect_array(run(answer, w, x, target, rate), right, mistakes=mistakes)
+    return "All of training is this step, for every matrix, some thousand times."
+
+
+@exercise(
+    "9.4",
     "fewest_steps",
     hints=(
         "A master on stair 0 is scale / 2 − |master| away from its threshold.",
@@ -111,21 +167,29 @@ def steps_to_a_threshold(answer: Any, master: Array) -> str:
     scale, size = quantization.absmean_scale(master), np.abs(master)
     inside = size[size < scale / 2]
     right = float(np.median(scale / 2 - inside) / 0.01)
-    mistakes = {
-        float(np.median(scale - inside) / 0.01): "The threshold is at half of the scale.",
-        float(np.median(inside) / 0.01): "That is the way to 0; the threshold is on the other side.",
-        float(
-            np.median(np.abs(scale / 2 - size)) / 0.01
-        ): "Only the weights on stair 0, nearer to 0 than the threshold.",
-        right * 0.01: "That is the distance: divide it by the rate.",
-        float(np.mean(scale / 2 - inside) / 0.01): "That is the mean; the median is asked.",
+    stair_0 = "Only the weights on stair 0, nearer to 0 than the threshold."
+    distances = {
+        "The threshold is at half of the scale.": np.median(scale - inside),
+        "That is the way to 0; the threshold is on the other side.": np.median(inside),
+        stair_0: np.median(np.abs(scale / 2 - size)),
+        f"{stair_0} Those that are beyond it count as negative distances here.": np.median(scale / 2 - size),
+        "That is the mean; the median is asked.": np.mean(scale / 2 - inside),
+        "Masters are of both signs: take |master| before the distance.": np.median(
+            scale / 2 - master[size < scale / 2]
+        ),
+        "That is half of the stair; take the median of the masters that are there.": scale / 4,
+        "That is the distance: divide it by the rate.": right * 0.01 * 0.01,
+        "That is the distance times the rate: divide by it.": right * 0.01**3,
     }
     value = as_number(answer)
-    if abs(value - right) < min(0.05 * right, 0.5) or value == np.ceil(right):  # steps are whole, too
+    # Of an untrained matrix the median and the mean differ by a few thousandths, so no more than rounding is allowed.
+    if abs(value - right) <= 5e-4 * right or value == round(right, 2) or value == np.ceil(right):
         return "Masters ten times as large need ten times as many: their size sets the pace."
-    for wrong, sentence in mistakes.items():
-        if abs(value - wrong) <= 0.01 * abs(wrong):
+    for sentence, distance in distances.items():
+        if abs(value - distance / 0.01) <= 5e-4 * abs(distance / 0.01) or value == round(float(distance) / 0.01, 2):
             raise Wrong(sentence)
+    if value == np.floor(right):
+        raise Wrong(f"After {value:g} steps it has not arrived: whole steps are rounded up.")
     raise Wrong(
         f"{value:.3g} is too {'many' if value > right else 'few'}: how far is the median weight from scale / 2?"
     )

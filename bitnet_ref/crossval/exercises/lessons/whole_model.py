@@ -16,7 +16,7 @@ from ..declare import Unanswered, Wrong, exercise, run
 
 
 @exercise(
-    "3c.1",
+    "3c.3",
     "numbers_per_token",
     hints=("A key and a value, in each block, for each key/value head.", "2 · L · G · d"),
     solution="numbers_per_token = 2 * L * G * d",
@@ -30,13 +30,19 @@ def size_of_the_cache(answer: Any, model: Model) -> str:
         2 * shared * width: "That is one block; each of them has a cache.",
         2 * blocks * heads * width: "That is a key for each query head; two of them share one (G, not H).",
         2 * blocks * shared: "Those are vectors; each has d numbers.",
+        2 * shared: "Those are the vectors of one block; each has d numbers, and every block has a cache.",
+        3 * blocks * shared * width: "Queries are not kept: no later token reads them.",
+        blocks * width: "A key and a value are kept, and for each of G heads: both factors are missing.",
+        2 * blocks * heads: "Those are vectors of d numbers, and two query heads share a key (G, not H).",
+        4 * right: "Those are its bytes in float32; numbers are asked.",
+        right * model.config.context_length: "That is a full cache; one token is asked.",
     }
     expect_number(answer, right, mistakes=mistakes, hint="2 of them (key, value), in each of L blocks ...")
     return f"With a key/value head for each query head it would be {heads // shared} times as many."
 
 
 @exercise(
-    "3c.2",
+    "3c.1",
     "changed_rows",
     hints=(
         "Row i of the logits is the prediction made after reading tokens 0 to i.",
@@ -65,7 +71,7 @@ def future_is_hidden(answer: Any, tokens: list[int]) -> str:
 
 
 @exercise(
-    "3c.3",
+    "3c.4",
     "loss_without",
     minutes=15,
     hints=(
@@ -108,7 +114,7 @@ def ablation(
 
 
 @exercise(
-    "3c.4",
+    "3c.5",
     "KeysNotTurned",
     minutes=10,
     hints=(
@@ -147,7 +153,7 @@ def own_bug(answer: Any, model: Model, tokens: list[int], recorded: dict[str, Ar
 
 
 @exercise(
-    "3c.5",
+    "3c.2",
     "settled",
     minutes=10,
     hints=(
