@@ -201,4 +201,6 @@ KNOWN: dict[str, str] = {
     "formats/gguf/export.py _ModelTensors._matrix: return iq2_bn_rows(pack_ternary(w_t), "
     "np.full((len(w_t), 1), scale, dtype=np.float32)) -> return iq2_bn_rows(pack_ternary(w_t), "
     "(np.full((len(w_t), 1), scale)))": ("the scale is a float32"),
+    "tokenizers/gguf_keys.py GgufVocabulary.__init__: if not 0 < len(self.tokens) <= MAX_TOKEN_ID: -> if "
+    "not (0 < len(self.tokens) < MAX_TOKEN_ID):": ("no file has 2^24 tokens"),
 }
