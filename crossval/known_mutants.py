@@ -203,4 +203,17 @@ KNOWN: dict[str, str] = {
     "(np.full((len(w_t), 1), scale)))": ("the scale is a float32"),
     "tokenizers/gguf_keys.py GgufVocabulary.__init__: if not 0 < len(self.tokens) <= MAX_TOKEN_ID: -> if "
     "not (0 < len(self.tokens) < MAX_TOKEN_ID):": ("no file has 2^24 tokens"),
+    "formats/binary_file.py BinaryFile._read_large.read: return os.preadv(self._file.fileno(), "
+    "[target[start : start + part]], offset + start) -> return os.preadv(self._file.fileno(), "
+    "[target[start : (start - part)]], offset + start)": ("parts are read twice: what is there is the same"),
+    'tokenizers/templates/sandbox.py _Rewriter.visit_For: node.iter = _hook("loop", node.iter, '
+    'nodes.Const(weight, lineno=node.lineno)) -> node.iter = _hook("loop", node.iter, '
+    "(nodes.Const(weight)))": ("a constant has no error whose line is named"),
+    "tokenizers/regex_cost.py SearchLimit.is_cheap: return steps <= _SPARE_STEPS + _STEPS_PER_CHARACTER *"
+    " length -> return (steps < _SPARE_STEPS + _STEPS_PER_CHARACTER * length)": (
+        "at the bound itself the text is looked at, and taken"
+    ),
+    'tokenizers/regex_cost.py SearchLimit._end_of_class: if character == "[" and pattern[position + 1 : '
+    'position + 3].startswith(("]", "^]")): -> if character == "[" and pattern[position + 1 : position + '
+    '(4)].startswith(("]", "^]")):': ("two characters are compared"),
 }

@@ -179,6 +179,11 @@ def test_read_model_reads_the_file() -> None:
     assert (model.add_dummy_prefix, model.remove_extra_whitespaces) == (True, False)
 
 
+def test_fields_of_a_piece_that_are_not_known_say_nothing() -> None:
+    data = field(1, field(1, b"a") + field(4, b"b"))
+    assert read_model(data, None).pieces == ["a"]
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
