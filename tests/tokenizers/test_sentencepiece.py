@@ -191,6 +191,7 @@ def test_fields_of_a_piece_that_are_not_known_say_nothing() -> None:
         (b"\x0a\xff\xff\xff\xff\x0f", "runs past its end"),
         (b"\x0a" + b"\xff" * 12, "more than 10 bytes"),
         (b"\x0b\x00", "bad field tag"),
+        (b"\x08", "truncated inside an integer"),
         (b"\x08\x01", "a message is missing"),
         (MODEL[:-3], "byte "),
         (piece(b"<0xZZ>", BYTE), "a byte piece must be written"),
