@@ -216,4 +216,18 @@ KNOWN: dict[str, str] = {
     'tokenizers/regex_cost.py SearchLimit._end_of_class: if character == "[" and pattern[position + 1 : '
     'position + 3].startswith(("]", "^]")): -> if character == "[" and pattern[position + 1 : position + '
     '(4)].startswith(("]", "^]")):': ("two characters are compared"),
+    "formats/gguf/blocks.py _iq2_bn_r4_codes: return (by_row >> SHIFTS_2[:, None] & MASK_2).reshape(-1, "
+    "64) -> return (by_row >> SHIFTS_2[:, None] & MASK_2).reshape(-(2), 64)": (
+        "numpy takes any negative length for the one that it computes"
+    ),
+    "formats/gguf/blocks.py _pack_codes: packed: NDArray[np.uint8] = "
+    "np.bitwise_or.reduce(codes.reshape(len(codes), -1, 4) << SHIFTS_2, axis=2) -> packed: "
+    "NDArray[np.uint8] = np.bitwise_or.reduce(codes.reshape(len(codes), -(2), 4) << SHIFTS_2, axis=2)": (
+        "numpy takes any negative length for the one that it computes"
+    ),
+    "formats/hf/masters.py masters_of: sizes[zero[0]] = scale * 2.0**-40 # else it could be read as a "
+    "ternary matrix that was saved in a float dtype -> sizes[zero[0]] = scale * (3.0)**-40 # else it "
+    "could be read as a ternary matrix that was saved in a float dtype": (
+        "a size that is small beside the others and not 0; how small does not matter"
+    ),
 }
