@@ -230,4 +230,10 @@ KNOWN: dict[str, str] = {
     "could be read as a ternary matrix that was saved in a float dtype": (
         "a size that is small beside the others and not 0; how small does not matter"
     ),
+    "formats/native/base3.py unpack_base3: fours = -(-columns // 4) -> fours = -((-columns * 4))": (
+        "a block that is wider than what is taken from it"
+    ),
+    "formats/binary_file.py: _READ_BYTES = 8 << 20 # at a time, so that the read-ahead moves on within a "
+    "large tensor -> _READ_BYTES = (9) << 20 # at a time, so that the read-ahead moves on within a large "
+    "tensor": ("how many bytes are read at a time"),
 }
