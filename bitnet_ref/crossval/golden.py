@@ -28,7 +28,7 @@ from ..families.block_rule import round_inputs
 from ..families.groups import GroupTernaryLinear, group_linear
 from ..formats.convert import TARGETS, convert, engine_of
 from ..formats.packing import hf_from_ternary
-from ..formats.safetensors import SafetensorsWriter, dtype_name
+from ..formats.safetensors import write_arrays
 from ..reference.layers import Array, Floats
 from ..system.atomic import atomic_folder
 from .engines.llama_cpp import dense_model
@@ -200,11 +200,7 @@ def _draw_signs(rng: np.random.Generator, rows: int, columns: int, weights: str)
 
 def _write_source(tiny: TinyModel, seed: int, folder: Path) -> None:
     folder.mkdir()
-    tensors = draw_tensors(tiny, seed)
-    layout = {name: (dtype_name(w.dtype), w.shape) for name, w in tensors.items()}
-    with SafetensorsWriter(folder / "model.safetensors", layout, {"format": "pt"}) as writer:
-        for name, w in tensors.items():
-            writer.write(name, w)
+    write_arrays(folder / "model.safetensors", draw_tensors(tiny, seed), {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(dict(tiny.config)), encoding="utf-8")
 
 
@@ -289,7 +285,7 @@ def write_golden(out: Path) -> list[GoldenFile]:
             tokens = _draw_model(tiny, source)
             (folder / tiny.name).mkdir()
             expected = {"tokens": tokens.astype(np.int32), **expected_logits(source, tokens)}
-            _write_arrays(folder / tiny.name / "expected.safetensors", expected, tiny.about)
+            write_arrays(folder / tiny.name / "expected.safetensors", expected, {"about": tiny.about})
             for target in tiny.targets:
                 path = folder / tiny.name / f"{target}{TARGETS[target].suffix or ''}"
                 tiles = path.with_suffix(".ini") if target in TILE_WIDTHS else None
@@ -323,13 +319,6 @@ def _draw_model(tiny: TinyModel, folder: Path) -> NDArray[np.int64]:
             source.rename(folder)
             return tokens
     raise AssertionError("count() has no end")
-
-
-def _write_arrays(path: Path, arrays: Mapping[str, Array], about: str) -> None:
-    layout = {name: (dtype_name(array.dtype), array.shape) for name, array in arrays.items()}
-    with SafetensorsWriter(path, layout, {"about": about}) as writer:
-        for name, array in arrays.items():
-            writer.write(name, array)
 
 
 def _tiles(width: int) -> str:

@@ -44,7 +44,7 @@ from ..system.json_file import open_regular, parse_json_object
 from ..system.sharing import file_identity, model_files
 from .checkpoint import LoadOptions, linear_names, linear_shape, norms_of_layer
 from .open import open_checkpoint
-from .safetensors import SafetensorsFile, SafetensorsWriter, content_hash, dtype_name
+from .safetensors import SafetensorsFile, content_hash, dtype_name, write_arrays
 
 log = logging.getLogger(__name__)
 
@@ -140,12 +140,8 @@ class PreparedFile:
             self.path.parent.mkdir(exist_ok=True)
             if not self._plain_path().is_file():
                 self.path.unlink(missing_ok=True)  # a pipe
-            with (
-                atomic_path(self.path) as temporary,
-                SafetensorsWriter(temporary, layout, metadata, alignment=_ALIGNMENT) as writer,
-            ):
-                for name, array in arrays.items():
-                    writer.write(name, array)
+            with atomic_path(self.path) as temporary:
+                write_arrays(temporary, arrays, metadata, alignment=_ALIGNMENT)
         except (OSError, FormatError) as problem:
             log.warning("the prepared weights are not kept: %s", problem)
 

@@ -254,3 +254,13 @@ class SafetensorsWriter(Closeable):
         view = memoryview(data)
         while view:
             view = view[self._file.write(view) :]
+
+
+def write_arrays(
+    path: str | os.PathLike[str], arrays: Mapping[str, Array], metadata: Mapping[str, str], *, alignment: int = 8
+) -> None:
+    """Write arrays that are all in memory. alignment: as of `SafetensorsWriter`."""
+    layout = {name: (dtype_name(array.dtype), array.shape) for name, array in arrays.items()}
+    with SafetensorsWriter(path, layout, metadata, alignment=alignment) as writer:
+        for name, array in arrays.items():
+            writer.write(name, array)

@@ -26,14 +26,13 @@ from ..families.lora import Adapter, LoraTerm, OnLinear
 from ..formats.checkpoint import is_ternary, read_tokenizer_folder
 from ..formats.hf.adapter import CONFIG_FILE, WEIGHTS_FILE
 from ..formats.names import hf_module
-from ..formats.safetensors import SafetensorsWriter
 from ..reference.config import ModelConfig
 from ..reference.layers import Array, Floats
 from ..reference.weights import LinearWeight, TernaryWeight, linear_name
 from ..system.atomic import atomic_path
 from .network import EMBEDDING, LinearGroup, Masters, SequencePass, TrainingNetwork, master_shapes
 from .ops import LinearInput, StepLinear
-from .trainer import Trainer, to_host
+from .trainer import Trainer, write_masters
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -121,10 +120,8 @@ class LoraTrainer(Trainer):
         }
         with atomic_path(path / CONFIG_FILE) as target:
             target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        layout = {f"base_model.model.{name}": ("F32", array.shape) for name, array in self.masters.items()}
-        with atomic_path(path / WEIGHTS_FILE) as target, SafetensorsWriter(target, layout, {"format": "pt"}) as writer:
-            for name, array in self.masters.items():
-                writer.write(f"base_model.model.{name}", to_host(array).astype(np.float32, copy=False))
+        factors = {f"base_model.model.{name}": array for name, array in self.masters.items()}
+        write_masters(path / WEIGHTS_FILE, factors, {"format": "pt"})
 
     def network(self, run: Callable[..., Any]) -> TrainingNetwork:
         return LoraNetwork(self, run)

@@ -31,7 +31,7 @@ from ..formats.checkpoint import read_tokenizer_folder
 from ..formats.hashes import weight_hash
 from ..formats.hf.config import parse_hf_config
 from ..formats.prepared import sum_pages
-from ..formats.safetensors import SafetensorsFile, SafetensorsWriter, content_hash
+from ..formats.safetensors import SafetensorsFile, content_hash
 from ..reference.config import ModelConfig
 from ..system.atomic import atomic_path, explain_os_errors, is_same_file
 from ..system.json_file import open_regular, read_bounded
@@ -42,7 +42,7 @@ from .distil import Distillation
 from .lora import LoraTrainer
 from .network import Masters, master_shapes
 from .optimizer import OPTIMIZERS, SCHEDULES, Schedule
-from .trainer import Trainer, to_host
+from .trainer import Trainer, to_host, write_masters
 
 CHECKPOINT, METRICS, SAMPLES, MODEL = "checkpoint.safetensors", "metrics.csv", "samples.txt", "model"
 ADAPTER = "adapter"  # in the place of MODEL
@@ -404,16 +404,10 @@ class TrainingRun:
             for name, array in part.items()
         }
         facts = {"step": optimizer.step, "recent": list(self._recent), "identity": self._identity()}
-        layout = {name: ("F32", array.shape) for name, array in arrays.items()}
         metadata = {FACTS: json.dumps(facts)}
         hashes = {name: ("F32", array.shape, _hash_array(to_host(array))) for name, array in arrays.items()}
         metadata["content_hash"] = content_hash(metadata, hashes)
-        with (
-            atomic_path(self.folder / CHECKPOINT) as target,
-            SafetensorsWriter(target, layout, metadata) as writer,
-        ):
-            for name, array in arrays.items():
-                writer.write(name, to_host(array))
+        write_masters(self.folder / CHECKPOINT, arrays, metadata)
         self.trainer.save(self.output)
 
     def _identity(self) -> dict[str, Any]:

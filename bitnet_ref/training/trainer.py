@@ -246,10 +246,7 @@ class Trainer:
         for name, data in {**self.tokenizer_files, "config.json": config.encode()}.items():
             with atomic_path(path / name) as target:
                 target.write_bytes(data)
-        layout = {name: ("F32", array.shape) for name, array in self.masters.items()}
-        with atomic_path(path / SINGLE_FILE) as target, SafetensorsWriter(target, layout, {"format": "pt"}) as writer:
-            for name, array in self.masters.items():
-                writer.write(name, to_host(array).astype(np.float32, copy=False))
+        write_masters(path / SINGLE_FILE, self.masters, {"format": "pt"})
 
     def to_device(self, array: Array) -> Array:
         """The array where this trainer computes: on the card, or as it is."""
@@ -316,6 +313,14 @@ def choose_functions(backend: str, wide: bool) -> Any:
 def card_arrays() -> Any:
     """The module of the card's arrays: CuPy's, or NumPy's under emulation. Raises BackendUnavailable."""
     return open_device().xp
+
+
+def write_masters(path: Path, masters: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
+    """Replace a .safetensors file by one of these arrays in float32, which come from the card one at a time."""
+    layout = {name: ("F32", array.shape) for name, array in masters.items()}
+    with atomic_path(path) as target, SafetensorsWriter(target, layout, metadata) as writer:
+        for name, array in masters.items():
+            writer.write(name, to_host(array).astype(np.float32, copy=False))
 
 
 def to_host(array: Any) -> Array:

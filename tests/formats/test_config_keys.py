@@ -10,7 +10,7 @@ from helpers import BITNET, TINY, write_checkpoint
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, ConfigWarning, FormatError
 from bitnet_ref.formats.hf.config import parse_hf_config, read_hf_config
-from bitnet_ref.formats.hf.config_keys import OTHER_FUNCTION, OTHER_PACKING
+from bitnet_ref.formats.hf.config_keys import OTHER_FUNCTION, OTHER_PACKING, have_same_meaning
 from bitnet_ref.inspection import inspect_model
 
 PATH = Path("somewhere/config.json")
@@ -303,3 +303,12 @@ def test_read_config_needs_no_weights(tmp_path):
     with pytest.raises(ConfigError):
         bitnet_ref.read_config(tmp_path)
     assert bitnet_ref.read_config(tmp_path, allow_unquantized=True).quantization is None
+
+
+def test_what_one_of_two_dicts_says_alone_is_another_meaning():
+    stated = {"bits": 2, "modules_to_not_convert": None}
+    for other in ({}, {"bits": None}, {"bits": 3}, {"bits": 2, "group_size": 32}):
+        assert not have_same_meaning(stated, other)
+        assert not have_same_meaning(other, stated)
+    assert have_same_meaning(stated, {"bits": 2})
+    assert have_same_meaning({"bits": 2}, stated)

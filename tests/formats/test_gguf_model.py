@@ -19,6 +19,7 @@ from bitnet_ref.formats.gguf.model import GgufCheckpoint
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
 from bitnet_ref.reference.quantization import quantize_weights
 from bitnet_ref.reference.weights import DenseWeight, TernaryWeight
+from bitnet_ref.system.options import declared_options
 
 GGUF = DATA / "gguf"
 GOLDEN_KINDS = ("f16", "i2_s", "tq1_0", "tq2_0")
@@ -217,6 +218,10 @@ def test_shortest():
 
 
 # -- what the file does not say ----------------------------------------------------------------------------------------
+
+
+def test_the_option_is_called_as_the_format_is():
+    assert declared_options(LoadOptions)["i2_s_layout"].flag == "--i2s-layout"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -11,6 +11,7 @@ from helpers import BITNET, DATA, GOLDEN, GOLDEN_CASES, TINY, tiny_tensors, writ
 from bitnet_ref.errors import ConfigError
 from bitnet_ref.formats.checkpoint import parts
 from bitnet_ref.formats.convert import convert
+from bitnet_ref.formats.hf import writer
 from bitnet_ref.formats.hf.config import parse_hf_config
 from bitnet_ref.formats.hf.writer import hf_config_json, write_hf
 from bitnet_ref.formats.open import ASSETS, open_checkpoint
@@ -176,3 +177,14 @@ def test_a_small_smollm3_has_no_padding_token(tmp_path):
     """The class's default is token 128004, with which transformers builds no model of fewer tokens."""
     convert(DATA / "families" / "smollm3", tmp_path / "out", "hf-bf16")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["pad_token_id"] is None
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 4])
+def test_mlx_is_told_every_how_many_layers_attend_to_all(interval):
+    kinds = ["full_attention" if layer % interval == 0 else "linear_attention" for layer in range(1, 10)]
+    text = {"model_type": "qwen3_5_text", "layer_types": kinds}
+    assert writer._wrapper_json(text)["text_config"] == {**text, "full_attention_interval": interval}
+    other = ["full_attention" if kind == "linear_attention" else "linear_attention" for kind in kinds[:-1]]
+    if interval > 2:
+        with pytest.raises(ConfigError, match="every n-th layer"):
+            writer._wrapper_json({**text, "layer_types": other})

@@ -168,6 +168,23 @@ def test_the_checker_accepts_it_and_bytes_repeat(external_bytes, tmp_path):
     assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]
 
 
+def test_the_smallest_tensor_beside_the_model(tmp_path):
+    """The packed matrices of one size, at the limit and one byte above it."""
+    packed = model(GOLDEN / "bitnet-packed-offline").weights.layers[0].q_proj.packed
+    for limit, is_beside in ((packed.nbytes, True), (packed.nbytes + 1, False)):
+        export(GOLDEN / "bitnet-packed-offline", tmp_path / "m.onnx", external_bytes=limit)
+        graph = onnx.load(tmp_path / "m.onnx", load_external_data=False).graph
+        tensors = {tensor.name: tensor for tensor in graph.initializer}
+        assert bool(tensors["model.layers.0.self_attn.q_proj.weight_packed"].external_data) == is_beside
+
+
+def test_progress_counts_every_part(tmp_path):
+    calls = []
+    export(GOLDEN / "bitnet-packed-offline", tmp_path / "m.onnx", progress=lambda *call: calls.append(call))
+    total = calls[0][1]
+    assert calls == [(done, total) for done in range(calls[0][0], total + 1)]
+
+
 def test_what_is_in_the_file(tmp_path):
     m = model(GOLDEN / "bitnet-packed-offline")
     export(GOLDEN / "bitnet-packed-offline", tmp_path / "m.onnx")

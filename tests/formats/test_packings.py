@@ -86,12 +86,20 @@ def test_two_bits_that_are_not_ternary_stay_what_they_say(tmp_path):
     assert isinstance(affine(tmp_path, codes, 2, scales, -scales), BlockWeight)
 
 
-@pytest.mark.parametrize(("words", "columns"), [((4, 9), 4), ((4, 8), 5), ((4, 8), 16), ((4, 14), 2), ((4, 8), 0)])
+@pytest.mark.parametrize(
+    ("words", "columns"), [((4, 9), 4), ((4, 8), 5), ((4, 8), 16), ((4, 14), 2), ((4, 8), 0), ((), 4)]
+)
 def test_shapes_that_fit_no_width(tmp_path, words, columns):
     tensors = {"x.weight": np.zeros(words, np.uint32)}
     tensors |= {name: np.zeros((4, columns), np.float16) for name in ("x.scales", "x.biases")}
     save_file(tensors, tmp_path / "model.safetensors")
     with CheckpointTensors(tmp_path) as opened, pytest.raises(FormatError, match="1 to 8 bits in groups of 32"):
+        read_affine(opened, "x", LinearPlace("x", 4), 128, None)
+
+
+def test_scales_without_their_weight(tmp_path):
+    save_file({"x.scales": np.zeros((4, 4), np.float16)}, tmp_path / "model.safetensors")
+    with CheckpointTensors(tmp_path) as opened, pytest.raises(FormatError, match=r"got \[0\] words and 4 scales"):
         read_affine(opened, "x", LinearPlace("x", 4), 128, None)
 
 

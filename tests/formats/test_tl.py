@@ -6,6 +6,8 @@ matrix: for TL2 the parts of its value and sign sections that belong to them.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from helpers import DATA, random_ternary, rng
@@ -356,3 +358,10 @@ def test_damage_is_an_error_or_the_matrix_of_those_bytes(kind, seed, changes):
     except FormatError:
         return
     np.testing.assert_array_equal(pack_tl(kind, w_t, tiles), data)
+
+
+@pytest.mark.parametrize("tiles", [Tiles(256, 128, 32), Tiles(256, 128, 64), Tiles(128, 64, 32)])
+def test_the_loops_of_tl1_pass_every_weight_once(tiles):
+    """The innermost block has 16 rows and 4 columns."""
+    loops = nest("tl1", 512, 256, tiles)
+    assert math.prod(count for _, _, count in loops) * 16 * 4 == 512 * 256

@@ -113,6 +113,17 @@ def test_a_conversation_that_holds_itself() -> None:
         ChatTemplate("x").render([{"role": "user", "content": "x", "extra": extra}])
 
 
+@pytest.mark.parametrize("wrap", [lambda inner: [inner], lambda inner: {"in": inner}], ids=["lists", "dicts"])
+def test_the_deepest_values_of_a_message(wrap: Callable[[Any], Any]) -> None:
+    value: Any = "x"
+    for _ in range(31):  # the message itself is one
+        value = wrap(value)
+    message = {"role": "user", "content": "x", "extra": value}
+    assert ChatTemplate("x").render([message]) == "x"
+    with pytest.raises(TokenizerError, match="nested more than 32 deep"):
+        ChatTemplate("x").render([message | {"extra": wrap(value)}])
+
+
 def test_a_surrogate_is_found_when_the_text_becomes_ids(kinds: dict[str, Tokenizer]) -> None:
     with pytest.raises(TokenizerError, match="lone surrogate"):
         kinds["byte_level"].apply_chat_template([{"role": "user", "content": "\ud800"}], tokenize=True)

@@ -123,6 +123,11 @@ def test_the_same_ids_of_any_text(pairs: dict[str, tuple[Tokenizer, Tokenizer]],
         check_same(before, after, text)
 
 
+def test_tokenizer_model_is_preferred() -> None:
+    both = {**FILES, "tokenizer.json": byte_level("gpt-2")["tokenizer.json"]}
+    assert repr(gguf_from_tokenizer_files(both)) == repr(gguf_from_tokenizer_files(FILES))
+
+
 def test_storyteller_as_llama_cpp_writes_it() -> None:
     out = gguf_from_tokenizer_files(FILES)
     tokens = out[G + "tokens"]

@@ -203,7 +203,7 @@ def test_a_panic_of_the_library_is_an_error(byte_level_json: Table, part: Table)
 
 
 def test_a_charsmap_that_is_not_base64(byte_level_json: Table) -> None:
-    for text in ("a", "\u00e9"):
+    for text in ("a", "\u00e9", "BAAA-AAAAAAA="):
         with pytest.raises(TokenizerError, match="is not base64"):
             load(byte_level_json | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": text}})
 
@@ -264,3 +264,4 @@ def test_the_largest_id_and_a_file_without_a_name() -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer\.json, byte 1: not valid JSON"):
         HfTokenizer(b"{", TokenizerSettings())
     assert hash(TokenizerSettings()) == hash(TokenizerSettings())
+    assert TokenizerSettings(path="a") == TokenizerSettings(path="b")

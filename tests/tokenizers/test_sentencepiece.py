@@ -179,6 +179,11 @@ def test_read_model_reads_the_file() -> None:
     assert (model.add_dummy_prefix, model.remove_extra_whitespaces) == (True, False)
 
 
+def test_fields_of_a_piece_that_are_not_known_say_nothing() -> None:
+    data = field(1, field(1, b"a") + field(4, b"b"))
+    assert read_model(data, None).pieces == ["a"]
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -186,6 +191,7 @@ def test_read_model_reads_the_file() -> None:
         (b"\x0a\xff\xff\xff\xff\x0f", "runs past its end"),
         (b"\x0a" + b"\xff" * 12, "more than 10 bytes"),
         (b"\x0b\x00", "bad field tag"),
+        (b"\x08", "truncated inside an integer"),
         (b"\x08\x01", "a message is missing"),
         (MODEL[:-3], "byte "),
         (piece(b"<0xZZ>", BYTE), "a byte piece must be written"),

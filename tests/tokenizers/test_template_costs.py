@@ -107,6 +107,7 @@ STATEMENTS = (
     "{% generation %}{{ messages[1].content }}{% endgeneration %}",
     "{% if words | length > 3 and 'red' in words %}many{% elif words %}some{% else %}none{% endif %}",
     "{%- for w in words[:2] -%}  {{ w }}  {%- endfor -%}",
+    "{% for w in words[:3] %}The text between the marks is printed in each pass, too.{% endfor %}",
 )
 SOURCES = (*(f"{{{{ {each} }}}}" for each in (*FILTERS, *METHODS, *EXPRESSIONS)), *STATEMENTS)
 

@@ -15,6 +15,7 @@ from tokenizers import normalizers
 
 from bitnet_ref.errors import TokenizerError
 from bitnet_ref.tokenizers import TokenizerSettings, base, hf_limits, load_tokenizer_files
+from bitnet_ref.tokenizers.files import read_prefixes
 from bitnet_ref.tokenizers.gguf_bpe import _PRE
 from bitnet_ref.tokenizers.hf_limits import TextLimits
 from bitnet_ref.tokenizers.hf_tokenizer import HfTokenizer
@@ -270,6 +271,13 @@ def test_thousands_of_added_tokens_of_both_kinds() -> None:
     assert tokenizer.encode("<7999>a<0>") == [8003, 0, 4]
     assert tokenizer.is_special(4)
     assert not tokenizer.is_special(8003)
+
+
+def test_the_most_characters_of_tokens_that_begin_alike() -> None:
+    tokens = ["a" * (1 << 13), "a" * ((1 << 13) - 1), "a"]
+    assert list(read_prefixes(tokens, "vocab").values()) == ["", "a", tokens[1]]
+    with pytest.raises(TokenizerError, match="3 tokens begin as"):
+        read_prefixes([*tokens[:2], "aa"], "vocab")
 
 
 @pytest.mark.thorough

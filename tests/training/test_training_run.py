@@ -539,7 +539,8 @@ def test_a_checkpoint_of_another_run(config, tmp_path):
 def test_a_full_disk_leaves_the_old_checkpoint(config, tmp_path, monkeypatch):
     run = start(config, tmp_path / "run")
     monkeypatch.setattr(
-        "bitnet_ref.training.run.SafetensorsWriter.write", lambda *_: (_ for _ in ()).throw(OSError(28, "no space"))
+        "bitnet_ref.formats.safetensors.SafetensorsWriter.write",
+        lambda *_: (_ for _ in ()).throw(OSError(28, "no space")),
     )
     with pytest.raises(OSError, match="no space"):
         run.run()
