@@ -46,7 +46,7 @@
  *     bfloat16 1536 x 576                32, 35       48, 53       60, 67       67, 74
  *     Q4_1 1536 x 576                    33, 37       50, 54       62, 65       69, 72
  *     Q4_0 49152 x 576, 9, 16, 37 tokens 31, 39       42, 50       55, 61
- *     Q4_1 49152 x 576, AVX2, 8 tokens   20, 24       27, 30       32, 34       36, 38
+ *     Q4_1 49152 x 576, AVX2 (8 first)   20, 24       27, 30       32, 34       36, 38
  *   Panels of more than 64 KB are not prefetched: float32 of 2048 columns would fall from 29 to 21 (9 tokens).
  *   Tried: sums of 4 parts of tokens one after another for each sum of a panel, so that it is read from L2 once: 0.97 to
  *   1.0. 16 rows and 16 tokens at a time: 0.87. A lane for each token, so that rows are widened to L1 untransposed: 43
