@@ -482,7 +482,7 @@ static void check_dense(const kernel_set *set, int kind, size_t rows, size_t K, 
         else block[kind == Q6_K ? 209 : 1] &= (char)0xBB, block[kind == Q4_1 || kind == Q4_K ? 3 : 1] &= (char)0xBB; /* finite */
     }
     float *x = random_floats(M * K), *y = allocate(M * rows * sizeof *y), *row = allocate(K * sizeof *row);
-    float *wide = M > 1 ? allocate(32 * packed_columns(K) * sizeof *wide) : NULL;
+    float *wide = M > 1 ? allocate(64 * packed_columns(K) * sizeof *wide) : NULL;
     float *packed = allocate(M * packed_columns(K) * sizeof *packed);
     set->dense_pack(x, M, K, packed);
     set->dense_rows(kind, w, rows, K, packed, M, y, rows, wide);
@@ -796,8 +796,8 @@ int main(int argc, char **argv) {
             if (round % 4 == 0) /* sums of several parts of the columns */
                 check_dense(set, round / 4 % 3, between(1, 40), between(DENSE_COLUMNS, 3 * DENSE_COLUMNS), between(2, 20));
             if (round % 3 == 0) /* lanes of rows, with what is left of 32 columns, and without */
-                check_dense(set, round / 3 % 3, between(1, 40), between(1, 700), between(7, 60));
-            check_dense(set, Q8_0 + round % 5, between(1, 40), 256 * between(1, 3), between(7, 40));
+                check_dense(set, round / 3 % 3, between(1, 110), between(1, 700), between(7, 60));
+            check_dense(set, Q8_0 + round % 5, between(1, 110), 256 * between(1, 3), between(7, 40));
             check_dense(set, Q8_0 + round % 5, between(1, 20), 32 * between(1, 20), between(1, 8));
             check_dense(set, Q4_K + round % 2, between(1, 20), 256 * between(1, 3), between(1, 8));
             for (int form = 0; form < N_RULED_FORMS; form++)

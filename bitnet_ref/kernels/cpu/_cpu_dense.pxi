@@ -64,7 +64,7 @@ cdef inline Py_ssize_t units_of(Py_ssize_t n_out) noexcept nogil:
 cdef void multiply_units(const dense_call *c, Py_ssize_t at, Py_ssize_t end, const float *tokens, float *wide,
                          const char *parts, const char *last_rows) noexcept nogil:
     """The rows of the units at .. end of all matrices times all tokens"""
-    cdef Py_ssize_t i, n, unit, first, whole, stop, M = c.M, K = c.K, N, row_bytes
+    cdef Py_ssize_t i, first, whole, stop, M = c.M, K = c.K, N, row_bytes
     for i in range(c.count):
         N, row_bytes = c.n_out[i], dense_row_bytes(c.kinds[i], K)
         first, stop = max(at, <Py_ssize_t> 0) * DENSE_UNIT, min(end * DENSE_UNIT, N)
@@ -73,11 +73,8 @@ cdef void multiply_units(const dense_call *c, Py_ssize_t at, Py_ssize_t end, con
             c.chosen.dense_tiles(c.ws[i] + first * row_bytes, whole - first, K, parts, M, c.ys[i] + first, N)
             if whole < stop:
                 c.chosen.dense_tiles(last_rows + i * 16 * row_bytes, stop - whole, K, parts, M, c.ys[i] + whole, N)
-        else:
-            for unit in range(first // DENSE_UNIT, units_of(stop)):
-                n = unit * DENSE_UNIT
-                c.chosen.dense_rows(c.kinds[i], c.ws[i] + n * row_bytes, min(<Py_ssize_t> DENSE_UNIT, stop - n), K, tokens,
-                                    M, c.ys[i] + n, N, wide)
+        elif first < stop:
+            c.chosen.dense_rows(c.kinds[i], c.ws[i] + first * row_bytes, stop - first, K, tokens, M, c.ys[i] + first, N, wide)
         at, end = at - units_of(N), end - units_of(N)
 
 
@@ -90,7 +87,7 @@ cdef Py_ssize_t run_dense(const void *call) noexcept nogil:
         tiles, rows = tiles or by_tiles(c.chosen, c.kinds[i], K), rows or not by_tiles(c.chosen, c.kinds[i], K)
     cdef int team = threads_for(work, DENSE_BYTES_PER_THREAD, c.threads)
     cdef size_t parts_bytes = (c.chosen.tile_bytes(M, K) + 63) // 64 * 64 if tiles else 0
-    cdef Py_ssize_t wide = DENSE_UNIT * packed_columns(K) if rows and M > 1 else 0  # of each thread
+    cdef Py_ssize_t wide = 2 * DENSE_UNIT * packed_columns(K) if rows and M > 1 else 0  # of each thread
     cdef char *parts = <char *> allocate(parts_bytes + (c.count * 16 * K * 2 if tiles else 0), 1)
     cdef char *last_rows = parts + parts_bytes
     cdef Py_ssize_t of_tokens = M * packed_columns(K) if rows else 0

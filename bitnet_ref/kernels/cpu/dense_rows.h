@@ -36,10 +36,21 @@
  *     Q4_1 2048 x 2048          27, 33        47, 50        50, 62        57, 67
  *     bfloat16 1536 x 576, AVX2              29, 32        33, 37        36, 39
  *     Q4_1 2048 x 2048, AVX2                 22, 29        27, 32        33, 36
- *   A packed panel alone reaches 80 (576 columns) to 86 (2048). Packing takes 0.11 to 0.13 ns per weight, as long as 10
- *   tokens; it was 0.15 to 0.22. Its instructions are 4 per 16 weights; its stores are the limit: 64 bytes take 0.8 to 1.3 ns
- *   on this machine wherever they go, 16 KB in a row in L1 too. Not tried: few tokens that widen bytes each time, so that
- *   2 or 8 times fewer bytes are stored.
+ *   A packed panel alone reaches 80 (576 columns) to 86 (2048). Packing took 0.11 to 0.13 ns per weight, as long as 10
+ *   tokens: 0.04 (Q4_1) to 0.06 (bfloat16) are its instructions, the rest its stores, for 64 bytes in a row take 0.36 ns to
+ *   L1 and 1.34 to L2. So a panel is packed between the sums of the one before it, and the one after is prefetched.
+ * That, and before, pairs in turn of processor time (Emerald Rapids, peak 89 to 95, equal bits):
+ *     tokens                                  7           16           32           64
+ *     bfloat16 49152 x 576 from memory   22, 23       37, 43       50, 58       59, 65
+ *     Q4_1 49152 x 576 from memory       28, 33       44, 50       56, 61       64, 66
+ *     bfloat16 1536 x 576                32, 35       48, 53       60, 67       67, 74
+ *     Q4_1 1536 x 576                    33, 37       50, 54       62, 65       69, 72
+ *     Q4_0 49152 x 576, 9, 16, 37 tokens 31, 39       42, 50       55, 61
+ *     Q4_1 49152 x 576, AVX2 (8 first)   20, 24       27, 30       32, 34       36, 38
+ *   Panels of more than 64 KB are not prefetched: float32 of 2048 columns would fall from 29 to 21 (9 tokens).
+ *   Tried: sums of 4 parts of tokens one after another for each sum of a panel, so that it is read from L2 once: 0.97 to
+ *   1.0. 16 rows and 16 tokens at a time: 0.87. A lane for each token, so that rows are widened to L1 untransposed: 43
+ *   (16 tokens), 57 (32), for their 32 sums do not fit L1 beside the rows.
  *   Tried: all columns of a sum one after another, not 8 of each 256: 0.20 to 0.30 ns, for at 2048 columns the 32
  *   places are in one set of L1. 512 columns at a time, or lines prefetched while rows are widened, 0.21 to 0.24. Panels
  *   prefetched 512 to 2048 bytes ahead: the same.
@@ -49,10 +60,22 @@
 enum { STEP(DENSE_TOKENS) = STEP_BYTES == 64 ? 6 : 3, STEP(TILE_ROWS) = STEP_BYTES == 64 ? 4 : 2 };
 #ifndef BITNET_REF_DENSE_ROWS_H
 #define BITNET_REF_DENSE_ROWS_H
-enum { DENSE_ROWS = 16, DENSE_COLUMNS = 640 }; /* whose sums and tokens are in L1 */
+enum { DENSE_ROWS = 16, DENSE_COLUMNS = 640 /* whose sums and tokens are in L1 */, COLUMNS = 256 /* packed at once */ };
 
 /* floats for each packed row (or token) of K columns */
-static inline size_t packed_columns(size_t K) { return (K + 255) / 256 * 256 + 32; }
+static inline size_t packed_columns(size_t K) { return (K + COLUMNS - 1) / COLUMNS * COLUMNS + 32; }
+
+/* A panel that is being packed: `done` of its parts, each COLUMNS columns of one vector of rows. */
+typedef struct {
+    int kind;
+    const char *w;
+    size_t rows, K;
+    float *wide;
+    size_t done, parts;
+    const char *ahead, *end; /* of the panel after it: what is left to prefetch */
+} panel_packing;
+
+enum { AHEAD_BYTES = 65536 }; /* larger panels are not prefetched */
 #endif
 
 STEP_INLINE STEP(f32v) STEP(floats)(const float *x) {
@@ -427,80 +450,91 @@ STEP_INLINE void STEP(float16_row)(const char *row, size_t n, float *out) { /* f
     for (; i < n; i++) out[i] = STEP(weight)(row, i, 2);
 }
 
-/* `rows` rows (or tokens) of K numbers -> `packed`, `packed_columns` times `width` of them, at most FLOATS; missing rows
- * are 0 */
-STEP_INLINE void STEP(pack_rows)(const int kind, const char *w, size_t rows, size_t K, float *packed, size_t width) {
-    enum { F = STEP(FLOATS), COLUMNS = 256 };
+/* Columns k to k + 255, fewer at the end, of `rows` rows (or tokens) of K numbers -> their place in `packed`, which has
+ * `packed_columns` times `width` of them, at most FLOATS; missing rows are 0 */
+STEP_INLINE void STEP(pack_columns)(const int kind, const char *w, size_t rows, size_t K, size_t k, float *packed,
+                                    size_t width) {
+    enum { F = STEP(FLOATS) };
     float copies[F][COLUMNS + 16] __attribute__((aligned(64))); /* of missing rows, and of float16, which is widened */
     float of_rows[F][32] __attribute__((aligned(64)));          /* what `block_factors` gives */
     int8_t quants[F][COLUMNS + 64] __attribute__((aligned(64)));
     STEP(f32v) factors[16];
     if (rows < F) memset(copies, 0, sizeof copies);
-    for (size_t k = 0, n; k < K; k += n) {
-        n = K - k < COLUMNS ? K - k : COLUMNS;
-        const size_t whole = n - n % 32;
-        const char *from = w + dense_row_bytes(kind, k);
-        size_t stride = dense_row_bytes(kind, K);
-        if (rows < F || kind == 2) {
-            for (size_t r = 0; r < rows; r++)
-                if (kind == 2) STEP(float16_row)(from + r * stride, n, copies[r]);
-                else memcpy(copies[r], from + r * stride, dense_row_bytes(kind, n));
-            from = (const char *)copies, stride = sizeof copies[0];
+    const size_t n = K - k < COLUMNS ? K - k : COLUMNS, whole = n - n % 32;
+    const char *from = w + dense_row_bytes(kind, k);
+    size_t stride = dense_row_bytes(kind, K);
+    if (rows < F || kind == 2) {
+        for (size_t r = 0; r < rows; r++)
+            if (kind == 2) STEP(float16_row)(from + r * stride, n, copies[r]);
+            else memcpy(copies[r], from + r * stride, dense_row_bytes(kind, n));
+        from = (const char *)copies, stride = sizeof copies[0];
+    }
+    if (kind >= Q8_0) {
+        for (size_t r = 0; r < F; r++) {
+            const uint8_t *b = (const uint8_t *)from + r * stride;
+            if (n == COLUMNS) STEP(block_factors)(b, 8, kind, of_rows[r], quants[r]);
+            for (size_t i = 0; n < COLUMNS && i < n / 32; i++)
+                STEP(block_factors)(b + i * dense_row_bytes(kind, 32), 1, kind, of_rows[r] + (kind == Q4_1 ? 2 * i : i), quants[r]);
         }
-        if (kind >= Q8_0) {
-            for (size_t r = 0; r < F; r++) {
-                const uint8_t *b = (const uint8_t *)from + r * stride;
-                if (n == COLUMNS) STEP(block_factors)(b, 8, kind, of_rows[r], quants[r]);
-                for (size_t i = 0; n < COLUMNS && i < n / 32; i++)
-                    STEP(block_factors)(b + i * dense_row_bytes(kind, 32), 1, kind, of_rows[r] + (kind == Q4_1 ? 2 * i : i), quants[r]);
-            }
-            for (size_t i = 0; i < 4; i++) {
-                STEP(u32v) bits[4]; /* an array of its own: a compiler may take writes of integers to leave floats alone */
-                STEP(transpose)((const char *)(of_rows[0] + 4 * i), sizeof of_rows[0], bits);
-                for (size_t j = 0; j < 4; j++) factors[4 * i + j] = (STEP(f32v))bits[j];
-            }
+        for (size_t i = 0; i < 4; i++) {
+            STEP(u32v) bits[4]; /* an array of its own: a compiler may take writes of integers to leave floats alone */
+            STEP(transpose)((const char *)(of_rows[0] + 4 * i), sizeof of_rows[0], bits);
+            for (size_t j = 0; j < 4; j++) factors[4 * i + j] = (STEP(f32v))bits[j];
         }
-        float *to = packed + k * width;
-        for (size_t i = 0; i < whole / 32; i++, to += width) {
+    }
+    float *to = packed + k * width;
+    for (size_t i = 0; i < whole / 32; i++, to += width) {
 #define PACK(at, is_high, start, f, offset) \
     STEP(pack_16_bytes)(kind == 2 ? 0 : kind, at, is_high, (const char *)(start) + 16 * at, stride, f, offset, to, width);
-            const char *b = from + dense_row_bytes(kind == 2 ? 0 : kind, 32) * i;
-            const STEP(f32v) none = {0};
-            if (kind == 0 || kind == 2) {
-                PACK(0, 0, b, NULL, none) PACK(1, 0, b, NULL, none) PACK(2, 0, b, NULL, none) PACK(3, 0, b, NULL, none)
-                PACK(4, 0, b, NULL, none) PACK(5, 0, b, NULL, none) PACK(6, 0, b, NULL, none) PACK(7, 0, b, NULL, none)
-            } else if (kind == 1) {
-                PACK(0, 0, b, NULL, none) PACK(1, 0, b, NULL, none) PACK(2, 0, b, NULL, none) PACK(3, 0, b, NULL, none)
-            } else if (kind == Q8_0) {
-                PACK(0, 0, b + 2, factors + i, none) PACK(1, 0, b + 2, factors + i, none)
-            } else if (kind == Q6_K) {
-                stride = sizeof quants[0];
-                PACK(0, 0, quants[0] + 32 * i, factors + 2 * i, none) PACK(1, 0, quants[0] + 32 * i, factors + 2 * i, none)
-            } else if (kind == Q4_0) {
-                PACK(0, 0, b + 2, factors + i, none)
-            } else if (kind == Q4_1) {
-                PACK(0, 0, b + 4, factors + 2 * i, factors[2 * i + 1])
-            } else if (i % 2) { /* Q4_K */
-                PACK(0, 1, from + 16 + i / 2 * 32, factors + i, factors[8 + i])
-                PACK(1, 1, from + 16 + i / 2 * 32, factors + i, factors[8 + i])
-            } else {
-                PACK(0, 0, from + 16 + i / 2 * 32, factors + i, factors[8 + i])
-                PACK(1, 0, from + 16 + i / 2 * 32, factors + i, factors[8 + i])
-            }
-#undef PACK
+        const char *b = from + dense_row_bytes(kind == 2 ? 0 : kind, 32) * i;
+        const STEP(f32v) none = {0};
+        if (kind == 0 || kind == 2) {
+            PACK(0, 0, b, NULL, none) PACK(1, 0, b, NULL, none) PACK(2, 0, b, NULL, none) PACK(3, 0, b, NULL, none)
+            PACK(4, 0, b, NULL, none) PACK(5, 0, b, NULL, none) PACK(6, 0, b, NULL, none) PACK(7, 0, b, NULL, none)
+        } else if (kind == 1) {
+            PACK(0, 0, b, NULL, none) PACK(1, 0, b, NULL, none) PACK(2, 0, b, NULL, none) PACK(3, 0, b, NULL, none)
+        } else if (kind == Q8_0) {
+            PACK(0, 0, b + 2, factors + i, none) PACK(1, 0, b + 2, factors + i, none)
+        } else if (kind == Q6_K) {
+            stride = sizeof quants[0];
+            PACK(0, 0, quants[0] + 32 * i, factors + 2 * i, none) PACK(1, 0, quants[0] + 32 * i, factors + 2 * i, none)
+        } else if (kind == Q4_0) {
+            PACK(0, 0, b + 2, factors + i, none)
+        } else if (kind == Q4_1) {
+            PACK(0, 0, b + 4, factors + 2 * i, factors[2 * i + 1])
+        } else if (i % 2) { /* Q4_K */
+            PACK(0, 1, from + 16 + i / 2 * 32, factors + i, factors[8 + i])
+            PACK(1, 1, from + 16 + i / 2 * 32, factors + i, factors[8 + i])
+        } else {
+            PACK(0, 0, from + 16 + i / 2 * 32, factors + i, factors[8 + i])
+            PACK(1, 0, from + 16 + i / 2 * 32, factors + i, factors[8 + i])
         }
-        to = packed + (k + whole + COLUMNS - 1) / COLUMNS * COLUMNS * width;
-        for (size_t i = whole; i < n; i++)
-            for (size_t r = 0; r < width; r++) *to++ = STEP(weight)(from + r * stride, i, kind == 2 ? 0 : kind);
+#undef PACK
     }
+    to = packed + (k + whole + COLUMNS - 1) / COLUMNS * COLUMNS * width;
+    for (size_t i = whole; i < n; i++)
+        for (size_t r = 0; r < width; r++) *to++ = STEP(weight)(from + r * stride, i, kind == 2 ? 0 : kind);
 }
 
-/* at most PANEL rows -> two times FLOATS of them, packed */
-STEP_INLINE void STEP(pack_panel)(const int kind, const char *w, size_t rows, size_t K, float *wide) {
+/* the next part of a panel, which has two times FLOATS rows */
+STEP_INLINE void STEP(pack_part)(const int kind, const panel_packing *p) {
     enum { F = STEP(FLOATS) };
-    for (size_t r = 0; r < STEP(PANEL); r += F, w += F * dense_row_bytes(kind, K), wide += F * packed_columns(K))
-        if (r < rows) STEP(pack_rows)(kind, w, rows - r < F ? rows - r : F, K, wide, F);
-        else memset(wide, 0, F * packed_columns(K) * sizeof *wide);
+    const size_t half = p->done / (p->parts / 2), k = p->done % (p->parts / 2) * COLUMNS, first = half * F;
+    float *to = p->wide + first * packed_columns(p->K);
+    if (first < p->rows) {
+        const size_t rows = p->rows - first < F ? p->rows - first : F;
+        STEP(pack_columns)(kind, p->w + first * dense_row_bytes(kind, p->K), rows, p->K, k, to, F);
+    } else memset(to + k * F, 0, F * (COLUMNS + 32) * sizeof *to);
+}
+
+/* parts of a panel until `done` are */
+STEP_TARGET static __attribute__((noinline)) void STEP(pack_panel)(panel_packing *p, size_t done) {
+    for (; p->done < done; p->done++)
+        switch (p->kind) {
+#define PACK(kind) case kind: STEP(pack_part)(kind, p); break;
+            PACK(0) PACK(1) PACK(2) PACK(Q8_0) PACK(Q4_0) PACK(Q4_1) PACK(Q4_K) PACK(Q6_K)
+#undef PACK
+        }
 }
 
 /* x (M, K) -> what `dense_rows` reads: a copy, or for many tokens parts of at most PANEL_TOKENS, of equal size or nearly,
@@ -513,56 +547,64 @@ STEP_TARGET static void STEP(dense_pack)(const float *x, size_t M, size_t K, flo
     const size_t parts = (M + STEP(PANEL_TOKENS) - 1) / STEP(PANEL_TOKENS);
     for (size_t part = 0; part < parts; part++) {
         const size_t m = part * M / parts, T = (part + 1) * M / parts - m;
-        STEP(pack_rows)(0, (const char *)(x + m * K), T, K, packed + m * packed_columns(K), T);
+        for (size_t k = 0; k < K; k += COLUMNS)
+            STEP(pack_columns)(0, (const char *)(x + m * K), T, K, k, packed + m * packed_columns(K), T);
     }
 }
 
-/* out (T, PANEL) = a packed panel times T packed tokens */
-STEP_INLINE void STEP(packed_panel)(const int T, const float *w, const float *x, size_t K, float *out) {
+/* out (T, PANEL) = a packed panel times T packed tokens. Between the sums `parts` parts of the next panel are packed, whose
+ * stores wait for L2 while sums go on, and `lines` lines of the one after it are prefetched with each sum. */
+STEP_INLINE void STEP(packed_panel)(const int T, const float *w, const float *x, size_t K, float *out,
+                                    panel_packing *next, size_t parts, size_t lines) {
     enum { F = STEP(FLOATS) };
-    STEP(f32v) sum[2 * STEP(PANEL_TOKENS)], pending[5][2 * STEP(PANEL_TOKENS)];
+    STEP(f32v) pending[6][2 * STEP(PANEL_TOKENS)];
+#define EACH_SUM STEP_UNROLL for (int i = 0; i < 2 * T; i++)
 #define MULTIPLY(at, columns)                                                                                          \
     for (size_t c = at, end = c + (columns); c < end; c++) {                                                           \
         const STEP(f32v) weights[2] = {STEP(floats)(w + c * F), STEP(floats)(second + c * F)};                         \
-        STEP_UNROLL                                                                                                    \
-        for (int i = 0; i < 2 * T; i++)                                                                                \
-            sum[i] = STEP(fused)(weights[i % 2], x[c * T + i / 2] - (STEP(f32v)){0}, sum[i]);                          \
+        EACH_SUM sum[i] = STEP(fused)(weights[i % 2], x[c * T + i / 2] - (STEP(f32v)){0}, sum[i]);                     \
     }
     const float *second = w + F * packed_columns(K);
+    const size_t done = next->done;
     for (size_t n = 0; n < 32; n++) {
-        STEP_UNROLL
-        for (int i = 0; i < 2 * T; i++) sum[i] = (STEP(f32v)){0};
+        const size_t goal = done + (n + 1) * parts / 32;
+        if (next->done < goal) STEP(pack_panel)(next, goal);
+        for (size_t i = 0; i < lines && next->ahead < next->end; i++, next->ahead += 64)
+            __builtin_prefetch(next->ahead, 0, 2);
+        STEP(f32v) sum[2 * STEP(PANEL_TOKENS)]; /* local, so that GCC 12 keeps it in registers */
+        EACH_SUM sum[i] = (STEP(f32v)){0};
         for (size_t k = 0; k < K / 32; k += 8) MULTIPLY(k * 32 + n * 8, K / 32 - k < 8 ? K / 32 - k : 8)
         int level = 0;
-        for (; n >> level & 1; level++)
-            STEP_UNROLL
-            for (int i = 0; i < 2 * T; i++) sum[i] += pending[level][i];
-        if (n < 31)
-            STEP_UNROLL
-            for (int i = 0; i < 2 * T; i++) pending[level][i] = sum[i];
+        for (; n >> level & 1; level++) EACH_SUM sum[i] += pending[level][i];
+        EACH_SUM pending[level][i] = sum[i];
     }
-    MULTIPLY((K / 32 + 7) / 8 * 256, K % 32)
+    STEP(f32v) *sum = pending[5];
+    MULTIPLY((K / 32 + 7) / 8 * COLUMNS, K % 32)
 #undef MULTIPLY
+#undef EACH_SUM
     memcpy(out, sum, 2 * T * sizeof *sum);
 }
 
 /* Functions of their own, so that registers suffice */
 #define PANEL(T)                                                                                                       \
     STEP_TARGET static __attribute__((noinline)) void STEP(packed_panel_##T)(const float *w, const float *x, size_t K, \
-                                                                            float *out) {                              \
-        STEP(packed_panel)(T, w, x, K, out);                                                                           \
+                                                                            float *out, panel_packing *next,           \
+                                                                            size_t parts, size_t lines) {              \
+        STEP(packed_panel)(T, w, x, K, out, next, parts, lines);                                                       \
     }
 EACH_PART(PANEL)
 #undef PANEL
 
-/* y = the products of at most PANEL rows, which `wide` holds packed, and M tokens, which `packed` holds packed */
+/* y = the products of the `rows` rows of a packed panel and M tokens, which `packed` holds packed. Packs the next panel. */
 STEP_TARGET static void STEP(multiply_panel)(const float *wide, size_t rows, size_t K, const float *packed, size_t M, float *y,
-                                           size_t y_stride) {
+                                           size_t y_stride, panel_packing *next) {
     const size_t parts = (M + STEP(PANEL_TOKENS) - 1) / STEP(PANEL_TOKENS);
+    const size_t lines = (size_t)(next->end - next->ahead) / (parts * 32 * 64) + 1; /* to prefetch with each sum */
     float out[STEP(PANEL_TOKENS) * STEP(PANEL)] __attribute__((aligned(64)));
     for (size_t part = 0; part < parts; part++) {
-        const size_t m = part * M / parts, T = (part + 1) * M / parts - m;
-#define PANEL(T) case T: STEP(packed_panel_##T)(wide, packed + m * packed_columns(K), K, out); break;
+        const size_t m = part * M / parts, T = (part + 1) * M / parts - m, goal = (part + 1) * next->parts / parts;
+        const size_t pack = goal > next->done ? goal - next->done : 0;
+#define PANEL(T) case T: STEP(packed_panel_##T)(wide, packed + m * packed_columns(K), K, out, next, pack, lines); break;
         switch (T) {
             EACH_PART(PANEL)
         }
@@ -572,19 +614,22 @@ STEP_TARGET static void STEP(multiply_panel)(const float *wide, size_t rows, siz
 }
 
 /* y[m * y_stride + n] = w[n] . x[m], for `rows` rows of w (rows, K) and x (M, K). For more than
- * DENSE_TOKENS tokens, x is what `dense_pack` packed, and rows are packed alike. wide: room for 32 rows of `packed_columns`,
- * or NULL for one token. */
+ * DENSE_TOKENS tokens, x is what `dense_pack` packed, and rows are packed alike. wide: room for 64 rows (two panels) of
+ * `packed_columns`, or NULL for one token. */
 STEP_TARGET static void STEP(dense_rows)(int kind, const void *w, size_t rows, size_t K, const float *x, size_t M,
                                          float *y, size_t y_stride, float *wide) {
-    for (size_t n = 0, count; M > STEP(DENSE_TOKENS) && n < rows; n += count) {
-        count = rows - n < STEP(PANEL) ? rows - n : STEP(PANEL);
-        const char *from = (const char *)w + n * dense_row_bytes(kind, K);
-        switch (kind) {
-#define PACK(kind) case kind: STEP(pack_panel)(kind, from, count, K, wide); break;
-            PACK(0) PACK(1) PACK(2) PACK(Q8_0) PACK(Q4_0) PACK(Q4_1) PACK(Q4_K) PACK(Q6_K)
-#undef PACK
-        }
-        STEP(multiply_panel)(wide, count, K, x, M, y + n, y_stride);
+    const size_t panel_bytes = STEP(PANEL) * dense_row_bytes(kind, K);
+    panel_packing next = {kind, w, rows, K, wide, 0, (K + COLUMNS - 1) / COLUMNS * 2, w, w};
+    if (M > STEP(DENSE_TOKENS)) STEP(pack_panel)(&next, next.parts);
+    for (size_t n = 0; M > STEP(DENSE_TOKENS) && n < rows; n += STEP(PANEL)) {
+        const float *packed = next.wide;
+        next.wide = packed == wide ? wide + STEP(PANEL) * packed_columns(K) : wide;
+        next.w += panel_bytes;
+        next.rows = rows - n > STEP(PANEL) ? rows - n - STEP(PANEL) : 0;
+        next.done = next.rows > 0 ? 0 : next.parts;
+        next.ahead = next.end = next.w + panel_bytes;
+        if (next.rows > 0 && panel_bytes <= AHEAD_BYTES) next.end += panel_bytes;
+        STEP(multiply_panel)(packed, rows - n < STEP(PANEL) ? rows - n : STEP(PANEL), K, x, M, y + n, y_stride, &next);
     }
     if (M > STEP(DENSE_TOKENS)) return;
     switch (kind) {
