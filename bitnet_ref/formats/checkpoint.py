@@ -64,7 +64,7 @@ class LoadOptions:
     i2_s_layout: The layout of a GGUF's I2_S matrices, when they do not show it.
     tl_tiles: The kernel_config.ini with the tile sizes of a GGUF's TL1 or TL2 matrices.
     adapter: The folder of a LoRA adapter, or "none". By default the one beside the weights, if there is one.
-    activations: What a GGUF's matrices do with their inputs: as the file shows, or "int8", "float", llama.cpp's "blocks".
+    activations: What a GGUF's matrices do with inputs: as the file shows, "int8", "float", or llama.cpp's "blocks".
         "int8", as in BitNets, and "float", as in TriLM and BitCPM, are of ternary matrices that do not show it. "auto":
         float if a matrix has several scales, or the model's name says so; `inspect` says which was taken. "blocks": as
         llama.cpp computes on a CPU, in a GGUF of any model: each matrix in blocks gets its inputs in 8 bits, with a
