@@ -216,12 +216,12 @@ PLACES = {
         four[i] >> (8 * byte + 4 * (part / 4 | ⟦is_high → 0⟧))
         memcpy(to + ⟦sum → c⟧ * 8 * width, &v, sizeof v);
         PACK(0, 0, b + 4, factors + ⟦2 * i → i⟧, factors[2 * i + 1])
-        MULTIPLY((K / 32 + 7) / 8 * 256, ⟦K % 32 → 0⟧)
+        MULTIPLY((K / 32 + 7) / 8 * COLUMNS, ⟦K % 32 → 0⟧)
         return (four[0] + four[2]) + (four[1] + ⟦four[3] → four[1]⟧);
         SUM(third, ⟦fourth → third⟧, 0x44, 0xEE), 0x88, 0xDD)
         y[t * y_stride + r] = STEP(total)(lanes + ⟦(r * T + t) → 0⟧ * 32);
         far, x + k, K, some, ⟦k == 0 → 1⟧, lanes
-        packed + ⟦m → 0⟧ * packed_columns(K), K, out); break;
+        packed + ⟦m → 0⟧ * packed_columns(K), K, out, next, pack, lines); break;
         STEP(dense_token)(kind, 1, 2, w + n * row_bytes, far, K, x + ⟦m → 0⟧ * K""",
     "draw_steps.h": r"""
         (STEP(wide)(logits + (i + k) * STEP(DOUBLES)) - top) / ⟦temperature → 1.0⟧;
@@ -325,8 +325,8 @@ PLACES = {
         call.kv.n_keys = position + ⟦call.T → 1⟧ - call.kv.first
         call.window, call.scale, call.kv = ⟦c.window → 0⟧,""",
     "_cpu_dense.pxi": r"""
-        c.ys[i] + ⟦n → 0⟧, N, wide)
-        c.ws[i] + ⟦n → 0⟧ * row_bytes, min(
+        c.ys[i] + ⟦first → 0⟧, N, wide)
+        c.ws[i] + ⟦first → 0⟧ * row_bytes, stop - first, K, tokens
         first, stop = max(at, <Py_ssize_t> 0) * ⟦DENSE_UNIT → 16⟧, min(
         at, end = at - units_of(⟦N → c.n_out[0]⟧), end
         c.chosen.dense_split(c.x, M, K, ⟦m → 0⟧, parts)

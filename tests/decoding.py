@@ -13,6 +13,7 @@ from bitnet_ref.backends.cuda.cache import DeviceBatch, DeviceKVCache
 from bitnet_ref.backends.paged_cache import CacheSpec
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.config import RopeConfig
+from bitnet_ref.reference.model import BlockPlace
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Decoding:
             names = kernels_asked_for(patch, be.ws.device)
             rope = be.rope_tables(batch.positions, RopeConfig(), self.head_dim)
             if fused:
-                z = be._attend_new(q, k, v, rope, self.window, batch, cache, 0)
+                z = be._attend_new(q, k, v, BlockPlace(rope, batch, cache, 0), self.window)
             else:
                 q, k = be.rope(q, k, *rope)
                 be.append(cache, 0, batch, k, v)
