@@ -354,7 +354,7 @@ def muon(w: Floats, g: Gradient, m: Floats, momentum: float, keep: float, lr: fl
     """w = w keep - lr 0.2 sqrt(max(rows, columns)) orthogonalize(g + momentum m), in place: `Muon`."""
     m *= momentum
     m += g
-    # Of a neuron that never fires the gradient is 0, and its row of m falls to float32's subnormal numbers, which halve
+    # A neuron that never fires has the gradient 0, and its row of m falls to float32's subnormal numbers, which halve
     # no further. BLAS is slow on them: after 2,700 steps of storyteller's shape a step took three times as long.
     size = np.abs(m)
     m *= size >= _MUON_LEAST * size.max()

@@ -381,6 +381,29 @@ def test_random_weights_are_the_same_each_time(monkeypatch):
     assert loaded.config.num_hidden_layers == 1
 
 
+@pytest.fixture
+def set_up(monkeypatch):
+    """`serve` up to where it waits for requests. apps: what `create_app` got; servers: uvicorn's settings; logs."""
+    app = pytest.importorskip("bitnet_ref.serving.http.app", reason="starlette is not installed")
+    uvicorn, create = pytest.importorskip("uvicorn"), app.create_app
+    seen = SimpleNamespace(apps=[], servers=[], logs=[])
+
+    def create_app(shelf, limits, **options):
+        seen.apps.append((shelf, limits, options))
+        return create(shelf, limits, **options)
+
+    def run(server, sockets):
+        seen.servers.append(server.config)
+        server.config.app.state.on_loaded(None)
+        sockets[0].close()
+
+    monkeypatch.setattr(app, "create_app", create_app)
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    monkeypatch.setattr(serve_command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(serve_command.logging, "basicConfig", lambda **settings: seen.logs.append(settings))
+    return seen
+
+
 @pytest.mark.parametrize(
     ("arguments", "hosts", "warns"),
     [
@@ -396,36 +419,23 @@ def test_random_weights_are_the_same_each_time(monkeypatch):
         (("--host", "0.0.0.0", "--api-key", "k"), ("*",), False),
     ],
 )
-def test_what_serve_sets_up(monkeypatch, arguments, hosts, warns):
-    app = pytest.importorskip("bitnet_ref.serving.http.app", reason="starlette is not installed")
-    uvicorn, create, made = pytest.importorskip("uvicorn"), app.create_app, []
-
-    def create_app(shelf, limits, **options):
-        made.append((shelf, limits, options))
-        return create(shelf, limits, **options)
-
-    def run(server, sockets):
-        assert server.config.timeout_graceful_shutdown == 7
-        server.config.app.state.on_loaded(None)
-        sockets[0].close()
-
-    monkeypatch.setattr(app, "create_app", create_app)
-    monkeypatch.setattr(uvicorn.Server, "run", run)
-    monkeypatch.setattr(serve_command.signal, "signal", lambda *_: None)
-    logs = []
-    monkeypatch.setattr(serve_command.logging, "basicConfig", lambda **settings: logs.append(settings))
+def test_what_serve_sets_up(set_up, arguments, hosts, warns):
     options = ("--port", 0, "--drain-s", 7, "--max-streams", 5, "--max-body", "2KiB", "--request-timeout-s", 1.5)
     more = ("--memory-budget", "1GiB", "--idle-s", 9.0, "--allow-origin", "https://a.example")
     result = invoke("serve", "x=storyteller", "storychat", *options, *more, *arguments)
     assert result.exit_code == 0, result.output
-    ((handler,), level) = logs[0]["handlers"], logs[0]["level"]
+    ((handler,), level) = set_up.logs[0]["handlers"], set_up.logs[0]["level"]
     request = logging.makeLogRecord({"msg": "as words", "facts": {"status": 200}, "levelno": level, "name": "requests"})
     assert (level, '"status": 200}' in handler.format(request)) == (logging.INFO, "json" in arguments)
     assert ("as words" in handler.format(request)) == ("json" not in arguments)
     assert handler.filter(request)
     assert not handler.filter(logging.makeLogRecord({"levelno": level, "name": "bitnet_ref.serving.worker"}))
-    ((shelf, limits, given),) = made
-    assert limits == app.ServerLimits(2048, 5, request_timeout_s=1.5)
+    from bitnet_ref.serving.http.admission import ServerLimits
+
+    (config,) = set_up.servers
+    assert config.timeout_graceful_shutdown == 7
+    ((shelf, limits, given),) = set_up.apps
+    assert limits == ServerLimits(2048, 5, request_timeout_s=1.5)
     assert (shelf._budget, shelf._idle_s, list(shelf.places)) == (1 << 30, 9.0, ["x", "storychat"])
     assert (given["hosts"], given["origins"], given["chat_template"]) == (hosts, ("https://a.example",), None)
     assert (shelf.default, given["unknown_fields"]) == (("x", "warn") if "json" in arguments else (None, None))
@@ -436,27 +446,13 @@ def test_what_serve_sets_up(monkeypatch, arguments, hosts, warns):
     assert "/v1, with a page at http://" in result.stdout
 
 
-def test_serve_reads_weights_as_it_is_told(monkeypatch):
+def test_serve_reads_weights_as_it_is_told(set_up):
     """By llama.cpp's rule; `serve` and `load` give the same logits, which are not those of the plain rule."""
-    app = pytest.importorskip("bitnet_ref.serving.http.app", reason="starlette is not installed")
-    uvicorn, create, shelves = pytest.importorskip("uvicorn"), app.create_app, []
-
-    def create_app(shelf, *limits, **options):
-        shelves.append(shelf)
-        return create(shelf, *limits, **options)
-
-    def run(server, sockets):
-        server.config.app.state.on_loaded(None)
-        sockets[0].close()
-
-    monkeypatch.setattr(app, "create_app", create_app)
-    monkeypatch.setattr(uvicorn.Server, "run", run)
-    monkeypatch.setattr(serve_command.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(serve_command.logging, "basicConfig", lambda **_: None)
     path = DATA / "gguf" / "tq2_0.gguf"
     result = invoke("serve", path, "--port", 0, "--activations", "blocks", "--backend", "numpy")
     assert result.exit_code == 0, result.output
-    with shelves[0]._open(path) as engine:
+    ((shelf, _, _),) = set_up.apps
+    with shelf._open(path) as engine:
         served = engine.model.logits([1, 444, 300])
     rules = [load(path, backend="numpy", activations=each).logits([1, 444, 300]) for each in ("blocks", "auto")]
     np.testing.assert_array_equal(served, rules[0])

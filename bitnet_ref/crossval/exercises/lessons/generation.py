@@ -221,7 +221,7 @@ SCHEDULERS: dict[str, Callable[[list[int], int], int]] = {  # wrong ones: what s
     "one running request too many": lambda queue, n: steps_of_engine(queue, n + 1),
     "a place always stays empty": lambda queue, n: steps_of_engine(queue, n - 1),
     "a queue for each place; all places share one": lambda queue, n: max(sum(queue[i::n]) for i in range(n)),
-    "you stop when nobody waits: the running ones write on": lambda queue, n: steps_of_engine(
+    "the engine stops when the queue is empty; requests still run": lambda queue, n: steps_of_engine(
         queue, n, to_the_end=False
     ),
     "the last step is missing": lambda queue, n: steps_of_engine(queue, n) - 1,
