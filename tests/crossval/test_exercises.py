@@ -700,7 +700,7 @@ CASES = {
             (Edit(".pop(0)", ".pop()"), "from the back of the queue"),
             (Edit("< places", "<= places"), "one running request too many"),
             (Edit("< places", "< places - 1"), "a place always stays empty"),
-            (Edit("while waiting or running:", "while waiting:"), "write on"),
+            (Edit("while waiting or running:", "while waiting:"), "requests still run"),
             (Edit("steps = list(lengths), [], 0", "steps = list(lengths), [], 1"), "nothing runs is counted"),
             (Edit("return steps", "return steps - 1"), "last step is missing"),
             (lambda lengths, n: max(sum(lengths[i::n]) for i in range(n)), "a queue for each place"),
