@@ -92,7 +92,7 @@ class ServerBench(Record):
 
 def ask(port: int, prompt: str, new: int) -> tuple[float, str]:
     """Seconds to the first text of a stream, and the whole text. Raises BackendError unless it has `new` tokens."""
-    body = {"model": "model", "prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True}
+    body = {"model": "model", "prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True, "ignore_eos": True}
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)) as connection:
         begin, first_s, text, reason = time.perf_counter(), None, "", None
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
@@ -108,7 +108,7 @@ def ask(port: int, prompt: str, new: int) -> tuple[float, str]:
             text += choice["text"]
             reason = choice["finish_reason"] or reason
     if reason != "length" or first_s is None:
-        raise BackendError(f"port {port}: {prompt!r} ended with {reason!r} before {new} tokens: choose fewer")
+        raise BackendError(f"port {port}: {prompt[:80]!r} ended with {reason!r} before {new} tokens: choose fewer")
     return first_s, text
 
 
