@@ -26,7 +26,7 @@ from .parts import read_field, read_parts, refuse_part
 from .schemas import FLAG, MAYBE, PASSED, RequestError, describe_array, describe_number, describe_object, or_null
 from .tools import function_tool
 from .translate import ask_chat, join_system
-from .writers import BlockWriter, write_json
+from .writers import BlockWriter, write_event
 
 if TYPE_CHECKING:
     from .server import Server
@@ -245,7 +245,7 @@ class MessageWriter(BlockWriter):
     def failure(self, status: int, facts: Mapping[str, Any]) -> str:
         from .failures import shape_failure
 
-        return f"event: error\ndata: {write_json(shape_failure(PATH, status, dict(facts)))}\n\n"
+        return write_event(shape_failure(PATH, status, dict(facts)), "error")
 
     def whole(self, results: Sequence[Generation]) -> dict[str, Any]:
         self.read_whole(results[0])
@@ -283,7 +283,7 @@ class MessageWriter(BlockWriter):
         return {**call, "input": arguments or {}, **cut}
 
     def _event(self, kind: str, **facts: Any) -> str:
-        return f"event: {kind}\ndata: {write_json({'type': kind, **facts})}\n\n"
+        return write_event({"type": kind, **facts}, kind)
 
 
 DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
