@@ -65,6 +65,10 @@ class GgmlType:
     def known_size(self) -> bool:
         return self.block_bytes > 0
 
+    def has_whole_rows(self, shape: tuple[int, ...]) -> bool:
+        """Whether the rows of a tensor of that shape are whole blocks."""
+        return (shape[-1] if shape else 1) % self.block_values == 0
+
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of a tensor of that shape, whose rows are whole blocks."""
         n_blocks = math.prod(shape) // self.block_values
@@ -404,7 +408,7 @@ def _require_size(op: str, raw: NDArray[np.uint8], kind: GgmlType, shape: tuple[
 
 
 def _require_whole_blocks(op: str, kind: GgmlType, shape: tuple[int, ...]) -> None:
-    if (shape[-1] if shape else 1) % kind.block_values:
+    if not kind.has_whole_rows(shape):
         expected = f"rows of a multiple of {kind.block_values} values, which {kind.name} stores in one block"
         raise ShapeError(op, expected=expected, got=f"shape {list(shape)}")
 
