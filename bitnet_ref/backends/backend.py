@@ -183,9 +183,17 @@ class Backend(PlainBackend):
         ids = np.arange(logits.shape[1])
         return [HeadRows(ids, row) for row in logits]
 
-    def draw(self, logits: Floats, temperature: float, uniform: float) -> int | None:
-        """The token for a number in [0, 1) from softmax(logits / temperature), as `generation.sampling` draws it; None
-        where that must draw.   logits (V,)"""
+    def draw(
+        self,
+        logits: Floats,
+        temperature: float,
+        uniform: float,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+    ) -> int | None:
+        """The token for a number in [0, 1) from softmax(logits / temperature) with these limits (by default none), as
+        `generation.sampling` draws it; None where that must draw.   logits (V,)"""
         return None
 
     def running(self) -> AbstractContextManager[None]:

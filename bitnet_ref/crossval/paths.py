@@ -649,14 +649,18 @@ def _drafted(model: Model, tokens: list[int]) -> Outcome:
 def _drawn(be: Backend, logits: Array) -> Outcome:
     """Tokens drawn from these logits (T, V) against the sum of probabilities, one after another."""
     compared, by_backend, numbers = 0, 0, np.random.default_rng(0).random(8).tolist()
-    for row, temperature in product(logits[:8], (0.7, 1.0)):
-        params = SamplingParams(temperature=temperature)
-        ends = np.cumsum(distribution(row, params)[1])
+    rules = (0.7, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 20, 1.0, 0.0), (0.7, 0, 0.9, 0.0), (0.7, 20, 0.9, 0.05)
+    for row, rule in product(logits[:8], rules):
+        temperature, top_k, top_p, min_p = rule
+        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        ids, probabilities = distribution(row, params)
+        ends, limits = np.cumsum(probabilities), (top_k if top_k < len(row) else 0, top_p, min_p)
         for uniform in (0.0, *numbers):
-            expected, drawn = int(np.searchsorted(ends, uniform, side="right")), be.draw(row, temperature, uniform)
+            expected = int(ids[np.searchsorted(ends, uniform, side="right")])
+            drawn = be.draw(row, temperature, uniform, *limits)
             compared, by_backend = compared + 1, by_backend + (drawn is not None)
             if choose(row, params, uniform, be.draw) != expected or drawn not in (None, expected):
-                return compared, f"{uniform} at temperature {temperature} draws {drawn}, not {expected}", ""
+                return compared, f"{uniform} with temperature, top_k, top_p, min_p {rule} draws {drawn}, not {expected}", ""
     return compared, None, f"equal to the sum of probabilities; {by_backend} by kernels"
 
 

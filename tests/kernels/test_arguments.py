@@ -118,7 +118,9 @@ def good_calls():
         "dense_rows": {"x": floats(K), "w": floats(N, K), "rows": np.array([5, 69]), "y": floats(2), **run},
         "Tape": {},
         "bound_cpus": {},
-        "draw": {"logits": floats(N), "temperature": 0.7, "uniform": 0.5, "kernels": 0},
+        "draw": {
+            "logits": floats(N), "temperature": 0.7, "uniform": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "kernels": 0
+        },
         "greedy_steps": {
             "step": _cpu.Tape(), "head": _cpu.Tape(), "table": floats(N, K), "scale": 2.0, "x": floats(M, K),
             "positions": tokens.copy(), "rope": floats(2, 2, M, d), "full": floats(2, 300, d),

@@ -75,17 +75,20 @@ def greedy_steps(Tape step, Tape head, table, float scale, float[:, ::1] x, int6
     return s
 
 
-def draw(const float[::1] logits, double temperature, double uniform, Py_ssize_t kernels):
-    """The token for `uniform` in [0, 1) from softmax(logits / temperature); -1 where rounding could decide."""
-    cdef Py_ssize_t n = logits.shape[0], token
+def draw(const float[::1] logits, double temperature, double uniform, Py_ssize_t top_k, double top_p, double min_p,
+         Py_ssize_t kernels):
+    """The token for `uniform` in [0, 1) from softmax(logits / temperature), limited by top_k (0: not), top_p and min_p;
+    -1 where rounding could decide, or where the limits keep too many tokens."""
+    cdef Py_ssize_t n = logits.shape[0], blocks = (n + DRAW_BLOCK - 1) // DRAW_BLOCK, token
+    cdef draw_rule rule = draw_rule(temperature, top_p, min_p, top_k)
     cdef const kernel_set *chosen = check_set(kernels, 1)
-    if n == 0 or not temperature > 0 or not 0 <= uniform < 1:
-        raise ValueError(f"draw: {n} logits, temperature {temperature}, uniform {uniform}")
+    if n == 0 or not temperature > 0 or not 0 <= uniform < 1 or top_k < 0 or not 0 < top_p <= 1 or not 0 <= min_p <= 1:
+        raise ValueError(f"draw: {n} logits, {temperature, top_k, top_p, min_p}, uniform {uniform}")
     check_aligned(<size_t> &logits[0])
-    cdef double *sums = <double *> allocate((n + 63) // 64, sizeof(double))
+    cdef double *sums = <double *> allocate(blocks, sizeof(double) + sizeof(float))
     if sums == NULL:
         raise MemoryError(f"no memory for {n} logits")
     with nogil:
-        token = chosen.draw(&logits[0], n, temperature, uniform, sums)
+        token = chosen.draw(&logits[0], n, &rule, uniform, sums, <float *> (sums + blocks))
     free(sums)
     return token
