@@ -16,8 +16,8 @@
 #define BITNET_REF_DRAW_STEPS_H
 #include <math.h>
 #include "kv_cache.h"
-enum { DRAW_BLOCK = 64, DRAW_LISTED = 1024 };
-static const double DRAW_ROUNDING = 1e-9, DRAW_DEEPEST = 45; /* e^-45 of 2^20 tokens is 1e-13 of the largest */
+enum { DRAW_BLOCK = 64, DRAW_LISTED = 2048, DRAW_BAND = 3, DRAW_DEEPEST = 45 }; /* e^-46 of 2^20 tokens: 1e-14 of the first */
+static const double DRAW_ROUNDING = 1e-9;
 
 typedef struct {
     double temperature, top_p, min_p; /* 1 and 0: no limit */
@@ -46,13 +46,17 @@ static inline size_t draw_band(const float *logits, size_t n, const float *tops,
     size_t size = 0;
     for (size_t start = 0; start < n; start += DRAW_BLOCK) {
         if (tops[start / DRAW_BLOCK] < from) continue;
-        const size_t stop = start + DRAW_BLOCK < n ? start + DRAW_BLOCK : n;
-        for (size_t i = start; i < stop; i++) {
-            heap[size] = draw_key(logits[i], i);
-            size += logits[i] >= from && logits[i] < below;
-            if (size > DRAW_LISTED) return size;
+        if (size + DRAW_BLOCK > DRAW_LISTED) return DRAW_LISTED + 1;
+        const size_t count = start + DRAW_BLOCK < n ? DRAW_BLOCK : n - start;
+        uint8_t in[DRAW_BLOCK] = {0};
+        for (size_t i = 0; i < count; i++) in[i] = (logits[start + i] >= from) & (logits[start + i] < below);
+        for (size_t word = 0; word < DRAW_BLOCK; word += 8) {
+            uint64_t bits;
+            memcpy(&bits, in + word, 8);
+            for (; bits; bits &= bits - 1) heap[size++] = start + word + (size_t)__builtin_ctzll(bits) / 8;
         }
     }
+    for (size_t i = 0; i < size; i++) heap[i] = draw_key(logits[heap[i]], heap[i]);
     for (size_t i = size / 2; i-- > 0;) draw_sink(heap, size, i);
     return size;
 }
@@ -68,8 +72,8 @@ static inline ptrdiff_t draw_limited(const float *logits, size_t n, const draw_r
     const size_t top_k = rule->top_k < n ? rule->top_k : n;
     float from, above = INFINITY;
     int is_done = 0;
-    for (int band = 1; !is_done && count < n && band <= DRAW_DEEPEST; band++, above = from) {
-        from = (float)((double)largest - band * rule->temperature);
+    for (int depth = DRAW_BAND; !is_done && count < n && depth <= DRAW_DEEPEST; depth += DRAW_BAND, above = from) {
+        from = (float)((double)largest - depth * rule->temperature);
         size_t size = draw_band(logits, n, tops, from, above, heap);
         if (size > DRAW_LISTED) return -1;
         while (size > 0 && !is_done) {
