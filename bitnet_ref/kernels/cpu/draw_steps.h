@@ -3,8 +3,9 @@
  *
  * Plain version: generation/sampling.py, `distribution`, and the first token at which the sum of probabilities exceeds
  * `uniform`. Sums are of blocks of DRAW_BLOCK tokens, then of single ones. Their rounding, and that of the exponentials,
- * is far below DRAW_ROUNDING of the total; a draw so close to where a token begins or ends, and a limit so close to where
- * it would keep another number of tokens, is left to the plain version.
+ * is far below DRAW_ROUNDING of the total. A draw so close to where a token begins or ends, and a limit so close to where
+ * it would keep another number of tokens, is left to the plain version. Sums in float32 come first: their exponents, up
+ * to some ln n on average, are off by 2^-23, so the sums by 2e-6. One draw of 10,000 needs those in double.
  *
  * With limits the tokens are listed, most likely first, until the rest cannot matter. Sorting all of them would take
  * longer than everything else: so tokens are gathered in bands of e^-3, the likeliest band first, from the blocks whose
@@ -17,7 +18,7 @@
 #include <math.h>
 #include "kv_cache.h"
 enum { DRAW_BLOCK = 64, DRAW_LISTED = 2048, DRAW_BAND = 3, DRAW_DEEPEST = 45 }; /* e^-45 of 2^20 tokens: 3e-14 of the first */
-static const double DRAW_ROUNDING = 1e-9;
+static const double DRAW_ROUNDING = 1e-9, DRAW_ROUGH = 2e-5; /* of sums in double, and in float32 */
 
 typedef struct {
     double temperature, top_p, min_p; /* 1 and 0: no limit */
@@ -133,48 +134,80 @@ STEP_INLINE double STEP(draw_block)(const float *logits, size_t n, float largest
     return STEP(sum_lanes)(sum);
 }
 
+/* the larger of two floats, lane by lane; b where one is NaN */
+STEP_INLINE STEP(f32v) STEP(larger_floats)(STEP(f32v) a, STEP(f32v) b) {
+    const STEP(u32v) mask = (STEP(u32v))(a > b);
+    return (STEP(f32v))(((STEP(u32v))a & mask) | ((STEP(u32v))b & ~mask));
+}
+
 /* tops[b]: the largest logit of block b.   -> the largest of all */
 STEP_INLINE float STEP(draw_tops)(const float *logits, size_t n, float *tops) {
+    enum { V = DRAW_BLOCK / STEP(FLOATS) };
     float largest = -INFINITY;
     for (size_t start = 0; start < n; start += DRAW_BLOCK) {
-        float lanes[16], top = -INFINITY;
-        for (size_t lane = 0; lane < 16; lane++) lanes[lane] = -INFINITY;
-        size_t at = start;
-        for (; at + 16 <= n && at < start + DRAW_BLOCK; at += 16)
-            for (size_t lane = 0; lane < 16; lane++) {
-                const float v = logits[at + lane];
-                lanes[lane] = v > lanes[lane] ? v : lanes[lane];
-            }
-        for (size_t lane = 0; lane < 16; lane++) top = lanes[lane] > top ? lanes[lane] : top;
-        for (; at < n && at < start + DRAW_BLOCK; at++) top = logits[at] > top ? logits[at] : top;
+        STEP(f32v) x[V];
+        float top = -INFINITY;
+        if (start + DRAW_BLOCK <= n) {
+            memcpy(x, logits + start, sizeof x);
+            STEP_UNROLL
+            for (size_t i = 1; i < V; i++) x[0] = STEP(larger_floats)(x[i], x[0]);
+            STEP_UNROLL
+            for (size_t half = STEP(FLOATS) / 2; half > 0; half /= 2)
+                for (size_t lane = 0; lane < half; lane++) x[0][lane] = x[0][lane + half] > x[0][lane] ? x[0][lane + half] : x[0][lane];
+            top = x[0][0];
+        } else
+            for (size_t i = start; i < n; i++) top = logits[i] > top ? logits[i] : top;
         tops[start / DRAW_BLOCK] = top;
         largest = top > largest ? top : largest;
     }
     return largest;
 }
 
-/* The index for `uniform` in [0, 1), or -1 where rounding could decide. logits (n), -Inf for a token that cannot come;
- * sums, tops: room for a number per block */
-STEP_TARGET static ptrdiff_t STEP(draw)(const float *logits, size_t n, const draw_rule *rule, double uniform, double *sums,
-                                        float *tops) {
+/* Like `draw_block`'s sum, in float32: to within DRAW_ROUGH of the total of all blocks. n is DRAW_BLOCK. */
+STEP_INLINE double STEP(draw_rough)(const float *logits, float largest, float per_temperature) {
+    enum { V = DRAW_BLOCK / STEP(FLOATS) };
+    const STEP(f32v) zero = {0}, top = zero + largest, lowest = zero - 87.0f;
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it leaves the nearest integer in the low bits */
+    STEP(f32v) sum = zero, x[V], shifted[V], p[V];
+#define EACH STEP_UNROLL for (size_t i = 0; i < V; i++)
+    EACH memcpy(&x[i], logits + i * STEP(FLOATS), sizeof x[i]);
+    EACH x[i] = (x[i] - top) * per_temperature;
+    EACH x[i] = STEP(larger_floats)(x[i], lowest);
+    EACH shifted[i] = x[i] * 1.44269504f + magic;
+    EACH p[i] = shifted[i] - magic;
+    EACH x[i] = STEP(fused)(p[i], zero + 2.12194440e-4f, STEP(fused)(p[i], zero - 0.693359375f, x[i]));
+    EACH p[i] = STEP(fused)(x[i], zero + (1.0f / 720), zero + (1.0f / 120));
+#define TERM(factorial) EACH p[i] = STEP(fused)(p[i], x[i], zero + 1.0f / (factorial));
+    TERM(24) TERM(6) TERM(2) TERM(1) TERM(1)
+#undef TERM
+    EACH sum += (STEP(f32v))((STEP(u32v))p[i] + ((STEP(u32v))shifted[i] << 23));
+#undef EACH
+    STEP(f32h) halves[2];
+    memcpy(halves, &sum, sizeof sum);
+    return STEP(sum_lanes)(STEP(widen)(halves[0]) + STEP(widen)(halves[1]));
+}
+
+/* `draw` by sums of blocks to within `rounding` of the total, in float32 or in double. */
+STEP_INLINE ptrdiff_t STEP(draw_by)(const float *logits, size_t n, const draw_rule *rule, double uniform, double *sums,
+                                    const float *tops, float largest, double rounding, const int is_rough) {
     const size_t blocks = (n + DRAW_BLOCK - 1) / DRAW_BLOCK;
     const double temperature = rule->temperature;
-    const float largest = STEP(draw_tops)(logits, n, tops);
-    /* The plain version divides before it subtracts, so that large logits at a low temperature lose digits. */
-    const double relative = DRAW_ROUNDING + 1e-15 * fabs((double)largest) / temperature;
     double e[DRAW_BLOCK], total = 0, below = 0;
-    if (!(relative < 1e-3) || temperature < 1e-300) return -1;
     for (size_t b = 0; b < blocks && rule->top_k == 0; b++) {
         const size_t left = n - b * DRAW_BLOCK;
+        const float *block = logits + b * DRAW_BLOCK;
         sums[b] = 0;
-        if ((double)tops[b] - (double)largest >= -DRAW_DEEPEST * temperature)
-            sums[b] = STEP(draw_block)(logits + b * DRAW_BLOCK, left < DRAW_BLOCK ? left : DRAW_BLOCK, largest, temperature, e);
+        if ((double)tops[b] - (double)largest >= -DRAW_DEEPEST * temperature) {
+            if (is_rough && left >= DRAW_BLOCK) sums[b] = STEP(draw_rough)(block, largest, (float)(1 / temperature));
+            else sums[b] = STEP(draw_block)(block, left < DRAW_BLOCK ? left : DRAW_BLOCK, largest, temperature, e);
+        }
         total += sums[b];
     }
     if (rule->top_k > 0 || rule->top_p < 1 || rule->min_p > 0)
-        return draw_limited(logits, n, rule, uniform, total, tops, largest, relative);
-    const double target = uniform * total, rounding = relative * total;
+        return draw_limited(logits, n, rule, uniform, total, tops, largest, rounding);
     if (!(total > 0) || !isfinite(total)) return -1;
+    const double target = uniform * total;
+    rounding *= total;
     size_t block = 0;
     for (; block + 1 < blocks && below + sums[block] <= target; block++) below += sums[block];
     const size_t left = n - block * DRAW_BLOCK, count = left < DRAW_BLOCK ? left : DRAW_BLOCK;
@@ -188,4 +221,20 @@ STEP_TARGET static ptrdiff_t STEP(draw)(const float *logits, size_t n, const dra
         below = end;
     }
     return -1;
+}
+
+/* The index for `uniform` in [0, 1), or -1 where rounding could decide. logits (n), -Inf for a token that cannot come;
+ * sums, tops: room for a number per block */
+STEP_TARGET static ptrdiff_t STEP(draw)(const float *logits, size_t n, const draw_rule *rule, double uniform, double *sums,
+                                        float *tops) {
+    const double temperature = rule->temperature;
+    const float largest = STEP(draw_tops)(logits, n, tops);
+    /* The plain version divides before it subtracts, so that large logits at a low temperature lose digits. */
+    const double relative = DRAW_ROUNDING + 1e-15 * fabs((double)largest) / temperature;
+    if (!(relative < 1e-3) || temperature < 1e-300) return -1;
+    if (rule->top_k == 0 && temperature > 1e-30 && relative < DRAW_ROUGH) {
+        const ptrdiff_t token = STEP(draw_by)(logits, n, rule, uniform, sums, tops, largest, DRAW_ROUGH, 1);
+        if (token >= 0) return token;
+    }
+    return STEP(draw_by)(logits, n, rule, uniform, sums, tops, largest, relative, 0);
 }
