@@ -266,7 +266,7 @@ class Logprobs:
         """
         if whole is not None or logits.hidden is None:
             return self._entry(logits.all() if whole is None else whole, token)
-        # Without the lock: only the thread that generates adds, and a list may grow while another thread reads its front.
+        # Without the lock: only the thread that generates adds, and a list may grow while another reads its front.
         index, self._count, self._head = self._count, self._count + 1, logits.head
         self._waiting.append((index, logits.hidden.copy(), token))
         return lambda: self[index][0], (lambda: self[index][1]) if wants_top else None

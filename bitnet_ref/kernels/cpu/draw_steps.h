@@ -11,8 +11,11 @@
  * longer than everything else: so tokens are gathered in bands of e^-3, the likeliest band first, from the blocks whose
  * largest logit is in it; a heap gives those of a band one by one.
  *
- * Measured with the call, one thread of an EPYC (Zen 4): 5.6 us of 4,096 logits, 144 of 128,256; NumPy, by blocks too, 24
- * and 304. MEASURED */
+ * Measured without the call, 4,096 logits of storyteller, AVX-512, one thread of an Emerald Rapids Xeon beside other work,
+ * us: no limit 1.9, top_k 40 2.1, min_p 0.05 2.6, top_p 0.95 9.4 (a hundred tokens come off the heap one by one, and each
+ * mispredicts). With sums in double alone 4.5 more. Bands of e^-1 took 6 to 14 more than those of e^-3, of which fewer
+ * are read; a branch per logit in place of the bit masks 2 to 3 more; the largest of a block as 16 scalars 2.7 more. NumPy
+ * takes 9, 25, 80 and 85. */
 #ifndef BITNET_REF_DRAW_STEPS_H
 #define BITNET_REF_DRAW_STEPS_H
 #include <math.h>
