@@ -320,7 +320,8 @@ def ternary_from_blocks(
     If the scales differ, the matrix was not ternary before it was quantised: it is dense, and no model was trained with
     int8 activations on such. Raises FormatError for a scale that is negative, NaN or Inf and for the code 3.
     """
-    blocks = _as_blocks("ternary_from_blocks", raw, BY_NAME[kind], shape)
+    _require_size("ternary_from_blocks", raw, BY_NAME[kind], shape)
+    blocks = np.ascontiguousarray(raw).reshape(-1, BY_NAME[kind].block_bytes)
     scales = np.ascontiguousarray(blocks[:, -2:]).view(np.float16).reshape(-1).astype(np.float32)
     bad = ~np.isfinite(scales) | (scales < 0)
     if bad.any():
@@ -396,11 +397,6 @@ def groups_from_rows(
         packed[part] = np.where((d == 0)[:, None], _FOUR_ZEROS, _pack_codes(codes))
         scales[part, 0] = np.where((packed[part] == _FOUR_ZEROS).all(axis=1), np.float32(0), d)
     return packed, scales
-
-
-def _as_blocks(op: str, raw: NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    _require_size(op, raw, kind, shape)
-    return np.ascontiguousarray(raw).reshape(-1, kind.block_bytes)
 
 
 def _require_size(op: str, raw: NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> None:
