@@ -219,6 +219,15 @@ def test_matmul_n_bits_as_onnxruntime_dequantises_it(bits, zeros, k, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)  # a product with 1 and zeros
 
 
+@pytest.mark.parametrize("scales", [np.ones((8, 3), np.int8), np.ones((8, 2), np.float32)])
+def test_scales_of_matmul_n_bits_are_floats_one_for_each_block(scales, tmp_path):
+    tensors = [numpy_helper.from_array(np.zeros((8, 3, 8), np.uint8), "b"), numpy_helper.from_array(scales, "s")]
+    attributes = {"N": 8, "K": 40, "bits": 4, "block_size": 16, "domain": "com.microsoft"}
+    node = helper.make_node("MatMulNBits", ["x", "b", "s"], ["y"], **attributes)
+    with pytest.raises(FormatError, match=r"expected 8 x 3 scales, got"):
+        constants(tmp_path, node, tensors).matrix(node)
+
+
 @pytest.mark.parametrize(
     ("dtype", "axis", "block", "scales", "zeros"),
     [
@@ -287,7 +296,8 @@ LIES = {
     "no such file": (place("location", "other.data"), "other.data is no file"),
     "beyond the end": (place("offset", str(2**40)), "the file has"),
     "a negative offset": (place("offset", "-1"), "whole number of bytes as offset"),
-    "a huge offset": (place("offset", "9" * 30), "whole number of bytes as offset"),
+    "an offset of 19 digits": (place("offset", "9" * 19), "the file has"),
+    "an offset of 20 digits": (place("offset", "9" * 20), "whole number of bytes as offset"),
     "a short length": (place("length", "8"), "external data: expected"),
     "huge dims": (lambda _, t: t[f"{Q}.weight_packed"].dims.__setitem__(0, 2**61), "dimensions|expected shape"),
     "dims whose product wraps to 16": (

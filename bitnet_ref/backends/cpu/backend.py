@@ -232,10 +232,18 @@ class CythonBackend(KernelBackend):
             if got != expected:
                 raise ShapeError("check_prepared", expected=f"facts and rows_q of {expected}", got=str(got))
 
-    def draw(self, logits: Floats, temperature: float, uniform: float) -> int | None:
+    def draw(
+        self,
+        logits: Floats,
+        temperature: float,
+        uniform: float,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+    ) -> int | None:
         if logits.dtype != np.float32 or not logits.flags.c_contiguous:
             return None
-        token = _cpu.draw(logits, temperature, uniform, self.kernels.kernel_set)
+        token = _cpu.draw(logits, temperature, uniform, top_k, top_p, min_p, self.kernels.kernel_set)
         return None if token < 0 else token
 
     # -- a pass --------------------------------------------------------------------------------------------------------
@@ -370,9 +378,8 @@ class CythonBackend(KernelBackend):
         return x_q, x_quant_scale
 
     def ternary_matmul(self, x_q: NDArray[np.int8], w: TernaryLinear) -> NDArray[np.int32]:
-        if x_q.dtype != np.int8 or x_q.ndim != 2 or x_q.shape[1] != w.in_features:
-            got = f"x_q {x_q.dtype} {x_q.shape}"
-            raise ShapeError("ternary_matmul", expected=f"x_q int8 (M, {w.in_features})", got=got)
+        ok = x_q.dtype == np.int8 and x_q.ndim == 2 and x_q.shape[1] == w.in_features
+        require("ternary_matmul", ok, f"x_q int8 (M, {w.in_features})", x_q=x_q)
         panels = self._ternary_panels(w)
         block_k = layouts()[panels.layout][0]
         padded = np.zeros((len(x_q), -(-w.in_features // block_k) * block_k), dtype=np.int8)

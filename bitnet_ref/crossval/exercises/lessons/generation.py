@@ -12,23 +12,7 @@ from ..answers import as_array, as_number, expect_array, expect_number
 from ..declare import Wrong, draws, exercise, run
 
 
-@exercise(
-    "7a.1",
-    "top_p",
-    minutes=10,
-    hints=(
-        "np.argsort(-p) has the places of the tokens, the likeliest first. What is the sum before each of them?",
-        "A token is kept if the sum of those before it is below the limit. The zeros belong at the tokens' own places.",
-    ),
-    solution="""
-def top_p(p, limit):
-    order = np.argsort(-p)
-    before = np.cumsum(p[order]) - p[order]
-    kept = np.zeros(len(p), dtype=bool)
-    kept[order[before < limit]] = True
-    return np.where(kept, p, 0) / p[kept].sum()
-""",
-)
+@exercise("7a.1")
 def nucleus(answer: Any) -> str:
     z = draws(71).normal(size=12)
     p = np.exp(z) / np.exp(z).sum()
@@ -59,15 +43,7 @@ def nucleus(answer: Any) -> str:
     return "That is nucleus sampling."
 
 
-@exercise(
-    "7a.2",
-    "temperature",
-    hints=(
-        "Try 0.5 and 0.1, and halve the interval. Or use the sliders above.",
-        "At half the temperature every ratio of two probabilities is squared.",
-    ),
-    solution="temperature = 0.25",
-)
+@exercise("7a.2")
 def half_of_the_probability(answer: Any, after: NextToken) -> str:
     t = as_number(answer)
     if not 0 < t <= 2:
@@ -82,22 +58,7 @@ def half_of_the_probability(answer: Any, after: NextToken) -> str:
     return f"{at:.3f} there, {hotter:.3f} a hundredth hotter."
 
 
-@exercise(
-    "7a.3",
-    "no_e",
-    minutes=15,
-    hints=(
-        "after.texts(np.arange(len(logits))) has the text of every token. An E counts too.",
-        'np.where(["e" in text.lower() for text in texts], -np.inf, logits)',
-    ),
-    solution="""
-texts = after.texts(np.arange(model.config.vocab_size))
-
-
-def no_e(token_ids, logits):
-    return np.where(["e" in text.lower() for text in texts], -np.inf, logits)
-""",
-)
+@exercise("7a.3")
 def lipogram(answer: Any, after: NextToken) -> str:
     ids = np.asarray(after.ids)
     texts = after.texts(np.arange(len(after.logits)))
@@ -123,15 +84,7 @@ def lipogram(answer: Any, after: NextToken) -> str:
     return f"“A dog and a cat {model.generate('A dog and a cat', max_tokens=40, processors=[answer]).text}”"
 
 
-@exercise(
-    "7b.1",
-    "steps_needed",
-    hints=(
-        "The first new token comes with the prompt.",
-        "Which request is the last to finish? It takes a step for each token.",
-    ),
-    solution="steps_needed = max(lengths)",
-)
+@exercise("7b.1")
 def steps_of_an_engine(answer: Any, lengths: Sequence[int]) -> str:
     right = max(lengths)
     mistakes = {
@@ -146,26 +99,7 @@ def steps_of_an_engine(answer: Any, lengths: Sequence[int]) -> str:
     return f"A text of {right} tokens takes {right} steps, and all others are done by then."
 
 
-@exercise(
-    "7b.2",
-    "steps_of",
-    minutes=15,
-    hints=(
-        "Keep two lists: of the requests that wait, and of what the running ones still have to write.",
-        "One round: fill the free places from the front of the queue, count a step, take 1 from each running request, "
-        "drop those that have none left.",
-    ),
-    solution="""
-def steps_of(lengths, places):
-    waiting, running, steps = list(lengths), [], 0
-    while waiting or running:
-        while waiting and len(running) < places:
-            running.append(waiting.pop(0))
-        steps += 1
-        running = [left - 1 for left in running if left > 1]
-    return steps
-""",
-)
+@exercise("7b.2")
 def scheduler(answer: Any, lengths: Sequence[int]) -> str:
     draw = draws(75)
     cases = [(list(lengths), 4), ([5], 3), ([3, 3, 3, 3], 2), ([12, 1, 1, 1, 1, 2], 2)]
@@ -229,15 +163,7 @@ SCHEDULERS: dict[str, Callable[[list[int], int], int]] = {  # wrong ones: what s
 }
 
 
-@exercise(
-    "7b.3",
-    "both",
-    hints=(
-        "A step has one part for each request that took part in it.",
-        "sum(len(step.parts) == 2 for step in server_steps)",
-    ),
-    solution="both = sum(len(step.parts) == 2 for step in server_steps)",
-)
+@exercise("7b.3")
 def shared_steps(answer: Any, steps: Sequence[Any]) -> str:
     parts = [len(step.parts) for step in steps]
     right = sum(each > 1 for each in parts)
@@ -251,15 +177,7 @@ def shared_steps(answer: Any, steps: Sequence[Any]) -> str:
     return f"{len(parts)} steps instead of {sum(parts)}."
 
 
-@exercise(
-    "7b.4",
-    "texts_that_fit",
-    hints=(
-        "A token takes 153,600 bytes in float32. And in float16?",
-        "A text takes 2,048 times that. How many whole texts fit into 4 · 10⁹ bytes?",
-    ),
-    solution="texts_that_fit = 4_000_000_000 // (153_600 // 2 * 2048)",
-)
+@exercise("7b.4")
 def caches_that_fit(answer: Any) -> str:
     mistakes = {
         12: "That is in float32; float16 takes half.",
