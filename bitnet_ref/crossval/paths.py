@@ -372,7 +372,7 @@ def _judge_logits(logits: Array, reference: Model, tokens: list[int]) -> Outcome
         return logits.size, None, f"within {errors.max():.1e} of float64 (numpy: {allowed.max():.1e})"
     distance = np.abs(logits - plain).max()
     near = f"within {distance:.1e} of" if distance else "equal to"
-    detail = f"{near} numpy, whose int8 inputs round otherwise than float64's at {crossed.sum()} tokens"
+    detail = f"{near} numpy; at {crossed.sum()} tokens an int8 of float64 rounds the other way"
     return logits.size, None, detail
 
 
