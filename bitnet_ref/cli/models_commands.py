@@ -148,6 +148,7 @@ def draw(rows: list[tuple[str, ...]], out: Console) -> None:
 def rm(name: str, yes: bool) -> None:
     """Forget a name that was given to a local model, whose files stay; or delete a model from the Hugging Face cache:
     all of it, or one revision. That is asked first, because other programs use the same cache."""
+    from ..formats.open import shipped_models
     from ..formats.registry.hub_cache import cached_models, matching_models, repository_folder
     from ..formats.registry.links import linked_path, links, remove_link
     from ..formats.registry.pull import delete_models, plan_deletion
@@ -159,6 +160,8 @@ def rm(name: str, yes: bool) -> None:
         report(removed, f"removed the name {name}; its files stay: {path}")
         return
     if not models:
+        if name in shipped_models():
+            raise RegistryError(f"{name} is a part of the package, and stays")
         near = get_close_matches(name, {*links(), *(each.name for each in cached_models())}, 3)
         hint = f"did you mean {' or '.join(near)}?" if near else "bitnet-ref list shows what there is"
         raise RegistryError(f"there is no {name!r} here; {hint}")

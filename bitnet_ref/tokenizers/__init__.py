@@ -53,4 +53,5 @@ def _load(files: TokenizerFiles) -> Tokenizer:
 
         data = files.read("tokenizer.model", MAX_VOCABULARY_BYTES)
         return SentencePieceTokenizer(data, read_settings(files), path=files.path("tokenizer.model"))
-    raise TokenizerError("no tokenizer here: looked for tokenizer.json and tokenizer.model", path=files.root)
+    message = "no tokenizer here: looked for tokenizer.json and tokenizer.model; copy one from the model's repository"
+    raise TokenizerError(message, path=files.root)

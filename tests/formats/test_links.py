@@ -272,6 +272,7 @@ def test_commands(folder):
     assert invoke_json("rm", "org/b") == {"removed": [{"name": "org/b", "path": str(folder)}], "bytes": 0}
     assert invoke_json("list")["models"] == []
     assert "bitnet-ref list shows what there is" in invoke("rm", "mine").stderr
+    assert invoke("rm", "storyteller").stderr == "Error: storyteller is a part of the package, and stays\n"
 
 
 @pytest.mark.parametrize(

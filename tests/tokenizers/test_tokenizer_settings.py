@@ -37,7 +37,7 @@ def test_tokenizer_json_is_preferred(make_folder: Maker, byte_level_json: dict[s
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"looked for tokenizer\.json and tokenizer\.model") as caught:
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json and tokenizer\.model; copy one from") as caught:
         load_tokenizer(tmp_path)
     assert caught.value.path == str(tmp_path)
     with pytest.raises(TokenizerError, match="is not a folder"):
