@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from ....api import Model
 from ....errors import describe
 from ....formats.gguf.blocks import blocks_from_ternary
 from ....reference import quantization
 from ....reference.layers import Array
-from ..answers import as_array, as_number, expect_array, expect_number, expect_set
+from ....reference.weights import TernaryWeight
+from ..answers import as_array, as_number, expect_array, expect_names, expect_number, expect_set
 from ..declare import Unanswered, Wrong, draws, exercise, run
 
 # -- 1: ternary weights --------------------------------------------------------------------------------------------
@@ -286,6 +288,41 @@ def register_overflows(answer: Any) -> str:
     return "127 · 4,129 = 524,383. So K = 2,560 is safe in such a register, and K = 6,912 is not."
 
 
+@exercise(
+    "2.5",
+    "to_even",
+    hints=(
+        "x − np.floor(x) lies between 0 and 1, and is exact. Above a half x goes up, below it down.",
+        "At a half it goes up if the floor is odd: np.floor(x) % 2 == 1.",
+    ),
+    solution="""
+def to_even(x):
+    low = np.floor(x)
+    rest = x - low
+    return low + ((rest > 0.5) | ((rest == 0.5) & (low % 2 == 1)))
+""",
+)
+def ties_to_even(answer: Any) -> str:
+    ties = np.arange(-6, 6) + 0.5
+    numbers = np.concatenate([ties, np.arange(-2.0, 3.0), draws(25).normal(0, 20, 50)])
+    mistakes = {
+        "ties always go up": np.floor(numbers + 0.5),
+        "ties always go down": np.ceil(numbers - 0.5),
+        "ties go away from zero, as C's round() does": np.trunc(numbers + np.copysign(0.5, numbers)),
+        "ties go towards zero": np.copysign(np.ceil(np.abs(numbers) - 0.5), numbers),
+        "ties go to the odd neighbour": np.where(
+            numbers % 1 == 0.5, 2 * np.floor(numbers) + 1 - np.rint(numbers), np.rint(numbers)
+        ),
+        "that truncates: what is above a half must go up": np.trunc(numbers),
+        "that is the floor: what is above a half must go up": np.floor(numbers),
+    }
+    expect_array(run(answer, numbers), np.rint(numbers), mistakes=mistakes, exact=True)
+    below = np.array([np.nextafter(0.5, 0), -np.nextafter(0.5, 0)])
+    if as_array(run(answer, below)).any():
+        raise Wrong(f"{below[0]} is below a half, and becomes 1: adding 0.5 rounds. Compare x − floor(x) with 0.5.")
+    return "And no sum was rounded on the way: x − floor(x) is exact."
+
+
 # -- 5: files ------------------------------------------------------------------------------------------------------
 
 
@@ -500,3 +537,55 @@ def proof_of_a_conversion(answer: Any) -> str:
         if set(names) != right:
             raise Wrong(f"{what} The names are {sorted(right)}, and yours are {sorted(map(str, names))}.")
     return "That is most of what convert does before it gives a file its name."
+
+
+TRAPS = ("none", "layout", "scale", "gate")
+
+
+@exercise(
+    "5.7",
+    "causes",
+    minutes=15,
+    hints=(
+        "Which of the four have a low loss? What is the difference between them, if both have the same weights?",
+        "w_dequant_scale of a trained matrix is the mean of |W|, far below 1. And its inverse?",
+        "In a wrong layout the non-zeros of a column know nothing of the norm before it: np.corrcoef, as above.",
+    ),
+    solution="""
+def cause_of(m):
+    layer = m.weights.layers[3]
+    if m.config.activation != "relu2":
+        return "gate"
+    if layer.o_proj.w_dequant_scale > 1:
+        return "scale"
+    nonzero = (layer.o_proj.ternary() != 0).mean(axis=0)
+    return "none" if np.corrcoef(nonzero, layer.attn_sub_norm.weight)[0, 1] > 0.5 else "layout"
+
+
+causes = {name: cause_of(m) for name, m in patients.items()}
+""",
+)
+def caught_in_a_trap(answer: Any, patients: Mapping[str, Model], model: Model) -> str:
+    """patients: models read from files of `model`."""
+    evidence = {
+        "none": "it is sound, and has the lowest loss of all",
+        "layout": "its columns' non-zeros have nothing to do with the norm before them",
+        "scale": "look at w_dequant_scale: the mean of |W| of a trained matrix is far below 1",
+        "gate": "its matrices and scales are those of the sound one; it computes something else with them",
+    }
+    for patient, cause in expect_names(answer, patients, TRAPS):
+        right = trap_of(patients[patient], model)
+        if cause != right:
+            raise Wrong(f"{patient} is not {cause!r}: {evidence[right]}.")
+    return "Change the seed for four others."
+
+
+def trap_of(patient: Model, model: Model) -> str:
+    """Which of TRAPS it was read by, if `model` is the right reading."""
+    if patient.config.activation != model.config.activation:
+        return "gate"
+    pairs = zip(dict(patient.weights.linears()).values(), dict(model.weights.linears()).values(), strict=True)
+    ternary = [(a, b) for a, b in pairs if isinstance(a, TernaryWeight) and isinstance(b, TernaryWeight)]
+    if not all(np.array_equal(a.packed, b.packed) for a, b in ternary):
+        return "layout"
+    return "none" if all(a.w_dequant_scale == b.w_dequant_scale for a, b in ternary) else "scale"
