@@ -13,9 +13,6 @@ KNOWN: dict[str, str] = {
     "-> return max((cost.degree for cost in self._costs), default=(1))": (
         "the patterns without costs cost no steps, whatever the degree"
     ),
-    "tokenizers/base.py: MAX_DECODED_BYTES = 1 << 29 -> MAX_DECODED_BYTES = (2) << 29": (
-        "how much memory one text may take; a test sets a limit of its own"
-    ),
     "tokenizers/hf_tokenizer.py HfTokenizer._read_vocabulary: if self.vocab_size > MAX_TOKEN_ID: -> "
     "if (self.vocab_size >= MAX_TOKEN_ID):": "a vocabulary of 2^24 tokens to the token",
     "tokenizers/base.py Tokenizer._check_decoded: "
@@ -71,25 +68,16 @@ KNOWN: dict[str, str] = {
         "all linears of blocks have names, and `count_raw_plane` looks at the type itself"
     ),
     # -- formats
-    "formats/hf/config.py: MAX_CONFIG_BYTES = 1 << 20 -> MAX_CONFIG_BYTES = (2) << 20": (
-        "the largest config.json that is read: none comes near it"
-    ),
     "formats/hf/packings.py read_awq: columns = slice(index * group, (index + 1) * group) -> columns = "
     "slice(index * group, (index + (2)) * group)": (
         "the columns beyond the group are written again with the next group, and there is none after the last"
     ),
-    "formats/native/base3.py unpack_base3: packed[start : start + rows] = five_bytes.reshape(len(block), -1)[:, "
-    ": packed.shape[1]] -> packed[start : start + rows] = five_bytes.reshape(len(block), -(2))[:, : "
-    "packed.shape[1]]": ("NumPy takes any negative size as the one to compute"),
     "formats/gguf/evidence.py: _MAX_LAYERS_FOR_LAYOUT = 8 -> _MAX_LAYERS_FOR_LAYOUT = (9)": (
         "one more layer is looked at, where eight do not decide"
     ),
     "formats/onnx/export.py: EXTERNAL_BYTES = 1024 # tensors of at least this size go to the file beside, as in "
     "onnx's own converter -> EXTERNAL_BYTES = (1025) # tensors of at least this size go to the file beside, as "
     "in onnx's own converter": ("no tensor that is written has 1024 bytes, and either place is read"),
-    "formats/hf/adapter.py: MAX_CONFIG_BYTES = 1 << 20 -> MAX_CONFIG_BYTES = (2) << 20": (
-        "published files have some hundred bytes"
-    ),
     "formats/binary_file.py BinaryFile.__init__: self._lead = 0 # bytes that were asked for and not read yet -> "
     "self._lead = (1) # bytes that were asked for and not read yet": ("how far the system reads ahead"),
     'formats/convert/proof.py _differences: yield name and f" ({name[1:]})", tally, _difference(x, y) -> yield '
@@ -100,8 +88,6 @@ KNOWN: dict[str, str] = {
     "formats/hf/packings.py: _CHUNK_VALUES = 1 << 22 -> _CHUNK_VALUES = 1 << (23)": (
         "how many values are read at a time"
     ),
-    "formats/hf/packings.py read_affine: by_group = q.reshape(len(q), -1, group) -> by_group = q.reshape(len(q), "
-    "-(2), group)": ("NumPy takes any negative size as the one to compute"),
     # -- registry
     'formats/registry/names.py choose_files: listed = ", ".join((chosen or single)[:20]) or "none" -> '
     'listed = ", ".join((chosen or single)[:(21)]) or "none"': "how many names a message has",
@@ -167,21 +153,11 @@ KNOWN: dict[str, str] = {
     ),
     "cli/watch_command.py _sources: arguments = [Path(word) for word in command[1:] if len(word) < 4096] -> "
     "arguments = [Path(word) for word in command[1:] if len(word) < (4097)]": "longer than any path may be",
-    "tokenizers/base.py: MAX_DECODED_BYTES = 1 << 29 -> MAX_DECODED_BYTES = 1 << (30)": (
-        "how large a decoded text may be: no test makes half a gigabyte"
-    ),
     "formats/hf/adapter.py _check: if unknown := [key[:100] for key in raw if key not in known and not "
     "is_off(raw[key])]: -> if unknown := [key[:(101)] for key in raw if key not in known and not "
     "is_off(raw[key])]:": ("how much of a key a message has"),
     "formats/gguf/tl2.py _three_weights: table = np.full((32, 3), 2, dtype=np.int8) -> table = "
     "np.full(((33), 3), 2, dtype=np.int8)": ("a row of the table that no code of five bits reaches"),
-    "formats/gguf/file.py: MAX_HEADER = 1 << 28 # a vocabulary of a million tokens with merges is far "
-    "below -> MAX_HEADER = (2) << 28 # a vocabulary of a million tokens with merges is far below": (
-        "the largest header that is read: no test writes a quarter of a gigabyte"
-    ),
-    "formats/gguf/tl_tiles.py: MAX_INI_BYTES = 1 << 20 -> MAX_INI_BYTES = (2) << 20": (
-        "the largest file of tile sizes that is read: none comes near it"
-    ),
     "tokenizers/gguf_vocab.py _json: return json.dumps(value, ensure_ascii=False, "
     'indent=1).encode("utf-8") -> return json.dumps(value, ensure_ascii=False, '
     'indent=(2)).encode("utf-8")': ("how far the lines of a file are indented"),
@@ -192,17 +168,11 @@ KNOWN: dict[str, str] = {
     "default=-1) < size: -> if size in (0, len(tokens)) or max(added, default=-(2)) < size:": (
         "a size is 0 at least, and both are below"
     ),
-    "tokenizers/sentencepiece_model.py read_model: if (growth := charsmap_growth(model.charsmap)) > "
-    "MAX_CHARSMAP_BYTES: -> if ((growth := charsmap_growth(model.charsmap)) >= MAX_CHARSMAP_BYTES):": (
-        "a character that becomes 64 bytes; Unicode makes 33 of one at most"
-    ),
     "formats/binary_file.py: _BLOCK = 1 << 18 # values checked at a time -> _BLOCK = (2) << 18 # values "
     "checked at a time": ("how many values are looked at at a time"),
     "formats/gguf/export.py _ModelTensors._matrix: return iq2_bn_rows(pack_ternary(w_t), "
     "np.full((len(w_t), 1), scale, dtype=np.float32)) -> return iq2_bn_rows(pack_ternary(w_t), "
     "(np.full((len(w_t), 1), scale)))": ("the scale is a float32"),
-    "tokenizers/gguf_keys.py GgufVocabulary.__init__: if not 0 < len(self.tokens) <= MAX_TOKEN_ID: -> if "
-    "not (0 < len(self.tokens) < MAX_TOKEN_ID):": ("no file has 2^24 tokens"),
     "formats/binary_file.py BinaryFile._read_large.read: return os.preadv(self._file.fileno(), "
     "[target[start : start + part]], offset + start) -> return os.preadv(self._file.fileno(), "
     "[target[start : (start - part)]], offset + start)": ("parts are read twice: what is there is the same"),
@@ -216,15 +186,6 @@ KNOWN: dict[str, str] = {
     'tokenizers/regex_cost.py SearchLimit._end_of_class: if character == "[" and pattern[position + 1 : '
     'position + 3].startswith(("]", "^]")): -> if character == "[" and pattern[position + 1 : position + '
     '(4)].startswith(("]", "^]")):': ("two characters are compared"),
-    "formats/gguf/blocks.py _iq2_bn_r4_codes: return (by_row >> SHIFTS_2[:, None] & MASK_2).reshape(-1, "
-    "64) -> return (by_row >> SHIFTS_2[:, None] & MASK_2).reshape(-(2), 64)": (
-        "numpy takes any negative length for the one that it computes"
-    ),
-    "formats/gguf/blocks.py _pack_codes: packed: NDArray[np.uint8] = "
-    "np.bitwise_or.reduce(codes.reshape(len(codes), -1, 4) << SHIFTS_2, axis=2) -> packed: "
-    "NDArray[np.uint8] = np.bitwise_or.reduce(codes.reshape(len(codes), -(2), 4) << SHIFTS_2, axis=2)": (
-        "numpy takes any negative length for the one that it computes"
-    ),
     "formats/hf/masters.py masters_of: sizes[zero[0]] = scale * 2.0**-40 # else it could be read as a "
     "ternary matrix that was saved in a float dtype -> sizes[zero[0]] = scale * (3.0)**-40 # else it "
     "could be read as a ternary matrix that was saved in a float dtype": (
@@ -236,4 +197,22 @@ KNOWN: dict[str, str] = {
     "formats/binary_file.py: _READ_BYTES = 8 << 20 # at a time, so that the read-ahead moves on within a "
     "large tensor -> _READ_BYTES = (9) << 20 # at a time, so that the read-ahead moves on within a large "
     "tensor": ("how many bytes are read at a time"),
+    "formats/convert/__init__.py fits: proof = convert(source, path, name, options=options, "
+    "tl_tiles=tl_tiles, compute=False) -> proof = convert(source, path, name, options=options, "
+    "tl_tiles=tl_tiles, compute=(True))": ("the same reports, which take longer"),
+    "formats/gguf/export.py write_split_gguf: largest_entry = MAX_NAME + 8 * MAX_RANK + DEFAULT_ALIGNMENT"
+    " + 32 # of a tensor in the header, and its padding -> largest_entry = MAX_NAME + (9) * MAX_RANK + "
+    "DEFAULT_ALIGNMENT + 32 # of a tensor in the header, and its padding": (
+        "how far a part stays below its limit: some bytes for each tensor"
+    ),
+    'formats/checkpoint.py LoadOptions: dense: str = option("stored", choice("stored", "int8")) -> dense:'
+    " str = option(\"stored\", (choice('int8', 'stored')))": ("the order of two choices in a help"),
+    "formats/gguf/blocks.py iq2_bn_rows: step = max(1, _CHUNK_BLOCKS * 64 // packed.shape[1]) -> step = "
+    "max((2), _CHUNK_BLOCKS * 64 // packed.shape[1])": ("how many rows are written at a time"),
+    "formats/gguf/tl2.py _three_weights: table = np.full((32, 3), 2, dtype=np.int8) -> table = (np.full((32, 3), 2))": (
+        "how wide the numbers of the table are: what is read is int8 all the same"
+    ),
+    "formats/gguf/tl2.py pack_tl2: bits = (blocks < 0).reshape(-1, 2, 16, 8).transpose(0, 2, 3, "
+    "1).reshape(-1, 16) -> bits = ((blocks < 0).reshape(-1, 2, 16, 8).transpose(0, 2, 3, 1).reshape(16, "
+    "-1))": ("the bits are packed in the same order, whatever the shape"),
 }

@@ -111,8 +111,18 @@ def _offset(rows: Sequence[str], line: int, column: int) -> int:
 def _computing_nodes(tree: ast.Module) -> Iterator[tuple[Any, str, set[str]]]:
     """Each statement and expression, the function in which it stands, and that function's names. Annotations,
     decorators, messages, assertions and docstrings are left out."""
+    # The 1 in reshape(n, -1): NumPy takes any negative number there
+    any_number = {
+        id(argument.operand)
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "reshape"
+        for argument in call.args
+        if isinstance(argument, ast.UnaryOp)
+    }
 
     def visit(node: ast.AST, place: str, names: set[str]) -> Iterator[tuple[Any, str, set[str]]]:
+        if id(node) in any_number:
+            return
         if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom | ast.arg):
             return
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":

@@ -27,7 +27,6 @@ from .shell import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..formats.checkpoint import LoadOptions
     from ..formats.convert import Proof
 
 # The names in conversion.TARGETS, which --help should not import; a test compares them.

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 _MODEL = click.argument("model", default="storyteller")
 _FILE = click.Path(path_type=Path)  # to read
 _OUTPUT = OutputFile()
+VERDICT_STYLES = {None: "yellow", True: "green", False: "red"}  # by whether it agrees; None: it could not run
 
 
 class _FileOrFolder(OutputFile):
@@ -477,8 +478,7 @@ def finish(
 
 def draw(crossings: list[Crossing], required: list[str], out: Console, causes: bool = True) -> None:
     """The verdicts, and the first wrong op of each opponent that differs."""
-    styles = {None: "yellow", True: "green", False: "red"}
-    rows = [(crossing.opponent, style_text(crossing.verdict, styles[crossing.agrees])) for crossing in crossings]
+    rows = [(each.opponent, style_text(each.verdict, VERDICT_STYLES[each.agrees])) for each in crossings]
     out.print(make_table(("|", ""), rows))
     for crossing in crossings:
         for gap in crossing.gaps:  # that tensors are missing, the verdict says
@@ -533,9 +533,7 @@ def _draw_neighbourhood(opponent: str, comparison: Comparison, out: Console) -> 
 
 def _draw_linear(verdict: LinearVerdict, out: Console) -> None:
     styles = {"right": "green", "a choice": "yellow", "-": "dim"}
-    out.print(
-        style_text(verdict.sentence, {None: "yellow", True: "green", False: "red"}[verdict.agrees]), soft_wrap=True
-    )
+    out.print(style_text(verdict.sentence, VERDICT_STYLES[verdict.agrees]), soft_wrap=True)
     if verdict.agrees is False:
         rows = [
             (each.line, style_text(each.status, styles.get(each.status, "red")), each.text, each.example)

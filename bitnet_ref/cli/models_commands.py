@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import BitNetRefError, RegistryError
-from .shell import common_options, make_table, print_json, report, say, size_in_words, wants_json
+from .shell import common_options, make_table, report, say, size_in_words, wants_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,10 +50,7 @@ def pull(source: str | None, name: str | None, file: str | None, move_old_store:
     else:
         facts, path = fetch(source, name, file)
     facts |= describe_model(path)
-    if wants_json():
-        print_json(facts)
-        return
-    click.echo(f"{facts['name']}: {facts['kind']}, {size_in_words(facts['bytes'])}, {path}")
+    report(facts, f"{facts['name']}: {facts['kind']}, {size_in_words(facts['bytes'])}, {path}")
 
 
 def fetch(source: str, name: str | None, file: str | None) -> tuple[dict[str, Any], Path]:
@@ -73,14 +70,9 @@ def fetch(source: str, name: str | None, file: str | None) -> tuple[dict[str, An
 def move_models() -> None:
     from ..formats.registry.old_store import move_old_store
 
-    moved = move_old_store()
-    if wants_json():
-        print_json({"moved": [{"name": name, "path": str(path)} for name, path in moved]})
-        return
-    for name, path in moved:
-        click.echo(f"{name}: {path}")
-    if not moved:
-        click.echo("there is no store of an earlier version")
+    moved = [{"name": name, "path": str(path)} for name, path in move_old_store()]
+    lines = [f"{each['name']}: {each['path']}" for each in moved]
+    report({"moved": moved}, "\n".join(lines or ["there is no store of an earlier version"]))
 
 
 def note_old_store() -> None:
@@ -163,10 +155,8 @@ def rm(name: str, yes: bool) -> None:
     path, models = linked_path(name), matching_models(name)
     if path is not None and not (models and path.is_relative_to(repository_folder(name))):
         remove_link(name)
-        if wants_json():
-            print_json({"removed": [{"name": name, "path": str(path)}], "bytes": 0})
-            return
-        click.echo(f"removed the name {name}; its files stay: {path}")
+        removed = {"removed": [{"name": name, "path": str(path)}], "bytes": 0}
+        report(removed, f"removed the name {name}; its files stay: {path}")
         return
     if not models:
         near = get_close_matches(name, {*links(), *(each.name for each in cached_models())}, 3)
@@ -182,7 +172,4 @@ def rm(name: str, yes: bool) -> None:
     if not yes:
         click.confirm(f"{shown} in {models[0].folder.parents[1]}, for all programs. Delete?", abort=True, err=True)
     delete_models(models, plan)
-    if wants_json():
-        print_json({"removed": versions, "bytes": plan.expected_freed_size})
-        return
-    click.echo(f"deleted {shown}")
+    report({"removed": versions, "bytes": plan.expected_freed_size}, f"deleted {shown}")

@@ -28,7 +28,7 @@ from .generation_options import (
     reading_options,
     server_config,
 )
-from .shell import common_options, print_json, say, wants_json
+from .shell import common_options, report, say
 
 if TYPE_CHECKING:
     from ..serving import Engine
@@ -241,7 +241,5 @@ def announce(bound: socket.socket, names: list[str]) -> None:
     """Say where the server is, when its models are loaded."""
     host, port = bound.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    if wants_json():
-        print_json({"url": url, "models": names})
-    else:
-        click.echo(f"serving {', '.join(names)} at {url}/v1, with a page at {url}; Ctrl-C ends")
+    shown = f"serving {', '.join(names)} at {url}/v1, with a page at {url}; Ctrl-C ends"
+    report({"url": url, "models": names}, shown)

@@ -290,12 +290,14 @@ def show(draw: Callable[[Console], None]) -> None:
     sys.stdout.flush()  # a reader at the other end of a pipe sees it now, whatever is computed next
 
 
-def report(facts: Any, draw: Callable[[Console], None], code: int = 0) -> None:
-    """Write the facts as JSON, or draw them on stdout; exit with the code if it is not 0."""
+def report(facts: Any, shown: str | Callable[[Console], None], code: int = 0) -> None:
+    """Write the facts as JSON, or else what is to be shown: a text, or a drawing. Exit with the code if it is not 0."""
     if wants_json():
         print_json(facts)
+    elif isinstance(shown, str):
+        click.echo(shown)
     else:
-        show(draw)
+        show(shown)
     if code:
         raise click.exceptions.Exit(code)
 

@@ -14,7 +14,7 @@ import click
 
 from ..backends import NAMES
 from ..errors import BackendUnavailable
-from .shell import LoadingBar, common_options, console, print_json, say, wants_json
+from .shell import LoadingBar, common_options, console, report, say, wants_json
 
 if TYPE_CHECKING:
     from ..training.run import StepMetrics
@@ -68,12 +68,9 @@ def train(
     with TrainingBar(run.step, settings.steps) as progress:
         last = run.run(progress.show, writer)
     facts = {"folder": str(out), run.output.name: str(run.output), "parameters": parameters, **asdict(last)}
-    if wants_json():
-        print_json(facts)
-        return
     validation = "" if last.validation_loss is None else f", validation loss {last.validation_loss:.3f}"
-    click.echo(f"step {last.step}: loss {last.loss:.3f}{validation}")
-    click.echo(f'bitnet-ref generate "Once upon a time" --model {shlex.quote(str(run.output))}')
+    use = f'bitnet-ref generate "Once upon a time" --model {shlex.quote(str(run.output))}'
+    report(facts, f"step {last.step}: loss {last.loss:.3f}{validation}\n{use}")
 
 
 class TrainingBar:

@@ -105,9 +105,8 @@ def verify(
         facts["checks"] = [{"custom_id": each, **check.to_dict()} for each, check in checks if check.verdict != "equal"]
     else:
         facts |= checks[0][1].to_dict()
-    report(facts, lambda out: draw(checks, loaded.backend.name, out))
     worst = next((word for word in ("differs", "unchecked") if word in verdicts), "equal")
-    raise click.exceptions.Exit(EXIT_CODES[worst])
+    report(facts, lambda out: draw(checks, loaded.backend.name, out), EXIT_CODES[worst])
 
 
 def lines_of(text: str) -> list[str]:

@@ -10,10 +10,7 @@ from typing import Any
 
 from ..backends.loaded import LoadedModel
 from ..errors import GenerationError, TokenizerError
-from ..system.options import choice
 from .params import SamplingParams
-
-GENERATION_DEFAULTS = choice("model", "plain")
 
 
 def recommended_sampling(model: LoadedModel) -> dict[str, Any]:

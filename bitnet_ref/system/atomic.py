@@ -134,6 +134,14 @@ def atomic_path(path: str | os.PathLike[str], *, replace: bool = True) -> Iterat
             _discard(temporary, lock)
 
 
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file as a whole, in a folder that is made if it is not there. Raises StorageError."""
+    with explain_os_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
+
+
 @contextmanager
 def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary folder beside `path`, to be filled by the caller; after the block it is synced and renamed to `path`.

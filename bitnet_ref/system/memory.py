@@ -7,8 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
+from .cgroups import cgroup_folders
 
 
 def peak_memory_bytes() -> int:
@@ -28,26 +27,10 @@ def memory_bytes() -> int | None:
 
 
 def cgroup_files() -> Iterator[tuple[Path, Path]]:
-    """The files of the limit and of the use, in bytes, of this process's memory cgroup and of each one around it.
-
-    A service's limit (systemd's MemoryMax) is that of its own cgroup, a container's is often seen at the root.
-    """
-    try:
-        lines = OWN_CGROUPS.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, own = line.split(":", 2)
-        if controllers == "":
-            root, names = CGROUPS, ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            root, names = CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        place = root / own.lstrip("/")
-        for folder in (place, *place.parents):
-            if folder.is_relative_to(root):
-                yield folder / names[0], folder / names[1]
+    """The files of the limit and of the use, in bytes, of this process's memory cgroup and of each one around it."""
+    for folder in cgroup_folders("memory"):
+        yield folder / "memory.max", folder / "memory.current"
+        yield folder / "memory.limit_in_bytes", folder / "memory.usage_in_bytes"
 
 
 def available_bytes() -> int | None:

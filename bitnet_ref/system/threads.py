@@ -15,11 +15,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import BackendError
+from .cgroups import ROOT, cgroup_folders
 from .forks import ForkLock
 
 MAX_THREADS = 4096
 _VARIABLES = ("BITNET_REF_NUM_THREADS", "OMP_NUM_THREADS")
-_ROOT = Path("/")  # where /proc and /sys are
 LEAST_STACK_BYTES = 1 << 15  # that Python takes
 _stack_size_lock = ForkLock()
 _team = threading.local()  # .size: max OpenMP threads that this thread may start
@@ -98,7 +98,7 @@ def thread_stack_bytes(size: int) -> Iterator[None]:
             threading.stack_size(before)
 
 
-def machine_threads(root: Path = _ROOT) -> tuple[int, str]:
+def machine_threads(root: Path = ROOT) -> tuple[int, str]:
     """(count, the limit that sets it) without any setting. root: the folder of proc and sys, for tests."""
     cpus = usable_cpus()
     whose = "that OpenMP binds its threads to" if _bound_cpus else "available to this process"
@@ -135,7 +135,7 @@ def usable_cpus() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def physical_cores(cpus: Iterable[int], root: Path = _ROOT) -> int:
+def physical_cores(cpus: Iterable[int], root: Path = ROOT) -> int:
     """How many cores these processors have: hardware threads of one core count once. Unknown ones count as cores."""
     cores: set[str] = set()
     for cpu in cpus:
@@ -146,23 +146,9 @@ def physical_cores(cpus: Iterable[int], root: Path = _ROOT) -> int:
     return len(cores)
 
 
-def cgroup_cpus(root: Path = _ROOT) -> float | None:
-    """The minimum CPU quota of this process's cgroup and its parents (v2 cpu.max, v1 cfs_quota_us), or None.
-
-    A container usually sees its own group at the top of the tree, whatever /proc/self/cgroup says, so the top is read
-    too.
-    """
-    top, limits = root / "sys/fs/cgroup", []
-    groups = {"cpu": "/", "": "/"}  # controllers -> the group's path; "" is version 2
-    with suppress(OSError, UnicodeDecodeError):
-        text = (root / "proc/self/cgroup").read_text()
-        groups |= dict(re.findall("^[^:\n]*:([^:\n]*):(/.*)$", text, re.MULTILINE))
-    for controllers, path in groups.items():
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        for folder in (top / controllers, top / ("cpu" if controllers else "unified")):
-            group = folder / path.strip("/")
-            limits += [_quota(each) for each in (group, *group.parents) if each == folder or folder in each.parents]
+def cgroup_cpus(root: Path = ROOT) -> float | None:
+    """The minimum CPU quota of this process's cgroup and its parents (v2 cpu.max, v1 cfs_quota_us), or None."""
+    limits = [_quota(group) for group in cgroup_folders("cpu", root)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 

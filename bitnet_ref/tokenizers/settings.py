@@ -103,8 +103,8 @@ def read_settings(folder: Path | TokenizerFiles) -> TokenizerSettings:
         pad_id=next(iter(pad_ids), None),
         eos_ids=eos_ids,
         added_tokens=tuple(added.values()),
-        chat_template=_chat_template(files, config),
-        tool_template=_tool_template(files, config),
+        chat_template=_template(files, config, "chat_template.jinja", "default"),
+        tool_template=_template(files, config, TOOL_TEMPLATE, "tool_use"),
         sampling=_sampling(tables["generation_config.json"]),
         bad_words=_bad_words(files, tables["generation_config.json"]),
         path=str(files.root),
@@ -188,41 +188,27 @@ def _bad_words(files: TokenizerFiles, generation: Mapping[str, Any]) -> tuple[tu
     return tuple(words)
 
 
-def _chat_template(files: TokenizerFiles, config: Mapping[str, Any]) -> str | None:
-    """The template in chat_template.jinja, else in tokenizer_config.json (a string, or a list: take "default")."""
-    name = "chat_template.jinja"
+def _template(files: TokenizerFiles, config: Mapping[str, Any], name: str, title: str) -> str | None:
+    """The template in the file `name`, else that of this title in tokenizer_config.json: a list of named ones, or a
+    string, which is the default one."""
     if name in files:
-        return _read_template(files, name)
+        try:
+            return files.read(name, MAX_CONFIG_BYTES).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise TokenizerError("not UTF-8 text", path=files.path(name), offset=error.start) from error
     with errors_at(files.path(_CONFIG)):
         value = config.get("chat_template")
         if isinstance(value, list):
             templates = _named_templates(value)
-            value = templates.get("default")
-            if value is None and templates:
+            value = templates.get(title)
+            if value is None and templates and title == "default":
                 names = ", ".join(sorted(templates))[:200]
                 raise TokenizerError(f"none of the templates is named 'default': {names}", field="chat_template")
+        elif title != "default":
+            return None
         if value is not None:
             check_type(value, str, "chat_template", "a string, or a list of {name, template}")
         return value
-
-
-def _tool_template(files: TokenizerFiles, config: Mapping[str, Any]) -> str | None:
-    """The template named "tool_use", beside the default one."""
-    if TOOL_TEMPLATE in files:
-        return _read_template(files, TOOL_TEMPLATE)
-    with errors_at(files.path(_CONFIG)):
-        value = config.get("chat_template")
-        named = _named_templates(value).get("tool_use") if isinstance(value, list) else None
-        if named is not None:
-            check_type(named, str, "chat_template", "a string, or a list of {name, template}")
-        return named
-
-
-def _read_template(files: TokenizerFiles, name: str) -> str:
-    try:
-        return files.read(name, MAX_CONFIG_BYTES).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise TokenizerError("not UTF-8 text", path=files.path(name), offset=error.start) from error
 
 
 def _named_templates(value: list[Any]) -> dict[str, Any]:

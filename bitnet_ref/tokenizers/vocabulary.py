@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import TokenizerError
 from ..system.lazy import lazy_property
@@ -53,14 +52,6 @@ class SortedTokens:
         end = prefix.rstrip(b"\xff")  # the smallest bytes after all with this prefix: its last byte below 255, plus 1
         last = bisect_left(self._sorted, end[:-1] + bytes([end[-1] + 1])) if end else len(self._sorted)
         return first, last
-
-    def with_prefix(self, prefix: bytes) -> NDArray[np.int64]:
-        """
-        >>> SortedTokens([b"b", b"abc", b"ab", b"a"]).with_prefix(b"ab").tolist()
-        [2, 1]
-        """
-        first, last = self.span(prefix)
-        return self.order[first:last]
 
     def containing(self, part: bytes) -> list[int]:
         """

@@ -19,6 +19,7 @@ import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.crossval.exercises import EXERCISES, Check, tensors
+from bitnet_ref.crossval.exercises.declare import exercise_texts
 from bitnet_ref.crossval.exercises.lessons import byte_pairs
 from bitnet_ref.crossval.exercises.quiz import LETTERS, QUIZZES
 from bitnet_ref.notebook import NextToken
@@ -1217,7 +1218,8 @@ def judge(notebook, name, answer):
     return check.judge(name, answer_of(name, answer, names), **handed)
 
 
-def test_every_exercise_has_five_wrong_answers():
+def test_every_exercise_has_a_judge_and_five_wrong_answers():
+    assert set(exercise_texts()) == {name for name in EXERCISES if not name.endswith(".quiz")}
     assert set(CASES) == set(EXERCISES)
     assert {name: len(case.wrong) for name, case in CASES.items() if len(case.wrong) < 5} == {}
 

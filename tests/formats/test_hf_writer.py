@@ -65,7 +65,7 @@ def test_a_written_folder_is_the_same_model(case, kind, tmp_path):
 
 
 def test_a_bias_that_only_the_next_float_gives_back(tmp_path):
-    """1 / scale, rounded, times the scale is less than 1: with the float above it, it is 1."""
+    """1 / scale, rounded, times the scale is less than 1: with the float above it, it is 1; with that below, -1."""
     case = GOLDEN / "llama-packed-rmsnorm"
     scale = np.float32(1.001853)
     with SafetensorsFile(case / "model.safetensors") as file:
@@ -74,7 +74,7 @@ def test_a_bias_that_only_the_next_float_gives_back(tmp_path):
         if name.endswith("weight_scale"):
             tensors[name] = np.full(value.shape, np.float32(1) / scale)
         if name.endswith("bias"):
-            tensors[name] = np.ones(value.shape, np.float32)
+            tensors[name] = np.resize(np.array([1, -1], np.float32), value.shape)
     source = write_checkpoint(tmp_path / "source", json.loads((case / "config.json").read_text()), tensors)
     with open_checkpoint(source) as checkpoint:
         assert checkpoint.linear("blocks.0.attn.q_proj").bit_linear.w_dequant_scale == scale
@@ -83,7 +83,8 @@ def test_a_bias_that_only_the_next_float_gives_back(tmp_path):
         stored = file.read("model.layers.0.self_attn.q_proj.bias")
     near = np.float32(1) / scale
     assert near * scale < 1
-    np.testing.assert_array_equal(stored, np.nextafter(near, np.float32(2)))
+    expected = np.nextafter(near, np.float32(2)) * np.array([1, -1], np.float32)
+    np.testing.assert_array_equal(stored, np.resize(expected, stored.shape))
     with open_checkpoint(source) as ours, open_checkpoint(tmp_path) as written:
         assert_same_model(ours, written)
 

@@ -219,6 +219,15 @@ def test_matmul_n_bits_as_onnxruntime_dequantises_it(bits, zeros, k, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)  # a product with 1 and zeros
 
 
+@pytest.mark.parametrize("scales", [np.ones((8, 3), np.int8), np.ones((8, 2), np.float32)])
+def test_scales_of_matmul_n_bits_are_floats_one_for_each_block(scales, tmp_path):
+    tensors = [numpy_helper.from_array(np.zeros((8, 3, 8), np.uint8), "b"), numpy_helper.from_array(scales, "s")]
+    attributes = {"N": 8, "K": 40, "bits": 4, "block_size": 16, "domain": "com.microsoft"}
+    node = helper.make_node("MatMulNBits", ["x", "b", "s"], ["y"], **attributes)
+    with pytest.raises(FormatError, match=r"expected 8 x 3 scales, got"):
+        constants(tmp_path, node, tensors).matrix(node)
+
+
 @pytest.mark.parametrize(
     ("dtype", "axis", "block", "scales", "zeros"),
     [

@@ -99,7 +99,7 @@ def test_shapes_that_fit_no_width(tmp_path, words, columns):
 
 def test_scales_without_their_weight(tmp_path):
     save_file({"x.scales": np.zeros((4, 4), np.float16)}, tmp_path / "model.safetensors")
-    with CheckpointTensors(tmp_path) as opened, pytest.raises(FormatError, match=r"got \[0\] words and 4 scales"):
+    with CheckpointTensors(tmp_path) as opened, pytest.raises(FormatError, match=r"got 0 words and 4 scales"):
         read_affine(opened, "x", LinearPlace("x", 4), 128, None)
 
 

@@ -1,6 +1,6 @@
 """Run with fail_allocation.c loaded: every allocation of the CPU kernels fails once, in each of several uses of them.
 
-    LD_PRELOAD=.../fail_allocation.so python fault_points.py FOLDER_OF_TESTS quick|all
+    LD_PRELOAD=.../fail_allocation.so python fault_points.py FOLDER_OF_TESTS
 
 After each failure: the use raised MemoryError or OutOfMemory (or went on without that memory), nothing leaked, and the
 same use once more gives the right result. Prints {use: failures} as JSON.
@@ -72,22 +72,23 @@ def passes(model, path):
     return use
 
 
-def uses(everything):
+def uses():
     sets = [name for name, lacks in simd_variants().items() if lacks is None]
-    for simd in sets if everything else sets[-1:]:
-        for layout in layouts_for(simd)[: None if everything else 1]:
+    for simd in sets:
+        for layout in layouts_for(simd):
             be = CythonBackend(threads=2, simd=simd, layout=layout)
-            cases = ["bitnet-packed-offline", *(["llama-dense"] if layout == "2-bit" and everything else [])]
+            cases = ["bitnet-packed-offline", *(["llama-dense"] if layout == "2-bit" else [])]
             for case in cases:
-                for path in ("ops", "replayed") if everything else ("replayed",):
+                for path in ("ops", "replayed"):
                     yield f"{case} {simd} {layout} {path}", passes(bitnet_ref.load(GOLDEN / case).on(be), path)
             if layout == layouts_for(simd)[0]:  # ternary by groups, whose layout is the set's; turned into their basis
                 for file in ("", "pq2_0-hadamard.gguf"):
                     groups = bitnet_ref.load(DATA / "families" / "qwen3-groups128" / file).on(be)
                     yield f"groups {file} {simd}", passes(groups, "replayed")
     model = bitnet_ref.load("storyteller", backend="cython", threads=2, head="screened", cache_dtype="int8")
-    prompts = ["Once upon a time there was a rabbit who", "The little", "A"] if everything else ["A"]
-    yield f"{len(prompts)} texts of storyteller", texts(model, prompts, max_tokens=4 if everything else 1)
+    prompts = ["Once upon a time there was a rabbit who", "The little", "A"]
+    for each in (prompts, prompts[-1:]):
+        yield f"{len(each)} texts of storyteller", texts(model, each, max_tokens=4)
 
 
-print(json.dumps({name: fail_each(use) for name, use in uses(sys.argv[2] == "all")}))
+print(json.dumps({name: fail_each(use) for name, use in uses()}))

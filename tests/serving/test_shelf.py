@@ -69,7 +69,9 @@ def test_what_a_model_holds(opened, path, is_tied):
     assert weights.tied == is_tied
     tables = weights.embedding.nbytes + (0 if is_tied else weights.lm_head.nbytes)
     linears = sum(weight.nbytes for layer in weights.layers for _, weight in layer.linears())
-    assert shelf.places["m"].nbytes == tables + linears + engine.cache.nbytes
+    norms = sum(norm.weight.nbytes for layer in weights.layers for _, norm in layer.norms())
+    norms += weights.final_norm.weight.nbytes
+    assert shelf.places["m"].nbytes == tables + linears + norms + engine.cache.nbytes
     assert engine.metrics.labels["model_name"] == "m"
 
 

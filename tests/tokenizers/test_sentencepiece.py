@@ -180,8 +180,10 @@ def test_read_model_reads_the_file() -> None:
 
 
 def test_fields_of_a_piece_that_are_not_known_say_nothing() -> None:
-    data = field(1, field(1, b"a") + field(4, b"b"))
-    assert read_model(data, None).pieces == ["a"]
+    """Nor do those of another wire type: a number, and four bytes that would be a score."""
+    others = field(4, b"b") + b"\x10\x07" + b"\x25\0\0\x80\x3f"
+    model = read_model(field(1, field(1, b"a") + others), None)
+    assert (model.pieces, model.scores) == (["a"], [0.0])
 
 
 @pytest.mark.parametrize(

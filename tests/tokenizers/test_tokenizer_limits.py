@@ -409,6 +409,7 @@ def test_the_longest_text_that_any_search_ends_in(pattern: str, degree: int, lon
         ("a{65}b", 1, 1),
         ("a{2,}b", 1, 1),
         ("a{2,}", 1, 1),  # it may fail
+        ("(?:abcdefgh){2,}i", 2, 1),
         ("a+", 1, 0),
         ("(?:a|b){2}", 4, 0),
         ("(?:a|bcdefghi)+", 4, 0),  # two ways, of up to eight atoms

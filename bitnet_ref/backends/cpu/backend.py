@@ -370,9 +370,8 @@ class CythonBackend(KernelBackend):
         return x_q, x_quant_scale
 
     def ternary_matmul(self, x_q: NDArray[np.int8], w: TernaryLinear) -> NDArray[np.int32]:
-        if x_q.dtype != np.int8 or x_q.ndim != 2 or x_q.shape[1] != w.in_features:
-            got = f"x_q {x_q.dtype} {x_q.shape}"
-            raise ShapeError("ternary_matmul", expected=f"x_q int8 (M, {w.in_features})", got=got)
+        ok = x_q.dtype == np.int8 and x_q.ndim == 2 and x_q.shape[1] == w.in_features
+        require("ternary_matmul", ok, f"x_q int8 (M, {w.in_features})", x_q=x_q)
         panels = self._ternary_panels(w)
         block_k = layouts()[panels.layout][0]
         padded = np.zeros((len(x_q), -(-w.in_features // block_k) * block_k), dtype=np.int8)

@@ -329,9 +329,8 @@ class CupyBackend(Backend):
         return row_kernels.quantize(self.ws, x, pad=False)
 
     def ternary_matmul(self, x_q: NDArray[np.int8], w: TernaryLinear) -> NDArray[np.int32]:
-        if x_q.dtype != np.int8 or x_q.ndim != 2 or x_q.shape[1] != w.in_features:
-            got = f"x_q {x_q.dtype} {x_q.shape}"
-            raise ShapeError("ternary_matmul", expected=f"x_q int8 (M, {w.in_features})", got=got)
+        ok = x_q.dtype == np.int8 and x_q.ndim == 2 and x_q.shape[1] == w.in_features
+        require("ternary_matmul", ok, f"x_q int8 (M, {w.in_features})", x_q=x_q)
         return self._ternary.matmul(x_q, self._tiled(w), self.ws.empty((len(x_q), w.shape[0]), np.int32))
 
     def dequantize(self, acc: NDArray[np.int32], w: TernaryLinear, x_quant_scale: Floats) -> Floats:

@@ -56,8 +56,6 @@ def expect_word(value: Any, stems: Iterable[str], mistakes: Mapping[str, str], h
 
     mistakes: stem -> what to say of it.
     """
-    if value is None:
-        raise Unanswered
     if not isinstance(value, str):
         raise Wrong(f"A text is wanted, not {describe(value)}.")
     words = re.findall(r"[a-z0-9]+", value.lower())
@@ -74,8 +72,6 @@ def expect_word(value: Any, stems: Iterable[str], mistakes: Mapping[str, str], h
 def expect_set(value: Any, expected: set[Any], choices: Mapping[Any, str]) -> None:
     """Raises Wrong unless the set (list, tuple, text) has the expected members. choices: all of them, and why each is a
     member or is none."""
-    if value is None:
-        raise Unanswered
     if isinstance(value, str):
         given: Iterable[Any] = [value] if value in choices else re.split(r"[,;]|\band\b", value)
     elif isinstance(value, (Set, list, tuple, np.ndarray)):
@@ -98,8 +94,6 @@ def expect_set(value: Any, expected: set[Any], choices: Mapping[Any, str]) -> No
 def expect_names(answer: Any, keys: Iterable[str], names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """(key, one of `names`) of each entry of a student's dict, in the order of `keys`. Raises Unanswered, Wrong."""
     keys = list(keys)
-    if answer is None:
-        raise Unanswered
     if not isinstance(answer, Mapping) or set(answer) != set(keys):
         raise Wrong(f"A dict with the keys {', '.join(keys)} is wanted.")
     if None in answer.values():

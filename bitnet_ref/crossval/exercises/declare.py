@@ -1,17 +1,22 @@
 """What an exercise is: a judge of answers, hints in steps, and a solution that a test executes.
 
-A judge is a function of the answer, which raises `Wrong` with a sentence that says what is wrong, or `Unanswered`.
+A judge is a function of the answer, which raises `Wrong` with a sentence that says what is wrong, or `Unanswered`. What
+students and teachers read is in `assets/exercises`, a file for each module of judges in `lessons`.
 """
 
 from __future__ import annotations
 
 import os
+import tomllib
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
+
+from ...formats.open import ASSETS
 
 
 class Wrong(Exception):
@@ -37,7 +42,7 @@ class Exercise:
     judge: Callable[..., str | None]
     hints: tuple[str, ...]
     solution: str
-    minutes: int = 5
+    minutes: int
 
     @property
     def points(self) -> int:
@@ -52,14 +57,30 @@ OTHER_INPUTS = "BITNET_REF_EXERCISE_INPUTS"  # a number, set by `bitnet-ref grad
 EXERCISES: dict[str, Exercise] = {}
 
 
-def exercise(
-    name: str, answer: str, *, hints: tuple[str, ...], solution: str, minutes: int = 5
-) -> Callable[[Callable[..., str | None]], Callable[..., str | None]]:
-    """Declares the exercise `name` with the decorated function as its judge."""
+def read_texts(file: str) -> dict[str, Any]:
+    """The contents of a file of `assets/exercises`."""
+    return tomllib.loads((ASSETS / "exercises" / file).read_text(encoding="utf-8"))
+
+
+@cache
+def exercise_texts() -> dict[str, dict[str, Any]]:
+    """By the name of an exercise: its `answer`, `hints` and `solution`, and its `minutes` where they are not 5."""
+    files = sorted(path.name for path in (ASSETS / "exercises").glob("*.toml"))
+    return {name: text for file in files if file != "quiz.toml" for name, text in read_texts(file).items()}
+
+
+def add_exercise(exercise: Exercise) -> None:
+    assert exercise.name not in EXERCISES, f"two exercises are called {exercise.name}"
+    EXERCISES[exercise.name] = exercise
+
+
+def exercise(name: str) -> Callable[[Callable[..., str | None]], Callable[..., str | None]]:
+    """Declares the exercise `name` of `assets/exercises` with the decorated function as its judge."""
 
     def declare(judge: Callable[..., str | None]) -> Callable[..., str | None]:
-        assert name not in EXERCISES, f"two exercises are called {name}"
-        EXERCISES[name] = Exercise(name, answer, judge, hints, solution.strip("\n"), minutes)
+        text = exercise_texts()[name]
+        solution, minutes = text["solution"].strip("\n"), text.get("minutes", 5)
+        add_exercise(Exercise(name, text["answer"], judge, tuple(text["hints"]), solution, minutes))
         return judge
 
     return declare
@@ -73,8 +94,6 @@ def draws(seed: int) -> np.random.Generator:
 def run(function: Any, *arguments: Any) -> Any:
     """The result of a student's function, on copies of the arguments. Raises Unanswered if it is None, and Wrong if the
     function raises."""
-    if function is None:
-        raise Unanswered
     if not callable(function):
         raise Wrong(f"A function is wanted; yours is of type {type(function).__name__}.")
     copies = [each.copy() if isinstance(each, np.ndarray) else each for each in arguments]

@@ -1,12 +1,11 @@
-"""Quizzes: five questions for a lesson, of which each wrong choice says why it is wrong."""
+"""Quizzes: five questions for a lesson, of which each wrong choice says why it is wrong. Source: assets/exercises."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from .declare import Unanswered, Wrong, exercise
-from .quiz_questions import QUESTIONS
+from .declare import Exercise, Wrong, add_exercise, read_texts
 
 LETTERS = "abc"
 
@@ -29,14 +28,16 @@ class Question:
         return LETTERS[self.choices.index(self.right)]
 
 
-QUIZZES = {lesson: tuple(Question(*each) for each in questions) for lesson, questions in QUESTIONS.items()}
+QUIZZES = {name: [Question(**each) for each in questions] for name, questions in read_texts("quiz.toml").items()}
+HINTS = (
+    "A wrong choice says why it is wrong: answer, and read.",
+    "Each question is about a picture or an assert of this notebook.",
+)
 
 
 def judge_letters(lesson: str, answer: Any) -> str:
     """Raises Wrong, with the reason for each wrong choice. The letters may be a list, upper case, or
     have commas and numbers, as in "1a 2b"."""
-    if answer is None:
-        raise Unanswered
     if not isinstance(answer, (str, list, tuple)):
         raise Wrong('Five letters are wanted, such as "abcab".')
     letters = [each for each in "".join(map(str, answer)).lower() if each.isalpha()]
@@ -55,15 +56,12 @@ def judge_letters(lesson: str, answer: Any) -> str:
 
 def declare(lesson: str) -> None:
     """Adds the quiz of a lesson to the exercises."""
-    letters = "".join(question.letter for question in QUIZZES[lesson])
-    hints = (
-        "A wrong choice says why it is wrong: answer, and read.",
-        "Each question is about a picture or an assert of this notebook.",
-    )
 
-    @exercise(f"{lesson}.quiz", "quiz", hints=hints, solution=f'quiz = "{letters}"', minutes=10)
     def judge(answer: Any) -> str:
         return judge_letters(lesson, answer)
+
+    letters = "".join(question.letter for question in QUIZZES[lesson])
+    add_exercise(Exercise(f"{lesson}.quiz", "quiz", judge, HINTS, f'quiz = "{letters}"', minutes=10))
 
 
 for each in QUIZZES:

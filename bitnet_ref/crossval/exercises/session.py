@@ -53,9 +53,9 @@ class Check:
         """The judgement alone. Does not count as an attempt."""
         exercise = EXERCISES.get(name)
         try:
+            if answer is None:
+                raise Unanswered
             if exercise is None:
-                if answer is None:
-                    raise Unanswered
                 self._need_a_model(name)
                 assert self.model is not None
                 text = expect_tensor(self.model, self.tokens, self.recorded, name, answer, **given)

@@ -7,7 +7,7 @@ this. So such an edit need not give every value of the engine's tensor: see `Tar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,7 @@ from .variants import Step, is_by_head
 def descriptions(step: Step) -> Iterator[Description]:
     """Every description that rounds in this step. Those of its own formula come first."""
     kind = step.name.rpartition(".")[2]
-    for cost, text, formula in _BETWEEN[kind](step) if kind in _BETWEEN else ():
+    for cost, text, formula in _between(step):
         yield Description(cost, text, instead(formula), rounds=True)
     weights = [i for i, x in enumerate(step.inputs) if isinstance(x, LinearWeight)]
     if weights == [0]:
@@ -143,153 +143,110 @@ def _bit_linears(step: Step) -> Iterator[Description]:
 # -- between the inputs of a step and its result -----------------------------------------------------------------------
 
 
-def _of_lengths(step: Step) -> Iterator[Row]:
-    for name, to in NARROW.items():
-        yield (
-            1.3,
-            f"squares are rounded to {name}",
-            lambda x, eps, to=to: np.sqrt(wide(rounded(np.square(x), to)).mean(-1, keepdims=True) + eps),
-        )
-        yield (
-            1.3,
-            f"the sum of squares is kept in {name}, term by term",
-            lambda x, eps, to=to: np.sqrt(running_sum(np.square(x), to) / x.shape[-1] + eps),
-        )
-        yield 1.3, f"the mean of squares is rounded to {name}", lambda x, eps, to=to: np.sqrt(rounded(_ms(x), to) + eps)
-        yield (
-            1.3,
-            f"the sum of squares is rounded to {name}",
-            lambda x, eps, to=to: np.sqrt(rounded(_ms(x) * x.shape[-1], to) / x.shape[-1] + eps),
-        )
+def _largest(x: Array) -> Array:
+    return np.maximum(np.abs(x).max(-1, keepdims=True), 1e-5)
 
 
-def _of_norms(step: Step) -> Iterator[Row]:
-    for name, to in NARROW.items():
-        yield 1.3, f"the weight of the norm is rounded to {name}", lambda x, r, w, to=to: x / r * rounded(w, to)
-        yield (
-            1.2,
-            f"a norm is computed in {name}: its input, x / length and their product with the weight",
-            lambda x, r, w, to=to: rounded(rounded(rounded(x, to) / r, to) * rounded(w, to), to),
-        )
-        yield 1.3, f"x / length is rounded to {name} before its weight", lambda x, r, w, to=to: rounded(x / r, to) * w
+def _norm_in(to: Any, x: Array, r: Array, w: Array) -> Array:
+    return rounded(rounded(rounded(x, to) / r, to) * rounded(w, to), to)
 
 
-def _of_activation_scales(step: Step) -> Iterator[Row]:
-    for name, to in FLOATS.items():
-        yield (
-            1.1,
-            f"max|x| / 127 is rounded to {name}",
-            lambda x, to=to: 1 / rounded(np.maximum(np.abs(x).max(-1, keepdims=True), 1e-5) / 127, to),
-        )
+def _gate_by_table(to: Any, gate: Array, up: Array, activation: str) -> Array:
+    return wide(rounded(GATES[activation].function(wide(rounded(gate, to))), to)) * up
 
 
-def _of_integers(step: Step) -> Iterator[Row]:
-    for name, to in NARROW.items():
-        yield (
-            1.2,
-            f"x * scale is rounded to {name} before it is rounded to int8",
-            lambda x, s, to=to: np.clip(np.rint((x * s).astype(to).astype(np.float32)), -128, 127),
-        )
+# By kind of step: cost, words with the format's name in them, the formula of the format and of the step's inputs.
+# fmt: off
+IN_16_BITS: dict[str, list[Row]] = {
+    "hook_scale": [
+        (1.3, "squares are rounded to {}",
+         lambda to, x, eps: np.sqrt(wide(rounded(np.square(x), to)).mean(-1, keepdims=True) + eps)),
+        (1.3, "the sum of squares is kept in {}, term by term",
+         lambda to, x, eps: np.sqrt(running_sum(np.square(x), to) / x.shape[-1] + eps)),
+        (1.3, "the mean of squares is rounded to {}", lambda to, x, eps: np.sqrt(rounded(_ms(x), to) + eps)),
+        (1.3, "the sum of squares is rounded to {}",
+         lambda to, x, eps: np.sqrt(rounded(_ms(x) * x.shape[-1], to) / x.shape[-1] + eps)),
+    ],
+    "hook_normalized": [
+        (1.3, "the weight of the norm is rounded to {}", lambda to, x, r, w: x / r * rounded(w, to)),
+        (1.2, "a norm is computed in {}: its input, x / length and their product with the weight", _norm_in),
+        (1.3, "x / length is rounded to {} before its weight", lambda to, x, r, w: rounded(x / r, to) * w),
+    ],
+    "hook_x_int8": [
+        (1.2, "x * scale is rounded to {} before it is rounded to int8",
+         lambda to, x, s: np.clip(np.rint(rounded(x * s, to)), -128, 127)),
+    ],
+    "hook_pattern": [
+        (1.3, "the scores, less the largest, are rounded to {} before exp",
+         lambda to, s: _shares(np.exp(wide(rounded(s - s.max(-1, keepdims=True), to))))),
+    ],
+    "hook_post": [
+        (1.3, "the activation is rounded to {}", lambda to, g, u, n: wide(rounded(GATES[n].function(wide(g)), to)) * u),
+        (1.3, "the activation is a table of {}: its argument and its value are rounded", _gate_by_table),
+    ],
+}
+IN_FEWER_BITS: dict[str, list[Row]] = {  # and in 8
+    "hook_x_scale": [(1.1, "max|x| / 127 is rounded to {}", lambda to, x: 1 / rounded(_largest(x) / 127, to))],
+    "hook_pattern": [(1.3, "exp(s) is rounded to {}", lambda to, s: _shares(wide(rounded(_e(s), to))))],
+    "hook_out": [
+        (1.1, "the scale of {{w}} is rounded to {}", lambda to, a, w, s: a * (rounded(w.w_dequant_scale, to) / s)),
+        (1.1, "the inverse of the activation scale is rounded to {}",
+         lambda to, a, w, s: a * (w.w_dequant_scale * rounded(1 / s, to))),
+        (1.2, "the quotient of the two scales is rounded to {}",
+         lambda to, a, w, s: a * rounded(w.w_dequant_scale / s, to)),
+    ],
+}
+# The order in which accumulators a and the scales are multiplied, rounded by r after each product but the last.
+PRODUCTS: dict[str, Callable[..., Array]] = {
+    "acc w_scale / x_scale": lambda a, w, s, r: r(a * w) / s,
+    "acc / x_scale w_scale": lambda a, w, s, r: r(a / s) * w,
+    "acc (w_scale / x_scale)": lambda a, w, s, r: a * r(w / s),
+}
+# fmt: on
+
+
+def _between(step: Step) -> Iterator[Row]:
+    """The rows of a step, with each format in its place."""
+    kind = step.name.rpartition(".")[2]
+    if kind in ("hook_rot_q", "hook_rot_k"):
+        yield from _of_ropes(step)
+    kind = "hook_out" if kind == "product" else kind
+    if kind == "hook_out" and len(step.inputs) < 3:
+        return
+    if kind == "hook_out":
+        yield from _of_outputs()
+    if kind == "hook_attn_scores":
+        root = math.sqrt(step.inputs[0].shape[-1])
+        for name, to in NARROW.items():
+            text = f"q k is rounded to {name} before it is divided by sqrt(head_dim)"
+            yield 1.1, text, lambda *a, to=to: rounded(step.compute(*a) * root, to) / root
+    for table, formats in ((IN_16_BITS, NARROW), (IN_FEWER_BITS, FLOATS)):
+        for name, to in formats.items():
+            yield from ((cost, text.format(name), partial(formula, to)) for cost, text, formula in table.get(kind, ()))
+    for top in (127, 255) if kind == "hook_pattern" else ():
+        text = f"the pattern is rounded to multiples of 1/{top}"
+        yield 1.3, text, lambda s, top=top: np.rint(_shares(_e(s)) * top) / top
 
 
 def _of_ropes(step: Step) -> Iterator[Row]:
     p, f = _angles(step)
     for name, to in NARROW.items():
-        yield (
-            1.3,
-            f"cos and sin are rounded to {name}",
-            lambda x, c, s, to=to: layers.apply_rope(x, rounded(c, to), rounded(s, to)),
-        )
-        yield 1, f"RoPE's frequencies are rounded to {name}", lambda x, c, s, to=to: _turn(x, p * wide(rounded(f, to)))
         narrow = partial(rounded, dtype=to)
         angles = narrow(narrow(p) * narrow(f))
+        text = f"cos and sin are rounded to {name}"
+        yield 1.3, text, lambda x, c, s, r=narrow: layers.apply_rope(x, r(c), r(s))
+        yield 1, f"RoPE's frequencies are rounded to {name}", lambda x, c, s, r=narrow: _turn(x, p * wide(r(f)))
         yield 1.1, f"RoPE's frequencies and angles are in {name}", lambda x, c, s, a=angles: _turn(x, wide(a))
-        yield (
-            1.2,
-            f"RoPE's frequencies, angles, cos and sin are in {name}",
-            lambda x, c, s, a=angles, r=narrow: layers.apply_rope(x, r(np.cos(a)), r(np.sin(a))),
-        )
-        yield 1.1, f"RoPE's angles are rounded to {name}", lambda x, c, s, to=to: _turn(x, wide(rounded(p * f, to)))
-        yield 1.1, f"RoPE's positions are rounded to {name}", lambda x, c, s, to=to: _turn(x, wide(rounded(p, to)) * f)
+        text = f"RoPE's frequencies, angles, cos and sin are in {name}"
+        yield 1.2, text, lambda x, c, s, a=angles, r=narrow: layers.apply_rope(x, r(np.cos(a)), r(np.sin(a)))
+        yield 1.1, f"RoPE's angles are rounded to {name}", lambda x, c, s, r=narrow: _turn(x, wide(r(p * f)))
+        yield 1.1, f"RoPE's positions are rounded to {name}", lambda x, c, s, r=narrow: _turn(x, wide(r(p)) * f)
 
 
-def _of_scores(step: Step) -> Iterator[Row]:
-    root = math.sqrt(step.inputs[0].shape[-1])
-    for name, to in NARROW.items():
-        yield (
-            1.1,
-            f"q k is rounded to {name} before it is divided by sqrt(head_dim)",
-            lambda *a, to=to: rounded(step.compute(*a) * root, to) / root,
-        )
-
-
-def _of_patterns(step: Step) -> Iterator[Row]:
-    for name, to in NARROW.items():
-        yield (
-            1.3,
-            f"the scores, less the largest, are rounded to {name} before exp",
-            lambda s, to=to: _shares(np.exp(wide(rounded(s - s.max(-1, keepdims=True), to)))),
-        )
-    for name, to in FLOATS.items():
-        yield 1.3, f"exp(s) is rounded to {name}", lambda s, to=to: _shares(wide(rounded(_e(s), to)))
-    for top in (127, 255):
-        yield (
-            1.3,
-            f"the pattern is rounded to multiples of 1/{top}",
-            lambda s, top=top: np.rint(_shares(_e(s)) * top) / top,
-        )
-
-
-def _of_gates(step: Step) -> Iterator[Row]:
-    for name, to in NARROW.items():
-        yield (
-            1.3,
-            f"the activation is rounded to {name}",
-            lambda g, u, n, to=to: wide(GATES[n].function(wide(g)).astype(to)) * u,
-        )
-        yield (
-            1.3,
-            f"the activation is a table of {name}: its argument and its value are rounded",
-            lambda g, u, n, to=to: wide(GATES[n].function(wide(rounded(g, to))).astype(to)) * u,
-        )
-
-
-def _of_outputs(step: Step) -> Iterator[Row]:
-    if len(step.inputs) < 3:
-        return
+def _of_outputs() -> Iterator[Row]:
     for name, to in NARROW.items():
         cast = partial(rounded, dtype=to)
-        for words, formula in _PRODUCTS.items():
+        for words, formula in PRODUCTS.items():
             for narrow, of_scale in (("", np.asarray), (", as is the activation scale", cast)):
                 text = f"accumulators and scales are in {name}, and so is each product: {words}{narrow}"
                 yield 1.3, text, lambda a, w, s, f=formula, r=cast, n=of_scale: f(r(a), r(w.w_dequant_scale), n(s), r)
-    for name, to in FLOATS.items():
-        yield (
-            1.1,
-            f"the scale of {{w}} is rounded to {name}",
-            lambda a, w, s, to=to: a * (rounded(w.w_dequant_scale, to) / s),
-        )
-        yield (
-            1.1,
-            f"the inverse of the activation scale is rounded to {name}",
-            lambda a, w, s, to=to: a * (w.w_dequant_scale * rounded(1 / s, to)),
-        )
-        yield (
-            1.2,
-            f"the quotient of the two scales is rounded to {name}",
-            lambda a, w, s, to=to: a * rounded(w.w_dequant_scale / s, to),
-        )
-
-
-# The order in which accumulators a and the scales are multiplied, rounded by r after each product but the last.
-_PRODUCTS: dict[str, Callable[..., Array]] = {
-    "acc w_scale / x_scale": lambda a, w, s, r: r(a * w) / s,
-    "acc / x_scale w_scale": lambda a, w, s, r: r(a / s) * w,
-    "acc (w_scale / x_scale)": lambda a, w, s, r: a * r(w / s),
-}
-
-_BETWEEN: dict[str, Callable[[Step], Iterable[Row]]] = {  # by kind of step
-    "hook_scale": _of_lengths, "hook_normalized": _of_norms, "hook_x_scale": _of_activation_scales, "hook_x_int8": _of_integers,
-    "hook_rot_q": _of_ropes, "hook_rot_k": _of_ropes, "hook_attn_scores": _of_scores, "hook_pattern": _of_patterns,
-    "hook_post": _of_gates, "hook_out": _of_outputs, "product": _of_outputs,
-}  # fmt: skip

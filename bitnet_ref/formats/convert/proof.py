@@ -161,6 +161,8 @@ def _nearly(a: Any, b: Any) -> bool:
 
 def _compare_parts(source: Checkpoint, written: Checkpoint, proof: Proof, progress: Progress | None) -> None:
     tick = ticker(progress, part_count(source.config))
+    quantization = written.config.quantization
+    of_masters = quantization is not None and quantization.quantization_mode == "online"  # a scale is their mean
     pairs: Any = zip_longest(_computed_parts(source), _computed_parts(written), fillvalue=("nothing", None))
     for (name, a), (other, b) in pairs:
         if name != other or _kind(a) != _kind(b):
@@ -168,7 +170,7 @@ def _compare_parts(source: Checkpoint, written: Checkpoint, proof: Proof, progre
             return
         for detail, tally, difference in _differences(a, b, proof):
             rounding = 0.0 if tally is proof.planes else _BF16_ROUNDING if written.kind == "gguf-bf16" else _ROUNDING
-            if tally is proof.scales and _is_online(written):
+            if tally is proof.scales and of_masters:
                 rounding = MEAN_ERROR
             if difference > rounding and getattr(a, "kind", None) == getattr(b, "kind", None) == "dense" and not detail:
                 rounded = written.rounded(name, a.array)
@@ -178,12 +180,6 @@ def _compare_parts(source: Checkpoint, written: Checkpoint, proof: Proof, progre
             if difference > rounding:
                 proof.problems.append(f"{name}{detail} differs")
         tick()
-
-
-def _is_online(written: Checkpoint) -> bool:
-    """Whether a scale is the mean of masters."""
-    quantization = written.config.quantization
-    return quantization is not None and quantization.quantization_mode == "online"
 
 
 def _computed_parts(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:

@@ -65,6 +65,10 @@ class GgmlType:
     def known_size(self) -> bool:
         return self.block_bytes > 0
 
+    def has_whole_rows(self, shape: tuple[int, ...]) -> bool:
+        """Whether the rows of a tensor of that shape are whole blocks."""
+        return (shape[-1] if shape else 1) % self.block_values == 0
+
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of a tensor of that shape, whose rows are whole blocks."""
         n_blocks = math.prod(shape) // self.block_values
@@ -316,7 +320,8 @@ def ternary_from_blocks(
     If the scales differ, the matrix was not ternary before it was quantised: it is dense, and no model was trained with
     int8 activations on such. Raises FormatError for a scale that is negative, NaN or Inf and for the code 3.
     """
-    blocks = _as_blocks("ternary_from_blocks", raw, BY_NAME[kind], shape)
+    _require_size("ternary_from_blocks", raw, BY_NAME[kind], shape)
+    blocks = np.ascontiguousarray(raw).reshape(-1, BY_NAME[kind].block_bytes)
     scales = np.ascontiguousarray(blocks[:, -2:]).view(np.float16).reshape(-1).astype(np.float32)
     bad = ~np.isfinite(scales) | (scales < 0)
     if bad.any():
@@ -394,12 +399,6 @@ def groups_from_rows(
     return packed, scales
 
 
-def _as_blocks(op: str, raw: NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    _require_whole_blocks(op, kind, shape)
-    _require_size(op, raw, kind, shape)
-    return np.ascontiguousarray(raw).reshape(-1, kind.block_bytes)
-
-
 def _require_size(op: str, raw: NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> None:
     _require_whole_blocks(op, kind, shape)
     expected = kind.nbytes(shape)
@@ -409,7 +408,7 @@ def _require_size(op: str, raw: NDArray[np.uint8], kind: GgmlType, shape: tuple[
 
 
 def _require_whole_blocks(op: str, kind: GgmlType, shape: tuple[int, ...]) -> None:
-    if (shape[-1] if shape else 1) % kind.block_values:
+    if not kind.has_whole_rows(shape):
         expected = f"rows of a multiple of {kind.block_values} values, which {kind.name} stores in one block"
         raise ShapeError(op, expected=expected, got=f"shape {list(shape)}")
 

@@ -140,8 +140,9 @@ def find_ternary(file: GgufFile, evidence: list[str], activations: str = "auto")
 def _has_one_scale(file: GgufFile, tensor: GgufTensor) -> bool:
     """Whether all scales of a matrix of ternary blocks or rows are equal. Those of zeros may be 0."""
     seen: set[float] = set()
+    height, width = tensor.shape
     with file.naming(tensor.name):
-        for scales in read_scales(partial(file.read_raw, tensor.name), tensor.type.name, matrix_shape(tensor)):
+        for scales in read_scales(partial(file.read_raw, tensor.name), tensor.type.name, (height, width)):
             seen.update(np.unique(scales[scales != 0]).tolist()[:2])
             if len(seen) > 1:
                 return False
@@ -166,11 +167,6 @@ def _choose_float_inputs(file: GgufFile, in_doubt: bool, activations: str, evide
             'BitCPM were, load it with activations="float"'
         )
     return in_doubt and hint is not None
-
-
-def matrix_shape(tensor: GgufTensor) -> tuple[int, int]:
-    height, width = tensor.shape
-    return height, width
 
 
 def _begins_ternary(file: GgufFile, tensor: GgufTensor) -> bool:

@@ -350,17 +350,10 @@ class _Header:
         code = self._number(_U32, f"{name}, type")
         if code not in TYPES:
             raise self._fail(f"the tensor type {code} is not known", name, self.at - 4)
-        kind = min(MEANINGS.get(code, (TYPES[code],)), key=lambda meaning: meaning.block_values)
-        self._require_whole_blocks(name, kind, shape, start)
         offset = self._number(_LENGTH, f"{name}, offset")
         if offset % self.alignment:
             raise self._fail(f"the offset {offset} is no multiple of the alignment {self.alignment}", name, self.at - 8)
         return name, TYPES[code], shape, offset, start
-
-    def _require_whole_blocks(self, name: str, kind: GgmlType, shape: tuple[int, ...], entry: int) -> None:
-        if (shape[-1] if shape else 1) % kind.block_values and kind.block_values > 1:
-            expected = f"rows of a multiple of {kind.block_values} values for {kind.name}"
-            raise self._fail(f"expected {expected}, got shape {list(shape)}", name, entry)
 
     def _locate(self, infos: list[tuple[str, GgmlType, tuple[int, ...], int, int]]) -> dict[str, GgufTensor]:
         """Absolute offsets and sizes. Refuses tensors that overlap or extend beyond the file."""
@@ -379,7 +372,9 @@ class _Header:
             kind = meanings.get(kind.id, kind)
             if kind.name == "TL2/MXFP4" and f"{name}_scale" not in names:
                 kind = MXFP4
-            self._require_whole_blocks(name, kind, shape, entry)
+            if not kind.has_whole_rows(shape):
+                expected = f"rows of a multiple of {kind.block_values} values for {kind.name}"
+                raise self._fail(f"expected {expected}, got shape {list(shape)}", name, entry)
             nbytes = kind.nbytes(shape) if kind.known_size else ends[index] - offset
             if nbytes < 1 or offset + nbytes > available:
                 span = f"bytes {offset} to {offset + max(nbytes, 0)} of the data, which has {max(available, 0)}"
@@ -406,6 +401,6 @@ def _find_meanings(infos: Sequence[tuple[GgmlType, tuple[int, ...], int]], align
 
 def _fill_spans(kind: GgmlType, sizes: Sequence[tuple[tuple[int, ...], int]], alignment: int) -> bool:
     """Whether tensors of these (shape, span) have room in their spans, and fill all but perhaps the last."""
-    whole = all(shape[-1] % kind.block_values == 0 for shape, _ in sizes)
+    whole = all(kind.has_whole_rows(shape) for shape, _ in sizes)
     gaps = [span - kind.nbytes(shape) for shape, span in sizes]
     return whole and all(gap >= 0 for gap in gaps) and sum(gap >= alignment for gap in gaps) <= 1

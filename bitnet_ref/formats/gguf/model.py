@@ -252,7 +252,7 @@ class GgufCheckpoint(Checkpoint):
 
     def _stored(self, place: LinearPlace) -> GgufTensor | None:
         """The tensor of a linear, or the first of several."""
-        modules = place.module, *place.parts[:1]
+        modules = place.module, *place.parts
         return next((t for module in modules if (t := self.file.tensors.get(f"{module}.weight"))), None)
 
     def master(self, name: str) -> Floats | None:

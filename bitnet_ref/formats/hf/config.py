@@ -317,7 +317,7 @@ def _rope(raw: Mapping[str, Any], theta: Any, max_positions: Any) -> RopeConfig:
 
 
 def _factors(values: Any, field: str) -> tuple[Any, ...]:
-    if not isinstance(values, list) or not values or len(values) > MAX_CONFIG_BYTES:
+    if not isinstance(values, list) or not values:
         raise ConfigError("expected a list of numbers, one for each pair that RoPE turns", field=field)
     return tuple(values)
 

@@ -81,13 +81,13 @@ def read_affine(
     weight = f"{module}.weight"
     shape = tensors.info(f"{module}.scales").shape
     columns = shape[-1] if len(shape) > 1 else 0
-    words = tensors.info(weight).shape[-1:] if weight in tensors else (0,)
-    bits, group = (words[0] * 32 // width if words else 0), (width // columns if columns else 0)
-    if bits not in BITS or group not in GROUPS or words[0] * 32 != width * bits or columns * group != width:
+    words = (0, *tensors.info(weight).shape)[-1] if weight in tensors else 0
+    bits, group = words * 32 // width, width // max(1, columns)
+    if bits not in BITS or group not in GROUPS or words * 32 != width * bits or columns * group != width:
         message = f"expected {BITS[0]} to {BITS[-1]} bits in groups of 32, 64 or 128 of {width} inputs"
-        raise tensors.fail(f"{module}.scales", f"{message}, got {list(words)} words and {columns} scales in a row")
+        raise tensors.fail(f"{module}.scales", f"{message}, got {words} words and {columns} scales in a row")
     rows = slice(None) if place.rows is None else place.rows
-    data = tensors.take_rows(weight, place, words[0], ("U32",))[rows].view(np.uint8)
+    data = tensors.take_rows(weight, place, words, ("U32",))[rows].view(np.uint8)
     scales = tensors.take_rows(f"{module}.scales", place, columns, FLOATS)[rows]
     biases = tensors.take_rows(f"{module}.biases", place, columns, FLOATS)[rows]
     wide, offset = scales.astype(np.float32), biases.astype(np.float32)

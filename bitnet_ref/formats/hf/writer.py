@@ -388,13 +388,8 @@ def _plan_parts(checkpoint: Checkpoint, place: LinearPlace, name: str) -> Iterat
     dtype = dtype_name(checkpoint.given_dtype(name))
     for number, module in enumerate(place.parts):
         rows = slice(number * height, (number + 1) * height)
-        array = partial(_some_rows, rows=rows)
+        array = partial(lambda w, rows: some_rows(w, rows).array, rows=rows)
         yield PlannedTensor(f"{module}.weight", dtype, (height, columns), array)
-
-
-def _some_rows(w: Any, rows: slice) -> Floats:
-    array: Floats = some_rows(w, rows).array
-    return array
 
 
 def _made_master(name: str, w: LinearWeight) -> Floats:

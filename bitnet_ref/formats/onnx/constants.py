@@ -72,7 +72,7 @@ class Constants:
 
     def root(self, value: str) -> str | None:
         """The initialiser that a value is computed from by transposing, casting or dequantising, or None."""
-        for _ in range(_MAX_DEPTH):
+        for _ in range(_MAX_DEPTH + 1):
             if value in self.file.tensors:
                 return value
             node = self._producers.get(value)
@@ -86,7 +86,7 @@ class Constants:
         if name in self.file.tensors:
             return self.file.read(name)
         node = self._producers.get(name)
-        if node is None or node.op_type not in _PASSING or not node.input or depth > _MAX_DEPTH:
+        if node is None or node.op_type not in _PASSING or not node.input or depth == _MAX_DEPTH:
             raise self.file.fail(name, "is computed as the model runs; expected a constant")
         x, given = self.value(node.input[0], depth + 1), self._attributes(node)
         if node.op_type == "Transpose":

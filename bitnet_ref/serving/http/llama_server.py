@@ -21,7 +21,7 @@ from .choices import Asked, Choice, Writer
 from .schemas import CHAT, COMPLETION, IDS, MAYBE, TEXT, describe_number, describe_object
 from .shapes import infill_ids
 from .translate import ask_completion
-from .writers import write_json
+from .writers import write_event
 
 if TYPE_CHECKING:
     from .server import Server
@@ -161,13 +161,13 @@ class CompletionWriter(Writer):
         if chunk.finish_reason is not None:
             self._finish, self._stop = chunk.finish_reason, chunk.stop_reason
         facts = {"index": 0, "content": part["text"], "tokens": [chunk.token_id], "stop": False}
-        return self._event({**facts, **self._probabilities([chunk.token_id], part.get("logprobs"))})
+        return write_event({**facts, **self._probabilities([chunk.token_id], part.get("logprobs"))})
 
     def closing(self) -> str:
-        return self._event({"index": 0, "content": "", "tokens": [], **self._end()})
+        return write_event({"index": 0, "content": "", "tokens": [], **self._end()})
 
     def failure(self, status: int, facts: Mapping[str, Any]) -> str:
-        return self._event(facts)
+        return write_event(facts)
 
     def whole(self, results: Sequence[Generation]) -> dict[str, Any]:
         result = results[0]
@@ -217,6 +217,3 @@ class CompletionWriter(Writer):
                 "predicted_per_second": stats.generated_tokens_per_s,
             },
         }
-
-    def _event(self, value: Mapping[str, Any]) -> str:
-        return f"data: {write_json(value)}\n\n"

@@ -26,7 +26,7 @@ from .parts import read_field, read_parts, refuse_part
 from .schemas import FLAG, MAYBE, PASSED, RequestError, describe_array, describe_number, describe_object, or_null
 from .tools import function_tool
 from .translate import ask_chat, join_system
-from .writers import BlockWriter, write_json
+from .writers import BlockWriter, write_event
 
 if TYPE_CHECKING:
     from .server import Server
@@ -179,7 +179,7 @@ def _read_message(message: Mapping[str, Any], place: str) -> list[dict[str, Any]
             if text:
                 messages.append({"role": role, "content": "\n".join(text)})
                 text = []
-            result = _read_result(block.get("content"), f"{where}.content")
+            result = read_parts(block.get("content"), f"{where}.content", TEXT_PARTS)
             messages.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": result})
         elif kind == "document" and isinstance(block.get("source"), Mapping) and block["source"].get("type") == "text":
             text.append(str(block["source"].get("data", "")))
@@ -193,20 +193,11 @@ def _read_message(message: Mapping[str, Any], place: str) -> list[dict[str, Any]
     return messages
 
 
-def _read_result(content: Any, place: str) -> str:
-    if content is not None and not isinstance(content, str | list):
-        raise RequestError(f"{place}: expected a text or a list of blocks", place)
-    return read_parts(content, place, TEXT_PARTS)
-
-
 def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         kind = str(tool["type"])[:60]
         raise RequestError(f"tools: {kind!r} would run on a server, and this one has only the client's tools", "tools")
-    schema = tool.get("input_schema")
-    if not isinstance(schema, Mapping | None):
-        raise RequestError("tools.input_schema: expected an object", "tools")
-    return function_tool(tool["name"], tool.get("description"), schema)
+    return function_tool(tool, "tools", "input_schema")
 
 
 def _read_choice(choice: Mapping[str, Any]) -> Any:
@@ -254,7 +245,7 @@ class MessageWriter(BlockWriter):
     def failure(self, status: int, facts: Mapping[str, Any]) -> str:
         from .failures import shape_failure
 
-        return f"event: error\ndata: {write_json(shape_failure(PATH, status, dict(facts)))}\n\n"
+        return write_event(shape_failure(PATH, status, dict(facts)), "error")
 
     def whole(self, results: Sequence[Generation]) -> dict[str, Any]:
         self.read_whole(results[0])
@@ -292,7 +283,7 @@ class MessageWriter(BlockWriter):
         return {**call, "input": arguments or {}, **cut}
 
     def _event(self, kind: str, **facts: Any) -> str:
-        return f"event: {kind}\ndata: {write_json({'type': kind, **facts})}\n\n"
+        return write_event({"type": kind, **facts}, kind)
 
 
 DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}

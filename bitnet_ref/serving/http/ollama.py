@@ -217,12 +217,7 @@ def keep(place: Place, keep_alive: str | float | None) -> None:
 def read_chat(body: Mapping[str, Any], name: str, engine: Engine, chat_template: str | None) -> Asked:
     """The request of a body that passed its schema. Raises RequestError."""
     messages = [_read_message(message, f"messages[{n}]") for n, message in enumerate(body["messages"])]
-    tools = []
-    for tool in body.get("tools") or []:
-        function = tool["function"]
-        if not isinstance(function.get("parameters"), Mapping | None):
-            raise RequestError("tools: the parameters of a function are no object", "tools")
-        tools.append(function_tool(function["name"], function.get("description"), function.get("parameters")))
+    tools = [function_tool(tool["function"], "tools") for tool in body.get("tools") or []]
     chat = {**_read_common(body), "messages": messages, "tools": tools or None}
     return ask_chat(chat, name, engine, chat_template, ChatWriter)
 
@@ -395,18 +390,15 @@ def describe_place(name: str, place: Place) -> dict[str, Any]:
 
 def _details(source: Path, model: LoadedModel | None) -> dict[str, Any]:
     family = "" if model is None else model.config.model_type
+    layers = () if model is None else model.weights.layers
     return {
         "parent_model": "",
         "format": "gguf" if source.suffix == ".gguf" else "bitnet_ref",
         "family": family,
         "families": [family] if family else [],
         "parameter_size": "" if model is None else _size_name(_count_parameters(model)),
-        "quantization_level": "" if model is None else ", ".join(sorted(_linear_kinds(model))),
+        "quantization_level": ", ".join(sorted({linear.kind for layer in layers for _, linear in layer.linears()})),
     }
-
-
-def _linear_kinds(model: LoadedModel) -> set[str]:
-    return {linear.kind for layer in model.weights.layers for _, linear in layer.linears()}
 
 
 def _count_parameters(model: LoadedModel) -> int:

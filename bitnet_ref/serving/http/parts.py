@@ -18,6 +18,8 @@ def read_parts(content: Any, place: str, kinds: Mapping[str, str]) -> str:
     """
     if content is None or isinstance(content, str):
         return content or ""
+    if not isinstance(content, list):
+        raise RequestError(f"{place}: expected a text or a list of parts", place)
     texts = []
     for number, part in enumerate(content):
         if isinstance(part, str):

@@ -132,12 +132,8 @@ def judge_pairs(model: LoadedModel, instruction: str, pairs: list[tuple[str, str
             messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": question}]
             variables = {"enable_thinking": False}
             ids = tokenizer.apply_chat_template(messages, tokenize=True, variables=variables)
-        groups.append((ids, [_answer_ids(model, word) for word in ("yes", "no")]))
+        groups.append((ids, [tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]))
     scores = []
     for yes, no in score_groups(model, groups):
         scores.append(float(1 / (1 + np.exp(np.clip(no.total - yes.total, -700, 700)))))
     return scores, sum(len(ids) for ids, _ in groups)
-
-
-def _answer_ids(model: LoadedModel, word: str) -> list[int]:
-    return model.tokenizer.encode(word, add_special_tokens=False)

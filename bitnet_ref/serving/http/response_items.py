@@ -13,6 +13,7 @@ from .tools import custom_arguments, custom_input, function_tool
 from .translate import join_system
 
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+REASONING_PARTS = {"reasoning_text": "text", "summary_text": "text"}
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 ITEMS = ("message", "reasoning", "function_call", "function_call_output", "item_reference")
 HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "computer", "mcp", "local_shell")
@@ -35,13 +36,13 @@ def read_items(items: Sequence[Any], find: FindItem) -> list[dict[str, Any]]:
             item = found
         kind = item.get("type", "message")
         if kind == "reasoning":
-            thoughts += _read_reasoning(item, place)
+            thoughts += read_parts(item.get("content") or item.get("summary"), place, REASONING_PARTS)
             continue
         if kind == "message":
             role = ROLES.get(str(item.get("role")))
             if role is None:
                 raise RequestError(f"{place}.role: expected one of {', '.join(ROLES)}", f"{place}.role")
-            text = read_parts(_as_content(item.get("content"), place), f"{place}.content", TEXT_PARTS)
+            text = read_parts(item.get("content"), f"{place}.content", TEXT_PARTS)
             message: dict[str, Any] = {"role": role, "content": text}
         elif kind in ("function_call", "custom_tool_call"):
             message = _read_call(item, place)
@@ -50,7 +51,7 @@ def read_items(items: Sequence[Any], find: FindItem) -> list[dict[str, Any]]:
                 last.setdefault("tool_calls", []).extend(message["tool_calls"])
                 continue
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            text = read_parts(_as_content(item.get("output"), place), f"{place}.output", TEXT_PARTS)
+            text = read_parts(item.get("output"), f"{place}.output", TEXT_PARTS)
             message = {"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": text}
         else:
             raise refuse_part(kind, place, ITEMS)
@@ -59,18 +60,6 @@ def read_items(items: Sequence[Any], find: FindItem) -> list[dict[str, Any]]:
         thoughts = ""
         messages.append(message)
     return join_system(messages)
-
-
-def _as_content(content: Any, place: str) -> str | list[Any] | None:
-    if content is not None and not isinstance(content, str | list):
-        raise RequestError(f"{place}: expected a text or a list of parts", place)
-    return content
-
-
-def _read_reasoning(item: Mapping[str, Any], place: str) -> str:
-    parts = item.get("content") or item.get("summary")
-    kinds = {"reasoning_text": "text", "summary_text": "text"}
-    return read_parts(_as_content(parts, place), place, kinds)
 
 
 def _read_call(item: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -96,12 +85,7 @@ def nest_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             continue
         if kind not in ("function", "custom") or not isinstance(tool.get("name"), str):
             raise RequestError(f"{place}: expected a function or a custom tool with a name, got {kind[:60]!r}", place)
-        if not isinstance(tool.get("parameters"), Mapping | None):
-            raise RequestError(f"{place}.parameters: expected an object", place)
-        if kind == "custom":
-            nested.append(_nest(tool))
-        else:
-            nested.append(function_tool(tool["name"], tool.get("description"), tool.get("parameters")))
+        nested.append(_nest(tool) if kind == "custom" else function_tool(tool, place))
     return nested
 
 

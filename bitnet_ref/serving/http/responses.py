@@ -37,7 +37,7 @@ from .schemas import (
     or_null,
 )
 from .translate import ask_chat, join_system
-from .writers import BlockWriter, write_json
+from .writers import BlockWriter, write_event
 
 if TYPE_CHECKING:
     from .server import Server
@@ -347,7 +347,7 @@ class ResponseWriter(BlockWriter):
 
     def _event(self, kind: str, **facts: Any) -> str:
         number, self._numbers = self._numbers, self._numbers + 1
-        return f"event: {kind}\ndata: {write_json({'type': kind, 'sequence_number': number, **facts})}\n\n"
+        return write_event({"type": kind, "sequence_number": number, **facts}, kind)
 
 
 NAMES = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}

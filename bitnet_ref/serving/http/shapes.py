@@ -120,7 +120,7 @@ def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_tem
         params["echo"], thinking = True, None  # the echo is cut off again, but not the space after it
     if thinking is not None:
         end = token_ids_of(tokenizer, thinking.end)
-        if thinking.begins_inside and SamplingParams.of(**_guides(params)).guides:
+        if thinking.begins_inside and any(params.get(name) not in (None, (), []) for name in GUIDES):
             params["guide_after"] = end
         if (body.get("thinking_token_budget") or 0) >= 0 and body.get("thinking_token_budget") is not None:
             budget = int(body["thinking_token_budget"])  # JSON has 1.0 for 1
@@ -174,10 +174,6 @@ def check_modalities(body: Mapping[str, Any]) -> None:
     """Raise RequestError for other outputs than text."""
     if other := [kind for kind in body.get("modalities") or [] if kind != "text"]:
         raise RequestError(f"modalities: {other[0][:40]} is not supported; the models write text only", "modalities")
-
-
-def _guides(params: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: params[name] for name in GUIDES if name in params}
 
 
 def token_ids_of(tokenizer: Tokenizer, mark: str) -> list[int]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from ...backends.loaded import LoadedModel
 from ...errors import BitNetRefError, OutOfMemory, describe_error
 from ...formats.hashes import weight_hash
 from ...system.sharing import model_files
@@ -210,10 +209,4 @@ def _file_bytes(source: Path) -> int:
 
 def _bytes_of(engines: Sequence[Engine]) -> int:
     models = {id(engine.model): engine.model for engine in engines}.values()
-    return sum(map(_weight_bytes, models)) + sum(engine.cache.nbytes for engine in engines)
-
-
-def _weight_bytes(model: LoadedModel) -> int:
-    w = model.weights
-    head = 0 if w.tied else w.lm_head.nbytes
-    return w.embedding.nbytes + head + sum(linear.nbytes for layer in w.layers for _, linear in layer.linears())
+    return sum(model.weights.nbytes for model in models) + sum(engine.cache.nbytes for engine in engines)

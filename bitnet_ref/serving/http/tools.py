@@ -152,10 +152,15 @@ class ToolReader:
 CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
-def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:
-    """A tool as chats have it."""
-    function = {"name": name, "parameters": parameters or {"type": "object", "properties": {}}}
-    return {"type": "function", "function": function | ({"description": description} if description else {})}
+def function_tool(tool: Mapping[str, Any], place: str, schema: str = "parameters") -> dict[str, Any]:
+    """A tool as chats have it. schema: the field with that of the parameters. Raises RequestError unless it is one."""
+    parameters = tool.get(schema)
+    if not isinstance(parameters, Mapping | None):
+        raise RequestError(f"{place}.{schema}: expected an object", place)
+    function = {"name": tool["name"], "parameters": parameters or {"type": "object", "properties": {}}}
+    if tool.get("description"):
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
 
 
 class InputReader:
@@ -191,7 +196,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
         if tool["type"] == "custom":
             custom[inner["name"]] = guide, text = _read_format(inner.get("format"), f"tools.{number}.custom.format")
             schema = {"type": "string", **({"pattern": f"^(?:{text})$"} if guide == "guided_regex" else {})}
-            tool = function_tool(inner["name"], inner.get("description"), {**CUSTOM, "properties": {"input": schema}})
+            tool = function_tool({**inner, "parameters": {**CUSTOM, "properties": {"input": schema}}}, "tools")
         functions.append(tool)
     return functions, custom
 

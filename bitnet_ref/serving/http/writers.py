@@ -20,6 +20,11 @@ def write_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
+def write_event(value: Any, kind: str | None = None) -> str:
+    """A server-sent event."""
+    return ("" if kind is None else f"event: {kind}\n") + f"data: {write_json(value)}\n\n"
+
+
 class OpenAIWriter(Writer):
     """For chats and completions, with any number of texts."""
 
@@ -35,23 +40,20 @@ class OpenAIWriter(Writer):
         asked = self.asked
         so_far = usage(asked, self.choices) if asked.usage_in_chunks else None
         counts = {"usage": so_far} if asked.usage_in_stream else {}
-        return self._event({**asked.frame([part], is_chunk=True), **facts, **counts})
+        return write_event({**asked.frame([part], is_chunk=True), **facts, **counts})
 
     def closing(self) -> str:
         end = ""
         if self.asked.usage_in_stream:
             frame = self.asked.frame([], is_chunk=True)
-            end = self._event({**frame, "usage": usage(self.asked, self.choices)})
+            end = write_event({**frame, "usage": usage(self.asked, self.choices)})
         return end + "data: [DONE]\n\n"
 
     def failure(self, status: int, facts: Mapping[str, Any]) -> str:
-        return self._event(facts) + "data: [DONE]\n\n"
+        return write_event(facts) + "data: [DONE]\n\n"
 
     def whole(self, results: Sequence[Generation]) -> dict[str, Any]:
         return self.asked.response(self.choices, results)
-
-    def _event(self, value: Mapping[str, Any]) -> str:
-        return f"data: {write_json(value)}\n\n"
 
 
 class BlockWriter(Writer):

@@ -50,27 +50,7 @@ def expect_symbols(given: Any, right: Symbols, mistakes: dict[str, Symbols]) -> 
     raise Wrong(f"Your pieces are {mine}; they are {right}.")
 
 
-@exercise(
-    "0.1",
-    "merge",
-    hints=(
-        "Go through the list with an index i. If symbols[i] and symbols[i + 1] are the pair, append both as one.",
-        "After a merge go on at i + 2, otherwise at i + 1. A slice such as symbols[i:i + 2] never goes too far.",
-    ),
-    solution="""
-def merge(symbols, pair):
-    out, i = [], 0
-    while i < len(symbols):
-        if tuple(symbols[i:i + 2]) == tuple(pair):
-            out.append(pair[0] + pair[1])
-            i += 2
-        else:
-            out.append(symbols[i])
-            i += 1
-    return out
-""",
-    minutes=10,
-)
+@exercise("0.1")
 def merge_pairs(answer: Any) -> str:
     for text, pair in (("that cat", ("a", "t")), ("aaab", ("a", "a")), ("abab", ("a", "b")), ("xyz", ("a", "b"))):
         symbols = list(text)
@@ -87,25 +67,7 @@ def merge_pairs(answer: Any) -> str:
     return "Also of aaa it makes aa and a."
 
 
-@exercise(
-    "0.2",
-    "learn",
-    hints=(
-        "Counter(zip(symbols, symbols[1:])) counts all pairs of neighbours, and .most_common(1)[0][0] is the first.",
-        "Then symbols = merge(symbols, pair), and count again: the next pair may have a joined piece in it.",
-    ),
-    solution="""
-def learn(symbols, joins):
-    from collections import Counter
-
-    pairs = []
-    for _ in range(joins):
-        pairs.append(Counter(zip(symbols, symbols[1:])).most_common(1)[0][0])
-        symbols = merge(symbols, pairs[-1])
-    return pairs
-""",
-    minutes=10,
-)
+@exercise("0.2")
 def learn_pairs(answer: Any) -> str:
     mistakes: dict[str, Callable[[Symbols, int], list[Pair]]] = {
         "Count again after each join; these are the pairs of the first count": lambda symbols, joins: [
@@ -150,21 +112,7 @@ def learned(symbols: Symbols, joins: int, rarest: bool = False, last: bool = Fal
 MERGES: list[Pair] = [("a", "t"), ("t", "h"), ("th", "e"), ("c", "at"), ("s", "c"), ("h", "at")]
 
 
-@exercise(
-    "0.3",
-    "encode",
-    hints=(
-        "Begin with list(word), its characters.",
-        "Take the merges in the order in which they were learned, and apply merge to the whole word for each.",
-    ),
-    solution="""
-def encode(word, merges):
-    symbols = list(word)
-    for pair in merges:
-        symbols = merge(symbols, pair)
-    return symbols
-""",
-)
+@exercise("0.3")
 def encode_by_merges(answer: Any) -> str:
     words = ("that", "scat", "thehat", "q")
     mistakes: dict[str, Callable[[str], Symbols]] = {
@@ -220,21 +168,7 @@ NEAREST: dict[str, Callable[[Array, int], Any]] = {
 }
 
 
-@exercise(
-    "0.4",
-    "nearest",
-    hints=(
-        "table @ table[i] has the dot product of row i with each row. np.linalg.norm(table, axis=1) has the lengths.",
-        "Set the value of row i itself to -np.inf, then take argmax.",
-    ),
-    solution="""
-def nearest(table, i):
-    cosine = table @ table[i] / np.linalg.norm(table, axis=1) / np.linalg.norm(table[i])
-    cosine[i] = -np.inf
-    return cosine.argmax()
-""",
-    minutes=10,
-)
+@exercise("0.4")
 def nearest_row(answer: Any) -> str:
     for seed in (3, 4, 5):
         draw = draws(seed)

@@ -15,23 +15,7 @@ from ..answers import as_array, as_number, expect_array, expect_number
 from ..declare import Wrong, draws, exercise, run
 
 
-@exercise(
-    "7a.1",
-    "top_p",
-    minutes=10,
-    hints=(
-        "np.argsort(-p) has the places of the tokens, the likeliest first. What is the sum before each of them?",
-        "A token is kept if the sum of those before it is below the limit. The zeros belong at the tokens' own places.",
-    ),
-    solution="""
-def top_p(p, limit):
-    order = np.argsort(-p)
-    before = np.cumsum(p[order]) - p[order]
-    kept = np.zeros(len(p), dtype=bool)
-    kept[order[before < limit]] = True
-    return np.where(kept, p, 0) / p[kept].sum()
-""",
-)
+@exercise("7a.1")
 def nucleus(answer: Any) -> str:
     z = draws(71).normal(size=12)
     p = np.exp(z) / np.exp(z).sum()
@@ -62,15 +46,7 @@ def nucleus(answer: Any) -> str:
     return "That is nucleus sampling."
 
 
-@exercise(
-    "7a.2",
-    "temperature",
-    hints=(
-        "Try 0.5 and 0.1, and halve the interval. Or use the sliders above.",
-        "At half the temperature every ratio of two probabilities is squared.",
-    ),
-    solution="temperature = 0.25",
-)
+@exercise("7a.2")
 def half_of_the_probability(answer: Any, after: NextToken) -> str:
     t = as_number(answer)
     if not 0 < t <= 2:
@@ -85,22 +61,7 @@ def half_of_the_probability(answer: Any, after: NextToken) -> str:
     return f"{at:.3f} there, {hotter:.3f} a hundredth hotter."
 
 
-@exercise(
-    "7a.3",
-    "no_e",
-    minutes=15,
-    hints=(
-        "after.texts(np.arange(len(logits))) has the text of every token. An E counts too.",
-        'np.where(["e" in text.lower() for text in texts], -np.inf, logits)',
-    ),
-    solution="""
-texts = after.texts(np.arange(model.config.vocab_size))
-
-
-def no_e(token_ids, logits):
-    return np.where(["e" in text.lower() for text in texts], -np.inf, logits)
-""",
-)
+@exercise("7a.3")
 def lipogram(answer: Any, after: NextToken) -> str:
     ids = np.asarray(after.ids)
     texts = after.texts(np.arange(len(after.logits)))
@@ -126,24 +87,7 @@ def lipogram(answer: Any, after: NextToken) -> str:
     return f"“A dog and a cat {model.generate('A dog and a cat', max_tokens=40, processors=[answer]).text}”"
 
 
-@exercise(
-    "7a.4",
-    "beam_search",
-    minutes=15,
-    hints=(
-        "Keep a list of (sum, ids), at first the prompt alone with the sum 0. In each step make all continuations of "
-        "all of them, and keep the best.",
-        "Longer ones of a beam: [(total + p, [*ids, token]) for token, p in enumerate(log_p(ids))]. Sort all of them.",
-    ),
-    solution="""
-def beam_search(log_p, ids, num_beams, steps):
-    beams = [(0.0, list(ids))]
-    for _ in range(steps):
-        longer = [(total + p, [*text, token]) for total, text in beams for token, p in enumerate(log_p(text))]
-        beams = sorted(longer, reverse=True)[:num_beams]
-    return beams
-""",
-)
+@exercise("7a.4")
 def search(answer: Any) -> str:
     seed = int(draws(74).integers(1 << 30))
 
@@ -212,15 +156,7 @@ BEAM_MISTAKES: dict[str, Callable[..., list[Beam]]] = {
 }
 
 
-@exercise(
-    "7b.1",
-    "steps_on_paper",
-    hints=(
-        "B ends in step 2. Who takes place 1 in step 3, and until when?",
-        "C has steps 3 to 5 and D step 6, both at place 1, while A writes on at place 0.",
-    ),
-    solution="steps_on_paper = 6",
-)
+@exercise("7b.1")
 def steps_of_the_table(answer: Any) -> str:
     mistakes = {
         9: "That is in batches: place 1 stays empty while A writes on.",
@@ -234,26 +170,7 @@ def steps_of_the_table(answer: Any) -> str:
     return "C and D fit beside A: 6 steps instead of 9."
 
 
-@exercise(
-    "7b.2",
-    "steps_of",
-    minutes=15,
-    hints=(
-        "Keep two lists: of the requests that wait, and of what the running ones still have to write.",
-        "One round: fill the free places from the front of the queue, count a step, take 1 from each running request, "
-        "drop those that have none left.",
-    ),
-    solution="""
-def steps_of(lengths, places):
-    waiting, running, steps = list(lengths), [], 0
-    while waiting or running:
-        while waiting and len(running) < places:
-            running.append(waiting.pop(0))
-        steps += 1
-        running = [left - 1 for left in running if left > 1]
-    return steps
-""",
-)
+@exercise("7b.2")
 def scheduler(answer: Any, lengths: Sequence[int]) -> str:
     draw = draws(75)
     cases = [(list(lengths), 4), ([5], 3), ([3, 3, 3, 3], 2), ([12, 1, 1, 1, 1, 2], 2)]
@@ -322,39 +239,7 @@ SCHEDULERS: dict[str, Callable[[list[int], int], int]] = {  # wrong ones: what s
 }
 
 
-@exercise(
-    "7b.3",
-    "serve",
-    minutes=20,
-    hints=(
-        "Keep which request stands at each place, as a dict: place -> request. A step begins by filling the free "
-        "places from the front of the queue.",
-        "A part of the step is (place, 0, prompt) if the request has written nothing yet. Otherwise it is its newest "
-        "token, behind what is in the cache: at position len(prompt) + len(written) - 1.",
-        "Row j of what `run` returns belongs to part j: append its argmax to what the request of that part has "
-        "written. If that is its last token, free the place.",
-    ),
-    solution="""
-def serve(run, prompts, lengths, places):
-    waiting, at = list(range(len(prompts))), {}
-    written = [[] for _ in prompts]
-    while waiting or at:
-        for place in range(places):
-            if waiting and place not in at:
-                at[place] = waiting.pop(0)
-        parts = []
-        for place, i in at.items():
-            text = prompts[i] + written[i]
-            start = len(text) - 1 if written[i] else 0
-            parts.append((place, start, text[start:]))
-        for (place, _, _), logits in zip(parts, run(parts)):
-            i = at[place]
-            written[i].append(int(logits.argmax()))
-            if len(written[i]) == lengths[i]:
-                del at[place]
-    return written
-""",
-)
+@exercise("7b.3")
 def engine(answer: Any, model: Model) -> str:
     draw = draws(77)
     prompts = [
@@ -469,15 +354,7 @@ class Passes:
         assert given == [list(out.token_ids[:n]) for out, n in zip(alone, self.lengths, strict=True)]
 
 
-@exercise(
-    "7b.4",
-    "texts_that_fit",
-    hints=(
-        "A token takes 153,600 bytes in float32. And in float16?",
-        "A text takes 2,048 times that. How many whole texts fit into 4 · 10⁹ bytes?",
-    ),
-    solution="texts_that_fit = 4_000_000_000 // (153_600 // 2 * 2048)",
-)
+@exercise("7b.4")
 def caches_that_fit(answer: Any) -> str:
     mistakes = {
         12: "That is in float32; float16 takes half.",

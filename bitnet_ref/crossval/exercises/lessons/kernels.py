@@ -10,23 +10,12 @@ import numpy as np
 from ....errors import BitNetRefError
 from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number
-from ..declare import Unanswered, Wrong, draws, exercise, run
+from ..declare import Wrong, draws, exercise, run
 
 # -- 4: CPU kernels ------------------------------------------------------------------------------------------------
 
 
-@exercise(
-    "4.1",
-    "codes_of_row",
-    minutes=10,
-    hints=(
-        "Byte b of row 0 holds columns 4b to 4b + 3, the first in the lowest bits.",
-        "neighbours[0, :4, None] >> np.array([0, 2, 4, 6]) & 3 is (4 bytes, 4 columns each).",
-    ),
-    solution="""
-codes_of_row = (neighbours[0, :4, None] >> np.array([0, 2, 4, 6]) & 3).ravel()
-""",
-)
+@exercise("4.1")
 def codes_of_neighbours(answer: Any, codes: Array) -> str:
     right = codes[0, :16]
     table = right.reshape(4, 4)
@@ -44,15 +33,7 @@ def codes_of_neighbours(answer: Any, codes: Array) -> str:
     return "Now: which columns lie in the lowest two bits of the four bytes?"
 
 
-@exercise(
-    "4.2",
-    "columns_of_shift_0",
-    hints=(
-        "(bytes 0-3 of row 0) & 3 has the first column of each byte.",
-        "The first columns of the bytes are 4 apart.",
-    ),
-    solution="columns_of_shift_0 = [0, 4, 8, 12]",
-)
+@exercise("4.2")
 def columns_of_a_shift(answer: Any) -> str:
     mistakes = {
         "those are the four columns of one byte; & 3 takes one of each of four bytes": [0, 1, 2, 3],
@@ -66,15 +47,7 @@ def columns_of_a_shift(answer: Any) -> str:
     return "The activations would have to be gathered from four places, for every register."
 
 
-@exercise(
-    "4.3",
-    "pairs",
-    hints=(
-        "A pair is two products of a code (2 at most) and an activation: 2 · 2 · 63.",
-        "Which end of int16 is nearer now? How often does a pair fit into 32,767?",
-    ),
-    solution="pairs = 32767 // 252",
-)
+@exercise("4.3")
 def pairs_in_int16(answer: Any) -> str:
     mistakes = {
         131: "131 pairs are 33,012: one too many.",
@@ -88,18 +61,7 @@ def pairs_in_int16(answer: Any) -> str:
     return "Twice as many as before, and two more."
 
 
-@exercise(
-    "4.4",
-    "table_of",
-    hints=(
-        "Index i is the pair of codes (i % 3, i // 3), of the columns 0 and 1. A weight is its code less 1.",
-        "[(c0 - 1) * x0 + (c1 - 1) * x1 for ...]: which of the two loops is the inner one?",
-    ),
-    solution="""
-def table_of(x0, x1):
-    return [(c0 - 1) * x0 + (c1 - 1) * x1 for c1 in range(3) for c0 in range(3)]
-""",
-)
+@exercise("4.4")
 def table_of_a_pair(answer: Any) -> str:
     draw = draws(44)
     codes = np.indices((3, 3)).reshape(2, 9)[::-1]  # (2, 9): of column 0, then of column 1
@@ -118,15 +80,7 @@ def table_of_a_pair(answer: Any) -> str:
     return "A row of K weights is K / 2 look-ups, and no product."
 
 
-@exercise(
-    "4.5",
-    "gb_per_s",
-    hints=(
-        "The speed of each is the lower of two limits. One byte holds 5 weights, or 4: at b GB/s that is 5 b and 4 b.",
-        "Draw both roofs over b. Which part of which roof meets which?",
-    ),
-    solution="gb_per_s = 18.75",
-)
+@exercise("4.5")
 def roofs_meet(answer: Any) -> str:
     b = as_number(answer)
     five, four = min(75.0, 5 * b), min(150.0, 4 * b)
@@ -144,25 +98,7 @@ def roofs_meet(answer: Any) -> str:
     )
 
 
-@exercise(
-    "4.6",
-    "panel_sums",
-    minutes=20,
-    hints=(
-        "panel.reshape(-1, 64, 4) is 64 rows of 4 bytes for each 16 columns. Shift s of byte i is column 4 s + i.",
-        "(data >> 2 * s & 3) has the codes of columns 4 s to 4 s + 3, for 64 rows at once.",
-        "The sum of a long row does not fit an int16: add in a wider type. At last, take the sum of x away.",
-    ),
-    solution="""
-def panel_sums(panel, x):
-    acc = np.zeros(64, dtype=np.int64)
-    for block, data in enumerate(panel.reshape(-1, 64, 4)):
-        for shift in range(4):
-            start = 16 * block + 4 * shift
-            acc += (data >> 2 * shift & 3).astype(np.int64) @ x[start : start + 4].astype(np.int64)
-    return acc - x.sum(dtype=np.int64)
-""",
-)
+@exercise("4.6")
 def kernel_of_a_panel(answer: Any) -> str:
     draw = draws(45)
     w_t = draw.integers(-1, 2, (64, 64), dtype=np.int8)
@@ -202,12 +138,7 @@ def panel_of(w_t: Array) -> Array:
 # -- 8: CUDA kernels -----------------------------------------------------------------------------------------------
 
 
-@exercise(
-    "8.1",
-    "first_k_too_long",
-    hints=("The largest product is 128 · 64, and an int32 ends at 2³¹ − 1.", "128 · 64 · K is to reach 2³¹."),
-    solution="first_k_too_long = 2**31 // (128 * 64)",
-)
+@exercise("8.1")
 def int32_overflows(answer: Any) -> str:
     mistakes = {
         2**18 - 1: "128 · 64 · 262,143 is 2³¹ − 8,192: it fits.",
@@ -221,20 +152,7 @@ def int32_overflows(answer: Any) -> str:
     return "From 262,144 columns on, the package takes the plain kernel."
 
 
-@exercise(
-    "8.2",
-    "place_of",
-    minutes=15,
-    hints=(
-        "Four lanes share a row, and a lane has two rows. Which of the four numbers does the row alone decide?",
-        "Take the column apart: 128 columns are 2 halves of 4 lanes of 4 crumbs of 4 bytes.",
-        "lane = 4 · (row % 8) + column // 16 % 4, and word = row // 8 + 2 · (column // 64).",
-    ),
-    solution="""
-def place_of(row, column):
-    return 4 * (row % 8) + column // 16 % 4, row // 8 + 2 * (column // 64), column // 4 % 4, column % 4
-""",
-)
+@exercise("8.2")
 def place_in_a_tile(answer: Any) -> str:
     lane, word, crumb, byte = np.indices((32, 4, 4, 4))
     row = lane // 4 + 8 * (word % 2)
@@ -254,23 +172,9 @@ def place_in_a_tile(answer: Any) -> str:
     return "All 2,048 weights."
 
 
-@exercise(
-    "8.3",
-    "your_tree",
-    minutes=15,
-    hints=(
-        "In each round a thread reads what another thread wrote in the round before. How many barriers is that?",
-        "Must a barrier stand inside the `if`? All threads must reach it.",
-        "One __syncthreads(); before the `if`, and one before the last line.",
-    ),
-    solution="""
-your_tree = TREE.replace("if (i < half)", "__syncthreads(); if (i < half)").replace("y[i] =", "__syncthreads(); y[i] =")
-""",
-)
+@exercise("8.3")
 def race_mended(answer: Any, run_kernel: Callable[..., Array], orders: Mapping[str, int]) -> str:
     """run_kernel: (text, name, x, order) -> y."""
-    if answer is None:
-        raise Unanswered
     if not isinstance(answer, str) or "tree" not in answer:
         raise Wrong("The text of a kernel named tree is wanted.")
     draw = draws(83)
@@ -292,29 +196,9 @@ def race_mended(answer: Any, run_kernel: Callable[..., Array], orders: Mapping[s
     return "In every order, for every thread, on numbers that you have not seen."
 
 
-@exercise(
-    "8.4",
-    "your_kernel",
-    minutes=15,
-    hints=(
-        "threadIdx.x is the thread's number: it reads x[threadIdx.x] and writes y[threadIdx.x].",
-        "times 64: (signed char)(byte << 6 & 0xC0) is 64 times the weight of crumb 0. Which shift is that of crumb k?",
-        "Add up the four, each times its activation 1, 2, 3, 4, and divide by 64 at the end.",
-    ),
-    solution='''
-your_kernel = """
-extern "C" __global__ void crumbs(const int* x, int* y) {
-    int sum = 0;
-    for (int k = 0; k < 4; k++) sum += (k + 1) * (signed char)(x[threadIdx.x] << (6 - 2 * k) & 0xC0);
-    y[threadIdx.x] = sum / 64;
-}
-"""
-''',
-)
+@exercise("8.4")
 def own_kernel(answer: Any, run_kernel: Callable[..., Array]) -> str:
     """run_kernel: (text, name, x, order) -> y."""
-    if answer is None:
-        raise Unanswered
     if not isinstance(answer, str) or "crumbs" not in answer:
         raise Wrong("The text of a kernel named crumbs is wanted.")
     weights = draws(84).permutation(np.indices((3, 3, 3, 3)).reshape(4, 81) - 1, axis=1).T  # (81, 4)
@@ -345,15 +229,7 @@ def run_text(run_kernel: Callable[..., Array], text: str, name: str, x: Array, o
         raise Wrong(f"It does not run: {str(error)[:300]}.{hint}") from None
 
 
-@exercise(
-    "8.5",
-    "share_of_memory",
-    hints=(
-        "Bytes over seconds are the speed at which a step reads. Mind the milliseconds.",
-        "(0.52 + 0.66) GB / 1.33 ms = 887 GB/s. And the memory gives 4,200.",
-    ),
-    solution="share_of_memory = (0.52 + 0.66) / 1.33e-3 / 4200",
-)
+@exercise("8.5")
 def share_of_the_memory(answer: Any) -> str:
     right = 1.18 / 1.33e-3 / 4200
     mistakes = {

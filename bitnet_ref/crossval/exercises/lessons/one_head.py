@@ -16,15 +16,7 @@ def softmax(scores: Array) -> Array:
     return np.asarray(e / e.sum(-1, keepdims=True))
 
 
-@exercise(
-    "3a.1",
-    "shares",
-    hints=(
-        "Token i averages tokens 0 to i: i + 1 of them, each with the share 1 / (i + 1).",
-        "np.tril(np.ones((4, 4))) has the ones. Divide each row by its sum (keepdims=True).",
-    ),
-    solution="shares = np.tril(np.ones((4, 4))) / np.arange(1, 5)[:, None]",
-)
+@exercise("3a.1")
 def averaging_matrix(answer: Any) -> str:
     ones = np.tril(np.ones((4, 4)))
     right = ones / ones.sum(1, keepdims=True)
@@ -41,12 +33,7 @@ def averaging_matrix(answer: Any) -> str:
     return "One matrix product does what the loop did."
 
 
-@exercise(
-    "3a.2",
-    "scores",
-    hints=("The score of query i and key j is the dot product q[i] @ k[j].", "All of them at once: q @ k.T."),
-    solution="scores = q @ k.T / np.sqrt(2)",
-)
+@exercise("3a.2")
 def all_scores(answer: Any, q: Array, k: Array) -> str:
     right = q @ k.T / np.sqrt(q.shape[-1])
     mistakes = {
@@ -61,12 +48,7 @@ def all_scores(answer: Any, q: Array, k: Array) -> str:
     return "16 dot products, one of each query with each key."
 
 
-@exercise(
-    "3a.3",
-    "your_mask",
-    hints=("Key j is in the future of query i when j > i.", "np.arange(N)[None, :] > np.arange(N)[:, None]"),
-    solution="your_mask = np.arange(4)[None, :] > np.arange(4)[:, None]",
-)
+@exercise("3a.3")
 def causal_mask(answer: Any) -> str:
     n = 4
     past = np.tril(np.ones((n, n), dtype=bool))
@@ -82,20 +64,7 @@ def causal_mask(answer: Any) -> str:
     return "Query 0 sees one key, query 3 all four."
 
 
-@exercise(
-    "3a.4",
-    "softmax",
-    minutes=10,
-    hints=(
-        "np.exp(row) / np.exp(row).sum() for each row: the sum needs axis=-1 and keepdims=True.",
-        "Take away each row's maximum first: exp(1000) is infinite, and the shares stay the same.",
-    ),
-    solution="""
-def softmax(scores):
-    e = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)
-""",
-)
+@exercise("3a.4")
 def softmax_of_rows(answer: Any) -> str:
     scores = draws(34).normal(size=(4, 4)) * 2
     scores[np.triu_indices(4, 1)] = -np.inf
@@ -126,23 +95,7 @@ def softmax_of_rows(answer: Any) -> str:
     return "Each row sums to 1, also where scores are −∞ or 1000."
 
 
-@exercise(
-    "3a.5",
-    "head",
-    minutes=10,
-    hints=(
-        "In this order: scores, mask, softmax, average.",
-        "np.where(mask, -np.inf, q @ k.T / np.sqrt(d)); then softmax(...) @ v.",
-    ),
-    solution="""
-def head(q, k, v):
-    n, d = q.shape
-    hidden = np.arange(n)[None, :] > np.arange(n)[:, None]
-    scores = np.where(hidden, -np.inf, q @ k.T / np.sqrt(d))
-    e = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return (e / e.sum(axis=-1, keepdims=True)) @ v
-""",
-)
+@exercise("3a.5")
 def whole_head(answer: Any) -> str:
     draw = draws(35)
     for n, d in ((4, 2), (7, 8), (1, 3)):
@@ -172,12 +125,7 @@ def whole_head(answer: Any) -> str:
     return "On 4, 7 and 1 tokens. That is a head."
 
 
-@exercise(
-    "3a.6",
-    "which",
-    hints=("Row i of the pattern has token i's shares of tokens 0 to i.", "Whose rows contain token 2?"),
-    solution='which = "the last"',
-)
+@exercise("3a.6")
 def who_notices(answer: Any) -> str:
     mistakes = {
         "all": "Tokens 0 to 2 cannot see token 3: nothing of theirs changes.",

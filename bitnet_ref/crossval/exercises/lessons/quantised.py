@@ -15,20 +15,12 @@ from ....reference import quantization
 from ....reference.layers import Array
 from ....reference.weights import TernaryWeight
 from ..answers import as_array, as_number, expect_array, expect_names, expect_number, expect_set
-from ..declare import Unanswered, Wrong, draws, exercise, run
+from ..declare import Wrong, draws, exercise, run
 
 # -- 1: ternary weights --------------------------------------------------------------------------------------------
 
 
-@exercise(
-    "1.1",
-    "scale_for_thirds",
-    hints=(
-        "Which z has a third of a normal distribution between −z and +z? math.erf(z / math.sqrt(2)) is the share.",
-        "A weight becomes 0 when it is nearer than half the scale: the cut z is half of what is asked.",
-    ),
-    solution="scale_for_thirds = 2 * 0.4307",
-)
+@exercise("1.1")
 def thirds(answer: Any) -> str:
     scale = as_number(answer)
     if scale <= 0:
@@ -44,16 +36,7 @@ def thirds(answer: Any) -> str:
     raise Wrong(f"{zeros:.0%} of the weights would be 0. For a third the scale must be {size}.")
 
 
-@exercise(
-    "1.2",
-    "pack_five",
-    minutes=10,
-    hints=("Make the digits 0, 1, 2 first: w_t + 1.", "The first digit is worth 3⁴, the last 3⁰. Then it is a sum."),
-    solution="""
-def pack_five(w_t):
-    return int(((w_t + 1) * 3 ** np.arange(4, -1, -1)).sum())
-""",
-)
+@exercise("1.2")
 def five_in_a_byte(answer: Any) -> str:
     tests = np.array([[0, 0, 0, 0, 0], [-1] * 5, [1] * 5, [-1, -1, -1, -1, 1], [1, 0, -1, 0, 1]], dtype=np.int8)
     powers = 3 ** np.arange(4, -1, -1)
@@ -72,20 +55,7 @@ def five_in_a_byte(answer: Any) -> str:
     return "Five weights in a byte: 1.6 bits for each."
 
 
-@exercise(
-    "1.3",
-    "unpack_four",
-    minutes=10,
-    hints=(
-        "& 3 keeps the two lowest bits; >> 2 brings the next two there.",
-        "Broadcast: packed[..., None] >> np.array([0, 2, 4, 6]) & 3 has shape (N, K/4, 4).",
-    ),
-    solution="""
-def unpack_four(packed):
-    codes = packed[..., None] >> np.array([0, 2, 4, 6], dtype=np.uint8) & 3
-    return codes.reshape(len(packed), -1).astype(np.int8) - 1
-""",
-)
+@exercise("1.3")
 def four_from_a_byte(answer: Any) -> str:
     right = draws(14).integers(-1, 2, (6, 32)).astype(np.int8)
     packed = quantization.pack_ternary(right)
@@ -103,12 +73,7 @@ def four_from_a_byte(answer: Any) -> str:
     return "It is what every kernel does with each byte."
 
 
-@exercise(
-    "1.4",
-    "factor",
-    hints=("Write down a matrix of −s, 0 and +s: what is the mean of its absolute values?", "The zeros count in it."),
-    solution="factor = shares[0] + shares[2]",
-)
+@exercise("1.4")
 def scale_again(answer: Any, ternary: Array) -> str:
     used = float((ternary != 0).mean())
     mistakes = {
@@ -124,20 +89,7 @@ def scale_again(answer: Any, ternary: Array) -> str:
 # -- 2: BitLinear --------------------------------------------------------------------------------------------------
 
 
-@exercise(
-    "2.1",
-    "quantise",
-    minutes=10,
-    hints=(
-        "a = 127 / np.abs(x).max(axis=-1, keepdims=True): one number for each token.",
-        "np.rint rounds to the nearest, ties to even; then .astype(np.int8).",
-    ),
-    solution="""
-def quantise(x):
-    a = np.float32(127) / np.abs(x).max(axis=-1, keepdims=True)
-    return np.clip(np.rint(x * a), -128, 127).astype(np.int8), a
-""",
-)
+@exercise("2.1")
 def absmax(answer: Any) -> str:
     x = draws(24).normal(size=(6, 64)).astype(np.float32)
     x[0] = np.arange(64, dtype=np.float32) - 31.5  # ties, since the scale is 1
@@ -179,18 +131,8 @@ def absmax(answer: Any) -> str:
     return "The integers of every BitLinear in the model are made so."
 
 
-@exercise(
-    "2.2",
-    "factors",
-    hints=(
-        "Follow the factor 2 from x through the scale, the integers, the sum and the scale back.",
-        "a = 127 / max|x|",
-    ),
-    solution='factors = {"x_q": 1, "x_quant_scale": 0.5, "acc": 1, "y": 2}',
-)
+@exercise("2.2")
 def doubled(answer: Any) -> str:
-    if answer is None:
-        raise Unanswered
     right = {"x_q": 1.0, "x_quant_scale": 0.5, "acc": 1.0, "y": 2.0}
     if not isinstance(answer, Mapping) or set(answer) != set(right):
         raise Wrong(f"A dict with the keys {', '.join(right)} is wanted.")
@@ -231,21 +173,7 @@ class Unmultiplied(np.ndarray[Any, Any]):
             raise Wrong("It is equal, but it multiplies. Sum the activations whose weight is +1, and those of −1.")
 
 
-@exercise(
-    "2.3",
-    "add_and_subtract",
-    minutes=10,
-    hints=(
-        "x_q[:, row == 1] are the activations where a row of weights is +1. Sum them.",
-        "Sums of int8 need a wider type: .sum(axis=1, dtype=np.int32).",
-    ),
-    solution="""
-def add_and_subtract(x_q, w_t):
-    plus = [x_q[:, row == 1].sum(axis=1, dtype=np.int32) for row in w_t]
-    minus = [x_q[:, row == -1].sum(axis=1, dtype=np.int32) for row in w_t]
-    return np.stack(plus, axis=1) - np.stack(minus, axis=1)
-""",
-)
+@exercise("2.3")
 def without_products(answer: Any) -> str:
     draw = draws(22)
     x_q = draw.integers(-127, 128, (5, 64)).astype(np.int8)
@@ -264,15 +192,7 @@ def without_products(answer: Any) -> str:
     return "A matrix product without a multiplication, and equal."
 
 
-@exercise(
-    "2.4",
-    "smallest_k",
-    hints=(
-        "A register of n bits, one of them for the sign, ends at 2ⁿ⁻¹ − 1. Here it has 20.",
-        "It ends at 524,287. How often does 127 fit into that?",
-    ),
-    solution="smallest_k = (2**19 - 1) // 127 + 1",
-)
+@exercise("2.4")
 def register_overflows(answer: Any) -> str:
     mistakes = {
         4128: "127 · 4,128 = 524,256 still fits: one more does not.",
@@ -288,20 +208,7 @@ def register_overflows(answer: Any) -> str:
     return "127 · 4,129 = 524,383. So K = 2,560 is safe in such a register, and K = 6,912 is not."
 
 
-@exercise(
-    "2.5",
-    "to_even",
-    hints=(
-        "x − np.floor(x) lies between 0 and 1, and is exact. Above a half x goes up, below it down.",
-        "At a half it goes up if the floor is odd: np.floor(x) % 2 == 1.",
-    ),
-    solution="""
-def to_even(x):
-    low = np.floor(x)
-    rest = x - low
-    return low + ((rest > 0.5) | ((rest == 0.5) & (low % 2 == 1)))
-""",
-)
+@exercise("2.5")
 def ties_to_even(answer: Any) -> str:
     ties = np.arange(-6, 6) + 0.5
     numbers = np.concatenate([ties, np.arange(-2.0, 3.0), draws(25).normal(0, 20, 50)])
@@ -326,18 +233,8 @@ def ties_to_even(answer: Any) -> str:
 # -- 5: files ------------------------------------------------------------------------------------------------------
 
 
-@exercise(
-    "5.1",
-    "answer",
-    hints=(
-        "Treat the matrix as one line of N · K weights: which number does the weight have, and in which block of 128?",
-        "A block of 128 has 32 bytes. Weight w of it is in byte w % 32, at shift 6 − 2 · (w // 32).",
-    ),
-    solution="answer = (333, 2)",
-)
+@exercise("5.1")
 def place_in_i2_s(answer: Any, addresses: Array) -> str:
-    if answer is None:
-        raise Unanswered
     pair = as_array(answer).ravel()
     if pair.size != 2:
         raise Wrong("Two numbers are wanted, (byte, shift).")
@@ -356,18 +253,7 @@ def place_in_i2_s(answer: Any, addresses: Array) -> str:
     return "Weight 1357 of the line is number 77 of block 10."
 
 
-@exercise(
-    "5.2",
-    "reverse_codes",
-    hints=(
-        "Four fields of two bits are to change places: the highest becomes the lowest.",
-        "data >> 6 is the new lowest field; (data >> 4 & 3) << 2 the next.",
-    ),
-    solution="""
-def reverse_codes(data):
-    return data >> 6 | (data >> 4 & 3) << 2 | (data >> 2 & 3) << 4 | (data & 3) << 6
-""",
-)
+@exercise("5.2")
 def codes_reversed(answer: Any) -> str:
     data = np.arange(256, dtype=np.uint8)
     right = data >> 6 | (data >> 4 & 3) << 2 | (data >> 2 & 3) << 4 | (data & 3) << 6
@@ -383,15 +269,7 @@ def codes_reversed(answer: Any) -> str:
     return "TQ2_0 from I2_S, byte for byte."
 
 
-@exercise(
-    "5.3",
-    "questions",
-    hints=(
-        "Each question halves what is left. How many bytes hold the matrix, and how often can that number be halved?",
-        "2560 · 6912 / 4 bytes. (n − 1).bit_length() counts the bits of the largest address.",
-    ),
-    solution="questions = 23",
-)
+@exercise("5.3")
 def how_many_questions(answer: Any) -> str:
     mistakes = {
         25: "That is for a byte per weight; four weights share one.",
@@ -404,23 +282,7 @@ def how_many_questions(answer: Any) -> str:
     return "The property: each weight is decided by one byte alone. TL2's signs break it, so its low value is 0."
 
 
-@exercise(
-    "5.4",
-    "read_tq2_0",
-    minutes=15,
-    hints=(
-        "data.reshape(-1, 66) is a row for each 256 weights: 64 bytes of codes, then two bytes of scale.",
-        "Weight w of a half of 128 is in byte w % 32 of its 32, at shift 2 · (w // 32).",
-        "codes = blocks[:, :64].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6])[:, None] & 3 is in the weights' order.",
-    ),
-    solution="""
-def read_tq2_0(data, shape):
-    blocks = data.reshape(-1, 66)
-    codes = blocks[:, :64].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6])[:, None] & 3
-    scale = blocks[0, 64:].copy().view(np.float16)[0]
-    return (codes - 1).reshape(shape), scale
-""",
-)
+@exercise("5.4")
 def reader_of_tq2_0(answer: Any) -> str:
     draw = draws(54)
     w_t = draw.integers(-1, 2, (6, 512), dtype=np.int8)
@@ -472,12 +334,7 @@ def reader_of_tq2_0(answer: Any) -> str:
     return "A reader of a GGUF type, in four lines."
 
 
-@exercise(
-    "5.6",
-    "seen",
-    hints=("Which values can a scale have, and which codes?", "A weight of 0 is as good as one of −1."),
-    solution='seen = {"a", "b"}',
-)
+@exercise("5.6")
 def faults_that_show(answer: Any) -> str:
     choices = {
         "a": "A scale is a number above zero, and NaN is none.",
@@ -488,25 +345,7 @@ def faults_that_show(answer: Any) -> str:
     return "The third is the one that a hash of the content is for."
 
 
-@exercise(
-    "5.5",
-    "differing",
-    minutes=10,
-    hints=(
-        "Which names must be looked at? Those of the one file, of the other, or of both together?",
-        "np.array_equal(t, u) compares shape and all places. Two scales are the same only if they are equal.",
-    ),
-    solution="""
-def differing(before, after):
-    names = []
-    for name in sorted({*before, *after}):
-        if name not in before or name not in after:
-            names.append(name)
-        elif not np.array_equal(before[name][0], after[name][0]) or before[name][1] != after[name][1]:
-            names.append(name)
-    return names
-""",
-)
+@exercise("5.5")
 def proof_of_a_conversion(answer: Any) -> str:
     draw = draws(55)
     before = {
@@ -542,29 +381,7 @@ def proof_of_a_conversion(answer: Any) -> str:
 TRAPS = ("none", "layout", "scale", "gate")
 
 
-@exercise(
-    "5.7",
-    "causes",
-    minutes=15,
-    hints=(
-        "Which of the four have a low loss? What is the difference between them, if both have the same weights?",
-        "w_dequant_scale of a trained matrix is the mean of |W|, far below 1. And its inverse?",
-        "In a wrong layout the non-zeros of a column know nothing of the norm before it: np.corrcoef, as above.",
-    ),
-    solution="""
-def cause_of(m):
-    layer = m.weights.layers[3]
-    if m.config.activation != "relu2":
-        return "gate"
-    if layer.o_proj.w_dequant_scale > 1:
-        return "scale"
-    nonzero = (layer.o_proj.ternary() != 0).mean(axis=0)
-    return "none" if np.corrcoef(nonzero, layer.attn_sub_norm.weight)[0, 1] > 0.5 else "layout"
-
-
-causes = {name: cause_of(m) for name, m in patients.items()}
-""",
-)
+@exercise("5.7")
 def caught_in_a_trap(answer: Any, patients: Mapping[str, Model], model: Model) -> str:
     """patients: models read from files of `model`."""
     evidence = {

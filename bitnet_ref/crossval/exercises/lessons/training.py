@@ -12,22 +12,7 @@ from ..answers import as_array, as_number, expect_array
 from ..declare import Unanswered, Wrong, draws, exercise, run
 
 
-@exercise(
-    "9.1",
-    "my_backward",
-    minutes=15,
-    hints=(
-        "The two formulas stand under “A staircase has no slope”: X_q and W_q are the rounded matrices in float.",
-        "dx = dy @ (W_t * s)",
-        "x_q, a = quantization.quantize_activations(x), and dW = dy.T @ (x_q / a)",
-    ),
-    solution="""
-def my_backward(dy, x, W):
-    W_t, s = quantization.quantize_weights(W)
-    x_q, a = quantization.quantize_activations(x)
-    return dy @ (W_t * s), dy.T @ (x_q / a)
-""",
-)
+@exercise("9.1")
 def backward_of_a_bitlinear(answer: Any) -> str:
     draw = draws(93)
     dy, x, w = (draw.normal(size=shape).astype(np.float32) for shape in ((5, 16), (5, 24), (16, 24)))
@@ -76,15 +61,7 @@ def backward_of_a_bitlinear(answer: Any) -> str:
     return "Both gradients."
 
 
-@exercise(
-    "9.2",
-    "last_master",
-    hints=(
-        "On stair 0 the gradient is −1.7: how many steps is the master there, at rate 0.08?",
-        "On stair 1 it is 1 − 1.7 = −0.7 in each of the remaining steps.",
-    ),
-    solution="last_master = 22.7",
-)
+@exercise("9.2")
 def runaway_master(answer: Any) -> str:
     value = as_number(answer)
     w = 0.0
@@ -103,23 +80,7 @@ def runaway_master(answer: Any) -> str:
     raise Wrong(f"{value:g} is too {'large' if value > w else 'small'}. Each of the 400 steps adds 0.08 · (1.7 − q).")
 
 
-@exercise(
-    "9.3",
-    "my_step",
-    minutes=15,
-    hints=(
-        "Round both, compute the error of the product and the gradient with respect to W as in 9.1, and go against it.",
-        "dy = (X_q @ W_q.T - target) / len(x), with X_q = x_q / a and W_q = W_t * s.",
-        "Return W - rate * (dy.T @ X_q): the master goes on, not the rounded weight.",
-    ),
-    solution="""
-def my_step(W, x, target, rate):
-    W_t, s = quantization.quantize_weights(W)
-    x_q, a = quantization.quantize_activations(x)
-    dy = ((x_q / a) @ (W_t * s).T - target) / len(x)
-    return W - rate * (dy.T @ (x_q / a))
-""",
-)
+@exercise("9.3")
 def step_of_a_bitlinear(answer: Any) -> str:
     draw = draws(94)
     w, x, target = (draw.normal(size=shape).astype(np.float32) for shape in ((6, 24), (5, 24), (5, 6)))
@@ -150,19 +111,7 @@ def step_of_a_bitlinear(answer: Any) -> str:
     return "All of training is this step, for every matrix, some thousand times."
 
 
-@exercise(
-    "9.4",
-    "fewest_steps",
-    hints=(
-        "A master on stair 0 is scale / 2 − |master| away from its threshold.",
-        "Take the median over those on stair 0, and divide by the rate, 0.01.",
-    ),
-    solution="""
-scale = quantization.absmean_scale(untrained[WATCHED])
-size = np.abs(untrained[WATCHED])
-fewest_steps = np.median(scale / 2 - size[size < scale / 2]) / 0.01
-""",
-)
+@exercise("9.4")
 def steps_to_a_threshold(answer: Any, master: Array) -> str:
     scale, size = quantization.absmean_scale(master), np.abs(master)
     inside = size[size < scale / 2]

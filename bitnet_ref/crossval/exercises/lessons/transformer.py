@@ -53,15 +53,7 @@ def sizes(model: Model) -> dict[str, Any]:
     return names | {"H": c.num_attention_heads, "G": c.num_key_value_heads, "d": c.head_dim}
 
 
-@exercise(
-    "3b.1",
-    "embed",
-    hints=("A token's id is the number of its row.", "embedding[tokens] takes rows; then .astype(np.float32)."),
-    solution="""
-def embed(tokens, embedding):
-    return embedding[np.asarray(tokens)].astype(np.float32)
-""",
-)
+@exercise("3b.1")
 def rows_of_the_embedding(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
     matrix: Any = model.weights.embedding
     table: Array = matrix.array  # (V, D) bfloat16
@@ -83,20 +75,7 @@ def rows_of_the_embedding(answer: Any, model: Model, tokens: Sequence[int], reco
     return "Equal, bit for bit."
 
 
-@exercise(
-    "3b.2",
-    "rms_norm",
-    minutes=10,
-    hints=(
-        "np.square(x, dtype=np.float64).mean(axis=-1, keepdims=True) is the mean for each token.",
-        "x / np.sqrt(mean + norm.eps).astype(np.float32) * norm.weight",
-    ),
-    solution="""
-def rms_norm(x, norm):
-    mean_square = np.square(x, dtype=np.float64).mean(axis=-1, keepdims=True)
-    return x / np.sqrt(mean_square + norm.eps).astype(np.float32) * norm.weight
-""",
-)
+@exercise("3b.2")
 def norm_of_the_stream(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
     x, norm = recorded["hook_embed"], model.weights.layers[0].attn_norm
     mine = as_array(run(answer, x, norm))
@@ -119,23 +98,7 @@ def norm_of_the_stream(answer: Any, model: Model, tokens: Sequence[int], recorde
     return expect_tensor(model, tokens, recorded, "blocks.0.ln1.hook_normalized", mine, "hook_embed", made)
 
 
-@exercise(
-    "3b.3",
-    "bit_linear",
-    minutes=15,
-    hints=(
-        "Four lines: the scale a of each token, x_q, the product of integers, and back: acc * (s / a).",
-        "a = np.float32(127) / np.abs(x).max(axis=-1, keepdims=True); x_q = np.clip(np.rint(x * a), -128, 127)",
-        "acc = x_q @ matrix.ternary().T.astype(np.float32): the sums are integers below 2²⁴, so float32 is exact.",
-    ),
-    solution="""
-def bit_linear(x, matrix):
-    a = np.float32(127) / np.maximum(np.abs(x).max(axis=-1, keepdims=True), np.float32(1e-5))
-    x_q = np.clip(np.rint(x * a), -128, 127)
-    acc = x_q @ matrix.ternary().T.astype(np.float32)
-    return acc * (matrix.w_dequant_scale / a)
-""",
-)
+@exercise("3b.3")
 def linear_of_q(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
     x, layer = recorded["blocks.0.ln1.hook_normalized"], model.weights.layers[0]
     mine = run(answer, x, layer.q_proj)
@@ -148,23 +111,7 @@ def linear_of_q(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
     return sentence
 
 
-@exercise(
-    "3b.4",
-    "rope",
-    minutes=15,
-    hints=(
-        "angles = positions[:, None] * theta ** (-np.arange(0, d, 2) / d): (n, d/2), for each token and pair.",
-        "Pair j is (x[..., j], x[..., j + d/2]): a, b = x[..., : d // 2], x[..., d // 2 :].",
-        "A turn by the angle: (a cos − b sin, b cos + a sin). cos[:, None] is the same for all heads.",
-    ),
-    solution="""
-def rope(x, positions):
-    angles = positions[:, None] * theta ** (-np.arange(0, d, 2) / d)
-    cos, sin = np.cos(angles).astype(np.float32)[:, None], np.sin(angles).astype(np.float32)[:, None]
-    a, b = x[..., : d // 2], x[..., d // 2 :]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-""",
-)
+@exercise("3b.4")
 def turned_queries(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
     q, positions = recorded["blocks.0.attn.hook_q"], np.arange(len(tokens))
     name = "blocks.0.attn.hook_rot_q"
@@ -187,29 +134,7 @@ def turned_queries(answer: Any, model: Model, tokens: Sequence[int], recorded: R
     return sentence
 
 
-@exercise(
-    "3b.5",
-    "attend",
-    minutes=20,
-    hints=(
-        "shared = np.arange(H) // (H // G): the key/value head of each query head. Then keys[:, shared] is (T, H, d).",
-        "scores = np.einsum('ihd,jhd->hij', q, keys[:, shared]) / np.sqrt(d): (H, n, T).",
-        "Query i of n is token T − n + i of the text: it sees the keys j <= T − n + i.",
-        "np.einsum('hij,jhd->ihd', pattern, values[:, shared]) averages the values.",
-    ),
-    solution="""
-def attend(q, keys, values):
-    n, T = len(q), len(keys)
-    shared = np.arange(H) // (H // G)
-    wide_q, wide_k, wide_v = (each.astype(np.float64) for each in (q, keys[:, shared], values[:, shared]))
-    scores = (np.einsum("ihd,jhd->hij", wide_q, wide_k) / np.sqrt(d)).astype(np.float32)
-    hidden = np.arange(T)[None, :] > np.arange(T - n, T)[:, None]
-    scores = np.where(hidden, -np.inf, scores)
-    e = np.exp((scores - scores.max(axis=-1, keepdims=True)).astype(np.float64))
-    pattern = (e / e.sum(axis=-1, keepdims=True)).astype(np.float32)
-    return np.einsum("hij,jhd->ihd", pattern.astype(np.float64), wide_v).astype(np.float32)
-""",
-)
+@exercise("3b.5")
 def attention_of_heads(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
     q, k, v = (recorded[f"blocks.0.attn.{name}"] for name in ("hook_rot_q", "hook_rot_k", "hook_v"))
     name = "blocks.0.attn.hook_z"
@@ -233,15 +158,7 @@ def attention_of_heads(answer: Any, model: Model, tokens: Sequence[int], recorde
     return sentence
 
 
-@exercise(
-    "3b.6",
-    "gated",
-    hints=("relu(g) is max(g, 0): np.maximum.", "np.square(np.maximum(gate, 0)) * up"),
-    solution="""
-def gated(gate, up):
-    return np.square(np.maximum(gate, 0)) * up
-""",
-)
+@exercise("3b.6")
 def gate_of_the_feed_forward(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
     gate, up = recorded["blocks.0.mlp.hook_pre"], recorded["blocks.0.mlp.hook_pre_linear"]
     slips = {
@@ -251,32 +168,7 @@ def gate_of_the_feed_forward(answer: Any, model: Model, tokens: Sequence[int], r
     return expect_tensor(model, tokens, recorded, "blocks.0.mlp.hook_post", run(answer, gate, up), slips=made)
 
 
-@exercise(
-    "3b.7",
-    "block",
-    minutes=20,
-    hints=(
-        "The plan at the top of the notebook has the order. Two halves, and each adds to x.",
-        "New keys and values go to the end of cache['k'] and cache['v'] before attend reads them.",
-        "positions = np.arange(len(cache['k']), len(cache['k']) + n), before anything is appended.",
-        "First half: x + bit_linear(rms_norm(z.reshape(n, H * d), layer.attn_sub_norm), layer.o_proj).",
-    ),
-    solution="""
-def block(x, layer, cache):
-    n, start = len(x), len(cache["k"])
-    positions = np.arange(start, start + n)
-    h = rms_norm(x, layer.attn_norm)
-    q = rope(bit_linear(h, layer.q_proj).reshape(n, H, d), positions)
-    k = rope(bit_linear(h, layer.k_proj).reshape(n, G, d), positions)
-    v = bit_linear(h, layer.v_proj).reshape(n, G, d)
-    cache["k"], cache["v"] = np.concatenate([cache["k"], k]), np.concatenate([cache["v"], v])
-    z = attend(q, cache["k"], cache["v"]).reshape(n, H * d)
-    x = x + bit_linear(rms_norm(z, layer.attn_sub_norm), layer.o_proj)
-    h = rms_norm(x, layer.ffn_norm)
-    g = gated(bit_linear(h, layer.gate_proj), bit_linear(h, layer.up_proj))
-    return x + bit_linear(rms_norm(g, layer.ffn_sub_norm), layer.down_proj)
-""",
-)
+@exercise("3b.7")
 def whole_block(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
     layer, x = model.weights.layers[0], recorded["hook_embed"]
     name = "blocks.0.hook_resid_post"
@@ -351,38 +243,7 @@ def empty_cache(model: Model) -> dict[str, NDArray[np.float32]]:
     return {"k": np.zeros(shape, dtype=np.float32), "v": np.zeros(shape, dtype=np.float32)}
 
 
-@exercise(
-    "3b.8",
-    "generate",
-    minutes=20,
-    hints=(
-        "Head: rms_norm(x[-1:], w.final_norm) @ w.lm_head.array.astype(np.float32).T are the logits of the next token.",
-        "Loop: the first step feeds the whole prompt, each later one the one token that was chosen. argmax chooses.",
-        "Stop after max_tokens, or at a token of tokenizer.eos_ids. tokenizer.decode(prompt_ids + new) makes text.",
-    ),
-    solution="""
-def next_token(tokens, caches):
-    x = embed(tokens, w.embedding.array)
-    for layer, cache in zip(w.layers, caches, strict=True):
-        x = block(x, layer, cache)
-    logits = rms_norm(x[-1:], w.final_norm) @ w.lm_head.array.astype(np.float32).T
-    return int(logits[0].argmax())
-
-
-def generate(prompt, max_tokens=40):
-    ids = tokenizer.encode(prompt)
-    empty = np.zeros((0, G, d), dtype=np.float32)
-    caches = [{"k": empty, "v": empty} for _ in w.layers]
-    new, fed = [], ids
-    while len(new) < max_tokens:
-        token = next_token(fed, caches)
-        if token in tokenizer.eos_ids:
-            break
-        new.append(token)
-        fed = [token]
-    return tokenizer.decode(ids + new)
-""",
-)
+@exercise("3b.8")
 def head_and_loop(answer: Any, model: Model) -> str:
     for prompt, count in (("Once upon a time", 12), ("The old king", 6)):
         ids = model.tokenizer.encode(prompt)

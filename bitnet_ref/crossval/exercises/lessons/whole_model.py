@@ -12,15 +12,10 @@ from ....api import Model
 from ....backends import Backend
 from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number
-from ..declare import Unanswered, Wrong, exercise, run
+from ..declare import Wrong, exercise, run
 
 
-@exercise(
-    "3c.3",
-    "numbers_per_token",
-    hints=("A key and a value, in each block, for each key/value head.", "2 · L · G · d"),
-    solution="numbers_per_token = 2 * L * G * d",
-)
+@exercise("3c.3")
 def size_of_the_cache(answer: Any, model: Model) -> str:
     c = model.config
     blocks, heads, shared, width = c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads, c.head_dim
@@ -41,15 +36,7 @@ def size_of_the_cache(answer: Any, model: Model) -> str:
     return f"With a key/value head for each query head it would be {heads // shared} times as many."
 
 
-@exercise(
-    "3c.1",
-    "changed_rows",
-    hints=(
-        "Row i of the logits is the prediction made after reading tokens 0 to i.",
-        "Which rows have read the last token?",
-    ),
-    solution="changed_rows = [N - 1]",
-)
+@exercise("3c.1")
 def future_is_hidden(answer: Any, tokens: list[int]) -> str:
     given = as_array(answer)
     given = np.flatnonzero(given) if given.dtype == bool and given.size == len(tokens) else given.ravel()
@@ -70,21 +57,7 @@ def future_is_hidden(answer: Any, tokens: list[int]) -> str:
     raise Wrong(f"Row {min(rows)} has not read token {last}.")
 
 
-@exercise(
-    "3c.4",
-    "loss_without",
-    minutes=15,
-    hints=(
-        "replace(w, layers=...) makes weights with fewer layers; the config must know it too.",
-        "broken(weights=..., num_hidden_layers=L - 1).logits(passage_ids)",
-    ),
-    solution="""
-def loss_without(block):
-    others = tuple(layer for i, layer in enumerate(w.layers) if i != block)
-    engine = broken(weights=replace(w, layers=others), num_hidden_layers=L - 1)
-    return loss_of(engine.logits(passage_ids), passage_ids)
-""",
-)
+@exercise("3c.4")
 def ablation(
     answer: Any, model: Model, broken: Callable[..., Any], loss_of: Callable[..., Any], passage_ids: Any
 ) -> str:
@@ -113,24 +86,8 @@ def ablation(
     return f"Block 0 hurts the most ({right[0]:.1f} nats), block {least} the least ({right[least]:.2f})."
 
 
-@exercise(
-    "3c.5",
-    "KeysNotTurned",
-    minutes=10,
-    hints=(
-        "InterleavedRope above replaces one method, rope(q, k, cos, sin), which returns both, turned.",
-        "turned, _ = super().rope(q, k, cos, sin) gives you the turned queries; k is still as it was.",
-    ),
-    solution="""
-class KeysNotTurned(Backend):
-    def rope(self, q, k, cos, sin):
-        turned, _ = super().rope(q, k, cos, sin)
-        return turned, k
-""",
-)
+@exercise("3c.5")
 def own_bug(answer: Any, model: Model, tokens: list[int], recorded: dict[str, Array]) -> str:
-    if answer is None:
-        raise Unanswered
     if not (isinstance(answer, type) and issubclass(answer, Backend)):
         raise Wrong("A class is wanted that inherits from Backend: class KeysNotTurned(Backend).")
     try:
@@ -152,19 +109,7 @@ def own_bug(answer: Any, model: Model, tokens: list[int], recorded: dict[str, Ar
     return f"The first difference is in {first}; the likeliest next token changes at {changed} of {len(tokens)} tokens."
 
 
-@exercise(
-    "3c.2",
-    "settled",
-    minutes=10,
-    hints=(
-        "lens_best has a row for each depth, the embedding first, and a column for each token.",
-        "lens_best == lens_best[-1] says where the lens speaks as the model does; it must stay so to the end.",
-    ),
-    solution="""
-agrees = lens_best == lens_best[-1]
-settled = [min(i for i in range(len(column)) if column[i:].all()) for column in agrees.T]
-""",
-)
+@exercise("3c.2")
 def when_it_is_settled(answer: Any, lens_best: Array) -> str:
     """lens_best: (blocks + 1, tokens), the likeliest next token at each depth."""
     agrees = lens_best == lens_best[-1]
