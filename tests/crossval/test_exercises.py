@@ -117,6 +117,17 @@ CASES = {
             (lambda table, i: table[i], "One number is wanted"),
         ],
     ),
+    "1.entropy": Case(
+        [
+            (Edit("np.log2", "np.log"), "in nats"),
+            (Edit("return -(", "return ("), "The sign is the other one"),
+            (Edit("np.log2(p)).sum()", "np.log2(p)).sum() / np.log2(3)"), "digits of three values"),
+            (Edit("    p = p[p > 0]\n", ""), "0 · log2.0. became no number"),
+            (Edit(".sum()", ".sum() * w_t.size"), "all weights together"),
+            (lambda w_t: np.log2(len(np.unique(w_t))), "equally frequent"),
+            (lambda w_t: 1.585, "1.585 is too large|1.585 is too small"),
+        ]
+    ),
     "1.1": Case(
         [
             (0.4307, "the scale is twice that"),

@@ -20,6 +20,30 @@ from ..declare import Wrong, draws, exercise, run
 # -- 1: ternary weights --------------------------------------------------------------------------------------------
 
 
+@exercise("1.entropy")
+def entropy_of_three(answer: Any) -> str:
+    draw = draws(11)
+    cases = [np.array([[-1, 0, 1], [1, -1, 0]]), draw.choice([-1, 0, 1], (8, 16), p=[0.2, 0.5, 0.3])]
+    cases += [np.array([0, 1, 1, 0]), np.zeros((2, 3))]
+    for w_t in cases:
+        p = np.array([(w_t == value).mean() for value in (-1, 0, 1)])
+        p = p[p > 0]
+        bits = float(-(p * np.log2(p)).sum())
+        given = run(answer, w_t)
+        if np.isnan(np.asarray(given, dtype=np.float64)).any():
+            raise Wrong("A share is 0, and 0 · log2(0) became no number: a value that does not occur adds nothing.")
+        mistakes = {
+            bits * np.log(2): "That is in nats: log2 gives bits.",
+            -bits: "The sign is the other one: log2 of a share is negative.",
+            bits / np.log2(3): "That is in digits of three values; log2 gives bits.",
+            bits * w_t.size: "That is the bits of all weights together.",
+            float(np.log2(len(p))): "That would be so if the values were equally frequent.",
+        }
+        mistakes = {wrong: text for wrong, text in mistakes.items() if abs(wrong - bits) > 1e-6}
+        expect_number(given, bits, within=1e-6, mistakes=mistakes, hint=f"For {w_t.tolist()} it is {bits:.4f}.")
+    return "Three equal shares give log₂ 3 = 1.585 bits, and nothing gives more."
+
+
 @exercise("1.1")
 def thirds(answer: Any) -> str:
     scale = as_number(answer)
