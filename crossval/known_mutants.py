@@ -215,4 +215,16 @@ KNOWN: dict[str, str] = {
     "formats/gguf/tl2.py pack_tl2: bits = (blocks < 0).reshape(-1, 2, 16, 8).transpose(0, 2, 3, "
     "1).reshape(-1, 16) -> bits = ((blocks < 0).reshape(-1, 2, 16, 8).transpose(0, 2, 3, 1).reshape(16, "
     "-1))": ("the bits are packed in the same order, whatever the shape"),
+    "formats/hf/folder.py CheckpointTensors.read_ahead: names = sorted(file.tensors, key=lambda name: "
+    '[each.zfill(9) for each in name.split(".")]) -> names = sorted(file.tensors, key=lambda name: '
+    '[each.zfill((10)) for each in name.split(".")])': ("the numbers in names have fewer digits"),
+    "formats/gguf/config.py read_gguf_config: if isinstance(drafts, int) and 0 < drafts < layers: -> if "
+    "isinstance(drafts, int) and (0 <= drafts < layers):": ("of 0 blocks after the model's own none is left out"),
+    "tokenizers/templates/sandbox.py render: parts.append(part) -> (parts.extend)(part)": (
+        "the same text, joined from its characters"
+    ),
+    "tokenizers/templates/sandbox.py BoundedEnvironment.call: budget.will_make(size_after_replace(owner, "
+    "*args, **kwargs)) -> budget.will_make((size_after_replace(owner, *args)))": (
+        "str.replace takes no keyword before Python 3.13"
+    ),
 }

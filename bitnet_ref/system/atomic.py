@@ -182,7 +182,7 @@ def _find_target(path: Path, replace: bool) -> tuple[Path, int | None]:
         return target, None
     problems = (
         (stat.S_ISDIR(mode) and replace, "is a folder, and a file is to be written"),
-        (not replace, "is there already"),
+        (not replace, "is there already; remove it, or give another name"),
         (not stat.S_ISREG(mode), "is neither a regular file nor a link to one; only those are replaced"),
         (not os.access(target, os.W_OK), "is write-protected"),
     )

@@ -99,7 +99,6 @@ class HfTokenizer(Tokenizer):
         self._ids: dict[str, int] = self._guard("list its vocabulary", partial(self._tokenizer.get_vocab, True))
         self._tokens = {number: token for token, number in self._ids.items()}
         added = self._tokenizer.get_added_tokens_decoder()
-        self._tokens.update((number, token.content) for number, token in added.items())
         if not self._tokens:
             raise TokenizerError("the vocabulary is empty", field="model.vocab")
         self.vocab_size = max(self._tokens) + 1

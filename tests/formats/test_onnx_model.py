@@ -296,7 +296,8 @@ LIES = {
     "no such file": (place("location", "other.data"), "other.data is no file"),
     "beyond the end": (place("offset", str(2**40)), "the file has"),
     "a negative offset": (place("offset", "-1"), "whole number of bytes as offset"),
-    "a huge offset": (place("offset", "9" * 30), "whole number of bytes as offset"),
+    "an offset of 19 digits": (place("offset", "9" * 19), "the file has"),
+    "an offset of 20 digits": (place("offset", "9" * 20), "whole number of bytes as offset"),
     "a short length": (place("length", "8"), "external data: expected"),
     "huge dims": (lambda _, t: t[f"{Q}.weight_packed"].dims.__setitem__(0, 2**61), "dimensions|expected shape"),
     "dims whose product wraps to 16": (

@@ -361,6 +361,19 @@ def test_names_of_a_forged_file_are_logged_with_escapes(tmp_path, caplog):
     assert "\x1b" not in caplog.text
 
 
+def test_a_forged_shape_of_a_screen_is_damage(tmp_path, caplog):
+    folder = write_checkpoint(tmp_path / "hf", BITNET)
+    load(folder, head="screened")
+    [file] = kept(folder)
+    header, data = parts(file)
+    for name, entry in header.items():
+        if name.endswith("facts"):
+            entry["shape"].reverse()
+    file.write_bytes(sealed(header, data))
+    assert not is_kept(load(folder, head="screened"))
+    assert "facts and rows_q" in caplog.text
+
+
 def test_a_forged_eps_of_any_norm_is_damage(tmp_path, caplog):
     folder = write_checkpoint(tmp_path / "hf", BITNET)
     load(folder)

@@ -255,12 +255,20 @@ def test_the_ids_before_and_after_a_text() -> None:
     assert post_processor_affixes({"type": "Sequence", "processors": [template, template]}) == ([1, 1], [2, 3, 4] * 2)
 
 
+def test_an_id_of_padding_need_be_no_token() -> None:
+    table = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}, "added_tokens": []}
+    assert HfTokenizer(json.dumps(table).encode(), TokenizerSettings(pad_id=7)).pad_id == 7
+
+
 def test_the_largest_id_and_a_file_without_a_name() -> None:
     table = {"model": {"type": "WordLevel", "vocab": {"a": MAX_TOKEN_ID - 1}}}
     check_tokenizer_json(table)
     table["model"]["vocab"]["b"] = MAX_TOKEN_ID
     with pytest.raises(TokenizerError, match="is not in"):
         check_tokenizer_json(table)
+    for number in (1.0, True):
+        with pytest.raises(TokenizerError, match=r"model\.vocab\['a'\]"):
+            check_tokenizer_json({"model": {"type": "WordLevel", "vocab": {"a": number}}})
     with pytest.raises(TokenizerError, match=r"tokenizer\.json, byte 1: not valid JSON"):
         HfTokenizer(b"{", TokenizerSettings())
     assert hash(TokenizerSettings()) == hash(TokenizerSettings())

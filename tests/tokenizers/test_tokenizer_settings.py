@@ -104,6 +104,11 @@ def test_recommended_sampling(make_folder: Maker, generation: dict[str, Any], sa
     assert read_settings(make_folder({"generation_config.json": generation})).sampling == sampling
 
 
+def test_bad_words_may_be_of_several_tokens(make_folder: Maker) -> None:
+    words = [[5, 6], [7]]
+    assert read_settings(make_folder({"generation_config.json": {"bad_words_ids": words}})).bad_words == ((5, 6), (7,))
+
+
 @pytest.mark.parametrize(
     ("words", "field"),
     [

@@ -126,9 +126,6 @@ def refuse_other_packings(raw: Mapping[str, Any]) -> None:
         value = raw.get(key)
         if is_off(value) or (key == "quantization" and describe_mlx(raw) is not None):
             continue
-        if isinstance(value, dict) and "bits" in value:
-            mode = str(value.get("mode", "affine"))[:20]
-            name += f" ({mode}, {describe(value['bits'])} bits, groups of {describe(value.get('group_size'))})"
         raise ConfigError(
             f"says that the weights are packed by {name}, which is not read: got {describe(value)}", field=key
         )
