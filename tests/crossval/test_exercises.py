@@ -3,8 +3,10 @@
 import json
 import re
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +24,7 @@ from bitnet_ref.crossval.exercises.lessons import byte_pairs
 from bitnet_ref.crossval.exercises.quiz import LETTERS, QUIZZES
 from bitnet_ref.notebook import NextToken
 from bitnet_ref.reference import layers, quantization
+from bitnet_ref.reference.weights import TernaryWeight
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 N4 = np.arange(4)
@@ -83,6 +86,19 @@ CASES = {
     ),
     "0.2": Case(
         [
+            (Edit("        symbols = merge(symbols, pairs[-1])\n", ""), "join 2 is"),
+            (lambda s, n: [pair for pair, _ in Counter(pairwise(s)).most_common(n)], "Count again"),
+            (lambda s, n: byte_pairs.learned(s, n, rarest=True), "The rarest pairs"),
+            (lambda s, n: byte_pairs.learned(s, n, last=True), "the first of the text"),
+            (Edit("return pairs", "return pairs[::-1]"), "the last comes first"),
+            (Edit("range(joins)", "range(joins - 1)"), "6 joins are wanted; yours are 5"),
+            (Edit("[0][0])", "[0])"), "a list of pairs|A list of pairs|join 1 is"),
+            (Edit("return pairs", "return symbols"), "A list of pairs is wanted"),
+        ],
+        [Edit("return pairs", "return [list(pair) for pair in pairs]")],
+    ),
+    "0.3": Case(
+        [
             (lambda word, merges: list(word), "apply the merges"),
             (Edit("in merges", "in merges[::-1]"), "in reverse"),
             (Edit("in merges", "in merges[:1]"), "Only the first merge"),
@@ -91,7 +107,7 @@ CASES = {
             (Edit("list(word)", "list(word[1:])"), "The pieces together are"),
         ],
     ),
-    "0.3": Case(
+    "0.4": Case(
         [
             (Edit("    cosine[i] = -np.inf\n", ""), "nearest to itself"),
             (lambda table, i: byte_pairs.others(table @ table[i], i).argmax(), "prefers long rows"),
@@ -100,6 +116,17 @@ CASES = {
             (Edit("argmax", "max"), "the row's number is wanted"),
             (lambda table, i: table[i], "One number is wanted"),
         ],
+    ),
+    "1.entropy": Case(
+        [
+            (Edit("np.log2", "np.log"), "in nats"),
+            (Edit("return -(", "return ("), "The sign is the other one"),
+            (Edit("np.log2(p)).sum()", "np.log2(p)).sum() / np.log2(3)"), "digits of three values"),
+            (Edit("    p = p[p > 0]\n", ""), "0 · log2.0. became no number"),
+            (Edit(".sum()", ".sum() * w_t.size"), "all weights together"),
+            (lambda w_t: np.log2(len(np.unique(w_t))), "equally frequent"),
+            (lambda w_t: 1.585, "1.585 is too large|1.585 is too small"),
+        ]
     ),
     "1.1": Case(
         [
@@ -146,6 +173,21 @@ CASES = {
             (Edit(" & 3", ""), "& 3 is missing"),
         ],
         [lambda packed: quantization.unpack_ternary(packed, 4 * packed.shape[1]).tolist()],
+    ),
+    "2.5": Case(
+        [
+            (lambda x: np.floor(x + 0.5), "always go up"),
+            (lambda x: np.ceil(x - 0.5), "always go down"),
+            (lambda x: np.trunc(x + np.copysign(0.5, x)), "away from zero, as C's"),
+            (np.trunc, "truncates"),
+            (np.floor, "that is the floor"),
+            (Edit("low % 2 == 1", "low % 2 == 0"), "to the odd neighbour"),
+            (
+                lambda x: np.where(x % 1 == 0.5, 2 * np.round(x / 2), np.floor(x + 0.5)),
+                "is below a half",
+            ),
+        ],
+        [np.rint, np.round],
     ),
     "2.4": Case(
         [
@@ -583,6 +625,20 @@ CASES = {
             (lambda before, after: "k", "A list of names"),
         ],
     ),
+    "5.7": Case(
+        [
+            ({"A": "layout", "B": "scale", "C": "gate", "D": "scale"}, "D is not 'scale': it is sound"),
+            ({"A": "gate", "B": "scale", "C": "gate", "D": "none"}, "A is not 'gate': its columns' non-zeros"),
+            ({"A": "layout", "B": "none", "C": "gate", "D": "none"}, "B is not 'none': look at w_dequant_scale"),
+            (
+                {"A": "layout", "B": "scale", "C": "layout", "D": "none"},
+                "C is not 'layout': its matrices and scales are",
+            ),
+            ({"A": "layout", "B": "scale", "C": "relu", "D": "none"}, "'relu' is no name of the table"),
+            ({"A": "layout"}, "A dict with the keys A, B, C, D"),
+        ],
+        [{"A": "LAYOUT", "B": " scale", "C": "gate", "D": "none"}],
+    ),
     "5.6": Case(
         [
             ({"a"}, "One is missing. Three codes"),
@@ -612,6 +668,21 @@ CASES = {
             ([True, False], "One number"),
             ("none", "One number"),
             (np.nan, "finite"),
+        ]
+    ),
+    "6.first": Case(
+        [
+            (Edit("for name in right", "for name in reversed(right)"), "Two tensors are wrong at the end"),
+            (Edit("<= 1e-4", "<= 0.1"), "wrong by a hundredth"),
+            (Edit("<= 1e-4", "<= 1e-9"), "which is rounding"),
+            (Edit("for name in right", "for name in wrong"), "in another order"),
+            (Edit("if name in wrong", "if True"), "raised KeyError"),
+            (Edit("if name in wrong", "if name in wrong and name != 'x_int8'"), "integers are others"),
+            (
+                Edit("if not np.linalg.norm(b - a) <= 1e-4 * np", "if np.linalg.norm(b - a) > 1e-4 * np"),
+                "has NaN in it",
+            ),
+            (lambda right, wrong: min(right), "The first is 'out', and yours is 'acc'"),
         ]
     ),
     "6.2": Case(
@@ -674,15 +745,30 @@ CASES = {
         ],
         ["0.25"],
     ),
-    "7b.1": Case(
+    "7a.4": Case(
         [
-            (31, "not one more"),
-            (4, "number of requests"),
-            (29, "n tokens takes n steps"),
-            (79, "one request after"),
-            (1000, "too large"),
+            (Edit("sorted(longer, reverse=True)", "sorted(longer)"), "the least likely are kept"),
+            (Edit("[:num_beams]", "[:1]"), "3 texts are wanted; yours are 1"),
+            (Edit("return beams", "return beams[0]"), "A list of .sum of ln p, ids. is wanted"),
+            (Edit("range(steps)", "range(steps + 1)"), "each has 7 tokens, with the prompt's two; one of yours has 8"),
+            (Edit("[*text, token]", "[token]"), "with the prompt's two; one of yours has"),
+            (Edit("total + p", "p"), "by their last ln p, not by the sum"),
+            (Edit("return beams", "return [(total / steps, text) for total, text in beams]"), "times the right one"),
+            (Edit("return beams", "return beams[::-1]"), "in another order"),
+            (
+                Edit(
+                    "beams = sorted(longer, reverse=True)[:num_beams]",
+                    "best = [max(longer[i:i + 6]) for i in range(0, len(longer), 6)]\n"
+                    "        beams = sorted(longer)[-num_beams:][::-1] if len(beams) == 1 else sorted(best)[::-1]",
+                ),
+                "the continuations of all compete",
+            ),
         ],
-        [30.0],
+        [Edit("return beams", "return [[total, np.array(text)] for total, text in beams]")],
+    ),
+    "7b.1": Case(
+        [(9, "in batches"), (12, "one text after"), (7, "no step lies between"), (5, "A alone"), (100, "too large")],
+        ["6", 6.0],
     ),
     "7b.2": Case(
         [
@@ -712,7 +798,42 @@ CASES = {
         ]
     ),
     "7b.3": Case(
-        [(5, "all steps"), (8, "all parts"), (2, "had one request"), (6, "not their parts"), (100, "too large")], ["3"]
+        [
+            (Edit("range(places)", "range(1)"), "one request after the other"),
+            (Edit("if waiting and place not in at", "if waiting and len(at) <= place"), "takes place 1 from request 1"),
+            (Edit("        for place in range", "        for place in () if at else range"), "whole batches"),
+            (Edit("range(places):", "range(places + 1):"), "there are 2, from 0 on"),
+            (Edit("while waiting or at", "while waiting"), "Request 4 is to write 4 tokens; yours are 1"),
+            (
+                Edit("start = len(text) - 1 if written[i] else 0", "start = 0"),
+                "holds 5 tokens, which are computed again",
+            ),
+            (Edit("len(text) - 1 if", "len(text) if"), "yours: 0 tokens at position"),
+            (
+                Edit("(place, start, text", "(place, start and start + 1, text"),
+                "at position 5 is next; yours: 1 token at position 6",
+            ),
+            (Edit("(place, start, text", "(place, 0, text"), "yours: 1 token at position 0"),
+            (Edit("(place, start, text", "(0, start, text"), "Two requests have one place"),
+            (Edit("(place, start, text", "(place + 1, start, text"), "there are 2, from 0 on"),
+            (Edit("text[start:]", "text[-1]"), "also of a single token"),
+            (Edit("zip(parts, run(parts))", "zip(parts, run(parts)[::-1])"), "row j of the logits belongs to part j"),
+            (Edit("argmax", "argmin"), "yours goes on with"),
+            (Edit("== lengths[i]", "== lengths[i] - 1"), "raised|is to write|not done"),
+            (Edit("== lengths[i]", "> lengths[i]"), "still takes part"),
+            (Edit("                del at[place]", "                del at[place], written[i][0]"), "yours are 5"),
+            (Edit("[[] for _ in prompts]", "[[]] * len(prompts)"), "one token at position 5 is next"),
+            (Edit("return written", "return sorted(written)"), "list i belongs to request i"),
+            (Edit("return written", "return [p + w for p, w in zip(prompts, written)]"), "begins with its prompt"),
+            (Edit("waiting.pop(0)", "waiting.pop()"), "from the front of the queue"),
+            (Edit("return written", "return written[1:]"), "4 lists of tokens for 5"),
+            (Edit("while waiting or at:", "while True:"), "a step without a request"),
+        ],
+        [
+            Edit("return written", "return dict(enumerate(written))"),
+            Edit("text[start:]", "np.array(text[start:])"),
+            Edit("for place, i in at.items()", "for place, i in sorted(at.items(), reverse=True)"),
+        ],
     ),
     "8.2": Case(
         [
@@ -855,6 +976,19 @@ CASES = {
         ],
         [{name: word.upper() for name, word in PUBLISHED.items()}],
     ),
+    "10.norms": Case(
+        [
+            (Edit("(model, variant(**norms))", "(variant(**norms), model)"), "the right one's p weighs"),
+            (Edit("np.exp(ours)", "np.exp(theirs)"), "The p that weighs is that of the right model"),
+            (Edit("(ours - theirs)", "(theirs - ours)"), "never below 0"),
+            (Edit(".mean()", ".mean() / np.log(2)"), "in bits"),
+            (Edit(".mean()", ".sum()"), "sum over the tokens"),
+            (Edit(".mean()", "[-1]"), "the last token alone"),
+            (Edit("np.exp(ours) * ", "1 / 4096 * "), "weighed by p"),
+            (Edit("variant(**norms))", "variant())"), "too small"),
+            (0.789, "A function is wanted"),
+        ]
+    ),
     "10.hadamard": Case(
         [
             (Edit(" / np.sqrt(2)", ""), "so that lengths stay"),
@@ -974,6 +1108,31 @@ def broken(weights=None, **config):
     return bitnet_ref.Model(replace(story.config, **config), weights or story.weights, story.backend, story.path)
 
 
+def patients():
+    """As notebook 5 has them: storyteller in a wrong layout, with inverse scales, with another gate, and as it is."""
+    story = model("storyteller", "numpy")
+    first = story.weights.layers[0]
+    w_t, s = first.q_proj.ternary(), first.q_proj.w_dequant_scale
+    inverse = replace(first.q_proj, w_dequant_scale=np.float32(1) / s)
+    moved = TernaryWeight.from_ternary(np.roll(w_t, 1, axis=1), s)
+    layout, scale = (
+        broken(replace(story.weights, layers=(replace(first, q_proj=w), *story.weights.layers[1:])))
+        for w in (moved, inverse)
+    )
+    return {"A": layout, "B": scale, "C": broken(activation="silu"), "D": story}
+
+
+def variant(**norms):
+    """As notebook 10 has it."""
+    weights = model("storyteller", "numpy").weights
+    return broken(replace(weights, layers=tuple(replace(layer, **norms) for layer in weights.layers)))
+
+
+def log_softmax(z):
+    z = z.astype(np.float64) - z.max(axis=-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+
+
 def run_kernel(text, name, x, order):
     """As notebook 8 has it: a kernel on the emulated device, with its threads in some order."""
     device = EmulatedDevice(order=order)
@@ -999,7 +1158,6 @@ def given():
         x_q, a = quantization.quantize_activations(x_in := draw.normal(size=(4, 32)).astype(np.float32))
         y = quantization.dequantize(x_q.astype(np.int32) @ w_t.T.astype(np.int32), s, a)
         files[name] = {"stored": w_t, "scale": np.asarray(scale), "x": x_in, "y": y}
-    parts = [1, 2, 2, 1, 2]
     q, k = x @ np.array([[0.0, 1], [2, 0]]), x
     return SimpleNamespace(
         ternary=w_t,
@@ -1014,7 +1172,6 @@ def given():
         suspect=(story.on(Silu("float32", threads=1)), "silu"),
         after=NextToken(story, "The rabbit ran"),
         lengths=[30, 22, 18, 9],
-        steps=[SimpleNamespace(parts=[0] * n) for n in parts],
         run_kernel=run_kernel,
         orders={"ascending": 0, "descending": 1},
         master=w,
@@ -1022,13 +1179,16 @@ def given():
         answers=["int8, multiply", "int8, divide"],
         broken=broken,
         loss_of=loss_of,
+        patients=patients(),
+        variant=variant,
+        log_softmax=log_softmax,
+        ids=PASSAGE,
         passage_ids=PASSAGE,
         lens_best=LENS,
         published=CONFIGS,
         TREE=TREE,
         untrained={"W": w},
         WATCHED="W",
-        server_steps=[SimpleNamespace(parts=[0] * n) for n in parts],
     )
 
 
@@ -1085,7 +1245,7 @@ def test_wrong_answers_are_refused_with_the_sentence_that_helps(name, notebook):
 
 
 # Solutions that need what only the notebook has: executed with it, in tests/test_notebooks.py
-IN_THE_NOTEBOOK = {"6.hunt", "6.1", "10.files", "5.1"}
+IN_THE_NOTEBOOK = {"6.hunt", "6.1", "10.files", "5.1", "5.7"}
 
 
 @pytest.mark.sample(4)

@@ -6,7 +6,7 @@ Right answers may be of another type: a list for an array, "transposed" for "tra
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from fractions import Fraction
 from typing import Any
 
@@ -89,6 +89,20 @@ def expect_set(value: Any, expected: set[Any], choices: Mapping[Any, str]) -> No
         raise Wrong(f"{extra!r} is one too many: {choices[extra]}")
     for missing in sorted(expected - chosen, key=str):
         raise Wrong(f"One is missing. {choices[missing]}" if len(chosen) else "The set is empty.")
+
+
+def expect_names(answer: Any, keys: Iterable[str], names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """(key, one of `names`) of each entry of a student's dict, in the order of `keys`. Raises Unanswered, Wrong."""
+    keys = list(keys)
+    if not isinstance(answer, Mapping) or set(answer) != set(keys):
+        raise Wrong(f"A dict with the keys {', '.join(keys)} is wanted.")
+    if None in answer.values():
+        raise Unanswered
+    for key in keys:
+        name = " ".join(str(answer[key]).lower().split())
+        if name not in names:
+            raise Wrong(f"{key}: {answer[key]!r} is no name of the table: {'; '.join(map(repr, names))}.")
+        yield key, name
 
 
 def as_array(value: Any) -> Array:

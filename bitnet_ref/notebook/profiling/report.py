@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...system.atomic import atomic_path
-from ..figures import MINUS, Figure, new_figure, plain
+from ..figures import DARK, MINUS, Figure, new_figure, plain
 from .tree import OpTime, Phase, Span, Step
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ def icicles(roots: Sequence[tuple[str, OpTime]]) -> Figure:
             room = int(node.total_s / (root.total_s or 1) * 150)  # letters that fit
             if room >= 4:
                 name = node.name if len(node.name) <= room else node.name[: room - 1] + "…"
-                ax.text(start_s * 1e3 + width_ms / 2, level, plain(name), ha="center", va="center", size=8)
+                style = {"ha": "center", "va": "center", "size": 8, "color": "white" if colour == MINUS else DARK}
+                ax.text(start_s * 1e3 + width_ms / 2, level, plain(name), **style)
         ax.set(title=plain(title), xlabel="ms", yticks=[], xlim=(0, (root.total_s or 1) * 1e3))
         ax.set_ylim(height - 0.5, -0.5)
         ax.spines["left"].set_visible(False)

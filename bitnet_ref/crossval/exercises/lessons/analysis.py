@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,45 @@ import numpy as np
 from ....api import Model
 from ....reference.layers import Array
 from ...compare import compare
-from ..answers import as_number, expect_array, expect_number, expect_set, expect_word
-from ..declare import Unanswered, Wrong, exercise, run
+from ..answers import as_number, expect_array, expect_names, expect_number, expect_set, expect_word
+from ..declare import Unanswered, Wrong, draws, exercise, run
 
 # -- 6: crossval ---------------------------------------------------------------------------------------------------
+
+
+@exercise("6.first")
+def where_it_begins(answer: Any) -> str:
+    draw = draws(60)
+    names = ("embed", "norm", "x_int8", "acc", "out", "logits")
+    right = {name: draw.normal(size=(4, 8)) for name in names}
+    right["x_int8"] = draw.integers(-127, 128, (4, 8)).astype(np.int8)
+    noisy = {"norm": right["norm"] * (1 + 1e-7)}
+    later = {name: 3 * right[name] for name in ("out", "logits")}
+    other = {"x_int8": right["x_int8"] // 2}
+    holes = {"norm": np.where(np.eye(4, 8) > 0, np.nan, right["norm"])}
+    without = {name: right[name] for name in names if name not in ("norm", "acc")}
+    cases: list[tuple[dict[str, Array], str, str]] = [
+        (right | later, "out", "Two tensors are wrong at the end."),
+        (
+            right | {"acc": 1.01 * right["acc"]} | later,
+            "acc",
+            "One is wrong by a hundredth, and those behind it by much more.",
+        ),
+        (right | noisy | later, "out", "One differs by 1e-7 of its size, which is rounding."),
+        (
+            dict(reversed((right | later).items())),
+            "out",
+            "`wrong` lists its tensors in another order; `right` has that of the run.",
+        ),
+        (without | later, "out", "`wrong` has not all of the tensors."),
+        (right | other | later, "x_int8", "The integers are others."),
+        (right | holes | later, "norm", "A tensor has NaN in it."),
+    ]
+    for wrong, first, what in cases:
+        name = run(answer, dict(right), dict(wrong))
+        if name != first:
+            raise Wrong(f"{what} The first is {first!r}, and yours is {name!r}.")
+    return "It needs no knowledge of the port: only what it computed."
 
 
 @exercise("6.hunt")
@@ -69,7 +105,7 @@ DIALECTS = ("int8, multiply", "int8, divide", "groups, float", "rotated")
 @exercise("10.files")
 def which_file(answer: Any, files: Mapping[str, Mapping[str, Array]], answers: Sequence[str]) -> str:
     right = dict(zip(files, answers, strict=True))
-    for file, name in dialects_of(answer, files):
+    for file, name in expect_names(answer, files, DIALECTS):
         one_scale = files[file]["scale"].ndim == 0
         if one_scale != name.startswith("int8"):
             raise Wrong(f"{file} has {'one scale' if one_scale else 'a scale for each group'}: it cannot be {name!r}.")
@@ -96,17 +132,37 @@ def hadamard_matrix(answer: Any) -> str:
     return "H @ H is the identity: turned twice, nothing is left of the turn."
 
 
-def dialects_of(answer: Any, keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(key, a name of DIALECTS) of each entry of a student's dict, in the order of `keys`. Raises Unanswered, Wrong."""
-    if not isinstance(answer, Mapping) or set(answer) != set(keys):
-        raise Wrong(f"A dict with the keys {', '.join(keys)} is wanted.")
-    if None in answer.values():
-        raise Unanswered
-    for key in keys:
-        name = " ".join(str(answer[key]).lower().split())
-        if name not in DIALECTS:
-            raise Wrong(f"{key}: {answer[key]!r} is no name of the table: {'; '.join(map(repr, DIALECTS))}.")
-        yield key, name
+@exercise("10.norms")
+def harm_of_norms(answer: Any, model: Model, variant: Callable[..., Model], ids: Sequence[int]) -> str:
+    """variant, ids: the notebook's own."""
+    results = []
+    for norms in ({"attn_sub_norm": None}, {"ffn_sub_norm": None}):
+        ours, theirs = (np.asarray(m.logits(ids), dtype=np.float64) for m in (model, variant(**norms)))
+        ours, theirs = (z - np.log(np.exp(z).sum(axis=-1, keepdims=True)) for z in (ours, theirs))
+        by_token = (np.exp(ours) * (ours - theirs)).sum(axis=-1)
+        mistakes = {
+            float(
+                (np.exp(theirs) * (theirs - ours)).sum(axis=-1).mean()
+            ): "That is KL(variant ‖ model): the right one's p weighs.",
+            float(
+                (np.exp(theirs) * (ours - theirs)).sum(axis=-1).mean()
+            ): "The p that weighs is that of the right model.",
+            float(-by_token.mean()): "The sign is the other one: KL is never below 0.",
+            float(by_token.mean() / np.log(2)): "That is in bits; ln gives nats.",
+            float(by_token.sum()): "That is the sum over the tokens; their mean is asked.",
+            float(by_token[-1]): "That is after the last token alone; the mean over all is asked.",
+            float((ours - theirs).mean()): "The differences of ln p are to be weighed by p before they are added.",
+        }
+        results.append(as_number(run(partial(answer, **norms) if callable(answer) else answer)))
+        right = float(by_token.mean())
+        expect_number(
+            results[-1],
+            right,
+            within=1e-3 * right,
+            mistakes=mistakes,
+            hint="KL is Σ p (ln p − ln q), p of the right model.",
+        )
+    return f"{results[0]:.2f} nats without attn_sub_norm, {results[1]:.2f} without ffn_sub_norm."
 
 
 @exercise("10.keys")
@@ -122,7 +178,7 @@ def without_keys(answer: Any) -> str:
 
 @exercise("10.published")
 def published_files(answer: Any, published: Mapping[str, Mapping[str, Any]]) -> str:
-    for model, given in dialects_of(answer, published):
+    for model, given in expect_names(answer, published, DIALECTS):
         right, why = published_dialect(published[model])
         if given != right:
             raise Wrong(f"{model} is not {given!r}. {why}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -66,10 +67,52 @@ def merge_pairs(answer: Any) -> str:
     return "Also of aaa it makes aa and a."
 
 
+@exercise("0.2")
+def learn_pairs(answer: Any) -> str:
+    mistakes: dict[str, Callable[[Symbols, int], list[Pair]]] = {
+        "Count again after each join; these are the pairs of the first count": lambda symbols, joins: [
+            pair for pair, _ in Counter(pairwise(symbols)).most_common(joins)
+        ],
+        "The rarest pairs are joined": lambda symbols, joins: learned(symbols, joins, rarest=True),
+        "The last of equally frequent pairs is taken; it is the first of the text": lambda symbols, joins: learned(
+            symbols, joins, last=True
+        ),
+        "These are the joins, but the last comes first": lambda symbols, joins: learned(symbols, joins)[::-1],
+    }
+    for text, joins in (("the_hat_that_the_cat_has", 6), ("low_lower_lowest_slow", 5)):
+        symbols, right = list(text), learned(list(text), joins)
+        given = run(answer, list(symbols), joins)
+        try:
+            mine = [(str(a), str(b)) for a, b in given]
+        except (TypeError, ValueError):
+            raise Wrong("A list of pairs is wanted, such as [('a', 't'), ('t', 'h')].") from None
+        for sentence, wrong in mistakes.items():
+            if mine == wrong(symbols, joins) != right:
+                raise Wrong(f"{sentence}: {text!r} gives {right}.")
+        if len(mine) != joins:
+            raise Wrong(f"{joins} joins are wanted; yours are {len(mine)}.")
+        if mine != right:
+            number = next(i for i, pair in enumerate(right) if mine[i] != pair)
+            raise Wrong(f"Of {text!r} join {number + 1} is {right[number]}; yours is {mine[number]}.")
+    return "A real tokeniser learns thousands of joins in this way, from millions of words."
+
+
+def learned(symbols: Symbols, joins: int, rarest: bool = False, last: bool = False) -> list[Pair]:
+    """The joins of byte-pair encoding. rarest, last: for mistakes, which pair it takes."""
+    pairs = list[Pair]()
+    for _ in range(joins):
+        counts = Counter(pairwise(symbols))
+        wanted = (min if rarest else max)(counts.values())
+        equal = [pair for pair, count in counts.items() if count == wanted]
+        pairs.append(equal[-1 if last else 0])
+        symbols = merge(symbols, pairs[-1])
+    return pairs
+
+
 MERGES: list[Pair] = [("a", "t"), ("t", "h"), ("th", "e"), ("c", "at"), ("s", "c"), ("h", "at")]
 
 
-@exercise("0.2")
+@exercise("0.3")
 def encode_by_merges(answer: Any) -> str:
     words = ("that", "scat", "thehat", "q")
     mistakes: dict[str, Callable[[str], Symbols]] = {
@@ -125,7 +168,7 @@ NEAREST: dict[str, Callable[[Array, int], Any]] = {
 }
 
 
-@exercise("0.3")
+@exercise("0.4")
 def nearest_row(answer: Any) -> str:
     for seed in (3, 4, 5):
         draw = draws(seed)

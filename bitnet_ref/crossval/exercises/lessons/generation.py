@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ....api import Model
 from ....notebook.next_token import NextToken
+from ....reference.cache import TokenBatch
+from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number
 from ..declare import Wrong, draws, exercise, run
 
@@ -84,19 +87,87 @@ def lipogram(answer: Any, after: NextToken) -> str:
     return f"“A dog and a cat {model.generate('A dog and a cat', max_tokens=40, processors=[answer]).text}”"
 
 
+@exercise("7a.4")
+def search(answer: Any) -> str:
+    seed = int(draws(74).integers(1 << 30))
+
+    def log_p(ids: Sequence[int]) -> Array:
+        """ln p of six tokens, drawn from what came before: a model of its own."""
+        z = np.random.default_rng([seed, *map(int, ids)]).normal(size=6)
+        return z - np.log(np.exp(z).sum())
+
+    for beams, steps in ((3, 5), (1, 3), (2, 4), (8, 3)):
+        right = beams_by(by_sum, log_p, beams, steps)
+        try:
+            mine = [
+                (as_number(total), [int(each) for each in ids])
+                for total, ids in run(answer, log_p, [1, 2], beams, steps)
+            ]
+        except (TypeError, ValueError):
+            raise Wrong("A list of (sum of ln p, ids) is wanted, the best first.") from None
+        case = f"{beams} beam{'s' * (beams > 1)}, {steps} steps"
+        if len(mine) != len(right):
+            raise Wrong(f"{case}: {len(right)} texts are wanted; yours are {len(mine)}.")
+        texts, best = [ids for _, ids in mine], [ids for _, ids in right]
+        if sizes := [len(ids) for ids in texts if len(ids) != 2 + steps]:
+            raise Wrong(f"{case}: each has {2 + steps} tokens, with the prompt's two; one of yours has {sizes[0]}.")
+        if texts != best and sorted(texts) == sorted(best):
+            raise Wrong(f"{case}: these are the right texts, in another order: the likeliest comes first.")
+        if texts != best:
+            likely = ""
+            for cause, pick in BEAM_MISTAKES.items():
+                if sorted(texts) == sorted(ids for _, ids in beams_by(pick, log_p, beams, steps)):
+                    likely = likely or f" Likely mistake: {cause}."
+            raise Wrong(f"{case}: the likeliest is {best[0]}, and your first {texts[0]}.{likely}")
+        expect_array([total for total, _ in mine], [total for total, _ in right])
+    return "With one beam it is greedy; with more it finds likelier texts, most of the time."
+
+
+Beam = tuple[float, list[int]]
+
+
+def by_sum(longer: Sequence[tuple[Beam, float, int]], beams: int) -> list[Beam]:
+    """The best of all continuations. longer: (continuation, ln p of its last token, its beam)."""
+    return [beam for beam, _, _ in sorted(longer, key=lambda each: -each[0][0])[:beams]]
+
+
+def beams_by(pick: Callable[..., list[Beam]], log_p: Callable[..., Array], beams: int, steps: int) -> list[Beam]:
+    """A beam search from the prompt [1, 2], with `pick` to choose among continuations."""
+    kept: list[Beam] = [(0.0, [1, 2])]
+    for _ in range(steps):
+        longer = [
+            ((total + float(p), [*ids, token]), float(p), number)
+            for number, (total, ids) in enumerate(kept)
+            for token, p in enumerate(log_p(ids))
+        ]
+        kept = pick(longer, beams)
+    return sorted(kept, reverse=True)
+
+
+BEAM_MISTAKES: dict[str, Callable[..., list[Beam]]] = {
+    "continuations are compared by their last ln p, not by the sum": lambda longer, n: [
+        beam for beam, _, _ in sorted(longer, key=lambda each: -each[1])[:n]
+    ],
+    "each beam keeps its own best; the continuations of all compete": lambda longer, n: by_sum(
+        longer if longer[-1][2] == 0 else [max(each for each in longer if each[2] == beam) for beam in range(n)], n
+    ),
+    "one beam goes on; the others are to be continued, too": lambda longer, n: by_sum(longer, 1),
+    "the least likely are kept: sort from the largest": lambda longer, n: by_sum(longer, len(longer))[::-1][:n],
+}
+
+
 @exercise("7b.1")
-def steps_of_an_engine(answer: Any, lengths: Sequence[int]) -> str:
-    right = max(lengths)
+def steps_of_the_table(answer: Any) -> str:
     mistakes = {
-        right + 1: "The prompt's step chooses the first new token: it is not one more.",
-        sum(lengths): "That is one request after the other; an engine takes all of them in each step.",
-        len(lengths): "That is the number of requests.",
-        -(-sum(lengths) // len(lengths)): "That is the mean; the longest text decides.",
-        -(-sum(lengths) // 4): "That is with four places, all of them always taken.",
-        right - 1: "A text of n tokens takes n steps: the prompt's, and n − 1 more.",
+        9: "That is in batches: place 1 stays empty while A writes on.",
+        12: "That is one text after the other.",
+        7: "A place that is free after step 2 is filled in step 3: no step lies between.",
+        5: "A alone takes 6 steps.",
+        8: "C begins in step 3, at the place that B has left, and D in step 6.",
+        4: "That is the number of texts.",
     }
-    expect_number(answer, right, mistakes=mistakes, hint="Which request is the last to finish?")
-    return f"A text of {right} tokens takes {right} steps, and all others are done by then."
+    expect_number(answer, 6, mistakes=mistakes, hint="Fill in the table: C takes B's place, and D that of C.")
+    return "C and D fit beside A: 6 steps instead of 9."
 
 
 @exercise("7b.2")
@@ -105,6 +176,12 @@ def scheduler(answer: Any, lengths: Sequence[int]) -> str:
     cases = [(list(lengths), 4), ([5], 3), ([3, 3, 3, 3], 2), ([12, 1, 1, 1, 1, 2], 2)]
     cases += [(draw.integers(1, 30, 12).tolist(), int(draw.integers(2, 6))) for _ in range(4)]
     answers = [as_number(run(answer, list(queue), places)) for queue, places in cases]
+    check_steps(answers, cases)
+    return f"The ten requests above take {steps_of_engine(lengths, 4)} steps, with four places."
+
+
+def check_steps(answers: Sequence[float], cases: Sequence[tuple[list[int], int]]) -> None:
+    """Raises Wrong, with the likely cause, unless each of the answers is the number of steps of its (queue, places)."""
     for steps, (queue, places) in zip(answers, cases, strict=True):
         right = steps_of_engine(queue, places)
         if steps != right:
@@ -117,7 +194,6 @@ def scheduler(answer: Any, lengths: Sequence[int]) -> str:
             text = max(agree, key=lambda each: agree[each], default="")
             why = f": {text}" if text and agree[text] > len(cases) // 2 else ""
             raise Wrong(f"Lengths {queue}, {places} places: {right} steps, and yours are {steps:g}{why}.")
-    return f"The ten requests above take {steps_of_engine(lengths, 4)} steps if no prompt has to be cut."
 
 
 def steps_of_engine(
@@ -164,17 +240,118 @@ SCHEDULERS: dict[str, Callable[[list[int], int], int]] = {  # wrong ones: what s
 
 
 @exercise("7b.3")
-def shared_steps(answer: Any, steps: Sequence[Any]) -> str:
-    parts = [len(step.parts) for step in steps]
-    right = sum(each > 1 for each in parts)
-    mistakes = {
-        len(parts): "That is all steps.",
-        sum(parts): "That is all parts of all steps.",
-        len(parts) - right: "That is how many had one request.",
-        2 * right: "Count the steps, not their parts.",
-    }
-    expect_number(answer, right, mistakes=mistakes, hint=f"{len(parts)} steps have {sum(parts)} parts together.")
-    return f"{len(parts)} steps instead of {sum(parts)}."
+def engine(answer: Any, model: Model) -> str:
+    draw = draws(77)
+    prompts = [
+        model.tokenizer.encode(text) for text in ("Once upon a time", "Peter", "The bird ran", "A lion", "It was")
+    ]
+    cases = [([6, 2, 3, 1, 4], 2), (draw.permutation([1, 2, 4, 5, 7]).tolist(), 2), ([2, 6, 1, 3, 5], 3)]
+    steps = []
+    for lengths, places in cases:
+        passes = Passes(model, prompts, lengths, places)
+        passes.compare(run(answer, passes, [list(prompt) for prompt in prompts], list(lengths), places))
+        steps.append(passes.steps)
+    check_steps(steps, cases)
+    return (
+        f"{sum(cases[0][0])} tokens in {steps[0]} steps with two places, and each text is what the model writes alone."
+    )
+
+
+class Passes:
+    """Runs the steps of a student's engine, and knows what each place holds. Raises Wrong for a wrong step."""
+
+    def __init__(self, model: Model, prompts: list[list[int]], lengths: list[int], places: int) -> None:
+        self.model, self.prompts, self.lengths, self.steps = model, prompts, lengths, 0
+        self.cache = model.new_cache(places, max(map(len, prompts)) + max(lengths))
+        self.written: list[list[int]] = [[] for _ in prompts]
+        self.at: list[int | None] = [None] * places  # the request of each place
+        self.begun: list[tuple[int, int]] = []  # (step, request); the order within a step is free
+
+    def __call__(self, parts: Any) -> Array:
+        """A step, as the notebook's `run`."""
+        parts = self.as_parts(parts)
+        for place, position, ids in parts:
+            self.at[place] = self.request_of(place, position, ids)
+        logits = self.model.run(TokenBatch.of(parts, range(len(parts))), self.cache).all()
+        for (place, _, _), row in zip(parts, logits, strict=True):
+            request = self.at[place]
+            assert request is not None
+            self.written[request].append(int(row.argmax()))
+        self.steps += 1
+        return np.asarray(logits)
+
+    def as_parts(self, parts: Any) -> list[tuple[int, int, list[int]]]:
+        """The parts of a step. Raises Wrong unless each has a place of its own."""
+        try:
+            given = [(int(place), int(position), [int(each) for each in ids]) for place, position, ids in parts]
+        except (TypeError, ValueError):
+            raise Wrong("A step is a list of (place, position, ids); ids is a list, also of a single token.") from None
+        if not given:
+            raise Wrong("There is a step without a request: stop when none waits and none runs.")
+        places = [place for place, _, _ in given]
+        if len(given) > len(self.at) or not set(places) <= set(range(len(self.at))):
+            raise Wrong(
+                f"{len(given)} requests at the places {places} in one step: there are {len(self.at)}, from 0 on."
+            )
+        if len(set(places)) < len(places):
+            raise Wrong(f"Two requests have one place in the same step: the places are {places}.")
+        return given
+
+    def request_of(self, place: int, position: int, ids: list[int]) -> int:
+        """The request of a part. Raises Wrong if it is not what follows at this place."""
+        request = self.at[place]
+        if position == 0 and ids in self.prompts:
+            new = self.prompts.index(ids)
+            if self.written[new]:
+                raise Wrong(f"The prompt of request {new} is computed a second time: run its newest token alone.")
+            if request is not None and len(self.written[request]) < self.lengths[request]:
+                raise Wrong(f"Request {new} takes place {place} from request {request}, which is not done.")
+            self.begun.append((self.steps, new))
+            return new
+        if request is None:
+            raise Wrong(f"Place {place} is empty: a request begins there with its whole prompt, at position 0.")
+        prompt, written = self.prompts[request], self.written[request]
+        held = len(prompt) + len(written) - 1  # the newest token is not in the cache yet
+        if position == 0 and ids[:held] == [*prompt, *written][:held]:
+            raise Wrong(f"Place {place} holds {held} tokens, which are computed again: run the newest token alone.")
+        if position != held or len(ids) != 1:
+            was = f"{len(ids)} token{'s' * (len(ids) != 1)} at position {position}"
+            raise Wrong(f"Place {place} holds {held} tokens, so one token at position {held} is next; yours: {was}.")
+        if len(written) == self.lengths[request]:
+            raise Wrong(
+                f"Request {request} has its {len(written)} tokens and still takes part: it must leave its place."
+            )
+        if ids != written[-1:]:
+            others = [each[-1:] for each in self.written]
+            mixed = " That is another request's: row j of the logits belongs to part j of the step." * (ids in others)
+            raise Wrong(
+                f"The likeliest token of request {request} is {written[-1]}; yours goes on with {ids[0]}.{mixed}"
+            )
+        return request
+
+    def compare(self, answer: Any) -> None:
+        """Raises Wrong unless these are the tokens that each request was to write."""
+        texts = [answer[i] for i in range(len(answer))] if isinstance(answer, dict) else answer
+        try:
+            given = [as_array(each).astype(int).tolist() for each in texts]
+        except TypeError:
+            raise Wrong("A list of the tokens of each request is wanted.") from None
+        right = [each[:n] for each, n in zip(self.written, self.lengths, strict=True)]
+        if len(given) != len(right):
+            raise Wrong(f"{len(given)} lists of tokens for {len(right)} requests.")
+        if given != right and sorted(given) == sorted(right):
+            raise Wrong("The texts are right, but in the order in which they were done: list i belongs to request i.")
+        for i, (mine, theirs) in enumerate(zip(given, right, strict=True)):
+            if mine[: len(self.prompts[i])] == self.prompts[i]:
+                raise Wrong(f"Request {i} begins with its prompt: only what it wrote is wanted.")
+            if len(mine) != self.lengths[i]:
+                raise Wrong(f"Request {i} is to write {self.lengths[i]} tokens; yours are {len(mine)}.")
+            expect_array(mine, theirs)
+        order = [request for _, request in sorted(self.begun)]
+        if order != sorted(order):
+            raise Wrong(f"They begin in the order {order}: each is to be taken from the front of the queue.")
+        alone: Any = self.model.generate(self.prompts, max_tokens=max(self.lengths), ignore_eos=True)
+        assert given == [list(out.token_ids[:n]) for out, n in zip(alone, self.lengths, strict=True)]
 
 
 @exercise("7b.4")

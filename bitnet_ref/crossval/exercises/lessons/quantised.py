@@ -8,14 +8,40 @@ from typing import Any
 
 import numpy as np
 
+from ....api import Model
 from ....errors import describe
 from ....formats.gguf.blocks import blocks_from_ternary
 from ....reference import quantization
 from ....reference.layers import Array
-from ..answers import as_array, as_number, expect_array, expect_number, expect_set
+from ....reference.weights import TernaryWeight
+from ..answers import as_array, as_number, expect_array, expect_names, expect_number, expect_set
 from ..declare import Wrong, draws, exercise, run
 
 # -- 1: ternary weights --------------------------------------------------------------------------------------------
+
+
+@exercise("1.entropy")
+def entropy_of_three(answer: Any) -> str:
+    draw = draws(11)
+    cases = [np.array([[-1, 0, 1], [1, -1, 0]]), draw.choice([-1, 0, 1], (8, 16), p=[0.2, 0.5, 0.3])]
+    cases += [np.array([0, 1, 1, 0]), np.zeros((2, 3))]
+    for w_t in cases:
+        p = np.array([(w_t == value).mean() for value in (-1, 0, 1)])
+        p = p[p > 0]
+        bits = float(-(p * np.log2(p)).sum())
+        given = run(answer, w_t)
+        if np.isnan(np.asarray(given, dtype=np.float64)).any():
+            raise Wrong("A share is 0, and 0 · log2(0) became no number: a value that does not occur adds nothing.")
+        mistakes = {
+            bits * np.log(2): "That is in nats: log2 gives bits.",
+            -bits: "The sign is the other one: log2 of a share is negative.",
+            bits / np.log2(3): "That is in digits of three values; log2 gives bits.",
+            bits * w_t.size: "That is the bits of all weights together.",
+            float(np.log2(len(p))): "That would be so if the values were equally frequent.",
+        }
+        mistakes = {wrong: text for wrong, text in mistakes.items() if abs(wrong - bits) > 1e-6}
+        expect_number(given, bits, within=1e-6, mistakes=mistakes, hint=f"For {w_t.tolist()} it is {bits:.4f}.")
+    return "Three equal shares give log₂ 3 = 1.585 bits, and nothing gives more."
 
 
 @exercise("1.1")
@@ -206,6 +232,28 @@ def register_overflows(answer: Any) -> str:
     return "127 · 4,129 = 524,383. So K = 2,560 is safe in such a register, and K = 6,912 is not."
 
 
+@exercise("2.5")
+def ties_to_even(answer: Any) -> str:
+    ties = np.arange(-6, 6) + 0.5
+    numbers = np.concatenate([ties, np.arange(-2.0, 3.0), draws(25).normal(0, 20, 50)])
+    mistakes = {
+        "ties always go up": np.floor(numbers + 0.5),
+        "ties always go down": np.ceil(numbers - 0.5),
+        "ties go away from zero, as C's round() does": np.trunc(numbers + np.copysign(0.5, numbers)),
+        "ties go towards zero": np.copysign(np.ceil(np.abs(numbers) - 0.5), numbers),
+        "ties go to the odd neighbour": np.where(
+            numbers % 1 == 0.5, 2 * np.floor(numbers) + 1 - np.rint(numbers), np.rint(numbers)
+        ),
+        "that truncates: what is above a half must go up": np.trunc(numbers),
+        "that is the floor: what is above a half must go up": np.floor(numbers),
+    }
+    expect_array(run(answer, numbers), np.rint(numbers), mistakes=mistakes, exact=True)
+    below = np.array([np.nextafter(0.5, 0), -np.nextafter(0.5, 0)])
+    if as_array(run(answer, below)).any():
+        raise Wrong(f"{below[0]} is below a half, and becomes 1: adding 0.5 rounds. Compare x − floor(x) with 0.5.")
+    return "And no sum was rounded on the way: x − floor(x) is exact."
+
+
 # -- 5: files ------------------------------------------------------------------------------------------------------
 
 
@@ -352,3 +400,33 @@ def proof_of_a_conversion(answer: Any) -> str:
         if set(names) != right:
             raise Wrong(f"{what} The names are {sorted(right)}, and yours are {sorted(map(str, names))}.")
     return "That is most of what convert does before it gives a file its name."
+
+
+TRAPS = ("none", "layout", "scale", "gate")
+
+
+@exercise("5.7")
+def caught_in_a_trap(answer: Any, patients: Mapping[str, Model], model: Model) -> str:
+    """patients: models read from files of `model`."""
+    evidence = {
+        "none": "it is sound, and has the lowest loss of all",
+        "layout": "its columns' non-zeros have nothing to do with the norm before them",
+        "scale": "look at w_dequant_scale: the mean of |W| of a trained matrix is far below 1",
+        "gate": "its matrices and scales are those of the sound one; it computes something else with them",
+    }
+    for patient, cause in expect_names(answer, patients, TRAPS):
+        right = trap_of(patients[patient], model)
+        if cause != right:
+            raise Wrong(f"{patient} is not {cause!r}: {evidence[right]}.")
+    return "Change the seed for four others."
+
+
+def trap_of(patient: Model, model: Model) -> str:
+    """Which of TRAPS it was read by, if `model` is the right reading."""
+    if patient.config.activation != model.config.activation:
+        return "gate"
+    pairs = zip(dict(patient.weights.linears()).values(), dict(model.weights.linears()).values(), strict=True)
+    ternary = [(a, b) for a, b in pairs if isinstance(a, TernaryWeight) and isinstance(b, TernaryWeight)]
+    if not all(np.array_equal(a.packed, b.packed) for a, b in ternary):
+        return "layout"
+    return "none" if all(a.w_dequant_scale == b.w_dequant_scale for a, b in ternary) else "scale"
