@@ -208,6 +208,7 @@ static void check_steps(const kernel_set *set, size_t n) {
 static void check_draw(const kernel_set *set, size_t n) {
     float *x = random_floats(n);
     double *sums = allocate((n + 63) / 64 * sizeof *sums);
+    float *tops = allocate((n + 63) / 64 * sizeof *tops);
     for (int round = 0; round < 40; round++) {
         const double temperature = round % 2 ? 1.0 : 0.3, uniform = round < 2 ? 0 : round / 40.0;
         if (round == 20) x[n - 1] = -INFINITY;
@@ -219,10 +220,11 @@ static void check_draw(const kernel_set *set, size_t n) {
             sum += exp((double)x[i] / temperature);
             if (expected < 0 && sum > uniform * total) expected = (ptrdiff_t)i;
         }
-        const ptrdiff_t got = set->draw(x, n, temperature, uniform, sums);
+        const draw_rule rule = {temperature, 1, 0, 0};
+        const ptrdiff_t got = set->draw(x, n, &rule, uniform, sums, tops);
         if (got != expected && (got != -1 || nearest > 1e-8)) fail(set, "draw", n, round, got);
     }
-    free(x), free(sums);
+    free(x), free(sums), free(tops);
 }
 
 /* Each step of training: the bits of the portable one, but for double sums in another order, rounded to float32 */
