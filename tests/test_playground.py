@@ -414,6 +414,8 @@ def test_keys_and_names_on_a_phone_and_a_desk(page):
 def test_the_first_text_plays_by_itself_and_an_empty_one_is_refused(browser, address, page):
     greedy = model("storyteller").generate(PROMPT, max_tokens=32).token_ids
     with open_page(browser, address) as first:
+        first.until("playground.playsItself || (playground.reading !== null && !playground.busy)", 60)
+        assert first.text("#banner") == "", "the page says that it loads while it writes"
         until_idle(first)
         assert first.run("playground.reading.ids.slice(playground.given)") == list(greedy)
         assert "the model will always choose the first of these" in first.text("#next-facts")

@@ -56,7 +56,7 @@ class HeadRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GreedyRun:
-    """What several greedy steps in a row need to know beforehand, of n sequences that decode.
+    """What several steps in a row need to know beforehand, of n sequences that decode: greedy ones, unless `draws`.
 
     An ended sequence repeats its last step until all return: when an eighth of them have ended, when bell[0] is not 0,
     or after `steps`.
@@ -66,13 +66,22 @@ class GreedyRun:
     left: NDArray[np.int64]  # (n,): how many tokens each sequence still gets
     ends: NDArray[np.int64]  # ids that end a sequence
     bell: NDArray[np.uint8]  # (1,), set by any thread
+    draws: Draws | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """How n sequences draw their tokens, as `Backend.draw`. Where rounding could decide one, the run ends before it."""
+
+    rules: NDArray[np.float64]  # (n, 4): temperature, 0 for the largest logit; top_k, 0 for no limit; top_p; min_p
+    uniforms: NDArray[np.float64]  # (steps, n), from [0, 1)
 
 
 class GreedySteps(NamedTuple):
     """The steps of a `GreedyRun` that were computed; none of them met NaN or Inf."""
 
     tokens: NDArray[np.int64]  # (steps, n)
-    values: NDArray[np.float32]  # (steps, n): their logits, the largest
+    values: NDArray[np.float32]  # (steps, n): their logits
     states: NDArray[np.float32]  # (steps, n, D): the head's inputs
 
 
@@ -161,7 +170,7 @@ class Backend(PlainBackend):
     def greedy_steps(
         self, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, run: GreedyRun
     ) -> GreedySteps | None:
-        """Passes one after another, of which each takes the tokens with the largest logits of the one before.
+        """Passes one after another, of which each takes the tokens that the logits of the one before choose.
 
         batch: the first one's, a token of each sequence. None: this backend takes them one by one, or must now.
         """
@@ -183,9 +192,17 @@ class Backend(PlainBackend):
         ids = np.arange(logits.shape[1])
         return [HeadRows(ids, row) for row in logits]
 
-    def draw(self, logits: Floats, temperature: float, uniform: float) -> int | None:
-        """The token for a number in [0, 1) from softmax(logits / temperature), as `generation.sampling` draws it; None
-        where that must draw.   logits (V,)"""
+    def draw(
+        self,
+        logits: Floats,
+        temperature: float,
+        uniform: float,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+    ) -> int | None:
+        """The token for a number in [0, 1) from softmax(logits / temperature) with these limits (by default none), as
+        `generation.sampling` draws it; None where that must draw.   logits (V,)"""
         return None
 
     def running(self) -> AbstractContextManager[None]:

@@ -24,9 +24,12 @@ SMALL = 4096  # numbers
 
 
 class TokenLogits:
-    """One token's logits: those that were asked for, and on demand all of them."""
+    """One token's logits: those that were asked for, and on demand all of them.
 
-    __slots__ = ("_bounds", "computed", "head", "hidden", "ids", "values", "vocab_size")
+    is_choice: the only one is that of the next token, which the backend has chosen.
+    """
+
+    __slots__ = ("_bounds", "computed", "head", "hidden", "ids", "is_choice", "values", "vocab_size")
 
     def __init__(
         self,
@@ -35,11 +38,12 @@ class TokenLogits:
         head: Callable[[Floats], Floats],
         hidden: Floats | None = None,
         computed: int | None = None,
+        is_choice: bool = False,
     ) -> None:
         """head: the whole head, hidden states (n, D) -> logits (n, V).  hidden (D,): needed unless rows are all.
         computed: how many logits the head computed, if more than those of `rows`."""
         self.ids, self.values, self._bounds = rows  # (n,) ascending, (n,)
-        self.vocab_size, self.head, self.hidden = vocab_size, head, hidden
+        self.vocab_size, self.head, self.hidden, self.is_choice = vocab_size, head, hidden, is_choice
         self.computed = len(self.ids) if computed is None else computed
 
     def __repr__(self) -> str:
@@ -143,10 +147,11 @@ def whole_head(be: Backend, w: ModelWeights, cfg: ModelConfig) -> Callable[[Floa
 def run_greedy(
     be: Backend, w: ModelWeights, cfg: ModelConfig, batch: TokenBatch, cache: KVCache, steps: GreedyRun
 ) -> Iterator[list[TokenLogits]]:
-    """Several passes in a row; see `Backend.greedy_steps`.   -> the largest logit of each token, pass by pass
+    """Several passes in a row; see `Backend.greedy_steps`.   -> the logit of each chosen token, pass by pass
 
     No pass at all where they must be taken one by one, by `run`: the backend has no other way, the last pass was the
-    first of its kind, or memory runs out or the next one meets NaN or Inf, which `run` then raises.
+    first of its kind, rounding could decide a draw, or memory runs out or the next one meets NaN or Inf, which `run`
+    then raises.
     """
     with np.errstate(all="ignore"), be.running():
         try:
@@ -157,11 +162,11 @@ def run_greedy(
         return iter(())
     head, size = whole_head(be, w, cfg), cfg.vocab_size
 
-    def largest(ids: NDArray[np.int64], values: Floats, states: Floats) -> list[TokenLogits]:
+    def choices(ids: NDArray[np.int64], values: Floats, states: Floats) -> list[TokenLogits]:
         rows = [HeadRows(ids[i : i + 1], values[i : i + 1]) for i in range(len(ids))]
-        return [TokenLogits(row, size, head, state, size) for row, state in zip(rows, states, strict=True)]
+        return [TokenLogits(row, size, head, state, size, True) for row, state in zip(rows, states, strict=True)]
 
-    return map(largest, *computed)
+    return map(choices, *computed)
 
 
 def head_rows(be: Backend, x: Floats, w: ModelWeights, top: Sequence[tuple[int | None, Ids] | None]) -> list[HeadRows]:

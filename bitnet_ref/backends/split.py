@@ -205,8 +205,16 @@ class SplitBackend(Backend):
     def lm_head(self, x: Floats, w: LinearWeight) -> Floats:
         return self._last.lm_head(x, w)
 
-    def draw(self, logits: Floats, temperature: float, uniform: float) -> int | None:
-        return self._last.draw(logits, temperature, uniform)
+    def draw(
+        self,
+        logits: Floats,
+        temperature: float,
+        uniform: float,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+    ) -> int | None:
+        return self._last.draw(logits, temperature, uniform, top_k, top_p, min_p)
 
     def head_rows(self, x: Floats, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadRows]:
         return self._last.head_rows(x, w, needs)

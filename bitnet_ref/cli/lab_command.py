@@ -12,7 +12,7 @@ from typing import NamedTuple
 import click
 
 from ..errors import FormatError
-from ..system.atomic import atomic_path, explain_os_errors
+from ..system.atomic import explain_os_errors, write_file
 from ..system.json_file import open_regular
 from .shell import UNAVAILABLE, common_options, paint, print_json, say_error, wants_json
 
@@ -108,14 +108,12 @@ def copy_notebooks(source: Path, target: Path, force: bool = False, edition: str
                 content = _in_edition(content, edition)
             if nbgrader:
                 copy = target / "source" / file.stem / file.name
-                copy.parent.mkdir(parents=True, exist_ok=True)
             if copy.exists() and _read(copy) == content:
                 done.unchanged.append(file.name)
             elif copy.exists() and not force:
                 done.kept.append(file.name)
             else:
-                with atomic_path(copy) as temporary:
-                    temporary.write_bytes(content)
+                write_file(copy, content)
                 done.copied.append(file.name)
     return done
 

@@ -233,7 +233,9 @@ def listen(host: str, port: int) -> socket.socket:
         bound.listen(CONNECTIONS)
     except OSError as error:
         bound.close()
-        raise StorageError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        raise StorageError(
+            f"cannot listen on {host}:{port}: {error.strerror}; see --host and --port (0: a free port)"
+        ) from error
     return bound
 
 

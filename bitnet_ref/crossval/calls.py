@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from ..reference.layers import Array
 from .metrics import tensor_of
-from .names import LOGITS, SYNONYMS
+from .names import LOGITS, SYNONYMS, is_by_head
 
 Calls = tuple[int, ...]  # how many tokens of one sequence each call computed; () where it is not known
-_BY_HEAD = ("hook_attn_scores", "hook_pattern")
 _SHOWN_CALLS = 6
 
 
@@ -90,7 +89,7 @@ class SequenceRun(Mapping[str, Array]):
 
     def __getitem__(self, name: str) -> Array:
         shape = tensor_of(self.trace, name).shape
-        if name.endswith(_BY_HEAD):
+        if is_by_head(name):
             return np.asarray(self.trace[name])[..., self.rows, self.rows]
         if SYNONYMS.get(name, name) == LOGITS and shape[0] == len(self.trace.sequences) != len(self.trace.token_ids):
             return np.asarray(self.trace[name])[self.index : self.index + 1]  # of the last tokens only

@@ -23,7 +23,18 @@ from ..reference.layers import Array
 from .calls import Calls, placed_by_calls
 from .flips import Flip, implied_int8, judge_flips
 from .metrics import Distance, Figures, LogitsDistance, Rows, measure, measure_logits, tensor_of
-from .names import INT8, LOGITS, SYNONYMS, layer_of, linear_input, nearest_name, op_inputs, op_kind, op_order
+from .names import (
+    INT8,
+    LOGITS,
+    SYNONYMS,
+    is_by_head,
+    layer_of,
+    linear_input,
+    nearest_name,
+    op_inputs,
+    op_kind,
+    op_order,
+)
 from .token_ids import token_parity
 from .tolerances import FLIP_CEILING, NARROW_FLOATS, angle_drift, tolerance_of
 
@@ -447,8 +458,7 @@ def _first(rows: NDArray[np.bool_]) -> int | None:
 
 def _token_count(tensors: Tensors) -> int:
     """The length of a run: of the first axis of a tensor that has no head axis before it."""
-    by_head = ("hook_attn_scores", "hook_pattern")
-    return next((tensor_of(tensors, name).shape[0] for name in tensors if not name.endswith(by_head)), 0)
+    return next((tensor_of(tensors, name).shape[0] for name in tensors if not is_by_head(name)), 0)
 
 
 def _to_json(value: Any) -> Any:

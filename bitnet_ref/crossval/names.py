@@ -17,6 +17,7 @@ from ..families.family import LINEAR, NORM, TraceStep
 from ..families.lora import TERM
 from ..formats.names import gguf_name, hf_modules, part_names
 from ..reference.config import ModelConfig
+from ..reference.layers import Array
 from ..reference.weights import linear_name
 
 LOGITS = "lm_head.hook_out"
@@ -41,6 +42,16 @@ _MODEL_HOOKS = {
     "lm_head.hook_uncapped": ("logits", ()),  # its input depends on the model
     LOGITS: ("logits", ()),
 }
+
+
+def is_by_head(name: str) -> bool:
+    """Whether a tensor's first axis is its heads, and tokens come second."""
+    return name.endswith(("hook_attn_scores", "hook_pattern"))
+
+
+def first_rows(name: str, x: Array, count: int) -> Array:
+    """A tensor of the first tokens of a run, none of which depends on a later one."""
+    return x[:, :count, :count] if is_by_head(name) else x[:count]
 
 
 def op_order(config: ModelConfig) -> list[str]:

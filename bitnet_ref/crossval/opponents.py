@@ -28,10 +28,9 @@ from .explain.near_halves import follow_flips
 from .explain.replay import judge_trace
 from .explain.variants import IMPOSSIBLE, Setting
 from .misnamed import misnamed, under_right_names
-from .names import INT8, SCALE
 from .paths import OnCheck, check_long, check_paths, ignore_check
 from .report import Crossing, FurtherRun, comparison_row, evidence
-from .runs import RUNS
+from .runs import FEW_NAMES, RUNS
 from .self_check import check_answers, is_emulated, is_shipped
 from .teacher import teacher_forced
 from .token_ids import beside, token_parity, used_ids
@@ -39,8 +38,6 @@ from .trace import Trace, record_to_file
 
 PROMPT = "Once upon a time, the little rabbit ran down the hill and said to the other rabbits"
 _TOKENS = 24  # for a model without a tokenizer
-# Of a long run: what memory and time allow of hundreds of tokens, and what shows where activations flip.
-LONG_NAMES = ("lm_head.hook_out", "*.hook_resid_post", f"*.{INT8}", f"*.{SCALE}")
 
 
 def default_tokens(model: Model, prompt: str | None = None) -> list[int]:
@@ -75,7 +72,7 @@ def cross_backends(
     crossings = []
     with ExitStack() as stack:
         right = stack.enter_context(record_reference(reference, tokens))
-        right_long = None if long is None else stack.enter_context(record_reference(reference, long, LONG_NAMES))
+        right_long = None if long is None else stack.enter_context(record_reference(reference, long, FEW_NAMES))
         for name, make, reason in list_backends(threads):
             if wanted is None or name in wanted:
                 crossing = Crossing(name, unavailable=reason)
@@ -119,7 +116,7 @@ def _cross_backend(
                 compare_free(crossing, reference, right, trace)
             on_check(name, crossing.checks[-1])
             if right_long is not None and not quick:  # hundreds of tokens take an emulated card minutes
-                logits = record_to_file(candidate, right_long.token_ids, path, LONG_NAMES)
+                logits = record_to_file(candidate, right_long.token_ids, path, FEW_NAMES)
                 with Trace(path) as trace:
                     compare_long(crossing, reference, right_long, trace)
                 on_check(name, comparison_row(crossing.long[-1]))

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from ..api import Model
 from ..backends import Backend
-from ..backends.backend import GreedyRun
+from ..backends.backend import Draws, GreedyRun
 from ..backends.paged_cache import PagedKVCache
 from ..backends.split import LayerRun, SplitBackend
 from ..errors import BackendUnavailable
@@ -176,7 +176,8 @@ def _checks(
         "text, 3 prompts",
         lambda: _text_batch(model, _prompts(tokens), lambda prompts, greedy: model.generate(prompts, **greedy)),
     )
-    yield "greedy steps", lambda: _greedy_steps(model, tokens)
+    yield "greedy steps", lambda: _steps_in_a_row(model, tokens, [GREEDY] * 3)
+    yield "drawn steps", lambda: _steps_in_a_row(model, tokens, [GREEDY, (0.8, 0, 1.0, 0.0), (1.0, 20, 0.9, 0.05)])
     yield "text, drafts", lambda: _drafted(model, tokens)
     yield "scores", lambda: _scored(model, tokens)
     if not quick:
@@ -597,11 +598,18 @@ def _text(model: Model, tokens: list[int]) -> Outcome:
     return len(out.token_ids), _judge_text(model, prompt, out, 3), "every token has the largest logit"
 
 
-def _greedy_steps(model: Model, tokens: list[int]) -> Outcome:
-    """Three sequences over pages, several steps at a time: the largest logits of passes by ops over the same texts.
+Rule = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
+GREEDY: Rule = (0.0, 0, 1.0, 0.0)
 
-    The first sequence ends after fewer tokens than the others. The states of each step give its logits again."""
+
+def _steps_in_a_row(model: Model, tokens: list[int], rules: list[Rule]) -> Outcome:
+    """Three sequences over pages, several steps at a time: what the logits of passes by ops over the same texts choose.
+
+    The first sequence ends after fewer tokens than the others. The states of each step give its logits again.
+    rules: how each sequence draws its tokens."""
     prompts = _prompts(tokens)
+    params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in rules]
+    numbers = np.random.default_rng(0).random((3, NEW_TOKENS + 4))
     new = _greedy(model, max(prompts, key=len))["max_tokens"]
     texts, lefts, taken = [list(prompt) for prompt in prompts], [max(1, new - 3), new, new], 0
     cache = model.new_cache(3, max(map(len, prompts)) + new, page_size=PAGE_SIZE)
@@ -609,24 +617,30 @@ def _greedy_steps(model: Model, tokens: list[int]) -> Outcome:
     logits: list[list[Array]] = [[], [], []]
     while parts:
         left = np.array([lefts[slot] for slot, _, _ in parts], dtype=np.int64)
-        run = GreedyRun(4, left, np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.uint8))
+        new_numbers = [numbers[slot, len(texts[slot]) - len(prompts[slot]) :][:4] for slot, _, _ in parts]
+        drawn = np.array([rules[slot] for slot, _, _ in parts])
+        draws = Draws(drawn, np.stack(new_numbers, axis=1)) if drawn[:, 0].any() else None
+        run = GreedyRun(4, left, np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.uint8), draws)
         batch = TokenBatch.of(parts, range(len(parts)))
         is_prompt = len(batch) > len(parts)
         steps = [] if is_prompt else list(model.run_greedy(batch, cache, run))
         taken += len(steps)
-        for step in steps or [model.run(batch, cache, [(1, ())] * len(parts)).tokens]:
-            for (slot, _, _), best in zip(parts, step, strict=True):
+        for number, step in enumerate(steps or [model.run(batch, cache).tokens]):
+            for (slot, _, _), uniforms, each in zip(parts, new_numbers, step, strict=True):
                 if lefts[slot]:
-                    texts[slot].append(int(best.ids[best.values.argmax()]))
-                    logits[slot].append(best.all())
-                    if not best.complete and best.all()[texts[slot][-1]] != best.values.max():
-                        return 0, f"sequence {slot}: the largest logit is not that of its states", ""
+                    row = each.all()
+                    token = int(each.ids[0]) if each.is_choice else choose(row, params[slot], uniforms[number])
+                    texts[slot].append(token)
+                    logits[slot].append(row)
+                    if each.is_choice and row[token] != each.values[0]:
+                        return 0, f"sequence {slot}: a token's logit is not that of its states", ""
                     lefts[slot] -= 1
         parts = [(slot, len(text) - 1, text[-1:]) for slot, text in enumerate(texts) if lefts[slot]]
     for slot, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         expected = _whole(model, text[:-1], "ops")[len(prompt) - 1 :]
-        if text[len(prompt) :] != expected.argmax(axis=1).tolist():
-            return taken, f"sequence {slot}: a token is not the largest logit", ""
+        pairs = zip(expected, numbers[slot].tolist(), strict=False)
+        if text[len(prompt) :] != [choose(row, params[slot], uniform) for row, uniform in pairs]:
+            return taken, f"sequence {slot}: a token is not what its logits choose", ""
         if (count := _equal(np.stack(logits[slot]), expected))[1] is not None:
             return count
     compared = sum(map(len, texts)) - sum(map(len, prompts))
@@ -649,14 +663,19 @@ def _drafted(model: Model, tokens: list[int]) -> Outcome:
 def _drawn(be: Backend, logits: Array) -> Outcome:
     """Tokens drawn from these logits (T, V) against the sum of probabilities, one after another."""
     compared, by_backend, numbers = 0, 0, np.random.default_rng(0).random(8).tolist()
-    for row, temperature in product(logits[:8], (0.7, 1.0)):
-        params = SamplingParams(temperature=temperature)
-        ends = np.cumsum(distribution(row, params)[1])
+    rules: list[Rule] = [(0.7, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 20, 1.0, 0.0), (0.7, 0, 0.9, 0.0)]
+    rules.append((0.7, 20, 0.9, 0.05))
+    for row, rule in product(logits[:8], rules):
+        temperature, top_k, top_p, min_p = rule
+        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        ids, probabilities = distribution(row, params)
+        ends, limits = np.cumsum(probabilities), (top_k if top_k < len(row) else 0, top_p, min_p)
         for uniform in (0.0, *numbers):
-            expected, drawn = int(np.searchsorted(ends, uniform, side="right")), be.draw(row, temperature, uniform)
+            expected = int(ids[np.searchsorted(ends, uniform, side="right")])
+            drawn = be.draw(row, temperature, uniform, *limits)
             compared, by_backend = compared + 1, by_backend + (drawn is not None)
             if choose(row, params, uniform, be.draw) != expected or drawn not in (None, expected):
-                return compared, f"{uniform} at temperature {temperature} draws {drawn}, not {expected}", ""
+                return compared, f"{uniform} by temperature, top_k, top_p, min_p {rule}: {drawn}, not {expected}", ""
     return compared, None, f"equal to the sum of probabilities; {by_backend} by kernels"
 
 

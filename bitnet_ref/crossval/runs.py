@@ -21,6 +21,7 @@ from ..reference.cache import TokenBatch
 from ..reference.config import ModelConfig
 from ..reference.layers import Array
 from .calls import sizes_in_words
+from .names import INT8, LOGITS, SCALE, is_by_head
 from .token_ids import long_tokens
 from .trace import record_to_file, write_trace
 
@@ -33,9 +34,8 @@ RUNS = {
 }
 DEFAULT_RUNS = tuple(RUNS)
 # Of a run besides the short one: what shows where it is wrong, and where activations flip.
-FEW_NAMES = ("lm_head.hook_out", "*.hook_resid_post", "*.hook_x_int8", "*.hook_x_scale")
+FEW_NAMES = (LOGITS, "*.hook_resid_post", f"*.{INT8}", f"*.{SCALE}")
 _PIECES = (3, 8, 1)
-_BY_HEAD = ("hook_attn_scores", "hook_pattern")
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def run_in_calls(
 
 def join_calls(name: str, arrays: Sequence[Array], n: int) -> Array:
     """What several calls give of one tensor; scores and patterns of a call over all n tokens."""
-    if not name.endswith(_BY_HEAD):
+    if not is_by_head(name):
         return np.concatenate(arrays)
     masked = -np.inf if name.endswith("hook_attn_scores") else 0.0
     wide = [np.pad(a, ((0, 0), (0, 0), (0, n - a.shape[2])), constant_values=masked) for a in arrays]
@@ -134,7 +134,7 @@ def run_batch(model: LoadedModel, parts: Sequence[Sequence[int]], names: NamesFi
 
 def _apart(name: str, array: Array, lengths: Sequence[int]) -> Array:
     """Scores and patterns, of each token over its own sequence, over all tokens; other tensors as they are."""
-    if not name.endswith(_BY_HEAD):
+    if not is_by_head(name):
         return array
     n = sum(lengths)
     masked = -np.inf if name.endswith("hook_attn_scores") else 0.0

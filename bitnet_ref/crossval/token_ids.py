@@ -283,10 +283,10 @@ def compare_text(model: Model, tokens: Sequence[int], theirs: str, count: int) -
             if text[len(before) :][:1].isspace() and _within_word(theirs, len(before)):
                 # the candidate's previous token is a longer one that begins the same
                 index, text, before = max(0, i - 1), before, text_of(max(0, i - 1))
-            return _parted(logits, index, repr(text[len(before) :]), repr(theirs[len(before) :][:24]), None)
+            return _parted(logits, index, repr(text[len(before) :]), repr(theirs[len(before) :][:24]))
     whole = text_of(len(mine)).rstrip()
     if len(theirs) > len(whole):
-        return _parted(logits, len(mine), "the end", repr(theirs[len(whole) :][:24]), None)
+        return _parted(logits, len(mine), "the end", repr(theirs[len(whole) :][:24]))
     return _same(logits, len(mine))
 
 
@@ -313,9 +313,7 @@ def _same(logits: Array, count: int) -> Greedy:
     return Greedy(count, smallest_margin=float(_margins(logits[:count]).min()) if count else None)
 
 
-def _parted(logits: Array, index: int, mine: str, theirs: str, token: int | None) -> Greedy:
-    row = logits[min(index, len(logits) - 1)]
-    behind = None if token is None or not 0 <= token < len(row) else float(row.max() - row[token])
+def _parted(logits: Array, index: int, mine: str, theirs: str) -> Greedy:
     margins = _margins(logits)
     margin = float(margins[min(index, len(margins) - 1)])
-    return Greedy(index + 1, index, mine, theirs, margin, behind, float(margins.min()))
+    return Greedy(index + 1, index, mine, theirs, margin, smallest_margin=float(margins.min()))

@@ -361,9 +361,22 @@ def _grouped_input(step: Any) -> GroupTernaryWeight | None:
     return next((x for x in step.inputs if isinstance(x, GroupTernaryWeight)), None)
 
 
-def _is_plain(step: Any) -> bool:
-    w = _grouped_input(step)
-    return w is not None and w.rotation is None
+def _where(fits: Callable[[GroupTernaryWeight], bool]) -> Callable[[Any], bool]:
+    """Whether a step's matrix is ternary by groups, and fits."""
+
+    def is_there(step: Any) -> bool:
+        w = _grouped_input(step)
+        return w is not None and fits(w)
+
+    return is_there
+
+
+def _is_plain(w: GroupTernaryWeight) -> bool:
+    return w.rotation is None
+
+
+def _has_several_groups(w: GroupTernaryWeight) -> bool:
+    return _is_plain(w) and w.scales.shape[1] > 1
 
 
 def _with_matrix(matrix_of: Callable[[GroupTernaryWeight], NDArray[np.float32]]) -> Edit:
@@ -400,16 +413,15 @@ def _group_size(wrong: int, right: int, of_row: bool, name: str) -> Hypothesis:
         inside: Ints = np.minimum(index, w.scales.size - 1)
         return w.scales.ravel()[inside]
 
-    def fits(step: Any) -> bool:
-        w = _grouped_input(step)
-        return w is not None and _is_plain(step) and w.group == right and w.in_features % wrong == 0
+    def fits(w: GroupTernaryWeight) -> bool:
+        return _is_plain(w) and w.group == right and w.in_features % wrong == 0
 
     return _group_mistake(
         name,
         f"scales are taken for groups of {wrong} where the file has groups of {right}, from {place}",
         f"The scale of input k is number k // {right} of its row; Q2_0 files have groups of 64 or of 128.",
         _with_scales(scales_of),
-        fits,
+        _where(fits),
     )
 
 
@@ -417,9 +429,8 @@ def _scales_by_column(w: GroupTernaryWeight) -> Floats:
     return np.repeat(w.scales.reshape(len(w.packed) // w.group, w.in_features), w.group, axis=0)
 
 
-def _can_have_scales_by_column(step: Any) -> bool:
-    w = _grouped_input(step)
-    return w is not None and _is_plain(step) and len(w.packed) % w.group == 0 and w.in_features % w.group == 0
+def _can_have_scales_by_column(w: GroupTernaryWeight) -> bool:
+    return _is_plain(w) and len(w.packed) % w.group == 0 and w.in_features % w.group == 0
 
 
 def _neighbouring_scales(owner: str, by: int, axis: int) -> Hypothesis:
@@ -429,7 +440,7 @@ def _neighbouring_scales(owner: str, by: int, axis: int) -> Hypothesis:
         f"each group of weights has the scale of the {owner}",
         "The scale of input k of a row is number k // group of that row.",
         _with_scales(lambda w: expand_scales(np.roll(w.scales, by, axis), w)),
-        _has_several_groups,
+        _where(_has_several_groups),
     )
 
 
@@ -443,14 +454,8 @@ def _without_last(w: GroupTernaryWeight) -> Floats:
     return expand_scales(np.concatenate([w.scales[:, :-1], w.scales[:, -2:-1]], axis=1), w)
 
 
-def _has_partial_group(step: Any) -> bool:
-    w = _grouped_input(step)
-    return _has_several_groups(step) and w is not None and w.in_features % w.group != 0
-
-
-def _has_several_groups(step: Any) -> bool:
-    w = _grouped_input(step)
-    return w is not None and _is_plain(step) and w.scales.shape[1] > 1
+def _has_partial_group(w: GroupTernaryWeight) -> bool:
+    return _has_several_groups(w) and w.in_features % w.group != 0
 
 
 def _read_as_64(w: GroupTernaryWeight) -> NDArray[np.float32]:
@@ -466,9 +471,8 @@ def _read_as_64(w: GroupTernaryWeight) -> NDArray[np.float32]:
     return matrix.reshape(w.shape)
 
 
-def _has_groups_of_128(step: Any) -> bool:
-    w = _grouped_input(step)
-    return w is not None and w.group == 128 and w.in_features % 128 == 0
+def _has_groups_of_128(w: GroupTernaryWeight) -> bool:
+    return w.group == 128 and w.in_features % 128 == 0
 
 
 # -- mistakes in Hadamard bases ----------------------------------------------------------------------------------------
@@ -511,9 +515,8 @@ def _rotated(kind: Callable[..., Rotation]) -> Edit:
     return edit
 
 
-def _is_rotated(step: Any) -> bool:
-    w = _grouped_input(step)
-    return w is not None and w.rotation is not None
+_is_rotated = _where(lambda w: w.rotation is not None)
+_has_signs = _where(lambda w: w.rotation is not None and bool((w.rotation.signs != 1).any()))
 
 
 def _has_rotated_table(step: Any) -> bool:
@@ -521,21 +524,16 @@ def _has_rotated_table(step: Any) -> bool:
     return _is_rotated(step) and isinstance(table, GroupTernaryWeight) and table.rotation is not None
 
 
-def _has_signs(step: Any) -> bool:
-    w = _grouped_input(step)
-    return w is not None and w.rotation is not None and bool((w.rotation.signs != 1).any())
-
-
 # fmt: off
 MISTAKES = (
     Hypothesis(f"hook_embed {PRODUCTS}", "q2_0_of_128_read_as_64",
         "Q2_0 blocks of 128 weights (34 bytes) are read as blocks of 64 (18 bytes)",
         "Both have type id 42: the bytes of a tensor divided by its weights tell which it is.",
-        _with_matrix(_read_as_64), _has_groups_of_128),
+        _with_matrix(_read_as_64), _where(_has_groups_of_128)),
     _group_mistake("group_scales_along_rows",
         "group scales are taken along the wrong axis: for neighbouring rows, not for neighbouring inputs",
         "A scale is for `group` neighbouring inputs of one row.",
-        _with_scales(_scales_by_column), _can_have_scales_by_column),
+        _with_scales(_scales_by_column), _where(_can_have_scales_by_column)),
     _group_size(64, 128, True, "groups_of_64_for_128"),
     _group_size(64, 128, False, "groups_of_64_for_128_rows_too"),
     _group_size(128, 64, True, "groups_of_128_for_64"),
@@ -544,7 +542,7 @@ MISTAKES = (
     _neighbouring_scales("next row", -1, 0),
     _group_mistake("last_group_scale_missing",
         "the last group of a row, which is not whole, has the scale of the one before",
-        "A row has ceil(inputs / group) scales.", _with_scales(_without_last), _has_partial_group),
+        "A row has ceil(inputs / group) scales.", _with_scales(_without_last), _where(_has_partial_group)),
     _rotation_mistake("rotation_ignored", "matrices in a Hadamard basis are used as plain ones",
         "Multiply by R x, R x = H (signs x), as the keys prism.hadamard.* say.", _rotated(_NoRotation), _is_rotated),
     _rotated_table_mistake("rotation_and_inverse_ignored",

@@ -81,11 +81,9 @@ def _named_model(name: str) -> Path:
     if is_reference(name):
         names += [*links(), *(model.name for model in cached_models())]
     near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]}? To" if near else "to"
+    hint = f"did you mean {near[0]}? All" if near else f"shipped are {', '.join(shipped_models())}; all"
     raise FormatError(
-        f"no such file or folder, no shipped model of that name (there is: {', '.join(shipped_models())}), and none "
-        f"that was pulled or is in the Hugging Face cache (bitnet-ref list); {hint} fetch a model of the Hugging Face "
-        "hub: bitnet-ref pull ORG/REPO",
+        f"no such file, folder or model; {hint} names: bitnet-ref list; to fetch one: bitnet-ref pull ORG/REPO",
         path=name,
     )
 
@@ -113,6 +111,8 @@ def choose_format(path: Path) -> tuple[str, Path]:
         if (path / "metadata.json").is_file() and (path / "codes").is_dir() and not (path / "config.json").is_file():
             message = "is a folder of ternary-quant (W = alpha t + mu, and residuals), which is not read"
             raise FormatError(f"{message}; it lacks the tensors of the base model", path=path)
+        if not (path / "config.json").exists() and not any(path.glob("*.safetensors*")):
+            raise FormatError("no model in this folder: expected config.json, a .gguf or a model.onnx", path=path)
         return "hf", path
     if path.suffix in (".safetensors", ".gguf", ".onnx"):
         hf = "native" if path.name.endswith(".bitnet.safetensors") else "hf"

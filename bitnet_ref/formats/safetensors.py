@@ -121,7 +121,9 @@ class SafetensorsFile(BinaryFile):
             raise self.error(f"a safetensors file has at least 8 bytes, this one {self.size}", 0)
         length = int(self.read_array("<u8", (1,), 0, "header length")[0])
         if length > min(MAX_HEADER, self.size - 8):
-            message = f"the header is said to have {length} bytes, the file has {self.size}"
+            message = (
+                f"not a safetensors file, or a cut one: its header would have {length} bytes, the file has {self.size}"
+            )
             raise self.error(message, 0, "header length")
         header = self.read_array(np.uint8, (length,), 8, "header").tobytes()
         entries = parse_json_object(header, FormatError, self.path, offset=8)

@@ -27,7 +27,7 @@ Entry = tuple[float, dict[int, float]]  # ln p of the chosen token; {id: ln p} o
 Distribution = tuple[NDArray[np.int64], NDArray[np.float64]]  # ids (n,), probabilities (n,), which sum to 1
 
 
-Draw = Callable[[Floats, float, float], int | None]  # `Backend.draw`
+Draw = Callable[[Floats, float, float, int, float, float], int | None]  # `Backend.draw`
 
 
 def choose(logits: Floats, params: SamplingParams, uniform: float, draw: Draw | None = None) -> int:
@@ -37,12 +37,22 @@ def choose(logits: Floats, params: SamplingParams, uniform: float, draw: Draw | 
     """
     if params.temperature == 0:
         return int(logits.argmax())
-    is_limited = params.top_p < 1 or params.min_p > 0 or params.typical_p < 1 or 0 < params.top_k < logits.size
-    for each in () if is_limited else (draw, _draw_by_blocks):
-        if each is not None and (token := each(logits, params.temperature, uniform)) is not None:
-            return token
-    ids, probabilities = distribution(logits, params)
-    return int(ids[_invert(np.cumsum(probabilities), uniform)])
+    top_k = params.top_k if params.top_k < logits.size else 0
+    if (token := _draw(draw, logits, params, uniform, top_k)) is not None:
+        return token
+    if not (top_k or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1):
+        token = _draw_by_blocks(logits, params.temperature, uniform)
+    if token is None:
+        ids, probabilities = distribution(logits, params)
+        token = int(ids[_invert(np.cumsum(probabilities), uniform)])
+    return token
+
+
+def _draw(draw: Draw | None, logits: Floats, params: SamplingParams, uniform: float, top_k: int) -> int | None:
+    """The index that the backend draws; None where it does not.   top_k: 0 is no limit"""
+    if draw is None or params.typical_p < 1:
+        return None
+    return draw(logits, params.temperature, uniform, top_k, params.top_p, params.min_p)
 
 
 def _draw_by_blocks(logits: Floats, temperature: float, uniform: float) -> int | None:
@@ -163,8 +173,10 @@ def choose_among(
     if params.temperature == 0:
         return int(ids[values.argmax()])
     if 0 < params.top_k < logits.vocab_size:
-        indices, probabilities = _likeliest_k(values, params)
-        return int(ids[indices[_invert(np.cumsum(probabilities), uniform)]])
+        if (index := _draw(draw, values, params, uniform, params.top_k)) is None:
+            indices, probabilities = _likeliest_k(values, params)
+            index = int(indices[_invert(np.cumsum(probabilities), uniform)])
+        return int(ids[index])
     scaled = values.astype(np.float64) / params.temperature
     index = _choose_in_nucleus(scaled, logits.rest(), params, uniform)
     return None if index is None else int(ids[index])
@@ -254,9 +266,9 @@ class Logprobs:
         """
         if whole is not None or logits.hidden is None:
             return self._entry(logits.all() if whole is None else whole, token)
-        with self._lock:
-            index, self._count, self._head = self._count, self._count + 1, logits.head
-            self._waiting.append((index, logits.hidden.copy(), token))
+        # Without the lock: only the thread that generates adds, and a list may grow while another reads its front.
+        index, self._count, self._head = self._count, self._count + 1, logits.head
+        self._waiting.append((index, logits.hidden.copy(), token))
         return lambda: self[index][0], (lambda: self[index][1]) if wants_top else None
 
     def __getitem__(self, index: int) -> Entry:

@@ -6,7 +6,9 @@ tokens depend on its own logits only, not on the rest of the batch.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -60,6 +62,8 @@ class Request:
                 raise GenerationError(f"token id {token} is not in the vocabulary of {vocab_size}", field="logit_bias")
         needs_all = params.strategy is not None or params.num_beams > 1
         self.candidates_needed = None if needs_all else candidates_needed(params, vocab_size)
+        top_k = params.top_k if params.top_k < vocab_size else 0
+        self.draw_rule = params.temperature, top_k, params.top_p, params.min_p  # of `backends.backend.Draws`
         words = params.bad_words
         self._banned = BannedWords(words, model.vocabulary.sorted, len(self.prompt)) if words else None
         self._stops = StringSearch(params.stop)
@@ -144,9 +148,9 @@ class Continuation:
         self.text = request.text_stream()
         self.echo = request.echo(self.text)
         self.drafts = request.drafts() if self.constraint is None else None
-        self._is_greedy = (
-            request.params.temperature == 0
-            and request.params.strategy is None
+        self._is_plain = (
+            request.params.strategy is None
+            and request.params.typical_p == 1
             and request.params.logprobs is None  # they need all logits, at once
             and not self.rules.processors
             and not request.window.moves
@@ -157,6 +161,7 @@ class Continuation:
         self.scored = 0  # tokens of the prompt whose next token has its log probability
         seed = request.params.seed
         self.rng = np.random.default_rng(seed if choice == 0 or seed is None else [seed, choice])
+        self._uniforms = deque[float]()  # drawn beforehand, for its next tokens
         self.search: Any = None  # the `BeamSearch` of which it is a beam
         self.chunks: list[StreamChunk] = []
         self.length = len(request.prompt)  # of `ids`
@@ -222,9 +227,17 @@ class Continuation:
         return self._ids[self.length - 1 : self.length]
 
     @property
-    def decodes_greedily(self) -> bool:
-        """Whether its next tokens are the largest logits of passes over the one before."""
-        return self._is_greedy and bool(self.chunks) and self.behind == 1
+    def decodes_plainly(self) -> bool:
+        """Whether its next tokens follow from the logits of passes over the one before, `draw_rule` and numbers."""
+        return self._is_plain and bool(self.chunks) and self.behind == 1
+
+    def next_uniforms(self, count: int) -> list[float]:
+        """The numbers from [0, 1) for its next tokens; zeros for greedy ones."""
+        if self.request.params.temperature == 0:
+            return [0.0] * count
+        while len(self._uniforms) < count:
+            self._uniforms.append(self.rng.random())
+        return list(islice(self._uniforms, count))
 
     @property
     def may_guess(self) -> bool:
@@ -335,7 +348,11 @@ class Continuation:
                     f"expected a token id below {len(values)}, got {describe(token)}", field="strategy"
                 )
             return int(token), whole
-        uniform = self.rng.random() if params.temperature > 0 else 0.0
+        uniform = 0.0
+        if params.temperature > 0:
+            uniform = self._uniforms.popleft() if self._uniforms else self.rng.random()
+        if logits.is_choice:
+            return int(logits.ids[0]), None
         chosen = choose_among(logits, params, uniform, values, self.request.model.backend.draw)
         if chosen is None:  # the bounds do not determine it
             whole = logits.all()

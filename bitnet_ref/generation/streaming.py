@@ -27,6 +27,8 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """Add text. -> the part that is certain; nothing after a stop string."""
+        if self._search.is_empty:
+            return text
         if self.found is not None:
             return ""
         self._state, hits = self._search.ends(self._state, text)

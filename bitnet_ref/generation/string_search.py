@@ -42,6 +42,7 @@ class StringSearch:
             if parents[node]:
                 self.shorter[node] = self._step(self.shorter[parents[node]], symbols[node])
             self.lengths[node] = self.lengths[node] or self.lengths[self.shorter[node]]
+        self.is_empty = len(parents) == 1  # no string is looked for
 
     def _step(self, node: int, symbol: int) -> int:
         edges, shorter = self._edges, self.shorter

@@ -134,6 +134,14 @@ def atomic_path(path: str | os.PathLike[str], *, replace: bool = True) -> Iterat
             _discard(temporary, lock)
 
 
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file as a whole, in a folder that is made if it is not there. Raises StorageError."""
+    with explain_os_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
+
+
 @contextmanager
 def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary folder beside `path`, to be filled by the caller; after the block it is synced and renamed to `path`.
@@ -174,7 +182,7 @@ def _find_target(path: Path, replace: bool) -> tuple[Path, int | None]:
         return target, None
     problems = (
         (stat.S_ISDIR(mode) and replace, "is a folder, and a file is to be written"),
-        (not replace, "is there already"),
+        (not replace, "is there already; remove it, or give another name"),
         (not stat.S_ISREG(mode), "is neither a regular file nor a link to one; only those are replaced"),
         (not os.access(target, os.W_OK), "is write-protected"),
     )

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..errors import ConfigError, FormatError, TokenizerError
 from ..formats.hashes import file_hash
 from ..reference.layers import Array
-from ..system.atomic import atomic_path, is_same_file
+from ..system.atomic import atomic_path, is_same_file, write_file
 from ..system.json_file import open_regular
 from ..tokenizers import Tokenizer, load_tokenizer, load_tokenizer_files
 
@@ -244,11 +244,9 @@ def train_sentencepiece(files: Sequence[Path], folder: Path, vocab_size: int, pr
         )
     except (RuntimeError, OSError) as problem:
         raise TokenizerError(f"SentencePiece cannot make {vocab_size} tokens of these texts: {problem}") from problem
-    folder.mkdir(parents=True, exist_ok=True)
     config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
     config |= {"add_eos_token": False, "legacy": False}
     facts = [json.dumps(each, indent=1).encode() for each in (config, {"bos_token_id": 1, "eos_token_id": 2})]
     for name, data in zip(TOKENIZER_OUTPUTS, [model.getvalue(), *facts], strict=True):
-        with atomic_path(folder / name) as target:
-            target.write_bytes(data)
+        write_file(folder / name, data)
     return load_tokenizer(folder).vocab_size

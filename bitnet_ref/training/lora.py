@@ -29,7 +29,7 @@ from ..formats.names import hf_module
 from ..reference.config import ModelConfig
 from ..reference.layers import Array, Floats
 from ..reference.weights import LinearWeight, TernaryWeight, linear_name
-from ..system.atomic import atomic_path
+from ..system.atomic import write_file
 from .network import EMBEDDING, LinearGroup, Masters, SequencePass, TrainingNetwork, master_shapes
 from .ops import LinearInput, StepLinear
 from .trainer import Trainer, write_masters
@@ -101,7 +101,6 @@ class LoraTrainer(Trainer):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the adapter as peft reads it: adapter_config.json and adapter_model.safetensors, float32."""
         path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -118,8 +117,7 @@ class LoraTrainer(Trainer):
             "use_dora": False,
             "use_rslora": False,
         }
-        with atomic_path(path / CONFIG_FILE) as target:
-            target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_file(path / CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
         factors = {f"base_model.model.{name}": array for name, array in self.masters.items()}
         write_masters(path / WEIGHTS_FILE, factors, {"format": "pt"})
 

@@ -31,7 +31,7 @@ from ..formats.safetensors import SafetensorsWriter
 from ..reference.config import ModelConfig, QuantizationConfig
 from ..reference.layers import Array, Floats, Ints
 from ..reference.weights import DenseWeight
-from ..system.atomic import atomic_path
+from ..system.atomic import atomic_path, write_file
 from ..system.threads import resolve_threads
 from . import ops
 from .distil import Distillation
@@ -241,11 +241,9 @@ class Trainer:
         Each file is replaced as a whole; an interrupt leaves the old one or the new one.
         """
         path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
         config = json.dumps(hf_config_json(self.config, self.config.quantization, "F32"), indent=2) + "\n"
         for name, data in {**self.tokenizer_files, "config.json": config.encode()}.items():
-            with atomic_path(path / name) as target:
-                target.write_bytes(data)
+            write_file(path / name, data)
         write_masters(path / SINGLE_FILE, self.masters, {"format": "pt"})
 
     def to_device(self, array: Array) -> Array:

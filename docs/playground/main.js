@@ -578,6 +578,7 @@ async function start() {
   const graphs = await Promise.all(names.map((each) => fetchBytes(`${each}.onnx.gz`)));
   state.graphs = Object.fromEntries(names.map((each, i) => [each, graphs[i]]));
   state.model = await Model.open(state.ort, state.graphs.right, state.weights, state.facts.config);
+  say("");
   state.playsItself = true;
   await work(async () => {
     const before = $("prompt").value;

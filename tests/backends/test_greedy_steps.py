@@ -9,10 +9,12 @@ from helpers import GOLDEN, model, rng
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitnet_ref.backends.backend import GreedyRun
+from bitnet_ref.backends.backend import Draws, GreedyRun
 from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.backends.cpu.extension import _cpu, why_unavailable
 from bitnet_ref.errors import NumericsError, ShapeError
+from bitnet_ref.generation import SamplingParams
+from bitnet_ref.generation.sampling import choose
 from bitnet_ref.reference.cache import TokenBatch
 from bitnet_ref.reference.weights import DenseWeight
 
@@ -95,6 +97,23 @@ def test_steps_in_a_row_equal_single_ones(case, lengths):
     for a, b in zip(mine.cache.pools, plain.cache.pools, strict=True):
         for slot, done in enumerate(mine.done):
             np.testing.assert_array_equal(a[:, slot, :done], b[:, slot, :done])
+
+
+def test_drawn_steps_in_a_row_equal_single_ones():
+    """A greedy row among rows that draw, each by its own rule; an ended row's number is not looked at."""
+    m, lengths = load("storyteller"), [4, 2, 6, 3]
+    rules = [(0.0, 0, 1.0, 0.0), (0.8, 0, 1.0, 0.0), (1.0, 40, 0.9, 0.0), (0.7, 0, 1.0, 0.05)]
+    params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=q) for t, k, p, q in rules]
+    mine, plain = start(m, prompts_of(lengths)), start(m, prompts_of(lengths))
+    for count in (4, 1, 6):
+        numbers = rng(count).random((count, 4))
+        run = replace(greedy_run(count, [30] * 4), draws=Draws(np.array(rules), numbers))
+        assert len(mine.in_a_row(run)) == count
+        for row in numbers:
+            logits = m.run(plain.batch(), plain.cache).all()
+            plain.note([choose(*each) for each in zip(logits, params, row.tolist(), strict=True)])
+        assert mine.texts == plain.texts
+    assert mine.texts[1] != mine.texts[0]
 
 
 @settings(max_examples=30, deadline=None)
@@ -242,22 +261,41 @@ def test_no_step_goes_beyond_the_cache():
 # -- the extension -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_the_largest_of_any_numbers(data):
-    """NumPy's argmax, of a tape that does nothing."""
-    n, V, D = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 70)), 4
-    generator = rng(data.draw(st.integers(0, 10**6)))
-    logits = generator.choice([-1.0, -0.0, 0.0, 1.0, 3e38, 1e-40, -3e38], (n, V)).astype(np.float32)
-    if bad := data.draw(st.sampled_from([0.0, 0.0, np.nan, np.inf, -np.inf])):
-        logits[generator.integers(n), generator.integers(V)] = bad
+def play_nothing(logits, rules=(), uniforms=()):
+    """A step of tapes that do nothing, which chooses among these logits.   -> steps taken, tokens, values"""
+    (n, V), D = logits.shape, 4
     states, tokens, values = np.empty((1, n, D), np.float32), np.empty((1, n), np.int64), np.empty((1, n), np.float32)
     x, rope, angles = np.empty((n, D), np.float32), np.empty((1, 2, n, 2), np.float32), np.empty((2, 9, 2), np.float32)
     taken = _cpu.greedy_steps(
         *(_cpu.Tape(), _cpu.Tape(), np.zeros((V, D), np.float32), 1.0, x, np.zeros(n, np.int64), rope, angles, angles),
         *(np.ones((n, D), np.float32), logits, np.ones(n, np.int64), np.empty(0, np.int64), np.zeros(1, np.uint8)),
-        *(tokens, values, states, 2),
+        *(tokens, values, states, np.reshape(rules, (-1, 4)), np.reshape(uniforms, (-1, n)), 2, 0),
     )
+    return taken, tokens, values
+
+
+def test_a_draw_that_rounding_could_decide_ends_the_steps():
+    logits, rules = np.zeros((2, 2), np.float32), np.array([[1.0, 0, 1.0, 0.0], [0.5, 0, 0.9, 0.1]])
+    assert play_nothing(logits, rules, np.array([[0.5, 0.2]]))[0] == 0
+    taken, tokens, _ = play_nothing(logits, rules, np.array([[0.4, 0.6]]))
+    assert (taken, tokens.tolist()) == (1, [[0, 1]])
+    for wrong in ([-1.0, 0, 1.0, 0.0], [1.0, -1, 1.0, 0.0], [1.0, 0, 0.0, 0.0], [1, 0, 1, np.nan], [np.nan, 0, 1, 0]):
+        with pytest.raises(ValueError, match="top_p"):
+            play_nothing(logits, np.array([wrong, wrong], dtype=np.float64), np.array([[0.4, 0.6]]))
+    with pytest.raises(ValueError, match="uniform 1"):
+        play_nothing(logits, rules, np.array([[0.4, 1.0]]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_the_largest_of_any_numbers(data):
+    """NumPy's argmax, of a tape that does nothing."""
+    n, V = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 70))
+    generator = rng(data.draw(st.integers(0, 10**6)))
+    logits = generator.choice([-1.0, -0.0, 0.0, 1.0, 3e38, 1e-40, -3e38], (n, V)).astype(np.float32)
+    if bad := data.draw(st.sampled_from([0.0, 0.0, np.nan, np.inf, -np.inf])):
+        logits[generator.integers(n), generator.integers(V)] = bad
+    taken, tokens, values = play_nothing(logits)
     assert taken == (1 if np.isfinite(logits).all() else 0)
     if taken:
         np.testing.assert_array_equal(tokens[0], logits.argmax(axis=1))

@@ -155,7 +155,7 @@ def test_a_written_file_whose_engine_is_not_here(tmp_path):
     shown = invoke("convert", CASE, tmp_path / "a", "--to", "hf-packed", "--python", python)
     assert shown.exit_code == 0
     sentence = " ".join(shown.stdout.split()).partition("not run in transformers: ")[2]
-    assert sentence.startswith("transformers, torch, accelerate is not installed in ")
+    assert sentence.startswith("transformers, torch, accelerate not installed in ")
     assert "pip install" in sentence
     shown = invoke("convert", CASE, tmp_path / "b.gguf", "--to", "gguf-i2_s")
     assert "not run in bitnet.cpp, which has no Python package" in shown.stdout
@@ -197,7 +197,7 @@ def test_written_files_run_by_plain_loaders(engine, source, target, split_size, 
 
 def test_a_missing_engine_is_named_with_its_command(tmp_path):
     lacking = ExternalEngine("transformers", ("no_such_package_at_all",), "no-such-package")
-    assert "no_such_package_at_all is not installed: pip install no-such-package" in lacking.missing()
+    assert "no_such_package_at_all not installed: pip install no-such-package" in lacking.missing()
     nothing = tmp_path / "python"
     (crossing,) = cross_engine("onnxruntime", CASE, [1, 5], python=str(nothing))
     assert crossing.agrees is None

@@ -12,6 +12,7 @@ from bitnet_ref.backends import Backend
 from bitnet_ref.cli import cli
 from bitnet_ref.crossval import Crossing, cross_backends, long_tokens, make_receipt, opponents, verify_receipt
 from bitnet_ref.crossval.receipt import write_receipt
+from bitnet_ref.crossval.runs import FEW_NAMES
 
 CASE = GOLDEN / "mistral-dense-window8"
 TOKENS = [1, 17, 5, 23, 9, 31, 2, 38]
@@ -65,7 +66,7 @@ def test_a_mistake_at_late_positions_is_found(tiny):
     crossing = Crossing("late")
     with (
         opponents.record_reference(tiny, TOKENS) as right,
-        opponents.record_reference(tiny, long_tokens(tiny.config), opponents.LONG_NAMES) as right_long,
+        opponents.record_reference(tiny, long_tokens(tiny.config), FEW_NAMES) as right_long,
     ):
         opponents._cross_backend(crossing, lambda **_: LateBackend("float32", 1), tiny, right, right_long)
     assert all(comparison.agrees for comparison in crossing.comparisons)

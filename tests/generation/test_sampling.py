@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from bitnet_ref.backends.cpu.extension import simd_variants, why_unavailable
 from bitnet_ref.generation import SamplingParams
-from bitnet_ref.generation.sampling import _draw_by_blocks, choose, distribution, log_probability
+from bitnet_ref.generation.sampling import _draw_by_blocks, _invert, choose, distribution, log_probability
 
 LOGITS = hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(-30, 30, width=32))
 
@@ -73,11 +73,19 @@ def test_the_limits_of_many_tokens(limits, spread):
 SETS = [name for name, lacks in simd_variants().items() if lacks is None] if why_unavailable() is None else []
 
 
-def draws():
-    """`_draw_by_blocks`, and the same in the kernels."""
+def kernel_draws():
     from bitnet_ref.backends.cpu.backend import CythonBackend
 
-    return [_draw_by_blocks, *(CythonBackend(threads=1, simd=name).draw for name in SETS)]
+    return [CythonBackend(threads=1, simd=name).draw for name in SETS]
+
+
+def by_blocks(logits, temperature, uniform, *limits):
+    return _draw_by_blocks(logits, temperature, uniform)
+
+
+def draws():
+    """`_draw_by_blocks`, and the same in the kernels."""
+    return [by_blocks, *kernel_draws()]
 
 
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 1000, 4096])
@@ -99,6 +107,51 @@ def test_a_draw_by_blocks_is_the_draw_one_by_one(size, temperature, draw):
             assert choose(logits, params, uniform, draw) == ids[expected]
             undecided += draw(logits, temperature, uniform) is None
     assert undecided > 0  # at the edges
+
+
+@st.composite
+def rows_of_logits(draw):
+    """Many or few, near or far apart, with equal ones, zeros of both signs and tokens that cannot come."""
+    n, seed = draw(st.sampled_from([1, 2, 63, 64, 65, 300, 1500])), draw(st.integers(0, 2**32))
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal(n) * draw(st.sampled_from([1e-3, 1, 5, 40])) + draw(st.sampled_from([0, 0, 30, -1e4]))
+    if draw(st.booleans()):
+        logits = np.round(logits * 2) / 2  # ties
+    logits[1 + np.flatnonzero(rng.random(n - 1) < draw(st.sampled_from([0, 0.1, 0.99])))] = -np.inf
+    return logits.astype(np.float32)
+
+
+@settings(max_examples=300)
+@given(
+    rows_of_logits(),
+    st.sampled_from([1e-6, 0.01, 0.3, 0.8, 1.0, 3.0, 1e6]),
+    st.sampled_from([0, 1, 2, 40, 1500, 10**6]),
+    st.sampled_from([1.0, 1 - 1e-12, 0.999, 0.95, 0.5, 1e-3, 1e-12]),
+    st.sampled_from([0.0, 1e-30, 1e-4, 0.05, 0.5, 1.0]),
+    st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=4),
+)
+def test_a_limited_draw_of_the_kernels_is_numpys(logits, temperature, top_k, top_p, min_p, uniforms):
+    """At the numbers at which one token ends and the next begins, too: there the kernels may leave it to NumPy."""
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    ids, probabilities = distribution(logits, params)
+    ends = np.cumsum(probabilities)
+    edges = ends[np.argsort(-probabilities, kind="stable")[:3]]
+    numbers = [0.0, *uniforms, *edges, *np.nextafter(edges, 0), *np.nextafter(edges, 2), np.nextafter(1, 0)]
+    for uniform in (float(each) for each in numbers if each < 1):
+        expected = int(ids[_invert(ends, uniform)])
+        for draw in kernel_draws():
+            limits = top_k if top_k < len(logits) else 0, top_p, min_p
+            assert draw(logits, temperature, uniform, *limits) in (None, expected)
+            assert choose(logits, params, uniform, draw) == expected
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 40}, {"top_p": 0.95}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.9}])
+def test_the_kernels_draw_nearly_all_limited_tokens(limits):
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=0.8, **limits)
+    rule = params.temperature, rng.random(), params.top_k, params.top_p, params.min_p
+    for row in (3 * rng.standard_normal((20, 4096))).astype(np.float32):
+        assert all(draw(row, *rule) is not None for draw in kernel_draws())
 
 
 @given(LOGITS)

@@ -118,14 +118,18 @@ def good_calls():
         "dense_rows": {"x": floats(K), "w": floats(N, K), "rows": np.array([5, 69]), "y": floats(2), **run},
         "Tape": {},
         "bound_cpus": {},
-        "draw": {"logits": floats(N), "temperature": 0.7, "uniform": 0.5, "kernels": 0},
+        "draw": {
+            "logits": floats(N), "temperature": 0.7, "uniform": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1,
+            "kernels": 0,
+        },
         "greedy_steps": {
             "step": _cpu.Tape(), "head": _cpu.Tape(), "table": floats(N, K), "scale": 2.0, "x": floats(M, K),
             "positions": tokens.copy(), "rope": floats(2, 2, M, d), "full": floats(2, 300, d),
             "local": floats(2, 300, d),
             "hidden": floats(M, K), "logits": floats(M, N), "left": tokens + 2, "ends": np.array([N - 2, 900]),
             "bell": np.zeros(1, np.uint8), "tokens": np.zeros((4, M), np.int64), "values": floats(4, M),
-            "states": floats(4, M, K), "threads": 2,
+            "states": floats(4, M, K), "rules": np.tile([0.7, 3, 0.9, 0.1], (M, 1)), "uniforms": np.full((4, M), 0.5),
+            "threads": 2, "kernels": 0,
         },
         "norm_backward": {
             "dy": floats(M, K), "x": floats(M, K), "weight": floats(K), "eps": 1e-5, "dx": floats(M, K),

@@ -46,7 +46,7 @@ def gist(out):
 def single_steps(model, prompt, **params):
     """Plain decoding: one pass at a time."""
     row = Continuation(Request(model, prompt, SamplingParams.of(**params)), slot=0)
-    row._is_greedy = False
+    row._is_plain = False
     for _ in generate_chunks(model, [[row]], row.stats):
         pass
     return row.result()
@@ -185,6 +185,21 @@ def test_an_error_of_its_own_ends_a_request_within_the_steps(story):
     check(engine)
 
 
+def test_sampled_requests_take_steps_in_a_row(story, groups):
+    """Their numbers are drawn beforehand: the texts of single steps, also where a request ends within a run."""
+    rules = [{}, {"top_p": 0.9}, {"top_k": 30, "min_p": 0.02}, {"typical_p": 0.8}, {"temperature": 0.0}]
+    options = [{"temperature": 0.9, "seed": i, "max_tokens": 14 + 5 * i, **rule} for i, rule in enumerate(rules)]
+    expected = [single_steps(story, text, **each) for text, each in zip(TEXTS, options, strict=True)]
+    assert groups == []
+    with story.engine(max_batch=4) as engine:
+        tickets = [engine.submit(text, **each) for text, each in zip(TEXTS, options, strict=True)]
+        outs = [ticket.result() for ticket in tickets]
+    assert [gist(out) for out in outs] == [gist(out) for out in expected]
+    assert sum(groups) > 10
+    pair = story.generate(TEXTS[0], temperature=0.9, seed=0, n=2, max_tokens=14)
+    assert pair[0].token_ids == expected[0].token_ids != pair[1].token_ids
+
+
 def test_slow_steps_are_taken_one_by_one(story):
     with story.engine() as engine:
         engine._worker._scheduler.step_s = 1.0
@@ -193,7 +208,7 @@ def test_slow_steps_are_taken_one_by_one(story):
         engine.generate(TEXTS[0], max_tokens=3)
     assert greedy.choose_steps([], 0.0) == 1
     row = Continuation(Request(story, TEXTS[0], SamplingParams.of(max_tokens=9)), slot=0)
-    assert not row.decodes_greedily
+    assert not row.decodes_plainly
     row.chunks, row.computed = [None], row.length - 1
     assert [greedy.choose_steps([row], step_s) for step_s in (0.0, 0.004, 0.007, 0.011, 1.0)] == [4, 4, 2, 1, 1]
     row.chunks = [None] * 7

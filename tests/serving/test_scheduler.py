@@ -28,7 +28,7 @@ class Row(Job):
         return self.guesses[0] > 0
 
     @property
-    def decodes_greedily(self):
+    def decodes_plainly(self):
         return self.is_greedy and self.generated > 0 and len(self.tokens) - self.computed == 1
 
     @property
@@ -114,7 +114,7 @@ class Cache:
         steps = 1 + self.groups % plan.steps  # the bell may ring after any of them
         for row, *_ in plan.pieces:
             text = list(row.tokens)
-            assert row.decodes_greedily
+            assert row.decodes_plainly
             for at in range(row.computed, row.computed + min(steps, row.to_come)):
                 self.pages[row.lease.pages[at // SIZE]][at % SIZE] = tuple(text)
                 text.append(sum(text) % 2)

@@ -812,9 +812,9 @@ def test_a_blank_key_is_refused(monkeypatch, arguments, variable):
 
 
 def test_a_server_that_cannot_start_says_why(monkeypatch, running):
-    assert invoke_json("serve", "--port", running.port, code=3)["error"]["message"].startswith(
-        "cannot listen on 127.0.0.1"
-    )
+    message = invoke_json("serve", "--port", running.port, code=3)["error"]["message"]
+    assert message.startswith("cannot listen on 127.0.0.1")
+    assert "--port (0: a free port)" in message
     assert "no address of this machine" in invoke_json("serve", "--host", "8.8.8.8.8", code=2)["error"]["message"]
     assert invoke_json("serve", "nothing-here", code=3)["error"]["type"] == "FormatError"
     assert invoke("serve", "a=storyteller", "a=storyteller").exit_code == 2

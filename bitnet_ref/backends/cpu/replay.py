@@ -26,7 +26,7 @@ from ...reference.config import ModelConfig, RopeConfig
 from ...reference.layers import Array, Floats
 from ...reference.model import decoder_layers, embeddings, head_input
 from ...reference.weights import DenseWeight, ModelWeights
-from ..backend import Backend, GreedyRun, GreedySteps
+from ..backend import Backend, Draws, GreedyRun, GreedySteps
 from ..paged_cache import CacheSpec, PagedKVCache
 from .extension import _cpu
 from .kernels import CpuKernels, KernelView
@@ -35,6 +35,7 @@ from .weights import view_bits
 
 MAX_TOKENS = 64  # per recorded step
 MAX_STEPS = 8  # recorded per cache, each for its own number of tokens
+NO_DRAWS = Draws(np.empty((0, 4), dtype=np.float64), np.empty((0, 0), dtype=np.float64))
 MIN_ROPE_ROWS = 256  # positions whose cos and sin are looked up instead of computed
 
 
@@ -213,10 +214,12 @@ class KernelStep:
         assert isinstance(table, DenseWeight)
         tokens, values = np.empty((run.steps, n), dtype=np.int64), np.empty((run.steps, n), dtype=np.float32)
         states = np.empty((run.steps, n, size), dtype=np.float32)
+        draws = NO_DRAWS if run.draws is None else run.draws
         count = _cpu.greedy_steps(
             *(self._tape, self._head, view_bits(table.stored), cfg.embedding_scale),
             *(self._x, self._batch.positions, self._rope, tables[0], tables[-1], self._result, self._logits),
-            *(run.left, run.ends, run.bell, tokens, values, states, self.kernels.threads),
+            *(run.left, run.ends, run.bell, tokens, values, states, draws.rules, draws.uniforms),
+            *(self.kernels.threads, self.kernels.kernel_set),
         )
         return GreedySteps(tokens[:count], values[:count], states[:count])
 

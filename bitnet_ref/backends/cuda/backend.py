@@ -167,6 +167,8 @@ class CupyBackend(Backend):
     ) -> GreedySteps | None:
         if not (self._may_replay(batch) and isinstance(cache, DeviceKVCache)) or cfg.logit_softcap is not None:
             return None
+        if run.draws is not None:
+            return None
         step: RecordedStep | None = cache.steps.get(_step_key(w, batch))
         room = cache.check_steps(batch, run.steps, run.left, widest_window(cfg))
         if step is None or room == 0:

@@ -71,7 +71,7 @@ class ExternalEngine:
             return None
         place = "" if python is None else f" in {python}"
         return (
-            f"{', '.join(missing)} is not installed{place}: pip install {self.pip}, or name an interpreter that has it "
+            f"{', '.join(missing)} not installed{place}: pip install {self.pip}, or name an interpreter that has it "
             "with --python"
         )
 

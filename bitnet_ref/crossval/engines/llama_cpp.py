@@ -46,7 +46,7 @@ from ..compare import Comparison, View, compare
 from ..explain.diagnose import Diagnoses
 from ..explain.hypotheses.activations import BlockwiseBackend
 from ..explain.replay import judge_trace
-from ..names import ACC, INT8, NORMALIZED, SCALE, linear_input
+from ..names import ACC, INT8, NORMALIZED, SCALE, first_rows, linear_input
 from ..report import Crossing, evidence
 from ..trace import Trace
 from .engine import Attempt, ExternalEngine, Prepared, search_causes
@@ -226,13 +226,8 @@ def block_rule(model: Model) -> Backend:
 
 
 def first_tokens(run: Mapping[str, Array], count: int) -> dict[str, Array]:
-    """A run cut to its first tokens: no token depends on a later one."""
-    cut = {}
-    for name in run:
-        array = np.asarray(run[name])
-        by_head = name.endswith(("hook_pattern", "hook_attn_scores"))
-        cut[name] = array[:, :count, :count] if by_head else array[:count]
-    return cut
+    """A run cut to its first tokens."""
+    return {name: first_rows(name, np.asarray(run[name]), count) for name in run}
 
 
 def _compare_beginning(

@@ -15,9 +15,9 @@ from ...formats.open import find_model
 from ...reference.config import ModelConfig
 from ..calls import SequenceRun
 from ..compare import View, compare
-from ..opponents import LONG_NAMES, default_tokens
+from ..opponents import default_tokens
 from ..report import Crossing, FurtherRun
-from ..runs import plan
+from ..runs import FEW_NAMES, plan
 from ..trace import Trace
 from . import llama_cpp, onnxruntime, transformers
 from .engine import Attempt, ExternalEngine, Outcome
@@ -102,11 +102,11 @@ def _run_attempts(
             job = {**job, "tokens": list(tokens), "out": str(folder / "candidate.safetensors")}
             ready.append((crossing, attempt, model, job))
             if long is not None:
-                names = [*LONG_NAMES, *job.get("long_names", ())]
+                names = [*FEW_NAMES, *job.get("long_names", ())]
                 more = {"tokens": list(long), "names": names, "out": str(folder / "long.safetensors")}
                 ready.append((crossing, attempt, model, {**job, **more}))
             for each in plan(model.config, tokens, [name for name in runs if name not in ("short", "long")]):
-                names = [*LONG_NAMES, *job.get("long_names", ())]
+                names = [*FEW_NAMES, *job.get("long_names", ())]
                 out = str(folder / f"{each.name}.safetensors")
                 further[out] = FurtherRun(each.name, len(each.tokens), each.in_words)
                 crossing.further.append(further[out])

@@ -14,8 +14,9 @@ from ...formats.convert import engine_of
 from ...formats.onnx.file import MODEL_FILE
 from ...formats.open import read_config
 from ..names import LOGITS
-from ..opponents import LONG_NAMES, default_tokens
+from ..opponents import default_tokens
 from ..report import Crossing
+from ..runs import FEW_NAMES
 from ..tolerances import LOGITS_FLOOR
 from ..trace import Trace
 from . import llama_cpp, onnxruntime, transformers
@@ -104,7 +105,7 @@ def _folder(path: Path) -> _Prepared:
     model = load(path, backend="numpy")
     # as the reference, which gives each token the angles of its own position
     one_at_a_time = model.config.rope.rope_type in ("dynamic", "longrope")
-    job = {"model": str(path), "dtype": None, "one_at_a_time": one_at_a_time, "names": LONG_NAMES}
+    job = {"model": str(path), "dtype": None, "one_at_a_time": one_at_a_time, "names": FEW_NAMES}
     return model, job, judge_by_contract
 
 

@@ -23,8 +23,8 @@ from ...families.family import Around, Edit, Hypothesis, after, before, heads_ap
 from ...reference import layers
 from ...reference.layers import ACTIVATIONS, Array
 from ...reference.weights import LinearWeight, Norm
-from ..names import linear_input
-from .variants import Step, all_scores, is_by_head
+from ..names import is_by_head, linear_input
+from .variants import Step, all_scores
 
 # In the tables below a row is a line.
 # fmt: off

@@ -34,9 +34,9 @@ from ...reference.model import BlockPlace, embeddings, head_input, rope_tables_o
 from ...reference.weights import LayerWeights, TernaryLinear
 from ..compare import Comparison, OpResult, Tensors, View, compare
 from ..flips import Flip, distance_to_half
-from ..names import INT8, LOGITS, layer_of, linear_input, op_order
+from ..names import INT8, LOGITS, first_rows, is_by_head, layer_of, linear_input, op_order
 from ..tolerances import FEW_FLIPS, FLIP_CEILING, NARROW_FLOATS, VALUES_PER_FLIP, near_half
-from .variants import IMPOSSIBLE, Setting, is_by_head, quick_ternary_matmul
+from .variants import IMPOSSIBLE, Setting, quick_ternary_matmul
 
 _TRIED = ((96, 0), (32, 128))  # how many activations at a time, of the wrong token and of those that it sees
 _BEST, _NEAREST = 2, 2  # with how many of these others are tried: after which the least is wrong, and the nearest
@@ -209,7 +209,7 @@ class _FlipSearch:
             if name in self.candidate:
                 theirs = self.candidate[name]
                 if theirs.size == mine.size:
-                    cut[name] = _rows(name, theirs.reshape(mine.shape), count)
+                    cut[name] = first_rows(name, theirs.reshape(mine.shape), count)
                 elif count == len(self.setting.tokens):  # of the last token only
                     cut[name] = theirs
         cut.own_engine = getattr(self.candidate, "own_engine", True)
@@ -218,7 +218,9 @@ class _FlipSearch:
     def agrees(self, run: _Run, theirs: View, token: int) -> bool:
         """Whether all of a trial's tensors agree up to that token."""
         only = View(theirs, set(run.tensors))
-        return self.compare(_Run({name: _rows(name, x, token + 1) for name, x in run.tensors.items()}), only).agrees
+        return self.compare(
+            _Run({name: first_rows(name, x, token + 1) for name, x in run.tensors.items()}), only
+        ).agrees
 
     def error(self, run: _Run, theirs: View, name: str, token: int) -> float:
         """How wrong a tensor is at a token."""
@@ -272,7 +274,7 @@ class _FlipSearch:
         cache.keys[layer:, 0, changed], cache.values[layer:, 0, changed] = kept
         tensors = {}
         for name, rows in done.seen.items():
-            tensors[name] = _rows(name, base.tensors[name], token + 1).copy()
+            tensors[name] = first_rows(name, base.tensors[name], token + 1).copy()
             if is_by_head(name):
                 tensors[name][:, start:] = rows
             else:
@@ -311,11 +313,6 @@ class _FirstRows(dict[str, Array]):
     """A candidate's tensors, of some tokens."""
 
     own_engine = True
-
-
-def _rows(name: str, x: Array, count: int) -> Array:
-    """Of the first tokens."""
-    return x[:, :count, :count] if is_by_head(name) else x[:count]
 
 
 def _row_errors(mine: Array, theirs: Array) -> NDArray[np.float64]:

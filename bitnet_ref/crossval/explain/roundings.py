@@ -18,6 +18,7 @@ from ...reference import layers
 from ...reference.layers import ACTIVATIONS as GATES
 from ...reference.layers import Array
 from ...reference.weights import LinearWeight
+from ..names import is_by_head
 from .edits import Description, Row, _angles, _e, _ms, _shares, _turn, input_floats, matrix, product, wide
 from .number_formats import (
     FLOATS,
@@ -35,7 +36,7 @@ from .number_formats import (
     rounded,
     running_sum,
 )
-from .variants import Step, is_by_head
+from .variants import Step
 
 
 def descriptions(step: Step) -> Iterator[Description]:

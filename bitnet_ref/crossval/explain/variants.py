@@ -51,11 +51,6 @@ from ..names import layer_of, op_shape
 IMPOSSIBLE = (BitNetRefError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
-def is_by_head(name: str) -> bool:
-    """Whether a tensor's first axis is its heads, and tokens come second."""
-    return name.endswith(("hook_attn_scores", "hook_pattern"))
-
-
 @dataclass
 class Step:
     """One step of a run.

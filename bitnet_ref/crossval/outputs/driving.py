@@ -33,7 +33,6 @@ class Driving:
     remedy: str
     rows: Callable[..., Rows | None]
     values: tuple[Any, ...] = ()
-    concerns_prompt: bool = False
 
 
 # -- the list ----------------------------------------------------------------------------------------------------------
@@ -64,13 +63,13 @@ def _prompts(runs: Sequence[GivenRun], model: LoadedModel) -> Iterator[Driving]:
     # fmt: off
     yield Driving("last_token_twice", "the prompt's last token was computed twice",
         "Decode the first new token, not the prompt's last one again.",
-        lambda replay: replay.after([*replay.run.prompt, replay.run.prompt[-1]]), concerns_prompt=True)
+        lambda replay: replay.after([*replay.run.prompt, replay.run.prompt[-1]]))
     yield Driving("last_token_dropped", "the prompt's last token was dropped", ask,
-        lambda replay: replay.after(replay.run.prompt[:-1]), concerns_prompt=True)
+        lambda replay: replay.after(replay.run.prompt[:-1]))
     yield Driving("prompt_cut", "only the last {} tokens of the prompt were computed",
-        "Compare the prompt's length with the engine's context and batch.", _cut_front, _CUTS, True)
+        "Compare the prompt's length with the engine's context and batch.", _cut_front, _CUTS)
     yield Driving("prompt_end_cut", "only the first {} tokens of the prompt were computed",
-        "Compare the prompt's length with the engine's batch: all its pieces must be computed.", _cut_end, _CUTS, True)
+        "Compare the prompt's length with the engine's batch: all its pieces must be computed.", _cut_end, _CUTS)
     # fmt: on
 
 
@@ -89,8 +88,7 @@ def _edited_prompts(model: LoadedModel) -> list[Driving]:
     drivings = [] if bos is None else [
         Driving("bos_added", "BOS was put before a prompt that has none",
             "Send these ids as they are (add_special_tokens=False).",
-            lambda replay: replay.after([bos, *replay.run.prompt]) if replay.run.prompt[0] != bos else None,
-            concerns_prompt=True)
+            lambda replay: replay.after([bos, *replay.run.prompt]) if replay.run.prompt[0] != bos else None)
     ]  # fmt: skip
 
     def encoded(replay: Replay, name: str, end: int | None = None) -> Rows | None:
@@ -109,21 +107,20 @@ def _edited_prompts(model: LoadedModel) -> list[Driving]:
     for each in known:
         if each.name not in ("eos_appended", "special_tokens_as_text"):
             rows = partial(encoded, name=each.name)
-            drivings.append(Driving(each.name, each.cause, each.remedy, rows, concerns_prompt=True))
+            drivings.append(Driving(each.name, each.cause, each.remedy, rows))
     (appended,) = (each for each in known if each.name == "eos_appended")
     for end in end_ids(model):
         name = f"token {end}" if tokenizer is None else tokenizer.id_to_token(end)
         cause = appended.cause.replace("an end token", f"the end token {name}")
         rows = partial(encoded, name="eos_appended", end=end) if tokenizer else partial(_append, end=end)
-        drivings.append(Driving("eos_appended", cause, appended.remedy, rows, concerns_prompt=True))
+        drivings.append(Driving("eos_appended", cause, appended.remedy, rows))
     if tokenizer is not None and tokenizer.chat_template:
         # fmt: off
         drivings += [
             Driving("template_applied", "the text was put into the chat template as a user's message",
-                "Use the completions endpoint, or the engine's raw mode, for plain text.", _as_message,
-                concerns_prompt=True),
+                "Use the completions endpoint, or the engine's raw mode, for plain text.", _as_message),
             Driving("template_not_applied", "the message was taken as plain text, without the chat template",
-                "Render the conversation with the model's chat template.", _as_text, concerns_prompt=True),
+                "Render the conversation with the model's chat template.", _as_text),
         ]
         # fmt: on
     return drivings

@@ -59,8 +59,7 @@ class _Keys:
         self.file, self.metadata = file, file.metadata
         arch, known = self.metadata.get("general.architecture"), architectures()
         if not isinstance(arch, str) or arch not in known:
-            expected = f"expected one of {', '.join(known)}"
-            raise self.fail("general.architecture", f"{expected}, got {arch!r}: others are not supported")
+            raise self.fail("general.architecture", f"{arch!r} is not supported; expected one of {', '.join(known)}")
         self.arch = arch
         self.family, self.architecture = known[arch]
         for family in FAMILIES.values():

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import FormatError, RegistryError
-from ...system.atomic import atomic_path, explain_os_errors
 from ...system.json_file import read_bounded
 from .names import is_reference, model_in, parse_reference, split_choice
 
@@ -85,14 +84,6 @@ def find_cached(text: str) -> Path | None:
     if "@" not in text:
         chosen = [each for each in chosen if "main" in each.revisions] or chosen[: len(chosen) == 1]
     return chosen[0].path(file) if chosen else None
-
-
-def write_ref(file: Path, commit: str) -> None:
-    """Let a branch or tag, a file in the folder `refs` of a cached repository, mean this commit."""
-    with explain_os_errors(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(file) as temporary:
-        temporary.write_text(commit)
 
 
 def _folders(path: Path) -> list[Path]:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from ...errors import FormatError
-from ...system.atomic import atomic_path, explain_os_errors
+from ...system.atomic import explain_os_errors, write_file
 from ...system.json_file import read_bounded
 from .names import check_name, is_reference
 
@@ -30,11 +30,7 @@ def home() -> Path:
 def set_link(name: str, path: Path) -> None:
     """Let a name refer to a path from now on. RegistryError if it is no usable name, StorageError for the disk."""
     check_name(name)
-    file = _file_of(name)
-    with explain_os_errors(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(file) as temporary:
-        temporary.write_bytes(os.fsencode(path))
+    write_file(_file_of(name), os.fsencode(path))
 
 
 def links() -> dict[str, Path]:

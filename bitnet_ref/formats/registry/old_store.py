@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FormatError
-from ...system.atomic import atomic_path, explain_os_errors, sync
+from ...system.atomic import atomic_path, explain_os_errors, sync, write_file
 from ...system.json_file import read_json_object
-from .hub_cache import WEIGHTS, repository_folder, write_ref
+from .hub_cache import WEIGHTS, repository_folder
 from .links import home, linked_path, set_link
 from .names import is_reference
 
@@ -104,5 +104,5 @@ def _move_to_cache(entry: dict[str, Any], source: Path) -> Path:
     sync(folder)
     ref = repository / "refs" / entry["revision"]
     if not ref.exists():
-        write_ref(ref, entry["commit"])
+        write_file(ref, entry["commit"].encode())
     return folder

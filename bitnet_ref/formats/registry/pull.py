@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import FormatError, HubError, RegistryError, StorageError, describe
-from ...system.atomic import DISK_FULL, check_space, explain_os_errors
+from ...system.atomic import DISK_FULL, check_space, explain_os_errors, write_file
 from ...system.json_file import read_bounded, stays_inside
 from ..hashes import file_hash
 from ..hf.folder import SINGLE_FILE
 from ..open import open_checkpoint
-from .hub_cache import WEIGHTS, CachedModel, hub_cache, repository_folder, write_ref
+from .hub_cache import WEIGHTS, CachedModel, hub_cache, repository_folder
 from .links import links, remove_link, set_link
 from .names import check_name, choose_files, model_in, parse_reference, split_choice
 
@@ -80,7 +80,7 @@ def pull(reference: str, *, name: str | None = None, file: str | None = None) ->
             _compare(folder / each, listed[each], reference)
         open_checkpoint(path).close()  # raises if it is no model
         if revision != commit:
-            write_ref(home / "refs" / (revision or "main"), commit)
+            write_file(home / "refs" / (revision or "main"), commit.encode())
         if name is not None or file is not None:
             set_link(name or repository, path)
         elif revision is None:

@@ -23,7 +23,7 @@ include "_types.pxi"  # the structs and function types of the headers, written b
 
 cdef extern from "kernels.h" nogil:
     uint64_t read_words(const uint64_t *, size_t) noexcept nogil
-    const int KV_FLOAT32, KV_FLOAT16, KV_INT8, ATTEND_ROWS, SUM_KEYS
+    const int KV_FLOAT32, KV_FLOAT16, KV_INT8, ATTEND_ROWS, SUM_KEYS, DRAW_BLOCK
     const int ATTEND_BEGIN, ATTEND_SCORES, ATTEND_SOFTMAX, ATTEND_VALUES, ATTEND_END
     size_t attend_workspace(size_t rows, size_t d, size_t n_keys, size_t slots)
     void attend_place(attend_call *, double *workspace)

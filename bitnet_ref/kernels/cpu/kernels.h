@@ -80,7 +80,7 @@ typedef struct {
     void (*gated)(const float *, const float *, size_t, int, float *);
     void (*rope)(const float *, size_t, size_t, const float *, const float *, float *);
     attend_fn attend;
-    ptrdiff_t (*draw)(const float *, size_t, double, double, double *);
+    ptrdiff_t (*draw)(const float *, size_t, const draw_rule *, double, double *, float *);
     void (*dense_pack)(const float *, size_t, size_t, float *);
     void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t, float *);
     void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *);

@@ -20,9 +20,9 @@ from ....families.family import Edit, Hypothesis, own_rope
 from ....reference import layers
 from ....reference.layers import Array
 from ...calls import Calls, call_of_tokens, start_of_tokens
-from ...names import LOGITS
+from ...names import LOGITS, is_by_head
 from ..number_formats import rounded, to_integers
-from ..variants import Setting, Step, all_scores, is_by_head
+from ..variants import Setting, Step, all_scores
 
 _CACHE = "The cache holds, for each token of its own sequence, the rotated key and the value at its own position."
 _POSITION = "A token's position is the number of tokens of its sequence before it, those of earlier calls included."

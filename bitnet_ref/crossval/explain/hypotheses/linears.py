@@ -9,12 +9,12 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from ....families.family import Edit, Hypothesis, after, before, layer_weights
 from ....reference.layers import Array
 from ....reference.quantization import SCALE_FLOOR
 from ....reference.weights import TernaryLinear, TernaryWeight
+from ..number_formats import rounded
 from ..variants import Setting, Step
 
 OUT = "*_proj.hook_out"
@@ -101,12 +101,9 @@ def _by_row(step: Step, w: Array) -> Quantized:
 
 
 def _in_bfloat16(step: Step, w: Array) -> Quantized:
+    narrow = partial(rounded, dtype=ml_dtypes.bfloat16)
     inverse = narrow(1 / np.maximum(narrow(np.abs(narrow(w)).mean()), np.float32(SCALE_FLOOR)))
     return np.clip(np.rint(narrow(narrow(w) * inverse)), -1, 1), narrow(1 / inverse)
-
-
-def narrow(x: Any) -> NDArray[np.float32]:
-    return np.asarray(np.asarray(x, dtype=ml_dtypes.bfloat16), dtype=np.float32)
 
 
 def _merged(names: Sequence[str], step: Step, w: Array) -> Quantized:
@@ -156,7 +153,7 @@ HYPOTHESES = (
         after(_transpose_tiles), lambda step: len(step.setting.tokens) > 3),
     sum_mistake("bf16_accumulators", "the integer sums are rounded to bfloat16, which has 8 bits",
         "Keep the sums in int32 (or float32, exact below 2^24) until the scale is applied.",
-        after(lambda acc: acc.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32))),
+        after(partial(rounded, dtype=ml_dtypes.bfloat16))),
     sum_mistake("f16_accumulators", "the integer sums are rounded to float16",
         "Keep them in int32.",
         after(lambda acc: np.clip(acc, -65504, 65504).astype(np.float16).astype(np.float32))),
