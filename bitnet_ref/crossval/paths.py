@@ -13,6 +13,7 @@ divided layers, and as text. What is compared, and how strictly:
     caches   attention over a narrow cache against the reference's attention over the same stored numbers
     heads    the candidates of a screened head against the whole head: equal, and complete
     adapters sequences with different LoRA adapters in one batch, each against itself alone: equal, bit for bit
+    drawn    tokens that kernels draw, one by one and in steps in a row, against NumPy's choice from the logits: equal
     text     every greedy token against the largest logit of a pass over the whole text by "ops": equal
 """
 

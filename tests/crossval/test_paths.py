@@ -1,5 +1,6 @@
 """Execution paths: all agree as they are; a mistake in one of them is noticed, wherever `generate` passes."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -56,6 +57,22 @@ def test_another_gate_in_the_fused_block(monkeypatch):
     """What doctor and crossval did not see when generate had a path of its own."""
     monkeypatch.setattr(kernels, "GATES", {"relu2": 2, "silu": 1})
     assert "blocks" in failed()
+
+
+@pytest.mark.thorough
+@cython_only
+def test_drawn_steps_by_another_rule(monkeypatch):
+    """Steps in a row that leave out top_k."""
+    play = replay.KernelStep.play_greedy
+
+    def unlimited(self, cfg, tables, run):
+        if run.draws is not None:
+            run = replace(run, draws=replace(run.draws, rules=run.draws.rules * [1, 0, 1, 1]))
+            run.draws.rules[:, 2] = 1
+        return play(self, cfg, tables, run)
+
+    monkeypatch.setattr(replay.KernelStep, "play_greedy", unlimited)
+    assert failed() == ["drawn steps"]
 
 
 @pytest.mark.thorough
