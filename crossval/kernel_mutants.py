@@ -224,9 +224,9 @@ PLACES = {
         packed + ⟦m → 0⟧ * packed_columns(K), K, out, next, pack, lines); break;
         STEP(dense_token)(kind, 1, 2, w + n * row_bytes, far, K, x + ⟦m → 0⟧ * K""",
     "draw_steps.h": r"""
-        (STEP(wide)(logits + (i + k) * STEP(DOUBLES)) - top) / ⟦temperature → 1.0⟧;
+        (STEP(wide)(logits + (i + k) * STEP(DOUBLES)) - top) * ⟦per_temperature → 1.0⟧;
         for (; block + 1 < blocks && below + sums[block] <= target; block++) ⟦below += sums[block] → below += 0⟧;
-        const double end = below + ⟦e[i] → e[0]⟧;
+        const double end = below + ⟦e[i] → e[0]⟧;\n        if (end > target) {
         const double target = ⟦uniform → 0.5⟧ * total""",
     "dense_amx.h": r"""
         part[⟦p * tokens → p⟧ + t] = _mm512_permutex2var_epi16(

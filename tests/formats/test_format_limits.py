@@ -201,7 +201,7 @@ LIMITS = {
         100_000_000,
         4000,
         lambda n, folder: safetensors(b"{}" + b" " * (n - 2), folder),
-        "the header is said to have 4001 bytes",
+        "its header would have 4001 bytes",
     ),
     "safetensors MAX_RANK": (
         8,

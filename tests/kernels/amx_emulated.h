@@ -8,10 +8,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#ifndef NOT_ON_TRIAL
-#define NOT_ON_TRIAL /* check_kernels.c optimises these functions in builds that it does not optimise */
-#endif
-
 enum { TILES = 8, TILE_ROWS = 16, TILE_ROW_BYTES = 64 };
 
 /* each thread has its own, as each processor has */
@@ -81,7 +77,7 @@ static void amx_check_product(int sum, int a, int b) {
 
 /* tdpbsud: sum[m][n] += a[m][4k + i] (signed) * b[k][4n + i] (unsigned), over k and i; 32 bits, no saturation. tdpbssd: b is
  * signed too. */
-NOT_ON_TRIAL static void amx_dot(int sum, int a, int b, int is_signed) {
+static void amx_dot(int sum, int a, int b, int is_signed) {
     amx_check_product(sum, a, b);
     const amx_config *c = &tiles.config;
     for (int m = 0; m < c->rows[sum]; m++)
@@ -97,9 +93,9 @@ NOT_ON_TRIAL static void amx_dot(int sum, int a, int b, int is_signed) {
         }
 }
 
-NOT_ON_TRIAL static float amx_flushed(float v) { return fabsf(v) < 0x1p-126f ? copysignf(0, v) : v; }
+static float amx_flushed(float v) { return fabsf(v) < 0x1p-126f ? copysignf(0, v) : v; }
 
-NOT_ON_TRIAL static float amx_bf16(const uint8_t *at) {
+static float amx_bf16(const uint8_t *at) {
     uint16_t half;
     memcpy(&half, at, 2);
     const uint32_t bits = (uint32_t)half << 16;
@@ -110,10 +106,7 @@ NOT_ON_TRIAL static float amx_bf16(const uint8_t *at) {
 
 /* tdpbf16ps: sum[m][n] += (the sum over k of a[m][2k] b[k][2n]) + (that of a[m][2k + 1] b[k][2n + 1]), each sum from 0 by
  * fused multiply-adds. Denormal numbers are taken as 0, and results flushed to it; the control register has no say. */
-#if defined(__x86_64__)
-__attribute__((target("fma"))) /* fmaf is an instruction, not a call: where these tiles are, it is there */
-#endif
-NOT_ON_TRIAL static void amx_dot_bf16(int sum, int a, int b) {
+static void amx_dot_bf16(int sum, int a, int b) {
     amx_check_product(sum, a, b);
     for (int m = 0; m < tiles.config.rows[sum]; m++)
         for (int n = 0; n < tiles.config.colsb[sum] / 4; n++) {

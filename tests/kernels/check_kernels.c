@@ -11,13 +11,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* What the kernels are held to is optimised in a build for sanitizers too: it is most of the work, and not on trial. */
-#if defined(__GNUC__) && !defined(__clang__)
-#define NOT_ON_TRIAL __attribute__((optimize("O3"), no_sanitize("address", "undefined")))
-#else
-#define NOT_ON_TRIAL
-#endif
-
 #include "kernels.h"
 
 static uint64_t state = 20240227;
@@ -52,7 +45,11 @@ static void must_equal(const kernel_set *set, const char *what, const void *got,
     if (size && memcmp(got, expected, size)) fail(set, what, a, b, c);
 }
 
-NOT_ON_TRIAL static int64_t naive_dot(const uint8_t *packed, const int8_t *x, size_t K) {
+/* What the kernels are held to is optimised in a build for sanitizers too: it is most of the work, and not on trial. */
+#if defined(__GNUC__) && !defined(__clang__)
+__attribute__((optimize("O3"), no_sanitize("address", "undefined")))
+#endif
+static int64_t naive_dot(const uint8_t *packed, const int8_t *x, size_t K) {
     int64_t sum = 0;
     for (size_t k = 0; k < K; k++) sum += ((packed[k / 4] >> 2 * (k % 4) & 3) - 1) * (int64_t)x[k];
     return sum;
