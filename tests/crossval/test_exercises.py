@@ -22,6 +22,7 @@ from bitnet_ref.crossval.exercises import EXERCISES, Check, tensors
 from bitnet_ref.crossval.exercises.declare import exercise_texts
 from bitnet_ref.crossval.exercises.lessons import byte_pairs
 from bitnet_ref.crossval.exercises.quiz import LETTERS, QUIZZES
+from bitnet_ref.families import groups
 from bitnet_ref.notebook import NextToken
 from bitnet_ref.reference import layers, quantization
 from bitnet_ref.reference.weights import TernaryWeight
@@ -976,6 +977,29 @@ CASES = {
         ],
         [{name: word.upper() for name, word in PUBLISHED.items()}],
     ),
+    "10.rules": Case(
+        [
+            (Edit('"int8, divide"', '"int8, multiply"'), "int8, multiply.*points the other way"),
+            (Edit("1 / scale if", "scale if"), "int8, divide.*points the other way"),
+            (Edit("x_q.astype(np.int64) @ t.T.astype(np.int64)", "x_q @ t.T"), "overflow int8"),
+            (Edit("(s / x_scale)", "(s * x_scale)"), "it is divided by it"),
+            (Edit("(s / x_scale)", "s"), "x_scale is left out"),
+            (Edit("(s / x_scale)", "(1 / x_scale)"), "scale of the weights is left out"),
+            (Edit("return acc * (s / x_scale)", "return x @ t.T * s"), "x is not made int8"),
+            (Edit("np.repeat(scale, 64, axis=1)", "scale[:, :1]"), "groups, float.*one scale is taken"),
+            (Edit("np.repeat(scale, 64, axis=1)", "np.tile(scale, (1, 64))"), "not np.tile"),
+            (Edit("t * np.repeat", "t / np.repeat"), "the scales divide; in groups they multiply"),
+            (Edit('if rule == "rotated" else x', "if False else x"), "rotated.*the inputs are turned here"),
+            (Edit('if rule == "rotated" else x', "if True else x"), "groups, float.*not turned here"),
+            (Edit("(x, 64)", "(x, x.shape[1])"), "blocks of 64"),
+            (lambda rule, t, scale, x: x @ t.T, "int8, multiply"),
+            ("rotated", "A function is wanted"),
+        ],
+        [
+            Edit("acc * (s / x_scale)", "(x_q / x_scale) @ (s * t).T.astype(np.float64)"),
+            Edit("return inputs @ W.T", "return np.einsum('mk,nk->mn', inputs, W)"),
+        ],
+    ),
     "10.norms": Case(
         [
             (Edit("(model, variant(**norms))", "(variant(**norms), model)"), "the right one's p weighs"),
@@ -1205,6 +1229,7 @@ def notebook():
     ids = story.tokenizer.encode("The little girl looked at the lion and said,")
     check = Check(story, ids)
     names = {**check._pieces, **vars(given()), "Backend": Backend, "quantization": quantization, "replace": replace}
+    names["groups"] = groups
     names |= {"model": story, "L": 6, "N": len(ids), "compare": None, "bfloat16": bfloat16}
     for exercise in EXERCISES.values():
         if exercise.lesson in ("0", "3b"):

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from ....api import Model
+from ....families.hadamard import hadamard
+from ....reference import quantization
 from ....reference.layers import Array
 from ...compare import compare
 from ..answers import as_number, expect_array, expect_names, expect_number, expect_set, expect_word
@@ -130,6 +132,54 @@ def hadamard_matrix(answer: Any) -> str:
         }
         expect_array(run(answer, n), signs / np.sqrt(n), mistakes=mistakes)
     return "H @ H is the identity: turned twice, nothing is left of the turn."
+
+
+@exercise("10.rules")
+def rule_of_each_dialect(answer: Any) -> str:
+    draw = draws(101)
+    t = draw.integers(-1, 2, (8, 128)).astype(np.int8)
+    s, scales = np.array(0.07, np.float32), draw.uniform(0.03, 0.2, (8, 2)).astype(np.float32)
+    x = draw.normal(size=(4, 128)).astype(np.float32)
+    x_q, a = quantization.quantize_activations(x)
+    W, wide = t * np.repeat(scales, 64, axis=1), x.astype(np.float64)
+    in_int8, turned = x_q / a.astype(np.float64), hadamard(wide, 64)
+    by_one_scale: dict[str, Array] = {
+        "x is not made int8": wide @ t.T,
+        "the sums overflow int8: make x_q and t wider first": (x_q @ t.T) / a,
+        "x_q is multiplied by x_scale; it is divided by it": (x_q.astype(int) @ t.T) * a,
+        "x_scale is left out: the sums are of x_q, not of x": x_q.astype(int) @ t.T,
+    }
+    by_groups = {
+        "one scale is taken for the whole row": t * scales[:, :1],
+        "neighbours share a scale: np.repeat, not np.tile": t * np.tile(scales, (1, 64)),
+        "the scales divide; in groups they multiply": t / np.repeat(scales, 64, axis=1),
+    }
+    for rule in DIALECTS:
+        if rule.startswith("int8"):
+            factor, other = (s, 1 / s) if rule == "int8, multiply" else (1 / s, s)
+            right = factor * (in_int8 @ t.T)
+            mistakes: dict[str, Array] = {text: factor * y for text, y in by_one_scale.items()}
+            mistakes |= {
+                "the scale points the other way": other * (in_int8 @ t.T),
+                "the scale of the weights is left out": in_int8 @ t.T,
+            }
+            given = run(answer, rule, t, s, x)
+        else:
+            inputs, not_these = (turned, wide) if rule == "rotated" else (wide, turned)
+            right = inputs @ W.T
+            mistakes = {text: inputs @ wrong.T for text, wrong in by_groups.items()}
+            mistakes |= {
+                f"the inputs are {'turned' if rule == 'rotated' else 'not turned'} here": not_these @ W.T,
+                "the inputs are turned in blocks of 64, not of the whole width": hadamard(wide, 128) @ W.T,
+                "the outputs are turned; the inputs are": hadamard(wide @ W.T, 8),
+                "the activations are float here; yours are int8": in_int8 @ W.T,
+            }
+            given = run(answer, rule, t, scales, x)
+        try:
+            expect_array(given, right, mistakes=mistakes)
+        except Wrong as wrong:
+            raise Wrong(f"By the rule {rule!r}: {wrong}") from None
+    return "Four dialects in one program: what is left is to see which of them a file obeys."
 
 
 @exercise("10.norms")
