@@ -129,6 +129,38 @@ CASES = {
             (lambda w_t: 1.585, "1.585 is too large|1.585 is too small"),
         ]
     ),
+    "1.harmless": Case(
+        [
+            ({"q_proj", "v_proj", "gate_proj", "up_proj"}, "'q_proj' is one too many: q and k set the scores"),
+            ({"v_proj", "gate_proj", "up_proj", "o_proj"}, "'o_proj' is one too many: After o no norm"),
+            ({"down_proj"}, "'down_proj' is one too many: After down no norm"),
+            ({"gate_proj", "up_proj"}, "One is missing. What attention returns is a mean of v"),
+            ({"v_proj", "up_proj"}, "One is missing. relu² only squares"),
+            ({"v_proj", "gate_proj"}, "One is missing. Behind the product"),
+            ({"value"}, "none of the choices"),
+            (3, "A set is wanted"),
+        ],
+        [["up_proj", "v_proj", "gate_proj"], "v_proj, gate_proj and up_proj"],
+    ),
+    "1.backwards": Case(
+        [
+            (Edit("1 / w.w_dequant_scale", "w.w_dequant_scale"), "q_proj of block 0 is still"),
+            (Edit("kind in kinds", "kind == kinds"), "is still"),
+            (Edit("kind in kinds", "kind in kinds[:1]"), "down_proj of block 0 is still"),
+            (Edit(" if kind in kinds else w", ""), "k_proj of block 0 was not asked for"),
+            (Edit("kind in kinds", "kind not in kinds"), "is still|not asked for"),
+            (Edit("1 / w.", "-w."), "The sign is not turned"),
+            (Edit("1 / w.w_dequant_scale", "w.w_dequant_scale**2"), "q_proj of block 0 is 0.0.*, not 1 /"),
+            (Edit("return with_weights(turn)", "return turn"), "A model is wanted"),
+            (
+                Edit("replace(w, w_dequant_scale=1 / w.w_dequant_scale)", "1 / w.w_dequant_scale"),
+                "q_proj of block 0 is no matrix now",
+            ),
+            (Edit("replace(w, ", "replace(w, packed=~w.packed & 0x55, "), "raised|The weights of q_proj of block 0"),
+            (lambda *kinds: 0.5, "A model is wanted"),
+        ],
+        [Edit("1 / w.w_dequant_scale", "w.w_dequant_scale ** -1.0")],
+    ),
     "1.1": Case(
         [
             (0.4307, "the scale is twice that"),
@@ -1146,6 +1178,14 @@ def patients():
     return {"A": layout, "B": scale, "C": broken(activation="silu"), "D": story}
 
 
+def with_weights(change):
+    """As notebook 1 has it."""
+    weights = model("storyteller", "numpy").weights
+    changed = [{kind: change(kind, w) for kind, w in block.linears()} for block in weights.layers]
+    blocks = tuple(replace(block, **ws) for block, ws in zip(weights.layers, changed, strict=True))
+    return broken(replace(weights, layers=blocks))
+
+
 def variant(**norms):
     """As notebook 10 has it."""
     weights = model("storyteller", "numpy").weights
@@ -1205,6 +1245,7 @@ def given():
         loss_of=loss_of,
         patients=patients(),
         variant=variant,
+        with_weights=with_weights,
         log_softmax=log_softmax,
         ids=PASSAGE,
         passage_ids=PASSAGE,

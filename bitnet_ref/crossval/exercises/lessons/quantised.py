@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,53 @@ def scale_again(answer: Any, ternary: Array) -> str:
     }
     expect_number(answer, used, within=2e-3, mistakes=mistakes, hint="Which share of the matrix is not 0?")
     return "Absmean of a matrix that is ternary already makes its scale too small by the share of non-zeros."
+
+
+@exercise("1.harmless")
+def harmless_scales(answer: Any) -> str:
+    sharp = "q and k set the scores: a hundred times larger, and the softmax gives nearly all to one token."
+    added = "no norm follows before its result is added to the vector of the block, which it outweighs by far."
+    common = "a norm follows, and it undoes a factor that all its inputs have in common."
+    choices = {
+        "q_proj": sharp,
+        "k_proj": sharp,
+        "v_proj": f"What attention returns is a mean of v: {common}",
+        "o_proj": f"After o {added}",
+        "gate_proj": f"relu² only squares a factor: {common}",
+        "up_proj": f"Behind the product of gate and up {common}",
+        "down_proj": f"After down {added}",
+    }
+    expect_set(answer, {"v_proj", "gate_proj", "up_proj"}, choices)
+    return "Behind each of them is a norm, and it undoes a common factor. Now see whether the numbers agree."
+
+
+@exercise("1.backwards")
+def turned_scales(answer: Any, model: Model, with_weights: Callable[..., Model]) -> str:
+    """with_weights: the notebook's own."""
+    for kinds in (("q_proj",), ("v_proj", "down_proj"), ()):
+        turned = run(answer, *kinds)
+        if not isinstance(turned, Model):
+            raise Wrong(f"A model is wanted, as with_weights returns it, not {describe(turned)}.")
+        for number, (before, after) in enumerate(zip(model.weights.layers, turned.weights.layers, strict=True)):
+            given = dict(after.linears())
+            for kind, w in before.linears():
+                what, mine = f"{kind} of block {number}", given.get(kind)
+                assert isinstance(w, TernaryWeight)
+                if not isinstance(mine, TernaryWeight):
+                    raise Wrong(f"{what} is no matrix now but {describe(mine)}: replace(w, ...) makes one.")
+                s, scale = float(w.w_dequant_scale), as_number(mine.w_dequant_scale)
+                right = 1 / s if kind in kinds else s
+                if not np.array_equal(mine.packed, w.packed):
+                    raise Wrong(f"The weights of {what} are others now: change the scale alone.")
+                if abs(scale - right) <= 1e-5 * right:
+                    continue
+                if kind not in kinds:
+                    raise Wrong(f"{what} was not asked for (kinds is {kinds}), and its scale is another now.")
+                if scale == s:
+                    raise Wrong(f"The scale of {what} is still {s:.4f}: it should be 1 / {s:.4f}.")
+                sign = " The sign is not turned: the scale is." if scale < 0 else ""
+                raise Wrong(f"The scale of {what} is {scale:.4g}, not 1 / {s:.4f} = {right:.4g}.{sign}")
+    return "One line of a wrong program. Each output of these matrices is now 100 to 240 times too large."
 
 
 # -- 2: BitLinear --------------------------------------------------------------------------------------------------
