@@ -480,6 +480,19 @@ CASES = {
         ],
         [1536.0, "1536"],
     ),
+    "3c.seen": Case(
+        [
+            (Edit(".sum())", ".sum()) / len(right)"), "That is a share"),
+            (Edit("!=", "=="), "how often they agree"),
+            (Edit("right.argmax(axis=-1) != wrong.argmax(axis=-1)", "right != wrong"), "logits that differ"),
+            (lambda right, wrong: (right.max(-1) != wrong.max(-1)).sum(), "where the token stays"),
+            (lambda right, wrong: (right.argmax(0) != wrong.argmax(0)).sum(), "along the last axis"),
+            (lambda right, wrong: 0, "too small"),
+            (lambda right, wrong: right.argmax(-1) != wrong.argmax(-1), "One number is wanted; yours are 9"),
+            (4, "A function is wanted"),
+        ],
+        [lambda right, wrong: sum(a.argmax() != b.argmax() for a, b in zip(right, wrong, strict=True))],
+    ),
     "3c.1": Case(
         [
             ([], "One row must change"),

@@ -12,7 +12,36 @@ from ....api import Model
 from ....backends import Backend
 from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number
-from ..declare import Wrong, exercise, run
+from ..declare import Wrong, draws, exercise, run
+
+
+@exercise("3c.seen")
+def what_a_reader_sees(answer: Any) -> str:
+    draw = draws(33)
+    right = draw.normal(size=(9, 40))
+    close = right + 0.3 * draw.normal(size=right.shape)
+    close[0] += 100.0
+    for wrong, what in (
+        (right.copy(), "equal ones"),
+        (right + 1, "logits that are all larger by 1"),
+        (close, "other ones"),
+    ):
+        best, others = right.argmax(-1), wrong.argmax(-1)
+        n = int((best != others).sum())
+        mistakes = {
+            n / len(right): "That is a share; the number of tokens is asked.",
+            len(right) - n: "That is how often they agree.",
+            int(
+                (right != wrong).sum()
+            ): "Those are the logits that differ. The text shows the largest of each row alone.",
+            int((right.max(-1) != wrong.max(-1)).sum()): "The largest value may change where the token stays: argmax.",
+            int(
+                (right.argmax(0) != wrong.argmax(0)).sum()
+            ): "The tokens to choose from lie along the last axis: argmax(axis=-1).",
+        }
+        mistakes = {value: text for value, text in mistakes.items() if value != n}
+        expect_number(run(answer, right, wrong), n, mistakes=mistakes, hint=f"For {what} it is {n} of {len(right)}.")
+    return "All else that the two compute is hidden from a reader."
 
 
 @exercise("3c.3")
