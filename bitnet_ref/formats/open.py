@@ -111,8 +111,6 @@ def choose_format(path: Path) -> tuple[str, Path]:
         if (path / "metadata.json").is_file() and (path / "codes").is_dir() and not (path / "config.json").is_file():
             message = "is a folder of ternary-quant (W = alpha t + mu, and residuals), which is not read"
             raise FormatError(f"{message}; it lacks the tensors of the base model", path=path)
-        if not (path / "config.json").exists() and not any(path.glob("*.safetensors*")):
-            raise FormatError("no model in this folder: expected config.json, a .gguf or a model.onnx", path=path)
         return "hf", path
     if path.suffix in (".safetensors", ".gguf", ".onnx"):
         hf = "native" if path.name.endswith(".bitnet.safetensors") else "hf"

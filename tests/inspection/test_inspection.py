@@ -450,7 +450,7 @@ def test_a_folder_with_something_else(tmp_path, name, words):
 
 
 def test_nothing_there(tmp_path):
-    with pytest.raises(FormatError, match="no such file or folder"):
+    with pytest.raises(FormatError, match="no such file, folder or model"):
         inspect_model(tmp_path / "none")
     found = inspect_model(tmp_path)
     assert {finding.part for finding in found.errors} == {"config", "weights"}

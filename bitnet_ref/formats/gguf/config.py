@@ -59,7 +59,8 @@ class _Keys:
         self.file, self.metadata = file, file.metadata
         arch, known = self.metadata.get("general.architecture"), architectures()
         if not isinstance(arch, str) or arch not in known:
-            raise self.fail("general.architecture", f"{arch!r} is not supported; expected one of {', '.join(known)}")
+            got = f"{arch!r} is not supported" if isinstance(arch, str) else f"got {arch!r}"
+            raise self.fail("general.architecture", f"{got}; expected one of {', '.join(known)}")
         self.arch = arch
         self.family, self.architecture = known[arch]
         for family in FAMILIES.values():

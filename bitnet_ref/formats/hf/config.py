@@ -64,6 +64,9 @@ def read_hf_config(path: Path, allow_unquantized: bool = False) -> ModelConfig:
 
 def read_config_json(path: Path, doubts: list[Doubt]) -> dict[str, Any]:
     """The object in config.json. Of a key that occurs twice the last value counts; adds a doubt if they differ."""
+    if not path.exists():
+        message = "there is no such file; expected config.json, a .gguf or a model.onnx in the folder of a model"
+        raise ConfigError(message, path=path)
 
     def compare(key: str, first: Any, last: Any) -> None:
         if not have_same_meaning(first, last):
