@@ -189,6 +189,25 @@ CASES = {
         ],
         [np.rint, np.round],
     ),
+    "2.6": Case(
+        [
+            (Edit('theirs["x_q"].astype(np.int32) @', "x_q.astype(np.int32) @"), "'product' is not to blame"),
+            (Edit('theirs["acc"].astype', "acc.astype"), "'rescale' is not to blame"),
+            (Edit('theirs["a"])\n', "a)\n"), "'rescale' is not to blame"),
+            (Edit('np.array_equal(theirs["y"], y)', 'np.allclose(theirs["y"], y)'), "'rescale' is to blame"),
+            (Edit('np.array_equal(theirs["x_q"], x_q)', 'np.allclose(theirs["x_q"], x_q, atol=1)'), "'quantise' is to"),
+            (Edit('if not np.array_equal(theirs["y"]', 'elif not np.array_equal(theirs["y"]'), "two faults"),
+            (Edit('np.array_equal(theirs["acc"], acc)', 'theirs["acc"].dtype == np.int32'), "of another type"),
+            (Edit("return wrong", 'return "quantise"'), "A set of"),
+            (lambda x, w_t, s, theirs: {"y"}, "A set of"),
+            (lambda x, w_t, s, theirs: [], "'quantise' is to blame"),
+        ],
+        [
+            Edit("return wrong", "return sorted(wrong)"),
+            Edit("return wrong", "return frozenset(wrong)"),
+            Edit('theirs["x_q"].astype(np.int32) @ w_t.T.astype(np.int32)', 'theirs["x_q"].astype(float) @ w_t.T'),
+        ],
+    ),
     "2.4": Case(
         [
             (4128, "still fits"),
