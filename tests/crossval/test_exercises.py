@@ -888,15 +888,37 @@ CASES = {
     ),
     "8.4": Case(
         [
-            (Edit("sum / 64", "sum"), "divided by 64"),
-            (Edit("(signed char)", ""), "11 counts as 3"),
-            (Edit("(k + 1)", "(4 - k)"), "run the other way"),
-            (Edit("(k + 1)", "1"), "all activations are 1"),
-            (Edit("(k + 1)", "k"), "count from 1"),
-            (Edit(" & 0xC0", ""), "& 0xC0 is missing"),
+            (Edit("sum / 64", "sum"), "divide at the end"),
+            (Edit("sum += __shfl_xor_sync(0xffffffff, sum, 2);", ""), "one shuffle is missing"),
+            (Edit("sum += __shfl_xor_sync(0xffffffff, sum, 1);", ""), "over 1 is missing"),
+            (
+                Edit(
+                    "1);\n    sum += __shfl_xor_sync(0xffffffff, sum, 2",
+                    "2);\n    sum += __shfl_xor_sync(0xffffffff, sum, 4",
+                ),
+                "lanes of other rows",
+            ),
+            (
+                Edit(
+                    "    y[i]",
+                    "    for (int b = 4; b < 32; b *= 2) sum += __shfl_xor_sync(0xffffffff, sum, b);\n    y[i]",
+                ),
+                "a row has four",
+            ),
+            (Edit("6 - 2 * c", "2 * c"), "the other way"),
+            (Edit("32 + 4 * (i % 4) + c", "32 + c"), "activations of the first"),
+            (Edit(" & 0xC0C0C0C0", ""), "is missing"),
+            (Edit("<< (6 - 2 * c)", "<< 0"), "each has a shift of its own"),
             (Edit("sum / 64;", "sum / 64"), "does not run"),
-            ("y = x", "named crumbs"),
-        ]
+            ("y = x", "named eight_rows"),
+        ],
+        [
+            Edit("sum / 64", "sum >> 6"),
+            Edit(
+                "(6 - 2 * c) & 0xC0C0C0C0, x[32 + 4 * (i % 4) + c]",
+                "2 * (3 - c) & 0xC0C0C0C0, (x + 32)[(i & 3) * 4 + c]",
+            ),
+        ],
     ),
     "8.5": Case(
         [
@@ -1109,7 +1131,7 @@ for lesson, questions in QUIZZES.items():
     numbered = " ".join(f"{number}{letter}" for number, letter in enumerate(letters, start=1))
     CASES[f"{lesson}.quiz"] = Case(wrong + others, [letters, ", ".join(letters).upper(), numbered])
 
-# The emulated device compiles, which takes seconds; 8.3 runs on it.
+# The emulated device compiles, which takes seconds; 8.3 and 8.4 run on it.
 SLOW = {"8.3": pytest.mark.emulated, "8.4": pytest.mark.emulated, "6.1": pytest.mark.slow, "3b.8": pytest.mark.slow}
 each_exercise = pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in CASES])
 LONG = dict.fromkeys(("6.hunt", "3b.2", "3b.3", "3c.4"), pytest.mark.thorough)  # of their wrong answers
@@ -1152,14 +1174,14 @@ def log_softmax(z):
     return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
 
 
-def run_kernel(text, name, x, order):
+def run_kernel(text, name, x, order, threads):
     """As notebook 8 has it: a kernel on the emulated device, with its threads in some order."""
     device = EmulatedDevice(order=order)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "mine.cu")
         path.write_text(text)
-        y = device.zeros(len(x), np.int32)
-        device.kernel(str(path), name)(1, len(x), (device.array(x.astype(np.int32)), y))
+        y = device.zeros(threads, np.int32)
+        device.kernel(str(path), name)(1, threads, (device.array(x.astype(np.int32)), y))
         return device.to_host(y)
 
 
