@@ -565,16 +565,25 @@ CASES = {
     ),
     "4.6": Case(
         [
-            (Edit(" - x.sum(dtype=np.int64)", ""), "still in it"),
-            (Edit("acc - x", "acc + x"), "added, not taken away"),
-            (Edit("data >> 2 * shift", "data >> 6 - 2 * shift"), "run the other way"),
-            (Edit("x[start : start + 4]", "x[start - 3 * shift : start - 3 * shift + 16 : 4]"), "not neighbours"),
-            (Edit("start = 16 * block + 4 * shift", "start = 4 * shift"), "first 16 activations"),
-            (Edit("acc - x.sum(dtype=np.int64)", "(acc - x.sum()).astype(np.int16)"), "too narrow"),
-            (Edit("np.zeros(64, dtype=np.int64)", "np.zeros(64, dtype=np.int16)"), "too narrow"),
-            (Edit("acc - x.sum(dtype=np.int64)", "(acc - x.sum()).astype(np.int8)"), "kept in int8"),
-            (lambda panel, x: np.zeros(64), "All of yours are 0"),
-        ]
+            (Edit(" - x.sum(dtype=np.int32)", ""), "still in it"),
+            (Edit("total - x", "total + x"), "added, not taken away"),
+            (Edit("register, 2 * s", "register, 6 - 2 * s"), "run the other way"),
+            (Edit("x[16 * block + 4 * s :][:4]", "x[16 * block + s :: 4][:4]"), "not neighbours"),
+            (Edit("x[16 * block + 4 * s :]", "x[4 * s :]"), "first 16 activations"),
+            (Edit("register, 2 * s", "register, 0"), "the shift is missing"),
+            (Edit("    total = cpu.vpaddd(total, cpu.vpmaddwd(short, ones))\n    return", "    return"), "is lost"),
+            (Edit("block % 16 == 15", "block % 32 == 31"), "an int16 wrapped"),
+            (Edit("block % 16 == 15", "False"), "an int16 wrapped"),
+            (Edit("np.zeros(16, dtype=np.int16)\n    total", "np.zeros(16, dtype=np.int32)\n    total"), "16 int16"),
+            (Edit("cpu.vpand(cpu.vpsrlw(register, 2 * s), 3)", "register >> 2 * s & 3.0"), "raised TypeError"),
+            (Edit("[:4])", ")"), "takes 4 int8"),
+            (lambda cpu, registers, x: x_times_rows(registers, x), "not made by registers"),
+        ],
+        [
+            Edit("block % 16 == 15", "True"),
+            Edit("cpu.vpand(cpu.vpsrlw(register, 2 * s), 3)", "register >> 2 * s & 3"),
+            Edit("total - x.sum(dtype=np.int32)", "[int(each) - int(x.sum(dtype=int)) for each in total]"),
+        ],
     ),
     "5.1": Case(
         [
@@ -1172,6 +1181,12 @@ def variant(**norms):
 def log_softmax(z):
     z = z.astype(np.float64) - z.max(axis=-1, keepdims=True)
     return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+
+
+def x_times_rows(registers, x):
+    """Exercise 4.6 without its instructions."""
+    codes = (registers[:, None] >> np.array([0, 2, 4, 6], dtype=np.uint8)[:, None] & 3).reshape(-1, 4, 8, 4)
+    return codes.transpose(2, 0, 1, 3).reshape(8, -1).astype(int) @ x.astype(int) - x.sum(dtype=int)
 
 
 def run_kernel(text, name, x, order, threads):

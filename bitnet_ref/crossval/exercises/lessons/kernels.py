@@ -11,6 +11,7 @@ from ....errors import BitNetRefError
 from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number
 from ..declare import Wrong, draws, exercise, run
+from ..registers import Avx2
 
 # -- 4: CPU kernels ------------------------------------------------------------------------------------------------
 
@@ -99,33 +100,47 @@ def roofs_meet(answer: Any) -> str:
 
 
 @exercise("4.6")
-def kernel_of_a_panel(answer: Any) -> str:
+def kernel_of_registers(answer: Any) -> str:
     draw = draws(45)
-    w_t = draw.integers(-1, 2, (64, 64), dtype=np.int8)
-    x = draw.integers(-127, 128, 64, dtype=np.int8)
-    wide, blocks = x.astype(np.int64), x.reshape(4, 4, 4).astype(np.int64)
-    right = w_t @ wide
+    w_t = draw.integers(-1, 2, (64, 336), dtype=np.int8)
+    x = draw.integers(-127, 128, 336, dtype=np.int8)
+    wide, blocks = x.astype(np.int64), x.reshape(-1, 4, 4).astype(np.int64)
+    codes, sum_of_x = w_t[:8].astype(np.int64) + 1, x.sum(dtype=np.int64)
+    lowest = np.repeat(codes.reshape(8, -1, 4, 4)[:, :, :1], 4, axis=2).reshape(8, -1)
     mistakes = {
-        "a code is w + 1, so the sum of the activations is still in it": right + wide.sum(),
-        "the sum of the activations is added, not taken away": right + 2 * wide.sum(),
-        "the fields of a byte run the other way: the lowest bits are the first four columns": w_t
-        @ np.flip(blocks, 1).ravel(),
-        "the four codes of a byte are four columns apart, not neighbours": w_t @ blocks.swapaxes(1, 2).ravel(),
-        "a sum or a product is too narrow: it is kept in int8": right.astype(np.int8),
-        "every block meets the first 16 activations": w_t @ np.tile(wide[:16], 4)
-        + np.tile(wide[:16], 4).sum()
-        - wide.sum(),
-        "one block of 16 columns is not all of them": (w_t[:, :16] + 1) @ wide[:16] - wide.sum(),
+        "a code is w + 1, so the sum of the activations is still in it": codes @ wide,
+        "the sum of the activations is added, not taken away": codes @ wide + sum_of_x,
+        "the fields of a byte run the other way: the lowest bits are the first four columns": (
+            codes @ np.flip(blocks, 1).ravel() - sum_of_x
+        ),
+        "the four codes of a byte are four columns apart, not neighbours": (
+            codes @ blocks.swapaxes(1, 2).ravel() - sum_of_x
+        ),
+        "every block meets the first 16 activations": codes @ np.tile(wide[:16], 21) - sum_of_x,
+        "the shift is missing: all four rounds take the lowest bits": lowest @ wide - sum_of_x,
+        "what is in the int16 sums after the last whole 16 blocks is lost": codes[:, :256] @ wide[:256] - sum_of_x,
     }
-    expect_array(run(answer, panel_of(w_t), x), right, mistakes=mistakes, exact=True)
-    worst = np.ones((64, 4096), dtype=np.int8)
-    sums = as_array(run(answer, panel_of(worst), np.full(4096, -128, dtype=np.int8)))
-    if not (sums == -128 * 4096).all():
+    expect_array(run(answer, cpu := Avx2(), registers_of(w_t), x), codes @ wide - sum_of_x, mistakes=mistakes)
+    if cpu.executed["vpmaddubsw"] < 4 * 21:
         raise Wrong(
-            f"Right on random numbers. But 4,096 weights of +1 and activations of −128 give {sums.ravel()[0]}, not "
-            f"{-128 * 4096}: a sum is too narrow. Which of your arrays is int8 or int16?"
+            f"The sums are right, but not made by registers: {cpu.executed['vpmaddubsw']} vpmaddubsw were executed, "
+            "and these 21 blocks take four each."
         )
-    return "Exact, also on the worst input. Two loops, two instructions, and a subtraction: that is the kernel."
+    ones = registers_of(np.ones((64, 4096), dtype=np.int8))
+    for worst in (-128, 127):
+        sums = as_array(run(answer, cpu := Avx2(), ones, np.full(4096, worst, dtype=np.int8)))
+        if not (sums == worst * 4096).all():
+            raise Wrong(
+                f"Right on random numbers. But 4,096 weights of +1 and activations of {worst} give {sums.ravel()[0]}, "
+                f"not {worst * 4096}: an int16 wrapped. After how many vpmaddubsw must the sums be widened?"
+            )
+    each = 8 * 4096 / cpu.executed.total()
+    return f"Exact, also on the worst input, with {each:.1f} multiply-adds per instruction."
+
+
+def registers_of(w_t: Array) -> Array:
+    """w_t (64, K) -> (K / 16, 32) uint8: the first half of a panel's first register, rows 0 to 7, of each block."""
+    return panel_of(w_t).reshape(-1, 256)[:, :32]
 
 
 def panel_of(w_t: Array) -> Array:
