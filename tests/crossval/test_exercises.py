@@ -199,6 +199,12 @@ CASES = {
             (Edit('if not np.array_equal(theirs["y"]', 'elif not np.array_equal(theirs["y"]'), "two faults"),
             (Edit('np.array_equal(theirs["acc"], acc)', 'theirs["acc"].dtype == np.int32'), "of another type"),
             (Edit("return wrong", 'return "quantise"'), "A set of"),
+            (Edit("return wrong", 'return [["quantise"]]'), "A set of"),
+            (Edit('["acc"].astype(np.float32)', '["acc"]'), "make acc float32"),
+            (
+                Edit('["x_q"].astype(np.int32) @ w_t.T.astype(np.int32)', '["x_q"].astype(np.int8) @ w_t.T'),
+                "x_q and w_t int32",
+            ),
             (lambda x, w_t, s, theirs: {"y"}, "A set of"),
             (lambda x, w_t, s, theirs: [], "'quantise' is to blame"),
         ],
@@ -577,6 +583,8 @@ CASES = {
             (Edit("np.zeros(16, dtype=np.int16)\n    total", "np.zeros(16, dtype=np.int32)\n    total"), "16 int16"),
             (Edit("cpu.vpand(cpu.vpsrlw(register, 2 * s), 3)", "register >> 2 * s & 3.0"), "raised TypeError"),
             (Edit("[:4])", ")"), "takes 4 int8"),
+            (Edit("[:4])", "[:4].tolist())"), "takes 4 int8"),
+            (Edit("(codes, x4)", "(codes.tolist(), x4)"), "register of 32 uint8"),
             (lambda cpu, registers, x: x_times_rows(registers, x), "not made by registers"),
         ],
         [

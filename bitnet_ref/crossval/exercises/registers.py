@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from ...errors import describe
 from ...reference.layers import Array
 from .declare import Wrong
 
@@ -20,17 +21,20 @@ class Avx2:
     def execute(self, name: str, *operands: tuple[Array, str]) -> list[Array]:
         self.executed[name] += 1
         for register, dtype in operands:
-            given = getattr(register, "dtype", None)
-            if given != dtype or register.shape != (32 // np.dtype(dtype).itemsize,):
-                size, shape = 32 // np.dtype(dtype).itemsize, getattr(register, "shape", "no shape")
-                raise Wrong(f"{name} takes a register of {size} {dtype}; it got {given} of shape {shape}.")
+            size = 32 // np.dtype(dtype).itemsize
+            if not isinstance(register, np.ndarray):
+                raise Wrong(f"{name} takes a register of {size} {dtype}; it got {describe(register)}.")
+            if register.dtype != dtype or register.shape != (size,):
+                raise Wrong(
+                    f"{name} takes a register of {size} {dtype}; it got {register.dtype} of shape {register.shape}."
+                )
         return [register for register, _ in operands]
 
     def vpbroadcastd(self, four: Array) -> Array:
         """Four int8 -> 32: the same four in each of the 8 lanes."""
         self.executed["vpbroadcastd"] += 1
-        if np.shape(four) != (4,) or four.dtype != np.int8:
-            raise Wrong(f"vpbroadcastd takes 4 int8; it got an array of shape {np.shape(four)}.")
+        if np.shape(four) != (4,) or getattr(four, "dtype", None) != np.int8:
+            raise Wrong(f"vpbroadcastd takes 4 int8 of x; it got {describe(four)}, of shape {np.shape(four)}.")
         return np.tile(four, 8)
 
     def vpsrlw(self, a: Array, bits: int) -> Array:

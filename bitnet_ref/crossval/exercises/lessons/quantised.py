@@ -255,6 +255,13 @@ def ties_to_even(answer: Any) -> str:
     return "And no sum was rounded on the way: x − floor(x) is exact."
 
 
+STEPS = {  # and what makes a right one look wrong
+    "quantise": "Compare x_q and a with those of quantize_activations, as values.",
+    "product": "A product of int8 wraps in NumPy: make x_q and w_t int32 first.",
+    "rescale": "int32 times float32 is float64 in NumPy: make acc float32 first. And s / a comes first.",
+}
+
+
 @exercise("2.6")
 def steps_at_fault(answer: Any) -> str:
     draw = draws(26)
@@ -273,9 +280,11 @@ def steps_at_fault(answer: Any) -> str:
     ]
     for changes, right, what in faults:
         names = run(answer, x, w_t, s, other_bit_linear(x, w_t, s, **changes))
-        if not isinstance(names, (list, tuple, Set)) or not set(names) <= {"quantise", "product", "rescale"}:
+        if not isinstance(names, (list, tuple, Set)) or not all(name in list(STEPS) for name in names):
             raise Wrong(f"A set of 'quantise', 'product' and 'rescale' is wanted, not {describe(names)}.")
         given = set(names)
+        if not changes and given:
+            raise Wrong(f"{what} {min(given)!r} is not to blame there. {STEPS[min(given)]}")
         if given - right:
             raise Wrong(
                 f"{what} {min(given - right)!r} is not to blame there: judge a step by what it was given, their acc by "
