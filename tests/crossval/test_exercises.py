@@ -222,6 +222,31 @@ CASES = {
         ],
         [np.rint, np.round],
     ),
+    "2.6": Case(
+        [
+            (Edit('theirs["x_q"].astype(np.int32) @', "x_q.astype(np.int32) @"), "'product' is not to blame"),
+            (Edit('theirs["acc"].astype', "acc.astype"), "'rescale' is not to blame"),
+            (Edit('theirs["a"])\n', "a)\n"), "'rescale' is not to blame"),
+            (Edit('np.array_equal(theirs["y"], y)', 'np.allclose(theirs["y"], y)'), "'rescale' is to blame"),
+            (Edit('np.array_equal(theirs["x_q"], x_q)', 'np.allclose(theirs["x_q"], x_q, atol=1)'), "'quantise' is to"),
+            (Edit('if not np.array_equal(theirs["y"]', 'elif not np.array_equal(theirs["y"]'), "two faults"),
+            (Edit('np.array_equal(theirs["acc"], acc)', 'theirs["acc"].dtype == np.int32'), "of another type"),
+            (Edit("return wrong", 'return "quantise"'), "A set of"),
+            (Edit("return wrong", 'return [["quantise"]]'), "A set of"),
+            (Edit('["acc"].astype(np.float32)', '["acc"]'), "make acc float32"),
+            (
+                Edit('["x_q"].astype(np.int32) @ w_t.T.astype(np.int32)', '["x_q"].astype(np.int8) @ w_t.T'),
+                "x_q and w_t int32",
+            ),
+            (lambda x, w_t, s, theirs: {"y"}, "A set of"),
+            (lambda x, w_t, s, theirs: [], "'quantise' is to blame"),
+        ],
+        [
+            Edit("return wrong", "return sorted(wrong)"),
+            Edit("return wrong", "return frozenset(wrong)"),
+            Edit('theirs["x_q"].astype(np.int32) @ w_t.T.astype(np.int32)', 'theirs["x_q"].astype(float) @ w_t.T'),
+        ],
+    ),
     "2.4": Case(
         [
             (4128, "still fits"),
@@ -592,16 +617,27 @@ CASES = {
     ),
     "4.6": Case(
         [
-            (Edit(" - x.sum(dtype=np.int64)", ""), "still in it"),
-            (Edit("acc - x", "acc + x"), "added, not taken away"),
-            (Edit("data >> 2 * shift", "data >> 6 - 2 * shift"), "run the other way"),
-            (Edit("x[start : start + 4]", "x[start - 3 * shift : start - 3 * shift + 16 : 4]"), "not neighbours"),
-            (Edit("start = 16 * block + 4 * shift", "start = 4 * shift"), "first 16 activations"),
-            (Edit("acc - x.sum(dtype=np.int64)", "(acc - x.sum()).astype(np.int16)"), "too narrow"),
-            (Edit("np.zeros(64, dtype=np.int64)", "np.zeros(64, dtype=np.int16)"), "too narrow"),
-            (Edit("acc - x.sum(dtype=np.int64)", "(acc - x.sum()).astype(np.int8)"), "kept in int8"),
-            (lambda panel, x: np.zeros(64), "All of yours are 0"),
-        ]
+            (Edit(" - x.sum(dtype=np.int32)", ""), "still in it"),
+            (Edit("total - x", "total + x"), "added, not taken away"),
+            (Edit("register, 2 * s", "register, 6 - 2 * s"), "run the other way"),
+            (Edit("x[16 * block + 4 * s :][:4]", "x[16 * block + s :: 4][:4]"), "not neighbours"),
+            (Edit("x[16 * block + 4 * s :]", "x[4 * s :]"), "first 16 activations"),
+            (Edit("register, 2 * s", "register, 0"), "the shift is missing"),
+            (Edit("    total = cpu.vpaddd(total, cpu.vpmaddwd(short, ones))\n    return", "    return"), "is lost"),
+            (Edit("block % 16 == 15", "block % 32 == 31"), "an int16 wrapped"),
+            (Edit("block % 16 == 15", "False"), "an int16 wrapped"),
+            (Edit("np.zeros(16, dtype=np.int16)\n    total", "np.zeros(16, dtype=np.int32)\n    total"), "16 int16"),
+            (Edit("cpu.vpand(cpu.vpsrlw(register, 2 * s), 3)", "register >> 2 * s & 3.0"), "raised TypeError"),
+            (Edit("[:4])", ")"), "takes 4 int8"),
+            (Edit("[:4])", "[:4].tolist())"), "takes 4 int8"),
+            (Edit("(codes, x4)", "(codes.tolist(), x4)"), "register of 32 uint8"),
+            (lambda cpu, registers, x: x_times_rows(registers, x), "not made by registers"),
+        ],
+        [
+            Edit("block % 16 == 15", "True"),
+            Edit("cpu.vpand(cpu.vpsrlw(register, 2 * s), 3)", "register >> 2 * s & 3"),
+            Edit("total - x.sum(dtype=np.int32)", "[int(each) - int(x.sum(dtype=int)) for each in total]"),
+        ],
     ),
     "5.1": Case(
         [
@@ -915,15 +951,37 @@ CASES = {
     ),
     "8.4": Case(
         [
-            (Edit("sum / 64", "sum"), "divided by 64"),
-            (Edit("(signed char)", ""), "11 counts as 3"),
-            (Edit("(k + 1)", "(4 - k)"), "run the other way"),
-            (Edit("(k + 1)", "1"), "all activations are 1"),
-            (Edit("(k + 1)", "k"), "count from 1"),
-            (Edit(" & 0xC0", ""), "& 0xC0 is missing"),
+            (Edit("sum / 64", "sum"), "divide at the end"),
+            (Edit("sum += __shfl_xor_sync(0xffffffff, sum, 2);", ""), "one shuffle is missing"),
+            (Edit("sum += __shfl_xor_sync(0xffffffff, sum, 1);", ""), "over 1 is missing"),
+            (
+                Edit(
+                    "1);\n    sum += __shfl_xor_sync(0xffffffff, sum, 2",
+                    "2);\n    sum += __shfl_xor_sync(0xffffffff, sum, 4",
+                ),
+                "lanes of other rows",
+            ),
+            (
+                Edit(
+                    "    y[i]",
+                    "    for (int b = 4; b < 32; b *= 2) sum += __shfl_xor_sync(0xffffffff, sum, b);\n    y[i]",
+                ),
+                "a row has four",
+            ),
+            (Edit("6 - 2 * c", "2 * c"), "the other way"),
+            (Edit("32 + 4 * (i % 4) + c", "32 + c"), "activations of the first"),
+            (Edit(" & 0xC0C0C0C0", ""), "is missing"),
+            (Edit("<< (6 - 2 * c)", "<< 0"), "each has a shift of its own"),
             (Edit("sum / 64;", "sum / 64"), "does not run"),
-            ("y = x", "named crumbs"),
-        ]
+            ("y = x", "named eight_rows"),
+        ],
+        [
+            Edit("sum / 64", "sum >> 6"),
+            Edit(
+                "(6 - 2 * c) & 0xC0C0C0C0, x[32 + 4 * (i % 4) + c]",
+                "2 * (3 - c) & 0xC0C0C0C0, (x + 32)[(i & 3) * 4 + c]",
+            ),
+        ],
     ),
     "8.5": Case(
         [
@@ -1159,7 +1217,7 @@ for lesson, questions in QUIZZES.items():
     numbered = " ".join(f"{number}{letter}" for number, letter in enumerate(letters, start=1))
     CASES[f"{lesson}.quiz"] = Case(wrong + others, [letters, ", ".join(letters).upper(), numbered])
 
-# The emulated device compiles, which takes seconds; 8.3 runs on it.
+# The emulated device compiles, which takes seconds; 8.3 and 8.4 run on it.
 SLOW = {"8.3": pytest.mark.emulated, "8.4": pytest.mark.emulated, "6.1": pytest.mark.slow, "3b.8": pytest.mark.slow}
 each_exercise = pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in CASES])
 LONG = dict.fromkeys(("6.hunt", "3b.2", "3b.3", "3c.4"), pytest.mark.thorough)  # of their wrong answers
@@ -1210,14 +1268,20 @@ def log_softmax(z):
     return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
 
 
-def run_kernel(text, name, x, order):
+def x_times_rows(registers, x):
+    """Exercise 4.6 without its instructions."""
+    codes = (registers[:, None] >> np.array([0, 2, 4, 6], dtype=np.uint8)[:, None] & 3).reshape(-1, 4, 8, 4)
+    return codes.transpose(2, 0, 1, 3).reshape(8, -1).astype(int) @ x.astype(int) - x.sum(dtype=int)
+
+
+def run_kernel(text, name, x, order, threads):
     """As notebook 8 has it: a kernel on the emulated device, with its threads in some order."""
     device = EmulatedDevice(order=order)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "mine.cu")
         path.write_text(text)
-        y = device.zeros(len(x), np.int32)
-        device.kernel(str(path), name)(1, len(x), (device.array(x.astype(np.int32)), y))
+        y = device.zeros(threads, np.int32)
+        device.kernel(str(path), name)(1, threads, (device.array(x.astype(np.int32)), y))
         return device.to_host(y)
 
 

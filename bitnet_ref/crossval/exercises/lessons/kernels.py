@@ -11,6 +11,7 @@ from ....errors import BitNetRefError
 from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array, expect_number
 from ..declare import Wrong, draws, exercise, run
+from ..registers import Avx2
 
 # -- 4: CPU kernels ------------------------------------------------------------------------------------------------
 
@@ -99,33 +100,47 @@ def roofs_meet(answer: Any) -> str:
 
 
 @exercise("4.6")
-def kernel_of_a_panel(answer: Any) -> str:
+def kernel_of_registers(answer: Any) -> str:
     draw = draws(45)
-    w_t = draw.integers(-1, 2, (64, 64), dtype=np.int8)
-    x = draw.integers(-127, 128, 64, dtype=np.int8)
-    wide, blocks = x.astype(np.int64), x.reshape(4, 4, 4).astype(np.int64)
-    right = w_t @ wide
+    w_t = draw.integers(-1, 2, (64, 336), dtype=np.int8)
+    x = draw.integers(-127, 128, 336, dtype=np.int8)
+    wide, blocks = x.astype(np.int64), x.reshape(-1, 4, 4).astype(np.int64)
+    codes, sum_of_x = w_t[:8].astype(np.int64) + 1, x.sum(dtype=np.int64)
+    lowest = np.repeat(codes.reshape(8, -1, 4, 4)[:, :, :1], 4, axis=2).reshape(8, -1)
     mistakes = {
-        "a code is w + 1, so the sum of the activations is still in it": right + wide.sum(),
-        "the sum of the activations is added, not taken away": right + 2 * wide.sum(),
-        "the fields of a byte run the other way: the lowest bits are the first four columns": w_t
-        @ np.flip(blocks, 1).ravel(),
-        "the four codes of a byte are four columns apart, not neighbours": w_t @ blocks.swapaxes(1, 2).ravel(),
-        "a sum or a product is too narrow: it is kept in int8": right.astype(np.int8),
-        "every block meets the first 16 activations": w_t @ np.tile(wide[:16], 4)
-        + np.tile(wide[:16], 4).sum()
-        - wide.sum(),
-        "one block of 16 columns is not all of them": (w_t[:, :16] + 1) @ wide[:16] - wide.sum(),
+        "a code is w + 1, so the sum of the activations is still in it": codes @ wide,
+        "the sum of the activations is added, not taken away": codes @ wide + sum_of_x,
+        "the fields of a byte run the other way: the lowest bits are the first four columns": (
+            codes @ np.flip(blocks, 1).ravel() - sum_of_x
+        ),
+        "the four codes of a byte are four columns apart, not neighbours": (
+            codes @ blocks.swapaxes(1, 2).ravel() - sum_of_x
+        ),
+        "every block meets the first 16 activations": codes @ np.tile(wide[:16], 21) - sum_of_x,
+        "the shift is missing: all four rounds take the lowest bits": lowest @ wide - sum_of_x,
+        "what is in the int16 sums after the last whole 16 blocks is lost": codes[:, :256] @ wide[:256] - sum_of_x,
     }
-    expect_array(run(answer, panel_of(w_t), x), right, mistakes=mistakes, exact=True)
-    worst = np.ones((64, 4096), dtype=np.int8)
-    sums = as_array(run(answer, panel_of(worst), np.full(4096, -128, dtype=np.int8)))
-    if not (sums == -128 * 4096).all():
+    expect_array(run(answer, cpu := Avx2(), registers_of(w_t), x), codes @ wide - sum_of_x, mistakes=mistakes)
+    if cpu.executed["vpmaddubsw"] < 4 * 21:
         raise Wrong(
-            f"Right on random numbers. But 4,096 weights of +1 and activations of −128 give {sums.ravel()[0]}, not "
-            f"{-128 * 4096}: a sum is too narrow. Which of your arrays is int8 or int16?"
+            f"The sums are right, but not made by registers: {cpu.executed['vpmaddubsw']} vpmaddubsw were executed, "
+            "and these 21 blocks take four each."
         )
-    return "Exact, also on the worst input. Two loops, two instructions, and a subtraction: that is the kernel."
+    ones = registers_of(np.ones((64, 4096), dtype=np.int8))
+    for worst in (-128, 127):
+        sums = as_array(run(answer, cpu := Avx2(), ones, np.full(4096, worst, dtype=np.int8)))
+        if not (sums == worst * 4096).all():
+            raise Wrong(
+                f"Right on random numbers. But 4,096 weights of +1 and activations of {worst} give {sums.ravel()[0]}, "
+                f"not {worst * 4096}: an int16 wrapped. After how many vpmaddubsw must the sums be widened?"
+            )
+    each = 8 * 4096 / cpu.executed.total()
+    return f"Exact, also on the worst input, with {each:.1f} multiply-adds per instruction."
+
+
+def registers_of(w_t: Array) -> Array:
+    """w_t (64, K) -> (K / 16, 32) uint8: the first half of a panel's first register, rows 0 to 7, of each block."""
+    return panel_of(w_t).reshape(-1, 256)[:, :32]
 
 
 def panel_of(w_t: Array) -> Array:
@@ -174,7 +189,7 @@ def place_in_a_tile(answer: Any) -> str:
 
 @exercise("8.3")
 def race_mended(answer: Any, run_kernel: Callable[..., Array], orders: Mapping[str, int]) -> str:
-    """run_kernel: (text, name, x, order) -> y."""
+    """run_kernel: (text, name, x, order, threads) -> y."""
     if not isinstance(answer, str) or "tree" not in answer:
         raise Wrong("The text of a kernel named tree is wanted.")
     draw = draws(83)
@@ -197,34 +212,60 @@ def race_mended(answer: Any, run_kernel: Callable[..., Array], orders: Mapping[s
 
 
 @exercise("8.4")
-def own_kernel(answer: Any, run_kernel: Callable[..., Array]) -> str:
-    """run_kernel: (text, name, x, order) -> y."""
-    if not isinstance(answer, str) or "crumbs" not in answer:
-        raise Wrong("The text of a kernel named crumbs is wanted.")
-    weights = draws(84).permutation(np.indices((3, 3, 3, 3)).reshape(4, 81) - 1, axis=1).T  # (81, 4)
-    crumbs, activations = weights & 3, np.arange(1, 5)
-    right = weights @ activations
+def warp_of_rows(answer: Any, run_kernel: Callable[..., Array]) -> str:
+    """run_kernel: (text, name, x, order, threads) -> y."""
+    if not isinstance(answer, str) or "eight_rows" not in answer:
+        raise Wrong("The text of a kernel named eight_rows is wanted.")
+    draw = draws(84)
+    w_t, x_q = draw.integers(-1, 2, (8, 64), dtype=np.int8), draw.integers(-128, 128, 64, dtype=np.int8)
+    by_lane = w_t.reshape(32, 4, 4).astype(np.int64)  # lane, crumb, byte
+    words = ((by_lane & 3) << (2 * np.arange(4)[:, None] + 8 * np.arange(4))).sum(axis=(1, 2)).astype(np.uint32)
+    x = np.concatenate([words.view(np.int32), x_q.view(np.int32)])
+    shifted = words[:, None] << np.array([6, 4, 2, 0], dtype=np.uint32)  # lane, crumb
+
+    def sums(weights: Array, *distances: int, activations: Array | None = None) -> Array:
+        """Of all lanes, after shuffles over these distances. weights: (lane, crumb, byte)."""
+        own = x_q.reshape(4, 4, 4) if activations is None else activations
+        of_lane = np.tile(own.astype(np.int64), (8, 1, 1))
+        result = (weights.astype(np.int64) * of_lane).sum(axis=(1, 2))
+        for distance in distances:
+            result = result + result[np.arange(32) ^ distance]
+        return result
+
+    right = sums(by_lane, 1, 2)
+    unmasked = shifted.view(np.int8).reshape(32, 4, 4)
+    unshifted = np.repeat((words & 0xC0C0C0C0).astype(np.uint32)[:, None], 4, axis=1).view(np.int8).reshape(32, 4, 4)
+    first = np.tile(x_q.reshape(4, 4, 4)[:1], (4, 1, 1))
     mistakes = {
-        "it is divided by 64 once too little": 64 * right,
-        "the sign is lost, and 11 counts as 3: (signed char) is missing": crumbs @ activations,
-        "crumb 0 is in the lowest bits; yours run the other way": weights @ activations[::-1],
-        "a crumb is no code: 01 is +1 and 00 is 0, so nothing is taken away": (crumbs - 1) @ activations,
-        "all activations are 1": weights.sum(axis=1),
-        "one crumb is taken, not four": weights[:, 0],
-        "activations count from 1": weights @ (activations - 1),
-        "the other crumbs are still there: & 0xC0 is missing": np.trunc(
-            ((crumbs @ 4 ** np.arange(4))[:, None] << np.array([6, 4, 2, 0])).astype(np.int8) @ activations / 64
+        "it is 64 times the sum: divide at the end": 64 * right,
+        "each lane has its own part; the four lanes of a row must add theirs, by two shuffles": sums(by_lane),
+        "two of the four lanes are added: one shuffle is missing": sums(by_lane, 1),
+        "two of the four lanes are added: the shuffle over 1 is missing": sums(by_lane, 2),
+        "it adds lanes of other rows: those of a row differ in the bits worth 1 and 2": sums(by_lane, 2, 4),
+        "all lanes of the warp are added; a row has four": sums(by_lane, 1, 2, 4, 8, 16),
+        "crumb 0 is in the lowest bits of its byte; yours run the other way": sums(by_lane[:, ::-1], 1, 2),
+        "every lane takes the activations of the first: its own begin at 32 + 4 * (i % 4)": sums(
+            by_lane, 1, 2, activations=first
         ),
+        "the other crumbs are still in the bytes: & 0xC0C0C0C0 is missing": np.trunc(sums(unmasked, 1, 2) / 64),
+        "no crumb but the highest is read: each has a shift of its own": sums(unshifted, 1, 2) // 64,
     }
-    got = run_text(run_kernel, answer, "crumbs", crumbs @ 4 ** np.arange(4), 1)
-    expect_array(got, right, mistakes=mistakes)
-    return "For every byte that four weights can make. The package's kernels do it with four crumbs in one instruction."
+    expect_array(run_text(run_kernel, answer, "eight_rows", x, 1, threads=32), right, mistakes=mistakes)
+    return "512 weights in four dp4a of a warp. The package's kernel does this for 16 rows, and tile after tile."
 
 
-def run_text(run_kernel: Callable[..., Array], text: str, name: str, x: Array, order: int, hint: str = "") -> Array:
-    """y of the student's kernel. Raises Wrong if it does not compile or run."""
+def run_text(
+    run_kernel: Callable[..., Array],
+    text: str,
+    name: str,
+    x: Array,
+    order: int,
+    hint: str = "",
+    threads: int | None = None,
+) -> Array:
+    """y of the student's kernel. Raises Wrong if it does not compile or run.   threads: one for each x if None."""
     try:
-        return run_kernel(text, name, x, order)
+        return run_kernel(text, name, x, order, threads or len(x))
     except BitNetRefError as error:
         raise Wrong(f"It does not run: {str(error)[:300]}.{hint}") from None
 

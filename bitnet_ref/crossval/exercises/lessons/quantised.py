@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import numpy as np
+from ml_dtypes import bfloat16
 
 from ....api import Model
 from ....errors import describe
@@ -299,6 +300,74 @@ def ties_to_even(answer: Any) -> str:
     if as_array(run(answer, below)).any():
         raise Wrong(f"{below[0]} is below a half, and becomes 1: adding 0.5 rounds. Compare x − floor(x) with 0.5.")
     return "And no sum was rounded on the way: x − floor(x) is exact."
+
+
+STEPS = {  # and what makes a right one look wrong
+    "quantise": "Compare x_q and a with those of quantize_activations, as values.",
+    "product": "A product of int8 wraps in NumPy: make x_q and w_t int32 first.",
+    "rescale": "int32 times float32 is float64 in NumPy: make acc float32 first. And s / a comes first.",
+}
+
+
+@exercise("2.6")
+def steps_at_fault(answer: Any) -> str:
+    draw = draws(26)
+    x = np.clip(draw.normal(size=(8, 256)), -3.9, 3.9).astype(bfloat16).astype(np.float32)
+    x[:4, 0] = 127 / 32  # the scale is 32, and bfloat16 gives ties
+    w_t, s = draw.integers(-1, 2, (24, 256), dtype=np.int8), np.float32(draw.uniform(0.02, 0.1))
+    faults: list[tuple[dict[str, Any], set[str], str]] = [
+        ({}, set(), "An engine that is right in every step."),
+        ({"kept": np.float32}, set(), "An engine that is right, and keeps its integers in float32."),
+        ({"ties": away_from_zero}, {"quantise"}, "An engine that rounds ties away from zero."),
+        ({"per_token": False}, {"quantise"}, "An engine with one scale for all tokens."),
+        ({"sums": bfloat16}, {"product"}, "An engine that rounds its sums to bfloat16."),
+        ({"other_brackets": True}, {"rescale"}, "An engine that writes acc · s / a: off by the last bit."),
+        ({"ties": away_from_zero, "other_brackets": True}, {"quantise", "rescale"}, "An engine with two faults."),
+        ({"sums": bfloat16, "other_brackets": True}, {"product", "rescale"}, "An engine with two faults."),
+    ]
+    for changes, right, what in faults:
+        names = run(answer, x, w_t, s, other_bit_linear(x, w_t, s, **changes))
+        if not isinstance(names, (list, tuple, Set)) or not all(name in list(STEPS) for name in names):
+            raise Wrong(f"A set of 'quantise', 'product' and 'rescale' is wanted, not {describe(names)}.")
+        given = set(names)
+        if not changes and given:
+            raise Wrong(f"{what} {min(given)!r} is not to blame there. {STEPS[min(given)]}")
+        if given - right:
+            raise Wrong(
+                f"{what} {min(given - right)!r} is not to blame there: judge a step by what it was given, their acc by "
+                "their x_q, and their y by their acc and their a. Equal values may be of another type."
+            )
+        if right - given:
+            raise Wrong(
+                f"{what} {min(right - given)!r} is to blame, and is missing. Look at all three steps, and compare with "
+                "==: no tolerance sees a last bit."
+            )
+    return "Each step is judged by its own input. So one fault does not hide behind another."
+
+
+def away_from_zero(x: Array) -> Array:
+    return np.trunc(x + np.copysign(np.float32(0.5), x))
+
+
+def other_bit_linear(
+    x: Array,
+    w_t: Array,
+    s: np.float32,
+    *,
+    ties: Callable[[Array], Array] = np.rint,
+    per_token: bool = True,
+    sums: Any = np.int32,
+    kept: Any = np.int32,
+    other_brackets: bool = False,
+) -> dict[str, Array]:
+    """What an engine computes for x (N, K), with its faults: x_q and a, acc, y."""
+    a = np.float32(127) / np.abs(x).max(axis=-1, keepdims=True)
+    if not per_token:
+        a = np.full_like(a, a.min())
+    x_q = ties(x * a)
+    acc = (x_q.astype(np.int32) @ w_t.T.astype(np.int32)).astype(sums).astype(kept)
+    wide = acc.astype(np.float32)
+    return {"x_q": x_q.astype(kept), "a": a, "acc": acc, "y": wide * s / a if other_brackets else wide * (s / a)}
 
 
 # -- 5: files ------------------------------------------------------------------------------------------------------
