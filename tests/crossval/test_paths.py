@@ -162,7 +162,7 @@ def test_a_mistake_that_the_reference_shares(monkeypatch):
 @pytest.mark.thorough
 def test_a_mistake_in_sampling(monkeypatch):
     monkeypatch.setattr(sampling, "count_min_p", lambda scaled, min_p: len(scaled))
-    assert "answers: sampled texts" in failed_answers("auto")
+    assert "answers: sampled texts" in failed_answers("numpy")
 
 
 def test_a_check_that_breaks_fails_alone():

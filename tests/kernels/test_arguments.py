@@ -227,6 +227,7 @@ FREE_SIZES = {
     ("sum_words", "words"), ("pack_panels", "packed"), ("unpack_panels", "packed"), ("ternary_matmul", "acc"),
     ("append", "page_table"), ("attention", "page_table"), ("dense_rows", "w"), ("screen_pack", "w"),
     ("greedy_steps", "ends"), ("greedy_steps", "table"), ("greedy_steps", "full"), ("greedy_steps", "local"),
+    ("greedy_steps", "rules"),  # none: no row draws
     ("screen_rows", "x"), ("pack_strips", "packed"), ("group_pack_panels", "packed"), ("group_linears", "x"),
     ("ruled_linears", "x"),
     ("sum_of_squares", "x"), ("draw", "logits"),
