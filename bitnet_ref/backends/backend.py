@@ -69,11 +69,20 @@ class GreedyRun:
     draws: Draws | None = None
 
 
+class DrawRule(NamedTuple):
+    """How a token is drawn; by default without limits."""
+
+    temperature: float  # 0: the largest logit
+    top_k: int = 0  # 0: no limit
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class Draws:
     """How n sequences draw their tokens, as `Backend.draw`. Where rounding could decide one, the run ends before it."""
 
-    rules: NDArray[np.float64]  # (n, 4): temperature, 0 for the largest logit; top_k, 0 for no limit; top_p; min_p
+    rules: NDArray[np.float64]  # (n, 4): a `DrawRule` of each
     uniforms: NDArray[np.float64]  # (steps, n), from [0, 1)
 
 
@@ -192,16 +201,8 @@ class Backend(PlainBackend):
         ids = np.arange(logits.shape[1])
         return [HeadRows(ids, row) for row in logits]
 
-    def draw(
-        self,
-        logits: Floats,
-        temperature: float,
-        uniform: float,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-    ) -> int | None:
-        """The token for a number in [0, 1) from softmax(logits / temperature) with these limits (by default none), as
+    def draw(self, logits: Floats, rule: DrawRule, uniform: float) -> int | None:
+        """The token for a number in [0, 1) from softmax(logits / temperature) within the rule's limits, as
         `generation.sampling` draws it; None where that must draw.   logits (V,)"""
         return None
 

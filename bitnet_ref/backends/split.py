@@ -26,7 +26,7 @@ from ..reference.config import ModelConfig
 from ..reference.layers import Array, Floats
 from ..reference.model import decoder_layers, head_input, rope_tables_of
 from ..reference.weights import DenseWeight, LinearWeight, ModelWeights
-from .backend import Backend, HeadNeed, HeadRows
+from .backend import Backend, DrawRule, HeadNeed, HeadRows
 from .paged_cache import CacheSpec, EngineKVCache, PagedKVCache
 
 ROUND_CAPACITY_TO = 256  # tokens, as a card's cache does, so that all parts have pages of one size
@@ -205,16 +205,8 @@ class SplitBackend(Backend):
     def lm_head(self, x: Floats, w: LinearWeight) -> Floats:
         return self._last.lm_head(x, w)
 
-    def draw(
-        self,
-        logits: Floats,
-        temperature: float,
-        uniform: float,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-    ) -> int | None:
-        return self._last.draw(logits, temperature, uniform, top_k, top_p, min_p)
+    def draw(self, logits: Floats, rule: DrawRule, uniform: float) -> int | None:
+        return self._last.draw(logits, rule, uniform)
 
     def head_rows(self, x: Floats, w: LinearWeight, needs: Sequence[HeadNeed]) -> list[HeadRows]:
         return self._last.head_rows(x, w, needs)

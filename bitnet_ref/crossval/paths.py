@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from ..api import Model
 from ..backends import Backend
-from ..backends.backend import Draws, GreedyRun
+from ..backends.backend import DrawRule, Draws, GreedyRun
 from ..backends.paged_cache import PagedKVCache
 from ..backends.split import LayerRun, SplitBackend
 from ..errors import BackendUnavailable
@@ -178,7 +178,7 @@ def _checks(
         lambda: _text_batch(model, _prompts(tokens), lambda prompts, greedy: model.generate(prompts, **greedy)),
     )
     yield "greedy steps", lambda: _steps_in_a_row(model, tokens, [GREEDY] * 3)
-    yield "drawn steps", lambda: _steps_in_a_row(model, tokens, [GREEDY, (0.8, 0, 1.0, 0.0), (1.0, 20, 0.9, 0.05)])
+    yield "drawn steps", lambda: _steps_in_a_row(model, tokens, [GREEDY, DrawRule(0.8), DrawRule(1.0, 20, 0.9, 0.05)])
     yield "text, drafts", lambda: _drafted(model, tokens)
     yield "scores", lambda: _scored(model, tokens)
     if not quick:
@@ -599,17 +599,16 @@ def _text(model: Model, tokens: list[int]) -> Outcome:
     return len(out.token_ids), _judge_text(model, prompt, out, 3), "every token has the largest logit"
 
 
-Rule = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
-GREEDY: Rule = (0.0, 0, 1.0, 0.0)
+GREEDY = DrawRule(0.0)
 
 
-def _steps_in_a_row(model: Model, tokens: list[int], rules: list[Rule]) -> Outcome:
+def _steps_in_a_row(model: Model, tokens: list[int], rules: list[DrawRule]) -> Outcome:
     """Three sequences over pages, several steps at a time: what the logits of passes by ops over the same texts choose.
 
     The first sequence ends after fewer tokens than the others. The states of each step give its logits again.
     rules: how each sequence draws its tokens."""
     prompts = _prompts(tokens)
-    params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in rules]
+    params = [SamplingParams(**rule._asdict()) for rule in rules]
     numbers = np.random.default_rng(0).random((3, NEW_TOKENS + 4))
     new = _greedy(model, max(prompts, key=len))["max_tokens"]
     texts, lefts, taken = [list(prompt) for prompt in prompts], [max(1, new - 3), new, new], 0
@@ -664,19 +663,17 @@ def _drafted(model: Model, tokens: list[int]) -> Outcome:
 def _drawn(be: Backend, logits: Array) -> Outcome:
     """Tokens drawn from these logits (T, V) against the sum of probabilities, one after another."""
     compared, by_backend, numbers = 0, 0, np.random.default_rng(0).random(8).tolist()
-    rules: list[Rule] = [(0.7, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 20, 1.0, 0.0), (0.7, 0, 0.9, 0.0)]
-    rules.append((0.7, 20, 0.9, 0.05))
+    rules = [DrawRule(0.7), DrawRule(1.0), DrawRule(1.0, 20), DrawRule(0.7, 0, 0.9), DrawRule(0.7, 20, 0.9, 0.05)]
     for row, rule in product(logits[:8], rules):
-        temperature, top_k, top_p, min_p = rule
-        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        params = SamplingParams(**rule._asdict())
         ids, probabilities = distribution(row, params)
-        ends, limits = np.cumsum(probabilities), (top_k if top_k < len(row) else 0, top_p, min_p)
+        ends, own_rule = np.cumsum(probabilities), rule._replace(top_k=rule.top_k if rule.top_k < len(row) else 0)
         for uniform in (0.0, *numbers):
             expected = int(ids[np.searchsorted(ends, uniform, side="right")])
-            drawn = be.draw(row, temperature, uniform, *limits)
+            drawn = be.draw(row, own_rule, uniform)
             compared, by_backend = compared + 1, by_backend + (drawn is not None)
             if choose(row, params, uniform, be.draw) != expected or drawn not in (None, expected):
-                return compared, f"{uniform} by temperature, top_k, top_p, min_p {rule}: {drawn}, not {expected}", ""
+                return compared, f"{uniform} by {rule}: {drawn}, not {expected}", ""
     return compared, None, f"equal to the sum of probabilities; {by_backend} by kernels"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..backends.backend import DrawRule
 from ..backends.run import TokenLogits
 from ..reference.layers import Floats
 from ..system.forks import ForkLock
@@ -27,7 +28,7 @@ Entry = tuple[float, dict[int, float]]  # ln p of the chosen token; {id: ln p} o
 Distribution = tuple[NDArray[np.int64], NDArray[np.float64]]  # ids (n,), probabilities (n,), which sum to 1
 
 
-Draw = Callable[[Floats, float, float, int, float, float], int | None]  # `Backend.draw`
+Draw = Callable[[Floats, DrawRule, float], int | None]  # `Backend.draw`
 
 
 def choose(logits: Floats, params: SamplingParams, uniform: float, draw: Draw | None = None) -> int:
@@ -52,7 +53,7 @@ def _draw(draw: Draw | None, logits: Floats, params: SamplingParams, uniform: fl
     """The index that the backend draws; None where it does not.   top_k: 0 is no limit"""
     if draw is None or params.typical_p < 1:
         return None
-    return draw(logits, params.temperature, uniform, top_k, params.top_p, params.min_p)
+    return draw(logits, DrawRule(params.temperature, top_k, params.top_p, params.min_p), uniform)
 
 
 def _draw_by_blocks(logits: Floats, temperature: float, uniform: float) -> int | None:

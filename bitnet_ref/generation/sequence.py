@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends.backend import Ids
+from ..backends.backend import DrawRule, Ids
 from ..backends.loaded import LoadedModel
 from ..backends.run import TokenLogits
 from ..errors import ContextOverflow, GenerationError, TokenizerError, describe
@@ -63,7 +63,7 @@ class Request:
         needs_all = params.strategy is not None or params.num_beams > 1
         self.candidates_needed = None if needs_all else candidates_needed(params, vocab_size)
         top_k = params.top_k if params.top_k < vocab_size else 0
-        self.draw_rule = params.temperature, top_k, params.top_p, params.min_p  # of `backends.backend.Draws`
+        self.draw_rule = DrawRule(params.temperature, top_k, params.top_p, params.min_p)
         words = params.bad_words
         self._banned = BannedWords(words, model.vocabulary.sorted, len(self.prompt)) if words else None
         self._stops = StringSearch(params.stop)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from bitnet_ref.backends.backend import DrawRule
 from bitnet_ref.backends.cpu.extension import simd_variants, why_unavailable
 from bitnet_ref.generation import SamplingParams
 from bitnet_ref.generation.sampling import _draw_by_blocks, _invert, choose, distribution, log_probability
@@ -79,8 +80,8 @@ def kernel_draws():
     return [CythonBackend(threads=1, simd=name).draw for name in SETS]
 
 
-def by_blocks(logits, temperature, uniform, *limits):
-    return _draw_by_blocks(logits, temperature, uniform)
+def by_blocks(logits, rule, uniform):
+    return _draw_by_blocks(logits, rule.temperature, uniform)
 
 
 def draws():
@@ -105,7 +106,7 @@ def test_a_draw_by_blocks_is_the_draw_one_by_one(size, temperature, draw):
             last = int(np.searchsorted(ends, ends[-1]))
             expected = min(int(np.searchsorted(ends, uniform, side="right")), last)
             assert choose(logits, params, uniform, draw) == ids[expected]
-            undecided += draw(logits, temperature, uniform) is None
+            undecided += draw(logits, DrawRule(temperature), uniform) is None
     assert undecided > 0  # at the edges
 
 
@@ -140,8 +141,8 @@ def test_a_limited_draw_of_the_kernels_is_numpys(logits, temperature, top_k, top
     for uniform in (float(each) for each in numbers if each < 1):
         expected = int(ids[_invert(ends, uniform)])
         for draw in kernel_draws():
-            limits = top_k if top_k < len(logits) else 0, top_p, min_p
-            assert draw(logits, temperature, uniform, *limits) in (None, expected)
+            rule = DrawRule(temperature, top_k if top_k < len(logits) else 0, top_p, min_p)
+            assert draw(logits, rule, uniform) in (None, expected)
             assert choose(logits, params, uniform, draw) == expected
 
 
@@ -149,9 +150,9 @@ def test_a_limited_draw_of_the_kernels_is_numpys(logits, temperature, top_k, top
 def test_the_kernels_draw_nearly_all_limited_tokens(limits):
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.8, **limits)
-    rule = params.temperature, rng.random(), params.top_k, params.top_p, params.min_p
+    rule, uniform = DrawRule(params.temperature, params.top_k, params.top_p, params.min_p), rng.random()
     for row in (3 * rng.standard_normal((20, 4096))).astype(np.float32):
-        assert all(draw(row, *rule) is not None for draw in kernel_draws())
+        assert all(draw(row, rule, uniform) is not None for draw in kernel_draws())
 
 
 @given(LOGITS)

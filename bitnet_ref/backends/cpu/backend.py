@@ -45,7 +45,7 @@ from ...reference.weights import (
     TernaryWeight,
 )
 from ...system.threads import check_team
-from ..backend import Backend, GreedyRun, GreedySteps, HeadNeed, HeadRows
+from ..backend import Backend, DrawRule, GreedyRun, GreedySteps, HeadNeed, HeadRows
 from ..paged_cache import CACHE_DTYPES, CacheSpec, EngineKVCache
 from .extension import (
     TABLE_TOKENS,
@@ -232,18 +232,12 @@ class CythonBackend(KernelBackend):
             if got != expected:
                 raise ShapeError("check_prepared", expected=f"facts and rows_q of {expected}", got=str(got))
 
-    def draw(
-        self,
-        logits: Floats,
-        temperature: float,
-        uniform: float,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-    ) -> int | None:
+    def draw(self, logits: Floats, rule: DrawRule, uniform: float) -> int | None:
         if logits.dtype != np.float32 or not logits.flags.c_contiguous:
             return None
-        token = _cpu.draw(logits, temperature, uniform, top_k, top_p, min_p, self.kernels.kernel_set)
+        token = _cpu.draw(
+            logits, rule.temperature, uniform, rule.top_k, rule.top_p, rule.min_p, self.kernels.kernel_set
+        )
         return None if token < 0 else token
 
     # -- a pass --------------------------------------------------------------------------------------------------------
