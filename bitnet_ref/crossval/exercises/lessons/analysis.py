@@ -26,29 +26,47 @@ def where_it_begins(answer: Any) -> str:
     right = {name: draw.normal(size=(4, 8)) for name in names}
     right["x_int8"] = draw.integers(-127, 128, (4, 8)).astype(np.int8)
     noisy = {"norm": right["norm"] * (1 + 1e-7)}
-    later = {name: 3 * right[name] for name in ("out", "logits")}
-    other = {"x_int8": right["x_int8"] // 2}
-    holes = {"norm": np.where(np.eye(4, 8) > 0, np.nan, right["norm"])}
+    later = {name: 1.1 * right[name] for name in ("out", "logits")}
+    other = {"x_int8": np.roll(right["x_int8"], 1)}
+    holes, masked, mask = ({"norm": np.where(np.eye(4, 8) > 0, fill, right["norm"])} for fill in (np.nan, -np.inf, 0))
     without = {name: right[name] for name in names if name not in ("norm", "acc")}
-    cases: list[tuple[dict[str, Array], str, str]] = [
-        (right | later, "out", "Two tensors are wrong at the end."),
+    cases: list[tuple[dict[str, Array], dict[str, Array], str, str]] = [
+        (right, right | later, "out", "The last two tensors are 1.1 times the right ones."),
         (
+            right,
             right | {"acc": 1.01 * right["acc"]} | later,
             "acc",
-            "One is wrong by a hundredth, and those behind it by much more.",
+            "One is wrong by a hundredth, and those behind it by a tenth.",
         ),
-        (right | noisy | later, "out", "One differs by 1e-7 of its size, which is rounding."),
+        (right, right | noisy | later, "out", "One differs by 1e-7 of its size, which is rounding."),
         (
+            right,
             dict(reversed((right | later).items())),
             "out",
             "`wrong` lists its tensors in another order; `right` has that of the run.",
         ),
-        (without | later, "out", "`wrong` has not all of the tensors."),
-        (right | other | later, "x_int8", "The integers are others."),
-        (right | holes | later, "norm", "A tensor has NaN in it."),
+        (right, without | later, "out", "`wrong` has not all of the tensors."),
+        (right, right | other | later, "x_int8", "The integers are others."),
+        (right, right | holes | later, "norm", "A tensor has NaN in it, and NaN > 1e-4 is False."),
+        (
+            right | masked,
+            right | masked | later,
+            "out",
+            "A tensor has −inf at the same places in both engines. −inf − (−inf) is NaN, and they are equal.",
+        ),
+        (right | masked, right | mask | later, "norm", "A tensor has 0 where −inf is right: its mask is missing."),
     ]
-    for wrong, first, what in cases:
-        name = run(answer, dict(right), dict(wrong))
+    named = []
+    for recorded, wrong, _, _ in cases:
+        try:
+            named.append(run(answer, dict(recorded), dict(wrong)))
+        except Unanswered:
+            named.append(None)
+    if not any(named):
+        raise Unanswered
+    for name, (_, _, first, what) in zip(named, cases, strict=True):
+        if name is None:
+            raise Wrong(f"{what} Your function returned None, which says that nothing differs. The first is {first!r}.")
         if name != first:
             raise Wrong(f"{what} The first is {first!r}, and yours is {name!r}.")
     return "It needs no knowledge of the port: only what it computed."
@@ -69,7 +87,9 @@ def hunt(answer: Any, suspect: tuple[Model, str], model: Model, tokens: Sequence
     if tensor != first.name:
         order = list(recorded)
         side = "before" if order.index(first.name) < order.index(tensor) else "after"
-        raise Wrong(f"It does not begin at {tensor}: something {side} it is the first to differ.")
+        equal = " This one is equal in both: where both have −inf, the difference is NaN, and not a mistake."
+        same = np.array_equal(recorded[tensor], theirs[tensor])
+        raise Wrong(f"It does not begin at {tensor}: something {side} it is the first to differ.{equal * same}")
     if cause != planted:
         raise Wrong(
             f"The tensor is right, and {cause!r} is not the cause: look at the values of evidence and right there."
@@ -78,14 +98,54 @@ def hunt(answer: Any, suspect: tuple[Model, str], model: Model, tokens: Sequence
 
 
 @exercise("6.1")
-def seen_by_the_text(answer: Any, model: Model, port: Model, story: Sequence[int]) -> str:
-    best = [[int(each.logits(story[:n])[-1].argmax()) for n in range(2, 25)] for each in (model, port)]
-    right = sum(a != b for a, b in zip(*best, strict=True))
-    mistakes = {23 - right: "That is how often they agree.", right / 23: "A number is wanted, not a share."}
+def seen_by_the_logits(answer: Any, model: Model, port: Model, story: Sequence[int]) -> str:
+    ours, theirs = (np.stack([each.logits(story[:n])[-1] for n in range(2, 25)]) for each in (model, port))
+    far = np.abs(theirs - ours).max(axis=-1)
+    together = np.abs(port.logits(story[:24]) - model.logits(story[:24]))
+    right, others = float(far.max()), int((ours.argmax(-1) != theirs.argmax(-1)).sum())
+    mistakes = {
+        float((theirs - ours).max()): "The logits of the port may also be too small: take |port − model|.",
+        float((ours - theirs).max()): "The logits of the port may also be too large: take |port − model|.",
+        float(together[1:].max()): "That is of one run of all tokens. Each prompt is a call of its own here.",
+        float(together.max()): "That is of one run of all tokens. Each prompt is a call of its own here.",
+        float(far.mean()): "That is the mean over the prompts; the largest is asked.",
+        float(far[-1]): "That is of the longest prompt alone.",
+        float(others): "The size of a difference is asked, not how often the most likely token is another.",
+    }
+    mistakes.pop(right, None)
     expect_number(
-        answer, right, mistakes=mistakes, hint="Count for n = 2 ... 24, 23 prompts, at the last token of each."
+        answer, right, within=6e-4 + 1e-4 * right, mistakes=mistakes, hint="It is of the last token's logits."
     )
-    return "The bug is in every activation, and the text hardly knows."
+    return f"The most likely token is another one in {others} of the 23 prompts: the text hardly knows of the bug."
+
+
+@exercise("6.blocks")
+def rule_of_blocks(answer: Any) -> str:
+    draw = draws(61)
+    x = (draw.normal(size=(5, 64)) * draw.uniform(0.2, 3, (5, 64))).astype(np.float32)
+
+    def rounded(x: Array, axes: int | tuple[int, ...] = -1, largest: float = 127.0) -> Array:
+        scale = largest / np.abs(x).max(axis=axes, keepdims=True)
+        return np.asarray(np.rint(x * scale) / scale)
+
+    blocks = x.reshape(5, -1, 16)
+    scale = 127 / np.abs(blocks).max(axis=-1, keepdims=True)
+    mistakes = {
+        "that is one scale for each token; each block of it has one": rounded(x),
+        "that is one scale for all blocks of all tokens": rounded(x, (0, 1)),
+        "a block has one scale for all tokens; each token has its own": rounded(blocks, (0, 2)),
+        "the blocks are 256 wide; `size` says how wide they are": rounded(x.reshape(5, -1, 64)),
+        "a block is made of every fourth value; its values are neighbours": rounded(x.reshape(5, 16, 4), 1),
+        "nothing is rounded": x,
+        "the rounded values are to be divided by the scale again": np.rint(blocks * scale),
+        "the values are cut off, not rounded": np.trunc(blocks * scale) / scale,
+        "the scale is 127 / max |x|, not 128": rounded(blocks, largest=128.0),
+        "the scale is taken of max x; of max |x| it is right": np.rint(blocks * (127 / blocks.max(-1, keepdims=True)))
+        / (127 / blocks.max(-1, keepdims=True)),
+    }
+    shaped = {sentence: np.reshape(values, x.shape) for sentence, values in mistakes.items()}
+    expect_array(run(answer, x, 16), rounded(blocks).reshape(x.shape), mistakes=shaped)
+    return "Now the measurement."
 
 
 @exercise("6.2")
