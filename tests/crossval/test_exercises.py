@@ -6,6 +6,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +56,14 @@ LENS = np.array([[7, 7, 7], [1, 9, 2], [5, 9, 3], [1, 8, 3], [1, 9, 4], [1, 9, 3
 class Silu(Backend):
     def gated(self, gate, up, activation):
         return layers.silu(gate) * up
+
+
+class Rolled(Backend):
+    """Four tokens or more read each weight from the place before it: two cases of notebook 11 in one."""
+
+    def ternary_matmul(self, x_q, w):
+        acc = (x_q.astype(int) @ np.roll(w.ternary(), 1, axis=1).T).astype(np.int32)
+        return acc if len(x_q) > 3 else super().ternary_matmul(x_q, w)
 
 
 @dataclass(frozen=True)
@@ -1188,26 +1197,58 @@ CASES = {
     ),
     "11.case1": Case(
         [
-            ("norm", "after hook_post"),
-            ("matrix product", "equal"),
-            ("rounding", "before the products"),
-            ("the weather", "What lies between"),
-            ("not the activation", "what it is not"),
-            ("gate_proj", "one thing only.*hook_pre"),
-            ("the relu is right, the product is wrong", "one thing only"),
+            ("activation", "Two are wanted"),
+            (("hook_post", np.tanh), "No tensor"),
+            (("blocks.0.mlp.hook_pre", np.tanh), "hook_pre is right"),
+            (("blocks.0.mlp.sub_norm.hook_scale", np.tanh), "one before it is wrong too"),
+            (("blocks.0.mlp.hook_post", lambda gate: np.maximum(gate, 0) ** 2), "that is what is right"),
+            (("blocks.0.mlp.hook_post", lambda gate: np.maximum(gate, 0)), "not quite 0"),
+            (Edit("gate / (1", "1 / (1"), "factor of the gate alone"),
+            (Edit("-gate", "gate"), "sign in the exponent"),
+            (Edit("gate / (1 + np.exp(-gate))", "gate"), "nothing is done"),
+            (("blocks.0.mlp.hook_post", "silu"), "A function is wanted"),
         ],
-        ["activation", "The activation function", "ACTIVATION", "silu instead of relu2"],
+        [
+            ["blocks.0.mlp.hook_post ", layers.silu],
+            ("blocks.0.mlp.hook_post", lambda gate: gate * (1 + np.tanh(gate / 2)) / 2),
+        ],
+    ),
+    "11.seen": Case(
+        [
+            (Edit("suspect2.backend.ternary_matmul(np.eye(256, dtype=np.int8), w).T", "w.ternary()"), "ask the engine"),
+            (Edit(").T", ")"), "is W\\^T"),
+            (
+                Edit("suspect2.backend.ternary_matmul(np.eye(256, dtype=np.int8), w).T", "w.ternary().T"),
+                "transposed; ask",
+            ),
+            (Edit("np.eye(256, dtype=np.int8)", "2 * np.eye(256, dtype=np.int8)"), "2 times the right one"),
+            (Edit("np.eye(256, dtype=np.int8)", "np.ones((256, 256), np.int8)"), "sums of the rows"),
+            (Edit("np.eye(256, dtype=np.int8)", "np.eye(8, 256, dtype=np.int8)"), "shape"),
+        ],
+        [Edit(").T", ").T.astype(float)")],
     ),
     "11.case2": Case(
         [
             ("scale", "before it"),
-            ("signs", "negated"),
+            ("signs", "np.abs of both"),
+            ("arithmetic", "multiplies rightly"),
             ("rounding", "not rounded"),
             ("the norm", "which of"),
             (3, "A text is wanted"),
             ("the order is right, but the sign", "one thing only"),
         ],
         ["the order", "ordering", "a permutation", "Layout"],
+    ),
+    "11.lengths": Case(
+        [
+            ({1, 2, 3, 4}, "4 is one too many: With 4 tokens not all"),
+            ({1, 2}, "One is missing. With 3 tokens all"),
+            ({1}, "One is missing"),
+            (set(range(4, 13)), "10 is one too many"),
+            ({0, 1, 2, 3}, "none of the choices"),
+            (set(), "empty"),
+        ],
+        [[1, 2, 3], "1, 2, 3", np.array([3, 2, 1])],
     ),
     "11.case3": Case(
         [
@@ -1270,6 +1311,7 @@ for lesson, questions in QUIZZES.items():
 SLOW = {"8.3": pytest.mark.emulated, "8.4": pytest.mark.emulated, "6.1": pytest.mark.slow, "3b.8": pytest.mark.slow}
 each_exercise = pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in CASES])
 LONG = dict.fromkeys(("6.hunt", "3b.2", "3b.3", "3c.4"), pytest.mark.thorough)  # of their wrong answers
+SAID = "The little girl looked at the lion and said,"
 PASSAGE = [1, 356, 510, 1011, 785, 359, 264, 290, 350]
 
 
@@ -1334,6 +1376,13 @@ def run_kernel(text, name, x, order, threads):
         return device.to_host(y)
 
 
+@cache
+def silu_trace():
+    """Of the first suspect of notebook 11."""
+    story = model("storyteller", "numpy")
+    return dict(story.on(Silu("float32", threads=1)).run_with_cache(story.tokenizer.encode(SAID))[1])
+
+
 def given():
     """What the notebooks hand to the checks."""
     draw = np.random.default_rng(0)
@@ -1360,6 +1409,11 @@ def given():
         port=story.on(Silu("float32", threads=1)),
         story=[*PASSAGE, *PASSAGE, *PASSAGE],
         suspect=(story.on(Silu("float32", threads=1)), "silu"),
+        engine=story.on(Rolled("float32", threads=1)),
+        suspect2=story.on(Rolled("float32", threads=1)),
+        w=story.weights.layers[0].q_proj,
+        trace=silu_trace(),
+        trace1=silu_trace(),
         after=NextToken(story, "The rabbit ran"),
         lengths=[30, 22, 18, 9],
         run_kernel=run_kernel,
@@ -1393,10 +1447,10 @@ def no_hurry(monkeypatch):
 def notebook():
     """A session, and the names that solutions use."""
     story = model("storyteller", "numpy")
-    ids = story.tokenizer.encode("The little girl looked at the lion and said,")
+    ids = story.tokenizer.encode(SAID)
     check = Check(story, ids)
     names = {**check._pieces, **vars(given()), "Backend": Backend, "quantization": quantization, "replace": replace}
-    names["groups"] = groups
+    names |= {"groups": groups, "right": check.recorded}
     names |= {"model": story, "L": 6, "N": len(ids), "compare": None, "bfloat16": bfloat16}
     for exercise in EXERCISES.values():
         if exercise.lesson in ("0", "3b"):
@@ -1437,7 +1491,7 @@ def test_wrong_answers_are_refused_with_the_sentence_that_helps(name, notebook):
 
 
 # Solutions that need what only the notebook has: executed with it, in tests/test_notebooks.py
-IN_THE_NOTEBOOK = {"6.hunt", "10.files", "5.1", "5.7"}
+IN_THE_NOTEBOOK = {"6.hunt", "11.lengths", "10.files", "5.1", "5.7"}
 
 
 @pytest.mark.sample(4)

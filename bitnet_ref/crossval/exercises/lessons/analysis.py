@@ -12,6 +12,7 @@ from ....api import Model
 from ....families.hadamard import hadamard
 from ....reference import quantization
 from ....reference.layers import Array
+from ....reference.weights import TernaryLinear
 from ...compare import compare
 from ..answers import as_number, expect_array, expect_names, expect_number, expect_set, expect_word
 from ..declare import Unanswered, Wrong, draws, exercise, run
@@ -313,33 +314,79 @@ def published_dialect(config: Mapping[str, Any]) -> tuple[str, str]:
 
 
 @exercise("11.case1")
-def fluent(answer: Any) -> str:
+def fluent(answer: Any, trace: Mapping[str, Array], recorded: Mapping[str, Array]) -> str:
+    """trace: what the suspect recorded, who has SiLU in place of ReLU²."""
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2 or not isinstance(answer[0], str):
+        raise Wrong('Two are wanted: (name, function), as ("blocks.0.attn.hook_z", np.tanh).')
+    tensor, function = answer[0].strip(), answer[1]
+    first = next(name for name in recorded if not np.array_equal(trace[name], recorded[name]))
+    if tensor not in recorded:
+        raise Wrong(f"No tensor is called {tensor!r}.")
+    if tensor != first:
+        differs = "is wrong, and one before it is wrong too" if not_equal(trace, recorded, tensor) else "is right"
+        raise Wrong(f"{tensor} {differs}. Go through the names in the order of `right`.")
+    if function is None:
+        raise Unanswered
+    gate = np.linspace(-8, 8, 64)
+    half = 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
     mistakes = {
-        "norm": "The sub-norm comes after hook_post, the other norm before the gate.",
-        "matrix": "The products are hook_pre and hook_pre_linear, and they are equal.",
-        **dict.fromkeys(
-            ("product", "proj", "weight"), "The products are hook_pre and hook_pre_linear, and they are equal."
-        ),
-        "round": "Rounding to int8 is before the products, and they are equal.",
-        "quanti": "Quantisation is before the products, and they are equal.",
+        "that is what is right, relu²; what has the suspect": np.maximum(gate, 0) ** 2,
+        "below 0 the suspect's function is not quite 0": np.maximum(gate, 0),
+        "that is the factor of the gate alone; the function is the gate times it": 1 / (1 + np.exp(-gate)),
+        "GELU is near; compare the two at −3": gate * half,
+        "nothing is done to the gate": gate,
+        "the sign in the exponent is the other one": gate / (1 + np.exp(gate)),
     }
-    stems = ("activat", "silu", "relu", "nonlinear", "gate")
-    expect_word(answer, stems, mistakes, "What lies between gate, up and hook_post?")
-    return "The integers before are equal, so no matrix, no norm and no rounding is guilty."
+    expect_array(run(function, gate), gate / (1 + np.exp(-gate)), mistakes=mistakes)
+    return "It is SiLU, and this model has ReLU²."
+
+
+def not_equal(trace: Mapping[str, Array], recorded: Mapping[str, Array], tensor: str) -> bool:
+    return not np.array_equal(trace[tensor], recorded[tensor])
+
+
+@exercise("11.seen")
+def matrix_that_an_engine_sees(answer: Any, engine: Model, w: TernaryLinear) -> str:
+    """engine: one that reads the weight w wrongly."""
+    right, kept = engine.backend.ternary_matmul(np.eye(w.shape[1], dtype=np.int8), w).T, w.ternary()
+    mistakes: dict[str, Array] = {
+        "that is the matrix as it is right; ask the engine, by its product": kept,
+        "what comes out of the engine is W^T": right.T,
+        "that is the right matrix, transposed; ask the engine, by its product": kept.T,
+        "all inputs at once give the sums of the rows": np.broadcast_to(right.sum(axis=1, keepdims=True), right.shape),
+    }
+    expect_array(answer, right, mistakes=mistakes)
+    return f"{(right != kept).mean():.0%} of its places have another weight than the right one."
 
 
 @exercise("11.case2")
 def on_another_machine(answer: Any) -> str:
     mistakes = {
         "scale": "A wrong scale would not show in the integer sums: they come before it.",
-        "sign": "If all signs were wrong, the sums would be the right ones negated.",
+        "sign": "With wrong signs alone, np.abs of both matrices would be equal.",
+        "arithm": "The product of the identity is a ternary matrix: the engine multiplies rightly what it sees.",
         "round": "The inputs are equal, and integer sums are not rounded.",
         "overflow": "The sums are small, and every backend has them in int32.",
         "activat": "The activations that go in are equal.",
     }
-    hint = "Equal inputs, other integer sums: which of scale, signs and order of the weights can it be?"
+    hint = "Sort each row of both matrices: which of scale, signs and order of the weights can it be?"
     expect_word(answer, ("order", "layout", "permut", "pack", "interleav", "shuffl"), mistakes, hint)
-    return "The same weights, read in another order."
+    return "The same weights in each row, read in another order."
+
+
+@exercise("11.lengths")
+def right_lengths(answer: Any, model: Model, tokens: Sequence[int], engine: Model) -> str:
+    tensor = "blocks.0.attn.q_proj.hook_acc_int32"
+
+    def sums(of: Model, n: int) -> Array:
+        return of.run_with_cache(list(tokens[:n]), tensor)[1][tensor]
+
+    right = {n for n in range(1, 13) if np.array_equal(sums(model, n), sums(engine, n))}
+    choices = {
+        n: f"With {n} token{'s' * (n > 1)} {'all' if n in right else 'not all'} sums are right." for n in range(1, 13)
+    }
+    expect_set(answer, right, choices)
+    return "Four tokens or more take another way through the code."
 
 
 @exercise("11.case3")
@@ -391,6 +438,5 @@ def own_suspect(answer: Any, model: Model, tokens: Sequence[int]) -> str:
             f"Too large: the cosine is {cosine:.2f} (0.5 is noticed), top-1 agreement {top1:.0%} (50%). "
             "A rounding is enough."
         )
-    return (
-        f"A small bug: cosine {cosine:.4f}, top-1 {top1:.0%}. {compare(right, tensors, model.config, tokens).verdict}"
-    )
+    verdict = compare(right, tensors, model.config, tokens).verdict
+    return f"It passes both: cosine {cosine:.4f}, top-1 {top1:.0%}. {verdict}"
