@@ -26,7 +26,10 @@ from bitnet_ref.crossval.exercises.quiz import LETTERS, QUIZZES
 from bitnet_ref.families import groups
 from bitnet_ref.notebook import NextToken
 from bitnet_ref.reference import layers, quantization
+from bitnet_ref.reference.config import ModelConfig
 from bitnet_ref.reference.weights import TernaryWeight
+from bitnet_ref.training import Trainer
+from bitnet_ref.training.network import master_shapes
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 N4 = np.arange(4)
@@ -41,6 +44,10 @@ extern "C" __global__ void tree(const int* x, int* y) {
     y[i] = all[0];
 }
 """
+MEASURE = """        trainer.step(tokens)
+        if step + 1 in (half - width, half, half + width):
+            losses[step + 1] = trainer.loss(exam)"""
+BOTH_FALLS = "losses[half - width] - losses[half], losses[half] - losses[half + width]"
 MASK = N4[None, :] > N4[:, None]
 PUBLISHED = {"a": "int8, multiply", "b": "int8, divide", "c": "int8, multiply", "d": "groups, float", "e": "rotated"}
 CONFIGS = {  # as in notebook 10
@@ -1060,8 +1067,10 @@ CASES = {
             (1, "its master goes on"),
             (-22.7, "against it"),
             (10, "too small"),
+            (22.4, "longer"),
+            (22.8, "too large, by 0.08"),
         ],
-        ["22.7"],
+        ["22.7", 22.72],
     ),
     "9.3": Case(
         [
@@ -1074,7 +1083,63 @@ CASES = {
             (Edit("return W -", "return W_t * s -"), "the master is"),
             (Edit("return W - rate *", "return"), "that is the gradient"),
             (Edit("rate * ", ""), "the rate is missing"),
+            (Edit("(x_q / a) @ (W_t * s).T", "x_q @ W_t.T * (s / a)"), "summed in int8 and overflows"),
         ]
+    ),
+    "9.falls": Case(
+        [
+            (
+                Edit("losses[half - width] - losses[half],", "losses[half] - losses[half - width],"),
+                "is wrong|are wrong",
+            ),
+            (
+                Edit(
+                    BOTH_FALLS,
+                    "losses[half] - losses[half - width], losses[half + width] - losses[half]",
+                ),
+                "before minus the loss after",
+            ),
+            (
+                Edit(
+                    BOTH_FALLS,
+                    "losses[half] - losses[half + width], losses[half - width] - losses[half]",
+                ),
+                "exchanged",
+            ),
+            (
+                Edit("losses[half] - losses[half + width]", "losses[half - width] - losses[half + width]"),
+                "not from `half - ",
+            ),
+            (
+                Edit(
+                    MEASURE,
+                    "        losses[step + 1] = trainer.step(tokens)",
+                ),
+                "losses of training",
+            ),
+            (
+                Edit(
+                    MEASURE,
+                    "        losses[step + 1] = trainer.loss(exam)\n        trainer.step(tokens)",
+                ),
+                "one step too early",
+            ),
+            (
+                Edit(
+                    "return losses[half - width] - losses[half], losses[half] - losses[half + width]",
+                    "return losses[half], losses[half + width]",
+                ),
+                "two losses",
+            ),
+            (Edit("batches(1)", "batches(2)"), "values are wrong"),
+            (Edit(", losses[half] - losses[half + width]", ""), "shape"),
+        ],
+        [
+            Edit(
+                "return losses[half - width] - losses[half], losses[half] - losses[half + width]",
+                "return [losses[half - width] - losses[half], losses[half] - losses[half + width]]",
+            )
+        ],
     ),
     "9.4": Case(
         [
@@ -1215,10 +1280,13 @@ CASES = {
     ),
     "11.seen": Case(
         [
-            (Edit("suspect2.backend.ternary_matmul(np.eye(256, dtype=np.int8), w).T", "w.ternary()"), "ask the engine"),
+            (
+                Edit("suspect2.backend.ternary_matmul(np.eye(256, dtype=np.int8), q_proj).T", "q_proj.ternary()"),
+                "ask the engine",
+            ),
             (Edit(").T", ")"), "is W\\^T"),
             (
-                Edit("suspect2.backend.ternary_matmul(np.eye(256, dtype=np.int8), w).T", "w.ternary().T"),
+                Edit("suspect2.backend.ternary_matmul(np.eye(256, dtype=np.int8), q_proj).T", "q_proj.ternary().T"),
                 "transposed; ask",
             ),
             (Edit("np.eye(256, dtype=np.int8)", "2 * np.eye(256, dtype=np.int8)"), "2 times the right one"),
@@ -1383,6 +1451,30 @@ def silu_trace():
     return dict(story.on(Silu("float32", threads=1)).run_with_cache(story.tokenizer.encode(SAID))[1])
 
 
+@cache
+def training():
+    """The trainer, batches and exam of notebook 9, on tokens that are drawn."""
+    notebook = json.loads((NOTEBOOKS / "09_training.ipynb").read_text(encoding="utf-8"))
+    source = {cell["id"]: "".join(cell["source"]) for cell in notebook["cells"]}
+    draw = np.random.default_rng(9)
+    names = {
+        "np": np,
+        "Trainer": Trainer,
+        "master_shapes": master_shapes,
+        "CONTEXT": 64,
+        "seen": draw.integers(3, 64, 999),
+    }
+    names |= {"ModelConfig": ModelConfig, "tokenizer": SimpleNamespace(vocab_size=64)}
+    exec(source["09-009-1"] + "\n\n" + source["09-009-2"], names)
+    exam = draw.integers(3, 64, (4, 65))
+    return {
+        "tiny": names["shape"](16, 1, False),
+        "new_trainer": names["new_trainer"],
+        "batches": names["batches"],
+        "exam": exam,
+    }
+
+
 def given():
     """What the notebooks hand to the checks."""
     draw = np.random.default_rng(0)
@@ -1411,7 +1503,7 @@ def given():
         suspect=(story.on(Silu("float32", threads=1)), "silu"),
         engine=story.on(Rolled("float32", threads=1)),
         suspect2=story.on(Rolled("float32", threads=1)),
-        w=story.weights.layers[0].q_proj,
+        q_proj=story.weights.layers[0].q_proj,
         trace=silu_trace(),
         trace1=silu_trace(),
         after=NextToken(story, "The rabbit ran"),
@@ -1433,6 +1525,7 @@ def given():
         published=CONFIGS,
         TREE=TREE,
         untrained={"W": w},
+        **training(),
         WATCHED="W",
     )
 

@@ -346,9 +346,10 @@ def not_equal(trace: Mapping[str, Array], recorded: Mapping[str, Array], tensor:
 
 
 @exercise("11.seen")
-def matrix_that_an_engine_sees(answer: Any, engine: Model, w: TernaryLinear) -> str:
-    """engine: one that reads the weight w wrongly."""
-    right, kept = engine.backend.ternary_matmul(np.eye(w.shape[1], dtype=np.int8), w).T, w.ternary()
+def matrix_that_an_engine_sees(answer: Any, engine: Model, q_proj: TernaryLinear) -> str:
+    """engine: one that reads the weight q_proj wrongly."""
+    kept = q_proj.ternary()
+    right = engine.backend.ternary_matmul(np.eye(kept.shape[1], dtype=np.int8), q_proj).T
     mistakes: dict[str, Array] = {
         "that is the matrix as it is right; ask the engine, by its product": kept,
         "what comes out of the engine is W^T": right.T,
