@@ -31,7 +31,6 @@ cdef extern from "kernels.h" nogil:
     void attend_all(attend_fn, const attend_call *)
     bint kv_can_store(int kind, const float *x, size_t n)
     void kv_store(int kind, const float *x, size_t d, void *rows, size_t row, float *scale)
-    Py_ssize_t first_largest(const float *x, size_t n)
     void embed_row(int kind, const void *row, size_t n, float scale, float *x)
     long l2_bytes()
     const ternary_method METHODS[]
