@@ -525,7 +525,7 @@ class CythonBackend(KernelBackend):
     def _ruled_products(self, x: Floats, ws: Sequence[RuledLinear]) -> list[Floats]:
         """Without biases: neighbours with equally wide blocks of inputs in one call."""
         outputs: list[Floats] = []
-        for inputs, same in groupby(map(self._ruled_panels, ws), lambda w: WIDTHS.get(w.inputs, w.inputs)):
+        for inputs, same in groupby(map(self._ruled_panels, ws), lambda w: WIDTHS.get(w.inputs) or w.inputs):
             if isinstance(inputs, str):  # float16 or bfloat16
                 matrices = [replace(w.plain().matrix, bias=None) for w in same]
                 outputs += self._dense_linears(self.kernels.narrow(x, inputs), matrices)
