@@ -108,6 +108,9 @@ typedef struct {
     double *pattern; /* (T * R, n_keys), as `scores` */
     float *scores;
     kv_range *seen;  /* (T * R) */
+    kv_view next;    /* what this thread attends to next: its first keys are prefetched with the last values; n_keys 0: nothing */
+    ptrdiff_t next_item; /* its number, for the caller */
+    int is_fetched;  /* whether the first keys have been prefetched so */
 } attend_call;
 
 typedef void (*attend_fn)(const attend_call *, int step, size_t first, size_t end);
