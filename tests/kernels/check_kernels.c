@@ -276,7 +276,7 @@ static void attend(const kernel_set *set, const float *q, size_t T, size_t R, si
     const size_t blocks = attend_blocks(&kv), slots = by_blocks ? blocks : 1;
     attend_call c = {q, z, T, R, d, q_stride, z_stride, window, 0.3, kv, slots};
     double *workspace = allocate(attend_workspace(T * R, d, kv.n_keys, slots) * sizeof *workspace);
-    if (n_keys % 2) c.next = kv; /* prefetched, which changes no bit */
+    if (kv.n_keys % 2) c.next = kv; /* prefetched, which changes no bit */
     attend_place(&c, workspace);
     if (!by_blocks) attend_all(set->attend, &c);
     else {
