@@ -359,7 +359,7 @@ STEP_TARGET static void STEP(all_rows_wide)(const attend_call *c, kv_range block
  *   1.03, median 0.99. Not taken: short prompts would give threads fewer parts.
  * An Emerald Rapids, one token of each of 32 sequences with 65 keys, SmolLM2-135M: 3.0% of the samples of a step waited for
  *   the first keys. Prefetched with the last values of the head before (`next`), 1.4%, and scores 3.1% in place of 4.4: a step
- *   of 16 or 32 sequences 0.98, pairs in turn; storyteller's of 64 0.95.
+ *   of 16 or 32 sequences 0.98, pairs in turn; the kernels of storyteller's of 64 0.97.
  * Not worth a rule: leaving out a block of keys whose weights are too small to show. SmolLM2-135M, 1,024 tokens of English:
  *   all weights of a block of 128 keys are below 2^-25 in 0.12% of 935,280 blocks and heads, below 2^-40 in none;
  *   storyteller, 256 tokens: none. And that proves nothing for a sum near 0.
