@@ -39,7 +39,6 @@ class TraceStep(NamedTuple):
     inputs: of what it is computed, below the block.
     kind: of the op, a key of crossval's tolerances; NORM or LINEAR.
     shape: axes, "N H d"; of a norm "D", or "H d" where it is over heads.
-    compute: (be, layer, config, *inputs as rows) -> the tensor, where the step is one family's own.
     noun: what it is in a sentence.   source: the function that computes it, and the beginning of the line that does.
     """
 
@@ -47,7 +46,6 @@ class TraceStep(NamedTuple):
     inputs: tuple[str, ...]
     kind: str
     shape: str = ""
-    compute: Callable[..., Floats] | None = None
     noun: str = ""
     source: tuple[Callable[..., Any], str] | None = None
 

@@ -326,55 +326,22 @@ class GlobalMapleLayer(Qwen3MoeLayer):
 # -- the steps that it records -----------------------------------------------------------------------------------------
 
 
-def _products(field: str) -> Callable[..., Floats]:
-    """The `compute` of a step that multiplies by the experts that tokens chose."""
-
-    def compute(be: Ops, w: MoeLayer, cfg: MoeConfig, x: Floats, shares: Floats) -> Floats:
-        experts = getattr(w, field)
-        k = cfg.num_experts_per_tok
-        own = x if x.shape[1] == experts.shape[1] else x.reshape(len(x), k, -1)
-        return expert_products(be, own, shares, experts)
-
-    return compute
-
-
 def _moe_steps(steps: list[TraceStep]) -> list[TraceStep]:
     """The steps of a block whose feed-forward is a mixture: the others, and in the place of `mlp.*` its own."""
     normed, shares = "ln2.hook_normalized", "mlp.hook_expert_weights"
-
-    def of_rows(x: Floats, cfg: MoeConfig) -> Floats:
-        return x.reshape(len(x), cfg.num_experts_per_tok, -1)
-
     own = [
         linear_step("mlp.router", normed),
         TraceStep(
-            shares,
-            ("mlp.router.hook_out",),
-            "routing",
-            "N E",
-            lambda be, w, cfg, scores: choose_experts(scores, cfg),
-            "the experts' shares",
-            (choose_experts, "    p = "),
+            shares, ("mlp.router.hook_out",), "routing", "N E", "the experts' shares", (choose_experts, "    p = ")
         ),
-        TraceStep(
-            "mlp.hook_pre", (normed, shares), "dense linear", "N k M", _products("gate_proj"), "the experts' gate"
-        ),
-        TraceStep(
-            "mlp.hook_pre_linear", (normed, shares), "dense linear", "N k M", _products("up_proj"), "the experts' up"
-        ),
-        TraceStep(
-            "mlp.hook_post",
-            ("mlp.hook_pre", "mlp.hook_pre_linear"),
-            "gate",
-            "N k M",
-            lambda be, w, cfg, gate, up: gated(be, of_rows(gate, cfg), of_rows(up, cfg), cfg.activation, cfg),
-        ),
+        TraceStep("mlp.hook_pre", (normed, shares), "dense linear", "N k M", "the experts' gate"),
+        TraceStep("mlp.hook_pre_linear", (normed, shares), "dense linear", "N k M", "the experts' up"),
+        TraceStep("mlp.hook_post", ("mlp.hook_pre", "mlp.hook_pre_linear"), "gate", "N k M"),
         TraceStep(
             "mlp.hook_expert_out",
             ("mlp.hook_post", shares),
             "dense linear",
             "N k D",
-            _products("down_proj"),
             "the experts' results",
             (feed_forward, "    out = "),
         ),
@@ -383,7 +350,6 @@ def _moe_steps(steps: list[TraceStep]) -> list[TraceStep]:
             ("mlp.hook_expert_out", shares),
             "scaling",
             "N D",
-            lambda be, w, cfg, out, shares: mix(of_rows(out, cfg), shares),
             "the sum of the experts",
             (mix, "    return"),
         ),
