@@ -79,6 +79,7 @@ class _Replay:
             elif not (name == names.LOGITS and given in (shape[1:], (1, *shape[1:]))):  # of the last token only
                 note = f"shape {list(given)} instead of {list(shape)}"
                 self.results[name] = self.walk.refuse(name, shape, note)
+        self.right_scale = np.ones((len(ids), 1), dtype=np.float32)  # of the activation that is quantised
         self.guessed: set[str] = set()  # what cannot be computed without a guess how the engine rounds
         self.inexact: set[str] = set()  # what is computed from inputs that were not recorded, and may be off themselves
         for name in names.op_order(self.cfg):
@@ -126,6 +127,12 @@ class _Replay:
     def _settle(self, step: Step) -> Array:
         """The step's tensor as it was recorded; the reference's own where it was not, or holds no such numbers."""
         name, right = step.name, step.result
+        if name.endswith(names.SCALE):
+            self.right_scale = right
+        if name.endswith(
+            names.INT8
+        ):  # by the reference's scale: a wrong one is its own op, and its direction may differ
+            right = step.compute(step.inputs[0], self.right_scale)
         if name not in self.recorded:
             return right
         if self._is_open(name):
