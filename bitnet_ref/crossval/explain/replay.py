@@ -127,6 +127,8 @@ class _Replay:
     def _settle(self, step: Step) -> Array:
         """The step's tensor as it was recorded; the reference's own where it was not, or holds no such numbers."""
         name, right = step.name, step.result
+        if isinstance(step.seen, dict):
+            step.seen.clear()  # no edit asks for earlier tensors, and those of a long run are many
         if name.endswith(names.SCALE):
             self.right_scale = right
         if name.endswith(
