@@ -278,15 +278,15 @@ class ArrayForm(NamedTuple):
     """How files store an array of a block that is neither a linear nor a norm.
 
     hf, gguf: the tensor's name in its block.   from_*: (config, layer, stored) -> ours; ValueError for numbers that it
-    cannot hold.   to_*: the other way.
+    cannot hold.   to_*: the other way. By default both are the same array.
     """
 
     hf: str
     gguf: str
-    from_hf: Callable[[Any, int, Array], Array]
-    to_hf: Callable[[Any, int, Array], Array]
-    from_gguf: Callable[[Any, int, Array], Array]
-    to_gguf: Callable[[Any, int, Array], Array]
+    from_hf: Callable[[Any, int, Array], Array] = lambda config, layer, array: array
+    to_hf: Callable[[Any, int, Array], Array] = lambda config, layer, array: array
+    from_gguf: Callable[[Any, int, Array], Array] = lambda config, layer, array: array
+    to_gguf: Callable[[Any, int, Array], Array] = lambda config, layer, array: array
     hf_shape: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple  # of the tensor, from ours
 
 

@@ -507,10 +507,6 @@ def _log(config: Qwen35Config, layer: int, decay: Floats) -> Floats:
     return nearest
 
 
-def _same(config: Qwen35Config, layer: int, array: Floats) -> Floats:
-    return array
-
-
 def _from_file(order: Callable[[DeltaConfig], NDArray[np.intp]]) -> Callable[..., Floats]:
     return lambda config, layer, stored: stored[order(_shape_of(config, layer))]
 
@@ -547,12 +543,10 @@ ARRAYS = {
     "delta.decay_bias": ArrayForm(
         "linear_attn.dt_bias",
         "ssm_dt.bias",
-        _same,
-        _same,
-        _from_file(value_heads_in_gguf),
-        _to_file(value_heads_in_gguf),
+        from_gguf=_from_file(value_heads_in_gguf),
+        to_gguf=_to_file(value_heads_in_gguf),
     ),
-    "delta.norm": ArrayForm("linear_attn.norm.weight", "ssm_norm.weight", _same, _same, _same, _same),
+    "delta.norm": ArrayForm("linear_attn.norm.weight", "ssm_norm.weight"),
 }
 
 
@@ -620,50 +614,18 @@ def _steps(config: Qwen35Config, layer: int) -> list[TraceStep]:
     first, last = names.index("attn.hook_q"), names.index("attn.hook_z")
     gates = [linear_step(f"attn.{name}", "ln1.hook_normalized") for name in ("z_proj", "a_proj", "b_proj")]
     qkv = tuple(f"attn.{name}.hook_out" for name in ("q_proj", "k_proj", "v_proj"))
+    a, b = ("attn.a_proj.hook_out",), ("attn.b_proj.hook_out",)
     rule = ("attn.hook_conv", "attn.hook_log_decay", "attn.hook_beta")
+    gate = ("attn.delta_norm.hook_normalized", "attn.z_proj.hook_out")
+    update, answer = (delta_recurrence, "memory[:]"), (delta_recurrence, "y[t]")
     own = [
         TraceStep("attn.hook_conv", qkv, "delta rule", "N C", "DeltaNet's convolution", (causal_conv, "return")),
-        TraceStep(
-            "attn.hook_log_decay",
-            ("attn.a_proj.hook_out",),
-            "delta gate",
-            "N Hv",
-            "the log of DeltaNet's decay",
-            (log_decay, "return"),
-        ),
-        TraceStep(
-            "attn.hook_beta",
-            ("attn.b_proj.hook_out",),
-            "delta gate",
-            "N Hv",
-            "DeltaNet's beta",
-            (write_strength, "return"),
-        ),
-        TraceStep(
-            "attn.hook_state",
-            rule,
-            "delta rule",
-            "N Hv dk dv",
-            "DeltaNet's memory",
-            (delta_recurrence, "memory[:]"),
-        ),
-        TraceStep(
-            "attn.hook_delta_out",
-            rule,
-            "delta rule",
-            "N Hv dv",
-            "the answer of DeltaNet's memory",
-            (delta_recurrence, "y[t]"),
-        ),
+        TraceStep("attn.hook_log_decay", a, "delta gate", "N Hv", "the log of DeltaNet's decay", (log_decay, "return")),
+        TraceStep("attn.hook_beta", b, "delta gate", "N Hv", "DeltaNet's beta", (write_strength, "return")),
+        TraceStep("attn.hook_state", rule, "delta rule", "N Hv dk dv", "DeltaNet's memory", update),
+        TraceStep("attn.hook_delta_out", rule, "delta rule", "N Hv dv", "the answer of DeltaNet's memory", answer),
         norm_step("attn.delta_norm", "attn.hook_delta_out", "Hv dv", "delta_norm"),
-        TraceStep(
-            "attn.hook_gated_z",
-            ("attn.delta_norm.hook_normalized", "attn.z_proj.hook_out"),
-            "gate",
-            "N V",
-            _GATED,
-            (silu_gate, "return"),
-        ),
+        TraceStep("attn.hook_gated_z", gate, "gate", "N V", _GATED, (silu_gate, "return")),
     ]
     return _from_gate([*steps[:first], *gates, *own, *steps[last + 1 :]])
 
