@@ -17,6 +17,37 @@ def test_ctrl_c_while_a_command_starts(delay_s):
     assert fault_of(["generate", "Once", "--max-tokens", "100000"], signal.SIGINT, delay_s) is None
 
 
+LINES_OF_THE_START = [
+    "from .program import cli",
+    "import click",
+    "def cli",
+    "def main",
+    "main(args",
+    "prepare_streams()",
+]
+
+
+@pytest.mark.parametrize("word", LINES_OF_THE_START)
+def test_ctrl_c_at_a_line_of_the_start(word):
+    code = f"""
+import signal, sys
+def trace(frame, event, argument):
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    if "bitnet_ref" + "/cli/" in path and "start.py" not in path:
+        if event == "line" and {word!r} in open(path).read().splitlines()[line - 1]:
+            sys.settrace(None)
+            print("here", flush=True)
+            signal.raise_signal(signal.SIGINT)
+        return trace
+sys.settrace(trace)
+from bitnet_ref.cli import main
+main(["--help"])
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.startswith("here")
+    assert (ended.returncode, ended.stderr) in [(130, ""), (130, "Aborted!\n")]
+
+
 def wait_for(path, seconds=30):
     deadline = time.monotonic() + seconds
     while not (path.is_file() and path.read_text().strip()):

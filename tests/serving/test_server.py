@@ -612,24 +612,27 @@ def sleepy(ids, logits, generator):
 
 
 def test_models_come_and_go():
-    tiny = GOLDEN / "bitnet-packed-offline"
-    sources = {"a": STORY, "b": tiny}
+    sources = {"a": STORY, "b": GOLDEN / "bitnet-packed-offline"}
     with RunningServer(sources, budget=105_000_000, idle_s=0.2, settings={"cache_tokens": 256}) as server:
-        assert loaded(server) == ["a", "b"]
-        until(lambda: all(place.engine is None for place in server.shelf.places.values()))
+        until(lambda: not loaded(server))
         status, _, answer = server.post("/v1/completions", {"model": "b", "prompt": [5, 6], "max_tokens": 2})
         assert (status, "tokenizer" in answer["error"]["message"]) == (400, True)
         assert server.post("/v1/completions", {"model": "a", "prompt": "Alice"})[0] == 200
+
+
+def test_a_model_that_is_busy_stays():
+    sources = {"a": STORY, "b": GOLDEN / "bitnet-packed-offline"}
+    file_bytes = sum(file.stat().st_size for file in model_files(STORY))
+    with RunningServer(sources, budget=file_bytes, settings={"cache_tokens": 2048}) as server:
+        assert loaded(server) == ["a"]
         server.shelf._budget = server.shelf.places["a"].nbytes
-        until(lambda: server.shelf.places["b"].engine is None)
-        stream = server.open_request(
-            "/v1/completions", {"model": "a", "prompt": "Alice", "stream": True, "max_tokens": 50}
-        )
-        until(lambda: (engine := server.shelf.places["a"].engine) is not None and engine.requests)
+        busy = {"model": "a", "prompt": "Alice", "stream": True, "max_tokens": 200, "ignore_eos": True, "n": 8}
+        stream = server.open_request("/v1/completions", busy)
+        until(lambda: server.shelf.places["a"].engine.requests)
         assert server.post("/tokenize", {"model": "b", "prompt": "x"})[0] == 503
         stream.close()
         until(lambda: server.post("/tokenize", {"model": "b", "prompt": "x"})[0] == 400)
-        assert server.shelf.places["a"].engine is None
+        assert loaded(server) == ["b"]
 
 
 def test_the_model_that_was_unused_longest_leaves(tmp_path):
