@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..errors import ConfigError, require
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
-from ..reference.layers import ACTIVATIONS, Array, Floats
+from ..reference.layers import ACTIVATIONS, Array, Floats, rms_scale
 from ..reference.quantization import CODES_PER_BYTE
 from ..reference.weights import LayerWeights, LinearWeight, ModelWeights
 
@@ -184,6 +184,14 @@ def before(index: int, change: Callable[[Any], Any]) -> Edit:
 def leave_out(step: Any, compute: Edit, x: Array, *rest: Any) -> Array:
     """An edit: the step's first input as its result."""
     return x
+
+
+def norm_each_head(step: Any, compute: Edit, x: Array, length: Array, weight: Array) -> Array:
+    """An edit of a norm over all heads: each head is divided by its own length.   x (N, H*d)"""
+    config = step.setting.config
+    heads = x.reshape(-1, config.head_dim)
+    normed: Array = (heads / rms_scale(heads, config.norm_eps)).reshape(x.shape) * weight
+    return normed
 
 
 def own_rope(step: Any) -> RopeConfig:
