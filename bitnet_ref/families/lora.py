@@ -228,14 +228,7 @@ def _map_named(w: ModelWeights, change: Callable[[str, LinearWeight, int | None]
 
 def without_adapters(w: ModelWeights) -> ModelWeights:
     """The model that the adapter was put on."""
-    layers = []
-    for layer in w.layers:
-        own: Mapping[str, Any] = {
-            name: weight.linear for name, weight in layer.linears() if isinstance(weight, AdaptedLinear)
-        }
-        layers.append(replace(layer, **own))
-    head = w.lm_head.linear if isinstance(w.lm_head, AdaptedLinear) else w.lm_head
-    return replace(w, layers=tuple(layers), lm_head=head)
+    return _map_named(w, lambda _, weight, __: weight.linear if isinstance(weight, AdaptedLinear) else weight)
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
