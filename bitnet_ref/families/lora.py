@@ -33,14 +33,10 @@ from .family import Edit, Hypothesis, WeightKind
 TERM = "hook_lora"
 
 
-class OnLinear(LinearWeight):
-    """What a linear with terms has of the linear itself."""
+class LinearAround(LinearWeight):
+    """What a linear with something around it has of the linear itself."""
 
-    kind = "adapted"
-    bias: ClassVar[None] = None  # type: ignore[misc]  # the linear's is added before the term
     linear: LinearWeight
-    terms: tuple[AdaptedLinear | None, ...]  # the adapted linears that it chooses from; None: no term
-    choice: NDArray[np.int32] | None = None  # (N,) for each row of x the index of its term, or -1; None: 0 for all
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -51,8 +47,21 @@ class OnLinear(LinearWeight):
         return self.linear.shape
 
     @property
+    def nbytes(self) -> int:
+        return self.linear.nbytes
+
+    @property
     def bit_linear(self) -> TernaryLinear | None:  # type: ignore[override]
         return self.linear.bit_linear
+
+
+class OnLinear(LinearAround):
+    """A linear with terms."""
+
+    kind = "adapted"
+    bias: ClassVar[None] = None  # type: ignore[misc]  # the linear's is added before the term
+    terms: tuple[AdaptedLinear | None, ...]  # the adapted linears that it chooses from; None: no term
+    choice: NDArray[np.int32] | None = None  # (N,) for each row of x the index of its term, or -1; None: 0 for all
 
     @property
     def norm(self) -> Norm | None:  # type: ignore[override]
@@ -109,10 +118,6 @@ class SelectedLinear(OnLinear):
     linear: LinearWeight
     terms: tuple[AdaptedLinear | None, ...]  # of each adapter of the batch; None: it has none for this linear
     choice: NDArray[np.int32]  # (N,) the index of each row's adapter, or -1: its result is the linear's
-
-    @property
-    def nbytes(self) -> int:
-        return self.linear.nbytes
 
     def contents(self, name: str) -> Iterator[tuple[str, Array]]:
         yield from self.linear.contents(name)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -695,17 +696,20 @@ def _layer(sparse: type[LayerWeights], dense: type[LayerWeights]) -> Callable[[M
     return lambda config, layer: sparse if config.is_sparse(layer) else dense
 
 
+_family = partial(
+    Family,
+    axes=_axes,
+    split=split_experts,
+    of_layers=_of_layers,
+    lacks=lambda config: _LACKS,
+    feed_forward_words=_in_words,
+)
 FAMILIES = (
-    Family(
+    _family(
         "qwen3_moe",
         Qwen3MoeConfig,
         layer_class=_layer(Qwen3MoeLayer, Qwen3Layer),
         steps=_qwen3_steps,
-        axes=_axes,
-        split=split_experts,
-        of_layers=_of_layers,
-        lacks=lambda config: _LACKS,
-        feed_forward_words=_in_words,
         names={**HEAD_NORMS, **ROUTER},
         place=_place("mlp"),
         hf=HfForm("Qwen3MoeForCausalLM", _QWEN, _read_qwen3_moe, _write_qwen3_moe),
@@ -719,16 +723,11 @@ FAMILIES = (
         end_of_embedded=END_OF_TEXT,
         example_fields={**_EXAMPLE, "dense_layers": (1,)},
     ),
-    Family(
+    _family(
         "mixtral",
         MixtralConfig,
         layer_class=_layer(MoeLayer, LayerWeights),
         steps=_mixtral_steps,
-        axes=_axes,
-        split=split_experts,
-        of_layers=_of_layers,
-        lacks=lambda config: _LACKS,
-        feed_forward_words=_in_words,
         names=ROUTER,
         place=_place("block_sparse_moe", ("w1", "w3", "w2")),
         hf=HfForm("MixtralForCausalLM", _MIXTRAL, _read_mixtral, _write_mixtral, flags=()),
@@ -742,16 +741,11 @@ FAMILIES = (
         mistakes=MISTAKES,
         example_fields={**_EXAMPLE, "moe_intermediate_size": 48},
     ),
-    Family(
+    _family(
         "maple",
         MapleConfig,
         layer_class=lambda config, layer: Qwen3MoeLayer if config.turns(layer) else GlobalMapleLayer,
         steps=_maple_steps,
-        axes=_axes,
-        split=split_experts,
-        of_layers=_of_layers,
-        lacks=lambda config: _LACKS,
-        feed_forward_words=_in_words,
         names={**HEAD_NORMS, **ROUTER, "embedding": PartNames(("model.word_embeddings",), "token_embd")},
         place=_place("mlp"),
         # lm_head_flash: an approximate head in DeepGrove's MLX folder
