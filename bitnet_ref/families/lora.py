@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import ml_dtypes
@@ -272,48 +273,43 @@ def _of_int8_input(step: Any, compute: Edit, x: Floats, *rest: Any) -> Floats:
     return compute((x_q / scale).astype(x.dtype), *rest)
 
 
+_mistake = partial(Hypothesis, f"*.{TERM}")
 MISTAKES = (
-    Hypothesis(
-        f"*.{TERM}",
+    _mistake(
         "lora_missing",
         "the adapter is not applied",
         "Add c B (A x) to the linear's result, after its bias.",
         _factor(lambda w: 0.0),
     ),
-    Hypothesis(
-        f"*.{TERM}",
+    _mistake(
         "lora_alpha_not_divided",
         "the adapter's term is multiplied by lora_alpha, not by lora_alpha / r",
         "c = lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora.",
         _factor(lambda w: w.factor * _rank(w)),
         lambda step: _rank(_adapted(step)) > 1,
     ),
-    Hypothesis(
-        f"*.{TERM}",
+    _mistake(
         "lora_without_factor",
         "the adapter's term has no factor",
         "c = lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora.",
         _factor(lambda w: 1.0),
         lambda step: _adapted(step).factor != 1,
     ),
-    Hypothesis(
-        f"*.{TERM}",
+    _mistake(
         "lora_root_of_rank",
         "lora_alpha is divided by sqrt(r) for r, or by r for sqrt(r)",
         "use_rslora says that it is the root.",
         _factor(lambda w: w.factor * _rank(w) ** 0.5),
         lambda step: _rank(_adapted(step)) > 1,
     ),
-    Hypothesis(
-        f"*.{TERM}",
+    _mistake(
         "lora_of_int8_input",
         "the adapter's term reads the input that was rounded to int8",
         "A reads the linear's input as it is, in float.",
         _of_int8_input,
         lambda step: _adapted(step).bit_linear is not None,
     ),
-    Hypothesis(
-        f"*.{TERM}",
+    _mistake(
         "lora_of_normed_input",
         "the adapter's term reads the input after the norm inside the linear",
         "A reads the linear's input as it is.",
