@@ -131,9 +131,7 @@ class _Replay:
             step.seen.clear()  # no edit asks for earlier tensors, and those of a long run are many
         if name.endswith(names.SCALE):
             self.right_scale = right
-        if name.endswith(
-            names.INT8
-        ):  # by the reference's scale: a wrong one is its own op, and its direction may differ
+        if name.endswith(names.INT8):  # by the reference's scale: a wrong one is its own op, and may be 1 / scale
             right = step.compute(step.inputs[0], self.right_scale)
         if name not in self.recorded:
             return right
