@@ -6,7 +6,15 @@ from helpers import DATA, GOLDEN, call, prepared, random_blocks, rng
 
 import bitnet_ref
 from bitnet_ref.errors import ConfigError, NumericsError
-from bitnet_ref.families.block_rule import INPUTS, RuledWeight, block_matmul, by_rule, round_inputs, ruled_linear
+from bitnet_ref.families.block_rule import (
+    INPUTS,
+    NARROW,
+    RuledWeight,
+    block_matmul,
+    by_rule,
+    round_inputs,
+    ruled_linear,
+)
 from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.reference.weights import DenseWeight
@@ -133,6 +141,20 @@ def test_a_matrix_in_16_bits_rounds_its_inputs():
     w = by_rule(DenseWeight(np.array([[1, 2]], dtype=np.float16)))
     assert isinstance(w, RuledWeight)
     assert ruled_linear(x, w).tolist() == [[7]]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_backends_round_to_16_bits_as_the_text_does(dtype, be):
+    if be.name == "cupy":
+        pytest.skip("has no kernels for it")
+    w = by_rule(DenseWeight(np.ones((1, 1), dtype=NARROW[dtype])))
+    bits = rng(7).integers(0, 1 << 32, 20_000, dtype=np.uint32)
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(F)
+    edges = np.array([65519, 65520, 65536, 3.4e38, np.inf, -np.inf, np.nan, 2**-14, 2**-24, 2**-25, -0.0], dtype=F)
+    near = np.concatenate([edges, np.nextafter(edges, F(0)), np.nextafter(edges, F(np.inf))])
+    with np.errstate(all="ignore"):
+        x = np.concatenate([bits.view(F), halves, halves * F(1 + 2.0**-11), near])[:, None]
+        np.testing.assert_array_equal(call(be, "linear", x, prepared(be, w)[0]), ruled_linear(x, w))
 
 
 def test_sums_in_float64_are_near():

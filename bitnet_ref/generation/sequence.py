@@ -338,8 +338,13 @@ class Continuation:
 
     def _choose(self, logits: TokenLogits) -> tuple[int, Floats | None]:
         """-> the token, and all of the model's own logits if they were computed"""
-        params, whole = self.request.params, logits.values if logits.complete else None
+        params = self.request.params
         self.stats.head_rows += logits.computed
+        if logits.is_choice:
+            if self._uniforms:
+                self._uniforms.popleft()
+            return int(logits.ids[0]), None
+        whole = logits.values if logits.complete else None
         values = self.rules.apply_among(self.ids, logits) if self.rules.processors else logits.values
         if params.strategy is not None:
             token = params.strategy(self.ids, values, self.rng)
@@ -351,8 +356,6 @@ class Continuation:
         uniform = 0.0
         if params.temperature > 0:
             uniform = self._uniforms.popleft() if self._uniforms else self.rng.random()
-        if logits.is_choice:
-            return int(logits.ids[0]), None
         chosen = choose_among(logits, params, uniform, values, self.request.model.backend.draw)
         if chosen is None:  # the bounds do not determine it
             whole = logits.all()

@@ -25,6 +25,11 @@ class StopStrings:
         self._state = 0  # of the search: its string is what is held back
         self._held = ""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no stop strings."""
+        return self._search.is_empty
+
     def push(self, text: str) -> str:
         """Add text. -> the part that is certain; nothing after a stop string."""
         if self._search.is_empty:
@@ -75,6 +80,7 @@ class TextStream:
         self._vocab_size = tokenizer.vocab_size if tokenizer is not None else 0
         self.banned, self.stops = StopStrings(banned), StopStrings(stops)
         self._refuses, self._text, self._refused = refuses, "", False
+        self._passes_all = refuses is None and self.banned.is_empty and self.stops.is_empty
         self._tokens, self._stops_after = 0, stops_after
 
     @property
@@ -92,7 +98,8 @@ class TextStream:
         self._tokens += 1
         if self._decoder is None or token >= self._vocab_size:
             return ""
-        return self._filter(self._search(self.banned.push(self._decoder.push(token))))
+        text = self._decoder.push(token)
+        return text if self._passes_all else self._filter(self._search(self.banned.push(text)))
 
     def flush(self) -> str:
         if self._decoder is None or self.filtered:

@@ -50,6 +50,7 @@ class PagedStepper(Stepper[Job]):
         self.cache: PagedKVCache = cache
         self.pool, self.scheduler, self.metrics = pool, scheduler, metrics
         self.end, self.recover, self.deliveries = end, recover, deliveries
+        self._latency = metrics.histograms["inter_token_latency_seconds"]
         self.is_sound = True  # whether a step has succeeded on this backend, or none has been tried
         self._copies: list[tuple[int, int]] = []  # pages to copy before the next pass, (source, target)
 
@@ -138,16 +139,16 @@ class PagedStepper(Stepper[Job]):
 
     def _note_token(self, ticket: Ticket) -> None:
         """Note the time of a new token."""
-        now = time.perf_counter()
-        if ticket.first_token_s is None:
+        now, first_s = time.perf_counter(), ticket.first_token_s
+        if first_s is None:
             assert ticket.start_s is not None
-            ticket.first_token_s = now
+            ticket.first_token_s = first_s = now
             ticket.stats.prefill_s = now - ticket.start_s
             self.metrics.observe("time_to_first_token_seconds", now - ticket.arrival_s)
         elif ticket.streams:
-            self.metrics.observe("inter_token_latency_seconds", now - ticket.last_token_s)
+            self._latency.observe(now - ticket.last_token_s)
         ticket.last_token_s = now
-        ticket.stats.decode_s = now - ticket.first_token_s
+        ticket.stats.decode_s = now - first_s
 
     def _accept_beam(self, row: Job, search: BeamSearch, logits: TokenLogits) -> None:
         """Take the logits of a beam. The last one of its search moves all of them on."""

@@ -271,16 +271,16 @@ class Tokenizer(ABC):
         return text
 
     def _check_id(self, token_id: object, index: int | None) -> int:
-        place = "" if index is None else f" at index {index}"
         try:
             if isinstance(token_id, bool):
                 raise TypeError
             token = operator.index(token_id)  # type: ignore[arg-type]
         except TypeError:
-            got = f"{token_id!r:.80} of type {type(token_id).__name__}"
+            place, got = _place(index), f"{token_id!r:.80} of type {type(token_id).__name__}"
             raise TokenizerError(f"token id{place}: expected an integer, got {got}") from None
         if not 0 <= token < self.vocab_size or self._token(token) is None:
-            raise TokenizerError(f"token id {token}{place} is not in the vocabulary (vocab_size {self.vocab_size})")
+            what = f"is not in the vocabulary (vocab_size {self.vocab_size})"
+            raise TokenizerError(f"token id {token}{_place(index)} {what}")
         return token
 
     def _check_ids(self, ids: Iterable[int]) -> list[int]:
@@ -350,3 +350,7 @@ class Tokenizer(ABC):
         if ids and ids[0] == self.bos_id:
             prefix = [token for token in prefix if token != self.bos_id]
         return [*prefix, *ids, *self._suffix]
+
+
+def _place(index: int | None) -> str:
+    return "" if index is None else f" at index {index}"

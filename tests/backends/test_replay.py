@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bitnet_ref
+from bitnet_ref.backends.backend import GreedyRun
 from bitnet_ref.backends.cpu.backend import CythonBackend
 from bitnet_ref.backends.cpu.extension import why_unavailable
 from bitnet_ref.backends.cpu.memory import Pool
@@ -127,6 +128,19 @@ def test_families_whose_steps_are_replayed(case):
     outputs = decode(m, cache, [[1, 2, 3]], 3)
     assert recorded(cache, 1)
     np.testing.assert_array_equal(outputs, decode(m, m.new_cache(1, CAPACITY), [[1, 2, 3]], 3, "ops"))
+
+
+def test_matrices_in_16_bits_by_the_rule_are_replayed():
+    m = bitnet_ref.load(DATA / "gguf" / "f16.gguf", backend="cython", activations="blocks")
+    caches = {path: m.new_cache(2, CAPACITY) for path in (None, "ops")}
+    outputs = {path: decode(m, cache, [[1, 2, 3], [4]], 4, path) for path, cache in caches.items()}
+    assert recorded(caches[None], 2)
+    np.testing.assert_array_equal(outputs[None], outputs["ops"])
+    run = GreedyRun(3, np.array([3, 3]), np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.uint8))
+    steps = list(m.run_greedy(next_tokens([[1, 2, 3], [4]], 4), caches[None], run))
+    assert len(steps) == 3
+    single = m.run(next_tokens([[1, 2, 3], [4]], 4), caches["ops"], path="ops").all()
+    assert [int(each.ids[0]) for each in steps[0]] == single.argmax(axis=1).tolist()
 
 
 def test_what_kernels_do_not_compute_alone_is_not_replayed():

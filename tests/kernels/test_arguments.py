@@ -97,6 +97,7 @@ def good_calls():
         "rms_norm": {"x": floats(M, K), "weight": floats(K), "eps": 1e-5, "y": floats(M, K), "tape": None, **run},
         "gated": {"gate": floats(M, K), "up": floats(M, K), "is_silu": 1, "y": floats(M, K), "tape": None, **run},
         "add": {"x": floats(M, K), "y": floats(M, K), "z": floats(M, K), "is_bias": 0, "threads": 2, "tape": None},
+        "narrow": {"x": floats(M, K), "to_half": 1, "y": floats(M, K), "threads": 2, "tape": None},
         "rope": {"x": floats(M, G, d), "y": floats(M, G, d), "tape": None, **turns, **run},
         "KVLayer": {"keys": keys, "values": keys.copy(), "key_scales": scales, "value_scales": scales.copy()},
         "append": {**place, "k": floats(M, G, d), "v": floats(M, G, d), "tape": None, **turns, **run},

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BackendUnavailable, NumericsError, ShapeError
-from ...families.block_rule import WIDTHS, RuledLinear, RuledWeight, narrow_inputs, ruled_linear
+from ...families.block_rule import WIDTHS, RuledLinear, RuledWeight, ruled_linear
 from ...families.blocks import BlockWeight
 from ...families.groups import GroupTernaryLinear, GroupTernaryWeight, group_linear
 from ...families.linear_norms import NormedLinear
@@ -71,6 +71,7 @@ from .weights import (
     PanelWeight,
     RuledPanelWeight,
     ScreenedHead,
+    embedding_table,
     has_dense_kernel,
     kernels_take,
     surviving_rows,
@@ -268,9 +269,7 @@ class CythonBackend(KernelBackend):
     ) -> GreedySteps | None:
         if not (self._may_replay(cfg, batch) and isinstance(cache, KernelKVCache)):
             return None
-        table = w.embedding
-        has_rows = type(table) is DenseWeight and kernels_take(table)
-        if not has_rows or isinstance(w.lm_head, ScreenedHead) or cfg.logit_softcap is not None:
+        if embedding_table(w) is None or isinstance(w.lm_head, ScreenedHead) or cfg.logit_softcap is not None:
             return None
         return cache.steps.greedy(self, self._rope_rows, w, cfg, batch, cache, run)
 
@@ -526,9 +525,10 @@ class CythonBackend(KernelBackend):
     def _ruled_products(self, x: Floats, ws: Sequence[RuledLinear]) -> list[Floats]:
         """Without biases: neighbours with equally wide blocks of inputs in one call."""
         outputs: list[Floats] = []
-        for width, same in groupby(map(self._ruled_panels, ws), lambda w: WIDTHS.get(w.inputs)):
-            if width is None:
-                outputs += [self.dense_matmul(narrow_inputs(x, w), w.plain().matrix) for w in same]
+        for inputs, same in groupby(map(self._ruled_panels, ws), lambda w: WIDTHS.get(w.inputs) or w.inputs):
+            if isinstance(inputs, str):  # float16 or bfloat16
+                matrices = [replace(w.plain().matrix, bias=None) for w in same]
+                outputs += self._dense_linears(self.kernels.narrow(x, inputs), matrices)
             else:
                 outputs += self.kernels.ruled_linears(x, [w for w in same if isinstance(w, RuledPanelWeight)])
         return outputs

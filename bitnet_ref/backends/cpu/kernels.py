@@ -105,6 +105,12 @@ class CpuKernels:
                 round_inputs(as_floats(x), w.inputs)  # raises the error that says what is wrong
         return ys
 
+    def narrow(self, x: Floats, dtype: str) -> NDArray[np.float32]:
+        """x (N, K) rounded to "float16" or "bfloat16", as `block_rule.narrow_inputs` rounds it"""
+        y = self.results.empty(x.shape)
+        _cpu.narrow(as_floats(x), dtype == "float16", y, self.threads, self.tape)
+        return y
+
     def mixture(self, h: Floats, scores: Floats, experts: Sequence[Any], cfg: MoeConfig) -> NDArray[np.float32] | None:
         """choose_experts + expert_products + gated + mix.   h (N, D), scores (N, E) -> (N, D)
 

@@ -25,13 +25,13 @@ from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig, RopeConfig
 from ...reference.layers import Array, Floats
 from ...reference.model import decoder_layers, embeddings, head_input
-from ...reference.weights import DenseWeight, ModelWeights
+from ...reference.weights import ModelWeights
 from ..backend import Backend, Draws, GreedyRun, GreedySteps
 from ..paged_cache import CacheSpec, PagedKVCache
 from .extension import _cpu
 from .kernels import CpuKernels, KernelView
 from .memory import Pool
-from .weights import view_bits
+from .weights import embedding_table, view_bits
 
 MAX_TOKENS = 64  # per recorded step
 MAX_STEPS = 8  # recorded per cache, each for its own number of tokens
@@ -210,8 +210,8 @@ class KernelStep:
 
     def play_greedy(self, cfg: ModelConfig, tables: list[Floats], run: GreedyRun) -> GreedySteps:
         """Play the step and the head again and again."""
-        (n, size), table = self._x.shape, self.weights.embedding
-        assert isinstance(table, DenseWeight)
+        (n, size), table = self._x.shape, embedding_table(self.weights)
+        assert table is not None
         tokens, values = np.empty((run.steps, n), dtype=np.int64), np.empty((run.steps, n), dtype=np.float32)
         states = np.empty((run.steps, n, size), dtype=np.float32)
         draws = NO_DRAWS if run.draws is None else run.draws

@@ -330,6 +330,12 @@ def kernels_take(w: DenseWeight) -> bool:
     return known and w.stored.flags.c_contiguous
 
 
+def embedding_table(w: ModelWeights) -> DenseWeight | None:
+    """The matrix whose rows are the embeddings, if kernels can read them."""
+    table = w.embedding.matrix if isinstance(w.embedding, RuledWeight) else w.embedding
+    return table if type(table) is DenseWeight and kernels_take(table) else None
+
+
 def has_dense_kernel(w: DenseWeight) -> bool:
     """Whether the kernels multiply by it: they sum in float32, so not among ternary linears, where sums are float64."""
     return not w.wide and kernels_take(w)

@@ -30,8 +30,8 @@ cdef extern from "kernels.h" nogil:
     size_t attend_blocks(const kv_view *)
     void attend_all(attend_fn, const attend_call *)
     bint kv_can_store(int kind, const float *x, size_t n)
+    void narrow_floats(int to_half, const float *x, size_t n, float *y)
     void kv_store(int kind, const float *x, size_t d, void *rows, size_t row, float *scale)
-    Py_ssize_t first_largest(const float *x, size_t n)
     void embed_row(int kind, const void *row, size_t n, float scale, float *x)
     long l2_bytes()
     const ternary_method METHODS[]

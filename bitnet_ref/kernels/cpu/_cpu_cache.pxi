@@ -248,15 +248,19 @@ cdef Py_ssize_t run_attention(const void *call) noexcept nogil:
         free(calls)
         free(first)
         return NO_MEMORY
+    for m in range(team):
+        calls[m].next_item = -1
     pieces = team
     with parallel(num_threads=team):
         # Dynamic, because a prompt's later tokens have more keys.
         for item in prange(runs * G - divided, schedule="dynamic"):
             set_run(c, item, runs, first, False, scratch + threadid() * part, workspace_bytes, calls + threadid())
+            set_next(c, item, item + team, runs, runs * G - divided, first, calls + threadid())
             attend_all(attend, calls + threadid())
         for item in prange(divided, schedule="static"):
             set_run(c, runs * G - divided + item, runs, first, True, scratch + item * part, workspace_bytes,
                     calls + item)
+            calls[item].is_fetched, calls[item].next.n_keys = 0, 0
             attend(calls + item, ATTEND_BEGIN, 0, 0)
         for item in prange(divided * pieces, schedule="dynamic"):
             attend_piece(attend, calls + item // pieces, ATTEND_SCORES, item % pieces, pieces)
@@ -316,29 +320,49 @@ def attention(const float[:, :, ::1] q, KVLayer layer not None, const int32_t[:,
 cdef inline void set_run(const attention_call *c, Py_ssize_t item, Py_ssize_t runs, const Py_ssize_t *first,
                          bint by_blocks, char *scratch, size_t workspace_bytes, attend_call *call) noexcept nogil:
     """The attention of one run and kv head."""
-    cdef Py_ssize_t G = c.of.G, H = c.H, d = c.of.d, t, g, run
+    cdef Py_ssize_t H = c.H, d = c.of.d, t, g = 0, m = 0
     cdef float *rotated = <float *> (scratch + workspace_bytes)
-    cdef Py_ssize_t size = 4 if c.of.view.kind == KV_FLOAT32 else 2 if c.of.view.kind == KV_FLOAT16 else 1
-    if runs < c.of.M:  # head by head: a head's keys stay in L2 for all tokens of a prompt
-        run, g = item % runs, item // runs
-    else:
-        run, g = item // G, item % G
-    cdef Py_ssize_t m = first[run], position = c.of.positions[m]
-    call.T, call.R, call.d = first[run + 1] - m, H // G, d
+    call.T, call.R, call.d = set_view(c, item, runs, first, &m, &g, &call.kv), H // c.of.G, d
     call.q, call.q_stride = c.q + (m * H + g * call.R) * d, H * d
     call.z, call.z_stride = c.z + (m * H + g * call.R) * d, H * d
-    call.window, call.scale, call.kv = c.window, (<double> d) ** -0.5, c.of.view
+    call.window, call.scale = c.window, (<double> d) ** -0.5
     if c.of_q.cos != NULL:
         for t in range(<Py_ssize_t> call.T):
             rotate(&c.of_q, call.q + t * H * d, m + t, call.R, d, rotated + t * call.R * d)
         call.q, call.q_stride = rotated, call.R * d
-    call.kv.keys.rows = <const char *> call.kv.keys.rows + g * c.of.head_rows * d * size
-    call.kv.values.rows = <const char *> call.kv.values.rows + g * c.of.head_rows * d * size
-    if call.kv.kind == KV_INT8:
-        call.kv.keys.scales += g * c.of.head_rows
-        call.kv.values.scales += g * c.of.head_rows
-    call.kv.pages = c.of.page_table + c.of.slots[m] * c.of.table_columns
-    call.kv.first = position + 1 - visible_keys(position, c.window)
-    call.kv.n_keys = position + call.T - call.kv.first
     call.slots = attend_blocks(&call.kv) if by_blocks else 1
     attend_place(call, <double *> scratch)
+
+
+cdef inline Py_ssize_t set_view(const attention_call *c, Py_ssize_t item, Py_ssize_t runs, const Py_ssize_t *first,
+                                Py_ssize_t *m, Py_ssize_t *g, kv_view *kv) noexcept nogil:
+    """The keys and values of one run, which begins at token m, and of kv head g. Returns its number of tokens."""
+    cdef Py_ssize_t G = c.of.G, run
+    if runs < c.of.M:  # head by head: a head's keys stay in L2 for all tokens of a prompt
+        run, g[0] = item % runs, item // runs
+    else:
+        run, g[0] = item // G, item % G
+    m[0] = first[run]
+    cdef Py_ssize_t position = c.of.positions[m[0]], tokens = first[run + 1] - m[0], rows = g[0] * c.of.head_rows
+    kv[0] = c.of.view
+    cdef Py_ssize_t size = 4 if kv.kind == KV_FLOAT32 else 2 if kv.kind == KV_FLOAT16 else 1
+    kv.keys.rows = <const char *> kv.keys.rows + rows * c.of.d * size
+    kv.values.rows = <const char *> kv.values.rows + rows * c.of.d * size
+    if kv.kind == KV_INT8:
+        kv.keys.scales += rows
+        kv.values.scales += rows
+    kv.pages = c.of.page_table + c.of.slots[m[0]] * c.of.table_columns
+    kv.first = position + 1 - visible_keys(position, c.window)
+    kv.n_keys = position + tokens - kv.first
+    return tokens
+
+
+cdef inline void set_next(const attention_call *c, Py_ssize_t item, Py_ssize_t after, Py_ssize_t runs, Py_ssize_t end,
+                          const Py_ssize_t *first, attend_call *call) noexcept nogil:
+    """What the call may prefetch for the item `after` it: of single tokens, whose keys are not in the caches yet."""
+    cdef Py_ssize_t m, g
+    call.is_fetched, call.next.n_keys = call.next_item == item, 0
+    call.next_item = -1
+    if runs == c.of.M and after < end:
+        call.next_item = after
+        set_view(c, after, runs, first, &m, &g, &call.next)

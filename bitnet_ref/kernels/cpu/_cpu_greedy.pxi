@@ -73,11 +73,11 @@ def greedy_steps(Tape step, Tape head, table, float scale, float[:, ::1] x, int6
             bad = 0
             for i in prange(n, num_threads=team, schedule="static"):
                 memcpy(&states[s, i, 0], &hidden[i, 0], D * sizeof(float))
-                tokens[s, i] = first_largest(&logits[i, 0], V)
+                tokens[s, i] = chosen.first_largest(&logits[i, 0], V)
                 if draws and drawn[i].temperature > 0 and tokens[s, i] >= 0 and not has_ended[i]:
                     tokens[s, i] = chosen.draw(&logits[i, 0], V, &drawn[i], uniforms[s, i], sums + i * blocks,
                                                <float *> (sums + n * blocks) + i * blocks)
-                bad += tokens[s, i] < 0 or first_largest(&hidden[i, 0], D) < 0
+                bad += tokens[s, i] < 0 or chosen.first_largest(&hidden[i, 0], D) < 0
             if bad:
                 break
             s += 1

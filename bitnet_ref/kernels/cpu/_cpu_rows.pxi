@@ -1,4 +1,4 @@
-# Part of _cpu.pyx: the steps that read each token's row once: norm, gate, sum, RoPE.
+# Part of _cpu.pyx: the steps that read each token's row once: norm, gate, sum, RoPE, rounding to 16 bits.
 
 cdef enum:
     GATE_PIECE = 1024  # numbers, a multiple of every set's vector
@@ -99,6 +99,21 @@ def add(const float[:, ::1] x, const float[:, ::1] y, float[:, ::1] z, int threa
         raise ValueError(f"add: x {c.M, c.D}, y {y.shape[0], y.shape[1]}, z {z.shape[0], z.shape[1]}")
     c.x, c.y, c.out = &x[0, 0], &y[0, 0], &z[0, 0]
     compute_rows(&c, tape, () if is_bias else (<size_t> c.y,), y if is_bias else None)
+
+
+cdef void narrow_row(const rows_call *c, Py_ssize_t m) noexcept nogil:
+    narrow_floats(c.heads, c.x + m * c.D, c.D, c.out + m * c.D)
+
+
+def narrow(const float[:, ::1] x, bint to_half, float[:, ::1] y, int threads, Tape tape=None):
+    """y = x rounded to float16, else to bfloat16"""
+    cdef rows_call c
+    c.run_row, c.M, c.D, c.heads, c.threads = narrow_row, x.shape[0], x.shape[1], to_half, threads
+    c.chosen, c.y, c.sin = check_set(0, threads), NULL, NULL
+    if y.shape[0] != c.M or y.shape[1] != c.D:
+        raise ValueError(f"narrow: x {c.M, c.D}, y {y.shape[0], y.shape[1]}")
+    c.x, c.out = &x[0, 0], &y[0, 0]
+    compute_rows(&c, tape, ())
 
 
 cdef void rope_row(const rows_call *c, Py_ssize_t m) noexcept nogil:

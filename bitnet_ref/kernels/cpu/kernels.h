@@ -81,6 +81,7 @@ typedef struct {
     void (*rope)(const float *, size_t, size_t, const float *, const float *, float *);
     attend_fn attend;
     ptrdiff_t (*draw)(const float *, size_t, const draw_rule *, double, double *, float *);
+    ptrdiff_t (*first_largest)(const float *, size_t);
     void (*dense_pack)(const float *, size_t, size_t, float *);
     void (*dense_rows)(int, const void *, size_t, size_t, const float *, size_t, float *, size_t, float *);
     void (*screen_pack)(int, const void *, size_t, size_t, int8_t *, float *);
@@ -122,7 +123,7 @@ typedef struct {
 
 #define FLOAT_STEPS(suffix)                                                                                            \
     rms_norm_##suffix, quantize_##suffix, dequantize_##suffix, gated_##suffix, rope_##suffix,                          \
-        attend_##suffix, draw_##suffix, dense_pack_##suffix, dense_rows_##suffix,                                      \
+        attend_##suffix, draw_##suffix, first_largest_##suffix, dense_pack_##suffix, dense_rows_##suffix,                                      \
         screen_pack_##suffix, screen_token_##suffix, GROUP_LAYOUT_##suffix, group_token_##suffix, group_panel_##suffix,    \
         ruled_panel_##suffix,                                                                              \
         lora_down_##suffix, lora_up_##suffix

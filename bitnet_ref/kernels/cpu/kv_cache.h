@@ -108,6 +108,9 @@ typedef struct {
     double *pattern; /* (T * R, n_keys), as `scores` */
     float *scores;
     kv_range *seen;  /* (T * R) */
+    kv_view next;    /* what this thread attends to next: its first keys are prefetched with the last values; n_keys 0: nothing */
+    ptrdiff_t next_item; /* its number, for the caller */
+    int is_fetched;  /* whether the first keys have been prefetched so */
 } attend_call;
 
 typedef void (*attend_fn)(const attend_call *, int step, size_t first, size_t end);
@@ -180,6 +183,17 @@ static inline void kv_halves(const float *x, size_t d, uint16_t *half) {
         const uint32_t subnormal = float_bits(tiny) - 0x3F000000u;
         const uint32_t normal = (size - 0x38000000u + 0xFFFu + (size >> 13 & 1)) >> 13;
         half[i] = (uint16_t)((bits >> 16 & 0x8000u) | (size < 0x38800000u ? subnormal : normal));
+    }
+}
+
+/* y = x rounded to float16 or bfloat16, half to even, as floats: families/block_rule.py, `narrow_inputs` */
+static inline void narrow_floats(int to_half, const float *x, size_t n, float *y) {
+    for (size_t i = 0; i < n; i++) {
+        const uint32_t bits = float_bits(x[i]), sign = bits & 0x80000000u, size = bits & 0x7FFFFFFFu;
+        const uint32_t tiny = float_bits(bits_float(size) + 0.5f - 0.5f); /* steps of 2^-24, as in kv_halves */
+        const uint32_t normal = (size + 0xFFFu + (size >> 13 & 1)) & ~0x1FFFu, brief = (size + 0x7FFFu + (size >> 16 & 1)) & ~0xFFFFu;
+        const uint32_t half = size < 0x38800000u ? tiny : normal < 0x47800000u ? normal : 0x7F800000u;
+        y[i] = size < 0x7F800000u ? bits_float(sign | (to_half ? half : brief)) : x[i];
     }
 }
 
