@@ -352,7 +352,8 @@ CASES = {
             (Edit("e.sum(axis=-1", "e.sum(axis=0"), "each row has its own"),
             (Edit("e.sum(axis=-1, keepdims=True)", "e.sum(axis=-1)"), "keepdims=True"),
             (Edit("scores.max(axis=-1, keepdims=True)", "scores.max(axis=-1)"), "keepdims=True"),
-            (Edit("e / e.sum(axis=-1, keepdims=True)", "e / e.sum()"), "values are wrong"),
+            (Edit("e / e.sum(axis=-1, keepdims=True)", "e / e.sum()"), "sum runs over all sixteen"),
+            (lambda scores: np.exp(scores) / np.exp(scores).sum(), "all sixteen together sum to 1"),
             (Edit("e.sum(axis=-1, keepdims=True)", "e.sum(axis=0)"), "run over the columns"),
         ]
     ),
@@ -385,6 +386,19 @@ CASES = {
         ],
         ["Last", "the last one", "the fourth", "only token 3"],
     ),
+    "3a.order": Case(
+        [
+            ([], "Row 0 sees itself only"),
+            ({0, 1, 2, 3}, "Row 2 has the same query"),
+            ([0], "Row 1 changes, too"),
+            ([1], "Row 0 changes, too"),
+            ([2, 3], "rows that stay"),
+            ([0, 1, 3], "Row 3 has the same query"),
+            ([4], "rows are 0 to 3"),
+            ("all", "An array of numbers"),
+        ],
+        [{0, 1}, (1, 0), [True, True, False, False], np.array([0.0, 1.0])],
+    ),
     "3b.1": Case(
         [
             (Edit("np.asarray(tokens)", "np.asarray(tokens) + 1"), "ids plus one"),
@@ -401,7 +415,8 @@ CASES = {
             (Edit(" * norm.weight", ""), "do not multiply by their weight"),
             (Edit("axis=-1", "axis=0"), "over the tokens"),
             (Edit("np.sqrt(mean_square + norm.eps)", "(mean_square + norm.eps)"), "root is missing"),
-            (Edit("mean_square + norm.eps", "mean_square"), "eps"),
+            (Edit("mean_square + norm.eps", "mean_square"), "ε is missing"),
+            (Edit("np.sqrt(mean_square + norm.eps)", "(np.sqrt(mean_square) + norm.eps)"), "belongs under it"),
             (Edit("mean(axis=-1, keepdims=True)", "mean()"), "all tokens together"),
             (Edit("return x /", "return (x - x.mean(-1, keepdims=True)) /"), "values are wrong"),
         ],
@@ -433,6 +448,10 @@ CASES = {
             (Edit("np.arange(H) // (H // G)", "np.arange(H) % G"), "grouped wrongly"),
             (Edit("/ np.sqrt(d)", ""), r"not divided by sqrt\(d\)"),
             (Edit("/ np.sqrt(d)", "/ d"), "divided by d"),
+            (Edit("/ np.sqrt(d)", "/ np.sqrt(H * d)"), "divided by √D"),
+            (Edit("/ np.sqrt(d)", "/ np.sqrt(T)"), "divided by √T"),
+            (Edit("/ np.sqrt(d)", "/ np.sqrt(H)"), "divided by √H"),
+            (Edit("/ np.sqrt(d)", "/ np.sqrt(G * d)"), "root of G · d"),
             (Edit("[None, :] > np", "[None, :] < np"), "turned round"),
             (Edit("np.arange(T - n, T)", "np.arange(n)"), "token T − n \\+ i"),
             (Edit("-np.inf", "0"), "hidden scores are 0"),
@@ -444,6 +463,8 @@ CASES = {
             (Edit("np.square(np.maximum(gate, 0))", "gate / (1 + np.exp(-gate))"), "silu"),
             (Edit("np.square(np.maximum(gate, 0)) * up", "np.square(np.maximum(gate * up, 0))"), "gate \\* up"),
             (Edit("np.square(np.maximum(gate, 0)) * up", "np.square(np.maximum(up, 0)) * gate"), "exchanged"),
+            (Edit("np.square(np.maximum(gate, 0)) * up", "np.maximum(gate * gate * up, 0)"), "taken of the product"),
+            (Edit("* up", "* np.maximum(up, 0)"), "negative results are cut to 0"),
             (Edit(" * up", ".T"), "transpose"),
         ]
     ),
@@ -458,9 +479,10 @@ CASES = {
                 ),
                 "keys are not turned",
             ),
-            (Edit("np.arange(start, start + n)", "np.arange(n)"), "wrong token by token: positions begin"),
-            (Edit('np.concatenate([cache["k"], k])', "k"), "token by token: put the new keys"),
-            (Edit('attend(q, cache["k"], cache["v"])', "attend(q, k, v)"), "token by token: the cache is right"),
+            (Edit("np.arange(start, start + n)", "np.arange(n)"), "one by one: positions begin"),
+            (Edit('start = len(x), len(cache["k"])', 'start = len(x), len(cache["k"]) + len(x)'), "before this call"),
+            (Edit('np.concatenate([cache["k"], k])', "k"), "one by one: put the new keys"),
+            (Edit('attend(q, cache["k"], cache["v"])', "attend(q, k, v)"), "one by one: the cache is right"),
             (Edit('cache["k"], cache["v"] = ', "_ = "), "raised"),
             (Edit("h = rms_norm(x, layer.attn_norm)", "h = x"), "first norm is missing"),
             (Edit("h = rms_norm(x, layer.ffn_norm)", "pass"), "second norm is missing"),
@@ -482,6 +504,8 @@ CASES = {
             (Edit("ids + new)", "new)"), "prompt is missing"),
             (Edit("len(new) < max", "len(new) <= max"), "too many"),
             (Edit("len(new) < max_tokens", "len(new) < max_tokens - 1"), "too few"),
+            (Edit("len(new) <", "len(ids + new) <"), r"stops after \d of 12 new tokens: .*not those of the prompt"),
+            (Edit("len(new) <", "2 * len(new) <"), r"stops after 6 of 12 new tokens: max_tokens counts the new ones\."),
             (Edit("fed = [token]", "fed = ids + new"), "feed only the new token"),
             (Edit("tokenizer.decode(ids + new)", "ids + new"), "A text is wanted"),
             (Edit("rms_norm(x[-1:], w.final_norm)", "x[-1:]"), "last norm, w.final_norm, is missing"),
@@ -1285,6 +1309,12 @@ def run_kernel(text, name, x, order, threads):
         return device.to_host(y)
 
 
+def head(q, k, v):
+    """As notebook 3a has it."""
+    n, d = q.shape
+    return layers.softmax(np.where(np.tri(n) == 0, -np.inf, q @ k.T / np.sqrt(d))) @ v
+
+
 def given():
     """What the notebooks hand to the checks."""
     draw = np.random.default_rng(0)
@@ -1305,6 +1335,8 @@ def given():
         shares=[(w_t == v).mean() for v in (-1, 0, 1)],
         q=q,
         k=k,
+        v=x @ np.array([[1.0, 0], [-1, 1]]),
+        head=head,
         codes=codes,
         neighbours=neighbours,
         addresses=np.full((16, 128), 333),
@@ -1514,6 +1546,24 @@ def test_use_gives_ours_until_the_answer_is_right(capsys):
     assert np.allclose(ours(np.zeros((1, 2))), 0.5)
     assert "goes on with ours" in capsys.readouterr().out
     assert check.use("3a.4", ours) is ours
+
+
+def test_a_row_that_differs_by_rounding_has_not_changed(notebook):
+    check, names = notebook
+
+    def rounding(q, k, v):  # otherwise, in the order of the tokens
+        return head(q, k, v) * (1 + 1e-15 * q[0, 0])
+
+    answered = check.judge("3a.order", [0, 1, 2, 3], head=rounding, **{each: names[each] for each in "qkv"})
+    assert "compare with np.isclose" in answered.text
+
+
+def test_ours_calls_no_function_of_the_student(capsys):
+    """A piece that is judged right by mistake does not spoil the pieces that stand in for later ones."""
+    check = Check(model("storyteller", "numpy"), PASSAGE)
+    mine = lambda gate, up: np.square(np.maximum(gate, 0)) * up  # noqa: E731
+    assert check.use("3b.6", mine) is mine
+    assert check.use("3b.7", None).__globals__["gated"] is not mine
 
 
 def test_without_a_model_a_tensor_is_refused():
