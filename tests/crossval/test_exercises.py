@@ -57,6 +57,13 @@ class Silu(Backend):
         return layers.silu(gate) * up
 
 
+def loss_of_one_block(block):
+    """Exercise 3c.4 with the other blocks left out."""
+    weights = model("storyteller", "numpy").weights
+    engine = broken(replace(weights, layers=(weights.layers[block],)), num_hidden_layers=1)
+    return loss_of(engine.logits(PASSAGE), PASSAGE)
+
+
 @dataclass(frozen=True)
 class Edit:
     """The exercise's solution with one text in place of another: a mistake in a function."""
@@ -514,7 +521,21 @@ CASES = {
             (Edit("in tokenizer.eos_ids", "is None"), "does not stop before"),
         ]
     ),
-    "3c.3": Case(
+    "3c.1": Case(
+        [
+            ((0, 3), "at the token itself|the least"),
+            ((0, 1), "at the first token|largest single share"),
+            ((4, 0), "last token alone"),
+            ((1, 1), "more often than any other"),
+            ((0, 2), "layer comes first"),
+            ((3, 2), "is 0.21; another one has more"),
+            (8, "divmod by H"),
+            ((6, 0), "Layers are 0 to 5"),
+            ([1, 2, 3], "Two numbers"),
+        ],
+        [[2, 0], np.array([2.0, 0.0])],
+    ),
+    "3c.2": Case(
         [
             (768, "one of these is missing"),
             (256, "one block"),
@@ -529,6 +550,16 @@ CASES = {
         ],
         [1536.0, "1536"],
     ),
+    "3c.3": Case(
+        [
+            ((LENS[-1] == LENS).argmax(0), "for the first time"),
+            ((LENS[-1] == LENS).sum(0), "counted"),
+            ([2, 3, 5], "embedding is depth 0"),
+            ([3, 2, 0], "not from the end"),
+            ([6], "shape"),
+        ],
+        [np.array([3.0, 4, 6]), (3, 4, 6)],
+    ),
     "3c.seen": Case(
         [
             (Edit(".sum())", ".sum()) / len(right)"), "That is a share"),
@@ -537,22 +568,51 @@ CASES = {
             (lambda right, wrong: (right.max(-1) != wrong.max(-1)).sum(), "where the token stays"),
             (lambda right, wrong: (right.argmax(0) != wrong.argmax(0)).sum(), "along the last axis"),
             (lambda right, wrong: 0, "too small"),
-            (lambda right, wrong: right.argmax(-1) != wrong.argmax(-1), "One number is wanted; yours are 9"),
+            (lambda right, wrong: right.argmax(-1) != wrong.argmax(-1), "One number is wanted; yours are 11"),
+            (lambda right, wrong: (right.argmax(-1) != wrong.argmax(-1)).argmax(), "for the first time. Count"),
+            (lambda right, wrong: 1 + (right.argmax(-1) != wrong.argmax(-1)).argmax(), "counted from 1"),
+            (lambda right, wrong: len({*right.argmax(-1)} - {*wrong.argmax(-1)}), "not as sets"),
+            (lambda right, wrong: len({*right.argmax(-1)} ^ {*wrong.argmax(-1)}), "not as sets"),
             (4, "A function is wanted"),
         ],
         [lambda right, wrong: sum(a.argmax() != b.argmax() for a, b in zip(right, wrong, strict=True))],
     ),
-    "3c.1": Case(
+    "3c.tipped": Case(
         [
-            ([], "One row must change"),
-            (list(range(11)), "other way round"),
-            (list(range(12)), "has read token 0 only"),
-            ([0], "has read tokens 0 to 0"),
-            ([10, 11], "Row 10 has not read"),
-            ([12], "rows are 0 to 11"),
-            (np.arange(12) < 11, "other way round"),
+            (Edit(".mean()", ".sum()"), "the share of them"),
+            (Edit(".mean()", ".mean() * 100"), "in percent"),
+            (Edit("!=", "=="), "stays equal"),
+            (
+                Edit(
+                    "np.concatenate([(run32[name] != run64[name]).ravel()",
+                    "np.mean([(run32[name] != run64[name]).mean()",
+                ),
+                "mean of four",
+            ),
+            (Edit("(run32[name] != run64[name]).ravel()", "(run32[name] != run64[name]).any(-1)"), "share of tokens"),
+            (Edit("inputs.values()", "[*inputs.values()][:1]"), "q, k and v alone"),
+            (Edit("inputs.values()", "[*inputs.values()][3:]"), "down alone"),
+            (lambda i: 0.5, "too large. In block 0"),
+        ]
+    ),
+    "3c.first": Case(
+        [
+            (
+                Edit("not np.array_equal(array, theirs.get(name))", "not np.allclose(array, theirs[name])"),
+                "last bits alone",
+            ),
+            (Edit("right.items()", "reversed(right.items())"), "Two differ"),
+            (Edit('return "none"', 'return ""'), '"none" is wanted'),
+            (Edit("right.items()", "[(name, right[name]) for name in theirs]"), "order of the computation"),
+            (
+                lambda right, theirs: max(right, key=lambda name: abs(right[name] - theirs[name]).max()),
+                "second by more",
+            ),
+            (Edit("theirs.get(name)", "theirs[name]"), "raised KeyError"),
+            (Edit("not ", ""), "One tensor differs"),
+            (Edit("return name", "return array"), "name is wanted"),
         ],
-        [11, [-1], np.array([11]), (11.0,), {11}, np.arange(12) == 11],
+        [lambda right, theirs: next((n for n in right if n not in theirs or (right[n] != theirs[n]).any()), "none")],
     ),
     "3c.4": Case(
         [
@@ -560,6 +620,7 @@ CASES = {
             (Edit("i != block", "i != (block + 1) % 6"), "block after it"),
             (Edit("i != block", "i != 5 - block"), "from the end"),
             (Edit("return loss_of", "return -loss_of"), "sign"),
+            (loss_of_one_block, "alone is kept"),
             (lambda block: loss_of(model("storyteller", "numpy").logits(PASSAGE), PASSAGE), "no block is left out"),
             (
                 Edit("return loss_of(engine.logits(passage_ids), passage_ids)", "return engine.logits(passage_ids)"),
@@ -582,16 +643,6 @@ CASES = {
             (Silu, "replace rope alone"),
             (type("Broken", (Backend,), {"rope": lambda self, q, k, *t: q}), "raised"),
         ]
-    ),
-    "3c.2": Case(
-        [
-            ((LENS[-1] == LENS).argmax(0), "for the first time"),
-            ((LENS[-1] == LENS).sum(0), "counted"),
-            ([2, 3, 5], "embedding is depth 0"),
-            ([3, 2, 0], "not from the end"),
-            ([6], "shape"),
-        ],
-        [np.array([3.0, 4, 6]), (3, 4, 6)],
     ),
     "4.4": Case(
         [
@@ -1330,6 +1381,14 @@ def given():
         y = quantization.dequantize(x_q.astype(np.int32) @ w_t.T.astype(np.int32), s, a)
         files[name] = {"stored": w_t, "scale": np.asarray(scale), "x": x_in, "y": y}
     q, k = x @ np.array([[0.0, 1], [2, 0]]), x
+    inputs = {"q, k, v": "attn.q_proj", "o": "attn.o_proj", "gate, up": "mlp.gate_proj", "down": "mlp.down_proj"}
+    widths = dict.fromkeys(inputs.values(), 8) | {"mlp.down_proj": 24}
+    run32 = {
+        f"blocks.{i}.{linear}.hook_x_int8": draw.integers(-99, 99, (5, width)).astype(np.int8)
+        for i in range(6)
+        for linear, width in widths.items()
+    }
+    run64 = {name: x_q + 2 * (draw.random(x_q.shape) < 0.2).astype(np.int8) for name, x_q in run32.items()}
     return SimpleNamespace(
         ternary=w_t,
         shares=[(w_t == v).mean() for v in (-1, 0, 1)],
@@ -1337,6 +1396,9 @@ def given():
         k=k,
         v=x @ np.array([[1.0, 0], [-1, 1]]),
         head=head,
+        inputs=inputs,
+        run32=run32,
+        run64=run64,
         codes=codes,
         neighbours=neighbours,
         addresses=np.full((16, 128), 333),
@@ -1380,7 +1442,7 @@ def notebook():
     check = Check(story, ids)
     names = {**check._pieces, **vars(given()), "Backend": Backend, "quantization": quantization, "replace": replace}
     names["groups"] = groups
-    names |= {"model": story, "L": 6, "N": len(ids), "compare": None, "bfloat16": bfloat16}
+    names |= {"model": story, "cache": check.recorded, "L": 6, "N": len(ids), "compare": None, "bfloat16": bfloat16}
     for exercise in EXERCISES.values():
         if exercise.lesson in ("0", "3b"):
             exec(exercise.solution, names)
