@@ -133,11 +133,13 @@ def weights_from_scales(answer: Any) -> str:
 
 @exercise("10.large")
 def integers_below_a_large_one(answer: Any) -> str:
-    mistakes = {
+    mistakes: dict[float, str] = {
         6: "1 becomes 6. The negative values and 0 have an integer, too.",
         7: "0 to 6 are those of the values from 0 to 1; there are negative ones, too.",
         12: "Zero is one of them, too.",
-        **dict.fromkeys((254, 255, 256), "That many the whole range has, up to 20."),
+        254: "That many the whole range has, from −20 to 20.",
+        255: "That many the whole range has, from −20 to 20.",
+        256: "That many the whole range has, from −20 to 20.",
         127: "127 is what 20 becomes; a value of 1 is a twentieth of it.",
         15: "1 · 127 / 20 is 6.35, and is rounded down.",
         12.7: "Integers are counted: 1 becomes 6.",

@@ -146,7 +146,8 @@ def who_notices_the_order(answer: Any, head: Callable[..., Array], q: Array, k: 
     """head, q, k, v: the notebook's own. The tokens are cat, sees, dog, sees."""
     order = [1, 0, 2, 3]
     z, swapped = head(q, k, v), head(q[order], k[order], v[order])
-    right, unequal = (set(np.flatnonzero(rows)) for rows in (~np.isclose(z, swapped).all(1), (z != swapped).any(1)))
+    right: set[int] = set(np.flatnonzero(~np.isclose(z, swapped).all(1)).tolist())
+    unequal: set[int] = set(np.flatnonzero((z != swapped).any(1)).tolist())
     given = as_array(answer)
     if given.dtype == bool and given.shape == (len(z),):
         given = np.flatnonzero(given)
