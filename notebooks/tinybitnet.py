@@ -24,7 +24,7 @@ STEPS, LR, SECOND_LR, WARMUP, DECAY = 1000, 6e-3, 4e-3, 20, 0.1
 EPS, THETA = 1e-5, 10000.0
 PROMPT = "Alice was "
 
-# -- 1. The idea: two roundings ----------------------------------------------------------------------------------------
+# -- 1. The idea: two roundings (notebooks 1 and 2) --------------------------------------------------------------------
 # A float matrix W, the "master", becomes one number times -1, 0, +1. The vector x of each letter becomes integers of 8
 # bits over one number. The product W x is then sums and differences of integers, and one float factor for each result.
 
@@ -41,7 +41,7 @@ def absmax(x):
     return np.clip(np.rint(x * a), -128, 127), a
 
 
-# -- 2. The problem and the trick --------------------------------------------------------------------------------------
+# -- 2. The problem and the trick (notebook 9) -------------------------------------------------------------------------
 # Rounding is a staircase. Its slope is 0 nearly everywhere: no gradient comes through, and nothing would ever learn.
 # So round on the way forward, and on the way back behave as if nothing had been rounded: the "straight-through
 # estimator". The masters take many small steps; now and then one crosses a threshold, and the network's weight flips.
@@ -83,7 +83,7 @@ class Network:
 
         return ys, backward
 
-    # -- 3. The rest is a transformer ----------------------------------------------------------------------------------
+    # -- 3. The rest is a transformer (notebooks 3a and 3b) ------------------------------------------------------------
 
     def attention_block(self, x, layer, shape):
         """Each letter asks (q) all letters up to itself (k), and averages their answers (v).   (N, D) -> (N, D)"""
@@ -98,7 +98,12 @@ class Network:
         qkv, qkv_backward = self.bit_linears(x, f"{layer}.attn_norm", names)
         z, attend_backward = attend(*map(split, qkv))
         (y,), o_backward = self.bit_linears(merge(z), f"{layer}.attn_sub_norm", [f"{layer}.o_proj"])
-        return y, lambda dy: qkv_backward([merge(d) for d in attend_backward(split(o_backward([dy])))])
+
+        def backward(dy):
+            dz = split(o_backward([dy]))
+            return qkv_backward([merge(d) for d in attend_backward(dz)])
+
+        return y, backward
 
     def feed_forward(self, x, layer, shape):
         """down(norm(relu(gate x)^2 * up x))   (N, D) -> (N, D)"""
@@ -160,7 +165,7 @@ def rotate(x, sign=1):
     return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
 
 
-# -- 4. Training -------------------------------------------------------------------------------------------------------
+# -- 4. Training (notebook 9) ------------------------------------------------------------------------------------------
 
 
 def new_masters(V, rng):
@@ -207,7 +212,7 @@ def schedule(step):
     return lr * left * min(1, (step + 1) / WARMUP), decay
 
 
-# -- 5. Two bits for each weight, and a text from them -----------------------------------------------------------------
+# -- 5. Two bits for each weight (notebook 1), and a text from them (notebook 7a) --------------------------------------
 
 
 def pack(w_t):

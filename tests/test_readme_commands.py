@@ -1,4 +1,4 @@
-"""README.md shows every command, and what it shows runs, its Python too; so do the commands of docs/."""
+"""docs/commands.md has every command. What it and README.md show runs, Python too; so do the commands of docs/."""
 
 import contextlib
 import io
@@ -24,6 +24,7 @@ from bitnet_ref.cli import cli
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS_PAGE = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
 TINY_MODEL = GOLDEN / "bitnet-packed-offline"
 
 # What is run for a command that has words to fill in, or that would take long as it stands. {folder}: a scratch folder.
@@ -72,12 +73,12 @@ NOT_RUN = {
 NOT_OURS = {"python -m pip install .", 'python -m pip install -e ".[dev]"', "pytest"}  # .ci/run runs them
 
 
-def shown_commands():
-    """The commands as README.md has them, without the program's name: a list for each line or row of a table."""
+def shown_commands(page):
+    """The commands as a page has them, without the program's name: a list for each line or row of a table."""
     groups = []
-    for block in re.findall(r"^```console\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
+    for block in re.findall(r"^```console\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         groups += [line.removeprefix("$ ").split(" && ") for line in block.splitlines() if line.startswith("$ ")]
-    prose = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
     first = ""
     for line in prose.splitlines():
         spans = re.findall(r"`([^`]+)`", line)
@@ -104,7 +105,7 @@ def alternatives(command):
     return [" ".join(name if word is choice else word for word in words[1:]) for name in names]
 
 
-GROUPS = list(dict.fromkeys(tuple(group) for group in shown_commands()))
+GROUPS = list(dict.fromkeys(tuple(group) for page in (README, COMMANDS_PAGE) for group in shown_commands(page)))
 COMMANDS = {command for group in GROUPS for command in group}
 
 
@@ -190,15 +191,15 @@ def test_commands_that_are_not_run_have_these_options(command):
         parse(f"{command} --no-such-option")
 
 
-def test_the_tables_above_are_of_the_readme():
+def test_the_tables_above_are_of_these_pages():
     assert EXAMPLES.keys() | SLOW.keys() | NOT_RUN.keys() | NOT_OURS <= COMMANDS
     for command, example in EXAMPLES.items():
         fixed = [word for word in command.split() if not re.match(r"[A-Z]", word)]
         assert [word for word in shlex.split(example) if word in fixed] == fixed, f"{example} is not {command}"
 
 
-def test_every_command_is_in_the_readme():
-    ours = {command.split()[0] for command in COMMANDS - NOT_OURS} - {"python"}
+def test_every_command_is_in_the_page_of_commands():
+    ours = {command.split()[0] for group in shown_commands(COMMANDS_PAGE) for command in group}
     assert ours == cli.commands.keys()
 
 

@@ -21,7 +21,7 @@ from ..families.groups import GroupTernaryWeight
 from ..families.linear_norms import put_norm
 from ..families.moe import CLAMP, MapleConfig
 from ..families.qwen import Qwen3Config
-from ..formats.checkpoint import Checkpoint, linear_shape, norm_sizes, read_weights
+from ..formats.checkpoint import Checkpoint, linear_shape, norm_size, read_weights
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
 from ..reference.quantization import CODES_PER_BYTE
 from ..reference.weights import DenseWeight, LinearWeight, TernaryWeight
@@ -162,8 +162,7 @@ class RandomCheckpoint(Checkpoint):
         return random_dense_weight(self._rng, *shape)
 
     def norm(self, name: str) -> NDArray[np.float32]:
-        sizes = {"final_norm": self.config.hidden_size, **norm_sizes(self.config)}
-        return np.ones(sizes[name], dtype=np.float32)
+        return np.ones(norm_size(self.config, name), dtype=np.float32)
 
     def ternary(self, name: str) -> TernaryWeight:
         """The ternary matrix of a linear."""

@@ -44,6 +44,8 @@ def lab(
 ) -> None:
     """Copy the notebooks and open them in JupyterLab. A notebook that you changed is left as it is.
 
+    The copies have no outputs yet, so that no answer stands below a question; the teacher's have them.
+
     \b
     Options after -- go to JupyterLab:  bitnet-ref lab -- --port 9999 --no-browser
     """
@@ -95,8 +97,9 @@ def _read(file: Path) -> bytes:
 def copy_notebooks(source: Path, target: Path, force: bool = False, edition: str | None = None) -> Copied:
     """Copy the notebooks and the modules they import. A changed file is not overwritten unless `force`.
 
-    edition: "teacher": notebooks have solutions, hints, minutes and points. "nbgrader": the notebooks alone, each in a
-    folder of its own under source/, as the source of an assignment."""
+    edition: None: notebooks without outputs, since outputs tell answers. "teacher": with outputs, solutions, hints,
+    minutes and points. "nbgrader": the notebooks alone, each in a folder of its own under source/, as the source of an
+    assignment."""
     done, nbgrader = Copied([], [], []), edition == "nbgrader"
     with explain_os_errors(target):
         target.mkdir(parents=True, exist_ok=True)
@@ -104,7 +107,7 @@ def copy_notebooks(source: Path, target: Path, force: bool = False, edition: str
             if not file.is_file() or file.suffix not in ((".ipynb",) if nbgrader else (".ipynb", ".py", ".md", ".txt")):
                 continue
             copy, content = target / file.name, _read(file)
-            if edition is not None and file.suffix == ".ipynb":
+            if file.suffix == ".ipynb":
                 content = _in_edition(content, edition)
             if nbgrader:
                 copy = target / "source" / file.stem / file.name
@@ -118,8 +121,14 @@ def copy_notebooks(source: Path, target: Path, force: bool = False, edition: str
     return done
 
 
-def _in_edition(notebook: bytes, edition: str) -> bytes:
-    from ..crossval.exercises.teacher import nbgrader_edition, teacher_edition
+def _in_edition(content: bytes, edition: str | None) -> bytes:
+    notebook = json.loads(content)
+    if edition is None:
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                cell |= {"outputs": [], "execution_count": None}
+    else:
+        from ..crossval.exercises.teacher import nbgrader_edition, teacher_edition
 
-    change = nbgrader_edition if edition == "nbgrader" else teacher_edition
-    return (json.dumps(change(json.loads(notebook)), indent=1, ensure_ascii=False) + "\n").encode()
+        notebook = (nbgrader_edition if edition == "nbgrader" else teacher_edition)(notebook)
+    return (json.dumps(notebook, indent=1, ensure_ascii=False) + "\n").encode()

@@ -26,10 +26,14 @@ from ..backends import Backend
 from ..errors import BackendUnavailable
 from ..families.block_rule import round_inputs
 from ..families.groups import GroupTernaryLinear, group_linear
+from ..formats.checkpoint import linear_shape, norms_of_layer
 from ..formats.convert import TARGETS, convert, engine_of
+from ..formats.hf.config import parse_hf_config
+from ..formats.names import hf_module
 from ..formats.packing import hf_from_ternary
 from ..formats.safetensors import write_arrays
 from ..reference.layers import Array, Floats
+from ..reference.weights import linear_name
 from ..system.atomic import atomic_folder
 from .engines.llama_cpp import dense_model
 from .explain.hypotheses.activations import BlockwiseBackend
@@ -137,15 +141,15 @@ class GoldenFile(NamedTuple):
 def draw_tensors(tiny: TinyModel, seed: int) -> dict[str, Array]:
     """The tensors of a model under the names of Hugging Face checkpoints."""
     rng, cfg = np.random.default_rng([1580, seed]), tiny.config
-    hidden, ffn, dim = cfg["hidden_size"], cfg["intermediate_size"], cfg["head_dim"]
-    query, kv = cfg["num_attention_heads"] * dim, cfg["num_key_value_heads"] * dim
+    config = parse_hf_config(dict(cfg), Path(tiny.name))
     tensors: dict[str, Array] = {}
 
-    def put_norm(name: str, size: int) -> None:
+    def put_norm(part: str, size: int) -> None:
         odd = 2 * rng.integers(-8, 8, size) + 1  # over 64: no ratio of two of them times an integer is n + 1/2
-        tensors[f"{name}.weight"] = (1 + odd / 64).astype(np.float16)
+        tensors[f"{hf_module(part)}.weight"] = (1 + odd / 64).astype(np.float16)
 
-    def put_matrix(name: str, rows: int, columns: int, weights: str) -> None:
+    def put_matrix(part: str, weights: str) -> None:
+        name, (rows, columns) = hf_module(part), linear_shape(config, part)
         w = _draw_signs(rng, rows, columns, weights)
         if weights == "bitlinear":
             tensors[f"{name}.weight"] = hf_from_ternary(w)
@@ -161,25 +165,15 @@ def draw_tensors(tiny: TinyModel, seed: int) -> dict[str, Array]:
         tensors[f"{name}.weight"] = (w.reshape(rows, -1, group) * scales).reshape(rows, columns).astype(np.float16)
 
     table = tiny.weights if tiny.weights in ("groups", "binary") else "dense"
-    put_matrix("model.embed_tokens", _VOCABULARY, hidden, table)
-    for layer in range(cfg["num_hidden_layers"]):
-        block = f"model.layers.{layer}"
-        put_norm(f"{block}.input_layernorm", hidden)
-        put_norm(f"{block}.post_attention_layernorm", hidden)
-        if cfg["model_type"] == "bitnet":
-            put_norm(f"{block}.self_attn.attn_sub_norm", hidden)
-            put_norm(f"{block}.mlp.ffn_sub_norm", ffn)
-        if cfg["model_type"] == "qwen3":
-            put_norm(f"{block}.self_attn.q_norm", dim)
-            put_norm(f"{block}.self_attn.k_norm", dim)
-        shapes = {"q_proj": (query, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, query)}
-        for name, shape in shapes.items():
-            put_matrix(f"{block}.self_attn.{name}", *shape, tiny.weights)
-        for name, shape in {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}.items():
-            put_matrix(f"{block}.mlp.{name}", *shape, tiny.weights)
-    put_norm("model.norm", hidden)
-    if not cfg.get("tie_word_embeddings"):
-        put_matrix("lm_head", _VOCABULARY, hidden, "dense")
+    put_matrix("embedding", table)
+    for layer in range(config.num_hidden_layers):
+        for name, size in norms_of_layer(config, layer).items():
+            put_norm(name, size)
+        for short in config.linear_shapes(layer):
+            put_matrix(linear_name(layer, short), tiny.weights)
+    put_norm("final_norm", config.hidden_size)
+    if not config.tie_word_embeddings:
+        put_matrix("lm_head", "dense")
     return tensors
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..generation.sampling import log_probabilities
 from ..reference.layers import Array
 
 MASKED = -1e9  # a score at or below this is a mask, however an engine writes it
@@ -178,7 +179,7 @@ def measure_logits(
         absolute = slice(rows.start + first_row, rows.stop + first_row)
         r = reference[absolute].astype(np.float64)
         c = candidate[rows].reshape(r.shape).astype(np.float64)
-        log_p, log_q = log_softmax(r), log_softmax(c)
+        log_p, log_q = log_probabilities(r), log_probabilities(c)
         with np.errstate(all="ignore"):
             kl += np.where(np.exp(log_p) > 0, np.exp(log_p) * (log_p - log_q), 0.0).sum(axis=-1).tolist()
         same += (r.argmax(-1) == c.argmax(-1)).tolist()
@@ -199,9 +200,3 @@ def measure_logits(
         perplexity_reference=perplexity[0],
         perplexity_candidate=perplexity[1],
     )
-
-
-def log_softmax(x: Array) -> Array:
-    """Along the last axis, in the dtype of x."""
-    shifted = x - x.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

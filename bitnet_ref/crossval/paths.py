@@ -40,12 +40,11 @@ from ..families.block_rule import INPUTS, RuledWeight, ruled_linear, ruled_weigh
 from ..families.blocks import BLOCK_TYPES, BlockWeight, block_type, int8_weights
 from ..families.lora import Adapter, LoraTerm, OnLinear, without_adapters
 from ..generation import SamplingParams
-from ..generation.sampling import choose, distribution
+from ..generation.sampling import choose, distribution, log_probabilities
 from ..reference import layers
 from ..reference.cache import TokenBatch
 from ..reference.layers import Array
 from ..reference.weights import DenseWeight
-from .metrics import log_softmax
 from .tolerances import EPSILON, LOGITS_FLOOR, TABLE
 
 PAGE_SIZE = 8
@@ -538,7 +537,7 @@ def _judge_text(model: Model, prompt: list[int], out: Any, top: int = 0) -> str 
     for at, (token, expected) in enumerate(zip(out.token_ids, logits.argmax(axis=1).tolist(), strict=True)):
         if token != expected:
             return f"new token {at} is {token}, and the largest logit is that of {expected}"
-    logprobs = log_softmax(logits.astype(np.float64))
+    logprobs = log_probabilities(logits)
     if np.abs(np.array(out.logprobs) - logprobs.max(axis=1)).max() > LOGITS_FLOOR:
         return "the log probabilities of the new tokens are not those of the logits"
     likeliest = np.argsort(-logprobs, axis=1, kind="stable")[:, :top]
@@ -551,7 +550,7 @@ def _judge_text(model: Model, prompt: list[int], out: Any, top: int = 0) -> str 
 
 def _judge_scores(model: Model, tokens: list[int], first: int, given: Any, is_greedy: bool | None = None) -> str | None:
     """The problem with the ln p of tokens[first:], or None: they are those of a pass by ops over all tokens."""
-    rows = log_softmax(_whole(model, tokens, "ops").astype(np.float64))[first - 1 : -1]
+    rows = log_probabilities(_whole(model, tokens, "ops"))[first - 1 : -1]
     targets = np.array(tokens[first:], dtype=np.int64)
     expected = rows[np.arange(len(rows)), targets]
     if is_greedy not in (None, bool((rows.argmax(axis=1) == targets).all())):

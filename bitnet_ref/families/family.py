@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..errors import ConfigError, require
 from ..reference.config import ModelConfig, QuantizationConfig, RopeConfig
-from ..reference.layers import ACTIVATIONS, Array, Floats
+from ..reference.layers import ACTIVATIONS, Array, Floats, rms_scale
 from ..reference.quantization import CODES_PER_BYTE
 from ..reference.weights import LayerWeights, LinearWeight, ModelWeights
 
@@ -39,7 +39,6 @@ class TraceStep(NamedTuple):
     inputs: of what it is computed, below the block.
     kind: of the op, a key of crossval's tolerances; NORM or LINEAR.
     shape: axes, "N H d"; of a norm "D", or "H d" where it is over heads.
-    compute: (be, layer, config, *inputs as rows) -> the tensor, where the step is one family's own.
     noun: what it is in a sentence.   source: the function that computes it, and the beginning of the line that does.
     """
 
@@ -47,7 +46,6 @@ class TraceStep(NamedTuple):
     inputs: tuple[str, ...]
     kind: str
     shape: str = ""
-    compute: Callable[..., Floats] | None = None
     noun: str = ""
     source: tuple[Callable[..., Any], str] | None = None
 
@@ -188,6 +186,14 @@ def leave_out(step: Any, compute: Edit, x: Array, *rest: Any) -> Array:
     return x
 
 
+def norm_each_head(step: Any, compute: Edit, x: Array, length: Array, weight: Array) -> Array:
+    """An edit of a norm over all heads: each head is divided by its own length.   x (N, H*d)"""
+    config = step.setting.config
+    heads = x.reshape(-1, config.head_dim)
+    normed: Array = (heads / rms_scale(heads, config.norm_eps)).reshape(x.shape) * weight
+    return normed
+
+
 def own_rope(step: Any) -> RopeConfig:
     """The RoPE of a step's block."""
     config = step.setting.config
@@ -280,15 +286,15 @@ class ArrayForm(NamedTuple):
     """How files store an array of a block that is neither a linear nor a norm.
 
     hf, gguf: the tensor's name in its block.   from_*: (config, layer, stored) -> ours; ValueError for numbers that it
-    cannot hold.   to_*: the other way.
+    cannot hold.   to_*: the other way. By default both are the same array.
     """
 
     hf: str
     gguf: str
-    from_hf: Callable[[Any, int, Array], Array]
-    to_hf: Callable[[Any, int, Array], Array]
-    from_gguf: Callable[[Any, int, Array], Array]
-    to_gguf: Callable[[Any, int, Array], Array]
+    from_hf: Callable[[Any, int, Array], Array] = lambda config, layer, array: array
+    to_hf: Callable[[Any, int, Array], Array] = lambda config, layer, array: array
+    from_gguf: Callable[[Any, int, Array], Array] = lambda config, layer, array: array
+    to_gguf: Callable[[Any, int, Array], Array] = lambda config, layer, array: array
     hf_shape: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple  # of the tensor, from ours
 
 

@@ -15,7 +15,7 @@ from ..reference.config import ModelConfig, RopeConfig, added
 from ..reference.layers import ACTIVATIONS, Activation, Floats
 from ..reference.model import BlockPlace, attention_result, feed_forward_result, split_heads
 from ..reference.ops import Ops
-from ..reference.weights import LayerWeights, Norm
+from ..reference.weights import Norm
 from .family import (
     EMBEDDING_SCALE_MISSING,
     LEFT_OUT_VISION,
@@ -119,17 +119,11 @@ class Gemma3Layer(Qwen3Layer):
     trace_names: ClassVar = {**HEAD_NORM_NAMES, "attn_post_norm": "ln1_post", "ffn_post_norm": "ln2_post"}
 
 
-def _scaled_q(be: Ops, w: LayerWeights, cfg: Any, q: Floats) -> Floats:
-    return be.scale(q, cfg.query_scale, f"{w.name}.attn.hook_scaled_q")
-
-
 def query_scale_steps(steps: list[TraceStep], scale: float) -> list[TraceStep]:
     """The steps of a block whose q is multiplied by `scale` after RoPE."""
     if scale == 1:
         return steps
-    scaled = TraceStep(
-        "attn.hook_scaled_q", ("attn.hook_rot_q",), "scaling", "N H d", _scaled_q, "q times the query scale"
-    )
+    scaled = TraceStep("attn.hook_scaled_q", ("attn.hook_rot_q",), "scaling", "N H d", "q times the query scale")
     steps = put_after(steps, "attn.hook_rot_k", scaled)
     return change_steps(steps, inputs=("attn.hook_scaled_q", "attn.hook_rot_k"))("attn.hook_attn_scores")
 

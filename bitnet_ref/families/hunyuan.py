@@ -31,6 +31,7 @@ from .family import (
     norm_step,
     own_rope,
     put_after,
+    turned_by,
 )
 from .llama import llama_steps
 from .qwen import HEAD_NORM_STEPS, Qwen3Config, Qwen3Layer, norm_heads
@@ -96,11 +97,6 @@ def _before_rope(step: Any, compute: Edit, x: Floats, *rest: Any) -> Floats:
     return layers.apply_rope(normed, *tables).reshape(x.shape)
 
 
-def _without_alpha(step: Any, compute: Edit, x: Floats, *tables: Floats) -> Floats:
-    rope = RopeConfig(theta=10000.0)
-    return compute(x, *rope.tables(np.arange(len(x)), step.setting.config.rotary_size, np.float32))
-
-
 MISTAKES = (
     Hypothesis(
         HEAD_NORM_STEPS,
@@ -121,7 +117,7 @@ MISTAKES = (
         "rope_alpha_ignored",
         "RoPE has theta 10000, without its factor alpha",
         'RoPE of type "dynamic" with an alpha: theta is rope_theta * alpha^(d / (d - 2)).',
-        _without_alpha,
+        turned_by(lambda step: RopeConfig(theta=10000.0)),
         lambda step: own_rope(step).theta != 10000.0,
     ),
 )

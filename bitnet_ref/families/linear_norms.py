@@ -16,11 +16,11 @@ from ..reference.layers import Array, Floats
 from ..reference.ops import Ops
 from ..reference.weights import LinearWeight, ModelWeights, Norm, Shared, TernaryLinear, TernaryWeight
 from .family import Edit, Hypothesis, WeightKind, before, layer_weights, leave_out
-from .lora import AdaptedLinear
+from .lora import AdaptedLinear, LinearAround
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class NormedLinear(LinearWeight):
+class NormedLinear(LinearAround):
     """y = linear(norm(x)). A backend prepares and computes the linear inside as it does any other."""
 
     kind = "normed"
@@ -29,24 +29,8 @@ class NormedLinear(LinearWeight):
     linear: LinearWeight
 
     @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.linear.name
-
-    @property
     def bias(self) -> NDArray[np.float32] | None:  # type: ignore[override]
         return self.linear.bias
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.linear.shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.linear.nbytes
-
-    @property
-    def bit_linear(self) -> TernaryLinear | None:  # type: ignore[override]
-        return self.linear.bit_linear
 
     @property
     def norm(self) -> Norm:  # type: ignore[override]

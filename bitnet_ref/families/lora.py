@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import ml_dtypes
@@ -33,14 +34,10 @@ from .family import Edit, Hypothesis, WeightKind
 TERM = "hook_lora"
 
 
-class OnLinear(LinearWeight):
-    """What a linear with terms has of the linear itself."""
+class LinearAround(LinearWeight):
+    """What a linear with something around it has of the linear itself."""
 
-    kind = "adapted"
-    bias: ClassVar[None] = None  # type: ignore[misc]  # the linear's is added before the term
     linear: LinearWeight
-    terms: tuple[AdaptedLinear | None, ...]  # the adapted linears that it chooses from; None: no term
-    choice: NDArray[np.int32] | None = None  # (N,) for each row of x the index of its term, or -1; None: 0 for all
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -51,8 +48,21 @@ class OnLinear(LinearWeight):
         return self.linear.shape
 
     @property
+    def nbytes(self) -> int:
+        return self.linear.nbytes
+
+    @property
     def bit_linear(self) -> TernaryLinear | None:  # type: ignore[override]
         return self.linear.bit_linear
+
+
+class OnLinear(LinearAround):
+    """A linear with terms."""
+
+    kind = "adapted"
+    bias: ClassVar[None] = None  # type: ignore[misc]  # the linear's is added before the term
+    terms: tuple[AdaptedLinear | None, ...]  # the adapted linears that it chooses from; None: no term
+    choice: NDArray[np.int32] | None = None  # (N,) for each row of x the index of its term, or -1; None: 0 for all
 
     @property
     def norm(self) -> Norm | None:  # type: ignore[override]
@@ -109,10 +119,6 @@ class SelectedLinear(OnLinear):
     linear: LinearWeight
     terms: tuple[AdaptedLinear | None, ...]  # of each adapter of the batch; None: it has none for this linear
     choice: NDArray[np.int32]  # (N,) the index of each row's adapter, or -1: its result is the linear's
-
-    @property
-    def nbytes(self) -> int:
-        return self.linear.nbytes
 
     def contents(self, name: str) -> Iterator[tuple[str, Array]]:
         yield from self.linear.contents(name)
@@ -228,14 +234,7 @@ def _map_named(w: ModelWeights, change: Callable[[str, LinearWeight, int | None]
 
 def without_adapters(w: ModelWeights) -> ModelWeights:
     """The model that the adapter was put on."""
-    layers = []
-    for layer in w.layers:
-        own: Mapping[str, Any] = {
-            name: weight.linear for name, weight in layer.linears() if isinstance(weight, AdaptedLinear)
-        }
-        layers.append(replace(layer, **own))
-    head = w.lm_head.linear if isinstance(w.lm_head, AdaptedLinear) else w.lm_head
-    return replace(w, layers=tuple(layers), lm_head=head)
+    return _map_named(w, lambda _, weight, __: weight.linear if isinstance(weight, AdaptedLinear) else weight)
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
@@ -274,48 +273,43 @@ def _of_int8_input(step: Any, compute: Edit, x: Floats, *rest: Any) -> Floats:
     return compute((x_q / scale).astype(x.dtype), *rest)
 
 
+_mistake = partial(Hypothesis, f"*.{TERM}")
 MISTAKES = (
-    Hypothesis(
-        f"*.{TERM}",
+    _mistake(
         "lora_missing",
         "the adapter is not applied",
         "Add c B (A x) to the linear's result, after its bias.",
         _factor(lambda w: 0.0),
     ),
-    Hypothesis(
-        f"*.{TERM}",
+    _mistake(
         "lora_alpha_not_divided",
         "the adapter's term is multiplied by lora_alpha, not by lora_alpha / r",
         "c = lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora.",
         _factor(lambda w: w.factor * _rank(w)),
         lambda step: _rank(_adapted(step)) > 1,
     ),
-    Hypothesis(
-        f"*.{TERM}",
+    _mistake(
         "lora_without_factor",
         "the adapter's term has no factor",
         "c = lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora.",
         _factor(lambda w: 1.0),
         lambda step: _adapted(step).factor != 1,
     ),
-    Hypothesis(
-        f"*.{TERM}",
+    _mistake(
         "lora_root_of_rank",
         "lora_alpha is divided by sqrt(r) for r, or by r for sqrt(r)",
         "use_rslora says that it is the root.",
         _factor(lambda w: w.factor * _rank(w) ** 0.5),
         lambda step: _rank(_adapted(step)) > 1,
     ),
-    Hypothesis(
-        f"*.{TERM}",
+    _mistake(
         "lora_of_int8_input",
         "the adapter's term reads the input that was rounded to int8",
         "A reads the linear's input as it is, in float.",
         _of_int8_input,
         lambda step: _adapted(step).bit_linear is not None,
     ),
-    Hypothesis(
-        f"*.{TERM}",
+    _mistake(
         "lora_of_normed_input",
         "the adapter's term reads the input after the norm inside the linear",
         "A reads the linear's input as it is.",

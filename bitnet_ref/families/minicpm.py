@@ -60,16 +60,12 @@ class MiniCpmLayer(LayerWeights):
     feed_forward_text: ClassVar[Any] = staticmethod(feed_forward)
 
 
-def _scaled(be: Ops, w: LayerWeights, cfg: MiniCpmConfig, y: Floats) -> Floats:
-    return be.scale(y, cfg.residual_scale, "")
-
-
 def residual_scale_steps(config: MiniCpmConfig, layer: int) -> list[TraceStep]:
     """The steps of a block whose halves' results are multiplied by `residual_scale`."""
     steps = llama_steps(config, layer)
     if config.residual_scale == 1:
         return steps
-    return change_steps(steps, kind="scaling", compute=_scaled)("hook_attn_out", "hook_mlp_out")
+    return change_steps(steps, kind="scaling")("hook_attn_out", "hook_mlp_out")
 
 
 def _lacks(config: MiniCpmConfig) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -326,55 +327,22 @@ class GlobalMapleLayer(Qwen3MoeLayer):
 # -- the steps that it records -----------------------------------------------------------------------------------------
 
 
-def _products(field: str) -> Callable[..., Floats]:
-    """The `compute` of a step that multiplies by the experts that tokens chose."""
-
-    def compute(be: Ops, w: MoeLayer, cfg: MoeConfig, x: Floats, shares: Floats) -> Floats:
-        experts = getattr(w, field)
-        k = cfg.num_experts_per_tok
-        own = x if x.shape[1] == experts.shape[1] else x.reshape(len(x), k, -1)
-        return expert_products(be, own, shares, experts)
-
-    return compute
-
-
 def _moe_steps(steps: list[TraceStep]) -> list[TraceStep]:
     """The steps of a block whose feed-forward is a mixture: the others, and in the place of `mlp.*` its own."""
     normed, shares = "ln2.hook_normalized", "mlp.hook_expert_weights"
-
-    def of_rows(x: Floats, cfg: MoeConfig) -> Floats:
-        return x.reshape(len(x), cfg.num_experts_per_tok, -1)
-
     own = [
         linear_step("mlp.router", normed),
         TraceStep(
-            shares,
-            ("mlp.router.hook_out",),
-            "routing",
-            "N E",
-            lambda be, w, cfg, scores: choose_experts(scores, cfg),
-            "the experts' shares",
-            (choose_experts, "    p = "),
+            shares, ("mlp.router.hook_out",), "routing", "N E", "the experts' shares", (choose_experts, "    p = ")
         ),
-        TraceStep(
-            "mlp.hook_pre", (normed, shares), "dense linear", "N k M", _products("gate_proj"), "the experts' gate"
-        ),
-        TraceStep(
-            "mlp.hook_pre_linear", (normed, shares), "dense linear", "N k M", _products("up_proj"), "the experts' up"
-        ),
-        TraceStep(
-            "mlp.hook_post",
-            ("mlp.hook_pre", "mlp.hook_pre_linear"),
-            "gate",
-            "N k M",
-            lambda be, w, cfg, gate, up: gated(be, of_rows(gate, cfg), of_rows(up, cfg), cfg.activation, cfg),
-        ),
+        TraceStep("mlp.hook_pre", (normed, shares), "dense linear", "N k M", "the experts' gate"),
+        TraceStep("mlp.hook_pre_linear", (normed, shares), "dense linear", "N k M", "the experts' up"),
+        TraceStep("mlp.hook_post", ("mlp.hook_pre", "mlp.hook_pre_linear"), "gate", "N k M"),
         TraceStep(
             "mlp.hook_expert_out",
             ("mlp.hook_post", shares),
             "dense linear",
             "N k D",
-            _products("down_proj"),
             "the experts' results",
             (feed_forward, "    out = "),
         ),
@@ -383,7 +351,6 @@ def _moe_steps(steps: list[TraceStep]) -> list[TraceStep]:
             ("mlp.hook_expert_out", shares),
             "scaling",
             "N D",
-            lambda be, w, cfg, out, shares: mix(of_rows(out, cfg), shares),
             "the sum of the experts",
             (mix, "    return"),
         ),
@@ -729,17 +696,20 @@ def _layer(sparse: type[LayerWeights], dense: type[LayerWeights]) -> Callable[[M
     return lambda config, layer: sparse if config.is_sparse(layer) else dense
 
 
+_family = partial(
+    Family,
+    axes=_axes,
+    split=split_experts,
+    of_layers=_of_layers,
+    lacks=lambda config: _LACKS,
+    feed_forward_words=_in_words,
+)
 FAMILIES = (
-    Family(
+    _family(
         "qwen3_moe",
         Qwen3MoeConfig,
         layer_class=_layer(Qwen3MoeLayer, Qwen3Layer),
         steps=_qwen3_steps,
-        axes=_axes,
-        split=split_experts,
-        of_layers=_of_layers,
-        lacks=lambda config: _LACKS,
-        feed_forward_words=_in_words,
         names={**HEAD_NORMS, **ROUTER},
         place=_place("mlp"),
         hf=HfForm("Qwen3MoeForCausalLM", _QWEN, _read_qwen3_moe, _write_qwen3_moe),
@@ -753,16 +723,11 @@ FAMILIES = (
         end_of_embedded=END_OF_TEXT,
         example_fields={**_EXAMPLE, "dense_layers": (1,)},
     ),
-    Family(
+    _family(
         "mixtral",
         MixtralConfig,
         layer_class=_layer(MoeLayer, LayerWeights),
         steps=_mixtral_steps,
-        axes=_axes,
-        split=split_experts,
-        of_layers=_of_layers,
-        lacks=lambda config: _LACKS,
-        feed_forward_words=_in_words,
         names=ROUTER,
         place=_place("block_sparse_moe", ("w1", "w3", "w2")),
         hf=HfForm("MixtralForCausalLM", _MIXTRAL, _read_mixtral, _write_mixtral, flags=()),
@@ -776,16 +741,11 @@ FAMILIES = (
         mistakes=MISTAKES,
         example_fields={**_EXAMPLE, "moe_intermediate_size": 48},
     ),
-    Family(
+    _family(
         "maple",
         MapleConfig,
         layer_class=lambda config, layer: Qwen3MoeLayer if config.turns(layer) else GlobalMapleLayer,
         steps=_maple_steps,
-        axes=_axes,
-        split=split_experts,
-        of_layers=_of_layers,
-        lacks=lambda config: _LACKS,
-        feed_forward_words=_in_words,
         names={**HEAD_NORMS, **ROUTER, "embedding": PartNames(("model.word_embeddings",), "token_embd")},
         place=_place("mlp"),
         # lm_head_flash: an approximate head in DeepGrove's MLX folder

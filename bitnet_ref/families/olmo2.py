@@ -24,6 +24,7 @@ from .family import (
     change_steps,
     layer_weights,
     leave_out,
+    norm_each_head,
 )
 from .gemma3 import POST_NORM_MISTAKES, POST_NORM_NAMES, Gemma3Layer, post_norm_steps
 from .llama import llama_steps
@@ -81,16 +82,6 @@ def _steps(config: Olmo2Config, layer: int) -> list[TraceStep]:
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
-def _of_each_head(step: Any, compute: Edit, x: Floats, length: Floats, weight: Floats) -> Floats:
-    """Each head by its own length.   x (N, H*d)"""
-    config = step.setting.config
-    norm = getattr(layer_weights(step), step.name.split(".")[-2])
-    heads = x.reshape(len(x), -1, config.head_dim)
-    own = layers.rms_scale(heads.reshape(-1, config.head_dim), norm.eps).reshape(*heads.shape[:2], 1)
-    normed: Floats = (heads / own).reshape(x.shape) * weight
-    return normed
-
-
 def _normed_first(step: Any, compute: Edit, x: Floats, *rest: Any) -> Floats:
     """An edit of what a half begins with, and of its norm: block(norm(x)) for norm(block(x)), as in LLaMA."""
     if step.name.endswith("_post.hook_normalized"):
@@ -114,7 +105,7 @@ MISTAKES = (
         "whole_qk_norms_of_each_head",
         "the norms of q and of k take the length of each head by itself",
         "One length for all heads of a token: normalise q and k before they are cut into heads.",
-        _of_each_head,
+        norm_each_head,
     ),
     Hypothesis(
         "*.attn.[qkv]_proj.hook_out *.mlp.gate_proj.hook_out *.mlp.up_proj.hook_out *_post.hook_normalized",

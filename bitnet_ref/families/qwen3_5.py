@@ -507,10 +507,6 @@ def _log(config: Qwen35Config, layer: int, decay: Floats) -> Floats:
     return nearest
 
 
-def _same(config: Qwen35Config, layer: int, array: Floats) -> Floats:
-    return array
-
-
 def _from_file(order: Callable[[DeltaConfig], NDArray[np.intp]]) -> Callable[..., Floats]:
     return lambda config, layer, stored: stored[order(_shape_of(config, layer))]
 
@@ -547,12 +543,10 @@ ARRAYS = {
     "delta.decay_bias": ArrayForm(
         "linear_attn.dt_bias",
         "ssm_dt.bias",
-        _same,
-        _same,
-        _from_file(value_heads_in_gguf),
-        _to_file(value_heads_in_gguf),
+        from_gguf=_from_file(value_heads_in_gguf),
+        to_gguf=_to_file(value_heads_in_gguf),
     ),
-    "delta.norm": ArrayForm("linear_attn.norm.weight", "ssm_norm.weight", _same, _same, _same, _same),
+    "delta.norm": ArrayForm("linear_attn.norm.weight", "ssm_norm.weight"),
 }
 
 
@@ -612,70 +606,26 @@ def _steps(config: Qwen35Config, layer: int) -> list[TraceStep]:
     steps = llama_steps(config, layer)
     if config.attends(layer):
         steps = head_norm_steps(steps)
-        gated = TraceStep(
-            "attn.hook_gated_z",
-            ("attn.hook_z", "attn.z_proj.hook_out"),
-            "gate",
-            "N Q",
-            _gated,
-            _GATED,
-            (sigmoid_gate, "return"),
-        )
+        sources = ("attn.hook_z", "attn.z_proj.hook_out")
+        gated = TraceStep("attn.hook_gated_z", sources, "gate", "N Q", _GATED, (sigmoid_gate, "return"))
         steps = put_after(steps, "attn.hook_z", linear_step("attn.z_proj", "ln1.hook_normalized"), gated)
         return _from_gate(steps)
     names = [step.name for step in steps]
     first, last = names.index("attn.hook_q"), names.index("attn.hook_z")
     gates = [linear_step(f"attn.{name}", "ln1.hook_normalized") for name in ("z_proj", "a_proj", "b_proj")]
     qkv = tuple(f"attn.{name}.hook_out" for name in ("q_proj", "k_proj", "v_proj"))
+    a, b = ("attn.a_proj.hook_out",), ("attn.b_proj.hook_out",)
     rule = ("attn.hook_conv", "attn.hook_log_decay", "attn.hook_beta")
+    gate = ("attn.delta_norm.hook_normalized", "attn.z_proj.hook_out")
+    update, answer = (delta_recurrence, "memory[:]"), (delta_recurrence, "y[t]")
     own = [
-        TraceStep("attn.hook_conv", qkv, "delta rule", "N C", _conv, "DeltaNet's convolution", (causal_conv, "return")),
-        TraceStep(
-            "attn.hook_log_decay",
-            ("attn.a_proj.hook_out",),
-            "delta gate",
-            "N Hv",
-            _log_decay,
-            "the log of DeltaNet's decay",
-            (log_decay, "return"),
-        ),
-        TraceStep(
-            "attn.hook_beta",
-            ("attn.b_proj.hook_out",),
-            "delta gate",
-            "N Hv",
-            _beta,
-            "DeltaNet's beta",
-            (write_strength, "return"),
-        ),
-        TraceStep(
-            "attn.hook_state",
-            rule,
-            "delta rule",
-            "N Hv dk dv",
-            _state,
-            "DeltaNet's memory",
-            (delta_recurrence, "memory[:]"),
-        ),
-        TraceStep(
-            "attn.hook_delta_out",
-            rule,
-            "delta rule",
-            "N Hv dv",
-            _delta_out,
-            "the answer of DeltaNet's memory",
-            (delta_recurrence, "y[t]"),
-        ),
+        TraceStep("attn.hook_conv", qkv, "delta rule", "N C", "DeltaNet's convolution", (causal_conv, "return")),
+        TraceStep("attn.hook_log_decay", a, "delta gate", "N Hv", "the log of DeltaNet's decay", (log_decay, "return")),
+        TraceStep("attn.hook_beta", b, "delta gate", "N Hv", "DeltaNet's beta", (write_strength, "return")),
+        TraceStep("attn.hook_state", rule, "delta rule", "N Hv dk dv", "DeltaNet's memory", update),
+        TraceStep("attn.hook_delta_out", rule, "delta rule", "N Hv dv", "the answer of DeltaNet's memory", answer),
         norm_step("attn.delta_norm", "attn.hook_delta_out", "Hv dv", "delta_norm"),
-        TraceStep(
-            "attn.hook_gated_z",
-            ("attn.delta_norm.hook_normalized", "attn.z_proj.hook_out"),
-            "gate",
-            "N V",
-            _gated,
-            _GATED,
-            (silu_gate, "return"),
-        ),
+        TraceStep("attn.hook_gated_z", gate, "gate", "N V", _GATED, (silu_gate, "return")),
     ]
     return _from_gate([*steps[:first], *gates, *own, *steps[last + 1 :]])
 
@@ -684,38 +634,6 @@ def _from_gate(steps: list[TraceStep]) -> list[TraceStep]:
     """o_proj, or BitNet's norm before it, reads what the gate gives."""
     reader = "attn.sub_norm" if any(step.name == "attn.sub_norm" for step in steps) else "attn.o_proj"
     return change_steps(steps, inputs=("attn.hook_gated_z",))(reader)
-
-
-def _gated(be: Ops, w: LayerWeights, cfg: Qwen35Config, z: Floats, gate: Floats) -> Floats:
-    return (silu_gate if isinstance(w, DeltaLayer) else sigmoid_gate)(z, gate)
-
-
-def _conv(be: Ops, w: DeltaLayer, cfg: Qwen35Config, q: Floats, k: Floats, v: Floats) -> Floats:
-    qkv = np.concatenate([q, k, v], axis=1)
-    before = np.zeros((w.delta.conv_size - 1, qkv.shape[1]), dtype=qkv.dtype)
-    return causal_conv(np.concatenate([before, qkv]), w.conv).astype(np.float32)
-
-
-def _log_decay(be: Ops, w: DeltaLayer, cfg: Qwen35Config, a: Floats) -> Floats:
-    return log_decay(a, w)
-
-
-def _beta(be: Ops, w: DeltaLayer, cfg: Qwen35Config, b: Floats) -> Floats:
-    return write_strength(b, w)
-
-
-def _state(be: Ops, w: DeltaLayer, cfg: Qwen35Config, mixed: Floats, log_alpha: Floats, beta: Floats) -> Floats:
-    return _replayed(w.delta, mixed, log_alpha, beta)[0]
-
-
-def _delta_out(be: Ops, w: DeltaLayer, cfg: Qwen35Config, mixed: Floats, log_alpha: Floats, beta: Floats) -> Floats:
-    return _replayed(w.delta, mixed, log_alpha, beta)[1]
-
-
-def _replayed(shape: DeltaConfig, mixed: Floats, log_alpha: Floats, beta: Floats) -> tuple[Floats, Floats]:
-    """`token_by_token` of one sequence from its beginning."""
-    memory = np.zeros((shape.value_heads, shape.key_dim, shape.value_dim), dtype=np.float32)
-    return token_by_token(delta_inputs(mixed, log_alpha, beta, shape), memory)
 
 
 def _axes(config: Qwen35Config) -> dict[str, int]:

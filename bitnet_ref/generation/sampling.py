@@ -229,10 +229,10 @@ def log_probability(logits: Floats, token: int) -> float:
 
 
 def log_probabilities(logits: Floats) -> NDArray[np.float64]:
-    """ln softmax(logits), (V,) -> (V,)"""
+    """ln softmax(logits) over the last axis, (..., V) -> (..., V)"""
     below = logits.astype(np.float64)
-    below -= below.max()
-    below -= np.log(np.exp(below).sum())
+    below -= below.max(axis=-1, keepdims=True)
+    below -= np.log(np.exp(below).sum(axis=-1, keepdims=True))
     return below
 
 

@@ -1,5 +1,6 @@
 """bitnet-ref lab: the notebooks, copied and opened."""
 
+import json
 import sys
 
 import pytest
@@ -18,7 +19,11 @@ def test_lab_copies_the_notebooks(tmp_path):
     assert notebooks
     assert set(notebooks) <= set(facts["copied"])
     for name in notebooks:
-        assert (target / name).read_bytes() == (source / name).read_bytes()
+        copied, stored = (json.loads((folder / name).read_text()) for folder in (target, source))
+        assert [cell["source"] for cell in copied["cells"]] == [cell["source"] for cell in stored["cells"]]
+        assert any(cell.get("outputs") for cell in stored["cells"])
+        assert not any(cell.get("outputs") or cell.get("execution_count") for cell in copied["cells"])
+    copy = (target / notebooks[0]).read_bytes()
     (target / notebooks[0]).write_text("my own work")
     facts = invoke_json("lab", "--no-launch", "--dir", target)
     assert (facts["kept"], facts["copied"], facts["launched"]) == ([notebooks[0]], [], False)
@@ -26,14 +31,14 @@ def test_lab_copies_the_notebooks(tmp_path):
     assert f"kept   {target / notebooks[0]}" in result.stdout
     assert (target / notebooks[0]).read_text() == "my own work"
     assert invoke_json("lab", "--no-launch", "--dir", target, "--force")["copied"] == [notebooks[0]]
-    assert (target / notebooks[0]).read_bytes() == (source / notebooks[0]).read_bytes()
+    assert (target / notebooks[0]).read_bytes() == copy
 
 
 def test_lab_copies_only_what_a_reader_needs(tmp_path):
     source = tmp_path / "source"
     (source / ".ipynb_checkpoints").mkdir(parents=True)
     for name in ("01.ipynb", "plots.py", "junk.bin", ".ipynb_checkpoints/01.ipynb"):
-        (source / name).write_text(name)
+        (source / name).write_text('{"cells": []}')
     done = copy_notebooks(source, tmp_path / "target")
     assert done == (["01.ipynb", "plots.py"], [], [])
     assert copy_notebooks(source, tmp_path / "target").unchanged == ["01.ipynb", "plots.py"]

@@ -24,6 +24,7 @@ from bitnet_ref.crossval.exercises.lessons import byte_pairs
 from bitnet_ref.crossval.exercises.lessons.analysis import DIALECTS
 from bitnet_ref.crossval.exercises.quiz import LETTERS, QUIZZES
 from bitnet_ref.families import groups
+from bitnet_ref.formats import packing
 from bitnet_ref.notebook import NextToken
 from bitnet_ref.reference import layers, quantization
 from bitnet_ref.reference.weights import TernaryWeight
@@ -65,6 +66,13 @@ def loss_of_one_block(block):
     return loss_of(engine.logits(PASSAGE), PASSAGE)
 
 
+def merge_in_place(symbols, pair):
+    for i in range(len(symbols)):
+        if tuple(symbols[i : i + 2]) == pair:
+            symbols[i : i + 2] = ["".join(pair)]
+    return symbols
+
+
 @dataclass(frozen=True)
 class Edit:
     """The exercise's solution with one text in place of another: a mistake in a function."""
@@ -90,12 +98,22 @@ CASES = {
             (Edit("i < len(symbols)", "i < len(symbols) - 1"), "The pieces together are"),
             (lambda symbols, pair: byte_pairs.merged_from_the_right(symbols, pair), "from the left"),
             (lambda symbols, pair: "".join(symbols), "A list of pieces is wanted"),
+            (merge_in_place, "changes the list that it was given"),
+            (lambda symbols, pair: merge_in_place(symbols, pair) and None, "changes the list that it was given"),
         ],
         [lambda symbols, pair: tuple(byte_pairs.merge(symbols, pair))],
     ),
     "0.2": Case(
         [
             (Edit("        symbols = merge(symbols, pairs[-1])\n", ""), "join 2 is"),
+            (Edit("symbols = merge(", "symbols[:] = merge("), "changes the list that it was given"),
+            (
+                Edit(
+                    "Counter(zip(symbols, symbols[1:])).most_common(1)[0][0]",
+                    "max(sorted((c := Counter(zip(symbols, symbols[1:])))), key=c.get)",
+                ),
+                "join 1 is .*Both are equally frequent: take the one that stands first",
+            ),
             (lambda s, n: [pair for pair, _ in Counter(pairwise(s)).most_common(n)], "Count again"),
             (lambda s, n: byte_pairs.learned(s, n, rarest=True), "The rarest pairs"),
             (lambda s, n: byte_pairs.learned(s, n, last=True), "the first of the text"),
@@ -114,11 +132,13 @@ CASES = {
             (lambda word, merges: byte_pairs.from_the_left(word), "learned first"),
             (lambda word, merges: word, "A list of pieces is wanted"),
             (Edit("list(word)", "list(word[1:])"), "The pieces together are"),
+            (Edit("for pair in merges:", "while merges:\n        pair = merges.pop(0)"), "changes the list"),
         ],
     ),
     "0.4": Case(
         [
             (Edit("    cosine[i] = -np.inf\n", ""), "nearest to itself"),
+            (Edit("-np.inf", "0"), "Where all other cosines are negative.*not row 0: leave row i out by −∞"),
             (lambda table, i: byte_pairs.others(table @ table[i], i).argmax(), "prefers long rows"),
             (Edit("cosine[i] = -np.inf\n    return cosine.argmax()", "return cosine.argmin()"), "least like it"),
             (lambda table, i: byte_pairs.others(-((table - table[i]) ** 2).sum(1), i).argmax(), "nearest by distance"),
@@ -134,6 +154,7 @@ CASES = {
             (Edit("    p = p[p > 0]\n", ""), "0 · log2.0. became no number"),
             (Edit(".sum()", ".sum() * w_t.size"), "all weights together"),
             (lambda w_t: np.log2(len(np.unique(w_t))), "equally frequent"),
+            (Edit("(w_t == value).mean()", "(w_t == value).sum() / len(w_t)"), "len.w_t. is the number of rows"),
             (lambda w_t: 1.585, "1.585 is too large|1.585 is too small"),
         ]
     ),
@@ -192,6 +213,34 @@ CASES = {
         ],
         [lambda w: np.int64(np.polyval(np.asarray(w) + 1, 3)), lambda w: float(int("".join(str(d + 1) for d in w), 3))],
     ),
+    "1.rows": Case(
+        [
+            ("blocks.1.mlp.down_proj", "1.574 bits on the average"),
+            ("blocks.1.mlp.gate_proj", "1.516 bits on the average"),
+            (Edit("min(by_row", "max(by_row"), "the most of all"),
+            ("up_proj", "a key of planes, not .up_proj"),
+            (1.47, "The name of a matrix is wanted"),
+        ],
+        ["blocks.1.mlp.up_proj"],
+    ),
+    "1.hf": Case(
+        [
+            (lambda plane: quantization.unpack_ternary(plane, 4 * plane.shape[1]), "reshape it"),
+            (Edit("(0, 2, 4, 6)", "(6, 4, 2, 0)"), "you began with the highest"),
+            (Edit(".astype(np.int8) - 1", ""), "take 1 away"),
+            (Edit(" & 3", ""), "& 3 is missing"),
+            (Edit(".astype(np.int8) - 1", " - np.uint8(1)"), "0 − 1 is 255"),
+            (
+                lambda plane: quantization.unpack_ternary(plane, 4 * plane.shape[1]).reshape(-1, plane.shape[1]),
+                "this package's own order|values are wrong",
+            ),
+            (
+                lambda plane: np.stack([(plane >> s & 3).astype(int) - 1 for s in (0, 2, 4, 6)], 1).reshape(24, 8),
+                "R apart, not neighbours",
+            ),
+        ],
+        [lambda plane: quantization.unpack_ternary(packing.pack_from_hf(plane), plane.shape[1]).tolist()],
+    ),
     "1.4": Case(
         [
             (Edit("shares[0] + shares[2]", "1 / (shares[0] + shares[2])"), "smaller, not larger"),
@@ -224,11 +273,26 @@ CASES = {
             (np.floor, "that is the floor"),
             (Edit("low % 2 == 1", "low % 2 == 0"), "to the odd neighbour"),
             (
-                lambda x: np.where(x % 1 == 0.5, 2 * np.round(x / 2), np.floor(x + 0.5)),
+                lambda x: np.where(x % 1 == 0.5, 2 * np.floor(x / 2 + 0.5), np.floor(x + 0.5)),
                 "is below a half",
             ),
+            (
+                lambda x: np.where(x % 1 == 0.5, 2 * np.floor(x / 2 + 0.5), np.floor(x + 0.5) * (np.abs(x) >= 0.5)),
+                "4503599627370497 is an integer, and becomes another",
+            ),
+            (lambda x: np.where(abs(x) == 0.5, 0, x + 2**52 * 1.5 - 2**52 * 1.5), "becomes another one"),
+            (np.rint, "it uses rint"),
+            (np.round, "it uses round"),
+            (lambda x: [round(each) for each in x], "it uses round"),
+            (lambda x: np.vectorize(lambda each: each.round())(x), "it uses round"),
         ],
-        [np.rint, np.round],
+        [
+            lambda x: np.ceil(x) - ((np.ceil(x) - x > 0.5) | ((np.ceil(x) - x == 0.5) & (np.ceil(x) % 2 == 1))),
+            lambda x: [
+                low + (rest > 0.5 or (rest == 0.5 and low % 2 == 1))
+                for low, rest in ((np.floor(each), each - np.floor(each)) for each in x)
+            ],
+        ],
     ),
     "2.6": Case(
         [
@@ -246,6 +310,8 @@ CASES = {
                 Edit('["x_q"].astype(np.int32) @ w_t.T.astype(np.int32)', '["x_q"].astype(np.int8) @ w_t.T'),
                 "x_q and w_t int32",
             ),
+            (Edit(' or not np.array_equal(theirs["a"], a)', ""), "whose x_q is right, and whose a is not.*both"),
+            (Edit('not np.array_equal(theirs["a"], a)', 'not np.allclose(theirs["a"], a)'), "by its last bit"),
             (lambda x, w_t, s, theirs: {"y"}, "A set of"),
             (lambda x, w_t, s, theirs: [], "'quantise' is to blame"),
         ],
@@ -264,6 +330,7 @@ CASES = {
             (259, "an int16"),
             (2**19, "the first sum"),
             (5000, "too large"),
+            (-0.0, "^not right yet. 0 is too small"),
             ("many", "One number is wanted"),
         ],
         ["4129", 4129.0, np.int64(4129)],
@@ -1333,6 +1400,7 @@ for lesson, questions in QUIZZES.items():
 SLOW = {"8.3": pytest.mark.emulated, "8.4": pytest.mark.emulated, "6.1": pytest.mark.slow, "3b.8": pytest.mark.slow}
 each_exercise = pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in CASES])
 LONG = dict.fromkeys(("6.hunt", "3b.2", "3b.3", "3c.4"), pytest.mark.thorough)  # of their wrong answers
+BUILT_ON = {"1.entropy", "10.groups", "10.hadamard", "10.rules"}  # by the solutions of later exercises
 PASSAGE = [1, 356, 510, 1011, 785, 359, 264, 290, 350]
 
 
@@ -1443,6 +1511,7 @@ def given():
     run64 = {name: x_q + 2 * (draw.random(x_q.shape) < 0.2).astype(np.int8) for name, x_q in run32.items()}
     return SimpleNamespace(
         ternary=w_t,
+        planes={name: each for name, each in story.weights.linears() if name != "lm_head"},
         shares=[(w_t == v).mean() for v in (-1, 0, 1)],
         q=q,
         k=k,
@@ -1501,7 +1570,7 @@ def notebook():
     }
     names |= {"model": story, "cache": check.recorded, "L": 6, "N": len(ids), "compare": None, "bfloat16": bfloat16}
     for exercise in EXERCISES.values():
-        if exercise.lesson in ("0", "3b") or exercise.name in ("10.groups", "10.hadamard", "10.rules"):
+        if exercise.lesson in ("0", "3b") or exercise.name in BUILT_ON:
             exec(exercise.solution, names)
     return check, names
 

@@ -31,7 +31,7 @@ def expect_number(
         if abs(number - wrong) <= max(within, 1e-6 * abs(wrong)):
             raise Wrong(sentence)
     size = "too large" if number > expected else "too small"
-    raise Wrong(f"{number:g} is {size}. {hint}".strip())
+    raise Wrong(f"{number + 0.0:g} is {size}. {hint}".strip())  # + 0.0: no "-0"
 
 
 def as_number(value: Any) -> float:

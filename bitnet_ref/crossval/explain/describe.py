@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...families.family import Edit, Hypothesis, after, before, instead, like
+from ...families.family import LINEAR, NORM, Edit, Hypothesis, after, before, instead, like
 from ...reference.layers import Array
 from ...reference.weights import LinearWeight
 from ...system.lazy import lazy_property
@@ -252,7 +252,7 @@ class Evidence:
         arrays = [x for x in step.inputs if isinstance(x, np.ndarray)]
         if step.name.endswith("hook_attn_scores"):
             arrays = arrays[:2]
-        sources = self._sources_of_own(step)
+        sources = self._named_sources(step)
         if sources:
             arrays = sources
         self.sources[step.name] = [
@@ -274,14 +274,15 @@ class Evidence:
         self.recorded.add(step.name)
         return like(theirs, step.result)
 
-    def _sources_of_own(self, step: Step) -> list[Array]:
-        """What a step of the model's family is computed from: its inputs may be copies of these."""
+    def _named_sources(self, step: Step) -> list[Array]:
+        """The tensors that a step is computed from, if all are steps: its inputs may be copies of these."""
         config = self.setting.config
         if not step.name.startswith("blocks.") or step.name.endswith(("product", "proj_scaled")):
             return []
-        if find_step(step.name, config).compute is None:
+        if find_step(step.name, config).kind in (LINEAR, NORM):
             return []
-        return [step.seen[name] for name in op_inputs(step.name, config) if name in step.seen]
+        inputs = op_inputs(step.name, config)
+        return [step.seen[name] for name in inputs] if all(name in step.seen for name in inputs) else []
 
     def _recorded_as(self, step: Step) -> Array | None:
         """The engine's tensor for a step, in the step's shape; logits may be the last token's."""

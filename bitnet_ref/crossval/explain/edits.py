@@ -822,7 +822,7 @@ DEQUANTIZED: list[Row] = [  # acc * (w_scale / x_scale): other scales, other pla
 def _merged(step: Step) -> Iterator[Description]:
     """One scale for the linears that are computed as one matrix."""
     own = step.name.split(".")[-2]
-    names = next((names for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")) if own in names), ())
+    names = next((names for names in FUSED if own in names), ())
     for words, density in (("the mean of their scales", False), ("mean |w| of their ternary matrices together", True)):
         def scale(step: Step, density: bool = density) -> float:
             ws = [w.bit_linear for name in names if (w := getattr(layer_weights(step), name, None)) is not None]

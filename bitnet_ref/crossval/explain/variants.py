@@ -141,6 +141,7 @@ class Setting:
         tape: Mapping[str, Step] | None = None,
         settle: Callable[[Step], Array] | None = None,
         copies: int = 1,
+        backend: Backend | None = None,
     ) -> dict[str, Array]:
         """One forward pass, recorded: {name: array} in the order of the computation.
 
@@ -148,8 +149,9 @@ class Setting:
         tape: the steps of an earlier run; those without an edit whose inputs are the same are not computed again.
         settle: called with each step that was computed; the run goes on with the tensor that it returns.
         copies: so many sequences of the tokens, laid end to end; `edit_copies` edits each in its own way.
+        backend: computes the ops; None: the reference on one thread.
         """
-        be = Backend("float32", threads=1)
+        be = Backend("float32", threads=1) if backend is None else backend
         recorder = _StepRecorder(self, be, names_filter, until, tape or {}, settle)
         batch = TokenBatch.of([(slot, 0, self.tokens) for slot in range(copies)])
         cache = EngineKVCache(self.config, slots=copies, capacity=len(self.tokens))
@@ -286,12 +288,13 @@ class _StepRecorder(Recorder):
     def on_quantize_activations(self, step: ObservedStep, call: Call, x: Array) -> Any:
         scale_name = sibling(step.name, "hook_x_scale")
         self.x_scale = scale = self.step(scale_name, lambda x: call(x)[1], x)
-        return self.step(step.name, _to_int8, x, scale), scale
+        to_int8 = _to_int8 if type(self.be) is Backend else lambda x, scale: call(x)[0]
+        return self.step(step.name, to_int8, x, scale), scale
 
     def on_ternary_matmul(self, step: ObservedStep, call: Call, x_q: Array, w: TernaryLinear) -> Any:
         self.keep(sibling(step.name, "hook_x_int8"), x_q)
         self.keep(sibling(step.name, "hook_x_scale"), self.x_scale)
-        return self.step(step.name, quick_ternary_matmul(w, call), x_q, w)
+        return self.step(step.name, quick_ternary_matmul(w, call) if type(self.be) is Backend else call, x_q, w)
 
     def on_dequantize(self, step: ObservedStep, call: Call, acc: Array, w: TernaryLinear, x_quant_scale: Array) -> Any:
         return self._product(step.name, call, acc, w, x_quant_scale)

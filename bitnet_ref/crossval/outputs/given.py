@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...backends import Backend
-from ...backends.backend import plain_weights
 from ...backends.loaded import LoadedModel
-from ...backends.paged_cache import EngineKVCache, PagedKVCache
+from ...backends.paged_cache import PagedKVCache
 from ...reference.cache import TokenBatch
-from ...reference.layers import softcap
-from ...reference.model import decoder_layers, embeddings, head_input, rope_tables_of
 from ...system.lazy import lazy_property
+from ..explain.hypotheses.calls import turned_at
+from ..explain.variants import Setting
+from ..names import LOGITS, op_order
 from ..token_ids import end_ids
 
 Ids = list[int]
@@ -93,19 +93,15 @@ class Replay:
 
     def turned(self, position: Callable[[int], int]) -> Rows | None:
         """RoPE of the new tokens at other positions, by the number of the new token; the cache is right."""
-        run, model, be = self.run, self.model, Backend("float32", self.model.backend.threads)
-        ids, first = run.context, len(run.prompt)
-        new = np.array([position(i) for i in range(len(run.tokens) - 1)], dtype=np.int64)
-        if not len(new) or new.min() < 0:
+        new = [position(i) for i in range(len(self.run.tokens) - 1)]
+        if not new or min(new) < 0:
             return None
-        weights, config = plain_weights(model.weights), model.config
-        batch = TokenBatch.of([(0, 0, ids)])
-        ropes = rope_tables_of(be, config, np.concatenate([np.arange(first), new]))
-        cache = EngineKVCache(config, slots=1, capacity=len(ids))
-        x = embeddings(be, weights, config, batch.tokens)
-        x = decoder_layers(be, x, weights.layers, config, ropes, batch, cache)
-        logits = be.lm_head(head_input(be, weights, config, x[first - 1 :]), weights.lm_head)
-        return logits if config.logit_softcap is None else softcap(logits, config.logit_softcap)
+        setting, first = Setting.of(self.model, self.run.context), len(self.run.prompt)
+        edit = turned_at(lambda *_: np.array([*range(first), *new], dtype=np.int64))
+        rotations = [name for name in op_order(setting.config) if name.endswith(("hook_rot_q", "hook_rot_k"))]
+        backend = Backend("float32", self.model.backend.threads)
+        run = setting.with_edits(dict.fromkeys(rotations, edit)).run(LOGITS, backend=backend)
+        return run[LOGITS][first - 1 :]
 
     def changed(self, change: Callable[[NDArray[np.int64], Rows], Rows]) -> Rows:
         """Each row changed by a rule (ids before it, logits (V,)) -> logits."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from ...generation.sampling import log_probabilities
 from ..explain.diagnose import Diagnosis
 from ..token_ids import common_prefix
 from ..tolerances import near_tie
@@ -79,9 +80,7 @@ def _figures(
 ) -> tuple[float, float, float, float, float]:
     """ln likelihood, its mean and deviation under sampling, deviations of the count of largest logits, and how far the
     mass of likelier tokens is from uniform (Kolmogorov's statistic times sqrt(n); 1.5 is one in 45)."""
-    scaled = logits / temperature
-    scaled -= scaled.max(axis=1, keepdims=True)
-    ln_p = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
+    ln_p = log_probabilities(logits / temperature)
     p = np.exp(ln_p)
     chosen = ln_p[np.arange(len(ids)), ids]
     finite = np.where(p > 0, ln_p, 0)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ....reference.layers import Array
 from ..answers import as_number
-from ..declare import Wrong, draws, exercise, run
+from ..declare import Unanswered, Wrong, draws, exercise, run
 
 Symbols = list[str]
 Pair = tuple[str, str]
@@ -33,6 +33,21 @@ def merge(symbols: Sequence[str], pair: Pair, step: int = 2, limit: int = 1 << 3
 def merged_from_the_right(symbols: Sequence[str], pair: Pair) -> Symbols:
     turned = merge([each[::-1] for each in symbols[::-1]], (pair[1][::-1], pair[0][::-1]))
     return [each[::-1] for each in turned[::-1]]
+
+
+def run_on_lists(function: Any, *arguments: Any) -> Any:
+    """The result of a student's function, on copies of the lists among the arguments. Raises Wrong if it changes one: a
+    right result does not show that, and the notebook uses its lists again."""
+    copies = [list(each) if isinstance(each, list) else each for each in arguments]
+    try:
+        result = run(function, *copies)
+    except Unanswered:  # as a function does that only changes its list
+        result = None
+    if copies != list(arguments):
+        raise Wrong("Your function changes the list that it was given. Make a new one, and return that.")
+    if result is None:
+        raise Unanswered
+    return result
 
 
 def expect_symbols(given: Any, right: Symbols, mistakes: dict[str, Symbols]) -> None:
@@ -62,7 +77,9 @@ def merge_pairs(answer: Any) -> str:
         }
         right = merge(symbols, pair)
         expect_symbols(
-            run(answer, symbols, pair), right, {say: wrong for say, wrong in mistakes.items() if wrong != right}
+            run_on_lists(answer, symbols, pair),
+            right,
+            {say: wrong for say, wrong in mistakes.items() if wrong != right},
         )
     return "Also of aaa it makes aa and a."
 
@@ -81,7 +98,7 @@ def learn_pairs(answer: Any) -> str:
     }
     for text, joins in (("the_hat_that_the_cat_has", 6), ("low_lower_lowest_slow", 5)):
         symbols, right = list(text), learned(list(text), joins)
-        given = run(answer, list(symbols), joins)
+        given = run_on_lists(answer, symbols, joins)
         try:
             mine = [(str(a), str(b)) for a, b in given]
         except (TypeError, ValueError):
@@ -93,7 +110,10 @@ def learn_pairs(answer: Any) -> str:
             raise Wrong(f"{joins} joins are wanted; yours are {len(mine)}.")
         if mine != right:
             number = next(i for i, pair in enumerate(right) if mine[i] != pair)
-            raise Wrong(f"Of {text!r} join {number + 1} is {right[number]}; yours is {mine[number]}.")
+            counts = Counter(pairwise(apply(symbols, right[:number])))
+            tie = " Both are equally frequent: take the one that stands first in the text."
+            says = tie * (counts[mine[number]] == counts[right[number]])
+            raise Wrong(f"Of {text!r} join {number + 1} is {right[number]}; yours is {mine[number]}.{says}")
     return "A real tokeniser learns thousands of joins in this way, from millions of words."
 
 
@@ -121,7 +141,7 @@ def encode_by_merges(answer: Any) -> str:
         "The merges were applied in reverse": lambda word: apply(word, MERGES[::-1]),
         "The pair at the left was merged first; take the merge that was learned first": from_the_left,
     }
-    given = {word: run(answer, word, MERGES) for word in words}
+    given = {word: run_on_lists(answer, word, MERGES) for word in words}
     fitting = {say: wrong for say, wrong in mistakes.items() if all(list(given[word]) == wrong(word) for word in words)}
     for word in words:
         right = apply(word, MERGES)
@@ -129,7 +149,7 @@ def encode_by_merges(answer: Any) -> str:
     return "The order of the merges decides, not the order of the letters."
 
 
-def apply(word: str, merges: Sequence[Pair]) -> Symbols:
+def apply(word: str | Symbols, merges: Sequence[Pair]) -> Symbols:
     symbols = list(word)
     for pair in merges:
         symbols = merge(symbols, pair)
@@ -182,4 +202,10 @@ def nearest_row(answer: Any) -> str:
         if mine != right:
             say = next((say for say, value in wrong.items() if abs(value - mine) < 1e-6), "")
             raise Wrong(say or f"Row {mine:g} is not the nearest of row {i}; it is row {right}.")
+    table = -np.abs(draws(6).normal(size=(6, 4)))
+    table[0] *= -1  # all other rows point the other way
+    mine, right = as_number(run(answer, table, 0)), int(others(cosines(table, 0), 0).argmax())
+    if mine != right:
+        say = "leave row i out by −∞ in place of its cosine; 0 is larger than they are"
+        raise Wrong(f"Where all other cosines are negative, row {right} is the nearest, not row {mine:g}: {say}.")
     return "It compares directions, whatever the lengths."

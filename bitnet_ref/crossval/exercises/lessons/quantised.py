@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Set
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from ml_dtypes import bfloat16
 
 from ....api import Model
 from ....errors import describe
+from ....formats import packing
 from ....formats.gguf.blocks import blocks_from_ternary
 from ....reference import quantization
 from ....reference.layers import Array
@@ -40,6 +42,10 @@ def entropy_of_three(answer: Any) -> str:
             bits * w_t.size: "That is the bits of all weights together.",
             float(np.log2(len(p))): "That would be so if the values were equally frequent.",
         }
+        by_rows = p * w_t.size / len(w_t)
+        mistakes[float(-(by_rows * np.log2(by_rows)).sum())] = (
+            "len(w_t) is the number of rows: a share is of all weights, w_t.size."
+        )
         mistakes = {wrong: text for wrong, text in mistakes.items() if abs(wrong - bits) > 1e-6}
         expect_number(given, bits, within=1e-6, mistakes=mistakes, hint=f"For {w_t.tolist()} it is {bits:.4f}.")
     return "Three equal shares give log₂ 3 = 1.585 bits, and nothing gives more."
@@ -96,6 +102,55 @@ def four_from_a_byte(answer: Any) -> str:
     }
     expect_array(run(answer, packed), right, mistakes=mistakes)
     return "It is what every kernel does with each byte."
+
+
+def entropy_by_row(w_t: Array) -> float:
+    """The mean over the rows of -sum p log2 p, in bits per weight."""
+    p = np.stack([(w_t == value).mean(axis=1) for value in (-1, 0, 1)])
+    return float(-(p * np.log2(np.where(p > 0, p, 1))).sum(axis=0).mean())
+
+
+@exercise("1.rows")
+def unlike_rows(answer: Any, planes: Mapping[str, TernaryWeight]) -> str:
+    if not isinstance(answer, str) or answer not in planes:
+        raise Wrong(f"The name of a matrix is wanted, a key of planes, not {describe(answer)}.")
+    bits = {name: entropy_by_row(w.ternary()) for name, w in planes.items()}
+    right = min(bits, key=lambda name: bits[name])
+    w_t = planes[right].ternary()
+    if answer == max(bits, key=lambda name: bits[name]):
+        raise Wrong(f"Its rows have {bits[answer]:.3f} bits, the most of all: the least is asked.")
+    if answer != right:
+        raise Wrong(
+            f"The rows of {answer} have {bits[answer]:.3f} bits on the average, and those of another matrix have less. "
+            "Take the entropy of each row alone, then the mean."
+        )
+    zeros = (w_t == 0).mean(axis=1)
+    learned = np.log2(w_t.shape[1]) / w_t.shape[1]  # half of log2 K bits for each of two free shares of a row
+    return (
+        f"Its rows have {zeros.min():.0%} to {zeros.max():.0%} of zeros and {bits[right]:.2f} bits on the average: "
+        f"{bits[right] + learned:.2f} if each row's shares must be told, too."
+    )
+
+
+@exercise("1.hf")
+def rows_far_apart(answer: Any) -> str:
+    right = draws(16).integers(-1, 2, (24, 8)).astype(np.int8)
+    plane = packing.hf_from_ternary(right)
+    codes = np.stack([plane >> shift & 3 for shift in (0, 2, 4, 6)]).astype(np.int8) - 1  # (4, R, K)
+    mistakes = {
+        "the four rows of a byte are R apart, not neighbours": codes.swapaxes(0, 1).reshape(24, 8),
+        "the first quarter of the rows lies in the lowest bits; you began with the highest": np.concatenate(
+            list(codes[::-1])
+        ),
+        "those are four neighbours of a row, as in this package's own order": codes.transpose(1, 2, 0).reshape(24, 8),
+        "the codes are 0, 1, 2: take 1 away": right + 1,
+        "& 3 is missing: the codes above are still there": np.concatenate(
+            [(plane >> shift).astype(np.int8) - np.int8(1) for shift in (0, 2, 4, 6)]
+        ),
+        "the minus 1 was computed in uint8, where 0 − 1 is 255": right.astype(np.int64) % 256,
+    }
+    expect_array(run(answer, plane), right, mistakes=mistakes)
+    return "Of the same bytes, another matrix than unpack_four would make."
 
 
 @exercise("1.4")
@@ -296,10 +351,23 @@ def ties_to_even(answer: Any) -> str:
         "that is the floor: what is above a half must go up": np.floor(numbers),
     }
     expect_array(run(answer, numbers), np.rint(numbers), mistakes=mistakes, exact=True)
+    if forbidden := sorted(names_in(answer) & {"rint", "round", "around"}):
+        raise Wrong(f"It is equal, but it uses {forbidden[0]}, and the chip has none. Write it from floor.")
     below = np.array([np.nextafter(0.5, 0), -np.nextafter(0.5, 0)])
     if as_array(run(answer, below)).any():
         raise Wrong(f"{below[0]} is below a half, and becomes 1: adding 0.5 rounds. Compare x − floor(x) with 0.5.")
+    large = 2.0**52 + np.array([1, 3])  # float64 has every integer here, and nothing between two
+    if not np.array_equal(as_array(run(answer, large)), large):
+        raise Wrong(f"{large[0]:.0f} is an integer, and becomes another one: adding 0.5 rounds. Add nothing to x.")
     return "And no sum was rounded on the way: x − floor(x) is exact."
+
+
+def names_in(function: Any) -> set[str]:
+    """The names that a function's code uses, and the functions in it; of one that is not written in Python its own."""
+    code = function if isinstance(function, CodeType) else getattr(function, "__code__", None)
+    if code is None:
+        return {getattr(function, "__name__", "")}
+    return set(code.co_names).union(*(names_in(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
 STEPS = {  # and what makes a right one look wrong
@@ -320,6 +388,7 @@ def steps_at_fault(answer: Any) -> str:
         ({"kept": np.float32}, set(), "An engine that is right, and keeps its integers in float32."),
         ({"ties": away_from_zero}, {"quantise"}, "An engine that rounds ties away from zero."),
         ({"per_token": False}, {"quantise"}, "An engine with one scale for all tokens."),
+        ({"scale_off": True}, {"quantise"}, "An engine whose x_q is right, and whose a is not, by its last bit."),
         ({"sums": bfloat16}, {"product"}, "An engine that rounds its sums to bfloat16."),
         ({"other_brackets": True}, {"rescale"}, "An engine that writes acc · s / a: off by the last bit."),
         ({"ties": away_from_zero, "other_brackets": True}, {"quantise", "rescale"}, "An engine with two faults."),
@@ -339,8 +408,8 @@ def steps_at_fault(answer: Any) -> str:
             )
         if right - given:
             raise Wrong(
-                f"{what} {min(right - given)!r} is to blame, and is missing. Look at all three steps, and compare with "
-                "==: no tolerance sees a last bit."
+                f"{what} {min(right - given)!r} is to blame, and is missing. Look at all three steps (x_q and a both "
+                "belong to quantise), and compare with ==: no tolerance sees a last bit."
             )
     return "Each step is judged by its own input. So one fault does not hide behind another."
 
@@ -356,6 +425,7 @@ def other_bit_linear(
     *,
     ties: Callable[[Array], Array] = np.rint,
     per_token: bool = True,
+    scale_off: bool = False,
     sums: Any = np.int32,
     kept: Any = np.int32,
     other_brackets: bool = False,
@@ -365,9 +435,21 @@ def other_bit_linear(
     if not per_token:
         a = np.full_like(a, a.min())
     x_q = ties(x * a)
+    if scale_off:
+        a = np.nextafter(a, np.float32(0))
     acc = (x_q.astype(np.int32) @ w_t.T.astype(np.int32)).astype(sums).astype(kept)
     wide = acc.astype(np.float32)
     return {"x_q": x_q.astype(kept), "a": a, "acc": acc, "y": wide * s / a if other_brackets else wide * (s / a)}
+
+
+def four_engines(x: Array, w_t: Array, s: np.float32) -> dict[str, dict[str, Array]]:
+    """The engines of notebook 2, by letter: what each computes for x."""
+    return {
+        "A": other_bit_linear(x, w_t, s, other_brackets=True),
+        "B": other_bit_linear(x, w_t, s),
+        "C": other_bit_linear(x, w_t, s, sums=bfloat16),
+        "D": other_bit_linear(x, w_t, s, ties=away_from_zero, other_brackets=True),
+    }
 
 
 # -- 5: files ------------------------------------------------------------------------------------------------------

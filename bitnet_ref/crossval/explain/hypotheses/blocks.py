@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from ....families.family import Edit, Hypothesis, after, before, instead, is_listed_norm, leave_out
+from ....families.family import Edit, Hypothesis, after, before, instead, is_listed_norm, leave_out, norm_each_head
 from ....reference import layers
 from ....reference.layers import ACTIVATIONS, Array
 from ....reference.weights import LinearWeight
@@ -34,12 +34,6 @@ def _lacks_sub_norms(step: Step) -> bool:
     is_product = isinstance(step.inputs[-1], LinearWeight) and step.inputs[0].dtype.kind == "f"
     reads = step.name.endswith(("hook_x_scale", "hook_x_int8")) or is_product
     return reads and not step.setting.config.sub_norms and not step.setting.config.has_states
-
-
-def _sub_norm_per_head(step: Step, compute: Edit, x: Array, length: Array, weight: Array) -> Array:
-    heads = x.reshape(-1, step.setting.config.head_dim)
-    lengths = layers.rms_scale(heads, step.setting.config.norm_eps)
-    return (heads / lengths).reshape(x.shape) * weight
 
 
 def _eps_outside(step: Step, compute: Edit, x: Array, eps: float) -> Array:
@@ -85,7 +79,7 @@ HYPOTHESES = (
         _lacks_sub_norms),
     attn_sub_norm_mistake("attn_sub_norm_per_head", "attn_sub_norm divides each head by its own length",
         "The sub-norm's mean of squares runs over the full width H*d, not over one head.",
-        _sub_norm_per_head, lambda step: step.setting.config.num_attention_heads > 1),
+        norm_each_head, lambda step: step.setting.config.num_attention_heads > 1),
     *(_eps(value) for value in (1e-5, 1e-6, 1e-8)),
     length_mistake("norm_eps_outside_the_root", "eps is added to the root, not to the mean of squares under it",
         "x / sqrt(mean(x^2) + eps).", _eps_outside),
