@@ -165,7 +165,7 @@ def who_notices_the_order(answer: Any, head: Callable[..., Array], q: Array, k: 
     if extra := rows - right:
         row = min(extra)
         raise Wrong(
-            f"Row {row} has the same query as before, and sees the same tokens: token by token, what does it add?"
+            f"Row {row} has the same query as before, and sees the same tokens in another order. What does it add?"
         )
     row = min(right - rows)
     raise Wrong(f"Row {row} changes, too: token {row} is another one now, with another query.")
