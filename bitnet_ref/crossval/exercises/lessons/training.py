@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ....reference import quantization
+from ....reference.config import ModelConfig
 from ....reference.layers import Array
 from ..answers import as_array, as_number, expect_array
 from ..declare import Unanswered, Wrong, draws, exercise, run
+
+if TYPE_CHECKING:
+    from ....training import Schedule, Trainer
 
 
 @exercise("9.1")
@@ -67,17 +72,20 @@ def runaway_master(answer: Any) -> str:
     w = 0.0
     for _ in range(400):
         w -= 0.08 * (np.clip(np.rint(w), -1, 1) - 1.7)
-    if abs(value - w) < 0.5:
+    if abs(value - w) < 0.06:
         return "The way back to 0 is as long. Weight decay is what holds such masters."
     if abs(value - 1.7) < 0.3:
         raise Wrong("The weight cannot be 1.7, so the gradient never becomes 0: the master does not stop there.")
     if abs(value - 400 * 0.08 * 1.7) < 1:
         raise Wrong("On stair 1 the gradient is 1 − 1.7 = −0.7, no longer −1.7.")
+    if abs(value - 400 * 0.08 * 0.7) < 0.06:
+        raise Wrong("That is 400 steps of 0.08 · 0.7. The first steps, on stair 0, are longer.")
     if abs(value - 1) < 0.3 or abs(value - 0.5) < 0.3:
         raise Wrong("The weight stays 1, but its master goes on: what is the gradient when q = 1?")
     if value < 0:
         raise Wrong("The gradient is negative (q − t = −0.7), and descent goes against it: upwards.")
-    raise Wrong(f"{value:g} is too {'large' if value > w else 'small'}. Each of the 400 steps adds 0.08 · (1.7 − q).")
+    size = "too large" if value > w else "too small"
+    raise Wrong(f"{value:g} is {size}, by {abs(value - w):.2g}. Each of the 400 steps adds 0.08 · (1.7 − q).")
 
 
 @exercise("9.3")
@@ -103,6 +111,8 @@ def step_of_a_bitlinear(answer: Any) -> str:
         "the scale s is missing in the forward pass": w - rate * ((x_float @ w_t.T - target) / len(x)).T @ x_float,
         "the rounded weight is moved; the master is": w_t * s - rate * (dy.T @ x_float),
         "the new master is rounded; it stays a float": np.multiply(*quantization.quantize_weights(right)),
+        "the product of two int8 arrays is summed in int8 and overflows: make one of them wider, or scale it, first": w
+        - rate * (((x_q @ w_t.T) * (s / a) - target) / len(x)).T @ x_float,
         "that is the gradient; the new master is wanted": dy.T @ x_float,
         "the rate is missing": w - dy.T @ x_float,
         "nothing moved": w,
@@ -142,3 +152,49 @@ def steps_to_a_threshold(answer: Any, master: Array) -> str:
     raise Wrong(
         f"{value:.3g} is too {'many' if value > right else 'few'}: how far is the median weight from scale / 2?"
     )
+
+
+@exercise("9.falls")
+def falls_around_a_switch(
+    answer: Any,
+    tiny: ModelConfig,
+    new_trainer: Callable[[ModelConfig, int, Schedule], Trainer],
+    batches: Callable[[int], Iterator[Array]],
+    exam: Array,
+) -> str:
+    """tiny: the shape that the check trains. new_trainer, batches, exam: the notebook's own."""
+    from ....training import Schedule  # trains: only this exercise needs it
+
+    half, width = 6, 2
+    plan = Schedule("two-stage", lr=0.03, second_lr=0.005, total_steps=2 * half, warmup_steps=2)
+    trainer = new_trainer(tiny, 0, plan)
+    exams, trained = [float(trainer.loss(exam))], [0.0]
+    for _, tokens in zip(range(half + width), batches(1), strict=False):
+        trained.append(float(trainer.step(tokens)))
+        exams.append(float(trainer.loss(exam)))
+
+    def around(losses: list[float], first: int = half - width, middle: int = half, last: int = half + width) -> Array:
+        return np.array([losses[first] - losses[middle], losses[middle] - losses[last]])
+
+    right = around(exams)
+    mistakes = {
+        "a fall is the loss before minus the loss after": -right,
+        "the two are exchanged; the steps before `half` come first": right[::-1],
+        "it is measured one step too early: after step number n, n + 1 steps are done": around(
+            exams, half - width - 1, half - 1, half + width - 1
+        ),
+        "it is measured one step too late: after step number n, n + 1 steps are done": around(
+            exams, half - width + 1, half + 1, half + width
+        ),
+        "these are the losses of training; measure trainer.loss(exam)": around(trained),
+        "the fall after `half` is from `half` on, not from `half - width`": np.array(
+            [right[0], exams[half - width] - exams[half + width]]
+        ),
+        "the fall before `half` is of its last `width` steps, not from the beginning on": np.array(
+            [exams[0] - exams[half], right[1]]
+        ),
+        "those are two losses; the falls are differences": np.array([exams[half], exams[half + width]]),
+        "they are divided by the steps; the whole falls are asked": right / width,
+    }
+    expect_array(run(answer, tiny, plan, half, width), right, mistakes=mistakes)
+    return "Now it can be asked of any model and any schedule."
