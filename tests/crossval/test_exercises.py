@@ -789,6 +789,7 @@ CASES = {
             (Edit(" / p[kept].sum()", ""), "divided by its sum"),
             (Edit("p, 0) / p[kept].sum()", "p, 0)[order] / p[kept].sum()"), "at its token's place"),
             (Edit("argsort(-p)", "argsort(p)"), "least likely"),
+            (Edit("before < limit", "before <= limit"), "after the sum has reached the limit"),
             (Edit(" - p[order]", ""), "reaches the limit"),
             (lambda p, limit: np.where(p >= limit * p.max(), p, 0) / p[p >= limit * p.max()].sum(), "that is min_p"),
             (lambda p, limit: np.where(p > limit, p, 0), "their sum that counts|nothing is left"),
@@ -808,6 +809,20 @@ CASES = {
         ["25", 25.0],
     ),
     "7a.3": Case(
+        [
+            (Edit(" - np.log(np.exp(z).sum(axis=1, keepdims=True))", ""), "not yet ln p"),
+            (Edit("logits[start - 1 : -1]", "logits[start:]"), "the token after"),
+            (lambda logits, ids, start: mean_ln_p(logits, ids, start + 1), "is missing"),
+            (lambda logits, ids, start: mean_ln_p(logits, ids, 1), "the beginning is in it"),
+            (Edit(".mean()", ".sum()"), "the mean is wanted"),
+            (Edit("return ln_p", "return -ln_p"), "a loss"),
+            (Edit("ids[start:]].mean()", "ids[start:]].mean() / np.log(2)"), "ln is wanted"),
+            (Edit("return ln_p", "return np.exp(ln_p)"), "take ln p"),
+            (Edit("return ln_p[np.arange(len(z)), ids[start:]].mean()", "return ln_p"), "One number is wanted"),
+        ],
+        [Edit(".astype(np.float64)", "")],
+    ),
+    "7a.5": Case(
         [
             (Edit('"e" in text.lower()', '"e" in text'), "capital E"),
             (Edit("-np.inf", "0"), "Nothing is forbidden"),
@@ -830,6 +845,14 @@ CASES = {
     "7a.4": Case(
         [
             (Edit("sorted(longer, reverse=True)", "sorted(longer)"), "the least likely are kept"),
+            (
+                Edit(
+                    "beams = sorted(longer, reverse=True)[:num_beams]",
+                    "best = [b for i in range(0, len(longer), 6) for b in sorted(longer[i:i + 6])[-num_beams:]]\n"
+                    "        beams = sorted(best)[:num_beams]",
+                ),
+                "the least likely of each beam's best",
+            ),
             (Edit("[:num_beams]", "[:1]"), "3 texts are wanted; yours are 1"),
             (Edit("return beams", "return beams[0]"), "A list of .sum of ln p, ids. is wanted"),
             (Edit("range(steps)", "range(steps + 1)"), "each has 7 tokens, with the prompt's two; one of yours has 8"),
@@ -1266,6 +1289,11 @@ def variant(**norms):
 def log_softmax(z):
     z = z.astype(np.float64) - z.max(axis=-1, keepdims=True)
     return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+
+
+def mean_ln_p(logits, ids, start):
+    """Exercise 7a.3."""
+    return log_softmax(logits)[np.arange(start - 1, len(ids) - 1), ids[start:]].mean()
 
 
 def x_times_rows(registers, x):

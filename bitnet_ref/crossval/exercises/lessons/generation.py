@@ -20,15 +20,18 @@ def nucleus(answer: Any) -> str:
     z = draws(71).normal(size=12)
     p = np.exp(z) / np.exp(z).sum()
     cases = [(p, 0.8), (np.array([0.67, 0.24, 0.09]), 0.9), (np.array([0.1, 0.8, 0.1]), 0.5)]
+    cases += [(np.array([0.125, 0.5, 0.375]), 0.5)]  # the first reaches the limit exactly
     for p, limit in cases:
         order = np.argsort(-p)
         below = np.cumsum(p[order])
-        kept, short, least = (np.zeros(len(p), dtype=bool) for _ in range(3))
+        kept, short, least, over = (np.zeros(len(p), dtype=bool) for _ in range(4))
         kept[order[below - p[order] < limit]] = True
         short[order[below <= limit]] = True
+        over[order[below - p[order] <= limit]] = True
         least[order[::-1][np.cumsum(p[order[::-1]]) - p[order[::-1]] < limit]] = True
         right = np.where(kept, p, 0) / p[kept].sum()
         mistakes = {
+            "a token is kept after the sum has reached the limit": np.where(over, p, 0) / p[over].sum(),
             "what is left must be divided by its sum": np.where(kept, p, 0),
             "they stand in the order of their size; each belongs at its token's place": right[order],
             "the least likely tokens are kept": np.where(least, p, 0) / p[least].sum(),
@@ -62,6 +65,33 @@ def half_of_the_probability(answer: Any, after: NextToken) -> str:
 
 
 @exercise("7a.3")
+def likelihood_of_a_text(answer: Any) -> str:
+    draw = draws(73)
+    for length, start in ((9, 4), (30, 1)):
+        logits, ids = 3 * draw.normal(size=(length, 20)).astype(np.float32), draw.integers(0, 20, length)
+        z = logits.astype(np.float64)
+        ln_p = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
+        of_next, i = ln_p[np.arange(length - 1), ids[1:]], np.arange(length)
+        right = float(of_next[start - 1 :].mean())
+        mistakes = {
+            "a logit is not yet ln p: ln of the sum of all e^z is taken away": z[i[:-1], ids[1:]][start - 1 :].mean(),
+            "row t is about the token after ids[t], not about ids[t]": ln_p[i, ids][start:].mean(),
+            "ids[start] is missing, of which row start - 1 speaks": of_next[start:].mean() if start < length - 1 else 0,
+            "the beginning is in it: only ids[start:] are to be counted": of_next.mean(),
+            "it is the sum; the mean is wanted": of_next[start - 1 :].sum(),
+            "that is −ln p, a loss; ln p is below 0": -right,
+            "that is p, the mean of which is another thing; take ln p": np.exp(of_next[start - 1 :]).mean(),
+            "that is e^ln p; ln p is wanted": np.exp(right),
+            "those are digits, log2; ln is wanted": right / np.log(2),
+        }
+        number = as_number(run(answer, logits, ids.tolist(), start))
+        expect_array(
+            [number], [right], mistakes={cause: [wrong] for cause, wrong in mistakes.items() if wrong != right}
+        )
+    return "Minus this mean is the loss of a language model, and e to that is its perplexity."
+
+
+@exercise("7a.5")
 def lipogram(answer: Any, after: NextToken) -> str:
     ids = np.asarray(after.ids)
     texts = after.texts(np.arange(len(after.logits)))
@@ -144,6 +174,11 @@ def beams_by(pick: Callable[..., list[Beam]], log_p: Callable[..., Array], beams
     return sorted(kept, reverse=True)
 
 
+def best_of(longer: Sequence[tuple[Beam, float, int]], beam: int, n: int) -> list[tuple[Beam, float, int]]:
+    """The n likeliest continuations of one beam."""
+    return sorted((each for each in longer if each[2] == beam), key=lambda each: -each[0][0])[:n]
+
+
 BEAM_MISTAKES: dict[str, Callable[..., list[Beam]]] = {
     "continuations are compared by their last ln p, not by the sum": lambda longer, n: [
         beam for beam, _, _ in sorted(longer, key=lambda each: -each[1])[:n]
@@ -152,6 +187,9 @@ BEAM_MISTAKES: dict[str, Callable[..., list[Beam]]] = {
         longer if longer[-1][2] == 0 else [max(each for each in longer if each[2] == beam) for beam in range(n)], n
     ),
     "one beam goes on; the others are to be continued, too": lambda longer, n: by_sum(longer, 1),
+    "the least likely of each beam's best are kept: sort from the largest": lambda longer, n: by_sum(
+        [each for beam in range(longer[-1][2] + 1) for each in best_of(longer, beam, n)], n * n
+    )[::-1][:n],
     "the least likely are kept: sort from the largest": lambda longer, n: by_sum(longer, len(longer))[::-1][:n],
 }
 
