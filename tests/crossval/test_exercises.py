@@ -23,6 +23,7 @@ from bitnet_ref.crossval.exercises.declare import exercise_texts
 from bitnet_ref.crossval.exercises.lessons import byte_pairs
 from bitnet_ref.crossval.exercises.quiz import LETTERS, QUIZZES
 from bitnet_ref.families import groups
+from bitnet_ref.generation.overflow import keep_after_overflow
 from bitnet_ref.notebook import NextToken
 from bitnet_ref.reference import layers, quantization
 from bitnet_ref.reference.weights import TernaryWeight
@@ -822,6 +823,25 @@ CASES = {
         ],
         [Edit(".astype(np.float64)", "")],
     ),
+    "7b.5": Case(
+        [
+            (Edit("if length <= window", "if length < window"), "it fits, so all stay"),
+            (Edit("(window - sinks) // 2", "window // 2"), "half of the whole window"),
+            (Edit("(window - sinks) // 2", "(window - sinks)"), "drop half of it"),
+            (Edit("[(0, sinks), (length", "[(length"), "the sinks are missing"),
+            (
+                Edit("[(0, sinks), (length - (window - sinks) // 2, length)]", "[(0, sinks + (window - sinks) // 2)]"),
+                "oldest stay",
+            ),
+            (Edit("return [(0, sinks), ", "return [*[(0, sinks)] * 2, "), "in it twice"),
+            (Edit("// 2, length)]", "// 2, length - 1)]"), "no longer in it"),
+            (lambda length, window, sinks: length, "A list of .start, stop. is wanted"),
+        ],
+        [
+            Edit("[(0, sinks), ", "[[0, sinks], "),
+            lambda length, window, sinks: keep_after_overflow(length, window, "sinks", sinks),
+        ],
+    ),
     "7a.5": Case(
         [
             (Edit('"e" in text.lower()', '"e" in text'), "capital E"),
@@ -878,6 +898,10 @@ CASES = {
     "7b.2": Case(
         [
             (lambda lengths, places: sum(lengths), "one request after the other"),
+            (
+                Edit("list(lengths), [], 0", "[length + 1 for length in lengths], [], 0"),
+                "Lengths .5., 3 places: 5 steps, and yours are 6: a step",
+            ),
             (
                 Edit("while waiting and len(running) < places", "while not running and waiting"),
                 "raised|yours are|batches",
@@ -937,6 +961,7 @@ CASES = {
         [
             Edit("return written", "return dict(enumerate(written))"),
             Edit("text[start:]", "np.array(text[start:])"),
+            Edit("return written", "return [np.array(each) for each in written]"),
             Edit("for place, i in at.items()", "for place, i in sorted(at.items(), reverse=True)"),
         ],
     ),

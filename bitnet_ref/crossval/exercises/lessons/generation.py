@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ....api import Model
+from ....generation.overflow import keep_after_overflow
 from ....notebook.next_token import NextToken
 from ....reference.cache import TokenBatch
 from ....reference.layers import Array
@@ -211,7 +212,7 @@ def steps_of_the_table(answer: Any) -> str:
 @exercise("7b.2")
 def scheduler(answer: Any, lengths: Sequence[int]) -> str:
     draw = draws(75)
-    cases = [(list(lengths), 4), ([5], 3), ([3, 3, 3, 3], 2), ([12, 1, 1, 1, 1, 2], 2)]
+    cases = [([5], 3), ([3, 3, 3, 3], 2), ([12, 1, 1, 1, 1, 2], 2), (list(lengths), 4)]  # the smallest first
     cases += [(draw.integers(1, 30, 12).tolist(), int(draw.integers(2, 6))) for _ in range(4)]
     answers = [as_number(run(answer, list(queue), places)) for queue, places in cases]
     check_steps(answers, cases)
@@ -403,3 +404,40 @@ def caches_that_fit(answer: Any) -> str:
     }
     expect_number(answer, 25, mistakes=mistakes, hint="4 · 10⁹ bytes, over 2,048 tokens of 76,800 bytes.")
     return "With pages, a text takes what it has written so far, so more can begin."
+
+
+@exercise("7b.5")
+def spans_after_overflow(answer: Any) -> str:
+    draw = draws(79)
+    cases = [(20, 48, 4), (48, 48, 4), (101, 100, 4), (49, 48, 0), (90, 48, 8)]
+    cases += [(int(draw.integers(101, 300)), 2 * int(draw.integers(20, 50)), 2 * int(draw.integers(1, 4)))]
+    for length, window, sinks in cases:
+        case = f"A text of {length} tokens, a window of {window}, {sinks} sinks"
+        try:
+            spans = [(int(start), int(stop)) for start, stop in run(answer, length, window, sinks)]
+        except (TypeError, ValueError):
+            raise Wrong("A list of (start, stop) is wanted; the token `stop` is no longer in it.") from None
+        mine = tokens_of(spans)
+        right = tokens_of(keep_after_overflow(length, window, "sinks", sinks))
+        if mine == right:
+            continue
+        half = (window - sinks) // 2
+        mistakes = {
+            "it fits, so all stay": length <= window,
+            "half of the whole window is too much: the sinks have their places in it": (
+                mine == tokens_of([(0, sinks), (length - window // 2, length)])
+            ),
+            "the window is full again at once; drop half of it": len(set(mine)) >= window - sinks > half,
+            "the sinks are missing": mine == tokens_of([(length - half, length)]),
+            "the oldest stay behind the sinks; the newest are to": mine == tokens_of([(0, sinks + half)]),
+            "the sinks come first": sorted(mine) == right,
+            "some tokens are in it twice": len(set(mine)) < len(mine),
+            "`stop` is the first token that is no longer in it": mine[-1:] == [length - 2],
+        }
+        likely = next((f": {cause}" for cause, made in mistakes.items() if made), "")
+        raise Wrong(f"{case}: {len(right)} tokens stay, and yours are {len(mine)}, {spans}{likely}.")
+    return "The newest half, so that only one token in so many has to wait until what stays is computed anew."
+
+
+def tokens_of(spans: Sequence[tuple[int, int]]) -> list[int]:
+    return [token for start, stop in spans for token in range(start, stop)]
