@@ -578,18 +578,35 @@ CASES = {
             (Edit(" + (c1 - 1) * x1", ""), "only column 0"),
             (Edit("x0 + (c1", "x0 * (c1"), "they are added"),
             (Edit("range(3)", "range(4)"), "Nine entries"),
+            (lambda x0, x1: np.add.outer([-x1, 0, x1], [-x0, 0, x0]).astype(np.int8).ravel(), "does not fit int8"),
         ],
         [lambda x0, x1: np.add.outer([-x1, 0, x1], [-x0, 0, x0]).ravel()],
     ),
     "4.5": Case(
         [
-            (15, "reaches its own limit"),
-            (37.5, "2-bit kernel is faster"),
-            (10, "1.6-bit kernel is faster"),
-            (0, "At 0 GB/s"),
-            ([1, 2], "One number"),
+            (Edit("gate > 0", "gate >= 0"), "a gate of 0 is closed"),
+            (Edit("gate > 0", "gate != 0"), "a negative gate is closed"),
+            (Edit("gate > 0", "x_int8 != 0"), "known only when the row"),
+            (Edit("x_int8 != 0", "gate > 0"), "rounded to 0"),
+            (Edit("x_int8 != 0", "x_int8 > 0"), "below 0 counts"),
+            (Edit("gate > 0, x_int8 != 0", "gate > 0"), "Two arrays"),
+            (Edit("x_int8 != 0", "x_int8 == 0"), "need not be read"),
+            (Edit("gate > 0, x_int8 != 0", "(gate > 0).sum(), (x_int8 != 0).sum()"), "shape"),
         ],
-        ["18.75"],
+        [Edit("gate > 0, x_int8 != 0", "[np.maximum(gate, 0) ** 2 > 0, (x_int8 != 0).astype(int)]")],
+    ),
+    "4.6": Case(
+        [
+            (Edit("memory = tokens * ", "memory = "), "meets each of the tokens"),
+            (Edit("tokens * weights_per_byte", "tokens"), "GB/s are bytes|a byte has several weights"),
+            (Edit('"memory" if memory < peak else "arithmetic"', '"memory"'), "the lower is arithmetic, not 'memory'"),
+            (Edit("min(", "max("), "of the higher limit"),
+            (Edit("speed / min(memory, peak)", "min(memory, peak) / speed"), "1 over it"),
+            (Edit("speed /", "100 * speed /"), "percentage"),
+            (Edit("min(memory, peak)", "read_gb_per_s"), "GB/s are bytes"),
+            (lambda *given: "memory", "Two are wanted"),
+        ],
+        [Edit("speed / min", "np.float64(speed) / min")],
     ),
     "4.3": Case(
         [(131, "one too many"), (260, "two products"), (520, "two products"), (128, "63, not 64"), (65, "half of it")],
@@ -599,11 +616,15 @@ CASES = {
         [
             (Edit("[0, 2, 4, 6]", "[6, 4, 2, 0]"), "opposite order"),
             (Edit(").ravel()", ").T.ravel()"), "same place of all four"),
-            (Edit(".ravel()", ".ravel() - 1"), "those are weights"),
-            (Edit("neighbours[0", "neighbours[1"), "row 1"),
-            (Edit(":4, None", "4:8, None"), "columns 16 to 31"),
+            (Edit(".ravel()", ".ravel().astype(int) - 1"), "those are weights"),
+            (
+                lambda four: (four[:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3).ravel() - np.uint8(1),
+                "0 − 1 is 255",
+            ),
+            (Edit("[0, 2, 4, 6]", "[0, 1, 2, 3]"), "shifted by one"),
             (Edit(" & 3", ""), "& 3 is missing"),
-        ]
+        ],
+        [lambda four: [int(byte) >> shift & 3 for byte in four for shift in (0, 2, 4, 6)]],
     ),
     "4.2": Case(
         [
@@ -616,13 +637,17 @@ CASES = {
         ],
         [(0, 4, 8, 12), {"a": 0} and range(0, 16, 4), np.arange(0, 16, 4.0)],
     ),
-    "4.6": Case(
+    "4.7": Case(
         [
             (Edit(" - x.sum(dtype=np.int32)", ""), "still in it"),
             (Edit("total - x", "total + x"), "added, not taken away"),
             (Edit("register, 2 * s", "register, 6 - 2 * s"), "run the other way"),
             (Edit("x[16 * block + 4 * s :][:4]", "x[16 * block + s :: 4][:4]"), "not neighbours"),
             (Edit("x[16 * block + 4 * s :]", "x[4 * s :]"), "first 16 activations"),
+            (
+                Edit("cpu.vpand(cpu.vpsrlw(register, 2 * s), 3)", "cpu.vpsrlw(register, 2 * s)"),
+                "& 3 is missing: from above",
+            ),
             (Edit("register, 2 * s", "register, 0"), "the shift is missing"),
             (Edit("    total = cpu.vpaddd(total, cpu.vpmaddwd(short, ones))\n    return", "    return"), "is lost"),
             (Edit("block % 16 == 15", "block % 32 == 31"), "an int16 wrapped"),
@@ -1322,7 +1347,7 @@ def mean_ln_p(logits, ids, start):
 
 
 def x_times_rows(registers, x):
-    """Exercise 4.6 without its instructions."""
+    """Exercise 4.7 without its instructions."""
     codes = (registers[:, None] >> np.array([0, 2, 4, 6], dtype=np.uint8)[:, None] & 3).reshape(-1, 4, 8, 4)
     return codes.transpose(2, 0, 1, 3).reshape(8, -1).astype(int) @ x.astype(int) - x.sum(dtype=int)
 
