@@ -1,6 +1,7 @@
 """Every exercise of the course refuses wrong answers with the sentence that helps, and takes right ones of any type."""
 
 import json
+import math
 import re
 import tempfile
 from collections import Counter
@@ -1012,14 +1013,17 @@ CASES = {
                 TREE.replace("all[i] += all[i + half];", "{ __syncthreads(); all[i] += all[i + half]; }"),
                 "inside the if",
             ),
-            (TREE.replace("all[i + half];\n", "all[i + half];\n        __syncthreads();\n"), "A round must not begin"),
+            (TREE.replace("all[i + half];\n", "all[i + half];\n        __syncthreads();\n"), "before all have written"),
             (TREE.replace("half > 0", "half > 1"), "A round must not begin"),
             (17, "The text of a kernel"),
+            (TREE.replace("y[i] =", "__syncthreads() y[i] ="), "It does not run((?!A barrier must).)*$"),
         ],
         [
             TREE.replace("all[i] = x[i];", "all[i] = x[i];\n    __syncthreads();").replace(
                 "all[i + half];\n", "all[i + half];\n        __syncthreads();\n"
-            )
+            ),
+            TREE.partition("    for")[0]
+            + "__syncthreads(); int sum = 0; for (int k = 0; k < 64; k++) sum += all[k]; y[i] = sum; }",
         ],
     ),
     "8.4": Case(
@@ -1041,6 +1045,7 @@ CASES = {
                 ),
                 "a row has four",
             ),
+            (Edit("    y[i]", "    sum += __shfl_xor_sync(0xffffffff, sum, 4);\n    y[i]"), "the shuffle over 4"),
             (Edit("6 - 2 * c", "2 * c"), "the other way"),
             (Edit("32 + 4 * (i % 4) + c", "32 + c"), "activations of the first"),
             (Edit(" & 0xC0C0C0C0", ""), "is missing"),
@@ -1057,6 +1062,20 @@ CASES = {
         ],
     ),
     "8.5": Case(
+        [
+            (Edit("sorted(arrivals)", "arrivals"), "added as they come"),
+            (lambda arrivals: sum(float(part) for _, part in arrivals), "float64 only rounds less"),
+            (Edit("sorted(arrivals)", "sorted(arrivals)[1:]"), "Part 0 is missing"),
+            (lambda arrivals: 0, "and yours 0"),
+            (lambda arrivals: [part for _, part in sorted(arrivals)], "One number is wanted"),
+            (lambda arrivals: np.sum([part for _, part in arrivals], dtype=np.float32), "in the order"),
+        ],
+        [
+            lambda arrivals: math.fsum(part for _, part in arrivals),
+            lambda arrivals: sum(dict(sorted(arrivals)).values()),
+        ],
+    ),
+    "8.6": Case(
         [
             (21.12, "percentage"),
             (4.733, "how many times"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 
 from ....errors import BitNetRefError
 from ....reference.layers import Array
-from ..answers import as_array, expect_array, expect_number
+from ..answers import as_array, as_number, expect_array, expect_number
 from ..declare import Wrong, draws, exercise, run
 from ..registers import Avx2
 
@@ -261,8 +263,7 @@ def race_mended(answer: Any, run_kernel: Callable[..., Array], orders: Mapping[s
     draw = draws(83)
     for order, seed in orders.items():
         numbers = draw.integers(-1000, 1000, 64)
-        hint = " A barrier must be reached by all threads: it cannot stand inside the if." * ("__sync" in answer)
-        got = run_text(run_kernel, answer, "tree", numbers, seed, hint)
+        got = run_text(run_kernel, answer, "tree", numbers, seed)
         if (got == numbers.sum()).all():
             continue
         if got[0] == numbers.sum():
@@ -272,8 +273,10 @@ def race_mended(answer: Any, run_kernel: Callable[..., Array], orders: Mapping[s
             )
         raise Wrong(
             f"Threads {order}: thread 0 has {got[0]}, and the sum is {numbers.sum()}. A round must not begin "
-            "before all threads have finished the one before."
+            "before all threads have finished the one before, and the first not before all have written their x."
         )
+    if not re.search(r"all\[[^]]+\]\s*(\+=|=\s*all)", answer):
+        return "In every order. But it is no tree any more: each thread adds all 64, where six rounds would do."
     return "In every order, for every thread, on numbers that you have not seen."
 
 
@@ -308,6 +311,7 @@ def warp_of_rows(answer: Any, run_kernel: Callable[..., Array]) -> str:
         "two of the four lanes are added: one shuffle is missing": sums(by_lane, 1),
         "two of the four lanes are added: the shuffle over 1 is missing": sums(by_lane, 2),
         "it adds lanes of other rows: those of a row differ in the bits worth 1 and 2": sums(by_lane, 2, 4),
+        "eight lanes are added; a row has four, and the shuffle over 4 meets another row": sums(by_lane, 1, 2, 4),
         "all lanes of the warp are added; a row has four": sums(by_lane, 1, 2, 4, 8, 16),
         "crumb 0 is in the lowest bits of its byte; yours run the other way": sums(by_lane[:, ::-1], 1, 2),
         "every lane takes the activations of the first: its own begin at 32 + 4 * (i % 4)": sums(
@@ -326,17 +330,51 @@ def run_text(
     name: str,
     x: Array,
     order: int,
-    hint: str = "",
     threads: int | None = None,
 ) -> Array:
     """y of the student's kernel. Raises Wrong if it does not compile or run.   threads: one for each x if None."""
     try:
         return run_kernel(text, name, x, order, threads or len(x))
     except BitNetRefError as error:
+        waits = "no thread can go on" in str(error)
+        hint = " A barrier must be reached by all threads: it cannot stand inside the if." * waits
         raise Wrong(f"It does not run: {str(error)[:300]}.{hint}") from None
 
 
 @exercise("8.5")
+def one_order_for_a_sum(answer: Any) -> str:
+    draw = draws(85)
+    cases = [draw.normal(size=count).astype(np.float32) for count in (3, 12, 40)]
+    cases += [np.array([1e30, 1, -1e30, 3], dtype=np.float32)]  # float64 has an order, too
+    in_chunks = True
+    for parts in cases:
+        results: dict[float, list[int]] = {}
+        for order in ([*range(len(parts))], *(draw.permutation(len(parts)).tolist() for _ in range(20))):
+            results.setdefault(as_number(run(answer, [(i, parts[i]) for i in order])), order)
+        size = float(np.abs(parts).max())
+        true = float(math.fsum(parts.tolist()))
+        for result in results:
+            if abs(result - true) > 1e-5 * size:
+                missing = [i for i in range(len(parts)) if abs(result + float(parts[i]) - true) <= 1e-5 * size]
+                why = f" Part {missing[0]} is missing." if missing and len(parts) < 40 else ""
+                raise Wrong(f"{len(parts)} parts: the sum is {true:.6g}, and yours {result:.6g}.{why}")
+        if len(results) > 1:
+            (one, first), (other, second) = [*results.items()][:2]
+            wide = float(sum(float(parts[i]) for i in second)) == other
+            why = "they are added as they come" if not wide else "float64 only rounds less; its sums have an order, too"
+            raise Wrong(
+                f"{len(parts)} parts: {one:.9g} if they arrive in the order {first[:8]}, and {other:.9g} in the order "
+                f"{second[:8]}. Likely mistake: {why}."
+            )
+        in_chunks &= float(np.cumsum(parts)[-1]) in results
+    return (
+        "One order of arrival is as good as another: that of the chunks, as in the package's kernel."
+        if in_chunks
+        else "The same for every order. (The package adds in the order of the chunks; yours is another rule.)"
+    )
+
+
+@exercise("8.6")
 def share_of_the_memory(answer: Any) -> str:
     right = 1.18 / 1.33e-3 / 4200
     mistakes = {
@@ -348,4 +386,7 @@ def share_of_the_memory(answer: Any) -> str:
         1.18 * 568 / 4200: "That is with the time between two steps, in which the card waits; take a step on the card.",
     }
     expect_number(answer, right, within=0.005, mistakes=mistakes, hint="GB over seconds, over 4,200 GB/s.")
-    return "A fifth. The rest is waiting: for loads of small kernels, for float64, for one another."
+    return (
+        "A fifth, of a whole step. The product kernel alone reaches a third with the largest matrix, and a tenth with "
+        "the smallest. The rest is waiting: for loads of small kernels, for float64, for one another."
+    )
