@@ -668,6 +668,33 @@ CASES = {
     ),
     "5.1": Case(
         [
+            (Edit(" >> bit & 1", " >> (4 - bit) & 1"), "other way"),
+            (Edit("numbers >> bit & 1", "numbers & bit"), "other bits|values are wrong"),
+            (Edit("every, none)", "none, every)"), "True and False are exchanged"),
+            (Edit(" == 1", ""), "Which of them say yes"),
+            (Edit(">> bit &", ">> bit + 1 &"), "one too many"),
+            (Edit("numbers >> bit & 1", "numbers == bit"), "a bit of their number"),
+            (Edit("np.where(numbers >> bit & 1, every, none)", "every"), "nothing is mixed"),
+            (Edit("unpack(np.where(numbers >> bit & 1, every, none)) == 1", "numbers >> bit & 1"), "shape"),
+        ],
+        [
+            Edit("numbers >> bit & 1, every", "numbers // 2**bit % 2 == 1, every"),
+            Edit(" == 1", " > 0"),
+        ],
+    ),
+    "5.5": Case(
+        [
+            (Edit("-(-number * 256 // 243)", "number"), "fraction of 256"),
+            (Edit("-(-number * 256 // 243)", "number * 256 // 243"), "rounded up, so"),
+            (Edit("-(-number * 256 // 243)", "round(number * 256 / 243)"), "not to the nearest"),
+            (Edit("in weights:", "in weights[::-1]:"), "yours is the lowest"),
+            (Edit("w + 1", "w"), "a digit is w"),
+            (Edit("* 256", "* 255"), "not 255"),
+        ],
+        [lambda weights: math.ceil(sum((w + 1) * 3 ** (4 - i) for i, w in enumerate(weights)) * 256 / 243)],
+    ),
+    "5.2": Case(
+        [
             ([1357 // 4, 2], "weights 32 apart"),
             ([77, 2], "another byte"),
             ([333, 4], "highest bits"),
@@ -676,7 +703,7 @@ CASES = {
         ],
         [[333, 2], np.array([333, 2])],
     ),
-    "5.2": Case(
+    "5.3": Case(
         [
             (
                 lambda data: np.packbits(np.unpackbits(data[:, None], axis=1)[:, ::-1], axis=1).ravel(),
@@ -687,16 +714,6 @@ CASES = {
             (lambda data: data, "as they were"),
             (Edit("(data >> 4 & 3) << 2 | (data >> 2 & 3) << 4", "data & 60"), "old places"),
         ]
-    ),
-    "5.3": Case(
-        [
-            (25, "byte per weight"),
-            (13, "32,768"),
-            (22, "2²²"),
-            (24, "One less"),
-            (2560 * 6912 // 4, "halves what is left"),
-        ],
-        ["23"],
     ),
     "5.4": Case(
         [
@@ -716,7 +733,7 @@ CASES = {
             (Edit("scale = blocks", "scale = 1 / blocks"), "1 over the scale"),
         ]
     ),
-    "5.5": Case(
+    "5.6": Case(
         [
             (lambda before, after: [], "all signs are turned"),
             (lambda before, after: sorted(before), "differ in nothing"),
@@ -748,16 +765,17 @@ CASES = {
         ],
         [{"A": "LAYOUT", "B": " scale", "C": "gate", "D": "none"}],
     ),
-    "5.6": Case(
+    "5.8": Case(
         [
             ({"a"}, "One is missing. Three codes"),
             ({"b"}, "NaN is none"),
             ({"a", "b", "c"}, "one too many: Codes 0 and 1"),
             ({"c"}, "one too many"),
+            ("abc", "one too many"),
             ("d", "none of the choices"),
             (set(), "empty"),
         ],
-        ["a, b", ["B", "A"], "(a) and (b)"],
+        ["a, b", ["B", "A"], "(a) and (b)", "ab", "BA"],
     ),
     "6.hunt": Case(
         [
@@ -1485,7 +1503,7 @@ def test_wrong_answers_are_refused_with_the_sentence_that_helps(name, notebook):
 
 
 # Solutions that need what only the notebook has: executed with it, in tests/test_notebooks.py
-IN_THE_NOTEBOOK = {"6.hunt", "6.1", "10.files", "5.1", "5.7"}
+IN_THE_NOTEBOOK = {"6.hunt", "6.1", "10.files", "5.2", "5.7"}
 
 
 @pytest.mark.sample(4)

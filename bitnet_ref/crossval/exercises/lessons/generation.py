@@ -92,32 +92,6 @@ def likelihood_of_a_text(answer: Any) -> str:
     return "Minus this mean is the loss of a language model, and e to that is its perplexity."
 
 
-@exercise("7a.5")
-def lipogram(answer: Any, after: NextToken) -> str:
-    ids = np.asarray(after.ids)
-    texts = after.texts(np.arange(len(after.logits)))
-    has_e = np.array(["e" in text.lower() for text in texts])
-    special = np.array([text.startswith("<") for text in texts])
-    changed = as_array(run(answer, ids, after.logits))
-    if changed.shape != after.logits.shape:
-        raise Wrong(f"The shape is {changed.shape}, not {after.logits.shape}: one logit for each token.")
-    banned = np.isneginf(changed)
-    if not banned.any():
-        raise Wrong("Nothing is forbidden: a token that must not come has the logit −∞ (0 is a good logit).")
-    if not np.array_equal(changed[~banned], after.logits[~banned]):
-        raise Wrong("The logits of the allowed tokens must stay as they were.")
-    free = np.flatnonzero(has_e & ~banned & ~special)
-    if len(free):
-        small = [i for i in free if "e" in texts[i]]
-        capital = "" if small else " A capital E counts, too."
-        raise Wrong(f"{len(free)} tokens with an e are allowed, as {texts[[*small, *free][0]]!r}.{capital}")
-    lost = np.flatnonzero(banned & ~has_e)
-    if len(lost):
-        raise Wrong(f"{len(lost)} tokens without an e are forbidden, as {texts[lost[0]]!r}.")
-    model: Any = after.model
-    return f"“A dog and a cat {model.generate('A dog and a cat', max_tokens=40, processors=[answer]).text}”"
-
-
 @exercise("7a.4")
 def search(answer: Any) -> str:
     seed = int(draws(74).integers(1 << 30))
@@ -193,6 +167,32 @@ BEAM_MISTAKES: dict[str, Callable[..., list[Beam]]] = {
     )[::-1][:n],
     "the least likely are kept: sort from the largest": lambda longer, n: by_sum(longer, len(longer))[::-1][:n],
 }
+
+
+@exercise("7a.5")
+def lipogram(answer: Any, after: NextToken) -> str:
+    ids = np.asarray(after.ids)
+    texts = after.texts(np.arange(len(after.logits)))
+    has_e = np.array(["e" in text.lower() for text in texts])
+    special = np.array([text.startswith("<") for text in texts])
+    changed = as_array(run(answer, ids, after.logits))
+    if changed.shape != after.logits.shape:
+        raise Wrong(f"The shape is {changed.shape}, not {after.logits.shape}: one logit for each token.")
+    banned = np.isneginf(changed)
+    if not banned.any():
+        raise Wrong("Nothing is forbidden: a token that must not come has the logit −∞ (0 is a good logit).")
+    if not np.array_equal(changed[~banned], after.logits[~banned]):
+        raise Wrong("The logits of the allowed tokens must stay as they were.")
+    free = np.flatnonzero(has_e & ~banned & ~special)
+    if len(free):
+        small = [i for i in free if "e" in texts[i]]
+        capital = "" if small else " A capital E counts, too."
+        raise Wrong(f"{len(free)} tokens with an e are allowed, as {texts[[*small, *free][0]]!r}.{capital}")
+    lost = np.flatnonzero(banned & ~has_e)
+    if len(lost):
+        raise Wrong(f"{len(lost)} tokens without an e are forbidden, as {texts[lost[0]]!r}.")
+    model: Any = after.model
+    return f"“A dog and a cat {model.generate('A dog and a cat', max_tokens=40, processors=[answer]).text}”"
 
 
 @exercise("7b.1")
