@@ -1,6 +1,7 @@
 """Every exercise of the course refuses wrong answers with the sentence that helps, and takes right ones of any type."""
 
 import json
+import math
 import re
 import tempfile
 from collections import Counter
@@ -26,6 +27,7 @@ from bitnet_ref.crossval.exercises.lessons.analysis import DIALECTS
 from bitnet_ref.crossval.exercises.quiz import LETTERS, QUIZZES
 from bitnet_ref.families import groups
 from bitnet_ref.formats import packing
+from bitnet_ref.generation.overflow import keep_after_overflow
 from bitnet_ref.notebook import NextToken
 from bitnet_ref.reference import layers, quantization
 from bitnet_ref.reference.config import ModelConfig
@@ -736,18 +738,35 @@ CASES = {
             (Edit(" + (c1 - 1) * x1", ""), "only column 0"),
             (Edit("x0 + (c1", "x0 * (c1"), "they are added"),
             (Edit("range(3)", "range(4)"), "Nine entries"),
+            (lambda x0, x1: np.add.outer([-x1, 0, x1], [-x0, 0, x0]).astype(np.int8).ravel(), "does not fit int8"),
         ],
         [lambda x0, x1: np.add.outer([-x1, 0, x1], [-x0, 0, x0]).ravel()],
     ),
     "4.5": Case(
         [
-            (15, "reaches its own limit"),
-            (37.5, "2-bit kernel is faster"),
-            (10, "1.6-bit kernel is faster"),
-            (0, "At 0 GB/s"),
-            ([1, 2], "One number"),
+            (Edit("gate > 0", "gate >= 0"), "a gate of 0 is closed"),
+            (Edit("gate > 0", "gate != 0"), "a negative gate is closed"),
+            (Edit("gate > 0", "x_int8 != 0"), "known only when the row"),
+            (Edit("x_int8 != 0", "gate > 0"), "rounded to 0"),
+            (Edit("x_int8 != 0", "x_int8 > 0"), "below 0 counts"),
+            (Edit("gate > 0, x_int8 != 0", "gate > 0"), "Two arrays"),
+            (Edit("x_int8 != 0", "x_int8 == 0"), "need not be read"),
+            (Edit("gate > 0, x_int8 != 0", "(gate > 0).sum(), (x_int8 != 0).sum()"), "shape"),
         ],
-        ["18.75"],
+        [Edit("gate > 0, x_int8 != 0", "[np.maximum(gate, 0) ** 2 > 0, (x_int8 != 0).astype(int)]")],
+    ),
+    "4.6": Case(
+        [
+            (Edit("memory = tokens * ", "memory = "), "meets each of the tokens"),
+            (Edit("tokens * weights_per_byte", "tokens"), "GB/s are bytes|a byte has several weights"),
+            (Edit('"memory" if memory < peak else "arithmetic"', '"memory"'), "the lower is arithmetic, not 'memory'"),
+            (Edit("min(", "max("), "of the higher limit"),
+            (Edit("speed / min(memory, peak)", "min(memory, peak) / speed"), "1 over it"),
+            (Edit("speed /", "100 * speed /"), "percentage"),
+            (Edit("min(memory, peak)", "read_gb_per_s"), "GB/s are bytes"),
+            (lambda *given: "memory", "Two are wanted"),
+        ],
+        [Edit("speed / min", "np.float64(speed) / min")],
     ),
     "4.3": Case(
         [(131, "one too many"), (260, "two products"), (520, "two products"), (128, "63, not 64"), (65, "half of it")],
@@ -757,11 +776,15 @@ CASES = {
         [
             (Edit("[0, 2, 4, 6]", "[6, 4, 2, 0]"), "opposite order"),
             (Edit(").ravel()", ").T.ravel()"), "same place of all four"),
-            (Edit(".ravel()", ".ravel() - 1"), "those are weights"),
-            (Edit("neighbours[0", "neighbours[1"), "row 1"),
-            (Edit(":4, None", "4:8, None"), "columns 16 to 31"),
+            (Edit(".ravel()", ".ravel().astype(int) - 1"), "those are weights"),
+            (
+                lambda four: (four[:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3).ravel() - np.uint8(1),
+                "0 − 1 is 255",
+            ),
+            (Edit("[0, 2, 4, 6]", "[0, 1, 2, 3]"), "shifted by one"),
             (Edit(" & 3", ""), "& 3 is missing"),
-        ]
+        ],
+        [lambda four: [int(byte) >> shift & 3 for byte in four for shift in (0, 2, 4, 6)]],
     ),
     "4.2": Case(
         [
@@ -774,13 +797,17 @@ CASES = {
         ],
         [(0, 4, 8, 12), {"a": 0} and range(0, 16, 4), np.arange(0, 16, 4.0)],
     ),
-    "4.6": Case(
+    "4.7": Case(
         [
             (Edit(" - x.sum(dtype=np.int32)", ""), "still in it"),
             (Edit("total - x", "total + x"), "added, not taken away"),
             (Edit("register, 2 * s", "register, 6 - 2 * s"), "run the other way"),
             (Edit("x[16 * block + 4 * s :][:4]", "x[16 * block + s :: 4][:4]"), "not neighbours"),
             (Edit("x[16 * block + 4 * s :]", "x[4 * s :]"), "first 16 activations"),
+            (
+                Edit("cpu.vpand(cpu.vpsrlw(register, 2 * s), 3)", "cpu.vpsrlw(register, 2 * s)"),
+                "& 3 is missing: from above",
+            ),
             (Edit("register, 2 * s", "register, 0"), "the shift is missing"),
             (Edit("    total = cpu.vpaddd(total, cpu.vpmaddwd(short, ones))\n    return", "    return"), "is lost"),
             (Edit("block % 16 == 15", "block % 32 == 31"), "an int16 wrapped"),
@@ -800,6 +827,33 @@ CASES = {
     ),
     "5.1": Case(
         [
+            (Edit(" >> bit & 1", " >> (4 - bit) & 1"), "other way"),
+            (Edit("numbers >> bit & 1", "numbers & bit"), "other bits|values are wrong"),
+            (Edit("every, none)", "none, every)"), "True and False are exchanged"),
+            (Edit(" == 1", ""), "Which of them say yes"),
+            (Edit(">> bit &", ">> bit + 1 &"), "one too many"),
+            (Edit("numbers >> bit & 1", "numbers == bit"), "a bit of their number"),
+            (Edit("np.where(numbers >> bit & 1, every, none)", "every"), "nothing is mixed"),
+            (Edit("unpack(np.where(numbers >> bit & 1, every, none)) == 1", "numbers >> bit & 1"), "shape"),
+        ],
+        [
+            Edit("numbers >> bit & 1, every", "numbers // 2**bit % 2 == 1, every"),
+            Edit(" == 1", " > 0"),
+        ],
+    ),
+    "5.5": Case(
+        [
+            (Edit("-(-number * 256 // 243)", "number"), "fraction of 256"),
+            (Edit("-(-number * 256 // 243)", "number * 256 // 243"), "rounded up, so"),
+            (Edit("-(-number * 256 // 243)", "round(number * 256 / 243)"), "not to the nearest"),
+            (Edit("in weights:", "in weights[::-1]:"), "yours is the lowest"),
+            (Edit("w + 1", "w"), "a digit is w"),
+            (Edit("* 256", "* 255"), "not 255"),
+        ],
+        [lambda weights: math.ceil(sum((w + 1) * 3 ** (4 - i) for i, w in enumerate(weights)) * 256 / 243)],
+    ),
+    "5.2": Case(
+        [
             ([1357 // 4, 2], "weights 32 apart"),
             ([77, 2], "another byte"),
             ([333, 4], "highest bits"),
@@ -808,7 +862,7 @@ CASES = {
         ],
         [[333, 2], np.array([333, 2])],
     ),
-    "5.2": Case(
+    "5.3": Case(
         [
             (
                 lambda data: np.packbits(np.unpackbits(data[:, None], axis=1)[:, ::-1], axis=1).ravel(),
@@ -819,16 +873,6 @@ CASES = {
             (lambda data: data, "as they were"),
             (Edit("(data >> 4 & 3) << 2 | (data >> 2 & 3) << 4", "data & 60"), "old places"),
         ]
-    ),
-    "5.3": Case(
-        [
-            (25, "byte per weight"),
-            (13, "32,768"),
-            (22, "2²²"),
-            (24, "One less"),
-            (2560 * 6912 // 4, "halves what is left"),
-        ],
-        ["23"],
     ),
     "5.4": Case(
         [
@@ -848,7 +892,7 @@ CASES = {
             (Edit("scale = blocks", "scale = 1 / blocks"), "1 over the scale"),
         ]
     ),
-    "5.5": Case(
+    "5.6": Case(
         [
             (lambda before, after: [], "all signs are turned"),
             (lambda before, after: sorted(before), "differ in nothing"),
@@ -880,16 +924,17 @@ CASES = {
         ],
         [{"A": "LAYOUT", "B": " scale", "C": "gate", "D": "none"}],
     ),
-    "5.6": Case(
+    "5.8": Case(
         [
             ({"a"}, "One is missing. Three codes"),
             ({"b"}, "NaN is none"),
             ({"a", "b", "c"}, "one too many: Codes 0 and 1"),
             ({"c"}, "one too many"),
+            ("abc", "one too many"),
             ("d", "none of the choices"),
             (set(), "empty"),
         ],
-        ["a, b", ["B", "A"], "(a) and (b)"],
+        ["a, b", ["B", "A"], "(a) and (b)", "ab", "BA"],
     ),
     "6.hunt": Case(
         [
@@ -997,6 +1042,7 @@ CASES = {
             (Edit(" / p[kept].sum()", ""), "divided by its sum"),
             (Edit("p, 0) / p[kept].sum()", "p, 0)[order] / p[kept].sum()"), "at its token's place"),
             (Edit("argsort(-p)", "argsort(p)"), "least likely"),
+            (Edit("before < limit", "before <= limit"), "after the sum has reached the limit"),
             (Edit(" - p[order]", ""), "reaches the limit"),
             (lambda p, limit: np.where(p >= limit * p.max(), p, 0) / p[p >= limit * p.max()].sum(), "that is min_p"),
             (lambda p, limit: np.where(p > limit, p, 0), "their sum that counts|nothing is left"),
@@ -1016,6 +1062,39 @@ CASES = {
         ["25", 25.0],
     ),
     "7a.3": Case(
+        [
+            (Edit(" - np.log(np.exp(z).sum(axis=1, keepdims=True))", ""), "not yet ln p"),
+            (Edit("logits[start - 1 : -1]", "logits[start:]"), "the token after"),
+            (lambda logits, ids, start: mean_ln_p(logits, ids, start + 1), "is missing"),
+            (lambda logits, ids, start: mean_ln_p(logits, ids, 1), "the beginning is in it"),
+            (Edit(".mean()", ".sum()"), "the mean is wanted"),
+            (Edit("return ln_p", "return -ln_p"), "a loss"),
+            (Edit("ids[start:]].mean()", "ids[start:]].mean() / np.log(2)"), "ln is wanted"),
+            (Edit("return ln_p", "return np.exp(ln_p)"), "take ln p"),
+            (Edit("return ln_p[np.arange(len(z)), ids[start:]].mean()", "return ln_p"), "One number is wanted"),
+        ],
+        [Edit(".astype(np.float64)", "")],
+    ),
+    "7b.5": Case(
+        [
+            (Edit("if length <= window", "if length < window"), "it fits, so all stay"),
+            (Edit("(window - sinks) // 2", "window // 2"), "half of the whole window"),
+            (Edit("(window - sinks) // 2", "(window - sinks)"), "drop half of it"),
+            (Edit("[(0, sinks), (length", "[(length"), "the sinks are missing"),
+            (
+                Edit("[(0, sinks), (length - (window - sinks) // 2, length)]", "[(0, sinks + (window - sinks) // 2)]"),
+                "oldest stay",
+            ),
+            (Edit("return [(0, sinks), ", "return [*[(0, sinks)] * 2, "), "in it twice"),
+            (Edit("// 2, length)]", "// 2, length - 1)]"), "no longer in it"),
+            (lambda length, window, sinks: length, "A list of .start, stop. is wanted"),
+        ],
+        [
+            Edit("[(0, sinks), ", "[[0, sinks], "),
+            lambda length, window, sinks: keep_after_overflow(length, window, "sinks", sinks),
+        ],
+    ),
+    "7a.5": Case(
         [
             (Edit('"e" in text.lower()', '"e" in text'), "capital E"),
             (Edit("-np.inf", "0"), "Nothing is forbidden"),
@@ -1038,6 +1117,14 @@ CASES = {
     "7a.4": Case(
         [
             (Edit("sorted(longer, reverse=True)", "sorted(longer)"), "the least likely are kept"),
+            (
+                Edit(
+                    "beams = sorted(longer, reverse=True)[:num_beams]",
+                    "best = [b for i in range(0, len(longer), 6) for b in sorted(longer[i:i + 6])[-num_beams:]]\n"
+                    "        beams = sorted(best)[:num_beams]",
+                ),
+                "the least likely of each beam's best",
+            ),
             (Edit("[:num_beams]", "[:1]"), "3 texts are wanted; yours are 1"),
             (Edit("return beams", "return beams[0]"), "A list of .sum of ln p, ids. is wanted"),
             (Edit("range(steps)", "range(steps + 1)"), "each has 7 tokens, with the prompt's two; one of yours has 8"),
@@ -1063,6 +1150,10 @@ CASES = {
     "7b.2": Case(
         [
             (lambda lengths, places: sum(lengths), "one request after the other"),
+            (
+                Edit("list(lengths), [], 0", "[length + 1 for length in lengths], [], 0"),
+                "Lengths .5., 3 places: 5 steps, and yours are 6: a step",
+            ),
             (
                 Edit("while waiting and len(running) < places", "while not running and waiting"),
                 "raised|yours are|batches",
@@ -1122,6 +1213,7 @@ CASES = {
         [
             Edit("return written", "return dict(enumerate(written))"),
             Edit("text[start:]", "np.array(text[start:])"),
+            Edit("return written", "return [np.array(each) for each in written]"),
             Edit("for place, i in at.items()", "for place, i in sorted(at.items(), reverse=True)"),
         ],
     ),
@@ -1147,14 +1239,17 @@ CASES = {
                 TREE.replace("all[i] += all[i + half];", "{ __syncthreads(); all[i] += all[i + half]; }"),
                 "inside the if",
             ),
-            (TREE.replace("all[i + half];\n", "all[i + half];\n        __syncthreads();\n"), "A round must not begin"),
+            (TREE.replace("all[i + half];\n", "all[i + half];\n        __syncthreads();\n"), "before all have written"),
             (TREE.replace("half > 0", "half > 1"), "A round must not begin"),
             (17, "The text of a kernel"),
+            (TREE.replace("y[i] =", "__syncthreads() y[i] ="), "It does not run((?!A barrier must).)*$"),
         ],
         [
             TREE.replace("all[i] = x[i];", "all[i] = x[i];\n    __syncthreads();").replace(
                 "all[i + half];\n", "all[i + half];\n        __syncthreads();\n"
-            )
+            ),
+            TREE.partition("    for")[0]
+            + "__syncthreads(); int sum = 0; for (int k = 0; k < 64; k++) sum += all[k]; y[i] = sum; }",
         ],
     ),
     "8.4": Case(
@@ -1176,6 +1271,7 @@ CASES = {
                 ),
                 "a row has four",
             ),
+            (Edit("    y[i]", "    sum += __shfl_xor_sync(0xffffffff, sum, 4);\n    y[i]"), "the shuffle over 4"),
             (Edit("6 - 2 * c", "2 * c"), "the other way"),
             (Edit("32 + 4 * (i % 4) + c", "32 + c"), "activations of the first"),
             (Edit(" & 0xC0C0C0C0", ""), "is missing"),
@@ -1192,6 +1288,20 @@ CASES = {
         ],
     ),
     "8.5": Case(
+        [
+            (Edit("sorted(arrivals)", "arrivals"), "added as they come"),
+            (lambda arrivals: sum(float(part) for _, part in arrivals), "float64 only rounds less"),
+            (Edit("sorted(arrivals)", "sorted(arrivals)[1:]"), "Part 0 is missing"),
+            (lambda arrivals: 0, "and yours 0"),
+            (lambda arrivals: [part for _, part in sorted(arrivals)], "One number is wanted"),
+            (lambda arrivals: np.sum([part for _, part in arrivals], dtype=np.float32), "in the order"),
+        ],
+        [
+            lambda arrivals: math.fsum(part for _, part in arrivals),
+            lambda arrivals: sum(dict(sorted(arrivals)).values()),
+        ],
+    ),
+    "8.6": Case(
         [
             (21.12, "percentage"),
             (4.733, "how many times"),
@@ -1617,8 +1727,13 @@ def log_softmax(z):
     return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
 
 
+def mean_ln_p(logits, ids, start):
+    """Exercise 7a.3."""
+    return log_softmax(logits)[np.arange(start - 1, len(ids) - 1), ids[start:]].mean()
+
+
 def x_times_rows(registers, x):
-    """Exercise 4.6 without its instructions."""
+    """Exercise 4.7 without its instructions."""
     codes = (registers[:, None] >> np.array([0, 2, 4, 6], dtype=np.uint8)[:, None] & 3).reshape(-1, 4, 8, 4)
     return codes.transpose(2, 0, 1, 3).reshape(8, -1).astype(int) @ x.astype(int) - x.sum(dtype=int)
 
@@ -1806,7 +1921,7 @@ def test_wrong_answers_are_refused_with_the_sentence_that_helps(name, notebook):
 
 
 # Solutions that need what only the notebook has: executed with it, in tests/test_notebooks.py
-IN_THE_NOTEBOOK = {"6.hunt", "11.lengths", "5.1", "5.7"}
+IN_THE_NOTEBOOK = {"6.hunt", "11.lengths", "5.2", "5.7"}
 
 
 @pytest.mark.sample(4)
