@@ -227,7 +227,20 @@ PLACES = {
         (STEP(wide)(logits + (i + k) * STEP(DOUBLES)) - top) * ⟦per_temperature → 1.0⟧;
         for (; block + 1 < blocks && below + sums[block] <= target; block++) ⟦below += sums[block] → below += 0⟧;
         const double end = below + ⟦e[i] → e[0]⟧;\n        if (end > target) {
-        const double target = ⟦uniform → 0.5⟧ * total""",
+        const double target = ⟦uniform → 0.5⟧ * total
+        child += child + 1 < size && ⟦heap[child + 1] > heap[child] → 0⟧;
+        (logits[start + i] < ⟦below → INFINITY⟧);
+        heap[size++] = start + ⟦word → 0⟧ + (size_t)
+        is_done = top_k ? ⟦count + 1 → count⟧ == top_k
+        if (⟦top_k → 0⟧) total = listed;
+        const double beyond = kept - ⟦rule->top_p → 1⟧ * total;
+        if (e[keep] < ⟦rule->min_p → 0⟧) break;
+        const double target = uniform * ⟦kept → listed⟧;
+        STEP(larger_floats)(⟦x[i] → x[0]⟧, x[0]);
+        >= -⟦DRAW_DEEPEST → 1⟧ * temperature) {
+        STEP(draw_rough)(block, largest, (float)(1 / ⟦temperature → 1.0⟧));
+        lowest = zero - ⟦87.0f → 8.7f⟧;
+        total += ⟦sums[b] → sums[0]⟧;""",
     "dense_amx.h": r"""
         part[⟦p * tokens → p⟧ + t] = _mm512_permutex2var_epi16(
         b = _mm512_sub_ps(b, (__m512)_mm512_and_si512((__m512i)⟦b → a⟧, top));
@@ -289,6 +302,9 @@ PLACES = {
         values[s - 1, i] = logits[⟦i → 0⟧, tokens
         embedding + ⟦tokens[s - 1, i] → 0⟧ * row_bytes
         positions[i] += ⟦1 → 0⟧
+        drawn[i] = draw_rule(rules[i, 0], ⟦rules[i, 2] → 1.0⟧, rules[i, 3]
+        chosen.draw(&logits[⟦i → 0⟧, 0], V, &drawn[i]
+        &drawn[i], uniforms[s, ⟦i → 0⟧], sums
         &full[⟦j → 0⟧, positions[i], 0]""",
     "_cpu_ternary.pxi": r"""
         &packed[p * PANEL_ROWS, 0], ⟦count → count - 1⟧, row_bytes, &panels[p, 0]

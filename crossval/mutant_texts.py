@@ -103,6 +103,8 @@ def _generations(model: Any, has_text: bool, label: str) -> Iterator[tuple[str, 
         return
     yield "sampled", model.generate(prompts[0], max_tokens=16, logprobs=1, **SAMPLED)
     yield "drawn", model.generate(prompts[0], max_tokens=16, temperature=0.8, seed=3)
+    limits = {"temperature": 1.0, "top_k": 200, "top_p": 0.9, "min_p": 0.01}
+    yield "drawn in a batch", model.generate(prompts, max_tokens=16, seed=4, **limits)
     yield "two of each", model.generate(prompts[:2], max_tokens=8, n=2, **(SAMPLED | PENALTIES))
     yield "beams", model.generate(prompts[1], max_tokens=6, num_beams=2)
     yield "stop", model.generate(prompts[0], max_tokens=40, stop=[" and", "the"], min_tokens=4)

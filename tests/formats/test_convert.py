@@ -1,6 +1,7 @@
 """conversion: every format to every other keeps every ternary plane, and what cannot prove itself leaves nothing."""
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -320,6 +321,48 @@ def test_what_a_proof_computes(tmp_path):
             proof = prove(source, written)
             assert (len(proof.problems), proof.tokens, proof.logits_equal) == (2, 0, False)
             assert (proof.planes.equal, proof.planes.total, proof.planes.first) == (12, 14, "blocks.0.mlp.up_proj")
+
+
+def test_what_a_proof_says_of_tokenizers(tmp_path):
+    """Of each thing that may differ, and of the model that has it."""
+    sizes = {"vocab_size": 4096, "eos_token_id": 2}
+    plain = write_checkpoint(tmp_path / "plain", TINY | sizes)
+    shutil.copy(ASSETS / "storyteller" / "tokenizer.model", plain)
+
+    def compare(**files):
+        changed = shutil.copytree(plain, tmp_path / "changed", dirs_exist_ok=True)
+        for name, content in files.items():
+            (changed / name.replace("_json", ".json")).write_text(json.dumps(content))
+        with open_checkpoint(plain) as source, open_checkpoint(changed) as written:
+            proof = prove(source, written, compute=False)
+        shutil.rmtree(changed)
+        return proof.tokenizer, proof.problems
+
+    assert compare() == ("equal", [])
+    assert compare(config_json=TINY | sizes | {"eos_token_id": 3}) == (
+        "equal",
+        ["the end tokens were [2] and are [2, 3]"],
+    )
+    for files, difference in (
+        ({"tokenizer_config_json": {"bos_token": "</s>"}}, "BOS, text to ids"),
+        ({"tokenizer_config_json": {"chat_template": "x"}}, "chat template"),
+        ({"tokenizer_config_json": {"add_bos_token": False}}, "text to ids"),
+    ):
+        assert compare(**files) == (f"differs in {difference}", [f"the tokenizer differs in {difference}"])
+    name, problems = compare(tokenizer_config_json=[])
+    assert name.startswith("cannot be read from changed: ")
+    assert problems == [f"the tokenizer {name}"]
+    (plain / "tokenizer_config.json").write_text("[]")
+    name, problems = compare(tokenizer_config_json={})
+    assert name.startswith("cannot be read from plain: ")
+    assert problems == []
+    (plain / "tokenizer_config.json").unlink()
+    (plain / "tokenizer.model").rename(tmp_path / "tokenizer.model")
+    assert compare() == ("none", [])
+    written = shutil.copytree(plain, tmp_path / "without")
+    (tmp_path / "tokenizer.model").rename(plain / "tokenizer.model")
+    with open_checkpoint(plain) as source, open_checkpoint(written) as without:
+        assert prove(source, without, compute=False).problems == ["the tokenizer was left behind"]
 
 
 def test_which_formats_hold_a_model(tiles):

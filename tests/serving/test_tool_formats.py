@@ -4,11 +4,9 @@ import json
 
 import pytest
 
-from bitnet_ref.errors import TokenizerError
 from bitnet_ref.serving.http.events import CallArguments, CallStart, Reply, Text
 from bitnet_ref.serving.http.tool_formats import FORMATS, find_format
 from bitnet_ref.serving.http.tools import ToolReader, choose_tools
-from bitnet_ref.tokenizers.settings import TOOL_TEMPLATE, read_settings
 
 TOOLS = {"f": {"properties": {"a": {"type": "string"}, "n": {}}}, "g": {}}
 BY_NAME = {form.name: form for form in FORMATS}
@@ -190,19 +188,3 @@ def test_deep_nesting_is_no_call():
     events = read(text, 7, "hermes")
     assert events[0] == CallStart(0, "f")  # the call had begun; what is too deep ends it
     assert any(isinstance(event, Text) for event in events)
-
-
-def test_the_template_for_tools_among_several(tmp_path):
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with {{ tools }}"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    settings = read_settings(tmp_path)
-    assert (settings.chat_template, settings.tool_template) == ("plain", "with {{ tools }}")
-    (tmp_path / "chat_template.jinja").write_text("other")
-    path = tmp_path / TOOL_TEMPLATE
-    path.parent.mkdir()
-    path.write_text("newer {{ tools }}")
-    settings = read_settings(tmp_path)
-    assert (settings.chat_template, settings.tool_template) == ("other", "newer {{ tools }}")
-    path.write_bytes(b"\xff")
-    with pytest.raises(TokenizerError, match=r"tool_use\.jinja: at offset 0|not UTF-8"):
-        read_settings(tmp_path)

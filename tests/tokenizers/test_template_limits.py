@@ -76,6 +76,7 @@ TOO_MUCH = {
     "printed web": (WEB + "{{ n40 }}", "cannot print a SafeNamespace"),
     "web as text": (WEB + "{{ n40 | string }}", "expected text"),
     "web in a list": (WEB + "{{ [n40] }}", "a SafeNamespace inside a list"),
+    "web in a keyword": (WEB + "{{ 'a' | trim(chars=n40) }}", "trim: expected text"),
     "web in an error": (WEB + "{{ raise_exception(n40) }}", "cannot print"),
     "web in a test": (WEB + "{% if n40 is lower %}{% endif %}", "expected text"),
     "deep brackets": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),

@@ -17,7 +17,7 @@ from bitnet_ref.system.json_file import read_bounded
 from bitnet_ref.tokenizers import load_tokenizer, read_settings
 from bitnet_ref.tokenizers.files import MAX_CONFIG_BYTES
 from bitnet_ref.tokenizers.hf_tokenizer import HfTokenizer
-from bitnet_ref.tokenizers.settings import AddedToken
+from bitnet_ref.tokenizers.settings import TOOL_TEMPLATE, AddedToken
 
 STORYTELLER = Path(bitnet_ref.errors.__file__).parent / "assets" / "storyteller"
 Maker = Callable[..., Path]
@@ -127,6 +127,29 @@ def test_bad_words_that_are_no_lists_of_ids(make_folder: Maker, words: Any, fiel
 def test_the_jinja_file_comes_first(make_folder: Maker) -> None:
     folder = make_folder({"chat_template.jinja": "é{{ 1 }}", "tokenizer_config.json": {"chat_template": "other"}})
     assert read_settings(folder).chat_template == "é{{ 1 }}"
+
+
+def test_the_template_for_tools_among_several(make_folder: Maker) -> None:
+    plain, tools = ({"name": name, "template": name + " {{ tools }}"} for name in ("default", "tool_use"))
+    folder = make_folder({"tokenizer_config.json": {"chat_template": [plain]}})
+    settings = read_settings(folder)
+    assert (settings.chat_template, settings.tool_template) == ("default {{ tools }}", None)
+    make_folder({"tokenizer_config.json": {"chat_template": [plain, tools]}, "chat_template.jinja": "other"})
+    settings = read_settings(folder)
+    assert (settings.chat_template, settings.tool_template) == ("other", "tool_use {{ tools }}")
+    (folder / TOOL_TEMPLATE).parent.mkdir()
+    make_folder({TOOL_TEMPLATE: "{{ unclosed", "tokenizer.model": (STORYTELLER / "tokenizer.model").read_bytes()})
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.template_for(with_tools=True) == "{{ unclosed"
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(messages) == "other"
+    with pytest.raises(TokenizerError, match="chat_template line 1: unexpected end") as caught:
+        tokenizer.apply_chat_template(messages, tools=[{"type": "function"}])
+    assert caught.value.path == str(folder)
+    make_folder({TOOL_TEMPLATE: b"{{ \xff"})
+    with pytest.raises(TokenizerError, match="not UTF-8 text") as caught:
+        read_settings(folder)
+    assert (caught.value.path, caught.value.offset) == (str(folder / TOOL_TEMPLATE), 3)
 
 
 @pytest.mark.parametrize(

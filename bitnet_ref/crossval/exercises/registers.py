@@ -1,4 +1,4 @@
-"""The instructions of AVX2 that a ternary product takes, in NumPy, for exercise 4.6."""
+"""The instructions of AVX2 that a ternary product takes, in NumPy, for exercise 4.7."""
 
 from __future__ import annotations
 

@@ -69,16 +69,13 @@ class Check:
 
     def use(self, name: str, answer: Any, **given: Any) -> Any:
         """Judge an answer that the rest of the notebook uses. Returns it if it is right, and otherwise the reference's
-        own, so that the notebook goes on."""
+        own, so that the notebook goes on. It calls no function of the student's."""
         answered = self._note(self.judge(name, answer, **given))
         print(answered if answered.status == RIGHT else f"{answered} The notebook goes on with ours.")
         exercise = EXERCISES[name]
-        if answered.status == RIGHT:
-            self._pieces[exercise.answer] = answer
-        else:
-            self._pieces |= given  # what the solution is made of
-            exec(exercise.solution, self._pieces)
-        return self._pieces[exercise.answer]
+        self._pieces |= given  # what the solution is made of
+        exec(exercise.solution, self._pieces)
+        return answer if answered.status == RIGHT else self._pieces[exercise.answer]
 
     def hint(self, name: str | None = None) -> None:
         """Print the next hint on an exercise; by default on the one that was judged last."""

@@ -126,10 +126,9 @@ def unpack_tl2(data: NDArray[np.uint8], n: int, k: int, tiles: Tiles) -> NDArray
         codes = _triples(values[tile]) + (_negative(signs[tile]).view(np.uint8) << 4)
         codes = codes.reshape(k3 // big_k, ms, big_k // 24, 32, 8).transpose(1, 3, 0, 2, 4)  # ms, row, kb, ks, triple
         rows[:, :k3] = _TRIPLES[codes.reshape(big_m, k3 // 3)].reshape(big_m, k3)
-        if k3 < k:
-            quads = TL1_WEIGHTS[pairs[tile]].reshape((k - k3) // 32, ms, 8, 4, 8)[:, :, :, _ROW_GROUPS]
-            ordered = np.ascontiguousarray(quads.transpose(1, 3, 4, 0, 2)).reshape(big_m, -1)  # ms, group, row, kb, ks
-            rows[:, k3:] = ordered.view(np.int8)
+        quads = TL1_WEIGHTS[pairs[tile]].reshape((k - k3) // 32, ms, 8, 4, 8)[:, :, :, _ROW_GROUPS]
+        ordered = np.ascontiguousarray(quads.transpose(1, 3, 4, 0, 2))  # ms, group, row, kb, ks
+        rows[:, k3:] = ordered.reshape(big_m, (k - k3) // 4).view(np.int8)
     return w_t
 
 
@@ -155,8 +154,7 @@ def pack_tl2(w_t: NDArray[np.int8], tiles: Tiles) -> NDArray[np.uint8]:
         values[tile] = (nibbles[..., 0] << 4 | nibbles[..., 1]).ravel()
         bits = (blocks < 0).reshape(-1, 2, 16, 8).transpose(0, 2, 3, 1).reshape(-1, 16)
         signs[tile] = np.packbits(bits, axis=-1).view(">u2").astype("<u2").view(np.uint8).ravel()
-        if k3 < k:
-            codes = (3 * rows[:, k3::2] + rows[:, k3 + 1 :: 2] + np.int8(4)).view(np.uint8)
-            quads = (codes[:, 0::2] << 4 | codes[:, 1::2]).reshape(ms, 4, 8, (k - k3) // 32, 8)[:, _ROW_GROUPS]
-            pairs[tile] = quads.transpose(3, 0, 4, 1, 2).ravel()
+        codes = (3 * rows[:, k3::2] + rows[:, k3 + 1 :: 2] + np.int8(4)).view(np.uint8)
+        quads = (codes[:, 0::2] << 4 | codes[:, 1::2]).reshape(ms, 4, 8, (k - k3) // 32, 8)[:, _ROW_GROUPS]
+        pairs[tile] = quads.transpose(3, 0, 4, 1, 2).ravel()
     return data

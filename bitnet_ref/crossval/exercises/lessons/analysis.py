@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ....api import Model
+from ....errors import describe
 from ....families.hadamard import hadamard
 from ....reference import quantization
 from ....reference.layers import Array
@@ -165,17 +166,47 @@ DIALECTS = ("int8, multiply", "int8, divide", "groups, float", "rotated")
 # -- 10: dialects --------------------------------------------------------------------------------------------------
 
 
-@exercise("10.files")
-def which_file(answer: Any, files: Mapping[str, Mapping[str, Array]], answers: Sequence[str]) -> str:
-    right = dict(zip(files, answers, strict=True))
-    for file, name in expect_names(answer, files, DIALECTS):
-        one_scale = files[file]["scale"].ndim == 0
-        if one_scale != name.startswith("int8"):
-            raise Wrong(f"{file} has {'one scale' if one_scale else 'a scale for each group'}: it cannot be {name!r}.")
-        if name != right[file]:
-            other = "multiply" if one_scale else "use x as it is, or turn it"
-            raise Wrong(f"{file} is not {name!r}: its y is not what that rule gives. Try the other ({other}).")
-    return "All of them. Now try another seed."
+@exercise("10.groups")
+def weights_from_scales(answer: Any) -> str:
+    draw = draws(100)
+    cases: list[tuple[Array, Array, str]] = [
+        (np.array([[1, -1, 1, -1]], np.int8), np.array([[2.5, 0.25]], np.float32), "the row on paper, in groups of two")
+    ]
+    for n, k, g in ((6, 32, 8), (5, 48, 16), (4, 8, 8)):
+        t = draw.integers(-1, 2, (n, k)).astype(np.int8)
+        cases.append((t, draw.uniform(0.1, 2, (n, k // g)).astype(np.float32), f"groups of {g} in rows of {k}"))
+    cases.append((cases[1][0], np.array(0.07, np.float32), "one scale"))
+    for t, scale, what in cases:
+        wide = np.broadcast_to(scale, (len(t), scale.shape[1])) if scale.ndim else np.full((len(t), 1), scale)
+        group = t.shape[1] // wide.shape[1]
+        mistakes = {
+            "one scale is taken for the whole row": t * wide[:, :1],
+            "neighbours share a scale: np.repeat, not np.tile": t * np.tile(wide, (1, group)),
+            "the scales divide; here they multiply": t / np.repeat(wide, group, axis=1),
+            "the signs of t are missing": np.repeat(wide, group, axis=1),
+        }
+        try:
+            expect_array(run(answer, t, scale), t * np.repeat(wide, group, axis=1), mistakes=mistakes)
+        except Wrong as wrong:
+            raise Wrong(f"For {what}: {wrong}") from None
+    return "One scale, or groups of any size."
+
+
+@exercise("10.large")
+def integers_below_a_large_one(answer: Any) -> str:
+    mistakes: dict[float, str] = {
+        6: "1 becomes 6. The negative values and 0 have an integer, too.",
+        7: "0 to 6 are those of the values from 0 to 1; there are negative ones, too.",
+        12: "Zero is one of them, too.",
+        254: "That many the whole range has, from −20 to 20.",
+        255: "That many the whole range has, from −20 to 20.",
+        256: "That many the whole range has, from −20 to 20.",
+        127: "127 is what 20 becomes; a value of 1 is a twentieth of it.",
+        15: "1 · 127 / 20 is 6.35, and is rounded down.",
+        12.7: "Integers are counted: 1 becomes 6.",
+    }
+    expect_number(answer, 13, mistakes=mistakes, hint="x · 127 / 20, rounded, for x from −1 to 1.")
+    return "From −6 to 6: less than four bits of the eight are left for nearly all values."
 
 
 @exercise("10.hadamard")
@@ -189,6 +220,9 @@ def hadamard_matrix(answer: Any) -> str:
             "they are divided by √n, not by n": signs / n,
             "√2 is divided by once; each doubling divides again": signs / np.sqrt(2),
             "the negated quarter is the last one, in row and in column": signs[::-1] / np.sqrt(n),
+            "the negated quarter is the last one, and not the one below the first": signs[:, ::-1] / np.sqrt(n),
+            "H @ H is the identity for this one, too, but the file has another basis. At n = 2 it must be the matrix "
+            "above, so the negated quarter is the last one": signs[::-1, ::-1] / np.sqrt(n),
             "nothing is negated, so all rows are the same": np.ones((n, n)) / np.sqrt(n),
         }
         expect_array(run(answer, n), signs / np.sqrt(n), mistakes=mistakes)
@@ -203,9 +237,11 @@ def rule_of_each_dialect(answer: Any) -> str:
     x = draw.normal(size=(4, 128)).astype(np.float32)
     x_q, a = quantization.quantize_activations(x)
     W, wide = t * np.repeat(scales, 64, axis=1), x.astype(np.float64)
+    one_a = np.float32(127) / np.abs(x).max()
     in_int8, turned = x_q / a.astype(np.float64), hadamard(wide, 64)
     by_one_scale: dict[str, Array] = {
         "x is not made int8": wide @ t.T,
+        "one activation scale is taken for the whole batch; each token has its own": (np.rint(x * one_a) / one_a) @ t.T,
         "the sums overflow int8: make x_q and t wider first": (x_q @ t.T) / a,
         "x_q is multiplied by x_scale; it is divided by it": (x_q.astype(int) @ t.T) * a,
         "x_scale is left out: the sums are of x_q, not of x": x_q.astype(int) @ t.T,
@@ -241,6 +277,24 @@ def rule_of_each_dialect(answer: Any) -> str:
         except Wrong as wrong:
             raise Wrong(f"By the rule {rule!r}: {wrong}") from None
     return "Four dialects in one program: what is left is to see which of them a file obeys."
+
+
+@exercise("10.files")
+def which_file(answer: Any, files: Mapping[str, Mapping[str, Array]], answers: Sequence[str]) -> str:
+    for (name, file), right in zip(files.items(), answers, strict=True):
+        given = run(answer, dict(file))
+        if not isinstance(given, str) or given not in DIALECTS:
+            raise Wrong(
+                f"For {name} yours is {describe(given)}, and no name of the table: {'; '.join(map(repr, DIALECTS))}."
+            )
+        one_scale = file["scale"].ndim == 0
+        if one_scale != given.startswith("int8"):
+            raise Wrong(f"{name} has {'one scale' if one_scale else 'a scale for each group'}: it cannot be {given!r}.")
+        if given != right:
+            raise Wrong(
+                f"{name} is not {given!r}: its y is not what that rule gives. Which y is nearest to the recorded?"
+            )
+    return "All of them. Now try another seed."
 
 
 @exercise("10.norms")

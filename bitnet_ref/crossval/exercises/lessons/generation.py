@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ....api import Model
+from ....generation.overflow import keep_after_overflow
 from ....notebook.next_token import NextToken
 from ....reference.cache import TokenBatch
 from ....reference.layers import Array
@@ -20,15 +21,18 @@ def nucleus(answer: Any) -> str:
     z = draws(71).normal(size=12)
     p = np.exp(z) / np.exp(z).sum()
     cases = [(p, 0.8), (np.array([0.67, 0.24, 0.09]), 0.9), (np.array([0.1, 0.8, 0.1]), 0.5)]
+    cases += [(np.array([0.125, 0.5, 0.375]), 0.5)]  # the first reaches the limit exactly
     for p, limit in cases:
         order = np.argsort(-p)
         below = np.cumsum(p[order])
-        kept, short, least = (np.zeros(len(p), dtype=bool) for _ in range(3))
+        kept, short, least, over = (np.zeros(len(p), dtype=bool) for _ in range(4))
         kept[order[below - p[order] < limit]] = True
         short[order[below <= limit]] = True
+        over[order[below - p[order] <= limit]] = True
         least[order[::-1][np.cumsum(p[order[::-1]]) - p[order[::-1]] < limit]] = True
         right = np.where(kept, p, 0) / p[kept].sum()
         mistakes = {
+            "a token is kept after the sum has reached the limit": np.where(over, p, 0) / p[over].sum(),
             "what is left must be divided by its sum": np.where(kept, p, 0),
             "they stand in the order of their size; each belongs at its token's place": right[order],
             "the least likely tokens are kept": np.where(least, p, 0) / p[least].sum(),
@@ -62,29 +66,30 @@ def half_of_the_probability(answer: Any, after: NextToken) -> str:
 
 
 @exercise("7a.3")
-def lipogram(answer: Any, after: NextToken) -> str:
-    ids = np.asarray(after.ids)
-    texts = after.texts(np.arange(len(after.logits)))
-    has_e = np.array(["e" in text.lower() for text in texts])
-    special = np.array([text.startswith("<") for text in texts])
-    changed = as_array(run(answer, ids, after.logits))
-    if changed.shape != after.logits.shape:
-        raise Wrong(f"The shape is {changed.shape}, not {after.logits.shape}: one logit for each token.")
-    banned = np.isneginf(changed)
-    if not banned.any():
-        raise Wrong("Nothing is forbidden: a token that must not come has the logit −∞ (0 is a good logit).")
-    if not np.array_equal(changed[~banned], after.logits[~banned]):
-        raise Wrong("The logits of the allowed tokens must stay as they were.")
-    free = np.flatnonzero(has_e & ~banned & ~special)
-    if len(free):
-        small = [i for i in free if "e" in texts[i]]
-        capital = "" if small else " A capital E counts, too."
-        raise Wrong(f"{len(free)} tokens with an e are allowed, as {texts[[*small, *free][0]]!r}.{capital}")
-    lost = np.flatnonzero(banned & ~has_e)
-    if len(lost):
-        raise Wrong(f"{len(lost)} tokens without an e are forbidden, as {texts[lost[0]]!r}.")
-    model: Any = after.model
-    return f"“A dog and a cat {model.generate('A dog and a cat', max_tokens=40, processors=[answer]).text}”"
+def likelihood_of_a_text(answer: Any) -> str:
+    draw = draws(73)
+    for length, start in ((9, 4), (30, 1)):
+        logits, ids = 3 * draw.normal(size=(length, 20)).astype(np.float32), draw.integers(0, 20, length)
+        z = logits.astype(np.float64)
+        ln_p = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
+        of_next, i = ln_p[np.arange(length - 1), ids[1:]], np.arange(length)
+        right = float(of_next[start - 1 :].mean())
+        mistakes = {
+            "a logit is not yet ln p: ln of the sum of all e^z is taken away": z[i[:-1], ids[1:]][start - 1 :].mean(),
+            "row t is about the token after ids[t], not about ids[t]": ln_p[i, ids][start:].mean(),
+            "ids[start] is missing, of which row start - 1 speaks": of_next[start:].mean() if start < length - 1 else 0,
+            "the beginning is in it: only ids[start:] are to be counted": of_next.mean(),
+            "it is the sum; the mean is wanted": of_next[start - 1 :].sum(),
+            "that is −ln p, a loss; ln p is below 0": -right,
+            "that is p, the mean of which is another thing; take ln p": np.exp(of_next[start - 1 :]).mean(),
+            "that is e^ln p; ln p is wanted": np.exp(right),
+            "those are digits, log2; ln is wanted": right / np.log(2),
+        }
+        number = as_number(run(answer, logits, ids.tolist(), start))
+        expect_array(
+            [number], [right], mistakes={cause: [wrong] for cause, wrong in mistakes.items() if wrong != right}
+        )
+    return "Minus this mean is the loss of a language model, and e to that is its perplexity."
 
 
 @exercise("7a.4")
@@ -144,6 +149,11 @@ def beams_by(pick: Callable[..., list[Beam]], log_p: Callable[..., Array], beams
     return sorted(kept, reverse=True)
 
 
+def best_of(longer: Sequence[tuple[Beam, float, int]], beam: int, n: int) -> list[tuple[Beam, float, int]]:
+    """The n likeliest continuations of one beam."""
+    return sorted((each for each in longer if each[2] == beam), key=lambda each: -each[0][0])[:n]
+
+
 BEAM_MISTAKES: dict[str, Callable[..., list[Beam]]] = {
     "continuations are compared by their last ln p, not by the sum": lambda longer, n: [
         beam for beam, _, _ in sorted(longer, key=lambda each: -each[1])[:n]
@@ -152,8 +162,37 @@ BEAM_MISTAKES: dict[str, Callable[..., list[Beam]]] = {
         longer if longer[-1][2] == 0 else [max(each for each in longer if each[2] == beam) for beam in range(n)], n
     ),
     "one beam goes on; the others are to be continued, too": lambda longer, n: by_sum(longer, 1),
+    "the least likely of each beam's best are kept: sort from the largest": lambda longer, n: by_sum(
+        [each for beam in range(longer[-1][2] + 1) for each in best_of(longer, beam, n)], n * n
+    )[::-1][:n],
     "the least likely are kept: sort from the largest": lambda longer, n: by_sum(longer, len(longer))[::-1][:n],
 }
+
+
+@exercise("7a.5")
+def lipogram(answer: Any, after: NextToken) -> str:
+    ids = np.asarray(after.ids)
+    texts = after.texts(np.arange(len(after.logits)))
+    has_e = np.array(["e" in text.lower() for text in texts])
+    special = np.array([text.startswith("<") for text in texts])
+    changed = as_array(run(answer, ids, after.logits))
+    if changed.shape != after.logits.shape:
+        raise Wrong(f"The shape is {changed.shape}, not {after.logits.shape}: one logit for each token.")
+    banned = np.isneginf(changed)
+    if not banned.any():
+        raise Wrong("Nothing is forbidden: a token that must not come has the logit −∞ (0 is a good logit).")
+    if not np.array_equal(changed[~banned], after.logits[~banned]):
+        raise Wrong("The logits of the allowed tokens must stay as they were.")
+    free = np.flatnonzero(has_e & ~banned & ~special)
+    if len(free):
+        small = [i for i in free if "e" in texts[i]]
+        capital = "" if small else " A capital E counts, too."
+        raise Wrong(f"{len(free)} tokens with an e are allowed, as {texts[[*small, *free][0]]!r}.{capital}")
+    lost = np.flatnonzero(banned & ~has_e)
+    if len(lost):
+        raise Wrong(f"{len(lost)} tokens without an e are forbidden, as {texts[lost[0]]!r}.")
+    model: Any = after.model
+    return f"“A dog and a cat {model.generate('A dog and a cat', max_tokens=40, processors=[answer]).text}”"
 
 
 @exercise("7b.1")
@@ -173,7 +212,7 @@ def steps_of_the_table(answer: Any) -> str:
 @exercise("7b.2")
 def scheduler(answer: Any, lengths: Sequence[int]) -> str:
     draw = draws(75)
-    cases = [(list(lengths), 4), ([5], 3), ([3, 3, 3, 3], 2), ([12, 1, 1, 1, 1, 2], 2)]
+    cases = [([5], 3), ([3, 3, 3, 3], 2), ([12, 1, 1, 1, 1, 2], 2), (list(lengths), 4)]  # the smallest first
     cases += [(draw.integers(1, 30, 12).tolist(), int(draw.integers(2, 6))) for _ in range(4)]
     answers = [as_number(run(answer, list(queue), places)) for queue, places in cases]
     check_steps(answers, cases)
@@ -365,3 +404,40 @@ def caches_that_fit(answer: Any) -> str:
     }
     expect_number(answer, 25, mistakes=mistakes, hint="4 · 10⁹ bytes, over 2,048 tokens of 76,800 bytes.")
     return "With pages, a text takes what it has written so far, so more can begin."
+
+
+@exercise("7b.5")
+def spans_after_overflow(answer: Any) -> str:
+    draw = draws(79)
+    cases = [(20, 48, 4), (48, 48, 4), (101, 100, 4), (49, 48, 0), (90, 48, 8)]
+    cases += [(int(draw.integers(101, 300)), 2 * int(draw.integers(20, 50)), 2 * int(draw.integers(1, 4)))]
+    for length, window, sinks in cases:
+        case = f"A text of {length} tokens, a window of {window}, {sinks} sinks"
+        try:
+            spans = [(int(start), int(stop)) for start, stop in run(answer, length, window, sinks)]
+        except (TypeError, ValueError):
+            raise Wrong("A list of (start, stop) is wanted; the token `stop` is no longer in it.") from None
+        mine = tokens_of(spans)
+        right = tokens_of(keep_after_overflow(length, window, "sinks", sinks))
+        if mine == right:
+            continue
+        half = (window - sinks) // 2
+        mistakes = {
+            "it fits, so all stay": length <= window,
+            "half of the whole window is too much: the sinks have their places in it": (
+                mine == tokens_of([(0, sinks), (length - window // 2, length)])
+            ),
+            "the window is full again at once; drop half of it": len(set(mine)) >= window - sinks > half,
+            "the sinks are missing": mine == tokens_of([(length - half, length)]),
+            "the oldest stay behind the sinks; the newest are to": mine == tokens_of([(0, sinks + half)]),
+            "the sinks come first": sorted(mine) == right,
+            "some tokens are in it twice": len(set(mine)) < len(mine),
+            "`stop` is the first token that is no longer in it": mine[-1:] == [length - 2],
+        }
+        likely = next((f": {cause}" for cause, made in mistakes.items() if made), "")
+        raise Wrong(f"{case}: {len(right)} tokens stay, and yours are {len(mine)}, {spans}{likely}.")
+    return "The newest half, so that only one token in so many has to wait until what stays is computed anew."
+
+
+def tokens_of(spans: Sequence[tuple[int, int]]) -> list[int]:
+    return [token for start, stop in spans for token in range(start, stop)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,20 +19,19 @@ from ..registers import Avx2
 
 
 @exercise("4.1")
-def codes_of_neighbours(answer: Any, codes: Array) -> str:
-    right = codes[0, :16]
-    table = right.reshape(4, 4)
+def codes_of_neighbours(answer: Any) -> str:
+    codes = draws(41).integers(0, 3, 16)
+    table = codes.reshape(4, 4)
+    four = (table << np.array([0, 2, 4, 6])).sum(axis=1).astype(np.uint8)
     mistakes = {
         "the columns of a byte are in the opposite order: the first is in the lowest bits": table[:, ::-1].ravel(),
         "you took the same place of all four bytes first; a byte holds neighbours": table.T.ravel(),
-        "those are weights (−1, 0, 1), and codes are wanted": right - 1,
-        "& 3 is missing: the codes above it are still there": (
-            (table @ 4 ** np.arange(4))[:, None] // 4 ** np.arange(4)
-        ).ravel(),
-        "those are the codes of row 1": codes[1, :16],
-        "those are columns 16 to 31": codes[0, 16:32],
+        "those are weights (−1, 0, 1), and codes are wanted": codes - 1,
+        "a code is taken from an unsigned byte: 0 − 1 is 255": (codes - 1) % 256,
+        "& 3 is missing: the codes above it are still there": (four[:, None] >> np.array([0, 2, 4, 6])).ravel(),
+        "a code has two bits; yours are shifted by one": (four[:, None] >> np.arange(4) & 3).ravel(),
     }
-    expect_array(answer, right, mistakes=mistakes)
+    expect_array(run(answer, four), codes, mistakes=mistakes)
     return "Now: which columns lie in the lowest two bits of the four bytes?"
 
 
@@ -73,6 +74,7 @@ def table_of_a_pair(answer: Any) -> str:
             "the columns are exchanged: the code of column 0 runs first": x @ (codes[::-1] - 1),
             "256 is added; that is the package's, so that halves of 5 bits do without a sign": right + 256,
             "only column 0 is in it": x[0] * (codes[0] - 1),
+            "a sum of two activations does not fit int8": right.astype(np.int8),
             "the two products are multiplied; they are added": np.prod(x[:, None] * (codes - 1), axis=0),
         }
         if as_array(run(answer, *x.tolist())).size == 16:
@@ -82,24 +84,74 @@ def table_of_a_pair(answer: Any) -> str:
 
 
 @exercise("4.5")
-def roofs_meet(answer: Any) -> str:
-    b = as_number(answer)
-    five, four = min(75.0, 5 * b), min(150.0, 4 * b)
-    if b <= 0:
-        raise Wrong("At 0 GB/s neither computes anything.")
-    if five == four:
-        return "Below, fewer bytes win, by a quarter up to b = 15."
-    mistakes = {
-        15.0: " There the 1.6-bit kernel reaches its own limit.",
-        37.5: " There the 2-bit kernel reaches its own.",
+def rows_and_columns(answer: Any) -> str:
+    draw = draws(46)
+    gate = draw.normal(size=(5, 40)).astype(np.float32)
+    gate[0, :4] = 0
+    x_int8 = np.where(gate > 0, draw.integers(-3, 4, gate.shape), 0).astype(np.int8)
+    result = run(answer, gate, x_int8)
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise Wrong("Two arrays are wanted: the rows of up_proj, and the columns of down_proj.")
+    of_rows = {
+        "a gate of 0 is closed, too: ReLU² of it is 0": gate >= 0,
+        "a negative gate is closed: ReLU² of it is 0": gate != 0,
+        "those that need not be read": gate <= 0,
+        "the int8 activation is known only when the row has been read and multiplied": x_int8 != 0,
     }
-    faster = "1.6-bit" if five > four else "2-bit"
-    raise Wrong(
-        f"At {b:g} GB/s they do {five:g} and {four:g} G per second: the {faster} kernel is faster.{mistakes.get(b, '')}"
-    )
+    of_columns = {
+        "an open gate may still give an activation that is rounded to 0": gate > 0,
+        "an activation below 0 counts, too: up_proj's result has a sign": x_int8 > 0,
+        "those that need not be read": x_int8 == 0,
+    }
+    for what, mine, right, mistakes in (
+        ("rows of up_proj", result[0], gate > 0, of_rows),
+        ("columns of down_proj", result[1], x_int8 != 0, of_columns),
+    ):
+        try:
+            expect_array(mine, right, mistakes=mistakes)
+        except Wrong as problem:
+            raise Wrong(f"The {what}: {problem}") from None
+    return f"Here {(gate > 0).mean():.0%} of the rows, and {(x_int8 != 0).mean():.0%} of the columns."
 
 
 @exercise("4.6")
+def judged_by_the_roofline(answer: Any) -> str:
+    draw = draws(47)
+    cases = [(1, 4, 50.0, 20.0, 100.0), (2, 4, 50.0, 20.0, 100.0), (1, 5, 50.0, 20.0, 110.0)]
+    cases += [(int(tokens), 4, 30.0, 15.1, 132.1) for tokens in draw.permutation([1, 2, 3, 4, 64])]
+    for tokens, packed, speed, read, peak in cases:
+        limits = {"memory": tokens * packed * read, "arithmetic": peak}
+        right = min(limits, key=lambda name: limits[name])
+        try:
+            limit, share = run(answer, tokens, packed, speed, read, peak)
+        except (TypeError, ValueError):
+            raise Wrong('Two are wanted: "memory" or "arithmetic", and the share.') from None
+        case = f"{tokens} tokens, {packed} weights in a byte, {read:g} GB/s, {peak:g} G per second"
+        one, bytes_alone = packed * read, tokens * read
+        if limit != right:
+            causes = {
+                "a byte meets each of the tokens": (one < peak) != (right == "memory"),
+                "a byte has several weights": (bytes_alone < peak) != (right == "memory"),
+            }
+            why = next((f" Likely mistake: {cause}." for cause, made in causes.items() if made), "")
+            raise Wrong(f"{case}: {limits['memory']:g} against {peak:g}, so the lower is {right}, not {limit!r}.{why}")
+        mistakes = {
+            100 * speed / limits[right]: "That is the percentage; a share is wanted.",
+            limits[right] / speed: "That is the limit over the speed: the share is 1 over it.",
+            speed / max(limits.values()): f"{case}: that is the share of the higher limit; {right} is the lower one.",
+            speed / read: "GB/s are bytes; each has several multiply-adds in it.",
+        }
+        expect_number(
+            share,
+            speed / limits[right],
+            within=1e-6,
+            mistakes=mistakes,
+            hint=f"{case}: {speed:g} over the lower limit.",
+        )
+    return "A kernel at its roof is done; one far below it waits for something else."
+
+
+@exercise("4.7")
 def kernel_of_registers(answer: Any) -> str:
     draw = draws(45)
     w_t = draw.integers(-1, 2, (64, 336), dtype=np.int8)
@@ -117,6 +169,8 @@ def kernel_of_registers(answer: Any) -> str:
             codes @ blocks.swapaxes(1, 2).ravel() - sum_of_x
         ),
         "every block meets the first 16 activations": codes @ np.tile(wide[:16], 21) - sum_of_x,
+        "& 3 is missing: from above come the other codes, and bits of the neighbour": without_mask(w_t, x, 16),
+        "& 3 is missing; from above come the other codes, and bits of the neighbour": without_mask(w_t, x, 1),
         "the shift is missing: all four rounds take the lowest bits": lowest @ wide - sum_of_x,
         "what is in the int16 sums after the last whole 16 blocks is lost": codes[:, :256] @ wide[:256] - sum_of_x,
     }
@@ -136,6 +190,20 @@ def kernel_of_registers(answer: Any) -> str:
             )
     each = 8 * 4096 / cpu.executed.total()
     return f"Exact, also on the worst input, with {each:.1f} multiply-adds per instruction."
+
+
+def without_mask(w_t: Array, x: Array, blocks: int) -> Array:
+    """The sums of exercise 4.7 if `vpand` is left out, widened after so many blocks."""
+    cpu, ones, registers = Avx2(), np.ones(16, dtype=np.int16), registers_of(w_t)
+    total, short = np.zeros(8, dtype=np.int32), np.zeros(16, dtype=np.int16)
+    for block, register in enumerate(registers):
+        for s in range(4):
+            x4 = cpu.vpbroadcastd(x[16 * block + 4 * s :][:4])
+            short = cpu.vpaddw(short, cpu.vpmaddubsw(cpu.vpsrlw(register, 2 * s), x4))
+        if (block + 1) % blocks == 0 or block + 1 == len(registers):
+            total = cpu.vpaddd(total, cpu.vpmaddwd(short, ones))
+            short = np.zeros(16, dtype=np.int16)
+    return total - x.sum(dtype=np.int32)
 
 
 def registers_of(w_t: Array) -> Array:
@@ -195,8 +263,7 @@ def race_mended(answer: Any, run_kernel: Callable[..., Array], orders: Mapping[s
     draw = draws(83)
     for order, seed in orders.items():
         numbers = draw.integers(-1000, 1000, 64)
-        hint = " A barrier must be reached by all threads: it cannot stand inside the if." * ("__sync" in answer)
-        got = run_text(run_kernel, answer, "tree", numbers, seed, hint)
+        got = run_text(run_kernel, answer, "tree", numbers, seed)
         if (got == numbers.sum()).all():
             continue
         if got[0] == numbers.sum():
@@ -206,8 +273,10 @@ def race_mended(answer: Any, run_kernel: Callable[..., Array], orders: Mapping[s
             )
         raise Wrong(
             f"Threads {order}: thread 0 has {got[0]}, and the sum is {numbers.sum()}. A round must not begin "
-            "before all threads have finished the one before."
+            "before all threads have finished the one before, and the first not before all have written their x."
         )
+    if not re.search(r"all\[[^]]+\]\s*(\+=|=\s*all)", answer):
+        return "In every order. But it is no tree any more: each thread adds all 64, where six rounds would do."
     return "In every order, for every thread, on numbers that you have not seen."
 
 
@@ -242,6 +311,7 @@ def warp_of_rows(answer: Any, run_kernel: Callable[..., Array]) -> str:
         "two of the four lanes are added: one shuffle is missing": sums(by_lane, 1),
         "two of the four lanes are added: the shuffle over 1 is missing": sums(by_lane, 2),
         "it adds lanes of other rows: those of a row differ in the bits worth 1 and 2": sums(by_lane, 2, 4),
+        "eight lanes are added; a row has four, and the shuffle over 4 meets another row": sums(by_lane, 1, 2, 4),
         "all lanes of the warp are added; a row has four": sums(by_lane, 1, 2, 4, 8, 16),
         "crumb 0 is in the lowest bits of its byte; yours run the other way": sums(by_lane[:, ::-1], 1, 2),
         "every lane takes the activations of the first: its own begin at 32 + 4 * (i % 4)": sums(
@@ -260,17 +330,51 @@ def run_text(
     name: str,
     x: Array,
     order: int,
-    hint: str = "",
     threads: int | None = None,
 ) -> Array:
     """y of the student's kernel. Raises Wrong if it does not compile or run.   threads: one for each x if None."""
     try:
         return run_kernel(text, name, x, order, threads or len(x))
     except BitNetRefError as error:
+        waits = "no thread can go on" in str(error)
+        hint = " A barrier must be reached by all threads: it cannot stand inside the if." * waits
         raise Wrong(f"It does not run: {str(error)[:300]}.{hint}") from None
 
 
 @exercise("8.5")
+def one_order_for_a_sum(answer: Any) -> str:
+    draw = draws(85)
+    cases = [draw.normal(size=count).astype(np.float32) for count in (3, 12, 40)]
+    cases += [np.array([1e30, 1, -1e30, 3], dtype=np.float32)]  # float64 has an order, too
+    in_chunks = True
+    for parts in cases:
+        results: dict[float, list[int]] = {}
+        for order in ([*range(len(parts))], *(draw.permutation(len(parts)).tolist() for _ in range(20))):
+            results.setdefault(as_number(run(answer, [(i, parts[i]) for i in order])), order)
+        size = float(np.abs(parts).max())
+        true = float(math.fsum(parts.tolist()))
+        for result in results:
+            if abs(result - true) > 1e-5 * size:
+                missing = [i for i in range(len(parts)) if abs(result + float(parts[i]) - true) <= 1e-5 * size]
+                why = f" Part {missing[0]} is missing." if missing and len(parts) < 40 else ""
+                raise Wrong(f"{len(parts)} parts: the sum is {true:.6g}, and yours {result:.6g}.{why}")
+        if len(results) > 1:
+            (one, first), (other, second) = [*results.items()][:2]
+            wide = float(sum(float(parts[i]) for i in second)) == other
+            why = "they are added as they come" if not wide else "float64 only rounds less; its sums have an order, too"
+            raise Wrong(
+                f"{len(parts)} parts: {one:.9g} if they arrive in the order {first[:8]}, and {other:.9g} in the order "
+                f"{second[:8]}. Likely mistake: {why}."
+            )
+        in_chunks &= float(np.cumsum(parts)[-1]) in results
+    return (
+        "One order of arrival is as good as another: that of the chunks, as in the package's kernel."
+        if in_chunks
+        else "The same for every order. (The package adds in the order of the chunks; yours is another rule.)"
+    )
+
+
+@exercise("8.6")
 def share_of_the_memory(answer: Any) -> str:
     right = 1.18 / 1.33e-3 / 4200
     mistakes = {
@@ -282,4 +386,7 @@ def share_of_the_memory(answer: Any) -> str:
         1.18 * 568 / 4200: "That is with the time between two steps, in which the card waits; take a step on the card.",
     }
     expect_number(answer, right, within=0.005, mistakes=mistakes, hint="GB over seconds, over 4,200 GB/s.")
-    return "A fifth. The rest is waiting: for loads of small kernels, for float64, for one another."
+    return (
+        "A fifth, of a whole step. The product kernel alone reaches a third with the largest matrix, and a tenth with "
+        "the smallest. The rest is waiting: for loads of small kernels, for float64, for one another."
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,7 @@ def softmax_of_rows(answer: Any) -> str:
         "the shares are proportional to the scores: exp is missing": finite / finite.sum(-1, keepdims=True),
         "the powers are of 2, not of e": np.exp2(scores) / np.exp2(scores).sum(-1, keepdims=True),
         "the maximum was taken away and no sum divided by": shifted,
+        "the sum runs over all sixteen; each row has its own (axis=-1, keepdims=True)": shifted / shifted.sum(),
     }
     expect_array(run(answer, scores), softmax(scores), mistakes=mistakes)
     large = np.array([[1000.0, 999.0], [0.0, -np.inf]])
@@ -137,3 +139,33 @@ def who_notices(answer: Any) -> str:
     right = ("last", "fourth", "3", "token3")
     expect_word(answer, right, mistakes, "Who can see token 3? Answer with first, second, third, last or all.")
     return "This is why keys and values can be kept: what is new changes nothing that is old."
+
+
+@exercise("3a.order")
+def who_notices_the_order(answer: Any, head: Callable[..., Array], q: Array, k: Array, v: Array) -> str:
+    """head, q, k, v: the notebook's own. The tokens are cat, sees, dog, sees."""
+    order = [1, 0, 2, 3]
+    z, swapped = head(q, k, v), head(q[order], k[order], v[order])
+    right: set[int] = set(np.flatnonzero(~np.isclose(z, swapped).all(1)).tolist())
+    unequal: set[int] = set(np.flatnonzero((z != swapped).any(1)).tolist())
+    given = as_array(answer)
+    if given.dtype == bool and given.shape == (len(z),):
+        given = np.flatnonzero(given)
+    rows = {int(each) for each in given.ravel()}
+    if rows == right:
+        return "Row 3 adds the same shares of the same values, in another order. A head knows no order."
+    if not rows <= set(range(len(z))):
+        raise Wrong(f"The rows are 0 to {len(z) - 1}.")
+    if not rows:
+        raise Wrong("Row 0 sees itself only, and token 0 is another one now.")
+    if rows == unequal:
+        raise Wrong("Some of these differ by rounding only, since a sum has another order: compare with np.isclose.")
+    if rows == set(range(len(z))) - right:
+        raise Wrong("Those are the rows that stay; the ones that change are asked.")
+    if extra := rows - right:
+        row = min(extra)
+        raise Wrong(
+            f"Row {row} has the same query as before, and sees the same tokens in another order. What does it add?"
+        )
+    row = min(right - rows)
+    raise Wrong(f"Row {row} changes, too: token {row} is another one now, with another query.")

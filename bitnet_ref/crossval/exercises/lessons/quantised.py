@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Callable, Mapping, Set
 from types import CodeType
 from typing import Any
@@ -456,6 +458,32 @@ def four_engines(x: Array, w_t: Array, s: np.float32) -> dict[str, dict[str, Arr
 
 
 @exercise("5.1")
+def one_question(answer: Any) -> str:
+    draw = draws(51)
+    place = draw.permutation(128).reshape(8, 16)  # of each weight: four in a byte, 32 bytes
+
+    def unpack(data: Array) -> Array:
+        return (np.asarray(data, dtype=np.uint8)[place // 4] >> (2 * (place % 4)) & 3).astype(np.int8) - 1
+
+    none, every, number = np.zeros(32, dtype=np.uint8), np.full(32, 0b10101010, dtype=np.uint8), place // 4
+    for bit in range(5):
+        mistakes = {
+            "bit 0 is the lowest; yours run the other way": number >> (4 - bit) & 1,
+            "`number & bit` asks for other bits: shift the number by `bit` first": (number & bit) != 0,
+            "it is shifted by one too many": number >> (bit + 1) & 1,
+            "the bytes are compared with `bit`; a bit of their number is wanted": number == bit,
+            "nothing is mixed": number >= 0,
+        }
+        got = as_array(run(answer, unpack, none, every, bit))
+        if (got == -1).any():
+            raise Wrong("Those are the weights that came out. Which of them say yes? True and False are wanted.")
+        expect_array(got, (number >> bit & 1).astype(bool), mistakes=mistakes)
+    return (
+        "It relies on one thing: a byte alone decides each weight. TL2 keeps signs apart, so it is asked with 0 and +1."
+    )
+
+
+@exercise("5.2")
 def place_in_i2_s(answer: Any, addresses: Array) -> str:
     pair = as_array(answer).ravel()
     if pair.size != 2:
@@ -475,7 +503,7 @@ def place_in_i2_s(answer: Any, addresses: Array) -> str:
     return "Weight 1357 of the line is number 77 of block 10."
 
 
-@exercise("5.2")
+@exercise("5.3")
 def codes_reversed(answer: Any) -> str:
     data = np.arange(256, dtype=np.uint8)
     right = data >> 6 | (data >> 4 & 3) << 2 | (data >> 2 & 3) << 4 | (data & 3) << 6
@@ -489,19 +517,6 @@ def codes_reversed(answer: Any) -> str:
     }
     expect_array(run(answer, data), right, mistakes=mistakes)
     return "TQ2_0 from I2_S, byte for byte."
-
-
-@exercise("5.3")
-def how_many_questions(answer: Any) -> str:
-    mistakes = {
-        25: "That is for a byte per weight; four weights share one.",
-        13: "That was for 32,768 weights in 8,192 bytes. This matrix is larger.",
-        22: "2²² is 4,194,304: fewer than the matrix has bytes.",
-        2560 * 6912 // 4: "Each question halves what is left: so many would be asked one byte at a time.",
-        24: "One less does: the largest address is 4,423,679, below 2²³.",
-    }
-    expect_number(answer, 23, mistakes=mistakes, hint="Count the bits of the largest address.")
-    return "The property: each weight is decided by one byte alone. TL2's signs break it, so its low value is 0."
 
 
 @exercise("5.4")
@@ -556,18 +571,26 @@ def reader_of_tq2_0(answer: Any) -> str:
     return "A reader of a GGUF type, in four lines."
 
 
-@exercise("5.6")
-def faults_that_show(answer: Any) -> str:
-    choices = {
-        "a": "A scale is a number above zero, and NaN is none.",
-        "b": "Three codes are weights; the fourth is none.",
-        "c": "Codes 0 and 1 are both weights: only who knows the right one can tell.",
-    }
-    expect_set(answer, {"a", "b"}, choices)
-    return "The third is the one that a hash of the content is for."
-
-
 @exercise("5.5")
+def byte_of_five(answer: Any) -> str:
+    weights = np.array(list(itertools.product((-1, 0, 1), repeat=5)))
+    powers = 3 ** np.arange(5)[::-1]
+    number = (weights + 1) @ powers
+    backwards = (weights + 1) @ powers[::-1]
+    mistakes = {
+        "that is the number of 243, as in base 3; TQ1_0 has it as a fraction of 256": number,
+        "the fraction is rounded up, so that the digits come back": number * 256 // 243,
+        "the fraction is rounded up, not to the nearest": np.rint(number * 256 / 243),
+        "the first weight is the highest digit; yours is the lowest": -(-backwards * 256 // 243),
+        "a digit is w + 1": -(-(weights @ powers) * 256 // 243),
+        "243 are to fill 256, not 255": -(-number * 255 // 243),
+    }
+    got = [as_number(run(answer, each)) for each in weights.tolist()]
+    expect_array(np.array(got), -(-number * 256 // 243), mistakes=mistakes, exact=True)
+    return "All 243. Multiply by 3, and what passes 256 is the first digit: no division."
+
+
+@exercise("5.6")
 def proof_of_a_conversion(answer: Any) -> str:
     draw = draws(55)
     before = {
@@ -607,7 +630,7 @@ TRAPS = ("none", "layout", "scale", "gate")
 def caught_in_a_trap(answer: Any, patients: Mapping[str, Model], model: Model) -> str:
     """patients: models read from files of `model`."""
     evidence = {
-        "none": "it is sound, and has the lowest loss of all",
+        "none": "it is sound: scales far below 1, ReLU², and columns that go with the norm before them",
         "layout": "its columns' non-zeros have nothing to do with the norm before them",
         "scale": "look at w_dequant_scale: the mean of |W| of a trained matrix is far below 1",
         "gate": "its matrices and scales are those of the sound one; it computes something else with them",
@@ -628,3 +651,16 @@ def trap_of(patient: Model, model: Model) -> str:
     if not all(np.array_equal(a.packed, b.packed) for a, b in ternary):
         return "layout"
     return "none" if all(a.w_dequant_scale == b.w_dequant_scale for a, b in ternary) else "scale"
+
+
+@exercise("5.8")
+def faults_that_show(answer: Any) -> str:
+    if isinstance(answer, str) and re.fullmatch("[abc]{2,3}", answer.strip().lower()):
+        answer = list(answer.strip())
+    choices = {
+        "a": "A scale is a number above zero, and NaN is none.",
+        "b": "Three codes are weights; the fourth is none.",
+        "c": "Codes 0 and 1 are both weights: only who knows the right one can tell.",
+    }
+    expect_set(answer, {"a", "b"}, choices)
+    return "The third is the one that a hash of the content is for."

@@ -89,6 +89,11 @@ def norm_of_the_stream(answer: Any, model: Model, tokens: Sequence[int], recorde
             "mean(axis=0)",
         ),
         "one mean is taken of all tokens together: axis=-1, keepdims=True": ("mean(axis=-1, keepdims=True)", "mean()"),
+        "ε is missing: add norm.eps to the mean before the root": ("mean_square + norm.eps", "mean_square"),
+        "ε is added to the root; it belongs under it": (
+            "np.sqrt(mean_square + norm.eps)",
+            "(np.sqrt(mean_square) + norm.eps)",
+        ),
         "the mean is squared; the mean of the squares is wanted": (
             "np.square(x, dtype=np.float64).mean(axis=-1, keepdims=True)",
             "np.square(x.mean(axis=-1, keepdims=True, dtype=np.float64))",
@@ -141,6 +146,22 @@ def attention_of_heads(answer: Any, model: Model, tokens: Sequence[int], recorde
     slips = {
         "the scores are divided by d, not by its root": ("/ np.sqrt(d)", "/ d"),
         "the scores are multiplied by √d": ("/ np.sqrt(d)", "* np.sqrt(d)"),
+        "the scores are divided by √D, of the whole stream; d is the width of one head": (
+            "/ np.sqrt(d)",
+            "/ np.sqrt(H * d)",
+        ),
+        "the scores are divided by √T, of the number of tokens; d is the width of one head": (
+            "/ np.sqrt(d)",
+            "/ np.sqrt(T)",
+        ),
+        "the scores are divided by √H, of the number of heads; d is the width of one head": (
+            "/ np.sqrt(d)",
+            "/ np.sqrt(H)",
+        ),
+        "the scores are divided by the root of G · d; d is the width of one head": (
+            "/ np.sqrt(d)",
+            "/ np.sqrt(G * d)",
+        ),
         "the mask is turned round: it hides the past and shows the future": ("[None, :] > np", "[None, :] < np"),
         "hidden scores are 0, which softmax makes a share; they must be −∞": ("-np.inf", "0"),
         "softmax sums over the queries; it must sum over the keys, axis=-1": ("e.sum(axis=-1", "e.sum(axis=-2"),
@@ -162,7 +183,11 @@ def attention_of_heads(answer: Any, model: Model, tokens: Sequence[int], recorde
 def gate_of_the_feed_forward(answer: Any, model: Model, tokens: Sequence[int], recorded: Recorded) -> str:
     gate, up = recorded["blocks.0.mlp.hook_pre"], recorded["blocks.0.mlp.hook_pre_linear"]
     slips = {
-        "relu is taken of the product; it is of the gate": ("np.maximum(gate, 0)) * up", "gate) * np.maximum(up, 0)")
+        "relu is taken of the product; it is of the gate": ("np.maximum(gate, 0)) * up", "gate) * np.maximum(up, 0)"),
+        "negative results are cut to 0; only the gate is cut, and up may be negative": (
+            "* up",
+            "* np.maximum(up, 0)",
+        ),
     }
     made = edited(model, "3b.6", slips, gate, up)
     return expect_tensor(model, tokens, recorded, "blocks.0.mlp.hook_post", run(answer, gate, up), slips=made)
@@ -221,20 +246,27 @@ def whole_block(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
         )
     expect_array(cache["v"], recorded["blocks.0.attn.hook_v"])
     cache = empty_cache(model)
-    one_by_one = np.concatenate([as_array(run(answer, row[None], layer, cache)) for row in x])
+    # RoPE sees differences of positions alone: positions that are all too large show where two calls meet
+    chunks = [x[:7], *(row[None] for row in x[7:])]
+    by_chunks = np.concatenate([as_array(run(answer, chunk, layer, cache)) for chunk in chunks])
     try:
-        expect_array(one_by_one, recorded[name])
+        expect_array(by_chunks, recorded[name])
     except Wrong as wrong:
         if len(cache["k"]) != len(x) or len(cache["v"]) != len(x):
             cause = "put the new keys and values behind those that are in the cache, not in their place"
         elif not np.allclose(cache["k"], recorded["blocks.0.attn.hook_rot_k"], atol=1e-4):
-            cause = "positions begin at the number of keys in the cache, and the cache keeps what is turned"
+            cause = (
+                "positions begin at the number of keys that were in the cache before this call, and the cache keeps "
+                "what is turned"
+            )
         else:
             cause = "the cache is right; let attend read all of its keys and values, not the new ones alone"
-        raise Wrong(f"Right for the whole text at once, wrong token by token: {cause}. {wrong}") from None
+        raise Wrong(
+            f"Right for the whole text at once, wrong in 7 tokens and then one by one: {cause}. {wrong}"
+        ) from None
     if not np.allclose(cache["v"], recorded["blocks.0.attn.hook_v"], atol=1e-5):
         raise Wrong("x is right, but the cache has the tokens in another order: put the new ones at its end.")
-    return f"{sentence} Also token by token."
+    return f"{sentence} Also in 7 tokens and then one by one."
 
 
 def empty_cache(model: Model) -> dict[str, NDArray[np.float32]]:
@@ -283,6 +315,13 @@ def _text_mistake(model: Model, prompt: str, ids: Sequence[int], new: Sequence[i
         return "One token too many: max_tokens counts the new ones."
     if got == shorter.strip():
         return "One token too few: max_tokens counts the new ones, and the one after the prompt is the first."
+    stops = next((count for count in range(1, len(new)) if got == decode([*ids, *new[:count]]).strip()), None)
+    if stops is not None:
+        with_prompt = ", not those of the prompt" * (stops == len(new) - len(ids))
+        return (
+            f"Right so far, but it stops after {stops} of {len(new)} new tokens: max_tokens counts the new ones"
+            f"{with_prompt}."
+        )
     slips = {
         "argmin instead of argmax": ("argmax", "argmin"),
         "the logits of the first token are used; the last one's say what comes next": ("x[-1:]", "x[:1]"),

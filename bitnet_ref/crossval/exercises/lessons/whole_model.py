@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,36 +15,42 @@ from ..answers import as_array, as_number, expect_array, expect_number
 from ..declare import Wrong, draws, exercise, run
 
 
-@exercise("3c.seen")
-def what_a_reader_sees(answer: Any) -> str:
-    draw = draws(33)
-    right = draw.normal(size=(9, 40))
-    close = right + 0.3 * draw.normal(size=right.shape)
-    close[0] += 100.0
-    for wrong, what in (
-        (right.copy(), "equal ones"),
-        (right + 1, "logits that are all larger by 1"),
-        (close, "other ones"),
-    ):
-        best, others = right.argmax(-1), wrong.argmax(-1)
-        n = int((best != others).sum())
-        mistakes = {
-            n / len(right): "That is a share; the number of tokens is asked.",
-            len(right) - n: "That is how often they agree.",
-            int(
-                (right != wrong).sum()
-            ): "Those are the logits that differ. The text shows the largest of each row alone.",
-            int((right.max(-1) != wrong.max(-1)).sum()): "The largest value may change where the token stays: argmax.",
-            int(
-                (right.argmax(0) != wrong.argmax(0)).sum()
-            ): "The tokens to choose from lie along the last axis: argmax(axis=-1).",
-        }
-        mistakes = {value: text for value, text in mistakes.items() if value != n}
-        expect_number(run(answer, right, wrong), n, mistakes=mistakes, hint=f"For {what} it is {n} of {len(right)}.")
-    return "All else that the two compute is hidden from a reader."
+@exercise("3c.1")
+def head_that_looks_back(answer: Any, model: Model, recorded: dict[str, Array]) -> str:
+    blocks, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    patterns = np.stack([recorded[f"blocks.{i}.attn.hook_pattern"] for i in range(blocks)])  # (L, H, N, N)
+    back, own = (np.diagonal(patterns, -distance, 2, 3) for distance in (1, 0))
+    largest = patterns.argmax(-1)[..., 1:] == np.arange(patterns.shape[-1] - 1)
+
+    def best(shares: Array) -> tuple[int, int]:
+        layer, head = divmod(int(shares.argmax()), heads)
+        return layer, head
+
+    right = best(back.mean(-1))
+    mistakes = {
+        best(-back.mean(-1)): "That one does it the least.",
+        best(largest.mean(-1)): "Its largest share is for the token before more often than any other's; the mean share "
+        "is asked.",
+        best(back.max(-1)): "That is the head with the largest single share; the mean over all tokens is asked.",
+        best(back[..., -1]): "That is so for the last token alone; the mean over all tokens is asked.",
+        best(patterns[..., 0].mean(-1)): "That one looks at the first token: p[i, 0], not p[i, i − 1].",
+        best(own.mean(-1)): "That one looks at the token itself: p[i, i], not p[i, i − 1].",
+        right[::-1]: "The layer comes first, then the head.",
+    }
+    given = tuple(int(each) for each in as_array(answer).ravel())
+    if given == right:
+        return f"It gives {back.mean(-1)[right]:.2f} of its attention to the token before."
+    if given == (right[0] * heads + right[1],):
+        raise Wrong(f"That is its number among all {blocks * heads} heads; divmod by H makes layer and head of it.")
+    if len(given) != 2:
+        raise Wrong("Two numbers are wanted, (layer, head).")
+    if not (0 <= given[0] < blocks and 0 <= given[1] < heads):
+        raise Wrong(f"Layers are 0 to {blocks - 1}, heads 0 to {heads - 1}.")
+    share = back.mean(-1)[given]
+    raise Wrong(mistakes.get(given, f"Its mean share for the token before is {share:.2f}; another one has more."))
 
 
-@exercise("3c.3")
+@exercise("3c.2")
 def size_of_the_cache(answer: Any, model: Model) -> str:
     c = model.config
     blocks, heads, shared, width = c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads, c.head_dim
@@ -65,25 +71,115 @@ def size_of_the_cache(answer: Any, model: Model) -> str:
     return f"With a key/value head for each query head it would be {heads // shared} times as many."
 
 
-@exercise("3c.1")
-def future_is_hidden(answer: Any, tokens: list[int]) -> str:
-    given = as_array(answer)
-    given = np.flatnonzero(given) if given.dtype == bool and given.size == len(tokens) else given.ravel()
-    last = len(tokens) - 1
-    if any(not -len(tokens) <= as_number(each) <= last for each in given):
-        raise Wrong(f"The rows are 0 to {last}.")
-    rows = {int(as_number(each)) % len(tokens) for each in given}
-    if rows == {last}:
-        return "Every other token sees itself and those before it only."
-    if not rows:
-        raise Wrong("One row must change: the model reads the last token, too.")
-    if rows == set(range(last)):
-        raise Wrong("It is the other way round: those rows were computed before the last token was read.")
-    if len(rows) == len(tokens):
-        raise Wrong("Row 0 has read token 0 only: how could it change?")
-    if last not in rows:
-        raise Wrong(f"Row {max(rows)} has read tokens 0 to {max(rows)} only; the last token is {last}.")
-    raise Wrong(f"Row {min(rows)} has not read token {last}.")
+@exercise("3c.3")
+def when_it_is_settled(answer: Any, lens_best: Array) -> str:
+    """lens_best: (blocks + 1, tokens), the likeliest next token at each depth."""
+    agrees = lens_best == lens_best[-1]
+    stays = np.flip(np.logical_and.accumulate(np.flip(agrees, 0)), 0)
+    right = stays.argmax(axis=0)
+    mistakes = {
+        "that is where it agrees for the first time; later it may change its mind again": agrees.argmax(axis=0),
+        "the embedding is depth 0, so block 0 is depth 1": right - 1,
+        "those are the depths at which it agrees, counted; they need not be the last ones": agrees.sum(axis=0),
+        "count from the embedding, not from the end": len(lens_best) - 1 - right,
+    }
+    expect_array(answer, right, mistakes=mistakes)
+    late = int((right == len(lens_best) - 1).sum())
+    return f"{late} of {len(right)} predictions are settled by the last block only."
+
+
+@exercise("3c.seen")
+def what_a_reader_sees(answer: Any) -> str:
+    draw = draws(33)
+    words = draw.permutation(40)[:4]  # the likeliest tokens: few, again and again
+    best = words[[0, 1, 0, 2, 1, 2, 0, 1, 2, 0, 1]]
+    others = words[[0, 1, 0, 3, 1, 0, 1, 1, 0, 1, 3]]
+    right = draw.normal(size=(len(best), 40))
+    wrong = right + 0.1 * draw.normal(size=right.shape)
+    for logits, tokens in ((right, best), (wrong, others)):
+        logits[np.arange(len(best)), tokens] = logits.max(-1) + 2
+    wrong[0] += 100.0
+    for theirs, what in (
+        (right.copy(), "equal ones"),
+        (right + 1, "logits that are all larger by 1"),
+        (wrong, "other ones"),
+    ):
+        a, b = right.argmax(-1), theirs.argmax(-1)
+        n, first = int((a != b).sum()), int((a != b).argmax())
+        mistakes = {
+            n / len(right): "That is a share; the number of tokens is asked.",
+            len(right) - n: "That is how often they agree.",
+            int(
+                (right != theirs).sum()
+            ): "Those are the logits that differ. The text shows the largest of each row alone.",
+            int((right.max(-1) != theirs.max(-1)).sum()): "The largest value may change where the token stays: argmax.",
+            int(
+                (right.argmax(0) != theirs.argmax(0)).sum()
+            ): "The tokens to choose from lie along the last axis: argmax(axis=-1).",
+            len({*a} - {*b}): "A token may occur twice: compare place by place, not as sets.",
+            len({*a} ^ {*b}): "A token may occur twice: compare place by place, not as sets.",
+            first: "That is where they differ for the first time. Count all the places where they do.",
+            first + 1: "That is where they differ for the first time, counted from 1. Count all such places.",
+        }
+        mistakes = {value: text for value, text in mistakes.items() if value != n}
+        expect_number(run(answer, right, theirs), n, mistakes=mistakes, hint=f"For {what} it is {n} of {len(right)}.")
+    return "All else that the two compute is hidden from a reader."
+
+
+@exercise("3c.tipped")
+def share_that_tipped(
+    answer: Any, model: Model, run32: Mapping[str, Array], run64: Mapping[str, Array], inputs: Mapping[str, str]
+) -> str:
+    """run32, run64, inputs: the notebook's own."""
+    shares = []
+    for block in range(model.config.num_hidden_layers):
+        names = [f"blocks.{block}.{linear}.hook_x_int8" for linear in inputs.values()]
+        differ = [run32[name] != run64[name] for name in names]
+        together = np.concatenate([each.ravel() for each in differ])
+        apart = [np.abs(run32[name].astype(int) - run64[name]).mean() for name in names]
+        right = float(together.mean())
+        mistakes = {
+            float(together.sum()): "That is their number; the share of them is asked.",
+            100 * right: "That is in percent; a share is between 0 and 1.",
+            1 - right: "That is the share that stays equal.",
+            float(
+                np.mean([each.mean() for each in differ])
+            ): "That is the mean of four shares. The input of down is the widest: put all four together first.",
+            float(np.mean([each.any(-1) for each in differ])): "That is the share of tokens in which any has tipped.",
+            float(np.mean(apart)): "That is by how much they differ; count each that differs as one.",
+            float(differ[0].mean()): "That is the input of q, k and v alone; a block has three more.",
+            float(differ[-1].mean()): "That is the input of down alone; a block has three more.",
+        }
+        mistakes = {value: text for value, text in mistakes.items() if abs(value - right) > 1e-9}
+        hint = f"In block {block} {int(together.sum()):,} of {together.size:,} differ."
+        expect_number(run(answer, block), right, within=1e-6 * right + 1e-12, mistakes=mistakes, hint=hint)
+        shares.append(right)
+    return f"From {min(shares):.2%} of a block to {max(shares):.2%}."
+
+
+@exercise("3c.first")
+def first_unequal_tensor(answer: Any) -> str:
+    draw = draws(36)
+    names = ("embed", "norm", "q", "z", "out")
+    right = {name: draw.normal(size=(3, 4)).astype(np.float32) for name in names}
+    last_bit = np.nextafter(right["norm"], np.float32(9))
+    wrong = {**right, "q": 3 * right["q"], "z": 9 * right["z"]}
+    cases = (
+        ({**right, "out": -right["out"]}, "out", "One tensor differs, the last."),
+        (wrong, "q", "Two differ, and the second by more."),
+        ({**wrong, "norm": last_bit}, "norm", "One differs in its last bits alone, and that counts here."),
+        (dict(reversed(wrong.items())), "q", "The order of the computation is that of `right`."),
+        ({name: wrong[name] for name in names if name != "norm"}, "norm", "One tensor is missing: it is not equal."),
+    )
+    for theirs, first, what in cases:
+        given = run(answer, right, theirs)
+        if not isinstance(given, str):
+            raise Wrong("A name is wanted, as a text.")
+        if given != first:
+            raise Wrong(f"{what} Yours is {given!r}, not {first!r}.")
+    if (given := run(answer, right, dict(right))) != "none":
+        raise Wrong(f'Where all tensors are equal, "none" is wanted; yours is {given!r}.')
+    return "Whatever comes behind it is a consequence."
 
 
 @exercise("3c.4")
@@ -93,13 +189,14 @@ def ablation(
     """broken, loss_of, passage_ids: the notebook's own."""
     losses = np.array([as_number(run(answer, block)) for block in range(model.config.num_hidden_layers)])
     layers = model.weights.layers
-    without = [replace(model.weights, layers=layers[:i] + layers[i + 1 :]) for i in range(len(layers))]
-    right = np.array(
-        [
-            loss_of(broken(weights=each, num_hidden_layers=len(layers) - 1).logits(passage_ids), passage_ids)
-            for each in without
-        ]
-    )
+
+    def losses_of(kept: Sequence[tuple[Any, ...]]) -> Array:
+        """The loss with each of these choices of blocks."""
+        engines = [broken(weights=replace(model.weights, layers=each), num_hidden_layers=len(each)) for each in kept]
+        return np.array([loss_of(engine.logits(passage_ids), passage_ids) for engine in engines])
+
+    right = losses_of([layers[:i] + layers[i + 1 :] for i in range(len(layers))])
+    is_wrong = not np.allclose(losses, right)
     mistakes = {
         "no block is left out: each loss is that of the whole model": np.full_like(
             right, loss_of(model.logits(passage_ids), passage_ids)
@@ -110,6 +207,8 @@ def ablation(
         "the loss is in bits, not in nats": right / np.log(2),
         "it is the mean of ln p: the sign is missing": -right,
     }
+    if is_wrong:
+        mistakes["that block alone is kept; it is to be left out"] = losses_of([(layer,) for layer in layers])
     expect_array(losses, right, mistakes=mistakes)
     least = int(right.argmin())
     return f"Block 0 hurts the most ({right[0]:.1f} nats), block {least} the least ({right[least]:.2f})."
@@ -136,20 +235,3 @@ def own_bug(answer: Any, model: Model, tokens: list[int], recorded: dict[str, Ar
         raise Wrong("The keys are others, and yet not those that went in: return k itself.")
     changed = (logits.argmax(axis=-1) != recorded["lm_head.hook_out"].argmax(axis=-1)).sum()
     return f"The first difference is in {first}; the likeliest next token changes at {changed} of {len(tokens)} tokens."
-
-
-@exercise("3c.2")
-def when_it_is_settled(answer: Any, lens_best: Array) -> str:
-    """lens_best: (blocks + 1, tokens), the likeliest next token at each depth."""
-    agrees = lens_best == lens_best[-1]
-    stays = np.flip(np.logical_and.accumulate(np.flip(agrees, 0)), 0)
-    right = stays.argmax(axis=0)
-    mistakes = {
-        "that is where it agrees for the first time; later it may change its mind again": agrees.argmax(axis=0),
-        "the embedding is depth 0, so block 0 is depth 1": right - 1,
-        "those are the depths at which it agrees, counted; they need not be the last ones": agrees.sum(axis=0),
-        "count from the embedding, not from the end": len(lens_best) - 1 - right,
-    }
-    expect_array(answer, right, mistakes=mistakes)
-    late = int((right == len(lens_best) - 1).sum())
-    return f"{late} of {len(right)} predictions are settled by the last block only."
