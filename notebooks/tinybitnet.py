@@ -206,7 +206,7 @@ def adamw(w, grads, m, v, step, lr, decay):
 
 
 def schedule(step):
-    """Two stages. In the second nothing decays and the rate is lower, so fewer weights flip: the loss drops again."""
+    """Two stages. In the second nothing decays, and every step is smaller: the loss drops again."""
     left = 1 - step / STEPS
     lr, decay = (LR, DECAY) if left > 0.5 else (SECOND_LR, 0.0)
     return lr * left * min(1, (step + 1) / WARMUP), decay
