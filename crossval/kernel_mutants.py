@@ -157,7 +157,10 @@ PLACES = {
         bits |= (h & ⟦0x8000u → 0u⟧) << 16
         tiny += ⟦0.5f → 0.25f⟧;
         (size - 0x38000000u + ⟦0xFFFu → 0u⟧
-        (size >> 13 & ⟦1 → 0⟧)
+        (size >> 13 & ⟦1 → 0⟧)) >> 13;
+        (size >> 13 & ⟦1 → 0⟧)) & ~0x1FFFu
+        (size >> 16 & ⟦1 → 0⟧)
+        (to_half ? ⟦half → brief⟧
         (bits >> 16 & ⟦0x8000u → 0u⟧)
         const float size = fabsf(⟦x[i] → x[0]⟧);
         *scale = largest / ⟦127.0f → 100.0f⟧;
@@ -228,9 +231,10 @@ PLACES = {
         for (; block + 1 < blocks && below + sums[block] <= target; block++) ⟦below += sums[block] → below += 0⟧;
         const double end = below + ⟦e[i] → e[0]⟧;\n        if (end > target) {
         const double target = ⟦uniform → 0.5⟧ * total
-        child += child + 1 < size && ⟦heap[child + 1] > heap[child] → 0⟧;
+        for (; at > first && ⟦keys[at - 1] < key → 0⟧; at--)
+        ends[b + 1] += ⟦ends[b] → 0⟧;
         (logits[start + i] < ⟦below → INFINITY⟧);
-        heap[size++] = start + ⟦word → 0⟧ + (size_t)
+        gathered[size++] = (uint32_t)(start + ⟦word → 0⟧ + (size_t)
         is_done = top_k ? ⟦count + 1 → count⟧ == top_k
         if (⟦top_k → 0⟧) total = listed;
         const double beyond = kept - ⟦rule->top_p → 1⟧ * total;
@@ -240,7 +244,10 @@ PLACES = {
         >= -⟦DRAW_DEEPEST → 1⟧ * temperature) {
         STEP(draw_rough)(block, largest, (float)(1 / ⟦temperature → 1.0⟧));
         lowest = zero - ⟦87.0f → 8.7f⟧;
-        total += ⟦sums[b] → sums[0]⟧;""",
+        total += ⟦sums[b] → sums[0]⟧;
+        odd[k] += ⟦v[k] - v[k] → zero⟧;
+        best = ⟦ends[k] > best → ends[k] < best⟧ ? ends[k] : best;
+        while (⟦x[i] != best → 0⟧) i++;""",
     "dense_amx.h": r"""
         part[⟦p * tokens → p⟧ + t] = _mm512_permutex2var_epi16(
         b = _mm512_sub_ps(b, (__m512)_mm512_and_si512((__m512i)⟦b → a⟧, top));
@@ -292,9 +299,6 @@ PLACES = {
         for i in range(⟦self.count → self.count - 1⟧):\n            if self.calls[i].run
         any(⟦start <= address < end → start <= address⟧ for start""",
     "greedy.h": r"""
-        largest[lane] = ⟦v > largest[lane] → v < largest[lane]⟧ ? v
-        best = ⟦largest[lane] > best → largest[lane] < best⟧ ? largest
-        for (i = 0; ⟦x[i] != best → 0⟧; i++)
         ((const uint16_t *)row)[i] << ⟦16 → 15⟧);""",
     "_cpu_greedy.pxi": r"""
         if not (step.run() and ⟦head.run() → True⟧)
@@ -332,14 +336,14 @@ PLACES = {
         set_run(c, runs * G - divided + ⟦item → 0⟧, runs
         ATTEND_SCORES, ⟦item % pieces → 0⟧, pieces)
         call.z, call.z_stride = c.z + (m * H + ⟦g * call.R → g⟧) * d
-        call.window, call.scale, call.kv = c.window, (<double> d) ** ⟦-0.5 → -0.25⟧, c.of.view
+        call.window, call.scale = c.window, (<double> d) ** ⟦-0.5 → -0.25⟧
         rotate(&c.of_q, call.q + t * H * d, ⟦m + t → m⟧, call.R
-        call.kv.values.rows = <const char *> call.kv.values.rows + ⟦g → 0⟧ * c.of.head_rows * d * size
-        call.kv.keys.scales += ⟦g → 0⟧
-        call.kv.pages = c.of.page_table + ⟦c.of.slots[m] → 0⟧ * c.of.table_columns
-        call.kv.first = position + 1 - visible_keys(position, ⟦c.window → 0⟧)
-        call.kv.n_keys = position + ⟦call.T → 1⟧ - call.kv.first
-        call.window, call.scale, call.kv = ⟦c.window → 0⟧,""",
+        kv.values.rows = <const char *> kv.values.rows + ⟦rows → 0⟧ * c.of.d * size
+        kv.keys.scales += ⟦rows → 0⟧
+        kv.pages = c.of.page_table + ⟦c.of.slots[m[0]] → 0⟧ * c.of.table_columns
+        kv.first = position + 1 - visible_keys(position, ⟦c.window → 0⟧)
+        kv.n_keys = position + ⟦tokens → 1⟧ - kv.first
+        call.window, call.scale = ⟦c.window → 0⟧,""",
     "_cpu_dense.pxi": r"""
         c.ys[i] + ⟦first → 0⟧, N, wide)
         c.ws[i] + ⟦first → 0⟧ * row_bytes, stop - first, K, tokens
