@@ -76,6 +76,10 @@ def loss_of_one_block(block):
     return loss_of(engine.logits(PASSAGE), PASSAGE)
 
 
+def plain_norm(x, norm):
+    return x * (1 / np.sqrt((x * x).mean(-1, keepdims=True) + norm.eps)) * norm.weight
+
+
 def merge_in_place(symbols, pair):
     for i in range(len(symbols)):
         if tuple(symbols[i : i + 2]) == pair:
@@ -315,6 +319,10 @@ CASES = {
     "2.6": Case(
         [
             (Edit('theirs["x_q"].astype(np.int32) @', "x_q.astype(np.int32) @"), "'product' is not to blame"),
+            (
+                Edit('theirs["x_q"].astype(np.int32) @ w_t.T.astype(np.int32)', 'theirs["x_q"] @ w_t.T'),
+                "sums of int8 overflow",
+            ),
             (Edit('theirs["acc"].astype', "acc.astype"), "'rescale' is not to blame"),
             (Edit('theirs["a"])\n', "a)\n"), "'rescale' is not to blame"),
             (Edit('np.array_equal(theirs["y"], y)', 'np.allclose(theirs["y"], y)'), "'rescale' is to blame"),
@@ -564,6 +572,7 @@ CASES = {
     "3b.7": Case(
         [
             (Edit("x = x + bit", "x = bit"), "must be added"),
+            (Edit("x = x + bit", "x += bit"), "changes an array that it was given"),
             (Edit("layer.ffn_norm", "layer.attn_norm"), "the second has ffn_norm"),
             (
                 Edit(
@@ -828,6 +837,10 @@ CASES = {
     "5.1": Case(
         [
             (Edit(" >> bit & 1", " >> (4 - bit) & 1"), "other way"),
+            (
+                Edit("np.where(", "np.copyto(none, every, where=(numbers >> bit & 1) == 1) or np.where("),
+                "changes an array that it was given",
+            ),
             (Edit("numbers >> bit & 1", "numbers & bit"), "other bits|values are wrong"),
             (Edit("every, none)", "none, every)"), "True and False are exchanged"),
             (Edit(" == 1", ""), "Which of them say yes"),
@@ -1642,6 +1655,10 @@ CASES = {
         [
             (type("Same", (Backend,), {}), "no mistake on this prompt"),
             (Silu("float32", threads=1), "without brackets"),
+            (
+                type("Near", (Backend,), {"rms_norm": lambda self, x, norm: plain_norm(x, norm)}),
+                "a correct engine, which rounds otherwise",
+            ),
             (type("Huge", (Backend,), {"rms_norm": lambda self, x, norm: x}), "NumericsError|Too large"),
             (type("Shape", (Backend,), {"rms_norm": lambda self, x, norm: x[:1]}), "raised"),
             (type("Zero", (Backend,), {"gated": lambda self, g, u, a: 0 * g}), "Too large|raised"),

@@ -105,6 +105,12 @@ def run(function: Any, *arguments: Any) -> Any:
         frames = traceback.extract_tb(error.__traceback__)[1:]
         line = f', in its line "{frames[0].line}"' if frames and frames[0].line else ""
         raise Wrong(f"Your function raised {type(error).__name__}: {error}{line}.") from error
+    for given, copy in zip(arguments, copies, strict=True):
+        if isinstance(given, np.ndarray) and not np.array_equal(given, copy, equal_nan=given.dtype.kind in "fc"):
+            raise Wrong(
+                "Your function changes an array that it was given, and what comes after needs it as it was. "
+                "Work on a copy: x = x + 1, not x += 1."
+            )
     if result is None or (isinstance(result, tuple) and any(each is None for each in result)):
         raise Unanswered
     return result

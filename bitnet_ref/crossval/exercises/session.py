@@ -75,7 +75,10 @@ class Check:
         exercise = EXERCISES[name]
         self._pieces |= given  # what the solution is made of
         exec(exercise.solution, self._pieces)
-        return answer if answered.status == RIGHT else self._pieces[exercise.answer]
+        ours = self._pieces[exercise.answer]
+        if answered.status != RIGHT:
+            return ours
+        return np.asarray(answer).astype(ours.dtype) if isinstance(ours, np.ndarray) else answer  # a list is no array
 
     def hint(self, name: str | None = None) -> None:
         """Print the next hint on an exercise; by default on the one that was judged last."""

@@ -493,5 +493,8 @@ def own_suspect(answer: Any, model: Model, tokens: Sequence[int]) -> str:
             f"Too large: the cosine is {cosine:.2f} (0.5 is noticed), top-1 agreement {top1:.0%} (50%). "
             "A rounding is enough."
         )
-    verdict = compare(right, tensors, model.config, tokens).verdict
+    comparison = compare(right, tensors, model.config, tokens)
+    if comparison.first_divergence is None:
+        raise Wrong("crossval says that it AGREES: that is a correct engine, which rounds otherwise. Make a mistake.")
+    verdict = comparison.verdict
     return f"It passes both: cosine {cosine:.4f}, top-1 {top1:.0%}. {verdict}"

@@ -388,6 +388,7 @@ def steps_at_fault(answer: Any) -> str:
     faults: list[tuple[dict[str, Any], set[str], str]] = [
         ({}, set(), "An engine that is right in every step."),
         ({"kept": np.float32}, set(), "An engine that is right, and keeps its integers in float32."),
+        ({"inputs": np.int8}, set(), "An engine that is right, whose x_q is int8: sums of int8 overflow in NumPy."),
         ({"ties": away_from_zero}, {"quantise"}, "An engine that rounds ties away from zero."),
         ({"per_token": False}, {"quantise"}, "An engine with one scale for all tokens."),
         ({"scale_off": True}, {"quantise"}, "An engine whose x_q is right, and whose a is not, by its last bit."),
@@ -430,6 +431,7 @@ def other_bit_linear(
     scale_off: bool = False,
     sums: Any = np.int32,
     kept: Any = np.int32,
+    inputs: Any = None,
     other_brackets: bool = False,
 ) -> dict[str, Array]:
     """What an engine computes for x (N, K), with its faults: x_q and a, acc, y."""
@@ -441,7 +443,12 @@ def other_bit_linear(
         a = np.nextafter(a, np.float32(0))
     acc = (x_q.astype(np.int32) @ w_t.T.astype(np.int32)).astype(sums).astype(kept)
     wide = acc.astype(np.float32)
-    return {"x_q": x_q.astype(kept), "a": a, "acc": acc, "y": wide * s / a if other_brackets else wide * (s / a)}
+    return {
+        "x_q": x_q.astype(inputs or kept),
+        "a": a,
+        "acc": acc,
+        "y": wide * s / a if other_brackets else wide * (s / a),
+    }
 
 
 def four_engines(x: Array, w_t: Array, s: np.float32) -> dict[str, dict[str, Array]]:

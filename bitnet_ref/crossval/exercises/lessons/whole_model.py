@@ -142,11 +142,12 @@ def share_that_tipped(
             float(together.sum()): "That is their number; the share of them is asked.",
             100 * right: "That is in percent; a share is between 0 and 1.",
             1 - right: "That is the share that stays equal.",
+            float(np.mean([each.any(-1) for each in differ])): "That is the share of tokens in which any has tipped.",
+            float(np.mean(apart)): "That is by how much they differ; count each that differs as one.",
+            # Where all differ by one, this is the same number: the later entry is said.
             float(
                 np.mean([each.mean() for each in differ])
             ): "That is the mean of four shares. The input of down is the widest: put all four together first.",
-            float(np.mean([each.any(-1) for each in differ])): "That is the share of tokens in which any has tipped.",
-            float(np.mean(apart)): "That is by how much they differ; count each that differs as one.",
             float(differ[0].mean()): "That is the input of q, k and v alone; a block has three more.",
             float(differ[-1].mean()): "That is the input of down alone; a block has three more.",
         }
