@@ -96,7 +96,7 @@ def test_backends_equal_the_text(kind, be):
 def test_the_largest_sums(kind, be):
     """All bits of the weights set, and inputs of +127 and -127 in every place."""
     if be.name == "cupy":
-        pytest.skip("has no kernels for it")
+        pytest.skip("cupy has no kernels for ggml's rule")
     w = random_blocks(kind, rng(5), 17, 512)
     stored = w.stored.reshape(-1, w.block.nbytes)
     halves = {at + i for at in w.block.halves for i in (0, 1)}
@@ -128,7 +128,7 @@ def test_inputs_are_rounded_by_blocks():
 )
 def test_inputs_that_have_no_integers_are_refused(bad, kind, words, be):
     if be.name == "cupy":
-        pytest.skip("has no kernels for it")
+        pytest.skip("cupy has no kernels for ggml's rule")
     x = np.ones((3, 256), dtype=F)
     x[1, 40] = bad
     w = by_rule(random_blocks("Q4_0" if kind == "Q8_0" else "Q6_K", rng(6), 4, 256))
@@ -146,7 +146,7 @@ def test_a_matrix_in_16_bits_rounds_its_inputs():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_backends_round_to_16_bits_as_the_text_does(dtype, be):
     if be.name == "cupy":
-        pytest.skip("has no kernels for it")
+        pytest.skip("cupy has no kernels for ggml's rule")
     w = by_rule(DenseWeight(np.ones((1, 1), dtype=NARROW[dtype])))
     bits = rng(7).integers(0, 1 << 32, 20_000, dtype=np.uint32)
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(F)

@@ -2078,7 +2078,10 @@ def test_a_row_that_differs_by_rounding_has_not_changed(notebook):
 def test_ours_calls_no_function_of_the_student(capsys):
     """A piece that is judged right by mistake does not spoil the pieces that stand in for later ones."""
     check = Check(model("storyteller", "numpy"), PASSAGE)
-    mine = lambda gate, up: np.square(np.maximum(gate, 0)) * up  # noqa: E731
+
+    def mine(gate, up):
+        return np.square(np.maximum(gate, 0)) * up
+
     assert check.use("3b.6", mine) is mine
     assert check.use("3b.7", None).__globals__["gated"] is not mine
 

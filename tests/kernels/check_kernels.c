@@ -786,6 +786,7 @@ int main(int argc, char **argv) {
             check_strips(set, between(1, 700), between(1, 700), between(0, 100), 0);
             check_lists(set, between(1, 200), between(0, 100));
             check_steps(set, between(1, 600));
+            if (round == 0) for (size_t n = 1; n < 100; n++) check_greedy(set, n);
             check_training(set, between(1, 600)), check_draw(set, between(1, 600)), check_greedy(set, between(1, 600));
             check_attend(set, between(1, 9), between(1, 70) * 2, between(1, 400));
             const size_t R = between(1, 9);

@@ -73,9 +73,8 @@ def passes(model, path):
 
 
 def uses():
-    simd = [name for name, lacks in simd_variants().items() if lacks is None][
-        -1
-    ]  # the others allocate at the same places
+    usable = [name for name, lacks in simd_variants().items() if lacks is None]
+    simd = usable[-1]  # the others allocate at the same places
     for layout in layouts_for(simd):
         be = CythonBackend(threads=2, simd=simd, layout=layout)
         cases = ["bitnet-packed-offline", *(["llama-dense"] if layout == "2-bit" else [])]

@@ -71,7 +71,6 @@ from .weights import (
     PanelWeight,
     RuledPanelWeight,
     ScreenedHead,
-    embedding_table,
     has_dense_kernel,
     kernels_take,
     surviving_rows,
@@ -269,7 +268,7 @@ class CythonBackend(KernelBackend):
     ) -> GreedySteps | None:
         if not (self._may_replay(cfg, batch) and isinstance(cache, KernelKVCache)):
             return None
-        if embedding_table(w) is None or isinstance(w.lm_head, ScreenedHead) or cfg.logit_softcap is not None:
+        if isinstance(w.lm_head, ScreenedHead) or cfg.logit_softcap is not None:
             return None
         return cache.steps.greedy(self, self._rope_rows, w, cfg, batch, cache, run)
 

@@ -25,7 +25,7 @@ from ...reference.cache import KVCache, TokenBatch
 from ...reference.config import ModelConfig, RopeConfig
 from ...reference.layers import Array, Floats
 from ...reference.model import decoder_layers, embeddings, head_input
-from ...reference.weights import ModelWeights
+from ...reference.weights import DenseWeight, ModelWeights
 from ..backend import Backend, Draws, GreedyRun, GreedySteps
 from ..paged_cache import CacheSpec, PagedKVCache
 from .extension import _cpu
@@ -125,15 +125,15 @@ class RecordedSteps:
         run: GreedyRun,
     ) -> GreedySteps | None:
         """`Backend.greedy_steps`, of a step that can be replayed; else None."""
-        step = self._steps.get(len(batch))
-        if step is None or not step.is_of(be.kernels, w) or not step.record_head(be):
+        step, table = self._steps.get(len(batch)), embedding_table(w)
+        if step is None or table is None or not step.is_of(be.kernels, w) or not step.record_head(be):
             return None
         self._steps[len(batch)] = self._steps.pop(len(batch))
         last = TokenBatch(batch.tokens, batch.positions + (np.minimum(run.steps, run.left) - 1), batch.slots)
         cache.check_extent(last)
         tables = rope_rows.up_to(be, batch.extent[1] + run.steps, cfg)
         step.fill(batch, embeddings(be, w, cfg, batch.tokens), tables)
-        return step.play_greedy(cfg, tables, run)
+        return step.play_greedy(cfg, table, tables, run)
 
 
 class KernelStep:
@@ -208,15 +208,16 @@ class KernelStep:
                 self._head = tape
         return bool(self._head)
 
-    def play_greedy(self, cfg: ModelConfig, tables: list[Floats], run: GreedyRun) -> GreedySteps:
-        """Play the step and the head again and again."""
-        (n, size), table = self._x.shape, embedding_table(self.weights)
-        assert table is not None
+    def play_greedy(
+        self, cfg: ModelConfig, embedding: DenseWeight, tables: list[Floats], run: GreedyRun
+    ) -> GreedySteps:
+        """Play the step and the head again and again. tables: of RoPE."""
+        n, size = self._x.shape
         tokens, values = np.empty((run.steps, n), dtype=np.int64), np.empty((run.steps, n), dtype=np.float32)
         states = np.empty((run.steps, n, size), dtype=np.float32)
         draws = NO_DRAWS if run.draws is None else run.draws
         count = _cpu.greedy_steps(
-            *(self._tape, self._head, view_bits(table.stored), cfg.embedding_scale),
+            *(self._tape, self._head, view_bits(embedding.stored), cfg.embedding_scale),
             *(self._x, self._batch.positions, self._rope, tables[0], tables[-1], self._result, self._logits),
             *(run.left, run.ends, run.bell, tokens, values, states, draws.rules, draws.uniforms),
             *(self.kernels.threads, self.kernels.kernel_set),

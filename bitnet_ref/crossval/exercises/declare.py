@@ -91,12 +91,13 @@ def draws(seed: int) -> np.random.Generator:
     return np.random.default_rng([seed, int(os.environ.get(OTHER_INPUTS, "0"))])
 
 
-def run(function: Any, *arguments: Any) -> Any:
+def run(function: Any, *arguments: Any, keeps_lists: bool = False) -> Any:
     """The result of a student's function, on copies of the arguments. Raises Unanswered if it is None, and Wrong if the
-    function raises."""
+    function raises, or changes an array that the notebook uses again. keeps_lists: or changes a list."""
     if not callable(function):
         raise Wrong(f"A function is wanted; yours is of type {type(function).__name__}.")
-    copies = [each.copy() if isinstance(each, np.ndarray) else each for each in arguments]
+    kept = (np.ndarray, list) if keeps_lists else np.ndarray
+    copies = [each.copy() if isinstance(each, kept) else each for each in arguments]
     try:
         result = function(*copies)
     except (Wrong, Unanswered):
@@ -106,6 +107,8 @@ def run(function: Any, *arguments: Any) -> Any:
         line = f', in its line "{frames[0].line}"' if frames and frames[0].line else ""
         raise Wrong(f"Your function raised {type(error).__name__}: {error}{line}.") from error
     for given, copy in zip(arguments, copies, strict=True):
+        if keeps_lists and isinstance(given, list) and given != copy:
+            raise Wrong("Your function changes the list that it was given. Make a new one, and return that.")
         if isinstance(given, np.ndarray) and not np.array_equal(given, copy, equal_nan=given.dtype.kind in "fc"):
             raise Wrong(
                 "Your function changes an array that it was given, and what comes after needs it as it was. "

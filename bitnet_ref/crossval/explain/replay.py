@@ -103,7 +103,9 @@ class _Replay:
         inputs, w = names.op_inputs(name, self.cfg), self.linears.get(linear)
         if hook == names.OUT and f"{linear}.{names.ACC}" in inputs and w is not None and w.bit_linear is None:
             inputs = (names.linear_input(linear, self.cfg),)
-        return (*inputs, f"{linear}.{names.LORA}") if hook == names.OUT and isinstance(w, AdaptedLinear) else inputs
+        if hook == names.OUT and isinstance(w, AdaptedLinear):
+            return (*inputs, f"{linear}.{names.LORA}")
+        return inputs
 
     def run(self, setting: Setting, backend: Backend) -> None:
         """Judge each recorded tensor that the reference can compute."""

@@ -198,6 +198,7 @@ class _StepRecorder(Recorder):
     ) -> None:
         super().__init__(be, setting.config, names_filter)
         self.setting, self.until, self.tape, self.settle = setting, until, tape, settle
+        self.is_reference = type(be) is Backend  # so its integers may be computed in a quicker way
         self.steps: dict[str, Array] = {}
         self.family = family_of(setting.config)
         self.adapted = {name for name, w in setting.weights.linears() if isinstance(w, AdaptedLinear)}
@@ -288,13 +289,13 @@ class _StepRecorder(Recorder):
     def on_quantize_activations(self, step: ObservedStep, call: Call, x: Array) -> Any:
         scale_name = sibling(step.name, "hook_x_scale")
         self.x_scale = scale = self.step(scale_name, lambda x: call(x)[1], x)
-        to_int8 = _to_int8 if type(self.be) is Backend else lambda x, scale: call(x)[0]
+        to_int8 = _to_int8 if self.is_reference else lambda x, scale: call(x)[0]
         return self.step(step.name, to_int8, x, scale), scale
 
     def on_ternary_matmul(self, step: ObservedStep, call: Call, x_q: Array, w: TernaryLinear) -> Any:
         self.keep(sibling(step.name, "hook_x_int8"), x_q)
         self.keep(sibling(step.name, "hook_x_scale"), self.x_scale)
-        return self.step(step.name, quick_ternary_matmul(w, call) if type(self.be) is Backend else call, x_q, w)
+        return self.step(step.name, quick_ternary_matmul(w, call) if self.is_reference else call, x_q, w)
 
     def on_dequantize(self, step: ObservedStep, call: Call, acc: Array, w: TernaryLinear, x_quant_scale: Array) -> Any:
         return self._product(step.name, call, acc, w, x_quant_scale)

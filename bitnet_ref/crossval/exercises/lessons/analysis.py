@@ -89,9 +89,10 @@ def hunt(answer: Any, suspect: tuple[Model, str], model: Model, tokens: Sequence
     if tensor != first.name:
         order = list(recorded)
         side = "before" if order.index(first.name) < order.index(tensor) else "after"
-        equal = " This one is equal in both: where both have −inf, the difference is NaN, and not a mistake."
-        same = np.array_equal(recorded[tensor], theirs[tensor])
-        raise Wrong(f"It does not begin at {tensor}: something {side} it is the first to differ.{equal * same}")
+        why = ""
+        if np.array_equal(recorded[tensor], theirs[tensor]):
+            why = " This one is equal in both: where both have −inf, the difference is NaN, and not a mistake."
+        raise Wrong(f"It does not begin at {tensor}: something {side} it is the first to differ.{why}")
     if cause != planted:
         raise Wrong(
             f"The tensor is right, and {cause!r} is not the cause: look at the values of evidence and right there."
@@ -377,8 +378,9 @@ def fluent(answer: Any, trace: Mapping[str, Array], recorded: Mapping[str, Array
     if tensor not in recorded:
         raise Wrong(f"No tensor is called {tensor!r}.")
     if tensor != first:
-        differs = "is wrong, and one before it is wrong too" if not_equal(trace, recorded, tensor) else "is right"
-        raise Wrong(f"{tensor} {differs}. Go through the names in the order of `right`.")
+        is_right = np.array_equal(trace[tensor], recorded[tensor])
+        says = "is right" if is_right else "is wrong, and one before it is wrong too"
+        raise Wrong(f"{tensor} {says}. Go through the names in the order of `right`.")
     if function is None:
         raise Unanswered
     gate = np.linspace(-8, 8, 64)
@@ -395,23 +397,19 @@ def fluent(answer: Any, trace: Mapping[str, Array], recorded: Mapping[str, Array
     return "It is SiLU, and this model has ReLU²."
 
 
-def not_equal(trace: Mapping[str, Array], recorded: Mapping[str, Array], tensor: str) -> bool:
-    return not np.array_equal(trace[tensor], recorded[tensor])
-
-
 @exercise("11.seen")
 def matrix_that_an_engine_sees(answer: Any, engine: Model, q_proj: TernaryLinear) -> str:
     """engine: one that reads the weight q_proj wrongly."""
-    kept = q_proj.ternary()
-    right = engine.backend.ternary_matmul(np.eye(kept.shape[1], dtype=np.int8), q_proj).T
+    matrix = q_proj.ternary()
+    right = engine.backend.ternary_matmul(np.eye(matrix.shape[1], dtype=np.int8), q_proj).T
     mistakes: dict[str, Array] = {
-        "that is the matrix as it is right; ask the engine, by its product": kept,
+        "that is the matrix as it is right; ask the engine, by its product": matrix,
         "what comes out of the engine is W^T": right.T,
-        "that is the right matrix, transposed; ask the engine, by its product": kept.T,
+        "that is the right matrix, transposed; ask the engine, by its product": matrix.T,
         "all inputs at once give the sums of the rows": np.broadcast_to(right.sum(axis=1, keepdims=True), right.shape),
     }
     expect_array(answer, right, mistakes=mistakes)
-    return f"{(right != kept).mean():.0%} of its places have another weight than the right one."
+    return f"{(right != matrix).mean():.0%} of its places have another weight than the right one."
 
 
 @exercise("11.case2")
@@ -496,5 +494,4 @@ def own_suspect(answer: Any, model: Model, tokens: Sequence[int]) -> str:
     comparison = compare(right, tensors, model.config, tokens)
     if comparison.first_divergence is None:
         raise Wrong("crossval says that it AGREES: that is a correct engine, which rounds otherwise. Make a mistake.")
-    verdict = comparison.verdict
-    return f"It passes both: cosine {cosine:.4f}, top-1 {top1:.0%}. {verdict}"
+    return f"It passes both: cosine {cosine:.4f}, top-1 {top1:.0%}. {comparison.verdict}"

@@ -11,7 +11,7 @@ import numpy as np
 
 from ....reference.layers import Array
 from ..answers import as_number
-from ..declare import Unanswered, Wrong, draws, exercise, run
+from ..declare import Wrong, draws, exercise, run
 
 Symbols = list[str]
 Pair = tuple[str, str]
@@ -33,21 +33,6 @@ def merge(symbols: Sequence[str], pair: Pair, step: int = 2, limit: int = 1 << 3
 def merged_from_the_right(symbols: Sequence[str], pair: Pair) -> Symbols:
     turned = merge([each[::-1] for each in symbols[::-1]], (pair[1][::-1], pair[0][::-1]))
     return [each[::-1] for each in turned[::-1]]
-
-
-def run_on_lists(function: Any, *arguments: Any) -> Any:
-    """The result of a student's function, on copies of the lists among the arguments. Raises Wrong if it changes one: a
-    right result does not show that, and the notebook uses its lists again."""
-    copies = [list(each) if isinstance(each, list) else each for each in arguments]
-    try:
-        result = run(function, *copies)
-    except Unanswered:  # as a function does that only changes its list
-        result = None
-    if copies != list(arguments):
-        raise Wrong("Your function changes the list that it was given. Make a new one, and return that.")
-    if result is None:
-        raise Unanswered
-    return result
 
 
 def expect_symbols(given: Any, right: Symbols, mistakes: dict[str, Symbols]) -> None:
@@ -77,7 +62,7 @@ def merge_pairs(answer: Any) -> str:
         }
         right = merge(symbols, pair)
         expect_symbols(
-            run_on_lists(answer, symbols, pair),
+            run(answer, symbols, pair, keeps_lists=True),
             right,
             {say: wrong for say, wrong in mistakes.items() if wrong != right},
         )
@@ -98,7 +83,7 @@ def learn_pairs(answer: Any) -> str:
     }
     for text, joins in (("the_hat_that_the_cat_has", 6), ("low_lower_lowest_slow", 5)):
         symbols, right = list(text), learned(list(text), joins)
-        given = run_on_lists(answer, symbols, joins)
+        given = run(answer, symbols, joins, keeps_lists=True)
         try:
             mine = [(str(a), str(b)) for a, b in given]
         except (TypeError, ValueError):
@@ -141,7 +126,7 @@ def encode_by_merges(answer: Any) -> str:
         "The merges were applied in reverse": lambda word: apply(word, MERGES[::-1]),
         "The pair at the left was merged first; take the merge that was learned first": from_the_left,
     }
-    given = {word: run_on_lists(answer, word, MERGES) for word in words}
+    given = {word: run(answer, word, MERGES, keeps_lists=True) for word in words}
     fitting = {say: wrong for say, wrong in mistakes.items() if all(list(given[word]) == wrong(word) for word in words)}
     for word in words:
         right = apply(word, MERGES)

@@ -25,11 +25,11 @@ def nucleus(answer: Any) -> str:
     for p, limit in cases:
         order = np.argsort(-p)
         below = np.cumsum(p[order])
-        kept, short, least, over = (np.zeros(len(p), dtype=bool) for _ in range(4))
-        kept[order[below - p[order] < limit]] = True
-        short[order[below <= limit]] = True
-        over[order[below - p[order] <= limit]] = True
-        least[order[::-1][np.cumsum(p[order[::-1]]) - p[order[::-1]] < limit]] = True
+        rising, tokens = order[::-1], np.arange(len(p))
+        kept = np.isin(tokens, order[below - p[order] < limit])
+        short = np.isin(tokens, order[below <= limit])
+        over = np.isin(tokens, order[below - p[order] <= limit])
+        least = np.isin(tokens, rising[np.cumsum(p[rising]) - p[rising] < limit])
         right = np.where(kept, p, 0) / p[kept].sum()
         mistakes = {
             "a token is kept after the sum has reached the limit": np.where(over, p, 0) / p[over].sum(),
