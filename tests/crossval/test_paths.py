@@ -65,11 +65,11 @@ def test_drawn_steps_by_another_rule(monkeypatch):
     """Steps in a row that leave out top_k."""
     play = replay.KernelStep.play_greedy
 
-    def unlimited(self, cfg, tables, run):
+    def unlimited(self, cfg, embedding, tables, run):
         if run.draws is not None:
             run = replace(run, draws=replace(run.draws, rules=run.draws.rules * [1, 0, 1, 1]))
             run.draws.rules[:, 2] = 1
-        return play(self, cfg, tables, run)
+        return play(self, cfg, embedding, tables, run)
 
     monkeypatch.setattr(replay.KernelStep, "play_greedy", unlimited)
     assert failed() == ["drawn steps"]
@@ -80,8 +80,8 @@ def test_drawn_steps_by_another_rule(monkeypatch):
 def test_greedy_steps_with_the_angles_of_the_position_before(monkeypatch):
     play = replay.KernelStep.play_greedy
 
-    def shifted(self, cfg, tables, run):
-        return play(self, cfg, [np.roll(table, 1, axis=1) for table in tables], run)
+    def shifted(self, cfg, embedding, tables, run):
+        return play(self, cfg, embedding, [np.roll(table, 1, axis=1) for table in tables], run)
 
     monkeypatch.setattr(replay.KernelStep, "play_greedy", shifted)
     problems = failed()
