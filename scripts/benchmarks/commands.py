@@ -11,11 +11,7 @@ import click
 from bitnet_ref.cli.shell import ExitCodes, OutputFile, prepare_streams
 
 if TYPE_CHECKING:
-    from cuda_kernels import CudaKernelBench
-    from gpu import GpuBench
     from rich.console import Console
-
-EMULATED = "Emulated on the host: the times say nothing about a GPU."
 
 device_option = click.option(
     "--device", type=click.IntRange(min=0), default=0, show_default=True, help="Number of the GPU."
@@ -43,7 +39,7 @@ def plot_option(help: str) -> Callable[[Any], Any]:
     return click.option("--plot", type=OutputFile(), callback=check, help=help)
 
 
-def draw_device(bench: CudaKernelBench | GpuBench, out: Console) -> None:
-    out.print(f"{bench.device}: a copy moves {bench.copy_gb_per_s:,.1f} GB/s (read and written, median)")
-    if bench.emulated:
-        out.print(EMULATED, style="yellow")
+def draw_device(device: str, copy_gb_per_s: float, emulated: bool, out: Console) -> None:
+    out.print(f"{device}: a copy moves {copy_gb_per_s:,.1f} GB/s (read and written, median)")
+    if emulated:
+        out.print("Emulated on the host: the times say nothing about a GPU.", style="yellow")

@@ -285,7 +285,7 @@ def draw_cuda(bench: CudaKernelBench, out: Console) -> None:
         verdict = "" if target is None or bench.emulated else f"{target:.0%} {'met' if share >= target else 'missed'}"
         return [*row, f"{share:.1%}", verdict, f"{result.tera_operations_per_s:.2f}"]
 
-    draw_device(bench, out)
+    draw_device(bench.device, bench.copy_gb_per_s, bench.emulated, out)
     columns = ("kernel", "tokens", "blocks", "best", "median", "GB/s", "of copy", "target", "TOP/s")
     draw_by_shape(bench.results, columns, copies, cells, out)
     if bench.equal:

@@ -515,7 +515,7 @@ def main(only: tuple[str, ...], device: int, versus_python: str | None, out: Pat
 
 
 def draw_gpu(bench: GpuBench, out: Console) -> None:
-    draw_device(bench, out)
+    draw_device(bench.device, bench.copy_gb_per_s, bench.emulated, out)
     if bench.plan.layers is not None:
         out.print(f"Models of at most {bench.plan.layers} layers: no target is judged.", style="yellow")
     rows = [(row.goal.what, row.goal.words, describe_row(row), verdict_of(bench, row)) for row in bench.rows]
