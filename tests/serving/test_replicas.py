@@ -65,9 +65,13 @@ def test_beams_with_few_pages_and_beams_that_are_abandoned(story):
             assert gist(handle.result()) == gist(story.generate(prompt, max_tokens=30))
 
         async def leave():
-            await asyncio.wait_for(engine.agenerate(["Alice", "She"], num_beams=3, max_tokens=70), 0.1)
+            search = asyncio.create_task(engine.agenerate(["Alice", "She"], num_beams=3, max_tokens=70))
+            while not engine.requests:
+                await asyncio.sleep(0)
+            search.cancel()
+            await search
 
-        with pytest.raises(TimeoutError):
+        with pytest.raises(asyncio.CancelledError):
             asyncio.run(leave())
         until(lambda: not engine.requests)
     check(engine)
