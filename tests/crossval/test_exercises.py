@@ -168,6 +168,36 @@ CASES = {
             (lambda table, i: table[i], "One number is wanted"),
         ],
     ),
+    "0.5": Case(
+        [
+            (Edit("            counts[number[b], number[a]] += 1\n", ""), "only the word after"),
+            (Edit("            counts[number[a], number[b]] += 1\n", ""), "only the word before"),
+            (Edit("    for a", "    words = [w for w in words if w in number]\n    for a"), "became neighbours"),
+            (Edit("return counts", "return counts > 0"), "count how often"),
+            (Edit("zip(words, words[1:])", "zip(words, [*words[1:], words[0]])"), "last word and the first"),
+            (Edit("if a in", "if a != b and a in"), "once for each of the two"),
+            (Edit("enumerate(common)", "enumerate(common[::-1])"), "row i is that of common"),
+            (Edit("len(common), len(common)", "len(words), len(words)"), "Its shape is"),
+            (Edit("    counts = ", "    words.append('a')\n    counts = "), "changes the list"),
+            (lambda words, common: Counter(pairwise(words)), "An array of numbers"),
+        ],
+        [Edit("return counts", "return counts.astype(int).tolist()")],
+    ),
+    "0.6": Case(
+        [
+            (Edit("return ids", "return ids[-n:]"), "the new ids alone"),
+            (Edit("range(n)", "range(n + 1)"), "one too many"),
+            (Edit("range(n)", "range(n - 1)"), "one too few"),
+            (Edit("[-1].argmax", "[0].argmax"), "The first row"),
+            (Edit("logits(ids)", "logits(ids[-1:])"), "the last token alone"),
+            (Edit("argmax", "argmin"), "least likely"),
+            (Edit("return ids", "return model.tokenizer.decode(ids)"), "not a text"),
+            (Edit("ids = [*ids, int(model.logits(ids)[-1].argmax())]", "ids.append(1)"), "changes the list"),
+            (lambda ids, n: ids + [5] * n, "After .* come"),
+            (Edit("    for _ in range(n):\n        ids = [*ids, ", "    ids = [*ids] + n * ["), "again and again"),
+        ],
+        [Edit("return ids", "return np.array(ids)")],
+    ),
     "1.entropy": Case(
         [
             (Edit("np.log2", "np.log"), "in nats"),
