@@ -70,7 +70,7 @@ class Silu(Backend):
 
 
 def loss_of_one_block(block):
-    """Exercise 3c.4 with the other blocks left out."""
+    """Exercise 3c.5 with the other blocks left out."""
     weights = model("storyteller", "numpy").weights
     engine = broken(replace(weights, layers=(weights.layers[block],)), num_hidden_layers=1)
     return loss_of(engine.logits(PASSAGE), PASSAGE)
@@ -560,7 +560,7 @@ CASES = {
             (Edit("matrix.w_dequant_scale / a", "1 / a"), "weight scale is not applied"),
             (Edit("matrix.w_dequant_scale / a", "1 / matrix.w_dequant_scale / a"), "inverted"),
             (Edit("float32(127)", "float32(128)"), "128 / max"),
-            (Edit("np.rint(x * a)", "x * a"), "not quantised"),
+            (Edit("np.rint(x * a)", "x * a"), "not rounded to integers"),
             (Edit("np.abs(x)", "x"), "maximum is of"),
         ]
     ),
@@ -612,7 +612,11 @@ CASES = {
                 "keys are not turned",
             ),
             (Edit("np.arange(start, start + n)", "np.arange(n)"), "one by one: positions begin"),
-            (Edit('start = len(x), len(cache["k"])', 'start = len(x), len(cache["k"]) + len(x)'), "before this call"),
+            (
+                Edit('start = len(x), len(cache["k"])', 'start = len(x), len(cache["k"]) + len(x)'),
+                "before you put the new ones",
+            ),
+            (Edit("np.arange(start, start + n)", "np.arange(2 * start, 2 * start + n)"), "before this call"),
             (Edit('np.concatenate([cache["k"], k])', "k"), "one by one: put the new keys"),
             (Edit('attend(q, cache["k"], cache["v"])', "attend(q, k, v)"), "one by one: the cache is right"),
             (Edit('cache["k"], cache["v"] = ', "_ = "), "raised"),
@@ -644,6 +648,12 @@ CASES = {
             (Edit("w.layers]", "w.layers][:1] * 6"), "share one cache"),
             (Edit("decode(ids + new)", "decode(new + ids)"), "does not begin with the prompt"),
             (Edit("in tokenizer.eos_ids", "is None"), "does not stop before"),
+            (
+                Edit(
+                    "        if token in", "        new += [token] * (token in tokenizer.eos_ids)\n        if token in"
+                ),
+                "writes it first",
+            ),
         ]
     ),
     "3c.1": Case(
@@ -699,6 +709,8 @@ CASES = {
             (lambda right, wrong: len({*right.argmax(-1)} - {*wrong.argmax(-1)}), "not as sets"),
             (lambda right, wrong: len({*right.argmax(-1)} ^ {*wrong.argmax(-1)}), "not as sets"),
             (4, "A function is wanted"),
+            (lambda right, wrong: (right.argmax(-1) != wrong.argmax(-1)).any(), "whether any differs"),
+            (lambda right, wrong: bool((right.argmax(-1) != wrong.argmax(-1)).any()), "whether any differs"),
         ],
         [lambda right, wrong: sum(a.argmax() != b.argmax() for a, b in zip(right, wrong, strict=True))],
     ),
@@ -741,6 +753,38 @@ CASES = {
     ),
     "3c.4": Case(
         [
+            (lambda q, k: (q, k), "inherits from Backend"),
+            (type("Same", (Backend,), {}), "nothing is planted"),
+            (type("Both", (Backend,), {"rope": lambda self, q, k, cos, sin: (q, k)}), "queries are not turned"),
+            (type("Queries", (Backend,), {"rope": lambda self, q, k, *t: (q, layers.apply_rope(k, *t))}), "not turned"),
+            (type("Other", (Backend,), {"rope": lambda self, q, k, *t: (-layers.apply_rope(q, *t), k)}), "are others"),
+            (type("Back", (Backend,), {"rope": lambda self, q, k, *t: (layers.apply_rope(q, *t), -k)}), "k itself"),
+            (Silu, "replace rope alone"),
+            (type("Broken", (Backend,), {"rope": lambda self, q, k, *t: q}), "raised"),
+        ]
+    ),
+    "3c.row": Case(
+        [
+            (Edit("kl(p, q).mean()", "kl(p, q)"), "one for each token"),
+            (Edit("kl(p, q).mean()", "kl(q, p).mean()"), "the right run comes first"),
+            (Edit("kl(p, q).mean()", "kl(p, q).sum()"), "sum over the tokens"),
+            (Edit("kl(p, q).mean()", "kl(p, q).max()"), "the worst token"),
+            (Edit("visible(p, q)", "visible(p, p)"), "visible.right, wrong., of the logits"),
+            (Edit("loss_of(q,", "loss_of(p,"), "the bug's own"),
+            (Edit("loss_of(q, tokens)", "loss_of(q, tokens) / np.log(2)"), "The loss is"),
+            (Edit("first_difference(right, theirs)", '"q"'), "The first difference is in 'z'; yours is 'q'"),
+            (Edit("return kl", "return visible(p, q), kl"), "Four things"),
+            (lambda right, theirs, tokens: 3.0, "Four things"),
+        ],
+        [
+            Edit(
+                "return kl(p, q).mean(), visible(p, q), ",
+                "return np.float32(kl(p, q).mean()) * 1.0, int(visible(p, q)), ",
+            )
+        ],
+    ),
+    "3c.5": Case(
+        [
             (Edit("if i != block", ""), "raised|no block"),
             (Edit("i != block", "i != (block + 1) % 6"), "block after it"),
             (Edit("i != block", "i != 5 - block"), "from the end"),
@@ -755,18 +799,6 @@ CASES = {
                 Edit("for i, layer in enumerate(w.layers) if i != block", "for layer in w.layers[:block]"),
                 "raised|values",
             ),
-        ]
-    ),
-    "3c.5": Case(
-        [
-            (lambda q, k: (q, k), "inherits from Backend"),
-            (type("Same", (Backend,), {}), "nothing is planted"),
-            (type("Both", (Backend,), {"rope": lambda self, q, k, cos, sin: (q, k)}), "queries are not turned"),
-            (type("Queries", (Backend,), {"rope": lambda self, q, k, *t: (q, layers.apply_rope(k, *t))}), "not turned"),
-            (type("Other", (Backend,), {"rope": lambda self, q, k, *t: (-layers.apply_rope(q, *t), k)}), "are others"),
-            (type("Back", (Backend,), {"rope": lambda self, q, k, *t: (layers.apply_rope(q, *t), -k)}), "k itself"),
-            (Silu, "replace rope alone"),
-            (type("Broken", (Backend,), {"rope": lambda self, q, k, *t: q}), "raised"),
         ]
     ),
     "4.4": Case(
@@ -1714,8 +1746,15 @@ for lesson, questions in QUIZZES.items():
 # The emulated device compiles, which takes seconds; 8.3 and 8.4 run on it.
 SLOW = {"8.3": pytest.mark.emulated, "8.4": pytest.mark.emulated, "6.1": pytest.mark.slow, "3b.8": pytest.mark.slow}
 each_exercise = pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in CASES])
-LONG = dict.fromkeys(("6.hunt", "3b.2", "3b.3", "3c.4"), pytest.mark.thorough)  # of their wrong answers
-BUILT_ON = {"1.entropy", "10.groups", "10.hadamard", "10.rules"}  # by the solutions of later exercises
+LONG = dict.fromkeys(("6.hunt", "3b.2", "3b.3", "3c.5"), pytest.mark.thorough)  # of their wrong answers
+BUILT_ON = {
+    "1.entropy",
+    "3c.seen",
+    "3c.first",
+    "10.groups",
+    "10.hadamard",
+    "10.rules",
+}  # by the solutions of later exercises
 SAID = "The little girl looked at the lion and said,"
 PASSAGE = [1, 356, 510, 1011, 785, 359, 264, 290, 350]
 
@@ -1724,6 +1763,12 @@ def loss_of(z, tokens):
     z = z.astype(np.float64) - z.max(axis=-1, keepdims=True)
     log_p = z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
     return -log_p[np.arange(len(tokens) - 1), tokens[1:]].mean()
+
+
+def kl(right, wrong):
+    """As notebook 3c has it."""
+    right, wrong = log_softmax(right), log_softmax(wrong)
+    return (np.exp(right) * (right - wrong)).sum(axis=-1)
 
 
 def broken(weights=None, **config):
@@ -1892,6 +1937,7 @@ def given():
         answers=["int8, multiply", "int8, divide", "groups, float", "rotated"],
         broken=broken,
         loss_of=loss_of,
+        kl=kl,
         patients=patients(),
         variant=variant,
         with_weights=with_weights,
