@@ -2151,6 +2151,13 @@ def test_a_row_that_differs_by_rounding_has_not_changed(notebook):
     assert "compare with np.isclose" in answered.text
 
 
+def test_a_head_that_returns_lists_is_one(notebook):
+    check, names = notebook
+    given = {each: names[each] for each in "qkv"}
+    answered = check.judge("3a.order", [0, 1], head=lambda q, k, v: head(q, k, v).tolist(), **given)
+    assert answered.status == "right", answered.text
+
+
 def test_ours_calls_no_function_of_the_student(capsys):
     """A piece that is judged right by mistake does not spoil the pieces that stand in for later ones."""
     check = Check(model("storyteller", "numpy"), PASSAGE)

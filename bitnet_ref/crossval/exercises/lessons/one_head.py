@@ -145,7 +145,7 @@ def who_notices(answer: Any) -> str:
 def who_notices_the_order(answer: Any, head: Callable[..., Array], q: Array, k: Array, v: Array) -> str:
     """head, q, k, v: the notebook's own. The tokens are cat, sees, dog, sees."""
     order = [1, 0, 2, 3]
-    z, swapped = head(q, k, v), head(q[order], k[order], v[order])
+    z, swapped = np.asarray(head(q, k, v)), np.asarray(head(q[order], k[order], v[order]))
     right: set[int] = set(np.flatnonzero(~np.isclose(z, swapped).all(1)).tolist())
     unequal: set[int] = set(np.flatnonzero((z != swapped).any(1)).tolist())
     given = as_array(answer)
