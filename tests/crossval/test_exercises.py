@@ -87,6 +87,25 @@ def merge_in_place(symbols, pair):
     return symbols
 
 
+def count_by_indices(words, common):
+    """Exercise 0.5 by arrays of indices, with += on them."""
+    rows = np.array([common.index(word) if word in common else -1 for word in words])
+    pairs = np.stack([rows[:-1], rows[1:]])[:, (rows[:-1] >= 0) & (rows[1:] >= 0)]
+    counts = np.zeros((len(common), len(common)))
+    counts[pairs[0], pairs[1]] += 1
+    return counts + counts.T
+
+
+def count_around_inner_words(words, common):
+    """Exercise 0.5 for all words that have two neighbours."""
+    counts = np.zeros((len(common), len(common)))
+    for i in range(1, len(words) - 1):
+        for j in (i - 1, i + 1):
+            if words[i] in common and words[j] in common:
+                counts[common.index(words[i]), common.index(words[j])] += 1
+    return counts
+
+
 class Rolled(Backend):
     """Four tokens or more read each weight from the place before it: two cases of notebook 11 in one."""
 
@@ -176,6 +195,17 @@ CASES = {
             (Edit("return counts", "return counts > 0"), "count how often"),
             (Edit("zip(words, words[1:])", "zip(words, [*words[1:], words[0]])"), "last word and the first"),
             (Edit("if a in", "if a != b and a in"), "once for each of the two"),
+            (
+                Edit("            counts[number[b]", "            if a != b:\n                counts[number[b]"),
+                "it is before it, and after it",
+            ),
+            (Edit("return counts", "return counts / counts.sum(1, keepdims=True)"), "divided by its sum"),
+            (
+                Edit("zip(words, words[1:])", "[*zip(words, words[1:]), *zip(words, words[2:])]"),
+                "only the next ones are beside it",
+            ),
+            (count_by_indices, "np.add.at adds each time"),
+            (count_around_inner_words, "first and the last word of the text"),
             (Edit("enumerate(common)", "enumerate(common[::-1])"), "row i is that of common"),
             (Edit("len(common), len(common)", "len(words), len(words)"), "Its shape is"),
             (Edit("    counts = ", "    words.append('a')\n    counts = "), "changes the list"),
@@ -188,6 +218,7 @@ CASES = {
             (Edit("return ids", "return ids[-n:]"), "the new ids alone"),
             (Edit("range(n)", "range(n + 1)"), "one too many"),
             (Edit("range(n)", "range(n - 1)"), "one too few"),
+            (Edit("    return ids", "        return ids"), "in its first round"),
             (Edit("[-1].argmax", "[0].argmax"), "The first row"),
             (Edit("logits(ids)", "logits(ids[-1:])"), "the last token alone"),
             (Edit("argmax", "argmin"), "least likely"),

@@ -211,17 +211,30 @@ def counted(words: Sequence[str], common: Sequence[str], before: bool = True, af
 def neighbours(answer: Any) -> str:
     for text, known in (("the cat and a dog and the cat and the the cow", "the and cat cow"), ("a b a b c", "c b a")):
         words, common = text.split(), known.split()
-        right = counted(words, common)
+        right, follows = counted(words, common), counted(words, common, before=False)
+        same = np.eye(len(common), dtype=bool)
         mistakes = {
-            "only the word after is counted; the word before counts, too": counted(words, common, before=False),
-            "only the word before is counted; the word after counts, too": counted(words, common, after=False),
+            "only the word after is counted; the word before counts, too": follows,
+            "only the word before is counted; the word after counts, too": follows.T,
+            "what occurs twice counts once: with arrays of indices += adds once, np.add.at adds each time": (
+                (follows > 0) * 1 + (follows.T > 0)
+            ),
+            "the first and the last word of the text have a neighbour, too": (
+                counted(words[:-1], common, after=False) + counted(words[1:], common, before=False)
+            ),
+            "words two places away are counted, too; only the next ones are beside it": (
+                right + counted(words[::2], common) + counted(words[1::2], common)
+            ),
+            "each row is divided by its sum; the counts themselves are wanted": right / right.sum(-1, keepdims=True),
             "words that are not in common were left out first, and what stood around them became neighbours": counted(
                 [word for word in words if word in common], common
             ),
             "it says only whether they stand together; count how often": right > 0,
             "the last word and the first are no neighbours": counted([*words, words[0]], common),
-            "a word that stands beside itself counts as well, once for each of the two": right
-            * ~np.eye(len(common), dtype=bool),
+            "a word that stands beside itself counts as well, once for each of the two": np.where(same, 0, right),
+            "a word that stands beside itself counts twice: it is before it, and after it": np.where(
+                same, right / 2, right
+            ),
             "the rows are in another order; row i is that of common[i]": right[::-1, ::-1],
         }
         wrong = {say: array for say, array in mistakes.items() if not np.array_equal(array, right)}
@@ -251,6 +264,7 @@ def greedy_loop(answer: Any, model: Model) -> str:
         "These are the new ids alone; put them behind those of the text.": lambda: right[-n:],
         "That is one too many.": lambda: go_on(n + 1),
         "That is one too few.": lambda: right[:-1],
+        f"One token was written, not {n}: does the loop return in its first round?": lambda: go_on(1),
         "The same token is put there again and again: after each, ask the model again, with the longer text.": lambda: (
             ids + right[len(ids) :][:1] * n
         ),
