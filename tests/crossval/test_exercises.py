@@ -561,6 +561,18 @@ CASES = {
         ],
         [{0, 1}, (1, 0), [True, True, False, False], np.array([0.0, 1.0])],
     ),
+    "3a.back": Case(
+        [
+            (0, "At distance 0 the mean share is 0"),
+            (2, "At distance 2 the mean share is 0"),
+            (-1, "i − j, a positive number"),
+            (12, "A whole number is wanted, from 0 .* to 11"),
+            (0.5, "A whole number is wanted"),
+            (Edit("int(np.argmax(", "float(np.max("), "That is the mean share"),
+            ([0, 1, 1], "One number is wanted"),
+        ],
+        [1.0, "1", np.int64(1)],
+    ),
     "3b.1": Case(
         [
             (Edit("np.asarray(tokens)", "np.asarray(tokens) + 1"), "ids plus one"),
@@ -1879,6 +1891,13 @@ def head(q, k, v):
 
 
 @cache
+def real_pattern():
+    """As notebook 3a has it: of one head of storyteller."""
+    story = model("storyteller", "numpy")
+    return story.run_with_cache(story.tokenizer.encode(SAID))[1]["blocks.4.attn.hook_pattern"][0]
+
+
+@cache
 def silu_trace():
     """Of the first suspect of notebook 11."""
     story = model("storyteller", "numpy")
@@ -1945,6 +1964,7 @@ def given():
         k=k,
         v=x @ np.array([[1.0, 0], [-1, 1]]),
         head=head,
+        real_pattern=real_pattern(),
         inputs=inputs,
         run32=run32,
         run64=run64,
