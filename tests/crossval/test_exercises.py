@@ -70,7 +70,7 @@ class Silu(Backend):
 
 
 def loss_of_one_block(block):
-    """Exercise 3c.4 with the other blocks left out."""
+    """Exercise 3c.5 with the other blocks left out."""
     weights = model("storyteller", "numpy").weights
     engine = broken(replace(weights, layers=(weights.layers[block],)), num_hidden_layers=1)
     return loss_of(engine.logits(PASSAGE), PASSAGE)
@@ -85,6 +85,25 @@ def merge_in_place(symbols, pair):
         if tuple(symbols[i : i + 2]) == pair:
             symbols[i : i + 2] = ["".join(pair)]
     return symbols
+
+
+def count_by_indices(words, common):
+    """Exercise 0.5 by arrays of indices, with += on them."""
+    rows = np.array([common.index(word) if word in common else -1 for word in words])
+    pairs = np.stack([rows[:-1], rows[1:]])[:, (rows[:-1] >= 0) & (rows[1:] >= 0)]
+    counts = np.zeros((len(common), len(common)))
+    counts[pairs[0], pairs[1]] += 1
+    return counts + counts.T
+
+
+def count_around_inner_words(words, common):
+    """Exercise 0.5 for all words that have two neighbours."""
+    counts = np.zeros((len(common), len(common)))
+    for i in range(1, len(words) - 1):
+        for j in (i - 1, i + 1):
+            if words[i] in common and words[j] in common:
+                counts[common.index(words[i]), common.index(words[j])] += 1
+    return counts
 
 
 class Rolled(Backend):
@@ -167,6 +186,48 @@ CASES = {
             (Edit("argmax", "max"), "the row's number is wanted"),
             (lambda table, i: table[i], "One number is wanted"),
         ],
+    ),
+    "0.5": Case(
+        [
+            (Edit("            counts[number[b], number[a]] += 1\n", ""), "only the word after"),
+            (Edit("            counts[number[a], number[b]] += 1\n", ""), "only the word before"),
+            (Edit("    for a", "    words = [w for w in words if w in number]\n    for a"), "became neighbours"),
+            (Edit("return counts", "return counts > 0"), "count how often"),
+            (Edit("zip(words, words[1:])", "zip(words, [*words[1:], words[0]])"), "last word and the first"),
+            (Edit("if a in", "if a != b and a in"), "once for each of the two"),
+            (
+                Edit("            counts[number[b]", "            if a != b:\n                counts[number[b]"),
+                "it is before it, and after it",
+            ),
+            (Edit("return counts", "return counts / counts.sum(1, keepdims=True)"), "divided by its sum"),
+            (
+                Edit("zip(words, words[1:])", "[*zip(words, words[1:]), *zip(words, words[2:])]"),
+                "only the next ones are beside it",
+            ),
+            (count_by_indices, "np.add.at adds each time"),
+            (count_around_inner_words, "first and the last word of the text"),
+            (Edit("enumerate(common)", "enumerate(common[::-1])"), "row i is that of common"),
+            (Edit("len(common), len(common)", "len(words), len(words)"), "Its shape is"),
+            (Edit("    counts = ", "    words.append('a')\n    counts = "), "changes the list"),
+            (lambda words, common: Counter(pairwise(words)), "An array of numbers"),
+        ],
+        [Edit("return counts", "return counts.astype(int).tolist()")],
+    ),
+    "0.6": Case(
+        [
+            (Edit("return ids", "return ids[-n:]"), "the new ids alone"),
+            (Edit("range(n)", "range(n + 1)"), "one too many"),
+            (Edit("range(n)", "range(n - 1)"), "one too few"),
+            (Edit("    return ids", "        return ids"), "in its first round"),
+            (Edit("[-1].argmax", "[0].argmax"), "The first row"),
+            (Edit("logits(ids)", "logits(ids[-1:])"), "the last token alone"),
+            (Edit("argmax", "argmin"), "least likely"),
+            (Edit("return ids", "return model.tokenizer.decode(ids)"), "not a text"),
+            (Edit("ids = [*ids, int(model.logits(ids)[-1].argmax())]", "ids.append(1)"), "changes the list"),
+            (lambda ids, n: ids + [5] * n, "After .* come"),
+            (Edit("    for _ in range(n):\n        ids = [*ids, ", "    ids = [*ids] + n * ["), "again and again"),
+        ],
+        [Edit("return ids", "return np.array(ids)")],
     ),
     "1.entropy": Case(
         [
@@ -500,6 +561,18 @@ CASES = {
         ],
         [{0, 1}, (1, 0), [True, True, False, False], np.array([0.0, 1.0])],
     ),
+    "3a.back": Case(
+        [
+            (0, "At distance 0 the mean share is 0"),
+            (2, "At distance 2 the mean share is 0"),
+            (-1, "i − j, a positive number"),
+            (12, "A whole number is wanted, from 0 .* to 11"),
+            (0.5, "A whole number is wanted"),
+            (Edit("int(np.argmax(", "float(np.max("), "That is the mean share"),
+            ([0, 1, 1], "One number is wanted"),
+        ],
+        [1.0, "1", np.int64(1)],
+    ),
     "3b.1": Case(
         [
             (Edit("np.asarray(tokens)", "np.asarray(tokens) + 1"), "ids plus one"),
@@ -530,7 +603,7 @@ CASES = {
             (Edit("matrix.w_dequant_scale / a", "1 / a"), "weight scale is not applied"),
             (Edit("matrix.w_dequant_scale / a", "1 / matrix.w_dequant_scale / a"), "inverted"),
             (Edit("float32(127)", "float32(128)"), "128 / max"),
-            (Edit("np.rint(x * a)", "x * a"), "not quantised"),
+            (Edit("np.rint(x * a)", "x * a"), "not rounded to integers"),
             (Edit("np.abs(x)", "x"), "maximum is of"),
         ]
     ),
@@ -582,7 +655,11 @@ CASES = {
                 "keys are not turned",
             ),
             (Edit("np.arange(start, start + n)", "np.arange(n)"), "one by one: positions begin"),
-            (Edit('start = len(x), len(cache["k"])', 'start = len(x), len(cache["k"]) + len(x)'), "before this call"),
+            (
+                Edit('start = len(x), len(cache["k"])', 'start = len(x), len(cache["k"]) + len(x)'),
+                "before you put the new ones",
+            ),
+            (Edit("np.arange(start, start + n)", "np.arange(2 * start, 2 * start + n)"), "before this call"),
             (Edit('np.concatenate([cache["k"], k])', "k"), "one by one: put the new keys"),
             (Edit('attend(q, cache["k"], cache["v"])', "attend(q, k, v)"), "one by one: the cache is right"),
             (Edit('cache["k"], cache["v"] = ', "_ = "), "raised"),
@@ -614,6 +691,12 @@ CASES = {
             (Edit("w.layers]", "w.layers][:1] * 6"), "share one cache"),
             (Edit("decode(ids + new)", "decode(new + ids)"), "does not begin with the prompt"),
             (Edit("in tokenizer.eos_ids", "is None"), "does not stop before"),
+            (
+                Edit(
+                    "        if token in", "        new += [token] * (token in tokenizer.eos_ids)\n        if token in"
+                ),
+                "writes it first",
+            ),
         ]
     ),
     "3c.1": Case(
@@ -669,6 +752,8 @@ CASES = {
             (lambda right, wrong: len({*right.argmax(-1)} - {*wrong.argmax(-1)}), "not as sets"),
             (lambda right, wrong: len({*right.argmax(-1)} ^ {*wrong.argmax(-1)}), "not as sets"),
             (4, "A function is wanted"),
+            (lambda right, wrong: (right.argmax(-1) != wrong.argmax(-1)).any(), "whether any differs"),
+            (lambda right, wrong: bool((right.argmax(-1) != wrong.argmax(-1)).any()), "whether any differs"),
         ],
         [lambda right, wrong: sum(a.argmax() != b.argmax() for a, b in zip(right, wrong, strict=True))],
     ),
@@ -711,6 +796,38 @@ CASES = {
     ),
     "3c.4": Case(
         [
+            (lambda q, k: (q, k), "inherits from Backend"),
+            (type("Same", (Backend,), {}), "nothing is planted"),
+            (type("Both", (Backend,), {"rope": lambda self, q, k, cos, sin: (q, k)}), "queries are not turned"),
+            (type("Queries", (Backend,), {"rope": lambda self, q, k, *t: (q, layers.apply_rope(k, *t))}), "not turned"),
+            (type("Other", (Backend,), {"rope": lambda self, q, k, *t: (-layers.apply_rope(q, *t), k)}), "are others"),
+            (type("Back", (Backend,), {"rope": lambda self, q, k, *t: (layers.apply_rope(q, *t), -k)}), "k itself"),
+            (Silu, "replace rope alone"),
+            (type("Broken", (Backend,), {"rope": lambda self, q, k, *t: q}), "raised"),
+        ]
+    ),
+    "3c.row": Case(
+        [
+            (Edit("kl(p, q).mean()", "kl(p, q)"), "one for each token"),
+            (Edit("kl(p, q).mean()", "kl(q, p).mean()"), "the right run comes first"),
+            (Edit("kl(p, q).mean()", "kl(p, q).sum()"), "sum over the tokens"),
+            (Edit("kl(p, q).mean()", "kl(p, q).max()"), "the worst token"),
+            (Edit("visible(p, q)", "visible(p, p)"), "visible.right, wrong., of the logits"),
+            (Edit("loss_of(q,", "loss_of(p,"), "the bug's own"),
+            (Edit("loss_of(q, tokens)", "loss_of(q, tokens) / np.log(2)"), "The loss is"),
+            (Edit("first_difference(right, theirs)", '"q"'), "The first difference is in 'z'; yours is 'q'"),
+            (Edit("return kl", "return visible(p, q), kl"), "Four things"),
+            (lambda right, theirs, tokens: 3.0, "Four things"),
+        ],
+        [
+            Edit(
+                "return kl(p, q).mean(), visible(p, q), ",
+                "return np.float32(kl(p, q).mean()) * 1.0, int(visible(p, q)), ",
+            )
+        ],
+    ),
+    "3c.5": Case(
+        [
             (Edit("if i != block", ""), "raised|no block"),
             (Edit("i != block", "i != (block + 1) % 6"), "block after it"),
             (Edit("i != block", "i != 5 - block"), "from the end"),
@@ -725,18 +842,6 @@ CASES = {
                 Edit("for i, layer in enumerate(w.layers) if i != block", "for layer in w.layers[:block]"),
                 "raised|values",
             ),
-        ]
-    ),
-    "3c.5": Case(
-        [
-            (lambda q, k: (q, k), "inherits from Backend"),
-            (type("Same", (Backend,), {}), "nothing is planted"),
-            (type("Both", (Backend,), {"rope": lambda self, q, k, cos, sin: (q, k)}), "queries are not turned"),
-            (type("Queries", (Backend,), {"rope": lambda self, q, k, *t: (q, layers.apply_rope(k, *t))}), "not turned"),
-            (type("Other", (Backend,), {"rope": lambda self, q, k, *t: (-layers.apply_rope(q, *t), k)}), "are others"),
-            (type("Back", (Backend,), {"rope": lambda self, q, k, *t: (layers.apply_rope(q, *t), -k)}), "k itself"),
-            (Silu, "replace rope alone"),
-            (type("Broken", (Backend,), {"rope": lambda self, q, k, *t: q}), "raised"),
         ]
     ),
     "4.4": Case(
@@ -1684,8 +1789,15 @@ for lesson, questions in QUIZZES.items():
 # The emulated device compiles, which takes seconds; 8.3 and 8.4 run on it.
 SLOW = {"8.3": pytest.mark.emulated, "8.4": pytest.mark.emulated, "6.1": pytest.mark.slow, "3b.8": pytest.mark.slow}
 each_exercise = pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in CASES])
-LONG = dict.fromkeys(("6.hunt", "3b.2", "3b.3", "3c.4"), pytest.mark.thorough)  # of their wrong answers
-BUILT_ON = {"1.entropy", "10.groups", "10.hadamard", "10.rules"}  # by the solutions of later exercises
+LONG = dict.fromkeys(("6.hunt", "3b.2", "3b.3", "3c.5"), pytest.mark.thorough)  # of their wrong answers
+BUILT_ON = {
+    "1.entropy",
+    "3c.seen",
+    "3c.first",
+    "10.groups",
+    "10.hadamard",
+    "10.rules",
+}  # by the solutions of later exercises
 SAID = "The little girl looked at the lion and said,"
 PASSAGE = [1, 356, 510, 1011, 785, 359, 264, 290, 350]
 
@@ -1694,6 +1806,12 @@ def loss_of(z, tokens):
     z = z.astype(np.float64) - z.max(axis=-1, keepdims=True)
     log_p = z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
     return -log_p[np.arange(len(tokens) - 1), tokens[1:]].mean()
+
+
+def kl(right, wrong):
+    """As notebook 3c has it."""
+    right, wrong = log_softmax(right), log_softmax(wrong)
+    return (np.exp(right) * (right - wrong)).sum(axis=-1)
 
 
 def broken(weights=None, **config):
@@ -1773,6 +1891,13 @@ def head(q, k, v):
 
 
 @cache
+def real_pattern():
+    """As notebook 3a has it: of one head of storyteller."""
+    story = model("storyteller", "numpy")
+    return story.run_with_cache(story.tokenizer.encode(SAID))[1]["blocks.4.attn.hook_pattern"][0]
+
+
+@cache
 def silu_trace():
     """Of the first suspect of notebook 11."""
     story = model("storyteller", "numpy")
@@ -1839,6 +1964,7 @@ def given():
         k=k,
         v=x @ np.array([[1.0, 0], [-1, 1]]),
         head=head,
+        real_pattern=real_pattern(),
         inputs=inputs,
         run32=run32,
         run64=run64,
@@ -1862,6 +1988,7 @@ def given():
         answers=["int8, multiply", "int8, divide", "groups, float", "rotated"],
         broken=broken,
         loss_of=loss_of,
+        kl=kl,
         patients=patients(),
         variant=variant,
         with_weights=with_weights,
@@ -2073,6 +2200,13 @@ def test_a_row_that_differs_by_rounding_has_not_changed(notebook):
 
     answered = check.judge("3a.order", [0, 1, 2, 3], head=rounding, **{each: names[each] for each in "qkv"})
     assert "compare with np.isclose" in answered.text
+
+
+def test_a_head_that_returns_lists_is_one(notebook):
+    check, names = notebook
+    given = {each: names[each] for each in "qkv"}
+    answered = check.judge("3a.order", [0, 1], head=lambda q, k, v: head(q, k, v).tolist(), **given)
+    assert answered.status == "right", answered.text
 
 
 def test_ours_calls_no_function_of_the_student(capsys):

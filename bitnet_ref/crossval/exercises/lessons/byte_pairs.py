@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from ....api import Model
 from ....reference.layers import Array
-from ..answers import as_number
+from ..answers import as_array, as_number, expect_array
 from ..declare import Wrong, draws, exercise, run
 
 Symbols = list[str]
@@ -194,3 +195,86 @@ def nearest_row(answer: Any) -> str:
         say = "leave row i out by −∞ in place of its cosine; 0 is larger than they are"
         raise Wrong(f"Where all other cosines are negative, row {right} is the nearest, not row {mine:g}: {say}.")
     return "It compares directions, whatever the lengths."
+
+
+def counted(words: Sequence[str], common: Sequence[str], before: bool = True, after: bool = True) -> Array:
+    """[i, j]: how often word j stands right before or after word i."""
+    number, counts = {word: i for i, word in enumerate(common)}, np.zeros((len(common), len(common)))
+    for a, b in pairwise(words):
+        if a in number and b in number:
+            counts[number[a], number[b]] += after
+            counts[number[b], number[a]] += before
+    return counts
+
+
+@exercise("0.5")
+def neighbours(answer: Any) -> str:
+    for text, known in (("the cat and a dog and the cat and the the cow", "the and cat cow"), ("a b a b c", "c b a")):
+        words, common = text.split(), known.split()
+        right, follows = counted(words, common), counted(words, common, before=False)
+        same = np.eye(len(common), dtype=bool)
+        mistakes = {
+            "only the word after is counted; the word before counts, too": follows,
+            "only the word before is counted; the word after counts, too": follows.T,
+            "what occurs twice counts once: with arrays of indices += adds once, np.add.at adds each time": (
+                (follows > 0) * 1 + (follows.T > 0)
+            ),
+            "the first and the last word of the text have a neighbour, too": (
+                counted(words[:-1], common, after=False) + counted(words[1:], common, before=False)
+            ),
+            "words two places away are counted, too; only the next ones are beside it": (
+                right + counted(words[::2], common) + counted(words[1::2], common)
+            ),
+            "each row is divided by its sum; the counts themselves are wanted": right / right.sum(-1, keepdims=True),
+            "words that are not in common were left out first, and what stood around them became neighbours": counted(
+                [word for word in words if word in common], common
+            ),
+            "it says only whether they stand together; count how often": right > 0,
+            "the last word and the first are no neighbours": counted([*words, words[0]], common),
+            "a word that stands beside itself counts as well, once for each of the two": np.where(same, 0, right),
+            "a word that stands beside itself counts twice: it is before it, and after it": np.where(
+                same, right / 2, right
+            ),
+            "the rows are in another order; row i is that of common[i]": right[::-1, ::-1],
+        }
+        wrong = {say: array for say, array in mistakes.items() if not np.array_equal(array, right)}
+        try:
+            expect_array(run(answer, words, common, keeps_lists=True), right, mistakes=wrong)
+        except Wrong as mistake:
+            raise Wrong(f"In {text!r}, with common = {common}: {mistake}") from None
+    return "Each row is a vector of its word, made of nothing but where the word stands."
+
+
+@exercise("0.6")
+def greedy_loop(answer: Any, model: Model) -> str:
+    ids, n = model.tokenizer.encode("The little girl"), 6
+
+    def go_on(count: int, feed: slice = slice(None), row: int = -1, least: bool = False) -> list[int]:
+        out = list(ids)
+        for _ in range(count):
+            logits = model.logits(out[feed])[row]
+            out.append(int(logits.argmin() if least else logits.argmax()))
+        return out
+
+    given = run(answer, ids, n, keeps_lists=True)
+    if isinstance(given, str):
+        raise Wrong("The ids are wanted, not a text.")
+    mine, right = as_array(given).tolist(), go_on(n)
+    mistakes: dict[str, Callable[[], list[int]]] = {
+        "These are the new ids alone; put them behind those of the text.": lambda: right[-n:],
+        "That is one too many.": lambda: go_on(n + 1),
+        "That is one too few.": lambda: right[:-1],
+        f"One token was written, not {n}: does the loop return in its first round?": lambda: go_on(1),
+        "The same token is put there again and again: after each, ask the model again, with the longer text.": lambda: (
+            ids + right[len(ids) :][:1] * n
+        ),
+        "The first row says what comes after the first token; the last row is wanted.": lambda: go_on(n, row=0),
+        "The model saw the last token alone; it needs the whole text.": lambda: go_on(n, slice(-1, None)),
+        "That is the least likely token: argmax.": lambda: go_on(n, least=True),
+    }
+    if mine == right:
+        return "Greedy choice: always the likeliest."
+    for sentence, wrong in mistakes.items():
+        if mine == wrong():
+            raise Wrong(sentence)
+    raise Wrong(f"After {ids} come {right[-n:]}; yours is {mine}.")

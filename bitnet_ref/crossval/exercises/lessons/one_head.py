@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ....reference.layers import Array
-from ..answers import as_array, expect_array, expect_word
+from ..answers import as_array, as_number, expect_array, expect_word
 from ..declare import Wrong, draws, exercise, run
 
 
@@ -145,7 +145,7 @@ def who_notices(answer: Any) -> str:
 def who_notices_the_order(answer: Any, head: Callable[..., Array], q: Array, k: Array, v: Array) -> str:
     """head, q, k, v: the notebook's own. The tokens are cat, sees, dog, sees."""
     order = [1, 0, 2, 3]
-    z, swapped = head(q, k, v), head(q[order], k[order], v[order])
+    z, swapped = np.asarray(head(q, k, v)), np.asarray(head(q[order], k[order], v[order]))
     right: set[int] = set(np.flatnonzero(~np.isclose(z, swapped).all(1)).tolist())
     unequal: set[int] = set(np.flatnonzero((z != swapped).any(1)).tolist())
     given = as_array(answer)
@@ -169,3 +169,20 @@ def who_notices_the_order(answer: Any, head: Callable[..., Array], q: Array, k: 
         )
     row = min(right - rows)
     raise Wrong(f"Row {row} changes, too: token {row} is another one now, with another query.")
+
+
+@exercise("3a.back")
+def distance_of_the_look(answer: Any, real_pattern: Array) -> str:
+    """real_pattern: the notebook's own, (n, n)."""
+    n = len(real_pattern)
+    means = np.array([np.diagonal(real_pattern, -back).mean() for back in range(n)])
+    right, given = int(means.argmax()), as_number(answer)
+    if given == right:
+        return f"The mean share at distance {right} is {means[right]:.2f}."
+    if given == -right:
+        raise Wrong("Backwards is i − j, a positive number.")
+    if abs(given - means[right]) < 1e-6:
+        raise Wrong("That is the mean share; the distance at which it is largest is asked.")
+    if given not in range(n):
+        raise Wrong(f"A whole number is wanted, from 0 (the token itself) to {n - 1}.")
+    raise Wrong(f"At distance {given:g} the mean share is {means[int(given)]:.2f}; at another it is larger.")

@@ -108,7 +108,10 @@ def linear_of_q(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
     x, layer = recorded["blocks.0.ln1.hook_normalized"], model.weights.layers[0]
     mine = run(answer, x, layer.q_proj)
     name = "blocks.0.attn.q_proj.hook_out"
-    slips = {"the maximum is of |x|; yours is of x": ("np.abs(x).max", "x.max")}
+    slips = {
+        "the maximum is of |x|; yours is of x": ("np.abs(x).max", "x.max"),
+        "the activations are not rounded to integers: x_q is np.rint(x · a)": ("np.rint(x * a)", "x * a"),
+    }
     made = edited(model, "3b.3", slips, x, layer.q_proj)
     sentence = expect_tensor(model, tokens, recorded, name, mine, "blocks.0.ln1.hook_normalized", made)
     x, name = recorded["blocks.0.ln2.hook_normalized"], "blocks.0.mlp.up_proj.hook_out"
@@ -245,15 +248,24 @@ def whole_block(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
             f"{len(x)} tokens: put the new ones at its end."
         )
     expect_array(cache["v"], recorded["blocks.0.attn.hook_v"])
-    cache = empty_cache(model)
     # RoPE sees differences of positions alone: positions that are all too large show where two calls meet
     chunks = [x[:7], *(row[None] for row in x[7:])]
-    by_chunks = np.concatenate([as_array(run(answer, chunk, layer, cache)) for chunk in chunks])
+
+    def in_chunks(function: Any) -> tuple[Array, dict[str, NDArray[np.float32]]]:
+        cache = empty_cache(model)
+        return np.concatenate([as_array(run(function, chunk, layer, cache)) for chunk in chunks]), cache
+
+    by_chunks, cache = in_chunks(answer)
     try:
         expect_array(by_chunks, recorded[name])
     except Wrong as wrong:
         if len(cache["k"]) != len(x) or len(cache["v"]) != len(x):
             cause = "put the new keys and values behind those that are in the cache, not in their place"
+        elif np.allclose(cache["k"], in_chunks(with_edit(model, "3b.7", *LATE))[1]["k"], atol=1e-4):
+            cause = (
+                "positions are too high by the number of new tokens: count the keys in the cache before you put the "
+                "new ones there"
+            )
         elif not np.allclose(cache["k"], recorded["blocks.0.attn.hook_rot_k"], atol=1e-4):
             cause = (
                 "positions begin at the number of keys that were in the cache before this call, and the cache keeps "
@@ -267,6 +279,9 @@ def whole_block(answer: Any, model: Model, tokens: Sequence[int], recorded: Reco
     if not np.allclose(cache["v"], recorded["blocks.0.attn.hook_v"], atol=1e-5):
         raise Wrong("x is right, but the cache has the tokens in another order: put the new ones at its end.")
     return f"{sentence} Also in 7 tokens and then one by one."
+
+
+LATE = ('start = len(x), len(cache["k"])', 'start = len(x), len(cache["k"]) + len(x)')  # counted after the append
 
 
 def empty_cache(model: Model) -> dict[str, NDArray[np.float32]]:
@@ -292,6 +307,8 @@ def head_and_loop(answer: Any, model: Model) -> str:
         got = run(answer, prompt, count)
     finally:
         tokenizer.eos_ids = ends
+    if got.strip() == tokenizer.decode(ids + new[:4]).strip():
+        raise Wrong("It stops at a token of tokenizer.eos_ids, but writes it first: stop before it is written.")
     if got.strip() != tokenizer.decode(ids + new[:3]).strip():
         raise Wrong("The text is right, but it does not stop before a token of tokenizer.eos_ids.")
     return "The package's text, token for token."

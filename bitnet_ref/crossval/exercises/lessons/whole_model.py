@@ -122,7 +122,10 @@ def what_a_reader_sees(answer: Any) -> str:
             first + 1: "That is where they differ for the first time, counted from 1. Count all such places.",
         }
         mistakes = {value: text for value, text in mistakes.items() if value != n}
-        expect_number(run(answer, right, theirs), n, mistakes=mistakes, hint=f"For {what} it is {n} of {len(right)}.")
+        given = run(answer, right, theirs)
+        if isinstance(given, (bool, np.bool_)) and given != n:
+            raise Wrong("That says whether any differs; count how many do.")
+        expect_number(given, n, mistakes=mistakes, hint=f"For {what} it is {n} of {len(right)}.")
     return "All else that the two compute is hidden from a reader."
 
 
@@ -184,6 +187,64 @@ def first_unequal_tensor(answer: Any) -> str:
 
 
 @exercise("3c.4")
+def own_bug(answer: Any, model: Model, tokens: list[int], recorded: dict[str, Array]) -> str:
+    if not (isinstance(answer, type) and issubclass(answer, Backend)):
+        raise Wrong("A class is wanted that inherits from Backend: class KeysNotTurned(Backend).")
+    try:
+        logits, theirs = model.on(answer("float32", threads=1)).run_with_cache(list(tokens))
+    except Exception as error:
+        raise Wrong(f"Your engine raised {type(error).__name__}: {error}") from None
+    first = next((name for name in recorded if not np.array_equal(theirs[name], recorded[name])), None)
+    if first is None:
+        raise Wrong("Every tensor is equal, to the last bit: nothing is planted yet.")
+    of_block = "blocks.0.attn.hook_"
+    if first == f"{of_block}rot_q":
+        forgotten = np.array_equal(theirs[first], recorded[f"{of_block}q"])
+        raise Wrong(f"The queries are {'not turned' if forgotten else 'others'}: they are to be turned as they were.")
+    if first != f"{of_block}rot_k":
+        raise Wrong(f"The first tensor that differs is {first}: replace rope alone.")
+    if not np.array_equal(theirs[first], recorded[f"{of_block}k"]):
+        raise Wrong("The keys are others, and yet not those that went in: return k itself.")
+    changed = (logits.argmax(axis=-1) != recorded["lm_head.hook_out"].argmax(axis=-1)).sum()
+    return f"The first difference is in {first}; the likeliest next token changes at {changed} of {len(tokens)} tokens."
+
+
+@exercise("3c.row")
+def row_of_the_table(answer: Any) -> str:
+    draw = draws(37)
+    tokens = draw.integers(0, 30, 9).tolist()
+    right = {name: draw.normal(size=(9, 30)) for name in ("q", "z", "lm_head.hook_out")}
+    theirs = {name: array + draw.normal(size=array.shape) for name, array in right.items()} | {"q": right["q"]}
+    given = run(answer, right, theirs, tokens)
+    if not isinstance(given, (tuple, list)) or len(given) != 4:
+        raise Wrong("Four things are wanted, in this order: KL, visible, loss, first difference.")
+    ours, other = (log_softmax(each["lm_head.hook_out"]) for each in (right, theirs))
+    far, loss = (np.exp(ours) * (ours - other)).sum(-1), [-z[np.arange(8), tokens[1:]].mean() for z in (ours, other)]
+    if as_array(given[0]).shape == far.shape:
+        raise Wrong("The KL is one for each token; the table has their mean.")
+    mistakes: dict[float, str] = {
+        float(
+            (np.exp(other) * (other - ours)).sum(-1).mean()
+        ): "KL(p || q) is not KL(q || p): the right run comes first.",
+        float(far.sum()): "The KL is the sum over the tokens; the table has their mean.",
+        float(far.max()): "The KL is that of the worst token; the table has the mean.",
+    }
+    expect_number(given[0], far.mean(), within=1e-6, mistakes=mistakes, hint=f"The mean KL is {far.mean():.4f}.")
+    seen = int((ours.argmax(-1) != other.argmax(-1)).sum())
+    expect_number(given[1], seen, hint=f"visible(right, wrong), of the logits, is {seen}.")
+    says = {loss[0]: "That is the loss of the right run; the bug's own is wanted."}
+    expect_number(given[2], loss[1], within=1e-6, mistakes=says, hint=f"The loss is {loss[1]:.4f}.")
+    if given[3] != "z":
+        raise Wrong(f"The first difference is in 'z'; yours is {given[3]!r}.")
+    return "Your function makes the table."
+
+
+def log_softmax(logits: Array) -> Array:
+    z = logits - logits.max(-1, keepdims=True)
+    return np.asarray(z - np.log(np.exp(z).sum(-1, keepdims=True)))
+
+
+@exercise("3c.5")
 def ablation(
     answer: Any, model: Model, broken: Callable[..., Any], loss_of: Callable[..., Any], passage_ids: Any
 ) -> str:
@@ -213,26 +274,3 @@ def ablation(
     expect_array(losses, right, mistakes=mistakes)
     least = int(right.argmin())
     return f"Block 0 hurts the most ({right[0]:.1f} nats), block {least} the least ({right[least]:.2f})."
-
-
-@exercise("3c.5")
-def own_bug(answer: Any, model: Model, tokens: list[int], recorded: dict[str, Array]) -> str:
-    if not (isinstance(answer, type) and issubclass(answer, Backend)):
-        raise Wrong("A class is wanted that inherits from Backend: class KeysNotTurned(Backend).")
-    try:
-        logits, theirs = model.on(answer("float32", threads=1)).run_with_cache(list(tokens))
-    except Exception as error:
-        raise Wrong(f"Your engine raised {type(error).__name__}: {error}") from None
-    first = next((name for name in recorded if not np.array_equal(theirs[name], recorded[name])), None)
-    if first is None:
-        raise Wrong("Every tensor is equal, to the last bit: nothing is planted yet.")
-    of_block = "blocks.0.attn.hook_"
-    if first == f"{of_block}rot_q":
-        forgotten = np.array_equal(theirs[first], recorded[f"{of_block}q"])
-        raise Wrong(f"The queries are {'not turned' if forgotten else 'others'}: they are to be turned as they were.")
-    if first != f"{of_block}rot_k":
-        raise Wrong(f"The first tensor that differs is {first}: replace rope alone.")
-    if not np.array_equal(theirs[first], recorded[f"{of_block}k"]):
-        raise Wrong("The keys are others, and yet not those that went in: return k itself.")
-    changed = (logits.argmax(axis=-1) != recorded["lm_head.hook_out"].argmax(axis=-1)).sum()
-    return f"The first difference is in {first}; the likeliest next token changes at {changed} of {len(tokens)} tokens."
