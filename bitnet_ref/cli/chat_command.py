@@ -15,7 +15,7 @@ import click
 
 from ..errors import BitNetRefError
 from .generate_command import Reply, describe_sampling
-from .generation_options import defaults_option, load_model, model_options, sampling_options, select_given
+from .generation_options import defaults_option, is_model, load_model, model_options, sampling_options, select_given
 from .shell import SectionedCommand, common_options, print_json, report_error, say, wants_json, write_text
 from .signals import INTERRUPTED
 
@@ -23,13 +23,18 @@ if TYPE_CHECKING:
     from ..api import Model
     from ..generation import ChatSession, GenerationStats, StreamChunk
 
-RESET, EXIT = "/reset", ("/exit", "/quit")
+RESET, EXIT, HELP = "/reset", ("/exit", "/quit"), ("/help", "/?")
+COMMANDS = "/reset starts anew, /exit leaves, Ctrl-C stops an answer"
 # A phrase of up to 16 tokens is stopped after so many times and tokens: "No," 24 times, but no verse sung thrice.
 LONGEST_PHRASE, MIN_REPEATS, MIN_REPEATED = 16, 6, 48
 DEFAULT_SAMPLING = {"temperature": 0.7, "top_p": 0.95}  # of models that recommend nothing
 
 
-@click.command(cls=SectionedCommand, short_help="Talk with a model that was trained for it.")
+@click.command(
+    cls=SectionedCommand,
+    short_help="Talk with a model that was trained for it.",
+    context_settings={"allow_extra_args": True},  # for a message of our own
+)
 @partial(model_options, default="storychat")
 @click.option("--system", metavar="TEXT", help="Instructions put before the session.")
 @defaults_option
@@ -47,13 +52,20 @@ def chat(system: str | None, **options: Any) -> None:
     --temperature 0 is greedy. The n-th answer takes --seed + n - 1. When the context is full, the oldest turns are
     dropped; the --system text stays. An answer that repeats one phrase over and over is stopped.
     """
-    model = load_model(options)
+    if words := click.get_current_context().args:
+        meant = f"name the model by --model: bitnet-ref chat --model {words[0]}"
+        raise click.UsageError(meant if is_model(words[0]) else "start bitnet-ref chat, then type your message")
+    name, model = options["model"], load_model(options)
     defaults = options.pop("generation_defaults")
     params = choose_params(model, select_given(options), defaults)
     session = model.chat(system, **params)
     session.how_to_reset = f"{RESET} starts a new one"
     seeds = itertools.count(params["seed"]) if "seed" in params else iter(())
-    (answer_lines if wants_json() else talk)(session, seeds)
+    if wants_json():
+        answer_lines(session, seeds)
+    else:
+        say(f"[{name}, {model.backend.name}, {describe_sampling(session.params)}]")
+        talk(session, seeds)
 
 
 def choose_params(model: Model, given: dict[str, Any], defaults: str = "model") -> dict[str, Any]:
@@ -101,8 +113,7 @@ def talk(session: ChatSession, seeds: Iterator[int]) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() its line editing
 
-    say(f"[{session.model.backend.name}, {describe_sampling(session.params)}]")
-    say("/reset starts anew, /exit leaves, Ctrl-C stops an answer")
+    say(COMMANDS)
     prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:
@@ -121,6 +132,9 @@ def talk(session: ChatSession, seeds: Iterator[int]) -> None:
         if message == RESET:
             session.reset()
             say("a new conversation")
+            continue
+        if message in HELP:
+            say(COMMANDS)
             continue
         if not message:
             continue

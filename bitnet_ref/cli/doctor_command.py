@@ -31,16 +31,17 @@ if TYPE_CHECKING:
 
 READY = ' You are ready: bitnet-ref generate "Once upon a time"'
 PATH_WIDTH, STATE_WIDTH = 27, 6  # of the columns of a check's row; a longer name pushes its own row to the right
+CHECKED = "execution paths and known answers"
 
 
 @click.command(short_help="Check this machine and installation, and compute a self-check.")
-@click.option("--full", is_flag=True, help="Longer texts, and every check on every backend.")
+@click.option("--full", is_flag=True, help="Longer texts, every check on every backend, and a line for each.")
 @common_options
 def doctor(full: bool) -> None:
     """Examine this machine and installation, and compute a self-check on every backend.
 
-    Every execution path of every backend is compared with the reference. --full also runs on NumPy what it shares with
-    a compiled backend: text by the engine, sampling, training.
+    Every execution path of every backend is compared with the reference; checks that fail are shown. --full shows all,
+    and also runs on NumPy what it shares with a compiled backend: text by the engine, sampling, training.
 
     Exits with 1 when a backend disagrees with the reference.
     """
@@ -50,7 +51,7 @@ def doctor(full: bool) -> None:
     installation = describe_installation()
     if not wants_json():
         show(lambda out: draw_installation(installation, out))
-    with CheckRows() as rows:
+    with CheckRows(brief=not full) as rows:
         health = DoctorReport(installation, self_check(full=full, on_check=rows))
     code = 0 if health.healthy else DIFFERS
     verdict = health.verdict + (READY if health.healthy else "")
@@ -113,10 +114,14 @@ def backend_row(backend: BackendState) -> tuple[str, Text, str]:
 
 class CheckRows:
     """Shows each check as a row when it is done, below a title for each backend; on a terminal the last line says how
-    many there are so far. With --json it shows nothing. An `OnCheck`."""
+    many there are so far. With --json it shows nothing. An `OnCheck`.
 
-    def __init__(self) -> None:
+    brief: one row for each backend, when its checks are done, below those that failed."""
+
+    def __init__(self, brief: bool = False) -> None:
         self._last_backend: str | None = None
+        self._brief = brief
+        self._passed: list[bool] = []  # the checks of the last backend
         self._count = 0
         self._status: Status | None = None
         self._is_silent = wants_json()
@@ -124,16 +129,37 @@ class CheckRows:
     def __call__(self, backend: str, check: PathCheck) -> None:
         if self._is_silent:
             return
-        rows: list[RenderableType] = [check_row(check)]
+        rows: list[RenderableType] = [] if self._brief and check.passed else [check_row(check)]
         if backend != self._last_backend:
-            rows.insert(0, style_text(f"\n{backend}: execution paths and known answers", "bold"))
+            rows = [*self._end_backend(), *rows]
+            if not self._brief:
+                rows.insert(0, style_text(f"\n{backend}: {CHECKED}", "bold"))
+            elif self._last_backend is None:
+                rows.insert(0, style_text("\nChecks", "bold"))
             self._last_backend = backend
         self._count += 1
+        self._passed.append(check.passed)
+        self._print(rows)
+        if self._status is not None:
+            self._status.update(f"checks done: {self._count}")
+
+    def _end_backend(self) -> list[RenderableType]:
+        """With `brief`, the row of the backend whose checks are done."""
+        if not self._brief or self._last_backend is None:
+            return []
+        failed, checks = self._passed.count(False), len(self._passed)
+        self._passed.clear()
+        count = f"{failed} of {checks}" if failed else f"{checks}"
+        cells = self._last_backend, state_of(not failed), f"{count} checks: {CHECKED}"
+        return [make_row(cells, (PATH_WIDTH, STATE_WIDTH))]
+
+    def _print(self, rows: list[RenderableType]) -> None:
+        if not rows:
+            return
         if self._status is None:
             show(lambda out: out.print(*rows, sep="\n"))
         else:
             self._status.console.print(*rows, sep="\n")
-            self._status.update(f"checks done: {self._count}")
 
     def __enter__(self) -> CheckRows:
         if not self._is_silent and sys.stdout.isatty():
@@ -142,15 +168,19 @@ class CheckRows:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._print(self._end_backend())
         if self._status is not None:
             self._status.stop()
 
 
 def check_row(check: PathCheck) -> Table:
     """(path, state, result) of a check of an execution path."""
-    state = style_text("passed", "green") if check.passed else style_text("FAILED", "bold red")
     compared = f"{check.compared:,} compared: " if check.compared else ""
-    return make_row((check.path, state, f"{compared}{check.detail}"), (PATH_WIDTH, STATE_WIDTH))
+    return make_row((check.path, state_of(check.passed), f"{compared}{check.detail}"), (PATH_WIDTH, STATE_WIDTH))
+
+
+def state_of(passed: bool) -> Text:
+    return style_text("passed", "green") if passed else style_text("FAILED", "bold red")
 
 
 def draw_verdict(verdict: str, agrees: bool, out: Console) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,12 @@ from click.core import ParameterSource
 from numpy.typing import NDArray
 
 from ..errors import ConfigError
-from ..formats.open import shipped_models
 from ..generation.embed import PRECISIONS, instruction_prompt, published_prompts, quantize_embeddings
 from ..reference.layers import Array
 from ..system.atomic import atomic_path
 from .generation_options import (
     INPUT_FILE,
+    is_model,
     load_model,
     model_opener,
     model_options,
@@ -68,7 +69,7 @@ def embed(
         raise click.UsageError("--instruct, --prompt and --prompt-name exclude each other")
     if out is not None and out.suffix not in (".npy", ".jsonl"):
         raise click.UsageError(f"--out: expected a name that ends in .npy or .jsonl, got {out.name}")
-    warn_of_model_among(texts)
+    warn_of_names_among(texts)
     count, address = pop_workers(options)
     opener = model_opener(options, count)
     model = load_model(options)
@@ -84,15 +85,18 @@ def embed(
         shown = {} if out is not None else {"vectors": [row.tolist() for row in numbers]}
         print_json({"texts": len(rows), "dimensions": vectors.shape[1], "dtype": str(numbers.dtype), **shown})
     elif out is None:
+        say("similarity to the first text:")
         for text, similarity in zip(rows, vectors @ vectors[0], strict=True):
             click.echo(f"{similarity:7.4f}  {text}")
 
 
-def warn_of_model_among(texts: tuple[str, ...]) -> None:
-    """Remark that the first text names a model, where --model is not given: other commands take it there."""
+def warn_of_names_among(texts: tuple[str, ...]) -> None:
+    """Remark that the first text names a model, where --model is not given, or a file: other commands take it there."""
     source = click.get_current_context().get_parameter_source("model")
-    if source is ParameterSource.DEFAULT and texts and texts[0] in shipped_models():
+    if source is ParameterSource.DEFAULT and texts and is_model(texts[0]):
         say(f"{texts[0]!r} is taken as a text; a model is given by --model")
+    elif texts and os.path.isfile(texts[0]):
+        say(f"{texts[0]!r} is taken as a text; a file of texts is given by --file")
 
 
 def embed_all(workers: Workers, rows: list[str], prompt: str | None) -> NDArray[np.float32]:

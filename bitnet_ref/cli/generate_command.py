@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import click
 
@@ -14,6 +14,7 @@ from ..errors import GenerationError, TokenizerError
 from ..system.memory import peak_memory_bytes
 from .generation_options import (
     defaults_option,
+    is_model,
     load_model,
     model_options,
     sampling_options,
@@ -47,7 +48,7 @@ SHOWN = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_pena
     short_help="Continue a text, and show it as it comes.",
     context_settings={"allow_extra_args": True},  # for a message of our own
 )
-@click.argument("prompt")
+@click.argument("prompt", metavar="PROMPT", required=False)
 @model_options
 @defaults_option
 @sampling_options
@@ -55,7 +56,7 @@ SHOWN = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_pena
 @click.option("--profile", is_flag=True, help="Show on standard error where the time went.")
 @click.option("--raw-ids", is_flag=True, help='PROMPT is token ids ("1 3797 537"), and so is the output.')
 @common_options
-def generate(prompt: str, raw_ids: bool, profile: bool, **options: Any) -> None:
+def generate(prompt: str | None, raw_ids: bool, profile: bool, **options: Any) -> None:
     """Continue PROMPT and show the text as it comes; "-" reads the prompt from standard input.
 
     On a terminal the prompt is shown before its continuation; a pipe gets the continuation alone. Speed and memory
@@ -65,9 +66,10 @@ def generate(prompt: str, raw_ids: bool, profile: bool, **options: Any) -> None:
     says nothing. The line of figures names what was taken. Then the seed is 0 unless --seed gives another one, so that
     the command gives the same text again.
     """
+    if prompt is None:
+        raise click.UsageError("Missing argument 'PROMPT': give a text in quotes, or \"-\" to read standard input.")
     if more_words := click.get_current_context().args:
-        together = " ".join([prompt, *more_words])
-        raise click.UsageError(f'put the prompt in quotes: bitnet-ref generate "{together}"')
+        refuse_words([prompt, *more_words])
     if prompt == "-":
         prompt = read_stdin()
     ids = parse_ids(prompt) if raw_ids else None
@@ -80,6 +82,15 @@ def generate(prompt: str, raw_ids: bool, profile: bool, **options: Any) -> None:
             show_several(model, ids, params, raw_ids)
         else:
             show_text(model, prompt, ids, params, raw_ids)
+
+
+def refuse_words(words: list[str]) -> NoReturn:
+    """Raise UsageError for a text without quotes, or with a model before or behind it as other programs take it."""
+    named = next((word for word in (words[0], words[-1]) if is_model(word)), None)
+    text = " ".join(word for word in words if word != named)
+    if named is not None and text:
+        raise click.UsageError(f'name the model by --model: bitnet-ref generate --model {named} "{text}"')
+    raise click.UsageError(f'put the prompt in quotes: bitnet-ref generate "{" ".join(words)}"')
 
 
 def choose_sampling(model: Model, given: dict[str, Any], defaults: str) -> dict[str, Any]:

@@ -54,6 +54,13 @@ def model_options(function: AnyFunction, default: str = "storyteller") -> AnyFun
     return option(loading_options(function))
 
 
+def is_model(word: str) -> bool:
+    """Whether a word of the command line is meant as a model: a shipped one's name, or a file or folder of weights."""
+    from ..formats.open import shipped_models
+
+    return word in shipped_models() or Path(word).is_dir() or word.endswith((".gguf", ".safetensors", ".onnx"))
+
+
 def loading_options(function: AnyFunction) -> AnyFunction:
     """The parameters of `bitnet_ref.load` but the model itself."""
     return apply_options(function, [_loading(each, name) for each, names in LOADING.items() for name in names])

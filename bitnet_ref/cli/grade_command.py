@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .shell import common_options, make_table, report
+from .shell import common_options, make_table, report, waiting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +27,10 @@ def grade(notebooks: tuple[Path, ...]) -> None:
     """
     from ..crossval.exercises.grading import grade_notebook
 
-    graded = [grade_notebook(path) for path in notebooks]
+    graded = []
+    for path in notebooks:
+        with waiting(f"running {path.name}"):
+            graded.append(grade_notebook(path))
     report({"notebooks": [each.to_dict() for each in graded]}, lambda console: _draw(console, graded))
 
 

@@ -68,7 +68,7 @@ def lab(
         for name in done.kept:
             click.echo(f"kept   {folder / name} {paint('(you changed it; --force overwrites)', sys.stdout, dim=True)}")
         if done.unchanged:
-            click.echo(f"{len(done.unchanged)} notebooks were already in {folder}")
+            click.echo(f"{len(done.unchanged)} files were already in {folder}")
         if missing:
             say_error(NO_JUPYTERLAB)
     if missing:

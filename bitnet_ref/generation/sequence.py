@@ -48,8 +48,7 @@ class Request:
         self.tokenizer = _tokenizer(model, required=required)
         ids = self.tokenizer.encode(prompt) if self.tokenizer and isinstance(prompt, str) else prompt
         self.window = ContextWindow.of(model, params)
-        any_length = self.window.policy != "error"
-        self.given: NDArray[np.int64] = model.check_tokens(cast("Sequence[int]", ids), any_length=any_length)
+        self.given: NDArray[np.int64] = model.check_tokens(cast("Sequence[int]", ids), any_length=True)
         self.max_tokens = self._max_tokens(name)
         bos = self.tokenizer.bos_id if self.tokenizer is not None else None
         front = int(bos is not None and self.given[0] == bos)
@@ -80,10 +79,16 @@ class Request:
         asked = self.params.max_tokens
         wanted = min(DEFAULT_MAX_TOKENS, limit) if asked is None else asked
         if policy == "error" and (room < 1 or wanted > room):
+            whose = "model" if self.params.window is None else "window"
+            if room < 1:
+                raise ContextOverflow(
+                    f"{name} has {len(self.given)} tokens, and the {whose}'s context of {context} leaves no room for "
+                    "a new one; shorten it, or see overflow='truncate'",
+                    mentions=["overflow='truncate'"],
+                )
             raise ContextOverflow(
                 f"{name} has {len(self.given)} tokens and max_tokens is {wanted}, but the "
-                f"{'model' if self.params.window is None else 'window'}'s context is {context}; lower max_tokens to "
-                f"{max(room, 0)}, shorten the prompt, or see overflow='truncate'",
+                f"{whose}'s context is {context}; lower max_tokens to {room}, shorten the prompt, or see overflow='truncate'",
                 mentions=["max_tokens", "max_tokens", "overflow='truncate'"],
             )
         return wanted

@@ -63,7 +63,7 @@ def test_chat_for_people(chat_model):
     text = "Hello\n\n/reset\n" + "word " * 300 + "\n/exit\n"
     result = invoke("chat", "--model", chat_model, "--max-tokens", 6, *GREEDY, *FAST, stdin=text)
     assert result.exit_code == 0
-    assert f"[{BACKEND}, greedy]" in result.stderr
+    assert f"[{chat_model}, {BACKEND}, greedy]" in result.stderr
     model = shared_model(chat_model, BACKEND, threads=1)
     ids = model.tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=True)
     assert result.stdout == model.generate(ids, max_tokens=6).text + "\n"
@@ -118,6 +118,13 @@ def test_an_answer_that_repeats_itself_is_stopped():
     assert repeats_itself(poem * 2)
 
 
+@pytest.mark.parametrize(("word", "says"), [("storychat", "--model storychat"), ("Hello", "then type your message")])
+def test_chat_takes_no_words(word, says):
+    result = invoke("chat", word)
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
 def test_answers_are_sampled_as_the_model_recommends(chat_model):
     """Each answer with a seed of its own, which is shown."""
     args = {"model": chat_model, "sampling": ("--seed", 7)}
@@ -131,7 +138,7 @@ def test_answers_are_sampled_as_the_model_recommends(chat_model):
         out = model.generate(one["prompt_token_ids"], max_tokens=6, temperature=0.8, top_k=40, seed=one["seed"])
         assert one["token_ids"] == out.token_ids
     shown = invoke("chat", "--model", chat_model, *FAST, stdin="")
-    assert re.search(rf"\[{BACKEND}, temperature 0.8, top-k 40, seed \d+\]", shown.stderr)
+    assert re.search(rf", {BACKEND}, temperature 0.8, top-k 40, seed \d+\]", shown.stderr)
 
 
 @pytest.mark.parametrize(

@@ -128,9 +128,12 @@ def test_a_packaged_model_that_is_not_installed(monkeypatch):
         bitnet_ref.load("smollm2")
 
 
-def test_a_model_among_the_texts_is_remarked():
+def test_a_model_or_file_among_the_texts_is_remarked(tmp_path):
     shown = invoke("storyteller", "a text")
     assert [line.split("  ")[-1] for line in shown.stdout.splitlines()] == ["storyteller", "a text"]
     assert "'storyteller' is taken as a text; a model is given by --model" in shown.stderr
-    assert invoke("storyteller", "--model", "storyteller").stderr == ""
-    assert invoke("a text").stderr == ""
+    heading = "similarity to the first text:\n"
+    assert invoke("storyteller", "--model", "storyteller").stderr == heading
+    assert invoke("a text").stderr == heading
+    (tmp_path / "texts.txt").write_text("a text")
+    assert "is taken as a text; a file of texts is given by --file" in invoke(tmp_path / "texts.txt").stderr

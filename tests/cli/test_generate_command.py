@@ -60,6 +60,19 @@ def test_a_prompt_without_quotes():
     assert 'Error: put the prompt in quotes: bitnet-ref generate "Once upon a time"' in result.stderr
 
 
+@pytest.mark.parametrize("words", [("storyteller", PROMPT), (PROMPT, "storyteller")])
+def test_a_model_beside_the_prompt(words):
+    result = invoke("generate", *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f'Error: name the model by --model: bitnet-ref generate --model storyteller "{PROMPT}"' in result.stderr
+
+
+def test_no_prompt():
+    result = invoke("generate")
+    assert result.exit_code == 2
+    assert 'give a text in quotes, or "-" to read standard input' in result.stderr
+
+
 def test_generate_reads_stdin(expected):
     result = invoke("generate", "-", "--max-tokens", 5, *PLAIN, stdin=expected["prompt"] + "\n")
     assert result.exit_code == 0

@@ -179,6 +179,18 @@ def test_checks_below_the_name_of_their_backend(monkeypatch, capsys):
     ]
 
 
+def test_one_row_for_a_backend_and_those_that_failed(monkeypatch, capsys):
+    monkeypatch.setattr(doctor_command, "wants_json", lambda: False)
+    with doctor_command.CheckRows(brief=True) as show_check:
+        for backend, path, passed in (("numpy", "ops", True), ("numpy", "text", True), ("cython", "ops", False)):
+            show_check(backend, PathCheck(path, passed, 7, "equal"))
+    row, checks = "{:29}{}  {}", "checks: execution paths and known answers"
+    assert capsys.readouterr().out.splitlines() == [
+        *("", "Checks", row.format("numpy", "passed", f"2 {checks}")),
+        *(row.format("ops", "FAILED", "7 compared: equal"), row.format("cython", "FAILED", f"1 of 1 {checks}")),
+    ]
+
+
 def test_on_a_terminal_the_last_line_counts_the_checks(monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
