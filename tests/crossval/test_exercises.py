@@ -972,10 +972,6 @@ CASES = {
                 proof("Two", gated=Silu.gated, dense_matmul=lambda self, x, w: 2 * Backend.dense_matmul(self, x, w)),
                 "The beginning is right.*lm_head",
             ),
-            (
-                proof("Near", gated=lambda self, g, u, a: Silu.gated(self, g, u, a) * np.float32(1 + 3e-7)),
-                "by rounding",
-            ),
         ],
         [proof("Same", gated=Silu.gated), proof("Rounds", gated=lambda self, g, u, a: g * u / (1 + np.exp(-g)))],
     ),
@@ -1995,6 +1991,21 @@ def test_right_answers_are_taken_in_other_words_and_types(name, notebook):
     for answer in solution + CASES[name].right:
         answered = judge(notebook, name, answer)
         assert answered.status == "right", (name, answer, answered.text)
+
+
+def test_a_proof_of_notebook_6_that_is_wrong_by_rounding_alone_says_so(notebook):
+    def scaled_by(factor):
+        def quantize(self, x):
+            _, scale = quantization.quantize_activations(x)
+            return np.clip(np.rint(x * factor(scale)), -128, 127).astype(np.int8), factor(scale)
+
+        return proof("Scaled", quantize_activations=quantize)
+
+    check, _ = notebook
+    planted = scaled_by(lambda scale: np.float32(128) / (np.float32(127) / scale))
+    suspect = (check.model.on(planted("float32", threads=1)), "128")
+    mine = scaled_by(lambda scale: scale * np.float32(128 / 127))
+    assert re.search("by rounding alone|rounds otherwise", check.judge("6.hunt", mine, suspect=suspect).text)
 
 
 @pytest.mark.sample(3)
