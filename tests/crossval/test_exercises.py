@@ -992,7 +992,8 @@ CASES = {
             ),
             (Edit("(2, 25)", "(24, 25)"), "longest prompt alone"),
             (Edit("= max(", "= (1 / 23) * sum("), "the mean over"),
-        ]
+        ],
+        [Edit("= max(", "= 0.005 + max("), Edit("= max(", "= -0.005 + max(")],  # two decimals are enough
     ),
     "6.first": Case(
         [
