@@ -69,6 +69,15 @@ class Silu(Backend):
         return layers.silu(gate) * up
 
 
+def proof(name, **methods):
+    """An engine with other methods."""
+    return type(name, (Backend,), methods)
+
+
+def cosine(a, b):
+    return (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)
+
+
 def loss_of_one_block(block):
     """Exercise 3c.5 with the other blocks left out."""
     weights = model("storyteller", "numpy").weights
@@ -1056,14 +1065,20 @@ CASES = {
     ),
     "6.hunt": Case(
         [
-            (("blocks.0.attn.hook_z", "silu"), "before it|after it"),
-            (("blocks.0.mlp.hook_post", "bfloat16"), "is not the cause"),
-            (("hook_post", "silu"), "No tensor"),
-            ("silu", "Two texts"),
-            (("hook_embed", "silu"), "after it"),
-            (("blocks.0.attn.hook_attn_scores", "silu"), "both have −inf"),
+            (("blocks.0.mlp.hook_post", "silu"), "class itself"),
+            (Silu("float32", threads=1), "class itself"),
+            (Silu, "the suspect itself"),
+            (proof("Ones", rms_norm=lambda self, x, norm: 2 * Backend.rms_norm(self, x, norm)), "too early"),
+            (proof("Late", dense_matmul=lambda self, x, w: 2 * Backend.dense_matmul(self, x, w)), "still right. Which"),
+            (proof("Gelu", gated=lambda self, g, u, a: np.maximum(g, 0) * u), "place is right.*in the suspect"),
+            (proof("Shape", gated=lambda self, g, u, a: g[:1]), "raised"),
+            (proof("None_", gated=lambda self, g, u, a: Backend.gated(self, g, u, a)), "makes no mistake"),
+            (
+                proof("Two", gated=Silu.gated, dense_matmul=lambda self, x, w: 2 * Backend.dense_matmul(self, x, w)),
+                "The beginning is right.*lm_head",
+            ),
         ],
-        [["blocks.0.mlp.hook_post", " SiLU "]],
+        [proof("Same", gated=Silu.gated), proof("Rounds", gated=lambda self, g, u, a: g * u / (1 + np.exp(-g)))],
     ),
     "6.1": Case(
         [
@@ -1082,7 +1097,8 @@ CASES = {
             ),
             (Edit("(2, 25)", "(24, 25)"), "longest prompt alone"),
             (Edit("= max(", "= (1 / 23) * sum("), "the mean over"),
-        ]
+        ],
+        [Edit("= max(", "= 0.005 + max("), Edit("= max(", "= -0.005 + max(")],  # two decimals are enough
     ),
     "6.first": Case(
         [
@@ -1176,6 +1192,7 @@ CASES = {
             (50, "float16 takes two"),
             (52083, "a text has 2,048"),
             (762, "30 layers"),
+            (25.43, "round down"),
         ],
         ["25", 25.0],
     ),
@@ -1210,6 +1227,29 @@ CASES = {
         [
             Edit("[(0, sinks), ", "[[0, sinks], "),
             lambda length, window, sinks: keep_after_overflow(length, window, "sinks", sinks),
+        ],
+    ),
+    "7a.stop": Case(
+        [
+            (Edit("for stop in stops for", "for stop in stops[:1] for"), "each of them may begin"),
+            (Edit("max(", "min("), "the shortest is taken"),
+            (Edit("return max(", "return len(text) - max("), "count from the end"),
+            (lambda text, stops: max(map(len, stops), default=0), "a whole stop string is held"),
+            (lambda text, stops: min(len(text), max((len(s) - 1 for s in stops), default=0)), "can be no beginning"),
+            (Edit("range(1, len(stop))", "(1,)"), "3 are held, and yours are 0"),
+            (lambda text, stops: any(text.endswith(s[:1]) for s in stops), "are held, and yours are"),
+            (lambda text, stops: text, "One number"),
+        ],
+        [
+            Edit("range(1, len(stop))", "range(1, len(stop) + 1)"),  # a whole one has ended the text
+            lambda text, stops: next(
+                (
+                    len(text) - i
+                    for i in range(len(text))
+                    if any(s.startswith(text[i:]) and s != text[i:] for s in stops)
+                ),
+                0,
+            ),
         ],
     ),
     "7a.5": Case(
@@ -1587,6 +1627,9 @@ CASES = {
             (Edit("min(errors, key=errors.get)", "min(errors.values())"), "no name of the table"),
             (lambda file: "int8, multiply", "file 1 is not"),
             (lambda file: "ternary", "no name of the table"),
+            (lambda file: next((n for n in DIALECTS if np.array_equal(file["y"], n)), None), "yours is None"),
+            (lambda file: np.array_equal(file["y"], file["x"]), "yours is False"),
+            (Edit("relative_error(", "-cosine("), "cosine is blind"),
             ({"file 0": "int8, multiply"}, "A function is wanted"),
         ]
     ),
@@ -2020,6 +2063,7 @@ def notebook():
     names |= {
         "groups": groups,
         "relative_error": relative_error,
+        "cosine": cosine,
         "quantize_batch": quantize_batch,
         "names": list(DIALECTS),
     }
@@ -2075,6 +2119,21 @@ def test_right_answers_are_taken_in_other_words_and_types(name, notebook):
     for answer in solution + CASES[name].right:
         answered = judge(notebook, name, answer)
         assert answered.status == "right", (name, answer, answered.text)
+
+
+def test_a_proof_of_notebook_6_that_is_wrong_by_rounding_alone_says_so(notebook):
+    def scaled_by(factor):
+        def quantize(self, x):
+            _, scale = quantization.quantize_activations(x)
+            return np.clip(np.rint(x * factor(scale)), -128, 127).astype(np.int8), factor(scale)
+
+        return proof("Scaled", quantize_activations=quantize)
+
+    check, _ = notebook
+    planted = scaled_by(lambda scale: np.float32(128) / (np.float32(127) / scale))
+    suspect = (check.model.on(planted("float32", threads=1)), "128")
+    mine = scaled_by(lambda scale: scale * np.float32(128 / 127))
+    assert re.search("by rounding alone|rounds otherwise", check.judge("6.hunt", mine, suspect=suspect).text)
 
 
 @pytest.mark.sample(3)

@@ -169,6 +169,45 @@ BEAM_MISTAKES: dict[str, Callable[..., list[Beam]]] = {
 }
 
 
+@exercise("7a.stop")
+def hold_back(answer: Any) -> str:
+    cases = [("to make a", ["a little mistake"]), ("to mend", ["a little mistake"]), ("ever, nev", ["never"])]
+    cases += [("to make a little mist", ["a little mistake", "mist ahead"]), ("ana", ["nab", "anab"])]
+    cases += [("aab", ["aabaac"]), ("it is a", ["a big cat", "the"]), ("", ["never"]), ("hm", [])]
+    wrong: dict[str, Callable[[str, Sequence[str]], int]] = {
+        "one stop string is looked at; each of them may begin": lambda text, stops: held(text, stops[:1]),
+        "the shortest is taken; all that may still become a stop string is to be held": lambda text, stops: min(
+            (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
+        ),
+        "the place is wanted at which nothing can be taken back: count from the end": lambda text, stops: (
+            len(text) - held(text, stops)
+        ),
+        "a whole stop string is held, wherever the text ends": lambda text, stops: max(map(len, stops), default=0),
+        "as much as the longest stop string less one is held; most of it can be no beginning": lambda text, stops: min(
+            len(text), max((len(stop) - 1 for stop in stops), default=0)
+        ),
+        "one character is held at most; a longer end may be a beginning": lambda text, stops: min(1, held(text, stops)),
+    }
+    given = [as_number(run(answer, text, list(stops))) for text, stops in cases]
+    for n, (text, stops) in zip(given, cases, strict=True):
+        if n != held(text, stops):
+            causes = (
+                cause
+                for cause, of in wrong.items()
+                if all(each == of(*case) for each, case in zip(given, cases, strict=True))
+            )
+            likely = "".join(f" Likely mistake: {cause}." for cause in [*causes][:1])
+            raise Wrong(
+                f"After {text!r}, with stop={stops}: {held(text, stops)} are held, and yours are {n:g}.{likely}"
+            )
+    return "So a stream never has to take back what it has shown."
+
+
+def held(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of a text may be the beginning of a stop string."""
+    return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+
+
 @exercise("7a.5")
 def lipogram(answer: Any, after: NextToken) -> str:
     ids = np.asarray(after.ids)
@@ -402,6 +441,8 @@ def caches_that_fit(answer: Any) -> str:
         52083: "That is tokens; a text has 2,048.",
         762: "Keys and values are kept in each of 30 layers.",
     }
+    if 25 < as_number(answer) < 26:
+        raise Wrong("That is the quotient. A text fits as a whole, or not: round down.")
     expect_number(answer, 25, mistakes=mistakes, hint="4 · 10⁹ bytes, over 2,048 tokens of 76,800 bytes.")
     return "With pages, a text takes what it has written so far, so more can begin."
 
