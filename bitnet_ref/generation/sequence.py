@@ -87,8 +87,8 @@ class Request:
                     mentions=["overflow='truncate'"],
                 )
             raise ContextOverflow(
-                f"{name} has {len(self.given)} tokens and max_tokens is {wanted}, but the "
-                f"{whose}'s context is {context}; lower max_tokens to {room}, shorten the prompt, or see overflow='truncate'",
+                f"{name} has {len(self.given)} tokens and max_tokens is {wanted}, but the {whose}'s context "
+                f"is {context}; lower max_tokens to {room}, shorten the prompt, or see overflow='truncate'",
                 mentions=["max_tokens", "max_tokens", "overflow='truncate'"],
             )
         return wanted
