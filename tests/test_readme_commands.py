@@ -32,7 +32,7 @@ EXAMPLES = {
     "generate PROMPT": 'generate "Once upon a time" --max-tokens 4',
     "chat": "chat --max-tokens 4",
     "batch IN.jsonl OUT.jsonl": "batch {folder}/in.jsonl {folder}/out.jsonl",
-    "perplexity MODEL --text FILE --length N": "perplexity storyteller --text {folder}/text.txt --length 16",
+    "perplexity MODEL --text FILE": "perplexity storyteller --text {folder}/text.txt --length 16",
     "eval MODEL --tasks TASKS": "eval storyteller --tasks tiny_choice --include {folder}",
     "embed TEXT... --model MODEL": 'embed "a red boat" "tax law" --model storyteller',
     "train CONFIG.toml --out FOLDER": "train scripts/training/tiny.toml --out {folder}/run --steps 1",
@@ -56,7 +56,7 @@ EXAMPLES = {
 SLOW = {
     "grade NOTEBOOK": "runs a notebook",
     "doctor": "seconds on an idle machine; tests/cli/test_doctor_command.py",
-    "perplexity storyteller --text notebooks/alice.txt --length 256": "a whole book",
+    "perplexity storyteller --text notebooks/alice.txt": "a whole book",
     "train scripts/training/tiny.toml --out tiny": "a minute",
     "bench kernels": "measures the speed of memory",
     "bench model": "measures the speed of memory",

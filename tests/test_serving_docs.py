@@ -105,7 +105,7 @@ def test_what_is_installed():
     shown = [command for page in PAGES for command in commands(page) if command.startswith("pip ")]
     assert shown
     for command in shown:
-        assert set(re.search(r"bitnet-ref\[(.*)\]", command)[1].split(",")) <= extras.keys()
+        assert set(re.search(r"(?:bitnet-ref|\.)\[(.*)\]", command)[1].split(",")) <= extras.keys()
 
 
 @pytest.mark.parametrize(("page", "number"), [(page, n) for page in PAGES for n in range(len(blocks(page, "python")))])
