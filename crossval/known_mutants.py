@@ -34,6 +34,13 @@ KNOWN: dict[str, str] = {
     "end = len(text) if end < (1) else end + 2": "the search begins far behind 0",
     "training/data.py TokenFile.__init__: block = self.ids[start : start + (1 << 22)] -> "
     "block = self.ids[start : start + (1 << (23))]": "ids that are looked at twice",
+    'training/data.py train_sentencepiece: "minloglevel": 2, -> "minloglevel": (3),': (
+        "how much SentencePiece prints; its errors are raised"
+    ),
+    'training/run.py TrainingRun._first_masters: masters[name] = np.full(shape, 0 if name.endswith(".bias") else '
+    "1, dtype=np.float32) -> masters[name] = (np.full(shape, 0 if name.endswith('.bias') else 1))": (
+        "the trainer keeps a copy in float32"
+    ),
     # -- evaluation
     "evaluation/perplexity.py _blocks: return np.array(ids[: count * length], dtype=np.int64).reshape(count, "
     "length) -> return (np.array(ids[:count * length])).reshape(count, length)": (

@@ -28,7 +28,7 @@ from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.safetensors import SafetensorsFile, SafetensorsWriter
 from bitnet_ref.tokenizers import load_tokenizer
 from bitnet_ref.training import TrainingRun, read_run
-from bitnet_ref.training.data import TokenFile, open_tokens, train_sentencepiece
+from bitnet_ref.training.data import TokenFile, encode_files, open_tokens, train_sentencepiece
 from bitnet_ref.training.optimizer import Schedule
 from bitnet_ref.training.run import RunSettings
 
@@ -598,6 +598,14 @@ def test_texts_become_tokens_once(tmp_path):
         open_tokens([tmp_path / "none.txt"], parts, 4096, tmp_path)
     with pytest.raises(ConfigError, match="need a tokenizer"):
         open_tokens(files, {}, 4096, tmp_path)
+
+
+def test_long_documents_are_encoded_in_blocks_of_paragraphs(tmp_path):
+    """A block ends at the first empty line after 65,536 characters."""
+    first, second, third = "a" * 65536 + "\n\n", "b" * 65535 + "\n\n" + "c\n\n", "d\n\ne"
+    (tmp_path / "a.txt").write_text(first + second + third)
+    tokenizer = SimpleNamespace(bos_id=None, eos_ids=(), encode=lambda text, add_special_tokens: [text])
+    assert list(encode_files([tmp_path / "a.txt"], tokenizer)) == [[first], [second], [third]]
 
 
 @pytest.mark.thorough
