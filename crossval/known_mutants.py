@@ -41,6 +41,7 @@ KNOWN: dict[str, str] = {
     "1, dtype=np.float32) -> masters[name] = (np.full(shape, 0 if name.endswith('.bias') else 1))": (
         "the trainer keeps a copy in float32"
     ),
+    "training/data.py: XZ_BLOCK_BYTES = 1 << 20 -> XZ_BLOCK_BYTES = 1 << (21)": ("how much is decompressed at a time"),
     # -- evaluation
     "evaluation/perplexity.py _blocks: return np.array(ids[: count * length], dtype=np.int64).reshape(count, "
     "length) -> return (np.array(ids[:count * length])).reshape(count, length)": (

@@ -447,11 +447,10 @@ class TrainingRun:
                     raise FormatError(message, path=path, field="content_hash")
             ours = json.loads(json.dumps(self._identity()))
             identity.setdefault("optimizer", "adamw")  # as of version 0.1
-            identity.setdefault("loss", ours["loss"])  # of checkpoints before 28 November 2026
             if "corpus" not in identity:  # of version 0.1
                 message = f"{path}: the checkpoint does not say of which texts it is; they must be the same"
                 warnings.warn(message, ConfigWarning, stacklevel=2)
-                ours = {key: value for key, value in ours.items() if key in identity}
+            ours = {key: value for key, value in ours.items() if key in identity}  # older ones say less
             if different := _differences(identity, ours):
                 raise FormatError(f"the checkpoint is of another run: {', '.join(different)}", path=path)
             for kind, part in (("master", trainer.masters), ("m", optimizer.m), ("v", optimizer.v)):
