@@ -235,4 +235,11 @@ KNOWN: dict[str, str] = {
     "*args, **kwargs)) -> budget.will_make((size_after_replace(owner, *args)))": (
         "str.replace takes no keyword before Python 3.13"
     ),
+    "cli/shell.py _is_read: if is_same_file(source, target.parent): -> if (is_same_file(target.parent, source)):": (
+        "whether two paths are one file, in either order"
+    ),
+    "cli/shell.py Interface.make_context: context = super().make_context(info_name, args, *more, **settings) -> "
+    "context = (super().make_context(info_name, args, *more))": (
+        "the group of all commands has no parent and no other settings"
+    ),
 }
