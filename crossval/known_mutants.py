@@ -42,6 +42,9 @@ KNOWN: dict[str, str] = {
         "the trainer keeps a copy in float32"
     ),
     "training/data.py: XZ_BLOCK_BYTES = 1 << 20 -> XZ_BLOCK_BYTES = 1 << (21)": ("how much is decompressed at a time"),
+    "training/data.py: XZ_BLOCK_BYTES = 1 << 20 -> XZ_BLOCK_BYTES = (2) << 20": ("how much is decompressed at a time"),
+    "training/run.py TrainingRun._read_checkpoint: warnings.warn(message, ConfigWarning, stacklevel=2) -> "
+    "warnings.warn(message, ConfigWarning, stacklevel=(3))": ("which line of ours the warning names"),
     # -- evaluation
     "evaluation/perplexity.py _blocks: return np.array(ids[: count * length], dtype=np.int64).reshape(count, "
     "length) -> return (np.array(ids[:count * length])).reshape(count, length)": (
@@ -234,9 +237,6 @@ KNOWN: dict[str, str] = {
     "tokenizers/templates/sandbox.py BoundedEnvironment.call: budget.will_make(size_after_replace(owner, "
     "*args, **kwargs)) -> budget.will_make((size_after_replace(owner, *args)))": (
         "str.replace takes no keyword before Python 3.13"
-    ),
-    "cli/shell.py _is_read: if is_same_file(source, target.parent): -> if (is_same_file(target.parent, source)):": (
-        "whether two paths are one file, in either order"
     ),
     "cli/shell.py Interface.make_context: context = super().make_context(info_name, args, *more, **settings) -> "
     "context = (super().make_context(info_name, args, *more))": (
