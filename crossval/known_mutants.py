@@ -78,6 +78,8 @@ KNOWN: dict[str, str] = {
     "TERNARY_TYPES: -> if (name is not None or tensor.type.name in TERNARY_TYPES):": (
         "all linears of blocks have names, and `count_raw_plane` looks at the type itself"
     ),
+    'inspection/facts.py Inspection._repr_html_: count = f"{len(group)} tensors: " if len(group) > 1 else "" -> '
+    'count = f"{len(group)} tensors: " if len(group) > (2) else ""': ("a group is of one finding, or of four at least"),
     # -- formats
     "formats/hf/packings.py read_awq: columns = slice(index * group, (index + 1) * group) -> columns = "
     "slice(index * group, (index + (2)) * group)": (
