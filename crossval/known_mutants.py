@@ -126,6 +126,10 @@ KNOWN: dict[str, str] = {
     "Response(status_code=(500)) # nobody reads it": ("the client has gone away"),
     "serving/http/server.py: EMBEDDING_TEXTS = 16 # at a time; between them a client that went away is noticed -> "
     "EMBEDDING_TEXTS = (17) # at a time; between them a client that went away is noticed": ("how soon it is noticed"),
+    "serving/http/tool_formats.py read_json_call: letter = yield from read_value(first, parts.append) -> letter "
+    "= yield from read_value(first, (parts.extend))": (
+        "each is one letter"
+    ),
     # -- serving
     "serving/live.py draw_speeds: largest = max(speeds, default=0.0) or 1.0 -> largest = max(speeds, "
     "default=(1.0)) or 1.0": ("without speeds the default is 1.0 either way"),
