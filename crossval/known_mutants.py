@@ -65,6 +65,12 @@ KNOWN: dict[str, str] = {
     ),
     "evaluation/perplexity.py perplexity: value = math.exp(min(mean, 700.0)) -> "
     "value = math.exp(min(mean, (701.0)))": "a perplexity of e to the 700 says no more than the other",
+    "evaluation/harness.py TaskModel._loglikelihood_tokens: results: list[tuple[float, bool]] = [(0.0, False)] * "
+    "len(requests) -> results: list[tuple[float, bool]] = [(0.0, (True))] * len(requests)": ("each is replaced"),
+    "evaluation/harness.py TaskModel.generate_until: while len(handles) - len(texts) > engine.config.max_batch: "
+    "-> while (len(handles) - len(texts) >= engine.config.max_batch):": (
+        "how many requests are given to the engine at a time"
+    ),
     # -- inspection
     "inspection/tensor.py TensorView.figure: figure, ((left, *others),) = new_figure(1, len(ratios), size=(9, 3), "
     "width_ratios=ratios) -> figure, ((left, *others),) = new_figure(1, len(ratios), size=((10), 3), "
@@ -127,9 +133,7 @@ KNOWN: dict[str, str] = {
     "serving/http/server.py: EMBEDDING_TEXTS = 16 # at a time; between them a client that went away is noticed -> "
     "EMBEDDING_TEXTS = (17) # at a time; between them a client that went away is noticed": ("how soon it is noticed"),
     "serving/http/tool_formats.py read_json_call: letter = yield from read_value(first, parts.append) -> letter "
-    "= yield from read_value(first, (parts.extend))": (
-        "each is one letter"
-    ),
+    "= yield from read_value(first, (parts.extend))": ("each is one letter"),
     # -- serving
     "serving/live.py draw_speeds: largest = max(speeds, default=0.0) or 1.0 -> largest = max(speeds, "
     "default=(1.0)) or 1.0": ("without speeds the default is 1.0 either way"),

@@ -267,6 +267,7 @@ def test_lines_that_just_fit():
     assert windows == [[1, 10, 2], [1, 11, 11, 2], [1, 10, 11, 2]]  # 3 and 3 are more than 5
     windows = [ids.tolist() for ids, _ in cut(Letters(), ["a\nbb\nab"], 6)]
     assert windows == [[1, 10, 2, 11, 11, 2], [1, 10, 11, 2]]
+    assert cut(Letters(), ["\naaaa\n"], 4) == []  # no BOS by itself
     empty = Letters()
     empty.encode_batch = lambda texts, add_special_tokens: [[] if text == "-" else [10] * len(text) for text in texts]
     assert [ids.tolist() for ids, _ in cut(empty, ["-\naaa"], 4)] == [[1, 2]]  # EOS is scored too
