@@ -34,6 +34,17 @@ KNOWN: dict[str, str] = {
     "end = len(text) if end < (1) else end + 2": "the search begins far behind 0",
     "training/data.py TokenFile.__init__: block = self.ids[start : start + (1 << 22)] -> "
     "block = self.ids[start : start + (1 << (23))]": "ids that are looked at twice",
+    'training/data.py train_sentencepiece: "minloglevel": 2, -> "minloglevel": (3),': (
+        "how much SentencePiece prints; its errors are raised"
+    ),
+    'training/run.py TrainingRun._first_masters: masters[name] = np.full(shape, 0 if name.endswith(".bias") else '
+    "1, dtype=np.float32) -> masters[name] = (np.full(shape, 0 if name.endswith('.bias') else 1))": (
+        "the trainer keeps a copy in float32"
+    ),
+    "training/data.py: XZ_BLOCK_BYTES = 1 << 20 -> XZ_BLOCK_BYTES = 1 << (21)": ("how much is decompressed at a time"),
+    "training/data.py: XZ_BLOCK_BYTES = 1 << 20 -> XZ_BLOCK_BYTES = (2) << 20": ("how much is decompressed at a time"),
+    "training/run.py TrainingRun._read_checkpoint: warnings.warn(message, ConfigWarning, stacklevel=2) -> "
+    "warnings.warn(message, ConfigWarning, stacklevel=(3))": ("which line of ours the warning names"),
     # -- evaluation
     "evaluation/perplexity.py _blocks: return np.array(ids[: count * length], dtype=np.int64).reshape(count, "
     "length) -> return (np.array(ids[:count * length])).reshape(count, length)": (
@@ -54,6 +65,12 @@ KNOWN: dict[str, str] = {
     ),
     "evaluation/perplexity.py perplexity: value = math.exp(min(mean, 700.0)) -> "
     "value = math.exp(min(mean, (701.0)))": "a perplexity of e to the 700 says no more than the other",
+    "evaluation/harness.py TaskModel._loglikelihood_tokens: results: list[tuple[float, bool]] = [(0.0, False)] * "
+    "len(requests) -> results: list[tuple[float, bool]] = [(0.0, (True))] * len(requests)": ("each is replaced"),
+    "evaluation/harness.py TaskModel.generate_until: while len(handles) - len(texts) > engine.config.max_batch: "
+    "-> while (len(handles) - len(texts) >= engine.config.max_batch):": (
+        "how many requests are given to the engine at a time"
+    ),
     # -- inspection
     "inspection/tensor.py TensorView.figure: figure, ((left, *others),) = new_figure(1, len(ratios), size=(9, 3), "
     "width_ratios=ratios) -> figure, ((left, *others),) = new_figure(1, len(ratios), size=((10), 3), "
@@ -67,6 +84,8 @@ KNOWN: dict[str, str] = {
     "TERNARY_TYPES: -> if (name is not None or tensor.type.name in TERNARY_TYPES):": (
         "all linears of blocks have names, and `count_raw_plane` looks at the type itself"
     ),
+    'inspection/facts.py Inspection._repr_html_: count = f"{len(group)} tensors: " if len(group) > 1 else "" -> '
+    'count = f"{len(group)} tensors: " if len(group) > (2) else ""': ("a group is of one finding, or of four at least"),
     # -- formats
     "formats/hf/packings.py read_awq: columns = slice(index * group, (index + 1) * group) -> columns = "
     "slice(index * group, (index + (2)) * group)": (
@@ -113,6 +132,8 @@ KNOWN: dict[str, str] = {
     "Response(status_code=(500)) # nobody reads it": ("the client has gone away"),
     "serving/http/server.py: EMBEDDING_TEXTS = 16 # at a time; between them a client that went away is noticed -> "
     "EMBEDDING_TEXTS = (17) # at a time; between them a client that went away is noticed": ("how soon it is noticed"),
+    "serving/http/tool_formats.py read_json_call: letter = yield from read_value(first, parts.append) -> letter "
+    "= yield from read_value(first, (parts.extend))": ("each is one letter"),
     # -- serving
     "serving/live.py draw_speeds: largest = max(speeds, default=0.0) or 1.0 -> largest = max(speeds, "
     "default=(1.0)) or 1.0": ("without speeds the default is 1.0 either way"),
@@ -226,5 +247,9 @@ KNOWN: dict[str, str] = {
     "tokenizers/templates/sandbox.py BoundedEnvironment.call: budget.will_make(size_after_replace(owner, "
     "*args, **kwargs)) -> budget.will_make((size_after_replace(owner, *args)))": (
         "str.replace takes no keyword before Python 3.13"
+    ),
+    "cli/shell.py Interface.make_context: context = super().make_context(info_name, args, *more, **settings) -> "
+    "context = (super().make_context(info_name, args, *more))": (
+        "the group of all commands has no parent and no other settings"
     ),
 }

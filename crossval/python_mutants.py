@@ -69,7 +69,8 @@ EXCHANGED = {a: b for pair in _PAIRS.split(";") for a, b in (pair.split(), pair.
 
 
 LEFT_ALONE = ("strict", "encoding", "help")  # keywords: an assertion, what is the default where it is UTF-8, a text
-NOT_SWAPPED = ("isinstance", "getattr", "hasattr", "field", "min", "max", "cast", "require", "log.info", "log.debug")
+SYMMETRIC = ("min", "max", "is_same_file")
+NOT_SWAPPED = (*SYMMETRIC, "isinstance", "getattr", "hasattr", "field", "cast", "require", "log.info", "log.debug")
 
 
 def python_mutants(executed: Executed) -> list[Mutant]:

@@ -54,7 +54,10 @@ class Room:
 
 ROOMS = {
     "tokenizers": Room(("tokenizers/**/*.py",), ("tests/tokenizers",)),
-    "training": Room(("training/data.py", "training/run.py"), ("tests/training/test_training_run.py",)),
+    "training": Room(
+        ("training/data.py", "training/run.py"),
+        tuple(f"tests/training/test_{name}.py" for name in ("lora", "text_files", "training_run")),
+    ),
     "evaluation": Room(("evaluation/*.py",), ("tests/evaluation",)),
     "inspection": Room(("inspection/*.py",), ("tests/inspection", "tests/cli/test_inspect_command.py")),
     "formats": Room(

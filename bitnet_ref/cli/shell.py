@@ -152,13 +152,12 @@ def _is_read(source: Path, target: Path) -> bool:
 
 
 class Interface(ExitCodes, OrderedGroup):
-    """A group of such commands."""
+    """The group of all commands."""
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **settings: Any) -> click.Context:
         words = f"{info_name} {shlex.join(args)}"
         context = super().make_context(info_name, args, *more, **settings)
-        if context.parent is None:
-            context.ensure_object(State).shell_line = words
+        context.ensure_object(State).shell_line = words
         return context
 
 

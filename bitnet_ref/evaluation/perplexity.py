@@ -211,7 +211,7 @@ def perplexity(
     value = math.exp(min(mean, 700.0))
     if rule.scores_all:
         nbytes = sum(len(text.encode()) for text in documents)
-        words = sum(len(re.split(r"\s+", text)) for text in documents)  # as lm-eval's wikitext counts them
+        words = sum(len(re.split(r"\s+", text)) for text in documents)  # as lm-eval's wikitext counts them: 1 of ""
     else:
         nbytes = sum(len(model.tokenizer.token_bytes(int(i))) for ids, first in windows for i in ids[first:])
     return Perplexity(
@@ -221,7 +221,7 @@ def perplexity(
         stderr=value * math.sqrt(variance / max(1, tokens - 1)),
         nats_per_token=mean,
         bits_per_byte=nll / math.log(2) / max(1, nbytes),
-        word_perplexity=math.exp(min(nll / max(1, words), 700.0)) if rule.scores_all else None,
+        word_perplexity=math.exp(min(nll / words, 700.0)) if rule.scores_all else None,
         windows=len(windows),
         tokens=tokens,
         bytes=nbytes,

@@ -224,14 +224,15 @@ class LiveView(AbstractContextManager["LiveView", None]):
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         """The widget, and the snapshot of now as HTML, for a stored notebook or without ipywidgets."""
         bundle: dict[str, Any] = {}
+        note = ""
         self.look()
         try:
             widget = self.widget._repr_mimebundle_()
             bundle |= {kind: data for kind, data in widget.items() if kind.startswith("application/")}
         except BackendUnavailable as problem:
-            bundle["text/html"] = f"{problem}<br>"
+            note = f"{problem}<br>"
         still = figures_html(self.frame) + requests_html(self.frame)
-        return {**bundle, "text/html": bundle.get("text/html", "") + still, "text/plain": str(self)}
+        return {**bundle, "text/html": note + still, "text/plain": str(self)}
 
     def __rich__(self) -> Any:
         return as_table(self.look())

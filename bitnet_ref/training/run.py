@@ -49,7 +49,6 @@ ADAPTER = "adapter"  # in the place of MODEL
 COLUMNS = ("step", "tokens", "loss", "validation_loss", "lr", "weight_decay", "gradient_norm", "tokens_per_s")
 FACTS = "bitnet_ref.training"  # of a checkpoint's metadata
 LOSS = ("logits_weight", "temperature", "relations_weight", "relation_heads", "mix_steps")  # settings that decide it
-SAMPLE_TOKENS = 60
 MAX_TOML_BYTES = 1 << 20
 _SPIKE_STEPS = 32  # steps whose median a spike is measured by
 MAX_NUMBER, MAX_AMOUNT = 2**40 - 1, 1e100
@@ -375,9 +374,8 @@ class TrainingRun:
 
     def _sample(self) -> None:
         self.trainer.save(self.output)
-        prompt, model = self.settings.sample_prompt, load(self.output)
-        room = model.config.context_length - len(model.tokenizer.encode(prompt))
-        text: Any = model.generate(prompt, max_tokens=max(1, min(SAMPLE_TOKENS, room)))
+        prompt = self.settings.sample_prompt
+        text: Any = load(self.output).generate(prompt)
         with self._appending(SAMPLES) as file:
             file.write(f"step {self.step}: {prompt}{text.text}\n\n")
 
@@ -449,11 +447,10 @@ class TrainingRun:
                     raise FormatError(message, path=path, field="content_hash")
             ours = json.loads(json.dumps(self._identity()))
             identity.setdefault("optimizer", "adamw")  # as of version 0.1
-            identity.setdefault("loss", ours["loss"])  # of checkpoints before 28 November 2026
             if "corpus" not in identity:  # of version 0.1
                 message = f"{path}: the checkpoint does not say of which texts it is; they must be the same"
                 warnings.warn(message, ConfigWarning, stacklevel=2)
-                ours = {key: value for key, value in ours.items() if key in identity}
+            ours = {key: value for key, value in ours.items() if key in identity}  # older ones say less
             if different := _differences(identity, ours):
                 raise FormatError(f"the checkpoint is of another run: {', '.join(different)}", path=path)
             for kind, part in (("master", trainer.masters), ("m", optimizer.m), ("v", optimizer.v)):

@@ -23,15 +23,21 @@ from bitnet_ref.cli import (
     bench_model,
     convert_command,
     crossval_command,
+    crossval_outputs,
     doctor_command,
     evaluation_commands,
+    grade_command,
     inspect_command,
     models_commands,
+    verify_command,
 )
 from bitnet_ref.cli.bench_shared import Subject
 from bitnet_ref.cli.shell import make_row, make_table, style_text
 from bitnet_ref.crossval.compare import Comparison, OpResult
 from bitnet_ref.crossval.doctor import BackendState, Installation
+from bitnet_ref.crossval.exercises.grading import Grade, Graded
+from bitnet_ref.crossval.explain.diagnose import Diagnosis
+from bitnet_ref.crossval.linear.verdict import LinearVerdict, LineVerdict
 from bitnet_ref.crossval.paths import PathCheck
 from bitnet_ref.crossval.precision import PrecisionBench, PrecisionError
 from bitnet_ref.crossval.receipt import Verification
@@ -40,6 +46,8 @@ from bitnet_ref.evaluation import Perplexity
 from bitnet_ref.formats.convert.proof import Proof, Tally
 from bitnet_ref.inspection import inspect_model
 from bitnet_ref.serving import EngineConfig
+from bitnet_ref.serving.http.first_token import FirstToken, OneToken
+from bitnet_ref.serving.http.verify import AnswerCheck, Difference
 
 RECORDED = DATA / "cli" / "drawn.json"
 MB = 1 << 20
@@ -273,6 +281,33 @@ MODELS = [
     ("org/y", models_commands.version_of({"revision": None, "commit": "fedcba9876"}), *models_commands.row_of(FACTS)),
     ("z", "named", *models_commands.row_of({"error": "z is gone"})),
 ]
+EQUAL_ANSWER = AnswerCheck("equal", "every field is equal", tokens=1, largest_logprob_error=1.234e-5)
+ANSWERS = [
+    EQUAL_ANSWER,
+    AnswerCheck(
+        "differs",
+        "the answer is another one",
+        tokens=12,
+        fingerprint="fp_1",
+        first_token=FirstToken(1, 3, OneToken(7, " fox", 0.2502), OneToken(8, " hen", 0.2500)),
+        differences=[Difference("choices[0].finish_reason", "stop", None)],
+    ),
+    AnswerCheck("differs", "another", 2, first_token=FirstToken(0, 4, OneToken(None, "a", 0.5), OneToken(2, "b", 0.4))),
+    AnswerCheck("differs", "it goes on", 2, first_token=FirstToken(0, 5, None, OneToken(None, "c"))),
+    AnswerCheck.unchecked("it was sampled"),
+]
+CAUSES = [
+    Diagnosis("sure", "a BOS too many", "leave it out", confirmed=True),
+    Diagnosis("perhaps", "a penalty", "turn it off", confirmed=False, possible=True),
+    Diagnosis("no", "a sampler", "-", confirmed=False),
+]
+LINES = [
+    LineVerdict(name, status, f"{name} is computed", "y[0]", 1.0, 2.0)
+    for name, status in (("norm", "right"), ("scale", "a choice"), ("round", "-"), ("product", "WRONG"))
+]
+NOTEBOOK = Graded(
+    "a/03.ipynb", "03", [Grade("3.1", 2, 3, "part", "two of three"), Grade("3.2", 0, 1, "wrong", "no")], ["KeyError"]
+)
 ROWS = [("first", style_text("green one", "green"), "1"), ("second", "two [b] words", "22"), ("third", "\x1b[1m", "3")]
 
 
@@ -317,6 +352,16 @@ DRAWINGS = {
     "precision, without a card": lambda out: crossval_command._draw_precision(replace(PRECISION, device=None), out),
     "verification": lambda out: crossval_command._draw_verification(VERIFICATION, out),
     "verification, holds": lambda out: crossval_command._draw_verification(replace(VERIFICATION, refuted=[]), out),
+    "linear": lambda out: crossval_command._draw_linear(LinearVerdict("mine.py", "torch 2", tuple(LINES)), out),
+    "linear, right": lambda out: crossval_command._draw_linear(LinearVerdict("mine.py", "", tuple(LINES[:2])), out),
+    "outputs": lambda out: crossval_outputs.draw_outputs(
+        [("a", "equal", True), ("b", "no", False)], CAUSES, out, "time"
+    ),
+    "outputs, not told apart": lambda out: crossval_outputs.draw_outputs([("a", "no", False)], [CAUSES[1]] * 2, out),
+    "outputs, equal": lambda out: crossval_outputs.draw_outputs([("a", "equal", True)], [CAUSES[2]], out),
+    "grades": lambda out: grade_command._draw(out, [NOTEBOOK]),
+    "verify": lambda out: verify_command.draw([(f"line {n}", each) for n, each in enumerate(ANSWERS)], "numpy", out),
+    "verify, one": lambda out: verify_command.draw([("", EQUAL_ANSWER)], "numpy", out),
     "perplexity": lambda out: evaluation_commands.draw(TEXTS, out),
     "tasks": lambda out: evaluation_commands.draw_tasks(TASKS, out),
     "models": lambda out: models_commands.draw(MODELS, out),

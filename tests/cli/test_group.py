@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ from helpers import BITNET, DATA, GOLDEN, run_python, tiny_tensors, write_checkp
 import bitnet_ref
 from bitnet_ref import errors
 from bitnet_ref.cli import COMMANDS, cli
-from bitnet_ref.cli.shell import Interface, console, make_table
+from bitnet_ref.cli.shell import Interface, console, discard_stdout, make_table
 
 
 def test_version_and_help():
@@ -48,6 +49,32 @@ def test_version_and_help():
     ]
     for name, (_, sentence) in COMMANDS.items():
         assert cli.commands[name].get_short_help_str(1000) == sentence
+
+
+def test_each_help_begins_with_the_whole_command_and_ends_with_common_options():
+    def commands(group, words):
+        for name, command in group.commands.items():
+            yield [*words, name], command
+            yield from commands(command, [*words, name]) if isinstance(command, click.Group) else ()
+
+    for words, command in commands(cli, []):
+        lines = invoke(*words, "--help").stdout.splitlines()
+        assert lines[0].startswith(f"Usage: cli {' '.join(words)} [OPTIONS]")
+        titles = [line for line in lines if re.fullmatch(r"\S.*:", line)]
+        assert titles[-1] == ("Commands:" if isinstance(command, click.Group) else "Options:"), words
+        assert len(titles) == len(set(titles))
+
+
+def test_what_a_closed_pipe_did_not_take_is_dropped(monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        stdout.write("words")
+        with pytest.raises(BrokenPipeError):
+            stdout.flush()
+        discard_stdout()  # else it raises again as it is closed
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("module", ["bitnet_ref", "bitnet_ref.cli"])

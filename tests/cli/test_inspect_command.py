@@ -1,12 +1,15 @@
 """bitnet-ref inspect: what is said of a file."""
 
 import json
+import re
 import shutil
 
+import numpy as np
 import pytest
 from cli_runs import invoke, invoke_json
 from click.testing import CliRunner
 from helpers import BITNET, DATA, GOLDEN, tiny_tensors, write_checkpoint
+from safetensors.numpy import save_file
 
 from bitnet_ref.cli import cli
 from bitnet_ref.inspection import inspect_model
@@ -72,6 +75,8 @@ def test_inspect_lists_a_plain_file(tmp_path):
     for words in ("without a config.json", "logits64", "F64", "tokens", "I32"):
         assert words in result.stdout
     assert invoke_json("inspect", file)["header_only"] is True
+    save_file({"a": np.zeros(1, np.float32)}, file, {"a key": "long " * 99})
+    assert re.search(r"\na key: (long )+lo…\n\n", invoke("inspect", file).stdout)  # in one line
 
 
 def test_inspect_of_a_gguf():

@@ -1,5 +1,7 @@
 """Names under which a server may be called: those of the address it says, and no name that a web page gives it."""
 
+import socket
+
 import pytest
 
 pytest.importorskip("starlette")
@@ -66,5 +68,6 @@ def test_the_url_that_is_said_is_answered(host):
     with bound:
         address, port = bound.getsockname()[:2]
         said = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"  # as `announce` writes it
+        socket.create_connection((address, port), timeout=10).close()  # waits from now on, while models are loaded
         assert is_allowed(allowed_hosts(host, address, ()), said)
         assert not is_allowed(allowed_hosts(host, address, ()), f"evil.example:{port}")

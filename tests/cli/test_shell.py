@@ -471,6 +471,21 @@ def test_serve_reads_weights_as_it_is_told(set_up):
     assert not np.array_equal(*rules)
 
 
+def test_serve_makes_engines_as_it_is_told(set_up, monkeypatch, tmp_path):
+    """Options come before the file of settings."""
+    made = []
+    monkeypatch.setattr("bitnet_ref.api.load_engine", lambda *values, **options: made.append((*values, options)))
+    (tmp_path / "c.toml").write_text("page_size = 32\nreplicas = 3\n")
+    chosen = ("--backend", "numpy", "--replicas", 2, "--generation-defaults", "plain", "--threads", 1)
+    for options in (chosen, ()):
+        assert invoke("serve", "--port", 0, "--config", tmp_path / "c.toml", *options).exit_code == 0
+        set_up.apps[-1][0]._open(Path("m"))
+    (path, config, rest), (_, of_file, _) = made
+    assert (path, config.page_size, config.backend, config.replicas) == (Path("m"), 32, "numpy", 2)
+    assert (config.generation_defaults, rest["threads"]) == ("plain", 1)
+    assert (of_file.replicas, of_file.generation_defaults) == (3, "model")
+
+
 ENGINE = "import shutil, sys\nshutil.copyfile(sys.argv[1] + {which!r}, sys.argv[2])\n"
 
 

@@ -216,6 +216,7 @@ def test_lm_evals_own_tasks_are_not_read_for_ours(monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "TaskManager", manager)
     for names, folders, expected in (
         (["mine"], ["f"], [{"include_path": ["f"], "include_defaults": False}]),
+        (["mine", "other"], ["f"], [{"include_path": ["f"], "include_defaults": False}]),
         (["mine", "mmlu"], ["f"], [{"include_path": ["f"], "include_defaults": False}, {"include_path": ["f"]}]),
         (["mmlu"], [], [{"include_path": None}]),
     ):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import re
 import sys
 from dataclasses import asdict
@@ -163,7 +164,7 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     assert len(json.loads(state.read_text())["done"]) == 3
     steps = []
     rest = perplexity(story(), TEXT, "gptq", LENGTH, state=state, progress=lambda *at: steps.append(at))
-    assert steps[0] == (3, whole.windows)
+    assert steps == [(done, whole.windows) for done in range(3, whole.windows + 1)]
     assert rest.read == whole.read - 3 * (LENGTH - 1)
     again = perplexity(story(), TEXT, "gptq", LENGTH, state=state)  # nothing is left to do
     assert (again.read, again.tokens_per_s, again.perplexity) == (0, 0.0, whole.perplexity)
@@ -189,6 +190,9 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
         state.write_text(json.dumps({**good, **damage}))
         with pytest.raises(FormatError, match="damaged"):
             perplexity(story(), TEXT, "gptq", LENGTH, state=state)
+    os.truncate(state, (256 << 20) + 1)  # of a sparse file
+    with pytest.raises(FormatError, match="more than 268435456 bytes"):
+        perplexity(story(), TEXT, "gptq", LENGTH, state=state)
 
 
 def test_one_damaged_byte_anywhere_in_a_state(tmp_path):
@@ -263,6 +267,7 @@ def test_lines_that_just_fit():
     assert windows == [[1, 10, 2], [1, 11, 11, 2], [1, 10, 11, 2]]  # 3 and 3 are more than 5
     windows = [ids.tolist() for ids, _ in cut(Letters(), ["a\nbb\nab"], 6)]
     assert windows == [[1, 10, 2, 11, 11, 2], [1, 10, 11, 2]]
+    assert cut(Letters(), ["\naaaa\n"], 4) == []  # no BOS by itself
     empty = Letters()
     empty.encode_batch = lambda texts, add_special_tokens: [[] if text == "-" else [10] * len(text) for text in texts]
     assert [ids.tolist() for ids, _ in cut(empty, ["-\naaa"], 4)] == [[1, 2]]  # EOS is scored too

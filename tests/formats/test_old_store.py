@@ -91,11 +91,14 @@ def check_moved(store, contents):
     assert move_old_store() == []
 
 
-def test_everything_moves(store, contents):
+def test_everything_moves(store, contents, monkeypatch):
     move = "bitnet-ref pull --move-old-store"
     with pytest.raises(FormatError, match=f"org/tiny: is a model in the store of an earlier version.*{move}"):
         bitnet_ref.load("org/tiny")
     assert f"again, mine, org/many, org/tiny; to move them to the Hugging Face cache: {move}" in invoke("list").stderr
+    with monkeypatch.context() as patch:
+        patch.setattr("bitnet_ref.formats.registry.pull.pull", lambda *_, **__: 1 / 0)
+        assert f"to move them to the Hugging Face cache: {move}" in invoke("pull", "org/tiny").stderr
     moved = {each["name"]: each["path"] for each in invoke_json("pull", "--move-old-store")["moved"]}
     assert moved.keys() == {
         *("again", "mine", f"mine-{store[1]['digest'][:8]}", "org/many"),

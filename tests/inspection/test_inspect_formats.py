@@ -326,6 +326,8 @@ def test_shares_of_a_model_that_cannot_be_opened(tmp_path):
     assert (found.config, found.architecture, found.kind) == (None, "gpt2", None)
     whole = {m.name: m.shares for m in inspect_model(GGUF / "tq2_0.gguf").ternary}
     assert {m.name: m.shares for m in found.ternary} == whole
+    (said,) = inspect_model(changed(tmp_path / "other.gguf", GGUF / "i2_s.gguf", values)).evidence
+    assert "dialect: bitnet.cpp" in said
 
 
 def test_mxfp4_is_named(tmp_path):

@@ -121,8 +121,9 @@ def test_no_such_tensor(tmp_path):
     (folder / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"Only the file's own names can be used, .*not valid JSON"):
         show_tensor(folder, "xyz")
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="not valid JSON"):  # there is no tensor at all
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"^(?!there is no tensor).*not valid JSON"):  # no tensor could be named
         show_tensor(folder, "xyz")
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     with pytest.raises(FormatError):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import BACKEND
-from helpers import chat_folder, model
+from helpers import DATA, chat_folder, model
 from server_runs import RunningServer, until
 
 from bitnet_ref.errors import EngineClosed
@@ -17,6 +17,7 @@ from bitnet_ref.serving.http import messages, ollama
 from bitnet_ref.serving.http.failures import describe_failure
 from bitnet_ref.serving.http.responses import ResponseStore, read_response
 from bitnet_ref.serving.http.schemas import RequestError, describe_api
+from bitnet_ref.serving.http.shelf import Place
 
 TEMPLATE = (
     "{{ bos_token }}{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
@@ -443,11 +444,38 @@ def test_what_ollamas_clients_ask_about_models(server, ask):
     assert [each["name"] for each in tags] == ["talker", "storyteller"]
     assert len({each["digest"] for each in tags}) == 2
     assert server.get("/api/version")[2] == {"version": "1.2.3"}
-    assert {each["name"] for each in server.get("/api/ps")[2]["models"]} == {"talker", "storyteller"}
+    details = {
+        "parent_model": "",
+        "format": "bitnet_ref",
+        "family": "bitnet",
+        "families": ["bitnet"],
+        "parameter_size": "5.8M",
+        "quantization_level": "ternary",
+    }
+    assert all(each["details"] == details for each in tags)
+    forever = {"expires_at": "2318-01-01T00:00:00Z", "size_vram": 0, "context_length": 256}
+    assert server.get("/api/ps")[2]["models"] == [each | forever for each in tags]
     shown = ask("/api/show", {})
-    assert shown["model_info"]["bitnet.context_length"] == 256
+    assert shown["model_info"] == {
+        "general.architecture": "bitnet",
+        "general.parameter_count": 5767168,
+        "bitnet.context_length": 256,
+        "bitnet.embedding_length": 256,
+        "bitnet.block_count": 6,
+        "bitnet.attention.head_count": 4,
+        "bitnet.attention.head_count_kv": 2,
+    }
+    assert (shown["details"], shown["modified_at"]) == (details, tags[0]["modified_at"])
     assert shown["capabilities"] == ["completion", "embedding", "tools"]
     assert "no model 'x'" in ask("/api/show", {"model": "x"}, 404)["error"]
+
+
+def test_what_ollamas_clients_are_told_of_a_file_that_is_not_loaded():
+    path = DATA / "gguf" / "tq2_0.gguf"
+    entry = ollama.describe_place("m", Place("m", path))
+    assert (entry["size"], entry["details"]["format"]) == (path.stat().st_size, "gguf")
+    assert {entry["details"][name] for name in ("family", "parameter_size", "quantization_level")} == {""}
+    assert entry["details"]["families"] == []
 
 
 def test_ollamas_embeddings(ask):

@@ -10,7 +10,7 @@ from cli_runs import BACKEND
 from engine_checks import PROMPTS, FreeGuesses, check, gist, until
 from helpers import GOLDEN, chat_folder, model
 
-from bitnet_ref.errors import NumericsError
+from bitnet_ref.errors import NumericsError, RequestCancelled
 from bitnet_ref.generation.drafts import LookupDrafts, StepTimes
 from bitnet_ref.generation.processors import LogitsRule
 
@@ -198,6 +198,28 @@ def test_threads_share_one_engine(engine):
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_two_threads_read_one_stream(engine):
+    """Each chunk goes to one of them, and both see the end, be it an error."""
+    handle, cancelled = engine.submit("Alice", max_tokens=6), engine.submit("Alice", max_tokens=200)
+    cancelled.cancel()
+    errors = []
+
+    def read(stream):
+        try:
+            list(stream)
+        except RequestCancelled as error:
+            errors.append(error)
+
+    streams = [handle, handle, cancelled, cancelled]
+    threads = [threading.Thread(target=read, args=(each,), daemon=True) for each in streams]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert len(errors) == 2
 
 
 def test_chats_beside_other_requests(tmp_path):

@@ -108,6 +108,7 @@ def test_without_ipywidgets_it_is_a_still(engine, monkeypatch):
     engine.generate("Alice", max_tokens=3)
     bundle = view._repr_mimebundle_()
     assert set(bundle) == {"text/html", "text/plain"}
+    assert bundle["text/html"].startswith("the live view needs ipywidgets: pip install 'bitnet-ref[notebooks]'<br><")
     assert "3 in all" in bundle["text/html"]
     assert "3 in all" in bundle["text/plain"]
     assert views() == []

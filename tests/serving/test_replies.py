@@ -52,7 +52,13 @@ def test_the_marks_of_templates():
     assert find_thinking("{{ '</think>' }}", "user: x\n") == THINK
     assert find_thinking("{{ '</think>' }}", "<assistant><think>\n") == INSIDE
     assert find_thinking("{{ '</think>' }}", "<think>\n\n</think>\n\n") == THINK
-    assert find_thinking("{{ '[/THINK]' }}", "x").start == "[THINK]"
+    for start, end in (
+        ("[THINK]", "[/THINK]"),
+        ("<|thought_start|>", "<|thought_end|>"),
+        ("<|channel>thought", "<channel|>"),
+        ("<seed:think>", "</seed:think>"),
+    ):
+        assert find_thinking(f"{{{{ '{end}' }}}}", "x") == ThinkingMarks(start, end)
     assert find_thinking("plain", "<think>") is None
 
 

@@ -289,6 +289,12 @@ def test_greedy_jobs_take_steps_in_a_row_within_pages_and_room():
     assert steps(1) == [4]
 
 
+def test_steps_in_a_row_take_the_last_page():
+    scheduler, cache = engine(pages=2)
+    scheduler.add(job(0, [0, 1, 0], new=5, greedy=True))
+    assert [cache.step().steps for _ in range(2)] == [1, 4]
+
+
 def test_jobs_that_wait_for_a_slot_do_not_end_the_steps_in_a_row():
     scheduler, cache = engine(max_batch=1)
     scheduler.add(job(0, [0, 1, 0], new=9, greedy=True))

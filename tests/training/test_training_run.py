@@ -28,7 +28,7 @@ from bitnet_ref.formats.open import ASSETS
 from bitnet_ref.formats.safetensors import SafetensorsFile, SafetensorsWriter
 from bitnet_ref.tokenizers import load_tokenizer
 from bitnet_ref.training import TrainingRun, read_run
-from bitnet_ref.training.data import TokenFile, open_tokens, train_sentencepiece
+from bitnet_ref.training.data import TokenFile, encode_files, open_tokens, train_sentencepiece
 from bitnet_ref.training.optimizer import Schedule
 from bitnet_ref.training.run import RunSettings
 
@@ -403,6 +403,24 @@ def test_wrong_settings(old, new, error, config, tmp_path):
         start(config, tmp_path / "run")
 
 
+def test_paths_are_relative_to_the_file(tmp_path):
+    settings = 'train = ["a.txt", "b.txt"]\nvalidation = "c.npy"\ntokenizer = "tok"\nteacher = "teacher"\n'
+    (tmp_path / "base").mkdir()
+    for key, value, expected in (
+        ("init", "first", tmp_path / "first"),
+        ("lora", "base", tmp_path / "base"),
+        ("lora", "storyteller", "storyteller"),  # there is no such folder: a model's name
+    ):
+        (tmp_path / "run.toml").write_text(f'[data]\n{settings}{key} = "{value}"\n')
+        read, _ = read_run(tmp_path / "run.toml")
+        assert (read.train, read.validation) == (
+            (str(tmp_path / "a.txt"), str(tmp_path / "b.txt")),
+            (str(tmp_path / "c.npy"),),
+        )
+        assert (read.tokenizer, read.teacher) == (str(tmp_path / "tok"), str(tmp_path / "teacher"))
+        assert getattr(read, key) == str(expected)
+
+
 def test_wrong_files(config, tmp_path):
     with pytest.raises(FormatError, match="no such file"):
         read_run(tmp_path / "none.toml")
@@ -484,7 +502,7 @@ def test_a_checkpoint_of_version_0_1_says_nothing_of_the_corpus(config, tmp_path
     with SafetensorsFile(path) as file:
         facts = json.loads(file.metadata["bitnet_ref.training"])
         arrays = {name: file.read(name).copy() for name in file.tensors}
-    for key in ("corpus", "validation corpus", "teacher"):
+    for key in ("corpus", "validation corpus", "teacher", "optimizer", "loss"):
         del facts["identity"][key]
     layout = {name: ("F32", array.shape) for name, array in arrays.items()}
 
@@ -498,6 +516,9 @@ def test_a_checkpoint_of_version_0_1_says_nothing_of_the_corpus(config, tmp_path
         start(config, tmp_path / "run", resume=True)
     write(facts)
     with pytest.warns(ConfigWarning, match="does not say of which texts it is"):
+        start(config, tmp_path / "run", resume=True)
+    config.write_text(config.read_text() + 'optimizer = "muon"\n')
+    with pytest.warns(ConfigWarning), pytest.raises(FormatError, match=r"of another run: optimizer adamw, here muon$"):
         start(config, tmp_path / "run", resume=True)
 
 
@@ -598,6 +619,14 @@ def test_texts_become_tokens_once(tmp_path):
         open_tokens([tmp_path / "none.txt"], parts, 4096, tmp_path)
     with pytest.raises(ConfigError, match="need a tokenizer"):
         open_tokens(files, {}, 4096, tmp_path)
+
+
+def test_long_documents_are_encoded_in_blocks_of_paragraphs(tmp_path):
+    """A block ends at the first empty line after 65,536 characters."""
+    first, second, third = "a" * 65536 + "\n\n", "b" * 65535 + "\n\n" + "c\n\n", "d\n\ne"
+    (tmp_path / "a.txt").write_text(first + second + third)
+    tokenizer = SimpleNamespace(bos_id=None, eos_ids=(), encode=lambda text, add_special_tokens: [text])
+    assert list(encode_files([tmp_path / "a.txt"], tokenizer)) == [[first], [second], [third]]
 
 
 @pytest.mark.thorough
