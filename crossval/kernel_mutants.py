@@ -77,10 +77,10 @@ PLACES = {
         memcpy(c->wide_q + ⟦j * rows → j⟧ + i * STEP(DOUBLES), &v
         c->wide_q[wide * rows + ⟦i → 0⟧ * (d - wide) + j - wide] = q[j];
         STEP(stored_number)(kind, keys[⟦n % K → 0⟧], j
-        scores[n / K * n_keys + ⟦n % K → 0⟧] = (float)
+        memcpy(scores + ⟦(n + at) / K → n / K⟧ * n_keys, (const char *)&rounded
         (float)(totals[n] * ⟦c->scale → 1.0⟧);
         largest = ⟦max_lanes[lane] > largest → max_lanes[lane] < largest⟧ ? (float)max_lanes[lane]
-        STEP(stored)(kind, row, ⟦j + i → i⟧, rows->scale[first + k]);
+        const char *row = rows->at[first + k] + ⟦kv_bytes(kind, j) → 0⟧;
         STEP(widen_rows)(c->kv.kind, rows, ⟦s - block.from → 0⟧, n, 0, d, wide, &near);
         STEP(score_wide)(c, i, keys, &near, ⟦keys.from - s → 0⟧);
         STEP(value_wide)(c, i, keys, &near, keys.from - block.from, j, sums + ⟦i * d → 0⟧);
@@ -98,7 +98,6 @@ PLACES = {
         STEP(score_tile)(c, kind, i, R, K, ⟦s → keys.from⟧, rows->at + k
         double sum = ⟦part ? part[r * d + j] : 0 → 0⟧;
         else sums[r * d + j] += ⟦sum → 0⟧;
-        R = end - i >= 4 ? 4 : ⟦end - i >= 2 ? 2 : 1 → 1⟧;
         double *of_rows = sums ? sums + ⟦i * d → 0⟧ : NULL;
         side ? ⟦(kv_range){all.to, block.to} → (kv_range){all.to, all.to}⟧ :
         rows, ⟦keys.from - block.from → 0⟧, of_rows, part + r * d

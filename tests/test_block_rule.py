@@ -15,6 +15,7 @@ from bitnet_ref.families.block_rule import (
     round_inputs,
     ruled_linear,
 )
+from bitnet_ref.families.lora import LoraTerm
 from bitnet_ref.formats.checkpoint import LoadOptions
 from bitnet_ref.formats.convert import convert
 from bitnet_ref.reference.weights import DenseWeight
@@ -155,6 +156,21 @@ def test_backends_round_to_16_bits_as_the_text_does(dtype, be):
     with np.errstate(all="ignore"):
         x = np.concatenate([bits.view(F), halves, halves * F(1 + 2.0**-11), near])[:, None]
         np.testing.assert_array_equal(call(be, "linear", x, prepared(be, w)[0]), ruled_linear(x, w))
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "Q8_0"])
+def test_an_adapters_term_reads_inputs_that_are_not_rounded(kind, be):
+    if be.name == "cupy":
+        pytest.skip("cupy has no kernels for ggml's rule")
+    generator = rng(7)
+    shapes = (3, 64), (48, 64), (4, 64), (48, 4)
+    x, m, a, b = (generator.standard_normal(shape, dtype=F) for shape in shapes)
+    matrix = DenseWeight(m.astype(NARROW[kind])) if kind in NARROW else random_blocks(kind, generator, 48, 64)
+    w = LoraTerm(a, b, 0.5).put_on(by_rule(matrix))
+    without, adapted = (call(be, "linears", x, prepared(be, each))[0] for each in (w.linear, w))
+    term, of_rounded = (each.astype(np.float64) @ a.T @ (0.5 * b.T) for each in (x, x.astype(np.float16)))
+    limit = 1e-6 * np.abs(without).max() + 1e-6 * np.abs(term).max()
+    assert np.abs(adapted - without - term).max() < limit < np.abs(of_rounded - term).max() / 10
 
 
 def test_sums_in_float64_are_near():
