@@ -227,6 +227,11 @@ def diagnose_prompt(
     return _rank([Diagnosis(h.name, h.cause, h.remedy, ids == wrong) for h, ids in results if ids is not None])
 
 
+def sure_or_possible(name: str, cause: str, remedy: str, is_sure: bool) -> Diagnosis:
+    """A cause that explains everything that was given; others may too."""
+    return Diagnosis(name, cause, remedy, confirmed=is_sure, possible=not is_sure)
+
+
 def _rank(diagnoses: list[Diagnosis]) -> list[Diagnosis]:
     return sorted(diagnoses, key=lambda d: (not d.confirmed, not d.partly, not d.expected))
 

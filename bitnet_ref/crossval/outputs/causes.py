@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ...backends.loaded import LoadedModel
 from ...errors import BitNetRefError
 from ...generation.sampling import log_probabilities
-from ..explain.diagnose import Diagnoses, Diagnosis, OutOfTime, Progress, Watch
+from ..explain.diagnose import Diagnoses, Diagnosis, OutOfTime, Progress, Watch, sure_or_possible
 from ..token_ids import Greedy, compare_ids, end_ids, name_of
 from ..tolerances import near_tie
 from .driving import Driving, bos_drivings, drivings
@@ -94,7 +94,7 @@ def explain_tokens(
     bits = sum(_bits(replay, bad) for replay, bad in zip(replays, wrong, strict=True))
     if bits < FEWEST_BITS:
         cause = "so few tokens differ that many mistakes fit them by chance"
-        return Diagnoses([_possible("too_few", cause, "Give more tokens, and several prompts.")])
+        return Diagnoses([sure_or_possible("too_few", cause, "Give more tokens, and several prompts.", False)])
     explanations: list[Explanation] = []
     tests = list(drivings([replay.run for replay in replays], model))
     watch = Watch(progress, budget_s)
@@ -113,18 +113,14 @@ def explain_tokens(
     if not any(each.confirmed for each in diagnoses) and not explanations:
         cause = "a mistake in the model rather than in how it is driven"
         remedy = "Record a trace (crossval/README.md): it names the first wrong op."
-        diagnoses.append(_possible("record_a_trace", cause, remedy))
+        diagnoses.append(sure_or_possible("record_a_trace", cause, remedy, False))
     return diagnoses
-
-
-def _possible(name: str, cause: str, remedy: str, is_sure: bool = False) -> Diagnosis:
-    return Diagnosis(name, cause, remedy, confirmed=is_sure, possible=not is_sure)
 
 
 def _named(explanations: Sequence[Explanation], bits: float) -> list[Diagnosis]:
     """One diagnosis for each; confirmed if it is alone and there is enough evidence."""
     is_sure = bits >= ENOUGH_BITS and len(explanations) == 1
-    return [_possible(each.driving.name, each.cause, each.driving.remedy, is_sure) for each in explanations]
+    return [sure_or_possible(each.driving.name, each.cause, each.driving.remedy, is_sure) for each in explanations]
 
 
 def _explain(driving: Driving, replays: Sequence[Replay]) -> Explanation | None:
