@@ -396,6 +396,7 @@ class View(Mapping[str, Array]):
 
     token_ids: list[int]  # those of a trace, if it is one
     prompt: str | None
+    own_engine: bool
     engine_dtype: str
     calls: Calls
     others: Sequence[Sequence[int]]  # the tokens of the other sequences of the trace

@@ -82,6 +82,8 @@ def describe_installation() -> Installation:
         threads, threads_from = thread_choice()
     except BackendError as error:
         threads, threads_from = None, str(error)
+    without = extension.why_unavailable()
+    openmp = None if without is not None else bool(extension._cpu.has_openmp)
     return Installation(
         versions={"bitnet_ref": __version__, **{name: package_version(name) for name in REQUIRED + OPTIONAL}},
         blas=blas_name(),
@@ -94,17 +96,11 @@ def describe_installation() -> Installation:
         threads_from=threads_from,
         memory_total=total_bytes(),
         memory_available=available_bytes(),
-        extension=_describe_extension(),
+        extension={"built": without is None, "openmp": openmp, "why": without},
         backends=[_describe_backend(name, reason) for name, reason in available_backends().items()],
         methods=_describe_methods(),
         models=shipped_models(),
     )
-
-
-def _describe_extension() -> dict[str, Any]:
-    reason = extension.why_unavailable()
-    openmp = None if reason is not None else bool(extension._cpu.has_openmp)
-    return {"built": reason is None, "openmp": openmp, "why": reason}
 
 
 def _describe_methods() -> list[dict[str, Any]]:

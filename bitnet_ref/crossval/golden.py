@@ -192,12 +192,6 @@ def _draw_signs(rng: np.random.Generator, rows: int, columns: int, weights: str)
     return fours.reshape(rows, columns)
 
 
-def _write_source(tiny: TinyModel, seed: int, folder: Path) -> None:
-    folder.mkdir()
-    write_arrays(folder / "model.safetensors", draw_tensors(tiny, seed), {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(dict(tiny.config)), encoding="utf-8")
-
-
 # -- what it gives -----------------------------------------------------------------------------------------------------
 
 
@@ -307,7 +301,9 @@ def _draw_model(tiny: TinyModel, folder: Path) -> NDArray[np.int64]:
     """Write the first drawn model none of whose activations lies near a rounding boundary, and return its tokens."""
     for seed in count():
         source = folder.with_name(f"{folder.name}-{seed}")
-        _write_source(tiny, seed, source)
+        source.mkdir()
+        write_arrays(source / "model.safetensors", draw_tensors(tiny, seed), {"format": "pt"})
+        (source / "config.json").write_text(json.dumps(dict(tiny.config)), encoding="utf-8")
         tokens = np.random.default_rng([1581, seed]).integers(3, _VOCABULARY, _TOKENS)
         if rounding_margin(load(source, backend="numpy"), tokens) >= _MARGIN:
             source.rename(folder)

@@ -118,7 +118,9 @@ def _cross_backend(
             if right_long is not None and not quick:  # hundreds of tokens take an emulated card minutes
                 logits = record_to_file(candidate, right_long.token_ids, path, FEW_NAMES)
                 with Trace(path) as trace:
-                    compare_long(crossing, reference, right_long, trace)
+                    long = follow_flips(reference, trace.token_ids, trace, compare(right_long, trace, reference.config))
+                long.missing = []  # few tensors are recorded
+                crossing.long.append(long)
                 on_check(name, comparison_row(crossing.long[-1]))
                 crossing.paths.append(check_long(candidate, right_long.token_ids, logits))
                 on_check(name, crossing.paths[-1])
@@ -311,13 +313,6 @@ def compare_free(
     crossing.evidence = evidence(right, trace, free)
     if causes:
         crossing.causes = diagnose(reference, trace.token_ids, trace, free)
-
-
-def compare_long(crossing: Crossing, reference: Model, right: Trace, trace: Trace) -> None:
-    """Add the free-running comparison of a long run, whose other tensors are not missing but were not asked for."""
-    long = follow_flips(reference, trace.token_ids, trace, compare(right, trace, reference.config))
-    long.missing = []
-    crossing.long.append(long)
 
 
 def _token_difference(model: Model, trace: View) -> tuple[str, list[Diagnosis]] | None:

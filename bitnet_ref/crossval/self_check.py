@@ -90,7 +90,9 @@ def check_backend(
         model = load(MODEL, backend=name, threads=own_threads)
         answers = read_answers()
         check.accumulators, check.unequal = count_unequal(model, reference, answers["tokens"][:16])
-        add(describe_accumulators(check.accumulators, check.unequal))
+        sound = check.accumulators > 0 and check.unequal == 0
+        detail = f"{check.unequal:,} are WRONG" if check.unequal else "equal to int64 arithmetic"
+        add(PathCheck("accumulators", sound, check.accumulators, detail))
         tokens = answers["greedy"][0]["prompt_ids"] + answers["greedy"][0]["token_ids"]
         rows = check_paths(
             lambda **settings: choose_backend(name, threads=own_threads, **settings),
@@ -104,12 +106,6 @@ def check_backend(
         check.error = f"{type(error).__name__}: {error}"
         add(PathCheck(LOADS, False, 0, check.error))
     return check
-
-
-def describe_accumulators(count: int, unequal: int) -> PathCheck:
-    """The row of the int32 sums."""
-    detail = f"{unequal:,} are WRONG" if unequal else "equal to int64 arithmetic"
-    return PathCheck("accumulators", count > 0 and unequal == 0, count, detail)
 
 
 def is_emulated(name: str) -> bool:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import GenerationError
 from ..system.threads import thread_stack_bytes
@@ -46,30 +46,25 @@ def run_with_stack(function: Callable[[], T]) -> T:
 def check_size(guide: str, text: str) -> None:
     """Raise GenerationError for a text of more than MAX_BYTES."""
     size = len(text.encode(errors="surrogatepass"))
-    if size > MAX_BYTES:
-        _refuse(guide, "bytes", size, MAX_BYTES)
+    _at_most(guide, "bytes", size, MAX_BYTES)
 
 
 def check_choices(texts: Sequence[str], guide: str = "guided_choice") -> None:
     """Raise GenerationError for a string that is too long."""
     longest = max(map(len, texts))
-    if longest > MAX_LITERAL:
-        _refuse(guide, "characters of a string", longest, MAX_LITERAL)
+    _at_most(guide, "characters of a string", longest, MAX_LITERAL)
 
 
 def check_regex(text: str, guide: str = "guided_regex", max_nesting: int = MAX_NESTING) -> None:
     """Raise GenerationError for a regular expression that is too long, nested too deeply, or has too many parts that
     may be missing or repeated: llguidance takes their number squared in time and memory."""
     size = len(text.encode(errors="surrogatepass"))
-    if size > MAX_REGEX_BYTES:
-        _refuse(guide, "bytes of a regular expression", size, MAX_REGEX_BYTES)
+    _at_most(guide, "bytes of a regular expression", size, MAX_REGEX_BYTES)
     marks = list(_outside_classes(text))
     depth = max(accumulate({"(": 1, ")": -1}.get(mark, 0) for mark in marks), default=0)
-    if depth > max_nesting:
-        _refuse(guide, "parentheses in each other", depth, max_nesting)
+    _at_most(guide, "parentheses in each other", depth, max_nesting)
     repeats = sum(mark in _REPEATS for mark in marks)
-    if repeats > MAX_REPEATS:
-        _refuse(guide, "parts that may be missing or repeated", repeats, MAX_REPEATS)
+    _at_most(guide, "parts that may be missing or repeated", repeats, MAX_REPEATS)
 
 
 _MARK = re.compile(r"\\.|\(\??|\|(?=[|)]|\Z)|[)\[\]?*+{]", re.DOTALL)
@@ -94,8 +89,10 @@ def _outside_classes(text: str) -> Iterator[str]:
             place = closes[number] + 1
 
 
-def _refuse(guide: str, kind: str, got: int, limit: int) -> NoReturn:
-    raise GenerationError(f"expected at most {limit} {kind}, got {got}; use a smaller or flatter one", field=guide)
+def _at_most(guide: str, kind: str, got: int, limit: int) -> None:
+    """Raise GenerationError for more of that kind than the limit."""
+    if got > limit:
+        raise GenerationError(f"expected at most {limit} {kind}, got {got}; use a smaller or flatter one", field=guide)
 
 
 # -- grammars ----------------------------------------------------------------------------------------------------------
@@ -128,10 +125,8 @@ def check_grammar(text: str, guide: str = "guided_grammar") -> None:
     lexemes = list(_lex(text, guide))
     marks = Counter(lexeme.text for lexeme in lexemes if lexeme.kind == "mark")
     repeats = sum(marks[mark] for mark in "?*+{")
-    if repeats > 2 * MAX_REPEATS:
-        _refuse(guide, "parts that may be missing or repeated", repeats, 2 * MAX_REPEATS)
-    if marks[":"] > MAX_RULES:  # each has one after its name
-        _refuse(guide, "rules and terminals", marks[":"], MAX_RULES)
+    _at_most(guide, "parts that may be missing or repeated", repeats, 2 * MAX_REPEATS)
+    _at_most(guide, "rules and terminals", marks[":"], MAX_RULES)  # each has one after its name
     links = marks[":"] + sum(marks[bracket] for bracket in _OPENING)
     depth = 0
     for lexeme in lexemes:
@@ -139,14 +134,12 @@ def check_grammar(text: str, guide: str = "guided_grammar") -> None:
             links += check_schema(lexeme.value, guide)
         elif lexeme.kind == "literal" and lexeme.text.startswith("/"):
             check_regex(lexeme.text, guide, INNER_NESTING)
-        elif lexeme.kind == "literal" and len(lexeme.text) > MAX_LITERAL:
-            _refuse(guide, "characters of a string", len(lexeme.text), MAX_LITERAL)
+        elif lexeme.kind == "literal":
+            _at_most(guide, "characters of a string", len(lexeme.text), MAX_LITERAL)
         elif lexeme.kind == "mark":
             depth = max(0, depth + (lexeme.text in _OPENING) - (lexeme.text in _CLOSING))
-            if depth > MAX_NESTING:
-                _refuse(guide, "brackets in each other", depth, MAX_NESTING)
-    if links > MAX_LINKS:
-        _refuse(guide, "rules, brackets, and objects and lists of schemas", links, MAX_LINKS)
+            _at_most(guide, "brackets in each other", depth, MAX_NESTING)
+    _at_most(guide, "rules, brackets, and objects and lists of schemas", links, MAX_LINKS)
 
 
 def _lex(text: str, guide: str) -> Iterator[_Lexeme]:
@@ -194,17 +187,15 @@ def check_schema(schema: Any, guide: str = "guided_json") -> int:
         _check_part(part, depth, guide)
         inner = part.values() if isinstance(part, dict) else part
         parts += [(each, depth + 1) for each in inner if isinstance(each, dict | list)]
-    if len(parts) > MAX_LINKS:
-        _refuse(guide, "objects and lists", len(parts), MAX_LINKS)
+    _at_most(guide, "objects and lists", len(parts), MAX_LINKS)
     return len(parts)
 
 
 def _check_part(part: dict[str, Any] | list[Any], depth: int, guide: str) -> None:
-    if depth > MAX_NESTING:
-        _refuse(guide, "objects and lists in each other", depth, MAX_NESTING)
+    _at_most(guide, "objects and lists in each other", depth, MAX_NESTING)
     for text in (*part, *part.values()) if isinstance(part, dict) else part:
-        if isinstance(text, str) and len(text) > MAX_LITERAL:
-            _refuse(guide, "characters of a string", len(text), MAX_LITERAL)
+        if isinstance(text, str):
+            _at_most(guide, "characters of a string", len(text), MAX_LITERAL)
     if isinstance(part, dict):
         patterns = part.get("patternProperties")
         for pattern in (part.get("pattern"), *(patterns if isinstance(patterns, dict) else ())):
@@ -212,5 +203,4 @@ def _check_part(part: dict[str, Any] | list[Any], depth: int, guide: str) -> Non
                 check_regex(pattern, guide, INNER_NESTING)
         required = part.get("required")
         largest = max(len(part), len(required) if isinstance(required, list) else 0)
-        if largest > MAX_RULES:
-            _refuse(guide, "keys of an object, or names in `required`", largest, MAX_RULES)
+        _at_most(guide, "keys of an object, or names in `required`", largest, MAX_RULES)

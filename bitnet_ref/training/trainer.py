@@ -35,7 +35,7 @@ from ..system.atomic import atomic_path, write_file
 from ..system.threads import resolve_threads
 from . import ops
 from .distil import Distillation
-from .network import EMBEDDING, Lesson, Masters, TrainingNetwork, master_shapes
+from .network import EMBEDDING, Masters, TrainingNetwork, master_shapes
 from .optimizer import OPTIMIZERS, Schedule, clip_gradients
 
 Batch = Ints | Sequence[Ints]
@@ -199,7 +199,9 @@ class Trainer:
             network = self.network(pool.map)
             for row in [*rows, *[None] * (self.threads + 1)]:
                 if row is not None:
-                    in_work.append(pool.submit(network.sequence_gradients, row, weight, self._lesson(row)))
+                    teacher = self.distillation
+                    lesson = None if teacher is None else (teacher, teacher.values(row[:-1]))
+                    in_work.append(pool.submit(network.sequence_gradients, row, weight, lesson))
                 if in_work and (row is None or len(in_work) > self.threads):  # at most threads + 1 sequences' gradients
                     loss, of_row = in_work.popleft().result()
                     losses.append(to_host(loss))
@@ -250,9 +252,6 @@ class Trainer:
         """The array where this trainer computes: on the card, or as it is."""
         here: Array = self._arrays.asarray(array)
         return here
-
-    def _lesson(self, row: Ints) -> Lesson | None:
-        return None if self.distillation is None else (self.distillation, self.distillation.values(row[:-1]))
 
     def network(self, run: Callable[..., Any]) -> TrainingNetwork:
         """The network of one step. run: `map`, or that of a pool of threads."""

@@ -100,17 +100,16 @@ def _run_attempts(
                 crossing.unavailable = reason.replace(f"{folder}{os.sep}", "")
                 continue
             job = {**job, "tokens": list(tokens), "out": str(folder / "candidate.safetensors")}
+            few = {**job, "names": [*FEW_NAMES, *job.get("long_names", ())]}
             ready.append((crossing, attempt, model, job))
             if long is not None:
-                names = [*FEW_NAMES, *job.get("long_names", ())]
-                more = {"tokens": list(long), "names": names, "out": str(folder / "long.safetensors")}
-                ready.append((crossing, attempt, model, {**job, **more}))
+                out = str(folder / "long.safetensors")
+                ready.append((crossing, attempt, model, {**few, "tokens": list(long), "out": out}))
             for each in plan(model.config, tokens, [name for name in runs if name not in ("short", "long")]):
-                names = [*FEW_NAMES, *job.get("long_names", ())]
                 out = str(folder / f"{each.name}.safetensors")
                 further[out] = FurtherRun(each.name, len(each.tokens), each.in_words)
                 crossing.further.append(further[out])
-                ready.append((crossing, attempt, model, {**job, **each.job, "names": names, "out": out}))
+                ready.append((crossing, attempt, model, {**few, **each.job, "out": out}))
         outcomes = engine.record([job for *_, job in ready], python) if ready else []
         for (crossing, attempt, model, job), outcome in zip(ready, outcomes, strict=True):
             if job["out"] in further:

@@ -39,7 +39,8 @@ def attempts(path: Path) -> list[Attempt]:
     with open_checkpoint(path) as checkpoint:
         if _has_masters(checkpoint):
             variants.append(("transformers float32, packed", "float32", True))
-            unavailable = _TAKES_MASTERS if _is_readable(path) and not _quantizes(path) else None
+            if _is_readable(path) and not _config(path).get("quantization_config"):
+                unavailable = _TAKES_MASTERS
     return [
         Attempt(
             name, partial(_prepare, path, dtype, packed), _judge, None if packed else unavailable, explain_by_contract
@@ -76,11 +77,6 @@ def _prepare(path: Path, dtype: str, packed: bool, folder: Path) -> Prepared:
 def _is_readable(path: Path) -> bool:
     """Whether transformers reads it unconverted: a folder, with today's config names rather than 1bitLLM's."""
     return path.is_dir() and "weight_bits" not in _config(path)
-
-
-def _quantizes(folder: Path) -> bool:
-    """Whether transformers quantises the folder's weights."""
-    return bool(_config(folder).get("quantization_config"))
 
 
 def _config(folder: Path) -> dict[str, Any]:

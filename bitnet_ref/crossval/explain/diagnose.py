@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -27,7 +27,7 @@ from ..tolerances import EXPLAINED_SHARE, FLIPPED_SHARE, LOGITS_ROUNDING, ROUNDE
 from .describe import Finding, differing_tensors, find, tensors_left
 from .edits import Description
 from .hypotheses import forward_hypotheses
-from .hypotheses.prompts import TokenHypothesis, prompt_hypotheses, tokenizer_of
+from .hypotheses.prompts import prompt_hypotheses, tokenizer_of
 from .variants import IMPOSSIBLE, Setting
 
 
@@ -223,13 +223,13 @@ def diagnose_prompt(
     right, wrong = [int(t) for t in tokens], [int(t) for t in candidate_tokens]
     if right == wrong:
         return []
-    return judge_ids(prompt_hypotheses(right, wrong, tokenizer_of(model), prompt), wrong)
+    results = ((h, h.wrong()) for h in prompt_hypotheses(right, wrong, tokenizer_of(model), prompt))
+    return _rank([Diagnosis(h.name, h.cause, h.remedy, ids == wrong) for h, ids in results if ids is not None])
 
 
-def judge_ids(hypotheses: Iterable[TokenHypothesis], candidate: list[int]) -> list[Diagnosis]:
-    """Each mistake that applies, confirmed if it gives the candidate's ids."""
-    results = ((h, h.wrong()) for h in hypotheses)
-    return _rank([Diagnosis(h.name, h.cause, h.remedy, ids == candidate) for h, ids in results if ids is not None])
+def sure_or_possible(name: str, cause: str, remedy: str, is_sure: bool) -> Diagnosis:
+    """A cause that explains everything that was given; others may too."""
+    return Diagnosis(name, cause, remedy, confirmed=is_sure, possible=not is_sure)
 
 
 def _rank(diagnoses: list[Diagnosis]) -> list[Diagnosis]:
@@ -303,7 +303,8 @@ class _Search:
         for hypothesis in hypotheses:
             self.watch(hypothesis.cause)
             with self._noting(hypothesis.cause):
-                self._test_one(hypothesis, expected)
+                if (changed := hypothesis.change(self.setting)) is not None:
+                    self.diagnoses.append(self._test(hypothesis, changed, expected))
 
     @contextmanager
     def _noting(self, cause: str) -> Iterator[None]:
@@ -312,12 +313,6 @@ class _Search:
             yield
         except IMPOSSIBLE as error:
             self.failed[cause] = f"{type(error).__name__}: {error}"
-
-    def _test_one(self, hypothesis: Hypothesis, expected: bool) -> None:
-        changed = hypothesis.change(self.setting)
-        if changed is None:
-            return
-        self.diagnoses.append(self._test(hypothesis, changed, expected))
 
     def _describe(self, known: Sequence[Hypothesis], made: Sequence[Description] | None = None) -> None:
         """What the first wrong tensor is: by every edit of its steps, those with a name first.

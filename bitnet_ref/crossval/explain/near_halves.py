@@ -204,7 +204,7 @@ class _FlipSearch:
 
     def first_rows(self, run: _Run, count: int) -> View:
         """The candidate's tensors of the first tokens."""
-        cut = _FirstRows()
+        cut: dict[str, Array] = {}
         for name, mine in run.tensors.items():
             if name in self.candidate:
                 theirs = self.candidate[name]
@@ -212,8 +212,9 @@ class _FlipSearch:
                     cut[name] = first_rows(name, theirs.reshape(mine.shape), count)
                 elif count == len(self.setting.tokens):  # of the last token only
                     cut[name] = theirs
-        cut.own_engine = getattr(self.candidate, "own_engine", True)
-        return View(cut)
+        view = View(cut)
+        view.own_engine = getattr(self.candidate, "own_engine", True)
+        return view
 
     def agrees(self, run: _Run, theirs: View, token: int) -> bool:
         """Whether all of a trial's tensors agree up to that token."""
@@ -307,12 +308,6 @@ class _FlipSearch:
                 x = be.feed_forward(x, w.layers[index], config)
             be.lm_head(head_input(be, w, config, x), w.lm_head)
         return done
-
-
-class _FirstRows(dict[str, Array]):
-    """A candidate's tensors, of some tokens."""
-
-    own_engine = True
 
 
 def _row_errors(mine: Array, theirs: Array) -> NDArray[np.float64]:

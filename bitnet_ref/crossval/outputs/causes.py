@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ...backends.loaded import LoadedModel
 from ...errors import BitNetRefError
 from ...generation.sampling import log_probabilities
-from ..explain.diagnose import Diagnoses, Diagnosis, OutOfTime, Progress, Watch
+from ..explain.diagnose import Diagnoses, Diagnosis, OutOfTime, Progress, Watch, sure_or_possible
 from ..token_ids import Greedy, compare_ids, end_ids, name_of
 from ..tolerances import near_tie
 from .driving import Driving, bos_drivings, drivings
@@ -51,8 +51,7 @@ class Explanation:
 
 def judge_tokens(model: LoadedModel, run: GivenRun) -> Greedy:
     """One run against the reference; where it agrees, with the mistakes in BOS that its ids cannot show."""
-    options = {"engine_dtype": run.engine_dtype, "finish": run.finish, "max_tokens": run.max_tokens}
-    greedy = compare_ids(model, run.prompt, run.tokens, **options)  # type: ignore[arg-type]
+    greedy = _compare(model, run)
     if not greedy.agrees:
         return greedy
     replay, hidden = Replay(model, within_context(model, run)), []
@@ -61,6 +60,12 @@ def judge_tokens(model: LoadedModel, run: GivenRun) -> Greedy:
         if rows is not None and not _misfits(rows, replay.run).any():
             hidden.append(driving.cause)
     return Greedy(**{**vars(greedy), "hidden": tuple(hidden)})
+
+
+def _compare(model: LoadedModel, run: GivenRun) -> Greedy:
+    return compare_ids(
+        model, run.prompt, run.tokens, engine_dtype=run.engine_dtype, finish=run.finish, max_tokens=run.max_tokens
+    )
 
 
 def within_context(model: LoadedModel, run: GivenRun) -> GivenRun:
@@ -88,7 +93,8 @@ def explain_tokens(
         return diagnoses
     bits = sum(_bits(replay, bad) for replay, bad in zip(replays, wrong, strict=True))
     if bits < FEWEST_BITS:
-        return Diagnoses([_too_few()])
+        cause = "so few tokens differ that many mistakes fit them by chance"
+        return Diagnoses([sure_or_possible("too_few", cause, "Give more tokens, and several prompts.", False)])
     explanations: list[Explanation] = []
     tests = list(drivings([replay.run for replay in replays], model))
     watch = Watch(progress, budget_s)
@@ -105,34 +111,16 @@ def explain_tokens(
     if not explanations and (sampled := looks_sampled([(replay.run, replay.base) for replay in replays])) is not None:
         diagnoses.append(sampled)
     if not any(each.confirmed for each in diagnoses) and not explanations:
-        diagnoses.append(_unexplained())
+        cause = "a mistake in the model rather than in how it is driven"
+        remedy = "Record a trace (crossval/README.md): it names the first wrong op."
+        diagnoses.append(sure_or_possible("record_a_trace", cause, remedy, False))
     return diagnoses
-
-
-def _too_few() -> Diagnosis:
-    cause = "so few tokens differ that many mistakes fit them by chance"
-    return Diagnosis("too_few", cause, "Give more tokens, and several prompts.", confirmed=False, possible=True)
-
-
-def _unexplained() -> Diagnosis:
-    cause = "a mistake in the model rather than in how it is driven"
-    remedy = "Record a trace (crossval/README.md): it names the first wrong op."
-    return Diagnosis("record_a_trace", cause, remedy, confirmed=False, possible=True)
 
 
 def _named(explanations: Sequence[Explanation], bits: float) -> list[Diagnosis]:
     """One diagnosis for each; confirmed if it is alone and there is enough evidence."""
-    enough, alone = bits >= ENOUGH_BITS, len(explanations) == 1
-    return [
-        Diagnosis(
-            each.driving.name,
-            each.cause,
-            each.driving.remedy,
-            confirmed=enough and alone,
-            possible=not (enough and alone),
-        )
-        for each in explanations
-    ]
+    is_sure = bits >= ENOUGH_BITS and len(explanations) == 1
+    return [sure_or_possible(each.driving.name, each.cause, each.driving.remedy, is_sure) for each in explanations]
 
 
 def _explain(driving: Driving, replays: Sequence[Replay]) -> Explanation | None:
@@ -167,7 +155,12 @@ def _with(driving: Driving, replays: Sequence[Replay], *value: float) -> list[Ro
 
 
 def _total_behind(rows: Rows, replay: Replay) -> float:
-    return float((rows.max(axis=1) - rows[np.arange(len(rows)), list(replay.run.tokens)]).sum())
+    return float(_behind(rows, replay.run).sum())
+
+
+def _behind(rows: Rows, run: GivenRun) -> Rows:
+    """How far each id is behind the best.   (n, V) -> (n,)"""
+    return np.asarray(rows.max(axis=1) - rows[np.arange(len(rows)), list(run.tokens)])
 
 
 def _fits(rows: Sequence[Rows], replays: Sequence[Replay], first_half: bool = False) -> bool:
@@ -190,8 +183,7 @@ def tried(driving: Driving, replay: Replay, *value: object) -> Rows | None:
 
 def _misfits(rows: Rows, run: GivenRun) -> NDArray[np.bool_]:
     """Which ids are further behind the best than rounding can put them.   (n, V) -> (n,)"""
-    behind = rows.max(axis=1) - rows[np.arange(len(rows)), list(run.tokens)]
-    return np.asarray(~(behind <= near_tie(run.engine_dtype, rows)))
+    return np.asarray(~(_behind(rows, run) <= near_tie(run.engine_dtype, rows)))
 
 
 def _bits(replay: Replay, wrong: NDArray[np.bool_]) -> float:
@@ -206,9 +198,7 @@ def _stops(model: LoadedModel, runs: Sequence[GivenRun]) -> list[Diagnosis]:
     """Causes in where a text ends, of runs whose ids are right up to there."""
     ends, found = end_ids(model), dict[str, Diagnosis]()
     for run in runs:
-        greedy = compare_ids(
-            model, run.prompt, run.tokens, engine_dtype=run.engine_dtype, finish=run.finish, max_tokens=run.max_tokens
-        )
+        greedy = _compare(model, run)
         if greedy.parted is None:
             continue
         tokens: Ids = list(within_context(model, run).tokens)
@@ -216,7 +206,7 @@ def _stops(model: LoadedModel, runs: Sequence[GivenRun]) -> list[Diagnosis]:
             cause = "the generation stops at a token that is no end token, or at a smaller limit"
             remedy = "Compare the stop tokens, stop strings and max_tokens."
             found["stops_early"] = Diagnosis("stops_early", cause, remedy, confirmed=True)
-        elif greedy.reference == "the end" and not _misfits(_rows(model, run), run).any():
+        elif greedy.reference == "the end" and not _misfits(Replay(model, within_context(model, run)).base, run).any():
             end = name_of(model, next(token for token in tokens if token in ends))
             cause = f"the end token ({end}) does not end the generation"
             remedy = (
@@ -226,7 +216,3 @@ def _stops(model: LoadedModel, runs: Sequence[GivenRun]) -> list[Diagnosis]:
         else:
             return []
     return list(found.values())
-
-
-def _rows(model: LoadedModel, run: GivenRun) -> Rows:
-    return Replay(model, within_context(model, run)).base

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ...errors import GenerationError
 from ...generation.params import SamplingParams
-from ..explain.diagnose import Diagnosis
+from ..explain.diagnose import Diagnosis, sure_or_possible
 from .sampling_rules import TOP_P_STRICT, WRONG_RULES, Probabilities, Row, WrongRule, applies, truth
 
 
@@ -126,7 +126,7 @@ def _first_difference(theirs: Sequence[Probabilities], right: Sequence[Probabili
 
 
 def _diagnoses(rules: Sequence[WrongRule], confirmed: bool) -> list[Diagnosis]:
-    return [Diagnosis(r.name, r.cause, r.remedy, confirmed=confirmed, possible=not confirmed) for r in rules]
+    return [sure_or_possible(rule.name, rule.cause, rule.remedy, confirmed) for rule in rules]
 
 
 def _judge_choices(draws: Draws, rows: Sequence[Row]) -> SampleVerdict:

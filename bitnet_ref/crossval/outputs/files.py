@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ...errors import FormatError, GenerationError, TokenizerError, describe
 from ...generation.params import SamplingParams
-from ...system.json_file import open_regular, parse_json_object, read_bounded
+from ...system.json_file import open_regular, parse_json_object, read_bounded, read_json_object
 from ..tolerances import LOGITS_ROUNDING
 from .draws import Draws
 from .given import GivenRun, Ids
@@ -150,7 +150,7 @@ def _ids(value: Any) -> Ids | None:
 
 def read_draws(path: Path) -> Draws:
     """The logits, parameters and choices of a .npz or .json file. Raises FormatError."""
-    raw = _read_npz(path) if path.suffix == ".npz" else _read_json(path)
+    raw = _read_npz(path) if path.suffix == ".npz" else read_json_object(path, FormatError, MAX_BYTES)
     if unknown := raw.keys() - {"logits", "params", "prompt", "generated", "probabilities", "chosen", *_PARAMS}:
         raise FormatError("there is no such key; see crossval/README.md", path=path, field=sorted(unknown)[0])
     params = raw.get("params", {})
@@ -184,10 +184,6 @@ def read_draws(path: Path) -> Draws:
         _histories(raw.get(name), name, rows, logits.shape[1], path) for name in ("prompt", "generated")
     )
     return Draws(logits, settings, prompts, generated, probabilities, chosen)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return parse_json_object(read_bounded(path, FormatError, MAX_BYTES), FormatError, path)
 
 
 def _read_npz(path: Path) -> dict[str, Any]:

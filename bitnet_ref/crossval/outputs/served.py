@@ -11,7 +11,7 @@ import numpy as np
 from ...api import Model
 from ...errors import BackendUnavailable, TokenizerError
 from ...generation.sampling import log_probabilities
-from ..explain.diagnose import Diagnoses, Diagnosis, Progress
+from ..explain.diagnose import Diagnoses, Diagnosis, Progress, sure_or_possible
 from ..opponents import PROMPT, default_tokens
 from ..token_ids import Greedy, common_prefix, compare_text, token_parity
 from ..tolerances import LOGPROB_SHARE, near_tie
@@ -276,11 +276,7 @@ def _by_logprobs(model: Model, group: Sequence[Exchange]) -> Diagnoses | None:
             ):
                 fitting.append((driving, driving.cause.format(value)))
                 break
-    alone = len(fitting) == 1
-    return (
-        Diagnoses([Diagnosis(d.name, cause, d.remedy, confirmed=alone, possible=not alone) for d, cause in fitting])
-        or None
-    )
+    return Diagnoses([sure_or_possible(d.name, cause, d.remedy, len(fitting) == 1) for d, cause in fitting]) or None
 
 
 def _agrees(model: Model, exchange: Exchange, rows: Rows | None) -> bool:

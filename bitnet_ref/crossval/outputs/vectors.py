@@ -15,7 +15,7 @@ from ...api import Model
 from ...errors import BackendUnavailable
 from ...generation.embed import default_prompt, embed, instruction_prompt, published_prompts, token_rows
 from ...reference.cache import TokenBatch
-from ..explain.diagnose import Diagnoses, Diagnosis
+from ..explain.diagnose import Diagnoses, Diagnosis, sure_or_possible
 from ..tolerances import NARROW_FLOATS, SAME_TENSOR
 from .client import Client, Refused
 
@@ -186,14 +186,12 @@ def _explain(
             and max(_errors(theirs, _vectors(model, texts, group, states))) <= limit
         ]
         if fitting:
-            alone = len(fitting) == 1
             found = [
-                Diagnosis(
+                sure_or_possible(
                     " + ".join(each.name for each in group),
                     "; and ".join(each.cause for each in group),
                     " ".join(each.remedy for each in group),
-                    confirmed=alone,
-                    possible=not alone,
+                    len(fitting) == 1,
                 )
                 for group in fitting
             ]

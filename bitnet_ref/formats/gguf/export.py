@@ -373,17 +373,14 @@ class _ModelTensors:
             stack = () if place.stacked == 1 else (place.stacked,)
             rows = place.height // place.stacked
             yield TensorToWrite(f"{theirs}.weight", (*stack, rows, shape[1]), BY_KIND[kind].name, produce)
-            if has_bias(self.config, name):
-                yield self._vector(f"{theirs}.bias", shape[0], lambda: self._bias(name))
-            return
-        kind = self.kind
-        size = tl_nbytes(kind, *shape) if kind in TL_KINDS else None
-        matrix = partial(self._matrix, name, kind)
-        yield TensorToWrite(f"{theirs}.weight", shape, BY_KIND[kind].name, matrix, size)
-        if kind in TL_KINDS:
-            yield self._vector(f"{theirs}.weight_scale", 1, lambda: np.array([self.scales[name]], dtype=np.float32))
-        if self.checkpoint.input_norm_eps is not None:
-            yield self._vector(f"{theirs}_norm_in.weight", shape[1], partial(self._own_norm, name))
+        else:
+            size = tl_nbytes(self.kind, *shape) if self.kind in TL_KINDS else None
+            matrix = partial(self._matrix, name, self.kind)
+            yield TensorToWrite(f"{theirs}.weight", shape, BY_KIND[self.kind].name, matrix, size)
+            if self.kind in TL_KINDS:
+                yield self._vector(f"{theirs}.weight_scale", 1, lambda: np.array([self.scales[name]], dtype=np.float32))
+            if self.checkpoint.input_norm_eps is not None:
+                yield self._vector(f"{theirs}_norm_in.weight", shape[1], partial(self._own_norm, name))
         if has_bias(self.config, name):
             yield self._vector(f"{theirs}.bias", shape[0], lambda: self._bias(name))
 

@@ -71,11 +71,6 @@ _PATTERN = re.compile(r"(?:(?:[\w.]|\\[.dw]|\[[\w-]+\])[*+?]?|[\^$|()])*")
 _MAX_REPEATS, _MAX_PATTERN, MAX_PATTERNS = 2, 500, 64
 
 
-def is_adapter_alone(path: Path) -> bool:
-    """Whether a folder holds an adapter and no model."""
-    return is_present(path / CONFIG_FILE) and not is_present(path / "config.json")
-
-
 def find_adapter(path: Path, asked: str | os.PathLike[str] | None) -> tuple[Path | str, Path | None]:
     """(the model, the folder of the adapter to put on it) of a path that `load` was given.
 
@@ -85,7 +80,7 @@ def find_adapter(path: Path, asked: str | os.PathLike[str] | None) -> tuple[Path
     folder = path if path.is_dir() else path.parent
     if asked is not None and os.fspath(asked) != NO_ADAPTER:
         return path, _folder_of(Path(asked))
-    if is_adapter_alone(path):
+    if is_present(path / CONFIG_FILE) and not is_present(path / "config.json"):  # an adapter and no model
         if asked is not None:
             raise FormatError("is an adapter without a model; give its base to load that alone", path=path)
         return _base_of(path), path

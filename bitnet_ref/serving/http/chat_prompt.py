@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from ...backends.loaded import LoadedModel
@@ -76,11 +77,6 @@ def _plain_call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
     if function is None:
         raise RequestError(f"{place}.function: is missing", f"{place}.function")
     rest = {name: value for name, value in call.items() if name != "custom"}
-    return {**rest, "type": "function", "function": _with_values(function)}
-
-
-def _with_values(function: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        return {**function, "arguments": read_value(function["arguments"])}
-    except ValueError:
-        return dict(function)
+    with suppress(ValueError):
+        function = {**function, "arguments": read_value(function["arguments"])}
+    return {**rest, "type": "function", "function": dict(function)}

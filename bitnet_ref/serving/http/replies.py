@@ -114,16 +114,6 @@ class ReplyReader:
         return text[place + len(end) :]
 
 
-class AllowedTokens:
-    """A processor that makes all tokens but these impossible."""
-
-    def __init__(self, ids: list[int]) -> None:
-        self._ids = np.unique(np.asarray(ids, np.int64))
-
-    def __call__(self, token_ids: NDArray[np.int64], logits: Floats) -> Floats:
-        return keep_only(self._ids, logits)
-
-
 def keep_only(ids: NDArray[np.int64] | int, logits: Floats) -> Floats:
     """The logits in which all tokens but these are impossible."""
     kept = np.full_like(logits, -np.inf)
@@ -150,10 +140,6 @@ class ThinkingBudget:
         new = token_ids[self._first :].tolist()
         if new[: len(self._start)] != self._start or new[self._limit :] != self._end[:done]:
             return logits
-        if _holds(new[: self._limit], self._end):
+        if any(new[place : place + len(self._end)] == self._end for place in range(self._limit - len(self._end) + 1)):
             return logits
         return keep_only(self._end[done], logits)
-
-
-def _holds(ids: list[int], part: list[int]) -> bool:
-    return any(ids[place : place + len(part)] == part for place in range(len(ids) - len(part) + 1))

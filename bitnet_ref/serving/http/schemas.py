@@ -382,7 +382,9 @@ def describe_api(version: str, more: Collection[str] = ()) -> Schema:
         if path in OFF_BY_DEFAULT and path not in more:
             continue
         body = {"required": True, "content": {"application/json": {"schema": schema}}}
-        kinds: Schema = {"application/json": {}} | {kind: {} for kind in _stream_kinds(path, schema)}
+        kinds: Schema = {"application/json": {}}
+        if "stream" in schema["properties"]:
+            kinds["application/x-ndjson" if path.startswith("/api/") else "text/event-stream"] = {}
         paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": {"200": _reply("", kinds)}}}
     for (path, method), operation in CALLS.items():
         paths.setdefault(path, {})[method] = {**operation}
@@ -400,10 +402,3 @@ def describe_api(version: str, more: Collection[str] = ()) -> Schema:
         "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{"key": []}, {}],
     }
-
-
-def _stream_kinds(path: str, schema: Schema) -> list[str]:
-    """The type of the streams that a path may answer with."""
-    if "stream" not in schema["properties"]:
-        return []
-    return ["application/x-ndjson" if path.startswith("/api/") else "text/event-stream"]

@@ -6,6 +6,8 @@ import base64
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from ...backends.loaded import LoadedModel
 from ...generation.chat import DEFAULT_REPLY_TOKENS, default_reply_tokens
 from ...generation.embed import token_rows
@@ -17,7 +19,7 @@ from ..engine import Engine
 from .chat_prompt import chat_text, plain_message
 from .choices import Asked
 from .fields import rename_fields
-from .replies import AllowedTokens, ReplyReader, ThinkingBudget, find_thinking
+from .replies import ReplyReader, ThinkingBudget, find_thinking, keep_only
 from .schemas import PASSED, RequestError
 from .tool_formats import find_format
 from .tools import InputReader, ToolReader, choose_input, choose_tools, close_objects, read_choice, read_tools
@@ -93,7 +95,8 @@ def infill_ids(tokenizer: Tokenizer, prefix: str, suffix: str, field: str) -> li
 def read_chat(body: Mapping[str, Any], model_name: str, engine: Engine, chat_template: str | None) -> Asked:
     """The request of a body that passed its schema, with the conversation as token ids. Raises RequestError."""
     body = _with_tools(rename_fields(body))
-    check_modalities(body)
+    if other := [kind for kind in body.get("modalities") or [] if kind != "text"]:
+        raise RequestError(f"modalities: {other[0][:40]} is not supported; the models write text only", "modalities")
     params, common = _read_common(body, engine)
     if body.get("max_completion_tokens") is not None:
         params["max_tokens"] = body["max_completion_tokens"]
@@ -170,12 +173,6 @@ def _with_tools(body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-def check_modalities(body: Mapping[str, Any]) -> None:
-    """Raise RequestError for other outputs than text."""
-    if other := [kind for kind in body.get("modalities") or [] if kind != "text"]:
-        raise RequestError(f"modalities: {other[0][:40]} is not supported; the models write text only", "modalities")
-
-
 def token_ids_of(tokenizer: Tokenizer, mark: str) -> list[int]:
     """The ids of a mark in the middle of a text: its own token where it has one."""
     token = tokenizer.token_to_id(mark)
@@ -203,7 +200,8 @@ def _read_common(body: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
         if (largest := max(body["allowed_token_ids"])) >= size:
             message = f"allowed_token_ids: expected ids below {size}, the size of the vocabulary, got {largest}"
             raise RequestError(message, "allowed_token_ids")
-        params["processors"] = [AllowedTokens(body["allowed_token_ids"])]
+        allowed = np.unique(np.asarray(body["allowed_token_ids"], np.int64))
+        params["processors"] = [lambda _, logits: keep_only(allowed, logits)]
     if body.get("skip_special_tokens") is False:
         params["shown_tokens"] = engine.model.tokenizer.special_ids
     _read_guide(body, params)
