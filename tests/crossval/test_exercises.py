@@ -1542,7 +1542,11 @@ CASES = {
                 ),
                 "two losses",
             ),
-            (Edit("batches(1)", "batches(2)"), "values are wrong"),
+            (Edit("batches(1 + seed)", "batches(99)"), "values are wrong"),
+            (Edit("batches(1 + seed)", "batches(1)"), "batches are those of 1 . seed"),
+            (Edit("batches(1 + seed)", "batches(seed)"), "not of the seed"),
+            (Edit("(config, seed, plan)", "(config, 0, plan)"), "begin with `seed`"),
+            (Edit("    trainer, losses", "    seed = 0\n    trainer, losses"), "seed is not used"),
             (Edit(", losses[half] - losses[half + width]", ""), "shape"),
         ],
         [
@@ -1562,7 +1566,14 @@ CASES = {
             (Edit("np.median", "np.mean"), "the median is asked"),
             (Edit("- size[", "- untrained[WATCHED]["), "both signs"),
             (Edit("np.median(scale / 2 - size[size < scale / 2])", "scale / 4"), "half of the stair"),
-            (Edit("/ 0.01", "/ 0.01 // 1"), "rounded up"),
+            (Edit("/ 0.01", "/ 0.01 // 1"), "rounded too far.*rounded up"),
+            (
+                Edit(
+                    "\nfewest_steps = np.median(scale / 2 - size[size < scale / 2]) / 0.01",
+                    "\nfewest_steps = round(float(np.median(scale / 2 - size[size < scale / 2])) / 0.01, 1)",
+                ),
+                "rounded too far",
+            ),
             (1e6, "too many"),
         ],
         [
