@@ -144,13 +144,13 @@ def steps_to_a_threshold(answer: Any, master: Array) -> str:
     # Of an untrained matrix the median and the mean differ by a few thousandths, so no more than rounding is allowed.
     if abs(value - right) <= 5e-4 * right or value == round(right, 2) or value == np.ceil(right):
         return "Masters ten times as large need ten times as many: their size sets the pace."
-    for sentence, distance in distances.items():
-        if abs(value - distance / 0.01) <= 5e-4 * abs(distance / 0.01) or value == round(float(distance) / 0.01, 2):
-            raise Wrong(sentence)
     if value in (np.floor(right), round(right), round(right, 1)):
         raise Wrong(
             f"{value:g} is rounded too far. Give the number as the formula gives it, or whole steps, rounded up."
         )
+    for sentence, distance in distances.items():
+        if abs(value - distance / 0.01) <= 5e-4 * abs(distance / 0.01) or value == round(float(distance) / 0.01, 2):
+            raise Wrong(sentence)
     raise Wrong(
         f"{value:.3g} is too {'many' if value > right else 'few'}: how far is the median weight from scale / 2?"
     )
