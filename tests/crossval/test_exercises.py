@@ -21,7 +21,7 @@ import bitnet_ref
 from bitnet_ref.backends import Backend
 from bitnet_ref.backends.cuda.emulation.device import EmulatedDevice
 from bitnet_ref.crossval.exercises import EXERCISES, Check, tensors
-from bitnet_ref.crossval.exercises.declare import exercise_texts
+from bitnet_ref.crossval.exercises.declare import Wrong, exercise_texts
 from bitnet_ref.crossval.exercises.lessons import byte_pairs
 from bitnet_ref.crossval.exercises.lessons.analysis import DIALECTS
 from bitnet_ref.crossval.exercises.quiz import LETTERS, QUIZZES
@@ -1542,7 +1542,11 @@ CASES = {
                 ),
                 "two losses",
             ),
-            (Edit("batches(1)", "batches(2)"), "values are wrong"),
+            (Edit("batches(1 + seed)", "batches(99)"), "values are wrong"),
+            (Edit("batches(1 + seed)", "batches(1)"), "batches are those of 1 . seed"),
+            (Edit("batches(1 + seed)", "batches(seed)"), "not of the seed"),
+            (Edit("(config, seed, plan)", "(config, 0, plan)"), "begin with `seed`"),
+            (Edit("    trainer, losses", "    seed = 0\n    trainer, losses"), "seed is not used"),
             (Edit(", losses[half] - losses[half + width]", ""), "shape"),
         ],
         [
@@ -1562,7 +1566,14 @@ CASES = {
             (Edit("np.median", "np.mean"), "the median is asked"),
             (Edit("- size[", "- untrained[WATCHED]["), "both signs"),
             (Edit("np.median(scale / 2 - size[size < scale / 2])", "scale / 4"), "half of the stair"),
-            (Edit("/ 0.01", "/ 0.01 // 1"), "rounded up"),
+            (Edit("/ 0.01", "/ 0.01 // 1"), "rounded too far.*rounded up"),
+            (
+                Edit(
+                    "\nfewest_steps = np.median(scale / 2 - size[size < scale / 2]) / 0.01",
+                    "\nfewest_steps = round(float(np.median(scale / 2 - size[size < scale / 2])) / 0.01, 1)",
+                ),
+                "rounded too far",
+            ),
             (1e6, "too many"),
         ],
         [
@@ -2119,6 +2130,14 @@ def test_right_answers_are_taken_in_other_words_and_types(name, notebook):
     for answer in solution + CASES[name].right:
         answered = judge(notebook, name, answer)
         assert answered.status == "right", (name, answer, answered.text)
+
+
+@pytest.mark.parametrize("answer", [2, 2.0, np.float32(2)])
+def test_a_number_of_steps_that_was_rounded_is_not_taken_for_another_mistake(answer):
+    """In notebook 9 half of the stair is 1.997 steps, and the answer 2.03."""
+    master = np.random.default_rng(0).normal(0, 0.1, (384, 128)).astype(np.float32)
+    with pytest.raises(Wrong, match="rounded too far"):
+        EXERCISES["9.4"].judge(answer, master=master)
 
 
 def test_a_proof_of_notebook_6_that_is_wrong_by_rounding_alone_says_so(notebook):

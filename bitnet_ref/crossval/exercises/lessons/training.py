@@ -144,11 +144,13 @@ def steps_to_a_threshold(answer: Any, master: Array) -> str:
     # Of an untrained matrix the median and the mean differ by a few thousandths, so no more than rounding is allowed.
     if abs(value - right) <= 5e-4 * right or value == round(right, 2) or value == np.ceil(right):
         return "Masters ten times as large need ten times as many: their size sets the pace."
+    if value in (np.floor(right), round(right), round(right, 1)):
+        raise Wrong(
+            f"{value:g} is rounded too far. Give the number as the formula gives it, or whole steps, rounded up."
+        )
     for sentence, distance in distances.items():
         if abs(value - distance / 0.01) <= 5e-4 * abs(distance / 0.01) or value == round(float(distance) / 0.01, 2):
             raise Wrong(sentence)
-    if value == np.floor(right):
-        raise Wrong(f"After {value:g} steps it has not arrived: whole steps are rounded up.")
     raise Wrong(
         f"{value:.3g} is too {'many' if value > right else 'few'}: how far is the median weight from scale / 2?"
     )
@@ -165,13 +167,19 @@ def falls_around_a_switch(
     """tiny: the shape that the check trains. new_trainer, batches, exam: the notebook's own."""
     from ....training import Schedule  # trains: only this exercise needs it
 
-    half, width = 6, 2
+    half, width, seed = 6, 2, 3
     plan = Schedule("two-stage", lr=0.03, second_lr=0.005, total_steps=2 * half, warmup_steps=2)
-    trainer = new_trainer(tiny, 0, plan)
-    exams, trained = [float(trainer.loss(exam))], [0.0]
-    for _, tokens in zip(range(half + width), batches(1), strict=False):
-        trained.append(float(trainer.step(tokens)))
-        exams.append(float(trainer.loss(exam)))
+
+    def trained_by(of_weights: int, of_batches: int) -> tuple[list[float], list[float]]:
+        """The losses on unseen pages and of training after each step."""
+        trainer = new_trainer(tiny, of_weights, plan)
+        exams, trained = [float(trainer.loss(exam))], [0.0]
+        for _, tokens in zip(range(half + width), batches(of_batches), strict=False):
+            trained.append(float(trainer.step(tokens)))
+            exams.append(float(trainer.loss(exam)))
+        return exams, trained
+
+    exams, trained = trained_by(seed, 1 + seed)
 
     def around(losses: list[float], first: int = half - width, middle: int = half, last: int = half + width) -> Array:
         return np.array([losses[first] - losses[middle], losses[middle] - losses[last]])
@@ -195,6 +203,10 @@ def falls_around_a_switch(
         ),
         "those are two losses; the falls are differences": np.array([exams[half], exams[half + width]]),
         "they are divided by the steps; the whole falls are asked": right / width,
+        "the seed is not used: new_trainer and batches need it": around(trained_by(0, 1)[0]),
+        "the weights begin with `seed`, and not with 0": around(trained_by(0, 1 + seed)[0]),
+        "the batches are those of 1 + seed": around(trained_by(seed, 1)[0]),
+        "the batches are those of 1 + seed, not of the seed": around(trained_by(seed, seed)[0]),
     }
-    expect_array(run(answer, tiny, plan, half, width), right, mistakes=mistakes)
+    expect_array(run(answer, tiny, plan, half, width, seed), right, mistakes=mistakes)
     return "Now it can be asked of any model and any schedule."
