@@ -252,4 +252,8 @@ KNOWN: dict[str, str] = {
     "context = (super().make_context(info_name, args, *more))": (
         "the group of all commands has no parent and no other settings"
     ),
+    "cli/signals.py: GRACE_S = 3.0 # for a child that was asked to end -> GRACE_S = (4.0) # for a child that was "
+    "asked to end": (
+        "how long a child that was asked to end is waited for"
+    ),
 }

@@ -193,7 +193,7 @@ def test_an_end_of_turn_that_no_key_names(tmp_path, formats):
     }
     found = inspect_model(changed(tmp_path / "m.gguf", formats["gguf-i2_s"], values))
     assert found.stop_token_ids == (2, 300)
-    assert says(found, "note", "<|eot_id|> (300) ends a turn", "eot_token_id")
+    assert says(found, "note", "no key says that <|eot_id|> (300) ends a turn", "eot_token_id")
 
 
 @pytest.mark.parametrize(

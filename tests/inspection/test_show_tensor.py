@@ -233,7 +233,9 @@ def test_pictures():
     for name in ("blocks.0.mlp.down_proj", "final_norm"):
         found = show_tensor(PACKED, name)
         assert len(found.figure().axes) == (4 if found.is_ternary else 1)
-        assert 'src="data:image/png;base64,iVBOR' in found._repr_html_()
+        picture = found._repr_html_()
+        assert 'src="data:image/png;base64,iVBOR' in picture
+        assert picture.partition("</pre>")[0].splitlines() == f"<pre>{found.text()}".splitlines()[:2]
 
 
 def test_what_the_pictures_show():
