@@ -139,6 +139,7 @@ def test_shares_and_maps_of_a_matrix_with_a_pattern():
     assert found.bands(0, 2) == [(0, 4, (0.0, 0.0, 1.0)), (4, 8, (0.5, 0.5, 0.0))]
     assert found.bands(1, 2) == [(0, 4, (0.0, 0.5, 0.5)), (4, 8, (0.5, 0.0, 0.5))]
     assert found.nonzero_map(2, 2).tolist() == [[1.0, 1.0], [0.0, 1.0]]
+    assert found.nonzero_map(2, 2).dtype == np.float32
     assert found.nonzero_map(3, 100).shape == (3, 8)
     lines = found.text(unicode=False).splitlines()
     assert lines[0] == "blocks.0.attn.q_proj: 8 x 8, ternary"
