@@ -86,6 +86,13 @@ KNOWN: dict[str, str] = {
     ),
     'inspection/facts.py Inspection._repr_html_: count = f"{len(group)} tensors: " if len(group) > 1 else "" -> '
     'count = f"{len(group)} tensors: " if len(group) > (2) else ""': ("a group is of one finding, or of four at least"),
+    "inspection/gguf.py GgufInspector.raw_blocks: step = max(1, _BLOCK_VALUES // tensor.type.block_values) * "
+    "tensor.type.block_bytes -> step = max(1, (_BLOCK_VALUES * tensor.type.block_values)) * "
+    "tensor.type.block_bytes": ("how many values are read at a time"),
+    "inspection/inspector.py count_codes: histogram += np.bincount(flat[start : start + (1 << 20)], "
+    "minlength=256) -> histogram += np.bincount(flat[start : start + ((2) << 20)], minlength=256)": (
+        "how many codes are counted at a time"
+    ),
     # -- formats
     "formats/hf/packings.py read_awq: columns = slice(index * group, (index + 1) * group) -> columns = "
     "slice(index * group, (index + (2)) * group)": (
@@ -253,7 +260,5 @@ KNOWN: dict[str, str] = {
         "the group of all commands has no parent and no other settings"
     ),
     "cli/signals.py: GRACE_S = 3.0 # for a child that was asked to end -> GRACE_S = (4.0) # for a child that was "
-    "asked to end": (
-        "how long a child that was asked to end is waited for"
-    ),
+    "asked to end": ("how long a child that was asked to end is waited for"),
 }
