@@ -202,9 +202,11 @@ def test_when_a_run_saves_and_validates(every, steps, config, tmp_path, monkeypa
     text = config.read_text().replace("save_every = 4", f"save_every = {every}")
     config.write_text(text.replace("validate_every = 6", f"validate_every = {every}"))
     run, saved, validated = start(config, tmp_path / "run"), [], []
+    on_disk = []
     monkeypatch.setattr(run, "save", lambda: saved.append(run.step))
+    monkeypatch.setattr("os.fsync", lambda _: on_disk.append(len(rows_of(tmp_path / "run"))))  # of the metrics
     run.run(lambda row: validated.append(row.step) if row.validation_loss is not None else None)
-    assert saved == validated == steps
+    assert saved == validated == on_disk == steps
 
 
 def test_the_validation_loss_is_that_of_the_first_sequences(config, tmp_path):
