@@ -1,6 +1,7 @@
 """Runs from a TOML file: data, checkpoints, resuming to the bit, bad input; and the shell's commands."""
 
 import csv
+import hashlib
 import json
 import lzma
 import os
@@ -587,6 +588,20 @@ def test_batches_take_each_window_once_per_epoch(tmp_path):
     assert file.windows(49) == 2
     assert file.window(1, 49).tolist() == list(range(49, 99))
     assert file.batch(3, 1, 200, seed=1)[0].tolist() == list(range(100))
+
+
+def test_a_long_file_of_tokens_is_read_to_its_end(tmp_path):
+    """It is checked and hashed in blocks of 4,194,304 ids."""
+    ids = np.zeros(3 << 22, np.uint16)
+    ids[[0, 1 << 22, 2 << 22, -1]] = 1, 2, 3, 4
+    np.save(tmp_path / "t.npy", ids)
+    assert TokenFile(tmp_path / "t.npy", 5).content_hash == hashlib.sha256(ids.astype("<u4").tobytes()).hexdigest()
+    for index in (1 << 22, (2 << 22) - 1, 2 << 22, len(ids) - 1):
+        ids[index] = 9
+        np.save(tmp_path / "t.npy", ids)
+        with pytest.raises(FormatError, match=f"token {index}: id 9 is outside"):
+            TokenFile(tmp_path / "t.npy", 5)
+        ids[index] = 0
 
 
 def test_a_pipe_is_no_file_of_tokens(tmp_path):
