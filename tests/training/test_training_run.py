@@ -707,6 +707,7 @@ def test_the_shell_trains_and_generates(tmp_path):
     done = run.invoke(cli, [*command, "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["step"] == 2
+    assert re.match(r"9,904 parameters, \d+ tokens of text, steps 1 to 2\n", done.stderr)
     assert (tmp_path / "run" / "samples.txt").read_text().startswith("step 2: Once upon a time")
     assert run.invoke(cli, command).exit_code == 3  # a run is there
     done = run.invoke(cli, [*command, "--steps", "4", "--resume"])
