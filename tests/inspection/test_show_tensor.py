@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 from helpers import DATA, GOLDEN, model, safetensors_bytes
+from safetensors.numpy import save_file
 
 from bitnet_ref.errors import BackendUnavailable, ConfigError, FormatError
 from bitnet_ref.formats.convert import convert
@@ -101,6 +102,19 @@ def test_what_is_no_part_of_the_model(tmp_path):
         "histogram": None,
     }
     assert sum(found.statistics()["histogram"]["counts"]) == 6
+
+
+def test_numbers_keep_what_they_are(tmp_path):
+    """All but floats of 16 bits, which become float32; NaN stays NaN."""
+    arrays = {
+        str(dtype): np.array([1, 3], dtype) for dtype in (np.dtype(each) for each in ("i1", "u1", "i4", "i8", "?"))
+    }
+    arrays |= {"float64": np.array([0.1, np.nan]), "float32": np.array([0.1], "f4"), "float16": np.array([0.5], "f2")}
+    save_file(arrays, tmp_path / "m.safetensors")
+    for name, array in arrays.items():
+        values = show_tensor(tmp_path / "m.safetensors", name).values
+        assert values.dtype == ("float32" if name == "float16" else name)
+        np.testing.assert_array_equal(values, array)
 
 
 def test_a_tensor_of_a_gguf_that_is_no_model(tmp_path):
