@@ -45,6 +45,9 @@ KNOWN: dict[str, str] = {
     "training/data.py: XZ_BLOCK_BYTES = 1 << 20 -> XZ_BLOCK_BYTES = (2) << 20": ("how much is decompressed at a time"),
     "training/run.py TrainingRun._read_checkpoint: warnings.warn(message, ConfigWarning, stacklevel=2) -> "
     "warnings.warn(message, ConfigWarning, stacklevel=(3))": ("which line of ours the warning names"),
+    "training/run.py TrainingRun._cut_metrics: rows = [row for row in rows if not row[0].isdecimal() or "
+    "int(row[0]) <= self.step] -> rows = [row for row in rows if not row[(1)].isdecimal() or int(row[0]) <= "
+    "self.step]": ("the header is words, the other rows are numbers, in both columns"),
     # -- evaluation
     "evaluation/perplexity.py _blocks: return np.array(ids[: count * length], dtype=np.int64).reshape(count, "
     "length) -> return (np.array(ids[:count * length])).reshape(count, length)": (
@@ -93,6 +96,7 @@ KNOWN: dict[str, str] = {
     "minlength=256) -> histogram += np.bincount(flat[start : start + ((2) << 20)], minlength=256)": (
         "how many codes are counted at a time"
     ),
+    "inspection/gguf.py: _BLOCK_VALUES = 1 << 20 -> _BLOCK_VALUES = 1 << (21)": ("how many values are read at a time"),
     # -- formats
     "formats/hf/packings.py read_awq: columns = slice(index * group, (index + 1) * group) -> columns = "
     "slice(index * group, (index + (2)) * group)": (
