@@ -45,6 +45,9 @@ KNOWN: dict[str, str] = {
     "training/data.py: XZ_BLOCK_BYTES = 1 << 20 -> XZ_BLOCK_BYTES = (2) << 20": ("how much is decompressed at a time"),
     "training/run.py TrainingRun._read_checkpoint: warnings.warn(message, ConfigWarning, stacklevel=2) -> "
     "warnings.warn(message, ConfigWarning, stacklevel=(3))": ("which line of ours the warning names"),
+    "training/run.py TrainingRun._cut_metrics: rows = [row for row in rows if not row[0].isdecimal() or "
+    "int(row[0]) <= self.step] -> rows = [row for row in rows if not row[(1)].isdecimal() or int(row[0]) <= "
+    "self.step]": ("the header is words, the other rows are numbers, in both columns"),
     # -- evaluation
     "evaluation/perplexity.py _blocks: return np.array(ids[: count * length], dtype=np.int64).reshape(count, "
     "length) -> return (np.array(ids[:count * length])).reshape(count, length)": (
@@ -86,6 +89,14 @@ KNOWN: dict[str, str] = {
     ),
     'inspection/facts.py Inspection._repr_html_: count = f"{len(group)} tensors: " if len(group) > 1 else "" -> '
     'count = f"{len(group)} tensors: " if len(group) > (2) else ""': ("a group is of one finding, or of four at least"),
+    "inspection/gguf.py GgufInspector.raw_blocks: step = max(1, _BLOCK_VALUES // tensor.type.block_values) * "
+    "tensor.type.block_bytes -> step = max(1, (_BLOCK_VALUES * tensor.type.block_values)) * "
+    "tensor.type.block_bytes": ("how many values are read at a time"),
+    "inspection/inspector.py count_codes: histogram += np.bincount(flat[start : start + (1 << 20)], "
+    "minlength=256) -> histogram += np.bincount(flat[start : start + ((2) << 20)], minlength=256)": (
+        "how many codes are counted at a time"
+    ),
+    "inspection/gguf.py: _BLOCK_VALUES = 1 << 20 -> _BLOCK_VALUES = 1 << (21)": ("how many values are read at a time"),
     # -- formats
     "formats/hf/packings.py read_awq: columns = slice(index * group, (index + 1) * group) -> columns = "
     "slice(index * group, (index + (2)) * group)": (
@@ -252,4 +263,6 @@ KNOWN: dict[str, str] = {
     "context = (super().make_context(info_name, args, *more))": (
         "the group of all commands has no parent and no other settings"
     ),
+    "cli/signals.py: GRACE_S = 3.0 # for a child that was asked to end -> GRACE_S = (4.0) # for a child that was "
+    "asked to end": ("how long a child that was asked to end is waited for"),
 }

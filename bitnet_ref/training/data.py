@@ -121,7 +121,6 @@ def open_tokens(
     for name, content in sorted(tokenizer_files.items()):
         key.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
     for file in files:
-        _stat(file)
         key.update(f"{file_hash(file)}\n".encode())
     stem = f"tokens-{key.hexdigest()[:16]}"
     for path in sorted(folder.glob(f"{stem}-*.npy")):

@@ -45,6 +45,7 @@ from bitnet_ref.crossval.report import Crossing
 from bitnet_ref.evaluation import Perplexity
 from bitnet_ref.formats.convert.proof import Proof, Tally
 from bitnet_ref.inspection import inspect_model
+from bitnet_ref.inspection.facts import Finding, Inspection
 from bitnet_ref.serving import EngineConfig
 from bitnet_ref.serving.http.first_token import FirstToken, OneToken
 from bitnet_ref.serving.http.verify import AnswerCheck, Difference
@@ -301,6 +302,13 @@ CAUSES = [
     Diagnosis("perhaps", "a penalty", "turn it off", confirmed=False, possible=True),
     Diagnosis("no", "a sampler", "-", confirmed=False),
 ]
+FINDINGS = [
+    Finding("error", "weights", "is torn", path="a/b.gguf", offset=0, field="a\nb\tc"),
+    Finding("warning", "config", "is odd", field="key"),
+    Finding("note", "tokenizer", "is old"),
+    *(Finding("error", "weights", "has no rows", field=f"t{number}") for number in range(4)),
+    *(Finding("error", "weights", f"has {number} rows", path="c", field="u") for number in range(4)),
+]
 LINES = [
     LineVerdict(name, status, f"{name} is computed", "y[0]", 1.0, 2.0)
     for name, status in (("norm", "right"), ("scale", "a choice"), ("round", "-"), ("product", "WRONG"))
@@ -372,6 +380,7 @@ DRAWINGS = {
     "tables, very narrow": (tables, 9),
     "inspect": lambda out: inspect_command.draw(report_of("bitnet-packed-offline"), out),
     "inspect, narrow": (lambda out: inspect_command.draw(report_of("llama-packed-bitlinear"), out), 60),
+    "inspect, findings": lambda out: inspect_command.draw_findings(Inspection("m", findings=FINDINGS), out),
     "inspect, ASCII": (lambda out: inspect_command.draw(report_of("llama-packed-skips"), out), 100, "ascii"),
 }
 

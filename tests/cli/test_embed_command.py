@@ -32,7 +32,8 @@ def test_similarities_vectors_and_files(tmp_path):
     as_json = json.loads(invoke("--file", tmp_path / "lines.txt", "--json").stdout)
     assert (as_json["texts"], as_json["dimensions"], as_json["dtype"]) == (3, 256, "float32")
     np.testing.assert_array_equal(np.array(as_json["vectors"], dtype=np.float32), expected)
-    assert invoke(*TEXTS, "--out", tmp_path / "v.npy").exit_code == 0
+    written = invoke(*TEXTS, "--out", tmp_path / "v.npy")
+    assert written.stderr == f"3 vectors of 256 float32 numbers in {tmp_path / 'v.npy'}\n"
     np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), expected)
     assert invoke(*TEXTS, "--out", tmp_path / "v.jsonl", "--quantize", "ubinary").exit_code == 0
     rows = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]

@@ -33,6 +33,7 @@ def test_generate_json_equals_the_library():
     for name in ("text", "token_ids", "logprobs", "finish_reason", "stop_reason", "prompt_token_ids"):
         assert facts[name] == getattr(out, name)
     assert facts["stop_reason"] == "boy"
+    assert "sampling" not in facts  # it is greedy
     assert facts["stats"]["backend"] == BACKEND
     assert facts["stats"]["generated_tokens"] == len(out.token_ids)
     assert facts["stats"]["peak_memory_bytes"] > 10_000_000
@@ -43,6 +44,7 @@ def test_generate_options_reach_the_sampler():
     flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
     first, second = (invoke_json("generate", PROMPT, *flags, *PLAIN) for _ in range(2))
     assert first["token_ids"] == second["token_ids"]
+    assert first["sampling"] == {name: options[name] for name in options if name != "max_tokens"}
     told = invoke("generate", PROMPT, *flags, *PLAIN).stderr
     assert told.endswith(", temperature 1.5, top-k 50, top-p 0.9, seed 3\n")
     model = shared_model("storyteller", BACKEND, threads=1)

@@ -107,6 +107,12 @@ def test_inspect_one_tensor():
     assert [(rows["from"], rows["to"]) for rows in facts["rows"]][-1] == (224, 256)
 
 
+def test_a_long_name_of_a_tensor_is_one_line(tmp_path):
+    save_file({"long." * 50: np.zeros(3, np.float32)}, tmp_path / "m.safetensors")
+    result = invoke("inspect", tmp_path / "m.safetensors", "--tensor", "long." * 50)
+    assert result.stdout.startswith(f"{'long.' * 50}: 3, F32, as stored\n")
+
+
 def test_inspect_no_such_tensor():
     result = invoke("inspect", "storyteller", "--tensor", "blocks.2.mlp.down_prj")
     assert result.exit_code == 2

@@ -518,6 +518,8 @@ def test_watch_shows_each_round(tmp_path, monkeypatch):
     assert lines[before + 1] == "                  now: nothing, it agrees"
     (last,) = [line for line in lines[before:] if line.startswith("12:34:56, the engine ran ")]
     assert "waiting for a change of python" in last or "engine.py" in last
+    assert result.stdout.endswith("(Ctrl-C ends)\n\n")
+    assert result.stderr == "\n"  # behind ^C
 
 
 def test_files_that_are_watched(tmp_path, monkeypatch):

@@ -182,18 +182,29 @@ def test_known_templates(template, style):
     assert found is None if style is None else found.startswith(style)
 
 
-def test_an_end_of_turn_that_no_key_names(tmp_path, formats):
+@pytest.mark.parametrize("number", [0, 300])
+def test_an_end_of_turn_that_no_key_names(number, tmp_path, formats):
     with GgufFile(formats["gguf-i2_s"]) as file:
         tokens = list(file.metadata["tokenizer.ggml.tokens"])
         types = file.metadata["tokenizer.ggml.token_type"].copy()
-    tokens[300], types[300] = "<|eot_id|>", 3
+    tokens[number], types[number] = "<|eot_id|>", 3
     values = {
         "tokenizer.ggml.tokens": Typed("[string]", tokens),
         "tokenizer.ggml.token_type": Typed("[int32]", types),
     }
     found = inspect_model(changed(tmp_path / "m.gguf", formats["gguf-i2_s"], values))
-    assert found.stop_token_ids == (2, 300)
-    assert says(found, "note", "<|eot_id|> (300) ends a turn", "eot_token_id")
+    assert found.stop_token_ids == (2, number)
+    assert says(found, "note", f"no key says that <|eot_id|> ({number}) ends a turn", "eot_token_id")
+
+
+@pytest.mark.parametrize(("target", "padding"), [("native", 1.0), ("native-base3", 1.0101)])
+def test_the_parameters_of_a_file_whose_configuration_is_damaged(target, padding, tmp_path, formats):
+    """They are counted by bytes: rows of 256 are padded to 260 in base 3."""
+    path = tmp_path / "m.bitnet.safetensors"
+    path.write_bytes(formats[target].read_bytes().replace(b"num_hidden_layers", b"num_hidden_lalers"))
+    found = inspect_model(path)
+    assert found.config is None
+    assert found.parameters == pytest.approx(padding * inspect_model(formats[target]).parameters, rel=1e-5)
 
 
 @pytest.mark.parametrize(

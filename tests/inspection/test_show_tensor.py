@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 from helpers import DATA, GOLDEN, model, safetensors_bytes
+from safetensors.numpy import save_file
 
 from bitnet_ref.errors import BackendUnavailable, ConfigError, FormatError
 from bitnet_ref.formats.convert import convert
@@ -103,6 +104,19 @@ def test_what_is_no_part_of_the_model(tmp_path):
     assert sum(found.statistics()["histogram"]["counts"]) == 6
 
 
+def test_numbers_keep_what_they_are(tmp_path):
+    """All but floats of 16 bits, which become float32; NaN stays NaN."""
+    arrays = {
+        str(dtype): np.array([1, 3], dtype) for dtype in (np.dtype(each) for each in ("i1", "u1", "i4", "i8", "?"))
+    }
+    arrays |= {"float64": np.array([0.1, np.nan]), "float32": np.array([0.1], "f4"), "float16": np.array([0.5], "f2")}
+    save_file(arrays, tmp_path / "m.safetensors")
+    for name, array in arrays.items():
+        values = show_tensor(tmp_path / "m.safetensors", name).values
+        assert values.dtype == ("float32" if name == "float16" else name)
+        np.testing.assert_array_equal(values, array)
+
+
 def test_a_tensor_of_a_gguf_that_is_no_model(tmp_path):
     data = (GGUF / "i2_s.gguf").read_bytes().replace(b"bitnet-b1.58", b"bitnet-b9.99")
     path = tmp_path / "m.gguf"
@@ -139,6 +153,7 @@ def test_shares_and_maps_of_a_matrix_with_a_pattern():
     assert found.bands(0, 2) == [(0, 4, (0.0, 0.0, 1.0)), (4, 8, (0.5, 0.5, 0.0))]
     assert found.bands(1, 2) == [(0, 4, (0.0, 0.5, 0.5)), (4, 8, (0.5, 0.0, 0.5))]
     assert found.nonzero_map(2, 2).tolist() == [[1.0, 1.0], [0.0, 1.0]]
+    assert found.nonzero_map(2, 2).dtype == np.float32
     assert found.nonzero_map(3, 100).shape == (3, 8)
     lines = found.text(unicode=False).splitlines()
     assert lines[0] == "blocks.0.attn.q_proj: 8 x 8, ternary"
@@ -233,7 +248,9 @@ def test_pictures():
     for name in ("blocks.0.mlp.down_proj", "final_norm"):
         found = show_tensor(PACKED, name)
         assert len(found.figure().axes) == (4 if found.is_ternary else 1)
-        assert 'src="data:image/png;base64,iVBOR' in found._repr_html_()
+        picture = found._repr_html_()
+        assert 'src="data:image/png;base64,iVBOR' in picture
+        assert picture.partition("</pre>")[0].splitlines() == f"<pre>{found.text()}".splitlines()[:2]
 
 
 def test_what_the_pictures_show():

@@ -111,6 +111,9 @@ def test_what_is_wrong_with_a_line_is_its_answer(tmp_path, server, monkeypatch):
     assert codes == [400, 400, 400, 404, 400, 404, 400, 400, 400, 400, 413, 200, 413]
     assert (summary.lines, summary.failed) == (13, 12)
     assert all(answer["response"]["body"]["error"]["message"] for answer in answers(data)[:11])
+    for size, code in ((2000, 200), (2001, 413)):
+        _, data = run(tmp_path, server, [REQUESTS[0][:-1].ljust(size - 1) + "}"], f"{size}.jsonl")
+        assert answers(data)[0]["response"]["status_code"] == code
 
 
 def test_calls_of_tools_have_the_same_ids_each_time(tmp_path, server):

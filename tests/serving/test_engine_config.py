@@ -166,6 +166,15 @@ def test_a_wrong_variable_is_named():
         EngineConfig.load(env={"BITNET_REF_ENGINE_MAX_BACH": "3"})
 
 
+def test_a_file_of_one_mebibyte_is_read(tmp_path):
+    path = tmp_path / "engine.toml"
+    path.write_text("#" * (1 << 20))
+    EngineConfig.load(path, env={})
+    path.write_text("#" * ((1 << 20) + 1))
+    with pytest.raises(ConfigError, match="more than 1048576 bytes"):
+        EngineConfig.load(path, env={})
+
+
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         EngineConfig.load(tmp_path / "none.toml", env={})

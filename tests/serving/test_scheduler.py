@@ -67,6 +67,7 @@ class Cache:
 
     def step(self):
         plan = self.scheduler.plan()
+        assert all(piece.tokens for piece in plan.pieces)
         assert sum(piece.tokens + len(piece.draft) for piece in plan.pieces) <= self.scheduler.max_batch_tokens
         assert not (self.scheduler.waiting and any(len(piece.draft) for piece in plan.pieces))
         slots = [piece.row.slot for piece in plan.pieces]
@@ -235,6 +236,17 @@ def test_removing_frees_at_once():
     for cost in (scheduler.times.cost, 1.0):
         scheduler.times.cost = cost
         assert cache.step().pieces == []
+
+
+def test_the_last_job_waits_for_a_page():
+    """Both need a third page in the same step, and there is one: the first job takes it."""
+    scheduler, cache = engine(pages=5)
+    one, two = job(0, [0, 1, 0, 1], new=8), job(1, [1, 1, 0, 0], new=8)
+    scheduler.add(one)
+    scheduler.add(two)
+    rows = [[piece.row for piece in cache.step().pieces] for _ in range(12)]
+    assert rows == [[one, two]] * 5 + [[one]] * 3 + [[two]] * 3 + [[]]
+    assert scheduler.stops == 0
 
 
 def test_drafts_take_only_what_nobody_else_needs():

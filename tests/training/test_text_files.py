@@ -40,6 +40,17 @@ def test_a_small_file_of_a_huge_text_is_refused_before_it_is_there(tmp_path, mon
         assert peak < 16 << 20  # a dictionary of 8 MiB among it
 
 
+def test_a_text_of_the_most_bytes_is_read(tmp_path, monkeypatch):
+    file, text = tmp_path / "a.txt.xz", "a" * 100_000
+    file.write_bytes(lzma.compress(text.encode()))
+    free = len(text) - 100 * file.stat().st_size
+    monkeypatch.setattr(data, "XZ_FREE_BYTES", free)
+    assert data.read_text(file) == text
+    monkeypatch.setattr(data, "XZ_FREE_BYTES", free - 1)
+    with pytest.raises(FormatError, match="has more than 99999 bytes"):
+        data.read_text(file)
+
+
 def test_a_dictionary_that_is_too_large_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "XZ_MEMORY_BYTES", 1 << 20)
     (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"text", preset=6))  # 8 MiB

@@ -1,6 +1,7 @@
 """Runs from a TOML file: data, checkpoints, resuming to the bit, bad input; and the shell's commands."""
 
 import csv
+import hashlib
 import json
 import lzma
 import os
@@ -202,9 +203,11 @@ def test_when_a_run_saves_and_validates(every, steps, config, tmp_path, monkeypa
     text = config.read_text().replace("save_every = 4", f"save_every = {every}")
     config.write_text(text.replace("validate_every = 6", f"validate_every = {every}"))
     run, saved, validated = start(config, tmp_path / "run"), [], []
+    on_disk = []
     monkeypatch.setattr(run, "save", lambda: saved.append(run.step))
+    monkeypatch.setattr("os.fsync", lambda _: on_disk.append(len(rows_of(tmp_path / "run"))))  # of the metrics
     run.run(lambda row: validated.append(row.step) if row.validation_loss is not None else None)
-    assert saved == validated == steps
+    assert saved == validated == on_disk == steps
 
 
 def test_the_validation_loss_is_that_of_the_first_sequences(config, tmp_path):
@@ -587,6 +590,20 @@ def test_batches_take_each_window_once_per_epoch(tmp_path):
     assert file.batch(3, 1, 200, seed=1)[0].tolist() == list(range(100))
 
 
+def test_a_long_file_of_tokens_is_read_to_its_end(tmp_path):
+    """It is checked and hashed in blocks of 4,194,304 ids."""
+    ids = np.zeros(3 << 22, np.uint16)
+    ids[[0, 1 << 22, 2 << 22, -1]] = 1, 2, 3, 4
+    np.save(tmp_path / "t.npy", ids)
+    assert TokenFile(tmp_path / "t.npy", 5).content_hash == hashlib.sha256(ids.astype("<u4").tobytes()).hexdigest()
+    for index in (1 << 22, (2 << 22) - 1, 2 << 22, len(ids) - 1):
+        ids[index] = 9
+        np.save(tmp_path / "t.npy", ids)
+        with pytest.raises(FormatError, match=f"token {index}: id 9 is outside"):
+            TokenFile(tmp_path / "t.npy", 5)
+        ids[index] = 0
+
+
 def test_a_pipe_is_no_file_of_tokens(tmp_path):
     """Opening it would wait for a writer."""
     os.mkfifo(tmp_path / "tokens.npy")
@@ -690,6 +707,7 @@ def test_the_shell_trains_and_generates(tmp_path):
     done = run.invoke(cli, [*command, "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["step"] == 2
+    assert re.match(r"9,904 parameters, \d+ tokens of text, steps 1 to 2\n", done.stderr)
     assert (tmp_path / "run" / "samples.txt").read_text().startswith("step 2: Once upon a time")
     assert run.invoke(cli, command).exit_code == 3  # a run is there
     done = run.invoke(cli, [*command, "--steps", "4", "--resume"])
