@@ -856,6 +856,49 @@ CASES = {
         ],
         [lambda x0, x1: np.add.outer([-x1, 0, x1], [-x0, 0, x0]).ravel()],
     ),
+    "4.digits": Case(
+        [
+            (Edit("axis=1)", "axis=1)[:, ::-1]"), "run the other way"),
+            (Edit("r.astype(int)", "r"), "widen r first"),
+            (Edit("rest & 255", "rest"), "must be taken away"),
+            (
+                Edit("digits.append(rest >> 8)\n        rest = rest & 255", "digits.append(rest >> 8 & 3)"),
+                "& 3 takes two bits",
+            ),
+            (Edit("digits.append(rest >> 8)", "digits.append((rest >> 8) - 1)"), "those are weights"),
+            (Edit("digits.append(rest >> 8)", "digits.append(rest & 255)"), "left after each step"),
+            (lambda r: np.stack([(r >> 8 * 0) // 3**n % 3 for n in range(5)]), "cannot divide"),
+            (lambda r: np.stack([r.astype(int) % 3] * 5, axis=1), "cannot divide"),
+            (lambda r: np.array([[int(x) // 3**n % 3 for n in (4, 3, 2, 1, 0)] for x in r]), "digits of the number r"),
+            (Edit(", axis=1", ""), "transpose"),
+        ],
+        [
+            lambda r: [[(int(x) * 3**n * 3 >> 8) - 3 * (int(x) * 3**n >> 8) for n in range(5)] for x in r],
+            Edit("rest & 255", "rest - 256 * (rest >> 8)"),
+        ],
+    ),
+    "4.tile": Case(
+        [
+            (Edit("return c + ", "return "), "c, are missing"),
+            (lambda c, a, b: c + a.astype(int) @ b.T.astype(int), "and not all columns of row k"),
+            (Edit("mki,kni->mn", "mki,kni->nm"), "the other way"),
+            (Edit(".astype(int), b.reshape(16, 16, 4).astype(int)", ", b.reshape(16, 16, 4)"), "wraps: widen"),
+            (Edit("a.reshape(16, 16, 4)", "a.reshape(16, 4, 16).swapaxes(1, 2)"), "neighbours in a, too"),
+            (Edit("b.reshape(16, 16, 4)", "b.reshape(16, 4, 16).swapaxes(1, 2)"), "16 apart"),
+            (lambda c, a, b: c + a.astype(int)[:, ::4] @ b.astype(int)[:, ::4], "only the first of each four"),
+            (lambda c, a, b: c + a @ b, "raised ValueError"),
+        ],
+        [
+            lambda c, a, b: [
+                [
+                    c[m, n] + sum(int(a[m, 4 * k + i]) * int(b[k, 4 * n + i]) for k in range(16) for i in range(4))
+                    for n in range(16)
+                ]
+                for m in range(16)
+            ],
+            lambda c, a, b: c + a.astype(float) @ b.astype(float).reshape(16, 16, 4).transpose(0, 2, 1).reshape(64, 16),
+        ],
+    ),
     "4.5": Case(
         [
             (Edit("gate > 0", "gate >= 0"), "a gate of 0 is closed"),

@@ -83,6 +83,60 @@ def table_of_a_pair(answer: Any) -> str:
     return "A row of K weights is K / 2 look-ups, and no product."
 
 
+class Undivided(np.ndarray):
+    """Bytes that a vector unit would hold: it can add, multiply and shift them, but not divide."""
+
+    def divide(self, *_: Any) -> Any:
+        raise Wrong("A vector unit cannot divide: no /, // or %. Multiply by 3, and what passes 256 is the digit.")
+
+    __truediv__ = __floordiv__ = __mod__ = __divmod__ = __itruediv__ = __ifloordiv__ = __imod__ = divide
+
+
+@exercise("4.digits")
+def digits_in_base_3(answer: Any) -> str:
+    value = draws(48).permutation(243)
+    r = (256 * value + 242) // 243
+    powers = 3 ** np.arange(5)
+    right = value[:, None] // powers[::-1] % 3
+    passed = r[:, None] * 3 * powers >> 8
+    mistakes = {
+        "the digits run the other way: what comes off first is the highest digit, of 3⁴": right[:, ::-1],
+        "3 r is computed in bytes, and what passes 256 is lost: widen r first": np.zeros_like(right),
+        "what has come off must be taken away, & 255, before the next step": passed,
+        "& 3 takes two bits; the next digit comes from what is left of 256, & 255": passed & 3,
+        "those are digits of the number r; a byte is the fraction r / 256": r[:, None] // powers[::-1] % 3,
+        "those are weights (−1, 0, 1), and codes are wanted": right - 1,
+        "those are what is left after each step; the digit is what passed 256": r[:, None] * 3 * powers & 255,
+    }
+    expect_array(run(answer, r.astype(np.uint8).view(Undivided)), right, mistakes=mistakes)
+    return "All 243 bytes, without a division."
+
+
+@exercise("4.tile")
+def tile_product(answer: Any) -> str:
+    draw = draws(49)
+    a = draw.integers(-128, 128, (16, 64), dtype=np.int8)
+    b = draw.integers(0, 256, (16, 64), dtype=np.uint8)
+    c = draw.integers(-1000, 1000, (16, 16))
+    groups, of_rows = a.reshape(16, 16, 4).astype(np.int64), b.reshape(16, 16, 4).astype(np.int64)
+    right = c + np.einsum("mki,kni->mn", groups, of_rows)
+    wide = a.astype(np.int64)
+    mistakes = {
+        "the sums that are there already, c, are missing": right - c,
+        "line k of b has four columns of every row, and not all columns of row k": c + wide @ b.astype(np.int64).T,
+        "c[m, n] is of token m and row n; yours is the other way": c + (right - c).T,
+        "only the first of each four products is added": c + np.einsum("mk,kn->mn", groups[..., 0], of_rows[..., 0]),
+        "int8 times uint8 is int16 in NumPy, and wraps: widen both first": c
+        + np.einsum("mki,kni->mn", a.reshape(16, 16, 4), b.reshape(16, 16, 4)),
+        "the activation of b[k, 4n + i] is a[m, 4k + i]; the four are neighbours in a, too": c
+        + np.einsum("mki,kni->mn", wide.reshape(16, 4, 16).swapaxes(1, 2), of_rows),
+        "four neighbours in line k are four columns of one row; yours are 16 apart": c
+        + np.einsum("mki,kin->mn", groups, of_rows.reshape(16, 4, 16)),
+    }
+    expect_array(run(answer, c, a, b), right, mistakes=mistakes)
+    return "16,384 products. The processor does them in one instruction, of 16 cycles."
+
+
 @exercise("4.5")
 def rows_and_columns(answer: Any) -> str:
     draw = draws(46)
