@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -309,6 +309,47 @@ def place_in_a_tile(answer: Any) -> str:
     return "All 2,048 weights."
 
 
+@exercise("8.mma")
+def fragments_multiplied(answer: Any) -> str:
+    draw = draws(86)
+    lane, r4, i = np.indices((32, 4, 4))
+    g, t = lane // 4, lane % 4
+    at_a, at_b = (g + 8 * (r4 % 2), 4 * t + 16 * (r4 // 2) + i), (4 * t + 16 * r4 + i, g)
+    a, b = (draw.integers(-128, 128, (32, registers, 4), dtype=np.int8) for registers in (4, 2))
+
+    def product(of_a: Sequence[Array] = at_a, of_b: Sequence[Array] = at_b, kind: type = np.int64) -> Array:
+        """A B, if fragments lie at these places."""
+        whole_a, whole_b = np.zeros((16, 32), dtype=kind), np.zeros((32, 8), dtype=kind)
+        whole_a[of_a[0], of_a[1]] = a
+        whole_b[of_b[0][:, :2], of_b[1][:, :2]] = b
+        return whole_a @ whole_b
+
+    def part(whole: Array, rows: tuple[int, ...] = (0, 0, 8, 8), tokens: tuple[int, ...] = (0, 1, 0, 1)) -> Array:
+        return np.stack([whole[g[:, 0, 0] + m, 2 * t[:, 0, 0] + n] for m, n in zip(rows, tokens, strict=True)], axis=1)
+
+    whole = product()
+    exchanged = g + 8 * (r4 // 2), 4 * t + 16 * (r4 % 2) + i
+    strided = t + 4 * i + 16 * (r4 // 2)
+    mistakes = {
+        "A's register 1 is row g + 8 of the same columns; register 2 is 16 columns on": part(product(exchanged)),
+        "D's registers 0 and 1 are two tokens of row g; 2 and 3 those of row g + 8": part(
+            whole, (0, 8, 0, 8), (0, 0, 1, 1)
+        ),
+        "a lane has two neighbouring tokens of D, 2t and 2t + 1": np.stack(
+            [whole[g[:, 0, 0] + m, t[:, 0, 0] + n] for m in (0, 8) for n in (0, 4)], axis=1
+        ),
+        "the four bytes of a register are four neighbouring columns, in A as in B": part(product((at_a[0], strided))),
+        "B's register 1 is 16 columns on; yours follows at once": part(product(of_b=(8 * t + 4 * r4 % 8 + i, g))),
+        "int8 products wrap: widen both first": part(product(kind=np.int8)),
+        "row g + 8 is missing: all four are of row g": part(whole, (0, 0, 0, 0)),
+    }
+    result = as_array(run(answer, a, b))
+    if result.shape == (16, 8):
+        raise Wrong("That is D as a whole. Each lane's part is wanted: (32 lanes, 4 registers).")
+    expect_array(result, part(whole), mistakes=mistakes)
+    return "4,096 products in one instruction of a warp."
+
+
 @exercise("8.3")
 def race_mended(answer: Any, run_kernel: Callable[..., Array], orders: Mapping[str, int]) -> str:
     """run_kernel: (text, name, x, order, threads) -> y."""
@@ -440,7 +481,36 @@ def share_of_the_memory(answer: Any) -> str:
         1.18 * 568 / 4200: "That is with the time between two steps, in which the card waits; take a step on the card.",
     }
     expect_number(answer, right, within=0.005, mistakes=mistakes, hint="GB over seconds, over 4,200 GB/s.")
-    return (
-        "A fifth, of a whole step. The product kernel alone reaches a third with the largest matrix, and a tenth with "
-        "the smallest. The rest is waiting: for loads of small kernels, for float64, for one another."
+    return "A fifth. So the card waits for something else than memory, most of the time. For what?"
+
+
+@exercise("8.fixed")
+def fixed_time_of_a_product(answer: Any) -> str:
+    rate = (8.85 - 1.64) / (6.74 - 3.81)
+    given = as_array(answer).ravel()
+    if given.size != 2:
+        raise Wrong("Two numbers are wanted: the microseconds of a matrix of no bytes, and TB/s.")
+    if 2400 < given[1] < 2500:
+        raise Wrong("Those are GB/s; TB/s are wanted.")
+    of_rate = {
+        8.85
+        / 6.74: "That is with the fixed time in it; how much longer takes the larger one, and for how many more bytes?",
+        1.64
+        / 3.81: "That is with the fixed time in it; how much longer takes the larger one, and for how many more bytes?",
+        1 / rate: "Those are microseconds for a MB; TB/s are 1 over it.",
+        3.81 - 1.64 / rate: "The microseconds come first, then TB/s.",
+    }
+    expect_number(
+        given[1], rate, within=0.01, mistakes=of_rate, hint="TB/s: the difference of bytes over that of times."
     )
+    of_time = {
+        3.81: "That is the time of the smaller matrix, with its 1.64 MB.",
+        6.74 - 3.81: "That is how much longer the larger one takes.",
+        3.81 - 1.64 / 4.2: "That is with the memory's 4.2 TB/s; take the speed that you found.",
+        3.81 - 1.64 / (8.85 / 6.74): "That is with 1.31 TB/s, in which the fixed time is.",
+        (3.81 - 1.64 / rate) / 1e6: "Those are seconds.",
+    }
+    expect_number(
+        given[0], 3.81 - 1.64 / rate, within=0.05, mistakes=of_time, hint="Microseconds: 3.81 less its bytes."
+    )
+    return "So three microseconds do not depend on the bytes: half of the larger one's time, and most of the other's."
