@@ -319,7 +319,8 @@ def fragments_multiplied(answer: Any) -> str:
 
     def product(of_a: Sequence[Array] = at_a, of_b: Sequence[Array] = at_b, kind: type = np.int64) -> Array:
         """A B, if fragments lie at these places."""
-        whole_a, whole_b = np.zeros((16, 32), dtype=kind), np.zeros((32, 8), dtype=kind)
+        whole_a: Array = np.zeros((16, 32), dtype=kind)
+        whole_b: Array = np.zeros((32, 8), dtype=kind)
         whole_a[of_a[0], of_a[1]] = a
         whole_b[of_b[0][:, :2], of_b[1][:, :2]] = b
         return whole_a @ whole_b
