@@ -139,6 +139,17 @@ class Case:
     right: list = field(default_factory=list)
 
 
+def columns_in_another_order(a, b):
+    """mma with the 32 columns of A and B permuted alike: the same sums."""
+    g, t, order = np.arange(32) // 4, np.arange(32) % 4, np.random.default_rng(0).permutation(32)
+    whole_a, whole_b = np.zeros((16, 32)), np.zeros((32, 8))
+    for half, i in np.ndindex(2, 4):
+        k = order[4 * t + 16 * half + i]
+        whole_a[g, k], whole_a[g + 8, k], whole_b[k, g] = a[:, 2 * half, i], a[:, 2 * half + 1, i], b[:, half, i]
+    d = whole_a @ whole_b
+    return np.array([d[g, 2 * t], d[g, 2 * t + 1], d[g + 8, 2 * t], d[g + 8, 2 * t + 1]]).T
+
+
 CASES = {
     "0.1": Case(
         [
@@ -865,6 +876,49 @@ CASES = {
         ],
         [lambda x0, x1: np.add.outer([-x1, 0, x1], [-x0, 0, x0]).ravel()],
     ),
+    "4.digits": Case(
+        [
+            (Edit("axis=1)", "axis=1)[:, ::-1]"), "run the other way"),
+            (Edit("r.astype(int)", "r"), "widen r first"),
+            (Edit("rest & 255", "rest"), "must be taken away"),
+            (
+                Edit("digits.append(rest >> 8)\n        rest = rest & 255", "digits.append(rest >> 8 & 3)"),
+                "& 3 takes two bits",
+            ),
+            (Edit("digits.append(rest >> 8)", "digits.append((rest >> 8) - 1)"), "those are weights"),
+            (Edit("digits.append(rest >> 8)", "digits.append(rest & 255)"), "left after each step"),
+            (lambda r: np.stack([(r >> 8 * 0) // 3**n % 3 for n in range(5)]), "cannot divide"),
+            (lambda r: np.stack([r.astype(int) % 3] * 5, axis=1), "cannot divide"),
+            (lambda r: np.array([[int(x) // 3**n % 3 for n in (4, 3, 2, 1, 0)] for x in r]), "digits of the number r"),
+            (Edit(", axis=1", ""), "transpose"),
+        ],
+        [
+            lambda r: [[(int(x) * 3**n * 3 >> 8) - 3 * (int(x) * 3**n >> 8) for n in range(5)] for x in r],
+            Edit("rest & 255", "rest - 256 * (rest >> 8)"),
+        ],
+    ),
+    "4.tile": Case(
+        [
+            (Edit("return c + ", "return "), "c, are missing"),
+            (lambda c, a, b: c + a.astype(int) @ b.T.astype(int), "and not all columns of row k"),
+            (Edit("mki,kni->mn", "mki,kni->nm"), "the other way"),
+            (Edit(".astype(int), b.reshape(16, 16, 4).astype(int)", ", b.reshape(16, 16, 4)"), "wraps: widen"),
+            (Edit("a.reshape(16, 16, 4)", "a.reshape(16, 4, 16).swapaxes(1, 2)"), "neighbours in a, too"),
+            (Edit("b.reshape(16, 16, 4)", "b.reshape(16, 4, 16).swapaxes(1, 2)"), "16 apart"),
+            (lambda c, a, b: c + a.astype(int)[:, ::4] @ b.astype(int)[:, ::4], "only the first of each four"),
+            (lambda c, a, b: c + a @ b, "raised ValueError"),
+        ],
+        [
+            lambda c, a, b: [
+                [
+                    c[m, n] + sum(int(a[m, 4 * k + i]) * int(b[k, 4 * n + i]) for k in range(16) for i in range(4))
+                    for n in range(16)
+                ]
+                for m in range(16)
+            ],
+            lambda c, a, b: c + a.astype(float) @ b.astype(float).reshape(16, 16, 4).transpose(0, 2, 1).reshape(64, 16),
+        ],
+    ),
     "4.5": Case(
         [
             (Edit("gate > 0", "gate >= 0"), "a gate of 0 is closed"),
@@ -1388,6 +1442,28 @@ CASES = {
         [(2**18 - 1, "fits"), (2**24, "64 times"), (2**25, "64 times"), (2**19, "has a sign"), (2**18 + 1, "One less")],
         [2.0**18],
     ),
+    "8.mma": Case(
+        [
+            (Edit("g + 8 * (r % 2), 4 * t + 16 * (r // 2)", "g + 8 * (r // 2), 4 * t + 16 * (r % 2)"), "same columns"),
+            (Edit("g + 8 * (r // 2), 2 * t + r % 2", "g + 8 * (r % 2), 2 * t + r // 2"), "two tokens of row g"),
+            (Edit("2 * t + r % 2", "t + 4 * (r % 2)"), "two neighbouring tokens"),
+            (Edit("4 * t + 16 * (r // 2) + i", "t + 4 * i + 16 * (r // 2)"), "in A as in B"),
+            (Edit("4 * t + 16 * r + i, g", "8 * t + 4 * r + i, g"), "16 columns on; yours"),
+            (Edit("dtype=int), np.zeros((32, 8), dtype=int)", "np.int8), np.zeros((32, 8), np.int8)"), "widen both"),
+            (Edit("g + 8 * (r // 2), 2", "g, 2"), "row g . 8 is missing"),
+            (
+                Edit(
+                    "return np.stack([whole_d[g + 8 * (r // 2), 2 * t + r % 2] for r in range(4)], axis=1)",
+                    "return whole_d",
+                ),
+                "D as a whole",
+            ),
+            (Edit(", axis=1", ""), "transpose"),
+        ],
+        [
+            columns_in_another_order,
+        ],
+    ),
     "8.3": Case(
         [
             ("kernel", "named tree"),
@@ -1470,6 +1546,20 @@ CASES = {
             (0.5, "too large"),
         ],
         ["0.21", 0.2112],
+    ),
+    "8.fixed": Case(
+        [
+            ((3.14, 1.31), "with the fixed time in it"),
+            ((3.14, 0.406), "microseconds for a MB"),
+            ((3.14, 2461), "Those are GB/s"),
+            ((2.46, 3.14), "come first"),
+            ((3.81, 2.46), "with its 1.64 MB"),
+            ((2.93, 2.46), "how much longer"),
+            ((3.42, 2.46), "the speed that you found"),
+            ((3.14e-6, 2.46), "Those are seconds"),
+            (3.14, "Two numbers"),
+        ],
+        [[3.14, 2.46], np.array([3.144, 2.461]), (3.1, 2.465)],
     ),
     "9.2": Case(
         [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,60 @@ def table_of_a_pair(answer: Any) -> str:
             raise Wrong("Nine entries are wanted, at c0 + 3 c1; vpshufb's table of 16 comes after.")
         expect_array(run(answer, *x.tolist()), right, mistakes=mistakes)
     return "A row of K weights is K / 2 look-ups, and no product."
+
+
+class Undivided(np.ndarray):
+    """Bytes that a vector unit would hold: it can add, multiply and shift them, but not divide."""
+
+    def divide(self, *_: Any) -> Any:
+        raise Wrong("A vector unit cannot divide: no /, // or %. Multiply by 3, and what passes 256 is the digit.")
+
+    __truediv__ = __floordiv__ = __mod__ = __divmod__ = __itruediv__ = __ifloordiv__ = __imod__ = divide
+
+
+@exercise("4.digits")
+def digits_in_base_3(answer: Any) -> str:
+    value = draws(48).permutation(243)
+    r = (256 * value + 242) // 243
+    powers = 3 ** np.arange(5)
+    right = value[:, None] // powers[::-1] % 3
+    passed = r[:, None] * 3 * powers >> 8
+    mistakes = {
+        "the digits run the other way: what comes off first is the highest digit, of 3⁴": right[:, ::-1],
+        "3 r is computed in bytes, and what passes 256 is lost: widen r first": np.zeros_like(right),
+        "what has come off must be taken away, & 255, before the next step": passed,
+        "& 3 takes two bits; the next digit comes from what is left of 256, & 255": passed & 3,
+        "those are digits of the number r; a byte is the fraction r / 256": r[:, None] // powers[::-1] % 3,
+        "those are weights (−1, 0, 1), and codes are wanted": right - 1,
+        "those are what is left after each step; the digit is what passed 256": r[:, None] * 3 * powers & 255,
+    }
+    expect_array(run(answer, r.astype(np.uint8).view(Undivided)), right, mistakes=mistakes)
+    return "All 243 bytes, without a division."
+
+
+@exercise("4.tile")
+def tile_product(answer: Any) -> str:
+    draw = draws(49)
+    a = draw.integers(-128, 128, (16, 64), dtype=np.int8)
+    b = draw.integers(0, 256, (16, 64), dtype=np.uint8)
+    c = draw.integers(-1000, 1000, (16, 16))
+    groups, of_rows = a.reshape(16, 16, 4).astype(np.int64), b.reshape(16, 16, 4).astype(np.int64)
+    right = c + np.einsum("mki,kni->mn", groups, of_rows)
+    wide = a.astype(np.int64)
+    mistakes = {
+        "the sums that are there already, c, are missing": right - c,
+        "line k of b has four columns of every row, and not all columns of row k": c + wide @ b.astype(np.int64).T,
+        "c[m, n] is of token m and row n; yours is the other way": c + (right - c).T,
+        "only the first of each four products is added": c + np.einsum("mk,kn->mn", groups[..., 0], of_rows[..., 0]),
+        "int8 times uint8 is int16 in NumPy, and wraps: widen both first": c
+        + np.einsum("mki,kni->mn", a.reshape(16, 16, 4), b.reshape(16, 16, 4)),
+        "the activation of b[k, 4n + i] is a[m, 4k + i]; the four are neighbours in a, too": c
+        + np.einsum("mki,kni->mn", wide.reshape(16, 4, 16).swapaxes(1, 2), of_rows),
+        "four neighbours in line k are four columns of one row; yours are 16 apart": c
+        + np.einsum("mki,kin->mn", groups, of_rows.reshape(16, 4, 16)),
+    }
+    expect_array(run(answer, c, a, b), right, mistakes=mistakes)
+    return "16,384 products. The processor does them in one instruction, of 16 cycles."
 
 
 @exercise("4.5")
@@ -255,6 +309,48 @@ def place_in_a_tile(answer: Any) -> str:
     return "All 2,048 weights."
 
 
+@exercise("8.mma")
+def fragments_multiplied(answer: Any) -> str:
+    draw = draws(86)
+    lane, r4, i = np.indices((32, 4, 4))
+    g, t = lane // 4, lane % 4
+    at_a, at_b = (g + 8 * (r4 % 2), 4 * t + 16 * (r4 // 2) + i), (4 * t + 16 * r4 + i, g)
+    a, b = (draw.integers(-128, 128, (32, registers, 4), dtype=np.int8) for registers in (4, 2))
+
+    def product(of_a: Sequence[Array] = at_a, of_b: Sequence[Array] = at_b, kind: type = np.int64) -> Array:
+        """A B, if fragments lie at these places."""
+        whole_a: Array = np.zeros((16, 32), dtype=kind)
+        whole_b: Array = np.zeros((32, 8), dtype=kind)
+        whole_a[of_a[0], of_a[1]] = a
+        whole_b[of_b[0][:, :2], of_b[1][:, :2]] = b
+        return whole_a @ whole_b
+
+    def part(whole: Array, rows: tuple[int, ...] = (0, 0, 8, 8), tokens: tuple[int, ...] = (0, 1, 0, 1)) -> Array:
+        return np.stack([whole[g[:, 0, 0] + m, 2 * t[:, 0, 0] + n] for m, n in zip(rows, tokens, strict=True)], axis=1)
+
+    whole = product()
+    exchanged = g + 8 * (r4 // 2), 4 * t + 16 * (r4 % 2) + i
+    strided = t + 4 * i + 16 * (r4 // 2)
+    mistakes = {
+        "A's register 1 is row g + 8 of the same columns; register 2 is 16 columns on": part(product(exchanged)),
+        "D's registers 0 and 1 are two tokens of row g; 2 and 3 those of row g + 8": part(
+            whole, (0, 8, 0, 8), (0, 0, 1, 1)
+        ),
+        "a lane has two neighbouring tokens of D, 2t and 2t + 1": np.stack(
+            [whole[g[:, 0, 0] + m, t[:, 0, 0] + n] for m in (0, 8) for n in (0, 4)], axis=1
+        ),
+        "the four bytes of a register are four neighbouring columns, in A as in B": part(product((at_a[0], strided))),
+        "B's register 1 is 16 columns on; yours follows at once": part(product(of_b=(8 * t + 4 * r4 % 8 + i, g))),
+        "int8 products wrap: widen both first": part(product(kind=np.int8)),
+        "row g + 8 is missing: all four are of row g": part(whole, (0, 0, 0, 0)),
+    }
+    result = as_array(run(answer, a, b))
+    if result.shape == (16, 8):
+        raise Wrong("That is D as a whole. Each lane's part is wanted: (32 lanes, 4 registers).")
+    expect_array(result, part(whole), mistakes=mistakes)
+    return "4,096 products in one instruction of a warp."
+
+
 @exercise("8.3")
 def race_mended(answer: Any, run_kernel: Callable[..., Array], orders: Mapping[str, int]) -> str:
     """run_kernel: (text, name, x, order, threads) -> y."""
@@ -386,7 +482,36 @@ def share_of_the_memory(answer: Any) -> str:
         1.18 * 568 / 4200: "That is with the time between two steps, in which the card waits; take a step on the card.",
     }
     expect_number(answer, right, within=0.005, mistakes=mistakes, hint="GB over seconds, over 4,200 GB/s.")
-    return (
-        "A fifth, of a whole step. The product kernel alone reaches a third with the largest matrix, and a tenth with "
-        "the smallest. The rest is waiting: for loads of small kernels, for float64, for one another."
+    return "A fifth. So the card waits for something else than memory, most of the time. For what?"
+
+
+@exercise("8.fixed")
+def fixed_time_of_a_product(answer: Any) -> str:
+    rate = (8.85 - 1.64) / (6.74 - 3.81)
+    given = as_array(answer).ravel()
+    if given.size != 2:
+        raise Wrong("Two numbers are wanted: the microseconds of a matrix of no bytes, and TB/s.")
+    if 2400 < given[1] < 2500:
+        raise Wrong("Those are GB/s; TB/s are wanted.")
+    of_rate = {
+        8.85
+        / 6.74: "That is with the fixed time in it; how much longer takes the larger one, and for how many more bytes?",
+        1.64
+        / 3.81: "That is with the fixed time in it; how much longer takes the larger one, and for how many more bytes?",
+        1 / rate: "Those are microseconds for a MB; TB/s are 1 over it.",
+        3.81 - 1.64 / rate: "The microseconds come first, then TB/s.",
+    }
+    expect_number(
+        given[1], rate, within=0.01, mistakes=of_rate, hint="TB/s: the difference of bytes over that of times."
     )
+    of_time = {
+        3.81: "That is the time of the smaller matrix, with its 1.64 MB.",
+        6.74 - 3.81: "That is how much longer the larger one takes.",
+        3.81 - 1.64 / 4.2: "That is with the memory's 4.2 TB/s; take the speed that you found.",
+        3.81 - 1.64 / (8.85 / 6.74): "That is with 1.31 TB/s, in which the fixed time is.",
+        (3.81 - 1.64 / rate) / 1e6: "Those are seconds.",
+    }
+    expect_number(
+        given[0], 3.81 - 1.64 / rate, within=0.05, mistakes=of_time, hint="Microseconds: 3.81 less its bytes."
+    )
+    return "So three microseconds do not depend on the bytes: half of the larger one's time, and most of the other's."
