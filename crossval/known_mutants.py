@@ -62,14 +62,16 @@ KNOWN: dict[str, str] = {
     "Sequence[Any], disable_tqdm: bool = False) -> list[float]: -> def loglikelihood_rolling(self, requests: "
     "Sequence[Any], disable_tqdm: bool = (True)) -> list[float]:": ("a parameter of lm-eval's that is not used here"),
     "evaluation/perplexity.py perplexity: "
-    "word_perplexity=math.exp(min(nll / max(1, words), 700.0)) if rule.scores_all else None, -> "
-    "word_perplexity=math.exp(min(nll / max(1, words), (701.0))) if rule.scores_all else None,": (
+    "word_perplexity=math.exp(min(nll / words, 700.0)) if rule.scores_all else None, -> "
+    "word_perplexity=math.exp(min(nll / words, (701.0))) if rule.scores_all else None,": (
         "a perplexity of e to the 700 says no more than the other"
     ),
     "evaluation/perplexity.py perplexity: value = math.exp(min(mean, 700.0)) -> "
     "value = math.exp(min(mean, (701.0)))": "a perplexity of e to the 700 says no more than the other",
     "evaluation/harness.py TaskModel._loglikelihood_tokens: results: list[tuple[float, bool]] = [(0.0, False)] * "
-    "len(requests) -> results: list[tuple[float, bool]] = [(0.0, (True))] * len(requests)": ("each is replaced"),
+    "len(requests) -> results: list[tuple[float, bool]] = [(0.0, (True))] * len(requests)": (
+        "each is replaced by what is computed"
+    ),
     "evaluation/harness.py TaskModel.generate_until: while len(handles) - len(texts) > engine.config.max_batch: "
     "-> while (len(handles) - len(texts) >= engine.config.max_batch):": (
         "how many requests are given to the engine at a time"
@@ -144,7 +146,7 @@ KNOWN: dict[str, str] = {
     "serving/http/server.py: EMBEDDING_TEXTS = 16 # at a time; between them a client that went away is noticed -> "
     "EMBEDDING_TEXTS = (17) # at a time; between them a client that went away is noticed": ("how soon it is noticed"),
     "serving/http/tool_formats.py read_json_call: letter = yield from read_value(first, parts.append) -> letter "
-    "= yield from read_value(first, (parts.extend))": ("each is one letter"),
+    "= yield from read_value(first, (parts.extend))": ("what is added is one letter each time"),
     # -- serving
     "serving/live.py draw_speeds: largest = max(speeds, default=0.0) or 1.0 -> largest = max(speeds, "
     "default=(1.0)) or 1.0": ("without speeds the default is 1.0 either way"),
