@@ -99,6 +99,8 @@ KNOWN: dict[str, str] = {
         "how many codes are counted at a time"
     ),
     "inspection/gguf.py: _BLOCK_VALUES = 1 << 20 -> _BLOCK_VALUES = 1 << (21)": ("how many values are read at a time"),
+    "inspection/tensor.py TensorView.figure: ratios = [1.2, 1.2, 1] if self.is_ternary else [1] -> ratios = "
+    "[1.2, (2.2), 1] if self.is_ternary else [1]": ("how wide the pictures are beside each other"),
     # -- formats
     "formats/hf/packings.py read_awq: columns = slice(index * group, (index + 1) * group) -> columns = "
     "slice(index * group, (index + (2)) * group)": (
@@ -163,6 +165,11 @@ KNOWN: dict[str, str] = {
     ),
     "serving/scheduler.py: NO_SLOT = -1 -> NO_SLOT = (1)": (
         "a job without a slot is never asked for it; the number is seen in a debugger only"
+    ),
+    "serving/tickets.py: NEWEST_CHUNKS = 16 -> NEWEST_CHUNKS = (17)": ("how much of a text the live view shows"),
+    'serving/live.py LiveView.widget: self._button = ipywidgets.Button(description="Stop watching", icon="stop") '
+    "-> self._button = (ipywidgets.Button(description='Stop watching'))": (
+        "the picture on a button that has words too"
     ),
     # -- cli
     'cli/bench_shared.py: shape_option = click.option( "--shape", "shapes", type=WholeNumbers("NxK", "x", 2), '
