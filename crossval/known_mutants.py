@@ -62,14 +62,16 @@ KNOWN: dict[str, str] = {
     "Sequence[Any], disable_tqdm: bool = False) -> list[float]: -> def loglikelihood_rolling(self, requests: "
     "Sequence[Any], disable_tqdm: bool = (True)) -> list[float]:": ("a parameter of lm-eval's that is not used here"),
     "evaluation/perplexity.py perplexity: "
-    "word_perplexity=math.exp(min(nll / max(1, words), 700.0)) if rule.scores_all else None, -> "
-    "word_perplexity=math.exp(min(nll / max(1, words), (701.0))) if rule.scores_all else None,": (
+    "word_perplexity=math.exp(min(nll / words, 700.0)) if rule.scores_all else None, -> "
+    "word_perplexity=math.exp(min(nll / words, (701.0))) if rule.scores_all else None,": (
         "a perplexity of e to the 700 says no more than the other"
     ),
     "evaluation/perplexity.py perplexity: value = math.exp(min(mean, 700.0)) -> "
     "value = math.exp(min(mean, (701.0)))": "a perplexity of e to the 700 says no more than the other",
     "evaluation/harness.py TaskModel._loglikelihood_tokens: results: list[tuple[float, bool]] = [(0.0, False)] * "
-    "len(requests) -> results: list[tuple[float, bool]] = [(0.0, (True))] * len(requests)": ("each is replaced"),
+    "len(requests) -> results: list[tuple[float, bool]] = [(0.0, (True))] * len(requests)": (
+        "each is replaced by what is computed"
+    ),
     "evaluation/harness.py TaskModel.generate_until: while len(handles) - len(texts) > engine.config.max_batch: "
     "-> while (len(handles) - len(texts) >= engine.config.max_batch):": (
         "how many requests are given to the engine at a time"
@@ -97,6 +99,8 @@ KNOWN: dict[str, str] = {
         "how many codes are counted at a time"
     ),
     "inspection/gguf.py: _BLOCK_VALUES = 1 << 20 -> _BLOCK_VALUES = 1 << (21)": ("how many values are read at a time"),
+    "inspection/tensor.py TensorView.figure: ratios = [1.2, 1.2, 1] if self.is_ternary else [1] -> ratios = "
+    "[1.2, (2.2), 1] if self.is_ternary else [1]": ("how wide the pictures are beside each other"),
     # -- formats
     "formats/hf/packings.py read_awq: columns = slice(index * group, (index + 1) * group) -> columns = "
     "slice(index * group, (index + (2)) * group)": (
@@ -144,7 +148,7 @@ KNOWN: dict[str, str] = {
     "serving/http/server.py: EMBEDDING_TEXTS = 16 # at a time; between them a client that went away is noticed -> "
     "EMBEDDING_TEXTS = (17) # at a time; between them a client that went away is noticed": ("how soon it is noticed"),
     "serving/http/tool_formats.py read_json_call: letter = yield from read_value(first, parts.append) -> letter "
-    "= yield from read_value(first, (parts.extend))": ("each is one letter"),
+    "= yield from read_value(first, (parts.extend))": ("what is added is one letter each time"),
     # -- serving
     "serving/live.py draw_speeds: largest = max(speeds, default=0.0) or 1.0 -> largest = max(speeds, "
     "default=(1.0)) or 1.0": ("without speeds the default is 1.0 either way"),
@@ -161,6 +165,11 @@ KNOWN: dict[str, str] = {
     ),
     "serving/scheduler.py: NO_SLOT = -1 -> NO_SLOT = (1)": (
         "a job without a slot is never asked for it; the number is seen in a debugger only"
+    ),
+    "serving/tickets.py: NEWEST_CHUNKS = 16 -> NEWEST_CHUNKS = (17)": ("how much of a text the live view shows"),
+    'serving/live.py LiveView.widget: self._button = ipywidgets.Button(description="Stop watching", icon="stop") '
+    "-> self._button = (ipywidgets.Button(description='Stop watching'))": (
+        "the picture on a button that has words too"
     ),
     # -- cli
     'cli/bench_shared.py: shape_option = click.option( "--shape", "shapes", type=WholeNumbers("NxK", "x", 2), '

@@ -164,6 +164,7 @@ def test_the_published_2b4t_file(tmp_path, formats):
     pre = {"tokenizer.ggml.model": Typed("string", "gpt2")}
     found = inspect_model(changed(tmp_path / "p.gguf", formats["gguf-i2_s"], pre, drop=["tokenizer.ggml.pre"]))
     assert says(found, "warning", "the key is absent", "tokenizer.ggml.pre")
+    assert not says(found, "warning", "llama-bpe is assumed", "tokenizer.ggml.pre")  # it has another number of tokens
 
 
 @pytest.mark.parametrize(
@@ -225,6 +226,13 @@ def test_an_architecture_that_means_the_wrong_gate(architecture, shape, trained,
     found = inspect_model(path)
     assert says(found, "warning", f"trained with {trained}", "general.architecture")
     assert f"the architecture {architecture} means" in found.activation
+
+
+@pytest.mark.parametrize(("activation", "is_said"), [("relu2", False), ("silu", True)])
+def test_an_activation_that_is_not_the_architectures(activation, is_said, tmp_path):
+    key = "bitnet-b1.58.hidden_activation"
+    path = changed(tmp_path / "m.gguf", GGUF / "tq2_0.gguf", {key: Typed("string", activation)})
+    assert bool(says(inspect_model(path), "warning", f"says {activation}, which is used", key)) == is_said
 
 
 def test_theta(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from bitnet_ref.serving.http.failures import describe_failure
 from bitnet_ref.serving.http.responses import ResponseStore, read_response
 from bitnet_ref.serving.http.schemas import RequestError, describe_api
 from bitnet_ref.serving.http.shelf import Place
+from bitnet_ref.serving.http.writers import write_json
 
 TEMPLATE = (
     "{{ bos_token }}{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
@@ -493,6 +494,13 @@ def test_a_model_leaves_when_a_client_wants(tmp_path):
         assert server.get("/api/ps")[2]["models"]
         assert server.post("/api/generate", {"keep_alive": 0})[2]["done_reason"] == "unload"
         until(lambda: not server.get("/api/ps")[2]["models"], timeout_s=1.5)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_no_answer_has_a_number_that_json_lacks(number):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json({"logprob": number})
+    assert write_json({"é": [1, None]}) == '{"é":[1,null]}'
 
 
 # -- llama-server ------------------------------------------------------------------------------------------------------
