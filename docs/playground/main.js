@@ -24,22 +24,22 @@ export const settings = () => Object.fromEntries([...SLIDERS, "seed"].map((name)
 export const pause = () => new Promise((resolve) => setTimeout(resolve));
 export const name = (id) => visible(state.tokenizer.text(id));
 
-function say(text, isProblem = false) {
-  $("banner").textContent = text;
-  $("banner").className = isProblem ? "problem" : "";
-  $("banner").hidden = !text;
+function say(text, isProblem = false, place = $("banner")) {
+  place.textContent = text;
+  place.classList.toggle("problem", isProblem);
+  place.hidden = !text;
 }
 
-// One thing at a time: the buttons wait meanwhile.
-export async function work(what) {
+// One thing at a time: the buttons wait meanwhile. place: where a problem is told
+export async function work(what, place) {
   if (state.busy) return;
   Object.assign(state, { busy: true, isStopped: false });
   enable();
   try {
     await what();
-    say("");
+    say("", false, place);
   } catch (error) {
-    say(error.message, true);
+    say(error.message, true, place);
   }
   state.busy = false;
   enable();
@@ -69,6 +69,8 @@ async function readGiven(ids) {
     state.reading = await state.model.read(ids);
   }
   state.given = ids.length;
+  document.body.classList.remove("unread");
+  $("facts").textContent = describeLength();
   state.draws = uniforms(settings().seed);
   select(ids.length - 1);
   showTokens();
@@ -107,7 +109,7 @@ async function write(count) {
   const each = tokens ? ` · ${seconds((performance.now() - begin) / 1000 / tokens)} per token` : "";
   const isFull = state.reading.ids.length >= state.facts.config.context;
   const end = isFull ? " · the model reads no more" : tokens < count && !state.isStopped ? " · the text is complete" : "";
-  $("facts").textContent = `${describeLength(tokens)}${each}${end}`;
+  $("facts").textContent = `${count(tokens, "new token")}${each}${end} · ${describeLength()}`;
   $("tokens").classList.remove("busy");
   const hadFocus = document.activeElement === $("stop");
   $("stop").hidden = true;
@@ -115,7 +117,10 @@ async function write(count) {
   if (hadFocus) $("write").focus();
 }
 
-const describeLength = (tokens) => `${count(tokens, "new token")}, ${count(state.reading.ids.length, "token")} in all`;
+function describeLength() {
+  const { ids } = state.reading, byte = ids.find((id) => state.tokenizer.isByte(id) && state.tokenizer.text(id).length > 1);
+  return `${count(ids.length, "token")} in all${byte ? `. ${name(byte)} is a byte of a character for which storyteller has no token` : ""}`;
+}
 
 // Go on from the token that is looked at, with another one after it.
 const goOn = (id) =>
@@ -219,7 +224,7 @@ async function breakIt(bug) {
   await readTyped();
   if (state.reading.ids.length === state.given) await write(settings().max_tokens);
   mend();
-  say(`Loading the graph: ${bug.title}`);
+  say(`Loading the graph: ${bug.title}`, false, $("break-facts"));
   await pause();
   const { ort, graphs, weights, facts, reading } = state;
   const model = await Model.open(ort, graphs[bug.name], weights, facts.config);
@@ -297,15 +302,14 @@ function drawAttention() {
   if (!reading?.logits.length) return;
   const head = Number($("attention-head").value), patterns = reading.inner[`blocks.${$("attention-layer").value}.attn.hook_pattern`];
   const canvas = $("attention"), tokens = patterns.length, wide = canvas.clientWidth;
-  const left = wide / (tokens + 6) >= 11 ? 70 : 0;
-  const size = Math.min(30, (wide - left) / tokens);
+  const left = 70, size = Math.min(30, (wide - left) / tokens), step = Math.ceil(12 / size); // rows from label to label
   Object.assign(cell, { size, left });
   const [context] = prepare(canvas, Math.ceil(size * tokens) + 2), gap = size > 4 ? 1 : 0;
   const ink = colour("--s0"), text = colour("--text"), line = colour("--line");
   for (let row = 0; row < tokens; row++) {
     context.globalAlpha = 1;
     context.fillStyle = text;
-    if (left) context.fillText(name(reading.ids[row]), 2, (row + 0.5) * size, left - 6);
+    if (row % step === state.at % step) context.fillText(name(reading.ids[row]), 2, Math.max(6, (row + 0.5) * size), left - 6);
     const pattern = patterns[row][head];
     for (let column = 0; column < pattern.length; column++) {
       const x = left + column * size, y = row * size;
@@ -507,7 +511,7 @@ function fillChoices() {
     const button = make("button", { className: "plain", type: "button", textContent: bug.title, title: bug.text, disabled: true });
     button.dataset.name = bug.name;
     button.setAttribute("aria-pressed", "false");
-    button.onclick = () => work(() => breakIt(bug));
+    button.onclick = () => work(() => breakIt(bug), $("break-facts"));
     $("bugs").append(button);
   }
 }
@@ -518,11 +522,13 @@ $("prompt").oninput = () => {
   if (!state.tokenizer) return;
   clearTimeout(waiting);
   if (!state.busy) {
-    Object.assign(state, { given: Infinity });
-    showTokens(state.tokenizer.encode($("prompt").value));
+    state.given = Infinity;
+    document.body.classList.add("unread"); // what is shown of the text before fades
+    say("", false, $("break-facts"));
+    showTokens(isEmpty() ? [] : state.tokenizer.encode($("prompt").value));
+    if (isEmpty()) return say("");
   }
   if (state.playsItself) state.isStopped = true;
-  if (isEmpty()) return say("");
   waiting = setTimeout(() => (state.busy ? $("prompt").oninput() : state.model && work(() => readGiven(promptIds()))), READ_AFTER_MS);
 };
 $("write-form").onsubmit = (event) => {
