@@ -94,21 +94,21 @@ async function readTyped() {
   if (state.given === Infinity) await readGiven(promptIds());
 }
 
-async function write(count) {
+async function write(limit) {
   mend();
   $("stop").hidden = false;
   $("write").hidden = true;
   $("tokens").classList.add("busy");
   const begin = performance.now();
   let tokens = 0;
-  for await (const _ of writeOn(state.reading, count, state.draws)) {
+  for await (const _ of writeOn(state.reading, limit, state.draws)) {
     tokens += 1;
     addToken(state.reading.ids.length - 1);
     select(state.reading.ids.length - 1);
   }
   const each = tokens ? ` · ${seconds((performance.now() - begin) / 1000 / tokens)} per token` : "";
   const isFull = state.reading.ids.length >= state.facts.config.context;
-  const end = isFull ? " · the model reads no more" : tokens < count && !state.isStopped ? " · the text is complete" : "";
+  const end = isFull ? " · the model reads no more" : tokens < limit && !state.isStopped ? " · the text is complete" : "";
   $("facts").textContent = `${count(tokens, "new token")}${each}${end} · ${describeLength()}`;
   $("tokens").classList.remove("busy");
   const hadFocus = document.activeElement === $("stop");
