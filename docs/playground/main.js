@@ -47,7 +47,7 @@ export async function work(what, place) {
 
 function enable() {
   const isReady = state.model !== null && !state.busy;
-  for (const button of [$("write"), $("one"), $("mend"), ...$("bugs").children, ...document.querySelectorAll("#game button")]) button.disabled = !isReady;
+  for (const button of [$("write"), $("one"), $("mend"), ...document.querySelectorAll("#bugs button, #game button")]) button.disabled = !isReady;
   if (state.reading) $("one").disabled ||= state.reading.ids.length >= state.facts.config.context;
 }
 
@@ -231,10 +231,11 @@ async function breakIt(bug) {
   try {
     const same = await model.read(reading.ids);
     state.broken = { bug, reading: same, nats: reading.logits.map((logits, i) => divergence(logits, same.logits[i])), ids: [] };
-    for (const button of $("bugs").children) button.setAttribute("aria-pressed", String(button.dataset.name === bug.name));
+    for (const button of document.querySelectorAll("#bugs button")) button.setAttribute("aria-pressed", String(button.dataset.name === bug.name));
     $("broken").hidden = $("mend").hidden = false;
     $("bug-text").textContent = bug.text;
     $("broken-name").textContent = bug.title;
+    $("broken").scrollIntoView({ block: "nearest" });
     showKl();
     const own = await model.read(reading.ids.slice(0, state.given)), draws = uniforms(settings().seed);
     const right = reading.ids.slice(state.given), wrong = state.broken.ids;
@@ -274,7 +275,7 @@ function mend() {
   state.broken = null;
   $("look-broken").checked = false;
   $("broken").hidden = $("mend").hidden = true;
-  for (const button of $("bugs").children) button.setAttribute("aria-pressed", "false");
+  for (const button of document.querySelectorAll("#bugs button")) button.setAttribute("aria-pressed", "false");
 }
 
 function drawKl() {
@@ -511,7 +512,10 @@ function fillChoices() {
     const button = make("button", { className: "plain", type: "button", textContent: bug.title, title: bug.text, disabled: true });
     button.dataset.name = bug.name;
     button.setAttribute("aria-pressed", "false");
-    button.onclick = () => work(() => breakIt(bug), $("break-facts"));
+    button.onclick = () => {
+      button.after($("break-facts"));
+      work(() => breakIt(bug), $("break-facts"));
+    };
     $("bugs").append(button);
   }
 }
@@ -552,7 +556,7 @@ $("stop").onclick = () => (state.isStopped = true);
 $("mend").onclick = () => {
   mend();
   select(state.at);
-  $("bugs").firstChild.focus();
+  document.querySelector("#bugs button").focus();
 };
 $("look-broken").onchange = () => select(state.at);
 $("sampling").onsubmit = (event) => event.preventDefault();

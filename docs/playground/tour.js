@@ -62,7 +62,7 @@ function draw(it) {
     context.fillStyle = colour("--line");
     context.fillRect(...box);
     context.globalAlpha = Math.abs(value) / largest;
-    context.fillStyle = colour(value > 0 ? "--s1" : "--s0");
+    context.fillStyle = colour(value > 0 && step !== 6 ? "--s1" : "--s0"); // shares are blue, as in the panel of attention
     context.fillRect(...box);
   });
 }
