@@ -2,9 +2,9 @@
 
     python docs/extension/site_slides.py FOLDER     writes the slides alone; reveal.js is downloaded by npm, once
 
-A heading begins a slide, and what does not fit on it goes on below. A figure has a slide of its own, with a sentence at
-most. Cells that only import or assert, and the code of figures, are left out; a long source scrolls. Without npm the site has no slides, and the
-build says so.
+A heading begins a slide, and what does not fit on it goes on below. A figure has a slide of its own, with a
+sentence at most. Cells that only import or assert, and the code of figures, are left out; a long source scrolls.
+Without npm the site has no slides, and the build says so.
 """
 
 import json
