@@ -649,7 +649,7 @@ class Native extends Safetensors {
 class HuggingFace extends Safetensors {
   async readConfig(files) {
     const find = (name) => files.find((each) => each.name === name);
-    if (!find("config.json")) throw new Error(`${this.name} comes with a config.json. Drop both together, and the tokenizer's file.`);
+    if (!find("config.json")) throw new Error(`${this.file.name} comes with a config.json. Drop both together, and the tokenizer's file.`);
     const own = this.parse("config.json", await this.bytes(0, MAX_HEADER, find("config.json"))), stated = own.quantization_config, type = own.model_type;
     if (!["bitnet", "llama"].includes(type)) throw this.refuse("model_type", `expected bitnet or llama, got ${quote(type)}; the package runs more`);
     if (stated?.quant_method !== "bitnet") throw this.refuse("quantization_config", `expected the quant_method bitnet, got ${quote(stated?.quant_method)}`);
