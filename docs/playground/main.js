@@ -499,6 +499,7 @@ function drawAll() {
   drawAttention();
   drawInt8();
   drawKl();
+  document.dispatchEvent(new Event("token")); // the tour's plot
 }
 
 function fillChoices() {
