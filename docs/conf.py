@@ -25,6 +25,8 @@ nb_execution_mode = "off"  # the notebooks are shown as they are stored
 nb_mime_priority_overrides = [("*", "application/vnd.jupyter.widget-view+json", None)]  # the stored picture instead
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
+about = "Ternary language models (BitNet): a readable NumPy reference, a course, and tools that judge engines."
+myst_html_meta = {"description": about, "property=og:description": about, "property=og:site_name": "bitnet_ref"}
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"

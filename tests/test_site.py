@@ -203,6 +203,21 @@ def test_examples(module):
     assert result.attempted > 1
 
 
+def test_the_home_page_has_doors_in_place_of_the_readmes_table():
+    """The README's table is for GitHub: on the site the playground is a click away."""
+    home, readme = (DOCS / "index.md").read_text(), (ROOT / "README.md").read_text()
+    assert all(
+        readme.count(each) == 1 for each in re.findall(r'^:(?:start-after|end-before): "(.+)"$', home, re.MULTILINE)
+    )
+    doors = re.findall(r'class="door" href="(.+?)"', home)
+    pages = [
+        DOCS / path.replace(".html", ".md") for path in doors if not path.startswith(("playground/", "notebooks/"))
+    ]
+    assert len(doors) == 3
+    assert all(page.is_file() for page in pages)
+    assert site_pages.path_on_site("notebooks/tinybitnet.py") == "tinybitnet.md"
+
+
 def test_links_to_files_that_are_not_on_the_site():
     text = "[`a`](../../setup.py) [b](https://x.org/a.md) [c](#d) [e](../files.md#f) ![g](h.png)"
     arguments = text, "docs/cases/x.md", "cases/x.md"
@@ -253,12 +268,12 @@ def test_figures_of_notebooks_have_their_texts_on_the_site():
 @pytest.mark.thorough
 @needs_chromium
 def test_slides_are_slides_and_need_no_network(tmp_path):
-    """Opened as files, without a server. A figure is on a slide of its own; few slides scroll, and none to the side."""
+    """Opened as files, without a server. A figure has a sentence at most; few slides scroll, and none to the side."""
     for package in ("latex2mathml", "mdit_py_plugins"):
         pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[docs]'")
     site_slides = importlib.import_module("site_slides")
     try:
-        site_slides.write_slides(tmp_path / "slides")
+        site_slides.write_slides(tmp_path / "slides", '<a href="../teaching.html">Back</a>')
     except OSError as missing:
         pytest.skip(str(missing))
     notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -278,7 +293,8 @@ def test_slides_are_slides_and_need_no_network(tmp_path):
     with Chromium() as browser:
         index = browser.page((tmp_path / "slides" / "index.html").as_uri())
         assert index.run("[...document.links].map((link) => link.getAttribute('href'))") == [
-            f"{path.stem}.html" for path in notebooks
+            "../teaching.html",
+            *(f"{path.stem}.html" for path in notebooks),
         ]
         for path in notebooks[:4]:
             page = browser.page((tmp_path / "slides" / f"{path.stem}.html").as_uri(), width=1280, height=720)
@@ -290,9 +306,21 @@ def test_slides_are_slides_and_need_no_network(tmp_path):
             figures = [figure for slide in seen for figure in slide["figure"]]
             pictures = path.read_text(encoding="utf-8").count('"image/png": "')
             assert len(figures) == pictures > 1
-            assert all(len(alt) > 20 and 300 < height < 720 and parts == 1 for alt, height, parts in figures)
+            assert all(len(alt) > 20 and 300 < height < 720 and parts <= 2 for alt, height, parts in figures)
             assert all(url.startswith(("file://", "data:")) for url in page.requested)
+            assert page.run("document.querySelector('.back').getAttribute('href')") == "index.html"
             assert page.problems == []
+        phone = browser.page(page.run("location.href"), width=390, height=844)
+        phone.until("globalThis.Reveal?.isReady()")
+        assert phone.run("27 * Reveal.getScale()") > 15, "pixels of its letters"
+        assert not any(slide["wide"] and not slide["figure"] for slide in phone.run(script))
+
+
+def test_cells_that_only_import_have_no_slide():
+    site_slides = pytest.importorskip("site_slides", reason="pip install '.[docs]'")
+    cells = [{"cell_type": "code", "metadata": {}, "outputs": [], "source": [text]} for text in ("import a\n", "a = 1")]
+    (part,) = site_slides.parts_of({"cells": cells})
+    assert "import" not in part[2]
 
 
 def test_tables_that_notebooks_print_are_tables_on_the_site():

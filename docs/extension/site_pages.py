@@ -15,6 +15,7 @@ COPIES = {
     "CHANGELOG.md": "repository/changelog.md",
     "SECURITY.md": "repository/security.md",
 }
+SHOWN = {"README.md": "index.md", "notebooks/tinybitnet.py": "tinybitnet.md"}  # files inside a page of docs/
 LINK = re.compile(r"\[(?P<text>[^]\n]+)]\((?P<path>[^)\s:#]+)(?P<anchor>#[^)\s]*)?\)")
 # A README lists its folder's pages; on the site they are also below it in the sidebar.
 FOLDER_PAGES = "\n\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
@@ -38,12 +39,14 @@ def path_on_site(path):
     >>> path_on_site("docs/cases/README.md"), path_on_site("notebooks/alice.txt"), path_on_site("setup.py")
     ('cases/README.md', 'notebooks/alice.txt', None)
     """
+    if path in SHOWN:
+        return SHOWN[path]
     first, _, rest = path.partition("/")
     if first == "docs" and (ROOT / path).is_file():
         return rest
     if first in COPIES and (ROOT / path).is_file():
         return f"{COPIES[first]}/{rest}"
-    return COPIES.get(path, "index.md" if path == "README.md" else None)
+    return COPIES.get(path)
 
 
 def path_in_repository(path):

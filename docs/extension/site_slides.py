@@ -2,9 +2,9 @@
 
     python docs/extension/site_slides.py FOLDER     writes the slides alone; reveal.js is downloaded by npm, once
 
-A heading begins a slide, and what does not fit on it goes on below. A figure has a slide of its own. Cells that only
-assert, and the code of figures, are left out; a long source scrolls. Without npm the site has no slides, and the
-build says so.
+A heading begins a slide, and what does not fit on it goes on below. A figure has a slide of its own, with a
+sentence at most. Cells that only import or assert, and the code of figures, are left out; a long source scrolls.
+Without npm the site has no slides, and the build says so.
 """
 
 import json
@@ -27,6 +27,8 @@ INTEGRITY = "sha512-r7//6mIM5p34hFiDMvYfXgyjXqGRta+/psd9YtytsgRlrpRzFv4RbH76TXd2
 FILES = {"reveal.js": "dist/reveal.js", "reveal.css": "dist/reveal.css"}
 LINES = 15  # of a slide
 LETTERS = 84  # of a line of text
+FEW = 4  # lines that do not fill a slide: what follows joins them, and is made smaller or scrolls
+LEFT_OUT = ("assert ", "show(", "import ", "from ", "%", "#", ")", "    ")  # a cell of such lines alone has no slide
 MARKDOWN = (
     MarkdownIt("commonmark")
     .enable("table")
@@ -42,16 +44,20 @@ PAGE = """<!doctype html>
 <body><div class="reveal"><div class="slides">
 {slides}
 </div></div>
+<a class="back" href="index.html">All slides</a>
 <script src="reveal.js"></script>
-<script>Reveal.initialize({{
-  width: 1280, height: 720, margin: 0.04, hash: true, center: false, transition: "none", slideNumber: "c/t",
+<script>
+const isNarrow = innerWidth < 700; // a phone: the slide is as high as its screen, and its letters can be read
+Reveal.initialize({{
+  width: isNarrow ? 600 : 1280, height: isNarrow ? Math.round((600 * innerHeight) / innerWidth) : 720, margin: 0.04,
+  hash: true, center: false, transition: "none", slideNumber: "c/t", scrollActivationWidth: 0,
 }});</script>
 </body></html>
 """
 INDEX = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Slides of the course</title><link rel="icon" href="favicon.svg"><link rel="stylesheet" href="slides.css"></head>
-<body class="index"><h1>Slides of the course</h1><p>Arrows move, Esc shows all slides, ? the keys.</p><ul>
+<body class="index"><h1>Slides of the course</h1><p>Arrows move, Esc shows all slides, ? the keys.{back}</p><ul>
 {links}
 </ul></body></html>
 """
@@ -64,12 +70,16 @@ def slides_of(notebook):
         if begins:
             slides.append([[]])
             room = LINES
-        elif height > room and slides[-1][-1]:
+        elif height > room and (room < LINES - FEW or has_figure(slides[-1][-1])):
             slides[-1].append([])
             room = LINES
         slides[-1][-1].append(html)
         room -= height
     return slides
+
+
+def has_figure(page):
+    return any('class="figure"' in html for html in page)
 
 
 def parts_of(notebook):
@@ -86,7 +96,7 @@ def parts_of(notebook):
                 )
             continue
         hidden = cell["metadata"].get("jupyter", {}).get("source_hidden")
-        lines = [line for line in source.splitlines() if line.strip() and not line.startswith(("assert ", "show("))]
+        lines = [line for line in source.splitlines() if line.strip() and not line.startswith(LEFT_OUT)]
         if lines and not hidden:
             yield (
                 False,
@@ -129,8 +139,11 @@ def page_of(notebook):
     return title, PAGE.format(title=escape(title), slides="\n".join(slides))
 
 
-def write_slides(folder):
-    """Write the slides of all notebooks into a folder. Raises OSError where reveal.js cannot be had."""
+def write_slides(folder, back=""):
+    """Write the slides of all notebooks into a folder. back: HTML in the index that leads to the site.
+
+    Raises OSError where reveal.js cannot be had.
+    """
     reveal = download(REVEAL, INTEGRITY, FILES)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -146,13 +159,13 @@ def write_slides(folder):
         title, page = page_of(json.loads(path.read_text(encoding="utf-8")))
         (folder / f"{path.stem}.html").write_text(page, encoding="utf-8")
         links.append(f'<li><a href="{path.stem}.html">{escape(title)}</a></li>')
-    (folder / "index.html").write_text(INDEX.format(links="\n".join(links)), encoding="utf-8")
+    (folder / "index.html").write_text(INDEX.format(links="\n".join(links), back=back), encoding="utf-8")
 
 
 def write(app, problem):
     if problem is None and app.builder.name == "html":
         try:
-            write_slides(Path(app.outdir) / "slides")
+            write_slides(Path(app.outdir) / "slides", ' <a href="../teaching.html">Back to the course</a>.')
         except OSError as missing:
             if os.environ.get("BITNET_REF_PLAYGROUND") == "required":
                 raise

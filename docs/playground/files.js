@@ -13,8 +13,11 @@ const round = Math.fround;
 export async function openModel(files, matrices, tell = () => {}) {
   const weights = files.filter(({ name }) => /\.(gguf|safetensors)$/.test(name)), isGguf = weights[0]?.name.endsWith(".gguf");
   const ends = new Set(weights.map(({ name }) => name.replace(/^.*?(-\d+-of-(\d+))?\.(\w+)$/, "$2.$3"))); // of a part: "00003.gguf"
-  if (!weights.length || (weights.length > 1 && (ends.size > 1 || [...ends][0].startsWith("."))))
-    throw new Error(`Expected one .gguf or .safetensors file, or all parts of one model, NAME-00001-of-00003.gguf and so on, got ${weights.length}. Otherwise ${CONVERT}.`);
+  if (!weights.length) throw new Error(`${files[0].name} is not a model. Drop a .gguf or .safetensors file.`);
+  const empty = weights.find(({ size }) => !size);
+  if (empty) throw new Error(`${empty.name} is empty. Drop a .gguf or .safetensors file.`);
+  if (weights.length > 1 && (ends.size > 1 || [...ends][0].startsWith(".")))
+    throw new Error(`These are ${weights.length} models. Drop one .gguf or .safetensors file, or all parts of one model, as NAME-00001-of-00003.gguf.`);
   const reader = isGguf ? await Gguf.open(weights) : await Safetensors.open(weights, files);
   const config = reader.config, parts = {};
   const put = async (name, rows, columns) => (parts[name] = arrange(await reader.linear(name, rows, columns), matrices));
@@ -354,7 +357,7 @@ class Gguf extends Reader {
   async readHeader(file) {
     this.file = file; // for what is refused
     const cursor = new Cursor(await this.bytes(0, Math.min(file.size, MAX_HEADER)), file.name), metadata = Object.create(null), own = [];
-    if (cursor.type() !== 0x46554747) throw this.refuse("magic", "not a GGUF file");
+    if (cursor.type() !== 0x46554747) throw new Error(`${file.name} is not a GGUF file, whatever its name says. Drop a .gguf or .safetensors file.`);
     const version = cursor.type(), tensors = cursor.count(), keys = cursor.count();
     if (version !== 2 && version !== 3) throw this.refuse("version", `expected 2 or 3, got ${version}`);
     if (tensors > MAX_TENSORS || keys > MAX_KEYS) throw this.refuse("header", `${tensors} tensors and ${keys} keys; expected up to ${MAX_TENSORS} and ${MAX_KEYS}`);
@@ -646,7 +649,7 @@ class Native extends Safetensors {
 class HuggingFace extends Safetensors {
   async readConfig(files) {
     const find = (name) => files.find((each) => each.name === name);
-    if (!find("config.json")) throw this.refuse("config.json", "is missing: drop it, the tokenizer's file and the weights together");
+    if (!find("config.json")) throw new Error(`${this.file.name} comes with a config.json. Drop both together, and the tokenizer's file.`);
     const own = this.parse("config.json", await this.bytes(0, MAX_HEADER, find("config.json"))), stated = own.quantization_config, type = own.model_type;
     if (!["bitnet", "llama"].includes(type)) throw this.refuse("model_type", `expected bitnet or llama, got ${quote(type)}; the package runs more`);
     if (stated?.quant_method !== "bitnet") throw this.refuse("quantization_config", `expected the quant_method bitnet, got ${quote(stated?.quant_method)}`);

@@ -1,19 +1,19 @@
-// "Can you see the bug?": two texts, one by a model with a mistake. Five rounds, and a score.
+// "Can you see the bug?": two texts, one by a model with a mistake. Five rounds, and a score of those that can be seen.
 
 import { pause, state, work, writeOn } from "./main.js";
 import { Model, divergence, uniforms } from "./model.js";
 
-const ROUNDS = 5, TOKENS = 28, SAMPLING = { temperature: 0.6, top_k: 40 };
+const ROUNDS = 5, TOKENS = 32, VISIBLE = 0.01, SAMPLING = { temperature: 0.6, top_k: 40 };
 const BEGINNINGS = ["Once upon a time", "The king said", "In the middle of the wood", "Alice looked", "The old woman", "When the sun rose", "There was a little"];
 const game = (state.game = { round: 0, score: 0, counted: 0, missed: [], broken: "", bug: null });
 const pick = (list) => list[Math.floor(Math.random() * list.length)];
 let drawn = []; // the mistakes of this game, each once
 
-// The ids after a beginning, and the logits of the right model and of this one where the right model is.
+// A beginning with what the model writes after it, up to its last whole word.
 async function writeText(model, given, draws) {
-  const reading = await model.read(given), ids = [];
-  for await (const id of writeOn(reading, TOKENS, draws, SAMPLING)) ids.push(id);
-  return { reading, ids };
+  const reading = await model.read(given);
+  for await (const _ of writeOn(reading, TOKENS, draws, SAMPLING));
+  return { reading, text: `${state.tokenizer.decode(reading.ids).replace(/\s+\S*$/, "")} ...` };
 }
 
 async function play() {
@@ -34,10 +34,10 @@ async function play() {
     await model.close();
   }
   const nats = right.reading.logits.map((logits, i) => divergence(logits, same.logits[i]));
-  const broken = pick(["a", "b"]), texts = { [broken]: wrong.ids, [broken === "a" ? "b" : "a"]: right.ids };
-  Object.assign(game, { round: game.round + 1, broken, bug, isSame: wrong.ids.join() === right.ids.join(), nats: nats.reduce((a, b) => a + b) / nats.length });
+  const broken = pick(["a", "b"]), texts = { [broken]: wrong.text, [broken === "a" ? "b" : "a"]: right.text };
+  Object.assign(game, { round: game.round + 1, broken, bug, isSame: wrong.text === right.text, nats: nats.reduce((a, b) => a + b) / nats.length });
   for (const side of ["a", "b"]) {
-    $(`game-${side}`).textContent = state.tokenizer.decode([...given, ...texts[side]]);
+    $(`game-${side}`).textContent = texts[side];
     $(`choose-${side}`).hidden = false;
   }
   $("game-texts").hidden = false;
@@ -46,16 +46,17 @@ async function play() {
 }
 
 function answer(side) {
-  const { bug, broken, isSame, nats } = game, isRight = side === broken;
-  if (!isSame) {
+  const { bug, broken, isSame, nats } = game, isRight = side === broken, counts = !isSame && nats >= VISIBLE;
+  if (counts) {
     game.counted += 1;
     game.score += isRight;
     if (!isRight) game.missed.push(bug.title);
   }
-  const verdict = isSame ? "The two texts are the same, so this round does not count" : isRight ? "Yes" : `No, ${broken.toUpperCase()} is`;
+  const verdict = isSame ? "The two texts are the same" : isRight ? "Yes" : `No, ${broken.toUpperCase()} is`;
+  const note = counts ? "" : " Nobody can see this one by reading, so it does not count.";
   const score = `${game.score} of ${game.counted} found.`;
   const end = game.round < ROUNDS ? "" : ` The game is over: a coin finds half. ${game.missed.length ? `You missed: ${game.missed.join("; ")}.` : "You missed none."} Comparing numbers finds all of them.`;
-  $("game-answer").textContent = `${verdict}. The mistake: ${bug.title}. ${nats.toFixed(4)} nats per token from the right model. ${score}${end}`;
+  $("game-answer").textContent = `${verdict}. The mistake: ${bug.title}. ${nats.toFixed(4)} nats per token from the right model.${note} ${score}${end}`;
   $("choose-a").hidden = $("choose-b").hidden = true;
   $("game-next").hidden = false;
   $("game-next").textContent = game.round < ROUNDS ? "Next round" : "Play again";

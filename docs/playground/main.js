@@ -24,22 +24,22 @@ export const settings = () => Object.fromEntries([...SLIDERS, "seed"].map((name)
 export const pause = () => new Promise((resolve) => setTimeout(resolve));
 export const name = (id) => visible(state.tokenizer.text(id));
 
-function say(text, isProblem = false) {
-  $("banner").textContent = text;
-  $("banner").className = isProblem ? "problem" : "";
-  $("banner").hidden = !text;
+function say(text, isProblem = false, place = $("banner")) {
+  place.textContent = text;
+  place.classList.toggle("problem", isProblem);
+  place.hidden = !text;
 }
 
-// One thing at a time: the buttons wait meanwhile.
-export async function work(what) {
+// One thing at a time: the buttons wait meanwhile. place: where a problem is told
+export async function work(what, place) {
   if (state.busy) return;
   Object.assign(state, { busy: true, isStopped: false });
   enable();
   try {
     await what();
-    say("");
+    say("", false, place);
   } catch (error) {
-    say(error.message, true);
+    say(error.message, true, place);
   }
   state.busy = false;
   enable();
@@ -47,7 +47,7 @@ export async function work(what) {
 
 function enable() {
   const isReady = state.model !== null && !state.busy;
-  for (const button of [$("write"), $("one"), $("mend"), ...$("bugs").children, ...document.querySelectorAll("#game button")]) button.disabled = !isReady;
+  for (const button of [$("write"), $("one"), $("mend"), ...document.querySelectorAll("#bugs button, #game button")]) button.disabled = !isReady;
   if (state.reading) $("one").disabled ||= state.reading.ids.length >= state.facts.config.context;
 }
 
@@ -69,6 +69,8 @@ async function readGiven(ids) {
     state.reading = await state.model.read(ids);
   }
   state.given = ids.length;
+  document.body.classList.remove("unread");
+  $("facts").textContent = describeLength();
   state.draws = uniforms(settings().seed);
   select(ids.length - 1);
   showTokens();
@@ -92,22 +94,22 @@ async function readTyped() {
   if (state.given === Infinity) await readGiven(promptIds());
 }
 
-async function write(count) {
+async function write(limit) {
   mend();
   $("stop").hidden = false;
   $("write").hidden = true;
   $("tokens").classList.add("busy");
   const begin = performance.now();
   let tokens = 0;
-  for await (const _ of writeOn(state.reading, count, state.draws)) {
+  for await (const _ of writeOn(state.reading, limit, state.draws)) {
     tokens += 1;
     addToken(state.reading.ids.length - 1);
     select(state.reading.ids.length - 1);
   }
   const each = tokens ? ` · ${seconds((performance.now() - begin) / 1000 / tokens)} per token` : "";
   const isFull = state.reading.ids.length >= state.facts.config.context;
-  const end = isFull ? " · the model reads no more" : tokens < count && !state.isStopped ? " · the text is complete" : "";
-  $("facts").textContent = `${describeLength(tokens)}${each}${end}`;
+  const end = isFull ? " · the model reads no more" : tokens < limit && !state.isStopped ? " · the text is complete" : "";
+  $("facts").textContent = `${count(tokens, "new token")}${each}${end} · ${describeLength()}`;
   $("tokens").classList.remove("busy");
   const hadFocus = document.activeElement === $("stop");
   $("stop").hidden = true;
@@ -115,7 +117,10 @@ async function write(count) {
   if (hadFocus) $("write").focus();
 }
 
-const describeLength = (tokens) => `${count(tokens, "new token")}, ${count(state.reading.ids.length, "token")} in all`;
+function describeLength() {
+  const { ids } = state.reading, byte = ids.find((id) => state.tokenizer.isByte(id) && state.tokenizer.text(id).length > 1);
+  return `${count(ids.length, "token")} in all${byte ? `. ${name(byte)} is a byte of a character for which storyteller has no token` : ""}`;
+}
 
 // Go on from the token that is looked at, with another one after it.
 const goOn = (id) =>
@@ -219,17 +224,18 @@ async function breakIt(bug) {
   await readTyped();
   if (state.reading.ids.length === state.given) await write(settings().max_tokens);
   mend();
-  say(`Loading the graph: ${bug.title}`);
+  say(`Loading the graph: ${bug.title}`, false, $("break-facts"));
   await pause();
   const { ort, graphs, weights, facts, reading } = state;
   const model = await Model.open(ort, graphs[bug.name], weights, facts.config);
   try {
     const same = await model.read(reading.ids);
     state.broken = { bug, reading: same, nats: reading.logits.map((logits, i) => divergence(logits, same.logits[i])), ids: [] };
-    for (const button of $("bugs").children) button.setAttribute("aria-pressed", String(button.dataset.name === bug.name));
+    for (const button of document.querySelectorAll("#bugs button")) button.setAttribute("aria-pressed", String(button.dataset.name === bug.name));
     $("broken").hidden = $("mend").hidden = false;
     $("bug-text").textContent = bug.text;
     $("broken-name").textContent = bug.title;
+    $("broken").scrollIntoView({ block: "nearest" });
     showKl();
     const own = await model.read(reading.ids.slice(0, state.given)), draws = uniforms(settings().seed);
     const right = reading.ids.slice(state.given), wrong = state.broken.ids;
@@ -269,7 +275,7 @@ function mend() {
   state.broken = null;
   $("look-broken").checked = false;
   $("broken").hidden = $("mend").hidden = true;
-  for (const button of $("bugs").children) button.setAttribute("aria-pressed", "false");
+  for (const button of document.querySelectorAll("#bugs button")) button.setAttribute("aria-pressed", "false");
 }
 
 function drawKl() {
@@ -297,15 +303,14 @@ function drawAttention() {
   if (!reading?.logits.length) return;
   const head = Number($("attention-head").value), patterns = reading.inner[`blocks.${$("attention-layer").value}.attn.hook_pattern`];
   const canvas = $("attention"), tokens = patterns.length, wide = canvas.clientWidth;
-  const left = wide / (tokens + 6) >= 11 ? 70 : 0;
-  const size = Math.min(30, (wide - left) / tokens);
+  const left = 70, size = Math.min(30, (wide - left) / tokens), step = Math.ceil(12 / size); // rows from label to label
   Object.assign(cell, { size, left });
   const [context] = prepare(canvas, Math.ceil(size * tokens) + 2), gap = size > 4 ? 1 : 0;
   const ink = colour("--s0"), text = colour("--text"), line = colour("--line");
   for (let row = 0; row < tokens; row++) {
     context.globalAlpha = 1;
     context.fillStyle = text;
-    if (left) context.fillText(name(reading.ids[row]), 2, (row + 0.5) * size, left - 6);
+    if (row % step === state.at % step) context.fillText(name(reading.ids[row]), 2, Math.max(6, (row + 0.5) * size), left - 6);
     const pattern = patterns[row][head];
     for (let column = 0; column < pattern.length; column++) {
       const x = left + column * size, y = row * size;
@@ -494,6 +499,7 @@ function drawAll() {
   drawAttention();
   drawInt8();
   drawKl();
+  document.dispatchEvent(new Event("token")); // the tour's plot
 }
 
 function fillChoices() {
@@ -507,7 +513,10 @@ function fillChoices() {
     const button = make("button", { className: "plain", type: "button", textContent: bug.title, title: bug.text, disabled: true });
     button.dataset.name = bug.name;
     button.setAttribute("aria-pressed", "false");
-    button.onclick = () => work(() => breakIt(bug));
+    button.onclick = () => {
+      button.after($("break-facts"));
+      work(() => breakIt(bug), $("break-facts"));
+    };
     $("bugs").append(button);
   }
 }
@@ -518,11 +527,13 @@ $("prompt").oninput = () => {
   if (!state.tokenizer) return;
   clearTimeout(waiting);
   if (!state.busy) {
-    Object.assign(state, { given: Infinity });
-    showTokens(state.tokenizer.encode($("prompt").value));
+    state.given = Infinity;
+    document.body.classList.add("unread"); // what is shown of the text before fades
+    say("", false, $("break-facts"));
+    showTokens(isEmpty() ? [] : state.tokenizer.encode($("prompt").value));
+    if (isEmpty()) return say("");
   }
   if (state.playsItself) state.isStopped = true;
-  if (isEmpty()) return say("");
   waiting = setTimeout(() => (state.busy ? $("prompt").oninput() : state.model && work(() => readGiven(promptIds()))), READ_AFTER_MS);
 };
 $("write-form").onsubmit = (event) => {
@@ -546,7 +557,7 @@ $("stop").onclick = () => (state.isStopped = true);
 $("mend").onclick = () => {
   mend();
   select(state.at);
-  $("bugs").firstChild.focus();
+  document.querySelector("#bugs button").focus();
 };
 $("look-broken").onchange = () => select(state.at);
 $("sampling").onsubmit = (event) => event.preventDefault();

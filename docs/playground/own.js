@@ -65,6 +65,7 @@ function open(files) {
 $("own-files").onchange = () => open($("own-files").files);
 $("own-form").onsubmit = (event) => {
   event.preventDefault();
+  if (!$("own-prompt").value.trim()) return say("The field is empty: write a beginning.", true);
   $("own-text").textContent = $("own-speed").textContent = "";
   say(describe(opened));
   ask({ write: $("own-prompt").value, settings: settings() });

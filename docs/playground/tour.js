@@ -1,9 +1,10 @@
-// Eight steps through a layer. Each lights up its part of the drawing, and tells it with numbers of the chosen token.
+// Eight steps through a layer. Each lights up its part of the drawing, and shows it with numbers of the chosen token.
 
 import { name, state } from "./main.js";
 import { distribution, unpackTernary } from "./model.js";
 
 const HIDDEN = "blocks.0.attn.q_proj"; // what the numbers below are of: the first layer
+const COLUMNS = 32;
 let step = 1;
 
 // Of the token that the panels show; null before the model has read it.
@@ -12,19 +13,25 @@ function look() {
   if (!integers) return null;
   const values = Array.from(integers, (value) => value - 128), pattern = reading.inner["blocks.0.attn.hook_pattern"][at][0];
   const most = pattern.indexOf(Math.max(...pattern)), next = distribution(reading.logits[at], { temperature: 0 })[0].id;
-  return { token: name(reading.ids[at]), at, values, scale: reading.inner[`${HIDDEN}.hook_x_scale`][at][0], share: pattern[most], read: name(reading.ids[most]), next: name(next) };
+  return { token: name(reading.ids[at]), at, values, pattern, scale: reading.inner[`${HIDDEN}.hook_x_scale`][at][0], share: pattern[most], read: name(reading.ids[most]), next: name(next) };
+}
+
+const integers = (part) => Array.from(state.reading.inner[`blocks.0.${part}.hook_x_int8`][state.at], (value) => value - 128);
+
+function firstRow() {
+  const matrix = state.facts.matrices.find((each) => each.name === HIDDEN);
+  return Array.from(unpackTernary(state.weights, matrix).subarray(0, matrix.columns));
 }
 
 function countWeights() {
-  const matrix = state.facts.matrices.find((each) => each.name === HIDDEN), values = unpackTernary(state.weights, matrix);
-  const first = values.subarray(0, matrix.columns), total = (kind) => first.filter((value) => value === kind).length;
+  const first = firstRow(), total = (kind) => first.filter((value) => value === kind).length;
   return `Its first output adds ${total(1)} of the 256 numbers, subtracts ${total(-1)} and skips ${total(0)}. No number is multiplied.`;
 }
 
 const STEPS = [
   ["From a token to numbers", (it) => `Each of the 4,096 tokens has a row of 256 numbers: the embedding.${it ? ` That of “${it.token}” comes in at the top.` : ""} These numbers are the stream, which all layers read and add to.`],
   ["RMSNorm", () => "The numbers are divided by their typical size, so that no layer sees them too large or too small. What goes on in the stream at the left is not changed."],
-  ["Eight bits", (it) => `The largest number becomes 127 or −127, the others are scaled with it and rounded: one scale for each token.${it ? ` Of “${it.token}” ${it.values.filter((value) => value === 0).length} of 256 became 0. The scale is ${it.scale.toPrecision(4)}.` : ""}`],
+  ["Eight bits", (it) => `The largest number becomes 127 or −127, the others are multiplied by the same scale and rounded.${it ? ` The scale of “${it.token}” is 127 divided by its largest number: ${it.scale.toPrecision(4)}. ${it.values.filter((value) => value === 0).length} of its 256 numbers became 0.` : ""}`],
   ["Three ternary products", () => `Matrices of −1, 0 and +1 make a query, a key and a value. ${state.weights ? countWeights() : ""} The sum is an integer, exact in any order. One scale of the matrix turns it back into a number.`],
   ["RoPE", (it) => `Queries and keys are turned by an angle that grows with the place of the token${it ? `, here ${it.at}` : ""}. So a query and a key agree by how far apart their tokens are.`],
   ["Attention", (it) => `The query is compared with the keys of all tokens up to its own. The shares add up to 1, and the values are averaged by them.${it ? ` In the first head “${it.token}” reads “${it.read}” most: ${it.share.toFixed(2)}.` : ""} BitNet does this in floats.`],
@@ -32,18 +39,47 @@ const STEPS = [
   ["Feed-forward", (it) => `Each token is computed by itself: 768 numbers, where relu² makes the negative ones 0 and squares the others, times 768 more, and back to 256. After six layers the head compares the stream with all tokens.${it ? ` After “${it.token}” it finds “${it.next}” the likeliest.` : ""}`],
 ];
 
-function show(next) {
-  step = next;
-  const [title, text] = STEPS[step - 1];
-  $("tour-step").textContent = `${step} of ${STEPS.length}: ${title}`;
-  $("tour-text").textContent = text(look());
-  for (const part of $("layer").querySelectorAll("[data-step]")) part.classList.toggle("lit", Number(part.dataset.step) === step);
-  $("tour-back").disabled = step === 1;
-  $("tour-next").textContent = step === STEPS.length ? "From the beginning" : "Next";
+// What is drawn below a step's text: [numbers, what they are], from −1 (blue) to +1 (orange) once divided by the largest.
+const PLOTS = {
+  2: (it) => [it.values.map((value) => value / it.scale), `the 256 numbers of “${it.token}” after the norm, to 8 bits`],
+  3: (it) => [it.values, `the 256 integers of “${it.token}”`],
+  4: () => [firstRow(), "the 256 weights of the first output of q_proj"],
+  6: (it) => [it.pattern, `what “${it.token}” reads of each token, from the first to itself`],
+  7: (it) => [integers("attn.o_proj"), `what the four heads of “${it.token}” give to o_proj, 64 numbers each`],
+  8: (it) => [integers("mlp.down_proj"), `the 768 products of “${it.token}”, as integers into down_proj`],
+};
+
+function draw(it) {
+  const [values, text] = (it && PLOTS[step]?.(it)) ?? [[], ""], largest = Math.max(...values.map(Math.abs));
+  $("tour-plot").hidden = !values.length;
+  $("tour-detail").textContent = text && `${text[0].toUpperCase()}${text.slice(1)}: ${Math.min(...values) < 0 ? `blue below 0, orange above, up to ±${Number(largest.toPrecision(3))}` : `up to ${Number(largest.toPrecision(2))}`}.`;
+  if (!values.length) return;
+  $("tour-plot").setAttribute("aria-label", `${values.length} numbers`);
+  const size = Math.min(16, $("tour-plot").clientWidth / COLUMNS), [context] = prepare($("tour-plot"), Math.ceil(values.length / COLUMNS) * size);
+  values.forEach((value, i) => {
+    const box = [(i % COLUMNS) * size, Math.floor(i / COLUMNS) * size, size - 1, size - 1];
+    context.globalAlpha = 1;
+    context.fillStyle = colour("--line");
+    context.fillRect(...box);
+    context.globalAlpha = Math.abs(value) / largest;
+    context.fillStyle = colour(value > 0 && step !== 6 ? "--s1" : "--s0"); // shares are blue, as in the panel of attention
+    context.fillRect(...box);
+  });
 }
 
-$("tour-next").onclick = () => show((step % STEPS.length) + 1);
-$("tour-back").onclick = () => show(Math.max(1, step - 1));
+function show(next) {
+  step = next;
+  const [title, text] = STEPS[step - 1], it = look();
+  $("tour-step").textContent = `${step} of ${STEPS.length}: ${title}`;
+  $("tour-text").textContent = text(it);
+  for (const part of $("layer").querySelectorAll("[data-step]")) part.classList.toggle("lit", Number(part.dataset.step) === step);
+  $("tour-back").disabled = step === 1;
+  $("tour-next").disabled = step === STEPS.length;
+  draw(it);
+}
+
+$("tour-next").onclick = () => show(step + 1);
+$("tour-back").onclick = () => show(step - 1);
 for (const part of $("layer").querySelectorAll("[data-step]")) part.onclick = () => show(Number(part.dataset.step));
 document.addEventListener("token", () => show(step)); // another one was chosen
 show(1);
