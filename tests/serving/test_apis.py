@@ -1,10 +1,12 @@
 """The APIs of Anthropic, OpenAI's Responses, Ollama and llama-server: what their references and the tests of other
 servers describe, request by request."""
 
+import asyncio
 import http.client
 import json
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cli_runs import BACKEND
@@ -17,6 +19,7 @@ from bitnet_ref.serving.http import messages, ollama
 from bitnet_ref.serving.http.failures import describe_failure
 from bitnet_ref.serving.http.responses import ResponseStore, read_response
 from bitnet_ref.serving.http.schemas import RequestError, describe_api
+from bitnet_ref.serving.http.server import StreamEvents
 from bitnet_ref.serving.http.shelf import Place
 from bitnet_ref.serving.http.writers import write_json
 
@@ -494,6 +497,27 @@ def test_a_model_leaves_when_a_client_wants(tmp_path):
         assert server.get("/api/ps")[2]["models"]
         assert server.post("/api/generate", {"keep_alive": 0})[2]["done_reason"] == "unload"
         until(lambda: not server.get("/api/ps")[2]["models"], timeout_s=1.5)
+
+
+def test_a_stream_that_is_closed_early_ends_its_tasks():
+    async def main():
+        class Never:
+            def __aiter__(self):
+                return self
+
+            async def __anext__(self):
+                await asyncio.Event().wait()
+
+        choices = [SimpleNamespace(handle=Never()) for _ in range(2)]
+        events = StreamEvents(SimpleNamespace(media_type="text/event-stream", choices=choices))
+        await asyncio.sleep(0)
+        await events.aclose()
+        assert all(task.cancelled() for task in events._tasks)
+
+    try:
+        asyncio.run(main())
+    except asyncio.CancelledError:
+        pytest.fail("closing waits for the tasks, and is not cancelled with them")
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

@@ -257,6 +257,9 @@ def test_drafts_take_only_what_nobody_else_needs():
         return [len(piece.draft) for _ in range(steps) for piece in cache.step().pieces if piece.row is quick]
 
     assert drafted(3) == [0, 6, 6]  # after the prompt, alone: all that are right
+    quick.ticket.room = 4
+    assert drafted(1) == [3]  # and the next token, for which the reader has room too
+    quick.ticket.room = 100
     scheduler.add(job(1, [1, 1, 1], new=40))
     assert drafted(5) == [4, 0, 0, 1, 0]  # what the other one lends: 4 tokens at once, then 5% of its time
     scheduler.add(waiting := job(2, [1, 1, 0], new=2))
