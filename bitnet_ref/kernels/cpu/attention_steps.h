@@ -278,17 +278,17 @@ STEP_TARGET static void STEP(all_rows)(const attend_call *c, kv_range block, con
     }
 }
 
-/* Columns j .. j + n - 1 (n a multiple of 4 vectors) of `count` rows from `first` on, as doubles. Prefetches the same of the
- * next block. */
+/* Columns j .. j + n - 1 (n a multiple of VALUE_VECTORS vectors) of `count` rows from `first` on, as doubles. Prefetches the
+ * same of the next block. */
 STEP_INLINE void STEP(widen_kind)(const int kind, const kv_rows *rows, size_t first, size_t count, size_t j, size_t n,
                                   double *wide, kv_rows *widened) {
     for (size_t k = 0; k < count; k++, wide += n) {
         const char *row = rows->at[first + k] + kv_bytes(kind, j);
         kv_prefetch(kv_row(rows, rows->count + first + k) + kv_bytes(kind, j), kv_bytes(kind, n));
         widened->at[k] = (const char *)wide, widened->scale[k] = 1;
-        for (size_t i = 0; i < n; i += 4 * STEP(DOUBLES)) {
+        for (size_t i = 0; i < n; i += STEP(VALUE_VECTORS) * STEP(DOUBLES)) {
             STEP_UNROLL
-            for (size_t v = 0; v < 4; v++)
+            for (size_t v = 0; v < STEP(VALUE_VECTORS); v++)
                 *(STEP(f64u) *)(wide + i + v * STEP(DOUBLES)) =
                     STEP(stored)(kind, row, i + v * STEP(DOUBLES), rows->scale[first + k]);
         }
