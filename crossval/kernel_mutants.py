@@ -227,7 +227,7 @@ PLACES = {
         packed + ⟦m → 0⟧ * packed_columns(K), K, out, next, pack, lines); break;
         STEP(dense_token)(kind, 1, 2, w + n * row_bytes, far, K, x + ⟦m → 0⟧ * K
         (STEP(f32v))_mm512_cvtph_ps(⟦is_high → !is_high⟧ ? _mm512_extracti64x4_epi64(halves, 1)
-        STEP(fused)((STEP(f32v))v, factor, factor * ⟦-384 → -383⟧);""",
+        STEP(fused)((STEP(f32v))v, factor, factor * ⟦-384.0f → -383.0f⟧);""",
     "draw_steps.h": r"""
         (STEP(wide)(logits + (i + k) * STEP(DOUBLES)) - top) * ⟦per_temperature → 1.0⟧;
         for (; block + 1 < blocks && below + sums[block] <= target; block++) ⟦below += sums[block] → below += 0⟧;

@@ -444,7 +444,7 @@ STEP_INLINE STEP(f32v) STEP(signed_byte_of)(STEP(u32v) q, const size_t byte, STE
     const __m512i unsigned_q = _mm512_xor_si512((__m512i)q, _mm512_set1_epi32((int)0x80808080));
     const __m512i at = byte < 2 ? _mm512_slli_epi32(unsigned_q, 15 - 8 * (byte & 1)) : _mm512_srli_epi32(unsigned_q, 8 * byte - 15);
     const __m512i v = _mm512_ternarylogic_epi32(at, _mm512_set1_epi32(0x007F8000), _mm512_set1_epi32(0x43800000), 0xEA);
-    return STEP(fused)((STEP(f32v))v, factor, factor * -384);
+    return STEP(fused)((STEP(f32v))v, factor, factor * -384.0f);
 #else
     return STEP(to_floats)((STEP(i32v))(q << (24 - 8 * byte)) >> 24) * factor;
 #endif
