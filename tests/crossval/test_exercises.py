@@ -771,6 +771,7 @@ CASES = {
             (lambda right, wrong: 1 + (right.argmax(-1) != wrong.argmax(-1)).argmax(), "counted from 1"),
             (lambda right, wrong: len({*right.argmax(-1)} - {*wrong.argmax(-1)}), "not as sets"),
             (lambda right, wrong: len({*right.argmax(-1)} ^ {*wrong.argmax(-1)}), "not as sets"),
+            (Edit("argmax(axis=-1)", "argmin(axis=-1)"), "not argmin"),
             (4, "A function is wanted"),
             (lambda right, wrong: (right.argmax(-1) != wrong.argmax(-1)).any(), "whether any differs"),
             (lambda right, wrong: bool((right.argmax(-1) != wrong.argmax(-1)).any()), "whether any differs"),
@@ -802,7 +803,14 @@ CASES = {
                 "last bits alone",
             ),
             (Edit("right.items()", "reversed(right.items())"), "Two differ"),
-            (Edit('return "none"', 'return ""'), '"none" is wanted'),
+            (Edit('return "none"', 'return ""'), "All are equal: .* Yours is ''"),
+            (Edit('return "none"', "pass"), "All are equal: .* Yours is None"),
+            (
+                lambda right, theirs: next(
+                    (n for n in right if n not in theirs or (right[n] != theirs[n]).all()), "none"
+                ),
+                "single element",
+            ),
             (Edit("right.items()", "[(name, right[name]) for name in theirs]"), "order of the computation"),
             (
                 lambda right, theirs: max(right, key=lambda name: abs(right[name] - theirs[name]).max()),
@@ -835,7 +843,8 @@ CASES = {
             (Edit("visible(p, q)", "visible(p, p)"), "visible.right, wrong., of the logits"),
             (Edit("loss_of(q,", "loss_of(p,"), "the bug's own"),
             (Edit("loss_of(q, tokens)", "loss_of(q, tokens) / np.log(2)"), "The loss is"),
-            (Edit("first_difference(right, theirs)", '"q"'), "The first difference is in 'z'; yours is 'q'"),
+            (Edit("first_difference(right, theirs)", '"q"'), "The first difference is 'norm', .*; yours is 'q'"),
+            (Edit("first_difference(right, theirs)", "first_difference(theirs, right)"), "in the right order"),
             (Edit("return kl", "return visible(p, q), kl"), "Four things"),
             (lambda right, theirs, tokens: 3.0, "Four things"),
         ],
